@@ -1,0 +1,286 @@
+"""From rewards to advantages: group baselines, GDPO, RLOO, REINFORCE++, GAE, and the token rewards they read.
+
+Rows of one prompt are adjacent, so `[N]` scores reshape to `[B, group_size]`. NaN in a reward means "this reward
+function does not apply to this row". A row for which no function applies is unscorable: its score is NaN, it takes no
+part in baselines or standard deviations, and its advantage is 0. Outcome advantages are `[N]` (one number a row, to be
+broadcast over its tokens); token-level ones are `[N, T]`.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from jaxrl_llm.algorithms.aggregation import as_float, as_mask, masked_mean, masked_var, whiten
+
+Array = jax.Array
+
+SCALES = ("group", "batch", "none")
+
+
+def combine_rewards(rewards, weights) -> Array:
+    """Returns scores `[N]`, the weighted sum over the reward functions that apply to each row.
+
+    Shapes: `rewards [N, R]` with NaN where a function does not apply, `weights [R]`. A row of NaN only gives NaN.
+    Raises ValueError when there is not one weight per reward function.
+    """
+    rewards, weights = as_float(rewards), as_float(weights)
+    if weights.shape != rewards.shape[-1:]:
+        raise ValueError(f"got {weights.shape} reward weights for {rewards.shape[-1]} reward functions; pass one each")
+    total = jnp.sum(jnp.where(jnp.isnan(rewards), 0.0, rewards) * weights, axis=-1)
+    return jnp.where(unscorable_rows(rewards), jnp.nan, total)
+
+
+def unscorable_rows(rewards) -> Array:
+    """Returns booleans `[N]`, true where every one of `rewards [N, R]` is NaN."""
+    return jnp.all(jnp.isnan(as_float(rewards)), axis=-1)
+
+
+def _groups(scores, group_size: int) -> Array:
+    scores = as_float(scores)
+    if group_size < 1 or scores.shape[0] % group_size:
+        raise ValueError(
+            f"{scores.shape[0]} rows do not divide into groups of {group_size}; the rows of a prompt are adjacent and "
+            "every prompt has group_size rows"
+        )
+    return scores.reshape(-1, group_size, *scores.shape[1:])
+
+
+def _centered(grouped: Array) -> Array:
+    """Returns `grouped [B, K, ...]` minus its mean over K, NaN where it was NaN.
+
+    The first valid value is subtracted before the mean, so a group of equal scores gives exact zeros whatever the
+    rounding of the mean.
+    """
+    valid = ~jnp.isnan(grouped)
+    first = jnp.take_along_axis(grouped, jnp.argmax(valid, axis=1, keepdims=True), axis=1)
+    shifted = grouped - first
+    return shifted - masked_mean(shifted, valid, axis=1, keepdims=True)
+
+
+def _normalized(grouped: Array, eps: float) -> Array:
+    """Returns `grouped [B, K, ...]` centred and divided by its unbiased standard deviation + eps; NaN stays NaN."""
+    centered = _centered(grouped)
+    std = jnp.sqrt(masked_var(centered, ~jnp.isnan(centered), ddof=1, axis=1, keepdims=True))
+    return centered / (std + eps)
+
+
+def _batch_std(scores: Array) -> Array:
+    return jnp.sqrt(masked_var(scores, ~jnp.isnan(scores), ddof=1))
+
+
+def group_advantages(scores, group_size: int, scale: str = "group", eps: float = 1e-4) -> Array:
+    """Returns advantages `[N]`: each score minus its group's mean, divided by a standard deviation.
+
+    Shapes: `scores [N]`, N = B * group_size with the rows of a prompt adjacent. Formula: `(r - mean) / (std + eps)`
+    with the unbiased standard deviation of the group (`scale="group"`), of all scores (`"batch"`, the group mean is
+    still what is subtracted), or no division (`"none"`, Dr. GRPO). NaN scores are left out of every mean and standard
+    deviation and get 0. A group with one score gets 0 (there is no baseline), as does a group of equal scores.
+    Raises ValueError for an unknown scale or when N is not a multiple of group_size.
+    Source: GRPO, arXiv 2402.03300; eps 1e-4 as TRL (verl 1e-6); Dr. GRPO, arXiv 2503.20783.
+    """
+    grouped = _groups(scores, group_size)
+    if scale == "group":
+        advantages = _normalized(grouped, eps)
+    elif scale == "batch":
+        advantages = _centered(grouped) / (_batch_std(grouped) + eps)
+    elif scale == "none":
+        advantages = _centered(grouped)
+    else:
+        raise ValueError(f"unknown advantage scale {scale!r}; choose one of {', '.join(SCALES)}")
+    return jnp.nan_to_num(advantages.reshape(-1), nan=0.0)
+
+
+def gdpo_advantages(rewards, weights, group_size: int, batch_normalize: bool = True, eps: float = 1e-4) -> Array:
+    """Returns advantages `[N]`: each reward normalised in its group by itself, then summed, then normalised again.
+
+    Shapes: `rewards [N, R]` with NaN where a function does not apply, `weights [R]`. Formula:
+    `z_k = (r_k - mean_group) / (std_group + eps)`, `s = sum_k w_k z_k` over the functions that apply, and
+    `A = (s - mean_batch) / (std_batch + eps)`; `batch_normalize=False` returns s. Standard deviations are unbiased.
+    With one reward this is not GRPO: the batch normalisation changes the scale.
+    Raises ValueError when weights and reward functions differ in number or N is not a multiple of group_size.
+    Source: GDPO, arXiv 2601.05242.
+    """
+    normalized = _normalized(_groups(rewards, group_size), eps)
+    scores = combine_rewards(normalized.reshape(-1, normalized.shape[-1]), weights)
+    if batch_normalize:
+        scores = (scores - masked_mean(scores, ~jnp.isnan(scores))) / (_batch_std(scores) + eps)
+    return jnp.nan_to_num(scores, nan=0.0)
+
+
+def rloo_advantages(scores, group_size: int, normalize: bool = False, eps: float = 1e-4) -> Array:
+    """Returns advantages `[N]`: each score minus the mean of the other scores of its group.
+
+    Shapes: `scores [N]`. Formula: `A = G / (G - 1) * (r - mean_group)` with G the number of scores in the group that
+    are not NaN; NaN scores, and a score without siblings, get 0. `normalize=True` then standardises over the batch,
+    `(A - mean) / (std + eps)`, over the rows that have siblings. Raises ValueError when N is not a multiple of
+    group_size. Source: RLOO, arXiv 2402.14740.
+    """
+    grouped = _groups(scores, group_size)
+    count = jnp.sum(~jnp.isnan(grouped), axis=1, keepdims=True)
+    advantages = jnp.where(count > 1, count / jnp.maximum(count - 1, 1) * _centered(grouped), jnp.nan)
+    if normalize:
+        mean = masked_mean(advantages, ~jnp.isnan(advantages))
+        advantages = (advantages - mean) / (_batch_std(advantages) + eps)
+    return jnp.nan_to_num(advantages.reshape(-1), nan=0.0)
+
+
+def passk_advantages(scores, group_size: int, normalize: bool = True, eps: float = 1e-6) -> Array:
+    """Returns advantages `[N]` that are zero except for the best row of each group: best minus second best.
+
+    Shapes: `scores [N]`. With `normalize` the difference is divided by the group's unbiased standard deviation + eps.
+    NaN scores never win; a group with fewer than two scores gets 0. Raises ValueError when group_size < 2 or N is not a
+    multiple of it. Source: pass@k training, arXiv 2503.19595.
+    """
+    if group_size < 2:
+        raise ValueError(f"pass@k advantages compare the two best rows of a group; got group_size {group_size}")
+    grouped = _groups(scores, group_size)
+    valid = ~jnp.isnan(grouped)
+    best, second = jnp.moveaxis(jax.lax.top_k(jnp.where(valid, grouped, -jnp.inf), 2)[0], -1, 0)
+    gap = jnp.where(valid.sum(axis=1) > 1, best - second, 0.0)
+    if normalize:
+        gap = gap / (jnp.sqrt(masked_var(grouped, valid, ddof=1, axis=1)) + eps)
+    winner = jnp.argmax(jnp.where(valid, grouped, -jnp.inf), axis=1)
+    return (jax.nn.one_hot(winner, group_size, dtype=gap.dtype) * gap[:, None]).reshape(-1)
+
+
+def opo_advantages(scores, lengths, group_size: int) -> Array:
+    """Returns advantages `[N]`: each score minus the length-weighted mean score of its group.
+
+    Shapes: `scores [N]`, `lengths [N]` in tokens. Formula: `A_i = r_i - sum_j len_j r_j / sum_j len_j`, over the scores
+    that are not NaN (those get 0). Raises ValueError when N is not a multiple of group_size.
+    Source: OPO, arXiv 2505.23585.
+    """
+    grouped, lengths = _groups(scores, group_size), _groups(lengths, group_size)
+    lengths = jnp.where(jnp.isnan(grouped), 0.0, lengths)
+    centered = _centered(grouped)
+    weighted = jnp.sum(lengths * jnp.nan_to_num(centered), axis=1, keepdims=True)
+    baseline = weighted / jnp.maximum(lengths.sum(axis=1, keepdims=True), 1.0)
+    return jnp.nan_to_num((centered - baseline).reshape(-1), nan=0.0)
+
+
+def remax_advantages(scores, greedy_scores) -> Array:
+    """Returns advantages `[N]`: each score minus the score of the greedy completion of the same prompt.
+
+    Shapes: `scores [N]`, `greedy_scores [B]`, one per prompt, with N a multiple of B. NaN on either side gives 0.
+    Raises ValueError when N is not a multiple of B. Source: ReMax, arXiv 2310.10505.
+    """
+    scores, greedy_scores = as_float(scores), as_float(greedy_scores)
+    rows, prompts = scores.shape[0], greedy_scores.shape[0]
+    if rows % prompts:
+        raise ValueError(f"{rows} scores do not divide among {prompts} greedy scores; pass one greedy score per prompt")
+    return jnp.nan_to_num(scores - jnp.repeat(greedy_scores, rows // prompts), nan=0.0)
+
+
+def reinforce_plus_plus_advantages(token_rewards, mask, gamma=1.0) -> Array:
+    """Returns advantages `[N, T]`: discounted returns of the token rewards, whitened over all tokens of the batch.
+
+    Shapes: `token_rewards, mask [N, T]`; zero outside the mask. See `discounted_returns` for how gaps are crossed and
+    `whiten` for the normalisation. Source: REINFORCE++, arXiv 2501.03262.
+    """
+    return whiten(discounted_returns(token_rewards, mask, gamma), mask)
+
+
+def reinforce_plus_plus_baseline_advantages(scores, mask, group_size: int) -> Array:
+    """Returns advantages `[N, T]`: scores minus their group's mean, spread over tokens and whitened token by token.
+
+    Shapes: `scores [N]`, `mask [N, T]`; zero outside the mask. The whitening counts tokens, so a long completion weighs
+    more than a short one. Rows with a NaN score take no part and get 0. Raises ValueError when N is not a multiple of
+    group_size. Source: REINFORCE++-baseline, arXiv 2501.03262.
+    """
+    advantages = group_advantages(scores, group_size, scale="none")
+    mask = as_mask(mask) & ~jnp.isnan(as_float(scores))[:, None]
+    return whiten(jnp.broadcast_to(advantages[:, None], mask.shape), mask)
+
+
+def discounted_returns(token_rewards, mask, gamma=1.0) -> Array:
+    """Returns the discounted sum `[N, T]` of the rewards from each token on, carried across gaps of the mask.
+
+    Shapes: `token_rewards, mask [N, T]`. Formula, from the right: `R_t = r_t + gamma * R_(t+1)` on the mask and
+    `R_t = R_(t+1)` outside it, so tool outputs between two model turns neither cut nor discount the credit.
+    """
+    token_rewards = as_float(token_rewards)
+
+    def step(carry, inputs):
+        reward, live = inputs
+        carry = jnp.where(live, reward + gamma * carry, carry)
+        return carry, carry
+
+    inputs = (token_rewards.T, as_mask(mask, token_rewards.shape).T)
+    return jax.lax.scan(step, jnp.zeros_like(token_rewards[:, 0]), inputs, reverse=True)[1].T
+
+
+def gae(token_rewards, values, mask, gamma=1.0, lam=1.0) -> tuple[Array, Array]:
+    """Returns generalised advantage estimates and value targets, `(advantages [N, T], returns [N, T])`.
+
+    Shapes: `token_rewards, values, mask [N, T]`; both results are zero outside the mask. Formula, from the right and
+    over masked tokens only: `delta_t = r_t + gamma * V_next - V_t`, `A_t = delta_t + gamma * lam * A_next`,
+    `returns = A + V`; the value after the last token is 0. Outside the mask A_next and V_next are carried through, so
+    values and rewards on observation tokens have no effect. The advantages are not whitened.
+    Source: GAE, arXiv 1506.02438.
+    """
+    token_rewards, values = as_float(token_rewards), as_float(values)
+    mask = as_mask(mask, token_rewards.shape)
+
+    def step(carry, inputs):
+        next_advantage, next_value = carry
+        reward, value, live = inputs
+        advantage = reward + gamma * next_value - value + gamma * lam * next_advantage
+        carry = (jnp.where(live, advantage, next_advantage), jnp.where(live, value, next_value))
+        return carry, carry[0]
+
+    zeros = jnp.zeros_like(token_rewards[:, 0] + values[:, 0])
+    advantages = jax.lax.scan(step, (zeros, zeros), (token_rewards.T, values.T, mask.T), reverse=True)[1].T
+    return jnp.where(mask, advantages, 0.0), jnp.where(mask, advantages + values, 0.0)
+
+
+def token_rewards(scores, mask, kl=None, beta=0.0) -> Array:
+    """Returns rewards `[N, T]`: the score on the last token of the mask (the EOS), minus `beta * kl` on every token.
+
+    Shapes: `scores [N]`, `mask [N, T]`, `kl [N, T]` any per-token KL estimate. Zero outside the mask; the result is
+    float32 whatever the type of the scores. A row without tokens gets nothing. A NaN score stays NaN: take the
+    unscorable rows out of the mask first (`unscorable_rows`).
+    """
+    scores = as_float(scores)
+    mask = as_mask(mask)
+    is_last = mask & (jnp.cumsum(mask[:, ::-1], axis=1)[:, ::-1] == 1)
+    rewards = jnp.where(is_last, scores[:, None], 0.0)
+    return rewards if kl is None else rewards - jnp.where(mask, beta * as_float(kl), 0.0)
+
+
+def soft_overlong_punishment(lengths, max_length: int, cache: int) -> Array:
+    """Returns penalties `[N]`: 0 up to `max_length - cache` tokens, falling linearly to -1 at `max_length`, then -1.
+
+    Shapes: `lengths [N]` in tokens. Raises ValueError unless 0 <= cache <= max_length; `cache=0` is a step at
+    max_length. Source: DAPO eq. 13, arXiv 2503.14476.
+    """
+    if not 0 <= cache <= max_length:
+        raise ValueError(f"soft overlong cache must lie between 0 and max_length {max_length}; got {cache}")
+    lengths = as_float(lengths)
+    ramp = (max_length - cache - lengths) / max(cache, 1)
+    return jnp.where(lengths > max_length, -1.0, jnp.where(lengths <= max_length - cache, 0.0, ramp))
+
+
+def missing_eos_penalty(scores, finished, penalty) -> Array:
+    """Returns scores `[N]` with `penalty` subtracted from the rows that did not end with a stop token.
+
+    Shapes: `scores, finished [N]`. `finished` comes from the sampler, which knows whether the completion stopped; an
+    EOS id inside the prompt cannot be mistaken for an ending.
+    """
+    scores = as_float(scores)
+    return jnp.where(jnp.asarray(finished), scores, scores - penalty)
+
+
+def flat_groups(scores, group_size: int) -> Array:
+    """Returns booleans `[B]`, true where all scores of a group are equal (NaN left out), so no gradient comes from it.
+
+    Shapes: `scores [N]`. A group without any score, or with a single one, is flat. Raises ValueError when N is not a
+    multiple of group_size.
+    """
+    grouped = _groups(scores, group_size)
+    valid = ~jnp.isnan(grouped)
+    highest = jnp.where(valid, grouped, -jnp.inf).max(axis=1)
+    return jnp.where(valid, grouped, jnp.inf).min(axis=1) >= highest
+
+
+def frac_zero_std(scores, group_size: int) -> Array:
+    """Returns the fraction of groups whose scores are all equal, a scalar; see `flat_groups`."""
+    return jnp.mean(flat_groups(scores, group_size).astype(jnp.float32))

@@ -1,0 +1,59 @@
+"""`Batch`: the rows an update learns from. Letters: N rows, T positions; index t of every [N,T] array speaks of token t."""
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import numpy as np
+
+Array = Any  # numpy on the host, jax on the device
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Batch:
+    """Token rows and what is known of them; a field no objective of the run reads is None.
+
+    Rows of one prompt are adjacent, and a preference pair is two adjacent rows, the chosen one first.
+    """
+
+    tokens: Array  # [N,T] int32
+    segments: Array  # [N,T] int32; 0 is padding
+    mask: Array  # [N,T] float32; 1 on the tokens the loss reads
+    positions: Array | None = None  # [N,T] int32; None: counted from 0 in each segment
+    sample_logps: Array | None = None  # [N,T] of the sampler
+    old_logps: Array | None = None  # [N,T] of the policy that starts this step
+    ref_logps: Array | None = None  # [N,T] of the reference policy
+    advantages: Array | None = None  # [N,T]
+    values: Array | None = None  # [N,T] of the critic that starts this step
+    returns: Array | None = None  # [N,T]
+    labels: Array | None = None  # [N] 1 desirable, 0 undesirable
+    weights: Array | None = None  # [N,T] aggregation weights: the loss is sum(weights * loss)
+    token_share: Array | None = None  # [N,T] mask / tokens of the whole optimizer batch, for metrics
+    prompt_width: int = dataclasses.field(default=0, metadata={"static": True})  # no column before this one is scored
+
+    @property
+    def rows(self) -> int:
+        return self.tokens.shape[0]
+
+    def replace(self, **changes) -> "Batch":
+        """A copy with these fields changed."""
+        return dataclasses.replace(self, **changes)
+
+    def take(self, index) -> "Batch":
+        """The rows at `index`."""
+        return jax.tree.map(lambda x: x[index], self)
+
+
+def minibatch_indices(rows: int, group_size: int, minibatches: int, epochs: int, seed: int | None) -> Iterator[np.ndarray]:
+    """Row numbers of each minibatch of each epoch; groups stay whole; shuffled by `seed` unless it is None."""
+    groups = rows // group_size
+    if rows % group_size or groups % minibatches:
+        raise ValueError(f"{rows} rows of groups of {group_size} do not divide into {minibatches} minibatches.")
+    for epoch in range(epochs):
+        order = np.arange(groups)
+        if seed is not None:
+            order = np.random.default_rng([seed, epoch]).permutation(groups)
+        for part in order.reshape(minibatches, -1):
+            yield (part[:, None] * group_size + np.arange(group_size)).reshape(-1)

@@ -1,0 +1,340 @@
+"""Policy-gradient losses, one function each, all called the same way and all returning one number per token.
+
+    loss = f(logps, old_logps, advantages, epsilon_low, epsilon_high, mask=mask, **options)      # [N, T]
+
+- `logps [N, T]` carry the gradient; `old_logps [N, T]` belong to the policy the samples are measured against.
+- `advantages` are `[N]`, one a row, or `[N, T]`. Their gradient is never taken.
+- `epsilon_low`, `epsilon_high` bound the ratio pi / pi_old as each function says. A loss without a clip range accepts
+  them and does not read them, so that one objective can call any loss by name.
+- `mask [N, T]` is true on the tokens that count. Losses over whole sequences need it; for the others it is optional and
+  makes the log-ratio 0 outside it, so that padding can neither overflow nor receive a gradient.
+
+The caller reduces with `sum(loss_weights * loss)` (`aggregation.loss_weights`) and adds KL and entropy terms. A loss
+that is one number per sequence is spread over its row: every token of the row holds that number, so that the
+`sequence` aggregation (mean over rows of the row's token mean) gives back the mean over sequences.
+
+The clip-higher names follow DAPO: the ratio stays within [1 - epsilon_low, 1 + epsilon_high].
+"""
+
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxrl_llm.algorithms.aggregation import as_float, as_mask, masked_mean, masked_sum
+
+Array = jax.Array
+
+
+def _prepare(logps, old_logps, advantages, mask) -> tuple[Array, Array, Array]:
+    """Returns the log-probs, the log-ratio (0 outside the mask) and the advantages broadcast to the tokens."""
+    logps = as_float(logps)
+    log_ratio = logps - jax.lax.stop_gradient(as_float(old_logps))
+    if mask is not None:
+        mask = as_mask(mask, logps.shape)
+        log_ratio, logps = jnp.where(mask, log_ratio, 0.0), jnp.where(mask, logps, 0.0)
+    return logps, log_ratio, _per_token(advantages, logps)
+
+
+def _per_token(advantages, logps: Array) -> Array:
+    advantages = jax.lax.stop_gradient(as_float(advantages))
+    if advantages.ndim == logps.ndim - 1:
+        advantages = advantages[..., None]
+    return jnp.broadcast_to(advantages, logps.shape)
+
+
+def _clipped(ratio: Array, advantages: Array, epsilon_low, epsilon_high, delta=None) -> Array:
+    """Returns `-min(min(ratio, delta) * A, clip(ratio, 1 - low, 1 + high) * A)`."""
+    clipped = jnp.clip(ratio, 1.0 - epsilon_low, 1.0 + epsilon_high)
+    if delta is not None:
+        ratio = jnp.minimum(ratio, delta)
+    return -jnp.minimum(ratio * advantages, clipped * advantages)
+
+
+def ppo_clip(
+    logps, old_logps, advantages, epsilon_low, epsilon_high, delta=None, dual_clip=None, *, mask=None
+) -> Array:
+    """Returns the clipped surrogate `[N, T]` of PPO, GRPO and DAPO.
+
+    Formula, r = exp(logps - old_logps): `-min(r A, clip(r, 1 - epsilon_low, 1 + epsilon_high) A)`.
+    `delta` bounds r from above in the unclipped branch too (INTELLECT-2, arXiv 2505.07291): for A < 0 the loss stops at
+    `-delta A`, so delta is larger than 1 + epsilon_high. `dual_clip` bounds the loss of A < 0 by `-dual_clip A`
+    (arXiv 1912.09729; verl always uses 3.0) and is larger than 1, else ValueError.
+    Source: PPO, arXiv 1707.06347; clip-higher, DAPO, arXiv 2503.14476.
+    """
+    _, log_ratio, advantages = _prepare(logps, old_logps, advantages, mask)
+    loss = _clipped(jnp.exp(log_ratio), advantages, epsilon_low, epsilon_high, delta)
+    if dual_clip is None:
+        return loss
+    if dual_clip <= 1:
+        raise ValueError(f"dual_clip bounds the ratio of bad samples from above and must exceed 1; got {dual_clip}")
+    return jnp.where(advantages < 0, jnp.minimum(loss, -dual_clip * advantages), loss)
+
+
+def gspo(logps, old_logps, advantages, epsilon_low, epsilon_high, delta=None, *, mask) -> Array:
+    """Returns the clipped surrogate of the length-normalised sequence ratio, spread over `[N, T]`.
+
+    Formula: `s = exp(mean_t(logps - old_logps))` over the masked tokens, loss `-min(s A, clip(s) A)` on every token of
+    the row; aggregate with `sequence`. The paper's ranges are small, 3e-4 below and 4e-4 above. `delta` as `ppo_clip`.
+    Source: GSPO, arXiv 2507.18071.
+    """
+    _, log_ratio, advantages = _prepare(logps, old_logps, advantages, mask)
+    ratio = jnp.exp(masked_mean(log_ratio, mask, axis=-1, keepdims=True))
+    return _clipped(ratio, advantages, epsilon_low, epsilon_high, delta)
+
+
+def gspo_token(logps, old_logps, advantages, epsilon_low, epsilon_high, *, mask) -> Array:
+    """Returns GSPO's loss `[N, T]` with the gradient of each token scaled by that token's own advantage.
+
+    Formula: `s_t = stop(s) * exp(logps - stop(logps))` with s as in `gspo`; the value equals `gspo`, and so does the
+    gradient when the advantage is one number a row. Source: GSPO-token, arXiv 2507.18071.
+    """
+    logps, log_ratio, advantages = _prepare(logps, old_logps, advantages, mask)
+    sequence = masked_mean(jax.lax.stop_gradient(log_ratio), mask, axis=-1, keepdims=True)
+    ratio = jnp.exp(sequence + logps - jax.lax.stop_gradient(logps))
+    return _clipped(ratio, advantages, epsilon_low, epsilon_high)
+
+
+def luspo(logps, old_logps, advantages, epsilon_low, epsilon_high, delta=None, *, mask) -> Array:
+    """Returns GSPO's loss times the number of tokens of its row, spread over `[N, T]`.
+
+    Aggregated with `sequence` this is the mean over rows of `len * loss`; `gspo` aggregated with `sequence_sum` is the
+    same number. Source: LUSPO, arXiv 2602.05261.
+    """
+    lengths = as_mask(mask).sum(axis=-1, keepdims=True)
+    return lengths * gspo(logps, old_logps, advantages, epsilon_low, epsilon_high, delta, mask=mask)
+
+
+def rloo(logps, old_logps, advantages, epsilon_low, epsilon_high, *, mask) -> Array:
+    """Returns the clipped surrogate of the whole sequence's ratio, spread over `[N, T]`.
+
+    Formula: `s = exp(sum_t(logps - old_logps))`, not length-normalised, loss `-min(s A, clip(s) A)` on every token of
+    the row; aggregate with `sequence`. Source: RLOO, arXiv 2402.14740, clipped as in TRL.
+    """
+    _, log_ratio, advantages = _prepare(logps, old_logps, advantages, mask)
+    ratio = jnp.exp(masked_sum(log_ratio, mask, axis=-1, keepdims=True))
+    return _clipped(ratio, advantages, epsilon_low, epsilon_high)
+
+
+def gmpo(logps, old_logps, advantages, epsilon_low, epsilon_high, *, mask) -> Array:
+    """Returns the loss of the geometric mean of one-sidedly clipped token ratios, spread over `[N, T]`.
+
+    Formula: log-ratios are clipped to [-epsilon_low, epsilon_high], only from above where A > 0 and only from below
+    elsewhere; `s = exp(mean_t clipped)`, loss `-s A` on every token of the row; aggregate with `sequence`. The epsilons
+    bound the log-ratio; the paper uses 0.4. Source: GMPO, arXiv 2507.20673.
+    """
+    _, log_ratio, advantages = _prepare(logps, old_logps, advantages, mask)
+    clipped = jnp.where(advantages > 0, jnp.minimum(log_ratio, epsilon_high), jnp.maximum(log_ratio, -epsilon_low))
+    return -jnp.exp(masked_mean(clipped, mask, axis=-1, keepdims=True)) * advantages
+
+
+def cispo(logps, old_logps, advantages, epsilon_low, epsilon_high, *, mask=None, minimum=None) -> Array:
+    """Returns REINFORCE with a capped importance weight, `-stop(min(r, epsilon_high)) A logps`, `[N, T]`.
+
+    `epsilon_high` is the cap of the ratio itself (5.0 is recommended), not a distance from 1; a number below 1 would
+    shrink every weight and raises ValueError. `minimum` is an optional lower cap. verl's two-sided form is
+    `epsilon_high=1 + eps, minimum=1 - eps`. `epsilon_low` is not read. No gradient flows through the weight.
+    Source: CISPO, MiniMax-M1, arXiv 2506.13585; cap as in ScaleRL, arXiv 2510.13786.
+    """
+    del epsilon_low
+    if isinstance(epsilon_high, (int, float)) and epsilon_high < 1:
+        raise ValueError(
+            f"cispo reads epsilon_high as the cap of the ratio, so it must be at least 1; got {epsilon_high}. "
+            "The usual value is 5.0"
+        )
+    logps, log_ratio, advantages = _prepare(logps, old_logps, advantages, mask)
+    weights = jnp.clip(jnp.exp(log_ratio), minimum, epsilon_high)
+    return -jax.lax.stop_gradient(weights) * advantages * logps
+
+
+def sapo(
+    logps,
+    old_logps,
+    advantages,
+    epsilon_low=None,
+    epsilon_high=None,
+    *,
+    mask=None,
+    temperature_positive=1.0,
+    temperature_negative=1.05,
+) -> Array:
+    """Returns the soft-gated surrogate `[N, T]`: a sigmoid of the ratio in place of a clip.
+
+    Formula: `-A (4 / tau) sigmoid(tau (r - 1))`, tau = temperature_positive where A > 0, else temperature_negative. The
+    epsilons are not read. Source: SAPO, arXiv 2511.20347.
+    """
+    del epsilon_low, epsilon_high
+    _, log_ratio, advantages = _prepare(logps, old_logps, advantages, mask)
+    tau = jnp.where(advantages > 0, temperature_positive, temperature_negative)
+    return -advantages * (4.0 / tau) * jax.nn.sigmoid(tau * (jnp.exp(log_ratio) - 1.0))
+
+
+def reinforce(logps, old_logps, advantages, epsilon_low=None, epsilon_high=None, *, mask=None) -> Array:
+    """Returns `-A logps`, `[N, T]`; `old_logps` and the epsilons are not read.
+
+    Source: REINFORCE, Williams (1992); with group advantages it is GPG, arXiv 2504.02546.
+    """
+    del epsilon_low, epsilon_high
+    logps, _, advantages = _prepare(logps, old_logps, advantages, mask)
+    return -advantages * logps
+
+
+def vespo(
+    logps,
+    old_logps,
+    advantages,
+    epsilon_low=None,
+    epsilon_high=None,
+    *,
+    mask,
+    importance_weights=None,
+    k_positive=2.0,
+    lambda_positive=3.0,
+    k_negative=3.0,
+    lambda_negative=2.0,
+) -> Array:
+    """Returns REINFORCE `[N, T]` weighted by a gamma-shaped function of the sequence ratio, `-stop(phi(w)) A logps`.
+
+    Formula: `w = exp(sum_t log-ratio [+ sum_t log importance_weights])`, `phi(w) = exp(lambda + k log w - lambda w)`,
+    which is 1 at w = 1; (k, lambda) are the positive pair where A >= 0. Token log-ratios are bounded to +-20 and log w
+    to [log 1e-8, 20]. `importance_weights [N, T]` or `[N, 1]` (`off_policy.importance_correction`) enter w, so the
+    caller does not multiply the loss by them again. The epsilons are not read. Source: VESPO, arXiv 2602.10693.
+    """
+    del epsilon_low, epsilon_high
+    logps, log_ratio, advantages = _prepare(logps, old_logps, advantages, mask)
+    lowest = math.log(1e-8)
+    log_w = masked_sum(jnp.clip(log_ratio, -20.0, 20.0), mask, axis=-1, keepdims=True)
+    if importance_weights is not None:
+        extra = jnp.clip(jnp.log(as_float(importance_weights)), lowest, 20.0)
+        log_w = log_w + (masked_sum(extra, mask, axis=-1, keepdims=True) if extra.shape[-1] > 1 else extra)
+    log_w = jnp.clip(log_w, lowest, 20.0)
+    k = jnp.where(advantages >= 0, k_positive, k_negative)
+    lam = jnp.where(advantages >= 0, lambda_positive, lambda_negative)
+    phi = jnp.exp(lam + k * log_w - lam * jnp.exp(log_w))
+    return -jax.lax.stop_gradient(phi) * advantages * logps
+
+
+def dppo(logps, old_logps, advantages, epsilon_low=0.2, epsilon_high=0.2, *, mask=None, kl_coef=1e-3) -> Array:
+    """Returns the importance-weighted loss `[N, T]` with tokens dropped whose probability moved too far.
+
+    Formula: `-keep A r + kl_coef (log r)^2`. A token is dropped where A > 0 and its probability rose by more than
+    epsilon_high, or A <= 0 and it fell by more than epsilon_low; the bounds are differences of probabilities (binary
+    total variation), not of ratios. `old_logps` are the sampler's log-probs. Source: DPPO, arXiv 2602.04879, with the
+    default of prime-rl; aggregate with `token`.
+    """
+    logps, log_ratio, advantages = _prepare(logps, old_logps, advantages, mask)
+    moved = jax.lax.stop_gradient(jnp.exp(logps) - jnp.exp(logps - log_ratio))
+    keep = jnp.where(advantages > 0, moved <= epsilon_high, moved >= -epsilon_low)
+    surrogate = jnp.where(keep, -advantages * jnp.exp(jnp.where(keep, log_ratio, 0.0)), 0.0)
+    return surrogate + kl_coef * jnp.square(log_ratio)
+
+
+def _covariance(logps: Array, advantages: Array, mask: Array) -> Array:
+    """Returns each token's term of cov(advantage, log-prob) over the masked tokens, -inf outside; no gradient."""
+    logps = jax.lax.stop_gradient(logps)
+    terms = (advantages - masked_mean(advantages, mask)) * (logps - masked_mean(logps, mask))
+    return jnp.where(mask, terms, -jnp.inf)
+
+
+def _largest(values: Array, count: Array) -> Array:
+    """Returns booleans, true on the `count` largest entries of `values` (all axes together) that are not -inf."""
+    flat = values.reshape(-1)
+    order = jnp.argsort(-flat)
+    rank = jnp.zeros_like(order).at[order].set(jnp.arange(flat.size))
+    return ((rank < count) & (flat > -jnp.inf)).reshape(values.shape)
+
+
+def _share(mask: Array, fraction) -> Array:
+    return jnp.maximum(jnp.floor(fraction * mask.sum(dtype=jnp.float32)), 1.0)
+
+
+def clip_cov(
+    logps, old_logps, advantages, epsilon_low, epsilon_high, *, mask, key, fraction=2e-4, lower=1.0, upper=5.0
+) -> Array:
+    """Returns `ppo_clip` `[N, T]` with a random few of the tokens of high covariance taken out.
+
+    A token's covariance is `(A - mean A) * (logp - mean logp)`, means over the masked tokens given. Of the tokens with
+    covariance in (lower, upper) that the clip leaves alone, `max(1, floor(fraction * tokens))` are drawn uniformly with
+    `key` (a JAX random key, a fresh one per update) and their loss is 0. Source: Clip-Cov, arXiv 2505.22617.
+    """
+    logps, log_ratio, advantages = _prepare(logps, old_logps, advantages, mask)
+    mask = as_mask(mask, logps.shape)
+    loss = _clipped(jnp.exp(log_ratio), advantages, epsilon_low, epsilon_high)
+    is_clipped = loss > -jnp.exp(log_ratio) * advantages
+    covariance = _covariance(logps, advantages, mask)
+    candidate = (covariance > lower) & (covariance < upper) & ~is_clipped
+    draw = jnp.where(candidate, jax.random.uniform(key, logps.shape), -jnp.inf)
+    return jnp.where(_largest(draw, _share(mask, fraction)), 0.0, loss)
+
+
+def kl_cov(
+    logps, old_logps, advantages, epsilon_low=None, epsilon_high=None, *, mask, fraction=2e-4, kl_coef=1.0
+) -> Array:
+    """Returns the unclipped surrogate `-r A`, `[N, T]`, with a KL penalty on the tokens of highest covariance.
+
+    The `max(1, floor(fraction * tokens))` tokens with the largest covariance (see `clip_cov`) get
+    `+ kl_coef * |logps - old_logps|`. The epsilons are not read. Source: KL-Cov, arXiv 2505.22617.
+    """
+    del epsilon_low, epsilon_high
+    logps, log_ratio, advantages = _prepare(logps, old_logps, advantages, mask)
+    mask = as_mask(mask, logps.shape)
+    selected = _largest(_covariance(logps, advantages, mask), _share(mask, fraction))
+    return -jnp.exp(log_ratio) * advantages + jnp.where(selected, kl_coef * jnp.abs(log_ratio), 0.0)
+
+
+def value_clip(values, old_values, returns, epsilon=None) -> Array:
+    """Returns the critic's loss `[N, T]`: half the larger of the squared errors with and without a clipped step.
+
+    Formula: `max((V - R)^2, (clip(V, V_old - epsilon, V_old + epsilon) - R)^2) / 2`; `epsilon=None` is the plain
+    squared error. Shapes: `values, old_values, returns [N, T]`. Source: PPO, arXiv 1707.06347; epsilon 0.2 in TRL, 0.5
+    in verl.
+    """
+    values, old_values, returns = as_float(values), as_float(old_values), as_float(returns)
+    loss = jnp.square(values - returns)
+    if epsilon is not None:
+        clipped = jnp.clip(values, old_values - epsilon, old_values + epsilon)
+        loss = jnp.maximum(loss, jnp.square(clipped - returns))
+    return 0.5 * loss
+
+
+class ClipFractions(NamedTuple):
+    """Float indicators `[N, T]`, 1 on tokens whose ratio left the range; means over the mask are the fractions."""
+
+    low: Array
+    high: Array
+    region: Array
+    dual: Array
+
+
+def clip_fractions(
+    logps,
+    old_logps,
+    advantages,
+    epsilon_low,
+    epsilon_high,
+    *,
+    mask=None,
+    level: str = "token",
+    signed: bool = True,
+    dual_clip=None,
+) -> ClipFractions:
+    """Returns which tokens the clip of `ppo_clip` or `gspo` acts on, as `ClipFractions` of `[N, T]` indicators.
+
+    `low`: ratio below 1 - epsilon_low and A < 0; `high`: ratio above 1 + epsilon_high and A > 0; `region`: either. This
+    is TRL's `clip_ratio/*`; `region` is also verl's `pg_clipfrac`, since the clipped branch is the larger loss on just
+    those tokens. `signed=False` drops the condition on A. `dual` (verl's `pg_clipfrac_lower`): A < 0 and ratio above
+    `dual_clip`, zero without it. `level="sequence"` uses GSPO's ratio, the same for a whole row, and needs `mask`.
+    Raises ValueError for an unknown level and for `sequence` without a mask.
+    """
+    _, log_ratio, advantages = _prepare(logps, old_logps, advantages, mask)
+    if level == "sequence" and mask is not None:
+        log_ratio = jnp.broadcast_to(masked_mean(log_ratio, mask, axis=-1, keepdims=True), log_ratio.shape)
+    elif level != "token":
+        raise ValueError(f"clip fractions know level 'token', and 'sequence' together with a mask; got {level!r}")
+    ratio = jnp.exp(jax.lax.stop_gradient(log_ratio))
+    low, high = ratio < 1.0 - epsilon_low, ratio > 1.0 + epsilon_high
+    if signed:
+        low, high = low & (advantages < 0), high & (advantages > 0)
+    dual = jnp.zeros_like(low) if dual_clip is None else (ratio > dual_clip) & (advantages < 0)
+    return ClipFractions(*(x.astype(jnp.float32) for x in (low, high, low | high, dual)))

@@ -1,0 +1,436 @@
+"""Preference losses, one function each: paired losses `[pairs]`, labelled-row losses `[N]`.
+
+    loss = f(policy_chosen, policy_rejected, ref_chosen, ref_rejected, beta, lengths=lengths, **options)      # [pairs]
+
+- `policy_*`, `ref_* [pairs]` are log-probs summed over the completion.
+- `lengths` is `(chosen_lengths, rejected_lengths)`, each `[pairs]`, the completions' tokens. Every paired loss accepts
+  it; those that average over tokens need it and raise ValueError without.
+- `ref_*` may be None: the loss is then reference-free, as if the reference gave log-prob 0. The functions named in
+  `REFERENCE_FREE` accept a reference and do not read it.
+
+Notation: u = policy_chosen - ref_chosen, v = policy_rejected - ref_rejected, d = u - v, logits = beta * d. The caller
+takes the mean over pairs and adds any likelihood term on the chosen completion. All log-probs are natural logarithms.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax.nn import log_sigmoid, sigmoid
+
+from jaxrl_llm.algorithms.aggregation import as_float, masked_mean
+
+Array = jax.Array
+
+REFERENCE_FREE = ("simpo", "cpo", "alphapo", "orpo")
+DIVERGENCES = ("reverse_kl", "forward_kl", "js_divergence", "alpha_divergence")
+
+
+def divergence_scores(log_ratios, divergence: str = "reverse_kl", alpha: float = 0.5) -> Array:
+    """Returns f'(exp(log_ratios)), which stands in for the log-ratio in an f-divergence DPO, shifted to 0 at ratio 1.
+
+    `reverse_kl`: u. `forward_kl`: `1 - exp(-u)`. `js_divergence`: `log 2 + log sigmoid(u)`. `alpha_divergence`:
+    `(exp((alpha - 1) u) - 1) / (alpha - 1)`, exponent bounded above by 80, which tends to reverse_kl for alpha -> 1.
+    Any shape. Raises ValueError for an unknown divergence. Source: f-DPO, arXiv 2309.16240.
+    """
+    u = as_float(log_ratios)
+    if divergence == "reverse_kl" or (divergence == "alpha_divergence" and abs(alpha - 1.0) < 1e-6):
+        return u
+    if divergence == "forward_kl":
+        return -jnp.expm1(-u)
+    if divergence == "js_divergence":
+        return jnp.log(2.0) + log_sigmoid(u)
+    if divergence == "alpha_divergence":
+        return jnp.expm1(jnp.minimum((alpha - 1.0) * u, 80.0)) / (alpha - 1.0)
+    raise ValueError(f"unknown divergence {divergence!r}; choose one of {', '.join(DIVERGENCES)}")
+
+
+def _log_ratio(policy, ref) -> Array:
+    policy = as_float(policy)
+    return policy if ref is None else policy - jax.lax.stop_gradient(as_float(ref))
+
+
+def _scores(policy_chosen, policy_rejected, ref_chosen, ref_rejected, divergence, alpha) -> tuple[Array, Array]:
+    chosen = divergence_scores(_log_ratio(policy_chosen, ref_chosen), divergence, alpha)
+    return chosen, divergence_scores(_log_ratio(policy_rejected, ref_rejected), divergence, alpha)
+
+
+def _per_token(chosen, rejected, lengths, loss: str) -> tuple[Array, Array]:
+    if lengths is None:
+        raise ValueError(f"{loss} averages over tokens; pass lengths=(chosen_lengths, rejected_lengths)")
+    chosen_lengths, rejected_lengths = (jnp.maximum(as_float(x), 1.0) for x in lengths)
+    return as_float(chosen) / chosen_lengths, as_float(rejected) / rejected_lengths
+
+
+def _smoothed(logits: Array, label_smoothing) -> Array:
+    return -(1.0 - label_smoothing) * log_sigmoid(logits) - label_smoothing * log_sigmoid(-logits)
+
+
+def dpo(
+    policy_chosen,
+    policy_rejected,
+    ref_chosen,
+    ref_rejected,
+    beta=0.1,
+    *,
+    lengths=None,
+    label_smoothing=0.0,
+    divergence: str = "reverse_kl",
+    alpha: float = 0.5,
+) -> Array:
+    """Returns `-log sigmoid(beta d)`, `[pairs]` (TRL's `sigmoid`).
+
+    `label_smoothing=e`, the chance that a label is flipped, gives conservative DPO:
+    `-(1 - e) log sigmoid(beta d) - e log sigmoid(-beta d)`. `divergence` replaces u and v, see `divergence_scores`.
+    Source: DPO, arXiv 2305.18290; cDPO, Mitchell (2023).
+    """
+    del lengths
+    chosen, rejected = _scores(policy_chosen, policy_rejected, ref_chosen, ref_rejected, divergence, alpha)
+    return _smoothed(beta * (chosen - rejected), label_smoothing)
+
+
+def hinge(
+    policy_chosen,
+    policy_rejected,
+    ref_chosen,
+    ref_rejected,
+    beta=0.1,
+    *,
+    lengths=None,
+    divergence: str = "reverse_kl",
+    alpha: float = 0.5,
+) -> Array:
+    """Returns `max(0, 1 - beta d)`, `[pairs]`. Source: SLiC, arXiv 2305.10425, on DPO's scores as RSO, 2309.06657."""
+    del lengths
+    chosen, rejected = _scores(policy_chosen, policy_rejected, ref_chosen, ref_rejected, divergence, alpha)
+    return jnp.maximum(0.0, 1.0 - beta * (chosen - rejected))
+
+
+def ipo(
+    policy_chosen,
+    policy_rejected,
+    ref_chosen,
+    ref_rejected,
+    beta=0.1,
+    *,
+    lengths=None,
+    normalize: bool = True,
+    divergence: str = "reverse_kl",
+    alpha: float = 0.5,
+) -> Array:
+    """Returns `(u / len_chosen - v / len_rejected - 1 / (2 beta))^2`, `[pairs]`.
+
+    `normalize=False` keeps the sums, `(d - 1 / (2 beta))^2`, which is how the paper writes it; its authors averaged
+    over tokens. Source: IPO, arXiv 2310.12036.
+    """
+    chosen, rejected = _scores(policy_chosen, policy_rejected, ref_chosen, ref_rejected, divergence, alpha)
+    if normalize:
+        chosen, rejected = _per_token(chosen, rejected, lengths, "ipo")
+    return jnp.square(chosen - rejected - 1.0 / (2.0 * beta))
+
+
+def sigmoid_norm(
+    policy_chosen,
+    policy_rejected,
+    ref_chosen,
+    ref_rejected,
+    beta=0.1,
+    *,
+    lengths=None,
+    label_smoothing=0.0,
+    divergence: str = "reverse_kl",
+    alpha: float = 0.5,
+) -> Array:
+    """Returns `-log sigmoid(beta (u / len_chosen - v / len_rejected))`, `[pairs]`: length-normalised DPO.
+
+    `label_smoothing` as `dpo`. Source: Tulu 3, arXiv 2411.15124.
+    """
+    chosen, rejected = _scores(policy_chosen, policy_rejected, ref_chosen, ref_rejected, divergence, alpha)
+    chosen, rejected = _per_token(chosen, rejected, lengths, "sigmoid_norm")
+    return _smoothed(beta * (chosen - rejected), label_smoothing)
+
+
+def exo_pair(
+    policy_chosen,
+    policy_rejected,
+    ref_chosen,
+    ref_rejected,
+    beta=0.1,
+    *,
+    lengths=None,
+    label_smoothing=1e-3,
+    divergence: str = "reverse_kl",
+    alpha: float = 0.5,
+) -> Array:
+    """Returns the reverse KL from the policy's preference to the smoothed label, `[pairs]`.
+
+    Formula, q = sigmoid(beta d), e = label_smoothing: `q (log q - log(1 - e)) + (1 - q) (log(1 - q) - log e)`. Raises
+    ValueError unless 0 < label_smoothing < 1. Source: EXO, arXiv 2402.00856, eq. 16.
+    """
+    del lengths
+    if isinstance(label_smoothing, (int, float)) and not 0 < label_smoothing < 1:
+        raise ValueError(f"exo_pair takes the log of label_smoothing, which must lie in (0, 1); got {label_smoothing}")
+    chosen, rejected = _scores(policy_chosen, policy_rejected, ref_chosen, ref_rejected, divergence, alpha)
+    logits = beta * (chosen - rejected)
+    win = sigmoid(logits) * (log_sigmoid(logits) - jnp.log1p(-as_float(label_smoothing)))
+    return win + sigmoid(-logits) * (log_sigmoid(-logits) - jnp.log(as_float(label_smoothing)))
+
+
+def robust(
+    policy_chosen,
+    policy_rejected,
+    ref_chosen,
+    ref_rejected,
+    beta=0.1,
+    *,
+    lengths=None,
+    label_smoothing=0.0,
+    divergence: str = "reverse_kl",
+    alpha: float = 0.5,
+) -> Array:
+    """Returns DPO's loss corrected for labels flipped with probability e = label_smoothing, unbiased, `[pairs]`.
+
+    Formula: `(-(1 - e) log sigmoid(beta d) + e log sigmoid(-beta d)) / (1 - 2 e)`. Raises ValueError unless
+    0 <= e < 0.5. Source: robust DPO, arXiv 2403.00409.
+    """
+    del lengths
+    if isinstance(label_smoothing, (int, float)) and not 0 <= label_smoothing < 0.5:
+        raise ValueError(f"robust needs a label_smoothing (flip probability) in [0, 0.5); got {label_smoothing}")
+    chosen, rejected = _scores(policy_chosen, policy_rejected, ref_chosen, ref_rejected, divergence, alpha)
+    logits = beta * (chosen - rejected)
+    kept, flipped = -(1.0 - label_smoothing) * log_sigmoid(logits), -label_smoothing * log_sigmoid(-logits)
+    return (kept - flipped) / (1.0 - 2.0 * label_smoothing)
+
+
+def discopop(
+    policy_chosen,
+    policy_rejected,
+    ref_chosen,
+    ref_rejected,
+    beta=0.1,
+    *,
+    lengths=None,
+    temperature=0.05,
+    divergence: str = "reverse_kl",
+    alpha: float = 0.5,
+) -> Array:
+    """Returns the log-ratio modulated loss `[pairs]`: a blend of the logistic and the exponential loss.
+
+    Formula, m = sigmoid(beta d / temperature): `-(1 - m) log sigmoid(beta d) + m exp(-beta d)`.
+    Source: DiscoPOP, arXiv 2406.08414, eq. 5.
+    """
+    del lengths
+    chosen, rejected = _scores(policy_chosen, policy_rejected, ref_chosen, ref_rejected, divergence, alpha)
+    logits = beta * (chosen - rejected)
+    blend = sigmoid(logits / temperature)
+    return -(1.0 - blend) * log_sigmoid(logits) + blend * jnp.exp(-logits)
+
+
+def nca_pair(policy_chosen, policy_rejected, ref_chosen, ref_rejected, beta=0.1, *, lengths=None) -> Array:
+    """Returns `-log sigmoid(beta u) - log sigmoid(-beta u) / 2 - log sigmoid(-beta v) / 2`, `[pairs]`.
+
+    Source: NCA, arXiv 2402.05369.
+    """
+    del lengths
+    u, v = beta * _log_ratio(policy_chosen, ref_chosen), beta * _log_ratio(policy_rejected, ref_rejected)
+    return -log_sigmoid(u) - 0.5 * log_sigmoid(-u) - 0.5 * log_sigmoid(-v)
+
+
+def bco_pair(
+    policy_chosen, policy_rejected, ref_chosen, ref_rejected, beta=0.1, *, lengths=None, reward_shift=0.0
+) -> Array:
+    """Returns `-log sigmoid(beta u - shift) - log sigmoid(-(beta v - shift))`, `[pairs]`.
+
+    `reward_shift` is the running mean of all rewards beta u, beta v seen so far (`RunningMean`), as in the paper; 0
+    leaves it out. Source: BCO, arXiv 2404.04656.
+    """
+    del lengths
+    u, v = beta * _log_ratio(policy_chosen, ref_chosen), beta * _log_ratio(policy_rejected, ref_rejected)
+    return -log_sigmoid(u - reward_shift) - log_sigmoid(reward_shift - v)
+
+
+def sppo_hard(policy_chosen, policy_rejected, ref_chosen, ref_rejected, beta=0.1, *, lengths=None) -> Array:
+    """Returns `(u - 1 / (2 beta))^2 + (v + 1 / (2 beta))^2`, `[pairs]`: SPPO with win probabilities 1 and 0.
+
+    Source: SPPO, arXiv 2405.00675, eq. 4.7.
+    """
+    del lengths
+    u, v = _log_ratio(policy_chosen, ref_chosen), _log_ratio(policy_rejected, ref_rejected)
+    return jnp.square(u - 0.5 / beta) + jnp.square(v + 0.5 / beta)
+
+
+def aot(
+    policy_chosen, policy_rejected, ref_chosen, ref_rejected, beta=0.1, *, lengths=None, label_smoothing=0.0
+) -> Array:
+    """Returns the smoothed DPO loss between sorted policy margins and sorted reference margins, `[pairs]`.
+
+    The margins `policy_chosen - policy_rejected` and `ref_chosen - ref_rejected` are sorted on their own over the pairs
+    given, then subtracted rank by rank, so the value depends on which pairs are given together.
+    Source: AOT, arXiv 2406.05882.
+    """
+    del lengths
+    policy_margin = jnp.sort(as_float(policy_chosen) - as_float(policy_rejected))
+    if ref_chosen is None:
+        return _smoothed(beta * policy_margin, label_smoothing)
+    ref_margin = jnp.sort(jax.lax.stop_gradient(as_float(ref_chosen) - as_float(ref_rejected)))
+    return _smoothed(beta * (policy_margin - ref_margin), label_smoothing)
+
+
+def aot_unpaired(
+    policy_chosen, policy_rejected, ref_chosen, ref_rejected, beta=0.1, *, lengths=None, label_smoothing=0.0
+) -> Array:
+    """Returns the smoothed DPO loss between sorted u and sorted v, `[pairs]`; see `aot` for the sorting.
+
+    Source: AOT, arXiv 2406.05882.
+    """
+    del lengths
+    u, v = _log_ratio(policy_chosen, ref_chosen), _log_ratio(policy_rejected, ref_rejected)
+    return _smoothed(beta * (jnp.sort(u) - jnp.sort(v)), label_smoothing)
+
+
+def apo_zero(policy_chosen, policy_rejected, ref_chosen, ref_rejected, beta=0.1, *, lengths=None) -> Array:
+    """Returns `1 - sigmoid(beta u) + sigmoid(beta v)`, `[pairs]`: raises the chosen, lowers the rejected.
+
+    Source: APO, arXiv 2408.06266, eq. 7.
+    """
+    del lengths
+    u, v = beta * _log_ratio(policy_chosen, ref_chosen), beta * _log_ratio(policy_rejected, ref_rejected)
+    return sigmoid(-u) + sigmoid(v)
+
+
+def apo_down(policy_chosen, policy_rejected, ref_chosen, ref_rejected, beta=0.1, *, lengths=None) -> Array:
+    """Returns `sigmoid(beta u) + 1 - sigmoid(beta d)`, `[pairs]`: lowers both, the rejected more.
+
+    Source: APO, arXiv 2408.06266, eq. 8.
+    """
+    del lengths
+    u, v = beta * _log_ratio(policy_chosen, ref_chosen), beta * _log_ratio(policy_rejected, ref_rejected)
+    return sigmoid(u) + sigmoid(v - u)
+
+
+def cpo(
+    policy_chosen, policy_rejected, ref_chosen=None, ref_rejected=None, beta=0.1, *, lengths=None, label_smoothing=0.0
+) -> Array:
+    """Returns `-log sigmoid(beta (policy_chosen - policy_rejected))`, `[pairs]`; no reference is read.
+
+    The paper adds the negative log-likelihood of the chosen completion, weight 1 in TRL (`cpo_alpha`); the caller adds
+    it. `label_smoothing` as `dpo`. Source: CPO, arXiv 2401.08417.
+    """
+    del ref_chosen, ref_rejected, lengths
+    return _smoothed(beta * (as_float(policy_chosen) - as_float(policy_rejected)), label_smoothing)
+
+
+def simpo(
+    policy_chosen,
+    policy_rejected,
+    ref_chosen=None,
+    ref_rejected=None,
+    beta=2.0,
+    *,
+    lengths=None,
+    gamma=1.0,
+    label_smoothing=0.0,
+) -> Array:
+    """Returns `-log sigmoid(beta (p_chosen - p_rejected) - gamma)`, p the mean log-prob per token, `[pairs]`.
+
+    `gamma` is the target margin itself, not its ratio to beta; the paper has beta 2 to 2.5 and gamma / beta near 0.5.
+    No reference is read. `label_smoothing` as `dpo`. Source: SimPO, arXiv 2405.14734.
+    """
+    del ref_chosen, ref_rejected
+    chosen, rejected = _per_token(policy_chosen, policy_rejected, lengths, "simpo")
+    return _smoothed(beta * (chosen - rejected) - gamma, label_smoothing)
+
+
+def alphapo(
+    policy_chosen,
+    policy_rejected,
+    ref_chosen=None,
+    ref_rejected=None,
+    beta=2.0,
+    *,
+    lengths=None,
+    gamma=1.0,
+    alpha: float = 0.25,
+    label_smoothing=0.0,
+) -> Array:
+    """Returns `-log sigmoid(beta (r_chosen - r_rejected) - gamma)` with `r = (1 - p^-alpha) / alpha`, `[pairs]`.
+
+    p is the geometric mean probability per token; alpha -> 0 is SimPO. No reference is read. `gamma` and
+    `label_smoothing` as `simpo`. Source: AlphaPO, arXiv 2501.03884.
+    """
+    del ref_chosen, ref_rejected
+    chosen, rejected = _per_token(policy_chosen, policy_rejected, lengths, "alphapo")
+    if alpha != 0:
+        chosen, rejected = -jnp.expm1(-alpha * chosen) / alpha, -jnp.expm1(-alpha * rejected) / alpha
+    return _smoothed(beta * (chosen - rejected) - gamma, label_smoothing)
+
+
+def log1mexp(x) -> Array:
+    """Returns `log(1 - exp(x))` for x < 0, accurate near 0 and far from it."""
+    x = as_float(x)
+    near = x > -jnp.log(2.0)
+    return jnp.where(near, jnp.log(-jnp.expm1(jnp.where(near, x, -1.0))), jnp.log1p(-jnp.exp(jnp.where(near, -1.0, x))))
+
+
+def log_odds_ratio(policy_chosen, policy_rejected, lengths) -> Array:
+    """Returns ORPO's log odds ratio `[pairs]`, `(a - b) - (log(1 - e^a) - log(1 - e^b))` of mean log-probs a and b."""
+    chosen, rejected = _per_token(policy_chosen, policy_rejected, lengths, "orpo")
+    return (chosen - rejected) - (log1mexp(chosen) - log1mexp(rejected))
+
+
+def orpo(policy_chosen, policy_rejected, ref_chosen=None, ref_rejected=None, beta=0.1, *, lengths=None) -> Array:
+    """Returns the odds-ratio term `-beta log sigmoid(log_odds_ratio)`, `[pairs]`; no reference is read.
+
+    ORPO's loss is this plus the negative log-likelihood of the chosen completion, which the caller adds; beta is the
+    paper's lambda. Source: ORPO, arXiv 2403.07691.
+    """
+    del ref_chosen, ref_rejected
+    return -beta * log_sigmoid(log_odds_ratio(policy_chosen, policy_rejected, lengths))
+
+
+def bradley_terry(chosen_scores, rejected_scores, margin=None, center=0.0) -> Array:
+    """Returns the reward model's loss `[pairs]`.
+
+    Formula: `-log sigmoid(chosen - rejected - margin) + center (chosen + rejected)^2` of the two scores.
+    Shapes: all `[pairs]`; `margin` is optional and per pair. `center` pulls the sum of a pair's scores to 0; 0.01 is
+    usual. Source: arXiv 2203.02155; margin, Llama 2, arXiv 2307.09288; centering, arXiv 2312.09244.
+    """
+    chosen, rejected = as_float(chosen_scores), as_float(rejected_scores)
+    difference = chosen - rejected if margin is None else chosen - rejected - as_float(margin)
+    return -log_sigmoid(difference) + center * jnp.square(chosen + rejected)
+
+
+def kto_kl(policy_logps, ref_logps, row_mask=None) -> Array:
+    """Returns KTO's reference point z, a scalar without gradient: `max(0, mean(policy - ref))` over mismatched rows.
+
+    Shapes: `policy_logps, ref_logps [N]`, log-prob sums of completions under the prompts of other rows (TRL pairs each
+    prompt with the completion of the previous row); `row_mask [N]` leaves rows out. Source: KTO, arXiv 2402.01306.
+    """
+    drift = as_float(policy_logps) - as_float(ref_logps)
+    mean = masked_mean(drift, jnp.ones(drift.shape) if row_mask is None else row_mask)
+    return jax.lax.stop_gradient(jnp.maximum(mean, 0.0))
+
+
+def kto(policy, ref, labels, beta=0.1, *, kl, desirable_weight=1.0, undesirable_weight=1.0) -> Array:
+    """Returns `w (1 - sigmoid(beta (u - z)))` for desirable and `w (1 - sigmoid(beta (z - u)))` for other rows, `[N]`.
+
+    Shapes: `policy, ref [N]` log-prob sums, u their difference; `labels [N]` true for desirable rows; `kl` the scalar z
+    of `kto_kl`. The mean over rows divides by their number, not by the weights. The paper wants
+    desirable_weight * n_desirable / (undesirable_weight * n_undesirable) within [1, 4/3]. Source: KTO, arXiv
+    2402.01306.
+    """
+    u = _log_ratio(policy, ref)
+    labels = jnp.asarray(labels) > 0
+    sign = jnp.where(labels, 1.0, -1.0)
+    weight = jnp.where(labels, desirable_weight, undesirable_weight)
+    return weight * sigmoid(sign * beta * (jax.lax.stop_gradient(as_float(kl)) - u))
+
+
+def apo_zero_unpaired(policy, ref, labels, beta=0.1, *, kl=None, desirable_weight=1.0, undesirable_weight=1.0) -> Array:
+    """Returns KTO's loss with the reference point 0, `[N]`; `kl` is accepted and not read.
+
+    Formula: `w (1 - sigmoid(beta u))` for desirable and `w sigmoid(beta u)` for other rows. Source: APO, arXiv
+    2408.06266.
+    """
+    del kl
+    return kto(
+        policy, ref, labels, beta, kl=0.0, desirable_weight=desirable_weight, undesirable_weight=undesirable_weight
+    )

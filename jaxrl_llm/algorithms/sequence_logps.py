@@ -1,0 +1,76 @@
+"""From token log-probs `[N, T]` to what preference losses read: sums and lengths per row, pairs, and pair weights.
+
+The rows of a preference pair are adjacent, chosen first: rows 0, 2, 4, ... are chosen and rows 1, 3, 5, ... rejected.
+"""
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+
+from jaxrl_llm.algorithms.aggregation import as_float, as_mask, masked_mean, masked_sum
+
+Array = jax.Array
+
+
+def sequence_logps(logps, mask) -> tuple[Array, Array]:
+    """Returns `(sums [N], lengths [N])`, the log-prob of each row's masked tokens and how many they are.
+
+    Shapes: `logps, mask [N, T]`.
+    """
+    return masked_sum(logps, mask, axis=1), as_float(as_mask(mask).sum(axis=1))
+
+
+def split_pairs(rows) -> tuple[Array, Array]:
+    """Returns `(chosen, rejected)`, the even and the odd rows of `[N, ...]`. Raises ValueError when N is odd."""
+    rows = jnp.asarray(rows)
+    if rows.shape[0] % 2:
+        raise ValueError(f"{rows.shape[0]} rows do not form pairs; a pair is two adjacent rows, chosen first")
+    return rows[0::2], rows[1::2]
+
+
+def length_desensitized_logps(logps, mask, ld_alpha) -> Array:
+    """Returns log-prob sums `[N]` in which tokens beyond the shorter completion of the pair weigh `ld_alpha`.
+
+    Shapes: `logps, mask [N, T]`, rows in pairs. Formula: the sum over the first min(len_chosen, len_rejected) masked
+    tokens plus `ld_alpha` times the sum over the rest; 1 is the plain sum, 0 ignores the tail. Use it for the policy
+    and the reference alike. Raises ValueError when N is odd. Source: LD-DPO, arXiv 2409.06411.
+    """
+    logps = as_float(logps)
+    mask = as_mask(mask, logps.shape)
+    order = jnp.cumsum(mask, axis=1)
+    chosen, rejected = split_pairs(order[:, -1])
+    shared = jnp.repeat(jnp.minimum(chosen, rejected), 2)[:, None]
+    return masked_sum(logps * jnp.where(order <= shared, 1.0, ld_alpha), mask, axis=1)
+
+
+def wpo_weights(logps, log_sum_squares, mask) -> Array:
+    """Returns WPO's pair weights `[pairs]`, without gradient; multiply the per-pair loss by them.
+
+    Shapes: `logps, mask [N, T]`, rows in pairs; `log_sum_squares [N, T]` is `log sum_v p_v^2` of the distribution each
+    token was drawn from. Formula: the product over the two rows of `exp(mean_t(logps - log_sum_squares))`, not bounded
+    above. Raises ValueError when N is odd. Source: WPO, arXiv 2406.11827.
+    """
+    aligned = jax.lax.stop_gradient(as_float(logps) - as_float(log_sum_squares))
+    chosen, rejected = split_pairs(jnp.exp(masked_mean(aligned, mask, axis=1)))
+    return chosen * rejected
+
+
+@dataclass(frozen=True)
+class RunningMean:
+    """The mean of everything seen so far, as the reward shift of `preference_losses.bco_pair` needs it.
+
+    The state is two scalars, so a checkpoint of this pytree restores it.
+    """
+
+    mean: float | Array = 0.0
+    count: float | Array = 0.0
+
+    def update(self, values) -> "RunningMean":
+        """Returns the running mean after also seeing `values` (any shape)."""
+        values = as_float(jax.lax.stop_gradient(values))
+        count = self.count + values.size
+        return RunningMean(self.mean + (values.mean() - self.mean) * values.size / count, as_float(count))
+
+
+jax.tree_util.register_dataclass(RunningMean, data_fields=["mean", "count"], meta_fields=[])

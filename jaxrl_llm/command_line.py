@@ -1,0 +1,151 @@
+"""The command line every `python -m jaxrl_llm.<command>` shares: `--config=FILE`, `--config.KEY=VALUE`, `--help`.
+
+def main(argv):
+    config, options = load_flags(argv, "Train a model.")
+    ...
+
+if __name__ == "__main__":
+    run(main)
+"""
+
+import inspect
+import re
+import sys
+import textwrap
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn
+
+from jaxrl_llm.config import KEYS, SECTIONS, ConfigDict, Key, assign, check_keys, default, validate
+from jaxrl_llm.names import ConfigError, closest, import_file, path_and_line
+
+
+class Flags(NamedTuple):
+    """What a command line said: the validated configuration, and the command's own options by name."""
+
+    config: ConfigDict
+    options: dict[str, Any]
+
+
+def run(main: Callable[[list[str]], None]) -> NoReturn:
+    """Calls `main(arguments)` and exits: 0 when it returns, 2 with `error: ...` on stderr after a ConfigError."""
+    try:
+        main(sys.argv[1:])
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+    sys.exit(0)
+
+
+def load_flags(argv: Sequence[str], usage: str = "", options: Sequence[Key] = ()) -> Flags:
+    """The configuration and options that the arguments (without the program's name) ask for.
+
+    `--config=configs/grpo.py` reads a config file, `--config=configs/grpo.py:tiny` calls its `get_config("tiny")`;
+    without it the configuration is `jaxrl_llm.config.default()`. `--config.batch.prompts=8` changes one key, in any
+    order. A list is written `a,b`, a missing optional value `none`; `--config.data.packing` alone is true. `options`
+    are the command's own flags: `Key("steps", 3, ...)` is `--steps`. `--help` prints `usage` and every key, and exits.
+
+    Raises ConfigError for an unknown or repeated flag, a wrong value, or a bad config file.
+    """
+    if {"--help", "-h", "-help"} & set(argv):
+        print(help_text(usage, options), end="")
+        raise SystemExit(0)
+    keys = {f"config.{key.name}": key for key in KEYS} | {option.name: option for option in options}
+    given = _split(argv, keys)
+    config = load_config_file(given.pop("config")) if "config" in given else default()
+    values = {option.name: option.default for option in options}
+    for name, text in given.items():
+        value = keys[name].parse(text)
+        if name in values:
+            values[name] = value
+        else:
+            assign(config, keys[name].name, value)
+    validate(config)
+    return Flags(config, values)
+
+
+def _split(argv: Sequence[str], keys: dict[str, Key]) -> dict[str, str]:
+    """The text given for each flag; raises ConfigError for what is no known flag, comes twice or has no value."""
+    given: dict[str, str] = {}
+    arguments = list(argv)
+    while arguments:
+        flag = arguments.pop(0)
+        if not flag.startswith("--"):
+            raise ConfigError(f"unexpected argument {flag!r}: every argument is a flag, --name=value; see --help")
+        name, equals, text = flag[2:].partition("=")
+        if name != "config" and name not in keys:
+            raise ConfigError(f"unknown flag --{name}; the closest is --{closest(name, ['config', *keys])}; see --help")
+        if name in given:
+            raise ConfigError(f"--{name} is given twice: {given[name]!r} and {text or flag!r}; keep one")
+        if not equals and arguments and not arguments[0].startswith("--"):
+            text = arguments.pop(0)
+        elif not equals and name in keys and keys[name].kind is bool:
+            text = "true"
+        elif not equals:
+            raise ConfigError(f"--{name} has no value; write --{name}=VALUE")
+        given[name] = text
+    return given
+
+
+def load_config_file(spec: str) -> ConfigDict:
+    """The ConfigDict that the `get_config` of a Python file returns; `spec` is `path.py` or `path.py:argument`.
+
+    A relative path starts at the current directory. Raises ConfigError when the file is missing, fails (naming the
+    line), has no `get_config`, or when that does not take the argument or returns something else.
+    """
+    path, colon, argument = spec.partition(":")
+    if Path(path).suffix != ".py":
+        raise ConfigError(f"--config is {spec!r}, but it takes a Python file, path.py or path.py:argument")
+    module = import_file(path)
+    get_config = getattr(module, "get_config", None)
+    if not callable(get_config):
+        raise ConfigError(f"{path} has no function get_config; it must return a ConfigDict made from config.default()")
+    arguments = (argument,) if colon else ()
+    try:
+        inspect.signature(get_config).bind(*arguments)
+    except TypeError as error:
+        takes = f"get_config{inspect.signature(get_config)}"
+        raise ConfigError(f"--config is {spec!r}, but {path} defines {takes}: {error}") from error
+    try:
+        config = get_config(*arguments)
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise ConfigError(f"{path_and_line(error, path)}: {_explain(error)}") from error
+    if not isinstance(config, ConfigDict):
+        raise ConfigError(
+            f"get_config of {path} returned {type(config).__name__}; it must return a ConfigDict made from "
+            "jaxrl_llm.config.default()"
+        )
+    check_keys(config)
+    return config
+
+
+def _explain(error: Exception) -> str:
+    """What went wrong in a config file, with the full name and range of the key where the tree refused a change."""
+    message = str(error)
+    # A locked ConfigDict names only the last part of the key, and lists its neighbours as objects.
+    unknown = re.search(r"""Key "(\w+)" does not exist|^(?:"'|'\\')(\w+)\\?'""", message)
+    if isinstance(error, AttributeError | KeyError) and unknown:
+        name = unknown[1] or unknown[2]
+        return f"there is no key {name}; the closest is {closest(name, [*SECTIONS, *(key.name for key in KEYS)])}"
+    refused = re.search(r"override field '(\w+)' \(reference\)\. (.*) is of original type", message, re.DOTALL)
+    if isinstance(error, TypeError) and refused:
+        keys = [key for key in KEYS if key.name.rpartition(".")[2] == refused[1]]
+        return f"{refused[1]} is {refused[2]!r}, but " + "; ".join(f"{key.name} takes {key.allowed}" for key in keys)
+    return f"{type(error).__name__}: {message}"
+
+
+def help_text(usage: str = "", options: Sequence[Key] = ()) -> str:
+    """The text of `--help`: the usage, then every flag with its default, meaning and allowed values."""
+    wrap = textwrap.TextWrapper(width=100, initial_indent=" " * 6, subsequent_indent=" " * 6, break_on_hyphens=False)
+    lines = [usage.strip(), ""] if usage else []
+    lines += [
+        "  --config=FILE.py[:ARGUMENT]",
+        *wrap.wrap("Config file, such as configs/grpo.py; its get_config receives ARGUMENT. Without it: the defaults."),
+    ]
+    for prefix, keys in (("", options), ("config.", KEYS)):
+        for key in keys:
+            lines.append(f"  --{prefix}{key.name}={key.show(key.default)}")
+            lines += wrap.wrap(f"{key.doc} Takes {key.allowed}.")
+    return "\n".join(lines) + "\n"

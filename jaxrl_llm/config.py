@@ -1,0 +1,388 @@
+"""The configuration tree: every key once, with its default, type, range and meaning, and how it is read and checked.
+
+`KEYS` is the single source. From it come `default()` (the tree a config file starts from), `validate()`, the command
+line of every `python -m jaxrl_llm.<command>` with its `--help` (command_line.py), and docs/configuration.md
+(`reference`). `ConfigError` and `resolve` come from names.py.
+"""
+
+import json
+import math
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import ml_collections
+from ml_collections.config_dict import placeholder
+
+from jaxrl_llm.names import ConfigError as ConfigError
+from jaxrl_llm.names import closest
+from jaxrl_llm.names import resolve as resolve
+
+if TYPE_CHECKING:
+
+    class ConfigDict(ml_collections.ConfigDict):
+        """The tree as type checkers see it: any attribute, of any type (`check_keys` is what checks it)."""
+
+        def __getattr__(self, attribute: str) -> Any: ...
+
+        def __getitem__(self, key: str) -> Any: ...
+else:
+    ConfigDict = ml_collections.ConfigDict
+
+
+@dataclass(frozen=True)
+class Key:
+    """One setting. A tuple default makes it a list of `kind`; a None default makes it optional."""
+
+    name: str
+    default: Any
+    doc: str
+    kind: type = str
+    choices: tuple[str, ...] | None = None
+    minimum: float | None = None
+    maximum: float | None = None
+    above: float | None = None  # exclusive
+    below: float | None = None  # exclusive
+
+    @property
+    def many(self) -> bool:
+        """True when the value is a list."""
+        return isinstance(self.default, tuple)
+
+    @property
+    def allowed(self) -> str:
+        """The values the key takes, in words."""
+        if self.choices:
+            text = "one of " + ", ".join(self.choices)
+        else:
+            text = {bool: "true or false", int: "an integer", float: "a number", str: "a text"}[self.kind]
+        bounds = ((">", self.above), (">=", self.minimum), ("<", self.below), ("<=", self.maximum))
+        text += " and".join(f" {sign} {bound:g}" for sign, bound in bounds if bound is not None)
+        if self.many:
+            text = f"a list, each {text}"
+        return f"{text}, or none" if self.default is None else text
+
+    def show(self, value: Any) -> str:
+        """The value as the command line takes it."""
+        if isinstance(value, tuple | list):
+            return ",".join(str(item) for item in value)
+        return str(value).lower() if value is None or isinstance(value, bool) else str(value)
+
+    def accepts(self, value: Any) -> bool:
+        """True when the value has the key's type and lies in its range."""
+        if self.many:
+            return isinstance(value, tuple | list) and all(self._accepts_one(item) for item in value)
+        return (value is None and self.default is None) or self._accepts_one(value)
+
+    def _accepts_one(self, value: Any) -> bool:
+        kinds = (int, float) if self.kind is float else self.kind
+        if not isinstance(value, kinds) or (isinstance(value, bool) and self.kind is not bool):
+            return False
+        if self.choices and value not in self.choices:
+            return False
+        if self.kind not in (int, float):
+            return True
+        return (
+            math.isfinite(value)
+            and (self.minimum is None or value >= self.minimum)
+            and (self.maximum is None or value <= self.maximum)
+            and (self.above is None or value > self.above)
+            and (self.below is None or value < self.below)
+        )
+
+    def parse(self, text: str) -> Any:
+        """The value a command line text stands for; raises ConfigError when the key does not take it."""
+        if self.many:
+            value = tuple(self._parse_one(part) for part in text.split(",")) if text else ()
+        else:
+            value = None if self.default is None and text.lower() == "none" else self._parse_one(text)
+        self.check(value)
+        return value
+
+    def _parse_one(self, text: str) -> Any:
+        if self.kind is bool:
+            return {"true": True, "1": True, "false": False, "0": False}.get(text.lower(), text)
+        try:
+            return self.kind(text)
+        except ValueError:
+            return text
+
+    def check(self, value: Any) -> None:
+        """Raises ConfigError, naming the key, the value and what is allowed, unless the key accepts the value."""
+        if not self.accepts(value):
+            raise ConfigError(f"{self.name} is {value!r}, but it takes {self.allowed}")
+
+
+ALGORITHMS = ("grpo", "sft")
+OFFLINE = ("sft",)
+GROUP_ADVANTAGES = ("group", "gdpo", "rloo")
+DTYPES = ("float32", "bfloat16", "float16")
+
+SECTIONS = {
+    "": "The run.",
+    "model": "The network that is trained.",
+    "data": "Where prompts and rows come from.",
+    "rollout": "Sampling completions from the policy.",
+    "rewards": "How completions are scored.",
+    "algorithm": "What the objective computes. A config file per algorithm sets these.",
+    "optimizer": "How gradients become parameter updates.",
+    "batch": "How many rows a step uses, and how they are split.",
+    "mesh": "How devices are arranged. The three sizes multiply to the number of devices.",
+    "checkpoint": "What is saved under output_dir, and how a run goes on.",
+    "eval": "Measuring the policy on held-out prompts.",
+    "logging": "Where metrics and samples are written.",
+}
+
+# fmt: off
+KEYS = (
+    Key("output_dir", "runs/default", "Folder for checkpoints, metrics and the configuration of the run."),
+    Key("seed", 0, "Root of every random number of the run.", int, minimum=0),
+    Key("total_steps", 100, "Number of training steps.", int, minimum=0),
+
+    Key("model.path", "embedded:sort",
+        "Hugging Face hub id, local folder, or `embedded:<name>` for a model in the package."),
+    Key("model.dtype", "auto",
+        "Type the network computes in; auto is float32 on CPU and bfloat16 on accelerators.",
+        choices=("auto", *DTYPES)),
+    Key("model.param_dtype", "float32", "Type the trained parameters are stored in.", choices=DTYPES),
+    Key("model.random_init", False, "Start from random parameters (drawn from seed) instead of the model's.", bool),
+    Key("model.remat", "none",
+        "What the backward pass computes again to save memory: nothing, or each block.", choices=("none", "block")),
+
+    Key("data.path", "task:sort", "Hub id, local folder or file, or `task:<name>` for a built-in task."),
+    Key("data.name", None, "Configuration name of a hub data set."),
+    Key("data.split", "train", "Split that is trained on."),
+    Key("data.eval_path", None, "Data set to evaluate on; none is the same as data.path."),
+    Key("data.eval_split", "test", "Split that is evaluated on."),
+    Key("data.prompt_key", "prompt", "Column that holds the prompt."),
+    Key("data.overlong", "error", "What happens to a prompt longer than rollout.max_prompt_length.",
+        choices=("error", "filter", "truncate_left", "truncate_right", "truncate_middle")),
+    Key("data.shuffle", True, "Reshuffle the rows every epoch.", bool),
+    Key("data.max_length", 1024,
+        "Tokens in a row of an offline algorithm, prompt and completion together.", int, minimum=1),
+    Key("data.loss_on", "completion",
+        "Tokens that supervised fine-tuning learns: the completion only, or the prompt too.",
+        choices=("completion", "all")),
+    Key("data.packing", False,
+        "Put several short rows of supervised fine-tuning in one; they do not see each other.", bool),
+
+    Key("rollout.group_size", 8, "Completions per prompt.", int, minimum=1),
+    Key("rollout.max_prompt_length", 512, "Longest prompt, in tokens.", int, minimum=1),
+    Key("rollout.max_completion_length", 256, "Longest completion, in tokens, end of text included.", int, minimum=1),
+    Key("rollout.temperature", 1.0, "Sampling temperature; the trainer's log-probs use the same.", float, above=0),
+    Key("rollout.top_p", 1.0,
+        "Sample from the smallest set of tokens with this probability; 1 is off.", float, above=0, maximum=1),
+    Key("rollout.top_k", 0, "Sample from this many most likely tokens; 0 is off.", int, minimum=0),
+    Key("rollout.min_p", 0.0,
+        "Drop tokens less likely than this fraction of the most likely one; 0 is off.", float, minimum=0, maximum=1),
+    Key("rollout.chunk", 32, "Decoding steps on the device between two looks by the host.", int, minimum=1),
+
+    Key("rewards.functions", ("exact_match",),
+        "Reward functions: built-in name, `module:function` or `path/to/file.py:function`."),
+    Key("rewards.weights", (), "Weight of each reward function; empty is 1 for all.", float),
+    Key("rewards.timeout", None,
+        "Seconds the reward functions may take for one batch; none is no limit.", float, above=0),
+
+    Key("algorithm.name", "grpo",
+        "What is trained: grpo samples and scores completions, sft learns given ones.", choices=ALGORITHMS),
+    Key("algorithm.advantage", "group",
+        "Advantage estimate: built-in name, `module:function` or `path/to/file.py:function`."),
+    Key("algorithm.loss", "ppo_clip",
+        "Policy loss: built-in name, `module:function` or `path/to/file.py:function`."),
+    Key("algorithm.aggregation", "sequence",
+        "How token losses are averaged: over each row's tokens, then over rows (sequence); over all tokens (token); "
+        "over rows x rollout.max_completion_length (constant); row sums over rows (sequence_sum); "
+        "over the tokens of each micro-batch (microbatch_token).",
+        choices=("sequence", "token", "constant", "sequence_sum", "microbatch_token")),
+    Key("algorithm.scale_rewards", "group",
+        "Standard deviation that advantages are divided by: the group's, the batch's, or none.",
+        choices=("group", "batch", "none")),
+    Key("algorithm.beta", 0.0,
+        "Weight of the KL term against the reference policy; 0 is off and keeps no reference.", float, minimum=0),
+    Key("algorithm.kl", "k3", "Estimator of the KL term.", choices=("k3", "k1", "abs", "k2")),
+    Key("algorithm.epsilon_low", 0.2, "The probability ratio is clipped below 1 - epsilon_low.", float, minimum=0),
+    Key("algorithm.epsilon_high", 0.2, "The probability ratio is clipped above 1 + epsilon_high.", float, minimum=0),
+    Key("algorithm.delta", None,
+        "Upper bound of the unclipped ratio in two-sided clipping; none is off.", float, above=0),
+    Key("algorithm.dual_clip", None,
+        "Bound of the loss, in advantages, for negative advantages (dual clip); none is off.", float, above=1),
+    Key("algorithm.num_iterations", 1, "Passes over each batch of completions.", int, minimum=1),
+    Key("algorithm.entropy_coef", 0.0, "Weight of the entropy bonus; 0 is off.", float, minimum=0),
+    Key("algorithm.mask_truncated", False, "Leave completions that did not end out of the loss.", bool),
+
+    Key("optimizer.name", "adamw", "Optimizer.", choices=("adamw",)),
+    Key("optimizer.learning_rate", 1e-6, "Peak learning rate.", float, minimum=0),
+    Key("optimizer.schedule", "constant", "Learning rate after warm-up.", choices=("constant", "linear", "cosine")),
+    Key("optimizer.warmup_steps", 0, "Training steps over which the learning rate rises from 0.", int, minimum=0),
+    Key("optimizer.min_lr_ratio", 0.0,
+        "Final learning rate as a fraction of the peak, for linear and cosine.", float, minimum=0, maximum=1),
+    Key("optimizer.b1", 0.9, "Decay of the first moment.", float, minimum=0, below=1),
+    Key("optimizer.b2", 0.999, "Decay of the second moment.", float, minimum=0, below=1),
+    Key("optimizer.eps", 1e-8, "Added to the root of the second moment.", float, above=0),
+    Key("optimizer.weight_decay", 0.0, "Decoupled weight decay.", float, minimum=0),
+    Key("optimizer.max_grad_norm", 1.0, "Gradients are scaled down to this global norm; 0 is off.", float, minimum=0),
+
+    Key("batch.prompts", 32, "Prompts per step; rows per step for offline algorithms.", int, minimum=1),
+    Key("batch.minibatches", 1, "Optimizer updates per pass over the batch.", int, minimum=1),
+    Key("batch.microbatch_rows", 0,
+        "Rows per forward and backward pass; gradients add up exactly. 0 is a whole minibatch.", int, minimum=0),
+    Key("batch.shuffle", False, "Shuffle rows before they are split in minibatches.", bool),
+
+    Key("mesh.data", -1, "Devices that hold copies of the model; -1 is what the others leave.", int, minimum=-1),
+    Key("mesh.fsdp", 1, "Devices that share parameters and optimizer state, and split the batch.", int, minimum=1),
+    Key("mesh.tensor", 1, "Devices that share each matrix product.", int, minimum=1),
+
+    Key("checkpoint.every", 50, "Steps between checkpoints; 0 is only after the last step.", int, minimum=0),
+    Key("checkpoint.keep", 2, "Newest checkpoints that are kept.", int, minimum=1),
+    Key("checkpoint.resume", "auto",
+        "`auto` goes on from the newest checkpoint in output_dir if there is one, `never` starts anew; "
+        "anything else is the path of a checkpoint to go on from."),
+
+    Key("eval.every", 25,
+        "Steps between evaluations; 0 is only before and after training, -1 is never.", int, minimum=-1),
+    Key("eval.prompts", 128, "Prompts in an evaluation.", int, minimum=1),
+    Key("eval.samples", 4, "Completions sampled per prompt.", int, minimum=1),
+    Key("eval.correct_at", 1.0, "A completion is correct when the first reward function gives it at least this.", float),
+
+    Key("logging.backends", ("console", "jsonl"), "Where metrics go.", choices=("console", "jsonl")),
+    Key("logging.completions_every", 10,
+        "Steps between samples of completions in the log; 0 is never.", int, minimum=0),
+    Key("logging.completions_shown", 3, "Completions in each sample.", int, minimum=1),
+)
+# fmt: on
+
+_BY_NAME = {key.name: key for key in KEYS}
+
+
+def default() -> ConfigDict:
+    """The default configuration: a locked ConfigDict (values may be changed, keys may not be added)."""
+    tree: dict[str, Any] = {}
+    for key in KEYS:
+        section, _, leaf = key.name.rpartition(".")
+        node = tree.setdefault(section, {}) if section else tree
+        node[leaf] = placeholder(key.kind) if key.default is None else key.default
+    config = ConfigDict(tree)
+    config.lock()
+    return config
+
+
+def batch_rows(config: ConfigDict) -> int:
+    """Rows N of one step: batch.prompts x rollout.group_size, or batch.prompts for offline algorithms."""
+    return config.batch.prompts * (1 if config.algorithm.name in OFFLINE else config.rollout.group_size)
+
+
+def validate(config: ConfigDict) -> None:
+    """Raises ConfigError for the first unknown or missing key, wrong value, or contradiction between keys."""
+    check_keys(config)
+    _check_together(config)
+
+
+def check_keys(config: ConfigDict) -> None:
+    """Raises ConfigError for the first unknown or missing key, or value that its key does not take."""
+    values = dict(_flatten(config))
+    for name in values:
+        if name not in _BY_NAME:
+            raise ConfigError(f"there is no key {name}; the closest is {closest(name, _BY_NAME)}")
+    for key in KEYS:
+        if key.name not in values:
+            raise ConfigError(f"the key {key.name} is missing; start from jaxrl_llm.config.default()")
+        key.check(values[key.name])
+
+
+def _check_together(config: ConfigDict) -> None:
+    """Raises ConfigError when values that are fine alone contradict each other."""
+    algorithm, batch, rewards = config.algorithm, config.batch, config.rewards
+    online = algorithm.name not in OFFLINE
+    group = config.rollout.group_size
+    if online and algorithm.advantage in GROUP_ADVANTAGES and group < 2:
+        raise ConfigError(
+            f"rollout.group_size is {group}, but algorithm.advantage = {algorithm.advantage!r} compares the "
+            "completions of a prompt with each other: set rollout.group_size to 2 or more"
+        )
+    rows = batch_rows(config)
+    formula = f"batch.prompts x rollout.group_size = {batch.prompts} x {group}" if online else "batch.prompts"
+    if rows % batch.minibatches:
+        raise ConfigError(f"batch.minibatches is {batch.minibatches}, but it must divide the {rows} rows ({formula})")
+    minibatch = rows // batch.minibatches
+    if batch.microbatch_rows and minibatch % batch.microbatch_rows:
+        raise ConfigError(
+            f"batch.microbatch_rows is {batch.microbatch_rows}, but it must divide the {minibatch} rows of a minibatch "
+            f"({formula}, divided by batch.minibatches = {batch.minibatches})"
+        )
+    if rewards.weights and len(rewards.weights) != len(rewards.functions):
+        raise ConfigError(
+            f"rewards.weights has {len(rewards.weights)} numbers for {len(rewards.functions)} rewards.functions: "
+            "give one each, or none"
+        )
+    if online and not rewards.functions:
+        raise ConfigError(f"rewards.functions is empty, but algorithm.name = {algorithm.name!r} needs one or more")
+    if config.mesh.data == 0:
+        raise ConfigError("mesh.data is 0, but it takes 1 or more, or -1 for the devices that fsdp and tensor leave")
+    if config.optimizer.warmup_steps > config.total_steps:
+        raise ConfigError(
+            f"optimizer.warmup_steps is {config.optimizer.warmup_steps}, more than total_steps = {config.total_steps}"
+        )
+
+
+def to_json(config: ConfigDict) -> str:
+    """The configuration as JSON text, one key a line; `from_json` gives it back."""
+    return json.dumps(config.to_dict(), indent=2, allow_nan=False) + "\n"
+
+
+def from_json(text: str) -> ConfigDict:
+    """The configuration `to_json` wrote; keys that the text lacks have their default.
+
+    Raises ConfigError for text that is no JSON object, an unknown key or a wrong value.
+    """
+    try:
+        tree = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"the configuration is not JSON: {error}") from error
+    if not isinstance(tree, dict):
+        raise ConfigError(f"the configuration must be a JSON object, but is a {type(tree).__name__}")
+    config = default()
+    for name, value in _flatten(tree):
+        assign(config, name, value)
+    validate(config)
+    return config
+
+
+def _flatten(tree: Mapping[str, Any] | ConfigDict, prefix: str = "") -> Iterable[tuple[str, Any]]:
+    for name in tree:
+        value = tree[name]
+        if isinstance(value, Mapping | ConfigDict):
+            yield from _flatten(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def assign(config: ConfigDict, name: str, value: Any) -> None:
+    """Sets the key with the full name `name`; raises ConfigError for an unknown key or a value it does not take."""
+    if name not in _BY_NAME:
+        raise ConfigError(f"there is no key {name}; the closest is {closest(name, _BY_NAME)}")
+    _BY_NAME[name].check(value)
+    section, _, leaf = name.rpartition(".")
+    (config[section] if section else config)[leaf] = value
+
+
+def reference() -> str:
+    """The text of docs/configuration.md: one table per section, every key with default, allowed values and meaning."""
+    parts = [
+        "# Configuration\n\n"
+        "Every key, its default and what it takes. A config file (see `configs/`) starts from "
+        "`jaxrl_llm.config.default()` and changes some; the command line changes more: "
+        "`--config.rollout.temperature=0.8`. This page is written by `python -m jaxrl_llm.config`.\n"
+    ]
+    for section, meaning in SECTIONS.items():
+        parts.append(f"\n## {section or 'Top level'}\n\n{meaning}\n\n")
+        parts.append("| key | default | allowed | meaning |\n|---|---|---|---|\n")
+        for key in KEYS:
+            if key.name.rpartition(".")[0] == section:
+                cells = (f"`{key.name}`", f"`{key.show(key.default)}`", key.allowed, key.doc)
+                parts.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |\n")
+    return "".join(parts)
+
+
+if __name__ == "__main__":
+    sys.stdout.write(reference())

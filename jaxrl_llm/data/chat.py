@@ -1,0 +1,108 @@
+"""Chat rendering: a prompt, plain or conversational, to token ids, and sampled ids back to text or messages.
+
+A tokenizer here is any Hugging Face tokenizer. A chat template writes its own special tokens, so rendered chat text is
+always tokenised without adding more; plain text gets the special tokens the tokenizer puts before a text.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jaxrl_llm.names import ConfigError
+
+Message = Mapping[str, Any]
+Prompt = str | Sequence[Message]
+
+
+def is_conversational(prompt: Any) -> bool:
+    """True when `prompt` is a non-empty list of messages, each with a role."""
+    if isinstance(prompt, str) or not isinstance(prompt, Sequence) or not prompt:
+        return False
+    return all(isinstance(message, Mapping) and "role" in message for message in prompt)
+
+
+def render_prompt(
+    tokenizer: Any,
+    prompt: Prompt,
+    tools: list[Any] | None = None,
+    template_kwargs: Mapping[str, Any] | None = None,
+) -> list[int]:
+    """The token ids a completion of `prompt` starts from.
+
+    Plain text: the tokenizer's own ids, with the beginning-of-sequence token it adds (once, also when the text already
+    opens with it) and without an end-of-sequence token. Messages: the chat template, followed by the opening of the
+    assistant's turn; a last message from the assistant is left open and continued.
+
+    Raises ConfigError: neither text nor messages, or the chat template is missing or refuses the messages.
+    """
+    if isinstance(prompt, str):
+        return plain_ids(tokenizer, prompt)
+    return chat_ids(tokenizer, render_chat(tokenizer, prompt, True, tools, template_kwargs))
+
+
+def plain_ids(tokenizer: Any, text: str) -> list[int]:
+    """Token ids of a text that opens a row: one beginning-of-sequence token if the tokenizer has it, no end."""
+    bos, eos = tokenizer.bos_token, tokenizer.eos_token
+    opened = bool(bos) and text.startswith(bos)
+    ids = list(tokenizer(text, add_special_tokens=not opened)["input_ids"])
+    if eos and ids and ids[-1] == tokenizer.eos_token_id and not text.endswith(eos):
+        ids.pop()
+    return ids
+
+
+def chat_ids(tokenizer: Any, text: str) -> list[int]:
+    """Token ids of text that already carries its special tokens, or of the middle of a row."""
+    return list(tokenizer(text, add_special_tokens=False)["input_ids"]) if text else []
+
+
+def render_chat(
+    tokenizer: Any,
+    messages: Any,
+    add_generation_prompt: bool,
+    tools: list[Any] | None = None,
+    template_kwargs: Mapping[str, Any] | None = None,
+) -> str:
+    """The text of `messages` in the tokenizer's chat template.
+
+    With `add_generation_prompt` the text ends where the assistant goes on: after the opening of a new turn, or inside
+    the last message when that is the assistant's.
+
+    Raises ConfigError: not a list of messages, no chat template, or a template that refuses them.
+    """
+    if not is_conversational(messages):
+        raise ConfigError(
+            f"a prompt is text or a list of messages with role and content, not {_shorten(messages)}; "
+            "fix the column or name another with data.prompt_key"
+        )
+    if not getattr(tokenizer, "chat_template", None):
+        raise ConfigError(
+            "the data has chat messages but the tokenizer has no chat template; "
+            "use an instruction-tuned model, give its tokenizer a chat_template, or use plain-text prompts"
+        )
+    continued = add_generation_prompt and messages[-1]["role"] == "assistant"
+    try:
+        return tokenizer.apply_chat_template(
+            [_without_empty_keys(message) for message in messages],
+            tools=tools,
+            tokenize=False,
+            add_generation_prompt=add_generation_prompt and not continued,
+            continue_final_message=continued,
+            **(template_kwargs or {}),
+        )
+    except Exception as error:
+        raise ConfigError(f"the chat template refused the messages {_shorten(messages)}: {error}") from error
+
+
+def decode_completion(tokenizer: Any, ids: Sequence[int], conversational: bool) -> str | list[dict[str, str]]:
+    """The text of sampled token ids without special tokens; as one assistant message when `conversational`."""
+    text = tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    return [{"role": "assistant", "content": text}] if conversational else text
+
+
+def _without_empty_keys(message: Message) -> dict[str, Any]:
+    """Arrow storage gives every message the keys of all others, set to None; templates take a present key seriously."""
+    return {key: value for key, value in message.items() if value is not None or key == "content"}
+
+
+def _shorten(value: Any, limit: int = 200) -> str:
+    text = repr(value)
+    return text if len(text) <= limit else text[: limit - 3] + "..."

@@ -1,0 +1,112 @@
+"""Built-in verifiable tasks, generated on the spot: nothing to download, and every answer can be checked.
+
+The task is to sort digits: the prompt `sort:4821=` has the answer `1248`. A prompt belongs to one split by the
+CRC-32 of its text, so the splits are disjoint by construction, whatever the size and the seed:
+
+| crc32(prompt) % 8 | split | use |
+|---|---|---|
+| 0 | `test` | held out, only reported |
+| 1 | `validation` | tuning settings |
+| 2 to 7 | `train` | training |
+"""
+
+import random
+import zlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from jaxrl_llm.names import ConfigError, closest
+
+SPLITS = ("train", "validation", "test")
+SIZES = {"train": 16384, "validation": 1024, "test": 1024}
+LARGEST = 1_000_000
+DIGITS = (4, 8)
+WRONG_SHARE = 0.6
+
+
+def split_of(prompt: str) -> str:
+    """The split a prompt belongs to, from the CRC-32 of its text."""
+    remainder = zlib.crc32(prompt.encode("utf-8")) % 8
+    return {0: "test", 1: "validation"}.get(remainder, "train")
+
+
+def sort_answer(prompt: str) -> str:
+    """The right answer of `sort:DIGITS=`: the digits in ascending order."""
+    return "".join(sorted(_digits(prompt)))
+
+
+def sort_mistakes(prompt: str) -> list[str]:
+    """The distinct wrong answers to `sort:DIGITS=`: sorted downwards, copied, reversed; none of them the right one."""
+    digits = _digits(prompt)
+    kinds = ["".join(sorted(digits, reverse=True)), digits, digits[::-1]]
+    return [kind for kind in dict.fromkeys(kinds) if kind != sort_answer(prompt)]
+
+
+def generate(name: str, split: str = "train", size: int | None = None, seed: int = 0) -> list[dict[str, Any]]:
+    """The rows of a built-in task: `size` different prompts of one split, the same for the same arguments.
+
+    `sort` has the columns prompt and answer. `sort_demos` adds a completion that is wrong with probability 0.6: the
+    mixed-quality demonstrations of a warm start. `sort_pairs` adds chosen (right) and rejected (wrong) for preference
+    methods; `sort_labels` adds completion and label (is it right?) for KTO. Sizes default to 16384 for train and
+    1024 for validation and test.
+
+    Raises ConfigError: an unknown task or split, or a size outside 1 to 1000000.
+    """
+    if name not in TASKS:
+        raise ConfigError(
+            f"there is no built-in task {name!r}; known are {', '.join(sorted(TASKS))}; "
+            f"the closest is {closest(name, TASKS)}"
+        )
+    if split not in SPLITS:
+        raise ConfigError(f"task:{name} has no split {split!r}; its splits are {', '.join(SPLITS)}")
+    size = SIZES[split] if size is None else size
+    if not 1 <= size <= LARGEST:
+        raise ConfigError(f"task:{name} cannot have {size} rows; ask for 1 to {LARGEST}")
+    draw = random.Random(f"{name}/{split}/{seed}")
+    prompts = _sort_prompts(split, draw)
+    return [TASKS[name](next(prompts), draw) for _ in range(size)]
+
+
+def _digits(prompt: str) -> str:
+    return prompt.removeprefix("sort:").removesuffix("=")
+
+
+def _sort_prompts(split: str, draw: random.Random) -> Iterator[str]:
+    """Endless different prompts of a split. Digits that are all equal are left out: no wrong answer exists for them."""
+    seen: set[str] = set()
+    while True:
+        digits = "".join(draw.choices("0123456789", k=draw.randint(*DIGITS)))
+        prompt = f"sort:{digits}="
+        if len(set(digits)) > 1 and prompt not in seen and split_of(prompt) == split:
+            seen.add(prompt)
+            yield prompt
+
+
+def _plain(prompt: str, draw: random.Random) -> dict[str, Any]:
+    return {"prompt": prompt, "answer": sort_answer(prompt)}
+
+
+def _demo(prompt: str, draw: random.Random) -> dict[str, Any]:
+    answer = sort_answer(prompt)
+    wrong = draw.random() < WRONG_SHARE
+    return {"prompt": prompt, "completion": draw.choice(sort_mistakes(prompt)) if wrong else answer, "answer": answer}
+
+
+def _pair(prompt: str, draw: random.Random) -> dict[str, Any]:
+    answer = sort_answer(prompt)
+    return {"prompt": prompt, "chosen": answer, "rejected": draw.choice(sort_mistakes(prompt)), "answer": answer}
+
+
+def _label(prompt: str, draw: random.Random) -> dict[str, Any]:
+    answer = sort_answer(prompt)
+    right = draw.random() < 0.5
+    completion = answer if right else draw.choice(sort_mistakes(prompt))
+    return {"prompt": prompt, "completion": completion, "label": right, "answer": answer}
+
+
+TASKS: dict[str, Callable[[str, random.Random], dict[str, Any]]] = {
+    "sort": _plain,
+    "sort_demos": _demo,
+    "sort_pairs": _pair,
+    "sort_labels": _label,
+}

@@ -1,0 +1,1 @@
+"""The network: one decoder, its families, and their Hugging Face files."""

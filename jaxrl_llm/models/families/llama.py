@@ -1,0 +1,28 @@
+"""Llama 2 and 3 (arXiv 2407.21783), and the models that share their shape, such as SmolLM2 and TinyLlama."""
+
+from typing import Any
+
+from jaxrl_llm.models.families import decoder
+from jaxrl_llm.models.transformer import ModelConfig
+
+MODEL_TYPE = "llama"
+ARCHITECTURE = "Llama"
+KEYS = decoder.KEYS
+
+
+def fits(config: ModelConfig) -> bool:
+    """True when the family has every part of the net: biases on all four attention maps or on none."""
+    return not config.qk_norm and config.attention_bias == config.attention_output_bias
+
+
+def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
+    """The ModelConfig of a config.json; raises ConfigError for what the network does not compute."""
+    bias = bool(hf.get("attention_bias", False))
+    own = {"attention_bias": bias, "attention_output_bias": bias, "mlp_bias": bool(hf.get("mlp_bias", False))}
+    return decoder.to_config(hf, ARCHITECTURE, own, overrides)
+
+
+def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:
+    """The config.json of a net, over the entries of `base`."""
+    own = {"attention_bias": config.attention_bias, "mlp_bias": config.mlp_bias}
+    return decoder.from_config(config, base, ARCHITECTURE, MODEL_TYPE, own)

@@ -1,0 +1,220 @@
+"""Hugging Face model folders: find, read and write config.json, safetensors and tokenizer, through the family tables.
+
+Weights are read leaf by leaf, each device reading only its own part, and written tensor by tensor, so that a model is
+never whole in memory twice.
+"""
+
+import contextlib
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh
+
+from jaxrl_llm.config import ConfigError
+from jaxrl_llm.models import weights
+from jaxrl_llm.models.families import family_for, family_of
+from jaxrl_llm.models.families.decoder import DTYPES
+from jaxrl_llm.models.transformer import Net, Params
+
+EMBEDDED = Path(__file__).parent / "embedded"
+DOWNLOADED = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "*.tiktoken"]
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+TEMPLATES = "additional_chat_templates"  # the one folder that a tokenizer writes
+
+
+def locate(path: str | os.PathLike[str]) -> Path:
+    """The folder of a model: `embedded:<name>` (comes with the package), a local folder, or a Hugging Face hub id.
+
+    A hub id (`Qwen/Qwen3-0.6B`) is downloaded once: only json, safetensors and tokenizer files.
+    Raises ConfigError when there is no such model.
+    """
+    name = os.fspath(path)
+    if name.startswith("embedded:"):
+        folder = EMBEDDED / name.removeprefix("embedded:")
+        if not (folder / "config.json").is_file():
+            known = sorted(f"embedded:{file.parent.name}" for file in EMBEDDED.glob("*/config.json"))
+            raise ConfigError(f"there is no embedded model {name}; there are: {', '.join(known) or 'none'}.")
+        return folder
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        return folder
+    if not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", name):
+        raise ConfigError(
+            f"model path {name!r}: there is no such folder, and it is neither a Hugging Face hub id (`owner/name`) nor "
+            "`embedded:<name>`."
+        )
+    return _download(name)
+
+
+def _download(name: str) -> Path:
+    from huggingface_hub import snapshot_download  # slow to import, and of no use for local folders
+
+    try:
+        return Path(snapshot_download(name, allow_patterns=DOWNLOADED, ignore_patterns=["*/*", "consolidated*"]))
+    except Exception as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ConfigError(
+            f"model path {name!r}: there is no such folder here, and the Hugging Face hub did not give it ({reason}). "
+            "Check the name and the connection (or HF_TOKEN, for a gated model)."
+        ) from error
+
+
+def read_config(folder: str | os.PathLike[str]) -> dict[str, Any]:
+    """The entries of the folder's config.json; raises ConfigError when it is missing or no JSON object."""
+    config = weights.read_json(Path(folder) / "config.json")
+    if config is None:
+        raise ConfigError(f"{folder} has no config.json: it is not a Hugging Face model folder.")
+    return config
+
+
+def has_tokenizer(folder: str | os.PathLike[str]) -> bool:
+    """True when the folder has tokenizer files."""
+    return any((Path(folder) / name).is_file() for name in TOKENIZER_FILES)
+
+
+def load_tokenizer(folder: str | os.PathLike[str]):
+    """The folder's tokenizer (`transformers.AutoTokenizer`); raises ConfigError when it is missing or unreadable."""
+    if not has_tokenizer(folder):
+        raise ConfigError(f"{folder} has no tokenizer (none of {', '.join(TOKENIZER_FILES)}).")
+    from transformers import AutoTokenizer  # seconds to import
+
+    try:
+        return AutoTokenizer.from_pretrained(os.fspath(folder))
+    except Exception as error:
+        raise ConfigError(f"the tokenizer in {folder} cannot be read: {error}") from error
+
+
+def load(
+    folder: str | os.PathLike[str],
+    mesh: Mesh | None = None,
+    dtype: str = "float32",
+    param_dtype: str = "float32",
+    seed: int = 0,
+    **overrides,
+) -> tuple[Net, Params]:
+    """The net of a model folder and its parameters, each created already cut over `mesh` (or on one device).
+
+    `dtype` is that of the computation, `param_dtype` that of the parameters; `overrides` are other ModelConfig fields
+    (`remat="block"`). With `head="score"` a language model's checkpoint gets a new score head, drawn from `seed`.
+
+    Raises ConfigError, before any weight is read, for an unsupported model and for tensors that are missing, unexpected
+    or of another shape than config.json says.
+    """
+    folder = Path(folder)
+    net = load_net(folder, dtype=dtype, param_dtype=param_dtype, **overrides)
+    tensors = weights.stored_tensors(net, family_of(read_config(folder)))
+    with contextlib.ExitStack() as stack:
+        files = weights.Files(folder, stack)
+        new_head = net.config.head == "score" and "score.weight" not in files.where
+        if new_head:
+            tensors = [tensor for tensor in tensors if tensor.leaf != "score/kernel"]
+        files.check(tensors, {"lm_head.weight"} if net.config.tie_embeddings or new_head else set())
+        return net, weights.read_params(net, files, tensors, mesh, seed)
+
+
+def load_net(folder: str | os.PathLike[str], **overrides) -> Net:
+    """The net that the folder's config.json describes, with other ModelConfig fields as `overrides` say."""
+    hf = read_config(folder)
+    return Net(family_of(hf).to_config(hf, **overrides))
+
+
+def save(
+    net: Net,
+    params: Params,
+    folder: str | os.PathLike[str],
+    tokenizer=None,
+    hf_config: dict[str, Any] | None = None,
+    generation: dict[str, Any] | None = None,
+    dtype: str | None = None,
+    max_shard_bytes: float = 5e9,
+) -> None:
+    """Writes a folder that transformers, vLLM and `load` read: config.json, safetensors, tokenizer.
+
+    `hf_config` is the config.json the net was loaded from: its other entries are kept, and it names the family.
+    `generation` goes to generation_config.json. `dtype` None keeps the parameters' own, bit for bit.
+
+    The folder appears whole or not at all: it is written beside and renamed, and takes the place of an earlier export.
+    With many processes all must call; the first one writes.
+    Raises ConfigError when no family fits the net or `folder` holds something other than a model.
+    """
+    folder = Path(folder).absolute()
+    family = family_for(net.config) if hf_config is None else family_of(hf_config)
+    hf = _exported_config(net, family, hf_config, dtype)
+    _refuse_foreign(folder)
+    with _replacing(folder) as partial:
+        weights.write(partial, net, family, params, hf["dtype"], max_shard_bytes)
+        if jax.process_index() == 0:
+            weights.write_json(partial / "config.json", hf)
+            if generation is not None:
+                weights.write_json(partial / "generation_config.json", generation)
+            if tokenizer is not None:
+                tokenizer.save_pretrained(os.fspath(partial))
+
+
+def _exported_config(net: Net, family, hf_config: dict[str, Any] | None, dtype: str | None) -> dict[str, Any]:
+    """The config.json to write; raises ConfigError where the family cannot describe the net."""
+    config = net.config
+    hf = family.from_config(config, hf_config)
+    hf["dtype"] = dtype or config.param_dtype
+    if hf["dtype"] not in DTYPES:
+        raise ConfigError(f"dtype = {dtype!r} is not one of {', '.join(DTYPES)}.")
+    if hf_config is None or "torch_dtype" in hf_config:
+        hf["torch_dtype"] = hf["dtype"]
+    ours = {
+        "dtype": config.dtype,
+        "param_dtype": config.param_dtype,
+        "remat": config.remat,
+        "scan_layers": config.scan_layers,
+    }
+    described = family.to_config(hf, **ours)
+    if described != config:
+        raise ConfigError(
+            f"a {family.MODEL_TYPE} config.json cannot describe this model: {config} would be read as {described}."
+        )
+    return hf
+
+
+def _refuse_foreign(folder: Path) -> None:
+    """Raises ConfigError when `folder` holds anything that an export would destroy and is not a model."""
+    if not folder.exists():
+        return
+    if not folder.is_dir():
+        raise ConfigError(f"{folder} is a file; the model is written to a folder.")
+    entries = list(folder.iterdir())
+    if entries and (
+        not (folder / "config.json").is_file() or any(entry.is_dir() and entry.name != TEMPLATES for entry in entries)
+    ):
+        raise ConfigError(f"{folder} holds other files than an exported model's; choose a new folder.")
+
+
+@contextlib.contextmanager
+def _replacing(folder: Path) -> Iterator[Path]:
+    """A folder to write to, which takes the place of `folder` when the block ends well and vanishes when it fails."""
+    first = jax.process_index() == 0
+    partial, earlier = (folder.with_name(f".{folder.name}.{word}-{os.getpid()}") for word in ("partial", "earlier"))
+    try:
+        if first:
+            partial.mkdir(parents=True)
+        yield partial
+        if first:
+            if folder.exists():
+                folder.rename(earlier)
+            try:
+                partial.rename(folder)
+            except OSError:
+                if earlier.exists():
+                    earlier.rename(folder)
+                raise
+    finally:
+        if first:
+            shutil.rmtree(partial, ignore_errors=True)
+            if folder.exists():
+                shutil.rmtree(earlier, ignore_errors=True)
+    if jax.process_count() > 1:
+        multihost_utils.sync_global_devices(f"saved {folder}")

@@ -1,0 +1,136 @@
+"""From a name in the configuration to the object it stands for: `resolve`, and the error a wrong name raises."""
+
+import difflib
+import importlib
+import importlib.util
+import sys
+import traceback
+import zlib
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+
+class ConfigError(ValueError):
+    """Bad input from the user: one readable message that names the thing, its value and the fix."""
+
+
+def resolve(name: str | Callable[..., Any], package: str | ModuleType | Mapping[str, Any]) -> Any:
+    """The object a configuration name stands for; a callable is returned as it is.
+
+    `name` is a known one (a public callable of the module `package`, or a key of the mapping `package`), or the
+    user's own: `"my_module:function"`, `"my_module.function"` or `"path/to/file.py:function"`.
+
+    Raises ConfigError: an unknown name (listing the known ones and the closest), a module or file that is missing or
+    fails when it is imported, or one without that name.
+    """
+    if callable(name):
+        return name
+    known = package if isinstance(package, Mapping) else _public_callables(package)
+    if name in known:
+        return known[name]
+    if ":" in name:
+        where, _, attribute = name.partition(":")
+        return _attribute(name, import_file(where) if where.endswith(".py") else _import_module(where, name), attribute)
+    if "." in name and not name.endswith(".py"):
+        where, _, attribute = name.rpartition(".")
+        return _attribute(name, _import_module(where, name), attribute)
+    raise ConfigError(
+        f"unknown name {name!r}; known are {', '.join(sorted(known)) or 'none'}"
+        + (f"; the closest is {closest(name, known)}" if known else "")
+        + "; your own is written my_module:function or path/to/file.py:function"
+    )
+
+
+def _public_callables(package: str | ModuleType) -> dict[str, Any]:
+    """The callables a module defines (or lists in `__all__`), without those it merely imports."""
+    module = importlib.import_module(package) if isinstance(package, str) else package
+    listed = getattr(module, "__all__", None)
+    return {
+        name: value
+        for name, value in vars(module).items()
+        if callable(value)
+        and (name in listed if listed else not name.startswith("_") and _defined_in(value, module.__name__))
+    }
+
+
+def _defined_in(value: Any, module: str) -> bool:
+    origin = getattr(value, "__module__", None) or ""
+    return origin == module or origin.startswith(module + ".")
+
+
+def _attribute(name: str, module: ModuleType, attribute: str) -> Any:
+    if hasattr(module, attribute):
+        return getattr(module, attribute)
+    known = sorted(_public_callables(module))
+    near = f"; it defines {', '.join(known)}; the closest is {closest(attribute, known)}" if known else ""
+    raise ConfigError(f"cannot find {name!r}: {module.__file__} has no {attribute!r}{near}")
+
+
+def _import_module(where: str, name: str) -> ModuleType:
+    try:
+        return importlib.import_module(where)
+    except ModuleNotFoundError as error:
+        if error.name is None or not (where == error.name or where.startswith(error.name + ".")):
+            raise ConfigError(f"importing {where!r} for {name!r} failed: {error}") from error
+        raise ConfigError(
+            f"cannot find {name!r}: no module {error.name!r} on the Python path; "
+            f"to name a file write path/to/file.py:function"
+        ) from error
+    except Exception as error:
+        raise ConfigError(f"importing {where!r} for {name!r} failed: {type(error).__name__}: {error}") from error
+
+
+def import_file(path: str | Path) -> ModuleType:
+    """The module a Python file holds; executed once for each content of the file.
+
+    Raises ConfigError when the file is missing or fails, naming the line.
+    """
+    path = Path(path).expanduser()
+    if not path.is_file():
+        beside = [str(other) for other in sorted(path.parent.glob("*.py"))]
+        near = f"; the closest is {closest(str(path), beside)}" if beside else ""
+        raise ConfigError(f"there is no file {path} (looked in {Path.cwd()}){near}")
+    # The content is part of the name: a file edited between two calls in a notebook is executed again.
+    name = f"{path.stem}_{zlib.crc32(bytes(path.resolve()) + path.read_bytes()):08x}"
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None  # a .py file always has one
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except ConfigError:
+        del sys.modules[name]
+        raise
+    except Exception as error:
+        del sys.modules[name]
+        raise ConfigError(f"{path_and_line(error, path)}: {type(error).__name__}: {error}") from error
+    return module
+
+
+def path_and_line(error: BaseException, path: str | Path) -> str:
+    """`path:line` of the last line of the file `path` that an exception went through; the path when there is none."""
+    if isinstance(error, SyntaxError) and error.lineno:
+        return f"{path}:{error.lineno}"
+    file = Path(path).expanduser().resolve()
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [frame.lineno for frame in frames if Path(frame.filename).resolve() == file]
+    return f"{path}:{lines[-1]}" if lines else str(path)
+
+
+def closest(name: str, known: Iterable[str]) -> str:
+    """The known name most like `name`, in full or in its last dotted part."""
+
+    def likeness(other: str) -> tuple[float, float]:
+        full = _ratio(name, other)
+        return max(full, _ratio(name.rpartition(".")[2], other.rpartition(".")[2])), full
+
+    return max(known, key=likeness)
+
+
+def _ratio(a: str, b: str) -> float:
+    return difflib.SequenceMatcher(None, a, b).ratio()

@@ -1,0 +1,103 @@
+"""From a net to numbers per token: log-probs and entropy, chunked over positions so that `[N,T,V]` never exists.
+
+This is the only place that shifts: the hidden state at t-1 predicts token t, and every array that leaves here speaks at
+index t of token t.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from jaxrl_llm.models.transformer import Net, Params
+from jaxrl_llm.sharding import constrain
+
+LOGITS_IN_FLIGHT = 2**24  # logits computed at once, at least one column of rows: 64 MB in fp32
+
+
+def token_logps(net: Net, params: Params, tokens, segments, positions=None, temperature: float = 1.0, prompt_width: int = 0):
+    """Log-probs `[N,T]` of each token given those before it in its segment, and the entropies `[N,T]` it was drawn from.
+
+    Both in fp32, at `temperature`, 0 where nothing is predicted: padding, the first token of a segment, and the first
+    `prompt_width` columns, which are not computed.
+    """
+    model = net.bind(params)
+    hidden = model.hidden(tokens, segments, positions)
+    first = max(prompt_width, 1)
+    logps, entropy = chunked_logps(hidden[:, first - 1 : -1], model.head_kernel(), tokens[:, first:], float(temperature))
+    predicted = (segments[:, first:] == segments[:, first - 1 : -1]) & (segments[:, first:] != 0)
+    pad = ((0, 0), (first, 0))
+    return tuple(jnp.pad(jnp.where(predicted, x, 0.0), pad) for x in (logps, entropy))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def chunked_logps(hidden, kernel, targets, temperature: float):
+    """Log-probs and entropies `[N,S]` of softmax(hidden @ kernel / temperature) at the targets `[N,S]`.
+
+    hidden `[N,S,D]` in the compute dtype, kernel `[D,V]`. Logits are formed for a few columns at a time, in fp32, and
+    again in the backward pass, which keeps only the log-sum-exp and the entropy of each token.
+    """
+    return _forward(hidden, kernel, targets, temperature)[0]
+
+
+def _logits(hidden, kernel, temperature: float):
+    logits = jnp.matmul(hidden, kernel.astype(hidden.dtype), preferred_element_type=jnp.float32)
+    return constrain(logits, "rows", None, "vocab") / temperature
+
+
+def _columns(x, width: int):
+    """`[N,S,...]` as `[chunks,N,width,...]`, padded with zeros."""
+    x = jnp.pad(x, ((0, 0), (0, -x.shape[1] % width), *((0, 0),) * (x.ndim - 2)))
+    return x.reshape(x.shape[0], -1, width, *x.shape[2:]).swapaxes(0, 1)
+
+
+def _rows(x, length: int):
+    """The inverse of `_columns`."""
+    x = x.swapaxes(0, 1)
+    return x.reshape(x.shape[0], -1, *x.shape[3:])[:, :length]
+
+
+def _width(hidden, kernel) -> int:
+    rows, length = hidden.shape[:2]
+    return min(max(LOGITS_IN_FLIGHT // (rows * kernel.shape[1]), 1), length)
+
+
+def _forward(hidden, kernel, targets, temperature: float):
+    width, length = _width(hidden, kernel), hidden.shape[1]
+
+    def chunk(x):
+        h, t = x
+        logits = _logits(h, kernel, temperature)
+        normalizer = jax.nn.logsumexp(logits, axis=-1)
+        # A masked sum instead of a gather: with the vocabulary cut over devices a gather would collect all of it.
+        target = jnp.where(jnp.arange(logits.shape[-1]) == t[..., None], logits, 0.0).sum(-1)
+        entropy = normalizer - (jnp.exp(logits - normalizer[..., None]) * logits).sum(-1)
+        return target - normalizer, entropy, normalizer
+
+    out = jax.lax.map(chunk, (_columns(hidden, width), _columns(targets, width)))
+    logps, entropy, normalizer = (_rows(x, length) for x in out)
+    return (logps, entropy), (hidden, kernel, targets, entropy, normalizer)
+
+
+def _backward(temperature: float, residuals, gradients):
+    """d logp = onehot - p;  d entropy = -p (log p + entropy);  both over the logits, then through the product."""
+    hidden, kernel, targets, entropy, normalizer = residuals
+    width, length = _width(hidden, kernel), hidden.shape[1]
+
+    def chunk(d_kernel, x):
+        h, t, ent, norm, g_logp, g_entropy = x
+        logp = _logits(h, kernel, temperature) - norm[..., None]
+        p = jnp.exp(logp)
+        onehot = jnp.arange(logp.shape[-1]) == t[..., None]
+        d = g_logp[..., None] * (onehot - p) - g_entropy[..., None] * p * (logp + ent[..., None])
+        d = (d / temperature).astype(h.dtype)
+        d_hidden = jnp.einsum("ncv,dv->ncd", d, kernel.astype(h.dtype))
+        d_kernel += jnp.einsum("ncd,ncv->dv", h, d, preferred_element_type=jnp.float32)
+        return d_kernel, d_hidden
+
+    parts = tuple(_columns(x, width) for x in (hidden, targets, entropy, normalizer, *gradients))
+    d_kernel, d_hidden = jax.lax.scan(chunk, jnp.zeros(kernel.shape, jnp.float32), parts)
+    return _rows(d_hidden, length).astype(hidden.dtype), d_kernel.astype(kernel.dtype), None
+
+
+chunked_logps.defvjp(_forward, _backward)

@@ -1,0 +1,88 @@
+"""From logits to tokens: filters (top-k, top-p, min-p) and one-uniform inverse-CDF sampling."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+TOP_CANDIDATES = 1024  # how many of the most likely tokens top-p looks at before it sorts the whole vocabulary
+BLOCK = 128  # tokens per block of the two-level inverse CDF
+
+
+@dataclasses.dataclass(frozen=True)
+class Sampling:
+    """How a token is drawn. Filters act in the order temperature, top_k, top_p, min_p; temperature 0 is greedy."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+
+
+def sample(logits, uniforms, sampling: Sampling):
+    """Tokens `[M]` and their log-probs `[M]`, from logits `[M,V]` and one uniform number in [0,1) per row.
+
+    The log-prob is over the full vocabulary at the sampling temperature, also under a filter, so that it is the number a
+    trainer computes (greedy: temperature 1).
+    """
+    logps = jax.nn.log_softmax(logits.astype(jnp.float32) / (sampling.temperature or 1.0), axis=-1)
+    if sampling.temperature == 0:
+        tokens = jnp.argmax(logps, axis=-1)
+    else:
+        tokens = inverse_cdf(kept_probabilities(logps, sampling), uniforms)
+    return tokens.astype(jnp.int32), jnp.take_along_axis(logps, tokens[:, None], axis=-1)[:, 0]
+
+
+def kept_probabilities(logps, sampling: Sampling):
+    """Probabilities `[M,V]` with the filtered tokens at 0, not renormalised.
+
+    A filter keeps every token as likely as the least likely one it keeps, so ties are never broken by token id.
+    """
+    probs = jnp.exp(logps)
+    if sampling.top_k:
+        kth = jax.lax.top_k(probs, min(sampling.top_k, probs.shape[-1]))[0][:, -1:]
+        probs = jnp.where(probs >= kth, probs, 0.0)
+    if sampling.top_p < 1.0:
+        probs = jnp.where(probs >= _top_p_threshold(probs, sampling.top_p), probs, 0.0)
+    if sampling.min_p > 0.0:
+        probs = jnp.where(probs >= sampling.min_p * probs.max(-1, keepdims=True), probs, 0.0)
+    return probs
+
+
+def _top_p_threshold(probs, top_p: float):
+    """The smallest probability `[M,1]` in the nucleus: the fewest likeliest tokens that hold `top_p` of the mass."""
+    goal = top_p * probs.sum(-1, keepdims=True)
+
+    def smallest(descending):
+        before = jnp.cumsum(descending, axis=-1) - descending
+        return jnp.min(jnp.where(before < goal, descending, jnp.inf), axis=-1, keepdims=True)
+
+    candidates = jax.lax.top_k(probs, min(TOP_CANDIDATES, probs.shape[-1]))[0]
+    if candidates.shape == probs.shape:
+        return smallest(candidates)
+    enough = jnp.all(candidates.sum(-1, keepdims=True) >= goal)
+    return jax.lax.cond(enough, lambda: smallest(candidates), lambda: smallest(-jnp.sort(-probs, axis=-1)))
+
+
+def inverse_cdf(probs, uniforms):
+    """The token `[M]` at which the cumulative sum of `probs` `[M,V]` (any scale) first exceeds uniform x total.
+
+    Two levels, blocks and tokens in the block, so that rounding stays local and no sum runs over the whole vocabulary.
+    A token of probability 0 is never drawn.
+    """
+    rows, vocab = probs.shape
+    blocks = jnp.pad(probs, ((0, 0), (0, -vocab % BLOCK))).reshape(rows, -1, BLOCK)
+    block_sums = blocks.sum(-1)
+    cumulative = jnp.cumsum(block_sums, axis=-1)
+    goal = uniforms * cumulative[:, -1]
+    block = _first_above(cumulative, block_sums, goal)
+    inside = jnp.take_along_axis(blocks, block[:, None, None], axis=1)[:, 0]
+    below = jnp.take_along_axis(cumulative - block_sums, block[:, None], axis=1)[:, 0]
+    return block * BLOCK + _first_above(jnp.cumsum(inside, axis=-1), inside, goal - below)
+
+
+def _first_above(cumulative, parts, goal):
+    """The first index whose cumulative sum exceeds the goal, at most the last index whose part is not 0."""
+    last = parts.shape[-1] - 1 - jnp.argmax(parts[:, ::-1] > 0, axis=-1)
+    first = jnp.argmax(parts > 0, axis=-1)
+    return jnp.clip(jnp.sum(cumulative <= goal[:, None], axis=-1), first, last)

@@ -1,0 +1,164 @@
+"""Train a language model: `python -m jaxrl_llm.train --config=configs/grpo.py`. Start reading here.
+
+Every algorithm is `experience -> Batch -> update -> State`. One step:
+
+1. `source.next` makes a batch of token rows: given ones (offline) or sampled and scored ones (online);
+2. the jitted, donated `update` improves the state, once per minibatch;
+3. the policy is evaluated when due, metrics are logged, the state is saved when due.
+"""
+
+import functools
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from jaxrl_llm.algorithms.batch import Batch, minibatch_indices
+from jaxrl_llm.command_line import load_flags, run
+from jaxrl_llm.config import OFFLINE, ConfigError, to_json, validate
+from jaxrl_llm.models.model import Model, save_hf
+from jaxrl_llm.sharding import row_sharding
+from jaxrl_llm.training.build import Run, build, build_mesh
+from jaxrl_llm.training.checkpoint import Checkpoints
+from jaxrl_llm.training.metrics import Logger
+from jaxrl_llm.training.update import State
+
+Metrics = dict[str, float]
+
+
+class Result(NamedTuple):
+    """What `train` returns: the trained model, the metrics of each logged step, and the folder with the files."""
+
+    model: Model
+    metrics: list[Metrics]
+    output_dir: Path
+
+
+def train(config, train_dataset=None, eval_dataset=None, rewards=None) -> Result:
+    """The trained model, after `config.total_steps` steps; files are left in `config.output_dir`.
+
+    train_dataset and eval_dataset (a `datasets.Dataset` or a list of dicts) take the place of `data.path` and
+    `data.eval_path`, and rewards (a function or a list of them) that of `rewards.functions`; with a train_dataset alone
+    nothing is evaluated. A run in output_dir goes on where its newest checkpoint left it (`checkpoint.resume`).
+    Raises ConfigError for anything the user can mend.
+    """
+    validate(config)
+    folder, mesh = Path(config.output_dir), build_mesh(config)
+    with jax.set_mesh(mesh), Checkpoints(folder / "checkpoints", config.checkpoint.keep) as checkpoints:
+        parts = build(config, mesh, train_dataset, eval_dataset, rewards)
+        state, tokens_seen = _resume(config, parts, checkpoints)
+        start = int(state.step)
+        with Logger(config, folder, resume_step=start or None) as logger:
+            if jax.process_index() == 0:
+                (folder / "config.json").write_text(to_json(config))
+            logger.start(_describe(parts, start))
+            state, history = _loop(config, parts, state, tokens_seen, checkpoints, logger)
+            with parts.watch("export"):
+                model = replace(parts.model, params=state.params)
+                save_hf(model, folder / "hf")
+            logger.finish(seconds=parts.watch.totals)
+    return Result(model, history, folder)
+
+
+def _loop(config, parts: Run, state: State, tokens_seen: int, checkpoints: Checkpoints, logger: Logger):
+    """The state after the last step, and every step's metrics."""
+    root, watch, history = jax.random.key(config.seed), parts.watch, []
+
+    def log(step: int, metrics: Metrics, evaluate: bool) -> None:
+        if evaluate and parts.evaluation is not None:
+            with watch("evaluation"):
+                metrics = metrics | parts.evaluation(state.params, root)
+            metrics |= watch.take()
+        logger.log(step, metrics)
+        history.append({"step": step, **metrics})
+
+    if int(state.step) == 0 and parts.evaluation is not None:
+        log(0, {}, evaluate=True)
+    for step in range(int(state.step) + 1, config.total_steps + 1):
+        last, began = step == config.total_steps, time.perf_counter()
+        experience = parts.source.next(state, jax.random.fold_in(root, step))
+        with watch("update"):
+            state, update_metrics = _improve(config, parts, state, experience.batch)
+            metrics = {name: float(value) for name, value in jax.device_get(experience.metrics).items()} | update_metrics
+        _check_finite(metrics, step)
+        trained = metrics["num_tokens"]
+        tokens_seen += int(trained)
+        metrics |= {"num_tokens": tokens_seen, "tokens_per_second": trained / (time.perf_counter() - began)} | watch.take()
+        if experience.table:
+            logger.completions(step, experience.table)
+        log(step, metrics, evaluate=last or _due(step, config.eval.every))
+        if last or _due(step, config.checkpoint.every):
+            with watch("checkpoint"):
+                host = {"pipeline": parts.source.pipeline.get_state(), "num_tokens": tokens_seen}
+                checkpoints.save(step, state, host)
+    return state, history
+
+
+def _improve(config, parts: Run, state: State, batch: Batch) -> tuple[State, Metrics]:
+    """The state after every minibatch of every iteration, one step further, and the metrics averaged over them."""
+    step = int(state.step) + 1
+    group = 1 if config.algorithm.name in OFFLINE else config.rollout.group_size
+    seed = hash((config.seed, step)) % 2**32 if config.batch.shuffle else None
+    collected = []
+    for index in minibatch_indices(batch.rows, group, config.batch.minibatches, config.algorithm.num_iterations, seed):
+        minibatch = batch if config.batch.minibatches == 1 else _take(batch, index, parts.mesh)
+        state, metrics = parts.update(state, minibatch)
+        collected.append(metrics)
+    values = [{name: float(value) for name, value in metrics.items()} for metrics in jax.device_get(collected)]
+    merged = {
+        name: (max if name.endswith("/max") else np.mean)([metrics[name] for metrics in values]).item() for name in values[0]
+    }
+    return replace(state, step=state.step + 1), merged
+
+
+@functools.partial(jax.jit, static_argnames="mesh")
+def _take(batch: Batch, index, mesh) -> Batch:
+    return jax.lax.with_sharding_constraint(batch.take(index), row_sharding(mesh))
+
+
+def _due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0
+
+
+def _check_finite(metrics: Metrics, step: int) -> None:
+    if metrics["nonfinite_gradient"]:
+        raise ConfigError(
+            f"step {step}: the gradient is not finite (loss {metrics['loss']:g}, gradient norm {metrics['grad_norm']:g}); "
+            "the last checkpoint is intact. Lower optimizer.learning_rate, or check the data and the rewards of that step."
+        )
+
+
+def _resume(config, parts: Run, checkpoints: Checkpoints) -> tuple[State, int]:
+    """The state to start from, as `checkpoint.resume` says, and the tokens seen so far."""
+    resume, source = config.checkpoint.resume, checkpoints
+    if resume not in ("auto", "never"):
+        source = Checkpoints(Path(resume).parent if Path(resume).name.isdigit() else resume)
+    step = None if resume == "never" else source.latest()
+    if step is None:
+        return parts.state, 0
+    state, host = source.restore(step, parts.state, parts.mesh)
+    parts.source.pipeline.set_state(host["pipeline"])
+    return state, host["num_tokens"]
+
+
+def _describe(parts: Run, start: int) -> dict[str, Any]:
+    """What the console shows of a run besides its settings."""
+    count = sum(x.size for x in jax.tree.leaves(parts.model.params))
+    devices = jax.devices()
+    return {
+        "model": f"{parts.model.path}, {count / 1e6:.2f} M parameters, {parts.model.net.config.dtype}",
+        "devices": f"{len(devices)} {devices[0].platform}, mesh {dict(parts.mesh.shape)}",
+        "starts at step": start,
+    }
+
+
+def main(argv: list[str]) -> None:
+    """The command line: see `--help`."""
+    train(load_flags(argv, __doc__).config)
+
+
+if __name__ == "__main__":
+    run(main)

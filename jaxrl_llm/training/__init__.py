@@ -1,0 +1,1 @@
+"""Where everything meets: experience -> Batch -> update -> State."""

@@ -1,0 +1,145 @@
+"""From a configuration to the parts of a run: the one place where model, data, rewards, sampler and update meet."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from jaxrl_llm.config import OFFLINE, ConfigError, batch_rows
+from jaxrl_llm.data import sources
+from jaxrl_llm.data.packing import first_fit
+from jaxrl_llm.data.pipeline import Pipeline
+from jaxrl_llm.data.tokenize import tokenize_completions, tokenize_prompts
+from jaxrl_llm.models.model import Model, load_model
+from jaxrl_llm.rewards.grader import Rewards, load_rewards
+from jaxrl_llm.rollout.engine import Engine
+from jaxrl_llm.rollout.logits import Sampling
+from jaxrl_llm.sharding import make_mesh
+from jaxrl_llm.training import objectives
+from jaxrl_llm.training.evaluation import Evaluation
+from jaxrl_llm.training.experience import Offline, Online, Row, Sampler, check_rows
+from jaxrl_llm.training.metrics import Stopwatch
+from jaxrl_llm.training.update import State, Update, init_state, make_optimizer, make_update
+
+WIDTH_MULTIPLE = 8  # rows are padded to a multiple, so that similar data compiles to the same shapes
+
+
+class Run(NamedTuple):
+    """Everything `train` drives."""
+
+    model: Model
+    mesh: Mesh
+    source: Online | Offline
+    update: Update
+    evaluation: Evaluation | None
+    state: State
+    watch: Stopwatch
+
+
+def build_mesh(config) -> Mesh:
+    """The mesh of the configuration."""
+    return make_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.tensor)
+
+
+def build(config, mesh: Mesh, train_dataset=None, eval_dataset=None, rewards=None) -> Run:
+    """The parts of a run, on `mesh` (which must be set). Raises ConfigError for anything the user can mend."""
+    check_rows(config, batch_rows(config), mesh)
+    watch = Stopwatch()
+    c = config.model
+    init_key = jax.random.key(config.seed) if c.random_init else None
+    model = load_model(c.path, c.dtype, c.param_dtype, mesh, init_key, remat=c.remat)
+    if model.tokenizer is None:
+        raise ConfigError(f"model.path = {config.model.path!r} has no tokenizer files; add them to the folder")
+    grader = load_rewards(rewards or config.rewards.functions, config.rewards.weights, config.rewards.timeout)
+    dataset = sources.load(train_dataset or config.data.path, config.data.split, config.data.name)
+    if config.algorithm.name in OFFLINE:
+        source = _offline(config, model, dataset, mesh, watch)
+    else:
+        source = _online(config, model, dataset, grader, mesh, watch)
+    objective = {"sft": objectives.sft}.get(config.algorithm.name, objectives.policy_gradient)(config, model.net)
+    evaluation = None
+    if config.eval.every >= 0 and not (train_dataset is not None and eval_dataset is None and config.data.eval_path is None):
+        evaluation = build_evaluation(config, model, grader, eval_dataset, mesh)
+    optimizer = make_optimizer(config)
+    state = init_state(model.params, optimizer, mesh)
+    return Run(model, mesh, source, make_update(objective, optimizer, config, mesh), evaluation, state, watch)
+
+
+def build_sampler(model: Model, grader: Rewards, mesh: Mesh, sampling: Sampling, examples: list[Row], group_size: int,
+                  config, watch: Stopwatch) -> Sampler:  # fmt: skip
+    """A sampler wide enough for the prompts of `examples`."""
+    eos = eos_ids(model)
+    engine = Engine(model.net, sampling, group_size, config.rollout.max_completion_length, eos, config.rollout.chunk)
+    width = _width(max(len(example["prompt_ids"]) for example in examples), config.rollout.max_prompt_length)
+    return Sampler(engine, grader, model.tokenizer, mesh, width, watch)
+
+
+def build_evaluation(config, model: Model, grader: Rewards, eval_dataset, mesh: Mesh) -> Evaluation:
+    """The evaluation on the first `eval.prompts` held-out prompts."""
+    data = sources.load(eval_dataset or config.data.eval_path or config.data.path, config.data.eval_split, config.data.name)
+    data = data.select(range(min(config.eval.prompts, len(data))))
+    examples = _prompts(config, model, data)
+
+    def sampler(sampling: Sampling, group_size: int) -> Sampler:
+        return build_sampler(model, grader, mesh, sampling, examples, group_size, config, Stopwatch())
+
+    return Evaluation(
+        sampled=sampler(training_sampling(config), config.eval.samples),
+        greedy=sampler(Sampling(temperature=0.0), 1),
+        examples=examples,
+        prompts_at_once=max(config.batch.prompts * config.rollout.group_size // config.eval.samples, 1),
+        correct_at=config.eval.correct_at,
+    )
+
+
+def training_sampling(config) -> Sampling:
+    """How the run samples."""
+    c = config.rollout
+    return Sampling(c.temperature, c.top_p, c.top_k, c.min_p)
+
+
+def eos_ids(model: Model) -> tuple[int, ...]:
+    """The tokens that end a completion: generation_config.json's, and the tokenizer's."""
+    named = (model.generation or {}).get("eos_token_id", ())
+    ids = {model.tokenizer.eos_token_id, *(named if isinstance(named, list | tuple) else [named])} - {None}
+    if not ids:
+        raise ConfigError(f"{model.path} names no end-of-text token; set eos_token in its tokenizer_config.json")
+    return tuple(sorted(ids))
+
+
+def _online(config, model: Model, dataset, grader: Rewards, mesh: Mesh, watch: Stopwatch) -> Online:
+    examples = _prompts(config, model, dataset)
+    sampler = build_sampler(
+        model, grader, mesh, training_sampling(config), examples, config.rollout.group_size, config, watch
+    )
+    # The update donates the policy's buffers, so the reference owns its own.
+    ref_params = jax.tree.map(jnp.copy, model.params) if config.algorithm.beta > 0 else None
+    return Online(config, model.net, sampler, _pipeline(config, examples), ref_params)
+
+
+def _offline(config, model: Model, dataset, mesh: Mesh, watch: Stopwatch) -> Offline:
+
+    rows = tokenize_completions(dataset, model.tokenizer, config.data.max_length, config.data.overlong, config.data.loss_on)
+    width = _width(max(len(row["ids"]) for row in rows), config.data.max_length)
+    if config.data.packing:
+        width = config.data.max_length
+        groups = first_fit([len(row["ids"]) for row in rows], width)
+        rows = [[(rows[i]["ids"], rows[i]["mask"]) for i in group] for group in groups]
+    return Offline(config, _pipeline(config, rows), mesh, width, watch)
+
+
+def _prompts(config, model: Model, dataset) -> list[Row]:
+    return tokenize_prompts(
+        dataset, model.tokenizer, config.rollout.max_prompt_length, config.data.overlong, config.data.prompt_key
+    )
+
+
+def _pipeline(config, examples: list[Any]) -> Pipeline:
+    return Pipeline(
+        examples, config.batch.prompts, config.seed, config.data.shuffle, jax.process_index(), jax.process_count()
+    )
+
+
+def _width(longest: int, limit: int) -> int:
+    return min(-(-longest // WIDTH_MULTIPLE) * WIDTH_MULTIPLE, limit)

@@ -1,0 +1,61 @@
+"""Saving and restoring a run: asynchronous, sharded, atomic Orbax checkpoints that are restored on any mesh.
+
+A checkpoint holds the `State` (parameters, optimizer, step) and a small JSON part: the data position and what else the
+host needs to go on. Random numbers need no storage: every key is folded from the seed, the step and the row.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import orbax.checkpoint as ocp
+from jax.sharding import Mesh
+
+from jaxrl_llm.config import ConfigError
+from jaxrl_llm.sharding import shardings
+from jaxrl_llm.training.update import State
+
+
+class Checkpoints:
+    """The checkpoints of one run, under `folder/<step>`; a context manager that waits for the last save."""
+
+    def __init__(self, folder: str | Path, keep: int | None = None):
+        options = ocp.CheckpointManagerOptions(max_to_keep=keep, enable_async_checkpointing=True)
+        handlers = {"state": ocp.StandardCheckpointHandler(), "host": ocp.JsonCheckpointHandler()}
+        self.folder = Path(folder).absolute()
+        self._manager = ocp.CheckpointManager(self.folder, options=options, item_handlers=handlers)
+
+    def __enter__(self) -> "Checkpoints":
+        return self
+
+    def __exit__(self, *_) -> None:
+        self._manager.close()
+
+    def latest(self) -> int | None:
+        """The newest complete step, None when there is none. An interrupted save leaves no step behind."""
+        return self._manager.latest_step()
+
+    def save(self, step: int, state: State, host: dict[str, Any]) -> None:
+        """Starts saving; returns when the arrays are copied and may be donated."""
+        items = ocp.args.Composite(state=ocp.args.StandardSave(vars(state)), host=ocp.args.JsonSave(host))
+        self._manager.save(step, args=items)
+
+    def restore(self, step: int, like: State, mesh: Mesh) -> tuple[State, dict[str, Any]]:
+        """The state of a step, cut over `mesh`, and its host part; `like` gives shapes and dtypes.
+
+        Raises ConfigError when the checkpoint cannot be read or belongs to another model or optimizer.
+        """
+        shapes = jax.eval_shape(lambda: vars(like))
+        tree = jax.tree.map(
+            lambda x, cut: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=cut), shapes, shardings(shapes, mesh)
+        )
+        try:
+            restored = self._manager.restore(
+                step, args=ocp.args.Composite(state=ocp.args.StandardRestore(tree), host=ocp.args.JsonRestore())
+            )
+        except (ValueError, KeyError, OSError) as error:
+            raise ConfigError(
+                f"checkpoint {self.folder / str(step)} cannot be restored: {error}\nIf it is damaged, delete that folder; "
+                "if it is of another model or optimizer, use another output_dir or checkpoint.resume=never."
+            ) from error
+        return State(**restored["state"]), restored["host"]

@@ -1,0 +1,226 @@
+"""The console of a run: settings, progress bar, evaluations, completions and summary; plain lines when not a terminal.
+
+Texts come from models and data sets, so they are shown as they are: no markup is read in them and control characters
+are written out. On a terminal, everything appears above a progress bar. Anywhere else (a file, a pipe, a notebook)
+there are only lines, with one for a few steps.
+"""
+
+import sys
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from typing import Any
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from rich.text import Text
+
+LABELS = {"tokens_per_second": "tokens/s", "completions/mean_length": "length", "grad_norm": "grad norm"}
+EARLY_STEPS = (1, 2, 5)
+QUIET_SECONDS = 10.0
+STEPS_FOR_SPEED = 20
+PROMPT_CHARACTERS = 400
+COMPLETION_CHARACTERS = 1200
+
+# C0 and C1 controls except tab and newline: an escape sequence in a completion must not reach the terminal.
+_CONTROLS = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\t\n"}
+
+
+class Screen:
+    """Shows one run of `total` steps that starts after step `done`; `shown` names the metrics beside the bar.
+
+    `console` is standard output unless given; `clock` is in seconds.
+    """
+
+    def __init__(self, shown: Sequence[str], total: int, done: int = 0, console: Console | None = None, clock=None):
+        self.console = console or stdout_console()
+        self.fancy = self.console.is_interactive and not self.console.is_dumb_terminal
+        self.total = total
+        self._shown = shown
+        self._clock = clock or time.monotonic
+        self._began = self._clock()
+        self._last_line = float("-inf")
+        self._recent: deque[tuple[int, float]] = deque(maxlen=STEPS_FOR_SPEED + 1)  # (step, when it was over)
+        self._metrics = Text("", no_wrap=True, overflow="ellipsis")
+        self._progress = Progress(
+            TextColumn("step {task.completed}/{task.total}"),
+            BarColumn(bar_width=None),
+            TimeElapsedColumn(),
+            TextColumn("ETA {task.fields[eta]}"),
+            console=self.console,
+            expand=True,
+        )
+        self._task = self._progress.add_task("", total=total, completed=done, eta="-")
+        # The display is drawn by its own thread, so a step costs only the update of its numbers.
+        self._live = Live(
+            Group(self._progress, self._metrics),
+            console=self.console,
+            refresh_per_second=2,
+        )
+
+    def begin(self) -> None:
+        """Starts the progress bar."""
+        self._began = self._clock()
+        if self.fancy:
+            self._progress.reset(self._task, completed=int(self._progress.tasks[0].completed))
+            self._live.start()
+
+    def close(self) -> None:
+        """Ends the progress bar, leaving its last state on the screen."""
+        self._live.stop()
+
+    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Shows the metrics of a step: beside the bar, or in a line when one is due; an evaluation always."""
+        evaluation = {name[5:]: value for name, value in metrics.items() if name.startswith("eval/")}
+        if len(evaluation) < len(metrics):
+            self._recent.append((step, self._clock()))
+            words = [f"{LABELS.get(name, name)} {show(metrics[name])}" for name in self._shown if name in metrics]
+            if self.fancy:
+                self._metrics.plain = "  ".join(words)
+                self._progress.update(self._task, completed=step, eta=self.remaining(step))
+            elif self._due(step):
+                self._last_line = self._clock()
+                elapsed = duration(self._clock() - self._began)
+                words += [f"elapsed {elapsed}", f"ETA {self.remaining(step)}"]
+                self._plain("  ".join((f"step {step}/{self.total}", *words)))
+        if evaluation:
+            self._line(f"step {step}  held-out {evaluation_line(evaluation)}", "bold green")
+
+    def remaining(self, step: int) -> str:
+        """The time to the last step, at the speed of the last steps; the first step, which compiles, does not count."""
+        if step >= self.total:
+            return duration(0)
+        if len(self._recent) < 2:
+            return "-"
+        (first, start), (last, end) = self._recent[0], self._recent[-1]
+        return duration((end - start) / (last - first) * (self.total - step))
+
+    def _due(self, step: int) -> bool:
+        every = max(10, self.total // 100)
+        quiet = self._clock() - self._last_line >= QUIET_SECONDS
+        return step in EARLY_STEPS or step % every == 0 or step == self.total or quiet
+
+    def note(self, message: str) -> None:
+        """Shows a line."""
+        self._line(message)
+
+    def warn(self, message: str) -> None:
+        """Shows a warning."""
+        self._line(f"warning: {message}", "bold yellow")
+
+    def completions(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Shows completions: the end of the prompt, the completion, and the other columns in one line."""
+        for number, row in enumerate(rows, 1):
+            scores = "  ".join(
+                f"{name} {show(value)}" for name, value in row.items() if name not in ("prompt", "completion")
+            )
+            prompt, completion = shorten_start(str(row["prompt"])), shorten(str(row["completion"]))
+            title = f"step {step}  completion {number} of {len(rows)}"
+            if self.fancy:
+                body = Text.assemble(
+                    (self._clean(prompt), "dim"), "\n", self._clean(completion), "\n", (self._clean(scores), "cyan")
+                )
+                self.console.print(Panel(body, title=title, title_align="left"))
+            else:
+                self._plain(f"{title}\n  {scores}\n  prompt:\n{indent(prompt)}\n  completion:\n{indent(completion)}")
+
+    def table(self, title: str, rows: Mapping[str, object], subtitle: str = "") -> None:
+        """Shows names and values under a title."""
+        self._columns(f"{title}  {subtitle}".rstrip(), [(name, str(value)) for name, value in rows.items()])
+
+    def evaluations(self, evaluations: Sequence[tuple[int, Mapping[str, float | None]]]) -> None:
+        """Shows the first and the last evaluation, `(step, metrics)`, beside each other; nothing when there is none."""
+        if not evaluations:
+            return
+        (first, before), (last, after) = evaluations[0], evaluations[-1]
+        rows = [("", f"step {first}", f"step {last}", "change")]
+        for name in dict.fromkeys((*before, *after)):
+            old, new = before.get(name), after.get(name)
+            change = "" if old is None or new is None else f"{'+' if new >= old else '-'}{show(abs(new - old))}"
+            rows.append((name, show(old), show(new), change))
+        self._columns("held-out", rows)
+
+    def phases(self, seconds: Mapping[str, float]) -> None:
+        """Shows where the time went."""
+        total = sum(seconds.values())
+        rows = [(phase, duration(value), f"{value / total:.0%}") for phase, value in seconds.items() if total > 0]
+        self._columns("time", [*rows, ("total", duration(total), "")])
+
+    def _columns(self, title: str, rows: Sequence[Sequence[str]]) -> None:
+        if not self.fancy:
+            widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))] if rows else []
+            lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+            self._plain("\n".join((title, *(f"  {line.rstrip()}" for line in lines))))
+            return
+        table = Table(title=Text(self._clean(title), "bold"), title_justify="left", show_header=False)
+        for row in rows:
+            table.add_row(*(Text(self._clean(cell), "cyan" if i == 0 else "") for i, cell in enumerate(row)))
+        self.console.print(table)
+
+    def _line(self, text: str, style: str = "") -> None:
+        if self.fancy:
+            self.console.print(Text(self._clean(text), style))
+        else:
+            self._plain(text)
+
+    def _plain(self, text: str) -> None:
+        # Not through rich, which breaks lines at 80 columns when it does not know the width.
+        print(self._clean(text), file=self.console.file, flush=True)
+
+    def _clean(self, text: str) -> str:
+        """The text with control characters, and what the console cannot encode, written out as escapes."""
+        encoding = getattr(self.console.file, "encoding", None) or "utf-8"
+        return text.translate(_CONTROLS).encode(encoding, "backslashreplace").decode(encoding)
+
+
+def stdout_console() -> Console:
+    """A console on standard output that is a terminal only where standard output is one, whatever FORCE_COLOR says."""
+    return Console(file=sys.stdout, force_terminal=sys.stdout.isatty(), force_jupyter=False)
+
+
+def evaluation_line(evaluation: Mapping[str, float]) -> str:
+    """`accuracy 0.620 (greedy 0.810)  reward 0.700`: the metrics, each with its greedy counterpart."""
+    words = []
+    for name, value in evaluation.items():
+        greedy = evaluation.get(f"greedy_{name}")
+        if not (name.startswith("greedy_") and name.removeprefix("greedy_") in evaluation):
+            words.append(f"{name} {show(value)}" + ("" if greedy is None else f" (greedy {show(greedy)})"))
+    return "  ".join(words)
+
+
+def show(value: object) -> str:
+    """A value in few characters: 0.512, 1.2e-06, 12,345; texts in one short line, None as `-`."""
+    if value is None:
+        return "-"
+    value = value.item() if getattr(value, "shape", None) == () else value  # pyright: ignore[reportAttributeAccessIssue]
+    if isinstance(value, int) and not isinstance(value, bool):
+        return f"{value:,}"
+    if not isinstance(value, float):
+        return shorten(repr(value) if isinstance(value, str) else str(value), 80)
+    if value == 0 or 0.001 <= abs(value) < 1000:
+        return f"{value:.3f}"
+    return f"{value:,.0f}" if 1000 <= abs(value) < 1e9 else f"{value:.1e}"
+
+
+def duration(seconds: float) -> str:
+    """`0:01:23`, or `1 day, 0:00:00`; below ten seconds with a decimal, `1.5s`."""
+    return f"{seconds:.1f}s" if 0 < seconds < 10 else str(timedelta(seconds=round(seconds)))
+
+
+def shorten(text: str, limit: int = COMPLETION_CHARACTERS) -> str:
+    """The text, or its start and how much is missing."""
+    return text if len(text) <= limit else f"{text[:limit]} … ({len(text) - limit:,} more characters)"
+
+
+def shorten_start(text: str, limit: int = PROMPT_CHARACTERS) -> str:
+    """The text, or its end and how much is missing."""
+    return text if len(text) <= limit else f"({len(text) - limit:,} characters before) … {text[-limit:]}"
+
+
+def indent(text: str) -> str:
+    """The lines of the text, each after four spaces."""
+    return "\n".join(f"    {line}" for line in text.split("\n"))

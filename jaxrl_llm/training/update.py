@@ -1,0 +1,131 @@
+"""`State` and the update: gradients of an objective over micro-batches, one optimizer step. Gradients exist only here."""
+
+import dataclasses
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxrl_llm.algorithms.batch import Batch
+from jaxrl_llm.models.transformer import Params
+from jaxrl_llm.sharding import path_name, row_shards, shardings
+from jaxrl_llm.training.objectives import Metrics, Objective
+
+Update = Callable[["State", Batch], tuple["State", Metrics]]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class State:
+    """What training changes. `step` counts training steps; the optimizer counts its own updates."""
+
+    step: jax.Array
+    params: Params
+    opt_state: optax.OptState
+
+
+def learning_rate_schedule(config) -> optax.Schedule:
+    """The learning rate of each optimizer update.
+
+    Warm-up rises linearly from 0 and reaches the peak after `warmup_steps`; the rest falls to `min_lr_ratio` x peak at
+    the last update: linear, or cosine `min + (1 - min)(1 + cos(pi p)) / 2`. The counts are training steps times updates
+    per step, and as in transformers the first update of a warm-up has rate 0.
+    """
+    c = config.optimizer
+    updates = config.batch.minibatches * config.algorithm.num_iterations
+    warmup, total = c.warmup_steps * updates, config.total_steps * updates
+    after = max(total - warmup, 1)
+    main = {
+        "constant": optax.constant_schedule(c.learning_rate),
+        "linear": optax.linear_schedule(c.learning_rate, c.learning_rate * c.min_lr_ratio, after),
+        "cosine": optax.cosine_decay_schedule(c.learning_rate, after, alpha=c.min_lr_ratio),
+    }[c.schedule]
+    if not warmup:
+        return main
+    return optax.join_schedules([optax.linear_schedule(0.0, c.learning_rate, warmup), main], [warmup])
+
+
+def make_optimizer(config) -> optax.GradientTransformation:
+    """Global-norm clipping, then AdamW (arXiv 1711.05101) with weight decay on matrices only."""
+    c = config.optimizer
+
+    def decayed(params):
+        return jax.tree_util.tree_map_with_path(lambda path, _: not path_name(path).endswith(("bias", "scale")), params)
+
+    adamw = optax.adamw(
+        learning_rate_schedule(config), c.b1, c.b2, c.eps, weight_decay=c.weight_decay, mask=decayed, mu_dtype=jnp.float32
+    )
+    return optax.chain(optax.clip_by_global_norm(c.max_grad_norm), adamw) if c.max_grad_norm else adamw
+
+
+def init_state(params: Params, optimizer: optax.GradientTransformation, mesh: Mesh) -> State:
+    """The state before the first step; optimizer moments are cut over the mesh like the parameters they belong to."""
+    shapes = jax.eval_shape(optimizer.init, params)
+    opt_state = jax.jit(optimizer.init, out_shardings=shardings(shapes, mesh))(params)
+    step = jax.device_put(jnp.zeros((), jnp.int32), NamedSharding(mesh, PartitionSpec()))
+    return State(step, params, opt_state)
+
+
+def make_update(objective: Objective, optimizer: optax.GradientTransformation, config, mesh: Mesh) -> Update:
+    """The jitted `update(state, batch) -> (state, metrics)`; the state is donated.
+
+    The batch is one optimizer batch. It is weighed whole and then split into micro-batches, whose gradients add up: the
+    update does not depend on their number. A gradient that is not finite leaves parameters and optimizer as they were
+    and sets `nonfinite_gradient` to 1.
+    """
+    schedule = learning_rate_schedule(config)
+    value_and_grad = jax.value_and_grad(objective.loss, has_aux=True)
+
+    def gradients_of(params: Params, batch: Batch) -> tuple[Metrics, Params]:
+        (loss, metrics), gradients = value_and_grad(params, batch)
+        return {"loss": loss, **metrics}, gradients
+
+    def update(state: State, batch: Batch) -> tuple[State, Metrics]:
+        parts = config.batch.microbatch_rows and batch.rows // config.batch.microbatch_rows or 1
+        batch = objective.prepare(batch)
+        metrics, gradients = _sum_over_parts(gradients_of, state.params, split_rows(batch, parts, row_shards(mesh)))
+        norm = optax.global_norm(gradients)
+        finite = jnp.isfinite(norm)
+        changes, opt_state = optimizer.update(gradients, state.opt_state, state.params)
+        new = State(state.step, optax.apply_updates(state.params, changes), opt_state)
+        new = jax.tree.map(lambda after, before: jnp.where(finite, after, before), new, state)
+        metrics |= {"grad_norm": norm, "lr": schedule(_updates_made(state)), "nonfinite_gradient": 1.0 - finite}
+        return new, metrics
+
+    return jax.jit(update, donate_argnums=0)
+
+
+def _sum_over_parts(function, params: Params, parts: Batch) -> tuple[Metrics, Params]:
+    """Metrics and gradients of `function(params, part)`, added up over the leading dimension of `parts`."""
+
+    def add(total, part):
+        metrics, gradients = function(params, part)
+        return (_merge_metrics(total[0], metrics), jax.tree.map(jnp.add, total[1], gradients)), None
+
+    first, rest = (jax.tree.map(lambda x, cut=cut: x[cut], parts) for cut in (0, slice(1, None)))
+    total = function(params, first)
+    return jax.lax.scan(add, total, rest)[0] if jax.tree.leaves(rest)[0].shape[0] else total
+
+
+def _updates_made(state: State) -> jax.Array:
+    """How many updates the optimizer has made (Adam and the schedule count the same)."""
+    return optax.tree_utils.tree_get_all_with_path(state.opt_state, "count")[0][1]
+
+
+def split_rows(batch: Batch, parts: int, shards: int) -> Batch:
+    """The batch with a leading dimension of `parts` micro-batches.
+
+    Each takes an equal run of adjacent rows from every shard of the mesh, so that splitting moves no data.
+    """
+
+    def leaf(x):
+        x = x.reshape(shards, parts, -1, *x.shape[1:]).swapaxes(0, 1)
+        return x.reshape(parts, -1, *x.shape[3:])
+
+    return jax.tree.map(leaf, batch)
+
+
+def _merge_metrics(total: Metrics, new: Metrics) -> Metrics:
+    return {name: jnp.maximum(total[name], new[name]) if name.endswith("/max") else total[name] + new[name] for name in new}

@@ -1,0 +1,395 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jaxrl_llm.algorithms.advantages import (
+    combine_rewards,
+    discounted_returns,
+    flat_groups,
+    frac_zero_std,
+    gae,
+    gdpo_advantages,
+    group_advantages,
+    missing_eos_penalty,
+    opo_advantages,
+    passk_advantages,
+    reinforce_plus_plus_advantages,
+    reinforce_plus_plus_baseline_advantages,
+    remax_advantages,
+    rloo_advantages,
+    soft_overlong_punishment,
+    token_rewards,
+    unscorable_rows,
+)
+
+NAN = np.nan
+# two prompts of four completions with two rewards each
+REWARDS = np.array([[0, 3], [1, 2], [2, 1], [3, 0], [1, 1], [1, 1], [0, 1], [1, 0]], float)
+SCORES = REWARDS @ [1.0, 2.0]
+
+
+def group_loop(scores, size, scale="group", eps=1e-4):
+    """Group advantages row by row in plain Python."""
+    scores, result = np.asarray(scores, float), np.zeros(len(scores))
+    everything = scores[~np.isnan(scores)]
+    for start in range(0, len(scores), size):
+        group = scores[start : start + size]
+        valid = group[~np.isnan(group)]
+        for i, score in enumerate(group):
+            if np.isnan(score) or len(valid) < 2:
+                continue
+            divisor = {"group": valid.std(ddof=1) + eps, "batch": everything.std(ddof=1) + eps, "none": 1.0}[scale]
+            result[start + i] = (score - valid.mean()) / divisor
+    return result
+
+
+# -- rewards ----------------------------------------------------------------------------------------------------------
+
+
+def test_combine_rewards_is_a_weighted_sum_of_what_applies():
+    rewards = [[1.0, 2.0], [NAN, 3.0], [NAN, NAN]]
+    np.testing.assert_array_equal(combine_rewards(rewards, [0.5, 10.0]), [20.5, 30.0, NAN])
+    np.testing.assert_array_equal(unscorable_rows(rewards), [False, False, True])
+
+
+def test_a_zero_weight_does_not_hide_an_unscorable_row():
+    np.testing.assert_array_equal(combine_rewards([[NAN, 3.0], [NAN, NAN]], [1.0, 0.0]), [0.0, NAN])
+
+
+def test_combine_rewards_names_a_wrong_number_of_weights():
+    with pytest.raises(ValueError, match="reward weights for 2 reward functions"):
+        combine_rewards(np.zeros((4, 2)), [1.0])
+
+
+def test_fractional_rewards_survive_integer_arrays():
+    # a buffer of token ids' type must not truncate 0.7 to 0 or 1.9 to 1
+    mask = np.ones((2, 3), np.int32)
+    rewards = token_rewards(np.array([0.7, 1.9]), mask)
+    np.testing.assert_allclose(rewards, [[0, 0, 0.7], [0, 0, 1.9]], rtol=1e-6)
+    assert rewards.dtype == jnp.float32
+    assert token_rewards(np.array([1, 0], np.int32), mask).dtype == jnp.float32
+    np.testing.assert_allclose(token_rewards(jnp.array([0.7], jnp.bfloat16), mask[:1])[0, 2], 0.7, rtol=4e-3)
+
+
+def test_the_score_is_on_the_last_masked_token():
+    mask = [[1, 1, 1, 0], [0, 1, 0, 1], [1, 0, 1, 0], [0, 0, 0, 0]]
+    expected = [[0, 0, 5, 0], [0, 0, 0, 6], [0, 0, 7, 0], [0, 0, 0, 0]]
+    np.testing.assert_array_equal(token_rewards([5.0, 6.0, 7.0, NAN], mask), expected)
+
+
+def test_the_kl_penalty_is_on_every_masked_token_and_nowhere_else():
+    kl = np.array([[0.1, 9.0, 0.3, 9.0]])
+    rewards = token_rewards([1.0], [[1, 0, 1, 0]], kl, beta=0.5)
+    np.testing.assert_allclose(rewards, [[-0.05, 0, 1 - 0.15, 0]], rtol=1e-6)
+
+
+def test_soft_overlong_by_hand():
+    np.testing.assert_allclose(
+        soft_overlong_punishment(np.array([1, 80, 90, 100, 101]), 100, 20), [0, 0, -0.5, -1, -1], atol=1e-7
+    )
+    np.testing.assert_array_equal(soft_overlong_punishment(np.array([100, 101]), 100, 0), [0, -1])
+    with pytest.raises(ValueError, match="between 0 and max_length 10; got 11"):
+        soft_overlong_punishment(np.array([1]), 10, 11)
+
+
+def test_missing_eos_penalty():
+    np.testing.assert_array_equal(missing_eos_penalty([1.0, 1.0], [True, False], 0.25), [1.0, 0.75])
+
+
+# -- group advantages -------------------------------------------------------------------------------------------------
+
+
+def test_group_advantages_by_hand(x64):
+    # mean 1, unbiased std sqrt((1 + 0 + 1) / 2) = 1
+    np.testing.assert_allclose(group_advantages([0.0, 1, 2], 3), np.array([-1, 0, 1]) / 1.0001, rtol=1e-12)
+    np.testing.assert_allclose(group_advantages([0.0, 1, 2], 3, eps=1e-6), np.array([-1, 0, 1]) / 1.000001, rtol=1e-12)
+    np.testing.assert_allclose(group_advantages([0.0, 1, 2], 3, "none"), [-1, 0, 1], rtol=1e-12)
+
+
+@pytest.mark.parametrize("scale", ["group", "batch", "none"])
+def test_group_advantages_equal_a_plain_loop(x64, scale):
+    np.testing.assert_allclose(group_advantages(SCORES, 4, scale), group_loop(SCORES, 4, scale), rtol=1e-10, atol=1e-12)
+    rng = np.random.default_rng(0)
+    scores = rng.normal(size=24)
+    scores[rng.random(24) < 0.3] = NAN
+    np.testing.assert_allclose(group_advantages(scores, 4, scale), group_loop(scores, 4, scale), rtol=1e-9, atol=1e-12)
+
+
+def test_batch_scale_still_subtracts_the_group_mean(x64):
+    advantages = np.asarray(group_advantages([0.0, 1, 10, 11], 2, "batch"))
+    np.testing.assert_allclose(advantages.reshape(2, 2).sum(1), 0, atol=1e-12)
+    np.testing.assert_allclose(advantages[1], 0.5 / (np.std([0, 1, 10, 11], ddof=1) + 1e-4), rtol=1e-12)
+
+
+def test_single_reward_grpo_and_gdpo_differ_in_scale(x64):
+    one = np.array([0, 1, 0, 1, 1, 1, 1, 1.0])
+    expected = np.array([-1, 1, -1, 1, 0, 0, 0, 0])
+    np.testing.assert_allclose(group_advantages(one, 4), 0.865875 * expected, atol=1e-6)
+    np.testing.assert_allclose(gdpo_advantages(one[:, None], [1.0], 4), 1.322674 * expected, atol=1e-6)
+
+
+@pytest.mark.parametrize("value", [0.1, 1 / 3, 0.7, 1e4 + 0.1])
+@pytest.mark.parametrize("size", [3, 7, 8])
+def test_a_flat_group_gives_exact_zeros_in_float32(value, size):
+    scores = np.full(size, value, np.float32)
+    for advantages in (group_advantages(scores, size), rloo_advantages(scores, size)):
+        np.testing.assert_array_equal(advantages, 0.0)
+
+
+def test_integer_rewards_are_not_truncated_anywhere():
+    scores = np.array([0, 1, 1, 1], np.int32)
+    for function in (group_advantages, rloo_advantages, opo_like, passk_advantages):
+        result = function(scores, 4)
+        np.testing.assert_allclose(result, function(scores.astype(np.float32), 4))
+        assert result.dtype == jnp.float32
+
+
+def opo_like(scores, size):
+    return opo_advantages(scores, np.ones(len(scores), np.int32), size)
+
+
+def test_unscorable_rows_get_zero_and_do_not_move_the_baseline(x64):
+    scores = [0.0, 1.0, 2.0, NAN, NAN, NAN, NAN, NAN, 5.0, NAN, NAN, NAN]
+    expected = np.zeros(12)
+    expected[:3] = np.array([-1, 0, 1]) / 1.0001
+    np.testing.assert_allclose(group_advantages(scores, 4), expected, rtol=1e-12)
+    assert np.isfinite(rloo_advantages(scores, 4, normalize=True)).all()
+    np.testing.assert_allclose(rloo_advantages(scores, 4)[:4], [-1.5, 0, 1.5, 0], rtol=1e-12)
+
+
+def test_a_batch_where_no_reward_applies_is_all_zeros():
+    rewards = np.full((8, 2), NAN)
+    scores = combine_rewards(rewards, [1.0, 1.0])
+    for advantages in (
+        group_advantages(scores, 4),
+        group_advantages(scores, 4, "batch"),
+        rloo_advantages(scores, 4, normalize=True),
+        gdpo_advantages(rewards, [1.0, 1.0], 4),
+        passk_advantages(scores, 4),
+        opo_advantages(scores, np.ones(8), 4),
+        remax_advantages(scores, np.zeros(2)),
+        reinforce_plus_plus_baseline_advantages(scores, np.ones((8, 3)), 4),
+    ):
+        np.testing.assert_array_equal(advantages, 0.0)
+
+
+@pytest.mark.parametrize("function", [group_advantages, rloo_advantages])
+def test_a_group_of_one_has_no_baseline_and_gets_zero(function):
+    np.testing.assert_array_equal(function([3.0, 5.0], 1), 0.0)
+
+
+def test_order_within_groups_and_of_groups_does_not_matter(x64):
+    rng = np.random.default_rng(3)
+    rewards = rng.normal(size=(24, 2))
+    inner = np.concatenate([start + rng.permutation(4) for start in range(0, 24, 4)])
+    outer = (rng.permutation(6)[:, None] * 4 + np.arange(4)).reshape(-1)
+    lengths = rng.integers(1, 9, 24)
+    functions = (
+        lambda r, n: group_advantages(r.sum(1), 4),
+        lambda r, n: group_advantages(r.sum(1), 4, "batch"),
+        lambda r, n: rloo_advantages(r.sum(1), 4, normalize=True),
+        lambda r, n: gdpo_advantages(r, [1.0, 2.0], 4),
+        lambda r, n: passk_advantages(r.sum(1), 4),
+        lambda r, n: opo_advantages(r.sum(1), n, 4),
+    )
+    for function in functions:
+        whole = np.asarray(function(rewards, lengths))
+        for order in (inner, outer):
+            np.testing.assert_allclose(function(rewards[order], lengths[order]), whole[order], rtol=1e-9, atol=1e-12)
+
+
+def test_rows_that_do_not_form_groups():
+    with pytest.raises(ValueError, match="7 rows do not divide into groups of 4"):
+        group_advantages(np.zeros(7), 4)
+
+
+def test_unknown_scale():
+    with pytest.raises(ValueError, match="unknown advantage scale 'std'; choose one of group, batch, none"):
+        group_advantages(np.zeros(4), 4, "std")
+
+
+# -- gdpo -------------------------------------------------------------------------------------------------------------
+
+
+def gdpo_loop(rewards, weights, size, batch_normalize=True):
+    columns = np.stack([group_loop(column, size) for column in rewards.T], axis=1)
+    missing = np.isnan(rewards)
+    sums = np.where(missing, 0, columns) @ np.asarray(weights)
+    valid = ~missing.all(1)
+    if batch_normalize:
+        sums = (sums - sums[valid].mean()) / (sums[valid].std(ddof=1) + 1e-4)
+    return np.where(valid, sums, 0.0)
+
+
+@pytest.mark.parametrize("weights", [(1.0, 1.0), (1.0, 2.0)])
+@pytest.mark.parametrize("batch_normalize", [True, False])
+def test_gdpo_equals_a_plain_loop(x64, weights, batch_normalize):
+    expected = gdpo_loop(REWARDS, weights, 4, batch_normalize)
+    np.testing.assert_allclose(gdpo_advantages(REWARDS, weights, 4, batch_normalize), expected, rtol=1e-9, atol=1e-10)
+
+
+def test_mirrored_rewards_cancel_under_equal_weights_and_separate_under_others(x64):
+    mirrored = REWARDS[:4]
+    np.testing.assert_allclose(gdpo_advantages(mirrored, [1.0, 1.0], 4), 0, atol=1e-9)
+    np.testing.assert_array_equal(group_advantages(mirrored.sum(1), 4), 0)
+    assert (np.diff(gdpo_advantages(mirrored, [1.0, 2.0], 4)) < -0.1).all()
+    assert (np.diff(group_advantages(mirrored @ [1.0, 2.0], 4)) < -0.1).all()
+
+
+def test_gdpo_survives_rewards_that_apply_to_part_of_the_rows(x64):
+    rewards = REWARDS.copy()
+    rewards[:4, 0] = NAN  # a whole group without the first reward
+    rewards[5, 1] = NAN
+    rewards[7] = NAN
+    result = gdpo_advantages(rewards, [1.0, 2.0], 4)
+    np.testing.assert_allclose(result, gdpo_loop(rewards, [1.0, 2.0], 4), rtol=1e-9, atol=1e-10)
+    assert np.isfinite(result).all()
+    assert float(result[7]) == 0
+
+
+# -- other outcome advantages -----------------------------------------------------------------------------------------
+
+
+def test_rloo_subtracts_the_mean_of_the_others(x64):
+    others = np.array([np.delete(SCORES[i // 4 * 4 : i // 4 * 4 + 4], i % 4).mean() for i in range(8)])
+    np.testing.assert_allclose(rloo_advantages(SCORES, 4), SCORES - others, rtol=1e-12)
+    grouped = SCORES.reshape(2, 4)
+    identity = 4 / 3 * (grouped - grouped.mean(1, keepdims=True))
+    np.testing.assert_allclose(rloo_advantages(SCORES, 4), identity.reshape(-1), rtol=1e-12)
+    normalized = (SCORES - others - (SCORES - others).mean()) / ((SCORES - others).std(ddof=1) + 1e-4)
+    np.testing.assert_allclose(rloo_advantages(SCORES, 4, normalize=True), normalized, rtol=1e-10)
+
+
+def test_passk_rewards_only_the_best(x64):
+    scores = [1.0, 4.0, 2.0, 2.0, 3.0, 3.0, NAN, NAN, 5.0]
+    np.testing.assert_allclose(passk_advantages(scores, 3, normalize=False), [0, 2, 0, 0, 0, 0, 0, 0, 0])
+    std = np.std([1, 4, 2], ddof=1)
+    np.testing.assert_allclose(passk_advantages(scores, 3)[1], 2 / (std + 1e-6), rtol=1e-12)
+    with pytest.raises(ValueError, match="got group_size 1"):
+        passk_advantages(scores, 1)
+
+
+def test_opo_weighs_the_baseline_by_length(x64):
+    advantages = opo_advantages([0.0, 1.0, 4.0, NAN], [1, 3, 10, 50], 2)
+    np.testing.assert_allclose(advantages, [-0.75, 0.25, 0, 0], rtol=1e-12, atol=1e-12)
+
+
+def test_remax_subtracts_the_greedy_score_of_the_prompt():
+    np.testing.assert_allclose(remax_advantages([1.0, 2.0, 3.0, NAN], [1.0, 5.0]), [0, 1, -2, 0])
+    with pytest.raises(ValueError, match="3 scores do not divide among 2 greedy"):
+        remax_advantages([1.0, 2.0, 3.0], [1.0, 5.0])
+
+
+def test_flat_groups_and_their_fraction():
+    scores = [0.1, 0.1, 0.1, 0.2, NAN, 0.3, NAN, NAN]
+    np.testing.assert_array_equal(flat_groups(scores, 2), [True, False, True, True])
+    assert float(frac_zero_std(scores, 2)) == 0.75
+    assert float(frac_zero_std(np.full(21, 0.1), 7)) == 1.0
+
+
+# -- token-level ------------------------------------------------------------------------------------------------------
+
+
+def test_credit_is_carried_across_gaps():
+    # cutting at the gap would give [0, .5, 1]
+    np.testing.assert_allclose(discounted_returns([[0.0, 0.0, 1.0]], [[1, 0, 1]], 0.5), [[0.5, 1.0, 1.0]])
+
+
+def test_rewards_and_discount_do_not_act_on_observation_tokens():
+    returns = discounted_returns([[1.0, 50.0, 2.0, 0.0]], [[1, 0, 1, 0]], 0.1)
+    np.testing.assert_allclose(np.asarray(returns)[0, [0, 2]], [1.2, 2.0], rtol=1e-6)
+
+
+def test_reinforce_plus_plus_is_whitened_over_tokens(x64):
+    rewards, mask = np.array([[0, 0, 1.0], [0, 2.0, 0]]), np.array([[1, 0, 1], [1, 1, 0]])
+    raw = np.array([0.5, 1.0, 1.0, 2.0])  # [0, 0], [0, 2], [1, 0], [1, 1]
+    white = (raw - raw.mean()) / np.sqrt(raw.var(ddof=1) + 1e-8)
+    result = np.asarray(reinforce_plus_plus_advantages(rewards, mask, 0.5))
+    np.testing.assert_allclose(result[mask > 0], white, rtol=1e-12)
+    np.testing.assert_array_equal(result[mask == 0], 0)
+
+
+def test_reinforce_plus_plus_baseline_weighs_tokens(x64):
+    mask = np.array([[1, 1, 1, 1], [1, 0, 0, 0], [1, 1, 0, 0]])
+    scores = np.array([3.0, 1.0, NAN])
+    result = np.asarray(reinforce_plus_plus_baseline_advantages(scores[[0, 1]], mask[:2], 2))
+    tokens = np.array([1, 1, 1, 1, -1.0])
+    white = (tokens - tokens.mean()) / np.sqrt(tokens.var(ddof=1) + 1e-8)
+    np.testing.assert_allclose(result, [white[[0, 0, 0, 0]], [white[4], 0, 0, 0]], rtol=1e-12)
+    three = np.asarray(reinforce_plus_plus_baseline_advantages(scores, mask, 3))
+    np.testing.assert_allclose(three[:2], result, rtol=1e-12)
+    np.testing.assert_array_equal(three[2], 0)
+
+
+def gae_loop(rewards, values, mask, gamma, lam):
+    """GAE over the masked tokens alone: gaps are removed, not carried."""
+    kept = np.flatnonzero(mask)
+    advantages, following = np.zeros(len(rewards)), None
+    for t in kept[::-1]:
+        next_value, next_advantage = (values[following], advantages[following]) if following is not None else (0, 0)
+        delta = rewards[t] + gamma * next_value - values[t]
+        advantages[t] = delta + gamma * lam * next_advantage
+        following = t
+    return advantages
+
+
+MULTI_TURN = {
+    "rewards": np.array([0, 0, 0.1, 0.1, 0.1, 0, 0, 0.1, 1, 0, 0]),
+    "values": np.array([9, 9, 4, 5, 6, -50, 3, 7, 9, 0, 0.0]),
+    "mask": np.array([0, 0, 1, 1, 1, 0, 0, 1, 1, 0, 0.0]),
+}
+
+
+def test_gae_on_a_multi_turn_row(x64):
+    rewards, values, mask = MULTI_TURN.values()
+    advantages, returns = gae(rewards[None], values[None], mask[None], 0.99, 0.95)
+    expected = gae_loop(rewards, values, mask, 0.99, 0.95)
+    np.testing.assert_allclose(advantages[0], expected, rtol=1e-12)
+    np.testing.assert_allclose(returns[0], (expected + values) * mask, rtol=1e-12)
+
+
+def test_gae_ignores_values_and_rewards_of_observation_tokens(x64):
+    rewards, values, mask = MULTI_TURN.values()
+    other_values = np.where(mask > 0, values, 1e3)
+    other_rewards = np.where(mask > 0, rewards, -7.0)
+    for got, expected in zip(
+        gae(other_rewards[None], other_values[None], mask[None], 0.99, 0.95),
+        gae(rewards[None], values[None], mask[None], 0.99, 0.95),
+        strict=True,
+    ):
+        np.testing.assert_array_equal(got, expected)
+
+
+def test_gae_by_hand():
+    # lambda = 0: A_t = r_t + V_(t+1) - V_t
+    advantages, returns = gae([[0.0, 0.0, 5.0]], [[1.0, 2.0, 3.0]], [[1, 1, 1]], 1.0, 0.0)
+    np.testing.assert_allclose(advantages, [[1, 1, 2]])
+    np.testing.assert_allclose(returns, [[2, 3, 5]])
+
+
+def test_one_gae_reproduces_the_critic_free_advantages(x64):
+    mask = np.array([[1, 1, 1, 0], [1, 1, 0, 0], [1, 1, 1, 1], [1, 0, 0, 0]])
+    scores = np.array([1.0, 0.0, 2.0, 0.5])
+    for outcome in (group_advantages(scores, 2), rloo_advantages(scores, 2)):
+        advantages, _ = gae(token_rewards(outcome, mask), np.zeros(mask.shape), mask)
+        np.testing.assert_allclose(advantages, np.asarray(outcome)[:, None] * mask, rtol=1e-12)
+    rewards = token_rewards(scores, mask, np.full(mask.shape, 0.3), 0.1)
+    np.testing.assert_allclose(
+        gae(rewards, np.zeros(mask.shape), mask, 0.9, 1.0)[0],
+        discounted_returns(rewards, mask, 0.9) * mask,
+        rtol=1e-12,
+    )
+
+
+def test_everything_jits():
+    scores, mask = SCORES.astype(np.float32), np.ones((8, 3), np.float32)
+    pairs = (
+        (jax.jit(group_advantages, static_argnums=(1, 2))(scores, 4, "batch"), group_advantages(scores, 4, "batch")),
+        (jax.jit(rloo_advantages, static_argnums=1)(scores, 4), rloo_advantages(scores, 4)),
+        (jax.jit(gdpo_advantages, static_argnums=2)(REWARDS, [1.0, 2.0], 4), gdpo_advantages(REWARDS, [1.0, 2.0], 4)),
+        (jax.jit(passk_advantages, static_argnums=1)(scores, 4), passk_advantages(scores, 4)),
+        (jax.jit(token_rewards)(scores, mask), token_rewards(scores, mask)),
+        (jax.jit(gae)(mask, mask, mask, 0.9, 0.8)[0], gae(mask, mask, mask, 0.9, 0.8)[0]),
+    )
+    for jitted, plain in pairs:
+        np.testing.assert_allclose(jitted, plain, rtol=1e-5, atol=1e-5)

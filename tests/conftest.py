@@ -1,0 +1,43 @@
+"""What every test shares: tests run on the CPU and never reach the network, unless the environment says otherwise."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture(scope="session")
+def root() -> Path:
+    """The folder of the repository."""
+    return ROOT
+
+
+@pytest.fixture
+def run_python(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Runs a Python command line in its own process: `run_python("-c", code, devices=8)`.
+
+    The process starts in a temporary folder, imports this checkout, and has `devices` CPU devices.
+    """
+
+    def run(*arguments: str, devices: int = 1, timeout: float = 300) -> subprocess.CompletedProcess[str]:
+        path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+        environment = os.environ | {
+            "PYTHONPATH": path,
+            "JAX_PLATFORMS": "cpu",
+            "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
+        }
+        command = [sys.executable, *arguments]
+        return subprocess.run(
+            command, cwd=tmp_path, env=environment, text=True, capture_output=True, timeout=timeout, check=False
+        )
+
+    return run

@@ -1,0 +1,101 @@
+import json
+
+import pytest
+
+from jaxrl_llm.data.pipeline import Pipeline
+from jaxrl_llm.names import ConfigError
+
+EXAMPLES = [{"prompt": f"p{index}"} for index in range(10)]
+
+
+def stream(pipeline, batches):
+    return [example["prompt"] for _ in range(batches) for example in next(pipeline)]
+
+
+def test_each_epoch_is_another_permutation_and_nothing_is_skipped():
+    pipeline = Pipeline(EXAMPLES, 4, seed=1)
+    seen = stream(pipeline, 15)
+    epochs = [seen[start : start + 10] for start in range(0, 60, 10)]
+    names = sorted(example["prompt"] for example in EXAMPLES)
+    assert all(sorted(epoch) == names for epoch in epochs)
+    assert len({tuple(epoch) for epoch in epochs}) == 6
+
+
+def test_the_order_depends_on_the_seed_alone():
+    assert stream(Pipeline(EXAMPLES, 4, seed=1), 9) == stream(Pipeline(EXAMPLES, 2, seed=1), 18)
+    assert stream(Pipeline(EXAMPLES, 4, seed=1), 9) != stream(Pipeline(EXAMPLES, 4, seed=2), 9)
+
+
+def test_without_shuffling_the_order_is_that_of_the_data():
+    seen = stream(Pipeline(EXAMPLES, 5, shuffle=False), 4)
+    assert seen == [f"p{index}" for index in range(10)] * 2
+
+
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_the_global_order_does_not_depend_on_the_process_count(count):
+    whole = Pipeline(EXAMPLES, 8, seed=3)
+    parts = [Pipeline(EXAMPLES, 8, seed=3, process_index=index, process_count=count) for index in range(count)]
+    for _ in range(7):
+        assert [example for part in parts for example in next(part)] == next(whole)
+
+
+@pytest.mark.parametrize("done", [0, 1, 3, 5, 8])
+def test_resume_anywhere_gives_the_same_rest(done):
+    pipeline = Pipeline(EXAMPLES, 4, seed=5)
+    stream(pipeline, done)
+    state = json.loads(json.dumps(pipeline.get_state()))
+    again = Pipeline(EXAMPLES, 4, seed=5)
+    stream(again, 2)
+    again.set_state(state)
+    assert stream(again, 10) == stream(pipeline, 10)
+
+
+def test_resume_with_other_processes_and_batch_size():
+    pipeline = Pipeline(EXAMPLES, 4, seed=5)
+    stream(pipeline, 3)
+    state = pipeline.get_state()
+    rest = stream(pipeline, 6)
+    halves = [Pipeline(EXAMPLES, 8, seed=5, process_index=index, process_count=2) for index in (0, 1)]
+    for half in halves:
+        half.set_state(state)
+    resumed = [example["prompt"] for _ in range(3) for half in halves for example in next(half)]
+    assert resumed == rest
+
+
+def test_a_far_position_costs_no_replay():
+    pipeline = Pipeline(EXAMPLES, 4)
+    pipeline.set_state({**pipeline.get_state(), "position": 4 * 10**8})
+    assert len(next(pipeline)) == 4
+    assert pipeline.epoch == 4 * 10**7
+
+
+def test_epoch_counts_whole_passes():
+    pipeline = Pipeline(EXAMPLES, 4)
+    epochs = []
+    for _ in range(6):
+        epochs.append(pipeline.epoch)
+        next(pipeline)
+    assert epochs == [0, 0, 0, 1, 1, 2]
+
+
+def test_it_is_an_iterator_over_any_sequence():
+    for batch in Pipeline(range(6), 3, shuffle=False):
+        assert batch == [0, 1, 2]
+        break
+
+
+def test_errors():
+    with pytest.raises(ConfigError, match="has 10 examples, fewer than a batch of 16; lower batch.prompts"):
+        Pipeline(EXAMPLES, 16)
+    with pytest.raises(ConfigError, match="a batch of 6 prompts cannot be shared by 4 processes"):
+        Pipeline(EXAMPLES, 6, process_count=4)
+    with pytest.raises(ConfigError, match="process 2 is not one of 2"):
+        Pipeline(EXAMPLES, 4, process_index=2, process_count=2)
+    state = Pipeline(EXAMPLES, 4, seed=1).get_state()
+    for other, message in [
+        (Pipeline(EXAMPLES, 4, seed=2), "seed=1 but this run has seed=2"),
+        (Pipeline(EXAMPLES[:8], 4, seed=1), "examples=10 but this run has examples=8"),
+        (Pipeline(EXAMPLES, 4, seed=1, shuffle=False), "shuffle=True but this run has shuffle=False"),
+    ]:
+        with pytest.raises(ConfigError, match=message):
+            other.set_state(state)

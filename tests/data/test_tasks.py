@@ -1,0 +1,89 @@
+import re
+import zlib
+
+import pytest
+
+from jaxrl_llm.names import ConfigError
+from jaxrl_llm.data import tasks
+
+
+def test_split_is_the_checksum_of_the_prompt():
+    # 0xCBF43926 is the published CRC-32 check value of "123456789".
+    assert zlib.crc32(b"123456789") == 0xCBF43926
+    for prompt in ("sort:1234=", "sort:98765=", "sort:0042=", "anything"):
+        expected = {0: "test", 1: "validation"}.get(zlib.crc32(prompt.encode()) % 8, "train")
+        assert tasks.split_of(prompt) == expected
+
+
+@pytest.mark.parametrize("name", sorted(tasks.TASKS))
+def test_splits_are_disjoint_across_tasks_and_seeds(name):
+    prompts = {
+        split: {row["prompt"] for seed in (0, 1) for row in tasks.generate(name, split, 2000, seed)}
+        for split in tasks.SPLITS
+    }
+    others = {split: {row["prompt"] for row in tasks.generate("sort", split, 2000)} for split in tasks.SPLITS}
+    for split in tasks.SPLITS:
+        assert all(tasks.split_of(prompt) == split for prompt in prompts[split])
+        for other in set(tasks.SPLITS) - {split}:
+            assert not prompts[split] & (prompts[other] | others[other])
+
+
+def test_sort_rows():
+    rows = tasks.generate("sort", "train", 3000)
+    for row in rows:
+        digits = re.fullmatch(r"sort:(\d{4,8})=", row["prompt"]).group(1)
+        assert row == {"prompt": row["prompt"], "answer": "".join(sorted(digits))}
+    assert len({row["prompt"] for row in rows}) == 3000
+    assert {len(row["answer"]) for row in rows} == {4, 5, 6, 7, 8}
+
+
+def test_the_same_arguments_give_the_same_rows_and_another_seed_others():
+    assert tasks.generate("sort", "test", 50, 3) == tasks.generate("sort", "test", 50, 3)
+    assert tasks.generate("sort", "test", 50, 3) == tasks.generate("sort", "test", 80, 3)[:50]
+    assert tasks.generate("sort", "test", 50, 3) != tasks.generate("sort", "test", 50, 4)
+    # Fixed rows: another Python or machine must draw the same ones.
+    assert [row["prompt"] for row in tasks.generate("sort", "test", 3)] == PINNED
+
+
+PINNED = ["sort:3339687=", "sort:258477=", "sort:38753="]
+
+
+def test_mistakes_are_wrong_and_of_three_kinds():
+    assert tasks.sort_mistakes("sort:4182=") == ["8421", "4182", "2814"]
+    assert tasks.sort_mistakes("sort:1234=") == ["4321"]
+    assert tasks.sort_mistakes("sort:4321=") == ["4321"]
+    assert tasks.sort_mistakes("sort:1221=") == ["2211", "1221"]
+    assert tasks.sort_mistakes("sort:1111=") == []
+
+
+def test_demos_are_wrong_in_six_of_ten():
+    rows = tasks.generate("sort_demos", "train", 5000)
+    wrong = [row for row in rows if row["completion"] != row["answer"]]
+    # 0.6 with a standard error of 0.007.
+    assert 0.57 < len(wrong) / 5000 < 0.63
+    assert all(row["completion"] in tasks.sort_mistakes(row["prompt"]) for row in wrong)
+    kinds = [tasks.sort_mistakes(row["prompt"]).index(row["completion"]) for row in wrong]
+    assert set(kinds) == {0, 1, 2}
+
+
+def test_pairs_and_labels():
+    for row in tasks.generate("sort_pairs", "train", 500):
+        assert row["chosen"] == tasks.sort_answer(row["prompt"]) == row["answer"]
+        assert row["rejected"] in tasks.sort_mistakes(row["prompt"])
+    rows = tasks.generate("sort_labels", "train", 2000)
+    assert all(row["label"] == (row["completion"] == row["answer"]) for row in rows)
+    assert 0.45 < sum(row["label"] for row in rows) / 2000 < 0.55
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("sorts", "train"), "no built-in task 'sorts'; known are sort, sort_demos, sort_labels, sort_pairs; the closest is sort"),
+        (("sort", "dev"), "no split 'dev'; its splits are train, validation, test"),
+        (("sort", "train", 0), "cannot have 0 rows"),
+        (("sort", "train", 10**7), "cannot have 10000000 rows"),
+    ],
+)
+def test_errors(arguments, message):
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        tasks.generate(*arguments)
