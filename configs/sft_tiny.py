@@ -14,7 +14,7 @@ def get_config(arg: str = ""):
     """`tiny`: two steps, for a test."""
     config = default()
     config.output_dir = "runs/sft_tiny"
-    config.total_steps = 150
+    config.total_steps = 200
     config.model.random_init = True
     config.algorithm.name = "sft"
     config.data.path = "task:sort_demos"

@@ -109,7 +109,7 @@ def _improve(config, parts: Run, state: State, batch: Batch) -> tuple[State, Met
         collected.append(metrics)
     values = [{name: float(value) for name, value in metrics.items()} for metrics in jax.device_get(collected)]
     merged = {
-        name: (max if name.endswith("/max") else np.mean)([metrics[name] for metrics in values]).item() for name in values[0]
+        name: float((max if name.endswith("/max") else np.mean)([metrics[name] for metrics in values])) for name in values[0]
     }
     return replace(state, step=state.step + 1), merged
 

@@ -33,6 +33,15 @@ def as_mask(mask, shape=None) -> Array:
     return mask if shape is None else jnp.broadcast_to(mask, shape)
 
 
+def magnitude(x) -> Array:
+    """Returns `|x|` with gradient 0 at 0, where JAX's own absolute value has gradient 1.
+
+    Log-ratios are exactly 0 on the first update of a step, so that point is a common one and must not pull anywhere.
+    """
+    x = as_float(x)
+    return jnp.where(x == 0, 0.0, jnp.abs(x))
+
+
 def masked_sum(x, mask, axis=None, keepdims: bool = False) -> Array:
     """Returns the sum of `x` where `mask` is true; values outside the mask are never read, NaN included.
 

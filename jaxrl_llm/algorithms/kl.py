@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 import jax
 import jax.numpy as jnp
 
-from jaxrl_llm.algorithms.aggregation import as_float
+from jaxrl_llm.algorithms.aggregation import as_float, magnitude
 
 Array = jax.Array
 
@@ -18,7 +18,7 @@ def kl_estimate(logps, ref_logps, kind: str = "k3", *, ratio=None, log_ratio_cla
     Shapes: `logps, ref_logps [N, T]` in nats. With `k1 = logps - ref_logps`:
 
     - `k1`: k1 itself. Unbiased and of either sign; meant for rewards. As a loss term its expected gradient is zero.
-    - `abs`: `|k1|`.
+    - `abs`: `|k1|`, with gradient 0 at 0.
     - `k2`: `k1^2 / 2`. Its gradient is the unbiased gradient of the KL for on-policy samples.
     - `k3`: `exp(-k1) - 1 + k1`, unbiased and never negative (GRPO's loss term).
 
@@ -34,7 +34,7 @@ def kl_estimate(logps, ref_logps, kind: str = "k3", *, ratio=None, log_ratio_cla
     if kind == "k1":
         estimate = k1
     elif kind == "abs":
-        estimate = jnp.abs(k1)
+        estimate = magnitude(k1)
     elif kind == "k2":
         estimate = 0.5 * jnp.square(k1)
     elif kind == "k3":

@@ -22,7 +22,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxrl_llm.algorithms.aggregation import as_float, as_mask, masked_mean, masked_sum
+from jaxrl_llm.algorithms.aggregation import as_float, as_mask, magnitude, masked_mean, masked_sum
 
 Array = jax.Array
 
@@ -280,7 +280,7 @@ def kl_cov(
     logps, log_ratio, advantages = _prepare(logps, old_logps, advantages, mask)
     mask = as_mask(mask, logps.shape)
     selected = _largest(_covariance(logps, advantages, mask), _share(mask, fraction))
-    return -jnp.exp(log_ratio) * advantages + jnp.where(selected, kl_coef * jnp.abs(log_ratio), 0.0)
+    return -jnp.exp(log_ratio) * advantages + jnp.where(selected, kl_coef * magnitude(log_ratio), 0.0)
 
 
 def value_clip(values, old_values, returns, epsilon=None) -> Array:

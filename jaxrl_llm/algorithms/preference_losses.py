@@ -14,7 +14,7 @@ takes the mean over pairs and adds any likelihood term on the chosen completion.
 
 import jax
 import jax.numpy as jnp
-from jax.nn import log_sigmoid, sigmoid
+from jax.nn import log_sigmoid, relu, sigmoid
 
 from jaxrl_llm.algorithms.aggregation import as_float, masked_mean
 
@@ -101,7 +101,7 @@ def hinge(
     """Returns `max(0, 1 - beta d)`, `[pairs]`. Source: SLiC, arXiv 2305.10425, on DPO's scores as RSO, 2309.06657."""
     del lengths
     chosen, rejected = _scores(policy_chosen, policy_rejected, ref_chosen, ref_rejected, divergence, alpha)
-    return jnp.maximum(0.0, 1.0 - beta * (chosen - rejected))
+    return relu(1.0 - beta * (chosen - rejected))
 
 
 def ipo(

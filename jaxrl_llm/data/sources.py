@@ -6,8 +6,8 @@ from typing import Any
 
 import datasets
 
-from jaxrl_llm.names import ConfigError
 from jaxrl_llm.data import tasks
+from jaxrl_llm.names import ConfigError
 
 Source = str | Path | Sequence[Mapping[str, Any]] | datasets.Dataset | datasets.DatasetDict
 
@@ -57,7 +57,8 @@ def _load_file(file: Path, split: str) -> datasets.Dataset:
         raise ConfigError(f"{str(file)!r} is not a kind of file that can be read; those are {', '.join(READERS)}")
     if split != "train":
         raise ConfigError(
-            f"{str(file)!r} is one file and has only the split 'train', not {split!r}; set the split to train"
+            f"{str(file)!r} is one file and has only the split 'train', not {split!r}; "
+            "set the split to train, or name another file (data.eval_path for evaluation)"
         )
     return _read(str(file), lambda: datasets.load_dataset(READERS[file.suffix], data_files=str(file), split="train"))
 

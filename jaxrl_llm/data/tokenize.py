@@ -13,8 +13,8 @@ import logging
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from jaxrl_llm.names import ConfigError
 from jaxrl_llm.data.chat import chat_ids, is_conversational, plain_ids, render_chat, render_prompt
+from jaxrl_llm.names import ConfigError
 
 log = logging.getLogger(__name__)
 
@@ -164,6 +164,10 @@ def split_pair(example: Mapping[str, Any]) -> tuple[Any, Any, Any]:
         shared -= 1
     if shared == 0:
         raise ConfigError("chosen and rejected share no beginning to be the prompt; add a prompt column")
+    if chosen == rejected or not (isinstance(chosen, str) or (chosen[shared:] and rejected[shared:])):
+        raise ConfigError(
+            "chosen and rejected are the same, or one only begins the other; drop the row or add a prompt"
+        )
     return chosen[:shared], chosen[shared:], rejected[shared:]
 
 

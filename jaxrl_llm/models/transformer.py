@@ -166,8 +166,8 @@ class Transformer(nnx.Module):
 
     def _through_layers(self, body, x, caches):
         """x after every layer, and what each layer returned: stacked when scanned, a list when unrolled."""
-        scanned = isinstance(self.layers, Block)  # all layers in one, their parameters stacked
-        parts = [nnx.split(block) for block in ([self.layers] if scanned else self.layers)]
+        scanned = self.config.scan_layers
+        parts = [nnx.split(part) for part in (self.layers if isinstance(self.layers, nnx.List) else [self.layers])]
         graph = parts[0][0]
 
         def step(x, layer):

@@ -177,7 +177,11 @@ def _accepted(name: str, function: RewardFunction, inputs: dict[str, list[Any]])
 
 def _numbers(name: str, results: Any, rows: int) -> np.ndarray:
     """float32 [N] of a function's results, NaN for None. Raises RewardError, naming function and row."""
-    if isinstance(results, (str, bytes, Mapping)) or not hasattr(results, "__len__") or np.ndim(results) == 0:
+    if (
+        isinstance(results, (str, bytes, Mapping))
+        or not hasattr(results, "__len__")
+        or getattr(results, "ndim", 1) == 0
+    ):
         raise RewardError(f"reward {name!r} returned {shorten(results)}; it returns a list of {rows} numbers")
     if len(results) != rows:
         raise RewardError(
@@ -195,7 +199,7 @@ def _number(name: str, row: int, value: Any) -> float:
         if isinstance(value, (str, bytes)):
             raise TypeError
         number = float(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         number = math.nan
     # The comparison is made after rounding to float32, in which 1e39 is infinite.
     with np.errstate(over="ignore"):

@@ -8,7 +8,7 @@ there are only lines, with one for a few steps.
 import sys
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -36,12 +36,19 @@ class Screen:
     `console` is standard output unless given; `clock` is in seconds.
     """
 
-    def __init__(self, shown: Sequence[str], total: int, done: int = 0, console: Console | None = None, clock=None):
+    def __init__(
+        self,
+        shown: Sequence[str],
+        total: int,
+        done: int = 0,
+        console: Console | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ):
         self.console = console or stdout_console()
         self.fancy = self.console.is_interactive and not self.console.is_dumb_terminal
         self.total = total
         self._shown = shown
-        self._clock = clock or time.monotonic
+        self._clock = clock
         self._began = self._clock()
         self._last_line = float("-inf")
         self._recent: deque[tuple[int, float]] = deque(maxlen=STEPS_FOR_SPEED + 1)  # (step, when it was over)
@@ -56,11 +63,7 @@ class Screen:
         )
         self._task = self._progress.add_task("", total=total, completed=done, eta="-")
         # The display is drawn by its own thread, so a step costs only the update of its numbers.
-        self._live = Live(
-            Group(self._progress, self._metrics),
-            console=self.console,
-            refresh_per_second=2,
-        )
+        self._live = Live(Group(self._progress, self._metrics), console=self.console, refresh_per_second=2)
 
     def begin(self) -> None:
         """Starts the progress bar."""
@@ -118,7 +121,7 @@ class Screen:
             scores = "  ".join(
                 f"{name} {show(value)}" for name, value in row.items() if name not in ("prompt", "completion")
             )
-            prompt, completion = shorten_start(str(row["prompt"])), shorten(str(row["completion"]))
+            prompt, completion = shorten_start(as_text(row["prompt"])), shorten(as_text(row["completion"]))
             title = f"step {step}  completion {number} of {len(rows)}"
             if self.fancy:
                 body = Text.assemble(
@@ -183,9 +186,10 @@ def stdout_console() -> Console:
 
 
 def evaluation_line(evaluation: Mapping[str, float]) -> str:
-    """`accuracy 0.620 (greedy 0.810)  reward 0.700`: the metrics, each with its greedy counterpart."""
+    """`accuracy 0.620 (greedy 0.810)  reward 0.700`: the metrics, accuracy first, each with its greedy counterpart."""
     words = []
-    for name, value in evaluation.items():
+    for name in sorted(evaluation, key=lambda name: name != "accuracy"):
+        value = evaluation[name]
         greedy = evaluation.get(f"greedy_{name}")
         if not (name.startswith("greedy_") and name.removeprefix("greedy_") in evaluation):
             words.append(f"{name} {show(value)}" + ("" if greedy is None else f" (greedy {show(greedy)})"))
@@ -193,7 +197,7 @@ def evaluation_line(evaluation: Mapping[str, float]) -> str:
 
 
 def show(value: object) -> str:
-    """A value in few characters: 0.512, 1.2e-06, 12,345; texts in one short line, None as `-`."""
+    """A value in few characters: 0.512, 1.25e-06, 12,345; texts in one short line, None as `-`."""
     if value is None:
         return "-"
     value = value.item() if getattr(value, "shape", None) == () else value  # pyright: ignore[reportAttributeAccessIssue]
@@ -203,12 +207,19 @@ def show(value: object) -> str:
         return shorten(repr(value) if isinstance(value, str) else str(value), 80)
     if value == 0 or 0.001 <= abs(value) < 1000:
         return f"{value:.3f}"
-    return f"{value:,.0f}" if 1000 <= abs(value) < 1e9 else f"{value:.1e}"
+    return f"{value:,.0f}" if 1000 <= abs(value) < 1e9 else f"{value:.3g}"
 
 
 def duration(seconds: float) -> str:
     """`0:01:23`, or `1 day, 0:00:00`; below ten seconds with a decimal, `1.5s`."""
     return f"{seconds:.1f}s" if 0 < seconds < 10 else str(timedelta(seconds=round(seconds)))
+
+
+def as_text(value: object) -> str:
+    """A text as it is, a conversation as one `role: content` a line."""
+    if isinstance(value, list | tuple):
+        return "\n".join(f"{turn['role']}: {turn['content']}" if "content" in turn else str(turn) for turn in value)
+    return str(value)
 
 
 def shorten(text: str, limit: int = COMPLETION_CHARACTERS) -> str:

@@ -47,6 +47,7 @@ CONTENTS = {
     METRICS: "one object a step",
     COMPLETIONS: "prompts, completions, rewards and advantages",
     "checkpoints": "states the run can go on from",
+    "hf": "the trained model",
 }
 
 
@@ -91,7 +92,6 @@ class Logger:
     def _go_on(self, resume_step: int | None) -> None:
         """Removes what lies after `resume_step` (everything when None) and remembers what stays."""
         path = self.folder / METRICS
-        remove_completions(self.folder / COMPLETIONS, resume_step)
         if resume_step is None:
             path.unlink(missing_ok=True)
         elif path.exists():
@@ -102,6 +102,7 @@ class Logger:
                 held = "no step" if self._last_step is None else f"step {self._last_step}"
                 self.warn(f"{path} ends at {held}, but the run goes on after step {resume_step}: lines are missing")
             self._last_step = resume_step
+        remove_completions(self.folder / COMPLETIONS, resume_step)
 
     def __enter__(self) -> Self:
         return self
@@ -283,22 +284,21 @@ def trim_metrics(path: Path, last_step: int) -> None:
 def write_completions(folder: Path, step: int, rows: Sequence[Mapping[str, Any]]) -> Path:
     """The path of `completions_<step>.parquet`, written in one go: it is whole or not there.
 
-    Each row is one completion: `prompt` and `completion` (texts), then a number for each reward function under its
-    name, `advantage`, and whatever else is worth keeping. Columns are step, prompt, completion, and the others in the
-    order they first appear; a row without one holds null there.
+    Each row is one completion: `prompt` and `completion` (texts; conversations are written as JSON), then a number for
+    each reward function under its name, `advantage`, and whatever else is worth keeping. Columns are step, prompt,
+    completion, and the others in the order they first appear; a row without one holds null there.
 
     Raises ValueError for a row without prompt or completion, one with a `step`, or a column of mixed types.
     """
-    names = dict.fromkeys(("prompt", "completion"))
+    names: dict[str, None] = dict.fromkeys(("prompt", "completion"))
     for row in rows:
         if "prompt" not in row or "completion" not in row or "step" in row:
             raise ValueError(f"a row of completions needs prompt and completion, and no step, but has {list(row)}")
         names.update(dict.fromkeys(row))
     columns = {"step": pa.array([step] * len(rows), pa.int64())}
     for name in names:
-        values = [value.item() if isinstance(value, np.generic) else value for value in (row.get(name) for row in rows)]
         try:
-            columns[name] = pa.array(values)
+            columns[name] = pa.array([_cell(name, row.get(name)) for row in rows])
         except pa.ArrowException as error:
             raise ValueError(f"the column {name!r} of completions does not hold one type of values: {error}") from error
     folder.mkdir(parents=True, exist_ok=True)
@@ -307,6 +307,12 @@ def write_completions(folder: Path, step: int, rows: Sequence[Mapping[str, Any]]
     pq.write_table(pa.table(columns), part)
     part.replace(path)
     return path
+
+
+def _cell(name: str, value: Any) -> Any:
+    if name in ("prompt", "completion") and not isinstance(value, str):
+        return json.dumps(value, ensure_ascii=False)
+    return value.item() if isinstance(value, np.generic) else value
 
 
 def remove_completions(folder: Path, last_step: int | None) -> None:

@@ -75,6 +75,11 @@ def test_the_corrected_estimate_has_the_exact_gradient_for_samples_of_an_older_p
     np.testing.assert_allclose(jax.grad(expected)(theta), jax.grad(exact)(theta), rtol=1e-10)
 
 
+@pytest.mark.parametrize("kind", ["abs", "k2", "k3"])
+def test_a_policy_equal_to_its_reference_is_not_pulled(kind):
+    np.testing.assert_array_equal(jax.grad(lambda x: kl_estimate(x, REF, kind).sum())(REF), 0.0)
+
+
 def test_k2_gradient_keeps_the_value(x64):
     np.testing.assert_allclose(
         kl_estimate(LOGPS, REF, "k3", k2_gradient=True), kl_estimate(LOGPS, REF, "k3"), rtol=1e-12

@@ -69,12 +69,12 @@ def test_keys_that_arrow_filled_with_none_do_not_reach_the_template(tokenizer, t
 
 
 def test_errors(tokenizer, tokenizer_folder):
-    with pytest.raises(ConfigError, match="not 7; fix the column or name another with data.prompt_key"):
+    with pytest.raises(ConfigError, match=r"not 7; fix the column or name another with data.prompt_key"):
         render_prompt(tokenizer, 7)
     with pytest.raises(ConfigError, match=re.escape("not []")):
         render_prompt(tokenizer, [])
     strict = type(tokenizer).from_pretrained(tokenizer_folder, chat_template="{{- raise_exception('only users') -}}")
-    with pytest.raises(ConfigError, match="refused the messages .*hi.*: only users"):
+    with pytest.raises(ConfigError, match=r"refused the messages .*hi.*: only users"):
         render_prompt(strict, USER)
     strict.chat_template = None
     with pytest.raises(ConfigError, match="no chat template"):

@@ -85,7 +85,7 @@ def test_it_is_an_iterator_over_any_sequence():
 
 
 def test_errors():
-    with pytest.raises(ConfigError, match="has 10 examples, fewer than a batch of 16; lower batch.prompts"):
+    with pytest.raises(ConfigError, match=r"has 10 examples, fewer than a batch of 16; lower batch.prompts"):
         Pipeline(EXAMPLES, 16)
     with pytest.raises(ConfigError, match="a batch of 6 prompts cannot be shared by 4 processes"):
         Pipeline(EXAMPLES, 6, process_count=4)

@@ -78,18 +78,23 @@ def test_built_in_tasks(name):
 
 def test_errors(tmp_path, table, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigError, match=re.escape(f"no file or folder 'rows.jsonl'; check data.path (a relative path starts at {tmp_path})")):
+    with pytest.raises(
+        ConfigError,
+        match=re.escape(f"no file or folder 'rows.jsonl'; check data.path (a relative path starts at {tmp_path})"),
+    ):
         load("rows.jsonl")
     with pytest.raises(ConfigError, match="no file or folder '/nowhere/rows'"):
         load("/nowhere/rows")
     (tmp_path / "rows.txt").write_text("a")
-    with pytest.raises(ConfigError, match=re.escape("not a kind of file that can be read; those are .parquet, .jsonl, .json, .csv")):
+    with pytest.raises(
+        ConfigError, match=re.escape("not a kind of file that can be read; those are .parquet, .jsonl, .json, .csv")
+    ):
         load("rows.txt")
     (tmp_path / "bad.json").write_text("{nonsense")
-    with pytest.raises(ConfigError, match="cannot load bad.json"):
+    with pytest.raises(ConfigError, match=r"cannot load bad.json"):
         load("bad.json")
     (tmp_path / "empty").mkdir()
-    with pytest.raises(ConfigError, match="the folder 'empty' holds no .parquet"):
+    with pytest.raises(ConfigError, match=r"the folder 'empty' holds no .parquet"):
         load("empty")
     with pytest.raises(ConfigError, match="task:sort has no split 'dev'; its splits are train, validation, test"):
         load("task:sort", "dev")

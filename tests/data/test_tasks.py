@@ -3,8 +3,8 @@ import zlib
 
 import pytest
 
-from jaxrl_llm.names import ConfigError
 from jaxrl_llm.data import tasks
+from jaxrl_llm.names import ConfigError
 
 
 def test_split_is_the_checksum_of_the_prompt():
@@ -78,7 +78,10 @@ def test_pairs_and_labels():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("sorts", "train"), "no built-in task 'sorts'; known are sort, sort_demos, sort_labels, sort_pairs; the closest is sort"),
+        (
+            ("sorts", "train"),
+            "no built-in task 'sorts'; known are sort, sort_demos, sort_labels, sort_pairs; the closest is sort",
+        ),
         (("sort", "dev"), "no split 'dev'; its splits are train, validation, test"),
         (("sort", "train", 0), "cannot have 0 rows"),
         (("sort", "train", 10**7), "cannot have 10000000 rows"),

@@ -91,15 +91,17 @@ def test_tools_and_template_options_of_a_row(tokenizer, tokenizer_folder):
 
 
 def test_prompt_errors(tokenizer):
-    with pytest.raises(ConfigError, match="no column 'prompt'; it has question, answer; .* data.prompt_key"):
+    with pytest.raises(ConfigError, match=r"no column 'prompt'; it has question, answer; .* data.prompt_key"):
         tokenize_prompts([{"question": "a", "answer": "b"}], tokenizer, 5)
     with pytest.raises(ConfigError, match="row 1: the prompt '' has no tokens"):
         tokenize_prompts([{"prompt": "a"}, {"prompt": ""}], tokenizer, 5)
-    with pytest.raises(ConfigError, match="row 0: a prompt is text or a list of messages .* not None"):
+    with pytest.raises(ConfigError, match=r"row 0: a prompt is text or a list of messages .* not None"):
         tokenize_prompts([{"prompt": None}], tokenizer, 5)
-    with pytest.raises(ConfigError, match=re.escape("no row is left to train on (1 had a prompt of more than 1 tokens)")):
+    with pytest.raises(
+        ConfigError, match=re.escape("no row is left to train on (1 had a prompt of more than 1 tokens)")
+    ):
         tokenize_prompts([{"prompt": "ab"}], tokenizer, 1, "filter")
-    with pytest.raises(ConfigError, match="data.overlong is 'cut'; here it is one of error, filter"):
+    with pytest.raises(ConfigError, match=r"data.overlong is 'cut'; here it is one of error, filter"):
         tokenize_prompts([{"prompt": "ab"}], tokenizer, 1, "cut")
     with pytest.raises(ConfigError, match="row 0: the tools column is not JSON"):
         tokenize_prompts([{"prompt": "ab", "tools": "{"}], tokenizer, 5)
@@ -109,7 +111,9 @@ def test_prompt_errors(tokenizer):
 
 
 def test_plain_completion_is_learned_with_one_end(tokenizer):
-    rows = tokenize_completions([{"prompt": "ab", "completion": "cd"}, {"prompt": "a", "completion": "b<|end|>"}], tokenizer)
+    rows = tokenize_completions(
+        [{"prompt": "ab", "completion": "cd"}, {"prompt": "a", "completion": "b<|end|>"}], tokenizer
+    )
     assert rows == [
         {"ids": [97, 98, 99, 100, END], "mask": [0, 0, 1, 1, 1]},
         {"ids": [97, 98, END], "mask": [0, 1, 1]},
@@ -199,7 +203,9 @@ def test_a_prompt_that_ends_inside_the_answer(chatml_tokenizer):
 def test_a_template_that_rewrites_the_past_is_refused(tokenizer, tokenizer_folder):
     rewriting = "{{- messages | length -}}{%- for m in messages -%}{{- m.content -}}{%- endfor -%}"
     tokenizer = type(tokenizer).from_pretrained(tokenizer_folder, chat_template=rewriting)
-    with pytest.raises(ConfigError, match="row 0: the chat template writes the beginning .* differently once message 1"):
+    with pytest.raises(
+        ConfigError, match=r"row 0: the chat template writes the beginning .* differently once message 1"
+    ):
         tokenize_completions([{"messages": [user("a"), assistant("b")]}], tokenizer)
 
 
@@ -209,8 +215,14 @@ def test_columns_of_none_are_absent(tokenizer):
 
 
 def test_completion_length_rules(tokenizer, caplog):
-    data = [{"prompt": "ab", "completion": "cdef"}, {"prompt": "abcd", "completion": "e"}, {"prompt": "a", "completion": "b"}]
-    with pytest.raises(ConfigError, match="row 0 has 7 tokens, more than data.max_length=4; .* filter or truncate_right"):
+    data = [
+        {"prompt": "ab", "completion": "cdef"},
+        {"prompt": "abcd", "completion": "e"},
+        {"prompt": "a", "completion": "b"},
+    ]
+    with pytest.raises(
+        ConfigError, match=r"row 0 has 7 tokens, more than data.max_length=4; .* filter or truncate_right"
+    ):
         tokenize_completions(data, tokenizer, 4)
     with caplog.at_level(logging.WARNING):
         assert [len(row["ids"]) for row in tokenize_completions(data, tokenizer, 4, "filter")] == [3]
@@ -224,13 +236,15 @@ def test_completion_length_rules(tokenizer, caplog):
 
 
 def test_completion_errors(tokenizer):
-    with pytest.raises(ConfigError, match="row 0: the row has the columns question, answer; .* reads prompt and completion"):
+    with pytest.raises(
+        ConfigError, match=r"row 0: the row has the columns question, answer; .* reads prompt and completion"
+    ):
         tokenize_completions([{"question": "a", "answer": "b"}], tokenizer)
     with pytest.raises(ConfigError, match="row 0: the prompt is str and the completion list"):
         tokenize_completions([{"prompt": "a", "completion": [assistant("b")]}], tokenizer)
-    with pytest.raises(ConfigError, match="data.overlong is 'truncate_left'; here it is one of"):
+    with pytest.raises(ConfigError, match=r"data.overlong is 'truncate_left'; here it is one of"):
         tokenize_completions([{"prompt": "a", "completion": "b"}], tokenizer, 1, "truncate_left")
-    with pytest.raises(ConfigError, match="data.loss_on is 'answer'"):
+    with pytest.raises(ConfigError, match=r"data.loss_on is 'answer'"):
         tokenize_completions([{"prompt": "a", "completion": "b"}], tokenizer, loss_on="answer")
     with pytest.raises(ConfigError, match="no row is left"):
         tokenize_completions([], tokenizer)
@@ -308,7 +322,7 @@ def test_a_completion_that_continues_the_other_keeps_its_end(tokenizer):
 
 def test_a_pair_goes_together(tokenizer, caplog):
     data = [{"prompt": "ab", "chosen": "c", "rejected": "d" * 9}, {"prompt": "a", "chosen": "b", "rejected": "c"}]
-    with pytest.raises(ConfigError, match="row 0 has 12 tokens, more than data.max_length=5"):
+    with pytest.raises(ConfigError, match=r"row 0 has 12 tokens, more than data.max_length=5"):
         tokenize_pairs(data, tokenizer, 5)
     assert [row["chosen_ids"] for row in tokenize_pairs(data, tokenizer, 5, "filter")] == [[97, 98, END]]
     cut = tokenize_pairs(data, tokenizer, 5, "truncate_right")
@@ -339,5 +353,5 @@ def test_labels(tokenizer):
 
 @pytest.mark.parametrize("label", ["yes", None, 2, 0.5])
 def test_a_label_is_true_or_false(tokenizer, label):
-    with pytest.raises(ConfigError, match="row 0: label is .*; it is true"):
+    with pytest.raises(ConfigError, match=r"row 0: label is .*; it is true"):
         tokenize_labels([{"prompt": "a", "completion": "b", "label": label}], tokenizer)

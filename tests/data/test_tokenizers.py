@@ -15,7 +15,9 @@ def test_ids_are_byte_values_then_the_special_tokens(tokenizer):
     assert (tokenizer.pad_token_id, tokenizer.eos_token_id, tokenizer.bos_token) == (256, 257, None)
 
 
-@pytest.mark.parametrize("text", ["sort:4821=", " leading", "two  spaces\n\n\ttab ", "don't 's", "Ä→你好🎉", "\x00\x7f\u00ad", "a ,b ."])
+@pytest.mark.parametrize(
+    "text", ["sort:4821=", " leading", "two  spaces\n\n\ttab ", "don't 's", "Ä→你好🎉", "\x00\x7f\u00ad", "a ,b ."]
+)
 def test_text_comes_back_unchanged(tokenizer, text):
     ids = tokenizer(text)["input_ids"]
     assert ids == list(text.encode())

@@ -1,0 +1,378 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jaxrl_llm.algorithms import policy_losses
+from jaxrl_llm.algorithms.aggregation import loss_weights
+from jaxrl_llm.algorithms.policy_losses import (
+    cispo,
+    clip_cov,
+    clip_fractions,
+    dppo,
+    gmpo,
+    gspo,
+    gspo_token,
+    kl_cov,
+    luspo,
+    ppo_clip,
+    reinforce,
+    rloo,
+    sapo,
+    value_clip,
+    vespo,
+)
+
+# one row of three tokens: ratios 1.2214, 0.6065, 1
+LOGPS, OLD = np.array([[-1.0, -2.0, -0.5]]), np.array([[-1.2, -1.5, -0.5]])
+RATIO = np.exp(LOGPS - OLD)
+ONES = np.ones((1, 3))
+LOSSES = ("ppo_clip", "gspo", "gspo_token", "luspo", "rloo", "gmpo", "cispo", "sapo", "reinforce", "vespo", "dppo")
+LOSSES += ("clip_cov", "kl_cov")
+SEQUENCE_LEVEL = ("gspo", "luspo", "rloo", "gmpo")
+
+
+def call(name, logps, old, advantages, mask, epsilon_low=0.2, epsilon_high=0.2):
+    """Calls any loss by name the way an objective does."""
+    options = {"key": jax.random.key(0)} if name == "clip_cov" else {}
+    epsilon_high = 5.0 if name == "cispo" else epsilon_high
+    function = getattr(policy_losses, name)
+    return function(logps, old, advantages, epsilon_low, epsilon_high, mask=mask, **options)
+
+
+def random_batch(rows=6, tokens=9, seed=0):
+    rng = np.random.default_rng(seed)
+    logps = -rng.exponential(1.0, (rows, tokens))
+    old = logps + 0.3 * rng.normal(size=(rows, tokens))
+    mask = rng.random((rows, tokens)) < 0.7
+    mask[:, 0] = True
+    return logps, old, rng.normal(size=rows), mask
+
+
+# -- values ------------------------------------------------------------------------------------------------------------
+
+
+def test_ppo_clip_by_hand(x64):
+    # A = 1: clipped above at 1.2, never below; A = -1: the reverse
+    np.testing.assert_allclose(ppo_clip(LOGPS, OLD, [1.0], 0.2, 0.2), [[-1.2, -RATIO[0, 1], -1]], rtol=1e-12)
+    np.testing.assert_allclose(ppo_clip(LOGPS, OLD, [-1.0], 0.2, 0.2), [[RATIO[0, 0], 0.8, 1]], rtol=1e-12)
+
+
+def test_clip_higher(x64):
+    np.testing.assert_allclose(ppo_clip(LOGPS, OLD, [1.0], 0.2, 0.28)[0, 0], -RATIO[0, 0], rtol=1e-12)
+
+
+def test_dual_clip_bounds_bad_samples_only(x64):
+    log5 = np.log([[5.0]])
+    zero = np.zeros((1, 1))
+    np.testing.assert_allclose(ppo_clip(log5, zero, [-1.0], 0.2, 0.2), [[5.0]], rtol=1e-12)
+    np.testing.assert_allclose(ppo_clip(log5, zero, [-1.0], 0.2, 0.2, dual_clip=3.0), [[3.0]], rtol=1e-12)
+    np.testing.assert_allclose(ppo_clip(log5, zero, [1.0], 0.2, 0.2, dual_clip=3.0), [[-1.2]], rtol=1e-12)
+    with pytest.raises(ValueError, match=r"must exceed 1; got 1\.0"):
+        ppo_clip(log5, zero, [1.0], 0.2, 0.2, dual_clip=1.0)
+
+
+def test_delta_bounds_the_unclipped_branch(x64):
+    log5, zero = np.log([[5.0]]), np.zeros((1, 1))
+    np.testing.assert_allclose(ppo_clip(log5, zero, [-1.0], 0.2, 0.2, delta=4.0), [[4.0]], rtol=1e-12)
+    np.testing.assert_allclose(ppo_clip(log5, zero, [1.0], 0.2, 0.2, delta=4.0), [[-1.2]], rtol=1e-12)
+    assert float(jax.grad(lambda x: ppo_clip(x, zero, [-1.0], 0.2, 0.2, delta=4.0).sum())(log5)[0, 0]) == 0
+
+
+def test_gspo_by_hand(x64):
+    ratio = np.exp((0.2 - 0.5 + 0.0) / 3)  # 0.904837, inside the range
+    np.testing.assert_allclose(gspo(LOGPS, OLD, [1.0], 0.2, 0.2, mask=ONES), -ratio * ONES, rtol=1e-12)
+    np.testing.assert_allclose(gspo(LOGPS, OLD, [-1.0], 0.2, 0.2, mask=ONES), ratio * ONES, rtol=1e-12)
+    np.testing.assert_allclose(gspo(LOGPS, OLD, [-1.0], 0.05, 0.05, mask=ONES), 0.95 * ONES, rtol=1e-12)
+
+
+def test_cispo_by_hand(x64):
+    for advantage in (1.0, -1.0):
+        expected = -np.minimum(RATIO, 5.0) * advantage * LOGPS
+        np.testing.assert_allclose(cispo(LOGPS, OLD, [advantage], 0.2, 5.0), expected, rtol=1e-12)
+        two_sided = -np.clip(RATIO, 0.8, 1.2) * advantage * LOGPS
+        np.testing.assert_allclose(cispo(LOGPS, OLD, [advantage], 0.2, 1.2, minimum=0.8), two_sided, rtol=1e-12)
+
+
+def test_cispo_refuses_a_clip_range_in_place_of_a_cap():
+    with pytest.raises(ValueError, match=r"must be at least 1; got 0\.2"):
+        cispo(LOGPS, OLD, [1.0], 0.2, 0.2)
+
+
+def test_sapo_by_hand(x64):
+    for advantage, tau in ((1.0, 1.0), (-1.0, 1.05)):
+        expected = -advantage * (4 / tau) / (1 + np.exp(-tau * (RATIO - 1)))
+        np.testing.assert_allclose(sapo(LOGPS, OLD, [advantage]), expected, rtol=1e-12)
+
+
+def test_rloo_uses_the_whole_sequence_ratio(x64):
+    ratio = np.exp(0.2 - 0.5)
+    np.testing.assert_allclose(rloo(LOGPS, OLD, [1.0], 0.2, 0.2, mask=ONES), -ratio * ONES, rtol=1e-12)
+    np.testing.assert_allclose(rloo(LOGPS, OLD, [-1.0], 0.2, 0.2, mask=ONES), 0.8 * ONES, rtol=1e-12)
+
+
+def test_gmpo_clips_one_side_of_the_log_ratio(x64):
+    up = np.exp((0.1 - 0.5 + 0) / 3)  # 0.2 clipped to 0.1, -0.5 left alone
+    down = np.exp((0.2 - 0.1 + 0) / 3)  # -0.5 clipped to -0.1, 0.2 left alone
+    np.testing.assert_allclose(gmpo(LOGPS, OLD, [1.0], 0.1, 0.1, mask=ONES), -up * ONES, rtol=1e-12)
+    np.testing.assert_allclose(gmpo(LOGPS, OLD, [-1.0], 0.1, 0.1, mask=ONES), down * ONES, rtol=1e-12)
+
+
+def test_luspo_is_gspo_times_length_and_gspo_under_sequence_sums(x64):
+    logps, old, advantages, mask = random_batch()
+    token = gspo(logps, old, advantages, 0.2, 0.2, mask=mask)
+    scaled = luspo(logps, old, advantages, 0.2, 0.2, mask=mask)
+    np.testing.assert_allclose(scaled, token * mask.sum(1, keepdims=True), rtol=1e-12)
+    np.testing.assert_allclose(
+        (loss_weights(mask, "sequence") * scaled).sum(), (loss_weights(mask, "sequence_sum") * token).sum(), rtol=1e-6
+    )
+
+
+def test_vespo_by_hand(x64):
+    w = np.exp(-0.3)
+    for advantage, k, lam in ((1.0, 2.0, 3.0), (-1.0, 3.0, 2.0)):
+        phi = np.exp(lam) * w**k * np.exp(-lam * w)
+        np.testing.assert_allclose(
+            vespo(LOGPS, OLD, [advantage], mask=ONES), -phi * advantage * LOGPS, rtol=1e-12
+        )
+    np.testing.assert_allclose(vespo(OLD, OLD, [1.0], mask=ONES), -OLD, rtol=1e-12)
+    corrected = np.exp(2 * 3.0 * 0) * 0.5 * w  # log w gains log 0.5
+    phi = np.exp(3.0) * corrected**2 * np.exp(-3.0 * corrected)
+    for weights in (np.array([[0.5, 1.0, 1.0]]), np.array([[0.5]])):
+        result = vespo(LOGPS, OLD, [1.0], mask=ONES, importance_weights=weights)
+        np.testing.assert_allclose(result, -phi * LOGPS, rtol=1e-12)
+
+
+def test_dppo_drops_tokens_by_probability_and_not_by_ratio(x64):
+    new, old = np.log([[0.9, 0.02, 0.5]]), np.log([[0.6, 0.01, 0.6]])
+    ratio, penalty = np.exp(new - old), 1e-3 * (new - old) ** 2
+    # the ratio 2 of the rare token is kept; +0.3 in probability is dropped where A > 0
+    np.testing.assert_allclose(dppo(new, old, [1.0]), -ratio * [[0, 1, 1]] + penalty, rtol=1e-12)
+    np.testing.assert_allclose(dppo(new, old, [-1.0]), ratio + penalty, rtol=1e-12)
+    np.testing.assert_allclose(dppo(new, old, [-1.0], 0.05), ratio * [[1, 1, 0]] + penalty, rtol=1e-12)
+
+
+def test_reinforce():
+    np.testing.assert_allclose(reinforce(LOGPS, OLD, [2.0]), -2 * LOGPS, rtol=1e-6)
+
+
+def test_value_clip_by_hand():
+    values, old, returns = np.array([[1.0, 3.0, 0.0]]), np.array([[1.0, 1.0, 1.0]]), np.array([[2.0, 4.0, 0.0]])
+    # clipped to 1, 1.5, 0.5: errors max(1, 1), max(1, 6.25), max(0, 0.25)
+    np.testing.assert_allclose(value_clip(values, old, returns, 0.5), [[0.5, 3.125, 0.125]])
+    np.testing.assert_allclose(value_clip(values, old, returns), [[0.5, 0.5, 0.0]])
+
+
+# -- covariance selection ----------------------------------------------------------------------------------------------
+
+
+def covariances(logps, advantages, mask):
+    per_token = np.broadcast_to(advantages[:, None], logps.shape)
+    return (per_token - per_token[mask].mean()) * (logps - logps[mask].mean())
+
+
+def test_kl_cov_penalises_the_tokens_of_highest_covariance(x64):
+    logps, old, advantages, mask = random_batch(8, 50)
+    result = np.asarray(kl_cov(logps, old, advantages, mask=mask, fraction=0.05, kl_coef=2.0))
+    extra = result + np.exp(logps - old) * advantages[:, None]
+    terms = np.where(mask, covariances(logps, advantages, mask), -np.inf)
+    count = int(0.05 * mask.sum())
+    chosen = terms >= np.sort(terms.reshape(-1))[-count]
+    np.testing.assert_allclose((extra * mask), np.where(chosen, 2.0 * abs(logps - old), 0), atol=1e-12)
+    # at least one token, however small the fraction
+    few = np.asarray(kl_cov(logps, old, advantages, mask=mask, fraction=1e-9)) + np.exp(logps - old) * advantages[:, None]
+    assert (abs(few * mask) > 1e-12).sum() == 1
+
+
+def test_clip_cov_drops_a_random_few_inside_the_band(x64):
+    logps, old, advantages, mask = random_batch(8, 50, seed=1)
+    options = {"mask": mask, "fraction": 0.02, "lower": 0.1, "upper": 2.0}
+    plain = np.asarray(ppo_clip(logps, old, advantages, 0.2, 0.2, mask=mask))
+    terms = covariances(logps, advantages, mask)
+    ratio = np.exp(logps - old)
+    free = plain <= -ratio * advantages[:, None] + 1e-12
+    band = mask & (terms > 0.1) & (terms < 2.0) & free
+    count = int(0.02 * mask.sum())
+    assert band.sum() > 2 * count > 2
+    draws = set()
+    for seed in range(5):
+        result = np.asarray(clip_cov(logps, old, advantages, 0.2, 0.2, key=jax.random.key(seed), **options))
+        dropped = mask & (result != plain)
+        assert dropped.sum() == count
+        assert (dropped <= band).all()
+        assert (result[dropped] == 0).all()
+        draws.add(dropped.tobytes())
+    assert len(draws) > 1
+    few = options | {"lower": float(np.sort(terms[band])[-2]) - 1e-9, "upper": 1e9, "fraction": 0.5}
+    result = np.asarray(clip_cov(logps, old, advantages, 0.2, 0.2, key=jax.random.key(0), **few))
+    assert 1 <= (mask & (result != plain)).sum() <= 2 + (mask & (terms >= 2.0)).sum()
+
+
+def test_clip_cov_drops_nothing_outside_the_band(x64):
+    logps, old, advantages, mask = random_batch()
+    result = clip_cov(logps, old, advantages, 0.2, 0.2, mask=mask, key=jax.random.key(0), lower=1e6, upper=1e7)
+    np.testing.assert_allclose(result, ppo_clip(logps, old, advantages, 0.2, 0.2, mask=mask), rtol=1e-12)
+
+
+# -- gradients ---------------------------------------------------------------------------------------------------------
+
+
+def gradient(name, logps, old, advantages, mask, weights):
+    return np.asarray(jax.grad(lambda x: (weights * call(name, x, old, advantages, mask)).sum())(logps))
+
+
+def test_cispo_has_no_gradient_through_the_weight(x64):
+    result = jax.grad(lambda x: cispo(x, OLD, [1.5], 0.2, 1.1).sum())(LOGPS)
+    np.testing.assert_allclose(result, -np.minimum(RATIO, 1.1) * 1.5, rtol=1e-12)
+
+
+def test_clipped_tokens_have_no_gradient_under_ppo_and_keep_one_under_cispo(x64):
+    clipped = jax.grad(lambda x: ppo_clip(x, OLD, [1.0], 0.2, 0.2).sum())(LOGPS)
+    np.testing.assert_allclose(clipped, [[0, -RATIO[0, 1], -1]], rtol=1e-12)
+
+
+def test_vespo_has_no_gradient_through_the_weight(x64):
+    w = np.exp(-0.3)
+    phi = np.exp(3.0) * w**2 * np.exp(-3.0 * w)
+    np.testing.assert_allclose(jax.grad(lambda x: vespo(x, OLD, [1.0], mask=ONES).sum())(LOGPS), -phi * ONES, rtol=1e-12)
+
+
+def test_sapo_gradient_is_one_at_ratio_one_and_shrinks_away_from_it(x64):
+    slope = jax.vmap(jax.grad(lambda x: -sapo(x[None, None], np.zeros((1, 1)), [1.0])[0, 0]))
+    at = np.asarray(slope(jnp.log(jnp.array([0.3, 1.0, 3.0]))))
+    np.testing.assert_allclose(at[1], 1.0, rtol=1e-12)  # 4 * sigmoid'(0) * r
+    assert at[0] < 1
+    assert at[2] < 3
+
+
+@pytest.mark.parametrize("advantage", [1.0, -2.0])
+def test_gspo_token_equals_gspo_in_value_and_gradient(x64, advantage):
+    logps, old, _, mask = random_batch(4)
+    advantages = np.full(4, advantage)
+    weights = loss_weights(mask, "sequence")
+    np.testing.assert_allclose(
+        gspo_token(logps, old, advantages, 0.1, 0.1, mask=mask), gspo(logps, old, advantages, 0.1, 0.1, mask=mask)
+    )
+    np.testing.assert_allclose(
+        gradient("gspo_token", logps, old, advantages, mask, weights),
+        gradient("gspo", logps, old, advantages, mask, weights),
+        rtol=1e-6,
+        atol=1e-9,
+    )
+
+
+def test_gspo_token_scales_each_token_by_its_own_advantage(x64):
+    old = np.zeros((1, 2))
+    result = jax.grad(lambda x: gspo_token(x, old, [[1.0, 3.0]], 0.2, 0.2, mask=np.ones((1, 2))).sum())(old)
+    np.testing.assert_allclose(result, [[-1.0, -3.0]])
+
+
+@pytest.mark.parametrize("name", [name for name in LOSSES if name not in ("rloo", "luspo", "clip_cov")])
+def test_on_policy_every_loss_has_the_policy_gradient(x64, name):
+    logps, _, advantages, mask = random_batch()
+    weights = np.asarray(loss_weights(mask, "sequence"), np.float64)
+    expected = -weights * advantages[:, None]
+    np.testing.assert_allclose(gradient(name, logps, logps, advantages, mask, weights), expected, rtol=1e-6, atol=1e-12)
+
+
+def test_on_policy_rloo_has_the_gradient_of_the_whole_sequence(x64):
+    logps, _, advantages, mask = random_batch()
+    weights = np.asarray(loss_weights(mask, "sequence"), np.float64)
+    expected = -np.where(mask, advantages[:, None], 0.0) / len(mask)
+    np.testing.assert_allclose(gradient("rloo", logps, logps, advantages, mask, weights), expected, rtol=1e-6)
+    np.testing.assert_allclose(gradient("luspo", logps, logps, advantages, mask, weights), expected, rtol=1e-6)
+
+
+# -- what all losses share ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_padding_is_never_read(x64, name):
+    logps, old, advantages, mask = random_batch()
+    weights = np.asarray(loss_weights(mask, "sequence"), np.float64)
+    junk_logps, junk_old = np.where(mask, logps, 1e4), np.where(mask, old, np.nan)
+    plain = np.asarray(call(name, logps, old, advantages, mask))
+    junk = np.asarray(call(name, junk_logps, junk_old, advantages, mask))
+    np.testing.assert_allclose(junk[mask], plain[mask], rtol=1e-12)
+    assert np.isfinite(junk).all()
+    gradients = gradient(name, junk_logps, junk_old, advantages, mask, weights)
+    np.testing.assert_allclose(gradients, gradient(name, logps, old, advantages, mask, weights), rtol=1e-12, atol=1e-15)
+    assert (gradients[~mask] == 0).all()
+
+
+@pytest.mark.parametrize("name", SEQUENCE_LEVEL)
+def test_sequence_losses_hold_one_number_per_row(x64, name):
+    logps, old, advantages, mask = random_batch()
+    result = np.asarray(call(name, logps, old, advantages, mask))
+    np.testing.assert_allclose(result, result[:, :1] * np.ones_like(logps), rtol=1e-12)
+    np.testing.assert_allclose((loss_weights(mask, "sequence") * result).sum(), result[:, 0].mean(), rtol=1e-6)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_row_advantages_equal_token_advantages(x64, name):
+    logps, old, advantages, mask = random_batch()
+    wide = np.broadcast_to(advantages[:, None], logps.shape)
+    np.testing.assert_allclose(
+        call(name, logps, old, wide, mask), call(name, logps, old, advantages, mask), rtol=1e-12
+    )
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_no_gradient_reaches_old_logps_or_advantages(x64, name):
+    logps, old, advantages, mask = random_batch()
+    gradients = jax.grad(lambda o, a: call(name, logps, o, a, mask).sum(), argnums=(0, 1))(old, advantages)
+    for each in gradients:
+        np.testing.assert_array_equal(each, 0.0)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_half_precision_inputs_give_float32(name):
+    logps, old, advantages, mask = random_batch()
+    result = jax.jit(lambda *arrays: call(name, *arrays))(
+        jnp.asarray(logps, "bfloat16"), jnp.asarray(old, "bfloat16"), jnp.asarray(advantages, "bfloat16"), mask
+    )
+    assert result.dtype == jnp.float32
+    assert result.shape == logps.shape
+
+
+@pytest.mark.parametrize("name", [name for name in LOSSES if name not in ("clip_cov", "kl_cov")])
+def test_rows_do_not_see_each_other(x64, name):
+    logps, old, advantages, mask = random_batch()
+    whole = np.asarray(call(name, logps, old, advantages, mask))
+    parts = [np.asarray(call(name, logps[i : i + 2], old[i : i + 2], advantages[i : i + 2], mask[i : i + 2])) for i in (0, 2, 4)]
+    np.testing.assert_allclose(np.concatenate(parts), whole, rtol=1e-12)
+
+
+# -- clip statistics ---------------------------------------------------------------------------------------------------
+
+
+def test_clip_fractions_count_violations_by_the_sign_of_the_advantage():
+    good = clip_fractions(LOGPS, OLD, [1.0], 0.2, 0.2)
+    np.testing.assert_array_equal(good.low, [[0, 0, 0]])
+    np.testing.assert_array_equal(good.high, [[1, 0, 0]])
+    bad = clip_fractions(LOGPS, OLD, [-1.0], 0.2, 0.2)
+    np.testing.assert_array_equal(bad.low, [[0, 1, 0]])
+    np.testing.assert_array_equal(bad.high, [[0, 0, 0]])
+    either = clip_fractions(LOGPS, OLD, [0.0], 0.2, 0.2, signed=False)
+    np.testing.assert_array_equal(either.region, [[1, 1, 0]])
+
+
+def test_region_is_where_the_clipped_branch_is_the_larger_loss(x64):
+    logps, old, advantages, mask = random_batch(20, 30)
+    ratio = np.exp(logps - old)
+    branch = -advantages[:, None] * np.clip(ratio, 0.8, 1.2) > -advantages[:, None] * ratio
+    region = np.asarray(clip_fractions(logps, old, advantages, 0.2, 0.2).region)
+    np.testing.assert_array_equal(region, branch)
+    assert 0.1 < region.mean() < 0.9
+
+
+def test_sequence_level_clip_fractions():
+    result = clip_fractions(LOGPS, OLD, [-1.0], 0.05, 0.05, mask=ONES, level="sequence")
+    np.testing.assert_array_equal(result.low, ONES)
+    with pytest.raises(ValueError, match="'sequence' together with a mask"):
+        clip_fractions(LOGPS, OLD, [-1.0], 0.05, 0.05, level="sequence")
+
+
+def test_dual_clip_fraction():
+    log5, zero = np.log([[5.0]]), np.zeros((1, 1))
+    assert float(clip_fractions(log5, zero, [-1.0], 0.2, 0.2, dual_clip=3.0).dual[0, 0]) == 1
+    assert float(clip_fractions(log5, zero, [1.0], 0.2, 0.2, dual_clip=3.0).dual[0, 0]) == 0

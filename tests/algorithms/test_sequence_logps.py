@@ -1,0 +1,55 @@
+import jax
+import numpy as np
+import pytest
+from jaxrl_llm.algorithms.sequence_logps import (
+    RunningMean,
+    length_desensitized_logps,
+    sequence_logps,
+    split_pairs,
+    wpo_weights,
+)
+
+LOGPS = -np.arange(1.0, 11.0).reshape(2, 5)  # -1..-5 and -6..-10
+MASK = np.array([[0, 1, 1, 0, 1], [0, 1, 1, 0, 0]])
+
+
+def test_sums_and_lengths():
+    sums, lengths = sequence_logps(np.where(MASK, LOGPS, np.nan), MASK)
+    np.testing.assert_array_equal(sums, [-10, -15])
+    np.testing.assert_array_equal(lengths, [3, 2])
+
+
+def test_split_pairs():
+    chosen, rejected = split_pairs(np.arange(6))
+    np.testing.assert_array_equal(chosen, [0, 2, 4])
+    np.testing.assert_array_equal(rejected, [1, 3, 5])
+    with pytest.raises(ValueError, match="3 rows do not form pairs"):
+        split_pairs(np.arange(3))
+
+
+def test_tokens_past_the_shorter_completion_weigh_less():
+    # the chosen row has one token beyond the two of the rejected row
+    np.testing.assert_allclose(length_desensitized_logps(LOGPS, MASK, 0.5), [-2 - 3 - 0.5 * 5, -15])
+    np.testing.assert_allclose(length_desensitized_logps(LOGPS, MASK, 1.0), [-10, -15])
+    np.testing.assert_allclose(length_desensitized_logps(LOGPS, MASK, 0.0), [-5, -15])
+    junk = np.where(MASK, LOGPS, np.nan)
+    np.testing.assert_allclose(length_desensitized_logps(junk, MASK, 0.5), [-7.5, -15])
+
+
+def test_wpo_weights_by_hand():
+    squares = np.zeros_like(LOGPS)
+    expected = np.exp((-2 - 3 - 5) / 3) * np.exp((-7 - 8) / 2)
+    np.testing.assert_allclose(wpo_weights(LOGPS, squares, MASK), [expected], rtol=1e-6)
+    np.testing.assert_allclose(wpo_weights(LOGPS, squares - 0.5, MASK), [expected * np.e], rtol=1e-6)
+    gradient = jax.grad(lambda x: wpo_weights(x, squares, MASK).sum())(LOGPS)
+    np.testing.assert_array_equal(gradient, 0.0)
+
+
+def test_running_mean_of_batches_is_the_mean_of_all():
+    rng = np.random.default_rng(0)
+    batches = [rng.normal(size=n).astype(np.float32) for n in (3, 8, 1)]
+    state = RunningMean()
+    for batch in batches:
+        state = jax.jit(lambda s, b: s.update(b))(state, batch)
+    np.testing.assert_allclose(state.mean, np.concatenate(batches).mean(), rtol=1e-5)
+    assert float(state.count) == 12

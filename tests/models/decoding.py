@@ -1,0 +1,67 @@
+"""The plainest use of prefill and decode, which tests compare with other ways to the same logits."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxrl_llm.models.layers import KeyValues
+
+
+def padded(documents, side: str):
+    """Tokens (padding is token 5, which documents hold too) and segments of the documents, padded to one length."""
+    width = max(map(len, documents))
+    tokens, segments = np.full((len(documents), width), 5), np.zeros((len(documents), width), int)
+    for row, document in enumerate(documents):
+        place = slice(width - len(document), width) if side == "left" else slice(0, len(document))
+        tokens[row, place], segments[row, place] = document, 1
+    return tokens, segments
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def prefill(net, params, tokens, segments):
+    hidden, prompt = net.bind(params).prefill(tokens, segments)
+    return net.bind(params).logits(hidden), prompt
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def decode(net, params, token, segments, prompt, rows, number):
+    written = jnp.full(token.shape, number)
+    positions = segments.sum(1)[:, None] + written
+    hidden, rows = net.bind(params).decode(token, positions, prompt, segments > 0, rows, written)
+    return net.bind(params).logits(hidden), rows
+
+
+def row_caches(net, shape, steps: int):
+    """Row caches filled with what an earlier row may have left there."""
+    shape = (*shape, net.config.kv_heads, steps, net.config.head_dim)
+    one = KeyValues(jnp.full(shape, 7.0), jnp.full(shape, 7.0))
+    if not net.config.scan_layers:
+        return [one] * net.config.layers
+    return jax.tree.map(lambda x: jnp.stack([x] * net.config.layers), one)
+
+
+def continued_logits(net, params, tokens, segments, continuations):
+    """Logits [B, repeats, steps, V] of decoding the given continuations [B, repeats, steps] of prefilled prompts."""
+    _, prompt = prefill(net, params, tokens, segments)
+    *rows_shape, steps = continuations.shape
+    rows = row_caches(net, rows_shape, steps)
+    found = []
+    for number in range(steps):
+        logits, rows = decode(net, params, continuations[..., number], segments, prompt, rows, number)
+        found.append(logits)
+    return np.stack(found, axis=2)
+
+
+def decode_greedily(net, params, tokens, segments, steps: int, repeats: int):
+    """Tokens [B, repeats, steps]: prompts are prefilled once and each is continued by `repeats` rows."""
+    logits, prompt = prefill(net, params, tokens, segments)
+    token = jnp.repeat(logits[:, -1].argmax(-1)[:, None], repeats, axis=1)
+    rows = row_caches(net, (len(tokens), repeats), steps)
+    found = [token]
+    for number in range(steps - 1):
+        logits, rows = decode(net, params, token, segments, prompt, rows, number)
+        token = logits.argmax(-1)
+        found.append(token)
+    return np.stack(found, axis=-1)

@@ -1,0 +1,408 @@
+import asyncio
+import functools
+import math
+import re
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from jaxrl_llm.names import ConfigError
+from jaxrl_llm.rewards import functions
+from jaxrl_llm.rewards.calls import RewardError
+from jaxrl_llm.rewards.grader import Rewards, load_rewards
+
+
+def grade(specs, completions, columns=None, timeout=None, prompts=None):
+    """The rewards of `completions`, with tokens 0, 1, 2, ... for their characters."""
+    ids = [list(range(len(completion))) for completion in completions]
+    prompts = prompts or [f"p{row}" for row in range(len(completions))]
+    return load_rewards(specs, timeout=timeout)(prompts, completions, ids, columns or {})
+
+
+def length(completions, **columns):
+    return [len(completion) for completion in completions]
+
+
+# --- what comes back --------------------------------------------------------------------------------------------------
+
+
+def test_rewards_are_float32_one_column_for_each_function():
+    rewards = grade([length, "exact_match"], ["ab", "c"], {"answer": ["ab", "ab"]})
+    assert rewards.dtype == np.float32
+    assert rewards.tolist() == [[2, 1], [1, 0]]
+
+
+def test_fractions_are_kept():
+    """Tunix's PPO stores rewards in an array of its token type and cuts 0.7 to 0."""
+    rewards = grade(lambda completions, **_: [0.7, -1.9], ["a", "b"])
+    np.testing.assert_array_equal(rewards[:, 0], np.float32([0.7, -1.9]))
+
+
+def test_none_is_nan_and_rows_may_have_no_reward_at_all():
+    rewards = grade([lambda completions, **_: [1, None, None], lambda completions, **_: [None, 2, None]], list("abc"))
+    np.testing.assert_array_equal(rewards, np.float32([[1, np.nan], [np.nan, 2], [np.nan, np.nan]]))
+
+
+@pytest.mark.parametrize(
+    "results",
+    [
+        [True, False],
+        (1.0, 0.0),
+        np.array([1.0, 0.0]),
+        np.array([1, 0]),
+        [np.float32(1), np.int64(0)],
+        [np.array(1.0), 0],
+        np.array([1, 0], dtype=object),
+    ],
+)
+def test_every_sequence_of_numbers_is_taken(results):
+    assert grade(lambda completions, **_: results, ["a", "b"])[:, 0].tolist() == [1.0, 0.0]
+
+
+def test_results_may_be_a_tensor_or_a_jax_array():
+    torch = pytest.importorskip("torch")
+    assert grade(lambda completions, **_: torch.tensor([0.5, 1.0]), ["a", "b"])[:, 0].tolist() == [0.5, 1.0]
+    import jax.numpy as jnp
+
+    assert grade(lambda completions, **_: jnp.array([0.5, 1.0]), ["a", "b"])[:, 0].tolist() == [0.5, 1.0]
+
+
+# --- what goes in -----------------------------------------------------------------------------------------------------
+
+
+def test_every_column_but_prompt_arrives_under_its_own_name():
+    seen = {}
+
+    def spy(**arguments):
+        seen.update(arguments)
+        return [0.0, 0.0]
+
+    columns = {"prompt": ["x", "y"], "answer": [1, 2], "task": ["m", "c"], "completion": ["u", "v"]}
+    grade(spy, ["a", "bc"], columns)
+    assert seen == {
+        "prompts": ["p0", "p1"],
+        "completions": ["a", "bc"],
+        "completion_ids": [[0], [0, 1]],
+        "answer": [1, 2],
+        "task": ["m", "c"],
+        "completion": ["u", "v"],
+    }
+
+
+def test_a_function_without_keywords_gets_what_it_names():
+    def pick(completions, answer, unknown=3):
+        assert unknown == 3
+        return [float(c == a) for c, a in zip(completions, answer, strict=True)]
+
+    assert grade(pick, ["a", "b"], {"answer": ["a", "a"], "task": ["m", "c"]})[:, 0].tolist() == [1, 0]
+
+
+def test_a_function_cannot_change_what_the_next_one_sees():
+    def vandal(completions, answer, **_):
+        answer[:] = ["?"] * len(answer)
+        completions.clear()
+        return [0.0, 0.0]
+
+    assert grade([vandal, "exact_match"], ["a", "b"], {"answer": ["a", "b"]})[:, 1].tolist() == [1, 1]
+
+
+def test_conversational_inputs_arrive_as_messages():
+    completions = [[{"role": "assistant", "content": "yes"}], [{"role": "assistant", "content": "no"}]]
+    prompts = [[{"role": "user", "content": "?"}]] * 2
+
+    def check(prompts, completions, **_):
+        assert prompts[0][0]["role"] == "user"
+        return [float(completion[0]["content"] == "yes") for completion in completions]
+
+    rewards = load_rewards([check, "exact_match"])(prompts, completions, [[1], [2]], {"answer": ["yes", "yes"]})
+    assert rewards.tolist() == [[1, 1], [0, 0]]
+
+
+def test_options_of_partial_functions_are_kept_from_the_columns():
+    partial = functools.partial(functions.target_length, target=1)
+    assert grade(partial, ["abc"], {"target": [9]})[:, 0].tolist() == [-2.0]
+
+
+# --- how functions are named ------------------------------------------------------------------------------------------
+
+
+def test_names_of_every_kind(tmp_path, monkeypatch):
+    (tmp_path / "my_rewards.py").write_text(
+        "def short(completions, **kwargs):\n    return [-len(c) for c in completions]\n"
+        "class Judge:\n    def __call__(self, completions, **kwargs):\n        return [1.0 for c in completions]\n"
+        "judge = Judge()\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    specs = [
+        "exact_match",
+        length,
+        [f"{tmp_path}/my_rewards.py:short", ["my_rewards:judge"]],
+        "my_rewards.short",
+        functools.partial(functions.soft_overlong, max_length=4, cache=2),
+        "soft_overlong(max_length=2, cache=1)",
+    ]
+    rewards = load_rewards(specs)
+    assert rewards.names == ("exact_match", "length", "short", "Judge", "short_2", "soft_overlong", "soft_overlong_2")
+    values = rewards(["p"], ["abc"], [[1, 2, 3]], {"answer": ["abc"]})
+    assert values.tolist() == [[1.0, 3.0, -3.0, 1.0, -3.0, -0.5, -1.0]]
+
+
+def test_a_name_that_looks_like_a_repeated_one_stays_unique():
+    def a(completions, **_):
+        return [0.0]
+
+    def a_2(completions, **_):
+        return [0.0]
+
+    assert Rewards([a_2, a, a]).names == ("a_2", "a", "a_3")
+
+
+def test_a_single_name_is_a_list_of_one():
+    assert load_rewards("exact_match").names == load_rewards(functions.exact_match).names == ("exact_match",)
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("exact_matsh", "the closest is exact_match"),
+        (
+            "soft_overlong(max_length=2, cach=1)",
+            "soft_overlong has no option 'cach'; it takes completion_ids, max_length",
+        ),
+        ("soft_overlong(2, 1)", "cannot read the options of 'soft_overlong(2, 1)'"),
+        ("soft_overlong(max_length=x)", "cannot read the options"),
+        ("soft_overlong(max_length=2", "unknown name"),
+        (7, "a reward is a function or a name, not 7"),
+    ],
+)
+def test_wrong_specifications(spec, message):
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        load_rewards([spec])
+
+
+def test_weights():
+    assert load_rewards([length, length]).weights.tolist() == [1, 1]
+    assert load_rewards([length, length], ()).weights.tolist() == [1, 1]
+    weights = load_rewards([length, length], [0.5, 2]).weights
+    assert weights.dtype == np.float32
+    assert weights.tolist() == [0.5, 2]
+    with pytest.raises(
+        RewardError, match=re.escape("rewards.weights has 1 numbers for 2 functions (length, length_2)")
+    ):
+        load_rewards([length, length], [1.0])
+    with pytest.raises(RewardError, match="every weight is a finite number"):
+        load_rewards([length], [math.nan])
+    with pytest.raises(RewardError, match="there is no reward function"):
+        load_rewards([])
+    with pytest.raises(RewardError, match=r"rewards.timeout is 0"):
+        load_rewards(length, timeout=0)
+
+
+# --- failures ---------------------------------------------------------------------------------------------------------
+
+
+def divide(completions, answer, **_):
+    return [1 / number for number in answer]
+
+
+@pytest.mark.parametrize("timeout", [None, 5.0])
+def test_a_function_that_raises_is_named_with_its_row_and_cause(timeout):
+    with pytest.raises(RewardError) as caught:
+        grade(["exact_match", divide], ["a", "b", "c"], {"answer": [1, 2, 0]}, timeout)
+    text = str(caught.value)
+    assert "reward 'divide' raised ZeroDivisionError: division by zero, on row 2 (" in text
+    assert "'prompts': 'p2'" in text
+    assert "'answer': 0" in text
+    cause = caught.value.__cause__
+    assert isinstance(cause, ZeroDivisionError)
+    frames = []
+    trace = cause.__traceback__
+    while trace:
+        frames.append(trace.tb_frame.f_code.co_name)
+        trace = trace.tb_next
+    assert "divide" in frames
+
+
+def test_a_failure_no_single_row_repeats_names_all_rows():
+    def whole_batch_only(completions, **_):
+        if len(completions) > 1:
+            raise KeyError("batch")
+        return [0.0]
+
+    with pytest.raises(RewardError, match="raised KeyError: 'batch', called with rows 0 to 2"):
+        grade(whole_batch_only, list("abc"))
+
+
+def test_an_exit_in_a_reward_is_not_swallowed():
+    def leave(completions, **_):
+        raise SystemExit(3)
+
+    with pytest.raises(SystemExit):
+        grade(leave, ["a"], timeout=5.0)
+
+
+@pytest.mark.parametrize(
+    ("results", "message"),
+    [
+        ([1.0], "returned 1 results for 2 completions"),
+        ([1.0, 2.0, 3.0], "returned 3 results for 2 completions"),
+        (1.0, "returned 1.0; it returns a list of 2 numbers"),
+        (None, "returned None; it returns a list"),
+        ("ab", "returned 'ab'; it returns a list"),
+        ({"a": 1, "b": 2}, "it returns a list of 2 numbers"),
+        (np.float32(1.0), "it returns a list of 2 numbers"),
+        (np.zeros((2, 1)), "for row 0; return a finite number, or None"),
+        ([1.0, math.nan], "returned nan for row 1; return a finite number, or None where the function does not apply"),
+        ([math.inf, 1.0], "returned inf for row 0"),
+        ([1.0, -1e39], "returned -1e+39 for row 1"),
+        ([1.0, 10**400], "for row 1"),
+        (["1.0", 1.0], "returned '1.0' for row 0"),
+        ([[1.0], 1.0], "returned [1.0] for row 0"),
+        ([1j, 1.0], "returned 1j for row 0"),
+    ],
+)
+def test_results_that_are_not_one_number_for_each_completion(results, message):
+    def bad(completions, **_):
+        return results
+
+    with pytest.raises(RewardError, match=re.escape("reward 'bad' ") + ".*" + re.escape(message)):
+        grade(bad, ["a", "b"])
+
+
+def test_a_generator_is_refused():
+    def lazy(completions, **_):
+        yield 1.0
+
+    with pytest.raises(RewardError, match="reward 'lazy' returned <generator"):
+        grade(lazy, ["a"])
+
+
+def test_a_column_the_data_lacks_is_named_with_the_closest():
+    def needs(completions, answers, **_):
+        return [0.0]
+
+    message = "reward 'needs' needs 'answers', which is neither a column nor set as an option; there are prompts, "
+    with pytest.raises(RewardError, match=message + "completions, completion_ids, answer, task; the closest is answer"):
+        grade(needs, ["a"], {"answer": ["1"], "task": ["m"]})
+    with pytest.raises(RewardError, match="reward 'soft_overlong' needs 'max_length'"):
+        grade("soft_overlong", ["a"])
+
+
+def test_inputs_that_do_not_fit():
+    with pytest.raises(RewardError, match="answer has 1 values for 2 prompts"):
+        grade(length, ["a", "b"], {"answer": [1]})
+    with pytest.raises(RewardError, match="a column named 'completions', which rewards use themselves; rename it"):
+        grade(length, ["a"], {"completions": ["x"]})
+
+
+# --- time limits and async --------------------------------------------------------------------------------------------
+
+
+def test_a_function_that_hangs_stops_at_the_limit():
+    release = threading.Event()
+
+    def hang(completions, **_):
+        release.wait(60)
+        return [0.0]
+
+    started = time.monotonic()
+    with pytest.raises(RewardError, match=r"reward 'hang' took more than rewards.timeout=0.2 seconds"):
+        grade([length, hang], ["a"], timeout=0.2)
+    assert time.monotonic() - started < 10
+    release.set()
+
+
+def test_a_hung_function_does_not_keep_the_process_alive(run_python):
+    code = (
+        "import time\n"
+        "from jaxrl_llm.rewards.grader import load_rewards\n"
+        "def hang(completions, **_): time.sleep(600)\n"
+        "load_rewards(hang, timeout=0.2)(['p'], ['a'], [[1]], {})\n"
+    )
+    result = run_python("-c", code, timeout=60)
+    assert result.returncode == 1
+    assert "reward 'hang' took more than" in result.stderr
+
+
+def test_without_a_limit_a_function_runs_in_the_callers_thread():
+    """Some graders use signals, which work in the main thread only."""
+    threads = []
+
+    def where(completions, **_):
+        threads.append(threading.current_thread())
+        return [0.0]
+
+    grade(where, ["a"])
+    grade(where, ["a"], timeout=5.0)
+    assert threads[0] is threading.current_thread()
+    assert threads[1] is not threading.current_thread()
+
+
+def meeting():
+    """Two async functions that only end when both are running."""
+    arrived = []
+
+    def make(name, value):
+        async def meet(completions, **_):
+            arrived.append(name)
+            while len(arrived) < 2:
+                await asyncio.sleep(0.001)
+            return [value] * len(completions)
+
+        return meet
+
+    return [make("first", 1.0), make("second", 2.0)]
+
+
+@pytest.mark.parametrize("timeout", [None, 20.0])
+def test_async_functions_run_at_the_same_time(timeout):
+    first, second = meeting()
+    assert grade([first, length, second], ["ab", "c"], timeout=timeout).tolist() == [[1, 2, 2], [1, 1, 2]]
+
+
+def test_async_functions_run_inside_a_running_event_loop():
+    async def cell():
+        return grade(meeting(), ["ab"])
+
+    assert asyncio.run(cell()).tolist() == [[1, 2]]
+
+
+def test_an_async_object():
+    class Judge:
+        async def __call__(self, completions, **_):
+            await asyncio.sleep(0)
+            return [0.25 for _ in completions]
+
+    assert grade(Judge(), ["a", "b"])[:, 0].tolist() == [0.25, 0.25]
+
+
+def test_async_failures_name_the_row():
+    async def judge(completions, answer, **_):
+        await asyncio.sleep(0)
+        return [1 / number for number in answer]
+
+    with pytest.raises(
+        RewardError, match="reward 'judge' raised ZeroDivisionError: division by zero, on row 1 "
+    ) as caught:
+        grade([length, judge], ["a", "b"], {"answer": [1, 0]})
+    assert isinstance(caught.value.__cause__, ZeroDivisionError)
+
+
+def test_async_time_limit_names_those_that_are_late():
+    async def late(completions, **_):
+        await asyncio.sleep(60)
+
+    async def quick(completions, **_):
+        return [1.0]
+
+    async def blocking(completions, **_):
+        time.sleep(3)
+
+    started = time.monotonic()
+    with pytest.raises(RewardError, match=r"reward 'late' took more than rewards.timeout=0.2 seconds"):
+        grade([quick, late], ["a"], timeout=0.2)
+    with pytest.raises(RewardError, match="reward 'blocking' took more than"):
+        grade([blocking], ["a"], timeout=0.2)
+    assert time.monotonic() - started < 10
