@@ -149,6 +149,8 @@ KEYS = (
     Key("model.random_init", False, "Start from random parameters (drawn from seed) instead of the model's.", bool),
     Key("model.remat", "none",
         "What the backward pass computes again to save memory: nothing, or each block.", choices=("none", "block")),
+    Key("model.scan_layers", "auto", "Compile one layer and scan it, or each by itself (longer to compile, faster on CPU); auto scans on accelerators.",
+        choices=("auto", "true", "false")),
 
     Key("data.path", "task:sort", "Hub id, local folder or file, or `task:<name>` for a built-in task."),
     Key("data.name", None, "Configuration name of a hub data set."),

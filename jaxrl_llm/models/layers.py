@@ -32,7 +32,8 @@ class Linear(nnx.Module):
         self.bias = nnx.Param(jnp.zeros((d_out,), config.param_dtype)) if bias else None
 
     def __call__(self, x):
-        y = x @ self.kernel[...].astype(x.dtype)
+        # Rows and positions as one dimension: with two, XLA's CPU backend computes the weight gradient 4 times slower.
+        y = (x.reshape(-1, x.shape[-1]) @ self.kernel[...].astype(x.dtype)).reshape(*x.shape[:-1], -1)
         return y if self.bias is None else y + self.bias[...].astype(x.dtype)
 
 

@@ -52,7 +52,7 @@ class ModelConfig:
     dtype: str = "float32"  # of the computation
     param_dtype: str = "float32"
     remat: str = "none"  # or "block": keep only each layer's input for the backward pass
-    scan_layers: bool = True  # False: one program per layer, faster to decode on CPU, slower to compile
+    scan_layers: bool = True  # False: a program per layer, slower to compile and, on CPU, up to twice as fast to run
 
 
 class Embed(nnx.Module):
@@ -206,7 +206,10 @@ def attention_mask(segments):
 
 @dataclasses.dataclass(frozen=True)
 class Net:
-    """The static side of a model: `bind(params)` gives the module whose methods compute."""
+    """The static side of a model: `bind(params)` gives the module whose methods compute.
+
+    Parameters are stored with their layers stacked, whether the net scans them or not.
+    """
 
     config: ModelConfig
 
@@ -220,22 +223,29 @@ class Net:
 
     def bind(self, params: Params) -> Transformer:
         """The module with these parameters (no copy; works under jit)."""
-        return nnx.merge(self.graph, params)
+        return nnx.merge(self.graph, params if self.config.scan_layers else unstack(params))
 
     def shapes(self) -> Params:
         """The parameters as ShapeDtypeStructs."""
-        return nnx.to_pure_dict(nnx.split(self.abstract)[1])
+        return nnx.to_pure_dict(nnx.split(self.scanned().abstract)[1])
 
     def init(self, key) -> Params:
         """Random parameters: normal(0, init_scale) matrices, zero biases, unit norm scales."""
-        return nnx.to_pure_dict(nnx.state(Transformer(self.config, nnx.Rngs(key)), nnx.Param))
+        return nnx.to_pure_dict(nnx.state(Transformer(self.scanned().config, nnx.Rngs(key)), nnx.Param))
+
+    def scanned(self) -> "Net":
+        """The same model computing its layers in a scan."""
+        return Net(dataclasses.replace(self.config, scan_layers=True))
 
     def unrolled(self) -> "Net":
-        """The same model with unrolled layers; its parameters are `unstack(params)`."""
+        """The same model computing its layers one after another."""
         return Net(dataclasses.replace(self.config, scan_layers=False))
 
 
 def unstack(params: Params) -> Params:
-    """Parameters of the unrolled net, from those of the scanned one."""
-    count = jax.tree.leaves(params["layers"])[0].shape[0]
-    return {**params, "layers": {number: _of_layer(params["layers"], number) for number in range(count)}}
+    """The parameters with one dict a layer instead of stacked layers; unchanged when they are so already."""
+    layers = params["layers"]
+    if 0 in layers:
+        return params
+    count = jax.tree.leaves(layers)[0].shape[0]
+    return {**params, "layers": {number: _of_layer(layers, number) for number in range(count)}}

@@ -48,7 +48,8 @@ def build(config, mesh: Mesh, train_dataset=None, eval_dataset=None, rewards=Non
     watch = Stopwatch()
     c = config.model
     init_key = jax.random.key(config.seed) if c.random_init else None
-    model = load_model(c.path, c.dtype, c.param_dtype, mesh, init_key, remat=c.remat)
+    scan = jax.default_backend() != "cpu" if c.scan_layers == "auto" else c.scan_layers == "true"
+    model = load_model(c.path, c.dtype, c.param_dtype, mesh, init_key, remat=c.remat, scan_layers=scan)
     if model.tokenizer is None:
         raise ConfigError(f"model.path = {config.model.path!r} has no tokenizer files; add them to the folder")
     grader = load_rewards(rewards or config.rewards.functions, config.rewards.weights, config.rewards.timeout)

@@ -2,25 +2,29 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jaxrl_llm.algorithms.advantages import (
-    combine_rewards,
-    discounted_returns,
-    flat_groups,
-    frac_zero_std,
-    gae,
-    gdpo_advantages,
-    group_advantages,
-    missing_eos_penalty,
-    opo_advantages,
-    passk_advantages,
-    reinforce_plus_plus_advantages,
-    reinforce_plus_plus_baseline_advantages,
-    remax_advantages,
-    rloo_advantages,
-    soft_overlong_punishment,
-    token_rewards,
-    unscorable_rows,
+
+from jaxrl_llm.algorithms import advantages
+
+# The functions under test, compiled as a training step compiles them.
+combine_rewards = jax.jit(advantages.combine_rewards)
+discounted_returns = jax.jit(advantages.discounted_returns)
+flat_groups = jax.jit(advantages.flat_groups, static_argnames="group_size")
+frac_zero_std = jax.jit(advantages.frac_zero_std, static_argnames="group_size")
+gae = jax.jit(advantages.gae)
+gdpo_advantages = jax.jit(advantages.gdpo_advantages, static_argnames=("group_size", "batch_normalize"))
+group_advantages = jax.jit(advantages.group_advantages, static_argnames=("group_size", "scale"))
+missing_eos_penalty = jax.jit(advantages.missing_eos_penalty)
+opo_advantages = jax.jit(advantages.opo_advantages, static_argnames="group_size")
+passk_advantages = jax.jit(advantages.passk_advantages, static_argnames=("group_size", "normalize"))
+reinforce_plus_plus_advantages = jax.jit(advantages.reinforce_plus_plus_advantages)
+reinforce_plus_plus_baseline_advantages = jax.jit(
+    advantages.reinforce_plus_plus_baseline_advantages, static_argnames="group_size"
 )
+remax_advantages = jax.jit(advantages.remax_advantages)
+rloo_advantages = jax.jit(advantages.rloo_advantages, static_argnames=("group_size", "normalize"))
+soft_overlong_punishment = jax.jit(advantages.soft_overlong_punishment, static_argnames=("max_length", "cache"))
+token_rewards = jax.jit(advantages.token_rewards)
+unscorable_rows = jax.jit(advantages.unscorable_rows)
 
 NAN = np.nan
 # two prompts of four completions with two rewards each
@@ -43,7 +47,7 @@ def group_loop(scores, size, scale="group", eps=1e-4):
     return result
 
 
-# -- rewards ----------------------------------------------------------------------------------------------------------
+# -- rewards -----------------------------------------------------------------------------------------------------------
 
 
 def test_combine_rewards_is_a_weighted_sum_of_what_applies():
@@ -96,7 +100,7 @@ def test_missing_eos_penalty():
     np.testing.assert_array_equal(missing_eos_penalty([1.0, 1.0], [True, False], 0.25), [1.0, 0.75])
 
 
-# -- group advantages -------------------------------------------------------------------------------------------------
+# -- group advantages --------------------------------------------------------------------------------------------------
 
 
 def test_group_advantages_by_hand(x64):
@@ -116,9 +120,9 @@ def test_group_advantages_equal_a_plain_loop(x64, scale):
 
 
 def test_batch_scale_still_subtracts_the_group_mean(x64):
-    advantages = np.asarray(group_advantages([0.0, 1, 10, 11], 2, "batch"))
-    np.testing.assert_allclose(advantages.reshape(2, 2).sum(1), 0, atol=1e-12)
-    np.testing.assert_allclose(advantages[1], 0.5 / (np.std([0, 1, 10, 11], ddof=1) + 1e-4), rtol=1e-12)
+    result = np.asarray(group_advantages([0.0, 1, 10, 11], 2, "batch"))
+    np.testing.assert_allclose(result.reshape(2, 2).sum(1), 0, atol=1e-12)
+    np.testing.assert_allclose(result[1], 0.5 / (np.std([0, 1, 10, 11], ddof=1) + 1e-4), rtol=1e-12)
 
 
 def test_single_reward_grpo_and_gdpo_differ_in_scale(x64):
@@ -132,8 +136,8 @@ def test_single_reward_grpo_and_gdpo_differ_in_scale(x64):
 @pytest.mark.parametrize("size", [3, 7, 8])
 def test_a_flat_group_gives_exact_zeros_in_float32(value, size):
     scores = np.full(size, value, np.float32)
-    for advantages in (group_advantages(scores, size), rloo_advantages(scores, size)):
-        np.testing.assert_array_equal(advantages, 0.0)
+    for result in (group_advantages(scores, size), rloo_advantages(scores, size)):
+        np.testing.assert_array_equal(result, 0.0)
 
 
 def test_integer_rewards_are_not_truncated_anywhere():
@@ -160,7 +164,7 @@ def test_unscorable_rows_get_zero_and_do_not_move_the_baseline(x64):
 def test_a_batch_where_no_reward_applies_is_all_zeros():
     rewards = np.full((8, 2), NAN)
     scores = combine_rewards(rewards, [1.0, 1.0])
-    for advantages in (
+    for result in (
         group_advantages(scores, 4),
         group_advantages(scores, 4, "batch"),
         rloo_advantages(scores, 4, normalize=True),
@@ -170,7 +174,7 @@ def test_a_batch_where_no_reward_applies_is_all_zeros():
         remax_advantages(scores, np.zeros(2)),
         reinforce_plus_plus_baseline_advantages(scores, np.ones((8, 3)), 4),
     ):
-        np.testing.assert_array_equal(advantages, 0.0)
+        np.testing.assert_array_equal(result, 0.0)
 
 
 @pytest.mark.parametrize("function", [group_advantages, rloo_advantages])
@@ -208,7 +212,7 @@ def test_unknown_scale():
         group_advantages(np.zeros(4), 4, "std")
 
 
-# -- gdpo -------------------------------------------------------------------------------------------------------------
+# -- gdpo --------------------------------------------------------------------------------------------------------------
 
 
 def gdpo_loop(rewards, weights, size, batch_normalize=True):
@@ -247,7 +251,7 @@ def test_gdpo_survives_rewards_that_apply_to_part_of_the_rows(x64):
     assert float(result[7]) == 0
 
 
-# -- other outcome advantages -----------------------------------------------------------------------------------------
+# -- other outcome advantages ------------------------------------------------------------------------------------------
 
 
 def test_rloo_subtracts_the_mean_of_the_others(x64):
@@ -270,8 +274,8 @@ def test_passk_rewards_only_the_best(x64):
 
 
 def test_opo_weighs_the_baseline_by_length(x64):
-    advantages = opo_advantages([0.0, 1.0, 4.0, NAN], [1, 3, 10, 50], 2)
-    np.testing.assert_allclose(advantages, [-0.75, 0.25, 0, 0], rtol=1e-12, atol=1e-12)
+    result = opo_advantages([0.0, 1.0, 4.0, NAN], [1, 3, 10, 50], 2)
+    np.testing.assert_allclose(result, [-0.75, 0.25, 0, 0], rtol=1e-12, atol=1e-12)
 
 
 def test_remax_subtracts_the_greedy_score_of_the_prompt():
@@ -324,13 +328,13 @@ def test_reinforce_plus_plus_baseline_weighs_tokens(x64):
 def gae_loop(rewards, values, mask, gamma, lam):
     """GAE over the masked tokens alone: gaps are removed, not carried."""
     kept = np.flatnonzero(mask)
-    advantages, following = np.zeros(len(rewards)), None
+    result, following = np.zeros(len(rewards)), None
     for t in kept[::-1]:
-        next_value, next_advantage = (values[following], advantages[following]) if following is not None else (0, 0)
+        next_value, next_advantage = (values[following], result[following]) if following is not None else (0, 0)
         delta = rewards[t] + gamma * next_value - values[t]
-        advantages[t] = delta + gamma * lam * next_advantage
+        result[t] = delta + gamma * lam * next_advantage
         following = t
-    return advantages
+    return result
 
 
 MULTI_TURN = {
@@ -342,9 +346,9 @@ MULTI_TURN = {
 
 def test_gae_on_a_multi_turn_row(x64):
     rewards, values, mask = MULTI_TURN.values()
-    advantages, returns = gae(rewards[None], values[None], mask[None], 0.99, 0.95)
+    result, returns = gae(rewards[None], values[None], mask[None], 0.99, 0.95)
     expected = gae_loop(rewards, values, mask, 0.99, 0.95)
-    np.testing.assert_allclose(advantages[0], expected, rtol=1e-12)
+    np.testing.assert_allclose(result[0], expected, rtol=1e-12)
     np.testing.assert_allclose(returns[0], (expected + values) * mask, rtol=1e-12)
 
 
@@ -362,8 +366,8 @@ def test_gae_ignores_values_and_rewards_of_observation_tokens(x64):
 
 def test_gae_by_hand():
     # lambda = 0: A_t = r_t + V_(t+1) - V_t
-    advantages, returns = gae([[0.0, 0.0, 5.0]], [[1.0, 2.0, 3.0]], [[1, 1, 1]], 1.0, 0.0)
-    np.testing.assert_allclose(advantages, [[1, 1, 2]])
+    result, returns = gae([[0.0, 0.0, 5.0]], [[1.0, 2.0, 3.0]], [[1, 1, 1]], 1.0, 0.0)
+    np.testing.assert_allclose(result, [[1, 1, 2]])
     np.testing.assert_allclose(returns, [[2, 3, 5]])
 
 
@@ -371,8 +375,8 @@ def test_one_gae_reproduces_the_critic_free_advantages(x64):
     mask = np.array([[1, 1, 1, 0], [1, 1, 0, 0], [1, 1, 1, 1], [1, 0, 0, 0]])
     scores = np.array([1.0, 0.0, 2.0, 0.5])
     for outcome in (group_advantages(scores, 2), rloo_advantages(scores, 2)):
-        advantages, _ = gae(token_rewards(outcome, mask), np.zeros(mask.shape), mask)
-        np.testing.assert_allclose(advantages, np.asarray(outcome)[:, None] * mask, rtol=1e-12)
+        result, _ = gae(token_rewards(outcome, mask), np.zeros(mask.shape), mask)
+        np.testing.assert_allclose(result, np.asarray(outcome)[:, None] * mask, rtol=1e-12)
     rewards = token_rewards(scores, mask, np.full(mask.shape, 0.3), 0.1)
     np.testing.assert_allclose(
         gae(rewards, np.zeros(mask.shape), mask, 0.9, 1.0)[0],
@@ -381,15 +385,12 @@ def test_one_gae_reproduces_the_critic_free_advantages(x64):
     )
 
 
-def test_everything_jits():
+def test_the_functions_run_without_jit():
     scores, mask = SCORES.astype(np.float32), np.ones((8, 3), np.float32)
     pairs = (
-        (jax.jit(group_advantages, static_argnums=(1, 2))(scores, 4, "batch"), group_advantages(scores, 4, "batch")),
-        (jax.jit(rloo_advantages, static_argnums=1)(scores, 4), rloo_advantages(scores, 4)),
-        (jax.jit(gdpo_advantages, static_argnums=2)(REWARDS, [1.0, 2.0], 4), gdpo_advantages(REWARDS, [1.0, 2.0], 4)),
-        (jax.jit(passk_advantages, static_argnums=1)(scores, 4), passk_advantages(scores, 4)),
-        (jax.jit(token_rewards)(scores, mask), token_rewards(scores, mask)),
-        (jax.jit(gae)(mask, mask, mask, 0.9, 0.8)[0], gae(mask, mask, mask, 0.9, 0.8)[0]),
+        (group_advantages(scores, 4, "batch"), advantages.group_advantages(scores, 4, "batch")),
+        (token_rewards(scores, mask), advantages.token_rewards(scores, mask)),
+        (gae(mask, mask, mask, 0.9, 0.8)[0], advantages.gae(mask, mask, mask, 0.9, 0.8)[0]),
     )
     for jitted, plain in pairs:
         np.testing.assert_allclose(jitted, plain, rtol=1e-5, atol=1e-5)

@@ -2,6 +2,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+
 from jaxrl_llm.algorithms.aggregation import MODES, as_float, loss_weights, masked_mean, masked_var, whiten
 
 MASK = np.array([[1, 1, 0, 0], [0, 1, 1, 1], [0, 0, 0, 0]], np.float32)

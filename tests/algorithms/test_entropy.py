@@ -1,6 +1,7 @@
 import jax
 import numpy as np
 import pytest
+
 from jaxrl_llm.algorithms.entropy import AdaptiveEntropy, top_entropy_mask
 
 

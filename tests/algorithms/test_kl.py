@@ -2,6 +2,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+
 from jaxrl_llm.algorithms.kl import KINDS, AdaptiveKL, FixedKL, kl_estimate
 
 LOGPS, REF = np.array([-1.0, -2.0, -0.5]), np.array([-1.3, -1.9, -0.7])

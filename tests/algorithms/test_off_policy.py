@@ -1,6 +1,7 @@
 import jax
 import numpy as np
 import pytest
+
 from jaxrl_llm.algorithms.off_policy import MODES, importance_correction, mismatch_kl, off_policy_sequence_mask
 
 OLD = np.log(np.array([[0.8, 0.1, 0.5], [0.5, 0.5, 0.9]]))

@@ -1,7 +1,10 @@
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+
 from jaxrl_llm.algorithms import preference_losses
 from jaxrl_llm.algorithms.preference_losses import (
     REFERENCE_FREE,
@@ -44,9 +47,10 @@ def log_logistic(x):
     return -np.logaddexp(0, -x)
 
 
-def call(name, *logps, **options):
+@partial(jax.jit, static_argnames=("name", "normalize", "divergence", "alpha", "label_smoothing"))
+def call(name, *logps, lengths=LENGTHS, **options):
     """Calls any paired loss by name the way an objective does."""
-    return getattr(preference_losses, name)(*logps, BETA, lengths=options.pop("lengths", LENGTHS), **options)
+    return getattr(preference_losses, name)(*logps, BETA, lengths=lengths, **options)
 
 
 def random_pairs(pairs=6, seed=0):
@@ -139,11 +143,7 @@ def test_alphapo_tends_to_simpo(x64):
 def test_the_loss_falls_when_the_rejected_becomes_less_likely(x64, name):
     policy_chosen, policy_rejected, ref_chosen, ref_rejected = PAIR
     gradient = jax.grad(lambda x: call(name, policy_chosen, x, ref_chosen, ref_rejected).sum())(policy_rejected)
-    if name == "ipo":  # the target margin 1 / (2 beta) is far above this pair's
-        assert float(gradient[0]) > 0
-    if name not in ("sppo_hard", "exo_pair"):
-        assert float(gradient[0]) > 0
-    assert np.isfinite(gradient).all()
+    assert float(gradient[0]) > 0
 
 
 @pytest.mark.parametrize("name", PAIRED)
@@ -179,12 +179,13 @@ def test_pairs_do_not_see_each_other(x64, name):
 
 
 @pytest.mark.parametrize("name", PAIRED)
-def test_half_precision_and_jit(name):
+def test_half_precision_inputs_are_computed_in_float32(name):
     logps, lengths = random_pairs()
     low = [jnp.asarray(x, "bfloat16") for x in logps]
-    result = jax.jit(lambda *x: call(name, *x, lengths=lengths))(*low)
+    result = call(name, *low, lengths=lengths)
     assert result.dtype == jnp.float32
-    np.testing.assert_allclose(result, call(name, *low, lengths=lengths), rtol=1e-4, atol=1e-5)
+    wide = call(name, *(np.asarray(x, np.float32) for x in low), lengths=lengths)
+    np.testing.assert_allclose(result, wide, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", ["ipo", "sigmoid_norm", "simpo", "alphapo", "orpo"])

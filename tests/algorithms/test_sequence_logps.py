@@ -1,6 +1,7 @@
 import jax
 import numpy as np
 import pytest
+
 from jaxrl_llm.algorithms.sequence_logps import (
     RunningMean,
     length_desensitized_logps,

@@ -1,0 +1,372 @@
+"""Model folders: what is read and written bit for bit, and what is refused by name."""
+
+import json
+import os
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import load_file, save_file
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import AutoModelForSequenceClassification, LlamaConfig, PreTrainedTokenizerFast
+
+from jaxrl_llm.config import ConfigError
+from jaxrl_llm.models import hf
+from jaxrl_llm.models.model import load_model, save_hf
+from jaxrl_llm.models.transformer import ModelConfig, Net
+from tests.models.conftest import SHAPE, make_oracle
+
+
+@pytest.fixture
+def copy(llama_folder, tmp_path):
+    """A model folder that the test may damage."""
+    return shutil.copytree(llama_folder, tmp_path / "model")
+
+
+def edit_config(folder, **entries):
+    file = folder / "config.json"
+    config = json.loads(file.read_text()) | entries
+    file.write_text(json.dumps({name: value for name, value in config.items() if value != "remove"}))
+
+
+def edit_tensors(folder, change):
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    change(tensors)
+    save_file(tensors, file)
+
+
+def equal(a, b):
+    return jax.tree.all(jax.tree.map(lambda x, y: x.dtype == y.dtype and np.array_equal(x, y), a, b))
+
+
+CONFIG_FAULTS = {
+    "model_type": (
+        {"model_type": "mistral"},
+        "model_type 'mistral' is not supported; supported are llama, qwen2, qwen3",
+    ),
+    "no model_type": ({"model_type": "remove"}, "model_type None"),
+    "hidden_act": ({"hidden_act": "gelu"}, "hidden_act = 'gelu' is not supported; supported: silu"),
+    "rope type": (
+        {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}},
+        "rope_type = 'yarn' is not supported; supported: default, llama3",
+    ),
+    "old rope type": ({"rope_parameters": "remove", "rope_scaling": {"type": "linear", "factor": 2.0}}, "'linear'"),
+    "llama3 without factor": (
+        {"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4, "low_freq_factor": 1.0}},
+        "llama3 needs the entry 'factor'",
+    ),
+    "partial rotary": ({"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5"),
+    "rope per layer type": ({"rope_parameters": {"full_attention": {"rope_theta": 1.0}}}, "one set of parameters"),
+    "sliding window": ({"use_sliding_window": True}, "use_sliding_window = True"),
+    "sliding layers": (
+        {"layer_types": ["full_attention", "sliding_attention"]},
+        r"layer_types = \['sliding_attention'\] is not supported",
+    ),
+    "quantized": ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config = .*gptq"),
+    "architecture": (
+        {"architectures": ["LlamaForTokenClassification"]},
+        "LlamaForTokenClassification.*LlamaForCausalLM",
+    ),
+    "many labels": ({"architectures": ["LlamaForSequenceClassification"]}, "num_labels = 2"),
+    "missing entry": ({"intermediate_size": "remove"}, "no entry intermediate_size"),
+    "wrong entry": ({"num_hidden_layers": "two"}, "num_hidden_layers = 'two' .* integers from 1"),
+    "kv heads": ({"num_key_value_heads": 3}, "num_key_value_heads = 3 .* divisors of num_attention_heads = 4"),
+    "width": ({"head_dim": None, "hidden_size": 30}, "hidden_size = 30 .* multiples of num_attention_heads"),
+}
+
+
+@pytest.mark.parametrize("fault", CONFIG_FAULTS)
+def test_unsupported_config_is_refused_before_weights_are_read(copy, fault):
+    entries, message = CONFIG_FAULTS[fault]
+    edit_config(copy, **entries)
+    (copy / "model.safetensors").unlink()
+    with pytest.raises(ConfigError, match=message):
+        hf.load(copy)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ({"rematerialize": True}, "no setting 'rematerialize'; it has .*remat"),
+        ({"dtype": "int8"}, "dtype = 'int8' is not one of float32"),
+        ({"head": "classifier"}, "head = 'classifier' is not one of lm, score"),
+    ],
+)
+def test_unknown_overrides_are_refused(llama_folder, overrides, message):
+    with pytest.raises(ConfigError, match=message):
+        hf.load(llama_folder, **overrides)
+
+
+def pop(name):
+    return lambda tensors: tensors.pop(name)
+
+
+def put(name, array):
+    return lambda tensors: tensors.update({name: array})
+
+
+UP = "model.layers.1.mlp.up_proj.weight"
+TENSOR_FAULTS = {
+    "missing": (pop(UP), f"lacks tensors that the model needs: {UP}"),
+    "missing head": (pop("lm_head.weight"), "lacks .* lm_head.weight"),
+    "unexpected": (
+        put("model.layers.2.mlp.up_proj.weight", np.zeros((48, 32), np.float32)),
+        "layers.2.mlp.up_proj.weight",
+    ),
+    "bias": (put("model.layers.0.mlp.up_proj.bias", np.zeros(48, np.float32)), "gives no place to: .*up_proj.bias"),
+    "shape": (put(UP, np.zeros((32, 48), np.float32)), rf"{UP} has shape \(32, 48\), but config.json says \(48, 32\)"),
+    "dtype": (put(UP, np.zeros((48, 32), np.int8)), f"{UP} has dtype I8, supported are F64, F32"),
+}
+
+
+@pytest.mark.parametrize("fault", TENSOR_FAULTS)
+def test_tensors_that_do_not_fit_are_named(copy, fault):
+    change, message = TENSOR_FAULTS[fault]
+    edit_tensors(copy, change)
+    with pytest.raises(ConfigError, match=message):
+        hf.load(copy)
+
+
+def test_known_buffers_are_ignored(copy, llama_folder):
+    edit_tensors(copy, put("model.layers.0.self_attn.rotary_emb.inv_freq", np.zeros(4, np.float32)))
+    assert equal(hf.load(copy)[1], hf.load(llama_folder)[1])
+
+
+def test_a_tied_head_on_disk_is_ignored(tmp_path):
+    make_oracle("llama3").save_pretrained(tmp_path)
+    before = hf.load(tmp_path)[1]
+    edit_tensors(tmp_path, lambda tensors: tensors.update({"lm_head.weight": tensors["model.embed_tokens.weight"]}))
+    assert equal(hf.load(tmp_path)[1], before)
+
+
+def test_truncated_file_is_named(copy):
+    file = copy / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(ConfigError, match=r"model\.safetensors is truncated"):
+        hf.load(copy)
+
+
+def test_damaged_shards_are_named(copy):
+    model = load_model(copy)
+    save_hf(model, copy, max_shard_bytes=20_000)
+    shards = sorted(copy.glob("model-*.safetensors"))
+    index = json.loads((copy / "model.safetensors.index.json").read_text())
+    assert len(shards) > 2
+    assert index["metadata"]["total_size"] == sum(x.nbytes for x in jax.tree.leaves(model.params))
+    shutil.copy(shards[0], copy / "spare")
+    shards[0].unlink()
+    with pytest.raises(ConfigError, match=f"{shards[0].name} is missing"):
+        hf.load(copy)
+    shutil.copy(shards[1], shards[0])
+    with pytest.raises(ConfigError, match=r"index\.json names tensors that no file holds: .*embed_tokens"):
+        hf.load(copy)
+
+
+def test_folders_without_a_model_are_refused(copy, tmp_path):
+    (copy / "model.safetensors").rename(copy / "pytorch_model.bin")
+    with pytest.raises(ConfigError, match=r"pickle files \(pytorch_model\.bin\) are not read"):
+        hf.load(copy)
+    (copy / "config.json").write_text("{")
+    with pytest.raises(ConfigError, match=r"config\.json is not JSON"):
+        hf.load(copy)
+    (copy / "config.json").write_text("[]")
+    with pytest.raises(ConfigError, match="must hold a JSON object, but holds a list"):
+        hf.load(copy)
+    with pytest.raises(ConfigError, match=r"has no config\.json"):
+        hf.load(tmp_path)
+
+
+@pytest.mark.parametrize("stored", ["bfloat16", "float16"])
+def test_half_precision_files_widen_exactly_and_come_back(copy, tmp_path, stored):
+    exact = hf.load(copy)[1]
+    rounded = jax.tree.map(lambda x: x.astype(stored), exact)
+    net, wide = hf.load(copy)
+    hf.save(net, wide, tmp_path / "half", hf_config=hf.read_config(copy), dtype=stored)
+    assert {x.dtype.name for x in load_file(tmp_path / "half/model.safetensors").values()} == {stored}
+    assert hf.read_config(tmp_path / "half")["dtype"] == stored
+    half_net, half = hf.load(tmp_path / "half", param_dtype=stored)
+    assert equal(half, rounded)
+    assert equal(hf.load(tmp_path / "half")[1], jax.tree.map(lambda x: x.astype("float32"), rounded))
+    hf.save(half_net, half, tmp_path / "again")
+    assert equal(hf.load(tmp_path / "again", param_dtype=stored)[1], rounded)
+
+
+def test_files_of_half_precision_load_in_torch(copy, tmp_path):
+    hf.save(*hf.load(copy, param_dtype="bfloat16"), tmp_path / "half")
+    again = AutoModelForSequenceClassification.from_pretrained(tmp_path / "half", num_labels=1, dtype="auto")
+    assert again.model.embed_tokens.weight.dtype == torch.bfloat16
+
+
+class FailingTokenizer:
+    """Stands for any failure in the middle of an export, such as a full disk."""
+
+    def save_pretrained(self, folder):
+        assert os.listdir(folder)  # some of the export is written  # noqa: PTH208
+        raise OSError("No space left on device")
+
+
+@pytest.mark.parametrize("before", [True, False], ids=["over an export", "new"])
+def test_a_failed_export_leaves_what_was_there(llama_folder, tmp_path, before):
+    net, params = hf.load(llama_folder)
+    target = tmp_path / "exports" / "model"
+    if before:
+        hf.save(net, params, target)
+    other = net.init(jax.random.key(5))
+    with pytest.raises(OSError, match="No space left"):
+        hf.save(net, other, target, tokenizer=FailingTokenizer())
+    assert [file.name for file in target.parent.iterdir()] == (["model"] if before else [])
+    if before:
+        assert equal(hf.load(target)[1], params)
+
+
+def test_an_export_replaces_an_earlier_one_and_nothing_else(llama_folder, tmp_path):
+    net, params = hf.load(llama_folder)
+    hf.save(net, params, tmp_path / "model", max_shard_bytes=20_000)
+    hf.save(net, params, tmp_path / "model")
+    assert sorted(file.name for file in (tmp_path / "model").iterdir()) == ["config.json", "model.safetensors"]
+    assert [file.name for file in tmp_path.iterdir()] == ["model"]
+    (tmp_path / "home").mkdir()
+    hf.save(net, params, tmp_path / "home")
+    (tmp_path / "home" / "work").mkdir()
+    with pytest.raises(ConfigError, match="holds other files than an exported model's"):
+        hf.save(net, params, tmp_path / "home")
+    (tmp_path / "notes.txt").write_text("mine")
+    for target in (tmp_path, tmp_path / "notes.txt"):
+        with pytest.raises(ConfigError, match=r"choose a new folder|is a file"):
+            hf.save(net, params, target)
+    assert (tmp_path / "notes.txt").read_text() == "mine"
+
+
+def test_a_net_that_no_family_can_hold_is_refused(llama_folder, tmp_path):
+    config = hf.load(llama_folder)[0].config
+    fields = {
+        name: getattr(config, name)
+        for name in ("vocab_size", "width", "layers", "heads", "kv_heads", "head_dim", "ffn")
+    }
+    net = Net(ModelConfig(**fields, qk_norm=True, mlp_bias=True))
+    with pytest.raises(ConfigError, match=r"no family of llama, qwen2, qwen3 has .*mlp_bias=True and qk_norm=True"):
+        hf.save(net, net.init(jax.random.key(0)), tmp_path / "out")
+    net = Net(ModelConfig(**fields, attention_bias=True))
+    with pytest.raises(ConfigError, match=r"a llama config\.json cannot describe this model"):
+        hf.save(net, net.init(jax.random.key(0)), tmp_path / "out", hf_config=hf.read_config(llama_folder))
+    with pytest.raises(ConfigError, match="dtype = 'int4' is not one of"):
+        hf.save(net, net.init(jax.random.key(0)), tmp_path / "out", dtype="int4")
+    assert not (tmp_path / "out").exists()
+
+
+def make_tokenizer():
+    words = {word: number for number, word in enumerate(["<pad>", "<eos>", "<unk>", "two", "plus", "three"])}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
+    fast.chat_template = "{% for m in messages %}{{ m['content'] }}{{ eos_token }}{% endfor %}"
+    return fast
+
+
+def test_tokenizer_template_and_generation_config_come_back(copy, tmp_path):
+    make_tokenizer().save_pretrained(copy)
+    (copy / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, 2], "temperature": 0.6}))
+    edit_config(copy, max_position_embeddings=77, my_own_entry="kept")
+    model = load_model(copy)
+    save_hf(model, tmp_path / "out")
+    again = load_model(tmp_path / "out")
+    assert again.generation == {"eos_token_id": [1, 2], "temperature": 0.6}
+    assert again.hf_config["my_own_entry"] == "kept"
+    assert again.hf_config["max_position_embeddings"] == 77
+    assert again.tokenizer.encode("two plus three four") == [3, 4, 5, 2]
+    chat = [{"role": "user", "content": "two plus"}]
+    assert again.tokenizer.apply_chat_template(chat, tokenize=False) == "two plus<eos>"
+    assert again.net == model.net
+
+
+def test_tokenizer_faults_are_named(copy):
+    assert load_model(copy).tokenizer is None
+    with pytest.raises(ConfigError, match="has no tokenizer"):
+        hf.load_tokenizer(copy)
+    (copy / "tokenizer.json").write_text("{}")
+    with pytest.raises(ConfigError, match=f"the tokenizer in {copy} cannot be read"):
+        hf.load_tokenizer(copy)
+
+
+def test_loading_and_saving_need_no_torch(copy, run_python):
+    make_tokenizer().save_pretrained(copy)
+    code = f"""
+import sys
+sys.modules["torch"] = None
+from jaxrl_llm.models.model import load_model, save_hf
+model = load_model({str(copy)!r})
+assert model([[3, 4, 5]]).shape == (1, 3, 97)
+assert model.tokenizer.encode("two") == [3]
+save_hf(model, "out")
+"""
+    done = run_python("-c", code)
+    assert done.returncode == 0, done.stderr
+
+
+def test_dtype_auto_is_float32_on_cpu(llama_folder):
+    model = load_model(llama_folder)
+    assert (model.net.config.dtype, model.net.config.param_dtype) == ("float32", "float32")
+    model = load_model(llama_folder, dtype="bfloat16", remat="block")
+    assert (model.net.config.dtype, model.net.config.param_dtype) == ("bfloat16", "bfloat16")
+    assert model.net.config.remat == "block"
+    assert model([[1, 2]]).dtype == jnp.float32
+
+
+def test_locate(tmp_path, monkeypatch):
+    assert hf.locate(tmp_path) == tmp_path
+    with pytest.raises(ConfigError, match="there is no embedded model embedded:nothing; there are: "):
+        hf.locate("embedded:nothing")
+    with pytest.raises(ConfigError, match="no such folder, and it is neither a Hugging Face hub id"):
+        hf.locate("./not/a/model")
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(ConfigError, match="'nobody/nothing': there is no such folder here, and the Hugging Face hub"):
+        hf.locate("nobody/nothing")
+
+
+@pytest.fixture(scope="module")
+def scorer(tmp_path_factory):
+    torch.manual_seed(0)
+    config = LlamaConfig(**SHAPE | {"pad_token_id": 0}, num_labels=1)
+    path = tmp_path_factory.mktemp("scorer")
+    scorer = AutoModelForSequenceClassification.from_config(config).eval()
+    scorer.save_pretrained(path)
+    return scorer, path
+
+
+def test_a_reward_model_scores_like_the_oracle_and_comes_back(scorer, tmp_path):
+    oracle, folder = scorer
+    model = load_model(folder)
+    assert model.net.config.head == "score"
+    tokens = np.random.default_rng(0).integers(1, 97, (3, 8))
+    with torch.no_grad():
+        expected = oracle(torch.tensor(tokens)).logits[:, 0].numpy()
+    np.testing.assert_allclose(model(tokens)[:, -1], expected, atol=2e-5)
+    for config in (model.hf_config, None):
+        hf.save(model.net, model.params, tmp_path / "out", hf_config=config)
+        again = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out")
+        assert again.config.num_labels == 1
+        for (name, a), (_, b) in zip(oracle.named_parameters(), again.named_parameters(), strict=True):
+            assert torch.equal(a, b), name
+
+
+@pytest.mark.parametrize("variant", ["llama", "qwen2"], ids=["untied", "tied"])
+def test_a_language_model_gets_a_new_score_head(tmp_path, variant):
+    make_oracle(variant).save_pretrained(tmp_path)
+    net, params = hf.load(tmp_path, head="score", seed=1)
+    language = hf.load(tmp_path)[1]
+    assert equal(params["layers"], language["layers"])
+    assert "head" not in params
+    score = params["score"]["kernel"]
+    assert score.shape == (32, 1)
+    assert float(score.std()) == pytest.approx(net.config.init_scale, rel=0.4)
+    assert equal(score, hf.load(tmp_path, head="score", seed=1)[1]["score"]["kernel"])
+    assert not equal(score, hf.load(tmp_path, head="score", seed=2)[1]["score"]["kernel"])
+
+
+def test_a_reward_model_is_no_language_model(scorer):
+    with pytest.raises(ConfigError, match=r"lacks tensors that the model needs: lm_head\.weight"):
+        hf.load(scorer[1], head="lm")

@@ -1,0 +1,157 @@
+"""What holds for the decoder of every family: masks, positions, scanned and unrolled layers, heads, dtypes."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxrl_llm.config import ConfigError
+from jaxrl_llm.models.transformer import ModelConfig, Net, attention_mask, segment_positions, unstack
+from jaxrl_llm.sharding import path_name
+from tests.models.decoding import continued_logits, padded
+
+CONFIG = ModelConfig(
+    vocab_size=31, width=16, layers=2, heads=4, kv_heads=2, head_dim=8, ffn=24, qk_norm=True, init_scale=0.3
+)
+
+
+@pytest.fixture(scope="module")
+def net():
+    return Net(CONFIG)
+
+
+@pytest.fixture(scope="module")
+def params(net):
+    return jax.jit(net.init)(jax.random.key(0))
+
+
+@pytest.fixture(scope="module")
+def rows():
+    rng = np.random.default_rng(0)
+    return padded([rng.integers(0, 31, length) for length in (6, 9, 3)], "left")
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def run(net, params, tokens, segments):
+    return net.bind(params)(tokens, segments)
+
+
+def test_segment_positions():
+    segments = jnp.array([[0, 0, 1, 1, 2, 2, 2, 0], [1, 1, 1, 3, 0, 0, 2, 2]])
+    expected = [[0, 0, 0, 1, 0, 1, 2, 0], [0, 1, 2, 0, 0, 0, 0, 1]]
+    np.testing.assert_array_equal(segment_positions(segments), expected)
+
+
+def test_attention_mask():
+    expected = [[0, 0, 0, 0, 0], [0, 1, 0, 0, 0], [0, 1, 1, 0, 0], [0, 0, 0, 1, 0], [0, 0, 0, 0, 0]]
+    np.testing.assert_array_equal(attention_mask(jnp.array([[0, 1, 1, 2, 0]]))[0], np.array(expected, bool))
+
+
+def test_a_token_changes_only_what_may_see_it(net, params):
+    """Replacing one token changes the logits at the positions the mask gives, and at no other, bit for bit."""
+    segments = np.array([0, 1, 1, 1, 2, 2, 0, 3, 3, 0])
+    tokens = np.arange(10) + 3
+    replaced = np.where(np.eye(10, dtype=bool), 30, tokens)
+    logits = run(net, params, np.concatenate([tokens[None], replaced]), np.tile(segments, (11, 1)))
+    changed = np.any(np.asarray(logits[1:] != logits[0]), axis=-1).T  # [position, replaced token]
+    seen = np.asarray(attention_mask(segments[None])[0])
+    real = segments > 0
+    np.testing.assert_array_equal(changed[real], seen[real])
+
+
+def test_a_row_of_padding_has_finite_logits_and_gradients(net, params):
+    tokens, segments = np.zeros((2, 4), int), np.array([[0, 0, 0, 0], [0, 1, 1, 1]])
+    logits, gradients = jax.value_and_grad(lambda p: run(net, p, tokens, segments).sum())(params)
+    assert np.isfinite(logits)
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(gradients))
+
+
+@pytest.mark.parametrize(("scan_layers", "remat"), [(True, "block"), (False, "none"), (False, "block")])
+def test_unrolled_and_remat_equal_scanned(net, params, rows, scan_layers, remat):
+    other = Net(dataclasses.replace(CONFIG, scan_layers=scan_layers, remat=remat))
+    assert net.unrolled().config == dataclasses.replace(CONFIG, scan_layers=False)
+    tokens, segments = rows
+
+    def loss(net, params):
+        return (jax.nn.log_softmax(net.bind(params)(tokens, segments)) ** 2).mean()
+
+    expected, gradients = jax.jit(jax.value_and_grad(lambda p: loss(net, p)))(params)
+    convert = (lambda tree: tree) if scan_layers else unstack
+    value, found = jax.jit(jax.value_and_grad(lambda p: loss(other, p)))(convert(params))
+    assert float(value) == pytest.approx(float(expected), rel=1e-6)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-6, rtol=2e-5), found, convert(gradients))
+
+
+@pytest.mark.parametrize("scan_layers", [True, False])
+def test_remat_keeps_less_for_the_backward_pass(net, params, scan_layers):
+    tokens = jnp.zeros((4, 16), int)
+
+    def kept(remat) -> int:
+        """Bytes that the forward pass hands to the backward pass."""
+        other = Net(dataclasses.replace(CONFIG, remat=remat, scan_layers=scan_layers))
+        forward = jax.jit(lambda weights: jax.vjp(lambda w: other.bind(w).hidden(tokens), weights)[1])
+        backward = jax.eval_shape(forward, params if scan_layers else unstack(params))
+        return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(backward))
+
+    assert kept("block") < 0.7 * kept("none")
+
+
+def test_unrolled_decoding_equals_scanned(net, params, rows):
+    continuations = np.random.default_rng(2).integers(0, 31, (3, 2, 4))
+    scanned = continued_logits(net, params, *rows, continuations)
+    unrolled = continued_logits(net.unrolled(), unstack(params), *rows, continuations)
+    np.testing.assert_allclose(unrolled, scanned, atol=2e-6)
+
+
+def test_shapes_are_those_of_init(net, params):
+    for one in (net, net.unrolled()):
+        made = jax.eval_shape(one.init, jax.random.key(1))
+        assert jax.tree.map(lambda x: (x.shape, x.dtype), one.shapes()) == jax.tree.map(
+            lambda x: (x.shape, x.dtype), made
+        )
+    assert params["layers"]["attention"]["q"]["kernel"].std() == pytest.approx(CONFIG.init_scale, rel=0.1)
+    layers = params["layers"]["mlp"]["up"]["kernel"]
+    assert not np.array_equal(layers[0], layers[1])
+    assert jax.tree.all(jax.tree.map(np.array_equal, params, jax.jit(net.init)(jax.random.key(0))))
+
+
+def test_parameter_paths(net, params):
+    paths = {path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)}
+    assert {"embed/weight", "layers/attention/q/kernel", "layers/attention/q_norm/scale", "norm/scale"} < paths
+    unrolled = {path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(unstack(params))}
+    assert {"layers/0/mlp/down/kernel", "layers/1/mlp/down/kernel", "head/kernel"} < unrolled
+
+
+def test_score_head_gives_one_number_a_token(rows):
+    net = Net(dataclasses.replace(CONFIG, head="score"))
+    params = jax.jit(net.init)(jax.random.key(0))
+    assert "head" not in params
+    scores = run(net, params, *rows)
+    assert scores.shape == rows[0].shape
+    assert scores.dtype == jnp.float32
+    hidden = jax.jit(lambda p: net.bind(p).hidden(*rows))(params)
+    np.testing.assert_allclose(scores, (hidden @ params["score"]["kernel"])[..., 0], atol=1e-6)
+    with pytest.raises(ConfigError, match="score head and no language-model head"):
+        net.bind(params).logits(hidden)
+
+
+def test_a_language_model_has_no_scores(net, params):
+    with pytest.raises(ConfigError, match="no score head"):
+        net.bind(params).scores(jnp.zeros((1, 2, 16)))
+
+
+def test_bfloat16_computation_gives_fp32_logits_near_the_exact_ones(net, params, rows):
+    half = Net(dataclasses.replace(CONFIG, dtype="bfloat16"))
+    exact, found = run(net, params, *rows), run(half, params, *rows)
+    assert found.dtype == jnp.float32
+    assert jax.eval_shape(lambda p: half.bind(p).hidden(*rows), params).dtype == jnp.bfloat16
+    error = np.abs(found - exact)[rows[1] > 0]
+    assert 0 < error.mean() < 0.02 * np.abs(exact).max()
+
+
+def test_parameters_keep_their_dtype():
+    net = Net(dataclasses.replace(CONFIG, param_dtype="bfloat16", attention_bias=True))
+    assert {x.dtype for x in jax.tree.leaves(jax.eval_shape(net.init, jax.random.key(0)))} == {jnp.dtype("bfloat16")}
