@@ -10,14 +10,15 @@ def get_config(arg: str = ""):
     """`tiny`: two steps, for a test."""
     config = default()
     config.output_dir = "runs/grpo"
-    config.total_steps = 150
+    config.total_steps = 250
     config.rollout.group_size = 8
     config.rollout.max_prompt_length = 16
     config.rollout.max_completion_length = 10
     config.algorithm.aggregation = "token"
+    config.algorithm.beta = 0.01
     config.algorithm.epsilon_high = 0.28
     config.batch.prompts = 32
-    config.optimizer.learning_rate = 2e-4
+    config.optimizer.learning_rate = 3e-4
     config.optimizer.b2 = 0.99
     config.optimizer.schedule = "cosine"
     config.optimizer.min_lr_ratio = 0.2

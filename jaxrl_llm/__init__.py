@@ -1,3 +1,78 @@
-"""Post-training of language models in JAX: reinforcement learning, preferences and supervised fine-tuning."""
+"""Post-training of language models in JAX: reinforcement learning, preferences and supervised fine-tuning.
+
+The functions below are the whole Python interface; each is imported when it is first used.
+
+    config = jaxrl_llm.default_config()
+    result = jaxrl_llm.train(config, train_dataset=rows, rewards=function)
+    texts = jaxrl_llm.generate(result.model, prompts)
+"""
+
+import importlib
+import sys
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from jaxrl_llm.config import ConfigError as ConfigError
+    from jaxrl_llm.config import default as default_config
+    from jaxrl_llm.evaluate import evaluate as evaluate
+    from jaxrl_llm.export import export as export
+    from jaxrl_llm.generate import generate as generate
+    from jaxrl_llm.models.model import Model as Model
+    from jaxrl_llm.models.model import load_model as load_model
+    from jaxrl_llm.models.model import save_hf as save_hf
+    from jaxrl_llm.train import train as train
 
 __version__ = "0.1.0"
+__all__ = (
+    "ConfigError",
+    "Model",
+    "default_config",
+    "evaluate",
+    "export",
+    "generate",
+    "load_model",
+    "save_hf",
+    "train",
+)
+
+# Where each name comes from: module, and its name there.
+_ORIGIN = {
+    "ConfigError": ("config", "ConfigError"),
+    "Model": ("models.model", "Model"),
+    "default_config": ("config", "default"),
+    "evaluate": ("evaluate", "evaluate"),
+    "export": ("export", "export"),
+    "generate": ("generate", "generate"),
+    "load_model": ("models.model", "load_model"),
+    "save_hf": ("models.model", "save_hf"),
+    "train": ("train", "train"),
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _ORIGIN:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it has {', '.join(__all__)}")
+    module, attribute = _ORIGIN[name]
+    value = getattr(importlib.import_module(f"{__name__}.{module}"), attribute)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+class _Package(ModuleType):
+    """The package as a module in which `train` stays the function.
+
+    After importing the submodule `jaxrl_llm.train`, which `python -m jaxrl_llm.train` needs under this name, the import
+    system sets it as the attribute `train` of the package: that one assignment is left out.
+    """
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if not (name in _ORIGIN and isinstance(value, ModuleType)):
+            super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package

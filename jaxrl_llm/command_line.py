@@ -1,7 +1,7 @@
 """The command line every `python -m jaxrl_llm.<command>` shares: `--config=FILE`, `--config.KEY=VALUE`, `--help`.
 
 def main(argv):
-    config, options = load_flags(argv, "Train a model.")
+    config, options = load_flags(argv, "Train a model.")  # or options = load_options(argv, ...): without --config
     ...
 
 if __name__ == "__main__":
@@ -18,6 +18,11 @@ from typing import Any, NamedTuple, NoReturn
 
 from jaxrl_llm.config import KEYS, SECTIONS, ConfigDict, Key, assign, check_keys, default, validate
 from jaxrl_llm.names import ConfigError, closest, import_file, path_and_line
+
+
+CONFIG_FILE = Key(
+    "config", "", "Config file, such as configs/grpo.py; its get_config receives ARGUMENT. Without it: the defaults."
+)
 
 
 class Flags(NamedTuple):
@@ -47,10 +52,9 @@ def load_flags(argv: Sequence[str], usage: str = "", options: Sequence[Key] = ()
 
     Raises ConfigError for an unknown or repeated flag, a wrong value, or a bad config file.
     """
-    if {"--help", "-h", "-help"} & set(argv):
-        print(help_text(usage, options), end="")
-        raise SystemExit(0)
-    keys = {f"config.{key.name}": key for key in KEYS} | {option.name: option for option in options}
+    _exit_after_help(argv, lambda: help_text(usage, options))
+    keys = {CONFIG_FILE.name: CONFIG_FILE, **{f"config.{key.name}": key for key in KEYS}}
+    keys |= {option.name: option for option in options}
     given = _split(argv, keys)
     config = load_config_file(given.pop("config")) if "config" in given else default()
     values = {option.name: option.default for option in options}
@@ -64,6 +68,20 @@ def load_flags(argv: Sequence[str], usage: str = "", options: Sequence[Key] = ()
     return Flags(config, values)
 
 
+def load_options(argv: Sequence[str], usage: str, options: Sequence[Key]) -> dict[str, Any]:
+    """The options by name, of a command that has no `--config`; otherwise like `load_flags`."""
+    _exit_after_help(argv, lambda: help_text(usage, options, tree=()))
+    keys = {option.name: option for option in options}
+    given = _split(argv, keys)
+    return {name: key.parse(given[name]) if name in given else key.default for name, key in keys.items()}
+
+
+def _exit_after_help(argv: Sequence[str], text: Callable[[], str]) -> None:
+    if {"--help", "-h", "-help"} & set(argv):
+        print(text(), end="")
+        raise SystemExit(0)
+
+
 def _split(argv: Sequence[str], keys: dict[str, Key]) -> dict[str, str]:
     """The text given for each flag; raises ConfigError for what is no known flag, comes twice or has no value."""
     given: dict[str, str] = {}
@@ -73,13 +91,13 @@ def _split(argv: Sequence[str], keys: dict[str, Key]) -> dict[str, str]:
         if not flag.startswith("--"):
             raise ConfigError(f"unexpected argument {flag!r}: every argument is a flag, --name=value; see --help")
         name, equals, text = flag[2:].partition("=")
-        if name != "config" and name not in keys:
-            raise ConfigError(f"unknown flag --{name}; the closest is --{closest(name, ['config', *keys])}; see --help")
+        if name not in keys:
+            raise ConfigError(f"unknown flag --{name}; the closest is --{closest(name, keys)}; see --help")
         if name in given:
             raise ConfigError(f"--{name} is given twice: {given[name]!r} and {text or flag!r}; keep one")
         if not equals and arguments and not arguments[0].startswith("--"):
             text = arguments.pop(0)
-        elif not equals and name in keys and keys[name].kind is bool:
+        elif not equals and keys[name].kind is bool:
             text = "true"
         elif not equals:
             raise ConfigError(f"--{name} has no value; write --{name}=VALUE")
@@ -136,15 +154,16 @@ def _explain(error: Exception) -> str:
     return f"{type(error).__name__}: {message}"
 
 
-def help_text(usage: str = "", options: Sequence[Key] = ()) -> str:
-    """The text of `--help`: the usage, then every flag with its default, meaning and allowed values."""
+def help_text(usage: str = "", options: Sequence[Key] = (), tree: Sequence[Key] = KEYS) -> str:
+    """The text of `--help`: the usage, then every flag with its default, meaning and allowed values.
+
+    `tree` are the keys of the configuration; without any there is no `--config` either.
+    """
     wrap = textwrap.TextWrapper(width=100, initial_indent=" " * 6, subsequent_indent=" " * 6, break_on_hyphens=False)
     lines = [usage.strip(), ""] if usage else []
-    lines += [
-        "  --config=FILE.py[:ARGUMENT]",
-        *wrap.wrap("Config file, such as configs/grpo.py; its get_config receives ARGUMENT. Without it: the defaults."),
-    ]
-    for prefix, keys in (("", options), ("config.", KEYS)):
+    if tree:
+        lines += ["  --config=FILE.py[:ARGUMENT]", *wrap.wrap(CONFIG_FILE.doc)]
+    for prefix, keys in (("", options), ("config.", tree)):
         for key in keys:
             lines.append(f"  --{prefix}{key.name}={key.show(key.default)}")
             lines += wrap.wrap(f"{key.doc} Takes {key.allowed}.")

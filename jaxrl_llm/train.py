@@ -99,9 +99,8 @@ def _loop(config, parts: Run, state: State, tokens_seen: int, checkpoints: Check
 
 def _improve(config, parts: Run, state: State, batch: Batch) -> tuple[State, Metrics]:
     """The state after every minibatch of every iteration, one step further, and the metrics averaged over them."""
-    step = int(state.step) + 1
     group = 1 if config.algorithm.name in OFFLINE else config.rollout.group_size
-    seed = hash((config.seed, step)) % 2**32 if config.batch.shuffle else None
+    seed = (config.seed, int(state.step)) if config.batch.shuffle else None
     collected = []
     for index in minibatch_indices(batch.rows, group, config.batch.minibatches, config.algorithm.num_iterations, seed):
         minibatch = batch if config.batch.minibatches == 1 else _take(batch, index, parts.mesh)

@@ -46,14 +46,19 @@ class Batch:
         return jax.tree.map(lambda x: x[index], self)
 
 
-def minibatch_indices(rows: int, group_size: int, minibatches: int, epochs: int, seed: int | None) -> Iterator[np.ndarray]:
-    """Row numbers of each minibatch of each epoch; groups stay whole; shuffled by `seed` unless it is None."""
+def minibatch_indices(
+    rows: int, group_size: int, minibatches: int, epochs: int, seed: tuple[int, ...] | None
+) -> Iterator[np.ndarray]:
+    """Row numbers of each minibatch of each epoch; groups stay whole, in an order drawn from `seed` unless it is None.
+
+    Raises ValueError when the groups do not divide into the minibatches.
+    """
     groups = rows // group_size
     if rows % group_size or groups % minibatches:
         raise ValueError(f"{rows} rows of groups of {group_size} do not divide into {minibatches} minibatches.")
     for epoch in range(epochs):
         order = np.arange(groups)
         if seed is not None:
-            order = np.random.default_rng([seed, epoch]).permutation(groups)
+            order = np.random.default_rng([*seed, epoch]).permutation(groups)
         for part in order.reshape(minibatches, -1):
             yield (part[:, None] * group_size + np.arange(group_size)).reshape(-1)

@@ -56,20 +56,36 @@ def load_model(
 
     dtype, of the computation: "auto" is float32 on CPU (where bfloat16 is slower) and bfloat16 on accelerators.
     param_dtype None is that of the computation; training keeps float32 parameters. With `init_key` the parameters are
-    drawn at random, and the folder needs no weights. `overrides` are other ModelConfig fields. The tokenizer is None when the folder has none. Raises ConfigError; see `hf.locate` and `hf.load`.
+    drawn at random, and the folder needs no weights. `overrides` are other ModelConfig fields. The tokenizer is None
+    when the folder has none. Raises ConfigError; see `hf.locate` and `hf.load`.
     """
-    if dtype == "auto":
-        dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
-    folder = hf.locate(path)
-    overrides |= {"dtype": dtype, "param_dtype": param_dtype or dtype}
+    dtype = _compute_dtype(dtype)
+    model = describe(path, dtype, param_dtype, **overrides)
     if init_key is None:
-        net, params = hf.load(folder, mesh, **overrides)
+        overrides |= {"dtype": dtype, "param_dtype": param_dtype or dtype}
+        _, params = hf.load(hf.locate(path), mesh, **overrides)
     else:
-        net = hf.load_net(folder, **overrides)
-        params = net.init(init_key) if mesh is None else init_sharded(net, init_key, mesh)
+        params = model.net.init(init_key) if mesh is None else init_sharded(model.net, init_key, mesh)
+    return dataclasses.replace(model, params=params, mesh=mesh)
+
+
+def describe(path: str | os.PathLike[str], dtype: str = "auto", param_dtype: str | None = None, **overrides) -> Model:
+    """The model at `path` with shapes in place of parameters: all that is known without reading weights.
+
+    Arguments and errors as in `load_model`.
+    """
+    dtype = _compute_dtype(dtype)
+    folder = hf.locate(path)
+    net = hf.load_net(folder, dtype=dtype, param_dtype=param_dtype or dtype, **overrides)
     tokenizer = hf.load_tokenizer(folder) if hf.has_tokenizer(folder) else None
     generation = read_json(folder / "generation_config.json")
-    return Model(net, params, tokenizer, hf.read_config(folder), generation, os.fspath(path), mesh)
+    return Model(net, net.shapes(), tokenizer, hf.read_config(folder), generation, os.fspath(path))
+
+
+def _compute_dtype(dtype: str) -> str:
+    if dtype != "auto":
+        return dtype
+    return "float32" if jax.default_backend() == "cpu" else "bfloat16"
 
 
 def save_hf(model: Model, path: str | os.PathLike[str], dtype: str | None = None, max_shard_bytes: float = 5e9) -> None:

@@ -59,25 +59,15 @@ def stored_tensors(net: Net, family) -> list[Stored]:
     tensors = []
     for path, leaf in jax.tree_util.tree_leaves_with_path(net.shapes()):
         name = path_name(path)
-        unrolled = re.match(r"layers/(\d+)/", name)
-        order, key = keys[re.sub(r"^layers/\d+/", "layers/", name)]
-        if "{layer}" not in key.tensor:
-            numbers = [None]
-        else:
-            numbers = [int(unrolled[1])] if unrolled else list(range(net.config.layers))
-        for number in numbers:
-            stacked = number is not None and not unrolled
+        order, key = keys[name]
+        stacked = "{layer}" in key.tensor
+        for layer in range(net.config.layers) if stacked else [None]:
             shape = leaf.shape[1:] if stacked else leaf.shape
-            stored = Stored(
-                key.tensor.format(layer=number),
-                shape[::-1] if key.transpose else shape,
-                key.transpose,
-                name,
-                number if stacked else None,
-            )
-            rank = (0, -1) if name == "embed/weight" else (2, -1) if number is None else (1, number)
-            tensors.append(((*rank, order), stored))
-    return [stored for _, stored in sorted(tensors, key=lambda item: item[0])]
+            stored_shape = shape[::-1] if key.transpose else shape
+            stored = Stored(key.tensor.format(layer=layer), stored_shape, key.transpose, name, layer)
+            place = -1 if name == "embed/weight" else net.config.layers if layer is None else layer
+            tensors.append((place, order, stored))
+    return [stored for *_, stored in sorted(tensors, key=lambda item: item[:2])]
 
 
 class Files:

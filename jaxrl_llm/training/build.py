@@ -46,14 +46,10 @@ def build(config, mesh: Mesh, train_dataset=None, eval_dataset=None, rewards=Non
     """The parts of a run, on `mesh` (which must be set). Raises ConfigError for anything the user can mend."""
     check_rows(config, batch_rows(config), mesh)
     watch = Stopwatch()
-    c = config.model
-    init_key = jax.random.key(config.seed) if c.random_init else None
-    scan = jax.default_backend() != "cpu" if c.scan_layers == "auto" else c.scan_layers == "true"
-    model = load_model(c.path, c.dtype, c.param_dtype, mesh, init_key, remat=c.remat, scan_layers=scan)
-    if model.tokenizer is None:
-        raise ConfigError(f"model.path = {config.model.path!r} has no tokenizer files; add them to the folder")
-    grader = load_rewards(rewards or config.rewards.functions, config.rewards.weights, config.rewards.timeout)
-    dataset = sources.load(train_dataset or config.data.path, config.data.split, config.data.name)
+    model, grader = build_model(config, mesh), build_rewards(config, rewards)
+    dataset = sources.load(
+        config.data.path if train_dataset is None else train_dataset, config.data.split, config.data.name
+    )
     if config.algorithm.name in OFFLINE:
         source = _offline(config, model, dataset, mesh, watch)
     else:
@@ -67,6 +63,23 @@ def build(config, mesh: Mesh, train_dataset=None, eval_dataset=None, rewards=Non
     return Run(model, mesh, source, make_update(objective, optimizer, config, mesh), evaluation, state, watch)
 
 
+def build_model(config, mesh: Mesh) -> Model:
+    """The model of the configuration, cut over `mesh`; raises ConfigError when it has no tokenizer."""
+    c = config.model
+    init_key = jax.random.key(config.seed) if c.random_init else None
+    scan = jax.default_backend() != "cpu" if c.scan_layers == "auto" else c.scan_layers == "true"
+    model = load_model(c.path, c.dtype, c.param_dtype, mesh, init_key, remat=c.remat, scan_layers=scan)
+    if model.tokenizer is None:
+        raise ConfigError(f"model.path = {config.model.path!r} has no tokenizer files; add them to the folder")
+    return model
+
+
+def build_rewards(config, rewards=None) -> Rewards:
+    """The grader of the given rewards (a function, a name, or a list of them), or else of the configuration's."""
+    c = config.rewards
+    return load_rewards(c.functions if rewards is None else rewards, c.weights, c.timeout)
+
+
 def build_sampler(model: Model, grader: Rewards, mesh: Mesh, sampling: Sampling, examples: list[Row], group_size: int,
                   config, watch: Stopwatch) -> Sampler:  # fmt: skip
     """A sampler wide enough for the prompts of `examples`."""
@@ -78,7 +91,8 @@ def build_sampler(model: Model, grader: Rewards, mesh: Mesh, sampling: Sampling,
 
 def build_evaluation(config, model: Model, grader: Rewards, eval_dataset, mesh: Mesh) -> Evaluation:
     """The evaluation on the first `eval.prompts` held-out prompts."""
-    data = sources.load(eval_dataset or config.data.eval_path or config.data.path, config.data.eval_split, config.data.name)
+    path = config.data.eval_path or config.data.path
+    data = sources.load(path if eval_dataset is None else eval_dataset, config.data.eval_split, config.data.name)
     data = data.select(range(min(config.eval.prompts, len(data))))
     examples = _prompts(config, model, data)
 

@@ -12,6 +12,7 @@ import orbax.checkpoint as ocp
 from jax.sharding import Mesh
 
 from jaxrl_llm.config import ConfigError
+from jaxrl_llm.models.transformer import Params
 from jaxrl_llm.sharding import shardings
 from jaxrl_llm.training.update import State
 
@@ -35,6 +36,10 @@ class Checkpoints:
         """The newest complete step, None when there is none. An interrupted save leaves no step behind."""
         return self._manager.latest_step()
 
+    def steps(self) -> list[int]:
+        """The complete steps, oldest first."""
+        return sorted(self._manager.all_steps())
+
     def save(self, step: int, state: State, host: dict[str, Any]) -> None:
         """Starts saving; returns when the arrays are copied and may be donated."""
         items = ocp.args.Composite(state=ocp.args.StandardSave(vars(state)), host=ocp.args.JsonSave(host))
@@ -45,10 +50,7 @@ class Checkpoints:
 
         Raises ConfigError when the checkpoint cannot be read or belongs to another model or optimizer.
         """
-        shapes = jax.eval_shape(lambda: vars(like))
-        tree = jax.tree.map(
-            lambda x, cut: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=cut), shapes, shardings(shapes, mesh)
-        )
+        tree = _placed(jax.eval_shape(lambda: vars(like)), mesh)
         try:
             restored = self._manager.restore(
                 step, args=ocp.args.Composite(state=ocp.args.StandardRestore(tree), host=ocp.args.JsonRestore())
@@ -59,3 +61,23 @@ class Checkpoints:
                 "if it is of another model or optimizer, use another output_dir or checkpoint.resume=never."
             ) from error
         return State(**restored["state"]), restored["host"]
+
+    def restore_params(self, step: int, shapes: Params, mesh: Mesh) -> Params:
+        """The parameters of a step alone, cut over `mesh`; nothing else of the state is read.
+
+        Raises ConfigError when the checkpoint cannot be read or has parameters of other shapes.
+        """
+        tree = {"params": _placed(shapes, mesh)}
+        part = ocp.args.PyTreeRestore(tree, ocp.checkpoint_utils.construct_restore_args(tree), partial_restore=True)
+        try:
+            with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
+                return reader.restore(self.folder / str(step) / "state", args=part)["params"]
+        except (ValueError, KeyError, OSError) as error:
+            raise ConfigError(f"the parameters of checkpoint {self.folder / str(step)} cannot be read: {error}") from error
+
+
+def _placed(shapes, mesh: Mesh):
+    """The shapes, each with its place on the mesh."""
+    return jax.tree.map(
+        lambda x, cut: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=cut), shapes, shardings(shapes, mesh)
+    )

@@ -86,7 +86,7 @@ def make_update(objective: Objective, optimizer: optax.GradientTransformation, c
         parts = config.batch.microbatch_rows and batch.rows // config.batch.microbatch_rows or 1
         batch = objective.prepare(batch)
         metrics, gradients = _sum_over_parts(gradients_of, state.params, split_rows(batch, parts, row_shards(mesh)))
-        norm = optax.global_norm(gradients)
+        norm = optax.tree.norm(gradients)
         finite = jnp.isfinite(norm)
         changes, opt_state = optimizer.update(gradients, state.opt_state, state.params)
         new = State(state.step, optax.apply_updates(state.params, changes), opt_state)

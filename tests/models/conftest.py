@@ -29,12 +29,14 @@ LLAMA3_ROPE = {
 }
 VARIANTS = {
     "llama": lambda: LlamaConfig(**SHAPE),
-    "llama-biases": lambda: LlamaConfig(**SHAPE | {"num_key_value_heads": 4}, attention_bias=True, mlp_bias=True),
-    "llama3": lambda: LlamaConfig(**SHAPE, rope_parameters=LLAMA3_ROPE, head_dim=16, tie_word_embeddings=True),
+    "llama3": lambda: LlamaConfig(
+        **SHAPE, rope_parameters=LLAMA3_ROPE, head_dim=16, attention_bias=True, mlp_bias=True, tie_word_embeddings=True
+    ),
     "qwen2": lambda: Qwen2Config(**SHAPE, tie_word_embeddings=True),
-    "qwen2-untied": lambda: Qwen2Config(**SHAPE | {"num_key_value_heads": 1}, rms_norm_eps=1e-3),
-    "qwen3": lambda: Qwen3Config(**SHAPE, head_dim=16, tie_word_embeddings=True),
-    "qwen3-biases": lambda: Qwen3Config(**SHAPE, head_dim=8, attention_bias=True),
+    "qwen3": lambda: Qwen3Config(**SHAPE | {"num_key_value_heads": 4}, head_dim=16, tie_word_embeddings=True),
+    "qwen3-biases": lambda: Qwen3Config(
+        **SHAPE | {"num_key_value_heads": 1}, head_dim=8, attention_bias=True, rms_norm_eps=1e-3
+    ),
 }
 
 

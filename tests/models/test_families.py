@@ -15,7 +15,7 @@ from jaxrl_llm.models.families import family_of
 from jaxrl_llm.models.model import load_model, save_hf
 from jaxrl_llm.models.weights import stored_tensors
 from jaxrl_llm.sharding import path_name
-from tests.models.decoding import continued_logits, decode_greedily, padded
+from tests.models.decoding import decode_greedily, padded
 
 TOLERANCE = 2e-5
 LENGTHS = (7, 12, 4)
@@ -55,19 +55,16 @@ def test_padded_rows_equal_the_oracle(oracle, model, documents, side):
 
 
 def test_packed_documents_equal_their_own_runs(oracle, model, documents):
-    tokens = np.concatenate([*documents, [0, 0]])[None]
-    segments = np.concatenate([np.full(len(document), i + 1) for i, document in enumerate(documents)] + [[0, 0]])[None]
-    logits = np.asarray(model(tokens, segments))[0]
-    start = 0
-    for expected in alone(oracle, documents):
-        np.testing.assert_allclose(logits[start : start + len(expected)], expected, atol=TOLERANCE)
-        start += len(expected)
-
-
-def test_positions_may_be_given(oracle, model, documents):
-    tokens, positions = documents[0][None], np.arange(len(documents[0]))[None] * 3 + 2
-    expected = oracle_logits(oracle, tokens, position_ids=torch.tensor(positions))
-    np.testing.assert_allclose(model(tokens, positions=positions), expected, atol=TOLERANCE)
+    """Padding before, between and after documents; the rows have the shape of the padded ones."""
+    first, second, third = documents
+    rows = [[second], [first, [5], third], [[5, 5], third, [5], third, [5]]]
+    tokens = np.stack([np.concatenate(row) for row in rows])
+    segments = np.array([[1] * 12, [2] * 7 + [0] + [1] * 4, [0] * 2 + [1] * 4 + [0] + [3] * 4 + [0]])
+    logits = np.asarray(model(tokens, segments))
+    seven, twelve, four = alone(oracle, documents)
+    found = (logits[0], logits[1, :7], logits[1, 8:], logits[2, 2:6], logits[2, 7:11])
+    for part, expected in zip(found, (twelve, seven, four, four, four), strict=True):
+        np.testing.assert_allclose(part, expected, atol=TOLERANCE)
 
 
 def test_greedy_decoding_equals_generate(oracle, model, documents):
@@ -79,17 +76,6 @@ def test_greedy_decoding_equals_generate(oracle, model, documents):
         ).numpy()[:, tokens.shape[1] :]
     np.testing.assert_array_equal(found[:, 0], expected)
     np.testing.assert_array_equal(found[:, 1], expected)
-
-
-def test_prefill_and_decode_equal_the_full_forward(model, documents):
-    """Rows of one prompt with different continuations share its cache; every step's logits are exact."""
-    tokens, segments = padded(documents, "left")
-    continuations = np.random.default_rng(3).integers(0, 97, (3, 2, 24))
-    found = continued_logits(model.net, model.params, tokens, segments, continuations)
-    full_tokens = np.concatenate([np.repeat(tokens, 2, axis=0), continuations.reshape(6, 24)], axis=1)
-    full_segments = np.concatenate([np.repeat(segments, 2, axis=0), np.ones((6, 24), int)], axis=1)
-    full = np.asarray(model(full_tokens, full_segments))[:, -24:].reshape(found.shape)
-    np.testing.assert_allclose(found, full, atol=TOLERANCE)
 
 
 def test_gradients_equal_autograd_for_every_parameter(oracle, model, documents):

@@ -62,27 +62,32 @@ def test_a_token_changes_only_what_may_see_it(net, params):
     np.testing.assert_array_equal(changed[real], seen[real])
 
 
-def test_a_row_of_padding_has_finite_logits_and_gradients(net, params):
-    tokens, segments = np.zeros((2, 4), int), np.array([[0, 0, 0, 0], [0, 1, 1, 1]])
-    logits, gradients = jax.value_and_grad(lambda p: run(net, p, tokens, segments).sum())(params)
-    assert np.isfinite(logits)
+@functools.partial(jax.jit, static_argnums=0)
+def loss_and_gradients(net, params, tokens, segments):
+    def loss(params):
+        return (jax.nn.log_softmax(net.bind(params)(tokens, segments)) ** 2).mean()
+
+    return jax.value_and_grad(loss)(params)
+
+
+@pytest.fixture(scope="module")
+def expected(net, params, rows):
+    return loss_and_gradients(net, params, *rows)
+
+
+def test_a_row_of_padding_has_finite_logits_and_gradients(net, params, rows):
+    tokens, segments = rows
+    loss, gradients = loss_and_gradients(net, params, tokens, segments * (np.arange(3) != 1)[:, None])
+    assert np.isfinite(loss)
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(gradients))
 
 
 @pytest.mark.parametrize(("scan_layers", "remat"), [(True, "block"), (False, "none"), (False, "block")])
-def test_unrolled_and_remat_equal_scanned(net, params, rows, scan_layers, remat):
+def test_unrolled_and_remat_equal_scanned(params, rows, expected, scan_layers, remat):
     other = Net(dataclasses.replace(CONFIG, scan_layers=scan_layers, remat=remat))
-    assert net.unrolled().config == dataclasses.replace(CONFIG, scan_layers=False)
-    tokens, segments = rows
-
-    def loss(net, params):
-        return (jax.nn.log_softmax(net.bind(params)(tokens, segments)) ** 2).mean()
-
-    expected, gradients = jax.jit(jax.value_and_grad(lambda p: loss(net, p)))(params)
-    convert = (lambda tree: tree) if scan_layers else unstack
-    value, found = jax.jit(jax.value_and_grad(lambda p: loss(other, p)))(convert(params))
-    assert float(value) == pytest.approx(float(expected), rel=1e-6)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-6, rtol=2e-5), found, convert(gradients))
+    loss, gradients = loss_and_gradients(other, params, *rows)
+    assert float(loss) == pytest.approx(float(expected[0]), rel=1e-6)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-6, rtol=2e-5), gradients, expected[1])
 
 
 @pytest.mark.parametrize("scan_layers", [True, False])
@@ -93,29 +98,53 @@ def test_remat_keeps_less_for_the_backward_pass(net, params, scan_layers):
         """Bytes that the forward pass hands to the backward pass."""
         other = Net(dataclasses.replace(CONFIG, remat=remat, scan_layers=scan_layers))
         forward = jax.jit(lambda weights: jax.vjp(lambda w: other.bind(w).hidden(tokens), weights)[1])
-        backward = jax.eval_shape(forward, params if scan_layers else unstack(params))
+        backward = jax.eval_shape(forward, params)
         return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(backward))
 
     assert kept("block") < 0.7 * kept("none")
 
 
-def test_unrolled_decoding_equals_scanned(net, params, rows):
-    continuations = np.random.default_rng(2).integers(0, 31, (3, 2, 4))
-    scanned = continued_logits(net, params, *rows, continuations)
-    unrolled = continued_logits(net.unrolled(), unstack(params), *rows, continuations)
-    np.testing.assert_allclose(unrolled, scanned, atol=2e-6)
+@pytest.mark.parametrize("scan_layers", [True, False])
+def test_prefill_and_decode_equal_the_full_forward(net, params, rows, scan_layers):
+    """Rows of one prompt with different continuations share its cache; every step's logits are exact."""
+    tokens, segments = rows
+    continuations = np.random.default_rng(2).integers(0, 31, (3, 2, 5))
+    full_tokens = np.concatenate([np.repeat(tokens, 2, axis=0), continuations.reshape(6, 5)], axis=1)
+    full_segments = np.concatenate([np.repeat(segments, 2, axis=0), np.ones((6, 5), int)], axis=1)
+    full = np.asarray(run(net, params, full_tokens, full_segments))[:, -5:].reshape(3, 2, 5, -1)
+    if scan_layers:
+        found = continued_logits(net, params, tokens, segments, continuations)
+    else:
+        assert net.unrolled().config == dataclasses.replace(CONFIG, scan_layers=False)
+        found = continued_logits(net.unrolled(), unstack(params), tokens, segments, continuations)
+    np.testing.assert_allclose(found, full, atol=2e-5)
+
+
+def test_given_positions_count_relatively(net, params, rows):
+    """Rotary attention sees distances only: shifting all positions changes nothing, stretching them does."""
+    tokens, segments = rows
+    positions = segment_positions(jnp.asarray(segments))
+    at = jax.jit(lambda positions: net.bind(params)(tokens, segments, positions))
+    real = segments > 0
+    logits = np.asarray(at(positions))[real]
+    np.testing.assert_allclose(np.asarray(at(positions + 3))[real], logits, atol=2e-5)
+    assert np.abs(np.asarray(at(positions * 2))[real] - logits).max() > 0.05
+    np.testing.assert_allclose(run(net, params, *rows)[real], logits, atol=1e-6)
 
 
 def test_shapes_are_those_of_init(net, params):
     for one in (net, net.unrolled()):
         made = jax.eval_shape(one.init, jax.random.key(1))
-        assert jax.tree.map(lambda x: (x.shape, x.dtype), one.shapes()) == jax.tree.map(
-            lambda x: (x.shape, x.dtype), made
-        )
+        for shapes in (made, params):
+            assert jax.tree.map(lambda x: (x.shape, x.dtype), one.shapes()) == jax.tree.map(
+                lambda x: (x.shape, x.dtype), shapes
+            )
+
+
+def test_init_draws_every_layer_anew(params):
     assert params["layers"]["attention"]["q"]["kernel"].std() == pytest.approx(CONFIG.init_scale, rel=0.1)
     layers = params["layers"]["mlp"]["up"]["kernel"]
     assert not np.array_equal(layers[0], layers[1])
-    assert jax.tree.all(jax.tree.map(np.array_equal, params, jax.jit(net.init)(jax.random.key(0))))
 
 
 def test_parameter_paths(net, params):
@@ -125,15 +154,17 @@ def test_parameter_paths(net, params):
     assert {"layers/0/mlp/down/kernel", "layers/1/mlp/down/kernel", "head/kernel"} < unrolled
 
 
-def test_score_head_gives_one_number_a_token(rows):
+def test_score_head_gives_one_number_a_token(params, rows):
     net = Net(dataclasses.replace(CONFIG, head="score"))
-    params = jax.jit(net.init)(jax.random.key(0))
-    assert "head" not in params
+    assert "head" not in net.shapes()
+    assert net.shapes()["score"]["kernel"].shape == (16, 1)
+    score = jnp.asarray(np.random.default_rng(0).normal(size=(16, 1)), jnp.float32)
+    params = {name: params[name] for name in ("embed", "layers", "norm")} | {"score": {"kernel": score}}
     scores = run(net, params, *rows)
     assert scores.shape == rows[0].shape
     assert scores.dtype == jnp.float32
     hidden = jax.jit(lambda p: net.bind(p).hidden(*rows))(params)
-    np.testing.assert_allclose(scores, (hidden @ params["score"]["kernel"])[..., 0], atol=1e-6)
+    np.testing.assert_allclose(scores, (hidden @ score)[..., 0], atol=1e-6)
     with pytest.raises(ConfigError, match="score head and no language-model head"):
         net.bind(params).logits(hidden)
 

@@ -14,7 +14,7 @@ from jaxrl_llm.models.transformer import ModelConfig, RopeScaling
 class Key(NamedTuple):
     """One parameter: its path here, its tensor's name in the files, and whether the matrix is stored transposed."""
 
-    path: str  # of the scanned net: every layer's parameter is one stacked array
+    path: str  # under `layers` the parameter is one array, stacked over layers
     tensor: str  # with {layer} where each layer has its own
     transpose: bool = False
 

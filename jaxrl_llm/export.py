@@ -1,0 +1,75 @@
+"""Checkpoint to Hugging Face folder: `python -m jaxrl_llm.export --run=runs/grpo --output=exported`.
+
+The folder holds the policy as it was at a step (the newest checkpoint unless `--step` says another), and loads in
+transformers and vLLM. The optimizer's state is not read. Works while the run goes on.
+"""
+
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+
+from jaxrl_llm.command_line import load_options, run
+from jaxrl_llm.config import ConfigDict, ConfigError, Key, from_json
+from jaxrl_llm.models.model import describe, save_hf
+from jaxrl_llm.sharding import make_mesh
+from jaxrl_llm.training.checkpoint import Checkpoints
+
+FLAGS = (
+    Key("run", "", "Folder of the run: its output_dir."),
+    Key("step", None, "Step of the checkpoint; none is the newest.", int, minimum=0),
+    Key("output", "", "Folder to write."),
+    Key("dtype", None, "Type of the stored weights; none keeps that of the checkpoint.",
+        choices=("float32", "bfloat16", "float16")),
+)  # fmt: skip
+
+
+def export(run: str | Path, output: str | Path, step: int | None = None, dtype: str | None = None) -> Path:
+    """The folder `output`, after the policy of a checkpoint of the run has been written to it.
+
+    Parameters are cut over all devices at hand, whatever mesh the run had. `dtype` None keeps them bit for bit.
+    Raises ConfigError: no run, no such checkpoint, or `output` holds something other than a model.
+    """
+    folder = Path(run).expanduser()
+    config = _config_of(folder)
+    mesh = make_mesh(data=1, fsdp=-1)
+    with jax.set_mesh(mesh), Checkpoints(folder / "checkpoints") as checkpoints:
+        step = _step(checkpoints, step)
+        model = describe(config.model.path, "float32", config.model.param_dtype)
+        params = checkpoints.restore_params(step, model.params, mesh)
+        save_hf(replace(model, params=params, mesh=mesh), Path(output).expanduser(), dtype)
+    return Path(output).expanduser()
+
+
+def _config_of(folder: Path) -> ConfigDict:
+    file = folder / "config.json"
+    if not file.is_file() or not (folder / "checkpoints").is_dir():
+        raise ConfigError(
+            f"{folder} is not the folder of a run: it has no config.json or no checkpoints; "
+            "give the output_dir that the run was trained with"
+        )
+    return from_json(file.read_text(encoding="utf-8"))
+
+
+def _step(checkpoints: Checkpoints, step: int | None) -> int:
+    steps = checkpoints.steps()
+    if not steps:
+        raise ConfigError(f"there is no checkpoint in {checkpoints.folder}")
+    if step is not None and step not in steps:
+        raise ConfigError(f"there is no checkpoint of step {step} in {checkpoints.folder}; there are {', '.join(map(str, steps))}")
+    return steps[-1] if step is None else step
+
+
+def main(argv: list[str]) -> None:
+    """The command line: see `--help`."""
+    options = load_options(argv, __doc__, FLAGS)
+    for name in ("run", "output"):
+        if not options[name]:
+            raise ConfigError(f"--{name} is missing; write --{name}=FOLDER")
+    folder = export(**options)
+    if jax.process_index() == 0:
+        print(folder)
+
+
+if __name__ == "__main__":
+    run(main)

@@ -1,0 +1,153 @@
+"""Sample completions: `python -m jaxrl_llm.generate --model=embedded:sort --prompt="sort:4821="`.
+
+One completion is printed as it is; several as JSON, one object {"prompt", "completion"} a line.
+"""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.experimental import multihost_utils
+
+from jaxrl_llm.command_line import load_options, run
+from jaxrl_llm.config import ConfigError, Key
+from jaxrl_llm.data import sources
+from jaxrl_llm.data.chat import Prompt, decode_completion, is_conversational, render_prompt
+from jaxrl_llm.data.collate import pad_prompts
+from jaxrl_llm.models.model import Model, load_model
+from jaxrl_llm.rollout.engine import Engine
+from jaxrl_llm.rollout.logits import Sampling
+from jaxrl_llm.sharding import make_mesh, row_shards, rows_to_global
+from jaxrl_llm.training.build import WIDTH_MULTIPLE, eos_ids
+from jaxrl_llm.training.evaluation import full_batches
+
+ROWS_AT_ONCE = 256  # bounds the memory that many prompts take
+
+SETTINGS = (
+    Key("max_new_tokens", 128, "Longest completion, in tokens.", int, minimum=1),
+    Key("temperature", 1.0, "Sampling temperature; 0 takes the most likely token every time.", float, minimum=0),
+    Key("top_p", 1.0, "Sample from the smallest set of tokens with this probability.", float, above=0, maximum=1),
+    Key("top_k", 0, "Sample from this many most likely tokens; 0 is off.", int, minimum=0),
+    Key("min_p", 0.0, "Drop tokens less likely than this fraction of the likeliest.", float, minimum=0, maximum=1),
+    Key("samples", 1, "Completions per prompt.", int, minimum=1),
+    Key("seed", 0, "Root of the random numbers.", int, minimum=0),
+)
+FLAGS = (
+    Key("model", "", "Hugging Face hub id, local folder (such as RUN/hf) or `embedded:<name>`."),
+    Key("prompt", "", "Text to go on from."),
+    Key("prompts_file", "", "File of prompts: .txt with one a line, or .jsonl, .json, .csv, .parquet with `prompt`."),
+    Key("chat", False, "Send each text as a user's message, in the model's chat template.", bool),
+    *SETTINGS,
+    Key("dtype", "auto", "Type the network computes in; auto is float32 on CPU and bfloat16 on accelerators.",
+        choices=("auto", "float32", "bfloat16", "float16")),
+    Key("tensor", 1, "Devices that share the model; the others hold copies.", int, minimum=1),
+)  # fmt: skip
+
+
+def generate(
+    model: Model,
+    prompts: Sequence[Prompt],
+    max_new_tokens: int = 128,
+    temperature: float = 1.0,
+    top_p: float = 1.0,
+    top_k: int = 0,
+    min_p: float = 0.0,
+    samples: int = 1,
+    seed: int = 0,
+) -> list[str] | list[list[str]]:
+    """The text that the model writes after each prompt: one a prompt, or a list of `samples` of them when samples > 1.
+
+    A prompt is text, or a list of messages, which the tokenizer's chat template renders; then the text is the
+    assistant's. Special tokens are left out. temperature 0 is greedy. A text ends with an end-of-text token or after
+    max_new_tokens. Sample i of all draws from `fold_in(key(seed), i)`: the same arguments give the same texts.
+    With many processes all give the same prompts, share the work and get all texts.
+
+    Raises ConfigError: no list of prompts, a setting out of range, or a model without tokenizer.
+    """
+    settings = {"max_new_tokens": max_new_tokens, "temperature": temperature, "top_p": top_p, "top_k": top_k,
+                "min_p": min_p, "samples": samples, "seed": seed}  # fmt: skip
+    for key in SETTINGS:
+        key.check(settings[key.name])
+    ids = _prompt_ids(model, prompts)
+    if not ids:
+        return []
+    sampling = Sampling(temperature, top_p, top_k, min_p)
+    engine = Engine(model.net, sampling, samples, max_new_tokens, eos_ids(model))
+    texts = [str(decode_completion(model.tokenizer, row, False)) for row in _sample(model, engine, ids, seed)]
+    return texts if samples == 1 else [texts[i : i + samples] for i in range(0, len(texts), samples)]
+
+
+def _prompt_ids(model: Model, prompts: Any) -> list[list[int]]:
+    if model.tokenizer is None:
+        raise ConfigError(f"the model {model.path} has no tokenizer, so it cannot read text; add its files to the folder")
+    if isinstance(prompts, str) or is_conversational(prompts):
+        raise ConfigError("prompts is one prompt; it takes a list of them: generate(model, [prompt])")
+    ids = [render_prompt(model.tokenizer, prompt) for prompt in prompts]
+    if [] in ids:
+        raise ConfigError(f"prompt {ids.index([])} has no tokens; a completion needs something to go on from")
+    return ids
+
+
+def _sample(model: Model, engine: Engine, ids: list[list[int]], seed: int) -> list[list[int]]:
+    """The completion ids of each row, `engine.group_size` rows a prompt."""
+    mesh = model.mesh or make_mesh(devices=jax.devices()[:1])
+    width = -(-max(map(len, ids)) // WIDTH_MULTIPLE) * WIDTH_MULTIPLE
+    completions = []
+    with jax.set_mesh(mesh):
+        for start, count, own in full_batches(ids, ROWS_AT_ONCE // engine.group_size, row_shards(mesh)):
+            prompts = rows_to_global(pad_prompts(own, width), mesh)
+            first = start * engine.group_size
+            rollout = engine.generate(model.params, *prompts, jax.random.key(seed), first_row=first)
+            tokens, lengths = multihost_utils.process_allgather((rollout.tokens, rollout.lengths), tiled=True)
+            rows = range(count * engine.group_size)
+            completions += [tokens[row, width : width + lengths[row]].tolist() for row in rows]
+    return completions
+
+
+def read_prompts(prompt: str, file: str, chat: bool) -> list[Any]:
+    """The prompts of the command line: `prompt`, or those in `file`; texts become a user's message with `chat`.
+
+    Raises ConfigError unless exactly one of them is given, or when the file cannot be read or has no prompts.
+    """
+    if bool(prompt) == bool(file):
+        raise ConfigError("give --prompt=TEXT or --prompts_file=FILE, one of them")
+    prompts = _in_file(Path(file).expanduser()) if file else [prompt]
+    return [[{"role": "user", "content": p}] if chat and isinstance(p, str) else p for p in prompts]
+
+
+def _in_file(file: Path) -> list[Any]:
+    if not file.is_file():
+        raise ConfigError(f"--prompts_file: there is no file {file} (looked in {Path.cwd()})")
+    if file.suffix == ".txt":
+        prompts = [line for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
+        if not prompts:
+            raise ConfigError(f"{file} has no prompts: write one a line")
+        return prompts
+    rows = sources.load(file)
+    if "prompt" not in rows.column_names:
+        raise ConfigError(f"{file} has no column prompt; it has {', '.join(rows.column_names)}")
+    return list(rows["prompt"])
+
+
+def main(argv: list[str]) -> None:
+    """The command line: see `--help`."""
+    options = load_options(argv, __doc__, FLAGS)
+    if not options["model"]:
+        raise ConfigError("--model is missing; write --model=PATH, such as embedded:sort or RUN/hf")
+    prompts = read_prompts(options["prompt"], options["prompts_file"], options["chat"])
+    model = load_model(options["model"], options["dtype"], mesh=make_mesh(tensor=options["tensor"]))
+    found = generate(model, prompts, **{key.name: options[key.name] for key in SETTINGS})
+    if jax.process_index() > 0:
+        return
+    if len(found) == 1 and isinstance(found[0], str):
+        print(found[0])
+        return
+    for prompt, texts in zip(prompts, found, strict=True):
+        for text in [texts] if isinstance(texts, str) else texts:
+            print(json.dumps({"prompt": prompt, "completion": text}, ensure_ascii=False))
+
+
+if __name__ == "__main__":
+    run(main)

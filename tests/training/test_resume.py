@@ -1,0 +1,66 @@
+"""A run that is killed with SIGKILL and started again equals the undisturbed one, bit for bit."""
+
+import json
+import re
+
+import numpy as np
+import pyarrow.parquet as pq
+from safetensors.numpy import load_file
+
+REWARDS = """
+import os, pathlib, signal
+
+def sorted_prefix(completions, answer, **kwargs):
+    calls = pathlib.Path("calls")
+    count = int(calls.read_text()) + 1 if calls.exists() else 1
+    calls.write_text(str(count))
+    if count == int(os.environ.get("KILL_AT", 0)):
+        os.kill(os.getpid(), signal.SIGKILL)
+    return [sum(a == b for a, b in zip(c, w)) / len(w) for c, w in zip(completions, answer)]
+"""
+
+ARGUMENTS = (
+    "total_steps=14", "eval.every=-1", "rewards.functions=rewards.py:sorted_prefix", "algorithm.beta=0.05",
+    "checkpoint.every=4", "batch.minibatches=2", "algorithm.num_iterations=2", "batch.shuffle=true",
+    "optimizer.learning_rate=1e-3",
+)  # fmt: skip
+
+
+def test_killed_and_resumed_equals_undisturbed(run_python, root, tmp_path, monkeypatch):
+    (tmp_path / "rewards.py").write_text(REWARDS)
+
+    def start(name):
+        flags = [f"--config.{argument}" for argument in (*ARGUMENTS, f"output_dir={name}")]
+        return run_python("-m", "jaxrl_llm.train", f"--config={root / 'configs/grpo.py'}:tiny", *flags)
+
+    whole = start("whole")
+    assert whole.returncode == 0, whole.stderr
+    (tmp_path / "calls").unlink()
+    monkeypatch.setenv("KILL_AT", "11")
+    killed = start("killed")
+    assert killed.returncode == -9
+    assert not (tmp_path / "killed/hf").exists()
+    monkeypatch.delenv("KILL_AT")
+    resumed = start("killed")
+    assert resumed.returncode == 0, resumed.stderr
+    assert re.search("going on after step [48]", resumed.stdout)  # 8 unless the kill came before that save was complete
+
+    expected, got = (metrics(tmp_path / name / "metrics.jsonl") for name in ("whole", "killed"))
+    assert [line["step"] for line in got] == list(range(1, 15))
+    assert got == expected
+    a, b = (load_file(tmp_path / name / "hf/model.safetensors") for name in ("whole", "killed"))
+    for name, tensor in a.items():
+        np.testing.assert_array_equal(tensor, b[name], err_msg=name)
+    for step in range(1, 15):
+        tables = [pq.read_table(tmp_path / n / f"completions/completions_{step:05d}.parquet") for n in ("whole", "killed")]
+        assert tables[0].equals(tables[1])
+
+    again = start("killed")
+    assert again.returncode == 0, again.stderr
+    assert metrics(tmp_path / "killed/metrics.jsonl") == expected
+
+
+def metrics(path):
+    """The lines of metrics.jsonl without what a clock measured."""
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    return [{k: v for k, v in line.items() if not k.startswith("time") and k != "tokens_per_second"} for line in lines]

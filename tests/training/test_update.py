@@ -1,0 +1,127 @@
+"""The update: independent of micro-batches, donated, scheduled as promised, and safe against a gradient that is no number."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from tests.training.test_objectives import NET, make_batch
+
+from jaxrl_llm.config import default
+from jaxrl_llm.sharding import make_mesh
+from jaxrl_llm.training import objectives
+from jaxrl_llm.training.update import init_state, learning_rate_schedule, make_optimizer, make_update, split_rows
+
+
+def run_update(config, batch, steps: int = 1):
+    mesh = make_mesh(devices=jax.devices()[:1])
+    with jax.set_mesh(mesh):
+        optimizer = make_optimizer(config)
+        objective = objectives.policy_gradient(config, NET)
+        state = init_state(NET.init(jax.random.key(0)), optimizer, mesh)
+        update = make_update(objective, optimizer, config, mesh)
+        for _ in range(steps):
+            state, metrics = update(state, jax.tree.map(jnp.asarray, batch))
+    return state, metrics
+
+
+def config_with(**changes):
+    config = default()
+    config.optimizer.learning_rate = 1e-3
+    config.optimizer.eps = 1e-4  # Adam divides by the gradient's size; without this the smallest ones would be all rounding
+    config.algorithm.beta = 0.04
+    config.rollout.max_completion_length = 4
+    for name, value in changes.items():
+        section, leaf = name.split("__")
+        config[section][leaf] = value
+    return config
+
+
+@pytest.mark.parametrize(("aggregation", "sizes"), [("sequence", (1, 4)), ("token", (2,)), ("constant", (2,))])
+def test_micro_batches_give_the_update_of_the_whole_batch(aggregation, sizes):
+    batch = make_batch(rows=8)
+    whole, whole_metrics = run_update(config_with(algorithm__aggregation=aggregation), batch)
+    for rows in sizes:
+        config = config_with(algorithm__aggregation=aggregation, batch__microbatch_rows=rows)
+        parts, metrics = run_update(config, batch)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), parts.params, whole.params)
+        for name in whole_metrics:
+            np.testing.assert_allclose(metrics[name], whole_metrics[name], rtol=1e-5, atol=1e-6, err_msg=name)
+
+
+def test_the_microbatch_token_mode_is_the_one_that_does_depend_on_micro_batches():
+    batch = make_batch(rows=8)
+    losses = [
+        run_update(config_with(algorithm__aggregation="microbatch_token", batch__microbatch_rows=rows), batch)[1]["loss"]
+        for rows in (0, 2)
+    ]
+    assert abs(losses[0] - losses[1]) > 1e-4
+
+
+def test_the_update_is_adamw_of_the_summed_gradient():
+    config = config_with(optimizer__weight_decay=0.1, optimizer__max_grad_norm=0.05)
+    batch = make_batch()
+    objective = objectives.policy_gradient(config, NET)
+    params = NET.init(jax.random.key(0))
+    gradient = jax.grad(lambda p: objective.loss(p, objective.prepare(batch))[0])(params)
+    norm = float(optax.tree.norm(gradient))
+    state, metrics = run_update(config, batch)
+    np.testing.assert_allclose(metrics["grad_norm"], norm, rtol=1e-5)
+    assert norm > 0.05
+    for path, p in jax.tree_util.tree_leaves_with_path(params):
+        g = np.asarray(_at(gradient, path)) * 0.05 / norm
+        decay = 0.0 if path[-1].key in ("scale", "bias") else 0.1
+        # One Adam step from zero moments: m/(1-b1) = g, v/(1-b2) = g^2.
+        expected = p - 1e-3 * (g / (np.abs(g) + 1e-4) + decay * p)
+        np.testing.assert_allclose(_at(state.params, path), expected, atol=2e-7)
+
+
+def _at(tree, path):
+    for part in path:
+        tree = tree[part.key]
+    return tree
+
+
+def test_the_state_is_donated():
+    mesh = make_mesh(devices=jax.devices()[:1])
+    config = config_with()
+    with jax.set_mesh(mesh):
+        optimizer = make_optimizer(config)
+        state = init_state(NET.init(jax.random.key(0)), optimizer, mesh)
+        update = make_update(objectives.policy_gradient(config, NET), optimizer, config, mesh)
+        batch = jax.tree.map(jnp.asarray, make_batch())
+        size = sum(x.nbytes for x in jax.tree.leaves((state.params, state.opt_state)))
+        assert update.lower(state, batch).compile().memory_analysis().alias_size_in_bytes >= size
+        new, _ = update(state, batch)
+        assert all(x.is_deleted() for x in jax.tree.leaves(state.params))
+        assert not any(x.is_deleted() for x in jax.tree.leaves((new.params, batch)))
+
+
+def test_a_gradient_that_is_not_finite_changes_nothing_and_is_reported():
+    batch = make_batch()
+    batch = batch.replace(advantages=np.full_like(batch.advantages, np.inf))
+    state, metrics = run_update(config_with(), batch)
+    assert metrics["nonfinite_gradient"] == 1
+    jax.tree.map(np.testing.assert_array_equal, state.params, NET.init(jax.random.key(0)))
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(state.opt_state))
+
+
+def test_schedules():
+    config = default()
+    config.total_steps, config.optimizer.learning_rate = 10, 1.0
+    config.optimizer.warmup_steps, config.optimizer.min_lr_ratio = 2, 0.2
+    config.optimizer.schedule = "linear"
+    rates = [float(learning_rate_schedule(config)(i)) for i in (0, 1, 2, 6, 10)]
+    np.testing.assert_allclose(rates, [0.0, 0.5, 1.0, 0.6, 0.2], rtol=1e-6)
+    config.optimizer.schedule = "cosine"
+    rates = [float(learning_rate_schedule(config)(i)) for i in (2, 4, 6, 10, 12)]
+    half = 0.2 + 0.8 * 0.5 * (1 + np.cos(np.pi / 4))
+    np.testing.assert_allclose(rates, [1.0, half, 0.6, 0.2, 0.2], rtol=1e-6)
+    config.batch.minibatches, config.algorithm.num_iterations = 2, 3
+    np.testing.assert_allclose(float(learning_rate_schedule(config)(6)), 0.5, rtol=1e-6)
+
+
+def test_split_rows_takes_adjacent_rows_of_every_shard():
+    batch = make_batch(rows=8).replace(labels=np.arange(8))
+    np.testing.assert_array_equal(split_rows(batch, 4, 1).labels, [[0, 1], [2, 3], [4, 5], [6, 7]])
+    np.testing.assert_array_equal(split_rows(batch, 2, 2).labels, [[0, 1, 4, 5], [2, 3, 6, 7]])
