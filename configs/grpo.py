@@ -1,6 +1,6 @@
 """GRPO (arXiv 2402.03300) on the embedded model and task: sort 4 to 8 digits, reward 1 for the exact answer.
 
-    python -m jaxrl_llm.train --config=configs/grpo.py
+python -m jaxrl_llm.train --config=configs/grpo.py
 """
 
 from jaxrl_llm.config import default

@@ -19,7 +19,6 @@ from typing import Any, NamedTuple, NoReturn
 from jaxrl_llm.config import KEYS, SECTIONS, ConfigDict, Key, assign, check_keys, default, validate
 from jaxrl_llm.names import ConfigError, closest, import_file, path_and_line
 
-
 CONFIG_FILE = Key(
     "config", "", "Config file, such as configs/grpo.py; its get_config receives ARGUMENT. Without it: the defaults."
 )

@@ -149,7 +149,8 @@ KEYS = (
     Key("model.random_init", False, "Start from random parameters (drawn from seed) instead of the model's.", bool),
     Key("model.remat", "none",
         "What the backward pass computes again to save memory: nothing, or each block.", choices=("none", "block")),
-    Key("model.scan_layers", "auto", "Compile one layer and scan it, or each by itself (longer to compile, faster on CPU); auto scans on accelerators.",
+    Key("model.scan_layers", "auto",
+        "Scan one compiled layer, or compile each (slower to start, faster on CPU); auto scans except on CPU.",
         choices=("auto", "true", "false")),
 
     Key("data.path", "task:sort", "Hub id, local folder or file, or `task:<name>` for a built-in task."),
@@ -245,7 +246,7 @@ KEYS = (
         "Steps between evaluations; 0 is only before and after training, -1 is never.", int, minimum=-1),
     Key("eval.prompts", 128, "Prompts in an evaluation.", int, minimum=1),
     Key("eval.samples", 4, "Completions sampled per prompt.", int, minimum=1),
-    Key("eval.correct_at", 1.0, "A completion is correct when the first reward function gives it at least this.", float),
+    Key("eval.correct_at", 1.0, "A completion is correct when its first reward is at least this.", float),
 
     Key("logging.backends", ("console", "jsonl"), "Where metrics go.", choices=("console", "jsonl")),
     Key("logging.completions_every", 10,

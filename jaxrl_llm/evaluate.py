@@ -1,4 +1,6 @@
-"""Measure a model on held-out prompts: `python -m jaxrl_llm.evaluate --config=configs/grpo.py --config.model.path=PATH`.
+"""Measure a model on held-out prompts.
+
+    python -m jaxrl_llm.evaluate --config=configs/grpo.py --config.model.path=runs/grpo/hf
 
 Prompts, rewards and sampling are those of the configuration: `data.eval_path` (or `data.path`) and `data.eval_split`,
 `rewards`, `rollout`, and `eval.prompts`, `eval.samples` and `eval.correct_at`. Prints accuracy of samples and of the
@@ -55,7 +57,7 @@ def _report(config, prompts: int, metrics: dict[str, float]) -> dict[str, Any]:
 
 def main(argv: list[str]) -> None:
     """The command line: see `--help`."""
-    config, options = load_flags(argv, __doc__, FLAGS)
+    config, options = load_flags(argv, __doc__ or "", FLAGS)
     output = Path(options["output"]).expanduser() if options["output"] else None
     if output is not None and not output.parent.is_dir():
         raise ConfigError(f"--output: there is no folder {output.parent}; make it first")

@@ -1,4 +1,6 @@
-"""Checkpoint to Hugging Face folder: `python -m jaxrl_llm.export --run=runs/grpo --output=exported`.
+"""Write a checkpoint as a Hugging Face folder.
+
+    python -m jaxrl_llm.export --run=runs/grpo --output=exported
 
 The folder holds the policy as it was at a step (the newest checkpoint unless `--step` says another), and loads in
 transformers and vLLM. The optimizer's state is not read. Works while the run goes on.
@@ -56,13 +58,15 @@ def _step(checkpoints: Checkpoints, step: int | None) -> int:
     if not steps:
         raise ConfigError(f"there is no checkpoint in {checkpoints.folder}")
     if step is not None and step not in steps:
-        raise ConfigError(f"there is no checkpoint of step {step} in {checkpoints.folder}; there are {', '.join(map(str, steps))}")
+        raise ConfigError(
+            f"there is no checkpoint of step {step} in {checkpoints.folder}; there are {', '.join(map(str, steps))}"
+        )
     return steps[-1] if step is None else step
 
 
 def main(argv: list[str]) -> None:
     """The command line: see `--help`."""
-    options = load_options(argv, __doc__, FLAGS)
+    options = load_options(argv, __doc__ or "", FLAGS)
     for name in ("run", "output"):
         if not options[name]:
             raise ConfigError(f"--{name} is missing; write --{name}=FOLDER")

@@ -1,4 +1,6 @@
-"""Sample completions: `python -m jaxrl_llm.generate --model=embedded:sort --prompt="sort:4821="`.
+"""Sample completions.
+
+    python -m jaxrl_llm.generate --model=runs/grpo/hf --prompt="sort:4821="
 
 One completion is printed as it is; several as JSON, one object {"prompt", "completion"} a line.
 """
@@ -81,7 +83,9 @@ def generate(
 
 def _prompt_ids(model: Model, prompts: Any) -> list[list[int]]:
     if model.tokenizer is None:
-        raise ConfigError(f"the model {model.path} has no tokenizer, so it cannot read text; add its files to the folder")
+        raise ConfigError(
+            f"the model {model.path} has no tokenizer, so it cannot read text; add its files to the folder"
+        )
     if isinstance(prompts, str) or is_conversational(prompts):
         raise ConfigError("prompts is one prompt; it takes a list of them: generate(model, [prompt])")
     ids = [render_prompt(model.tokenizer, prompt) for prompt in prompts]
@@ -97,9 +101,9 @@ def _sample(model: Model, engine: Engine, ids: list[list[int]], seed: int) -> li
     completions = []
     with jax.set_mesh(mesh):
         for start, count, own in full_batches(ids, ROWS_AT_ONCE // engine.group_size, row_shards(mesh)):
-            prompts = rows_to_global(pad_prompts(own, width), mesh)
+            prompts, segments = rows_to_global(pad_prompts(own, width), mesh)
             first = start * engine.group_size
-            rollout = engine.generate(model.params, *prompts, jax.random.key(seed), first_row=first)
+            rollout = engine.generate(model.params, prompts, segments, jax.random.key(seed), first_row=first)
             tokens, lengths = multihost_utils.process_allgather((rollout.tokens, rollout.lengths), tiled=True)
             rows = range(count * engine.group_size)
             completions += [tokens[row, width : width + lengths[row]].tolist() for row in rows]
@@ -133,7 +137,7 @@ def _in_file(file: Path) -> list[Any]:
 
 def main(argv: list[str]) -> None:
     """The command line: see `--help`."""
-    options = load_options(argv, __doc__, FLAGS)
+    options = load_options(argv, __doc__ or "", FLAGS)
     if not options["model"]:
         raise ConfigError("--model is missing; write --model=PATH, such as embedded:sort or RUN/hf")
     prompts = read_prompts(options["prompt"], options["prompts_file"], options["chat"])

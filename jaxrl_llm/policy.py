@@ -5,6 +5,7 @@ index t of token t.
 """
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,8 +16,10 @@ from jaxrl_llm.sharding import constrain
 LOGITS_IN_FLIGHT = 2**24  # logits computed at once, at least one column of rows: 64 MB in fp32
 
 
-def token_logps(net: Net, params: Params, tokens, segments, positions=None, temperature: float = 1.0, prompt_width: int = 0):
-    """Log-probs `[N,T]` of each token given those before it in its segment, and the entropies `[N,T]` it was drawn from.
+def token_logps(
+    net: Net, params: Params, tokens, segments, positions=None, temperature: float = 1.0, prompt_width: int = 0
+):
+    """Log-probs `[N,T]` of each token given those before it in its segment, and the entropies it was drawn from.
 
     Both in fp32, at `temperature`, 0 where nothing is predicted: padding, the first token of a segment, and the first
     `prompt_width` columns, which are not computed.
@@ -24,14 +27,17 @@ def token_logps(net: Net, params: Params, tokens, segments, positions=None, temp
     model = net.bind(params)
     hidden = model.hidden(tokens, segments, positions)
     first = max(prompt_width, 1)
-    logps, entropy = chunked_logps(hidden[:, first - 1 : -1], model.head_kernel(), tokens[:, first:], float(temperature))
+    logps, entropy = chunked_logps(
+        hidden[:, first - 1 : -1], model.head_kernel(), tokens[:, first:], float(temperature)
+    )
     predicted = (segments[:, first:] == segments[:, first - 1 : -1]) & (segments[:, first:] != 0)
     pad = ((0, 0), (first, 0))
-    return tuple(jnp.pad(jnp.where(predicted, x, 0.0), pad) for x in (logps, entropy))
+    logps, entropy = (jnp.pad(jnp.where(predicted, x, 0.0), pad) for x in (logps, entropy))
+    return logps, entropy
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def chunked_logps(hidden, kernel, targets, temperature: float):
+def chunked_logps(hidden, kernel, targets, temperature: float) -> Any:
     """Log-probs and entropies `[N,S]` of softmax(hidden @ kernel / temperature) at the targets `[N,S]`.
 
     hidden `[N,S,D]` in the compute dtype, kernel `[D,V]`. Logits are formed for a few columns at a time, in fp32, and

@@ -6,6 +6,7 @@ there every axis has size 1.
 """
 
 import re
+from typing import Any
 
 import jax
 import numpy as np
@@ -103,7 +104,7 @@ def row_shards(mesh: Mesh) -> int:
     return mesh.shape["data"] * mesh.shape["fsdp"]
 
 
-def rows_to_global(rows, mesh: Mesh):
+def rows_to_global(rows, mesh: Mesh) -> Any:
     """Global arrays, cut by rows, from each process's own rows (a tree of numpy arrays `[rows, ...]`).
 
     Raises ConfigError when the rows do not divide: they are never repeated silently.

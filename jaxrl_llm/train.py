@@ -82,11 +82,16 @@ def _loop(config, parts: Run, state: State, tokens_seen: int, checkpoints: Check
         experience = parts.source.next(state, jax.random.fold_in(root, step))
         with watch("update"):
             state, update_metrics = _improve(config, parts, state, experience.batch)
-            metrics = {name: float(value) for name, value in jax.device_get(experience.metrics).items()} | update_metrics
+            metrics = {
+                name: float(value) for name, value in jax.device_get(experience.metrics).items()
+            } | update_metrics
         _check_finite(metrics, step)
         trained = metrics["num_tokens"]
         tokens_seen += int(trained)
-        metrics |= {"num_tokens": tokens_seen, "tokens_per_second": trained / (time.perf_counter() - began)} | watch.take()
+        metrics |= {
+            "num_tokens": tokens_seen,
+            "tokens_per_second": trained / (time.perf_counter() - began),
+        } | watch.take()
         if experience.table:
             logger.completions(step, experience.table)
         log(step, metrics, evaluate=last or _due(step, config.eval.every))
@@ -108,7 +113,8 @@ def _improve(config, parts: Run, state: State, batch: Batch) -> tuple[State, Met
         collected.append(metrics)
     values = [{name: float(value) for name, value in metrics.items()} for metrics in jax.device_get(collected)]
     merged = {
-        name: float((max if name.endswith("/max") else np.mean)([metrics[name] for metrics in values])) for name in values[0]
+        name: float((max if name.endswith("/max") else np.mean)([metrics[name] for metrics in values]))
+        for name in values[0]
     }
     return replace(state, step=state.step + 1), merged
 
@@ -125,7 +131,7 @@ def _due(step: int, every: int) -> bool:
 def _check_finite(metrics: Metrics, step: int) -> None:
     if metrics["nonfinite_gradient"]:
         raise ConfigError(
-            f"step {step}: the gradient is not finite (loss {metrics['loss']:g}, gradient norm {metrics['grad_norm']:g}); "
+            f"step {step}: the gradient is not finite (loss {metrics['loss']:g}, norm {metrics['grad_norm']:g}); "
             "the last checkpoint is intact. Lower optimizer.learning_rate, or check the data and the rewards of that step."
         )
 
@@ -156,7 +162,7 @@ def _describe(parts: Run, start: int) -> dict[str, Any]:
 
 def main(argv: list[str]) -> None:
     """The command line: see `--help`."""
-    train(load_flags(argv, __doc__).config)
+    train(load_flags(argv, __doc__ or "").config)
 
 
 if __name__ == "__main__":

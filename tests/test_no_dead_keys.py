@@ -10,9 +10,15 @@ ROOT = Path(__file__).parent.parent / "jaxrl_llm"
 
 def read_keys(tree: ast.AST) -> set[str]:
     """The keys `a.b` that code reads, as `config.a.b`, through `a = config.a`, or from an argument `a: ConfigDict`."""
-    sections = section_names(tree)
+    # A name such as `c` stands for another section in each function, so each is read by itself.
+    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    return set().union(*(keys_of_scope(scope, section_names(scope)) for scope in (tree, *functions)))
+
+
+def keys_of_scope(scope: ast.AST, sections: dict[str, str]) -> set[str]:
+    """The keys read in a module or function, nested functions included."""
     found = set()
-    for node in ast.walk(tree):
+    for node in ast.walk(scope):
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
             if is_config(node.value):
                 found.add(node.attr)
@@ -66,6 +72,8 @@ def test_ways_to_read_a_key():
     assert "rollout.top_p" in read_keys(ast.parse("r = config.rollout\nf(r.top_p)"))
     assert "rollout.top_p" in read_keys(ast.parse("r, b = config.rollout, config.batch\nf(r.top_p)"))
     assert "rollout.top_p" in read_keys(ast.parse("def f(rollout: ConfigDict):\n    return rollout.top_p"))
+    two = "def f():\n    c = config.model\n    return c.path\ndef g():\n    c = config.rollout\n    return c.top_p"
+    assert {"model.path", "rollout.top_p"} <= read_keys(ast.parse(two))
     assert "seed" in read_keys(ast.parse("f(config.seed)"))
 
 

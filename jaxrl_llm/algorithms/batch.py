@@ -1,4 +1,4 @@
-"""`Batch`: the rows an update learns from. Letters: N rows, T positions; index t of every [N,T] array speaks of token t."""
+"""`Batch`: the N rows of T tokens an update learns from; index t of every [N,T] array speaks of token t."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -21,16 +21,16 @@ class Batch:
     tokens: Array  # [N,T] int32
     segments: Array  # [N,T] int32; 0 is padding
     mask: Array  # [N,T] float32; 1 on the tokens the loss reads
-    positions: Array | None = None  # [N,T] int32; None: counted from 0 in each segment
-    sample_logps: Array | None = None  # [N,T] of the sampler
-    old_logps: Array | None = None  # [N,T] of the policy that starts this step
-    ref_logps: Array | None = None  # [N,T] of the reference policy
-    advantages: Array | None = None  # [N,T]
-    values: Array | None = None  # [N,T] of the critic that starts this step
-    returns: Array | None = None  # [N,T]
-    labels: Array | None = None  # [N] 1 desirable, 0 undesirable
-    weights: Array | None = None  # [N,T] aggregation weights: the loss is sum(weights * loss)
-    token_share: Array | None = None  # [N,T] mask / tokens of the whole optimizer batch, for metrics
+    positions: Array = None  # [N,T] int32; None: counted from 0 in each segment
+    sample_logps: Array = None  # [N,T] of the sampler
+    old_logps: Array = None  # [N,T] of the policy that starts this step
+    ref_logps: Array = None  # [N,T] of the reference policy
+    advantages: Array = None  # [N,T]
+    values: Array = None  # [N,T] of the critic that starts this step
+    returns: Array = None  # [N,T]
+    labels: Array = None  # [N] 1 desirable, 0 undesirable
+    weights: Array = None  # [N,T] aggregation weights: the loss is sum(weights * loss)
+    token_share: Array = None  # [N,T] mask / tokens of the whole optimizer batch, for metrics
     prompt_width: int = dataclasses.field(default=0, metadata={"static": True})  # no column before this one is scored
 
     @property

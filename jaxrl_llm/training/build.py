@@ -56,7 +56,9 @@ def build(config, mesh: Mesh, train_dataset=None, eval_dataset=None, rewards=Non
         source = _online(config, model, dataset, grader, mesh, watch)
     objective = {"sft": objectives.sft}.get(config.algorithm.name, objectives.policy_gradient)(config, model.net)
     evaluation = None
-    if config.eval.every >= 0 and not (train_dataset is not None and eval_dataset is None and config.data.eval_path is None):
+    if config.eval.every >= 0 and not (
+        train_dataset is not None and eval_dataset is None and config.data.eval_path is None
+    ):
         evaluation = build_evaluation(config, model, grader, eval_dataset, mesh)
     optimizer = make_optimizer(config)
     state = init_state(model.params, optimizer, mesh)
@@ -135,7 +137,9 @@ def _online(config, model: Model, dataset, grader: Rewards, mesh: Mesh, watch: S
 
 def _offline(config, model: Model, dataset, mesh: Mesh, watch: Stopwatch) -> Offline:
 
-    rows = tokenize_completions(dataset, model.tokenizer, config.data.max_length, config.data.overlong, config.data.loss_on)
+    rows = tokenize_completions(
+        dataset, model.tokenizer, config.data.max_length, config.data.overlong, config.data.loss_on
+    )
     width = _width(max(len(row["ids"]) for row in rows), config.data.max_length)
     if config.data.packing:
         width = config.data.max_length

@@ -57,8 +57,8 @@ class Checkpoints:
             )
         except (ValueError, KeyError, OSError) as error:
             raise ConfigError(
-                f"checkpoint {self.folder / str(step)} cannot be restored: {error}\nIf it is damaged, delete that folder; "
-                "if it is of another model or optimizer, use another output_dir or checkpoint.resume=never."
+                f"checkpoint {self.folder / str(step)} cannot be restored: {error}\nIf it is damaged, delete that "
+                "folder; if it is of another model or optimizer, use another output_dir or checkpoint.resume=never."
             ) from error
         return State(**restored["state"]), restored["host"]
 
@@ -73,7 +73,9 @@ class Checkpoints:
             with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
                 return reader.restore(self.folder / str(step) / "state", args=part)["params"]
         except (ValueError, KeyError, OSError) as error:
-            raise ConfigError(f"the parameters of checkpoint {self.folder / str(step)} cannot be read: {error}") from error
+            raise ConfigError(
+                f"the parameters of checkpoint {self.folder / str(step)} cannot be read: {error}"
+            ) from error
 
 
 def _placed(shapes, mesh: Mesh):

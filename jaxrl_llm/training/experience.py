@@ -1,7 +1,7 @@
 """Where batches come from: `offline` reads rows, `online` samples and scores them. Both give `next(state, key)`.
 
-One online step, in the order of `Online.next`: prompts -> rollout -> rewards -> log-probs of the policy and the reference
--> advantages -> Batch.
+One online step, in the order of `Online.next`: prompts -> rollout -> rewards -> log-probs of policy and reference ->
+advantages -> Batch.
 """
 
 import dataclasses
@@ -65,16 +65,22 @@ class Sampler:
     def __call__(self, params: Params, examples: list[Row], key) -> Sampled:
         """`group_size` completions of every example of this process, rows of a prompt adjacent."""
         with self.watch("rollout"):
-            prompts = rows_to_global(pad_prompts([e["prompt_ids"] for e in examples], self.prompt_width), self.mesh)
-            rollout = self.engine.generate(params, *prompts, key)
+            padded = pad_prompts([e["prompt_ids"] for e in examples], self.prompt_width)
+            prompts, segments = rows_to_global(padded, self.mesh)
+            rollout = self.engine.generate(params, prompts, segments, key)
             tokens, lengths = local_rows((rollout.tokens, rollout.lengths))
         with self.watch("reward"):
             repeated = [e for e in examples for _ in range(self.engine.group_size)]
-            ids = [row[self.prompt_width : self.prompt_width + n].tolist() for row, n in zip(tokens, lengths, strict=True)]
-            texts = [
-                decode_completion(self.tokenizer, i, is_conversational(e["prompt"])) for i, e in zip(ids, repeated, strict=True)
+            ids = [
+                row[self.prompt_width : self.prompt_width + n].tolist() for row, n in zip(tokens, lengths, strict=True)
             ]
-            columns = {name: [e[name] for e in repeated] for name in examples[0] if name not in ("prompt", "prompt_ids")}
+            texts = [
+                decode_completion(self.tokenizer, i, is_conversational(e["prompt"]))
+                for i, e in zip(ids, repeated, strict=True)
+            ]
+            columns = {
+                name: [e[name] for e in repeated] for name in examples[0] if name not in ("prompt", "prompt_ids")
+            }
             asked = [e["prompt"] for e in repeated]
             return Sampled(rollout, asked, texts, self.rewards(asked, texts, ids, columns))
 
@@ -125,9 +131,10 @@ class Online:
         return self.config.algorithm.num_iterations > 1 or self.config.batch.minibatches > 1
 
     def _logps(self, params: Params, rollout: Rollout):
+        temperature, batch = self.config.rollout.temperature, self.config.batch
+        rows = batch.microbatch_rows or rollout.tokens.shape[0] // batch.minibatches
         return scored_logps(
-            self.net, params, rollout.tokens, rollout.segments, self.config.rollout.temperature, self.sampler.prompt_width,
-            self.config.batch.microbatch_rows or rollout.tokens.shape[0] // self.config.batch.minibatches,
+            self.net, params, rollout.tokens, rollout.segments, temperature, self.sampler.prompt_width, rows,
             row_shards(self.sampler.mesh),
         )  # fmt: skip
 
@@ -147,7 +154,9 @@ def scored_logps(net: Net, params: Params, tokens, segments, temperature, prompt
 
 
 @functools.partial(jax.jit, static_argnums=(4, 5, 6, 7))
-def _advantages(rewards, weights, mask, rollout: Rollout, rule: str, group_size: int, scale: str, names: tuple[str, ...]):
+def _advantages(
+    rewards, weights, mask, rollout: Rollout, rule: str, group_size: int, scale: str, names: tuple[str, ...]
+):
     """Advantages `[N,T]` by the named rule, and the step's reward and length metrics over all processes.
 
     A rule is a function of any of: scores [N], rewards [N,R], weights [R], mask [N,T], lengths [N], finished [N],

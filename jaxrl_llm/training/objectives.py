@@ -1,5 +1,5 @@
-"""The objectives an update can minimise. Each reads a `Batch` and returns one number per token; `sum(weights * loss)` is
-the only reduction.
+"""The objectives an update can minimise. Each reads a `Batch` and returns one number per token; the only reduction is
+`sum(weights * loss)`.
 
 An objective is two pure functions. `prepare(batch)` fills in what needs the whole optimizer batch (weights, and each
 token's share in metrics); `loss(params, batch)` is then called on each micro-batch, and losses and metrics add up.
@@ -45,10 +45,13 @@ def policy_gradient(config, net: Net) -> Objective:
     """
     algorithm = config.algorithm
     policy_loss = resolve(algorithm.loss, policy_losses)
-    options = {name: algorithm[name] for name in ("delta", "dual_clip") if algorithm[name] is not None}
+    options = {"delta": algorithm.delta, "dual_clip": algorithm.dual_clip}
+    options = {name: value for name, value in options.items() if value is not None}
     unknown = options.keys() - inspect.signature(policy_loss).parameters.keys()
     if unknown:
-        raise ConfigError(f"algorithm.{sorted(unknown)[0]} is set, but algorithm.loss = {algorithm.loss!r} has no such option")
+        raise ConfigError(
+            f"algorithm.{sorted(unknown)[0]} is set, but algorithm.loss = {algorithm.loss!r} has no such option"
+        )
     epsilons = (algorithm.epsilon_low, algorithm.epsilon_high)
     level = "sequence" if str(algorithm.loss).startswith("gspo") else "token"
 
@@ -66,7 +69,9 @@ def policy_gradient(config, net: Net) -> Objective:
         )
         old_logps = jax.lax.stop_gradient(logps) if batch.old_logps is None else batch.old_logps
         per_token = policy_loss(logps, old_logps, batch.advantages, *epsilons, mask=batch.mask, **options)
-        clipped = policy_losses.clip_fractions(logps, old_logps, batch.advantages, *epsilons, mask=batch.mask, level=level)
+        clipped = policy_losses.clip_fractions(
+            logps, old_logps, batch.advantages, *epsilons, mask=batch.mask, level=level
+        )
         mismatch = jnp.where(batch.mask > 0, jnp.abs(old_logps - batch.sample_logps), 0.0)
         measured = {
             "entropy": entropy,

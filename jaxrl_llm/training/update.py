@@ -1,7 +1,8 @@
-"""`State` and the update: gradients of an objective over micro-batches, one optimizer step. Gradients exist only here."""
+"""`State` and the update: gradients of an objective over micro-batches, then one optimizer step."""
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +10,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxrl_llm.algorithms.batch import Batch
+from jaxrl_llm.config import ConfigError
 from jaxrl_llm.models.transformer import Params
 from jaxrl_llm.sharding import path_name, row_shards, shardings
 from jaxrl_llm.training.objectives import Metrics, Objective
@@ -48,14 +50,22 @@ def learning_rate_schedule(config) -> optax.Schedule:
 
 
 def make_optimizer(config) -> optax.GradientTransformation:
-    """Global-norm clipping, then AdamW (arXiv 1711.05101) with weight decay on matrices only."""
+    """Global-norm clipping, then the named optimizer: AdamW (arXiv 1711.05101), with weight decay on matrices only."""
     c = config.optimizer
+    if c.name != "adamw":
+        raise ConfigError(f"optimizer.name is {c.name!r}; there is adamw")
 
     def decayed(params):
         return jax.tree_util.tree_map_with_path(lambda path, _: not path_name(path).endswith(("bias", "scale")), params)
 
     adamw = optax.adamw(
-        learning_rate_schedule(config), c.b1, c.b2, c.eps, weight_decay=c.weight_decay, mask=decayed, mu_dtype=jnp.float32
+        learning_rate_schedule(config),
+        c.b1,
+        c.b2,
+        c.eps,
+        weight_decay=c.weight_decay,
+        mask=decayed,
+        mu_dtype=jnp.float32,
     )
     return optax.chain(optax.clip_by_global_norm(c.max_grad_norm), adamw) if c.max_grad_norm else adamw
 
@@ -83,16 +93,17 @@ def make_update(objective: Objective, optimizer: optax.GradientTransformation, c
         return {"loss": loss, **metrics}, gradients
 
     def update(state: State, batch: Batch) -> tuple[State, Metrics]:
-        parts = config.batch.microbatch_rows and batch.rows // config.batch.microbatch_rows or 1
+        parts = (config.batch.microbatch_rows and batch.rows // config.batch.microbatch_rows) or 1
         batch = objective.prepare(batch)
         metrics, gradients = _sum_over_parts(gradients_of, state.params, split_rows(batch, parts, row_shards(mesh)))
         norm = optax.tree.norm(gradients)
         finite = jnp.isfinite(norm)
         changes, opt_state = optimizer.update(gradients, state.opt_state, state.params)
-        new = State(state.step, optax.apply_updates(state.params, changes), opt_state)
+        params: Any = optax.apply_updates(state.params, changes)
+        new = State(state.step, params, opt_state)
         new = jax.tree.map(lambda after, before: jnp.where(finite, after, before), new, state)
-        metrics |= {"grad_norm": norm, "lr": schedule(_updates_made(state)), "nonfinite_gradient": 1.0 - finite}
-        return new, metrics
+        rate = jnp.asarray(schedule(_updates_made(state)))
+        return new, metrics | {"grad_norm": norm, "lr": rate, "nonfinite_gradient": 1.0 - finite}
 
     return jax.jit(update, donate_argnums=0)
 
@@ -128,4 +139,6 @@ def split_rows(batch: Batch, parts: int, shards: int) -> Batch:
 
 
 def _merge_metrics(total: Metrics, new: Metrics) -> Metrics:
-    return {name: jnp.maximum(total[name], new[name]) if name.endswith("/max") else total[name] + new[name] for name in new}
+    return {
+        name: jnp.maximum(total[name], new[name]) if name.endswith("/max") else total[name] + new[name] for name in new
+    }

@@ -59,7 +59,12 @@ def test_unrolled_layers_on_a_mesh(run_python, root):
 
 
 def test_a_batch_that_does_not_divide_is_refused(run_python, root):
-    flags = ["--config.batch.prompts=3", "--config.rollout.group_size=2", "--config.output_dir=out", "--config.mesh.fsdp=4"]
+    flags = [
+        "--config.batch.prompts=3",
+        "--config.rollout.group_size=2",
+        "--config.output_dir=out",
+        "--config.mesh.fsdp=4",
+    ]
     done = run_python("-m", "jaxrl_llm.train", f"--config={root / 'configs/grpo.py'}:tiny", *flags, devices=8)
     assert done.returncode == 2
     assert "6 rows does not divide" in done.stderr

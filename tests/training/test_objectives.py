@@ -36,7 +36,9 @@ def make_batch(seed: int = 0, rows: int = 4) -> Batch:
 
 def naive_logps(batch: Batch, temperature: float) -> np.ndarray:
     """log p(token t | tokens before t), from full logits in float64."""
-    logits = np.asarray(NET.bind(PARAMS)(jnp.asarray(batch.tokens), jnp.asarray(batch.segments)), np.float64) / temperature
+    logits = (
+        np.asarray(NET.bind(PARAMS)(jnp.asarray(batch.tokens), jnp.asarray(batch.segments)), np.float64) / temperature
+    )
     logps = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
     out = np.zeros(batch.tokens.shape)
     for row, t in np.ndindex(*batch.tokens.shape):
@@ -50,7 +52,9 @@ def value(config, batch: Batch):
     return objective.loss(PARAMS, objective.prepare(batch))
 
 
-@pytest.mark.parametrize(("aggregation", "beta", "temperature"), [("sequence", 0.04, 1.0), ("token", 0.1, 0.7), ("constant", 0.0, 1.3)])
+@pytest.mark.parametrize(
+    ("aggregation", "beta", "temperature"), [("sequence", 0.04, 1.0), ("token", 0.1, 0.7), ("constant", 0.0, 1.3)]
+)
 def test_grpo_loss_is_the_formula(aggregation, beta, temperature):
     config = default()
     config.algorithm.aggregation, config.algorithm.beta = aggregation, beta

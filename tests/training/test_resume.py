@@ -52,7 +52,9 @@ def test_killed_and_resumed_equals_undisturbed(run_python, root, tmp_path, monke
     for name, tensor in a.items():
         np.testing.assert_array_equal(tensor, b[name], err_msg=name)
     for step in range(1, 15):
-        tables = [pq.read_table(tmp_path / n / f"completions/completions_{step:05d}.parquet") for n in ("whole", "killed")]
+        tables = [
+            pq.read_table(tmp_path / n / f"completions/completions_{step:05d}.parquet") for n in ("whole", "killed")
+        ]
         assert tables[0].equals(tables[1])
 
     again = start("killed")

@@ -1,16 +1,16 @@
-"""The update: independent of micro-batches, donated, scheduled as promised, and safe against a gradient that is no number."""
+"""The update: independent of micro-batches, donated, on schedule, and safe against a gradient that is no number."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from tests.training.test_objectives import NET, make_batch
 
 from jaxrl_llm.config import default
 from jaxrl_llm.sharding import make_mesh
 from jaxrl_llm.training import objectives
 from jaxrl_llm.training.update import init_state, learning_rate_schedule, make_optimizer, make_update, split_rows
+from tests.training.test_objectives import NET, make_batch
 
 
 def run_update(config, batch, steps: int = 1):
@@ -28,7 +28,9 @@ def run_update(config, batch, steps: int = 1):
 def config_with(**changes):
     config = default()
     config.optimizer.learning_rate = 1e-3
-    config.optimizer.eps = 1e-4  # Adam divides by the gradient's size; without this the smallest ones would be all rounding
+    config.optimizer.eps = (
+        1e-4  # Adam divides by the gradient's size; without this the smallest ones would be all rounding
+    )
     config.algorithm.beta = 0.04
     config.rollout.max_completion_length = 4
     for name, value in changes.items():
@@ -52,7 +54,9 @@ def test_micro_batches_give_the_update_of_the_whole_batch(aggregation, sizes):
 def test_the_microbatch_token_mode_is_the_one_that_does_depend_on_micro_batches():
     batch = make_batch(rows=8)
     losses = [
-        run_update(config_with(algorithm__aggregation="microbatch_token", batch__microbatch_rows=rows), batch)[1]["loss"]
+        run_update(config_with(algorithm__aggregation="microbatch_token", batch__microbatch_rows=rows), batch)[1][
+            "loss"
+        ]
         for rows in (0, 2)
     ]
     assert abs(losses[0] - losses[1]) > 1e-4
