@@ -27,17 +27,16 @@ def token_logps(
     model = net.bind(params)
     hidden = model.hidden(tokens, segments, positions)
     first = max(prompt_width, 1)
-    logps, entropy = chunked_logps(
-        hidden[:, first - 1 : -1], model.head_kernel(), tokens[:, first:], float(temperature)
-    )
+    targets = tokens[:, first:]
+    scored: Any = chunked_logps(hidden[:, first - 1 : -1], model.head_kernel(), targets, float(temperature))
     predicted = (segments[:, first:] == segments[:, first - 1 : -1]) & (segments[:, first:] != 0)
     pad = ((0, 0), (first, 0))
-    logps, entropy = (jnp.pad(jnp.where(predicted, x, 0.0), pad) for x in (logps, entropy))
+    logps, entropy = (jnp.pad(jnp.where(predicted, x, 0.0), pad) for x in scored)
     return logps, entropy
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def chunked_logps(hidden, kernel, targets, temperature: float) -> Any:
+def chunked_logps(hidden, kernel, targets, temperature: float):
     """Log-probs and entropies `[N,S]` of softmax(hidden @ kernel / temperature) at the targets `[N,S]`.
 
     hidden `[N,S,D]` in the compute dtype, kernel `[D,V]`. Logits are formed for a few columns at a time, in fp32, and

@@ -21,6 +21,19 @@ def root() -> Path:
     return ROOT
 
 
+@pytest.fixture(scope="session")
+def tiny_run(tmp_path_factory: pytest.TempPathFactory):
+    """The Result of two steps of configs/grpo.py, with a checkpoint of each."""
+    import jaxrl_llm
+    from jaxrl_llm.command_line import load_config_file
+
+    config = load_config_file(f"{ROOT / 'configs' / 'grpo.py'}:tiny")
+    config.output_dir = str(tmp_path_factory.mktemp("tiny_run") / "run")
+    config.checkpoint.every = 1
+    config.logging.backends = ("jsonl",)
+    return jaxrl_llm.train(config)
+
+
 @pytest.fixture
 def run_python(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
     """Runs a Python command line in its own process: `run_python("-c", code, devices=8)`.
