@@ -132,7 +132,7 @@ def _check_finite(metrics: Metrics, step: int) -> None:
     if metrics["nonfinite_gradient"]:
         raise ConfigError(
             f"step {step}: the gradient is not finite (loss {metrics['loss']:g}, norm {metrics['grad_norm']:g}); "
-            "the last checkpoint is intact. Lower optimizer.learning_rate, or check the data and the rewards of that step."
+            "the last checkpoint is intact. Lower optimizer.learning_rate, or check the data and rewards of that step."
         )
 
 

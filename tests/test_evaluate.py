@@ -76,7 +76,7 @@ def test_metrics_of_known_rewards(samples, ks, config):
     assert [name for name in metrics if "pass@" in name] == [f"eval/pass@{k}" for k in ks]
     for k in ks:
         assert metrics[f"eval/pass@{k}"] == pytest.approx(k / samples / 2)
-    assert metrics["eval/reward"] == metrics["eval/accuracy"] == pytest.approx(1 / samples / 2)
+    assert (metrics["eval/reward"], metrics["eval/accuracy"]) == pytest.approx((1 / samples / 2, 1 / samples / 2))
     assert metrics["eval/greedy_accuracy"] == 0.5
 
 

@@ -22,6 +22,7 @@ def test_newest_checkpoint_is_the_hf_folder(tiny_run, tmp_path):
     assert contents(folder) == contents(tiny_run.output_dir / "hf")
 
 
+@pytest.mark.filterwarnings("ignore:Sharding info not provided")  # of the reader that is the oracle
 def test_an_earlier_step(tiny_run, tmp_path):
     folder = jaxrl_llm.export(tiny_run.output_dir, tmp_path / "exported", step=1)
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:

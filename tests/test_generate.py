@@ -84,8 +84,8 @@ def test_a_narrow_filter_is_greedy(setting, model):
 
 
 def test_max_new_tokens_cuts(model):
-    long = jaxrl_llm.generate(model, PROMPTS[:1], 8, temperature=0)[0]
-    assert jaxrl_llm.generate(model, PROMPTS[:1], 2, temperature=0) == [long[:2]]
+    longer = jaxrl_llm.generate(model, PROMPTS, 8, temperature=0)
+    assert jaxrl_llm.generate(model, PROMPTS, 2, temperature=0) == [text[:2] for text in longer]
 
 
 def test_chat_is_its_rendered_text(model):

@@ -17,7 +17,11 @@ MASKED = -1e30  # finite, so that a row with nothing to attend to (padding) stay
 
 
 class KeyValues(NamedTuple):
-    """Keys and values `[..., J, S, d]`: heads before positions, so that decoding reads them untransposed."""
+    """The keys and values of a prompt, both `[..., J, P, d]`, or of its rows, keys `[..., J, d, C]`, values `[..., J, C, d]`.
+
+    Heads before positions, so that decoding reads them untransposed. A row has few queries (H/J) for its keys: with
+    their positions last the scores are 4 times faster on CPU at 256 tokens, and 10 times at 1024.
+    """
 
     k: jax.Array
     v: jax.Array
@@ -114,14 +118,14 @@ class Attention(nnx.Module):
         """One token a row: output `[G,R,D]` and the row cache with that token's keys and values written at `length`.
 
         x `[G,R,D]`: R rows of each of G prompts. `prompt` `[G,J,P,d]` is stored once per prompt and read by its R rows
-        without being repeated; `rows` `[G,R,J,C,d]` is each row's own. One softmax runs over both parts.
+        without being repeated; `rows`, made by `empty_rows`, is each row's own. One softmax runs over both parts.
         """
         q, k, v = self.project(x[:, :, None], positions[:, :, None])
         q = q[:, :, 0]  # [G,R,J,H/J,d]
-        rows = KeyValues(_write(rows.k, k[:, :, 0], length), _write(rows.v, v[:, :, 0], length))
+        rows = _write(rows, k[:, :, 0], v[:, :, 0], length)
         in_prompt = jnp.einsum("gkjrd,gjpd->gkjrp", q, prompt.k, preferred_element_type=jnp.float32)
-        in_rows = jnp.einsum("gkjrd,gkjcd->gkjrc", q, rows.k, preferred_element_type=jnp.float32)
-        written = jnp.arange(rows.k.shape[3]) <= length[:, :, None]
+        in_rows = jnp.einsum("gkjrd,gkjdc->gkjrc", q, rows.k, preferred_element_type=jnp.float32)
+        written = jnp.arange(rows.k.shape[-1]) <= length[:, :, None]
         in_prompt = jnp.where(prompt_mask[:, None, None, None], in_prompt, MASKED)
         in_rows = jnp.where(written[:, :, None, None], in_rows, MASKED)
         top = jnp.maximum(in_prompt.max(-1, keepdims=True), in_rows.max(-1, keepdims=True))
@@ -132,11 +136,26 @@ class Attention(nnx.Module):
         return self.o(out.reshape(*x.shape[:-1], -1)), rows
 
 
-def _write(cache, new, length):
-    """`cache` `[G,R,J,C,d]` with `new` `[G,R,J,d]` at position `length` `[G,R]` of each row."""
+def empty_rows(prompt: KeyValues, repeats: int, size: int) -> KeyValues:
+    """Row caches with room for `size` tokens, for `repeats` rows of each prompt `[..., J, P, d]`."""
+    *lead, heads, _, d = prompt.k.shape
+    shapes = ((*lead, repeats, heads, d, size), (*lead, repeats, heads, size, d))
+    return KeyValues(*(jnp.zeros(shape, prompt.k.dtype) for shape in shapes))
+
+
+def longer_rows(rows: KeyValues, size: int) -> KeyValues:
+    """The row caches with room for `size` tokens."""
+    more = (0, size - rows.k.shape[-1])
+    whole = ((0, 0),) * (rows.k.ndim - 2)
+    return KeyValues(jnp.pad(rows.k, (*whole, (0, 0), more)), jnp.pad(rows.v, (*whole, more, (0, 0))))
+
+
+def _write(rows: KeyValues, k, v, length) -> KeyValues:
+    """The row caches with k and v `[G,R,J,d]` at position `length` `[G,R]` of each row."""
     g, r = jnp.indices(length.shape, sparse=True)
-    cache = cache.at[g, r, :, length].set(new.astype(cache.dtype), mode="drop", unique_indices=True)
-    return constrain(cache, "rows", None, "heads", None, None)
+    keys = rows.k.at[g, r, :, :, length].set(k.astype(rows.k.dtype), mode="drop", unique_indices=True)
+    values = rows.v.at[g, r, :, length].set(v.astype(rows.v.dtype), mode="drop", unique_indices=True)
+    return KeyValues(*(constrain(x, "rows", None, "heads", None, None) for x in (keys, values)))
 
 
 class FeedForward(nnx.Module):

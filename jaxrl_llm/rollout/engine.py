@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jaxrl_llm.models.layers import KeyValues, empty_rows, longer_rows
 from jaxrl_llm.models.transformer import Net, Params, unstack
 from jaxrl_llm.rollout.logits import Sampling, sample
 from jaxrl_llm.sharding import constrain
@@ -26,7 +27,7 @@ class RowState(NamedTuple):
 
     prompt: Any  # KeyValues [B,J,P,d] per layer
     prompt_mask: jax.Array  # [B,P] False on padding
-    rows: Any  # KeyValues [B,K,J,S,d] per layer; S grows up to C
+    rows: Any  # KeyValues of rows per layer, [B,K,J,d,S] and [B,K,J,S,d]; S grows up to C
     tokens: jax.Array  # [B,K,C] sampled so far, 0 after the end
     logps: jax.Array  # [B,K,C]
     length: jax.Array  # [B,K] tokens sampled
@@ -70,10 +71,10 @@ class Engine:
         Row i draws from `fold_in(key, first_row + i)`.
         """
         params = _decoding_params(params, self.decoder)
-        state = _start(self, params, prompts, segments, key, first_row)
+        size = min(self.chunk, self.max_completion_length)
+        state = _start(self, params, prompts, segments, key, first_row, size)
         steps = 1
         while steps < self.max_completion_length and not bool(_all_done(self, state)):
-            size = jax.tree.leaves(state.rows)[0].shape[-2]
             if steps >= size:
                 size = min(2 * size, self.max_completion_length)
                 state = _grow(state, size)
@@ -88,14 +89,13 @@ def _decoding_params(params: Params, decoder: Net) -> Params:
     return params if decoder.config.scan_layers else unstack(params)
 
 
-@functools.partial(jax.jit, static_argnames="engine")
-def _start(engine: Engine, params, prompts, segments, key, first_row) -> RowState:
-    """The state after one prefill per prompt and the first token of each row."""
+@functools.partial(jax.jit, static_argnames=("engine", "size"))
+def _start(engine: Engine, params, prompts, segments, key, first_row, size: int) -> RowState:
+    """The state after one prefill per prompt and the first token of each row, with row caches for `size` tokens."""
     batch, k, c = prompts.shape[0], engine.group_size, engine.max_completion_length
     model = engine.decoder.bind(params)
     hidden, prompt = model.prefill(prompts, segments)
-    size = min(engine.chunk, c)
-    rows = jax.tree.map(lambda x: jnp.zeros((*x.shape[:-3], k, x.shape[-3], size, x.shape[-1]), x.dtype), prompt)
+    rows = _per_layer(lambda layer: empty_rows(layer, k, size), prompt)
     logits = jnp.repeat(model.logits(hidden[:, -1]), k, axis=0)
     ids = first_row + jnp.arange(batch * k).reshape(batch, k)
     state = RowState(
@@ -154,11 +154,12 @@ def _all_done(engine: Engine, state: RowState):
 @functools.partial(jax.jit, static_argnames="size")
 def _grow(state: RowState, size: int) -> RowState:
     """The state with room for `size` completion tokens in the row caches."""
+    return state._replace(rows=_per_layer(lambda layer: longer_rows(layer, size), state.rows))
 
-    def leaf(x):
-        return jnp.pad(x, (*((0, 0),) * (x.ndim - 2), (0, size - x.shape[-2]), (0, 0)))
 
-    return state._replace(rows=jax.tree.map(leaf, state.rows))
+def _per_layer(function, caches):
+    """`function` of the KeyValues of each layer, or of all of them where layers are stacked."""
+    return jax.tree.map(function, caches, is_leaf=lambda x: isinstance(x, KeyValues))
 
 
 @jax.jit

@@ -5,7 +5,6 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-TOP_CANDIDATES = 1024  # how many of the most likely tokens top-p looks at before it sorts the whole vocabulary
 BLOCK = 128  # tokens per block of the two-level inverse CDF
 
 
@@ -40,7 +39,8 @@ def kept_probabilities(logps, sampling: Sampling):
     """
     probs = jnp.exp(logps)
     if sampling.top_k:
-        kth = jax.lax.top_k(probs, min(sampling.top_k, probs.shape[-1]))[0][:, -1:]
+        # min, not [:, -1:]: XLA's CPU backend turns a slice of top_k into a sort of the vocabulary, 100 times slower.
+        kth = jax.lax.top_k(probs, min(sampling.top_k, probs.shape[-1]))[0].min(-1, keepdims=True)
         probs = jnp.where(probs >= kth, probs, 0.0)
     if sampling.top_p < 1.0:
         probs = jnp.where(probs >= _top_p_threshold(probs, sampling.top_p), probs, 0.0)
@@ -50,18 +50,23 @@ def kept_probabilities(logps, sampling: Sampling):
 
 
 def _top_p_threshold(probs, top_p: float):
-    """The smallest probability `[M,1]` in the nucleus: the fewest likeliest tokens that hold `top_p` of the mass."""
+    """The smallest probability `[M,1]` in the nucleus: the fewest likeliest tokens that hold `top_p` of the mass.
+
+    Found by halving over the bit patterns of floats, which are ordered as positive floats are: exact in 31 sums over
+    the vocabulary, where sorting it costs 15 times more. The likeliest token is always kept.
+    """
     goal = top_p * probs.sum(-1, keepdims=True)
 
-    def smallest(descending):
-        before = jnp.cumsum(descending, axis=-1) - descending
-        return jnp.min(jnp.where(before < goal, descending, jnp.inf), axis=-1, keepdims=True)
+    def halve(_, bounds):
+        low, high = bounds  # the tokens of at least `low` hold the goal, those of at least `high` do not
+        middle = low + (high - low) // 2
+        kept = jnp.where(probs >= jax.lax.bitcast_convert_type(middle, jnp.float32), probs, 0.0)
+        enough = kept.sum(-1, keepdims=True) >= goal
+        return jnp.where(enough, middle, low), jnp.where(enough, high, middle)
 
-    candidates = jax.lax.top_k(probs, min(TOP_CANDIDATES, probs.shape[-1]))[0]
-    if candidates.shape == probs.shape:
-        return smallest(candidates)
-    enough = jnp.all(candidates.sum(-1, keepdims=True) >= goal)
-    return jax.lax.cond(enough, lambda: smallest(candidates), lambda: smallest(-jnp.sort(-probs, axis=-1)))
+    above_all = jax.lax.bitcast_convert_type(probs.max(-1, keepdims=True), jnp.int32) + 1
+    low, _ = jax.lax.fori_loop(0, 31, halve, (jnp.zeros_like(above_all), above_all))
+    return jax.lax.bitcast_convert_type(low, jnp.float32)
 
 
 def inverse_cdf(probs, uniforms):
@@ -82,7 +87,8 @@ def inverse_cdf(probs, uniforms):
 
 
 def _first_above(cumulative, parts, goal):
-    """The first index whose cumulative sum exceeds the goal, at most the last index whose part is not 0."""
-    last = parts.shape[-1] - 1 - jnp.argmax(parts[:, ::-1] > 0, axis=-1)
-    first = jnp.argmax(parts > 0, axis=-1)
-    return jnp.clip(jnp.sum(cumulative <= goal[:, None], axis=-1), first, last)
+    """The first index whose part is not 0 and whose cumulative sum exceeds the goal; if none does, the last not 0."""
+    possible = parts > 0
+    above = possible & (cumulative > goal[:, None])
+    last = parts.shape[-1] - 1 - jnp.argmax(possible[:, ::-1], axis=-1)
+    return jnp.where(above.any(-1), jnp.argmax(above, axis=-1), last)

@@ -35,8 +35,8 @@ def decode(net, params, token, segments, prompt, rows, number):
 
 def row_caches(net, shape, steps: int):
     """Row caches filled with what an earlier row may have left there."""
-    shape = (*shape, net.config.kv_heads, steps, net.config.head_dim)
-    one = KeyValues(jnp.full(shape, 7.0), jnp.full(shape, 7.0))
+    heads, d = net.config.kv_heads, net.config.head_dim
+    one = KeyValues(jnp.full((*shape, heads, d, steps), 7.0), jnp.full((*shape, heads, steps, d), 7.0))
     if not net.config.scan_layers:
         return [one] * net.config.layers
     return jax.tree.map(lambda x: jnp.stack([x] * net.config.layers), one)
