@@ -114,8 +114,9 @@ class Key:
             raise ConfigError(f"{self.name} is {value!r}, but it takes {self.allowed}")
 
 
-ALGORITHMS = ("grpo", "sft")
-OFFLINE = ("sft",)
+ALGORITHMS = ("grpo", "sft", "preference", "reward_model")
+OFFLINE = ("sft", "preference", "reward_model")
+LABELLED = ("kto", "apo_zero_unpaired")  # preference losses of labelled completions; the others are of pairs
 GROUP_ADVANTAGES = ("group", "gdpo", "rloo")
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -169,6 +170,8 @@ KEYS = (
         choices=("completion", "all")),
     Key("data.packing", False,
         "Put several short rows of supervised fine-tuning in one; they do not see each other.", bool),
+    Key("data.precompute_reference", False,
+        "Compute the reference log-probs of a preference data set once, before training, and keep no reference.", bool),
 
     Key("rollout.group_size", 8, "Completions per prompt.", int, minimum=1),
     Key("rollout.max_prompt_length", 512, "Longest prompt, in tokens.", int, minimum=1),
@@ -188,11 +191,13 @@ KEYS = (
         "Seconds the reward functions may take for one batch; none is no limit.", float, above=0),
 
     Key("algorithm.name", "grpo",
-        "What is trained: grpo samples and scores completions, sft learns given ones.", choices=ALGORITHMS),
+        "What is trained: grpo samples and scores completions, sft learns given ones, preference learns from pairs or "
+        "labelled completions, reward_model learns a score from pairs.", choices=ALGORITHMS),
     Key("algorithm.advantage", "group",
         "Advantage estimate: built-in name, `module:function` or `path/to/file.py:function`."),
     Key("algorithm.loss", "ppo_clip",
-        "Policy loss: built-in name, `module:function` or `path/to/file.py:function`."),
+        "Policy or preference loss: built-in name, `module:function` or `path/to/file.py:function`. Preference losses "
+        "may be a mixture, `dpo+bco_pair+sft`."),
     Key("algorithm.aggregation", "sequence",
         "How token losses are averaged: over each row's tokens, then over rows (sequence); over all tokens (token); "
         "over rows x rollout.max_completion_length (constant); row sums over rows (sequence_sum); "
@@ -202,7 +207,8 @@ KEYS = (
         "Standard deviation that advantages are divided by: the group's, the batch's, or none.",
         choices=("group", "batch", "none")),
     Key("algorithm.beta", 0.0,
-        "Weight of the KL term against the reference policy; 0 is off and keeps no reference.", float, minimum=0),
+        "Weight of the KL term against the reference policy; 0 is off and keeps no reference. Preference losses: their "
+        "beta (ORPO's lambda).", float, minimum=0),
     Key("algorithm.kl", "k3", "Estimator of the KL term.", choices=("k3", "k1", "abs", "k2")),
     Key("algorithm.epsilon_low", 0.2, "The probability ratio is clipped below 1 - epsilon_low.", float, minimum=0),
     Key("algorithm.epsilon_high", 0.2, "The probability ratio is clipped above 1 + epsilon_high.", float, minimum=0),
@@ -213,6 +219,33 @@ KEYS = (
     Key("algorithm.num_iterations", 1, "Passes over each batch of completions.", int, minimum=1),
     Key("algorithm.entropy_coef", 0.0, "Weight of the entropy bonus; 0 is off.", float, minimum=0),
     Key("algorithm.mask_truncated", False, "Leave completions that did not end out of the loss.", bool),
+
+    Key("algorithm.loss_weights", (), "Weight of each loss of a preference mixture; empty is 1 for all.", float),
+    Key("algorithm.reference_free", False, "Preference losses take the reference's log-probs to be 0.", bool),
+    Key("algorithm.label_smoothing", 0.0,
+        "Chance that a preference is flipped: conservative dpo, robust, exo_pair (0 is 0.001 there), aot, cpo, simpo.",
+        float, minimum=0, below=0.5),
+    Key("algorithm.f_divergence", "reverse_kl", "Divergence from the reference that dpo and its kin assume.",
+        choices=("reverse_kl", "forward_kl", "js_divergence", "alpha_divergence")),
+    Key("algorithm.f_alpha", 0.5, "Alpha of the alpha_divergence; 1 is reverse_kl.", float),
+    Key("algorithm.ld_alpha", None,
+        "Weight of the tokens of a pair beyond its shorter completion (LD-DPO); none is 1.", float, minimum=0, maximum=1),
+    Key("algorithm.use_weighting", False, "Weigh pairs by how likely the policy is to write them (WPO).", bool),
+    Key("algorithm.ipo_normalize", True, "ipo takes means over tokens, as its authors did; false is the paper's sums.",
+        bool),
+    Key("algorithm.discopop_tau", 0.05, "Temperature of discopop's blend.", float, above=0),
+    Key("algorithm.bco_running_mean", False, "bco_pair subtracts the mean of all rewards so far, as its paper.", bool),
+    Key("algorithm.simpo_gamma", 0.5, "Target margin of simpo and alphapo: itself, not its ratio to beta.", float),
+    Key("algorithm.alphapo_alpha", 0.25, "Shape of alphapo's reward; 0 is simpo.", float),
+    Key("algorithm.cpo_alpha", 1.0,
+        "Weight of the chosen completion's negative log-likelihood in cpo and simpo; 0 in SimPO's paper.",
+        float, minimum=0),
+    Key("algorithm.orpo_nll_on_prompt", True,
+        "orpo's likelihood term covers the prompt too, as in TRL; false is the completion, as in its paper.", bool),
+    Key("algorithm.desirable_weight", 1.0, "Weight of desirable rows in kto.", float, minimum=0),
+    Key("algorithm.undesirable_weight", 1.0, "Weight of undesirable rows in kto.", float, minimum=0),
+    Key("algorithm.center_rewards_coefficient", 0.0,
+        "Weight of the square of a pair's summed scores in reward_model: keeps scores near 0.", float, minimum=0),
 
     Key("optimizer.name", "adamw", "Optimizer.", choices=("adamw",)),
     Key("optimizer.learning_rate", 1e-6, "Peak learning rate.", float, minimum=0),
@@ -226,7 +259,7 @@ KEYS = (
     Key("optimizer.weight_decay", 0.0, "Decoupled weight decay.", float, minimum=0),
     Key("optimizer.max_grad_norm", 1.0, "Gradients are scaled down to this global norm; 0 is off.", float, minimum=0),
 
-    Key("batch.prompts", 32, "Prompts per step; rows per step for offline algorithms.", int, minimum=1),
+    Key("batch.prompts", 32, "Prompts per step; data rows (a pair is one) for offline algorithms.", int, minimum=1),
     Key("batch.minibatches", 1, "Optimizer updates per pass over the batch.", int, minimum=1),
     Key("batch.microbatch_rows", 0,
         "Rows per forward and backward pass; gradients add up exactly. 0 is a whole minibatch.", int, minimum=0),
@@ -239,12 +272,16 @@ KEYS = (
     Key("checkpoint.every", 50, "Steps between checkpoints; 0 is only after the last step.", int, minimum=0),
     Key("checkpoint.keep", 2, "Newest checkpoints that are kept.", int, minimum=1),
     Key("checkpoint.resume", "auto",
-        "`auto` goes on from the newest checkpoint in output_dir if there is one, `never` starts anew; "
+        "`auto` goes on from the newest checkpoint in output_dir if there is one, `never` starts anew and deletes them; "
         "anything else is the path of a checkpoint to go on from."),
 
     Key("eval.every", 25,
         "Steps between evaluations; 0 is only before and after training, -1 is never.", int, minimum=-1),
-    Key("eval.prompts", 128, "Prompts in an evaluation.", int, minimum=1),
+    Key("eval.measure", "auto",
+        "The loss on held-out rows, samples for held-out prompts, or both. auto is samples for online algorithms, and "
+        "for offline ones the loss where the rows have what is learned.",
+        choices=("auto", "loss", "samples", "both")),
+    Key("eval.prompts", 128, "Prompts, or rows, in an evaluation.", int, minimum=1),
     Key("eval.samples", 4, "Completions sampled per prompt.", int, minimum=1),
     Key("eval.correct_at", 1.0, "A completion is correct when its first reward is at least this.", float),
 
@@ -270,9 +307,18 @@ def default() -> ConfigDict:
     return config
 
 
+def rows_together(config: ConfigDict) -> int:
+    """Adjacent rows that stay together: completions of a prompt, the two rows of a pair, kto's row and its mismatch."""
+    algorithm = config.algorithm
+    if algorithm.name not in OFFLINE:
+        return config.rollout.group_size
+    single = algorithm.name == "sft" or (algorithm.name == "preference" and algorithm.loss == "apo_zero_unpaired")
+    return 1 if single else 2
+
+
 def batch_rows(config: ConfigDict) -> int:
-    """Rows N of one step: batch.prompts x rollout.group_size, or batch.prompts for offline algorithms."""
-    return config.batch.prompts * (1 if config.algorithm.name in OFFLINE else config.rollout.group_size)
+    """Rows N of one step: batch.prompts x rollout.group_size, or x rows per data row for offline algorithms."""
+    return config.batch.prompts * rows_together(config)
 
 
 def validate(config: ConfigDict) -> None:
@@ -305,6 +351,9 @@ def _check_together(config: ConfigDict) -> None:
         )
     rows = batch_rows(config)
     formula = f"batch.prompts x rollout.group_size = {batch.prompts} x {group}" if online else "batch.prompts"
+    if not online:
+        _check_offline(config)
+        formula += " x 2" if rows_together(config) == 2 else ""
     if rows % batch.minibatches:
         raise ConfigError(f"batch.minibatches is {batch.minibatches}, but it must divide the {rows} rows ({formula})")
     minibatch = rows // batch.minibatches
@@ -325,6 +374,44 @@ def _check_together(config: ConfigDict) -> None:
     if config.optimizer.warmup_steps > config.total_steps:
         raise ConfigError(
             f"optimizer.warmup_steps is {config.optimizer.warmup_steps}, more than total_steps = {config.total_steps}"
+        )
+
+
+def _check_offline(config: ConfigDict) -> None:
+    """Raises ConfigError when the settings of an offline algorithm contradict each other."""
+    algorithm, batch, data, together = config.algorithm, config.batch, config.data, rows_together(config)
+    if together == 2 and batch.prompts % batch.minibatches:
+        raise ConfigError(
+            f"batch.minibatches is {batch.minibatches}, but it must divide batch.prompts = {batch.prompts}: a pair "
+            "stays together"
+        )
+    if batch.microbatch_rows % together:
+        raise ConfigError(
+            f"batch.microbatch_rows is {batch.microbatch_rows}, but the two rows of a pair stay together (as do kto's "
+            "row and its mismatch): make it even"
+        )
+    if data.packing and algorithm.name != "sft":
+        raise ConfigError(f"data.packing is for sft only, and algorithm.name is {algorithm.name!r}: set it to false")
+    if algorithm.name != "preference":
+        return
+    losses = algorithm.loss.split("+")
+    if algorithm.beta == 0:
+        raise ConfigError("algorithm.beta is 0, but preference losses need one above 0: 0.1 is usual, 2 for simpo")
+    if algorithm.loss_weights and len(algorithm.loss_weights) != len(losses):
+        raise ConfigError(
+            f"algorithm.loss_weights has {len(algorithm.loss_weights)} numbers for the {len(losses)} losses of "
+            f"algorithm.loss = {algorithm.loss!r}: give one each, or none"
+        )
+    if len(losses) > 1 and (found := set(losses) & set(LABELLED)):
+        raise ConfigError(f"algorithm.loss is {algorithm.loss!r}, but {found.pop()} stands alone: it reads other rows")
+    if algorithm.loss == "kto" and batch.prompts < 2 * batch.minibatches:
+        raise ConfigError(
+            f"batch.prompts is {batch.prompts}, but kto compares the rows of a minibatch: give each at least 2"
+        )
+    if algorithm.loss == "kto" and data.precompute_reference:
+        raise ConfigError(
+            "data.precompute_reference is true, but kto pairs each prompt with the completion of another row of its "
+            "batch, which is not known before: set it to false"
         )
 
 

@@ -24,15 +24,40 @@ def token_logps(
     Both in fp32, at `temperature`, 0 where nothing is predicted: padding, the first token of a segment, and the first
     `prompt_width` columns, which are not computed.
     """
+    logps, entropy = _scored(net, params, tokens, segments, positions, temperature, prompt_width, chunked_logps)
+    return logps, entropy
+
+
+def token_logps_and_squares(net: Net, params: Params, tokens, segments, positions=None):
+    """What `token_logps` gives, and `log sum_v p_v^2` of the distribution of each token, `[N,T]` without gradient."""
+    logps, entropy, squares = _scored(net, params, tokens, segments, positions, 1.0, 0, _logps_and_squares)
+    return logps, entropy, squares
+
+
+def _scored(net: Net, params: Params, tokens, segments, positions, temperature: float, prompt_width: int, score):
     model = net.bind(params)
     hidden = model.hidden(tokens, segments, positions)
     first = max(prompt_width, 1)
     targets = tokens[:, first:]
-    scored: Any = chunked_logps(hidden[:, first - 1 : -1], model.head_kernel(), targets, float(temperature))
+    scored: Any = score(hidden[:, first - 1 : -1], model.head_kernel(), targets, float(temperature))
     predicted = (segments[:, first:] == segments[:, first - 1 : -1]) & (segments[:, first:] != 0)
     pad = ((0, 0), (first, 0))
-    logps, entropy = (jnp.pad(jnp.where(predicted, x, 0.0), pad) for x in scored)
-    return logps, entropy
+    return [jnp.pad(jnp.where(predicted, x, 0.0), pad) for x in scored]
+
+
+def _logps_and_squares(hidden, kernel, targets, temperature: float):
+    scored: Any = chunked_logps(hidden, kernel, targets, temperature)
+    return *scored, log_sum_squares(*jax.lax.stop_gradient((hidden, kernel)))
+
+
+def log_sum_squares(hidden, kernel):
+    """`log sum_v p_v^2` `[N,S]` of softmax(hidden @ kernel); hidden `[N,S,D]`, kernel `[D,V]`, a few columns at a time."""
+
+    def chunk(h):
+        logps = jax.nn.log_softmax(_logits(h, kernel, 1.0), axis=-1)
+        return jax.nn.logsumexp(2.0 * logps, axis=-1)
+
+    return _rows(jax.lax.map(chunk, _columns(hidden, _width(hidden, kernel))), hidden.shape[1])
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))

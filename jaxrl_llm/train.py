@@ -22,7 +22,7 @@ from jaxrl_llm.config import OFFLINE, ConfigError, to_json, validate
 from jaxrl_llm.models.model import Model, save_hf
 from jaxrl_llm.sharding import row_sharding
 from jaxrl_llm.training.build import Run, build, build_mesh
-from jaxrl_llm.training.checkpoint import Checkpoints
+from jaxrl_llm.training.checkpoint import Checkpoints, find
 from jaxrl_llm.training.metrics import Logger
 from jaxrl_llm.training.update import State
 
@@ -49,9 +49,9 @@ def train(config, train_dataset=None, eval_dataset=None, rewards=None) -> Result
     folder, mesh = Path(config.output_dir), build_mesh(config)
     with jax.set_mesh(mesh), Checkpoints(folder / "checkpoints", config.checkpoint.keep) as checkpoints:
         parts = build(config, mesh, train_dataset, eval_dataset, rewards)
-        state, tokens_seen = _resume(config, parts, checkpoints)
+        state, tokens_seen, goes_on = _resume(config, parts, checkpoints)
         start = int(state.step)
-        with Logger(config, folder, resume_step=start or None) as logger:
+        with Logger(config, folder, resume_step=start if goes_on else None) as logger:
             if jax.process_index() == 0:
                 (folder / "config.json").write_text(to_json(config))
             logger.start(_describe(parts, start))
@@ -136,17 +136,23 @@ def _check_finite(metrics: Metrics, step: int) -> None:
         )
 
 
-def _resume(config, parts: Run, checkpoints: Checkpoints) -> tuple[State, int]:
-    """The state to start from, as `checkpoint.resume` says, and the tokens seen so far."""
-    resume, source = config.checkpoint.resume, checkpoints
-    if resume not in ("auto", "never"):
-        source = Checkpoints(Path(resume).parent if Path(resume).name.isdigit() else resume)
-    step = None if resume == "never" else source.latest()
+def _resume(config, parts: Run, checkpoints: Checkpoints) -> tuple[State, int, bool]:
+    """The state that `checkpoint.resume` says, the tokens seen so far, and whether output_dir's own run goes on.
+
+    Checkpoints in output_dir that come after the start, or belong to another run, are deleted.
+    """
+    source, step = checkpoints, checkpoints.latest()
+    if config.checkpoint.resume == "never":
+        step = None
+    elif config.checkpoint.resume != "auto":
+        source, step = find(config.checkpoint.resume)
+    goes_on = step is not None and source.folder == checkpoints.folder
+    checkpoints.discard_after(step if goes_on else None)
     if step is None:
-        return parts.state, 0
+        return parts.state, 0, False
     state, host = source.restore(step, parts.state, parts.mesh)
     parts.source.pipeline.set_state(host["pipeline"])
-    return state, host["num_tokens"]
+    return state, host["num_tokens"], goes_on
 
 
 def _describe(parts: Run, start: int) -> dict[str, Any]:

@@ -29,7 +29,12 @@ class Batch:
     values: Array = None  # [N,T] of the critic that starts this step
     returns: Array = None  # [N,T]
     labels: Array = None  # [N] 1 desirable, 0 undesirable
+    margins: Array = None  # [N] by how much a pair's scores should differ, for a reward model
+    baseline: Array = None  # [N] what a preference loss compares a row's reward with
+    tangent: Array = None  # [N,2] slope and height, at this policy, of a loss that compares pairs with each other
     weights: Array = None  # [N,T] aggregation weights: the loss is sum(weights * loss)
+    row_weights: Array = None  # [N] the same for losses with one number a row, or a pair
+    row_share: Array = None  # [N] 1 / rows with the same label in the whole optimizer batch, for metrics
     token_share: Array = None  # [N,T] mask / tokens of the whole optimizer batch, for metrics
     prompt_width: int = dataclasses.field(default=0, metadata={"static": True})  # no column before this one is scored
 

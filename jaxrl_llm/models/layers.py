@@ -17,10 +17,10 @@ MASKED = -1e30  # finite, so that a row with nothing to attend to (padding) stay
 
 
 class KeyValues(NamedTuple):
-    """The keys and values of a prompt, both `[..., J, P, d]`, or of its rows, keys `[..., J, d, C]`, values `[..., J, C, d]`.
+    """Keys and values: of a prompt both `[..., J, P, d]`; of its rows keys `[..., J, d, C]`, values `[..., J, C, d]`.
 
-    Heads before positions, so that decoding reads them untransposed. A row has few queries (H/J) for its keys: with
-    their positions last the scores are 4 times faster on CPU at 256 tokens, and 10 times at 1024.
+    Heads before positions, so that decoding reads them untransposed. A row has few queries (H/J) for its many keys:
+    with positions last, attention of 64 rows is 2.5 times faster on CPU at 256 tokens and 3.4 times at 1024.
     """
 
     k: jax.Array

@@ -89,8 +89,14 @@ def _compute_dtype(dtype: str) -> str:
 
 
 def save_hf(model: Model, path: str | os.PathLike[str], dtype: str | None = None, max_shard_bytes: float = 5e9) -> None:
-    """Writes the model as a Hugging Face folder that transformers and vLLM load; see `hf.save`."""
-    hf.save(model.net, model.params, path, model.tokenizer, model.hf_config, model.generation, dtype, max_shard_bytes)
+    """Writes the model as a Hugging Face folder that transformers and vLLM load; see `hf.save`.
+
+    A model without generation_config.json gets one that names the tokenizer's end-of-text and padding tokens.
+    """
+    generation = model.generation
+    if generation is None and model.tokenizer is not None:
+        generation = {name: getattr(model.tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    hf.save(model.net, model.params, path, model.tokenizer, model.hf_config, generation, dtype, max_shard_bytes)
 
 
 def init_sharded(net: Net, key: jax.Array, mesh: Mesh) -> Params:

@@ -4,9 +4,9 @@
     decode_chunk(params, RowState, n)    -> RowState   # up to n steps, no host in between
     finish(prompts, RowState)            -> Rollout    # rows [N,T]
 
-A prompt's keys and values are stored once and read by its K rows; each row owns the cache of its completion, which grows
-as the rows do. Randomness is one uniform per row and position, from the row's own key: a sample does not depend on
-its neighbours.
+A prompt's keys and values are stored once and read by its K rows; each row owns the cache of its completion, which
+grows as the rows do. Randomness is one uniform per row and position, from the row's own key: a sample does not depend
+on its neighbours.
 """
 
 import dataclasses

@@ -21,8 +21,8 @@ class Sampling:
 def sample(logits, uniforms, sampling: Sampling):
     """Tokens `[M]` and their log-probs `[M]`, from logits `[M,V]` and one uniform number in [0,1) per row.
 
-    The log-prob is over the full vocabulary at the sampling temperature, also under a filter, so that it is the number a
-    trainer computes (greedy: temperature 1).
+    The log-prob is over the full vocabulary at the sampling temperature, also under a filter, so that it is the number
+    a trainer computes (greedy: temperature 1).
     """
     logps = jax.nn.log_softmax(logits.astype(jnp.float32) / (sampling.temperature or 1.0), axis=-1)
     if sampling.temperature == 0:

@@ -18,7 +18,7 @@ from jaxrl_llm.rollout.logits import Sampling
 from jaxrl_llm.sharding import make_mesh
 from jaxrl_llm.training import objectives
 from jaxrl_llm.training.evaluation import Evaluation
-from jaxrl_llm.training.experience import Offline, Online, Row, Sampler, check_rows
+from jaxrl_llm.training.experience import Offline, Online, Row, Sampler, advantage_rule, check_rows
 from jaxrl_llm.training.metrics import Stopwatch
 from jaxrl_llm.training.update import State, Update, init_state, make_optimizer, make_update
 
@@ -126,6 +126,7 @@ def eos_ids(model: Model) -> tuple[int, ...]:
 
 
 def _online(config, model: Model, dataset, grader: Rewards, mesh: Mesh, watch: Stopwatch) -> Online:
+    advantage_rule(config.algorithm.advantage)  # a wrong name is told before anything is sampled
     examples = _prompts(config, model, dataset)
     sampler = build_sampler(
         model, grader, mesh, training_sampling(config), examples, config.rollout.group_size, config, watch

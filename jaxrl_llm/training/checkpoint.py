@@ -40,6 +40,12 @@ class Checkpoints:
         """The complete steps, oldest first."""
         return sorted(self._manager.all_steps())
 
+    def discard_after(self, step: int | None) -> None:
+        """Deletes the steps after `step`, all of them when it is None: a run that starts there writes them anew."""
+        for other in self.steps():
+            if step is None or other > step:
+                self._manager.delete(other)
+
     def save(self, step: int, state: State, host: dict[str, Any]) -> None:
         """Starts saving; returns when the arrays are copied and may be donated."""
         items = ocp.args.Composite(state=ocp.args.StandardSave(vars(state)), host=ocp.args.JsonSave(host))
@@ -76,6 +82,22 @@ class Checkpoints:
             raise ConfigError(
                 f"the parameters of checkpoint {self.folder / str(step)} cannot be read: {error}"
             ) from error
+
+
+def find(path: str | Path) -> tuple[Checkpoints, int]:
+    """The checkpoints and step that `path` names: `RUN/checkpoints/STEP`, or the newest of `RUN/checkpoints` or `RUN`.
+
+    Raises ConfigError when there is none.
+    """
+    path = Path(path).expanduser()
+    folder, step = (path.parent, int(path.name)) if path.name.isdigit() else (path, None)
+    folder = folder / "checkpoints" if (folder / "checkpoints").is_dir() else folder
+    checkpoints = Checkpoints(folder) if folder.is_dir() else None
+    steps = checkpoints.steps() if checkpoints else []
+    if checkpoints is None or not steps or (step is not None and step not in steps):
+        there = f"there are steps {', '.join(map(str, steps))}" if steps else "no checkpoint is there"
+        raise ConfigError(f"checkpoint.resume is {str(path)!r}, but {there}; give auto, never or RUN/checkpoints/STEP")
+    return checkpoints, step or steps[-1]
 
 
 def _placed(shapes, mesh: Mesh):

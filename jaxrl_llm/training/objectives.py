@@ -24,10 +24,23 @@ Metrics = dict[str, jax.Array]
 
 
 class Objective(NamedTuple):
-    """What an update minimises. Metrics add up over micro-batches, those named `.../max` by maximum."""
+    """What an update minimises. Metrics add up over micro-batches, some by maximum or minimum (`merged_by`).
 
-    prepare: Callable[[Batch], Batch]
+    Where the whole batch matters through the policy itself, `observe(params, part)` gives numbers per row of each
+    micro-batch, without gradient, and those of the whole batch are the second argument of `prepare`.
+    """
+
+    prepare: Callable[..., Batch]
     loss: Callable[[Params, Batch], tuple[jax.Array, Metrics]]
+    observe: Callable[[Params, Batch], jax.Array] | None = None
+
+
+def merged_by(name: str) -> str:
+    """How a metric of two parts is made one: "max" (`x/max`, `max_x`), "min" (`x/min`, `min_x`), else "sum"."""
+    for kind in ("max", "min"):
+        if name.endswith(f"/{kind}") or name.startswith(f"{kind}_"):
+            return kind
+    return "sum"
 
 
 def _weigh(batch: Batch, mode: str, **options) -> Batch:

@@ -1,6 +1,7 @@
 """`State` and the update: gradients of an objective over micro-batches, then one optimizer step."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +14,7 @@ from jaxrl_llm.algorithms.batch import Batch
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.models.transformer import Params
 from jaxrl_llm.sharding import path_name, row_shards, shardings
-from jaxrl_llm.training.objectives import Metrics, Objective
+from jaxrl_llm.training.objectives import Metrics, Objective, merged_by
 
 Update = Callable[["State", Batch], tuple["State", Metrics]]
 
@@ -87,6 +88,7 @@ def make_update(objective: Objective, optimizer: optax.GradientTransformation, c
     """
     schedule = learning_rate_schedule(config)
     value_and_grad = jax.value_and_grad(objective.loss, has_aux=True)
+    shards = row_shards(mesh)
 
     def gradients_of(params: Params, batch: Batch) -> tuple[Metrics, Params]:
         (loss, metrics), gradients = value_and_grad(params, batch)
@@ -94,8 +96,8 @@ def make_update(objective: Objective, optimizer: optax.GradientTransformation, c
 
     def update(state: State, batch: Batch) -> tuple[State, Metrics]:
         parts = (config.batch.microbatch_rows and batch.rows // config.batch.microbatch_rows) or 1
-        batch = objective.prepare(batch)
-        metrics, gradients = _sum_over_parts(gradients_of, state.params, split_rows(batch, parts, row_shards(mesh)))
+        batch = _prepare(objective, state.params, batch, parts, shards)
+        metrics, gradients = _sum_over_parts(gradients_of, state.params, split_rows(batch, parts, shards))
         norm = optax.tree.norm(gradients)
         finite = jnp.isfinite(norm)
         changes, opt_state = optimizer.update(gradients, state.opt_state, state.params)
@@ -106,6 +108,30 @@ def make_update(objective: Objective, optimizer: optax.GradientTransformation, c
         return new, metrics | {"grad_norm": norm, "lr": rate, "nonfinite_gradient": 1.0 - finite}
 
     return jax.jit(update, donate_argnums=0)
+
+
+def make_measure(objective: Objective, part_rows: int, mesh: Mesh) -> Callable[[Params, Batch], Metrics]:
+    """The jitted `measure(params, batch) -> metrics`: loss and metrics of the whole batch, `part_rows` rows at a time."""
+    shards = row_shards(mesh)
+
+    def measures_of(params: Params, batch: Batch) -> tuple[Metrics, dict]:
+        loss, metrics = objective.loss(params, batch)
+        return {"loss": loss, **metrics}, {}
+
+    def measure(params: Params, batch: Batch) -> Metrics:
+        parts = batch.rows // part_rows
+        batch = _prepare(objective, params, batch, parts, shards)
+        return _sum_over_parts(measures_of, params, split_rows(batch, parts, shards))[0]
+
+    return jax.jit(measure)
+
+
+def _prepare(objective: Objective, params: Params, batch: Batch, parts: int, shards: int) -> Batch:
+    """The batch with what the objective needs of it as a whole, measured in micro-batches where that takes the net."""
+    if objective.observe is None:
+        return objective.prepare(batch)
+    observe = functools.partial(objective.observe, params)
+    return objective.prepare(batch, join_rows(jax.lax.map(observe, split_rows(batch, parts, shards)), shards))
 
 
 def _sum_over_parts(function, params: Params, parts: Batch) -> tuple[Metrics, Params]:
@@ -138,7 +164,16 @@ def split_rows(batch: Batch, parts: int, shards: int) -> Batch:
     return jax.tree.map(leaf, batch)
 
 
+def join_rows(parts, shards: int):
+    """The inverse of `split_rows`: arrays `[parts, n, ...]` as `[N, ...]`, in the order of the batch."""
+
+    def leaf(x):
+        x = x.reshape(x.shape[0], shards, -1, *x.shape[2:]).swapaxes(0, 1)
+        return x.reshape(-1, *x.shape[3:])
+
+    return jax.tree.map(leaf, parts)
+
+
 def _merge_metrics(total: Metrics, new: Metrics) -> Metrics:
-    return {
-        name: jnp.maximum(total[name], new[name]) if name.endswith("/max") else total[name] + new[name] for name in new
-    }
+    merge = {"max": jnp.maximum, "min": jnp.minimum, "sum": jnp.add}
+    return {name: merge[merged_by(name)](total[name], new[name]) for name in new}

@@ -1,0 +1,101 @@
+"""`python -m jaxrl_llm.train` as a user runs it: what it leaves, what it refuses, and (slow) that it learns."""
+
+import json
+
+import pyarrow.parquet as pq
+import pytest
+
+from jaxrl_llm.config import from_json
+
+METRICS = {
+    "step", "time", "loss", "reward", "reward_std", "kl", "entropy", "grad_norm", "lr", "completions/mean_length",
+    "completions/clipped_ratio", "clip_ratio/region_mean", "frac_reward_zero_std", "sampling/logp_difference/mean",
+    "sampling/logp_difference/max", "tokens_per_second", "time/rollout", "time/reward", "time/update",
+}  # fmt: skip
+EVALUATION = {"eval/reward", "eval/accuracy", "eval/greedy_accuracy"}
+
+
+@pytest.fixture
+def train(run_python, root):
+    def start(config, *flags, **options):
+        return run_python("-m", "jaxrl_llm.train", f"--config={root / 'configs' / config}", *flags, **options)
+
+    return start
+
+
+def test_what_a_run_leaves(train, tmp_path):
+    done = train("grpo.py:tiny", "--config.output_dir=run", "--config.eval.every=2")
+    assert done.returncode == 0, done.stderr
+    run = tmp_path / "run"
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [0, 1, 2]
+    assert lines[0].keys() >= EVALUATION
+    assert all(line.keys() >= METRICS for line in lines[1:])
+    assert lines[2].keys() >= EVALUATION
+    assert not EVALUATION & lines[1].keys()
+    assert lines[1]["sampling/logp_difference/max"] < 1e-4  # the trainer scores what the sampler drew
+    config = from_json((run / "config.json").read_text())
+    assert config.output_dir == "run"
+    assert config.total_steps == 2
+    table = pq.read_table(run / "completions/completions_00001.parquet")
+    assert {"step", "prompt", "completion", "exact_match", "advantage"} <= set(table.column_names)
+    assert table.num_rows == config.batch.prompts * config.rollout.group_size
+    assert (run / "checkpoints/2").is_dir()
+    for name in ("config.json", "model.safetensors", "tokenizer.json", "chat_template.jinja", "generation_config.json"):
+        assert (run / "hf" / name).is_file(), name
+    for shown in ("settings", "held-out", "time", "files", "run/hf"):
+        assert shown in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--config.algorithm.bta=0.1"], "algorithm.beta"),
+        (["--config.rollout.temperature=hot"], "rollout.temperature"),
+        (["--config.rollout.temperature=-1"], "rollout.temperature"),
+        (["--config.model.path=embedded:nothing"], "embedded:sort"),
+        (["--config.data.path=task:nothing"], "sort"),
+        (["--config.rewards.functions=exact_mach"], "exact_match"),
+        (["--config.algorithm.advantage=groop"], "group"),
+        (["--config.algorithm.loss=ppo_klip"], "ppo_clip"),
+        (["--config.rollout.max_prompt_length=4"], "data.overlong"),
+        (["--config.mesh.fsdp=3"], "mesh"),
+        (["--config.checkpoint.resume=nowhere/7"], "nowhere/7"),
+    ],
+)
+def test_bad_input_is_one_readable_message(train, tmp_path, flags, message):
+    done = train("grpo.py:tiny", "--config.output_dir=run", *flags)
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.count("error: ") == 1
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "run/metrics.jsonl").exists()
+
+
+def test_a_reward_that_raises_stops_the_run_and_loses_nothing(train, tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "calls = []\n"
+        "def late(completions, **kwargs):\n"
+        "    calls.append(1)\n"
+        "    return [1 / 0 if len(calls) > 2 and i == 5 else 0.5 * i for i, _ in enumerate(completions)]\n"
+    )
+    done = train(
+        "grpo.py:tiny", "--config.output_dir=run", "--config.rewards.functions=mine.py:late", "--config.eval.every=-1",
+        "--config.total_steps=4", "--config.checkpoint.every=1",
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert "late" in done.stderr
+    assert "ZeroDivisionError" in done.stderr
+    assert len((tmp_path / "run/metrics.jsonl").read_text().splitlines()) == 2
+    assert (tmp_path / "run/checkpoints/2").is_dir()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_the_main_job_learns(train, tmp_path, seed):
+    done = train("grpo.py", "--config.output_dir=run", f"--config.seed={seed}", timeout=1800)
+    assert done.returncode == 0, done.stderr
+    lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    assert lines[0]["eval/accuracy"] <= 0.3
+    assert lines[-1]["eval/accuracy"] >= 0.85
+    assert lines[-1]["eval/greedy_accuracy"] >= 0.95
