@@ -229,7 +229,7 @@ KEYS = (
         choices=("reverse_kl", "forward_kl", "js_divergence", "alpha_divergence")),
     Key("algorithm.f_alpha", 0.5, "Alpha of the alpha_divergence; 1 is reverse_kl.", float),
     Key("algorithm.ld_alpha", None,
-        "Weight of the tokens of a pair beyond its shorter completion (LD-DPO); none is 1.", float, minimum=0, maximum=1),
+        "Weight of a pair's tokens beyond its shorter completion (LD-DPO); none is 1.", float, minimum=0, maximum=1),
     Key("algorithm.use_weighting", False, "Weigh pairs by how likely the policy is to write them (WPO).", bool),
     Key("algorithm.ipo_normalize", True, "ipo takes means over tokens, as its authors did; false is the paper's sums.",
         bool),
@@ -369,6 +369,8 @@ def _check_together(config: ConfigDict) -> None:
         )
     if online and not rewards.functions:
         raise ConfigError(f"rewards.functions is empty, but algorithm.name = {algorithm.name!r} needs one or more")
+    if online and config.eval.measure in ("loss", "both"):
+        raise ConfigError(f"eval.measure is {config.eval.measure}, but {algorithm.name} learns from samples: set auto")
     if config.mesh.data == 0:
         raise ConfigError("mesh.data is 0, but it takes 1 or more, or -1 for the devices that fsdp and tensor leave")
     if config.optimizer.warmup_steps > config.total_steps:
@@ -392,6 +394,8 @@ def _check_offline(config: ConfigDict) -> None:
         )
     if data.packing and algorithm.name != "sft":
         raise ConfigError(f"data.packing is for sft only, and algorithm.name is {algorithm.name!r}: set it to false")
+    if algorithm.name == "reward_model" and config.eval.measure in ("samples", "both"):
+        raise ConfigError(f"eval.measure is {config.eval.measure}, but a reward model writes nothing: set auto or loss")
     if algorithm.name != "preference":
         return
     losses = algorithm.loss.split("+")

@@ -1,8 +1,10 @@
 """From a name in the configuration to the object it stands for: `resolve`, and the error a wrong name raises."""
 
+import ast
 import difflib
 import importlib
 import importlib.util
+import inspect
 import sys
 import traceback
 import zlib
@@ -41,6 +43,41 @@ def resolve(name: str | Callable[..., Any], package: str | ModuleType | Mapping[
         + (f"; the closest is {closest(name, known)}" if known else "")
         + "; your own is written my_module:function or path/to/file.py:function"
     )
+
+
+def resolve_with_options(
+    spec: str, package: str | ModuleType | Mapping[str, Any], reserved: Iterable[str] = ()
+) -> tuple[Callable[..., Any], dict[str, Any]]:
+    """The function of `"name"` or `"name(option=1, other='text')"`, and its options.
+
+    `reserved` are arguments the caller fills in. Raises ConfigError: a name that `resolve` refuses, options that cannot
+    be read, or that the function does not have.
+    """
+    name, options = split_options(spec)
+    function = resolve(name, package)
+    if options:
+        known = [option for option in inspect.signature(function).parameters if option not in reserved]
+        unknown = [option for option in options if option not in known]
+        if unknown:
+            raise ConfigError(f"{name} has no option {unknown[0]!r}; it takes {', '.join(known) or 'none'}")
+    return function, options
+
+
+def split_options(spec: str) -> tuple[str, dict[str, Any]]:
+    """The name and the options, literals, of `"name(option=1, other='text')"`; a mere name has none.
+
+    Raises ConfigError when they cannot be read.
+    """
+    if not spec.endswith(")"):
+        return spec, {}
+    name, _, written = spec.partition("(")
+    try:
+        call = ast.parse(f"options({written}", mode="eval").body
+        if not isinstance(call, ast.Call) or call.args:
+            raise ValueError("options are written name=value")
+        return name.strip(), {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in call.keywords}
+    except (SyntaxError, ValueError) as error:
+        raise ConfigError(f"cannot read the options of {spec!r}; write name(option=1, other='text')") from error
 
 
 def _public_callables(package: str | ModuleType) -> dict[str, Any]:

@@ -34,6 +34,14 @@ def token_logps_and_squares(net: Net, params: Params, tokens, segments, position
     return logps, entropy, squares
 
 
+def last_scores(net: Net, params: Params, tokens, segments):
+    """Scores `[N]` in fp32, by the score head, of each row's last token that is no padding."""
+    model = net.bind(params)
+    hidden = model.hidden(tokens, segments)
+    last = jnp.where(segments != 0, jnp.arange(segments.shape[1]), 0).max(axis=1)
+    return model.scores(jnp.take_along_axis(hidden, last[:, None, None], axis=1))[:, 0]
+
+
 def _scored(net: Net, params: Params, tokens, segments, positions, temperature: float, prompt_width: int, score):
     model = net.bind(params)
     hidden = model.hidden(tokens, segments, positions)
@@ -51,7 +59,7 @@ def _logps_and_squares(hidden, kernel, targets, temperature: float):
 
 
 def log_sum_squares(hidden, kernel):
-    """`log sum_v p_v^2` `[N,S]` of softmax(hidden @ kernel); hidden `[N,S,D]`, kernel `[D,V]`, a few columns at a time."""
+    """`log sum_v p_v^2` `[N,S]` of softmax(hidden @ kernel), in columns; hidden `[N,S,D]`, kernel `[D,V]`."""
 
     def chunk(h):
         logps = jax.nn.log_softmax(_logits(h, kernel, 1.0), axis=-1)

@@ -18,12 +18,13 @@ import numpy as np
 
 from jaxrl_llm.algorithms.batch import Batch, minibatch_indices
 from jaxrl_llm.command_line import load_flags, run
-from jaxrl_llm.config import OFFLINE, ConfigError, to_json, validate
+from jaxrl_llm.config import ConfigError, rows_together, to_json, validate
 from jaxrl_llm.models.model import Model, save_hf
 from jaxrl_llm.sharding import row_sharding
 from jaxrl_llm.training.build import Run, build, build_mesh
 from jaxrl_llm.training.checkpoint import Checkpoints, find
 from jaxrl_llm.training.metrics import Logger
+from jaxrl_llm.training.objectives import merged_by
 from jaxrl_llm.training.update import State
 
 Metrics = dict[str, float]
@@ -97,14 +98,14 @@ def _loop(config, parts: Run, state: State, tokens_seen: int, checkpoints: Check
         log(step, metrics, evaluate=last or _due(step, config.eval.every))
         if last or _due(step, config.checkpoint.every):
             with watch("checkpoint"):
-                host = {"pipeline": parts.source.pipeline.get_state(), "num_tokens": tokens_seen}
+                host = {**parts.source.get_state(), "num_tokens": tokens_seen}
                 checkpoints.save(step, state, host)
     return state, history
 
 
 def _improve(config, parts: Run, state: State, batch: Batch) -> tuple[State, Metrics]:
     """The state after every minibatch of every iteration, one step further, and the metrics averaged over them."""
-    group = 1 if config.algorithm.name in OFFLINE else config.rollout.group_size
+    group = rows_together(config)
     seed = (config.seed, int(state.step)) if config.batch.shuffle else None
     collected = []
     for index in minibatch_indices(batch.rows, group, config.batch.minibatches, config.algorithm.num_iterations, seed):
@@ -112,10 +113,8 @@ def _improve(config, parts: Run, state: State, batch: Batch) -> tuple[State, Met
         state, metrics = parts.update(state, minibatch)
         collected.append(metrics)
     values = [{name: float(value) for name, value in metrics.items()} for metrics in jax.device_get(collected)]
-    merged = {
-        name: float((max if name.endswith("/max") else np.mean)([metrics[name] for metrics in values]))
-        for name in values[0]
-    }
+    merge = {"max": max, "min": min, "sum": np.mean}
+    merged = {name: float(merge[merged_by(name)]([metrics[name] for metrics in values])) for name in values[0]}
     return replace(state, step=state.step + 1), merged
 
 
@@ -151,7 +150,7 @@ def _resume(config, parts: Run, checkpoints: Checkpoints) -> tuple[State, int, b
     if step is None:
         return parts.state, 0, False
     state, host = source.restore(step, parts.state, parts.mesh)
-    parts.source.pipeline.set_state(host["pipeline"])
+    parts.source.set_state(host)
     return state, host["num_tokens"], goes_on
 
 

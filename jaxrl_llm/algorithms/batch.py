@@ -32,6 +32,10 @@ class Batch:
     margins: Array = None  # [N] by how much a pair's scores should differ, for a reward model
     baseline: Array = None  # [N] what a preference loss compares a row's reward with
     tangent: Array = None  # [N,2] slope and height, at this policy, of a loss that compares pairs with each other
+    keep: Array = None  # [N,T] 1 on tokens whose policy term counts; None: all of the mask
+    kl_coef: Array = None  # [N] weight of the KL term, the same on every row; None: the configuration's
+    entropy_coef: Array = None  # [N] weight of the entropy bonus, the same on every row; None: the configuration's
+    seeds: Array = None  # [N] uint32, for losses that draw random numbers
     weights: Array = None  # [N,T] aggregation weights: the loss is sum(weights * loss)
     row_weights: Array = None  # [N] the same for losses with one number a row, or a pair
     row_share: Array = None  # [N] 1 / rows with the same label in the whole optimizer batch, for metrics

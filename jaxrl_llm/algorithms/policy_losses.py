@@ -17,6 +17,7 @@ The clip-higher names follow DAPO: the ratio stays within [1 - epsilon_low, 1 + 
 """
 
 import math
+import warnings
 from typing import NamedTuple
 
 import jax
@@ -132,16 +133,17 @@ def gmpo(logps, old_logps, advantages, epsilon_low, epsilon_high, *, mask) -> Ar
 def cispo(logps, old_logps, advantages, epsilon_low, epsilon_high, *, mask=None, minimum=None) -> Array:
     """Returns REINFORCE with a capped importance weight, `-stop(min(r, epsilon_high)) A logps`, `[N, T]`.
 
-    `epsilon_high` is the cap of the ratio itself (5.0 is recommended), not a distance from 1; a number below 1 would
-    shrink every weight and raises ValueError. `minimum` is an optional lower cap. verl's two-sided form is
+    `epsilon_high` is the cap of the ratio itself (5.0 is recommended), not a distance from 1; a number of 1 or less
+    shrinks the weight of on-policy samples too, and warns. `minimum` is an optional lower cap. verl's two-sided form is
     `epsilon_high=1 + eps, minimum=1 - eps`. `epsilon_low` is not read. No gradient flows through the weight.
     Source: CISPO, MiniMax-M1, arXiv 2506.13585; cap as in ScaleRL, arXiv 2510.13786.
     """
     del epsilon_low
-    if isinstance(epsilon_high, (int, float)) and epsilon_high < 1:
-        raise ValueError(
-            f"cispo reads epsilon_high as the cap of the ratio, so it must be at least 1; got {epsilon_high}. "
-            "The usual value is 5.0"
+    if isinstance(epsilon_high, (int, float)) and epsilon_high <= 1:
+        warnings.warn(
+            f"cispo reads epsilon_high as the cap of the ratio itself: {epsilon_high} caps the weight of every sample "
+            "at that, on-policy ones too; the usual value is 5.0",
+            stacklevel=2,
         )
     logps, log_ratio, advantages = _prepare(logps, old_logps, advantages, mask)
     weights = jnp.clip(jnp.exp(log_ratio), minimum, epsilon_high)
@@ -324,14 +326,17 @@ def clip_fractions(
     `low`: ratio below 1 - epsilon_low and A < 0; `high`: ratio above 1 + epsilon_high and A > 0; `region`: either. This
     is TRL's `clip_ratio/*`; `region` is also verl's `pg_clipfrac`, since the clipped branch is the larger loss on just
     those tokens. `signed=False` drops the condition on A. `dual` (verl's `pg_clipfrac_lower`): A < 0 and ratio above
-    `dual_clip`, zero without it. `level="sequence"` uses GSPO's ratio, the same for a whole row, and needs `mask`.
-    Raises ValueError for an unknown level and for `sequence` without a mask.
+    `dual_clip`, zero without it. `level="sequence"` uses the ratio of `gspo` and `"sequence_sum"` that of `rloo`, the
+    same for a whole row; both need `mask`. Raises ValueError for an unknown level and for these without a mask.
     """
     _, log_ratio, advantages = _prepare(logps, old_logps, advantages, mask)
-    if level == "sequence" and mask is not None:
-        log_ratio = jnp.broadcast_to(masked_mean(log_ratio, mask, axis=-1, keepdims=True), log_ratio.shape)
+    if level in ("sequence", "sequence_sum") and mask is not None:
+        over_row = masked_mean if level == "sequence" else masked_sum
+        log_ratio = jnp.broadcast_to(over_row(log_ratio, mask, axis=-1, keepdims=True), log_ratio.shape)
     elif level != "token":
-        raise ValueError(f"clip fractions know level 'token', and 'sequence' together with a mask; got {level!r}")
+        raise ValueError(
+            f"clip fractions know level 'token', and 'sequence' and 'sequence_sum' together with a mask; got {level!r}"
+        )
     ratio = jnp.exp(jax.lax.stop_gradient(log_ratio))
     low, high = ratio < 1.0 - epsilon_low, ratio > 1.0 + epsilon_high
     if signed:

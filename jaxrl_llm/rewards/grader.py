@@ -6,7 +6,6 @@ apply. It may be `async`. Prompts and completions are text, or lists of messages
 function without `**kwargs` gets only what it names.
 """
 
-import ast
 import functools
 import inspect
 import math
@@ -15,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxrl_llm.names import closest, resolve
+from jaxrl_llm.names import closest, resolve, resolve_with_options
 from jaxrl_llm.rewards.calls import Call, RewardError, gather, run, shorten
 
 RewardFunction = Callable[..., Any]
@@ -86,7 +85,7 @@ def load_rewards(
     A name is a built-in function ("exact_match"), "module:function", "module.function" or "path/to/file.py:function",
     and may set the function's options to literals: "soft_overlong(max_length=256, cache=64)".
 
-    Raises ConfigError: an unknown name; RewardError: options the function does not have, or weights that do not fit.
+    Raises ConfigError: an unknown name, or options the function does not have; RewardError: weights that do not fit.
     """
     return Rewards([_resolve(spec) for spec in _flatten(specs)], weights, timeout)
 
@@ -104,22 +103,10 @@ def _flatten(specs: Any) -> Iterable[str | RewardFunction]:
 def _resolve(spec: str | RewardFunction) -> RewardFunction:
     """The function of a specification, its options bound."""
     package = "jaxrl_llm.rewards.functions"
-    if not isinstance(spec, str) or not spec.endswith(")"):
+    if not isinstance(spec, str):
         return resolve(spec, package)
-    name, _, written = spec.partition("(")
-    function = resolve(name.strip(), package)
-    try:
-        call = ast.parse(f"options({written}", mode="eval").body
-        if not isinstance(call, ast.Call) or call.args:
-            raise ValueError("options are written name=value")
-        options = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in call.keywords}
-    except (SyntaxError, ValueError) as error:
-        raise RewardError(f"cannot read the options of {spec!r}; write name(option=1, other='text')") from error
-    known = inspect.signature(function).parameters
-    unknown = [option for option in options if option not in known]
-    if unknown:
-        raise RewardError(f"{name} has no option {unknown[0]!r}; it takes {', '.join(known)}")
-    return functools.partial(function, **options)
+    function, options = resolve_with_options(spec, package)
+    return functools.partial(function, **options) if options else function
 
 
 def _name(function: RewardFunction) -> str:

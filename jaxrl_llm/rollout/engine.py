@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxrl_llm.models.layers import KeyValues, empty_rows, longer_rows
 from jaxrl_llm.models.transformer import Net, Params, unstack
@@ -72,7 +73,7 @@ class Engine:
         """
         params = _decoding_params(params, self.decoder)
         size = min(self.chunk, self.max_completion_length)
-        state = _start(self, params, prompts, segments, key, first_row, size)
+        state = _start(self, params, prompts, segments, key, np.uint32(first_row), size)
         steps = 1
         while steps < self.max_completion_length and not bool(_all_done(self, state)):
             if steps >= size:
@@ -97,7 +98,7 @@ def _start(engine: Engine, params, prompts, segments, key, first_row, size: int)
     hidden, prompt = model.prefill(prompts, segments)
     rows = _per_layer(lambda layer: empty_rows(layer, k, size), prompt)
     logits = jnp.repeat(model.logits(hidden[:, -1]), k, axis=0)
-    ids = first_row + jnp.arange(batch * k).reshape(batch, k)
+    ids = first_row + jnp.arange(batch * k, dtype=jnp.uint32).reshape(batch, k)
     state = RowState(
         prompt=prompt,
         prompt_mask=segments != 0,

@@ -1,28 +1,39 @@
 """From a configuration to the parts of a run: the one place where model, data, rewards, sampler and update meet."""
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from jaxrl_llm.config import OFFLINE, ConfigError, batch_rows
+from jaxrl_llm.config import LABELLED, OFFLINE, ConfigError, batch_rows
 from jaxrl_llm.data import sources
 from jaxrl_llm.data.packing import first_fit
 from jaxrl_llm.data.pipeline import Pipeline
-from jaxrl_llm.data.tokenize import tokenize_completions, tokenize_prompts
+from jaxrl_llm.data.tokenize import tokenize_prompts
 from jaxrl_llm.models.model import Model, load_model
+from jaxrl_llm.models.transformer import Params
 from jaxrl_llm.rewards.grader import Rewards, load_rewards
 from jaxrl_llm.rollout.engine import Engine
 from jaxrl_llm.rollout.logits import Sampling
 from jaxrl_llm.sharding import make_mesh
-from jaxrl_llm.training import objectives
+from jaxrl_llm.training import objectives, offline, preferences
 from jaxrl_llm.training.evaluation import Evaluation
-from jaxrl_llm.training.experience import Offline, Online, Row, Sampler, advantage_rule, check_rows
+from jaxrl_llm.training.experience import Online, Row, Sampler, advantage_rule, check_rows
 from jaxrl_llm.training.metrics import Stopwatch
-from jaxrl_llm.training.update import State, Update, init_state, make_optimizer, make_update
+from jaxrl_llm.training.offline import HeldOut, Offline
+from jaxrl_llm.training.update import State, Update, init_state, make_measure, make_optimizer, make_update
 
+OBJECTIVES = {
+    "sft": objectives.sft,
+    "preference": preferences.preference,
+    "reward_model": preferences.reward_model,
+}  # the others are of policy gradients
 WIDTH_MULTIPLE = 8  # rows are padded to a multiple, so that similar data compiles to the same shapes
+
+
+Evaluate = Callable[[Params, jax.Array], dict[str, float]]  # metrics named eval/...
 
 
 class Run(NamedTuple):
@@ -32,7 +43,7 @@ class Run(NamedTuple):
     mesh: Mesh
     source: Online | Offline
     update: Update
-    evaluation: Evaluation | None
+    evaluation: Evaluate | None
     state: State
     watch: Stopwatch
 
@@ -54,12 +65,12 @@ def build(config, mesh: Mesh, train_dataset=None, eval_dataset=None, rewards=Non
         source = _offline(config, model, dataset, mesh, watch)
     else:
         source = _online(config, model, dataset, grader, mesh, watch)
-    objective = {"sft": objectives.sft}.get(config.algorithm.name, objectives.policy_gradient)(config, model.net)
+    objective = OBJECTIVES.get(config.algorithm.name, objectives.policy_gradient)(config, model.net)
     evaluation = None
     if config.eval.every >= 0 and not (
         train_dataset is not None and eval_dataset is None and config.data.eval_path is None
     ):
-        evaluation = build_evaluation(config, model, grader, eval_dataset, mesh)
+        evaluation = _evaluation(config, model, grader, objective, source, eval_dataset, mesh)
     optimizer = make_optimizer(config)
     state = init_state(model.params, optimizer, mesh)
     return Run(model, mesh, source, make_update(objective, optimizer, config, mesh), evaluation, state, watch)
@@ -70,7 +81,8 @@ def build_model(config, mesh: Mesh) -> Model:
     c = config.model
     init_key = jax.random.key(config.seed) if c.random_init else None
     scan = jax.default_backend() != "cpu" if c.scan_layers == "auto" else c.scan_layers == "true"
-    model = load_model(c.path, c.dtype, c.param_dtype, mesh, init_key, remat=c.remat, scan_layers=scan)
+    head = "score" if config.algorithm.name == "reward_model" else "lm"
+    model = load_model(c.path, c.dtype, c.param_dtype, mesh, init_key, remat=c.remat, scan_layers=scan, head=head)
     if model.tokenizer is None:
         raise ConfigError(f"model.path = {config.model.path!r} has no tokenizer files; add them to the folder")
     return model
@@ -91,12 +103,41 @@ def build_sampler(model: Model, grader: Rewards, mesh: Mesh, sampling: Sampling,
     return Sampler(engine, grader, model.tokenizer, mesh, width, watch)
 
 
-def build_evaluation(config, model: Model, grader: Rewards, eval_dataset, mesh: Mesh) -> Evaluation:
-    """The evaluation on the first `eval.prompts` held-out prompts."""
+def _evaluation(config, model: Model, grader: Rewards, objective: objectives.Objective, source: Online | Offline,
+                eval_dataset, mesh: Mesh) -> Evaluate:  # fmt: skip
+    """What `eval.measure` says: the loss on held-out rows, samples for held-out prompts, or both."""
+    data, measure = _held_out_rows(config, eval_dataset), config.eval.measure
+    if measure == "auto":
+        learns = config.algorithm.name in OFFLINE and offline.is_learnable(config, data.column_names)
+        measure = "loss" if learns or config.algorithm.name == "reward_model" else "samples"
+    parts: list[Evaluate] = []
+    if measure in ("loss", "both"):
+        assert isinstance(source, Offline)
+        parts.append(_held_out(config, model, objective, source, data, mesh))
+    if measure in ("samples", "both"):
+        parts.append(build_evaluation(config, model, grader, eval_dataset, mesh))
+    return lambda params, key: {name: value for part in parts for name, value in part(params, key).items()}
+
+
+def _held_out(config, model: Model, objective: objectives.Objective, source: Offline, data, mesh: Mesh) -> HeldOut:
+    examples = offline.tokenized(config, data, model.tokenizer)
+    width = _width(offline.longest(config, examples), config.data.max_length)
+    batch, rows = offline.held_out_batch(config, examples, width, mesh)
+    if preferences.needs_reference(config):
+        batch = offline.reference_logps(model.net, model.params, batch, rows, mesh)
+    return HeldOut(make_measure(objective, rows, mesh), batch, source)
+
+
+def _held_out_rows(config, eval_dataset):
+    """The first `eval.prompts` held-out rows."""
     path = config.data.eval_path or config.data.path
     data = sources.load(path if eval_dataset is None else eval_dataset, config.data.eval_split, config.data.name)
-    data = data.select(range(min(config.eval.prompts, len(data))))
-    examples = _prompts(config, model, data)
+    return data.select(range(min(config.eval.prompts, len(data))))
+
+
+def build_evaluation(config, model: Model, grader: Rewards, eval_dataset, mesh: Mesh) -> Evaluation:
+    """The evaluation on the first `eval.prompts` held-out prompts."""
+    examples = _prompts(config, model, _held_out_rows(config, eval_dataset))
 
     def sampler(sampling: Sampling, group_size: int) -> Sampler:
         return build_sampler(model, grader, mesh, sampling, examples, group_size, config, Stopwatch())
@@ -137,16 +178,22 @@ def _online(config, model: Model, dataset, grader: Rewards, mesh: Mesh, watch: S
 
 
 def _offline(config, model: Model, dataset, mesh: Mesh, watch: Stopwatch) -> Offline:
-
-    rows = tokenize_completions(
-        dataset, model.tokenizer, config.data.max_length, config.data.overlong, config.data.loss_on
-    )
-    width = _width(max(len(row["ids"]) for row in rows), config.data.max_length)
+    examples: list[Any] = offline.tokenized(config, dataset, model.tokenizer)
+    if config.algorithm.name == "preference" and config.algorithm.loss in LABELLED:
+        offline.check_balance(config, examples)
+    width, ref_params = _width(offline.longest(config, examples), config.data.max_length), None
+    if preferences.needs_reference(config):
+        if config.data.precompute_reference:
+            examples = offline.with_reference(config, model.net, model.params, examples, width, mesh)
+        else:
+            ref_params = jax.tree.map(jnp.copy, model.params)
     if config.data.packing:
         width = config.data.max_length
-        groups = first_fit([len(row["ids"]) for row in rows], width)
-        rows = [[(rows[i]["ids"], rows[i]["mask"]) for i in group] for group in groups]
-    return Offline(config, _pipeline(config, rows), mesh, width, watch)
+        groups = first_fit([len(row["ids"]) for (row,) in examples], width)
+        examples = [[(examples[i][0]["ids"], examples[i][0]["mask"]) for i in group] for group in groups]
+    # Every process reads whole batches: kto pairs the rows of one with each other.
+    pipeline = Pipeline(examples, config.batch.prompts, config.seed, config.data.shuffle)
+    return Offline(config, model.net, pipeline, mesh, width, ref_params, watch)
 
 
 def _prompts(config, model: Model, dataset) -> list[Row]:

@@ -97,7 +97,7 @@ def find(path: str | Path) -> tuple[Checkpoints, int]:
     if checkpoints is None or not steps or (step is not None and step not in steps):
         there = f"there are steps {', '.join(map(str, steps))}" if steps else "no checkpoint is there"
         raise ConfigError(f"checkpoint.resume is {str(path)!r}, but {there}; give auto, never or RUN/checkpoints/STEP")
-    return checkpoints, step or steps[-1]
+    return checkpoints, steps[-1] if step is None else step
 
 
 def _placed(shapes, mesh: Mesh):

@@ -1,37 +1,40 @@
-"""Where batches come from: `offline` reads rows, `online` samples and scores them. Both give `next(state, key)`.
+"""Batches of completions that are sampled and scored: `Online` gives `next(state, key)`, as `offline.Offline` does.
 
-One online step, in the order of `Online.next`: prompts -> rollout -> rewards -> log-probs of policy and reference ->
-advantages -> Batch.
+One step, in the order of `Online.next`: prompts -> rollout -> rewards (again for groups that score alike, with dynamic
+sampling) -> log-probs of policy and reference -> advantages -> replay -> Batch.
 """
 
 import dataclasses
 import functools
-import inspect
-from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
-from jaxrl_llm.algorithms import advantages as advantage_rules
-from jaxrl_llm.algorithms.aggregation import masked_mean, masked_var
+from jaxrl_llm.algorithms.aggregation import masked_mean
 from jaxrl_llm.algorithms.batch import Batch
-from jaxrl_llm.config import ConfigError, resolve
+from jaxrl_llm.algorithms.kl import AdaptiveKL
+from jaxrl_llm.config import OFFLINE, ConfigError, rows_together
 from jaxrl_llm.data.chat import decode_completion, is_conversational
-from jaxrl_llm.data.collate import pad_prompts, pad_rows
-from jaxrl_llm.data.packing import pad_groups
+from jaxrl_llm.data.collate import pad_prompts
 from jaxrl_llm.data.pipeline import Pipeline
 from jaxrl_llm.models.transformer import Net, Params
 from jaxrl_llm.policy import token_logps
 from jaxrl_llm.rewards.grader import Rewards
 from jaxrl_llm.rollout.engine import Engine, Rollout
-from jaxrl_llm.sharding import local_rows, row_shards, rows_to_global
+from jaxrl_llm.sharding import constrain, local_rows, row_shards, rows_to_global
+from jaxrl_llm.training.memory import Memory
 from jaxrl_llm.training.metrics import Stopwatch
+from jaxrl_llm.training.objectives import needs_key
+from jaxrl_llm.training.scoring import Scorer
 from jaxrl_llm.training.update import State
 
 Row = dict[str, Any]
+# Folded into a step's key; rows are folded in by their number, which is smaller.
+REPLAY, SEEDS = 2**31 - 1, 2**31 - 2
 
 
 class Experience(NamedTuple):
@@ -46,6 +49,7 @@ class Sampled(NamedTuple):
     """Completions of some prompts: the rows on the device, and texts and rewards of this process's rows."""
 
     rollout: Rollout
+    examples: list[Row]
     prompts: list[Any]
     completions: list[Any]
     rewards: np.ndarray  # [rows of this process, R], NaN where a function does not apply
@@ -62,12 +66,15 @@ class Sampler:
     prompt_width: int
     watch: Stopwatch
 
-    def __call__(self, params: Params, examples: list[Row], key) -> Sampled:
-        """`group_size` completions of every example of this process, rows of a prompt adjacent."""
+    def __call__(self, params: Params, examples: list[Row], key, first_row: int = 0) -> Sampled:
+        """`group_size` completions of every example of this process, rows of a prompt adjacent.
+
+        Row i draws its random numbers from `fold_in(key, first_row + i)`.
+        """
         with self.watch("rollout"):
             padded = pad_prompts([e["prompt_ids"] for e in examples], self.prompt_width)
             prompts, segments = rows_to_global(padded, self.mesh)
-            rollout = self.engine.generate(params, prompts, segments, key)
+            rollout = self.engine.generate(params, prompts, segments, key, first_row)
             tokens, lengths = local_rows((rollout.tokens, rollout.lengths))
         with self.watch("reward"):
             repeated = [e for e in examples for _ in range(self.engine.group_size)]
@@ -82,32 +89,34 @@ class Sampler:
                 name: [e[name] for e in repeated] for name in examples[0] if name not in ("prompt", "prompt_ids")
             }
             asked = [e["prompt"] for e in repeated]
-            return Sampled(rollout, asked, texts, self.rewards(asked, texts, ids, columns))
+            return Sampled(rollout, examples, asked, texts, self.rewards(asked, texts, ids, columns))
 
 
 @dataclasses.dataclass(frozen=True)
 class Online:
-    """Batches of sampled and scored completions. `ref_params` is None unless a KL term needs the reference policy."""
+    """Batches of sampled and scored completions. `greedy` samples the baseline of a rule that compares with it."""
 
     config: Any
     net: Net
     sampler: Sampler
+    greedy: Sampler | None
     pipeline: Pipeline
-    ref_params: Params | None
+    scorer: Scorer
+    memory: Memory
 
     def next(self, state: State, key) -> Experience:
         """The batch of one step, sampled from `state.params`."""
-        config, names = self.config, self.sampler.rewards.names
-        sampled = self.sampler(state.params, next(self.pipeline), key)
-        rollout, mesh = sampled.rollout, self.sampler.mesh
-        with self.sampler.watch("logps"):
-            old_logps = self._logps(state.params, rollout) if self._reuses_rollouts() else None
-            ref_logps = None if self.ref_params is None else self._logps(self.ref_params, rollout)
-        mask = rollout.mask * rollout.finished[:, None] if config.algorithm.mask_truncated else rollout.mask
-        rewards = rows_to_global(sampled.rewards, mesh)
-        advantages, metrics = _advantages(
-            rewards, self.sampler.rewards.weights, mask, rollout, config.algorithm.advantage, config.rollout.group_size,
-            config.algorithm.scale_rewards, names,
+        algorithm, memory, mesh, watch = self.config.algorithm, self.memory, self.sampler.mesh, self.sampler.watch
+        memory.sync_reference(state)
+        sampled, resampled = self._sample(state.params, key)
+        rollout = sampled.rollout
+        with watch("logps"):
+            old_logps = self._logps(state.params, rollout) if self._needs_old_logps() else None
+            ref_logps = self._logps(memory.reference, rollout) if self._measures_kl() else None
+        mask = rollout.mask * rollout.finished[:, None] if algorithm.mask_truncated else rollout.mask
+        scored = self.scorer(
+            rollout, mask, rows_to_global(sampled.rewards, mesh), self.sampler.rewards.weights, old_logps, ref_logps,
+            memory.kl.coef, self._greedy_rewards(state.params, sampled.examples, key),
         )  # fmt: skip
         batch = Batch(
             tokens=rollout.tokens,
@@ -115,28 +124,152 @@ class Online:
             mask=mask,
             sample_logps=rollout.sample_logps,
             old_logps=old_logps,
-            ref_logps=ref_logps,
-            advantages=advantages,
+            advantages=scored.values,
             prompt_width=self.sampler.prompt_width,
         )
-        row_advantages = local_rows(masked_mean(advantages, mask, axis=-1))
-        table = [
+        metrics = scored.metrics | resampled
+        if memory.replay is not None:
+            batch, metrics["rollout/replayed_groups"] = memory.replay_groups(
+                batch, scored.priority, jax.random.fold_in(key, REPLAY), self.config.rollout.group_size
+            )
+        batch = self._with_terms(batch, None if memory.replay is not None else ref_logps, key)
+        metrics |= memory.coefficients()
+        memory.control_kl(scored.kl, batch.rows)
+        return Experience(batch, metrics, self._table(sampled, scored.values, mask))
+
+    def get_state(self) -> dict[str, Any]:
+        """What a resumed run needs besides the training state and `get_arrays`."""
+        return {"pipeline": self.pipeline.get_state(), "memory": self.memory.numbers()}
+
+    def get_arrays(self) -> dict[str, Any]:
+        """The trees of arrays, by name, that a resumed run needs besides the training state."""
+        return self.memory.arrays()
+
+    def set_state(self, state: dict[str, Any], arrays: dict[str, Any]) -> None:
+        """Goes on where `get_state` and `get_arrays` were called."""
+        self.pipeline.set_state(state["pipeline"])
+        self.memory.restore(state["memory"], arrays)
+
+    def learn(self, metrics: dict[str, float]) -> None:
+        """Takes notice of the metrics of a step's updates."""
+        self.memory.control_entropy(metrics)
+
+    def _sample(self, params: Params, key) -> tuple[Sampled, dict[str, Any]]:
+        """Scored completions; with `algorithm.dynamic_sampling` of prompts whose completions score differently."""
+        algorithm, weights = self.config.algorithm, self.sampler.rewards.weights
+        sampled = self.sampler(params, next(self.pipeline), key)
+        if not algorithm.dynamic_sampling:
+            return sampled, {}
+        flat, resampled = self.scorer.flat_groups(sampled.rewards, weights), 0
+        rows = len(sampled.rewards) * jax.process_count()
+        for sampling_round in range(1, algorithm.max_sampling_rounds):
+            missing = _sum_over_processes(flat)
+            if not missing:
+                break
+            resampled += missing
+            fresh = self.sampler(params, next(self.pipeline), key, first_row=sampling_round * rows)
+            sampled, flat = fill(sampled, flat, fresh, self.scorer.flat_groups(fresh.rewards, weights))
+        missing = _sum_over_processes(flat)
+        if missing and self.memory.replay is None:
+            raise ConfigError(
+                f"algorithm.dynamic_sampling: after {algorithm.max_sampling_rounds} rounds of sampling, the completions "
+                f"of {missing} prompts of {self.config.batch.prompts} still score alike. Raise "
+                "algorithm.max_sampling_rounds, fill up from earlier steps with algorithm.replay_groups, set "
+                "algorithm.dynamic_sampling to false, or give prompts that are neither too easy nor too hard"
+            )
+        return sampled, {"rollout/resampled_groups": np.float32(resampled)}
+
+    def _greedy_rewards(self, params: Params, examples: list[Row], key):
+        """Rewards `[B,R]` of a greedy completion of each example, None unless the advantage rule asks for it."""
+        if self.greedy is None:
+            return None
+        return rows_to_global(self.greedy(params, examples, key).rewards, self.sampler.mesh)
+
+    def _with_terms(self, batch: Batch, ref_logps, key) -> Batch:
+        """The batch with what the terms of the objective read: the reference, moving coefficients, random seeds."""
+        memory, mesh, rows = self.memory, self.sampler.mesh, batch.rows // jax.process_count()
+        if memory.reference is not None and not self.config.algorithm.kl_in_reward:
+            with self.sampler.watch("logps"):
+                known = ref_logps is not None
+                batch = batch.replace(ref_logps=ref_logps if known else self._logps(memory.reference, batch))
+            if isinstance(memory.kl, AdaptiveKL):
+                batch = batch.replace(kl_coef=rows_to_global(np.full(rows, memory.kl.coef, np.float32), mesh))
+        if memory.entropy is not None:
+            coef = np.full(rows, memory.entropy.applied, np.float32)
+            batch = batch.replace(entropy_coef=rows_to_global(coef, mesh))
+        if needs_key(self.config):
+            first = int(jax.random.bits(jax.random.fold_in(key, SEEDS)))
+            seeds = np.random.default_rng([first, jax.process_index()]).integers(2**32, size=rows, dtype=np.uint32)
+            batch = batch.replace(seeds=rows_to_global(seeds, mesh))
+        return batch
+
+    def _table(self, sampled: Sampled, advantages, mask) -> list[Row]:
+        names, row_advantages = self.sampler.rewards.names, local_rows(masked_mean(advantages, mask, axis=-1))
+        return [
             {"prompt": p, "completion": c, **dict(zip(names, map(float, r), strict=True)), "advantage": float(a)}
             for p, c, r, a in zip(sampled.prompts, sampled.completions, sampled.rewards, row_advantages, strict=True)
         ]
-        return Experience(batch, metrics, table)
 
-    def _reuses_rollouts(self) -> bool:
-        """False when each batch gives one update: then the updated policy is the sampling one and the ratio is 1."""
-        return self.config.algorithm.num_iterations > 1 or self.config.batch.minibatches > 1
+    def _measures_kl(self) -> bool:
+        """True when the reference is needed before the objective: for rewards, or to steer the KL coefficient."""
+        return self.config.algorithm.kl_in_reward or isinstance(self.memory.kl, AdaptiveKL)
 
-    def _logps(self, params: Params, rollout: Rollout):
+    def _needs_old_logps(self) -> bool:
+        """False when the sampled rows give one update: then the updated policy is the sampling one and the ratio is 1."""
+        one_update = self.config.algorithm.num_iterations == 1 and self.config.batch.minibatches == 1
+        return not one_update or self.memory.replay is not None or self._measures_kl()
+
+    def _logps(self, params: Params | None, rows: Rollout | Batch):
+        assert params is not None
         temperature, batch = self.config.rollout.temperature, self.config.batch
-        rows = batch.microbatch_rows or rollout.tokens.shape[0] // batch.minibatches
+        size = batch.microbatch_rows or rows.tokens.shape[0] // batch.minibatches
         return scored_logps(
-            self.net, params, rollout.tokens, rollout.segments, temperature, self.sampler.prompt_width, rows,
+            self.net, params, rows.tokens, rows.segments, temperature, self.sampler.prompt_width, size,
             row_shards(self.sampler.mesh),
         )  # fmt: skip
+
+
+def fill(held: Sampled, flat: np.ndarray, fresh: Sampled, fresh_flat: np.ndarray) -> tuple[Sampled, np.ndarray]:
+    """`held` with its flat groups replaced by groups of `fresh` that are not, as far as those go; which are flat then.
+
+    `flat` and `fresh_flat` `[B]` are of this process, which fills its own groups only: texts never travel.
+    """
+    slots, found = np.flatnonzero(flat), np.flatnonzero(~fresh_flat)
+    slots, found = slots[: len(found)], found[: len(slots)]
+    groups, size = len(flat), len(held.prompts) // len(flat)
+    source = np.arange(groups)
+    source[slots] = groups + found
+    index = (source[:, None] * size + np.arange(size)).reshape(-1)  # into the local rows of held, then of fresh
+
+    def pick(old: list, new: list, where: np.ndarray) -> list:
+        both = [*old, *new]
+        return [both[i] for i in where]
+
+    rows, process, processes = groups * size, jax.process_index(), jax.process_count()
+    # The same in global rows, where all of held comes before all of fresh.
+    in_all = index + np.where(index < rows, process, process + processes - 1) * rows
+    mesh = held.rollout.tokens.sharding.mesh
+    filled = Sampled(
+        rollout=_pick_rows(held.rollout, fresh.rollout, rows_to_global(in_all.astype(np.int32), mesh)),
+        examples=pick(held.examples, fresh.examples, source),
+        prompts=pick(held.prompts, fresh.prompts, index),
+        completions=pick(held.completions, fresh.completions, index),
+        rewards=np.concatenate([held.rewards, fresh.rewards])[index],
+    )
+    still = flat.copy()
+    still[slots] = False
+    return filled, still
+
+
+@jax.jit
+def _pick_rows(held: Rollout, fresh: Rollout, index) -> Rollout:
+    return jax.tree.map(
+        lambda a, b: constrain(jnp.concatenate([a, b])[index], "rows", *(None,) * (a.ndim - 1)), held, fresh
+    )
+
+
+def _sum_over_processes(flags: np.ndarray) -> int:
+    return int(multihost_utils.process_allgather(np.int32(flags.sum())).sum())
 
 
 @functools.partial(jax.jit, static_argnums=(0, 4, 5, 6, 7))
@@ -153,82 +286,13 @@ def scored_logps(net: Net, params: Params, tokens, segments, temperature, prompt
     return out.reshape(-1, shards, rows // shards, out.shape[-1]).swapaxes(0, 1).reshape(tokens.shape)
 
 
-@functools.partial(jax.jit, static_argnums=(4, 5, 6, 7))
-def _advantages(
-    rewards, weights, mask, rollout: Rollout, rule: str, group_size: int, scale: str, names: tuple[str, ...]
-):
-    """Advantages `[N,T]` by the named rule, and the step's reward and length metrics over all processes.
-
-    A rule is a function of any of: scores [N], rewards [N,R], weights [R], mask [N,T], lengths [N], finished [N],
-    group_size, scale. It returns `[N]` or `[N,T]`.
-    """
-    scores = advantage_rules.combine_rewards(rewards, weights)
-    known = {
-        "scores": scores, "rewards": rewards, "weights": weights, "mask": mask, "lengths": rollout.lengths,
-        "finished": rollout.finished, "group_size": group_size, "scale": scale,
-    }  # fmt: skip
-    function = advantage_rule(rule)
-    values = function(**{name: known[name] for name in inspect.signature(function).parameters if name in known})
-    values = mask * (values if values.ndim == 2 else values[:, None])
-    lengths, ended = rollout.lengths, rollout.finished
-    metrics = {
-        "reward": masked_mean(scores, ~jnp.isnan(scores)),
-        "reward_std": jnp.sqrt(masked_var(scores, ~jnp.isnan(scores))),
-        "frac_reward_zero_std": advantage_rules.frac_zero_std(scores, group_size),
-        "unscorable_rows": advantage_rules.unscorable_rows(rewards).sum(),
-        "completions/mean_length": lengths.mean(),
-        "completions/min_length": lengths.min(),
-        "completions/max_length": lengths.max(),
-        "completions/mean_terminated_length": masked_mean(lengths, ended),
-        "completions/clipped_ratio": 1.0 - ended.mean(),
-        "num_tokens": rollout.segments.sum(),
-    }
-    for i, name in enumerate(names):
-        applies = ~jnp.isnan(rewards[:, i])
-        metrics[f"rewards/{name}/mean"] = masked_mean(rewards[:, i], applies)
-        metrics[f"rewards/{name}/std"] = jnp.sqrt(masked_var(rewards[:, i], applies))
-    return values, metrics
-
-
-def advantage_rule(name: str):
-    """The advantage function of a name: `group` is `advantages.group_advantages`."""
-    rules: Mapping[str, Any] = {
-        known.removesuffix("_advantages"): function
-        for known, function in vars(advantage_rules).items()
-        if known.endswith("_advantages")
-    }
-    return resolve(name, rules)
-
-
-@dataclasses.dataclass(frozen=True)
-class Offline:
-    """Batches of given rows, padded to one width (or packed rows)."""
-
-    config: Any
-    pipeline: Pipeline
-    mesh: Mesh
-    width: int
-    watch: Stopwatch
-
-    def next(self, state: State, key) -> Experience:
-        """The batch of one step; neither the state nor the key changes it."""
-        del state, key
-        with self.watch("data"):
-            rows = next(self.pipeline)
-            if self.config.data.packing:
-                tokens, segments, positions, mask = pad_groups(rows, self.width)
-            else:
-                tokens, segments, mask = pad_rows([(row["ids"], row["mask"]) for row in rows], self.width)
-                positions = None
-            batch = rows_to_global(Batch(tokens, segments, mask, positions), self.mesh)
-            return Experience(batch, {"num_tokens": (batch.segments != 0).sum()}, [])
-
-
 def check_rows(config, rows: int, mesh: Mesh) -> None:
     """Raises ConfigError unless every micro-batch cuts into the mesh's row shards."""
     part = config.batch.microbatch_rows or rows // config.batch.minibatches
-    if part % row_shards(mesh):
+    pairs = config.algorithm.name in OFFLINE and rows_together(config) == 2
+    if part % (row_shards(mesh) * (2 if pairs else 1)):
         raise ConfigError(
-            f"a micro-batch of {part} rows does not divide into mesh.data x mesh.fsdp = {row_shards(mesh)} parts; "
+            f"a micro-batch of {part} rows does not divide into mesh.data x mesh.fsdp = {row_shards(mesh)} parts"
+            f"{' of whole pairs' if pairs else ''}; "
             "change batch.prompts, rollout.group_size, batch.minibatches, batch.microbatch_rows or the mesh"
         )

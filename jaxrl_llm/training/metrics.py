@@ -338,7 +338,7 @@ def settings_shown(config: ConfigDict) -> dict[str, str]:
 def _metrics_shown(config: ConfigDict) -> tuple[str, ...]:
     """The metrics beside the progress bar, as far as a step has them."""
     if config.algorithm.name in OFFLINE:
-        return ("loss", "accuracy", "grad_norm", "lr", "tokens_per_second")
+        return ("loss", "rewards/accuracies", "accuracy", "grad_norm", "lr", "tokens_per_second")
     return ("reward", "kl", "entropy", "completions/mean_length", "tokens_per_second")
 
 

@@ -97,6 +97,8 @@ def make_update(objective: Objective, optimizer: optax.GradientTransformation, c
     def update(state: State, batch: Batch) -> tuple[State, Metrics]:
         parts = (config.batch.microbatch_rows and batch.rows // config.batch.microbatch_rows) or 1
         batch = _prepare(objective, state.params, batch, parts, shards)
+        if batch.seeds is not None:  # a batch that is used again draws other numbers
+            batch = batch.replace(seeds=batch.seeds + _updates_made(state).astype(batch.seeds.dtype))
         metrics, gradients = _sum_over_parts(gradients_of, state.params, split_rows(batch, parts, shards))
         norm = optax.tree.norm(gradients)
         finite = jnp.isfinite(norm)
@@ -111,7 +113,7 @@ def make_update(objective: Objective, optimizer: optax.GradientTransformation, c
 
 
 def make_measure(objective: Objective, part_rows: int, mesh: Mesh) -> Callable[[Params, Batch], Metrics]:
-    """The jitted `measure(params, batch) -> metrics`: loss and metrics of the whole batch, `part_rows` rows at a time."""
+    """The jitted `measure(params, batch) -> metrics`: the loss and metrics of a batch, `part_rows` rows at a time."""
     shards = row_shards(mesh)
 
     def measures_of(params: Params, batch: Batch) -> tuple[Metrics, dict]:

@@ -101,9 +101,11 @@ def test_cispo_by_hand(x64):
         np.testing.assert_allclose(cispo(LOGPS, OLD, [advantage], 0.2, 1.2, minimum=0.8), two_sided, rtol=1e-12)
 
 
-def test_cispo_refuses_a_clip_range_in_place_of_a_cap():
-    with pytest.raises(ValueError, match=r"must be at least 1; got 0\.2"):
-        cispo(LOGPS, OLD, [1.0], 0.2, 0.2)
+@pytest.mark.parametrize("cap", [0.2, 1.0])
+def test_cispo_warns_of_a_clip_range_in_place_of_a_cap(x64, cap):
+    with pytest.warns(UserWarning, match=f"cap of the ratio itself: {cap} caps"):
+        loss = cispo(LOGPS, OLD, [1.0], 0.2, cap)
+    np.testing.assert_allclose(loss, -np.minimum(RATIO, cap) * LOGPS, rtol=1e-12)
 
 
 def test_sapo_by_hand(x64):
@@ -373,7 +375,11 @@ def test_region_is_where_the_clipped_branch_is_the_larger_loss(x64):
 def test_sequence_level_clip_fractions():
     result = clip_fractions(LOGPS, OLD, [-1.0], 0.05, 0.05, mask=ONES, level="sequence")
     np.testing.assert_array_equal(result.low, ONES)
-    with pytest.raises(ValueError, match="'sequence' together with a mask"):
+    # the mean of the log-ratios is -0.1, their sum -0.3
+    assert not clip_fractions(LOGPS, OLD, [-1.0], 0.2, 0.2, mask=ONES, level="sequence").low.any()
+    result = clip_fractions(LOGPS, OLD, [-1.0], 0.2, 0.2, mask=ONES, level="sequence_sum")
+    np.testing.assert_array_equal(result.low, ONES)
+    with pytest.raises(ValueError, match="'sequence_sum' together with a mask"):
         clip_fractions(LOGPS, OLD, [-1.0], 0.05, 0.05, level="sequence")
 
 

@@ -1,0 +1,1 @@
+"""Measurements that take minutes: learning curves, and speed against peers and limits."""

@@ -1,0 +1,34 @@
+"""KTO (arXiv 2402.01306) on the embedded model: completions labelled right or wrong, no pairs.
+
+    python -m jaxrl_llm.train --config=configs/kto.py
+
+MORE
+"""
+
+from jaxrl_llm.config import default
+
+
+def get_config(arg: str = ""):
+    """`tiny`: two steps, for a test."""
+    config = default()
+    config.output_dir = "runs/kto"
+    config.total_steps = 200
+    config.data.path = "task:sort_labels"
+    config.data.eval_split = "validation"
+    config.rollout.max_prompt_length = 16
+    config.rollout.max_completion_length = 10
+    config.algorithm.name = "preference"
+    config.algorithm.loss = "kto"
+    config.algorithm.beta = 0.1
+    config.optimizer.learning_rate = 1e-4
+    config.batch.prompts = 64
+    config.optimizer.b2 = 0.99
+    config.optimizer.schedule = "cosine"
+    config.optimizer.min_lr_ratio = 0.1
+    config.optimizer.warmup_steps = 10
+    config.eval.prompts = 256
+    config.eval.measure = "both"
+    if arg == "tiny":
+        config.total_steps, config.batch.prompts, config.eval.prompts = 2, 4, 6
+        config.optimizer.warmup_steps = 1
+    return config

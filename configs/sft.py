@@ -1,0 +1,27 @@
+"""Supervised fine-tuning of the embedded model on right answers: sort 4 to 8 digits.
+
+    python -m jaxrl_llm.train --config=configs/sft.py
+
+MORE
+"""
+
+from jaxrl_llm.config import default
+
+
+def get_config(arg: str = ""):
+    """`tiny`: two steps, for a test."""
+    config = default()
+    config.output_dir = "runs/sft"
+    config.total_steps = 200
+    config.algorithm.name = "sft"
+    config.data.path = "task:sort_pairs"
+    config.batch.prompts = 64
+    config.optimizer.b2 = 0.99
+    config.optimizer.schedule = "cosine"
+    config.optimizer.min_lr_ratio = 0.1
+    config.optimizer.warmup_steps = 10
+    config.eval.prompts = 256
+    if arg == "tiny":
+        config.total_steps, config.batch.prompts, config.eval.prompts = 2, 4, 6
+        config.optimizer.warmup_steps = 1
+    return config

@@ -1,0 +1,252 @@
+"""Batches of given rows, for supervised fine-tuning, preferences and reward models; and the loss on held-out rows.
+
+A data row is an example: a list of one token row (sft, labelled completions) or of two (a pair, chosen first). The rows
+of a batch are those of its examples, in order.
+"""
+
+import dataclasses
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh
+
+from jaxrl_llm.algorithms.batch import Batch
+from jaxrl_llm.algorithms.sequence_logps import RunningMean
+from jaxrl_llm.config import LABELLED, batch_rows, rows_together
+from jaxrl_llm.data.collate import pad_rows
+from jaxrl_llm.data.packing import pad_groups
+from jaxrl_llm.data.pipeline import Pipeline
+from jaxrl_llm.data.tokenize import split_pair, tokenize_completions, tokenize_labels, tokenize_pairs
+from jaxrl_llm.models.transformer import Net, Params
+from jaxrl_llm.sharding import row_shards, rows_to_global
+from jaxrl_llm.training.experience import Experience, Row, scored_logps
+from jaxrl_llm.training.metrics import Stopwatch
+from jaxrl_llm.training.preferences import row_sums
+from jaxrl_llm.training.update import Metrics, State
+
+log = logging.getLogger(__name__)
+
+Example = list[Row]  # {"ids", "mask"} and, where known, "label", "margin" and "ref" (the reference's log-probs)
+
+
+@dataclasses.dataclass
+class Offline:
+    """Batches of given examples. `ref_params` is None unless each step needs the reference's log-probs."""
+
+    config: Any
+    net: Net
+    pipeline: Pipeline  # of whole batches, on every process
+    mesh: Mesh
+    width: int
+    ref_params: Params | None
+    watch: Stopwatch
+    seen: RunningMean = dataclasses.field(default_factory=RunningMean)  # rewards so far, for bco_running_mean
+
+    def next(self, state: State, key) -> Experience:
+        """The batch of one step; the key does not change it."""
+        del key
+        config, mesh = self.config, self.mesh
+        with self.watch("data"):
+            examples = next(self.pipeline)
+            if config.data.packing:
+                batch = _to_devices(Batch(*_packed(pad_groups(examples, self.width))), mesh)
+            else:
+                batch = _to_devices(pad_examples(arrange(config, examples, self.width), self.width), mesh)
+        with self.watch("logps"):
+            rows = part_rows(config)
+            if self.ref_params is not None:
+                batch = batch.replace(ref_logps=_logps(self.net, self.ref_params, batch, rows, mesh))
+            if config.algorithm.bco_running_mean:
+                logps = _logps(self.net, state.params, batch, rows, mesh)
+                self.seen = self.seen.update(_rewards(config, logps, batch))
+                batch = self.with_baseline(batch)
+        return Experience(batch, {"num_tokens": (batch.segments != 0).sum()}, [])
+
+    def with_baseline(self, batch: Batch) -> Batch:
+        """The batch with the mean of all rewards so far, where `bco_running_mean` asks for it."""
+        if not self.config.algorithm.bco_running_mean:
+            return batch
+        return batch.replace(baseline=jnp.full(batch.rows, self.seen.mean))
+
+    def get_state(self) -> dict[str, Any]:
+        """What a resumed run needs besides the training state."""
+        seen = {"mean": float(self.seen.mean), "count": float(self.seen.count)}
+        return {"pipeline": self.pipeline.get_state(), "seen": seen}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Goes on where `get_state` was called."""
+        self.pipeline.set_state(state["pipeline"])
+        self.seen = RunningMean(**state["seen"])
+
+
+@dataclasses.dataclass(frozen=True)
+class HeldOut:
+    """The objective's loss and metrics on held-out rows, as one batch: `eval/loss`, `eval/rewards/margins`, ..."""
+
+    measure: Callable[[Params, Batch], Metrics]
+    batch: Batch
+    source: Offline | None  # whose running mean a loss may read
+
+    def __call__(self, params: Params, key) -> dict[str, float]:
+        """The metrics, named `eval/...`; nothing is random."""
+        del key
+        batch = self.batch if self.source is None else self.source.with_baseline(self.batch)
+        return {f"eval/{name}": float(x) for name, x in jax.device_get(self.measure(params, batch)).items()}
+
+
+def tokenized(config, dataset, tokenizer) -> list[Example]:
+    """The examples of a data set, as the algorithm reads it; raises ConfigError for rows it cannot read."""
+    c, algorithm = config.data, config.algorithm
+    if algorithm.name == "sft":
+        return [[row] for row in tokenize_completions(dataset, tokenizer, c.max_length, c.overlong, c.loss_on)]
+    if algorithm.name == "preference" and algorithm.loss in LABELLED:
+        return [[row] for row in tokenize_labels(_labelled_rows(dataset), tokenizer, c.max_length, c.overlong)]
+    pairs = tokenize_pairs(dataset, tokenizer, c.max_length, c.overlong)
+    margins = any("margin" in pair for pair in pairs)
+    examples = []
+    for pair in pairs:
+        more = {"margin": pair.get("margin", 0.0)} if margins else {}
+        examples.append([{"ids": pair[f"{n}_ids"], "mask": pair[f"{n}_mask"], **more} for n in ("chosen", "rejected")])
+    return examples
+
+
+def is_learnable(config, columns: list[str]) -> bool:
+    """True when a data set with these columns has what the algorithm learns from."""
+    pairs = {"chosen", "rejected"} <= set(columns)
+    if config.algorithm.name == "sft":
+        return bool({"messages", "text"} & set(columns)) or {"prompt", "completion"} <= set(columns)
+    return pairs or (config.algorithm.loss in LABELLED and {"prompt", "completion", "label"} <= set(columns))
+
+
+def _labelled_rows(dataset) -> Any:
+    """The data set or, where its rows are pairs, their chosen completions as desirable and rejected as not."""
+    if "label" in dataset.column_names or not {"chosen", "rejected"} <= set(dataset.column_names):
+        return dataset
+    rows = []
+    for row in dataset:
+        prompt, *completions = split_pair(row)
+        rows += [{**row, "prompt": prompt, "completion": c, "label": i == 0} for i, c in enumerate(completions)]
+    return rows
+
+
+def check_balance(config, examples: list[Example]) -> None:
+    """Warns when desirable and undesirable rows are far from the balance that KTO's paper found best (eq. 8)."""
+    desirable = sum(row["label"] for (row,) in examples)
+    heavy = config.algorithm.desirable_weight * desirable
+    light = config.algorithm.undesirable_weight * (len(examples) - desirable)
+    if not light <= heavy <= light * 4 / 3:
+        log.warning(
+            "%d desirable and %d undesirable rows: algorithm.desirable_weight x desirable should be 1 to 4/3 times "
+            "algorithm.undesirable_weight x undesirable, and is %.3g to %.3g",
+            desirable, len(examples) - desirable, heavy, light,
+        )  # fmt: skip
+
+
+def longest(config, examples: list[Example]) -> int:
+    """Tokens of the longest row that a batch of the examples can have."""
+    rows = [row for example in examples for row in example]
+    if config.algorithm.name == "preference" and config.algorithm.loss == "kto":
+        starts = [_start(row) for row in rows]
+        return max(starts) + max(len(row["ids"]) - start for row, start in zip(rows, starts, strict=True))
+    return max(len(row["ids"]) for row in rows)
+
+
+def arrange(config, examples: list[Example], limit: int) -> list[Example]:
+    """The examples of a whole batch as its rows: in kto each is followed by its mismatch, of at most `limit` tokens.
+
+    A mismatch is a prompt with the completion of the example before it in the batch (the last one, for the first).
+    """
+    if not (config.algorithm.name == "preference" and config.algorithm.loss == "kto"):
+        return examples
+    rows = [row for (row,) in examples]
+    return [[row, _mismatch(row, other, limit)] for row, other in zip(rows, rows[-1:] + rows[:-1], strict=True)]
+
+
+def _start(row: Row) -> int:
+    return row["mask"].index(1)
+
+
+def _mismatch(row: Row, other: Row, limit: int) -> Row:
+    parts = {name: (row[name][: _start(row)] + other[name][_start(other) :])[:limit] for name in ("ids", "mask")}
+    return {**parts, "label": row["label"]}
+
+
+def pad_examples(examples: list[Example], width: int) -> Batch:
+    """The rows of the examples, padded on the right, with what else they hold."""
+    rows = [row for example in examples for row in example]
+    tokens, segments, mask = pad_rows([(row["ids"], row["mask"]) for row in rows], width)
+    batch = Batch(tokens, segments, mask)
+    for name, field in (("label", "labels"), ("margin", "margins")):
+        if name in rows[0]:
+            batch = batch.replace(**{field: np.array([row[name] for row in rows], np.float32)})
+    if "ref" in rows[0]:
+        padded = [np.pad(row["ref"], (0, width - len(row["ref"]))) for row in rows]
+        batch = batch.replace(ref_logps=np.stack(padded).astype(np.float32))
+    return batch
+
+
+def part_rows(config) -> int:
+    """Rows of one forward pass."""
+    return config.batch.microbatch_rows or batch_rows(config) // config.batch.minibatches
+
+
+def held_out_batch(config, examples: list[Example], width: int, mesh: Mesh) -> tuple[Batch, int]:
+    """All examples as one batch, and the rows of its parts; the last part is filled up with rows that do not count."""
+    examples = arrange(config, examples, width)
+    together = rows_together(config)
+    unit = row_shards(mesh) * together
+    size = min(part_rows(config), -(-len(examples) * together // unit) * unit)
+    blank = [{**row, "mask": [0] * len(row["ids"])} for row in examples[-1]]
+    missing = (-len(examples) * together % size) // together
+    return _to_devices(pad_examples(examples + [blank] * missing, width), mesh), size
+
+
+def with_reference(config, net: Net, params: Params, examples: list[Example], width: int, mesh: Mesh) -> list[Example]:
+    """The examples with "ref" in every row: the log-probs of its tokens under `params`."""
+    size = max(part_rows(config), row_shards(mesh))
+    found: list[Example] = []
+    for part in _chunks(examples, size):
+        filled = part + part[-1:] * (size - len(part))
+        batch = _to_devices(pad_examples(filled, width), mesh)
+        logps = iter(multihost_utils.process_allgather(_logps(net, params, batch, size, mesh), tiled=True))
+        found += [[{**row, "ref": np.array(next(logps)[: len(row["ids"])])} for row in example] for example in part]
+    return found
+
+
+def reference_logps(net: Net, params: Params, batch: Batch, rows: int, mesh: Mesh) -> Batch:
+    """The batch with the log-probs of its tokens under `params`, computed `rows` rows at a time."""
+    return batch.replace(ref_logps=_logps(net, params, batch, rows, mesh))
+
+
+def _chunks(examples: list[Example], size: int) -> Iterator[list[Example]]:
+    for start in range(0, len(examples), size):
+        yield examples[start : start + size]
+
+
+def _logps(net: Net, params: Params, batch: Batch, rows: int, mesh: Mesh) -> jax.Array:
+    return scored_logps(net, params, batch.tokens, batch.segments, 1.0, 0, rows, row_shards(mesh))
+
+
+def _rewards(config, logps, batch: Batch) -> jax.Array:
+    """Rewards `[N]`: beta times each row's log-ratio."""
+    rewards = row_sums(config, logps, batch.mask)[0]
+    if batch.ref_logps is not None:
+        rewards -= row_sums(config, batch.ref_logps, batch.mask)[0]
+    return config.algorithm.beta * rewards
+
+
+def _packed(arrays):
+    tokens, segments, positions, mask = arrays
+    return tokens, segments, mask, positions
+
+
+def _to_devices(batch: Batch, mesh: Mesh) -> Batch:
+    """The batch cut over the mesh; every process has all of it and gives its own part."""
+    processes, process = jax.process_count(), jax.process_index()
+    own = jax.tree.map(lambda x: np.split(x, processes)[process] if processes > 1 else x, batch)
+    return rows_to_global(own, mesh)

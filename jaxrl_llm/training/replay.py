@@ -1,0 +1,68 @@
+"""A buffer of groups that had something to learn from, and their exchange for groups that have not."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxrl_llm.algorithms.batch import Batch
+from jaxrl_llm.sharding import constrain
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Replay:
+    """The newest groups whose completions scored differently, newest first; every device holds all of them."""
+
+    rows: Batch  # [G*K,...] rows of a group adjacent
+    priority: jax.Array  # [G] weight of a group when one is drawn, 0 where the buffer is still empty
+
+
+def empty_replay(groups: int, group_size: int, width: int, prompt_width: int, mesh: Mesh) -> Replay:
+    """A buffer for `groups` groups of rows of `width` tokens."""
+    shape = (groups * group_size, width)
+    integers, floats = jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32)
+    rows = Batch(
+        tokens=integers,
+        segments=integers,
+        mask=floats,
+        sample_logps=floats,
+        old_logps=floats,
+        advantages=floats,
+        prompt_width=prompt_width,
+    )
+    return jax.device_put(Replay(rows, jnp.zeros(groups, jnp.float32)), NamedSharding(mesh, PartitionSpec()))
+
+
+@functools.partial(jax.jit, static_argnames="group_size")
+def exchange(replay: Replay, batch: Batch, priority, key, group_size: int) -> tuple[Replay, Batch, jax.Array]:
+    """The buffer with this batch's groups, the batch with drawn ones for its flat ones, and how many were exchanged.
+
+    Shapes: rows `[B*group_size,...]`, `priority [B]`, 0 for a flat group. A stored group is drawn, with replacement, in
+    proportion to its priority, and before this batch's own groups are stored; it keeps its advantages and the log-probs
+    of the policies it came from, so that ratios stay right. With an empty buffer the batch stays as it is. Source:
+    replay buffer of TRL's GRPO, which keeps the groups of highest priority; here a group leaves once `G` newer ones
+    came, which bounds its age.
+    """
+    drawn = jax.random.categorical(key, jnp.log(replay.priority), shape=priority.shape)
+    flat = (priority == 0) & (replay.priority.sum() > 0)
+    rows = _rows(drawn, group_size)
+
+    def mix(old, new):
+        chosen = jnp.where(jnp.repeat(flat, group_size)[:, None], old[rows], new)
+        return constrain(chosen, "rows", None)
+
+    all_priorities = jnp.concatenate([priority, replay.priority])
+    newest = jnp.argsort(all_priorities == 0, stable=True)[: replay.priority.shape[0]]
+
+    def store(old, new):
+        return constrain(jnp.concatenate([new, old])[_rows(newest, group_size)], None, None)
+
+    kept = Replay(jax.tree.map(store, replay.rows, batch), constrain(all_priorities[newest], None))
+    return kept, jax.tree.map(mix, replay.rows, batch), flat.sum()
+
+
+def _rows(groups, group_size: int):
+    return (groups[:, None] * group_size + jnp.arange(group_size)).reshape(-1)

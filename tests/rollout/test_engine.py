@@ -1,0 +1,303 @@
+"""The engine: what a rollout holds, that it samples the model it is given, and that a row depends on itself alone."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxrl_llm.models.transformer import ModelConfig, Net
+from jaxrl_llm.policy import token_logps
+from jaxrl_llm.rollout import engine as engine_module
+from jaxrl_llm.rollout.engine import Engine
+from jaxrl_llm.rollout.logits import Sampling
+from tests.models.decoding import padded
+
+VOCAB = 29
+CONFIG = ModelConfig(
+    vocab_size=VOCAB, width=16, layers=2, heads=4, kv_heads=2, head_dim=8, ffn=24, qk_norm=True, init_scale=0.4
+)
+NET = Net(CONFIG)
+PROMPTS = [[3, 1, 4, 1, 5], [9, 2], [6, 5, 3, 5, 8, 9, 7]]
+WIDTH = 7
+EOS = (3, 11)
+ENGINE = Engine(NET, Sampling(), group_size=4, max_completion_length=12, eos=EOS, chunk=12)
+
+
+@pytest.fixture(scope="module")
+def params():
+    return jax.jit(NET.init)(jax.random.key(0))
+
+
+def generate(engine, params, prompts=PROMPTS, key=0, first_row=0, width=WIDTH):
+    """The rollout as numpy arrays, and the width of its prompts."""
+    tokens, segments = padded([[5] * width, *prompts], "left")  # the first row only sets the width
+    rollout = engine.generate(params, tokens[1:], segments[1:], jax.random.key(key), first_row)
+    return jax.tree.map(np.asarray, rollout), width
+
+
+def completions(engine, params, *args, **kwargs):
+    """The sampled tokens of each row."""
+    rollout, width = generate(engine, params, *args, **kwargs)
+    return [row[width:][:length].tolist() for row, length in zip(rollout.tokens, rollout.lengths, strict=True)]
+
+
+def test_a_rollout_holds_prompts_on_the_left_and_completions_on_the_right(params):
+    rollout, width = generate(ENGINE, params)
+    tokens, segments = padded(PROMPTS, "left")
+    np.testing.assert_array_equal(rollout.tokens[:, :width], np.repeat(tokens, 4, axis=0))
+    np.testing.assert_array_equal(rollout.segments[:, :width], np.repeat(segments, 4, axis=0))
+    sampled = np.arange(12) < rollout.lengths[:, None]
+    np.testing.assert_array_equal(rollout.segments[:, width:], sampled)
+    np.testing.assert_array_equal(rollout.mask, np.concatenate([np.zeros((12, width)), sampled], axis=1))
+    np.testing.assert_array_equal(rollout.tokens[:, width:] * ~sampled, 0)
+    np.testing.assert_array_equal(rollout.sample_logps != 0, rollout.mask > 0)
+    assert rollout.mask.dtype == rollout.sample_logps.dtype == np.float32
+    assert 1 <= rollout.lengths.min() < rollout.lengths.max() == 12  # the rows of this test end at different places
+
+
+def test_a_row_ends_with_its_first_end_of_text(params):
+    """Every row is the row without end-of-text ids, cut after the first of them: it is in the mask, nothing follows."""
+    endless = completions(dataclasses.replace(ENGINE, eos=()), params, key=1)
+    rollout, width = generate(ENGINE, params, key=1)
+    assert set(EOS) <= {token for row in endless for token in row}  # both ids are met
+    for number, row in enumerate(endless):
+        assert len(row) == 12
+        ends = [place for place, token in enumerate(row) if token in EOS]
+        length = ends[0] + 1 if ends else 12
+        assert rollout.lengths[number] == length == rollout.mask[number].sum()
+        assert rollout.finished[number] == bool(ends)
+        assert rollout.tokens[number, width:][:length].tolist() == row[:length]
+    assert 0 < rollout.finished.sum() < len(endless)
+
+
+@pytest.mark.parametrize("max_completion_length", [1, 6])
+def test_an_immediate_end_of_text_is_a_completion_of_one_token(params, max_completion_length):
+    engine = dataclasses.replace(ENGINE, eos=tuple(range(VOCAB)), max_completion_length=max_completion_length)
+    rollout, width = generate(engine, params)
+    assert (rollout.lengths == 1).all() and rollout.finished.all()
+    assert (rollout.mask[:, width] == 1).all() and (rollout.mask.sum(1) == 1).all()
+
+
+def test_a_row_that_is_cut_is_not_finished(params):
+    rollout, width = generate(dataclasses.replace(ENGINE, eos=()), params)
+    assert (rollout.lengths == 12).all() and not rollout.finished.any()
+    assert rollout.tokens.shape == (12, width + 12)
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [Sampling(), Sampling(0.6), Sampling(1.4, top_k=9, top_p=0.7, min_p=0.1)],
+    ids=str,
+)
+def test_sample_logps_are_what_the_trainer_computes(params, sampling):
+    """One number from two programs: cached steps of the engine, a whole forward pass of the policy."""
+    rollout, width = generate(dataclasses.replace(ENGINE, sampling=sampling), params)
+    logps, _ = token_logps(
+        NET, params, jnp.asarray(rollout.tokens), jnp.asarray(rollout.segments), None, sampling.temperature, width
+    )
+    np.testing.assert_allclose(rollout.sample_logps, logps * rollout.mask, atol=1e-4)
+
+
+def test_filters_act_while_decoding(params):
+    """With top_k = 1 every sample is the greedy one."""
+    found = [
+        completions(dataclasses.replace(ENGINE, sampling=sampling), params)
+        for sampling in (Sampling(1.3, top_k=1), Sampling(0.0))
+    ]
+    assert found[0] == found[1]
+
+
+def test_rows_of_a_group_differ(params):
+    rows = completions(dataclasses.replace(ENGINE, group_size=8), params)
+    for start in range(0, len(rows), 8):
+        assert len(set(map(tuple, rows[start : start + 8]))) == 8
+
+
+def test_keys_and_row_numbers_choose_the_samples(params):
+    first = completions(ENGINE, params, key=0)
+    assert completions(ENGINE, params, key=0) == first
+    for other in (completions(ENGINE, params, key=1), completions(ENGINE, params, key=0, first_row=12)):
+        assert sum(a == b for a, b in zip(first, other, strict=True)) <= 1
+
+
+def test_a_row_does_not_depend_on_its_neighbours(params):
+    rows = completions(ENGINE, params)
+    others = [[8, 8, 1], PROMPTS[1], [2]]
+    assert completions(ENGINE, params, others)[4:8] == rows[4:8]
+    assert completions(ENGINE, params, others)[:4] != rows[:4]
+
+
+@pytest.mark.parametrize("number", range(len(PROMPTS)))
+def test_a_row_does_not_depend_on_the_batch(params, number):
+    """A prompt alone, its rows numbered as in the batch."""
+    rows = completions(ENGINE, params)[4 * number : 4 * number + 4]
+    assert completions(ENGINE, params, [PROMPTS[number]], first_row=4 * number) == rows
+
+
+def test_a_row_does_not_depend_on_the_order_of_prompts(params):
+    """Rows are numbered by their place: a prompt moved to another place, with the numbers moved alike, gives its rows."""
+    rows = completions(ENGINE, params)
+    turned = [PROMPTS[2], PROMPTS[0], PROMPTS[1]]
+    assert completions(ENGINE, params, turned, first_row=8)[:4] == rows[8:]
+    assert completions(ENGINE, params, turned, first_row=2**32 - 4)[4:] == rows[:8]  # numbers count modulo 2^32
+
+
+def test_a_row_does_not_depend_on_the_group_size(params):
+    rows = completions(ENGINE, params, [PROMPTS[0]])
+    assert completions(dataclasses.replace(ENGINE, group_size=2), params, [PROMPTS[0]]) == rows[:2]
+
+
+def test_a_row_does_not_depend_on_padding(params):
+    assert completions(ENGINE, params, width=16) == completions(ENGINE, params)
+
+
+@pytest.mark.parametrize("chunk", [3, 100])
+def test_a_row_does_not_depend_on_the_chunk(params, chunk):
+    rollout, _ = generate(dataclasses.replace(ENGINE, chunk=chunk), params)
+    expected, _ = generate(ENGINE, params)
+    np.testing.assert_array_equal(rollout.tokens, expected.tokens)
+    np.testing.assert_array_equal(rollout.lengths, expected.lengths)
+    np.testing.assert_allclose(rollout.sample_logps, expected.sample_logps, atol=1e-5)
+
+
+def test_row_numbers_beyond_the_range_of_int32(params):
+    start = 2**31 - 2
+    rows = completions(ENGINE, params, [PROMPTS[0]] * 3, first_row=start)
+    assert len(set(map(tuple, rows))) == 12
+    assert completions(ENGINE, params, PROMPTS[:1], first_row=start + 4) == rows[4:8]
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def next_greedy(net, params, tokens, segments, place):
+    return net.bind(params)(tokens, segments)[:, place].argmax(-1)
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("scanned", [False, True], ids=["unrolled", "scanned"])
+def test_greedy_equals_repeated_forward_passes(monkeypatch, scanned, tied):
+    """24 tokens, the row cache growing from 5 to 24, against a forward pass of the whole row for every token."""
+    net = Net(dataclasses.replace(CONFIG, tie_embeddings=tied, attention_bias=scanned, layers=3))
+    monkeypatch.setattr(Engine, "decoder", property(lambda self: self.net if scanned else self.net.unrolled()))
+    params = jax.jit(net.init)(jax.random.key(2))
+    engine = Engine(net, Sampling(temperature=0.0), group_size=2, max_completion_length=24, eos=(), chunk=5)
+    rollout, width = generate(engine, params)
+    tokens, segments = padded(PROMPTS, "left")
+    tokens, segments = (np.pad(x, ((0, 0), (0, 24))) for x in (tokens, segments))
+    for place in range(width, width + 24):
+        tokens[:, place] = next_greedy(net, params, tokens, segments, place - 1)
+        segments[:, place] = 1
+    np.testing.assert_array_equal(rollout.tokens, np.repeat(tokens, 2, axis=0))
+    assert len(np.unique(tokens[:, width:])) > 3  # not one token repeated, which a broken cache could give too
+
+
+def test_the_decoder_is_unrolled_on_cpu():
+    assert not ENGINE.decoder.config.scan_layers
+    assert NET.config.scan_layers
+
+
+def counted(monkeypatch) -> list[int]:
+    """A list that grows by one with every token the engine samples for its rows."""
+    calls: list[int] = []
+    real = engine_module.sample
+
+    def sample(logits, uniforms, sampling):
+        jax.debug.callback(lambda: calls.append(1))
+        return real(logits, uniforms, sampling)
+
+    monkeypatch.setattr(engine_module, "sample", sample)
+    return calls
+
+
+def test_decoding_stops_when_every_row_has_ended(params, monkeypatch):
+    steps = counted(monkeypatch)
+    engine = dataclasses.replace(ENGINE, max_completion_length=100, eos=tuple(range(0, VOCAB, 3)), chunk=100)
+    rollout, _ = generate(engine, params)
+    jax.effects_barrier()
+    assert rollout.finished.all()
+    assert len(steps) == rollout.lengths.max() < 100
+
+
+def test_the_host_stops_between_chunks(params, monkeypatch):
+    """Rows that have ended after the first chunk: the second one is never started."""
+    chunks = []
+    real = engine_module._decode_chunk
+
+    def decode_chunk(engine, params, state, until):
+        chunks.append((int(until), jax.tree.leaves(state.rows)[0].shape[-1]))
+        return real(engine, params, state, until)
+
+    monkeypatch.setattr(engine_module, "_decode_chunk", decode_chunk)
+    generate(dataclasses.replace(ENGINE, eos=tuple(range(VOCAB))), params)
+    assert chunks == []
+    generate(dataclasses.replace(ENGINE, eos=(), chunk=3), params)
+    assert chunks == [(3, 3), (6, 6), (9, 12), (12, 12)]  # tokens to reach, room in the row cache
+
+
+def test_a_prompt_is_stored_once(params):
+    """B x P keys and values for the prompts, whatever K is; the row caches hold completions alone."""
+    tokens, segments = (jnp.asarray(x) for x in padded(PROMPTS, "left"))
+    engine = dataclasses.replace(ENGINE, group_size=64)
+    state = jax.eval_shape(
+        lambda p: engine_module._start(engine, p, tokens, segments, jax.random.key(0), np.uint32(0), 4), params
+    )
+    assert {x.shape for x in jax.tree.leaves(state.prompt)} == {(3, 2, 7, 8)}  # B, J, P, d
+    assert [x.shape for x in state.rows[0]] == [(3, 64, 2, 8, 4), (3, 64, 2, 4, 8)]  # keys J, d, S; values J, S, d
+    grown = jax.eval_shape(lambda state: engine_module._grow(state, 9), state)
+    assert [x.shape for x in grown.rows[1]] == [(3, 64, 2, 8, 9), (3, 64, 2, 9, 8)]
+
+
+def test_bfloat16_decoding_stays_close(params):
+    """Caches and products in bfloat16, log-probs still float32 and those of the policy to bfloat16's rounding."""
+    net = Net(dataclasses.replace(CONFIG, dtype="bfloat16"))
+    rollout, width = generate(dataclasses.replace(ENGINE, net=net), params)
+    tokens, segments = jnp.asarray(rollout.tokens), jnp.asarray(rollout.segments)
+    logps, _ = token_logps(NET, params, tokens, segments, None, 1.0, width)
+    assert rollout.sample_logps.dtype == np.float32
+    assert np.abs(rollout.sample_logps - logps * rollout.mask).max() < 0.3
+
+
+ON_A_MESH = """
+import dataclasses, jax, numpy as np
+from jaxrl_llm.models.transformer import ModelConfig, Net
+from jaxrl_llm.policy import token_logps
+from jaxrl_llm.rollout.engine import Engine
+from jaxrl_llm.rollout.logits import Sampling
+from jaxrl_llm.sharding import make_mesh, rows_to_global, shardings
+
+config = ModelConfig(vocab_size=300, width=16, layers=2, heads=4, kv_heads=2, head_dim=8, ffn=32, init_scale=0.4)
+rng = np.random.default_rng(0)
+prompts, segments = rng.integers(0, 300, (4, 6)).astype(np.int32), np.ones((4, 6), np.int32)
+segments[1, :3] = 0
+mesh, key = make_mesh(2, 2, 2), jax.random.key(1)
+for tied, chunk, filters in ((False, 5, {}), (True, 10, {"temperature": 0.8, "top_p": 0.9, "top_k": 100})):
+    net = Net(dataclasses.replace(config, tie_embeddings=tied))
+    params = jax.jit(net.init)(jax.random.key(0))
+    engine = Engine(net, Sampling(**filters), 3, 10, (5, 6, 7, 8), chunk)
+    temperature = engine.sampling.temperature
+    score = jax.jit(lambda p, t, s: token_logps(net, p, t, s, None, temperature, 6))
+    one = engine.generate(params, prompts, segments, key)
+    scores = score(params, one.tokens, one.segments)
+    with jax.set_mesh(mesh):
+        placed = jax.device_put(params, shardings(params, mesh))
+        many = engine.generate(placed, *rows_to_global((prompts, segments), mesh), key)
+        many_scores = score(placed, many.tokens, many.segments)
+    assert len(many.tokens.sharding.device_set) == 8, many.tokens.sharding
+    assert many.tokens.sharding.shard_shape(many.tokens.shape) == (3, 16), many.tokens.sharding
+    for name in ("tokens", "segments", "mask", "lengths", "finished"):
+        np.testing.assert_array_equal(getattr(many, name), getattr(one, name), err_msg=name)
+    np.testing.assert_allclose(many.sample_logps, one.sample_logps, atol=1e-5)
+    for a, b in zip(many_scores, scores):
+        np.testing.assert_allclose(a, b, atol=1e-5)
+    np.testing.assert_allclose(many.sample_logps, many_scores[0] * many.mask, atol=1e-4)
+    assert len(set(map(tuple, np.asarray(one.tokens[:, 6:])))) == 12
+print("same")
+"""
+
+
+def test_the_same_tokens_on_eight_devices(run_python):
+    """Rows on data and fsdp, heads and vocabulary on tensor: the tokens of one device, and its log-probs."""
+    done = run_python("-c", ON_A_MESH, devices=8)
+    assert done.returncode == 0 and done.stdout.strip() == "same", done.stdout + done.stderr
