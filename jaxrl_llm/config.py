@@ -16,7 +16,7 @@ import ml_collections
 from ml_collections.config_dict import placeholder
 
 from jaxrl_llm.names import ConfigError as ConfigError
-from jaxrl_llm.names import closest
+from jaxrl_llm.names import closest, split_options
 from jaxrl_llm.names import resolve as resolve
 
 if TYPE_CHECKING:
@@ -114,10 +114,10 @@ class Key:
             raise ConfigError(f"{self.name} is {value!r}, but it takes {self.allowed}")
 
 
-ALGORITHMS = ("grpo", "sft", "preference", "reward_model")
+ALGORITHMS = ("grpo", "ppo", "sft", "preference", "reward_model")
 OFFLINE = ("sft", "preference", "reward_model")
 LABELLED = ("kto", "apo_zero_unpaired")  # preference losses of labelled completions; the others are of pairs
-GROUP_ADVANTAGES = ("group", "gdpo", "rloo")
+GROUP_ADVANTAGES = ("group", "gdpo", "rloo", "passk", "opo", "reinforce_plus_plus_baseline")
 DTYPES = ("float32", "bfloat16", "float16")
 
 SECTIONS = {
@@ -127,6 +127,7 @@ SECTIONS = {
     "rollout": "Sampling completions from the policy.",
     "rewards": "How completions are scored.",
     "algorithm": "What the objective computes. A config file per algorithm sets these.",
+    "critic": "PPO's value network and its own optimizer; what is not here is as in `optimizer`.",
     "optimizer": "How gradients become parameter updates.",
     "batch": "How many rows a step uses, and how they are split.",
     "mesh": "How devices are arranged. The three sizes multiply to the number of devices.",
@@ -194,10 +195,12 @@ KEYS = (
         "What is trained: grpo samples and scores completions, sft learns given ones, preference learns from pairs or "
         "labelled completions, reward_model learns a score from pairs.", choices=ALGORITHMS),
     Key("algorithm.advantage", "group",
-        "Advantage estimate: built-in name, `module:function` or `path/to/file.py:function`."),
+        "Advantage estimate: built-in name, `module:function` or `path/to/file.py:function`; options in brackets, "
+        "`rloo(normalize=True)`."),
     Key("algorithm.loss", "ppo_clip",
-        "Policy or preference loss: built-in name, `module:function` or `path/to/file.py:function`. Preference losses "
-        "may be a mixture, `dpo+bco_pair+sft`."),
+        "Policy or preference loss: built-in name, `module:function` or `path/to/file.py:function`. A policy loss may "
+        "have options in brackets, `sapo(temperature_negative=1.1)`; preference losses may be a mixture, "
+        "`dpo+bco_pair+sft`."),
     Key("algorithm.aggregation", "sequence",
         "How token losses are averaged: over each row's tokens, then over rows (sequence); over all tokens (token); "
         "over rows x rollout.max_completion_length (constant); row sums over rows (sequence_sum); "
@@ -209,16 +212,62 @@ KEYS = (
     Key("algorithm.beta", 0.0,
         "Weight of the KL term against the reference policy; 0 is off and keeps no reference. Preference losses: their "
         "beta (ORPO's lambda).", float, minimum=0),
-    Key("algorithm.kl", "k3", "Estimator of the KL term.", choices=("k3", "k1", "abs", "k2")),
+    Key("algorithm.kl", "auto", "Estimator of the KL term; auto is k1 in the reward and k3 in the loss.",
+        choices=("auto", "k3", "k1", "abs", "k2")),
+    Key("algorithm.kl_in_reward", False,
+        "Subtract beta x KL from the rewards (of each token, or summed from the score) in place of adding it to the "
+        "loss.", bool),
+    Key("algorithm.kl_bias_correction", False,
+        "Multiply the KL term of the loss by the probability ratio: unbiased for samples of an older policy.", bool),
+    Key("algorithm.kl_controller", "fixed",
+        "Whether beta stays, or moves so that the KL approaches kl_target.", choices=("fixed", "adaptive")),
+    Key("algorithm.kl_target", 0.1, "KL per token that the adaptive controller steers to.", float, above=0),
+    Key("algorithm.kl_horizon", 10_000.0, "Rows over which the adaptive controller moves beta.", float, above=0),
+    Key("algorithm.ref_sync_steps", 0, "Steps between moves of the reference towards the policy; 0 is never.",
+        int, minimum=0),
+    Key("algorithm.ref_mixup_alpha", 0.6,
+        "Share of the policy in the moved reference; 1 replaces it.", float, above=0, maximum=1),
     Key("algorithm.epsilon_low", 0.2, "The probability ratio is clipped below 1 - epsilon_low.", float, minimum=0),
-    Key("algorithm.epsilon_high", 0.2, "The probability ratio is clipped above 1 + epsilon_high.", float, minimum=0),
+    Key("algorithm.epsilon_high", 0.2,
+        "The probability ratio is clipped above 1 + epsilon_high; cispo: the cap of the ratio itself.",
+        float, minimum=0),
     Key("algorithm.delta", None,
         "Upper bound of the unclipped ratio in two-sided clipping; none is off.", float, above=0),
     Key("algorithm.dual_clip", None,
         "Bound of the loss, in advantages, for negative advantages (dual clip); none is off.", float, above=1),
     Key("algorithm.num_iterations", 1, "Passes over each batch of completions.", int, minimum=1),
+    Key("algorithm.importance_correction", "none",
+        "Weights that correct for a sampler that differs from the trainer: the ratio of each token or of the whole "
+        "row, cut to importance_min and importance_max (truncate), or 0 outside them (mask).",
+        choices=("none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask")),
+    Key("algorithm.importance_max", 3.0, "Largest ratio of the importance correction.", float, above=0),
+    Key("algorithm.importance_min", None, "Smallest ratio of the importance correction; none is 0.", float, minimum=0),
+    Key("algorithm.off_policy_mask_threshold", None,
+        "Leave bad rows out whose mean log-prob fell by more than this since they were sampled; none is off.",
+        float, minimum=0),
+    Key("algorithm.top_entropy_quantile", 1.0,
+        "Share of the tokens, those of highest entropy, that the policy loss learns from.", float, above=0, maximum=1),
     Key("algorithm.entropy_coef", 0.0, "Weight of the entropy bonus; 0 is off.", float, minimum=0),
+    Key("algorithm.entropy_controller", "fixed",
+        "Whether entropy_coef stays, or rises while the entropy is at or below entropy_target and falls otherwise; "
+        "adaptive, it applies only at or below the target.", choices=("fixed", "adaptive")),
+    Key("algorithm.entropy_target", 0.2, "Entropy per token that the adaptive controller keeps.", float, minimum=0),
+    Key("algorithm.entropy_delta", 0.005, "How far entropy_coef moves in a step.", float, minimum=0),
+    Key("algorithm.entropy_coef_min", 0.0, "Smallest adaptive entropy_coef.", float, minimum=0),
+    Key("algorithm.entropy_coef_max", 1.0, "Largest adaptive entropy_coef.", float, minimum=0),
     Key("algorithm.mask_truncated", False, "Leave completions that did not end out of the loss.", bool),
+    Key("algorithm.overlong_buffer", 0,
+        "Tokens before rollout.max_completion_length over which the score falls by up to 1 (DAPO's soft punishment).",
+        int, minimum=0),
+    Key("algorithm.missing_eos_penalty", 0.0,
+        "Subtracted from the score of a completion that did not end.", float, minimum=0),
+    Key("algorithm.dynamic_sampling", False,
+        "Sample other prompts in place of those whose completions all score alike, until none is left.", bool),
+    Key("algorithm.max_sampling_rounds", 10,
+        "Rounds of sampling in a step with dynamic_sampling; then the run stops, or replay fills up.", int, minimum=1),
+    Key("algorithm.replay_groups", 0,
+        "Groups kept from earlier steps, to take the place of those whose completions all score alike; 0 is off.",
+        int, minimum=0),
 
     Key("algorithm.loss_weights", (), "Weight of each loss of a preference mixture; empty is 1 for all.", float),
     Key("algorithm.reference_free", False, "Preference losses take the reference's log-probs to be 0.", bool),
@@ -246,6 +295,14 @@ KEYS = (
     Key("algorithm.undesirable_weight", 1.0, "Weight of undesirable rows in kto.", float, minimum=0),
     Key("algorithm.center_rewards_coefficient", 0.0,
         "Weight of the square of a pair's summed scores in reward_model: keeps scores near 0.", float, minimum=0),
+
+    Key("critic.path", None, "Model the critic starts from, with a new score head if it has none; none is model.path."),
+    Key("critic.learning_rate", 1e-5, "Peak learning rate of the critic.", float, minimum=0),
+    Key("critic.schedule", "constant", "Learning rate of the critic; it has no warm-up.",
+        choices=("constant", "linear", "cosine")),
+    Key("critic.max_grad_norm", 1.0, "The critic's gradients are scaled down to this norm; 0 is off.", float, minimum=0),
+    Key("critic.epsilon", 0.2, "Values are clipped to this distance of those before; none is off.", float, above=0),
+    Key("critic.warmup_steps", 0, "First training steps, in which only the critic learns.", int, minimum=0),
 
     Key("optimizer.name", "adamw", "Optimizer.", choices=("adamw",)),
     Key("optimizer.learning_rate", 1e-6, "Peak learning rate.", float, minimum=0),
@@ -321,6 +378,13 @@ def batch_rows(config: ConfigDict) -> int:
     return config.batch.prompts * rows_together(config)
 
 
+def kl_kind(config: ConfigDict) -> str:
+    """The KL estimator: `algorithm.kl`, or what its `auto` stands for."""
+    if config.algorithm.kl != "auto":
+        return config.algorithm.kl
+    return "k1" if config.algorithm.kl_in_reward else "k3"
+
+
 def validate(config: ConfigDict) -> None:
     """Raises ConfigError for the first unknown or missing key, wrong value, or contradiction between keys."""
     check_keys(config)
@@ -344,7 +408,9 @@ def _check_together(config: ConfigDict) -> None:
     algorithm, batch, rewards = config.algorithm, config.batch, config.rewards
     online = algorithm.name not in OFFLINE
     group = config.rollout.group_size
-    if online and algorithm.advantage in GROUP_ADVANTAGES and group < 2:
+    if online:
+        _check_online(config)
+    if online and split_options(algorithm.advantage)[0] in GROUP_ADVANTAGES and group < 2:
         raise ConfigError(
             f"rollout.group_size is {group}, but algorithm.advantage = {algorithm.advantage!r} compares the "
             "completions of a prompt with each other: set rollout.group_size to 2 or more"
@@ -376,6 +442,45 @@ def _check_together(config: ConfigDict) -> None:
     if config.optimizer.warmup_steps > config.total_steps:
         raise ConfigError(
             f"optimizer.warmup_steps is {config.optimizer.warmup_steps}, more than total_steps = {config.total_steps}"
+        )
+
+
+def _check_online(config: ConfigDict) -> None:
+    """Raises ConfigError when the settings of an online algorithm contradict each other."""
+    algorithm, rollout = config.algorithm, config.rollout
+    if algorithm.beta == 0:
+        off = {"kl_in_reward": False, "kl_bias_correction": False, "kl_controller": "fixed", "ref_sync_steps": 0}
+        for key, value in off.items():
+            if algorithm[key] != value:
+                raise ConfigError(
+                    f"algorithm.{key} is {algorithm[key]}, but algorithm.beta is 0 and there is no KL term: set beta, "
+                    f"or {key} to {value}"
+                )
+    if algorithm.kl_bias_correction and algorithm.kl_in_reward:
+        raise ConfigError(
+            "algorithm.kl_bias_correction is for a KL term in the loss: set it or algorithm.kl_in_reward to false"
+        )
+    if algorithm.importance_min is not None and algorithm.importance_min >= algorithm.importance_max:
+        raise ConfigError(
+            f"algorithm.importance_min is {algorithm.importance_min}, but importance_max = {algorithm.importance_max} "
+            "must be larger"
+        )
+    if not algorithm.entropy_coef_min <= algorithm.entropy_coef <= algorithm.entropy_coef_max and (
+        algorithm.entropy_controller == "adaptive"
+    ):
+        raise ConfigError(
+            f"algorithm.entropy_coef is {algorithm.entropy_coef}, outside entropy_coef_min = "
+            f"{algorithm.entropy_coef_min} to entropy_coef_max = {algorithm.entropy_coef_max}"
+        )
+    if algorithm.overlong_buffer > rollout.max_completion_length:
+        raise ConfigError(
+            f"algorithm.overlong_buffer is {algorithm.overlong_buffer}, longer than rollout.max_completion_length = "
+            f"{rollout.max_completion_length}"
+        )
+    if (algorithm.dynamic_sampling or algorithm.replay_groups) and rollout.group_size < 2:
+        raise ConfigError(
+            f"rollout.group_size is {rollout.group_size}, and a single completion always scores like itself: "
+            "algorithm.dynamic_sampling and replay_groups need 2 or more"
         )
 
 

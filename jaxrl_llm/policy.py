@@ -34,6 +34,14 @@ def token_logps_and_squares(net: Net, params: Params, tokens, segments, position
     return logps, entropy, squares
 
 
+def token_values(net: Net, params: Params, tokens, segments, positions=None, prompt_width: int = 0):
+    """Values `[N,T]` in fp32, by the score head, of the state each token was drawn in; 0 where `token_logps` is."""
+    model = net.bind(params)
+    hidden = model.hidden(tokens, segments, positions)
+    first = max(prompt_width, 1)
+    return _at_tokens(model.scores(hidden[:, first - 1 : -1]), segments, first)
+
+
 def last_scores(net: Net, params: Params, tokens, segments):
     """Scores `[N]` in fp32, by the score head, of each row's last token that is no padding."""
     model = net.bind(params)
@@ -48,9 +56,13 @@ def _scored(net: Net, params: Params, tokens, segments, positions, temperature: 
     first = max(prompt_width, 1)
     targets = tokens[:, first:]
     scored: Any = score(hidden[:, first - 1 : -1], model.head_kernel(), targets, float(temperature))
+    return [_at_tokens(x, segments, first) for x in scored]
+
+
+def _at_tokens(x, segments, first: int):
+    """Numbers `[N,T-first]` of the predictions of tokens `first` on as `[N,T]`, 0 where no token is predicted."""
     predicted = (segments[:, first:] == segments[:, first - 1 : -1]) & (segments[:, first:] != 0)
-    pad = ((0, 0), (first, 0))
-    return [jnp.pad(jnp.where(predicted, x, 0.0), pad) for x in scored]
+    return jnp.pad(jnp.where(predicted, x, 0.0), ((0, 0), (first, 0)))
 
 
 def _logps_and_squares(hidden, kernel, targets, temperature: float):

@@ -60,6 +60,8 @@ def train(config, train_dataset=None, eval_dataset=None, rewards=None) -> Result
             with parts.watch("export"):
                 model = replace(parts.model, params=state.params)
                 save_hf(model, folder / "hf")
+                if parts.critic is not None and state.critic is not None:
+                    save_hf(replace(parts.critic, params=state.critic.params), folder / "critic")
             logger.finish(seconds=parts.watch.totals)
     return Result(model, history, folder)
 
@@ -87,6 +89,7 @@ def _loop(config, parts: Run, state: State, tokens_seen: int, checkpoints: Check
                 name: float(value) for name, value in jax.device_get(experience.metrics).items()
             } | update_metrics
         _check_finite(metrics, step)
+        parts.source.learn(update_metrics)
         trained = metrics["num_tokens"]
         tokens_seen += int(trained)
         metrics |= {
@@ -99,7 +102,7 @@ def _loop(config, parts: Run, state: State, tokens_seen: int, checkpoints: Check
         if last or _due(step, config.checkpoint.every):
             with watch("checkpoint"):
                 host = {**parts.source.get_state(), "num_tokens": tokens_seen}
-                checkpoints.save(step, state, host)
+                checkpoints.save(step, state, host, parts.source.get_arrays())
     return state, history
 
 
@@ -150,7 +153,7 @@ def _resume(config, parts: Run, checkpoints: Checkpoints) -> tuple[State, int, b
     if step is None:
         return parts.state, 0, False
     state, host = source.restore(step, parts.state, parts.mesh)
-    parts.source.set_state(host)
+    parts.source.set_state(host, source.restore_arrays(step, parts.source.get_arrays(), parts.mesh))
     return state, host["num_tokens"], goes_on
 
 

@@ -232,6 +232,21 @@ def gae(token_rewards, values, mask, gamma=1.0, lam=1.0) -> tuple[Array, Array]:
     return jnp.where(mask, advantages, 0.0), jnp.where(mask, advantages + values, 0.0)
 
 
+def ppo_advantages(
+    token_rewards, values, mask, gamma=1.0, lam=0.95, whiten_rewards=False, whiten_advantages=True
+) -> tuple[Array, Array]:
+    """Returns PPO's advantages and value targets, `(advantages [N, T], returns [N, T])`: `gae`, then whitened.
+
+    Shapes: `token_rewards, values, mask [N, T]`; zero outside the mask. `whiten_rewards` first scales the token rewards
+    to unit variance over the mask and keeps their mean. The returns are taken before the advantages are whitened.
+    Source: PPO, arXiv 1707.06347, as for language models in arXiv 1909.08593; lam 0.95 as TRL (verl has 1).
+    """
+    if whiten_rewards:
+        token_rewards = whiten(token_rewards, mask, shift_mean=False)
+    advantages, returns = gae(token_rewards, values, mask, gamma, lam)
+    return (whiten(advantages, mask) if whiten_advantages else advantages), returns
+
+
 def token_rewards(scores, mask, kl=None, beta=0.0) -> Array:
     """Returns rewards `[N, T]`: the score on the last token of the mask (the EOS), minus `beta * kl` on every token.
 

@@ -1,6 +1,7 @@
 """From a configuration to the parts of a run: the one place where model, data, rewards, sampler and update meet."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
@@ -19,11 +20,14 @@ from jaxrl_llm.rollout.engine import Engine
 from jaxrl_llm.rollout.logits import Sampling
 from jaxrl_llm.sharding import make_mesh
 from jaxrl_llm.training import objectives, offline, preferences
+from jaxrl_llm.training.critic import critic_config, value_regression
 from jaxrl_llm.training.evaluation import Evaluation
-from jaxrl_llm.training.experience import Online, Row, Sampler, advantage_rule, check_rows
+from jaxrl_llm.training.experience import Online, Row, Sampler, check_rows
+from jaxrl_llm.training.memory import make_memory
 from jaxrl_llm.training.metrics import Stopwatch
 from jaxrl_llm.training.offline import HeldOut, Offline
-from jaxrl_llm.training.update import State, Update, init_state, make_measure, make_optimizer, make_update
+from jaxrl_llm.training.scoring import make_scorer
+from jaxrl_llm.training.update import State, Update, init_state, learner, make_measure, make_optimizer, make_update
 
 OBJECTIVES = {
     "sft": objectives.sft,
@@ -40,6 +44,7 @@ class Run(NamedTuple):
     """Everything `train` drives."""
 
     model: Model
+    critic: Model | None
     mesh: Mesh
     source: Online | Offline
     update: Update
@@ -58,34 +63,48 @@ def build(config, mesh: Mesh, train_dataset=None, eval_dataset=None, rewards=Non
     check_rows(config, batch_rows(config), mesh)
     watch = Stopwatch()
     model, grader = build_model(config, mesh), build_rewards(config, rewards)
+    critic = build_critic(config, mesh) if config.algorithm.name == "ppo" else None
     dataset = sources.load(
         config.data.path if train_dataset is None else train_dataset, config.data.split, config.data.name
     )
     if config.algorithm.name in OFFLINE:
         source = _offline(config, model, dataset, mesh, watch)
     else:
-        source = _online(config, model, dataset, grader, mesh, watch)
+        source = _online(config, model, critic, dataset, grader, mesh, watch)
     objective = OBJECTIVES.get(config.algorithm.name, objectives.policy_gradient)(config, model.net)
     evaluation = None
     if config.eval.every >= 0 and not (
         train_dataset is not None and eval_dataset is None and config.data.eval_path is None
     ):
         evaluation = _evaluation(config, model, grader, objective, source, eval_dataset, mesh)
-    optimizer = make_optimizer(config)
+    optimizer, learn_critic = make_optimizer(config), None
     state = init_state(model.params, optimizer, mesh)
-    return Run(model, mesh, source, make_update(objective, optimizer, config, mesh), evaluation, state, watch)
+    if isinstance(source, Online) and critic is not None:
+        own = critic_config(config)
+        critic_optimizer = make_optimizer(own)
+        state = replace(state, critic=init_state(critic.params, critic_optimizer, mesh))
+        learn_critic = learner(value_regression(config, critic.net), critic_optimizer, own, mesh)
+    update = make_update(objective, optimizer, config, mesh, learn_critic)
+    return Run(model, critic, mesh, source, update, evaluation, state, watch)
 
 
-def build_model(config, mesh: Mesh) -> Model:
+def build_model(config, mesh: Mesh, head: str | None = None) -> Model:
     """The model of the configuration, cut over `mesh`; raises ConfigError when it has no tokenizer."""
     c = config.model
     init_key = jax.random.key(config.seed) if c.random_init else None
     scan = jax.default_backend() != "cpu" if c.scan_layers == "auto" else c.scan_layers == "true"
-    head = "score" if config.algorithm.name == "reward_model" else "lm"
+    head = head or ("score" if config.algorithm.name == "reward_model" else "lm")
     model = load_model(c.path, c.dtype, c.param_dtype, mesh, init_key, remat=c.remat, scan_layers=scan, head=head)
     if model.tokenizer is None:
         raise ConfigError(f"model.path = {config.model.path!r} has no tokenizer files; add them to the folder")
     return model
+
+
+def build_critic(config, mesh: Mesh) -> Model:
+    """PPO's critic: the model of critic.path (or model.path) with a score head."""
+    own = config.copy_and_resolve_references()
+    own.model.path = config.critic.path or config.model.path
+    return build_model(own, mesh, head="score")
 
 
 def build_rewards(config, rewards=None) -> Rewards:
@@ -166,15 +185,20 @@ def eos_ids(model: Model) -> tuple[int, ...]:
     return tuple(sorted(ids))
 
 
-def _online(config, model: Model, dataset, grader: Rewards, mesh: Mesh, watch: Stopwatch) -> Online:
-    advantage_rule(config.algorithm.advantage)  # a wrong name is told before anything is sampled
+def _online(
+    config, model: Model, critic: Model | None, dataset, grader: Rewards, mesh: Mesh, watch: Stopwatch
+) -> Online:
+    scorer = make_scorer(config, grader.names)
     examples = _prompts(config, model, dataset)
     sampler = build_sampler(
         model, grader, mesh, training_sampling(config), examples, config.rollout.group_size, config, watch
     )
-    # The update donates the policy's buffers, so the reference owns its own.
-    ref_params = jax.tree.map(jnp.copy, model.params) if config.algorithm.beta > 0 else None
-    return Online(config, model.net, sampler, _pipeline(config, examples), ref_params)
+    greedy = None
+    if scorer.asks_for("greedy_scores"):
+        greedy = build_sampler(model, grader, mesh, Sampling(temperature=0.0), examples, 1, config, watch)
+    memory = make_memory(config, model.params, sampler.prompt_width, mesh)
+    critic_net = None if critic is None else critic.net
+    return Online(config, model.net, critic_net, sampler, greedy, _pipeline(config, examples), scorer, memory)
 
 
 def _offline(config, model: Model, dataset, mesh: Mesh, watch: Stopwatch) -> Offline:

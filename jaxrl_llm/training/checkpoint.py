@@ -1,7 +1,8 @@
 """Saving and restoring a run: asynchronous, sharded, atomic Orbax checkpoints that are restored on any mesh.
 
-A checkpoint holds the `State` (parameters, optimizer, step) and a small JSON part: the data position and what else the
-host needs to go on. Random numbers need no storage: every key is folded from the seed, the step and the row.
+A checkpoint holds the `State` (parameters, optimizer, step), a small JSON part (the data position and what else the
+host needs to go on) and, where a run has them, a reference that follows the policy and a replay buffer. Random numbers
+need no storage: every key is folded from the seed, the step and the row.
 """
 
 from pathlib import Path
@@ -16,13 +17,16 @@ from jaxrl_llm.models.transformer import Params
 from jaxrl_llm.sharding import shardings
 from jaxrl_llm.training.update import State
 
+ARRAYS = ("reference", "replay")  # what a checkpoint may hold besides, each in a folder of its own
+
 
 class Checkpoints:
     """The checkpoints of one run, under `folder/<step>`; a context manager that waits for the last save."""
 
     def __init__(self, folder: str | Path, keep: int | None = None):
         options = ocp.CheckpointManagerOptions(max_to_keep=keep, enable_async_checkpointing=True)
-        handlers = {"state": ocp.StandardCheckpointHandler(), "host": ocp.JsonCheckpointHandler()}
+        handlers = {name: ocp.StandardCheckpointHandler() for name in ("state", *ARRAYS)}
+        handlers["host"] = ocp.JsonCheckpointHandler()
         self.folder = Path(folder).absolute()
         self._manager = ocp.CheckpointManager(self.folder, options=options, item_handlers=handlers)
 
@@ -46,10 +50,11 @@ class Checkpoints:
             if step is None or other > step:
                 self._manager.delete(other)
 
-    def save(self, step: int, state: State, host: dict[str, Any]) -> None:
-        """Starts saving; returns when the arrays are copied and may be donated."""
-        items = ocp.args.Composite(state=ocp.args.StandardSave(vars(state)), host=ocp.args.JsonSave(host))
-        self._manager.save(step, args=items)
+    def save(self, step: int, state: State, host: dict[str, Any], arrays: dict[str, Any] | None = None) -> None:
+        """Starts saving; returns when the arrays are copied and may be donated. `arrays` are trees named in ARRAYS."""
+        more = {name: ocp.args.StandardSave(tree) for name, tree in (arrays or {}).items()}
+        items = {"state": ocp.args.StandardSave(vars(state)), "host": ocp.args.JsonSave(host), **more}
+        self._manager.save(step, args=ocp.args.Composite(**items))
 
     def restore(self, step: int, like: State, mesh: Mesh) -> tuple[State, dict[str, Any]]:
         """The state of a step, cut over `mesh`, and its host part; `like` gives shapes and dtypes.
@@ -67,6 +72,25 @@ class Checkpoints:
                 "folder; if it is of another model or optimizer, use another output_dir or checkpoint.resume=never."
             ) from error
         return State(**restored["state"]), restored["host"]
+
+    def restore_arrays(self, step: int, like: dict[str, Any], mesh: Mesh) -> dict[str, Any]:
+        """Those of the trees `like`, by name, that the step holds, cut over `mesh`.
+
+        Raises ConfigError when one cannot be read or has other shapes.
+        """
+        named = {name: tree for name, tree in like.items() if (self.folder / str(step) / name).is_dir()}
+        if not named:
+            return {}
+        trees = {name: _placed(jax.eval_shape(lambda tree=tree: tree), mesh) for name, tree in named.items()}
+        items = {name: ocp.args.StandardRestore(tree) for name, tree in trees.items()}
+        try:
+            restored = self._manager.restore(step, args=ocp.args.Composite(**items))
+        except (ValueError, KeyError, OSError) as error:
+            raise ConfigError(
+                f"the {' and the '.join(named)} of checkpoint {self.folder / str(step)} cannot be restored: {error}\n"
+                "Go on with the settings of algorithm and rollout that the run had, or use checkpoint.resume=never."
+            ) from error
+        return {name: restored[name] for name in named}
 
     def restore_params(self, step: int, shapes: Params, mesh: Mesh) -> Params:
         """The parameters of a step alone, cut over `mesh`; nothing else of the state is read.

@@ -4,19 +4,18 @@ It has its own parameters, optimizer, learning rate and clipping (`critic.*`), a
 policy. Values, like log-probs, stand at index t of token t.
 """
 
-import jax
 import jax.numpy as jnp
 
-from jaxrl_llm.algorithms.aggregation import masked_mean, masked_var
+from jaxrl_llm.algorithms.aggregation import loss_weights
 from jaxrl_llm.algorithms.batch import Batch
 from jaxrl_llm.algorithms.policy_losses import value_clip
 from jaxrl_llm.models.transformer import Net, Params
 from jaxrl_llm.policy import token_values
-from jaxrl_llm.training.objectives import Objective, weigh
+from jaxrl_llm.training.objectives import Objective
 
 
 def critic_config(config):
-    """The configuration as the critic's optimizer reads it: `critic.*` in place of `optimizer.*` where both have a key."""
+    """The configuration as the critic's optimizer reads it: what `critic` sets in place of `optimizer`."""
     own = config.copy_and_resolve_references()
     own.optimizer.learning_rate = config.critic.learning_rate
     own.optimizer.max_grad_norm = config.critic.max_grad_norm
@@ -28,28 +27,20 @@ def critic_config(config):
 def value_regression(config, net: Net) -> Objective:
     """Half the squared error of the values against `batch.returns`, averaged over tokens.
 
-    With `critic.epsilon` the larger of the errors with and without the value kept near `batch.values` (arXiv 1707.06347).
+    With `critic.epsilon` it is the larger of the errors with and without keeping the value near `batch.values`
+    (arXiv 1707.06347).
     """
     epsilon = config.critic.epsilon
 
     def prepare(batch: Batch) -> Batch:
-        return weigh(batch, "token")
+        share = batch.mask / jnp.maximum(batch.mask.sum(), 1.0)
+        return batch.replace(weights=loss_weights(batch.mask, "token"), token_share=share)
 
     def loss(params: Params, batch: Batch):
         values = token_values(net, params, batch.tokens, batch.segments, batch.positions, batch.prompt_width)
         per_token = value_clip(values, batch.values, batch.returns, epsilon)
         clipped = jnp.zeros_like(values) if epsilon is None else jnp.abs(values - batch.values) > epsilon
-        metrics = {"value_mean": values, "value_clip_ratio": clipped, "value_error": jnp.abs(values - batch.returns)}
+        metrics = {"vpred_mean": values, "vf_clipfrac": clipped}
         return (batch.weights * per_token).sum(), {name: (batch.token_share * x).sum() for name, x in metrics.items()}
 
     return Objective(prepare, loss)
-
-
-def explained_variance(values, returns, mask) -> jax.Array:
-    """`1 - var(returns - values) / var(returns)` over the mask: 1 for a perfect critic, 0 for a constant one."""
-    return 1.0 - masked_var(returns - values, mask) / jnp.maximum(masked_var(returns, mask), 1e-8)
-
-
-def mean_value(values, mask) -> jax.Array:
-    """The mean of the values over the mask."""
-    return masked_mean(values, mask)

@@ -22,7 +22,7 @@ from jaxrl_llm.data.chat import decode_completion, is_conversational
 from jaxrl_llm.data.collate import pad_prompts
 from jaxrl_llm.data.pipeline import Pipeline
 from jaxrl_llm.models.transformer import Net, Params
-from jaxrl_llm.policy import token_logps
+from jaxrl_llm.policy import token_logps, token_values
 from jaxrl_llm.rewards.grader import Rewards
 from jaxrl_llm.rollout.engine import Engine, Rollout
 from jaxrl_llm.sharding import constrain, local_rows, row_shards, rows_to_global
@@ -94,10 +94,14 @@ class Sampler:
 
 @dataclasses.dataclass(frozen=True)
 class Online:
-    """Batches of sampled and scored completions. `greedy` samples the baseline of a rule that compares with it."""
+    """Batches of sampled and scored completions.
+
+    `greedy` samples the baseline of a rule that compares with it; `critic` is PPO's value network.
+    """
 
     config: Any
     net: Net
+    critic: Net | None
     sampler: Sampler
     greedy: Sampler | None
     pipeline: Pipeline
@@ -113,10 +117,11 @@ class Online:
         with watch("logps"):
             old_logps = self._logps(state.params, rollout) if self._needs_old_logps() else None
             ref_logps = self._logps(memory.reference, rollout) if self._measures_kl() else None
+            values = self._values(state, rollout)
         mask = rollout.mask * rollout.finished[:, None] if algorithm.mask_truncated else rollout.mask
         scored = self.scorer(
             rollout, mask, rows_to_global(sampled.rewards, mesh), self.sampler.rewards.weights, old_logps, ref_logps,
-            memory.kl.coef, self._greedy_rewards(state.params, sampled.examples, key),
+            memory.kl.coef, self._greedy_rewards(state.params, sampled.examples, key), values,
         )  # fmt: skip
         batch = Batch(
             tokens=rollout.tokens,
@@ -125,6 +130,8 @@ class Online:
             sample_logps=rollout.sample_logps,
             old_logps=old_logps,
             advantages=scored.values,
+            values=values,
+            returns=scored.returns,
             prompt_width=self.sampler.prompt_width,
         )
         metrics = scored.metrics | resampled
@@ -168,12 +175,13 @@ class Online:
                 break
             resampled += missing
             fresh = self.sampler(params, next(self.pipeline), key, first_row=sampling_round * rows)
-            sampled, flat = fill(sampled, flat, fresh, self.scorer.flat_groups(fresh.rewards, weights))
+            fresh_flat = self.scorer.flat_groups(fresh.rewards, weights)
+            sampled, flat = fill(sampled, flat, fresh, fresh_flat, self.sampler.mesh)
         missing = _sum_over_processes(flat)
         if missing and self.memory.replay is None:
             raise ConfigError(
-                f"algorithm.dynamic_sampling: after {algorithm.max_sampling_rounds} rounds of sampling, the completions "
-                f"of {missing} prompts of {self.config.batch.prompts} still score alike. Raise "
+                f"algorithm.dynamic_sampling: after {algorithm.max_sampling_rounds} rounds of sampling, the "
+                f"completions of {missing} prompts of {self.config.batch.prompts} still score alike. Raise "
                 "algorithm.max_sampling_rounds, fill up from earlier steps with algorithm.replay_groups, set "
                 "algorithm.dynamic_sampling to false, or give prompts that are neither too easy nor too hard"
             )
@@ -215,21 +223,31 @@ class Online:
         return self.config.algorithm.kl_in_reward or isinstance(self.memory.kl, AdaptiveKL)
 
     def _needs_old_logps(self) -> bool:
-        """False when the sampled rows give one update: then the updated policy is the sampling one and the ratio is 1."""
+        """False when the sampled rows give one update: then the policy that is updated has sampled them."""
         one_update = self.config.algorithm.num_iterations == 1 and self.config.batch.minibatches == 1
         return not one_update or self.memory.replay is not None or self._measures_kl()
 
     def _logps(self, params: Params | None, rows: Rollout | Batch):
         assert params is not None
-        temperature, batch = self.config.rollout.temperature, self.config.batch
-        size = batch.microbatch_rows or rows.tokens.shape[0] // batch.minibatches
-        return scored_logps(
-            self.net, params, rows.tokens, rows.segments, temperature, self.sampler.prompt_width, size,
-            row_shards(self.sampler.mesh),
-        )  # fmt: skip
+        width, temperature = self.sampler.prompt_width, self.config.rollout.temperature
+        return scored_logps(self.net, params, rows.tokens, rows.segments, temperature, width, *self._parts(rows))
+
+    def _values(self, state: State, rows: Rollout):
+        """Values `[N,T]` of the critic before the update, None without one."""
+        if self.critic is None or state.critic is None:
+            return None
+        width = self.sampler.prompt_width
+        return values_before(self.critic, state.critic.params, rows.tokens, rows.segments, width, *self._parts(rows))
+
+    def _parts(self, rows: Rollout | Batch) -> tuple[int, int]:
+        """How many rows to compute at a time, and the shards of the mesh they come from."""
+        batch = self.config.batch
+        return batch.microbatch_rows or rows.tokens.shape[0] // batch.minibatches, row_shards(self.sampler.mesh)
 
 
-def fill(held: Sampled, flat: np.ndarray, fresh: Sampled, fresh_flat: np.ndarray) -> tuple[Sampled, np.ndarray]:
+def fill(
+    held: Sampled, flat: np.ndarray, fresh: Sampled, fresh_flat: np.ndarray, mesh: Mesh
+) -> tuple[Sampled, np.ndarray]:
     """`held` with its flat groups replaced by groups of `fresh` that are not, as far as those go; which are flat then.
 
     `flat` and `fresh_flat` `[B]` are of this process, which fills its own groups only: texts never travel.
@@ -248,7 +266,6 @@ def fill(held: Sampled, flat: np.ndarray, fresh: Sampled, fresh_flat: np.ndarray
     rows, process, processes = groups * size, jax.process_index(), jax.process_count()
     # The same in global rows, where all of held comes before all of fresh.
     in_all = index + np.where(index < rows, process, process + processes - 1) * rows
-    mesh = held.rollout.tokens.sharding.mesh
     filled = Sampled(
         rollout=_pick_rows(held.rollout, fresh.rollout, rows_to_global(in_all.astype(np.int32), mesh)),
         examples=pick(held.examples, fresh.examples, source),
@@ -279,11 +296,25 @@ def scored_logps(net: Net, params: Params, tokens, segments, temperature, prompt
     def part(x):
         return token_logps(net, params, *x, temperature=temperature, prompt_width=prompt_width)[0]
 
+    return _in_parts(part, (tokens, segments), rows, shards)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 4, 5, 6))
+def values_before(net: Net, params: Params, tokens, segments, prompt_width: int, rows: int, shards: int):
+    """A critic's values `[N,T]` without gradients, computed `rows` rows at a time."""
+    return _in_parts(
+        lambda x: token_values(net, params, *x, prompt_width=prompt_width), (tokens, segments), rows, shards
+    )
+
+
+def _in_parts(function, arrays, rows: int, shards: int):
+    """`function` of arrays `[N,T]`, applied to `rows` rows at a time, an equal share of each of `shards` shards."""
+
     def split(x):
         return x.reshape(shards, -1, rows // shards, x.shape[-1]).swapaxes(0, 1).reshape(-1, rows, x.shape[-1])
 
-    out = jax.lax.map(part, (split(tokens), split(segments)))
-    return out.reshape(-1, shards, rows // shards, out.shape[-1]).swapaxes(0, 1).reshape(tokens.shape)
+    out = jax.lax.map(function, jax.tree.map(split, arrays))
+    return out.reshape(-1, shards, rows // shards, out.shape[-1]).swapaxes(0, 1).reshape(arrays[0].shape)
 
 
 def check_rows(config, rows: int, mesh: Mesh) -> None:

@@ -83,9 +83,7 @@ class Memory:
         if isinstance(self.kl, AdaptiveKL):
             self.kl = dataclasses.replace(self.kl, coef=numbers["kl_coef"])
         if self.entropy is not None and "entropy_coef" in numbers:
-            self.entropy = dataclasses.replace(
-                self.entropy, coef=numbers["entropy_coef"], last=numbers["entropy_last"]
-            )
+            self.entropy = dataclasses.replace(self.entropy, coef=numbers["entropy_coef"], last=numbers["entropy_last"])
         if "reference" in arrays:
             self.reference = arrays["reference"]
         if self.replay is not None and "replay" in arrays:
@@ -94,7 +92,7 @@ class Memory:
 
 
 def make_memory(config, params: Params, prompt_width: int, mesh: Mesh) -> Memory:
-    """The memory of an online run that starts from `params`, of which the reference is a copy: updates donate theirs."""
+    """The memory of an online run that starts from `params`; updates donate those, so the reference is a copy."""
     algorithm, rollout = config.algorithm, config.rollout
     kl = FixedKL(algorithm.beta)
     if algorithm.kl_controller == "adaptive":

@@ -78,10 +78,18 @@ class Offline:
         seen = {"mean": float(self.seen.mean), "count": float(self.seen.count)}
         return {"pipeline": self.pipeline.get_state(), "seen": seen}
 
-    def set_state(self, state: dict[str, Any]) -> None:
+    def get_arrays(self) -> dict[str, Any]:
+        """No arrays are needed besides."""
+        return {}
+
+    def set_state(self, state: dict[str, Any], arrays: dict[str, Any]) -> None:
         """Goes on where `get_state` was called."""
+        del arrays
         self.pipeline.set_state(state["pipeline"])
         self.seen = RunningMean(**state["seen"])
+
+    def learn(self, metrics: dict[str, float]) -> None:
+        """Nothing here follows the metrics of updates."""
 
 
 @dataclasses.dataclass(frozen=True)

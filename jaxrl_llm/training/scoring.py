@@ -17,12 +17,14 @@ from jaxrl_llm.config import ConfigError, kl_kind
 from jaxrl_llm.names import resolve_with_options
 from jaxrl_llm.rollout.engine import Rollout
 
-# What a rule may ask for, by the names of its arguments. It returns [N] or [N,T].
+# What a rule may ask for, by the names of its arguments. It returns advantages [N] or [N,T], and with a critic a pair:
+# advantages and the returns [N,T] that its values should have been.
 INPUTS = (
     "scores",  # [N] combined rewards, with what `algorithm` adds to them
     "rewards",  # [N,R] as the reward functions gave them, NaN where one does not apply
     "weights",  # [R] of the reward functions
     "token_rewards",  # [N,T] the score on the last token, the KL penalty on each
+    "values",  # [N,T] of the critic
     "greedy_scores",  # [B] of one greedy completion of each prompt
     "mask",  # [N,T] tokens the loss reads, without the rows that no reward applies to
     "lengths",  # [N] sampled tokens
@@ -37,6 +39,7 @@ class Advantages(NamedTuple):
 
     values: jax.Array  # [N,T], 0 outside the mask
     priority: jax.Array  # [B] std of a group's scores x mean |advantage|; 0 where all its completions score alike
+    returns: jax.Array | None  # [N,T] of a rule with a critic
     kl: jax.Array | None  # mean over rows of their mean KL per token; None without reference log-probs
     metrics: dict[str, jax.Array]
 
@@ -71,12 +74,21 @@ class Scorer:
 
     @functools.partial(jax.jit, static_argnums=0)
     def __call__(
-        self, rollout: Rollout, mask, rewards, weights, logps=None, ref_logps=None, kl_coef=0.0, greedy_rewards=None
+        self,
+        rollout: Rollout,
+        mask,
+        rewards,
+        weights,
+        logps=None,
+        ref_logps=None,
+        kl_coef=0.0,
+        greedy_rewards=None,
+        values=None,
     ) -> Advantages:
         """Advantages of `rewards [N,R]` over `mask [N,T]`, and the step's reward and length metrics of all processes.
 
         `logps` and `ref_logps` `[N,T]` are of the policy and the reference; `greedy_rewards [B,R]` of one greedy
-        completion of each prompt, for a rule that asks for them.
+        completion of each prompt and `values [N,T]` of the critic, for a rule that asks for them.
         """
         raw = advantage_rules.combine_rewards(rewards, weights)
         scores = self._shape(raw, rollout)
@@ -90,7 +102,7 @@ class Scorer:
             kl = masked_mean(estimate, mask, axis=-1).mean()
             if self.kl_in_reward:
                 penalty = jnp.where(mask > 0, estimate, 0.0)
-                metrics |= {"kl": masked_mean(estimate, mask), "kl_coef": jnp.asarray(kl_coef)}
+                metrics["kl"] = masked_mean(estimate, mask)
         counted = mask * scorable[:, None]
         known = {
             "scores": scores if penalty is None else scores - kl_coef * masked_sum(penalty, mask, axis=-1),
@@ -103,11 +115,17 @@ class Scorer:
             "group_size": self.group_size,
             "scale": self.scale,
         }
+        if values is not None:
+            known["values"] = values
         if greedy_rewards is not None:
             known["greedy_scores"] = advantage_rules.combine_rewards(greedy_rewards, weights)
-        values = self.rule(**{name: known[name] for name in known if self.asks_for(name)}, **dict(self.options))
-        values = mask * (values if values.ndim == 2 else values[:, None])
-        return Advantages(values, self._priority(rewards, raw, values, mask), kl, metrics)
+        found = self.rule(**{name: known[name] for name in known if self.asks_for(name)}, **dict(self.options))
+        advantages, returns = found if isinstance(found, tuple) else (found, None)
+        advantages = mask * (advantages if advantages.ndim == 2 else advantages[:, None])
+        if returns is not None:
+            metrics["critic/returns_mean"] = masked_mean(returns, counted)
+            metrics["critic/explained_variance"] = explained_variance(values, returns, counted)
+        return Advantages(advantages, self._priority(rewards, raw, advantages, mask), returns, kl, metrics)
 
     def _shape(self, scores, rollout: Rollout):
         if self.overlong_buffer:
@@ -123,6 +141,11 @@ class Scorer:
         spread = jnp.sqrt(masked_var(grouped, ~jnp.isnan(grouped), axis=1)).sum(axis=-1)
         size = masked_mean(jnp.abs(values), mask, axis=-1).reshape(-1, self.group_size).mean(axis=1)
         return jnp.where(flat, 0.0, spread * size)
+
+
+def explained_variance(values, returns, mask) -> jax.Array:
+    """`1 - var(returns - values) / var(returns)` over the mask: 1 for a perfect critic, 0 for a constant one."""
+    return 1.0 - masked_var(returns - values, mask) / jnp.maximum(masked_var(returns, mask), 1e-8)
 
 
 def make_scorer(config, reward_names: tuple[str, ...]) -> Scorer:
@@ -144,6 +167,11 @@ def make_scorer(config, reward_names: tuple[str, ...]) -> Scorer:
         overlong_buffer=algorithm.overlong_buffer,
         missing_eos_penalty=algorithm.missing_eos_penalty,
     )
+    if scorer.asks_for("values") != (algorithm.name == "ppo"):
+        raise ConfigError(
+            f"algorithm.name is {algorithm.name!r} and algorithm.advantage {algorithm.advantage!r}: a critic and an "
+            "advantage rule that reads its values, such as ppo(gamma=1.0, lam=0.95), go together"
+        )
     if not (scorer.asks_for("scores") or scorer.asks_for("token_rewards")):
         for key in ("kl_in_reward", "overlong_buffer", "missing_eos_penalty"):
             if algorithm[key]:

@@ -22,11 +22,15 @@ Update = Callable[["State", Batch], tuple["State", Metrics]]
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class State:
-    """What training changes. `step` counts training steps; the optimizer counts its own updates."""
+    """What training changes. `step` counts training steps; the optimizer counts its own updates.
+
+    `critic` is the same of PPO's critic, whose own `step` stays 0.
+    """
 
     step: jax.Array
     params: Params
     opt_state: optax.OptState
+    critic: "State | None" = None
 
 
 def learning_rate_schedule(config) -> optax.Schedule:
@@ -79,8 +83,43 @@ def init_state(params: Params, optimizer: optax.GradientTransformation, mesh: Me
     return State(step, params, opt_state)
 
 
-def make_update(objective: Objective, optimizer: optax.GradientTransformation, config, mesh: Mesh) -> Update:
-    """The jitted `update(state, batch) -> (state, metrics)`; the state is donated.
+def make_update(
+    objective: Objective,
+    optimizer: optax.GradientTransformation,
+    config,
+    mesh: Mesh,
+    learn_critic: Update | None = None,
+) -> Update:
+    """The jitted `update(state, batch) -> (state, metrics)` of `learner`; the state is donated.
+
+    `learn_critic` is the learner of `state.critic`; its metrics are named `critic/...`, and during the first
+    `critic.warmup_steps` training steps the policy stays as it is.
+    """
+    learn = learner(objective, optimizer, config, mesh)
+
+    def update(state: State, batch: Batch) -> tuple[State, Metrics]:
+        if learn_critic is None:
+            return learn(state, batch)
+        critic, critic_metrics = learn_critic(state.critic, batch)
+        before = dataclasses.replace(state, critic=None)
+        after, metrics = learn(before, batch)
+        after = _choose(state.step >= config.critic.warmup_steps, after, before)
+        metrics["nonfinite_gradient"] = jnp.maximum(
+            metrics["nonfinite_gradient"], critic_metrics.pop("nonfinite_gradient")
+        )
+        return dataclasses.replace(after, critic=critic), metrics | {
+            f"critic/{k}": v for k, v in critic_metrics.items()
+        }
+
+    return jax.jit(update, donate_argnums=0)
+
+
+def _choose(condition, new, old):
+    return jax.tree.map(lambda after, before: jnp.where(condition, after, before), new, old)
+
+
+def learner(objective: Objective, optimizer: optax.GradientTransformation, config, mesh: Mesh) -> Update:
+    """One optimizer step, `(state, batch) -> (state, metrics)`, to be jitted by `make_update`.
 
     The batch is one optimizer batch. It is weighed whole and then split into micro-batches, whose gradients add up: the
     update does not depend on their number. A gradient that is not finite leaves parameters and optimizer as they were
@@ -104,12 +143,11 @@ def make_update(objective: Objective, optimizer: optax.GradientTransformation, c
         finite = jnp.isfinite(norm)
         changes, opt_state = optimizer.update(gradients, state.opt_state, state.params)
         params: Any = optax.apply_updates(state.params, changes)
-        new = State(state.step, params, opt_state)
-        new = jax.tree.map(lambda after, before: jnp.where(finite, after, before), new, state)
+        new = _choose(finite, State(state.step, params, opt_state), state)
         rate = jnp.asarray(schedule(_updates_made(state)))
         return new, metrics | {"grad_norm": norm, "lr": rate, "nonfinite_gradient": 1.0 - finite}
 
-    return jax.jit(update, donate_argnums=0)
+    return update
 
 
 def make_measure(objective: Objective, part_rows: int, mesh: Mesh) -> Callable[[Params, Batch], Metrics]:

@@ -394,3 +394,25 @@ def test_the_functions_run_without_jit():
     )
     for jitted, plain in pairs:
         np.testing.assert_allclose(jitted, plain, rtol=1e-5, atol=1e-5)
+
+
+def test_ppo_advantages_are_gae_whitened_after_the_returns():
+    rewards = jnp.array([[0.0, 0.0, 1.0, 0.0], [0.0, -1.0, 0.0, 0.0]])
+    values = jnp.array([[0.5, 0.2, 0.1, 9.0], [0.3, 0.4, 9.0, 9.0]])
+    mask = jnp.array([[1, 1, 1, 0], [1, 1, 0, 0]])
+    # lam = 0.5, gamma = 1: deltas are r + V_next - V.
+    plain = np.array([[-0.3 + 0.5 * (-0.1 + 0.45), -0.1 + 0.45, 0.9, 0], [0.1 - 0.7, -1.4, 0, 0]])
+    got, returns = advantages.ppo_advantages(rewards, values, mask, gamma=1.0, lam=0.5)
+    np.testing.assert_allclose(returns, np.where(mask, plain + values, 0), rtol=1e-6)
+    live = plain[np.asarray(mask) > 0]
+    expected = (plain - live.mean()) / np.sqrt(live.var(ddof=1) + 1e-8)
+    np.testing.assert_allclose(got, np.where(mask, expected, 0), rtol=1e-5, atol=1e-6)
+    raw, _ = advantages.ppo_advantages(rewards, values, mask, lam=0.5, whiten_advantages=False)
+    np.testing.assert_allclose(raw, plain, rtol=1e-5, atol=1e-7)
+
+
+def test_ppo_reward_whitening_keeps_the_mean():
+    rewards = jnp.array([[0.0, 2.0, 4.0]])
+    mask = jnp.ones((1, 3))
+    _, returns = advantages.ppo_advantages(rewards, jnp.zeros((1, 3)), mask, lam=1.0, whiten_rewards=True)
+    np.testing.assert_allclose(returns[0], [6.0, 5.0, 3.0], rtol=1e-6)  # rewards became 1, 2, 3

@@ -5,38 +5,54 @@ import re
 
 import numpy as np
 import pyarrow.parquet as pq
+import pytest
 from safetensors.numpy import load_file
 
 REWARDS = """
 import os, pathlib, signal
 
 def sorted_prefix(completions, answer, **kwargs):
+    count_call()
+    return [sum(a == b for a, b in zip(c, w)) / len(w) for c, w in zip(completions, answer)]
+
+def right_start(completions, answer, **kwargs):
+    count_call()
+    return [float(c[:2] == w[:2]) for c, w in zip(completions, answer)]
+
+def count_call():
     calls = pathlib.Path("calls")
     count = int(calls.read_text()) + 1 if calls.exists() else 1
     calls.write_text(str(count))
     if count == int(os.environ.get("KILL_AT", 0)):
         os.kill(os.getpid(), signal.SIGKILL)
-    return [sum(a == b for a, b in zip(c, w)) / len(w) for c, w in zip(completions, answer)]
 """
 
-ARGUMENTS = (
-    "total_steps=14", "eval.every=-1", "rewards.functions=rewards.py:sorted_prefix", "algorithm.beta=0.05",
-    "checkpoint.every=4", "batch.minibatches=2", "algorithm.num_iterations=2", "batch.shuffle=true",
-    "optimizer.learning_rate=1e-3",
+COMMON = (
+    "total_steps=14", "eval.every=-1", "algorithm.beta=0.05", "checkpoint.every=4", "batch.minibatches=2",
+    "batch.shuffle=true", "optimizer.learning_rate=1e-3",
+)  # fmt: skip
+PLAIN = ("rewards.functions=rewards.py:sorted_prefix", "algorithm.num_iterations=2")
+# What else a run may carry from step to step: each of these moves before the kill and matters after it.
+MEMORY = (
+    "rewards.functions=rewards.py:right_start",
+    "algorithm.kl_controller=adaptive", "algorithm.kl_horizon=20", "algorithm.ref_sync_steps=3",
+    "algorithm.entropy_controller=adaptive", "algorithm.entropy_target=5", "algorithm.dynamic_sampling=true",
+    "algorithm.max_sampling_rounds=2", "algorithm.replay_groups=3", "algorithm.loss=clip_cov(lower=0.01, fraction=0.1)",
 )  # fmt: skip
 
 
-def test_killed_and_resumed_equals_undisturbed(run_python, root, tmp_path, monkeypatch):
+@pytest.mark.parametrize(("arguments", "kill_at"), [(PLAIN, 11), (MEMORY, 21)], ids=["plain", "memory"])
+def test_killed_and_resumed_equals_undisturbed(run_python, root, tmp_path, monkeypatch, arguments, kill_at):
     (tmp_path / "rewards.py").write_text(REWARDS)
 
     def start(name):
-        flags = [f"--config.{argument}" for argument in (*ARGUMENTS, f"output_dir={name}")]
+        flags = [f"--config.{argument}" for argument in (*COMMON, *arguments, f"output_dir={name}")]
         return run_python("-m", "jaxrl_llm.train", f"--config={root / 'configs/grpo.py'}:tiny", *flags)
 
     whole = start("whole")
     assert whole.returncode == 0, whole.stderr
     (tmp_path / "calls").unlink()
-    monkeypatch.setenv("KILL_AT", "11")
+    monkeypatch.setenv("KILL_AT", str(kill_at))
     killed = start("killed")
     assert killed.returncode == -9
     assert not (tmp_path / "killed/hf").exists()
@@ -47,6 +63,10 @@ def test_killed_and_resumed_equals_undisturbed(run_python, root, tmp_path, monke
 
     expected, got = (metrics(tmp_path / name / "metrics.jsonl") for name in ("whole", "killed"))
     assert [line["step"] for line in got] == list(range(1, 15))
+    if arguments is MEMORY:  # all of it was in use when the kill came
+        before = expected[:8]
+        for name in ("kl_coef", "entropy_coef", "rollout/resampled_groups", "rollout/replayed_groups"):
+            assert len({line[name] for line in before}) > 1, name
     assert got == expected
     a, b = (load_file(tmp_path / name / "hf/model.safetensors") for name in ("whole", "killed"))
     for name, tensor in a.items():

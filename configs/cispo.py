@@ -1,0 +1,23 @@
+"""CISPO (MiniMax-M1, arXiv 2506.13585) on the embedded model and task of grpo.py: capped weights, no token is lost.
+
+python -m jaxrl_llm.train --config=configs/cispo.py
+
+REINFORCE whose importance weight is capped and takes no gradient, so that every token keeps teaching where PPO's clip
+would silence it. epsilon_high is the cap of the ratio itself (ScaleRL, arXiv 2510.13786). It starts from grpo.py beside
+it.
+"""
+
+from pathlib import Path
+
+from jaxrl_llm.names import import_file
+
+
+def get_config(arg: str = ""):
+    """`tiny`: two steps, for a test."""
+    config = import_file(Path(__file__).with_name("grpo.py")).get_config(arg)
+    config.output_dir = "runs/cispo"
+    config.algorithm.loss = "cispo"
+    config.algorithm.epsilon_high = 5.0
+    config.algorithm.beta = 0.0
+    config.batch.minibatches = 2
+    return config

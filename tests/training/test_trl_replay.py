@@ -1,0 +1,124 @@
+"""Five optimizer steps of TRL's own trainers, repeated here: same losses, gradient norms and final parameters."""
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from jaxrl_llm.config import default
+from jaxrl_llm.data import tasks
+from jaxrl_llm.models.hf import EMBEDDED
+from jaxrl_llm.train import train
+
+torch = pytest.importorskip("torch")
+trl = pytest.importorskip("trl", minversion="1.16")
+
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+STEPS, ROWS = 5, 4
+SETTINGS = {
+    "max_steps": STEPS,
+    "per_device_train_batch_size": ROWS,
+    "train_sampling_strategy": "sequential",
+    "learning_rate": 1e-2,
+    "lr_scheduler_type": "linear",
+    "warmup_steps": 2,
+    "adam_beta2": 0.99,
+    "adam_epsilon": 1e-5,  # large enough that parameters with next to no gradient are not moved by rounding
+    "weight_decay": 0.1,
+    "max_grad_norm": 1.0,
+    "logging_steps": 1,
+    "logging_nan_inf_filter": False,
+    "gradient_checkpointing": False,
+    "bf16": False,
+    "use_cpu": True,
+    "save_strategy": "no",
+    "report_to": [],
+    "disable_tqdm": True,
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A random llama that knows the tokens of the embedded model."""
+    path = tmp_path_factory.mktemp("llama")
+    tokenizer = AutoTokenizer.from_pretrained(EMBEDDED / "sort")
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(
+        LlamaConfig(
+            vocab_size=len(tokenizer), hidden_size=32, intermediate_size=48, num_hidden_layers=2, initializer_range=0.1,
+            num_attention_heads=4, num_key_value_heads=2, eos_token_id=tokenizer.eos_token_id,
+            bos_token_id=tokenizer.bos_token_id, pad_token_id=tokenizer.pad_token_id,
+        ),
+        attn_implementation="eager",
+    )  # fmt: skip
+    model.save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    return path
+
+
+def run_trl(trainer_class, arguments, folder, rows, tmp_path, **more):
+    """(losses, gradient norms, parameters) of TRL's trainer on the rows, in their order."""
+    from datasets import Dataset
+
+    losses = []
+
+    class Recording(trainer_class):
+        def training_step(self, *args, **kwargs):
+            loss = super().training_step(*args, **kwargs)
+            losses.append(float(loss))
+            return loss
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    trainer = Recording(
+        model=model,
+        args=arguments(output_dir=str(tmp_path / "trl"), **SETTINGS, **more),
+        train_dataset=Dataset.from_list(rows),
+        processing_class=AutoTokenizer.from_pretrained(folder),
+    )
+    trainer.train()
+    norms = [float(entry["grad_norm"]) for entry in trainer.state.log_history if "grad_norm" in entry]
+    return losses, norms, {name: x.detach().numpy() for name, x in trainer.model.state_dict().items()}
+
+
+def run_ours(folder, rows, tmp_path, loss_on="completion", **algorithm):
+    config = default()
+    config.output_dir, config.model.path, config.total_steps = str(tmp_path / "ours"), str(folder), STEPS
+    config.data.shuffle, config.data.loss_on, config.batch.prompts = False, loss_on, ROWS
+    config.optimizer.learning_rate, config.optimizer.schedule, config.optimizer.warmup_steps = 1e-2, "linear", 2
+    config.optimizer.b2, config.optimizer.eps, config.optimizer.weight_decay = 0.99, 1e-5, 0.1
+    config.logging.backends = ()
+    for name, value in algorithm.items():
+        config.algorithm[name] = value
+    result = train(config, train_dataset=rows)
+    return result.metrics, load_file(tmp_path / "ours/hf/model.safetensors")
+
+
+def compare(theirs, ours):
+    losses, norms, parameters = theirs
+    metrics, tensors = ours
+    assert len(losses) == len(norms) == STEPS
+    np.testing.assert_allclose([step["loss"] for step in metrics], losses, rtol=1e-4)
+    np.testing.assert_allclose([step["grad_norm"] for step in metrics], norms, rtol=1e-4)
+    assert max(losses) - min(losses) > 0.01, "nothing was learned, so equality shows nothing"
+    assert set(tensors) == set(parameters)
+    for name, tensor in tensors.items():
+        np.testing.assert_allclose(tensor, parameters[name], rtol=1e-4, atol=1e-5, err_msg=name)
+
+
+@pytest.mark.parametrize("loss_on", ["completion", "all"])
+def test_sft(folder, tmp_path, loss_on):
+    rows = [{name: row[name] for name in ("prompt", "completion")} for row in tasks.generate("sort_demos", size=20)]
+    theirs = run_trl(
+        trl.SFTTrainer, trl.SFTConfig, folder, rows, tmp_path, completion_only_loss=loss_on == "completion"
+    )
+    compare(theirs, run_ours(folder, rows, tmp_path, loss_on=loss_on, name="sft"))
+
+
+@pytest.mark.parametrize(("loss_type", "loss"), [("sigmoid", "dpo"), ("ipo", "ipo")])
+def test_dpo(folder, tmp_path, loss_type, loss):
+    columns = ("prompt", "chosen", "rejected")
+    rows = [{name: row[name] for name in columns} for row in tasks.generate("sort_pairs", size=20)]
+    theirs = run_trl(trl.DPOTrainer, trl.DPOConfig, folder, rows, tmp_path, loss_type=[loss_type], beta=0.1)
+    compare(theirs, run_ours(folder, rows, tmp_path, name="preference", loss=loss, beta=0.1))
