@@ -300,7 +300,7 @@ KEYS = (
     Key("critic.learning_rate", 1e-5, "Peak learning rate of the critic.", float, minimum=0),
     Key("critic.schedule", "constant", "Learning rate of the critic; it has no warm-up.",
         choices=("constant", "linear", "cosine")),
-    Key("critic.max_grad_norm", 1.0, "The critic's gradients are scaled down to this norm; 0 is off.", float, minimum=0),
+    Key("critic.max_grad_norm", 1.0, "The critic's gradients are scaled to this norm; 0 is off.", float, minimum=0),
     Key("critic.epsilon", 0.2, "Values are clipped to this distance of those before; none is off.", float, above=0),
     Key("critic.warmup_steps", 0, "First training steps, in which only the critic learns.", int, minimum=0),
 
@@ -329,8 +329,8 @@ KEYS = (
     Key("checkpoint.every", 50, "Steps between checkpoints; 0 is only after the last step.", int, minimum=0),
     Key("checkpoint.keep", 2, "Newest checkpoints that are kept.", int, minimum=1),
     Key("checkpoint.resume", "auto",
-        "`auto` goes on from the newest checkpoint in output_dir if there is one, `never` starts anew and deletes them; "
-        "anything else is the path of a checkpoint to go on from."),
+        "`auto` goes on from the newest checkpoint in output_dir if there is one, `never` starts anew and deletes "
+        "them; anything else is the path of a checkpoint to go on from."),
 
     Key("eval.every", 25,
         "Steps between evaluations; 0 is only before and after training, -1 is never.", int, minimum=-1),
@@ -364,13 +364,18 @@ def default() -> ConfigDict:
     return config
 
 
+def loss_names(config: ConfigDict) -> list[str]:
+    """The names of the losses of `algorithm.loss`, which are joined by +, without their options."""
+    return [split_options(part)[0] for part in config.algorithm.loss.split("+")]
+
+
 def rows_together(config: ConfigDict) -> int:
     """Adjacent rows that stay together: completions of a prompt, the two rows of a pair, kto's row and its mismatch."""
     algorithm = config.algorithm
     if algorithm.name not in OFFLINE:
         return config.rollout.group_size
-    single = algorithm.name == "sft" or (algorithm.name == "preference" and algorithm.loss == "apo_zero_unpaired")
-    return 1 if single else 2
+    single = algorithm.name == "preference" and loss_names(config) == ["apo_zero_unpaired"]
+    return 1 if single or algorithm.name == "sft" else 2
 
 
 def batch_rows(config: ConfigDict) -> int:
@@ -503,7 +508,7 @@ def _check_offline(config: ConfigDict) -> None:
         raise ConfigError(f"eval.measure is {config.eval.measure}, but a reward model writes nothing: set auto or loss")
     if algorithm.name != "preference":
         return
-    losses = algorithm.loss.split("+")
+    losses = loss_names(config)
     if algorithm.beta == 0:
         raise ConfigError("algorithm.beta is 0, but preference losses need one above 0: 0.1 is usual, 2 for simpo")
     if algorithm.loss_weights and len(algorithm.loss_weights) != len(losses):
@@ -513,11 +518,11 @@ def _check_offline(config: ConfigDict) -> None:
         )
     if len(losses) > 1 and (found := set(losses) & set(LABELLED)):
         raise ConfigError(f"algorithm.loss is {algorithm.loss!r}, but {found.pop()} stands alone: it reads other rows")
-    if algorithm.loss == "kto" and batch.prompts < 2 * batch.minibatches:
+    if losses == ["kto"] and batch.prompts < 2 * batch.minibatches:
         raise ConfigError(
             f"batch.prompts is {batch.prompts}, but kto compares the rows of a minibatch: give each at least 2"
         )
-    if algorithm.loss == "kto" and data.precompute_reference:
+    if losses == ["kto"] and data.precompute_reference:
         raise ConfigError(
             "data.precompute_reference is true, but kto pairs each prompt with the completion of another row of its "
             "batch, which is not known before: set it to false"

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from jaxrl_llm.config import LABELLED, OFFLINE, ConfigError, batch_rows
+from jaxrl_llm.config import OFFLINE, ConfigError, batch_rows
 from jaxrl_llm.data import sources
 from jaxrl_llm.data.packing import first_fit
 from jaxrl_llm.data.pipeline import Pipeline
@@ -203,7 +203,7 @@ def _online(
 
 def _offline(config, model: Model, dataset, mesh: Mesh, watch: Stopwatch) -> Offline:
     examples: list[Any] = offline.tokenized(config, dataset, model.tokenizer)
-    if config.algorithm.name == "preference" and config.algorithm.loss in LABELLED:
+    if offline.is_labelled(config):
         offline.check_balance(config, examples)
     width, ref_params = _width(offline.longest(config, examples), config.data.max_length), None
     if preferences.needs_reference(config):

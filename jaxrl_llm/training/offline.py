@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 
 from jaxrl_llm.algorithms.batch import Batch
 from jaxrl_llm.algorithms.sequence_logps import RunningMean
-from jaxrl_llm.config import LABELLED, batch_rows, rows_together
+from jaxrl_llm.config import LABELLED, batch_rows, loss_names, rows_together
 from jaxrl_llm.data.collate import pad_rows
 from jaxrl_llm.data.packing import pad_groups
 from jaxrl_llm.data.pipeline import Pipeline
@@ -109,10 +109,10 @@ class HeldOut:
 
 def tokenized(config, dataset, tokenizer) -> list[Example]:
     """The examples of a data set, as the algorithm reads it; raises ConfigError for rows it cannot read."""
-    c, algorithm = config.data, config.algorithm
-    if algorithm.name == "sft":
+    c = config.data
+    if config.algorithm.name == "sft":
         return [[row] for row in tokenize_completions(dataset, tokenizer, c.max_length, c.overlong, c.loss_on)]
-    if algorithm.name == "preference" and algorithm.loss in LABELLED:
+    if is_labelled(config):
         return [[row] for row in tokenize_labels(_labelled_rows(dataset), tokenizer, c.max_length, c.overlong)]
     pairs = tokenize_pairs(dataset, tokenizer, c.max_length, c.overlong)
     margins = any("margin" in pair for pair in pairs)
@@ -123,12 +123,21 @@ def tokenized(config, dataset, tokenizer) -> list[Example]:
     return examples
 
 
+def is_labelled(config) -> bool:
+    """True when the rows are labelled completions, not pairs."""
+    return config.algorithm.name == "preference" and loss_names(config)[0] in LABELLED
+
+
+def _has_mismatches(config) -> bool:
+    return is_labelled(config) and rows_together(config) == 2
+
+
 def is_learnable(config, columns: list[str]) -> bool:
     """True when a data set with these columns has what the algorithm learns from."""
     pairs = {"chosen", "rejected"} <= set(columns)
     if config.algorithm.name == "sft":
         return bool({"messages", "text"} & set(columns)) or {"prompt", "completion"} <= set(columns)
-    return pairs or (config.algorithm.loss in LABELLED and {"prompt", "completion", "label"} <= set(columns))
+    return pairs or (is_labelled(config) and {"prompt", "completion", "label"} <= set(columns))
 
 
 def _labelled_rows(dataset) -> Any:
@@ -158,7 +167,7 @@ def check_balance(config, examples: list[Example]) -> None:
 def longest(config, examples: list[Example]) -> int:
     """Tokens of the longest row that a batch of the examples can have."""
     rows = [row for example in examples for row in example]
-    if config.algorithm.name == "preference" and config.algorithm.loss == "kto":
+    if _has_mismatches(config):
         starts = [_start(row) for row in rows]
         return max(starts) + max(len(row["ids"]) - start for row, start in zip(rows, starts, strict=True))
     return max(len(row["ids"]) for row in rows)
@@ -169,7 +178,7 @@ def arrange(config, examples: list[Example], limit: int) -> list[Example]:
 
     A mismatch is a prompt with the completion of the example before it in the batch (the last one, for the first).
     """
-    if not (config.algorithm.name == "preference" and config.algorithm.loss == "kto"):
+    if not _has_mismatches(config):
         return examples
     rows = [row for (row,) in examples]
     return [[row, _mismatch(row, other, limit)] for row, other in zip(rows, rows[-1:] + rows[:-1], strict=True)]

@@ -15,8 +15,9 @@ import jax.numpy as jnp
 from jaxrl_llm.algorithms import preference_losses
 from jaxrl_llm.algorithms.batch import Batch
 from jaxrl_llm.algorithms.sequence_logps import length_desensitized_logps, sequence_logps, split_pairs, wpo_weights
-from jaxrl_llm.config import LABELLED, ConfigDict, ConfigError, default, resolve
+from jaxrl_llm.config import LABELLED, ConfigDict, ConfigError, default, loss_names
 from jaxrl_llm.models.transformer import Net, Params
+from jaxrl_llm.names import resolve_with_options
 from jaxrl_llm.policy import last_scores, token_logps, token_logps_and_squares
 from jaxrl_llm.training.objectives import Metrics, Objective
 
@@ -34,6 +35,11 @@ LOSSES = {name: getattr(preference_losses, name) for name in (*PAIRED, *LABELLED
 LOSSES |= {"sigmoid": preference_losses.dpo, "sft": sft}
 COUPLED = ("aot", "aot_unpaired")  # compare the pairs of a batch with each other
 AVERAGED = ("simpo", "alphapo", "orpo")  # rewards and log-probs are means over tokens, in the metrics too
+# Filled in by the objective, so no options of a loss.
+GIVEN = (
+    "policy_chosen", "policy_rejected", "ref_chosen", "ref_rejected", "policy", "ref", "labels", "beta", "lengths", "kl",
+    "reward_shift",
+)  # fmt: skip
 # Setting -> the option of a loss function it is; a setting that no loss of the mixture has is refused.
 OPTIONS = {
     "label_smoothing": "label_smoothing",
@@ -61,13 +67,14 @@ class Term(NamedTuple):
 def terms(config) -> list[Term]:
     """The losses that `algorithm.loss` names, joined by +, with their weights and options.
 
+    Options are the settings of `algorithm`, and those written in brackets, `dpo(label_smoothing=0.1)`, for one loss.
     Raises ConfigError for an unknown name, or an option that is set and that none of them has.
     """
     algorithm, standard = config.algorithm, default().algorithm
-    names = algorithm.loss.split("+")
+    names, specs = loss_names(config), algorithm.loss.split("+")
     weights = algorithm.loss_weights or (1.0,) * len(names)
-    functions = {name: _resolve(name) for name in names}
-    taken = {option for function in functions.values() for option in inspect.signature(function).parameters}
+    found = [_resolve(spec) for spec in specs]
+    taken = {option for function, _ in found for option in inspect.signature(function).parameters}
     for setting, option in OPTIONS.items():
         if algorithm[setting] != standard[setting] and option not in taken:
             raise ConfigError(
@@ -76,14 +83,14 @@ def terms(config) -> list[Term]:
             )
     likelihood = LIKELIHOOD | {"cpo": algorithm.cpo_alpha, "simpo": algorithm.cpo_alpha}
     return [
-        Term(name, weight, functions[name], _options(algorithm, functions[name]), weight * likelihood.get(name, 0.0))
-        for name, weight in zip(names, weights, strict=True)
+        Term(name, weight, function, _options(algorithm, function) | own, weight * likelihood.get(name, 0.0))
+        for name, weight, (function, own) in zip(names, weights, found, strict=True)
     ]
 
 
-def _resolve(name: str) -> Callable[..., jax.Array]:
+def _resolve(spec: str) -> tuple[Callable[..., jax.Array], dict[str, object]]:
     try:
-        return resolve(name, LOSSES)
+        return resolve_with_options(spec, LOSSES, GIVEN)
     except ConfigError as error:
         raise ConfigError(f"algorithm.loss: {error}") from error
 
@@ -126,7 +133,7 @@ def preference(config, net: Net) -> Objective:
     mismatch: the same prompt with the completion of another row.
     """
     algorithm = config.algorithm
-    if algorithm.loss not in LABELLED:
+    if loss_names(config)[0] not in LABELLED:
         return _paired(config, net, terms(config))
     if algorithm.ld_alpha is not None or algorithm.use_weighting:
         raise ConfigError(f"algorithm.ld_alpha and use_weighting compare pairs, and {algorithm.loss} has none")

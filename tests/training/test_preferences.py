@@ -169,6 +169,15 @@ def test_settings_are_options_of_the_loss(loss, settings, options):
     assert changes_with_settings > 1e-5
 
 
+def test_options_in_brackets_are_of_one_loss():
+    config = config_of("dpo(label_smoothing=0.2)+ipo+robust", loss_weights=(1.0, 0.5, 2.0))
+    parts = [
+        evaluate(config_of(name, **settings), make_batch())[0]
+        for name, settings in (("dpo", {"label_smoothing": 0.2}), ("ipo", {}), ("robust", {}))
+    ]
+    np.testing.assert_allclose(evaluate(config, make_batch())[0], np.dot((1.0, 0.5, 2.0), parts), rtol=1e-5)
+
+
 def test_reference_free_is_a_reference_of_zeros():
     batch = make_batch()
     free, _ = evaluate(config_of("dpo", reference_free=True), batch.replace(ref_logps=None))
@@ -389,6 +398,8 @@ def test_rows_that_fill_up_a_batch_do_not_count(loss):
         ("hinge", {"label_smoothing": 0.1}, ["algorithm.label_smoothing is 0.1"]),
         ("dpo+ipq", {}, ["algorithm.loss", "'ipq'", "the closest is ipo"]),
         ("ppo_clip", {}, ["algorithm.loss", "'ppo_clip'", "dpo"]),
+        ("dpo(gamma=1)", {}, ["algorithm.loss", "dpo has no option 'gamma'", "label_smoothing"]),
+        ("dpo(beta=1)", {}, ["no option 'beta'"]),
         ("kto", {"ld_alpha": 0.5}, ["ld_alpha", "kto has none"]),
         ("aot", {"use_weighting": True}, ["use_weighting", "aot"]),
     ],
