@@ -383,13 +383,6 @@ def batch_rows(config: ConfigDict) -> int:
     return config.batch.prompts * rows_together(config)
 
 
-def kl_kind(config: ConfigDict) -> str:
-    """The KL estimator: `algorithm.kl`, or what its `auto` stands for."""
-    if config.algorithm.kl != "auto":
-        return config.algorithm.kl
-    return "k1" if config.algorithm.kl_in_reward else "k3"
-
-
 def validate(config: ConfigDict) -> None:
     """Raises ConfigError for the first unknown or missing key, wrong value, or contradiction between keys."""
     check_keys(config)
@@ -481,6 +474,11 @@ def _check_online(config: ConfigDict) -> None:
         raise ConfigError(
             f"algorithm.overlong_buffer is {algorithm.overlong_buffer}, longer than rollout.max_completion_length = "
             f"{rollout.max_completion_length}"
+        )
+    if algorithm.replay_groups and algorithm.name == "ppo":
+        raise ConfigError(
+            f"algorithm.replay_groups is {algorithm.replay_groups}, but ppo's critic gives values for this step's rows "
+            "only: set it to 0"
         )
     if (algorithm.dynamic_sampling or algorithm.replay_groups) and rollout.group_size < 2:
         raise ConfigError(

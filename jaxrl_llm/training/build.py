@@ -150,7 +150,12 @@ def _held_out(config, model: Model, objective: objectives.Objective, source: Off
 def _held_out_rows(config, eval_dataset):
     """The first `eval.prompts` held-out rows."""
     path = config.data.eval_path or config.data.path
-    data = sources.load(path if eval_dataset is None else eval_dataset, config.data.eval_split, config.data.name)
+    try:
+        data = sources.load(path if eval_dataset is None else eval_dataset, config.data.eval_split, config.data.name)
+    except ConfigError as error:
+        raise ConfigError(
+            f"for the evaluation: {error} (data.eval_split, data.eval_path; eval.every=-1 is no evaluation)"
+        ) from error
     return data.select(range(min(config.eval.prompts, len(data))))
 
 

@@ -25,8 +25,8 @@ class Checkpoints:
 
     def __init__(self, folder: str | Path, keep: int | None = None):
         options = ocp.CheckpointManagerOptions(max_to_keep=keep, enable_async_checkpointing=True)
-        handlers = {name: ocp.StandardCheckpointHandler() for name in ("state", *ARRAYS)}
-        handlers["host"] = ocp.JsonCheckpointHandler()
+        trees = {name: ocp.StandardCheckpointHandler() for name in ("state", *ARRAYS)}
+        handlers = {**trees, "host": ocp.JsonCheckpointHandler()}
         self.folder = Path(folder).absolute()
         self._manager = ocp.CheckpointManager(self.folder, options=options, item_handlers=handlers)
 

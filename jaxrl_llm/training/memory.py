@@ -60,7 +60,7 @@ class Memory:
 
     def coefficients(self) -> dict[str, float]:
         """The metrics of the coefficients that move."""
-        found = {"kl_coef": self.kl.coef} if isinstance(self.kl, AdaptiveKL) else {}
+        found = {"kl_coef": float(self.kl.coef)} if isinstance(self.kl, AdaptiveKL) else {}
         return found | ({} if self.entropy is None else {"entropy_coef": float(self.entropy.applied)})
 
     def numbers(self) -> dict[str, float]:

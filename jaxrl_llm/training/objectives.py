@@ -20,7 +20,7 @@ from jaxrl_llm.algorithms.batch import Batch
 from jaxrl_llm.algorithms.entropy import top_entropy_mask
 from jaxrl_llm.algorithms.kl import kl_estimate
 from jaxrl_llm.algorithms.off_policy import importance_correction, mismatch_kl, off_policy_sequence_mask
-from jaxrl_llm.config import ConfigError, kl_kind
+from jaxrl_llm.config import ConfigError
 from jaxrl_llm.models.transformer import Net, Params
 from jaxrl_llm.names import resolve_with_options, split_options
 from jaxrl_llm.policy import token_logps
@@ -81,15 +81,21 @@ def policy_loss(config) -> PolicyLoss:
     algorithm = config.algorithm
     function, options = resolve_with_options(algorithm.loss, policy_losses, GIVEN)
     found = PolicyLoss(split_options(algorithm.loss)[0], function, options)
-    for key in ("delta", "dual_clip"):
-        if algorithm[key] is not None:
-            if not found.asks_for(key):
-                raise ConfigError(
-                    f"algorithm.{key} is {algorithm[key]}, but algorithm.loss = {algorithm.loss!r} has no such option: "
-                    "set it to none"
-                )
-            options[key] = algorithm[key]
+    for key, value in (("delta", algorithm.delta), ("dual_clip", algorithm.dual_clip)):
+        if value is not None and not found.asks_for(key):
+            raise ConfigError(
+                f"algorithm.{key} is {value}, but algorithm.loss = {algorithm.loss!r} has no such option: set it to none"
+            )
+        if value is not None:
+            options[key] = value
     return found
+
+
+def kl_kind(config) -> str:
+    """The KL estimator: `algorithm.kl`, or what its `auto` stands for."""
+    if config.algorithm.kl != "auto":
+        return config.algorithm.kl
+    return "k1" if config.algorithm.kl_in_reward else "k3"
 
 
 def needs_key(config) -> bool:

@@ -37,8 +37,8 @@ COUPLED = ("aot", "aot_unpaired")  # compare the pairs of a batch with each othe
 AVERAGED = ("simpo", "alphapo", "orpo")  # rewards and log-probs are means over tokens, in the metrics too
 # Filled in by the objective, so no options of a loss.
 GIVEN = (
-    "policy_chosen", "policy_rejected", "ref_chosen", "ref_rejected", "policy", "ref", "labels", "beta", "lengths", "kl",
-    "reward_shift",
+    "policy_chosen", "policy_rejected", "ref_chosen", "ref_rejected", "policy", "ref", "labels", "beta", "lengths",
+    "kl", "reward_shift",
 )  # fmt: skip
 # Setting -> the option of a loss function it is; a setting that no loss of the mixture has is refused.
 OPTIONS = {

@@ -13,9 +13,10 @@ import numpy as np
 from jaxrl_llm.algorithms import advantages as advantage_rules
 from jaxrl_llm.algorithms.aggregation import masked_mean, masked_sum, masked_var
 from jaxrl_llm.algorithms.kl import kl_estimate
-from jaxrl_llm.config import ConfigError, kl_kind
+from jaxrl_llm.config import ConfigError
 from jaxrl_llm.names import resolve_with_options
 from jaxrl_llm.rollout.engine import Rollout
+from jaxrl_llm.training.objectives import kl_kind
 
 # What a rule may ask for, by the names of its arguments. It returns advantages [N] or [N,T], and with a critic a pair:
 # advantages and the returns [N,T] that its values should have been.

@@ -141,7 +141,7 @@ def test_a_checkpoint_holds_the_arrays(tmp_path):
         fresh = make_memory(config, {"w": jnp.zeros(3)}, 1, MESH)
         fresh.restore(memory.numbers(), checkpoints.restore_arrays(1, fresh.arrays(), MESH))
         np.testing.assert_array_equal(fresh.reference["w"], [0, 1, 2])
-        assert numbers_of(fresh.replay.rows) == [1, 2, 0, 0]
+        assert numbers_of(fresh.replay.rows)[:2] == [1, 2]
         np.testing.assert_array_equal(fresh.replay.priority, [1, 0])
         assert checkpoints.restore_arrays(2, fresh.arrays(), MESH) == {}
 

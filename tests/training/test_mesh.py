@@ -14,8 +14,12 @@ config.optimizer.warmup_steps = 0
 config.algorithm.beta, config.algorithm.num_iterations = 0.05, 2
 config.model.random_init = True
 config.model.scan_layers = {scan!r}
+config.algorithm.update({settings})
+coarse = config.algorithm.dynamic_sampling
 
 def reward(completions, answer, **kwargs):
+    if coarse:
+        return [float(len(c) % 3 == 0) for c in completions]
     return [len(set(c) & set(a)) - 0.1 * len(c) for c, a in zip(completions, answer)]
 
 def step(data, fsdp, tensor, microbatch_rows=0):
@@ -25,7 +29,11 @@ def step(data, fsdp, tensor, microbatch_rows=0):
         run = build(config, mesh, rewards=reward)
         before = jax.device_get(run.state.params)
         sizes = {{x.sharding.shard_shape(x.shape) for x in jax.tree.leaves(run.state.opt_state) if x.ndim == 3}}
-        experience = run.source.next(run.state, jax.random.key(5))
+        for seed in (4, 5) if coarse else (5,):  # what the first leaves in the replay buffer, the second may use
+            experience = run.source.next(run.state, jax.random.key(seed))
+        if coarse:
+            assert float(experience.metrics["rollout/resampled_groups"]) > 0
+            assert float(experience.metrics["rollout/replayed_groups"]) > 0
         state, metrics = _improve(config, run, run.state, experience.batch)
         changed = jax.tree.map(lambda a, b: np.abs(a - b).max(), jax.device_get(state.params), before)
         assert min(jax.tree.leaves(changed)) > 0
@@ -46,14 +54,25 @@ for shape in {shapes}:
 
 def test_every_mesh_gives_the_same_step(run_python, root):
     shapes = [(2, 1, 1), (1, 2, 2), (1, 4, 2), (2, 2, 2, 8)]
-    code = CHECK.format(path=f"{root / 'configs/grpo.py'}:tiny", shapes=shapes, scan="true")
+    code = CHECK.format(path=f"{root / 'configs/grpo.py'}:tiny", shapes=shapes, scan="true", settings={})
     done = run_python("-c", code, devices=8, timeout=900)
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.count("same") == len(shapes)
 
 
 def test_unrolled_layers_on_a_mesh(run_python, root):
-    code = CHECK.format(path=f"{root / 'configs/grpo.py'}:tiny", shapes=[(2, 2, 2)], scan="false")
+    code = CHECK.format(path=f"{root / 'configs/grpo.py'}:tiny", shapes=[(2, 2, 2)], scan="false", settings={})
+    done = run_python("-c", code, devices=8, timeout=900)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+def test_resampling_and_replay_on_a_mesh(run_python, root):
+    settings = {
+        "dynamic_sampling": True, "max_sampling_rounds": 2, "replay_groups": 3, "kl_controller": "adaptive",
+        "ref_sync_steps": 1, "entropy_controller": "adaptive", "top_entropy_quantile": 0.6, "kl_bias_correction": True,
+    }  # fmt: skip
+    path = f"{root / 'configs/grpo.py'}:tiny"
+    code = CHECK.format(path=path, shapes=[(2, 2, 2), (1, 4, 2, 8)], scan="true", settings=settings)
     done = run_python("-c", code, devices=8, timeout=900)
     assert done.returncode == 0, done.stderr[-3000:]
 

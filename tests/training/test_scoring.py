@@ -139,7 +139,8 @@ def test_flat_groups_are_flat_in_what_the_rule_reads():
     np.testing.assert_array_equal(make_scorer(configured(), ("a", "b")).flat_groups(rewards, weights), [True, True])
     gdpo = make_scorer(configured(advantage="gdpo"), ("a", "b"))
     np.testing.assert_array_equal(gdpo.flat_groups(rewards, weights), [False, True])
-    np.testing.assert_array_equal(np.asarray(score(rewards, weights, advantage="gdpo").priority) > 0, [True, False])
+    scored = score(rewards, (1.0, 2.0), advantage="gdpo")
+    np.testing.assert_array_equal(np.asarray(scored.priority) > 0, [True, False])
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,285 @@
+"""Batches of given rows: pairs, labelled rows and their mismatches, references, running means, held-out rows."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+
+from jaxrl_llm.config import ConfigError, default
+from jaxrl_llm.data import tasks
+from jaxrl_llm.models.model import load_model
+from jaxrl_llm.sharding import make_mesh
+from jaxrl_llm.train import train
+from jaxrl_llm.training import offline
+from jaxrl_llm.training.build import build
+
+
+def config_of(name: str, loss: str = "dpo", task: str = "sort_pairs", **algorithm):
+    config = default()
+    config.algorithm.name, config.algorithm.loss, config.algorithm.beta = name, loss, 0.1
+    config.data.path, config.data.eval_split = f"task:{task}", "validation"
+    config.batch.prompts, config.total_steps, config.eval.every, config.eval.prompts = 4, 2, -1, 6
+    config.optimizer.learning_rate, config.optimizer.eps = 1e-3, 1e-4
+    config.logging.backends = ()
+    for key, value in algorithm.items():
+        config.algorithm[key] = value
+    return config
+
+
+def built(config, rows=None):
+    """The run on a few rows of its task, which are also its held-out rows."""
+    mesh = make_mesh(devices=jax.devices()[:1])
+    rows = tasks.generate(config.data.path.removeprefix("task:"), size=24) if rows is None else rows
+    with jax.set_mesh(mesh):
+        return build(config, mesh, train_dataset=rows, eval_dataset=None if config.data.eval_path else rows)
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return load_model("embedded:sort").tokenizer
+
+
+# --- rows ---
+
+
+def test_pairs_are_adjacent_rows_chosen_first(tokenizer):
+    rows = [{"prompt": "sort:21=", "chosen": "12", "rejected": "21", "margin": 0.5},
+            {"prompt": "sort:43=", "chosen": "34", "rejected": "43"}]  # fmt: skip
+    config = config_of("reward_model")
+    examples = offline.tokenized(config, rows, tokenizer)
+    batch = offline.pad_examples(offline.arrange(config, examples, 16), 16)
+    texts = [tokenizer.decode(row[segments > 0]) for row, segments in zip(batch.tokens, batch.segments, strict=True)]
+    eos = tokenizer.eos_token
+    assert texts == [f"sort:21=12{eos}", f"sort:21=21{eos}", f"sort:43=34{eos}", f"sort:43=43{eos}"]
+    np.testing.assert_array_equal(batch.margins, [0.5, 0.5, 0.0, 0.0])
+    assert batch.labels is None
+    assert batch.ref_logps is None
+
+
+def test_a_mismatch_is_a_prompt_with_the_completion_before():
+    rows = [
+        {"ids": [1, 2, 7, 7], "mask": [0, 0, 1, 1], "label": True},
+        {"ids": [3, 8], "mask": [0, 1], "label": False},
+        {"ids": [4, 5, 6, 9], "mask": [0, 0, 0, 1], "label": True},
+    ]
+    config = config_of("preference", "kto")
+    arranged = offline.arrange(config, [[row] for row in rows], 4)
+    assert [example[0] for example in arranged] == rows
+    others = [example[1] for example in arranged]
+    assert [row["ids"] for row in others] == [[1, 2, 9], [3, 7, 7], [4, 5, 6, 8]]
+    assert [row["mask"] for row in others] == [[0, 0, 1], [0, 1, 1], [0, 0, 0, 1]]
+    assert [row["label"] for row in others] == [True, False, True]
+    assert offline.longest(config, [[row] for row in rows]) == 5
+    assert offline.arrange(config, [[row] for row in rows], 3)[2][1]["mask"] == [0, 0, 0]  # nothing of it fits
+    assert offline.arrange(config_of("preference", "apo_zero_unpaired"), [[rows[0]]], 4) == [[rows[0]]]
+
+
+def test_pairs_become_labelled_rows():
+    from datasets import Dataset
+
+    pairs = Dataset.from_list([{"prompt": "sort:21=", "chosen": "12", "rejected": "21"}])
+    config = config_of("preference", "kto")
+    examples = offline.tokenized(config, pairs, load_model("embedded:sort").tokenizer)
+    assert [row["label"] for (row,) in examples] == [True, False]
+    assert examples[0][0]["ids"] != examples[1][0]["ids"]
+
+
+def test_kto_warns_of_unbalanced_labels(caplog):
+    config = config_of("preference", "kto")
+    offline.check_balance(config, [[{"label": label}] for label in (True, True, True, False)])
+    assert "3 desirable and 1 undesirable" in caplog.text
+    caplog.clear()
+    config.algorithm.undesirable_weight = 3.0
+    offline.check_balance(config, [[{"label": label}] for label in (True, True, True, False)])
+    assert not caplog.text
+
+
+def test_data_of_another_kind_is_refused():
+    with pytest.raises(ConfigError, match="chosen"):
+        built(config_of("preference", "dpo", task="sort_demos"))
+    with pytest.raises(ConfigError, match="label"):
+        built(config_of("preference", "kto", task="sort_demos"))
+
+
+# --- references ---
+
+
+def test_a_precomputed_reference_equals_that_of_each_step(tmp_path):
+    """Also the held-out rows, which are more than one part, and with micro-batches."""
+    found = []
+    for precompute in (False, True):
+        config = config_of("preference", "dpo+sft")
+        config.output_dir, config.data.precompute_reference = str(tmp_path / str(precompute)), precompute
+        config.eval.every, config.eval.prompts, config.batch.microbatch_rows = 0, 5, 4
+        found.append(
+            train(config, tasks.generate("sort_pairs", size=24), tasks.generate("sort_pairs", "test", 5)).metrics
+        )
+    for step, precomputed in zip(*found, strict=True):
+        for name in step.keys() - {"tokens_per_second"}:
+            if not name.startswith("time/"):
+                np.testing.assert_allclose(precomputed[name], step[name], rtol=1e-5, atol=1e-6, err_msg=name)
+    assert found[0][-1]["eval/rewards/margins"] != 0
+
+
+def test_a_reference_is_kept_only_when_it_is_read():
+    for config, kept in (
+        (config_of("preference", "dpo"), True),
+        (config_of("preference", "simpo"), False),
+        (config_of("preference", "dpo", reference_free=True), False),
+        (config_of("sft", task="sort_demos"), False),
+    ):
+        source = built(config).source
+        assert (source.ref_params is not None) == kept, config.algorithm.loss
+    config = config_of("preference", "dpo")
+    config.data.precompute_reference = True
+    rows = [{"prompt": f"sort:{a}1=", "chosen": f"1{a}", "rejected": f"{a}1"} for a in range(2, 8)]
+    source = built(config, rows).source
+    assert source.ref_params is None
+    assert "ref" in source.pipeline._stream[0][0]
+
+
+# --- running mean ---
+
+
+def test_bco_subtracts_the_mean_of_all_rewards_so_far():
+    config = config_of("preference", "bco_pair", bco_running_mean=True)
+    config.data.shuffle = False
+    run = built(config)
+    source = run.source
+    lower = jax.tree.map(lambda x: x * 0.9, run.state.params)  # not the reference, so that rewards are not 0
+    state = run.state.__class__(run.state.step, lower, run.state.opt_state)
+    rewards, shifts = [], []
+    for step in range(2):
+        batch = source.next(state, jax.random.key(step)).batch
+        logps = offline._logps(source.net, lower, batch, 8, source.mesh)
+        rewards.append(np.asarray(((logps - batch.ref_logps) * batch.mask).sum(1)) * 0.1)
+        shifts.append(np.unique(batch.baseline))
+    np.testing.assert_allclose(shifts[0], rewards[0].mean(), rtol=1e-5)
+    np.testing.assert_allclose(shifts[1], np.concatenate(rewards).mean(), rtol=1e-5)
+    saved = json.loads(json.dumps(source.get_state()))
+    again = built(config).source
+    again.set_state(saved, {})
+    batches = [s.next(state, jax.random.key(3)).batch for s in (source, again)]
+    jax.tree.map(np.testing.assert_array_equal, *batches)
+
+
+# --- held-out rows ---
+
+
+@pytest.mark.parametrize(("loss", "task"), [("dpo", "sort_pairs"), ("kto", "sort_labels"), ("aot", "sort_pairs")])
+def test_held_out_rows_are_one_batch(loss, task):
+    """Whatever the size of the parts, and with a last one that is filled up."""
+    found = []
+    for rows in (4, 8):
+        config = config_of("preference", loss, task=task)
+        config.eval.every, config.eval.prompts, config.batch.microbatch_rows = 0, 5, rows
+        run = built(config)
+        moved = jax.tree.map(lambda x: x * 1.02, run.state.params)
+        found.append(run.evaluation(moved, jax.random.key(0)))
+    assert found[0]["eval/rewards/chosen"] != 0
+    for name in found[0]:
+        np.testing.assert_allclose(found[0][name], found[1][name], rtol=1e-5, atol=1e-6, err_msg=name)
+
+
+def test_what_is_measured():
+    def names(config):
+        config.eval.every = 0
+        run = built(config)
+        return set(run.evaluation(run.state.params, jax.random.key(0)))
+
+    demos = config_of("sft", task="sort_demos")
+    assert "eval/loss" in names(demos)
+    demos.data.eval_path = "task:sort"  # prompts and answers, nothing to learn from
+    assert not {"eval/loss"} & (found := names(demos)) and "eval/greedy_accuracy" in found
+    demos.data.eval_path, demos.eval.measure = "task:sort_demos", "both"
+    assert {"eval/loss", "eval/greedy_accuracy"} <= names(demos)
+
+
+# --- meshes ---
+
+MESH = """
+import jax, numpy as np
+from jaxrl_llm.command_line import load_config_file
+from jaxrl_llm.sharding import make_mesh
+from jaxrl_llm.train import _improve
+from jaxrl_llm.training.build import build
+
+def step(path, data, fsdp, tensor, microbatch_rows=0):
+    config = load_config_file(path)
+    config.batch.prompts, config.eval.every, config.batch.microbatch_rows = 8, 0, microbatch_rows
+    config.eval.measure, config.eval.prompts = "auto", 10
+    config.optimizer.learning_rate, config.optimizer.eps, config.optimizer.warmup_steps = 1e-3, 1e-4, 0
+    mesh = make_mesh(data, fsdp, tensor, devices=jax.devices()[: data * fsdp * tensor])
+    with jax.set_mesh(mesh):
+        run = build(config, mesh)
+        experience = run.source.next(run.state, jax.random.key(0))
+        state, metrics = _improve(config, run, run.state, experience.batch)
+        return jax.device_get(state.params), metrics | run.evaluation(state.params, jax.random.key(0))
+
+for name in {names}:
+    path = f"{root}/configs/{{name}}.py:tiny"
+    params, metrics = step(path, 1, 1, 1)
+    for shape in ((2, 2, 2), (1, 4, 1, 8)):
+        other_params, other_metrics = step(path, *shape)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), params, other_params)
+        for key in metrics:
+            np.testing.assert_allclose(other_metrics[key], metrics[key], rtol=1e-4, atol=1e-5, err_msg=key)
+        print("same", name, shape)
+"""
+
+
+@pytest.mark.slow
+def test_every_mesh_gives_the_same_step(run_python, root):
+    done = run_python("-c", MESH.format(names=["dpo", "kto", "reward_model"], root=root), devices=8, timeout=900)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.count("same") == 6
+
+
+def test_a_mesh_does_not_cut_a_pair(run_python, root):
+    flags = ["--config.batch.prompts=6", "--config.output_dir=out", "--config.mesh.fsdp=4"]
+    done = run_python("-m", "jaxrl_llm.train", f"--config={root / 'configs/dpo.py'}:tiny", *flags, devices=4)
+    assert done.returncode == 2
+    assert "12 rows does not divide into mesh.data x mesh.fsdp = 4 parts of whole pairs" in done.stderr
+
+
+# --- learning ---
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("loss", ["dpo", "ipo", "kto", "orpo", "cpo", "simpo", "alphapo", "apo_zero_unpaired", "aot"])
+def test_held_out_accuracy_and_margin_rise(loss, tmp_path):
+    task = "sort_labels" if loss in ("kto", "apo_zero_unpaired") else "sort_pairs"
+    config = config_of("preference", loss, task=task)
+    config.algorithm.beta = 2.0 if loss in ("simpo", "alphapo") else 0.1
+    config.output_dir, config.total_steps, config.batch.prompts = str(tmp_path), 30, 32
+    config.optimizer.learning_rate, config.optimizer.eps = 3e-5, 1e-8
+    config.eval.every, config.eval.prompts, config.checkpoint.every = 0, 128, 0
+    first, *_, last = train(config).metrics
+    assert last["eval/rewards/accuracies"] > max(0.8, first["eval/rewards/accuracies"] - 0.01), last
+    assert last["eval/rewards/margins"] > first["eval/rewards/margins"] + 0.05
+    assert last["eval/loss"] < first["eval/loss"]
+
+
+@pytest.mark.slow
+def test_a_reward_model_ranks_held_out_pairs(tmp_path):
+    config = config_of("reward_model", center_rewards_coefficient=0.01)
+    config.output_dir, config.total_steps, config.batch.prompts = str(tmp_path), 100, 32
+    config.optimizer.learning_rate, config.optimizer.eps = 5e-4, 1e-8
+    config.eval.every, config.eval.prompts, config.checkpoint.every = 0, 256, 0
+    first, *_, last = train(config).metrics
+    assert last["eval/accuracy"] > max(0.8, first["eval/accuracy"])
+    assert last["eval/margin"] > first["eval/margin"] + 0.5
+    assert last["eval/loss"] < first["eval/loss"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("packing", [False, True])
+def test_sft_lowers_the_held_out_loss(tmp_path, packing):
+    config = config_of("sft", task="sort_demos")
+    config.output_dir, config.total_steps, config.batch.prompts = str(tmp_path), 60, 32 if not packing else 8
+    config.model.random_init, config.data.packing, config.data.max_length = True, packing, 128
+    config.optimizer.learning_rate, config.optimizer.eps = 1e-3, 1e-8
+    config.eval.every, config.eval.prompts, config.checkpoint.every = 0, 128, 0
+    first, *_, last = train(config).metrics
+    assert last["eval/loss"] < 0.7 * first["eval/loss"]
