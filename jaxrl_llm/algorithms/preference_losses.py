@@ -371,9 +371,13 @@ def log1mexp(x) -> Array:
 
 
 def log_odds_ratio(policy_chosen, policy_rejected, lengths) -> Array:
-    """Returns ORPO's log odds ratio `[pairs]`, `(a - b) - (log(1 - e^a) - log(1 - e^b))` of mean log-probs a and b."""
+    """Returns ORPO's log odds ratio `[pairs]`, `(a - b) - (log(1 - e^a) - log(1 - e^b))` of mean log-probs a and b.
+
+    Finite also where a completion is so certain that its log-prob is rounded to 0: 1 - e^a is at least 2^-24.
+    """
     chosen, rejected = _per_token(policy_chosen, policy_rejected, lengths, "orpo")
-    return (chosen - rejected) - (log1mexp(chosen) - log1mexp(rejected))
+    odds = [log1mexp(jnp.minimum(x, -(2.0**-24))) for x in (chosen, rejected)]
+    return (chosen - rejected) - (odds[0] - odds[1])
 
 
 def orpo(policy_chosen, policy_rejected, ref_chosen=None, ref_rejected=None, beta=0.1, *, lengths=None) -> Array:

@@ -20,7 +20,7 @@ import numpy as np
 from jaxrl_llm.models.layers import KeyValues, empty_rows, longer_rows
 from jaxrl_llm.models.transformer import Net, Params, unstack
 from jaxrl_llm.rollout.logits import Sampling, sample
-from jaxrl_llm.sharding import constrain
+from jaxrl_llm.sharding import constrain, path_name
 
 
 class RowState(NamedTuple):
@@ -86,7 +86,15 @@ class Engine:
 
 @functools.partial(jax.jit, static_argnames="decoder")
 def _decoding_params(params: Params, decoder: Net) -> Params:
-    params = jax.tree.map(lambda x: x.astype(decoder.config.dtype), params)
+    """The parameters in the type they are computed in, so that a step reads no more than it must.
+
+    Norm scales stay as they are: norms run in fp32, and a rounded scale would make sampler and trainer differ.
+    """
+
+    def leaf(path, x):
+        return x if path_name(path).endswith("scale") else x.astype(decoder.config.dtype)
+
+    params = jax.tree_util.tree_map_with_path(leaf, params)
     return params if decoder.config.scan_layers else unstack(params)
 
 

@@ -126,7 +126,7 @@ class Online:
         batch = Batch(
             tokens=rollout.tokens,
             segments=rollout.segments,
-            mask=mask,
+            mask=scored.mask,
             sample_logps=rollout.sample_logps,
             old_logps=old_logps,
             advantages=scored.values,
@@ -319,6 +319,11 @@ def _in_parts(function, arrays, rows: int, shards: int):
 
 def check_rows(config, rows: int, mesh: Mesh) -> None:
     """Raises ConfigError unless every micro-batch cuts into the mesh's row shards."""
+    if config.algorithm.aggregation == "microbatch_token" and row_shards(mesh) > 1:
+        raise ConfigError(
+            "algorithm.aggregation = 'microbatch_token' is of adjacent rows, but a micro-batch takes rows of each of "
+            f"the {row_shards(mesh)} shards of the mesh; use token, or mesh.data = mesh.fsdp = 1"
+        )
     part = config.batch.microbatch_rows or rows // config.batch.minibatches
     pairs = config.algorithm.name in OFFLINE and rows_together(config) == 2
     if part % (row_shards(mesh) * (2 if pairs else 1)):

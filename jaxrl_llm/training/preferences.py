@@ -175,13 +175,18 @@ def _paired(config, net: Net, mixture: list[Term]) -> Objective:
         if squares:
             pair = wpo_weights(logps, squares[0], batch.mask)
             per_pair, per_token = per_pair * pair, per_token * jnp.repeat(pair, 2)[:, None]
-        value = (split_pairs(batch.row_weights)[0] * per_pair).sum() + per_token.sum()
+        value = _weighted(split_pairs(batch.row_weights)[0], per_pair) + per_token.sum()
         if batch.tangent is not None:
             slope, height = batch.tangent.T
             value += (height + slope * (sums - jax.lax.stop_gradient(sums))).sum()
         return value, metrics
 
     return Objective(prepare, loss, observe if coupled else None)
+
+
+def _weighted(weights, values) -> jax.Array:
+    """`sum(weights * values)` in which rows without weight are not read: those that fill up a batch may be no number."""
+    return (weights * jnp.where(weights > 0, values, 0.0)).sum()
 
 
 def _reference(config, batch: Batch) -> tuple[jax.Array, jax.Array] | None:
@@ -263,7 +268,7 @@ def _pair_metrics(config, mixture: list[Term], batch: Batch, sums, lengths) -> M
     if any(term.name == "orpo" for term in mixture):
         odds = preference_losses.log_odds_ratio(*split_pairs(sums), split_pairs(lengths))
         measured |= {"log_odds_chosen": odds, "log_odds_ratio": jax.nn.log_sigmoid(odds)}
-    return {name: (share * value).sum() for name, value in measured.items()}
+    return {name: _weighted(share, value) for name, value in measured.items()}
 
 
 def _labelled(config, net: Net, term: Term) -> Objective:

@@ -41,6 +41,7 @@ class Advantages(NamedTuple):
     values: jax.Array  # [N,T], 0 outside the mask
     priority: jax.Array  # [B] std of a group's scores x mean |advantage|; 0 where all its completions score alike
     returns: jax.Array | None  # [N,T] of a rule with a critic
+    mask: jax.Array  # [N,T] tokens the loss reads: with a critic not those of rows that no reward applies to
     kl: jax.Array | None  # mean over rows of their mean KL per token; None without reference log-probs
     metrics: dict[str, jax.Array]
 
@@ -126,7 +127,8 @@ class Scorer:
         if returns is not None:
             metrics["critic/returns_mean"] = masked_mean(returns, counted)
             metrics["critic/explained_variance"] = explained_variance(values, returns, counted)
-        return Advantages(advantages, self._priority(rewards, raw, advantages, mask), returns, kl, metrics)
+            mask = counted
+        return Advantages(advantages, self._priority(rewards, raw, advantages, mask), returns, mask, kl, metrics)
 
     def _shape(self, scores, rollout: Rollout):
         if self.overlong_buffer:

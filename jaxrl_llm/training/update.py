@@ -98,7 +98,7 @@ def make_update(
     learn = learner(objective, optimizer, config, mesh)
 
     def update(state: State, batch: Batch) -> tuple[State, Metrics]:
-        if learn_critic is None:
+        if learn_critic is None or state.critic is None:
             return learn(state, batch)
         critic, critic_metrics = learn_critic(state.critic, batch)
         before = dataclasses.replace(state, critic=None)

@@ -326,3 +326,13 @@ def test_log1mexp_is_accurate_at_both_ends(x64):
     expected = [np.log(1e-12), np.log1p(-np.exp(-0.5)), np.log1p(-np.exp(-0.7)), -np.exp(-40.0)]
     np.testing.assert_allclose(log1mexp(x), expected, rtol=1e-9)
     assert np.isfinite(jax.vmap(jax.grad(log1mexp))(x)).all()
+
+
+def test_orpo_of_a_completion_that_is_certain():
+    """In float32 log-probs near 0 are rounded to 0, or even above it."""
+    lengths = (jnp.ones(1), jnp.ones(1))
+    for certain in (0.0, 1e-7, -1e-8):
+        for sign in (0, 1):
+            pair = [jnp.array([certain]), jnp.array([-3.0])][:: 1 - 2 * sign]
+            values = jax.value_and_grad(lambda c, r: orpo(c, r, lengths=lengths).sum(), argnums=(0, 1))(*pair)
+            assert all(np.isfinite(x).all() for x in jax.tree.leaves(values))

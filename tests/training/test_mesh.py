@@ -19,7 +19,7 @@ coarse = config.algorithm.dynamic_sampling
 
 def reward(completions, answer, **kwargs):
     if coarse:
-        return [float(len(c) % 3 == 0) for c in completions]
+        return [float(sum(map(ord, c)) % 13 == 0) for c in completions]
     return [len(set(c) & set(a)) - 0.1 * len(c) for c, a in zip(completions, answer)]
 
 def step(data, fsdp, tensor, microbatch_rows=0):

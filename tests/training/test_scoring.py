@@ -165,3 +165,14 @@ def test_a_rule_of_the_users_own(tmp_path):
     )
     scored = score([1, 0, 2, 1], advantage=f"{tmp_path}/mine.py:centred(power=2)")
     np.testing.assert_allclose(rows_of(scored), np.array([0, -1, 1, 0]) / LENGTHS**2, rtol=1e-5)
+
+
+def test_a_critic_does_not_learn_from_unscorable_rows():
+    config = configured(name="ppo", advantage="ppo(lam=1.0, whiten_advantages=False)")
+    rewards, values = np.array([[1.0], [NAN], [2.0], [0.5]], np.float32), np.full(MASK.shape, 0.25, np.float32)
+    scorer = make_scorer(config, ("r",))
+    scored = scorer(rollout(), MASK, rewards, np.ones(1, np.float32), values=values)
+    scorable = MASK * np.array([[1], [0], [1], [1]])
+    np.testing.assert_array_equal(scored.mask, scorable)
+    np.testing.assert_allclose(scored.returns, scorable * np.nan_to_num(rewards), atol=1e-6)
+    np.testing.assert_allclose(scored.values, scorable * (np.nan_to_num(rewards) - 0.25), atol=1e-6)
