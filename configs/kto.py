@@ -2,7 +2,9 @@
 
     python -m jaxrl_llm.train --config=configs/kto.py
 
-MORE
+Each row's prompt is also scored with the completion of another row of the batch, for the reference point. 2 CPU cores:
+about a minute. Held-out rows on the right side of it: 98 %; right answers of sampled completions 26 % -> 52 %, of
+greedy ones 76 % -> 96 %.
 """
 
 from jaxrl_llm.config import default
@@ -12,15 +14,15 @@ def get_config(arg: str = ""):
     """`tiny`: two steps, for a test."""
     config = default()
     config.output_dir = "runs/kto"
-    config.total_steps = 200
+    config.total_steps = 100
     config.data.path = "task:sort_labels"
     config.data.eval_split = "validation"
     config.rollout.max_prompt_length = 16
     config.rollout.max_completion_length = 10
     config.algorithm.name = "preference"
     config.algorithm.loss = "kto"
-    config.algorithm.beta = 0.1
-    config.optimizer.learning_rate = 1e-4
+    config.algorithm.beta = 1.0  # answers are short; 0.1 is usual for long ones
+    config.optimizer.learning_rate = 2e-5
     config.batch.prompts = 64
     config.optimizer.b2 = 0.99
     config.optimizer.schedule = "cosine"

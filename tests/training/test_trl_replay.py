@@ -107,7 +107,7 @@ def compare(theirs, ours):
         np.testing.assert_allclose(tensor, parameters[name], rtol=1e-4, atol=1e-5, err_msg=name)
 
 
-@pytest.mark.parametrize("loss_on", ["completion", "all"])
+@pytest.mark.parametrize("loss_on", ["completion", pytest.param("all", marks=pytest.mark.slow)])
 def test_sft(folder, tmp_path, loss_on):
     rows = [{name: row[name] for name in ("prompt", "completion")} for row in tasks.generate("sort_demos", size=20)]
     theirs = run_trl(
@@ -116,7 +116,9 @@ def test_sft(folder, tmp_path, loss_on):
     compare(theirs, run_ours(folder, rows, tmp_path, loss_on=loss_on, name="sft"))
 
 
-@pytest.mark.parametrize(("loss_type", "loss"), [("sigmoid", "dpo"), ("ipo", "ipo")])
+@pytest.mark.parametrize(
+    ("loss_type", "loss"), [("sigmoid", "dpo"), pytest.param("ipo", "ipo", marks=pytest.mark.slow)]
+)
 def test_dpo(folder, tmp_path, loss_type, loss):
     columns = ("prompt", "chosen", "rejected")
     rows = [{name: row[name] for name in columns} for row in tasks.generate("sort_pairs", size=20)]
