@@ -2,10 +2,10 @@
 
     python -m jaxrl_llm.train --config=configs/simpo.py
 
-`algorithm.simpo_gamma` is the margin itself, here half of beta; `--config.algorithm.cpo_alpha=1` adds the likelihood of
-the chosen completion (CPO-SimPO). The paper has beta 2 to 2.5 for long completions. 2 CPU cores: about a minute.
-Held-out pairs ranked right: 95 % -> 100 %; right answers of sampled completions 24 % -> 27 %, of greedy
-ones 71 % -> 84 %.
+`algorithm.simpo_gamma` is the margin itself, here half of beta; `--config.algorithm.cpo_alpha=1` adds the likelihood
+of the chosen completion (CPO-SimPO). The paper has beta 2 to 2.5 for long completions. 2 CPU cores: about a minute.
+Held-out pairs ranked right: 95 % -> 100 %; right answers of sampled completions 24 % -> 27 %, of greedy ones
+71 % -> 84 %.
 """
 
 from jaxrl_llm.config import default
