@@ -94,9 +94,8 @@ Health of the run with seed 0:
 The shipped model goes on with the demonstrations it was made from (six in ten of them wrong), for about as long:
 
 {control}
-Greedy answers become right, because the right answer is the most frequent single one, but samples stay as mixed as the
-demonstrations. Reinforcement removes the wrong behaviours, and repairs mistakes on the way. It does not teach the
-model to sort: the warm start already can, sometimes.
+Samples stay about as mixed as the demonstrations, however long it goes on. Reinforcement removes the wrong behaviours,
+and repairs mistakes on the way. It does not teach the model to sort: the warm start already can, sometimes.
 """
 
 
