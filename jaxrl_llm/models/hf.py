@@ -82,6 +82,7 @@ def load_tokenizer(folder: str | os.PathLike[str]):
     """The folder's tokenizer (`transformers.AutoTokenizer`); raises ConfigError when it is missing or unreadable."""
     if not has_tokenizer(folder):
         raise ConfigError(f"{folder} has no tokenizer (none of {', '.join(TOKENIZER_FILES)}).")
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # the advice is to install torch
     from transformers import AutoTokenizer  # seconds to import
 
     try:
