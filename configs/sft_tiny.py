@@ -3,7 +3,7 @@
     python -m jaxrl_llm.train --config=configs/sft_tiny.py
 
 Six demonstrations in ten are wrong (digits sorted downwards, copied or reversed), so the result sorts only sometimes:
-a warm start from which reinforcement has something to do. 2 CPU cores: about 20 seconds. The folder
+a warm start from which reinforcement has something to do. 2 CPU cores: under a minute. The folder
 `runs/sft_tiny/hf` is what lies in `jaxrl_llm/models/embedded/sort`.
 """
 
