@@ -1,10 +1,12 @@
 """CISPO (MiniMax-M1, arXiv 2506.13585) on the embedded model and task of grpo.py: capped weights, no token is lost.
 
-python -m jaxrl_llm.train --config=configs/cispo.py
+    python -m jaxrl_llm.train --config=configs/cispo.py
 
 REINFORCE whose importance weight is capped and takes no gradient, so that every token keeps teaching where PPO's clip
 would silence it. epsilon_high is the cap of the ratio itself (ScaleRL, arXiv 2510.13786). It starts from grpo.py beside
 it.
+
+2 CPU cores, seed 0: about 3 minutes for 250 steps. Held-out accuracy rises from 0.25 to 0.98 (greedy: 0.74 to 1.00).
 """
 
 from pathlib import Path

@@ -1,9 +1,11 @@
 """REINFORCE++-baseline (arXiv 2501.03262) on the embedded model and task of grpo.py: the group's mean as baseline.
 
-python -m jaxrl_llm.train --config=configs/reinforce_plus_plus_baseline.py
+    python -m jaxrl_llm.train --config=configs/reinforce_plus_plus_baseline.py
 
 The score minus the mean of its group, normalised over all tokens of the batch instead of within the group, and the KL
 term k2 in the loss. It starts from grpo.py beside it.
+
+2 CPU cores, seed 0: about 2.5 minutes for 250 steps. Held-out accuracy rises from 0.25 to 0.96 (greedy: 0.74 to 0.99).
 """
 
 from pathlib import Path

@@ -1,9 +1,11 @@
 """SAPO (arXiv 2511.20347) on the embedded model and task of grpo.py: a soft gate in place of a clip.
 
-python -m jaxrl_llm.train --config=configs/sapo.py
+    python -m jaxrl_llm.train --config=configs/sapo.py
 
 A sigmoid of the ratio takes the place of the clip: tokens far from the sampling policy fade out, those with negative
 advantages sooner. It starts from grpo.py beside it.
+
+2 CPU cores, seed 0: about 2 minutes for 250 steps. Held-out accuracy rises from 0.25 to 0.98 (greedy: 0.74 to 1.00).
 """
 
 from pathlib import Path
