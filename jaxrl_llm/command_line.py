@@ -16,7 +16,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
-from jaxrl_llm.config import KEYS, SECTIONS, ConfigDict, Key, assign, check_keys, default, validate
+from jaxrl_llm.config import ConfigDict, assign, check_keys, default, validate
+from jaxrl_llm.keys import KEYS, SECTIONS, Key
 from jaxrl_llm.names import ConfigError, closest, import_file, path_and_line
 
 CONFIG_FILE = Key(

@@ -15,7 +15,8 @@ from typing import Any
 import jax
 
 from jaxrl_llm.command_line import load_flags, run
-from jaxrl_llm.config import ConfigError, Key, validate
+from jaxrl_llm.config import ConfigError, validate
+from jaxrl_llm.keys import Key
 from jaxrl_llm.training.build import build_evaluation, build_mesh, build_model, build_rewards
 from jaxrl_llm.training.console import show
 

@@ -12,7 +12,8 @@ from pathlib import Path
 import jax
 
 from jaxrl_llm.command_line import load_options, run
-from jaxrl_llm.config import ConfigDict, ConfigError, Key, from_json
+from jaxrl_llm.config import ConfigDict, ConfigError, from_json
+from jaxrl_llm.keys import Key
 from jaxrl_llm.models.model import describe, save_hf
 from jaxrl_llm.sharding import make_mesh
 from jaxrl_llm.training.checkpoint import Checkpoints

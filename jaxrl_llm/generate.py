@@ -14,10 +14,11 @@ import jax
 from jax.experimental import multihost_utils
 
 from jaxrl_llm.command_line import load_options, run
-from jaxrl_llm.config import ConfigError, Key
+from jaxrl_llm.config import ConfigError
 from jaxrl_llm.data import sources
 from jaxrl_llm.data.chat import Prompt, decode_completion, is_conversational, render_prompt
 from jaxrl_llm.data.collate import pad_prompts
+from jaxrl_llm.keys import Key
 from jaxrl_llm.models.model import Model, load_model
 from jaxrl_llm.rollout.engine import Engine
 from jaxrl_llm.rollout.logits import Sampling

@@ -8,7 +8,8 @@ import pytest
 from jaxrl_llm import config as tree
 from jaxrl_llm import names
 from jaxrl_llm.command_line import help_text, load_flags
-from jaxrl_llm.config import KEYS, SECTIONS, ConfigError, Key, default, from_json, resolve, to_json, validate
+from jaxrl_llm.config import ConfigError, default, from_json, resolve, to_json, validate
+from jaxrl_llm.keys import KEYS, SECTIONS, Key
 from jaxrl_llm.names import closest
 
 

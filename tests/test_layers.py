@@ -27,7 +27,7 @@ LAYERS = {
     "command_line": 5,
     PACKAGE: 5,
 }
-CONFIGURATION = {"config", "names"}
+CONFIGURATION = {"config", "keys", "names"}
 # The oracles of the tests; the package never needs them.
 FORBIDDEN = {"torch", "trl", "peft", "accelerate", "vllm", "pytest"}
 # What reads files, the network or a configuration has no place among the pure functions of the ground floor.

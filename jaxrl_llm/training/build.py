@@ -8,11 +8,12 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from jaxrl_llm.config import OFFLINE, ConfigError, batch_rows
+from jaxrl_llm.config import ConfigError, batch_rows
 from jaxrl_llm.data import sources
 from jaxrl_llm.data.packing import first_fit
 from jaxrl_llm.data.pipeline import Pipeline
 from jaxrl_llm.data.tokenize import tokenize_prompts
+from jaxrl_llm.keys import OFFLINE
 from jaxrl_llm.models.model import Model, load_model
 from jaxrl_llm.models.transformer import Params
 from jaxrl_llm.rewards.grader import Rewards, load_rewards
@@ -26,8 +27,9 @@ from jaxrl_llm.training.experience import Online, Row, Sampler, check_rows
 from jaxrl_llm.training.memory import make_memory
 from jaxrl_llm.training.metrics import Stopwatch
 from jaxrl_llm.training.offline import HeldOut, Offline
+from jaxrl_llm.training.optimizers import make_optimizer
 from jaxrl_llm.training.scoring import make_scorer
-from jaxrl_llm.training.update import State, Update, init_state, learner, make_measure, make_optimizer, make_update
+from jaxrl_llm.training.update import State, Update, init_state, learner, make_measure, make_update
 
 OBJECTIVES = {
     "sft": objectives.sft,

@@ -17,10 +17,11 @@ from jax.sharding import Mesh
 from jaxrl_llm.algorithms.aggregation import masked_mean
 from jaxrl_llm.algorithms.batch import Batch
 from jaxrl_llm.algorithms.kl import AdaptiveKL
-from jaxrl_llm.config import OFFLINE, ConfigError, rows_together
+from jaxrl_llm.config import ConfigError, rows_together
 from jaxrl_llm.data.chat import decode_completion, is_conversational
 from jaxrl_llm.data.collate import pad_prompts
 from jaxrl_llm.data.pipeline import Pipeline
+from jaxrl_llm.keys import OFFLINE
 from jaxrl_llm.models.transformer import Net, Params
 from jaxrl_llm.policy import token_logps, token_values
 from jaxrl_llm.rewards.grader import Rewards

@@ -25,7 +25,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from rich.console import Console
 
-from jaxrl_llm.config import KEYS, OFFLINE, ConfigDict, ConfigError, default
+from jaxrl_llm.config import ConfigDict, ConfigError, default
+from jaxrl_llm.keys import KEYS, OFFLINE
 from jaxrl_llm.training.console import Screen
 
 METRICS = "metrics.jsonl"

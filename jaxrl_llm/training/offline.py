@@ -17,11 +17,12 @@ from jax.sharding import Mesh
 
 from jaxrl_llm.algorithms.batch import Batch
 from jaxrl_llm.algorithms.sequence_logps import RunningMean
-from jaxrl_llm.config import LABELLED, batch_rows, loss_names, rows_together
+from jaxrl_llm.config import batch_rows, loss_names, rows_together
 from jaxrl_llm.data.collate import pad_rows
 from jaxrl_llm.data.packing import pad_groups
 from jaxrl_llm.data.pipeline import Pipeline
 from jaxrl_llm.data.tokenize import split_pair, tokenize_completions, tokenize_labels, tokenize_pairs
+from jaxrl_llm.keys import LABELLED
 from jaxrl_llm.models.transformer import Net, Params
 from jaxrl_llm.sharding import row_shards, rows_to_global
 from jaxrl_llm.training.experience import Experience, Row, scored_logps

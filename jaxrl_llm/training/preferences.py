@@ -15,7 +15,8 @@ import jax.numpy as jnp
 from jaxrl_llm.algorithms import preference_losses
 from jaxrl_llm.algorithms.batch import Batch
 from jaxrl_llm.algorithms.sequence_logps import length_desensitized_logps, sequence_logps, split_pairs, wpo_weights
-from jaxrl_llm.config import LABELLED, ConfigDict, ConfigError, default, loss_names
+from jaxrl_llm.config import ConfigDict, ConfigError, default, loss_names
+from jaxrl_llm.keys import LABELLED
 from jaxrl_llm.models.transformer import Net, Params
 from jaxrl_llm.names import resolve_with_options
 from jaxrl_llm.policy import last_scores, token_logps, token_logps_and_squares

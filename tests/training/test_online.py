@@ -12,7 +12,8 @@ from jaxrl_llm.algorithms.batch import Batch
 from jaxrl_llm.config import ConfigError, default
 from jaxrl_llm.sharding import make_mesh
 from jaxrl_llm.training import objectives
-from jaxrl_llm.training.update import init_state, make_optimizer, make_update
+from jaxrl_llm.training.optimizers import make_optimizer
+from jaxrl_llm.training.update import init_state, make_update
 from tests.training.test_objectives import COMPLETION, NET, PARAMS, make_batch, naive_logps
 
 BATCH = make_batch(seed=3, rows=10)

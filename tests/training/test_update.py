@@ -9,7 +9,8 @@ import pytest
 from jaxrl_llm.config import default
 from jaxrl_llm.sharding import make_mesh
 from jaxrl_llm.training import objectives
-from jaxrl_llm.training.update import init_state, learning_rate_schedule, make_optimizer, make_update, split_rows
+from jaxrl_llm.training.optimizers import learning_rate_schedule, make_optimizer
+from jaxrl_llm.training.update import init_state, make_update, split_rows
 from tests.training.test_objectives import NET, make_batch
 
 

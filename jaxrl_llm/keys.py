@@ -1,0 +1,332 @@
+"""Every setting of a run, once: its name, default, type, range and meaning.
+
+`KEYS` is the single source. From it come `config.default()` (the tree a config file starts from), the checks of
+`config.validate()`, the command line with its `--help` (command_line.py), and docs/configuration.md.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from jaxrl_llm.names import ConfigError
+
+
+@dataclass(frozen=True)
+class Key:
+    """One setting. A tuple default makes it a list of `kind`; a None default makes it optional."""
+
+    name: str
+    default: Any
+    doc: str
+    kind: type = str
+    choices: tuple[str, ...] | None = None
+    minimum: float | None = None
+    maximum: float | None = None
+    above: float | None = None  # exclusive
+    below: float | None = None  # exclusive
+
+    @property
+    def many(self) -> bool:
+        """True when the value is a list."""
+        return isinstance(self.default, tuple)
+
+    @property
+    def allowed(self) -> str:
+        """The values the key takes, in words."""
+        if self.choices:
+            text = "one of " + ", ".join(self.choices)
+        else:
+            text = {bool: "true or false", int: "an integer", float: "a number", str: "a text"}[self.kind]
+        bounds = ((">", self.above), (">=", self.minimum), ("<", self.below), ("<=", self.maximum))
+        text += " and".join(f" {sign} {bound:g}" for sign, bound in bounds if bound is not None)
+        if self.many:
+            text = f"a list, each {text}"
+        return f"{text}, or none" if self.default is None else text
+
+    def show(self, value: Any) -> str:
+        """The value as the command line takes it."""
+        if isinstance(value, tuple | list):
+            return ",".join(str(item) for item in value)
+        return str(value).lower() if value is None or isinstance(value, bool) else str(value)
+
+    def accepts(self, value: Any) -> bool:
+        """True when the value has the key's type and lies in its range."""
+        if self.many:
+            return isinstance(value, tuple | list) and all(self._accepts_one(item) for item in value)
+        return (value is None and self.default is None) or self._accepts_one(value)
+
+    def _accepts_one(self, value: Any) -> bool:
+        kinds = (int, float) if self.kind is float else self.kind
+        if not isinstance(value, kinds) or (isinstance(value, bool) and self.kind is not bool):
+            return False
+        if self.choices and value not in self.choices:
+            return False
+        if self.kind not in (int, float):
+            return True
+        return (
+            math.isfinite(value)
+            and (self.minimum is None or value >= self.minimum)
+            and (self.maximum is None or value <= self.maximum)
+            and (self.above is None or value > self.above)
+            and (self.below is None or value < self.below)
+        )
+
+    def parse(self, text: str) -> Any:
+        """The value a command line text stands for; raises ConfigError when the key does not take it."""
+        if self.many:
+            value = tuple(self._parse_one(part) for part in text.split(",")) if text else ()
+        else:
+            value = None if self.default is None and text.lower() == "none" else self._parse_one(text)
+        self.check(value)
+        return value
+
+    def _parse_one(self, text: str) -> Any:
+        if self.kind is bool:
+            return {"true": True, "1": True, "false": False, "0": False}.get(text.lower(), text)
+        try:
+            return self.kind(text)
+        except ValueError:
+            return text
+
+    def check(self, value: Any) -> None:
+        """Raises ConfigError, naming the key, the value and what is allowed, unless the key accepts the value."""
+        if not self.accepts(value):
+            raise ConfigError(f"{self.name} is {value!r}, but it takes {self.allowed}")
+
+
+ALGORITHMS = ("grpo", "ppo", "sft", "preference", "reward_model")
+OFFLINE = ("sft", "preference", "reward_model")
+LABELLED = ("kto", "apo_zero_unpaired")  # preference losses of labelled completions; the others are of pairs
+GROUP_ADVANTAGES = ("group", "gdpo", "rloo", "passk", "opo", "reinforce_plus_plus_baseline")
+DTYPES = ("float32", "bfloat16", "float16")
+
+SECTIONS = {
+    "": "The run.",
+    "model": "The network that is trained.",
+    "data": "Where prompts and rows come from.",
+    "rollout": "Sampling completions from the policy.",
+    "rewards": "How completions are scored.",
+    "algorithm": "What the objective computes. A config file per algorithm sets these.",
+    "critic": "PPO's value network and its own optimizer; what is not here is as in `optimizer`.",
+    "optimizer": "How gradients become parameter updates.",
+    "batch": "How many rows a step uses, and how they are split.",
+    "mesh": "How devices are arranged. The three sizes multiply to the number of devices.",
+    "checkpoint": "What is saved under output_dir, and how a run goes on.",
+    "eval": "Measuring the policy on held-out prompts.",
+    "logging": "Where metrics and samples are written.",
+}
+
+# fmt: off
+KEYS = (
+    Key("output_dir", "runs/default", "Folder for checkpoints, metrics and the configuration of the run."),
+    Key("seed", 0, "Root of every random number of the run.", int, minimum=0),
+    Key("total_steps", 100, "Number of training steps.", int, minimum=0),
+
+    Key("model.path", "embedded:sort",
+        "Hugging Face hub id, local folder, or `embedded:<name>` for a model in the package."),
+    Key("model.dtype", "auto",
+        "Type the network computes in; auto is float32 on CPU and bfloat16 on accelerators.",
+        choices=("auto", *DTYPES)),
+    Key("model.param_dtype", "float32", "Type the trained parameters are stored in.", choices=DTYPES),
+    Key("model.random_init", False, "Start from random parameters (drawn from seed) instead of the model's.", bool),
+    Key("model.remat", "none",
+        "What the backward pass computes again to save memory: nothing, or each block.", choices=("none", "block")),
+    Key("model.scan_layers", "auto",
+        "Scan one compiled layer, or compile each (slower to start, faster on CPU); auto scans except on CPU.",
+        choices=("auto", "true", "false")),
+
+    Key("data.path", "task:sort", "Hub id, local folder or file, or `task:<name>` for a built-in task."),
+    Key("data.name", None, "Configuration name of a hub data set."),
+    Key("data.split", "train", "Split that is trained on."),
+    Key("data.eval_path", None, "Data set to evaluate on; none is the same as data.path."),
+    Key("data.eval_split", "test", "Split that is evaluated on."),
+    Key("data.prompt_key", "prompt", "Column that holds the prompt."),
+    Key("data.overlong", "error",
+        "What happens to a prompt longer than rollout.max_prompt_length, or to a row of an offline algorithm longer "
+        "than data.max_length (there error, filter or truncate_right).",
+        choices=("error", "filter", "truncate_left", "truncate_right", "truncate_middle")),
+    Key("data.shuffle", True, "Reshuffle the rows every epoch.", bool),
+    Key("data.max_length", 1024,
+        "Tokens in a row of an offline algorithm, prompt and completion together.", int, minimum=1),
+    Key("data.loss_on", "completion",
+        "Tokens that supervised fine-tuning learns: the completion only, or the prompt too.",
+        choices=("completion", "all")),
+    Key("data.packing", False,
+        "Put several short rows of supervised fine-tuning in one; they do not see each other.", bool),
+    Key("data.precompute_reference", False,
+        "Compute the reference log-probs of a preference data set once, before training, and keep no reference.", bool),
+
+    Key("rollout.group_size", 8, "Completions per prompt.", int, minimum=1),
+    Key("rollout.max_prompt_length", 512, "Longest prompt, in tokens.", int, minimum=1),
+    Key("rollout.max_completion_length", 256, "Longest completion, in tokens, end of text included.", int, minimum=1),
+    Key("rollout.temperature", 1.0, "Sampling temperature; the trainer's log-probs use the same.", float, above=0),
+    Key("rollout.top_p", 1.0,
+        "Sample from the smallest set of tokens with this probability; 1 is off.", float, above=0, maximum=1),
+    Key("rollout.top_k", 0, "Sample from this many most likely tokens; 0 is off.", int, minimum=0),
+    Key("rollout.min_p", 0.0,
+        "Drop tokens less likely than this fraction of the most likely one; 0 is off.", float, minimum=0, maximum=1),
+    Key("rollout.chunk", 32, "Decoding steps on the device between two looks by the host.", int, minimum=1),
+
+    Key("rewards.functions", ("exact_match",),
+        "Reward functions: built-in name, `module:function` or `path/to/file.py:function`."),
+    Key("rewards.weights", (), "Weight of each reward function; empty is 1 for all.", float),
+    Key("rewards.timeout", None,
+        "Seconds the reward functions may take for one batch; none is no limit.", float, above=0),
+
+    Key("algorithm.name", "grpo",
+        "What is trained: grpo samples and scores completions, sft learns given ones, preference learns from pairs or "
+        "labelled completions, reward_model learns a score from pairs.", choices=ALGORITHMS),
+    Key("algorithm.advantage", "group",
+        "Advantage estimate: built-in name, `module:function` or `path/to/file.py:function`; options in brackets, "
+        "`rloo(normalize=True)`."),
+    Key("algorithm.loss", "ppo_clip",
+        "Policy or preference loss: built-in name, `module:function` or `path/to/file.py:function`. A policy loss may "
+        "have options in brackets, `sapo(temperature_negative=1.1)`; preference losses may be a mixture, "
+        "`dpo+bco_pair+sft`."),
+    Key("algorithm.aggregation", "sequence",
+        "How token losses are averaged: over each row's tokens, then over rows (sequence); over all tokens (token); "
+        "over rows x rollout.max_completion_length (constant); row sums over rows (sequence_sum); "
+        "over the tokens of each micro-batch (microbatch_token).",
+        choices=("sequence", "token", "constant", "sequence_sum", "microbatch_token")),
+    Key("algorithm.scale_rewards", "group",
+        "Standard deviation that advantages are divided by: the group's, the batch's, or none.",
+        choices=("group", "batch", "none")),
+    Key("algorithm.beta", 0.0,
+        "Weight of the KL term against the reference policy; 0 is off and keeps no reference. Preference losses: their "
+        "beta (ORPO's lambda).", float, minimum=0),
+    Key("algorithm.kl", "auto", "Estimator of the KL term; auto is k1 in the reward and k3 in the loss.",
+        choices=("auto", "k3", "k1", "abs", "k2")),
+    Key("algorithm.kl_in_reward", False,
+        "Subtract beta x KL from the rewards (of each token, or summed from the score) in place of adding it to the "
+        "loss.", bool),
+    Key("algorithm.kl_bias_correction", False,
+        "Multiply the KL term of the loss by the probability ratio: unbiased for samples of an older policy.", bool),
+    Key("algorithm.kl_controller", "fixed",
+        "Whether beta stays, or moves so that the KL approaches kl_target.", choices=("fixed", "adaptive")),
+    Key("algorithm.kl_target", 0.1, "KL per token that the adaptive controller steers to.", float, above=0),
+    Key("algorithm.kl_horizon", 10_000.0, "Rows over which the adaptive controller moves beta.", float, above=0),
+    Key("algorithm.ref_sync_steps", 0, "Steps between moves of the reference towards the policy; 0 is never.",
+        int, minimum=0),
+    Key("algorithm.ref_mixup_alpha", 0.6,
+        "Share of the policy in the moved reference; 1 replaces it.", float, above=0, maximum=1),
+    Key("algorithm.epsilon_low", 0.2, "The probability ratio is clipped below 1 - epsilon_low.", float, minimum=0),
+    Key("algorithm.epsilon_high", 0.2,
+        "The probability ratio is clipped above 1 + epsilon_high; cispo: the cap of the ratio itself.",
+        float, minimum=0),
+    Key("algorithm.delta", None,
+        "Upper bound of the unclipped ratio in two-sided clipping; none is off.", float, above=0),
+    Key("algorithm.dual_clip", None,
+        "Bound of the loss, in advantages, for negative advantages (dual clip); none is off.", float, above=1),
+    Key("algorithm.num_iterations", 1, "Passes over each batch of completions.", int, minimum=1),
+    Key("algorithm.importance_correction", "none",
+        "Weights that correct for a sampler that differs from the trainer: the ratio of each token or of the whole "
+        "row, cut to importance_min and importance_max (truncate), or 0 outside them (mask).",
+        choices=("none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask")),
+    Key("algorithm.importance_max", 3.0, "Largest ratio of the importance correction.", float, above=0),
+    Key("algorithm.importance_min", None, "Smallest ratio of the importance correction; none is 0.", float, minimum=0),
+    Key("algorithm.off_policy_mask_threshold", None,
+        "Leave bad rows out whose mean log-prob fell by more than this since they were sampled; none is off.",
+        float, minimum=0),
+    Key("algorithm.top_entropy_quantile", 1.0,
+        "Share of the tokens, those of highest entropy, that the policy loss learns from.", float, above=0, maximum=1),
+    Key("algorithm.entropy_coef", 0.0, "Weight of the entropy bonus; 0 is off.", float, minimum=0),
+    Key("algorithm.entropy_controller", "fixed",
+        "Whether entropy_coef stays, or rises while the entropy is at or below entropy_target and falls otherwise; "
+        "adaptive, it applies only at or below the target.", choices=("fixed", "adaptive")),
+    Key("algorithm.entropy_target", 0.2, "Entropy per token that the adaptive controller keeps.", float, minimum=0),
+    Key("algorithm.entropy_delta", 0.005, "How far entropy_coef moves in a step.", float, minimum=0),
+    Key("algorithm.entropy_coef_min", 0.0, "Smallest adaptive entropy_coef.", float, minimum=0),
+    Key("algorithm.entropy_coef_max", 1.0, "Largest adaptive entropy_coef.", float, minimum=0),
+    Key("algorithm.mask_truncated", False, "Leave completions that did not end out of the loss.", bool),
+    Key("algorithm.overlong_buffer", 0,
+        "Tokens before rollout.max_completion_length over which the score falls by up to 1 (DAPO's soft punishment).",
+        int, minimum=0),
+    Key("algorithm.missing_eos_penalty", 0.0,
+        "Subtracted from the score of a completion that did not end.", float, minimum=0),
+    Key("algorithm.dynamic_sampling", False,
+        "Sample other prompts in place of those whose completions all score alike, until none is left.", bool),
+    Key("algorithm.max_sampling_rounds", 10,
+        "Rounds of sampling in a step with dynamic_sampling; then the run stops, or replay fills up.", int, minimum=1),
+    Key("algorithm.replay_groups", 0,
+        "Groups kept from earlier steps, to take the place of those whose completions all score alike; 0 is off.",
+        int, minimum=0),
+
+    Key("algorithm.loss_weights", (), "Weight of each loss of a preference mixture; empty is 1 for all.", float),
+    Key("algorithm.reference_free", False, "Preference losses take the reference's log-probs to be 0.", bool),
+    Key("algorithm.label_smoothing", 0.0,
+        "Chance that a preference is flipped: conservative dpo, robust, exo_pair (0 is 0.001 there), aot, cpo, simpo.",
+        float, minimum=0, below=0.5),
+    Key("algorithm.f_divergence", "reverse_kl", "Divergence from the reference that dpo and its kin assume.",
+        choices=("reverse_kl", "forward_kl", "js_divergence", "alpha_divergence")),
+    Key("algorithm.f_alpha", 0.5, "Alpha of the alpha_divergence; 1 is reverse_kl.", float),
+    Key("algorithm.ld_alpha", None,
+        "Weight of a pair's tokens beyond its shorter completion (LD-DPO); none is 1.", float, minimum=0, maximum=1),
+    Key("algorithm.use_weighting", False, "Weigh pairs by how likely the policy is to write them (WPO).", bool),
+    Key("algorithm.ipo_normalize", True, "ipo takes means over tokens, as its authors did; false is the paper's sums.",
+        bool),
+    Key("algorithm.discopop_tau", 0.05, "Temperature of discopop's blend.", float, above=0),
+    Key("algorithm.bco_running_mean", False, "bco_pair subtracts the mean of all rewards so far, as its paper.", bool),
+    Key("algorithm.simpo_gamma", 0.5, "Target margin of simpo and alphapo: itself, not its ratio to beta.", float),
+    Key("algorithm.alphapo_alpha", 0.25, "Shape of alphapo's reward; 0 is simpo.", float),
+    Key("algorithm.cpo_alpha", 1.0,
+        "Weight of the chosen completion's negative log-likelihood in cpo and simpo; 0 in SimPO's paper.",
+        float, minimum=0),
+    Key("algorithm.orpo_nll_on_prompt", True,
+        "orpo's likelihood term covers the prompt too, as in TRL; false is the completion, as in its paper.", bool),
+    Key("algorithm.desirable_weight", 1.0, "Weight of desirable rows in kto.", float, minimum=0),
+    Key("algorithm.undesirable_weight", 1.0, "Weight of undesirable rows in kto.", float, minimum=0),
+    Key("algorithm.center_rewards_coefficient", 0.0,
+        "Weight of the square of a pair's summed scores in reward_model: keeps scores near 0.", float, minimum=0),
+
+    Key("critic.path", None, "Model the critic starts from, with a new score head if it has none; none is model.path."),
+    Key("critic.learning_rate", 1e-5, "Peak learning rate of the critic.", float, minimum=0),
+    Key("critic.schedule", "constant", "Learning rate of the critic; it has no warm-up.",
+        choices=("constant", "linear", "cosine")),
+    Key("critic.max_grad_norm", 1.0, "The critic's gradients are scaled to this norm; 0 is off.", float, minimum=0),
+    Key("critic.epsilon", 0.2, "Values are clipped to this distance of those before; none is off.", float, above=0),
+    Key("critic.warmup_steps", 0, "First training steps, in which only the critic learns.", int, minimum=0),
+
+    Key("optimizer.name", "adamw", "Optimizer.", choices=("adamw",)),
+    Key("optimizer.learning_rate", 1e-6, "Peak learning rate.", float, minimum=0),
+    Key("optimizer.schedule", "constant", "Learning rate after warm-up.", choices=("constant", "linear", "cosine")),
+    Key("optimizer.warmup_steps", 0, "Training steps over which the learning rate rises from 0.", int, minimum=0),
+    Key("optimizer.min_lr_ratio", 0.0,
+        "Final learning rate as a fraction of the peak, for linear and cosine.", float, minimum=0, maximum=1),
+    Key("optimizer.b1", 0.9, "Decay of the first moment.", float, minimum=0, below=1),
+    Key("optimizer.b2", 0.999, "Decay of the second moment.", float, minimum=0, below=1),
+    Key("optimizer.eps", 1e-8, "Added to the root of the second moment.", float, above=0),
+    Key("optimizer.weight_decay", 0.0, "Decoupled weight decay.", float, minimum=0),
+    Key("optimizer.max_grad_norm", 1.0, "Gradients are scaled down to this global norm; 0 is off.", float, minimum=0),
+
+    Key("batch.prompts", 32, "Prompts per step; data rows (a pair is one) for offline algorithms.", int, minimum=1),
+    Key("batch.minibatches", 1, "Optimizer updates per pass over the batch.", int, minimum=1),
+    Key("batch.microbatch_rows", 0,
+        "Rows per forward and backward pass; gradients add up exactly. 0 is a whole minibatch.", int, minimum=0),
+    Key("batch.shuffle", False, "Shuffle rows before they are split in minibatches.", bool),
+
+    Key("mesh.data", -1, "Devices that hold copies of the model; -1 is what the others leave.", int, minimum=-1),
+    Key("mesh.fsdp", 1, "Devices that share parameters and optimizer state, and split the batch.", int, minimum=1),
+    Key("mesh.tensor", 1, "Devices that share each matrix product.", int, minimum=1),
+
+    Key("checkpoint.every", 50, "Steps between checkpoints; 0 is only after the last step.", int, minimum=0),
+    Key("checkpoint.keep", 2, "Newest checkpoints that are kept.", int, minimum=1),
+    Key("checkpoint.resume", "auto",
+        "`auto` goes on from the newest checkpoint in output_dir if there is one, `never` starts anew and deletes "
+        "them; anything else is the path of a checkpoint to go on from."),
+
+    Key("eval.every", 25,
+        "Steps between evaluations; 0 is only before and after training, -1 is never.", int, minimum=-1),
+    Key("eval.measure", "auto",
+        "The loss on held-out rows, samples for held-out prompts, or both. auto is samples for online algorithms, and "
+        "for offline ones the loss where the rows have what is learned.",
+        choices=("auto", "loss", "samples", "both")),
+    Key("eval.prompts", 128, "Prompts, or rows, in an evaluation.", int, minimum=1),
+    Key("eval.samples", 4, "Completions sampled per prompt.", int, minimum=1),
+    Key("eval.correct_at", 1.0, "A completion is correct when its first reward is at least this.", float),
+
+    Key("logging.backends", ("console", "jsonl"), "Where metrics go.", choices=("console", "jsonl")),
+    Key("logging.completions_every", 10,
+        "Steps between samples of completions in the log; 0 is never.", int, minimum=0),
+    Key("logging.completions_shown", 3, "Completions in each sample.", int, minimum=1),
+)
+# fmt: on
