@@ -116,9 +116,22 @@ def _check_together(config: ConfigDict) -> None:
         raise ConfigError(f"eval.measure is {config.eval.measure}, but {algorithm.name} learns from samples: set auto")
     if config.mesh.data == 0:
         raise ConfigError("mesh.data is 0, but it takes 1 or more, or -1 for the devices that fsdp and tensor leave")
-    if config.optimizer.warmup_steps > config.total_steps:
+    _check_optimizer(config)
+
+
+def _check_optimizer(config: ConfigDict) -> None:
+    """Raises ConfigError when the learning rate's settings contradict each other."""
+    c = config.optimizer
+    if c.warmup_steps > config.total_steps:
+        raise ConfigError(f"optimizer.warmup_steps is {c.warmup_steps}, more than total_steps = {config.total_steps}")
+    if c.warmup_steps and c.warmup_ratio:
         raise ConfigError(
-            f"optimizer.warmup_steps is {config.optimizer.warmup_steps}, more than total_steps = {config.total_steps}"
+            f"optimizer.warmup_steps is {c.warmup_steps} and warmup_ratio {c.warmup_ratio}: they say the same, set one"
+        )
+    if (c.schedule == "wsd") != (c.decay_steps > 0) or c.decay_steps > config.total_steps:
+        raise ConfigError(
+            f"optimizer.decay_steps is {c.decay_steps} with schedule {c.schedule}: wsd takes 1 to total_steps = "
+            f"{config.total_steps}, the others 0"
         )
 
 

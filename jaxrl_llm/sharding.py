@@ -26,6 +26,9 @@ PARAMETERS = (
     (r"score/kernel$", ("fsdp", None)),
 )
 
+# Adafactor's statistics of rows and columns: small, and of another shape than the parameter they belong to.
+FACTORED = re.compile(r"/v_(row|col)/")
+
 # Meaning of an activation's dimension -> mesh axes.
 ACTIVATIONS = {"rows": ("data", "fsdp"), "heads": ("tensor",), "ffn": ("tensor",), "vocab": ("tensor",)}
 
@@ -69,7 +72,7 @@ def _fitting(axes: tuple, shape: tuple[int, ...], mesh) -> PartitionSpec:
 def parameter_spec(path: str, shape: tuple[int, ...], mesh) -> PartitionSpec:
     """The PartitionSpec of the parameter at `path`; parameters in no row of the table (norm scales) are repeated."""
     for pattern, axes in PARAMETERS:
-        if re.search(pattern, path):
+        if re.search(pattern, path) and len(axes) <= len(shape) and not FACTORED.search(path):
             return _fitting((None,) * (len(shape) - len(axes)) + axes, shape, mesh)
     return PartitionSpec()
 

@@ -50,13 +50,13 @@ def train(config, train_dataset=None, eval_dataset=None, rewards=None) -> Result
     folder, mesh = Path(config.output_dir), build_mesh(config)
     with jax.set_mesh(mesh), Checkpoints(folder / "checkpoints", config.checkpoint.keep) as checkpoints:
         parts = build(config, mesh, train_dataset, eval_dataset, rewards)
-        state, tokens_seen, goes_on = _resume(config, parts, checkpoints)
+        state, counts, goes_on = _resume(config, parts, checkpoints)
         start = int(state.step)
         with Logger(config, folder, resume_step=start if goes_on else None) as logger:
             if jax.process_index() == 0:
                 (folder / "config.json").write_text(to_json(config))
             logger.start(_describe(parts, start))
-            state, history = _loop(config, parts, state, tokens_seen, checkpoints, logger)
+            state, history = _loop(config, parts, state, counts, checkpoints, logger)
             with parts.watch("export"):
                 model = replace(parts.model, params=state.params)
                 save_hf(model, folder / "hf")
@@ -66,7 +66,7 @@ def train(config, train_dataset=None, eval_dataset=None, rewards=None) -> Result
     return Result(model, history, folder)
 
 
-def _loop(config, parts: Run, state: State, tokens_seen: int, checkpoints: Checkpoints, logger: Logger):
+def _loop(config, parts: Run, state: State, counts: dict[str, int], checkpoints: Checkpoints, logger: Logger):
     """The state after the last step, and every step's metrics."""
     root, watch, history = jax.random.key(config.seed), parts.watch, []
 
@@ -88,12 +88,17 @@ def _loop(config, parts: Run, state: State, tokens_seen: int, checkpoints: Check
             metrics = {
                 name: float(value) for name, value in jax.device_get(experience.metrics).items()
             } | update_metrics
-        _check_finite(metrics, step)
-        parts.source.learn(update_metrics)
         trained = metrics["num_tokens"]
-        tokens_seen += int(trained)
+        counts = {
+            "num_tokens": counts["num_tokens"] + int(trained),
+            "skipped": _skipped(config, metrics, step, counts["skipped"]),
+        }
+        if counts["skipped"]:
+            logger.warn(f"step {step} changed nothing: its gradient is not finite (loss {metrics['loss']:g})")
+        else:
+            parts.source.learn(update_metrics)
         metrics |= {
-            "num_tokens": tokens_seen,
+            "num_tokens": counts["num_tokens"],
             "tokens_per_second": trained / (time.perf_counter() - began),
         } | watch.take()
         if experience.table:
@@ -101,8 +106,7 @@ def _loop(config, parts: Run, state: State, tokens_seen: int, checkpoints: Check
         log(step, metrics, evaluate=last or _due(step, config.eval.every))
         if last or _due(step, config.checkpoint.every):
             with watch("checkpoint"):
-                host = {**parts.source.get_state(), "num_tokens": tokens_seen}
-                checkpoints.save(step, state, host, parts.source.get_arrays())
+                checkpoints.save(step, state, {**parts.source.get_state(), **counts}, parts.source.get_arrays())
     return state, history
 
 
@@ -130,16 +134,21 @@ def _due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
 
 
-def _check_finite(metrics: Metrics, step: int) -> None:
-    if metrics["nonfinite_gradient"]:
+def _skipped(config, metrics: Metrics, step: int, skipped: int) -> int:
+    """Steps in a row, this one included, that changed nothing; raises ConfigError when they are too many."""
+    skipped = skipped + 1 if metrics["nonfinite_gradient"] == 1 else 0
+    if skipped > config.optimizer.max_skipped_steps:
         raise ConfigError(
-            f"step {step}: the gradient is not finite (loss {metrics['loss']:g}, norm {metrics['grad_norm']:g}); "
-            "the last checkpoint is intact. Lower optimizer.learning_rate, or check the data and rewards of that step."
+            f"step {step}: the gradient is not finite (loss {metrics['loss']:g}, norm {metrics['grad_norm']:g}), "
+            f"{skipped} step{'s' if skipped > 1 else ''} in a row (optimizer.max_skipped_steps = "
+            f"{config.optimizer.max_skipped_steps}); the last checkpoint is intact. Lower optimizer.learning_rate, or "
+            "check the data and rewards of that step."
         )
+    return skipped
 
 
-def _resume(config, parts: Run, checkpoints: Checkpoints) -> tuple[State, int, bool]:
-    """The state that `checkpoint.resume` says, the tokens seen so far, and whether output_dir's own run goes on.
+def _resume(config, parts: Run, checkpoints: Checkpoints) -> tuple[State, dict[str, int], bool]:
+    """The state that `checkpoint.resume` says, the counts of `_loop`, and whether output_dir's own run goes on.
 
     Checkpoints in output_dir that come after the start, or belong to another run, are deleted.
     """
@@ -151,10 +160,10 @@ def _resume(config, parts: Run, checkpoints: Checkpoints) -> tuple[State, int, b
     goes_on = step is not None and source.folder == checkpoints.folder
     checkpoints.discard_after(step if goes_on else None)
     if step is None:
-        return parts.state, 0, False
+        return parts.state, {"num_tokens": 0, "skipped": 0}, False
     state, host = source.restore(step, parts.state, parts.mesh)
     parts.source.set_state(host, source.restore_arrays(step, parts.source.get_arrays(), parts.mesh))
-    return state, host["num_tokens"], goes_on
+    return state, {name: host[name] for name in ("num_tokens", "skipped")}, goes_on
 
 
 def _describe(parts: Run, start: int) -> dict[str, Any]:

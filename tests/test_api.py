@@ -90,6 +90,7 @@ def test_help_is_all_that_is_printed(command, run_python):
 # --- the quick start ---
 
 
+@pytest.mark.slow
 def test_quick_start_learns(root, run_python, tmp_path):
     code = quick_start(root)
     assert len(code.splitlines()) <= 12

@@ -104,6 +104,7 @@ def test_command_prints_and_writes(root, run_python, tiny_run, tmp_path):
     assert printed["data"] == "task:sort"
 
 
+@pytest.mark.slow
 def test_numbers_on_many_devices(root, run_python, tiny_run, tmp_path):
     result = run_python(
         "-m", "jaxrl_llm.evaluate", f"--config={root / 'configs' / 'grpo.py'}:tiny", "--config.mesh.fsdp=4",

@@ -130,6 +130,7 @@ def test_command_prints_one_completion_as_it_is(model, run_python):
     assert result.stdout == jaxrl_llm.generate(model, ["sort:4821="], 8, temperature=0)[0] + "\n"
 
 
+@pytest.mark.slow
 def test_command_on_many_devices(model, run_python, tmp_path):
     (tmp_path / "prompts.txt").write_text("\n\n".join(PROMPTS) + "\n", encoding="utf-8")
     arguments = ("--prompts_file=prompts.txt", "--samples=2", "--max_new_tokens", "8", "--seed=5", "--tensor=2")

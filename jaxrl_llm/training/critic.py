@@ -20,7 +20,7 @@ def critic_config(config):
     own.optimizer.learning_rate = config.critic.learning_rate
     own.optimizer.max_grad_norm = config.critic.max_grad_norm
     own.optimizer.schedule = config.critic.schedule
-    own.optimizer.warmup_steps = 0
+    own.optimizer.warmup_steps, own.optimizer.warmup_ratio = 0, 0.0
     return own
 
 

@@ -145,8 +145,8 @@ def _sum_over_parts(function, params: Params, parts: Batch) -> tuple[Metrics, Pa
 
 
 def _updates_made(state: State) -> jax.Array:
-    """How many updates the optimizer has made (Adam and the schedule count the same)."""
-    return optax.tree_utils.tree_get_all_with_path(state.opt_state, "count")[0][1]
+    """How many updates the optimizer has made: its parts, and its layers where they count apart, count the same."""
+    return optax.tree_utils.tree_get_all_with_path(state.opt_state, "count")[0][1].reshape(-1)[0]
 
 
 def split_rows(batch: Batch, parts: int, shards: int) -> Batch:

@@ -334,7 +334,10 @@ def one_update(config, batch, net=NET, objective=preferences.preference):
     return state.params, metrics
 
 
-@pytest.mark.parametrize("loss", ["dpo+sft", "kto", "aot+aot_unpaired", "reward_model"])
+@pytest.mark.parametrize(
+    "loss",
+    ["dpo+sft", *(pytest.param(loss, marks=pytest.mark.slow) for loss in ("kto", "aot+aot_unpaired", "reward_model"))],
+)
 def test_micro_batches_change_nothing(loss):
     batch = make_batch(labels=loss == "kto")
     found = []

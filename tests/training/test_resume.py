@@ -41,9 +41,10 @@ MEMORY = (
 )  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "kill_at"),
-    [pytest.param(PLAIN, 11, id="plain"), pytest.param(MEMORY, 21, id="memory", marks=pytest.mark.slow)],
+    [pytest.param(PLAIN, 11, id="plain"), pytest.param(MEMORY, 21, id="memory")],
 )
 def test_killed_and_resumed_equals_undisturbed(run_python, root, tmp_path, monkeypatch, arguments, kill_at):
     (tmp_path / "rewards.py").write_text(REWARDS)

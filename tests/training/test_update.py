@@ -40,7 +40,13 @@ def config_with(**changes):
     return config
 
 
-@pytest.mark.parametrize(("aggregation", "sizes"), [("sequence", (1, 4)), ("token", (2,)), ("constant", (2,))])
+@pytest.mark.parametrize(
+    ("aggregation", "sizes"),
+    [
+        ("token", (2,)),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("sequence", (1, 4)), ("constant", (2,)))),
+    ],
+)
 def test_micro_batches_give_the_update_of_the_whole_batch(aggregation, sizes):
     batch = make_batch(rows=8)
     whole, whole_metrics = run_update(config_with(algorithm__aggregation=aggregation), batch)

@@ -1,0 +1,260 @@
+"""Optimizers and learning rates against torch's and transformers' own, and by hand."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import torch
+import transformers
+
+import jaxrl_llm
+from jaxrl_llm.command_line import load_config_file
+from jaxrl_llm.config import ConfigError, default, validate
+from jaxrl_llm.sharding import parameter_spec
+from jaxrl_llm.training.optimizers import learning_rate_schedule, make_optimizer
+
+LAYERS, STEPS = 3, 4
+
+
+def config_of(**optimizer):
+    config = default()
+    config.total_steps = 20
+    config.optimizer.learning_rate = 0.01
+    config.optimizer.max_grad_norm = 0.0
+    for name, value in optimizer.items():
+        config.optimizer[name] = value
+    return config
+
+
+def parameters(dtype=np.float32):
+    random = np.random.default_rng(0)
+    return {
+        "embed": {"weight": random.normal(size=(7, 4)).astype(dtype)},
+        "layers": {
+            "norm": {"scale": random.normal(size=(LAYERS, 4)).astype(dtype)},
+            "q": {
+                "kernel": random.normal(size=(LAYERS, 4, 6)).astype(dtype),
+                "bias": random.normal(size=(LAYERS, 6)).astype(dtype),
+            },
+        },
+    }
+
+
+def gradients(step: int):
+    return jax.tree.map(lambda x: np.cos(x * (3 + step)).astype(np.float32), parameters())
+
+
+def improve(config, params=None):
+    """The parameters and the optimizer's state after STEPS updates."""
+    optimizer = make_optimizer(config)
+    params = jax.tree.map(jnp.asarray, parameters() if params is None else params)
+    state = optimizer.init(params)
+    for step in range(STEPS):
+        changes, state = optimizer.update(gradients(step), state, params)
+        params = optax.apply_updates(params, changes)
+    return params, state
+
+
+def torch_improve(make):
+    """The same with a torch optimizer of `make(decayed, others)`, each layer's parameter by itself."""
+    leaves = jax.tree_util.tree_leaves_with_path(parameters())
+
+    def layers(path, x):
+        return list(x) if "layers" in str(path) else [x]
+
+    tensors = [[torch.nn.Parameter(torch.tensor(part)) for part in layers(path, x)] for path, x in leaves]
+    is_decayed = ["bias" not in str(path) and "scale" not in str(path) for path, _ in leaves]
+    optimizer = make(
+        [t for parts, yes in zip(tensors, is_decayed, strict=True) if yes for t in parts],
+        [t for parts, yes in zip(tensors, is_decayed, strict=True) if not yes for t in parts],
+    )
+    for step in range(STEPS):
+        for parts, (path, g) in zip(tensors, jax.tree_util.tree_leaves_with_path(gradients(step)), strict=True):
+            for tensor, part in zip(parts, layers(path, g), strict=True):
+                tensor.grad = torch.tensor(part)
+        optimizer.step()
+    values = [np.stack([t.detach().numpy() for t in parts]) for parts in tensors]
+    return [v if "layers" in str(path) else v[0] for v, (path, _) in zip(values, leaves, strict=True)]
+
+
+def groups(decayed, others, weight_decay):
+    return [{"params": decayed, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
+
+
+TORCH = {
+    "adamw": lambda a, b: torch.optim.AdamW(groups(a, b, 0.1), lr=0.01, betas=(0.9, 0.95), eps=1e-8),
+    "adafactor": lambda a, b: transformers.Adafactor(
+        groups(a, b, 0.0), lr=0.01, scale_parameter=False, relative_step=False, eps=(1e-30, 1e-3), decay_rate=-0.8
+    ),
+    "sgd": lambda a, b: torch.optim.SGD([*a, *b], lr=0.01, momentum=0.9),
+}
+
+
+@pytest.mark.parametrize("name", TORCH)
+def test_optimizers_agree_with_torch(name):
+    own = {"adamw": {"weight_decay": 0.1, "b2": 0.95}}.get(name, {})
+    params, _ = improve(config_of(name=name, **own))
+    for ours, theirs in zip(jax.tree.leaves(params), torch_improve(TORCH[name]), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=2e-5, atol=2e-6)
+
+
+def test_lion_by_hand():
+    params, moments = parameters(), jax.tree.map(np.zeros_like, parameters())
+    for step in range(STEPS):
+        g = gradients(step)
+        signs = jax.tree.map(lambda m, g: np.sign(0.9 * m + 0.1 * g), moments, g)
+        moments = jax.tree.map(lambda m, g: 0.99 * m + 0.01 * g, moments, g)
+        params = jax.tree.map(lambda p, s: p - 0.01 * s, params, signs)
+    ours, _ = improve(config_of(name="lion", b2=0.99))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), ours, params)
+
+
+def orthogonal(x):
+    """Five Newton-Schulz steps of Muon on one matrix."""
+    a, b, c = 3.4445, -4.775, 2.0315
+    x = x / (np.linalg.norm(x) + 1e-8)
+    for _ in range(5):
+        s = x @ x.T
+        x = a * x + (b * s + c * s @ s) @ x
+    return x
+
+
+def test_muon_orthogonalises_each_layer_and_leaves_the_rest_to_adamw():
+    ours, _ = improve(config_of(name="muon"))
+    kernel, momentum = parameters()["layers"]["q"]["kernel"], np.zeros((LAYERS, 4, 6))
+    for step in range(STEPS):
+        g = gradients(step)["layers"]["q"]["kernel"]
+        momentum = 0.95 * momentum + 0.05 * g
+        corrected = 1 - 0.95 ** (step + 1)
+        # Nesterov, with the bias corrections that optax makes.
+        direction = 0.95 * momentum / (1 - 0.95 ** (step + 2)) + 0.05 * g / corrected
+        update = np.stack([orthogonal(x) for x in direction])
+        kernel = kernel - 0.01 * update * 0.2 * np.sqrt(max(4, 6))
+    np.testing.assert_allclose(ours["layers"]["q"]["kernel"], kernel, rtol=1e-3, atol=1e-4)
+    adamw, _ = improve(config_of(name="adamw"))
+    for path in (("embed", "weight"), ("layers", "norm")):
+        jax.tree.map(
+            lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6),
+            ours[path[0]][path[1]],
+            adamw[path[0]][path[1]],
+        )
+
+
+@pytest.mark.parametrize("name", ["adamw", "adafactor", "lion", "sgd", "muon"])
+def test_moments_are_computed_in_fp32_and_stored_as_told(name):
+    half = jax.tree.map(lambda x: x.astype(jnp.bfloat16), jax.tree.map(jnp.asarray, parameters()))
+    params, state = improve(config_of(name=name), half)
+    assert {x.dtype for x in jax.tree.leaves(params)} == {jnp.dtype(jnp.bfloat16)}
+    kinds = {x.dtype for x in jax.tree.leaves(state) if jnp.issubdtype(x.dtype, jnp.floating)}
+    assert kinds == {jnp.dtype(jnp.float32)}
+    _, state = improve(config_of(name=name, moment_dtype="bfloat16"))
+    kinds = {x.dtype for x in jax.tree.leaves(state) if jnp.issubdtype(x.dtype, jnp.floating)}
+    assert kinds == {jnp.dtype(jnp.bfloat16)}
+
+
+def test_no_decay_names_what_is_not_decayed():
+    plain, _ = improve(config_of())
+    without, _ = improve(config_of(weight_decay=0.1, no_decay=("bias", "scale", "embed/weight")))
+    np.testing.assert_array_equal(plain["embed"]["weight"], without["embed"]["weight"])
+    np.testing.assert_array_equal(plain["layers"]["q"]["bias"], without["layers"]["q"]["bias"])
+    assert not np.allclose(plain["layers"]["q"]["kernel"], without["layers"]["q"]["kernel"])
+
+
+SCHEDULES = {
+    "linear": ({"schedule": "linear"}, ("linear", {})),
+    "cosine": ({"schedule": "cosine"}, ("cosine", {})),
+    "cosine twice": ({"schedule": "cosine", "cycles": 1.5}, ("cosine", {"num_cycles": 1.5})),
+    "cosine to a tenth": ({"schedule": "cosine", "min_lr_ratio": 0.1}, ("cosine_with_min_lr", {"min_lr_rate": 0.1})),
+    "constant": ({"schedule": "constant"}, ("constant_with_warmup", {})),
+    "inverse square root": ({"schedule": "inverse_sqrt"}, ("inverse_sqrt", {})),
+    "wsd": (
+        {"schedule": "wsd", "decay_steps": 6},
+        ("warmup_stable_decay", {"num_decay_steps": 6, "decay_type": "linear"}),
+    ),
+    "wsd cosine": (
+        {"schedule": "wsd", "decay_steps": 6, "decay_shape": "cosine", "min_lr_ratio": 0.2},
+        ("warmup_stable_decay", {"num_decay_steps": 6, "decay_type": "cosine", "min_lr_ratio": 0.2}),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", SCHEDULES)
+def test_learning_rates_agree_with_transformers(case):
+    own, (name, options) = SCHEDULES[case]
+    schedule = learning_rate_schedule(config_of(warmup_steps=4, **own))
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.01)
+    theirs = transformers.get_scheduler(name, optimizer, 4, 20, scheduler_specific_kwargs=options)
+    for step in range(20):
+        if step >= 4 or "min_lr_ratio" not in options:  # there the warm-up starts from the lowest rate, here from 0
+            np.testing.assert_allclose(float(schedule(step)), theirs.get_last_lr()[0], rtol=1e-5, atol=1e-9)
+        optimizer.step()
+        theirs.step()
+
+
+def test_wsd_falls_exponentially():
+    schedule = learning_rate_schedule(config_of(schedule="wsd", decay_steps=4, decay_shape="exponential"))
+    rates = [float(schedule(step)) for step in (0, 16, 18, 20, 30)]
+    np.testing.assert_allclose(rates, [0.01, 0.01, 0.01 * (2 * 0.5**0.5 - 1), 0.0, 0.0], rtol=1e-5, atol=1e-9)
+
+
+def test_warmup_as_a_share_of_all_steps_counts_updates():
+    config = config_of(warmup_ratio=0.12)  # 2.4 of 20 steps: 3
+    config.batch.minibatches = 2
+    schedule = learning_rate_schedule(config)
+    np.testing.assert_allclose([float(schedule(i)) for i in (0, 3, 6, 7)], [0, 0.005, 0.01, 0.01], rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        ({"warmup_steps": 2, "warmup_ratio": 0.1}, "set one"),
+        ({"schedule": "wsd"}, "optimizer.decay_steps is 0"),
+        ({"decay_steps": 3}, "schedule constant"),
+        ({"schedule": "wsd", "decay_steps": 21}, "total_steps = 20"),
+        ({"warmup_steps": 21}, "more than total_steps = 20"),
+    ],
+)
+def test_contradictions_are_named(keys, words):
+    with pytest.raises(ConfigError, match=words):
+        validate(config_of(**keys))
+
+
+def test_adafactor_statistics_are_not_cut_like_their_parameters():
+    class Mesh:
+        shape = {"data": 1, "fsdp": 2, "tensor": 2}  # noqa: RUF012
+
+    assert tuple(parameter_spec("0/layers/attention/v/kernel", (2, 4, 8), Mesh)) == (None, "fsdp", "tensor")
+    assert tuple(parameter_spec("0/v_row/layers/attention/v/kernel", (2, 4), Mesh)) == ()
+    assert tuple(parameter_spec("0/v/embed/weight", (1,), Mesh)) == ()
+
+
+def test_a_run_stops_after_too_many_skipped_steps_and_names_the_step(root, tmp_path, capsys):
+    loss = tmp_path / "broken.py"
+    loss.write_text(
+        "import jax.numpy as jnp\n"
+        "def broken(logps, old_logps, advantages, epsilon_low, epsilon_high, mask):\n"
+        "    return logps * jnp.nan\n"
+    )
+    config = load_config_file(f"{root / 'configs' / 'grpo.py'}:tiny")
+    config.output_dir, config.total_steps = str(tmp_path / "run"), 9
+    config.algorithm.loss = f"{loss}:broken"
+    config.optimizer.name, config.optimizer.max_skipped_steps = "adafactor", 1
+    config.eval.every = -1
+    config.logging.backends = ("jsonl",)
+    with pytest.raises(ConfigError, match=r"step 2: the gradient is not finite .* 2 steps in a row"):
+        jaxrl_llm.train(config)
+    assert "step 1 changed nothing" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["adafactor", "lion", "sgd", "muon"])
+def test_each_optimizer_lowers_the_loss_of_supervised_fine_tuning(name, root, tmp_path):
+    config = load_config_file(f"{root / 'configs' / 'sft.py'}:tiny")
+    config.output_dir, config.total_steps = str(tmp_path / "run"), 20
+    config.optimizer.name = name
+    config.optimizer.learning_rate = {"adafactor": 1e-4, "lion": 1e-5, "sgd": 0.01, "muon": 1e-4}[name]
+    config.eval.every = 0
+    config.logging.backends = ("jsonl",)
+    records = [r for r in jaxrl_llm.train(config).metrics if "eval/loss" in r]
+    assert records[-1]["eval/loss"] < records[0]["eval/loss"] - 0.005
