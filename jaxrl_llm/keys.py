@@ -166,6 +166,10 @@ KEYS = (
     Key("rollout.min_p", 0.0,
         "Drop tokens less likely than this fraction of the most likely one; 0 is off.", float, minimum=0, maximum=1),
     Key("rollout.chunk", 32, "Decoding steps on the device between two looks by the host.", int, minimum=1),
+    Key("rollout.slots", 0,
+        "Completions that decode at once, over all devices; the others wait. 0 is all of a step's.", int, minimum=0),
+    Key("rollout.cache_dtype", "auto", "Type of the keys and values while sampling; auto is that of the computation.",
+        choices=("auto", *DTYPES)),
 
     Key("rewards.functions", ("exact_match",),
         "Reward functions: built-in name, `module:function` or `path/to/file.py:function`."),

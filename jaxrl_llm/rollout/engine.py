@@ -1,12 +1,14 @@
 """The sampling engine: prefill once per prompt, then jitted chunks of decode steps for its K completions.
 
-    start(params, prompts [B,P])         -> RowState   # one prefill per prompt, and every row's first token
-    decode_chunk(params, RowState, n)    -> RowState   # up to n steps, no host in between
-    finish(prompts, RowState)            -> Rollout    # rows [N,T]
+    prefill(params, prompts [B,P])               -> Prompts, Rows    # one pass per prompt, each row's first token
+    seat(Prompts, Rows, Grid)                    -> Prompts, Slots   # the rows that decode side by side (schedule.py)
+    decode_chunk(params, Prompts, Slots, steps)  -> Slots            # jitted steps, no host in between
+    finish(prompts, Rows)                        -> Rollout          # rows [N,T]
 
-A prompt's keys and values are stored once and read by its K rows; each row owns the cache of its completion, which
-grows as the rows do. Randomness is one uniform per row and position, from the row's own key: a sample does not depend
-on its neighbours.
+A prompt's keys and values are stored once and read by its rows in the grid; each row owns the cache of its completion,
+which grows as the rows do. Rows that have ended leave their slots at the next chunk boundary: to rows that wait, or to
+nobody, and the grid shrinks. Randomness is one uniform per row and position, from the row's own key: a sample depends
+neither on its neighbours nor on its slot.
 """
 
 import dataclasses
@@ -16,24 +18,38 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec
 
 from jaxrl_llm.models.layers import KeyValues, empty_rows, longer_rows
 from jaxrl_llm.models.transformer import Net, Params, unstack
 from jaxrl_llm.rollout.logits import Sampling, sample
-from jaxrl_llm.sharding import constrain, path_name
+from jaxrl_llm.rollout.schedule import IDLE, Grid, Schedule
+from jaxrl_llm.sharding import constrain, path_name, row_shards
 
 
-class RowState(NamedTuple):
-    """Everything a decode step reads and writes: K rows of each of B prompts."""
+class Prompts(NamedTuple):
+    """What the rows of a prompt share, for each prompt of the batch or place of the grid."""
 
-    prompt: Any  # KeyValues [B,J,P,d] per layer
-    prompt_mask: jax.Array  # [B,P] False on padding
-    rows: Any  # KeyValues of rows per layer, [B,K,J,d,S] and [B,K,J,S,d]; S grows up to C
-    tokens: jax.Array  # [B,K,C] sampled so far, 0 after the end
-    logps: jax.Array  # [B,K,C]
-    length: jax.Array  # [B,K] tokens sampled
-    finished: jax.Array  # [B,K] ended with an end-of-text token
-    keys: jax.Array  # [B,K]
+    cache: Any  # KeyValues [G,J,P,d] per layer
+    mask: jax.Array  # [G,P] False on padding
+
+
+class Rows(NamedTuple):
+    """What is sampled, of all rows `[B,K]` or of those in the grid `[G,R]`."""
+
+    tokens: jax.Array  # [..., C] sampled so far, 0 after the end
+    logps: jax.Array  # [..., C]
+    length: jax.Array  # tokens sampled
+    finished: jax.Array  # ended with an end-of-text token
+
+
+class Slots(NamedTuple):
+    """Everything a decode step changes: R rows at each of the grid's G places."""
+
+    cache: Any  # KeyValues of rows per layer, [G,R,J,d,S] and [G,R,J,S,d]; S grows up to C
+    rows: Rows
+    keys: jax.Array  # [G,R]
+    steps: jax.Array  # [] decode steps so far in this grid
 
 
 class Rollout(NamedTuple):
@@ -45,6 +61,7 @@ class Rollout(NamedTuple):
     sample_logps: jax.Array  # [N,T], 0 outside the mask
     lengths: jax.Array  # [N] sampled tokens
     finished: jax.Array  # [N] ended with an end-of-text token (not cut at max_completion_length)
+    steps: jax.Array  # [N] float32, the decode steps of all slots, idle ones included, in equal parts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,6 +69,7 @@ class Engine:
     """Samples `group_size` completions per prompt.
 
     eos: ids that end a row. chunk: decode steps between two looks by the host, and the first size of the row cache.
+    slots: rows that decode at once, over all devices; 0 is all. cache_dtype: of keys and values; None is the net's.
     """
 
     net: Net
@@ -60,6 +78,8 @@ class Engine:
     max_completion_length: int
     eos: tuple[int, ...]
     chunk: int = 32
+    slots: int = 0
+    cache_dtype: str | None = None
 
     @property
     def decoder(self) -> Net:
@@ -71,17 +91,42 @@ class Engine:
 
         Row i draws from `fold_in(key, first_row + i)`.
         """
+        shards, longest = _shards(), self.max_completion_length
         params = _decoding_params(params, self.decoder)
-        size = min(self.chunk, self.max_completion_length)
-        state = _start(self, params, prompts, segments, key, np.uint32(first_row), size)
-        steps = 1
-        while steps < self.max_completion_length and not bool(_all_done(self, state)):
-            if steps >= size:
-                size = min(2 * size, self.max_completion_length)
-                state = _grow(state, size)
-            state = _decode_chunk(self, params, state, jnp.asarray(min(steps + self.chunk, size)))
-            steps = min(steps + self.chunk, size)
-        return _finish(prompts, segments, state)
+        keys = _row_keys(key, np.uint32(first_row), prompts.shape[0] * self.group_size)
+        bank, rows = _prefill(self, params, prompts, segments, keys)
+        local = prompts.shape[0] // shards
+        count = local * self.group_size
+        schedule = Schedule(local, self.group_size, shards, min(self.slots // shards or count, count))
+        size, executed = min(self.chunk, longest), 0
+        grid, places, slots = schedule.grid, bank, None
+        while True:
+            if slots is None:
+                places, slots = _seat(self, bank, rows, keys, None, grid, None, size)
+            lengths, finished, steps = (np.asarray(x) for x in _status(slots))
+            live = (grid.row != IDLE) & ~(finished | (lengths >= longest)).reshape(grid.row.shape)
+            following = schedule.next(live) if schedule.waiting.size or live.any() else None
+            if following is not None:
+                executed += int(steps) * grid.slots
+                rows = _collect(rows, slots, grid, shards)
+                places, slots = _seat(self, bank, rows, keys, slots, following, _sources(grid, following), size)
+                grid = following
+                continue
+            if not live.any():
+                break
+            reached = int(lengths.reshape(live.shape)[live].max())
+            if reached >= size:
+                size = min(2 * size, longest)
+                slots = _grow(slots, size)
+            slots = _decode_chunk(self, params, places, slots, jnp.asarray(min(self.chunk, size - reached)))
+        executed += int(steps) * grid.slots
+        return _finish(prompts, segments, _collect(rows, slots, grid, shards), np.float32(executed))
+
+
+def _shards() -> int:
+    """The parts that rows are cut into on the current mesh."""
+    mesh: Any = jax.sharding.get_abstract_mesh()
+    return 1 if mesh.empty else row_shards(mesh)
 
 
 @functools.partial(jax.jit, static_argnames="decoder")
@@ -98,72 +143,139 @@ def _decoding_params(params: Params, decoder: Net) -> Params:
     return params if decoder.config.scan_layers else unstack(params)
 
 
-@functools.partial(jax.jit, static_argnames=("engine", "size"))
-def _start(engine: Engine, params, prompts, segments, key, first_row, size: int) -> RowState:
-    """The state after one prefill per prompt and the first token of each row, with row caches for `size` tokens."""
-    batch, k, c = prompts.shape[0], engine.group_size, engine.max_completion_length
-    model = engine.decoder.bind(params)
-    hidden, prompt = model.prefill(prompts, segments)
-    rows = _per_layer(lambda layer: empty_rows(layer, k, size), prompt)
-    logits = jnp.repeat(model.logits(hidden[:, -1]), k, axis=0)
-    ids = first_row + jnp.arange(batch * k, dtype=jnp.uint32).reshape(batch, k)
-    state = RowState(
-        prompt=prompt,
-        prompt_mask=segments != 0,
-        rows=rows,
-        tokens=jnp.zeros((batch, k, c), jnp.int32),
-        logps=jnp.zeros((batch, k, c), jnp.float32),
-        length=jnp.zeros((batch, k), jnp.int32),
-        finished=jnp.zeros((batch, k), bool),
-        keys=jax.vmap(jax.vmap(lambda i: jax.random.fold_in(key, i)))(ids),
-    )
-    return _append(engine, state, logits)
-
-
-@functools.partial(jax.jit, static_argnames="engine", donate_argnames="state")
-def _decode_chunk(engine: Engine, params, state: RowState, until) -> RowState:
-    """Steps until every row is done or `until` tokens long."""
-    model = engine.decoder.bind(params)
-    prompt_length = state.prompt_mask.sum(-1)[:, None]
-
-    def step(state: RowState) -> RowState:
-        last = state.length - 1  # the newest token, sampled but not yet in the cache
-        tokens = jnp.take_along_axis(state.tokens, last[:, :, None], axis=-1)[:, :, 0]
-        hidden, rows = model.decode(tokens, prompt_length + last, state.prompt, state.prompt_mask, state.rows, last)
-        logits = model.logits(hidden).reshape(tokens.size, -1)
-        return _append(engine, state._replace(rows=rows), logits)
-
-    def more(state: RowState):
-        return jnp.any(~state.finished & (state.length < until))
-
-    return jax.lax.while_loop(more, step, state)
-
-
-def _append(engine: Engine, state: RowState, logits) -> RowState:
-    """The state with one more token in every row that has not ended, from logits `[B*K,V]`."""
-    draw = jax.vmap(lambda key, position: jax.random.uniform(jax.random.fold_in(key, position)))
-    uniforms = draw(state.keys.reshape(-1), state.length.reshape(-1))
-    tokens, logps = (x.reshape(state.length.shape) for x in sample(logits, uniforms, engine.sampling))
-    live = ~state.finished & (state.length < engine.max_completion_length)
-    b, k = jnp.indices(state.length.shape, sparse=True)
-    here = (b, k, jnp.where(live, state.length, state.tokens.shape[-1]))  # past the end: dropped
-    return state._replace(
-        tokens=state.tokens.at[here].set(tokens, mode="drop"),
-        logps=state.logps.at[here].set(logps, mode="drop"),
-        length=state.length + live,
-        finished=state.finished | (live & jnp.isin(tokens, jnp.asarray(engine.eos, jnp.int32))),
-    )
+@functools.partial(jax.jit, static_argnames="count")
+def _row_keys(key, first_row, count: int):
+    """The keys `[N]` of the rows: each its own, by its number."""
+    return jax.vmap(lambda i: jax.random.fold_in(key, i))(first_row + jnp.arange(count, dtype=jnp.uint32))
 
 
 @functools.partial(jax.jit, static_argnames="engine")
-def _all_done(engine: Engine, state: RowState):
-    return jnp.all(state.finished | (state.length >= engine.max_completion_length))
+def _prefill(engine: Engine, params, prompts, segments, keys) -> tuple[Prompts, Rows]:
+    """The prompts' caches, and all rows `[B,K]` with their first token, from one forward pass per prompt."""
+    shape = (prompts.shape[0], engine.group_size)
+    model = engine.decoder.bind(params)
+    hidden, cache = model.prefill(prompts, segments)
+    if engine.cache_dtype is not None:
+        cache = jax.tree.map(lambda x: x.astype(engine.cache_dtype), cache)
+    logits = jnp.repeat(model.logits(hidden[:, -1]), engine.group_size, axis=0)
+    nothing = jnp.zeros((*shape, engine.max_completion_length), jnp.int32)
+    rows = Rows(nothing, nothing.astype(jnp.float32), jnp.zeros(shape, jnp.int32), jnp.zeros(shape, bool))
+    return Prompts(cache, segments != 0), _append(engine, rows, keys.reshape(shape), logits)
+
+
+@functools.partial(jax.jit, static_argnames=("engine", "size"))
+def _seat(engine: Engine, bank: Prompts, rows: Rows, keys, slots: Slots | None, grid: Grid, sources, size: int):
+    """The grid's prompts and slots, with row caches for `size` tokens: of `slots`, those of the slots `sources`."""
+    shards, g, r = grid.row.shape
+    axis = 1 if engine.decoder.config.scan_layers else 0  # of the grid's places in caches: after the layers
+    everyone = (shards * g, r) == rows.length.shape and slots is None
+    places = bank
+    if not everyone:
+        places = jax.tree.map(lambda x: _take(x, grid.prompt, axis), bank.cache)
+        places = Prompts(places, _take(bank.mask, grid.prompt, 0))
+    if slots is None:
+        cache = _per_layer(lambda layer: empty_rows(layer, r, size), places.cache)
+    else:
+
+        def move(x):
+            whole = x.reshape(*x.shape[:axis], -1, *x.shape[axis + 2 :])
+            return _take(whole, sources, axis).reshape(*x.shape[:axis], shards * g, r, *x.shape[axis + 2 :])
+
+        cache = jax.tree.map(move, slots.cache)
+
+    def seated(x):
+        return _take(x, jnp.maximum(grid.row, 0).reshape(shards, -1), 0).reshape(shards * g, r, *x.shape[1:])
+
+    own = Rows(*(seated(x.reshape(-1, *x.shape[2:])) for x in rows))
+    own = own._replace(finished=own.finished | (grid.row == IDLE).reshape(shards * g, r))
+    return places, Slots(cache, own, seated(keys), jnp.zeros((), jnp.int32))
+
+
+@functools.partial(jax.jit, static_argnames="shards")
+def _collect(rows: Rows, slots: Slots, grid: Grid, shards: int) -> Rows:
+    """All rows, with what those in the grid have sampled."""
+    count = rows.length.size // shards
+    index = jnp.where(grid.row == IDLE, count, grid.row).reshape(shards, -1)  # past the end: dropped
+
+    def write(whole, part):
+        local = whole.reshape(shards, count, *whole.shape[2:])
+        part = part.reshape(shards, -1, *part.shape[2:])
+        return jax.vmap(lambda x, i, y: x.at[i].set(y, mode="drop"))(local, index, part).reshape(whole.shape)
+
+    return Rows(*map(write, rows, slots.rows))
+
+
+def _sources(old: Grid, new: Grid) -> np.ndarray:
+    """The old slot `[shards, G*R]` of each row of the new grid, any for rows that had none: their caches are empty."""
+    sources = np.zeros((len(new.row), new.row[0].size), np.int32)
+    for shard, (before, after) in enumerate(zip(old.row, new.row, strict=True)):
+        place = {number: slot for slot, number in enumerate(before.ravel()) if number != IDLE}
+        sources[shard] = [place.get(number, 0) for number in after.ravel()]
+    return sources
+
+
+def _take(x, index, axis: int):
+    """Entries `index` `[shards, m]` along `axis`, each from its own shard's part: no data moves between devices."""
+    parts = x.reshape(*x.shape[:axis], len(index), -1, *x.shape[axis + 1 :])
+    taken = jax.vmap(lambda a, i: jnp.take(a, i, axis=axis), in_axes=(axis, 0), out_axes=axis)(parts, index)
+    taken = taken.reshape(*x.shape[:axis], -1, *x.shape[axis + 1 :])
+    return constrain(taken, *(None,) * axis, "rows", *(None,) * (taken.ndim - axis - 1))
+
+
+@functools.partial(jax.jit, static_argnames="engine", donate_argnames="slots")
+def _decode_chunk(engine: Engine, params, places: Prompts, slots: Slots, steps) -> Slots:
+    """`steps` decode steps, or fewer when every row has ended."""
+    model = engine.decoder.bind(params)
+    prompt_length = places.mask.sum(-1)[:, None]
+    start = slots.steps
+
+    def step(slots: Slots) -> Slots:
+        rows = slots.rows
+        last = rows.length - 1  # the newest token, sampled but not yet in the cache
+        tokens = jnp.take_along_axis(rows.tokens, last[:, :, None], axis=-1)[:, :, 0]
+        hidden, cache = model.decode(tokens, prompt_length + last, places.cache, places.mask, slots.cache, last)
+        logits = model.logits(hidden).reshape(tokens.size, -1)
+        return Slots(cache, _append(engine, rows, slots.keys, logits), slots.keys, slots.steps + 1)
+
+    def more(slots: Slots):
+        return (slots.steps < start + steps) & ~_ended(engine, slots.rows).all()
+
+    return jax.lax.while_loop(more, step, slots)
+
+
+def _ended(engine: Engine, rows: Rows):
+    return rows.finished | (rows.length >= engine.max_completion_length)
+
+
+def _append(engine: Engine, rows: Rows, keys, logits) -> Rows:
+    """The rows with one more token in each that has not ended, from logits `[rows,V]`."""
+    draw = jax.vmap(lambda key, position: jax.random.uniform(jax.random.fold_in(key, position)))
+    uniforms = draw(keys.reshape(-1), rows.length.reshape(-1))
+    tokens, logps = (x.reshape(rows.length.shape) for x in sample(logits, uniforms, engine.sampling))
+    live = ~_ended(engine, rows)
+    g, r = jnp.indices(rows.length.shape, sparse=True)
+    here = (g, r, jnp.where(live, rows.length, rows.tokens.shape[-1]))  # past the end: dropped
+    return Rows(
+        tokens=rows.tokens.at[here].set(tokens, mode="drop"),
+        logps=rows.logps.at[here].set(logps, mode="drop"),
+        length=rows.length + live,
+        finished=rows.finished | (live & jnp.isin(tokens, jnp.asarray(engine.eos, jnp.int32))),
+    )
+
+
+@jax.jit
+def _status(slots: Slots):
+    """Lengths and ends of the grid's rows, and its steps, whole on every process."""
+    status = (slots.rows.length, slots.rows.finished, slots.steps)
+    if jax.sharding.get_abstract_mesh().empty:
+        return status
+    return jax.lax.with_sharding_constraint(status, PartitionSpec())
 
 
 @functools.partial(jax.jit, static_argnames="size")
-def _grow(state: RowState, size: int) -> RowState:
-    """The state with room for `size` completion tokens in the row caches."""
-    return state._replace(rows=_per_layer(lambda layer: longer_rows(layer, size), state.rows))
+def _grow(slots: Slots, size: int) -> Slots:
+    """The slots with room for `size` completion tokens in the row caches."""
+    return slots._replace(cache=_per_layer(lambda layer: longer_rows(layer, size), slots.cache))
 
 
 def _per_layer(function, caches):
@@ -172,19 +284,20 @@ def _per_layer(function, caches):
 
 
 @jax.jit
-def _finish(prompts, segments, state: RowState) -> Rollout:
-    batch, k, c = state.tokens.shape
+def _finish(prompts, segments, all_rows: Rows, executed) -> Rollout:
+    batch, k, c = all_rows.tokens.shape
 
     def rows(prompt_part, completion_part):
         part = jnp.repeat(prompt_part, k, axis=0)
         return constrain(jnp.concatenate([part, completion_part.reshape(batch * k, c)], axis=1), "rows", None)
 
-    sampled = jnp.arange(c) < state.length[..., None]
+    sampled = jnp.arange(c) < all_rows.length[..., None]
     return Rollout(
-        tokens=rows(prompts, state.tokens),
+        tokens=rows(prompts, all_rows.tokens),
         segments=rows(segments, sampled.astype(segments.dtype)),
         mask=rows(jnp.zeros(prompts.shape, jnp.float32), sampled.astype(jnp.float32)),
-        sample_logps=rows(jnp.zeros(prompts.shape, jnp.float32), state.logps),
-        lengths=state.length.reshape(-1),
-        finished=state.finished.reshape(-1),
+        sample_logps=rows(jnp.zeros(prompts.shape, jnp.float32), all_rows.logps),
+        lengths=all_rows.length.reshape(-1),
+        finished=all_rows.finished.reshape(-1),
+        steps=constrain(jnp.full((batch * k,), executed / (batch * k)), "rows"),
     )

@@ -119,7 +119,8 @@ def build_sampler(model: Model, grader: Rewards, mesh: Mesh, sampling: Sampling,
                   config, watch: Stopwatch) -> Sampler:  # fmt: skip
     """A sampler wide enough for the prompts of `examples`."""
     eos = eos_ids(model)
-    engine = Engine(model.net, sampling, group_size, config.rollout.max_completion_length, eos, config.rollout.chunk)
+    c, cache_dtype = config.rollout, None if config.rollout.cache_dtype == "auto" else config.rollout.cache_dtype
+    engine = Engine(model.net, sampling, group_size, c.max_completion_length, eos, c.chunk, c.slots, cache_dtype)
     width = _width(max(len(example["prompt_ids"]) for example in examples), config.rollout.max_prompt_length)
     return Sampler(engine, grader, model.tokenizer, mesh, width, watch)
 

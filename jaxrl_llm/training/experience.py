@@ -136,6 +136,7 @@ class Online:
             prompt_width=self.sampler.prompt_width,
         )
         metrics = scored.metrics | resampled
+        metrics["rollout/useful_token_fraction"] = _useful(rollout.lengths, rollout.steps)
         if memory.replay is not None:
             batch, metrics["rollout/replayed_groups"] = memory.replay_groups(
                 batch, scored.priority, jax.random.fold_in(key, REPLAY), self.config.rollout.group_size
@@ -277,6 +278,12 @@ def fill(
     still = flat.copy()
     still[slots] = False
     return filled, still
+
+
+@jax.jit
+def _useful(lengths, steps):
+    """The share of decode steps that gave a token: a row's first comes from the prefill, idle slots give none."""
+    return (lengths - 1).sum() / jnp.maximum(steps.sum(), 1.0)
 
 
 @jax.jit

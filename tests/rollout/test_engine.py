@@ -13,6 +13,7 @@ from jaxrl_llm.policy import token_logps
 from jaxrl_llm.rollout import engine as engine_module
 from jaxrl_llm.rollout.engine import Engine
 from jaxrl_llm.rollout.logits import Sampling
+from jaxrl_llm.rollout.schedule import Schedule
 from tests.models.decoding import padded
 
 VOCAB = 29
@@ -224,28 +225,68 @@ def test_the_host_stops_between_chunks(params, monkeypatch):
     chunks = []
     real = engine_module._decode_chunk
 
-    def decode_chunk(engine, params, state, until):
-        chunks.append((int(until), jax.tree.leaves(state.rows)[0].shape[-1]))
-        return real(engine, params, state, until)
+    def decode_chunk(engine, params, places, slots, steps):
+        chunks.append((int(steps), jax.tree.leaves(slots.cache)[0].shape[-1]))
+        return real(engine, params, places, slots, steps)
 
     monkeypatch.setattr(engine_module, "_decode_chunk", decode_chunk)
     generate(dataclasses.replace(ENGINE, eos=tuple(range(VOCAB))), params)
     assert chunks == []
     generate(dataclasses.replace(ENGINE, eos=(), chunk=3), params)
-    assert chunks == [(3, 3), (6, 6), (9, 12), (12, 12)]  # tokens to reach, room in the row cache
+    assert chunks == [(2, 3), (3, 6), (3, 12), (3, 12)]  # decode steps (the first token is the prefill's), room
+
+
+@pytest.mark.parametrize(
+    ("setting", "useful"),
+    [
+        ({"slots": 6, "chunk": 2}, 0.75),
+        pytest.param({"slots": 3, "chunk": 1}, 0.95, marks=pytest.mark.slow),
+        pytest.param({"chunk": 1}, 0.8, marks=pytest.mark.slow),
+        pytest.param({"chunk": 12}, 0.5, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_a_row_does_not_depend_on_its_slot(params, setting, useful):
+    """Few slots, in which rows wait and replace each other; a grid that shrinks; and one that does not."""
+    rollout, _ = generate(dataclasses.replace(ENGINE, **setting), params)
+    expected, _ = generate(ENGINE, params)
+    for name in ("tokens", "segments", "mask", "lengths", "finished"):
+        np.testing.assert_array_equal(getattr(rollout, name), getattr(expected, name), err_msg=name)
+    np.testing.assert_allclose(rollout.sample_logps, expected.sample_logps, atol=1e-5)
+    assert useful < (rollout.lengths - 1).sum() / rollout.steps.sum() <= 1
+
+
+@pytest.mark.slow
+def test_a_group_of_one_with_few_slots(params):
+    one = dataclasses.replace(ENGINE, group_size=1)
+    assert completions(dataclasses.replace(one, slots=2, chunk=2), params) == completions(one, params)
 
 
 def test_a_prompt_is_stored_once(params):
     """B x P keys and values for the prompts, whatever K is; the row caches hold completions alone."""
     tokens, segments = (jnp.asarray(x) for x in padded(PROMPTS, "left"))
     engine = dataclasses.replace(ENGINE, group_size=64)
-    state = jax.eval_shape(
-        lambda p: engine_module._start(engine, p, tokens, segments, jax.random.key(0), np.uint32(0), 4), params
-    )
-    assert {x.shape for x in jax.tree.leaves(state.prompt)} == {(3, 2, 7, 8)}  # B, J, P, d
-    assert [x.shape for x in state.rows[0]] == [(3, 64, 2, 8, 4), (3, 64, 2, 4, 8)]  # keys J, d, S; values J, S, d
-    grown = jax.eval_shape(lambda state: engine_module._grow(state, 9), state)
-    assert [x.shape for x in grown.rows[1]] == [(3, 64, 2, 8, 9), (3, 64, 2, 9, 8)]
+    grid = Schedule(3, 64, 1, 192).grid
+
+    def start(params):
+        keys = engine_module._row_keys(jax.random.key(0), np.uint32(0), 192)
+        bank, rows = engine_module._prefill(engine, params, tokens, segments, keys)
+        return engine_module._seat(engine, bank, rows, keys, None, grid, None, 4)
+
+    places, slots = jax.eval_shape(start, params)
+    assert {x.shape for x in jax.tree.leaves(places.cache)} == {(3, 2, 7, 8)}  # B, J, P, d
+    assert [x.shape for x in slots.cache[0]] == [(3, 64, 2, 8, 4), (3, 64, 2, 4, 8)]  # keys J, d, S; values J, S, d
+    grown = jax.eval_shape(lambda slots: engine_module._grow(slots, 9), slots)
+    assert [x.shape for x in grown.cache[1]] == [(3, 64, 2, 8, 9), (3, 64, 2, 9, 8)]
+
+
+def test_caches_in_another_type(params):
+    """bfloat16 keys and values under a float32 network: half the memory, log-probs close to the policy's."""
+    rollout, width = generate(dataclasses.replace(ENGINE, cache_dtype="bfloat16"), params)
+    tokens, segments = jnp.asarray(rollout.tokens), jnp.asarray(rollout.segments)
+    logps, _ = token_logps(NET, params, tokens, segments, None, 1.0, width)
+    error = np.abs(rollout.sample_logps - logps * rollout.mask).max()
+    assert 1e-4 < error < 0.2
 
 
 def test_bfloat16_decoding_stays_close(params):
@@ -271,10 +312,10 @@ rng = np.random.default_rng(0)
 prompts, segments = rng.integers(0, 300, (4, 6)).astype(np.int32), np.ones((4, 6), np.int32)
 segments[1, :3] = 0
 mesh, key = make_mesh(2, 2, 2), jax.random.key(1)
-for tied, chunk, filters in ((False, 5, {}), (True, 10, {"temperature": 0.8, "top_p": 0.9, "top_k": 100})):
+for tied, chunk, slots, filters in ((False, 5, 0, {}), (True, 1, 8, {"temperature": 0.8, "top_p": 0.9, "top_k": 100})):
     net = Net(dataclasses.replace(config, tie_embeddings=tied))
     params = jax.jit(net.init)(jax.random.key(0))
-    engine = Engine(net, Sampling(**filters), 3, 10, (5, 6, 7, 8), chunk)
+    engine = Engine(net, Sampling(**filters), 3, 10, (5, 6, 7, 8), chunk, slots)
     temperature = engine.sampling.temperature
     score = jax.jit(lambda p, t, s: token_logps(net, p, t, s, None, temperature, 6))
     one = engine.generate(params, prompts, segments, key)
@@ -296,6 +337,7 @@ print("same")
 """
 
 
+@pytest.mark.slow
 def test_the_same_tokens_on_eight_devices(run_python):
     """Rows on data and fsdp, heads and vocabulary on tensor: the tokens of one device, and its log-probs."""
     done = run_python("-c", ON_A_MESH, devices=8)

@@ -1,0 +1,89 @@
+"""Which rows decode side by side: a grid of G prompts by R rows, planned anew as rows end and others wait for a place.
+
+Host side, numpy only. Rows are cut over the shards of the mesh and never leave theirs, so every number here is local to
+a shard, and all shards have a grid of the same shape.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+
+IDLE = -1
+REFILL = 4  # waiting rows are seated when one slot in so many is free: seating copies the caches of all
+REPEATS = 2  # a grid holds at most so many copies of the prompts' caches
+
+
+class Grid(NamedTuple):
+    """Which row sits where."""
+
+    prompt: np.ndarray  # [shards, G]
+    row: np.ndarray  # [shards, G, R], IDLE where no row sits
+
+    @property
+    def slots(self) -> int:
+        """Slots of all shards."""
+        return self.row.size
+
+
+class Schedule:
+    """Plans grids for `prompts` x `group_size` rows in each of `shards`, `slots` of them at a time.
+
+    A grid stays until waiting rows can be seated, or until the rows that are left fit into half of it (and half of that
+    again): few shapes are ever compiled, and few slots are idle.
+    """
+
+    def __init__(self, prompts: int, group_size: int, shards: int, slots: int):
+        self.prompts, self.group_size = prompts, group_size
+        rows = np.tile(np.arange(prompts * group_size), (shards, 1))
+        self.waiting = rows[:, slots:]
+        self.grid = self._plan(list(rows[:, :slots]), slots)
+
+    def next(self, live: np.ndarray) -> Grid | None:
+        """The grid to go on with, given which rows of this one are live `[shards, G, R]`; None: this one."""
+        slots = live[0].size
+        rows = [row[alive] for row, alive in zip(self.grid.row, live, strict=True)]
+        free = slots - max(map(len, rows))
+        grid = None
+        if self.waiting.size:
+            if free * REFILL >= slots:
+                joined = [np.concatenate(pair) for pair in zip(rows, self.waiting[:, :free], strict=True)]
+                grid = self._plan(joined, slots)
+                if free < slots and not self._is_lean(grid):
+                    grid = None
+            if grid is not None:
+                self.waiting = self.waiting[:, free:]
+        else:
+            needed, smaller = max(slots - free, 1), slots // 2
+            while smaller >= needed:
+                planned = self._plan(rows, smaller)
+                grid, smaller = planned if self._is_lean(planned) else grid, smaller // 2
+        if grid is not None:
+            self.grid = grid
+        return grid
+
+    def _is_lean(self, grid: Grid) -> bool:
+        """True when the grid repeats the prompts' caches no more than is worth it."""
+        return grid.prompt.shape[1] <= REPEATS * self.prompts
+
+    def _plan(self, rows: list[np.ndarray], slots: int) -> Grid:
+        """A grid of `slots` a shard for these rows, with the fewest prompts.
+
+        A prompt with more rows than R has several places in the grid.
+        """
+        counts = [np.bincount(own // self.group_size, minlength=self.prompts) for own in rows]
+        r = next(
+            r
+            for r in range(min(self.group_size, slots), 0, -1)
+            if slots % r == 0 and all((-(-count // r)).sum() <= slots // r for count in counts)
+        )
+        prompt = np.zeros((len(rows), slots // r), np.int32)
+        row = np.full((len(rows), slots // r, r), IDLE, np.int32)
+        for shard, own in enumerate(rows):
+            place = 0
+            for number in np.unique(own // self.group_size):
+                members = np.sort(own[own // self.group_size == number])
+                for start in range(0, len(members), r):
+                    part = members[start : start + r]
+                    prompt[shard, place], row[shard, place, : len(part)] = number, part
+                    place += 1
+        return Grid(prompt, row)

@@ -1,0 +1,63 @@
+"""The schedule: every row is seated once, keeps its shard and its prompt, and few slots stay idle."""
+
+import numpy as np
+import pytest
+
+from jaxrl_llm.rollout.schedule import IDLE, Schedule
+
+
+def run(schedule, lengths):
+    """Decodes rows of these lengths `[shards, rows]`, one step at a time; the fraction of slots that were of use."""
+    grid, left, seated = schedule.grid, lengths.copy(), [set() for _ in lengths]
+    shapes, used, executed = {grid.row.shape}, 0, 0
+    while True:
+        for shard, rows in enumerate(grid.row):
+            present = rows[rows != IDLE]
+            assert len(set(present.tolist())) == present.size
+            owners = np.broadcast_to(grid.prompt[shard][:, None], rows.shape)
+            assert (present // schedule.group_size == owners[rows != IDLE]).all()
+            seated[shard] |= set(present.tolist())
+        index = np.maximum(grid.row, 0).reshape(len(lengths), -1)
+        live = (np.take_along_axis(left, index, 1).reshape(grid.row.shape) > 0) & (grid.row != IDLE)
+        following = schedule.next(live)
+        if following is not None:
+            gone = [
+                set(g[a].tolist()) - set(f.ravel().tolist())
+                for g, a, f in zip(grid.row, live, following.row, strict=True)
+            ]
+            assert not any(gone), "a live row lost its slot"
+            grid = following
+            shapes.add(grid.row.shape)
+            continue
+        if not live.any():
+            break
+        executed, used = executed + live.size, used + live.sum()
+        for shard in range(len(lengths)):
+            left[shard, grid.row[shard][live[shard]]] -= 1
+    assert (left <= 0).all()
+    assert all(rows == set(range(lengths.shape[1])) for rows in seated)
+    return used / executed, shapes
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+@pytest.mark.parametrize(
+    ("prompts", "group", "slots"), [(8, 8, 64), (8, 8, 16), (3, 5, 4), (4, 1, 3), (1, 8, 8), (2, 6, 1)]
+)
+def test_every_row_is_decoded(prompts, group, slots, shards):
+    lengths = np.random.default_rng(0).geometric(1 / 20, size=(shards, prompts * group))
+    run(Schedule(prompts, group, shards, slots), lengths)
+
+
+def test_few_slots_are_idle_and_few_shapes_are_compiled():
+    lengths = np.random.default_rng(1).geometric(1 / 32, size=(1, 64)).clip(max=128)
+    fraction, shapes = run(Schedule(8, 8, 1, 64), lengths)
+    assert fraction > 0.6
+    assert len(shapes) <= 7
+    fraction, _ = run(Schedule(8, 8, 1, 16), lengths)
+    assert fraction > 0.8
+
+
+def test_all_rows_at_once_are_the_batch_itself():
+    grid = Schedule(3, 4, 2, 12).grid
+    np.testing.assert_array_equal(grid.prompt, [[0, 1, 2]] * 2)
+    np.testing.assert_array_equal(grid.row, [np.arange(12).reshape(3, 4)] * 2)
