@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxrl_llm.models.layers import soft_cap
 from jaxrl_llm.models.transformer import Net, Params
 from jaxrl_llm.sharding import constrain
 
@@ -28,10 +29,19 @@ def token_logps(
     return logps, entropy
 
 
-def token_logps_and_squares(net: Net, params: Params, tokens, segments, positions=None):
-    """What `token_logps` gives, and `log sum_v p_v^2` of the distribution of each token, `[N,T]` without gradient."""
-    logps, entropy, squares = _scored(net, params, tokens, segments, positions, 1.0, 0, _logps_and_squares)
-    return logps, entropy, squares
+def token_statistics(net: Net, params: Params, tokens, segments, positions=None, smoothing: float = 0.0, noise=None):
+    """What `token_logps` gives, then whether each token was the likeliest and the mean logit over the vocabulary.
+
+    All `[N,T]`; the last two, 1 or 0 and a number, are for metrics and have no gradient. `smoothing` is as in
+    `chunked_logps`; noise `[N,T,D]` is added to the embeddings.
+    """
+    score = functools.partial(_with_statistics, smoothing=smoothing)
+    return tuple(_scored(net, params, tokens, segments, positions, 1.0, 0, score, noise))
+
+
+def token_statistics_and_squares(net: Net, params: Params, tokens, segments, positions=None):
+    """What `token_statistics` gives, and `log sum_v p_v^2` of the distribution of each token, without gradient."""
+    return tuple(_scored(net, params, tokens, segments, positions, 1.0, 0, _logps_and_squares))
 
 
 def token_values(net: Net, params: Params, tokens, segments, positions=None, prompt_width: int = 0):
@@ -42,6 +52,22 @@ def token_values(net: Net, params: Params, tokens, segments, positions=None, pro
     return _at_tokens(model.scores(hidden[:, first - 1 : -1]), segments, first)
 
 
+def token_logps_and_values(
+    net: Net, params: Params, score: Params, tokens, segments, positions=None, temperature: float = 1.0,
+    prompt_width: int = 0,
+):  # fmt: skip
+    """What `token_logps` gives, and the values `[N,T]` that a score head (`{"kernel": [D,1]}`) gives of the same
+    hidden states, in fp32."""
+
+    def score_all(hidden, kernel, targets, temperature: float, softcap: float | None):
+        found: Any = chunked_logps(hidden, kernel, targets, temperature, False, softcap)
+        values = jnp.matmul(hidden.astype(jnp.float32), score["kernel"].astype(jnp.float32))[..., 0]
+        return *found, values
+
+    logps, entropy, values = _scored(net, params, tokens, segments, positions, temperature, prompt_width, score_all)
+    return logps, entropy, values
+
+
 def last_scores(net: Net, params: Params, tokens, segments):
     """Scores `[N]` in fp32, by the score head, of each row's last token that is no padding."""
     model = net.bind(params)
@@ -50,12 +76,15 @@ def last_scores(net: Net, params: Params, tokens, segments):
     return model.scores(jnp.take_along_axis(hidden, last[:, None, None], axis=1))[:, 0]
 
 
-def _scored(net: Net, params: Params, tokens, segments, positions, temperature: float, prompt_width: int, score):
+def _scored(
+    net: Net, params: Params, tokens, segments, positions, temperature: float, prompt_width: int, score, noise=None
+):
     model = net.bind(params)
-    hidden = model.hidden(tokens, segments, positions)
+    hidden = model.hidden(tokens, segments, positions, noise)
     first = max(prompt_width, 1)
     targets = tokens[:, first:]
-    scored: Any = score(hidden[:, first - 1 : -1], model.head_kernel(), targets, float(temperature))
+    hidden = model.head_input(hidden[:, first - 1 : -1])
+    scored: Any = score(hidden, model.head_kernel(), targets, float(temperature), softcap=net.config.logit_softcap)
     return [_at_tokens(x, segments, first) for x in scored]
 
 
@@ -65,34 +94,44 @@ def _at_tokens(x, segments, first: int):
     return jnp.pad(jnp.where(predicted, x, 0.0), ((0, 0), (first, 0)))
 
 
-def _logps_and_squares(hidden, kernel, targets, temperature: float):
-    scored: Any = chunked_logps(hidden, kernel, targets, temperature)
-    return *scored, log_sum_squares(*jax.lax.stop_gradient((hidden, kernel)))
+def _with_statistics(hidden, kernel, targets, temperature: float, softcap: float | None, smoothing: float):
+    return chunked_logps(hidden, kernel, targets, temperature, True, softcap, smoothing)
 
 
-def log_sum_squares(hidden, kernel):
-    """`log sum_v p_v^2` `[N,S]` of softmax(hidden @ kernel), in columns; hidden `[N,S,D]`, kernel `[D,V]`."""
+def _logps_and_squares(hidden, kernel, targets, temperature: float, softcap: float | None):
+    scored: Any = chunked_logps(hidden, kernel, targets, temperature, True, softcap)
+    return *scored, log_sum_squares(*jax.lax.stop_gradient((hidden, kernel)), softcap)
+
+
+def log_sum_squares(hidden, kernel, softcap: float | None = None):
+    """`log sum_v p_v^2` `[N,S]` of softmax(logits), in columns; logits as in `chunked_logps`, at temperature 1."""
 
     def chunk(h):
-        logps = jax.nn.log_softmax(_logits(h, kernel, 1.0), axis=-1)
+        logps = jax.nn.log_softmax(_logits(h, kernel, 1.0, softcap), axis=-1)
         return jax.nn.logsumexp(2.0 * logps, axis=-1)
 
     return _rows(jax.lax.map(chunk, _columns(hidden, _width(hidden, kernel))), hidden.shape[1])
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def chunked_logps(hidden, kernel, targets, temperature: float):
-    """Log-probs and entropies `[N,S]` of softmax(hidden @ kernel / temperature) at the targets `[N,S]`.
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5, 6))
+def chunked_logps(
+    hidden, kernel, targets, temperature: float, statistics: bool = False, softcap: float | None = None,
+    smoothing: float = 0.0,
+):  # fmt: skip
+    """Log-probs and entropies `[N,S]` of softmax(logits / temperature) at the targets `[N,S]`.
 
-    hidden `[N,S,D]` in the compute dtype, kernel `[D,V]`. Logits are formed for a few columns at a time, in fp32, and
-    again in the backward pass, which keeps only the log-sum-exp and the entropy of each token.
+    With `statistics` also, without gradient, whether the target is the likeliest token and the mean logit. With
+    `smoothing` e the log-prob is `(1 - e) log p(target) + e mean_v log p(v)`: label smoothing (arXiv 1512.00567).
+    hidden `[N,S,D]` in the compute dtype, kernel `[D,V]`; logits are hidden @ kernel, capped softly. They are formed
+    for a few columns at a time, in fp32, and again in the backward pass, which keeps only the log-sum-exp and the
+    entropy of each token.
     """
-    return _forward(hidden, kernel, targets, temperature)[0]
+    return _forward(hidden, kernel, targets, temperature, statistics, softcap, smoothing)[0]
 
 
-def _logits(hidden, kernel, temperature: float):
+def _logits(hidden, kernel, temperature: float, softcap: float | None):
     logits = jnp.matmul(hidden, kernel.astype(hidden.dtype), preferred_element_type=jnp.float32)
-    return constrain(logits, "rows", None, "vocab") / temperature
+    return soft_cap(constrain(logits, "rows", None, "vocab"), softcap) / temperature
 
 
 def _columns(x, width: int):
@@ -112,40 +151,49 @@ def _width(hidden, kernel) -> int:
     return min(max(LOGITS_IN_FLIGHT // (rows * kernel.shape[1]), 1), length)
 
 
-def _forward(hidden, kernel, targets, temperature: float):
+def _forward(hidden, kernel, targets, temperature: float, statistics: bool, softcap: float | None, smoothing: float):
     width, length = _width(hidden, kernel), hidden.shape[1]
 
     def chunk(x):
         h, t = x
-        logits = _logits(h, kernel, temperature)
+        logits = _logits(h, kernel, temperature, softcap)
         normalizer = jax.nn.logsumexp(logits, axis=-1)
         # A masked sum instead of a gather: with the vocabulary cut over devices a gather would collect all of it.
         target = jnp.where(jnp.arange(logits.shape[-1]) == t[..., None], logits, 0.0).sum(-1)
         entropy = normalizer - (jnp.exp(logits - normalizer[..., None]) * logits).sum(-1)
-        return target - normalizer, entropy, normalizer
+        smoothed = (1 - smoothing) * target + smoothing * logits.mean(axis=-1) if smoothing else target
+        found = smoothed - normalizer, entropy
+        if statistics:
+            found += (target >= logits.max(axis=-1)).astype(jnp.float32), logits.mean(axis=-1)
+        return *found, normalizer
 
     out = jax.lax.map(chunk, (_columns(hidden, width), _columns(targets, width)))
-    logps, entropy, normalizer = (_rows(x, length) for x in out)
-    return (logps, entropy), (hidden, kernel, targets, entropy, normalizer)
+    *found, normalizer = (_rows(x, length) for x in out)
+    return tuple(found), (hidden, kernel, targets, found[1], normalizer)
 
 
-def _backward(temperature: float, residuals, gradients):
-    """d logp = onehot - p;  d entropy = -p (log p + entropy);  both over the logits, then through the product."""
+def _backward(temperature: float, statistics: bool, softcap: float | None, smoothing: float, residuals, gradients):
+    """d logp = onehot - p;  d entropy = -p (log p + entropy);  both over the logits, then through cap and product."""
     hidden, kernel, targets, entropy, normalizer = residuals
     width, length = _width(hidden, kernel), hidden.shape[1]
 
     def chunk(d_kernel, x):
         h, t, ent, norm, g_logp, g_entropy = x
-        logp = _logits(h, kernel, temperature) - norm[..., None]
+        logits = _logits(h, kernel, temperature, softcap)
+        logp = logits - norm[..., None]
         p = jnp.exp(logp)
         onehot = jnp.arange(logp.shape[-1]) == t[..., None]
+        if smoothing:
+            onehot = (1 - smoothing) * onehot + smoothing / logp.shape[-1]
         d = g_logp[..., None] * (onehot - p) - g_entropy[..., None] * p * (logp + ent[..., None])
+        if softcap is not None:
+            d *= 1.0 - (logits * (temperature / softcap)) ** 2
         d = (d / temperature).astype(h.dtype)
         d_hidden = jnp.einsum("ncv,dv->ncd", d, kernel.astype(h.dtype))
         d_kernel += jnp.einsum("ncd,ncv->dv", h, d, preferred_element_type=jnp.float32)
         return d_kernel, d_hidden
 
-    parts = tuple(_columns(x, width) for x in (hidden, targets, entropy, normalizer, *gradients))
+    parts = tuple(_columns(x, width) for x in (hidden, targets, entropy, normalizer, *gradients[:2]))
     d_kernel, d_hidden = jax.lax.scan(chunk, jnp.zeros(kernel.shape, jnp.float32), parts)
     return _rows(d_hidden, length).astype(hidden.dtype), d_kernel.astype(kernel.dtype), None
 

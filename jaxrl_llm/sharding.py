@@ -19,11 +19,15 @@ AXES = ("data", "fsdp", "tensor")
 # Path of a parameter -> the mesh axis of each of its trailing dimensions; leading ones (stacked layers) stay whole.
 PARAMETERS = (
     (r"embed/weight$", ("tensor", "fsdp")),
-    (r"(q|k|v|gate|up)/kernel$", ("fsdp", "tensor")),
-    (r"(o|down)/kernel$", ("tensor", "fsdp")),
+    (r"(q|k|v|gate|up)/kernel(/codes|/absmax)?$", ("fsdp", "tensor")),
+    (r"(o|down)/kernel(/codes|/absmax)?$", ("tensor", "fsdp")),
+    (r"(q|k|v|gate|up)/lora_a$", ("fsdp", None)),
+    (r"(q|k|v|gate|up)/lora_b$", (None, "tensor")),
+    (r"(o|down)/lora_a$", ("tensor", None)),
+    (r"(o|down)/lora_b$", (None, "fsdp")),
     (r"(q|k|v|gate|up)/bias$", ("tensor",)),
     (r"head/kernel$", ("fsdp", "tensor")),
-    (r"score/kernel$", ("fsdp", None)),
+    (r"(score|router)/kernel$", ("fsdp", None)),
 )
 
 # Adafactor's statistics of rows and columns: small, and of another shape than the parameter they belong to.
@@ -87,6 +91,20 @@ def shardings(tree, mesh: Mesh):
         return NamedSharding(mesh, parameter_spec(path_name(path), x.shape, mesh))
 
     return jax.tree_util.tree_map_with_path(leaf, tree)
+
+
+def on_host(tree) -> Any:
+    """The arrays in the host's memory, cut as they were; numbers stay on the device. Works under jit."""
+    return _moved(tree, jax.memory.Space.Host)
+
+
+def on_device(tree) -> Any:
+    """The arrays in the device's memory; those that are there already are not copied. Works under jit."""
+    return _moved(tree, jax.memory.Space.Device)
+
+
+def _moved(tree, space) -> Any:
+    return jax.tree.map(lambda x: jax.device_put(x, space) if x.ndim else x, tree)
 
 
 def constrain(x, *dims: str | None):

@@ -10,7 +10,7 @@ import pytest
 
 from jaxrl_llm import policy
 from jaxrl_llm.models.transformer import ModelConfig, Net, segment_positions
-from jaxrl_llm.policy import chunked_logps, token_logps, token_logps_and_squares
+from jaxrl_llm.policy import chunked_logps, token_logps, token_statistics_and_squares
 from tests.models.decoding import padded
 
 VOCAB = 37
@@ -142,13 +142,17 @@ def test_hand_computed(temperature):
         np.testing.assert_allclose(entropy, [[-p * np.log(p) - (1 - p) * np.log(1 - p)]], rtol=1e-6)
 
 
-def test_squares_are_the_log_of_the_sum_of_squared_probabilities():
+def test_statistics_and_the_log_of_the_sum_of_squared_probabilities():
     net, params = net_and_params()
     tokens, segments = (jnp.asarray(x) for x in packed())
-    logps, entropy, squares = jax.jit(lambda p: token_logps_and_squares(net, p, tokens, segments))(params)
-    probs = np.asarray(jax.jit(lambda p: jax.nn.softmax(net.bind(p)(tokens, segments)))(params), np.float64)
-    expected = np.pad(np.log((probs**2).sum(-1)), ((0, 0), (1, 0)))[:, :-1]
-    np.testing.assert_allclose(squares, np.where(logps != 0, expected, 0), atol=1e-5)
+    found = jax.jit(lambda p: token_statistics_and_squares(net, p, tokens, segments))(params)
+    logps, entropy, likeliest, mean_logits, squares = found
+    logits = np.asarray(jax.jit(lambda p: net.bind(p)(tokens, segments))(params), np.float64)[:, :-1]
+    probs = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
+    right = logits.argmax(-1) == np.asarray(tokens)[:, 1:]
+    expected = ((squares, np.log((probs**2).sum(-1))), (mean_logits, logits.mean(-1)), (likeliest, right))
+    for got, wanted in expected:
+        np.testing.assert_allclose(got[:, 1:], np.where(logps[:, 1:] != 0, wanted, 0), atol=1e-5)
     np.testing.assert_allclose((logps, entropy), score(net, params, tokens, segments), atol=1e-6)
 
 

@@ -18,8 +18,8 @@ from jax.sharding import Mesh
 
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.models import weights
-from jaxrl_llm.models.families import family_for, family_of
-from jaxrl_llm.models.families.decoder import DTYPES
+from jaxrl_llm.models.families import family_for, family_of, text_part
+from jaxrl_llm.models.families.decoder import DTYPES, settings
 from jaxrl_llm.models.transformer import Net, Params
 
 EMBEDDED = Path(__file__).parent / "embedded"
@@ -66,11 +66,14 @@ def _download(name: str) -> Path:
 
 
 def read_config(folder: str | os.PathLike[str]) -> dict[str, Any]:
-    """The entries of the folder's config.json; raises ConfigError when it is missing or no JSON object."""
+    """The entries of the folder's config.json, of a model with a vision part those of its text part.
+
+    Raises ConfigError when it is missing or no JSON object.
+    """
     config = weights.read_json(Path(folder) / "config.json")
     if config is None:
         raise ConfigError(f"{folder} has no config.json: it is not a Hugging Face model folder.")
-    return config
+    return text_part(config)
 
 
 def has_tokenizer(folder: str | os.PathLike[str]) -> bool:
@@ -102,20 +105,24 @@ def load(
     """The net of a model folder and its parameters, each created already cut over `mesh` (or on one device).
 
     `dtype` is that of the computation, `param_dtype` that of the parameters; `overrides` are other ModelConfig fields
-    (`remat="block"`). With `head="score"` a language model's checkpoint gets a new score head, drawn from `seed`.
+    (`remat="block"`, or `quantize="nf4"`, which stores the layers' matrices so). With `head="score"` a language
+    model's checkpoint gets a new score head, drawn from `seed`. Parameters of adapters are not here; see adapters.py.
 
     Raises ConfigError, before any weight is read, for an unsupported model and for tensors that are missing, unexpected
     or of another shape than config.json says.
     """
     folder = Path(folder)
     net = load_net(folder, dtype=dtype, param_dtype=param_dtype, **overrides)
-    tensors = weights.stored_tensors(net, family_of(read_config(folder)))
     with contextlib.ExitStack() as stack:
         files = weights.Files(folder, stack)
+        tensors = files.stored_tensors(net, family_of(read_config(folder)))
         new_head = net.config.head == "score" and "score.weight" not in files.where
         if new_head:
             tensors = [tensor for tensor in tensors if tensor.leaf != "score/kernel"]
-        files.check(tensors, {"lm_head.weight"} if net.config.tie_embeddings or new_head else set())
+        files.check(
+            tensors,
+            {"lm_head.weight", "language_model.lm_head.weight"} if net.config.tie_embeddings or new_head else set(),
+        )
         return net, weights.read_params(net, files, tensors, mesh, seed)
 
 
@@ -137,6 +144,8 @@ def save(
 ) -> None:
     """Writes a folder that transformers, vLLM and `load` read: config.json, safetensors, tokenizer.
 
+    Adapters are merged into the matrices they belong to, and quantised matrices written as numbers.
+
     `hf_config` is the config.json the net was loaded from: its other entries are kept, and it names the family.
     `generation` goes to generation_config.json. `dtype` None keeps the parameters' own, bit for bit.
 
@@ -146,9 +155,9 @@ def save(
     """
     folder = Path(folder).absolute()
     family = family_for(net.config) if hf_config is None else family_of(hf_config)
-    hf = _exported_config(net, family, hf_config, dtype)
-    _refuse_foreign(folder)
-    with _replacing(folder) as partial:
+    hf = _exported_config(net.plain, family, hf_config, dtype)
+    refuse_foreign(folder, "config.json")
+    with replacing(folder) as partial:
         weights.write(partial, net, family, params, hf["dtype"], max_shard_bytes)
         if jax.process_index() == 0:
             weights.write_json(partial / "config.json", hf)
@@ -167,13 +176,7 @@ def _exported_config(net: Net, family, hf_config: dict[str, Any] | None, dtype: 
         raise ConfigError(f"dtype = {dtype!r} is not one of {', '.join(DTYPES)}.")
     if hf_config is None or "torch_dtype" in hf_config:
         hf["torch_dtype"] = hf["dtype"]
-    ours = {
-        "dtype": config.dtype,
-        "param_dtype": config.param_dtype,
-        "remat": config.remat,
-        "scan_layers": config.scan_layers,
-    }
-    described = family.to_config(hf, **ours)
+    described = family.to_config(hf, **settings(config))
     if described != config:
         raise ConfigError(
             f"a {family.MODEL_TYPE} config.json cannot describe this model: {config} would be read as {described}."
@@ -181,21 +184,21 @@ def _exported_config(net: Net, family, hf_config: dict[str, Any] | None, dtype: 
     return hf
 
 
-def _refuse_foreign(folder: Path) -> None:
-    """Raises ConfigError when `folder` holds anything that an export would destroy and is not a model."""
+def refuse_foreign(folder: Path, sign: str) -> None:
+    """Raises ConfigError when `folder` holds anything that an export would destroy, and not the file `sign`."""
     if not folder.exists():
         return
     if not folder.is_dir():
         raise ConfigError(f"{folder} is a file; the model is written to a folder.")
     entries = list(folder.iterdir())
     if entries and (
-        not (folder / "config.json").is_file() or any(entry.is_dir() and entry.name != TEMPLATES for entry in entries)
+        not (folder / sign).is_file() or any(entry.is_dir() and entry.name != TEMPLATES for entry in entries)
     ):
         raise ConfigError(f"{folder} holds other files than an exported model's; choose a new folder.")
 
 
 @contextlib.contextmanager
-def _replacing(folder: Path) -> Iterator[Path]:
+def replacing(folder: Path) -> Iterator[Path]:
     """A folder to write to, which takes the place of `folder` when the block ends well and vanishes when it fails."""
     first = jax.process_index() == 0
     partial, earlier = (folder.with_name(f".{folder.name}.{word}-{os.getpid()}") for word in ("partial", "earlier"))

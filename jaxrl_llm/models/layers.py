@@ -1,18 +1,20 @@
-"""The parts of a decoder layer: linear maps, RMS norm, rotary positions, attention, gated feed-forward.
+"""The parts of a decoder layer: linear maps, RMS norm, attention, gated feed-forward.
 
 Matrix products run in the compute dtype; norms, rotary angles and softmax in fp32.
 """
 
-import math
-from typing import NamedTuple
+import functools
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 
+from jaxrl_llm.models import lora, quantize
+from jaxrl_llm.models.rope import rotate
 from jaxrl_llm.sharding import constrain
 
+ACTIVATIONS = {"silu": jax.nn.silu, "gelu_tanh": jax.nn.gelu, "gelu": functools.partial(jax.nn.gelu, approximate=False)}
 MASKED = -1e30  # finite, so that a row with nothing to attend to (padding) stays finite too
 
 
@@ -27,106 +29,129 @@ class KeyValues(NamedTuple):
     v: jax.Array
 
 
-class Linear(nnx.Module):
-    """`x @ kernel (+ bias)`, kernel `[in, out]`."""
+class LayerTraits(NamedTuple):
+    """In what layers differ besides their parameters; one layer's, or those of many, stacked."""
 
-    def __init__(self, d_in: int, d_out: int, config, rngs: nnx.Rngs, bias: bool = False):
-        scale = config.init_scale
-        self.kernel = nnx.Param(jax.random.normal(rngs.params(), (d_in, d_out), config.param_dtype) * scale)
+    waves: Any  # [r/2] inverse frequencies of the r rotated dimensions; 0: not rotated
+    scale: Any = 1.0  # of rotated dimensions
+    window: Any = None  # a token sees this many, itself included; None: all before it
+
+
+class Linear(nnx.Module):
+    """`x @ kernel (+ bias)`, kernel `[in, out]`.
+
+    A map with a `name`, one of `lora.TARGETS`, may have an adapter, and a kernel that is quantised.
+    """
+
+    def __init__(self, d_in: int, d_out: int, config, rngs: nnx.Rngs, bias: bool = False, name: str = ""):
+        kernel = jax.random.normal(rngs.params(), (d_in, d_out), config.param_dtype) * config.init_scale
+        self.quantize = config.quantize if name else "none"
+        stored = kernel if self.quantize == "none" else quantize.quantize(kernel, self.quantize)
+        self.kernel = nnx.Dict(jax.tree.map(nnx.Param, stored)) if isinstance(stored, dict) else nnx.Param(stored)
         self.bias = nnx.Param(jnp.zeros((d_out,), config.param_dtype)) if bias else None
+        self.lora = own = config.lora if config.lora is not None and name in config.lora.targets else None
+        self.lora_a = nnx.Param(lora.init_a(rngs.lora(), d_in, own.rank)) if own else None
+        self.lora_b = nnx.Param(jnp.zeros((own.rank, d_out), jnp.float32)) if own else None
+        self.lora_key = nnx.Param(jnp.zeros((2,), jnp.uint32)) if own and own.dropout else None
 
     def __call__(self, x):
         # Rows and positions as one dimension: with two, XLA's CPU backend computes the weight gradient 4 times slower.
-        y = (x.reshape(-1, x.shape[-1]) @ self.kernel[...].astype(x.dtype)).reshape(*x.shape[:-1], -1)
+        rows = x.reshape(-1, x.shape[-1])
+        dense = isinstance(self.kernel, nnx.Param)
+        stored = self.kernel[...] if dense else {name: part[...] for name, part in self.kernel.items()}
+        product = quantize.frozen_matmul if self.lora is not None or not dense else quantize.matmul
+        y: jax.Array = product(rows, stored, self.quantize)
+        if self.lora is not None and self.lora_a is not None and self.lora_b is not None:
+            key_data = None if self.lora_key is None else self.lora_key[...]
+            y += lora.delta(rows, self.lora_a[...], self.lora_b[...], self.lora, key_data)
+        y = y.reshape(*x.shape[:-1], -1)
         return y if self.bias is None else y + self.bias[...].astype(x.dtype)
 
 
 class RMSNorm(nnx.Module):
-    """`x / rms(x) * scale` over the last dimension, in fp32."""
+    """`x / rms(x) * (scale + norm_offset)` over the last dimension, in fp32."""
 
     def __init__(self, size: int, config, rngs: nnx.Rngs):
-        self.scale = nnx.Param(jnp.ones((size,), config.param_dtype))
-        self.eps = config.norm_eps
+        self.scale = nnx.Param(jnp.full((size,), 1.0 - config.norm_offset, config.param_dtype))
+        self.eps, self.offset = config.norm_eps, config.norm_offset
 
     def __call__(self, x):
         x32 = x.astype(jnp.float32)
         x32 = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + self.eps)
-        return (x32 * self.scale[...].astype(jnp.float32)).astype(x.dtype)
+        scale = self.scale[...].astype(jnp.float32)
+        return (x32 * (scale + self.offset if self.offset else scale)).astype(x.dtype)
 
 
-def rotary_frequencies(config) -> np.ndarray:
-    """Inverse frequencies `[d/2]`, with llama3 scaling where the configuration has it (arXiv 2407.21783)."""
-    frequencies = 1.0 / config.rope_theta ** (np.arange(0, config.head_dim, 2, dtype=np.float32) / config.head_dim)
-    if config.rope_scaling is None:
-        return frequencies.astype(np.float32)
-    scaling = config.rope_scaling
-    wavelengths = 2 * math.pi / frequencies
-    smooth = (scaling.original_max_positions / wavelengths - scaling.low_freq_factor) / (
-        scaling.high_freq_factor - scaling.low_freq_factor
-    )
-    smooth = np.clip(smooth, 0.0, 1.0)  # 0: long waves, slowed by `factor`; 1: short waves, kept
-    return ((1 - smooth) * frequencies / scaling.factor + smooth * frequencies).astype(np.float32)
-
-
-def rotate(x, positions, frequencies):
-    """Rotary position embedding (arXiv 2104.09864, half-split form); x `[..., t, h, d]`, positions `[..., t]`."""
-    angles = positions[..., None, None].astype(jnp.float32) * frequencies
-    cos, sin = jnp.cos(angles), jnp.sin(angles)
-    x1, x2 = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    return jnp.concatenate([x1 * cos - x2 * sin, x2 * cos + x1 * sin], axis=-1).astype(x.dtype)
+def soft_cap(x, cap: float | None):
+    """`cap * tanh(x / cap)`, within +-cap; x itself without a cap (arXiv 2408.00118, section 2)."""
+    return x if cap is None else cap * jnp.tanh(x / cap)
 
 
 class Attention(nnx.Module):
-    """Causal grouped-query attention: H query heads share J key/value heads."""
+    """Causal grouped-query attention: H query heads share J key/value heads.
+
+    Its `LayerTraits` give the rotary frequencies and how far back the layer sees.
+    """
 
     def __init__(self, config, rngs: nnx.Rngs):
         c = config
         self.config = c
-        self.q = Linear(c.width, c.heads * c.head_dim, c, rngs, c.attention_bias)
-        self.k = Linear(c.width, c.kv_heads * c.head_dim, c, rngs, c.attention_bias)
-        self.v = Linear(c.width, c.kv_heads * c.head_dim, c, rngs, c.attention_bias)
-        self.o = Linear(c.heads * c.head_dim, c.width, c, rngs, c.attention_output_bias)
-        self.q_norm = RMSNorm(c.head_dim, c, rngs) if c.qk_norm else None
-        self.k_norm = RMSNorm(c.head_dim, c, rngs) if c.qk_norm else None
+        self.q = Linear(c.width, c.heads * c.head_dim, c, rngs, c.attention_bias, "q")
+        self.k = Linear(c.width, c.kv_heads * c.head_dim, c, rngs, c.attention_bias, "k")
+        self.v = Linear(c.width, c.kv_heads * c.head_dim, c, rngs, c.attention_bias, "v")
+        self.o = Linear(c.heads * c.head_dim, c.width, c, rngs, c.attention_output_bias, "o")
+        heads = (c.heads, c.kv_heads) if c.qk_norm_whole else (1, 1)
+        self.q_norm = RMSNorm(heads[0] * c.head_dim, c, rngs) if c.qk_norm else None
+        self.k_norm = RMSNorm(heads[1] * c.head_dim, c, rngs) if c.qk_norm else None
 
-    def project(self, x, positions):
+    def project(self, x, positions, traits: LayerTraits):
         """Queries `[..., t, J, H/J, d]` (scaled) and keys, values `[..., t, J, d]` of x `[..., t, D]`."""
         c = self.config
-        q = self.q(x).reshape(*x.shape[:-1], c.heads, c.head_dim)
-        k = self.k(x).reshape(*x.shape[:-1], c.kv_heads, c.head_dim)
-        v = self.v(x).reshape(*x.shape[:-1], c.kv_heads, c.head_dim)
-        if self.q_norm is not None and self.k_norm is not None:
+        q, k, v = self.q(x), self.k(x), self.v(x)
+        if self.q_norm is not None and self.k_norm is not None and c.qk_norm_whole:
             q, k = self.q_norm(q), self.k_norm(k)
-        frequencies = rotary_frequencies(c)
-        q, k = rotate(q, positions, frequencies), rotate(k, positions, frequencies)
-        q = q.reshape(*x.shape[:-1], c.kv_heads, c.heads // c.kv_heads, c.head_dim) * c.head_dim**-0.5
-        return q, k, v
+        q, k, v = (a.reshape(*x.shape[:-1], -1, c.head_dim) for a in (q, k, v))
+        if self.q_norm is not None and self.k_norm is not None and not c.qk_norm_whole:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k = (rotate(a, positions, traits.waves, traits.scale) for a in (q, k))
+        q = q.reshape(*x.shape[:-1], c.kv_heads, c.heads // c.kv_heads, c.head_dim)
+        return q * (c.head_dim**-0.5 if c.query_scale is None else c.query_scale), k, v
 
-    def __call__(self, x, positions, mask) -> tuple[jax.Array, KeyValues]:
+    def __call__(self, x, positions, mask, traits: LayerTraits) -> tuple[jax.Array, KeyValues]:
         """Output `[N,T,D]` and the keys and values `[N,J,T,d]`; mask `[N,T,T]` (query, key) is True where attended."""
-        q, k, v = self.project(x, positions)
+        q, k, v = self.project(x, positions, traits)
         q, k, v = (constrain(a, "rows", None, "heads", *(None,) * (a.ndim - 3)) for a in (q, k, v))
         scores = jnp.einsum("ntjrd,nsjd->njrts", q, k, preferred_element_type=jnp.float32)
+        scores = soft_cap(scores, self.config.attention_softcap)
+        if traits.window is not None:
+            index = jnp.arange(x.shape[1])  # a document is a run of tokens: distances in it are those of positions
+            mask = mask & (index[:, None] - index < traits.window)
         weights = jax.nn.softmax(jnp.where(mask[:, None, None], scores, MASKED), axis=-1)
         out = jnp.einsum("njrts,nsjd->ntjrd", weights.astype(v.dtype), v)
         cache = KeyValues(*(constrain(a.swapaxes(1, 2), "rows", "heads", None, None) for a in (k, v)))
         return self.o(out.reshape(*x.shape[:-1], -1)), cache
 
     def decode(
-        self, x, positions, prompt: KeyValues, prompt_mask, rows: KeyValues, length
+        self, x, positions, prompt: KeyValues, prompt_mask, rows: KeyValues, length, traits: LayerTraits
     ) -> tuple[jax.Array, KeyValues]:
         """One token a row: output `[G,R,D]` and the row cache with that token's keys and values written at `length`.
 
         x `[G,R,D]`: R rows of each of G prompts. `prompt` `[G,J,P,d]` is stored once per prompt and read by its R rows
         without being repeated; `rows`, made by `empty_rows`, is each row's own. One softmax runs over both parts.
         """
-        q, k, v = self.project(x[:, :, None], positions[:, :, None])
+        q, k, v = self.project(x[:, :, None], positions[:, :, None], traits)
         q = q[:, :, 0]  # [G,R,J,H/J,d]
         rows = _write(rows, k[:, :, 0], v[:, :, 0], length)
         in_prompt = jnp.einsum("gkjrd,gjpd->gkjrp", q, prompt.k, preferred_element_type=jnp.float32)
         in_rows = jnp.einsum("gkjrd,gkjdc->gkjrc", q, rows.k, preferred_element_type=jnp.float32)
-        written = jnp.arange(rows.k.shape[-1]) <= length[:, :, None]
-        in_prompt = jnp.where(prompt_mask[:, None, None, None], in_prompt, MASKED)
+        in_prompt, in_rows = (soft_cap(scores, self.config.attention_softcap) for scores in (in_prompt, in_rows))
+        index = jnp.arange(rows.k.shape[-1])
+        seen, written = prompt_mask[:, None], index <= length[:, :, None]
+        if traits.window is not None:
+            prompt_positions = jnp.cumsum(prompt_mask, axis=-1)[:, None] - 1
+            seen = seen & (positions[:, :, None] - prompt_positions < traits.window)
+            written = written & (length[:, :, None] - index < traits.window)
+        in_prompt = jnp.where(seen[:, :, None, None], in_prompt, MASKED)
         in_rows = jnp.where(written[:, :, None, None], in_rows, MASKED)
         top = jnp.maximum(in_prompt.max(-1, keepdims=True), in_rows.max(-1, keepdims=True))
         in_prompt, in_rows = jnp.exp(in_prompt - top), jnp.exp(in_rows - top)
@@ -159,13 +184,14 @@ def _write(rows: KeyValues, k, v, length) -> KeyValues:
 
 
 class FeedForward(nnx.Module):
-    """`down(silu(gate(x)) * up(x))` (arXiv 2002.05202)."""
+    """`down(activation(gate(x)) * up(x))` (arXiv 2002.05202)."""
 
     def __init__(self, config, rngs: nnx.Rngs):
-        self.gate = Linear(config.width, config.ffn, config, rngs, config.mlp_bias)
-        self.up = Linear(config.width, config.ffn, config, rngs, config.mlp_bias)
-        self.down = Linear(config.ffn, config.width, config, rngs, config.mlp_bias)
+        self.gate = Linear(config.width, config.ffn, config, rngs, config.mlp_bias, "gate")
+        self.up = Linear(config.width, config.ffn, config, rngs, config.mlp_bias, "up")
+        self.down = Linear(config.ffn, config.width, config, rngs, config.mlp_bias, "down")
+        self.activation = ACTIVATIONS[config.activation]
 
     def __call__(self, x):
-        hidden = jax.nn.silu(self.gate(x)) * self.up(x)
+        hidden = self.activation(self.gate(x)) * self.up(x)
         return self.down(constrain(hidden, "rows", None, "ffn"))

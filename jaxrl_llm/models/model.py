@@ -4,13 +4,17 @@ import contextlib
 import dataclasses
 import functools
 import os
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from jaxrl_llm.models import hf
+from jaxrl_llm.config import ConfigError
+from jaxrl_llm.models import adapters, hf, lora
+from jaxrl_llm.models.families import family_for, family_of
+from jaxrl_llm.models.quantize import KINDS
 from jaxrl_llm.models.transformer import Net, Params
 from jaxrl_llm.models.weights import read_json
 from jaxrl_llm.sharding import shardings
@@ -50,36 +54,93 @@ def load_model(
     param_dtype: str | None = None,
     mesh: Mesh | None = None,
     init_key: jax.Array | None = None,
+    adapter: str | os.PathLike[str] | None = None,
     **overrides,
 ) -> Model:
     """The model at `path`: `embedded:<name>`, a local folder or a Hugging Face hub id.
 
+    `adapter` is the folder of a PEFT adapter of that model; `path` may be one itself, and then the model is the one it
+    names. The adapter stays apart from the matrices it belongs to; `save_hf` merges it.
+
     dtype, of the computation: "auto" is float32 on CPU (where bfloat16 is slower) and bfloat16 on accelerators.
     param_dtype None is that of the computation; training keeps float32 parameters. With `init_key` the parameters are
     drawn at random, and the folder needs no weights. `overrides` are other ModelConfig fields. The tokenizer is None
-    when the folder has none. Raises ConfigError; see `hf.locate` and `hf.load`.
+    when the folder has none. Raises ConfigError; see `hf.locate`, `hf.load` and `adapters.read`.
     """
     dtype = _compute_dtype(dtype)
-    model = describe(path, dtype, param_dtype, **overrides)
+    model = describe(path, dtype, param_dtype, adapter, **overrides)
+    path, adapter = _parts(path, adapter)
     if init_key is None:
-        overrides |= {"dtype": dtype, "param_dtype": param_dtype or dtype}
+        overrides |= {"dtype": dtype, "param_dtype": param_dtype or dtype, "head": model.net.config.head}
         _, params = hf.load(hf.locate(path), mesh, **overrides)
     else:
-        params = model.net.init(init_key) if mesh is None else init_sharded(model.net, init_key, mesh)
+        base = model.net.base
+        params = base.init(init_key) if mesh is None else init_sharded(base, init_key, mesh)
+    if adapter is not None:
+        found = adapters.read(adapter, model.net, _family(model), mesh)
+        params = lora.combine(_fp32_score(params), found)
     return dataclasses.replace(model, params=params, mesh=mesh)
 
 
-def describe(path: str | os.PathLike[str], dtype: str = "auto", param_dtype: str | None = None, **overrides) -> Model:
+def describe(
+    path: str | os.PathLike[str],
+    dtype: str = "auto",
+    param_dtype: str | None = None,
+    adapter: str | os.PathLike[str] | None = None,
+    **overrides,
+) -> Model:
     """The model at `path` with shapes in place of parameters: all that is known without reading weights.
 
     Arguments and errors as in `load_model`.
     """
     dtype = _compute_dtype(dtype)
+    path, adapter = _parts(path, adapter)
+    if overrides.get("quantize", "none") not in KINDS:
+        raise ConfigError(f"quantize = {overrides['quantize']!r} is not one of {', '.join(KINDS)}.")
+    if adapter is not None:
+        described = adapters.read_config(adapter)
+        overrides = {"head": described.head, **overrides, "lora": described.lora}
     folder = hf.locate(path)
     net = hf.load_net(folder, dtype=dtype, param_dtype=param_dtype or dtype, **overrides)
     tokenizer = hf.load_tokenizer(folder) if hf.has_tokenizer(folder) else None
     generation = read_json(folder / "generation_config.json")
     return Model(net, net.shapes(), tokenizer, hf.read_config(folder), generation, os.fspath(path))
+
+
+def _parts(path: str | os.PathLike[str], adapter: str | os.PathLike[str] | None) -> tuple[Any, Any]:
+    """Where the model itself is, and the folder of its adapter, None without one."""
+    if adapter is not None or not adapters.is_adapter(Path(path).expanduser()):
+        return path, adapter
+    base = adapters.read_config(path).base
+    if base is None:
+        raise ConfigError(f"{os.fspath(path)}/{adapters.CONFIG} names no base model: load that, with adapter={path!r}")
+    return base, path
+
+
+def add_adapters(model: Model, config: lora.LoraConfig, key: jax.Array) -> Model:
+    """The model with new adapters (A random, B zero): what it computes stays the same, bit for bit.
+
+    The arrays of the model are shared, not copied; a score head becomes fp32, as it is trained with them. Raises
+    ConfigError when the model has no linear map that `config` names: those of experts have no adapters.
+    """
+    net = model.net.with_lora(config)
+    shapes = lora.adapters_of(net.shapes())
+    if not shapes:
+        raise ConfigError(
+            f"lora.targets are {', '.join(config.targets)}, but outside its experts this model has none of them"
+        )
+    places = None if model.mesh is None else shardings(shapes, model.mesh)
+    made = jax.jit(lambda key: lora.adapters_of(net.init(key)), out_shardings=places)(key)
+    return dataclasses.replace(model, net=net, params=lora.combine(_fp32_score(model.params), made))
+
+
+def _fp32_score(params: Params) -> Params:
+    score = {name: jax.tree.map(lambda x: x.astype(jnp.float32), params[name]) for name in params if name == "score"}
+    return {**params, **score}
+
+
+def _family(model: Model):
+    return family_for(model.net.config) if model.hf_config is None else family_of(model.hf_config)
 
 
 def _compute_dtype(dtype: str) -> str:
@@ -91,12 +152,37 @@ def _compute_dtype(dtype: str) -> str:
 def save_hf(model: Model, path: str | os.PathLike[str], dtype: str | None = None, max_shard_bytes: float = 5e9) -> None:
     """Writes the model as a Hugging Face folder that transformers and vLLM load; see `hf.save`.
 
-    A model without generation_config.json gets one that names the tokenizer's end-of-text and padding tokens.
+    Adapters are merged into the matrices. A model without generation_config.json gets one that names the tokenizer's
+    end-of-text and padding tokens; the config.json of a score model names the padding token, which transformers needs
+    to find the last token of each row.
     """
     generation = model.generation
     if generation is None and model.tokenizer is not None:
         generation = {name: getattr(model.tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
-    hf.save(model.net, model.params, path, model.tokenizer, model.hf_config, generation, dtype, max_shard_bytes)
+    hf_config = model.hf_config
+    pad = getattr(model.tokenizer, "pad_token_id", None)
+    if model.net.config.head == "score" and hf_config is not None and pad is not None:
+        hf_config = {**hf_config, "pad_token_id": pad}
+    hf.save(model.net, model.params, path, model.tokenizer, hf_config, generation, dtype, max_shard_bytes)
+
+
+def has_peft_adapter(model: Model) -> bool:
+    """True when the model has adapters, and PEFT folders have a place for them."""
+    return lora.has_adapters(model.params) and adapters.fused(model.net, _family(model)) is None
+
+
+def save_adapter(model: Model, path: str | os.PathLike[str]) -> None:
+    """Writes the model's adapters, and its score head, as a PEFT folder; see `adapters.write`.
+
+    The folder appears whole or not at all, and takes the place of an earlier one. With many processes all must call.
+    Raises ConfigError for a model without adapters, and when `path` holds something other than an adapter.
+    """
+    if not lora.has_adapters(model.params):
+        raise ConfigError("the model has no adapters: it was trained whole. Save it with save_hf")
+    folder = Path(path).absolute()
+    hf.refuse_foreign(folder, adapters.CONFIG)
+    with hf.replacing(folder) as partial:
+        adapters.write(partial, model.net, _family(model), model.params, model.path)
 
 
 def init_sharded(net: Net, key: jax.Array, mesh: Mesh) -> Params:

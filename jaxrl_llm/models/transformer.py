@@ -6,53 +6,38 @@ computes is a pure function of both: `net.bind(params).hidden(tokens)`.
 
 import dataclasses
 import functools
+import itertools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 
 from jaxrl_llm.config import ConfigError
-from jaxrl_llm.models.layers import Attention, FeedForward, KeyValues, Linear, RMSNorm
+from jaxrl_llm.models.layers import Attention, FeedForward, KeyValues, LayerTraits, Linear, RMSNorm, soft_cap
+from jaxrl_llm.models.lora import LoraConfig, has_adapters, has_dropout
+from jaxrl_llm.models.model_config import ModelConfig, is_dense, layer_traits, waves_of_long_rows
+from jaxrl_llm.models.moe import MixtureOfExperts, Routing
 from jaxrl_llm.sharding import constrain
 
 Params = dict[str, Any]
 
-
-class RopeScaling(NamedTuple):
-    """llama3 rope scaling (arXiv 2407.21783): long waves are slowed by `factor`, short ones kept."""
-
-    factor: float
-    low_freq_factor: float
-    high_freq_factor: float
-    original_max_positions: int
-
-
-@dataclasses.dataclass(frozen=True)
-class ModelConfig:
-    """The shape of a decoder. Hashable, so that it is a static argument of jitted functions."""
-
-    vocab_size: int
-    width: int
-    layers: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    ffn: int
-    norm_eps: float = 1e-6
-    rope_theta: float = 10000.0
-    rope_scaling: RopeScaling | None = None
-    tie_embeddings: bool = False
-    attention_bias: bool = False
-    attention_output_bias: bool = False
-    mlp_bias: bool = False
-    qk_norm: bool = False
-    head: str = "lm"  # or "score": one number a token, for reward models and critics
-    init_scale: float = 0.02
-    dtype: str = "float32"  # of the computation
-    param_dtype: str = "float32"
-    remat: str = "none"  # or "block": keep only each layer's input for the backward pass
-    scan_layers: bool = True  # False: a program per layer, slower to compile and, on CPU, up to twice as fast to run
+LAYER_INPUT = "layer_input"
+_kept = jax.checkpoint_policies
+# What the backward pass finds of each layer; the rest it computes again.
+REMAT: dict[str, Any] = {
+    "block": None,  # its input
+    "dots": _kept.dots_with_no_batch_dims_saveable,  # the products with its matrices
+    "offload": _kept.save_and_offload_only_these_names(  # its input, which waits in the host's memory
+        names_which_can_be_saved=[],
+        names_which_can_be_offloaded=[LAYER_INPUT],
+        offload_src="device",
+        offload_dst="pinned_host",
+    ),
+}
 
 
 class Embed(nnx.Module):
@@ -68,63 +53,98 @@ class Embed(nnx.Module):
 
 
 class Block(nnx.Module):
-    """A pre-norm decoder layer."""
+    """A decoder layer: attention, then a dense feed-forward part or a mixture of experts."""
 
-    def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
-        self.input_norm = RMSNorm(config.width, config, rngs)
+    def __init__(self, config: ModelConfig, rngs: nnx.Rngs, dense: bool):
+        def norm(*kinds: str):
+            return RMSNorm(config.width, config, rngs) if config.norms in kinds else None
+
+        self.input_norm = norm("pre", "both")
         self.attention = Attention(config, rngs)
-        self.post_attention_norm = RMSNorm(config.width, config, rngs)
-        self.mlp = FeedForward(config, rngs)
+        self.attention_out_norm = norm("post", "both")
+        self.post_attention_norm = norm("pre", "both")
+        self.mlp = FeedForward(config, rngs) if dense else MixtureOfExperts(config, rngs)
+        self.mlp_out_norm = norm("post", "both")
 
-    def _feed_forward(self, x):
-        return constrain(x + self.mlp(self.post_attention_norm(x)), "rows", None, None)
+    def _feed_forward(self, x, attended, real=None) -> tuple[jax.Array, Routing | None]:
+        x = constrain(x + _normed(self.attention_out_norm, attended), "rows", None, None)
+        out, routing = _normed(self.post_attention_norm, x), None
+        if isinstance(self.mlp, MixtureOfExperts):
+            out, routing = self.mlp(out, real)
+        else:
+            out = self.mlp(out)
+        return constrain(x + _normed(self.mlp_out_norm, out), "rows", None, None), routing
 
-    def __call__(self, x, positions, mask) -> tuple[jax.Array, KeyValues]:
-        out, cache = self.attention(self.input_norm(x), positions, mask)
-        return self._feed_forward(constrain(x + out, "rows", None, None)), cache
+    def __call__(self, x, positions, mask, real, traits) -> tuple[jax.Array, KeyValues, Routing | None]:
+        out, cache = self.attention(_normed(self.input_norm, x), positions, mask, traits)
+        x, routing = self._feed_forward(x, out, real)
+        return x, cache, routing
 
-    def decode(self, x, positions, prompt, prompt_mask, rows, length) -> tuple[jax.Array, KeyValues]:
-        out, rows = self.attention.decode(self.input_norm(x), positions, prompt, prompt_mask, rows, length)
-        return self._feed_forward(x + out), rows
+    def decode(self, x, positions, prompt, prompt_mask, rows, length, traits) -> tuple[jax.Array, KeyValues]:
+        normed = _normed(self.input_norm, x)
+        out, rows = self.attention.decode(normed, positions, prompt, prompt_mask, rows, length, traits)
+        return self._feed_forward(x, out)[0], rows
+
+
+def _normed(norm: RMSNorm | None, x):
+    return x if norm is None else norm(x)
+
+
+class Run(NamedTuple):
+    """Layers that one program computes, one after another: `count` of them in a scan, or a single one (None)."""
+
+    graph: Any
+    state: Any
+    traits: LayerTraits  # of each, stacked; or of all alike
+    alike: bool
+    count: int | None
 
 
 class Transformer(nnx.Module):
     """A decoder-only language model or, with `head="score"`, a scorer of tokens."""
 
+    record: Callable[[Routing], None] | None = None  # told, while tracing, how `hidden` routes tokens to experts
+
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
         self.config = config
         self.embed = Embed(config, rngs)
         if config.scan_layers:
-            make = nnx.split_rngs(splits=config.layers)(nnx.vmap(lambda r: Block(config, r), in_axes=0, out_axes=0))
-            self.layers = make(rngs)
+            all_dense = not config.experts
+            self.layers = _stacked_blocks(config, rngs, config.layers - len(config.dense_layers), all_dense)
+            self.dense_layers = _stacked_blocks(config, rngs, len(config.dense_layers), True)
         else:
-            self.layers = nnx.List([Block(config, rngs) for _ in range(config.layers)])
+            self.layers = nnx.List([Block(config, rngs, is_dense(config, n)) for n in range(config.layers)])
         self.norm = RMSNorm(config.width, config, rngs)
         self.head = (
             None
             if config.tie_embeddings or config.head == "score"
             else Linear(config.width, config.vocab_size, config, rngs)
         )
-        self.score = Linear(config.width, 1, config, rngs) if config.head == "score" else None
+        # Beside adapters the score head is trained, and like them it is fp32 whatever the type of the frozen rest.
+        trained = config if config.lora is None else dataclasses.replace(config, param_dtype="float32")
+        self.score = Linear(config.width, 1, trained, rngs) if config.head == "score" else None
 
-    def hidden(self, tokens, segments=None, positions=None):
+    def hidden(self, tokens, segments=None, positions=None, noise=None):
         """Hidden states `[N,T,D]` after the final norm, in the compute dtype.
 
         tokens `[N,T]`; segments `[N,T]`: 0 is padding, other numbers tell packed documents apart (default: all 1);
-        positions `[N,T]`: default counts from 0 in each segment.
+        positions `[N,T]`: default counts from 0 in each segment; noise `[N,T,D]` is added to the embeddings.
         """
-        return self._forward(tokens, segments, positions)[0]
+        x, _, routing = self._forward(tokens, segments, positions, noise=noise)
+        if self.record is not None and routing is not None:
+            self.record(routing)
+        return x
 
     def prefill(self, tokens, segments):
         """Hidden states `[B,P,D]` and, per layer, the keys and values `[B,J,P,d]` of prompts padded on the left."""
-        return self._forward(tokens, segments, None, keep_cache=True)
+        return self._forward(tokens, segments, None, keep_cache=True)[:2]
 
     def decode(self, tokens, positions, prompt, prompt_mask, rows, length):
         """Hidden states `[G,R,D]` of one token a row, and the row caches with it; see `Attention.decode`."""
-        x = constrain(self.embed(tokens, self.config.dtype), "rows", None, None)
+        x = self._embedded(tokens)
 
-        def body(block, x, caches):
-            return block.decode(x, positions, caches[0], prompt_mask, caches[1], length)
+        def body(block, x, caches, traits):
+            return block.decode(x, positions, caches[0], prompt_mask, caches[1], length, traits)
 
         x, rows = self._through_layers(body, x, (prompt, rows))
         return self.norm(x), rows
@@ -137,8 +157,13 @@ class Transformer(nnx.Module):
 
     def logits(self, hidden):
         """Logits `[..., V]` in fp32."""
-        kernel = self.head_kernel().astype(hidden.dtype)
-        return jnp.matmul(hidden, kernel, preferred_element_type=jnp.float32)
+        hidden = self.head_input(hidden)
+        logits = jnp.matmul(hidden, self.head_kernel().astype(hidden.dtype), preferred_element_type=jnp.float32)
+        return soft_cap(logits, self.config.logit_softcap)
+
+    def head_input(self, hidden):
+        """Hidden states in the dtype that their product with `head_kernel` is computed in."""
+        return hidden.astype(jnp.float32) if self.config.fp32_head else hidden
 
     def scores(self, hidden):
         """One number a token `[...]` in fp32, from the score head."""
@@ -151,37 +176,92 @@ class Transformer(nnx.Module):
         hidden = self.hidden(tokens, segments, positions)
         return self.scores(hidden) if self.score is not None else self.logits(hidden)
 
-    def _forward(self, tokens, segments, positions, keep_cache: bool = False):
+    def _embedded(self, tokens):
+        x = constrain(self.embed(tokens, self.config.dtype), "rows", None, None)
+        return x if self.config.embed_scale == 1.0 else x * jnp.asarray(self.config.embed_scale, x.dtype)
+
+    def _forward(self, tokens, segments, positions, keep_cache: bool = False, noise=None):
         segments = jnp.ones_like(tokens) if segments is None else segments
         positions = segment_positions(segments) if positions is None else positions
         mask = attention_mask(segments)
-        x = constrain(self.embed(tokens, self.config.dtype), "rows", None, None)
+        waves = waves_of_long_rows(self.config, segments, positions)
 
-        def body(block, x, _):
-            x, cache = block(x, positions, mask)
-            return x, cache if keep_cache else None
+        def body(block, x, _, traits):
+            if waves is not None:
+                traits = traits._replace(waves=jnp.where(traits.waves == 0, 0.0, waves))
+            x, cache, routing = block(x, positions, mask, segments != 0, traits)
+            return x, (cache if keep_cache else None, routing)
 
-        x, caches = self._through_layers(body, x, None)
-        return self.norm(x), caches
+        x = self._embedded(tokens)
+        x, found = self._through_layers(body, x if noise is None else x + noise.astype(x.dtype), None)
+        caches = [cache for cache, _ in found] if isinstance(found, list) else found[0]
+        routings = [routing for _, routing in (found if isinstance(found, list) else [found]) if routing is not None]
+        return self.norm(x), caches, _added(routings, self.config.scan_layers) if routings else None
 
     def _through_layers(self, body, x, caches):
-        """x after every layer, and what each layer returned: stacked when scanned, a list when unrolled."""
-        scanned = self.config.scan_layers
-        parts = [nnx.split(part) for part in (self.layers if isinstance(self.layers, nnx.List) else [self.layers])]
-        graph = parts[0][0]
-
-        def step(x, layer):
-            return body(nnx.merge(graph, layer[0]), x, layer[1])
-
-        if self.config.remat == "block":
-            step = jax.checkpoint(step, prevent_cse=not scanned)
-        if scanned:
-            return jax.lax.scan(step, x, (parts[0][1], caches))
+        """x after every layer, and what each run of layers returned: of one run its own, of several a list."""
+        runs = self._runs()
+        whole = len(runs) == 1 and runs[0].count is not None
         outputs = []
-        for number, (_, state) in enumerate(parts):
-            x, out = step(x, (state, _of_layer(caches, number)))
+        for number, run in enumerate(runs):
+
+            def step(x, layer, run=run):
+                state, cache, traits = layer
+                x = checkpoint_name(x, LAYER_INPUT)
+                return body(nnx.merge(run.graph, state), x, cache, run.traits if run.alike else traits)
+
+            if self.config.remat != "none":
+                step = jax.checkpoint(step, prevent_cse=run.count is None, policy=REMAT[self.config.remat])
+            own = caches if whole else _of_layer(caches, number)
+            layers = (run.state, own, None if run.alike else run.traits)
+            x, out = step(x, layers) if run.count is None else jax.lax.scan(step, x, layers)
             outputs.append(out)
-        return x, outputs
+        return x, outputs[0] if whole else outputs
+
+    def _runs(self) -> list[Run]:
+        c = self.config
+        traits = layer_traits(c)
+        if isinstance(self.layers, nnx.List):
+            return [Run(*nnx.split(self.layers[n]), traits[n], True, None) for n in range(c.layers)]
+        stacks = {dense: nnx.split(self.dense_layers if c.experts and dense else self.layers) for dense in _kinds(c)}
+        runs, used = [], dict.fromkeys(stacks, 0)
+        for dense, numbers in itertools.groupby(range(c.layers), lambda n: is_dense(c, n)):
+            own = [traits[n] for n in numbers]
+            graph, state = stacks[dense]
+            part = slice(used[dense], used[dense] + len(own))
+            used[dense] = part.stop
+            if len(own) < _stack_size(state):
+                state = jax.tree.map(lambda x, part=part: x[part], state)
+            runs.append(Run(graph, state, *_stacked(own), len(own)))
+        return runs
+
+
+def _kinds(config: ModelConfig) -> set[bool]:
+    return {is_dense(config, layer) for layer in range(config.layers)}
+
+
+def _stacked_blocks(config: ModelConfig, rngs: nnx.Rngs, count: int, dense: bool) -> Block | None:
+    make = nnx.vmap(lambda r: Block(config, r, dense), in_axes=0, out_axes=0)
+    return nnx.split_rngs(splits=count)(make)(rngs) if count else None
+
+
+def _stack_size(state) -> int:
+    return jax.tree.leaves(state)[0].shape[0]
+
+
+def _added(routings: list[Routing], stacked: bool) -> Routing:
+    """The sum over layers, which each run has `stacked` or has one of."""
+    if stacked:
+        routings = [jax.tree.map(lambda x: x.sum(0), routing) for routing in routings]
+    return jax.tree.map(lambda *parts: sum(parts), *routings)
+
+
+def _stacked(traits: list[LayerTraits]) -> tuple[LayerTraits, bool]:
+    """The traits of the layers of a run: (those of all alike, True) or (stacked, False)."""
+    first = traits[0]
+    if all(np.array_equal(one.waves, first.waves) and one[1:] == first[1:] for one in traits):
+        return first, True
+    return jax.tree.map(lambda *parts: np.stack(parts), *traits), False
 
 
 def _of_layer(caches, number: int):
@@ -222,16 +302,46 @@ class Net:
         return nnx.split(self.abstract)[0]
 
     def bind(self, params: Params) -> Transformer:
-        """The module with these parameters (no copy; works under jit)."""
-        return nnx.merge(self.graph, params if self.config.scan_layers else unstack(params))
+        """The module with these parameters (no copy; works under jit).
+
+        Where they hold no adapters it is the base model; where they hold no keys of dropout nothing is dropped.
+        """
+        net = self if has_dropout(params) else self.steady if has_adapters(params) else self.base
+        return nnx.merge(net.graph, params if self.config.scan_layers else unstack(params, self.config.dense_layers))
 
     def shapes(self) -> Params:
         """The parameters as ShapeDtypeStructs."""
-        return nnx.to_pure_dict(nnx.split(self.scanned().abstract)[1])
+        return nnx.to_pure_dict(nnx.split(self.steady.scanned().abstract)[1])
 
     def init(self, key) -> Params:
-        """Random parameters: normal(0, init_scale) matrices, zero biases, unit norm scales."""
-        return nnx.to_pure_dict(nnx.state(Transformer(self.scanned().config, nnx.Rngs(key)), nnx.Param))
+        """Random parameters: normal(0, init_scale) matrices, zero biases, unit norm scales.
+
+        Adapters are drawn apart, so that the others are those of the net without adapters.
+        """
+        rngs = nnx.Rngs(params=key, lora=jax.random.fold_in(key, 1))
+        return nnx.to_pure_dict(nnx.state(Transformer(self.steady.scanned().config, rngs), nnx.Param))
+
+    @functools.cached_property
+    def base(self) -> "Net":
+        """The net without adapters."""
+        return self if self.config.lora is None else Net(dataclasses.replace(self.config, lora=None))
+
+    @functools.cached_property
+    def steady(self) -> "Net":
+        """The net without dropout."""
+        lora = self.config.lora
+        if lora is None or not lora.dropout:
+            return self
+        return Net(dataclasses.replace(self.config, lora=dataclasses.replace(lora, dropout=0.0)))
+
+    @functools.cached_property
+    def plain(self) -> "Net":
+        """The net without adapters and with its matrices as numbers: what model files hold."""
+        return Net(dataclasses.replace(self.config, lora=None, quantize="none"))
+
+    def with_lora(self, lora: LoraConfig) -> "Net":
+        """The same model with these adapters."""
+        return Net(dataclasses.replace(self.config, lora=lora))
 
     def scanned(self) -> "Net":
         """The same model computing its layers in a scan."""
@@ -242,10 +352,31 @@ class Net:
         return Net(dataclasses.replace(self.config, scan_layers=False))
 
 
-def unstack(params: Params) -> Params:
-    """The parameters with one dict a layer instead of stacked layers; unchanged when they are so already."""
+@dataclasses.dataclass(frozen=True)
+class RecordingNet(Net):
+    """A net that tells `record`, while it is traced, how tokens were routed to experts: `hidden` calls it once."""
+
+    record: Callable[[Routing], None] = dataclasses.field(compare=False)
+
+    def bind(self, params: Params) -> Transformer:
+        model = super().bind(params)
+        model.record = self.record
+        return model
+
+
+def unstack(params: Params, dense_layers: tuple[int, ...] = ()) -> Params:
+    """The parameters with one dict a layer instead of stacked layers; unchanged when they are so already.
+
+    `dense_layers` are the numbers of the layers that are stacked apart, those without experts among others with them.
+    """
     layers = params["layers"]
     if 0 in layers:
         return params
-    count = jax.tree.leaves(layers)[0].shape[0]
-    return {**params, "layers": {number: _of_layer(layers, number) for number in range(count)}}
+    dense = params.get("dense_layers")
+    own = iter(range(_stack_size(layers)))
+    count = _stack_size(layers) + len(dense_layers)
+    parts = {
+        number: _of_layer(dense, dense_layers.index(number)) if number in dense_layers else _of_layer(layers, next(own))
+        for number in range(count)
+    }
+    return {**{name: x for name, x in params.items() if name != "dense_layers"}, "layers": parts}

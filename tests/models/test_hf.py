@@ -45,27 +45,92 @@ def equal(a, b):
 
 CONFIG_FAULTS = {
     "model_type": (
-        {"model_type": "mistral"},
-        "model_type 'mistral' is not supported; supported are llama, qwen2, qwen3",
+        {"model_type": "gpt2"},
+        "model_type 'gpt2' is not supported; supported are llama, qwen2, qwen3, mistral, gemma",
     ),
+    "no text part": ({"model_type": "gemma3"}, "text_config = None is not supported"),
     "no model_type": ({"model_type": "remove"}, "model_type None"),
     "hidden_act": ({"hidden_act": "gelu"}, "hidden_act = 'gelu' is not supported; supported: silu"),
     "rope type": (
-        {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}},
-        "rope_type = 'yarn' is not supported; supported: default, llama3",
+        {"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4, "factor": 4.0}},
+        "rope_type = 'longrope' is not supported; supported: default, linear, dynamic, llama3, yarn",
     ),
-    "old rope type": ({"rope_parameters": "remove", "rope_scaling": {"type": "linear", "factor": 2.0}}, "'linear'"),
+    "old rope type": ({"rope_parameters": "remove", "rope_scaling": {"type": "su", "factor": 2.0}}, "'su'"),
+    "linear without factor": (
+        {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4}},
+        "rope_type linear needs the entry 'factor'",
+    ),
     "llama3 without factor": (
         {"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4, "low_freq_factor": 1.0}},
         "llama3 needs the entry 'factor'",
     ),
-    "partial rotary": ({"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5"),
-    "rope per layer type": ({"rope_parameters": {"full_attention": {"rope_theta": 1.0}}}, "one set of parameters"),
-    "sliding window": ({"use_sliding_window": True}, "use_sliding_window = True"),
-    "sliding layers": (
-        {"layer_types": ["full_attention", "sliding_attention"]},
-        r"layer_types = \['sliding_attention'\] is not supported",
+    "yarn without length": (
+        {"rope_parameters": {"rope_type": "yarn", "factor": 2.0}, "max_position_embeddings": "remove"},
+        "yarn needs the entry 'original_max_position_embeddings'",
     ),
+    "dynamic without length": (
+        {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}, "max_position_embeddings": "remove"},
+        "dynamic needs the entry 'max_position_embeddings'",
+    ),
+    "longrope of phi3": (
+        {"model_type": "phi3", "architectures": None, "rope_parameters": {"rope_type": "longrope"}},
+        "rope_type = 'longrope' .* in phi3 models",
+    ),
+    "partial rotary": ({"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5"),
+    "too much rotary": (
+        {"model_type": "phi3", "architectures": None, "rope_parameters": {"partial_rotary_factor": 1.5}},
+        "partial_rotary_factor = 1.5",
+    ),
+    "rope per layer type": ({"rope_parameters": {"full_attention": {"rope_theta": 1.0}}}, "one set of parameters"),
+    "dynamic rope of a type of layers": (
+        {
+            "model_type": "gemma3_text",
+            "architectures": None,
+            "hidden_act": "gelu_pytorch_tanh",
+            "rope_parameters": {"full_attention": {"rope_type": "dynamic", "factor": 2.0}},
+            "head_dim": 8,
+        },
+        "rope_type = 'dynamic'",
+    ),
+    "no window": (
+        {"model_type": "qwen2", "architectures": None, "layer_types": ["full_attention", "sliding_attention"]},
+        "sliding_window = None is not supported; supported: integers from 1",
+    ),
+    "too few layer types": (
+        {"model_type": "qwen2", "architectures": None, "layer_types": ["full_attention"]},
+        r"layer_types = \['full_attention'\] .* one type for each of the 2 layers",
+    ),
+    "unknown layer types": (
+        {"model_type": "qwen3", "architectures": None, "layer_types": ["full_attention", "linear_attention"]},
+        r"layer_types = \['linear_attention'\]",
+    ),
+    "layer types beside a window": (
+        {"model_type": "mistral", "architectures": None, "layer_types": ["full_attention"] * 2},
+        r"layer_types = \['full_attention'\] .* sliding_attention in every layer",
+    ),
+    "bidirectional": (
+        {"model_type": "gemma", "architectures": None, "use_bidirectional_attention": True},
+        "use_bidirectional_attention = True",
+    ),
+    "too many experts chosen": (
+        {"model_type": "mixtral", "architectures": None, "num_experts_per_tok": 9},
+        "num_experts_per_tok = 9 .* up to num_local_experts = 8",
+    ),
+    "router noise": (
+        {"model_type": "mixtral", "architectures": None, "router_jitter_noise": 0.1},
+        "router_jitter_noise = 0.1",
+    ),
+    "experts nowhere": (
+        {
+            "model_type": "qwen3_moe",
+            "architectures": None,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "mlp_only_layers": [0, 1],
+        },
+        r"mlp_only_layers = \[0, 1\]",
+    ),
+    "no number of experts": ({"model_type": "qwen3_moe", "architectures": None}, "no entry num_experts"),
     "quantized": ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config = .*gptq"),
     "architecture": (
         {"architectures": ["LlamaForTokenClassification"]},
@@ -248,7 +313,7 @@ def test_a_net_that_no_family_can_hold_is_refused(llama_folder, tmp_path):
         for name in ("vocab_size", "width", "layers", "heads", "kv_heads", "head_dim", "ffn")
     }
     net = Net(ModelConfig(**fields, qk_norm=True, mlp_bias=True))
-    with pytest.raises(ConfigError, match=r"no family of llama, qwen2, qwen3 has .*mlp_bias=True and qk_norm=True"):
+    with pytest.raises(ConfigError, match=r"no family of llama, .* with .*mlp_bias=True, qk_norm=True together"):
         hf.save(net, {}, tmp_path / "out")
     net = Net(ModelConfig(**fields, attention_bias=True))
     with pytest.raises(ConfigError, match=r"a llama config\.json cannot describe this model"):

@@ -82,7 +82,10 @@ def test_a_row_of_padding_has_finite_logits_and_gradients(net, params, rows):
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(gradients))
 
 
-@pytest.mark.parametrize(("scan_layers", "remat"), [(True, "block"), (False, "none"), (False, "block")])
+@pytest.mark.parametrize(
+    ("scan_layers", "remat"),
+    [(True, "block"), (False, "none"), (False, "block"), (True, "dots"), (True, "offload"), (False, "offload")],
+)
 def test_unrolled_and_remat_equal_scanned(params, rows, expected, scan_layers, remat):
     other = Net(dataclasses.replace(CONFIG, scan_layers=scan_layers, remat=remat))
     loss, gradients = loss_and_gradients(other, params, *rows)
@@ -102,6 +105,7 @@ def test_remat_keeps_less_for_the_backward_pass(net, params, scan_layers):
         return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(backward))
 
     assert kept("block") < 0.7 * kept("none")
+    assert kept("block") <= kept("offload") < kept("dots") < kept("none")
 
 
 @pytest.mark.parametrize("scan_layers", [True, False])

@@ -1,32 +1,61 @@
 """Model families: one file per Hugging Face `model_type`, with its config and its tensor names in both directions.
 
-A family is a module with `MODEL_TYPE`, `ARCHITECTURE`, `KEYS`, `to_config`, `from_config` and `fits`.
+A family is a module with `MODEL_TYPE`, `ARCHITECTURE`, `KEYS`, `to_config` and `from_config`; where checkpoints have
+other tensor names too, the tables of `OTHER_KEYS` are read as well, and never written.
 """
 
+import contextlib
+import dataclasses
 from types import ModuleType
 from typing import Any
 
 from jaxrl_llm.config import ConfigError
-from jaxrl_llm.models.families import llama, qwen2, qwen3
+from jaxrl_llm.models.families import (
+    gemma,
+    gemma2,
+    gemma3_text,
+    llama,
+    mistral,
+    mixtral,
+    olmo2,
+    phi3,
+    qwen2,
+    qwen3,
+    qwen3_moe,
+    smollm3,
+)
+from jaxrl_llm.models.families.decoder import settings
 from jaxrl_llm.models.transformer import ModelConfig
 
-FAMILIES = {module.MODEL_TYPE: module for module in (llama, qwen2, qwen3)}
+# A net without a config.json is exported as the first family that describes it.
+FAMILIES = {
+    module.MODEL_TYPE: module
+    for module in (
+        llama, qwen2, qwen3, mistral, gemma, gemma2, gemma3_text, phi3, qwen3_moe, mixtral, smollm3, olmo2,
+    )
+}  # fmt: skip
+
+
+def text_part(hf: dict[str, Any]) -> dict[str, Any]:
+    """The config.json of the text part, of a model that has another part, else `hf` itself."""
+    return gemma3_text.text_part(hf) if hf.get("model_type") == gemma3_text.WITH_VISION else hf
 
 
 def family_of(hf: dict[str, Any]) -> ModuleType:
     """The family module of a config.json; raises ConfigError for an unsupported model_type."""
     model_type = hf.get("model_type")
     if model_type not in FAMILIES:
-        raise ConfigError(f"model_type {model_type!r} is not supported; supported are {', '.join(FAMILIES)}.")
+        supported = ", ".join([*FAMILIES, f"{gemma3_text.WITH_VISION} (its text part)"])
+        raise ConfigError(f"model_type {model_type!r} is not supported; supported are {supported}.")
     return FAMILIES[model_type]
 
 
 def family_for(config: ModelConfig) -> ModuleType:
-    """The first family that can hold a net of this shape; raises ConfigError where none can."""
+    """The first family whose config.json describes a net of this shape; raises ConfigError where none does."""
     for module in FAMILIES.values():
-        if module.fits(config):
-            return module
-    raise ConfigError(
-        f"no family of {', '.join(FAMILIES)} has attention_bias={config.attention_bias}, attention_output_bias="
-        f"{config.attention_output_bias}, mlp_bias={config.mlp_bias} and qk_norm={config.qk_norm} together."
-    )
+        with contextlib.suppress(ConfigError):  # what the family refuses it does not describe
+            if module.to_config(module.from_config(config, None), **settings(config)) == config:
+                return module
+    plain = {field.name: field.default for field in dataclasses.fields(config)}
+    parts = [f"{name}={value!r}" for name, default in plain.items() if (value := getattr(config, name)) != default]
+    raise ConfigError(f"no family of {', '.join(FAMILIES)} describes a model with {', '.join(parts)} together.")

@@ -1,4 +1,4 @@
-"""Llama 2 and 3 (arXiv 2407.21783), and the models that share their shape, such as SmolLM2 and TinyLlama."""
+"""Llama 1 to 3 (arXiv 2302.13971, 2407.21783), and the models that share their shape, such as SmolLM2."""
 
 from typing import Any
 
@@ -8,11 +8,6 @@ from jaxrl_llm.models.transformer import ModelConfig
 MODEL_TYPE = "llama"
 ARCHITECTURE = "Llama"
 KEYS = decoder.KEYS
-
-
-def fits(config: ModelConfig) -> bool:
-    """True when the family has every part of the net: biases on all four attention maps or on none."""
-    return not config.qk_norm and config.attention_bias == config.attention_output_bias
 
 
 def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:

@@ -1,8 +1,8 @@
-"""Qwen2 and Qwen2.5 (arXiv 2407.10671): biases on queries, keys and values."""
+"""Qwen2 and Qwen2.5 (arXiv 2407.10671): biases on queries, keys and values; upper layers may have a window."""
 
 from typing import Any
 
-from jaxrl_llm.models.families import decoder
+from jaxrl_llm.models.families import decoder, layer_types
 from jaxrl_llm.models.transformer import ModelConfig
 
 MODEL_TYPE = "qwen2"
@@ -10,16 +10,28 @@ ARCHITECTURE = "Qwen2"
 KEYS = decoder.KEYS
 
 
-def fits(config: ModelConfig) -> bool:
-    """True when the family has every part of the net: biases on queries, keys and values alone."""
-    return config.attention_bias and not (config.attention_output_bias or config.mlp_bias or config.qk_norm)
+def windows(hf: dict[str, Any]) -> dict[str, Any]:
+    """The ModelConfig fields of the layers with a window: those from `max_window_layers` on, or of `layer_types`."""
+    window = hf.get("sliding_window", 4096) if hf.get("use_sliding_window", False) else None
+    first = hf.get("max_window_layers", 28)
+    return layer_types.read({**hf, "sliding_window": window}, lambda layer: window is not None and layer >= first)
+
+
+def window_entries(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:
+    """The entries of config.json that `windows` reads, where those of `base` say something else."""
+    fields = {} if base is None else windows({**base, "num_hidden_layers": config.layers})
+    if config.sliding_layers == fields.get("sliding_layers", ()) and config.sliding_window == fields.get(
+        "sliding_window"
+    ):
+        return {}
+    return layer_types.write(config) | {"use_sliding_window": bool(config.sliding_layers)}
 
 
 def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
     """The ModelConfig of a config.json; raises ConfigError for what the network does not compute."""
-    return decoder.to_config(hf, ARCHITECTURE, {"attention_bias": True}, overrides)
+    return decoder.to_config(hf, ARCHITECTURE, {"attention_bias": True, **windows(hf)}, overrides)
 
 
 def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:
     """The config.json of a net, over the entries of `base`."""
-    return decoder.from_config(config, base, ARCHITECTURE, MODEL_TYPE, {})
+    return decoder.from_config(config, base, ARCHITECTURE, MODEL_TYPE, window_entries(config, base))

@@ -1,0 +1,198 @@
+"""Writes docs/models.md: what is measured of every model family against transformers.
+
+    python -m benchmarks.models
+
+Needs the development packages (torch, transformers). Models are tiny and random, made by transformers, in fp32; the
+8 devices are simulated on the CPU. A few minutes.
+"""
+
+import os
+import tempfile
+from pathlib import Path
+
+os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+import transformers
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+from benchmarks.page import table
+from jaxrl_llm.models import hf
+from jaxrl_llm.models.families import family_of
+from jaxrl_llm.models.lora import LoraConfig
+from jaxrl_llm.models.model import Model, add_adapters, load_model, save_hf
+from jaxrl_llm.models.rope import KINDS
+from jaxrl_llm.models.weights import stored_tensors
+from jaxrl_llm.policy import last_scores
+from jaxrl_llm.sharding import make_mesh, path_name
+from tests.models import oracles
+from tests.models.decoding import padded
+
+ROOT = Path(__file__).parent.parent
+COLUMNS = ("load", "logits", "greedy", "gradients", "export", "LoRA", "score head", "8-device shard")
+SIDES = ("left", "right")
+STEPS = 24
+
+
+def documents() -> list[np.ndarray]:
+    """Three documents, two of them longer than the windows."""
+    rng = np.random.default_rng(1)
+    return [rng.integers(0, oracles.VOCAB, length) for length in (7, 12, 4)]
+
+
+def error(found, expected) -> float:
+    """The largest absolute difference."""
+    return float(np.abs(np.asarray(found) - np.asarray(expected)).max())
+
+
+def logits_error(model: Model, oracle) -> float:
+    """Of rows padded on either side, against each document by itself."""
+    alone = [oracles.oracle_logits(oracle, document[None])[0] for document in documents()]
+    worst = 0.0
+    for side in SIDES:
+        tokens, segments = padded(documents(), side)
+        logits = np.asarray(model(tokens, segments))
+        worst = max(worst, *(error(logits[row][segments[row] > 0], expected) for row, expected in enumerate(alone)))
+    return worst
+
+
+def greedy_tokens(model: Model, oracle) -> str:
+    """How many tokens the engine and `generate` have in common."""
+    tokens, segments = padded(documents(), "left")
+    found = oracles.greedy(model, tokens, segments, STEPS)[:, 0]
+    equal = int((found == oracles.oracle_greedy(oracle, tokens, segments, STEPS)).sum())
+    return f"{equal} of {found.size}"
+
+
+def gradients_error(model: Model, oracle) -> float:
+    """Over every parameter."""
+    tokens, segments = padded(documents(), "left")
+    expected, found = oracles.oracle_gradients(oracle, tokens, segments), oracles.gradients(model, tokens, segments)
+    tensors = stored_tensors(model.net, family_of(model.hf_config or {}))
+    return max(error(oracles.in_parameters(one, found), oracles.of_files(one, expected)) for one in tensors)
+
+
+def export_error(model: Model, folder: Path) -> float:
+    """Of what transformers computes from the exported folder, against what is computed here."""
+    save_hf(model, folder)
+    again = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
+    return logits_error(model, again)
+
+
+def load_mismatches(model: Model, folder: Path) -> str:
+    """How many tensors come back from an exported folder bit for bit."""
+    _, params = hf.load(folder)
+    equal = jax.tree.leaves(jax.tree.map(lambda a, b: np.array_equal(a, b), params, model.params))
+    return f"{sum(equal)} of {len(equal)}"
+
+
+def with_lora(model: Model) -> Model:
+    """The model with random adapters on all its linear maps."""
+    model = add_adapters(model, LoraConfig(rank=4), jax.random.key(0))
+
+    def leaf(path, x):
+        return x if not path_name(path).endswith("lora_b") else 0.1 * jax.random.normal(jax.random.key(1), x.shape)
+
+    return dataclasses.replace(model, params=jax.tree_util.tree_map_with_path(leaf, model.params))
+
+
+def score_error(variant: str, folder: Path) -> float:
+    """Of scores, against a sequence classifier of transformers."""
+    config = oracles.VARIANTS[variant]()
+    config.num_labels = 1
+    torch.manual_seed(0)
+    oracle = AutoModelForSequenceClassification.from_config(config, attn_implementation="eager").eval()
+    oracle.save_pretrained(folder)
+    model = load_model(folder)
+    tokens, segments = padded(documents(), "left")
+    found = jax.jit(lambda params: last_scores(model.net, params, tokens, segments))(model.params)
+    return error(found, [oracles.oracle_logits(oracle, document[None])[0, 0] for document in documents()])
+
+
+def shard_error(model: Model, folder: Path) -> float:
+    """Of logits on a mesh (data, fsdp, tensor) = (2, 2, 2), against those on one device."""
+    tokens = jnp.asarray(np.random.default_rng(0).integers(0, oracles.VOCAB, (8, 12)))
+    cut = load_model(folder, mesh=make_mesh(2, 2, 2))
+    return error(cut(tokens), model(tokens))
+
+
+def row(variant: str, folder: Path) -> list[str]:
+    """All that is measured of one family."""
+    oracle = oracles.make_oracle(variant)
+    oracle.save_pretrained(folder / "model")
+    model = load_model(folder / "model")
+    export = export_error(model, folder / "export")
+    numbers = {
+        "load": load_mismatches(model, folder / "export"),
+        "logits": logits_error(model, oracle),
+        "greedy": greedy_tokens(model, oracle),
+        "gradients": gradients_error(model, oracle),
+        "export": export,
+        "LoRA": export_error(with_lora(model), folder / "lora"),
+        "score head": score_error(variant, folder / "score"),
+        "8-device shard": shard_error(model, folder / "model"),
+    }
+    shown = [numbers[name] for name in COLUMNS]
+    return [f"`{variant}`", *(x if isinstance(x, str) else f"{x:.1e}" for x in shown)]
+
+
+TEXT = """# Models
+
+Written by `python -m benchmarks.models` (jax {jax}, transformers {transformers}, fp32 on CPU).
+
+A model is a Hugging Face folder or hub id whose config.json has one of these `model_type`s. Everything else is refused
+by name before weights are read. Each row is measured on a tiny random model that transformers made: two or three
+layers, biases and norms random, windows of {window} tokens where the family has them (documents have 4, 7 and 12), soft
+caps low enough to bind, dense layers among those with experts. Numbers are the largest absolute difference.
+
+{table}
+- load: parameters that come back bit for bit from an exported folder.
+- logits: rows padded on the left and on the right, against each document by itself in transformers.
+- greedy: tokens equal to those of `generate`, {steps} after each of three prompts, through the sampling engine.
+- gradients: of the mean cross-entropy, against torch autograd, over every parameter.
+- export: logits of the exported folder in transformers, against ours.
+- LoRA: the same with random adapters on every linear map, merged by the export. Experts and routers have none.
+- score head: `{{Family}}ForSequenceClassification` with one label, against ours (`head="score"`).
+- 8-device shard: logits on a mesh (data, fsdp, tensor) = (2, 2, 2), against one device.
+
+## What is computed
+
+- Rotary positions: {kinds}; the entries of transformers 4
+  (`rope_theta`, `rope_scaling`) and 5 (`rope_parameters`), also one set for each type of layer (Gemma 3), a part of
+  each head (Phi-3), and layers without (SmolLM3). With `dynamic`, rows longer than `max_position_embeddings` are scored
+  and trained on, but not sampled.
+- Windows (`sliding_window`) in all layers, in some (`layer_types`, `max_window_layers`, `sliding_window_pattern`), in
+  training, prefill and decoding. The cache keeps all tokens.
+- Soft caps on attention scores and logits, wherever logits are formed. `model.fp32_head` forms them in float32.
+- Mixtures of experts: no token is dropped. On accelerators tokens are sorted by expert and multiplied in groups; on CPU
+  every expert computes every token. Checkpoints are read with each expert's matrices apart or stacked, and written
+  apart, as on the hub. `model.router_aux_loss_coef` and `model.freeze_router` are in docs/configuration.md.
+
+Of a Gemma 3 with vision (`gemma3`) the text part is loaded, and exported as a text model (`gemma3_text`).
+
+Not supported: Phi-3's `longrope`, images, quantized checkpoints, bidirectional attention.
+"""
+
+
+def main() -> None:
+    transformers.logging.set_verbosity_error()
+    rows = [["family", *COLUMNS]]
+    for variant in oracles.FAMILIES:
+        with tempfile.TemporaryDirectory() as temporary:
+            rows.append(row(variant, Path(temporary)))
+        print(*rows[-1], flush=True)
+    text = TEXT.format(
+        jax=jax.__version__, transformers=transformers.__version__, window=oracles.WINDOW, table=table(rows),
+        steps=STEPS, kinds=", ".join(KINDS),
+    )  # fmt: skip
+    (ROOT / "docs" / "models.md").write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,34 @@
+"""Gemma (arXiv 2403.08295): scaled embeddings, norms that multiply by 1 + scale, a tied head, gelu."""
+
+import math
+from typing import Any
+
+from jaxrl_llm.models.families import decoder
+from jaxrl_llm.models.transformer import ModelConfig
+
+MODEL_TYPE = "gemma"
+ARCHITECTURE = "Gemma"
+KEYS = decoder.KEYS
+DEFAULTS = {"tie_word_embeddings": True, "head_dim": 256}  # what entries mean that are left out
+ACTIVATIONS = {"gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu_tanh"}  # early files say gelu and mean the other
+
+
+def common(hf: dict[str, Any]) -> dict[str, Any]:
+    """The ModelConfig fields that all versions of Gemma share."""
+    bias = bool(hf.get("attention_bias", False))
+    scale = math.sqrt(hf["hidden_size"]) if isinstance(hf.get("hidden_size"), int) else 1.0
+    return {"norm_offset": 1.0, "embed_scale": scale, "attention_bias": bias, "attention_output_bias": bias}
+
+
+def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
+    """The ModelConfig of a config.json; raises ConfigError for what the network does not compute."""
+    hf = DEFAULTS | hf
+    return decoder.to_config(hf, ARCHITECTURE, common(hf), overrides, activations=ACTIVATIONS)
+
+
+def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:
+    """The config.json of a net, over the entries of `base`."""
+    own = {"attention_bias": config.attention_bias}
+    if base is None:
+        own |= {"hidden_act": "gelu_pytorch_tanh"}
+    return decoder.from_config(config, base, ARCHITECTURE, MODEL_TYPE, own)

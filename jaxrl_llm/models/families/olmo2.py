@@ -1,0 +1,40 @@
+"""OLMo 2 (arXiv 2501.00656): norms of what attention and feed-forward add, and over all queries and all keys."""
+
+from typing import Any
+
+from jaxrl_llm.models.families import decoder
+from jaxrl_llm.models.families.decoder import LAYER, Key
+from jaxrl_llm.models.transformer import ModelConfig
+
+MODEL_TYPE = "olmo2"
+ARCHITECTURE = "Olmo2"
+KEYS = (
+    *decoder.ENDS,
+    Key("layers/attention_out_norm/scale", f"{LAYER}post_attention_layernorm.weight"),
+    Key("layers/mlp_out_norm/scale", f"{LAYER}post_feedforward_layernorm.weight"),
+    *decoder.ATTENTION,
+    *decoder.QK_NORMS,
+    *decoder.FEED_FORWARD,
+)
+DEFAULTS = {"rms_norm_eps": 1e-5}  # what entries mean that are left out
+
+
+def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
+    """The ModelConfig of a config.json; raises ConfigError for what the network does not compute."""
+    bias = bool(hf.get("attention_bias", False))
+    own = {
+        "norms": "post",
+        "qk_norm": True,
+        "qk_norm_whole": True,
+        "attention_bias": bias,
+        "attention_output_bias": bias,
+    }
+    return decoder.to_config(DEFAULTS | hf, ARCHITECTURE, own, overrides)
+
+
+def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:
+    """The config.json of a net, over the entries of `base`."""
+    own: dict[str, Any] = {"attention_bias": config.attention_bias}
+    if base is None:
+        own["pad_token_id"] = None
+    return decoder.from_config(config, base, ARCHITECTURE, MODEL_TYPE, own)

@@ -1,0 +1,79 @@
+"""Qwen3 mixtures of experts (arXiv 2505.09388): Qwen3 with experts in all layers, or in some."""
+
+from typing import Any
+
+from jaxrl_llm.models.families import decoder, layer_types
+from jaxrl_llm.models.families.entries import positive, refuse
+from jaxrl_llm.models.transformer import ModelConfig
+
+MODEL_TYPE = "qwen3_moe"
+ARCHITECTURE = "Qwen3Moe"
+_COMMON = (*decoder.KEYS, *decoder.QK_NORMS)
+KEYS = (*_COMMON, *decoder.experts("mlp", "gate_proj", "up_proj", "down_proj"))
+OTHER_KEYS = ((*_COMMON, *decoder.stacked_experts("mlp")),)
+DEFAULTS = {
+    "num_key_value_heads": 4,
+    "moe_intermediate_size": 768,
+    "num_experts_per_tok": 8,
+    "norm_topk_prob": False,
+    "router_aux_loss_coef": 0.001,
+}  # what entries mean that are left out
+
+
+def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
+    """The ModelConfig of a config.json; raises ConfigError for what the network does not compute."""
+    hf = DEFAULTS | hf
+    bias = bool(hf.get("attention_bias", False))
+    window = hf.get("sliding_window", 4096) if hf.get("use_sliding_window", False) else None
+    own = {
+        "qk_norm": True,
+        "attention_bias": bias,
+        "attention_output_bias": bias,
+        **layer_types.read_uniform({**hf, "sliding_window": window}),
+        **_experts(hf),
+    }
+    return decoder.to_config(hf, ARCHITECTURE, own, overrides)
+
+
+def _experts(hf: dict[str, Any]) -> dict[str, Any]:
+    layers, step = positive(hf, "num_hidden_layers"), hf.get("decoder_sparse_step") or 1
+    dense = tuple(n for n in range(layers) if n in (hf.get("mlp_only_layers") or ()) or (n + 1) % step)
+    experts = _number(hf)
+    if len(dense) == layers:
+        refuse("mlp_only_layers", hf.get("mlp_only_layers"), "lists that leave some layers their experts")
+    chosen = positive(hf, "num_experts_per_tok")
+    if chosen > experts:
+        refuse("num_experts_per_tok", chosen, f"up to num_experts = {experts}")
+    return {
+        "experts": experts,
+        "experts_per_token": chosen,
+        "expert_ffn": positive(hf, "moe_intermediate_size"),
+        "normalize_top_k": bool(hf["norm_topk_prob"]),
+        "dense_layers": dense,
+        "router_aux_loss_coef": float(hf["router_aux_loss_coef"]),
+    }
+
+
+def _number(hf: dict[str, Any]) -> int:
+    """The number of experts, which files of transformers 5 call as Mixtral's do."""
+    return positive(hf, "num_local_experts" if "num_experts" not in hf and "num_local_experts" in hf else "num_experts")
+
+
+def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:
+    """The config.json of a net, over the entries of `base`."""
+    own = {
+        "attention_bias": config.attention_bias,
+        "moe_intermediate_size": config.expert_ffn,
+        "num_experts_per_tok": config.experts_per_token,
+        "norm_topk_prob": config.normalize_top_k,
+        "router_aux_loss_coef": config.router_aux_loss_coef,
+    }
+    if base is None:
+        own |= {
+            "num_experts": config.experts,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": list(config.dense_layers),
+            "use_sliding_window": bool(config.sliding_layers),
+            "sliding_window": config.sliding_window,
+        }
+    return decoder.from_config(config, base, ARCHITECTURE, MODEL_TYPE, own)

@@ -1,0 +1,129 @@
+"""The entries of config.json about rotary positions, of transformers 4 and 5, in both directions."""
+
+import math
+from typing import Any
+
+from jaxrl_llm.config import ConfigError
+from jaxrl_llm.models.families.entries import refuse
+from jaxrl_llm.models.rope import KINDS, Rope
+
+ENTRIES = ("rope_parameters", "rope_scaling", "rope_theta", "rope_local_base_freq", "partial_rotary_factor")
+TYPES = ("full_attention", "sliding_attention")
+
+
+def read(hf: dict[str, Any], theta: float = 10000.0, partial: bool = False, by_type: bool = False) -> dict[str, Any]:
+    """The ModelConfig fields of the rotary positions; `theta` is the family's base, where config.json has none.
+
+    Some families rotate a part of each head (`partial`), some differently by type of layer (`by_type`).
+    Raises ConfigError for a scaling that is not computed, or one with an entry missing.
+    """
+    given = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
+    per_type = {name: value for name, value in given.items() if isinstance(value, dict)}
+    base = float(hf.get("rope_theta") or theta)
+    if not per_type:
+        fraction = given.get("partial_rotary_factor", hf.get("partial_rotary_factor"))
+        return {"rope": _rope(given, hf, base), "rotary_fraction": _fraction(fraction, partial)}
+    if not by_type:
+        refuse("rope_parameters", given, "one set of parameters for all layers")
+    if unknown := sorted(set(per_type) - set(TYPES)):
+        refuse("rope_parameters", unknown, " and ".join(TYPES))
+    full, local = (_rope(per_type.get(name, {}), hf, base) for name in TYPES)
+    for parameters in per_type.values():
+        _fraction(parameters.get("partial_rotary_factor"), False)
+    if "dynamic" in (local.kind, full.kind):
+        refuse("rope_type", "dynamic", "dynamic with one set of parameters for all layers")
+    return {"rope": full, "local_rope": None if local == full else local}
+
+
+def write(config) -> dict[str, Any]:
+    """The entries of transformers 5 (or 4, where all layers are alike) for the rotary positions of a ModelConfig."""
+    if config.local_rope is not None:
+        ropes = dict(zip(TYPES, (config.rope, config.local_rope), strict=True))
+        return {"rope_parameters": {name: {"rope_theta": rope.theta, **_scaling(rope)} for name, rope in ropes.items()}}
+    entries: dict[str, Any] = {"rope_theta": config.rope.theta, "rope_scaling": None}
+    if config.rope.kind != "default":
+        entries["rope_scaling"] = _scaling(config.rope)
+    if config.rope.kind == "dynamic":
+        entries["max_position_embeddings"] = config.rope.original_max_positions
+    if config.rotary_fraction != 1.0:
+        entries["partial_rotary_factor"] = config.rotary_fraction
+    return entries
+
+
+def _fraction(value, partial: bool) -> float:
+    fraction = 1.0 if value is None else float(value)
+    if fraction != 1.0 and not (partial and 0 < fraction < 1):
+        refuse("partial_rotary_factor", value, "numbers above 0, up to 1" if partial else "1.0")
+    return fraction
+
+
+def _rope(given: dict[str, Any], hf: dict[str, Any], theta: float) -> Rope:
+    """One set of parameters."""
+    kind = given.get("rope_type", given.get("type", "default"))
+    if kind not in KINDS:
+        refuse("rope_type", kind, ", ".join(KINDS))
+    theta = float(given.get("rope_theta") or theta)
+    if kind == "default":
+        return Rope(theta)
+
+    def number(entry: str, default: float | None = None) -> float:
+        value = given.get(entry)
+        value = default if value is None else value
+        if value is None:
+            raise ConfigError(f"config.json: rope_type {kind} needs the entry {entry!r}, which is missing.")
+        return float(value)
+
+    original = given.get("original_max_position_embeddings") or hf.get("original_max_position_embeddings")
+    if kind == "linear":
+        return Rope(theta, kind, number("factor"))
+    most = hf.get("max_position_embeddings")
+    if kind == "dynamic":
+        if most is None:
+            raise ConfigError("config.json: rope_type dynamic needs the entry 'max_position_embeddings'.")
+        return Rope(theta, kind, number("factor"), int(most))
+    if original is None and most is None:
+        raise ConfigError(
+            f"config.json: rope_type {kind} needs the entry 'original_max_position_embeddings', which is missing."
+        )
+    original = int(original or most or 0)
+    if kind == "llama3":
+        factors = (number("factor"), original, number("low_freq_factor"), number("high_freq_factor"))
+        return Rope(theta, kind, *factors)
+    factor = number("factor", None if most is None else most / original)
+    return Rope(
+        theta,
+        kind,
+        factor,
+        original,
+        beta_fast=number("beta_fast", 32.0),
+        beta_slow=number("beta_slow", 1.0),
+        attention_factor=_attention_factor(given, factor),
+        truncate=bool(given.get("truncate", True)),
+    )
+
+
+def _attention_factor(given: dict[str, Any], factor: float) -> float:
+    """What yarn multiplies cosines and sines by: `attention_factor`, or worked out from `mscale` or the factor."""
+
+    def scale(weight: float) -> float:
+        return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+
+    if given.get("attention_factor") is not None:
+        return float(given["attention_factor"])
+    if given.get("mscale") and given.get("mscale_all_dim"):
+        return scale(given["mscale"]) / scale(given["mscale_all_dim"])
+    return scale(1.0)
+
+
+def _scaling(rope: Rope) -> dict[str, Any]:
+    entries: dict[str, Any] = {"rope_type": rope.kind}
+    if rope.kind in ("linear", "dynamic", "llama3", "yarn"):
+        entries["factor"] = rope.factor
+    if rope.kind in ("llama3", "yarn"):
+        entries["original_max_position_embeddings"] = rope.original_max_positions
+    if rope.kind == "llama3":
+        entries |= {"low_freq_factor": rope.low_freq_factor, "high_freq_factor": rope.high_freq_factor}
+    if rope.kind == "yarn":
+        names = ("beta_fast", "beta_slow", "attention_factor", "truncate")
+        entries |= {name: getattr(rope, name) for name in names}
+    return entries

@@ -1,0 +1,46 @@
+"""SmolLM3: Llama's shape, with no rotary positions in every fourth layer (arXiv 2501.18795)."""
+
+from typing import Any
+
+from jaxrl_llm.models.families import decoder, layer_types
+from jaxrl_llm.models.families.entries import positive, refuse
+from jaxrl_llm.models.transformer import ModelConfig
+
+MODEL_TYPE = "smollm3"
+ARCHITECTURE = "SmolLM3"
+KEYS = decoder.KEYS
+DEFAULTS = {"tie_word_embeddings": True, "num_key_value_heads": 4}  # what entries mean that are left out
+THETA = 2_000_000.0
+
+
+def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
+    """The ModelConfig of a config.json; raises ConfigError for what the network does not compute."""
+    hf = DEFAULTS | hf
+    layers, every = positive(hf, "num_hidden_layers"), hf.get("no_rope_layer_interval") or 4
+    rotated = hf.get("no_rope_layers") or [(layer + 1) % every != 0 for layer in range(layers)]
+    if len(rotated) < layers:
+        refuse("no_rope_layers", rotated, f"lists of at least {layers} entries")
+    unrotated = tuple(layer for layer in range(layers) if not rotated[layer])
+    window = hf.get("sliding_window") if hf.get("use_sliding_window", False) else None
+    slides = set(unrotated) if window is not None else set()
+    bias = bool(hf.get("attention_bias", False))
+    own = {
+        "unrotated_layers": unrotated,
+        "attention_bias": bias,
+        "attention_output_bias": bias,
+        "mlp_bias": bool(hf.get("mlp_bias", False)),
+        **layer_types.read({**hf, "sliding_window": window}, slides.__contains__),
+    }
+    return decoder.to_config(hf, ARCHITECTURE, own, overrides, rope={"theta": THETA})
+
+
+def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:
+    """The config.json of a net, over the entries of `base`."""
+    own: dict[str, Any] = {"attention_bias": config.attention_bias, "mlp_bias": config.mlp_bias}
+    if config.sliding_layers:
+        own["sliding_window"] = config.sliding_window
+    if base is None:
+        rotated = [int(layer not in config.unrotated_layers) for layer in range(config.layers)]
+        own |= {"no_rope_layers": rotated, "use_sliding_window": bool(config.sliding_layers)}
+        own |= layer_types.write(config) | dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"))
+    return decoder.from_config(config, base, ARCHITECTURE, MODEL_TYPE, own)

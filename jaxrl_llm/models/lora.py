@@ -1,0 +1,176 @@
+"""LoRA (arXiv 2106.09685): trained matrices of low rank beside frozen ones. Parameter trees in, parameter trees out.
+
+A linear map with an adapter holds `lora_a [in, r]` and `lora_b [r, out]` beside its kernel and computes
+`x W + scale (dropout(x) A) B`. With B = 0, as it starts, that is the map without adapter, bit for bit.
+
+What a net computes follows from what its parameters hold: without adapters it is the base model, and dropout is where
+`with_dropout` has put keys.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxrl_llm.config import ConfigError
+from jaxrl_llm.models.quantize import as_matrix
+from jaxrl_llm.names import closest
+
+Params = dict[str, Any]
+
+# The linear maps of a layer, and what Hugging Face calls them. Heads, embeddings and experts have no adapters.
+HF_NAMES = {
+    "q": "q_proj", "k": "k_proj", "v": "v_proj", "o": "o_proj", "gate": "gate_proj", "up": "up_proj",
+    "down": "down_proj",
+}  # fmt: skip
+TARGETS = tuple(HF_NAMES)
+ADAPTER = ("lora_a", "lora_b")
+
+
+@dataclasses.dataclass(frozen=True)
+class LoraConfig:
+    """The shape of the adapters. Hashable: it is part of a ModelConfig."""
+
+    rank: int
+    alpha: float = 16.0
+    dropout: float = 0.0
+    targets: tuple[str, ...] = TARGETS
+    rslora: bool = False
+
+    @property
+    def scale(self) -> float:
+        """alpha / rank or, rank-stabilised, alpha / sqrt(rank) (arXiv 2312.03732)."""
+        return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
+
+
+def parse_targets(names: Iterable[str]) -> tuple[str, ...]:
+    """The linear maps that names mean: `q` or `q_proj`, ..., or `all-linear`; raises ConfigError for another name."""
+    known = {"all-linear": TARGETS, **{name: (name,) for name in TARGETS}}
+    known |= {HF_NAMES[name]: (name,) for name in TARGETS}
+    found: set[str] = set()
+    for name in names:
+        if name not in known:
+            raise ConfigError(
+                f"lora.targets names {name!r}, but there are {', '.join(known)}; the closest is {closest(name, known)}"
+            )
+        found |= set(known[name])
+    if not found:
+        raise ConfigError("lora.targets is empty: name linear maps, or all-linear")
+    return tuple(name for name in TARGETS if name in found)
+
+
+def init_a(key, d_in: int, rank: int) -> jax.Array:
+    """A `[in, r]`, uniform between +-1/sqrt(in), in fp32: what PEFT's Kaiming initialisation draws from."""
+    return jax.random.uniform(key, (d_in, rank), jnp.float32, -1.0, 1.0) / math.sqrt(d_in)
+
+
+def delta(x, a, b, config: LoraConfig, key_data=None) -> jax.Array:
+    """What an adapter adds `[n, out]` to the map of x `[n, in]`; with `key_data` inputs are dropped."""
+    if key_data is not None:
+        keep = jax.random.bernoulli(jax.random.wrap_key_data(key_data), 1.0 - config.dropout, x.shape)
+        x = jnp.where(keep, x / (1.0 - config.dropout), 0.0).astype(x.dtype)
+    return (x @ a.astype(x.dtype)) @ b.astype(x.dtype) * config.scale
+
+
+def has_adapters(params: Params) -> bool:
+    """True when the parameters hold adapters."""
+    return _holds(params, "lora_a")
+
+
+def has_dropout(params: Params) -> bool:
+    """True when the parameters hold keys of dropout."""
+    return _holds(params, "lora_key")
+
+
+def _holds(params: Params, name: str) -> bool:
+    return any(path[-1].key == name for path, _ in jax.tree_util.tree_leaves_with_path(params))
+
+
+def split(params: Params) -> tuple[Params, Params]:
+    """The frozen and the trainable parameters: of a model with adapters those and a score head are trainable."""
+    if not has_adapters(params):
+        return {}, params
+    return _select(params, lambda path: not _is_trainable(path)), _select(params, _is_trainable)
+
+
+def _is_trainable(path: tuple[Any, ...]) -> bool:
+    return path[-1] in ADAPTER or path[0] == "score"
+
+
+def _select(tree: Params, wanted: Callable[[tuple[Any, ...]], bool], path: tuple[Any, ...] = ()) -> Params:
+    """The part of a nested dict whose leaves' paths are wanted, without empty dicts."""
+    found = {}
+    for name, value in tree.items():
+        here = (*path, name)
+        if isinstance(value, dict):
+            value = _select(value, wanted, here)
+            if value:
+                found[name] = value
+        elif wanted(here):
+            found[name] = value
+    return found
+
+
+def adapters_of(params: Params) -> Params:
+    """The adapters alone."""
+    return _select(params, lambda path: path[-1] in ADAPTER)
+
+
+def combine(frozen: Params, trainable: Params) -> Params:
+    """The whole parameters: the inverse of `split`. No array is copied; where both have one it is the trainable."""
+    whole = {**frozen, **trainable}
+    for name in frozen.keys() & trainable.keys():
+        if isinstance(frozen[name], dict):
+            whole[name] = combine(frozen[name], trainable[name])
+    return whole
+
+
+def without_adapters(params: Params) -> Params:
+    """The base model's parameters, not copied."""
+    return _select(params, lambda path: path[-1] not in (*ADAPTER, "lora_key"))
+
+
+def copied(params: Params) -> Params:
+    """The parameters with arrays of their own for what is trainable: those of a state are donated."""
+    frozen, trainable = split(params)
+    return combine(frozen, jax.tree.map(jnp.copy, trainable))
+
+
+def with_dropout(params: Params, key) -> Params:
+    """The parameters with a key of dropout in every adapter, one for each layer; for a net whose LoraConfig drops."""
+    count = iter(range(10**6))
+
+    def visit(tree: Params) -> Params:
+        found = {name: visit(value) if isinstance(value, dict) else value for name, value in tree.items()}
+        if "lora_a" in tree:
+            own = jax.random.fold_in(key, next(count))
+            found["lora_key"] = jax.random.bits(own, (*tree["lora_a"].shape[:-2], 2), jnp.uint32)
+        return found
+
+    return visit(params)
+
+
+def merged_kernel(linear: Params, lora: LoraConfig | None, quantized: str = "none") -> jax.Array:
+    """The kernel `[..., in, out]` of a linear map with its adapter in it: W + scale A B, computed in fp32.
+
+    It has the dtype of W; fp32 where W is quantised.
+    """
+    kernel = linear["kernel"]
+    whole = as_matrix(kernel, quantized, jnp.float32)
+    if "lora_a" in linear and lora is not None:
+        a, b = (linear[name].astype(jnp.float32) for name in ADAPTER)
+        whole += lora.scale * jnp.matmul(a, b, precision=jax.lax.Precision.HIGHEST)
+    return whole if isinstance(kernel, dict) else whole.astype(kernel.dtype)
+
+
+def merge(params: Params, lora: LoraConfig | None) -> Params:
+    """The parameters without adapters, in which kernels W became W + scale A B; those on quantised kernels stay."""
+    found = {name: merge(value, lora) if isinstance(value, dict) else value for name, value in params.items()}
+    if "lora_a" in params and not isinstance(params["kernel"], dict):
+        found["kernel"] = merged_kernel(params, lora)
+        for name in ADAPTER:
+            del found[name]
+    return found

@@ -1,0 +1,103 @@
+"""Rotary positions: the frequencies of every scaling of them, and the rotation of queries and keys."""
+
+import math
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+
+from jaxrl_llm.config import ConfigError
+
+KINDS = ("default", "linear", "dynamic", "llama3", "yarn")
+
+
+class Rope(NamedTuple):
+    """Rotary positions (arXiv 2104.09864) of base `theta`, scaled to longer rows as `kind` says.
+
+    linear: all waves slowed by `factor` (arXiv 2306.15595). dynamic: rows longer than `original_max_positions` have a
+    larger base, which depends on their length. llama3: long waves slowed, short ones kept (arXiv 2407.21783). yarn: the
+    same, between two numbers of turns, and cosines and sines times `attention_factor` (arXiv 2309.00071).
+    """
+
+    theta: float = 10000.0
+    kind: str = "default"
+    factor: float = 1.0
+    original_max_positions: int = 0
+    low_freq_factor: float = 1.0  # llama3
+    high_freq_factor: float = 4.0
+    beta_fast: float = 32.0  # yarn
+    beta_slow: float = 1.0
+    attention_factor: float = 1.0
+    truncate: bool = True
+
+
+def frequencies(rope: Rope, size: int) -> np.ndarray:
+    """Inverse frequencies `[size/2]` in fp32, of `size` rotated dimensions; of dynamic scaling those of short rows."""
+    waves = (1.0 / rope.theta ** (np.arange(0, size, 2, dtype=np.float32) / size)).astype(np.float32)
+    if rope.kind == "linear":
+        waves = waves / rope.factor
+    elif rope.kind == "llama3":
+        turns = rope.original_max_positions * waves / (2 * math.pi)
+        kept = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+        waves = _between(waves, rope.factor, np.clip(kept, 0.0, 1.0))
+    elif rope.kind == "yarn":
+        waves = _between(waves, rope.factor, 1 - _yarn_ramp(rope, size))
+    return waves.astype(np.float32)
+
+
+def _between(waves, factor: float, kept):
+    """Waves slowed by `factor` where `kept` is 0, as they are where it is 1."""
+    return (1 - kept) * waves / factor + kept * waves
+
+
+def _yarn_ramp(rope: Rope, size: int) -> np.ndarray:
+    """0 for waves that turn more than `beta_fast` times in the original length, 1 below `beta_slow`, between linear."""
+
+    def place(turns: float) -> float:
+        return size * math.log(rope.original_max_positions / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
+
+    low, high = place(rope.beta_fast), place(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, size - 1)
+    high += 0.001 * (low == high)  # as in transformers: no division by 0
+    return np.clip((np.arange(size // 2, dtype=np.float32) - low) / (high - low), 0.0, 1.0)
+
+
+def dynamic_frequencies(rope: Rope, size: int, lengths):
+    """Inverse frequencies `[..., size/2]` of dynamic scaling, for rows of `lengths` `[...]` tokens.
+
+    The base is theta x (factor x length / original - (factor - 1)) ** (size / (size - 2)), for rows longer than that.
+    """
+    original = rope.original_max_positions
+    longer = rope.factor * jnp.maximum(lengths, original) / original - (rope.factor - 1)
+    theta = rope.theta * longer ** (size / (size - 2))
+    return 1.0 / theta[..., None] ** (np.arange(0, size, 2, dtype=np.float32) / size)
+
+
+def check_length(rope: Rope, length: int) -> None:
+    """Raises ConfigError where rows of up to `length` tokens cannot be sampled one token at a time.
+
+    With dynamic scaling the positions of all earlier tokens change as a row grows beyond the original length.
+    """
+    if rope.kind == "dynamic" and length > rope.original_max_positions:
+        raise ConfigError(
+            f"rope_type dynamic rotates every token anew as a row grows beyond {rope.original_max_positions} tokens: "
+            f"rows of up to {length} cannot be sampled: use shorter ones (rollout.max_prompt_length, "
+            "rollout.max_completion_length), or rope_type yarn or linear in config.json"
+        )
+
+
+def rotate(x, positions, waves, scale=1.0):
+    """x `[..., t, h, d]` rotated at positions `[..., t]`: its first dimensions, two for each of `waves`, in two halves.
+
+    waves `[r/2]`, or one set a token `[..., t, r/2]`; a wave of frequency 0 rotates nothing. The rotated dimensions are
+    multiplied by `scale`.
+    """
+    size = 2 * waves.shape[-1]
+    angles = (positions[..., None].astype(jnp.float32) * waves)[..., None, :]
+    cos, sin = jnp.cos(angles) * scale, jnp.sin(angles) * scale
+    x1, x2 = jnp.split(x[..., :size].astype(jnp.float32), 2, axis=-1)
+    rotated = [x1 * cos - x2 * sin, x2 * cos + x1 * sin]
+    rest = [x[..., size:].astype(jnp.float32)] if size < x.shape[-1] else []
+    return jnp.concatenate(rotated + rest, axis=-1).astype(x.dtype)

@@ -1,0 +1,192 @@
+"""Tiny random models of every family, made by transformers, and what to compare with them.
+
+The tests of families and `python -m benchmarks.models` measure with these.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    Gemma3TextConfig,
+    GemmaConfig,
+    LlamaConfig,
+    MistralConfig,
+    MixtralConfig,
+    Olmo2Config,
+    Phi3Config,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+    SmolLM3Config,
+)
+
+from jaxrl_llm.models.weights import Stored
+from jaxrl_llm.rollout.engine import Engine
+from jaxrl_llm.rollout.logits import Sampling
+from jaxrl_llm.sharding import path_name
+
+VOCAB = 97
+WINDOW = 5  # shorter than the documents of the tests
+SHAPE: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "initializer_range": 0.15,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,  # with these, of the 8 waves some are kept, some slowed, some between
+}
+YARN_ROPE = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
+GEMMA3_ROPE = {
+    "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1_000_000.0},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+}
+CAPS = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0, "query_pre_attn_scalar": 16}
+EXPERTS = {"num_experts_per_tok": 2, "router_aux_loss_coef": 0.02}
+VARIANTS = {
+    "llama": lambda: LlamaConfig(**SHAPE),
+    "llama3": lambda: LlamaConfig(
+        **SHAPE, rope_parameters=LLAMA3_ROPE, head_dim=16, attention_bias=True, mlp_bias=True, tie_word_embeddings=True
+    ),
+    "llama-linear": lambda: LlamaConfig(
+        **SHAPE, rope_parameters={"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
+    ),
+    "llama-dynamic": lambda: LlamaConfig(
+        **SHAPE,
+        rope_parameters={"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0},
+        max_position_embeddings=8,  # documents are shorter and longer
+    ),
+    "llama-yarn": lambda: LlamaConfig(**SHAPE, head_dim=16, rope_parameters=YARN_ROPE),
+    "mistral": lambda: MistralConfig(**SHAPE, sliding_window=WINDOW),
+    "qwen2": lambda: Qwen2Config(**SHAPE, tie_word_embeddings=True),
+    "qwen2-window": lambda: Qwen2Config(
+        **SHAPE, use_sliding_window=True, sliding_window=WINDOW, max_window_layers=1
+    ),
+    "qwen3": lambda: Qwen3Config(**SHAPE | {"num_key_value_heads": 4}, head_dim=16, tie_word_embeddings=True),
+    "qwen3-biases": lambda: Qwen3Config(
+        **SHAPE | {"num_key_value_heads": 1}, head_dim=8, attention_bias=True, rms_norm_eps=1e-3
+    ),
+    "gemma": lambda: GemmaConfig(**SHAPE, head_dim=16),
+    "gemma2": lambda: Gemma2Config(**SHAPE, **CAPS, head_dim=8, sliding_window=WINDOW),
+    "gemma3_text": lambda: Gemma3TextConfig(
+        **SHAPE | {"num_hidden_layers": 3}, head_dim=8, sliding_window=WINDOW, sliding_window_pattern=3,
+        query_pre_attn_scalar=16, rope_parameters=GEMMA3_ROPE,
+    ),
+    "phi3": lambda: Phi3Config(**SHAPE, sliding_window=WINDOW, partial_rotary_factor=0.5),
+    "qwen3_moe": lambda: Qwen3MoeConfig(
+        **SHAPE | {"num_hidden_layers": 3}, **EXPERTS, head_dim=8, moe_intermediate_size=16, num_experts=4,
+        norm_topk_prob=True, mlp_only_layers=[1],
+    ),
+    "qwen3_moe-uniform": lambda: Qwen3MoeConfig(
+        **SHAPE, **EXPERTS, head_dim=8, moe_intermediate_size=16, num_experts=4
+    ),
+    "mixtral": lambda: MixtralConfig(**SHAPE, **EXPERTS, num_local_experts=4, sliding_window=WINDOW),
+    "smollm3": lambda: SmolLM3Config(
+        **SHAPE, no_rope_layers=[1, 0], use_sliding_window=True, sliding_window=WINDOW
+    ),
+    "olmo2": lambda: Olmo2Config(**SHAPE),
+}  # fmt: skip
+FAMILIES = [name for name in VARIANTS if "-" not in name and name != "llama3"]
+
+
+def make_oracle(variant: str, seed: int = 0):
+    """A random transformers model in which biases and norms are random too, so that none can be left out unnoticed."""
+    torch.manual_seed(seed)
+    oracle = AutoModelForCausalLM.from_config(VARIANTS[variant](), attn_implementation="eager").eval()
+    with torch.no_grad():
+        for name, parameter in oracle.named_parameters():
+            if "norm" in name or name.endswith("bias"):
+                parameter.add_(torch.randn_like(parameter) * 0.3)
+    return oracle
+
+
+def oracle_logits(oracle, tokens, **arguments):
+    """The oracle's logits of tokens."""
+    with torch.no_grad():
+        return oracle(torch.tensor(np.asarray(tokens)), **arguments).logits.numpy()
+
+
+def oracle_greedy(oracle, tokens, segments, steps: int):
+    """The tokens the oracle continues left-padded prompts with."""
+    with torch.no_grad():
+        out = oracle.generate(
+            torch.tensor(tokens), attention_mask=torch.tensor(segments), max_new_tokens=steps, do_sample=False
+        )
+    return out.numpy()[:, tokens.shape[1] :]
+
+
+def greedy(model, tokens, segments, steps: int, repeats: int = 1):
+    """Tokens `[B, repeats, steps]` of the sampling engine at temperature 0."""
+    engine = Engine(model.net, Sampling(temperature=0.0), repeats, steps, eos=(-1,), chunk=steps)
+    rollout = engine.generate(model.params, jnp.asarray(tokens), jnp.asarray(segments), jax.random.key(0))
+    return np.asarray(rollout.tokens)[:, tokens.shape[1] :].reshape(len(tokens), repeats, steps)
+
+
+def oracle_gradients(oracle, tokens, segments) -> dict[str, np.ndarray]:
+    """Gradients by autograd of the mean cross-entropy of left-padded rows, by the names of files."""
+    mask = torch.tensor(segments)
+    out = oracle(torch.tensor(tokens), attention_mask=mask, position_ids=(mask.cumsum(1) - 1).clamp(min=0))
+    logps, targets = out.logits.log_softmax(-1), torch.tensor(tokens)[:, 1:, None]
+    weights = (mask[:, 1:] * mask[:, :-1]).float()
+    oracle.zero_grad()
+    (-(logps[:, :-1].gather(-1, targets)[..., 0] * weights).sum() / weights.sum()).backward()
+    return in_files(oracle, {name: x.grad.numpy() for name, x in oracle.named_parameters()})
+
+
+def in_files(oracle, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Arrays by parameter of transformers as tensors of files, which hold each expert's matrices by themselves."""
+    mixtral = oracle.config.model_type == "mixtral"
+    block = "block_sparse_moe" if mixtral else "mlp"
+    gate, up, down = ("w1", "w3", "w2") if mixtral else ("gate_proj", "up_proj", "down_proj")
+    found = {}
+    for name, x in arrays.items():
+        name = name.replace(".mlp.", f".{block}.") if mixtral else name
+        start, stacked, part = name.partition(".experts.")
+        if not stacked:
+            found[name] = x
+            continue
+        halves = np.split(x, 2, axis=1) if part == "gate_up_proj" else [x]
+        for half, own in zip(halves, (gate, up) if part == "gate_up_proj" else (down,), strict=True):
+            found |= {f"{start}.experts.{e}.{own}.weight": half[e] for e in range(len(half))}
+    return found
+
+
+def gradients(model, tokens, segments) -> dict[str, np.ndarray]:
+    """Gradients of the same loss, by the path of the parameter."""
+    tokens, segments = jnp.asarray(tokens), jnp.asarray(segments)
+    weights = (segments[:, 1:] * segments[:, :-1]).astype(jnp.float32)
+
+    def loss(params):
+        logps = jax.nn.log_softmax(model.net.bind(params)(tokens, segments))
+        picked = jnp.take_along_axis(logps[:, :-1], tokens[:, 1:, None], axis=-1)[..., 0]
+        return -(picked * weights).sum() / weights.sum()
+
+    found = jax.tree_util.tree_leaves_with_path(jax.jit(jax.grad(loss))(model.params))
+    return {path_name(path): np.asarray(x) for path, x in found}
+
+
+def in_parameters(tensor: Stored, arrays: dict[str, np.ndarray]) -> np.ndarray:
+    """The part of a stacked parameter, in the orientation of files, that a tensor of the files holds."""
+    part = arrays[tensor.leaf][tensor.at]
+    return part.T if tensor.transpose else part
+
+
+def of_files(tensor: Stored, arrays: dict[str, np.ndarray]) -> np.ndarray:
+    """The tensor in arrays by the names of files, or its part where it is one with others."""
+    return arrays[tensor.name][tensor.first_row : tensor.first_row + tensor.shape[0]]

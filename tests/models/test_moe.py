@@ -1,0 +1,160 @@
+"""Mixtures of experts: routing, both ways to compute them, the auxiliary loss, frozen routers, tensor layouts."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from flax import nnx
+from safetensors.numpy import load_file, save_file
+from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+
+from jaxrl_llm.models import hf
+from jaxrl_llm.models.moe import Experts, MixtureOfExperts, Routing, balance_loss
+from jaxrl_llm.models.transformer import ModelConfig, Net, RecordingNet
+from tests.models.oracles import make_oracle
+
+CONFIG = ModelConfig(
+    vocab_size=31, width=8, layers=2, heads=2, kv_heads=1, head_dim=4, ffn=12, init_scale=0.5,
+    experts=4, experts_per_token=2, expert_ffn=6,
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def experts():
+    return Experts(CONFIG, nnx.Rngs(0))
+
+
+def routed(tokens: int):
+    rng = np.random.default_rng(0)
+    chosen = np.stack([rng.permutation(3)[:2] for _ in range(tokens)])  # expert 3 gets nothing
+    return jnp.asarray(rng.normal(size=(tokens, 8)), jnp.float32), jnp.asarray(rng.random((tokens, 2))), chosen
+
+
+def by_hand(experts, x, weights, chosen):
+    gate, up, down = (np.asarray(part.kernel[...]) for part in (experts.gate, experts.up, experts.down))
+    out = np.zeros_like(x)
+    for token, one in enumerate(np.asarray(x)):
+        for weight, e in zip(weights[token], chosen[token], strict=True):
+            inner = one @ gate[e]
+            out[token] += weight * ((inner / (1 + np.exp(-inner)) * (one @ up[e])) @ down[e])
+    return out
+
+
+@pytest.mark.parametrize("way", ["dense", "grouped"])
+def test_experts_compute_the_weighted_sum(experts, way):
+    x, weights, chosen = routed(7)
+    found = jax.jit(getattr(experts, way))(x, weights, jnp.asarray(chosen))
+    np.testing.assert_allclose(found, by_hand(experts, x, weights, chosen), atol=1e-5)
+
+
+def test_both_ways_have_the_same_gradients(experts):
+    x, weights, chosen = routed(7)
+    graph, state = nnx.split(experts)
+
+    def gradients(way):
+        def loss(state, x, weights):
+            return (getattr(nnx.merge(graph, state), way)(x, weights, jnp.asarray(chosen)) ** 2).sum()
+
+        return jax.jit(jax.grad(loss, argnums=(0, 1, 2)))(state, x, weights)
+
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4), gradients("dense"), gradients("grouped"))
+
+
+def test_top_k_weights_sum_to_one_only_where_normalised():
+    """With the outputs of all experts alike, the output is the sum of the weights."""
+    for normalize in (True, False):
+        layer = MixtureOfExperts(dataclasses.replace(CONFIG, normalize_top_k=normalize), nnx.Rngs(0))
+        for part in (layer.experts.gate, layer.experts.up, layer.experts.down):
+            part.kernel[...] = jnp.broadcast_to(part.kernel[...][:1], part.kernel[...].shape)
+        x = jnp.asarray(np.random.default_rng(0).normal(size=(5, 8)), jnp.float32)
+        probabilities = jax.nn.softmax(x @ layer.router.kernel[...])
+        total = np.ones(5) if normalize else np.sort(probabilities)[:, -2:].sum(-1)
+        one = by_hand(layer.experts, x, np.ones((5, 1)), np.zeros((5, 1), int))
+        np.testing.assert_allclose(layer(x)[0], one * total[:, None], atol=1e-5)
+
+
+def test_balance_loss_by_hand():
+    """Even use gives k; all tokens to the same k experts, which the router is sure of, gives E."""
+    even = Routing(jnp.full(4, 5.0), jnp.full(4, 2.5), jnp.array(10.0))
+    assert balance_loss(even) == pytest.approx(2.0)
+    same = Routing(jnp.array([10.0, 10.0, 0, 0]), jnp.array([5.0, 5.0, 0, 0]), jnp.array(10.0))
+    assert balance_loss(same) == pytest.approx(4.0)
+    assert balance_loss(Routing(jnp.zeros(4), jnp.zeros(4), jnp.array(0.0))) == 0.0
+
+
+@pytest.mark.parametrize("scan_layers", [True, False])
+def test_balance_loss_equals_transformers_and_sees_no_padding(scan_layers):
+    net = Net(dataclasses.replace(CONFIG, scan_layers=scan_layers))
+    params = jax.jit(net.init)(jax.random.key(0))
+    rng = np.random.default_rng(1)
+    tokens, segments = rng.integers(0, 31, (2, 6)), np.array([[0, 0, 1, 1, 1, 1], [1, 1, 1, 2, 2, 0]])
+
+    def loss(params, tokens):
+        found = []
+        RecordingNet(net.config, found.append).bind(params).hidden(tokens, jnp.asarray(segments))
+        (routing,) = found
+        return balance_loss(routing), routing
+
+    run = jax.jit(jax.value_and_grad(loss, has_aux=True))
+    (value, routing), gradients = run(params, jnp.asarray(tokens))
+    assert routing.tokens == 2 * (segments > 0).sum()  # of two layers
+    assert routing.counts.sum() == 2 * routing.tokens
+    assert np.abs(gradients["layers"]["mlp"]["router"]["kernel"]).min(axis=(1, 2)).max() > 0
+    others = jnp.where(segments > 0, tokens, 30)
+    assert run(params, others)[0][0] == pytest.approx(float(value), rel=1e-6)
+
+    @jax.jit
+    def router_logits(params):
+        model, logits = net.unrolled().bind(params), []
+        for block in model.layers:
+            route = block.mlp._route
+            block.mlp._route = lambda x, route=route: logits.append(route(x)) or logits[-1]
+        model.hidden(jnp.asarray(tokens), jnp.asarray(segments))
+        return logits
+
+    logits = router_logits(params)
+    expected = load_balancing_loss_func(
+        tuple(torch.tensor(np.asarray(x)) for x in logits), 4, 2, attention_mask=torch.tensor(segments > 0)
+    )
+    assert float(value) == pytest.approx(float(expected), rel=1e-5)
+
+
+def test_a_frozen_router_gets_no_gradient():
+    frozen = Net(dataclasses.replace(CONFIG, freeze_router=True))
+    params = jax.jit(frozen.init)(jax.random.key(0))
+    tokens = jnp.arange(12).reshape(2, 6)
+    loss = jax.jit(lambda net, p: (net.bind(p)(tokens) ** 2).sum(), static_argnums=0)
+    gradients = jax.grad(loss, argnums=1)(frozen, params)
+    assert not gradients["layers"]["mlp"]["router"]["kernel"].any()
+    assert gradients["layers"]["mlp"]["experts"]["up"]["kernel"].any()
+    np.testing.assert_array_equal(loss(frozen, params), loss(Net(CONFIG), params))
+
+
+def stack_experts(tensors, block: str, gate: str, up: str, down: str):
+    """The tensors as some tools write them: the experts of a layer stacked, gate and up in one."""
+    found, parts = {}, {}
+    for name, x in tensors.items():
+        start, inside, rest = name.partition(".experts.")
+        if not inside:
+            found[name.replace(f".{block}.", ".mlp.")] = x
+            continue
+        number, part, _ = rest.split(".")
+        parts.setdefault(start.replace(f".{block}", ".mlp"), {}).setdefault(part, {})[int(number)] = x
+    for start, own in parts.items():
+        stacks = {part: np.stack([x[number] for number in sorted(x)]) for part, x in own.items()}
+        found[f"{start}.experts.gate_up_proj"] = np.concatenate([stacks[gate], stacks[up]], axis=1)
+        found[f"{start}.experts.down_proj"] = stacks[down]
+    return found
+
+
+@pytest.mark.parametrize("variant", ["qwen3_moe", "mixtral"])
+def test_stacked_experts_are_read_too(variant, tmp_path):
+    make_oracle(variant).save_pretrained(tmp_path)
+    _, expected = hf.load(tmp_path)
+    names = ("mlp", "gate_proj", "up_proj", "down_proj")
+    names = ("block_sparse_moe", "w1", "w3", "w2") if variant == "mixtral" else names
+    save_file(stack_experts(load_file(tmp_path / "model.safetensors"), *names), tmp_path / "model.safetensors")
+    jax.tree.map(np.testing.assert_array_equal, hf.load(tmp_path)[1], expected)
