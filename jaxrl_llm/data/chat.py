@@ -4,6 +4,7 @@ A tokenizer here is any Hugging Face tokenizer. A chat template writes its own s
 always tokenised without adding more; plain text gets the special tokens the tokenizer puts before a text.
 """
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -90,6 +91,21 @@ def render_chat(
         )
     except Exception as error:
         raise ConfigError(f"the chat template refused the messages {_shorten(messages)}: {error}") from error
+
+
+def template_options(row: Mapping[str, Any], template_kwargs: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """`tools` and `template_kwargs` of `render_chat`, from the columns tools and chat_template_kwargs of a row.
+
+    Raises ConfigError for tools written as text that is no JSON.
+    """
+    tools = row.get("tools")
+    if isinstance(tools, str):
+        try:
+            tools = json.loads(tools)
+        except json.JSONDecodeError as error:
+            raise ConfigError(f"the tools column is not JSON: {error}") from error
+    own = {key: value for key, value in (row.get("chat_template_kwargs") or {}).items() if value is not None}
+    return {"tools": tools or None, "template_kwargs": {**(template_kwargs or {}), **own}}
 
 
 def decode_completion(tokenizer: Any, ids: Sequence[int], conversational: bool) -> str | list[dict[str, str]]:

@@ -11,8 +11,10 @@ class Pipeline:
 
     Global batch k holds the examples k*batch_size to (k+1)*batch_size of one stream, in which each epoch is a new
     permutation of the examples (or their own order when `shuffle` is off); a batch may span two epochs, so no example
-    is ever skipped. Process p takes the p-th equal part of every batch, so the global order does not depend on
-    `process_count`. The order is computed from (seed, position), so a restart costs no replay.
+    is ever skipped. With `shares`, (examples, weight) of each source in turn, the sources are mixed by weight: each has
+    its own epochs, and its share of the weights of any long stretch of the stream. Process p takes the p-th equal part
+    of every batch, so the global order does not depend on `process_count`. The order is computed from (seed, position),
+    so a restart costs no replay.
 
     Raises ConfigError: fewer examples than a batch, a batch that the processes cannot share equally, or a state that
     was saved over other data.
@@ -26,6 +28,7 @@ class Pipeline:
         shuffle: bool = True,
         process_index: int = 0,
         process_count: int = 1,
+        shares: Sequence[tuple[int, float]] | None = None,
     ):
         # grain imports jax, and everything else in this package loads without it.
         import grain
@@ -42,12 +45,17 @@ class Pipeline:
                 f"the data has {len(examples)} examples, fewer than a batch of {batch_size}; "
                 "lower batch.prompts or give more data"
             )
-        order = grain.MapDataset.source(examples).seed(seed)
-        self._stream = (order.shuffle() if shuffle else order).repeat()
+        self._stream: Any = (
+            _ordered(grain, examples, seed, shuffle)
+            if shares is None
+            else _mixed(grain, examples, seed, shuffle, shares)
+        )
         self._batch_size = batch_size
         self._local_size = batch_size // process_count
         self._offset = process_index * self._local_size
-        self._identity = {"examples": len(examples), "seed": seed, "shuffle": shuffle}
+        self._identity: dict[str, Any] = {"examples": len(examples), "seed": seed, "shuffle": shuffle}
+        if shares is not None:
+            self._identity["shares"] = [list(share) for share in shares]
         self._position = 0
 
     def __iter__(self) -> "Pipeline":
@@ -76,3 +84,17 @@ class Pipeline:
                     "resume with the same data, seed and shuffling, or start a new output_dir"
                 )
         self._position = int(state["position"])
+
+
+def _ordered(grain: Any, examples: Sequence[Any], seed: int, shuffle: bool) -> Any:
+    order = grain.MapDataset.source(examples).seed(seed)
+    return (order.shuffle() if shuffle else order).repeat()
+
+
+def _mixed(grain: Any, examples: Sequence[Any], seed: int, shuffle: bool, shares: Sequence[tuple[int, float]]) -> Any:
+    parts, start = [], 0
+    for index, (count, _) in enumerate(shares):
+        # Sources of one length would be shuffled alike by one seed.
+        parts.append(_ordered(grain, examples[start : start + count], seed + 7919 * index, shuffle))
+        start += count
+    return grain.MapDataset.mix(parts, [weight for _, weight in shares])

@@ -15,6 +15,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from jaxrl_llm.data import puzzles
 from jaxrl_llm.names import ConfigError, closest
 
 SPLITS = ("train", "validation", "test")
@@ -50,8 +51,12 @@ def generate(name: str, split: str = "train", size: int | None = None, seed: int
     methods; `sort_labels` adds completion and label (is it right?) for KTO. Sizes default to 16384 for train and
     1024 for validation and test.
 
+    `reasoning_gym(task, size=..., seed=...)` is a task of the package reasoning-gym; see data/puzzles.py.
+
     Raises ConfigError: an unknown task or split, or a size outside 1 to 1000000.
     """
+    if name.startswith("reasoning_gym("):
+        return puzzles.generate(name, split)
     if name not in TASKS:
         raise ConfigError(
             f"there is no built-in task {name!r}; known are {', '.join(sorted(TASKS))}; "

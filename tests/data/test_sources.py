@@ -1,9 +1,12 @@
+import importlib.util
 import re
+import types
 
 import datasets
 import pytest
 
 from jaxrl_llm.data import tasks
+from jaxrl_llm.data.damage import found_in
 from jaxrl_llm.data.sources import load
 from jaxrl_llm.names import ConfigError
 
@@ -46,7 +49,7 @@ def test_one_file(tmp_path, table, suffix):
         file.write_text('{"prompt": "a", "answer": "x"}\n{"prompt": "b", "answer": "y"}\n')
     assert load(str(file))["prompt"][:] == ["a", "b"]
     assert load(file).column_names == ["prompt", "answer"]
-    with pytest.raises(ConfigError, match="is one file and has only the split 'train', not 'test'"):
+    with pytest.raises(ConfigError, match=r"is one file and has only the split 'train', not 'test'"):
         load(file, "test")
 
 
@@ -55,7 +58,7 @@ def test_saved_to_disk(tmp_path, table):
     assert load(tmp_path / "one").to_list() == ROWS
     datasets.DatasetDict(train=table, test=datasets.Dataset.from_list(OTHERS)).save_to_disk(tmp_path / "two")
     assert load(str(tmp_path / "two"), "test").to_list() == OTHERS
-    with pytest.raises(ConfigError, match="no split 'validation'; its splits are train, test"):
+    with pytest.raises(ConfigError, match=r"no split 'validation'; its splits are train, test"):
         load(tmp_path / "two", "validation")
 
 
@@ -66,7 +69,7 @@ def test_a_folder_of_files(tmp_path, table):
     datasets.Dataset.from_list(OTHERS).to_parquet(folder / "test.parquet")
     assert load(folder).to_list() == ROWS
     assert load(folder, "test").to_list() == OTHERS
-    with pytest.raises(ConfigError, match="no split 'dev'; its splits are train, test"):
+    with pytest.raises(ConfigError, match=r"no split 'dev'; its splits are train, test"):
         load(folder, "dev")
 
 
@@ -83,7 +86,7 @@ def test_errors(tmp_path, table, monkeypatch):
         match=re.escape(f"no file or folder 'rows.jsonl'; check data.path (a relative path starts at {tmp_path})"),
     ):
         load("rows.jsonl")
-    with pytest.raises(ConfigError, match="no file or folder '/nowhere/rows'"):
+    with pytest.raises(ConfigError, match=r"no file or folder '/nowhere/rows'"):
         load("/nowhere/rows")
     (tmp_path / "rows.txt").write_text("a")
     with pytest.raises(
@@ -96,9 +99,9 @@ def test_errors(tmp_path, table, monkeypatch):
     (tmp_path / "empty").mkdir()
     with pytest.raises(ConfigError, match=r"the folder 'empty' holds no .parquet"):
         load("empty")
-    with pytest.raises(ConfigError, match="task:sort has no split 'dev'; its splits are train, validation, test"):
+    with pytest.raises(ConfigError, match=r"task:sort has no split 'dev'; its splits are train, validation, test"):
         load("task:sort", "dev")
-    with pytest.raises(ConfigError, match="no built-in task 'sor'"):
+    with pytest.raises(ConfigError, match=r"no built-in task 'sor'"):
         load("task:sor")
 
 
@@ -110,14 +113,126 @@ def test_a_hub_id_that_cannot_be_reached(monkeypatch):
 
 @pytest.mark.parametrize("empty", [[], datasets.Dataset.from_list([])])
 def test_no_rows(empty):
-    with pytest.raises(ConfigError, match="no rows"):
+    with pytest.raises(ConfigError, match=r"no rows"):
         load(empty)
 
 
 def test_a_list_that_is_no_table():
-    with pytest.raises(ConfigError, match="list of dictionaries"):
-        load(["a", "b"])
-    with pytest.raises(ConfigError, match="list of dictionaries"):
+    with pytest.raises(ConfigError, match=r"list of dictionaries"):
+        load([1, 2])
+    with pytest.raises(ConfigError, match=r"list of dictionaries"):
         load({"prompt": ["a"]})
-    with pytest.raises(ConfigError, match="a column changes its type"):
+    with pytest.raises(ConfigError, match=r"a column changes its type"):
         load([{"prompt": "a"}, {"prompt": [{"role": "user", "content": "a"}]}])
+
+
+def test_files_in_a_bucket(table, monkeypatch):
+    import fsspec
+
+    # Offline, datasets reads from no file system but the local one: this one is in memory.
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
+    fs = fsspec.filesystem("memory")
+    fs.makedirs("/bucket/parts", exist_ok=True)
+    with fs.open("/bucket/rows.jsonl", "w") as file:
+        file.write('{"prompt": "a", "answer": "1"}\n{"prompt": "b", "answer": "2"}\n')
+    with fs.open("/bucket/parts/train.jsonl", "w") as file:
+        file.write('{"prompt": "a", "answer": "1"}\n')
+    with fs.open("/bucket/parts/test.jsonl", "w") as file:
+        file.write('{"prompt": "c", "answer": "3"}\n')
+    table.save_to_disk("memory://bucket/saved")
+    assert load("memory://bucket/rows.jsonl").to_list() == ROWS
+    assert list(load("memory://bucket/rows.jsonl", streaming=True)) == ROWS
+    assert load("memory://bucket/saved").to_list() == ROWS
+    assert load("memory://bucket/parts", "test").to_list() == OTHERS
+    with pytest.raises(ConfigError, match=r"has no file for the split 'dev'; it has test.jsonl, train.jsonl"):
+        load("memory://bucket/parts", "dev")
+    with pytest.raises(ConfigError, match=r"there is no folder 'memory://bucket/nothing'"):
+        load("memory://bucket/nothing")
+    with pytest.raises(ConfigError, match=r"cannot load nonsense://x/rows: Protocol not known: nonsense"):
+        load("nonsense://x/rows")
+
+
+@pytest.mark.skipif(importlib.util.find_spec("gcsfs") is not None, reason="the file system is installed")
+def test_a_bucket_whose_file_system_is_not_installed():
+    for path in ("gs://bucket/rows.jsonl", "gs://bucket/folder"):
+        with pytest.raises(ConfigError, match=f"cannot load {path}: Please install gcsfs"):
+            load(path)
+
+
+def test_several_files(tmp_path, monkeypatch):
+    for index in range(3):
+        (tmp_path / f"part{index}.csv").write_text(f"prompt,answer\np{index},x\n")
+    assert load(f"{tmp_path}/part*.csv")["prompt"][:] == ["p0", "p1", "p2"]
+    assert load([f"{tmp_path}/part2.csv", f"{tmp_path}/part0.csv"])["prompt"][:] == ["p2", "p0"]
+    (tmp_path / "rows.txt").write_text('{"prompt": "a"}\n')
+    assert load([f"{tmp_path}/rows.txt"], ds_type="json")["prompt"][:] == ["a"]
+    monkeypatch.chdir(tmp_path)
+    assert len(load("part*.csv")) == 3
+    assert load("part*.csv", "train[1:]")["prompt"][:] == ["p1", "p2"]
+
+
+def test_compressed_and_arrow_files(tmp_path, table):
+    import gzip
+
+    with gzip.open(tmp_path / "rows.jsonl.gz", "wt") as file:
+        file.write('{"prompt": "a"}\n')
+    assert load(tmp_path / "rows.jsonl.gz")["prompt"][:] == ["a"]
+    table.save_to_disk(tmp_path / "saved")
+    (arrow,) = (tmp_path / "saved").glob("*.arrow")
+    assert load(arrow).to_list() == ROWS
+
+
+def test_threads_and_tuples_as_rows():
+    thread = [("user", "Q"), ("assistant", "A")]
+    messages = [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "A"}]
+    assert load([thread]).to_list() == [{"messages": messages}]
+    assert load([{"turns": thread, "metadata": {"answer": "4"}}]).to_list() == [{"messages": messages, "answer": "4"}]
+    assert load([types.SimpleNamespace(turns=thread, metadata=None)]).to_list() == [{"messages": messages}]
+    assert load([(thread, messages)]).to_list() == [{"chosen": messages, "rejected": messages}]
+    assert load([("good", "bad")]).to_list() == [{"chosen": "good", "rejected": "bad"}]
+    with pytest.raises(ConfigError, match=r"item 1 of the list: a turn is"):
+        load([thread, [("user", "Q", "?")]])
+
+
+def test_a_function_or_class_from_a_file(tmp_path):
+    (tmp_path / "own.py").write_text(
+        "class Rows:\n"
+        "    def __init__(self, split):\n        self.split = split\n"
+        "    def __len__(self):\n        return 2\n"
+        "    def __getitem__(self, index):\n        return {'prompt': f'{self.split}{index}'}\n"
+        "def rows(split, name):\n    return [{'prompt': name or split}]\n"
+        "def number():\n    return 3\n"
+    )
+    assert load(f"{tmp_path}/own.py:Rows", "dev")["prompt"][:] == ["dev0", "dev1"]
+    assert load(f"{tmp_path}/own.py:rows", "dev", "main")["prompt"][:] == ["main"]
+    with pytest.raises(ConfigError, match=r"own.py:number gave int; it must give rows"):
+        load(f"{tmp_path}/own.py:number")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("empty.jsonl", b"", "the file is empty"),
+        ("empty.csv", b"", "the file is empty"),
+        ("head.csv", b"prompt,answer\n", "no rows"),
+        ("bytes.jsonl", b'{"prompt": "a"}\n{"prompt": "\xff"}\n', r"line 2 is not UTF-8 \(byte 0xff\)"),
+        ("bytes.csv", b"prompt\na\n\xe9t\xe9\n", r"line 3 is not UTF-8 \(byte 0xe9\)"),
+        ("broken.jsonl", b'{"prompt": "a"}\n{"prompt": \n', "line 2 is not JSON"),
+        ("scalar.jsonl", b'{"p": "a"}\n3\n', "line 2 is 3, not an object"),
+    ],
+)  # fmt: skip
+def test_damaged_files(tmp_path, monkeypatch, name, content, message):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ConfigError, match=message) as caught:
+        load(name)
+    assert name in str(caught.value)
+
+
+def test_a_column_of_two_types_is_named(tmp_path):
+    """Readers that refuse it do not say where."""
+    (tmp_path / "mixed.jsonl").write_text('{"p": "a"}\n\n{"p": [{"role": "user"}]}\n')
+    (tmp_path / "fine.jsonl").write_text('{"p": "a"}\n{"p": null, "q": 1}\n{"q": 2.5}\n')
+    message = "column 'p' is a list of an object in line 3 but text in line 1; a column has one type"
+    assert message in str(found_in(str(tmp_path / "mixed.jsonl"), "json"))
+    assert found_in(str(tmp_path / "fine.jsonl"), "json") is None

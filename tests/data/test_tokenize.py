@@ -5,7 +5,8 @@ import re
 import datasets
 import pytest
 
-from jaxrl_llm.data.tokenize import split_pair, tokenize_completions, tokenize_labels, tokenize_pairs, tokenize_prompts
+from jaxrl_llm.data.parts import split_pair
+from jaxrl_llm.data.tokenize import tokenize_completions, tokenize_labels, tokenize_pairs, tokenize_prompts
 from jaxrl_llm.names import ConfigError
 
 END = 257
@@ -140,6 +141,28 @@ def test_the_boundary_is_between_the_parts(tokenizer_folder):
     assert rows == [{"ids": [0, 1, 2, 3, 5], "mask": [0, 0, 1, 1, 1]}]
 
 
+@pytest.mark.parametrize("prompt", ["ab", "a b ", "b", [user("ab")], [user("a"), assistant("b"), user("b")]])
+@pytest.mark.parametrize("completion", ["c", "cb", " c", "bc d"])
+def test_a_row_begins_with_what_the_model_answers(tokenizer_folder, prompt, completion):
+    """The prompt's ids in training are those that sampling starts from; tokenised as one text they are not always."""
+    from tokenizers import Tokenizer, pre_tokenizers
+    from tokenizers.models import BPE
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = {letter: index for index, letter in enumerate("abcdu :")} | {"bc": 7, "b ": 8, ":c": 9, "<end>": 10}
+    backend = Tokenizer(BPE(vocabulary, [("b", "c"), ("b", " "), (":", "c")]))
+    backend.pre_tokenizer = pre_tokenizers.Split("\n", "removed")
+    template = "{%- for m in messages -%}{{- m.role[0] + ':' + m.content -}}{%- endfor -%}"
+    template += "{%- if add_generation_prompt -%}{{- 'a:' -}}{%- endif -%}"
+    merging = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<end>", chat_template=template)
+    (row,) = tokenize_completions([{"prompt": prompt, "completion": completion}], merging)
+    (asked,) = tokenize_prompts([{"prompt": prompt}], merging, 99)
+    width = len(asked["prompt_ids"])
+    assert row["ids"][:width] == asked["prompt_ids"]
+    assert row["mask"] == [0] * width + [1] * (len(row["ids"]) - width)
+    assert "".join(merging.convert_ids_to_tokens(row["ids"][width:])).removesuffix("<end>") == completion
+
+
 def test_full_loss_learns_all_but_the_first_token(tokenizer):
     rows = tokenize_completions([{"prompt": "ab", "completion": "c"}], tokenizer, loss_on="all")
     assert rows == [{"ids": [97, 98, 99, END], "mask": [0, 1, 1, 1]}]
@@ -221,7 +244,7 @@ def test_completion_length_rules(tokenizer, caplog):
         {"prompt": "a", "completion": "b"},
     ]
     with pytest.raises(
-        ConfigError, match=r"row 0 has 7 tokens, more than data.max_length=4; .* filter or truncate_right"
+        ConfigError, match=r"row 0: the row has 7 tokens, more than data.max_length=4; .* to filter, truncate_left, "
     ):
         tokenize_completions(data, tokenizer, 4)
     with caplog.at_level(logging.WARNING):
@@ -235,6 +258,26 @@ def test_completion_length_rules(tokenizer, caplog):
     assert len(tokenize_completions(data, tokenizer, 7)) == 3
 
 
+@pytest.mark.parametrize(
+    ("overlong", "kept"), [("truncate_left", b"2bcd"), ("truncate_right", b"01 2"), ("truncate_middle", b"01cd")]
+)
+def test_cutting_rows_keeps_the_mask_with_its_tokens(tokenizer, overlong, kept):
+    (row,) = tokenize_completions([{"prompt": "01 2", "completion": "bcd<|end|>"}], tokenizer, 5, overlong)
+    text = tokenizer.decode(row["ids"])
+    assert text.replace("<|end|>", "").encode() in (kept, kept[1:], b"01 2b")
+    learned_text = learned(tokenizer, **row).replace("<|end|>", "")
+    assert learned_text == "".join(letter for letter in text.replace("<|end|>", "") if letter in "bcd")
+    assert row["mask"][0] == 0
+
+
+def test_only_the_last_turn_is_learned(chatml_tokenizer):
+    messages = [user("a"), assistant("b"), user("c"), assistant("d")]
+    (made,) = tokenize_completions([{"messages": messages}], chatml_tokenizer, loss_on="last_turn")
+    assert learned(chatml_tokenizer, **made) == "d<|im_end|>\n"
+    (every,) = tokenize_completions([{"messages": messages}], chatml_tokenizer)
+    assert made["ids"] == every["ids"]
+
+
 def test_completion_errors(tokenizer):
     with pytest.raises(
         ConfigError, match=r"row 0: the row has the columns question, answer; .* reads prompt and completion"
@@ -242,8 +285,8 @@ def test_completion_errors(tokenizer):
         tokenize_completions([{"question": "a", "answer": "b"}], tokenizer)
     with pytest.raises(ConfigError, match="row 0: the prompt is str and the completion list"):
         tokenize_completions([{"prompt": "a", "completion": [assistant("b")]}], tokenizer)
-    with pytest.raises(ConfigError, match=r"data.overlong is 'truncate_left'; here it is one of"):
-        tokenize_completions([{"prompt": "a", "completion": "b"}], tokenizer, 1, "truncate_left")
+    with pytest.raises(ConfigError, match=r"data.overlong is 'cut_left'; here it is one of"):
+        tokenize_completions([{"prompt": "a", "completion": "b"}], tokenizer, 1, "cut_left")
     with pytest.raises(ConfigError, match=r"data.loss_on is 'answer'"):
         tokenize_completions([{"prompt": "a", "completion": "b"}], tokenizer, loss_on="answer")
     with pytest.raises(ConfigError, match="no row is left"):
@@ -322,7 +365,7 @@ def test_a_completion_that_continues_the_other_keeps_its_end(tokenizer):
 
 def test_a_pair_goes_together(tokenizer, caplog):
     data = [{"prompt": "ab", "chosen": "c", "rejected": "d" * 9}, {"prompt": "a", "chosen": "b", "rejected": "c"}]
-    with pytest.raises(ConfigError, match=r"row 0 has 12 tokens, more than data.max_length=5"):
+    with pytest.raises(ConfigError, match=r"row 0: the row has 12 tokens, more than data.max_length=5"):
         tokenize_pairs(data, tokenizer, 5)
     assert [row["chosen_ids"] for row in tokenize_pairs(data, tokenizer, 5, "filter")] == [[97, 98, END]]
     cut = tokenize_pairs(data, tokenizer, 5, "truncate_right")

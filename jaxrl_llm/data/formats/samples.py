@@ -1,0 +1,91 @@
+"""One row for every known format: what the table of docs/data.md shows and the tests render."""
+
+from typing import Any
+
+Row = dict[str, Any]
+
+
+def _user(text: str) -> Row:
+    return {"role": "user", "content": text}
+
+
+def _assistant(text: str) -> Row:
+    return {"role": "assistant", "content": text}
+
+
+ASK, YES, NO = _user("2+2?"), _assistant("4"), _assistant("5")
+CHATS = {"chosen": [ASK, YES], "rejected": [ASK, NO]}
+ANSWERS = {"chosen": "4", "rejected": "5"}
+RESPONSES = {"chosen_response": "4", "rejected_response": "5"}
+LABELLED = {"completion": "4", "label": True}
+
+_PAIRS: dict[str, Row] = {
+    "": {"system": "Add.", "prompt": "2+2?", **ANSWERS},
+    ".default": {"system": "Add.", "instruction": "2+2?", **RESPONSES},
+    ".argilla": {"system": "Add.", "instruction": "2+2?", **RESPONSES},
+    ".argilla_chat": CHATS,
+    ".icr": {"system": "Add.", "input": "2+2?", **ANSWERS},
+    ".intel": {"system": "Add.", "question": "2+2?", **ANSWERS},
+    ".prompt_pairs": {"system": "Add.", "prompt": "2+2?", **ANSWERS},
+    ".ultra": {"system": "Add.", "prompt": "2+2?", **CHATS},
+}
+_LABELS: dict[str, Row] = {
+    ".argilla": {"system": "Add.", "instruction": "2+2?", **LABELLED},
+    ".argilla_chat": {"completion": [ASK, YES], "label": True},
+    ".intel": {"system": "Add.", "question": "2+2?", **LABELLED},
+    ".prompt_pairs": {"system": "Add.", "prompt": "2+2?", **LABELLED},
+    ".ultra": {"system": "Add.", "prompt": "2+2?", **LABELLED},
+}
+
+# (what it is for, format as written, row)
+SAMPLES: list[tuple[str, str, Row]] = [
+    ("prompts", "auto", {"prompt": [ASK], "answer": "4"}),
+    ("completions", "auto", {"messages": [ASK, YES]}),
+    ("pairs", "auto", {"prompt": "2+2? ", **ANSWERS}),
+    ("labels", "auto", {"prompt": "2+2? ", **LABELLED}),
+    ("pairs", "passthrough", CHATS),
+    (
+        "prompts",
+        "verl",
+        {"data_source": "sums", "prompt": [ASK], "reward_model": {"style": "rule", "ground_truth": "4"}},
+    ),
+    ("completions", "harmony", {"thread": [["user", "2+2?"], ["assistant", "4"]]}),
+    (
+        "pairs",
+        "harmony",
+        {
+            "preferred": [["user", "2+2?"], ["assistant", "4"]],
+            "dispreferred": [["user", "2+2?"], ["assistant", "5"]],
+        },
+    ),
+    (
+        "completions",
+        "sharegpt",
+        {"conversations": [{"from": "human", "value": "2+2?"}, {"from": "gpt", "value": "4"}]},
+    ),
+    ("labels", "stepwise", {"prompt": "1+1+2?", "completions": ["1+1=2", "2+2=4"], "labels": [True, True]}),
+    *(("pairs", f"{family}{name}", row) for family in ("chatml", "llama3") for name, row in _PAIRS.items()),
+    (
+        "pairs",
+        "zephyr.nectar",
+        {"prompt": "2+2?", "answers": [{"answer": "5", "rank": 2}, {"answer": "4", "rank": 1}]},
+    ),
+    ("pairs", "chat_template", {"messages": "2+2?", **ANSWERS}),
+    ("pairs", "chat_template.default", {"messages": [ASK], "chosen": YES, "rejected": NO}),
+    ("pairs", "chat_template.argilla_chat", CHATS),
+    ("pairs", "chat_template.argilla", {"system": "Add.", **CHATS}),
+    ("pairs", "user_defined", {"system": "Add.", "prompt": "2+2?", **ANSWERS}),
+    (
+        "pairs",
+        "user_defined.default(field_prompt='ask', prompt_format='[INST] {system} {prompt} [/INST]', "
+        "chosen_format=' {chosen}', rejected_format=' {rejected}')",
+        {"system": "Add.", "ask": "2+2?", **ANSWERS},
+    ),
+    *(("labels", f"{family}{name}", row) for family in ("chatml", "llama3") for name, row in _LABELS.items()),
+    ("labels", "user_defined", {"system": "Add.", "prompt": "2+2?", **LABELLED}),
+    (
+        "labels",
+        "user_defined.default(field_label='good', prompt_format='Q: {prompt} A:', completion_format=' {completion}')",
+        {"prompt": "2+2?", "completion": "4", "good": True},
+    ),
+]

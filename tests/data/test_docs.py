@@ -1,0 +1,43 @@
+"""docs/data.md: every block runs, and the table of formats is what the command prints."""
+
+import contextlib
+import io
+import os
+import re
+import shlex
+import shutil
+
+import pytest
+
+from jaxrl_llm.data.formats.__main__ import table
+from jaxrl_llm.preview import main
+
+
+@pytest.fixture
+def page(root):
+    return (root / "docs" / "data.md").read_text(encoding="utf-8")
+
+
+def test_the_table_of_formats_is_what_the_command_prints(page):
+    shown = page.partition("<!-- formats -->\n")[2].partition("<!-- end of formats -->")[0]
+    assert shown == table(), "run python -m jaxrl_llm.data.formats and put its output between the marks"
+
+
+def test_every_code_block_runs(page, root, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    shutil.copytree(root / "configs", tmp_path / "configs")
+    blocks = re.findall(r"^```(\w+)\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
+    assert len(blocks) >= 8
+    for language, block in blocks:
+        output = io.StringIO()
+        with contextlib.redirect_stdout(output):
+            if language == "sh":
+                for line in block.splitlines():
+                    words = shlex.split(line)
+                    assert words[:3] == ["python", "-m", "jaxrl_llm.data"]
+                    main(words[3:])
+            else:
+                assert language == "python"
+                exec(compile(block, "docs/data.md", "exec"), {"__name__": "docs"})
+        assert output.getvalue().strip(), f"nothing was printed by{os.linesep}{block}"

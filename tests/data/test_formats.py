@@ -1,0 +1,362 @@
+"""Every data format against texts written by hand from the formats' documentation."""
+
+import re
+
+import pytest
+
+from jaxrl_llm.data.formats import COMMON, LABELS, PAIRS, find
+from jaxrl_llm.data.formats.native import thread_messages
+from jaxrl_llm.data.formats.samples import SAMPLES
+from jaxrl_llm.data.tokenize import tokenize_pairs
+from jaxrl_llm.names import ConfigError
+
+CHATML_PROMPT = "<|im_start|>system\nS<|im_end|>\n<|im_start|>user\nQ<|im_end|>\n<|im_start|>assistant\n"
+LLAMA3_PROMPT = (
+    "<|start_header_id|>system<|end_header_id|>\n\nS<|eot_id|><|start_header_id|>user<|end_header_id|>\n\nQ<|eot_id|>"
+    "<|start_header_id|>assistant<|end_header_id|>\n\n"
+)
+PROMPTS = {"chatml": CHATML_PROMPT, "llama3": LLAMA3_PROMPT}
+ENDS = {"chatml": "<|im_end|>", "llama3": "<|eot_id|>"}
+NO_SYSTEM = {"chatml": len("<|im_start|>system\nS<|im_end|>\n"), "llama3": LLAMA3_PROMPT.index("<|eot_id|>") + 10}
+
+
+def user(content):
+    return {"role": "user", "content": content}
+
+
+def assistant(content):
+    return {"role": "assistant", "content": content}
+
+
+CHATS = {"chosen": [user("Q"), assistant("yes")], "rejected": [user("Q"), assistant("no")]}
+PLAIN = {"chosen": "yes", "rejected": "no"}
+RESPONSES = {"chosen_response": "yes", "rejected_response": "no"}
+PAIR_ROWS = {
+    "default": [
+        {"prompt": "Q", **PLAIN},
+        {"input": "Q", **PLAIN},
+        {"question": "Q", **RESPONSES},
+        {"instruction": "Q", "prompt": None, **RESPONSES},
+    ],
+    "argilla": [{"instruction": "Q", **RESPONSES}],
+    "icr": [{"input": "Q", **PLAIN}],
+    "intel": [{"question": "Q", **PLAIN}],
+    "prompt_pairs": [{"prompt": "Q", **PLAIN}],
+    "ultra": [{"prompt": "Q", **CHATS}],
+}
+
+
+@pytest.mark.parametrize("family", ["chatml", "llama3"])
+@pytest.mark.parametrize("strategy", PAIR_ROWS)
+def test_pairs_with_fixed_texts(family, strategy):
+    for row in PAIR_ROWS[strategy]:
+        for name in (f"{family}.{strategy}", f"dpo.{family}.{strategy}", f"simpo.{family}.{strategy}"):
+            made = find(name)({"system": "S", **row})
+            assert made["prompt"] == PROMPTS[family]
+            assert (made["chosen"], made["rejected"]) == ("yes" + ENDS[family], "no" + ENDS[family])
+        for nothing in ({}, {"system": ""}, {"system": None}):
+            assert find(f"{family}.{strategy}")({**nothing, **row})["prompt"] == PROMPTS[family][NO_SYSTEM[family] :]
+    assert find(family)({"system": "S", "prompt": "Q", **PLAIN})["prompt"] == PROMPTS[family]
+
+
+@pytest.mark.parametrize("family", ["chatml", "llama3"])
+def test_argilla_chat_has_no_system(family):
+    made = find(f"{family}.argilla_chat")({"system": "S", **CHATS})
+    assert made["prompt"] == PROMPTS[family][NO_SYSTEM[family] :]
+    assert made["chosen"] == "yes" + ENDS[family]
+
+
+def test_a_single_message_or_a_long_conversation_is_refused():
+    longer = {"chosen": [*CHATS["chosen"], user("again")], "rejected": CHATS["rejected"]}
+    with pytest.raises(ConfigError, match=r"'chosen' has 3 messages, .* chatml.argilla_chat reads exactly 2"):
+        find("chatml.argilla_chat")(longer)
+
+
+@pytest.mark.parametrize("family", ["chatml", "llama3"])
+@pytest.mark.parametrize(
+    ("strategy", "column"),
+    [("argilla", "instruction"), ("intel", "question"), ("prompt_pairs", "prompt"), ("ultra", "prompt")],
+)
+def test_labels_with_fixed_texts(family, strategy, column):
+    row = {column: "Q", "system": "S", "completion": "yes", "label": False}
+    for made in (find(f"{family}.{strategy}", "labels")(row), find(f"kto.{family}.{strategy}", "pairs")(row)):
+        assert made["prompt"] == PROMPTS[family]
+        assert (made["completion"], made["label"]) == ("yes" + ENDS[family], False)
+
+
+@pytest.mark.parametrize("family", ["chatml", "llama3"])
+def test_labelled_argilla_chat_as_documented_and_as_published(family):
+    form = find(f"{family}.argilla_chat", "labels")
+    documented = {"chosen": [user("Q")], "completion": [assistant("yes")], "label": True}
+    published = {"completion": [user("Q"), assistant("yes")], "label": True}
+    expected = {"prompt": PROMPTS[family][NO_SYSTEM[family] :], "completion": "yes" + ENDS[family], "label": True}
+    assert form(documented) == form(published) == expected
+
+
+def test_nectar_chooses_the_best_rank():
+    answers = [{"answer": name, "rank": rank} for name, rank in (("c", 3), ("a", 1), ("d", 4), ("b", 2))]
+    row = {"prompt": "Q", "answers": answers}
+    made = find("zephyr.nectar")(row)
+    assert made["prompt"] == "<|system|>\n</s>\n<|user|>\nQ</s>\n<|assistant|>\n"
+    assert (made["chosen"], made["rejected"]) == ("a", "b")
+    # axolotl's published code takes the last of the ascending ranks, and the one before it.
+    made = find("zephyr.nectar(inverted=True)")(row)
+    assert (made["chosen"], made["rejected"]) == ("d", "c")
+    with pytest.raises(ConfigError, match=r"has 1 answers, but the format zephyr.nectar compares two"):
+        find("zephyr.nectar")({"prompt": "Q", "answers": answers[:1]})
+
+
+def test_user_defined_pairs():
+    options = {
+        "field_prompt": "q", "field_system": "s", "field_chosen": "good", "field_rejected": "bad",
+        "prompt_format": "<{system}> {prompt}", "chosen_format": "+{chosen}", "rejected_format": "-{rejected}",
+    }  # fmt: skip
+    row = {"q": "Q{x}", "s": "S", "good": "yes", "bad": "no"}
+    expected = {"prompt": "<S> Q{x}", "chosen": "+yes", "rejected": "-no"}
+    for form in (find(options), find("user_defined.default", options=options), find("user_defined", options=options)):
+        assert {key: form(row)[key] for key in expected} == expected
+    assert find(options)({**row, "s": None})["prompt"] == "<> Q{x}"
+    with pytest.raises(ConfigError, match=re.escape("prompt_format is '{question}', which cannot be filled")):
+        find({"prompt_format": "{question}"})({"prompt": "a", **PLAIN})
+
+
+def test_user_defined_labels():
+    form = find({"field_label": "good", "prompt_format": "{system}{prompt}"}, "labels")
+    assert form({"prompt": "Q", "completion": "yes", "good": True}) == {
+        "good": True, "prompt": "Q", "completion": "yes", "label": True
+    }  # fmt: skip
+
+
+# --- chat templates: the expected texts are ChatML's ------------------------------------------------------------------
+
+ASKED = "<|im_start|>user\nQ<|im_end|>\n<|im_start|>assistant\n"
+
+
+def test_chat_template_default(chatml_tokenizer):
+    form = find("chat_template.default", tokenizer=chatml_tokenizer)
+    rows = [
+        {"messages": [user("Q")], "chosen": assistant("yes"), "rejected": assistant("no")},
+        {"messages": "Q", "chosen": "yes", "rejected": "no"},
+        {"messages": [user("Q")], **CHATS},
+    ]
+    for row in rows:
+        made = form(row)
+        assert (made["prompt"], made["chosen"], made["rejected"]) == (ASKED, "yes<|im_end|>", "no<|im_end|>")
+        assert "messages" not in made
+
+
+def test_chat_template_mappings(chatml_tokenizer):
+    options = {
+        "field_messages": "talk", "field_chosen": "good", "field_rejected": "bad",
+        "message_property_mappings": {"role": "from", "content": "value"},
+        "roles": {"user": ["human", "person"], "assistant": ["gpt"], "system": ["system"]},
+    }  # fmt: skip
+    row = {
+        "talk": [{"from": "system", "value": "S"}, {"from": "person", "value": "Q"}],
+        "good": {"from": "gpt", "value": "yes"},
+        "bad": {"from": "gpt", "value": "no"},
+    }
+    made = find("chat_template.default", tokenizer=chatml_tokenizer, options=options)(row)
+    assert (made["prompt"], made["chosen"], made["rejected"]) == (CHATML_PROMPT, "yes<|im_end|>", "no<|im_end|>")
+    narrow = {**options, "roles": {"user": ["human"], "assistant": ["gpt"]}}
+    form = find("chat_template.default", tokenizer=chatml_tokenizer, options=narrow)
+    with pytest.raises(ConfigError, match=r"'talk' has the role 'person'; .* knows human, gpt; set roles"):
+        form({**row, "talk": row["talk"][1:]})
+
+
+def test_an_answer_that_stands_in_the_template_is_cut_where_it_begins(chatml_tokenizer):
+    """Cutting at the first occurrence of the content, as axolotl does, would find `s` in `<|im_start|>`."""
+    row = {"messages": "Q", "chosen": "s", "rejected": "user"}
+    made = find("chat_template.default", tokenizer=chatml_tokenizer)(row)
+    assert (made["chosen"], made["rejected"]) == ("s<|im_end|>", "user<|im_end|>")
+
+
+def test_chat_template_argilla_chat_reads_long_conversations(chatml_tokenizer):
+    talk = [user("A"), assistant("B"), user("Q")]
+    row = {"chosen": [*talk, assistant("yes")], "rejected": [*talk, assistant("no")]}
+    made = find("chat_template.argilla_chat", tokenizer=chatml_tokenizer)(row)
+    before = "<|im_start|>user\nA<|im_end|>\n<|im_start|>assistant\nB<|im_end|>\n"
+    assert made == {"prompt": before + ASKED, "chosen": "yes<|im_end|>", "rejected": "no<|im_end|>"}
+
+
+def test_orpo_argilla(chatml_tokenizer):
+    form = find("orpo.chat_template.argilla", tokenizer=chatml_tokenizer)
+    made = form({"system": "S", **CHATS})
+    assert made["prompt"] == CHATML_PROMPT
+    # Not stripped, unlike the other formats of chat templates.
+    assert (made["chosen"], made["rejected"]) == ("yes<|im_end|>\n", "no<|im_end|>\n")
+    assert form({"prompt": "P", **CHATS})["prompt"] == ASKED.replace("Q", "P")
+    talk = [user("A"), assistant("B"), user("Q")]
+    several = {"prompt": "P", "chosen": [*talk, assistant("yes")], "rejected": [*talk, assistant("no")]}
+    # axolotl would write P in the place of A and of Q.
+    assert "P" not in form(several)["prompt"]
+    with pytest.raises(ConfigError, match=r"'chosen' has 3 messages, .* takes an even number"):
+        form({"chosen": talk, "rejected": talk})
+
+
+def test_no_end_is_added_to_a_rendered_one(chatml_tokenizer):
+    """The template ends with a line break after the end of sequence: it has its end."""
+    form = find("chat_template.argilla", tokenizer=chatml_tokenizer)
+    (row,) = tokenize_pairs([form(CHATS)], chatml_tokenizer)
+    assert chatml_tokenizer.decode(row["chosen_ids"]) == ASKED + "yes<|im_end|>\n"
+
+
+def test_one_bos_before_a_rendered_prompt(special_tokenizer):
+    special_tokenizer.chat_template = "{{- '<|begin|>' -}}" + (
+        "{%- for m in messages -%}{{- m.role[0] + ':' + m.content + '<|end|>' -}}{%- endfor -%}"
+        "{%- if add_generation_prompt -%}{{- 'a:' -}}{%- endif -%}"
+    )
+    form = find("chat_template.default", tokenizer=special_tokenizer)
+    (row,) = tokenize_pairs([form({"messages": "Q", **PLAIN})], special_tokenizer)
+    assert special_tokenizer.decode(row["chosen_ids"]) == "<|begin|>u:Q<|end|>a:yes<|end|>"
+    (row,) = tokenize_pairs([find("llama3")({"prompt": "Q", **PLAIN})], special_tokenizer)
+    assert special_tokenizer.decode(row["chosen_ids"]).count("<|begin|>") == 1
+
+
+# --- native rows ------------------------------------------------------------------------------------------------------
+
+
+def test_auto_leaves_trl_rows_as_they_are():
+    for row in ({"prompt": "a", "answer": 1}, {"prompt": "a", "completion": "b"}, CHATS, {"messages": [user("a")]}):
+        assert find("auto", "pairs")(row) == row
+
+
+def test_auto_prompts_from_conversations_and_pairs():
+    form = find("auto", "prompts")
+    talk = [user("A"), assistant("B"), user("Q")]
+    assert form({"messages": talk})["prompt"] == talk
+    assert form({"messages": [*talk, assistant("yes")]})["prompt"] == talk
+    assert form({"messages": [*talk, assistant("yes")]})["completion"] == [assistant("yes")]
+    assert form(CHATS)["prompt"] == [user("Q")]
+    assert find("auto", "pairs", purpose="prompts")(CHATS)["prompt"] == [user("Q")]
+
+
+def test_verl(chatml_tokenizer):
+    row = {
+        "data_source": "openai/gsm8k",
+        "prompt": [user("Q")],
+        "ability": "math",
+        "reward_model": {"style": "rule", "ground_truth": "4"},
+        "extra_info": {"split": "train", "index": 0},
+    }
+    made = find("verl", "prompts", chatml_tokenizer)(row)
+    assert made == {**row, "ground_truth": "4", "answer": "4"}
+    assert find("auto", "prompts", chatml_tokenizer)(row) == made
+    options = "verl(return_raw_chat=True, return_full_prompt=True, return_raw_input_ids=True)"
+    made = find(options, "prompts", chatml_tokenizer)(row)
+    assert (made["raw_prompt"], made["full_prompts"]) == ([user("Q")], ASKED)
+    assert made["raw_prompt_ids"] == list(b"Q")
+    with pytest.raises(ConfigError, match=r"'reward_model' of the format verl is a dictionary with ground_truth"):
+        find("verl")({"prompt": [user("Q")], "reward_model": {"style": "model"}})
+
+
+def test_harmony():
+    thread = [["user", "Q"], ["assistant", "yes"]]
+    messages = [user("Q"), assistant("yes")]
+    assert find("harmony")({"thread": thread})["messages"] == messages
+    assert find("harmony(field='turns')")({"turns": messages})["messages"] == messages
+    with_metadata = {"thread": {"turns": thread, "metadata": {"answer": "4"}}}
+    assert find("auto", "completions")(with_metadata)["answer"] == "4"
+    pair = {"preferred": thread, "dispreferred": [thread[0], ["assistant", "no"]]}
+    assert {key: find("auto")(pair)[key] for key in CHATS} == CHATS
+    with pytest.raises(ConfigError, match=r"a turn is \(role, text\)"):
+        thread_messages([["user", "Q", "more"]])
+
+
+def test_sharegpt_and_stepwise():
+    talk = [{"from": "human", "value": "Q"}, {"from": "gpt", "value": "yes"}]
+    made = find("auto", "completions")({"conversations": talk, "id": 7})
+    assert (made["messages"], made["id"]) == ([user("Q"), assistant("yes")], 7)
+    steps = {"prompt": "Q", "completions": ["a", "b"], "labels": [True, False]}
+    made = find("auto", "labels")(steps)
+    assert (made["prompt"], made["completion"], made["label"]) == ("Q", "a\nb", False)
+
+
+# --- names and functions of one's own ---------------------------------------------------------------------------------
+
+
+def test_every_known_name_has_a_sample_and_every_sample_renders(tokenizer):
+    shown = {(kind == "labels", spec.partition("(")[0]) for kind, spec, _ in SAMPLES}
+    assert {(False, name) for name in PAIRS} | {(True, name) for name in LABELS} <= shown
+    assert set(COMMON) <= {name for _, name in shown}
+    for kind, spec, row in SAMPLES:
+        made = find(spec, kind, tokenizer)(row)
+        assert made.keys() & {"prompt", "messages", "chosen"}
+
+
+def test_unknown_names_list_the_known_ones():
+    with pytest.raises(ConfigError, match=r"unknown data format 'chatml.intl' for pairs; known are .* the closest is"):
+        find("chatml.intl")
+    with pytest.raises(ConfigError, match=r"the closest is chatml.intel"):
+        find("chatml.intl")
+    with pytest.raises(ConfigError, match=r"unknown data format 'sharegtp' .* the closest is sharegpt"):
+        find("sharegtp")
+    with pytest.raises(ConfigError, match=r"zephyr.nectar has no option 'inverse'; it takes inverted"):
+        find("zephyr.nectar(inverse=True)")
+
+
+def test_missing_columns_say_what_was_looked_for_and_what_there_is():
+    with pytest.raises(ConfigError, match=r"chatml.intel looks for 'question'; the row has prompt, chosen, x \(none\)"):
+        find("chatml.intel")({"prompt": "Q", "chosen": "a", "x": None})
+    with pytest.raises(ConfigError, match=r"column 'chosen' is list, but the format chatml.intel takes text"):
+        find("chatml.intel")({"question": "Q", **CHATS})
+    with pytest.raises(ConfigError, match=r"column 'chosen' is str, but the format chatml.ultra takes a list of mess"):
+        find("chatml.ultra")({"prompt": "Q", **PLAIN})
+
+
+OWN = """
+def direct(row, tokenizer=None, prefix=""):
+    return {"prompt": prefix + row["question"], "has": tokenizer is not None}
+
+def transform(cfg, *args, **kwargs):
+    def transform_fn(example, tokenizer=None):
+        label = example["answer"].split("####")[-1].strip().replace(",", "")
+        return {"prompt": [{"role": "user", "content": example["question"]},], "answer": label}
+    return transform_fn, {"remove_columns": ["question"]}
+
+def alone(cfg):
+    return lambda example: {"prompt": cfg.field + cfg["field"], "unset": cfg.nothing}
+
+def everything(cfg):
+    return (lambda example: {"prompt": "P"}), {"remove_columns": "__all__"}
+
+def wrong(row):
+    return "text"
+
+number = 3
+"""
+
+
+@pytest.fixture
+def own(tmp_path, monkeypatch):
+    (tmp_path / "my_formats.py").write_text(OWN)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "installed").mkdir()
+    (tmp_path / "installed" / "my_package_formats.py").write_text(OWN)
+    monkeypatch.syspath_prepend(str(tmp_path / "installed"))
+    return tmp_path
+
+
+def test_functions_from_a_file(own):
+    row = {"question": "1+1?", "answer": "it is\n#### 1,002", "text": "dropped", "kept": 1}
+    assert find("my_formats.py:direct")(row) == {
+        "question": "1+1?", "answer": row["answer"], "kept": 1, "prompt": "1+1?", "has": False
+    }  # fmt: skip
+    assert find("my_formats.py:direct(prefix='Q: ')", tokenizer=object())(row)["prompt"] == "Q: 1+1?"
+    # axolotl's name and shape, from its documentation.
+    made = find("my_formats.transform")(row)
+    assert made == {"prompt": [user("1+1?")], "answer": "1002", "kept": 1}
+    made = find("my_package_formats:alone", options={"field": "f"})(row)
+    assert (made["prompt"], made["unset"]) == ("ff", None)
+    assert find("my_package_formats.everything")(row) == {"prompt": "P"}
+
+
+def test_functions_that_are_wrong(own):
+    with pytest.raises(ConfigError, match=r"my_package_formats:wrong returned str; it must return a dictionary"):
+        find("my_package_formats:wrong")({"a": 1})
+    with pytest.raises(ConfigError, match=r"my_formats.py:direct has no option 'suffix'; it takes prefix"):
+        find("my_formats.py:direct(suffix='x')")
+    with pytest.raises(ConfigError, match=r"has no 'dirct'.*the closest is direct"):
+        find("my_formats.py:dirct")
+    with pytest.raises(ConfigError, match=r"'my_package_formats:number' is int"):
+        find("my_package_formats:number")

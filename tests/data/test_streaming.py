@@ -1,0 +1,116 @@
+import json
+
+import datasets
+import pytest
+
+from jaxrl_llm.data.streaming import Stream
+from jaxrl_llm.names import ConfigError
+
+ROWS = datasets.Dataset.from_list([{"x": i} for i in range(10)])
+
+
+def keep(row):
+    return [row["x"]]
+
+
+def make(sources=(ROWS,), converts=None, weights=None, batch=3, buffer=7, **options):
+    return Stream(
+        [source.to_iterable_dataset(num_shards=2) for source in sources],
+        converts or [keep] * len(sources),
+        weights or [1.0] * len(sources),
+        batch,
+        buffer=buffer,
+        names=[f"s{i}" for i in range(len(sources))],
+        **options,
+    )
+
+
+def taken(stream, batches):
+    return [row for _ in range(batches) for row in next(stream)]
+
+
+def test_everything_comes_once_an_epoch():
+    # A block that divides the epoch: the epochs do not mix.
+    seen = taken(make(buffer=5, batch=5), 6)
+    epochs = [seen[start : start + 10] for start in (0, 10, 20)]
+    assert [sorted(epoch) for epoch in epochs] == [list(range(10))] * 3
+    assert len({tuple(epoch) for epoch in epochs}) == 3
+    # Any block: nothing is lost, nothing comes twice as often as another.
+    seen = taken(make(), 70)
+    assert all(seen.count(x) == 21 for x in range(10))
+
+
+def test_without_shuffling_the_order_is_that_of_the_data():
+    assert taken(make(shuffle=False), 10) == [x % 10 for x in range(30)]
+
+
+def test_the_order_depends_on_the_seed_alone():
+    assert taken(make(seed=1), 8) == taken(make(seed=1, batch=2), 12)
+    assert taken(make(seed=1), 8) != taken(make(seed=2), 8)
+
+
+@pytest.mark.parametrize("done", [0, 1, 2, 3, 7, 11])
+def test_resume_anywhere_gives_the_same_rest(done):
+    stream = make()
+    taken(stream, done)
+    state = json.loads(json.dumps(stream.get_state()))
+    again = make()
+    taken(again, 2)
+    again.set_state(state)
+    assert again.get_state() == state
+    third = make()
+    third.set_state(json.loads(json.dumps(again.get_state())))
+    rest = taken(stream, 9)
+    assert taken(again, 9) == taken(third, 9) == rest
+    assert again.get_state() == stream.get_state()
+
+
+def test_resume_rereads_one_block_only():
+    stream = make(buffer=2, batch=2, shuffle=False)
+    taken(stream, 40)
+    state, read = stream.get_state(), []
+
+    def noted(row):
+        read.append(row["x"])
+        return keep(row)
+
+    again = make(converts=[noted], buffer=2, batch=2, shuffle=False)
+    taken(again, 1)
+    read.clear()
+    again.set_state(state)
+    assert taken(again, 1) == [0, 1]
+    assert len(read) <= 6
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_the_global_order_does_not_depend_on_the_process_count(count):
+    whole = make(batch=6)
+    parts = [make(batch=6, process_index=index, process_count=count) for index in range(count)]
+    for _ in range(5):
+        assert [row for part in parts for row in next(part)] == next(whole)
+
+
+def test_sources_are_mixed_by_weight():
+    other = datasets.Dataset.from_list([{"x": 100 + i} for i in range(4)])
+    seen = taken(make((ROWS, other), weights=[3.0, 1.0], buffer=8, batch=8), 5)
+    assert sum(x >= 100 for x in seen) == 10
+    assert sorted(x for x in seen if x >= 100)[:3] == [100, 100, 100]
+
+
+def test_rows_may_be_dropped_or_doubled():
+    stream = make(converts=[lambda row: [row["x"]] * (row["x"] % 3)], shuffle=False)
+    assert taken(stream, 3) == [1, 2, 2, 4, 5, 5, 7, 8, 8]
+
+
+def test_errors():
+    def fail(row):
+        raise ConfigError("it is wrong") if row["x"] == 4 else ConfigError("all wrong")
+
+    with pytest.raises(ConfigError, match="s0 row 0: all wrong"):
+        next(make(converts=[fail]))
+    with pytest.raises(ConfigError, match="no row is left to train on, of 10 that were read"):
+        next(make(converts=[lambda row: []]))
+    with pytest.raises(ConfigError, match="a batch of 3 prompts cannot be shared by 2 processes"):
+        make(process_count=2)
+    with pytest.raises(ConfigError, match="seed=0 but this run has seed=1"):
+        make(seed=1).set_state(make().get_state())

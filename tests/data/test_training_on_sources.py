@@ -1,0 +1,85 @@
+"""Runs whose data comes from several sources in several formats, whole and streamed, resumed and evaluated."""
+
+import json
+
+import datasets
+import numpy as np
+import pytest
+
+from jaxrl_llm import train
+from jaxrl_llm.command_line import load_config_file
+from jaxrl_llm.data import tasks
+
+
+@pytest.fixture
+def config(root, tmp_path, monkeypatch):
+    """Two steps of DPO on pairs of two files, as axolotl's `datasets` says it."""
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    rows = tasks.generate("sort_pairs", size=24)
+    chats = [
+        {
+            "messages": [{"role": "user", "content": row["prompt"]}],
+            "chosen": row["chosen"],
+            "rejected": {"role": "assistant", "content": row["rejected"]},
+        }
+        for row in rows
+    ]
+    plain = [{"question": row["prompt"], "good": row["chosen"], "bad": row["rejected"]} for row in rows]
+    for name, lines in (("chats", chats), ("plain", plain)):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    fields = {"field_prompt": "question", "field_chosen": "good", "field_rejected": "bad"}
+    config = load_config_file(f"{root / 'configs' / 'dpo.py'}:tiny")
+    config.data.sources = (
+        {"path": str(tmp_path / "chats.jsonl"), "type": "chat_template.default", "eval_split": "train"},
+        {"path": str(tmp_path / "plain.jsonl"), "type": fields, "weight": 3, "eval_split": "train"},
+    )
+    config.output_dir = str(tmp_path / "run")
+    config.logging.backends = ("jsonl",)
+    config.checkpoint.every, config.eval.measure, config.rollout.max_prompt_length = 1, "loss", 24
+    config.data.max_length = 40
+    return config
+
+
+@pytest.mark.parametrize("streaming", [pytest.param(False, marks=pytest.mark.slow), True])
+def test_training_on_axolotls_datasets(config, streaming):
+    config.data.streaming = streaming
+    result = train(config)
+    assert [row["step"] for row in result.metrics] == [0, 1, 2]
+    assert all(np.isfinite(row["loss"]) for row in result.metrics[1:])
+    # Six held-out rows, three of each source.
+    assert np.isfinite(result.metrics[-1]["eval/loss"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_resumed_run_sees_the_same_rows(config, tmp_path, streaming):
+    config.data.streaming, config.data.shuffle_buffer = streaming, 5
+    config.total_steps, config.optimizer.schedule, config.eval.every = 4, "constant", -1
+    straight = train(config).metrics
+    config.output_dir, config.total_steps = str(tmp_path / "again"), 2
+    train(config)
+    config.total_steps = 4
+    resumed = train(config).metrics
+    assert [row["loss"] for row in resumed] == [row["loss"] for row in straight[2:]]
+    assert [row["num_tokens"] for row in resumed] == [row["num_tokens"] for row in straight[2:]]
+
+
+@pytest.mark.slow
+def test_online_training_streams_verl_rows(root, tmp_path, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    rows = [
+        {
+            "data_source": "sort",
+            "prompt": [{"role": "user", "content": row["prompt"]}],
+            "reward_model": {"style": "rule", "ground_truth": row["answer"]},
+            "extra_info": {"index": index},
+        }
+        for index, row in enumerate(tasks.generate("sort", size=24))
+    ]
+    datasets.Dataset.from_list(rows).to_parquet(tmp_path / "train.parquet")
+    config = load_config_file(f"{root / 'configs' / 'grpo.py'}:tiny")
+    config.output_dir, config.data.path = str(tmp_path / "run"), str(tmp_path / "train.parquet")
+    config.data.eval_split, config.data.streaming, config.rollout.max_prompt_length = "train", True, 24
+    config.logging.backends = ("jsonl",)
+    result = train(config)
+    assert np.isfinite(result.metrics[-1]["eval/reward"])
