@@ -1,12 +1,13 @@
-"""Calling reward functions: with a time limit, async ones at the same time, and with errors that name the row."""
+"""One call of a reward function: its arguments, its log, how it ended, and the errors that name function and row."""
 
-import asyncio
 import contextlib
 import functools
 import inspect
 import threading
 import time
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from jaxrl_llm.names import ConfigError
@@ -18,42 +19,187 @@ class RewardError(ConfigError):
     """A reward function that failed, hung, or returned something that is not one number for each completion."""
 
 
-class Call:
-    """One reward function with the arguments it is called with."""
+@dataclass
+class Log:
+    """What a reward function logs while it runs: TRL's `log_metric` and `log_extra`, and counts that are summed."""
 
-    def __init__(self, name: str, function: Callable[..., Any], arguments: dict[str, list[Any]]):
+    metrics: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    columns: dict[str, list[Any]] = field(default_factory=lambda: defaultdict(list))
+    totals: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+
+    def log_metric(self, name: str, value: float) -> None:
+        """Logs a number; those of one name are averaged over the step."""
+        self.metrics[name].append(float(value))
+
+    def log_extra(self, column: str, values: list[Any]) -> None:
+        """Adds a column, one value for each completion, to the table of completions."""
+        self.columns[column].extend(values)
+
+    def log_total(self, name: str, value: float) -> None:
+        """Logs a number; those of one name are added up over the step."""
+        self.totals[name] += float(value)
+
+    def services(self) -> dict[str, Callable[..., None]]:
+        """The functions a reward function may ask for, by name."""
+        return {"log_metric": self.log_metric, "log_extra": self.log_extra, "log_total": self.log_total}
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One completion, as graders with a `grade(sample)` method see it.
+
+    `prompt` and `completion` are text or lists of messages; `columns` are the row's other values of the data set.
+    """
+
+    prompt: Any
+    completion: Any
+    completion_ids: list[int]
+    columns: dict[str, Any]
+
+    @property
+    def metadata(self) -> dict[str, Any]:
+        """The row's other columns (a thread's name for them)."""
+        return self.columns
+
+    @property
+    def text(self) -> str:
+        """The completion's text, of the last message when it is a conversation."""
+        return text_of(self.completion)
+
+    @property
+    def turns(self) -> list[tuple[str, str]]:
+        """(role, content) of every message, the completion last."""
+        return _turns(self.prompt, "user") + _turns(self.completion, "assistant")
+
+    def last_content(self) -> str:
+        """The completion's text, as a thread calls it."""
+        return self.text
+
+
+def _turns(messages: Any, role: str) -> list[tuple[str, str]]:
+    if isinstance(messages, str):
+        return [(role, messages)]
+    return [(message["role"], message["content"]) for message in messages]
+
+
+def text_of(completion: Any) -> str:
+    """A completion's text: itself, or the content of its last message."""
+    return completion if isinstance(completion, str) else completion[-1]["content"]
+
+
+class RowGrader:
+    """A grader that scores one completion at a time: `grade(sample) -> number | None | mapping | awaitable`.
+
+    It may be cut into rows: those that fail or are late do not take the others with them.
+    """
+
+    def __init__(self, grade: Callable[[Sample], Any], name: str, needs: tuple[str, ...] = ()):
+        self.grade = grade
+        self.__name__ = name
+        self.needs = needs
+
+
+class Call:
+    """One reward function with the arguments it is called with, `rows` values each, and its log."""
+
+    def __init__(
+        self, name: str, function: Any, arguments: Mapping[str, list[Any]], services: Mapping[str, Any] | None = None
+    ):
         self.name = name
         self.function = function
-        self.arguments = arguments
-        self.is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
-            getattr(function, "__call__", None)  # noqa: B004 (an instance with an async __call__)
-        )
+        self.arguments = dict(arguments)
+        self.services = dict(services or {})  # those that are not the log's
+        self.rows = len(next(iter(arguments.values()), []))
+        self.log = Log()
+        self.by_row = isinstance(function, RowGrader)
+        self.is_async = is_async(function.grade if self.by_row else function)
 
     def __call__(self) -> Any:
         """The results for the whole batch (a coroutine of them when the function is async).
 
         The lists are copied, so that a function that changes them does not change what the next one sees.
         """
-        return self.function(**{name: list(values) for name, values in self.arguments.items()})
+        return self._call({name: list(values) for name, values in self.arguments.items()}, self.log)
 
-    def fails_alone(self, row: int) -> Exception | None:
-        """The error that the function raises when it is given only `row`, if it does."""
-        alone = Call(self.name, self.function, {name: [values[row]] for name, values in self.arguments.items()})
-        try:
-            asyncio.run(alone()) if self.is_async else alone()
-        except Exception as error:
-            return error
+    def row(self, row: int, log: Log | None = None) -> Any:
+        """The result for one row: of a row grader, or of a batch of that row alone."""
+        if self.by_row:
+            return self.function.grade(self.sample(row))
+        return self._call({name: [values[row]] for name, values in self.arguments.items()}, log or Log())
+
+    def without(self, rows: set[int]) -> "Call":
+        """The same call with only the rows that are not in `rows`."""
+        keep = [row for row in range(self.rows) if row not in rows]
+        arguments = {name: [values[row] for row in keep] for name, values in self.arguments.items()}
+        return Call(self.name, self.function, arguments, self.services)
+
+    def sample(self, row: int) -> Sample:
+        """The row as a grader of single samples sees it."""
+        values = {name: values[row] for name, values in self.arguments.items()}
+        own = (values.pop(name) for name in ("prompts", "completions", "completion_ids"))
+        return Sample(*own, columns=values)
+
+    def shown(self, row: int) -> str:
+        """The row's arguments, cut short, for an error message."""
+        return shorten({name: values[row] for name, values in self.arguments.items() if name != "completion_ids"})
+
+    def _call(self, arguments: dict[str, list[Any]], log: Log) -> Any:
+        offered = {**log.services(), **self.services}
+        names, takes = parameter_names(self.function), parameters_of(self.function)
+        # log_total is not TRL's: only those that name it get it.
+        wanted = {n: service for n, service in offered.items() if n in names or (takes is None and n != "log_total")}
+        return self.function(**{**wanted, **arguments})
+
+
+def is_async(function: Any) -> bool:
+    """True when calling `function` gives a coroutine."""
+    if isinstance(function, functools.partial):
+        return is_async(function.func)
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
+        getattr(function, "__call__", None)  # noqa: B004 (an instance with an async __call__)
+    )
+
+
+def parameters_of(function: Any) -> Mapping[str, inspect.Parameter] | None:
+    """The parameters of a signature that lists them all; None when it takes any keyword, or cannot be read."""
+    try:
+        parameters = inspect.signature(function).parameters
+    except (TypeError, ValueError):
         return None
+    return None if any(p.kind is p.VAR_KEYWORD for p in parameters.values()) else parameters
 
 
-class _TimeUpError(Exception):
+def parameter_names(function: Any) -> tuple[str, ...]:
+    """The names of a function's parameters; none when they cannot be read."""
+    try:
+        return tuple(inspect.signature(function).parameters)
+    except (TypeError, ValueError):
+        return ()
+
+
+@dataclass
+class Ended:
+    """How a call ended: the results of the batch (of each row, for a row grader), or an error, or the time limit."""
+
+    results: Any = None
+    error: Exception | None = None
+    late: bool = False
+    row_errors: dict[int, Exception] = field(default_factory=dict)
+    late_rows: list[int] = field(default_factory=list)
+
+
+class TimeUpError(Exception):
     """The time limit passed."""
 
 
-def _within(seconds: float | None, function: Callable[[], Any]) -> Any:
+class WorkerDiedError(Exception):
+    """The worker process of a call ended in the middle of it."""
+
+
+def within(seconds: float | None, function: Callable[[], Any]) -> Any:
     """What `function` returns or raises, in a thread that is left behind when it takes more than `seconds`.
 
-    The thread is a daemon: one that never ends does not keep the process alive.
+    The thread is a daemon: one that never ends does not keep the process alive. Raises TimeUpError.
     """
     outcome: dict[str, Any] = {}
 
@@ -67,75 +213,75 @@ def _within(seconds: float | None, function: Callable[[], Any]) -> Any:
     thread.start()
     thread.join(seconds)
     if thread.is_alive():
-        raise _TimeUpError
+        raise TimeUpError
     if "error" in outcome:
         raise outcome["error"]
     return outcome["result"]
 
 
-def run(call: Call, timeout: float | None) -> Any:
-    """The results of a function. Raises RewardError when it raises or takes more than `timeout` seconds."""
+def run(call: Call, timeout: float | None) -> Ended:
+    """How a synchronous call ended, in the caller's thread without a time limit, else in one of its own."""
+    if call.by_row:
+        return _run_rows(call, timeout)
     try:
-        return call() if timeout is None else _within(timeout, call)
-    except _TimeUpError:
-        raise _too_slow([call.name], timeout) from None
+        return Ended(call() if timeout is None else within(timeout, call))
+    except TimeUpError:
+        return Ended(late=True)
     except Exception as error:
-        raise _failure(call, error, timeout) from error
+        return Ended(error=error)
 
 
-def gather(calls: list[Call], timeout: float | None) -> dict[str, Any]:
-    """The results of async functions by name, run at the same time in one event loop of its own thread.
+def _run_rows(call: Call, timeout: float | None) -> Ended:
+    results: dict[int, Any] = {}
+    errors: dict[int, Exception] = {}
 
-    The caller may have a running event loop itself (a notebook does), hence the thread.
+    def work() -> None:
+        for row in range(call.rows):
+            try:
+                results[row] = call.row(row)
+            except Exception as error:
+                errors[row] = error
+
+    with contextlib.suppress(TimeUpError):
+        work() if timeout is None else within(timeout, work)
+    return rows_ended(call.rows, dict(results), dict(errors))
+
+
+def rows_ended(rows: int, results: dict[int, Any], errors: dict[int, Exception]) -> Ended:
+    """How a row grader ended that has `results` and `errors` of some rows; the others are late."""
+    late = [row for row in range(rows) if row not in results and row not in errors]
+    return Ended([results.get(row) for row in range(rows)], row_errors=errors, late_rows=late)
+
+
+def failing_rows(call: Call, error: Exception, run_row: Callable[[int], Any], seconds: float) -> dict[int, Exception]:
+    """The rows on which a batch function raises the same kind of error when it is called with each alone.
+
+    Those found in `seconds`; the search stops at a row that takes longer.
     """
-    if not calls:
-        return {}
-    finished: dict[str, Any] = {}
-
-    async def finish(call: Call) -> None:
+    found, deadline = {}, time.monotonic() + seconds
+    for row in range(call.rows):
         try:
-            finished[call.name] = await call()
-        except Exception as error:
-            finished[call.name] = error
-
-    async def run_all() -> None:
-        _, late = await asyncio.wait([asyncio.create_task(finish(call)) for call in calls], timeout=timeout)
-        for task in late:
-            task.cancel()
-
-    # Cancelled functions get a second to end; one that blocks the loop is left behind with its thread.
-    with contextlib.suppress(_TimeUpError):
-        _within(None if timeout is None else timeout + 1.0, lambda: asyncio.run(run_all()))
-    late = [call.name for call in calls if call.name not in finished]
-    if late:
-        raise _too_slow(late, timeout)
-    for call in calls:
-        if isinstance(finished[call.name], Exception):
-            raise _failure(call, finished[call.name], timeout) from finished[call.name]
-    return finished
+            within(max(deadline - time.monotonic(), 0.0), functools.partial(run_row, row))
+        except TimeUpError:
+            break
+        except Exception as alone:
+            if type(alone) is type(error):
+                found[row] = alone
+    return found
 
 
-def _too_slow(names: list[str], timeout: float | None) -> RewardError:
+def too_slow(name: str, timeout: float | None, row: int | None = None, call: Call | None = None) -> RewardError:
+    """The error for a function, or a row of it, that was not done in time."""
+    where = f" (row {row} was not done: {call.shown(row)})" if call is not None and row is not None else ""
     return RewardError(
-        f"reward {', '.join(repr(name) for name in names)} took more than rewards.timeout={timeout} seconds for a "
-        "batch; find what it waits for, or raise the limit"
+        f"reward {name!r} took more than rewards.timeout={timeout} seconds for a batch{where}; find what it waits for, "
+        "raise the limit, or say with rewards.on_timeout what such rows get"
     )
 
 
-def _failure(call: Call, error: Exception, timeout: float | None) -> RewardError:
-    """The error to raise for a function that raised, naming the first row on which it raises the same alone."""
-    rows = len(next(iter(call.arguments.values()), []))
-    deadline = time.monotonic() + min(timeout or SEARCH_SECONDS, SEARCH_SECONDS)
-    where = f"called with rows 0 to {rows - 1}"
-    for row in range(rows):
-        try:
-            alone = _within(deadline - time.monotonic(), functools.partial(call.fails_alone, row))
-        except _TimeUpError:
-            break
-        if type(alone) is type(error):
-            shown = {name: values[row] for name, values in call.arguments.items() if name != "completion_ids"}
-            where = f"on row {row} ({shorten(shown)})"
-            break
+def failure(call: Call, error: Exception, row: int | None) -> RewardError:
+    """The error for a function that raised, on `row` alone if that is known."""
+    where = f"called with rows 0 to {call.rows - 1}" if row is None else f"on row {row} ({call.shown(row)})"
     return RewardError(f"reward {call.name!r} raised {type(error).__name__}: {error}, {where}")
 
 

@@ -11,6 +11,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from jaxrl_llm.rewards.calls import text_of
+
 Completion = str | Sequence[Mapping[str, Any]]
 
 # A comma counts as a thousands separator only: 1,2 is a pair and not the number 12.
@@ -20,20 +22,25 @@ NUMBER = re.compile(r"[+-]?(\d{1,3}(,\d{3})+|\d+)?(\.\d+)?(?<=\d)")
 def exact_match(completions: Sequence[Completion], answer: Sequence[Any], **columns: Any) -> list[float | None]:
     """1.0 where the completion is `answer`, white space around both aside, else 0.0; None where answer is None."""
     return [
-        None if wanted is None else float(_text(completion).strip() == str(wanted).strip())
+        None if wanted is None else float(text_of(completion).strip() == str(wanted).strip())
         for completion, wanted in zip(completions, answer, strict=True)
     ]
 
 
+def environment(environment_reward: Sequence[float | None], **columns: Any) -> list[float | None]:
+    """What the environment says: the sum of its steps' rewards, or its `get_reward()`; None where it failed."""
+    return list(environment_reward)
+
+
 def target_length(completions: Sequence[Completion], *, target: int = 20, **columns: Any) -> list[float]:
     """-|target - number of characters|: best at `target` characters."""
-    return [-float(abs(target - len(_text(completion)))) for completion in completions]
+    return [-float(abs(target - len(text_of(completion)))) for completion in completions]
 
 
 def think_format(completions: Sequence[Completion], **columns: Any) -> list[float]:
     """1.0 where the completion opens with one `<think>` and closes it with `</think>`, else 0.0."""
     pattern = re.compile(r"^<think>(?!.*<think>)(.*?)</think>.*$", re.DOTALL | re.MULTILINE)
-    return [float(pattern.match(_text(completion)) is not None) for completion in completions]
+    return [float(pattern.match(text_of(completion)) is not None) for completion in completions]
 
 
 def boxed_accuracy(completions: Sequence[Completion], answer: Sequence[Any], **columns: Any) -> list[float | None]:
@@ -43,7 +50,7 @@ def boxed_accuracy(completions: Sequence[Completion], answer: Sequence[Any], **c
     An answer may itself be written in `\boxed{}`.
     """
     return [
-        None if wanted is None else float(_same(_boxed(_text(completion)), _boxed(str(wanted)) or str(wanted)))
+        None if wanted is None else float(_same(_boxed(text_of(completion)), _boxed(str(wanted)) or str(wanted)))
         for completion, wanted in zip(completions, answer, strict=True)
     ]
 
@@ -57,7 +64,7 @@ def gsm8k_accuracy(completions: Sequence[Completion], answer: Sequence[Any], **c
     return [
         None
         if wanted is None
-        else float(_same(_after_hashes(_text(completion)), _after_hashes(str(wanted)) or str(wanted)))
+        else float(_same(_after_hashes(text_of(completion)), _after_hashes(str(wanted)) or str(wanted)))
         for completion, wanted in zip(completions, answer, strict=True)
     ]
 
@@ -119,10 +126,6 @@ def soft_overlong(
         0.0 if len(ids) <= free else (free - len(ids)) / cache if len(ids) <= max_length else -1.0
         for ids in completion_ids
     ]
-
-
-def _text(completion: Completion) -> str:
-    return completion if isinstance(completion, str) else completion[-1]["content"]
 
 
 def _boxed(text: str) -> str:

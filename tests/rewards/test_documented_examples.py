@@ -1,12 +1,15 @@
-"""Reward functions as the documentation of TRL and axolotl shows them run here unchanged."""
+"""Reward functions as the documentation of TRL, axolotl, verl and Harmony shows them run here unchanged."""
 
+import asyncio
 import random
 import re
 
 import numpy as np
 import pytest
 
+from jaxrl_llm.algorithms.advantages import combine_rewards
 from jaxrl_llm.rewards.calls import RewardError
+from jaxrl_llm.rewards.combined import CombinedGrader
 from jaxrl_llm.rewards.grader import load_rewards
 
 
@@ -140,6 +143,25 @@ def test_multi_task_rows_that_every_function_leaves_out(multi_task):
     np.testing.assert_array_equal(rewards, np.float32([[1, nan], [nan, nan], [-1, nan], [nan, nan]]))
 
 
+def test_unique_letters():
+    def reward_func(completions, **kwargs):
+        # Dummy reward function that rewards completions with more unique letters.
+        return [float(len(set(completion))) for completion in completions]
+
+    assert grade(reward_func, ["p", "q"], ["abca", ""], {}).tolist() == [[3.0], [0.0]]
+
+
+def test_several_rewards_add_up_with_weights():
+    def reward_func1(completions, **kwargs):
+        return [1.0 for completion in completions]
+
+    def reward_func2(completions, **kwargs):
+        return [float(len(completion)) for completion in completions]
+
+    rewards = load_rewards([reward_func1, reward_func2], weights=[0.5, 2.0])
+    assert combine_rewards(rewards(["p"], ["abc"], [[1]], {}), rewards.weights).tolist() == [6.5]
+
+
 # --- axolotl ----------------------------------------------------------------------------------------------------------
 
 REWARDS_FILE = """
@@ -220,5 +242,57 @@ def test_axolotl_rewards_that_ask_for_answers_where_the_data_has_answer(axolotl,
 
 def test_axolotl_placeholder_scoring_fails_by_name_and_row(axolotl):
     specs = ["axolotl_rewards.format_reward", "axolotl_rewards.correctness_reward"]
+    assert grade(specs[0], ["p"] * 2, ["a long completion", "short"], {}).tolist() == [[1.0], [0.0]]
     with pytest.raises(RewardError, match=r"reward 'correctness_reward' raised NameError: name 'score' .*, on row 0"):
         grade(specs, ["p"], ["a long completion"], {"answers": ["4"]})
+
+
+# --- verl -------------------------------------------------------------------------------------------------------------
+
+
+def test_verl_custom_reward_function_path_and_name(tmp_path):
+    """`custom_reward_function.path` names a file, and `name` a function of it that is `compute_score` by default."""
+    path = tmp_path / "my_reward.py"
+    path.write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
+        "    return 1.0 if solution_str.strip() == ground_truth else 0.0\n"
+        "def other_score(data_source, solution_str, ground_truth, extra_info=None):\n"
+        "    return {'score': len(solution_str), 'source': data_source}\n"
+    )
+    columns = {"data_source": ["gsm8k"] * 2, "reward_model": [{"style": "rule", "ground_truth": "4"}] * 2}
+    specs = [str(path), f"{path}:compute_score", f"{path}:other_score"]
+    assert grade(specs, ["p"] * 2, ["4", " 5"], columns).tolist() == [[1, 1, 1], [0, 0, 2]]
+
+
+# --- Harmony ----------------------------------------------------------------------------------------------------------
+
+
+class HarmonyJudge:
+    """What a recipe passes `client` to: spawned by setup, used for single samples."""
+
+    def __init__(self, client):
+        self.client, self.spawned = client, 0
+
+    async def setup(self):
+        self.spawned += 1
+
+    async def grade(self, sample):
+        assert self.spawned == 1
+        return self.client(sample.last_content())
+
+
+class HarmonyCustom:
+    def grade(self, sample):
+        return 1.0 if "because" in sample.last_content() else 0.0
+
+
+def test_harmony_combined_grader_sets_up_every_child():
+    """The recipe calls `setup` on the combined grader before it is used; the run calls it for those that did not."""
+    judge = HarmonyJudge(client=len)
+    grader = CombinedGrader([CombinedGrader([judge, HarmonyCustom()]), HarmonyCustom()], weights=[0.5, 1.0])
+    asyncio.run(grader.setup())
+    assert judge.spawned == 1
+    prompts = [[{"role": "user", "content": "why?"}]] * 2
+    completions = [[{"role": "assistant", "content": text}] for text in ("because", "no")]
+    assert grade(grader, prompts, completions, {}).tolist() == [[0.5 * 8 + 1.0], [0.5 * 2]]
+    assert judge.spawned == 1

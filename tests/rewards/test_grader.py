@@ -81,6 +81,7 @@ def test_every_column_but_prompt_arrives_under_its_own_name():
 
     columns = {"prompt": ["x", "y"], "answer": [1, 2], "task": ["m", "c"], "completion": ["u", "v"]}
     grade(spy, ["a", "bc"], columns)
+    assert {seen.pop(name) is not None for name in ("trainer_state", "log_metric", "log_extra")} == {True}
     assert seen == {
         "prompts": ["p0", "p1"],
         "completions": ["a", "bc"],

@@ -1,0 +1,45 @@
+"""Runs a program under an audit hook, where the kernel gives no walls: `python -I guard.py FOLDER program.py`.
+
+The hook refuses what a program does not need: the network, other processes, files outside its folder. Python code
+that means to can get round it (through ctypes, if that is loaded, or a broken extension); it stops accidents.
+Standard library only.
+"""
+
+import os
+import runpy
+import sys
+
+READ_ONLY = os.O_RDONLY
+REFUSED = ("socket.", "subprocess.", "os.fork", "os.exec", "os.posix_spawn", "os.spawn", "os.system", "os.kill",
+           "os.killpg", "pty.", "ctypes.", "os.setuid", "signal.pthread_kill", "urllib.")  # fmt: skip
+CHANGES = ("os.remove", "os.rename", "os.rmdir", "os.mkdir", "os.chmod", "os.chown", "os.link", "os.symlink",
+           "os.truncate", "os.utime", "shutil.")  # fmt: skip
+
+
+def guard(folder: str) -> None:
+    """Installs the hook; there is no way to take it off again."""
+    inside = os.path.realpath(folder) + os.sep
+    readable = tuple(os.path.realpath(path) + os.sep for path in (sys.prefix, sys.base_prefix, "/usr", "/lib"))
+
+    def check(event: str, arguments: tuple) -> None:
+        if event.startswith(REFUSED):
+            raise PermissionError(f"the sandbox refuses {event}")
+        if event == "open" and isinstance(arguments[0], (str, bytes)):
+            path = os.path.realpath(os.fsdecode(arguments[0]))
+            writes = bool(arguments[2] & ~(os.O_CLOEXEC | getattr(os, "O_NOFOLLOW", 0)))
+            if not (path + os.sep).startswith((inside,) if writes else (inside, *readable, "/dev/")):
+                raise PermissionError(f"the sandbox refuses to open {path}")
+        if event.startswith(CHANGES):
+            for path in arguments:
+                if isinstance(path, (str, bytes)) and not os.path.realpath(os.fsdecode(path)).startswith(inside):
+                    raise PermissionError(f"the sandbox refuses {event} of {os.fsdecode(path)}")
+
+    sys.addaudithook(check)
+
+
+if __name__ == "__main__":
+    given = sys.argv[2:]
+    program = next(argument for argument in given if not argument.startswith("-"))
+    guard(sys.argv[1])
+    sys.argv = [program]
+    runpy.run_path(program, run_name="__main__")

@@ -1,0 +1,94 @@
+"""Programs that are run against tests."""
+
+import json
+import re
+
+import pytest
+
+from jaxrl_llm.rewards import code
+from jaxrl_llm.rewards.calls import RewardError
+from jaxrl_llm.rewards.code import code_tests, program_of
+from jaxrl_llm.rewards.grader import load_rewards
+
+ADD = "Here it is:\n```python\ndef add(a, b):\n    return a + b\n```\nDone."
+SUBTRACT = "```python\ndef add(a, b):\n    return a - b\n```"
+DOUBLE = "```\nprint(int(input()) * 2)\n```"
+
+
+def test_programs_are_found():
+    assert program_of(ADD) == "def add(a, b):\n    return a + b\n"
+    assert program_of("print(1)") == "print(1)"
+    assert program_of("```py\na\n```\n then ```python3\nb\n```") == "b\n"
+    assert program_of("```python\ncut off") == "cut off"
+
+
+def test_tests_in_python():
+    tests = ["assert add(1, 2) == 3", "assert add(0, 0) == 0"]
+    completions = [ADD, SUBTRACT, [{"role": "assistant", "content": ADD}], "no code", ADD]
+    columns = [tests, tests, tests, tests, None]
+    assert code_tests(completions, columns) == [1.0, 0.0, 1.0, 0.0, None]
+    assert code_tests(completions[:2], [tests] * 2, partial=True) == [1.0, 0.5]
+    assert code_tests([ADD, SUBTRACT], ["assert add(1, 2) == 3\nassert add(2, 2) == 4"] * 2) == [1.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    "tests",
+    [
+        {"inputs": ["1\n", "21\n"], "outputs": ["2", "42\n\n"]},
+        [{"input": "1", "output": "2\n"}, {"input": "21", "output": "42  \n"}],
+        json.dumps({"inputs": [["1"], ["21"]], "outputs": [["2"], ["42"]]}),
+    ],
+)
+def test_tests_of_input_and_output(tests):
+    assert code_tests([DOUBLE, "print(2)"], [tests] * 2, partial=True) == [1.0, 0.5]
+
+
+def test_tests_of_a_function():
+    tests = {"fn_name": "add", "inputs": [[1, 2], [5, 5]], "outputs": [3, 10]}
+    assert code_tests([ADD, SUBTRACT], [json.dumps(tests)] * 2) == [1.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        "import sys; sys.exit(0)",
+        "import os; os._exit(0)",
+        "print('0'); print('1')",
+        "raise KeyboardInterrupt",
+        "import sys\nprint(sys.stdin.read())\nfor i in range(3): print('\\n' + 'a' * 32 + str(i))",
+        "import builtins\nbuiltins.print = lambda *a: None\nclass AssertionError(Exception): pass",
+        "while True: pass",
+    ],
+)
+def test_programs_that_do_not_solve_the_task_pass_nothing(program):
+    assert code_tests([program], [["assert solve() == 1"]], seconds=1.0) == [0.0]
+
+
+def test_a_test_that_hangs_costs_only_itself_and_those_after_it():
+    tests = ["assert f(1) == 1", "assert f(-1) == 1", "assert f(2) == 2"]
+    program = "def f(x):\n    while x < 0: pass\n    return x"
+    assert code_tests([program], [tests], partial=True, seconds=3.0) == [pytest.approx(1 / 3)]
+
+
+def test_a_program_that_prints_while_it_is_tested():
+    assert code_tests(["def f():\n    print('noise', end='')\n    return 1"], [["assert f() == 1"] * 2]) == [1.0]
+
+
+@pytest.mark.parametrize("tests", [7, [], "", {"inputs": ["1"], "outputs": []}, [{"input": "1"}], [1]])
+def test_tests_of_no_known_form(tests):
+    with pytest.raises(RewardError, match=re.escape("code_tests cannot read the tests of row 0")):
+        code_tests(["x"], [tests])
+
+
+def test_by_name_with_options():
+    rewards = load_rewards("code_tests(partial=True, seconds=5)")
+    columns = {"tests": [["assert add(1, 2) == 3", "assert add(1, 0) == 1"]]}
+    assert rewards(["p"], [SUBTRACT], [[1]], columns).tolist() == [[0.5]]
+
+
+def test_missing_walls_are_told_of(monkeypatch):
+    monkeypatch.setattr(code, "missing_walls", lambda: ("network",))
+    with pytest.warns(UserWarning, match="nothing but Python itself keeps programs from network"):
+        assert code_tests([ADD], [["assert add(1, 1) == 2"]]) == [1.0]
+    with pytest.raises(RewardError, match="nothing but Python itself"):
+        code_tests([ADD], [["assert add(1, 1) == 2"]], require_walls=True)

@@ -1,0 +1,171 @@
+"""Rewards for form and for mathematical answers."""
+
+import json
+
+import pytest
+
+from jaxrl_llm.rewards import formats as f
+from jaxrl_llm.rewards.built_in import BUILT_IN
+from jaxrl_llm.rewards.calls import RewardError
+from jaxrl_llm.rewards.mathematics import math_accuracy, numeric_answer
+
+
+@pytest.mark.parametrize(
+    ("text", "reward"),
+    [
+        ("<think>a</think><answer>b</answer>", 1.0),
+        ("\n<think>\na\n</think>\n\n<answer>\nb\n</answer>\n", 1.0),
+        ("<think>a</think> so <answer>b</answer>", 0.0),
+        ("<think>a</think><answer>b</answer>!", 0.0),
+        ("<think>a<think>b</think></think><answer>c</answer>", 0.0),
+        ("<think>a</think><answer>b</answer><answer>c</answer>", 0.0),
+        ("<answer>b</answer><think>a</think>", 0.0),
+    ],
+)
+def test_think_answer_format(text, reward):
+    assert f.think_answer_format([text, [{"role": "assistant", "content": text}]]) == [reward] * 2
+
+
+def test_regex_match():
+    assert f.regex_match(["a1\nb", "b"], pattern=r"a\d.b") == [1.0, 0.0]
+    assert f.regex_match(["xay", "a"], pattern="a", whole=True) == [0.0, 1.0]
+    with pytest.raises(RewardError, match=r"regex_match: '\(' is no regular expression"):
+        f.regex_match(["a"], pattern="(")
+
+
+def test_lengths_count_tokens():
+    ids = [[0] * n for n in (1, 2, 4, 5)]
+    assert f.length_range(ids, minimum=2, maximum=4) == [0.0, 1.0, 1.0, 0.0]
+    assert f.length_penalty(ids, per_token=-0.5) == [-0.5, -1.0, -2.0, -2.5]
+
+
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "minLength": 1, "pattern": "^[A-Z]"},
+        "age": {"type": "integer", "minimum": 0, "maximum": 150},
+        "tags": {"type": "array", "items": {"enum": ["a", "b"]}, "maxItems": 2},
+        "pet": {"anyOf": [{"type": "null"}, {"type": "string"}]},
+    },
+    "required": ["name"],
+    "additionalProperties": False,
+}
+
+
+@pytest.mark.parametrize(
+    ("value", "fits"),
+    [
+        ({"name": "Ada", "age": 36, "tags": ["a", "b"], "pet": None}, True),
+        ({"name": "Ada", "age": 36.0}, True),
+        ({"name": "Ada", "age": 36.5}, False),
+        ({"name": "Ada", "age": True}, False),
+        ({"name": "Ada", "age": -1}, False),
+        ({"name": "ada"}, False),
+        ({"name": ""}, False),
+        ({"age": 3}, False),
+        ({"name": "Ada", "other": 1}, False),
+        ({"name": "Ada", "tags": ["c"]}, False),
+        ({"name": "Ada", "tags": ["a", "a", "a"]}, False),
+        ({"name": "Ada", "pet": 3}, False),
+        (["Ada"], False),
+    ],
+)
+def test_json_schema(value, fits):
+    text = json.dumps(value)
+    completions = [text, f"Sure:\n```json\n{text}\n```", f"{text}, or not"]
+    expected = [float(fits)] * (3 if isinstance(value, dict) else 1)
+    assert f.json_schema(completions[: len(expected)], schema=PERSON) == expected
+
+
+@pytest.mark.parametrize(
+    ("schema", "value", "fits"),
+    [
+        ({"const": 1}, 1.0, True),
+        ({"const": 1}, True, False),
+        ({"oneOf": [{"type": "integer"}, {"minimum": 5}]}, 3, True),
+        ({"oneOf": [{"type": "integer"}, {"minimum": 5}]}, 7, False),
+        ({"allOf": [{"type": "integer"}, {"not": {"const": 3}}]}, 3, False),
+        ({"type": ["string", "null"]}, None, True),
+        (True, [1], True),
+        ({"additionalProperties": {"type": "integer"}}, {"a": 1, "b": 2}, True),
+        ({"additionalProperties": {"type": "integer"}}, {"a": "x"}, False),
+    ],
+)
+def test_json_schema_keywords(schema, value, fits):
+    assert f.fits(value, schema) is fits
+
+
+def test_json_schemas_of_a_column_and_unknown_ones():
+    schemas = ['{"type": "integer"}', {"type": "string"}, None]
+    assert f.json_schema(["3", "3", "3"], schema=None, **{"column": "shape", "shape": schemas}) == [1.0, 0.0, None]
+    assert f.json_schema(["no json"], schema={}) == [0.0]
+    with pytest.raises(RewardError, match="json_schema does not know the keyword 'multipleOf'"):
+        f.json_schema(["3"], schema={"anyOf": [{"multipleOf": 2}]})
+    with pytest.raises(RewardError, match="there is no type 'int'"):
+        f.json_schema(["3"], schema={"type": "int"})
+    with pytest.raises(RewardError, match="needs the option schema, or the column 'schema'"):
+        f.json_schema(["3"])
+
+
+def test_json_schema_agrees_with_a_full_validator():
+    validator = pytest.importorskip("jsonschema")
+    for value in ({"name": "Ada"}, {"name": "Ada", "age": 3.5}, {}, {"name": "Ada", "tags": ["x"]}, 3, "x", None):
+        assert f.fits(value, PERSON) == validator.Draft202012Validator(PERSON).is_valid(value)
+
+
+@pytest.mark.parametrize(
+    ("completion", "answer", "reward"),
+    [
+        ("so it is 1,234.50 in all", "1234.5", 1.0),
+        ("first 3 then 4", 4, 1.0),
+        ("first 4 then 3", 4, 0.0),
+        ("none", "4", 0.0),
+        ("-0.5", "-.5", 1.0),
+        ("1e3", "1000", 1.0),
+        ("3.0000001", "3", 1.0),
+        ("3.001", "3", 0.0),
+        ("4", "2 + 2 = 4", 1.0),
+        ("4", None, None),
+    ],
+)
+def test_numeric_answer(completion, answer, reward):
+    assert numeric_answer([completion], [answer]) == [reward]
+
+
+def test_numeric_answer_without_a_number():
+    assert numeric_answer(["3.01"], [3], tolerance=0.01) == [1.0]
+    with pytest.raises(RewardError, match="the answer of row 0, 'four', holds no number"):
+        numeric_answer(["4"], ["four"])
+
+
+def test_math_accuracy():
+    pytest.importorskip("math_verify")
+    completions = [r"so \boxed{0.5}", r"\boxed{\frac{2}{4}}", r"\boxed{1/3}", "nothing", r"\boxed{0.5}", r"\boxed{3}"]
+    answers = [r"\frac{1}{2}"] * 4 + [None, "word"]
+    # A word is a product of variables to the parser, which 3 is not.
+    assert math_accuracy(completions, answers) == [1.0, 1.0, 0.0, 0.0, None, 0.0]
+    assert math_accuracy([r"\boxed{x^2 + 2x + 1}"], [r"$(x+1)^2$"]) == [1.0]
+
+
+def test_math_accuracy_in_a_thread():
+    pytest.importorskip("math_verify")
+    from jaxrl_llm.rewards.grader import load_rewards
+
+    rewards = load_rewards("math_accuracy", timeout=60.0)
+    assert rewards(["p"], [r"\boxed{0.5}"], [[1]], {"answer": [r"\frac{1}{2}"]}).tolist() == [[1.0]]
+
+
+def test_reasoning_gym_tasks_and_their_verifiers():
+    pytest.importorskip("reasoning_gym")
+    from jaxrl_llm.data.tasks import generate
+    from jaxrl_llm.names import ConfigError
+
+    rows = generate("reasoning_gym(leg_counting, size=4, seed=3)")
+    other = generate("reasoning_gym(leg_counting, size=4, seed=3)", "test")
+    assert len(rows) == 4 and not {row["prompt"] for row in rows} & {row["prompt"] for row in other}
+    score = BUILT_IN["reasoning_gym_score"]
+    places = [row["reasoning_gym"] for row in rows]
+    completions = [rows[0]["answer"], f"<answer> {rows[1]['answer']} </answer>", "many", "0"]
+    assert score(completions, places)[:2] == [1.0, 1.0] and max(score(completions, places)[2:]) < 0.5
+    with pytest.raises(ConfigError, match="no reasoning-gym task 'leg_count'; the closest is leg_counting"):
+        generate("reasoning_gym(leg_count)")

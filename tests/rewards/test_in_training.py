@@ -1,0 +1,134 @@
+"""Rewards inside a run: what functions log arrives in metrics and tables, and the settings hold."""
+
+import socket
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pyarrow.parquet as parquet
+import pytest
+
+import jaxrl_llm
+from jaxrl_llm.command_line import load_config_file
+from jaxrl_llm.config import ConfigError, validate
+from jaxrl_llm.rewards.calls import RewardError
+from jaxrl_llm.rewards.grader import Logged
+from jaxrl_llm.training.build import build_rewards
+from jaxrl_llm.training.reward_log import join, over_processes, table_value
+from tests.rewards.judge_server import JudgeServer
+
+
+def tiny(root, tmp_path):
+    config = load_config_file(f"{root / 'configs' / 'grpo.py'}:tiny")
+    config.output_dir, config.logging.backends, config.eval.every = str(tmp_path / "run"), ("jsonl",), -1
+    return config
+
+
+def test_a_run_with_a_judge_and_functions_that_log(root, tmp_path, monkeypatch):
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+    calls, steps = [], []
+
+    class Harmony:
+        name = "harmony"
+
+        def setup(self):
+            calls.append("setup")
+
+        def close(self):
+            calls.append("close")
+
+        def grade(self, sample):
+            return {"score": float(sample.text == sample.columns["answer"]), "length": len(sample.text)}
+
+    def logs(completions, trainer_state, log_metric, log_extra, **columns):
+        steps.append((trainer_state.global_step, trainer_state.max_steps))
+        log_metric("mine/rows", len(completions))
+        log_extra("shout", [completion.upper() for completion in completions])
+        return [0.0] * len(completions)
+
+    config = tiny(root, tmp_path)
+    with JudgeServer(lambda body: "5") as server:
+        judge = f"judge(url='{server.url}', model='m')"
+        result = jaxrl_llm.train(config, rewards=[Harmony(), judge, logs])
+    rows = config.batch.prompts * config.rollout.group_size
+    assert calls == ["setup", "close"] and steps == [(0, 2), (1, 2)]
+    last = result.metrics[-1]
+    assert last["rewards/judge/mean"] == 0.5 and last["mine/rows"] == rows
+    assert 1 <= last["judge/requests"] <= rows and last["judge/prompt_tokens"] == 100 * last["judge/requests"]
+    table = parquet.read_table(tmp_path / "run" / "completions" / "completions_00002.parquet").to_pylist()
+    assert [row["shout"] for row in table] == [row["completion"].upper() for row in table]
+    assert last["rewards/harmony/length"] == pytest.approx(np.mean([row["harmony/length"] for row in table]), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"on_timeout": "none"}, "nothing is late: set rewards.timeout"),
+        ({"on_timeout": "later", "timeout": 1.0}, "rewards.on_timeout is 'later', but it takes stop, none or a number"),
+        ({"on_timeout": "inf", "timeout": 1.0}, "rewards.on_timeout is 'inf'"),
+        ({"on_error": "skip"}, "rewards.on_error is 'skip'"),
+        ({"workers": -1}, "rewards.workers is -1"),
+    ],
+)
+def test_contradictions_are_named(root, tmp_path, values, message):
+    config = tiny(root, tmp_path)
+    config.rewards.update(values)
+    with pytest.raises(ConfigError, match=message):
+        validate(config)
+
+
+def test_settings_of_the_configuration_reach_the_rewards(root, tmp_path):
+    config = tiny(root, tmp_path)
+    config.rewards.update({"timeout": 5.0, "on_timeout": "-1", "on_error": "none", "workers": 3, "weights": (2.0,)})
+    validate(config)
+    rewards = build_rewards(config)
+    assert (rewards.timeout, rewards.on_timeout, rewards.on_error, rewards.workers.count) == (5.0, -1.0, None, 3)
+    assert rewards.names == ("exact_match",) and rewards.weights.tolist() == [2.0]
+
+
+def test_logs_of_two_rounds_are_joined():
+    held = Logged({"a": [1.0]}, {"n": 1.0}, {"x": [1, 2]})
+    fresh = Logged({"a": [4.0, 4.0], "b": [2.0]}, {"n": 2.0}, {"x": [3, 4], "y": ["p", "q"]})
+    joined = join(held, fresh, np.array([0, 3]), rows=2)
+    assert joined.columns == {"x": [1, 4], "y": [None, "q"]}
+    assert over_processes(joined) == {"a": np.float32(3.0), "b": np.float32(2.0), "n": np.float32(3.0)}
+
+
+def test_a_function_may_not_log_under_the_runs_own_names():
+    with pytest.raises(RewardError, match="logs the metric 'reward', which is the run's own; rename it"):
+        over_processes(Logged({"reward": [1.0]}, {}, {}), {"reward": 0.0})
+
+
+def test_table_values():
+    assert [table_value(value) for value in (None, True, 2, 0.5, "x", np.float32(1.5))] == [
+        None,
+        True,
+        2,
+        0.5,
+        "x",
+        1.5,
+    ]
+    assert table_value({"a": [1]}) == '{"a": [1]}' and "object" in table_value(object())
+
+
+def test_processes_log_together_under_names_of_their_own(run_python):
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    code = """
+import sys
+import jax
+process = int(sys.argv[2])
+jax.distributed.initialize(f"localhost:{sys.argv[1]}", 2, process)
+from jaxrl_llm.rewards.calls import RewardError
+from jaxrl_llm.rewards.grader import Logged
+from jaxrl_llm.training.build import build_rewards
+from jaxrl_llm.training.reward_log import over_processes
+own = Logged({"both": [1.0, 1.0] if process else [4.0], f"only/{process}": [2.0]}, {"total": 1.5}, {})
+print({name: float(value) for name, value in sorted(over_processes(own).items())})
+"""
+    with ThreadPoolExecutor() as pool:
+        outputs = [run.result() for run in [pool.submit(run_python, "-c", code, str(port), str(i)) for i in range(2)]]
+    assert all(output.returncode == 0 for output in outputs), outputs[0].stderr + outputs[1].stderr
+    expected = "{'both': 2.0, 'only/0': 2.0, 'only/1': 2.0, 'total': 3.0}\n"
+    assert all(output.stdout.endswith(expected) for output in outputs), outputs[0].stdout

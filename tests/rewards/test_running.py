@@ -1,0 +1,341 @@
+"""How reward functions are run: settings for late and failing rows, worker processes, what functions log."""
+
+import asyncio
+import os
+import signal
+import time
+
+import numpy as np
+import pytest
+
+from jaxrl_llm.rewards import functions
+from jaxrl_llm.rewards.calls import RewardError
+from jaxrl_llm.rewards.grader import TrainerState, load_rewards
+
+NAN = np.nan
+
+
+def submit(specs, completions, columns=None, state=None, **options):
+    rows = len(completions)
+    prompts, ids = [f"p{row}" for row in range(rows)], [[row] for row in range(rows)]
+    rewards = load_rewards(specs, **options)
+    try:
+        return rewards.submit(prompts, completions, ids, columns or {}, state or TrainerState()).result()
+    finally:
+        rewards.close()
+
+
+def numbers(*args, **options):
+    return submit(*args, **options).rewards[:, 0]
+
+
+# --- rows that fail ---------------------------------------------------------------------------------------------------
+
+
+def divide(completions, answer, **_):
+    return [1 / number for number in answer]
+
+
+async def divide_async(completions, answer, **_):
+    await asyncio.sleep(0)
+    return [1 / number for number in answer]
+
+
+class Divider:
+    name = "divide"
+
+    def grade(self, sample):
+        return 1 / sample.columns["answer"]
+
+
+class AsyncDivider:
+    name = "divide"
+
+    async def grade(self, sample):
+        return 1 / sample.columns["answer"]
+
+
+@pytest.mark.parametrize("reward", [divide, divide_async, Divider(), AsyncDivider()])
+@pytest.mark.parametrize("timeout", [None, 10.0])
+def test_failing_rows_get_none_and_are_told_of(reward, timeout):
+    with pytest.warns(UserWarning, match=r"raised ZeroDivisionError: division by zero, on row 1 \(.*'prompts': 'p1'"):
+        graded = submit(reward, list("abc"), {"answer": [1, 0, 4]}, timeout=timeout, on_error="none")
+    np.testing.assert_array_equal(graded.rewards[:, 0], np.float32([1, NAN, 0.25]))
+    [(name, count)] = graded.logged.totals.items()
+    assert name.endswith("/errors") and count == 1
+
+
+@pytest.mark.parametrize("reward", [Divider(), AsyncDivider()])
+def test_failing_rows_of_row_graders_stop_the_run(reward):
+    with pytest.raises(RewardError, match="reward 'divide' raised ZeroDivisionError: division by zero, on row 1 "):
+        submit(reward, list("abc"), {"answer": [1, 0, 4]})
+
+
+def test_a_batch_function_that_fails_as_a_whole_gets_none_everywhere():
+    def whole(completions, **_):
+        if len(completions) > 1:
+            raise KeyError("batch")
+        return [0.0]
+
+    with pytest.warns(UserWarning, match="called with rows 0 to 2"):
+        graded = submit(whole, list("abc"), on_error="none")
+    assert np.isnan(graded.rewards).all()
+    assert graded.logged.totals == {"rewards/whole/errors": 3}
+
+
+# --- rows that are late -----------------------------------------------------------------------------------------------
+
+
+def sleep(completions, **_):
+    time.sleep(3)
+    return [1.0] * len(completions)
+
+
+async def sleep_async(completions, **_):
+    await asyncio.sleep(3)
+
+
+class Slow:
+    name = "slow"
+
+    def grade(self, sample):
+        time.sleep(3 if sample.text == "slow" else 0)
+        return 1.0
+
+
+class AsyncSlow:
+    name = "slow"
+
+    async def grade(self, sample):
+        await asyncio.sleep(3 if sample.text == "slow" else 0)
+        return 1.0
+
+
+@pytest.mark.parametrize(("on_timeout", "value"), [("none", NAN), ("-2", -2.0), (0, 0.0)])
+@pytest.mark.parametrize("reward", [sleep, sleep_async])
+def test_late_batches_get_the_value(reward, on_timeout, value):
+    started = time.monotonic()
+    with pytest.warns(UserWarning, match=r"took more than rewards.timeout=0.1 seconds"):
+        graded = submit(reward, ["a", "b"], timeout=0.1, on_timeout=on_timeout)
+    np.testing.assert_array_equal(graded.rewards[:, 0], np.float32([value, value]))
+    assert list(graded.logged.totals.values()) == [2]
+    assert time.monotonic() - started < 2.5
+
+
+def test_late_rows_of_row_graders_do_not_take_the_others_with_them():
+    with pytest.warns(UserWarning, match=r"row 2 was not done: .*'completions': 'slow'"):
+        assert numbers(Slow(), ["a", "b", "slow"], timeout=0.6, on_timeout=-1.0).tolist() == [1, 1, -1]
+    with pytest.warns(UserWarning, match="row 1 was not done"):
+        assert numbers(AsyncSlow(), ["a", "slow", "c"], timeout=0.6, on_timeout="-1").tolist() == [1, -1, 1]
+    with pytest.raises(RewardError, match=r"reward 'slow' took more than .*row 0 was not done"):
+        numbers(Slow(), ["slow", "b"], timeout=0.2)
+
+
+def test_the_loop_goes_on_after_a_function_that_blocked_it():
+    async def block(completions, **_):
+        if completions == ["block"]:
+            time.sleep(2)
+        return [1.0]
+
+    rewards = load_rewards(block, timeout=0.1, on_timeout=0.0)
+    with pytest.warns(UserWarning, match="took more than"):
+        assert rewards(["p"], ["block"], [[1]], {}).tolist() == [[0.0]]
+    assert rewards(["p"], ["a"], [[1]], {}).tolist() == [[1.0]]
+
+
+@pytest.mark.parametrize("options", [{"on_timeout": "never"}, {"on_timeout": "nan"}, {"on_error": "skip"}])
+def test_wrong_settings(options):
+    [(name, value)] = options.items()
+    with pytest.raises(RewardError, match=f"rewards.{name} is '{value}'; it is stop"):
+        load_rewards("exact_match", **options)
+
+
+# --- beside each other ------------------------------------------------------------------------------------------------
+
+
+def test_submit_starts_async_functions_before_their_result_is_asked_for():
+    started = []
+
+    async def judge(completions, **_):
+        started.append(time.monotonic())
+        return [1.0]
+
+    pending = load_rewards(judge).submit(["p"], ["a"], [[1]], {})
+    deadline = time.monotonic() + 5
+    while not started and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert started
+    assert pending.result().rewards.tolist() == [[1.0]]
+
+
+# --- worker processes -------------------------------------------------------------------------------------------------
+
+WORKER_FILE = """
+import os, signal, time
+
+def process(completions, **kwargs):
+    return [float(os.getpid())] * len(completions)
+
+def logs(completions, log_metric, log_extra, trainer_state, **kwargs):
+    log_metric("mine/length", len(completions[0]))
+    log_extra("note", completions)
+    return [trainer_state.global_step] * len(completions)
+
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    if solution_str == "crash":
+        os.kill(os.getpid(), signal.SIGSEGV)
+    if solution_str == "exit":
+        os._exit(3)
+    if solution_str == "raise":
+        raise ValueError("bad row")
+    if solution_str == "hang":
+        os.system("sleep 60")
+    return {"score": float(solution_str == ground_truth), "process": os.getpid()}
+
+def hang(completions, **kwargs):
+    time.sleep(60)
+"""
+
+
+@pytest.fixture(scope="module")
+def worker_file(tmp_path_factory):
+    path = tmp_path_factory.mktemp("workers") / "worker_rewards.py"
+    path.write_text(WORKER_FILE)
+    return path
+
+
+def test_functions_run_in_worker_processes(worker_file):
+    specs = [f"{worker_file}:process", "exact_match", f"{worker_file}:logs", "soft_overlong(max_length=1, cache=1)"]
+    graded = submit(specs, ["ab", "c"], {"answer": ["ab", "x"]}, TrainerState(5, 9), workers=2)
+    assert graded.rewards[0, 0] == graded.rewards[1, 0] != os.getpid()
+    assert graded.rewards[:, 1:].tolist() == [[1, 5, -1], [0, 5, -1]]
+    assert graded.logged.metrics == {"mine/length": [2.0]} and graded.logged.columns == {"note": ["ab", "c"]}
+
+
+def test_rows_of_a_row_grader_are_shared_and_survive_each_other(worker_file):
+    texts = ["4", "5", "crash", "4", "raise", "hang", "exit", "4"]
+    started = time.monotonic()
+    with pytest.warns(UserWarning, match="reward 'compute_score'") as told:
+        graded = submit(
+            str(worker_file), texts, {"ground_truth": ["4"] * 8}, workers=2, timeout=5.0, on_timeout=-1, on_error="none"
+        )  # fmt: skip
+    assert time.monotonic() - started < 20
+    np.testing.assert_array_equal(graded.rewards[:, 0], np.float32([1, 0, NAN, 1, NAN, -1, NAN, 1]))
+    assert graded.logged.totals == {"rewards/compute_score/errors": 3, "rewards/compute_score/timeouts": 1}
+    messages = " ".join(str(warning.message) for warning in told)
+    for part in (
+        "ended with signal SIGSEGV, on row 2",
+        "ValueError: bad row, on row 4",
+        "ended with exit code 3, on row",
+    ):
+        assert part in messages
+
+
+def test_a_worker_that_hangs_is_killed(worker_file):
+    started = time.monotonic()
+    with pytest.raises(RewardError, match=r"reward 'hang' took more than rewards.timeout=1.5 seconds"):
+        submit(f"{worker_file}:hang", ["a"], workers=1, timeout=1.5)
+    assert time.monotonic() - started < 10
+
+
+def test_functions_that_cannot_travel_are_named():
+    with pytest.raises(
+        RewardError, match=r"reward '<lambda>' cannot be sent to a worker process .*rewards.workers to 0"
+    ):
+        submit(lambda completions, **_: [0.0], ["a"], workers=1)
+
+
+def test_a_worker_that_died_between_two_batches_is_replaced(worker_file):
+    rewards = load_rewards(f"{worker_file}:process", workers=1)
+    first = int(rewards(["p"], ["a"], [[1]], {})[0, 0])
+    os.kill(first, signal.SIGKILL)
+    rewards.workers.idle[0].process.wait()
+    assert int(rewards(["p"], ["a"], [[1]], {})[0, 0]) != first
+    rewards.close()
+
+
+def test_functions_of_modules_travel_as_they_are():
+    assert numbers(functions.exact_match, ["a", "b"], {"answer": ["a", "a"]}, workers=1).tolist() == [1, 0]
+
+
+@pytest.mark.parametrize("hangs", [False, True])
+def test_workers_end_with_the_process_that_started_them(run_python, worker_file, hangs):
+    code = f"""
+import time
+from jaxrl_llm.rewards.grader import load_rewards
+batch = (["p"], ["a"], [[1]], {{}})
+rewards = load_rewards("{worker_file}:process", workers=1)
+print(int(rewards(*batch)[0, 0]), flush=True)
+if {hangs}:
+    hung = load_rewards("{worker_file}:hang", workers=1)
+    hung.workers.idle = rewards.workers.idle
+    hung.submit(*batch)
+    time.sleep(0.3)
+"""
+    worker = int(run_python("-c", code, timeout=60).stdout)
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline:
+        try:
+            os.kill(worker, 0)
+        except ProcessLookupError:
+            return
+        time.sleep(0.05)
+    os.kill(worker, signal.SIGKILL)
+    pytest.fail("the worker went on")
+
+
+# --- what functions log -----------------------------------------------------------------------------------------------
+
+
+def test_log_metric_and_log_extra():
+    def first(completions, log_metric, log_extra, **kwargs):
+        for completion in completions:
+            log_metric("accuracy", float(completion == "a"))
+        log_extra("seen", [completion.upper() for completion in completions])
+        return [0.0] * len(completions)
+
+    def second(completions, log_metric=None):
+        log_metric("accuracy", 1.0)
+        return [0.0] * len(completions)
+
+    logged = submit([first, second], ["a", "b"]).logged
+    assert logged.metrics == {"accuracy": [1.0, 0.0, 1.0]} and logged.columns == {"seen": ["A", "B"]}
+
+
+def test_log_extra_of_the_wrong_length():
+    def short(completions, log_extra, **kwargs):
+        log_extra("seen", ["x"])
+        return [0.0] * len(completions)
+
+    with pytest.raises(RewardError, match="reward 'short' gave log_extra 1 values of 'seen' for 2 completions"):
+        submit(short, ["a", "b"])
+
+
+@pytest.mark.parametrize("column", ["prompt", "taken", "exact_match"])
+def test_log_extra_of_a_column_that_is_taken(column):
+    def first(completions, log_extra):
+        log_extra("taken", ["x"])
+        return [0.0]
+
+    def second(completions, log_extra):
+        log_extra(column, ["x"])
+        return [0.0]
+
+    with pytest.raises(RewardError, match=f"reward 'second' gave log_extra the column '{column}', which is taken"):
+        submit([first, second, "exact_match"], ["a"], {"answer": ["a"]})
+
+
+def test_trainer_state_tells_the_step():
+    def late_bonus(completions, trainer_state, **kwargs):
+        return [trainer_state.global_step / trainer_state.max_steps] * len(completions)
+
+    assert numbers(late_bonus, ["a"], state=TrainerState(3, 4)).tolist() == [0.75]
+
+
+def test_the_search_for_a_failing_row_logs_nothing():
+    def fails(completions, answer, log_metric, **kwargs):
+        log_metric("calls", 1.0)
+        return [1 / number for number in answer]
+
+    with pytest.warns(UserWarning, match="on row 0"):
+        assert submit(fails, ["a", "b"], {"answer": [0, 1]}, on_error="none").logged.metrics == {"calls": [1.0]}

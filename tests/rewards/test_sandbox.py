@@ -1,0 +1,298 @@
+"""What programs in the sandbox can do, and what they try in vain. Each escape is tried for real."""
+
+import os
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+from jaxrl_llm.rewards import sandbox
+from jaxrl_llm.rewards.sandbox import Limits, SandboxError, run_program, walls
+
+LONG, SHORT = Limits(seconds=20.0), Limits(seconds=1.0)  # for programs that end, and for those that do not
+linux = pytest.mark.skipif(sys.platform != "linux", reason="the walls are Linux's")
+
+
+def run(source, stdin="", limits=LONG):
+    return run_program(textwrap.dedent(source), stdin, limits)
+
+
+def needs(*names):
+    missing = [name for name in names if name not in walls()]
+    if missing:
+        pytest.skip(f"this machine has no {', '.join(missing)}")
+
+
+def test_a_program_reads_its_input_and_prints():
+    finished = run("a, b = map(int, input().split())\nprint(a * b)", "6 7\n")
+    assert finished.succeeded and (finished.output, finished.errors) == ("42\n", "")
+    assert "limits" in finished.walls
+
+
+def test_exit_codes_signals_and_errors_are_told():
+    assert (run("raise SystemExit(3)").ended, run("raise SystemExit(3)").code) == ("exit", 3)
+    failed = run("1 / 0")
+    assert not failed.succeeded and "ZeroDivisionError" in failed.errors
+    crashed = run("import os, signal\nos.kill(os.getpid(), signal.SIGSEGV)")
+    assert not crashed.succeeded
+
+
+def test_installed_packages_and_the_own_folder_may_be_used():
+    finished = run(
+        """
+        import json, os, pathlib, tempfile
+        import numpy
+        pathlib.Path("own.txt").write_text("kept")
+        with tempfile.NamedTemporaryFile() as file: pass
+        own = pathlib.Path("own.txt").read_text()
+        print(json.dumps([own, float(numpy.ones(3).sum()), os.environ["HOME"] == os.getcwd()]))
+        """
+    )
+    assert finished.output == '["kept", 3.0, true]\n', finished.errors
+
+
+def test_nothing_stays_behind(tmp_path, monkeypatch):
+    monkeypatch.setattr(sandbox.tempfile, "tempdir", str(tmp_path))
+    tmp_path.chmod(0o711)
+    run("import os\nos.makedirs('a/b')\nopen('a/b/c', 'w').write('x')\nos.symlink('/etc/passwd', 'link')")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_endless_loop_ends_with_its_time():
+    started = time.monotonic()
+    finished = run("print('on', flush=True)\nwhile True: pass", limits=SHORT)
+    assert (finished.ended, finished.output) == ("timeout", "on\n")
+    assert 0.9 < time.monotonic() - started < 8
+
+
+def test_a_program_that_catches_every_signal_ends_with_its_time():
+    source = """
+    import signal, time
+    for number in range(1, 32):
+        try: signal.signal(number, signal.SIG_IGN)
+        except OSError: pass
+    while True:
+        try: time.sleep(100)
+        except BaseException: pass
+    """
+    assert run(source, limits=SHORT).ended == "timeout"
+
+
+@linux
+def test_a_memory_hog_gets_a_memory_error():
+    finished = run("x = []\nwhile True: x.append(bytearray(10**7))", limits=Limits(seconds=20, memory_mb=256))
+    assert finished.ended == "exit" and "MemoryError" in finished.errors
+
+
+def test_a_fork_bomb_is_stopped_and_leaves_nothing():
+    mark = f"bomb{os.getpid()}"
+    source = f"""
+    import os, time
+    {mark} = 0
+    for _ in range(2000):
+        try: os.fork()
+        except OSError: break
+    time.sleep(30)
+    """
+    started = time.monotonic()
+    run(source, limits=SHORT)
+    assert time.monotonic() - started < 10
+    assert not [pid for pid in _processes() if b"program.py" in _command(pid)]
+
+
+def test_grandchildren_that_leave_their_group_and_hold_the_output_do_not_hold_the_sandbox():
+    source = """
+    import os, sys, time
+    try:
+        if os.fork() == 0:
+            os.setsid()
+            if os.fork() == 0:
+                print("grandchild", flush=True)
+                time.sleep(60)
+            os._exit(0)
+    except OSError:
+        print("refused")
+    time.sleep(0.3)
+    print("done")
+    """
+    started = time.monotonic()
+    finished = run(source)
+    assert finished.output.endswith("done\n") and time.monotonic() - started < 15
+    assert not [pid for pid in _processes() if b"program.py" in _command(pid)]
+
+
+def test_a_flood_of_output_is_cut():
+    finished = run("while True: print('x' * 100000)", limits=Limits(seconds=20, output_kb=4, file_mb=2))
+    assert len(finished.output) == 4096 and not finished.succeeded
+
+
+def test_the_output_may_not_be_turned_into_another_file():
+    finished = run("import os\nos.remove('.output')\nos.symlink('/etc/passwd', '.output')")
+    assert finished.output == ""
+    assert run("import os\nos.remove('.output')\nos.mkfifo('.output')").output == ""
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import socket\nsocket.create_connection(('127.0.0.1', {port}), 2)",
+        "import urllib.request\nurllib.request.urlopen('http://127.0.0.1:{port}', timeout=2)",
+        "import socket\nsocket.getaddrinfo('example.com', 80)",
+        "import socket\nsocket.socket(socket.AF_UNIX).connect('/run/dbus/system_bus_socket')",
+    ],
+)
+def test_there_is_no_network(source):
+    import socket
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        finished = run(source.format(port=server.getsockname()[1]))
+        server.settimeout(0.05)
+        with pytest.raises(TimeoutError):
+            server.accept()
+    assert not finished.succeeded
+
+
+@linux
+def test_system_calls_past_python_are_refused():
+    needs("system calls")
+    source = """
+    import ctypes
+    libc = ctypes.CDLL(None, use_errno=True)
+    def tried(call, *arguments):
+        return call(*arguments), ctypes.get_errno()
+    print(tried(libc.socket, 2, 1, 0), tried(libc.unshare, 0x10000000), tried(libc.ptrace, 16, 1, 0, 0),
+          tried(libc.mount, b"none", b"/tmp", b"tmpfs", 0, None))
+    """
+    assert run(source).output == "(-1, 1) (-1, 1) (-1, 1) (-1, 1)\n"
+
+
+def test_files_outside_cannot_be_written(tmp_path):
+    tmp_path.chmod(0o777)
+    target = tmp_path / "escaped"
+    for source in (
+        f"open({str(target)!r}, 'w').write('x')",
+        f"import os\nos.mkdir({str(target)!r})",
+        f"import os\nos.symlink({str(tmp_path)!r}, 'out')\nopen('out/escaped', 'w').write('x')",
+        f"import os\nopen('x', 'w').close()\nos.rename('x', {str(target)!r})",
+        f"import os\nopen('x', 'w').close()\nos.link('x', {str(target)!r})",
+    ):
+        assert not run(source).succeeded, source
+        assert not target.exists(), source
+
+
+def test_secrets_cannot_be_read(tmp_path, monkeypatch):
+    monkeypatch.setenv("SECRET_KEY", "sk-secret")
+    (tmp_path / "key").write_text("sk-secret")
+    (tmp_path / "key").chmod(0o644)
+    sources = [
+        "import os\nprint(os.environ)",
+        f"print(open({str(tmp_path / 'key')!r}).read())",
+        f"print(open('/proc/{os.getpid()}/environ').read())",
+        "import os\nprint(open(f'/proc/{os.getppid()}/environ').read())",
+        "import glob\nfor p in glob.glob('/proc/*/environ'): print(open(p).read())",
+        f"import os\nfor fd in range(3, 64):\n    try: print(os.read(fd, 1000))\n    except OSError: pass",  # noqa: F541
+    ]
+    for source in sources:
+        finished = run(source)
+        assert "sk-secret" not in finished.output + finished.errors, source
+
+
+def test_other_processes_cannot_be_killed():
+    victim = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    try:
+        run(f"import os\nfor pid in (os.getppid(), {os.getpid()}, {victim.pid}):\n    os.kill(pid, 9)")
+        for each in ("os.getppid()", str(os.getpid()), str(victim.pid), "-1"):
+            run(f"import os\nos.kill({each}, 9)")
+        run("import os\nos.killpg(os.getpgid(os.getppid()), 9)")
+        assert victim.poll() is None
+    finally:
+        victim.kill()
+        victim.wait()
+
+
+def test_the_result_cannot_be_forged_through_the_status_pipe():
+    source = """
+    import os
+    for fd in range(3, 256):
+        try: os.write(fd, b'["exit", 0]\\n')
+        except OSError: pass
+    raise SystemExit(1)
+    """
+    finished = run(source)
+    assert (finished.ended, finished.code) == ("exit", 1)
+
+
+@linux
+def test_every_wall_that_this_machine_offers_is_up():
+    modules = Path("/sys/kernel/security/lsm")
+    if Path("/proc/sys/kernel/seccomp/actions_avail").exists():
+        assert "system calls" in walls()
+    if modules.exists() and "landlock" in modules.read_text():
+        assert "files" in walls()
+    if subprocess.run(["unshare", "--user", "--net", "--pid", "--fork", "true"], check=False).returncode == 0:
+        assert {"network namespace", "processes namespace"} <= set(walls())
+    expected = [name for name, wall in (("network", "system calls"), ("files", "files")) if wall not in walls()]
+    assert "network namespace" in walls() or list(sandbox.missing_walls()) == expected
+
+
+def test_a_sandbox_that_cannot_start_says_so(monkeypatch):
+    monkeypatch.setattr(sandbox, "JAIL", Path("/nonexistent/jail.py"))
+    with pytest.raises(SandboxError, match="the sandbox failed"):
+        run("pass")
+
+
+# --- the audit hook, where the kernel gives no walls ------------------------------------------------------------------
+
+
+def guarded(folder, source):
+    (folder / "program.py").write_text(textwrap.dedent(source))
+    command = [sys.executable, "-I", str(sandbox.GUARD), str(folder), "-I", "-B", "program.py"]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=30, check=False)
+
+
+def test_the_audit_hook_lets_plain_programs_run(tmp_path):
+    source = """
+    import json, pathlib
+    pathlib.Path("own.txt").write_text("kept")
+    print(json.dumps([__name__, pathlib.Path("own.txt").read_text()]))
+    """
+    assert guarded(tmp_path, source).stdout == '["__main__", "kept"]\n'
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import socket\nsocket.create_connection(('127.0.0.1', 9), 1)",
+        "import subprocess\nsubprocess.run(['true'])",
+        "import os\nos.fork()",
+        "import os\nos.system('true')",
+        "import os\nos.kill(os.getppid(), 0)",
+        "open('/tmp/jaxrl_llm_escaped', 'w')",
+        "import os\nos.open('/tmp/jaxrl_llm_escaped', os.O_CREAT | os.O_WRONLY)",
+        "import os\nos.rename('program.py', '/tmp/jaxrl_llm_escaped')",
+        "print(open('/etc/hostname').read())",
+        "import ctypes",
+    ],
+)
+def test_the_audit_hook_refuses(tmp_path, source):
+    result = guarded(tmp_path, source)
+    assert result.returncode == 1 and "PermissionError: the sandbox refuses" in result.stderr
+    assert not Path("/tmp/jaxrl_llm_escaped").exists()
+
+
+def _processes():
+    return [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()] if _has_proc() else []
+
+
+def _has_proc():
+    return Path("/proc/self").exists()
+
+
+def _command(pid):
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return b""
