@@ -9,6 +9,9 @@ A prompt's keys and values are stored once and read by its rows in the grid; eac
 which grows as the rows do. Rows that have ended leave their slots at the next chunk boundary: to rows that wait, or to
 nobody, and the grid shrinks. Randomness is one uniform per row and position, from the row's own key: a sample depends
 neither on its neighbours nor on its slot.
+
+With a `Partner` rows are conversations: a row that ends waits for what the partner says, which is put in as given
+tokens, and goes on. Given tokens are decoded like others, cost a step each, and are in no mask.
 """
 
 import dataclasses
@@ -21,7 +24,10 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from jaxrl_llm.models.layers import KeyValues, empty_rows, longer_rows
+from jaxrl_llm.models.lora import merge
+from jaxrl_llm.models.rope import check_length
 from jaxrl_llm.models.transformer import Net, Params, unstack
+from jaxrl_llm.rollout.conversations import Conversations, Partner
 from jaxrl_llm.rollout.logits import Sampling, sample
 from jaxrl_llm.rollout.schedule import IDLE, Grid, Schedule
 from jaxrl_llm.sharding import constrain, path_name, row_shards
@@ -37,9 +43,12 @@ class Prompts(NamedTuple):
 class Rows(NamedTuple):
     """What is sampled, of all rows `[B,K]` or of those in the grid `[G,R]`."""
 
-    tokens: jax.Array  # [..., C] sampled so far, 0 after the end
-    logps: jax.Array  # [..., C]
-    length: jax.Array  # tokens sampled
+    tokens: jax.Array  # [..., C] so far, 0 after the end; those between length and known are given and come next
+    logps: jax.Array  # [..., C] of sampled tokens, 0 of given ones
+    given: jax.Array  # [..., C] True on tokens that are not sampled
+    length: jax.Array  # tokens so far
+    known: jax.Array  # tokens so far, and those that are given next
+    limit: jax.Array  # tokens there may be
     finished: jax.Array  # ended with an end-of-text token
 
 
@@ -59,7 +68,7 @@ class Rollout(NamedTuple):
     segments: jax.Array  # [N,T] 1 on prompt and completion, 0 on padding
     mask: jax.Array  # [N,T] float32, 1 on sampled tokens, the end-of-text token included
     sample_logps: jax.Array  # [N,T], 0 outside the mask
-    lengths: jax.Array  # [N] sampled tokens
+    lengths: jax.Array  # [N] tokens of the completion, sampled or given
     finished: jax.Array  # [N] ended with an end-of-text token (not cut at max_completion_length)
     steps: jax.Array  # [N] float32, the decode steps of all slots, idle ones included, in equal parts
 
@@ -86,11 +95,14 @@ class Engine:
         """The net that decodes: unrolled on CPU, where slicing scanned weights and caches costs more than compiling."""
         return self.net.unrolled() if jax.default_backend() == "cpu" else self.net
 
-    def generate(self, params: Params, prompts, segments, key, first_row: int = 0) -> Rollout:
+    def generate(
+        self, params: Params, prompts, segments, key, first_row: int = 0, partner: Partner | None = None
+    ) -> Rollout:
         """Completions of prompts `[B,P]`, padded on the left, segments `[B,P]` 0 on padding.
 
-        Row i draws from `fold_in(key, first_row + i)`.
+        Row i draws from `fold_in(key, first_row + i)`. A row whose given tokens leave no room to sample one is cut.
         """
+        check_length(self.net.config.rope, prompts.shape[1] + self.max_completion_length)
         shards, longest = _shards(), self.max_completion_length
         params = _decoding_params(params, self.decoder)
         keys = _row_keys(key, np.uint32(first_row), prompts.shape[0] * self.group_size)
@@ -99,26 +111,31 @@ class Engine:
         count = local * self.group_size
         schedule = Schedule(local, self.group_size, shards, min(self.slots // shards or count, count))
         size, executed = min(self.chunk, longest), 0
-        grid, places, slots = schedule.grid, bank, None
+        talk = None if partner is None else Conversations(partner, count * shards, shards, longest)
+        grid, places, slots = schedule.grid, *_seat(self, bank, rows, keys, None, schedule.grid, None, size)
         while True:
-            if slots is None:
-                places, slots = _seat(self, bank, rows, keys, None, grid, None, size)
-            lengths, finished, steps = (np.asarray(x) for x in _status(slots))
-            live = (grid.row != IDLE) & ~(finished | (lengths >= longest)).reshape(grid.row.shape)
-            following = schedule.next(live) if schedule.waiting.size or live.any() else None
+            lengths, ended, finished, steps = (np.asarray(x) for x in _status(slots))
+            live = busy = (grid.row != IDLE) & ~ended.reshape(grid.row.shape)
+            if talk is not None:
+                answers = talk(grid, slots.rows.tokens, lengths, finished, wait=not live.any())
+                if answers is not None:
+                    slots = _give(slots, *answers)
+                    continue
+                busy = live | talk.waiting(grid)
+            following = schedule.next(busy) if schedule.waiting.size or busy.any() else None
             if following is not None:
                 executed += int(steps) * grid.slots
                 rows = _collect(rows, slots, grid, shards)
                 places, slots = _seat(self, bank, rows, keys, slots, following, _sources(grid, following), size)
                 grid = following
-                continue
-            if not live.any():
+            elif live.any():
+                reached = int(lengths.reshape(live.shape)[live].max())
+                if reached >= size:
+                    size = min(2 * size, longest)
+                    slots = _grow(slots, size)
+                slots = _decode_chunk(self, params, places, slots, jnp.asarray(min(self.chunk, size - reached)))
+            elif not busy.any():
                 break
-            reached = int(lengths.reshape(live.shape)[live].max())
-            if reached >= size:
-                size = min(2 * size, longest)
-                slots = _grow(slots, size)
-            slots = _decode_chunk(self, params, places, slots, jnp.asarray(min(self.chunk, size - reached)))
         executed += int(steps) * grid.slots
         return _finish(prompts, segments, _collect(rows, slots, grid, shards), np.float32(executed))
 
@@ -131,16 +148,20 @@ def _shards() -> int:
 
 @functools.partial(jax.jit, static_argnames="decoder")
 def _decoding_params(params: Params, decoder: Net) -> Params:
-    """The parameters in the type they are computed in, so that a step reads no more than it must.
+    """The parameters in the type they are computed in, so that a step reads no more than it must, adapters merged.
 
-    Norm scales stay as they are: norms run in fp32, and a rounded scale would make sampler and trainer differ.
+    Norm scales stay as they are: norms run in fp32, and a rounded scale would make sampler and trainer differ. So do
+    quantised matrices, and the adapters on them, and the head where logits are formed in fp32.
     """
+    params = merge(params, decoder.config.lora)
+    head = "embed/weight" if decoder.config.tie_embeddings else "head/kernel"
+    kept = ("scale", "codes", "absmax", *([head] if decoder.config.fp32_head else []))
 
     def leaf(path, x):
-        return x if path_name(path).endswith("scale") else x.astype(decoder.config.dtype)
+        return x if path_name(path).endswith(kept) else x.astype(decoder.config.dtype)
 
     params = jax.tree_util.tree_map_with_path(leaf, params)
-    return params if decoder.config.scan_layers else unstack(params)
+    return params if decoder.config.scan_layers else unstack(params, decoder.config.dense_layers)
 
 
 @functools.partial(jax.jit, static_argnames="count")
@@ -158,8 +179,16 @@ def _prefill(engine: Engine, params, prompts, segments, keys) -> tuple[Prompts, 
     if engine.cache_dtype is not None:
         cache = jax.tree.map(lambda x: x.astype(engine.cache_dtype), cache)
     logits = jnp.repeat(model.logits(hidden[:, -1]), engine.group_size, axis=0)
-    nothing = jnp.zeros((*shape, engine.max_completion_length), jnp.int32)
-    rows = Rows(nothing, nothing.astype(jnp.float32), jnp.zeros(shape, jnp.int32), jnp.zeros(shape, bool))
+    whole = (*shape, engine.max_completion_length)
+    rows = Rows(
+        tokens=jnp.zeros(whole, jnp.int32),
+        logps=jnp.zeros(whole, jnp.float32),
+        given=jnp.zeros(whole, bool),
+        length=jnp.zeros(shape, jnp.int32),
+        known=jnp.zeros(shape, jnp.int32),
+        limit=jnp.full(shape, engine.max_completion_length, jnp.int32),
+        finished=jnp.zeros(shape, bool),
+    )
     return Prompts(cache, segments != 0), _append(engine, rows, keys.reshape(shape), logits)
 
 
@@ -238,35 +267,53 @@ def _decode_chunk(engine: Engine, params, places: Prompts, slots: Slots, steps) 
         return Slots(cache, _append(engine, rows, slots.keys, logits), slots.keys, slots.steps + 1)
 
     def more(slots: Slots):
-        return (slots.steps < start + steps) & ~_ended(engine, slots.rows).all()
+        return (slots.steps < start + steps) & ~_ended(slots.rows).all()
 
     return jax.lax.while_loop(more, step, slots)
 
 
-def _ended(engine: Engine, rows: Rows):
-    return rows.finished | (rows.length >= engine.max_completion_length)
+def _ended(rows: Rows):
+    return rows.finished | (rows.length >= rows.limit)
 
 
 def _append(engine: Engine, rows: Rows, keys, logits) -> Rows:
-    """The rows with one more token in each that has not ended, from logits `[rows,V]`."""
+    """The rows with one more token in each that has not ended: the given one, or one from logits `[rows,V]`."""
     draw = jax.vmap(lambda key, position: jax.random.uniform(jax.random.fold_in(key, position)))
     uniforms = draw(keys.reshape(-1), rows.length.reshape(-1))
     tokens, logps = (x.reshape(rows.length.shape) for x in sample(logits, uniforms, engine.sampling))
-    live = ~_ended(engine, rows)
+    live, given = ~_ended(rows), rows.length < rows.known
+    ends = live & ~given & jnp.isin(tokens, jnp.asarray(engine.eos, jnp.int32))
     g, r = jnp.indices(rows.length.shape, sparse=True)
-    here = (g, r, jnp.where(live, rows.length, rows.tokens.shape[-1]))  # past the end: dropped
-    return Rows(
+    here = (g, r, jnp.where(live & ~given, rows.length, rows.tokens.shape[-1]))  # past the end: dropped
+    return rows._replace(
         tokens=rows.tokens.at[here].set(tokens, mode="drop"),
         logps=rows.logps.at[here].set(logps, mode="drop"),
         length=rows.length + live,
-        finished=rows.finished | (live & jnp.isin(tokens, jnp.asarray(engine.eos, jnp.int32))),
+        finished=rows.finished | ends,
     )
+
+
+@functools.partial(jax.jit, donate_argnames="slots")
+def _give(slots: Slots, tokens, counts, cut) -> Slots:
+    """The slots with `counts` `[G,R]` of the tokens `[G,R,W]` to come next in rows, which go on; `cut` rows end."""
+    rows = slots.rows
+    place = jnp.arange(tokens.shape[-1])
+    g, r, _ = jnp.indices(tokens.shape, sparse=True)
+    here = (g, r, jnp.where(place < counts[..., None], rows.length[..., None] + place, rows.tokens.shape[-1]))
+    rows = rows._replace(
+        tokens=rows.tokens.at[here].set(tokens, mode="drop"),
+        given=rows.given.at[here].set(True, mode="drop"),
+        known=jnp.where(counts > 0, rows.length + counts, rows.known),
+        limit=jnp.where(cut, rows.length, rows.limit),
+        finished=rows.finished & (counts == 0) & ~cut,
+    )
+    return slots._replace(rows=rows)
 
 
 @jax.jit
 def _status(slots: Slots):
     """Lengths and ends of the grid's rows, and its steps, whole on every process."""
-    status = (slots.rows.length, slots.rows.finished, slots.steps)
+    status = (slots.rows.length, _ended(slots.rows), slots.rows.finished, slots.steps)
     if jax.sharding.get_abstract_mesh().empty:
         return status
     return jax.lax.with_sharding_constraint(status, PartitionSpec())
@@ -291,10 +338,11 @@ def _finish(prompts, segments, all_rows: Rows, executed) -> Rollout:
         part = jnp.repeat(prompt_part, k, axis=0)
         return constrain(jnp.concatenate([part, completion_part.reshape(batch * k, c)], axis=1), "rows", None)
 
-    sampled = jnp.arange(c) < all_rows.length[..., None]
+    written = jnp.arange(c) < all_rows.length[..., None]
+    sampled = written & ~all_rows.given
     return Rollout(
-        tokens=rows(prompts, all_rows.tokens),
-        segments=rows(segments, sampled.astype(segments.dtype)),
+        tokens=rows(prompts, jnp.where(written, all_rows.tokens, 0)),
+        segments=rows(segments, written.astype(segments.dtype)),
         mask=rows(jnp.zeros(prompts.shape, jnp.float32), sampled.astype(jnp.float32)),
         sample_logps=rows(jnp.zeros(prompts.shape, jnp.float32), all_rows.logps),
         lengths=all_rows.length.reshape(-1),

@@ -1,0 +1,102 @@
+"""Conversations: given tokens come in, are in no mask, and what is sampled after them is what the policy samples."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxrl_llm.policy import token_logps
+from jaxrl_llm.rollout.logits import Sampling
+from tests.models.decoding import padded
+from tests.rollout.test_engine import ENGINE, NET, PROMPTS
+
+WIDTH, C = 7, 24
+
+
+@pytest.fixture(scope="module")
+def params():
+    return jax.jit(NET.init)(jax.random.key(0))
+
+
+class Echo:
+    """Answers each row with its own last tokens, at most `turns` times, some rows later than others."""
+
+    def __init__(self, turns: int = 2, words: int = 3, slow=()):
+        self.turns, self.words, self.slow = turns, words, set(slow)
+        self.heard: dict[int, list[list[int]]] = {}
+        self.open: dict[int, list[int] | None] = {}
+
+    def hear(self, row, tokens):
+        self.heard.setdefault(row, []).append(tokens)
+        over = len(self.heard[row]) > self.turns
+        self.open[row] = None if over else [1 + token % 2 for token in tokens[-self.words :]]
+
+    def replies(self, wait):
+        ready = [row for row in self.open if row not in self.slow] or (list(self.open)[:1] if wait else [])
+        return {row: self.open.pop(row) for row in ready}
+
+
+def converse(params, partner, **changes):
+    engine = dataclasses.replace(ENGINE, max_completion_length=C, **changes)
+    tokens, segments = padded([[5] * WIDTH, *PROMPTS], "left")
+    rollout = engine.generate(params, tokens[1:], segments[1:], jax.random.key(0), 0, partner)
+    return jax.tree.map(np.asarray, rollout)
+
+
+@pytest.mark.parametrize("changes", [{"chunk": 3}, {"chunk": 2, "slots": 5}], ids=str)
+def test_given_tokens_are_read_and_not_learned(params, changes):
+    partner = Echo(slow=(1, 6))
+    rollout = converse(params, partner, **changes)
+    assert len(partner.heard) >= 8 and max(map(len, partner.heard.values())) == 3
+    for number, heard in partner.heard.items():
+        row, mask = rollout.tokens[number, WIDTH:], rollout.mask[number, WIDTH:]
+        length, start = rollout.lengths[number], 0
+        for turn, said in enumerate(heard):  # what was heard is what the row holds, with the answers between
+            assert row[: len(said)].tolist() == said
+            answer = [1 + token % 2 for token in said[-3:]]
+            assert (mask[start : len(said)] == 1).all()
+            end = len(said) + len(answer)
+            if turn < 2 and end < C:
+                assert row[len(said) : end].tolist() == answer
+                assert (mask[len(said) : end] == 0).all()
+                start = end
+        assert (mask[length:] == 0).all()
+        assert rollout.segments[number, WIDTH:].sum() == length
+    logps, _ = token_logps(NET, params, jnp.asarray(rollout.tokens), jnp.asarray(rollout.segments), None, 1.0, WIDTH)
+    np.testing.assert_allclose(rollout.sample_logps, logps * rollout.mask, atol=1e-4)
+
+
+def test_conversations_do_not_depend_on_the_schedule(params):
+    one = converse(params, Echo(), chunk=24)
+    other = converse(params, Echo(slow=range(0, 12, 2)), chunk=2, slots=4)
+    for name in ("tokens", "segments", "mask", "lengths", "finished"):
+        np.testing.assert_array_equal(getattr(one, name), getattr(other, name), err_msg=name)
+
+
+def test_an_answer_without_room_cuts_its_row(params):
+    partner = Echo(turns=99, words=9)
+    rollout = converse(params, partner, chunk=24)
+    cut = ~rollout.finished
+    assert cut.any()
+    for number in np.flatnonzero(cut):
+        said = partner.heard.get(number, [[]])[-1]
+        assert rollout.lengths[number] in (len(said), C)
+    assert (rollout.lengths <= C).all()
+
+
+def test_a_partner_that_says_nothing_changes_nothing(params):
+    class Silent(Echo):
+        def hear(self, row, tokens):
+            self.open[row] = None
+
+    silent, plain = converse(params, Silent(), chunk=24), converse(params, None, chunk=24)
+    jax.tree.map(np.testing.assert_array_equal, silent._replace(steps=0), plain._replace(steps=0))
+
+
+def test_greedy_turns(params):
+    rollout = converse(params, Echo(), sampling=Sampling(0.0), chunk=24)
+    hidden = NET.bind(params)(jnp.asarray(rollout.tokens), jnp.asarray(rollout.segments)).argmax(-1)
+    sampled = rollout.mask > 0
+    np.testing.assert_array_equal(np.roll(hidden, 1, axis=1)[sampled], rollout.tokens[sampled])
