@@ -1,10 +1,15 @@
-"""Writes docs/results.md: what `configs/grpo.py` reaches on three seeds, and a control.
+"""Runs the configurations on several seeds, and writes docs/results.md from what they left.
 
-    python -m benchmarks.results
+    python -m benchmarks.results                        # every configuration that has no results yet, seeds 0, 1, 2
+    python -m benchmarks.results grpo ppo --seeds=0     # these, anew
+    python -m benchmarks.results grpo --steps=60        # shorter; the page says so
+    python -m benchmarks.results --page                 # the page alone
 
-Each run is a process of its own, as a user would start it; nothing else should run on the machine meanwhile.
+Each run is a process of its own, as a user would start it; nothing else should run on the machine meanwhile. What a run
+logged is kept in benchmarks/results/<config>-<seed>.json, and the page is made from those files alone.
 """
 
+import argparse
 import itertools
 import json
 import os
@@ -13,101 +18,101 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import jax
 
+from benchmarks.page import page
+
 ROOT = Path(__file__).parent.parent
+STORE = ROOT / "benchmarks" / "results"
+PAGE = ROOT / "docs" / "results.md"
 SEEDS = (0, 1, 2)
-EVALUATIONS = ("eval/accuracy", "eval/greedy_accuracy")
+ONLINE = (
+    "grpo", "dr_grpo", "dapo", "gspo", "gmpo", "cispo", "sapo", "clip_cov", "kl_cov", "gdpo", "rloo", "remax", "opo",
+    "passk", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "ppo",
+)  # fmt: skip
+OFFLINE = ("sft", "reward_model", "dpo", "ipo", "kto", "orpo", "cpo", "simpo", "alphapo")
+CONTROL = "sft_control"  # the time of a GRPO run spent on more supervised fine-tuning
+HEALTH = ("reward", "kl", "entropy", "completions/mean_length", "frac_reward_zero_std", "grad_norm")
+
+Run = dict[str, Any]  # config, seed, seconds, steps, machine, and the logged lines that the page reads
 
 
-def train(folder: Path, config: str, *flags: str) -> tuple[list[dict], float]:
-    """The lines of metrics.jsonl of one run, and its seconds from start to exit."""
-    command = [sys.executable, "-m", "jaxrl_llm.train", f"--config=configs/{config}", f"--config.output_dir={folder}"]
-    began = time.perf_counter()
-    subprocess.run([*command, *flags], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
-    seconds = time.perf_counter() - began
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()], seconds
-
-
-def control(folder: Path, seconds: float) -> tuple[list[dict], float]:
-    """More supervised fine-tuning of the shipped model, for as many steps as take about `seconds`."""
-    flags = ["--config.model.random_init=false", "--config.data.eval_split=test", "--config.eval.prompts=256"]
-    constant = ["--config.optimizer.warmup_steps=0", "--config.eval.every=0"]
-    short, _ = train(folder / "short", "sft_tiny.py", "--config.total_steps=60", *flags, *constant)
-    pace = sorted(b["time"] - a["time"] for a, b in itertools.pairwise(short[10:]))[20]
-    steps = round(seconds / pace)
-    return train(folder / "control", "sft_tiny.py", f"--config.total_steps={steps}", *flags, *constant)
-
-
-def table(rows: list[list[str]]) -> str:
-    """A Markdown table; the first row is its head."""
-    lines = ["| " + " | ".join(row) + " |" for row in rows]
-    return "\n".join([lines[0], "|" + "---|" * len(rows[0]), *lines[1:]]) + "\n"
-
-
-def curve(lines: list[dict]) -> dict[int, str]:
-    """Sampled / greedy held-out accuracy by step."""
+def train(config: str, seed: int, *flags: str) -> Run:
+    """One run of `configs/<config>.py`."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "jaxrl_llm.train", f"--config=configs/{config}.py", f"--config.seed={seed}"]
+        began = time.perf_counter()
+        flags = (f"--config.output_dir={folder}", "--config.logging.names=trl", *flags)
+        subprocess.run([*command, *flags], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+        seconds = time.perf_counter() - began
+        lines = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
     return {
-        line["step"]: " / ".join(f"{line[name]:.3f}" for name in EVALUATIONS)
-        for line in lines
-        if EVALUATIONS[0] in line
+        "config": config,
+        "seed": seed,
+        "seconds": round(seconds, 1),
+        "steps": lines[-1]["step"],
+        "machine": f"{os.cpu_count()} CPU cores, jax {jax.__version__}",
+        "lines": [_kept(line) for line in lines if _is_kept(line, lines[-1]["step"])],
+        "pace": sorted(b["time"] - a["time"] for a, b in itertools.pairwise(lines))[len(lines) // 3],  # seconds
     }
 
 
-def page(runs: dict[int, tuple[list[dict], float]], sft: tuple[list[dict], float]) -> str:
-    """The text of docs/results.md."""
-    curves = {seed: curve(lines) for seed, (lines, _) in runs.items()}
-    steps = list(curves[SEEDS[0]])
-    grpo = [["seed", *map(str, steps), "seconds"]]
-    grpo += [[str(seed), *curves[seed].values(), f"{runs[seed][1]:.0f}"] for seed in SEEDS]
-    last = runs[SEEDS[0]][0]
-    others = ("reward", "kl", "entropy", "completions/mean_length", "frac_reward_zero_std", "grad_norm")
-    shown = [line for line in last if line["step"] in (1, 10, 25, 50, 100, 150, 200, 250)]
-    health = [["step", *others]] + [[str(line["step"]), *(f"{line[name]:.3f}" for name in others)] for line in shown]
-    sft_curve = curve(sft[0])
-    more = [["", "before", "after", "steps", "seconds"]]
-    more += [["SFT on the same demonstrations", *sft_curve.values(), str(max(sft_curve)), f"{sft[1]:.0f}"]]
-    return TEXT.format(
-        grpo=table(grpo), health=table(health), control=table(more), cores=os.cpu_count(), jax=jax.__version__
-    )
+def _is_kept(line: dict[str, Any], last: int) -> bool:
+    return any(name.startswith("eval/") for name in line) or line["step"] in (1, 10, last)
 
 
-TEXT = """# Results
-
-Written by `python -m benchmarks.results` ({cores} CPU cores, fp32, jax {jax}). Seconds are of the whole command: start,
-compilation, evaluations, checkpoints and export.
-
-## GRPO on the embedded model and task
-
-`python -m jaxrl_llm.train --config=configs/grpo.py --config.seed=SEED`: held-out accuracy, sampled (four completions a
-prompt at temperature 1) / greedy, on 256 prompts of the split `test`, by training step. Prompts are assigned to
-splits by a checksum of their text; `test` was not looked at while settings were chosen (they were tuned on
-`validation`). The standard error of a sampled accuracy of 0.95 is about 1 point.
-
-{grpo}
-Health of the run with seed 0:
-
-{health}
-## Control: the same time spent on more supervised fine-tuning
-
-The shipped model goes on with the demonstrations it was made from (six in ten of them wrong), for about as long:
-
-{control}
-Samples stay about as mixed as the demonstrations, however long it goes on. Reinforcement removes the wrong behaviours,
-and repairs mistakes on the way. It does not teach the model to sort: the warm start already can, sometimes.
-"""
+def _kept(line: dict[str, Any]) -> dict[str, Any]:
+    names = [name for name in line if name.startswith("eval/") or name in HEALTH]
+    return {"step": line["step"], **{name: line[name] for name in names}}
 
 
-def main() -> None:
-    with tempfile.TemporaryDirectory() as temporary:
-        folder = Path(temporary)
-        runs = {seed: train(folder / str(seed), "grpo.py", f"--config.seed={seed}") for seed in SEEDS}
-        middle = sorted(seconds for _, seconds in runs.values())[1]
-        text = page(runs, control(folder, middle))
-    (ROOT / "docs" / "results.md").write_text(text, encoding="utf-8")
-    print(text)
+def control(seconds: float) -> Run:
+    """More supervised fine-tuning of the shipped model, for as many steps as take about `seconds`."""
+    flags = ["--config.model.random_init=false", "--config.data.eval_split=test", "--config.eval.prompts=256"]
+    flags += ["--config.optimizer.warmup_steps=0", "--config.eval.every=0"]
+    pace = train("sft_tiny", 0, "--config.total_steps=60", *flags)["pace"]
+    return train("sft_tiny", 0, f"--config.total_steps={round(seconds / pace)}", *flags)
+
+
+def store(name: str, run: Run) -> None:
+    """Keeps the run under its name."""
+    STORE.mkdir(exist_ok=True)
+    (STORE / f"{name}.json").write_text(json.dumps(run, indent=1) + "\n", encoding="utf-8")
+
+
+def stored() -> dict[str, dict[int, Run]]:
+    """The runs that are kept, by configuration and seed, in the order of the page."""
+    found: dict[str, dict[int, Run]] = {name: {} for name in (*ONLINE, *OFFLINE, CONTROL)}
+    for file in sorted(STORE.glob("*.json")):
+        run = json.loads(file.read_text(encoding="utf-8"))
+        found.setdefault(file.stem.rpartition("-")[0], {})[run["seed"]] = run
+    return {name: runs for name, runs in found.items() if runs}
+
+
+def main(argv: list[str]) -> None:
+    """The command line; see the module's text."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("configs", nargs="*", choices=[[], *ONLINE, *OFFLINE, CONTROL], metavar="CONFIG")
+    parser.add_argument("--seeds", default=",".join(map(str, SEEDS)))
+    parser.add_argument("--steps", type=int, help="training steps, in place of the configuration's")
+    parser.add_argument("--page", action="store_true", help="only write the page")
+    options = parser.parse_args(argv)
+    chosen = options.configs or (*ONLINE, *OFFLINE, CONTROL)
+    for name, seed in itertools.product([] if options.page else chosen, map(int, options.seeds.split(","))):
+        known = stored()
+        if (not options.configs and seed in known.get(name, {})) or (name == CONTROL and seed):
+            continue
+        print(f"{name}, seed {seed}", flush=True)
+        if name == CONTROL:
+            seconds = [run["seconds"] for run in known.get("grpo", {}).values()] or [120.0]
+            run = control(sorted(seconds)[len(seconds) // 2])
+        else:
+            run = train(name, seed, *([f"--config.total_steps={options.steps}"] if options.steps else []))
+        store(f"{name}-{seed}", run)
+    PAGE.write_text(page(stored(), ONLINE, OFFLINE, CONTROL), encoding="utf-8")
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from jaxrl_llm.generate import generate as generate
     from jaxrl_llm.models.model import Model as Model
     from jaxrl_llm.models.model import load_model as load_model
+    from jaxrl_llm.models.model import save_adapter as save_adapter
     from jaxrl_llm.models.model import save_hf as save_hf
     from jaxrl_llm.train import train as train
 
@@ -32,6 +33,7 @@ __all__ = (
     "export",
     "generate",
     "load_model",
+    "save_adapter",
     "save_hf",
     "train",
 )
@@ -45,6 +47,7 @@ _ORIGIN = {
     "export": ("export", "export"),
     "generate": ("generate", "generate"),
     "load_model": ("models.model", "load_model"),
+    "save_adapter": ("models.model", "save_adapter"),
     "save_hf": ("models.model", "save_hf"),
     "train": ("train", "train"),
 }

@@ -4,6 +4,7 @@
 """
 
 import json
+import math
 import sys
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -110,13 +111,80 @@ def _check_together(config: ConfigDict) -> None:
             f"rewards.weights has {len(rewards.weights)} numbers for {len(rewards.functions)} rewards.functions: "
             "give one each, or none"
         )
+    _check_late_rewards(rewards)
+    _check_environment(config)
     if online and not rewards.functions:
         raise ConfigError(f"rewards.functions is empty, but algorithm.name = {algorithm.name!r} needs one or more")
     if online and config.eval.measure in ("loss", "both"):
         raise ConfigError(f"eval.measure is {config.eval.measure}, but {algorithm.name} learns from samples: set auto")
+    if algorithm.neftune_alpha and algorithm.name != "sft":
+        raise ConfigError(
+            f"algorithm.neftune_alpha is {algorithm.neftune_alpha}, but only sft adds noise to its embeddings, and "
+            f"algorithm.name is {algorithm.name!r}: set it to 0"
+        )
     if config.mesh.data == 0:
         raise ConfigError("mesh.data is 0, but it takes 1 or more, or -1 for the devices that fsdp and tensor leave")
+    _check_data(config)
     _check_optimizer(config)
+    _check_lora(config)
+
+
+def _check_lora(config: ConfigDict) -> None:
+    """Raises ConfigError when the settings of adapters contradict each other."""
+    lora, algorithm = config.lora, config.algorithm
+    if lora.path is not None and lora.rank:
+        raise ConfigError(f"lora.rank is {lora.rank}, but the adapter of lora.path has a rank already: set rank to 0")
+    if not (lora.rank or lora.path):
+        return
+    if algorithm.ref_sync_steps and lora.reference == "base":
+        raise ConfigError(
+            f"algorithm.ref_sync_steps is {algorithm.ref_sync_steps}, but lora.reference = 'base' never moves: set "
+            "start (with ref_mixup_alpha 1) or copy"
+        )
+    if algorithm.ref_sync_steps and lora.reference == "start" and algorithm.ref_mixup_alpha < 1:
+        raise ConfigError(
+            f"algorithm.ref_mixup_alpha is {algorithm.ref_mixup_alpha}, but a mean of adapters is no mean of what they "
+            "compute: set lora.reference to copy, or ref_mixup_alpha to 1"
+        )
+    if lora.reference == "copy" and config.model.quantize != "none":
+        raise ConfigError(
+            f"lora.reference is copy, but the matrices are quantised (model.quantize = {config.model.quantize!r}) and "
+            "adapters are not merged into them: set base or start"
+        )
+
+
+def _check_environment(config: ConfigDict) -> None:
+    """Raises ConfigError when the settings of environments contradict each other."""
+    c, algorithm = config.environment, config.algorithm
+    named = [f"environment.{key}" for key in ("name", "tools", "rollout_func") if c[key]]
+    if named and algorithm.name in OFFLINE:
+        raise ConfigError(f"{named[0]} is set, but algorithm.name = {algorithm.name!r} samples nothing: leave it out")
+    if c.rollout_func is None:
+        return
+    if len(named) > 1:
+        raise ConfigError(
+            f"environment.rollout_func and {named[0]} are both set, but a rollout function holds its own conversations: "
+            "set one"
+        )
+    if algorithm.importance_correction == "none":
+        raise ConfigError(
+            "algorithm.importance_correction is none, but environment.rollout_func may sample with another policy than "
+            "the one that is trained: set token_truncate"
+        )
+
+
+def _check_late_rewards(rewards: ConfigDict) -> None:
+    """Raises ConfigError for a rewards.on_timeout that says nothing, or that nothing can come to."""
+    if rewards.on_timeout == "stop":
+        return
+    if rewards.timeout is None:
+        raise ConfigError(f"rewards.on_timeout is {rewards.on_timeout!r}, but nothing is late: set rewards.timeout")
+    try:
+        finite = rewards.on_timeout == "none" or math.isfinite(float(rewards.on_timeout))
+    except ValueError:
+        finite = False
+    if not finite:
+        raise ConfigError(f"rewards.on_timeout is {rewards.on_timeout!r}, but it takes stop, none or a number")
 
 
 def _check_optimizer(config: ConfigDict) -> None:
@@ -167,6 +235,17 @@ def _check_online(config: ConfigDict) -> None:
             f"algorithm.overlong_buffer is {algorithm.overlong_buffer}, longer than rollout.max_completion_length = "
             f"{rollout.max_completion_length}"
         )
+    clip = algorithm.reward_clip
+    if clip and not (len(clip) == 2 and clip[0] < clip[1]):
+        raise ConfigError(
+            f"algorithm.reward_clip is {tuple(clip)}: give the smallest and the largest score, or nothing"
+        )
+    critic = config.critic
+    if critic.shared and (critic.path is not None or critic.warmup_steps):
+        raise ConfigError(
+            f"critic.path is {critic.path} and critic.warmup_steps {critic.warmup_steps}, but critic.shared is true: the "
+            "critic is part of the policy's own network and learns with it; set path to none and warmup_steps to 0"
+        )
     if algorithm.replay_groups and algorithm.name == "ppo":
         raise ConfigError(
             f"algorithm.replay_groups is {algorithm.replay_groups}, but ppo's critic gives values for this step's rows "
@@ -176,6 +255,33 @@ def _check_online(config: ConfigDict) -> None:
         raise ConfigError(
             f"rollout.group_size is {rollout.group_size}, and a single completion always scores like itself: "
             "algorithm.dynamic_sampling and replay_groups need 2 or more"
+        )
+
+
+def _check_data(config: ConfigDict) -> None:
+    """Raises ConfigError when the settings of the data contradict each other, or cannot be read."""
+    data = config.data
+    split_options(f"data.chat_template_kwargs({data.chat_template_kwargs})")
+    for key in ("packing", "precompute_reference"):
+        if data.streaming and data[key]:
+            raise ConfigError(
+                f"data.{key} needs all rows before training, and data.streaming is true: set one to false"
+            )
+    weights = []
+    for source in data.sources:
+        options = source if isinstance(source, Mapping) else split_options(source)[1]
+        weights.append(options.get("weight"))
+        try:
+            json.dumps(dict(options))
+        except TypeError as error:
+            raise ConfigError(
+                f"data.sources has {source!r}, which cannot be written to a file ({error}): name functions by their "
+                "file, path/to/file.py:function, and give data in memory to train(config, train_dataset=...)"
+            ) from error
+    if data.packing and any(weight is not None for weight in weights):
+        raise ConfigError(
+            "data.sources are mixed by weight, which data.packing would undo: leave the weights out, or set "
+            "data.packing to false"
         )
 
 

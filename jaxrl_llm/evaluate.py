@@ -7,6 +7,7 @@ Prompts, rewards and sampling are those of the configuration: `data.eval_path` (
 greedy completion, reward, and pass@k.
 """
 
+import contextlib
 import json
 import math
 from pathlib import Path
@@ -16,6 +17,7 @@ import jax
 
 from jaxrl_llm.command_line import load_flags, run
 from jaxrl_llm.config import ConfigError, validate
+from jaxrl_llm.environments.factory import load_environments
 from jaxrl_llm.keys import Key
 from jaxrl_llm.training.build import build_evaluation, build_mesh, build_model, build_rewards
 from jaxrl_llm.training.console import show
@@ -37,10 +39,14 @@ def _measure(config, eval_dataset=None, rewards=None) -> tuple[int, dict[str, fl
     """How many prompts there were, and the metrics."""
     validate(config)
     mesh = build_mesh(config)
-    with jax.set_mesh(mesh):
+    with jax.set_mesh(mesh), contextlib.closing(build_rewards(config, rewards)) as grader:
         model = build_model(config, mesh)
-        evaluation = build_evaluation(config, model, build_rewards(config, rewards), eval_dataset, mesh)
-        return len(evaluation.examples), evaluation(model.params, jax.random.key(config.seed))
+        environments = load_environments(config)
+        with contextlib.ExitStack() as stack:
+            if environments is not None:
+                stack.callback(environments.close)
+            evaluation = build_evaluation(config, model, grader, eval_dataset, mesh, environments)
+            return len(evaluation.examples), evaluation(model.params, jax.random.key(config.seed))
 
 
 def _report(config, prompts: int, metrics: dict[str, float]) -> dict[str, Any]:

@@ -3,19 +3,23 @@
     python -m jaxrl_llm.export --run=runs/grpo --output=exported
 
 The folder holds the policy as it was at a step (the newest checkpoint unless `--step` says another), and loads in
-transformers and vLLM. The optimizer's state is not read. Works while the run goes on.
+transformers and vLLM. Adapters are merged; with `--adapter` the folder holds them alone, as PEFT reads them. The
+optimizer's state is not read. Works while the run goes on.
 """
 
 from dataclasses import replace
 from pathlib import Path
 
 import jax
+from jax.sharding import Mesh
 
 from jaxrl_llm.command_line import load_options, run
 from jaxrl_llm.config import ConfigDict, ConfigError, from_json
 from jaxrl_llm.keys import Key
-from jaxrl_llm.models.model import describe, save_hf
+from jaxrl_llm.models.lora import combine, split
+from jaxrl_llm.models.model import Model, describe, save_adapter, save_hf
 from jaxrl_llm.sharding import make_mesh
+from jaxrl_llm.training.build import build_model
 from jaxrl_llm.training.checkpoint import Checkpoints
 
 FLAGS = (
@@ -24,24 +28,39 @@ FLAGS = (
     Key("output", "", "Folder to write."),
     Key("dtype", None, "Type of the stored weights; none keeps that of the checkpoint.",
         choices=("float32", "bfloat16", "float16")),
+    Key("adapter", False, "Write the adapters of the run alone, a PEFT folder in float32.", bool),
 )  # fmt: skip
 
 
-def export(run: str | Path, output: str | Path, step: int | None = None, dtype: str | None = None) -> Path:
+def export(
+    run: str | Path, output: str | Path, step: int | None = None, dtype: str | None = None, adapter: bool = False
+) -> Path:
     """The folder `output`, after the policy of a checkpoint of the run has been written to it.
 
-    Parameters are cut over all devices at hand, whatever mesh the run had. `dtype` None keeps them bit for bit.
-    Raises ConfigError: no run, no such checkpoint, or `output` holds something other than a model.
+    Parameters are cut over all devices at hand, whatever mesh the run had. `dtype` None keeps them bit for bit. With
+    `adapter` it is the adapters alone, as a PEFT folder. Raises ConfigError: no run, no such checkpoint, adapters asked
+    of a run that has none, or `output` holds something else.
     """
+    output = Path(output).expanduser()
     folder = Path(run).expanduser()
     config = _config_of(folder)
     mesh = make_mesh(data=1, fsdp=-1)
     with jax.set_mesh(mesh), Checkpoints(folder / "checkpoints") as checkpoints:
         step = _step(checkpoints, step)
-        model = describe(config.model.path, "float32", config.model.param_dtype)
-        params = checkpoints.restore_params(step, model.params, mesh)
-        save_hf(replace(model, params=params, mesh=mesh), Path(output).expanduser(), dtype)
-    return Path(output).expanduser()
+        model = _untrained(config, mesh)
+        frozen, shapes = split(model.params)
+        params = combine(frozen, checkpoints.restore_params(step, shapes, mesh))
+        model = replace(model, params=params, mesh=mesh)
+        save_adapter(model, output) if adapter else save_hf(model, output, dtype)
+    return output
+
+
+def _untrained(config: ConfigDict, mesh: Mesh) -> Model:
+    """The model as the run started: shapes suffice where all of it is trained."""
+    if config.lora.rank or config.lora.path:
+        return build_model(config, mesh)
+    head = "score" if config.algorithm.name == "reward_model" else "lm"
+    return describe(config.model.path, "float32", config.model.param_dtype, head=head)
 
 
 def _config_of(folder: Path) -> ConfigDict:

@@ -5,6 +5,7 @@
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,7 +37,9 @@ class Key:
         if self.choices:
             text = "one of " + ", ".join(self.choices)
         else:
-            text = {bool: "true or false", int: "an integer", float: "a number", str: "a text"}[self.kind]
+            text = {bool: "true or false", int: "an integer", float: "a number", str: "a text"}.get(
+                self.kind, "a path or a dictionary"
+            )
         bounds = ((">", self.above), (">=", self.minimum), ("<", self.below), ("<=", self.maximum))
         text += " and".join(f" {sign} {bound:g}" for sign, bound in bounds if bound is not None)
         if self.many:
@@ -56,7 +59,7 @@ class Key:
         return (value is None and self.default is None) or self._accepts_one(value)
 
     def _accepts_one(self, value: Any) -> bool:
-        kinds = (int, float) if self.kind is float else self.kind
+        kinds = {float: (int, float), dict: (str, Mapping)}.get(self.kind, self.kind)
         if not isinstance(value, kinds) or (isinstance(value, bool) and self.kind is not bool):
             return False
         if self.choices and value not in self.choices:
@@ -74,7 +77,7 @@ class Key:
     def parse(self, text: str) -> Any:
         """The value a command line text stands for; raises ConfigError when the key does not take it."""
         if self.many:
-            value = tuple(self._parse_one(part) for part in text.split(",")) if text else ()
+            value = tuple(self._parse_one(part) for part in _outer_parts(text)) if text else ()
         else:
             value = None if self.default is None and text.lower() == "none" else self._parse_one(text)
         self.check(value)
@@ -83,6 +86,8 @@ class Key:
     def _parse_one(self, text: str) -> Any:
         if self.kind is bool:
             return {"true": True, "1": True, "false": False, "0": False}.get(text.lower(), text)
+        if self.kind is dict:
+            return text
         try:
             return self.kind(text)
         except ValueError:
@@ -94,6 +99,25 @@ class Key:
             raise ConfigError(f"{self.name} is {value!r}, but it takes {self.allowed}")
 
 
+def _outer_parts(text: str) -> list[str]:
+    """The text cut at commas, save those inside brackets or quotes: `a,b(c=1,d=2)` has two parts."""
+    parts, depth, quote = [""], 0, ""
+    for letter in text:
+        if quote:
+            quote = "" if letter == quote else quote
+        elif letter in "\"'" and depth:
+            quote = letter
+        elif letter in "([{":
+            depth += 1
+        elif letter in ")]}":
+            depth -= 1
+        elif letter == "," and depth <= 0:
+            parts.append("")
+            continue
+        parts[-1] += letter
+    return parts
+
+
 ALGORITHMS = ("grpo", "ppo", "sft", "preference", "reward_model")
 OFFLINE = ("sft", "preference", "reward_model")
 LABELLED = ("kto", "apo_zero_unpaired")  # preference losses of labelled completions; the others are of pairs
@@ -103,8 +127,11 @@ DTYPES = ("float32", "bfloat16", "float16")
 SECTIONS = {
     "": "The run.",
     "model": "The network that is trained.",
+    "lora": "Adapters of low rank that are trained in place of the whole model; `model.param_dtype` is then of the "
+    "frozen rest.",
     "data": "Where prompts and rows come from.",
     "rollout": "Sampling completions from the policy.",
+    "environment": "What answers the policy between its turns. See docs/environments.md.",
     "rewards": "How completions are scored.",
     "algorithm": "What the objective computes. A config file per algorithm sets these.",
     "critic": "PPO's value network and its own optimizer; what is not here is as in `optimizer`.",
@@ -130,27 +157,66 @@ KEYS = (
     Key("model.param_dtype", "float32", "Type the trained parameters are stored in.", choices=DTYPES),
     Key("model.random_init", False, "Start from random parameters (drawn from seed) instead of the model's.", bool),
     Key("model.remat", "none",
-        "What the backward pass computes again to save memory: nothing, or each block.", choices=("none", "block")),
+        "What the backward pass computes again to save memory: nothing; each layer, from its input (block), which may "
+        "wait in the host's memory (offload); or each layer but its matrix products (dots).",
+        choices=("none", "block", "dots", "offload")),
     Key("model.scan_layers", "auto",
         "Scan one compiled layer, or compile each (slower to start, faster on CPU); auto scans except on CPU.",
         choices=("auto", "true", "false")),
+    Key("model.fp32_head", False, "Form the logits in float32, whatever the type of the network.", bool),
+    Key("model.router_aux_loss_coef", None,
+        "Weight of the loss that evens out the use of experts, in a mixture of experts; none is config.json's own "
+        "(router_aux_loss_coef), 0 leaves it out.", float, minimum=0),
+    Key("model.freeze_router", False, "Leave the routers of a mixture of experts as they are.", bool),
+    Key("model.quantize", "none",
+        "Store the matrices of the layers in 8 or 4 bits (QLoRA); what is trained are adapters beside them.",
+        choices=("none", "int8", "int4", "nf4")),
+
+    Key("lora.rank", 0, "Rank of the adapters; 0 is none, and the whole model is trained.", int, minimum=0),
+    Key("lora.alpha", 16.0, "Adapters are scaled by alpha / rank.", float, above=0),
+    Key("lora.rslora", False, "Scale by alpha / sqrt(rank) instead.", bool),
+    Key("lora.dropout", 0.0, "Share of an adapter's inputs that is dropped while training.",
+        float, minimum=0, below=1),
+    Key("lora.targets", ("all-linear",),
+        "Linear maps that have an adapter: all-linear (not heads or experts), or some of q_proj, k_proj, v_proj, "
+        "o_proj, gate_proj, up_proj, down_proj."),
+    Key("lora.path", None, "PEFT folder of an adapter to train on; it sets rank, alpha, rslora and targets."),
+    Key("lora.reference", "base",
+        "Reference policy: the model without adapters (base), with the adapters of the start (start), or a merged copy "
+        "of the whole, which ref_mixup_alpha below 1 needs (copy).", choices=("base", "start", "copy")),
 
     Key("data.path", "task:sort", "Hub id, local folder or file, or `task:<name>` for a built-in task."),
     Key("data.name", None, "Configuration name of a hub data set."),
+    Key("data.sources", (),
+        "Several sources in place of data.path, one after the other or mixed by weight: each a path, "
+        "`path(split='train', format='chatml.intel', weight=2)`, or in a config file a dictionary with path, name, "
+        "split, eval_split, format (or type), weight, ds_type, data_files, and options of the format.", dict),
+    Key("data.format", "auto",
+        "What the rows look like: a name of docs/data.md such as `chatml.intel`, `module:function` or "
+        "`path/to/file.py:function`; options in brackets, `harmony(field='turns')`. auto knows TRL's types, verl's "
+        "rows, Harmony's threads and ShareGPT's conversations."),
+    Key("data.streaming", False, "Read rows as they are needed, for data that does not fit in memory.", bool),
+    Key("data.shuffle_buffer", 4096, "Rows that are shuffled together when streaming.", int, minimum=1),
+    Key("data.workers", 0, "Threads that tokenise before the first step; 0 is one for each core.", int, minimum=0),
+    Key("data.cache", "auto",
+        "Folder where token rows are kept for the next run; auto is $JAXRL_LLM_CACHE or ~/.cache/jaxrl_llm, for files "
+        "and hub data of 10000 rows or more; `none` keeps nothing."),
     Key("data.split", "train", "Split that is trained on."),
     Key("data.eval_path", None, "Data set to evaluate on; none is the same as data.path."),
     Key("data.eval_split", "test", "Split that is evaluated on."),
     Key("data.prompt_key", "prompt", "Column that holds the prompt."),
+    Key("data.chat_template_kwargs", "",
+        "Options of the chat template, `enable_thinking=False`; a row's own column of that name comes first."),
     Key("data.overlong", "error",
         "What happens to a prompt longer than rollout.max_prompt_length, or to a row of an offline algorithm longer "
-        "than data.max_length (there error, filter or truncate_right).",
+        "than data.max_length: stop, drop it, or cut its start, its end or its middle.",
         choices=("error", "filter", "truncate_left", "truncate_right", "truncate_middle")),
     Key("data.shuffle", True, "Reshuffle the rows every epoch.", bool),
     Key("data.max_length", 1024,
         "Tokens in a row of an offline algorithm, prompt and completion together.", int, minimum=1),
     Key("data.loss_on", "completion",
-        "Tokens that supervised fine-tuning learns: the completion only, or the prompt too.",
-        choices=("completion", "all")),
+        "Tokens that supervised fine-tuning learns: the completion (in conversations every turn of the assistant), the "
+        "last turn of the assistant only, or the prompt too.", choices=("completion", "last_turn", "all")),
     Key("data.packing", False,
         "Put several short rows of supervised fine-tuning in one; they do not see each other.", bool),
     Key("data.precompute_reference", False,
@@ -172,10 +238,37 @@ KEYS = (
         choices=("auto", *DTYPES)),
 
     Key("rewards.functions", ("exact_match",),
-        "Reward functions: built-in name, `module:function` or `path/to/file.py:function`."),
+        "Reward functions: built-in name, `module:function` or `path/to/file.py:function`, each with options in "
+        "brackets: `judge(url='http://localhost:8000/v1', model='m')`; `model:<path>` is a reward model. See "
+        "docs/rewards.md."),
     Key("rewards.weights", (), "Weight of each reward function; empty is 1 for all.", float),
     Key("rewards.timeout", None,
-        "Seconds the reward functions may take for one batch; none is no limit.", float, above=0),
+        "Seconds each reward function may take for one batch; none is no limit.", float, above=0),
+    Key("rewards.on_timeout", "stop",
+        "What the rows get that a function has not done in rewards.timeout: stop (an error), none (no reward), or a "
+        "number."),
+    Key("rewards.on_error", "stop",
+        "What the rows get on which a function raises: stop (an error) or none (no reward).", choices=("stop", "none")),
+    Key("rewards.workers", 0,
+        "Processes for reward functions that are not async; 0 runs them in this one. A late function is killed there.",
+        int, minimum=0),
+
+    Key("environment.name", None,
+        "Class or function that makes an environment (or an object whose methods are tools): built-in name, "
+        "`module:Class` or `path/to/file.py:Class`, with options in brackets, `sort_then_smallest(first=0.2)`; or a "
+        "dictionary of such, by the column environment of the rows."),
+    Key("environment.tools", (), "Functions that the policy may call, `path/to/file.py:calculator`."),
+    Key("environment.max_turns", 10, "Turns the policy has in a row.", int, minimum=1),
+    Key("environment.max_tool_calls", None,
+        "Tool calls a row may make; a turn with more ends it. none is no limit.", int, minimum=0),
+    Key("environment.timeout", 60.0, "Seconds for each call of an environment; none is no limit.", float, above=0),
+    Key("environment.workers", 16, "Calls of environments that run at the same time.", int, minimum=1),
+    Key("environment.on_error", "end",
+        "What an environment that raises, says nonsense or is late does: end its row, unscored, or stop the run.",
+        choices=("end", "stop")),
+    Key("environment.rollout_func", None,
+        "Function that samples in place of the engine, `path/to/file.py:function`, or a server of the OpenAI kind, "
+        "`server(url='http://localhost:8000/v1', model='m')`."),
 
     Key("algorithm.name", "grpo",
         "What is trained: grpo samples and scores completions, sft learns given ones, preference learns from pairs or "
@@ -190,8 +283,9 @@ KEYS = (
     Key("algorithm.aggregation", "sequence",
         "How token losses are averaged: over each row's tokens, then over rows (sequence); over all tokens (token); "
         "over rows x rollout.max_completion_length (constant); row sums over rows (sequence_sum); "
-        "over the tokens of each micro-batch (microbatch_token).",
-        choices=("sequence", "token", "constant", "sequence_sum", "microbatch_token")),
+        "over the tokens of each micro-batch (microbatch_token); over an equal share of the rollout's tokens, as "
+        "TRL's dapo (rollout_token).",
+        choices=("sequence", "token", "constant", "sequence_sum", "microbatch_token", "rollout_token")),
     Key("algorithm.scale_rewards", "group",
         "Standard deviation that advantages are divided by: the group's, the batch's, or none.",
         choices=("group", "batch", "none")),
@@ -209,6 +303,8 @@ KEYS = (
         "Whether beta stays, or moves so that the KL approaches kl_target.", choices=("fixed", "adaptive")),
     Key("algorithm.kl_target", 0.1, "KL per token that the adaptive controller steers to.", float, above=0),
     Key("algorithm.kl_horizon", 10_000.0, "Rows over which the adaptive controller moves beta.", float, above=0),
+    Key("algorithm.offload_reference", False,
+        "Keep a copied reference in the host's memory; it visits the device for its log-probs.", bool),
     Key("algorithm.ref_sync_steps", 0, "Steps between moves of the reference towards the policy; 0 is never.",
         int, minimum=0),
     Key("algorithm.ref_mixup_alpha", 0.6,
@@ -242,6 +338,9 @@ KEYS = (
     Key("algorithm.entropy_coef_min", 0.0, "Smallest adaptive entropy_coef.", float, minimum=0),
     Key("algorithm.entropy_coef_max", 1.0, "Largest adaptive entropy_coef.", float, minimum=0),
     Key("algorithm.mask_truncated", False, "Leave completions that did not end out of the loss.", bool),
+    Key("algorithm.reward_clip", (),
+        "Smallest and largest score: combined rewards are clipped to them before anything is added; empty is off.",
+        float),
     Key("algorithm.overlong_buffer", 0,
         "Tokens before rollout.max_completion_length over which the score falls by up to 1 (DAPO's soft punishment).",
         int, minimum=0),
@@ -258,8 +357,9 @@ KEYS = (
     Key("algorithm.loss_weights", (), "Weight of each loss of a preference mixture; empty is 1 for all.", float),
     Key("algorithm.reference_free", False, "Preference losses take the reference's log-probs to be 0.", bool),
     Key("algorithm.label_smoothing", 0.0,
-        "Chance that a preference is flipped: conservative dpo, robust, exo_pair (0 is 0.001 there), aot, cpo, simpo.",
-        float, minimum=0, below=0.5),
+        "Chance that a preference is flipped: conservative dpo, robust, exo_pair (0 is 0.001 there), aot, cpo, simpo. "
+        "sft: share of the target that is spread over the vocabulary.", float, minimum=0, below=0.5),
+    Key("algorithm.neftune_alpha", 0.0, "Size of NEFTune's noise on the embeddings in sft; 0 is off.", float, minimum=0),
     Key("algorithm.f_divergence", "reverse_kl", "Divergence from the reference that dpo and its kin assume.",
         choices=("reverse_kl", "forward_kl", "js_divergence", "alpha_divergence")),
     Key("algorithm.f_alpha", 0.5, "Alpha of the alpha_divergence; 1 is reverse_kl.", float),
@@ -283,6 +383,10 @@ KEYS = (
         "Weight of the square of a pair's summed scores in reward_model: keeps scores near 0.", float, minimum=0),
 
     Key("critic.path", None, "Model the critic starts from, with a new score head if it has none; none is model.path."),
+    Key("critic.shared", False,
+        "The critic is a second head of the policy, trained with it by one optimizer: the other keys of critic, but "
+        "coef and epsilon, are not read.", bool),
+    Key("critic.coef", 0.1, "Weight of the value loss of a shared critic.", float, above=0),
     Key("critic.learning_rate", 1e-5, "Peak learning rate of the critic.", float, minimum=0),
     Key("critic.schedule", "constant", "Learning rate of the critic; it has no warm-up.",
         choices=("constant", "linear", "cosine", "inverse_sqrt")),
@@ -309,6 +413,8 @@ KEYS = (
     Key("optimizer.weight_decay", 0.0, "Decoupled weight decay.", float, minimum=0),
     Key("optimizer.no_decay", ("bias", "scale"), "Parameters whose path ends like this are not decayed."),
     Key("optimizer.moment_dtype", "float32", "Type the optimizer's moments are stored in.", choices=DTYPES[:2]),
+    Key("optimizer.offload", False,
+        "Keep the moments in the host's memory; they visit the device for each update.", bool),
     Key("optimizer.max_grad_norm", 1.0, "Gradients are scaled down to this global norm; 0 is off.", float, minimum=0),
     Key("optimizer.max_skipped_steps", 3,
         "Steps in a row that a gradient which is not finite may skip; one more stops the run.", int, minimum=0),
@@ -340,6 +446,7 @@ KEYS = (
     Key("eval.correct_at", 1.0, "A completion is correct when its first reward is at least this.", float),
 
     Key("logging.backends", ("console", "jsonl"), "Where metrics go.", choices=("console", "jsonl")),
+    Key("logging.names", "trl", "Whose names metrics have in metrics.jsonl.", choices=("trl", "verl")),
     Key("logging.completions_every", 10,
         "Steps between samples of completions in the log; 0 is never.", int, minimum=0),
     Key("logging.completions_shown", 3, "Completions in each sample.", int, minimum=1),

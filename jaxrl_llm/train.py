@@ -7,6 +7,7 @@ Every algorithm is `experience -> Batch -> update -> State`. One step:
 3. the policy is evaluated when due, metrics are logged, the state is saved when due.
 """
 
+import contextlib
 import functools
 import time
 from dataclasses import replace
@@ -19,13 +20,14 @@ import numpy as np
 from jaxrl_llm.algorithms.batch import Batch, minibatch_indices
 from jaxrl_llm.command_line import load_flags, run
 from jaxrl_llm.config import ConfigError, rows_together, to_json, validate
-from jaxrl_llm.models.model import Model, save_hf
+from jaxrl_llm.models.model import Model, has_peft_adapter, save_adapter, save_hf
 from jaxrl_llm.sharding import row_sharding
 from jaxrl_llm.training.build import Run, build, build_mesh
 from jaxrl_llm.training.checkpoint import Checkpoints, find
+from jaxrl_llm.training.critic import critic_params
 from jaxrl_llm.training.metrics import Logger
 from jaxrl_llm.training.objectives import merged_by
-from jaxrl_llm.training.update import State
+from jaxrl_llm.training.update import State, whole
 
 Metrics = dict[str, float]
 
@@ -38,18 +40,26 @@ class Result(NamedTuple):
     output_dir: Path
 
 
-def train(config, train_dataset=None, eval_dataset=None, rewards=None) -> Result:
+def train(config, train_dataset=None, eval_dataset=None, rewards=None, environment=None, tools=()) -> Result:
     """The trained model, after `config.total_steps` steps; files are left in `config.output_dir`.
 
     train_dataset and eval_dataset (a `datasets.Dataset` or a list of dicts) take the place of `data.path` and
     `data.eval_path`, and rewards (a function or a list of them) that of `rewards.functions`; with a train_dataset alone
-    nothing is evaluated. A run in output_dir goes on where its newest checkpoint left it (`checkpoint.resume`).
-    Raises ConfigError for anything the user can mend.
+    nothing is evaluated. environment (what makes one, or a dictionary of such) takes the place of `environment.name`;
+    tools (functions) come after those of `environment.tools`. A run in output_dir goes on where its newest checkpoint
+    left it (`checkpoint.resume`). Raises ConfigError for anything the user can mend.
     """
     validate(config)
     folder, mesh = Path(config.output_dir), build_mesh(config)
-    with jax.set_mesh(mesh), Checkpoints(folder / "checkpoints", config.checkpoint.keep) as checkpoints:
-        parts = build(config, mesh, train_dataset, eval_dataset, rewards)
+    with (
+        jax.set_mesh(mesh),
+        Checkpoints(folder / "checkpoints", config.checkpoint.keep) as checkpoints,
+        contextlib.ExitStack() as stack,
+    ):
+        parts = build(config, mesh, train_dataset, eval_dataset, rewards, environment, tools)
+        stack.callback(parts.rewards.close)
+        if parts.environments is not None:
+            stack.callback(parts.environments.close)
         state, counts, goes_on = _resume(config, parts, checkpoints)
         start = int(state.step)
         with Logger(config, folder, resume_step=start if goes_on else None) as logger:
@@ -58,10 +68,13 @@ def train(config, train_dataset=None, eval_dataset=None, rewards=None) -> Result
             logger.start(_describe(parts, start))
             state, history = _loop(config, parts, state, counts, checkpoints, logger)
             with parts.watch("export"):
+                state = whole(state, parts.frozen)
                 model = replace(parts.model, params=state.params)
                 save_hf(model, folder / "hf")
+                if has_peft_adapter(model):
+                    save_adapter(model, folder / "adapter")
                 if parts.critic is not None and state.critic is not None:
-                    save_hf(replace(parts.critic, params=state.critic.params), folder / "critic")
+                    save_hf(replace(parts.critic, params=critic_params(config, state)), folder / "critic")
             logger.finish(seconds=parts.watch.totals)
     return Result(model, history, folder)
 
@@ -73,7 +86,7 @@ def _loop(config, parts: Run, state: State, counts: dict[str, int], checkpoints:
     def log(step: int, metrics: Metrics, evaluate: bool) -> None:
         if evaluate and parts.evaluation is not None:
             with watch("evaluation"):
-                metrics = metrics | parts.evaluation(state.params, root)
+                metrics = metrics | parts.evaluation(whole(state, parts.frozen).params, root)
             metrics |= watch.take()
         logger.log(step, metrics)
         history.append({"step": step, **metrics})
@@ -82,7 +95,7 @@ def _loop(config, parts: Run, state: State, counts: dict[str, int], checkpoints:
         log(0, {}, evaluate=True)
     for step in range(int(state.step) + 1, config.total_steps + 1):
         last, began = step == config.total_steps, time.perf_counter()
-        experience = parts.source.next(state, jax.random.fold_in(root, step))
+        experience = parts.source.next(whole(state, parts.frozen), jax.random.fold_in(root, step))
         with watch("update"):
             state, update_metrics = _improve(config, parts, state, experience.batch)
             metrics = {
@@ -97,9 +110,11 @@ def _loop(config, parts: Run, state: State, counts: dict[str, int], checkpoints:
             logger.warn(f"step {step} changed nothing: its gradient is not finite (loss {metrics['loss']:g})")
         else:
             parts.source.learn(update_metrics)
+        seconds = time.perf_counter() - began
         metrics |= {
             "num_tokens": counts["num_tokens"],
-            "tokens_per_second": trained / (time.perf_counter() - began),
+            "step_time": seconds,
+            "tokens_per_second": trained / seconds,
         } | watch.take()
         if experience.table:
             logger.completions(step, experience.table)
@@ -117,7 +132,7 @@ def _improve(config, parts: Run, state: State, batch: Batch) -> tuple[State, Met
     collected = []
     for index in minibatch_indices(batch.rows, group, config.batch.minibatches, config.algorithm.num_iterations, seed):
         minibatch = batch if config.batch.minibatches == 1 else _take(batch, index, parts.mesh)
-        state, metrics = parts.update(state, minibatch)
+        state, metrics = parts.update(state, minibatch, parts.frozen)
         collected.append(metrics)
     values = [{name: float(value) for name, value in metrics.items()} for metrics in jax.device_get(collected)]
     merge = {"max": max, "min": min, "sum": np.mean}
@@ -168,10 +183,12 @@ def _resume(config, parts: Run, checkpoints: Checkpoints) -> tuple[State, dict[s
 
 def _describe(parts: Run, start: int) -> dict[str, Any]:
     """What the console shows of a run besides its settings."""
-    count = sum(x.size for x in jax.tree.leaves(parts.model.params))
+    count = sum(x.size for x in jax.tree.leaves(parts.model.net.plain.shapes()))
+    trained = sum(x.size for x in jax.tree.leaves(parts.state.params))
+    of_these = f", {trained / 1e6:.2f} M trained beside them" if trained != count else ""
     devices = jax.devices()
     return {
-        "model": f"{parts.model.path}, {count / 1e6:.2f} M parameters, {parts.model.net.config.dtype}",
+        "model": f"{parts.model.path}, {count / 1e6:.2f} M parameters{of_these}, {parts.model.net.config.dtype}",
         "devices": f"{len(devices)} {devices[0].platform}, mesh {dict(parts.mesh.shape)}",
         "starts at step": start,
     }

@@ -10,20 +10,27 @@ from jaxrl_llm.data import tasks
 from jaxrl_llm.models.model import load_model
 from jaxrl_llm.train import train
 
-PAIR_METRICS = {"rewards/accuracies", "rewards/margins", "rewards/chosen", "rewards/rejected", "logps/chosen"}
+PAIR_METRICS = {
+    "rewards/accuracies", "rewards/margins", "rewards/chosen", "rewards/rejected", "logps/chosen", "logps/rejected",
+    "logits/chosen", "logits/rejected",
+}  # fmt: skip
 METRICS = {
-    "sft": set(),
+    "sft": {"mean_token_accuracy"},
     "dpo": PAIR_METRICS,
     "ipo": PAIR_METRICS,
     "kto": PAIR_METRICS | {"kl"},
     "orpo": PAIR_METRICS | {"nll_loss", "log_odds_ratio", "log_odds_chosen"},
     "cpo": PAIR_METRICS | {"nll_loss"},
-    "simpo": PAIR_METRICS,
+    "simpo": PAIR_METRICS | {"nll_loss"},
+    "alphapo": PAIR_METRICS | {"nll_loss"},
     "reward_model": {"accuracy", "margin", "min_reward", "mean_reward", "max_reward"},
 }
 
 
-@pytest.mark.parametrize("name", METRICS)
+SLOW = ("alphapo",)  # no other objective than that of its neighbours
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow if n in SLOW else ()) for n in METRICS])
 def test_config_runs(name, root, tmp_path, monkeypatch):
     monkeypatch.setitem(tasks.SIZES, "train", 64)  # tokenizing 16384 rows takes longer than the steps
     config = load_config_file(f"{root / 'configs' / name}.py:tiny")
@@ -34,7 +41,7 @@ def test_config_runs(name, root, tmp_path, monkeypatch):
     result = train(config)
     assert [line["step"] for line in result.metrics] == [0, 1, 2]
     expected = METRICS[name] | ({"entropy"} if name != "reward_model" else set())
-    assert result.metrics[1].keys() >= expected | {"loss", "grad_norm", "num_tokens"}
+    assert result.metrics[1].keys() >= expected | {"loss", "grad_norm", "num_tokens", "step_time"}
     assert result.metrics[0].keys() >= {f"eval/{metric}" for metric in expected | {"loss"}}
     assert ("eval/greedy_accuracy" in result.metrics[0]) == (name == "dpo")
     assert all(math.isfinite(value) for line in result.metrics for value in line.values())

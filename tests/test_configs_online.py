@@ -22,15 +22,23 @@ CONFIGS = {
     "rloo": ("kl", "clip_ratio/region_mean"),
     "reinforce_plus_plus": ("kl",),
     "reinforce_plus_plus_baseline": ("kl",),
+    "gmpo": ("clip_ratio/region_mean", "-kl"),
+    "remax": ("kl",),
+    "opo": ("-kl",),
+    "passk": ("-kl", "clip_ratio/region_mean"),
+    "clip_cov": ("-kl", "clip_ratio/region_mean"),
+    "kl_cov": ("-kl", "-clip_ratio/region_mean"),
 }
+SLOW = ("gmpo", "remax", "opo", "passk", "clip_cov", "kl_cov")
 EVERYWHERE = (
     "loss", "reward", "entropy", "unscorable_rows", "frac_reward_zero_std", "completions/clipped_ratio",
-    "sampling/logp_difference/mean", "sampling/logp_difference/max", "sampling/importance_sampling_ratio/min",
-    "sampling/importance_sampling_ratio/mean", "sampling/importance_sampling_ratio/max", "rollout_corr/kl",
+    "sampling/sampling_logp_difference/mean", "sampling/sampling_logp_difference/max",
+    "sampling/importance_sampling_ratio/min", "sampling/importance_sampling_ratio/mean",
+    "sampling/importance_sampling_ratio/max", "rollout_corr/kl",
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow if n in SLOW else ()) for n in CONFIGS])
 def test_two_steps(root, tmp_path, name):
     config = load_config_file(f"{root / 'configs' / name}.py:tiny")
     config.output_dir = str(tmp_path / "run")

@@ -9,11 +9,16 @@ import pytest
 import jaxrl_llm
 from jaxrl_llm.algorithms import policy_losses
 from jaxrl_llm.algorithms.advantages import token_rewards
+from jaxrl_llm.algorithms.aggregation import loss_weights
 from jaxrl_llm.algorithms.kl import kl_estimate
 from jaxrl_llm.command_line import load_config_file
+from jaxrl_llm.config import default
 from jaxrl_llm.policy import token_logps
+from jaxrl_llm.rewards.functions import soft_overlong
 from jaxrl_llm.rollout.engine import Engine
 from jaxrl_llm.rollout.logits import Sampling
+from jaxrl_llm.sharding import make_mesh
+from jaxrl_llm.training.memory import make_memory
 from tests.training.test_objectives import NET, PARAMS
 
 EOS = 0  # also what fills up rows: nothing may tell padding by its id
@@ -118,7 +123,7 @@ def test_ratios_are_against_the_policy_that_sampled_and_clipping_acts(root, tmp_
     lines = jaxrl_llm.train(config).metrics
     for line in lines:
         # The policy has moved far since step 0, but never from the policy that sampled to the one of old_logps.
-        assert line["sampling/logp_difference/max"] < 1e-3
+        assert line["sampling/sampling_logp_difference/max"] < 1e-3
     assert max(line["clip_ratio/region_mean"] for line in lines) > 0.01
 
 
@@ -133,3 +138,30 @@ def test_every_step_and_every_row_draws_its_own_numbers(root, tmp_path):
     assert texts[0] != texts[1]
     assert len(set(texts[0])) > 4  # 16 rows of one prompt
     assert texts[0][:4] != texts[0][4:8]
+
+
+def test_lengths_are_counted_in_tokens():
+    """A punishment of long completions by their characters, against a limit in tokens."""
+    punished = soft_overlong(completion_ids=[[5], [5] * 8], completions=["x" * 100, "y"], max_length=8, cache=4)
+    assert punished == [0.0, -1.0]
+
+
+def test_without_beta_there_is_no_reference():
+    """A missing beta that was not 0 computed log-probs of a reference which the loss did not read."""
+    config, mesh = default(), make_mesh(devices=jax.devices()[:1])
+    params = {"x": jnp.ones(2)}
+    assert make_memory(config, params, 0, mesh).reference is None
+    config.algorithm.beta = 0.1
+    reference = make_memory(config, params, 0, mesh).reference
+    assert reference is not None
+    assert reference["x"].unsafe_buffer_pointer() != params["x"].unsafe_buffer_pointer()  # updates donate those
+
+
+def test_accumulated_batches_weigh_every_token_the_same():
+    """A token mean of each micro-batch, then of those means, gives the tokens of short rows more weight."""
+    mask = np.array([[1, 1, 1, 1], [1, 0, 0, 0]], np.float32)
+    for mode in ("token", "rollout_token"):
+        weights = loss_weights(mask, mode, token_count=np.full(2, 5.0))
+        np.testing.assert_allclose(weights, mask / 5, rtol=1e-6)
+    by_part = loss_weights(mask, "microbatch_token", microbatch_rows=1)
+    np.testing.assert_allclose(by_part, mask / np.array([[8.0], [2.0]]), rtol=1e-6)

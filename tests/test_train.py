@@ -11,8 +11,9 @@ from jaxrl_llm.train import main
 
 METRICS = {
     "step", "time", "loss", "reward", "reward_std", "kl", "entropy", "grad_norm", "lr", "completions/mean_length",
-    "completions/clipped_ratio", "clip_ratio/region_mean", "frac_reward_zero_std", "sampling/logp_difference/mean",
-    "sampling/logp_difference/max", "tokens_per_second", "time/rollout", "time/reward", "time/update",
+    "completions/clipped_ratio", "clip_ratio/region_mean", "frac_reward_zero_std", "step_time",
+    "sampling/sampling_logp_difference/mean", "sampling/sampling_logp_difference/max", "tokens_per_second",
+    "time/rollout", "time/reward", "time/update",
 }  # fmt: skip
 EVALUATION = {"eval/reward", "eval/accuracy", "eval/greedy_accuracy"}
 
@@ -35,7 +36,7 @@ def test_what_a_run_leaves(train, tmp_path):
     assert all(line.keys() >= METRICS for line in lines[1:])
     assert lines[2].keys() >= EVALUATION
     assert not EVALUATION & lines[1].keys()
-    assert lines[1]["sampling/logp_difference/max"] < 1e-4  # the trainer scores what the sampler drew
+    assert lines[1]["sampling/sampling_logp_difference/max"] < 1e-4  # the trainer scores what the sampler drew
     config = from_json((run / "config.json").read_text())
     assert config.output_dir == "run"
     assert config.total_steps == 2

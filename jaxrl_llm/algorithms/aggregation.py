@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 Array = jax.Array
 
-MODES = ("sequence", "token", "constant", "sequence_sum", "microbatch_token")
+MODES = ("sequence", "token", "constant", "sequence_sum", "microbatch_token", "rollout_token")
 
 
 def as_float(x) -> Array:
@@ -93,6 +93,7 @@ def loss_weights(
     max_completion_length: int | None = None,
     row_mask=None,
     microbatch_rows: int | None = None,
+    token_count=None,
 ) -> Array:
     """Returns float32 weights `[N, T]`, zero outside `mask`, such that `sum(weights * loss)` is the loss of `mode`.
 
@@ -107,10 +108,13 @@ def loss_weights(
     - `sequence_sum`: `1 / R`, the mean over rows of each row's token sum.
     - `microbatch_token`: the token mean inside each block of `microbatch_rows` adjacent rows, averaged over the blocks.
       This is TRL's `bnpo`; it is the one mode whose value depends on the micro-batch size.
+    - `rollout_token`: `1 / token_count`, where `token_count [N]`, the same on every row, is the number of tokens of the
+      rollout divided by the optimizer batches it is cut into. This is TRL's `dapo`, and `token` where that is one.
 
     A row without tokens gets weight 0 and still counts in R, as in TRL: its token mean is 0 and it enters the mean over
     rows. Denominators are at least 1. Raises ValueError for an unknown mode, for `constant` without
-    `max_completion_length` and for `microbatch_token` without a `microbatch_rows` that divides N.
+    `max_completion_length`, for `microbatch_token` without a `microbatch_rows` that divides N and for `rollout_token`
+    without `token_count`.
     """
     mask = as_mask(mask)
     row_mask = jnp.ones(mask.shape[0], bool) if row_mask is None else as_mask(row_mask)
@@ -132,6 +136,10 @@ def loss_weights(
         return tokens / row_count
     if mode == "microbatch_token":
         return _microbatch_token_weights(tokens, microbatch_rows)
+    if mode == "rollout_token":
+        if token_count is None:
+            raise ValueError("aggregation 'rollout_token' divides by the tokens of a rollout; pass token_count [N]")
+        return tokens / jnp.maximum(as_float(token_count)[:, None], 1.0)
     raise ValueError(f"unknown aggregation mode {mode!r}; choose one of {', '.join(MODES)}")
 
 

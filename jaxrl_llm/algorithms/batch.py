@@ -33,13 +33,17 @@ class Batch:
     baseline: Array = None  # [N] what a preference loss compares a row's reward with
     tangent: Array = None  # [N,2] slope and height, at this policy, of a loss that compares pairs with each other
     keep: Array = None  # [N,T] 1 on tokens whose policy term counts; None: all of the mask
+    selected: Array = None  # [N,T] 1 on the few tokens of the whole batch that clip_cov or kl_cov treat otherwise
     kl_coef: Array = None  # [N] weight of the KL term, the same on every row; None: the configuration's
+    entropy_share: Array = None  # [N,T] share of a token in the mean that the entropy bonus is; None: token_share
+    token_count: Array = None  # [N] tokens that a mean over the tokens of such rows divides by
     entropy_coef: Array = None  # [N] weight of the entropy bonus, the same on every row; None: the configuration's
     seeds: Array = None  # [N] uint32, for losses that draw random numbers
     weights: Array = None  # [N,T] aggregation weights: the loss is sum(weights * loss)
     row_weights: Array = None  # [N] the same for losses with one number a row, or a pair
     row_share: Array = None  # [N] 1 / rows with the same label in the whole optimizer batch, for metrics
     token_share: Array = None  # [N,T] mask / tokens of the whole optimizer batch, for metrics
+    real_share: Array = None  # [N] a row's part of the tokens in the optimizer batch that are no padding
     prompt_width: int = dataclasses.field(default=0, metadata={"static": True})  # no column before this one is scored
 
     @property

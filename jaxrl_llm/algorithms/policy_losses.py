@@ -251,38 +251,65 @@ def _share(mask: Array, fraction) -> Array:
     return jnp.maximum(jnp.floor(fraction * mask.sum(dtype=jnp.float32)), 1.0)
 
 
-def clip_cov(
+def clip_cov_tokens(
     logps, old_logps, advantages, epsilon_low, epsilon_high, *, mask, key, fraction=2e-4, lower=1.0, upper=5.0
 ) -> Array:
+    """Returns booleans `[N, T]`, true on the tokens that `clip_cov` takes out; see there."""
+    logps, log_ratio, advantages = _prepare(logps, old_logps, advantages, mask)
+    mask = as_mask(mask, logps.shape)
+    is_clipped = _clipped(jnp.exp(log_ratio), advantages, epsilon_low, epsilon_high) > -jnp.exp(log_ratio) * advantages
+    covariance = _covariance(logps, advantages, mask)
+    candidate = (covariance > lower) & (covariance < upper) & ~is_clipped
+    draw = jnp.where(candidate, jax.random.uniform(key, logps.shape), -jnp.inf)
+    return _largest(draw, _share(mask, fraction))
+
+
+def clip_cov(
+    logps, old_logps, advantages, epsilon_low, epsilon_high, *, mask, key=None, fraction=2e-4, lower=1.0, upper=5.0,
+    selected=None,
+) -> Array:  # fmt: skip
     """Returns `ppo_clip` `[N, T]` with a random few of the tokens of high covariance taken out.
 
     A token's covariance is `(A - mean A) * (logp - mean logp)`, means over the masked tokens given. Of the tokens with
     covariance in (lower, upper) that the clip leaves alone, `max(1, floor(fraction * tokens))` are drawn uniformly with
-    `key` (a JAX random key, a fresh one per update) and their loss is 0. Source: Clip-Cov, arXiv 2505.22617.
+    `key` (a JAX random key, a fresh one per update) and their loss is 0. `selected [N, T]`, `clip_cov_tokens` of a
+    larger batch that these rows are a part of, takes the place of the draw. Source: Clip-Cov, arXiv 2505.22617.
     """
-    logps, log_ratio, advantages = _prepare(logps, old_logps, advantages, mask)
-    mask = as_mask(mask, logps.shape)
+    if selected is None:
+        selected = clip_cov_tokens(
+            logps, old_logps, advantages, epsilon_low, epsilon_high, mask=mask, key=key, fraction=fraction, lower=lower,
+            upper=upper,
+        )  # fmt: skip
+    _, log_ratio, advantages = _prepare(logps, old_logps, advantages, mask)
     loss = _clipped(jnp.exp(log_ratio), advantages, epsilon_low, epsilon_high)
-    is_clipped = loss > -jnp.exp(log_ratio) * advantages
-    covariance = _covariance(logps, advantages, mask)
-    candidate = (covariance > lower) & (covariance < upper) & ~is_clipped
-    draw = jnp.where(candidate, jax.random.uniform(key, logps.shape), -jnp.inf)
-    return jnp.where(_largest(draw, _share(mask, fraction)), 0.0, loss)
+    return jnp.where(as_mask(selected), 0.0, loss)
+
+
+def kl_cov_tokens(
+    logps, old_logps, advantages, epsilon_low=None, epsilon_high=None, *, mask, fraction=2e-4, kl_coef=1.0
+) -> Array:
+    """Returns booleans `[N, T]`, true on the tokens that `kl_cov` holds back; see there."""
+    del epsilon_low, epsilon_high, kl_coef
+    logps, _, advantages = _prepare(logps, old_logps, advantages, mask)
+    mask = as_mask(mask, logps.shape)
+    return _largest(_covariance(logps, advantages, mask), _share(mask, fraction))
 
 
 def kl_cov(
-    logps, old_logps, advantages, epsilon_low=None, epsilon_high=None, *, mask, fraction=2e-4, kl_coef=1.0
-) -> Array:
+    logps, old_logps, advantages, epsilon_low=None, epsilon_high=None, *, mask, fraction=2e-4, kl_coef=1.0,
+    selected=None,
+) -> Array:  # fmt: skip
     """Returns the unclipped surrogate `-r A`, `[N, T]`, with a KL penalty on the tokens of highest covariance.
 
     The `max(1, floor(fraction * tokens))` tokens with the largest covariance (see `clip_cov`) get
-    `+ kl_coef * |logps - old_logps|`. The epsilons are not read. Source: KL-Cov, arXiv 2505.22617.
+    `+ kl_coef * |logps - old_logps|`; `selected [N, T]`, `kl_cov_tokens` of a larger batch, may name them instead. The
+    epsilons are not read. Source: KL-Cov, arXiv 2505.22617.
     """
+    if selected is None:
+        selected = kl_cov_tokens(logps, old_logps, advantages, mask=mask, fraction=fraction)
     del epsilon_low, epsilon_high
-    logps, log_ratio, advantages = _prepare(logps, old_logps, advantages, mask)
-    mask = as_mask(mask, logps.shape)
-    selected = _largest(_covariance(logps, advantages, mask), _share(mask, fraction))
-    return -jnp.exp(log_ratio) * advantages + jnp.where(selected, kl_coef * magnitude(log_ratio), 0.0)
+    _, log_ratio, advantages = _prepare(logps, old_logps, advantages, mask)
+    return -jnp.exp(log_ratio) * advantages + jnp.where(as_mask(selected), kl_coef * magnitude(log_ratio), 0.0)
 
 
 def value_clip(values, old_values, returns, epsilon=None) -> Array:

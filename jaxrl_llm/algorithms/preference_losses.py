@@ -358,9 +358,14 @@ def alphapo(
     """
     del ref_chosen, ref_rejected
     chosen, rejected = _per_token(policy_chosen, policy_rejected, lengths, "alphapo")
-    if alpha != 0:
-        chosen, rejected = -jnp.expm1(-alpha * chosen) / alpha, -jnp.expm1(-alpha * rejected) / alpha
-    return _smoothed(beta * (chosen - rejected) - gamma, label_smoothing)
+    difference = alpha_reward(chosen, alpha) - alpha_reward(rejected, alpha)
+    return _smoothed(beta * difference - gamma, label_smoothing)
+
+
+def alpha_reward(logps, alpha) -> Array:
+    """Returns `(1 - p^-alpha) / alpha` of mean log-probs a token, log p; log p itself where alpha is 0."""
+    logps = as_float(logps)
+    return logps if alpha == 0 else -jnp.expm1(-alpha * logps) / alpha
 
 
 def log1mexp(x) -> Array:

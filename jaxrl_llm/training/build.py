@@ -9,33 +9,44 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jaxrl_llm.config import ConfigError, batch_rows
-from jaxrl_llm.data import sources
+from jaxrl_llm.data import reading
 from jaxrl_llm.data.packing import first_fit
 from jaxrl_llm.data.pipeline import Pipeline
-from jaxrl_llm.data.tokenize import tokenize_prompts
+from jaxrl_llm.data.reading import Part
+from jaxrl_llm.data.streaming import Stream
+from jaxrl_llm.environments.factory import Environments, load_environments
 from jaxrl_llm.keys import OFFLINE
-from jaxrl_llm.models.model import Model, load_model
+from jaxrl_llm.models.adapters import read_config
+from jaxrl_llm.models.lora import LoraConfig, has_adapters, parse_targets, split
+from jaxrl_llm.models.model import Model, add_adapters, load_model
 from jaxrl_llm.models.transformer import Params
+from jaxrl_llm.names import split_options
 from jaxrl_llm.rewards.grader import Rewards, load_rewards
 from jaxrl_llm.rollout.engine import Engine
 from jaxrl_llm.rollout.logits import Sampling
 from jaxrl_llm.sharding import make_mesh
 from jaxrl_llm.training import objectives, offline, preferences
-from jaxrl_llm.training.critic import critic_config, value_regression
+from jaxrl_llm.training.conversing import Converse
+from jaxrl_llm.training.critic import critic_config, policy_and_values, shared_critic, value_regression
+from jaxrl_llm.training.elsewhere import Elsewhere
 from jaxrl_llm.training.evaluation import Evaluation
 from jaxrl_llm.training.experience import Online, Row, Sampler, check_rows
-from jaxrl_llm.training.memory import make_memory
+from jaxrl_llm.training.memory import make_memory, start_reference
 from jaxrl_llm.training.metrics import Stopwatch
 from jaxrl_llm.training.offline import HeldOut, Offline
 from jaxrl_llm.training.optimizers import make_optimizer
+from jaxrl_llm.training.reward_models import with_reward_models
+from jaxrl_llm.training.rollout_functions import load_rollout_function
+from jaxrl_llm.training.router import with_router_loss
 from jaxrl_llm.training.scoring import make_scorer
-from jaxrl_llm.training.update import State, Update, init_state, learner, make_measure, make_update
+from jaxrl_llm.training.update import Frozen, State, Update, init_state, learner, make_measure, make_update, part_critic
 
 OBJECTIVES = {
     "sft": objectives.sft,
     "preference": preferences.preference,
     "reward_model": preferences.reward_model,
 }  # the others are of policy gradients
+ADAPTERS, VALUE_HEAD = 2**31 - 4, 2**31 - 5  # folded into the run's key
 WIDTH_MULTIPLE = 8  # rows are padded to a multiple, so that similar data compiles to the same shapes
 
 
@@ -49,10 +60,13 @@ class Run(NamedTuple):
     critic: Model | None
     mesh: Mesh
     source: Online | Offline
+    frozen: Frozen
     update: Update
     evaluation: Evaluate | None
     state: State
     watch: Stopwatch
+    rewards: Rewards
+    environments: Environments | None
 
 
 def build_mesh(config) -> Mesh:
@@ -60,34 +74,40 @@ def build_mesh(config) -> Mesh:
     return make_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.tensor)
 
 
-def build(config, mesh: Mesh, train_dataset=None, eval_dataset=None, rewards=None) -> Run:
+def build(config, mesh: Mesh, train_dataset=None, eval_dataset=None, rewards=None, environment=None, tools=()) -> Run:
     """The parts of a run, on `mesh` (which must be set). Raises ConfigError for anything the user can mend."""
     check_rows(config, batch_rows(config), mesh)
     watch = Stopwatch()
     model, grader = build_model(config, mesh), build_rewards(config, rewards)
-    critic = build_critic(config, mesh) if config.algorithm.name == "ppo" else None
-    dataset = sources.load(
-        config.data.path if train_dataset is None else train_dataset, config.data.split, config.data.name
-    )
+    environments = load_environments(config, environment, tools)
+    _check_trainable(config, model)
+    critic = build_critic(config, model, mesh) if config.algorithm.name == "ppo" else None
+    parts = reading.open_parts(config, model.tokenizer, train_dataset)
     if config.algorithm.name in OFFLINE:
-        source = _offline(config, model, dataset, mesh, watch)
+        source = _offline(config, model, parts, mesh, watch)
     else:
-        source = _online(config, model, critic, dataset, grader, mesh, watch)
-    objective = OBJECTIVES.get(config.algorithm.name, objectives.policy_gradient)(config, model.net)
+        source = _online(config, model, critic, parts, grader, mesh, watch, environments)
+    objective = with_router_loss(_objective(config), config, model.net)
     evaluation = None
     if config.eval.every >= 0 and not (
         train_dataset is not None and eval_dataset is None and config.data.eval_path is None
     ):
-        evaluation = _evaluation(config, model, grader, objective, source, eval_dataset, mesh)
+        evaluation = _evaluation(config, model, grader, objective, source, eval_dataset, mesh, environments)
     optimizer, learn_critic = make_optimizer(config), None
-    state = init_state(model.params, optimizer, mesh)
-    if isinstance(source, Online) and critic is not None:
+    frozen, trainable = split(model.params)
+    state, frozen_critic = init_state(trainable, optimizer, mesh, config.optimizer.offload), {}
+    if critic is not None and config.critic.shared:
+        joint = init_state({**trainable, **critic.params}, optimizer, mesh, config.optimizer.offload)
+        state = part_critic(joint, State(jnp.zeros_like(joint.step), critic.params, ()))
+    elif critic is not None:
         own = critic_config(config)
         critic_optimizer = make_optimizer(own)
-        state = replace(state, critic=init_state(critic.params, critic_optimizer, mesh))
+        frozen_critic, trainable = split(critic.params)
+        state = replace(state, critic=init_state(trainable, critic_optimizer, mesh, config.optimizer.offload))
         learn_critic = learner(value_regression(config, critic.net), critic_optimizer, own, mesh)
     update = make_update(objective, optimizer, config, mesh, learn_critic)
-    return Run(model, critic, mesh, source, update, evaluation, state, watch)
+    frozen_parts = Frozen(frozen, frozen_critic)
+    return Run(model, critic, mesh, source, frozen_parts, update, evaluation, state, watch, grader, environments)
 
 
 def build_model(config, mesh: Mesh, head: str | None = None) -> Model:
@@ -96,78 +116,140 @@ def build_model(config, mesh: Mesh, head: str | None = None) -> Model:
     init_key = jax.random.key(config.seed) if c.random_init else None
     scan = jax.default_backend() != "cpu" if c.scan_layers == "auto" else c.scan_layers == "true"
     head = head or ("score" if config.algorithm.name == "reward_model" else "lm")
-    model = load_model(c.path, c.dtype, c.param_dtype, mesh, init_key, remat=c.remat, scan_layers=scan, head=head)
+    model = load_model(
+        c.path, c.dtype, c.param_dtype, mesh, init_key, config.lora.path, remat=c.remat, scan_layers=scan, head=head,
+        quantize=c.quantize, fp32_head=c.fp32_head, freeze_router=c.freeze_router,
+        **({} if c.router_aux_loss_coef is None else {"router_aux_loss_coef": c.router_aux_loss_coef}),
+    )  # fmt: skip
+    if config.lora.rank:
+        model = add_adapters(model, build_lora(config), jax.random.fold_in(jax.random.key(config.seed), ADAPTERS))
+    elif config.lora.path is not None and model.net.config.lora is not None:
+        model = replace(model, net=model.net.with_lora(replace(model.net.config.lora, dropout=config.lora.dropout)))
     if model.tokenizer is None:
         raise ConfigError(f"model.path = {config.model.path!r} has no tokenizer files; add them to the folder")
     return model
 
 
-def build_critic(config, mesh: Mesh) -> Model:
-    """PPO's critic: the model of critic.path (or model.path) with a score head."""
+def build_lora(config) -> LoraConfig:
+    """The adapters that the configuration asks for; raises ConfigError for an unknown target."""
+    c = config.lora
+    return LoraConfig(c.rank, c.alpha, c.dropout, parse_targets(c.targets), c.rslora)
+
+
+def _check_trainable(config, model: Model) -> None:
+    """Raises ConfigError for a model that cannot be trained as the configuration says."""
+    lora = config.lora
+    if has_adapters(model.params) and not (lora.rank or lora.path):
+        raise ConfigError(
+            f"model.path = {config.model.path!r} is an adapter. Set lora.path to it and model.path to {model.path!r} "
+            "to train it on; or merge it first, with jaxrl_llm.save_hf(jaxrl_llm.load_model(path), folder)"
+        )
+    if config.model.quantize != "none" and not has_adapters(model.params):
+        raise ConfigError(
+            f"model.quantize is {config.model.quantize}, and quantised matrices are not trained: set lora.rank, 16 for "
+            "example, to train adapters beside them"
+        )
+
+
+def _objective(config):
+    if config.algorithm.name == "ppo" and config.critic.shared:
+        return policy_and_values
+    return OBJECTIVES.get(config.algorithm.name, objectives.policy_gradient)
+
+
+def build_critic(config, policy: Model, mesh: Mesh) -> Model:
+    """PPO's critic: the model of critic.path (or model.path) with a score head, and new adapters where the policy has
+    adapters; or, with critic.shared, a score head on the policy's own network."""
+    if config.critic.shared:
+        return shared_critic(policy, jax.random.fold_in(jax.random.key(config.seed), VALUE_HEAD), mesh)
     own = config.copy_and_resolve_references()
     own.model.path = config.critic.path or config.model.path
+    if config.lora.path is not None:
+        shape = read_config(config.lora.path).lora
+        own.lora.path = None
+        own.lora.rank, own.lora.alpha, own.lora.rslora, own.lora.targets = (
+            shape.rank, shape.alpha, shape.rslora, shape.targets
+        )  # fmt: skip
     return build_model(own, mesh, head="score")
 
 
 def build_rewards(config, rewards=None) -> Rewards:
     """The grader of the given rewards (a function, a name, or a list of them), or else of the configuration's."""
     c = config.rewards
-    return load_rewards(c.functions if rewards is None else rewards, c.weights, c.timeout)
+    functions = with_reward_models(c.functions if rewards is None else rewards)
+    return load_rewards(
+        functions, c.weights, c.timeout, on_timeout=c.on_timeout, on_error=c.on_error, workers=c.workers
+    )
 
 
-def build_sampler(model: Model, grader: Rewards, mesh: Mesh, sampling: Sampling, examples: list[Row], group_size: int,
-                  config, watch: Stopwatch) -> Sampler:  # fmt: skip
-    """A sampler wide enough for the prompts of `examples`."""
+def build_sampler(model: Model, grader: Rewards, mesh: Mesh, sampling: Sampling, examples: list[Row] | None,
+                  group_size: int, config, watch: Stopwatch,
+                  environments: Environments | None = None) -> Sampler:  # fmt: skip
+    """A sampler wide enough for the prompts of `examples` or, where they are not known before, for any."""
     eos = eos_ids(model)
+    converse = None
+    if environments is not None:
+        options = split_options(f"_({config.data.chat_template_kwargs})")[1]
+        converse = Converse(environments, model.tokenizer, eos, config.rollout.max_prompt_length, options)
+        examples = None  # environments and tools may lengthen prompts
     c, cache_dtype = config.rollout, None if config.rollout.cache_dtype == "auto" else config.rollout.cache_dtype
     engine = Engine(model.net, sampling, group_size, c.max_completion_length, eos, c.chunk, c.slots, cache_dtype)
-    width = _width(max(len(example["prompt_ids"]) for example in examples), config.rollout.max_prompt_length)
-    return Sampler(engine, grader, model.tokenizer, mesh, width, watch)
+    limit = config.rollout.max_prompt_length
+    width = limit if examples is None else _width(max(len(example["prompt_ids"]) for example in examples), limit)
+    function, elsewhere = load_rollout_function(config.environment.rollout_func), None
+    if function is not None:
+        width = limit  # what a function returns as prompts is its own
+        elsewhere = Elsewhere(function, engine, model.tokenizer, mesh, width, config.rollout.temperature)
+    return Sampler(engine, grader, model.tokenizer, mesh, width, watch, converse, elsewhere)
 
 
 def _evaluation(config, model: Model, grader: Rewards, objective: objectives.Objective, source: Online | Offline,
-                eval_dataset, mesh: Mesh) -> Evaluate:  # fmt: skip
+                eval_dataset, mesh: Mesh, environments: Environments | None) -> Evaluate:  # fmt: skip
     """What `eval.measure` says: the loss on held-out rows, samples for held-out prompts, or both."""
-    data, measure = _held_out_rows(config, eval_dataset), config.eval.measure
+    held_out, measure = _held_out_parts(config, model, eval_dataset), config.eval.measure
     if measure == "auto":
-        learns = config.algorithm.name in OFFLINE and offline.is_learnable(config, data.column_names)
+        learns = config.algorithm.name in OFFLINE and reading.is_learnable(config, held_out)
         measure = "loss" if learns or config.algorithm.name == "reward_model" else "samples"
     parts: list[Evaluate] = []
     if measure in ("loss", "both"):
         assert isinstance(source, Offline)
-        parts.append(_held_out(config, model, objective, source, data, mesh))
+        parts.append(_held_out(config, model, objective, source, held_out, mesh))
     if measure in ("samples", "both"):
-        parts.append(build_evaluation(config, model, grader, eval_dataset, mesh))
+        parts.append(build_evaluation(config, model, grader, eval_dataset, mesh, environments))
     return lambda params, key: {name: value for part in parts for name, value in part(params, key).items()}
 
 
-def _held_out(config, model: Model, objective: objectives.Objective, source: Offline, data, mesh: Mesh) -> HeldOut:
-    examples = offline.tokenized(config, data, model.tokenizer)
+def _held_out(config, model: Model, objective: objectives.Objective, source: Offline, held_out: list[Part],
+              mesh: Mesh) -> HeldOut:  # fmt: skip
+    tokens = reading.tokenized(config, held_out, reading.kind_of(config), model.tokenizer)
+    examples = offline.as_examples(tokens.rows)
     width = _width(offline.longest(config, examples), config.data.max_length)
     batch, rows = offline.held_out_batch(config, examples, width, mesh)
     if preferences.needs_reference(config):
-        batch = offline.reference_logps(model.net, model.params, batch, rows, mesh)
+        reference = start_reference(config, model.params, kept=False)
+        batch = offline.reference_logps(model.net, reference, batch, rows, mesh)
     return HeldOut(make_measure(objective, rows, mesh), batch, source)
 
 
-def _held_out_rows(config, eval_dataset):
+def _held_out_parts(config, model: Model, eval_dataset, prompts: bool = False) -> list[Part]:
     """The first `eval.prompts` held-out rows."""
-    path = config.data.eval_path or config.data.path
     try:
-        data = sources.load(path if eval_dataset is None else eval_dataset, config.data.eval_split, config.data.name)
+        parts = reading.open_parts(config, model.tokenizer, eval_dataset, held_out=True, prompts=prompts)
     except ConfigError as error:
         raise ConfigError(
             f"for the evaluation: {error} (data.eval_split, data.eval_path; eval.every=-1 is no evaluation)"
         ) from error
-    return data.select(range(min(config.eval.prompts, len(data))))
+    return reading.first_rows(parts, config.eval.prompts)
 
 
-def build_evaluation(config, model: Model, grader: Rewards, eval_dataset, mesh: Mesh) -> Evaluation:
+def build_evaluation(config, model: Model, grader: Rewards, eval_dataset, mesh: Mesh,
+                     environments: Environments | None = None) -> Evaluation:  # fmt: skip
     """The evaluation on the first `eval.prompts` held-out prompts."""
-    examples = _prompts(config, model, _held_out_rows(config, eval_dataset))
+    held_out = _held_out_parts(config, model, eval_dataset, prompts=True)
+    examples = reading.tokenized(config, held_out, "prompts", model.tokenizer).rows
 
     def sampler(sampling: Sampling, group_size: int) -> Sampler:
-        return build_sampler(model, grader, mesh, sampling, examples, group_size, config, Stopwatch())
+        return build_sampler(model, grader, mesh, sampling, examples, group_size, config, Stopwatch(), environments)
 
     return Evaluation(
         sampled=sampler(training_sampling(config), config.eval.samples),
@@ -193,51 +275,58 @@ def eos_ids(model: Model) -> tuple[int, ...]:
     return tuple(sorted(ids))
 
 
-def _online(
-    config, model: Model, critic: Model | None, dataset, grader: Rewards, mesh: Mesh, watch: Stopwatch
-) -> Online:
+def _online(config, model: Model, critic: Model | None, parts: list[Part], grader: Rewards, mesh: Mesh,
+            watch: Stopwatch, environments: Environments | None) -> Online:  # fmt: skip
     scorer = make_scorer(config, grader.names)
-    examples = _prompts(config, model, dataset)
-    sampler = build_sampler(
-        model, grader, mesh, training_sampling(config), examples, config.rollout.group_size, config, watch
-    )
-    greedy = None
-    if scorer.asks_for("greedy_scores"):
-        greedy = build_sampler(model, grader, mesh, Sampling(temperature=0.0), examples, 1, config, watch)
-    memory = make_memory(config, model.params, sampler.prompt_width, mesh)
+    examples, pipeline = _prompts(config, model, parts)
+
+    def sampler_of(sampling: Sampling, group_size: int) -> Sampler:
+        return build_sampler(model, grader, mesh, sampling, examples, group_size, config, watch, environments)
+
+    sampler = sampler_of(training_sampling(config), config.rollout.group_size)
+    greedy = sampler_of(Sampling(temperature=0.0), 1) if scorer.asks_for("greedy_scores") else None
+    memory = make_memory(config, model.params, sampler.prompt_width, mesh, model.net.config.lora)
     critic_net = None if critic is None else critic.net
-    return Online(config, model.net, critic_net, sampler, greedy, _pipeline(config, examples), scorer, memory)
+    return Online(config, model.net, critic_net, sampler, greedy, pipeline, scorer, memory)
 
 
-def _offline(config, model: Model, dataset, mesh: Mesh, watch: Stopwatch) -> Offline:
-    examples: list[Any] = offline.tokenized(config, dataset, model.tokenizer)
+def _offline(config, model: Model, parts: list[Part], mesh: Mesh, watch: Stopwatch) -> Offline:
+    kind = reading.kind_of(config)
+    if config.data.streaming:
+        margins = any("margin" in reading.columns(part) for part in parts)
+        stream = reading.stream(config, parts, kind, model.tokenizer, lambda row: offline.as_example(row, margins))
+        ref_params = None
+        if preferences.needs_reference(config):
+            ref_params = start_reference(config, model.params, model.net.config.lora)
+        return Offline(config, model.net, stream, mesh, config.data.max_length, ref_params, watch)
+    tokens = reading.tokenized(config, parts, kind, model.tokenizer)
+    examples: list[Any] = offline.as_examples(tokens.rows)
     if offline.is_labelled(config):
         offline.check_balance(config, examples)
     width, ref_params = _width(offline.longest(config, examples), config.data.max_length), None
     if preferences.needs_reference(config):
-        if config.data.precompute_reference:
-            examples = offline.with_reference(config, model.net, model.params, examples, width, mesh)
-        else:
-            ref_params = jax.tree.map(jnp.copy, model.params)
+        kept = not config.data.precompute_reference
+        ref_params = start_reference(config, model.params, model.net.config.lora, kept)
+        if not kept:
+            examples = offline.with_reference(config, model.net, ref_params, examples, width, mesh)
+            ref_params = None
     if config.data.packing:
         width = config.data.max_length
         groups = first_fit([len(row["ids"]) for (row,) in examples], width)
         examples = [[(examples[i][0]["ids"], examples[i][0]["mask"]) for i in group] for group in groups]
     # Every process reads whole batches: kto pairs the rows of one with each other.
-    pipeline = Pipeline(examples, config.batch.prompts, config.seed, config.data.shuffle)
+    pipeline = Pipeline(examples, config.batch.prompts, config.seed, config.data.shuffle, shares=tokens.shares)
     return Offline(config, model.net, pipeline, mesh, width, ref_params, watch)
 
 
-def _prompts(config, model: Model, dataset) -> list[Row]:
-    return tokenize_prompts(
-        dataset, model.tokenizer, config.rollout.max_prompt_length, config.data.overlong, config.data.prompt_key
-    )
-
-
-def _pipeline(config, examples: list[Any]) -> Pipeline:
-    return Pipeline(
-        examples, config.batch.prompts, config.seed, config.data.shuffle, jax.process_index(), jax.process_count()
-    )
+def _prompts(config, model: Model, parts: list[Part]) -> tuple[list[Row] | None, Pipeline | Stream]:
+    """All prompts, where they are known before, and the pipeline of this process's part of them."""
+    process = jax.process_index(), jax.process_count()
+    if config.data.streaming:
+        return None, reading.stream(config, parts, "prompts", model.tokenizer, lambda row: row, *process)
+    tokens = reading.tokenized(config, parts, "prompts", model.tokenizer)
+    batch, seed, shuffle = config.batch.prompts, config.seed, config.data.shuffle
+    return tokens.rows, Pipeline(tokens.rows, batch, seed, shuffle, *process, tokens.shares)
 
 
 def _width(longest: int, limit: int) -> int:

@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.models.transformer import Params
@@ -57,11 +57,11 @@ class Checkpoints:
         self._manager.save(step, args=ocp.args.Composite(**items))
 
     def restore(self, step: int, like: State, mesh: Mesh) -> tuple[State, dict[str, Any]]:
-        """The state of a step, cut over `mesh`, and its host part; `like` gives shapes and dtypes.
+        """The state of a step, cut over `mesh`, and its host part; `like` gives shapes, dtypes and memories.
 
         Raises ConfigError when the checkpoint cannot be read or belongs to another model or optimizer.
         """
-        tree = _placed(jax.eval_shape(lambda: vars(like)), mesh)
+        tree = jax.tree.map(_in_memory_of, _placed(jax.eval_shape(lambda: vars(like)), mesh), vars(like))
         try:
             restored = self._manager.restore(
                 step, args=ocp.args.Composite(state=ocp.args.StandardRestore(tree), host=ocp.args.JsonRestore())
@@ -122,6 +122,14 @@ def find(path: str | Path) -> tuple[Checkpoints, int]:
         there = f"there are steps {', '.join(map(str, steps))}" if steps else "no checkpoint is there"
         raise ConfigError(f"checkpoint.resume is {str(path)!r}, but {there}; give auto, never or RUN/checkpoints/STEP")
     return checkpoints, steps[-1] if step is None else step
+
+
+def _in_memory_of(shape: jax.ShapeDtypeStruct, x) -> jax.ShapeDtypeStruct:
+    """The shape, placed in the memory that x lives in: of the device, or of the host."""
+    place = shape.sharding
+    if isinstance(x, jax.Array) and isinstance(place, NamedSharding) and x.sharding.memory_kind:
+        place = place.with_memory_kind(x.sharding.memory_kind)
+    return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=place)
 
 
 def _placed(shapes, mesh: Mesh):

@@ -6,6 +6,7 @@ sampling) -> log-probs of policy and reference -> advantages -> replay -> Batch.
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -21,15 +22,20 @@ from jaxrl_llm.config import ConfigError, rows_together
 from jaxrl_llm.data.chat import decode_completion, is_conversational
 from jaxrl_llm.data.collate import pad_prompts
 from jaxrl_llm.data.pipeline import Pipeline
+from jaxrl_llm.data.streaming import Stream
 from jaxrl_llm.keys import OFFLINE
 from jaxrl_llm.models.transformer import Net, Params
 from jaxrl_llm.policy import token_logps, token_values
-from jaxrl_llm.rewards.grader import Rewards
+from jaxrl_llm.rewards.grader import NOTHING_LOGGED, Logged, Rewards, TrainerState
+from jaxrl_llm.rollout.conversations import Partner
 from jaxrl_llm.rollout.engine import Engine, Rollout
-from jaxrl_llm.sharding import constrain, local_rows, row_shards, rows_to_global
+from jaxrl_llm.sharding import constrain, local_rows, on_device, row_shards, rows_to_global
+from jaxrl_llm.training.conversing import Converse
+from jaxrl_llm.training.critic import critic_params
 from jaxrl_llm.training.memory import Memory
 from jaxrl_llm.training.metrics import Stopwatch
 from jaxrl_llm.training.objectives import needs_key
+from jaxrl_llm.training.reward_log import join, over_processes, table_value
 from jaxrl_llm.training.scoring import Scorer
 from jaxrl_llm.training.update import State
 
@@ -54,11 +60,15 @@ class Sampled(NamedTuple):
     prompts: list[Any]
     completions: list[Any]
     rewards: np.ndarray  # [rows of this process, R], NaN where a function does not apply
+    logged: Logged = NOTHING_LOGGED  # by the reward functions
 
 
 @dataclasses.dataclass(frozen=True)
 class Sampler:
-    """Samples completions of prompts and scores them."""
+    """Samples completions of prompts and scores them.
+
+    With `converse` completions are conversations; `elsewhere` samples in place of the engine.
+    """
 
     engine: Engine
     rewards: Rewards
@@ -66,31 +76,56 @@ class Sampler:
     mesh: Mesh
     prompt_width: int
     watch: Stopwatch
+    converse: Converse | None = None
+    elsewhere: Callable[..., tuple[Rollout, dict[str, list[Any]]]] | None = None
 
-    def __call__(self, params: Params, examples: list[Row], key, first_row: int = 0) -> Sampled:
+    def __call__(
+        self,
+        params: Params,
+        examples: list[Row],
+        key,
+        first_row: int = 0,
+        state: TrainerState = TrainerState(),  # noqa: B008 (immutable)
+    ) -> Sampled:
         """`group_size` completions of every example of this process, rows of a prompt adjacent.
 
         Row i draws its random numbers from `fold_in(key, first_row + i)`.
         """
         with self.watch("rollout"):
-            padded = pad_prompts([e["prompt_ids"] for e in examples], self.prompt_width)
-            prompts, segments = rows_to_global(padded, self.mesh)
-            rollout = self.engine.generate(params, prompts, segments, key, first_row)
+            talk = None if self.converse is None else self.converse(examples, self.engine.group_size)
+            opened = examples if talk is None else talk.examples
+            partner = None if talk is None else talk.dialogue
+            rollout, results = self._rollout(params, opened, key, first_row, state, partner)
             tokens, lengths = local_rows((rollout.tokens, rollout.lengths))
         with self.watch("reward"):
-            repeated = [e for e in examples for _ in range(self.engine.group_size)]
+            repeated = [e for e in opened for _ in range(self.engine.group_size)]
             ids = [
                 row[self.prompt_width : self.prompt_width + n].tolist() for row, n in zip(tokens, lengths, strict=True)
             ]
-            texts = [
-                decode_completion(self.tokenizer, i, is_conversational(e["prompt"]))
-                for i, e in zip(ids, repeated, strict=True)
-            ]
+            if talk is not None:
+                texts, results = talk.finish(ids, self.rewards.workers is None)
+            else:
+                texts = [
+                    decode_completion(self.tokenizer, i, is_conversational(e["prompt"]))
+                    for i, e in zip(ids, repeated, strict=True)
+                ]
             columns = {
                 name: [e[name] for e in repeated] for name in examples[0] if name not in ("prompt", "prompt_ids")
             }
             asked = [e["prompt"] for e in repeated]
-            return Sampled(rollout, examples, asked, texts, self.rewards(asked, texts, ids, columns))
+            graded = self.rewards.submit(asked, texts, ids, columns | results, state).result()
+            if talk is not None:
+                graded = graded._replace(logged=talk.logged(graded.logged))
+            return Sampled(rollout, examples, asked, texts, *graded)
+
+    def _rollout(self, params: Params, examples: list[Row], key, first_row: int, state: TrainerState,
+                 partner: Partner | None) -> tuple[Rollout, dict[str, list[Any]]]:  # fmt: skip
+        """The rows, and the columns for rewards that come with them."""
+        if self.elsewhere is not None:
+            return self.elsewhere(params, examples, jax.random.fold_in(key, first_row), state)
+        padded = pad_prompts([e["prompt_ids"] for e in examples], self.prompt_width)
+        prompts, segments = rows_to_global(padded, self.mesh)
+        return self.engine.generate(params, prompts, segments, key, first_row, partner), {}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,7 +140,7 @@ class Online:
     critic: Net | None
     sampler: Sampler
     greedy: Sampler | None
-    pipeline: Pipeline
+    pipeline: Pipeline | Stream
     scorer: Scorer
     memory: Memory
 
@@ -113,16 +148,17 @@ class Online:
         """The batch of one step, sampled from `state.params`."""
         algorithm, memory, mesh, watch = self.config.algorithm, self.memory, self.sampler.mesh, self.sampler.watch
         memory.sync_reference(state)
-        sampled, resampled = self._sample(state.params, key)
+        sampled, resampled = self._sample(state, key)
         rollout = sampled.rollout
         with watch("logps"):
             old_logps = self._logps(state.params, rollout) if self._needs_old_logps() else None
-            ref_logps = self._logps(memory.reference, rollout) if self._measures_kl() else None
+            ref_logps = self._logps(on_device(memory.reference), rollout) if self._measures_kl() else None
             values = self._values(state, rollout)
         mask = rollout.mask * rollout.finished[:, None] if algorithm.mask_truncated else rollout.mask
+        greedy, greedy_rewards = self._greedy(state.params, sampled.examples, key)
         scored = self.scorer(
             rollout, mask, rows_to_global(sampled.rewards, mesh), self.sampler.rewards.weights, old_logps, ref_logps,
-            memory.kl.coef, self._greedy_rewards(state.params, sampled.examples, key), values,
+            memory.kl.coef, greedy_rewards, values, greedy,
         )  # fmt: skip
         batch = Batch(
             tokens=rollout.tokens,
@@ -135,7 +171,7 @@ class Online:
             returns=scored.returns,
             prompt_width=self.sampler.prompt_width,
         )
-        metrics = scored.metrics | resampled
+        metrics = scored.metrics | resampled | over_processes(sampled.logged, scored.metrics)
         metrics["rollout/useful_token_fraction"] = _useful(rollout.lengths, rollout.steps)
         if memory.replay is not None:
             batch, metrics["rollout/replayed_groups"] = memory.replay_groups(
@@ -163,10 +199,11 @@ class Online:
         """Takes notice of the metrics of a step's updates."""
         self.memory.control_entropy(metrics)
 
-    def _sample(self, params: Params, key) -> tuple[Sampled, dict[str, Any]]:
+    def _sample(self, state: State, key) -> tuple[Sampled, dict[str, Any]]:
         """Scored completions; with `algorithm.dynamic_sampling` of prompts whose completions score differently."""
         algorithm, weights = self.config.algorithm, self.sampler.rewards.weights
-        sampled = self.sampler(params, next(self.pipeline), key)
+        params, progress = state.params, TrainerState(int(state.step), self.config.total_steps)
+        sampled = self.sampler(params, next(self.pipeline), key, state=progress)
         if not algorithm.dynamic_sampling:
             return sampled, {}
         flat, resampled = self.scorer.flat_groups(sampled.rewards, weights), 0
@@ -176,7 +213,7 @@ class Online:
             if not missing:
                 break
             resampled += missing
-            fresh = self.sampler(params, next(self.pipeline), key, first_row=sampling_round * rows)
+            fresh = self.sampler(params, next(self.pipeline), key, sampling_round * rows, progress)
             fresh_flat = self.scorer.flat_groups(fresh.rewards, weights)
             sampled, flat = fill(sampled, flat, fresh, fresh_flat, self.sampler.mesh)
         missing = _sum_over_processes(flat)
@@ -189,11 +226,12 @@ class Online:
             )
         return sampled, {"rollout/resampled_groups": np.float32(resampled)}
 
-    def _greedy_rewards(self, params: Params, examples: list[Row], key):
-        """Rewards `[B,R]` of a greedy completion of each example, None unless the advantage rule asks for it."""
+    def _greedy(self, params: Params, examples: list[Row], key):
+        """A greedy completion of each example and its rewards `[B,R]`; None unless the advantage rule asks for it."""
         if self.greedy is None:
-            return None
-        return rows_to_global(self.greedy(params, examples, key).rewards, self.sampler.mesh)
+            return None, None
+        found = self.greedy(params, examples, key)
+        return found.rollout, rows_to_global(found.rewards, self.sampler.mesh)
 
     def _with_terms(self, batch: Batch, ref_logps, key) -> Batch:
         """The batch with what the terms of the objective read: the reference, moving coefficients, random seeds."""
@@ -201,9 +239,12 @@ class Online:
         if memory.reference is not None and not self.config.algorithm.kl_in_reward:
             with self.sampler.watch("logps"):
                 known = ref_logps is not None
-                batch = batch.replace(ref_logps=ref_logps if known else self._logps(memory.reference, batch))
+                batch = batch.replace(ref_logps=ref_logps if known else self._logps(on_device(memory.reference), batch))
             if isinstance(memory.kl, AdaptiveKL):
                 batch = batch.replace(kl_coef=rows_to_global(np.full(rows, memory.kl.coef, np.float32), mesh))
+        if self.config.algorithm.aggregation == "rollout_token":
+            share = float((batch.mask > 0).sum()) / self.config.batch.minibatches
+            batch = batch.replace(token_count=rows_to_global(np.full(rows, share, np.float32), mesh))
         if memory.entropy is not None:
             coef = np.full(rows, memory.entropy.applied, np.float32)
             batch = batch.replace(entropy_coef=rows_to_global(coef, mesh))
@@ -215,9 +256,11 @@ class Online:
 
     def _table(self, sampled: Sampled, advantages, mask) -> list[Row]:
         names, row_advantages = self.sampler.rewards.names, local_rows(masked_mean(advantages, mask, axis=-1))
+        rows = zip(sampled.prompts, sampled.completions, sampled.rewards, row_advantages, strict=True)
         return [
             {"prompt": p, "completion": c, **dict(zip(names, map(float, r), strict=True)), "advantage": float(a)}
-            for p, c, r, a in zip(sampled.prompts, sampled.completions, sampled.rewards, row_advantages, strict=True)
+            | {name: table_value(values[row]) for name, values in sampled.logged.columns.items()}
+            for row, (p, c, r, a) in enumerate(rows)
         ]
 
     def _measures_kl(self) -> bool:
@@ -239,7 +282,8 @@ class Online:
         if self.critic is None or state.critic is None:
             return None
         width = self.sampler.prompt_width
-        return values_before(self.critic, state.critic.params, rows.tokens, rows.segments, width, *self._parts(rows))
+        params = critic_params(self.config, state)
+        return values_before(self.critic, params, rows.tokens, rows.segments, width, *self._parts(rows))
 
     def _parts(self, rows: Rollout | Batch) -> tuple[int, int]:
         """How many rows to compute at a time, and the shards of the mesh they come from."""
@@ -274,6 +318,7 @@ def fill(
         prompts=pick(held.prompts, fresh.prompts, index),
         completions=pick(held.completions, fresh.completions, index),
         rewards=np.concatenate([held.rewards, fresh.rewards])[index],
+        logged=join(held.logged, fresh.logged, index, rows),
     )
     still = flat.copy()
     still[slots] = False

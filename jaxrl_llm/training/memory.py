@@ -12,7 +12,9 @@ from jax.sharding import Mesh
 from jaxrl_llm.algorithms.batch import Batch
 from jaxrl_llm.algorithms.entropy import AdaptiveEntropy
 from jaxrl_llm.algorithms.kl import AdaptiveKL, FixedKL
+from jaxrl_llm.models.lora import LoraConfig, combine, copied, has_adapters, merge, split, without_adapters
 from jaxrl_llm.models.transformer import Params
+from jaxrl_llm.sharding import on_device, on_host
 from jaxrl_llm.training.replay import Replay, empty_replay, exchange
 from jaxrl_llm.training.update import State
 
@@ -31,15 +33,24 @@ class Memory:
     kl: FixedKL | AdaptiveKL = dataclasses.field(default_factory=lambda: FixedKL(0.0))
     entropy: AdaptiveEntropy | None = None
     replay: Replay | None = None
+    lora: LoraConfig | None = None  # of the policy's adapters
 
     def sync_reference(self, state: State) -> None:
         """After every `ref_sync_steps` steps: reference = alpha * policy + (1 - alpha) * reference (TR-DPO,
-        arXiv 2404.09656)."""
+        arXiv 2404.09656). A reference with adapters takes those of the policy."""
         if self.reference is None or not self.ref_sync_steps:
             return
         step = int(state.step)
         if step and step % self.ref_sync_steps == 0:
-            self.reference = _mix(self.reference, state.params, self.ref_mixup_alpha)
+            if has_adapters(self.reference):
+                self.reference = copied(state.params)
+            else:
+                policy, offloaded = merge(state.params, self.lora), self._is_offloaded()
+                mixed = _mix(on_device(self.reference), policy, self.ref_mixup_alpha)
+                self.reference = on_host(mixed) if offloaded else mixed
+
+    def _is_offloaded(self) -> bool:
+        return any(x.sharding.memory_kind == "pinned_host" for x in jax.tree.leaves(self.reference))
 
     def control_kl(self, kl: jax.Array | None, rows: int) -> None:
         """Moves the KL coefficient after a batch of `rows` completions with mean KL `kl`."""
@@ -50,7 +61,8 @@ class Memory:
     def control_entropy(self, metrics: dict[str, float]) -> None:
         """Moves the entropy coefficient after a step's updates."""
         if self.entropy is not None:
-            self.entropy = _as_numbers(self.entropy.update(metrics["entropy"]))
+            measured = metrics.get("entropy_kept", metrics["entropy"])
+            self.entropy = _as_numbers(self.entropy.update(measured))
 
     def replay_groups(self, batch: Batch, priority, key, group_size: int) -> tuple[Batch, jax.Array]:
         """The batch with stored groups for its flat ones, and their number; its other groups are stored."""
@@ -72,7 +84,7 @@ class Memory:
         """The trees of arrays that a checkpoint holds, by name."""
         trees: dict[str, Any] = {}
         if self.reference is not None and self.ref_sync_steps:
-            trees["reference"] = self.reference
+            trees["reference"] = split(self.reference)[1]
         if self.replay is not None:
             rows = {name: x for name, x in vars(self.replay.rows).items() if isinstance(x, jax.Array)}
             trees["replay"] = {"rows": rows, "priority": self.replay.priority}
@@ -85,14 +97,34 @@ class Memory:
         if self.entropy is not None and "entropy_coef" in numbers:
             self.entropy = dataclasses.replace(self.entropy, coef=numbers["entropy_coef"], last=numbers["entropy_last"])
         if "reference" in arrays:
-            self.reference = arrays["reference"]
+            assert self.reference is not None
+            found = combine(split(self.reference)[0], arrays["reference"])
+            self.reference = on_host(found) if self._is_offloaded() else found
         if self.replay is not None and "replay" in arrays:
             found = arrays["replay"]
             self.replay = Replay(self.replay.rows.replace(**found["rows"]), found["priority"])
 
 
-def make_memory(config, params: Params, prompt_width: int, mesh: Mesh) -> Memory:
-    """The memory of an online run that starts from `params`; updates donate those, so the reference is a copy."""
+def start_reference(config, params: Params, lora: LoraConfig | None = None, kept: bool = True) -> Params:
+    """The reference policy of a run that starts from `params`, with arrays that no update donates.
+
+    A copy of them, in the host's memory with `offload_reference`; or, of a model with adapters of shape `lora`, what
+    `lora.reference` says, which shares the frozen parameters. Nothing is copied for a reference that is not `kept`
+    while updates are made.
+    """
+    if not kept:
+        return without_adapters(params) if config.lora.reference == "base" else params
+    keep = on_host if config.algorithm.offload_reference else lambda params: params
+    if not has_adapters(params):
+        return keep(jax.tree.map(jnp.copy, params))
+    if config.lora.reference == "copy":
+        return keep(jax.jit(lambda params: jax.tree.map(jnp.copy, merge(params, lora)))(params))
+    own = copied(params)
+    return own if config.lora.reference == "start" else without_adapters(own)
+
+
+def make_memory(config, params: Params, prompt_width: int, mesh: Mesh, lora: LoraConfig | None = None) -> Memory:
+    """The memory of an online run that starts from `params`, with adapters of shape `lora`."""
     algorithm, rollout = config.algorithm, config.rollout
     kl = FixedKL(algorithm.beta)
     if algorithm.kl_controller == "adaptive":
@@ -111,12 +143,13 @@ def make_memory(config, params: Params, prompt_width: int, mesh: Mesh) -> Memory
         width = prompt_width + rollout.max_completion_length
         replay = empty_replay(algorithm.replay_groups, rollout.group_size, width, prompt_width, mesh)
     return Memory(
-        reference=jax.tree.map(jnp.copy, params) if algorithm.beta > 0 else None,
+        reference=start_reference(config, params, lora) if algorithm.beta > 0 else None,
         ref_sync_steps=algorithm.ref_sync_steps,
         ref_mixup_alpha=algorithm.ref_mixup_alpha,
         kl=kl,
         entropy=entropy,
         replay=replay,
+        lora=lora,
     )
 
 

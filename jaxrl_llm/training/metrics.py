@@ -28,6 +28,7 @@ from rich.console import Console
 from jaxrl_llm.config import ConfigDict, ConfigError, default
 from jaxrl_llm.keys import KEYS, OFFLINE
 from jaxrl_llm.training.console import Screen
+from jaxrl_llm.training.metric_names import shown_names
 
 METRICS = "metrics.jsonl"
 COMPLETIONS = "completions"
@@ -79,6 +80,7 @@ class Logger:
         self._began = time.perf_counter()
         self._file = None
         self._screen = None
+        self._names = shown_names(config)
         if not self._main:
             return
         backends = config.logging.backends
@@ -97,8 +99,9 @@ class Logger:
             path.unlink(missing_ok=True)
         elif path.exists():
             trim_metrics(path, resume_step)
+            own = {shown: name for name, shown in self._names.items()}
             for record in read_metrics(path):
-                self._remember(record)
+                self._remember({own.get(name, name): value for name, value in record.items()})
             if self._last_step is None or self._last_step < resume_step:
                 held = "no step" if self._last_step is None else f"step {self._last_step}"
                 self.warn(f"{path} ends at {held}, but the run goes on after step {resume_step}: lines are missing")
@@ -130,8 +133,9 @@ class Logger:
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Writes and shows the metrics of one step; those of an evaluation at this step are named `eval/...`.
 
-        Values are numbers or arrays of one element without axes; nan and infinities are null in metrics.jsonl, which
-        has no other JSON for them. Names `time/<phase>` are seconds.
+        In metrics.jsonl they have the names that `logging.names` says. Values are numbers or arrays of one element
+        without axes; nan and infinities are null in metrics.jsonl, which has no other JSON for them. Names
+        `time/<phase>` are seconds.
 
         Raises ValueError for a step that is not after the last one, a value that is no number, or a metric named
         "step" or "time"; OSError when the line could not be written, and then none of it is there.
@@ -147,10 +151,11 @@ class Logger:
         if taken := {"step", "time"} & metrics.keys():
             raise ValueError(f"a metric is named {taken.pop()!r}, which every line of {METRICS} has already: rename it")
         numbers = {name: _number(name, value) for name, value in metrics.items()}
-        record = {"step": step, "time": round(time.time(), 3)} | {name: _finite(x) for name, x in numbers.items()}
+        head = {"step": step, "time": round(time.time(), 3)}
+        found = {name: _finite(x) for name, x in numbers.items()}
         if self._file:
-            _append(self._file, _line(record))
-        self._remember(record)
+            _append(self._file, _line(head | {self._names.get(name, name): x for name, x in found.items()}))
+        self._remember(head | found)
         for name, value in numbers.items():
             if name.startswith("time/") and math.isfinite(value):
                 self._seconds[name.removeprefix("time/")] += value

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxrl_llm.algorithms import policy_losses
-from jaxrl_llm.algorithms.aggregation import loss_weights
+from jaxrl_llm.algorithms.aggregation import loss_weights, masked_mean
 from jaxrl_llm.algorithms.batch import Batch
 from jaxrl_llm.algorithms.entropy import top_entropy_mask
 from jaxrl_llm.algorithms.kl import kl_estimate
@@ -23,7 +23,7 @@ from jaxrl_llm.algorithms.off_policy import importance_correction, mismatch_kl, 
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.models.transformer import Net, Params
 from jaxrl_llm.names import resolve_with_options, split_options
-from jaxrl_llm.policy import token_logps
+from jaxrl_llm.policy import token_logps, token_statistics
 
 Metrics = dict[str, jax.Array]
 
@@ -37,15 +37,13 @@ class Objective(NamedTuple):
 
     prepare: Callable[..., Batch]
     loss: Callable[[Params, Batch], tuple[jax.Array, Metrics]]
-    observe: Callable[[Params, Batch], jax.Array] | None = None
+    observe: Callable[[Params, Batch], Any] | None = None
 
 
 def merged_by(name: str) -> str:
-    """How a metric of two parts is made one: "max" (`x/max`, `max_x`), "min" (`x/min`, `min_x`), else "sum"."""
-    for kind in ("max", "min"):
-        if name.endswith(f"/{kind}") or name.startswith(f"{kind}_"):
-            return kind
-    return "sum"
+    """How a metric of two parts is made one: "max" (`x/max`, `max_x`, `x_max`), "min" (the same), else "sum"."""
+    words = name.rpartition("/")[2].split("_")
+    return next((kind for kind in ("max", "min") if kind in (words[0], words[-1])), "sum")
 
 
 def weigh(batch: Batch, mode: str, **options) -> Batch:
@@ -58,9 +56,12 @@ def weigh(batch: Batch, mode: str, **options) -> Batch:
 
 
 # Filled in by the objective, so no options of a policy loss.
-GIVEN = ("logps", "old_logps", "advantages", "epsilon_low", "epsilon_high", "mask", "key", "importance_weights")
+GIVEN = ("logps", "old_logps", "advantages", "epsilon_low", "epsilon_high", "mask", "key", "importance_weights",
+         "selected")  # fmt: skip
 # Which ratio `clip_ratio/*` counts, where it is not each token's; losses without a clip range do not measure it.
 CLIP_LEVELS = {"gspo": "sequence", "gspo_token": "sequence", "luspo": "sequence", "rloo": "sequence_sum"}
+# Losses that treat few tokens otherwise, chosen among those of the whole optimizer batch.
+SELECTIONS = {"clip_cov": policy_losses.clip_cov_tokens, "kl_cov": policy_losses.kl_cov_tokens}
 UNCLIPPED = ("sapo", "reinforce", "vespo", "dppo", "kl_cov")
 
 
@@ -104,14 +105,15 @@ def needs_key(config) -> bool:
 
 
 def policy_gradient(config, net: Net) -> Objective:
-    """`policy term + beta * KL - entropy_coef * entropy`, per token; see `_policy_term`.
+    """`policy term + beta * KL` per token (see `_policy_term`), minus `entropy_coef` x the mean entropy of a token.
 
-    Without `batch.old_logps` the policy that is updated is the one that sampled, and the ratio is 1. The KL term is
-    masked by nothing but the mask; with `kl_bias_correction` it is multiplied by the ratio of each token. Warns of k1
-    in the loss, whose gradient is 0 in expectation.
+    The entropy bonus is that of the tokens whose policy term counts, the same in every aggregation mode. Without
+    `batch.old_logps` the policy that is updated is the one that sampled, and the ratio is 1. The KL term is masked by
+    nothing but the mask; with `kl_bias_correction` it is multiplied by the ratio that the loss clips. Warns of k1 in
+    the loss, whose gradient is 0 in expectation.
     """
-    algorithm, chosen, kind = config.algorithm, policy_loss(config), kl_kind(config)
-    if algorithm.beta and kind == "k1" and not algorithm.kl_in_reward:
+    algorithm, chosen = config.algorithm, policy_loss(config)
+    if algorithm.beta and kl_kind(config) == "k1" and not algorithm.kl_in_reward:
         warnings.warn(
             "algorithm.kl is k1 in the loss: the expected gradient of this term is 0, so beta does not hold the policy "
             "near the reference; use k3 or k2, or algorithm.kl_in_reward",
@@ -123,33 +125,72 @@ def policy_gradient(config, net: Net) -> Objective:
             net, params, batch.tokens, batch.segments, batch.positions, config.rollout.temperature, batch.prompt_width
         )
 
-    def prepare(batch: Batch, entropy=None) -> Batch:
-        if entropy is not None:
-            keep = top_entropy_mask(entropy, batch.mask, algorithm.top_entropy_quantile)
-            batch = batch.replace(keep=keep.astype(jnp.float32))
+    def prepare(batch: Batch, observed=None) -> Batch:
+        if observed is not None and algorithm.top_entropy_quantile < 1:
+            keep = top_entropy_mask(observed[1], batch.mask, algorithm.top_entropy_quantile).astype(jnp.float32)
+            batch = batch.replace(keep=keep, entropy_share=keep / jnp.maximum(keep.sum(), 1.0))
+        if observed is not None and chosen.name in SELECTIONS:
+            batch = batch.replace(selected=_selected(algorithm, chosen, observed[0], batch))
+        batch = batch.replace(row_weights=jnp.full(batch.rows, 1.0 / batch.rows))
         return weigh(
             batch,
             algorithm.aggregation,
             max_completion_length=config.rollout.max_completion_length,
             microbatch_rows=config.batch.microbatch_rows or batch.rows,
+            token_count=batch.token_count,
         )
 
     def loss(params: Params, batch: Batch):
-        logps, entropy = scored(params, batch)
-        old_logps = jax.lax.stop_gradient(logps) if batch.old_logps is None else batch.old_logps
-        per_token, measured = _policy_term(algorithm, chosen, logps, old_logps, batch)
-        if batch.ref_logps is not None:
-            ratio = jnp.exp(jnp.where(batch.mask > 0, logps - old_logps, 0.0)) if algorithm.kl_bias_correction else None
-            measured["kl"] = kl_estimate(logps, batch.ref_logps, kind, ratio=ratio)
-            per_token += (algorithm.beta if batch.kl_coef is None else batch.kl_coef[:, None]) * measured["kl"]
-        if algorithm.entropy_coef or batch.entropy_coef is not None:
-            coef = algorithm.entropy_coef if batch.entropy_coef is None else batch.entropy_coef[:, None]
-            per_token -= coef * entropy
-        metrics = {name: (batch.token_share * x).sum() for name, x in {"entropy": entropy, **measured}.items()}
-        metrics |= _mismatch_metrics(algorithm, old_logps, batch)
-        return (batch.weights * per_token).sum(), metrics
+        return policy_terms(config, *scored(params, batch), batch)
 
-    return Objective(prepare, loss, (lambda *x: scored(*x)[1]) if algorithm.top_entropy_quantile < 1 else None)
+    observes = algorithm.top_entropy_quantile < 1 or chosen.name in SELECTIONS
+    return Objective(prepare, loss, scored if observes else None)
+
+
+def policy_terms(config, logps, entropy, batch: Batch) -> tuple[jax.Array, Metrics]:
+    """The loss of a prepared batch in terms of its tokens' log-probs and entropies `[N,T]`, and its metrics."""
+    algorithm = config.algorithm
+    old_logps = jax.lax.stop_gradient(logps) if batch.old_logps is None else batch.old_logps
+    per_token, measured = _policy_term(algorithm, policy_loss(config), logps, old_logps, batch)
+    totals = {"policy_term": (batch.weights * per_token).sum()}
+    if batch.ref_logps is not None:
+        ratio = _kl_ratio(config, logps - old_logps, batch.mask) if algorithm.kl_bias_correction else None
+        measured["kl"] = kl_estimate(logps, batch.ref_logps, kl_kind(config), ratio=ratio)
+        per_token += (algorithm.beta if batch.kl_coef is None else batch.kl_coef[:, None]) * measured["kl"]
+    value = (batch.weights * per_token).sum()
+    if algorithm.entropy_coef or batch.entropy_coef is not None:
+        coef = algorithm.entropy_coef if batch.entropy_coef is None else batch.entropy_coef[:, None]
+        bonus = entropy * (batch.token_share if batch.entropy_share is None else batch.entropy_share)
+        totals |= {"policy_loss": value} | ({} if batch.keep is None else {"entropy_kept": bonus.sum()})
+        value -= (coef * bonus).sum()
+    metrics = {name: (_share(config, name, batch) * x).sum() for name, x in {"entropy": entropy, **measured}.items()}
+    metrics |= _mismatch_metrics(algorithm, old_logps, batch) | _clip_extremes(measured, batch.mask)
+    return value, metrics | totals
+
+
+def _share(config, name: str, batch: Batch) -> jax.Array:
+    """Each token's share `[N,T]` in a metric: a mean over tokens or, of the clipping of whole rows, over rows."""
+    if not name.startswith("clip_ratio/") or policy_loss(config).name not in CLIP_LEVELS:
+        return batch.token_share
+    return batch.mask * (batch.row_weights / jnp.maximum(batch.mask.sum(axis=1), 1.0))[:, None]
+
+
+def _selected(algorithm, chosen: PolicyLoss, logps, batch: Batch) -> jax.Array:
+    """The tokens `[N,T]` of the whole batch that the loss treats otherwise."""
+    old_logps = logps if batch.old_logps is None else batch.old_logps
+    options = dict(chosen.options) | ({"key": jax.random.key(batch.seeds[0])} if chosen.asks_for("key") else {})
+    found = SELECTIONS[chosen.name](
+        logps, old_logps, batch.advantages, algorithm.epsilon_low, algorithm.epsilon_high, mask=batch.mask, **options
+    )
+    return found.astype(jnp.float32)
+
+
+def _kl_ratio(config, log_ratio, mask) -> jax.Array:
+    """The ratio, with its gradient, that corrects the KL term: of tokens or, where the loss has one, of sequences."""
+    log_ratio = jnp.where(mask > 0, log_ratio, 0.0)
+    if CLIP_LEVELS.get(policy_loss(config).name) == "sequence":
+        log_ratio = masked_mean(log_ratio, mask, axis=-1, keepdims=True)
+    return jnp.exp(log_ratio)
 
 
 def _policy_term(algorithm, chosen: PolicyLoss, logps, old_logps, batch: Batch) -> tuple[jax.Array, Metrics]:
@@ -160,7 +201,9 @@ def _policy_term(algorithm, chosen: PolicyLoss, logps, old_logps, batch: Batch) 
     """
     epsilons, mask, advantages = (algorithm.epsilon_low, algorithm.epsilon_high), batch.mask, batch.advantages
     given = dict(chosen.options)
-    if chosen.asks_for("key"):
+    if chosen.name in SELECTIONS:
+        given["selected"] = batch.selected
+    elif chosen.asks_for("key"):
         given["key"] = jax.random.key(batch.seeds[0])
     correction = None
     if algorithm.importance_correction != "none":
@@ -171,7 +214,7 @@ def _policy_term(algorithm, chosen: PolicyLoss, logps, old_logps, batch: Batch) 
     if correction is not None and chosen.asks_for("importance_weights"):
         given["importance_weights"], correction = correction, None
     per_token = chosen.function(logps, old_logps, advantages, *epsilons, mask=mask, **given)
-    measured = _clip_metrics(algorithm, chosen.name, logps, old_logps, batch)
+    measured = _clip_metrics(algorithm, chosen.name, logps, old_logps, batch) | _ratio_metrics(logps, old_logps, mask)
     if algorithm.off_policy_mask_threshold is not None:
         keep = off_policy_sequence_mask(
             advantages, batch.sample_logps, logps, mask, algorithm.off_policy_mask_threshold
@@ -180,6 +223,12 @@ def _policy_term(algorithm, chosen: PolicyLoss, logps, old_logps, batch: Batch) 
     if batch.keep is not None:
         per_token *= batch.keep
     return per_token if correction is None else per_token * correction, measured
+
+
+def _ratio_metrics(logps, old_logps, mask) -> Metrics:
+    """How far the policy is from the one that started the step: both KL estimates, and the ratio itself."""
+    change = jax.lax.stop_gradient(jnp.where(mask > 0, logps - old_logps, 0.0))
+    return {"ratio/kl": -change, "ratio/squared": 0.5 * jnp.square(change), "ratio/mean": jnp.exp(change)}
 
 
 def _clip_metrics(algorithm, name: str, logps, old_logps, batch: Batch) -> Metrics:
@@ -206,6 +255,18 @@ def _clip_metrics(algorithm, name: str, logps, old_logps, batch: Batch) -> Metri
     }
 
 
+def _clip_extremes(measured: Metrics, mask) -> Metrics:
+    """The smallest share of a row's tokens that the lower bound clips, and the largest that the upper one does."""
+    if "clip_ratio/low_mean" not in measured:
+        return {}
+    low, high = (masked_mean(measured[f"clip_ratio/{side}_mean"], mask, axis=-1) for side in ("low", "high"))
+    live = (mask > 0).any(axis=-1)
+    return {
+        "clip_ratio/low_min": jnp.where(live, low, jnp.inf).min(),
+        "clip_ratio/high_max": jnp.where(live, high, 0.0).max(),
+    }
+
+
 def _mismatch_metrics(algorithm, old_logps, batch: Batch) -> Metrics:
     """How far the sampler's log-probs are from the trainer's, before any correction.
 
@@ -216,8 +277,8 @@ def _mismatch_metrics(algorithm, old_logps, batch: Batch) -> Metrics:
     level = "sequence" if algorithm.importance_correction.startswith("sequence") else "token"
     _, ratio = importance_correction(old_logps, batch.sample_logps, batch.mask, f"{level}_truncate")
     return {
-        "sampling/logp_difference/mean": (share * difference).sum(),
-        "sampling/logp_difference/max": difference.max(),
+        "sampling/sampling_logp_difference/mean": (share * difference).sum(),
+        "sampling/sampling_logp_difference/max": difference.max(),
         "sampling/importance_sampling_ratio/mean": (share * ratio).sum(),
         "sampling/importance_sampling_ratio/min": jnp.where(live, ratio, jnp.inf).min(),
         "sampling/importance_sampling_ratio/max": jnp.where(live, ratio, 0.0).max(),
@@ -227,14 +288,31 @@ def _mismatch_metrics(algorithm, old_logps, batch: Batch) -> Metrics:
 
 
 def sft(config, net: Net) -> Objective:
-    """Cross-entropy of the tokens in the mask, averaged over the tokens of the optimizer batch."""
+    """Cross-entropy of the tokens in the mask, averaged over the tokens of the optimizer batch.
+
+    With `label_smoothing` the targets are smoothed (arXiv 1512.00567), and where the batch has seeds the embeddings get
+    NEFTune's noise (arXiv 2310.05914): uniform in +- neftune_alpha / sqrt(tokens of the row x D).
+    """
+    smoothing, alpha = config.algorithm.label_smoothing, config.algorithm.neftune_alpha
 
     def prepare(batch: Batch) -> Batch:
         return weigh(batch, "token")
 
     def loss(params: Params, batch: Batch):
-        logps, entropy = token_logps(net, params, batch.tokens, batch.segments, batch.positions)
-        value = -(batch.weights * logps).sum()
-        return value, {"entropy": (batch.token_share * entropy).sum()}
+        noise = None if batch.seeds is None else neftune_noise(batch, net.config.width, alpha)
+        logps, entropy, likeliest, _ = token_statistics(
+            net, params, batch.tokens, batch.segments, batch.positions, smoothing, noise
+        )
+        measured = {"entropy": entropy, "mean_token_accuracy": likeliest}
+        return -(batch.weights * logps).sum(), {name: (batch.token_share * x).sum() for name, x in measured.items()}
 
     return Objective(prepare, loss)
+
+
+def neftune_noise(batch: Batch, width: int, alpha: float) -> jax.Array:
+    """Noise `[N,T,D]`, each row's from its own seed; 0 on padding."""
+    real = (batch.segments != 0).astype(jnp.float32)
+    size = alpha * jax.lax.rsqrt(jnp.maximum(real.sum(-1), 1.0) * width)
+    shape = (batch.tokens.shape[1], width)
+    noise = jax.vmap(lambda seed: jax.random.uniform(jax.random.key(seed), shape, minval=-1.0))(batch.seeds)
+    return noise * (size[:, None] * real)[..., None]

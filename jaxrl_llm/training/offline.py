@@ -17,14 +17,14 @@ from jax.sharding import Mesh
 
 from jaxrl_llm.algorithms.batch import Batch
 from jaxrl_llm.algorithms.sequence_logps import RunningMean
-from jaxrl_llm.config import batch_rows, loss_names, rows_together
+from jaxrl_llm.config import batch_rows, rows_together
+from jaxrl_llm.data import reading
 from jaxrl_llm.data.collate import pad_rows
 from jaxrl_llm.data.packing import pad_groups
 from jaxrl_llm.data.pipeline import Pipeline
-from jaxrl_llm.data.tokenize import split_pair, tokenize_completions, tokenize_labels, tokenize_pairs
-from jaxrl_llm.keys import LABELLED
+from jaxrl_llm.data.streaming import Stream
 from jaxrl_llm.models.transformer import Net, Params
-from jaxrl_llm.sharding import row_shards, rows_to_global
+from jaxrl_llm.sharding import on_device, row_shards, rows_to_global
 from jaxrl_llm.training.experience import Experience, Row, scored_logps
 from jaxrl_llm.training.metrics import Stopwatch
 from jaxrl_llm.training.preferences import row_sums
@@ -41,7 +41,7 @@ class Offline:
 
     config: Any
     net: Net
-    pipeline: Pipeline  # of whole batches, on every process
+    pipeline: Pipeline | Stream  # of whole batches, on every process
     mesh: Mesh
     width: int
     ref_params: Params | None
@@ -49,24 +49,27 @@ class Offline:
     seen: RunningMean = dataclasses.field(default_factory=RunningMean)  # rewards so far, for bco_running_mean
 
     def next(self, state: State, key) -> Experience:
-        """The batch of one step; the key does not change it."""
-        del key
+        """The batch of one step; the key gives its seeds, where the objective draws random numbers."""
         config, mesh = self.config, self.mesh
         with self.watch("data"):
             examples = next(self.pipeline)
             if config.data.packing:
-                batch = _to_devices(Batch(*_packed(pad_groups(examples, self.width))), mesh)
+                batch = Batch(*_packed(pad_groups(examples, self.width)))
             else:
-                batch = _to_devices(pad_examples(arrange(config, examples, self.width), self.width), mesh)
+                batch = pad_examples(arrange(config, examples, self.width), self.width)
+            if config.algorithm.name == "sft" and config.algorithm.neftune_alpha:
+                batch = batch.replace(seeds=np.asarray(jax.random.bits(key, (batch.rows,), np.uint32)))
+            batch = _to_devices(batch, mesh)
         with self.watch("logps"):
             rows = part_rows(config)
             if self.ref_params is not None:
-                batch = batch.replace(ref_logps=_logps(self.net, self.ref_params, batch, rows, mesh))
+                batch = batch.replace(ref_logps=_logps(self.net, on_device(self.ref_params), batch, rows, mesh))
             if config.algorithm.bco_running_mean:
                 logps = _logps(self.net, state.params, batch, rows, mesh)
                 self.seen = self.seen.update(_rewards(config, logps, batch))
                 batch = self.with_baseline(batch)
-        return Experience(batch, {"num_tokens": (batch.segments != 0).sum()}, [])
+        counted = batch.segments[::2] if _has_mismatches(config) else batch.segments  # mismatches repeat them
+        return Experience(batch, {"num_tokens": (counted != 0).sum()}, [])
 
     def with_baseline(self, batch: Batch) -> Batch:
         """The batch with the mean of all rewards so far, where `bco_running_mean` asks for it."""
@@ -110,46 +113,31 @@ class HeldOut:
 
 def tokenized(config, dataset, tokenizer) -> list[Example]:
     """The examples of a data set, as the algorithm reads it; raises ConfigError for rows it cannot read."""
-    c = config.data
-    if config.algorithm.name == "sft":
-        return [[row] for row in tokenize_completions(dataset, tokenizer, c.max_length, c.overlong, c.loss_on)]
-    if is_labelled(config):
-        return [[row] for row in tokenize_labels(_labelled_rows(dataset), tokenizer, c.max_length, c.overlong)]
-    pairs = tokenize_pairs(dataset, tokenizer, c.max_length, c.overlong)
-    margins = any("margin" in pair for pair in pairs)
-    examples = []
-    for pair in pairs:
-        more = {"margin": pair.get("margin", 0.0)} if margins else {}
-        examples.append([{"ids": pair[f"{n}_ids"], "mask": pair[f"{n}_mask"], **more} for n in ("chosen", "rejected")])
-    return examples
+    parts = reading.open_parts(config, tokenizer, dataset)
+    return as_examples(reading.tokenized(config, parts, reading.kind_of(config), tokenizer).rows)
+
+
+def as_examples(rows: list[Row]) -> list[Example]:
+    """The examples of token rows; pairs without a margin have 0 where others have one."""
+    margins = any("margin" in row for row in rows)
+    return [as_example(row, margins) for row in rows]
+
+
+def as_example(row: Row, margins: bool) -> Example:
+    """The example of one token row."""
+    if "chosen_ids" not in row:
+        return [row]
+    more = {"margin": row.get("margin", 0.0)} if margins else {}
+    return [{"ids": row[f"{name}_ids"], "mask": row[f"{name}_mask"], **more} for name in ("chosen", "rejected")]
 
 
 def is_labelled(config) -> bool:
     """True when the rows are labelled completions, not pairs."""
-    return config.algorithm.name == "preference" and loss_names(config)[0] in LABELLED
+    return reading.kind_of(config) == "labels"
 
 
 def _has_mismatches(config) -> bool:
     return is_labelled(config) and rows_together(config) == 2
-
-
-def is_learnable(config, columns: list[str]) -> bool:
-    """True when a data set with these columns has what the algorithm learns from."""
-    pairs = {"chosen", "rejected"} <= set(columns)
-    if config.algorithm.name == "sft":
-        return bool({"messages", "text"} & set(columns)) or {"prompt", "completion"} <= set(columns)
-    return pairs or (is_labelled(config) and {"prompt", "completion", "label"} <= set(columns))
-
-
-def _labelled_rows(dataset) -> Any:
-    """The data set or, where its rows are pairs, their chosen completions as desirable and rejected as not."""
-    if "label" in dataset.column_names or not {"chosen", "rejected"} <= set(dataset.column_names):
-        return dataset
-    rows = []
-    for row in dataset:
-        prompt, *completions = split_pair(row)
-        rows += [{**row, "prompt": prompt, "completion": c, "label": i == 0} for i, c in enumerate(completions)]
-    return rows
 
 
 def check_balance(config, examples: list[Example]) -> None:

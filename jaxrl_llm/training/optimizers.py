@@ -96,10 +96,12 @@ def make_optimizer(config) -> optax.GradientTransformation:
     adamw (arXiv 1711.05101); adafactor with an explicit learning rate (arXiv 1804.04235), each layer by itself; lion
     (arXiv 2302.06675); sgd with momentum b1; muon (arXiv 2502.16982) for the matrices of the layers and adamw for the
     rest. Weight decay is decoupled and leaves out the parameters of `no_decay`. Moments are computed in fp32 and stored
-    in `moment_dtype`, whatever the parameters' type.
+    in `moment_dtype`, whatever the parameters' type. With `model.freeze_router` routers are left as they are.
     """
     c = config.optimizer
     optimizer = stored_in(OPTIMIZERS[c.name](c, learning_rate_schedule(config)), c.moment_dtype)
+    if config.model.freeze_router:  # their gradients are 0; this is about weight decay
+        optimizer = optax.chain(optimizer, optax.masked(optax.set_to_zero(), _routers))
     return optax.chain(optax.clip_by_global_norm(c.max_grad_norm), optimizer) if c.max_grad_norm else optimizer
 
 
@@ -161,18 +163,30 @@ OPTIMIZERS: dict[str, Callable[..., optax.GradientTransformation]] = {
 }
 
 
+def _routers(params):
+    return jax.tree_util.tree_map_with_path(lambda path, _: path_name(path).endswith("router/kernel"), params)
+
+
 def _in_layers(path) -> bool:
     return "layers" in path_name(path)
 
 
 def per_layer(transformation: optax.GradientTransformation) -> optax.GradientTransformation:
     """The transformation applied to every layer by itself, though parameters are stacked over layers."""
-    stacked = optax.GradientTransformation(jax.vmap(transformation.init), jax.vmap(transformation.update))
+
+    def over_layers(function: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda tree, *rest: (jax.vmap(function) if jax.tree.leaves(tree) else function)(tree, *rest)
+
+    stacked = optax.GradientTransformation(over_layers(transformation.init), over_layers(transformation.update))
+
+    def label(path, _) -> str:
+        # Layers without experts, among layers with them, are a stack of their own.
+        return ("dense" if "dense_layers" in path_name(path) else "stacked") if _in_layers(path) else "whole"
 
     def labels(params):
-        return jax.tree_util.tree_map_with_path(lambda path, _: "stacked" if _in_layers(path) else "whole", params)
+        return jax.tree_util.tree_map_with_path(label, params)
 
-    return optax.partition({"stacked": stacked, "whole": transformation}, labels)
+    return optax.partition({"stacked": stacked, "dense": stacked, "whole": transformation}, labels)
 
 
 def stored_in(transformation: optax.GradientTransformation, dtype: str) -> optax.GradientTransformation:

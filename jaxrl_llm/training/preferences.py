@@ -19,7 +19,7 @@ from jaxrl_llm.config import ConfigDict, ConfigError, default, loss_names
 from jaxrl_llm.keys import LABELLED
 from jaxrl_llm.models.transformer import Net, Params
 from jaxrl_llm.names import resolve_with_options
-from jaxrl_llm.policy import last_scores, token_logps, token_logps_and_squares
+from jaxrl_llm.policy import last_scores, token_logps, token_statistics, token_statistics_and_squares
 from jaxrl_llm.training.objectives import Metrics, Objective
 
 
@@ -53,6 +53,7 @@ OPTIONS = {
     "undesirable_weight": "undesirable_weight",
 }
 LIKELIHOOD = {"sft": 1.0, "orpo": 1.0}  # weight of the chosen completion's likelihood; cpo_alpha in cpo and simpo
+WITH_LIKELIHOOD = ("cpo", "simpo", "alphapo")  # log it also where its weight is 0
 
 
 class Term(NamedTuple):
@@ -159,20 +160,25 @@ def _paired(config, net: Net, mixture: list[Term]) -> Objective:
             weights=_likelihood_weights(config, mixture, batch),
             row_weights=jnp.repeat(valid / jnp.maximum(valid.sum(), 1), 2),
             token_share=batch.mask / jnp.maximum(batch.mask.sum(), 1.0),
+            token_count=_side_tokens(batch.mask, jnp.arange(batch.rows) % 2 == 0),
             tangent=tangent,
         )
 
     def loss(params: Params, batch: Batch) -> tuple[jax.Array, Metrics]:
-        scored = token_logps_and_squares if weighting else token_logps
-        logps, entropy, *squares = scored(net, params, batch.tokens, batch.segments)
+        scored = token_statistics_and_squares if weighting else token_statistics
+        logps, entropy, likeliest, logits, *squares = scored(net, params, batch.tokens, batch.segments)
         sums, lengths = row_sums(config, logps, batch.mask)
         reference = _reference(config, batch)
         per_pair = _pair_losses(config, separate, split_pairs(sums), reference, batch, split_pairs(lengths))
         per_token = -batch.weights * logps
         metrics = _pair_metrics(config, mixture, batch, sums, lengths)
-        metrics["entropy"] = (batch.token_share * entropy).sum()
+        chosen = jnp.arange(batch.rows) % 2 == 0
+        metrics |= _token_metrics(batch, chosen, entropy, logits)
+        metrics["mean_token_accuracy"] = (_side_share(batch, chosen) * likeliest).sum()
         if likelihood := sum(term.likelihood for term in mixture):
             metrics["nll_loss"] = per_token.sum() / likelihood
+        elif mixture[0].name in WITH_LIKELIHOOD:
+            metrics["nll_loss"] = -(_side_share(batch, chosen) * logps).sum()
         if squares:
             pair = wpo_weights(logps, squares[0], batch.mask)
             per_pair, per_token = per_pair * pair, per_token * jnp.repeat(pair, 2)[:, None]
@@ -249,7 +255,8 @@ def _tangent(config, coupled: list[Term], pairs, batch: Batch, valid) -> jax.Arr
 
 
 def _pair_metrics(config, mixture: list[Term], batch: Batch, sums, lengths) -> Metrics:
-    """TRL's `rewards/*` and `logps/*`: a reward is beta times the log-ratio (its mean over tokens in `AVERAGED`)."""
+    """TRL's `rewards/*` and `logps/*`: a reward is beta times the log-ratio (its mean over tokens in `AVERAGED`), or
+    times what alphapo makes of it."""
     main = mixture[0].name
     share = split_pairs(batch.row_weights)[0]
     logps = sums / jnp.maximum(lengths, 1.0) if main in AVERAGED else sums
@@ -258,6 +265,9 @@ def _pair_metrics(config, mixture: list[Term], batch: Batch, sums, lengths) -> M
     if reference is None or main in preference_losses.REFERENCE_FREE:
         reference = (0.0, 0.0)
     reward, other = chosen - reference[0], rejected - reference[1]
+    if main == "alphapo":
+        alpha = mixture[0].options["alpha"]
+        reward, other = (preference_losses.alpha_reward(mean, alpha) for mean in (chosen, rejected))
     measured = {
         "rewards/chosen": config.algorithm.beta * reward,
         "rewards/rejected": config.algorithm.beta * other,
@@ -270,6 +280,24 @@ def _pair_metrics(config, mixture: list[Term], batch: Batch, sums, lengths) -> M
         odds = preference_losses.log_odds_ratio(*split_pairs(sums), split_pairs(lengths))
         measured |= {"log_odds_chosen": odds, "log_odds_ratio": jax.nn.log_sigmoid(odds)}
     return {name: _weighted(share, value) for name, value in measured.items()}
+
+
+def _side_tokens(mask, chosen) -> jax.Array:
+    """The tokens `[N]` of all rows that are on the same side, chosen or not, as each row."""
+    lengths = mask.sum(axis=1)
+    return jnp.where(chosen, (lengths * chosen).sum(), (lengths * ~chosen).sum())
+
+
+def _side_share(batch: Batch, side) -> jax.Array:
+    """Each token's share `[N,T]` in a mean over the tokens of the rows on one side, in the whole optimizer batch."""
+    return batch.mask * (side / jnp.maximum(batch.token_count, 1.0))[:, None]
+
+
+def _token_metrics(batch: Batch, chosen, entropy, logits) -> Metrics:
+    """The mean entropy of all tokens, and the mean logit over vocabulary and tokens of either side."""
+    sides = {"logits/chosen": chosen, "logits/rejected": ~chosen}
+    found = {name: (_side_share(batch, side) * logits).sum() for name, side in sides.items()}
+    return {"entropy": (batch.token_share * entropy).sum(), **found}
 
 
 def _labelled(config, net: Net, term: Term) -> Objective:
@@ -288,6 +316,7 @@ def _labelled(config, net: Net, term: Term) -> Objective:
         valid, desirable = (rows.mask > 0).any(axis=1), rows.labels > 0
         alike = jnp.where(desirable, (valid & desirable).sum(), (valid & ~desirable).sum())
         arrays = {"row_weights": valid / jnp.maximum(valid.sum(), 1), "row_share": valid / jnp.maximum(alike, 1)}
+        arrays["token_count"] = _side_tokens(rows.mask, desirable)
         if observed is not None:
             reference = _sums(_every_other(batch, 1), jnp.zeros(observed.shape))
             arrays["baseline"] = jnp.full(observed.shape, preference_losses.kto_kl(observed, reference, valid))
@@ -296,13 +325,13 @@ def _labelled(config, net: Net, term: Term) -> Objective:
 
     def loss(params: Params, batch: Batch) -> tuple[jax.Array, Metrics]:
         batch = own(batch)
-        logps, entropy = token_logps(net, params, batch.tokens, batch.segments)
+        logps, entropy, _, logits = token_statistics(net, params, batch.tokens, batch.segments)
         sums, _ = sequence_logps(logps, batch.mask)
         reference = _sums(batch, None)
         per_row = term.function(sums, reference, batch.labels, beta, kl=batch.baseline, **term.options)
         ratio = sums if reference is None else sums - reference
         metrics = _label_metrics(batch, beta, sums, ratio)
-        metrics["entropy"] = (batch.token_share * entropy).sum()
+        metrics |= _token_metrics(batch, batch.labels > 0, entropy, logits)
         return (batch.row_weights * per_row).sum(), metrics
 
     return Objective(prepare, loss, observe if mismatched else None)

@@ -60,6 +60,7 @@ class Scorer:
     max_completion_length: int
     overlong_buffer: int
     missing_eos_penalty: float
+    reward_clip: tuple[float, ...] = ()
 
     def asks_for(self, name: str) -> bool:
         """True when the rule has an argument `name`."""
@@ -86,17 +87,19 @@ class Scorer:
         kl_coef=0.0,
         greedy_rewards=None,
         values=None,
+        greedy_rollout: Rollout | None = None,
     ) -> Advantages:
         """Advantages of `rewards [N,R]` over `mask [N,T]`, and the step's reward and length metrics of all processes.
 
-        `logps` and `ref_logps` `[N,T]` are of the policy and the reference; `greedy_rewards [B,R]` of one greedy
-        completion of each prompt and `values [N,T]` of the critic, for a rule that asks for them.
+        `logps` and `ref_logps` `[N,T]` are of the policy and the reference; `greedy_rewards [B,R]` and
+        `greedy_rollout` of one greedy completion of each prompt and `values [N,T]` of the critic, for a rule that asks
+        for them.
         """
         raw = advantage_rules.combine_rewards(rewards, weights)
         scores = self._shape(raw, rollout)
         scorable = ~jnp.isnan(raw)
         metrics = _reward_metrics(raw, rewards, self.reward_names, self.group_size) | _length_metrics(rollout)
-        if self.overlong_buffer or self.missing_eos_penalty:
+        if self.overlong_buffer or self.missing_eos_penalty or self.reward_clip:
             metrics["reward_shaping"] = masked_mean(scores - raw, scorable)
         kl = penalty = None
         if ref_logps is not None:
@@ -120,17 +123,22 @@ class Scorer:
         if values is not None:
             known["values"] = values
         if greedy_rewards is not None:
-            known["greedy_scores"] = advantage_rules.combine_rewards(greedy_rewards, weights)
+            greedy = advantage_rules.combine_rewards(greedy_rewards, weights)
+            known["greedy_scores"] = greedy if greedy_rollout is None else self._shape(greedy, greedy_rollout)
         found = self.rule(**{name: known[name] for name in known if self.asks_for(name)}, **dict(self.options))
         advantages, returns = found if isinstance(found, tuple) else (found, None)
         advantages = mask * (advantages if advantages.ndim == 2 else advantages[:, None])
+        metrics |= _spread("advantages", advantages, mask)
         if returns is not None:
-            metrics["critic/returns_mean"] = masked_mean(returns, counted)
+            metrics |= _spread("returns", returns, counted) | _spread("values", values, counted)
+            metrics |= _objective_metrics(raw, counted, logps, penalty, kl_coef, rollout)
             metrics["critic/explained_variance"] = explained_variance(values, returns, counted)
             mask = counted
         return Advantages(advantages, self._priority(rewards, raw, advantages, mask), returns, mask, kl, metrics)
 
     def _shape(self, scores, rollout: Rollout):
+        if self.reward_clip:
+            scores = jnp.clip(scores, *self.reward_clip)
         if self.overlong_buffer:
             scores += advantage_rules.soft_overlong_punishment(
                 rollout.lengths, self.max_completion_length, self.overlong_buffer
@@ -151,6 +159,27 @@ def explained_variance(values, returns, mask) -> jax.Array:
     return 1.0 - masked_var(returns - values, mask) / jnp.maximum(masked_var(returns, mask), 1e-8)
 
 
+def _spread(name: str, x, mask) -> dict[str, jax.Array]:
+    """Mean, maximum and minimum over the mask; 0 where it is empty."""
+    live = mask > 0
+    extremes = {"max": jnp.where(live, x, -jnp.inf).max(), "min": jnp.where(live, x, jnp.inf).min()}
+    found = {kind: jnp.where(live.any(), value, 0.0) for kind, value in extremes.items()}
+    return {f"{name}/mean": masked_mean(x, mask), **{f"{name}/{kind}": value for kind, value in found.items()}}
+
+
+def _objective_metrics(scores, mask, logps, penalty, kl_coef, rollout: Rollout) -> dict[str, jax.Array]:
+    """What TRL logs of PPO: means over rows of their sums over tokens."""
+    scorable = ~jnp.isnan(scores)
+    found = {"val/num_eos_tokens": rollout.finished.sum(), "objective/rlhf_reward": masked_mean(scores, scorable)}
+    if logps is not None:
+        found["objective/entropy"] = masked_mean(masked_sum(-logps, mask, axis=-1), scorable)
+    if penalty is not None:
+        kl = masked_mean(masked_sum(penalty, mask, axis=-1), scorable)
+        found |= {"objective/kl": kl, "objective/non_score_reward": -kl_coef * kl}
+        found["objective/rlhf_reward"] -= kl_coef * kl
+    return found
+
+
 def make_scorer(config, reward_names: tuple[str, ...]) -> Scorer:
     """The scorer of a configuration.
 
@@ -169,6 +198,7 @@ def make_scorer(config, reward_names: tuple[str, ...]) -> Scorer:
         max_completion_length=config.rollout.max_completion_length,
         overlong_buffer=algorithm.overlong_buffer,
         missing_eos_penalty=algorithm.missing_eos_penalty,
+        reward_clip=tuple(algorithm.reward_clip),
     )
     if scorer.asks_for("values") != (algorithm.name == "ppo"):
         raise ConfigError(
@@ -176,7 +206,7 @@ def make_scorer(config, reward_names: tuple[str, ...]) -> Scorer:
             "advantage rule that reads its values, such as ppo(gamma=1.0, lam=0.95), go together"
         )
     if not (scorer.asks_for("scores") or scorer.asks_for("token_rewards")):
-        for key in ("kl_in_reward", "overlong_buffer", "missing_eos_penalty"):
+        for key in ("kl_in_reward", "reward_clip", "overlong_buffer", "missing_eos_penalty"):
             if algorithm[key]:
                 raise ConfigError(
                     f"algorithm.{key} is {algorithm[key]}, but algorithm.advantage = {algorithm.advantage!r} reads the "
@@ -199,6 +229,8 @@ def advantage_rule(name: str) -> tuple[Callable[..., jax.Array], dict[str, Any]]
 def _reward_metrics(scores, rewards, names: tuple[str, ...], group_size: int) -> dict[str, jax.Array]:
     metrics = {
         "reward": masked_mean(scores, ~jnp.isnan(scores)),
+        "reward_max": _spread("reward", scores, ~jnp.isnan(scores))["reward/max"],
+        "reward_min": _spread("reward", scores, ~jnp.isnan(scores))["reward/min"],
         "reward_std": jnp.sqrt(masked_var(scores, ~jnp.isnan(scores))),
         "frac_reward_zero_std": advantage_rules.frac_zero_std(scores, group_size),
         "unscorable_rows": advantage_rules.unscorable_rows(rewards).sum(),
@@ -212,11 +244,17 @@ def _reward_metrics(scores, rewards, names: tuple[str, ...], group_size: int) ->
 
 def _length_metrics(rollout: Rollout) -> dict[str, jax.Array]:
     lengths, ended = rollout.lengths, rollout.finished
+    prompts = (rollout.segments > 0).sum(axis=1) - lengths
     return {
+        "prompts/mean_length": prompts.mean(),
+        "prompts/min_length": prompts.min(),
+        "prompts/max_length": prompts.max(),
         "completions/mean_length": lengths.mean(),
         "completions/min_length": lengths.min(),
         "completions/max_length": lengths.max(),
         "completions/mean_terminated_length": masked_mean(lengths, ended),
+        "completions/min_terminated_length": jnp.where(ended.any(), jnp.where(ended, lengths, lengths.max()).min(), 0),
+        "completions/max_terminated_length": jnp.where(ended, lengths, 0).max(),
         "completions/clipped_ratio": 1.0 - ended.mean(),
         "num_tokens": rollout.segments.sum(),
     }

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,18 +11,36 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxrl_llm.algorithms.batch import Batch
+from jaxrl_llm.models.lora import combine, has_adapters, with_dropout
 from jaxrl_llm.models.transformer import Params
-from jaxrl_llm.sharding import row_shards, shardings
+from jaxrl_llm.sharding import on_device, on_host, row_shards, shardings
 from jaxrl_llm.training.objectives import Metrics, Objective, merged_by
 from jaxrl_llm.training.optimizers import learning_rate_schedule
 
-Update = Callable[["State", Batch], tuple["State", Metrics]]
+
+class Frozen(NamedTuple):
+    """Parameters that training reads and never changes: of a model with adapters all others, else none.
+
+    Updates take them as an argument of their own, which is not donated.
+    """
+
+    params: Params = {}  # noqa: RUF012 (an empty tree, which nothing changes)
+    critic: Params = {}  # noqa: RUF012
+
+
+NOTHING = Frozen()
+Update = Callable[..., tuple["State", Metrics]]  # (state, batch, frozen parameters)
+
+
+DROPOUT = 2**31 - 3  # folded into the run's key: training steps fold in smaller numbers
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class State:
     """What training changes. `step` counts training steps; the optimizer counts its own updates.
+
+    `params` are those that are trained: all, or the adapters and a score head.
 
     `critic` is the same of PPO's critic, whose own `step` stays 0.
     """
@@ -33,12 +51,26 @@ class State:
     critic: "State | None" = None
 
 
-def init_state(params: Params, optimizer: optax.GradientTransformation, mesh: Mesh) -> State:
-    """The state before the first step; optimizer moments are cut over the mesh like the parameters they belong to."""
+def init_state(params: Params, optimizer: optax.GradientTransformation, mesh: Mesh, offload: bool = False) -> State:
+    """The state before the first step; optimizer moments are cut over the mesh like the parameters they belong to.
+
+    With `offload` they live in the host's memory.
+    """
     shapes = jax.eval_shape(optimizer.init, params)
-    opt_state = jax.jit(optimizer.init, out_shardings=shardings(shapes, mesh))(params)
+    places = shardings(shapes, mesh)
+    if offload:
+        places = jax.tree.map(lambda x, s: s.with_memory_kind("pinned_host") if x.ndim else s, shapes, places)
+    opt_state = jax.jit(optimizer.init, out_shardings=places)(params)
     step = jax.device_put(jnp.zeros((), jnp.int32), NamedSharding(mesh, PartitionSpec()))
     return State(step, params, opt_state)
+
+
+def whole(state: State, frozen: Frozen) -> State:
+    """The state with whole models for parameters, to compute with; no array is copied."""
+    critic = state.critic
+    if critic is not None:
+        critic = dataclasses.replace(critic, params=combine(frozen.critic, critic.params))
+    return dataclasses.replace(state, params=combine(frozen.params, state.params), critic=critic)
 
 
 def make_update(
@@ -48,19 +80,22 @@ def make_update(
     mesh: Mesh,
     learn_critic: Update | None = None,
 ) -> Update:
-    """The jitted `update(state, batch) -> (state, metrics)` of `learner`; the state is donated.
+    """The jitted `update(state, batch, frozen) -> (state, metrics)` of `learner`; the state is donated.
 
     `learn_critic` is the learner of `state.critic`; its metrics are named `critic/...`, and during the first
-    `critic.warmup_steps` training steps the policy stays as it is.
+    `critic.warmup_steps` training steps the policy stays as it is. Without one, the objective is of the policy's and
+    the critic's parameters together, and so is the optimizer.
     """
     learn = learner(objective, optimizer, config, mesh)
 
-    def update(state: State, batch: Batch) -> tuple[State, Metrics]:
-        if learn_critic is None or state.critic is None:
-            return learn(state, batch)
-        critic, critic_metrics = learn_critic(state.critic, batch)
+    def update(state: State, batch: Batch, frozen: Frozen = NOTHING) -> tuple[State, Metrics]:
+        if state.critic is None:
+            return learn(state, batch, frozen.params)
+        if learn_critic is None:
+            return _learn_together(learn, state, state.critic, batch, frozen.params)
+        critic, critic_metrics = learn_critic(state.critic, batch, frozen.critic)
         before = dataclasses.replace(state, critic=None)
-        after, metrics = learn(before, batch)
+        after, metrics = learn(before, batch, frozen.params)
         after = _choose(state.step >= config.critic.warmup_steps, after, before)
         metrics["nonfinite_gradient"] = jnp.maximum(
             metrics["nonfinite_gradient"], critic_metrics.pop("nonfinite_gradient")
@@ -72,47 +107,82 @@ def make_update(
     return jax.jit(update, donate_argnums=0)
 
 
+def join_critic(state: State, critic: State) -> State:
+    """The state whose parameters are the policy's and those of a critic that shares its network; see `part_critic`."""
+    return State(state.step, {**state.params, **critic.params}, state.opt_state)
+
+
+def part_critic(joint: State, critic: State) -> State:
+    """The state with its critic apart again; the optimizer stays that of both."""
+    own = {name: joint.params[name] for name in critic.params}
+    policy = {name: x for name, x in joint.params.items() if name not in own}
+    return State(joint.step, policy, joint.opt_state, dataclasses.replace(critic, params=own))
+
+
+def _learn_together(learn: Update, state: State, critic: State, batch: Batch, frozen: Params):
+    joint, metrics = learn(join_critic(state, critic), batch, frozen)
+    return part_critic(joint, critic), metrics
+
+
 def _choose(condition, new, old):
     return jax.tree.map(lambda after, before: jnp.where(condition, after, before), new, old)
 
 
 def learner(objective: Objective, optimizer: optax.GradientTransformation, config, mesh: Mesh) -> Update:
-    """One optimizer step, `(state, batch) -> (state, metrics)`, to be jitted by `make_update`.
+    """One optimizer step, `(state, batch, frozen) -> (state, metrics)`, to be jitted by `make_update`.
 
     The batch is one optimizer batch. It is weighed whole and then split into micro-batches, whose gradients add up: the
     update does not depend on their number. A gradient that is not finite leaves parameters and optimizer as they were
     and sets `nonfinite_gradient` to 1.
     """
     schedule = learning_rate_schedule(config)
-    value_and_grad = jax.value_and_grad(objective.loss, has_aux=True)
     shards = row_shards(mesh)
 
-    def gradients_of(params: Params, batch: Batch) -> tuple[Metrics, Params]:
-        (loss, metrics), gradients = value_and_grad(params, batch)
-        return {"loss": loss, **metrics}, gradients
-
-    def update(state: State, batch: Batch) -> tuple[State, Metrics]:
+    def update(state: State, batch: Batch, frozen: Params) -> tuple[State, Metrics]:
         parts = (config.batch.microbatch_rows and batch.rows // config.batch.microbatch_rows) or 1
-        batch = _prepare(objective, state.params, batch, parts, shards)
         if batch.seeds is not None:  # a batch that is used again draws other numbers
             batch = batch.replace(seeds=batch.seeds + _updates_made(state).astype(batch.seeds.dtype))
+        batch = _prepare(objective, combine(frozen, state.params), batch, parts, shards)
+        gradients_of = _gradients(objective, config, frozen, _updates_made(state))
         metrics, gradients = _sum_over_parts(gradients_of, state.params, split_rows(batch, parts, shards))
+        if config.optimizer.offload:
+            state = dataclasses.replace(state, opt_state=on_device(state.opt_state))
         norm = optax.tree.norm(gradients)
         finite = jnp.isfinite(norm)
         changes, opt_state = optimizer.update(gradients, state.opt_state, state.params)
         params: Any = optax.apply_updates(state.params, changes)
         new = _choose(finite, State(state.step, params, opt_state), state)
+        if config.optimizer.offload:
+            new = dataclasses.replace(new, opt_state=on_host(new.opt_state))
         rate = jnp.asarray(schedule(_updates_made(state)))
         return new, metrics | {"grad_norm": norm, "lr": rate, "nonfinite_gradient": 1.0 - finite}
 
     return update
 
 
+def _gradients(objective: Objective, config, frozen: Params, updates):
+    """The function `(params, part, number) -> (metrics, gradients)` of one micro-batch; dropout is of its number."""
+
+    def loss_of(params: Params, batch: Batch, number):
+        params = combine(frozen, params)
+        if config.lora.dropout and has_adapters(params):
+            key = jax.random.fold_in(jax.random.key(config.seed), DROPOUT)
+            params = with_dropout(params, jax.random.fold_in(jax.random.fold_in(key, updates), number))
+        return objective.loss(params, batch)
+
+    def gradients_of(params: Params, batch: Batch, number) -> tuple[Metrics, Params]:
+        (loss, metrics), gradients = jax.value_and_grad(loss_of, has_aux=True)(params, batch, number)
+        return {"loss": loss, **metrics}, gradients
+
+    return gradients_of
+
+
 def make_measure(objective: Objective, part_rows: int, mesh: Mesh) -> Callable[[Params, Batch], Metrics]:
     """The jitted `measure(params, batch) -> metrics`: the loss and metrics of a batch, `part_rows` rows at a time."""
     shards = row_shards(mesh)
 
-    def measures_of(params: Params, batch: Batch) -> tuple[Metrics, dict]:
+    def measures_of(params: Params, batch: Batch, number) -> tuple[Metrics, dict]:
+        del number
         loss, metrics = objective.loss(params, batch)
         return {"loss": loss, **metrics}, {}
 
@@ -133,14 +203,15 @@ def _prepare(objective: Objective, params: Params, batch: Batch, parts: int, sha
 
 
 def _sum_over_parts(function, params: Params, parts: Batch) -> tuple[Metrics, Params]:
-    """Metrics and gradients of `function(params, part)`, added up over the leading dimension of `parts`."""
+    """Metrics and gradients of `function(params, part, number)`, added up over the leading dimension of `parts`."""
 
-    def add(total, part):
-        metrics, gradients = function(params, part)
+    def add(total, numbered):
+        metrics, gradients = function(params, *numbered)
         return (_merge_metrics(total[0], metrics), jax.tree.map(jnp.add, total[1], gradients)), None
 
-    first, rest = (jax.tree.map(lambda x, cut=cut: x[cut], parts) for cut in (0, slice(1, None)))
-    total = function(params, first)
+    numbered = (parts, jnp.arange(jax.tree.leaves(parts)[0].shape[0]))
+    first, rest = (jax.tree.map(lambda x, cut=cut: x[cut], numbered) for cut in (0, slice(1, None)))
+    total = function(params, *first)
     return jax.lax.scan(add, total, rest)[0] if jax.tree.leaves(rest)[0].shape[0] else total
 
 

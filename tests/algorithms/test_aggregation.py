@@ -105,7 +105,7 @@ def test_empty_rows_count_as_rows_and_fill_rows_do_not():
 
 @pytest.mark.parametrize("mode", MODES)
 def test_an_empty_batch_has_finite_zero_weights(mode):
-    weights = loss_weights(np.zeros((2, 3)), mode, max_completion_length=4, microbatch_rows=1)
+    weights = loss_weights(np.zeros((2, 3)), mode, max_completion_length=4, microbatch_rows=1, token_count=np.zeros(2))
     np.testing.assert_array_equal(weights, 0)
 
 
@@ -113,7 +113,7 @@ def test_an_empty_batch_has_finite_zero_weights(mode):
 @pytest.mark.parametrize("parts", [1, 2, 4, 8])
 def test_the_gradient_does_not_depend_on_the_micro_batch_size(mode, parts):
     mask, x = random_batch()
-    weights = loss_weights(mask, mode, max_completion_length=16)
+    weights = loss_weights(mask, mode, max_completion_length=16, token_count=np.full(8, 50))
 
     def part_gradient(theta, rows):
         return jax.grad(lambda theta: (weights[rows] * jnp.sin(theta * x[rows])).sum())(theta)

@@ -1,5 +1,7 @@
 """PPO's critic: values of the state before each token, its own update, its warm-up, and saving it."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,7 +14,8 @@ from jaxrl_llm.models.model import load_model
 from jaxrl_llm.models.transformer import ModelConfig, Net
 from jaxrl_llm.policy import token_values
 from jaxrl_llm.train import train
-from jaxrl_llm.training.critic import critic_config, value_regression
+from jaxrl_llm.training.critic import critic_config, policy_and_values, value_regression
+from jaxrl_llm.training.objectives import policy_gradient
 
 NET = Net(
     ModelConfig(
@@ -102,4 +105,57 @@ def test_a_critic_and_a_rule_that_reads_values_go_together(root, tmp_path):
     config = ppo(root, tmp_path, 1)
     config.algorithm.name = "grpo"
     with pytest.raises(ConfigError, match="go together"):
+        train(config)
+
+
+def test_a_shared_critic_reads_the_hidden_states_of_the_policy_once(root, tmp_path):
+    config = ppo(root, tmp_path, 1)
+    config.critic.shared, config.critic.coef, config.algorithm.beta = True, 0.3, 0.0
+    config.algorithm.kl_in_reward = False
+    net = Net(replace(NET.config, head="lm"))
+    params, draw = net.init(jax.random.key(1)), np.random.default_rng(1)
+    kernel = jnp.asarray(draw.normal(size=(16, 1)), jnp.float32)
+    batch = make_batch()
+    batch = batch.replace(
+        sample_logps=-batch.mask,
+        old_logps=-2.0 * batch.mask,
+        advantages=batch.mask * np.array([[1.0], [-0.5]], np.float32),
+    )
+    joint = {**params, "score": {"kernel": kernel}}
+    objective, policy = policy_and_values(config, net), policy_gradient(config, net)
+    prepared = objective.prepare(batch)
+    both, metrics = objective.loss(joint, prepared)
+    alone, _ = policy.loss(params, policy.prepare(batch))
+    critic_net = Net(replace(NET.config, head="score"))
+    trunk = {name: x for name, x in params.items() if name != "head"}
+    regression = value_regression(config, critic_net)
+    error, measured = regression.loss({**trunk, "score": {"kernel": kernel}}, regression.prepare(batch))
+    np.testing.assert_allclose(both, alone + 0.3 * error, rtol=1e-5)
+    np.testing.assert_allclose(metrics["critic/loss"], error, rtol=1e-5)
+    np.testing.assert_allclose(metrics["critic/vpred_mean"], measured["vpred_mean"], rtol=1e-5)
+    gradients = jax.grad(lambda p: objective.loss(p, prepared)[0])(joint)
+    assert all(float(jnp.abs(gradients[part]["kernel"]).max()) > 0 for part in ("score", "head"))
+
+
+def test_a_shared_critic_is_saved_restored_and_resumed(root, tmp_path):
+    def shared(name: str, steps: int):
+        config = ppo(root, tmp_path / name, steps)
+        config.critic.shared, config.optimizer.schedule = True, "constant"
+        return config
+
+    train(shared("parts", 1))
+    parts, whole = train(shared("parts", 2)), train(shared("whole", 2))
+    jax.tree.map(np.testing.assert_array_equal, parts.model.params, whole.model.params)
+    a, b = (load_model(tmp_path / name / "critic", head="score").params for name in ("parts", "whole"))
+    jax.tree.map(np.testing.assert_array_equal, a, b)
+    jax.tree.map(np.testing.assert_array_equal, a["layers"], whole.model.params["layers"])
+    assert {"critic/loss", "critic/explained_variance", "grad_norm"} <= parts.metrics[-1].keys()
+    lines = [line["critic/loss"] for line in whole.metrics]
+    assert lines[0] != lines[1]
+
+
+def test_a_shared_critic_has_no_settings_of_a_network_of_its_own(root, tmp_path):
+    config = ppo(root, tmp_path, 1, warmup=1)
+    config.critic.shared = True
+    with pytest.raises(ConfigError, match=r"critic\.warmup_steps 1, but critic\.shared is true"):
         train(config)

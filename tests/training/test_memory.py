@@ -5,8 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import jaxrl_llm
 from jaxrl_llm.algorithms.batch import Batch
 from jaxrl_llm.algorithms.kl import AdaptiveKL
+from jaxrl_llm.command_line import load_config_file
 from jaxrl_llm.config import default
 from jaxrl_llm.rollout.engine import Rollout
 from jaxrl_llm.sharding import make_mesh
@@ -149,7 +151,7 @@ def test_a_checkpoint_holds_the_arrays(tmp_path):
 def sampled_of(numbers) -> Sampled:
     rows = np.repeat(np.array(numbers, np.int32)[:, None], 3, axis=1)
     one = rows[:, 0]
-    rollout = Rollout(rows, rows, rows.astype(np.float32), rows.astype(np.float32), one, one > 0)
+    rollout = Rollout(rows, rows, rows.astype(np.float32), rows.astype(np.float32), one, one > 0, one)
     names = [str(n) for n in numbers]
     examples = [{"id": n // 10} for n in numbers[::2]]
     return Sampled(jax.tree.map(jnp.asarray, rollout), examples, names, names, np.float32(numbers)[:, None])
@@ -178,3 +180,16 @@ def test_flat_groups_are_filled_with_fresh_ones(fresh_flat, expected, still):
 def test_adaptive_kl_is_what_the_configuration_says():
     memory = make_memory(configured(beta=0.1, kl_controller="adaptive", kl_target=0.3), {"w": jnp.zeros(3)}, 1, MESH)
     assert memory.kl == AdaptiveKL(0.1, 0.3, 10_000.0)
+
+
+def test_a_reference_in_the_memory_of_the_host_changes_nothing(root, tmp_path):
+    def losses(name, config_file, **algorithm):
+        config = load_config_file(f"{root / 'configs' / config_file}:tiny")
+        config.output_dir, config.eval.every, config.logging.backends = str(tmp_path / name), -1, ("jsonl",)
+        for key, value in algorithm.items():
+            config.algorithm[key] = value
+        return [line["loss"] for line in jaxrl_llm.train(config).metrics]
+
+    online = {"beta": 0.5, "ref_sync_steps": 1}
+    assert losses("a", "grpo.py", offload_reference=True, **online) == losses("b", "grpo.py", **online)
+    assert losses("c", "dpo.py", offload_reference=True) == losses("d", "dpo.py")

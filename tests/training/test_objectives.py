@@ -79,8 +79,8 @@ def test_grpo_loss_is_the_formula(aggregation, beta, temperature):
     if beta:
         np.testing.assert_allclose(metrics["kl"], ((np.exp(-k1) - 1 + k1) * mask).sum() / mask.sum(), rtol=2e-5)
     difference = np.abs(batch.old_logps - batch.sample_logps)[mask > 0]
-    np.testing.assert_allclose(metrics["sampling/logp_difference/mean"], difference.mean(), rtol=1e-5)
-    np.testing.assert_allclose(metrics["sampling/logp_difference/max"], difference.max(), rtol=1e-5)
+    np.testing.assert_allclose(metrics["sampling/sampling_logp_difference/mean"], difference.mean(), rtol=1e-5)
+    np.testing.assert_allclose(metrics["sampling/sampling_logp_difference/max"], difference.max(), rtol=1e-5)
 
 
 def test_without_old_logps_the_ratio_is_one_and_the_gradient_is_that_of_reinforce():

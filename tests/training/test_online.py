@@ -128,12 +128,14 @@ def naive_entropy() -> np.ndarray:
 
 
 def test_everything_at_once_in_order():
-    """Policy term x off-policy mask x entropy mask x importance weights, then KL and entropy, which nothing masks."""
+    """Policy term x off-policy mask x entropy mask x importance weights, then the KL, and the entropy that is kept."""
     entropy = naive_entropy()
     quantile = np.quantile(entropy[MASK > 0], 0.6)
     kept = (ADVANTAGES >= 0) | (DRIFT <= 0.02)
-    policy = clip(RATIO) * kept * (entropy >= quantile) * np.minimum(MISMATCH, 1.05)
-    expected = token_mean(policy + 0.3 * (np.exp(-K1) - 1 + K1) - 0.7 * entropy)
+    high = (entropy >= quantile) * MASK
+    policy = clip(RATIO) * kept * high * np.minimum(MISMATCH, 1.05)
+    bonus = (entropy * high).sum() / high.sum()
+    expected = token_mean(policy + 0.3 * (np.exp(-K1) - 1 + K1)) - 0.7 * bonus
     settings = {
         "off_policy_mask_threshold": 0.02,
         "top_entropy_quantile": 0.4,
@@ -145,6 +147,8 @@ def test_everything_at_once_in_order():
     got, metrics = value(settings, BATCH)
     np.testing.assert_allclose(got, expected, rtol=3e-5)
     np.testing.assert_allclose(metrics["entropy"], token_mean(entropy), rtol=3e-5)
+    np.testing.assert_allclose(metrics["entropy_kept"], bonus, rtol=3e-5)
+    np.testing.assert_allclose(metrics["policy_loss"], expected + 0.7 * bonus, rtol=3e-5)
     np.testing.assert_allclose(metrics["off_policy_masked"], token_mean(1.0 - kept), rtol=1e-5)
     # Coefficients of the batch take the place of the configuration's.
     rows = np.ones(BATCH.rows, np.float32)
@@ -181,11 +185,12 @@ def test_vespo_gets_the_importance_weights_and_nothing_is_multiplied_twice():
 def test_clip_ratios_are_of_the_ratio_that_is_clipped(loss, level):
     ratio = SEQUENCE**LENGTHS if level == "sum" else SEQUENCE
     _, metrics = value({"loss": loss, "epsilon_low": 0.05, "epsilon_high": 0.05}, BATCH.replace(ref_logps=None))
+    rows = MASK / LENGTHS / len(MASK)  # a whole row is clipped or not: the mean is over rows
     low = ((ratio < 0.95) & (ADVANTAGES < 0)).astype(float)
     high = ((ratio > 1.05) & (ADVANTAGES > 0)).astype(float)
-    np.testing.assert_allclose(metrics["clip_ratio/low_mean"], token_mean(low), atol=1e-6)
-    np.testing.assert_allclose(metrics["clip_ratio/high_mean"], token_mean(high), atol=1e-6)
-    np.testing.assert_allclose(metrics["clip_ratio/region_mean"], token_mean(low + high), atol=1e-6)
+    np.testing.assert_allclose(metrics["clip_ratio/low_mean"], (rows * low).sum(), atol=1e-6)
+    np.testing.assert_allclose(metrics["clip_ratio/high_mean"], (rows * high).sum(), atol=1e-6)
+    np.testing.assert_allclose(metrics["clip_ratio/region_mean"], (rows * (low + high)).sum(), atol=1e-6)
     assert 0 < float(metrics["clip_ratio/region_mean"]) < 1
 
 
@@ -222,6 +227,23 @@ def test_clip_cov_draws_with_the_seeds_of_the_batch():
     losses = [float(value(settings, batch.replace(seeds=np.full(10, seed, np.uint32)))[0]) for seed in (7, 8, 7)]
     assert losses[0] == losses[2]
     assert losses[0] != losses[1]
+
+
+@pytest.mark.parametrize("loss", ["clip_cov(lower=-1e9, upper=1e9, fraction=0.3)", "kl_cov(fraction=0.3)"])
+def test_the_few_tokens_are_those_of_the_whole_batch(loss):
+    objective = objectives.policy_gradient(configured({"loss": loss}), NET)
+    batch = jax.tree.map(jnp.asarray, BATCH.replace(ref_logps=None, seeds=np.full(10, 3, np.uint32)))
+    assert objective.observe is not None
+    prepared = objective.prepare(batch, objective.observe(PARAMS, batch))
+    assert int(prepared.selected.sum()) == int(0.3 * MASK.sum())
+    loss_of = jax.jit(objective.loss)
+    parts = [loss_of(PARAMS, prepared.take(np.arange(start, start + 5)))[0] for start in (0, 5)]
+    function = getattr(policy_losses, loss.partition("(")[0])
+    options = {"fraction": 0.3} | (
+        {"key": jax.random.key(3), "lower": -1e9, "upper": 1e9} if loss.startswith("clip") else {}
+    )
+    expected = function(LOGPS * MASK, BATCH.old_logps, ADVANTAGES, 0.2, 0.2, mask=MASK, **options)
+    np.testing.assert_allclose(sum(parts), token_mean(np.asarray(expected)), rtol=3e-5)
 
 
 def test_seeds_move_on_with_every_update():

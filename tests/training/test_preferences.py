@@ -11,7 +11,7 @@ from jaxrl_llm.algorithms import preference_losses
 from jaxrl_llm.algorithms.batch import Batch
 from jaxrl_llm.config import ConfigError, default, validate
 from jaxrl_llm.models.transformer import ModelConfig, Net
-from jaxrl_llm.policy import token_logps_and_squares
+from jaxrl_llm.policy import token_statistics_and_squares
 from jaxrl_llm.sharding import make_mesh
 from jaxrl_llm.training import preferences
 from jaxrl_llm.training.optimizers import make_optimizer
@@ -211,8 +211,8 @@ def test_wpo_weighs_pairs_by_their_likelihood():
     batch = make_batch()
     full = naive_logits(PARAMS, batch.tokens, batch.segments)
     squares = np.log((np.exp(full) ** 2).sum(-1))
-    got = token_logps_and_squares(NET, PARAMS, jnp.asarray(batch.tokens), jnp.asarray(batch.segments))
-    np.testing.assert_allclose(np.asarray(got[2])[batch.mask > 0], squares[batch.mask > 0], rtol=1e-5)
+    got = token_statistics_and_squares(NET, PARAMS, jnp.asarray(batch.tokens), jnp.asarray(batch.segments))
+    np.testing.assert_allclose(np.asarray(got[4])[batch.mask > 0], squares[batch.mask > 0], rtol=1e-5)
     aligned = np.where(batch.mask > 0, policy_logps() - squares, 0.0).sum(1) / batch.mask.sum(1)
     weights = np.exp(aligned[0::2] + aligned[1::2])
     policy, ref, _ = sums_of()

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from jaxrl_llm.config import ConfigError, default
+from jaxrl_llm.config import ConfigError, default, validate
 from jaxrl_llm.rollout.engine import Rollout
 from jaxrl_llm.training.scoring import make_scorer
 
@@ -17,7 +17,9 @@ NAN = np.nan
 
 def rollout() -> Rollout:
     segments = np.maximum(MASK, np.arange(6) < 2).astype(np.int32)
-    return Rollout(np.zeros((4, 6), np.int32), segments, MASK, np.zeros_like(MASK), LENGTHS, FINISHED)
+    return Rollout(
+        np.zeros((4, 6), np.int32), segments, MASK, np.zeros_like(MASK), LENGTHS, FINISHED, LENGTHS.astype(np.float32)
+    )
 
 
 def configured(**settings):
@@ -117,6 +119,16 @@ def test_remax_compares_with_the_greedy_completion():
     assert not make_scorer(configured(), ("r",)).asks_for("greedy_scores")
 
 
+def test_remax_shapes_the_greedy_completion_too():
+    config = configured(advantage="remax", missing_eos_penalty=1.0)
+    greedy = rollout()._replace(lengths=LENGTHS[:2], finished=np.array([False, True]))
+    rewards, weights = np.array([[1.0], [1.0], [1.0], [0.0]], np.float32), np.ones(1, np.float32)
+    scored = make_scorer(config, ("r",))(
+        rollout(), MASK, rewards, weights, greedy_rewards=np.array([[0.5], [0.25]], np.float32), greedy_rollout=greedy
+    )
+    np.testing.assert_allclose(rows_of(scored), [1.5, 1.5, -0.25, -0.25], atol=1e-6)  # around -0.5 and 0.25
+
+
 def test_options_of_a_rule():
     rewards, weights = [[0, 3], [2, 2], [1, 1], [0, 5]], (1.0, 1.0)
     plain = rows_of(score(rewards, weights, advantage="gdpo(batch_normalize=False)"))
@@ -181,3 +193,30 @@ def test_a_critic_does_not_learn_from_unscorable_rows():
     np.testing.assert_array_equal(scored.mask, scorable)
     np.testing.assert_allclose(scored.returns, scorable * np.nan_to_num(rewards), atol=1e-6)
     np.testing.assert_allclose(scored.values, scorable * (np.nan_to_num(rewards) - 0.25), atol=1e-6)
+
+
+def test_scores_are_clipped_before_anything_is_added():
+    scored = score([9.0, 1.0, -7.0, 1.0], reward_clip=(-2.0, 3.0), scale_rewards="none", missing_eos_penalty=1.0)
+    np.testing.assert_allclose(rows_of(scored), [1.0, -1.0, -2.0, 2.0], atol=1e-6)  # 3 and 1; -2 - 1 and 1
+    np.testing.assert_allclose(scored.metrics["reward"], 1.0)  # the score itself is logged
+    np.testing.assert_allclose(scored.metrics["reward_max"], 9.0)
+    for wrong in ((1.0,), (3.0, 1.0)):
+        config = configured(reward_clip=wrong)
+        with pytest.raises(ConfigError, match=r"algorithm\.reward_clip is .*the smallest and the largest"):
+            validate(config)
+
+
+def test_what_trl_logs_of_ppo():
+    config = configured(name="ppo", advantage="ppo(gamma=1.0, lam=0.95)", kl_in_reward=True, beta=0.5)
+    logps = -np.ones_like(MASK)
+    scored = make_scorer(config, ("r",))(
+        rollout(), MASK, np.array([[1.0], [2.0], [3.0], [4.0]], np.float32), np.ones(1, np.float32), logps,
+        logps - KL, 0.5, None, np.zeros_like(MASK),
+    )  # fmt: skip
+    kl = (KL * MASK).sum(1).mean()
+    expected = {
+        "objective/kl": kl, "objective/non_score_reward": -0.5 * kl, "objective/rlhf_reward": 2.5 - 0.5 * kl,
+        "objective/entropy": LENGTHS.mean(), "val/num_eos_tokens": 3, "values/max": 0.0, "reward": 2.5,
+    }  # fmt: skip
+    for name, value in expected.items():
+        np.testing.assert_allclose(scored.metrics[name], value, rtol=1e-5, err_msg=name)

@@ -58,8 +58,8 @@ def folder(tmp_path_factory):
     return path
 
 
-def run_trl(trainer_class, arguments, folder, rows, tmp_path, **more):
-    """(losses, gradient norms, parameters) of TRL's trainer on the rows, in their order."""
+def run_trl(trainer_class, arguments, folder, rows, tmp_path, auto=AutoModelForCausalLM, **more):
+    """(losses, gradient norms, parameters, logged metrics) of TRL's trainer on the rows, in their order."""
     from datasets import Dataset
 
     losses = []
@@ -70,7 +70,7 @@ def run_trl(trainer_class, arguments, folder, rows, tmp_path, **more):
             losses.append(float(loss))
             return loss
 
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model = auto.from_pretrained(folder, dtype=torch.float32)
     trainer = Recording(
         model=model,
         args=arguments(output_dir=str(tmp_path / "trl"), **SETTINGS, **more),
@@ -78,8 +78,9 @@ def run_trl(trainer_class, arguments, folder, rows, tmp_path, **more):
         processing_class=AutoTokenizer.from_pretrained(folder),
     )
     trainer.train()
-    norms = [float(entry["grad_norm"]) for entry in trainer.state.log_history if "grad_norm" in entry]
-    return losses, norms, {name: x.detach().numpy() for name, x in trainer.model.state_dict().items()}
+    logged = [entry for entry in trainer.state.log_history if "grad_norm" in entry]
+    norms = [float(entry["grad_norm"]) for entry in logged]
+    return losses, norms, {name: x.detach().numpy() for name, x in trainer.model.state_dict().items()}, logged
 
 
 def run_ours(folder, rows, tmp_path, loss_on="completion", **algorithm):
@@ -95,9 +96,21 @@ def run_ours(folder, rows, tmp_path, loss_on="completion", **algorithm):
     return result.metrics, load_file(tmp_path / "ours/hf/model.safetensors")
 
 
-def compare(theirs, ours):
-    losses, norms, parameters = theirs
+METRICS = (
+    "entropy", "mean_token_accuracy", "num_tokens", "kl", "rewards/chosen", "rewards/rejected", "rewards/margins",
+    "rewards/accuracies", "logps/chosen", "logps/rejected", "logits/chosen", "logits/rejected", "nll_loss",
+    "log_odds_ratio", "log_odds_chosen", "min_reward", "mean_reward", "max_reward", "accuracy", "margin",
+)  # fmt: skip
+
+
+def compare(theirs, ours, without=()):
+    """Losses, gradient norms, parameters, and every metric that TRL logs but those in `without`."""
+    losses, norms, parameters, logged = theirs
     metrics, tensors = ours
+    for name in set(METRICS) & set(logged[0]) - set(without):
+        np.testing.assert_allclose(
+            [step[name] for step in metrics], [entry[name] for entry in logged], rtol=2e-3, atol=2e-4, err_msg=name
+        )
     assert len(losses) == len(norms) == STEPS
     np.testing.assert_allclose([step["loss"] for step in metrics], losses, rtol=1e-4)
     np.testing.assert_allclose([step["grad_norm"] for step in metrics], norms, rtol=1e-4)
@@ -124,3 +137,61 @@ def test_dpo(folder, tmp_path, loss_type, loss):
     rows = [{name: row[name] for name in columns} for row in tasks.generate("sort_pairs", size=20)]
     theirs = run_trl(trl.DPOTrainer, trl.DPOConfig, folder, rows, tmp_path, loss_type=[loss_type], beta=0.1)
     compare(theirs, run_ours(folder, rows, tmp_path, name="preference", loss=loss, beta=0.1))
+
+
+@pytest.mark.slow
+def test_kto(folder, tmp_path):
+    pairs = tasks.generate("sort_pairs", size=20)
+    rows = [
+        {"prompt": row["prompt"], "completion": row["chosen" if i % 3 else "rejected"], "label": i % 3 > 0}
+        for i, row in enumerate(pairs)
+    ]
+    weights = {"desirable_weight": 1.0, "undesirable_weight": 1.5}
+    theirs = run_trl(trl.KTOTrainer, trl.KTOConfig, folder, rows, tmp_path, beta=0.1, **weights)
+    compare(theirs, run_ours(folder, rows, tmp_path, name="preference", loss="kto", beta=0.1, **weights))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("center", [0.0, 0.02])
+def test_reward_model(folder, tmp_path, center):
+    from transformers import AutoModelForSequenceClassification
+
+    start = tmp_path / "start"
+    torch.manual_seed(1)
+    AutoModelForSequenceClassification.from_pretrained(folder, num_labels=1, dtype=torch.float32).save_pretrained(start)
+    AutoTokenizer.from_pretrained(folder).save_pretrained(start)
+    columns = ("prompt", "chosen", "rejected")
+    rows = [{name: row[name] for name in columns} for row in tasks.generate("sort_pairs", size=20)]
+    theirs = run_trl(
+        trl.RewardTrainer, trl.RewardConfig, start, rows, tmp_path, AutoModelForSequenceClassification,
+        center_rewards_coefficient=center or None,
+    )  # fmt: skip
+    compare(theirs, run_ours(start, rows, tmp_path, name="reward_model", center_rewards_coefficient=center))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("loss", ["sigmoid", "simpo", "alphapo"])
+def test_cpo(folder, tmp_path, loss):
+    cpo = pytest.importorskip("trl.experimental.cpo")
+    columns = ("prompt", "chosen", "rejected")
+    rows = [{name: row[name] for name in columns} for row in tasks.generate("sort_pairs", size=20)]
+    more = {"alpha": 0.3} if loss == "alphapo" else {}
+    theirs = run_trl(
+        cpo.CPOTrainer, cpo.CPOConfig, folder, rows, tmp_path, loss_type=loss, beta=0.5, cpo_alpha=0.7, simpo_gamma=0.4,
+        **more,
+    )  # fmt: skip
+    own = {"sigmoid": {}, "simpo": {"simpo_gamma": 0.4}, "alphapo": {"simpo_gamma": 0.4, "alphapo_alpha": 0.3}}[loss]
+    own |= {} if loss == "alphapo" else {"cpo_alpha": 0.7}
+    ours = run_ours(folder, rows, tmp_path, name="preference", loss=loss.replace("sigmoid", "cpo"), beta=0.5, **own)
+    # TRL's logits include prompts and padding, and its nll_loss is 0 where it has no weight.
+    compare(theirs, ours, without=("logits/chosen", "logits/rejected", *(("nll_loss",) if loss == "alphapo" else ())))
+
+
+@pytest.mark.slow
+def test_orpo(folder, tmp_path):
+    orpo = pytest.importorskip("trl.experimental.orpo")
+    columns = ("prompt", "chosen", "rejected")
+    rows = [{name: row[name] for name in columns} for row in tasks.generate("sort_pairs", size=20)]
+    theirs = run_trl(orpo.ORPOTrainer, orpo.ORPOConfig, folder, rows, tmp_path, beta=0.2)
+    ours = run_ours(folder, rows, tmp_path, name="preference", loss="orpo", beta=0.2)
+    compare(theirs, ours, without=("logits/chosen", "logits/rejected"))

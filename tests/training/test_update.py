@@ -19,7 +19,7 @@ def run_update(config, batch, steps: int = 1):
     with jax.set_mesh(mesh):
         optimizer = make_optimizer(config)
         objective = objectives.policy_gradient(config, NET)
-        state = init_state(NET.init(jax.random.key(0)), optimizer, mesh)
+        state = init_state(NET.init(jax.random.key(0)), optimizer, mesh, config.optimizer.offload)
         update = make_update(objective, optimizer, config, mesh)
         for _ in range(steps):
             state, metrics = update(state, jax.tree.map(jnp.asarray, batch))
@@ -106,6 +106,17 @@ def test_the_state_is_donated():
         new, _ = update(state, batch)
         assert all(x.is_deleted() for x in jax.tree.leaves(state.params))
         assert not any(x.is_deleted() for x in jax.tree.leaves((new.params, batch)))
+
+
+def test_moments_in_the_memory_of_the_host_change_nothing():
+    batch = make_batch()
+    for name in ("adamw", "adafactor"):
+        plain, _ = run_update(config_with(optimizer__name=name), batch)
+        state, _ = run_update(config_with(optimizer__name=name, optimizer__offload=True), batch)
+        jax.tree.map(np.testing.assert_array_equal, state.params, plain.params)
+        kinds = {x.sharding.memory_kind for x in jax.tree.leaves(state.opt_state) if x.ndim}
+        assert kinds == {"pinned_host"}
+        assert {x.sharding.memory_kind for x in jax.tree.leaves(state.params)} == {"device"}
 
 
 def test_a_gradient_that_is_not_finite_changes_nothing_and_is_reported():

@@ -1,0 +1,123 @@
+"""The text of docs/results.md, from the runs that benchmarks/results.py keeps."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+Runs = Mapping[str, Mapping[int, dict[str, Any]]]  # by configuration, then seed
+ACCURACY = ("eval/accuracy", "eval/greedy_accuracy")
+# What says of an offline configuration whether it learned.
+MEASURES = {
+    "sft": ("eval/loss", "eval/mean_token_accuracy"),
+    "reward_model": ("eval/loss", "eval/accuracy", "eval/margin"),
+    "preference": ("eval/loss", "eval/rewards/accuracies", "eval/rewards/margins", *ACCURACY),
+}
+
+
+def page(runs: Runs, online: Iterable[str], offline: Iterable[str], control: str) -> str:
+    """The page; configurations without runs are left out."""
+    parts = [
+        HEAD.format(machines="; ".join(sorted({run["machine"] for group in runs.values() for run in group.values()})))
+    ]
+    learned = [name for name in online if name in runs]
+    if learned:
+        parts.append(ONLINE + "\n" + table(_online_rows(runs, learned)))
+        parts += ["\nBy training step, seed 0:\n\n" + table(_curves(runs, learned))]
+    if "grpo" in runs and 0 in runs["grpo"]:
+        parts.append("\n## Health of the GRPO run with seed 0\n\n" + table(_health(runs["grpo"][0])))
+    if control in runs:
+        parts.append(CONTROL.format(control=table(_control_rows(runs[control][0]))))
+    given = [name for name in offline if name in runs]
+    if given:
+        parts.append(
+            "\n## Given data\n" + OFFLINE + "\n" + "\n".join(_offline_part(name, runs[name]) for name in given)
+        )
+    return "".join(parts)
+
+
+def table(rows: list[list[str]]) -> str:
+    """A Markdown table; the first row is its head."""
+    lines = ["| " + " | ".join(row) + " |" for row in rows]
+    return "\n".join([lines[0], "|" + "---|" * len(rows[0]), *lines[1:]]) + "\n"
+
+
+def _evaluations(run: dict[str, Any], name: str = ACCURACY[0]) -> list[dict[str, Any]]:
+    return [line for line in run["lines"] if name in line]
+
+
+def _pair(line: dict[str, Any]) -> str:
+    return " / ".join(f"{line[name]:.3f}" for name in ACCURACY)
+
+
+def _seconds(group: Mapping[int, dict[str, Any]]) -> str:
+    return f"{sum(run['seconds'] for run in group.values()) / len(group):.0f}"
+
+
+def _online_rows(runs: Runs, names: list[str]) -> list[list[str]]:
+    seeds = sorted({seed for name in names for seed in runs[name]})
+    rows = [["config", "steps", "before", *(f"after, seed {seed}" for seed in seeds), "seconds"]]
+    for name in names:
+        group = runs[name]
+        first = next(iter(group.values()))
+        after = [_pair(_evaluations(group[seed])[-1]) if seed in group else "" for seed in seeds]
+        rows.append([f"`{name}`", str(first["steps"]), _pair(_evaluations(first)[0]), *after, _seconds(group)])
+    return rows
+
+
+def _curves(runs: Runs, names: list[str]) -> list[list[str]]:
+    curves = {n: {line["step"]: line for line in _evaluations(runs[n][0])} for n in names if 0 in runs[n]}
+    steps = sorted({step for curve in curves.values() for step in curve})
+    rows = [["config", *map(str, steps)]]
+    return rows + [[f"`{n}`", *(_pair(curve[s]) if s in curve else "" for s in steps)] for n, curve in curves.items()]
+
+
+def _health(run: dict[str, Any]) -> list[list[str]]:
+    lines = [line for line in run["lines"] if "reward" in line]
+    names = [name for name in lines[0] if name != "step" and not name.startswith("eval/")]
+    return [["step", *names], *([str(line["step"]), *(f"{line[name]:.3f}" for name in names)] for line in lines)]
+
+
+def _control_rows(run: dict[str, Any]) -> list[list[str]]:
+    before, after = _evaluations(run)[0], _evaluations(run)[-1]
+    head = ["", "before", "after", "steps", "seconds"]
+    return [
+        head,
+        ["SFT on the same demonstrations", _pair(before), _pair(after), str(run["steps"]), _seconds({0: run})],
+    ]
+
+
+def _offline_part(name: str, group: Mapping[int, dict[str, Any]]) -> str:
+    measures = MEASURES.get(name, MEASURES["preference"])
+    shown = [m for m in measures if any(m in line for line in group[min(group)]["lines"])]
+    rows = [["seed", "steps", *(m.removeprefix("eval/") for m in shown), "seconds"]]
+    for seed, run in sorted(group.items()):
+        lines = _evaluations(run, shown[0])
+        changes = [f"{lines[0][m]:.3f} -> {lines[-1][m]:.3f}" for m in shown]
+        rows.append([str(seed), str(run["steps"]), *changes, f"{run['seconds']:.0f}"])
+    return f"\n### `{name}`\n\n{table(rows)}"
+
+
+HEAD = """# Results
+
+Written by `python -m benchmarks.results` from benchmarks/results/ ({machines}; fp32). Seconds are of the whole command:
+start, compilation, evaluations, checkpoints and export.
+"""
+ONLINE = """
+## Online algorithms on the embedded model and task
+
+`python -m jaxrl_llm.train --config=configs/NAME.py --config.seed=SEED`, all from the same warm start: held-out
+accuracy, sampled (four completions a prompt at temperature 1) / greedy, on 256 prompts of the split `test`. Prompts are
+assigned to splits by a checksum of their text; `test` was not looked at while settings were chosen (they were tuned on
+`validation`). The standard error of a sampled accuracy of 0.95 is about 1 point.
+"""
+CONTROL = """
+## Control: the time of a GRPO run spent on more supervised fine-tuning
+
+The shipped model goes on with the demonstrations it was made from (six in ten of them wrong):
+
+{control}
+Samples stay about as mixed as the demonstrations, however long it goes on. Reinforcement removes the wrong behaviours,
+and repairs mistakes on the way. It does not teach the model to sort: the warm start already can, sometimes.
+"""
+OFFLINE = """
+Held-out rows of the split `validation`, before -> after; accuracy is that of sampled and of greedy completions.
+"""

@@ -1,0 +1,1 @@
+"""Multi-turn environments and tools: what answers the policy between its turns."""

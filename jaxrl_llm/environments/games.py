@@ -1,0 +1,33 @@
+"""Built-in environments: short games whose every move can be checked."""
+
+from typing import Any
+
+from jaxrl_llm.environments.protocol import EpisodeError, Step
+
+
+class SortThenSmallest:
+    """Sort digits, then name the smallest, on rows of `task:sort` (prompt `sort:4821=`).
+
+    A right first answer (`1248`) earns `first`, and the environment asks `sort:=`, which means: the first of them? A
+    right second answer (`1`) earns the rest of 1.0. A wrong answer ends the row.
+    """
+
+    def __init__(self, first: float = 0.0):
+        self.first = first
+        self.answer, self.turn = "", 0
+
+    def reset(self, row: dict[str, Any]) -> None:
+        """Starts a game; the row's own prompt is the first question."""
+        prompt = row["prompt"]
+        if not (isinstance(prompt, str) and prompt.startswith("sort:") and prompt.endswith("=")):
+            raise EpisodeError(
+                f"sort_then_smallest plays on prompts such as 'sort:4821=', not {prompt!r}: set data.path to task:sort"
+            )
+        self.answer, self.turn = "".join(sorted(prompt.removeprefix("sort:").removesuffix("="))), 0
+
+    def step(self, text: str) -> Step:
+        """Judges an answer, and asks the second question after a right first one."""
+        self.turn += 1
+        if text != (self.answer if self.turn == 1 else self.answer[0]):
+            return Step(None, 0.0, done=True)
+        return Step("sort:=", self.first) if self.turn == 1 else Step(None, 1.0 - self.first, done=True)

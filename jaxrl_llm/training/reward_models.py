@@ -1,0 +1,128 @@
+"""Reward models as rewards: `model:<path>` in `rewards.functions`, for every online algorithm.
+
+The path names a sequence classification model with one score: a Hugging Face folder or hub id, or the `hf` folder of a
+reward_model run. It may be of another family than the policy and has its own tokenizer and chat template.
+"""
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxrl_llm.config import ConfigError
+from jaxrl_llm.data.chat import chat_ids, is_conversational, render_chat
+from jaxrl_llm.data.collate import pad_rows
+from jaxrl_llm.data.parts import ended
+from jaxrl_llm.models.model import Model, load_model
+from jaxrl_llm.models.transformer import Net, Params
+from jaxrl_llm.names import split_options
+from jaxrl_llm.policy import last_scores
+from jaxrl_llm.sharding import make_mesh, row_sharding
+
+PREFIX = "model:"
+NARROWEST = 32  # rows are padded to this width or one of its doubles, so that few programs are compiled
+
+
+class RewardModel:
+    """A grader: the scores that a reward model gives to prompts with their completions.
+
+    Messages are written with the reward model's own chat template, texts are joined, and either is tokenised by its own
+    tokenizer without adding special tokens; the score is that of the last token. With `add_eos` an end-of-text token
+    closes plain texts, as it does in the rows that a reward_model run learns from. Rows of more than `max_length`
+    tokens lose their beginning. `rows` are computed at a time, on this process's devices, which share the parameters.
+
+    Raises ConfigError for a folder that holds no reward model with a tokenizer.
+    """
+
+    def __init__(self, path: str, max_length: int | None = None, rows: int = 32, add_eos: bool = False,
+                 dtype: str = "auto", name: str | None = None):  # fmt: skip
+        self.name = name or _short_name(path)
+        self.max_length, self.add_eos = max_length, add_eos
+        self.mesh = make_mesh(data=1, fsdp=-1, devices=jax.local_devices())
+        shards = self.mesh.shape["fsdp"]
+        self.rows = -(-rows // shards) * shards
+        with jax.set_mesh(self.mesh):
+            self.model = _load(path, dtype, self.mesh)
+
+    def __call__(self, prompts: list[Any], completions: list[Any]) -> list[float]:
+        """The score of each prompt with its completion."""
+        ids = [self._ids(prompt, completion) for prompt, completion in zip(prompts, completions, strict=True)]
+        order = sorted(range(len(ids)), key=lambda row: len(ids[row]))  # rows of like length are computed together
+        scores = np.zeros(len(ids))
+        with jax.set_mesh(self.mesh):
+            for start in range(0, len(order), self.rows):
+                part = order[start : start + self.rows]
+                scores[part] = self._scores([ids[row] for row in part])
+        return scores.tolist()
+
+    def _ids(self, prompt: Any, completion: Any) -> list[int]:
+        tokenizer = self.model.tokenizer
+        if is_conversational(prompt):
+            answer = [{"role": "assistant", "content": completion}] if isinstance(completion, str) else completion
+            ids = chat_ids(tokenizer, render_chat(tokenizer, [*prompt, *answer], add_generation_prompt=False))
+        else:
+            text = prompt + completion
+            ids = chat_ids(tokenizer, text)
+            ids = ended(tokenizer, ids, text) if self.add_eos else ids
+        if not ids:
+            raise ConfigError(f"reward model {self.name}: a prompt and its completion are empty, and have no score")
+        return ids[-self.max_length :] if self.max_length else ids
+
+    def _scores(self, ids: list[list[int]]) -> np.ndarray:
+        width = NARROWEST
+        while width < len(ids[-1]):
+            width *= 2
+        filled = ids + ids[-1:] * (self.rows - len(ids))
+        tokens, segments, _ = pad_rows([(row, [0.0] * len(row)) for row in filled], width)
+        rows = jax.device_put((tokens, segments), row_sharding(self.mesh))
+        return np.asarray(_score(self.model.net, self.model.params, *rows))[: len(ids)]
+
+
+def with_reward_models(specs: Any) -> Any:
+    """The reward specifications (one, or nested lists of them) with a `RewardModel` for each `model:<path>`.
+
+    Options are written in brackets: `model:runs/reward_model/hf(add_eos=True, max_length=512)`.
+    """
+    if isinstance(specs, str):
+        if not specs.startswith(PREFIX):
+            return specs
+        path, options = split_options(specs.removeprefix(PREFIX))
+        try:
+            return RewardModel(path, **options)
+        except TypeError as error:
+            raise ConfigError(
+                f"the options of {specs!r}: {error}; there are max_length, rows, add_eos, dtype and name"
+            ) from error
+    if isinstance(specs, list | tuple):
+        return [with_reward_models(spec) for spec in specs]
+    return specs
+
+
+def _load(path: str, dtype: str, mesh) -> Model:
+    model = load_model(path, dtype, mesh=mesh, head="score")
+    named = _architecture(model.hf_config)
+    if "SequenceClassification" not in named:
+        raise ConfigError(
+            f"{PREFIX}{path} is no reward model: its config.json names {named or 'no architecture'}, and a score head "
+            "comes with a ...ForSequenceClassification; train one with configs/reward_model.py"
+        )
+    if model.tokenizer is None:
+        raise ConfigError(f"{PREFIX}{path} has no tokenizer files; add those that the reward model was trained with")
+    return model
+
+
+def _architecture(hf_config: Mapping[str, Any] | None) -> str:
+    return ", ".join((hf_config or {}).get("architectures") or ())
+
+
+def _short_name(path: str) -> str:
+    """The last part of the path that says something: of `runs/reward_model/hf` it is reward_model."""
+    parts = [part for part in path.replace(":", "/").split("/") if part not in ("", ".", "hf")]
+    return parts[-1] if parts else path
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _score(net: Net, params: Params, tokens, segments):
+    return last_scores(net, params, tokens, segments)

@@ -1,0 +1,342 @@
+"""Rows with environments and tools, played by a scripted policy: no model, the real tokenizer and templates."""
+
+import asyncio
+import json
+import time
+
+import pytest
+from transformers import AutoTokenizer
+
+from jaxrl_llm.config import ConfigError, default
+from jaxrl_llm.data.chat import chat_ids
+from jaxrl_llm.data.tokenize import tokenize_prompts
+from jaxrl_llm.data.tokenizers import build_byte_tokenizer
+from jaxrl_llm.environments.factory import Environments, load_environments
+from jaxrl_llm.environments.games import SortThenSmallest
+from jaxrl_llm.environments.protocol import EpisodeError, Step
+from jaxrl_llm.rewards.grader import NOTHING_LOGGED
+from jaxrl_llm.training.conversing import Converse
+
+END = 257
+# Like Qwen's: tools in the system message, results of tools as they are.
+TEMPLATE = (
+    "{%- if tools -%}{%- set names = tools | map(attribute='function') | map(attribute='name') -%}"
+    "{{- '<|system|>' + (names | join(',')) + '<|end|>' -}}{%- endif -%}"
+    "{%- for m in messages -%}{%- set role = 'user' if m.role == 'tool' else m.role -%}"
+    "{{- '<|' + role + '|>' + m.content + '<|end|>' -}}{%- endfor -%}"
+    "{%- if add_generation_prompt -%}{{- '<|assistant|>' -}}{%- endif -%}"
+)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    loaded = AutoTokenizer.from_pretrained(build_byte_tokenizer(tmp_path_factory.mktemp("tokenizer")))
+    loaded.chat_template = TEMPLATE
+    return loaded
+
+
+def user(text):
+    return [{"role": "user", "content": text}]
+
+
+def call(name, **arguments):
+    return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
+
+
+def play(tokenizer, environments, rows, turns, group=1, limit=400):
+    """(talk, completion ids, completions, columns): row i says `turns[i]`, one after the other, as in the engine."""
+    examples = tokenize_prompts(rows, tokenizer, 300)
+    talk = Converse(environments, tokenizer, (END,), 300, {})(examples, group)
+    ids = [[] for _ in turns]
+    scripts = [iter(script) for script in turns]
+    waiting = set(range(len(turns)))
+
+    def speak(row):
+        text = next(scripts[row], None)
+        room = limit - len(ids[row])
+        said = [*chat_ids(tokenizer, text or "..."), END][:room]
+        ids[row] += said
+        if said[-1:] == [END]:
+            talk.dialogue.hear(row, list(ids[row]))
+        else:
+            waiting.discard(row)
+
+    for row in range(len(turns)):
+        speak(row)
+    while waiting:
+        for row, tokens in talk.dialogue.replies(wait=True).items():
+            if tokens is None or len(ids[row]) + len(tokens) >= limit:
+                waiting.discard(row)
+            else:
+                ids[row] += tokens
+                speak(row)
+    return (talk, ids, *talk.finish(ids, True))
+
+
+class Guess:
+    """Guess the number; `async` and plain steps, errors and slow rows on demand."""
+
+    closed = 0
+
+    def reset(self, row):
+        self.number, self.tries = row["number"], 0
+        return row.get("opening")
+
+    def step(self, text):
+        self.tries += 1
+        if text == "boom":
+            raise KeyError("boom")
+        if text == "sleep":
+            time.sleep(3)
+        if text == "nonsense":
+            return {"observation": "x"}
+        if text == "nan":
+            return Step("more", float("nan"))
+        if text == "later":
+            return self.later()
+        guess = int(text)
+        if guess == self.number:
+            return Step(None, 1.0, True)
+        return Step("higher" if guess < self.number else "lower", 0.1)
+
+    async def later(self):
+        await asyncio.sleep(0.01)
+        return Step("later", 0.25)
+
+    def close(self):
+        Guess.closed += 1
+
+
+def test_a_game_of_several_turns(tokenizer):
+    Guess.closed = 0
+    environments = Environments(Guess, max_turns=3, timeout=1.0)
+    rows = [{"prompt": user("Guess!"), "number": 5, "opening": None} for _ in range(9)]
+    turns = [
+        ["3", "5"], ["9", "9", "9", "5"], ["5"],
+        ["boom"], ["sleep"], ["nonsense"], ["nan"], ["later", "5"], ["3", "boom"],
+    ]  # fmt: skip
+    talk, ids, completions, columns = play(tokenizer, environments, rows, turns)
+    assert columns["environment_reward"] == [1.1, pytest.approx(0.3), 1.0, None, None, None, None, 1.25, None]
+    ended = [outcome.ended for outcome in talk.outcomes]
+    assert ended[:5] == ["done", "max_turns", "done", "KeyError: 'boom'", "timeout"]
+    assert "Guess.step returned {'observation': 'x'}; return Step" in ended[5] and "finite number" in ended[6]
+    assert tokenizer.decode(ids[0]) == "3<|end|><|user|>higher<|end|><|assistant|>5<|end|>"
+    assert completions[0] == [
+        {"role": "assistant", "content": "3"},
+        {"role": "user", "content": "higher"},
+        {"role": "assistant", "content": "5"},
+    ]
+    assert isinstance(columns["environments"][0], Guess)
+    logged = talk.logged(NOTHING_LOGGED)
+    assert logged.totals["environment/failures"] == 5
+    assert logged.metrics["environment/turns"] == [2, 3, 1, 1, 1, 1, 1, 2, 2]
+    assert logged.columns["environment/ended"] == ended
+    assert Guess.closed == 5 and len(environments.idle[None]) == 4  # those that failed are closed at once
+    environments.close()
+    assert Guess.closed == 9
+
+
+def test_environments_are_used_again_and_open_rows(tokenizer):
+    made = []
+
+    def make():
+        made.append(Guess())
+        return made[-1]
+
+    environments = Environments(make)
+    for opening in ("Your turn", user("Your turn")):
+        rows = [{"prompt": user("Guess!"), "number": 5, "opening": opening} for _ in range(2)]
+        talk, _, completions, _ = play(tokenizer, environments, rows, [["5"]] * 4, group=2)
+        assert len(talk.examples) == 2 and len(made) == 4
+        shown = "Your turn" if isinstance(opening, str) else "<|user|>Your turn<|end|><|assistant|>"
+        assert tokenizer.decode(talk.examples[0]["prompt_ids"]) == shown
+        assert completions[0] == ("5" if isinstance(opening, str) else [{"role": "assistant", "content": "5"}])
+        talk.logged(NOTHING_LOGGED)
+
+
+def test_rows_that_end_for_lack_of_room(tokenizer):
+    environments = Environments(Guess)
+    row, turns = {"prompt": "Guess! ", "number": 5}, [["3", "5"], ["3", "555555"], ["1234567890"]]
+    talk, ids, completions, columns = play(tokenizer, environments, [row] * 3, turns, limit=9)
+    assert [outcome.ended for outcome in talk.outcomes] == ["length"] * 3
+    assert columns["environment_reward"] == [0.1, 0.1, 0.0]
+    # `3<end>higher5` would be 9 tokens: no room for the end; a turn that is cut is not heard.
+    assert completions == ["3higher5", "3higher5", "123456789"] and [len(x) for x in ids] == [9, 9, 9]
+    talk, ids, completions, _ = play(
+        tokenizer, environments, [{"prompt": user("Guess!"), "number": 5}], [["3", "5"]], limit=9
+    )
+    assert completions == [[{"role": "assistant", "content": "3"}]] and len(ids[0]) == 2
+
+
+def test_on_error_stop(tokenizer):
+    environments = Environments(Guess, timeout=0.2, on_error="stop")
+    row = {"prompt": "Guess!", "number": 5}
+    with pytest.raises(EpisodeError, match=r"Guess.step raised KeyError: 'boom', in row 1, turn 2.*on_error=end"):
+        play(tokenizer, environments, [row] * 2, [["5"], ["3", "boom"]])
+    with pytest.raises(EpisodeError, match=r"Guess.step took more than environment.timeout"):
+        play(tokenizer, environments, [row], [["sleep"]])
+
+
+def test_a_reset_that_fails_stops_the_run(tokenizer):
+    with pytest.raises(EpisodeError, match=r"Guess.reset raised KeyError: 'number', in row 0"):
+        play(tokenizer, Environments(Guess), [{"prompt": "x"}], [["5"]])
+    with pytest.raises(EpisodeError, match=r"Guess.reset returned 3; return a prompt"):
+        play(tokenizer, Environments(Guess), [{"prompt": "x", "number": 1, "opening": 3}], [["5"]])
+    counter = iter(range(9))
+
+    class Random(Guess):
+        def reset(self, row):
+            return f"question {next(counter)}"
+
+    with pytest.raises(EpisodeError, match="opens rows of the same prompt differently"):
+        play(tokenizer, Environments(Random), [{"prompt": "x"}], [["5"]] * 2, group=2)
+
+
+def add(a: int, b: int) -> int:
+    """Adds two numbers.
+
+    Args:
+        a: The first.
+        b: The second.
+    """
+    return a + b
+
+
+async def slow_double(a: int) -> int:
+    """Doubles a number.
+
+    Args:
+        a: The number.
+    """
+    await asyncio.sleep(0.01)
+    return 2 * a
+
+
+def test_tools(tokenizer):
+    environments = Environments(None, [add, slow_double], max_tool_calls=3)
+    turns = [
+        [call("add", a=1, b=2), "3"],
+        [call("add", a=1, b=2) + call("slow_double", a=4), "11"],
+        ["No tool needed."],
+        [call("sub", a=1), call("add", a=1), call("add", a=1, b="x"), "?"],
+        ["<tool_call>{oops</tool_call>", "sorry"],
+        [call("add", a=1, b=2)] * 4,
+    ]
+    talk, ids, completions, columns = play(tokenizer, environments, [{"prompt": user("1+2?")}] * 6, turns)
+    assert tokenizer.decode(talk.examples[0]["prompt_ids"]).startswith("<|system|>add,slow_double<|end|><|user|>1+2?")
+    said = [[m["content"] for m in completion if m["role"] == "tool"] for completion in completions]
+    assert said[:3] == [["3"], ["3", "8"], []]
+    assert "there is no tool 'sub'; there are add, slow_double" in said[3][0]
+    assert "missing a required argument: 'b'" in said[3][1] and "TypeError" in said[3][2]
+    assert "is not JSON" in said[4][0] and said[5] == ["3"] * 3
+    assert [outcome.ended for outcome in talk.outcomes] == ["answered"] * 5 + ["max_tool_calls"]
+    assert completions[1][-1] == {"role": "assistant", "content": "11"}
+    assert "<|user|>3<|end|><|user|>8<|end|><|assistant|>11<|end|>" in tokenizer.decode(ids[1])
+    logged = talk.logged(NOTHING_LOGGED)
+    assert logged.metrics["tools/call_frequency"] == [1, 2, 0, 3, 1, 3]
+    assert sum(logged.metrics["tools/failure_frequency"]) == 4 and len(logged.metrics["tools/failure_frequency"]) == 10
+    assert columns["environment_reward"] == [0.0] * 6
+
+
+class Counter:
+    """As TRL has it: `reset` with the row's columns, public methods as tools, the reward its own."""
+
+    def __init__(self):
+        self.count = 0
+
+    def reset(self, start, **row):
+        self.count = start
+        return f" Start at {start}."
+
+    def add_one(self, times: int) -> str:
+        """Counts up.
+
+        Args:
+            times: How often.
+        """
+        self.count += times
+        return f"now {self.count}"
+
+    def get_reward(self):
+        return None if self.count < 0 else self.count / 10
+
+
+def test_trls_environments(tokenizer):
+    rows = [{"prompt": user("Count!"), "start": start} for start in (2, 4, -1)]
+    turns = [[call("add_one", times=1), "done"], ["done"], ["done"]]
+    talk, _, completions, columns = play(tokenizer, Environments(Counter), rows, turns)
+    assert columns["environment_reward"] == [0.3, 0.4, None]
+    assert tokenizer.decode(talk.examples[1]["prompt_ids"]) == (
+        "<|system|>add_one<|end|><|user|>Count! Start at 4.<|end|><|assistant|>"
+    )
+    assert completions[0][1]["content"] == "now 3"
+
+
+def test_several_environments_by_column(tokenizer):
+    environments = Environments({"count": Counter, "guess": Guess}, [add])
+    rows = [
+        {"prompt": user("Count!"), "environment": "count", "start": 2, "number": 0},
+        {"prompt": user("Guess!"), "environment": "guess", "start": 0, "number": 5},
+    ]
+    talk, _, _, columns = play(tokenizer, environments, rows, [["done"], ["3", "5"]])
+    assert columns["environment_reward"] == [0.2, 1.1]
+    prompts = [tokenizer.decode(example["prompt_ids"]) for example in talk.examples]
+    assert prompts[0].startswith("<|system|>add,add_one<") and prompts[1].startswith("<|system|>add<")
+    with pytest.raises(
+        EpisodeError, match=r"column environment is 'gues'; there are count, guess; the closest is guess"
+    ):
+        play(tokenizer, environments, [{**rows[0], "environment": "gues"}], [["done"]])
+
+
+def test_the_built_in_game():
+    game = SortThenSmallest(first=0.25)
+    game.reset({"prompt": "sort:4821="})
+    assert game.step("1248") == Step("sort:=", 0.25) and game.step("1") == Step(None, 0.75, True)
+    game.reset({"prompt": "sort:4821="})
+    assert game.step("1284") == Step(None, 0.0, True)
+    with pytest.raises(EpisodeError, match=r"set data.path to task:sort"):
+        game.reset({"prompt": "1+1="})
+
+
+def described(text: str):
+    """Nothing about the argument."""
+
+
+class Nothing:
+    pass
+
+
+class OnlyReset:
+    def reset(self, row): ...
+
+
+@pytest.mark.parametrize(
+    ("given", "tools", "message"),
+    [
+        ("sort_then_smalest", (), "unknown name 'sort_then_smalest'; known are .*sort_then_smallest"),
+        ("sort_then_smallest(frist=1)", (), "has no option 'frist'"),
+        (Nothing, (), "has no method reset"),
+        (OnlyReset, (), "neither a method step nor other public methods"),
+        (None, (described,), "the tool 'described' cannot be described"),
+        (None, (add, add), "two tools named 'add'"),
+        (None, ("no_such_module:add",), "no module 'no_such_module'"),
+        (3, (), "which is a int; name a class or function"),
+    ],
+)
+def test_what_cannot_be_used_is_named(given, tools, message):
+    with pytest.raises(ConfigError, match=message):
+        load_environments(default(), given, tools)
+
+
+def test_names_in_the_configuration(tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "from jaxrl_llm.environments.games import SortThenSmallest\nBOTH = {'a': SortThenSmallest, 'b': 'sort_then_smallest(first=0.2)'}\n"
+    )
+    config = default()
+    config.environment.name = f"{tmp_path / 'mine.py'}:BOTH"
+    environments = load_environments(config)
+    assert environments.take({"environment": "b"}).environment.first == 0.2
+    config.environment.name = "sort_then_smallest(first=0.3)"
+    assert load_environments(config).take({}).environment.first == 0.3
+    config.environment.name = None
+    assert load_environments(config) is None

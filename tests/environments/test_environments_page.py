@@ -1,0 +1,33 @@
+"""docs/environments.md: every example runs, and the keys it mentions exist."""
+
+import re
+
+import pytest
+
+from jaxrl_llm.keys import KEYS
+from tests.conftest import ROOT
+
+PAGE = (ROOT / "docs" / "environments.md").read_text(encoding="utf-8")
+EXAMPLES = [
+    (section.split("\n")[0], block)
+    for section in PAGE.split("\n## ")[1:]
+    for block in re.findall(r"^```python\n(.*?)^```$", section, re.DOTALL | re.MULTILINE)
+]
+
+
+@pytest.mark.parametrize(
+    ("heading", "block"),
+    [pytest.param(*one, id=one[0], marks=pytest.mark.slow if i else ()) for i, one in enumerate(EXAMPLES)],
+)
+def test_examples_run(heading, block, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    exec(compile(block, heading, "exec"), {"__name__": "example"})
+    assert capsys.readouterr().out.strip()
+
+
+def test_keys_that_the_page_names_exist():
+    assert len(EXAMPLES) == 4
+    named = set(re.findall(r"`(?:--config\.)?((?:environment|rewards|rollout|algorithm)\.[a-z_]+)", PAGE))
+    assert {"environment.timeout", "environment.max_turns"} <= named <= {key.name for key in KEYS}
+    metrics = set(re.findall(r"^\| `((?:environment|tools)/\w+)", PAGE, re.MULTILINE))
+    assert len(metrics) == 4

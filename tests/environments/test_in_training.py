@@ -1,0 +1,112 @@
+"""Environments inside a run: two steps of the worked example, what they leave in metrics and tables, and learning."""
+
+import math
+
+import numpy as np
+import pyarrow.parquet as parquet
+import pytest
+
+import jaxrl_llm
+from jaxrl_llm.command_line import load_config_file
+from jaxrl_llm.environments.games import SortThenSmallest
+from jaxrl_llm.environments.protocol import Step
+
+
+def tiny(root, tmp_path):
+    config = load_config_file(f"{root / 'configs/environment.py'}:tiny")
+    config.output_dir, config.logging.backends, config.eval.every = str(tmp_path / "run"), ("jsonl",), -1
+    return config
+
+
+class Sometimes(SortThenSmallest):
+    """Asks on whatever the first answer was, save in rows whose last digit is odd: those fail."""
+
+    made, closed = 0, 0
+
+    def __init__(self):
+        super().__init__()
+        Sometimes.made += 1
+
+    def reset(self, row):
+        self.odd = int(row["prompt"][-2]) % 2
+        super().reset(row)
+
+    def step(self, text):
+        self.turn += 1
+        if self.odd:
+            raise RuntimeError("odd")
+        return Step("sort:=", 0.5) if self.turn == 1 else Step(None, 0.25 * len(text))
+
+    def close(self):
+        Sometimes.closed += 1
+
+
+def test_two_steps_with_an_environment(root, tmp_path):
+    config = tiny(root, tmp_path)
+    result = jaxrl_llm.train(config, environment=Sometimes)
+    for line in result.metrics:
+        assert all(math.isfinite(value) for value in line.values())
+        assert line["environment/turns"] > 1 and 0 < line["environment/failures"] < 16
+        assert line["unscorable_rows"] == line["environment/failures"]
+        # Tokens of the environment are in no mask: the trainer scores the sampled ones as the sampler did.
+        np.testing.assert_allclose(line["sampling/importance_sampling_ratio/mean"], 1.0, atol=1e-4)
+    rows = parquet.read_table(tmp_path / "run/completions/completions_00002.parquet").to_pylist()
+    for row in rows:
+        if int(row["prompt"][-2]) % 2:
+            assert row["environment/ended"] in ("RuntimeError: odd", "length") and row["environment/turns"] <= 1
+        elif row["environment/ended"] == "done":
+            _, asked, answer = row["completion"].partition("sort:=")
+            assert asked and row["environment"] == 0.5 + 0.25 * len(answer) and row["environment/turns"] == 2
+    assert Sometimes.closed == Sometimes.made >= 16
+
+
+def test_credit_across_observations():
+    """GAE and REINFORCE++ carry over the masked tokens of an observation as if they were not there."""
+    from jaxrl_llm.algorithms.advantages import gae, reinforce_plus_plus_advantages
+
+    draw = np.random.default_rng(0)
+    rewards, values = draw.normal(size=(2, 3, 9)).astype(np.float32)
+    mask = np.tile(np.float32([0, 1, 1, 0, 0, 0, 1, 1, 0]), (3, 1))
+    kept = mask[0] > 0
+    advantages, returns = gae(rewards * mask, values * mask, mask, 0.9, 0.8)
+    without = gae(rewards[:, kept], values[:, kept], np.ones((3, 4), np.float32), 0.9, 0.8)
+    np.testing.assert_allclose(np.asarray(advantages)[:, kept], without[0], rtol=1e-5)
+    np.testing.assert_allclose(np.asarray(returns)[:, kept], without[1], rtol=1e-5)
+    noisy = gae(rewards * mask + 7 * (1 - mask) * draw.normal(size=mask.shape), values, mask, 0.9, 0.8)[0]
+    np.testing.assert_allclose(np.asarray(noisy)[:, kept], without[0], rtol=1e-4, atol=1e-5)
+    spread = reinforce_plus_plus_advantages(rewards * mask, mask, 0.9)
+    dense = reinforce_plus_plus_advantages(rewards[:, kept], np.ones((3, 4), np.float32), 0.9)
+    np.testing.assert_allclose(np.asarray(spread)[:, kept], dense, rtol=1e-5)
+
+
+ROLLOUT_FUNCTION = """
+def sample(prompts, trainer):
+    return {**trainer.generate(prompts), "words": ["x"] * (len(prompts) * trainer.num_generations)}
+
+def sorts(model, processing_class, prompts, generation_config):
+    return ["".join(sorted(prompt[5:-1])) for prompt in prompts for _ in range(generation_config.num_generations)]
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "accuracy"), [("sample", None), ("sorts", 1.0)])
+def test_a_run_with_a_rollout_function(root, tmp_path, name, accuracy):
+    (tmp_path / "mine.py").write_text(ROLLOUT_FUNCTION)
+    config = tiny(root, tmp_path)
+    config.environment.name, config.environment.rollout_func = None, f"{tmp_path / 'mine.py'}:{name}"
+    config.algorithm.importance_correction, config.rewards.functions = "token_truncate", ("exact_match",)
+    result = jaxrl_llm.train(config)
+    for line in result.metrics:
+        assert all(math.isfinite(value) for value in line.values())
+        np.testing.assert_allclose(line["sampling/importance_sampling_ratio/mean"], 1.0, atol=1e-4)
+        assert accuracy is None or line["reward"] == accuracy
+
+
+@pytest.mark.slow
+def test_the_worked_example_learns(root, tmp_path):
+    config = load_config_file(str(root / "configs/environment.py"))
+    config.output_dir, config.logging.backends = str(tmp_path / "run"), ("jsonl",)
+    config.eval.every, config.eval.prompts, config.checkpoint.every = 0, 64, 0
+    result = jaxrl_llm.train(config)
+    assert result.metrics[0]["eval/accuracy"] < 0.15
+    assert result.metrics[-1]["eval/accuracy"] > 0.5

