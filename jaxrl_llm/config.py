@@ -163,8 +163,8 @@ def _check_environment(config: ConfigDict) -> None:
         return
     if len(named) > 1:
         raise ConfigError(
-            f"environment.rollout_func and {named[0]} are both set, but a rollout function holds its own conversations: "
-            "set one"
+            f"environment.rollout_func and {named[0]} are both set, but a rollout function holds its own "
+            "conversations: set one"
         )
     if algorithm.importance_correction == "none":
         raise ConfigError(
@@ -243,8 +243,8 @@ def _check_online(config: ConfigDict) -> None:
     critic = config.critic
     if critic.shared and (critic.path is not None or critic.warmup_steps):
         raise ConfigError(
-            f"critic.path is {critic.path} and critic.warmup_steps {critic.warmup_steps}, but critic.shared is true: the "
-            "critic is part of the policy's own network and learns with it; set path to none and warmup_steps to 0"
+            f"critic.path is {critic.path} and critic.warmup_steps {critic.warmup_steps}, but critic.shared is true: "
+            "the critic is part of the policy's own network and learns with it; set path to none and warmup_steps to 0"
         )
     if algorithm.replay_groups and algorithm.name == "ppo":
         raise ConfigError(

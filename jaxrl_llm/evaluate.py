@@ -25,23 +25,24 @@ from jaxrl_llm.training.console import show
 FLAGS = (Key("output", "", "JSON file to write the numbers to, besides printing them."),)
 
 
-def evaluate(config, eval_dataset=None, rewards=None) -> dict[str, float]:
+def evaluate(config, eval_dataset=None, rewards=None, environment=None, tools=()) -> dict[str, float]:
     """The `eval/*` metrics of `config.model` on held-out prompts; see `jaxrl_llm.training.evaluation.Evaluation`.
 
     eval_dataset (a `datasets.Dataset` or a list of dicts) takes the place of `data.eval_path`, and rewards (a function
-    or a list of them) that of `rewards.functions`. The numbers are those that training with the same configuration
-    reports for the same parameters. Raises ConfigError for anything the user can mend.
+    or a list of them) that of `rewards.functions`; environment and tools are as in `train`. The numbers
+    are those that training with the same configuration reports for the same parameters. Raises ConfigError for anything
+    the user can mend.
     """
-    return _measure(config, eval_dataset, rewards)[1]
+    return _measure(config, eval_dataset, rewards, environment, tools)[1]
 
 
-def _measure(config, eval_dataset=None, rewards=None) -> tuple[int, dict[str, float]]:
+def _measure(config, eval_dataset=None, rewards=None, environment=None, tools=()) -> tuple[int, dict[str, float]]:
     """How many prompts there were, and the metrics."""
     validate(config)
     mesh = build_mesh(config)
     with jax.set_mesh(mesh), contextlib.closing(build_rewards(config, rewards)) as grader:
         model = build_model(config, mesh)
-        environments = load_environments(config)
+        environments = load_environments(config, environment, tools)
         with contextlib.ExitStack() as stack:
             if environments is not None:
                 stack.callback(environments.close)

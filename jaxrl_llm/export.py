@@ -60,7 +60,8 @@ def _untrained(config: ConfigDict, mesh: Mesh) -> Model:
     if config.lora.rank or config.lora.path:
         return build_model(config, mesh)
     head = "score" if config.algorithm.name == "reward_model" else "lm"
-    return describe(config.model.path, "float32", config.model.param_dtype, head=head)
+    c = config.model
+    return describe(c.path, "float32", c.param_dtype, trust_remote_code=c.trust_remote_code, head=head)
 
 
 def _config_of(folder: Path) -> ConfigDict:

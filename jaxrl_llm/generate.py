@@ -131,8 +131,9 @@ def _in_file(file: Path) -> list[Any]:
             raise ConfigError(f"{file} has no prompts: write one a line")
         return prompts
     rows = sources.load(file)
-    if "prompt" not in rows.column_names:
-        raise ConfigError(f"{file} has no column prompt; it has {', '.join(rows.column_names)}")
+    columns = rows.column_names or []
+    if "prompt" not in columns:
+        raise ConfigError(f"{file} has no column prompt; it has {', '.join(columns)}")
     return list(rows["prompt"])
 
 

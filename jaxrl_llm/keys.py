@@ -155,6 +155,9 @@ KEYS = (
         "Type the network computes in; auto is float32 on CPU and bfloat16 on accelerators.",
         choices=("auto", *DTYPES)),
     Key("model.param_dtype", "float32", "Type the trained parameters are stored in.", choices=DTYPES),
+    Key("model.allow_pickle", False,
+        "Read pytorch_model.bin where a model has no safetensors. Only tensors are: nothing in the file is run.", bool),
+    Key("model.trust_remote_code", False, "Run the Python code that a tokenizer's folder may bring.", bool),
     Key("model.random_init", False, "Start from random parameters (drawn from seed) instead of the model's.", bool),
     Key("model.remat", "none",
         "What the backward pass computes again to save memory: nothing; each layer, from its input (block), which may "
@@ -359,7 +362,8 @@ KEYS = (
     Key("algorithm.label_smoothing", 0.0,
         "Chance that a preference is flipped: conservative dpo, robust, exo_pair (0 is 0.001 there), aot, cpo, simpo. "
         "sft: share of the target that is spread over the vocabulary.", float, minimum=0, below=0.5),
-    Key("algorithm.neftune_alpha", 0.0, "Size of NEFTune's noise on the embeddings in sft; 0 is off.", float, minimum=0),
+    Key("algorithm.neftune_alpha", 0.0,
+        "Size of NEFTune's noise on the embeddings in sft; 0 is off.", float, minimum=0),
     Key("algorithm.f_divergence", "reverse_kl", "Divergence from the reference that dpo and its kin assume.",
         choices=("reverse_kl", "forward_kl", "js_divergence", "alpha_divergence")),
     Key("algorithm.f_alpha", 0.5, "Alpha of the alpha_divergence; 1 is reverse_kl.", float),

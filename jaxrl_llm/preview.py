@@ -31,7 +31,7 @@ JOINED = 200  # rows that are tokenised a second time
 
 def preview(config, rows: int = 3, measure: int = 10_000, held_out: bool = True, colour: bool = False) -> str:
     """The report on the data of `config`; raises ConfigError for data that training could not read."""
-    tokenizer = load_tokenizer(config.model.path)
+    tokenizer = load_tokenizer(config.model.path, config.model.trust_remote_code)
     kind = reading.kind_of(config)
     parts = reading.open_parts(config, tokenizer)
     lines = report(config, "trained on", kind, parts, tokenizer, rows, measure, colour)
@@ -81,17 +81,17 @@ def report(
     return lines
 
 
-def load_tokenizer(path: str) -> Any:
+def load_tokenizer(path: str, trust_remote_code: bool = False) -> Any:
     """The tokenizer of a model, without its weights; raises ConfigError when there is none."""
     if path.startswith("embedded:") or Path(path).expanduser().is_dir():
         folder = hf.locate(path)
         if not hf.has_tokenizer(folder):
             raise ConfigError(f"model.path = {path!r} has no tokenizer files; add them to the folder")
-        return hf.load_tokenizer(folder)
+        return hf.load_tokenizer(folder, trust_remote_code)
     from transformers import AutoTokenizer  # slow to import, and of no use for local folders
 
     try:
-        return AutoTokenizer.from_pretrained(path)
+        return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
     except Exception as error:
         reason = " ".join(str(error).split())
         raise ConfigError(f"cannot load the tokenizer of model.path = {path!r}: {reason}") from error

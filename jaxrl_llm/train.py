@@ -20,6 +20,7 @@ import numpy as np
 from jaxrl_llm.algorithms.batch import Batch, minibatch_indices
 from jaxrl_llm.command_line import load_flags, run
 from jaxrl_llm.config import ConfigError, rows_together, to_json, validate
+from jaxrl_llm.models.lora import has_adapters
 from jaxrl_llm.models.model import Model, has_peft_adapter, save_adapter, save_hf
 from jaxrl_llm.sharding import row_sharding
 from jaxrl_llm.training.build import Run, build, build_mesh
@@ -73,6 +74,8 @@ def train(config, train_dataset=None, eval_dataset=None, rewards=None, environme
                 save_hf(model, folder / "hf")
                 if has_peft_adapter(model):
                     save_adapter(model, folder / "adapter")
+                elif has_adapters(model.params):
+                    logger.note("hf/ has the adapters merged; this family's fused tensors leave no PEFT folder")
                 if parts.critic is not None and state.critic is not None:
                     save_hf(replace(parts.critic, params=critic_params(config, state)), folder / "critic")
             logger.finish(seconds=parts.watch.totals)

@@ -28,8 +28,9 @@ CONFIGS = {
     "passk": ("-kl", "clip_ratio/region_mean"),
     "clip_cov": ("-kl", "clip_ratio/region_mean"),
     "kl_cov": ("-kl", "-clip_ratio/region_mean"),
+    "environment": ("kl", "environment/turns", "environment/failures", "-tools/call_frequency"),
 }
-SLOW = ("gmpo", "remax", "opo", "passk", "clip_cov", "kl_cov")
+SLOW = ("environment", "gmpo", "remax", "opo", "passk", "clip_cov", "kl_cov")
 EVERYWHERE = (
     "loss", "reward", "entropy", "unscorable_rows", "frac_reward_zero_std", "completions/clipped_ratio",
     "sampling/sampling_logp_difference/mean", "sampling/sampling_logp_difference/max",

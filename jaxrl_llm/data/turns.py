@@ -6,7 +6,7 @@ from typing import Any
 from jaxrl_llm.data.chat import chat_ids, is_conversational, render_chat
 from jaxrl_llm.names import ConfigError
 
-QUESTION, TURN = "the-question", "the-turn-of-the-assistant"
+QUESTION, TURN, SAID = "the-question", "the-turn-of-the-assistant", "what-is-said"
 
 
 def observation_ids(
@@ -41,9 +41,16 @@ def observation_ids(
         return _after_call(tokenizer, eos, question, list(messages), options)
 
 
-def check_turns(tokenizer: Any, eos: Sequence[int], options: Mapping[str, Any] | None = None) -> None:
-    """Raises ConfigError unless the chat template can go on after a turn without changing what came before."""
-    observation_ids(tokenizer, eos, [{"role": "user", "content": "more"}], True, options)
+def check_turns(
+    tokenizer: Any, eos: Sequence[int], options: Mapping[str, Any] | None = None, role: str = "user"
+) -> None:
+    """Raises ConfigError unless the chat template goes on after a turn with a message of `role`, and shows it."""
+    message = {"role": role, "name": "tool", "content": SAID}
+    if SAID not in tokenizer.decode(observation_ids(tokenizer, eos, [message], True, options)):
+        raise ConfigError(
+            f"the chat template leaves out messages of the role {role!r}; give the tokenizer a chat_template that "
+            "shows them"
+        )
 
 
 def _after_turn(tokenizer: Any, eos: Sequence[int], question: list, messages: list, options: dict) -> list[int]:

@@ -11,10 +11,12 @@ from jaxrl_llm.environments.games import SortThenSmallest
 from jaxrl_llm.environments.openenv import OpenEnv
 from jaxrl_llm.environments.protocol import EpisodeError
 from jaxrl_llm.environments.tools import Tool, by_name, name_of, public_methods, tool_schemas
+from jaxrl_llm.environments.verifiers import Verifiers
 from jaxrl_llm.environments.workers import Workers
+from jaxrl_llm.keys import OFFLINE
 from jaxrl_llm.names import closest, resolve, resolve_with_options
 
-BUILT_IN = {"sort_then_smallest": SortThenSmallest, "openenv": OpenEnv}
+BUILT_IN = {"sort_then_smallest": SortThenSmallest, "openenv": OpenEnv, "verifiers": Verifiers}
 Factory = Callable[[], Any]
 COLUMN = "environment"  # names the environment of a row where there are several
 
@@ -124,6 +126,9 @@ def load_environments(config, given: Any = None, tools: Sequence[Any] = ()) -> E
     named = [_resolve(tool, {}) for tool in (*c.tools, *tools)]
     if spec is None and not named:
         return None
+    if config.algorithm.name in OFFLINE:
+        name = config.algorithm.name
+        raise EpisodeError(f"there is an environment or a tool, but algorithm.name = {name!r} samples nothing")
     factory = None if spec is None else _resolve(spec, BUILT_IN)
     if isinstance(factory, Mapping):
         factory = {str(name): _resolve(each, BUILT_IN) for name, each in factory.items()}

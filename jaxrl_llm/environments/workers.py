@@ -62,7 +62,7 @@ class Workers:
     def close(self) -> None:
         """Ends the event loop."""
         if self._loop is not None:
-            self._loop.call_soon_threadsafe(self._loop.stop)
+            asyncio.run_coroutine_threadsafe(_end(), self._loop)
             self._loop = None
 
     def _fill(self) -> None:
@@ -117,6 +117,15 @@ class Workers:
 
 
 _LOCK = threading.Lock()
+
+
+async def _end() -> None:
+    """Cancels what the running loop still has under way, and stops it."""
+    late = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in late:
+        task.cancel()
+    await asyncio.gather(*late, return_exceptions=True)
+    asyncio.get_running_loop().stop()
 
 
 async def _awaited(awaitable: Any, seconds: float | None) -> Any:

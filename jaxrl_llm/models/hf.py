@@ -28,10 +28,10 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model",
 TEMPLATES = "additional_chat_templates"  # the one folder that a tokenizer writes
 
 
-def locate(path: str | os.PathLike[str]) -> Path:
+def locate(path: str | os.PathLike[str], allow_pickle: bool = False) -> Path:
     """The folder of a model: `embedded:<name>` (comes with the package), a local folder, or a Hugging Face hub id.
 
-    A hub id (`Qwen/Qwen3-0.6B`) is downloaded once: only json, safetensors and tokenizer files.
+    A hub id (`Qwen/Qwen3-0.6B`) is downloaded once: only json, safetensors and tokenizer files, and pickles if allowed.
     Raises ConfigError when there is no such model.
     """
     name = os.fspath(path)
@@ -49,14 +49,14 @@ def locate(path: str | os.PathLike[str]) -> Path:
             f"model path {name!r}: there is no such folder, and it is neither a Hugging Face hub id (`owner/name`) nor "
             "`embedded:<name>`."
         )
-    return _download(name)
+    return _download(name, [*DOWNLOADED, "pytorch_model*.bin"] if allow_pickle else DOWNLOADED)
 
 
-def _download(name: str) -> Path:
+def _download(name: str, patterns: list[str]) -> Path:
     from huggingface_hub import snapshot_download  # slow to import, and of no use for local folders
 
     try:
-        return Path(snapshot_download(name, allow_patterns=DOWNLOADED, ignore_patterns=["*/*", "consolidated*"]))
+        return Path(snapshot_download(name, allow_patterns=patterns, ignore_patterns=["*/*", "consolidated*"]))
     except Exception as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ConfigError(
@@ -81,15 +81,18 @@ def has_tokenizer(folder: str | os.PathLike[str]) -> bool:
     return any((Path(folder) / name).is_file() for name in TOKENIZER_FILES)
 
 
-def load_tokenizer(folder: str | os.PathLike[str]):
-    """The folder's tokenizer (`transformers.AutoTokenizer`); raises ConfigError when it is missing or unreadable."""
+def load_tokenizer(folder: str | os.PathLike[str], trust_remote_code: bool = False):
+    """The folder's tokenizer (`transformers.AutoTokenizer`); raises ConfigError when it is missing or unreadable.
+
+    Python code that the folder brings is run with `trust_remote_code` only.
+    """
     if not has_tokenizer(folder):
         raise ConfigError(f"{folder} has no tokenizer (none of {', '.join(TOKENIZER_FILES)}).")
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # the advice is to install torch
     from transformers import AutoTokenizer  # seconds to import
 
     try:
-        return AutoTokenizer.from_pretrained(os.fspath(folder))
+        return AutoTokenizer.from_pretrained(os.fspath(folder), trust_remote_code=trust_remote_code)
     except Exception as error:
         raise ConfigError(f"the tokenizer in {folder} cannot be read: {error}") from error
 
@@ -100,6 +103,7 @@ def load(
     dtype: str = "float32",
     param_dtype: str = "float32",
     seed: int = 0,
+    allow_pickle: bool = False,
     **overrides,
 ) -> tuple[Net, Params]:
     """The net of a model folder and its parameters, each created already cut over `mesh` (or on one device).
@@ -107,6 +111,7 @@ def load(
     `dtype` is that of the computation, `param_dtype` that of the parameters; `overrides` are other ModelConfig fields
     (`remat="block"`, or `quantize="nf4"`, which stores the layers' matrices so). With `head="score"` a language
     model's checkpoint gets a new score head, drawn from `seed`. Parameters of adapters are not here; see adapters.py.
+    With `allow_pickle` a folder without safetensors is read from pytorch_model.bin; see pickles.py.
 
     Raises ConfigError, before any weight is read, for an unsupported model and for tensors that are missing, unexpected
     or of another shape than config.json says.
@@ -114,7 +119,7 @@ def load(
     folder = Path(folder)
     net = load_net(folder, dtype=dtype, param_dtype=param_dtype, **overrides)
     with contextlib.ExitStack() as stack:
-        files = weights.Files(folder, stack)
+        files = weights.Files(folder, stack, allow_pickle)
         tensors = files.stored_tensors(net, family_of(read_config(folder)))
         new_head = net.config.head == "score" and "score.weight" not in files.where
         if new_head:

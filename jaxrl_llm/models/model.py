@@ -55,6 +55,8 @@ def load_model(
     mesh: Mesh | None = None,
     init_key: jax.Array | None = None,
     adapter: str | os.PathLike[str] | None = None,
+    allow_pickle: bool = False,
+    trust_remote_code: bool = False,
     **overrides,
 ) -> Model:
     """The model at `path`: `embedded:<name>`, a local folder or a Hugging Face hub id.
@@ -65,14 +67,15 @@ def load_model(
     dtype, of the computation: "auto" is float32 on CPU (where bfloat16 is slower) and bfloat16 on accelerators.
     param_dtype None is that of the computation; training keeps float32 parameters. With `init_key` the parameters are
     drawn at random, and the folder needs no weights. `overrides` are other ModelConfig fields. The tokenizer is None
-    when the folder has none. Raises ConfigError; see `hf.locate`, `hf.load` and `adapters.read`.
+    when the folder has none. `allow_pickle` reads pytorch_model.bin where there are no safetensors, and
+    `trust_remote_code` runs a tokenizer's own code. Raises ConfigError; see `hf.locate`, `hf.load` and `adapters.read`.
     """
     dtype = _compute_dtype(dtype)
-    model = describe(path, dtype, param_dtype, adapter, **overrides)
+    model = describe(path, dtype, param_dtype, adapter, allow_pickle, trust_remote_code, **overrides)
     path, adapter = _parts(path, adapter)
     if init_key is None:
         overrides |= {"dtype": dtype, "param_dtype": param_dtype or dtype, "head": model.net.config.head}
-        _, params = hf.load(hf.locate(path), mesh, **overrides)
+        _, params = hf.load(hf.locate(path, allow_pickle), mesh, allow_pickle=allow_pickle, **overrides)
     else:
         base = model.net.base
         params = base.init(init_key) if mesh is None else init_sharded(base, init_key, mesh)
@@ -87,6 +90,8 @@ def describe(
     dtype: str = "auto",
     param_dtype: str | None = None,
     adapter: str | os.PathLike[str] | None = None,
+    allow_pickle: bool = False,
+    trust_remote_code: bool = False,
     **overrides,
 ) -> Model:
     """The model at `path` with shapes in place of parameters: all that is known without reading weights.
@@ -100,9 +105,9 @@ def describe(
     if adapter is not None:
         described = adapters.read_config(adapter)
         overrides = {"head": described.head, **overrides, "lora": described.lora}
-    folder = hf.locate(path)
+    folder = hf.locate(path, allow_pickle)
     net = hf.load_net(folder, dtype=dtype, param_dtype=param_dtype or dtype, **overrides)
-    tokenizer = hf.load_tokenizer(folder) if hf.has_tokenizer(folder) else None
+    tokenizer = hf.load_tokenizer(folder, trust_remote_code) if hf.has_tokenizer(folder) else None
     generation = read_json(folder / "generation_config.json")
     return Model(net, net.shapes(), tokenizer, hf.read_config(folder), generation, os.fspath(path))
 

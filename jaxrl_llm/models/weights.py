@@ -17,15 +17,31 @@ from safetensors.numpy import save_file
 
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.models.lora import merged_kernel
+from jaxrl_llm.models.pickles import PickleFile
 from jaxrl_llm.models.quantize import quantize
 from jaxrl_llm.models.transformer import Net, Params
 from jaxrl_llm.sharding import parameter_spec, path_name, shardings
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+PICKLE = "pytorch_model.bin"
+PICKLE_INDEX = "pytorch_model.bin.index.json"
 FLOATS = ("F64", "F32", "F16", "BF16")
 # Buffers that some checkpoints carry and the network computes itself, and the vision part of models that have one.
 IGNORED = re.compile(r"rotary_emb\.inv_freq$|^(model\.)?(vision_tower|multi_modal_projector)\.")
+
+
+def _open_safetensors(file: Path):
+    try:
+        return safe_open(file, framework="numpy")
+    except FileNotFoundError as error:
+        raise ConfigError(f"{file} is missing, though {INDEX} names it.") from error
+    except SafetensorError as error:
+        raise ConfigError(f"{file} is truncated or no safetensors file: {error}") from error
+
+
+# Name of a single file, name of the index of several, and what opens one.
+KINDS_OF_FILES = ((SINGLE, INDEX, _open_safetensors), (PICKLE, PICKLE_INDEX, PickleFile))
 
 
 def read_json(file: Path) -> dict[str, Any] | None:
@@ -109,33 +125,31 @@ def _parts(tensors: list[Stored], experts: int) -> list[Stored]:
 
 
 class Files:
-    """The open safetensors files of a folder, and which of them holds each tensor."""
+    """The open weight files of a folder, and which of them holds each tensor: safetensors, or pickles where allowed."""
 
-    def __init__(self, folder: Path, stack: contextlib.ExitStack):
+    def __init__(self, folder: Path, stack: contextlib.ExitStack, allow_pickle: bool = False):
         self.folder = folder
-        index = read_json(folder / INDEX)
-        names = sorted(set(index.get("weight_map", {}).values())) if index is not None else [SINGLE]
-        if index is None and not (folder / SINGLE).is_file():
-            pickles = ", ".join(file.name for kind in ("*.bin", "*.pt", "*.pth") for file in sorted(folder.glob(kind)))
-            raise ConfigError(
-                f"{folder} has neither {SINGLE} nor {INDEX}"
-                + (f"; pickle files ({pickles}) are not read: convert them to safetensors." if pickles else ".")
-            )
+        kinds = KINDS_OF_FILES if allow_pickle else KINDS_OF_FILES[:1]
+        present = [kind for kind in kinds if any((folder / name).is_file() for name in kind[:2])]
+        if not present:
+            raise ConfigError(f"{folder} has neither {SINGLE} nor {INDEX}{self._advice(allow_pickle)}")
+        single, index_name, open_file = present[0]
+        index = read_json(folder / index_name)
+        names = sorted(set(index.get("weight_map", {}).values())) if index is not None else [single]
         self.where: dict[str, Any] = {}
         for name in names:
-            handle = stack.enter_context(self._open(folder / name))
+            handle = stack.enter_context(open_file(folder / name))
             self.where |= dict.fromkeys(handle.keys(), handle)
         if index is not None and (lost := sorted(set(index["weight_map"]) - set(self.where))):
-            raise ConfigError(f"{folder / INDEX} names tensors that no file holds: {some(lost)}.")
+            raise ConfigError(f"{folder / index_name} names tensors that no file holds: {some(lost)}.")
 
-    @staticmethod
-    def _open(file: Path):
-        try:
-            return safe_open(file, framework="numpy")
-        except FileNotFoundError as error:
-            raise ConfigError(f"{file} is missing, though {INDEX} names it.") from error
-        except SafetensorError as error:
-            raise ConfigError(f"{file} is truncated or no safetensors file: {error}") from error
+    def _advice(self, allow_pickle: bool) -> str:
+        pickles = ", ".join(file.name for kind in ("*.bin", "*.pt", "*.pth") for file in sorted(self.folder.glob(kind)))
+        if not pickles:
+            return "."
+        return f"; pickle files ({pickles}) are not read" + (
+            f": only {PICKLE} and {PICKLE_INDEX} are." if allow_pickle else " unless model.allow_pickle is set."
+        )
 
     def stored_tensors(self, net: Net, family) -> list[Stored]:
         """The tensors of the net, under the names of the family that these files use."""

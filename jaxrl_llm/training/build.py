@@ -21,6 +21,7 @@ from jaxrl_llm.models.lora import LoraConfig, has_adapters, parse_targets, split
 from jaxrl_llm.models.model import Model, add_adapters, load_model
 from jaxrl_llm.models.transformer import Params
 from jaxrl_llm.names import split_options
+from jaxrl_llm.rewards.functions import environment as environment_reward
 from jaxrl_llm.rewards.grader import Rewards, load_rewards
 from jaxrl_llm.rollout.engine import Engine
 from jaxrl_llm.rollout.logits import Sampling
@@ -80,6 +81,8 @@ def build(config, mesh: Mesh, train_dataset=None, eval_dataset=None, rewards=Non
     watch = Stopwatch()
     model, grader = build_model(config, mesh), build_rewards(config, rewards)
     environments = load_environments(config, environment, tools)
+    if environment_reward in grader.functions and environments is None and config.environment.rollout_func is None:
+        raise ConfigError("rewards.functions names environment, but there is none: set environment.name")
     _check_trainable(config, model)
     critic = build_critic(config, model, mesh) if config.algorithm.name == "ppo" else None
     parts = reading.open_parts(config, model.tokenizer, train_dataset)
@@ -117,7 +120,8 @@ def build_model(config, mesh: Mesh, head: str | None = None) -> Model:
     scan = jax.default_backend() != "cpu" if c.scan_layers == "auto" else c.scan_layers == "true"
     head = head or ("score" if config.algorithm.name == "reward_model" else "lm")
     model = load_model(
-        c.path, c.dtype, c.param_dtype, mesh, init_key, config.lora.path, remat=c.remat, scan_layers=scan, head=head,
+        c.path, c.dtype, c.param_dtype, mesh, init_key, config.lora.path, c.allow_pickle, c.trust_remote_code,
+        remat=c.remat, scan_layers=scan, head=head,
         quantize=c.quantize, fp32_head=c.fp32_head, freeze_router=c.freeze_router,
         **({} if c.router_aux_loss_coef is None else {"router_aux_loss_coef": c.router_aux_loss_coef}),
     )  # fmt: skip

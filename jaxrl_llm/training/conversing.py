@@ -2,17 +2,20 @@
 
 import dataclasses
 import functools
+import logging
 from collections.abc import Sequence
 from typing import Any
 
 from jaxrl_llm.config import ConfigError
-from jaxrl_llm.data.chat import is_conversational, render_prompt, template_options
+from jaxrl_llm.data.chat import is_conversational, render_chat, render_prompt, template_options
 from jaxrl_llm.data.turns import check_turns, observation_ids
 from jaxrl_llm.environments.dialogue import Dialogue, Outcome
 from jaxrl_llm.environments.episode import Episode
 from jaxrl_llm.environments.factory import Environments
 from jaxrl_llm.environments.protocol import EpisodeError
 from jaxrl_llm.rewards.grader import Logged
+
+log = logging.getLogger(__name__)
 
 Row = dict[str, Any]
 
@@ -34,7 +37,8 @@ class Converse:
         they must answer the same question), or a prompt that is too long.
         """
         if any(is_conversational(example["prompt"]) for example in examples):
-            check_turns(self.tokenizer, self.eos, {"template_kwargs": self.template_kwargs})
+            for role in ("user", "tool") if any(self.environments.schemas.values()) else ("user",):
+                check_turns(self.tokenizer, self.eos, {"template_kwargs": self.template_kwargs}, role)
         rows = [example for example in examples for _ in range(group_size)]
         episodes = [self.environments.take(row) for row in rows]
         said = self._reset(rows, episodes)
@@ -72,14 +76,36 @@ class Converse:
     def _opened(self, row: Row, episode: Episode, said: Any) -> Row:
         if said is None and not episode.tools:
             return row
-        prompt = episode.opened(row["prompt"], said)
-        ids = render_prompt(self.tokenizer, prompt, **self.options(row))
+        prompt, options = episode.opened(row["prompt"], said), self.options(row)
+        if episode.tools:
+            self._check_tools(prompt, options)
+        ids = render_prompt(self.tokenizer, prompt, **options)
         if not 0 < len(ids) <= self.max_prompt_length:
             raise ConfigError(
                 f"the prompt {prompt!r} has {len(ids)} tokens (what environments and tools add included), but it must "
                 f"have 1 to rollout.max_prompt_length = {self.max_prompt_length}"
             )
         return {**row, "prompt": prompt, "prompt_ids": ids}
+
+    def _check_tools(self, prompt: Any, options: dict[str, Any]) -> None:
+        """Raises ConfigError for a prompt that tools cannot be shown with; warns of a template that shows none."""
+        if not is_conversational(prompt):
+            raise ConfigError(
+                f"tools are shown and answered by the chat template, but the prompt {prompt!r} is plain text: give "
+                "prompts that are lists of messages"
+            )
+        shown, without = (
+            render_chat(self.tokenizer, prompt, True, tools, options["template_kwargs"])
+            for tools in (options["tools"], None)
+        )
+        if shown == without:
+            _warn("the chat template does not show tools: the policy has to know them; see docs/environments.md")
+
+
+@functools.cache
+def _warn(message: str) -> None:
+    """Logs a warning, once."""
+    log.warning(message)
 
 
 class Conversing:

@@ -238,6 +238,14 @@ def test_tools(tokenizer):
     assert columns["environment_reward"] == [0.0] * 6
 
 
+def test_tools_need_messages_and_a_template_that_shows_them(tokenizer, caplog):
+    with pytest.raises(ConfigError, match="give prompts that are lists of messages"):
+        play(tokenizer, Environments(None, [add]), [{"prompt": "1+2?"}], [["3"]])
+    silent = AutoTokenizer.from_pretrained(tokenizer.name_or_path)
+    play(silent, Environments(None, [add]), [{"prompt": user("1+2?")}], [["3"]])
+    assert "the chat template does not show tools" in caplog.text
+
+
 class Counter:
     """As TRL has it: `reset` with the row's columns, public methods as tools, the reward its own."""
 
@@ -329,9 +337,8 @@ def test_what_cannot_be_used_is_named(given, tools, message):
 
 
 def test_names_in_the_configuration(tmp_path):
-    (tmp_path / "mine.py").write_text(
-        "from jaxrl_llm.environments.games import SortThenSmallest\nBOTH = {'a': SortThenSmallest, 'b': 'sort_then_smallest(first=0.2)'}\n"
-    )
+    written = "BOTH = {'a': SortThenSmallest, 'b': 'sort_then_smallest(first=0.2)'}"
+    (tmp_path / "mine.py").write_text(f"from jaxrl_llm.environments.games import SortThenSmallest\n{written}\n")
     config = default()
     config.environment.name = f"{tmp_path / 'mine.py'}:BOTH"
     environments = load_environments(config)

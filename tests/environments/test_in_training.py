@@ -1,6 +1,9 @@
 """Environments inside a run: two steps of the worked example, what they leave in metrics and tables, and learning."""
 
+import json
 import math
+import socket
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pyarrow.parquet as parquet
@@ -8,6 +11,7 @@ import pytest
 
 import jaxrl_llm
 from jaxrl_llm.command_line import load_config_file
+from jaxrl_llm.config import ConfigError
 from jaxrl_llm.environments.games import SortThenSmallest
 from jaxrl_llm.environments.protocol import Step
 
@@ -16,6 +20,20 @@ def tiny(root, tmp_path):
     config = load_config_file(f"{root / 'configs/environment.py'}:tiny")
     config.output_dir, config.logging.backends, config.eval.every = str(tmp_path / "run"), ("jsonl",), -1
     return config
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "functions", "environment", "message"),
+    [
+        ("grpo", ("environment",), None, "there is none: set environment.name"),
+        ("sft", ("exact_match",), SortThenSmallest, "algorithm.name = 'sft' samples nothing"),
+    ],
+)
+def test_what_does_not_go_together(root, tmp_path, algorithm, functions, environment, message):
+    config = tiny(root, tmp_path)
+    config.environment.name, config.rewards.functions, config.algorithm.name = None, functions, algorithm
+    with pytest.raises(ConfigError, match=message):
+        jaxrl_llm.train(config, environment=environment)
 
 
 class Sometimes(SortThenSmallest):
@@ -110,3 +128,39 @@ def test_the_worked_example_learns(root, tmp_path):
     result = jaxrl_llm.train(config)
     assert result.metrics[0]["eval/accuracy"] < 0.15
     assert result.metrics[-1]["eval/accuracy"] > 0.5
+
+
+TWO_PROCESSES = """
+import sys
+import jax
+jax.distributed.initialize(f"localhost:{sys.argv[1]}", 2, int(sys.argv[2]))
+import jaxrl_llm
+from jaxrl_llm.command_line import load_config_file
+config = load_config_file(sys.argv[3])
+config.output_dir, config.logging.backends, config.eval.every = sys.argv[4], ("jsonl",), -1
+config.total_steps = 1
+line = jaxrl_llm.train(config).metrics[-1]
+print([line[name] for name in ("reward", "environment/turns", "environment/failures", "loss")])
+"""
+
+
+@pytest.mark.slow
+def test_processes_share_the_conversations(root, tmp_path, run_python):
+    """Each process plays its own rows; a run of two is the run of one."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    name = f"{root / 'configs/environment.py'}:tiny"
+    with ThreadPoolExecutor() as pool:
+        runs = [
+            pool.submit(run_python, "-c", TWO_PROCESSES, str(port), str(i), name, str(tmp_path / "two")) for i in (0, 1)
+        ]
+    outputs = [run.result() for run in runs]
+    assert all(output.returncode == 0 for output in outputs), outputs[0].stderr + outputs[1].stderr
+    shown = [json.loads(output.stdout.splitlines()[-1]) for output in outputs]
+    config = tiny(root, tmp_path)
+    config.total_steps = 1
+    line = jaxrl_llm.train(config).metrics[-1]
+    assert shown[0] == shown[1]
+    alone = [line[name] for name in ("reward", "environment/turns", "environment/failures", "loss")]
+    np.testing.assert_allclose(shown[0], alone, atol=1e-4)

@@ -1,5 +1,8 @@
 """Observations as tokens: exactly what the chat template writes after the policy's turn."""
 
+import importlib.util
+from pathlib import Path
+
 import pytest
 from transformers import AutoTokenizer
 
@@ -70,5 +73,39 @@ def test_templates_that_rewrite_what_came_before_are_refused(tokenizer):
     tokenizer.chat_template = "{{- messages | length -}}{%- for m in messages -%}{{- m.content -}}{%- endfor -%}"
     with pytest.raises(ConfigError, match="changes or drops earlier messages"):
         check_turns(tokenizer, (257,))
+    tokenizer.chat_template = STRICT.replace("'[R]' + m.content", "'[R]'")
+    check_turns(tokenizer, (257,))
+    with pytest.raises(ConfigError, match="leaves out messages of the role 'tool'"):
+        check_turns(tokenizer, (257,), role="tool")
     with pytest.raises(ConfigError, match="give text, or messages"):
         observation_ids(tokenizer, (257,), 7, True)
+
+
+QWEN = "\n<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
+LLAMA = "<|start_header_id|>{}<|end_header_id|>\n\n{}<|eot_id|>"
+RESULTS = "\n".join(f"<tool_response>\n{text}\n</tool_response>" for text in ("3", "4"))
+
+
+@pytest.mark.parametrize(
+    ("name", "eos", "user", "tool"),
+    [
+        ("qwen2_5", "<|im_end|>", QWEN.format("No."), QWEN.format(RESULTS)),
+        ("qwen3", "<|im_end|>", QWEN.format("No."), QWEN.format(RESULTS)),
+        (
+            "llama3_1",
+            "<|eot_id|>",
+            LLAMA.format("user", "No."),
+            LLAMA.format("ipython", '"3"') + LLAMA.format("ipython", '"4"'),
+        ),
+    ],
+)
+def test_templates_of_model_families(tokenizer, name, eos, user, tool):
+    """Templates that models are published with, which trl carries."""
+    folder = Path(importlib.util.find_spec("trl").origin).parent / "chat_templates"
+    tokenizer.add_special_tokens({"eos_token": eos})
+    tokenizer.chat_template = (folder / f"{name}.jinja").read_text()
+    ends = LLAMA.format("assistant", "").removesuffix("<|eot_id|>") if name == "llama3_1" else ""
+    results = [{"role": "tool", "name": "add", "content": text} for text in ("3", "4")]
+    for said, expected in (("No.", user), (results, tool)):
+        ids = observation_ids(tokenizer, (tokenizer.eos_token_id,), said, True)
+        assert tokenizer.decode(ids) == expected + ends

@@ -1,0 +1,88 @@
+"""Environments of the package verifiers (its `MultiTurnEnv`): `environment.name="verifiers(name='my-env')"`."""
+
+import contextlib
+import functools
+import importlib
+import importlib.util
+import json
+from typing import Any
+
+from jaxrl_llm.environments.protocol import EpisodeError, Step
+from jaxrl_llm.environments.tool_calls import parse_tool_calls
+
+NEEDS = "pip install 'verifiers<0.2'"
+COLUMNS = ("answer", "task", "info", "example_id")
+
+
+@functools.lru_cache(maxsize=8)
+def load(name: str, options: str = "{}") -> Any:
+    """The verifiers environment `name` with options (a JSON object): one for all rows, which it keeps no state of.
+
+    `load(name).get_dataset()` has the rows to train on. Raises EpisodeError when the package is missing, too new, or
+    does not know it.
+    """
+    if importlib.util.find_spec("verifiers") is None:
+        raise EpisodeError(f"environment.name = verifiers needs the package verifiers: {NEEDS}")
+    package = importlib.import_module("verifiers")
+    if not hasattr(package, "MultiTurnEnv"):
+        raise EpisodeError(f"verifiers {package.__version__} has no MultiTurnEnv any more: {NEEDS}")
+    try:
+        environment = package.load_environment(name, **json.loads(options))
+    except Exception as error:
+        raise EpisodeError(f"verifiers cannot load {name!r}: {type(error).__name__}: {error}") from error
+    if not isinstance(environment, package.MultiTurnEnv):
+        raise EpisodeError(f"the verifiers environment {name!r} is a {type(environment).__name__}, not a MultiTurnEnv")
+    return environment
+
+
+class Verifiers:
+    """A row in a verifiers environment. The data are its rows, with the columns prompt and answer, task, info.
+
+    name: as `verifiers.load_environment` takes it; options: a JSON object of its arguments. The reward is the rubric's,
+    of each row alone. Calls that the policy writes become `tool_calls` of its message, for environments with tools.
+    """
+
+    def __init__(self, name: str, options: str = "{}"):
+        self.environment = load(name, options)
+        self.state: Any = None
+        self.messages: Any = None
+
+    async def reset(self, row: dict[str, Any]) -> Any:
+        """Starts a row."""
+        prompt = row["prompt"]
+        given = {"example_id": 0, "task": "default", "answer": "", "info": {}}
+        given |= {name: row[name] for name in COLUMNS if row.get(name) is not None}
+        state = await self.environment.init_state({"prompt": prompt, **given}, None, "policy", {})
+        self.state, self.messages = await self.environment.setup_state(state), prompt
+        return None if self.state["prompt"] == prompt else self.state["prompt"]
+
+    async def step(self, text: str) -> Step:
+        """Gives a turn to the environment; the row is over when one of its stop conditions holds."""
+        state, chat = self.state, not isinstance(self.messages, str)
+        said: Any = [self._message(text)] if chat else text
+        taken = {"prompt": self.messages, "completion": said, "response": None, "tokens": None, "reward": None}
+        more = {"advantage": None, "is_truncated": False, "trajectory_id": state["trajectory_id"], "extras": {}}
+        await self.environment.add_trajectory_step(state, {**taken, **more})
+        if await self.environment.is_completed(state):
+            return Step(None, done=True)
+        before = len(self.messages) + len(said)
+        self.messages = await self.environment.get_prompt_messages(state)
+        if state.get("final_env_response") is not None or await self.environment.is_completed(state):
+            return Step(None, done=True)
+        return Step(self.messages[before:])
+
+    async def get_reward(self) -> float:
+        """The rubric's score of the row."""
+        await self.environment.render_completion(self.state)
+        await self.environment.rubric.score_rollout(self.state, score_sem=contextlib.nullcontext())
+        return float(self.state["reward"])
+
+    def _message(self, text: str) -> dict[str, Any]:
+        calls = parse_tool_calls(text)
+        if not calls:
+            return {"role": "assistant", "content": text}
+        made = [
+            {"id": f"call{i}", "type": "function", "function": {"name": c.name, "arguments": json.dumps(c.arguments)}}
+            for i, c in enumerate(calls)
+        ]
+        return {"role": "assistant", "content": text, "tool_calls": made}
