@@ -174,8 +174,9 @@ caps low enough to bind, dense layers among those with experts. Numbers are the 
   every expert computes every token. Checkpoints are read with each expert's matrices apart or stacked, and written
   apart, as on the hub. `model.router_aux_loss_coef` and `model.freeze_router` are in docs/configuration.md.
 
-Weights are safetensors. With `model.allow_pickle` a folder without them is read from `pytorch_model.bin`, by a reader that
-knows tensors only and runs nothing. Code that a tokenizer's folder brings is run with `model.trust_remote_code` only.
+Weights are safetensors. With `model.allow_pickle` a folder without them is read from `pytorch_model.bin`, by a reader
+that knows tensors only and runs nothing. Code that a tokenizer's folder brings is run with `model.trust_remote_code`
+only.
 
 Of a Gemma 3 with vision (`gemma3`) the text part is loaded, and exported as a text model (`gemma3_text`).
 

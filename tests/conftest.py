@@ -14,7 +14,9 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 ROOT = Path(__file__).parent.parent
 
-# Most of the suite's time is compilation, and many tests and their processes compile the same programs.
+# Most of the suite's time is compilation: LLVM does not optimise, and what tests and their processes compile is kept.
+OPTIMIZATION = "--xla_backend_optimization_level=0"
+os.environ.setdefault("XLA_FLAGS", OPTIMIZATION)
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(ROOT / ".pytest_cache" / "jax"))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.2")
 
@@ -50,7 +52,7 @@ def run_python(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]
         environment = os.environ | {
             "PYTHONPATH": path,
             "JAX_PLATFORMS": "cpu",
-            "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
+            "XLA_FLAGS": f"{OPTIMIZATION} --xla_force_host_platform_device_count={devices}",
         }
         command = [sys.executable, *arguments]
         return subprocess.run(

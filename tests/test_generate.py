@@ -68,6 +68,7 @@ def test_samples_are_lists_and_depend_on_the_seed_only(model):
     assert len(set(texts[0])) > 1
 
 
+@pytest.mark.slow
 def test_batching_changes_nothing(model, monkeypatch):
     texts = jaxrl_llm.generate(model, PROMPTS, 8, samples=2)
     monkeypatch.setattr(module, "ROWS_AT_ONCE", 6)  # three prompts, then one and two copies of it

@@ -116,6 +116,7 @@ def tiny(root, folder, **algorithm):
     return config
 
 
+@pytest.mark.slow
 def test_ratios_are_against_the_policy_that_sampled_and_clipping_acts(root, tmp_path):
     """Old log-probs that were never supplied made the ratio 1 and the clip idle; stale ones were those of step 0."""
     config = tiny(root, tmp_path, num_iterations=2)

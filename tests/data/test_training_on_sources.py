@@ -40,6 +40,7 @@ def config(root, tmp_path, monkeypatch):
     return config
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("streaming", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_training_on_axolotls_datasets(config, streaming):
     config.data.streaming = streaming

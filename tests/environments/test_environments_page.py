@@ -15,6 +15,7 @@ EXAMPLES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("heading", "block"),
     [pytest.param(*one, id=one[0], marks=pytest.mark.slow if i else ()) for i, one in enumerate(EXAMPLES)],

@@ -325,6 +325,7 @@ def test_maps_that_are_one_tensor_in_the_files_train_but_have_no_peft_folder(tmp
     assert has_peft_adapter(add_adapters(whole, LoraConfig(2, targets=("o", "down")), jax.random.key(1)))
 
 
+@pytest.mark.slow
 def test_experts_have_no_adapters(tmp_path):
     config = {"model_type": "mixtral", "architectures": ["MixtralForCausalLM"], "vocab_size": 40, "hidden_size": 16}
     config |= {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2, "intermediate_size": 24}

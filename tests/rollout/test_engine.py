@@ -102,6 +102,7 @@ def test_sample_logps_are_what_the_trainer_computes(params, sampling):
     np.testing.assert_allclose(rollout.sample_logps, logps * rollout.mask, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_filters_act_while_decoding(params):
     """With top_k = 1 every sample is the greedy one."""
     found = [
@@ -111,6 +112,7 @@ def test_filters_act_while_decoding(params):
     assert found[0] == found[1]
 
 
+@pytest.mark.slow
 def test_rows_of_a_group_differ(params):
     rows = completions(dataclasses.replace(ENGINE, group_size=8), params)
     for start in range(0, len(rows), 8):
@@ -138,6 +140,7 @@ def test_a_row_does_not_depend_on_the_batch(params, number):
     assert completions(ENGINE, params, [PROMPTS[number]], first_row=4 * number) == rows
 
 
+@pytest.mark.slow
 def test_a_row_does_not_depend_on_the_order_of_prompts(params):
     """Rows are numbered by their place: a prompt moved elsewhere, its numbers with it, gives the same rows."""
     rows = completions(ENGINE, params)
@@ -146,15 +149,18 @@ def test_a_row_does_not_depend_on_the_order_of_prompts(params):
     assert completions(ENGINE, params, turned, first_row=2**32 - 4)[4:] == rows[:8]  # numbers count modulo 2^32
 
 
+@pytest.mark.slow
 def test_a_row_does_not_depend_on_the_group_size(params):
     rows = completions(ENGINE, params, [PROMPTS[0]])
     assert completions(dataclasses.replace(ENGINE, group_size=2), params, [PROMPTS[0]]) == rows[:2]
 
 
+@pytest.mark.slow
 def test_a_row_does_not_depend_on_padding(params):
     assert completions(ENGINE, params, width=16) == completions(ENGINE, params)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chunk", [3, 100])
 def test_a_row_does_not_depend_on_the_chunk(params, chunk):
     rollout, _ = generate(dataclasses.replace(ENGINE, chunk=chunk), params)

@@ -80,6 +80,7 @@ def ppo(root, folder, steps: int, warmup: int = 0):
     return config
 
 
+@pytest.mark.slow
 def test_warm_up_moves_the_critic_only_and_a_resumed_run_equals_a_whole_one(root, tmp_path):
     start = load_model("embedded:sort").params
     first = train(ppo(root, tmp_path / "parts", 1, warmup=1))

@@ -225,6 +225,7 @@ def test_a_resumed_run_equals_the_undisturbed_one(root, run, tmp_path):
     jax.tree.map(np.testing.assert_array_equal, resumed.model.params, run.model.params)
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_from_an_adapter(root, run, tmp_path):
     path = str(run.output_dir / "adapter")
     made = tiny(root, tmp_path / "run", lora__path=path, lora__reference="start")

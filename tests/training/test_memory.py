@@ -182,6 +182,7 @@ def test_adaptive_kl_is_what_the_configuration_says():
     assert memory.kl == AdaptiveKL(0.1, 0.3, 10_000.0)
 
 
+@pytest.mark.slow
 def test_a_reference_in_the_memory_of_the_host_changes_nothing(root, tmp_path):
     def losses(name, config_file, **algorithm):
         config = load_config_file(f"{root / 'configs' / config_file}:tiny")

@@ -112,6 +112,7 @@ def test_data_of_another_kind_is_refused():
 # --- references ---
 
 
+@pytest.mark.slow
 def test_a_precomputed_reference_equals_that_of_each_step(tmp_path):
     """Also the held-out rows, which are more than one part, and with micro-batches."""
     found = []

@@ -83,6 +83,7 @@ def test_names_and_wrong_names(folder, tmp_path):
         with_reward_models(f"model:{tmp_path / 'nowhere'}")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["ppo", pytest.param("grpo", marks=pytest.mark.slow)])
 def test_a_run_learns_from_a_reward_model(root, tmp_path, folder, name):
     def length(completions, **_):

@@ -86,6 +86,7 @@ def test_neftune_is_for_sft():
         validate(config)
 
 
+@pytest.mark.slow
 def test_a_run_with_noise_is_noisy_in_training_alone(root, tmp_path):
     def run(name, **algorithm):
         config = load_config_file(f"{root / 'configs' / 'sft.py'}:tiny")

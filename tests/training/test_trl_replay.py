@@ -129,6 +129,7 @@ def test_sft(folder, tmp_path, loss_on):
     compare(theirs, run_ours(folder, rows, tmp_path, loss_on=loss_on, name="sft"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("loss_type", "loss"), [("sigmoid", "dpo"), pytest.param("ipo", "ipo", marks=pytest.mark.slow)]
 )

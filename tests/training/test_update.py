@@ -58,6 +58,7 @@ def test_micro_batches_give_the_update_of_the_whole_batch(aggregation, sizes):
             np.testing.assert_allclose(metrics[name], whole_metrics[name], rtol=1e-5, atol=1e-6, err_msg=name)
 
 
+@pytest.mark.slow
 def test_the_microbatch_token_mode_is_the_one_that_does_depend_on_micro_batches():
     batch = make_batch(rows=8)
     losses = [
@@ -108,6 +109,7 @@ def test_the_state_is_donated():
         assert not any(x.is_deleted() for x in jax.tree.leaves((new.params, batch)))
 
 
+@pytest.mark.slow
 def test_moments_in_the_memory_of_the_host_change_nothing():
     batch = make_batch()
     for name in ("adamw", "adafactor"):
