@@ -45,7 +45,9 @@ def converse(params, partner, **changes):
     return jax.tree.map(np.asarray, rollout)
 
 
-@pytest.mark.parametrize("changes", [{"chunk": 3}, {"chunk": 2, "slots": 5}], ids=str)
+@pytest.mark.parametrize(
+    "changes", [pytest.param({"chunk": 3}, marks=pytest.mark.slow), {"chunk": 2, "slots": 5}], ids=str
+)
 def test_given_tokens_are_read_and_not_learned(params, changes):
     partner = Echo(slow=(1, 6))
     rollout = converse(params, partner, **changes)

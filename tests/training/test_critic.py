@@ -138,6 +138,7 @@ def test_a_shared_critic_reads_the_hidden_states_of_the_policy_once(root, tmp_pa
     assert all(float(jnp.abs(gradients[part]["kernel"]).max()) > 0 for part in ("score", "head"))
 
 
+@pytest.mark.slow
 def test_a_shared_critic_is_saved_restored_and_resumed(root, tmp_path):
     def shared(name: str, steps: int):
         config = ppo(root, tmp_path / name, steps)
