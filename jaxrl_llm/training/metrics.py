@@ -50,6 +50,8 @@ CONTENTS = {
     COMPLETIONS: "prompts, completions, rewards and advantages",
     "checkpoints": "states the run can go on from",
     "hf": "the trained model",
+    "adapter": "its adapters, as PEFT keeps them",
+    "critic": "PPO's critic",
 }
 
 
