@@ -99,7 +99,8 @@ def _offline_part(name: str, group: Mapping[int, dict[str, Any]]) -> str:
 HEAD = """# Results
 
 Written by `python -m benchmarks.results` from benchmarks/results/ ({machines}; fp32). Seconds are of the whole command:
-start, compilation, evaluations, checkpoints and export.
+start, compilation, evaluations, checkpoints and export. They compare runs only where nothing else ran beside them: the
+runs with seed 0 here shared their two cores, PPO's with much else.
 """
 ONLINE = """
 ## Online algorithms on the embedded model and task
