@@ -25,10 +25,11 @@ class JudgeServer:
                     outer.under_way += 1
                     outer.most_under_way = max(outer.most_under_way, outer.under_way)
                 try:
-                    self.reply(outer.answer(body))
+                    found = outer.answer(body)
                 finally:
-                    with lock:
+                    with lock:  # before the reply: whoever has it may send the next request at once
                         outer.under_way -= 1
+                self.reply(found)
 
             def reply(self, found):
                 status, headers, data = found if isinstance(found, tuple) else (200, {}, completion(found))
