@@ -1,6 +1,6 @@
 """The endless, resumable stream of host batches."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxrl_llm.names import ConfigError
@@ -77,13 +77,18 @@ class Pipeline:
 
     def set_state(self, state: dict[str, Any]) -> None:
         """Continue from `state`. Batch size and process count may differ from those it was saved with."""
-        for key, value in self._identity.items():
-            if state.get(key) != value:
-                raise ConfigError(
-                    f"the saved data position belongs to {key}={state.get(key)!r} but this run has {key}={value!r}; "
-                    "resume with the same data, seed and shuffling, or start a new output_dir"
-                )
+        check_same_data(state, self._identity)
         self._position = int(state["position"])
+
+
+def check_same_data(state: Mapping[str, Any], identity: Mapping[str, Any]) -> None:
+    """Raises ConfigError unless a saved position was saved over the data and the order of this run."""
+    for key, value in identity.items():
+        if state.get(key) != value:
+            raise ConfigError(
+                f"the saved data position belongs to {key}={state.get(key)!r} but this run has {key}={value!r}; "
+                "resume with the same data, seed and shuffling, or start a new output_dir"
+            )
 
 
 def _ordered(grain: Any, examples: Sequence[Any], seed: int, shuffle: bool) -> Any:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import datasets
 import numpy as np
 
+from jaxrl_llm.data.pipeline import check_same_data
 from jaxrl_llm.names import ConfigError
 
 Convert = Callable[[Mapping[str, Any]], list[Any]]
@@ -89,12 +90,7 @@ class Stream:
 
     def set_state(self, state: dict[str, Any]) -> None:
         """Continue from `state`. Batch size and process count may differ from those it was saved with."""
-        for key, value in self._identity.items():
-            if state.get(key) != value:
-                raise ConfigError(
-                    f"the saved data position belongs to {key}={state.get(key)!r} but this run has {key}={value!r}; "
-                    "resume with the same data, seed and shuffling, or start a new output_dir"
-                )
+        check_same_data(state, self._identity)
         if self._coming is not None:
             self._coming.result()
         self._coming, self._block = None, None
