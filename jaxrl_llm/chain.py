@@ -8,12 +8,14 @@ of one before it. The same command goes on where it was interrupted: a stage tha
 from collections.abc import Mapping
 from pathlib import Path
 
+from jaxrl_llm import processes
 from jaxrl_llm.command_line import load_options, run
+from jaxrl_llm.compiled import keep_compiled
 from jaxrl_llm.config import ConfigDict, ConfigError, to_json, validate
 from jaxrl_llm.keys import Key
 from jaxrl_llm.names import import_file
 from jaxrl_llm.train import Result, train
-from jaxrl_llm.training.checkpoint import Checkpoints
+from jaxrl_llm.training.checkpoint import Checkpoints, folder_of
 
 FLAGS = (
     Key("stages", "", "Python file with get_stages, and its argument: path.py or path.py:argument."),
@@ -52,16 +54,22 @@ def is_finished(config: ConfigDict) -> bool:
         return False
     if written.read_text(encoding="utf-8") != to_json(config):
         return False
-    with Checkpoints(folder / "checkpoints") as checkpoints:
+    if not folder_of(config).is_dir():
+        return False
+    with Checkpoints(folder_of(config), read_only=True) as checkpoints:
         return checkpoints.latest() == config.total_steps
 
 
 def main(argv: list[str]) -> None:
     """The command line: see `--help`."""
     options = load_options(argv, __doc__ or "", FLAGS)
+    processes.join()
     if not options["stages"]:
         raise ConfigError("--stages is missing; write --stages=configs/rlhf.py")
-    run_stages(load_stages(options["stages"], options["output_dir"]))
+    stages = load_stages(options["stages"], options["output_dir"])
+    for config in stages.values():
+        keep_compiled(config.compilation_cache)  # of all stages alike: the last one's holds
+    run_stages(stages)
 
 
 if __name__ == "__main__":

@@ -9,13 +9,16 @@ if __name__ == "__main__":
 """
 
 import inspect
+import platform
 import re
 import sys
 import textwrap
+import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
+from jaxrl_llm import __version__
 from jaxrl_llm.config import ConfigDict, assign, check_keys, default, validate
 from jaxrl_llm.keys import KEYS, SECTIONS, Key
 from jaxrl_llm.names import ConfigError, closest, import_file, path_and_line
@@ -23,6 +26,10 @@ from jaxrl_llm.names import ConfigError, closest, import_file, path_and_line
 CONFIG_FILE = Key(
     "config", "", "Config file, such as configs/grpo.py; its get_config receives ARGUMENT. Without it: the defaults."
 )
+
+
+# The output_dir of the configuration that this process was started with, once it is known.
+_run_folder: list[Path] = []
 
 
 class Flags(NamedTuple):
@@ -33,13 +40,46 @@ class Flags(NamedTuple):
 
 
 def run(main: Callable[[list[str]], None]) -> NoReturn:
-    """Calls `main(arguments)` and exits: 0 when it returns, 2 with `error: ...` on stderr after a ConfigError."""
+    """Calls `main(arguments)` and exits: 0 when it returns, 2 with `error: ...` on stderr after a ConfigError.
+
+    After any other error it is 1, the message names the file with the traceback, and after Ctrl-C it is 130. Of many
+    processes none is left waiting: an error ends all of them (see `jaxrl_llm.processes`).
+    """
+    code: int | str | None = 0
     try:
         main(sys.argv[1:])
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
-    sys.exit(0)
+    except (Exception, KeyboardInterrupt) as error:
+        reported = _others() is not None and _others().report(error)
+        if not reported:
+            print(f"error: {_last_words(error)}", file=sys.stderr)
+        code = 2 if isinstance(error, ConfigError) else 130 if isinstance(error, KeyboardInterrupt) else 1
+    except SystemExit as exit_:
+        code = exit_.code
+    if _others() is not None:
+        _others().end(code)
+    sys.exit(code)
+
+
+def _last_words(error: BaseException) -> str:
+    """What a person is told of the error that ends a command; the traceback of one that is no ConfigError is kept."""
+    if isinstance(error, ConfigError):
+        return str(error)
+    if isinstance(error, KeyboardInterrupt):
+        return "stopped by Ctrl-C; a run goes on from its newest checkpoint when the same command is started again"
+    kept = "".join(traceback.format_exception(error))
+    file = _run_folder[0] / "error.txt" if _run_folder and _run_folder[0].is_dir() else Path("jaxrl_llm_error.txt")
+    versions = f"jaxrl_llm {__version__}, Python {platform.python_version()}, {platform.platform()}"
+    try:
+        file.write_text(f"{sys.orig_argv}\n{versions}\n\n{kept}", encoding="utf-8")
+    except OSError as refused:
+        return f"{kept}(it could not be written to {file}: {refused})"
+    words = str(error).strip()
+    return f"{type(error).__name__}{': ' if words else ''}{words}\nThe full traceback is in {file.absolute()}"
+
+
+def _others() -> Any:
+    """The module of processes; None where no command has imported it, which takes seconds, and so none has joined."""
+    return sys.modules.get("jaxrl_llm.processes")
 
 
 def load_flags(argv: Sequence[str], usage: str = "", options: Sequence[Key] = ()) -> Flags:
@@ -65,6 +105,7 @@ def load_flags(argv: Sequence[str], usage: str = "", options: Sequence[Key] = ()
         else:
             assign(config, keys[name].name, value)
     validate(config)
+    _run_folder[:] = [Path(config.output_dir)]
     return Flags(config, values)
 
 

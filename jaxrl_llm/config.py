@@ -122,11 +122,32 @@ def _check_together(config: ConfigDict) -> None:
             f"algorithm.neftune_alpha is {algorithm.neftune_alpha}, but only sft adds noise to its embeddings, and "
             f"algorithm.name is {algorithm.name!r}: set it to 0"
         )
-    if config.mesh.data == 0:
-        raise ConfigError("mesh.data is 0, but it takes 1 or more, or -1 for the devices that fsdp and tensor leave")
+    for axis, size in config.mesh.items():
+        if size == 0:
+            raise ConfigError(f"mesh.{axis} is 0, but it takes 1 or more, or -1 for the devices that the others leave")
     _check_data(config)
     _check_optimizer(config)
     _check_lora(config)
+    _check_checkpoint(config)
+
+
+def _check_checkpoint(config: ConfigDict) -> None:
+    """Raises ConfigError when checkpoints cannot be kept as the settings say."""
+    checkpoint, every = config.checkpoint, config.eval.every
+    if "://" in config.output_dir:
+        raise ConfigError(
+            f"output_dir is {config.output_dir!r}, but it is a local folder; checkpoints alone go to an object store: "
+            "set checkpoint.folder"
+        )
+    if checkpoint.best and checkpoint.every == 0:
+        raise ConfigError(
+            f"checkpoint.best is {checkpoint.best!r}, but only the last step is saved: set checkpoint.every"
+        )
+    if checkpoint.best and checkpoint.best.startswith("eval/") and (every <= 0 or checkpoint.every % every):
+        raise ConfigError(
+            f"checkpoint.best is {checkpoint.best!r}, but the steps that are saved (checkpoint.every = "
+            f"{checkpoint.every}) are not those that are evaluated (eval.every = {every}): make eval.every divide it"
+        )
 
 
 def _check_lora(config: ConfigDict) -> None:

@@ -15,7 +15,9 @@ from typing import Any
 
 import jax
 
+from jaxrl_llm import processes
 from jaxrl_llm.command_line import load_flags, run
+from jaxrl_llm.compiled import keep_compiled
 from jaxrl_llm.config import ConfigError, validate
 from jaxrl_llm.environments.factory import load_environments
 from jaxrl_llm.keys import Key
@@ -66,6 +68,8 @@ def _report(config, prompts: int, metrics: dict[str, float]) -> dict[str, Any]:
 def main(argv: list[str]) -> None:
     """The command line: see `--help`."""
     config, options = load_flags(argv, __doc__ or "", FLAGS)
+    processes.join(config)
+    keep_compiled(config.compilation_cache)
     output = Path(options["output"]).expanduser() if options["output"] else None
     if output is not None and not output.parent.is_dir():
         raise ConfigError(f"--output: there is no folder {output.parent}; make it first")

@@ -13,6 +13,7 @@ from pathlib import Path
 import jax
 from jax.sharding import Mesh
 
+from jaxrl_llm import processes
 from jaxrl_llm.command_line import load_options, run
 from jaxrl_llm.config import ConfigDict, ConfigError, from_json
 from jaxrl_llm.keys import Key
@@ -20,7 +21,7 @@ from jaxrl_llm.models.lora import combine, split
 from jaxrl_llm.models.model import Model, describe, save_adapter, save_hf
 from jaxrl_llm.sharding import make_mesh
 from jaxrl_llm.training.build import build_model
-from jaxrl_llm.training.checkpoint import Checkpoints
+from jaxrl_llm.training.checkpoint import Checkpoints, folder_of
 
 FLAGS = (
     Key("run", "", "Folder of the run: its output_dir."),
@@ -45,7 +46,7 @@ def export(
     folder = Path(run).expanduser()
     config = _config_of(folder)
     mesh = make_mesh(data=1, fsdp=-1)
-    with jax.set_mesh(mesh), Checkpoints(folder / "checkpoints") as checkpoints:
+    with jax.set_mesh(mesh), Checkpoints(folder_of(config, folder), read_only=True) as checkpoints:
         step = _step(checkpoints, step)
         model = _untrained(config, mesh)
         frozen, shapes = split(model.params)
@@ -66,12 +67,13 @@ def _untrained(config: ConfigDict, mesh: Mesh) -> Model:
 
 def _config_of(folder: Path) -> ConfigDict:
     file = folder / "config.json"
-    if not file.is_file() or not (folder / "checkpoints").is_dir():
+    config = from_json(file.read_text(encoding="utf-8")) if file.is_file() else None
+    if config is None or not folder_of(config, folder).is_dir():
         raise ConfigError(
             f"{folder} is not the folder of a run: it has no config.json or no checkpoints; "
             "give the output_dir that the run was trained with"
         )
-    return from_json(file.read_text(encoding="utf-8"))
+    return config
 
 
 def _step(checkpoints: Checkpoints, step: int | None) -> int:
@@ -82,12 +84,15 @@ def _step(checkpoints: Checkpoints, step: int | None) -> int:
         raise ConfigError(
             f"there is no checkpoint of step {step} in {checkpoints.folder}; there are {', '.join(map(str, steps))}"
         )
-    return steps[-1] if step is None else step
+    step = steps[-1] if step is None else step
+    checkpoints.check(step)
+    return step
 
 
 def main(argv: list[str]) -> None:
     """The command line: see `--help`."""
     options = load_options(argv, __doc__ or "", FLAGS)
+    processes.join()
     for name in ("run", "output"):
         if not options[name]:
             raise ConfigError(f"--{name} is missing; write --{name}=FOLDER")

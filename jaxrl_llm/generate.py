@@ -13,7 +13,9 @@ from typing import Any
 import jax
 from jax.experimental import multihost_utils
 
+from jaxrl_llm import processes
 from jaxrl_llm.command_line import load_options, run
+from jaxrl_llm.compiled import keep_compiled
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.data import sources
 from jaxrl_llm.data.chat import Prompt, decode_completion, is_conversational, render_prompt
@@ -140,6 +142,8 @@ def _in_file(file: Path) -> list[Any]:
 def main(argv: list[str]) -> None:
     """The command line: see `--help`."""
     options = load_options(argv, __doc__ or "", FLAGS)
+    processes.join()
+    keep_compiled()
     if not options["model"]:
         raise ConfigError("--model is missing; write --model=PATH, such as embedded:sort or RUN/hf")
     prompts = read_prompts(options["prompt"], options["prompts_file"], options["chat"])

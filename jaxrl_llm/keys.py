@@ -137,10 +137,13 @@ SECTIONS = {
     "critic": "PPO's value network and its own optimizer; what is not here is as in `optimizer`.",
     "optimizer": "How gradients become parameter updates.",
     "batch": "How many rows a step uses, and how they are split.",
-    "mesh": "How devices are arranged. The three sizes multiply to the number of devices.",
-    "checkpoint": "What is saved under output_dir, and how a run goes on.",
+    "mesh": "How devices are arranged. The five sizes multiply to the number of devices. See docs/mesh.md.",
+    "processes": "How the processes of a run on several machines find each other; see docs/scaling.md. Slurm, Open "
+    "MPI, Kubernetes and Cloud TPU say it themselves. Where a process runs is no part of a run's record.",
+    "checkpoint": "What is saved, what of it is kept, and how a run goes on. See docs/reliability.md.",
     "eval": "Measuring the policy on held-out prompts.",
     "logging": "Where metrics and samples are written.",
+    "watch": "What a run watches itself for. See docs/reliability.md.",
 }
 
 # fmt: off
@@ -148,6 +151,9 @@ KEYS = (
     Key("output_dir", "runs/default", "Folder for checkpoints, metrics and the configuration of the run."),
     Key("seed", 0, "Root of every random number of the run.", int, minimum=0),
     Key("total_steps", 100, "Number of training steps.", int, minimum=0),
+    Key("compilation_cache", "auto",
+        "Folder where compiled programs are kept for the next start of a command; auto is $JAX_COMPILATION_CACHE_DIR "
+        "or ~/.cache/jaxrl_llm/compiled, none is off."),
 
     Key("model.path", "embedded:sort",
         "Hugging Face hub id, local folder, or `embedded:<name>` for a model in the package."),
@@ -234,11 +240,17 @@ KEYS = (
     Key("rollout.top_k", 0, "Sample from this many most likely tokens; 0 is off.", int, minimum=0),
     Key("rollout.min_p", 0.0,
         "Drop tokens less likely than this fraction of the most likely one; 0 is off.", float, minimum=0, maximum=1),
-    Key("rollout.chunk", 32, "Decoding steps on the device between two looks by the host.", int, minimum=1),
+    Key("rollout.chunk", 32,
+        "Decoding steps on the device between two looks by the host, at most: it pauses when slots can be used better.",
+        int, minimum=1),
     Key("rollout.slots", 0,
         "Completions that decode at once, over all devices; the others wait. 0 is all of a step's.", int, minimum=0),
     Key("rollout.cache_dtype", "auto", "Type of the keys and values while sampling; auto is that of the computation.",
         choices=("auto", *DTYPES)),
+    Key("rollout.mesh", None,
+        "How the devices are arranged for sampling, `tensor=8` or `fsdp=2,tensor=4`: sizes of data, fsdp, expert and "
+        "tensor, 1 unless named, data what remains. Parameters move there for each rollout. none is as in `mesh`, its "
+        "context part of fsdp."),
 
     Key("rewards.functions", ("exact_match",),
         "Reward functions: built-in name, `module:function` or `path/to/file.py:function`, each with options in "
@@ -427,17 +439,52 @@ KEYS = (
     Key("batch.minibatches", 1, "Optimizer updates per pass over the batch.", int, minimum=1),
     Key("batch.microbatch_rows", 0,
         "Rows per forward and backward pass; gradients add up exactly. 0 is a whole minibatch.", int, minimum=0),
+    Key("batch.packing", "auto",
+        "Compute a group's prompt once for its rows, no padding, and logits of scored tokens alone: rows lie one "
+        "behind the other. The update is the same. auto is where completions of which some are short, or the rows of "
+        "the data, gain by it.",
+        choices=("auto", "true", "false")),
+    Key("batch.pack_length", 0,
+        "Tokens of a packed row; 0 is what takes the least time. Attention costs more in longer ones.", int, minimum=0),
+    Key("batch.microbatch_tokens", 0,
+        "Tokens per forward and backward pass of packed rows, over all devices. 0 is as many as microbatch_rows of "
+        "full length have or, where that is 0 too, an eighth of the minibatch, or more where that is few.",
+        int, minimum=0),
     Key("batch.shuffle", False, "Shuffle rows before they are split in minibatches.", bool),
 
     Key("mesh.data", -1, "Devices that hold copies of the model; -1 is what the others leave.", int, minimum=-1),
-    Key("mesh.fsdp", 1, "Devices that share parameters and optimizer state, and split the batch.", int, minimum=1),
-    Key("mesh.tensor", 1, "Devices that share each matrix product.", int, minimum=1),
+    Key("mesh.fsdp", 1, "Devices that share parameters and optimizer state, and split the batch.", int, minimum=-1),
+    Key("mesh.tensor", 1, "Devices that share each matrix product.", int, minimum=-1),
+    Key("mesh.context", 1, "Devices that split the positions of training rows, and share parameters as fsdp does.",
+        int, minimum=-1),
+    Key("mesh.expert", 1,
+        "Devices that split the experts of a mixture of experts, and the batch; for the rest of the model, or without "
+        "experts, as fsdp.", int, minimum=-1),
+
+    Key("processes.coordinator", None,
+        "Address of process 0, HOST:PORT, with a free port; or the variable JAXRL_COORDINATOR."),
+    Key("processes.count", None, "Number of processes; or the variable JAXRL_PROCESS_COUNT.", int, minimum=1),
+    Key("processes.index", None,
+        "Number of this process, from 0; or the variable JAXRL_PROCESS_INDEX.", int, minimum=0),
+    Key("processes.meet_seconds", 300, "Seconds until all processes must have come.", int, minimum=1),
+    Key("processes.heartbeat_seconds", 100,
+        "Seconds without a sign of life after which a process counts as lost and ends the run.", int, minimum=1),
 
     Key("checkpoint.every", 50, "Steps between checkpoints; 0 is only after the last step.", int, minimum=0),
     Key("checkpoint.keep", 2, "Newest checkpoints that are kept.", int, minimum=1),
+    Key("checkpoint.keep_every", 0, "Of older ones, those whose step this divides are kept too; 0 is none.",
+        int, minimum=0),
+    Key("checkpoint.keep_hours", 0.0, "Of older ones, one for each so many hours is kept too; 0 is none.",
+        float, minimum=0),
+    Key("checkpoint.best", None,
+        "Metric by which the best one is kept too, eval/reward for example: among the steps that were saved and have "
+        "the metric."),
+    Key("checkpoint.best_mode", "max", "Whether the greatest or the smallest is best.", choices=("max", "min")),
+    Key("checkpoint.folder", None,
+        "Folder for checkpoints, which may be in an object store (gs://, s3://); none is output_dir/checkpoints."),
     Key("checkpoint.resume", "auto",
-        "`auto` goes on from the newest checkpoint in output_dir if there is one, `never` starts anew and deletes "
-        "them; anything else is the path of a checkpoint to go on from."),
+        "`auto` goes on from the newest undamaged checkpoint of the run if there is one, `never` starts anew and "
+        "deletes them; anything else is the path of a checkpoint to go on from."),
 
     Key("eval.every", 25,
         "Steps between evaluations; 0 is only before and after training, -1 is never.", int, minimum=-1),
@@ -449,10 +496,29 @@ KEYS = (
     Key("eval.samples", 4, "Completions sampled per prompt.", int, minimum=1),
     Key("eval.correct_at", 1.0, "A completion is correct when its first reward is at least this.", float),
 
-    Key("logging.backends", ("console", "jsonl"), "Where metrics go.", choices=("console", "jsonl")),
+    Key("logging.backends", ("console", "jsonl"), "Where metrics go; docs/logging.md.",
+        choices=("console", "jsonl", "tensorboard", "wandb", "mlflow", "swanlab", "trackio")),
+    Key("logging.project", "jaxrl_llm", "The project (experiment) of the run in wandb, mlflow, swanlab and trackio."),
+    Key("logging.run_name", None, "The name of the run there; none is that of the folder output_dir."),
+    Key("logging.table_rows", 64,
+        "Completions in a table sent there, evenly spaced, at the steps that logging.completions_every divides.",
+        int, minimum=1),
     Key("logging.names", "trl", "Whose names metrics have in metrics.jsonl.", choices=("trl", "verl")),
     Key("logging.completions_every", 10,
         "Steps between samples of completions in the log; 0 is never.", int, minimum=0),
     Key("logging.completions_shown", 3, "Completions in each sample.", int, minimum=1),
+    Key("logging.profile_steps", None,
+        "Training steps to profile, `4` or `3-5`: JAX's trace and a table of seconds by phase in output_dir/profile."),
+
+    Key("watch.hang_seconds", 1800.0,
+        "A run that is in one phase of a step for longer writes every Python stack to stacks.txt and ends; 0 is never.",
+        float, minimum=0),
+    Key("watch.kl", 1.0,
+        "warning/kl_explosion above this KL per token, to the reference or, without one, to the policy that sampled; "
+        "none is off.", float, above=0),
+    Key("watch.entropy", 0.01, "warning/entropy_collapse below this entropy per token; none is off.", float, above=0),
+    Key("watch.mismatch", 0.1,
+        "warning/sampler_mismatch when log-probs of sampled tokens differ by more than this between sampler and "
+        "trainer, on average; none is off.", float, above=0),
 )
 # fmt: on

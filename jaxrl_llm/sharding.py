@@ -1,8 +1,17 @@
 """The device mesh, and which axis of it every array is cut along.
 
-One table maps parameters, one maps activations. The mesh has three axes: `data` (rows; parameters repeated), `fsdp`
-(rows; parameters cut) and `tensor` (heads, feed-forward channels and vocabulary cut). The same code runs on one device:
-there every axis has size 1.
+One table maps parameters, one maps activations. The mesh has five axes; on one device each has size 1.
+
+    data     rows; parameters are repeated
+    fsdp     rows; parameters, gradients and moments are cut, and gathered where a layer needs them
+    context  positions of the training rows; parameters are cut as by fsdp
+    expert   rows; parameters are cut as by fsdp, those of experts by expert: each device computes its own experts
+    tensor   heads, feed-forward channels and vocabulary
+
+A dense model may have an expert axis: it is more fsdp. Attention needs whole rows: on the way in, its heads are cut
+over `context` in place of the positions; where the key/value heads do not divide, each device has the keys and values
+of all positions for the queries of its own. Sampling has one position a step and no use for `context`: `rollout_mesh`
+takes it as more fsdp, which moves no parameter, or is another arrangement of the same devices.
 """
 
 import re
@@ -14,48 +23,125 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxrl_llm.config import ConfigError
 
-AXES = ("data", "fsdp", "tensor")
+AXES = ("data", "fsdp", "context", "expert", "tensor")
+ROWS = ("data", "fsdp", "expert")
+CUT = ("fsdp", "context", "expert")  # the axes that share parameters and gather them
 
-# Path of a parameter -> the mesh axis of each of its trailing dimensions; leading ones (stacked layers) stay whole.
+# Path of a parameter -> the mesh axes of each of its trailing dimensions; leading ones (stacked layers) stay whole.
 PARAMETERS = (
-    (r"embed/weight$", ("tensor", "fsdp")),
-    (r"(q|k|v|gate|up)/kernel(/codes|/absmax)?$", ("fsdp", "tensor")),
-    (r"(o|down)/kernel(/codes|/absmax)?$", ("tensor", "fsdp")),
-    (r"(q|k|v|gate|up)/lora_a$", ("fsdp", None)),
+    (r"experts/(gate|up)/kernel$", ("expert", ("fsdp", "context"), "tensor")),
+    (r"experts/down/kernel$", ("expert", "tensor", ("fsdp", "context"))),
+    (r"embed/weight$", ("tensor", CUT)),
+    (r"(q|k|v|gate|up)/kernel(/codes|/absmax)?$", (CUT, "tensor")),
+    (r"(o|down)/kernel(/codes|/absmax)?$", ("tensor", CUT)),
+    (r"(q|k|v|gate|up)/lora_a$", (CUT, None)),
     (r"(q|k|v|gate|up)/lora_b$", (None, "tensor")),
     (r"(o|down)/lora_a$", ("tensor", None)),
-    (r"(o|down)/lora_b$", (None, "fsdp")),
+    (r"(o|down)/lora_b$", (None, CUT)),
     (r"(q|k|v|gate|up)/bias$", ("tensor",)),
-    (r"head/kernel$", ("fsdp", "tensor")),
-    (r"(score|router)/kernel$", ("fsdp", None)),
+    (r"head/kernel$", (CUT, "tensor")),
+    (r"(score|router)/kernel$", (CUT, None)),
 )
 
 # Adafactor's statistics of rows and columns: small, and of another shape than the parameter they belong to.
 FACTORED = re.compile(r"/v_(row|col)/")
 
 # Meaning of an activation's dimension -> mesh axes.
-ACTIVATIONS = {"rows": ("data", "fsdp"), "heads": ("tensor",), "ffn": ("tensor",), "vocab": ("tensor",)}
+ACTIVATIONS = {
+    "rows": ROWS,
+    "positions": ("context",),
+    "heads": ("tensor",),
+    "spread_heads": ("tensor", "context"),
+    "ffn": ("tensor",),
+    "vocab": ("tensor",),
+}
 
 
-def make_mesh(data: int = -1, fsdp: int = 1, tensor: int = 1, devices=None) -> Mesh:
-    """The mesh `(data, fsdp, tensor)` over the devices; one size may be -1 (what remains).
+def make_mesh(data: int = -1, fsdp: int = 1, tensor: int = 1, context: int = 1, expert: int = 1, devices=None) -> Mesh:
+    """The mesh of `AXES` over the devices; one size may be -1 (what remains).
 
-    Raises ConfigError when the sizes do not multiply to the number of devices.
+    Raises ConfigError when the sizes do not multiply to the number of devices, or when processes would share rows.
     """
     devices = jax.devices() if devices is None else devices
-    sizes = [data, fsdp, tensor]
-    if sizes.count(-1) > 1 or any(size == 0 or size < -1 for size in sizes):
+    sizes = _sizes(
+        "mesh", {"data": data, "fsdp": fsdp, "context": context, "expert": expert, "tensor": tensor}, devices
+    )
+    mesh = jax.make_mesh(sizes, AXES, axis_types=(AxisType.Auto,) * len(AXES), devices=devices)
+    if not in_process_order(mesh.devices):
+        # Devices of TPU slices are arranged by their wires. Rows of a process are adjacent, in the order of processes.
+        ordered = sorted(devices, key=lambda device: (device.process_index, device.id))
+        mesh = Mesh(np.array(ordered).reshape(sizes), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+    _check_processes(mesh)
+    return mesh
+
+
+def in_process_order(devices: np.ndarray) -> bool:
+    """True when rows cut over an array of devices `AXES` belong to process 0 first, then to 1, and so on."""
+    by_rows = devices.transpose(*(AXES.index(axis) for axis in (*ROWS, "context", "tensor")))
+    owners = [device.process_index for device in by_rows.reshape(-1)]
+    return owners == sorted(owners)
+
+
+def rollout_mesh(mesh: Mesh, text: str | None = None) -> Mesh:
+    """The mesh that samples: the same devices in the same order, arranged as the text says, `fsdp=2,tensor=4`.
+
+    Axes that are not named have size 1, `data` what remains. None is the mesh itself, its context part of fsdp:
+    parameters stay where they are. Raises ConfigError for sizes that do not fit, and for a context axis.
+    """
+    if text is None and mesh.shape["context"] == 1:
+        return mesh
+    merged = dict(mesh.shape) | {"fsdp": mesh.shape["fsdp"] * mesh.shape["context"], "context": 1}
+    sizes = merged if text is None else _parsed(text)
+    if unknown := [name for name in sizes if name not in AXES]:
+        raise ConfigError(f"rollout.mesh names {unknown[0]!r}, but a mesh has the axes {', '.join(AXES)}")
+    if sizes.get("context", 1) != 1:
         raise ConfigError(
-            f"mesh sizes (data, fsdp, tensor) = {tuple(sizes)}: at most one may be -1, the others at least 1."
+            "rollout.mesh has a context axis, but completions are sampled one position at a time: leave it out"
         )
-    if -1 in sizes:
-        sizes[sizes.index(-1)] = max(len(devices) // int(np.prod([size for size in sizes if size != -1])), 1)
-    if int(np.prod(sizes)) != len(devices):
+    default = dict.fromkeys(AXES, 1) | {"data": 1 if -1 in sizes.values() else -1}
+    devices = mesh.devices.reshape(-1)
+    sizes = _sizes("rollout.mesh", default | sizes, devices)
+    found = Mesh(devices.reshape(sizes), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+    _check_processes(found)
+    return found
+
+
+def _parsed(text: str) -> dict[str, int]:
+    parts = [part.partition("=") for part in text.replace(" ", "").split(",")]
+    try:
+        return {axis: int(size) for axis, _, size in parts}
+    except ValueError as error:
+        raise ConfigError(f"rollout.mesh is {text!r}, but it takes sizes of axes, such as fsdp=2,tensor=4") from error
+
+
+def _sizes(name: str, sizes: dict[str, int], devices) -> tuple[int, ...]:
+    """The sizes in the order of AXES, -1 replaced; raises ConfigError when they do not fit the devices."""
+    shown = ", ".join(f"{axis}={size}" for axis, size in sizes.items())
+    known = [size for size in sizes.values() if size != -1]
+    if len(known) < len(sizes) - 1 or min(known) < 1:
+        raise ConfigError(f"{name} sizes {shown}: at most one may be -1, the others at least 1.")
+    product = int(np.prod(known))
+    found = tuple(max(len(devices) // product, 1) if sizes[axis] == -1 else sizes[axis] for axis in AXES)
+    if int(np.prod(found)) != len(devices):
         raise ConfigError(
-            f"mesh.data x mesh.fsdp x mesh.tensor = {' x '.join(map(str, sizes))} does not use the {len(devices)} "
-            "devices at hand; set one of them to -1 to take what remains."
+            f"{name} {shown} does not use the {len(devices)} devices at hand: the product of the sizes must be their "
+            "number; set one of them to -1 to take what remains."
         )
-    return jax.make_mesh(tuple(sizes), AXES, axis_types=(AxisType.Auto,) * len(AXES), devices=devices)
+    return found
+
+
+def _check_processes(mesh: Mesh) -> None:
+    """Raises ConfigError where devices of two processes would hold the same rows: each process has rows of its own."""
+    owners: dict[int, int] = {}
+    by_rows = mesh.devices.transpose(*(AXES.index(axis) for axis in (*ROWS, "context", "tensor")))
+    for rows, devices in enumerate(by_rows.reshape(row_shards(mesh), -1)):
+        for device in devices:
+            if owners.setdefault(rows, device.process_index) != device.process_index:
+                raise ConfigError(
+                    f"the mesh {dict(mesh.shape)} gives the same rows to processes {owners[rows]} and "
+                    f"{device.process_index}, but each process has rows of its own: make context and tensor no larger "
+                    "than the devices of one process"
+                )
 
 
 def path_name(path) -> str:
@@ -64,17 +150,24 @@ def path_name(path) -> str:
 
 
 def _fitting(axes: tuple, shape: tuple[int, ...], mesh) -> PartitionSpec:
-    """The axes that divide their dimensions; one that its axis does not divide (2 kv heads on 4) stays whole."""
+    """The axes that divide their dimensions; along one that does not (2 kv heads on 4) the array stays whole."""
     parts = []
     for size, names in zip(shape, axes, strict=True):
-        names = (names,) if isinstance(names, str) else names
-        divides = names and size % int(np.prod([mesh.shape[name] for name in names])) == 0
-        parts.append((names if len(names) > 1 else names[0]) if divides else None)
+        kept: list[str] = []
+        for name in (names,) if isinstance(names, str) else names or ():
+            if mesh.shape[name] > 1 and size % int(np.prod([mesh.shape[n] for n in (*kept, name)])) == 0:
+                kept.append(name)
+        parts.append(None if not kept else kept[0] if len(kept) == 1 else tuple(kept))
     return PartitionSpec(*parts)
 
 
 def parameter_spec(path: str, shape: tuple[int, ...], mesh) -> PartitionSpec:
-    """The PartitionSpec of the parameter at `path`; parameters in no row of the table (norm scales) are repeated."""
+    """The PartitionSpec of the parameter at `path`; parameters in no row of the table (norm scales) are repeated.
+
+    Raises ConfigError for experts whose number mesh.expert does not divide.
+    """
+    if re.search(r"experts/\w+/kernel$", path) and shape[-3] % mesh.shape["expert"]:
+        raise ConfigError(f"mesh.expert is {mesh.shape['expert']}, but it must divide the model's {shape[-3]} experts")
     for pattern, axes in PARAMETERS:
         if re.search(pattern, path) and len(axes) <= len(shape) and not FACTORED.search(path):
             return _fitting((None,) * (len(shape) - len(axes)) + axes, shape, mesh)
@@ -112,17 +205,42 @@ def constrain(x, *dims: str | None):
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
         return x
-    return jax.lax.with_sharding_constraint(x, _fitting(tuple(dim and ACTIVATIONS[dim] for dim in dims), x.shape, mesh))
+    return jax.lax.with_sharding_constraint(x, activation_spec(x.shape, *dims))
+
+
+def activation_spec(shape: tuple[int, ...], *dims: str | None) -> PartitionSpec:
+    """The PartitionSpec of an activation on the mesh that is set."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return _fitting(tuple(dim and ACTIVATIONS[dim] for dim in dims), shape, mesh)
+
+
+def context_shards() -> int:
+    """The parts that the positions of rows are cut into on the mesh that is set; 1 without one."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return 1 if mesh.empty else mesh.shape["context"]
+
+
+def attention_dims(kv_heads: int) -> tuple[tuple[str | None, str | None], tuple[str | None, str | None]]:
+    """What positions and heads are in attention, of the queries and of the keys and values, for ACTIVATIONS.
+
+    With a context axis that divides the heads each device has all positions of its heads, else its own queries.
+    """
+    shards = context_shards()
+    if shards == 1:
+        return (None, "heads"), (None, "heads")
+    whole = kv_heads % (jax.sharding.get_abstract_mesh().shape["tensor"] * shards) == 0
+    spread = (None, "spread_heads")
+    return (spread, spread) if whole else (("positions", "heads"), (None, "heads"))
 
 
 def row_sharding(mesh: Mesh) -> NamedSharding:
-    """Rows over `data` and `fsdp`; every other dimension whole."""
-    return NamedSharding(mesh, PartitionSpec(ACTIVATIONS["rows"]))
+    """Rows over `data`, `fsdp` and `expert`; every other dimension whole."""
+    return NamedSharding(mesh, PartitionSpec(ROWS))
 
 
 def row_shards(mesh: Mesh) -> int:
     """The number of parts rows are cut into."""
-    return mesh.shape["data"] * mesh.shape["fsdp"]
+    return int(np.prod([mesh.shape[axis] for axis in ROWS]))
 
 
 def rows_to_global(rows, mesh: Mesh) -> Any:
@@ -136,7 +254,7 @@ def rows_to_global(rows, mesh: Mesh) -> Any:
         total = x.shape[0] * jax.process_count()
         if total % row_shards(mesh):
             raise ConfigError(
-                f"{total} rows do not divide into mesh.data x mesh.fsdp = {row_shards(mesh)} parts; "
+                f"{total} rows do not divide into mesh.data x mesh.fsdp x mesh.expert = {row_shards(mesh)} parts; "
                 "change batch.prompts, rollout.group_size or the mesh."
             )
         return jax.make_array_from_process_local_data(row_sharding(mesh), x)

@@ -4,33 +4,40 @@ Every algorithm is `experience -> Batch -> update -> State`. One step:
 
 1. `source.next` makes a batch of token rows: given ones (offline) or sampled and scored ones (online);
 2. the jitted, donated `update` improves the state, once per minibatch;
-3. the policy is evaluated when due, metrics are logged, the state is saved when due.
+3. the policy is evaluated when due, metrics are logged, the state is saved when due, or when the run is told to leave.
 """
 
 import contextlib
 import functools
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
 
+from jaxrl_llm import processes
 from jaxrl_llm.algorithms.batch import Batch, minibatch_indices
 from jaxrl_llm.command_line import load_flags, run
-from jaxrl_llm.config import ConfigError, rows_together, to_json, validate
-from jaxrl_llm.models.lora import has_adapters
-from jaxrl_llm.models.model import Model, has_peft_adapter, save_adapter, save_hf
+from jaxrl_llm.compiled import keep_compiled
+from jaxrl_llm.config import rows_together, to_json, validate
+from jaxrl_llm.keys import OFFLINE, Key
+from jaxrl_llm.models.model import Model
 from jaxrl_llm.sharding import row_sharding
 from jaxrl_llm.training.build import Run, build, build_mesh
-from jaxrl_llm.training.checkpoint import Checkpoints, find
-from jaxrl_llm.training.critic import critic_params
+from jaxrl_llm.training.checkpoint import Checkpoints, find, folder_of, free, keep_of
+from jaxrl_llm.training.loggers import check_installed
 from jaxrl_llm.training.metrics import Logger
-from jaxrl_llm.training.objectives import merged_by
+from jaxrl_llm.training.outputs import check_writable, export_run
+from jaxrl_llm.training.preemption import Notices, Preempted
+from jaxrl_llm.training.profile import Profiler
+from jaxrl_llm.training.records import Metrics, Records, Step
 from jaxrl_llm.training.update import State, whole
+from jaxrl_llm.training.watchdog import Watchdog
+from jaxrl_llm.welcome import welcome
 
-Metrics = dict[str, float]
+DRY_RUN = Key("dry_run", False, "Show the data, the plan and the time of a step, write nothing, and end.", bool)
 
 
 class Result(NamedTuple):
@@ -52,95 +59,82 @@ def train(config, train_dataset=None, eval_dataset=None, rewards=None, environme
     """
     validate(config)
     folder, mesh = Path(config.output_dir), build_mesh(config)
+    check_writable(folder)
     with (
         jax.set_mesh(mesh),
-        Checkpoints(folder / "checkpoints", config.checkpoint.keep) as checkpoints,
+        Checkpoints(folder_of(config), keep_of(config)) as checkpoints,
         contextlib.ExitStack() as stack,
+        processes.reporting(),
     ):
+        if jax.process_index() == 0:
+            check_installed(config.logging.backends)
         parts = build(config, mesh, train_dataset, eval_dataset, rewards, environment, tools)
         stack.callback(parts.rewards.close)
         if parts.environments is not None:
             stack.callback(parts.environments.close)
-        state, counts, goes_on = _resume(config, parts, checkpoints)
-        start = int(state.step)
-        with Logger(config, folder, resume_step=start if goes_on else None) as logger:
+        state, counts, resumed, problems = _resume(config, parts, checkpoints)
+        with Logger(config, folder, resumed) as logger:
             if jax.process_index() == 0:
                 (folder / "config.json").write_text(to_json(config))
-            logger.start(_describe(parts, start))
-            state, history = _loop(config, parts, state, counts, checkpoints, logger)
-            with parts.watch("export"):
-                state = whole(state, parts.frozen)
-                model = replace(parts.model, params=state.params)
-                save_hf(model, folder / "hf")
-                if has_peft_adapter(model):
-                    save_adapter(model, folder / "adapter")
-                elif has_adapters(model.params):
-                    logger.note("hf/ has the adapters merged; this family's fused tensors leave no PEFT folder")
-                if parts.critic is not None and state.critic is not None:
-                    save_hf(replace(parts.critic, params=critic_params(config, state)), folder / "critic")
+            logger.start(_describe(parts, int(state.step)))
+            records = Records(config, parts.source, parts.watch, logger, counts)
+            records.warn(problems)
+            with Watchdog(config.watch.hang_seconds, parts.watch, folder):
+                with Notices() as notices, Profiler(config, folder, parts.watch, logger.note) as profiler:
+                    state = _loop(config, parts, state, records, checkpoints, notices, profiler)
+                with parts.watch("export"):
+                    model = export_run(config, parts, state, logger.note)
             logger.finish(seconds=parts.watch.totals)
-    return Result(model, history, folder)
+    return Result(model, records.history, folder)
 
 
-def _loop(config, parts: Run, state: State, counts: dict[str, int], checkpoints: Checkpoints, logger: Logger):
-    """The state after the last step, and every step's metrics."""
-    root, watch, history = jax.random.key(config.seed), parts.watch, []
+def _loop(config, parts: Run, state: State, records: Records, checkpoints: Checkpoints, notices: Notices,
+          profiler: Profiler) -> State:  # fmt: skip
+    """The state after the last step."""
+    root, watch = jax.random.key(config.seed), parts.watch
+    overlaps = config.algorithm.name in OFFLINE  # a step's metrics are read while the next one is computed
 
-    def log(step: int, metrics: Metrics, evaluate: bool) -> None:
-        if evaluate and parts.evaluation is not None:
-            with watch("evaluation"):
-                metrics = metrics | parts.evaluation(whole(state, parts.frozen).params, root)
-            metrics |= watch.take()
-        logger.log(step, metrics)
-        history.append({"step": step, **metrics})
+    def evaluate() -> Metrics:
+        return parts.evaluation(whole(state, parts.frozen).params, root) if parts.evaluation else {}
 
     if int(state.step) == 0 and parts.evaluation is not None:
-        log(0, {}, evaluate=True)
+        records.log(0, {}, evaluate)
     for step in range(int(state.step) + 1, config.total_steps + 1):
-        last, began = step == config.total_steps, time.perf_counter()
+        profiler.begin(step)
+        began = time.perf_counter()
         experience = parts.source.next(whole(state, parts.frozen), jax.random.fold_in(root, step))
         with watch("update"):
-            state, update_metrics = _improve(config, parts, state, experience.batch)
-            metrics = {
-                name: float(value) for name, value in jax.device_get(experience.metrics).items()
-            } | update_metrics
-        trained = metrics["num_tokens"]
-        counts = {
-            "num_tokens": counts["num_tokens"] + int(trained),
-            "skipped": _skipped(config, metrics, step, counts["skipped"]),
-        }
-        if counts["skipped"]:
-            logger.warn(f"step {step} changed nothing: its gradient is not finite (loss {metrics['loss']:g})")
-        else:
-            parts.source.learn(update_metrics)
-        seconds = time.perf_counter() - began
-        metrics |= {
-            "num_tokens": counts["num_tokens"],
-            "step_time": seconds,
-            "tokens_per_second": trained / seconds,
-        } | watch.take()
-        if experience.table:
-            logger.completions(step, experience.table)
-        log(step, metrics, evaluate=last or _due(step, config.eval.every))
-        if last or _due(step, config.checkpoint.every):
+            state, updates = _improve(config, parts, state, experience.batch)
+        records.add(Step(step, began, experience.metrics, updates, experience.table))
+
+        last, leaves = step == config.total_steps, notices.reached(step)
+        evaluates = parts.evaluation is not None and (last or _due(step, config.eval.every))
+        saves = last or leaves or checkpoints.owed or _due(step, config.checkpoint.every)
+        if saves or evaluates or not overlaps:
+            records.settle(evaluate if evaluates else None)
+        if saves:
             with watch("checkpoint"):
-                checkpoints.save(step, state, {**parts.source.get_state(), **counts}, parts.source.get_arrays())
-    return state, history
+                host, arrays = {**parts.source.get_state(), **records.counts}, parts.source.get_arrays()
+                checkpoints.save(step, state, host, arrays, records.history[-1], final=last or leaves)
+        records.warn(checkpoints.news())
+        profiler.end(step, state)
+        if leaves and not last:
+            raise Preempted(step)
+    return state
 
 
-def _improve(config, parts: Run, state: State, batch: Batch) -> tuple[State, Metrics]:
-    """The state after every minibatch of every iteration, one step further, and the metrics averaged over them."""
+def _improve(config, parts: Run, state: State, batch: Batch) -> tuple[State, list[Any]]:
+    """The state after every minibatch of every iteration, one step further, and the metrics of each."""
     group = rows_together(config)
     seed = (config.seed, int(state.step)) if config.batch.shuffle else None
-    collected = []
-    for index in minibatch_indices(batch.rows, group, config.batch.minibatches, config.algorithm.num_iterations, seed):
-        minibatch = batch if config.batch.minibatches == 1 else _take(batch, index, parts.mesh)
+    updates, count = [], config.batch.minibatches
+    indices = minibatch_indices(batch.rows, group, count, config.algorithm.num_iterations, seed)
+    # All are laid out before the first update: the host does not wait for one to lay out the next.
+    minibatches = [parts.pack(batch if count == 1 else _take(batch, index, parts.mesh)) for index in indices]
+    for minibatch in minibatches:
         state, metrics = parts.update(state, minibatch, parts.frozen)
-        collected.append(metrics)
-    values = [{name: float(value) for name, value in metrics.items()} for metrics in jax.device_get(collected)]
-    merge = {"max": max, "min": min, "sum": np.mean}
-    merged = {name: float(merge[merged_by(name)]([metrics[name] for metrics in values])) for name in values[0]}
-    return replace(state, step=state.step + 1), merged
+        updates.append(metrics)
+    return replace(state, step=state.step + 1), updates
 
 
 @functools.partial(jax.jit, static_argnames="mesh")
@@ -152,36 +146,26 @@ def _due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
 
 
-def _skipped(config, metrics: Metrics, step: int, skipped: int) -> int:
-    """Steps in a row, this one included, that changed nothing; raises ConfigError when they are too many."""
-    skipped = skipped + 1 if metrics["nonfinite_gradient"] == 1 else 0
-    if skipped > config.optimizer.max_skipped_steps:
-        raise ConfigError(
-            f"step {step}: the gradient is not finite (loss {metrics['loss']:g}, norm {metrics['grad_norm']:g}), "
-            f"{skipped} step{'s' if skipped > 1 else ''} in a row (optimizer.max_skipped_steps = "
-            f"{config.optimizer.max_skipped_steps}); the last checkpoint is intact. Lower optimizer.learning_rate, or "
-            "check the data and rewards of that step."
-        )
-    return skipped
+def _resume(config, parts: Run, checkpoints: Checkpoints) -> tuple[State, dict[str, int], int | None, list[str]]:
+    """The state that `checkpoint.resume` says, the counts of `Records`, the step after which output_dir's own run goes
+    on (None: it starts), and what is wrong with checkpoints that were passed over.
 
-
-def _resume(config, parts: Run, checkpoints: Checkpoints) -> tuple[State, dict[str, int], bool]:
-    """The state that `checkpoint.resume` says, the counts of `_loop`, and whether output_dir's own run goes on.
-
-    Checkpoints in output_dir that come after the start, or belong to another run, are deleted.
+    Checkpoints of the run that come after the start, or belong to another run, are deleted.
     """
-    source, step = checkpoints, checkpoints.latest()
-    if config.checkpoint.resume == "never":
-        step = None
-    elif config.checkpoint.resume != "auto":
-        source, step = find(config.checkpoint.resume)
-    goes_on = step is not None and source.folder == checkpoints.folder
-    checkpoints.discard_after(step if goes_on else None)
+    source, step, problems = checkpoints, None, []
+    if config.checkpoint.resume == "auto":
+        step, problems = checkpoints.newest_whole()
+    elif config.checkpoint.resume != "never":
+        source, step, problems = find(config.checkpoint.resume)
+    own = step if source.folder == checkpoints.folder else None
     if step is None:
-        return parts.state, {"num_tokens": 0, "skipped": 0}, False
+        checkpoints.discard_after(None)
+        return parts.state, {"num_tokens": 0, "skipped": 0}, None, problems
+    free(parts.state)
     state, host = source.restore(step, parts.state, parts.mesh)
     parts.source.set_state(host, source.restore_arrays(step, parts.source.get_arrays(), parts.mesh))
-    return state, {name: host[name] for name in ("num_tokens", "skipped")}, goes_on
+    checkpoints.discard_after(own)
+    return state, {name: host[name] for name in ("num_tokens", "skipped")}, own, problems
 
 
 def _describe(parts: Run, start: int) -> dict[str, Any]:
@@ -199,7 +183,19 @@ def _describe(parts: Run, start: int) -> dict[str, Any]:
 
 def main(argv: list[str]) -> None:
     """The command line: see `--help`."""
-    train(load_flags(argv, __doc__ or "").config)
+    if not argv:
+        print(welcome(), end="")
+        return
+    config, options = load_flags(argv, __doc__ or "", (DRY_RUN,))
+    processes.join(config)
+    if not options["dry_run"]:
+        keep_compiled(config.compilation_cache)
+        train(config)
+        return
+    from jaxrl_llm.planning.dry_run import dry_run  # which imports this module
+
+    report = dry_run(config, colour=sys.stdout.isatty())
+    print(report if jax.process_index() == 0 else "", end="")
 
 
 if __name__ == "__main__":

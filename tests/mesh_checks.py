@@ -1,6 +1,8 @@
 """What must hold on a mesh of several devices. test_sharding.py runs this file in a process with 8 CPU devices."""
 
 import dataclasses
+import itertools
+import math
 import re
 
 import jax
@@ -10,11 +12,35 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from jaxrl_llm.config import ConfigError
-from jaxrl_llm.models import hf, transformer
+from jaxrl_llm.models import hf, layers, moe, transformer
 from jaxrl_llm.models.model import Model, init_sharded, load_model, save_hf
 from jaxrl_llm.models.transformer import ModelConfig, Net
 from jaxrl_llm.models.weights import Files
-from jaxrl_llm.sharding import constrain, local_rows, make_mesh, path_name, row_shards, rows_to_global, shardings
+from jaxrl_llm.policy import token_logps
+from jaxrl_llm.rollout.engine import Engine
+from jaxrl_llm.rollout.logits import Sampling
+from jaxrl_llm.rollout.own_mesh import EngineOnMesh
+from jaxrl_llm.sharding import (
+    AXES,
+    constrain,
+    local_rows,
+    make_mesh,
+    path_name,
+    rollout_mesh,
+    row_shards,
+    rows_to_global,
+    shardings,
+)
+from jaxrl_llm.training.metrics import Stopwatch
+from jaxrl_llm.training.objectives import policy_gradient
+from jaxrl_llm.training.optimizers import make_optimizer
+from jaxrl_llm.training.packing import Sample, make_packer
+from jaxrl_llm.training.update import init_state, make_update
+from tests.training.test_packing import GROUP, config_of, online_batch
+from tests.training.test_packing import SHAPE as PACKED
+
+# Warnings of the compiler are looked for, and programs that are taken from a folder give none.
+jax.config.update("jax_enable_compilation_cache", False)
 
 CONFIG = ModelConfig(
     vocab_size=64, width=16, layers=2, heads=4, kv_heads=2, head_dim=8, ffn=32, init_scale=0.3, attention_bias=True
@@ -105,37 +131,27 @@ def is_adam(x):
 
 @pytest.fixture(scope="module")
 def expected(net, params, rows):
-    return jax.jit(lambda p: net.bind(p)(*rows))(params), jax.jit(lambda p: loss_and_gradients(net, p, *rows))(params)
+    return jax.jit(lambda p: net.bind(p)(*rows))(params)
 
 
 def test_an_unrolled_net_computes_the_same(net, params, rows, expected):
     mesh = mesh_of(2, 2, 2)
     model = Model(net.unrolled(), jax.device_put(params, shardings(params, mesh)), mesh=mesh)
-    np.testing.assert_allclose(model(*rows), expected[0], atol=1e-5)
+    np.testing.assert_allclose(model(*rows), expected, atol=1e-5)
 
 
-@pytest.mark.parametrize("sizes", [(1, 1, 1), (2, 1, 1), (1, 4, 1), (1, 1, 4), (2, 4, 1), (2, 2, 2)], ids=str)
+@pytest.mark.parametrize("sizes", [(1, 1, 1), (1, 4, 1), (2, 2, 2)], ids=str)
 def test_logits_are_equal_on_every_mesh(net, params, rows, expected, sizes):
     mesh = mesh_of(*sizes)
     placed = jax.device_put(params, shardings(params, mesh))
-    np.testing.assert_allclose(Model(net, placed, mesh=mesh)(*rows_to_global(rows, mesh)), expected[0], atol=1e-5)
-
-
-@pytest.mark.parametrize("sizes", [(1, 8, 1), (2, 2, 2)], ids=str)
-def test_gradients_are_equal_on_every_mesh(net, params, rows, expected, sizes):
-    mesh = mesh_of(*sizes)
-    placed = jax.device_put(params, shardings(params, mesh))
-    with jax.set_mesh(mesh):
-        found = jax.jit(lambda p, *r: loss_and_gradients(net, p, *r))(placed, *rows_to_global(rows, mesh))
-    np.testing.assert_allclose(found[0], expected[1][0], rtol=1e-5)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5, rtol=1e-4), found[1], expected[1][1])
+    np.testing.assert_allclose(Model(net, placed, mesh=mesh)(*rows_to_global(rows, mesh)), expected, atol=1e-5)
 
 
 def test_more_kv_head_cuts_than_kv_heads(net, params, rows, expected):
     """2 key/value heads on 8 tensor devices: their activations stay whole, the numbers are the same."""
     mesh = mesh_of(1, 1, 8)
     model = Model(net, jax.device_put(params, shardings(params, mesh)), mesh=mesh)
-    np.testing.assert_allclose(model(*rows), expected[0], atol=1e-5)
+    np.testing.assert_allclose(model(*rows), expected, atol=1e-5)
 
 
 def compiled_text(net, params, rows, mesh):
@@ -224,16 +240,223 @@ def test_rows_go_round(rows):
 
 
 def test_rows_that_do_not_divide_are_refused():
-    with pytest.raises(ConfigError, match=r"6 rows do not divide into mesh\.data x mesh\.fsdp = 4 parts"):
+    with pytest.raises(
+        ConfigError, match=r"6 rows do not divide into mesh\.data x mesh\.fsdp x mesh\.expert = 4 parts"
+    ):
         rows_to_global(np.zeros((6, 3)), mesh_of(2, 2, 2))
 
 
 def test_mesh_sizes():
-    assert dict(make_mesh().shape) == {"data": 8, "fsdp": 1, "tensor": 1}
-    assert dict(make_mesh(2, -1, 2).shape) == {"data": 2, "fsdp": 2, "tensor": 2}
-    for sizes in [(3, 1, 1), (-1, 3, 1), (2, 2, 1), (-1, 16, 1)]:
+    assert dict(make_mesh().shape) == {"data": 8, "fsdp": 1, "context": 1, "expert": 1, "tensor": 1}
+    found = make_mesh(1, -1, 2, context=2).shape
+    assert dict(found) == {"data": 1, "fsdp": 2, "context": 2, "expert": 1, "tensor": 2}
+    for sizes in [(3, 1, 1), (-1, 3, 1), (2, 2, 1), (-1, 16, 1), (-1, 1, 1, 3)]:
         with pytest.raises(ConfigError, match="does not use the 8 devices at hand"):
             make_mesh(*sizes)
     for sizes in [(-1, -1, 1), (0, 1, 1), (-2, 1, 1)]:
         with pytest.raises(ConfigError, match="at most one may be -1"):
             make_mesh(*sizes)
+
+
+def test_the_mesh_that_samples():
+    home = make_mesh(1, 2, 2, context=2)
+    assert dict(rollout_mesh(home).shape) == {"data": 1, "fsdp": 4, "context": 1, "expert": 1, "tensor": 2}
+    assert rollout_mesh(make_mesh(2, 2, 2)) == make_mesh(2, 2, 2)
+    assert dict(rollout_mesh(home, "tensor=4").shape) == {"data": 2, "fsdp": 1, "context": 1, "expert": 1, "tensor": 4}
+    assert rollout_mesh(home, "data=1, tensor=-1").shape["tensor"] == 8
+    assert rollout_mesh(home, "tensor=4").devices.ravel().tolist() == home.devices.ravel().tolist()
+    for text, words in [
+        ("tensor=3", "rollout.mesh data=-1, .*tensor=3 does not use the 8 devices"),
+        ("tensor", "takes sizes of axes, such as"),
+        ("model=8", "names 'model', but a mesh has the axes"),
+        ("context=2", "has a context axis"),
+    ]:
+        with pytest.raises(ConfigError, match=words):
+            rollout_mesh(home, text)
+
+
+def test_experts_that_do_not_divide_are_refused():
+    net = Net(dataclasses.replace(EXPERTS, experts=6))
+    with pytest.raises(ConfigError, match=r"mesh\.expert is 4, but it must divide the model's 6 experts"):
+        init_sharded(net, jax.random.key(0), make_mesh(2, expert=4))
+
+
+def test_parameters_are_cut_along_all_axes_but_data():
+    """By fsdp, context and expert together where tensor does not cut; experts are apart."""
+    shapes = shard_shapes(init_sharded(Net(EXPERTS), jax.random.key(0), make_mesh(1, 2, context=2, expert=2)))
+    assert shapes["embed/weight"] == (72, 4)
+    assert shapes["layers/attention/q/kernel"] == (2, 4, 64)
+    assert shapes["layers/mlp/router/kernel"] == (2, 4, 8)
+    assert shapes["layers/mlp/experts/gate/kernel"] == (2, 4, 8, 24)
+    assert shapes["layers/mlp/experts/down/kernel"] == (2, 4, 24, 8)
+
+
+DENSE = dataclasses.replace(CONFIG, vocab_size=72, width=32, heads=8, kv_heads=4, ffn=48, qk_norm=True)
+EXPERTS = dataclasses.replace(DENSE, experts=8, experts_per_token=2, expert_ffn=24)
+LAYOUTS = [sizes for sizes in itertools.product((1, 2, 4, 8), repeat=len(AXES)) if math.prod(sizes) == 8]
+
+
+def cases(quick: dict) -> list:
+    """Every layout for every model; those that are not quick are marked slow."""
+    return [
+        pytest.param(
+            model, dict(zip(AXES, sizes, strict=True)), marks=() if sizes in quick[model] else pytest.mark.slow,
+            id=f"{model}-{'x'.join(map(str, sizes))}",
+        )
+        for model in ("dense", "experts")
+        for sizes in LAYOUTS
+    ]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def batch():
+    """Rows of padding, of two documents, and of a length that neither 4 nor 8 divides."""
+    rng = np.random.default_rng(1)
+    segments = np.ones((8, 14), np.int32)
+    segments[2, :3], segments[3, -2:], segments[4, 5:] = 0, 0, 2
+    tokens, weights = rng.integers(0, 72, segments.shape).astype(np.int32), rng.normal(size=segments.shape)
+    return tokens, segments, weights.astype(np.float32)
+
+
+def update_of(net, params, tokens, segments, weights):
+    def loss(params):
+        logps, entropy = token_logps(net, params, tokens, segments)
+        return (weights * logps + 0.1 * entropy).sum() / 50, logps
+
+    return jax.value_and_grad(loss, has_aux=True)(params)
+
+
+@pytest.fixture(scope="module")
+def on_one_device(batch):
+    """The parameters of both models, and their update of the batch."""
+    found = {}
+    for name, config in (("dense", DENSE), ("experts", EXPERTS)):
+        own = Net(config)
+        params = jax.jit(own.init)(jax.random.key(0))
+        found[name] = own, params, jax.jit(update_of, static_argnums=0)(own, params, *batch)
+    return found
+
+
+def assert_close(found, expected):
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), found, expected)
+
+
+@pytest.mark.parametrize(("model", "sizes"), cases({"dense": [], "experts": []}))
+def test_the_update_of_one_device(model, sizes, on_one_device, batch, capfd):
+    """Loss, log-probs and every gradient; nothing is repeated in full, and no matrix gathered along `tensor`."""
+    own, params, expected = on_one_device[model]
+    mesh = make_mesh(**sizes)
+    placed = jax.device_put(params, shardings(params, mesh))
+    with jax.set_mesh(mesh):
+        rows = rows_to_global(batch, mesh)
+        compiled = jax.jit(update_of, static_argnums=0).lower(own, placed, *rows).compile()
+        found = compiled(placed, *rows)
+    assert_close(found, expected)
+    assert "involuntary full rematerialization" not in capfd.readouterr().err.lower()
+    text = compiled.as_text()
+    gathered = set(re.findall(r"= f32\[([\d,]+)\]\S* all-gather\(", text))
+    if sizes["tensor"] in (2, 4):
+        assert not gathered & {"32,64", "64,32", "32,48", "48,32", "8,32,24", "8,24,32", "72,32", "32,72"}
+    exchanges = len(re.findall(r" all-to-all\(.*f32|f32.* all-to-all\(", text))
+    if sizes["context"] > 1 and 4 % (sizes["tensor"] * sizes["context"]) == 0:
+        assert exchanges >= 8  # queries, keys, values and outputs, there and back
+
+
+@pytest.mark.parametrize("sizes", [{"data": 2, "expert": 4}, {"data": 1, "fsdp": 2, "expert": 2, "tensor": 2}], ids=str)
+@pytest.mark.slow
+def test_the_update_with_grouped_products(sizes, on_one_device, batch, monkeypatch):
+    """As on accelerators: each device multiplies the tokens of its own experts only."""
+    monkeypatch.setattr(moe, "dense", moe.grouped)
+    own, params, expected = on_one_device["experts"]
+    mesh = make_mesh(**sizes)
+    placed = jax.device_put(params, shardings(params, mesh))
+    with jax.set_mesh(mesh):
+        found = jax.jit(update_of, static_argnums=0)(own, placed, *rows_to_global(batch, mesh))
+    assert_close(found, expected)
+
+
+@pytest.fixture(scope="module")
+def samples(on_one_device):
+    """Six prompts, and what each model samples for them on one device."""
+    rng = np.random.default_rng(0)
+    prompts, segments = rng.integers(0, 72, (6, 6)).astype(np.int32), np.ones((6, 6), np.int32)
+    segments[1, :3] = 0
+    found = {}
+    for name, (own, params, _) in on_one_device.items():
+        engine = Engine(own, Sampling(temperature=0.9), 3, 9, (5, 6), chunk=4)
+        found[name] = engine, engine.generate(params, prompts, segments, jax.random.key(1))
+    return (prompts, segments), found
+
+
+@pytest.mark.parametrize(("model", "sizes"), cases({"dense": [], "experts": []}))
+def test_the_samples_of_one_device(model, sizes, on_one_device, samples):
+    """Token for token, from parameters that lie as they do in training; six rows fill up what they do not divide."""
+    check_samples(model, make_mesh(-1, 2, context=2), sizes, on_one_device, samples)
+
+
+def check_samples(model, home, sizes, on_one_device, samples):
+    _, params, _ = on_one_device[model]
+    prompts, (engine, expected) = samples[0], samples[1][model]
+    text = (
+        None if sizes is None else ",".join(f"{axis}={n}" for axis, n in sizes.items() if axis != "context" and n > 1)
+    )
+    if sizes is not None and sizes["context"] > 1:
+        pytest.skip("completions are sampled one position at a time")
+    watch = Stopwatch()
+    own = EngineOnMesh(**vars(engine), mesh=rollout_mesh(home, text), home=home, watch=watch)
+    placed = jax.device_put(params, shardings(params, home))
+    with jax.set_mesh(home):
+        found = own.generate(placed, *rows_to_global(prompts, home), jax.random.key(1))
+    for name in ("tokens", "segments", "mask", "lengths", "finished"):
+        np.testing.assert_array_equal(getattr(found, name), getattr(expected, name), err_msg=name)
+    np.testing.assert_allclose(found.sample_logps, expected.sample_logps, atol=1e-5)
+    assert found.tokens.sharding.mesh == home
+    assert watch.totals["reshard"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["dense", "experts"])
+def test_the_samples_of_a_mesh_with_context(model, on_one_device, samples):
+    """Its context part of fsdp: parameters stay where they are."""
+    check_samples(model, make_mesh(1, 2, context=4), None, on_one_device, samples)
+    _, params, _ = on_one_device[model]
+    home = make_mesh(1, 2, context=4)
+    places, others = shardings(params, home), shardings(params, rollout_mesh(home))
+    for x, place, other in zip(*map(jax.tree.leaves, (params, places, others)), strict=True):
+        assert place.devices_indices_map(x.shape) == other.devices_indices_map(x.shape)
+
+
+@pytest.mark.parametrize("sizes", [(2, 2, 2)], ids=str)
+def test_packed_rows_give_the_same_update_on_every_mesh(sizes):
+    """Each row shard packs its own rows; all make the same number of steps."""
+    config, rows = config_of("grpo", algorithm__beta=0.1, batch__microbatch_tokens=80), online_batch()
+    batch = jax.tree.map(lambda x: np.concatenate([x, x[:GROUP]]), rows)
+    found = []
+    for mesh, packs in ((mesh_of(1, 1, 1), False), (mesh_of(*sizes), True)):
+        with jax.set_mesh(mesh):
+            optimizer, objective = make_optimizer(config), policy_gradient(config, Net(PACKED))
+            params = Net(PACKED).init(jax.random.key(0))
+            state = init_state(jax.device_put(params, shardings(params, mesh)), optimizer, mesh)
+            own = rows_to_global(batch, mesh)
+            if packs:
+                shard = Sample(*(x[: len(x) // row_shards(mesh)] for x in (batch.tokens, batch.segments, batch.mask)))
+                own = make_packer(config, PACKED, mesh, objective, shard)(own)
+                assert own.layout.rows.sharding.shard_shape(own.layout.rows.shape)[0] == 1
+            state, metrics = make_update(objective, optimizer, config, mesh)(state, own)
+            found.append(jax.device_get((state.params, metrics)))
+    (params, metrics), (packed, packed_metrics) = found
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5, rtol=1e-4), packed, params)
+    for name in metrics:
+        np.testing.assert_allclose(packed_metrics[name], metrics[name], rtol=1e-4, atol=1e-5, err_msg=name)
+
+
+def test_empty_row_caches_are_cut():
+    """On every device the part of its own rows and heads, from the start: whole caches would not fit."""
+    mesh = make_mesh(data=1, fsdp=4, tensor=2)
+    with jax.set_mesh(mesh):
+        prompts = jax.device_put(
+            np.ones((3, 8, 2, 5, 4), np.float32), jax.NamedSharding(mesh, PartitionSpec(None, "fsdp", "tensor"))
+        )
+        rows = jax.jit(lambda k: layers.empty_rows(layers.KeyValues(k, k), 2, 16))(prompts)
+    assert rows.k.shape == (3, 8, 2, 2, 4, 16) and rows.k.addressable_shards[0].data.shape == (3, 2, 2, 1, 4, 16)
+    assert rows.v.shape == (3, 8, 2, 2, 16, 4) and rows.v.addressable_shards[0].data.shape == (3, 2, 2, 1, 16, 4)

@@ -5,8 +5,8 @@ import types
 
 import pytest
 
+from jaxrl_llm import __version__, names
 from jaxrl_llm import config as tree
-from jaxrl_llm import names
 from jaxrl_llm.command_line import help_text, load_flags
 from jaxrl_llm.config import ConfigError, default, from_json, resolve, to_json, validate
 from jaxrl_llm.keys import KEYS, SECTIONS, Key
@@ -90,7 +90,7 @@ def test_allowed_in_words(key, allowed):
         ("algorithm.kl", "k4"),
         ("data.shuffle", 1),
         ("data.path", 3),
-        ("logging.backends", ("console", "tensorboard")),
+        ("logging.backends", ("console", "telegram")),
         ("logging.backends", "console"),
         ("rewards.weights", ("1",)),
     ],
@@ -388,11 +388,37 @@ def test_run_prints_user_errors_without_traceback(run_python):
     assert (good.returncode, good.stdout) == (0, "7\n")
 
 
-def test_run_lets_other_errors_through(run_python):
+def test_run_keeps_the_traceback_of_other_errors_in_a_file(run_python, tmp_path):
+    result = run_python("-c", "from jaxrl_llm.command_line import run\nrun(lambda argv: 1 / 0)", "--seed=3")
+    file = tmp_path / "jaxrl_llm_error.txt"
+    assert result.returncode == 1
+    assert result.stderr == f"error: ZeroDivisionError: division by zero\nThe full traceback is in {file}\n"
+    text = file.read_text()
+    assert "'--seed=3'" in text.splitlines()[0] and f"jaxrl_llm {__version__}, Python" in text
+    assert "Traceback (most recent call last)" in text and text.endswith("ZeroDivisionError: division by zero\n")
+
+
+def test_run_keeps_it_in_the_folder_of_the_run(run_python, tmp_path):
+    (tmp_path / "mine").mkdir()
+    code = "from jaxrl_llm.command_line import load_flags, run\nrun(lambda argv: load_flags(argv).config.nothing)"
+    result = run_python("-c", code, "--config.output_dir=mine")
+    assert result.returncode == 1
+    assert result.stderr.endswith(f"The full traceback is in {tmp_path / 'mine' / 'error.txt'}\n")
+    assert "AttributeError" in (tmp_path / "mine" / "error.txt").read_text()
+
+
+def test_run_shows_a_traceback_that_cannot_be_kept(run_python, tmp_path):
+    (tmp_path / "jaxrl_llm_error.txt").mkdir()
     result = run_python("-c", "from jaxrl_llm.command_line import run\nrun(lambda argv: 1 / 0)")
     assert result.returncode == 1
-    assert "Traceback" in result.stderr
-    assert "ZeroDivisionError" in result.stderr
+    assert "Traceback" in result.stderr and "it could not be written to jaxrl_llm_error.txt" in result.stderr
+
+
+def test_ctrl_c_is_no_bug(run_python, tmp_path):
+    code = "from jaxrl_llm.command_line import run\ndef main(argv):\n    raise KeyboardInterrupt\nrun(main)"
+    result = run_python("-c", code)
+    assert result.returncode == 130
+    assert result.stderr.startswith("error: stopped by Ctrl-C") and not [*tmp_path.iterdir()]
 
 
 # --- resolve ---

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl_llm import policy
+from jaxrl_llm import head
 from jaxrl_llm.models.transformer import ModelConfig, Net, segment_positions
 from jaxrl_llm.policy import chunked_logps, token_logps, token_statistics_and_squares
 from tests.models.decoding import padded
@@ -66,7 +66,7 @@ def test_values_and_gradients_are_those_of_whole_logits(monkeypatch, layout, tie
     """For both outputs at once, three columns at a time, with respect to every parameter of the model."""
     net, params = net_and_params(tie_embeddings=tied, layers=1)
     tokens, segments = (jnp.asarray(x) for x in LAYOUTS[layout]())
-    monkeypatch.setattr(policy, "LOGITS_IN_FLIGHT", 3 * tokens.shape[0] * VOCAB)
+    monkeypatch.setattr(head, "LOGITS_IN_FLIGHT", 3 * tokens.shape[0] * VOCAB)
     coefficients = np.random.default_rng(0).normal(size=(2, *tokens.shape)).astype(np.float32)
     found, gradients = values_and_gradients(
         lambda p: token_logps(net, p, tokens, segments, temperature=temperature), params, coefficients
@@ -178,7 +178,7 @@ def weighted_naive(hidden, kernel, targets):
 def test_any_number_of_columns_at_a_time(monkeypatch, columns):
     """0.5: fewer logits than one column has."""
     parts = random_parts(3, 10, 8, 50)
-    monkeypatch.setattr(policy, "LOGITS_IN_FLIGHT", int(columns * 3 * 50))
+    monkeypatch.setattr(head, "LOGITS_IN_FLIGHT", int(columns * 3 * 50))
     found, gradients = jax.value_and_grad(weighted, argnums=(0, 1))(*parts)
     expected, expected_gradients = jax.value_and_grad(weighted_naive, argnums=(0, 1))(*parts)
     np.testing.assert_allclose(found, expected, rtol=1e-5)
@@ -228,7 +228,7 @@ def test_logits_of_all_positions_are_never_made(monkeypatch, tied):
     rows, length, vocab = 4, 64, 5000
     net, params = net_and_params(tie_embeddings=tied, vocab_size=vocab)
     tokens, segments = jnp.zeros((rows, length), jnp.int32), jnp.ones((rows, length), jnp.int32)
-    monkeypatch.setattr(policy, "LOGITS_IN_FLIGHT", 8 * rows * vocab)
+    monkeypatch.setattr(head, "LOGITS_IN_FLIGHT", 8 * rows * vocab)
 
     def largest(function):
         loss = jax.value_and_grad(lambda p: sum(x.sum() for x in function(p)))
@@ -246,7 +246,7 @@ def temporary_bytes(function, length: int) -> int:
 
 def test_memory_does_not_grow_with_the_logits(monkeypatch):
     """From 128 to 1024 columns: growth is a few arrays [N,T,D], far below one [N,T,V]."""
-    monkeypatch.setattr(policy, "LOGITS_IN_FLIGHT", 16 * 4 * 2000)
+    monkeypatch.setattr(head, "LOGITS_IN_FLIGHT", 16 * 4 * 2000)
     more_logits = 4 * (1024 - 128) * 2000 * 4
     assert temporary_bytes(weighted, 1024) - temporary_bytes(weighted, 128) < more_logits / 50
     assert temporary_bytes(weighted_naive, 1024) - temporary_bytes(weighted_naive, 128) > more_logits

@@ -7,6 +7,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxrl_llm.algorithms.layout import Layout
+
 Array = Any  # numpy on the host, jax on the device
 
 
@@ -44,6 +46,8 @@ class Batch:
     row_share: Array = None  # [N] 1 / rows with the same label in the whole optimizer batch, for metrics
     token_share: Array = None  # [N,T] mask / tokens of the whole optimizer batch, for metrics
     real_share: Array = None  # [N] a row's part of the tokens in the optimizer batch that are no padding
+    layout: Layout | None = None  # where the net finds the rows' tokens; None: row by row
+    observed_layout: Layout | None = None  # the same of the rows an objective observes, where they are others
     prompt_width: int = dataclasses.field(default=0, metadata={"static": True})  # no column before this one is scored
 
     @property

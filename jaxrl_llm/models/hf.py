@@ -28,11 +28,11 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model",
 TEMPLATES = "additional_chat_templates"  # the one folder that a tokenizer writes
 
 
-def locate(path: str | os.PathLike[str], allow_pickle: bool = False) -> Path:
+def locate(path: str | os.PathLike[str], allow_pickle: bool = False, config_only: bool = False) -> Path:
     """The folder of a model: `embedded:<name>` (comes with the package), a local folder, or a Hugging Face hub id.
 
-    A hub id (`Qwen/Qwen3-0.6B`) is downloaded once: only json, safetensors and tokenizer files, and pickles if allowed.
-    Raises ConfigError when there is no such model.
+    A hub id (`Qwen/Qwen3-0.6B`) is downloaded once: only json, safetensors and tokenizer files, and pickles if allowed;
+    with `config_only` its config.json alone. Raises ConfigError when there is no such model.
     """
     name = os.fspath(path)
     if name.startswith("embedded:"):
@@ -49,6 +49,8 @@ def locate(path: str | os.PathLike[str], allow_pickle: bool = False) -> Path:
             f"model path {name!r}: there is no such folder, and it is neither a Hugging Face hub id (`owner/name`) nor "
             "`embedded:<name>`."
         )
+    if config_only:
+        return _download(name, ["config.json"])
     return _download(name, [*DOWNLOADED, "pytorch_model*.bin"] if allow_pickle else DOWNLOADED)
 
 

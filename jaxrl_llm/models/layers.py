@@ -12,9 +12,10 @@ from flax import nnx
 
 from jaxrl_llm.models import lora, quantize
 from jaxrl_llm.models.rope import rotate
-from jaxrl_llm.sharding import constrain
+from jaxrl_llm.sharding import attention_dims, constrain, context_shards
 
 ACTIVATIONS = {"silu": jax.nn.silu, "gelu_tanh": jax.nn.gelu, "gelu": functools.partial(jax.nn.gelu, approximate=False)}
+QUERY_BLOCKS, SMALLEST_BLOCK = 4, 64  # blocks that the queries of a row are cut into, and queries of one at least
 MASKED = -1e30  # finite, so that a row with nothing to attend to (padding) stays finite too
 
 
@@ -56,7 +57,8 @@ class Linear(nnx.Module):
 
     def __call__(self, x):
         # Rows and positions as one dimension: with two, XLA's CPU backend computes the weight gradient 4 times slower.
-        rows = x.reshape(-1, x.shape[-1])
+        # Where both are cut over devices, one dimension could not be, and devices would compute each other's part.
+        rows = x.reshape(-1, x.shape[-1]) if context_shards() == 1 else x
         dense = isinstance(self.kernel, nnx.Param)
         stored = self.kernel[...] if dense else {name: part[...] for name, part in self.kernel.items()}
         product = quantize.frozen_matmul if self.lora is not None or not dense else quantize.matmul
@@ -120,16 +122,27 @@ class Attention(nnx.Module):
     def __call__(self, x, positions, mask, traits: LayerTraits) -> tuple[jax.Array, KeyValues]:
         """Output `[N,T,D]` and the keys and values `[N,J,T,d]`; mask `[N,T,T]` (query, key) is True where attended."""
         q, k, v = self.project(x, positions, traits)
-        q, k, v = (constrain(a, "rows", None, "heads", *(None,) * (a.ndim - 3)) for a in (q, k, v))
-        scores = jnp.einsum("ntjrd,nsjd->njrts", q, k, preferred_element_type=jnp.float32)
-        scores = soft_cap(scores, self.config.attention_softcap)
+        q, k, v = (constrain(a, "rows", "positions", "heads", *(None,) * (a.ndim - 3)) for a in (q, k, v))
+        of_queries, of_keys = attention_dims(self.config.kv_heads)
+        q = constrain(q, "rows", *of_queries, None, None)
+        k, v = (constrain(a, "rows", *of_keys, None) for a in (k, v))
         if traits.window is not None:
-            index = jnp.arange(x.shape[1])  # a document is a run of tokens: distances in it are those of positions
-            mask = mask & (index[:, None] - index < traits.window)
-        weights = jax.nn.softmax(jnp.where(mask[:, None, None], scores, MASKED), axis=-1)
-        out = jnp.einsum("njrts,nsjd->ntjrd", weights.astype(v.dtype), v)
+            mask = mask & (positions[:, :, None] - positions[:, None, :] < traits.window)
+        # A block of queries sees no key behind it: of a long row, half of the scores are never formed.
+        length = x.shape[1]
+        size = length if context_shards() > 1 else max(-(-length // QUERY_BLOCKS), SMALLEST_BLOCK)
+        ends = [(at, min(at + size, length)) for at in range(0, length, size)]
+        parts = [self._attended(q[:, at:end], k[:, :end], v[:, :end], mask[:, at:end, :end]) for at, end in ends]
+        out = constrain(jnp.concatenate(parts, axis=1), "rows", *of_queries, None, None)
+        out = constrain(out, "rows", "positions", "heads", None, None)
         cache = KeyValues(*(constrain(a.swapaxes(1, 2), "rows", "heads", None, None) for a in (k, v)))
         return self.o(out.reshape(*x.shape[:-1], -1)), cache
+
+    def _attended(self, q, k, v, mask):
+        scores = jnp.einsum("ntjrd,nsjd->njrts", q, k, preferred_element_type=jnp.float32)
+        scores = soft_cap(scores, self.config.attention_softcap)
+        weights = jax.nn.softmax(jnp.where(mask[:, None, None], scores, MASKED), axis=-1)
+        return jnp.einsum("njrts,nsjd->ntjrd", weights.astype(v.dtype), v)
 
     def decode(
         self, x, positions, prompt: KeyValues, prompt_mask, rows: KeyValues, length, traits: LayerTraits
@@ -165,7 +178,9 @@ def empty_rows(prompt: KeyValues, repeats: int, size: int) -> KeyValues:
     """Row caches with room for `size` tokens, for `repeats` rows of each prompt `[..., J, P, d]`."""
     *lead, heads, _, d = prompt.k.shape
     shapes = ((*lead, repeats, heads, d, size), (*lead, repeats, heads, size, d))
-    return KeyValues(*(jnp.zeros(shape, prompt.k.dtype) for shape in shapes))
+    # XLA repeats on every device what nothing says how to cut, zeros too.
+    dims = (*(None,) * (len(lead) - 1), "rows", None, "heads", None, None)
+    return KeyValues(*(constrain(jnp.zeros(shape, prompt.k.dtype), *dims) for shape in shapes))
 
 
 def longer_rows(rows: KeyValues, size: int) -> KeyValues:
@@ -194,4 +209,4 @@ class FeedForward(nnx.Module):
 
     def __call__(self, x):
         hidden = self.activation(self.gate(x)) * self.up(x)
-        return self.down(constrain(hidden, "rows", None, "ffn"))
+        return self.down(constrain(hidden, "rows", "positions", "ffn"))

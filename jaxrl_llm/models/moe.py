@@ -4,14 +4,14 @@ Arrays: M tokens, E experts, k experts a token.
 """
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from jaxrl_llm.models.layers import ACTIVATIONS, Linear
-from jaxrl_llm.sharding import constrain
+from jaxrl_llm.sharding import activation_spec, parameter_spec
 
 
 class Routing(NamedTuple):
@@ -41,33 +41,97 @@ class Experts(nnx.Module):
         self.activation = ACTIVATIONS[config.activation]
 
     def __call__(self, x, weights, chosen):
-        """`sum_i weights_i * expert_{chosen_i}(x)` `[M,D]` of tokens x `[M,D]`; weights and chosen `[M,k]`.
+        """`sum_i weights_i * expert_{chosen_i}(x)` `[...,D]` of tokens x `[...,D]`; weights and chosen `[...,k]`.
 
         XLA has grouped matrix products on accelerators; on CPU they would be computed for every expert anyway, and
         then computing all experts for each token once is k times less work.
         """
-        function = self.dense if jax.default_backend() == "cpu" else self.grouped
-        return function(x, weights, chosen)
+        return self.computed(dense if jax.default_backend() == "cpu" else grouped, x, weights, chosen)
 
-    def dense(self, x, weights, chosen):
-        """All experts for all tokens, weighed: the same sum."""
-        experts = self.gate.kernel.shape[0]
-        share = jnp.einsum("mk,mke->me", weights, jax.nn.one_hot(chosen, experts, dtype=weights.dtype))
-        gate, up = (jnp.einsum("md,edf->emf", x, part.value(x.dtype)) for part in (self.gate, self.up))
-        hidden = self.activation(gate) * up * share.T[..., None].astype(x.dtype)
-        return jnp.einsum("emf,efd->md", hidden, self.down.value(x.dtype))
+    def computed(self, way, x, weights, chosen):
+        """The same, by `dense` or `grouped`, on each device for the experts and tokens it has."""
+        kernels = Kernels(*(part.value(x.dtype) for part in (self.gate, self.up, self.down)))
+        return across_devices(functools.partial(way, activation=self.activation), kernels, x, weights, chosen)
 
-    def grouped(self, x, weights, chosen):
-        """Each token's own experts only: token copies are sorted by expert and multiplied group by group."""
-        k = chosen.shape[-1]
-        order = jnp.argsort(chosen.reshape(-1), stable=True)
-        sizes = jnp.bincount(chosen.reshape(-1), length=self.gate.kernel.shape[0]).astype(jnp.int32)
-        product = functools.partial(jax.lax.ragged_dot, group_sizes=sizes)
-        copies = x[order // k]
-        hidden = self.activation(product(copies, self.gate.value(x.dtype))) * product(copies, self.up.value(x.dtype))
-        out = product(constrain(hidden, "rows", "ffn"), self.down.value(x.dtype))
-        out = out * weights.reshape(-1)[order][:, None].astype(x.dtype)
-        return jnp.zeros_like(x).at[order // k].add(out)
+
+class Kernels(NamedTuple):
+    """The matrices of experts."""
+
+    gate: jax.Array  # [E,D,F]
+    up: jax.Array  # [E,D,F]
+    down: jax.Array  # [E,F,D]
+
+
+def dense(kernels: Kernels, x, weights, chosen, activation):
+    """`[M,D]`, from all experts for all tokens, weighed. Numbers in `chosen` that are no expert's add nothing."""
+    experts = kernels.gate.shape[0]
+    share = jnp.einsum("mk,mke->me", weights, jax.nn.one_hot(chosen, experts, dtype=weights.dtype))
+    gate, up = (jnp.einsum("md,edf->emf", x, kernel) for kernel in kernels[:2])
+    hidden = activation(gate) * up * share.T[..., None].astype(x.dtype)
+    return jnp.einsum("emf,efd->md", hidden, kernels.down)
+
+
+def grouped(kernels: Kernels, x, weights, chosen, activation):
+    """The same from each token's own experts: token copies are sorted by expert and multiplied group by group."""
+    k, experts = chosen.shape[-1], kernels.gate.shape[0]
+    numbers = jnp.where((chosen >= 0) & (chosen < experts), chosen, experts).reshape(-1)
+    order = jnp.argsort(numbers, stable=True)
+    sizes = jnp.bincount(numbers, length=experts + 1)[:experts].astype(jnp.int32)
+    here = (jnp.arange(order.size) < sizes.sum())[:, None]  # copies after the last group are of no expert
+    product = functools.partial(jax.lax.ragged_dot, group_sizes=sizes)
+    copies = x[order // k]
+    hidden = activation(product(copies, kernels.gate)) * product(copies, kernels.up)
+    out = jnp.where(here, product(jnp.where(here, hidden, 0), kernels.down), 0)
+    out = out * weights.reshape(-1)[order][:, None].astype(x.dtype)
+    return jnp.zeros_like(x).at[order // k].add(out)
+
+
+def across_devices(compute, kernels: Kernels, x, weights, chosen):
+    """`compute(kernels, x, weights, chosen)` of tokens x `[...,D]`, on the mesh that is set.
+
+    Each device gets the tokens of its neighbours along `expert` and adds what its own experts (and, along `tensor`, its
+    own channels) make of them; the sums go back to the devices the tokens came from. No token is dropped, however
+    unevenly they choose.
+    """
+
+    def flat(x, weights, chosen):
+        return (a.reshape(-1, a.shape[-1]) for a in (x, weights, chosen))
+
+    mesh: Any = jax.sharding.get_abstract_mesh()
+    if mesh.empty or mesh.size == 1:
+        return compute(kernels, *flat(x, weights, chosen)).reshape(x.shape)
+    places = Kernels._make(parameter_spec(f"experts/{n}/kernel", w.shape, mesh) for n, w in kernels._asdict().items())
+    tokens = activation_spec(x.shape, *("rows", "positions")[: x.ndim - 1], *(None,) * max(x.ndim - 2, 1))
+    exchanged = "expert" in jax.tree.leaves(tuple(tokens))  # else each device has all tokens
+
+    def local(kernels, x, weights, chosen):
+        shape = x.shape
+        x, weights, chosen = flat(x, weights, chosen)
+        kernels = Kernels(*(_gathered(w, place) for w, place in zip(kernels, places, strict=True)))
+        if exchanged:
+            x, weights, chosen = (jax.lax.all_gather(a, "expert", axis=0, tiled=True) for a in (x, weights, chosen))
+        if places.gate[0] is not None:  # as numbers among this device's own
+            chosen -= jax.lax.axis_index("expert") * kernels.gate.shape[0]
+        out = compute(kernels, x, weights, chosen)
+        if places.gate[2] is not None:
+            out = jax.lax.psum(out, "tensor")
+        if exchanged:
+            out = jax.lax.psum_scatter(out, "expert", scatter_dimension=0, tiled=True)
+        elif places.gate[0] is not None:
+            out = jax.lax.psum(out, "expert")
+        return out.reshape(shape)
+
+    run = jax.shard_map(local, in_specs=(places, tokens, tokens, tokens), out_specs=tokens)
+    return run(kernels, x, weights, chosen)
+
+
+def _gathered(kernel, place):
+    """A kernel whole along the axes that parameters are gathered from; `expert` and `tensor` stay cut."""
+    for dim, axes in enumerate(place):
+        kept = tuple(axis for axis in ((axes,) if isinstance(axes, str) else axes or ()) if axis in ("fsdp", "context"))
+        if kept:
+            kernel = jax.lax.all_gather(kernel, kept, axis=dim, tiled=True)
+    return kernel
 
 
 class _Kernels(nnx.Module):
@@ -93,17 +157,16 @@ class MixtureOfExperts(nnx.Module):
     def __call__(self, x, real=None):
         """Output `[...,D]` of x `[...,D]` and, given which tokens are `real` `[...]` (no padding), the `Routing`."""
         c = self.config
-        flat = x.reshape(-1, x.shape[-1])
-        probabilities = jax.nn.softmax(self._route(flat).astype(jnp.float32), axis=-1)
+        probabilities = jax.nn.softmax(self._route(x).astype(jnp.float32), axis=-1)
         weights, chosen = jax.lax.top_k(probabilities, c.experts_per_token)
         if c.normalize_top_k:
             weights = weights / weights.sum(-1, keepdims=True)
-        out = self.experts(flat, weights, chosen).reshape(x.shape)
+        out = self.experts(x, weights, chosen)
         if real is None:
             return out, None
-        live = real.reshape(-1, 1).astype(jnp.float32)
-        used = (jax.nn.one_hot(chosen, c.experts, dtype=jnp.float32) * live[..., None]).sum((0, 1))
-        return out, Routing(used, (probabilities * live).sum(0), live.sum())
+        live = real[..., None].astype(jnp.float32)
+        used = (jax.nn.one_hot(chosen, c.experts, dtype=jnp.float32) * live[..., None]).reshape(-1, c.experts).sum(0)
+        return out, Routing(used, (probabilities * live).reshape(-1, c.experts).sum(0), live.sum())
 
     def _route(self, x):
         if not self.config.freeze_router:

@@ -21,7 +21,7 @@ from jaxrl_llm.models.layers import Attention, FeedForward, KeyValues, LayerTrai
 from jaxrl_llm.models.lora import LoraConfig, has_adapters, has_dropout
 from jaxrl_llm.models.model_config import ModelConfig, is_dense, layer_traits, waves_of_long_rows
 from jaxrl_llm.models.moe import MixtureOfExperts, Routing
-from jaxrl_llm.sharding import constrain
+from jaxrl_llm.sharding import constrain, context_shards
 
 Params = dict[str, Any]
 
@@ -67,13 +67,13 @@ class Block(nnx.Module):
         self.mlp_out_norm = norm("post", "both")
 
     def _feed_forward(self, x, attended, real=None) -> tuple[jax.Array, Routing | None]:
-        x = constrain(x + _normed(self.attention_out_norm, attended), "rows", None, None)
+        x = constrain(x + _normed(self.attention_out_norm, attended), "rows", "positions", None)
         out, routing = _normed(self.post_attention_norm, x), None
         if isinstance(self.mlp, MixtureOfExperts):
             out, routing = self.mlp(out, real)
         else:
             out = self.mlp(out)
-        return constrain(x + _normed(self.mlp_out_norm, out), "rows", None, None), routing
+        return constrain(x + _normed(self.mlp_out_norm, out), "rows", "positions", None), routing
 
     def __call__(self, x, positions, mask, real, traits) -> tuple[jax.Array, KeyValues, Routing | None]:
         out, cache = self.attention(_normed(self.input_norm, x), positions, mask, traits)
@@ -124,16 +124,21 @@ class Transformer(nnx.Module):
         trained = config if config.lora is None else dataclasses.replace(config, param_dtype="float32")
         self.score = Linear(config.width, 1, trained, rngs) if config.head == "score" else None
 
-    def hidden(self, tokens, segments=None, positions=None, noise=None):
+    def hidden(self, tokens, segments=None, positions=None, noise=None, prefixes=None, uses=None):
         """Hidden states `[N,T,D]` after the final norm, in the compute dtype.
 
         tokens `[N,T]`; segments `[N,T]`: 0 is padding, other numbers tell packed documents apart (default: all 1);
         positions `[N,T]`: default counts from 0 in each segment; noise `[N,T,D]` is added to the embeddings.
+        prefixes `[N,T]` names a segment that a token sees besides its own, and uses `[N,T]` how often a token counts
+        in the routing to experts (default: once, and padding not at all).
         """
-        x, _, routing = self._forward(tokens, segments, positions, noise=noise)
+        length = tokens.shape[1]
+        tokens, segments, *others = _for_context(tokens, segments, positions, noise, prefixes, uses)
+        positions, noise, prefixes, uses = others
+        x, _, routing = self._forward(tokens, segments, positions, noise=noise, prefixes=prefixes, uses=uses)
         if self.record is not None and routing is not None:
             self.record(routing)
-        return x
+        return x[:, :length]
 
     def prefill(self, tokens, segments):
         """Hidden states `[B,P,D]` and, per layer, the keys and values `[B,J,P,d]` of prompts padded on the left."""
@@ -177,19 +182,21 @@ class Transformer(nnx.Module):
         return self.scores(hidden) if self.score is not None else self.logits(hidden)
 
     def _embedded(self, tokens):
-        x = constrain(self.embed(tokens, self.config.dtype), "rows", None, None)
+        x = constrain(self.embed(tokens, self.config.dtype), "rows", "positions", None)
         return x if self.config.embed_scale == 1.0 else x * jnp.asarray(self.config.embed_scale, x.dtype)
 
-    def _forward(self, tokens, segments, positions, keep_cache: bool = False, noise=None):
+    def _forward(
+        self, tokens, segments, positions, keep_cache: bool = False, noise=None, prefixes=None, uses=None
+    ):  # fmt: skip
         segments = jnp.ones_like(tokens) if segments is None else segments
         positions = segment_positions(segments) if positions is None else positions
-        mask = attention_mask(segments)
+        mask, real = attention_mask(segments, prefixes), segments != 0 if uses is None else uses
         waves = waves_of_long_rows(self.config, segments, positions)
 
         def body(block, x, _, traits):
             if waves is not None:
                 traits = traits._replace(waves=jnp.where(traits.waves == 0, 0.0, waves))
-            x, cache, routing = block(x, positions, mask, segments != 0, traits)
+            x, cache, routing = block(x, positions, mask, real, traits)
             return x, (cache if keep_cache else None, routing)
 
         x = self._embedded(tokens)
@@ -236,6 +243,15 @@ class Transformer(nnx.Module):
         return runs
 
 
+def _for_context(tokens, segments, *others):
+    """The arrays `[N,T,...]`, padded so that the context axis of the mesh divides T; None stays None."""
+    extra = -tokens.shape[1] % context_shards()
+    if not extra:
+        return tokens, segments, *others
+    arrays = (tokens, jnp.ones_like(tokens) if segments is None else segments, *others)
+    return [x if x is None else jnp.pad(x, ((0, 0), (0, extra), *((0, 0),) * (x.ndim - 2))) for x in arrays]
+
+
 def _kinds(config: ModelConfig) -> set[bool]:
     return {is_dense(config, layer) for layer in range(config.layers)}
 
@@ -277,9 +293,11 @@ def segment_positions(segments):
     return jnp.where(segments == 0, 0, index - start)
 
 
-def attention_mask(segments):
-    """`[N,T,T]` (query, key): same segment, no padding, and the key not after the query."""
+def attention_mask(segments, prefixes=None):
+    """`[N,T,T]` (query, key): same segment or the query's prefix, no padding, and the key not after the query."""
     same = segments[:, :, None] == segments[:, None, :]
+    if prefixes is not None:
+        same |= prefixes[:, :, None] == segments[:, None, :]
     causal = jnp.tril(jnp.ones((segments.shape[1],) * 2, bool))
     return same & causal & (segments != 0)[:, None, :]
 

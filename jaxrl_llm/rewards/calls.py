@@ -6,7 +6,7 @@ import inspect
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -42,6 +42,17 @@ class Log:
     def services(self) -> dict[str, Callable[..., None]]:
         """The functions a reward function may ask for, by name."""
         return {"log_metric": self.log_metric, "log_extra": self.log_extra, "log_total": self.log_total}
+
+    def join(self, logs: "Mapping[int, Log]", rows: int) -> None:
+        """Adds what was logged for single rows; a row without a value in a column has None there."""
+        for row in sorted(logs):
+            for name, values in logs[row].metrics.items():
+                self.metrics[name].extend(values)
+            for name, value in logs[row].totals.items():
+                self.totals[name] += value
+        for name in sorted({name for log in logs.values() for name in log.columns}):
+            found = [logs[row].columns.get(name) if row in logs else None for row in range(rows)]
+            self.columns[name].extend(value for values in found for value in values or [None])
 
 
 @dataclass(frozen=True)
@@ -111,21 +122,35 @@ class Call:
         self.services = dict(services or {})  # those that are not the log's
         self.rows = len(next(iter(arguments.values()), []))
         self.log = Log()
+        self.memory: dict[Any, Any] = {}  # of the function, for this batch
         self.by_row = isinstance(function, RowGrader)
         self.is_async = is_async(function.grade if self.by_row else function)
+        self.one_by_one = takes_rows(function)
 
     def __call__(self) -> Any:
         """The results for the whole batch (a coroutine of them when the function is async).
 
         The lists are copied, so that a function that changes them does not change what the next one sees.
         """
-        return self._call({name: list(values) for name, values in self.arguments.items()}, self.log)
+        arguments = {name: list(values) for name, values in self.arguments.items()}
+        return self._call(arguments, self.log, range(self.rows))
 
     def row(self, row: int, log: Log | None = None) -> Any:
         """The result for one row: of a row grader, or of a batch of that row alone."""
         if self.by_row:
             return self.function.grade(self.sample(row))
-        return self._call({name: [values[row]] for name, values in self.arguments.items()}, log or Log())
+        arguments = {name: [values[row]] for name, values in self.arguments.items()}
+        return self._call(arguments, log or Log(), range(row, row + 1))
+
+    async def graded(self, row: int, log: Log) -> Any:
+        """The result for one row of an async grader that takes them one by one. Raises RewardError: not one result."""
+        found = await self.row(row, log)
+        if self.by_row:
+            return found
+        if not isinstance(found, Collection) or isinstance(found, (str, bytes, Mapping)) or len(found) != 1:
+            raise RewardError(f"reward {self.name!r} is called with single rows (by_row), and returned "
+                              f"{shorten(found)} for one; it returns a list of one number")  # fmt: skip
+        return next(iter(found))
 
     def without(self, rows: set[int]) -> "Call":
         """The same call with only the rows that are not in `rows`."""
@@ -143,12 +168,21 @@ class Call:
         """The row's arguments, cut short, for an error message."""
         return shorten({name: values[row] for name, values in self.arguments.items() if name != "completion_ids"})
 
-    def _call(self, arguments: dict[str, list[Any]], log: Log) -> Any:
-        offered = {**log.services(), **self.services}
+    def _call(self, arguments: dict[str, list[Any]], log: Log, numbers: range) -> Any:
+        offered = {**log.services(), **self.services, "row_numbers": numbers, "batch_memory": self.memory}
         names, takes = parameter_names(self.function), parameters_of(self.function)
-        # log_total is not TRL's: only those that name it get it.
-        wanted = {n: service for n, service in offered.items() if n in names or (takes is None and n != "log_total")}
+        # These are not TRL's: only those that name them get them.
+        own = ("log_total", "row_numbers", "batch_memory")
+        wanted = {n: service for n, service in offered.items() if n in names or (takes is None and n not in own)}
         return self.function(**{**wanted, **arguments})
+
+
+def takes_rows(function: Any) -> bool:
+    """True when a grader is given rows one by one: it is async, and a row grader or declared `by_row = True`."""
+    if isinstance(function, RowGrader):
+        return is_async(function.grade)
+    declared = function.func if isinstance(function, functools.partial) else function
+    return is_async(function) and getattr(declared, "by_row", False) is True
 
 
 def is_async(function: Any) -> bool:

@@ -89,14 +89,18 @@ class Endpoint:
         if key != "OPENAI_API_KEY" and key not in os.environ:
             raise ConfigError(f"the judge's key is in the environment variable {key}, which is not set; export it")
 
-    async def ask(self, messages: list[dict[str, str]], attempt: int = 0) -> Answer:
-        """The reply to `messages`; equal requests under way at the same time are sent once.
+    async def ask(
+        self, messages: list[dict[str, str]], attempt: int = 0, memory: dict[str, asyncio.Task[Answer]] | None = None
+    ) -> Answer:
+        """The reply to `messages`; equal requests under way at the same time, or with the same memory, are sent once.
 
         `attempt` makes a request differ from those with another one in the cache: ask again with the next number.
         Raises EndpointError when the endpoint refuses, or fails every attempt.
         """
         body = {"model": self.model, "messages": messages, **self.parameters}
         name = _entry_name(self.url, body, attempt)
+        if memory is not None and name in memory:
+            return await asyncio.shield(memory[name])
         if (found := self._read(name)) is not None:
             self.counts["cached"] += 1
             return found
@@ -105,7 +109,10 @@ class Endpoint:
             task = asyncio.create_task(self._fetch(name, body))
             self.under_way[one] = task
             task.add_done_callback(lambda _: self.under_way.pop(one, None))
-        return await asyncio.shield(self.under_way[one])
+        task = self.under_way[one]
+        if memory is not None:
+            memory[name] = task
+        return await asyncio.shield(task)
 
     def take_counts(self) -> dict[str, int]:
         """The counts since the last call of this."""

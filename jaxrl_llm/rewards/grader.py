@@ -5,7 +5,10 @@ set except `prompt`, under its own name; it returns one number for each completi
 may be `async`, and have a `setup()` and a `close()`. Prompts and completions are text, or lists of messages when the
 data is conversational. A function without `**kwargs` gets only what it names. Besides, it may ask for `trainer_state`
 (with `global_step` and `max_steps`), `log_metric(name, value)` and `log_extra(column, values)`, as in TRL, and
-`log_total(name, value)`. adapters.py lists the other ways a reward may be written.
+`log_total(name, value)`, `row_numbers`, the places of its rows in the batch, and `batch_memory`, a dictionary that is
+the same for all of its calls with rows of the batch. An async grader with the attribute
+`by_row = True` is called with one row at a time, as soon as that has ended. adapters.py lists the other ways a reward
+may be written.
 """
 
 import functools
@@ -19,7 +22,7 @@ import numpy as np
 from jaxrl_llm.names import resolve, resolve_with_options
 from jaxrl_llm.rewards.adapters import accepted, as_grader, reward_name
 from jaxrl_llm.rewards.built_in import BUILT_IN
-from jaxrl_llm.rewards.calls import Call, RewardError, TimeUpError
+from jaxrl_llm.rewards.calls import Call, RewardError, TimeUpError, takes_rows
 from jaxrl_llm.rewards.combined import CombinedGrader, call_if_there
 from jaxrl_llm.rewards.loop import Loop
 from jaxrl_llm.rewards.pending import NOTHING_LOGGED as NOTHING_LOGGED
@@ -28,7 +31,7 @@ from jaxrl_llm.rewards.pending import Logged as Logged
 from jaxrl_llm.rewards.pending import Pending
 from jaxrl_llm.rewards.workers import Workers
 
-SERVICES = ("log_metric", "log_extra", "log_total", "trainer_state")
+SERVICES = ("log_metric", "log_extra", "log_total", "trainer_state", "row_numbers", "batch_memory")
 SETUP_SECONDS = 600.0
 
 
@@ -112,13 +115,32 @@ class Rewards:
 
         Raises RewardError: a function needs an argument the data does not have, or the inputs differ in length.
         """
+        _inputs(prompts, completions, completion_ids, columns)
+        pending = self.open(prompts, columns, state)
+        for row, (completion, ids) in enumerate(zip(completions, completion_ids, strict=True)):
+            pending.give(row, completion, ids)
+        pending.start()
+        return pending
+
+    def open(
+        self,
+        prompts: Sequence[Any],
+        columns: Mapping[str, Sequence[Any]],
+        state: TrainerState = TrainerState(),  # noqa: B008 (immutable)
+    ) -> Pending:
+        """A batch whose completions are given one by one, then `start()`; otherwise like `submit`."""
         self.setup()
-        inputs = _inputs(prompts, completions, completion_ids, columns)
+        inputs = _inputs(prompts, [None] * len(prompts), [None] * len(prompts), columns)
         calls = [
             Call(name, grader, accepted(name, grader, inputs, SERVICES), {"trainer_state": state})
             for name, grader in zip(self.names, self.graders, strict=True)
         ]
-        return Pending(self, calls)
+        return Pending(self, calls, inputs)
+
+    @property
+    def takes_rows(self) -> bool:
+        """True when there is a grader for which giving rows early makes a difference."""
+        return any(map(takes_rows, self.graders))
 
     def setup(self) -> None:
         """Calls `setup()` of every function that has one, once; `submit` does it too."""

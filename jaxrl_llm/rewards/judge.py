@@ -71,7 +71,7 @@ class _Asks:
         """Ends the threads that wait for the endpoint."""
         self.endpoint.close()
 
-    async def _judged(self, values: Mapping[str, Any], read: Callable[[str], Any]) -> Any:
+    async def _judged(self, values: Mapping[str, Any], read: Callable[[str], Any], memory: Any = None) -> Any:
         """What `read` finds in the reply to the filled-in template; asked again for replies that it cannot read.
 
         A RewardError when it does not succeed: the caller decides what that means for the row.
@@ -86,7 +86,7 @@ class _Asks:
         problem: RewardError | None = None
         for attempt in range(self.tries):
             try:
-                return read((await self.endpoint.ask(messages, attempt)).text)
+                return read((await self.endpoint.ask(messages, attempt, memory)).text)
             except ReplyError as error:
                 problem = error
                 self.endpoint.counts["unreadable"] += 1
@@ -145,15 +145,22 @@ class Judge(_Asks):
         )  # fmt: skip
         self.criteria, self.pattern, self.field = dict(criteria or {}), pattern, field
 
+    by_row = True  # a row's score depends on that row alone: it is asked for as soon as the row has ended
+
     async def __call__(
-        self, prompts: Sequence[Any], completions: Sequence[Any], log_total: Any = None, **columns: Any
-    ) -> list[Any]:
+        self, prompts: Sequence[Any], completions: Sequence[Any], log_total: Any = None,
+        row_numbers: Sequence[int] | None = None, batch_memory: Any = None, **columns: Any,
+    ) -> list[Any]:  # fmt: skip
         """The scores; a mapping with each criterion's where there is a rubric."""
+        numbers = range(len(prompts)) if row_numbers is None else row_numbers
         found = await asyncio.gather(
-            *(self._judged(self._values(row, prompts, completions, columns), self._read) for row in range(len(prompts)))
+            *(
+                self._judged(self._values(row, prompts, completions, columns), self._read, batch_memory)
+                for row in range(len(prompts))
+            )
         )
         self._spend(log_total)
-        return [self._settle(row, score, log_total) for row, score in enumerate(found)]
+        return [self._settle(row, score, log_total) for row, score in zip(numbers, found, strict=True)]
 
     def _values(self, row: int, prompts: Any, completions: Any, columns: Mapping[str, Any]) -> dict[str, Any]:
         low, high = self.scale or (None, None)

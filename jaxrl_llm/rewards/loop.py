@@ -9,7 +9,7 @@ import threading
 from collections.abc import Coroutine
 from typing import Any
 
-from jaxrl_llm.rewards.calls import Call, Ended, TimeUpError, rows_ended
+from jaxrl_llm.rewards.calls import Call, Ended, Log, TimeUpError, rows_ended
 
 GRACE_SECONDS = 1.0  # cancelled functions get this long to end before the loop counts as blocked
 
@@ -41,7 +41,7 @@ class Loop:
         raise TimeUpError
 
     def begin(self, call: Call, timeout: float | None) -> "Begun":
-        """An async call that starts now."""
+        """An async call that rows are added to, where it takes them one by one, and that `start` starts."""
         return Begun(self, call, timeout)
 
     def close(self) -> None:
@@ -52,16 +52,29 @@ class Loop:
 
 
 class Begun:
-    """An async call that is running: `result()` waits for its end."""
+    """An async call: of rows, each running from `add` on, or of the whole batch from `start` on."""
 
     def __init__(self, loop: Loop, call: Call, timeout: float | None):
         self.loop, self.call, self.timeout = loop, call, timeout
         self.results: dict[int, Any] = {}
         self.errors: dict[int, Exception] = {}
-        self.future = loop.start(self._all())
+        self.logs: dict[int, Log] = {}
+        self.tasks: list[asyncio.Task[None]] = []
+        self.future: concurrent.futures.Future[None] | None = None
+
+    def add(self, index: int) -> None:
+        """Starts a row."""
+        self.loop.start(self._begin(index))
+
+    def start(self) -> None:
+        """Starts the batch, or says that every row has been added; the time limit counts from here."""
+        if not self.call.one_by_one:
+            self.add(0)
+        self.future = self.loop.start(self._all())
 
     def result(self) -> Ended:
-        """How the call ended."""
+        """How the call ended, once it does."""
+        assert self.future is not None
         # A function that blocks the loop never sees its cancellation: the loop is left behind with its thread.
         patience = None if self.timeout is None else self.timeout + GRACE_SECONDS
         concurrent.futures.wait([self.future], patience)
@@ -71,24 +84,28 @@ class Begun:
         elif error := self.future.exception():
             raise error
         results, errors = dict(self.results), dict(self.errors)
-        if self.call.by_row:
+        if self.call.one_by_one:
+            self.call.log.join({row: self.logs[row] for row in results | errors}, self.call.rows)
             return rows_ended(self.call.rows, results, errors)
         if errors:
             return Ended(error=errors[0])
         return Ended(results[0]) if results else Ended(late=True)
 
     async def _all(self) -> None:
-        tasks = [asyncio.create_task(self._one(i)) for i in range(self.call.rows if self.call.by_row else 1)]
-        if not tasks:
+        if not self.tasks:
             return
-        done, late = await asyncio.wait(tasks, timeout=self.timeout)
+        done, late = await asyncio.wait(self.tasks, timeout=self.timeout)
         for task in late:
             task.cancel()
         for task in done:
             task.result()
 
+    async def _begin(self, index: int) -> None:
+        self.tasks.append(asyncio.create_task(self._one(index)))
+
     async def _one(self, index: int) -> None:
+        log = self.logs[index] = Log()
         try:
-            self.results[index] = await (self.call.row(index) if self.call.by_row else self.call())
+            self.results[index] = await (self.call.graded(index, log) if self.call.one_by_one else self.call())
         except Exception as error:
             self.errors[index] = error

@@ -2,6 +2,7 @@
 
 import functools
 import warnings
+from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -48,17 +49,33 @@ class Graded(NamedTuple):
 
 
 class Pending:
-    """A batch that is being scored: `result()` waits for it."""
+    """A batch that is being scored: `give` it every row, then `start()`; `result()` waits for the end.
 
-    def __init__(self, rewards: "Rewards", calls: list[Call]):
-        self.rewards, self.calls = rewards, calls
-        timeout, pool = rewards.timeout, rewards.workers
-        self.beside = {i: rewards.loop.begin(call, timeout) for i, call in enumerate(calls) if call.is_async}
+    Graders that take rows one by one start with each as it is given, the others with `start`. `inputs` are the
+    arguments of all calls, by name, which hold no completions yet.
+    """
+
+    def __init__(self, rewards: "Rewards", calls: list[Call], inputs: dict[str, list[Any]]):
+        self.rewards, self.calls, self.inputs = rewards, calls, inputs
+        pool = rewards.workers
+        self.beside = {i: rewards.loop.begin(call, rewards.timeout) for i, call in enumerate(calls) if call.is_async}
         self.sent = [i for i, call in enumerate(calls) if pool and not call.is_async and travels(rewards.functions[i])]
         self.workers: Future[list[Ended]] | None = None
-        if pool and self.sent:
-            work = [(calls[i], rewards.specs[i]) for i in self.sent]
-            self.workers = pool.start(work, timeout)
+
+    def give(self, row: int, completion: Any, ids: Sequence[int]) -> None:
+        """Takes the completion of a row and its token ids."""
+        self.inputs["completions"][row], self.inputs["completion_ids"][row] = completion, ids
+        for index, begun in self.beside.items():
+            if self.calls[index].one_by_one:
+                begun.add(row)
+
+    def start(self) -> None:
+        """Starts what runs beside the caller, once every row is given; limits of time count from here."""
+        for begun in self.beside.values():
+            begun.start()
+        if self.rewards.workers is not None and self.sent:
+            work = [(self.calls[i], self.rewards.specs[i]) for i in self.sent]
+            self.workers = self.rewards.workers.start(work, self.rewards.timeout)
 
     def result(self) -> Graded:
         """The rewards and what was logged with them.
@@ -92,7 +109,7 @@ class Pending:
         for row, error in sorted(ended.row_errors.items()):
             self._failed(call, error, row)
         if ended.late_rows:
-            first = ended.late_rows[0] if call.by_row else None
+            first = ended.late_rows[0] if call.by_row or call.one_by_one else None
             slow = too_slow(call.name, self.rewards.timeout, first, call)
             if self.rewards.on_timeout == "stop":
                 raise slow
@@ -114,11 +131,12 @@ class Pending:
         values: list[Any] = [None] * call.rows
         rest = call.without(set(found))
         if found and rest.rows:
-            again = (
-                self.rewards.loop.begin(rest, self.rewards.timeout).result()
-                if call.is_async
-                else run(rest, self.rewards.timeout)
-            )
+            if call.is_async:
+                begun = self.rewards.loop.begin(rest, self.rewards.timeout)
+                begun.start()
+                again = begun.result()
+            else:
+                again = run(rest, self.rewards.timeout)
             if again.error is None and not again.late:
                 scored = read_results(call.name, again.results, rest.rows)
                 keep = [row for row in range(call.rows) if row not in found]

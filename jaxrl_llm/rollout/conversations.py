@@ -38,19 +38,14 @@ class Conversations:
 
     def __init__(self, partner: Partner, rows: int, shards: int, longest: int):
         self.partner, self.longest = partner, longest
-        self.of_shard = rows // shards
+        self.rows = rows
         self.first = jax.process_index() * (rows // jax.process_count())  # row of this process
         self.asked = np.zeros(rows, bool)  # rows that wait for an answer
         self.over = np.zeros(rows, bool)
 
-    def numbers(self, grid: Grid) -> np.ndarray:
-        """The number `[G,R]` of the row in each slot, over all shards; IDLE where there is none."""
-        starts = np.arange(len(grid.row))[:, None, None] * self.of_shard
-        return np.where(grid.row == IDLE, IDLE, grid.row + starts).reshape(-1, grid.row.shape[-1])
-
     def waiting(self, grid: Grid) -> np.ndarray:
         """Which rows wait for an answer, in the shape of the grid."""
-        numbers = self.numbers(grid)
+        numbers = grid.numbers(self.rows)
         return (self.asked[numbers] & (numbers != IDLE)).reshape(grid.row.shape)
 
     def __call__(self, grid: Grid, tokens: Any, lengths, finished, wait: bool) -> Answers | None:
@@ -58,10 +53,10 @@ class Conversations:
 
         tokens `[G,R,C]` on the devices; lengths and finished `[G,R]`.
         """
-        numbers = self.numbers(grid)
+        numbers = grid.numbers(self.rows)
         fresh = finished & (numbers != IDLE) & ~self.asked[numbers] & ~self.over[numbers]
         if fresh.any():
-            own, start = local_rows(tokens), _first_place(tokens)
+            own, start = local_rows(tokens), first_place(tokens)
             for g, r in np.argwhere(fresh[start : start + len(own)]):
                 said = own[g, r, : lengths[start + g, r]].tolist()
                 self.partner.hear(int(numbers[start + g, r]) - self.first, said)
@@ -89,7 +84,7 @@ class Conversations:
         return Answers(given, counts, cut) if counts.any() or cut.any() else None
 
 
-def _first_place(tokens: Any) -> int:
+def first_place(tokens: Any) -> int:
     """Where this process's part of a global array begins."""
     if tokens.is_fully_addressable:
         return 0

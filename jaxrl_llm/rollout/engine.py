@@ -6,8 +6,8 @@
     finish(prompts, Rows)                        -> Rollout          # rows [N,T]
 
 A prompt's keys and values are stored once and read by its rows in the grid; each row owns the cache of its completion,
-which grows as the rows do. Rows that have ended leave their slots at the next chunk boundary: to rows that wait, or to
-nobody, and the grid shrinks. Randomness is one uniform per row and position, from the row's own key: a sample depends
+which grows as the rows do. Decoding pauses when enough rows have ended: their slots go to rows that wait, or to nobody,
+and the grid shrinks. Randomness is one uniform per row and position, from the row's own key: a sample depends
 neither on its neighbours nor on its slot.
 
 With a `Partner` rows are conversations: a row that ends waits for what the partner says, which is put in as given
@@ -28,6 +28,7 @@ from jaxrl_llm.models.lora import merge
 from jaxrl_llm.models.rope import check_length
 from jaxrl_llm.models.transformer import Net, Params, unstack
 from jaxrl_llm.rollout.conversations import Conversations, Partner
+from jaxrl_llm.rollout.handout import Handout, Listener
 from jaxrl_llm.rollout.logits import Sampling, sample
 from jaxrl_llm.rollout.schedule import IDLE, Grid, Schedule
 from jaxrl_llm.sharding import constrain, path_name, row_shards
@@ -95,27 +96,39 @@ class Engine:
         """The net that decodes: unrolled on CPU, where slicing scanned weights and caches costs more than compiling."""
         return self.net.unrolled() if jax.default_backend() == "cpu" else self.net
 
+    def decoding_params(self, params: Params) -> Params:
+        """What the decoder computes with."""
+        return _decoding_params(params, self.decoder)
+
     def generate(
-        self, params: Params, prompts, segments, key, first_row: int = 0, partner: Partner | None = None
-    ) -> Rollout:
+        self, params: Params, prompts, segments, key, first_row: int = 0, partner: Partner | None = None, limits=None,
+        listener: Listener | None = None,
+    ) -> Rollout:  # fmt: skip
         """Completions of prompts `[B,P]`, padded on the left, segments `[B,P]` 0 on padding.
 
         Row i draws from `fold_in(key, first_row + i)`. A row whose given tokens leave no room to sample one is cut.
+        `limits` `[N]` are the most tokens of each row, where that is less than max_completion_length. `listener` is
+        called with every row of this process, from 0, and its tokens, soon after it ends, while others are decoded;
+        not in conversations.
         """
         check_length(self.net.config.rope, prompts.shape[1] + self.max_completion_length)
         shards, longest = _shards(), self.max_completion_length
-        params = _decoding_params(params, self.decoder)
+        params = self.decoding_params(params)
         keys = _row_keys(key, np.uint32(first_row), prompts.shape[0] * self.group_size)
         bank, rows = _prefill(self, params, prompts, segments, keys)
+        if limits is not None:
+            rows = rows._replace(limit=jnp.minimum(rows.limit, np.asarray(limits).reshape(rows.limit.shape)))
         local = prompts.shape[0] // shards
         count = local * self.group_size
         schedule = Schedule(local, self.group_size, shards, min(self.slots // shards or count, count))
         size, executed = min(self.chunk, longest), 0
         talk = None if partner is None else Conversations(partner, count * shards, shards, longest)
+        handout = Handout(listener if talk is None else None, count * shards)
         grid, places, slots = schedule.grid, *_seat(self, bank, rows, keys, None, schedule.grid, None, size)
         while True:
             lengths, ended, finished, steps = (np.asarray(x) for x in _status(slots))
             live = busy = (grid.row != IDLE) & ~ended.reshape(grid.row.shape)
+            ready = handout.take(grid, slots.rows.tokens, lengths, ended)
             if talk is not None:
                 answers = talk(grid, slots.rows.tokens, lengths, finished, wait=not live.any())
                 if answers is not None:
@@ -133,8 +146,13 @@ class Engine:
                 if reached >= size:
                     size = min(2 * size, longest)
                     slots = _grow(slots, size)
-                slots = _decode_chunk(self, params, places, slots, jnp.asarray(min(self.chunk, size - reached)))
-            elif not busy.any():
+                ahead = min(self.chunk, size - reached)
+                # For what is left of the last chunk a smaller grid saves less than its program costs to compile.
+                pauses = talk is None and (longest - reached >= self.chunk or schedule.waiting.size)
+                few = schedule.few(live) if pauses else 0
+                slots = _decode_chunk(self, params, places, slots, np.int32(ahead), np.int32(few))
+            handout.give(ready)
+            if following is None and not busy.any():
                 break
         executed += int(steps) * grid.slots
         return _finish(prompts, segments, _collect(rows, slots, grid, shards), np.float32(executed))
@@ -252,8 +270,8 @@ def _take(x, index, axis: int):
 
 
 @functools.partial(jax.jit, static_argnames="engine", donate_argnames="slots")
-def _decode_chunk(engine: Engine, params, places: Prompts, slots: Slots, steps) -> Slots:
-    """`steps` decode steps, or fewer when every row has ended."""
+def _decode_chunk(engine: Engine, params, places: Prompts, slots: Slots, steps, few=0) -> Slots:
+    """`steps` decode steps, or fewer: until no shard has more than `few` rows that go on."""
     model = engine.decoder.bind(params)
     prompt_length = places.mask.sum(-1)[:, None]
     start = slots.steps
@@ -267,7 +285,8 @@ def _decode_chunk(engine: Engine, params, places: Prompts, slots: Slots, steps) 
         return Slots(cache, _append(engine, rows, slots.keys, logits), slots.keys, slots.steps + 1)
 
     def more(slots: Slots):
-        return (slots.steps < start + steps) & ~_ended(slots.rows).all()
+        live = ~_ended(slots.rows)
+        return (slots.steps < start + steps) & (live.reshape(_shards(), -1).sum(-1).max() > few)
 
     return jax.lax.while_loop(more, step, slots)
 

@@ -24,6 +24,11 @@ class Grid(NamedTuple):
         """Slots of all shards."""
         return self.row.size
 
+    def numbers(self, rows: int) -> np.ndarray:
+        """The number `[shards * G, R]` of the row in each slot among `rows` of all shards; IDLE where there is none."""
+        starts = np.arange(len(self.row))[:, None, None] * (rows // len(self.row))
+        return np.where(self.row == IDLE, IDLE, self.row + starts).reshape(-1, self.row.shape[-1])
+
 
 class Schedule:
     """Plans grids for `prompts` x `group_size` rows in each of `shards`, `slots` of them at a time.
@@ -60,6 +65,12 @@ class Schedule:
         if grid is not None:
             self.grid = grid
         return grid
+
+    def few(self, live: np.ndarray) -> int:
+        """The live rows of the fullest shard at which `next` may say something, after it said None for `live`."""
+        slots = live[0].size
+        planned = slots - -(-slots // REFILL) if self.waiting.size else slots // 2
+        return min(planned, max(map(np.sum, live)) - 1)
 
     def _is_lean(self, grid: Grid) -> bool:
         """True when the grid repeats the prompts' caches no more than is worth it."""

@@ -25,7 +25,8 @@ from jaxrl_llm.rewards.functions import environment as environment_reward
 from jaxrl_llm.rewards.grader import Rewards, load_rewards
 from jaxrl_llm.rollout.engine import Engine
 from jaxrl_llm.rollout.logits import Sampling
-from jaxrl_llm.sharding import make_mesh
+from jaxrl_llm.rollout.own_mesh import EngineOnMesh
+from jaxrl_llm.sharding import make_mesh, rollout_mesh, row_shards
 from jaxrl_llm.training import objectives, offline, preferences
 from jaxrl_llm.training.conversing import Converse
 from jaxrl_llm.training.critic import critic_config, policy_and_values, shared_critic, value_regression
@@ -36,6 +37,7 @@ from jaxrl_llm.training.memory import make_memory, start_reference
 from jaxrl_llm.training.metrics import Stopwatch
 from jaxrl_llm.training.offline import HeldOut, Offline
 from jaxrl_llm.training.optimizers import make_optimizer
+from jaxrl_llm.training.packing import Packer, Sample, make_packer, sampled_rows
 from jaxrl_llm.training.reward_models import with_reward_models
 from jaxrl_llm.training.rollout_functions import load_rollout_function
 from jaxrl_llm.training.router import with_router_loss
@@ -68,11 +70,13 @@ class Run(NamedTuple):
     watch: Stopwatch
     rewards: Rewards
     environments: Environments | None
+    pack: Packer
 
 
 def build_mesh(config) -> Mesh:
     """The mesh of the configuration."""
-    return make_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.tensor)
+    c = config.mesh
+    return make_mesh(c.data, c.fsdp, c.tensor, c.context, c.expert)
 
 
 def build(config, mesh: Mesh, train_dataset=None, eval_dataset=None, rewards=None, environment=None, tools=()) -> Run:
@@ -87,15 +91,19 @@ def build(config, mesh: Mesh, train_dataset=None, eval_dataset=None, rewards=Non
     critic = build_critic(config, model, mesh) if config.algorithm.name == "ppo" else None
     parts = reading.open_parts(config, model.tokenizer, train_dataset)
     if config.algorithm.name in OFFLINE:
-        source = _offline(config, model, parts, mesh, watch)
+        source, sample = _offline(config, model, parts, mesh, watch)
     else:
         source = _online(config, model, critic, parts, grader, mesh, watch, environments)
-    objective = with_router_loss(_objective(config), config, model.net)
+        group, width = config.rollout.group_size, source.sampler.prompt_width
+        sample = sampled_rows(shard_rows(config, mesh), group, width, config.rollout.max_completion_length)
+    objective = with_router_loss(objective_of(config), config, model.net)
+    pack = make_packer(config, model.net.config, mesh, objective, sample)
+    source = replace(source, pack=pack)
     evaluation = None
     if config.eval.every >= 0 and not (
         train_dataset is not None and eval_dataset is None and config.data.eval_path is None
     ):
-        evaluation = _evaluation(config, model, grader, objective, source, eval_dataset, mesh, environments)
+        evaluation = _evaluation(config, model, grader, objective, source, eval_dataset, mesh, environments, watch)
     optimizer, learn_critic = make_optimizer(config), None
     frozen, trainable = split(model.params)
     state, frozen_critic = init_state(trainable, optimizer, mesh, config.optimizer.offload), {}
@@ -110,20 +118,21 @@ def build(config, mesh: Mesh, train_dataset=None, eval_dataset=None, rewards=Non
         learn_critic = learner(value_regression(config, critic.net), critic_optimizer, own, mesh)
     update = make_update(objective, optimizer, config, mesh, learn_critic)
     frozen_parts = Frozen(frozen, frozen_critic)
-    return Run(model, critic, mesh, source, frozen_parts, update, evaluation, state, watch, grader, environments)
+    return Run(model, critic, mesh, source, frozen_parts, update, evaluation, state, watch, grader, environments, pack)
+
+
+def shard_rows(config, mesh: Mesh) -> int:
+    """Rows of a minibatch in each row shard of the mesh."""
+    return batch_rows(config) // config.batch.minibatches // row_shards(mesh)
 
 
 def build_model(config, mesh: Mesh, head: str | None = None) -> Model:
     """The model of the configuration, cut over `mesh`; raises ConfigError when it has no tokenizer."""
     c = config.model
     init_key = jax.random.key(config.seed) if c.random_init else None
-    scan = jax.default_backend() != "cpu" if c.scan_layers == "auto" else c.scan_layers == "true"
-    head = head or ("score" if config.algorithm.name == "reward_model" else "lm")
     model = load_model(
         c.path, c.dtype, c.param_dtype, mesh, init_key, config.lora.path, c.allow_pickle, c.trust_remote_code,
-        remat=c.remat, scan_layers=scan, head=head,
-        quantize=c.quantize, fp32_head=c.fp32_head, freeze_router=c.freeze_router,
-        **({} if c.router_aux_loss_coef is None else {"router_aux_loss_coef": c.router_aux_loss_coef}),
+        **net_options(config, head),
     )  # fmt: skip
     if config.lora.rank:
         model = add_adapters(model, build_lora(config), jax.random.fold_in(jax.random.key(config.seed), ADAPTERS))
@@ -132,6 +141,18 @@ def build_model(config, mesh: Mesh, head: str | None = None) -> Model:
     if model.tokenizer is None:
         raise ConfigError(f"model.path = {config.model.path!r} has no tokenizer files; add them to the folder")
     return model
+
+
+def net_options(config, head: str | None = None) -> dict[str, Any]:
+    """The fields of ModelConfig that the configuration sets, besides the types."""
+    c = config.model
+    scan = jax.default_backend() != "cpu" if c.scan_layers == "auto" else c.scan_layers == "true"
+    head = head or ("score" if config.algorithm.name == "reward_model" else "lm")
+    options = {
+        "remat": c.remat, "scan_layers": scan, "head": head, "quantize": c.quantize, "fp32_head": c.fp32_head,
+        "freeze_router": c.freeze_router,
+    }  # fmt: skip
+    return options if c.router_aux_loss_coef is None else options | {"router_aux_loss_coef": c.router_aux_loss_coef}
 
 
 def build_lora(config) -> LoraConfig:
@@ -155,7 +176,8 @@ def _check_trainable(config, model: Model) -> None:
         )
 
 
-def _objective(config):
+def objective_of(config) -> Callable[..., objectives.Objective]:
+    """What makes the objective of the configuration, of it and a net."""
     if config.algorithm.name == "ppo" and config.critic.shared:
         return policy_and_values
     return OBJECTIVES.get(config.algorithm.name, objectives.policy_gradient)
@@ -198,6 +220,9 @@ def build_sampler(model: Model, grader: Rewards, mesh: Mesh, sampling: Sampling,
         examples = None  # environments and tools may lengthen prompts
     c, cache_dtype = config.rollout, None if config.rollout.cache_dtype == "auto" else config.rollout.cache_dtype
     engine = Engine(model.net, sampling, group_size, c.max_completion_length, eos, c.chunk, c.slots, cache_dtype)
+    own_mesh = rollout_mesh(mesh, c.mesh)
+    if own_mesh != mesh:
+        engine = EngineOnMesh(**vars(engine), mesh=own_mesh, home=mesh, watch=watch)
     limit = config.rollout.max_prompt_length
     width = limit if examples is None else _width(max(len(example["prompt_ids"]) for example in examples), limit)
     function, elsewhere = load_rollout_function(config.environment.rollout_func), None
@@ -208,7 +233,7 @@ def build_sampler(model: Model, grader: Rewards, mesh: Mesh, sampling: Sampling,
 
 
 def _evaluation(config, model: Model, grader: Rewards, objective: objectives.Objective, source: Online | Offline,
-                eval_dataset, mesh: Mesh, environments: Environments | None) -> Evaluate:  # fmt: skip
+                eval_dataset, mesh: Mesh, environments: Environments | None, watch: Stopwatch) -> Evaluate:  # fmt: skip
     """What `eval.measure` says: the loss on held-out rows, samples for held-out prompts, or both."""
     held_out, measure = _held_out_parts(config, model, eval_dataset), config.eval.measure
     if measure == "auto":
@@ -219,7 +244,7 @@ def _evaluation(config, model: Model, grader: Rewards, objective: objectives.Obj
         assert isinstance(source, Offline)
         parts.append(_held_out(config, model, objective, source, held_out, mesh))
     if measure in ("samples", "both"):
-        parts.append(build_evaluation(config, model, grader, eval_dataset, mesh, environments))
+        parts.append(build_evaluation(config, model, grader, eval_dataset, mesh, environments, watch))
     return lambda params, key: {name: value for part in parts for name, value in part(params, key).items()}
 
 
@@ -247,13 +272,15 @@ def _held_out_parts(config, model: Model, eval_dataset, prompts: bool = False) -
 
 
 def build_evaluation(config, model: Model, grader: Rewards, eval_dataset, mesh: Mesh,
-                     environments: Environments | None = None) -> Evaluation:  # fmt: skip
-    """The evaluation on the first `eval.prompts` held-out prompts."""
+                     environments: Environments | None = None,
+                     watch: Stopwatch | None = None) -> Evaluation:  # fmt: skip
+    """The evaluation on the first `eval.prompts` held-out prompts; `watch` sees its phases as signs of life."""
     held_out = _held_out_parts(config, model, eval_dataset, prompts=True)
     examples = reading.tokenized(config, held_out, "prompts", model.tokenizer).rows
 
     def sampler(sampling: Sampling, group_size: int) -> Sampler:
-        return build_sampler(model, grader, mesh, sampling, examples, group_size, config, Stopwatch(), environments)
+        return build_sampler(model, grader, mesh, sampling, examples, group_size, config, Stopwatch(within=watch),
+                             environments)  # fmt: skip
 
     return Evaluation(
         sampled=sampler(training_sampling(config), config.eval.samples),
@@ -294,7 +321,8 @@ def _online(config, model: Model, critic: Model | None, parts: list[Part], grade
     return Online(config, model.net, critic_net, sampler, greedy, pipeline, scorer, memory)
 
 
-def _offline(config, model: Model, parts: list[Part], mesh: Mesh, watch: Stopwatch) -> Offline:
+def _offline(config, model: Model, parts: list[Part], mesh: Mesh, watch: Stopwatch) -> tuple[Offline, Sample | None]:
+    """The batches, and rows like theirs, where they are known before."""
     kind = reading.kind_of(config)
     if config.data.streaming:
         margins = any("margin" in reading.columns(part) for part in parts)
@@ -302,7 +330,7 @@ def _offline(config, model: Model, parts: list[Part], mesh: Mesh, watch: Stopwat
         ref_params = None
         if preferences.needs_reference(config):
             ref_params = start_reference(config, model.params, model.net.config.lora)
-        return Offline(config, model.net, stream, mesh, config.data.max_length, ref_params, watch)
+        return Offline(config, model.net, stream, mesh, config.data.max_length, ref_params, watch), None
     tokens = reading.tokenized(config, parts, kind, model.tokenizer)
     examples: list[Any] = offline.as_examples(tokens.rows)
     if offline.is_labelled(config):
@@ -314,13 +342,16 @@ def _offline(config, model: Model, parts: list[Part], mesh: Mesh, watch: Stopwat
         if not kept:
             examples = offline.with_reference(config, model.net, ref_params, examples, width, mesh)
             ref_params = None
+    sample = None
     if config.data.packing:
         width = config.data.max_length
         groups = first_fit([len(row["ids"]) for (row,) in examples], width)
         examples = [[(examples[i][0]["ids"], examples[i][0]["mask"]) for i in group] for group in groups]
+    else:
+        sample = offline.sample_rows(config, examples, shard_rows(config, mesh), width)
     # Every process reads whole batches: kto pairs the rows of one with each other.
     pipeline = Pipeline(examples, config.batch.prompts, config.seed, config.data.shuffle, shares=tokens.shares)
-    return Offline(config, model.net, pipeline, mesh, width, ref_params, watch)
+    return Offline(config, model.net, pipeline, mesh, width, ref_params, watch), sample
 
 
 def _prompts(config, model: Model, parts: list[Part]) -> tuple[list[Row] | None, Pipeline | Stream]:

@@ -60,7 +60,9 @@ def value_regression(config, net: Net) -> Objective:
         return batch.replace(token_share=batch.mask / jnp.maximum(batch.mask.sum(), 1.0))
 
     def loss(params: Params, batch: Batch):
-        values = token_values(net, params, batch.tokens, batch.segments, batch.positions, batch.prompt_width)
+        values = token_values(
+            net, params, batch.tokens, batch.segments, batch.positions, batch.prompt_width, batch.layout
+        )
         return _value_terms(config, values, batch)
 
     return Objective(prepare, loss)
@@ -78,7 +80,7 @@ def policy_and_values(config, net: Net) -> Objective:
     def loss(params: Params, batch: Batch):
         logps, entropy, values = token_logps_and_values(
             net, without_head(params), params[HEAD], batch.tokens, batch.segments, batch.positions,
-            config.rollout.temperature, batch.prompt_width,
+            config.rollout.temperature, batch.prompt_width, batch.layout,
         )  # fmt: skip
         value, metrics = policy_terms(config, logps, entropy, batch)
         error, measured = _value_terms(config, values, batch)

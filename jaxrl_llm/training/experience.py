@@ -18,23 +18,26 @@ from jax.sharding import Mesh
 from jaxrl_llm.algorithms.aggregation import masked_mean
 from jaxrl_llm.algorithms.batch import Batch
 from jaxrl_llm.algorithms.kl import AdaptiveKL
+from jaxrl_llm.algorithms.layout import Layout
 from jaxrl_llm.config import ConfigError, rows_together
-from jaxrl_llm.data.chat import decode_completion, is_conversational
 from jaxrl_llm.data.collate import pad_prompts
 from jaxrl_llm.data.pipeline import Pipeline
 from jaxrl_llm.data.streaming import Stream
 from jaxrl_llm.keys import OFFLINE
 from jaxrl_llm.models.transformer import Net, Params
 from jaxrl_llm.policy import token_logps, token_values
+from jaxrl_llm.processes import agreeing, gather
 from jaxrl_llm.rewards.grader import NOTHING_LOGGED, Logged, Rewards, TrainerState
-from jaxrl_llm.rollout.conversations import Partner
 from jaxrl_llm.rollout.engine import Engine, Rollout
 from jaxrl_llm.sharding import constrain, local_rows, on_device, row_shards, rows_to_global
-from jaxrl_llm.training.conversing import Converse
+from jaxrl_llm.training.conversing import Converse, Conversing
 from jaxrl_llm.training.critic import critic_params
+from jaxrl_llm.training.early import EarlyGrading
 from jaxrl_llm.training.memory import Memory
 from jaxrl_llm.training.metrics import Stopwatch
 from jaxrl_llm.training.objectives import needs_key
+from jaxrl_llm.training.packing import Packer
+from jaxrl_llm.training.parts import map_parts
 from jaxrl_llm.training.reward_log import join, over_processes, table_value
 from jaxrl_llm.training.scoring import Scorer
 from jaxrl_llm.training.update import State
@@ -45,7 +48,7 @@ REPLAY, SEEDS = 2**31 - 1, 2**31 - 2
 
 
 class Experience(NamedTuple):
-    """One step's batch, its metrics (device scalars) and, online, a table of this process's completions."""
+    """One step's batch, its metrics (device scalars) and, online, a table of all completions."""
 
     batch: Batch
     metrics: dict[str, jax.Array]
@@ -94,38 +97,43 @@ class Sampler:
         with self.watch("rollout"):
             talk = None if self.converse is None else self.converse(examples, self.engine.group_size)
             opened = examples if talk is None else talk.examples
-            partner = None if talk is None else talk.dialogue
-            rollout, results = self._rollout(params, opened, key, first_row, state, partner)
-            tokens, lengths = local_rows((rollout.tokens, rollout.lengths))
-        with self.watch("reward"):
             repeated = [e for e in opened for _ in range(self.engine.group_size)]
-            ids = [
-                row[self.prompt_width : self.prompt_width + n].tolist() for row, n in zip(tokens, lengths, strict=True)
-            ]
-            if talk is not None:
-                texts, results = talk.finish(ids, self.rewards.workers is None)
-            else:
-                texts = [
-                    decode_completion(self.tokenizer, i, is_conversational(e["prompt"]))
-                    for i, e in zip(ids, repeated, strict=True)
-                ]
             columns = {
                 name: [e[name] for e in repeated] for name in examples[0] if name not in ("prompt", "prompt_ids")
             }
             asked = [e["prompt"] for e in repeated]
-            graded = self.rewards.submit(asked, texts, ids, columns | results, state).result()
+            early = None
+            if talk is None and self.elsewhere is None and self.rewards.takes_rows:
+                with agreeing():
+                    early = EarlyGrading(self.rewards.open(asked, columns, state), asked, self.tokenizer)
+            rollout, results = self._rollout(params, opened, key, first_row, state, talk, early)
+            tokens, lengths = local_rows((rollout.tokens, rollout.lengths))
+        with self.watch("reward"), agreeing():
+            ids = [
+                row[self.prompt_width : self.prompt_width + n].tolist() for row, n in zip(tokens, lengths, strict=True)
+            ]
+            texts = None
+            if talk is not None:
+                texts, results = talk.finish(ids, self.rewards.workers is None)
+            if early is None:
+                early = EarlyGrading(self.rewards.open(asked, columns | results, state), asked, self.tokenizer)
+            texts = early.finish(ids, texts)
+            graded = early.pending.result()
             if talk is not None:
                 graded = graded._replace(logged=talk.logged(graded.logged))
             return Sampled(rollout, examples, asked, texts, *graded)
 
-    def _rollout(self, params: Params, examples: list[Row], key, first_row: int, state: TrainerState,
-                 partner: Partner | None) -> tuple[Rollout, dict[str, list[Any]]]:  # fmt: skip
+    def _rollout(
+        self, params: Params, examples: list[Row], key, first_row: int, state: TrainerState, talk: Conversing | None,
+        early: EarlyGrading | None,
+    ) -> tuple[Rollout, dict[str, list[Any]]]:  # fmt: skip
         """The rows, and the columns for rewards that come with them."""
         if self.elsewhere is not None:
             return self.elsewhere(params, examples, jax.random.fold_in(key, first_row), state)
         padded = pad_prompts([e["prompt_ids"] for e in examples], self.prompt_width)
         prompts, segments = rows_to_global(padded, self.mesh)
-        return self.engine.generate(params, prompts, segments, key, first_row, partner), {}
+        partner = None if talk is None else talk.dialogue
+        return self.engine.generate(params, prompts, segments, key, first_row, partner, listener=early), {}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,6 +151,7 @@ class Online:
     pipeline: Pipeline | Stream
     scorer: Scorer
     memory: Memory
+    pack: Packer | None = None
 
     def next(self, state: State, key) -> Experience:
         """The batch of one step, sampled from `state.params`."""
@@ -199,11 +208,15 @@ class Online:
         """Takes notice of the metrics of a step's updates."""
         self.memory.control_entropy(metrics)
 
+    def _prompts(self) -> list[Row]:
+        with agreeing():
+            return next(self.pipeline)
+
     def _sample(self, state: State, key) -> tuple[Sampled, dict[str, Any]]:
         """Scored completions; with `algorithm.dynamic_sampling` of prompts whose completions score differently."""
         algorithm, weights = self.config.algorithm, self.sampler.rewards.weights
         params, progress = state.params, TrainerState(int(state.step), self.config.total_steps)
-        sampled = self.sampler(params, next(self.pipeline), key, state=progress)
+        sampled = self.sampler(params, self._prompts(), key, state=progress)
         if not algorithm.dynamic_sampling:
             return sampled, {}
         flat, resampled = self.scorer.flat_groups(sampled.rewards, weights), 0
@@ -213,7 +226,7 @@ class Online:
             if not missing:
                 break
             resampled += missing
-            fresh = self.sampler(params, next(self.pipeline), key, sampling_round * rows, progress)
+            fresh = self.sampler(params, self._prompts(), key, sampling_round * rows, progress)
             fresh_flat = self.scorer.flat_groups(fresh.rewards, weights)
             sampled, flat = fill(sampled, flat, fresh, fresh_flat, self.sampler.mesh)
         missing = _sum_over_processes(flat)
@@ -250,18 +263,21 @@ class Online:
             batch = batch.replace(entropy_coef=rows_to_global(coef, mesh))
         if needs_key(self.config):
             first = int(jax.random.bits(jax.random.fold_in(key, SEEDS)))
-            seeds = np.random.default_rng([first, jax.process_index()]).integers(2**32, size=rows, dtype=np.uint32)
-            batch = batch.replace(seeds=rows_to_global(seeds, mesh))
+            seeds = np.random.default_rng([first, 0]).integers(2**32, size=batch.rows, dtype=np.uint32)
+            own = slice(jax.process_index() * rows, (jax.process_index() + 1) * rows)
+            batch = batch.replace(seeds=rows_to_global(seeds[own], mesh))
         return batch
 
     def _table(self, sampled: Sampled, advantages, mask) -> list[Row]:
+        """The completions of all processes, in the order of rows."""
         names, row_advantages = self.sampler.rewards.names, local_rows(masked_mean(advantages, mask, axis=-1))
         rows = zip(sampled.prompts, sampled.completions, sampled.rewards, row_advantages, strict=True)
-        return [
+        own = [
             {"prompt": p, "completion": c, **dict(zip(names, map(float, r), strict=True)), "advantage": float(a)}
             | {name: table_value(values[row]) for name, values in sampled.logged.columns.items()}
             for row, (p, c, r, a) in enumerate(rows)
         ]
+        return [row for part in gather(own) for row in part]
 
     def _measures_kl(self) -> bool:
         """True when the reference is needed before the objective: for rewards, or to steer the KL coefficient."""
@@ -285,10 +301,11 @@ class Online:
         params = critic_params(self.config, state)
         return values_before(self.critic, params, rows.tokens, rows.segments, width, *self._parts(rows))
 
-    def _parts(self, rows: Rollout | Batch) -> tuple[int, int]:
-        """How many rows to compute at a time, and the shards of the mesh they come from."""
+    def _parts(self, rows: Rollout | Batch) -> tuple[int, int, Layout | None]:
+        """How many rows to compute at a time, the shards of the mesh they come from, and where the net finds them."""
         batch = self.config.batch
-        return batch.microbatch_rows or rows.tokens.shape[0] // batch.minibatches, row_shards(self.sampler.mesh)
+        layout = None if self.pack is None else self.pack.passing(rows.tokens, rows.segments, rows.mask)
+        return batch.microbatch_rows or rows.tokens.shape[0] // batch.minibatches, row_shards(self.sampler.mesh), layout
 
 
 def fill(
@@ -343,31 +360,33 @@ def _sum_over_processes(flags: np.ndarray) -> int:
 
 
 @functools.partial(jax.jit, static_argnums=(0, 4, 5, 6, 7))
-def scored_logps(net: Net, params: Params, tokens, segments, temperature, prompt_width: int, rows: int, shards: int):
-    """Log-probs `[N,T]` without gradients, computed `rows` rows at a time."""
+def scored_logps(
+    net: Net, params: Params, tokens, segments, temperature, prompt_width: int, rows: int, shards: int,
+    layout: Layout | None = None,
+):  # fmt: skip
+    """Log-probs `[N,T]` without gradients, computed `rows` rows at a time or as the layout says."""
 
-    def part(x):
-        return token_logps(net, params, *x, temperature=temperature, prompt_width=prompt_width)[0]
+    def part(x: Batch):
+        return token_logps(net, params, x.tokens, x.segments, None, temperature, prompt_width, x.layout)[0]
 
-    return _in_parts(part, (tokens, segments), rows, shards)
+    return _over_rows(part, tokens, segments, layout, rows, shards)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 4, 5, 6))
-def values_before(net: Net, params: Params, tokens, segments, prompt_width: int, rows: int, shards: int):
-    """A critic's values `[N,T]` without gradients, computed `rows` rows at a time."""
-    return _in_parts(
-        lambda x: token_values(net, params, *x, prompt_width=prompt_width), (tokens, segments), rows, shards
-    )
+def values_before(
+    net: Net, params: Params, tokens, segments, prompt_width: int, rows: int, shards: int, layout: Layout | None = None
+):
+    """A critic's values `[N,T]` without gradients, computed `rows` rows at a time or as the layout says."""
+
+    def part(x: Batch):
+        return token_values(net, params, x.tokens, x.segments, prompt_width=prompt_width, layout=x.layout)
+
+    return _over_rows(part, tokens, segments, layout, rows, shards)
 
 
-def _in_parts(function, arrays, rows: int, shards: int):
-    """`function` of arrays `[N,T]`, applied to `rows` rows at a time, an equal share of each of `shards` shards."""
-
-    def split(x):
-        return x.reshape(shards, -1, rows // shards, x.shape[-1]).swapaxes(0, 1).reshape(-1, rows, x.shape[-1])
-
-    out = jax.lax.map(function, jax.tree.map(split, arrays))
-    return out.reshape(-1, shards, rows // shards, out.shape[-1]).swapaxes(0, 1).reshape(arrays[0].shape)
+def _over_rows(function, tokens, segments, layout: Layout | None, rows: int, shards: int):
+    batch = Batch(tokens=tokens, segments=segments, mask=None, layout=layout)
+    return map_parts(function, batch, tokens.shape[0] // rows, shards)
 
 
 def check_rows(config, rows: int, mesh: Mesh) -> None:
@@ -381,7 +400,8 @@ def check_rows(config, rows: int, mesh: Mesh) -> None:
     pairs = config.algorithm.name in OFFLINE and rows_together(config) == 2
     if part % (row_shards(mesh) * (2 if pairs else 1)):
         raise ConfigError(
-            f"a micro-batch of {part} rows does not divide into mesh.data x mesh.fsdp = {row_shards(mesh)} parts"
+            "a micro-batch of "
+            f"{part} rows does not divide into mesh.data x mesh.fsdp x mesh.expert = {row_shards(mesh)} parts"
             f"{' of whole pairs' if pairs else ''}; "
             "change batch.prompts, rollout.group_size, batch.minibatches, batch.microbatch_rows or the mesh"
         )

@@ -28,6 +28,7 @@ from rich.console import Console
 from jaxrl_llm.config import ConfigDict, ConfigError, default
 from jaxrl_llm.keys import KEYS, OFFLINE
 from jaxrl_llm.training.console import Screen
+from jaxrl_llm.training.loggers.delivery import Delivery, deliveries, table_of
 from jaxrl_llm.training.metric_names import shown_names
 
 METRICS = "metrics.jsonl"
@@ -52,6 +53,9 @@ CONTENTS = {
     "hf": "the trained model",
     "adapter": "its adapters, as PEFT keeps them",
     "critic": "PPO's critic",
+    "tensorboard": "the event files of TensorBoard",
+    "wandb": "the local copy of W&B",
+    "swanlab": "the local copy of SwanLab",
 }
 
 
@@ -81,7 +85,9 @@ class Logger:
         self._seconds: dict[str, float] = defaultdict(float)
         self._began = time.perf_counter()
         self._file = None
+        self._unwritten: list[bytes] = []  # lines of metrics.jsonl that the disk had no room for
         self._screen = None
+        self._elsewhere: list[Delivery] = []
         self._names = shown_names(config)
         if not self._main:
             return
@@ -93,6 +99,7 @@ class Logger:
         if "jsonl" in backends:
             # Unbuffered and in append mode: a line is one write, so a killed process leaves it whole or not at all.
             self._file = (self.folder / METRICS).open("ab", buffering=0)
+        self._elsewhere = deliveries(config, self.folder, resume_step, self.warn)
 
     def _go_on(self, resume_step: int | None) -> None:
         """Removes what lies after `resume_step` (everything when None) and remembers what stays."""
@@ -113,16 +120,22 @@ class Logger:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *exception: object) -> None:
-        self.close()
+    def __exit__(self, kind: object = None, *exception: object) -> None:
+        self.close(failed=kind is not None)
 
-    def close(self) -> None:
-        """Ends the progress bar and closes metrics.jsonl."""
+    def close(self, failed: bool = False) -> None:
+        """Ends the progress bar, closes metrics.jsonl and tells every other backend how the run ended."""
         if self._screen:
             self._screen.close()
         if self._file and not self._file.closed:
-            os.fsync(self._file.fileno())
-            self._file.close()
+            if self._last_step is not None:
+                self._write(self._last_step)
+            if self._unwritten:
+                self.warn(f"{METRICS} lacks its last {len(self._unwritten)} lines, which could not be written")
+            with self._file:
+                os.fsync(self._file.fileno())
+        while self._elsewhere:
+            self._elsewhere.pop().close(failed)
 
     def start(self, settings: Mapping[str, object]) -> None:
         """Shows `settings` (facts of the run: devices, parameters, ...) and the main configuration; starts the bar."""
@@ -139,8 +152,10 @@ class Logger:
         without axes; nan and infinities are null in metrics.jsonl, which has no other JSON for them. Names
         `time/<phase>` are seconds.
 
+        A line that cannot be written (the disk is full) is warned of, and written with the next that can.
+
         Raises ValueError for a step that is not after the last one, a value that is no number, or a metric named
-        "step" or "time"; OSError when the line could not be written, and then none of it is there.
+        "step" or "time".
         """
         if not self._main:
             return
@@ -155,14 +170,29 @@ class Logger:
         numbers = {name: _number(name, value) for name, value in metrics.items()}
         head = {"step": step, "time": round(time.time(), 3)}
         found = {name: _finite(x) for name, x in numbers.items()}
+        shown = {self._names.get(name, name): x for name, x in found.items()}
         if self._file:
-            _append(self._file, _line(head | {self._names.get(name, name): x for name, x in found.items()}))
+            self._unwritten.append(_line(head | shown))
+            self._write(step)
+        for delivery in self._elsewhere:
+            delivery.log(step, {name: x for name, x in shown.items() if x is not None})
         self._remember(head | found)
         for name, value in numbers.items():
             if name.startswith("time/") and math.isfinite(value):
                 self._seconds[name.removeprefix("time/")] += value
         if self._screen:
             self._screen.step(step, numbers)
+
+    def _write(self, step: int) -> None:
+        """Appends the lines that wait."""
+        assert self._file is not None
+        try:
+            while self._unwritten:
+                _append(self._file, self._unwritten[0])
+                self._unwritten.pop(0)
+        except OSError as error:
+            if len(self._unwritten) == 1:
+                self.warn(f"step {step} is not in {METRICS} yet: {error}; it is tried again with the next step")
 
     def _remember(self, record: Mapping[str, Any]) -> None:
         self._last_step = record["step"]
@@ -174,13 +204,19 @@ class Logger:
         """Writes one file of completions (see `write_completions`) and, when one is due, shows a sample of them.
 
         `logging.completions_shown` rows, evenly spaced so that they have different prompts, are shown at the steps
-        that `logging.completions_every` divides.
+        that `logging.completions_every` divides; a table of `logging.table_rows` goes to the other backends then.
         """
         if not self._main:
             return
-        write_completions(self.folder / COMPLETIONS, step, rows)
+        try:
+            write_completions(self.folder / COMPLETIONS, step, rows)
+        except OSError as error:
+            self.warn(f"the completions of step {step} are left out: {error}")
         every, shown = self.config.logging.completions_every, min(self.config.logging.completions_shown, len(rows))
-        if self._screen and every and step % every == 0:
+        due = every and step % every == 0
+        for delivery in self._elsewhere if due else ():
+            delivery.table(step, table_of(rows, self.config.logging.table_rows))
+        if self._screen and due:
             self._screen.completions(step, [rows[i * len(rows) // shown] for i in range(shown)])
 
     def note(self, message: str) -> None:
@@ -229,11 +265,15 @@ class Stopwatch:
 
     A phase inside another one is not counted in the outer one, so phases add up to at most the time that passed.
     JAX computes asynchronously: a block must wait for its results (`jax.block_until_ready`) to be charged for them.
-    One thread may use it.
+    One thread may use it; another may read `phases` and `changed`. The phases of a watch `within` another one are not
+    counted there, but are seen as signs of life.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.perf_counter):
+    def __init__(self, clock: Callable[[], float] = time.perf_counter, within: "Stopwatch | None" = None):
         self.totals: dict[str, float] = defaultdict(float)
+        self.phases: list[str] = []  # the phases that are open, the innermost last
+        self.changed = time.monotonic()  # when a phase was last entered or left
+        self._within = within
         self._fresh: dict[str, float] = defaultdict(float)
         self._clock = clock
         self._inner = 0.0  # seconds of the phases inside the current one
@@ -242,14 +282,23 @@ class Stopwatch:
     def __call__(self, phase: str) -> Iterator[None]:
         """Times the block, also when it raises."""
         before, self._inner = self._inner, 0.0
+        self.phases.append(phase)
+        self._change()
         start = self._clock()
         try:
             yield
         finally:
             elapsed = self._clock() - start
+            self.phases.pop()
+            self._change()
             self._fresh[phase] += elapsed - self._inner
             self.totals[phase] += elapsed - self._inner
             self._inner = before + elapsed
+
+    def _change(self) -> None:
+        self.changed = time.monotonic()
+        if self._within is not None:
+            self._within.changed = self.changed
 
     def take(self) -> dict[str, float]:
         """The seconds since the last take, as metrics `{"time/<phase>": seconds}`; the next take starts from zero."""
@@ -312,8 +361,12 @@ def write_completions(folder: Path, step: int, rows: Sequence[Mapping[str, Any]]
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"completions_{step:05d}.parquet"
     part = path.with_name(f".{path.name}.part")
-    pq.write_table(pa.table(columns), part)
-    part.replace(path)
+    try:
+        pq.write_table(pa.table(columns), part)
+        part.replace(path)
+    except OSError:
+        part.unlink(missing_ok=True)
+        raise
     return path
 
 

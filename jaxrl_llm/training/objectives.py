@@ -23,9 +23,17 @@ from jaxrl_llm.algorithms.off_policy import importance_correction, mismatch_kl, 
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.models.transformer import Net, Params
 from jaxrl_llm.names import resolve_with_options, split_options
-from jaxrl_llm.policy import token_logps, token_statistics
+from jaxrl_llm.policy import Slopes, token_logps, token_logps_by_slope
 
 Metrics = dict[str, jax.Array]
+
+
+class Reads(NamedTuple):
+    """Of which tokens an objective reads what the net says; by default of those in the mask, of all rows."""
+
+    last: bool = False  # of each row's last token, and of the state after it
+    unmasked: bool = False  # of all that are no padding
+    alternate: bool = False  # the loss reads rows 0, 2, 4, ..., and `observe` the others
 
 
 class Objective(NamedTuple):
@@ -38,6 +46,7 @@ class Objective(NamedTuple):
     prepare: Callable[..., Batch]
     loss: Callable[[Params, Batch], tuple[jax.Array, Metrics]]
     observe: Callable[[Params, Batch], Any] | None = None
+    reads: Reads = Reads()
 
 
 def merged_by(name: str) -> str:
@@ -122,8 +131,9 @@ def policy_gradient(config, net: Net) -> Objective:
 
     def scored(params: Params, batch: Batch):
         return token_logps(
-            net, params, batch.tokens, batch.segments, batch.positions, config.rollout.temperature, batch.prompt_width
-        )
+            net, params, batch.tokens, batch.segments, batch.positions, config.rollout.temperature, batch.prompt_width,
+            batch.layout,
+        )  # fmt: skip
 
     def prepare(batch: Batch, observed=None) -> Batch:
         if observed is not None and algorithm.top_entropy_quantile < 1:
@@ -141,7 +151,15 @@ def policy_gradient(config, net: Net) -> Objective:
         )
 
     def loss(params: Params, batch: Batch):
-        return policy_terms(config, *scored(params, batch), batch)
+        slopes = policy_slopes(config, batch)
+        if slopes is None:
+            return policy_terms(config, *scored(params, batch), batch)
+        slope, logps, entropy, _ = token_logps_by_slope(
+            net, params, batch.tokens, batch.segments, slopes, batch.positions, config.rollout.temperature,
+            batch.prompt_width, batch.layout,
+        )  # fmt: skip
+        value, metrics = policy_terms(config, logps, entropy, batch)
+        return jax.lax.stop_gradient(value) + slope, metrics
 
     observes = algorithm.top_entropy_quantile < 1 or chosen.name in SELECTIONS
     return Objective(prepare, loss, scored if observes else None)
@@ -166,6 +184,39 @@ def policy_terms(config, logps, entropy, batch: Batch) -> tuple[jax.Array, Metri
     metrics = {name: (_share(config, name, batch) * x).sum() for name, x in {"entropy": entropy, **measured}.items()}
     metrics |= _mismatch_metrics(algorithm, old_logps, batch) | _clip_extremes(measured, batch.mask)
     return value, metrics | totals
+
+
+# Losses that depend on log-probs through their change since the rows were sampled alone.
+BY_CHANGE = ("ppo_clip", "gspo", "gspo_token", "cispo", "sapo", "reinforce", "rloo", "gmpo", "luspo")
+
+
+def policy_slopes(config, batch: Batch) -> Slopes | None:
+    """The derivatives by each log-prob `[N,T]` of the loss of `policy_terms`, where they are known before those are.
+
+    That is where the updated policy is the one that sampled, so that ratios are 1: the derivatives are those at any
+    log-probs, and of the KL term those at the reference's. None where the log-probs themselves enter.
+    """
+    algorithm, chosen = config.algorithm, policy_loss(config)
+    enters = (
+        algorithm.importance_correction != "none",
+        algorithm.off_policy_mask_threshold is not None,
+        algorithm.entropy_coef or batch.entropy_coef is not None,
+        algorithm.kl_bias_correction and batch.ref_logps is not None,
+        chosen.name not in BY_CHANGE,
+        batch.old_logps is not None,
+    )
+    if any(enters):
+        return None
+
+    def policy_part(logps):
+        per_token, _ = _policy_term(algorithm, chosen, logps, jnp.zeros_like(logps), batch)
+        return (batch.weights * per_token).sum()
+
+    constant = jax.grad(policy_part)(jnp.zeros(batch.mask.shape))
+    if batch.ref_logps is None:
+        return Slopes(constant)
+    coef = algorithm.beta if batch.kl_coef is None else batch.kl_coef[:, None]
+    return Slopes(constant, batch.weights * coef, batch.ref_logps, kl_kind(config))
 
 
 def _share(config, name: str, batch: Batch) -> jax.Array:
@@ -300,11 +351,13 @@ def sft(config, net: Net) -> Objective:
 
     def loss(params: Params, batch: Batch):
         noise = None if batch.seeds is None else neftune_noise(batch, net.config.width, alpha)
-        logps, entropy, likeliest, _ = token_statistics(
-            net, params, batch.tokens, batch.segments, batch.positions, smoothing, noise
-        )
+        slope, logps, entropy, likeliest = token_logps_by_slope(
+            net, params, batch.tokens, batch.segments, Slopes(-batch.weights), batch.positions, 1.0, 0, batch.layout,
+            smoothing, noise,
+        )  # fmt: skip
         measured = {"entropy": entropy, "mean_token_accuracy": likeliest}
-        return -(batch.weights * logps).sum(), {name: (batch.token_share * x).sum() for name, x in measured.items()}
+        value = jax.lax.stop_gradient(-(batch.weights * logps).sum()) + slope
+        return value, {name: (batch.token_share * x).sum() for name, x in measured.items()}
 
     return Objective(prepare, loss)
 

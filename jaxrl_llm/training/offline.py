@@ -24,9 +24,11 @@ from jaxrl_llm.data.packing import pad_groups
 from jaxrl_llm.data.pipeline import Pipeline
 from jaxrl_llm.data.streaming import Stream
 from jaxrl_llm.models.transformer import Net, Params
+from jaxrl_llm.processes import agreeing
 from jaxrl_llm.sharding import on_device, row_shards, rows_to_global
 from jaxrl_llm.training.experience import Experience, Row, scored_logps
 from jaxrl_llm.training.metrics import Stopwatch
+from jaxrl_llm.training.packing import Packer, Sample
 from jaxrl_llm.training.preferences import row_sums
 from jaxrl_llm.training.update import Metrics, State
 
@@ -47,12 +49,14 @@ class Offline:
     ref_params: Params | None
     watch: Stopwatch
     seen: RunningMean = dataclasses.field(default_factory=RunningMean)  # rewards so far, for bco_running_mean
+    pack: Packer | None = None
 
     def next(self, state: State, key) -> Experience:
         """The batch of one step; the key gives its seeds, where the objective draws random numbers."""
         config, mesh = self.config, self.mesh
         with self.watch("data"):
-            examples = next(self.pipeline)
+            with agreeing():
+                examples = next(self.pipeline)
             if config.data.packing:
                 batch = Batch(*_packed(pad_groups(examples, self.width)))
             else:
@@ -63,9 +67,11 @@ class Offline:
         with self.watch("logps"):
             rows = part_rows(config)
             if self.ref_params is not None:
-                batch = batch.replace(ref_logps=_logps(self.net, on_device(self.ref_params), batch, rows, mesh))
+                batch = batch.replace(
+                    ref_logps=_logps(self.net, on_device(self.ref_params), batch, rows, mesh, self.pack)
+                )
             if config.algorithm.bco_running_mean:
-                logps = _logps(self.net, state.params, batch, rows, mesh)
+                logps = _logps(self.net, state.params, batch, rows, mesh, self.pack)
                 self.seen = self.seen.update(_rewards(config, logps, batch))
                 batch = self.with_baseline(batch)
         counted = batch.segments[::2] if _has_mismatches(config) else batch.segments  # mismatches repeat them
@@ -196,6 +202,13 @@ def pad_examples(examples: list[Example], width: int) -> Batch:
     return batch
 
 
+def sample_rows(config, examples: list[Example], rows: int, width: int) -> Sample:
+    """So many rows of examples that are drawn at random, always the same."""
+    drawn = np.random.default_rng(0).integers(len(examples), size=max(rows // rows_together(config), 1))
+    batch = pad_examples(arrange(config, [examples[number] for number in drawn], width), width)
+    return Sample(batch.tokens, batch.segments, batch.mask)
+
+
 def part_rows(config) -> int:
     """Rows of one forward pass."""
     return config.batch.microbatch_rows or batch_rows(config) // config.batch.minibatches
@@ -234,8 +247,9 @@ def _chunks(examples: list[Example], size: int) -> Iterator[list[Example]]:
         yield examples[start : start + size]
 
 
-def _logps(net: Net, params: Params, batch: Batch, rows: int, mesh: Mesh) -> jax.Array:
-    return scored_logps(net, params, batch.tokens, batch.segments, 1.0, 0, rows, row_shards(mesh))
+def _logps(net: Net, params: Params, batch: Batch, rows: int, mesh: Mesh, pack: Packer | None = None) -> jax.Array:
+    layout = None if pack is None else pack.passing(batch.tokens, batch.segments, batch.mask)
+    return scored_logps(net, params, batch.tokens, batch.segments, 1.0, 0, rows, row_shards(mesh), layout)
 
 
 def _rewards(config, logps, batch: Batch) -> jax.Array:

@@ -7,7 +7,7 @@ is split, so that micro-batches change nothing.
 
 import inspect
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,7 @@ from jaxrl_llm.keys import LABELLED
 from jaxrl_llm.models.transformer import Net, Params
 from jaxrl_llm.names import resolve_with_options
 from jaxrl_llm.policy import last_scores, token_logps, token_statistics, token_statistics_and_squares
-from jaxrl_llm.training.objectives import Metrics, Objective
+from jaxrl_llm.training.objectives import Metrics, Objective, Reads
 
 
 def sft(policy_chosen, policy_rejected, ref_chosen, ref_rejected, beta, *, lengths=None) -> jax.Array:
@@ -150,7 +150,7 @@ def _paired(config, net: Net, mixture: list[Term]) -> Objective:
         raise ConfigError(f"algorithm.use_weighting weighs pairs, but {coupled[0].name} sorts their log-probs apart")
 
     def observe(params: Params, batch: Batch) -> jax.Array:
-        logps, _ = token_logps(net, params, batch.tokens, batch.segments)
+        logps, _ = token_logps(net, params, batch.tokens, batch.segments, layout=batch.layout)
         return row_sums(config, logps, batch.mask)[0]
 
     def prepare(batch: Batch, observed=None) -> Batch:
@@ -166,7 +166,9 @@ def _paired(config, net: Net, mixture: list[Term]) -> Objective:
 
     def loss(params: Params, batch: Batch) -> tuple[jax.Array, Metrics]:
         scored = token_statistics_and_squares if weighting else token_statistics
-        logps, entropy, likeliest, logits, *squares = scored(net, params, batch.tokens, batch.segments)
+        logps, entropy, likeliest, logits, *squares = scored(
+            net, params, batch.tokens, batch.segments, layout=batch.layout
+        )
         sums, lengths = row_sums(config, logps, batch.mask)
         reference = _reference(config, batch)
         per_pair = _pair_losses(config, separate, split_pairs(sums), reference, batch, split_pairs(lengths))
@@ -188,7 +190,8 @@ def _paired(config, net: Net, mixture: list[Term]) -> Objective:
             value += (height + slope * (sums - jax.lax.stop_gradient(sums))).sum()
         return value, metrics
 
-    return Objective(prepare, loss, observe if coupled else None)
+    reads = Reads(unmasked=config.algorithm.orpo_nll_on_prompt and any(term.name == "orpo" for term in mixture))
+    return Objective(prepare, loss, observe if coupled else None, reads)
 
 
 def _weighted(weights, values) -> jax.Array:
@@ -307,8 +310,7 @@ def _labelled(config, net: Net, term: Term) -> Objective:
         return _every_other(batch, 0) if mismatched else batch
 
     def observe(params: Params, batch: Batch) -> jax.Array:
-        other = _every_other(batch, 1)
-        logps, _ = token_logps(net, params, other.tokens, other.segments)
+        other, (logps, _) = _of_every_other(token_logps, net, params, batch, 1)
         return sequence_logps(logps, other.mask)[0]
 
     def prepare(batch: Batch, observed=None) -> Batch:
@@ -324,8 +326,10 @@ def _labelled(config, net: Net, term: Term) -> Objective:
         return batch.replace(token_share=batch.mask / jnp.maximum(rows.mask.sum(), 1.0), **arrays)
 
     def loss(params: Params, batch: Batch) -> tuple[jax.Array, Metrics]:
-        batch = own(batch)
-        logps, entropy, _, logits = token_statistics(net, params, batch.tokens, batch.segments)
+        if mismatched:
+            batch, (logps, entropy, _, logits) = _of_every_other(token_statistics, net, params, batch, 0)
+        else:
+            logps, entropy, _, logits = token_statistics(net, params, batch.tokens, batch.segments, layout=batch.layout)
         sums, _ = sequence_logps(logps, batch.mask)
         reference = _sums(batch, None)
         per_row = term.function(sums, reference, batch.labels, beta, kl=batch.baseline, **term.options)
@@ -334,12 +338,22 @@ def _labelled(config, net: Net, term: Term) -> Objective:
         metrics |= _token_metrics(batch, batch.labels > 0, entropy, logits)
         return (batch.row_weights * per_row).sum(), metrics
 
-    return Objective(prepare, loss, observe if mismatched else None)
+    return Objective(prepare, loss, observe if mismatched else None, Reads(alternate=mismatched))
 
 
 def _every_other(batch: Batch, first: int) -> Batch:
     """The rows `first`, `first` + 2, ... (a reshape, so that rows stay on their devices)."""
     return jax.tree.map(lambda x: x.reshape(-1, 2, *x.shape[1:])[:, first], batch)
+
+
+def _of_every_other(score, net: Net, params: Params, batch: Batch, first: int) -> tuple[Batch, Any]:
+    """The rows `first`, `first` + 2, ... and their scores `[N/2,T]`; a layout is of all rows and reads these alone."""
+    layout = batch.layout
+    rows = _every_other(batch.replace(layout=None), first)
+    if layout is None:
+        return rows, score(net, params, rows.tokens, rows.segments)
+    scores = score(net, params, batch.tokens, batch.segments, layout=layout)
+    return rows, [x.reshape(-1, 2, x.shape[-1])[:, first] for x in scores]
 
 
 def _sums(batch: Batch, otherwise):
@@ -370,7 +384,7 @@ def reward_model(config, net: Net) -> Objective:
         return batch.replace(row_weights=jnp.repeat(valid / jnp.maximum(valid.sum(), 1), 2))
 
     def loss(params: Params, batch: Batch) -> tuple[jax.Array, Metrics]:
-        scores = last_scores(net, params, batch.tokens, batch.segments)
+        scores = last_scores(net, params, batch.tokens, batch.segments, batch.layout)
         chosen, rejected = split_pairs(scores)
         share = split_pairs(batch.row_weights)[0]
         margins = None if batch.margins is None else split_pairs(batch.margins)[0]
@@ -385,4 +399,4 @@ def reward_model(config, net: Net) -> Objective:
         }
         return (share * per_pair).sum(), metrics
 
-    return Objective(prepare, loss)
+    return Objective(prepare, loss, reads=Reads(last=True))

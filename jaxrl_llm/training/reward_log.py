@@ -4,10 +4,9 @@ import json
 from collections.abc import Iterable
 from typing import Any
 
-import jax
 import numpy as np
-from jax.experimental import multihost_utils
 
+from jaxrl_llm.processes import gather
 from jaxrl_llm.rewards.calls import RewardError
 from jaxrl_llm.rewards.grader import Logged
 
@@ -38,7 +37,7 @@ def over_processes(logged: Logged, taken: Iterable[str] = ()) -> dict[str, Any]:
     own = {"means": {n: [sum(v), len(v)] for n, v in logged.metrics.items() if v}, "totals": logged.totals}
     means: dict[str, list[float]] = {}
     totals: dict[str, float] = {}
-    for part in _gather(own) if jax.process_count() > 1 else [own]:
+    for part in gather(own):
         for name, (value, count) in part["means"].items():
             old = means.get(name, [0.0, 0])
             means[name] = [old[0] + value, old[1] + count]
@@ -55,13 +54,3 @@ def table_value(value: Any) -> Any:
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     return value.item() if isinstance(value, np.generic) else json.dumps(value, default=repr)
-
-
-def _gather(tree: dict[str, Any]) -> list[dict[str, Any]]:
-    """The JSON tree of every process, in their order."""
-    data = np.frombuffer(json.dumps(tree).encode(), np.uint8)
-    sizes = np.atleast_1d(multihost_utils.process_allgather(np.int32(len(data))))
-    padded = np.zeros(int(sizes.max()), np.uint8)
-    padded[: len(data)] = data
-    parts = multihost_utils.process_allgather(padded).reshape(len(sizes), -1)
-    return [json.loads(part[:size].tobytes()) for part, size in zip(parts, sizes, strict=True)]

@@ -41,4 +41,4 @@ def with_router_loss(make: Callable[..., Objective], config, net: Net) -> Object
         measured: Metrics = metrics | {"aux_loss": auxiliary}
         return value + net.config.router_aux_loss_coef * auxiliary, measured
 
-    return Objective(prepare, loss, objective.observe)
+    return objective._replace(prepare=prepare, loss=loss)

@@ -16,6 +16,7 @@ from jaxrl_llm.models.transformer import Params
 from jaxrl_llm.sharding import on_device, on_host, row_shards, shardings
 from jaxrl_llm.training.objectives import Metrics, Objective, merged_by
 from jaxrl_llm.training.optimizers import learning_rate_schedule
+from jaxrl_llm.training.parts import Parts, map_parts, observed_by, parts_of
 
 
 class Frozen(NamedTuple):
@@ -32,6 +33,7 @@ NOTHING = Frozen()
 Update = Callable[..., tuple["State", Metrics]]  # (state, batch, frozen parameters)
 
 
+NEUTRAL = {"sum": 0.0, "max": -jnp.inf, "min": jnp.inf}  # what a metric of no micro-batch is
 DROPOUT = 2**31 - 3  # folded into the run's key: training steps fold in smaller numbers
 
 
@@ -139,12 +141,12 @@ def learner(objective: Objective, optimizer: optax.GradientTransformation, confi
     shards = row_shards(mesh)
 
     def update(state: State, batch: Batch, frozen: Params) -> tuple[State, Metrics]:
-        parts = (config.batch.microbatch_rows and batch.rows // config.batch.microbatch_rows) or 1
+        count = (config.batch.microbatch_rows and batch.rows // config.batch.microbatch_rows) or 1
         if batch.seeds is not None:  # a batch that is used again draws other numbers
             batch = batch.replace(seeds=batch.seeds + _updates_made(state).astype(batch.seeds.dtype))
-        batch = _prepare(objective, combine(frozen, state.params), batch, parts, shards)
+        batch = _prepare(objective, combine(frozen, state.params), batch, count, shards)
         gradients_of = _gradients(objective, config, frozen, _updates_made(state))
-        metrics, gradients = _sum_over_parts(gradients_of, state.params, split_rows(batch, parts, shards))
+        metrics, gradients = _sum_over_parts(gradients_of, state.params, parts_of(batch, count, shards))
         if config.optimizer.offload:
             state = dataclasses.replace(state, opt_state=on_device(state.opt_state))
         norm = optax.tree.norm(gradients)
@@ -187,60 +189,44 @@ def make_measure(objective: Objective, part_rows: int, mesh: Mesh) -> Callable[[
         return {"loss": loss, **metrics}, {}
 
     def measure(params: Params, batch: Batch) -> Metrics:
-        parts = batch.rows // part_rows
-        batch = _prepare(objective, params, batch, parts, shards)
-        return _sum_over_parts(measures_of, params, split_rows(batch, parts, shards))[0]
+        count = batch.rows // part_rows
+        batch = _prepare(objective, params, batch, count, shards)
+        return _sum_over_parts(measures_of, params, parts_of(batch, count, shards))[0]
 
     return jax.jit(measure)
 
 
-def _prepare(objective: Objective, params: Params, batch: Batch, parts: int, shards: int) -> Batch:
+def _prepare(objective: Objective, params: Params, batch: Batch, count: int, shards: int) -> Batch:
     """The batch with what the objective needs of it as a whole, measured in micro-batches where that takes the net."""
+    rows = batch.replace(layout=None, observed_layout=None)
     if objective.observe is None:
-        return objective.prepare(batch)
-    observe = functools.partial(objective.observe, params)
-    return objective.prepare(batch, join_rows(jax.lax.map(observe, split_rows(batch, parts, shards)), shards))
+        return objective.prepare(rows).replace(layout=batch.layout)
+    observed = map_parts(functools.partial(objective.observe, params), observed_by(batch), count, shards)
+    return objective.prepare(rows, observed).replace(layout=batch.layout)
 
 
-def _sum_over_parts(function, params: Params, parts: Batch) -> tuple[Metrics, Params]:
-    """Metrics and gradients of `function(params, part, number)`, added up over the leading dimension of `parts`."""
+def _sum_over_parts(function, params: Params, parts: Parts) -> tuple[Metrics, Params]:
+    """Metrics and gradients of `function(params, part, number)`, added up over the micro-batches.
 
-    def add(total, numbered):
-        metrics, gradients = function(params, *numbered)
-        return (_merge_metrics(total[0], metrics), jax.tree.map(jnp.add, total[1], gradients)), None
+    One program, whatever their number: the loop's length may be known to the device alone.
+    """
+    first = functools.partial(function, params, number=jnp.zeros((), jnp.int32))
+    if isinstance(parts.count, int) and parts.count == 1:
+        return first(parts.take(0))
 
-    numbered = (parts, jnp.arange(jax.tree.leaves(parts)[0].shape[0]))
-    first, rest = (jax.tree.map(lambda x, cut=cut: x[cut], numbered) for cut in (0, slice(1, None)))
-    total = function(params, *first)
-    return jax.lax.scan(add, total, rest)[0] if jax.tree.leaves(rest)[0].shape[0] else total
+    def add(number, total):
+        metrics, gradients = function(params, parts.take(number), number)
+        return _merge_metrics(total[0], metrics), jax.tree.map(jnp.add, total[1], gradients)
+
+    metrics, gradients = jax.eval_shape(lambda: first(parts.take(0)))
+    start = {name: jnp.full(x.shape, NEUTRAL[merged_by(name)], x.dtype) for name, x in metrics.items()}
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), gradients)
+    return jax.lax.fori_loop(0, parts.count, add, (start, zeros))
 
 
 def _updates_made(state: State) -> jax.Array:
     """How many updates the optimizer has made: its parts, and its layers where they count apart, count the same."""
     return optax.tree_utils.tree_get_all_with_path(state.opt_state, "count")[0][1].reshape(-1)[0]
-
-
-def split_rows(batch: Batch, parts: int, shards: int) -> Batch:
-    """The batch with a leading dimension of `parts` micro-batches.
-
-    Each takes an equal run of adjacent rows from every shard of the mesh, so that splitting moves no data.
-    """
-
-    def leaf(x):
-        x = x.reshape(shards, parts, -1, *x.shape[1:]).swapaxes(0, 1)
-        return x.reshape(parts, -1, *x.shape[3:])
-
-    return jax.tree.map(leaf, batch)
-
-
-def join_rows(parts, shards: int):
-    """The inverse of `split_rows`: arrays `[parts, n, ...]` as `[N, ...]`, in the order of the batch."""
-
-    def leaf(x):
-        x = x.reshape(x.shape[0], shards, -1, *x.shape[2:]).swapaxes(0, 1)
-        return x.reshape(-1, *x.shape[3:])
-
-    return jax.tree.map(leaf, parts)
 
 
 def _merge_metrics(total: Metrics, new: Metrics) -> Metrics:

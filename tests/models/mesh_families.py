@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxrl_llm.models import moe
 from jaxrl_llm.models.model import load_model
-from jaxrl_llm.models.moe import Experts
 from jaxrl_llm.sharding import make_mesh, path_name
 from tests.models.oracles import FAMILIES, make_oracle
 
@@ -22,16 +22,18 @@ def logits_and_gradients(net, params, tokens, segments):
 @pytest.mark.parametrize("way", ["cpu", "accelerator"])
 @pytest.mark.parametrize("variant", FAMILIES)
 def test_eight_devices_compute_the_same(variant, way, tmp_path, monkeypatch):
+    """Rows, parameters and heads are cut, and the experts or, of the other families, the positions."""
+    experts = variant in ("qwen3_moe", "mixtral")
     if way == "accelerator":
-        if variant not in ("qwen3_moe", "mixtral"):
+        if not experts:
             pytest.skip("only experts are computed in another way there")
-        monkeypatch.setattr(Experts, "__call__", Experts.grouped)
+        monkeypatch.setattr(moe, "dense", moe.grouped)
     make_oracle(variant).save_pretrained(tmp_path)
     rng = np.random.default_rng(0)
     tokens, segments = jnp.asarray(rng.integers(0, 97, (8, 12))), np.ones((8, 12), np.int32)
     segments[2, :3] = 0
     whole = load_model(tmp_path)
-    mesh = make_mesh(2, 2, 2)
+    mesh = make_mesh(1, 2, 2, **{"expert" if experts else "context": 2})
     cut = load_model(tmp_path, mesh=mesh)
     run = jax.jit(logits_and_gradients, static_argnums=0)
     (_, expected), gradients = run(whole.net, whole.params, tokens, segments)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl_llm import policy
+from jaxrl_llm import head
 from jaxrl_llm.models.layers import soft_cap
 from jaxrl_llm.models.transformer import ModelConfig, Net
 from jaxrl_llm.policy import chunked_logps, log_sum_squares, token_logps
@@ -34,7 +34,7 @@ def test_soft_cap_by_hand():
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_chunked_log_probs_go_through_the_cap(monkeypatch, temperature):
     """Values and gradients of log-probs and entropy equal those of the logits formed whole."""
-    monkeypatch.setattr(policy, "LOGITS_IN_FLIGHT", 2 * 2 * 31)  # two columns at a time
+    monkeypatch.setattr(head, "LOGITS_IN_FLIGHT", 2 * 2 * 31)  # two columns at a time
     rng = np.random.default_rng(0)
     hidden, kernel = jnp.asarray(rng.normal(size=(2, 5, 16)) * 2), jnp.asarray(rng.normal(size=(16, 31)))
     targets, weights = jnp.asarray(rng.integers(0, 31, (2, 5))), jnp.asarray(rng.normal(size=(2, 2, 5)))

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from jaxrl_llm.config import ConfigError
+from jaxrl_llm.models import layers
 from jaxrl_llm.models.transformer import ModelConfig, Net, attention_mask, segment_positions, unstack
 from jaxrl_llm.sharding import path_name
 from tests.models.decoding import continued_logits, padded
@@ -190,3 +191,13 @@ def test_bfloat16_computation_gives_fp32_logits_near_the_exact_ones(net, params,
 def test_parameters_keep_their_dtype():
     net = Net(dataclasses.replace(CONFIG, param_dtype="bfloat16", attention_bias=True))
     assert {x.dtype for x in jax.tree.leaves(jax.eval_shape(net.init, jax.random.key(0)))} == {jnp.dtype("bfloat16")}
+
+
+def test_queries_in_blocks_attend_to_the_same_keys(net, params, rows, monkeypatch):
+    """Blocks of a quarter of the row, which see no key behind them; the last one is smaller."""
+    windowed = Net(dataclasses.replace(CONFIG, sliding_window=3, sliding_layers=(1,)))
+    for one in (net, windowed):
+        whole, real = one.bind(params)(*rows), rows[1] != 0
+        with monkeypatch.context() as patch:
+            patch.setattr(layers, "SMALLEST_BLOCK", 2)
+            np.testing.assert_allclose(one.bind(params)(*rows)[real], whole[real], atol=1e-5)

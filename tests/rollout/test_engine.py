@@ -231,9 +231,9 @@ def test_the_host_stops_between_chunks(params, monkeypatch):
     chunks = []
     real = engine_module._decode_chunk
 
-    def decode_chunk(engine, params, places, slots, steps):
+    def decode_chunk(engine, params, places, slots, steps, few):
         chunks.append((int(steps), jax.tree.leaves(slots.cache)[0].shape[-1]))
-        return real(engine, params, places, slots, steps)
+        return real(engine, params, places, slots, steps, few)
 
     monkeypatch.setattr(engine_module, "_decode_chunk", decode_chunk)
     generate(dataclasses.replace(ENGINE, eos=tuple(range(VOCAB))), params)
@@ -266,6 +266,25 @@ def test_a_row_does_not_depend_on_its_slot(params, setting, useful):
 def test_a_group_of_one_with_few_slots(params):
     one = dataclasses.replace(ENGINE, group_size=1)
     assert completions(dataclasses.replace(one, slots=2, chunk=2), params) == completions(one, params)
+
+
+@pytest.mark.parametrize(
+    "setting", [{"slots": 6, "chunk": 2}, pytest.param({"chunk": 3}, marks=pytest.mark.slow)], ids=str
+)
+def test_rows_are_told_of_when_they_end(params, setting, monkeypatch):
+    """Each once, with its tokens; those that end early before the last decode steps begin."""
+    events = []
+    real = engine_module._decode_chunk
+    monkeypatch.setattr(engine_module, "_decode_chunk", lambda *args: events.append(None) or real(*args))
+    engine = dataclasses.replace(ENGINE, **setting)
+    tokens, segments = padded(PROMPTS, "left")
+    rollout = engine.generate(params, tokens, segments, jax.random.key(0), listener=lambda *row: events.append(row))
+    told = dict(event for event in events if event is not None)
+    assert len(told) == len(events) - events.count(None) == 12
+    rows = zip(np.asarray(rollout.tokens), np.asarray(rollout.lengths), strict=True)
+    assert [told[row] for row in range(12)] == [row[WIDTH:][:length].tolist() for row, length in rows]
+    last = len(events) - 1 - events[::-1].index(None)
+    assert 4 <= last - events.count(None) + 1 < 12
 
 
 def test_a_prompt_is_stored_once(params):

@@ -9,7 +9,7 @@ from jaxrl_llm.rollout.schedule import IDLE, Schedule
 def run(schedule, lengths):
     """Decodes rows of these lengths `[shards, rows]`, one step at a time; the fraction of slots that were of use."""
     grid, left, seated = schedule.grid, lengths.copy(), [set() for _ in lengths]
-    shapes, used, executed = {grid.row.shape}, 0, 0
+    shapes, used, executed, few = {grid.row.shape}, 0, 0, None
     while True:
         for shard, rows in enumerate(grid.row):
             present = rows[rows != IDLE]
@@ -20,7 +20,10 @@ def run(schedule, lengths):
         index = np.maximum(grid.row, 0).reshape(len(lengths), -1)
         live = (np.take_along_axis(left, index, 1).reshape(grid.row.shape) > 0) & (grid.row != IDLE)
         following = schedule.next(live)
+        most = max(map(np.sum, live))
         if following is not None:
+            assert few is None or most <= few, "decoding would not have paused for this grid"
+            few = None
             gone = [
                 set(g[a].tolist()) - set(f.ravel().tolist())
                 for g, a, f in zip(grid.row, live, following.row, strict=True)
@@ -31,6 +34,9 @@ def run(schedule, lengths):
             continue
         if not live.any():
             break
+        if few is None or most <= few:
+            few = schedule.few(live)
+            assert 0 <= few < most
         executed, used = executed + live.size, used + live.sum()
         for shard in range(len(lengths)):
             left[shard, grid.row[shard][live[shard]]] -= 1

@@ -1,13 +1,19 @@
 """The same step on 1, 2, 4 and 8 simulated devices and on different mesh shapes: same samples, same update."""
 
+import json
+import shutil
+
 import pytest
 
+from jaxrl_llm.models import hf
+
 CHECK = """
-import jax, numpy as np
+import jax, math, numpy as np
 from jaxrl_llm.command_line import load_config_file
 from jaxrl_llm.sharding import make_mesh
 from jaxrl_llm.train import _improve
 from jaxrl_llm.training.build import build
+from jaxrl_llm.training.records import merge
 
 config = load_config_file({path!r})
 config.batch.prompts, config.eval.every = 8, -1
@@ -15,8 +21,9 @@ config.optimizer.learning_rate, config.optimizer.eps = 1e-3, 1e-4
 config.optimizer.warmup_steps = 0
 config.algorithm.beta, config.algorithm.num_iterations = 0.05, 2
 config.model.random_init = True
+config.model.path = {model!r}
 config.model.scan_layers = {scan!r}
-config.algorithm.update({settings})
+config.update_from_flattened_dict({settings})
 coarse = config.algorithm.dynamic_sampling
 
 def reward(completions, answer, **kwargs):
@@ -24,9 +31,9 @@ def reward(completions, answer, **kwargs):
         return [float(sum(map(ord, c)) % 13 == 0) for c in completions]
     return [len(set(c) & set(a)) - 0.1 * len(c) for c, a in zip(completions, answer)]
 
-def step(data, fsdp, tensor, microbatch_rows=0):
-    config.batch.microbatch_rows = microbatch_rows
-    mesh = make_mesh(data, fsdp, tensor, devices=jax.devices()[: data * fsdp * tensor])
+def step(microbatch_rows=0, rollout=None, **sizes):
+    config.batch.microbatch_rows, config.rollout.mesh = microbatch_rows, rollout
+    mesh = make_mesh(**sizes, devices=jax.devices()[: math.prod(sizes.values())])
     with jax.set_mesh(mesh):
         run = build(config, mesh, rewards=reward)
         before = jax.device_get(run.state.params)
@@ -36,38 +43,76 @@ def step(data, fsdp, tensor, microbatch_rows=0):
         if coarse:
             assert float(experience.metrics["rollout/resampled_groups"]) > 0
             assert float(experience.metrics["rollout/replayed_groups"]) > 0
-        state, metrics = _improve(config, run, run.state, experience.batch)
+        state, updates = _improve(config, run, run.state, experience.batch)
+        metrics = merge(updates)
         changed = jax.tree.map(lambda a, b: np.abs(a - b).max(), jax.device_get(state.params), before)
         assert min(jax.tree.leaves(changed)) > 0
+        moved = mesh.shape["context"] > 1 or rollout is not None
+        assert ("reshard" in run.watch.totals) == moved
         return jax.device_get((experience.batch.tokens, state.params)), metrics, sizes
 
-(tokens, params), metrics, whole_sizes = step(1, 1, 1)
+(tokens, params), metrics, whole_sizes = step()
 for shape in {shapes}:
-    (other_tokens, other_params), other_metrics, sizes = step(*shape)
+    (other_tokens, other_params), other_metrics, sizes = step(**shape)
     np.testing.assert_array_equal(tokens, other_tokens)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), params, other_params)
     for name in metrics:
         np.testing.assert_allclose(metrics[name], other_metrics[name], rtol=1e-4, atol=1e-5, err_msg=name)
-    if shape[1] * shape[2] > 1:
+    if math.prod(shape.get(axis, 1) for axis in ("fsdp", "context", "expert", "tensor")) > 1:
         assert max(map(np.prod, sizes)) < max(map(np.prod, whole_sizes)), "optimizer moments are not cut"
     print("same", shape)
 """
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("shapes", [[(1, 4, 2), (2, 2, 2, 8)], [(2, 1, 1), (1, 2, 2), (8, 1, 1)]])
-def test_every_mesh_gives_the_same_step(run_python, root, shapes):
-    code = CHECK.format(path=f"{root / 'configs/grpo.py'}:tiny", shapes=shapes, scan="true", settings={})
+SHAPES = [
+    [{"fsdp": 4, "tensor": 2, "data": 1}, {"data": 2, "fsdp": 2, "tensor": 2, "microbatch_rows": 8}],
+    [{"data": 2}, {"data": 1, "fsdp": 2, "tensor": 2}, {"data": 8}],
+    [{"data": 2, "context": 2, "tensor": 2}, {"data": 1, "context": 8}, {"data": 1, "fsdp": 4, "context": 2}],
+    [{"data": 1, "fsdp": 4, "tensor": 2, "rollout": "tensor=4"}, {"data": 8, "rollout": "fsdp=2,tensor=2"}],
+]
+EXPERT_SHAPES = [
+    [{"data": 2, "expert": 4}, {"data": 1, "fsdp": 2, "expert": 2, "tensor": 2}],
+    [{"data": 1, "context": 2, "expert": 2, "tensor": 2}, {"data": 1, "fsdp": 8, "rollout": "expert=4,tensor=2"}],
+]
+
+
+def check(run_python, root, shapes, settings=None, scan="true", model="embedded:sort"):
+    path = f"{root / 'configs/grpo.py'}:tiny"
+    code = CHECK.format(path=path, shapes=shapes, scan=scan, settings=settings or {}, model=str(model))
     done = run_python("-c", code, devices=8, timeout=900)
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.count("same") == len(shapes)
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("shapes", SHAPES)
+def test_every_mesh_gives_the_same_step(run_python, root, shapes):
+    check(run_python, root, shapes)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shapes", EXPERT_SHAPES)
+def test_experts_on_a_mesh(run_python, root, tmp_path, shapes):
+    """With the loss of their router, which is of all devices' tokens together."""
+    folder = tmp_path / "experts"
+    shutil.copytree(hf.locate("embedded:sort"), folder, ignore=shutil.ignore_patterns("*.safetensors"))
+    own = json.loads((folder / "config.json").read_text())
+    shape = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "router_aux_loss_coef": 0.1}
+    experts = own | shape | {"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "hidden_act": "silu"}
+    (folder / "config.json").write_text(json.dumps(experts))
+    check(run_python, root, shapes, model=folder)
+
+
+@pytest.mark.slow
 def test_unrolled_layers_on_a_mesh(run_python, root):
-    code = CHECK.format(path=f"{root / 'configs/grpo.py'}:tiny", shapes=[(2, 2, 2)], scan="false", settings={})
-    done = run_python("-c", code, devices=8, timeout=900)
-    assert done.returncode == 0, done.stderr[-3000:]
+    check(run_python, root, [{"data": 2, "fsdp": 2, "tensor": 2}, {"data": 2, "context": 4}], scan="false")
+
+
+@pytest.mark.slow
+def test_adapters_on_a_mesh(run_python, root):
+    """Beside quantised matrices, which are cut and moved too."""
+    settings = {"lora.rank": 4, "lora.targets": ("all-linear",), "model.quantize": "int8"}
+    check(run_python, root, [{"data": 1, "fsdp": 2, "context": 2, "tensor": 2, "rollout": "tensor=2"}], settings)
 
 
 @pytest.mark.slow
@@ -76,10 +121,9 @@ def test_resampling_and_replay_on_a_mesh(run_python, root):
         "dynamic_sampling": True, "max_sampling_rounds": 2, "replay_groups": 3, "kl_controller": "adaptive",
         "ref_sync_steps": 1, "entropy_controller": "adaptive", "top_entropy_quantile": 0.6, "kl_bias_correction": True,
     }  # fmt: skip
-    path = f"{root / 'configs/grpo.py'}:tiny"
-    code = CHECK.format(path=path, shapes=[(2, 2, 2), (1, 4, 2, 8)], scan="true", settings=settings)
-    done = run_python("-c", code, devices=8, timeout=900)
-    assert done.returncode == 0, done.stderr[-3000:]
+    settings = {f"algorithm.{name}": value for name, value in settings.items()}
+    shapes = [{"data": 2, "fsdp": 2, "tensor": 2}, {"data": 1, "fsdp": 4, "tensor": 2, "microbatch_rows": 8}]
+    check(run_python, root, [*shapes, {"data": 2, "context": 2, "expert": 2}], settings)
 
 
 def test_a_batch_that_does_not_divide_is_refused(run_python, root):

@@ -134,3 +134,44 @@ def test_an_option_the_loss_does_not_have_is_refused():
     config.algorithm.loss, config.algorithm.dual_clip = "reinforce", 3.0
     with pytest.raises(ConfigError, match=r"algorithm\.dual_clip.*reinforce"):
         objectives.policy_gradient(config, NET)
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [pytest.param(x, marks=() if x == "ppo_clip" else pytest.mark.slow) for x in objectives.BY_CHANGE],
+)
+def test_known_slopes_are_the_gradient(loss, monkeypatch):
+    """On-policy, the gradient that is formed along with the log-probs is the one of the loss in terms of them."""
+    config = default()
+    config.algorithm.loss, config.algorithm.beta = loss, 0.1
+    config.algorithm.epsilon_high = 5.0 if loss == "cispo" else 0.28
+    batch = jax.tree.map(jnp.asarray, make_batch().replace(old_logps=None))
+
+    def gradient():
+        objective = objectives.policy_gradient(config, NET)
+        return jax.jit(jax.value_and_grad(objective.loss, has_aux=True))(PARAMS, objective.prepare(batch))
+
+    (value, metrics), known = gradient()
+    monkeypatch.setattr(objectives, "policy_slopes", lambda config, batch: None)
+    (expected, others), gradients = gradient()
+    np.testing.assert_allclose(value, expected, rtol=1e-5)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), known, gradients)
+    assert max(float(jnp.abs(x).max()) for x in jax.tree.leaves(known)) > 1e-3
+    for name in others:
+        np.testing.assert_allclose(metrics[name], others[name], rtol=1e-4, atol=1e-6, err_msg=name)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"entropy_coef": 0.1}, {"importance_correction": "token_truncate"}, {"off_policy_mask_threshold": 1.0},
+     {"loss": "dppo"}],
+)  # fmt: skip
+def test_slopes_are_not_known_where_log_probs_enter(changes):
+    config = default()
+    config.algorithm.beta = 0.0
+    batch = make_batch().replace(old_logps=None, ref_logps=None)
+    prepared = objectives.policy_gradient(config, NET).prepare(batch)
+    assert objectives.policy_slopes(config, prepared) is not None
+    assert objectives.policy_slopes(config, prepared.replace(old_logps=batch.mask)) is None
+    config.algorithm.update(changes)
+    assert objectives.policy_slopes(config, prepared) is None

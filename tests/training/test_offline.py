@@ -227,6 +227,7 @@ from jaxrl_llm.command_line import load_config_file
 from jaxrl_llm.sharding import make_mesh
 from jaxrl_llm.train import _improve
 from jaxrl_llm.training.build import build
+from jaxrl_llm.training.records import merge
 
 def step(path, data, fsdp, tensor, microbatch_rows=0):
     config = load_config_file(path)
@@ -237,7 +238,8 @@ def step(path, data, fsdp, tensor, microbatch_rows=0):
     with jax.set_mesh(mesh):
         run = build(config, mesh)
         experience = run.source.next(run.state, jax.random.key(0))
-        state, metrics = _improve(config, run, run.state, experience.batch)
+        state, updates = _improve(config, run, run.state, experience.batch)
+        metrics = merge(updates)
         return jax.device_get(state.params), metrics | run.evaluation(state.params, jax.random.key(0))
 
 for name in {names}:
@@ -263,7 +265,7 @@ def test_a_mesh_does_not_cut_a_pair(run_python, root):
     flags = ["--config.batch.prompts=6", "--config.output_dir=out", "--config.mesh.fsdp=4"]
     done = run_python("-m", "jaxrl_llm.train", f"--config={root / 'configs/dpo.py'}:tiny", *flags, devices=4)
     assert done.returncode == 2
-    assert "12 rows does not divide into mesh.data x mesh.fsdp = 4 parts of whole pairs" in done.stderr
+    assert "12 rows does not divide into mesh.data x mesh.fsdp x mesh.expert = 4 parts of whole pairs" in done.stderr
 
 
 # --- learning ---

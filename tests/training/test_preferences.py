@@ -15,7 +15,8 @@ from jaxrl_llm.policy import token_statistics_and_squares
 from jaxrl_llm.sharding import make_mesh
 from jaxrl_llm.training import preferences
 from jaxrl_llm.training.optimizers import make_optimizer
-from jaxrl_llm.training.update import _prepare, init_state, make_measure, make_update, split_rows
+from jaxrl_llm.training.parts import split_rows
+from jaxrl_llm.training.update import _prepare, init_state, make_measure, make_update
 
 SHAPE = {"vocab_size": 29, "width": 16, "layers": 1, "heads": 2, "kv_heads": 1, "head_dim": 8, "ffn": 24}
 NET = Net(ModelConfig(**SHAPE, init_scale=0.3, scan_layers=False))

@@ -10,7 +10,8 @@ from jaxrl_llm.config import default
 from jaxrl_llm.sharding import make_mesh
 from jaxrl_llm.training import objectives
 from jaxrl_llm.training.optimizers import learning_rate_schedule, make_optimizer
-from jaxrl_llm.training.update import init_state, make_update, split_rows
+from jaxrl_llm.training.parts import split_rows
+from jaxrl_llm.training.update import init_state, make_update
 from tests.training.test_objectives import NET, make_batch
 
 

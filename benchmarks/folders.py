@@ -1,0 +1,114 @@
+"""Model folders of the benchmark: random weights of a shape, or given ones, with a tokenizer of one word per id."""
+
+import itertools
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from string import ascii_letters
+
+import numpy as np
+
+from benchmarks.cases import SHAPES, VOCABULARY, word
+
+SPECIAL = {"<pad>": 0, "<bos>": 1, "</s>": 2}
+
+
+def folder_of(model: str, cache: Path, weights: Path | None = None) -> Path:
+    """The Hugging Face folder of `model`, made under `cache` unless it is there.
+
+    `weights` is a folder to take config.json and model.safetensors from; random weights cost the same to compute with.
+    """
+    folder = cache / "models" / (model if weights is None else f"{model}-given")
+    if not (folder / "done").exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        if weights is None:
+            _random(folder, SHAPES[model].config)
+        else:
+            config = json.loads((weights / "config.json").read_text())
+            (folder / "config.json").write_text(json.dumps(config))
+            target = folder / "model.safetensors"
+            target.unlink(missing_ok=True)
+            target.symlink_to((weights / "model.safetensors").absolute())
+        _tokenizer(folder)
+        (folder / "done").touch()
+    return folder
+
+
+def _random(folder: Path, shape: dict) -> None:
+    from safetensors.numpy import save_file
+
+    rope = {"rope_type": "default", "rope_theta": shape["rope_theta"]}
+    config = {
+        **shape, "tie_word_embeddings": True, "hidden_act": "silu", "bos_token_id": 1,
+        "eos_token_id": 2, "pad_token_id": 0, "torch_dtype": "float32", "initializer_range": 0.02,
+        "rope_parameters": rope,
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(config, indent=1))
+    ids = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+    (folder / "generation_config.json").write_text(json.dumps(ids))
+    rng = np.random.default_rng(0)
+    tensors = {
+        name: np.ones(size, np.float32) if name.endswith("norm.weight")
+        else np.zeros(size, np.float32) if name.endswith("bias")
+        else 0.02 * rng.standard_normal(size, np.float32)
+        for name, size in tensor_shapes(shape).items()
+    }  # fmt: skip
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def tensor_shapes(shape: dict) -> dict[str, tuple[int, ...]]:
+    """The tensors of a llama or qwen2, by their names in a Hugging Face folder, as [out, in]."""
+    width, ffn = shape["hidden_size"], shape["intermediate_size"]
+    keys = width // shape["num_attention_heads"] * shape["num_key_value_heads"]
+    maps = {
+        "self_attn.q_proj": (width, width), "self_attn.k_proj": (keys, width), "self_attn.v_proj": (keys, width),
+        "self_attn.o_proj": (width, width), "mlp.gate_proj": (ffn, width), "mlp.up_proj": (ffn, width),
+        "mlp.down_proj": (width, ffn),
+    }  # fmt: skip
+    sizes: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (shape["vocab_size"], width),
+        "model.norm.weight": (width,),
+    }
+    for layer in range(shape["num_hidden_layers"]):
+        prefix = f"model.layers.{layer}."
+        sizes |= {f"{prefix}{name}.weight": size for name, size in maps.items()}
+        sizes |= {f"{prefix}{name}.weight": (width,) for name in ("input_layernorm", "post_attention_layernorm")}
+        if shape["model_type"] == "qwen2":
+            sizes |= {f"{prefix}self_attn.{x}_proj.bias": maps[f"self_attn.{x}_proj"][:1] for x in "qkv"}
+    return sizes
+
+
+def _tokenizer(folder: Path) -> None:
+    """Writes a byte-pair tokenizer that reads five letters (`cases.word`) as one token, whatever stands beside them."""
+    merges, rest = [], dict.fromkeys(ascii_letters[:50])
+    for left, right in _halves():
+        merges.append([left, right])
+        rest[left + right] = None
+    words = {word(i): i for i in range(len(SPECIAL), VOCABULARY)}
+    merges += [[text[:2], text[2:]] for text in words]
+    vocabulary = SPECIAL | words | {text: VOCABULARY + i for i, text in enumerate(rest)}
+    added = [
+        {"id": i, "content": token, "single_word": False, "lstrip": False, "rstrip": False, "normalized": False,
+         "special": True}
+        for token, i in SPECIAL.items()
+    ]  # fmt: skip
+    letters = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    tokenizer = {
+        "version": "1.0", "truncation": None, "padding": None, "added_tokens": added, "normalizer": None,
+        "pre_tokenizer": letters, "post_processor": None, "decoder": letters,
+        "model": {"type": "BPE", "vocab": vocabulary, "merges": merges},
+    }  # fmt: skip
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<bos>", "eos_token": "</s>", "pad_token": "<pad>",
+        "unk_token": "<pad>", "padding_side": "left", "model_max_length": 8192, "clean_up_tokenization_spaces": False,
+    }  # fmt: skip
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+
+
+def _halves() -> Iterator[tuple[str, str]]:
+    """The merges that make the first two letters of a word, and its last three."""
+    one, two, three, four, five = (ascii_letters[i : i + 10] for i in range(0, 50, 10))
+    yield from itertools.product(one, two)
+    yield from itertools.product(four, five)
+    yield from ((c, d + e) for c in three for d in four for e in five)

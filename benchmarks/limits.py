@@ -1,0 +1,165 @@
+"""What the machine could do: matrix products of a case's own shapes, timed alone, and the rates behind them.
+
+The limit of a case is the time of its products and nothing else: no attention, norms, sampling, optimizer or copies.
+Tokens that must be computed count once: a prompt is shared by its completions, and logits are of completion tokens.
+"""
+
+import sys
+import time
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks import task
+from benchmarks.cases import PROMPT, Shape, is_geometric, lengths, useful_tokens
+from benchmarks.meter import report
+from benchmarks.task import Task
+
+MOST_ROWS = 1024  # of a product that is timed; larger ones take as much longer
+REPEATS = 5
+Product = tuple[int, int]  # [in, out] of a matrix
+
+
+def dtype():
+    """The type that is computed in: as `model.dtype = auto`."""
+    return jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
+
+
+def fastest(function: Callable, *arguments) -> float:
+    """Seconds of a jitted call: the fastest of some, after a first that compiles."""
+    jax.block_until_ready(function(*arguments))
+    found = []
+    for _ in range(REPEATS):
+        began = time.perf_counter()
+        jax.block_until_ready(function(*arguments))
+        found.append(time.perf_counter() - began)
+    return min(found)
+
+
+def matrices(shape: Shape) -> tuple[list[Product], Product]:
+    """The matrices of one layer, and the head's."""
+    c = shape.config
+    width, ffn = c["hidden_size"], c["intermediate_size"]
+    keys = width // c["num_attention_heads"] * c["num_key_value_heads"]
+    layer = [(width, width), (width, keys), (width, keys), (width, width), (width, ffn), (width, ffn), (ffn, width)]
+    return layer, (width, c["vocab_size"])
+
+
+def matrix_rate() -> float:
+    """Floating point operations per second of the best square product."""
+    rates = []
+    for n in (1024, 2048) if jax.default_backend() == "cpu" else (4096, 8192):
+        x = jnp.ones((n, n), dtype())
+        rates.append(2 * n**3 / fastest(jax.jit(jnp.matmul), x, x))
+    return max(rates)
+
+
+def bandwidth() -> float:
+    """Bytes per second that a sum reads from memory."""
+    x = jnp.ones(2**27, jnp.float32)
+    return x.nbytes / fastest(jax.jit(jnp.sum), x)
+
+
+def decode_seconds(shape: Shape, rows: list[int]) -> dict[int, float]:
+    """Seconds of the products of one decode step, for each number of rows: every matrix is its own, as in a model."""
+    layer, head = matrices(shape)
+    sizes = [*layer * shape.config["num_hidden_layers"]]
+    weights = [jnp.full(size, 0.01, dtype()) for size in sizes]
+    found = {}
+    for count in rows:
+        inputs = {size: jnp.ones((count, size), dtype()) for size in {a for a, _ in [*layer, head]}}
+        seconds = fastest(_all_products, inputs, weights)
+        kernel = jnp.full(head, 0.01, dtype())
+        x = inputs[head[0]]
+        found[count] = seconds + min(fastest(jax.jit(jnp.matmul), x, kernel), fastest(_transposed, x, kernel.T.copy()))
+    return found
+
+
+@jax.jit
+def _all_products(inputs, weights):
+    """One product after the other, as layers are."""
+    total = jnp.zeros((), jnp.float32)
+    for weight in weights:
+        x, total = jax.lax.optimization_barrier((inputs[weight.shape[0]], total))
+        y = jax.lax.optimization_barrier(x @ weight)
+        total += y[0, 0].astype(jnp.float32)
+    return total
+
+
+@jax.jit
+def _transposed(x, kernel):
+    return jnp.einsum("nd,vd->nv", x, kernel)
+
+
+def product_seconds(size: Product, rows: int, backward: bool) -> float:
+    """Seconds of `rows` rows through a matrix, and of the two products of its gradients."""
+    count = min(rows, MOST_ROWS)
+    x, w = jnp.ones((count, size[0]), dtype()), jnp.full(size, 0.01, dtype())
+    y = jnp.ones((count, size[1]), dtype())
+    seconds = fastest(jax.jit(jnp.matmul), x, w)
+    if backward:
+        seconds += fastest(jax.jit(lambda y, w: jnp.einsum("nv,dv->nd", y, w)), y, w)
+        seconds += fastest(jax.jit(lambda x, y: jnp.einsum("nd,nv->dv", x, y)), x, y)
+    return seconds * rows / count
+
+
+def pass_seconds(shape: Shape, tokens: int, predicted: int, backward: bool) -> float:
+    """Seconds of the products of a pass over `tokens`, `predicted` of which have logits."""
+    layer, head = matrices(shape)
+    each = {size: product_seconds(size, tokens, backward) for size in set(layer)}
+    seconds = shape.config["num_hidden_layers"] * sum(each[size] for size in layer)
+    return seconds + product_seconds(head, predicted, backward)
+
+
+def pass_flops(shape: Shape, tokens: int, predicted: int) -> float:
+    """Floating point operations of the products of a forward pass; with gradients three times as many."""
+    layer, head = matrices(shape)
+    each = sum(a * b for a, b in layer) * shape.config["num_hidden_layers"]
+    return 2.0 * (each * tokens + head[0] * head[1] * predicted)
+
+
+def update_tokens(case: str, shape: Shape) -> tuple[int, int]:
+    """Tokens that an update computes at least, and those among them that it predicts."""
+    if case == "sft":
+        return shape.rows * shape.row, shape.rows * shape.row
+    if case == "dpo":
+        answers = 2 * shape.pairs * (shape.row - PROMPT)
+        return shape.pairs * PROMPT + answers, answers
+    useful = useful_tokens(case, shape)
+    return shape.prompts * PROMPT + useful, useful
+
+
+def rollout_seconds(case: str, shape: Shape) -> float:
+    """Seconds of the products of a rollout in which rows leave when they end."""
+    ends = lengths(shape) if is_geometric(case) else np.full(shape.completions, shape.new)
+    alive = [int((ends > step).sum()) for step in range(1, ends.max())]  # the prefill gives the first token
+    sizes = sorted({2**i for i in range(shape.completions.bit_length()) if 2**i <= max(alive)} | {max(alive)})
+    measured = decode_seconds(shape, sizes)
+    steps = np.interp(alive, list(measured), list(measured.values()))
+    return float(steps.sum()) + pass_seconds(shape, shape.prompts * PROMPT, shape.prompts, backward=False)
+
+
+def limit(job: Task) -> dict[str, float]:
+    """The limit of a case by phase, and the rates of the machine."""
+    case, shape = job.case, job.shape
+    found = {"matrix_rate": matrix_rate(), "bandwidth": bandwidth()}
+    if not case.startswith("rollout"):
+        tokens = update_tokens(case, shape)
+        found["time/update"] = pass_seconds(shape, *tokens, backward=True)
+        found["update_flops"] = 3 * pass_flops(shape, *tokens)
+        if case in ("dpo", "grpo_kl"):
+            found["time/logps"] = pass_seconds(shape, *tokens, backward=False)
+    if case.startswith(("rollout", "grpo")):
+        found["time/rollout"] = rollout_seconds(case, shape)
+    return {"seconds": sum(x for name, x in found.items() if name.startswith("time/")), **found}
+
+
+def main(argv: list[str]) -> None:
+    """The command line: the limit of one task."""
+    report(limit(task.read(argv)))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

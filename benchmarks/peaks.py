@@ -1,0 +1,115 @@
+"""Plans against what runs really need: `python -m benchmarks.peaks` prints the table of docs/plan.md.
+
+Each case runs in a process of its own, on this machine's CPU: the configuration is planned, then two real steps are
+made, and the second one's largest resident memory, less that before anything was built, is set beside the plan's peak.
+"""
+
+import argparse
+import ctypes
+import gc
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+# A config file, the width of the model, and other keys.
+CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
+    "grpo, 85 M parameters": ("grpo.py", 768, {"batch.prompts": 16, "batch.microbatch_rows": 32}),
+    "grpo, 85 M, remat": ("grpo.py", 768, {"batch.prompts": 16, "batch.microbatch_rows": 32, "model.remat": "block"}),
+    "grpo, 85 M, LoRA": ("grpo.py", 768, {"batch.prompts": 16, "batch.microbatch_rows": 32, "lora.rank": 8}),
+    "sft, 85 M parameters": ("sft.py", 768, {"batch.prompts": 256}),
+    "dpo, 85 M parameters": ("dpo.py", 768, {"batch.prompts": 64}),
+}
+
+
+def status(name: str) -> int:
+    """A number of /proc/self/status, in bytes."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(f"{name}:"):
+            return int(line.split()[1]) * 1024
+    raise LookupError(name)
+
+
+def settle() -> None:
+    """Gives back what was freed, and forgets the largest resident memory so far."""
+    gc.collect()
+    ctypes.CDLL("libc.so.6").malloc_trim(0)
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def larger_model(source: Path, folder: Path, width: int) -> None:
+    """A folder with the tokenizer of `source` and a config.json of 12 layers of that width."""
+    shutil.copytree(source, folder, ignore=shutil.ignore_patterns("*.safetensors"))
+    entries = json.loads((folder / "config.json").read_text())
+    heads = width // 64
+    entries |= {"hidden_size": width, "intermediate_size": 4 * width, "num_hidden_layers": 12, "head_dim": 64}
+    entries |= {"num_attention_heads": heads, "num_key_value_heads": heads}
+    entries.pop("layer_types", None)
+    (folder / "config.json").write_text(json.dumps(entries))
+
+
+def child(case: str) -> dict[str, float]:
+    """The plan's peak and the measured one of a case, in bytes."""
+    import jax
+
+    from jaxrl_llm.command_line import load_config_file
+    from jaxrl_llm.config import assign
+    from jaxrl_llm.models import hf
+    from jaxrl_llm.planning.dry_run import widths
+    from jaxrl_llm.planning.planned import make_plan
+    from jaxrl_llm.planning.topology import at_hand_target
+    from jaxrl_llm.train import _improve
+    from jaxrl_llm.training.build import build
+    from jaxrl_llm.training.update import whole
+
+    name, width, keys = CASES[case]
+    config = load_config_file(str(ROOT / "configs" / name))
+    config.eval.every = -1
+    for key, value in keys.items():
+        assign(config, key, value)
+    with tempfile.TemporaryDirectory() as folder:
+        larger_model(hf.locate(config.model.path), Path(folder) / "model", width)
+        config.model.path, config.model.random_init = f"{folder}/model", True
+        target = at_hand_target(config)
+        jax.block_until_ready(jax.numpy.ones(8))
+        with jax.set_mesh(target.mesh):
+            settle()
+            before = status("VmRSS")
+            parts = build(config, target.mesh)
+            state: Any = parts.state
+            for step in (1, 2):
+                settle()
+                experience = parts.source.next(whole(state, parts.frozen), jax.random.fold_in(jax.random.key(0), step))
+                parts = parts._replace(state=None)  # the update donates it
+                state, updates = _improve(config, parts, state, experience.batch)
+                jax.block_until_ready((state, updates))
+            measured = status("VmHWM") - before
+            plan = make_plan(config, target, widths(parts), packer=parts.pack)
+            parts.rewards.close()
+    return {"planned": plan.peak.peak, "held": sum(plan.held.values()), "measured": measured}
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--child", help="one case, in this process")
+    parser.add_argument("cases", nargs="*", default=list(CASES), help="cases; all without")
+    arguments = parser.parse_args()
+    if arguments.child:
+        print("RESULT " + json.dumps(child(arguments.child)))
+        return
+    print("| run | held, MB | planned peak, MB | measured peak, MB | measured / planned |\n|---|---|---|---|---|")
+    for case in arguments.cases:
+        command = [sys.executable, "-m", "benchmarks.peaks", f"--child={case}"]
+        output = subprocess.run(command, cwd=ROOT, check=True, text=True, stdout=subprocess.PIPE).stdout
+        found = json.loads(next(x for x in output.splitlines() if x.startswith("RESULT ")).removeprefix("RESULT "))
+        held, planned, measured = (found[name] / 1e6 for name in ("held", "planned", "measured"))
+        print(f"| {case} | {held:.0f} | {planned:.0f} | {measured:.0f} | {measured / planned:.2f} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()

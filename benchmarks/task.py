@@ -1,0 +1,32 @@
+"""The arguments of one task, which runs in a process of its own: `--model`, `--case`, `--folder`."""
+
+import argparse
+from pathlib import Path
+from typing import NamedTuple
+
+from benchmarks.cases import CASES, SHAPES, Shape
+
+
+class Task(NamedTuple):
+    """What one process measures."""
+
+    model: str
+    case: str
+    folder: Path  # of the model
+    least: int | None  # intervals; None is what meter.Meter decides
+
+    @property
+    def shape(self) -> Shape:
+        """The workloads of the model."""
+        return SHAPES[self.model]
+
+
+def read(argv: list[str]) -> Task:
+    """The task that the command line names."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--model", choices=SHAPES, required=True)
+    parser.add_argument("--case", choices=CASES, required=True)
+    parser.add_argument("--folder", type=Path, required=True)
+    parser.add_argument("--intervals", type=int)
+    options = parser.parse_args(argv)
+    return Task(options.model, options.case, options.folder, options.intervals)

@@ -1,0 +1,1 @@
+"""What a run needs, from shapes and compiled programs alone."""

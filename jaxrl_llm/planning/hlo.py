@@ -1,0 +1,254 @@
+"""What the text of a compiled program says: collectives, products of matrices and the largest tensors, of one device.
+
+XLA's own cost analysis counts the body of a loop once. Here everything in a loop counts as often as the loop turns,
+which is read from the loop; `turns` are those of loops whose number is not known before (decoding, packed rows), the
+outer ones first.
+
+The TPU compiler adds up on each device what a loop adds up over devices, and reduces it once behind the loop; the CPU's
+reduces at every turn. Such all-reduces count once here, whatever the compiler.
+"""
+
+import functools
+import re
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+SIZES = {"pred": 1, "token": 0, "opaque": 0}  # other types have their bits in their name
+COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute", "ragged-all-to-all")
+# What makes no buffer of its own.
+VIEWS = ("parameter", "tuple", "get-tuple-element", "bitcast", "while", "conditional", "call", "constant",
+         "optimization-barrier", "copy-done", "async-done", "async-update")  # fmt: skip
+SHAPE = re.compile(r"\b([a-z]+[0-9]*[a-z0-9]*)\[([0-9,]*)\]")
+NAMES = re.compile(r"%([\w.\-]+)")
+
+
+class Instruction(NamedTuple):
+    """One line of a computation."""
+
+    name: str
+    shape: str
+    opcode: str
+    arguments: str
+    rest: str
+
+    @property
+    def operands(self) -> list[str]:
+        """The names of what it reads."""
+        return NAMES.findall(self.arguments)
+
+
+class Collective(NamedTuple):
+    """All collectives of one kind and group size: how many, their results' bytes, and what a device sends of them."""
+
+    kind: str
+    group: int
+    count: float
+    bytes: float
+    sent: float
+
+
+class Tensor(NamedTuple):
+    """A buffer that a program makes."""
+
+    bytes: int
+    shape: str
+    source: str
+
+
+class Module:
+    """A compiled program, parsed from `compiled.as_text()`."""
+
+    def __init__(self, text: str, turns: tuple[float, ...] = ()):
+        self.unknown = turns
+        self.computations: dict[str, dict[str, Instruction]] = {}
+        self.entry = ""
+        self.partitions = _number(r"num_partitions=(\d+)", text[:4000], 1)
+        current: dict[str, Instruction] = {}
+        for line in text.splitlines():
+            header = re.match(r"(ENTRY )?%?([\w.\-]+) \(.*\{$", line)
+            if header:
+                current = self.computations.setdefault(header[2], {})
+                self.entry = header[2] if header[1] else self.entry
+            elif (found := _parsed(line)) is not None:
+                current[found.name] = found
+
+    @functools.cached_property
+    def turns(self) -> dict[str, tuple[float, float]]:
+        """How often each computation runs, those inside fusions too, and how often the loop that it is the body of."""
+        found: dict[str, tuple[float, float]] = {}
+
+        def visit(name: str, times: float, loops: float, unknown: tuple[float, ...]) -> None:
+            before = found.get(name, (0.0, 0.0))
+            found[name] = before[0] + times, before[1] + loops
+            for x in self.computations[name].values():
+                known = self._trips(x) if x.opcode == "while" else 1
+                repeats = known or (unknown or (1.0,))[0]
+                for called in _called(x):
+                    before_it = times if x.opcode == "while" else times * repeats
+                    visit(called, times * repeats, before_it, unknown if known else unknown[1:])
+
+        visit(self.entry, 1.0, 1.0, self.unknown)
+        return found
+
+    def _trips(self, loop: Instruction) -> int | None:
+        """The turns that XLA wrote beside the loop, or else the number that its counter is compared with."""
+        known = _number(r'known_trip_count"?:\{"?n"?:"?(\d+)', loop.rest, 0)
+        condition = self.computations[re.findall(r"condition=%?([\w.\-]+)", loop.rest)[0]]
+        last = list(condition.values())[-1]
+        if known or last.opcode != "compare" or "direction=LT" not in last.rest:
+            return known or None
+        limits = [condition[name] for name in last.operands if condition[name].opcode == "constant"]
+        return int(limits[0].arguments) if limits else None
+
+    def _adds_up(self, x: Instruction, body: dict[str, Instruction]) -> bool:
+        """True for an all-reduce whose result is only added to a total that the loop of this body carries."""
+        last = list(body.values())[-1]
+        users = [other for other in body.values() if x.name in other.operands]
+        if last.opcode != "tuple" or len(users) != 1 or users[0].name not in last.operands:
+            return False
+        place = last.operands.index(users[0].name)
+        totals = [body[name] for name in users[0].operands if name in body and name != x.name]
+        carried = any(y.opcode == "get-tuple-element" and re.search(rf"index={place}\b", y.rest) for y in totals)
+        called = [list(self.computations[name].values())[-1].opcode for name in _called(users[0])]
+        return carried and (users[0].opcode == "add" or called == ["add"])
+
+    @functools.cached_property
+    def buffers(self) -> set[str]:
+        """The computations whose instructions have buffers: not those inside fusions and reductions."""
+        found, ahead = set(), [self.entry]
+        while ahead:
+            name = ahead.pop()
+            if name in found:
+                continue
+            found.add(name)
+            for instruction in self.computations[name].values():
+                if instruction.opcode in ("while", "conditional", "call", "async-start"):
+                    ahead += _called(instruction)
+        return found
+
+    def _all(self) -> Iterator[tuple[float, dict[str, Instruction], Instruction]]:
+        for name, (times, loops) in self.turns.items():
+            body = self.computations[name]
+            for x in body.values():
+                yield (loops if x.opcode == "all-reduce" and self._adds_up(x, body) else times), body, x
+
+    def collectives(self) -> list[Collective]:
+        """The collectives of one run of the program, of one device, the heaviest first."""
+        found: dict[tuple[str, int], list[float]] = {}
+        for times, neighbours, x in self._all():
+            kind = x.opcode.removesuffix("-start")
+            if kind not in COLLECTIVES:
+                continue
+            group = _group(x, self.partitions)
+            size = _bytes(x.shape)
+            read = sum(_bytes(neighbours[name].shape) for name in x.operands if name in neighbours)
+            if x.opcode.endswith("-start") and kind in ("all-gather", "collective-permute"):
+                size -= read  # the shape of a started one holds its operands too
+            total = found.setdefault((kind, group), [0.0, 0.0, 0.0])
+            total[0] += times
+            total[1] += times * size
+            total[2] += times * _sent(kind, group, size, read)
+        made = [Collective(kind, group, *total) for (kind, group), total in found.items() if group > 1]
+        return sorted(made, key=lambda x: -x.sent)
+
+    def product_flops(self) -> float:
+        """Floating-point operations of the matrix products of one run, of one device."""
+        total = 0.0
+        for times, neighbours, x in self._all():
+            if x.opcode != "dot" or x.operands[0] not in neighbours:
+                continue
+            left = _dims(neighbours[x.operands[0]].shape)
+            contracted = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", x.rest)
+            over = [left[int(i)] for i in contracted[1].split(",") if i] if contracted else []
+            total += times * 2.0 * np.prod(_dims(x.shape), dtype=float) * np.prod(over, dtype=float)
+        return total
+
+    def largest(self, count: int) -> list[Tensor]:
+        """The largest buffers that the program makes, one of each shape and source."""
+        found: dict[tuple[str, str], Tensor] = {}
+        for name in self.buffers:
+            for x in self.computations[name].values():
+                if x.opcode not in VIEWS and not x.shape.startswith("("):
+                    shape = re.sub(r"\{.*", "", x.shape)
+                    tensor = Tensor(_bytes(x.shape), shape, _source(x))
+                    found.setdefault((shape, tensor.source), tensor)
+        return sorted(found.values(), key=lambda x: -x.bytes)[:count]
+
+
+def _parsed(line: str) -> Instruction | None:
+    match = re.match(r"\s+(?:ROOT )?%?([\w.\-]+) = (.*)", line)
+    if match is None:
+        return None
+    name, text = match[1], match[2]
+    end = _closing(text) if text.startswith("(") else text.index(" ")
+    shape, text = text[:end], text[end:].lstrip()
+    opcode, _, text = text.partition("(")
+    end = _closing("(" + text) - 2
+    return Instruction(name, shape, opcode, text[:end], text[end + 1 :])
+
+
+def _closing(text: str) -> int:
+    """The position after the bracket that closes the one that `text` starts with."""
+    depth = 0
+    for position, letter in enumerate(text):
+        depth += {"(": 1, ")": -1}.get(letter, 0)
+        if depth == 0:
+            return position + 1
+    return len(text)
+
+
+def _called(x: Instruction) -> list[str]:
+    found = re.findall(r"(?:body|condition|calls|to_apply|true_computation|false_computation)=%?([\w.\-]+)", x.rest)
+    branches = re.search(r"(?:branch_computations|called_computations)=\{([^}]*)\}", x.rest)
+    return found + (NAMES.findall(branches[1]) if branches else [])
+
+
+def _group(x: Instruction, partitions: int) -> int:
+    """Devices that take part in one collective."""
+    if (iota := re.search(r"replica_groups=\[(\d+),(\d+)\]", x.rest)) is not None:
+        return int(iota[2])
+    if (given := re.search(r"replica_groups=\{\{([\d,]*)\}", x.rest)) is not None:
+        return given[1].count(",") + 1
+    if "permute" in x.opcode:
+        return 2 if re.search(r"source_target_pairs=\{\{", x.rest) else 1
+    return partitions
+
+
+def _sent(kind: str, group: int, size: float, read: float) -> float:
+    """Bytes that a device sends in a ring: an all-reduce is a reduce-scatter and an all-gather."""
+    part = (group - 1) / group
+    return {
+        "all-gather": part * size, "all-reduce": 2 * part * size, "reduce-scatter": part * read,
+        "all-to-all": part * size, "ragged-all-to-all": part * size, "collective-permute": size,
+    }[kind]  # fmt: skip
+
+
+def _dims(shape: str) -> list[int]:
+    match = SHAPE.search(shape)
+    return [int(n) for n in match[2].split(",") if n] if match else []
+
+
+def _bytes(shape: str) -> int:
+    """Bytes of a shape `f32[8,16]{1,0}` or of all parts of a tuple."""
+    total = 0
+    for kind, dims in SHAPE.findall(re.sub(r"\{[^}]*\}", "", shape)):
+        bits = _number(r"[a-z](\d+)", kind, 0)
+        count = int(np.prod([int(n) for n in dims.split(",") if n], dtype=np.int64))
+        total += count * SIZES[kind] if kind in SIZES else -(-count * bits // 8)
+    return total
+
+
+def _number(pattern: str, text: str, otherwise: int) -> int:
+    match = re.search(pattern, text)
+    return int(match[1]) if match else otherwise
+
+
+def _source(x: Instruction) -> str:
+    """Which operation of the program made a buffer, in short."""
+    name = re.search(r'op_name="([^"]*)"', x.rest)
+    if name is None:
+        return x.opcode
+    parts = [part for part in name[1].split("/") if part not in ("while", "body", "closed_call", "cond", "checkpoint")]
+    return "/".join(re.sub(r"\b(jit|pjit|jvp|transpose|rematted_computation)\b", r"\1", part) for part in parts[-3:])

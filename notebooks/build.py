@@ -1,0 +1,86 @@
+"""Writes the notebooks from their texts: each `NAME.py` (cells in the percent format) becomes `NAME.ipynb`.
+
+    python notebooks/build.py            # keeps the outputs of the cells that have not changed
+    python notebooks/build.py --execute  # runs all of them from a clean kernel and stores what they print
+    python notebooks/build.py --execute inside_grpo  # this one alone
+
+Edit the .py files; tests/test_notebooks.py checks that the notebooks agree with them.
+"""
+
+import hashlib
+import json
+import re
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+MARKER = re.compile(r"^# %%(?P<markdown> \[markdown\])?$", re.MULTILINE)
+
+
+def texts() -> list[Path]:
+    """The texts that become notebooks."""
+    return sorted(path for path in HERE.glob("*.py") if path.name != Path(__file__).name)
+
+
+def cells_of(text: str) -> list[dict[str, Any]]:
+    """The cells of a text in the percent format, without outputs; what comes before the first marker is no cell."""
+    marks = [*MARKER.finditer(text)]
+    ends = [mark.start() for mark in marks[1:]] + [len(text)]
+    return [
+        _cell(bool(mark["markdown"]), text[mark.end() : end].strip("\n")) for mark, end in zip(marks, ends, strict=True)
+    ]
+
+
+def _cell(markdown: bool, source: str) -> dict[str, Any]:
+    if markdown:
+        source = "\n".join(line.removeprefix("#").removeprefix(" ") for line in source.splitlines())
+    lines = source.splitlines(keepends=True)
+    cell = {"id": hashlib.sha256(source.encode()).hexdigest()[:12], "metadata": {}, "source": lines}
+    if markdown:
+        return {"cell_type": "markdown", **cell}
+    return {"cell_type": "code", "execution_count": None, **cell, "outputs": []}
+
+
+def notebook(text: str, old: dict[str, Any] | None = None) -> dict[str, Any]:
+    """The notebook (nbformat 4.5) of a text; code cells that `old` has too keep their outputs."""
+    cells = cells_of(text)
+    known = {cell["id"]: cell for cell in (old or {}).get("cells", ())}
+    for cell in cells:
+        if cell["cell_type"] == "code" and cell["id"] in known:
+            cell["outputs"] = known[cell["id"]]["outputs"]
+            cell["execution_count"] = known[cell["id"]]["execution_count"]
+    kernel = {"display_name": "Python 3", "language": "python", "name": "python3"}
+    metadata = {"kernelspec": kernel, "language_info": {"name": "python"}}
+    return {"cells": cells, "metadata": metadata, "nbformat": 4, "nbformat_minor": 5}
+
+
+def execute(made: dict[str, Any], folder: Path, seconds: int = 600) -> dict[str, Any]:
+    """The notebook with its outputs, after it has run from a clean kernel in `folder`; raises when a cell does."""
+    import nbformat
+    from nbclient import NotebookClient
+
+    opened = nbformat.reads(json.dumps(made), as_version=4)
+    NotebookClient(opened, timeout=seconds, kernel_name="python3", resources={"metadata": {"path": folder}}).execute()
+    for cell in opened.cells:
+        cell.metadata.pop("execution", None)  # when it ran
+    return json.loads(nbformat.writes(opened))
+
+
+def main() -> None:
+    """The command line."""
+    names = {argument for argument in sys.argv[1:] if argument != "--execute"}
+    for path in [path for path in texts() if path.stem in names or not names]:
+        target = path.with_suffix(".ipynb")
+        old = json.loads(target.read_text(encoding="utf-8")) if target.is_file() else None
+        made = notebook(path.read_text(encoding="utf-8"), old)
+        if "--execute" in sys.argv[1:]:
+            with tempfile.TemporaryDirectory() as folder:
+                made = execute(made, Path(folder))
+        target.write_text(json.dumps(made, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        print(target)
+
+
+if __name__ == "__main__":
+    main()

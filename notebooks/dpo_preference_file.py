@@ -1,0 +1,122 @@
+# ruff: noqa: E402
+# %% [markdown]
+# # DPO from a preference file
+#
+# You have a file of pairs: a prompt, an answer that is preferred, and one that is not. DPO trains the model on it
+# without sampling and without a reward model. About two minutes on two CPU cores with the small model that the package
+# brings; on a GPU or TPU the same cells train a larger one.
+
+# %%
+import importlib.util
+import os
+import subprocess
+import sys
+
+# Where jaxrl_llm is installed from, if it is not: this checkout. On Colab: "git+" and the address of the repository.
+SOURCE = ".."
+if importlib.util.find_spec("jaxrl_llm") is None:
+    subprocess.run([sys.executable, "-m", "pip", "install", "-q", SOURCE], check=True)
+
+# %%
+import json
+import random
+from pathlib import Path
+
+import jax
+
+import jaxrl_llm
+from jaxrl_llm.preview import preview
+
+SMALL = jax.default_backend() == "cpu"
+MODEL = "embedded:sort" if SMALL else "Qwen/Qwen2.5-0.5B-Instruct"
+STEPS = int(os.environ.get("JAXRL_STEPS", "80"))
+print(MODEL, "on", jax.devices()[0].device_kind, "for", STEPS, "steps")
+
+# %% [markdown]
+# ## The file
+#
+# One JSON object a line: `prompt`, `chosen`, `rejected`. Files of TRL, verl, axolotl and Harmony are read as they are
+# (`docs/data.md`). Here the chosen answer has the digits in order, the rejected one is a copy.
+
+
+# %%
+def pair(digits):
+    right, copy = "".join(sorted(digits)), digits
+    if SMALL:
+        return {"prompt": f"sort:{digits}=", "chosen": right, "rejected": copy}
+    ask = f"Write the digits {digits} from the smallest to the largest, nothing else."
+    return {
+        "prompt": [{"role": "user", "content": ask}],
+        "chosen": [{"role": "assistant", "content": right}],
+        "rejected": [{"role": "assistant", "content": copy}],
+    }
+
+
+draw = random.Random(0)
+numbers = sorted({"".join(draw.choices("0123456789", k=draw.randint(4, 8))) for _ in range(4500)})
+pairs = [pair(number) for number in numbers if list(number) != sorted(number)]
+draw.shuffle(pairs)
+for name, part in (("pairs.jsonl", pairs[:-256]), ("held_out.jsonl", pairs[-256:])):
+    Path(name).write_text("".join(json.dumps(row) + "\n" for row in part), encoding="utf-8")
+print(len(pairs) - 256, "pairs to train on;", Path("pairs.jsonl").read_text(encoding="utf-8").splitlines()[0])
+
+# %% [markdown]
+# ## Settings, and a look at the data
+#
+# The preview shows the rows as the model will see them, the learned tokens in ⟦brackets⟧. It loads a tokenizer and no
+# weights.
+
+# %%
+config = jaxrl_llm.default_config()
+config.model.path, config.output_dir, config.total_steps = MODEL, "runs/notebook_dpo", STEPS
+config.checkpoint.resume = "never"  # training starts anew whenever it is run
+config.data.path, config.data.eval_path, config.data.eval_split = "pairs.jsonl", "held_out.jsonl", "train"
+config.data.max_length = 32 if SMALL else 128
+config.algorithm.name, config.algorithm.loss = "preference", "dpo"
+config.algorithm.beta = 3.0 if SMALL else 0.1  # answers are short; 0.1 is usual for long ones
+config.batch.prompts = 64 if SMALL else 16
+config.optimizer.learning_rate, config.optimizer.warmup_steps = (5e-5 if SMALL else 1e-6), min(5, STEPS)
+config.eval.every, config.eval.prompts = 0, 256
+config.logging.backends = ("jsonl",)
+print(preview(config, rows=1))
+
+# %% [markdown]
+# ## Train
+
+# %%
+result = jaxrl_llm.train(config)
+
+# %% [markdown]
+# ## What happened
+#
+# `rewards/accuracies` is the share of pairs that the policy, compared with where it started, ranks right;
+# `rewards/margins` is by how much. Watch `logps/chosen` too: DPO lowers both log-probs when it is pushed too far.
+
+# %%
+for row in result.metrics[1 :: max(1, STEPS // 8)]:
+    print(
+        f"step {row['step']:3d}  loss {row['loss']:.3f}  right {row['rewards/accuracies']:.2f}  "
+        f"margin {row['rewards/margins']:.2f}  log-prob chosen {row['logps/chosen']:.1f} "
+        f"rejected {row['logps/rejected']:.1f}"
+    )
+
+# %%
+before, after = result.metrics[0], result.metrics[-1]
+for name in ("eval/loss", "eval/rewards/accuracies", "eval/logps/chosen", "eval/logps/rejected"):
+    print(f"{name:24s} {before[name]:.2f} -> {after[name]:.2f}")
+
+# %%
+prompts = [row["prompt"] for row in pairs[-4:]]
+start = jaxrl_llm.load_model(MODEL)
+for prompt, first, last in zip(
+    prompts, jaxrl_llm.generate(start, prompts, max_new_tokens=16),
+    jaxrl_llm.generate(result.model, prompts, max_new_tokens=16), strict=True,
+):  # fmt: skip
+    print(prompt, "before:", first, "after:", last)
+if SMALL and STEPS >= 80:
+    assert after["eval/rewards/accuracies"] > 0.9, after
+    assert after["eval/loss"] < before["eval/loss"], (before, after)
+
+# %% [markdown]
+# The model is in `runs/notebook_dpo/hf`. The same file trains IPO, SimPO, ORPO, KTO and others: `config.algorithm.loss`
+# (`docs/algorithms.md`). With LoRA (`config.lora.rank = 16`) the reference costs no memory.

@@ -1,0 +1,49 @@
+"""Whether two runs left the same files, bit for bit and apart from what clocks measured."""
+
+import json
+from pathlib import Path
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+import pyarrow.parquet as pq
+from safetensors.numpy import load_file
+
+CLOCKS = {"tokens_per_second", "step_time"}
+
+
+def metrics(path: Path) -> list[dict]:
+    """The lines of metrics.jsonl without what a clock measured."""
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    return [{k: v for k, v in line.items() if not k.startswith("time") and k not in CLOCKS} for line in lines]
+
+
+def assert_same_run(one: Path, other: Path) -> None:
+    """Metrics, completions, last checkpoint and exported model of two runs are equal."""
+    assert metrics(one / "metrics.jsonl") == metrics(other / "metrics.jsonl")
+    tables = [sorted(path.name for path in (run / "completions").glob("*.parquet")) for run in (one, other)]
+    assert tables[0] and tables[0] == tables[1]
+    for name in tables[0]:
+        assert pq.read_table(one / "completions" / name).equals(pq.read_table(other / "completions" / name)), name
+    steps = [max(int(path.name) for path in (run / "checkpoints").iterdir()) for run in (one, other)]
+    assert steps[0] == steps[1]
+    folders = [run / "checkpoints" / str(steps[0]) for run in (one, other)]
+    assert (folders[0] / "host/metadata").read_text() == (folders[1] / "host/metadata").read_text()
+    for name in ("state", "reference", "replay"):
+        if (folders[0] / name).is_dir():
+            assert_same_tree(*(read(folder / name) for folder in folders))
+    assert_same_tree(*(load_file(run / "hf/model.safetensors") for run in (one, other)))
+
+
+def read(folder: Path):
+    """The arrays of one part of a checkpoint."""
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
+        return reader.restore(folder)
+
+
+def assert_same_tree(one, other) -> None:
+    """The trees have the same paths and the same bits."""
+    leaves = [dict(jax.tree_util.tree_leaves_with_path(tree)) for tree in (one, other)]
+    assert leaves[0].keys() == leaves[1].keys()
+    for path, leaf in leaves[0].items():
+        np.testing.assert_array_equal(leaf, leaves[1][path], err_msg=str(path))

@@ -1,0 +1,120 @@
+"""Every key, argument and flag that the pages of TRL, verl, axolotl and Harmony name which this library grew from."""
+
+TRL = """
+output_dir overwrite_output_dir do_train do_eval do_predict eval_strategy prediction_loss_only
+per_device_train_batch_size per_device_eval_batch_size per_gpu_train_batch_size per_gpu_eval_batch_size
+gradient_accumulation_steps eval_accumulation_steps eval_delay torch_empty_cache_steps learning_rate weight_decay
+adam_beta1 adam_beta2 adam_epsilon max_grad_norm num_train_epochs max_steps lr_scheduler_type lr_scheduler_kwargs
+warmup_ratio warmup_steps log_level log_level_replica log_on_each_node logging_dir logging_strategy logging_first_step
+logging_steps logging_nan_inf_filter save_strategy save_steps save_total_limit save_safetensors save_on_each_node
+save_only_model restore_callback_states_from_checkpoint no_cuda use_cpu use_mps_device seed data_seed jit_mode_eval
+use_ipex bf16 fp16 fp16_opt_level half_precision_backend bf16_full_eval fp16_full_eval tf32 local_rank ddp_backend
+tpu_num_cores tpu_metrics_debug debug dataloader_drop_last eval_steps dataloader_num_workers dataloader_prefetch_factor
+past_index run_name disable_tqdm remove_unused_columns label_names load_best_model_at_end metric_for_best_model
+greater_is_better ignore_data_skip fsdp fsdp_min_num_params fsdp_config tp_size fsdp_transformer_layer_cls_to_wrap
+accelerator_config deepspeed label_smoothing_factor optim optim_args adafactor group_by_length length_column_name
+report_to ddp_find_unused_parameters ddp_bucket_cap_mb ddp_broadcast_buffers dataloader_pin_memory
+dataloader_persistent_workers skip_memory_metrics use_legacy_prediction_loop push_to_hub resume_from_checkpoint
+hub_model_id hub_strategy hub_token hub_private_repo hub_always_push gradient_checkpointing
+gradient_checkpointing_kwargs include_inputs_for_metrics include_for_metrics eval_do_concat_batches fp16_backend
+evaluation_strategy push_to_hub_model_id push_to_hub_organization push_to_hub_token mp_parameters auto_find_batch_size
+full_determinism torchdynamo ray_scope ddp_timeout torch_compile torch_compile_backend torch_compile_mode
+dispatch_batches split_batches include_tokens_per_second include_num_input_tokens_seen neftune_noise_alpha
+optim_target_modules batch_eval_metrics eval_on_start use_liger_kernel eval_use_gather_object
+average_tokens_across_devices model_init_kwargs max_prompt_length num_generations max_completion_length
+ds3_gather_for_generation temperature top_p top_k min_p repetition_penalty cache_implementation use_vllm
+vllm_server_host vllm_server_port vllm_server_timeout vllm_guided_decoding_regex beta num_iterations epsilon
+epsilon_high reward_weights scale_rewards sync_ref_model ref_model_mixup_alpha ref_model_sync_steps log_completions
+vllm_device vllm_gpu_memory_utilization vllm_dtype vllm_max_model_len vllm_enable_prefix_caching
+model reward_funcs args train_dataset eval_dataset processing_class reward_processing_classes callbacks optimizers
+peft_config model_name dataset_name tags
+config_file num_processes num_machines main_process_ip machine_rank rdzv_backend server_ip tensor_parallel_size
+"""
+
+_DATA = """
+tokenizer train_files val_files prompt_key max_prompt_length max_response_length train_batch_size return_raw_input_ids
+return_raw_chat return_full_prompt shuffle filter_overlong_prompts filter_overlong_prompts_workers truncation image_key
+trust_remote_code custom_cls.path custom_cls.name path response_key data_source_key reward_model_key
+"""
+_MODEL = """
+path external_lib external_libs override_config.model_config override_config.moe_config.freeze_moe_router
+enable_gradient_checkpointing enable_activation_offload trust_remote_code use_remove_padding
+"""
+_ACTOR = """
+strategy ppo_mini_batch_size ppo_micro_batch_size ppo_micro_batch_size_per_gpu use_dynamic_bsz ppo_max_token_len_per_gpu
+grad_clip clip_ratio entropy_coeff use_kl_loss use_torch_compile kl_loss_coef kl_loss_type ppo_epochs data_loader_seed
+shuffle ulysses_sequence_parallel_size optim.lr optim.lr_warmup_steps optim.lr_warmup_steps_ratio optim.min_lr_ratio
+optim.num_cycles optim.warmup_style optim.total_training_steps fsdp_config.wrap_policy.min_num_params
+fsdp_config.wrap_policy.transformer_layer_cls_to_wrap fsdp_config.param_offload fsdp_config.optimizer_offload
+fsdp_config.fsdp_size checkpoint.save_contents checkpoint.load_contents
+"""
+_REF = """
+fsdp_config.param_offload fsdp_config.wrap_policy.min_num_params log_prob_micro_batch_size
+log_prob_micro_batch_size_per_gpu log_prob_use_dynamic_bsz log_prob_max_token_len_per_gpu ulysses_sequence_parallel_size
+"""
+_ROLLOUT = """
+name temperature top_k top_p prompt_length response_length dtype gpu_memory_utilization ignore_eos enforce_eager
+free_cache_engine load_format tensor_model_parallel_size max_num_batched_tokens max_num_seqs log_prob_micro_batch_size
+log_prob_micro_batch_size_per_gpu log_prob_use_dynamic_bsz log_prob_max_token_len_per_gpu do_sample
+engine_kwargs.vllm.swap_space engine_kwargs.vllm.disable_mm_preprocessor_cache engine_kwargs.sglang.attention_backend n
+val_kwargs.top_k val_kwargs.top_p val_kwargs.temperature val_kwargs.n val_kwargs.do_sample
+"""
+_OPTIM = """
+optimizer lr clip_grad total_training_steps lr_warmup_init lr_warmup_steps lr_warmup_steps_ratio lr_decay_steps
+lr_decay_style min_lr weight_decay weight_decay_incr_style lr_wsd_decay_style lr_wsd_decay_steps
+use_checkpoint_opt_param_scheduler warmup_steps_ratio lr_scheduler
+"""
+_REWARD_MODEL = """
+enable model.input_tokenizer model.path model.external_lib model.trust_remote_code model.fsdp_config.min_num_params
+model.fsdp_config.param_offload micro_batch_size_per_gpu max_length reward_manager
+"""
+_ALGORITHM = """
+gamma gemma lam adv_estimator use_kl_in_reward kl_penalty kl_ctrl.type kl_ctrl.kl_coef kl_ctrl.horizon kl_ctrl.target_kl
+"""
+_TRAINER = """
+total_epochs project_name experiment_name logger log_val_generations nnodes n_gpus_per_node save_freq val_before_train
+test_freq critic_warmup default_hdfs_dir default_local_dir resume_mode resume_from_path remove_previous_ckpt_in_save
+del_local_ckpt_after_load ray_wait_register_center_timeout
+"""
+_SFT_MODEL = """
+partial_pretrain fsdp_config.model_dtype fsdp_config.wrap_policy.min_num_params fsdp_config.cpu_offload
+fsdp_config.offload_params external_lib enable_gradient_checkpointing trust_remote_code lora_rank lora_alpha
+target_modules use_liger
+"""
+_SECTIONS = {
+    "data": _DATA,
+    "actor_rollout_ref.model": _MODEL,
+    "actor_rollout_ref.actor": _ACTOR,
+    "actor_rollout_ref.ref": _REF,
+    "actor_rollout_ref.rollout": _ROLLOUT,
+    "actor_rollout_ref": "hybrid_engine",
+    "optim": _OPTIM,
+    "reward_model": _REWARD_MODEL,
+    "custom_reward_function": "path name",
+    "custom_cls": "path name",
+    "algorithm": _ALGORITHM,
+    "trainer": _TRAINER,
+    "model": _SFT_MODEL,
+}
+VERL = [f"{section}.{key}" for section, keys in _SECTIONS.items() for key in keys.split()]
+
+AXOLOTL = """
+rl base_model datasets datasets.path datasets.name datasets.split datasets.type datasets.ds_type datasets.data_files
+datasets.field_messages datasets.field_chosen datasets.field_rejected datasets.message_property_mappings datasets.roles
+type.field_prompt type.field_system type.field_chosen type.field_rejected type.field_completion type.field_label
+type.prompt_format type.chosen_format type.rejected_format type.completion_format
+chat_template orpo_alpha rl_beta kto_desirable_weight kto_undesirable_weight simpo_gamma cpo_alpha remove_unused_columns
+gradient_checkpointing gradient_checkpointing_kwargs gradient_checkpointing_kwargs.use_reentrant
+vllm vllm.host vllm.port vllm.tensor_parallel_size vllm.gpu_memory_utilization vllm.dtype vllm.max_model_len
+trl.use_vllm trl.vllm_server_host trl.vllm_server_port trl.vllm_server_timeout trl.beta trl.max_completion_length
+trl.num_generations trl.reward_funcs trl.reward_weights trl.rollout_func trl.loss_type trl.multi_objective_aggregation
+context_parallel_size rl_adapter_ref_model --num-processes
+"""
+
+HARMONY = """
+SFT PPO GRPO DPO dataset model policy_model value_model grader lr lr_policy lr_value samples_per_batch
+samples_per_mini_batch max_grad_norm kl_beta max_num_ppo_steps completions_per_sample beta spawn_train tp world_size ctx
+client CombinedGrader setup model.save save_model_safely InputConfig
+"""
+
+ALL = {"TRL": TRL.split(), "VERL": VERL, "AXOLOTL": AXOLOTL.split(), "HARMONY": HARMONY.split()}

@@ -1,0 +1,78 @@
+"""Real processes on this machine that run as one."""
+
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from tests.conftest import OPTIMIZATION, ROOT
+
+
+class Ended(NamedTuple):
+    """How a process ended."""
+
+    code: int
+    out: str
+    err: str
+
+
+def free_port() -> int:
+    """A port that nobody listens on."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        return free.getsockname()[1]
+
+
+def start(
+    count: int, folder: Path, arguments: Sequence[str], environment: Sequence[Mapping[str, str]] | None = None
+) -> list[subprocess.Popen[str]]:
+    """`count` processes of the same Python command line; each with JAXRL_ variables, or those of `environment`."""
+    port = free_port()
+    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    shared = os.environ | {"PYTHONPATH": path, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": OPTIMIZATION}
+    processes = []
+    for index in range(count):
+        own = {
+            "JAXRL_COORDINATOR": f"localhost:{port}",
+            "JAXRL_PROCESS_COUNT": str(count),
+            "JAXRL_PROCESS_INDEX": str(index),
+        }
+        processes.append(
+            subprocess.Popen(
+                [sys.executable, *arguments],
+                cwd=folder,
+                env={**shared, **(own if environment is None else environment[index])},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+        )
+    return processes
+
+
+def finish(processes: Sequence[subprocess.Popen[str]], timeout: float) -> list[Ended]:
+    """How each ended; raises TimeoutExpired, and kills all, when one is still there after `timeout` seconds."""
+    try:
+        texts = [process.communicate(timeout=timeout) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    return [
+        Ended(process.returncode, "".join(line for line in out.splitlines(True) if not line.startswith("[Gloo]")), err)
+        for process, (out, err) in zip(processes, texts, strict=True)
+    ]
+
+
+@pytest.fixture
+def together(tmp_path) -> Callable[..., list[Ended]]:
+    """Runs a Python command line in several processes: `together(2, "-m", "jaxrl_llm.train", ...)`."""
+
+    def run(count: int, *arguments: str, environment=None, timeout: float = 300) -> list[Ended]:
+        return finish(start(count, tmp_path, arguments, environment), timeout)
+
+    return run

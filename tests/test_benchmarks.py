@@ -1,0 +1,133 @@
+"""The benchmarks' own parts, and the profile of training steps."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+
+from benchmarks import folders, limits, meter, run, table
+from benchmarks.cases import PROMPT, SHAPES, lengths, prompts, texts, useful_tokens, word, words
+from benchmarks.ours import fit
+from jaxrl_llm.config import ConfigError, default
+from jaxrl_llm.models.model import describe
+from jaxrl_llm.training.metrics import Stopwatch
+from jaxrl_llm.training.profile import Profiler, phase_table, profiled_steps
+
+
+def test_the_tokenizer_reads_words_as_their_ids(tmp_path):
+    model = describe(folders.folder_of("toy", tmp_path))
+    rows = texts(20, 30)
+    assert all(model.tokenizer(words(row)).input_ids == row.tolist() for row in rows)
+    assert model.tokenizer(words(rows[0]) + words(rows[1])).input_ids == [*rows[0], *rows[1]]
+    assert word(12) != word(21) and len({word(i) for i in range(49152)}) == 49152
+
+
+def test_the_model_folder_has_the_shape(tmp_path):
+    model = describe(folders.folder_of("toy", tmp_path))
+    c = SHAPES["toy"].config
+    assert (model.net.config.width, model.net.config.layers) == (c["hidden_size"], c["num_hidden_layers"])
+    made = sum(int(np.prod(size)) for size in folders.tensor_shapes(c).values())
+    assert made == sum(int(np.prod(x.shape)) for x in jax.tree.leaves(model.params))
+
+
+def test_lengths_and_prompts():
+    shape = SHAPES["smollm2"]
+    assert prompts(shape).shape == (4, PROMPT) and lengths(shape).max() <= shape.longest
+    assert useful_tokens("rollout_full", shape) == 4 * 4 * 32
+    assert useful_tokens("grpo_geometric", shape) == lengths(shape).sum()
+
+
+def test_flops_by_hand():
+    # A layer of toy: q and o 32x32, k and v 32x16, gate, up and down 32x64; the head is 32x49152.
+    layer = 2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 64
+    assert limits.pass_flops(SHAPES["toy"], 10, 3) == 2 * (2 * layer * 10 + 32 * 49152 * 3)
+    assert limits.update_tokens("grpo", SHAPES["toy"]) == (2 * PROMPT + 32, 32)
+    assert limits.update_tokens("dpo", SHAPES["toy"]) == (2 * PROMPT + 4 * 16, 4 * 16)
+
+
+def test_the_meter_takes_five_short_or_three_long_intervals():
+    def intervals(compiles, *seconds):
+        found = meter.Meter(compiles)
+        for one in seconds:
+            if found.enough():
+                break
+            found.rows.append({"seconds": one, "others": 0.0})
+        return len(found.rows), found.summary()["seconds"]
+
+    assert intervals(True, 9, *[1.0, 2.0, 3.0, 2.5, 1.5, 7.0, 7.0]) == (6, 2.0)
+    assert intervals(True, 9, *[4.0] * 9) == (4, 4.0)
+    assert intervals(False, *[11.0] * 9) == (3, 11.0)
+    assert intervals(False, *[5.0] * 9) == (4, 5.0)
+
+
+def test_a_fit_of_a_line():
+    found = fit([(1000 * n, 0.5 + 2.0 * n) for n in (1, 2, 4, 8, 16)])
+    assert found["seconds"] == pytest.approx(2.0) and found["fixed"] == pytest.approx(0.5)
+    assert found["r2"] == pytest.approx(1.0) and found["power"] == pytest.approx(np.log(32.5 / 2.5) / np.log(16))
+
+
+def test_the_table_has_ratios_and_names_what_failed():
+    tasks = {
+        "toy/grpo/jaxrl_llm": {"seconds": 2.0, "first": 9.0, "peak_gb": 1.0, "useful": 0.95, "time/update": 1.0},
+        "toy/grpo/trl": {"seconds": 8.0, "peak_gb": 3.0},
+        "toy/grpo/tunix": {"error": "not installed: no network"},
+        "toy/grpo/limit": {"seconds": 1.0, "time/update": 0.7, "update_flops": 5e9, "matrix_rate": 1e10,
+                           "bandwidth": 1e10},
+    }  # fmt: skip
+    text = table.text_of({"machine": "a test", "tasks": tasks})
+    assert "4.00x (8 s)" in text and "| failed |" in text and "- toy/grpo/tunix: not installed: no network" in text
+    assert "| 50% | 0.95 | 1.00 | 3.00 |" in text and "| 70% | 5 | 50% |" in text
+
+
+def test_a_peer_that_cannot_be_installed_is_reported_and_a_run_goes_on(tmp_path, capsys):
+    store = tmp_path / "performance.json"
+    store.write_text(json.dumps({"tasks": {"toy/sft/jaxrl_llm": {"seconds": 1.0, "first": 2.0, "peak_gb": 0.5},
+                                           "toy/sft/limit": {"seconds": 0.5}}}))  # fmt: skip
+    none = str(tmp_path / "no" / "python")
+    (tmp_path / "no").mkdir()
+    (tmp_path / "no" / "python").write_text("#!/bin/sh\necho no such module >&2\nexit 1\n")
+    (tmp_path / "no" / "python").chmod(0o755)
+    arguments = ["--models=toy", "--cases=sft", "--peers=trl", f"--trl-python={none}", f"--environments={tmp_path}"]
+    run.main([*arguments, f"--results={store}"])
+    found = json.loads(store.read_text())["tasks"]
+    assert found["toy/sft/jaxrl_llm"]["seconds"] == 1.0  # was there, and was not measured again
+    assert "no such module" in found["toy/sft/trl"]["error"] and "no such module" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_a_run_of_one_case(tmp_path):
+    arguments = ["--models=toy", "--cases=grpo,rollout_geometric", "--peers=", "--intervals=1"]
+    run.main([*arguments, f"--environments={tmp_path}", f"--results={tmp_path / 'performance.json'}"])
+    text = (tmp_path / "performance.md").read_text()
+    assert "GRPO step, beta 0" in text and "Not measured" not in text
+
+
+def test_steps_to_profile():
+    assert profiled_steps(None) is None and profiled_steps("4") == (4, 4) and profiled_steps("3-5") == (3, 5)
+    for wrong in ("", "0", "5-3", "a", "3,5"):
+        with pytest.raises(ConfigError, match=r"logging\.profile_steps"):
+            profiled_steps(wrong)
+
+
+def test_phases_by_hand():
+    text = phase_table({"rollout": 3.0, "update": 6.0, "data": 0.0}, 10.0, 3, 5)
+    rows = [line.split() for line in text.splitlines()[2:]]
+    assert rows == [
+        ["update", "6.000", "2.000", "60.0%"], ["rollout", "3.000", "1.000", "30.0%"],
+        ["other", "1.000", "0.333", "10.0%"], ["all", "10.000", "3.333", "100.0%"],
+    ]  # fmt: skip
+
+
+def test_a_profile_of_a_step(tmp_path):
+    config, watch, shown = default(), Stopwatch(), []
+    config.logging.profile_steps = "2"
+    with Profiler(config, tmp_path, watch, shown.append) as profiler:
+        for step in (1, 2, 3):
+            profiler.begin(step)
+            with watch("update"):
+                np.linalg.norm(np.ones((200, 200)))
+            profiler.end(step)
+    (text,) = shown
+    assert (tmp_path / "profile" / "phases.txt").read_text() in text and "update" in text
+    assert list((tmp_path / "profile").rglob("*.xplane.pb"))
