@@ -222,7 +222,7 @@ def test_contradictions_are_named(keys, words):
 
 def test_adafactor_statistics_are_not_cut_like_their_parameters():
     class Mesh:
-        shape = {"data": 1, "fsdp": 2, "tensor": 2}  # noqa: RUF012
+        shape = {"data": 1, "fsdp": 2, "tensor": 2, "context": 1, "expert": 1}  # noqa: RUF012
 
     assert tuple(parameter_spec("0/layers/attention/v/kernel", (2, 4, 8), Mesh)) == (None, "fsdp", "tensor")
     assert tuple(parameter_spec("0/v_row/layers/attention/v/kernel", (2, 4), Mesh)) == ()
