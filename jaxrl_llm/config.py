@@ -6,7 +6,7 @@
 import json
 import math
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import ml_collections
@@ -71,7 +71,7 @@ def validate(config: ConfigDict) -> None:
 
 def check_keys(config: ConfigDict) -> None:
     """Raises ConfigError for the first unknown or missing key, or value that its key does not take."""
-    values = dict(_flatten(config))
+    values = _settings(config)
     for name in values:
         if name not in _BY_NAME:
             raise ConfigError(f"there is no key {name}; the closest is {closest(name, _BY_NAME)}")
@@ -363,19 +363,28 @@ def from_json(text: str) -> ConfigDict:
     if not isinstance(tree, dict):
         raise ConfigError(f"the configuration must be a JSON object, but is a {type(tree).__name__}")
     config = default()
-    for name, value in _flatten(tree):
+    for name, value in _settings(tree).items():
         assign(config, name, value)
     validate(config)
     return config
 
 
-def _flatten(tree: Mapping[str, Any] | ConfigDict, prefix: str = "") -> Iterable[tuple[str, Any]]:
+def flat(tree: Mapping[str, Any] | ConfigDict, prefix: str = "") -> dict[str, Any]:
+    """The leaves of nested dictionaries by their full names, `{"optimizer.learning_rate": 1e-6}`; an empty dictionary
+    is a leaf."""
+    found: dict[str, Any] = {}
     for name in tree:
         value = tree[name]
-        if isinstance(value, Mapping | ConfigDict):
-            yield from _flatten(value, f"{prefix}{name}.")
+        if isinstance(value, Mapping | ConfigDict) and len(value):
+            found |= flat(value, f"{prefix}{name}.")
         else:
-            yield f"{prefix}{name}", value
+            found[f"{prefix}{name}"] = value
+    return found
+
+
+def _settings(tree: Mapping[str, Any] | ConfigDict) -> dict[str, Any]:
+    """The leaves of the tree, without sections that are empty."""
+    return {name: x for name, x in flat(tree).items() if not isinstance(x, Mapping | ConfigDict)}
 
 
 def assign(config: ConfigDict, name: str, value: Any) -> None:

@@ -34,7 +34,7 @@ from jax.experimental import multihost_utils
 from orbax.checkpoint import multihost
 
 from jaxrl_llm import meeting
-from jaxrl_llm.config import ConfigDict, ConfigError, default, to_json
+from jaxrl_llm.config import ConfigDict, ConfigError, default, flat, to_json
 from jaxrl_llm.meeting import Place
 
 VARIABLES = {
@@ -201,7 +201,7 @@ def _check_devices() -> None:
 def _introduce(config: ConfigDict) -> list[str]:
     """The host of every process; raises AgreedError for the first difference from process 0."""
     versions = {f"the version of {name}": _version(name) for name in ("jaxrl_llm", "jax", "jaxlib", "transformers")}
-    own = {"host": socket.gethostname(), "facts": versions | _flat(json.loads(to_json(config)))}
+    own = {"host": socket.gethostname(), "facts": versions | flat(json.loads(to_json(config)))}
     all_of_them = gather(own)
     first = all_of_them[0]["facts"]
     for index, other in enumerate(all_of_them):
@@ -221,13 +221,6 @@ def _version(package: str) -> str | None:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return None  # run from a checkout that was never installed
-
-
-def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for name, value in tree.items():
-        flat |= _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
-    return flat
 
 
 def gather(value: Any) -> list[Any]:

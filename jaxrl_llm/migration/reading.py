@@ -1,5 +1,7 @@
-"""What a file of another library says, as a `Source`: YAML, JSON, a shell script, or a Python script. Nothing is "
-"run."""
+"""What a file of another library says, as a `Source`: YAML, JSON, a shell script, or a Python script.
+
+Nothing is run.
+"""
 
 import json
 import re
@@ -10,6 +12,7 @@ from typing import Any
 
 import yaml
 
+from jaxrl_llm.config import flat
 from jaxrl_llm.migration.draft import Source
 from jaxrl_llm.migration.scripts import read_script
 from jaxrl_llm.migration.shell import commands
@@ -81,17 +84,6 @@ def _of_tree(tree: dict[str, Any], path: str, system: str, trainer: str) -> Sour
     if system == "verl":
         return Source("verl", trainer, _resolved(flat(tree)), path)
     return Source(system, trainer or str(tree.pop("trainer", "") if system == "trl" else ""), tree, path)
-
-
-def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """The tree as `a.b.c` keys; an empty dictionary is a value."""
-    found: dict[str, Any] = {}
-    for key, value in tree.items():
-        if isinstance(value, Mapping) and value:
-            found |= flat(value, f"{prefix}{key}.")
-        else:
-            found[f"{prefix}{key}"] = value
-    return found
 
 
 def _resolved(given: dict[str, Any]) -> dict[str, Any]:

@@ -1,7 +1,5 @@
 """The layouts that batches of full-length rows get, as shapes; see training/packing.py."""
 
-import contextlib
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -43,8 +41,7 @@ def lay_out(config, net: Net, mesh: Mesh, objective: Objective, widths: tuple[in
         decides = sample
         if config.algorithm.name not in OFFLINE:
             decides = packing.sampled_rows(rows, config.rollout.group_size, widths[0], widths[1] - widths[0])
-        with _sizes_of(accelerator):
-            packer = make_packer(config, net.config, mesh, objective, decides)
+        packer = make_packer(config, net.config, mesh, objective, decides, "accelerator" if accelerator else None)
     if packer.sizes is None:
         return Laid()
     columns, reads = net.config.vocab_size, packer.reads
@@ -57,8 +54,7 @@ def lay_out(config, net: Net, mesh: Mesh, objective: Objective, widths: tuple[in
         (own, turns), observed = _shapes(sample, mask, packer.sizes, mesh, columns), None
     all_rows = batch_rows(config) // shards
     sample = _sample(config, all_rows, widths)
-    sizes = packer.sizes._replace(together=False, last=False, parts=packer.sizes.parts * max(all_rows // rows, 1))
-    passing, passing_turns = _shapes(sample, sample.mask, sizes, mesh, columns)
+    passing, passing_turns = _shapes(sample, sample.mask, packer.passing_sizes(all_rows), mesh, columns)
     return Laid(own, observed, passing, turns, passing_turns)
 
 
@@ -70,18 +66,6 @@ def _sample(config, rows: int, widths: tuple[int, int]) -> Sample:
     tokens = np.where(columns < prompt, numbers // group, numbers).astype(np.int32)
     mask = np.broadcast_to((columns >= prompt).astype(np.float32), tokens.shape)
     return Sample(tokens, np.ones_like(tokens), mask, prompt)
-
-
-@contextlib.contextmanager
-def _sizes_of(accelerator: bool) -> Iterator[None]:
-    """Micro-batches of the size that accelerators get, though this process computes on CPU."""
-    kept = dict(packing.FEWEST)
-    if accelerator:
-        packing.FEWEST.clear()
-    try:
-        yield
-    finally:
-        packing.FEWEST.update(kept)
 
 
 def _shapes(sample: Sample, mask, sizes: Sizes, mesh: Mesh, vocabulary: int) -> tuple[Layout, Turns]:

@@ -5,9 +5,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jaxrl_llm.config import default
+from jaxrl_llm.config import default, flat
 from jaxrl_llm.names import ConfigError
-from jaxrl_llm.training.loggers import flat
 from jaxrl_llm.training.metric_names import shown_names
 from jaxrl_llm.training.metrics import METRICS, read_metrics
 

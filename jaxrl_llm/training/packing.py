@@ -68,10 +68,14 @@ class Packer:
         """The layout of rows `[N,T]` for a pass that reads the log-probs or values of the tokens in the mask."""
         if self.sizes is None:
             return None
-        parts = self.sizes.parts * max(len(tokens) // row_shards(self.mesh) // self.rows, 1)
-        sizes = self.sizes._replace(together=False, last=False, parts=parts)
+        sizes = self.passing_sizes(len(tokens) // row_shards(self.mesh))
         tokens, segments, mask = local_rows((tokens, segments, mask))
         return self._planned(tokens, segments, mask, sizes)
+
+    def passing_sizes(self, rows: int) -> Sizes:
+        """The sizes of a pass over so many rows in a shard."""
+        assert self.sizes is not None
+        return self.sizes._replace(together=False, last=False, parts=self.sizes.parts * max(rows // self.rows, 1))
 
     def _planned(self, tokens, segments, mask, sizes: Sizes) -> Layout:
         shards = row_shards(self.mesh) // jax.process_count()
@@ -84,9 +88,10 @@ class Packer:
         return rows_to_global(layout, self.mesh)
 
 
-def make_packer(config, net: ModelConfig, mesh: Mesh, objective: Objective, sample: Sample | None) -> Packer:
+def make_packer(config, net: ModelConfig, mesh: Mesh, objective: Objective, sample: Sample | None,
+                backend: str | None = None) -> Packer:  # fmt: skip
     """The packer of a run of `config`; without a sample, on several devices, or where nothing is saved, "auto" packs
-    nothing.
+    nothing. `backend` is what the run computes on, this process's own unless given.
 
     Raises ConfigError where `batch.packing` is true and cannot be, and for sizes that hold no row.
     """
@@ -101,7 +106,8 @@ def make_packer(config, net: ModelConfig, mesh: Mesh, objective: Objective, samp
             raise ConfigError(f"batch.{wanted}, but {reason}")
         return nothing
     assert sample is not None
-    sizes, cost = packed_sizes(config, net, mesh, reads, sample)
+    fewest = FEWEST.get(backend or jax.default_backend(), FEWEST_ELSEWHERE)
+    sizes, cost = packed_sizes(config, net, mesh, reads, sample, fewest)
     forced = batch.packing == "true" or batch.microbatch_tokens
     balances = net.experts and net.router_aux_loss_coef  # their evenness is asked of each micro-batch by itself
     gains = mesh.size == 1 and cost <= SAVES * _unpacked_cost(net, reads, sample)
@@ -127,8 +133,12 @@ def _why_not(config, net: ModelConfig, mesh: Mesh, sample: Sample | None) -> str
     return None
 
 
-def packed_sizes(config, net: ModelConfig, mesh: Mesh, reads: Reads, sample: Sample) -> tuple[Sizes, float]:
-    """The sizes with which the rows of the sample take the least time, and that time in floating-point operations."""
+def packed_sizes(config, net: ModelConfig, mesh: Mesh, reads: Reads, sample: Sample,
+                 fewest: int) -> tuple[Sizes, float]:  # fmt: skip
+    """The sizes with which the rows of the sample take the least time, and that time in floating-point operations.
+
+    `fewest` are the packed tokens of a micro-batch where the configuration does not say how many.
+    """
     rows, width = sample.tokens.shape
     group = math.gcd(rows_together(config), rows)
     mask = sample.segments != 0 if reads.unmasked else sample.mask
@@ -140,17 +150,17 @@ def packed_sizes(config, net: ModelConfig, mesh: Mesh, reads: Reads, sample: Sam
     start = Sizes(0, 1, rows, 1, group, together, last=reads.last, whole=net.experts > 0)
     found: list[tuple[float, Sizes]] = []
     for length in _lengths(config, arrays, group, budget):
-        sizes, packed_rows, logits = _fitted(arrays, start._replace(length=length), budget)
+        sizes, packed_rows, logits = _fitted(arrays, start._replace(length=length), budget, fewest)
         found.append((packed_rows * length * _per_token(net, length) + logits * _per_logit(net, reads), sizes))
     cost, sizes = min(found)
     return sizes, cost
 
 
-def _fitted(arrays: Arrays, sizes: Sizes, budget: int | None) -> tuple[Sizes, int, int]:
+def _fitted(arrays: Arrays, sizes: Sizes, budget: int | None, fewest: int) -> tuple[Sizes, int, int]:
     """The sizes for packed rows of that length, how many of those the arrays need, and their scored tokens."""
     rows, width = arrays[0].shape
     packed, most, read = needs(*arrays, sizes._replace(together=False))
-    tokens = budget or max(FEWEST.get(jax.default_backend(), FEWEST_ELSEWHERE), packed * sizes.length // PARTS)
+    tokens = budget or max(fewest, packed * sizes.length // PARTS)
     count = max(1, round(packed / max(tokens // sizes.length, 1)))
     held = max(-(-packed // count), 2 if sizes.together else 1)
     room = max(4 * held * sizes.length // width, held * most, 2 * sizes.group if sizes.together else 1)

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from jaxrl_llm.config import ConfigDict
+from jaxrl_llm.config import ConfigDict, flat
 from jaxrl_llm.names import ConfigError
 
 # Backend -> the package it imports, and the name pip knows it by.
@@ -58,17 +58,6 @@ def identity_of(config: ConfigDict, folder: Path, resume_step: int | None) -> Id
     """The Identity of the run of `config` in `folder`; without `logging.run_name` its name is that of the folder."""
     name = config.logging.run_name or folder.resolve().name
     return Identity(config.logging.project, name, flat(config.to_dict()), folder, resume_step)
-
-
-def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """The leaves of nested dictionaries by their full names, `{"optimizer.learning_rate": 1e-6}`."""
-    found: dict[str, Any] = {}
-    for name, value in tree.items():
-        if isinstance(value, Mapping) and value:
-            found |= flat(value, f"{prefix}{name}.")
-        else:
-            found[f"{prefix}{name}"] = value
-    return found
 
 
 def start(name: str, run: Identity) -> Backend:
