@@ -36,8 +36,8 @@ from jaxrl_llm.training.objectives import policy_gradient
 from jaxrl_llm.training.optimizers import make_optimizer
 from jaxrl_llm.training.packing import Sample, make_packer
 from jaxrl_llm.training.update import init_state, make_update
-from tests.training.test_packing import GROUP, config_of, online_batch
-from tests.training.test_packing import SHAPE as PACKED
+from tests.training.test_packed_updates import GROUP, config_of, online_batch
+from tests.training.test_packed_updates import SHAPE as PACKED
 
 # Warnings of the compiler are looked for, and programs that are taken from a folder give none.
 jax.config.update("jax_enable_compilation_cache", False)

@@ -9,6 +9,7 @@ ROOT = Path(__file__).parent.parent
 
 def test_every_configuration_and_command_is_named(monkeypatch):
     monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("COLUMNS", "120")
     text = welcome()
     for path in (ROOT / "configs").glob("*.py"):
         if "def get_config(" in path.read_text(encoding="utf-8"):
