@@ -26,6 +26,7 @@ from benchmarks.cases import (
 from benchmarks.meter import Meter, report
 from benchmarks.task import Task
 from jaxrl_llm.config import ConfigDict, default
+from jaxrl_llm.heap import keep_freed
 from jaxrl_llm.rollout.engine import Engine
 from jaxrl_llm.training.build import Run, build, build_mesh
 from jaxrl_llm.training.update import whole
@@ -171,6 +172,7 @@ def fit(points: list[tuple[int, float]]) -> dict[str, float]:
 
 def main(argv: list[str]) -> None:
     """The command line: one task."""
+    keep_freed()
     job = task.read(argv)
     meter = Meter(least=job.least)
     if job.case == "scaling":

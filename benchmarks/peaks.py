@@ -1,4 +1,8 @@
-"""Plans against what runs really need: `python -m benchmarks.peaks` prints the table of docs/plan.md.
+"""Plans against what runs really need: writes benchmarks/results/peaks.json and the table of docs/plan.md.
+
+    python -m benchmarks.peaks             # the cases that are missing
+    python -m benchmarks.peaks --again     # all cases anew
+    python -m benchmarks.peaks --page      # the table alone
 
 Each case runs in a process of its own, on this machine's CPU: the configuration is planned, then two real steps are
 made, and the second one's largest resident memory, less that before anything was built, is set beside the plan's peak.
@@ -15,7 +19,10 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from benchmarks.marks import put
+
 ROOT = Path(__file__).parent.parent
+STORE, PAGE = ROOT / "benchmarks" / "results" / "peaks.json", ROOT / "docs" / "plan.md"
 # A config file, the width of the model, and other keys.
 CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
     "grpo, 85 M parameters": ("grpo.py", 768, {"batch.prompts": 16, "batch.microbatch_rows": 32}),
@@ -93,22 +100,41 @@ def child(case: str) -> dict[str, float]:
     return {"planned": plan.peak.peak, "held": sum(plan.held.values()), "measured": measured}
 
 
+def measure(again: bool) -> dict[str, dict[str, float]]:
+    """All cases; those that are stored already are kept unless `again`."""
+    store = json.loads(STORE.read_text()) if STORE.is_file() and not again else {}
+    for case in CASES:
+        if case in store:
+            continue
+        command = [sys.executable, "-m", "benchmarks.peaks", f"--child={case}"]
+        output = subprocess.run(command, cwd=ROOT, check=True, text=True, stdout=subprocess.PIPE).stdout
+        line = next(line for line in output.splitlines() if line.startswith("RESULT "))
+        store[case] = json.loads(line.removeprefix("RESULT "))
+        STORE.write_text(json.dumps(store, indent=1) + "\n")
+        print(f"{case}: {store[case]}", flush=True)
+    return store
+
+
+def table(store: dict[str, dict[str, float]]) -> str:
+    """The table of docs/plan.md."""
+    lines = ["| run | held, MB | planned peak, MB | measured peak, MB | measured / planned |", "|---|---|---|---|---|"]
+    for case, found in store.items():
+        held, planned, measured = (found[name] / 1e6 for name in ("held", "planned", "measured"))
+        lines.append(f"| {case} | {held:.0f} | {planned:.0f} | {measured:.0f} | {measured / planned:.2f} |")
+    return "\n".join(lines) + "\n"
+
+
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--again", action="store_true", help="measure cases anew that are stored")
+    parser.add_argument("--page", action="store_true", help="write the table alone")
     parser.add_argument("--child", help="one case, in this process")
-    parser.add_argument("cases", nargs="*", default=list(CASES), help="cases; all without")
     arguments = parser.parse_args()
     if arguments.child:
         print("RESULT " + json.dumps(child(arguments.child)))
         return
-    print("| run | held, MB | planned peak, MB | measured peak, MB | measured / planned |\n|---|---|---|---|---|")
-    for case in arguments.cases:
-        command = [sys.executable, "-m", "benchmarks.peaks", f"--child={case}"]
-        output = subprocess.run(command, cwd=ROOT, check=True, text=True, stdout=subprocess.PIPE).stdout
-        found = json.loads(next(x for x in output.splitlines() if x.startswith("RESULT ")).removeprefix("RESULT "))
-        held, planned, measured = (found[name] / 1e6 for name in ("held", "planned", "measured"))
-        print(f"| {case} | {held:.0f} | {planned:.0f} | {measured:.0f} | {measured / planned:.2f} |", flush=True)
+    put(PAGE, "peaks", table(json.loads(STORE.read_text()) if arguments.page else measure(arguments.again)))
 
 
 if __name__ == "__main__":

@@ -17,10 +17,11 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from benchmarks.marks import put
+
 ROOT = Path(__file__).parent.parent
 STORE = ROOT / "benchmarks" / "results" / "scaling.json"
 PAGE = ROOT / "docs" / "plan.md"
-BEGIN, END = "<!-- scaling: written by python -m benchmarks.scaling -->", "<!-- end of scaling -->"
 DEVICES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 REAL = (1, 2, 4, 8)
 ROWS, PART = 1024, 4  # of a strong step; of a micro-batch in each row shard
@@ -130,31 +131,28 @@ def tables(store: dict[str, Any]) -> str:
         points = {int(n): point["compiled"][kind] for n, point in store.items()}
         rows = f"{ROWS} rows" if scaling == "strong" else "8 rows for each device"
         lines += [f"\n**{kind.removesuffix(', weak')}, {scaling}: {rows} of 768 tokens.**\n"]
-        lines += ["| devices | mesh | TFLOPs | of an equal share | arguments, GB | sends, GB | FLOPs for a byte sent |"]
-        lines += ["|---|---|---|---|---|---|---|"]
+        lines += [
+            "| devices | mesh | TFLOPs | of an equal share | arguments, GB | gathers, GB | reduces, GB | others, GB |"
+        ]
+        lines += ["|---|---|---|---|---|---|---|---|"]
         for n, x in sorted(points.items()):
             mesh = " x ".join(f"{name} {size}" for name, size in x["mesh"].items() if size > 1) or "1"
-            share, ratio = x["flops"] / x["traced_flops"], f"{x['flops'] / x['sent']:,.0f}" if x["sent"] else "-"
+            sent = {"gather": 0.0, "reduce": 0.0, "": 0.0}
+            for kind, size in x["collectives"].items():
+                sent[next(part for part in sent if part in kind.partition(" ")[0])] += size / 1e9
             lines.append(
-                f"| {n} | {mesh} | {x['flops'] / 1e12:.3g} | {share:.2f} | {x['arguments'] / 1e9:.3g} | "
-                f"{x['sent'] / 1e9:.3g} | {ratio} |"
+                f"| {n} | {mesh} | {x['flops'] / 1e12:.3g} | {x['flops'] / x['traced_flops']:.2f} | "
+                f"{x['arguments'] / 1e9:.3g} | {' | '.join(f'{size:.3g}' for size in sent.values())} |"
             )
     lines += [
         "\n**A real GRPO step of the embedded model, fsdp.**\n",
         "| devices | sum of token ids | loss | grad_norm |",
     ]
     lines += ["|---|---|---|---|"]
-    for n in REAL:
+    for n in (n for n in REAL if str(n) in store):
         x = store[str(n)]["real"]
         lines.append(f"| {n} | {x['tokens']:.0f} | {x['loss']:.7f} | {x['grad_norm']:.6f} |")
     return "\n".join(lines) + "\n"
-
-
-def write_page(store: dict[str, Any]) -> None:
-    """Puts the tables between their marks in docs/plan.md."""
-    text = PAGE.read_text()
-    before, rest = text.split(BEGIN)
-    PAGE.write_text(f"{before}{BEGIN}\n{tables(store)}{END}{rest.split(END)[1]}")
 
 
 def main() -> None:
@@ -167,7 +165,7 @@ def main() -> None:
     if arguments.child:
         child(arguments.child, list(KINDS))
         return
-    write_page(json.loads(STORE.read_text()) if arguments.page else measure(arguments.again))
+    put(PAGE, "scaling", tables(json.loads(STORE.read_text()) if arguments.page else measure(arguments.again)))
 
 
 if __name__ == "__main__":

@@ -13,9 +13,11 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from jaxrl_llm.compare import compare as compare
     from jaxrl_llm.config import ConfigError as ConfigError
     from jaxrl_llm.config import default as default_config
     from jaxrl_llm.evaluate import evaluate as evaluate
+    from jaxrl_llm.evaluate import evaluate_responses as evaluate_responses
     from jaxrl_llm.export import export as export
     from jaxrl_llm.generate import generate as generate
     from jaxrl_llm.models.model import Model as Model
@@ -28,8 +30,10 @@ __version__ = "0.1.0"
 __all__ = (
     "ConfigError",
     "Model",
+    "compare",
     "default_config",
     "evaluate",
+    "evaluate_responses",
     "export",
     "generate",
     "load_model",
@@ -42,8 +46,10 @@ __all__ = (
 _ORIGIN = {
     "ConfigError": ("config", "ConfigError"),
     "Model": ("models.model", "Model"),
+    "compare": ("compare", "compare"),
     "default_config": ("config", "default"),
     "evaluate": ("evaluate", "evaluate"),
+    "evaluate_responses": ("evaluate", "evaluate_responses"),
     "export": ("export", "export"),
     "generate": ("generate", "generate"),
     "load_model": ("models.model", "load_model"),

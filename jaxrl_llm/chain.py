@@ -47,7 +47,7 @@ def run_stages(stages: Mapping[str, ConfigDict]) -> dict[str, Result]:
 
 
 def is_finished(config: ConfigDict) -> bool:
-    """True when output_dir holds the trained model of a run with this configuration."""
+    """True when output_dir holds the trained model of a run with this configuration, one that a callback ended too."""
     folder = Path(config.output_dir)
     written = folder / "config.json"
     if not (folder / "hf" / "config.json").is_file() or not written.is_file():
@@ -57,7 +57,10 @@ def is_finished(config: ConfigDict) -> bool:
     if not folder_of(config).is_dir():
         return False
     with Checkpoints(folder_of(config), read_only=True) as checkpoints:
-        return checkpoints.latest() == config.total_steps
+        latest = checkpoints.latest()
+        if latest is None or latest == config.total_steps:
+            return latest is not None
+        return checkpoints.host(latest).get("callbacks", {}).get("end") == latest
 
 
 def main(argv: list[str]) -> None:

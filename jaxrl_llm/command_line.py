@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, NoReturn
 from jaxrl_llm import __version__
 from jaxrl_llm.config import ConfigDict, assign, check_keys, default, validate
 from jaxrl_llm.keys import KEYS, SECTIONS, Key
-from jaxrl_llm.names import ConfigError, closest, import_file, path_and_line
+from jaxrl_llm.names import ConfigError, closest, exit_code, import_file, path_and_line
 
 CONFIG_FILE = Key(
     "config", "", "Config file, such as configs/grpo.py; its get_config receives ARGUMENT. Without it: the defaults."
@@ -52,7 +52,7 @@ def run(main: Callable[[list[str]], None]) -> NoReturn:
         reported = _others() is not None and _others().report(error)
         if not reported:
             print(f"error: {_last_words(error)}", file=sys.stderr)
-        code = 2 if isinstance(error, ConfigError) else 130 if isinstance(error, KeyboardInterrupt) else 1
+        code = exit_code(error)
     except SystemExit as exit_:
         code = exit_.code
     if _others() is not None:
@@ -133,7 +133,9 @@ def _split(argv: Sequence[str], keys: dict[str, Key]) -> dict[str, str]:
             raise ConfigError(f"unexpected argument {flag!r}: every argument is a flag, --name=value; see --help")
         name, equals, text = flag[2:].partition("=")
         if name not in keys:
-            raise ConfigError(f"unknown flag --{name}; the closest is --{closest(name, keys)}; see --help")
+            known = {flag.removeprefix("config."): flag for flag in keys}
+            near = known[closest(name.removeprefix("config."), known)]
+            raise ConfigError(f"unknown flag --{name}; the closest is --{near}; see --help")
         if name in given:
             raise ConfigError(f"--{name} is given twice: {given[name]!r} and {text or flag!r}; keep one")
         if not equals and arguments and not arguments[0].startswith("--"):

@@ -5,6 +5,7 @@
 
 import json
 import math
+import re
 import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -47,6 +48,34 @@ def default() -> ConfigDict:
 def loss_names(config: ConfigDict) -> list[str]:
     """The names of the losses of `algorithm.loss`, which are joined by +, without their options."""
     return [split_options(part)[0] for part in config.algorithm.loss.split("+")]
+
+
+def eval_set(entry: Any) -> tuple[str, dict[str, int], dict[str, Any]]:
+    """One entry of `eval.sets`: the name of its set, what it says of `prompts` and `samples`, and where its rows are.
+
+    A text is `name=path` or `name=path(split='test', samples=16)`; a dictionary names its set with `set`. Raises
+    ConfigError when it has no name, or a number that it does not take.
+    """
+    if isinstance(entry, str):
+        name, _, written = entry.partition("=")
+        path, options = split_options(written)
+        entry = {"set": name.strip(), "path": path, **options}
+    options = dict(entry)
+    name = options.pop("set", None)
+    if not isinstance(name, str) or not re.fullmatch(r"[\w.-]+", name) or not (
+        options.get("path") or options.get("data_files")
+    ):  # fmt: skip
+        raise ConfigError(
+            f"eval.sets has {entry!r}, but it takes name=path, where the name is of letters, digits, _, - and ., or a "
+            "dictionary with set (the name) and path"
+        )
+    own = {key: options.pop(key) for key in ("prompts", "samples") if key in options}
+    for key, value in own.items():
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ConfigError(f"eval.sets: {key} of {name} is {value!r}, but it takes an integer of 1 or more")
+    if "split" in options:
+        options.setdefault("eval_split", options["split"])
+    return name, own, options
 
 
 def rows_together(config: ConfigDict) -> int:
@@ -126,9 +155,19 @@ def _check_together(config: ConfigDict) -> None:
         if size == 0:
             raise ConfigError(f"mesh.{axis} is 0, but it takes 1 or more, or -1 for the devices that the others leave")
     _check_data(config)
+    _check_eval(config)
     _check_optimizer(config)
     _check_lora(config)
     _check_checkpoint(config)
+    _check_callbacks(config)
+    _check_export(config.export)
+
+
+def _check_eval(config: ConfigDict) -> None:
+    """Raises ConfigError when the sets that are evaluated on cannot be read, or cannot be written to a file."""
+    for entry in config.eval.sets:
+        name, _, options = eval_set(entry)
+        _check_written(f"eval.sets, {name}", options)
 
 
 def _check_checkpoint(config: ConfigDict) -> None:
@@ -148,6 +187,28 @@ def _check_checkpoint(config: ConfigDict) -> None:
             f"checkpoint.best is {checkpoint.best!r}, but the steps that are saved (checkpoint.every = "
             f"{checkpoint.every}) are not those that are evaluated (eval.every = {every}): make eval.every divide it"
         )
+
+
+def _check_callbacks(config: ConfigDict) -> None:
+    """Raises ConfigError for a callback whose options cannot be read, or that waits for evaluations that never come."""
+    for spec in config.callbacks:
+        name, options = split_options(spec)
+        metric = str(options.get("metric", ""))
+        if name == "early_stopping" and metric.startswith("eval/") and config.eval.every <= 0:
+            raise ConfigError(
+                f"callbacks has {spec!r}, but nothing is evaluated while it trains (eval.every = {config.eval.every}): "
+                "set eval.every, or name a metric of every step"
+            )
+
+
+def _check_export(export: ConfigDict) -> None:
+    """Raises ConfigError for a repository that cannot be one, or settings of one where there is none."""
+    repo = export.push_to_hub
+    if repo is None and (export.private or export.overwrite):
+        which = "private" if export.private else "overwrite"
+        raise ConfigError(f"export.{which} is true, but nothing is pushed: set export.push_to_hub, or it to false")
+    if repo is not None and not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", repo):
+        raise ConfigError(f"export.push_to_hub is {repo!r}, but it takes a repository of the hub: OWNER/NAME")
 
 
 def _check_lora(config: ConfigDict) -> None:
@@ -292,18 +353,23 @@ def _check_data(config: ConfigDict) -> None:
     for source in data.sources:
         options = source if isinstance(source, Mapping) else split_options(source)[1]
         weights.append(options.get("weight"))
-        try:
-            json.dumps(dict(options))
-        except TypeError as error:
-            raise ConfigError(
-                f"data.sources has {source!r}, which cannot be written to a file ({error}): name functions by their "
-                "file, path/to/file.py:function, and give data in memory to train(config, train_dataset=...)"
-            ) from error
+        _check_written(f"data.sources has {source!r}", options)
     if data.packing and any(weight is not None for weight in weights):
         raise ConfigError(
             "data.sources are mixed by weight, which data.packing would undo: leave the weights out, or set "
             "data.packing to false"
         )
+
+
+def _check_written(what: str, options: Mapping[str, Any]) -> None:
+    """Raises ConfigError for the options of a source that config.json cannot hold."""
+    try:
+        json.dumps(dict(options))
+    except TypeError as error:
+        raise ConfigError(
+            f"{what}, which cannot be written to a file ({error}): name functions by their file, "
+            "path/to/file.py:function, and give data in memory to train(config, train_dataset=...)"
+        ) from error
 
 
 def _check_offline(config: ConfigDict) -> None:

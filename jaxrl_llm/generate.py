@@ -1,12 +1,14 @@
-"""Sample completions.
+"""Sample completions, or talk to a model.
 
     python -m jaxrl_llm.generate --model=runs/grpo/hf --prompt="sort:4821="
+    python -m jaxrl_llm.generate --model=runs/grpo/hf --interactive --against=embedded:sort
 
-One completion is printed as it is; several as JSON, one object {"prompt", "completion"} a line.
+One completion is printed as it is; several as JSON, one object {"prompt", "completion"} a line. `--interactive` reads
+lines, from a terminal or a pipe, and answers each; `--against` shows the answers of two models side by side.
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,8 @@ from jaxrl_llm.config import ConfigError
 from jaxrl_llm.data import sources
 from jaxrl_llm.data.chat import Prompt, decode_completion, is_conversational, render_prompt
 from jaxrl_llm.data.collate import pad_prompts
+from jaxrl_llm.heap import keep_freed
+from jaxrl_llm.interactive import Speaker, bucket, check_alone, converse
 from jaxrl_llm.keys import Key
 from jaxrl_llm.models.model import Model, load_model
 from jaxrl_llm.rollout.engine import Engine
@@ -43,7 +47,12 @@ FLAGS = (
     Key("model", "", "Hugging Face hub id, local folder (such as RUN/hf) or `embedded:<name>`."),
     Key("prompt", "", "Text to go on from."),
     Key("prompts_file", "", "File of prompts: .txt with one a line, or .jsonl, .json, .csv, .parquet with `prompt`."),
-    Key("chat", False, "Send each text as a user's message, in the model's chat template.", bool),
+    Key("chat", None,
+        "Send each text as a user's message, in the model's chat template; none is false, or, with --interactive, true "
+        "where the model has one.", bool),
+    Key("interactive", False, "Read one line after the other and answer each.", bool),
+    Key("against", "", "With --interactive: a second model, whose answers are shown beside."),
+    Key("system", "", "With --interactive: a system message that opens each conversation."),
     *SETTINGS,
     Key("dtype", "auto", "Type the network computes in; auto is float32 on CPU and bfloat16 on accelerators.",
         choices=("auto", "float32", "bfloat16", "float16")),
@@ -97,15 +106,20 @@ def _prompt_ids(model: Model, prompts: Any) -> list[list[int]]:
     return ids
 
 
-def _sample(model: Model, engine: Engine, ids: list[list[int]], seed: int) -> list[list[int]]:
-    """The completion ids of each row, `engine.group_size` rows a prompt."""
+def _sample(
+    model: Model, engine: Engine, ids: list[list[int]], seed: int, width: int = 0, first_row: int = 0
+) -> list[list[int]]:
+    """The completion ids of each row, `engine.group_size` rows a prompt.
+
+    Prompts are padded to `width`, without it to the longest; row i draws from `fold_in(key(seed), first_row + i)`.
+    """
     mesh = model.mesh or make_mesh(devices=jax.devices()[:1])
-    width = -(-max(map(len, ids)) // WIDTH_MULTIPLE) * WIDTH_MULTIPLE
+    width = width or -(-max(map(len, ids)) // WIDTH_MULTIPLE) * WIDTH_MULTIPLE
     completions = []
     with jax.set_mesh(mesh):
         for start, count, own in full_batches(ids, ROWS_AT_ONCE // engine.group_size, row_shards(mesh)):
             prompts, segments = rows_to_global(pad_prompts(own, width), mesh)
-            first = start * engine.group_size
+            first = first_row + start * engine.group_size
             rollout = engine.generate(model.params, prompts, segments, jax.random.key(seed), first_row=first)
             tokens, lengths = multihost_utils.process_allgather((rollout.tokens, rollout.lengths), tiled=True)
             rows = range(count * engine.group_size)
@@ -139,14 +153,78 @@ def _in_file(file: Path) -> list[Any]:
     return list(rows["prompt"])
 
 
+def _talk(options: dict[str, Any]) -> None:
+    """The loop of --interactive; raises ConfigError for flags that have no meaning in it."""
+    check_alone()
+    for name in ("prompt", "prompts_file"):
+        if options[name]:
+            raise ConfigError(f"--{name} is given with --interactive, which reads lines: leave it out")
+    if options["samples"] != 1:
+        raise ConfigError("--samples is more than 1, but a conversation goes on from one answer: leave it out")
+    paths = [options["model"], *([options["against"]] if options["against"] else [])]
+    speakers = [_speaker(path, options) for path in paths[::-1]]  # the one before training on the left
+    converse(speakers)
+
+
+def _speaker(path: str, options: dict[str, Any]) -> Speaker:
+    model = load_model(path, options["dtype"], mesh=make_mesh(tensor=options["tensor"]))
+    template = bool(getattr(model.tokenizer, "chat_template", None))
+    chat = template if options["chat"] is None else options["chat"]
+    if options["system"] and not chat:
+        raise ConfigError(f"--system is given, but {path} is not asked through a chat template: leave it out")
+    return Speaker(path, answerer(model, **{key.name: options[key.name] for key in SETTINGS}), chat, options["system"])
+
+
+def answerer(
+    model: Model,
+    max_new_tokens: int = 128,
+    temperature: float = 1.0,
+    top_p: float = 1.0,
+    top_k: int = 0,
+    min_p: float = 0.0,
+    samples: int = 1,
+    seed: int = 0,
+) -> Callable[[Prompt, int], str]:
+    """A function that gives the text after a prompt; the settings are those of `generate`, with one sample.
+
+    Its second argument is the number of the turn, from 1, which draws random numbers of its own. Prompts are padded to
+    few widths (`interactive.bucket`), so that a conversation compiles one program for each and not one for each turn.
+    The function raises ConfigError for a prompt that with its completion is longer than the model's positions.
+    """
+    assert samples == 1
+    engine = Engine(model.net, Sampling(temperature, top_p, top_k, min_p), 1, max_new_tokens, eos_ids(model))
+    positions = (model.hf_config or {}).get("max_position_embeddings")
+
+    def answer(prompt: Prompt, turn: int) -> str:
+        (ids,) = _prompt_ids(model, [prompt])
+        width = bucket(len(ids))
+        if positions is not None and len(ids) + max_new_tokens > positions:
+            raise ConfigError(
+                f"the conversation has {len(ids)} tokens; with --max_new_tokens={max_new_tokens} that is more than the "
+                f"{positions} that {model.path} was made for"
+            )
+        width = width if positions is None else min(width, positions - max_new_tokens)
+        (row,) = _sample(model, engine, [ids], seed, width, turn - 1)
+        return str(decode_completion(model.tokenizer, row, False))
+
+    return answer
+
+
 def main(argv: list[str]) -> None:
     """The command line: see `--help`."""
     options = load_options(argv, __doc__ or "", FLAGS)
+    keep_freed()
     processes.join()
     keep_compiled()
     if not options["model"]:
         raise ConfigError("--model is missing; write --model=PATH, such as embedded:sort or RUN/hf")
-    prompts = read_prompts(options["prompt"], options["prompts_file"], options["chat"])
+    if options["interactive"]:
+        _talk(options)
+        return
+    for name in ("against", "system"):
+        if options[name]:
+            raise ConfigError(f"--{name} is for --interactive: write that too")
+    prompts = read_prompts(options["prompt"], options["prompts_file"], bool(options["chat"]))
     model = load_model(options["model"], options["dtype"], mesh=make_mesh(tensor=options["tensor"]))
     found = generate(model, prompts, **{key.name: options[key.name] for key in SETTINGS})
     if jax.process_index() > 0:

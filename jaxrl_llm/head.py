@@ -4,23 +4,23 @@ The head's matrix is used as `[V,D]`, as embeddings are stored: where the two ar
 """
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from jaxrl_llm.algorithms.kl import kl_estimate
 from jaxrl_llm.models.layers import soft_cap
-from jaxrl_llm.sharding import constrain, context_shards
+from jaxrl_llm.sharding import constrain, context_shards, row_shards
 
 REMAINDER = 4  # a chunk that would not be full is cut into so many, of which those that are needed are computed
-LOGITS_IN_FLIGHT = 2**24  # logits computed at once, at least one column of rows: 64 MB in fp32
+LOGITS_IN_FLIGHT = 2**24  # logits computed at once by each device, at least one column of rows: 64 MB in fp32
 
 
 def log_sum_squares(hidden, kernel, softcap: float | None = None, count=None):
     """`log sum_v p_v^2` `[N,S]` of softmax(logits), in columns; logits as in `chunked_logps`, at temperature 1."""
 
-    table = kernel.T
+    table = _table(hidden, kernel)
 
     def chunk(columns):
         logps = jax.nn.log_softmax(_logits(columns(hidden), table, 1.0, softcap), axis=-1)
@@ -57,10 +57,21 @@ def _flat(x):
     return x.reshape(-1, x.shape[-1]) if context_shards() == 1 else x
 
 
+def _table(hidden, kernel):
+    """The head's matrix `[V,D]`; where the mesh cuts it, gathered here once and not for every chunk."""
+    return constrain(kernel.T.astype(hidden.dtype), "vocab", None) if _is_cut() else kernel.T
+
+
 def _width(hidden, table) -> int:
     rows, length = hidden.shape[:2]
     shards = context_shards()  # which share the columns of a chunk
-    return min(-(-max(LOGITS_IN_FLIGHT // (rows * table.shape[0]), 1) // shards), -(-length // shards)) * shards
+    return min(-(-columns_at_once(rows, table.shape[0]) // shards), -(-length // shards)) * shards
+
+
+def columns_at_once(rows: int, vocabulary: int) -> int:
+    """The columns of rows whose logits all devices of the mesh that is set compute at once."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return max(LOGITS_IN_FLIGHT * (1 if mesh.empty else mesh.size) // (rows * vocabulary), 1)
 
 
 def _over_chunks(function, hidden, table, count, total=None):
@@ -103,14 +114,20 @@ def _numbers(logits, targets, statistics: bool, smoothing: float):
     """Log-probs, entropies, the statistics, and log-sum-exps, of logits `[N,s,V]`; and `exp(logits - log-sum-exp)`."""
     top = logits.max(axis=-1)
     shares = _once(jnp.exp(logits - top[..., None]))
-    total = shares.sum(-1)
+    total, weighted = _two_sums(shares, shares * logits)
     normalizer = top + jnp.log(total)
     target = _at_target(logits, targets)
-    entropy = normalizer - (shares * logits).sum(-1) / total
+    entropy = normalizer - weighted / total
     smoothed = (1 - smoothing) * target + smoothing * logits.mean(axis=-1) if smoothing else target
     found = smoothed - normalizer, entropy, (target >= top).astype(jnp.float32)
     mean = (logits.mean(axis=-1),) if statistics else ()
     return (*found, *mean, normalizer), (shares, total)
+
+
+def _two_sums(x, y):
+    """The sums over the last axis of two arrays, in one pass: a sum of products by itself is slow on CPUs."""
+    zero = jnp.zeros((), x.dtype)
+    return jax.lax.reduce((x, y), (zero, zero), lambda a, b: (a[0] + b[0], a[1] + b[1]), (x.ndim - 1,))
 
 
 def _once(x):
@@ -140,7 +157,7 @@ def _is_cut() -> bool:
 
 def _forward(hidden, kernel, targets, temperature: float, statistics: bool, softcap: float | None, smoothing: float,
              count):  # fmt: skip
-    table = kernel.T
+    table = _table(hidden, kernel)
 
     def chunk(columns):
         logits = _logits(columns(hidden), table, temperature, softcap)
@@ -170,16 +187,31 @@ def _by_products(logits, shares, total, targets, temperature: float, softcap: fl
 
 
 def _by_hidden_and_table(d, h, table, d_table):
-    """The gradient by hidden states, and that by the table `[V,D]` added to what it was."""
-    flat_h, d = _flat(h), _flat(d.astype(h.dtype))
-    d_hidden = jnp.einsum("...v,vd->...d", d, table.astype(h.dtype)).reshape(h.shape)
-    return d_hidden, d_table + jnp.einsum("...v,...d->vd", d, flat_h, preferred_element_type=jnp.float32)
+    """The gradient by hidden states, and that by the table added to what it was: see `_totals`."""
+    parts, d = d_table.shape[:2], d.astype(h.dtype)
+    d_hidden = jnp.einsum("...v,vd->...d", _flat(d), table.astype(h.dtype)).reshape(h.shape)
+    if parts == (1, 1):
+        product = jnp.einsum("...v,...d->vd", _flat(d), _flat(h), preferred_element_type=jnp.float32)
+        return d_hidden, d_table + product
+    d, own = (x.reshape(parts[0], -1, parts[1], x.shape[1] // parts[1], x.shape[-1]) for x in (d, h))
+    product = jnp.einsum("rncsv,rncsd->rcvd", d, own, preferred_element_type=jnp.float32)
+    return d_hidden, constrain(d_table + product, "rows", "positions", "vocab", None)
+
+
+def _totals(hidden, table):
+    """Zeros `[R,S,V,D]` for the gradient by the table `[V,D]` of each part that the mesh cuts rows and positions into.
+
+    Each device adds up that of its own tokens, and they are summed once, behind the loop over chunks, not in each.
+    """
+    mesh: Any = jax.sharding.get_abstract_mesh()
+    rows = 1 if mesh.empty or hidden.shape[0] % row_shards(mesh) else row_shards(mesh)
+    return constrain(jnp.zeros((rows, context_shards(), *table.shape), jnp.float32), "rows", "positions", "vocab", None)
 
 
 def _backward(temperature: float, statistics: bool, softcap: float | None, smoothing: float, residuals, gradients):
     hidden, kernel, targets, entropy, normalizer, count = residuals
 
-    table = kernel.T
+    table = _table(hidden, kernel)
 
     def chunk(columns, d_table):
         h = columns(hidden)
@@ -194,8 +226,8 @@ def _backward(temperature: float, statistics: bool, softcap: float | None, smoot
         d_hidden, d_table = _by_hidden_and_table(d, h, table, d_table)
         return (d_hidden,), d_table
 
-    (d_hidden,), d_table = _over_chunks(chunk, hidden, table, count, jnp.zeros(table.shape, jnp.float32))
-    return d_hidden.astype(hidden.dtype), d_table.T.astype(kernel.dtype), None, None
+    (d_hidden,), d_table = _over_chunks(chunk, hidden, table, count, _totals(hidden, table))
+    return d_hidden.astype(hidden.dtype), d_table.sum((0, 1)).T.astype(kernel.dtype), None, None
 
 
 chunked_logps.defvjp(_forward, _backward)
@@ -226,7 +258,7 @@ def logps_by_slope(hidden, kernel, slopes, targets, temperature: float, kl: str,
 
 def _forward_by_slope(hidden, kernel, slopes, targets, temperature: float, kl: str, softcap: float | None,
                       smoothing: float, count):  # fmt: skip
-    table = kernel.T
+    table = _table(hidden, kernel)
 
     def chunk(columns, d_table):
         h, t = columns(hidden), columns(targets)
@@ -240,9 +272,9 @@ def _forward_by_slope(hidden, kernel, slopes, targets, temperature: float, kl: s
         d_hidden, d_table = _by_hidden_and_table(d, h, table, d_table)
         return (*found, d_hidden), d_table
 
-    start = jnp.zeros(table.shape, jnp.float32)
-    (*found, d_hidden), d_table = _over_chunks(chunk, hidden, table, count, start)
-    return (jnp.zeros(()), *found), (d_hidden.astype(hidden.dtype), d_table.T.astype(kernel.dtype))
+    (*found, d_hidden), d_table = _over_chunks(chunk, hidden, table, count, _totals(hidden, table))
+    d_table = d_table.sum((0, 1)).T
+    return (jnp.zeros(()), *found), (d_hidden.astype(hidden.dtype), d_table.astype(kernel.dtype))
 
 
 def _backward_by_slope(temperature: float, kl: str, softcap: float | None, smoothing: float, residuals, gradients):

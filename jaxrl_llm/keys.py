@@ -141,7 +141,8 @@ SECTIONS = {
     "processes": "How the processes of a run on several machines find each other; see docs/scaling.md. Slurm, Open "
     "MPI, Kubernetes and Cloud TPU say it themselves. Where a process runs is no part of a run's record.",
     "checkpoint": "What is saved, what of it is kept, and how a run goes on. See docs/reliability.md.",
-    "eval": "Measuring the policy on held-out prompts.",
+    "eval": "Measuring the policy on held-out prompts. See docs/evaluation.md.",
+    "export": "Where the trained model goes besides output_dir. See docs/sharing.md.",
     "logging": "Where metrics and samples are written.",
     "watch": "What a run watches itself for. See docs/reliability.md.",
 }
@@ -154,6 +155,13 @@ KEYS = (
     Key("compilation_cache", "auto",
         "Folder where compiled programs are kept for the next start of a command; auto is $JAX_COMPILATION_CACHE_DIR "
         "or ~/.cache/jaxrl_llm/compiled, none is off."),
+    Key("keep_memory", True,
+        "Keep memory that programs on a CPU free for their next call; false returns it to the system in between.",
+        bool),
+
+    Key("callbacks", (),
+        "What looks at the run as it goes, and may end it: `early_stopping(metric='eval/accuracy', patience=3)`, "
+        "`module:Class` or `path/to/file.py:Class`, each with options in brackets. See docs/callbacks.md."),
 
     Key("model.path", "embedded:sort",
         "Hugging Face hub id, local folder, or `embedded:<name>` for a model in the package."),
@@ -492,9 +500,37 @@ KEYS = (
         "The loss on held-out rows, samples for held-out prompts, or both. auto is samples for online algorithms, and "
         "for offline ones the loss where the rows have what is learned.",
         choices=("auto", "loss", "samples", "both")),
-    Key("eval.prompts", 128, "Prompts, or rows, in an evaluation.", int, minimum=1),
+    Key("eval.at_start", True, "Evaluate before the first step.", bool),
+    Key("eval.at_end", True, "Evaluate after the last step, also where eval.every does not divide it.", bool),
+    Key("eval.sets", (),
+        "Several named sets in place of data.eval_path: each `name=path` or `name=path(split='test', samples=16)`, "
+        "with the options of data.sources and its own prompts and samples; in a config file also a dictionary with "
+        "`set`, the name. Metrics are `eval/<name>/...`; entries of one name are one set.", dict),
+    Key("eval.prompts", 128, "Prompts, or rows, in an evaluation, of each set.", int, minimum=1),
     Key("eval.samples", 4, "Completions sampled per prompt.", int, minimum=1),
+    Key("eval.temperature", None, "Temperature of these samples, 0 is greedy; none is rollout.temperature.",
+        float, minimum=0),
+    Key("eval.top_p", None, "Their top_p; none is rollout.top_p.", float, above=0, maximum=1),
+    Key("eval.top_k", None, "Their top_k, 0 is off; none is rollout.top_k.", int, minimum=0),
+    Key("eval.greedy", True, "Measure the greedy completion of each prompt too.", bool),
     Key("eval.correct_at", 1.0, "A completion is correct when its first reward is at least this.", float),
+    Key("eval.answer", None,
+        "How the answer of a completion is found for eval/maj@k: boxed, number (the last), hashes (after ####), text "
+        "(all of it), `module:function` or `path/to/file.py:function`. none takes the entry `pred` of the first reward "
+        "function's results, and leaves maj@k out where there is none."),
+    Key("eval.extremes", False, "Measure eval/best@k and eval/worst@k too: of the rewards of k completions.", bool),
+    Key("eval.interval", None,
+        "Level of bootstrap intervals over prompts, 0.95 for example: eval/accuracy_low, eval/accuracy_high and so on; "
+        "none measures none.", float, above=0, below=1),
+    Key("eval.estimate", "unbiased",
+        "What pass@k, maj@k, best@k and worst@k are estimated from: different samples of a prompt (unbiased), or "
+        "verl's 1000 draws with replacement.", choices=("unbiased", "verl")),
+
+    Key("export.push_to_hub", None,
+        "Repository of the Hugging Face hub, OWNER/NAME, that the trained model (hf/, adapters merged) is pushed to at "
+        "the end, with the token of the variable HF_TOKEN."),
+    Key("export.private", False, "Make that repository for its owner alone.", bool),
+    Key("export.overwrite", False, "Replace the model that it holds already.", bool),
 
     Key("logging.backends", ("console", "jsonl"), "Where metrics go; docs/logging.md.",
         choices=("console", "jsonl", "tensorboard", "wandb", "mlflow", "swanlab", "trackio")),

@@ -17,6 +17,15 @@ from typing import Any
 class ConfigError(ValueError):
     """Bad input from the user: one readable message that names the thing, its value and the fix."""
 
+    code = 2  # that a command ends with
+
+
+def exit_code(error: BaseException) -> int:
+    """The code that a command ends with after an error: 2 after one to mend, 130 after Ctrl-C, 1 after any other."""
+    if isinstance(error, ConfigError):
+        return error.code
+    return 130 if isinstance(error, KeyboardInterrupt) else 1
+
 
 def resolve(name: str | Callable[..., Any], package: str | ModuleType | Mapping[str, Any]) -> Any:
     """The object a configuration name stands for; a callable is returned as it is.
@@ -160,11 +169,14 @@ def path_and_line(error: BaseException, path: str | Path) -> str:
 
 
 def closest(name: str, known: Iterable[str]) -> str:
-    """The known name most like `name`, in full or in its last dotted part."""
+    """The known name most like `name`, in full or in its last dotted part.
+
+    Of those that are alike in their last part a name without dots means the first.
+    """
 
     def likeness(other: str) -> tuple[float, float]:
-        full = _ratio(name, other)
-        return max(full, _ratio(name.rpartition(".")[2], other.rpartition(".")[2])), full
+        full, last = _ratio(name, other), _ratio(name.rpartition(".")[2], other.rpartition(".")[2])
+        return max(full, last), full if "." in name else 0.0
 
     return max(known, key=likeness)
 

@@ -20,6 +20,7 @@ from jaxrl_llm.data.preview import joined_otherwise, shown, statistics
 from jaxrl_llm.data.reading import Part
 from jaxrl_llm.keys import Key
 from jaxrl_llm.models import hf
+from jaxrl_llm.training.eval_sources import measure_of, named_sets, set_parts
 
 FLAGS = (
     Key("rows", 3, "Examples to print.", int, minimum=0),
@@ -36,19 +37,15 @@ def preview(config, rows: int = 3, measure: int = 10_000, held_out: bool = True,
     parts = reading.open_parts(config, tokenizer)
     lines = report(config, "trained on", kind, parts, tokenizer, rows, measure, colour)
     if held_out and config.eval.every >= 0:
-        # Rows to evaluate on may lack what is learned: then they serve as prompts.
-        prompts = kind == "prompts" or config.eval.measure == "samples"
-        try:
-            parts = reading.open_parts(config, tokenizer, held_out=True, prompts=prompts)
-            if not prompts and config.eval.measure == "auto" and not reading.is_learnable(config, parts):
-                parts, prompts = reading.open_parts(config, tokenizer, held_out=True, prompts=True), True
-        except ConfigError as error:
-            raise ConfigError(
-                f"for the evaluation: {error} (data.eval_split, data.eval_path; eval.every=-1 is no evaluation)"
-            ) from error
-        parts = reading.first_rows(parts, config.eval.prompts)
-        kind = "prompts" if prompts else kind
-        lines += report(config, "evaluated on", kind, parts, tokenizer, min(rows, 1), measure, colour)
+        for one in named_sets(config):
+            parts = set_parts(config, tokenizer, one)
+            use = f"evaluated on{f' as {one.name}' if one.name else ''}"
+            # Rows to evaluate on may lack what is learned: then they serve as prompts.
+            if kind == "prompts" or measure_of(config, parts) == "samples":
+                parts = set_parts(config, tokenizer, one, prompts=True)
+                lines += report(config, use, "prompts", parts, tokenizer, min(rows, 1), measure, colour)
+            else:
+                lines += report(config, use, kind, parts, tokenizer, min(rows, 1), measure, colour)
     return "\n".join(lines) + "\n"
 
 

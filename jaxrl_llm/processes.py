@@ -36,6 +36,7 @@ from orbax.checkpoint import multihost
 from jaxrl_llm import meeting
 from jaxrl_llm.config import ConfigDict, ConfigError, default, flat, to_json
 from jaxrl_llm.meeting import Place
+from jaxrl_llm.names import exit_code
 
 VARIABLES = {
     "coordinator": "JAXRL_COORDINATOR",
@@ -50,7 +51,11 @@ POLL, ANSWER, LEAVE = 0.5, 4.0, 30.0  # seconds: between looks, until all have a
 
 
 class AgreedError(ConfigError):
-    """A failure that every process raises at the same point."""
+    """A failure that every process raises at the same point, and its code, which ends them all."""
+
+    def __init__(self, words: str, code: int = 2):
+        super().__init__(words)
+        self.code = code
 
 
 @dataclass
@@ -252,13 +257,13 @@ def agreeing() -> Iterator[None]:
         if error is not None:
             raise error
         return
-    told = gather(None if error is None else _told(error))
+    told = gather(None if error is None else (_told(error), exit_code(error)))
     if error is not None and not isinstance(error, ConfigError):
         traceback.print_exception(error)
-    for index, text in enumerate(told):
-        if text is not None:
+    for index, failure in enumerate(told):
+        if failure is not None:
             who = _groups[0].name(index) if _groups else f"process {index}"
-            raise AgreedError(f"{who}: {text}") from error
+            raise AgreedError(f"{who}: {failure[0]}", failure[1]) from error
 
 
 def _told(error: BaseException) -> str:
@@ -291,8 +296,9 @@ def report(error: BaseException) -> bool:
         traceback.print_exception(error)
     group.failed = True
     print(f"error: {group.name(group.place.index)}: {text}", file=sys.stderr, flush=True)
-    _say(group, {"failed": text})
-    timer = threading.Timer(LEAVE, os._exit, (2,))
+    code = exit_code(error)
+    _say(group, {"failed": text, "code": code})
+    timer = threading.Timer(LEAVE, os._exit, (code,))
     timer.daemon = True
     timer.start()
     return True
@@ -334,7 +340,7 @@ def _leave(group: Group, code: int) -> NoReturn:
     os._exit(code)
 
 
-def _say(group: Group, word: dict[str, str]) -> None:
+def _say(group: Group, word: dict[str, Any]) -> None:
     with _coordinator_may_be_gone():
         _client().key_value_set(f"{WORDS}{group.place.index}", json.dumps(word), allow_overwrite=True)
 
@@ -356,9 +362,9 @@ def _waiting_for(group: Group, folder: str) -> list[int]:
     return sorted(others)
 
 
-def _words(group: Group) -> dict[int, dict[str, str]]:
+def _words(group: Group) -> dict[int, dict[str, Any]]:
     """What other processes have said."""
-    words: dict[int, dict[str, str]] = {}
+    words: dict[int, dict[str, Any]] = {}
     with _coordinator_may_be_gone():
         words = {int(key.rsplit("/", 1)[1]): json.loads(word) for key, word in _client().key_value_dir_get(WORDS)}
     words.pop(group.place.index, None)
@@ -375,7 +381,7 @@ def _listen(group: Group) -> None:
         for index, word in sorted(words.items()):
             if "failed" in word and not group.failed and word["failed"] != group.own_words:
                 print(f"error: {group.name(index)}: {word['failed']}", file=sys.stderr, flush=True)
-                _leave(group, 2)
+                _leave(group, word["code"])
 
 
 def _client() -> Any:

@@ -22,14 +22,19 @@ from jaxrl_llm.algorithms.batch import Batch, minibatch_indices
 from jaxrl_llm.command_line import load_flags, run
 from jaxrl_llm.compiled import keep_compiled
 from jaxrl_llm.config import rows_together, to_json, validate
+from jaxrl_llm.heap import keep_freed
 from jaxrl_llm.keys import OFFLINE, Key
 from jaxrl_llm.models.model import Model
 from jaxrl_llm.sharding import row_sharding
+from jaxrl_llm.sharing.card import write_cards
+from jaxrl_llm.sharing.hub import check_push, push_run
 from jaxrl_llm.training.build import Run, build, build_mesh
+from jaxrl_llm.training.callbacks import Callbacks, load_callbacks
 from jaxrl_llm.training.checkpoint import Checkpoints, find, folder_of, free, keep_of
+from jaxrl_llm.training.evaluation import check_best
 from jaxrl_llm.training.loggers import check_installed
 from jaxrl_llm.training.metrics import Logger
-from jaxrl_llm.training.outputs import check_writable, export_run
+from jaxrl_llm.training.outputs import check_outputs, check_writable, export_run, write_given
 from jaxrl_llm.training.preemption import Notices, Preempted
 from jaxrl_llm.training.profile import Profiler
 from jaxrl_llm.training.records import Metrics, Records, Step
@@ -48,16 +53,23 @@ class Result(NamedTuple):
     output_dir: Path
 
 
-def train(config, train_dataset=None, eval_dataset=None, rewards=None, environment=None, tools=()) -> Result:
+def train(
+    config, train_dataset=None, eval_dataset=None, rewards=None, environment=None, tools=(), callbacks=()
+) -> Result:
     """The trained model, after `config.total_steps` steps; files are left in `config.output_dir`.
 
-    train_dataset and eval_dataset (a `datasets.Dataset` or a list of dicts) take the place of `data.path` and
-    `data.eval_path`, and rewards (a function or a list of them) that of `rewards.functions`; with a train_dataset alone
-    nothing is evaluated. environment (what makes one, or a dictionary of such) takes the place of `environment.name`;
-    tools (functions) come after those of `environment.tools`. A run in output_dir goes on where its newest checkpoint
-    left it (`checkpoint.resume`). Raises ConfigError for anything the user can mend.
+    train_dataset and eval_dataset (a `datasets.Dataset` or a list of dicts; eval_dataset also a dictionary of such by
+    the names of sets) take the place of `data.path` and `data.eval_path`, and rewards (a function or a list of them)
+    that of `rewards.functions`; with a train_dataset alone, and no `eval.sets`, nothing is evaluated. environment (what
+    makes one, or a dictionary of such) takes the place of `environment.name`; tools (functions) come after those of
+    `environment.tools`, and callbacks (objects, see docs/callbacks.md) after those of `callbacks`. A run in output_dir
+    goes on where its newest checkpoint left it (`checkpoint.resume`). Raises ConfigError for anything the user can
+    mend.
     """
     validate(config)
+    keep_freed(config.keep_memory)
+    given = {"train_dataset": train_dataset, "eval_dataset": eval_dataset, "rewards": rewards,
+             "environment": environment, "tools": tools}  # fmt: skip
     folder, mesh = Path(config.output_dir), build_mesh(config)
     check_writable(folder)
     with (
@@ -68,38 +80,56 @@ def train(config, train_dataset=None, eval_dataset=None, rewards=None, environme
     ):
         if jax.process_index() == 0:
             check_installed(config.logging.backends)
+        check_push(config)
+        called = Callbacks(load_callbacks(config, callbacks), config)
         parts = build(config, mesh, train_dataset, eval_dataset, rewards, environment, tools)
         stack.callback(parts.rewards.close)
         if parts.environments is not None:
             stack.callback(parts.environments.close)
-        state, counts, resumed, problems = _resume(config, parts, checkpoints)
+        state, counts, resumed, problems = _resume(config, parts, checkpoints, called)
         with Logger(config, folder, resumed) as logger:
             if jax.process_index() == 0:
                 (folder / "config.json").write_text(to_json(config))
+                write_given(folder, given)
             logger.start(_describe(parts, int(state.step)))
             records = Records(config, parts.source, parts.watch, logger, counts)
             records.warn(problems)
+            called.note = logger.note
             with Watchdog(config.watch.hang_seconds, parts.watch, folder):
                 with Notices() as notices, Profiler(config, folder, parts.watch, logger.note) as profiler:
-                    state = _loop(config, parts, state, records, checkpoints, notices, profiler)
+                    state = _loop(config, parts, state, records, checkpoints, notices, profiler, called)
                 with parts.watch("export"):
                     model = export_run(config, parts, state, logger.note)
+                    with processes.agreeing():
+                        if jax.process_index() == 0:
+                            write_cards(folder, int(state.step), config.export.push_to_hub)
+                called("on_end", int(state.step), records.newest, lambda: model)
             logger.finish(seconds=parts.watch.totals)
+        push_run(config)
     return Result(model, records.history, folder)
 
 
 def _loop(config, parts: Run, state: State, records: Records, checkpoints: Checkpoints, notices: Notices,
-          profiler: Profiler) -> State:  # fmt: skip
+          profiler: Profiler, callbacks: Callbacks) -> State:  # fmt: skip
     """The state after the last step."""
     root, watch = jax.random.key(config.seed), parts.watch
-    overlaps = config.algorithm.name in OFFLINE  # a step's metrics are read while the next one is computed
+    # Where nobody looks at each step, its metrics are read while the next one is computed.
+    overlaps = config.algorithm.name in OFFLINE and not callbacks.every_step
 
     def evaluate() -> Metrics:
-        return parts.evaluation(whole(state, parts.frozen).params, root) if parts.evaluation else {}
+        found = parts.evaluation(whole(state, parts.frozen).params, root) if parts.evaluation else {}
+        check_best(config.checkpoint.best, found)
+        return found
 
-    if int(state.step) == 0 and parts.evaluation is not None:
+    def model() -> Model:
+        return replace(parts.model, params=whole(state, parts.frozen).params)
+
+    if int(state.step) == 0 and parts.evaluation is not None and config.eval.at_start:
         records.log(0, {}, evaluate)
-    for step in range(int(state.step) + 1, config.total_steps + 1):
+        callbacks("on_evaluate", 0, records.newest, model)
+    step = int(state.step)
+    while step < min(config.total_steps, callbacks.end):
+        step += 1
         profiler.begin(step)
         began = time.perf_counter()
         experience = parts.source.next(whole(state, parts.frozen), jax.random.fold_in(root, step))
@@ -107,15 +137,22 @@ def _loop(config, parts: Run, state: State, records: Records, checkpoints: Check
             state, updates = _improve(config, parts, state, experience.batch)
         records.add(Step(step, began, experience.metrics, updates, experience.table))
 
-        last, leaves = step == config.total_steps, notices.reached(step)
-        evaluates = parts.evaluation is not None and (last or _due(step, config.eval.every))
+        if callbacks.every_step:
+            callbacks("on_step", step, records.read(), model)
+        last, leaves = step == min(config.total_steps, callbacks.end), notices.reached(step)
+        evaluates = parts.evaluation is not None and ((last and config.eval.at_end) or _due(step, config.eval.every))
         saves = last or leaves or checkpoints.owed or _due(step, config.checkpoint.every)
         if saves or evaluates or not overlaps:
             records.settle(evaluate if evaluates else None)
-        if saves:
+        if evaluates:
+            callbacks("on_evaluate", step, records.newest, model)
+            last = last or step == callbacks.end
+        if saves or last:
+            callbacks("on_checkpoint", step, records.newest, model)
             with watch("checkpoint"):
-                host, arrays = {**parts.source.get_state(), **records.counts}, parts.source.get_arrays()
-                checkpoints.save(step, state, host, arrays, records.history[-1], final=last or leaves)
+                host = {**parts.source.get_state(), **records.counts, "callbacks": callbacks.get_state(step)}
+                arrays = parts.source.get_arrays()
+                checkpoints.save(step, state, host, arrays, records.newest, final=last or leaves)
         records.warn(checkpoints.news())
         profiler.end(step, state)
         if leaves and not last:
@@ -146,7 +183,9 @@ def _due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
 
 
-def _resume(config, parts: Run, checkpoints: Checkpoints) -> tuple[State, dict[str, int], int | None, list[str]]:
+def _resume(
+    config, parts: Run, checkpoints: Checkpoints, callbacks: Callbacks
+) -> tuple[State, dict[str, int], int | None, list[str]]:
     """The state that `checkpoint.resume` says, the counts of `Records`, the step after which output_dir's own run goes
     on (None: it starts), and what is wrong with checkpoints that were passed over.
 
@@ -158,12 +197,15 @@ def _resume(config, parts: Run, checkpoints: Checkpoints) -> tuple[State, dict[s
     elif config.checkpoint.resume != "never":
         source, step, problems = find(config.checkpoint.resume)
     own = step if source.folder == checkpoints.folder else None
+    check_outputs(config, goes_on=own is not None)
     if step is None:
         checkpoints.discard_after(None)
         return parts.state, {"num_tokens": 0, "skipped": 0}, None, problems
     free(parts.state)
     state, host = source.restore(step, parts.state, parts.mesh)
     parts.source.set_state(host, source.restore_arrays(step, parts.source.get_arrays(), parts.mesh))
+    if "callbacks" in host:
+        callbacks.set_state(host["callbacks"], step, goes_on=own is not None)
     checkpoints.discard_after(own)
     return state, {name: host[name] for name in ("num_tokens", "skipped")}, own, problems
 
@@ -187,6 +229,7 @@ def main(argv: list[str]) -> None:
         print(welcome(), end="")
         return
     config, options = load_flags(argv, __doc__ or "", (DRY_RUN,))
+    keep_freed(config.keep_memory)
     processes.join(config)
     if not options["dry_run"]:
         keep_compiled(config.compilation_cache)

@@ -36,7 +36,7 @@ def _first(found: list[Path]) -> list[str]:
             "  python -m jaxrl_llm.train --config.output_dir=runs/first", "",
         ]  # fmt: skip
     return [
-        "Start here: GRPO on a small model that the package brings. no GPU, no download, a few minutes:", "",
+        "Start here: GRPO on a small model that the package brings, without GPU or download, in a few minutes:", "",
         f"  python -m jaxrl_llm.train --config={start}", "",
         "The same with two steps, to see that everything works, and with a model and prompts of your own:", "",
         f"  python -m jaxrl_llm.train --config={start}:tiny --config.output_dir=runs/try",

@@ -57,7 +57,10 @@ def notebook(text: str, old: dict[str, Any] | None = None) -> dict[str, Any]:
 
 
 def execute(made: dict[str, Any], folder: Path, seconds: int = 600) -> dict[str, Any]:
-    """The notebook with its outputs, after it has run from a clean kernel in `folder`; raises when a cell does."""
+    """The notebook with its outputs, after it has run from a clean kernel in `folder`; raises when a cell does.
+
+    Standard error, where progress bars are, is left out.
+    """
     import nbformat
     from nbclient import NotebookClient
 
@@ -65,7 +68,9 @@ def execute(made: dict[str, Any], folder: Path, seconds: int = 600) -> dict[str,
     NotebookClient(opened, timeout=seconds, kernel_name="python3", resources={"metadata": {"path": folder}}).execute()
     for cell in opened.cells:
         cell.metadata.pop("execution", None)  # when it ran
-    return json.loads(nbformat.writes(opened))
+        if cell.cell_type == "code":
+            cell.outputs = [output for output in cell.outputs if output.get("name") != "stderr"]
+    return {**json.loads(nbformat.writes(opened)), "metadata": made["metadata"]}  # without the version of Python
 
 
 def main() -> None:

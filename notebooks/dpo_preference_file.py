@@ -36,25 +36,27 @@ print(MODEL, "on", jax.devices()[0].device_kind, "for", STEPS, "steps")
 # ## The file
 #
 # One JSON object a line: `prompt`, `chosen`, `rejected`. Files of TRL, verl, axolotl and Harmony are read as they are
-# (`docs/data.md`). Here the chosen answer has the digits in order, the rejected one is a copy.
+# (`docs/data.md`). Here the chosen answer has the digits in order, the rejected one has them downwards, as they
+# were, or reversed: the mistakes in what the small model was taught.
 
 
 # %%
 def pair(digits):
-    right, copy = "".join(sorted(digits)), digits
+    right = "".join(sorted(digits))
+    wrong = draw.choice([text for text in (right[::-1], digits, digits[::-1]) if text != right])
     if SMALL:
-        return {"prompt": f"sort:{digits}=", "chosen": right, "rejected": copy}
+        return {"prompt": f"sort:{digits}=", "chosen": right, "rejected": wrong}
     ask = f"Write the digits {digits} from the smallest to the largest, nothing else."
     return {
         "prompt": [{"role": "user", "content": ask}],
         "chosen": [{"role": "assistant", "content": right}],
-        "rejected": [{"role": "assistant", "content": copy}],
+        "rejected": [{"role": "assistant", "content": wrong}],
     }
 
 
 draw = random.Random(0)
 numbers = sorted({"".join(draw.choices("0123456789", k=draw.randint(4, 8))) for _ in range(4500)})
-pairs = [pair(number) for number in numbers if list(number) != sorted(number)]
+pairs = [pair(number) for number in numbers if len(set(number)) > 1]
 draw.shuffle(pairs)
 for name, part in (("pairs.jsonl", pairs[:-256]), ("held_out.jsonl", pairs[-256:])):
     Path(name).write_text("".join(json.dumps(row) + "\n" for row in part), encoding="utf-8")
@@ -75,7 +77,8 @@ config.data.max_length = 32 if SMALL else 128
 config.algorithm.name, config.algorithm.loss = "preference", "dpo"
 config.algorithm.beta = 3.0 if SMALL else 0.1  # answers are short; 0.1 is usual for long ones
 config.batch.prompts = 64 if SMALL else 16
-config.optimizer.learning_rate, config.optimizer.warmup_steps = (5e-5 if SMALL else 1e-6), min(5, STEPS)
+config.optimizer.learning_rate, config.optimizer.schedule = (5e-5 if SMALL else 1e-6), "cosine"
+config.optimizer.warmup_steps, config.optimizer.b2 = min(5, STEPS), 0.99
 config.eval.every, config.eval.prompts = 0, 256
 config.logging.backends = ("jsonl",)
 print(preview(config, rows=1))
@@ -91,6 +94,7 @@ result = jaxrl_llm.train(config)
 #
 # `rewards/accuracies` is the share of pairs that the policy, compared with where it started, ranks right;
 # `rewards/margins` is by how much. Watch `logps/chosen` too: DPO lowers both log-probs when it is pushed too far.
+# Last, what the model writes for the held-out prompts: a sample for each, and the greedy answer.
 
 # %%
 for row in result.metrics[1 :: max(1, STEPS // 8)]:
@@ -105,17 +109,27 @@ before, after = result.metrics[0], result.metrics[-1]
 for name in ("eval/loss", "eval/rewards/accuracies", "eval/logps/chosen", "eval/logps/rejected"):
     print(f"{name:24s} {before[name]:.2f} -> {after[name]:.2f}")
 
+
 # %%
-prompts = [row["prompt"] for row in pairs[-4:]]
+def text_of(answer):
+    return answer if isinstance(answer, str) else answer[-1]["content"]
+
+
+def right_share(model, temperature):
+    held_out = pairs[-256:]
+    asked = [row["prompt"] for row in held_out]
+    written = jaxrl_llm.generate(model, asked, max_new_tokens=16, temperature=temperature)
+    return sum(a.strip() == text_of(row["chosen"]) for a, row in zip(written, held_out, strict=True)) / len(held_out)
+
+
 start = jaxrl_llm.load_model(MODEL)
-for prompt, first, last in zip(
-    prompts, jaxrl_llm.generate(start, prompts, max_new_tokens=16),
-    jaxrl_llm.generate(result.model, prompts, max_new_tokens=16), strict=True,
-):  # fmt: skip
-    print(prompt, "before:", first, "after:", last)
+shares = {t: (right_share(start, t), right_share(result.model, t)) for t in (1.0, 0.0)}
+for temperature, (first, last) in shares.items():
+    print(f"right answers at temperature {temperature}: {first:.0%} -> {last:.0%}")
 if SMALL and STEPS >= 80:
     assert after["eval/rewards/accuracies"] > 0.9, after
     assert after["eval/loss"] < before["eval/loss"], (before, after)
+    assert shares[1.0][1] > shares[1.0][0] + 0.1, shares
 
 # %% [markdown]
 # The model is in `runs/notebook_dpo/hf`. The same file trains IPO, SimPO, ORPO, KTO and others: `config.algorithm.loss`

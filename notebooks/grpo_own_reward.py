@@ -26,7 +26,7 @@ import jaxrl_llm
 
 SMALL = jax.default_backend() == "cpu"
 MODEL = "embedded:sort" if SMALL else "Qwen/Qwen2.5-0.5B-Instruct"
-STEPS = int(os.environ.get("JAXRL_STEPS", "80"))
+STEPS = int(os.environ.get("JAXRL_STEPS", "150"))
 print(MODEL, "on", jax.devices()[0].device_kind, "for", STEPS, "steps")
 
 # %% [markdown]
@@ -86,7 +86,8 @@ config.checkpoint.resume = "never"  # this cell starts anew whenever it is run
 config.batch.prompts, config.rollout.group_size = 32, 8
 config.rollout.max_prompt_length, config.rollout.max_completion_length = (16, 10) if SMALL else (64, 16)
 config.algorithm.beta, config.algorithm.aggregation = 0.01, "token"
-config.optimizer.learning_rate = 5e-4 if SMALL else 2e-6
+config.optimizer.learning_rate, config.optimizer.schedule = (5e-4 if SMALL else 2e-6), "cosine"
+config.optimizer.warmup_steps, config.optimizer.b2 = min(5, STEPS), 0.99
 config.eval.every, config.eval.prompts = 0, 128
 config.logging.backends = ("jsonl",)
 result = jaxrl_llm.train(config, train_dataset=train_rows, eval_dataset=test_rows, rewards=downwards)
@@ -111,10 +112,11 @@ for name in ("eval/accuracy", "eval/greedy_accuracy", "eval/reward"):
 
 # %%
 samples = [ask("4821"), ask("90210"), ask("314159")]
-for prompt, completion in zip(samples, jaxrl_llm.generate(result.model, samples, max_new_tokens=16), strict=True):
+greedy = jaxrl_llm.generate(result.model, samples, max_new_tokens=16, temperature=0)
+for prompt, completion in zip(samples, greedy, strict=True):
     print(prompt, completion)
-if SMALL and STEPS >= 80:
-    assert after["eval/accuracy"] > before["eval/accuracy"] + 0.3, (before, after)
+if SMALL and STEPS >= 150:
+    assert after["eval/accuracy"] > before["eval/accuracy"] + 0.4, (before, after)
 
 # %% [markdown]
 # The model is in `runs/notebook_grpo/hf`, a folder that transformers and vLLM load. Next: other shapes of rewards

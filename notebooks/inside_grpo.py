@@ -115,6 +115,9 @@ np.testing.assert_allclose(old_logps * mask, rollout.sample_logps, atol=1e-3)
 #
 # *Reduction*: losses are `[N,T]`, and the only sum is `sum(weights * loss)`. The weights say how tokens are averaged,
 # here over each row and then over rows, and come from the whole batch, whatever its micro-batches.
+#
+# The loss itself is 0 in the first update of a step: all ratios are 1, and the advantages of a group add up to 0. Its
+# gradient is not.
 
 # %%
 weights = loss_weights(mask, config.algorithm.aggregation)
@@ -128,7 +131,7 @@ def loss_of(policy):
 
 loss, gradient = jax.jit(jax.value_and_grad(loss_of))(params)
 norm = optax.global_norm(gradient)
-print(f"weights {weights.shape} add up to {weights.sum():.3f}; loss {loss:.5f}; gradient norm {norm:.4f}")
+print(f"weights {weights.shape} add up to {weights.sum():.3f}; loss {abs(loss):.5f}; gradient norm {norm:.4f}")
 
 # %% [markdown]
 # ## 5. The library's step
@@ -146,7 +149,7 @@ before = jax.tree.map(jnp.copy, params)
 state, metrics = run.update(run.state, run.pack(batch), run.frozen)
 np.testing.assert_allclose(float(metrics["loss"]), float(loss), atol=1e-5)
 np.testing.assert_allclose(float(metrics["grad_norm"]), float(norm), rtol=1e-3)
-print(f"loss {float(metrics['loss']):.5f}, gradient norm {float(metrics['grad_norm']):.4f}: as by hand")
+print(f"loss {abs(float(metrics['loss'])):.5f}, gradient norm {float(metrics['grad_norm']):.4f}: as by hand")
 
 change = ((logps_of(state.params) - logps_of(before)) * mask).sum(axis=1)
 for name, rows in (("better than their group", advantages > 0), ("worse", advantages < 0)):

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import optax
 import pytest
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.models import hf, layers, moe, transformer
@@ -17,9 +17,11 @@ from jaxrl_llm.models.model import Model, init_sharded, load_model, save_hf
 from jaxrl_llm.models.transformer import ModelConfig, Net
 from jaxrl_llm.models.weights import Files
 from jaxrl_llm.policy import token_logps
+from jaxrl_llm.rollout import engine as engines
 from jaxrl_llm.rollout.engine import Engine
 from jaxrl_llm.rollout.logits import Sampling
 from jaxrl_llm.rollout.own_mesh import EngineOnMesh
+from jaxrl_llm.rollout.schedule import Schedule
 from jaxrl_llm.sharding import (
     AXES,
     constrain,
@@ -294,6 +296,7 @@ def test_parameters_are_cut_along_all_axes_but_data():
 DENSE = dataclasses.replace(CONFIG, vocab_size=72, width=32, heads=8, kv_heads=4, ffn=48, qk_norm=True)
 EXPERTS = dataclasses.replace(DENSE, experts=8, experts_per_token=2, expert_ffn=24)
 LAYOUTS = [sizes for sizes in itertools.product((1, 2, 4, 8), repeat=len(AXES)) if math.prod(sizes) == 8]
+EVERY_PAIR = [(2, 2, 2, 1, 1), (2, 1, 1, 2, 2), (1, 2, 2, 2, 1), (1, 2, 2, 1, 2)]  # of axes is in one of them
 
 
 def cases(quick: dict) -> list:
@@ -326,22 +329,35 @@ def update_of(net, params, tokens, segments, weights):
     return jax.value_and_grad(loss, has_aux=True)(params)
 
 
+class Found(dict):
+    """What a function makes of names, once for each that is asked for."""
+
+    def __init__(self, make):
+        super().__init__()
+        self.make = make
+
+    def __missing__(self, name):
+        self[name] = self.make(name)
+        return self[name]
+
+
 @pytest.fixture(scope="module")
 def on_one_device(batch):
     """The parameters of both models, and their update of the batch."""
-    found = {}
-    for name, config in (("dense", DENSE), ("experts", EXPERTS)):
-        own = Net(config)
+
+    def make(name):
+        own = Net({"dense": DENSE, "experts": EXPERTS}[name])
         params = jax.jit(own.init)(jax.random.key(0))
-        found[name] = own, params, jax.jit(update_of, static_argnums=0)(own, params, *batch)
-    return found
+        return own, params, jax.jit(update_of, static_argnums=0)(own, params, *batch)
+
+    return Found(make)
 
 
 def assert_close(found, expected):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), found, expected)
 
 
-@pytest.mark.parametrize(("model", "sizes"), cases({"dense": [], "experts": []}))
+@pytest.mark.parametrize(("model", "sizes"), cases({"dense": [], "experts": EVERY_PAIR}))
 def test_the_update_of_one_device(model, sizes, on_one_device, batch, capfd):
     """Loss, log-probs and every gradient; nothing is repeated in full, and no matrix gathered along `tensor`."""
     own, params, expected = on_one_device[model]
@@ -381,17 +397,19 @@ def samples(on_one_device):
     rng = np.random.default_rng(0)
     prompts, segments = rng.integers(0, 72, (6, 6)).astype(np.int32), np.ones((6, 6), np.int32)
     segments[1, :3] = 0
-    found = {}
-    for name, (own, params, _) in on_one_device.items():
+
+    def make(name):
+        own, params, _ = on_one_device[name]
         engine = Engine(own, Sampling(temperature=0.9), 3, 9, (5, 6), chunk=4)
-        found[name] = engine, engine.generate(params, prompts, segments, jax.random.key(1))
-    return (prompts, segments), found
+        return engine, engine.generate(params, prompts, segments, jax.random.key(1))
+
+    return (prompts, segments), Found(make)
 
 
-@pytest.mark.parametrize(("model", "sizes"), cases({"dense": [], "experts": []}))
+@pytest.mark.parametrize(("model", "sizes"), cases({"dense": [], "experts": [(2, 1, 1, 2, 2)]}))
 def test_the_samples_of_one_device(model, sizes, on_one_device, samples):
     """Token for token, from parameters that lie as they do in training; six rows fill up what they do not divide."""
-    check_samples(model, make_mesh(-1, 2, context=2), sizes, on_one_device, samples)
+    check_samples(model, make_mesh(1, 2, 2, context=2), sizes, on_one_device, samples)
 
 
 def check_samples(model, home, sizes, on_one_device, samples):
@@ -406,7 +424,8 @@ def check_samples(model, home, sizes, on_one_device, samples):
     own = EngineOnMesh(**vars(engine), mesh=rollout_mesh(home, text), home=home, watch=watch)
     placed = jax.device_put(params, shardings(params, home))
     with jax.set_mesh(home):
-        found = own.generate(placed, *rows_to_global(prompts, home), jax.random.key(1))
+        key = jax.device_put(jax.random.key(1), NamedSharding(home, PartitionSpec()))  # as those of training lie
+        found = own.generate(placed, *rows_to_global(prompts, home), key)
     for name in ("tokens", "segments", "mask", "lengths", "finished"):
         np.testing.assert_array_equal(getattr(found, name), getattr(expected, name), err_msg=name)
     np.testing.assert_allclose(found.sample_logps, expected.sample_logps, atol=1e-5)
@@ -448,6 +467,21 @@ def test_packed_rows_give_the_same_update_on_every_mesh(sizes):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5, rtol=1e-4), packed, params)
     for name in metrics:
         np.testing.assert_allclose(packed_metrics[name], metrics[name], rtol=1e-4, atol=1e-5, err_msg=name)
+
+
+def test_rows_are_written_where_they_are(net, params):
+    """Devices that hold whole parameters send nothing while they decode, but whether rows are left."""
+    engine, mesh = Engine(net, Sampling(), 3, 9, (5, 6), chunk=4), make_mesh()
+    prompts = np.ones((8, 6), np.int32)
+    with jax.set_mesh(mesh):
+        whole = engine.decoding_params(jax.device_put(params, NamedSharding(mesh, PartitionSpec())))
+        keys = engines._row_keys(jax.random.key(0), np.uint32(0), 24)
+        bank, rows = engines._prefill(engine, whole, *rows_to_global((prompts, prompts), mesh), keys)
+        grid = Schedule(1, 3, 8, 3).grid
+        seated = engines._seat(engine, bank, rows, keys, None, grid, None, 4)
+        compiled = engines._decode_chunk.lower(engine, whole, *seated, 4).compile()
+    sent = re.findall(r"= (\S+) (?:all-\w+|collective-permute|reduce-scatter)\(", compiled.as_text())
+    assert set(sent) <= {"s32[]"}
 
 
 def test_empty_row_caches_are_cut():

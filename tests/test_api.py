@@ -148,7 +148,8 @@ def test_signatures_are_the_documented_ones():
     def names(function):
         return list(inspect.signature(function).parameters)
 
-    assert names(jaxrl_llm.train) == ["config", "train_dataset", "eval_dataset", "rewards", "environment", "tools"]
+    given = ["train_dataset", "eval_dataset", "rewards", "environment", "tools", "callbacks"]
+    assert names(jaxrl_llm.train) == ["config", *given]
     assert names(jaxrl_llm.load_model)[:2] == ["path", "dtype"]
     assert names(jaxrl_llm.generate)[:2] == ["model", "prompts"]
     assert names(jaxrl_llm.save_hf)[:2] == ["model", "path"]

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from benchmarks import folders, limits, meter, run, table
+from benchmarks import folders, limits, marks, meter, peaks, run, scaling, table
 from benchmarks.cases import PROMPT, SHAPES, lengths, prompts, texts, useful_tokens, word, words
 from benchmarks.ours import fit
 from jaxrl_llm.config import ConfigError, default
@@ -131,3 +131,16 @@ def test_a_profile_of_a_step(tmp_path):
     (text,) = shown
     assert (tmp_path / "profile" / "phases.txt").read_text() in text and "update" in text
     assert list((tmp_path / "profile").rglob("*.xplane.pb"))
+
+
+def test_tables_are_put_between_their_marks(tmp_path):
+    page = tmp_path / "page.md"
+    begin, end = "<!-- peaks: written by python -m benchmarks.peaks -->", "<!-- end of peaks -->"
+    page.write_text(f"before\n{begin}\nold\n{end}\nafter\n")
+    found = peaks.table({"a run": {"held": 1e6, "planned": 4e6, "measured": 5e6}})
+    for _ in range(2):
+        marks.put(page, "peaks", found)
+    assert page.read_text() == f"before\n{begin}\n{found}{end}\nafter\n"
+    assert found.endswith("| a run | 1 | 4 | 5 | 1.25 |\n")
+    for module, name in ((peaks, "peaks"), (scaling, "scaling")):
+        assert module.PAGE.read_text().count(f"<!-- end of {name} -->") == 1

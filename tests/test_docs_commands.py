@@ -18,7 +18,7 @@ from jaxrl_llm.welcome import welcome
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 COMMAND = re.compile(r"python -m jaxrl_llm\.(\w+(?:\.\w+)*)(?![\w.*])(.*)")
-WITH_CONFIG = {"train", "evaluate", "data", "preview", "plan"}
+WITH_CONFIG = {"train", "evaluate", "compare", "data", "preview", "plan"}
 NO_FLAGS = {"config", "data.formats", "rewards.built_in"}  # they print a page
 # What stands for something of the reader's.
 STANDS_FOR = {
@@ -32,6 +32,8 @@ NOT_RUN = {
     "--config.model.path=Qwen/Qwen3-8B": "reads config.json from the hub",
     "--config.model.path=meta-llama/Llama-3.1-70B-Instruct": "reads config.json from the hub",
     "--config.logging.backends=console,jsonl,wandb,tensorboard": "wandb asks for an account; test_loggers.py",
+    "--push_to_hub=me/my-model": "asks for an account; tests/sharing/test_hub.py",
+    "--config.export.push_to_hub=me/my-model": "asks for an account; tests/sharing/test_hub.py",
     "--png=pictures": "needs matplotlib, which is no dependency; tests/test_report.py",
     "--config=my_config.py": "the configuration that migrate wrote names a model of the hub; tests/test_migrate.py",
 }
@@ -116,17 +118,21 @@ def workspace(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("docs")
     (folder / "configs").symlink_to(ROOT / "configs")
     tutorial_files(folder)
+    text = (ROOT / "docs" / "callbacks.md").read_text(encoding="utf-8")
+    for name, code in re.findall(r"```python\n# (\w+\.py)\n(.*?)```", text, re.DOTALL):
+        (folder / name).write_text(code, encoding="utf-8")
     return folder
 
 
 def shell(folder: Path, *arguments: str, devices: int = 1) -> str:
-    """What `python ARGUMENTS` prints, in `folder`, with this checkout; it must succeed."""
+    """What `python ARGUMENTS` prints, in `folder`, with this checkout; it must succeed. A line waits for who asks."""
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={devices}"
     environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
     done = subprocess.run(
         [sys.executable, *arguments],
         cwd=folder,
         env=environment,
+        input="sort:4821=\n",
         text=True,
         capture_output=True,
         timeout=900,
@@ -208,8 +214,13 @@ def runs(workspace) -> Path:
     """The workspace with what commands read: the runs `grpo` and `grpo_lora`, a file of TRL's, a model's folder."""
     for name in ("grpo", "grpo_lora"):
         shell(workspace, "-m", "jaxrl_llm.train", f"--config=configs/{name}.py:tiny")
-    trl = "from trl import GRPOConfig\n\nargs = GRPOConfig(output_dir='out', num_generations=4, beta=0.04)\n"
+    trl = "from trl import GRPOConfig\n\nargs = GRPOConfig(output_dir='out', max_steps=9, num_generations=4)\n"
     (workspace / "FILE").with_suffix(".py").write_text(trl, encoding="utf-8")
+    page = (ROOT / "docs" / "evaluation.md").read_text(encoding="utf-8")
+    (row,) = re.findall(r"```json\n(.*?)```", page, re.DOTALL)
+    (workspace / "responses.jsonl").write_text(row, encoding="utf-8")
+    score = "def compute_score(solution_str, ground_truth):\n    return float(solution_str == ground_truth)\n"
+    (workspace / "my_score.py").write_text(score, encoding="utf-8")
     return workspace
 
 

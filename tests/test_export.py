@@ -108,3 +108,17 @@ def test_output_that_is_no_model_is_kept(tiny_run, tmp_path):
     with pytest.raises(ConfigError, match="other files"):
         jaxrl_llm.export(tiny_run.output_dir, tmp_path)
     assert (tmp_path / "thesis.tex").read_text() == "words"
+
+
+def test_a_model_that_is_there_is_replaced_when_told_so(tiny_run, tmp_path):
+    folder = jaxrl_llm.export(tiny_run.output_dir, tmp_path / "exported")
+    before = contents(folder)
+    with pytest.raises(ConfigError, match=r"holds a model already \(config.json\).*--overwrite"):
+        jaxrl_llm.export(tiny_run.output_dir, folder, step=1)
+    assert contents(folder) == before
+    jaxrl_llm.export(tiny_run.output_dir, folder, step=1, overwrite=True)
+    assert contents(folder)["model.safetensors"] != before["model.safetensors"]
+    (folder / "notes.txt").write_text("words")
+    with pytest.raises(ConfigError, match=r"other files than an exported model's \(notes.txt\)"):
+        jaxrl_llm.export(tiny_run.output_dir, folder, overwrite=True)
+    assert (folder / "notes.txt").read_text() == "words"

@@ -26,7 +26,10 @@ LAYERS = {
     "training": 4,
     "train": 5,
     "evaluate": 5,
+    "compare": 5,
     "generate": 5,
+    "interactive": 5,
+    "sharing": 5,
     "export": 5,
     "chain": 5,
     "preview": 5,
@@ -39,6 +42,7 @@ LAYERS = {
     "command_line": 5,
     "welcome": 5,
     "compiled": 5,
+    "heap": 5,
     PACKAGE: 5,
 }
 CONFIGURATION = {"config", "keys", "names"}

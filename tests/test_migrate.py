@@ -264,7 +264,8 @@ def test_a_grpo_script_of_verl():
         optimizer={"learning_rate": 1e-6, "weight_decay": 0.01, "no_decay": ()},
         batch={"prompts": 1024, "minibatches": 4, "microbatch_rows": 160},  # 20 rows x 8 GPUs, of 256 x 5
         checkpoint={"every": 20, "keep_every": 1},
-        eval={"every": 5, "samples": 1},
+        eval={"every": 5, "samples": 1, "at_start": True, "at_end": True, "temperature": 0.0, "greedy": False,
+              "top_k": None, "estimate": "unbiased"},
         logging={"names": "verl", "completions_every": 0},
         mesh={"fsdp": -1, "data": 1},
     )  # fmt: skip
@@ -287,7 +288,8 @@ def test_a_ppo_yaml_of_verl():
         critic={"path": "deepseek-ai/deepseek-llm-7b-chat", "learning_rate": 9e-6, "epsilon": 0.5, "warmup_steps": 9},
         optimizer={"schedule": "cosine", "warmup_ratio": 0.05, "min_lr_ratio": 0.1},
         batch={"prompts": 512, "minibatches": 4, "microbatch_rows": 32},
-        eval={"every": 0, "samples": 4},
+        eval={"every": 0, "samples": 4, "at_start": True, "at_end": False, "temperature": 0.7, "top_p": 0.95,
+              "greedy": False, "estimate": "verl", "extremes": True},
     )  # fmt: skip
 
 
@@ -525,6 +527,99 @@ python3 -m verl.trainer.main_ppo "${DATA[@]}" $LIST data.max_response_length=$an
 def test_values_on_command_lines():
     texts = ("1e-6", "5.0e-7", "None", "true", "3", "[1, 2]", "cosine", "a: b: c")
     assert [parsed(text) for text in texts] == [1e-6, 5e-7, None, True, 3, [1, 2], "cosine", "a: b: c"]
+
+
+# Evaluation, callbacks, the hub.
+
+
+def test_evaluations_callbacks_and_the_hub(tmp_path):
+    said = {"output_dir": "o", "max_steps": 50, "num_generations": 4, "eval_strategy": "steps", "eval_steps": 10}
+    trl, _ = migrate(written(tmp_path, "a.json", {**said, "push_to_hub": True, "hub_model_id": "me/mine",
+                                                  "hub_private_repo": True}), trainer="grpo", devices=1)  # fmt: skip
+    expect(trl, eval={"every": 10, "at_start": False}, export={"push_to_hub": "me/mine", "private": True})
+    trl, text = migrate(written(tmp_path, "b.json", {**said, "eval_on_start": True, "push_to_hub": True}),
+                        trainer="grpo", devices=1)  # fmt: skip
+    expect(trl, eval={"at_start": True}, export={"push_to_hub": None})
+    assert "set export.push_to_hub to OWNER/NAME" in " ".join(text.split())
+
+    verl = ("python -m verl.trainer.main_ppo actor_rollout_ref.model.path=m trainer.total_training_steps=2 "
+            "actor_rollout_ref.rollout.n=4 algorithm.adv_estimator=grpo data.val_files='[a.parquet,b.parquet]' "
+            "trainer.val_before_train=False trainer.test_freq=1\n")  # fmt: skip
+    config, _ = migrate(written(tmp_path, "run.sh", verl))
+    expect(
+        config,
+        eval={
+            "every": 1,
+            "at_start": False,
+            "at_end": True,
+            "temperature": 0.0,
+            "sets": (
+                {"set": "val", "path": "a.parquet", "split": "train"},
+                {"set": "val", "path": "b.parquet", "split": "train"},
+            ),
+        },
+    )
+
+    yaml = ("base_model: m\nlearning_rate: 1e-5\nmax_steps: 10\ndatasets: [{path: d}]\nval_set_size: 0.1\n"
+            "early_stopping_patience: 2\nhub_model_id: me/mine\n")  # fmt: skip
+    config, text = migrate(written(tmp_path, "a.yml", yaml + "rl: dpo\n"), devices=1)
+    assert config.callbacks == () and "set eval.every, and callbacks to" in " ".join(text.split())
+    config, _ = migrate(written(tmp_path, "b.yml", yaml + "rl: dpo\neval_steps: 5\n"), devices=1)
+    stopping = "early_stopping(metric='eval/loss', mode='min', patience=2)"
+    expect(config, _={"callbacks": (stopping,)}, export={"push_to_hub": "me/mine", "private": True})
+
+
+# Trackers.
+
+
+def test_trackers_projects_and_names_of_runs(tmp_path):
+    """Where metrics go, under which project, and as which run: of TRL, its scripts' variables, verl and axolotl."""
+
+    def logging(file, **said):
+        config, text = migrate(file, devices=1, **said)
+        return (config.logging.backends[2:], config.logging.project, config.logging.run_name), text
+
+    said = {"output_dir": "o", "max_steps": 5, "num_generations": 4}
+    trl = {**said, "report_to": ["wandb", "comet_ml"], "run_name": "first", "project": "mine"}
+    found, text = logging(written(tmp_path, "a.json", trl), trainer="grpo")
+    assert found == (("wandb",), "mine", "first")
+    assert "there is no logging backend comet_ml" in " ".join(text.split())
+    found, text = logging(written(tmp_path, "b.json", {**said, "report_to": "all"}), trainer="grpo")
+    assert found == ((), "jaxrl_llm", None) and "name the trackers in logging.backends" in " ".join(text.split())
+
+    shell = (
+        "export WANDB_PROJECT='maths'\n# export WANDB_NAME=old\nTRACKIO_PROJECT=maths WANDB_MODE=offline "
+        "trl dpo --model_name_or_path m --dataset_name d --max_steps 3 --report_to wandb trackio --output_dir o\n"
+    )
+    found, text = logging(written(tmp_path, "run.sh", shell))
+    assert found == (("wandb", "trackio"), "maths", None)
+    assert "WANDB_MODE = 'offline': where a tracker keeps its runs" in " ".join(text.replace("#", "").split())
+    script = (
+        "import os\nfrom trl import DPOConfig\nos.environ['WANDB_PROJECT'] = 'one'\n"
+        'os.environ.setdefault("MLFLOW_EXPERIMENT_NAME", "two")\n'
+        "args = DPOConfig(output_dir='o', max_steps=3, report_to=['wandb', 'mlflow'], run_name='r')\n"
+    )
+    found, text = logging(written(tmp_path, "run.py", script))
+    assert found == (("wandb", "mlflow"), "one", "r")
+    assert "MLFLOW_EXPERIMENT_NAME = two: a run has one name" in " ".join(text.split())
+
+    verl = (
+        "python -m verl.trainer.main_ppo actor_rollout_ref.model.path=m trainer.total_training_steps=2 "
+        "actor_rollout_ref.rollout.n=4 algorithm.adv_estimator=grpo trainer.experiment_name=e "
+    )
+    found, _ = logging(written(tmp_path, "verl.sh", verl + 'trainer.logger=\'["console","file","swanlab"]\'\n'))
+    assert found == (("swanlab",), "verl_examples", "e")
+    assert logging(written(tmp_path, "none.sh", verl + "trainer.logger=console\n"))[0] == ((), "jaxrl_llm", None)
+
+    yaml = "base_model: m\nlearning_rate: 1e-5\nmax_steps: 10\ndatasets: [{path: d}]\nrl: dpo\n"
+    more = "wandb_project: w\nwandb_name: n\nwandb_entity: team\nuse_tensorboard: true\nmlflow_experiment_name: x\n"
+    found, text = logging(written(tmp_path, "a.yml", yaml + more))
+    assert found == (("wandb", "mlflow", "tensorboard"), "w", "n")
+    flat = " ".join(text.replace("#", "").split())
+    assert "wandb_entity = 'team': where and how a tracker keeps" in flat and "without effect" not in flat
+    assert 'config.logging.run_name = "n" wandb_name' in flat
+    found, text = logging(written(tmp_path, "b.yml", yaml + "use_comet: true\ncomet_project_name: c\n"))
+    assert found == ((), "c", None) and "there is no logging backend comet" in " ".join(text.split())
 
 
 @pytest.mark.slow

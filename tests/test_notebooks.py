@@ -64,12 +64,13 @@ def test_notebook_agrees_with_its_text(name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_stored_outputs_are_of_a_whole_run(name):
-    """`python notebooks/build.py --execute` stores them; a notebook has those of all of its cells, or none."""
+    """`python notebooks/build.py --execute` stores them: those of all of its cells, and no path of where it ran."""
     code = [cell for cell in stored(name)["cells"] if cell["cell_type"] == "code"]
-    counts = [cell["execution_count"] for cell in code]
-    assert counts in ([None] * len(code), list(range(1, len(code) + 1)))
-    assert bool(printed(stored(name))) == (counts[0] is not None)
-    assert str(ROOT) not in json.dumps(stored(name))
+    assert [cell["execution_count"] for cell in code] == list(range(1, len(code) + 1))
+    assert len(printed(stored(name))) > 500
+    text = json.dumps(stored(name))
+    assert str(ROOT) not in text and not re.search(r"/(home|root|tmp|Users)/", text)
+    assert len(text) < 100_000
 
 
 def test_cells_of_a_text():
@@ -94,14 +95,18 @@ def test_a_cell_that_fails_is_an_error(tmp_path):
         build.execute(build.notebook("# %%\n1 / 0\n"), tmp_path)
 
 
-def test_data_and_preview_run_from_a_clean_kernel(tmp_path, monkeypatch):
-    """The cells of a notebook that come before training."""
+def test_data_and_preview_of_a_notebook(tmp_path, monkeypatch, capsys):
+    """The cells that come before training, run here; the tests below run whole notebooks from a clean kernel."""
     text = (ROOT / "notebooks" / "dpo_preference_file.py").read_text(encoding="utf-8")
     before, found, _ = text.partition("# %% [markdown]\n# ## Train\n")
     assert found
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))))
+    monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("JAXRL_STEPS", raising=False)
-    said = printed(build.execute(build.notebook(before), tmp_path))
+    names = {}
+    for cell in build.cells_of(before):
+        if cell["cell_type"] == "code":
+            exec("".join(cell["source"]), names)
+    said = capsys.readouterr().out
     assert "embedded:sort on cpu for 80 steps" in said
     assert "pairs to train on" in said and "⟦" in said
     assert len((tmp_path / "held_out.jsonl").read_text().splitlines()) == 256
@@ -124,8 +129,8 @@ def test_inside_grpo_runs(tmp_path, monkeypatch):
 def test_grpo_own_reward_learns(tmp_path, monkeypatch):
     text = run("grpo_own_reward", tmp_path, monkeypatch)
     before, after = (float(x) for x in re.search(r"eval/accuracy +([\d.]+) -> ([\d.]+)", text).groups())
-    assert after > before + 0.3
-    assert "sort:4821= 8421" in text
+    assert after > before + 0.4
+    assert len(re.findall(r"sort:\d+= \d+", text)) == 3
     assert (tmp_path / "runs" / "notebook_grpo" / "hf" / "model.safetensors").is_file()
 
 
@@ -134,6 +139,8 @@ def test_dpo_preference_file_learns(tmp_path, monkeypatch):
     text = run("dpo_preference_file", tmp_path, monkeypatch)
     after = float(re.search(r"eval/rewards/accuracies +[\d.]+ -> ([\d.]+)", text)[1])
     assert after > 0.9
+    (first, last), _ = re.findall(r"right answers at temperature [\d.]+: (\d+)% -> (\d+)%", text)
+    assert int(last) > int(first) + 10
     assert "⟦" in text, "the preview marks what is learned"
 
 
@@ -147,6 +154,8 @@ def test_sft_lora_export_gives_the_same_logits(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["dpo_preference_file", "grpo_own_reward", "sft_lora_export"])
-def test_steps_can_be_cut(name, tmp_path, monkeypatch):
-    assert "for 2 steps" in run(name, tmp_path, monkeypatch, steps=2)
+def test_steps_can_be_cut(tmp_path, monkeypatch):
+    """`JAXRL_STEPS`, for those who only want to see that all works; thresholds are not checked then."""
+    assert "for 2 steps" in run("sft_lora_export", tmp_path, monkeypatch, steps=2)
+    for name in ("dpo_preference_file", "grpo_own_reward"):
+        assert 'os.environ.get("JAXRL_STEPS"' in (ROOT / "notebooks" / f"{name}.py").read_text(encoding="utf-8")

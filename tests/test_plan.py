@@ -235,30 +235,86 @@ def test_collectives_in_a_loop():
     assert [x.shape for x in module.largest(2)] == ["f32[32,8]", "f32[8,8]"]
 
 
+@pytest.mark.parametrize(
+    ("groups", "size"),
+    [
+        ("{}", 8), ("{{0,1},{2,3},{4,5},{6,7}}", 2), ("[2,4]<=[8]", 4), ("[2,4]<=[4,2]T(1,0)", 4),
+        ("mesh['axis_0'=1,'axis_1'=8] {'axis_1'}", 8), ("mesh['axis_0'=4,'axis_1'=2] {'axis_0'}", 4),
+        ("mesh['a'=2,'b'=2,'c'=2] {'a','c'}", 4), ("mesh['a'=8] {'a':(2)4}", 4),
+        ("mesh['a'=4,'b'=2], device_ids=([2,4]T(1,0)) {'b'}", 2),
+    ],
+)  # fmt: skip
+def test_groups_of_collectives(groups, size):
+    """However long the first line of the program is, which names all its arguments."""
+    header = f"HloModule jit_f, entry_computation_layout={{({'f32[8,8], ' * 1000})}}, num_partitions=8\n"
+    text = PROGRAM.replace("replica_groups=[1,4]<=[4]", f"replica_groups={groups}")
+    gathered = hlo.Module(header + text.partition("\n")[2]).collectives()[0]
+    assert gathered.group == size and gathered.sent == 10 * (size - 1) / size * 32 * 8 * 4
+
+
+def test_bfloat16_numbers_that_a_cpu_exchanges_as_float32():
+    fusion = """%widening (x: f32[8,8]) -> f32[8,8] {
+  %x.1 = f32[8,8]{1,0} parameter(0)
+  %narrow.1 = bf16[8,8]{1,0} convert(%x.1)
+  %wide.1 = f32[8,8]{1,0} convert(%narrow.1)
+  ROOT %turned.1 = f32[8,8]{0,1} copy(%wide.1)
+}
+
+%body ("""
+    text = PROGRAM.replace("%body (", fusion, 1).replace(
+        "  %whole = ", "  %own = f32[8,8]{0,1} fusion(%shard), kind=kLoop, calls=%widening\n  %whole = "
+    )
+    gathered = hlo.Module(text.replace("all-gather(%shard)", "all-gather(%own)")).collectives()[0]
+    assert gathered.bytes == 10 * 32 * 8 * 2
+    assert hlo.Module(text).collectives()[0].bytes == 10 * 32 * 8 * 4
+
+
+CUTTING = """%cutting (x: f32[8,8], n: s32[]) -> f32[4,8] {
+  %x.2 = f32[8,8]{1,0} parameter(0)
+  %n.2 = s32[] parameter(1)
+  %narrow.2 = bf16[8,8]{1,0} convert(%x.2)
+  ROOT %cut.2 = bf16[4,8]{1,0} dynamic-slice(%narrow.2, %n.2, %n.2), dynamic_slice_sizes={4,8}
+}
+
+%body ("""
+
+
+def test_a_sum_of_which_each_device_needs_a_slice():
+    """It is scattered, and as bfloat16 where it is read as that; one that is read whole too is sent to all."""
+    text = PROGRAM.replace("%body (", CUTTING, 1).replace("%more = f32[8,8]{1,0} add(%total, %reduced)", "%more = {}")
+    used = "bf16[4,8]{1,0} fusion(%reduced, %number), kind=kLoop, calls=%cutting"
+    found = [x for x in hlo.Module(text.replace("{}", used, 1)).collectives() if x.kind != "all-gather"]
+    assert found == [hlo.Collective("reduce-scatter", 2, 10, 10 * 8 * 8 * 2 / 2, 10 * 8 * 8 * 2 / 2)]
+    both = f"{used}\n  %also = f32[8,8]{{1,0}} copy(%reduced)"
+    found = [x for x in hlo.Module(text.replace("{}", both, 1)).collectives() if x.kind != "all-gather"]
+    assert found == [hlo.Collective("all-reduce", 2, 10, 10 * 8 * 8 * 4, 10 * 8 * 8 * 4)]
+
+
 def test_an_all_reduce_that_the_loop_needs_counts_every_turn():
     text = PROGRAM.replace("tuple(%next, %more, %shard)", "tuple(%next, %more, %reduced)")
     assert {x.kind: x.count for x in hlo.Module(text).collectives()} == {"all-gather": 10, "all-reduce": 10}
 
 
-@pytest.mark.slow
-def test_the_command_plans_for_many_devices(folder, run_python):
-    flags = (f"--config.model.path={folder}", "--config.batch.prompts=8", "--config.rollout.group_size=2")
-    command = ("-m", "jaxrl_llm.plan", *flags, "--config.rollout.max_completion_length=8", "--config.mesh.fsdp=8")
-    done = run_python("-c", _without_flags(command[1:]))
-    assert done.returncode == 0, done.stderr
-    assert "8 x h200, mesh data 1 x fsdp 8" in done.stdout
-    assert "all-gather over 8" in done.stdout and "fits: at most" in done.stdout
-
-
-def _without_flags(command) -> str:
-    """The command in a process whose number of devices is not given by XLA_FLAGS."""
-    module, *arguments = (*command, "--devices=8", "--device=h200", "--simulate")
-    return (
+def plan_of_eight(folder, run_python, *flags) -> str:
+    """The report of the command, in a process whose number of devices is not given by XLA_FLAGS."""
+    small = (f"--config.model.path={folder}", "--config.batch.prompts=8", "--config.rollout.group_size=2")
+    arguments = (*small, "--config.rollout.max_completion_length=8", "--devices=8", *flags)
+    done = run_python(
+        "-c",
         "import os, runpy, sys\n"
         "os.environ['XLA_FLAGS'] = '--xla_backend_optimization_level=0'\n"
         f"sys.argv = ['plan', *{arguments!r}]\n"
-        f"runpy.run_module({module!r}, run_name='__main__')\n"
+        "runpy.run_module('jaxrl_llm.plan', run_name='__main__')\n",
     )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.slow
+def test_the_command_plans_for_many_devices(folder, run_python):
+    found = plan_of_eight(folder, run_python, "--config.mesh.fsdp=8", "--device=h200", "--simulate")
+    assert "8 x h200, mesh data 1 x fsdp 8" in found
+    assert "all-gather over 8" in found and "fits: at most" in found
 
 
 @pytest.mark.slow
@@ -278,3 +334,12 @@ def test_the_tpu_compiler_plans(folder):
     found = make_plan(config, target(config, "v5e", 1))
     assert found.target.compiler == "TPU compiler"
     assert found.peak.temporaries > 0
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="the TPU compiler is not installed")
+def test_the_tpu_compiler_plans_for_two_hosts(folder, run_python):
+    """Rows belong to hosts in their order, however the wires run: the mesh that samples keeps them there too."""
+    mesh = ("--config.mesh.fsdp=2", "--config.mesh.tensor=4", "--config.rollout.mesh=tensor=4")
+    found = plan_of_eight(folder, run_python, *mesh, "--device=v5p")
+    assert "mesh data 1 x fsdp 2 x context 1 x expert 1 x tensor 4; compiled by the TPU compiler" in found

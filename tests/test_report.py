@@ -14,8 +14,9 @@ from headless_browser import Browser, executable
 
 from jaxrl_llm.config import ConfigError, default, to_json
 from jaxrl_llm.report import report, split_runs
+from jaxrl_llm.reporting.page import headlines
 from jaxrl_llm.reporting.pictures import smoothed
-from jaxrl_llm.reporting.runs import differences, read_runs, short_names
+from jaxrl_llm.reporting.runs import ReportedRun, differences, read_runs, short_names
 from jaxrl_llm.reporting.samples import chunks_of, picked_files
 from jaxrl_llm.training.metrics import Logger, write_completions
 
@@ -71,6 +72,15 @@ def test_the_page_holds_all_of_a_run_and_no_text_as_html(tmp_path):
     assert texts[4] == EVIL and texts[5] == "answer 1 of step 2"
     assert len(piece["texts"]) == 24 + 2  # each prompt once
     assert piece["columns"]["advantage"][1] == 0.333333
+
+
+def test_named_sets_have_curves_of_their_own():
+    metrics = {name: [1.0] for name in ("reward", "eval/easy/accuracy", "eval/easy/reward", "eval/easy/books/accuracy",
+                                        "eval/hard/loss", "eval/rewards/accuracies", "loss")}  # fmt: skip
+    run = ReportedRun("a", Path("a"), {}, [1], [0.0], metrics)
+    held_out = [metric for title, metric in headlines([run]) if title == "Held-out"]
+    assert held_out == ["eval/easy/accuracy", "eval/hard/loss"]
+    assert [title for title, _ in headlines([run])] == ["Reward", "Held-out", "Held-out", "Loss"]
 
 
 def test_runs_with_verls_names_are_compared_with_those_of_trls(tmp_path):

@@ -61,8 +61,9 @@ def kind_of(config) -> str:
     return {"sft": "completions", "reward_model": "pairs"}.get(name, "prompts")
 
 
-def open_parts(config, tokenizer, given: Any = None, held_out: bool = False, prompts: bool = False) -> list[Part]:
-    """The sources that are trained on or, with `held_out`, evaluated on; `given` takes their place.
+def open_parts(config, tokenizer, given: Any = None, held_out: bool = False, prompts: bool = False,
+               named: Sequence[Mapping[str, Any]] | None = None) -> list[Part]:  # fmt: skip
+    """The sources that are trained on or, with `held_out`, evaluated on; `given` takes their place, or those `named`.
 
     With `prompts` their examples serve as prompts whatever the algorithm learns from. Raises ConfigError for a source,
     format or option that is wrong.
@@ -71,6 +72,8 @@ def open_parts(config, tokenizer, given: Any = None, held_out: bool = False, pro
     purpose = "prompts" if prompts else kind
     if given is not None:
         specs: list[dict[str, Any]] = [{"given": given}]
+    elif named is not None:
+        specs = [source_options(source) for source in named]
     elif data.sources and not (held_out and data.eval_path):
         specs = [source_options(source) for source in data.sources]
     else:

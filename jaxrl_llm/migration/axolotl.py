@@ -5,13 +5,24 @@ from pathlib import Path
 from typing import Any
 
 from jaxrl_llm.config import ConfigDict
-from jaxrl_llm.migration import trl, trl_keys
+from jaxrl_llm.migration import shared, trl, trl_keys
 from jaxrl_llm.migration.axolotl_keys import DEFAULTS, TABLE, TRL_NAMES
 from jaxrl_llm.migration.draft import Draft, Options, Source
 from jaxrl_llm.migration.trl_defaults import defaults
 from jaxrl_llm.names import ConfigError
 
 TRAINERS = {"dpo": "dpo", "ipo": "dpo", "kto": "kto", "orpo": "orpo", "simpo": "cpo", "grpo": "grpo", "gdpo": "grpo"}
+# The trackers, and the key that switches each on beside use_NAME.
+TRACKERS = {
+    "wandb": "wandb_project",
+    "mlflow": "mlflow_experiment_name",
+    "tensorboard": "",
+    "comet": "comet_project_name",
+    "trackio": "trackio_project_name",
+    "swanlab": "",
+}
+PROJECTS = (*filter(None, TRACKERS.values()), "swanlab_project")
+RUN_NAMES = ("wandb_name", "mlflow_run_name", "trackio_run_name", "swanlab_experiment_name", "swanlab_run_name")
 OVERLONG = {"drop": "filter", "truncate": "truncate_right", "raise": "error"}
 WARMUP_SHARE, WARMUP_MOST = 0.03, 100
 
@@ -132,9 +143,13 @@ def _translated(given: Mapping[str, Any], trainer: str, kind: str | None) -> dic
         found["lr_scheduler_kwargs"] = ("cosine_min_lr_ratio", {"min_lr_rate": given["cosine_min_lr_ratio"]})
     datasets = given.get("datasets") or [{}]
     found["dataset_name"] = ("datasets", datasets[0].get("data_files") or datasets[0].get("path"))
-    trackers = [name for name in ("wandb", "tensorboard", "mlflow") if given.get(f"use_{name}")]
+    if given.get("hub_model_id"):
+        found |= {"push_to_hub": ("hub_model_id", True), "hub_model_id": ("hub_model_id", given["hub_model_id"]),
+                  "hub_private_repo": ("hub_model_id", True)}  # fmt: skip
+    trackers = [name for name in TRACKERS if given.get(f"use_{name}") or given.get(TRACKERS[name])]
     if trackers:
-        found["report_to"] = (f"use_{trackers[0]}", trackers)
+        said = f"use_{trackers[0]}"
+        found["report_to"] = (said if said in given else TRACKERS[trackers[0]], trackers)
     return found
 
 
@@ -160,7 +175,8 @@ def _rest(made: AxolotlDraft, given: Mapping[str, Any], trainer: str) -> None:
         made.set("data.overlong", OVERLONG.get(strategy, "filter"), "excess_length_strategy")
     if given.get("bf16", "auto") and not given.get("fp16") and not made.values.get("model.quantize"):
         made.set("model.param_dtype", "bfloat16", "bf16")
-    made.use("bf16", "rl", "reward_model", "adapter", "chat_template")
+    shared.tracked(made, given, PROJECTS, RUN_NAMES)
+    made.use("bf16", "rl", "reward_model", "adapter", "chat_template", *(f"use_{name}" for name in TRACKERS))
     if given.get("lora_model_dir"):
         made.set("lora.path", given["lora_model_dir"], "lora_model_dir")
         for key in ("rank", "alpha", "targets", "rslora"):
@@ -176,10 +192,22 @@ def _rest(made: AxolotlDraft, given: Mapping[str, Any], trainer: str) -> None:
     for key, ours in (("saves_per_epoch", "checkpoint.every"), ("evals_per_epoch", "eval.every")):
         if given.get(key):
             made.set(ours, max(1, round(total / (float(given.get("num_epochs", 1)) * given[key]))), key)
+    _early_stopping(made, given.get("early_stopping_patience"), trainer)
     if given.get("chat_template") not in (None, "tokenizer_default"):
         made.check(f"chat_template = {given['chat_template']}: the tokenizer's own template is used here; see that it "
                    f"is "
                    "this one (python -m jaxrl_llm.data --config=... shows the rows)")  # fmt: skip
+
+
+def _early_stopping(made: AxolotlDraft, patience: int | None, trainer: str) -> None:
+    watched = "'eval/reward', mode='max'" if trainer == "grpo" else "'eval/loss', mode='min'"
+    stopping = f"early_stopping(metric={watched}, patience={patience})"
+    if patience and made.values.get("eval.every", 0) > 0:
+        made.set("callbacks", (stopping,), "early_stopping_patience")
+    elif patience:
+        made.check(f"early_stopping_patience: nothing is evaluated while it trains; set eval.every, and callbacks to "
+                   f"({stopping!r},)")  # fmt: skip
+        made.use("early_stopping_patience")
 
 
 def _sources(given: Mapping[str, Any], trainer: str) -> list[dict[str, Any]]:

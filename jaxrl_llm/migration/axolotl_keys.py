@@ -144,7 +144,14 @@ TABLE: tuple[Entry, ...] = (
     entry("save_steps save_strategy saves_per_epoch", "checkpoint.every", "each epoch by default there"),
     entry("save_total_limit", "checkpoint.keep", "4 by default there"),
     entry("eval_steps eval_strategy evals_per_epoch", "eval.every"),
-    entry("use_wandb use_tensorboard use_mlflow", "logging.backends"),
+    entry("hub_model_id", "export.push_to_hub export.private", "private, as there"),
+    entry("early_stopping_patience", "callbacks", "`early_stopping` by eval/loss, of grpo by eval/reward"),
+    entry("use_wandb use_tensorboard use_mlflow use_swanlab use_trackio use_comet", "logging.backends", "a project of "
+          "W&B, MLflow, Comet or Trackio switches it on, as there; there is no Comet here"),
+    entry("wandb_project mlflow_experiment_name swanlab_project trackio_project_name comet_project_name",
+          "logging.project", "one for all trackers"),
+    entry("wandb_name mlflow_run_name swanlab_experiment_name swanlab_run_name trackio_run_name", "logging.run_name",
+          "one for all trackers; unset is the name of `output_dir`"),
     entry("resume_from_checkpoint auto_resume_from_checkpoints", "checkpoint.resume", "auto is the default here"),
     entry("trl.max_completion_length", "rollout.max_completion_length", "unset is TRL's 512"),
     entry("trl.num_generations", "rollout.group_size", "unset is TRL's 8"),
@@ -200,13 +207,16 @@ TABLE: tuple[Entry, ...] = (
     entry("dataset_prepared_path dataset_processes dataset_num_proc dataloader_num_workers dataloader_pin_memory "
           "dataloader_prefetch_factor dataset_keep_in_memory skip_prepare_dataset", note="`data.cache` and "
           "`data.workers`"),
-    entry("wandb_* mlflow_* use_comet use_trackio swanlab_* use_swanlab hub_model_id hub_strategy "
-          "push_dataset_to_hub hf_use_auth_token",
-          note="a run has the name of its `output_dir`; nothing is uploaded"),
+    entry("wandb_entity wandb_mode wandb_watch wandb_log_model wandb_run_id wandb_* mlflow_tracking_uri mlflow_* "
+          "hf_mlflow_log_artifacts swanlab_workspace swanlab_mode swanlab_* trackio_space_id trackio_* comet_*",
+          note="where and how a tracker keeps its runs is said to the tracker itself, in its environment variables "
+          "(`WANDB_ENTITY`, `WANDB_MODE`, `MLFLOW_TRACKING_URI`, `SWANLAB_MODE`, `TRACKIO_SPACE_ID`)"),
+    entry("hub_strategy push_dataset_to_hub hf_use_auth_token",
+          note="a run is uploaded once, when it ends, with the token of the variable HF_TOKEN; its data is not"),
     entry("logging_steps save_safetensors debug strict special_tokens.* tokens tokens.* eot_tokens processor_type "
           "tokenizer_* "
           "loss_watchdog_* model_type "
-          "tokenizer_config is_llama_derived_model local_rank early_stopping_patience weight_decay_embeddings "
+          "tokenizer_config is_llama_derived_model local_rank weight_decay_embeddings "
           "save_only_model lora_modules_to_save lora_fan_in_fan_out process_reward_model",
           note="has no key here; models and tokenizers are as their folder says"),
 )  # fmt: skip

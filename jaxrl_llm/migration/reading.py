@@ -21,6 +21,11 @@ from jaxrl_llm.names import ConfigError
 NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)[eE][+-]?\d+")  # YAML 1.1 takes 1e-6 for a text
 SHELL = ("", ".sh", ".bash", ".slurm", ".sbatch", ".txt")
 TRL_COMMANDS = ("grpo", "rloo", "ppo", "sft", "dpo", "kto", "orpo", "cpo", "reward")
+# Names of projects and runs are environment variables of the trackers, which scripts set in these ways:
+# `export NAME=value`, `NAME=value command`, `os.environ["NAME"] = "value"`.
+TRACKED = "WANDB_PROJECT WANDB_NAME WANDB_ENTITY WANDB_MODE MLFLOW_EXPERIMENT_NAME MLFLOW_TRACKING_URI " \
+          "SWANLAB_PROJECT TRACKIO_PROJECT"  # fmt: skip
+VARIABLE = re.compile(rf"""\b({TRACKED.replace(" ", "|")})\b["'\]]*\s*[=,]\s*["']?([^\s"'$)]+)""")
 LAUNCHERS = {
     "--num_processes": "num_processes",
     "--num-processes": "num_processes",
@@ -39,13 +44,20 @@ def read(path: str, system: str = "auto", trainer: str = "") -> Source:
         raise ConfigError(f"there is no file {path} (looked in {Path.cwd()})")
     kind, text = file.suffix.lower(), file.read_text(encoding="utf-8")
     if kind == ".py":
-        return read_script(text, path, system, trainer)
+        return _with_variables(read_script(text, path, system, trainer), text)
     if kind in (".yaml", ".yml", ".json"):
         tree = _tree(text, path, kind)
         return _of_tree(tree, path, _system_of(tree, path) if system == "auto" else system, trainer)
     if kind in SHELL:
-        return _of_shell(text, path, system, trainer)
+        return _with_variables(_of_shell(text, path, system, trainer), text)
     raise ConfigError(f"{path} is no .yaml, .json, .py or .sh file")
+
+
+def _with_variables(source: Source, text: str) -> Source:
+    """The source with what a script of TRL tells the trackers; verl's `trainer.project_name` says it there."""
+    lines = "\n".join(line for line in text.splitlines() if not line.lstrip().startswith("#"))
+    found = dict(VARIABLE.findall(lines)) if source.system == "trl" else {}
+    return source._replace(given={**found, **source.given})
 
 
 def _tree(text: str, path: str, kind: str) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """Rules that several libraries share: length of a run, schedules, epochs, reward names, what is evaluated and kept."""
 
 import math
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -9,6 +10,7 @@ from jaxrl_llm.migration.draft import OURS, Draft, Options
 from jaxrl_llm.names import ConfigError
 
 LOCAL = (".parquet", ".json", ".jsonl", ".csv", ".arrow")
+HERE = ("none", "all", "console", "file")  # no tracker: a choice of others, or what every run writes
 SCHEDULES = {
     "linear": "linear",
     "cosine": "cosine",
@@ -76,13 +78,29 @@ def optimizer(draft: Draft, name: str, key: str) -> None:
 def backends(draft: Draft, wanted: Any, key: str) -> None:
     """Writes the logging backends that there are, and notes the others."""
     wanted = [wanted] if isinstance(wanted, str) else list(wanted or ())
-    wanted = [name.lower() for name in wanted if str(name).lower() not in ("none", "console", "all")]
+    wanted = [str(name).lower() for name in wanted]
+    if "all" in wanted:
+        draft.check(f"{key} is all: name the trackers in logging.backends")
+    wanted = [name for name in wanted if name not in HERE]
     known = OURS["logging.backends"].choices or ()
     kept = [name for name in wanted if name in known]
     for name in wanted:
         if name not in known:
             draft.check(f"{key}: there is no logging backend {name}; metrics are in metrics.jsonl")
     draft.set("logging.backends", ("console", "jsonl", *kept), key)
+
+
+def tracked(draft: Draft, given: Mapping[str, Any], projects: Sequence[str], names: Sequence[str]) -> None:
+    """Writes the project and the name of the run from the first of their keys in `given` that has a value."""
+    for ours, keys in (("logging.project", projects), ("logging.run_name", names)):
+        found = {key: str(given[key]) for key in keys if given.get(key)}
+        draft.use(*(key for key in keys if key in given))
+        if found:
+            key, value = next(iter(found.items()))
+            draft.set(ours, value, key)
+            if len(set(found.values())) > 1:
+                said = ", ".join(f"{key} = {one}" for key, one in found.items())
+                draft.check(f"{said}: a run has one name, and its project too, in all trackers ({ours})")
 
 
 def micro_rows(draft: Draft, rows: int, minibatch: int, *keys: str) -> None:

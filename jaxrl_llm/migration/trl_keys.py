@@ -4,7 +4,7 @@ from jaxrl_llm.migration.table import Entry, entry, same
 
 STEPS = "counted in optimizer updates there, in training steps here: divided by the updates of a step"
 ENGINE = "there is no second engine: the sampler is built in and shares the policy's parameters"
-HUB = "nothing is uploaded; the `hf` folder of a run is what `huggingface-cli upload` takes"
+HUB = "a run is uploaded once, when it ends, with the token of the variable HF_TOKEN"
 TORCH = "a setting of torch; JAX compiles every step"
 METHOD_LOSS = "by trainer: of GRPO `algorithm.aggregation` too; the others' names are ours (sigmoid is dpo)"
 
@@ -40,8 +40,8 @@ DATA: tuple[Entry, ...] = (
           "train_dataset=...)`"),
     entry("dataset_config", "data.name", "", same),
     entry("dataset_train_split", "data.split", "", same),
-    entry("eval_dataset dataset_test_split", "data.eval_path data.eval_split", "one data set to evaluate on, no "
-          "dictionary of several, and `eval.prompts` (128) rows of it; all there"),
+    entry("eval_dataset dataset_test_split", "data.eval_path data.eval_split", "a dictionary of several is "
+          "`eval.sets`; `eval.prompts` (128) rows of it; all there"),
     entry("dataset_streaming", "data.streaming", "", same),
     entry("shuffle_dataset train_sampling_strategy", "data.shuffle", "the first in GRPO and RLOO, the second "
           "(sequential by default in KTO, and then rows are not shuffled) in the others"),
@@ -163,9 +163,17 @@ TRAINING: tuple[Entry, ...] = (
     entry("load_best_model_at_end metric_for_best_model greater_is_better", "checkpoint.best checkpoint.best_mode",
           "it is kept; `hf` is the model of the last step, and `jaxrl_llm.export` writes another"),
     entry("resume_from_checkpoint", "checkpoint.resume", "True and unset are auto; a path is one of ours"),
-    entry("eval_strategy evaluation_strategy eval_steps do_eval eval_on_start", "eval.every", STEPS + "; `no`, the "
-          "default there, is -1. Before the first step there is always one"),
-    entry("report_to", "logging.backends", "beside console and jsonl, where this library has it"),
+    entry("eval_strategy evaluation_strategy eval_steps do_eval", "eval.every", STEPS + "; `no`, the default there, is "
+          "-1. After the last step there is one here"),
+    entry("eval_on_start", "eval.at_start", "off by default there, on here"),
+    entry("callbacks", "callbacks", "named `file.py:Class`, or given to `train(config, callbacks=...)`, with the hooks "
+          "of docs/callbacks.md; `EarlyStoppingCallback` is `early_stopping(metric='eval/reward', patience=3)`"),
+    entry("push_to_hub hub_model_id push_to_hub_model_id", "export.push_to_hub", "OWNER/NAME; once, when the run ends"),
+    entry("hub_private_repo", "export.private"),
+    entry("report_to", "logging.backends", "beside console and jsonl: tensorboard, wandb, mlflow, swanlab, trackio"),
+    entry("project WANDB_PROJECT MLFLOW_EXPERIMENT_NAME SWANLAB_PROJECT TRACKIO_PROJECT", "logging.project", "of all "
+          "trackers; the names in capitals are environment variables that a script sets"),
+    entry("run_name WANDB_NAME", "logging.run_name", "unset is the name of `output_dir`"),
     entry("log_completions logging_steps num_completions_to_print", "logging.completions_every "
           "logging.completions_shown", STEPS + ". Metrics of every step are logged; completions not by default there"),
     entry("fsdp fsdp_config deepspeed", "mesh.fsdp mesh.data", "any of them shares parameters over all devices: "
@@ -178,7 +186,6 @@ NONE: tuple[Entry, ...] = (
     entry("args", note="is the configuration itself"),
     entry("processing_class reward_processing_classes", note="the tokenizers of the policy's and the reward model's "
           "folders"),
-    entry("callbacks", note="a loop of your own calls the parts: see train.py"),
     entry("optimizers", note="an optimizer object; see the keys of `optimizer`"),
     entry("model_name tags", note="of create_model_card: no card is written"),
     entry("remove_unused_columns label_names", note="columns always stay, for the rewards"),
@@ -212,13 +219,12 @@ NONE: tuple[Entry, ...] = (
           "logging_nan_inf_filter disable_tqdm skip_memory_metrics include_tokens_per_second "
           "include_num_input_tokens_seen log_unique_prompts log_multimodal log_completions_hub_repo",
           note="metrics of every step, tokens and speed among them, go to the console and metrics.jsonl"),
-    entry("run_name project trackio_space_id trackio_bucket_id trackio_static_space_id",
-          note="a run has the name of its `output_dir`"),
+    entry("trackio_space_id trackio_bucket_id trackio_static_space_id WANDB_ENTITY WANDB_MODE MLFLOW_TRACKING_URI",
+          note="where a tracker keeps its runs is said to the tracker itself, in its environment variables"),
     entry("save_safetensors", note="models are always saved as safetensors"),
     entry("save_on_each_node save_only_model restore_callback_states_from_checkpoint ignore_data_skip",
           note="checkpoints are whole, and a resumed run goes on with the row it stopped at"),
-    entry("push_to_hub push_to_hub_model_id push_to_hub_organization push_to_hub_token hub_model_id hub_strategy "
-          "hub_token hub_private_repo hub_always_push hub_revision", note=HUB),
+    entry("push_to_hub_organization push_to_hub_token hub_strategy hub_token hub_always_push hub_revision", note=HUB),
     entry("dataloader_drop_last dataloader_num_workers dataloader_prefetch_factor dataloader_pin_memory "
           "dataloader_persistent_workers dataloader_multiprocessing_context dataloader_in_order dataset_num_proc "
           "dataset_kwargs dataset_text_field past_index", note="rows are tokenised once, before the first step"),

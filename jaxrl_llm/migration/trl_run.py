@@ -6,6 +6,8 @@ from jaxrl_llm.migration import shared
 from jaxrl_llm.migration.draft import Draft, Options, short
 from jaxrl_llm.migration.shared import first_of
 
+PROJECTS = ("project", "WANDB_PROJECT", "MLFLOW_EXPERIMENT_NAME", "SWANLAB_PROJECT", "TRACKIO_PROJECT")
+
 
 def _steps_per_epoch(trainer: str, rows: int, batch: int) -> int:
     """0 where the rows are not known. A last batch that is not full is dropped by GRPO and RLOO alone."""
@@ -42,7 +44,10 @@ def length(made: Draft, trainer: str, updates: int, options: Options) -> None:
             every = every * total if every < 1 else every / updates
             made.set(ours, max(1, math.ceil(every)), steps, key)
     made.use("evaluation_strategy", "eval_steps", "save_steps", "do_eval", "eval_on_start")
+    if made.values["eval.every"] >= 0:
+        made.set("eval.at_start", bool(made.get("eval_on_start")), "eval_on_start")
     _kept(made)
+    _pushed(made)
     if made.get("log_completions"):
         made.set("logging.completions_every", shared.divided(made.get("logging_steps"), updates), "log_completions",
                  "logging_steps")  # fmt: skip
@@ -51,11 +56,26 @@ def length(made: Draft, trainer: str, updates: int, options: Options) -> None:
         made.set("logging.completions_every", 0, "log_completions")
     made.use("logging_steps")
     shared.backends(made, made.get("report_to"), "report_to")
+    shared.tracked(made, made.source.given, PROJECTS, ("run_name", "WANDB_NAME"))
     if isinstance(made.get("resume_from_checkpoint"), str):
         made.set("checkpoint.resume", made.get("resume_from_checkpoint"), "resume_from_checkpoint")
     made.use("resume_from_checkpoint")
     made.set("seed", int(made.get("seed")), "seed")
     made.use("data_seed")
+
+
+def _pushed(made: Draft) -> None:
+    """Where the trained model is uploaded to."""
+    if not made.get("push_to_hub"):
+        return
+    name = first_of(made, "", "hub_model_id", "push_to_hub_model_id")
+    if "/" in name:
+        made.set("export.push_to_hub", name, "push_to_hub", "hub_model_id", "push_to_hub_model_id")
+    else:
+        made.check("push_to_hub without an owner's name goes to the account of the token: set export.push_to_hub to "
+                   "OWNER/NAME")  # fmt: skip
+    made.set("export.private", bool(made.get("hub_private_repo")), "hub_private_repo")
+    made.use("push_to_hub", "hub_model_id", "push_to_hub_model_id")
 
 
 def _kept(made: Draft) -> None:

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxrl_llm.config import ConfigDict
-from jaxrl_llm.migration import shared
+from jaxrl_llm.migration import shared, verl_run
 from jaxrl_llm.migration.draft import Draft, Options, Source
 from jaxrl_llm.migration.verl_defaults import SFT, VERSIONS
 from jaxrl_llm.migration.verl_keys import TABLE, A, M, R
@@ -44,7 +44,7 @@ def draft(source: Source, options: Options) -> Draft:
     made.use("trainer.nnodes", "trainer.n_gpus_per_node")
     _mesh(made)
     (_sft if trainer == "sft" else _online)(made, gpus)
-    _trainer(made, options)
+    verl_run.trainer(made, options)
     _rate(made, "optim" if trainer == "sft" else f"{A}.optim")
     return made
 
@@ -60,12 +60,12 @@ def _data(made: Draft) -> None:
         made.set("data.sources", tuple({"path": file, "split": "train"} for file in files), "data.train_files")
     else:
         made.set("data.path", files[0] if isinstance(files, list) else files, "data.train_files")
-    if held_out:
-        several = isinstance(held_out, list)
-        made.set("data.eval_path", held_out[0] if several else held_out, "data.val_files")
+    if isinstance(held_out, list) and len(held_out) > 1:
+        sets = tuple({"set": "val", "path": file, "split": "train"} for file in held_out)
+        made.set("eval.sets", sets, "data.val_files")
+    elif held_out:
+        made.set("data.eval_path", held_out[0] if isinstance(held_out, list) else held_out, "data.val_files")
         made.set("data.eval_split", "train", "data.val_files")
-        if several and len(held_out) > 1:
-            made.check("data.val_files: the first is evaluated on")
     long = OVERLONG.get(str(made.get("data.truncation")), "error")
     made.set("data.overlong", "filter" if made.get("data.filter_overlong_prompts") else long, "data.truncation",
              "data.filter_overlong_prompts")  # fmt: skip
@@ -324,38 +324,6 @@ def _sft(made: Draft, gpus: int) -> None:
                    "(data.format=file.py:function)")  # fmt: skip
         made.values.pop("data.prompt_key", None)
     made.use("data.response_key", "data.multiturn.enable", "data.multiturn.messages_key")
-
-
-def _trainer(made: Draft, options: Options) -> None:
-    steps = made.get("trainer.total_training_steps")
-    if not steps:
-        files = made.get("data.train_files")
-        rows = shared.known_rows(options, files, "train")
-        if not rows:
-            shared.rows_missing(made, files, float(made.get("trainer.total_epochs")), "trainer.total_epochs")
-        steps = max(1, rows // made.values["batch.prompts"]) * int(made.get("trainer.total_epochs"))
-    made.set("total_steps", int(steps), "trainer.total_training_steps", "trainer.total_epochs")
-    folder = made.get("trainer.default_local_dir") or (
-        f"checkpoints/{made.get('trainer.project_name')}/{made.get('trainer.experiment_name')}")  # fmt: skip
-    made.set("output_dir", folder, "trainer.default_local_dir", "trainer.project_name", "trainer.experiment_name")
-    made.set("checkpoint.every", max(int(made.get("trainer.save_freq")), 0), "trainer.save_freq")
-    every, before = int(made.get("trainer.test_freq")), made.get("trainer.val_before_train")
-    made.set("eval.every", every if every > 0 else 0 if before else -1, "trainer.test_freq", "trainer.val_before_train")
-    keep = made.get("trainer.max_actor_ckpt_to_keep") or made.get("trainer.max_ckpt_to_keep")
-    keep = 1 if made.get("trainer.remove_previous_ckpt_in_save") else keep
-    made.set("checkpoint.keep", keep, "trainer.max_actor_ckpt_to_keep", "trainer.max_ckpt_to_keep",
-             "trainer.remove_previous_ckpt_in_save")  # fmt: skip
-    if not keep and made.values["checkpoint.every"]:
-        made.set("checkpoint.keep_every", 1, "trainer.max_actor_ckpt_to_keep")
-    mode = made.get("trainer.resume_mode")
-    resume = {"disable": "never", "resume_path": made.get("trainer.resume_from_path")}.get(str(mode))
-    made.set("checkpoint.resume", resume, "trainer.resume_mode", "trainer.resume_from_path")
-    shown = int(made.get("trainer.log_val_generations") or 0)
-    made.set(
-        "logging.completions_every" if not shown else "logging.completions_shown", shown, "trainer.log_val_generations"
-    )
-    shared.backends(made, made.get("trainer.logger"), "trainer.logger")
-    made.set("logging.names", "verl")
 
 
 def _rate(made: Draft, at: str) -> None:

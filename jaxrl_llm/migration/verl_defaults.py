@@ -36,6 +36,8 @@ RL: dict[str, Any] = {
     f"{R}.top_k": -1,
     f"{R}.top_p": 1.0,
     f"{R}.val_kwargs.n": 1,
+    f"{R}.val_kwargs.temperature": 0,
+    f"{R}.val_kwargs.do_sample": False,
     "algorithm.adv_estimator": "gae",
     "algorithm.gamma": 1.0,
     "algorithm.lam": 1.0,

@@ -16,7 +16,7 @@ def _each(section: str, keys: str) -> str:
 
 DATA: tuple[Entry, ...] = (
     entry("data.train_files", "data.path data.sources", "a list is `data.sources`"),
-    entry("data.val_files", "data.eval_path data.eval_split", "the first of a list; all rows there, "
+    entry("data.val_files", "data.eval_path data.eval_split eval.sets", "a list is `eval.sets`; all rows there, "
           "`eval.prompts` (128) here"),
     entry("data.prompt_key", "data.prompt_key", "of sft_trainer.yaml `question` by default", same),
     entry("data.max_prompt_length", "rollout.max_prompt_length", "", same),
@@ -38,9 +38,9 @@ DATA: tuple[Entry, ...] = (
           "data.dataloader_num_workers data.validation_shuffle data.return_multi_modal_inputs data.image_patch_size "
           "data.use_shm data.sampler.* data.datagen.* data.balance_dp_token data.chat_template", note="has no key "
           "here"),
-    entry("data.path data.response_key data.data_source_key data.reward_model_key", "data.path", "of evaluation.yaml, "
-          "which scores given responses: `jaxrl_llm.evaluate` samples for the prompts of data.eval_path and scores "
-          "them; there is no key for a column of responses"),
+    entry("data.path data.response_key data.data_source_key data.reward_model_key", note="of evaluation.yaml, which "
+          "scores given responses: `python -m jaxrl_llm.evaluate --responses=FILE`, with the other three under their "
+          "own names, `--response_key=responses`"),
     entry("data.micro_batch_size_per_gpu data.micro_batch_size", "batch.microbatch_rows", "of sft; times the GPUs"),
     entry("data.multiturn.* data.prompt_dict_keys data.response_dict_keys", "data.format",
           "`messages` are known; other columns by a format of your own, `file.py:function`"),
@@ -146,15 +146,17 @@ ROLLOUT: tuple[Entry, ...] = (
     entry(f"{R}.temperature", "rollout.temperature", "", same),
     entry(f"{R}.top_p", "rollout.top_p", "", same),
     entry(f"{R}.top_k", "rollout.top_k", "-1 is 0", lambda k: max(int(k), 0)),
-    entry(f"{R}.val_kwargs.n", "eval.samples", "1 by default there; an evaluation here has samples and a greedy "
-          "completion", same),
+    entry(f"{R}.val_kwargs.n", "eval.samples eval.estimate eval.extremes", "1 by default there; above it best@k, "
+          "worst@k and maj@k as verl draws them", same),
+    entry(f"{R}.val_kwargs.temperature {R}.val_kwargs.do_sample", "eval.temperature eval.greedy", "an evaluation there "
+          "is greedy unless it samples; here it also may be both"),
+    entry(f"{R}.val_kwargs.top_k", "eval.top_k", "-1 is 0"),
+    entry(f"{R}.val_kwargs.top_p", "eval.top_p"),
     entry(f"{R}.max_num_seqs", "rollout.slots", "of each GPU there, of all devices here; it changes no sample"),
     entry(f"{R}.prompt_length {R}.response_length", "rollout.max_prompt_length rollout.max_completion_length",
           "copies of data.max_prompt_length and data.max_response_length"),
     entry(f"{R}.multi_turn.max_assistant_turns", "environment.max_turns", "", same),
     entry(f"{REF}.fsdp_config.param_offload", "algorithm.offload_reference", "", same),
-    entry(f"{R}.val_kwargs.temperature {R}.val_kwargs.top_k {R}.val_kwargs.top_p {R}.val_kwargs.do_sample",
-          note="an evaluation samples as training does, and greedily"),
     entry(f"{R}.do_sample", note="training always samples: temperature must be above 0"),
     entry(f"{R}.ignore_eos", note="a completion ends with the model's end of text"),
     entry(f"{R}.dtype", note="the policy's own parameters sample; `rollout.cache_dtype` is of keys and values"),
@@ -233,13 +235,16 @@ ALGORITHM: tuple[Entry, ...] = (
 TRAINER: tuple[Entry, ...] = (
     entry("trainer.total_epochs trainer.total_training_steps", "total_steps", "epochs need the number of rows, which "
           "is counted where the file is here: `--rows=N`"),
-    entry("trainer.default_local_dir trainer.project_name trainer.experiment_name", "output_dir", "a run has one name, "
-          "its folder"),
-    entry("trainer.logger", "logging.backends", "console and jsonl are always written"),
+    entry("trainer.default_local_dir", "output_dir", "`checkpoints/PROJECT/EXPERIMENT` by default there"),
+    entry("trainer.project_name", "logging.project output_dir", "of the trackers, and in the default folder"),
+    entry("trainer.experiment_name", "logging.run_name output_dir", "of the trackers, and in the default folder"),
+    entry("trainer.logger", "logging.backends", "console and jsonl (`file` there) are always written; besides them "
+          "wandb, swanlab, mlflow, tensorboard and trackio"),
     entry("trainer.log_val_generations", "logging.completions_shown", "of training; 0 shows none"),
     entry("trainer.save_freq", "checkpoint.every", "-1 is 0, after the last step only"),
-    entry("trainer.test_freq trainer.val_before_train", "eval.every", "-1 there is no evaluation after the first; 0 "
-          "here is before and after training, -1 none"),
+    entry("trainer.test_freq", "eval.every eval.at_end", "-1 there is no evaluation but the first; 0 here is before "
+          "and after training, -1 none"),
+    entry("trainer.val_before_train", "eval.at_start", "on by default in both"),
     entry("trainer.critic_warmup", "critic.warmup_steps", "one less: verl's N gives N - 1 steps"),
     entry("trainer.resume_mode trainer.resume_from_path", "checkpoint.resume", "auto; disable is never; a path is one "
           "of our checkpoints"),

@@ -9,6 +9,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterator
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,12 @@ from jaxrl_llm.models.families.decoder import DTYPES, settings
 from jaxrl_llm.models.transformer import Net, Params
 
 EMBEDDED = Path(__file__).parent / "embedded"
-DOWNLOADED = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "*.tiktoken"]
+DOWNLOADED = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "*.tiktoken", "README.md", "LICENSE*"]
+# What an export may write, as patterns: these files give way to a new export, and no others.
+EXPORTED = (
+    "*.json", "*.safetensors", "*.jinja", "*.model", "*.tiktoken", "*.py", "merges.txt", "vocab.txt", "README.md",
+    "LICENSE*", "curves.svg", "*.vocab", "*.codes", "*.bpe", "*.spm", "*.dict",
+)  # fmt: skip
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 TEMPLATES = "additional_chat_templates"  # the one folder that a tokenizer writes
 
@@ -192,16 +198,22 @@ def _exported_config(net: Net, family, hf_config: dict[str, Any] | None, dtype: 
 
 
 def refuse_foreign(folder: Path, sign: str) -> None:
-    """Raises ConfigError when `folder` holds anything that an export would destroy, and not the file `sign`."""
+    """Raises ConfigError when `folder` holds anything that an export would destroy, or not the file `sign`."""
     if not folder.exists():
         return
     if not folder.is_dir():
         raise ConfigError(f"{folder} is a file; the model is written to a folder.")
-    entries = list(folder.iterdir())
-    if entries and (
-        not (folder / sign).is_file() or any(entry.is_dir() and entry.name != TEMPLATES for entry in entries)
-    ):
-        raise ConfigError(f"{folder} holds other files than an exported model's; choose a new folder.")
+    entries = sorted(folder.iterdir())
+    other = [entry.name for entry in entries if not _is_exported(entry)]
+    if other or (entries and not (folder / sign).is_file()):
+        named = f" ({', '.join(other[:3])})" if other else f", and no {sign}"
+        raise ConfigError(f"{folder} holds other files than an exported model's{named}; choose a new folder.")
+
+
+def _is_exported(entry: Path) -> bool:
+    if entry.is_dir():
+        return entry.name == TEMPLATES
+    return any(fnmatch(entry.name, pattern) for pattern in EXPORTED)
 
 
 @contextlib.contextmanager

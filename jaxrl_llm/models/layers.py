@@ -192,9 +192,13 @@ def longer_rows(rows: KeyValues, size: int) -> KeyValues:
 
 def _write(rows: KeyValues, k, v, length) -> KeyValues:
     """The row caches with k and v `[G,R,J,d]` at position `length` `[G,R]` of each row."""
-    g, r = jnp.indices(length.shape, sparse=True)
-    keys = rows.k.at[g, r, :, :, length].set(k.astype(rows.k.dtype), mode="drop", unique_indices=True)
-    values = rows.v.at[g, r, :, length].set(v.astype(rows.v.dtype), mode="drop", unique_indices=True)
+
+    def row(keys, values, k, v, length):
+        keys = keys.at[:, :, length].set(k.astype(keys.dtype), mode="drop")
+        return keys, values.at[:, length].set(v.astype(values.dtype), mode="drop")
+
+    # A device writes its own rows. With the rows' numbers among the indices, devices send each other all of k and v.
+    keys, values = jax.vmap(jax.vmap(row))(rows.k, rows.v, k, v, length)
     return KeyValues(*(constrain(x, "rows", None, "heads", None, None) for x in (keys, values)))
 
 

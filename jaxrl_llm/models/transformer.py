@@ -285,6 +285,23 @@ def _of_layer(caches, number: int):
     return jax.tree.map(lambda cache: cache[number], caches, is_leaf=lambda x: isinstance(x, list))
 
 
+def _each_layer(stacked) -> list[Any]:
+    """The layers of parameters that are stacked over them."""
+    parts = jax.tree.map(lambda x: _parts(x) if jnp.issubdtype(x.dtype, jnp.inexact) else [*x], stacked)
+    is_parts = lambda x: isinstance(x, list)  # noqa: E731
+    return [jax.tree.map(lambda x, n=n: x[n], parts, is_leaf=is_parts) for n in range(_stack_size(stacked))]
+
+
+@jax.custom_vjp
+def _parts(x):
+    """The entries of an array along its first axis, whose gradients are stacked: slices would have them padded and
+    added up."""
+    return [x[n] for n in range(len(x))]
+
+
+_parts.defvjp(lambda x: (_parts(x), None), lambda _, gradients: (jnp.stack(gradients),))
+
+
 def segment_positions(segments):
     """Positions `[N,T]` that count from 0 at the start of every segment; 0 on padding."""
     index = jnp.arange(segments.shape[1])
@@ -391,10 +408,8 @@ def unstack(params: Params, dense_layers: tuple[int, ...] = ()) -> Params:
     if 0 in layers:
         return params
     dense = params.get("dense_layers")
-    own = iter(range(_stack_size(layers)))
+    sparse = iter(_each_layer(layers))
+    others = iter(_each_layer(dense) if dense_layers else ())
     count = _stack_size(layers) + len(dense_layers)
-    parts = {
-        number: _of_layer(dense, dense_layers.index(number)) if number in dense_layers else _of_layer(layers, next(own))
-        for number in range(count)
-    }
+    parts = {number: next(others if number in dense_layers else sparse) for number in range(count)}
     return {**{name: x for name, x in params.items() if name != "dense_layers"}, "layers": parts}

@@ -4,8 +4,9 @@ XLA's own cost analysis counts the body of a loop once. Here everything in a loo
 which is read from the loop; `turns` are those of loops whose number is not known before (decoding, packed rows), the
 outer ones first.
 
-The TPU compiler adds up on each device what a loop adds up over devices, and reduces it once behind the loop; the CPU's
-reduces at every turn. Such all-reduces count once here, whatever the compiler.
+Collectives are those that accelerators make of them. Compilers for these add up on each device what a loop adds up over
+devices, and reduce it once behind the loop; the CPU's reduces at every turn. Where each device needs a slice of a sum,
+they scatter it; the CPU's sends all of it to all. And CPUs send bfloat16 numbers as float32.
 """
 
 import functools
@@ -20,6 +21,8 @@ COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "coll
 # What makes no buffer of its own.
 VIEWS = ("parameter", "tuple", "get-tuple-element", "bitcast", "while", "conditional", "call", "constant",
          "optimization-barrier", "copy-done", "async-done", "async-update")  # fmt: skip
+# What gives the same numbers in another place or order.
+VIEWED = ("copy", "bitcast", "reshape", "transpose")
 SHAPE = re.compile(r"\b([a-z]+[0-9]*[a-z0-9]*)\[([0-9,]*)\]")
 NAMES = re.compile(r"%([\w.\-]+)")
 
@@ -62,9 +65,10 @@ class Module:
 
     def __init__(self, text: str, turns: tuple[float, ...] = ()):
         self.unknown = turns
+        self._readers: dict[int, dict[str, list[Instruction]]] = {}
         self.computations: dict[str, dict[str, Instruction]] = {}
         self.entry = ""
-        self.partitions = _number(r"num_partitions=(\d+)", text[:4000], 1)
+        self.partitions = _number(r"num_partitions=(\d+)", text.partition("\n")[0], 1)
         current: dict[str, Instruction] = {}
         for line in text.splitlines():
             header = re.match(r"(ENTRY )?%?([\w.\-]+) \(.*\{$", line)
@@ -102,18 +106,6 @@ class Module:
         limits = [condition[name] for name in last.operands if condition[name].opcode == "constant"]
         return int(limits[0].arguments) if limits else None
 
-    def _adds_up(self, x: Instruction, body: dict[str, Instruction]) -> bool:
-        """True for an all-reduce whose result is only added to a total that the loop of this body carries."""
-        last = list(body.values())[-1]
-        users = [other for other in body.values() if x.name in other.operands]
-        if last.opcode != "tuple" or len(users) != 1 or users[0].name not in last.operands:
-            return False
-        place = last.operands.index(users[0].name)
-        totals = [body[name] for name in users[0].operands if name in body and name != x.name]
-        carried = any(y.opcode == "get-tuple-element" and re.search(rf"index={place}\b", y.rest) for y in totals)
-        called = [list(self.computations[name].values())[-1].opcode for name in _called(users[0])]
-        return carried and (users[0].opcode == "add" or called == ["add"])
-
     @functools.cached_property
     def buffers(self) -> set[str]:
         """The computations whose instructions have buffers: not those inside fusions and reductions."""
@@ -128,35 +120,130 @@ class Module:
                     ahead += _called(instruction)
         return found
 
-    def _all(self) -> Iterator[tuple[float, dict[str, Instruction], Instruction]]:
-        for name, (times, loops) in self.turns.items():
+    def _all(self) -> Iterator[tuple[tuple[float, float], dict[str, Instruction], Instruction]]:
+        for name, turns in self.turns.items():
             body = self.computations[name]
             for x in body.values():
-                yield (loops if x.opcode == "all-reduce" and self._adds_up(x, body) else times), body, x
+                yield turns, body, x
 
     def collectives(self) -> list[Collective]:
         """The collectives of one run of the program, of one device, the heaviest first."""
         found: dict[tuple[str, int], list[float]] = {}
-        for times, neighbours, x in self._all():
-            kind = x.opcode.removesuffix("-start")
-            if kind not in COLLECTIVES:
+        for turns, body, x in self._all():
+            if x.opcode.removesuffix("-start") not in COLLECTIVES:
                 continue
             group = _group(x, self.partitions)
-            size = _bytes(x.shape)
-            read = sum(_bytes(neighbours[name].shape) for name in x.operands if name in neighbours)
-            if x.opcode.endswith("-start") and kind in ("all-gather", "collective-permute"):
-                size -= read  # the shape of a started one holds its operands too
-            total = found.setdefault((kind, group), [0.0, 0.0, 0.0])
-            total[0] += times
-            total[1] += times * size
-            total[2] += times * _sent(kind, group, size, read)
+            for kind, times, size, read in self._exchanges(turns, body, x, group):
+                total = found.setdefault((kind, group), [0.0, 0.0, 0.0])
+                total[0] += times
+                total[1] += times * size
+                total[2] += times * _sent(kind, group, size, read)
         made = [Collective(kind, group, *total) for (kind, group), total in found.items() if group > 1]
         return sorted(made, key=lambda x: -x.sent)
+
+    def _exchanges(self, turns: tuple[float, float], body: dict[str, Instruction], x: Instruction,
+                   group: int) -> Iterator[tuple[str, float, float, float]]:  # fmt: skip
+        """What accelerators make of a collective: kinds, how often, bytes of their results and of what they read."""
+        kind, (times, loops) = x.opcode.removesuffix("-start"), turns
+        sizes = [self._exchanged_bytes(name, body) for name in x.operands if name in body]
+        if x.opcode != "all-reduce":
+            size, read = _bytes(x.shape), sum(_bytes(body[name].shape) for name in x.operands if name in body)
+            if x.opcode.endswith("-start") and kind in ("all-gather", "collective-permute"):
+                size -= read  # the shape of a started one holds its operands too
+            narrow = sum(sizes) / max(read, 1)
+            yield kind, times, narrow * size, narrow * read
+            return
+        shares: dict[tuple[str, float], float] = {}
+        for size, names in zip(sizes, self._names_of_results(x, body), strict=True):
+            users = [(name, user) for name in names for user in self._users(name, body)]
+            cut = bool(users) and all(self._cuts(user, name, (body,)) for name, user in users)
+            added = len(users) == 1 and self._adds_up(*users[0], body)
+            if users and all(self._narrows(user, name, body) for name, user in users):
+                size *= 0.5
+            share = ("reduce-scatter", times) if cut else ("all-reduce", loops if added else times)
+            shares[share] = shares.get(share, 0.0) + size
+        for (kind, often), size in shares.items():
+            yield kind, often, size / group if kind == "reduce-scatter" else size, size
+
+    def _users(self, name: str, body: dict[str, Instruction]) -> list[Instruction]:
+        """The instructions that read a value."""
+        if id(body) not in self._readers:
+            readers = self._readers[id(body)] = {}
+            for x in body.values():
+                for operand in set(x.operands):
+                    readers.setdefault(operand, []).append(x)
+        return self._readers[id(body)].get(name, [])
+
+    def _names_of_results(self, x: Instruction, body: dict[str, Instruction]) -> list[list[str]]:
+        """What each result of a collective is called."""
+        if len(x.operands) == 1:
+            return [[x.name]]
+        found: list[list[str]] = [[] for _ in x.operands]
+        for part in self._users(x.name, body):
+            found[_number(r"index=(\d+)", part.rest, 0)].append(part.name)
+        return found
+
+    def _inside(self, fusion: Instruction, name: str) -> tuple[dict[str, Instruction], list[str]]:
+        """The body of a fusion, and what it calls the value."""
+        body = self.computations[_called(fusion)[0]]
+        places = {str(i) for i, operand in enumerate(fusion.operands) if operand == name}
+        return body, [x.name for x in body.values() if x.opcode == "parameter" and x.arguments in places]
+
+    def _cuts(self, user: Instruction, name: str, bodies: tuple[dict[str, Instruction], ...],
+              fusions: tuple[Instruction, ...] = ()) -> bool:  # fmt: skip
+        """True where all that is read of the value is a slice; `bodies` and `fusions` are those around it."""
+        if user.opcode == "dynamic-slice":
+            return user.operands[0] == name
+        if user.opcode == "fusion":
+            body, names = self._inside(user, name)
+            bodies, fusions = (*bodies, body), (*fusions, user)
+        elif user.opcode in VIEWED or user.opcode == "convert":
+            names = [user.name]
+            while fusions and names[0] == list(bodies[-1])[-1]:  # what the fusion gives
+                names, bodies, fusions = [fusions[-1].name], bodies[:-1], fusions[:-1]
+        else:
+            return False
+        reads = [(each, x) for each in names for x in self._users(each, bodies[-1])]
+        return bool(reads) and all(self._cuts(x, each, bodies, fusions) for each, x in reads)
+
+    def _narrows(self, user: Instruction, name: str, body: dict[str, Instruction]) -> bool:
+        """True where the value is read as bfloat16: CPUs add up float32, accelerators what the program says."""
+        if user.opcode == "fusion":
+            body, names = self._inside(user, name)
+            users = [(each, x) for each in names for x in self._users(each, body)]
+            return bool(users) and all(self._narrows(x, each, body) for each, x in users)
+        return user.opcode == "convert" and user.shape.startswith("bf16")
+
+    def _adds_up(self, name: str, user: Instruction, body: dict[str, Instruction]) -> bool:
+        """True where the value is only added to a total that the loop of this body carries."""
+        last = list(body.values())[-1]
+        if last.opcode != "tuple" or user.name not in last.operands:
+            return False
+        place = last.operands.index(user.name)
+        totals = [body[other] for other in user.operands if other in body and other != name]
+        carried = any(y.opcode == "get-tuple-element" and re.search(rf"index={place}\b", y.rest) for y in totals)
+        called = [list(self.computations[inner].values())[-1].opcode for inner in _called(user)]
+        return carried and (user.opcode == "add" or called == ["add"])
+
+    def _exchanged_bytes(self, name: str, body: dict[str, Instruction]) -> float:
+        """Bytes of a value that is exchanged: CPUs widen bfloat16 numbers for it, accelerators do not."""
+        return _bytes(body[name].shape) * (0.5 if self._widened(name, body) else 1.0)
+
+    def _widened(self, name: str, body: dict[str, Instruction]) -> bool:
+        x = body.get(name)
+        if x is None or not x.shape.startswith("f32"):
+            return False
+        if x.opcode == "fusion":
+            inside = self.computations[_called(x)[0]]
+            return self._widened(list(inside)[-1], inside)
+        if x.opcode == "convert":
+            return body[x.operands[0]].shape.startswith("bf16")
+        return x.opcode in VIEWED and self._widened(x.operands[0], body)
 
     def product_flops(self) -> float:
         """Floating-point operations of the matrix products of one run, of one device."""
         total = 0.0
-        for times, neighbours, x in self._all():
+        for (times, _), neighbours, x in self._all():
             if x.opcode != "dot" or x.operands[0] not in neighbours:
                 continue
             left = _dims(neighbours[x.operands[0]].shape)
@@ -206,7 +293,15 @@ def _called(x: Instruction) -> list[str]:
 
 
 def _group(x: Instruction, partitions: int) -> int:
-    """Devices that take part in one collective."""
+    """Devices that take part in one collective.
+
+    Groups are listed (`{{0,1},{2,3}}`), counted (`[2,4]<=[8]`), or axes of a mesh, or parts of them
+    (`mesh['a'=8,'b'=2] {'a':(2)4}`: 4 of the 8).
+    """
+    if (axes := re.search(r"replica_groups=@?mesh[\w.]*\[([^\]]*)\][^{]*\{([^}]*)\}", x.rest)) is not None:
+        sizes = dict(re.findall(r"'([^']+)'=(\d+)", axes[1]))
+        parts = re.findall(r"'([^']+)'(?::\(\d+\)(\d+))?", axes[2])
+        return int(np.prod([int(part or sizes[name]) for name, part in parts]))
     if (iota := re.search(r"replica_groups=\[(\d+),(\d+)\]", x.rest)) is not None:
         return int(iota[2])
     if (given := re.search(r"replica_groups=\{\{([\d,]*)\}", x.rest)) is not None:

@@ -9,7 +9,7 @@ from jax.sharding import Mesh
 
 from jaxrl_llm.algorithms.layout import Layout, Sizes, plan
 from jaxrl_llm.config import batch_rows, rows_together
-from jaxrl_llm.head import LOGITS_IN_FLIGHT
+from jaxrl_llm.head import columns_at_once
 from jaxrl_llm.keys import OFFLINE
 from jaxrl_llm.models.transformer import Net
 from jaxrl_llm.planning.shapes import rows_shape
@@ -71,7 +71,7 @@ def _sample(config, rows: int, widths: tuple[int, int]) -> Sample:
 def _shapes(sample: Sample, mask, sizes: Sizes, mesh: Mesh, vocabulary: int) -> tuple[Layout, Turns]:
     """The shapes of a layout, every shard like the one of the sample; how often its loops turn."""
     one, shards = plan(sample.tokens, sample.segments, mask, sizes), row_shards(mesh)
-    columns = max(LOGITS_IN_FLIGHT // (shards * vocabulary), 1)
+    columns = columns_at_once(shards, vocabulary)
     chunks = float(max(one.read.max() / columns, 1.0))
     parts = float(one.parts[0])
 

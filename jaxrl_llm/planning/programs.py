@@ -52,24 +52,35 @@ class Measured(NamedTuple):
         return sum(x.sent for x in self.collectives)
 
 
+# The CPU's compiler computes in float32. Where nothing is gathered in a loop over layers, moving what does not change
+# out of it leaves float32 copies of all parameters, keys and values.
+IN_LAYERS = {"xla_disable_hlo_passes": "while-loop-invariant-code-motion"}
+
+
 @dataclasses.dataclass
 class Compiler:
-    """Compiles programs one by one; `held` bytes are on every device all the time."""
+    """Compiles programs one by one; `held` bytes are on every device all the time.
+
+    `simulated`: by the CPU's compiler, for other devices.
+    """
 
     held: int
     devices: int
+    simulated: bool = False
     found: list[Measured] = dataclasses.field(default_factory=list)
 
     def add(self, name: str, function, arguments: tuple, times: float = 1.0, held: tuple = (), of_run: Any = (),
-            turns: Turns = ()) -> Any:  # fmt: skip
+            turns: Turns = (), copied: Any = ()) -> Any:  # fmt: skip
         """The shapes of the results of one more program.
 
         `held` are trees that are there meanwhile and not among the arguments, `of_run` those of the arguments that are
-        always there; `turns` are those of loops whose number the compiler does not know.
+        always there; `turns` are those of loops whose number the compiler does not know. `copied` is what the device's
+        compiler may copy and this one does not.
         """
         began = time.perf_counter()
         traced = function.trace(*arguments)
-        compiled = traced.lower().compile()
+        options = IN_LAYERS if self.simulated and name.startswith("rollout") else None
+        compiled = traced.lower().compile(compiler_options=options)
         memory = compiled.memory_analysis()
         module = hlo.Module(compiled.as_text(), turns)
         own = [x for x in jax.tree.leaves(arguments) if isinstance(x, jax.ShapeDtypeStruct) and x.sharding is not None]
@@ -81,7 +92,7 @@ class Compiler:
                 beside=beside,
                 arguments=bytes_on_device(own),
                 results=max(memory.output_size_in_bytes - memory.alias_size_in_bytes, 0),
-                temporaries=memory.temp_size_in_bytes,
+                temporaries=memory.temp_size_in_bytes + (bytes_on_device(copied) if self.simulated else 0),
                 flops=traced_flops(traced.jaxpr, turns) / self.devices,
                 compiled_flops=module.product_flops(),
                 collectives=module.collectives(),
@@ -103,7 +114,8 @@ def compile_step(config, shapes: Shapes, mesh: Mesh, widths: tuple[int, int], sc
 
     `only` names one phase: "rollout", "logps" or "update". Evaluation is not among them. `packer` is that of a run.
     """
-    compiler, rollout = Compiler(held_bytes(shapes), mesh.size), None
+    simulated = scanned and mesh.devices.flat[0].platform == "cpu"
+    compiler, rollout = Compiler(held_bytes(shapes), mesh.size, simulated), None
     online = config.algorithm.name not in OFFLINE
     params = whole(shapes.state, shapes.frozen).params
     if online and only in ("", "rollout"):
@@ -135,7 +147,9 @@ def make_plan_update(config, shapes: Shapes, mesh: Mesh, objective: Objective):
 
 def _rollout(config, shapes: Shapes, params, mesh: Mesh, width: int, scanned: bool, compiler: Compiler) -> Rollout:
     def add(name: str, function, arguments: tuple, held: tuple) -> Any:
-        return compiler.add(name, function, arguments, 1.0, held, params if name == "rollout: cast" else ())
+        # While accelerators decode, they may hold the keys and values of completions in a second layout.
+        copied = arguments[3].cache if name == "rollout: decode" else ()
+        return compiler.add(name, function, arguments, 1.0, held, params if name == "rollout: cast" else (), (), copied)
 
     engine = make_engine(config, shapes.net, scanned)
     rollout = compile_rollout(config, engine, params, mesh, width, add)

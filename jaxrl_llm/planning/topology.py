@@ -8,10 +8,11 @@ from typing import Any, NamedTuple
 
 import jax
 from jax.experimental import topologies
-from jax.sharding import AxisType, Mesh
+from jax.sharding import Mesh
 
 from jaxrl_llm.names import ConfigError
 from jaxrl_llm.planning.devices import Device, at_hand, named
+from jaxrl_llm.sharding import make_mesh
 from jaxrl_llm.training.build import build_mesh
 
 HOST = {1: (1, 1, 1), 2: (1, 2, 1)}  # chips of one host, where there are fewer than four
@@ -56,8 +57,7 @@ def target(config, name: str, count: int, simulate: bool = False) -> Target:
     chips = None if simulate or device.topology is None else tpu_chips(device.topology, count)
     if chips is None:
         return Target(device, mesh, f"CPU compiler, {count} simulated devices", False, "bfloat16", True)
-    types = (AxisType.Auto,) * len(mesh.axis_names)
-    mesh = jax.make_mesh(mesh.axis_sizes, mesh.axis_names, axis_types=types, devices=chips)
+    mesh = make_mesh(**mesh.shape, devices=chips)
     return Target(device, mesh, "TPU compiler", True, "bfloat16", True)
 
 
@@ -66,6 +66,7 @@ def tpu_chips(version: str, count: int) -> list[Any] | None:
     if importlib.util.find_spec("libtpu") is None or count & (count - 1):
         return None
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # ask no metadata server what this machine is
+    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # no chip is taken: others may plan, or train, meanwhile
     options: dict[str, Any] = {"chip_config_name": "megacore"} if version == "v4" else {}
     if count in HOST:
         options["chips_per_host_bounds"] = HOST[count]

@@ -4,6 +4,7 @@ import base64
 import gzip
 import html
 import json
+import re
 from collections.abc import Iterable, Sequence
 from importlib.resources import files
 from string import Template
@@ -27,17 +28,34 @@ HEADLINES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("Accuracy", ("rewards/accuracies", "accuracy", "mean_token_accuracy")),
     ("Gradient", ("grad_norm",)),
 )
+MOST_SETS = 6  # named sets with a curve at the top
 
 
 def headlines(runs: Sequence[ReportedRun]) -> list[tuple[str, str]]:
-    """(title, metric) of the curves at the top: under each title the metric that most runs have, in doubt the first."""
+    """(title, metric) of the curves at the top: under each title the metric that most runs have, in doubt the first.
+
+    Of held-out prompts every named set has a curve of its own, under the same title.
+    """
     found = []
     for title, names in HEADLINES:
         counts = [(sum(name in run.metrics for run in runs), name) for name in names]
         count, name = max(counts, key=lambda pair: pair[0])
         if count:
             found.append((title, name))
+        if title == "Held-out":
+            found += [(title, metric) for metric in _of_sets(runs, names)]
     return found
+
+
+def _of_sets(runs: Sequence[ReportedRun], names: Sequence[str]) -> list[str]:
+    """`eval/<set>/accuracy` of each named set, or the next of `names` that it has; not those of its data sources."""
+    found: dict[str, str] = {}
+    for name in names:
+        pattern = re.compile(rf"eval/([^/]+)/{re.escape(name.removeprefix('eval/'))}")
+        for match in (pattern.fullmatch(metric) for run in runs for metric in run.metrics):
+            if match:
+                found.setdefault(match[1], match[0])
+    return list(found.values())[:MOST_SETS]
 
 
 def algorithm_of(run: ReportedRun) -> str | None:

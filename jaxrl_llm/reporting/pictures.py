@@ -44,7 +44,8 @@ def write_pictures(runs: Sequence[ReportedRun], folder: Path, smoothing: float) 
         for title, metric in shown:
             figure = Figure(figsize=(4.2, 2.8))
             _draw(figure.subplots(), runs, title, metric, smoothing, legend=len(runs) > 1)
-            paths.append(folder / f"{title.lower()}.png")
+            part = f"_{metric.split('/')[1]}" if metric.count("/") == 2 and title == "Held-out" else ""  # a named set
+            paths.append(folder / f"{title.lower()}{part}.png")
             figure.savefig(paths[-1])
         rows = -(-len(shown) // 3)
         figure = Figure(figsize=(11, 2.7 * rows), layout="constrained")

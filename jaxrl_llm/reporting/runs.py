@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from jaxrl_llm.config import default, flat
 from jaxrl_llm.names import ConfigError
-from jaxrl_llm.training.metric_names import shown_names
+from jaxrl_llm.training.metric_names import Names, shown_names
 from jaxrl_llm.training.metrics import METRICS, read_metrics
 
 
@@ -47,22 +47,29 @@ def short_names(paths: Sequence[Path]) -> list[str]:
 
 
 def _read(folder: Path, name: str) -> ReportedRun:
-    path = folder / METRICS
-    if not path.is_file():
+    if not (folder / METRICS).is_file():
         raise ConfigError(
             f"{folder} holds no run: it has no {METRICS}. "
             "Name the output_dir of a run whose logging.backends have jsonl"
         )
-    settings = _settings(folder)
-    own = {shown: ours for ours, shown in _names(settings).items()}
-    records = list(read_metrics(path))
+    return run_of(folder, name)
+
+
+def run_of(folder: Path, name: str | None = None) -> ReportedRun:
+    """The run in the folder, named as the folder is or `name`; without steps where it kept no metrics.jsonl.
+
+    Raises ConfigError for a file that cannot be read.
+    """
+    path, settings = folder / METRICS, _settings(folder)
+    names = _names(settings)
+    records = list(read_metrics(path)) if path.is_file() else []
     metrics: dict[str, list[float | None]] = {}
     for number, record in enumerate(records):
         for shown, value in record.items():
             if shown not in ("step", "time"):
-                metrics.setdefault(own.get(shown, shown), [None] * len(records))[number] = value
+                metrics.setdefault(names.own(shown), [None] * len(records))[number] = value
     steps, times = [record["step"] for record in records], [record.get("time", 0.0) for record in records]
-    return ReportedRun(name, folder, settings, steps, times, metrics)
+    return ReportedRun(name or folder.resolve().name, folder, settings, steps, times, metrics)
 
 
 def _settings(folder: Path) -> dict[str, Any]:
@@ -75,7 +82,7 @@ def _settings(folder: Path) -> dict[str, Any]:
         raise ConfigError(f"{path} is not JSON ({error}): repair or remove it") from error
 
 
-def _names(settings: dict[str, Any]) -> dict[str, str]:
+def _names(settings: dict[str, Any]) -> Names:
     config = default()
     known = flat(config.to_dict())
     for name, value in settings.items():

@@ -50,7 +50,9 @@ def boxed_accuracy(completions: Sequence[Completion], answer: Sequence[Any], **c
     An answer may itself be written in `\boxed{}`.
     """
     return [
-        None if wanted is None else float(_same(_boxed(text_of(completion)), _boxed(str(wanted)) or str(wanted)))
+        None
+        if wanted is None
+        else float(_same(boxed_content(text_of(completion)), boxed_content(str(wanted)) or str(wanted)))
         for completion, wanted in zip(completions, answer, strict=True)
     ]
 
@@ -64,7 +66,7 @@ def gsm8k_accuracy(completions: Sequence[Completion], answer: Sequence[Any], **c
     return [
         None
         if wanted is None
-        else float(_same(_after_hashes(text_of(completion)), _after_hashes(str(wanted)) or str(wanted)))
+        else float(_same(after_hashes(text_of(completion)), after_hashes(str(wanted)) or str(wanted)))
         for completion, wanted in zip(completions, answer, strict=True)
     ]
 
@@ -128,7 +130,7 @@ def soft_overlong(
     ]
 
 
-def _boxed(text: str) -> str:
+def boxed_content(text: str) -> str:
     r"""The content of the last complete `\boxed{...}`, its braces balanced; empty when there is none."""
     start = text.rfind(r"\boxed{")
     while start >= 0:
@@ -141,7 +143,8 @@ def _boxed(text: str) -> str:
     return ""
 
 
-def _after_hashes(text: str) -> str:
+def after_hashes(text: str) -> str:
+    """The number after the last `####`; empty when there is none."""
     found = re.findall(r"####\s*(-?\$?[\d.,]*\d)", text)
     return found[-1] if found else ""
 

@@ -302,14 +302,18 @@ def _append(engine: Engine, rows: Rows, keys, logits) -> Rows:
     tokens, logps = (x.reshape(rows.length.shape) for x in sample(logits, uniforms, engine.sampling))
     live, given = ~_ended(rows), rows.length < rows.known
     ends = live & ~given & jnp.isin(tokens, jnp.asarray(engine.eos, jnp.int32))
-    g, r = jnp.indices(rows.length.shape, sparse=True)
-    here = (g, r, jnp.where(live & ~given, rows.length, rows.tokens.shape[-1]))  # past the end: dropped
+    here = jnp.where(live & ~given, rows.length, rows.tokens.shape[-1])  # past the end: dropped
     return rows._replace(
-        tokens=rows.tokens.at[here].set(tokens, mode="drop"),
-        logps=rows.logps.at[here].set(logps, mode="drop"),
+        tokens=_written(rows.tokens, here, tokens),
+        logps=_written(rows.logps, here, logps),
         length=rows.length + live,
         finished=rows.finished | ends,
     )
+
+
+def _written(rows, places, values):
+    """The rows `[G,R,C]` with values at places of each, both `[G,R]` or `[G,R,W]`; every device writes its own."""
+    return jax.vmap(jax.vmap(lambda row, place, value: row.at[place].set(value, mode="drop")))(rows, places, values)
 
 
 @functools.partial(jax.jit, donate_argnames="slots")
@@ -317,11 +321,10 @@ def _give(slots: Slots, tokens, counts, cut) -> Slots:
     """The slots with `counts` `[G,R]` of the tokens `[G,R,W]` to come next in rows, which go on; `cut` rows end."""
     rows = slots.rows
     place = jnp.arange(tokens.shape[-1])
-    g, r, _ = jnp.indices(tokens.shape, sparse=True)
-    here = (g, r, jnp.where(place < counts[..., None], rows.length[..., None] + place, rows.tokens.shape[-1]))
+    here = jnp.where(place < counts[..., None], rows.length[..., None] + place, rows.tokens.shape[-1])
     rows = rows._replace(
-        tokens=rows.tokens.at[here].set(tokens, mode="drop"),
-        given=rows.given.at[here].set(True, mode="drop"),
+        tokens=_written(rows.tokens, here, tokens),
+        given=_written(rows.given, here, jnp.ones_like(here, bool)),
         known=jnp.where(counts > 0, rows.length + counts, rows.known),
         limit=jnp.where(cut, rows.length, rows.limit),
         finished=rows.finished & (counts == 0) & ~cut,

@@ -24,20 +24,22 @@ def sample(logits, uniforms, sampling: Sampling):
     The log-prob is over the full vocabulary at the sampling temperature, also under a filter, so that it is the number
     a trainer computes (greedy: temperature 1).
     """
-    logps = jax.nn.log_softmax(logits.astype(jnp.float32) / (sampling.temperature or 1.0), axis=-1)
+    logits = logits.astype(jnp.float32) / (sampling.temperature or 1.0)
+    top = logits.max(-1, keepdims=True)
+    shares = jnp.exp(logits - top)  # the only exponentials over the vocabulary: nothing below needs them to sum to 1
     if sampling.temperature == 0:
-        tokens = jnp.argmax(logps, axis=-1)
+        tokens = jnp.argmax(logits, axis=-1)
     else:
-        tokens = inverse_cdf(kept_probabilities(logps, sampling), uniforms)
-    return tokens.astype(jnp.int32), jnp.take_along_axis(logps, tokens[:, None], axis=-1)[:, 0]
+        tokens = inverse_cdf(kept_shares(shares, sampling), uniforms)
+    chosen = jnp.take_along_axis(logits, tokens[:, None], axis=-1) - top
+    return tokens.astype(jnp.int32), chosen[:, 0] - jnp.log(_blocks(shares).sum(-1).sum(-1))
 
 
-def kept_probabilities(logps, sampling: Sampling):
-    """Probabilities `[M,V]` with the filtered tokens at 0, not renormalised.
+def kept_shares(probs, sampling: Sampling):
+    """Probabilities `[M,V]`, at any scale, with the filtered tokens at 0.
 
     A filter keeps every token as likely as the least likely one it keeps, so ties are never broken by token id.
     """
-    probs = jnp.exp(logps)
     if sampling.top_k:
         # min, not [:, -1:]: XLA's CPU backend turns a slice of top_k into a sort of the vocabulary, 100 times slower.
         kth = jax.lax.top_k(probs, min(sampling.top_k, probs.shape[-1]))[0].min(-1, keepdims=True)
@@ -75,8 +77,7 @@ def inverse_cdf(probs, uniforms):
     Two levels, blocks and tokens in the block, so that rounding stays local and no sum runs over the whole vocabulary.
     A token of probability 0 is never drawn.
     """
-    rows, vocab = probs.shape
-    blocks = jnp.pad(probs, ((0, 0), (0, -vocab % BLOCK))).reshape(rows, -1, BLOCK)
+    blocks = _blocks(probs)
     block_sums = blocks.sum(-1)
     cumulative = jnp.cumsum(block_sums, axis=-1)
     goal = uniforms * cumulative[:, -1]
@@ -84,6 +85,12 @@ def inverse_cdf(probs, uniforms):
     inside = jnp.take_along_axis(blocks, block[:, None, None], axis=1)[:, 0]
     below = jnp.take_along_axis(cumulative - block_sums, block[:, None], axis=1)[:, 0]
     return block * BLOCK + _first_above(jnp.cumsum(inside, axis=-1), inside, goal - below)
+
+
+def _blocks(probs):
+    """`[M,V]` as `[M,V/BLOCK,BLOCK]`, filled up with 0."""
+    rows, vocab = probs.shape
+    return jnp.pad(probs, ((0, 0), (0, -vocab % BLOCK))).reshape(rows, -1, BLOCK)
 
 
 def _first_above(cumulative, parts, goal):

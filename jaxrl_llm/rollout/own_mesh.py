@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.models.transformer import Params
@@ -59,6 +59,7 @@ class EngineOnMesh(Engine):
             limits = np.full(rows, self.max_completion_length) if limits is None else limits
             limits = np.pad(np.asarray(limits), (0, missing * self.group_size), constant_values=1)
         prompts, segments = _placing(_filled, row_sharding(self.mesh), missing=missing)((prompts, segments))
+        key = _placing(_same, NamedSharding(self.mesh, PartitionSpec()))(key)
         with jax.set_mesh(self.mesh):
             told = _first_rows(listener, rows) if alike or jax.process_count() == 1 else None
             rollout = super().generate(params, prompts, segments, key, first_row, partner, limits, told)
@@ -92,6 +93,10 @@ def _compiled(function, structure, places: tuple, options: tuple):
 
 def _decoded(params: Params, engine: Engine) -> Params:
     return Engine.decoding_params(engine, params)
+
+
+def _same(arrays):
+    return arrays
 
 
 def _filled(arrays, missing: int):

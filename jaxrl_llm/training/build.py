@@ -19,30 +19,26 @@ from jaxrl_llm.keys import OFFLINE
 from jaxrl_llm.models.adapters import read_config
 from jaxrl_llm.models.lora import LoraConfig, has_adapters, parse_targets, split
 from jaxrl_llm.models.model import Model, add_adapters, load_model
-from jaxrl_llm.models.transformer import Params
-from jaxrl_llm.names import split_options
 from jaxrl_llm.rewards.functions import environment as environment_reward
 from jaxrl_llm.rewards.grader import Rewards, load_rewards
-from jaxrl_llm.rollout.engine import Engine
 from jaxrl_llm.rollout.logits import Sampling
-from jaxrl_llm.rollout.own_mesh import EngineOnMesh
-from jaxrl_llm.sharding import make_mesh, rollout_mesh, row_shards
+from jaxrl_llm.sharding import make_mesh, row_shards
 from jaxrl_llm.training import objectives, offline, preferences
-from jaxrl_llm.training.conversing import Converse
 from jaxrl_llm.training.critic import critic_config, policy_and_values, shared_critic, value_regression
-from jaxrl_llm.training.elsewhere import Elsewhere
-from jaxrl_llm.training.evaluation import Evaluation
+from jaxrl_llm.training.eval_sets import Evaluate, build_evaluate
 from jaxrl_llm.training.experience import Online, Row, Sampler, check_rows
 from jaxrl_llm.training.memory import make_memory, start_reference
 from jaxrl_llm.training.metrics import Stopwatch
-from jaxrl_llm.training.offline import HeldOut, Offline
+from jaxrl_llm.training.offline import Offline
 from jaxrl_llm.training.optimizers import make_optimizer
 from jaxrl_llm.training.packing import Packer, Sample, make_packer, sampled_rows
 from jaxrl_llm.training.reward_models import with_reward_models
-from jaxrl_llm.training.rollout_functions import load_rollout_function
 from jaxrl_llm.training.router import with_router_loss
+from jaxrl_llm.training.samplers import WIDTH_MULTIPLE as WIDTH_MULTIPLE
+from jaxrl_llm.training.samplers import build_sampler, padded_width, training_sampling
+from jaxrl_llm.training.samplers import eos_ids as eos_ids
 from jaxrl_llm.training.scoring import make_scorer
-from jaxrl_llm.training.update import Frozen, State, Update, init_state, learner, make_measure, make_update, part_critic
+from jaxrl_llm.training.update import Frozen, State, Update, init_state, learner, make_update, part_critic
 
 OBJECTIVES = {
     "sft": objectives.sft,
@@ -50,10 +46,6 @@ OBJECTIVES = {
     "reward_model": preferences.reward_model,
 }  # the others are of policy gradients
 ADAPTERS, VALUE_HEAD = 2**31 - 4, 2**31 - 5  # folded into the run's key
-WIDTH_MULTIPLE = 8  # rows are padded to a multiple, so that similar data compiles to the same shapes
-
-
-Evaluate = Callable[[Params, jax.Array], dict[str, float]]  # metrics named eval/...
 
 
 class Run(NamedTuple):
@@ -101,9 +93,9 @@ def build(config, mesh: Mesh, train_dataset=None, eval_dataset=None, rewards=Non
     source = replace(source, pack=pack)
     evaluation = None
     if config.eval.every >= 0 and not (
-        train_dataset is not None and eval_dataset is None and config.data.eval_path is None
+        train_dataset is not None and eval_dataset is None and config.data.eval_path is None and not config.eval.sets
     ):
-        evaluation = _evaluation(config, model, grader, objective, source, eval_dataset, mesh, environments, watch)
+        evaluation = build_evaluate(config, model, grader, objective, source, eval_dataset, mesh, environments, watch)
     optimizer, learn_critic = make_optimizer(config), None
     frozen, trainable = split(model.params)
     state, frozen_critic = init_state(trainable, optimizer, mesh, config.optimizer.offload), {}
@@ -208,104 +200,6 @@ def build_rewards(config, rewards=None) -> Rewards:
     )
 
 
-def build_sampler(model: Model, grader: Rewards, mesh: Mesh, sampling: Sampling, examples: list[Row] | None,
-                  group_size: int, config, watch: Stopwatch,
-                  environments: Environments | None = None) -> Sampler:  # fmt: skip
-    """A sampler wide enough for the prompts of `examples` or, where they are not known before, for any."""
-    eos = eos_ids(model)
-    converse = None
-    if environments is not None:
-        options = split_options(f"_({config.data.chat_template_kwargs})")[1]
-        converse = Converse(environments, model.tokenizer, eos, config.rollout.max_prompt_length, options)
-        examples = None  # environments and tools may lengthen prompts
-    c, cache_dtype = config.rollout, None if config.rollout.cache_dtype == "auto" else config.rollout.cache_dtype
-    engine = Engine(model.net, sampling, group_size, c.max_completion_length, eos, c.chunk, c.slots, cache_dtype)
-    own_mesh = rollout_mesh(mesh, c.mesh)
-    if own_mesh != mesh:
-        engine = EngineOnMesh(**vars(engine), mesh=own_mesh, home=mesh, watch=watch)
-    limit = config.rollout.max_prompt_length
-    width = limit if examples is None else _width(max(len(example["prompt_ids"]) for example in examples), limit)
-    function, elsewhere = load_rollout_function(config.environment.rollout_func), None
-    if function is not None:
-        width = limit  # what a function returns as prompts is its own
-        elsewhere = Elsewhere(function, engine, model.tokenizer, mesh, width, config.rollout.temperature)
-    return Sampler(engine, grader, model.tokenizer, mesh, width, watch, converse, elsewhere)
-
-
-def _evaluation(config, model: Model, grader: Rewards, objective: objectives.Objective, source: Online | Offline,
-                eval_dataset, mesh: Mesh, environments: Environments | None, watch: Stopwatch) -> Evaluate:  # fmt: skip
-    """What `eval.measure` says: the loss on held-out rows, samples for held-out prompts, or both."""
-    held_out, measure = _held_out_parts(config, model, eval_dataset), config.eval.measure
-    if measure == "auto":
-        learns = config.algorithm.name in OFFLINE and reading.is_learnable(config, held_out)
-        measure = "loss" if learns or config.algorithm.name == "reward_model" else "samples"
-    parts: list[Evaluate] = []
-    if measure in ("loss", "both"):
-        assert isinstance(source, Offline)
-        parts.append(_held_out(config, model, objective, source, held_out, mesh))
-    if measure in ("samples", "both"):
-        parts.append(build_evaluation(config, model, grader, eval_dataset, mesh, environments, watch))
-    return lambda params, key: {name: value for part in parts for name, value in part(params, key).items()}
-
-
-def _held_out(config, model: Model, objective: objectives.Objective, source: Offline, held_out: list[Part],
-              mesh: Mesh) -> HeldOut:  # fmt: skip
-    tokens = reading.tokenized(config, held_out, reading.kind_of(config), model.tokenizer)
-    examples = offline.as_examples(tokens.rows)
-    width = _width(offline.longest(config, examples), config.data.max_length)
-    batch, rows = offline.held_out_batch(config, examples, width, mesh)
-    if preferences.needs_reference(config):
-        reference = start_reference(config, model.params, kept=False)
-        batch = offline.reference_logps(model.net, reference, batch, rows, mesh)
-    return HeldOut(make_measure(objective, rows, mesh), batch, source)
-
-
-def _held_out_parts(config, model: Model, eval_dataset, prompts: bool = False) -> list[Part]:
-    """The first `eval.prompts` held-out rows."""
-    try:
-        parts = reading.open_parts(config, model.tokenizer, eval_dataset, held_out=True, prompts=prompts)
-    except ConfigError as error:
-        raise ConfigError(
-            f"for the evaluation: {error} (data.eval_split, data.eval_path; eval.every=-1 is no evaluation)"
-        ) from error
-    return reading.first_rows(parts, config.eval.prompts)
-
-
-def build_evaluation(config, model: Model, grader: Rewards, eval_dataset, mesh: Mesh,
-                     environments: Environments | None = None,
-                     watch: Stopwatch | None = None) -> Evaluation:  # fmt: skip
-    """The evaluation on the first `eval.prompts` held-out prompts; `watch` sees its phases as signs of life."""
-    held_out = _held_out_parts(config, model, eval_dataset, prompts=True)
-    examples = reading.tokenized(config, held_out, "prompts", model.tokenizer).rows
-
-    def sampler(sampling: Sampling, group_size: int) -> Sampler:
-        return build_sampler(model, grader, mesh, sampling, examples, group_size, config, Stopwatch(within=watch),
-                             environments)  # fmt: skip
-
-    return Evaluation(
-        sampled=sampler(training_sampling(config), config.eval.samples),
-        greedy=sampler(Sampling(temperature=0.0), 1),
-        examples=examples,
-        prompts_at_once=max(config.batch.prompts * config.rollout.group_size // config.eval.samples, 1),
-        correct_at=config.eval.correct_at,
-    )
-
-
-def training_sampling(config) -> Sampling:
-    """How the run samples."""
-    c = config.rollout
-    return Sampling(c.temperature, c.top_p, c.top_k, c.min_p)
-
-
-def eos_ids(model: Model) -> tuple[int, ...]:
-    """The tokens that end a completion: generation_config.json's, and the tokenizer's."""
-    named = (model.generation or {}).get("eos_token_id", ())
-    ids = {model.tokenizer.eos_token_id, *(named if isinstance(named, list | tuple) else [named])} - {None}
-    if not ids:
-        raise ConfigError(f"{model.path} names no end-of-text token; set eos_token in its tokenizer_config.json")
-    return tuple(sorted(ids))
-
-
 def _online(config, model: Model, critic: Model | None, parts: list[Part], grader: Rewards, mesh: Mesh,
             watch: Stopwatch, environments: Environments | None) -> Online:  # fmt: skip
     scorer = make_scorer(config, grader.names)
@@ -335,7 +229,7 @@ def _offline(config, model: Model, parts: list[Part], mesh: Mesh, watch: Stopwat
     examples: list[Any] = offline.as_examples(tokens.rows)
     if offline.is_labelled(config):
         offline.check_balance(config, examples)
-    width, ref_params = _width(offline.longest(config, examples), config.data.max_length), None
+    width, ref_params = padded_width(offline.longest(config, examples), config.data.max_length), None
     if preferences.needs_reference(config):
         kept = not config.data.precompute_reference
         ref_params = start_reference(config, model.params, model.net.config.lora, kept)
@@ -362,7 +256,3 @@ def _prompts(config, model: Model, parts: list[Part]) -> tuple[list[Row] | None,
     tokens = reading.tokenized(config, parts, "prompts", model.tokenizer)
     batch, seed, shuffle = config.batch.prompts, config.seed, config.data.shuffle
     return tokens.rows, Pipeline(tokens.rows, batch, seed, shuffle, *process, tokens.shares)
-
-
-def _width(longest: int, limit: int) -> int:
-    return min(-(-longest // WIDTH_MULTIPLE) * WIDTH_MULTIPLE, limit)

@@ -24,6 +24,7 @@ from orbax.checkpoint import checkpoint_managers as policies
 
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.models.transformer import Params
+from jaxrl_llm.names import closest
 from jaxrl_llm.sharding import shardings
 from jaxrl_llm.training import integrity
 from jaxrl_llm.training.update import State
@@ -164,7 +165,11 @@ class Checkpoints:
         """
         best = self._keep.best
         if best and metrics is not None and best not in metrics and not best.startswith("eval/"):
-            raise ConfigError(f"checkpoint.best is {best!r}, but step {step} has no such metric; see docs/metrics.md")
+            near = closest(best, [*metrics])
+            raise ConfigError(
+                f"checkpoint.best is {best!r}, but step {step} has no such metric; the closest is {near!r}; see "
+                "docs/metrics.md"
+            )
         ranked = {best: float(metrics[best])} if best and metrics and best in metrics else None
         more = {name: ocp.args.StandardSave(tree) for name, tree in (arrays or {}).items()}
         items = {"state": ocp.args.StandardSave(vars(state)), "host": ocp.args.JsonSave(host), **more}
@@ -252,6 +257,10 @@ class Checkpoints:
                 "folder; if it is of another model or optimizer, use another output_dir or checkpoint.resume=never."
             ) from error
         return State(**restored["state"]), restored["host"]
+
+    def host(self, step: int) -> dict[str, Any]:
+        """The host part of a step alone."""
+        return self._manager.restore(step, args=ocp.args.Composite(host=ocp.args.JsonRestore()))["host"]
 
     def restore_arrays(self, step: int, like: dict[str, Any], mesh: Mesh) -> dict[str, Any]:
         """Those of the trees `like`, by name, that the step holds, cut over `mesh`.

@@ -186,14 +186,23 @@ def stdout_console() -> Console:
 
 
 def evaluation_line(evaluation: Mapping[str, float]) -> str:
-    """`accuracy 0.620 (greedy 0.810)  reward 0.700`: the metrics, accuracy first, each with its greedy counterpart."""
-    words = []
-    for name in sorted(evaluation, key=lambda name: name != "accuracy"):
-        value = evaluation[name]
-        greedy = evaluation.get(f"greedy_{name}")
-        if not (name.startswith("greedy_") and name.removeprefix("greedy_") in evaluation):
-            words.append(f"{name} {show(value)}" + ("" if greedy is None else f" (greedy {show(greedy)})"))
-    return "  ".join(words)
+    """`accuracy 0.620 (greedy 0.810)  reward 0.700 [0.650, 0.750]`: the metrics, accuracies first.
+
+    Each has its greedy counterpart and its interval beside it.
+    """
+    words, beside = [], set[str]()
+    for name in sorted(evaluation, key=lambda name: name.rpartition("/")[2] != "accuracy"):
+        where, slash, last = name.rpartition("/")
+        greedy, *ends = f"{where}{slash}greedy_{last}", f"{name}_low", f"{name}_high"
+        text = f"{name} {show(evaluation[name])}"
+        if set(ends) <= evaluation.keys():
+            text += f" [{', '.join(show(evaluation[end]) for end in ends)}]"
+            beside |= set(ends)
+        if greedy in evaluation:
+            text += f" (greedy {show(evaluation[greedy])})"
+            beside |= {greedy, f"{greedy}_low", f"{greedy}_high"}
+        words.append((name, text))
+    return "  ".join(text for name, text in words if name not in beside)
 
 
 def show(value: object) -> str:

@@ -2,67 +2,131 @@
 
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from jaxrl_llm.algorithms.advantages import combine_rewards
+from jaxrl_llm.algorithms.sample_statistics import pass_at_k as pass_at_k
 from jaxrl_llm.models.transformer import Params
+from jaxrl_llm.names import ConfigError, closest
+from jaxrl_llm.processes import agreeing, gather
+from jaxrl_llm.rewards.calls import text_of
+from jaxrl_llm.rewards.grader import NOTHING_LOGGED, Logged
 from jaxrl_llm.sharding import row_shards
-from jaxrl_llm.training.experience import Row, Sampler
+from jaxrl_llm.training.experience import Row, Sampled, Sampler
+from jaxrl_llm.training.outcomes import PRED, SOURCE, Measures, Outcome, by_source, outcomes_of, summary
+from jaxrl_llm.training.reward_log import add_totals, over_processes
 
 KEY = 2**31 - 1  # folded into the run's key: evaluations never share numbers with a training step
 
 
+class Found(NamedTuple):
+    """The outcome of each prompt, and of each completion its length in tokens and whether it ended by itself; and what
+    the reward functions have counted on the way."""
+
+    outcomes: list[Outcome]
+    lengths: np.ndarray
+    ended: np.ndarray
+    totals: Logged
+
+
 @dataclasses.dataclass(frozen=True)
 class Evaluation:
-    """`eval/*` metrics of a policy on fixed examples: sampled at the training temperature, and greedy.
+    """`eval/*` metrics of a policy on fixed examples, from samples and, with `greedy`, from its greedy completions.
 
-    A completion counts as correct when the first reward function gives it at least `correct_at`. Every evaluation
-    draws the same random numbers, so that two of them differ by the policy only. Processes share the examples and
-    get the same metrics.
+    Those of a named set are `eval/<name>/*`. Where the examples come from several data sources (their column
+    data_source), each has its own besides: `eval/<source>/*` or `eval/<name>/<source>/*`.
+
+    Every evaluation draws the same random numbers, so that two of them differ by the policy only, and so that a set
+    has the same samples alone and among others. Processes share the examples and get the same metrics.
     """
 
     sampled: Sampler
-    greedy: Sampler
+    greedy: Sampler | None
     examples: list[Row]
     prompts_at_once: int
-    correct_at: float
+    measures: Measures
+    name: str = ""
 
     def __call__(self, params: Params, key) -> dict[str, float]:
-        """`eval/reward`, `eval/accuracy` and `eval/pass@k` (sampled), `eval/greedy_accuracy`, completion lengths.
-
-        k is every power of two up to the number of samples, and that number; see `pass_at_k`.
-        """
+        """The metrics of `outcomes.summary`, `mean_length` (tokens) and `clipped_ratio` of the samples, and the totals
+        that reward functions log (a judge's requests and tokens), of greedy completions too."""
         key = jax.random.fold_in(key, KEY)
-        rewards, lengths, ended = self._run(self.sampled, params, key)
-        greedy_rewards, _, _ = self._run(self.greedy, params, key)
-        scores = np.asarray(combine_rewards(rewards, self.sampled.rewards.weights))
-        samples = self.sampled.engine.group_size
-        correct = (rewards[:, 0] >= self.correct_at).reshape(-1, samples)
-        ks = [k for k in range(1, samples + 1) if k & (k - 1) == 0 or k == samples]
-        return {
-            "eval/reward": float(np.nanmean(scores)) if np.isfinite(scores).any() else float("nan"),
-            "eval/accuracy": float(correct.mean()),
-            "eval/greedy_accuracy": float((greedy_rewards[:, 0] >= self.correct_at).mean()),
-            "eval/mean_length": float(lengths.mean()),
-            "eval/clipped_ratio": float(1.0 - ended.mean()),
-            **{f"eval/pass@{k}": pass_at_k(correct, k) for k in ks},
-        }
+        found = self._run(self.sampled, params, key)
+        first_choice = None if self.greedy is None else self._run(self.greedy, params, key)
+        greedy = None if first_choice is None else first_choice.outcomes
+        spent = found.totals if first_choice is None else add_totals(found.totals, first_choice.totals)
+        samples, start = self.sampled.engine.group_size, f"eval/{self.name}/" if self.name else "eval/"
+        metrics: dict[str, float] = {}
+        for source, prompts in {"": range(len(self.examples)), **by_source(found.outcomes)}.items():
+            first = None if greedy is None else [greedy[index] for index in prompts]
+            own = summary([found.outcomes[index] for index in prompts], self.measures, first)
+            own["mean_length"] = float(found.lengths.reshape(-1, samples)[list(prompts)].mean())
+            own["clipped_ratio"] = float(1.0 - found.ended.reshape(-1, samples)[list(prompts)].mean())
+            metrics |= {f"{start}{source}/{name}" if source else start + name: x for name, x in own.items()}
+        return {start + name: float(total) for name, total in over_processes(spent).items()} | metrics
 
-    def _run(self, sampler: Sampler, params: Params, key) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Rewards, lengths and endings of all rows, some prompts at a time."""
-        parts: list[tuple[Any, ...]] = []
+    def _run(self, sampler: Sampler, params: Params, key) -> Found:
+        """What comes of all examples, some at a time."""
+        parts, answers, totals = [], [], NOTHING_LOGGED
         for start, count, own in full_batches(self.examples, self.prompts_at_once, row_shards(sampler.mesh)):
             out = sampler(params, own, jax.random.fold_in(key, start))
             found = (out.rewards, out.rollout.lengths, out.rollout.finished)
             rows = count * sampler.engine.group_size
             parts.append(tuple(x[:rows] for x in multihost_utils.process_allgather(found, tiled=True)))
+            totals = add_totals(totals, out.logged)
+            given = gather(self._answers(sampler, out))
+            answers.append(None if None in given else [answer for part in given for answer in part][:rows])
         rewards, lengths, ended = (np.concatenate(part) for part in zip(*parts, strict=True))
-        return rewards, lengths, ended
+        known = None if None in answers else [answer for part in answers for answer in part]
+        counts = [sampler.engine.group_size] * len(self.examples)
+        sources = [example.get(SOURCE) for example in self.examples]
+        return Found(outcomes_of(rewards, sampler.rewards.weights, counts, self.measures, known, sources),
+                     lengths, ended, totals)  # fmt: skip
+
+    def _answers(self, sampler: Sampler, out: Sampled) -> list[str | None] | None:
+        """The answers that this process's completions give, None where nothing says what they are."""
+        with agreeing():
+            if self.measures.answer is not None:
+                return self.measures.answers([text_of(completion) for completion in out.completions])
+            found = out.logged.columns.get(f"{sampler.rewards.names[0]}/{PRED}")
+            return None if found is None else [None if answer is None else str(answer) for answer in found]
+
+
+def completions_of(evaluation: Evaluation, params: Params, key) -> list[list[Any]]:
+    """What the policy writes for each example: texts, or lists of messages; the samples that it is measured by.
+
+    Every process gets those of all.
+    """
+    key, sampler = jax.random.fold_in(key, KEY), evaluation.sampled
+    samples, found = sampler.engine.group_size, []
+    for start, count, own in full_batches(evaluation.examples, evaluation.prompts_at_once, row_shards(sampler.mesh)):
+        out = sampler(params, own, jax.random.fold_in(key, start))
+        found += [completion for part in gather(out.completions) for completion in part][: count * samples]
+    return [found[row : row + samples] for row in range(0, len(found), samples)]
+
+
+@dataclasses.dataclass(frozen=True)
+class Evaluations:
+    """The metrics of several sets."""
+
+    sets: tuple[Evaluation, ...]
+
+    def __call__(self, params: Params, key) -> dict[str, float]:
+        """The metrics of all sets, by their full names."""
+        return {name: value for one in self.sets for name, value in one(params, key).items()}
+
+
+def check_best(best: str | None, metrics: Mapping[str, float]) -> None:
+    """Raises ConfigError when `checkpoint.best` names a metric of evaluations that the first of them does not have."""
+    if best and best.startswith("eval/") and best not in metrics:
+        raise ConfigError(
+            f"checkpoint.best is {best!r}, but an evaluation has no such metric; the closest is "
+            f"{closest(best, metrics)!r}, and all are {', '.join(sorted(metrics))}"
+        )
 
 
 class Share(NamedTuple):
@@ -87,13 +151,3 @@ def full_batches(examples: Sequence[Any], at_once: int, multiple: int) -> Iterat
         batch = list(examples[start : start + size])
         filled = batch + [batch[-1]] * (size - len(batch))
         yield Share(start, len(batch), filled[process * part : (process + 1) * part])
-
-
-def pass_at_k(correct: np.ndarray, k: int) -> float:
-    """The probability that one of k completions of a prompt is correct, averaged over prompts `correct [B, n]`.
-
-    Unbiased from n >= k samples of which c are correct: 1 - C(n-c, k) / C(n, k). Source: arXiv 2107.03374.
-    """
-    n = correct.shape[1]
-    by_count = np.array([1 - math.comb(n - c, k) / math.comb(n, k) for c in range(n + 1)])
-    return float(by_count[correct.sum(axis=1)].mean())

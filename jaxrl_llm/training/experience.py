@@ -38,7 +38,7 @@ from jaxrl_llm.training.metrics import Stopwatch
 from jaxrl_llm.training.objectives import needs_key
 from jaxrl_llm.training.packing import Packer
 from jaxrl_llm.training.parts import map_parts
-from jaxrl_llm.training.reward_log import join, over_processes, table_value
+from jaxrl_llm.training.reward_log import add_totals, join, over_processes, table_value
 from jaxrl_llm.training.scoring import Scorer
 from jaxrl_llm.training.update import State
 
@@ -164,7 +164,7 @@ class Online:
             ref_logps = self._logps(on_device(memory.reference), rollout) if self._measures_kl() else None
             values = self._values(state, rollout)
         mask = rollout.mask * rollout.finished[:, None] if algorithm.mask_truncated else rollout.mask
-        greedy, greedy_rewards = self._greedy(state.params, sampled.examples, key)
+        greedy, greedy_rewards, logged = self._greedy(state.params, sampled, key)
         scored = self.scorer(
             rollout, mask, rows_to_global(sampled.rewards, mesh), self.sampler.rewards.weights, old_logps, ref_logps,
             memory.kl.coef, greedy_rewards, values, greedy,
@@ -180,7 +180,7 @@ class Online:
             returns=scored.returns,
             prompt_width=self.sampler.prompt_width,
         )
-        metrics = scored.metrics | resampled | over_processes(sampled.logged, scored.metrics)
+        metrics = scored.metrics | resampled | over_processes(logged, scored.metrics)
         metrics["rollout/useful_token_fraction"] = _useful(rollout.lengths, rollout.steps)
         if memory.replay is not None:
             batch, metrics["rollout/replayed_groups"] = memory.replay_groups(
@@ -239,12 +239,14 @@ class Online:
             )
         return sampled, {"rollout/resampled_groups": np.float32(resampled)}
 
-    def _greedy(self, params: Params, examples: list[Row], key):
-        """A greedy completion of each example and its rewards `[B,R]`; None unless the advantage rule asks for it."""
+    def _greedy(self, params: Params, sampled: Sampled, key) -> tuple[Rollout | None, Any, Logged]:
+        """A greedy completion of each example and its rewards `[B,R]`, None unless the advantage rule asks for them;
+        and what was logged with the samples, with what grading these has cost."""
         if self.greedy is None:
-            return None, None
-        found = self.greedy(params, examples, key)
-        return found.rollout, rows_to_global(found.rewards, self.sampler.mesh)
+            return None, None, sampled.logged
+        found = self.greedy(params, sampled.examples, key)
+        logged = add_totals(sampled.logged, found.logged)
+        return found.rollout, rows_to_global(found.rewards, self.sampler.mesh), logged
 
     def _with_terms(self, batch: Batch, ref_logps, key) -> Batch:
         """The batch with what the terms of the objective read: the reference, moving coefficients, random seeds."""

@@ -3,7 +3,10 @@
 Within a run every metric has one name, TRL's where TRL has one. It is renamed on the way out.
 """
 
+import re
 from collections.abc import Mapping
+
+from jaxrl_llm.config import eval_set
 
 PHASES = {
     "rollout": "gen",
@@ -50,22 +53,67 @@ TRL_PPO: Mapping[str, str] = {
 }
 
 
-def shown_names(config) -> dict[str, str]:
-    """The names of metrics in the records of a run, by their names within it; a metric that is missing keeps its own.
+# In verl's records: the variable and the statistic. k is the number of completions.
+EVALUATIONS: Mapping[str, str] = {
+    "reward": "reward/mean@n",
+    "accuracy": "acc/mean@n",
+    "pass@k": "acc/best@k/mean",
+    "maj@k": "acc/maj@k/mean",
+    "best@k": "reward/best@k/mean",
+    "worst@k": "reward/worst@k/mean",
+}
 
-    No two of them are the same, so that the inverse reads the records of a run that goes on.
+
+class Names(dict[str, str]):
+    """The names of metrics in the records of a run, by their names within it; one that is missing keeps its own.
+
+    No two of them are the same, so that `own` reads the records of a run that goes on. `data` is what verl's names call
+    held-out prompts without a name, `samples` the completions of each in every set, by name.
     """
+
+    def __init__(self, names: Mapping[str, str], data: str | None = None, samples: Mapping[str, int] | None = None):
+        super().__init__(names)
+        self._back = {shown: name for name, shown in names.items()}
+        self._data, self._samples = data, dict(samples or {})
+
+    def shown(self, name: str) -> str:
+        """The name of a metric in the records."""
+        return self[name] if name in self else self._evaluated(name)
+
+    def own(self, shown: str) -> str:
+        """The name within the run of a metric in the records."""
+        if shown in self._back or self._data is None or not shown.startswith(("val-core/", "val-aux/")):
+            return self._back.get(shown, shown)
+        for metric, theirs in EVALUATIONS.items():
+            pattern = re.escape(theirs).replace("@n", r"@\d+").replace("@k", r"@(\d+)")
+            if found := re.fullmatch(rf"val-(?:core|aux)/(.+)/{pattern}", shown):
+                where = "" if found[1] == self._data else f"{found[1]}/"
+                return f"eval/{where}{metric.replace('@k', f'@{found[2]}') if '@k' in metric else metric}"
+        return shown
+
+    def _evaluated(self, name: str) -> str:
+        """verl's name of a metric of evaluations: its main ones are val-core, the others val-aux."""
+        found = re.fullmatch(r"eval/(?:(.+)/)?(reward|accuracy|(pass|maj|best|worst)@(\d+))", name)
+        if self._data is None or not found:
+            return name
+        where, metric, kind, k = found.groups()
+        n = self._samples.get((where or "").partition("/")[0], self._samples[""])
+        main = metric == "accuracy" or (kind in ("pass", "maj") and int(k) == n)
+        statistic = EVALUATIONS[f"{kind}@k" if kind else metric].replace("@k", f"@{k}").replace("@n", f"@{n}")
+        return f"val-{'core' if main else 'aux'}/{where or self._data}/{statistic}"
+
+
+def shown_names(config) -> Names:
+    """The names of metrics in the records of the run."""
     algorithm = config.algorithm
     if config.logging.names == "trl":
-        return dict(TRL_PPO) if algorithm.name == "ppo" else {}
+        return Names(TRL_PPO if algorithm.name == "ppo" else {})
     if algorithm.kl_in_reward:
         terms = {"kl": "actor/reward_kl_penalty", "kl_coef": "actor/reward_kl_penalty_coeff"}
     else:
         terms = {"kl": "actor/kl_loss", "kl_coef": "actor/kl_coef"}
-    source, samples = f"val-core/{config.data.eval_path or config.data.path}", config.eval.samples
-    evaluation = {
-        "eval/reward": f"{source}/reward/mean@{samples}",
-        "eval/accuracy": f"{source}/acc/mean@{samples}",
-        **{f"eval/pass@{k}": f"{source}/acc/best@{k}/mean" for k in range(1, samples + 1)},
-    }
-    return {**VERL, **terms, **evaluation}
+    samples = {"": config.eval.samples}
+    for entry in config.eval.sets:
+        name, own, _ = eval_set(entry)
+        samples[name] = own.get("samples", samples.get(name, config.eval.samples))
+    return Names({**VERL, **terms}, config.data.eval_path or config.data.path, samples)

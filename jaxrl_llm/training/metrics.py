@@ -47,6 +47,7 @@ SHOWN_SETTINGS = (
 )
 CONTENTS = {
     "config.json": "the configuration of the run",
+    "given.json": "what it was given besides, in words",
     METRICS: "one object a step",
     COMPLETIONS: "prompts, completions, rewards and advantages",
     "checkpoints": "states the run can go on from",
@@ -108,9 +109,8 @@ class Logger:
             path.unlink(missing_ok=True)
         elif path.exists():
             trim_metrics(path, resume_step)
-            own = {shown: name for name, shown in self._names.items()}
             for record in read_metrics(path):
-                self._remember({own.get(name, name): value for name, value in record.items()})
+                self._remember({self._names.own(name): value for name, value in record.items()})
             if self._last_step is None or self._last_step < resume_step:
                 held = "no step" if self._last_step is None else f"step {self._last_step}"
                 self.warn(f"{path} ends at {held}, but the run goes on after step {resume_step}: lines are missing")
@@ -170,7 +170,7 @@ class Logger:
         numbers = {name: _number(name, value) for name, value in metrics.items()}
         head = {"step": step, "time": round(time.time(), 3)}
         found = {name: _finite(x) for name, x in numbers.items()}
-        shown = {self._names.get(name, name): x for name, x in found.items()}
+        shown = {self._names.shown(name): x for name, x in found.items()}
         if self._file:
             self._unwritten.append(_line(head | shown))
             self._write(step)

@@ -104,17 +104,22 @@ class Offline:
 
 @dataclasses.dataclass(frozen=True)
 class HeldOut:
-    """The objective's loss and metrics on held-out rows, as one batch: `eval/loss`, `eval/rewards/margins`, ..."""
+    """The objective's loss and metrics on held-out rows, as one batch: `eval/loss`, `eval/rewards/margins`, ...
+
+    Those of a named set are `eval/<name>/loss` and so on.
+    """
 
     measure: Callable[[Params, Batch], Metrics]
     batch: Batch
     source: Offline | None  # whose running mean a loss may read
+    name: str = ""
 
     def __call__(self, params: Params, key) -> dict[str, float]:
         """The metrics, named `eval/...`; nothing is random."""
         del key
         batch = self.batch if self.source is None else self.source.with_baseline(self.batch)
-        return {f"eval/{name}": float(x) for name, x in jax.device_get(self.measure(params, batch)).items()}
+        start = f"eval/{self.name}/" if self.name else "eval/"
+        return {f"{start}{name}": float(x) for name, x in jax.device_get(self.measure(params, batch)).items()}
 
 
 def tokenized(config, dataset, tokenizer) -> list[Example]:

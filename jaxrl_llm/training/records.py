@@ -42,6 +42,7 @@ class Records:
         self._logger = logger
         self._alarms = Alarms()
         self._waiting: Step | None = None
+        self._read: Metrics | None = None  # of the step that waits, once it is done
         self._settled = 0.0
 
     def add(self, step: Step) -> None:
@@ -50,13 +51,24 @@ class Records:
         self._waiting = step
 
     def settle(self, evaluate: Callable[[], Metrics] | None = None) -> None:
-        """Logs the step that waits, if one does, with the metrics of its evaluation.
+        """Logs the step that waits, if one does, with the metrics of its evaluation; waits for it as `read` does."""
+        if self._waiting is None:
+            return
+        step, metrics = self._waiting, self.read()
+        self._waiting = self._read = None
+        self.log(step.number, metrics, evaluate)
+
+    def read(self) -> Metrics:
+        """The metrics of the step that waits, once it is done.
 
         Raises ConfigError when more steps in a row than optimizer.max_skipped_steps had no finite gradient.
         """
-        if self._waiting is None:
-            return
-        step, self._waiting = self._waiting, None
+        assert self._waiting is not None
+        if self._read is None:
+            self._read = self._finish(self._waiting)
+        return self._read
+
+    def _finish(self, step: Step) -> Metrics:
         with self._watch("update"):
             updates = merge(step.updates)
             metrics = {n: float(x) for n, x in jax.device_get(step.metrics).items()} | updates
@@ -82,7 +94,7 @@ class Records:
         } | self._watch.take()
         if step.table:
             self._logger.completions(step.number, step.table)
-        self.log(step.number, metrics, evaluate)
+        return metrics
 
     def log(self, step: int, metrics: Metrics, evaluate: Callable[[], Metrics] | None = None) -> None:
         """Logs the metrics of a step, with those of its evaluation."""
@@ -92,6 +104,11 @@ class Records:
             metrics |= self._watch.take()
         self._logger.log(step, metrics)
         self.history.append({"step": step, **metrics})
+
+    @property
+    def newest(self) -> Metrics:
+        """The metrics of the step that was logged last, none before the first."""
+        return self.history[-1] if self.history else {}
 
     def warn(self, lines: Iterable[str]) -> None:
         """Shows warnings."""

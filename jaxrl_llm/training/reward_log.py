@@ -29,6 +29,12 @@ def join(held: Logged, fresh: Logged, index: np.ndarray, rows: int) -> Logged:
     return Logged(metrics, totals, columns)
 
 
+def add_totals(held: Logged, more: Logged) -> Logged:
+    """`held` with the totals of `more` added to its own: what was spent in all. Means and columns stay its own."""
+    totals = {name: held.totals.get(name, 0.0) + more.totals.get(name, 0.0) for name in {**held.totals, **more.totals}}
+    return held._replace(totals=totals)
+
+
 def over_processes(logged: Logged, taken: Iterable[str] = ()) -> dict[str, Any]:
     """The means and totals of a step over all processes, which may have logged under different names.
 

@@ -74,7 +74,8 @@ def campaign(folder: Path, kills: int, seed: int) -> int:
         ended = live(command("killed", str(HERE / "victim.py"), phase, str(entry), f"{seconds:.4f}"))
         assert ended.returncode in (0, -9), ended.stderr  # 0: it was through before the kill came
         killed += ended.returncode == -9
-        steps = (folder / "killed/metrics.jsonl").read_bytes().count(b"\n") if (folder / "killed").is_dir() else 0
+        metrics = folder / "killed/metrics.jsonl"
+        steps = metrics.read_bytes().count(b"\n") if metrics.is_file() else 0
         print(
             f"kill {kill + 1}: {phase} {entry} + {seconds:.3f} s, ended with {ended.returncode} after {steps} lines "
             f"and {time.monotonic() - began:.1f} s", flush=True,

@@ -70,7 +70,7 @@ def test_an_error_that_others_do_not_wait_for_ends_them(together):
     began = time.monotonic()
     ended = together(2, *script("bug", 0))
     assert time.monotonic() - began < 60
-    assert [process.code for process in ended] == [1, 2]
+    assert [process.code for process in ended] == [1, 1]
     for lines in errors(ended):
         assert len(lines) == 1 and lines[0].startswith("error: process 0 (") and "KeyError: 'answer'" in lines[0]
     assert "Traceback" in ended[0].err and "Traceback" not in ended[1].err
@@ -112,7 +112,7 @@ def test_a_process_that_is_killed(together):
     began = time.monotonic()
     ended = together(3, *script("kill", 1))
     assert time.monotonic() - began < 60
-    assert ended[1].code == -9 and ended[0].code != 0 and ended[2].code != 0
+    assert [process.code for process in ended] == [1, -9, 1]  # it may be started again
     assert "process 1 (" in errors(ended)[0][0] and "it was killed, or its machine is lost" in errors(ended)[0][0]
 
 
@@ -196,5 +196,5 @@ def test_a_training_process_that_is_killed(root, tmp_path):
     began = time.monotonic()
     ended = finish(processes, 120)
     assert time.monotonic() - began < 60
-    assert ended[0].code != 0 and ended[1].code == -9
+    assert [process.code for process in ended] == [1, -9]
     assert "process 1 (" in ended[0].err and "it was killed" in ended[0].err

@@ -100,6 +100,15 @@ def test_another_number_of_processes_goes_on(root, tmp_path, together, before, a
     same_runs(whole, part)
 
 
+def responses(folder: Path) -> tuple[str, ...]:
+    """The arguments that grade a file of three rows."""
+    given = (("1", ["1", "2"], "a"), ("2", ["1"], "b"), ("3", ["3", "3", "1"], "b"))
+    names = ("answer", "responses", "data_source")
+    rows = [{"prompt": "?", **dict(zip(names, row, strict=True))} for row in given]
+    (folder / "responses.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return f"--responses={folder / 'responses.jsonl'}", "--config.eval.answer=number"
+
+
 @pytest.mark.slow
 def test_the_other_commands(root, tiny_run, tmp_path, together):
     """Evaluation, generation and export of two processes print and write what those of one do, once."""
@@ -113,6 +122,21 @@ def test_the_other_commands(root, tiny_run, tmp_path, together):
         assert "greedy_accuracy" in ended[0].out
         numbers.append(json.loads(output.read_text())["metrics"])
     same_numbers(*numbers, "evaluate")
+    numbers = []
+    sets = "--config.eval.sets=x=task:sort(prompts=5),y=task:sort(prompts=3,samples=2)"
+    flags = (sets, "--config.eval.answer=text", "--config.eval.interval=0.9", "--config.eval.extremes")
+    for count in (1, 2):
+        output = tmp_path / f"compared_{count}.json"
+        one, other = f"--a={tiny_run.output_dir}/hf", "--b=embedded:sort"
+        all_ended_well(together(count, "-m", "jaxrl_llm.compare", config, one, other, sets, f"--output={output}"))
+        numbers.append(json.loads(output.read_text()))
+        all_ended_well(together(count, "-m", "jaxrl_llm.evaluate", config, model, *flags, f"--output={output}"))
+        numbers[-1] |= json.loads(output.read_text())["metrics"]
+        all_ended_well(together(count, "-m", "jaxrl_llm.evaluate", *responses(tmp_path), f"--output={output}"))
+        numbers[-1] |= {f"responses/{name}": x for name, x in json.loads(output.read_text())["metrics"].items()}
+    assert {"y/win_rate_low", "x/maj@4", "y/best@2", "responses/b/accuracy"} <= numbers[0].keys()
+    assert numbers[0].keys() == numbers[1].keys()
+    same_numbers(*({name: x for name, x in found.items() if name not in ("a", "b")} for found in numbers), "sets")
     generate = ("-m", "jaxrl_llm.generate", f"--model={tiny_run.output_dir}/hf", "--prompt=sort:4821=", "--samples=3")
     texts = [together(count, *generate) for count in (1, 2)]
     all_ended_well(texts[1])

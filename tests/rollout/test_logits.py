@@ -14,7 +14,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from jaxrl_llm.rollout.logits import BLOCK, Sampling, inverse_cdf, kept_probabilities, sample
+from jaxrl_llm.rollout.logits import BLOCK, Sampling, inverse_cdf, kept_shares, sample
 
 VOCABULARIES = [2, 7, BLOCK - 1, BLOCK, BLOCK + 1, 300, 5000]
 LARGEST_UNIFORM = 1 - 2.0**-24
@@ -65,7 +65,7 @@ def test_samples_follow_the_distribution(vocab, scale, sampling):
     uniforms = jax.random.uniform(jax.random.key(3), (count,))
     drawn = jax.jit(jax.vmap(lambda u: sample(jnp.asarray(logits), u[None], sampling)[0][0]))(uniforms)
     log_weights = logits[0].astype(np.float64) / sampling.temperature
-    kept = np.asarray(kept_probabilities(jax.nn.log_softmax(logits / sampling.temperature), sampling))[0] > 0
+    kept = np.asarray(kept_shares(jax.nn.softmax(logits / sampling.temperature), sampling))[0] > 0
     probs = np.where(kept, np.exp(log_weights - log_weights.max()), 0)
     expected, found = count * probs / probs.sum(), np.bincount(drawn, minlength=vocab)
     assert not found[expected == 0].any()
@@ -135,7 +135,7 @@ def test_filters_keep_what_transformers_keeps(filters, vocab, scale):
     sampling = Sampling(**filters)
     logits = random_logits(8, vocab, scale, seed=2)
     logps = jax.nn.log_softmax(logits / sampling.temperature)
-    found = np.asarray(jax.jit(kept_probabilities, static_argnums=1)(logps, sampling))
+    found = np.asarray(jax.jit(kept_shares, static_argnums=1)(jnp.exp(logps), sampling))
     np.testing.assert_array_equal(found > 0, kept_by_transformers(logits, sampling))
     np.testing.assert_allclose(found[found > 0], np.exp(logps)[found > 0], rtol=1e-6)  # kept, and not renormalised
 
@@ -144,7 +144,7 @@ def test_hand_computed_filters():
     logps = jnp.log(jnp.array([[0.4, 0.05, 0.3, 0.2, 0.05]]))
 
     def kept(**filters):
-        return np.flatnonzero(kept_probabilities(logps, Sampling(**filters))[0]).tolist()
+        return np.flatnonzero(kept_shares(jnp.exp(logps), Sampling(**filters))[0]).tolist()
 
     assert kept() == [0, 1, 2, 3, 4]
     assert kept(top_k=2) == [0, 2]
@@ -160,7 +160,7 @@ def test_hand_computed_filters():
 def test_ties_are_kept_together():
     logps = jnp.log(jnp.array([[0.1, 0.4, 0.2, 0.1, 0.2]]))
     for filters in ({"top_k": 2}, {"top_p": 0.5}):
-        assert np.flatnonzero(kept_probabilities(logps, Sampling(**filters))[0]).tolist() == [1, 2, 4]
+        assert np.flatnonzero(kept_shares(jnp.exp(logps), Sampling(**filters))[0]).tolist() == [1, 2, 4]
 
 
 @pytest.mark.parametrize("scale", [0.01, 1.0, 10.0])
@@ -169,7 +169,7 @@ def test_top_p_of_a_large_vocabulary(scale):
     logits = random_logits(3, 40_000, scale, seed=4)
     for row in np.exp(np.asarray(jax.nn.log_softmax(logits)), dtype=np.float64):
         descending = np.sort(row)[::-1]
-        found = np.asarray(kept_probabilities(jnp.log(jnp.asarray(row, jnp.float32))[None], Sampling(top_p=0.9)))[0]
+        found = np.asarray(kept_shares(jnp.asarray(row, jnp.float32)[None], Sampling(top_p=0.9)))[0]
         mass = np.cumsum(descending) / descending.sum()
         low, high = np.searchsorted(mass, [0.9 - 1e-5, 0.9 + 1e-5]) + 1
         assert low <= (found > 0).sum() <= high

@@ -5,7 +5,7 @@ import json
 import jaxrl_llm
 from jaxrl_llm.command_line import load_config_file
 from jaxrl_llm.config import default
-from jaxrl_llm.training.metric_names import TRL_PPO, shown_names
+from jaxrl_llm.training.metric_names import EVALUATIONS, TRL_PPO, shown_names
 from jaxrl_llm.training.metric_names import VERL as VERL_NAMES
 from jaxrl_llm.training.metrics import Logger
 
@@ -47,7 +47,7 @@ def test_verls_names_in_the_records_only(root, tmp_path):
     before, after = [json.loads(text) for text in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     assert after.keys() >= VERL
     assert not after.keys() & {"reward", "kl", "grad_norm", "completions/mean_length"}
-    assert {"val-core/task:sort/acc/mean@4", "val-core/task:sort/acc/best@2/mean"} <= before.keys()
+    assert {"val-core/task:sort/acc/mean@4", "val-aux/task:sort/acc/best@2/mean"} <= before.keys()
     assert after["actor/kl_loss"] == result.metrics[1]["kl"]
 
 
@@ -62,6 +62,31 @@ def test_records_are_read_back_whatever_their_names(tmp_path):
         summary = logger.finish()
     assert summary["before"] == {"accuracy": 0.25}
     assert summary["after"] == {"accuracy": 0.75}
+
+
+def test_evaluations_by_set_and_source():
+    """verl's own rule: of acc the mean, and best and maj of all samples are val-core; everything else is val-aux."""
+    config = default()
+    config.logging.names, config.data.path = "verl", "openai/gsm8k"
+    config.eval.sets = ("aime=x.jsonl(samples=16)", "math=y.jsonl")
+    names = shown_names(config)
+    pairs = {
+        "eval/accuracy": "val-core/openai/gsm8k/acc/mean@4",
+        "eval/reward": "val-aux/openai/gsm8k/reward/mean@4",
+        "eval/pass@4": "val-core/openai/gsm8k/acc/best@4/mean",
+        "eval/aime/accuracy": "val-core/aime/acc/mean@16",
+        "eval/aime/maj@16": "val-core/aime/acc/maj@16/mean",
+        "eval/aime/maj@4": "val-aux/aime/acc/maj@4/mean",
+        "eval/math/a/b/pass@4": "val-core/math/a/b/acc/best@4/mean",
+        "eval/math/a/b/worst@2": "val-aux/math/a/b/reward/worst@2/mean",
+        "eval/math/best@4": "val-aux/math/reward/best@4/mean",
+        "eval/math/greedy_accuracy": "eval/math/greedy_accuracy",
+        "reward": "critic/score/mean",
+    }
+    assert {name: names.shown(name) for name in pairs} == pairs
+    assert {names.own(shown): shown for shown in pairs.values()} == pairs
+    config.logging.names = "trl"
+    assert shown_names(config).shown("eval/aime/accuracy") == "eval/aime/accuracy"
 
 
 def test_no_two_metrics_share_a_name():
@@ -81,4 +106,6 @@ def test_the_page_names_them(root):
     for names in (VERL_NAMES, TRL_PPO):
         for ours, theirs in names.items():
             assert f"| `{ours}` | `{theirs}` |" in page
+    for ours, theirs in EVALUATIONS.items():
+        assert f"| `eval/{ours}` | `{theirs}` |" in page
     assert not [name for name in TRL_GRPO if name.partition("/")[0] not in page]

@@ -1,0 +1,32 @@
+r"""The answer that a completion gives, which majority voting counts: `boxed`, `number`, `hashes`, `text`.
+
+Each takes a text and returns the answer, None where there is none. `"path/to/file.py:function"` names one's own.
+"""
+
+import re
+
+from jaxrl_llm.rewards.functions import after_hashes, boxed_content
+from jaxrl_llm.rewards.mathematics import PLAIN_NUMBER
+
+__all__ = ["boxed", "hashes", "number", "text"]
+
+
+def boxed(text: str) -> str | None:
+    r"""The content of the last complete `\boxed{...}`, without white space and dollar signs."""
+    return re.sub(r"[\s$]", "", boxed_content(text)).removesuffix(".") or None
+
+
+def number(text: str) -> str | None:
+    """The last number, `1,000.0` and `1000` alike."""
+    found = PLAIN_NUMBER.findall(text)
+    return None if not found else f"{float(found[-1].replace(',', '')):.12g}"
+
+
+def hashes(text: str) -> str | None:
+    """The number after the last `####`, as `number`."""
+    return number(after_hashes(text).replace("$", ""))
+
+
+def text(text: str) -> str | None:
+    """The whole completion, without white space around it."""
+    return text.strip() or None

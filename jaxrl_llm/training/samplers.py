@@ -1,0 +1,75 @@
+"""From a configuration to what samples completions: an engine, how it draws, what answers it and what grades it."""
+
+from jax.sharding import Mesh
+
+from jaxrl_llm.config import ConfigError
+from jaxrl_llm.environments.factory import Environments
+from jaxrl_llm.models.model import Model
+from jaxrl_llm.names import split_options
+from jaxrl_llm.rewards.grader import Rewards
+from jaxrl_llm.rollout.engine import Engine
+from jaxrl_llm.rollout.logits import Sampling
+from jaxrl_llm.rollout.own_mesh import EngineOnMesh
+from jaxrl_llm.sharding import rollout_mesh
+from jaxrl_llm.training.conversing import Converse
+from jaxrl_llm.training.elsewhere import Elsewhere
+from jaxrl_llm.training.experience import Row, Sampler
+from jaxrl_llm.training.metrics import Stopwatch
+from jaxrl_llm.training.rollout_functions import load_rollout_function
+
+WIDTH_MULTIPLE = 8  # rows are padded to a multiple, so that similar data compiles to the same shapes
+
+
+def build_sampler(model: Model, grader: Rewards, mesh: Mesh, sampling: Sampling, examples: list[Row] | None,
+                  group_size: int, config, watch: Stopwatch,
+                  environments: Environments | None = None) -> Sampler:  # fmt: skip
+    """A sampler wide enough for the prompts of `examples` or, where they are not known before, for any."""
+    eos = eos_ids(model)
+    converse = None
+    if environments is not None:
+        options = split_options(f"_({config.data.chat_template_kwargs})")[1]
+        converse = Converse(environments, model.tokenizer, eos, config.rollout.max_prompt_length, options)
+        examples = None  # environments and tools may lengthen prompts
+    c, cache_dtype = config.rollout, None if config.rollout.cache_dtype == "auto" else config.rollout.cache_dtype
+    engine = Engine(model.net, sampling, group_size, c.max_completion_length, eos, c.chunk, c.slots, cache_dtype)
+    own_mesh = rollout_mesh(mesh, c.mesh)
+    if own_mesh != mesh:
+        engine = EngineOnMesh(**vars(engine), mesh=own_mesh, home=mesh, watch=watch)
+    limit = config.rollout.max_prompt_length
+    width = limit if examples is None else padded_width(max(len(example["prompt_ids"]) for example in examples), limit)
+    function, elsewhere = load_rollout_function(config.environment.rollout_func), None
+    if function is not None:
+        width = limit  # what a function returns as prompts is its own
+        elsewhere = Elsewhere(function, engine, model.tokenizer, mesh, width, config.rollout.temperature)
+    return Sampler(engine, grader, model.tokenizer, mesh, width, watch, converse, elsewhere)
+
+
+def training_sampling(config) -> Sampling:
+    """How the run samples."""
+    c = config.rollout
+    return Sampling(c.temperature, c.top_p, c.top_k, c.min_p)
+
+
+def eval_sampling(config) -> Sampling:
+    """How an evaluation samples: as the run does, save what `eval` sets itself."""
+    c, run = config.eval, training_sampling(config)
+    return Sampling(
+        run.temperature if c.temperature is None else c.temperature,
+        run.top_p if c.top_p is None else c.top_p,
+        run.top_k if c.top_k is None else c.top_k,
+        run.min_p,
+    )
+
+
+def eos_ids(model: Model) -> tuple[int, ...]:
+    """The tokens that end a completion: generation_config.json's, and the tokenizer's."""
+    named = (model.generation or {}).get("eos_token_id", ())
+    ids = {model.tokenizer.eos_token_id, *(named if isinstance(named, list | tuple) else [named])} - {None}
+    if not ids:
+        raise ConfigError(f"{model.path} names no end-of-text token; set eos_token in its tokenizer_config.json")
+    return tuple(sorted(ids))
+
+
+def padded_width(longest: int, limit: int) -> int:
+    """The width of rows of which the longest has so many tokens."""
+    return min(-(-longest // WIDTH_MULTIPLE) * WIDTH_MULTIPLE, limit)
