@@ -66,6 +66,7 @@ class Group:
     hosts: list[str]
     own_words: str | None = None  # those of the error that it is about to report
     failed: bool = False
+    code: int = 1  # that it ends with then
     over: threading.Event = field(default_factory=threading.Event)
     listener: threading.Thread | None = None
 
@@ -296,9 +297,9 @@ def report(error: BaseException) -> bool:
         traceback.print_exception(error)
     group.failed = True
     print(f"error: {group.name(group.place.index)}: {text}", file=sys.stderr, flush=True)
-    code = exit_code(error)
-    _say(group, {"failed": text, "code": code})
-    timer = threading.Timer(LEAVE, os._exit, (code,))
+    group.code = exit_code(error) if text == group.own_words else 1  # a lost process is nothing to mend
+    _say(group, {"failed": text, "code": group.code})
+    timer = threading.Timer(LEAVE, os._exit, (group.code,))
     timer.daemon = True
     timer.start()
     return True
@@ -323,7 +324,7 @@ def end(code: int | str | None) -> NoReturn:
     """Exits: after a failure that only this process knew of without waiting for the others, else with all of them."""
     group = _groups[0] if _groups else None
     if group is not None and group.failed:
-        _leave(group, code if isinstance(code, int) else 1)
+        _leave(group, group.code)
     if group is not None and group.listener is not None:
         group.over.set()
         group.listener.join()

@@ -196,5 +196,5 @@ def test_a_training_process_that_is_killed(root, tmp_path):
     began = time.monotonic()
     ended = finish(processes, 120)
     assert time.monotonic() - began < 60
-    assert [process.code for process in ended] == [1, -9]
+    assert ended[0].code != 0 and ended[1].code == -9
     assert "process 1 (" in ended[0].err and "it was killed" in ended[0].err
