@@ -8,7 +8,10 @@ The model is the 5 M-parameter qwen2 of benchmarks/cases.py. Seconds are medians
 program needs besides its arguments.
 """
 
+import jaxrl_llm  # noqa: F401 isort: skip  # first, before NumPy, as in a command: see jaxrl_llm/heap.py
+
 import argparse
+import ctypes
 import dataclasses
 import json
 import os
@@ -29,6 +32,8 @@ from benchmarks.folders import folder_of
 from benchmarks.page import table
 from benchmarks.run import CACHE, STORE
 from benchmarks.task import Task
+from jaxrl_llm import head, heap
+from jaxrl_llm.models import transformer
 from jaxrl_llm.models.transformer import Net
 from jaxrl_llm.policy import chunked_logps
 from jaxrl_llm.rollout.engine import Engine
@@ -231,11 +236,54 @@ def donation(task: Task) -> Measured:
     return measured(Side(off, memory[0]), Side(on, memory[1]))
 
 
+def kept_memory(task: Task) -> Measured:
+    """Memory that programs free stays with the process (heap.py): against fresh pages at every step."""
+    side = _update(task, ours.data_of(task))
+    mallopt = ctypes.CDLL(None).mallopt
+
+    def returning():
+        for name, value in DEFAULTS.items():
+            mallopt(heap.KEEP[name][0], value)
+        try:
+            return jax.block_until_ready(side.work())
+        finally:
+            heap.keep_freed()
+
+    return measured(Side(returning), Side(side.work))
+
+
+def one_pass(task: Task) -> Measured:
+    """The sums of a softmax and its entropy in one pass over the logits: against one each."""
+
+    def apart(x, y):
+        return x.sum(-1), y.sum(-1)
+
+    return _replaced(task, head, "_two_sums", apart)
+
+
+def layers_apart(task: Task) -> Measured:
+    """The gradients of layers, which are computed apart, are stacked: against padding and adding them up."""
+    return _replaced(task, transformer, "_parts", lambda x: [x[n] for n in range(len(x))])
+
+
+def _replaced(task: Task, module: Any, name: str, other: Callable) -> Measured:
+    """An update compiled with `other` in the place of a function of ours: against ours."""
+    ours_, data = getattr(module, name), ours.data_of(task)
+    setattr(module, name, other)
+    try:
+        off = _update(task, data)
+        jax.block_until_ready(off.work())  # which compiles
+    finally:
+        setattr(module, name, ours_)
+    return measured(off, _update(task, data))
+
+
 EFFECTS = {
     x.__name__: x
-    for x in (rows_leave, slots, shared_prompts, unrolled, packing, packing_sft, micro_batches, chunked_head, remat,
-              donation)
+    for x in (rows_leave, slots, shared_prompts, unrolled, packing, packing_sft, micro_batches, chunked_head, one_pass,
+              layers_apart, kept_memory, remat, donation)
 }  # fmt: skip
+DEFAULTS = {"M_MMAP_MAX": 2**16, "M_TRIM_THRESHOLD": 2**17}  # glibc's own
 SMALL = Shape(4, 4, 32, 24, 96, pairs=4, rows=16, config=SHAPES["qwen2"].config)
 
 

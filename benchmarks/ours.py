@@ -3,6 +3,8 @@
 Prints medians, and the phases of a step, for benchmarks/run.py.
 """
 
+import jaxrl_llm  # noqa: F401 isort: skip  # first, before NumPy, as in a command: see jaxrl_llm/heap.py
+
 import dataclasses
 import sys
 import tempfile
@@ -26,7 +28,6 @@ from benchmarks.cases import (
 from benchmarks.meter import Meter, report
 from benchmarks.task import Task
 from jaxrl_llm.config import ConfigDict, default
-from jaxrl_llm.heap import keep_freed
 from jaxrl_llm.rollout.engine import Engine
 from jaxrl_llm.training.build import Run, build, build_mesh
 from jaxrl_llm.training.update import whole
@@ -172,7 +173,6 @@ def fit(points: list[tuple[int, float]]) -> dict[str, float]:
 
 def main(argv: list[str]) -> None:
     """The command line: one task."""
-    keep_freed()
     job = task.read(argv)
     meter = Meter(least=job.least)
     if job.case == "scaling":

@@ -12,6 +12,8 @@ import sys
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from jaxrl_llm.heap import keep_freed
+
 if TYPE_CHECKING:
     from jaxrl_llm.compare import compare as compare
     from jaxrl_llm.config import ConfigError as ConfigError
@@ -25,6 +27,8 @@ if TYPE_CHECKING:
     from jaxrl_llm.models.model import save_adapter as save_adapter
     from jaxrl_llm.models.model import save_hf as save_hf
     from jaxrl_llm.train import train as train
+
+keep_freed()  # before anything imports NumPy
 
 __version__ = "0.1.0"
 __all__ = (

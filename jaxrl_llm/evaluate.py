@@ -22,7 +22,6 @@ from jaxrl_llm.command_line import load_flags, run
 from jaxrl_llm.compiled import keep_compiled
 from jaxrl_llm.config import ConfigError, validate
 from jaxrl_llm.environments.factory import load_environments
-from jaxrl_llm.heap import keep_freed
 from jaxrl_llm.keys import Key
 from jaxrl_llm.training.build import build_mesh, build_model, build_rewards
 from jaxrl_llm.training.console import show
@@ -118,7 +117,6 @@ def _shown(metrics: dict[str, float]) -> dict[str, float | None]:
 def main(argv: list[str]) -> None:
     """The command line: see `--help`."""
     config, options = load_flags(argv, __doc__ or "", FLAGS)
-    keep_freed(config.keep_memory)
     processes.join(config)
     keep_compiled(config.compilation_cache)
     output = Path(options["output"]).expanduser() if options["output"] else None

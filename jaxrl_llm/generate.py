@@ -22,7 +22,6 @@ from jaxrl_llm.config import ConfigError
 from jaxrl_llm.data import sources
 from jaxrl_llm.data.chat import Prompt, decode_completion, is_conversational, render_prompt
 from jaxrl_llm.data.collate import pad_prompts
-from jaxrl_llm.heap import keep_freed
 from jaxrl_llm.interactive import Speaker, bucket, check_alone, converse
 from jaxrl_llm.keys import Key
 from jaxrl_llm.models.model import Model, load_model
@@ -213,7 +212,6 @@ def answerer(
 def main(argv: list[str]) -> None:
     """The command line: see `--help`."""
     options = load_options(argv, __doc__ or "", FLAGS)
-    keep_freed()
     processes.join()
     keep_compiled()
     if not options["model"]:

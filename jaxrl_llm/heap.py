@@ -5,10 +5,10 @@ size to the kernel at once, which hands out zeroed pages again, one fault for ev
 """
 
 import ctypes
+import os
 import platform
 
-import jax
-
+VARIABLE = "JAXRL_KEEP_MEMORY"  # 0: leave malloc as it is
 # glibc's <malloc.h>: the parameter, and the value it gets.
 KEEP = {
     "M_ARENA_MAX": (-8, 1),  # one heap for all threads: only it can grow without limit
@@ -17,14 +17,15 @@ KEEP = {
 }
 
 
-def keep_freed(wanted: bool = True) -> bool:
-    """True when memory that is freed from now on stays with the process; call it before the first JAX computation.
+def keep_freed() -> bool:
+    """True when memory that is freed from now on stays with the process, until it ends.
 
-    Nothing is done, and False returned, where it is not `wanted`, on other platforms than Linux with glibc, and where
-    JAX is told to use no CPU: then programs do not run in the host's memory. It lasts until the process ends.
+    To be called before NumPy and JAX are imported: threads that they start have heaps of their own, which others may
+    be given later. Nothing is done, and False returned, with JAXRL_KEEP_MEMORY=0, where JAX_PLATFORMS leaves out the
+    CPU, and on other systems than Linux with glibc.
     """
-    platforms = jax.config.jax_platforms or "cpu"
-    if not wanted or platform.libc_ver()[0] != "glibc" or "cpu" not in platforms.split(","):
+    platforms = os.environ.get("JAX_PLATFORMS") or "cpu"
+    if os.environ.get(VARIABLE) == "0" or "cpu" not in platforms.split(",") or platform.libc_ver()[0] != "glibc":
         return False
     mallopt = ctypes.CDLL(None).mallopt
     accepted = [mallopt(number, value) for number, value in KEEP.values()]

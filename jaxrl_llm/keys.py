@@ -155,9 +155,6 @@ KEYS = (
     Key("compilation_cache", "auto",
         "Folder where compiled programs are kept for the next start of a command; auto is $JAX_COMPILATION_CACHE_DIR "
         "or ~/.cache/jaxrl_llm/compiled, none is off."),
-    Key("keep_memory", True,
-        "Keep memory that programs on a CPU free for their next call; false returns it to the system in between.",
-        bool),
 
     Key("callbacks", (),
         "What looks at the run as it goes, and may end it: `early_stopping(metric='eval/accuracy', patience=3)`, "

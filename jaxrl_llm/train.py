@@ -22,7 +22,6 @@ from jaxrl_llm.algorithms.batch import Batch, minibatch_indices
 from jaxrl_llm.command_line import load_flags, run
 from jaxrl_llm.compiled import keep_compiled
 from jaxrl_llm.config import rows_together, to_json, validate
-from jaxrl_llm.heap import keep_freed
 from jaxrl_llm.keys import OFFLINE, Key
 from jaxrl_llm.models.model import Model
 from jaxrl_llm.sharding import row_sharding
@@ -67,7 +66,6 @@ def train(
     mend.
     """
     validate(config)
-    keep_freed(config.keep_memory)
     given = {"train_dataset": train_dataset, "eval_dataset": eval_dataset, "rewards": rewards,
              "environment": environment, "tools": tools}  # fmt: skip
     folder, mesh = Path(config.output_dir), build_mesh(config)
@@ -229,7 +227,6 @@ def main(argv: list[str]) -> None:
         print(welcome(), end="")
         return
     config, options = load_flags(argv, __doc__ or "", (DRY_RUN,))
-    keep_freed(config.keep_memory)
     processes.join(config)
     if not options["dry_run"]:
         keep_compiled(config.compilation_cache)

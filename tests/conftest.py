@@ -11,6 +11,7 @@ import pytest
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("JAXRL_KEEP_MEMORY", "0")  # thousands of programs one after another would hold on to too much
 
 ROOT = Path(__file__).parent.parent
 
