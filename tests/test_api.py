@@ -56,6 +56,7 @@ def test_unknown_name_is_an_attribute_error():
     assert not hasattr(jaxrl_llm, "trian")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", ["attribute", "module", "from"])
 def test_functions_stay_functions_whatever_is_imported_first(first, run_python):
     lines = ["import inspect, sys, jaxrl_llm"]
@@ -79,7 +80,9 @@ def test_other_attributes_can_be_set(monkeypatch):
     assert jaxrl_llm.own is json
 
 
-@pytest.mark.parametrize("command", ["train", "generate", "evaluate", "export"])
+@pytest.mark.parametrize(
+    "command", ["train", *(pytest.param(x, marks=pytest.mark.slow) for x in ("generate", "evaluate", "export"))]
+)
 def test_help_is_all_that_is_printed(command, run_python):
     result = run_python("-W", "default::RuntimeWarning", "-m", f"jaxrl_llm.{command}", "--help")
     assert result.returncode == 0

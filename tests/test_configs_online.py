@@ -30,7 +30,8 @@ CONFIGS = {
     "kl_cov": ("-kl", "-clip_ratio/region_mean"),
     "environment": ("kl", "environment/turns", "environment/failures", "-tools/call_frequency"),
 }
-SLOW = ("environment", "gmpo", "remax", "opo", "passk", "clip_cov", "kl_cov")
+# Each has a test of its formulas; these four differ in the parts that a run is made of.
+QUICK = ("grpo", "dapo", "gdpo", "ppo")
 EVERYWHERE = (
     "loss", "reward", "entropy", "unscorable_rows", "frac_reward_zero_std", "completions/clipped_ratio",
     "sampling/sampling_logp_difference/mean", "sampling/sampling_logp_difference/max",
@@ -39,7 +40,7 @@ EVERYWHERE = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow if n in SLOW else ()) for n in CONFIGS])
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in CONFIGS])
 def test_two_steps(root, tmp_path, name):
     config = load_config_file(f"{root / 'configs' / name}.py:tiny")
     config.output_dir = str(tmp_path / "run")
@@ -97,6 +98,7 @@ def test_dynamic_sampling_trains_on_groups_that_differ(root, tmp_path):
     assert len(set(seen)) > 4
 
 
+@pytest.mark.slow
 def test_remax_with_an_entropy_that_is_held_up(root, tmp_path):
     """The greedy baseline, bias-corrected KL to a reference that follows, and an adaptive entropy bonus, together."""
     config = tiny(

@@ -80,6 +80,7 @@ def test_metrics_of_known_rewards(samples, ks, config):
     assert metrics["eval/greedy_accuracy"] == 0.5
 
 
+@pytest.mark.slow
 def test_a_reward_that_never_applies_is_no_number(config):
     metrics = jaxrl_llm.evaluate(config, [{"prompt": "a"}], lambda completions: [None] * len(completions))
     assert np.isnan(metrics["eval/reward"])
@@ -115,6 +116,7 @@ def test_numbers_on_many_devices(root, run_python, tiny_run, tmp_path):
     assert metrics["greedy_accuracy"] == last_evaluation(tiny_run)["eval/greedy_accuracy"]
 
 
+@pytest.mark.slow
 def test_infinite_is_null_in_json(config, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "nothing.py").write_text("def nothing(completions, **columns):\n    return [None] * len(completions)\n")

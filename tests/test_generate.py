@@ -75,6 +75,7 @@ def test_batching_changes_nothing(model, monkeypatch):
     assert jaxrl_llm.generate(model, PROMPTS, 8, samples=2) == texts
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("setting", [{"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1.0}, {"temperature": 1e-4}])
 def test_a_narrow_filter_is_greedy(setting, model):
     greedy = jaxrl_llm.generate(model, PROMPTS, 8, temperature=0)

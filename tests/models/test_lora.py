@@ -260,7 +260,7 @@ def test_the_backward_pass_of_a_frozen_matrix():
         np.testing.assert_allclose(back(g)[0], g @ dense.T, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("kind", ["int8", "nf4"])
+@pytest.mark.parametrize("kind", ["int8", pytest.param("nf4", marks=pytest.mark.slow)])
 def test_a_quantised_model_takes_adapters_and_exports_numbers(llama_folder, base, tmp_path, kind):
     model = load_model(llama_folder, quantize=kind)
     error = np.abs(model(TOKENS) - base(TOKENS)).max() / np.abs(base(TOKENS)).max()

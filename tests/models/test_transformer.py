@@ -85,7 +85,14 @@ def test_a_row_of_padding_has_finite_logits_and_gradients(net, params, rows):
 
 @pytest.mark.parametrize(
     ("scan_layers", "remat"),
-    [(True, "block"), (False, "none"), (False, "block"), (True, "dots"), (True, "offload"), (False, "offload")],
+    [
+        (False, "none"),
+        (True, "block"),
+        *(
+            pytest.param(*x, marks=pytest.mark.slow)
+            for x in ((False, "block"), (True, "dots"), (True, "offload"), (False, "offload"))
+        ),
+    ],
 )
 def test_unrolled_and_remat_equal_scanned(params, rows, expected, scan_layers, remat):
     other = Net(dataclasses.replace(CONFIG, scan_layers=scan_layers, remat=remat))

@@ -162,6 +162,7 @@ class Watch:
         self.ends[name] = time.monotonic()
 
 
+@pytest.mark.slow
 def test_a_judge_reads_rows_while_others_are_sampled(root, tmp_path, monkeypatch):
     """The same rewards, logs and texts as when it gets the whole batch, but for some the requests come earlier."""
     monkeypatch.setenv("no_proxy", "127.0.0.1")

@@ -112,6 +112,7 @@ def test_table_values():
     assert table_value({"a": [1]}) == '{"a": [1]}' and "object" in table_value(object())
 
 
+@pytest.mark.slow
 def test_processes_log_together_under_names_of_their_own(run_python):
     with socket.socket() as free:
         free.bind(("localhost", 0))

@@ -45,6 +45,7 @@ def converse(params, partner, **changes):
     return jax.tree.map(np.asarray, rollout)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes", [pytest.param({"chunk": 3}, marks=pytest.mark.slow), {"chunk": 2, "slots": 5}], ids=str
 )

@@ -218,6 +218,7 @@ def test_checkpoints_hold_adapters_alone_and_export(run, tmp_path):
     jax.tree.map(np.testing.assert_array_equal, merged.params, expected.params)
 
 
+@pytest.mark.slow
 def test_a_resumed_run_equals_the_undisturbed_one(root, run, tmp_path):
     again = tiny(root, tmp_path / "run", checkpoint__resume=str(run.output_dir / "checkpoints/1"))
     resumed = jaxrl_llm.train(again)

@@ -172,6 +172,7 @@ def test_bco_subtracts_the_mean_of_all_rewards_so_far():
     jax.tree.map(np.testing.assert_array_equal, *batches)
 
 
+@pytest.mark.slow
 def test_a_resumed_run_equals_an_undisturbed_one(tmp_path):
     found = []
     for name, stops in (("whole", (4,)), ("resumed", (2, 4))):
@@ -205,6 +206,7 @@ def test_held_out_rows_are_one_batch(loss, task):
         np.testing.assert_allclose(found[0][name], found[1][name], rtol=1e-5, atol=1e-6, err_msg=name)
 
 
+@pytest.mark.slow
 def test_what_is_measured():
     def names(config):
         config.eval.every = 0

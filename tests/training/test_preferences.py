@@ -379,7 +379,10 @@ def test_the_gradient_of_a_sorted_loss_is_that_of_the_whole_batch(loss):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), got[1], expected[1])
 
 
-@pytest.mark.parametrize("loss", ["dpo+sft", "orpo", "kto", "aot", "aot_unpaired", "reward_model"])
+OTHERS = [pytest.param(x, marks=pytest.mark.slow) for x in ("dpo+sft", "orpo", "aot", "aot_unpaired", "reward_model")]
+
+
+@pytest.mark.parametrize("loss", ["kto", *OTHERS])
 def test_rows_that_fill_up_a_batch_do_not_count(loss):
     """Held-out rows are measured in parts of one size; the last one is filled up with rows whose mask is empty."""
     batch = make_batch(6, labels=loss == "kto")
