@@ -57,7 +57,7 @@ def test_the_card_of_a_trained_model(tiny_run):
     folder = tiny_run.output_dir / "hf"
     card = ModelCard.load(folder / "README.md")
     assert card.data.library_name == "transformers" and card.data.pipeline_tag == "text-generation"
-    assert card.data.license == "unknown" and card.data.base_model is None
+    assert card.data.license == "apache-2.0" and card.data.base_model is None
     assert {"jaxrl_llm", "grpo"} <= set(card.data.tags)
     measured = {result.metric_name: result.metric_value for result in card.data.eval_results}
     last = tiny_run.metrics[-1]
