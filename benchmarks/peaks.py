@@ -19,6 +19,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from benchmarks import page
 from benchmarks.marks import put
 
 ROOT = Path(__file__).parent.parent
@@ -117,11 +118,11 @@ def measure(again: bool) -> dict[str, dict[str, float]]:
 
 def table(store: dict[str, dict[str, float]]) -> str:
     """The table of docs/plan.md."""
-    lines = ["| run | held, MB | planned peak, MB | measured peak, MB | measured / planned |", "|---|---|---|---|---|"]
+    rows = [["run", "held, MB", "planned peak, MB", "measured peak, MB", "measured / planned"]]
     for case, found in store.items():
         held, planned, measured = (found[name] / 1e6 for name in ("held", "planned", "measured"))
-        lines.append(f"| {case} | {held:.0f} | {planned:.0f} | {measured:.0f} | {measured / planned:.2f} |")
-    return "\n".join(lines) + "\n"
+        rows.append([case, f"{held:.0f}", f"{planned:.0f}", f"{measured:.0f}", f"{measured / planned:.2f}"])
+    return page.table(rows)
 
 
 def main() -> None:
