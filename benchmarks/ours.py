@@ -28,6 +28,7 @@ from benchmarks.cases import (
 from benchmarks.meter import Meter, report
 from benchmarks.task import Task
 from jaxrl_llm.config import ConfigDict, default
+from jaxrl_llm.heap import give_back
 from jaxrl_llm.rollout.engine import Engine
 from jaxrl_llm.training.build import Run, build, build_mesh
 from jaxrl_llm.training.update import whole
@@ -118,6 +119,8 @@ class Stepper:
             self.state, metrics = parts.update(self.state, parts.pack(experience.batch), parts.frozen)
             metrics = {name: float(x) for name, x in jax.device_get(experience.metrics | metrics).items()}
             jax.block_until_ready(self.state)
+        if self.number == 1:
+            give_back()  # as training does
         useful = "rollout/useful_token_fraction"
         return {**parts.watch.take(), **({"useful": metrics[useful]} if useful in metrics else {})}
 

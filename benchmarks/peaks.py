@@ -4,8 +4,11 @@
     python -m benchmarks.peaks --again     # all cases anew
     python -m benchmarks.peaks --page      # the table alone
 
-Each case runs in a process of its own, on this machine's CPU: the configuration is planned, then two real steps are
-made, and the second one's largest resident memory, less that before anything was built, is set beside the plan's peak.
+Each case runs in a process of its own, on this machine's CPU: the configuration is planned, real steps are made, and
+the largest resident memory of the second, less that before anything was built, is set beside the plan's peak. Of that,
+
+- the process itself (modules, data, compiled programs) is what is resident between steps, less the arrays alive then;
+- kept is what programs had freed and `jaxrl_llm.heap` had kept: the third step gives it back between its programs.
 """
 
 import argparse
@@ -61,7 +64,7 @@ def larger_model(source: Path, folder: Path, width: int) -> None:
 
 
 def child(case: str) -> dict[str, float]:
-    """The plan's peak and the measured one of a case, in bytes."""
+    """The plan's peak, the measured one, and what of that is the process itself and kept, of a case, in bytes."""
     import jax
 
     from jaxrl_llm.command_line import load_config_file
@@ -89,16 +92,24 @@ def child(case: str) -> dict[str, float]:
             before = status("VmRSS")
             parts = build(config, target.mesh)
             state: Any = parts.state
-            for step in (1, 2):
+            peaks = []
+            for step in (1, 2, 3):
                 settle()
                 experience = parts.source.next(whole(state, parts.frozen), jax.random.fold_in(jax.random.key(0), step))
+                before_update = status("VmHWM")
+                if step == 3:
+                    jax.block_until_ready(experience.batch)
+                    settle()
                 parts = parts._replace(state=None)  # the update donates it
                 state, updates = _improve(config, parts, state, experience.batch)
                 jax.block_until_ready((state, updates))
-            measured = status("VmHWM") - before
+                peaks.append(max(status("VmHWM"), before_update) - before)
+            settle()
+            process = status("VmRSS") - before - sum(x.nbytes for x in jax.live_arrays())
             plan = make_plan(config, target, widths(parts), packer=parts.pack)
             parts.rewards.close()
-    return {"planned": plan.peak.peak, "held": sum(plan.held.values()), "measured": measured}
+    found = {"planned": plan.peak.peak, "held": sum(plan.held.values()), "measured": peaks[1]}
+    return {**found, "process": process, "kept": peaks[1] - peaks[2]}
 
 
 def measure(again: bool) -> dict[str, dict[str, float]]:
@@ -118,10 +129,12 @@ def measure(again: bool) -> dict[str, dict[str, float]]:
 
 def table(store: dict[str, dict[str, float]]) -> str:
     """The table of docs/plan.md."""
-    rows = [["run", "held, MB", "planned peak, MB", "measured peak, MB", "measured / planned"]]
+    head = ("held", "planned peak", "measured peak", "of it the process itself", "kept")
+    rows = [["run", *(f"{name}, MB" for name in head), "the rest / planned"]]
     for case, found in store.items():
-        held, planned, measured = (found[name] / 1e6 for name in ("held", "planned", "measured"))
-        rows.append([case, f"{held:.0f}", f"{planned:.0f}", f"{measured:.0f}", f"{measured / planned:.2f}"])
+        numbers = [found[name] / 1e6 for name in ("held", "planned", "measured", "process", "kept")]
+        _, planned, measured, process, kept = numbers
+        rows.append([case, *(f"{number:.0f}" for number in numbers), f"{(measured - process - kept) / planned:.2f}"])
     return page.table(rows)
 
 

@@ -4,6 +4,7 @@ The head's matrix is used as `[V,D]`, as embeddings are stored: where the two ar
 """
 
 import functools
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -14,7 +15,8 @@ from jaxrl_llm.models.layers import soft_cap
 from jaxrl_llm.sharding import constrain, context_shards, row_shards
 
 REMAINDER = 4  # a chunk that would not be full is cut into so many, of which those that are needed are computed
-LOGITS_IN_FLIGHT = 2**24  # logits computed at once by each device, at least one column of rows: 64 MB in fp32
+LOGITS_IN_FLIGHT = 2**24  # logits computed at once by each device, about, at least one column of rows: 64 MB in fp32
+KEPT = 4  # logits of at most so many chunks are kept for the backward pass, which else forms them again
 
 
 def log_sum_squares(hidden, kernel, softcap: float | None = None, count=None):
@@ -39,8 +41,9 @@ def chunked_logps(
     With `statistics` also, without gradient, whether the target is the likeliest token and the mean logit. With
     `smoothing` e the log-prob is `(1 - e) log p(target) + e mean_v log p(v)`: label smoothing (arXiv 1512.00567).
     hidden `[N,S,D]` in the compute dtype, kernel `[D,V]`; logits are hidden @ kernel, capped softly. They are formed
-    for a few columns at a time, in fp32, and again in the backward pass, which keeps only the log-sum-exp and the
-    entropy of each token. Columns from `count` on (rounded up to what is formed at a time) are 0 and not computed.
+    for a few columns at a time, in fp32, and again in the backward pass, which finds only the log-sum-exp and the
+    entropy of each token; where they are few (`KEPT`) they are kept for it. Columns from `count` on (rounded up to what
+    is formed at a time) are 0 and not computed.
     """
     return _forward(hidden, kernel, targets, temperature, statistics, softcap, smoothing, count)[0]
 
@@ -69,15 +72,20 @@ def _width(hidden, table) -> int:
 
 
 def columns_at_once(rows: int, vocabulary: int) -> int:
-    """The columns of rows whose logits all devices of the mesh that is set compute at once."""
+    """The columns of rows whose logits all devices of the mesh that is set compute at once.
+
+    A power of two, which divides the numbers of tokens that are most common.
+    """
     mesh = jax.sharding.get_abstract_mesh()
-    return max(LOGITS_IN_FLIGHT * (1 if mesh.empty else mesh.size) // (rows * vocabulary), 1)
+    columns = LOGITS_IN_FLIGHT * (1 if mesh.empty else mesh.size) / (rows * vocabulary)
+    return 2 ** max(round(math.log2(columns)), 0)
 
 
-def _over_chunks(function, hidden, table, count, total=None):
+def _over_chunks(function, hidden, table, count, total=None, whole: bool = False):
     """What `function(columns, total)` gives a few columns at a time, as arrays `[N,S,...]`, and the last total.
 
-    `columns(x)` are those columns of an array `[N,S,...]`; without a total the function has one argument.
+    `columns(x)` are those columns of an array `[N,S,...]`; without a total the function has one argument. `whole`
+    leaves the arrays with the columns that fill up the last chunk.
     """
     width, length = _width(hidden, table), hidden.shape[1]
     chunks = -(-length // width)
@@ -86,7 +94,7 @@ def _over_chunks(function, hidden, table, count, total=None):
         width = -(-length // (chunks * shards)) * shards
 
     def columns_at(start, size, x):
-        x = jnp.pad(x, ((0, 0), (0, chunks * width - length), *((0, 0),) * (x.ndim - 2)))
+        x = jnp.pad(x, ((0, 0), (0, chunks * width - x.shape[1]), *((0, 0),) * (x.ndim - 2)))
         return jax.lax.dynamic_slice_in_dim(x, start, size, axis=1)
 
     def call(columns, total):
@@ -100,21 +108,21 @@ def _over_chunks(function, hidden, table, count, total=None):
 
     shapes, _ = jax.eval_shape(functools.partial(call, functools.partial(columns_at, 0, width)), total)
     empty = tuple(jnp.zeros((x.shape[0], chunks * width, *x.shape[2:]), x.dtype) for x in shapes)
-    whole = chunks if count is None else jnp.minimum(count, length) // width
-    carry = jax.lax.fori_loop(0, whole, functools.partial(step, 0, width), (empty, total))
+    full = chunks if count is None else jnp.minimum(count, length) // width
+    carry = jax.lax.fori_loop(0, full, functools.partial(step, 0, width), (empty, total))
     if count is not None:  # what remains, in smaller chunks
         size = max(width // REMAINDER, 1)
-        left = -(-(jnp.minimum(count, length) - whole * width) // size)
-        carry = jax.lax.fori_loop(0, left, functools.partial(step, whole * width, size), carry)
+        left = -(-(jnp.minimum(count, length) - full * width) // size)
+        carry = jax.lax.fori_loop(0, left, functools.partial(step, full * width, size), carry)
     found, total = carry
-    return tuple(x[:, :length] for x in found), total
+    return (found if whole else tuple(x[:, :length] for x in found)), total
 
 
 def _numbers(logits, targets, statistics: bool, smoothing: float):
     """Log-probs, entropies, the statistics, and log-sum-exps, of logits `[N,s,V]`; and `exp(logits - log-sum-exp)`."""
     top = logits.max(axis=-1)
     shares = _once(jnp.exp(logits - top[..., None]))
-    total, weighted = _two_sums(shares, shares * logits)
+    total, weighted = _two_sums(shares, logits)
     normalizer = top + jnp.log(total)
     target = _at_target(logits, targets)
     entropy = normalizer - weighted / total
@@ -125,9 +133,11 @@ def _numbers(logits, targets, statistics: bool, smoothing: float):
 
 
 def _two_sums(x, y):
-    """The sums over the last axis of two arrays, in one pass: a sum of products by itself is slow on CPUs."""
+    """The sums over the last axis of x and of x * y: on CPUs by a product of matrices, as XLA's own loop is slow."""
+    if jax.default_backend() == "cpu":
+        return x.sum(-1), jnp.einsum("...v,...v->...", x, y)
     zero = jnp.zeros((), x.dtype)
-    return jax.lax.reduce((x, y), (zero, zero), lambda a, b: (a[0] + b[0], a[1] + b[1]), (x.ndim - 1,))
+    return jax.lax.reduce((x, x * y), (zero, zero), lambda a, b: (a[0] + b[0], a[1] + b[1]), (x.ndim - 1,))
 
 
 def _once(x):
@@ -156,15 +166,23 @@ def _is_cut() -> bool:
 
 
 def _forward(hidden, kernel, targets, temperature: float, statistics: bool, softcap: float | None, smoothing: float,
-             count):  # fmt: skip
+             count, keep: bool = False):  # fmt: skip
     table = _table(hidden, kernel)
 
     def chunk(columns):
         logits = _logits(columns(hidden), table, temperature, softcap)
-        return _numbers(logits, columns(targets), statistics, smoothing)[0]
+        found = _numbers(logits, columns(targets), statistics, smoothing)[0]
+        return (*found, logits) if keep else found
 
-    (*found, normalizer), _ = _over_chunks(chunk, hidden, table, count)
-    return tuple(found if statistics else found[:2]), (hidden, kernel, targets, found[1], normalizer, count)
+    found, _ = _over_chunks(chunk, hidden, table, count, whole=keep)
+    kept = found[-1] if keep else None
+    *found, normalizer = (x[:, : hidden.shape[1]] for x in (found[:-1] if keep else found))
+    return tuple(found if statistics else found[:2]), (hidden, kernel, targets, found[1], normalizer, count, kept)
+
+
+def _forward_for_gradients(hidden, kernel, *others):
+    rows, length = hidden.shape[:2]
+    return _forward(hidden, kernel, *others, keep=length <= KEPT * columns_at_once(rows, kernel.shape[1]))
 
 
 def _by_products(logits, shares, total, targets, temperature: float, softcap: float | None, smoothing: float, slope,
@@ -209,13 +227,13 @@ def _totals(hidden, table):
 
 
 def _backward(temperature: float, statistics: bool, softcap: float | None, smoothing: float, residuals, gradients):
-    hidden, kernel, targets, entropy, normalizer, count = residuals
+    hidden, kernel, targets, entropy, normalizer, count, kept = residuals
 
     table = _table(hidden, kernel)
 
     def chunk(columns, d_table):
         h = columns(hidden)
-        logits = _logits(h, table, temperature, softcap)
+        logits = _logits(h, table, temperature, softcap) if kept is None else columns(kept)
         slope, ent, of_entropy, norm = (columns(x) for x in (gradients[0], entropy, gradients[1], normalizer))
         logp = logits - norm[..., None]
         p = _once(jnp.exp(logp))
@@ -230,7 +248,7 @@ def _backward(temperature: float, statistics: bool, softcap: float | None, smoot
     return d_hidden.astype(hidden.dtype), d_table.sum((0, 1)).T.astype(kernel.dtype), None, None
 
 
-chunked_logps.defvjp(_forward, _backward)
+chunked_logps.defvjp(_forward_for_gradients, _backward)
 
 
 class Slopes(NamedTuple):

@@ -2,6 +2,7 @@
 
 XLA takes the temporaries of a program from malloc at each call and frees them after it. glibc returns blocks of that
 size to the kernel at once, which hands out zeroed pages again, one fault for every 4 KB: a third of an update's time.
+What compilation and a first step leave is in pieces, which later steps do not fit into: it is given back once.
 """
 
 import ctypes
@@ -18,7 +19,7 @@ KEEP = {
 
 
 def keep_freed() -> bool:
-    """True when memory that is freed from now on stays with the process, until it ends.
+    """True when memory that is freed from now on stays with the process, until `give_back` or its end.
 
     To be called before NumPy and JAX are imported: threads that they start have heaps of their own, which others may
     be given later. Nothing is done, and False returned, with JAXRL_KEEP_MEMORY=0, where JAX_PLATFORMS leaves out the
@@ -30,3 +31,9 @@ def keep_freed() -> bool:
     mallopt = ctypes.CDLL(None).mallopt
     accepted = [mallopt(number, value) for number, value in KEEP.values()]
     return all(accepted)
+
+
+def give_back() -> None:
+    """Returns the memory that is free now to the system, on Linux with glibc."""
+    if platform.libc_ver()[0] == "glibc":
+        ctypes.CDLL(None).malloc_trim(0)

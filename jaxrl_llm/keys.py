@@ -250,6 +250,9 @@ KEYS = (
         int, minimum=1),
     Key("rollout.slots", 0,
         "Completions that decode at once, over all devices; the others wait. 0 is all of a step's.", int, minimum=0),
+    Key("rollout.shrink", 0.5,
+        "Once completions that still decode fit into this share of the slots, and none waits, they go on in so few. "
+        "0.85 leaves fewer slots idle than 0.5, and compiles more programs.", float, above=0, below=1),
     Key("rollout.cache_dtype", "auto", "Type of the keys and values while sampling; auto is that of the computation.",
         choices=("auto", *DTYPES)),
     Key("rollout.mesh", None,

@@ -22,6 +22,7 @@ from jaxrl_llm.algorithms.batch import Batch, minibatch_indices
 from jaxrl_llm.command_line import load_flags, run
 from jaxrl_llm.compiled import keep_compiled
 from jaxrl_llm.config import rows_together, to_json, validate
+from jaxrl_llm.heap import give_back
 from jaxrl_llm.keys import OFFLINE, Key
 from jaxrl_llm.models.model import Model
 from jaxrl_llm.sharding import row_sharding
@@ -125,7 +126,7 @@ def _loop(config, parts: Run, state: State, records: Records, checkpoints: Check
     if int(state.step) == 0 and parts.evaluation is not None and config.eval.at_start:
         records.log(0, {}, evaluate)
         callbacks("on_evaluate", 0, records.newest, model)
-    step = int(state.step)
+    step = start = int(state.step)
     while step < min(config.total_steps, callbacks.end):
         step += 1
         profiler.begin(step)
@@ -133,6 +134,9 @@ def _loop(config, parts: Run, state: State, records: Records, checkpoints: Check
         experience = parts.source.next(whole(state, parts.frozen), jax.random.fold_in(root, step))
         with watch("update"):
             state, updates = _improve(config, parts, state, experience.batch)
+        if step == start + 1:
+            jax.block_until_ready(state)
+            give_back()
         records.add(Step(step, began, experience.metrics, updates, experience.table))
 
         if callbacks.every_step:

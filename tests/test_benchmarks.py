@@ -137,10 +137,11 @@ def test_tables_are_put_between_their_marks(tmp_path):
     page = tmp_path / "page.md"
     begin, end = "<!-- peaks: written by python -m benchmarks.peaks -->", "<!-- end of peaks -->"
     page.write_text(f"before\n{begin}\nold\n{end}\nafter\n")
-    found = peaks.table({"a run": {"held": 1e6, "planned": 4e6, "measured": 5e6}})
+    case = {"held": 1e6, "planned": 4e6, "measured": 7e6, "process": 1e6, "kept": 1e6}
+    found = peaks.table({"a run": case})
     for _ in range(2):
         marks.put(page, "peaks", found)
     assert page.read_text() == f"before\n{begin}\n{found}{end}\nafter\n"
-    assert found.endswith("| a run | 1 | 4 | 5 | 1.25 |\n")
+    assert found.endswith("| a run | 1 | 4 | 7 | 1 | 1 | 1.25 |\n")
     for module, name in ((peaks, "peaks"), (scaling, "scaling")):
         assert module.PAGE.read_text().count(f"<!-- end of {name} -->") == 1

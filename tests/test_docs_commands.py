@@ -249,15 +249,16 @@ def shortened(argument: str, number: int) -> str:
     """The argument with what the reader would write in place of FOLDER, RUN and FILE, and the tiny configuration."""
     if re.fullmatch(r"--config=configs/\w+\.py", argument):
         return f"{argument}:tiny"
-    folder = f"--output=exported_{number}" if argument == "--output=FOLDER" else argument
     known = {
+        "--output=FOLDER": f"--output=exported_{number}",
+        "--output=my_config.py": f"--output=migrated_{number}.py",  # there is one of the tutorial's
         "--run=RUN": "--run=runs/grpo_lora",
         "--config.model.path=FOLDER": "--config.model.path=runs/grpo/hf",
         "FILE": "FILE.py",
         "runs/gspo": "runs/grpo",
         "runs/dapo": "runs/grpo_lora",
     }
-    return known.get(folder, folder)
+    return known.get(argument, argument)
 
 
 @pytest.mark.slow

@@ -37,6 +37,31 @@ def test_a_second_call_faults_no_pages_in(run_python, tmp_path):
     assert json.loads(run_python("faults.py", "0").stdout) >= pages
 
 
+RETURNED = """
+import jaxrl_llm
+import numpy as np
+
+def resident():
+    with open("/proc/self/status") as status:
+        return int(next(line for line in status if line.startswith("VmRSS")).split()[1]) / 2**10
+
+blocks = [np.ones(2**18) for _ in range(100)]  # 200 MB in blocks of 2
+last = np.ones(2**10)  # above them in the heap
+del blocks
+kept = resident()
+jaxrl_llm.heap.give_back()
+print([kept, resident()])
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="it is glibc's allocator that is told")
+def test_free_memory_is_given_back(run_python, tmp_path, monkeypatch):
+    monkeypatch.setenv("JAXRL_KEEP_MEMORY", "1")
+    (tmp_path / "returned.py").write_text(RETURNED)
+    kept, left = json.loads(run_python("returned.py").stdout)
+    assert kept > left + 180
+
+
 def test_elsewhere_nothing_is_done(monkeypatch):
     monkeypatch.setenv("JAXRL_KEEP_MEMORY", "0")
     assert not heap.keep_freed()

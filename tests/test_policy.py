@@ -212,6 +212,30 @@ def test_extreme_logits_have_finite_gradients():
     np.testing.assert_allclose((logps, entropy), 0.0, atol=1e-2)
 
 
+@pytest.mark.parametrize(("kept", "products"), [(4, 1), (2, 2)])
+def test_few_logits_are_formed_once(monkeypatch, kept, products):
+    """Those of 10 columns, 3 chunks: kept for the backward pass or formed again, which gives the same."""
+    parts = random_parts(1, 10, 8, 64)
+    monkeypatch.setattr(head, "LOGITS_IN_FLIGHT", 4 * 64)
+    monkeypatch.setattr(head, "KEPT", kept)
+
+    def loss(hidden, kernel, targets, count):
+        logps, entropy = chunked_logps(hidden, kernel, targets, 0.7, False, None, 0.0, count)
+        return (logps**2).sum() + jnp.sin(entropy).sum()
+
+    traced = str(jax.make_jaxpr(jax.grad(loss, argnums=(0, 1)))(*parts, None))
+    assert traced.count("f32[4,64] = dot_general") == products
+    found = jax.grad(loss, argnums=(0, 1))(*parts, jnp.array(7))
+    expected = jax.grad(weighted_naive, argnums=(0, 1))(parts[0][:, :7], parts[1], parts[2][:, :7])
+    np.testing.assert_allclose(found[0][:, :7], expected[0], atol=1e-5 * np.abs(expected[0]).max())
+    assert not found[0][:, 8:].any()
+
+
+@pytest.mark.parametrize(("vocabulary", "columns"), [(49152, 256), (151936, 128), (2**25, 1)])
+def test_columns_at_once_divide_common_lengths(vocabulary, columns):
+    assert head.columns_at_once(1, vocabulary) == columns
+
+
 def array_sizes(jaxpr):
     """The number of elements of every array a program makes, its inner programs included."""
     for equation in jaxpr.eqns:

@@ -80,6 +80,7 @@ class Engine:
 
     eos: ids that end a row. chunk: decode steps between two looks by the host, and the first size of the row cache.
     slots: rows that decode at once, over all devices; 0 is all. cache_dtype: of keys and values; None is the net's.
+    shrink: the grid is replaced when the rows that are left, with none waiting, fit into this share of it.
     """
 
     net: Net
@@ -90,6 +91,7 @@ class Engine:
     chunk: int = 32
     slots: int = 0
     cache_dtype: str | None = None
+    shrink: float = 0.5
 
     @property
     def decoder(self) -> Net:
@@ -120,7 +122,8 @@ class Engine:
             rows = rows._replace(limit=jnp.minimum(rows.limit, np.asarray(limits).reshape(rows.limit.shape)))
         local = prompts.shape[0] // shards
         count = local * self.group_size
-        schedule = Schedule(local, self.group_size, shards, min(self.slots // shards or count, count))
+        slots, lengths = min(self.slots // shards or count, count), (prompts.shape[1], longest)
+        schedule = Schedule(local, self.group_size, shards, slots, self.shrink, lengths)
         size, executed = min(self.chunk, longest), 0
         talk = None if partner is None else Conversations(partner, count * shards, shards, longest)
         handout = Handout(listener if talk is None else None, count * shards)

@@ -10,7 +10,7 @@ import numpy as np
 
 IDLE = -1
 REFILL = 4  # waiting rows are seated when one slot in so many is free: seating copies the caches of all
-REPEATS = 2  # a grid holds at most so many copies of the prompts' caches
+REPEATS = 2  # a grid may hold so many copies of the prompts' caches whatever its size
 
 
 class Grid(NamedTuple):
@@ -33,15 +33,19 @@ class Grid(NamedTuple):
 class Schedule:
     """Plans grids for `prompts` x `group_size` rows in each of `shards`, `slots` of them at a time.
 
-    A grid stays until waiting rows can be seated, or until the rows that are left fit into half of it (and half of that
-    again): few shapes are ever compiled, and few slots are idle.
+    A grid stays until waiting rows can be seated, or until the rows that are left fit into the share `shrink` of it (or
+    of that again): the larger the share, the fewer slots are idle, and the more shapes are compiled.
     """
 
-    def __init__(self, prompts: int, group_size: int, shards: int, slots: int):
-        self.prompts, self.group_size = prompts, group_size
+    def __init__(
+        self, prompts: int, group_size: int, shards: int, slots: int, shrink: float = 0.5, lengths=(1, 1)
+    ):  # fmt: skip
+        """`lengths` are the most tokens of a prompt and of a completion."""
+        self.prompts, self.group_size, self.shrink, self.lengths = prompts, group_size, shrink, lengths
         rows = np.tile(np.arange(prompts * group_size), (shards, 1))
         self.waiting = rows[:, slots:]
         self.grid = self._plan(list(rows[:, :slots]), slots)
+        self.room = self._tokens(self.grid)
 
     def next(self, live: np.ndarray) -> Grid | None:
         """The grid to go on with, given which rows of this one are live `[shards, G, R]`; None: this one."""
@@ -58,10 +62,10 @@ class Schedule:
             if grid is not None:
                 self.waiting = self.waiting[:, free:]
         else:
-            needed, smaller = max(slots - free, 1), slots // 2
+            needed, smaller = max(slots - free, 1), self._smaller(slots)
             while smaller >= needed:
                 planned = self._plan(rows, smaller)
-                grid, smaller = planned if self._is_lean(planned) else grid, smaller // 2
+                grid, smaller = planned if self._is_lean(planned) else grid, self._smaller(smaller)
         if grid is not None:
             self.grid = grid
         return grid
@@ -69,12 +73,20 @@ class Schedule:
     def few(self, live: np.ndarray) -> int:
         """The live rows of the fullest shard at which `next` may say something, after it said None for `live`."""
         slots = live[0].size
-        planned = slots - -(-slots // REFILL) if self.waiting.size else slots // 2
+        planned = slots - -(-slots // REFILL) if self.waiting.size else self._smaller(slots)
         return min(planned, max(map(np.sum, live)) - 1)
 
+    def _smaller(self, slots: int) -> int:
+        return int(slots * self.shrink)
+
     def _is_lean(self, grid: Grid) -> bool:
-        """True when the grid repeats the prompts' caches no more than is worth it."""
-        return grid.prompt.shape[1] <= REPEATS * self.prompts
+        """True when the grid repeats the prompts' caches little, or needs no more memory than the first with that."""
+        return grid.prompt.shape[1] <= REPEATS * self.prompts or self._tokens(grid) <= self.room
+
+    def _tokens(self, grid: Grid) -> int:
+        """Tokens that a shard's caches have room for."""
+        prompt, completion = self.lengths
+        return grid.prompt[0].size * prompt + grid.row[0].size * completion
 
     def _plan(self, rows: list[np.ndarray], slots: int) -> Grid:
         """A grid of `slots` a shard for these rows, with the fewest prompts.

@@ -27,6 +27,7 @@ from jaxrl_llm.models.transformer import Params
 from jaxrl_llm.names import closest
 from jaxrl_llm.sharding import shardings
 from jaxrl_llm.training import integrity
+from jaxrl_llm.training.buckets import check_store
 from jaxrl_llm.training.update import State
 
 ARRAYS = ("reference", "replay")  # what a checkpoint may hold besides, each in a folder of its own
@@ -62,6 +63,8 @@ class Checkpoints:
 
     def __init__(self, folder: str | Path, keep: Keep | None = None, read_only: bool = False):
         self.folder = path_of(folder)
+        # Each store has a family of errors of its own.
+        self._failures = (Exception,) if is_remote(self.folder) else FAILURES
         self._keep = keep or Keep()
         self._read_only = read_only
         self._saving: int | None = None  # the step of the save under way
@@ -70,7 +73,7 @@ class Checkpoints:
         self._news: list[str] = []
         try:
             self._manager = self._open()
-        except FAILURES as error:
+        except self._failures as error:
             raise ConfigError(
                 f"checkpoints cannot be kept in {self.folder}: {error}; give another output_dir or checkpoint.folder"
             ) from error
@@ -189,7 +192,7 @@ class Checkpoints:
             if self._failed is not None:
                 self._manager = self._open()  # removes what the failed save has left
             self._manager.save(step, args=items, metrics=metrics)
-        except FAILURES as error:
+        except self._failures as error:
             self._fail(error)
 
     def wait(self) -> None:
@@ -198,7 +201,7 @@ class Checkpoints:
             return
         try:
             self._manager.wait_until_finished()
-        except FAILURES as error:
+        except self._failures as error:
             self._fail(error)
         else:
             self._saving = self._failed = None
@@ -332,8 +335,14 @@ def keep_of(config) -> Keep:
 
 
 def path_of(folder: str | Path) -> Any:
-    """The absolute path of a folder, local or in an object store."""
-    return epath.Path(folder) if is_remote(folder) else Path(folder).expanduser().absolute()
+    """The absolute path of a folder, local or in an object store.
+
+    Raises ConfigError for a store that cannot be reached with what is installed.
+    """
+    if not is_remote(folder):
+        return Path(folder).expanduser().absolute()
+    check_store(str(folder))
+    return epath.Path(folder)
 
 
 def is_remote(folder: Any) -> bool:

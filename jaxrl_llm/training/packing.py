@@ -162,6 +162,7 @@ def _fitted(arrays: Arrays, sizes: Sizes, budget: int | None, fewest: int) -> tu
     packed, most, read = needs(*arrays, sizes._replace(together=False))
     tokens = budget or max(fewest, packed * sizes.length // PARTS)
     count = max(1, round(packed / max(tokens // sizes.length, 1)))
+    count = min(count, count + 1, key=lambda parts: parts * -(-packed // parts))  # the last one may be half empty
     held = max(-(-packed // count), 2 if sizes.together else 1)
     room = max(4 * held * sizes.length // width, held * most, 2 * sizes.group if sizes.together else 1)
     sizes = sizes._replace(packed_rows=held, rows=min(_multiple(room, sizes.group), rows))

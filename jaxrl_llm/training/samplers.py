@@ -31,7 +31,8 @@ def build_sampler(model: Model, grader: Rewards, mesh: Mesh, sampling: Sampling,
         converse = Converse(environments, model.tokenizer, eos, config.rollout.max_prompt_length, options)
         examples = None  # environments and tools may lengthen prompts
     c, cache_dtype = config.rollout, None if config.rollout.cache_dtype == "auto" else config.rollout.cache_dtype
-    engine = Engine(model.net, sampling, group_size, c.max_completion_length, eos, c.chunk, c.slots, cache_dtype)
+    longest = c.max_completion_length
+    engine = Engine(model.net, sampling, group_size, longest, eos, c.chunk, c.slots, cache_dtype, c.shrink)
     own_mesh = rollout_mesh(mesh, c.mesh)
     if own_mesh != mesh:
         engine = EngineOnMesh(**vars(engine), mesh=own_mesh, home=mesh, watch=watch)

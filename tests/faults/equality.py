@@ -36,9 +36,11 @@ def assert_same_run(one: Path, other: Path) -> None:
 
 
 def read(folder: Path):
-    """The arrays of one part of a checkpoint."""
+    """The arrays of one part of a checkpoint, whatever devices and processes wrote them."""
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
-        return reader.restore(folder)
+        there = reader.metadata(folder).item_metadata.tree
+        numpy = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), there)
+        return reader.restore(folder, args=ocp.args.PyTreeRestore(restore_args=numpy))
 
 
 def assert_same_tree(one, other) -> None:

@@ -9,9 +9,9 @@ from equality import assert_same_run
 from tests.processes.conftest import finish, start
 
 
-def command(root, name, *flags):
-    common = ("total_steps=12", "eval.every=-1", "checkpoint.every=4", f"output_dir={name}")
-    words = [f"--config.{flag}" for flag in (*common, *flags)]
+def command(root, name, steps=12):
+    flags = (f"total_steps={steps}", "eval.every=-1", "checkpoint.every=4", f"output_dir={name}")
+    words = [f"--config.{flag}" for flag in flags]
     return ("-m", "jaxrl_llm.train", f"--config={root / 'configs/grpo.py'}:tiny", *words)
 
 
@@ -49,5 +49,5 @@ def test_two_processes_leave_are_killed_lose_a_checkpoint_and_equal_the_undistur
     assert [process.code for process in ended] == [0, 0], ended[0].err
     assert_same_run(tmp_path / "whole", run)
 
-    alone = finish(start(1, tmp_path, command(root, "run", "total_steps=14"), [{"JAXRL_PROCESS_COUNT": "1"}]), 200)
+    alone = finish(start(1, tmp_path, command(root, "run", 14), [{"JAXRL_PROCESS_COUNT": "1"}]), 200)
     assert alone[0].code == 0 and "going on after step 12" in alone[0].out, alone[0].err  # another number of processes

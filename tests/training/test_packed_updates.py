@@ -260,6 +260,16 @@ def test_what_cannot_be_packed_says_so(changes, shape, message):
         make_packer(config, shape, mesh, objectives.sft(config, Net(shape)), sampled_rows(8, 1, PROMPT, COMPLETION))
 
 
+def test_micro_batches_leave_little_room():
+    """16 pairs of 128 tokens, each in a packed row of 192: four micro-batches of four, none of which is part empty."""
+    mesh = make_mesh(devices=jax.devices()[:1])
+    config = config_of("preference", batch__microbatch_tokens=0, batch__pack_length=192)
+    sizes, _ = packing.packed_sizes(
+        config, SHAPE, mesh, objectives.Reads(), sampled_rows(32, 2, 64, 64, full=True), 1024
+    )
+    assert (sizes.length, sizes.packed_rows) == (192, 4)
+
+
 def test_the_packed_update_is_one_donated_program_without_the_vocabulary_in_its_memory(monkeypatch):
     """Temporary memory grows with the hidden states of one micro-batch, not with rows times vocabulary."""
     shape = dataclasses.replace(SHAPE, vocab_size=4096, tie_embeddings=True)
