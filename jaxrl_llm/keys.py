@@ -177,6 +177,9 @@ KEYS = (
     Key("model.scan_layers", "auto",
         "Scan one compiled layer, or compile each (slower to start, faster on CPU); auto scans except on CPU.",
         choices=("auto", "true", "false")),
+    Key("model.attention", "xla",
+        "What computes attention over given rows: xla, or cudnn on NVIDIA GPUs, in 16 bits, which keeps no scores in "
+        "memory. Sampling decodes with xla.", choices=("xla", "cudnn")),
     Key("model.fp32_head", False, "Form the logits in float32, whatever the type of the network.", bool),
     Key("model.router_aux_loss_coef", None,
         "Weight of the loss that evens out the use of experts, in a mixture of experts; none is config.json's own "

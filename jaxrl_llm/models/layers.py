@@ -139,6 +139,8 @@ class Attention(nnx.Module):
         return self.o(out.reshape(*x.shape[:-1], -1)), cache
 
     def _attended(self, q, k, v, mask):
+        if self.config.attention == "cudnn":
+            return fused_attention(q, k, v, mask, "cudnn")
         scores = jnp.einsum("ntjrd,nsjd->njrts", q, k, preferred_element_type=jnp.float32)
         scores = soft_cap(scores, self.config.attention_softcap)
         weights = jax.nn.softmax(jnp.where(mask[:, None, None], scores, MASKED), axis=-1)
@@ -172,6 +174,17 @@ class Attention(nnx.Module):
         out = jnp.einsum("gkjrp,gjpd->gkjrd", (in_prompt / total).astype(v.dtype), prompt.v)
         out += jnp.einsum("gkjrc,gkjcd->gkjrd", (in_rows / total).astype(v.dtype), rows.v)
         return self.o(out.reshape(*x.shape[:-1], -1)), rows
+
+
+def fused_attention(q, k, v, mask, implementation: str) -> jax.Array:
+    """`[N,t,J,H/J,d]`: attention of (scaled) queries `[N,t,J,H/J,d]` to keys and values `[N,s,J,d]`, mask `[N,t,s]`.
+
+    By `jax.nn.dot_product_attention`, whose implementation `cudnn` forms the scores block by block, in both passes
+    (arXiv 2307.08691), on NVIDIA GPUs, in bfloat16 or float16. jax raises an error for shapes that it does not take.
+    """
+    heads = q.reshape(*q.shape[:2], -1, q.shape[-1])
+    out = jax.nn.dot_product_attention(heads, k, v, mask=mask[:, None], scale=1.0, implementation=implementation)  # type: ignore[arg-type]
+    return out.reshape(q.shape)
 
 
 def empty_rows(prompt: KeyValues, repeats: int, size: int) -> KeyValues:

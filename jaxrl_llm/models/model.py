@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.models import adapters, hf, lora
 from jaxrl_llm.models.families import family_for, family_of
+from jaxrl_llm.models.model_config import ModelConfig
 from jaxrl_llm.models.quantize import KINDS
 from jaxrl_llm.models.transformer import Net, Params
 from jaxrl_llm.models.weights import read_json
@@ -107,6 +108,7 @@ def describe(
         overrides = {"head": described.head, **overrides, "lora": described.lora}
     folder = hf.locate(path, allow_pickle)
     net = hf.load_net(folder, dtype=dtype, param_dtype=param_dtype or dtype, **overrides)
+    check_attention(net.config, jax.default_backend())
     tokenizer = hf.load_tokenizer(folder, trust_remote_code) if hf.has_tokenizer(folder) else None
     generation = read_json(folder / "generation_config.json")
     return Model(net, net.shapes(), tokenizer, hf.read_config(folder), generation, os.fspath(path))
@@ -146,6 +148,20 @@ def _fp32_score(params: Params) -> Params:
 
 def _family(model: Model):
     return family_for(model.net.config) if model.hf_config is None else family_of(model.hf_config)
+
+
+def check_attention(config: ModelConfig, backend: str) -> None:
+    """Raises ConfigError where attention by cuDNN is asked for and cannot be had."""
+    if config.attention != "cudnn":
+        return
+    reasons = {
+        f"it runs on NVIDIA GPUs, and this is a {backend}": backend != "gpu",
+        f"it takes bfloat16 or float16, and model.dtype is {config.dtype}": config.dtype == "float32",
+        "it does not cap scores, as this model does": config.attention_softcap is not None,
+    }
+    found = [reason for reason, holds in reasons.items() if holds]
+    if found:
+        raise ConfigError(f"model.attention = 'cudnn': {'; '.join(found)}. Use 'xla'.")
 
 
 def _compute_dtype(dtype: str) -> str:

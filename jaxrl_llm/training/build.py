@@ -142,7 +142,7 @@ def net_options(config, head: str | None = None) -> dict[str, Any]:
     head = head or ("score" if config.algorithm.name == "reward_model" else "lm")
     options = {
         "remat": c.remat, "scan_layers": scan, "head": head, "quantize": c.quantize, "fp32_head": c.fp32_head,
-        "freeze_router": c.freeze_router,
+        "freeze_router": c.freeze_router, "attention": c.attention,
     }  # fmt: skip
     return options if c.router_aux_loss_coef is None else options | {"router_aux_loss_coef": c.router_aux_loss_coef}
 

@@ -10,6 +10,7 @@ import pytest
 
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.models import layers
+from jaxrl_llm.models.model import check_attention
 from jaxrl_llm.models.transformer import ModelConfig, Net, attention_mask, segment_positions, unstack
 from jaxrl_llm.sharding import path_name
 from tests.models.decoding import continued_logits, padded
@@ -208,3 +209,30 @@ def test_queries_in_blocks_attend_to_the_same_keys(net, params, rows, monkeypatc
         with monkeypatch.context() as patch:
             patch.setattr(layers, "SMALLEST_BLOCK", 2)
             np.testing.assert_allclose(one.bind(params)(*rows)[real], whole[real], atol=1e-5)
+
+
+def test_fused_attention_is_the_same(monkeypatch, net, params, rows):
+    """With XLA in the place of cuDNN: grouped heads, masks and scale, and gradients, of rows in blocks of queries."""
+    fused = layers.fused_attention
+    monkeypatch.setattr(layers, "fused_attention", lambda q, k, v, mask, _: fused(q, k, v, mask, "xla"))
+    monkeypatch.setattr(layers, "SMALLEST_BLOCK", 4)
+    tokens, segments = rows
+    other = Net(dataclasses.replace(CONFIG, attention="cudnn"))
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def found(net, params):
+        def loss(params):
+            hidden = net.bind(params).hidden(tokens, segments)
+            return jnp.where(segments[..., None] != 0, jnp.sin(hidden), 0.0).sum()
+
+        return jax.value_and_grad(loss)(params)
+
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5), found(net, params), found(other, params))
+
+
+def test_attention_that_cannot_be_had_is_refused():
+    config = dataclasses.replace(CONFIG, attention="cudnn", attention_softcap=30.0)
+    with pytest.raises(ConfigError, match=r"this is a cpu; .* model.dtype is float32; it does not cap scores"):
+        check_attention(config, "cpu")
+    check_attention(dataclasses.replace(CONFIG, attention="cudnn", dtype="bfloat16"), "gpu")
+    check_attention(CONFIG, "cpu")
