@@ -4,7 +4,7 @@ Matrix products run in the compute dtype; norms, rotary angles and softmax in fp
 """
 
 import functools
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -176,14 +176,14 @@ class Attention(nnx.Module):
         return self.o(out.reshape(*x.shape[:-1], -1)), rows
 
 
-def fused_attention(q, k, v, mask, implementation: str) -> jax.Array:
+def fused_attention(q, k, v, mask, implementation: Literal["xla", "cudnn"]) -> jax.Array:
     """`[N,t,J,H/J,d]`: attention of (scaled) queries `[N,t,J,H/J,d]` to keys and values `[N,s,J,d]`, mask `[N,t,s]`.
 
     By `jax.nn.dot_product_attention`, whose implementation `cudnn` forms the scores block by block, in both passes
     (arXiv 2307.08691), on NVIDIA GPUs, in bfloat16 or float16. jax raises an error for shapes that it does not take.
     """
     heads = q.reshape(*q.shape[:2], -1, q.shape[-1])
-    out = jax.nn.dot_product_attention(heads, k, v, mask=mask[:, None], scale=1.0, implementation=implementation)  # type: ignore[arg-type]
+    out = jax.nn.dot_product_attention(heads, k, v, mask=mask[:, None], scale=1.0, implementation=implementation)
     return out.reshape(q.shape)
 
 
