@@ -134,18 +134,19 @@ def rows_leave(task: Task) -> Measured:
 
 def slots(task: Task) -> Measured:
     """Half as many slots as rows, refilled as rows end: against all rows at once, which leave as they end."""
-    ends = lengths(task.shape)
-    parts = _parts(_config(task, rollout__max_completion_length=int(ends.max())), ours.data_of(task))
-    off, on = _engine(parts), _engine(parts, slots=task.shape.completions // 2)
-    return measured(*(_rollout(engine, parts, prompts(task.shape), ends) for engine in (off, on)))
+    return _scheduled(task, slots=task.shape.completions // 2)
 
 
 def finer_grids(task: Task) -> Measured:
     """Rows that are left go on in smaller grids once they fit into 0.85 of the slots: against half of them."""
+    return _scheduled(task, shrink=0.85)
+
+
+def _scheduled(task: Task, **changes) -> Measured:
+    """Rows that stop at geometric lengths, by an engine with these changes: against the engine without."""
     ends = lengths(task.shape)
     parts = _parts(_config(task, rollout__max_completion_length=int(ends.max())), ours.data_of(task))
-    off, on = _engine(parts), _engine(parts, shrink=0.85)
-    return measured(*(_rollout(engine, parts, prompts(task.shape), ends) for engine in (off, on)))
+    return measured(*(_rollout(_engine(parts, **own), parts, prompts(task.shape), ends) for own in ({}, changes)))
 
 
 def shared_prompts(task: Task) -> Measured:
