@@ -33,7 +33,7 @@ from benchmarks.page import table
 from benchmarks.run import CACHE, STORE
 from benchmarks.task import Task
 from jaxrl_llm import head, heap
-from jaxrl_llm.models import transformer
+from jaxrl_llm.models import products, transformer
 from jaxrl_llm.models.transformer import Net
 from jaxrl_llm.policy import chunked_logps
 from jaxrl_llm.rollout.engine import Engine
@@ -270,27 +270,32 @@ def one_pass(task: Task) -> Measured:
     return _replaced(task, head, "_two_sums", apart)
 
 
+def products_of_16_bits(task: Task) -> Measured:
+    """On CPUs, products in bfloat16 in the forms that matrix units compute (products.py): against plain ones."""
+    return _replaced(task, products, "_is_special", lambda x: False, model__dtype="bfloat16")
+
+
 def layers_apart(task: Task) -> Measured:
     """The gradients of layers, which are computed apart, are stacked: against padding and adding them up."""
     return _replaced(task, transformer, "_parts", lambda x: [x[n] for n in range(len(x))])
 
 
-def _replaced(task: Task, module: Any, name: str, other: Callable) -> Measured:
+def _replaced(task: Task, module: Any, name: str, other: Callable, **changes) -> Measured:
     """An update compiled with `other` in the place of a function of ours: against ours."""
     ours_, data = getattr(module, name), ours.data_of(task)
     setattr(module, name, other)
     try:
-        off = _update(task, data)
+        off = _update(task, data, **changes)
         jax.block_until_ready(off.work())  # which compiles
     finally:
         setattr(module, name, ours_)
-    return measured(off, _update(task, data))
+    return measured(off, _update(task, data, **changes))
 
 
 EFFECTS = {
     x.__name__: x
     for x in (rows_leave, slots, finer_grids, shared_prompts, unrolled, packing, packing_sft, micro_batches,
-              chunked_head, one_pass, layers_apart, kept_memory, remat, donation)
+              chunked_head, one_pass, layers_apart, products_of_16_bits, kept_memory, remat, donation)
 }  # fmt: skip
 DEFAULTS = {"M_MMAP_MAX": 2**16, "M_TRIM_THRESHOLD": 2**17}  # glibc's own
 SMALL = Shape(4, 4, 32, 24, 96, pairs=4, rows=16, config=SHAPES["qwen2"].config)

@@ -4,6 +4,7 @@ The limit of a case is the time of its products and nothing else: no attention, 
 Tokens that must be computed count once: a prompt is shared by its completions, and logits are of completion tokens.
 """
 
+import functools
 import sys
 import time
 from collections.abc import Callable
@@ -15,16 +16,17 @@ import numpy as np
 from benchmarks import task
 from benchmarks.cases import PROMPT, Shape, is_geometric, lengths, useful_tokens
 from benchmarks.meter import report
-from benchmarks.task import Task
+from benchmarks.task import Task, dtype
 
 MOST_ROWS = 1024  # of a product that is timed; larger ones take as much longer
 REPEATS = 5
 Product = tuple[int, int]  # [in, out] of a matrix
 
 
-def dtype():
-    """The type that is computed in: as `model.dtype = auto`."""
-    return jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
+def product(dims: str, x, y) -> jax.Array:
+    """The einsum; on CPUs with its sums in fp32, which of 16-bit numbers are computed faster than rounded ones."""
+    sums = jnp.einsum(dims, x, y, preferred_element_type=jnp.float32)
+    return sums if jax.default_backend() == "cpu" else sums.astype(x.dtype)
 
 
 def fastest(function: Callable, *arguments) -> float:
@@ -52,7 +54,7 @@ def matrix_rate() -> float:
     rates = []
     for n in (1024, 2048) if jax.default_backend() == "cpu" else (4096, 8192):
         x = jnp.ones((n, n), dtype())
-        rates.append(2 * n**3 / fastest(jax.jit(jnp.matmul), x, x))
+        rates.append(2 * n**3 / fastest(jax.jit(functools.partial(product, "ab,bc->ac")), x, x))
     return max(rates)
 
 
@@ -73,7 +75,7 @@ def decode_seconds(shape: Shape, rows: list[int]) -> dict[int, float]:
         seconds = fastest(_all_products, inputs, weights)
         kernel = jnp.full(head, 0.01, dtype())
         x = inputs[head[0]]
-        found[count] = seconds + min(fastest(jax.jit(jnp.matmul), x, kernel), fastest(_transposed, x, kernel.T.copy()))
+        found[count] = seconds + min(fastest(_logits, x, kernel), fastest(_transposed, x, kernel.T.copy()))
     return found
 
 
@@ -83,14 +85,19 @@ def _all_products(inputs, weights):
     total = jnp.zeros((), jnp.float32)
     for weight in weights:
         x, total = jax.lax.optimization_barrier((inputs[weight.shape[0]], total))
-        y = jax.lax.optimization_barrier(x @ weight)
+        y = jax.lax.optimization_barrier(product("ni,io->no", x, weight))
         total += y[0, 0].astype(jnp.float32)
     return total
 
 
 @jax.jit
+def _logits(x, kernel):
+    return product("nd,dv->nv", x, kernel)
+
+
+@jax.jit
 def _transposed(x, kernel):
-    return jnp.einsum("nd,vd->nv", x, kernel)
+    return product("nd,vd->nv", x, kernel)
 
 
 def product_seconds(size: Product, rows: int, backward: bool) -> float:
@@ -98,10 +105,10 @@ def product_seconds(size: Product, rows: int, backward: bool) -> float:
     count = min(rows, MOST_ROWS)
     x, w = jnp.ones((count, size[0]), dtype()), jnp.full(size, 0.01, dtype())
     y = jnp.ones((count, size[1]), dtype())
-    seconds = fastest(jax.jit(jnp.matmul), x, w)
+    seconds = fastest(_logits, x, w)
     if backward:
-        seconds += fastest(jax.jit(lambda y, w: jnp.einsum("nv,dv->nd", y, w)), y, w)
-        seconds += fastest(jax.jit(lambda x, y: jnp.einsum("nd,nv->dv", x, y)), x, y)
+        seconds += fastest(_transposed, y, w)
+        seconds += fastest(jax.jit(functools.partial(product, "dn,nv->dv")), x.T.copy(), y)
     return seconds * rows / count
 
 
@@ -148,8 +155,9 @@ def limit(job: Task) -> dict[str, float]:
     if not case.startswith("rollout"):
         tokens = update_tokens(case, shape)
         found["time/update"] = pass_seconds(shape, *tokens, backward=True)
-        found["update_flops"] = 3 * pass_flops(shape, *tokens)
-        if case in ("dpo", "grpo_kl"):
+        referred = case in ("dpo", "grpo_kl")
+        found["update_flops"] = (4 if referred else 3) * pass_flops(shape, *tokens)  # the reference's pass included
+        if referred:
             found["time/logps"] = pass_seconds(shape, *tokens, backward=False)
     if case.startswith(("rollout", "grpo")):
         found["time/rollout"] = rollout_seconds(case, shape)

@@ -26,7 +26,7 @@ from benchmarks.cases import (
     words,
 )
 from benchmarks.meter import Meter, report
-from benchmarks.task import Task
+from benchmarks.task import Task, dtype
 from jaxrl_llm.config import ConfigDict, default
 from jaxrl_llm.heap import give_back
 from jaxrl_llm.rollout.engine import Engine
@@ -52,7 +52,7 @@ def config_of(task: Task) -> ConfigDict:
     """The configuration of a case, every other setting at its default."""
     config, shape = default(), task.shape
     config.output_dir = tempfile.mkdtemp()
-    config.model.path = str(task.folder)
+    config.model.path, config.model.dtype = str(task.folder), dtype()
     config.eval.every = -1
     config.total_steps = 1000
     config.optimizer.learning_rate = 1e-6

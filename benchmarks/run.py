@@ -4,6 +4,7 @@
     python -m benchmarks.run --cases=grpo,sft --peers=trl     # some cases, one peer
     python -m benchmarks.run --cases=grpo --again             # these anew
     python -m benchmarks.run --smollm2=FOLDER                 # the trained SmolLM2 in place of a random one
+    python -m benchmarks.run --dtype=bfloat16                 # every library in bfloat16
     python -m benchmarks.run --device=gpu                     # larger models, on an accelerator
     python -m benchmarks.run --table                          # only the table, from what is stored
 
@@ -31,16 +32,17 @@ ROOT = Path(__file__).parent.parent
 STORE = ROOT / "benchmarks" / "results"
 CACHE = Path("~/.cache/jaxrl_llm/benchmarks").expanduser()
 MODULES = {OURS: "benchmarks.ours", LIMIT: "benchmarks.limits", **environments.MODULES}
+STORES = {"cpu": "performance", "gpu": "performance_gpu"}
 PATIENCE = 900  # seconds a task may take
 
 
 def main(argv: list[str]) -> None:
     """The command line; see the module's text."""
     options = _options(argv)
-    store = options.results or STORE / ("performance.json" if options.device == "cpu" else "performance_gpu.json")
+    store = options.results or STORE / (STORES[options.device] + options.suffix + ".json")
     found = json.loads(store.read_text(encoding="utf-8")) if store.exists() else {"tasks": {}}
     if not options.table:
-        found["machine"] = _machine(options.device)
+        found["machine"], found["dtype"] = _machine(options.device), options.dtype
         _measure(options, found, store)
     text = text_of(found)
     store.with_suffix(".md").write_text(text, encoding="utf-8")
@@ -53,6 +55,7 @@ def _options(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--models", help=f"of {', '.join(SHAPES)}")
     parser.add_argument("--peers", default=f"{TRL},{TUNIX}", help="trl, tunix, both, or nothing")
     parser.add_argument("--device", choices=DEVICES, default="cpu")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="default: float32 on CPUs, else bfloat16")
     parser.add_argument("--environments", type=Path, default=CACHE, help="folder of peers' environments and of models")
     parser.add_argument("--trl-python", type=Path, help="an interpreter that has TRL already")
     parser.add_argument("--tunix-python", type=Path, help="an interpreter that has Tunix already")
@@ -62,6 +65,9 @@ def _options(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--table", action="store_true", help="measure nothing")
     parser.add_argument("--results", type=Path, help="where the JSON is kept")
     options = parser.parse_args(argv)
+    default = "float32" if options.device == "cpu" else "bfloat16"
+    options.dtype = options.dtype or default
+    options.suffix = "" if options.dtype == default else f"_{options.dtype}"
     options.models = options.models.split(",") if options.models else DEVICES[options.device]
     options.cases = options.cases.split(",")
     options.peers = [peer for peer in options.peers.split(",") if peer]
@@ -110,7 +116,7 @@ def _task(library: str, python: Path | OSError, model: str, case: str, folder: P
     began = time.perf_counter()
     try:
         done = subprocess.run(
-            command, cwd=ROOT, env=_environment(options.device), capture_output=True, text=True, timeout=PATIENCE,
+            command, cwd=ROOT, env=_environment(options), capture_output=True, text=True, timeout=PATIENCE,
             check=False,
         )  # fmt: skip
     except subprocess.TimeoutExpired:
@@ -122,12 +128,13 @@ def _task(library: str, python: Path | OSError, model: str, case: str, folder: P
     return {**result, "whole": time.perf_counter() - began}
 
 
-def _environment(device: str) -> dict[str, str]:
+def _environment(options: argparse.Namespace) -> dict[str, str]:
     cores = str(len(os.sched_getaffinity(0)))
     kept = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "JAX_COMPILATION_CACHE_DIR")}
-    names = {"cpu": ("cpu", "cpu"), "gpu": ("cuda", "cuda")}[device]
+    names = {"cpu": ("cpu", "cpu"), "gpu": ("cuda", "cuda")}[options.device]
     return kept | {
         "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": cores, "JAX_PLATFORMS": names[0], "BENCHMARK_DEVICE": names[1],
+        "BENCHMARK_DTYPE": options.dtype,
         "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "TQDM_DISABLE": "1",
     }  # fmt: skip
 

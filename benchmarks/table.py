@@ -14,7 +14,8 @@ Tasks = Mapping[str, Mapping[str, Any]]
 def text_of(found: Mapping[str, Any]) -> str:
     """The page; what was not measured is left out, what failed is named."""
     tasks = found["tasks"]
-    parts = [HEAD.format(machine=found.get("machine", "an unknown machine"))]
+    dtype = found.get("dtype", "float32")
+    parts = [HEAD.format(machine=found.get("machine", "an unknown machine"), dtype=dtype)]
     for model in SHAPES:
         rows = [row for case in CASES if (row := _row(tasks, model, case))]
         if rows:
@@ -80,11 +81,17 @@ def _phases(tasks: Tasks, model: str, case: str) -> list[str] | None:
     if "seconds" not in ours or "seconds" not in limit:
         return None
     decode = {**ours, "time/rollout": ours["seconds"]} if case.startswith("rollout") else ours
+    ours, limit = _updates(ours), _updates(limit)
     rate, share = "", ""
     if "update_flops" in limit and "time/update" in ours:
         speed = limit["update_flops"] / ours["time/update"]
         rate, share = f"{speed / 1e9:.0f}", f"{speed / limit['matrix_rate']:.0%}"
     return [TITLES[case], _share(limit, decode, "time/rollout"), _share(limit, ours, "time/update"), rate, share]
+
+
+def _updates(task: Mapping[str, Any]) -> Mapping[str, Any]:
+    """With the log-probs of the reference in the update, which waits for them."""
+    return {**task, "time/update": task["time/update"] + task.get("time/logps", 0.0)} if "time/update" in task else task
 
 
 def _scaling(task: Mapping[str, Any]) -> str:
@@ -99,7 +106,7 @@ HEAD = """# Performance
 
 Written by `python -m benchmarks.run` on {machine}. Every task is a process of its own; seconds are the median of at
 least five intervals, or three of more than 3 s, after a first one that compiles (`first`, in seconds). Peers get the
-same weights, prompts, lengths and number of threads, in fp32 on CPUs. Ratios are peers' seconds over ours.
+same weights, prompts, lengths and number of threads, in {dtype}. Ratios are peers' seconds over ours.
 
 The limit of a case is the time of its matrix products alone, each token and each prompt counted once: nothing is
 allowed for attention, sampling, norms, the optimizer or copies. Useful decode is the share of decode steps that gave a

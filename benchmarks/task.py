@@ -1,6 +1,7 @@
 """The arguments of one task, which runs in a process of its own: `--model`, `--case`, `--folder`."""
 
 import argparse
+import os
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,6 +20,16 @@ class Task(NamedTuple):
     def shape(self) -> Shape:
         """The workloads of the model."""
         return SHAPES[self.model]
+
+
+def device() -> str:
+    """Where is computed: cpu, or an accelerator as PyTorch calls it."""
+    return os.environ.get("BENCHMARK_DEVICE", "cpu")
+
+
+def dtype() -> str:
+    """What is computed in."""
+    return os.environ.get("BENCHMARK_DTYPE", "float32" if device() == "cpu" else "bfloat16")
 
 
 def read(argv: list[str]) -> Task:

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxrl_llm.algorithms.kl import kl_estimate
+from jaxrl_llm.models import products
 from jaxrl_llm.models.layers import soft_cap
 from jaxrl_llm.sharding import constrain, context_shards, row_shards
 
@@ -207,10 +208,9 @@ def _by_products(logits, shares, total, targets, temperature: float, softcap: fl
 def _by_hidden_and_table(d, h, table, d_table):
     """The gradient by hidden states, and that by the table added to what it was: see `_totals`."""
     parts, d = d_table.shape[:2], d.astype(h.dtype)
-    d_hidden = jnp.einsum("...v,vd->...d", _flat(d), table.astype(h.dtype)).reshape(h.shape)
+    d_hidden = products.matmul(_flat(d), table).reshape(h.shape)
     if parts == (1, 1):
-        product = jnp.einsum("...v,...d->vd", _flat(d), _flat(h), preferred_element_type=jnp.float32)
-        return d_hidden, d_table + product
+        return d_hidden, d_table + products.over_rows(_flat(d), _flat(h))
     d, own = (x.reshape(parts[0], -1, parts[1], x.shape[1] // parts[1], x.shape[-1]) for x in (d, h))
     product = jnp.einsum("rncsv,rncsd->rcvd", d, own, preferred_element_type=jnp.float32)
     return d_hidden, constrain(d_table + product, "rows", "positions", "vocab", None)

@@ -178,8 +178,8 @@ KEYS = (
         "Scan one compiled layer, or compile each (slower to start, faster on CPU); auto scans except on CPU.",
         choices=("auto", "true", "false")),
     Key("model.attention", "xla",
-        "What computes attention over given rows: xla, or cudnn on NVIDIA GPUs, in 16 bits, which keeps no scores in "
-        "memory. Sampling decodes with xla.", choices=("xla", "cudnn")),
+        "What computes attention over given rows: xla; or kernels that keep no scores in memory, cudnn on NVIDIA GPUs "
+        "(in 16 bits) and splash on TPUs. Sampling decodes with xla.", choices=("xla", "cudnn", "splash")),
     Key("model.fp32_head", False, "Form the logits in float32, whatever the type of the network.", bool),
     Key("model.router_aux_loss_coef", None,
         "Weight of the loss that evens out the use of experts, in a mixture of experts; none is config.json's own "
@@ -187,7 +187,7 @@ KEYS = (
     Key("model.freeze_router", False, "Leave the routers of a mixture of experts as they are.", bool),
     Key("model.quantize", "none",
         "Store the matrices of the layers in 8 or 4 bits (QLoRA); what is trained are adapters beside them.",
-        choices=("none", "int8", "int4", "nf4")),
+        choices=("none", "int8", "fp8", "int4", "nf4")),
 
     Key("lora.rank", 0, "Rank of the adapters; 0 is none, and the whole model is trained.", int, minimum=0),
     Key("lora.alpha", 16.0, "Adapters are scaled by alpha / rank.", float, above=0),
@@ -256,8 +256,13 @@ KEYS = (
     Key("rollout.shrink", 0.5,
         "Once completions that still decode fit into this share of the slots, and none waits, they go on in so few. "
         "0.85 leaves fewer slots idle than 0.5, and compiles more programs.", float, above=0, below=1),
-    Key("rollout.cache_dtype", "auto", "Type of the keys and values while sampling; auto is that of the computation.",
-        choices=("auto", *DTYPES)),
+    Key("rollout.weights_dtype", "auto",
+        "Type of the matrices while sampling; auto is that of the computation. int8 and fp8 keep those of the layers "
+        "(not of experts) in 8 bits, which halves what each token reads of them against 16. Training with fewer bits "
+        "than model.dtype needs algorithm.importance_correction.", choices=("auto", *DTYPES, "int8", "fp8")),
+    Key("rollout.cache_dtype", "auto",
+        "Type of the keys and values while sampling; auto is that of the computation. fp8 needs "
+        "algorithm.importance_correction.", choices=("auto", *DTYPES, "fp8")),
     Key("rollout.mesh", None,
         "How the devices are arranged for sampling, `tensor=8` or `fsdp=2,tensor=4`: sizes of data, fsdp, expert and "
         "tensor, 1 unless named, data what remains. Parameters move there for each rollout. none is as in `mesh`, its "

@@ -1,6 +1,7 @@
 """What must hold on a mesh of several devices. test_sharding.py runs this file in a process with 8 CPU devices."""
 
 import dataclasses
+import functools
 import itertools
 import math
 import re
@@ -13,8 +14,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.models import hf, layers, moe, transformer
+from jaxrl_llm.models.fused_attention import splash_attention
 from jaxrl_llm.models.model import Model, init_sharded, load_model, save_hf
-from jaxrl_llm.models.transformer import ModelConfig, Net
+from jaxrl_llm.models.transformer import ModelConfig, Net, attention_mask
 from jaxrl_llm.models.weights import Files
 from jaxrl_llm.policy import token_logps
 from jaxrl_llm.rollout import engine as engines
@@ -38,6 +40,7 @@ from jaxrl_llm.training.objectives import policy_gradient
 from jaxrl_llm.training.optimizers import make_optimizer
 from jaxrl_llm.training.packing import Sample, make_packer
 from jaxrl_llm.training.update import init_state, make_update
+from tests.models.test_splash_attention import dense, outputs_and_gradients
 from tests.training.test_packed_updates import GROUP, config_of, online_batch
 from tests.training.test_packed_updates import SHAPE as PACKED
 
@@ -376,6 +379,27 @@ def test_the_update_of_one_device(model, sizes, on_one_device, batch, capfd):
     exchanges = len(re.findall(r" all-to-all\(.*f32|f32.* all-to-all\(", text))
     if sizes["context"] > 1 and 4 % (sizes["tensor"] * sizes["context"]) == 0:
         assert exchanges >= 8  # queries, keys, values and outputs, there and back
+
+
+@pytest.mark.parametrize(("sizes", "masked"), [((2, 2, 2, 1), False), ((1, 2, 1, 2), True)])
+def test_splash_attention_of_a_mesh(sizes, masked):
+    """Each device computes its rows and heads, which the context axis cuts where it divides them."""
+    segments = np.repeat([[0, 1, 1, 2, 2, 2], [1, 1, 1, 1, 1, 0]], 4, axis=0)
+    mask, rng = attention_mask(segments), np.random.default_rng(0)
+    arrays = [rng.normal(size=(8, 6, *shape)).astype(np.float32) for shape in ((2, 2, 8), (2, 8), (2, 8))]
+    expected = outputs_and_gradients(functools.partial(dense, mask, None), *arrays, segments != 0)
+    mesh = make_mesh(*sizes, devices=jax.devices()[: math.prod(sizes)])
+    splash = functools.partial(splash_attention, segments=segments, mask=mask if masked else None, interpret=True)
+    with jax.set_mesh(mesh):
+        found = outputs_and_gradients(splash, *rows_to_global((*arrays, segments != 0), mesh))
+    assert_close(found, expected)
+
+
+def test_splash_attention_needs_whole_rows(params, rows):
+    mesh = make_mesh(2, context=4)
+    net = Net(dataclasses.replace(CONFIG, attention="splash"))
+    with jax.set_mesh(mesh), pytest.raises(ConfigError, match=r"mesh.context = 4 cuts them: .* 2 key/value heads"):
+        jax.eval_shape(lambda params: net.bind(params)(*rows), params)
 
 
 @pytest.mark.parametrize("sizes", [{"data": 2, "expert": 4}, {"data": 1, "fsdp": 2, "expert": 2, "tensor": 2}], ids=str)

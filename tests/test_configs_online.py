@@ -98,6 +98,25 @@ def test_dynamic_sampling_trains_on_groups_that_differ(root, tmp_path):
     assert len(set(seen)) > 4
 
 
+def test_samples_of_another_precision_must_be_corrected_for(root, tmp_path):
+    config = tiny(root, tmp_path)
+    config.rollout.weights_dtype = "int8"
+    with pytest.raises(ConfigError, match=r"rollout.weights_dtype is int8, .* set token_truncate"):
+        jaxrl_llm.train(config)
+
+
+@pytest.mark.slow
+def test_old_log_probs_are_the_trainers_where_another_precision_samples(root, tmp_path):
+    """One update: its ratios are 1, and the difference to the sampler is what is corrected for."""
+    config = tiny(root, tmp_path, importance_correction="token_truncate")
+    config.rollout.weights_dtype, config.total_steps = "int8", 1
+    line = jaxrl_llm.train(config).metrics[0]
+    assert line["ratio/kl"] == line["clip_ratio/region_mean"] == 0
+    low, high = (line[f"sampling/importance_sampling_ratio/{name}"] for name in ("min", "max"))
+    assert low < 0.999 < 1.001 < high
+    assert 0 < line["rollout_corr/kl"] < 0.02
+
+
 @pytest.mark.slow
 def test_remax_with_an_entropy_that_is_held_up(root, tmp_path):
     """The greedy baseline, bias-corrected KL to a reference that follows, and an adaptive entropy bonus, together."""

@@ -57,6 +57,14 @@ def test_batches_cover_all_examples_once_and_have_one_size(count, at_once, multi
 # --- the function ---
 
 
+@pytest.mark.slow
+def test_samples_in_eight_bits_need_no_correction_where_nothing_is_trained(config):
+    config.rollout.weights_dtype, config.eval.prompts, config.eval.temperature = "int8", 64, 0.0
+    found = jaxrl_llm.evaluate(config)["eval/accuracy"]
+    config.rollout.weights_dtype = "auto"
+    assert abs(found - jaxrl_llm.evaluate(config)["eval/accuracy"]) < 0.1
+
+
 def test_a_run_reports_the_same_numbers(config, tiny_run):
     config.model.path = str(tiny_run.output_dir / "hf")
     expected = last_evaluation(tiny_run)

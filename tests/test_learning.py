@@ -11,8 +11,9 @@ pytestmark = pytest.mark.slow
 STEPS = 40
 
 
-def run(root, tmp_path, name: str, steps: int, **critic):
+def run(root, tmp_path, name: str, steps: int, settings=(), **critic):
     config = load_config_file(f"{root / 'configs' / name}.py")
+    config.update_from_flattened_dict(dict(settings))
     config.output_dir, config.logging.backends = str(tmp_path / "run"), ()
     config.total_steps, config.checkpoint.every, config.eval.every = steps, 0, 0
     config.optimizer.schedule, config.optimizer.warmup_steps = "constant", min(config.optimizer.warmup_steps, 5)
@@ -32,6 +33,19 @@ def test_online(root, tmp_path, name):
 def test_ppo_with_a_critic_on_the_policys_network(root, tmp_path):
     before, after = run(root, tmp_path, "ppo", STEPS, shared=True, coef=1.0, warmup_steps=0)
     assert after["eval/accuracy"] > before["eval/accuracy"] + 0.1
+
+
+@pytest.mark.parametrize("kind", ["int8", "fp8"])
+def test_samples_in_eight_bits(root, tmp_path, kind):
+    """Matrices, keys and values: the policy that samples is another one, and corrected for."""
+    settings = {
+        "rollout.weights_dtype": kind, "rollout.cache_dtype": "fp8",
+        "algorithm.importance_correction": "token_truncate", "eval.measure": "samples",
+    }  # fmt: skip
+    before, after = run(root, tmp_path, "grpo", STEPS, settings)
+    assert after["eval/accuracy"] > before["eval/accuracy"] + 0.1
+    assert 1e-5 < after["rollout_corr/kl"] < 0.02
+    assert after["sampling/sampling_logp_difference/mean"] > 1e-3
 
 
 @pytest.mark.parametrize("name", OFFLINE)

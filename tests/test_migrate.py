@@ -293,6 +293,19 @@ def test_a_ppo_yaml_of_verl():
     )  # fmt: skip
 
 
+def test_samples_in_fp8_of_verl(tmp_path):
+    """Are corrected for, as they must be here; another kind has no equivalent."""
+    said = "python -m verl.trainer.main_ppo actor_rollout_ref.model.path=m trainer.total_training_steps=2 " \
+        "custom_reward_function.path=r.py actor_rollout_ref.rollout.quantization="  # fmt: skip
+    config, text = migrate(written(tmp_path, "run.sh", said + "fp8"))
+    assert config.rollout.weights_dtype == "fp8" and config.algorithm.importance_correction == "token_truncate"
+    assert "here it must be done" in " ".join(text.split())
+    config, _ = migrate(written(tmp_path, "is.sh", f"{said}fp8 algorithm.rollout_correction.rollout_is=sequence"))
+    assert config.algorithm.importance_correction == "sequence_truncate"
+    config, text = migrate(written(tmp_path, "other.sh", said + "torchao"))
+    assert config.rollout.weights_dtype == "auto" and "takes fp8 and int8" in " ".join(text.split())
+
+
 def test_sft_of_verl():
     config, _ = made("verl_sft.sh")
     expect(config, algorithm={"name": "sft"}, lora={"rank": 32}, data={"path": "rows.parquet", "max_length": 2048},

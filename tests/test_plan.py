@@ -1,13 +1,16 @@
 """The plan of a run: exact where it says so, and what it counts in programs is counted right."""
 
+import functools
 import importlib.util
 import json
 
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.sharding import PartitionSpec
 
 from jaxrl_llm.config import ConfigError, default
+from jaxrl_llm.models.fused_attention import splash_attention
 from jaxrl_llm.models.lora import split
 from jaxrl_llm.planning import hlo
 from jaxrl_llm.planning.advice import advice
@@ -65,6 +68,27 @@ def test_caches_of_sampling_are_exact(planned):
     tokens = 2 * 2 * 2 * 8 * 2  # keys and values, layers, kv heads, head dim, bytes of bfloat16
     assert planned.sampling["keys and values of prompts"] == 4 * 8 * tokens
     assert planned.sampling["keys and values of completions"] == 4 * 2 * 8 * tokens
+
+
+def test_sampling_in_eight_bits_is_planned(folder, planned):
+    """A byte for each number of the matrices and of keys and values, which is what decoding reads."""
+    config = small(folder)
+    config.rollout.weights_dtype, config.rollout.cache_dtype = "int8", "fp8"
+    config.model.scan_layers = "false"  # of the layers that are trained
+    with pytest.raises(ConfigError, match=r"rollout.weights_dtype is int8, .* set token_truncate"):
+        make_plan(config, target(config, "h100", 1), only="rollout")
+    config.algorithm.importance_correction = "token_truncate"
+    found = make_plan(config, target(config, "h100", 1), only="rollout")
+    matrices = PARAMETERS - 64 * 32 - 5 * 32
+    columns = 2 * (32 + 2 * 16 + 32 + 2 * 64 + 32)
+    before, own = planned.sampling, found.sampling
+    saved = before["the sampler's parameters"] - own["the sampler's parameters"]
+    assert saved == 2 * matrices - matrices - 4 * columns
+    for name in ("keys and values of prompts", "keys and values of completions"):
+        assert own[name] == before[name] // 2
+    assert floors(found).reading < floors(planned).reading
+    decode = next(x for x in found.programs if x.name == "rollout: decode")
+    assert decode.temporaries < 2 * matrices  # not all of them at once, wide
 
 
 def test_programs_of_a_step(planned):
@@ -186,6 +210,17 @@ def test_traced_products_in_loops():
     one = 2 * 4 * 8 * 8
     assert traced_flops(traced) == 6 * one
     assert traced_flops(traced, (3.0,)) == 8 * one
+
+
+def test_traced_products_of_a_kernel_on_a_mesh():
+    """Of each device's part; half of the blocks of the grid, 2 by 2 of them here."""
+    rows, heads, length, size = 3, 2, 1024, 8
+    q, kv = jnp.zeros((rows, length, 1, heads, size)), jnp.zeros((rows, length, 1, size))
+    attend = functools.partial(splash_attention, segments=jnp.ones((rows, length), int), interpret=True)
+    on_mesh = jax.shard_map(attend, in_specs=PartitionSpec(), out_specs=PartitionSpec(), check_vma=False)
+    with jax.set_mesh(jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))):
+        traced = jax.jit(on_mesh).trace(q, kv, kv).jaxpr
+    assert traced_flops(traced) == rows * heads * 2 * length * length * size
 
 
 PROGRAM = """HloModule jit_f, is_scheduled=true, num_partitions=4
@@ -345,3 +380,31 @@ def test_the_tpu_compiler_plans_for_two_hosts(folder, run_python):
     mesh = ("--config.mesh.fsdp=2", "--config.mesh.tensor=4", "--config.rollout.mesh=tensor=4")
     found = plan_of_eight(folder, run_python, *mesh, "--device=v5p")
     assert "mesh data 1 x fsdp 2 x context 1 x expert 1 x tensor 4; compiled by the TPU compiler" in found
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="the TPU compiler is not installed")
+@pytest.mark.parametrize("packing", ["false", "true"])
+def test_the_tpu_compiler_plans_splash_attention(folder, packing):
+    """Without scores, of rows that are long enough for them to be most of the temporaries."""
+    config = small(folder)
+    config.rollout.max_prompt_length, config.rollout.max_completion_length = 1024, 512
+    config.batch.packing = packing
+
+    def temporaries(attention):
+        config.model.attention = attention
+        found = make_plan(config, target(config, "v5e", 1))
+        assert (found.target.compiler, found.note) == ("TPU compiler", "")
+        return next(x.temporaries for x in found.programs if x.name == "update")
+
+    assert temporaries("splash") < 0.7 * temporaries("xla")
+
+
+def test_attention_that_simulated_devices_lack_is_planned_without(folder):
+    config = small(folder)
+    config.model.attention = "cudnn"
+    found = make_plan(config, target(config, "h100", 1), only="logps")
+    assert found.note.endswith("simulated devices have no cudnn")
+    assert "planned with model.attention=xla, which needs more" in "\n".join(lines(found, []))
+    with pytest.raises(ConfigError, match="'cudnn': it runs on NVIDIA GPUs, and this is a cpu"):
+        make_plan(config, target(config, "cpu", 1), only="logps")

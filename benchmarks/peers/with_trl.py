@@ -1,4 +1,4 @@
-"""One task in TRL: generation of transformers, the GRPO, DPO and SFT trainers; fp32 on CPUs, nothing recomputed."""
+"""One task in TRL: generation of transformers, the GRPO, DPO and SFT trainers; nothing recomputed."""
 
 import os
 import sys
@@ -16,8 +16,7 @@ from benchmarks.cases import BETA, PROMPT, is_geometric, lengths, prompts, rewar
 from benchmarks.meter import Meter, report
 from benchmarks.task import Task
 
-DEVICE = os.environ.get("BENCHMARK_DEVICE", "cpu")
-DTYPE = torch.float32 if DEVICE == "cpu" else torch.bfloat16
+DEVICE, HALF = task.device(), task.dtype() == "bfloat16"
 STEPS = 100  # at most; the meter ends a run
 
 
@@ -49,7 +48,7 @@ class Timed(TrainerCallback):
 
 def load(job: Task):
     """The model that never ends a row by itself."""
-    model = AutoModelForCausalLM.from_pretrained(job.folder, dtype=DTYPE)
+    model = AutoModelForCausalLM.from_pretrained(job.folder, dtype=torch.bfloat16 if HALF else torch.float32)
     model.generation_config.eos_token_id = None
     return model.to(DEVICE)
 
@@ -75,10 +74,10 @@ def rollout(job: Task, meter: Meter) -> None:
 
 
 def settings(rows: int, **more) -> dict:
-    """Arguments of every trainer: one batch of `rows`, no recomputation, no half precision, no files."""
+    """Arguments of every trainer: one batch of `rows`, no recomputation, no files."""
     return {
         "output_dir": tempfile.mkdtemp(), "max_steps": STEPS, "learning_rate": 1e-6, "logging_steps": STEPS,
-        "save_strategy": "no", "report_to": "none", "use_cpu": DEVICE == "cpu", "bf16": DEVICE != "cpu",
+        "save_strategy": "no", "report_to": "none", "use_cpu": DEVICE == "cpu", "bf16": HALF,
         "gradient_checkpointing": False, "disable_tqdm": True, "dataloader_pin_memory": False,
         "per_device_train_batch_size": rows, **more,
     }  # fmt: skip

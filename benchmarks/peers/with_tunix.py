@@ -1,4 +1,4 @@
-"""One task in Tunix: its vanilla sampler, GRPO learner, DPO and fine-tuning trainers, fp32."""
+"""One task in Tunix: its vanilla sampler, GRPO learner, DPO and fine-tuning trainers."""
 
 import dataclasses
 import functools
@@ -46,7 +46,7 @@ class Numbers:
 
 
 def load(job: Task, mesh):
-    """The model in fp32, and its configuration, which Tunix does not read from config.json."""
+    """The model, and its configuration, which Tunix does not read from config.json."""
     config = json.loads((job.folder / "config.json").read_text())
     theta = config.get("rope_theta") or config["rope_parameters"]["rope_theta"]
     sizes = {
@@ -68,7 +68,7 @@ def load(job: Task, mesh):
             model.apply_rope = functools.partial(model.apply_rope, rope_theta=int(theta))
         shape = model.ModelConfig(**sizes, weight_tying=True)
     with mesh:
-        return params.create_model_from_safe_tensors(str(job.folder), shape, mesh, dtype=jnp.float32), shape
+        return params.create_model_from_safe_tensors(str(job.folder), shape, mesh, dtype=jnp.dtype(task.dtype())), shape
 
 
 class Stopping(sampling.Sampler):

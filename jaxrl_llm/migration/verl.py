@@ -135,6 +135,21 @@ def _online(made: Draft, gpus: int) -> None:
         key = "algorithm.rollout_correction.rollout_is"
         made.set("algorithm.importance_correction", f"{correction}_truncate", key)
         made.set("algorithm.importance_max", float(made.get(f"{key}_threshold") or 2.0), f"{key}_threshold")
+    _precision(made)
+
+
+def _precision(made: Draft) -> None:
+    """Sampling in 8 bits, which is corrected for here."""
+    key = f"{R}.quantization"
+    kind = made.get(key)
+    made.use(key)
+    if kind == "fp8":
+        made.set("rollout.weights_dtype", "fp8", key)
+        if "algorithm.importance_correction" not in made.values:
+            made.set("algorithm.importance_correction", "token_truncate", key)
+            made.check("verl corrects for samples in fp8 where rollout_correction is set alone; here it must be done")
+    elif kind:
+        made.check(f"{key} = {kind} has no equivalent: rollout.weights_dtype takes fp8 and int8")
 
 
 def _micro(made: Draft, minibatch: int, gpus: int) -> None:

@@ -159,7 +159,9 @@ ROLLOUT: tuple[Entry, ...] = (
     entry(f"{REF}.fsdp_config.param_offload", "algorithm.offload_reference", "", same),
     entry(f"{R}.do_sample", note="training always samples: temperature must be above 0"),
     entry(f"{R}.ignore_eos", note="a completion ends with the model's end of text"),
-    entry(f"{R}.dtype", note="the policy's own parameters sample; `rollout.cache_dtype` is of keys and values"),
+    entry(f"{R}.quantization", "rollout.weights_dtype algorithm.importance_correction", "fp8; a correction must be "
+          "chosen: `token_truncate` is written unless rollout_correction is set"),
+    entry(f"{R}.dtype", note="the policy's own parameters sample, in its type; `rollout.weights_dtype` is another"),
     entry(f"{R}.tensor_model_parallel_size", note="sampling is on the training mesh: `mesh.tensor`"),
     entry(f"{R}.name {R}.mode {R}.gpu_memory_utilization {R}.enforce_eager {R}.free_cache_engine {R}.load_format "
           f"{R}.max_num_batched_tokens {R}.engine_kwargs.vllm.swap_space "

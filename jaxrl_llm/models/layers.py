@@ -4,13 +4,14 @@ Matrix products run in the compute dtype; norms, rotary angles and softmax in fp
 """
 
 import functools
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from jaxrl_llm.models import lora, quantize
+from jaxrl_llm.models.fused_attention import fused_attention, splash_attention
 from jaxrl_llm.models.rope import rotate
 from jaxrl_llm.sharding import attention_dims, constrain, context_shards
 
@@ -36,6 +37,13 @@ class LayerTraits(NamedTuple):
     waves: Any  # [r/2] inverse frequencies of the r rotated dimensions; 0: not rotated
     scale: Any = 1.0  # of rotated dimensions
     window: Any = None  # a token sees this many, itself included; None: all before it
+
+
+class Seen(NamedTuple):
+    """What the tokens of given rows see: what is True in the mask, or else their own segment up to themselves."""
+
+    segments: jax.Array  # [N,T] 0 is padding
+    mask: jax.Array | None  # [N,T,T] (query, key)
 
 
 class Linear(nnx.Module):
@@ -119,24 +127,41 @@ class Attention(nnx.Module):
         q = q.reshape(*x.shape[:-1], c.kv_heads, c.heads // c.kv_heads, c.head_dim)
         return q * (c.head_dim**-0.5 if c.query_scale is None else c.query_scale), k, v
 
-    def __call__(self, x, positions, mask, traits: LayerTraits) -> tuple[jax.Array, KeyValues]:
-        """Output `[N,T,D]` and the keys and values `[N,J,T,d]`; mask `[N,T,T]` (query, key) is True where attended."""
+    def __call__(self, x, positions, seen: Seen, traits: LayerTraits) -> tuple[jax.Array, KeyValues]:
+        """Output `[N,T,D]` and the keys and values `[N,J,T,d]`; without a mask only splash attention computes."""
         q, k, v = self.project(x, positions, traits)
         q, k, v = (constrain(a, "rows", "positions", "heads", *(None,) * (a.ndim - 3)) for a in (q, k, v))
         of_queries, of_keys = attention_dims(self.config.kv_heads)
         q = constrain(q, "rows", *of_queries, None, None)
         k, v = (constrain(a, "rows", *of_keys, None) for a in (k, v))
-        if traits.window is not None:
+        mask = seen.mask
+        if traits.window is not None and mask is not None:
             mask = mask & (positions[:, :, None] - positions[:, None, :] < traits.window)
-        # A block of queries sees no key behind it: of a long row, half of the scores are never formed.
-        length = x.shape[1]
-        size = length if context_shards() > 1 else max(-(-length // QUERY_BLOCKS), SMALLEST_BLOCK)
-        ends = [(at, min(at + size, length)) for at in range(0, length, size)]
-        parts = [self._attended(q[:, at:end], k[:, :end], v[:, :end], mask[:, at:end, :end]) for at, end in ends]
-        out = constrain(jnp.concatenate(parts, axis=1), "rows", *of_queries, None, None)
+        if self.config.attention == "splash":
+            out = self._by_splash(q, k, v, seen.segments, mask, traits.window)
+        else:
+            out = self._in_blocks(q, k, v, mask)
+        out = constrain(out, "rows", *of_queries, None, None)
         out = constrain(out, "rows", "positions", "heads", None, None)
         cache = KeyValues(*(constrain(a.swapaxes(1, 2), "rows", "heads", None, None) for a in (k, v)))
         return self.o(out.reshape(*x.shape[:-1], -1)), cache
+
+    def _in_blocks(self, q, k, v, mask):
+        # A block of queries sees no key behind it: of a long row, half of the scores are never formed.
+        length = q.shape[1]
+        size = length if context_shards() > 1 else max(-(-length // QUERY_BLOCKS), SMALLEST_BLOCK)
+        ends = [(at, min(at + size, length)) for at in range(0, length, size)]
+        parts = [self._attended(q[:, at:end], k[:, :end], v[:, :end], mask[:, at:end, :end]) for at, end in ends]
+        return jnp.concatenate(parts, axis=1)
+
+    def _by_splash(self, q, k, v, segments, mask, window):
+        attend = functools.partial(splash_attention, softcap=self.config.attention_softcap)
+        if mask is not None or window is None:
+            return attend(q, k, v, segments, mask)
+        sliding = functools.partial(attend, window=self.config.sliding_window)
+        if isinstance(window, jax.Array):  # of a layer in a scan over layers, some of which slide
+            return jax.lax.cond(window == self.config.sliding_window, sliding, attend, q, k, v, segments)
+        return (sliding if window == self.config.sliding_window else attend)(q, k, v, segments)
 
     def _attended(self, q, k, v, mask):
         if self.config.attention == "cudnn":
@@ -157,8 +182,7 @@ class Attention(nnx.Module):
         q, k, v = self.project(x[:, :, None], positions[:, :, None], traits)
         q = q[:, :, 0]  # [G,R,J,H/J,d]
         rows = _write(rows, k[:, :, 0], v[:, :, 0], length)
-        in_prompt = jnp.einsum("gkjrd,gjpd->gkjrp", q, prompt.k, preferred_element_type=jnp.float32)
-        in_rows = jnp.einsum("gkjrd,gkjdc->gkjrc", q, rows.k, preferred_element_type=jnp.float32)
+        in_prompt, in_rows = _product("gkjrd,gjpd->gkjrp", q, prompt.k), _product("gkjrd,gkjdc->gkjrc", q, rows.k)
         in_prompt, in_rows = (soft_cap(scores, self.config.attention_softcap) for scores in (in_prompt, in_rows))
         index = jnp.arange(rows.k.shape[-1])
         seen, written = prompt_mask[:, None], index <= length[:, :, None]
@@ -171,20 +195,14 @@ class Attention(nnx.Module):
         top = jnp.maximum(in_prompt.max(-1, keepdims=True), in_rows.max(-1, keepdims=True))
         in_prompt, in_rows = jnp.exp(in_prompt - top), jnp.exp(in_rows - top)
         total = in_prompt.sum(-1, keepdims=True) + in_rows.sum(-1, keepdims=True)
-        out = jnp.einsum("gkjrp,gjpd->gkjrd", (in_prompt / total).astype(v.dtype), prompt.v)
-        out += jnp.einsum("gkjrc,gkjcd->gkjrd", (in_rows / total).astype(v.dtype), rows.v)
-        return self.o(out.reshape(*x.shape[:-1], -1)), rows
+        in_prompt, in_rows = ((part / total).astype(v.dtype) for part in (in_prompt, in_rows))
+        out = _product("gkjrp,gjpd->gkjrd", in_prompt, prompt.v) + _product("gkjrc,gkjcd->gkjrd", in_rows, rows.v)
+        return self.o(out.astype(v.dtype).reshape(*x.shape[:-1], -1)), rows
 
 
-def fused_attention(q, k, v, mask, implementation: Literal["xla", "cudnn"]) -> jax.Array:
-    """`[N,t,J,H/J,d]`: attention of (scaled) queries `[N,t,J,H/J,d]` to keys and values `[N,s,J,d]`, mask `[N,t,s]`.
-
-    By `jax.nn.dot_product_attention`, whose implementation `cudnn` forms the scores block by block, in both passes
-    (arXiv 2307.08691), on NVIDIA GPUs, in bfloat16 or float16. jax raises an error for shapes that it does not take.
-    """
-    heads = q.reshape(*q.shape[:2], -1, q.shape[-1])
-    out = jax.nn.dot_product_attention(heads, k, v, mask=mask[:, None], scale=1.0, implementation=implementation)
-    return out.reshape(q.shape)
+def _product(dims: str, x, stored) -> jax.Array:
+    """The einsum, in fp32, of x and of keys or values, which may be stored in another type."""
+    return jnp.einsum(dims, x, quantize.widened(stored, x.dtype), preferred_element_type=jnp.float32)
 
 
 def empty_rows(prompt: KeyValues, repeats: int, size: int) -> KeyValues:
@@ -207,12 +225,19 @@ def _write(rows: KeyValues, k, v, length) -> KeyValues:
     """The row caches with k and v `[G,R,J,d]` at position `length` `[G,R]` of each row."""
 
     def row(keys, values, k, v, length):
-        keys = keys.at[:, :, length].set(k.astype(keys.dtype), mode="drop")
-        return keys, values.at[:, length].set(v.astype(values.dtype), mode="drop")
+        keys = keys.at[:, :, length].set(k, mode="drop")
+        return keys, values.at[:, length].set(v, mode="drop")
 
+    dtype = rows.k.dtype
+    # 16-bit floats as whole numbers: XLA's CPU backend would widen the caches, write, and narrow them again.
+    written = "uint16" if dtype.itemsize == 2 else dtype
+    old_k, old_v, new_k, new_v = (
+        jax.lax.bitcast_convert_type(x, written) for x in (*rows, *(quantize.narrowed(x, dtype) for x in (k, v)))
+    )
     # A device writes its own rows. With the rows' numbers among the indices, devices send each other all of k and v.
-    keys, values = jax.vmap(jax.vmap(row))(rows.k, rows.v, k, v, length)
-    return KeyValues(*(constrain(x, "rows", None, "heads", None, None) for x in (keys, values)))
+    both = jax.vmap(jax.vmap(row))(old_k, old_v, new_k, new_v, length)
+    both = (jax.lax.bitcast_convert_type(x, dtype) for x in both)
+    return KeyValues(*(constrain(x, "rows", None, "heads", None, None) for x in both))
 
 
 class FeedForward(nnx.Module):

@@ -151,17 +151,19 @@ def _family(model: Model):
 
 
 def check_attention(config: ModelConfig, backend: str) -> None:
-    """Raises ConfigError where attention by cuDNN is asked for and cannot be had."""
-    if config.attention != "cudnn":
-        return
+    """Raises ConfigError where attention is asked for that programs compiled for the backend cannot have."""
+    here = f"this is a {backend}"
     reasons = {
-        f"it runs on NVIDIA GPUs, and this is a {backend}": backend != "gpu",
-        f"it takes bfloat16 or float16, and model.dtype is {config.dtype}": config.dtype == "float32",
-        "it does not cap scores, as this model does": config.attention_softcap is not None,
+        "cudnn": {
+            f"it runs on NVIDIA GPUs, and {here}": backend != "gpu",
+            f"it takes bfloat16 or float16, and model.dtype is {config.dtype}": config.dtype == "float32",
+            "it does not cap scores, as this model does": config.attention_softcap is not None,
+        },
+        "splash": {f"it runs on TPUs, and {here}": backend != "tpu"},
     }
-    found = [reason for reason, holds in reasons.items() if holds]
+    found = [reason for reason, holds in reasons.get(config.attention, {}).items() if holds]
     if found:
-        raise ConfigError(f"model.attention = 'cudnn': {'; '.join(found)}. Use 'xla'.")
+        raise ConfigError(f"model.attention = {config.attention!r}: {'; '.join(found)}. Use 'xla'.")
 
 
 def _compute_dtype(dtype: str) -> str:

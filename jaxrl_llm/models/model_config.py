@@ -56,7 +56,7 @@ class ModelConfig:
     dtype: str = "float32"  # of the computation
     param_dtype: str = "float32"
     fp32_head: bool = False  # form logits in fp32, whatever the dtype of the computation
-    attention: str = "xla"  # over given rows: or cudnn, on GPUs
+    attention: str = "xla"  # over given rows: or cudnn, on GPUs; or splash, on TPUs
     remat: str = "none"  # or one of transformer.REMAT: what the backward pass finds, and what it computes again
     lora: LoraConfig | None = None
     quantize: str = "none"  # of the layers' linear maps, which are then frozen: none, int8, int4, nf4

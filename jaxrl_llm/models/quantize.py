@@ -1,7 +1,10 @@
-"""Weight-only quantisation of frozen matrices: `int8` per output channel, `int4` and `nf4` per block of 64 inputs.
+"""Weight-only quantisation of matrices: `int8` and `fp8` per output channel, `int4` and `nf4` per block of 64 inputs.
 
 A quantised kernel is a dict of `codes` and `absmax`, in place of the array. Two codes of 4 bits share a byte on every
-backend. Products dequantise in the compute dtype and give no gradient to the kernel.
+backend. Products are computed in the compute dtype, those of 8 bits with the codes themselves: a column is scaled
+behind the sum over its inputs, so that what is read of the matrix is one byte a number. No kernel has a gradient.
+
+Numbers in fp8 are kept as bytes (uint8): compilers for devices without fp8 would widen an array to move a part of it.
 """
 
 import functools
@@ -13,8 +16,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrl_llm.config import ConfigError
+from jaxrl_llm.models import products
 
-KINDS = ("none", "int8", "int4", "nf4")
+KINDS = ("none", "int8", "fp8", "int4", "nf4")
+FP8 = jnp.float8_e4m3fn
+# Of 8 bits: the type of the codes, and the code of a column's largest number.
+BYTES = {"int8": (jnp.dtype("int8"), 127.0), "fp8": (jnp.dtype("uint8"), float(jnp.finfo(FP8).max))}
 BLOCK = 64
 # The 16 levels of NormalFloat: equally likely under a normal distribution, with an exact 0 (arXiv 2305.14314, app. E).
 NF4 = np.array(
@@ -33,15 +40,18 @@ Kernel = jax.Array | dict[str, jax.Array]
 def quantize(kernel: jax.Array, kind: str) -> dict[str, jax.Array]:
     """The codes and scales of kernels `[..., in, out]`.
 
-    int8: codes int8 `[..., in, out]`, absmax `[..., 1, out]`, value = codes / 127 * absmax. int4, nf4: codes uint8
-    `[..., in/2, out]`, of inputs 2i (low half) and 2i+1; absmax `[..., in/block, out]`; value = level[code] * absmax,
-    where block is 64 or the largest divisor of `in` that 64 has too. Raises ConfigError for an odd number of inputs.
+    int8: codes int8 `[..., in, out]`, absmax `[..., 1, out]`, value = codes / 127 * absmax. fp8: the same with codes
+    float8_e4m3fn, as bytes, and 448 for 127. int4, nf4: codes uint8 `[..., in/2, out]`, of inputs 2i (low half) and
+    2i+1; absmax `[..., in/block, out]`; value = level[code] * absmax, where block is 64 or the largest divisor of `in`
+    that 64 has too. Raises ConfigError for an odd number of inputs.
     """
     x = kernel.astype(jnp.float32)
     *lead, d_in, d_out = x.shape
-    if kind == "int8":
+    if kind in BYTES:
+        dtype, largest = BYTES[kind]
         absmax = jnp.abs(x).max(axis=-2, keepdims=True)
-        return {"codes": jnp.round(x / _nonzero(absmax) * 127.0).astype(jnp.int8), "absmax": absmax}
+        codes = x / _nonzero(absmax) * largest
+        return {"codes": narrowed(jnp.round(codes) if kind == "int8" else codes, dtype), "absmax": absmax}
     if d_in % 2:
         raise ConfigError(f"model.quantize = {kind!r} needs matrices with an even number of inputs, not {d_in}")
     block = math.gcd(d_in, BLOCK)
@@ -56,8 +66,8 @@ def quantize(kernel: jax.Array, kind: str) -> dict[str, jax.Array]:
 def dequantize(kernel: dict[str, jax.Array], kind: str, dtype) -> jax.Array:
     """The matrix `[..., in, out]` that `quantize` stored."""
     codes, absmax = kernel["codes"], kernel["absmax"]
-    if kind == "int8":
-        return (codes.astype(jnp.float32) * (absmax / 127.0)).astype(dtype)
+    if kind in BYTES:
+        return (widened(codes, jnp.float32) * (absmax / BYTES[kind][1])).astype(dtype)
     *lead, half, d_out = codes.shape
     pairs = jnp.stack([codes & 15, codes >> 4], axis=-2)
     values = jnp.asarray(_levels(kind))[pairs.astype(jnp.int32)].reshape(*lead, absmax.shape[-2], -1, d_out)
@@ -71,7 +81,10 @@ def as_matrix(kernel: Kernel, kind: str, dtype) -> jax.Array:
 
 def matmul(x, kernel: Kernel, kind: str) -> jax.Array:
     """`x @ kernel`, x `[n, in]`, in the dtype of x."""
-    return x @ as_matrix(kernel, kind, x.dtype)
+    if not isinstance(kernel, dict) or kind not in BYTES:
+        return products.matmul(x, dequantize(kernel, kind, x.dtype) if isinstance(kernel, dict) else kernel)
+    product = jnp.matmul(x, widened(kernel["codes"], x.dtype), preferred_element_type=jnp.float32)
+    return (product * (kernel["absmax"] / BYTES[kind][1])).astype(x.dtype)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
@@ -94,10 +107,40 @@ def _forward(x, kernel: Kernel, kind: str):
 
 
 def _backward(kind: str, kernel: Kernel, gradient):
-    return gradient @ as_matrix(kernel, kind, gradient.dtype).T, None
+    dtype = gradient.dtype
+    if not isinstance(kernel, dict) or kind not in BYTES:
+        return products.matmul_transposed(gradient, as_matrix(kernel, kind, dtype)), None
+    scaled = (gradient * kernel["absmax"]).astype(dtype)
+    product = jnp.matmul(scaled, widened(kernel["codes"], dtype).T, preferred_element_type=jnp.float32)
+    return (product / BYTES[kind][1]).astype(dtype), None
 
 
 _frozen_matmul.defvjp(_forward, _backward)
+
+
+def quantized_as(params: dict[str, Any], shapes: dict[str, Any], kind: str) -> dict[str, Any]:
+    """The parameters with those matrices quantised that `shapes`, of a net that is quantised, has as dicts."""
+    found = {}
+    for name, x in params.items():
+        own = shapes.get(name)
+        if isinstance(x, dict):
+            found[name] = quantized_as(x, own or {}, kind)
+        else:
+            found[name] = quantize(x, kind) if isinstance(own, dict) else x
+    return found
+
+
+def narrowed(x, dtype) -> jax.Array:
+    """x in `dtype`, where uint8 are the bytes of fp8; numbers beyond its range become its largest."""
+    if dtype != jnp.uint8:
+        return x.astype(dtype)
+    largest = BYTES["fp8"][1]
+    return jax.lax.bitcast_convert_type(jnp.clip(x, -largest, largest).astype(FP8), jnp.uint8)
+
+
+def widened(x, dtype) -> jax.Array:
+    """The numbers that `narrowed` stored, in `dtype`."""
+    return (jax.lax.bitcast_convert_type(x, FP8) if x.dtype == jnp.uint8 else x).astype(dtype)
 
 
 def _levels(kind: str) -> np.ndarray:

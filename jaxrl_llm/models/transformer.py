@@ -17,7 +17,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxrl_llm.config import ConfigError
-from jaxrl_llm.models.layers import Attention, FeedForward, KeyValues, LayerTraits, Linear, RMSNorm, soft_cap
+from jaxrl_llm.models.layers import Attention, FeedForward, KeyValues, LayerTraits, Linear, RMSNorm, Seen, soft_cap
 from jaxrl_llm.models.lora import LoraConfig, has_adapters, has_dropout
 from jaxrl_llm.models.model_config import ModelConfig, is_dense, layer_traits, waves_of_long_rows
 from jaxrl_llm.models.moe import MixtureOfExperts, Routing
@@ -75,8 +75,8 @@ class Block(nnx.Module):
             out = self.mlp(out)
         return constrain(x + _normed(self.mlp_out_norm, out), "rows", "positions", None), routing
 
-    def __call__(self, x, positions, mask, real, traits) -> tuple[jax.Array, KeyValues, Routing | None]:
-        out, cache = self.attention(_normed(self.input_norm, x), positions, mask, traits)
+    def __call__(self, x, positions, seen: Seen, real, traits) -> tuple[jax.Array, KeyValues, Routing | None]:
+        out, cache = self.attention(_normed(self.input_norm, x), positions, seen, traits)
         x, routing = self._feed_forward(x, out, real)
         return x, cache, routing
 
@@ -190,13 +190,15 @@ class Transformer(nnx.Module):
     ):  # fmt: skip
         segments = jnp.ones_like(tokens) if segments is None else segments
         positions = segment_positions(segments) if positions is None else positions
-        mask, real = attention_mask(segments, prefixes), segments != 0 if uses is None else uses
+        by_segments = self.config.attention == "splash" and prefixes is None
+        seen = Seen(segments, None if by_segments else attention_mask(segments, prefixes))
+        real = segments != 0 if uses is None else uses
         waves = waves_of_long_rows(self.config, segments, positions)
 
         def body(block, x, _, traits):
             if waves is not None:
                 traits = traits._replace(waves=jnp.where(traits.waves == 0, 0.0, waves))
-            x, cache, routing = block(x, positions, mask, real, traits)
+            x, cache, routing = block(x, positions, seen, real, traits)
             return x, (cache if keep_cache else None, routing)
 
         x = self._embedded(tokens)

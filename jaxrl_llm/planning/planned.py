@@ -8,6 +8,7 @@ import numpy as np
 
 from jaxrl_llm.config import ConfigDict, batch_rows
 from jaxrl_llm.keys import OFFLINE
+from jaxrl_llm.models.model import check_attention
 from jaxrl_llm.planning.programs import Measured, compile_step, held_bytes
 from jaxrl_llm.planning.rollout import Rollout
 from jaxrl_llm.planning.shapes import Shapes, bytes_on_device, describe
@@ -75,10 +76,16 @@ def make_plan(config, target_: Target, widths: tuple[int, int] | None = None, on
             raise
         note = f"the TPU compiler refuses a program: {used[0] if used else 'it does not fit'}"
         simulated = target(config, target_.device.name, target_.mesh.size, simulate=True)
-        return _compiled(config, simulated, widths, only, packer)._replace(note=note)
+        found = _compiled(config, simulated, widths, only, packer)
+        return found._replace(note="; ".join(filter(None, (note, found.note))))
 
 
 def _compiled(config, target_: Target, widths: tuple[int, int], only: str, packer: Packer | None) -> Plan:
+    note = ""
+    if config.model.attention != "xla" and not target_.exact:
+        note = f"planned with model.attention=xla, which needs more: simulated devices have no {config.model.attention}"
+        config = config.copy_and_resolve_references()
+        config.model.attention = "xla"
     with jax.set_mesh(target_.mesh):
         shapes = describe_for(config, target_)
         programs, rollout = compile_step(config, shapes, target_.mesh, widths, target_.scanned, only, packer)
@@ -93,14 +100,17 @@ def _compiled(config, target_: Target, widths: tuple[int, int], only: str, packe
         host=host_parts(shapes),
         sampling=_sampling(rollout),
         programs=programs,
+        note=note,
     )
 
 
 def describe_for(config, target_: Target, mesh: Any = None) -> Shapes:
-    """The shapes of a run as the target computes it, on its own mesh or another."""
+    """The shapes of a run as the target computes it, on its own mesh or another; ConfigError as in training."""
     dtype = target_.dtype if config.model.dtype == "auto" else config.model.dtype
     scan = target_.scanned if config.model.scan_layers == "auto" else config.model.scan_layers == "true"
-    return describe(config, mesh or target_.mesh, dtype, scan)
+    shapes = describe(config, mesh or target_.mesh, dtype, scan)
+    check_attention(shapes.net.config, target_.mesh.devices.flat[0].platform)
+    return shapes
 
 
 def default_widths(config) -> tuple[int, int]:

@@ -11,9 +11,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxrl_llm.planning.shapes import placed, rows_shape
 from jaxrl_llm.rollout import engine as engines
 from jaxrl_llm.rollout.engine import Engine
+from jaxrl_llm.rollout.precision import in_precision
 from jaxrl_llm.rollout.schedule import Schedule
 from jaxrl_llm.sharding import rollout_mesh, row_shards, shardings
-from jaxrl_llm.training.build import training_sampling
+from jaxrl_llm.training.samplers import check_correction, stored_types, training_sampling
 
 
 class Rollout(NamedTuple):
@@ -31,16 +32,16 @@ class ScannedEngine(Engine):
 
     @property
     def decoder(self):
-        return self.net
+        return in_precision(self.net, self.weights_dtype)
 
 
 def make_engine(config, net, scanned: bool) -> Engine:
-    """The engine of the configuration; no token ends a row."""
+    """The engine of the configuration; no token ends a row. Raises ConfigError as training would."""
     c, kind = config.rollout, ScannedEngine if scanned else Engine
-    cache_dtype = None if c.cache_dtype == "auto" else c.cache_dtype
-    return kind(
-        net, training_sampling(config), c.group_size, c.max_completion_length, (0,), c.chunk, c.slots, cache_dtype
-    )
+    engine = kind(net, training_sampling(config), c.group_size, c.max_completion_length, (0,), c.chunk, c.slots,
+                  **stored_types(config))  # fmt: skip
+    check_correction(config, engine)
+    return engine
 
 
 def compile_rollout(config, engine: Engine, params, mesh: Mesh, prompt_width: int,

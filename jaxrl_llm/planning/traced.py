@@ -9,7 +9,7 @@ def traced_flops(jaxpr, turns: tuple[float, ...] = ()) -> float:
     """Operations of all products in a (closed) jaxpr, on all devices together.
 
     `turns` are those of loops whose number is not known before, the outer ones first, 1 where it says nothing; of
-    branches the heaviest counts.
+    branches the heaviest counts. The only Pallas kernels here are of causal attention, and skip half of their blocks.
     """
     jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
     return sum(_flops(equation, turns) for equation in jaxpr.eqns)
@@ -29,10 +29,13 @@ def _flops(equation, turns: tuple[float, ...]) -> float:
         return params["length"] * sum(inside)
     if name == "while":
         return (turns or (1.0,))[0] * sum(inside)
+    if name == "pallas_call":
+        return math.prod(params["grid_mapping"].grid) * sum(inside) / 2
     if name == "cond":
         return max(inside)
     if name == "shard_map":
-        return sum(inside) * math.prod(params["mesh"].shape[axis] for axis in params["manual_axes"])
+        axes = next(params[key] for key in ("newly_manual_axes", "manual_axes") if key in params)  # as jax calls them
+        return sum(inside) * math.prod(params["mesh"].shape[axis] for axis in axes)
     return sum(inside)
 
 

@@ -25,11 +25,13 @@ from jax.sharding import PartitionSpec
 
 from jaxrl_llm.models.layers import KeyValues, empty_rows, longer_rows
 from jaxrl_llm.models.lora import merge
+from jaxrl_llm.models.quantize import BYTES, narrowed, quantized_as
 from jaxrl_llm.models.rope import check_length
 from jaxrl_llm.models.transformer import Net, Params, unstack
 from jaxrl_llm.rollout.conversations import Conversations, Partner
 from jaxrl_llm.rollout.handout import Handout, Listener
 from jaxrl_llm.rollout.logits import Sampling, sample
+from jaxrl_llm.rollout.precision import in_precision
 from jaxrl_llm.rollout.schedule import IDLE, Grid, Schedule
 from jaxrl_llm.sharding import constrain, path_name, row_shards
 
@@ -79,8 +81,9 @@ class Engine:
     """Samples `group_size` completions per prompt.
 
     eos: ids that end a row. chunk: decode steps between two looks by the host, and the first size of the row cache.
-    slots: rows that decode at once, over all devices; 0 is all. cache_dtype: of keys and values; None is the net's.
-    shrink: the grid is replaced when the rows that are left, with none waiting, fit into this share of it.
+    slots: rows that decode at once, over all devices; 0 is all. cache_dtype: of keys and values, a type or fp8; None is
+    the decoder's. shrink: the grid is replaced when the rows that are left, with none waiting, fit into this share of
+    it. weights_dtype: of the matrices, see `precision.in_precision`; None is the net's.
     """
 
     net: Net
@@ -92,11 +95,16 @@ class Engine:
     slots: int = 0
     cache_dtype: str | None = None
     shrink: float = 0.5
+    weights_dtype: str | None = None
 
     @property
     def decoder(self) -> Net:
-        """The net that decodes: unrolled on CPU, where slicing scanned weights and caches costs more than compiling."""
-        return self.net.unrolled() if jax.default_backend() == "cpu" else self.net
+        """The net that decodes: unrolled on CPU, where slicing scanned weights and caches costs more than compiling.
+
+        With matrices in fewer bits it is scanned everywhere.
+        """
+        net = in_precision(self.net, self.weights_dtype)
+        return net.unrolled() if jax.default_backend() == "cpu" and net.config.quantize == "none" else net
 
     def decoding_params(self, params: Params) -> Params:
         """What the decoder computes with."""
@@ -171,10 +179,13 @@ def _shards() -> int:
 def _decoding_params(params: Params, decoder: Net) -> Params:
     """The parameters in the type they are computed in, so that a step reads no more than it must, adapters merged.
 
-    Norm scales stay as they are: norms run in fp32, and a rounded scale would make sampler and trainer differ. So do
-    quantised matrices, and the adapters on them, and the head where logits are formed in fp32.
+    Norm scales stay as they are: norms run in fp32, and a rounded scale would make sampler and trainer differ. So does
+    the head where logits are formed in fp32. Matrices of 8 bits are made of the merged ones; those that are quantised
+    already stay as they are, beside their adapters.
     """
     params = merge(params, decoder.config.lora)
+    if decoder.config.quantize != "none":
+        params = quantized_as(params, decoder.base.shapes(), decoder.config.quantize)
     head = "embed/weight" if decoder.config.tie_embeddings else "head/kernel"
     kept = ("scale", "codes", "absmax", *([head] if decoder.config.fp32_head else []))
 
@@ -198,7 +209,8 @@ def _prefill(engine: Engine, params, prompts, segments, keys) -> tuple[Prompts, 
     model = engine.decoder.bind(params)
     hidden, cache = model.prefill(prompts, segments)
     if engine.cache_dtype is not None:
-        cache = jax.tree.map(lambda x: x.astype(engine.cache_dtype), cache)
+        dtype = BYTES["fp8"][0] if engine.cache_dtype == "fp8" else jnp.dtype(engine.cache_dtype)
+        cache = jax.tree.map(lambda x: narrowed(x, dtype), cache)
     logits = jnp.repeat(model.logits(hidden[:, -1]), engine.group_size, axis=0)
     whole = (*shape, engine.max_completion_length)
     rows = Rows(

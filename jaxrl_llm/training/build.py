@@ -35,7 +35,7 @@ from jaxrl_llm.training.packing import Packer, Sample, make_packer, sampled_rows
 from jaxrl_llm.training.reward_models import with_reward_models
 from jaxrl_llm.training.router import with_router_loss
 from jaxrl_llm.training.samplers import WIDTH_MULTIPLE as WIDTH_MULTIPLE
-from jaxrl_llm.training.samplers import build_sampler, padded_width, training_sampling
+from jaxrl_llm.training.samplers import build_sampler, check_correction, padded_width, training_sampling
 from jaxrl_llm.training.samplers import eos_ids as eos_ids
 from jaxrl_llm.training.scoring import make_scorer
 from jaxrl_llm.training.update import Frozen, State, Update, init_state, learner, make_update, part_critic
@@ -209,6 +209,7 @@ def _online(config, model: Model, critic: Model | None, parts: list[Part], grade
         return build_sampler(model, grader, mesh, sampling, examples, group_size, config, watch, environments)
 
     sampler = sampler_of(training_sampling(config), config.rollout.group_size)
+    check_correction(config, sampler.engine)
     greedy = sampler_of(Sampling(temperature=0.0), 1) if scorer.asks_for("greedy_scores") else None
     memory = make_memory(config, model.params, sampler.prompt_width, mesh, model.net.config.lora)
     critic_net = None if critic is None else critic.net

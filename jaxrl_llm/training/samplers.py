@@ -1,5 +1,7 @@
 """From a configuration to what samples completions: an engine, how it draws, what answers it and what grades it."""
 
+from typing import Any
+
 from jax.sharding import Mesh
 
 from jaxrl_llm.config import ConfigError
@@ -10,6 +12,7 @@ from jaxrl_llm.rewards.grader import Rewards
 from jaxrl_llm.rollout.engine import Engine
 from jaxrl_llm.rollout.logits import Sampling
 from jaxrl_llm.rollout.own_mesh import EngineOnMesh
+from jaxrl_llm.rollout.precision import draws_from_another
 from jaxrl_llm.sharding import rollout_mesh
 from jaxrl_llm.training.conversing import Converse
 from jaxrl_llm.training.elsewhere import Elsewhere
@@ -30,9 +33,11 @@ def build_sampler(model: Model, grader: Rewards, mesh: Mesh, sampling: Sampling,
         options = split_options(f"_({config.data.chat_template_kwargs})")[1]
         converse = Converse(environments, model.tokenizer, eos, config.rollout.max_prompt_length, options)
         examples = None  # environments and tools may lengthen prompts
-    c, cache_dtype = config.rollout, None if config.rollout.cache_dtype == "auto" else config.rollout.cache_dtype
-    longest = c.max_completion_length
-    engine = Engine(model.net, sampling, group_size, longest, eos, c.chunk, c.slots, cache_dtype, c.shrink)
+    c = config.rollout
+    engine = Engine(
+        model.net, sampling, group_size, c.max_completion_length, eos, c.chunk, c.slots, shrink=c.shrink,
+        **stored_types(config),
+    )  # fmt: skip
     own_mesh = rollout_mesh(mesh, c.mesh)
     if own_mesh != mesh:
         engine = EngineOnMesh(**vars(engine), mesh=own_mesh, home=mesh, watch=watch)
@@ -43,6 +48,27 @@ def build_sampler(model: Model, grader: Rewards, mesh: Mesh, sampling: Sampling,
         width = limit  # what a function returns as prompts is its own
         elsewhere = Elsewhere(function, engine, model.tokenizer, mesh, width, config.rollout.temperature)
     return Sampler(engine, grader, model.tokenizer, mesh, width, watch, converse, elsewhere)
+
+
+def stored_types(config) -> dict[str, Any]:
+    """The types that the engine of the configuration keeps matrices, keys and values in, as its arguments."""
+    c = config.rollout
+    found = {"cache_dtype": c.cache_dtype, "weights_dtype": c.weights_dtype}
+    return {name: None if dtype == "auto" else dtype for name, dtype in found.items()}
+
+
+def check_correction(config, engine: Engine) -> None:
+    """Raises ConfigError where the engine samples in fewer bits than are trained, and nothing corrects for it."""
+    named = []
+    if draws_from_another(engine.decoder, engine.net):
+        named.append(f"rollout.weights_dtype is {engine.weights_dtype}")
+    if engine.cache_dtype == "fp8":
+        named.append("rollout.cache_dtype is fp8")
+    if named and config.algorithm.importance_correction == "none":
+        raise ConfigError(
+            f"{named[0]}, so completions are not drawn from the policy that is trained, but algorithm."
+            "importance_correction is none: set token_truncate, which weighs each token by the ratio of the two"
+        )
 
 
 def training_sampling(config) -> Sampling:

@@ -8,11 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl_llm.config import ConfigError
+from jaxrl_llm.config import ConfigError, default
 from jaxrl_llm.models import layers
+from jaxrl_llm.models.families.decoder import settings
 from jaxrl_llm.models.model import check_attention
 from jaxrl_llm.models.transformer import ModelConfig, Net, attention_mask, segment_positions, unstack
 from jaxrl_llm.sharding import path_name
+from jaxrl_llm.training.build import net_options
 from tests.models.decoding import continued_logits, padded
 
 CONFIG = ModelConfig(
@@ -230,9 +232,18 @@ def test_fused_attention_is_the_same(monkeypatch, net, params, rows):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5), found(net, params), found(other, params))
 
 
+def test_models_of_every_setting_can_be_saved():
+    """What the configuration sets, and config.json says nothing about, is no reason to refuse."""
+    assert set(net_options(default())) - {"head"} <= set(settings(CONFIG))
+
+
 def test_attention_that_cannot_be_had_is_refused():
     config = dataclasses.replace(CONFIG, attention="cudnn", attention_softcap=30.0)
     with pytest.raises(ConfigError, match=r"this is a cpu; .* model.dtype is float32; it does not cap scores"):
         check_attention(config, "cpu")
     check_attention(dataclasses.replace(CONFIG, attention="cudnn", dtype="bfloat16"), "gpu")
     check_attention(CONFIG, "cpu")
+    splash = dataclasses.replace(CONFIG, attention="splash")
+    with pytest.raises(ConfigError, match="'splash': it runs on TPUs, and this is a gpu"):
+        check_attention(splash, "gpu")
+    check_attention(splash, "tpu")

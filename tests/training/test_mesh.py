@@ -117,6 +117,16 @@ def test_adapters_on_a_mesh(run_python, root):
 
 
 @pytest.mark.slow
+def test_sampling_in_eight_bits_on_a_mesh(run_python, root):
+    """Codes are made where the parameters are, or moved to where they are sampled with."""
+    settings = {
+        "rollout.weights_dtype": "int8", "rollout.cache_dtype": "fp8", "algorithm.importance_correction": "token_mask",
+    }  # fmt: skip
+    shapes = [{"data": 2, "fsdp": 2, "tensor": 2}, {"data": 1, "fsdp": 4, "tensor": 2, "rollout": "tensor=4"}]
+    check(run_python, root, shapes, settings)
+
+
+@pytest.mark.slow
 def test_resampling_and_replay_on_a_mesh(run_python, root):
     settings = {
         "dynamic_sampling": True, "max_sampling_rounds": 2, "replay_groups": 3, "kl_controller": "adaptive",

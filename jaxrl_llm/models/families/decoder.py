@@ -90,7 +90,9 @@ SIZES = {
 }
 DTYPES = ("float32", "bfloat16", "float16")
 # Fields of a ModelConfig that config.json says nothing about.
-SETTINGS = ("dtype", "param_dtype", "fp32_head", "freeze_router", "remat", "lora", "quantize", "scan_layers")
+SETTINGS = (
+    "dtype", "param_dtype", "fp32_head", "freeze_router", "attention", "remat", "lora", "quantize", "scan_layers"
+)  # fmt: skip
 
 
 SILU = {"silu": "silu", "swish": "silu"}

@@ -1,0 +1,182 @@
+"""The TPU's kernel, run by Pallas' interpreter, against attention whose scores are all formed."""
+
+import dataclasses
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.extend import core
+
+import jaxrl_llm
+from jaxrl_llm.command_line import load_config_file
+from jaxrl_llm.models import layers, model
+from jaxrl_llm.models.fused_attention import block_size, splash_attention
+from jaxrl_llm.models.transformer import ModelConfig, Net, attention_mask, segment_positions
+
+LENGTH = 150  # no multiple of a block
+CONFIG = ModelConfig(
+    vocab_size=31, width=16, layers=2, heads=4, kv_heads=2, head_dim=8, ffn=24, init_scale=0.3, sliding_window=30
+)
+
+
+def packed_segments() -> np.ndarray:
+    """Rows of documents with padding before, between and behind them, and a row of padding."""
+    segments = np.zeros((3, LENGTH), np.int32)
+    segments[0, 9:60], segments[0, 60:140] = 1, 2
+    segments[1, :100], segments[1, 104:] = 4, 3
+    return segments
+
+
+def shared_prompts() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Segments, prefixes and positions of a prompt with three completions, and of one with two."""
+    segments, prefixes, positions = np.zeros((3, 2, LENGTH), np.int32)
+    for row, prompt, own in ((0, 70, (20, 35, 15)), (1, 10, (60, 64))):
+        starts = np.cumsum((0, prompt, *own))
+        for number, (start, stop) in enumerate(itertools.pairwise(starts)):
+            segments[row, start:stop] = number + 1
+            prefixes[row, start:stop] = 1
+            positions[row, start:stop] = np.arange(stop - start) + (prompt if number else 0)
+    return segments, prefixes, positions
+
+
+@functools.partial(jax.jit, static_argnames=("attend",))
+def outputs_and_gradients(attend, q, k, v, real):
+    """What `attend` makes of real tokens, and the gradients of a number made of it."""
+
+    def loss(parts):
+        out = jnp.where(real[..., None, None, None], attend(*parts), 0.0)
+        return jnp.sin(out).sum(), out
+
+    (_, out), gradients = jax.value_and_grad(loss, has_aux=True)((q, k, v))
+    return out, gradients
+
+
+def dense(mask, softcap, q, k, v):
+    scores = layers.soft_cap(jnp.einsum("ntjrd,nsjd->njrts", q, k), softcap)
+    return jnp.einsum("njrts,nsjd->ntjrd", jax.nn.softmax(jnp.where(mask[:, None, None], scores, -1e30)), v)
+
+
+@pytest.mark.parametrize(("window", "softcap"), [(None, None), (40, 2.0)])
+@pytest.mark.parametrize("by", ["segments", "mask"])
+def test_outputs_and_gradients(by, window, softcap):
+    """Of packed documents, by their numbers; of completions that see their prompt, by a mask."""
+    segments, prefixes, positions = shared_prompts()
+    if by == "segments":
+        segments, prefixes = packed_segments(), None
+        positions = np.asarray(segment_positions(segments))
+    mask = attention_mask(segments, prefixes)
+    if window:
+        mask &= positions[:, :, None] - positions[:, None, :] < window
+    keys = jax.random.split(jax.random.key(0), 3)
+    shapes = ((2, 2, 8), (2, 8), (2, 8))  # 4 query heads, 2 of keys
+    q, k, v = (jax.random.normal(key, (*segments.shape, *shape)) for key, shape in zip(keys, shapes, strict=True))
+    options = {"mask": mask} if by == "mask" else {"window": window}
+    splash = functools.partial(splash_attention, segments=segments, softcap=softcap, interpret=True, **options)
+    expected = outputs_and_gradients(functools.partial(dense, mask, softcap), q, k, v, segments != 0)
+    found = outputs_and_gradients(splash, q, k, v, segments != 0)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), found, expected)
+    assert np.isfinite(splash(q, k, v)).all()
+
+
+@pytest.fixture
+def interpreted(monkeypatch):
+    """Nets with attention by the interpreted kernel."""
+    monkeypatch.setattr(layers, "splash_attention", functools.partial(splash_attention, interpret=True))
+    return lambda config: Net(dataclasses.replace(config, attention="splash"))
+
+
+@pytest.mark.parametrize(
+    ("sliding", "scan"),
+    [
+        ((1,), True),
+        pytest.param((0,), False, marks=pytest.mark.slow),
+        pytest.param((0, 1), True, marks=pytest.mark.slow),
+    ],
+)
+def test_a_net_is_the_same(interpreted, sliding, scan):
+    """Its hidden states, its gradients and the keys and values of a prompt; of layers some of which slide."""
+    config = dataclasses.replace(CONFIG, sliding_layers=sliding, scan_layers=scan)
+    params = jax.jit(Net(config).init)(jax.random.key(0))
+    segments = jnp.asarray(packed_segments())
+    tokens = np.random.default_rng(0).integers(0, 31, segments.shape)
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def found(net, params):
+        def loss(params):
+            hidden, cache = net.bind(params).prefill(tokens, segments)
+            hidden = jnp.where(segments[..., None] != 0, hidden, 0.0)
+            return jnp.sin(hidden).sum(), (hidden, cache)
+
+        return jax.value_and_grad(loss, has_aux=True)(params)
+
+    (_, (expected, cache)), gradients = found(Net(config), params)
+    (_, (hidden, own_cache)), own_gradients = found(interpreted(config), params)
+    np.testing.assert_allclose(hidden, expected, atol=2e-5)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-4, rtol=1e-5), own_gradients, gradients)
+    real = np.asarray(segments != 0)
+    for a, b in zip(jax.tree.leaves(own_cache), jax.tree.leaves(cache), strict=True):
+        by_token = (np.moveaxis(np.asarray(x), -2, -3).reshape(-1, *segments.shape, 16)[:, real] for x in (a, b))
+        np.testing.assert_allclose(*by_token, atol=2e-5)
+
+
+def test_completions_see_their_prompt(interpreted):
+    segments, prefixes, positions = shared_prompts()
+    tokens = np.random.default_rng(0).integers(0, 31, segments.shape)
+    config = dataclasses.replace(CONFIG, layers=1)
+    params = jax.jit(Net(config).init)(jax.random.key(0))
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def hidden(net, params):
+        return net.bind(params).hidden(tokens, segments, positions, prefixes=prefixes)
+
+    real = segments != 0
+    expected = hidden(Net(config), params)[real]
+    np.testing.assert_allclose(hidden(interpreted(config), params)[real], expected, atol=2e-5)
+    apart = Net(config).bind(params).hidden(tokens, segments, positions)[real]
+    assert np.abs(apart - expected).max() > 0.1
+
+
+def test_no_mask_is_made_where_segments_say_it_all(interpreted):
+    """The largest arrays of a long row's forward pass grow with its length, not with its square."""
+
+    def largest(net) -> int:
+        tokens = jnp.zeros((1, 2048), jnp.int32)
+        traced = jax.make_jaxpr(lambda params: net.bind(params).hidden(tokens))(net.shapes())
+        return max(x.aval.size for equation in _equations(traced.jaxpr) for x in equation.outvars)
+
+    assert largest(Net(CONFIG)) >= 2048**2
+    assert largest(interpreted(CONFIG)) < 2048 * 1024
+
+
+def _equations(jaxpr):
+    for equation in jaxpr.eqns:
+        yield equation
+        if equation.primitive.name != "pallas_call":
+            for inner in core.jaxprs_in_params(equation.params):
+                yield from _equations(inner)
+
+
+@pytest.mark.parametrize(
+    ("length", "block"),
+    [(1, 128), (130, 128), (256, 256), (640, 128), (768, 256), (1000, 512), (1152, 256), (4096, 512)],
+)
+def test_blocks_pad_no_more_than_an_eighth_of_a_row(length, block):
+    assert block_size(length) == block
+
+
+@pytest.mark.slow
+def test_a_grpo_run_is_the_same(interpreted, monkeypatch, tiny_run, tmp_path, root):
+    """Two steps: prompts are computed by segments, and packed rows, whose completions share a prompt, by a mask."""
+    monkeypatch.setattr(model, "check_attention", lambda *_: None)
+    config = load_config_file(f"{root / 'configs' / 'grpo.py'}:tiny")
+    config.model.attention, config.batch.packing = "splash", "true"
+    config.output_dir, config.logging.backends = str(tmp_path / "run"), ("jsonl",)
+    found = jaxrl_llm.train(config)
+    steps = [[line for line in run.metrics if "loss" in line] for run in (found, tiny_run)]
+    assert len(steps[0]) == 2
+    for one, expected in zip(*steps, strict=True):
+        for name in ("loss", "grad_norm", "reward"):
+            assert one[name] == pytest.approx(expected[name], rel=1e-3, abs=1e-5), name
