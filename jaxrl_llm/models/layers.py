@@ -196,7 +196,9 @@ class Attention(nnx.Module):
         in_prompt, in_rows = jnp.exp(in_prompt - top), jnp.exp(in_rows - top)
         total = in_prompt.sum(-1, keepdims=True) + in_rows.sum(-1, keepdims=True)
         in_prompt, in_rows = ((part / total).astype(v.dtype) for part in (in_prompt, in_rows))
-        out = _product("gkjrp,gjpd->gkjrd", in_prompt, prompt.v) + _product("gkjrc,gkjcd->gkjrd", in_rows, rows.v)
+        # With the weights as the rows of the product: as its columns, CPUs take three times as long.
+        of_prompt = _product("gjkrp,gjpd->gjkrd", in_prompt.swapaxes(1, 2), prompt.v).swapaxes(1, 2)
+        out = of_prompt + _product("gkjrc,gkjcd->gkjrd", in_rows, rows.v)
         return self.o(out.astype(v.dtype).reshape(*x.shape[:-1], -1)), rows
 
 
