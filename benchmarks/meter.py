@@ -10,15 +10,15 @@ from collections.abc import Callable
 from typing import Any
 
 MARK = "RESULT "  # before the JSON line that a task prints
-SHORT, LONG = 3.0, 10.0  # seconds of an interval
+INTERVALS = 5
+LONG = 10.0  # seconds of an interval
 BUSY = 0.2  # cores that other processes may use in an undisturbed interval
 
 
 class Meter:
     """Wall-clock seconds of intervals, the first of which warms up (a compilation, say) and is kept apart.
 
-    Five intervals are enough where one takes less than 3 s, else three. `compiles` False says that nothing is compiled:
-    then a first interval of over 10 s counts like the others.
+    `compiles` False says that nothing is compiled: then a first interval of over 10 s counts like the others.
     """
 
     def __init__(self, compiles: bool = True, least: int | None = None):
@@ -46,10 +46,7 @@ class Meter:
 
     def enough(self) -> bool:
         """True when no further interval is needed."""
-        counted = self.counted()
-        short = bool(counted) and statistics.median(row["seconds"] for row in counted) < SHORT
-        least = self.least or (5 if short else 3)
-        return len(counted) >= least
+        return len(self.counted()) >= (self.least or INTERVALS)
 
     def counted(self) -> list[dict[str, float]]:
         """The intervals that count."""

@@ -60,7 +60,7 @@ def _options(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--trl-python", type=Path, help="an interpreter that has TRL already")
     parser.add_argument("--tunix-python", type=Path, help="an interpreter that has Tunix already")
     parser.add_argument("--smollm2", type=Path, help="a Hugging Face folder of SmolLM2-135M in fp32")
-    parser.add_argument("--intervals", type=int, help="of each task, in place of five short or three long ones")
+    parser.add_argument("--intervals", type=int, help="of each task, in place of five")
     parser.add_argument("--again", action="store_true", help="measure the chosen tasks anew")
     parser.add_argument("--table", action="store_true", help="measure nothing")
     parser.add_argument("--results", type=Path, help="where the JSON is kept")

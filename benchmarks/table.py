@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from benchmarks.cases import CASES, LIMIT, OURS, SHAPES, TITLES, TRL, TUNIX, useful_tokens
+from benchmarks.meter import INTERVALS
 from benchmarks.page import table
 
 PEERS = (TRL, TUNIX)
@@ -36,6 +37,9 @@ def text_of(found: Mapping[str, Any]) -> str:
     errors = [f"- {name}: {task['error']}" for name, task in tasks.items() if "error" in task]
     if errors:
         parts.append("\nNot measured:\n\n" + "\n".join(errors) + "\n")
+    few = [name for name, task in tasks.items() if 0 < len(task.get("intervals", ())) < INTERVALS]
+    if few:
+        parts.append(f"\nMedians of fewer intervals: {', '.join(few)}.\n")
     disturbed = [name for name, task in tasks.items() if task.get("disturbed")]
     if disturbed:
         parts.append(f"\nOther processes used the cores during: {', '.join(disturbed)}.\n")
@@ -105,7 +109,7 @@ def _scaling(task: Mapping[str, Any]) -> str:
 HEAD = """# Performance
 
 Written by `python -m benchmarks.run` on {machine}. Every task is a process of its own; seconds are the median of at
-least five intervals, or three of more than 3 s, after a first one that compiles (`first`, in seconds). Peers get the
+least five intervals, where nothing else is said, after a first one that compiles (`first`, in seconds). Peers get the
 same weights, prompts, lengths and number of threads, in {dtype}. Ratios are peers' seconds over ours.
 
 The limit of a case is the time of its matrix products alone, each token and each prompt counted once: nothing is

@@ -46,7 +46,7 @@ def test_flops_by_hand():
     assert limits.update_tokens("dpo", SHAPES["toy"]) == (2 * PROMPT + 4 * 16, 4 * 16)
 
 
-def test_the_meter_takes_five_short_or_three_long_intervals():
+def test_the_meter_takes_five_intervals():
     def intervals(compiles, *seconds):
         found = meter.Meter(compiles)
         for one in seconds:
@@ -56,9 +56,9 @@ def test_the_meter_takes_five_short_or_three_long_intervals():
         return len(found.rows), found.summary()["seconds"]
 
     assert intervals(True, 9, *[1.0, 2.0, 3.0, 2.5, 1.5, 7.0, 7.0]) == (6, 2.0)
-    assert intervals(True, 9, *[4.0] * 9) == (4, 4.0)
-    assert intervals(False, *[11.0] * 9) == (3, 11.0)
-    assert intervals(False, *[5.0] * 9) == (4, 5.0)
+    assert intervals(True, 9, *[4.0] * 9) == (6, 4.0)
+    assert intervals(False, *[11.0] * 9) == (5, 11.0)  # as long as a first one may take that is warmed up
+    assert intervals(False, *[5.0] * 9) == (6, 5.0)
 
 
 def test_a_fit_of_a_line():

@@ -1,18 +1,21 @@
 """Sampling in fewer bits: what matrices and caches hold, that log-probs are the sampler's own, who may use it."""
 
 import dataclasses
+import importlib.util
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jaxrl_llm
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.models import lora
 from jaxrl_llm.models.layers import KeyValues, empty_rows
-from jaxrl_llm.models.quantize import BYTES, dequantize, frozen_matmul, narrowed, quantize, widened
+from jaxrl_llm.models.quantize import BYTES, dequantize, frozen_matmul, matmul, narrowed, quantize, widened
 from jaxrl_llm.models.transformer import ModelConfig, Net
+from jaxrl_llm.planning.topology import tpu_chips
 from jaxrl_llm.policy import token_logps
 from jaxrl_llm.rollout import engine as engines
 from jaxrl_llm.rollout.engine import Engine
@@ -239,3 +242,28 @@ def test_matrices_that_are_quantised_already_are_sampled_with_as_they_are():
     with pytest.raises(ConfigError, match=r"weights_dtype is int8, but model.quantize has the matrices in nf4 already"):
         in_precision(net, "int8")
     assert in_precision(net, "bfloat16").config.quantize == "nf4"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="the TPU compiler is not installed")
+@pytest.mark.parametrize("kind", BYTES)
+def test_tpus_read_one_byte_a_number(kind):
+    """The TPU compiler makes the conversion part of the product: no layer's matrix is there in 16 bits."""
+    chips = tpu_chips("v5e", 1)
+    place = NamedSharding(Mesh(np.array(chips), ("rows",)), PartitionSpec())
+    layers, width, rows = 4, 1024, 16
+
+    def array(*shape: int, dtype):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=place)
+
+    def decode(x, codes, absmax):
+        def layer(x, kernel):
+            return matmul(x, dict(zip(("codes", "absmax"), kernel, strict=True)), kind), None
+
+        return jax.lax.scan(layer, x, (codes, absmax))[0]
+
+    codes = array(layers, width, width, dtype=BYTES[kind][0])
+    x, absmax = array(rows, width, dtype=jnp.bfloat16), array(layers, 1, width, dtype=jnp.float32)
+    memory = jax.jit(decode).lower(x, codes, absmax).compile().memory_analysis()
+    assert memory.argument_size_in_bytes < 1.1 * layers * width**2
+    assert memory.temp_size_in_bytes < width**2  # less than one matrix in 8 bits
