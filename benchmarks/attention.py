@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.marks import put
+from benchmarks.meter import report, result_of
+from benchmarks.page import table
 
 ROOT = Path(__file__).parent.parent
 STORE = ROOT / "benchmarks" / "results" / "attention.json"
@@ -49,7 +51,7 @@ class Point(NamedTuple):
 
     @property
     def name(self) -> str:
-        """What the update is, in words."""
+        """What the update is, in words: the first cells of its row."""
         sizes = zip(("fsdp", "tensor"), self.mesh, strict=True)
         chips = " x ".join(f"{axis} {size}" for axis, size in sizes if size > 1)
         return f"{self.model} | {self.what} | {chips or '1 chip'} | {self.remat} | {self.tokens}"
@@ -96,7 +98,7 @@ def child(number: int, attention: str) -> None:
             raise SystemExit("libtpu is not installed: pip install libtpu, of the number that jax asks for")
         plan = make_plan(config, devices, only="update")
         found = {"refused": plan.note} if plan.note else {"temporaries": plan.programs[0].temporaries}
-    print("RESULT " + json.dumps(found))
+    report(found)
 
 
 def measure() -> dict[str, Any]:
@@ -108,24 +110,20 @@ def measure() -> dict[str, Any]:
                 continue
             command = [sys.executable, "-m", "benchmarks.attention", f"--child={number}", f"--attention={attention}"]
             output = subprocess.run(command, cwd=ROOT, check=True, text=True, stdout=subprocess.PIPE).stdout
-            line = next(line for line in output.splitlines() if line.startswith("RESULT "))
-            store[point.name][attention] = json.loads(line.removeprefix("RESULT "))
+            store[point.name][attention] = result_of(output)
             STORE.write_text(json.dumps(store, indent=1) + "\n")
             print(f"{point.name}, {attention}: {store[point.name][attention]}", flush=True)
     return store
 
 
-def table(store: dict[str, Any]) -> str:
+def text_of(store: dict[str, Any]) -> str:
     """The table of docs/performance.md."""
-    lines = [
-        "| model | update | mesh | model.remat | tokens of a micro-batch | xla | splash |",
-        "|---|---|---|---|---|---|---|",
-    ]
+    rows = [["model", "update", "mesh", "model.remat", "tokens of a micro-batch", "xla", "splash"]]
     for point in POINTS:
         found = [store[point.name][attention] for attention in ("xla", "splash")]
         shown = [f"{x['temporaries'] / 1e9:.2f} GB" if "temporaries" in x else "does not fit" for x in found]
-        lines.append(f"| {point.name} | {' | '.join(shown)} |")
-    return "\n".join(lines) + "\n"
+        rows.append([point.name, *shown])
+    return table(rows)
 
 
 def main() -> None:
@@ -137,7 +135,7 @@ def main() -> None:
     if arguments.child is not None:
         child(arguments.child, arguments.attention)
         return
-    put(PAGE, "attention", table(measure()))
+    put(PAGE, "attention", text_of(measure()))
 
 
 if __name__ == "__main__":

@@ -89,6 +89,11 @@ TITLES = {
 }
 
 
+def usual_dtype(device: str) -> str:
+    """What is computed in where nothing else is said: as `model.dtype = auto`."""
+    return "float32" if device == "cpu" else "bfloat16"
+
+
 def prompts(shape: Shape) -> np.ndarray:
     """Token ids `[B, PROMPT]`."""
     return np.random.default_rng(0).integers(FIRST_WORD, VOCABULARY, (shape.prompts, PROMPT))

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import environments, folders
-from benchmarks.cases import CASES, DEFAULT_CASES, DEVICES, LIBRARIES, LIMIT, OURS, SHAPES, TRL, TUNIX
+from benchmarks.cases import CASES, DEFAULT_CASES, DEVICES, LIBRARIES, LIMIT, OURS, SHAPES, TRL, TUNIX, usual_dtype
 from benchmarks.meter import result_of
 from benchmarks.table import text_of
 
@@ -39,7 +39,9 @@ PATIENCE = 900  # seconds a task may take
 def main(argv: list[str]) -> None:
     """The command line; see the module's text."""
     options = _options(argv)
-    store = options.results or STORE / (STORES[options.device] + options.suffix + ".json")
+    usual = options.dtype == usual_dtype(options.device)
+    name = STORES[options.device] + ("" if usual else f"_{options.dtype}")
+    store = options.results or STORE / f"{name}.json"
     found = json.loads(store.read_text(encoding="utf-8")) if store.exists() else {"tasks": {}}
     if not options.table:
         found["machine"], found["dtype"] = _machine(options.device), options.dtype
@@ -65,9 +67,7 @@ def _options(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--table", action="store_true", help="measure nothing")
     parser.add_argument("--results", type=Path, help="where the JSON is kept")
     options = parser.parse_args(argv)
-    default = "float32" if options.device == "cpu" else "bfloat16"
-    options.dtype = options.dtype or default
-    options.suffix = "" if options.dtype == default else f"_{options.dtype}"
+    options.dtype = options.dtype or usual_dtype(options.device)
     options.models = options.models.split(",") if options.models else DEVICES[options.device]
     options.cases = options.cases.split(",")
     options.peers = [peer for peer in options.peers.split(",") if peer]

@@ -5,7 +5,7 @@ import os
 from pathlib import Path
 from typing import NamedTuple
 
-from benchmarks.cases import CASES, SHAPES, Shape
+from benchmarks.cases import CASES, SHAPES, Shape, usual_dtype
 
 
 class Task(NamedTuple):
@@ -29,7 +29,7 @@ def device() -> str:
 
 def dtype() -> str:
     """What is computed in."""
-    return os.environ.get("BENCHMARK_DTYPE", "float32" if device() == "cpu" else "bfloat16")
+    return os.environ.get("BENCHMARK_DTYPE", usual_dtype(device()))
 
 
 def read(argv: list[str]) -> Task:

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jaxrl_llm.algorithms.kl import kl_estimate
 from jaxrl_llm.models import products
 from jaxrl_llm.models.layers import soft_cap
-from jaxrl_llm.sharding import constrain, context_shards, row_shards
+from jaxrl_llm.sharding import constrain, context_shards, is_cut, row_shards
 
 REMAINDER = 4  # a chunk that would not be full is cut into so many, of which those that are needed are computed
 LOGITS_IN_FLIGHT = 2**24  # logits computed at once by each device, about, at least one column of rows: 64 MB in fp32
@@ -63,7 +63,7 @@ def _flat(x):
 
 def _table(hidden, kernel):
     """The head's matrix `[V,D]`; where the mesh cuts it, gathered here once and not for every chunk."""
-    return constrain(kernel.T.astype(hidden.dtype), "vocab", None) if _is_cut() else kernel.T
+    return constrain(kernel.T.astype(hidden.dtype), "vocab", None) if is_cut() else kernel.T
 
 
 def _width(hidden, table) -> int:
@@ -148,22 +148,17 @@ def _once(x):
 
 def _at_target(x, targets):
     """x `[N,s,V]` at the targets `[N,s]`."""
-    if _is_cut():  # then a gather would collect all of it
+    if is_cut():  # then a gather would collect all of it
         return jnp.where(jnp.arange(x.shape[-1]) == targets[..., None], x, 0.0).sum(-1)
     return jnp.take_along_axis(x, targets[..., None], axis=-1)[..., 0]
 
 
 def _plus_at_target(x, targets, numbers):
     """x `[N,s,V]` with numbers `[N,s]` added at the targets."""
-    if _is_cut():
+    if is_cut():
         return x + jnp.where(jnp.arange(x.shape[-1]) == targets[..., None], numbers[..., None], 0.0)
     n, column = jnp.indices(targets.shape, sparse=True)
     return x.at[n, column, targets].add(numbers, mode="promise_in_bounds", unique_indices=True)
-
-
-def _is_cut() -> bool:
-    mesh = jax.sharding.get_abstract_mesh()
-    return not mesh.empty and mesh.size > 1
 
 
 def _forward(hidden, kernel, targets, temperature: float, statistics: bool, softcap: float | None, smoothing: float,

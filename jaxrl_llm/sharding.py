@@ -214,6 +214,12 @@ def activation_spec(shape: tuple[int, ...], *dims: str | None) -> PartitionSpec:
     return _fitting(tuple(dim and ACTIVATIONS[dim] for dim in dims), shape, mesh)
 
 
+def is_cut() -> bool:
+    """True where the mesh that is set has several devices."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return not mesh.empty and mesh.size > 1
+
+
 def context_shards() -> int:
     """The parts that the positions of rows are cut into on the mesh that is set; 1 without one."""
     mesh = jax.sharding.get_abstract_mesh()

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxrl_llm.config import ConfigError
-from jaxrl_llm.sharding import activation_spec, attention_dims
+from jaxrl_llm.sharding import activation_spec, attention_dims, context_shards, is_cut
 
 BLOCKS = (512, 256, 128)  # tokens of a block of the TPU's kernel, which takes multiples of 128
 WASTE = 1 / 8  # of a row that may be padded for a larger block
@@ -41,13 +41,12 @@ def splash_attention(q, k, v, segments, mask=None, window: int | None = None, so
     """
     row = functools.partial(_row, window=window, softcap=softcap, interpret=interpret)
     compute = jax.vmap(row, in_axes=(0, 0, 0, 0, None if mask is None else 0))
-    mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty or mesh.size == 1:
+    if not is_cut():
         return compute(q, k, v, segments, mask)
     of_queries, of_keys = attention_dims(k.shape[2])
     if of_queries != of_keys:
         raise ConfigError(
-            f"model.attention = 'splash' computes whole rows, and mesh.context = {mesh.shape['context']} cuts them: "
+            f"model.attention = 'splash' computes whole rows, and mesh.context = {context_shards()} cuts them: "
             f"mesh.tensor x mesh.context does not divide the model's {k.shape[2]} key/value heads. Make it divide "
             "them, or use 'xla'."
         )

@@ -59,7 +59,7 @@ class ModelConfig:
     attention: str = "xla"  # over given rows: or cudnn, on GPUs; or splash, on TPUs
     remat: str = "none"  # or one of transformer.REMAT: what the backward pass finds, and what it computes again
     lora: LoraConfig | None = None
-    quantize: str = "none"  # of the layers' linear maps, which are then frozen: none, int8, int4, nf4
+    quantize: str = "none"  # of the layers' linear maps, which are then frozen: one of quantize.KINDS
     scan_layers: bool = True  # False: a program per layer, slower to compile and, on CPU, up to twice as fast to run
 
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxrl_llm.models.layers import ACTIVATIONS, Linear
-from jaxrl_llm.sharding import activation_spec, parameter_spec
+from jaxrl_llm.sharding import activation_spec, is_cut, parameter_spec
 
 
 class Routing(NamedTuple):
@@ -97,9 +97,9 @@ def across_devices(compute, kernels: Kernels, x, weights, chosen):
     def flat(x, weights, chosen):
         return (a.reshape(-1, a.shape[-1]) for a in (x, weights, chosen))
 
-    mesh: Any = jax.sharding.get_abstract_mesh()
-    if mesh.empty or mesh.size == 1:
+    if not is_cut():
         return compute(kernels, *flat(x, weights, chosen)).reshape(x.shape)
+    mesh: Any = jax.sharding.get_abstract_mesh()
     places = Kernels._make(parameter_spec(f"experts/{n}/kernel", w.shape, mesh) for n, w in kernels._asdict().items())
     tokens = activation_spec(x.shape, *("rows", "positions")[: x.ndim - 1], *(None,) * max(x.ndim - 2, 1))
     exchanged = "expert" in jax.tree.leaves(tuple(tokens))  # else each device has all tokens
