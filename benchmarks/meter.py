@@ -11,19 +11,15 @@ from typing import Any
 
 MARK = "RESULT "  # before the JSON line that a task prints
 INTERVALS = 5
-LONG = 10.0  # seconds of an interval
 BUSY = 0.2  # cores that other processes may use in an undisturbed interval
 
 
 class Meter:
-    """Wall-clock seconds of intervals, the first of which warms up (a compilation, say) and is kept apart.
+    """Wall-clock seconds of intervals, the first of which warms up (compilation, fresh memory) and is kept apart."""
 
-    `compiles` False says that nothing is compiled: then a first interval of over 10 s counts like the others.
-    """
-
-    def __init__(self, compiles: bool = True, least: int | None = None):
+    def __init__(self, least: int | None = None):
         self.rows: list[dict[str, float]] = []
-        self.compiles, self.least = compiles, least
+        self.least = least
 
     def start(self) -> None:
         """The interval begins."""
@@ -46,17 +42,11 @@ class Meter:
 
     def enough(self) -> bool:
         """True when no further interval is needed."""
-        return len(self.counted()) >= (self.least or INTERVALS)
-
-    def counted(self) -> list[dict[str, float]]:
-        """The intervals that count."""
-        first = self.rows[:1]
-        warm = self.compiles or not first or first[0]["seconds"] < LONG
-        return self.rows[1:] if warm else self.rows
+        return len(self.rows) > (self.least or INTERVALS)
 
     def summary(self) -> dict[str, Any]:
         """Medians of the intervals, all of them, and the peak of the process's memory in GB."""
-        counted = self.counted()
+        counted = self.rows[1:]
         medians = {name: statistics.median(row[name] for row in counted) for name in counted[0]}
         return {
             **medians,

@@ -147,7 +147,7 @@ def main(argv: list[str]) -> None:
     torch.manual_seed(0)
     transformers.logging.set_verbosity_error()
     warnings.filterwarnings("ignore")
-    meter = Meter(compiles=False, least=job.least)
+    meter = Meter(least=job.least)
     if job.case.startswith("rollout"):
         rollout(job, meter)
     elif job.case in ("dpo", "sft"):
