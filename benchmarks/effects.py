@@ -13,6 +13,7 @@ import jaxrl_llm  # noqa: F401 isort: skip  # first, before NumPy, as in a comma
 import argparse
 import ctypes
 import dataclasses
+import functools
 import json
 import os
 import statistics
@@ -36,6 +37,7 @@ from jaxrl_llm import head, heap
 from jaxrl_llm.models import products, transformer
 from jaxrl_llm.models.transformer import Net
 from jaxrl_llm.policy import chunked_logps
+from jaxrl_llm.rollout import conversations
 from jaxrl_llm.rollout.engine import Engine
 from jaxrl_llm.training.build import Run, build_mesh
 from jaxrl_llm.training.update import whole
@@ -147,6 +149,40 @@ def _scheduled(task: Task, **changes) -> Measured:
     ends = lengths(task.shape)
     parts = _parts(_config(task, rollout__max_completion_length=int(ends.max())), ours.data_of(task))
     return measured(*(_rollout(_engine(parts, **own), parts, prompts(task.shape), ends) for own in ({}, changes)))
+
+
+class Tool:
+    """A partner that answers each row once, with 128 tokens."""
+
+    def __init__(self):
+        self.heard, self.open = set(), {}
+
+    def hear(self, row: int, tokens: list[int]) -> None:
+        """Takes the row's turn."""
+        self.open[row] = None if row in self.heard else [1] * 128
+        self.heard.add(row)
+
+    def replies(self, wait: bool) -> dict[int, list[int] | None]:
+        """The answers to all turns so far."""
+        ready, self.open = self.open, {}
+        return ready
+
+
+def given_tokens(task: Task) -> Measured:
+    """Of what a tool answers, 128 tokens between turns of about 16, 64 are read at a time: against one."""
+    eos = tuple(range(task.shape.config["vocab_size"] // 16))
+    parts = _parts(_config(task, rollout__max_completion_length=192), ours.data_of(task))
+    engine, params = _engine(parts, eos=eos), whole(parts.state, parts.frozen).params
+    tokens, key, usual = np.asarray(prompts(task.shape), np.int32), jax.random.key(1), conversations.MANY
+
+    def work(many: int):
+        conversations.MANY = many
+        try:
+            return engine.generate(params, tokens, np.ones_like(tokens), key, partner=Tool()).tokens
+        finally:
+            conversations.MANY = usual
+
+    return measured(*(Side(functools.partial(work, many)) for many in (sys.maxsize, usual)))
 
 
 def shared_prompts(task: Task) -> Measured:
@@ -294,8 +330,8 @@ def _replaced(task: Task, module: Any, name: str, other: Callable, **changes) ->
 
 EFFECTS = {
     x.__name__: x
-    for x in (rows_leave, slots, finer_grids, shared_prompts, unrolled, packing, packing_sft, micro_batches,
-              chunked_head, one_pass, layers_apart, products_of_16_bits, kept_memory, remat, donation)
+    for x in (rows_leave, slots, finer_grids, given_tokens, shared_prompts, unrolled, packing, packing_sft,
+              micro_batches, chunked_head, one_pass, layers_apart, products_of_16_bits, kept_memory, remat, donation)
 }  # fmt: skip
 DEFAULTS = {"M_MMAP_MAX": 2**16, "M_TRIM_THRESHOLD": 2**17}  # glibc's own
 SMALL = Shape(4, 4, 32, 24, 96, pairs=4, rows=16, config=SHAPES["qwen2"].config)

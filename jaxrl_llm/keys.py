@@ -256,6 +256,10 @@ KEYS = (
     Key("rollout.shrink", 0.5,
         "Once completions that still decode fit into this share of the slots, and none waits, they go on in so few. "
         "0.85 leaves fewer slots idle than 0.5, and compiles more programs.", float, above=0, below=1),
+    Key("rollout.draft_tokens", 0,
+        "Tokens of each completion that are guessed, from what it and its prompt say already, and checked in the step "
+        "that computes the next one. Samples stay the same; it pays where text repeats itself. 0 guesses none.",
+        int, minimum=0),
     Key("rollout.weights_dtype", "auto",
         "Type of the matrices while sampling; auto is that of the computation. int8 and fp8 keep those of the layers "
         "(not of experts) in 8 bits, which halves what each token reads of them against 16. Training with fewer bits "

@@ -19,6 +19,7 @@ from jaxrl_llm.models.model import Model, init_sharded, load_model, save_hf
 from jaxrl_llm.models.transformer import ModelConfig, Net, attention_mask
 from jaxrl_llm.models.weights import Files
 from jaxrl_llm.policy import token_logps
+from jaxrl_llm.rollout import conversations
 from jaxrl_llm.rollout import engine as engines
 from jaxrl_llm.rollout.engine import Engine
 from jaxrl_llm.rollout.logits import Sampling
@@ -41,6 +42,7 @@ from jaxrl_llm.training.optimizers import make_optimizer
 from jaxrl_llm.training.packing import Sample, make_packer
 from jaxrl_llm.training.update import init_state, make_update
 from tests.models.test_splash_attention import dense, outputs_and_gradients
+from tests.rollout.test_conversations import Echo
 from tests.training.test_packed_updates import GROUP, config_of, online_batch
 from tests.training.test_packed_updates import SHAPE as PACKED
 
@@ -503,9 +505,29 @@ def test_rows_are_written_where_they_are(net, params):
         bank, rows = engines._prefill(engine, whole, *rows_to_global((prompts, prompts), mesh), keys)
         grid = Schedule(1, 3, 8, 3).grid
         seated = engines._seat(engine, bank, rows, keys, None, grid, None, 4)
-        compiled = engines._decode_chunk.lower(engine, whole, *seated, 4).compile()
-    sent = re.findall(r"= (\S+) (?:all-\w+|collective-permute|reduce-scatter)\(", compiled.as_text())
-    assert set(sent) <= {"s32[]"}
+        decode = engines._decode_chunk.lower(engine, whole, *seated, 4)
+        read = engines._read.lower(engine, whole, *seated, np.zeros((8, 2), np.int32), 4)
+    for lowered in (decode, read):
+        compiled = lowered.compile().as_text()
+        sent = re.findall(r"= (\S+) (?:all-\w+|collective-permute|reduce-scatter)\(", compiled)
+        assert set(sent) <= {"s32[]"}
+
+
+def test_the_conversations_of_one_device(net, params, monkeypatch):
+    """What rows are given is read where they and their heads are."""
+    monkeypatch.setattr(conversations, "MANY", 2)
+    prompts, key = np.random.default_rng(3).integers(0, 64, (4, 6)).astype(np.int32), jax.random.key(2)
+    segments, mesh = np.ones((4, 6), np.int32), make_mesh(2, 2, 2)
+    engine = Engine(net, Sampling(), 3, 24, tuple(range(12)), chunk=4, slots=8)
+    expected = engine.generate(params, prompts, segments, key, partner=Echo(words=9))
+    reads, decodes = engines._read._cache_size(), engines._decode_chunk._cache_size()
+    with jax.set_mesh(mesh):
+        placed = jax.device_put(params, shardings(params, mesh))
+        found = engine.generate(placed, *rows_to_global((prompts, segments), mesh), key, partner=Echo(words=9))
+    assert engines._read._cache_size() > reads and engines._decode_chunk._cache_size() > decodes
+    for name in ("tokens", "segments", "mask", "lengths", "finished"):
+        np.testing.assert_array_equal(getattr(found, name), getattr(expected, name), err_msg=name)
+    np.testing.assert_allclose(found.sample_logps, expected.sample_logps, atol=1e-5)
 
 
 def test_empty_row_caches_are_cut():

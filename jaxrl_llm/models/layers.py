@@ -174,24 +174,29 @@ class Attention(nnx.Module):
     def decode(
         self, x, positions, prompt: KeyValues, prompt_mask, rows: KeyValues, length, traits: LayerTraits
     ) -> tuple[jax.Array, KeyValues]:
-        """One token a row: output `[G,R,D]` and the row cache with that token's keys and values written at `length`.
+        """The next W tokens of each row: output `[G,R*W,D]` and the row cache with their keys and values.
 
-        x `[G,R,D]`: R rows of each of G prompts. `prompt` `[G,J,P,d]` is stored once per prompt and read by its R rows
-        without being repeated; `rows`, made by `empty_rows`, is each row's own. One softmax runs over both parts.
+        x `[G,R*W,D]`: R rows of each of G prompts, a row's tokens adjacent, at `positions` `[G,R*W]`; the first of a
+        row goes to the place `length` `[G,R]` of its cache. `prompt` `[G,J,P,d]` is stored once per prompt and read by
+        its R rows without being repeated; `rows`, made by `empty_rows`, is each row's own. One softmax runs over both.
         """
         q, k, v = self.project(x[:, :, None], positions[:, :, None], traits)
-        q = q[:, :, 0]  # [G,R,J,H/J,d]
-        rows = _write(rows, k[:, :, 0], v[:, :, 0], length)
+        q, k, v = (a.reshape(*length.shape, -1, *a.shape[3:]) for a in (q, k, v))  # [G,R,W,J,...]
+        rows = _write(rows, k, v, length)
+        by_head = q.swapaxes(2, 3)  # [G,R,J,W,H/J,d]
+        q = by_head.reshape(*by_head.shape[:3], -1, by_head.shape[-1])
         in_prompt, in_rows = _product("gkjrd,gjpd->gkjrp", q, prompt.k), _product("gkjrd,gkjdc->gkjrc", q, rows.k)
         in_prompt, in_rows = (soft_cap(scores, self.config.attention_softcap) for scores in (in_prompt, in_rows))
         index = jnp.arange(rows.k.shape[-1])
-        seen, written = prompt_mask[:, None], index <= length[:, :, None]
+        place = (length[:, :, None] + jnp.arange(by_head.shape[3]))[..., None]  # [G,R,W,1]
+        seen, written = prompt_mask[:, None, None], index <= place
         if traits.window is not None:
-            prompt_positions = jnp.cumsum(prompt_mask, axis=-1)[:, None] - 1
-            seen = seen & (positions[:, :, None] - prompt_positions < traits.window)
-            written = written & (length[:, :, None] - index < traits.window)
-        in_prompt = jnp.where(seen[:, :, None, None], in_prompt, MASKED)
-        in_rows = jnp.where(written[:, :, None, None], in_rows, MASKED)
+            prompt_positions = jnp.cumsum(prompt_mask, axis=-1)[:, None, None] - 1
+            seen = seen & (positions.reshape(place.shape) - prompt_positions < traits.window)
+            written = written & (place - index < traits.window)
+        seen, written = (_for_heads(mask, by_head.shape[4]) for mask in (seen, written))
+        in_prompt = jnp.where(seen, in_prompt, MASKED)
+        in_rows = jnp.where(written, in_rows, MASKED)
         top = jnp.maximum(in_prompt.max(-1, keepdims=True), in_rows.max(-1, keepdims=True))
         in_prompt, in_rows = jnp.exp(in_prompt - top), jnp.exp(in_rows - top)
         total = in_prompt.sum(-1, keepdims=True) + in_rows.sum(-1, keepdims=True)
@@ -199,7 +204,13 @@ class Attention(nnx.Module):
         # With the weights as the rows of the product: as its columns, CPUs take three times as long.
         of_prompt = _product("gjkrp,gjpd->gjkrd", in_prompt.swapaxes(1, 2), prompt.v).swapaxes(1, 2)
         out = of_prompt + _product("gkjrc,gkjcd->gkjrd", in_rows, rows.v)
+        out = out.reshape(by_head.shape).swapaxes(2, 3)  # [G,R,W,J,H/J,d]
         return self.o(out.astype(v.dtype).reshape(*x.shape[:-1], -1)), rows
+
+
+def _for_heads(mask, heads: int):
+    """The mask `[G,R,1,W*heads,S]` of queries from that of tokens `[G,R,W,S]`; one for all where that is enough."""
+    return (mask if mask.shape[2] == 1 else jnp.repeat(mask, heads, axis=2))[:, :, None]
 
 
 def _product(dims: str, x, stored) -> jax.Array:
@@ -224,11 +235,15 @@ def longer_rows(rows: KeyValues, size: int) -> KeyValues:
 
 
 def _write(rows: KeyValues, k, v, length) -> KeyValues:
-    """The row caches with k and v `[G,R,J,d]` at position `length` `[G,R]` of each row."""
+    """The row caches with k and v `[G,R,W,J,d]` from the place `length` `[G,R]` of each row on."""
 
     def row(keys, values, k, v, length):
-        keys = keys.at[:, :, length].set(k, mode="drop")
-        return keys, values.at[:, length].set(v, mode="drop")
+        if len(k) == 1:
+            keys = keys.at[:, :, length].set(k[0], mode="drop")
+            return keys, values.at[:, length].set(v[0], mode="drop")
+        places = length + jnp.arange(len(k))
+        keys = keys.at[:, :, places].set(jnp.moveaxis(k, 0, -1), mode="drop")
+        return keys, values.at[:, places].set(v.swapaxes(0, 1), mode="drop")
 
     dtype = rows.k.dtype
     # 16-bit floats as whole numbers: XLA's CPU backend would widen the caches, write, and narrow them again.

@@ -145,7 +145,7 @@ class Transformer(nnx.Module):
         return self._forward(tokens, segments, None, keep_cache=True)[:2]
 
     def decode(self, tokens, positions, prompt, prompt_mask, rows, length):
-        """Hidden states `[G,R,D]` of one token a row, and the row caches with it; see `Attention.decode`."""
+        """Hidden states `[G,R*W,D]` of each row's next W tokens, and the row caches with them: `Attention.decode`."""
         x = self._embedded(tokens)
 
         def body(block, x, caches, traits):

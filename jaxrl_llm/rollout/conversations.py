@@ -9,6 +9,9 @@ from jax.experimental import multihost_utils
 from jaxrl_llm.rollout.schedule import IDLE, Grid
 from jaxrl_llm.sharding import local_rows
 
+MANY = 8  # given tokens that are read at once; for fewer the program is not worth compiling
+ROWS = 8  # rows of a shard that read at once: what they need beside the caches stays small
+
 
 class Partner(Protocol):
     """Who answers the rows of this process: environments, tools."""
@@ -82,6 +85,21 @@ class Conversations:
         self.asked[numbers[answered > 0]] = False
         self.over[numbers[(over > 0) | cut]] = True
         return Answers(given, counts, cut) if counts.any() or cut.any() else None
+
+
+def slots_to_read(given: np.ndarray) -> np.ndarray | None:
+    """The slots `[shards, m]` that read next, of those with `given` `[shards, slots]` tokens; None if none has many.
+
+    m is a power of two, and a place that none takes is past the end.
+    """
+    many = [np.flatnonzero(tokens >= MANY)[:ROWS] for tokens in given]
+    most = max(map(len, many))
+    if not most:
+        return None
+    chosen = np.full((len(given), 1 << (most - 1).bit_length()), given.shape[1], np.int32)
+    for row, found in zip(chosen, many, strict=True):
+        row[: len(found)] = found
+    return chosen
 
 
 def first_place(tokens: Any) -> int:

@@ -8,10 +8,11 @@
 A prompt's keys and values are stored once and read by its rows in the grid; each row owns the cache of its completion,
 which grows as the rows do. Decoding pauses when enough rows have ended: their slots go to rows that wait, or to nobody,
 and the grid shrinks. Randomness is one uniform per row and position, from the row's own key: a sample depends
-neither on its neighbours nor on its slot.
+neither on its neighbours nor on its slot, nor on what is guessed of it (drafts.py).
 
 With a `Partner` rows are conversations: a row that ends waits for what the partner says, which is put in as given
-tokens, and goes on. Given tokens are decoded like others, cost a step each, and are in no mask.
+tokens, and goes on. Given tokens are in no mask. Many are read at once, rows that have them alone; few are decoded like
+others and cost a step each.
 """
 
 import dataclasses
@@ -28,18 +29,22 @@ from jaxrl_llm.models.lora import merge
 from jaxrl_llm.models.quantize import BYTES, narrowed, quantized_as
 from jaxrl_llm.models.rope import check_length
 from jaxrl_llm.models.transformer import Net, Params, unstack
-from jaxrl_llm.rollout.conversations import Conversations, Partner
+from jaxrl_llm.rollout.conversations import Conversations, Partner, slots_to_read
+from jaxrl_llm.rollout.drafts import guesses
 from jaxrl_llm.rollout.handout import Handout, Listener
 from jaxrl_llm.rollout.logits import Sampling, sample
 from jaxrl_llm.rollout.precision import in_precision
 from jaxrl_llm.rollout.schedule import IDLE, Grid, Schedule
 from jaxrl_llm.sharding import constrain, path_name, row_shards
 
+READ = 64  # the most given tokens of a row that are read at once
+
 
 class Prompts(NamedTuple):
     """What the rows of a prompt share, for each prompt of the batch or place of the grid."""
 
     cache: Any  # KeyValues [G,J,P,d] per layer
+    tokens: jax.Array  # [G,P]
     mask: jax.Array  # [G,P] False on padding
 
 
@@ -83,7 +88,8 @@ class Engine:
     eos: ids that end a row. chunk: decode steps between two looks by the host, and the first size of the row cache.
     slots: rows that decode at once, over all devices; 0 is all. cache_dtype: of keys and values, a type or fp8; None is
     the decoder's. shrink: the grid is replaced when the rows that are left, with none waiting, fit into this share of
-    it. weights_dtype: of the matrices, see `precision.in_precision`; None is the net's.
+    it. weights_dtype: of the matrices, see `precision.in_precision`; None is the net's. drafts: tokens of a row that
+    are guessed and computed beside its newest one; samples are the same, and those that were guessed come at once.
     """
 
     net: Net
@@ -96,6 +102,7 @@ class Engine:
     cache_dtype: str | None = None
     shrink: float = 0.5
     weights_dtype: str | None = None
+    drafts: int = 0
 
     @property
     def decoder(self) -> Net:
@@ -137,13 +144,19 @@ class Engine:
         handout = Handout(listener if talk is None else None, count * shards)
         grid, places, slots = schedule.grid, *_seat(self, bank, rows, keys, None, schedule.grid, None, size)
         while True:
-            lengths, ended, finished, steps = (np.asarray(x) for x in _status(slots))
+            lengths, ended, finished, given, steps = (np.asarray(x) for x in _status(slots))
             live = busy = (grid.row != IDLE) & ~ended.reshape(grid.row.shape)
             ready = handout.take(grid, slots.rows.tokens, lengths, ended)
             if talk is not None:
                 answers = talk(grid, slots.rows.tokens, lengths, finished, wait=not live.any())
                 if answers is not None:
                     slots = _give(slots, *answers)
+                    continue
+                if (reading := slots_to_read(given.reshape(shards, -1))) is not None:
+                    width = min(READ, longest)
+                    slots, size = _with_room(slots, size, int((lengths + np.minimum(given, width)).max()), longest)
+                    slots = _read(self, params, places, slots, reading, width)
+                    executed += reading.size * width
                     continue
                 busy = live | talk.waiting(grid)
             following = schedule.next(busy) if schedule.waiting.size or busy.any() else None
@@ -154,9 +167,7 @@ class Engine:
                 grid = following
             elif live.any():
                 reached = int(lengths.reshape(live.shape)[live].max())
-                if reached >= size:
-                    size = min(2 * size, longest)
-                    slots = _grow(slots, size)
+                slots, size = _with_room(slots, size, reached + 1, longest)
                 ahead = min(self.chunk, size - reached)
                 # For what is left of the last chunk a smaller grid saves less than its program costs to compile.
                 pauses = talk is None and (longest - reached >= self.chunk or schedule.waiting.size)
@@ -211,7 +222,7 @@ def _prefill(engine: Engine, params, prompts, segments, keys) -> tuple[Prompts, 
     if engine.cache_dtype is not None:
         dtype = BYTES["fp8"][0] if engine.cache_dtype == "fp8" else jnp.dtype(engine.cache_dtype)
         cache = jax.tree.map(lambda x: narrowed(x, dtype), cache)
-    logits = jnp.repeat(model.logits(hidden[:, -1]), engine.group_size, axis=0)
+    logits = jnp.repeat(model.logits(hidden[:, -1]), engine.group_size, axis=0).reshape(*shape, 1, -1)
     whole = (*shape, engine.max_completion_length)
     rows = Rows(
         tokens=jnp.zeros(whole, jnp.int32),
@@ -222,26 +233,27 @@ def _prefill(engine: Engine, params, prompts, segments, keys) -> tuple[Prompts, 
         limit=jnp.full(shape, engine.max_completion_length, jnp.int32),
         finished=jnp.zeros(shape, bool),
     )
-    return Prompts(cache, segments != 0), _append(engine, rows, keys.reshape(shape), logits)
+    no_guesses = jnp.zeros((*shape, 0), jnp.int32)
+    return Prompts(cache, prompts, segments != 0), _append(engine, rows, keys.reshape(shape), logits, no_guesses, 0)
 
 
 @functools.partial(jax.jit, static_argnames=("engine", "size"))
 def _seat(engine: Engine, bank: Prompts, rows: Rows, keys, slots: Slots | None, grid: Grid, sources, size: int):
     """The grid's prompts and slots, with row caches for `size` tokens: of `slots`, those of the slots `sources`."""
     shards, g, r = grid.row.shape
-    axis = 1 if engine.decoder.config.scan_layers else 0  # of the grid's places in caches: after the layers
+    axis = _places_axis(engine)
     everyone = (shards * g, r) == rows.length.shape and slots is None
     places = bank
     if not everyone:
-        places = jax.tree.map(lambda x: _take(x, grid.prompt, axis), bank.cache)
-        places = Prompts(places, _take(bank.mask, grid.prompt, 0))
+        places = jax.tree.map(lambda x: _take(x, grid.prompt, axis, "heads"), bank.cache)
+        places = Prompts(places, *(_take(x, grid.prompt, 0) for x in (bank.tokens, bank.mask)))
     if slots is None:
         cache = _per_layer(lambda layer: empty_rows(layer, r, size), places.cache)
     else:
 
         def move(x):
-            whole = x.reshape(*x.shape[:axis], -1, *x.shape[axis + 2 :])
-            return _take(whole, sources, axis).reshape(*x.shape[:axis], shards * g, r, *x.shape[axis + 2 :])
+            taken = _take(_flat(x, axis), sources, axis, "heads")
+            return taken.reshape(*x.shape[:axis], shards * g, r, *x.shape[axis + 2 :])
 
         cache = jax.tree.map(move, slots.cache)
 
@@ -276,58 +288,134 @@ def _sources(old: Grid, new: Grid) -> np.ndarray:
     return sources
 
 
-def _take(x, index, axis: int):
-    """Entries `index` `[shards, m]` along `axis`, each from its own shard's part: no data moves between devices."""
+def _take(x, index, axis: int, *dims: str | None):
+    """Entries `index` `[shards, m]` along `axis`, each from its own shard's part: no data moves between devices.
+
+    `dims` are those behind the axis, for `constrain`.
+    """
     parts = x.reshape(*x.shape[:axis], len(index), -1, *x.shape[axis + 1 :])
     taken = jax.vmap(lambda a, i: jnp.take(a, i, axis=axis), in_axes=(axis, 0), out_axes=axis)(parts, index)
     taken = taken.reshape(*x.shape[:axis], -1, *x.shape[axis + 1 :])
-    return constrain(taken, *(None,) * axis, "rows", *(None,) * (taken.ndim - axis - 1))
+    return constrain(taken, *(None,) * axis, "rows", *dims, *(None,) * (taken.ndim - axis - 1 - len(dims)))
+
+
+def _flat(x, axis: int):
+    """x with its axes `axis` and `axis + 1` as one."""
+    return x.reshape(*x.shape[:axis], -1, *x.shape[axis + 2 :])
 
 
 @functools.partial(jax.jit, static_argnames="engine", donate_argnames="slots")
 def _decode_chunk(engine: Engine, params, places: Prompts, slots: Slots, steps, few=0) -> Slots:
     """`steps` decode steps, or fewer: until no shard has more than `few` rows that go on."""
     model = engine.decoder.bind(params)
-    prompt_length = places.mask.sum(-1)[:, None]
-    start = slots.steps
+    start, room = slots.steps, jax.tree.leaves(slots.cache)[0].shape[-1]
 
     def step(slots: Slots) -> Slots:
         rows = slots.rows
         last = rows.length - 1  # the newest token, sampled but not yet in the cache
-        tokens = jnp.take_along_axis(rows.tokens, last[:, :, None], axis=-1)[:, :, 0]
-        hidden, cache = model.decode(tokens, prompt_length + last, places.cache, places.mask, slots.cache, last)
-        logits = model.logits(hidden).reshape(tokens.size, -1)
-        return Slots(cache, _append(engine, rows, slots.keys, logits), slots.keys, slots.steps + 1)
+        ahead = _ahead(engine, places, rows)
+        positions = (places.mask.sum(-1)[:, None] + last)[..., None] + jnp.arange(1 + engine.drafts)
+        flat = (len(last), -1)
+        hidden, cache = model.decode(
+            ahead.reshape(flat), positions.reshape(flat), places.cache, places.mask, slots.cache, last
+        )
+        logits = model.logits(hidden).reshape(*ahead.shape, -1)
+        rows = _append(engine, rows, slots.keys, logits, ahead[..., 1:], room)
+        return Slots(cache, rows, slots.keys, slots.steps + 1)
 
     def more(slots: Slots):
         live = ~_ended(slots.rows)
-        return (slots.steps < start + steps) & (live.reshape(_shards(), -1).sum(-1).max() > few)
+        go_on = (slots.steps < start + steps) & (live.reshape(_shards(), -1).sum(-1).max() > few)
+        # Rows whose guesses are right may fill their caches before the steps are done.
+        return go_on & (jnp.where(live, slots.rows.length, 0).max() <= room) if engine.drafts else go_on
 
     return jax.lax.while_loop(more, step, slots)
+
+
+def _ahead(engine: Engine, places: Prompts, rows: Rows):
+    """The newest token of each row and those that are computed beside it `[G,R,W]`: given ones, or guessed."""
+    at = rows.length[..., None] - 1 + jnp.arange(1 + engine.drafts)
+    held = jnp.take_along_axis(rows.tokens, jnp.minimum(at, rows.tokens.shape[-1] - 1), axis=-1)
+    if not engine.drafts:
+        return held
+    guessed = guesses(places.tokens, places.mask, rows.tokens, rows.length, engine.drafts)
+    is_held = at < jnp.maximum(rows.known, rows.length)[..., None]
+    return jnp.where(is_held, held, jnp.concatenate([held[..., :1], guessed], axis=-1))
+
+
+@functools.partial(jax.jit, static_argnames=("engine", "width"), donate_argnames="slots")
+def _read(engine: Engine, params, places: Prompts, slots: Slots, index, width: int) -> Slots:
+    """The slots after up to `width` given tokens in each of those in `index` `[shards, m]`; past the end there is none.
+
+    The newest token of a row enters its cache with the next one, so the last given one is decoded like others.
+    """
+    shards, axis = len(index), _places_axis(engine)
+    g, r = slots.rows.length.shape
+    here = jnp.minimum(index, g * r // shards - 1)
+    rows = Rows(*(_take(_flat(x, 0), here, 0) for x in slots.rows))
+    prompt = jax.tree.map(lambda x: _take(x, here // r, axis, "heads"), places.cache)
+    cache = jax.tree.map(lambda x: jnp.expand_dims(_take(_flat(x, axis), here, axis, "heads"), axis + 1), slots.cache)
+    mask, last = _take(places.mask, here // r, 0), rows.length - 1
+    ahead = last[:, None] + jnp.arange(width)
+    tokens = jnp.take_along_axis(rows.tokens, jnp.minimum(ahead, rows.tokens.shape[-1] - 1), axis=-1)
+    positions, model = mask.sum(-1)[:, None] + ahead, engine.decoder.bind(params)
+    _, cache = model.decode(tokens, positions, prompt, mask, cache, last[:, None])
+
+    def put(whole, part, axis):
+        parts = (x.reshape(*x.shape[:axis], shards, -1, *x.shape[axis + 2 :]) for x in (whole, part))
+        write = functools.partial(_put, axis=axis)
+        return jax.vmap(write, (axis, 0, axis), axis)(next(parts), index, next(parts)).reshape(whole.shape)
+
+    cache = jax.tree.map(lambda whole, part: put(whole, part, axis), slots.cache, cache)
+    length = put(slots.rows.length, (rows.length + jnp.minimum(_given(rows), width))[:, None], 0)
+    return slots._replace(cache=cache, rows=slots.rows._replace(length=length))
+
+
+def _put(x, index, y, axis: int):
+    """x with y at the places `index` of an axis; those past the end are dropped."""
+    return x.at[(slice(None),) * axis + (index,)].set(y, mode="drop")
 
 
 def _ended(rows: Rows):
     return rows.finished | (rows.length >= rows.limit)
 
 
-def _append(engine: Engine, rows: Rows, keys, logits) -> Rows:
-    """The rows with one more token in each that has not ended: the given one, or one from logits `[rows,V]`."""
-    draw = jax.vmap(lambda key, position: jax.random.uniform(jax.random.fold_in(key, position)))
-    uniforms = draw(keys.reshape(-1), rows.length.reshape(-1))
-    tokens, logps = (x.reshape(rows.length.shape) for x in sample(logits, uniforms, engine.sampling))
-    live, given = ~_ended(rows), rows.length < rows.known
-    ends = live & ~given & jnp.isin(tokens, jnp.asarray(engine.eos, jnp.int32))
-    here = jnp.where(live & ~given, rows.length, rows.tokens.shape[-1])  # past the end: dropped
+def _given(rows: Rows):
+    """How many given tokens come next in each row."""
+    return jnp.where(_ended(rows), 0, jnp.maximum(jnp.minimum(rows.known, rows.limit) - rows.length, 0))
+
+
+def _append(engine: Engine, rows: Rows, keys, logits, guessed, room: int) -> Rows:
+    """The rows with the tokens that follow in those that have not ended: given ones, or drawn from logits `[G,R,W,V]`.
+
+    The first of W always follows. Each other was computed behind a guess, one of `[G,R,W-1]`, and follows if this is
+    the token before it and was in the cache, which has `room`.
+    """
+    width = logits.shape[-2]
+    places = rows.length[..., None] + jnp.arange(width)
+    draw = jax.vmap(lambda key, position: jax.random.uniform(jax.random.fold_in(key, position)), (None, 0))
+    uniforms = jax.vmap(draw)(keys.reshape(-1), places.reshape(-1, width))
+    drawn = sample(logits.reshape(-1, logits.shape[-1]), uniforms.reshape(-1), engine.sampling)
+    tokens, logps = (x.reshape(places.shape) for x in drawn)
+    given = places < rows.known[..., None]
+    ends = ~given & jnp.isin(tokens, jnp.asarray(engine.eos, jnp.int32))
+    right = (given | (tokens == jnp.pad(guessed, ((0, 0), (0, 0), (0, 1))))) & ~ends
+    follows = [~_ended(rows)]
+    for number in range(1, width):
+        fits = (places[..., number] < rows.limit) & (places[..., number] <= room)
+        follows.append(follows[-1] & right[..., number - 1] & fits)
+    follows = jnp.stack(follows, axis=-1)
+    here = jnp.where(follows & ~given, places, rows.tokens.shape[-1])  # past the end: dropped
     return rows._replace(
         tokens=_written(rows.tokens, here, tokens),
         logps=_written(rows.logps, here, logps),
-        length=rows.length + live,
-        finished=rows.finished | ends,
+        length=rows.length + follows.sum(-1),
+        finished=rows.finished | (follows & ends).any(-1),
     )
 
 
 def _written(rows, places, values):
-    """The rows `[G,R,C]` with values at places of each, both `[G,R]` or `[G,R,W]`; every device writes its own."""
+    """The rows `[G,R,C]` with values at places of each, both `[G,R,W]`; every device writes its own."""
     return jax.vmap(jax.vmap(lambda row, place, value: row.at[place].set(value, mode="drop")))(rows, places, values)
 
 
@@ -349,17 +437,30 @@ def _give(slots: Slots, tokens, counts, cut) -> Slots:
 
 @jax.jit
 def _status(slots: Slots):
-    """Lengths and ends of the grid's rows, and its steps, whole on every process."""
-    status = (slots.rows.length, _ended(slots.rows), slots.rows.finished, slots.steps)
+    """Lengths and ends of the grid's rows, what they are given next, and its steps, whole on every process."""
+    status = (slots.rows.length, _ended(slots.rows), slots.rows.finished, _given(slots.rows), slots.steps)
     if jax.sharding.get_abstract_mesh().empty:
         return status
     return jax.lax.with_sharding_constraint(status, PartitionSpec())
+
+
+def _with_room(slots: Slots, size: int, needed: int, longest: int) -> tuple[Slots, int]:
+    """The slots, whose row caches have room for `size` tokens, with room for `needed`, and what they have then."""
+    while size < needed:
+        size = min(2 * size, longest)
+        slots = _grow(slots, size)
+    return slots, size
 
 
 @functools.partial(jax.jit, static_argnames="size")
 def _grow(slots: Slots, size: int) -> Slots:
     """The slots with room for `size` completion tokens in the row caches."""
     return slots._replace(cache=_per_layer(lambda layer: longer_rows(layer, size), slots.cache))
+
+
+def _places_axis(engine: Engine) -> int:
+    """Of the grid's places in caches: after the layers, where these are stacked."""
+    return 1 if engine.decoder.config.scan_layers else 0
 
 
 def _per_layer(function, caches):

@@ -26,11 +26,14 @@ def prefill(net, params, tokens, segments):
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def decode(net, params, token, segments, prompt, rows, number):
-    written = jnp.full(token.shape, number)
-    positions = segments.sum(1)[:, None] + written
-    hidden, rows = net.bind(params).decode(token, positions, prompt, segments > 0, rows, written)
-    return net.bind(params).logits(hidden), rows
+def decode(net, params, tokens, segments, prompt, rows, number):
+    """Logits [B, repeats, W, V] of tokens [B, repeats, W], which come next behind `number` of each row."""
+    repeats, width = tokens.shape[1:]
+    written = jnp.full((len(tokens), repeats), number)
+    positions = segments.sum(1)[:, None] + jnp.tile(number + jnp.arange(width), repeats)
+    flat = tokens.reshape(len(tokens), -1)
+    hidden, rows = net.bind(params).decode(flat, positions, prompt, segments > 0, rows, written)
+    return net.bind(params).logits(hidden).reshape(*tokens.shape, -1), rows
 
 
 def row_caches(net, shape, steps: int):
@@ -42,16 +45,17 @@ def row_caches(net, shape, steps: int):
     return jax.tree.map(lambda x: jnp.stack([x] * net.config.layers), one)
 
 
-def continued_logits(net, params, tokens, segments, continuations):
+def continued_logits(net, params, tokens, segments, continuations, at_once: int = 1):
     """Logits [B, repeats, steps, V] of decoding the given continuations [B, repeats, steps] of prefilled prompts."""
     _, prompt = prefill(net, params, tokens, segments)
     *rows_shape, steps = continuations.shape
     rows = row_caches(net, rows_shape, steps)
     found = []
-    for number in range(steps):
-        logits, rows = decode(net, params, continuations[..., number], segments, prompt, rows, number)
+    for number in range(0, steps, at_once):
+        following = continuations[..., number : number + at_once]
+        logits, rows = decode(net, params, following, segments, prompt, rows, number)
         found.append(logits)
-    return np.stack(found, axis=2)
+    return np.concatenate(found, axis=2)
 
 
 def decode_greedily(net, params, tokens, segments, steps: int, repeats: int):
@@ -61,7 +65,7 @@ def decode_greedily(net, params, tokens, segments, steps: int, repeats: int):
     rows = row_caches(net, (len(tokens), repeats), steps)
     found = [token]
     for number in range(steps - 1):
-        logits, rows = decode(net, params, token, segments, prompt, rows, number)
-        token = logits.argmax(-1)
+        logits, rows = decode(net, params, token[..., None], segments, prompt, rows, number)
+        token = logits[:, :, 0].argmax(-1)
         found.append(token)
     return np.stack(found, axis=-1)

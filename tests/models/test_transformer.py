@@ -135,6 +135,16 @@ def test_prefill_and_decode_equal_the_full_forward(net, params, rows, scan_layer
     np.testing.assert_allclose(found, full, atol=2e-5)
 
 
+@pytest.mark.parametrize("at_once", [2, 5])
+def test_several_tokens_of_a_row_at_once(net, params, rows, at_once):
+    """As one by one, with a window that ends in the prompt or in the row, and capped scores."""
+    continuations = np.random.default_rng(2).integers(0, 31, (3, 2, 5))
+    other = Net(dataclasses.replace(CONFIG, sliding_window=3, sliding_layers=(1,), attention_softcap=2.0))
+    for each in (net, other):
+        found = continued_logits(each, params, *rows, continuations, at_once)
+        np.testing.assert_allclose(found, continued_logits(each, params, *rows, continuations), atol=2e-5)
+
+
 def test_given_positions_count_relatively(net, params, rows):
     """Rotary attention sees distances only: shifting all positions changes nothing, stretching them does."""
     tokens, segments = rows

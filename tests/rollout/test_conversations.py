@@ -1,13 +1,16 @@
 """Conversations: given tokens come in, are in no mask, and what is sampled after them is what the policy samples."""
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxrl_llm.planning.rollout import ScannedEngine
 from jaxrl_llm.policy import token_logps
+from jaxrl_llm.rollout import conversations
+from jaxrl_llm.rollout import engine as engine_module
+from jaxrl_llm.rollout.conversations import slots_to_read
+from jaxrl_llm.rollout.engine import Engine
 from jaxrl_llm.rollout.logits import Sampling
 from tests.models.decoding import padded
 from tests.rollout.test_engine import ENGINE, NET, PROMPTS
@@ -38,8 +41,8 @@ class Echo:
         return {row: self.open.pop(row) for row in ready}
 
 
-def converse(params, partner, **changes):
-    engine = dataclasses.replace(ENGINE, max_completion_length=C, **changes)
+def converse(params, partner, kind=Engine, **changes):
+    engine = kind(**vars(ENGINE) | {"max_completion_length": C} | changes)
     tokens, segments = padded([[5] * WIDTH, *PROMPTS], "left")
     rollout = engine.generate(params, tokens[1:], segments[1:], jax.random.key(0), 0, partner)
     return jax.tree.map(np.asarray, rollout)
@@ -76,6 +79,32 @@ def test_conversations_do_not_depend_on_the_schedule(params):
     other = converse(params, Echo(slow=range(0, 12, 2)), chunk=2, slots=4)
     for name in ("tokens", "segments", "mask", "lengths", "finished"):
         np.testing.assert_array_equal(getattr(one, name), getattr(other, name), err_msg=name)
+
+
+@pytest.mark.parametrize("kind", [Engine, pytest.param(ScannedEngine, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("setting", [{"chunk": 24}, {"chunk": 2, "slots": 5, "drafts": 2}], ids=str)
+def test_many_given_tokens_are_read_at_once(params, kind, setting, monkeypatch):
+    """Four of a row at a time, in rows that have them alone: the rows are those that are given them one by one."""
+    one_by_one = converse(params, Echo(words=9, slow=(1, 6)), kind, **setting | {"drafts": 0})
+    real, reads = engine_module._read, []
+    monkeypatch.setattr(engine_module, "_read", lambda *args: reads.append(args[4].shape[1]) or real(*args))
+    monkeypatch.setattr(engine_module, "READ", 4)
+    monkeypatch.setattr(conversations, "MANY", 2)
+    monkeypatch.setattr(conversations, "ROWS", 4)
+    at_once = converse(params, Echo(words=9, slow=(1, 6)), kind, **setting)
+    assert len(set(reads)) > 1
+    for name in ("tokens", "segments", "mask", "lengths", "finished"):
+        np.testing.assert_array_equal(getattr(at_once, name), getattr(one_by_one, name), err_msg=name)
+    np.testing.assert_allclose(at_once.sample_logps, one_by_one.sample_logps, atol=1e-5)
+    assert (at_once.lengths - 1).sum() <= at_once.steps.sum()
+
+
+def test_which_slots_read_next():
+    """Those with many given tokens, a few of each shard at a time; a place that none takes is past the end."""
+    given = np.array([[0, 9, 3, 64, 8], [7, 7, 7, 7, 8]])
+    np.testing.assert_array_equal(slots_to_read(given), [[1, 3, 4, 5], [4, 5, 5, 5]])
+    assert slots_to_read(np.full((2, 3), 7)) is None
+    assert slots_to_read(np.full((1, 99), 70)).tolist() == [list(range(8))]
 
 
 def test_an_answer_without_room_cuts_its_row(params):

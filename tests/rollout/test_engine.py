@@ -11,6 +11,7 @@ import pytest
 from jaxrl_llm.models.transformer import ModelConfig, Net
 from jaxrl_llm.policy import token_logps
 from jaxrl_llm.rollout import engine as engine_module
+from jaxrl_llm.rollout.drafts import guesses
 from jaxrl_llm.rollout.engine import Engine
 from jaxrl_llm.rollout.logits import Sampling
 from jaxrl_llm.rollout.schedule import Schedule
@@ -263,6 +264,38 @@ def test_a_row_does_not_depend_on_its_slot(params, setting, useful):
     assert useful < (rollout.lengths - 1).sum() / rollout.steps.sum() <= 1
 
 
+@pytest.mark.parametrize(
+    "setting",
+    [{"drafts": 2, "slots": 6, "chunk": 2}, pytest.param({"drafts": 5, "chunk": 3}, marks=pytest.mark.slow)],
+    ids=str,
+)
+def test_guesses_change_no_sample(params, setting):
+    found, _ = generate(dataclasses.replace(ENGINE, **setting), params)
+    expected, _ = generate(dataclasses.replace(ENGINE, **setting | {"drafts": 0}), params)
+    for name in ("tokens", "segments", "mask", "lengths", "finished"):
+        np.testing.assert_array_equal(getattr(found, name), getattr(expected, name), err_msg=name)
+    np.testing.assert_allclose(found.sample_logps, expected.sample_logps, atol=1e-5)
+
+
+def test_right_guesses_save_steps(params):
+    """A row needs as many steps as its text has, besides those that follow a right guess; the slowest counts."""
+    engine = dataclasses.replace(
+        ENGINE, drafts=3, sampling=Sampling(temperature=0.0), max_completion_length=60, eos=(), chunk=60, group_size=1
+    )
+    rollout, width = generate(engine, params, [PROMPTS[2], PROMPTS[2][::-1]])
+
+    def steps(text) -> int:
+        said, count = width + 1, 0  # the first token is the prefill's
+        while said < len(text):
+            rows, real = jnp.asarray(text[None, None, width:]), np.ones((1, width), bool)
+            guessed = guesses(text[None, :width], real, rows, jnp.asarray([[said - width]]), 3)[0, 0]
+            right = np.append(text[said : said + 3] == guessed[: len(text) - said], False)
+            said, count = said + 1 + int(np.argmin(right)), count + 1
+        return count
+
+    assert rollout.steps[0] == max(map(steps, rollout.tokens)) < 55
+
+
 @pytest.mark.slow
 def test_a_group_of_one_with_few_slots(params):
     one = dataclasses.replace(ENGINE, group_size=1)
@@ -329,6 +362,7 @@ ON_A_MESH = """
 import dataclasses, jax, numpy as np
 from jaxrl_llm.models.transformer import ModelConfig, Net
 from jaxrl_llm.policy import token_logps
+from jaxrl_llm.rollout.drafts import guesses
 from jaxrl_llm.rollout.engine import Engine
 from jaxrl_llm.rollout.logits import Sampling
 from jaxrl_llm.sharding import make_mesh, rows_to_global, shardings
