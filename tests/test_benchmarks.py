@@ -47,18 +47,20 @@ def test_flops_by_hand():
 
 
 def test_the_meter_takes_five_intervals():
-    def intervals(compiles, *seconds):
-        found = meter.Meter(compiles)
+    """After one that warms up, whatever it took."""
+
+    def intervals(*seconds, least=None):
+        found = meter.Meter(least)
         for one in seconds:
             if found.enough():
                 break
             found.rows.append({"seconds": one, "others": 0.0})
-        return len(found.rows), found.summary()["seconds"]
+        return found.summary()
 
-    assert intervals(True, 9, *[1.0, 2.0, 3.0, 2.5, 1.5, 7.0, 7.0]) == (6, 2.0)
-    assert intervals(True, 9, *[4.0] * 9) == (6, 4.0)
-    assert intervals(False, *[11.0] * 9) == (5, 11.0)  # as long as a first one may take that is warmed up
-    assert intervals(False, *[5.0] * 9) == (6, 5.0)
+    found = intervals(9, *[1.0, 2.0, 3.0, 2.5, 1.5, 7.0, 7.0])
+    assert found["intervals"] == [1.0, 2.0, 3.0, 2.5, 1.5] and found["seconds"] == 2.0 and found["first"] == 9
+    assert intervals(99, *[4.0] * 9)["seconds"] == 4.0
+    assert intervals(9, *[4.0] * 9, least=2)["intervals"] == [4.0, 4.0]
 
 
 def test_a_fit_of_a_line():
