@@ -513,6 +513,7 @@ def test_rows_are_written_where_they_are(net, params):
         assert set(sent) <= {"s32[]"}
 
 
+@pytest.mark.slow
 def test_the_conversations_of_one_device(net, params, monkeypatch):
     """What rows are given is read where they and their heads are."""
     monkeypatch.setattr(conversations, "MANY", 2)

@@ -31,7 +31,7 @@ CONFIGS = {
     "environment": ("kl", "environment/turns", "environment/failures", "-tools/call_frequency"),
 }
 # Each has a test of its formulas; these four differ in the parts that a run is made of.
-QUICK = ("grpo", "dapo", "gdpo", "ppo")
+QUICK = ("grpo", "gdpo", "ppo")
 EVERYWHERE = (
     "loss", "reward", "entropy", "unscorable_rows", "frac_reward_zero_std", "completions/clipped_ratio",
     "sampling/sampling_logp_difference/mean", "sampling/sampling_logp_difference/max",

@@ -50,6 +50,7 @@ def test_exporting_changes_nothing_in_the_run(tiny_run, tmp_path):
     assert {file: file.stat().st_mtime_ns for file in tiny_run.output_dir.rglob("*")} == before
 
 
+@pytest.mark.slow
 def test_command_on_other_devices(tiny_run, run_python, tmp_path):
     result = run_python(
         "-m", "jaxrl_llm.export", f"--run={tiny_run.output_dir}", "--output=exported", "--step=2", devices=4

@@ -82,7 +82,11 @@ def test_conversations_do_not_depend_on_the_schedule(params):
 
 
 @pytest.mark.parametrize("kind", [Engine, pytest.param(ScannedEngine, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("setting", [{"chunk": 24}, {"chunk": 2, "slots": 5, "drafts": 2}], ids=str)
+@pytest.mark.parametrize(
+    "setting",
+    [{"chunk": 24, "drafts": 2}, pytest.param({"chunk": 2, "slots": 5}, marks=pytest.mark.slow)],
+    ids=str,
+)
 def test_many_given_tokens_are_read_at_once(params, kind, setting, monkeypatch):
     """Four of a row at a time, in rows that have them alone: the rows are those that are given them one by one."""
     one_by_one = converse(params, Echo(words=9, slow=(1, 6)), kind, **setting | {"drafts": 0})

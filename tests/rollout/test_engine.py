@@ -264,11 +264,8 @@ def test_a_row_does_not_depend_on_its_slot(params, setting, useful):
     assert useful < (rollout.lengths - 1).sum() / rollout.steps.sum() <= 1
 
 
-@pytest.mark.parametrize(
-    "setting",
-    [{"drafts": 2, "slots": 6, "chunk": 2}, pytest.param({"drafts": 5, "chunk": 3}, marks=pytest.mark.slow)],
-    ids=str,
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("setting", [{"drafts": 2, "slots": 6, "chunk": 2}, {"drafts": 5, "chunk": 3}], ids=str)
 def test_guesses_change_no_sample(params, setting):
     found, _ = generate(dataclasses.replace(ENGINE, **setting), params)
     expected, _ = generate(dataclasses.replace(ENGINE, **setting | {"drafts": 0}), params)

@@ -93,6 +93,7 @@ def test_which_parameters_are_in_eight_bits(kind):
         assert {dtype for path, dtype in found.items() if not path.endswith("codes")} == {jnp.dtype("float32")}
 
 
+@pytest.mark.slow
 def test_adapters_are_in_the_codes(params):
     net = NET.with_lora(lora.LoraConfig(4, alpha=8.0))
     made = lora.adapters_of(net.init(jax.random.key(2)))

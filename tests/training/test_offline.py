@@ -191,7 +191,14 @@ def test_a_resumed_run_equals_an_undisturbed_one(tmp_path):
 # --- held-out rows ---
 
 
-@pytest.mark.parametrize(("loss", "task"), [("dpo", "sort_pairs"), ("kto", "sort_labels"), ("aot", "sort_pairs")])
+@pytest.mark.parametrize(
+    ("loss", "task"),
+    [
+        ("kto", "sort_labels"),
+        pytest.param("dpo", "sort_pairs", marks=pytest.mark.slow),
+        pytest.param("aot", "sort_pairs", marks=pytest.mark.slow),
+    ],
+)
 def test_held_out_rows_are_one_batch(loss, task):
     """Whatever the size of the parts, and with a last one that is filled up."""
     found = []
