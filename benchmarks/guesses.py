@@ -8,13 +8,12 @@ Prints the table of docs/performance.md. Seconds are medians of three rollouts a
 import jaxrl_llm  # noqa: F401 isort: skip  # first, before NumPy, as in a command: see jaxrl_llm/heap.py
 
 import dataclasses
-import statistics
 import sys
-import time
 
 import jax
 import numpy as np
 
+from benchmarks.meter import Meter
 from benchmarks.page import table
 from jaxrl_llm.models.model import load_model
 from jaxrl_llm.rollout.engine import Engine
@@ -49,13 +48,11 @@ def main(model_path: str) -> None:
 
 def seconds(engine: Engine, params, prompt: list[int]) -> tuple[float, float]:
     """Of a rollout, and the tokens that each decode step of a row gave."""
-    tokens = np.asarray([prompt], np.int32)
-    taken = []
-    for _ in range(1 + TURNS):
-        began = time.perf_counter()
-        rollout = jax.block_until_ready(engine.generate(params, tokens, np.ones_like(tokens), jax.random.key(0)))
-        taken.append(time.perf_counter() - began)
-    return statistics.median(taken[1:]), float((rollout.lengths - 1).sum() / rollout.steps.sum())
+    tokens, meter = np.asarray([prompt], np.int32), Meter(TURNS)
+    rollout = meter.measure(
+        lambda: jax.block_until_ready(engine.generate(params, tokens, np.ones_like(tokens), jax.random.key(0)))
+    )
+    return meter.summary()["seconds"], float((rollout.lengths - 1).sum() / rollout.steps.sum())
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ CONFIGS = {
     "kl_cov": ("-kl", "-clip_ratio/region_mean"),
     "environment": ("kl", "environment/turns", "environment/failures", "-tools/call_frequency"),
 }
-# Each has a test of its formulas; these four differ in the parts that a run is made of.
+# Each has a test of its formulas; these three differ in the parts that a run is made of.
 QUICK = ("grpo", "gdpo", "ppo")
 EVERYWHERE = (
     "loss", "reward", "entropy", "unscorable_rows", "frac_reward_zero_std", "completions/clipped_ratio",

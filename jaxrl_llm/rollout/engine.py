@@ -260,7 +260,7 @@ def _seat(engine: Engine, bank: Prompts, rows: Rows, keys, slots: Slots | None, 
     def seated(x):
         return _take(x, jnp.maximum(grid.row, 0).reshape(shards, -1), 0).reshape(shards * g, r, *x.shape[1:])
 
-    own = Rows(*(seated(x.reshape(-1, *x.shape[2:])) for x in rows))
+    own = Rows(*(seated(_flat(x, 0)) for x in rows))
     own = own._replace(finished=own.finished | (grid.row == IDLE).reshape(shards * g, r))
     return places, Slots(cache, own, seated(keys), jnp.zeros((), jnp.int32))
 
@@ -270,13 +270,7 @@ def _collect(rows: Rows, slots: Slots, grid: Grid, shards: int) -> Rows:
     """All rows, with what those in the grid have sampled."""
     count = rows.length.size // shards
     index = jnp.where(grid.row == IDLE, count, grid.row).reshape(shards, -1)  # past the end: dropped
-
-    def write(whole, part):
-        local = whole.reshape(shards, count, *whole.shape[2:])
-        part = part.reshape(shards, -1, *part.shape[2:])
-        return jax.vmap(lambda x, i, y: x.at[i].set(y, mode="drop"))(local, index, part).reshape(whole.shape)
-
-    return Rows(*map(write, rows, slots.rows))
+    return jax.tree.map(lambda whole, part: _put(whole, index, part, 0), rows, slots.rows)
 
 
 def _sources(old: Grid, new: Grid) -> np.ndarray:
@@ -299,6 +293,17 @@ def _take(x, index, axis: int, *dims: str | None):
     return constrain(taken, *(None,) * axis, "rows", *dims, *(None,) * (taken.ndim - axis - 1 - len(dims)))
 
 
+def _put(whole, index, part, axis: int):
+    """The whole with the part's entries at `index` `[shards, m]`, each in its own shard; past the end they are dropped.
+
+    `axis` and the next one are those of places and rows, in both; m goes over the part's.
+    """
+    cut, own = (x.reshape(*x.shape[:axis], len(index), -1, *x.shape[axis + 2 :]) for x in (whole, part))
+    lead = (slice(None),) * axis
+    write = jax.vmap(lambda x, i, y: x.at[(*lead, i)].set(y, mode="drop"), in_axes=(axis, 0, axis), out_axes=axis)
+    return write(cut, index, own).reshape(whole.shape)
+
+
 def _flat(x, axis: int):
     """x with its axes `axis` and `axis + 1` as one."""
     return x.reshape(*x.shape[:axis], -1, *x.shape[axis + 2 :])
@@ -313,9 +318,8 @@ def _decode_chunk(engine: Engine, params, places: Prompts, slots: Slots, steps, 
     def step(slots: Slots) -> Slots:
         rows = slots.rows
         last = rows.length - 1  # the newest token, sampled but not yet in the cache
-        ahead = _ahead(engine, places, rows)
-        positions = (places.mask.sum(-1)[:, None] + last)[..., None] + jnp.arange(1 + engine.drafts)
-        flat = (len(last), -1)
+        at, ahead = _ahead(engine, places, rows)
+        positions, flat = places.mask.sum(-1)[:, None, None] + at, (len(last), -1)
         hidden, cache = model.decode(
             ahead.reshape(flat), positions.reshape(flat), places.cache, places.mask, slots.cache, last
         )
@@ -332,15 +336,20 @@ def _decode_chunk(engine: Engine, params, places: Prompts, slots: Slots, steps, 
     return jax.lax.while_loop(more, step, slots)
 
 
+def _held(rows: Rows, width: int):
+    """The places of the newest token of each row and of the next ones, `[..., width]`, and what the row holds there."""
+    at = rows.length[..., None] - 1 + jnp.arange(width)
+    return at, jnp.take_along_axis(rows.tokens, jnp.minimum(at, rows.tokens.shape[-1] - 1), axis=-1)
+
+
 def _ahead(engine: Engine, places: Prompts, rows: Rows):
-    """The newest token of each row and those that are computed beside it `[G,R,W]`: given ones, or guessed."""
-    at = rows.length[..., None] - 1 + jnp.arange(1 + engine.drafts)
-    held = jnp.take_along_axis(rows.tokens, jnp.minimum(at, rows.tokens.shape[-1] - 1), axis=-1)
+    """Places and tokens `[G,R,W]` of each row's newest token and of those beside it, which are given or guessed."""
+    at, held = _held(rows, 1 + engine.drafts)
     if not engine.drafts:
-        return held
+        return at, held
     guessed = guesses(places.tokens, places.mask, rows.tokens, rows.length, engine.drafts)
     is_held = at < jnp.maximum(rows.known, rows.length)[..., None]
-    return jnp.where(is_held, held, jnp.concatenate([held[..., :1], guessed], axis=-1))
+    return at, jnp.where(is_held, held, jnp.concatenate([held[..., :1], guessed], axis=-1))
 
 
 @functools.partial(jax.jit, static_argnames=("engine", "width"), donate_argnames="slots")
@@ -355,25 +364,12 @@ def _read(engine: Engine, params, places: Prompts, slots: Slots, index, width: i
     rows = Rows(*(_take(_flat(x, 0), here, 0) for x in slots.rows))
     prompt = jax.tree.map(lambda x: _take(x, here // r, axis, "heads"), places.cache)
     cache = jax.tree.map(lambda x: jnp.expand_dims(_take(_flat(x, axis), here, axis, "heads"), axis + 1), slots.cache)
-    mask, last = _take(places.mask, here // r, 0), rows.length - 1
-    ahead = last[:, None] + jnp.arange(width)
-    tokens = jnp.take_along_axis(rows.tokens, jnp.minimum(ahead, rows.tokens.shape[-1] - 1), axis=-1)
-    positions, model = mask.sum(-1)[:, None] + ahead, engine.decoder.bind(params)
-    _, cache = model.decode(tokens, positions, prompt, mask, cache, last[:, None])
-
-    def put(whole, part, axis):
-        parts = (x.reshape(*x.shape[:axis], shards, -1, *x.shape[axis + 2 :]) for x in (whole, part))
-        write = functools.partial(_put, axis=axis)
-        return jax.vmap(write, (axis, 0, axis), axis)(next(parts), index, next(parts)).reshape(whole.shape)
-
-    cache = jax.tree.map(lambda whole, part: put(whole, part, axis), slots.cache, cache)
-    length = put(slots.rows.length, (rows.length + jnp.minimum(_given(rows), width))[:, None], 0)
-    return slots._replace(cache=cache, rows=slots.rows._replace(length=length))
-
-
-def _put(x, index, y, axis: int):
-    """x with y at the places `index` of an axis; those past the end are dropped."""
-    return x.at[(slice(None),) * axis + (index,)].set(y, mode="drop")
+    mask, (at, tokens) = _take(places.mask, here // r, 0), _held(rows, width)
+    positions, model = mask.sum(-1)[:, None] + at, engine.decoder.bind(params)
+    _, cache = model.decode(tokens, positions, prompt, mask, cache, at[:, :1])
+    cache = jax.tree.map(lambda whole, part: _put(whole, index, part, axis), slots.cache, cache)
+    length = (rows.length + jnp.minimum(_given(rows), width))[:, None]
+    return slots._replace(cache=cache, rows=slots.rows._replace(length=_put(slots.rows.length, index, length, 0)))
 
 
 def _ended(rows: Rows):
@@ -399,11 +395,11 @@ def _append(engine: Engine, rows: Rows, keys, logits, guessed, room: int) -> Row
     tokens, logps = (x.reshape(places.shape) for x in drawn)
     given = places < rows.known[..., None]
     ends = ~given & jnp.isin(tokens, jnp.asarray(engine.eos, jnp.int32))
-    right = (given | (tokens == jnp.pad(guessed, ((0, 0), (0, 0), (0, 1))))) & ~ends
+    right = (given[..., :-1] | (tokens[..., :-1] == guessed)) & ~ends[..., :-1]
+    fits = (places < rows.limit[..., None]) & (places <= room)
     follows = [~_ended(rows)]
     for number in range(1, width):
-        fits = (places[..., number] < rows.limit) & (places[..., number] <= room)
-        follows.append(follows[-1] & right[..., number - 1] & fits)
+        follows.append(follows[-1] & right[..., number - 1] & fits[..., number])
     follows = jnp.stack(follows, axis=-1)
     here = jnp.where(follows & ~given, places, rows.tokens.shape[-1])  # past the end: dropped
     return rows._replace(

@@ -359,7 +359,6 @@ ON_A_MESH = """
 import dataclasses, jax, numpy as np
 from jaxrl_llm.models.transformer import ModelConfig, Net
 from jaxrl_llm.policy import token_logps
-from jaxrl_llm.rollout.drafts import guesses
 from jaxrl_llm.rollout.engine import Engine
 from jaxrl_llm.rollout.logits import Sampling
 from jaxrl_llm.sharding import make_mesh, rows_to_global, shardings
