@@ -15,10 +15,10 @@ import jax.numpy as jnp
 
 from jaxrl_llm.algorithms.batch import Batch
 from jaxrl_llm.config import default
+from jaxrl_llm.distributed.sharding import make_mesh
 from jaxrl_llm.models.lora import LoraConfig, split
 from jaxrl_llm.models.transformer import ModelConfig, Net
-from jaxrl_llm.sharding import make_mesh
-from jaxrl_llm.training.objectives import sft
+from jaxrl_llm.training.objectives.policy_gradient import sft
 from jaxrl_llm.training.optimizers import make_optimizer
 from jaxrl_llm.training.update import Frozen, State, make_update
 

@@ -86,8 +86,8 @@ def configuration(point: Point, attention: str, folder: str):
 
 def child(number: int, attention: str) -> None:
     """Prints the bytes of temporaries of one update as JSON; runs in a process of its own."""
-    from jaxrl_llm.planning.planned import make_plan
-    from jaxrl_llm.planning.topology import target
+    from jaxrl_llm.tools.plan.planned import make_plan
+    from jaxrl_llm.tools.plan.topology import target
 
     point = POINTS[number]
     with tempfile.TemporaryDirectory() as folder:

@@ -8,10 +8,7 @@ The model is the 5 M-parameter qwen2 of benchmarks/cases.py. Seconds are medians
 program needs besides its arguments.
 """
 
-import jaxrl_llm  # noqa: F401 isort: skip  # first, before NumPy, as in a command: see jaxrl_llm/heap.py
-
 import argparse
-import ctypes
 import dataclasses
 import functools
 import json
@@ -33,13 +30,12 @@ from benchmarks.folders import folder_of
 from benchmarks.page import table
 from benchmarks.run import CACHE, STORE
 from benchmarks.task import Task
-from jaxrl_llm import head, heap
-from jaxrl_llm.models import products, transformer
+from jaxrl_llm.models import chunked_softmax, cpu_matmul, transformer
+from jaxrl_llm.models.logprobs import chunked_logps
 from jaxrl_llm.models.transformer import Net
-from jaxrl_llm.policy import chunked_logps
-from jaxrl_llm.rollout import conversations
+from jaxrl_llm.rollout import multi_turn
 from jaxrl_llm.rollout.engine import Engine
-from jaxrl_llm.training.build import Run, build_mesh
+from jaxrl_llm.training.setup import Run, build_mesh
 from jaxrl_llm.training.update import whole
 
 TURNS = 3
@@ -173,14 +169,14 @@ def given_tokens(task: Task) -> Measured:
     eos = tuple(range(task.shape.config["vocab_size"] // 16))
     parts = _parts(_config(task, rollout__max_completion_length=192), ours.data_of(task))
     engine, params = _engine(parts, eos=eos), whole(parts.state, parts.frozen).params
-    tokens, key, usual = np.asarray(prompts(task.shape), np.int32), jax.random.key(1), conversations.MANY
+    tokens, key, usual = np.asarray(prompts(task.shape), np.int32), jax.random.key(1), multi_turn.MANY
 
     def work(many: int):
-        conversations.MANY = many
+        multi_turn.MANY = many
         try:
             return engine.generate(params, tokens, np.ones_like(tokens), key, partner=Tool()).tokens
         finally:
-            conversations.MANY = usual
+            multi_turn.MANY = usual
 
     return measured(*(Side(functools.partial(work, many)) for many in (sys.maxsize, usual)))
 
@@ -281,34 +277,18 @@ def donation(task: Task) -> Measured:
     return measured(Side(off, memory[0]), Side(on, memory[1]))
 
 
-def kept_memory(task: Task) -> Measured:
-    """Memory that programs free stays with the process (heap.py): against fresh pages at every step."""
-    side = _update(task, ours.data_of(task))
-    mallopt = ctypes.CDLL(None).mallopt
-
-    def returning():
-        for name, value in DEFAULTS.items():
-            mallopt(heap.KEEP[name][0], value)
-        try:
-            return jax.block_until_ready(side.work())
-        finally:
-            heap.keep_freed()
-
-    return measured(Side(returning), Side(side.work))
-
-
 def one_pass(task: Task) -> Measured:
     """The sum of a softmax and that of its entropy as XLA is quickest at them: against two plain sums."""
 
     def apart(x, y):
         return x.sum(-1), (x * y).sum(-1)
 
-    return _replaced(task, head, "_two_sums", apart)
+    return _replaced(task, chunked_softmax, "_two_sums", apart)
 
 
 def products_of_16_bits(task: Task) -> Measured:
     """On CPUs, products in bfloat16 in the forms that matrix units compute (products.py): against plain ones."""
-    return _replaced(task, products, "_is_special", lambda x: False, model__dtype="bfloat16")
+    return _replaced(task, cpu_matmul, "_is_special", lambda x: False, model__dtype="bfloat16")
 
 
 def layers_apart(task: Task) -> Measured:
@@ -331,9 +311,8 @@ def _replaced(task: Task, module: Any, name: str, other: Callable, **changes) ->
 EFFECTS = {
     x.__name__: x
     for x in (rows_leave, slots, finer_grids, given_tokens, shared_prompts, unrolled, packing, packing_sft,
-              micro_batches, chunked_head, one_pass, layers_apart, products_of_16_bits, kept_memory, remat, donation)
+              micro_batches, chunked_head, one_pass, layers_apart, products_of_16_bits, remat, donation)
 }  # fmt: skip
-DEFAULTS = {"M_MMAP_MAX": 2**16, "M_TRIM_THRESHOLD": 2**17}  # glibc's own
 SMALL = Shape(4, 4, 32, 24, 96, pairs=4, rows=16, config=SHAPES["qwen2"].config)
 
 

@@ -5,8 +5,6 @@
 Prints the table of docs/performance.md. Seconds are medians of three rollouts after one that compiles.
 """
 
-import jaxrl_llm  # noqa: F401 isort: skip  # first, before NumPy, as in a command: see jaxrl_llm/heap.py
-
 import dataclasses
 import sys
 
@@ -17,7 +15,7 @@ from benchmarks.meter import Meter
 from benchmarks.page import table
 from jaxrl_llm.models.model import load_model
 from jaxrl_llm.rollout.engine import Engine
-from jaxrl_llm.rollout.logits import Sampling
+from jaxrl_llm.rollout.sampling import Sampling
 
 TEXT = (
     "The old lighthouse keeper climbed the stairs every evening to light the lamp. The old lighthouse keeper wrote "

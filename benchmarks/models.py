@@ -23,14 +23,14 @@ import transformers
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from benchmarks.page import table
+from jaxrl_llm.distributed.sharding import make_mesh, path_name
 from jaxrl_llm.models import hf
 from jaxrl_llm.models.families import family_of
+from jaxrl_llm.models.logprobs import last_scores
 from jaxrl_llm.models.lora import LoraConfig
 from jaxrl_llm.models.model import Model, add_adapters, load_model, save_hf
 from jaxrl_llm.models.rope import KINDS
-from jaxrl_llm.models.weights import stored_tensors
-from jaxrl_llm.policy import last_scores
-from jaxrl_llm.sharding import make_mesh, path_name
+from jaxrl_llm.models.safetensors import stored_tensors
 from tests.models import oracles
 from tests.models.decoding import padded
 

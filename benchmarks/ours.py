@@ -3,8 +3,6 @@
 Prints medians, and the phases of a step, for benchmarks/run.py.
 """
 
-import jaxrl_llm  # noqa: F401 isort: skip  # first, before NumPy, as in a command: see jaxrl_llm/heap.py
-
 import dataclasses
 import sys
 import tempfile
@@ -28,9 +26,8 @@ from benchmarks.cases import (
 from benchmarks.meter import Meter, report
 from benchmarks.task import Task, dtype
 from jaxrl_llm.config import ConfigDict, default
-from jaxrl_llm.heap import give_back
 from jaxrl_llm.rollout.engine import Engine
-from jaxrl_llm.training.build import Run, build, build_mesh
+from jaxrl_llm.training.setup import Run, build, build_mesh
 from jaxrl_llm.training.update import whole
 
 SCALES = (1, 2, 4, 8, 16)
@@ -119,8 +116,6 @@ class Stepper:
             self.state, metrics = parts.update(self.state, parts.pack(experience.batch), parts.frozen)
             metrics = {name: float(x) for name, x in jax.device_get(experience.metrics | metrics).items()}
             jax.block_until_ready(self.state)
-        if self.number == 1:
-            give_back()  # as training does
         useful = "rollout/useful_token_fraction"
         return {**parts.watch.take(), **({"useful": metrics[useful]} if useful in metrics else {})}
 

@@ -8,10 +8,11 @@ Each case runs in a process of its own, on this machine's CPU: the configuration
 the largest resident memory of the second, less that before anything was built, is set beside the plan's peak. Of that,
 
 - the process itself (modules, data, compiled programs) is what is resident between steps, less the arrays alive then;
-- kept is what programs had freed and `jaxrl_llm.heap` had kept: the third step gives it back between its programs.
+- kept is what programs had freed and malloc had kept: the third step gives it back between its programs.
 """
 
 import argparse
+import ctypes
 import gc
 import json
 import shutil
@@ -46,10 +47,8 @@ def status(name: str) -> int:
 
 def settle() -> None:
     """Gives back what was freed, and forgets the largest resident memory so far."""
-    from jaxrl_llm.heap import give_back  # here, as the other imports of the library: the parent needs none
-
     gc.collect()
-    give_back()
+    ctypes.CDLL(None).malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")
 
 
@@ -67,15 +66,15 @@ def larger_model(source: Path, folder: Path, width: int) -> None:
 def child(case: str) -> dict[str, float]:
     """The plan's peak, the measured one, and what of that is the process itself and kept, of a case, in bytes."""
     import jax
+    from jaxrl_llm.tools.plan.dry_run import widths
 
-    from jaxrl_llm.command_line import load_config_file
     from jaxrl_llm.config import assign
+    from jaxrl_llm.config.flags import load_config_file
     from jaxrl_llm.models import hf
-    from jaxrl_llm.planning.dry_run import widths
-    from jaxrl_llm.planning.planned import make_plan
-    from jaxrl_llm.planning.topology import at_hand_target
+    from jaxrl_llm.tools.plan.planned import make_plan
+    from jaxrl_llm.tools.plan.topology import at_hand_target
     from jaxrl_llm.train import _improve
-    from jaxrl_llm.training.build import build
+    from jaxrl_llm.training.setup import build
     from jaxrl_llm.training.update import whole
 
     name, width, keys = CASES[case]

@@ -53,8 +53,8 @@ def configuration(kind: str, devices: int, folder: str):
 
 def compiled(devices: int, kinds: list[str]) -> dict[str, Any]:
     """The update on so many simulated devices: what one of them computes, holds and sends."""
-    from jaxrl_llm.planning.planned import make_plan
-    from jaxrl_llm.planning.topology import target
+    from jaxrl_llm.tools.plan.planned import make_plan
+    from jaxrl_llm.tools.plan.topology import target
 
     found = {}
     with tempfile.TemporaryDirectory() as folder:
@@ -80,9 +80,9 @@ def real(devices: int) -> dict[str, float]:
     """What a real GRPO step of the embedded model measures on so many simulated devices."""
     import jax
 
-    from jaxrl_llm.command_line import load_config_file
+    from jaxrl_llm.config.flags import load_config_file
     from jaxrl_llm.train import _improve
-    from jaxrl_llm.training.build import build, build_mesh
+    from jaxrl_llm.training.setup import build, build_mesh
     from jaxrl_llm.training.update import whole
 
     config = load_config_file(f"{ROOT / 'configs' / 'grpo.py'}:tiny")

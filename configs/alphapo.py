@@ -8,7 +8,7 @@ likelihood that SimPO's logarithm spends; `algorithm.alphapo_alpha` near 0 is Si
 
 from pathlib import Path
 
-from jaxrl_llm.names import import_file
+from jaxrl_llm.config.resolve import import_file
 
 
 def get_config(arg: str = ""):

@@ -11,7 +11,7 @@ never seen, and the reward is 1 when `1` comes back too. See docs/environments.m
 
 from pathlib import Path
 
-from jaxrl_llm.names import import_file
+from jaxrl_llm.config.resolve import import_file
 
 
 def get_config(arg: str = ""):

@@ -9,7 +9,7 @@ beside it.
 
 from pathlib import Path
 
-from jaxrl_llm.names import import_file
+from jaxrl_llm.config.resolve import import_file
 
 
 def get_config(arg: str = ""):

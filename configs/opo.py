@@ -8,7 +8,7 @@ update a step and neither clip nor KL term nor division by a standard deviation.
 
 from pathlib import Path
 
-from jaxrl_llm.names import import_file
+from jaxrl_llm.config.resolve import import_file
 
 
 def get_config(arg: str = ""):

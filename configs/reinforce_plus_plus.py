@@ -10,7 +10,7 @@ returns are normalised over all tokens of the batch. It starts from grpo.py besi
 
 from pathlib import Path
 
-from jaxrl_llm.names import import_file
+from jaxrl_llm.config.resolve import import_file
 
 
 def get_config(arg: str = ""):

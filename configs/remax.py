@@ -8,7 +8,7 @@ division by a standard deviation. It starts from grpo.py beside it.
 
 from pathlib import Path
 
-from jaxrl_llm.names import import_file
+from jaxrl_llm.config.resolve import import_file
 
 
 def get_config(arg: str = ""):

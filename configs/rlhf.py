@@ -1,6 +1,6 @@
 """Reinforcement learning from preferences in three stages on the embedded model (arXiv 2203.02155):
 
-    python -m jaxrl_llm.chain --stages=configs/rlhf.py --output_dir=runs/rlhf
+    python -m jaxrl_llm stages --stages=configs/rlhf.py --output_dir=runs/rlhf
 
 `sft` learns from demonstrations, `reward_model` from pairs of answers, starting from the former; `ppo` trains the
 former with the scores of the latter, which is also what its critic starts from. Nothing after the demonstrations sees
@@ -13,7 +13,7 @@ finds wrong answers that the reward model likes.
 
 from pathlib import Path
 
-from jaxrl_llm.names import import_file
+from jaxrl_llm.config.resolve import import_file
 
 
 def get_stages(folder: str, arg: str = ""):

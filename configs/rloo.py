@@ -10,7 +10,7 @@ the score, and the ratio is that of the whole completion. It starts from grpo.py
 
 from pathlib import Path
 
-from jaxrl_llm.names import import_file
+from jaxrl_llm.config.resolve import import_file
 
 
 def get_config(arg: str = ""):

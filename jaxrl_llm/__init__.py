@@ -12,23 +12,19 @@ import sys
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from jaxrl_llm.heap import keep_freed
-
 if TYPE_CHECKING:
-    from jaxrl_llm.compare import compare as compare
+    from jaxrl_llm.commands.compare import compare as compare
+    from jaxrl_llm.commands.evaluate import evaluate as evaluate
+    from jaxrl_llm.commands.evaluate import evaluate_responses as evaluate_responses
+    from jaxrl_llm.commands.export import export as export
+    from jaxrl_llm.commands.generate import generate as generate
     from jaxrl_llm.config import ConfigError as ConfigError
     from jaxrl_llm.config import default as default_config
-    from jaxrl_llm.evaluate import evaluate as evaluate
-    from jaxrl_llm.evaluate import evaluate_responses as evaluate_responses
-    from jaxrl_llm.export import export as export
-    from jaxrl_llm.generate import generate as generate
     from jaxrl_llm.models.model import Model as Model
     from jaxrl_llm.models.model import load_model as load_model
     from jaxrl_llm.models.model import save_adapter as save_adapter
     from jaxrl_llm.models.model import save_hf as save_hf
     from jaxrl_llm.train import train as train
-
-keep_freed()  # before anything imports NumPy
 
 __version__ = "0.1.0"
 __all__ = (
@@ -50,12 +46,12 @@ __all__ = (
 _ORIGIN = {
     "ConfigError": ("config", "ConfigError"),
     "Model": ("models.model", "Model"),
-    "compare": ("compare", "compare"),
+    "compare": ("commands.compare", "compare"),
     "default_config": ("config", "default"),
-    "evaluate": ("evaluate", "evaluate"),
-    "evaluate_responses": ("evaluate", "evaluate_responses"),
-    "export": ("export", "export"),
-    "generate": ("generate", "generate"),
+    "evaluate": ("commands.evaluate", "evaluate"),
+    "evaluate_responses": ("commands.evaluate", "evaluate_responses"),
+    "export": ("commands.export", "export"),
+    "generate": ("commands.generate", "generate"),
     "load_model": ("models.model", "load_model"),
     "save_adapter": ("models.model", "save_adapter"),
     "save_hf": ("models.model", "save_hf"),

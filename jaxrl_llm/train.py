@@ -8,7 +8,6 @@ Every algorithm is `experience -> Batch -> update -> State`. One step:
 """
 
 import contextlib
-import functools
 import sys
 import time
 from dataclasses import replace
@@ -17,30 +16,28 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jaxrl_llm import processes
-from jaxrl_llm.algorithms.batch import Batch, minibatch_indices
-from jaxrl_llm.command_line import load_flags, run
-from jaxrl_llm.compiled import keep_compiled
-from jaxrl_llm.config import rows_together, to_json, validate
-from jaxrl_llm.heap import give_back
-from jaxrl_llm.keys import OFFLINE, Key
+from jaxrl_llm.commands.welcome import welcome
+from jaxrl_llm.config import to_json, validate
+from jaxrl_llm.config.flags import load_flags, run
+from jaxrl_llm.config.schema import OFFLINE, Key
+from jaxrl_llm.distributed import processes
+from jaxrl_llm.distributed.compilation_cache import keep_compiled
 from jaxrl_llm.models.model import Model
-from jaxrl_llm.sharding import row_sharding
-from jaxrl_llm.sharing.card import write_cards
-from jaxrl_llm.sharing.hub import check_push, push_run
-from jaxrl_llm.training.build import Run, build, build_mesh
-from jaxrl_llm.training.callbacks import Callbacks, load_callbacks
-from jaxrl_llm.training.checkpoint import Checkpoints, find, folder_of, free, keep_of
-from jaxrl_llm.training.evaluation import check_best
-from jaxrl_llm.training.loggers import check_installed
-from jaxrl_llm.training.metrics import Logger
-from jaxrl_llm.training.outputs import check_outputs, check_writable, export_run, write_given
-from jaxrl_llm.training.preemption import Notices, Preempted
-from jaxrl_llm.training.profile import Profiler
-from jaxrl_llm.training.records import Metrics, Records, Step
+from jaxrl_llm.tools.cards.card import write_cards
+from jaxrl_llm.tools.cards.hub import check_push, push_run
+from jaxrl_llm.training.checkpoint.manager import Checkpoints, find, folder_of, free, keep_of
+from jaxrl_llm.training.checkpoint.outputs import check_outputs, check_writable, export_run, write_given
+from jaxrl_llm.training.evaluation.run import check_best
+from jaxrl_llm.training.logging.backends import check_installed
+from jaxrl_llm.training.logging.logger import Logger
+from jaxrl_llm.training.logging.step_log import Metrics, Records, Step
+from jaxrl_llm.training.runtime.callbacks import Callbacks, load_callbacks
+from jaxrl_llm.training.runtime.preemption import Notices, Preempted
+from jaxrl_llm.training.runtime.profiler import Profiler
+from jaxrl_llm.training.runtime.watchdog import Watchdog
+from jaxrl_llm.training.setup import Run, build, build_mesh
+from jaxrl_llm.training.step import improve
 from jaxrl_llm.training.update import State, whole
-from jaxrl_llm.training.watchdog import Watchdog
-from jaxrl_llm.welcome import welcome
 
 DRY_RUN = Key("dry_run", False, "Show the data, the plan and the time of a step, write nothing, and end.", bool)
 
@@ -126,17 +123,14 @@ def _loop(config, parts: Run, state: State, records: Records, checkpoints: Check
     if int(state.step) == 0 and parts.evaluation is not None and config.eval.at_start:
         records.log(0, {}, evaluate)
         callbacks("on_evaluate", 0, records.newest, model)
-    step = start = int(state.step)
+    step = int(state.step)
     while step < min(config.total_steps, callbacks.end):
         step += 1
         profiler.begin(step)
         began = time.perf_counter()
         experience = parts.source.next(whole(state, parts.frozen), jax.random.fold_in(root, step))
         with watch("update"):
-            state, updates = _improve(config, parts, state, experience.batch)
-        if step == start + 1:
-            jax.block_until_ready(state)
-            give_back()
+            state, updates = improve(config, parts, state, experience.batch)
         records.add(Step(step, began, experience.metrics, updates, experience.table))
 
         if callbacks.every_step:
@@ -160,25 +154,6 @@ def _loop(config, parts: Run, state: State, records: Records, checkpoints: Check
         if leaves and not last:
             raise Preempted(step)
     return state
-
-
-def _improve(config, parts: Run, state: State, batch: Batch) -> tuple[State, list[Any]]:
-    """The state after every minibatch of every iteration, one step further, and the metrics of each."""
-    group = rows_together(config)
-    seed = (config.seed, int(state.step)) if config.batch.shuffle else None
-    updates, count = [], config.batch.minibatches
-    indices = minibatch_indices(batch.rows, group, count, config.algorithm.num_iterations, seed)
-    # All are laid out before the first update: the host does not wait for one to lay out the next.
-    minibatches = [parts.pack(batch if count == 1 else _take(batch, index, parts.mesh)) for index in indices]
-    for minibatch in minibatches:
-        state, metrics = parts.update(state, minibatch, parts.frozen)
-        updates.append(metrics)
-    return replace(state, step=state.step + 1), updates
-
-
-@functools.partial(jax.jit, static_argnames="mesh")
-def _take(batch: Batch, index, mesh) -> Batch:
-    return jax.lax.with_sharding_constraint(batch.take(index), row_sharding(mesh))
 
 
 def _due(step: int, every: int) -> bool:
@@ -236,7 +211,7 @@ def main(argv: list[str]) -> None:
         keep_compiled(config.compilation_cache)
         train(config)
         return
-    from jaxrl_llm.planning.dry_run import dry_run  # which imports this module
+    from jaxrl_llm.commands.dry_run import dry_run  # here, as it imports what only plans need
 
     report = dry_run(config, colour=sys.stdout.isatty())
     print(report if jax.process_index() == 0 else "", end="")

@@ -4,7 +4,7 @@
     python notebooks/build.py --execute  # runs all of them from a clean kernel and stores what they print
     python notebooks/build.py --execute inside_grpo  # this one alone
 
-Edit the .py files; tests/test_notebooks.py checks that the notebooks agree with them.
+Edit the .py files; tests/docs/test_notebooks.py checks that the notebooks agree with them.
 """
 
 import hashlib

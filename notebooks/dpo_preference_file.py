@@ -25,7 +25,7 @@ from pathlib import Path
 import jax
 
 import jaxrl_llm
-from jaxrl_llm.preview import preview
+from jaxrl_llm.commands.preview import preview
 
 SMALL = jax.default_backend() == "cpu"
 MODEL = "embedded:sort" if SMALL else "Qwen/Qwen2.5-0.5B-Instruct"

@@ -95,7 +95,7 @@ result = jaxrl_llm.train(config, train_dataset=train_rows, eval_dataset=test_row
 # %% [markdown]
 # ## What happened
 #
-# The same numbers, and all others, are in `metrics.jsonl`; `python -m jaxrl_llm.report runs/notebook_grpo` makes a page
+# The same numbers, and all others, are in `metrics.jsonl`; `python -m jaxrl_llm report runs/notebook_grpo` makes a page
 # of them, with every completion.
 
 # %%

@@ -11,7 +11,6 @@ import pytest
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-os.environ.setdefault("JAXRL_KEEP_MEMORY", "0")  # thousands of programs one after another would hold on to too much
 
 ROOT = Path(__file__).parent.parent
 
@@ -32,7 +31,7 @@ def root() -> Path:
 def tiny_run(tmp_path_factory: pytest.TempPathFactory):
     """The Result of two steps of configs/grpo.py, with a checkpoint of each."""
     import jaxrl_llm
-    from jaxrl_llm.command_line import load_config_file
+    from jaxrl_llm.config.flags import load_config_file
 
     config = load_config_file(f"{ROOT / 'configs' / 'grpo.py'}:tiny")
     config.output_dir = str(tmp_path_factory.mktemp("tiny_run") / "run")

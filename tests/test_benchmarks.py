@@ -11,8 +11,8 @@ from benchmarks.cases import PROMPT, SHAPES, lengths, prompts, texts, useful_tok
 from benchmarks.ours import fit
 from jaxrl_llm.config import ConfigError, default
 from jaxrl_llm.models.model import describe
-from jaxrl_llm.training.metrics import Stopwatch
-from jaxrl_llm.training.profile import Profiler, phase_table, profiled_steps
+from jaxrl_llm.training.logging.logger import Stopwatch
+from jaxrl_llm.training.runtime.profiler import Profiler, phase_table, profiled_steps
 
 
 def test_the_tokenizer_reads_words_as_their_ids(tmp_path):

@@ -5,8 +5,8 @@ import json
 import pyarrow.parquet as pq
 import pytest
 
-from jaxrl_llm.command_line import run
 from jaxrl_llm.config import from_json
+from jaxrl_llm.config.flags import run
 from jaxrl_llm.train import main
 
 METRICS = {

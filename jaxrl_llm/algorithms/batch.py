@@ -7,9 +7,30 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxrl_llm.algorithms.layout import Layout
-
 Array = Any  # numpy on the host, jax on the device
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """Index arrays, int32. That of one micro-batch lacks the dimension E."""
+
+    rows: Array  # [Z,E,n] the rows of a micro-batch, numbered in their shard; R where there is none
+    source: Array  # [Z,E,M,L] where in its rows `[n * T]` a packed token comes from
+    segments: Array  # [Z,E,M,L] 0 is padding
+    prefixes: Array  # [Z,E,M,L] the segment that is seen besides a token's own: its group's prefix (or its own)
+    positions: Array  # [Z,E,M,L]
+    uses: Array  # [Z,E,M,L] how many rows a packed token is part of
+    places: Array  # [Z,E,S] the packed tokens `[M * L]` whose hidden states are read
+    targets: Array  # [Z,E,S] where in the rows `[n * T]` the token comes from that is predicted there
+    slots: Array  # [Z,E,n,T] which of the S speaks of a row's token; S where none does
+    read: Array  # [Z,E] how many of the S are in use
+    parts: Array  # [Z] how many micro-batches are in use, the same in every shard
+
+    def part(self, number) -> "Layout":
+        """The layout of one micro-batch."""
+        parts = {name: x if x.ndim < 2 else x[:, number] for name, x in vars(self).items()}
+        return Layout(**parts)
 
 
 @jax.tree_util.register_dataclass

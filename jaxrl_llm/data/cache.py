@@ -18,8 +18,8 @@ from typing import Any
 import datasets
 import numpy as np
 
+from jaxrl_llm.config.resolve import ConfigError
 from jaxrl_llm.data.tokenize import COLUMNS, Row, Tokenizing
-from jaxrl_llm.names import ConfigError
 
 log = logging.getLogger(__name__)
 

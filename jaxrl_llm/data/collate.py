@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from jaxrl_llm.names import ConfigError
+from jaxrl_llm.config.resolve import ConfigError
 
 
 def pad_prompts(prompts: Sequence[Sequence[int]], length: int) -> tuple[np.ndarray, np.ndarray]:

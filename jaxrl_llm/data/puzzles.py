@@ -10,7 +10,7 @@ import json
 import re
 from typing import Any
 
-from jaxrl_llm.names import ConfigError, closest, split_options
+from jaxrl_llm.config.resolve import ConfigError, closest, split_options
 
 SIZES = {"train": 16384, "validation": 1024, "test": 1024}
 # An entry's seed is the data set's plus its index: splits start far from each other.

@@ -8,10 +8,10 @@ from typing import Any
 import datasets
 import fsspec
 
+from jaxrl_llm.config.resolve import ConfigError, resolve
 from jaxrl_llm.data import tasks
-from jaxrl_llm.data.damage import found_in, unreadable
+from jaxrl_llm.data.diagnose import found_in, unreadable
 from jaxrl_llm.data.formats.native import as_rows
-from jaxrl_llm.names import ConfigError, resolve
 
 Rows = datasets.Dataset | datasets.IterableDataset
 Source = str | Path | Sequence[Any] | Rows | datasets.DatasetDict

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import datasets
 import numpy as np
 
+from jaxrl_llm.config.resolve import ConfigError
 from jaxrl_llm.data.pipeline import check_same_data
-from jaxrl_llm.names import ConfigError
 
 Convert = Callable[[Mapping[str, Any]], list[Any]]
 

@@ -15,8 +15,8 @@ import zlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from jaxrl_llm.config.resolve import ConfigError, closest
 from jaxrl_llm.data import puzzles
-from jaxrl_llm.names import ConfigError, closest
 
 SPLITS = ("train", "validation", "test")
 SIZES = {"train": 16384, "validation": 1024, "test": 1024}

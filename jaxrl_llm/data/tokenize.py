@@ -14,9 +14,9 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from jaxrl_llm.config.resolve import ConfigError
 from jaxrl_llm.data.chat import render_prompt, template_options
-from jaxrl_llm.data.parts import completion_row, learnable, prompt_and_completion, split_pair
-from jaxrl_llm.names import ConfigError
+from jaxrl_llm.data.prompt_completion import completion_row, learnable, prompt_and_completion, split_pair
 
 log = logging.getLogger(__name__)
 

@@ -4,10 +4,10 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+from jaxrl_llm.config.resolve import ConfigError
 from jaxrl_llm.environments.episode import Episode
 from jaxrl_llm.environments.protocol import EpisodeError
 from jaxrl_llm.environments.workers import Ended, Workers
-from jaxrl_llm.names import ConfigError
 
 Say = Callable[[int, Any], list[int]]  # a row and an observation -> the tokens that follow
 Decode = Callable[[Sequence[int], bool], str]  # ids, and whether special tokens are left out -> text

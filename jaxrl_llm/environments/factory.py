@@ -6,6 +6,8 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from jaxrl_llm.config.resolve import closest, resolve, resolve_with_options
+from jaxrl_llm.config.schema import OFFLINE
 from jaxrl_llm.environments.episode import Episode, Row
 from jaxrl_llm.environments.games import SortThenSmallest
 from jaxrl_llm.environments.openenv import OpenEnv
@@ -13,8 +15,6 @@ from jaxrl_llm.environments.protocol import EpisodeError
 from jaxrl_llm.environments.tools import Tool, by_name, name_of, public_methods, tool_schemas
 from jaxrl_llm.environments.verifiers import Verifiers
 from jaxrl_llm.environments.workers import Workers
-from jaxrl_llm.keys import OFFLINE
-from jaxrl_llm.names import closest, resolve, resolve_with_options
 
 BUILT_IN = {"sort_then_smallest": SortThenSmallest, "openenv": OpenEnv, "verifiers": Verifiers}
 Factory = Callable[[], Any]

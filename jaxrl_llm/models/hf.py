@@ -18,7 +18,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
 from jaxrl_llm.config import ConfigError
-from jaxrl_llm.models import weights
+from jaxrl_llm.models import safetensors
 from jaxrl_llm.models.families import family_for, family_of, text_part
 from jaxrl_llm.models.families.decoder import DTYPES, settings
 from jaxrl_llm.models.transformer import Net, Params
@@ -78,7 +78,7 @@ def read_config(folder: str | os.PathLike[str]) -> dict[str, Any]:
 
     Raises ConfigError when it is missing or no JSON object.
     """
-    config = weights.read_json(Path(folder) / "config.json")
+    config = safetensors.read_json(Path(folder) / "config.json")
     if config is None:
         raise ConfigError(f"{folder} has no config.json: it is not a Hugging Face model folder.")
     return text_part(config)
@@ -127,7 +127,7 @@ def load(
     folder = Path(folder)
     net = load_net(folder, dtype=dtype, param_dtype=param_dtype, **overrides)
     with contextlib.ExitStack() as stack:
-        files = weights.Files(folder, stack, allow_pickle)
+        files = safetensors.Files(folder, stack, allow_pickle)
         tensors = files.stored_tensors(net, family_of(read_config(folder)))
         new_head = net.config.head == "score" and "score.weight" not in files.where
         if new_head:
@@ -136,7 +136,7 @@ def load(
             tensors,
             {"lm_head.weight", "language_model.lm_head.weight"} if net.config.tie_embeddings or new_head else set(),
         )
-        return net, weights.read_params(net, files, tensors, mesh, seed)
+        return net, safetensors.read_params(net, files, tensors, mesh, seed)
 
 
 def load_net(folder: str | os.PathLike[str], **overrides) -> Net:
@@ -171,11 +171,11 @@ def save(
     hf = _exported_config(net.plain, family, hf_config, dtype)
     refuse_foreign(folder, "config.json")
     with replacing(folder) as partial:
-        weights.write(partial, net, family, params, hf["dtype"], max_shard_bytes)
+        safetensors.write(partial, net, family, params, hf["dtype"], max_shard_bytes)
         if jax.process_index() == 0:
-            weights.write_json(partial / "config.json", hf)
+            safetensors.write_json(partial / "config.json", hf)
             if generation is not None:
-                weights.write_json(partial / "generation_config.json", generation)
+                safetensors.write_json(partial / "generation_config.json", generation)
             if tokenizer is not None:
                 tokenizer.save_pretrained(os.fspath(partial))
 

@@ -10,10 +10,10 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jaxrl_llm.distributed.sharding import attention_dims, constrain, context_shards
 from jaxrl_llm.models import lora, quantize
-from jaxrl_llm.models.fused_attention import fused_attention, splash_attention
+from jaxrl_llm.models.attention import fused_attention, splash_attention
 from jaxrl_llm.models.rope import rotate
-from jaxrl_llm.sharding import attention_dims, constrain, context_shards
 
 ACTIVATIONS = {"silu": jax.nn.silu, "gelu_tanh": jax.nn.gelu, "gelu": functools.partial(jax.nn.gelu, approximate=False)}
 QUERY_BLOCKS, SMALLEST_BLOCK = 4, 64  # blocks that the queries of a row are cut into, and queries of one at least

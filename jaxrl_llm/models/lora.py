@@ -16,8 +16,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxrl_llm.config import ConfigError
+from jaxrl_llm.config.resolve import closest
 from jaxrl_llm.models.quantize import as_matrix
-from jaxrl_llm.names import closest
 
 Params = dict[str, Any]
 

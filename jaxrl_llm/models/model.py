@@ -12,13 +12,13 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jaxrl_llm.config import ConfigError
-from jaxrl_llm.models import adapters, hf, lora
+from jaxrl_llm.distributed.sharding import shardings
+from jaxrl_llm.models import hf, lora, peft
 from jaxrl_llm.models.families import family_for, family_of
 from jaxrl_llm.models.model_config import ModelConfig
 from jaxrl_llm.models.quantize import KINDS
+from jaxrl_llm.models.safetensors import read_json
 from jaxrl_llm.models.transformer import Net, Params
-from jaxrl_llm.models.weights import read_json
-from jaxrl_llm.sharding import shardings
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,7 +81,7 @@ def load_model(
         base = model.net.base
         params = base.init(init_key) if mesh is None else init_sharded(base, init_key, mesh)
     if adapter is not None:
-        found = adapters.read(adapter, model.net, _family(model), mesh)
+        found = peft.read(adapter, model.net, _family(model), mesh)
         params = lora.combine(_fp32_score(params), found)
     return dataclasses.replace(model, params=params, mesh=mesh)
 
@@ -104,7 +104,7 @@ def describe(
     if overrides.get("quantize", "none") not in KINDS:
         raise ConfigError(f"quantize = {overrides['quantize']!r} is not one of {', '.join(KINDS)}.")
     if adapter is not None:
-        described = adapters.read_config(adapter)
+        described = peft.read_config(adapter)
         overrides = {"head": described.head, **overrides, "lora": described.lora}
     folder = hf.locate(path, allow_pickle)
     net = hf.load_net(folder, dtype=dtype, param_dtype=param_dtype or dtype, **overrides)
@@ -116,11 +116,11 @@ def describe(
 
 def _parts(path: str | os.PathLike[str], adapter: str | os.PathLike[str] | None) -> tuple[Any, Any]:
     """Where the model itself is, and the folder of its adapter, None without one."""
-    if adapter is not None or not adapters.is_adapter(Path(path).expanduser()):
+    if adapter is not None or not peft.is_adapter(Path(path).expanduser()):
         return path, adapter
-    base = adapters.read_config(path).base
+    base = peft.read_config(path).base
     if base is None:
-        raise ConfigError(f"{os.fspath(path)}/{adapters.CONFIG} names no base model: load that, with adapter={path!r}")
+        raise ConfigError(f"{os.fspath(path)}/{peft.CONFIG} names no base model: load that, with adapter={path!r}")
     return base, path
 
 
@@ -191,7 +191,7 @@ def save_hf(model: Model, path: str | os.PathLike[str], dtype: str | None = None
 
 def has_peft_adapter(model: Model) -> bool:
     """True when the model has adapters, and PEFT folders have a place for them."""
-    return lora.has_adapters(model.params) and adapters.fused(model.net, _family(model)) is None
+    return lora.has_adapters(model.params) and peft.fused(model.net, _family(model)) is None
 
 
 def save_adapter(model: Model, path: str | os.PathLike[str]) -> None:
@@ -203,9 +203,9 @@ def save_adapter(model: Model, path: str | os.PathLike[str]) -> None:
     if not lora.has_adapters(model.params):
         raise ConfigError("the model has no adapters: it was trained whole. Save it with save_hf")
     folder = Path(path).absolute()
-    hf.refuse_foreign(folder, adapters.CONFIG)
+    hf.refuse_foreign(folder, peft.CONFIG)
     with hf.replacing(folder) as partial:
-        adapters.write(partial, model.net, _family(model), model.params, model.path)
+        peft.write(partial, model.net, _family(model), model.params, model.path)
 
 
 def init_sharded(net: Net, key: jax.Array, mesh: Mesh) -> Params:

@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jaxrl_llm.distributed.sharding import activation_spec, is_cut, parameter_spec
 from jaxrl_llm.models.layers import ACTIVATIONS, Linear
-from jaxrl_llm.sharding import activation_spec, is_cut, parameter_spec
 
 
 class Routing(NamedTuple):

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrl_llm.config import ConfigError
-from jaxrl_llm.models import products
+from jaxrl_llm.models import cpu_matmul
 
 KINDS = ("none", "int8", "fp8", "int4", "nf4")
 FP8 = jnp.float8_e4m3fn
@@ -82,7 +82,7 @@ def as_matrix(kernel: Kernel, kind: str, dtype) -> jax.Array:
 def matmul(x, kernel: Kernel, kind: str) -> jax.Array:
     """`x @ kernel`, x `[n, in]`, in the dtype of x."""
     if not isinstance(kernel, dict) or kind not in BYTES:
-        return products.matmul(x, dequantize(kernel, kind, x.dtype) if isinstance(kernel, dict) else kernel)
+        return cpu_matmul.matmul(x, dequantize(kernel, kind, x.dtype) if isinstance(kernel, dict) else kernel)
     product = jnp.matmul(x, widened(kernel["codes"], x.dtype), preferred_element_type=jnp.float32)
     return (product * (kernel["absmax"] / BYTES[kind][1])).astype(x.dtype)
 
@@ -109,7 +109,7 @@ def _forward(x, kernel: Kernel, kind: str):
 def _backward(kind: str, kernel: Kernel, gradient):
     dtype = gradient.dtype
     if not isinstance(kernel, dict) or kind not in BYTES:
-        return products.matmul_transposed(gradient, as_matrix(kernel, kind, dtype)), None
+        return cpu_matmul.matmul_transposed(gradient, as_matrix(kernel, kind, dtype)), None
     scaled = (gradient * kernel["absmax"]).astype(dtype)
     product = jnp.matmul(scaled, widened(kernel["codes"], dtype).T, preferred_element_type=jnp.float32)
     return (product / BYTES[kind][1]).astype(dtype), None

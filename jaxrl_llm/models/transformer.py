@@ -17,11 +17,11 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxrl_llm.config import ConfigError
+from jaxrl_llm.distributed.sharding import constrain, context_shards
 from jaxrl_llm.models.layers import Attention, FeedForward, KeyValues, LayerTraits, Linear, RMSNorm, Seen, soft_cap
 from jaxrl_llm.models.lora import LoraConfig, has_adapters, has_dropout
 from jaxrl_llm.models.model_config import ModelConfig, is_dense, layer_traits, waves_of_long_rows
 from jaxrl_llm.models.moe import MixtureOfExperts, Routing
-from jaxrl_llm.sharding import constrain, context_shards
 
 Params = dict[str, Any]
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from jaxrl_llm.rewards.adapters import accepted, as_grader, reward_name
 from jaxrl_llm.rewards.calls import Call, RewardError
 from jaxrl_llm.rewards.results import mean_extras, read_results
+from jaxrl_llm.rewards.signatures import accepted, as_grader, reward_name
 
 
 class CombinedGrader:

@@ -23,7 +23,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jaxrl_llm.names import ConfigError
+from jaxrl_llm.config.resolve import ConfigError
 from jaxrl_llm.rewards.calls import RewardError, shorten
 
 RETRIED = (408, 409, 425, 429, 500, 502, 503, 504, 529)

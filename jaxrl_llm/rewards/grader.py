@@ -19,8 +19,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from jaxrl_llm.names import resolve, resolve_with_options
-from jaxrl_llm.rewards.adapters import accepted, as_grader, reward_name
+from jaxrl_llm.config.resolve import resolve, resolve_with_options
 from jaxrl_llm.rewards.built_in import BUILT_IN
 from jaxrl_llm.rewards.calls import Call, RewardError, TimeUpError, takes_rows
 from jaxrl_llm.rewards.combined import CombinedGrader, call_if_there
@@ -29,7 +28,8 @@ from jaxrl_llm.rewards.pending import NOTHING_LOGGED as NOTHING_LOGGED
 from jaxrl_llm.rewards.pending import Graded as Graded
 from jaxrl_llm.rewards.pending import Logged as Logged
 from jaxrl_llm.rewards.pending import Pending
-from jaxrl_llm.rewards.workers import Workers
+from jaxrl_llm.rewards.process_pool import Workers
+from jaxrl_llm.rewards.signatures import accepted, as_grader, reward_name
 
 SERVICES = ("log_metric", "log_extra", "log_total", "trainer_state", "row_numbers", "batch_memory")
 SETUP_SECONDS = 600.0

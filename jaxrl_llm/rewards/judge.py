@@ -13,7 +13,7 @@ from typing import Any
 import jinja2
 from jinja2.sandbox import SandboxedEnvironment
 
-from jaxrl_llm.names import ConfigError
+from jaxrl_llm.config.resolve import ConfigError
 from jaxrl_llm.rewards.calls import RewardError, text_of
 from jaxrl_llm.rewards.endpoint import Endpoint, EndpointError, Limits
 from jaxrl_llm.rewards.replies import ReplyError, read_rubric, read_score, read_winner

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from jaxrl_llm.names import ConfigError
+from jaxrl_llm.config.resolve import ConfigError
 from jaxrl_llm.rewards.calls import (
     SEARCH_SECONDS,
     Call,
@@ -20,8 +20,8 @@ from jaxrl_llm.rewards.calls import (
     run,
     too_slow,
 )
+from jaxrl_llm.rewards.process_pool import travels
 from jaxrl_llm.rewards.results import Scored, mean_extras, read_results
-from jaxrl_llm.rewards.workers import travels
 
 if TYPE_CHECKING:
     from jaxrl_llm.rewards.grader import Rewards

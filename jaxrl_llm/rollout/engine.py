@@ -24,18 +24,18 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
+from jaxrl_llm.distributed.sharding import constrain, path_name, row_shards
+from jaxrl_llm.models.cast import in_precision
 from jaxrl_llm.models.layers import KeyValues, empty_rows, longer_rows
 from jaxrl_llm.models.lora import merge
 from jaxrl_llm.models.quantize import BYTES, narrowed, quantized_as
 from jaxrl_llm.models.rope import check_length
 from jaxrl_llm.models.transformer import Net, Params, unstack
-from jaxrl_llm.rollout.conversations import Conversations, Partner, slots_to_read
-from jaxrl_llm.rollout.drafts import guesses
-from jaxrl_llm.rollout.handout import Handout, Listener
-from jaxrl_llm.rollout.logits import Sampling, sample
-from jaxrl_llm.rollout.precision import in_precision
-from jaxrl_llm.rollout.schedule import IDLE, Grid, Schedule
-from jaxrl_llm.sharding import constrain, path_name, row_shards
+from jaxrl_llm.rollout.multi_turn import Conversations, Partner, slots_to_read
+from jaxrl_llm.rollout.sampling import Sampling, sample
+from jaxrl_llm.rollout.scheduler import IDLE, Grid, Schedule
+from jaxrl_llm.rollout.speculative import guesses
+from jaxrl_llm.rollout.streaming import Handout, Listener
 
 READ = 64  # the most given tokens of a row that are read at once
 

@@ -18,18 +18,18 @@ from jax.sharding import Mesh
 from jaxrl_llm.algorithms.batch import Batch
 from jaxrl_llm.algorithms.sequence_logps import RunningMean
 from jaxrl_llm.config import batch_rows, rows_together
-from jaxrl_llm.data import reading
+from jaxrl_llm.data import loading
 from jaxrl_llm.data.collate import pad_rows
-from jaxrl_llm.data.packing import pad_groups
 from jaxrl_llm.data.pipeline import Pipeline
 from jaxrl_llm.data.streaming import Stream
+from jaxrl_llm.distributed.processes import agreeing
+from jaxrl_llm.distributed.sharding import on_device, row_shards, rows_to_global
 from jaxrl_llm.models.transformer import Net, Params
-from jaxrl_llm.processes import agreeing
-from jaxrl_llm.sharding import on_device, row_shards, rows_to_global
-from jaxrl_llm.training.experience import Experience, Row, scored_logps
-from jaxrl_llm.training.metrics import Stopwatch
-from jaxrl_llm.training.packing import Packer, Sample
-from jaxrl_llm.training.preferences import row_sums
+from jaxrl_llm.training.logging.logger import Stopwatch
+from jaxrl_llm.training.objectives.preference import row_sums
+from jaxrl_llm.training.online import Experience, Row, scored_logps
+from jaxrl_llm.training.packing.documents import pad_groups
+from jaxrl_llm.training.packing.planner import Packer, Sample
 from jaxrl_llm.training.update import Metrics, State
 
 log = logging.getLogger(__name__)
@@ -124,8 +124,8 @@ class HeldOut:
 
 def tokenized(config, dataset, tokenizer) -> list[Example]:
     """The examples of a data set, as the algorithm reads it; raises ConfigError for rows it cannot read."""
-    parts = reading.open_parts(config, tokenizer, dataset)
-    return as_examples(reading.tokenized(config, parts, reading.kind_of(config), tokenizer).rows)
+    parts = loading.open_parts(config, tokenizer, dataset)
+    return as_examples(loading.tokenized(config, parts, loading.kind_of(config), tokenizer).rows)
 
 
 def as_examples(rows: list[Row]) -> list[Example]:
@@ -144,7 +144,7 @@ def as_example(row: Row, margins: bool) -> Example:
 
 def is_labelled(config) -> bool:
     """True when the rows are labelled completions, not pairs."""
-    return reading.kind_of(config) == "labels"
+    return loading.kind_of(config) == "labels"
 
 
 def _has_mismatches(config) -> bool:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 from optax.contrib import MuonDimensionNumbers, muon
 
-from jaxrl_llm.sharding import path_name
+from jaxrl_llm.distributed.sharding import path_name
 
 MUON_RMS = 0.2  # of an update, as AdamW's are: one learning rate serves both (arXiv 2502.16982)
 

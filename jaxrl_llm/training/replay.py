@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxrl_llm.algorithms.batch import Batch
-from jaxrl_llm.sharding import constrain
+from jaxrl_llm.distributed.sharding import constrain
 
 
 @jax.tree_util.register_dataclass

@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxrl_llm.config import ConfigError
+from jaxrl_llm.config.resolve import resolve, resolve_with_options
 from jaxrl_llm.data.chat import chat_ids, is_conversational, render_prompt
 from jaxrl_llm.environments.server import server
-from jaxrl_llm.names import resolve, resolve_with_options
 
 BUILT_IN = {"server": server}
 REQUIRED = ("prompt_ids", "completion_ids", "logprobs")

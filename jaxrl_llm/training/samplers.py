@@ -5,19 +5,19 @@ from typing import Any
 from jax.sharding import Mesh
 
 from jaxrl_llm.config import ConfigError
+from jaxrl_llm.config.resolve import split_options
+from jaxrl_llm.distributed.sharding import rollout_mesh
 from jaxrl_llm.environments.factory import Environments
+from jaxrl_llm.models.cast import draws_from_another
 from jaxrl_llm.models.model import Model
-from jaxrl_llm.names import split_options
 from jaxrl_llm.rewards.grader import Rewards
 from jaxrl_llm.rollout.engine import Engine
-from jaxrl_llm.rollout.logits import Sampling
-from jaxrl_llm.rollout.own_mesh import EngineOnMesh
-from jaxrl_llm.rollout.precision import draws_from_another
-from jaxrl_llm.sharding import rollout_mesh
-from jaxrl_llm.training.conversing import Converse
-from jaxrl_llm.training.elsewhere import Elsewhere
-from jaxrl_llm.training.experience import Row, Sampler
-from jaxrl_llm.training.metrics import Stopwatch
+from jaxrl_llm.rollout.resharded import EngineOnMesh
+from jaxrl_llm.rollout.sampling import Sampling
+from jaxrl_llm.training.episodes import Converse
+from jaxrl_llm.training.external_rollouts import Elsewhere
+from jaxrl_llm.training.logging.logger import Stopwatch
+from jaxrl_llm.training.online import Row, Sampler
 from jaxrl_llm.training.rollout_functions import load_rollout_function
 
 WIDTH_MULTIPLE = 8  # rows are padded to a multiple, so that similar data compiles to the same shapes

@@ -11,12 +11,12 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxrl_llm.algorithms.batch import Batch
+from jaxrl_llm.distributed.sharding import on_device, on_host, row_shards, shardings
 from jaxrl_llm.models.lora import combine, has_adapters, with_dropout
 from jaxrl_llm.models.transformer import Params
-from jaxrl_llm.sharding import on_device, on_host, row_shards, shardings
-from jaxrl_llm.training.objectives import Metrics, Objective, merged_by
+from jaxrl_llm.training.microbatch import Parts, map_parts, observed_by, parts_of
+from jaxrl_llm.training.objectives.policy_gradient import Metrics, Objective, merged_by
 from jaxrl_llm.training.optimizers import learning_rate_schedule
-from jaxrl_llm.training.parts import Parts, map_parts, observed_by, parts_of
 
 
 class Frozen(NamedTuple):

@@ -2,8 +2,8 @@ import re
 
 import pytest
 
+from jaxrl_llm.config.resolve import ConfigError
 from jaxrl_llm.data.chat import decode_completion, is_conversational, render_prompt
-from jaxrl_llm.names import ConfigError
 
 USER = [{"role": "user", "content": "hi"}]
 

@@ -1,8 +1,8 @@
 import numpy as np
 import pytest
 
+from jaxrl_llm.config.resolve import ConfigError
 from jaxrl_llm.data.collate import pad_prompts, pad_rows
-from jaxrl_llm.names import ConfigError
 
 
 def test_prompts_are_at_the_right_edge():

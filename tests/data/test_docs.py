@@ -9,8 +9,8 @@ import shutil
 
 import pytest
 
+from jaxrl_llm.commands.preview import main
 from jaxrl_llm.data.formats.__main__ import table
-from jaxrl_llm.preview import main
 
 
 @pytest.fixture
@@ -35,8 +35,8 @@ def test_every_code_block_runs(page, root, tmp_path, monkeypatch):
             if language == "sh":
                 for line in block.splitlines():
                     words = shlex.split(line)
-                    assert words[:3] == ["python", "-m", "jaxrl_llm.data"]
-                    main(words[3:])
+                    assert words[:4] == ["python", "-m", "jaxrl_llm", "preview"]
+                    main(words[4:])
             else:
                 assert language == "python"
                 exec(compile(block, "docs/data.md", "exec"), {"__name__": "docs"})

@@ -4,11 +4,11 @@ import re
 
 import pytest
 
+from jaxrl_llm.config.resolve import ConfigError
 from jaxrl_llm.data.formats import COMMON, LABELS, PAIRS, find
 from jaxrl_llm.data.formats.native import thread_messages
 from jaxrl_llm.data.formats.samples import SAMPLES
 from jaxrl_llm.data.tokenize import tokenize_pairs
-from jaxrl_llm.names import ConfigError
 
 CHATML_PROMPT = "<|im_start|>system\nS<|im_end|>\n<|im_start|>user\nQ<|im_end|>\n<|im_start|>assistant\n"
 LLAMA3_PROMPT = (

@@ -2,8 +2,8 @@ import json
 
 import pytest
 
+from jaxrl_llm.config.resolve import ConfigError
 from jaxrl_llm.data.pipeline import Pipeline
-from jaxrl_llm.names import ConfigError
 
 EXAMPLES = [{"prompt": f"p{index}"} for index in range(10)]
 

@@ -2,11 +2,11 @@ import json
 
 import pytest
 
+from jaxrl_llm.commands.preview import main, preview
 from jaxrl_llm.config import default
+from jaxrl_llm.config.resolve import ConfigError
 from jaxrl_llm.data.preview import joined_otherwise, marked, statistics
 from jaxrl_llm.data.tokenize import Tokenizing
-from jaxrl_llm.names import ConfigError
-from jaxrl_llm.preview import main, preview
 
 
 def test_learned_tokens_are_marked(tokenizer):
@@ -86,7 +86,7 @@ def test_the_command(root, capsys):
 
 @pytest.mark.slow
 def test_the_command_as_a_module(root, run_python):
-    result = run_python("-m", "jaxrl_llm.data", f"--config={root}/configs/dpo.py", "--rows=1", "--measure=50")
+    result = run_python("-m", "jaxrl_llm", "preview", f"--config={root}/configs/dpo.py", "--rows=1", "--measure=50")
     assert result.returncode == 0, result.stderr
     assert "[chosen, " in result.stdout
     assert "⟦" in result.stdout

@@ -5,10 +5,10 @@ import types
 import datasets
 import pytest
 
+from jaxrl_llm.config.resolve import ConfigError
 from jaxrl_llm.data import tasks
-from jaxrl_llm.data.damage import found_in
+from jaxrl_llm.data.diagnose import found_in
 from jaxrl_llm.data.sources import load
-from jaxrl_llm.names import ConfigError
 
 ROWS = [{"prompt": "a", "answer": "1"}, {"prompt": "b", "answer": "2"}]
 OTHERS = [{"prompt": "c", "answer": "3"}]

@@ -3,8 +3,8 @@ import json
 import datasets
 import pytest
 
+from jaxrl_llm.config.resolve import ConfigError
 from jaxrl_llm.data.streaming import Stream
-from jaxrl_llm.names import ConfigError
 
 ROWS = datasets.Dataset.from_list([{"x": i} for i in range(10)])
 

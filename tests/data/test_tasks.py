@@ -3,8 +3,8 @@ import zlib
 
 import pytest
 
+from jaxrl_llm.config.resolve import ConfigError
 from jaxrl_llm.data import tasks
-from jaxrl_llm.names import ConfigError
 
 
 def test_split_is_the_checksum_of_the_prompt():

@@ -5,9 +5,9 @@ import re
 import datasets
 import pytest
 
-from jaxrl_llm.data.parts import split_pair
+from jaxrl_llm.config.resolve import ConfigError
+from jaxrl_llm.data.prompt_completion import split_pair
 from jaxrl_llm.data.tokenize import tokenize_completions, tokenize_labels, tokenize_pairs, tokenize_prompts
-from jaxrl_llm.names import ConfigError
 
 END = 257
 USER, ASSISTANT = 259, 260

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from jaxrl_llm import train
-from jaxrl_llm.command_line import load_config_file
+from jaxrl_llm.config.flags import load_config_file
 from jaxrl_llm.data import tasks
 
 

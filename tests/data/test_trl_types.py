@@ -4,7 +4,7 @@ import datasets
 import pytest
 
 from jaxrl_llm.config import default
-from jaxrl_llm.data import reading
+from jaxrl_llm.data import loading
 from jaxrl_llm.data.formats import find
 
 data_utils = pytest.importorskip("trl.data_utils")
@@ -47,8 +47,8 @@ def config_of(method):
 
 def token_rows(method, rows, tokenizer):
     config = config_of(method)
-    parts = reading.open_parts(config, tokenizer, given=rows)
-    return reading.tokenized(config, parts, reading.kind_of(config), tokenizer).rows
+    parts = loading.open_parts(config, tokenizer, given=rows)
+    return loading.tokenized(config, parts, loading.kind_of(config), tokenizer).rows
 
 
 @pytest.mark.parametrize("name", TYPES)

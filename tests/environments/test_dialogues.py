@@ -15,7 +15,7 @@ from jaxrl_llm.environments.factory import Environments, load_environments
 from jaxrl_llm.environments.games import SortThenSmallest
 from jaxrl_llm.environments.protocol import EpisodeError, Step
 from jaxrl_llm.rewards.grader import NOTHING_LOGGED
-from jaxrl_llm.training.conversing import Converse
+from jaxrl_llm.training.episodes import Converse
 
 END = 257
 # Like Qwen's: tools in the system message, results of tools as they are.

@@ -10,8 +10,8 @@ import pyarrow.parquet as parquet
 import pytest
 
 import jaxrl_llm
-from jaxrl_llm.command_line import load_config_file
 from jaxrl_llm.config import ConfigError
+from jaxrl_llm.config.flags import load_config_file
 from jaxrl_llm.environments.games import SortThenSmallest
 from jaxrl_llm.environments.protocol import Step
 
@@ -135,7 +135,7 @@ import sys
 import jax
 jax.distributed.initialize(f"localhost:{sys.argv[1]}", 2, int(sys.argv[2]))
 import jaxrl_llm
-from jaxrl_llm.command_line import load_config_file
+from jaxrl_llm.config.flags import load_config_file
 config = load_config_file(sys.argv[3])
 config.output_dir, config.logging.backends, config.eval.every = sys.argv[4], ("jsonl",), -1
 config.total_steps = 1

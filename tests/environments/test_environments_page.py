@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from jaxrl_llm.keys import KEYS
+from jaxrl_llm.config.schema import KEYS
 from tests.conftest import ROOT
 
 PAGE = (ROOT / "docs" / "environments.md").read_text(encoding="utf-8")

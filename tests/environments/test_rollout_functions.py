@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 
 from jaxrl_llm.config import ConfigError, default, validate
+from jaxrl_llm.distributed.sharding import make_mesh
+from jaxrl_llm.models.logprobs import token_logps
 from jaxrl_llm.models.model import load_model
-from jaxrl_llm.policy import token_logps
 from jaxrl_llm.rewards.grader import TrainerState
 from jaxrl_llm.rollout.engine import Engine
-from jaxrl_llm.rollout.logits import Sampling
-from jaxrl_llm.sharding import make_mesh
-from jaxrl_llm.training.elsewhere import Elsewhere
+from jaxrl_llm.rollout.sampling import Sampling
+from jaxrl_llm.training.external_rollouts import Elsewhere
 from jaxrl_llm.training.rollout_functions import load_rollout_function
 
 WIDTH, C, K = 16, 10, 2

@@ -5,9 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxrl_llm.distributed.sharding import make_mesh, path_name
 from jaxrl_llm.models import moe
 from jaxrl_llm.models.model import load_model
-from jaxrl_llm.sharding import make_mesh, path_name
 from tests.models.oracles import FAMILIES, make_oracle
 
 

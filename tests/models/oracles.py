@@ -25,10 +25,10 @@ from transformers import (
     SmolLM3Config,
 )
 
-from jaxrl_llm.models.weights import Stored
+from jaxrl_llm.distributed.sharding import path_name
+from jaxrl_llm.models.safetensors import Stored
 from jaxrl_llm.rollout.engine import Engine
-from jaxrl_llm.rollout.logits import Sampling
-from jaxrl_llm.sharding import path_name
+from jaxrl_llm.rollout.sampling import Sampling
 
 VOCAB = 97
 WINDOW = 5  # shorter than the documents of the tests

@@ -19,9 +19,9 @@ from transformers import (
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.models import hf
 from jaxrl_llm.models.families import FAMILIES, family_of
+from jaxrl_llm.models.logprobs import last_scores
 from jaxrl_llm.models.model import load_model, save_hf
-from jaxrl_llm.models.weights import stored_tensors
-from jaxrl_llm.policy import last_scores
+from jaxrl_llm.models.safetensors import stored_tensors
 from tests.models import oracles
 from tests.models.conftest import variants
 from tests.models.decoding import padded

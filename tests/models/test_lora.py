@@ -14,10 +14,10 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.models import lora
+from jaxrl_llm.models.logprobs import last_scores, token_logps
 from jaxrl_llm.models.lora import LoraConfig
 from jaxrl_llm.models.model import add_adapters, has_peft_adapter, load_model, save_adapter, save_hf
 from jaxrl_llm.models.quantize import NF4, dequantize, frozen_matmul, quantize
-from jaxrl_llm.policy import last_scores, token_logps
 from tests.models.conftest import VOCAB
 
 TOKENS = np.random.default_rng(0).integers(1, VOCAB, (2, 7))

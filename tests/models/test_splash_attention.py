@@ -11,9 +11,9 @@ import pytest
 from jax.extend import core
 
 import jaxrl_llm
-from jaxrl_llm.command_line import load_config_file
+from jaxrl_llm.config.flags import load_config_file
 from jaxrl_llm.models import layers, model
-from jaxrl_llm.models.fused_attention import block_size, splash_attention
+from jaxrl_llm.models.attention import block_size, splash_attention
 from jaxrl_llm.models.transformer import ModelConfig, Net, attention_mask, segment_positions
 
 LENGTH = 150  # no multiple of a block

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 from jaxrl_llm.config import ConfigError, default
+from jaxrl_llm.distributed.sharding import path_name
 from jaxrl_llm.models import layers
 from jaxrl_llm.models.families.decoder import settings
 from jaxrl_llm.models.model import check_attention
 from jaxrl_llm.models.transformer import ModelConfig, Net, attention_mask, segment_positions, unstack
-from jaxrl_llm.sharding import path_name
-from jaxrl_llm.training.build import net_options
+from jaxrl_llm.training.setup import net_options
 from tests.models.decoding import continued_logits, padded
 
 CONFIG = ModelConfig(

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from jaxrl_llm.names import ConfigError
+from jaxrl_llm.config.resolve import ConfigError
 from jaxrl_llm.rewards.calls import RewardError
 from jaxrl_llm.rewards.combined import CombinedGrader
 from jaxrl_llm.rewards.grader import Rewards, load_rewards

@@ -10,11 +10,11 @@ import jax
 import numpy as np
 import pytest
 
-from jaxrl_llm.command_line import load_config_file
+from jaxrl_llm.config.flags import load_config_file
 from jaxrl_llm.rewards.calls import RewardError
 from jaxrl_llm.rewards.grader import load_rewards
 from jaxrl_llm.rewards.judge import Judge
-from jaxrl_llm.training.build import build, build_mesh
+from jaxrl_llm.training.setup import build, build_mesh
 from tests.rewards.judge_server import JudgeServer, asked
 
 PROMPTS, COMPLETIONS, COLUMNS = ["p", "q", "r"], ["a", "bb", "ccc"], {"answer": [1, 2, 3]}

@@ -157,8 +157,8 @@ def test_math_accuracy_in_a_thread():
 
 def test_reasoning_gym_tasks_and_their_verifiers():
     pytest.importorskip("reasoning_gym")
+    from jaxrl_llm.config.resolve import ConfigError
     from jaxrl_llm.data.tasks import generate
-    from jaxrl_llm.names import ConfigError
 
     rows = generate("reasoning_gym(leg_counting, size=4, seed=3)")
     other = generate("reasoning_gym(leg_counting, size=4, seed=3)", "test")

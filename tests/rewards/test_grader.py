@@ -8,7 +8,7 @@ import time
 import numpy as np
 import pytest
 
-from jaxrl_llm.names import ConfigError
+from jaxrl_llm.config.resolve import ConfigError
 from jaxrl_llm.rewards import functions
 from jaxrl_llm.rewards.calls import RewardError
 from jaxrl_llm.rewards.grader import Rewards, load_rewards

@@ -11,7 +11,7 @@ import time
 import numpy as np
 import pytest
 
-from jaxrl_llm.names import ConfigError
+from jaxrl_llm.config.resolve import ConfigError
 from jaxrl_llm.rewards.calls import RewardError
 from jaxrl_llm.rewards.endpoint import _retry_after
 from jaxrl_llm.rewards.grader import load_rewards

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from jaxrl_llm.keys import KEYS
+from jaxrl_llm.config.schema import KEYS
 from jaxrl_llm.rewards.built_in import table
 from tests.conftest import ROOT
 from tests.rewards.judge_server import JudgeServer

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 import jaxrl_llm
-from jaxrl_llm.command_line import load_config_file
+from jaxrl_llm.config.flags import load_config_file
 from jaxrl_llm.rewards.grader import Logged
-from jaxrl_llm.training.reward_log import add_totals
+from jaxrl_llm.training.logging.reward_metrics import add_totals
 
 
 def test_totals_are_added_and_the_rest_stays():

@@ -8,13 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxrl_llm.models.logprobs import token_logps
 from jaxrl_llm.models.transformer import ModelConfig, Net
-from jaxrl_llm.policy import token_logps
 from jaxrl_llm.rollout import engine as engine_module
-from jaxrl_llm.rollout.drafts import guesses
 from jaxrl_llm.rollout.engine import Engine
-from jaxrl_llm.rollout.logits import Sampling
-from jaxrl_llm.rollout.schedule import Schedule
+from jaxrl_llm.rollout.sampling import Sampling
+from jaxrl_llm.rollout.scheduler import Schedule
+from jaxrl_llm.rollout.speculative import guesses
 from tests.models.decoding import padded
 
 VOCAB = 29
@@ -358,10 +358,10 @@ def test_bfloat16_decoding_stays_close(params):
 ON_A_MESH = """
 import dataclasses, jax, numpy as np
 from jaxrl_llm.models.transformer import ModelConfig, Net
-from jaxrl_llm.policy import token_logps
+from jaxrl_llm.models.logprobs import token_logps
 from jaxrl_llm.rollout.engine import Engine
-from jaxrl_llm.rollout.logits import Sampling
-from jaxrl_llm.sharding import make_mesh, rows_to_global, shardings
+from jaxrl_llm.rollout.sampling import Sampling
+from jaxrl_llm.distributed.sharding import make_mesh, rows_to_global, shardings
 
 config = ModelConfig(vocab_size=300, width=16, layers=2, heads=4, kv_heads=2, head_dim=8, ffn=32, init_scale=0.4)
 rng = np.random.default_rng(0)

@@ -11,18 +11,18 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jaxrl_llm
 from jaxrl_llm.config import ConfigError
+from jaxrl_llm.distributed.sharding import path_name
 from jaxrl_llm.models import lora
+from jaxrl_llm.models.cast import in_precision
 from jaxrl_llm.models.layers import KeyValues, empty_rows
+from jaxrl_llm.models.logprobs import token_logps
 from jaxrl_llm.models.quantize import BYTES, dequantize, frozen_matmul, matmul, narrowed, quantize, widened
 from jaxrl_llm.models.transformer import ModelConfig, Net
-from jaxrl_llm.planning.topology import tpu_chips
-from jaxrl_llm.policy import token_logps
 from jaxrl_llm.rollout import engine as engines
 from jaxrl_llm.rollout.engine import Engine
-from jaxrl_llm.rollout.logits import Sampling
-from jaxrl_llm.rollout.precision import in_precision
-from jaxrl_llm.rollout.schedule import Schedule
-from jaxrl_llm.sharding import path_name
+from jaxrl_llm.rollout.sampling import Sampling
+from jaxrl_llm.rollout.scheduler import Schedule
+from jaxrl_llm.tools.plan.topology import tpu_chips
 from jaxrl_llm.training.samplers import check_correction
 from tests.models.decoding import padded
 

@@ -10,17 +10,17 @@ import numpy as np
 import pytest
 
 import jaxrl_llm
-from jaxrl_llm.command_line import load_config_file
 from jaxrl_llm.config import ConfigError, default, validate
+from jaxrl_llm.config.flags import load_config_file
+from jaxrl_llm.distributed.sharding import make_mesh
 from jaxrl_llm.models import lora
 from jaxrl_llm.models.lora import LoraConfig
 from jaxrl_llm.models.transformer import Net
-from jaxrl_llm.sharding import make_mesh
-from jaxrl_llm.training import objectives
-from jaxrl_llm.training.memory import make_memory, start_reference
+from jaxrl_llm.training.objectives import policy_gradient
 from jaxrl_llm.training.optimizers import make_optimizer
+from jaxrl_llm.training.reference import make_memory, start_reference
 from jaxrl_llm.training.update import Frozen, State, init_state, make_update
-from tests.training.test_objectives import NET, make_batch
+from tests.training.objectives.test_policy_gradient import NET, make_batch
 
 ADAPTED = NET.with_lora(LoraConfig(rank=2, alpha=4.0, targets=("q", "up", "down")))
 MESH = make_mesh(devices=jax.devices()[:1])
@@ -50,7 +50,7 @@ def run_update(config, net: Net = ADAPTED, steps: int = 1):
         frozen, trainable = start(net)
         optimizer = make_optimizer(config)
         state = init_state(trainable, optimizer, MESH)
-        update = make_update(objectives.policy_gradient(config, net), optimizer, config, MESH)
+        update = make_update(policy_gradient.policy_gradient(config, net), optimizer, config, MESH)
         for _ in range(steps):
             state, metrics = update(state, BATCH, Frozen(frozen))
     return state, metrics, frozen
@@ -76,7 +76,7 @@ def test_no_gradient_of_the_base_exists_in_the_compiled_update():
         with jax.set_mesh(MESH):
             config = config_with(optimizer__weight_decay=0.1)  # as above, so that it is compiled once
             optimizer = make_optimizer(config)
-            update = make_update(objectives.policy_gradient(config, net), optimizer, config, MESH)
+            update = make_update(policy_gradient.policy_gradient(config, net), optimizer, config, MESH)
             state = init_state(trainable, optimizer, MESH)
             text = update.lower(state, BATCH, Frozen(frozen)).compile().as_text()
         found = re.findall(r"= f32\[([\d,]+)\]\S* (?:dot|fusion|dynamic-update-slice|add)\(", text)
@@ -99,11 +99,11 @@ def test_micro_batches_give_the_update_of_the_whole_batch():
 def test_the_gradient_is_that_of_the_merged_model_through_the_product():
     """d/dA = scale dW B^T and d/dB = scale A^T dW, where dW is the gradient of the merged matrix."""
     config = config_with()
-    objective = objectives.policy_gradient(config, NET)
+    objective = policy_gradient.policy_gradient(config, NET)
     frozen, trainable = start()
     batch = objective.prepare(BATCH)
     scale = ADAPTED.config.lora.scale
-    own = objectives.policy_gradient(config, ADAPTED)
+    own = policy_gradient.policy_gradient(config, ADAPTED)
     found = jax.jit(jax.grad(lambda t: own.loss(lora.combine(frozen, t), batch)[0]))(trainable)
     merged = lora.merge(lora.combine(frozen, trainable), ADAPTED.config.lora)
     dense = jax.jit(jax.grad(lambda p: objective.loss(p, batch)[0]))(merged)

@@ -9,11 +9,11 @@ from jaxrl_llm.models import hf
 
 CHECK = """
 import jax, math, numpy as np
-from jaxrl_llm.command_line import load_config_file
-from jaxrl_llm.sharding import make_mesh
-from jaxrl_llm.train import _improve
-from jaxrl_llm.training.build import build
-from jaxrl_llm.training.records import merge
+from jaxrl_llm.config.flags import load_config_file
+from jaxrl_llm.distributed.sharding import make_mesh
+from jaxrl_llm.training.step import improve
+from jaxrl_llm.training.setup import build
+from jaxrl_llm.training.logging.step_log import merge
 from jaxrl_llm.training.update import whole
 
 config = load_config_file({path!r})
@@ -44,7 +44,7 @@ def step(microbatch_rows=0, rollout=None, **sizes):
         if coarse:
             assert float(experience.metrics["rollout/resampled_groups"]) > 0
             assert float(experience.metrics["rollout/replayed_groups"]) > 0
-        state, updates = _improve(config, run, run.state, experience.batch)
+        state, updates = improve(config, run, run.state, experience.batch)
         metrics = merge(updates)
         changed = jax.tree.map(lambda a, b: np.abs(a - b).max(), jax.device_get(state.params), before)
         assert min(jax.tree.leaves(changed)) > 0

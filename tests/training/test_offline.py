@@ -8,11 +8,11 @@ import pytest
 
 from jaxrl_llm.config import ConfigError, batch_rows, default
 from jaxrl_llm.data import tasks
+from jaxrl_llm.distributed.sharding import make_mesh
 from jaxrl_llm.models.model import load_model
-from jaxrl_llm.sharding import make_mesh
 from jaxrl_llm.train import train
 from jaxrl_llm.training import offline
-from jaxrl_llm.training.build import build
+from jaxrl_llm.training.setup import build
 
 
 def config_of(name: str, loss: str = "dpo", task: str = "sort_pairs", **algorithm):
@@ -232,11 +232,11 @@ def test_what_is_measured():
 
 MESH = """
 import jax, numpy as np
-from jaxrl_llm.command_line import load_config_file
-from jaxrl_llm.sharding import make_mesh
-from jaxrl_llm.train import _improve
-from jaxrl_llm.training.build import build
-from jaxrl_llm.training.records import merge
+from jaxrl_llm.config.flags import load_config_file
+from jaxrl_llm.distributed.sharding import make_mesh
+from jaxrl_llm.training.step import improve
+from jaxrl_llm.training.setup import build
+from jaxrl_llm.training.logging.step_log import merge
 
 def step(path, data, fsdp, tensor, microbatch_rows=0):
     config = load_config_file(path)
@@ -247,7 +247,7 @@ def step(path, data, fsdp, tensor, microbatch_rows=0):
     with jax.set_mesh(mesh):
         run = build(config, mesh)
         experience = run.source.next(run.state, jax.random.key(0))
-        state, updates = _improve(config, run, run.state, experience.batch)
+        state, updates = improve(config, run, run.state, experience.batch)
         metrics = merge(updates)
         return jax.device_get(state.params), metrics | run.evaluation(state.params, jax.random.key(0))
 

@@ -10,11 +10,11 @@ import pytest
 from jaxrl_llm.algorithms import policy_losses
 from jaxrl_llm.algorithms.batch import Batch
 from jaxrl_llm.config import ConfigError, default
-from jaxrl_llm.sharding import make_mesh
-from jaxrl_llm.training import objectives
+from jaxrl_llm.distributed.sharding import make_mesh
+from jaxrl_llm.training.objectives import policy_gradient
 from jaxrl_llm.training.optimizers import make_optimizer
 from jaxrl_llm.training.update import init_state, make_update
-from tests.training.test_objectives import COMPLETION, NET, PARAMS, make_batch, naive_logps
+from tests.training.objectives.test_policy_gradient import COMPLETION, NET, PARAMS, make_batch, naive_logps
 
 BATCH = make_batch(seed=3, rows=10)
 LOGPS = naive_logps(BATCH, 1.0)
@@ -50,7 +50,7 @@ def configured(settings: dict):
 
 
 def value(settings: dict, batch: Batch):
-    objective = objectives.policy_gradient(configured(settings), NET)
+    objective = policy_gradient.policy_gradient(configured(settings), NET)
     observed = () if objective.observe is None else (objective.observe(PARAMS, batch),)
     return objective.loss(PARAMS, objective.prepare(jax.tree.map(jnp.asarray, batch), *observed))
 
@@ -209,7 +209,7 @@ def test_clip_ratios_of_cispo_gmpo_and_dual_clip():
 
 
 def test_the_entropy_mask_is_of_the_whole_batch():
-    objective = objectives.policy_gradient(configured({"top_entropy_quantile": 0.3}), NET)
+    objective = policy_gradient.policy_gradient(configured({"top_entropy_quantile": 0.3}), NET)
     assert objective.observe is not None
     observed = objective.observe(PARAMS, BATCH)
     prepared = objective.prepare(jax.tree.map(jnp.asarray, BATCH), observed)
@@ -231,7 +231,7 @@ def test_clip_cov_draws_with_the_seeds_of_the_batch():
 
 @pytest.mark.parametrize("loss", ["clip_cov(lower=-1e9, upper=1e9, fraction=0.3)", "kl_cov(fraction=0.3)"])
 def test_the_few_tokens_are_those_of_the_whole_batch(loss):
-    objective = objectives.policy_gradient(configured({"loss": loss}), NET)
+    objective = policy_gradient.policy_gradient(configured({"loss": loss}), NET)
     batch = jax.tree.map(jnp.asarray, BATCH.replace(ref_logps=None, seeds=np.full(10, 3, np.uint32)))
     assert objective.observe is not None
     prepared = objective.prepare(batch, objective.observe(PARAMS, batch))
@@ -254,7 +254,7 @@ def test_seeds_move_on_with_every_update():
     with jax.set_mesh(mesh):
         optimizer = make_optimizer(config)
         state = init_state({"x": jnp.ones(())}, optimizer, mesh)
-        update = make_update(objectives.Objective(lambda batch: batch, loss), optimizer, config, mesh)
+        update = make_update(policy_gradient.Objective(lambda batch: batch, loss), optimizer, config, mesh)
         seeds = []
         for _ in range(3):
             state, metrics = update(state, BATCH.replace(seeds=np.full(10, 5, np.uint32)))
@@ -264,12 +264,12 @@ def test_seeds_move_on_with_every_update():
 
 def test_k1_in_the_loss_warns_and_in_the_reward_does_not():
     with pytest.warns(UserWarning, match="expected gradient of this term is 0"):
-        objectives.policy_gradient(configured({"beta": 0.1, "kl": "k1"}), NET)
+        policy_gradient.policy_gradient(configured({"beta": 0.1, "kl": "k1"}), NET)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        objectives.policy_gradient(configured({"beta": 0.1, "kl_in_reward": True}), NET)
-        objectives.policy_gradient(configured({"beta": 0.1}), NET)
-        objectives.policy_gradient(configured({"kl": "k1"}), NET)
+        policy_gradient.policy_gradient(configured({"beta": 0.1, "kl_in_reward": True}), NET)
+        policy_gradient.policy_gradient(configured({"beta": 0.1}), NET)
+        policy_gradient.policy_gradient(configured({"kl": "k1"}), NET)
 
 
 @pytest.mark.parametrize(
@@ -284,4 +284,4 @@ def test_k1_in_the_loss_warns_and_in_the_reward_does_not():
 )
 def test_wrong_losses_are_refused(settings, message):
     with pytest.raises(ConfigError, match=message):
-        objectives.policy_gradient(configured(settings), NET)
+        policy_gradient.policy_gradient(configured(settings), NET)

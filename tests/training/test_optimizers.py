@@ -9,9 +9,9 @@ import torch
 import transformers
 
 import jaxrl_llm
-from jaxrl_llm.command_line import load_config_file
 from jaxrl_llm.config import ConfigError, default, validate
-from jaxrl_llm.sharding import parameter_spec
+from jaxrl_llm.config.flags import load_config_file
+from jaxrl_llm.distributed.sharding import parameter_spec
 from jaxrl_llm.training.optimizers import learning_rate_schedule, make_optimizer
 
 LAYERS, STEPS = 3, 4
@@ -56,7 +56,7 @@ def improve(config, params=None):
     return params, state
 
 
-def torch_improve(make):
+def torchimprove(make):
     """The same with a torch optimizer of `make(decayed, others)`, each layer's parameter by itself."""
     leaves = jax.tree_util.tree_leaves_with_path(parameters())
 
@@ -95,7 +95,7 @@ TORCH = {
 def test_optimizers_agree_with_torch(name):
     own = {"adamw": {"weight_decay": 0.1, "b2": 0.95}}.get(name, {})
     params, _ = improve(config_of(name=name, **own))
-    for ours, theirs in zip(jax.tree.leaves(params), torch_improve(TORCH[name]), strict=True):
+    for ours, theirs in zip(jax.tree.leaves(params), torchimprove(TORCH[name]), strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=2e-5, atol=2e-6)
 
 

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 import jaxrl_llm
-from jaxrl_llm.command_line import load_config_file
 from jaxrl_llm.config import ConfigError
+from jaxrl_llm.config.flags import load_config_file
 from jaxrl_llm.models.hf import EMBEDDED
 from jaxrl_llm.training.reward_models import RewardModel, with_reward_models
 

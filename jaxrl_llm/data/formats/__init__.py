@@ -19,10 +19,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from jaxrl_llm.config.resolve import ConfigError, closest, resolve, split_options
 from jaxrl_llm.data.formats import chat_templates, labels, native, pairs
 from jaxrl_llm.data.formats.custom import is_factory, made_by
 from jaxrl_llm.data.formats.native import CONTENT
-from jaxrl_llm.names import ConfigError, closest, resolve, split_options
 
 Example = dict[str, Any]
 Format = Callable[[Mapping[str, Any]], Example]

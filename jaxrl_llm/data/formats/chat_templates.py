@@ -9,9 +9,9 @@ Source: axolotl's RLHF documentation (docs/rlhf.qmd), prompt_strategies/dpo/chat
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from jaxrl_llm.config.resolve import ConfigError
 from jaxrl_llm.data.chat import render_chat, template_options
 from jaxrl_llm.data.formats import columns
-from jaxrl_llm.names import ConfigError
 
 Row = Mapping[str, Any]
 ROLES = {"user": ["user"], "assistant": ["assistant"], "system": ["system"], "tool": ["tool"]}

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jaxrl_llm.names import ConfigError
+from jaxrl_llm.config.resolve import ConfigError
 
 
 def first(row: Mapping[str, Any], names: Sequence[str], format_name: str) -> tuple[str, Any]:

@@ -8,7 +8,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from jaxrl_llm.names import ConfigError
+from jaxrl_llm.config.resolve import ConfigError
 
 UNDERSTOOD = ("remove_columns", "num_proc", "desc", "load_from_cache_file", "keep_in_memory")
 

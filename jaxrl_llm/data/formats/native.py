@@ -4,10 +4,10 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from jaxrl_llm.config.resolve import ConfigError
 from jaxrl_llm.data.chat import is_conversational, render_chat, template_options
 from jaxrl_llm.data.formats import columns
-from jaxrl_llm.data.parts import split_pair
-from jaxrl_llm.names import ConfigError
+from jaxrl_llm.data.prompt_completion import split_pair
 
 Row = Mapping[str, Any]
 CONTENT = ("prompt", "completion", "messages", "text", "chosen", "rejected")

@@ -6,9 +6,9 @@ Source: axolotl's RLHF documentation (docs/rlhf.qmd) and prompt_strategies/dpo.
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+from jaxrl_llm.config.resolve import ConfigError
 from jaxrl_llm.data.formats import columns
 from jaxrl_llm.data.formats.templates import TEMPLATES, ZEPHYR, Template
-from jaxrl_llm.names import ConfigError
 
 Row = Mapping[str, Any]
 ANY_PROMPT = ("prompt", "input", "question", "instruction")

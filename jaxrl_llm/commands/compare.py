@@ -1,0 +1,203 @@
+"""Compare two models on the same prompts: how often the first one's completion is better.
+
+    python -m jaxrl_llm compare --a=runs/grpo/hf --b=embedded:sort --config=configs/grpo.py
+
+Prompts, sampling and rewards are those of `jaxrl_llm.evaluate`. The better of two completions is that with the larger
+weighted sum of rewards; `pairwise_judge` among rewards.functions shows a language model both, in both orders. Prints
+the share of wins, ties and losses of `a`, and its win rate (a tie is half a win) with a bootstrap interval.
+"""
+
+import json
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from jaxrl_llm.algorithms.advantages import combine_rewards
+from jaxrl_llm.algorithms.sample_statistics import bootstrap_interval, mean_of
+from jaxrl_llm.config import ConfigError, validate
+from jaxrl_llm.config.flags import load_flags
+from jaxrl_llm.config.schema import Key
+from jaxrl_llm.data.chat import chat_ids
+from jaxrl_llm.distributed import processes
+from jaxrl_llm.distributed.compilation_cache import keep_compiled
+from jaxrl_llm.distributed.processes import agreeing, gather
+from jaxrl_llm.rewards.calls import text_of
+from jaxrl_llm.rewards.grader import Rewards, load_rewards
+from jaxrl_llm.rewards.judge import shown
+from jaxrl_llm.training.evaluation.build import build_evaluation
+from jaxrl_llm.training.evaluation.run import completions_of
+from jaxrl_llm.training.logging.console import show
+from jaxrl_llm.training.setup import build_mesh, build_model, build_rewards
+
+FLAGS = (
+    Key("a", "", "The first model: hub id, local folder (such as RUN/hf) or `embedded:<name>`."),
+    Key("b", "", "The second model."),
+    Key("tie", 0.0, "Sums of rewards that differ by no more than this are a tie.", float, minimum=0),
+    Key("level", 0.95, "Level of the bootstrap interval over prompts.", float, above=0, below=1),
+    Key("output", "", "JSON file to write the numbers to, besides printing them."),
+    Key("pairs", "", "File for every pair, one JSON object a line: prompt, a, b, their scores, and who won."),
+)
+SHARES = {"win": 1.0, "tie": 0.5, "loss": 0.0}  # of a win
+
+
+class Comparison(NamedTuple):
+    """The numbers, by name, and the pairs: `{set, prompt, a, b, score_a, score_b, winner}`."""
+
+    metrics: dict[str, float]
+    pairs: list[dict[str, Any]]
+
+
+def compare(
+    config, a: str, b: str, eval_dataset=None, rewards=None, tie: float = 0.0, level: float = 0.95
+) -> Comparison:  # fmt: skip
+    """How often the completions of model `a` are better than those of model `b`, for the same prompts.
+
+    Each model writes `eval.samples` completions of every prompt of the evaluation (see `jaxrl_llm.evaluate`), with its
+    own tokenizer; the i-th of one meets the i-th of the other. The metrics are `win`, `tie` and `loss` (shares of all
+    pairs that are graded), `win_rate` = win + tie / 2 with `win_rate_low` and `win_rate_high`, the means `reward_a`
+    and `reward_b`, and of each named set the same, `<set>/win_rate`. `ungraded` pairs have a completion to which no
+    reward applies. Raises ConfigError for anything the user can mend.
+    """
+    validate(config)
+    for name, path in (("a", a), ("b", b)):
+        if not path:
+            raise ConfigError(f"--{name} is missing; name two models, --a=RUN/hf --b=embedded:sort")
+    for key in ("name", "tools", "rollout_func"):
+        if config.environment[key]:
+            raise ConfigError(f"environment.{key} is set, but a comparison is of single completions: leave it out")
+    mesh = build_mesh(config)
+    with jax.set_mesh(mesh):
+        written = [_written(config, path, eval_dataset, mesh) for path in (a, b)]
+    with closing(build_rewards(config, rewards)) as grader:
+        pairs = _graded(grader, written, tie)
+    names = list(dict.fromkeys(pair["set"] for pair in pairs))
+    metrics = _numbers(pairs, level)
+    for name in names if len(names) > 1 else ():
+        own = _numbers([pair for pair in pairs if pair["set"] == name], level)
+        metrics |= {f"{name}/{metric}": value for metric, value in own.items()}
+    return Comparison(metrics, pairs)
+
+
+class Written(NamedTuple):
+    """The examples, each with the name of its set, what a model wrote for each of them, and its tokenizer."""
+
+    examples: list[dict[str, Any]]
+    completions: list[list[Any]]
+    tokenizer: Any
+
+
+def _written(config, path: str, eval_dataset: Any, mesh) -> Written:
+    own = config.copy_and_resolve_references()
+    own.model.path, own.model.random_init, own.eval.greedy = path, False, False
+    own.lora.path, own.lora.rank = None, 0
+    with closing(load_rewards(_ungraded)) as nothing:
+        model = build_model(own, mesh, head="lm")
+        evaluation = build_evaluation(own, model, nothing, eval_dataset, mesh)
+        key = jax.random.key(config.seed)
+        wrote = [completions for one in evaluation.sets for completions in completions_of(one, model.params, key)]
+    examples = [{**example, "set": one.name} for one in evaluation.sets for example in one.examples]
+    return Written(examples, wrote, model.tokenizer)
+
+
+def _ungraded(completions: Sequence[Any], **columns: Any) -> list[None]:
+    """No reward: completions are graded when both models have written."""
+    return [None] * len(completions)
+
+
+def _graded(grader: Rewards, written: Sequence[Written], tie: float) -> list[dict[str, Any]]:
+    """Every pair with its scores and its winner. Process 0 grades, and all get the same."""
+    examples = written[0].examples
+    met = [
+        (index, both)
+        for index, completions in enumerate(zip(*(one.completions for one in written), strict=True))
+        for both in zip(*completions, strict=True)
+    ]
+    scores: list[list[float]] | None = None
+    with agreeing():
+        if jax.process_index() == 0:
+            scores = _scores(grader, examples, met, [one.tokenizer for one in written]).tolist()
+    pairs = []
+    for (index, (a, b)), (score_a, score_b) in zip(met, gather(scores)[0], strict=True):
+        known = np.isfinite(score_a) and np.isfinite(score_b)
+        winner = "tie" if abs(score_a - score_b) <= tie else "a" if score_a > score_b else "b"
+        pairs.append({
+            "set": examples[index]["set"], "row": index, "prompt": shown(examples[index]["prompt"]), "a": text_of(a),
+            "b": text_of(b), "score_a": score_a if known else None, "score_b": score_b if known else None,
+            "winner": winner if known else None,
+        })  # fmt: skip
+    return pairs
+
+
+def _scores(
+    grader: Rewards, examples: list[dict[str, Any]], met: list[tuple[int, Any]], tokenizers: Sequence[Any]
+) -> np.ndarray:
+    """The weighted sums `[pairs, 2]`.
+
+    A function is called with the two completions of each pair in adjacent rows. Of a prompt's pairs it sees one at a
+    time, so that one that compares adjacent rows of one prompt never compares a model with itself.
+    """
+    scores, seen, rounds = np.zeros((len(met), 2)), Counter(), {}
+    for number, (index, _) in enumerate(met):
+        prompt = json.dumps(examples[index]["prompt"])
+        rounds.setdefault(seen[prompt], []).append(number)
+        seen[prompt] += 1
+    for numbers in rounds.values():
+        rows = [examples[met[number][0]] for number in numbers for _ in range(2)]
+        own = ("prompt", "prompt_ids", "set")
+        columns = {name: [row.get(name) for row in rows] for name in rows[0] if name not in own}
+        written = [completion for number in numbers for completion in met[number][1]]
+        ids = [chat_ids(tokenizers[row % 2], text_of(completion)) for row, completion in enumerate(written)]
+        found = grader([row["prompt"] for row in rows], written, ids, columns)
+        scores[numbers] = np.asarray(combine_rewards(found, grader.weights)).reshape(-1, 2)
+    return scores
+
+
+def _numbers(pairs: list[dict[str, Any]], level: float) -> dict[str, float]:
+    """The metrics of some pairs; see `compare`."""
+    graded = [pair for pair in pairs if pair["winner"] is not None]
+    share = {"a": "win", "tie": "tie", "b": "loss"}
+    ended = Counter(share[pair["winner"]] for pair in graded)
+    by_prompt: dict[int, list[float]] = {}
+    for pair in graded:
+        by_prompt.setdefault(pair["row"], []).append(SHARES[share[pair["winner"]]])
+    low, high = bootstrap_interval([np.mean(shares) for shares in by_prompt.values()], level)
+    return {
+        "prompts": len({pair["row"] for pair in pairs}),
+        "pairs": len(pairs),
+        "ungraded": len(pairs) - len(graded),
+        **{name: ended[name] / len(graded) if graded else float("nan") for name in SHARES},
+        "win_rate": mean_of([np.mean(shares) for shares in by_prompt.values()]),
+        "win_rate_low": low,
+        "win_rate_high": high,
+        "reward_a": mean_of([pair["score_a"] for pair in graded]),
+        "reward_b": mean_of([pair["score_b"] for pair in graded]),
+    }
+
+
+def main(argv: list[str]) -> None:
+    """The command line: see `--help`."""
+    config, options = load_flags(argv, __doc__ or "", FLAGS)
+    processes.join(config)
+    keep_compiled(config.compilation_cache)
+    files = {name: Path(options[name]).expanduser() for name in ("output", "pairs") if options[name]}
+    for name, path in files.items():
+        if not path.parent.is_dir():
+            raise ConfigError(f"--{name}: there is no folder {path.parent}; make it first")
+    found = compare(config, options["a"], options["b"], tie=options["tie"], level=options["level"])
+    if jax.process_index() > 0:
+        return
+    rows = {"a": options["a"], "b": options["b"], **found.metrics}
+    width = max(map(len, rows))
+    for name, value in rows.items():
+        print(f"{name.ljust(width)}  {value if isinstance(value, str) else show(value)}")
+    if "output" in files:
+        numbers = {name: None if value != value else value for name, value in rows.items()}
+        files["output"].write_text(json.dumps(numbers, indent=2) + "\n", encoding="utf-8")
+    if "pairs" in files:
+        lines = [json.dumps(pair, ensure_ascii=False) + "\n" for pair in found.pairs]
+        files["pairs"].write_text("".join(lines), encoding="utf-8")

@@ -1,0 +1,159 @@
+"""Write a checkpoint as a Hugging Face folder, and push it to the hub.
+
+    python -m jaxrl_llm export --run=runs/grpo --output=exported
+    python -m jaxrl_llm export --run=runs/grpo --push_to_hub=me/my-model --private
+
+The folder holds the policy as it was at a step (the newest checkpoint unless `--step` says another), with a model card,
+and loads in transformers and vLLM. Adapters are merged; with `--adapter` the folder holds them alone, as PEFT reads
+them. The optimizer's state is not read. Works while the run goes on. The hub's token is taken from HF_TOKEN.
+"""
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from jaxrl_llm.config import ConfigDict, ConfigError, from_json
+from jaxrl_llm.config.flags import load_options
+from jaxrl_llm.config.schema import Key
+from jaxrl_llm.distributed import processes
+from jaxrl_llm.distributed.sharding import make_mesh
+from jaxrl_llm.models import peft
+from jaxrl_llm.models.lora import combine, split
+from jaxrl_llm.models.model import Model, describe, save_adapter, save_hf
+from jaxrl_llm.tools.cards import hub
+from jaxrl_llm.tools.cards.card import write_card
+from jaxrl_llm.training.checkpoint.manager import Checkpoints, folder_of
+from jaxrl_llm.training.setup import build_model
+
+FLAGS = (
+    Key("run", "", "Folder of the run: its output_dir."),
+    Key("step", None, "Step of the checkpoint; none is the newest.", int, minimum=0),
+    Key("output", "", "Folder to write; with push_to_hub it may be left out."),
+    Key("dtype", None, "Type of the stored weights; none keeps that of the checkpoint.",
+        choices=("float32", "bfloat16", "float16")),
+    Key("adapter", False, "Write the adapters of the run alone, a PEFT folder in float32.", bool),
+    Key("overwrite", False, "Replace the model that the folder, or the repository, holds already.", bool),
+    Key("push_to_hub", None, "Repository of the Hugging Face hub to push to, OWNER/NAME."),
+    Key("private", False, "Make that repository for its owner alone.", bool),
+)  # fmt: skip
+
+PUSHED = ".pushed"  # the folder of a run that is there while its model is pushed
+
+
+def export(
+    run: str | Path,
+    output: str | Path,
+    step: int | None = None,
+    dtype: str | None = None,
+    adapter: bool = False,
+    overwrite: bool = False,
+    repo: str | None = None,
+) -> Path:
+    """The folder `output`, after the policy of a checkpoint of the run has been written to it, with a model card.
+
+    Parameters are cut over all devices at hand, whatever mesh the run had. `dtype` None keeps them bit for bit. With
+    `adapter` it is the adapters alone, as a PEFT folder. `repo` is the name on the hub that the card gives it. Raises
+    ConfigError: no run, no such checkpoint, adapters asked of a run that has none, or `output` holds a model already
+    (unless `overwrite`) or something else.
+    """
+    output = Path(output).expanduser()
+    folder = Path(run).expanduser()
+    config = _config_of(folder)
+    _check_free(output, overwrite)
+    mesh = make_mesh(data=1, fsdp=-1)
+    with jax.set_mesh(mesh), Checkpoints(folder_of(config, folder), read_only=True) as checkpoints:
+        step = _step(checkpoints, step)
+        model = _untrained(config, mesh)
+        frozen, shapes = split(model.params)
+        params = combine(frozen, checkpoints.restore_params(step, shapes, mesh))
+        model = replace(model, params=params, mesh=mesh)
+        save_adapter(model, output) if adapter else save_hf(model, output, dtype)
+        with processes.agreeing():
+            if jax.process_index() == 0:
+                write_card(output, folder, step, repo)
+    return output
+
+
+def push(run: str | Path, repo: str, output: str | Path = "", private: bool = False, **options: Any) -> str:
+    """The address on the hub, after the policy of a checkpoint of the run has been exported and pushed there.
+
+    `options` are those of `export`. Without `output` the folder is one inside the run's, which is removed afterwards.
+    Raises ConfigError as `export`, `hub.check` and `hub.push` do; before anything is written where it can be known.
+    """
+    overwrite, url = options.get("overwrite", False), ""
+    folder = Path(output).expanduser() if output else Path(run).expanduser() / PUSHED
+    with processes.agreeing():
+        if jax.process_index() == 0:
+            _config_of(Path(run).expanduser())
+            hub.check(repo, private, overwrite)
+            if not output:
+                shutil.rmtree(folder, ignore_errors=True)  # what a push that was killed has left
+    try:
+        export(run, folder, repo=repo, **options)
+        with processes.agreeing():
+            if jax.process_index() == 0:
+                url = hub.push(folder, repo, private, overwrite, f"{Path(run).resolve().name}, by jaxrl_llm")
+    finally:
+        if not output and jax.process_index() == 0:
+            shutil.rmtree(folder, ignore_errors=True)
+    return url
+
+
+def _check_free(output: Path, overwrite: bool) -> None:
+    held = [sign for sign in ("config.json", peft.CONFIG) if (output / sign).is_file()]
+    if held and not overwrite:
+        raise ConfigError(
+            f"{output} holds a model already ({held[0]}): choose another folder, or replace it with --overwrite"
+        )
+
+
+def _untrained(config: ConfigDict, mesh: Mesh) -> Model:
+    """The model as the run started: shapes suffice where all of it is trained."""
+    if config.lora.rank or config.lora.path:
+        return build_model(config, mesh)
+    head = "score" if config.algorithm.name == "reward_model" else "lm"
+    c = config.model
+    return describe(c.path, "float32", c.param_dtype, trust_remote_code=c.trust_remote_code, head=head)
+
+
+def _config_of(folder: Path) -> ConfigDict:
+    file = folder / "config.json"
+    config = from_json(file.read_text(encoding="utf-8")) if file.is_file() else None
+    if config is None or not folder_of(config, folder).is_dir():
+        raise ConfigError(
+            f"{folder} is not the folder of a run: it has no config.json or no checkpoints; "
+            "give the output_dir that the run was trained with"
+        )
+    return config
+
+
+def _step(checkpoints: Checkpoints, step: int | None) -> int:
+    steps = checkpoints.steps()
+    if not steps:
+        raise ConfigError(f"there is no checkpoint in {checkpoints.folder}")
+    if step is not None and step not in steps:
+        raise ConfigError(
+            f"there is no checkpoint of step {step} in {checkpoints.folder}; there are {', '.join(map(str, steps))}"
+        )
+    step = steps[-1] if step is None else step
+    checkpoints.check(step)
+    return step
+
+
+def main(argv: list[str]) -> None:
+    """The command line: see `--help`."""
+    options = load_options(argv, __doc__ or "", FLAGS)
+    processes.join()
+    repo, private = options.pop("push_to_hub"), options.pop("private")
+    for name in ("run",) if repo else ("run", "output"):
+        if not options[name]:
+            raise ConfigError(f"--{name} is missing; write --{name}=FOLDER")
+    if private and not repo:
+        raise ConfigError("--private is of a repository: write --push_to_hub=OWNER/NAME too")
+    written = push(repo=repo, private=private, **options) if repo else export(**options)
+    if jax.process_index() == 0:
+        print(written)

@@ -1,0 +1,100 @@
+"""Look at the data of a run before anyone pays for it; the model's tokenizer is all that is loaded.
+
+    python -m jaxrl_llm preview --config=configs/dpo.py --rows=3
+
+Prints the first examples as the model will see them, the tokens that are learned in colour (in ⟦brackets⟧ where the
+output is no terminal), then how long the rows are, how many are over the limit, and how many are dropped; for the rows
+that are trained on and for those that are evaluated on.
+"""
+
+import sys
+from collections.abc import Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from jaxrl_llm.config import ConfigError
+from jaxrl_llm.config.flags import load_flags
+from jaxrl_llm.config.schema import Key
+from jaxrl_llm.data import loading
+from jaxrl_llm.data.loading import Part
+from jaxrl_llm.data.preview import joined_otherwise, shown, statistics
+from jaxrl_llm.models import hf
+from jaxrl_llm.training.evaluation.sources import measure_of, named_sets, set_parts
+
+FLAGS = (
+    Key("rows", 3, "Examples to print.", int, minimum=0),
+    Key("measure", 10_000, "Examples to measure, of each source.", int, minimum=1),
+    Key("held_out", True, "Show the rows that are evaluated on too.", bool),
+)
+JOINED = 200  # rows that are tokenised a second time
+
+
+def preview(config, rows: int = 3, measure: int = 10_000, held_out: bool = True, colour: bool = False) -> str:
+    """The report on the data of `config`; raises ConfigError for data that training could not read."""
+    tokenizer = load_tokenizer(config.model.path, config.model.trust_remote_code)
+    kind = loading.kind_of(config)
+    parts = loading.open_parts(config, tokenizer)
+    lines = report(config, "trained on", kind, parts, tokenizer, rows, measure, colour)
+    if held_out and config.eval.every >= 0:
+        for one in named_sets(config):
+            parts = set_parts(config, tokenizer, one)
+            use = f"evaluated on{f' as {one.name}' if one.name else ''}"
+            # Rows to evaluate on may lack what is learned: then they serve as prompts.
+            if kind == "prompts" or measure_of(config, parts) == "samples":
+                parts = set_parts(config, tokenizer, one, prompts=True)
+                lines += report(config, use, "prompts", parts, tokenizer, min(rows, 1), measure, colour)
+            else:
+                lines += report(config, use, kind, parts, tokenizer, min(rows, 1), measure, colour)
+    return "\n".join(lines) + "\n"
+
+
+def report(
+    config, use: str, kind: str, parts: Sequence[Part], tokenizer: Any, rows: int, measure: int, colour: bool
+) -> list[str]:
+    """The lines on some sources: examples first, then the statistics of each source."""
+    lines: list[str] = []
+    for part in parts:
+        how = loading.tokenizing(config, kind, tokenizer)
+        stops, how.overlong = how.overlong == "error", "filter" if how.overlong == "error" else how.overlong
+        made = [row for row in islice(loading.token_rows(part, kind, how), measure) if row is not None]
+        source = part.name or "the data"
+        for index, row in enumerate(made[:rows]):
+            lines.append(f"--- {use}: {source}, example {index}")
+            for heading, text in shown(kind, row, tokenizer, colour):
+                lines += [f"[{heading}]", text]
+        lines.append(f"=== {use}: {source}")
+        found = statistics(how, made)
+        if how.long:
+            over = f"over {how.limit} tokens"
+            done = "training stops at the first" if stops else "dropped" if how.overlong == "filter" else "cut"
+            found[over] += f": {done} (data.overlong={'error' if stops else how.overlong})"
+        joined = joined_otherwise(kind, made[:JOINED], tokenizer)
+        found["other tokens if joined"] = f"{joined} of the first {len(made[:JOINED])}"
+        if part.weight is not None:
+            found["weight"] = f"{part.weight:g}"
+        width = max(map(len, found))
+        lines += [f"{name.ljust(width)}  {value}" for name, value in found.items()]
+    return lines
+
+
+def load_tokenizer(path: str, trust_remote_code: bool = False) -> Any:
+    """The tokenizer of a model, without its weights; raises ConfigError when there is none."""
+    if path.startswith("embedded:") or Path(path).expanduser().is_dir():
+        folder = hf.locate(path)
+        if not hf.has_tokenizer(folder):
+            raise ConfigError(f"model.path = {path!r} has no tokenizer files; add them to the folder")
+        return hf.load_tokenizer(folder, trust_remote_code)
+    from transformers import AutoTokenizer  # slow to import, and of no use for local folders
+
+    try:
+        return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+    except Exception as error:
+        reason = " ".join(str(error).split())
+        raise ConfigError(f"cannot load the tokenizer of model.path = {path!r}: {reason}") from error
+
+
+def main(argv: list[str]) -> None:
+    """The command line: see `--help`."""
+    config, options = load_flags(argv, __doc__ or "", FLAGS)
+    sys.stdout.write(preview(config, colour=sys.stdout.isatty(), **options))

@@ -1,0 +1,1 @@
+"""Devices and processes: the mesh and its sharding tables, several processes that act as one."""

@@ -1,0 +1,54 @@
+"""Compiled programs are kept in a folder: the second start of a command compiles nothing that the first one has."""
+
+import hashlib
+import os
+from pathlib import Path
+
+import jax
+
+from jaxrl_llm.config.resolve import ConfigError
+
+FOLDER_VARIABLE = "JAX_COMPILATION_CACHE_DIR"
+
+
+def keep_compiled(where: str = "auto") -> Path | None:
+    """The folder that programs compiled from now on are kept in and taken from; None when they are not.
+
+    `where` is auto, none or a folder. auto is $JAX_COMPILATION_CACHE_DIR, or jaxrl_llm/compiled in $XDG_CACHE_HOME
+    (~/.cache), and there a folder for each kind of processor: programs may not run on another. JAX's own variables
+    (JAX_ENABLE_COMPILATION_CACHE, JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS) hold where they are set. Raises
+    ConfigError for a folder that cannot be made.
+    """
+    if where == "none":
+        jax.config.update("jax_compilation_cache_dir", None)
+        return None
+    folder = _folder(where)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        if where == "auto" and FOLDER_VARIABLE not in os.environ:
+            return None  # a machine without a home that can be written: nobody asked for a folder there
+        raise ConfigError(
+            f"compilation_cache: {folder} cannot be made: {error.strerror}; name another folder, or none"
+        ) from None
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+    if "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS" not in os.environ:
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    return folder
+
+
+def _folder(where: str) -> Path:
+    if where != "auto":
+        return Path(where).expanduser()
+    if FOLDER_VARIABLE in os.environ:
+        return Path(os.environ[FOLDER_VARIABLE])
+    home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(home).expanduser() / "jaxrl_llm" / "compiled" / _processor()
+
+
+def _processor() -> str:
+    """A name for what this machine's processor can do."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else [" ".join(os.uname()[3:])]
+    able = sorted({line for line in lines if line.startswith(("flags", "Features", "model name"))} or lines[:1])
+    return hashlib.sha256("\n".join(able).encode()).hexdigest()[:12]

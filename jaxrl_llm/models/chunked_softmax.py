@@ -1,0 +1,299 @@
+"""From hidden states to log-probs: chunked over positions, so that logits `[N,T,V]` never exist, with their gradients.
+
+The head's matrix is used as `[V,D]`, as embeddings are stored: where the two are one, nothing is transposed.
+"""
+
+import functools
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxrl_llm.algorithms.kl import kl_estimate
+from jaxrl_llm.distributed.sharding import constrain, context_shards, is_cut, row_shards
+from jaxrl_llm.models import cpu_matmul
+from jaxrl_llm.models.layers import soft_cap
+
+REMAINDER = 4  # a chunk that would not be full is cut into so many, of which those that are needed are computed
+LOGITS_IN_FLIGHT = 2**24  # logits computed at once by each device, about, at least one column of rows: 64 MB in fp32
+KEPT = 4  # logits of at most so many chunks are kept for the backward pass, which else forms them again
+
+
+def log_sum_squares(hidden, kernel, softcap: float | None = None, count=None):
+    """`log sum_v p_v^2` `[N,S]` of softmax(logits), in columns; logits as in `chunked_logps`, at temperature 1."""
+
+    table = _table(hidden, kernel)
+
+    def chunk(columns):
+        logps = jax.nn.log_softmax(_logits(columns(hidden), table, 1.0, softcap), axis=-1)
+        return (jax.nn.logsumexp(2.0 * logps, axis=-1),)
+
+    return _over_chunks(chunk, hidden, table, count)[0][0]
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5, 6))
+def chunked_logps(
+    hidden, kernel, targets, temperature: float, statistics: bool = False, softcap: float | None = None,
+    smoothing: float = 0.0, count=None,
+):  # fmt: skip
+    """Log-probs and entropies `[N,S]` of softmax(logits / temperature) at the targets `[N,S]`.
+
+    With `statistics` also, without gradient, whether the target is the likeliest token and the mean logit. With
+    `smoothing` e the log-prob is `(1 - e) log p(target) + e mean_v log p(v)`: label smoothing (arXiv 1512.00567).
+    hidden `[N,S,D]` in the compute dtype, kernel `[D,V]`; logits are hidden @ kernel, capped softly. They are formed
+    for a few columns at a time, in fp32, and again in the backward pass, which finds only the log-sum-exp and the
+    entropy of each token; where they are few (`KEPT`) they are kept for it. Columns from `count` on (rounded up to what
+    is formed at a time) are 0 and not computed.
+    """
+    return _forward(hidden, kernel, targets, temperature, statistics, softcap, smoothing, count)[0]
+
+
+def _logits(hidden, table, temperature: float, softcap: float | None):
+    table = table.astype(hidden.dtype)
+    logits = jnp.einsum("...d,vd->...v", _flat(hidden), table, preferred_element_type=jnp.float32)
+    logits = constrain(logits.reshape(*hidden.shape[:-1], -1), "rows", "positions", "vocab")
+    return soft_cap(logits, softcap) / temperature
+
+
+def _flat(x):
+    """`[N,s,...]` as `[N*s,...]`, of which products are faster, unless positions are cut over devices."""
+    return x.reshape(-1, x.shape[-1]) if context_shards() == 1 else x
+
+
+def _table(hidden, kernel):
+    """The head's matrix `[V,D]`; where the mesh cuts it, gathered here once and not for every chunk."""
+    return constrain(kernel.T.astype(hidden.dtype), "vocab", None) if is_cut() else kernel.T
+
+
+def _width(hidden, table) -> int:
+    rows, length = hidden.shape[:2]
+    shards = context_shards()  # which share the columns of a chunk
+    return min(-(-columns_at_once(rows, table.shape[0]) // shards), -(-length // shards)) * shards
+
+
+def columns_at_once(rows: int, vocabulary: int) -> int:
+    """The columns of rows whose logits all devices of the mesh that is set compute at once.
+
+    A power of two, which divides the numbers of tokens that are most common.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    columns = LOGITS_IN_FLIGHT * (1 if mesh.empty else mesh.size) / (rows * vocabulary)
+    return 2 ** max(round(math.log2(columns)), 0)
+
+
+def _over_chunks(function, hidden, table, count, total=None, whole: bool = False):
+    """What `function(columns, total)` gives a few columns at a time, as arrays `[N,S,...]`, and the last total.
+
+    `columns(x)` are those columns of an array `[N,S,...]`; without a total the function has one argument. `whole`
+    leaves the arrays with the columns that fill up the last chunk.
+    """
+    width, length = _width(hidden, table), hidden.shape[1]
+    chunks = -(-length // width)
+    if count is None:  # equal chunks, so that little is computed for nothing
+        shards = context_shards()
+        width = -(-length // (chunks * shards)) * shards
+
+    def columns_at(start, size, x):
+        x = jnp.pad(x, ((0, 0), (0, chunks * width - x.shape[1]), *((0, 0),) * (x.ndim - 2)))
+        return jax.lax.dynamic_slice_in_dim(x, start, size, axis=1)
+
+    def call(columns, total):
+        return (function(columns), None) if total is None else function(columns, total)
+
+    def step(first, size, number, carry):
+        start = first + number * size
+        found, total = call(functools.partial(columns_at, start, size), carry[1])
+        write = functools.partial(jax.lax.dynamic_update_slice_in_dim, start_index=start, axis=1)
+        return tuple(write(old, new) for old, new in zip(carry[0], found, strict=True)), total
+
+    shapes, _ = jax.eval_shape(functools.partial(call, functools.partial(columns_at, 0, width)), total)
+    empty = tuple(jnp.zeros((x.shape[0], chunks * width, *x.shape[2:]), x.dtype) for x in shapes)
+    full = chunks if count is None else jnp.minimum(count, length) // width
+    carry = jax.lax.fori_loop(0, full, functools.partial(step, 0, width), (empty, total))
+    if count is not None:  # what remains, in smaller chunks
+        size = max(width // REMAINDER, 1)
+        left = -(-(jnp.minimum(count, length) - full * width) // size)
+        carry = jax.lax.fori_loop(0, left, functools.partial(step, full * width, size), carry)
+    found, total = carry
+    return (found if whole else tuple(x[:, :length] for x in found)), total
+
+
+def _numbers(logits, targets, statistics: bool, smoothing: float):
+    """Log-probs, entropies, the statistics, and log-sum-exps, of logits `[N,s,V]`; and `exp(logits - log-sum-exp)`."""
+    top = logits.max(axis=-1)
+    shares = _once(jnp.exp(logits - top[..., None]))
+    total, weighted = _two_sums(shares, logits)
+    normalizer = top + jnp.log(total)
+    target = _at_target(logits, targets)
+    entropy = normalizer - weighted / total
+    smoothed = (1 - smoothing) * target + smoothing * logits.mean(axis=-1) if smoothing else target
+    found = smoothed - normalizer, entropy, (target >= top).astype(jnp.float32)
+    mean = (logits.mean(axis=-1),) if statistics else ()
+    return (*found, *mean, normalizer), (shares, total)
+
+
+def _two_sums(x, y):
+    """The sums over the last axis of x and of x * y: on CPUs by a product of matrices, as XLA's own loop is slow."""
+    if jax.default_backend() == "cpu":
+        return x.sum(-1), jnp.einsum("...v,...v->...", x, y)
+    zero = jnp.zeros((), x.dtype)
+    return jax.lax.reduce((x, x * y), (zero, zero), lambda a, b: (a[0] + b[0], a[1] + b[1]), (x.ndim - 1,))
+
+
+def _once(x):
+    """x, which is not computed again for each of its uses: on CPU, exponentials cost more than reading them."""
+    return jax.lax.optimization_barrier(x) if jax.default_backend() == "cpu" else x
+
+
+def _at_target(x, targets):
+    """x `[N,s,V]` at the targets `[N,s]`."""
+    if is_cut():  # then a gather would collect all of it
+        return jnp.where(jnp.arange(x.shape[-1]) == targets[..., None], x, 0.0).sum(-1)
+    return jnp.take_along_axis(x, targets[..., None], axis=-1)[..., 0]
+
+
+def _plus_at_target(x, targets, numbers):
+    """x `[N,s,V]` with numbers `[N,s]` added at the targets."""
+    if is_cut():
+        return x + jnp.where(jnp.arange(x.shape[-1]) == targets[..., None], numbers[..., None], 0.0)
+    n, column = jnp.indices(targets.shape, sparse=True)
+    return x.at[n, column, targets].add(numbers, mode="promise_in_bounds", unique_indices=True)
+
+
+def _forward(hidden, kernel, targets, temperature: float, statistics: bool, softcap: float | None, smoothing: float,
+             count, keep: bool = False):  # fmt: skip
+    table = _table(hidden, kernel)
+
+    def chunk(columns):
+        logits = _logits(columns(hidden), table, temperature, softcap)
+        found = _numbers(logits, columns(targets), statistics, smoothing)[0]
+        return (*found, logits) if keep else found
+
+    found, _ = _over_chunks(chunk, hidden, table, count, whole=keep)
+    kept = found[-1] if keep else None
+    *found, normalizer = (x[:, : hidden.shape[1]] for x in (found[:-1] if keep else found))
+    return tuple(found if statistics else found[:2]), (hidden, kernel, targets, found[1], normalizer, count, kept)
+
+
+def _forward_for_gradients(hidden, kernel, *others):
+    rows, length = hidden.shape[:2]
+    return _forward(hidden, kernel, *others, keep=length <= KEPT * columns_at_once(rows, kernel.shape[1]))
+
+
+def _by_products(logits, shares, total, targets, temperature: float, softcap: float | None, smoothing: float, slope,
+                 bonus=None):  # fmt: skip
+    """The gradient, by the products of hidden states and kernel, of `slope * logp`; p is shares / total.
+
+    d logp = onehot - p; through temperature and cap. `bonus(p)` is added before that.
+    """
+    d = (-slope / total)[..., None] * shares
+    if bonus is not None:
+        d += bonus
+    if smoothing:
+        d += (smoothing / logits.shape[-1]) * slope[..., None]
+    at_target = (1 - smoothing) * slope
+    if softcap is not None:
+        d *= 1.0 - (logits * (temperature / softcap)) ** 2
+        at_target *= 1.0 - (_at_target(logits, targets) * (temperature / softcap)) ** 2
+    d = _plus_at_target(d, targets, at_target)
+    return d if temperature == 1.0 else d / temperature
+
+
+def _by_hidden_and_table(d, h, table, d_table):
+    """The gradient by hidden states, and that by the table added to what it was: see `_totals`."""
+    parts, d = d_table.shape[:2], d.astype(h.dtype)
+    d_hidden = cpu_matmul.matmul(_flat(d), table).reshape(h.shape)
+    if parts == (1, 1):
+        return d_hidden, d_table + cpu_matmul.over_rows(_flat(d), _flat(h))
+    d, own = (x.reshape(parts[0], -1, parts[1], x.shape[1] // parts[1], x.shape[-1]) for x in (d, h))
+    product = jnp.einsum("rncsv,rncsd->rcvd", d, own, preferred_element_type=jnp.float32)
+    return d_hidden, constrain(d_table + product, "rows", "positions", "vocab", None)
+
+
+def _totals(hidden, table):
+    """Zeros `[R,S,V,D]` for the gradient by the table `[V,D]` of each part that the mesh cuts rows and positions into.
+
+    Each device adds up that of its own tokens, and they are summed once, behind the loop over chunks, not in each.
+    """
+    mesh: Any = jax.sharding.get_abstract_mesh()
+    rows = 1 if mesh.empty or hidden.shape[0] % row_shards(mesh) else row_shards(mesh)
+    return constrain(jnp.zeros((rows, context_shards(), *table.shape), jnp.float32), "rows", "positions", "vocab", None)
+
+
+def _backward(temperature: float, statistics: bool, softcap: float | None, smoothing: float, residuals, gradients):
+    hidden, kernel, targets, entropy, normalizer, count, kept = residuals
+
+    table = _table(hidden, kernel)
+
+    def chunk(columns, d_table):
+        h = columns(hidden)
+        logits = _logits(h, table, temperature, softcap) if kept is None else columns(kept)
+        slope, ent, of_entropy, norm = (columns(x) for x in (gradients[0], entropy, gradients[1], normalizer))
+        logp = logits - norm[..., None]
+        p = _once(jnp.exp(logp))
+        bonus = -of_entropy[..., None] * p * (logp + ent[..., None])  # d entropy = -p (log p + entropy)
+        d = _by_products(
+            logits, p, jnp.ones_like(norm), columns(targets), temperature, softcap, smoothing, slope, bonus
+        )
+        d_hidden, d_table = _by_hidden_and_table(d, h, table, d_table)
+        return (d_hidden,), d_table
+
+    (d_hidden,), d_table = _over_chunks(chunk, hidden, table, count, _totals(hidden, table))
+    return d_hidden.astype(hidden.dtype), d_table.sum((0, 1)).T.astype(kernel.dtype), None, None
+
+
+chunked_logps.defvjp(_forward_for_gradients, _backward)
+
+
+class Slopes(NamedTuple):
+    """The derivative of a loss by each log-prob: `constant + kl_weights * d kl_estimate(logp, ref_logp, kl)`."""
+
+    constant: jax.Array
+    kl_weights: jax.Array | None = None
+    ref_logps: jax.Array | None = None
+    kl: str = ""
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6, 7))
+def logps_by_slope(hidden, kernel, slopes, targets, temperature: float, kl: str, softcap: float | None,
+                   smoothing: float, count=None):  # fmt: skip
+    """0, with the gradient of a loss whose derivatives by the log-probs are known, and then log-probs, entropies and
+    whether the target is the likeliest token, all without gradient.
+
+    The first three arrays of `Slopes` `[N,S]`, and `kl`, say what the derivatives are. As no backward pass is needed to
+    know them, the gradients by hidden states and kernel are formed along with the log-probs, from the same logits:
+    three matrix products in place of four.
+    """
+    scored = _forward(hidden, kernel, targets, temperature, True, softcap, smoothing, count)[0]
+    return jnp.zeros(()), *scored[:3]
+
+
+def _forward_by_slope(hidden, kernel, slopes, targets, temperature: float, kl: str, softcap: float | None,
+                      smoothing: float, count):  # fmt: skip
+    table = _table(hidden, kernel)
+
+    def chunk(columns, d_table):
+        h, t = columns(hidden), columns(targets)
+        logits = _logits(h, table, temperature, softcap)
+        (*found, _), (shares, total) = _numbers(logits, t, False, smoothing)
+        slope, *of_kl = (None if x is None else columns(x) for x in slopes)
+        if of_kl[0] is not None:
+            weights, ref = of_kl
+            slope += weights * jax.grad(lambda logps: kl_estimate(logps, ref, kl).sum())(found[0])
+        d = _by_products(logits, shares, total, t, temperature, softcap, smoothing, slope)
+        d_hidden, d_table = _by_hidden_and_table(d, h, table, d_table)
+        return (*found, d_hidden), d_table
+
+    (*found, d_hidden), d_table = _over_chunks(chunk, hidden, table, count, _totals(hidden, table))
+    d_table = d_table.sum((0, 1)).T
+    return (jnp.zeros(()), *found), (d_hidden.astype(hidden.dtype), d_table.astype(kernel.dtype))
+
+
+def _backward_by_slope(temperature: float, kl: str, softcap: float | None, smoothing: float, residuals, gradients):
+    d_hidden, d_kernel = residuals
+    scale = gradients[0]
+    return (d_hidden * scale).astype(d_hidden.dtype), (d_kernel * scale).astype(d_kernel.dtype), None, None, None
+
+
+logps_by_slope.defvjp(_forward_by_slope, _backward_by_slope)

@@ -1,0 +1,319 @@
+"""The safetensors files of a model folder: which tensors they hold, and reading and writing them part by part."""
+
+import contextlib
+import itertools
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+
+from jaxrl_llm.config import ConfigError
+from jaxrl_llm.distributed.sharding import parameter_spec, path_name, shardings
+from jaxrl_llm.models.lora import merged_kernel
+from jaxrl_llm.models.pickles import PickleFile
+from jaxrl_llm.models.quantize import quantize
+from jaxrl_llm.models.transformer import Net, Params
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+PICKLE = "pytorch_model.bin"
+PICKLE_INDEX = "pytorch_model.bin.index.json"
+FLOATS = ("F64", "F32", "F16", "BF16")
+# Buffers that some checkpoints carry and the network computes itself, and the vision part of models that have one.
+IGNORED = re.compile(r"rotary_emb\.inv_freq$|^(model\.)?(vision_tower|multi_modal_projector)\.")
+
+
+def _open_safetensors(file: Path):
+    try:
+        return safe_open(file, framework="numpy")
+    except FileNotFoundError as error:
+        raise ConfigError(f"{file} is missing, though {INDEX} names it.") from error
+    except SafetensorError as error:
+        raise ConfigError(f"{file} is truncated or no safetensors file: {error}") from error
+
+
+# Name of a single file, name of the index of several, and what opens one.
+KINDS_OF_FILES = ((SINGLE, INDEX, _open_safetensors), (PICKLE, PICKLE_INDEX, PickleFile))
+
+
+def read_json(file: Path) -> dict[str, Any] | None:
+    """The JSON object in `file`, None where there is no such file; raises ConfigError for anything but an object."""
+    if not file.is_file():
+        return None
+    try:
+        value = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ConfigError(f"{file} is not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ConfigError(f"{file} must hold a JSON object, but holds a {type(value).__name__}.")
+    return value
+
+
+def write_json(file: Path, value: dict[str, Any]) -> None:
+    """Writes `value` as JSON."""
+    file.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+
+
+class Stored(NamedTuple):
+    """One tensor of the files, or a part of one: its name, shape there, and where it is in the parameters."""
+
+    name: str
+    shape: tuple[int, ...]
+    transpose: bool
+    leaf: str  # path of the parameter
+    layer: int | None  # index in a stacked parameter
+    expert: int | None = None  # index in a parameter that is stacked over experts too
+    whole: tuple[int, ...] = ()  # shape of the tensor of the files, of which this is a part
+    first_row: int = 0
+    one_expert: bool = False  # a part of a tensor that is stacked over experts
+
+    @property
+    def at(self) -> tuple[int, ...]:
+        """Where the tensor is in a stacked parameter."""
+        return tuple(index for index in (self.layer, self.expert) if index is not None)
+
+
+def stored_tensors(net: Net, family, table=None) -> list[Stored]:
+    """Every tensor of the net's files, in the order of the network; adapters are in files of their own.
+
+    `table` are the keys of another way to store the family's tensors.
+    """
+    config = net.config
+    keys = {key.path: (order, key) for order, key in enumerate(table or family.KEYS)}
+    tensors = []
+    for path, leaf in jax.tree_util.tree_leaves_with_path(net.plain.shapes()):
+        name = path_name(path)
+        order, key = keys[name.replace("dense_layers/", "layers/")]
+        layers = list(enumerate(_layers(config, name))) if "{layer}" in key.tensor else [(None, None)]
+        experts = range(config.experts) if "/experts/" in name else [None]
+        shape = leaf.shape[(layers[0][0] is not None) + (experts[0] is not None) :]
+        shape = shape[::-1] if key.transpose else shape
+        for (layer, number), expert in itertools.product(layers, experts):
+            stored = Stored(key.tensor.format(layer=number, expert=expert), shape, key.transpose, name, layer, expert)
+            stored = stored._replace(one_expert=expert is not None and "{expert}" not in key.tensor)
+            place = -1 if name == "embed/weight" else config.layers if number is None else number
+            tensors.append((place, order, expert or 0, stored))
+    return _parts([stored for *_, stored in sorted(tensors, key=lambda item: item[:3])], config.experts)
+
+
+def _layers(config, path: str) -> list[int]:
+    """The numbers of the layers that are stacked in the parameter at `path`."""
+    dense = path.startswith("dense_layers/")
+    return [layer for layer in range(config.layers) if dense == (layer in config.dense_layers)]
+
+
+def _parts(tensors: list[Stored], experts: int) -> list[Stored]:
+    """The tensors, and of those with one name where each begins and the shape of the whole."""
+    rows: dict[tuple, int] = {}
+    placed = []
+    for tensor in tensors:
+        key = (tensor.name, tensor.one_expert and tensor.expert)
+        placed.append((key, tensor._replace(first_row=rows.get(key, 0))))
+        rows[key] = rows.get(key, 0) + tensor.shape[0]
+    return [
+        tensor._replace(whole=(*([experts] if tensor.one_expert else []), rows[key], *tensor.shape[1:]))
+        for key, tensor in placed
+    ]
+
+
+class Files:
+    """The open weight files of a folder, and which of them holds each tensor: safetensors, or pickles where allowed."""
+
+    def __init__(self, folder: Path, stack: contextlib.ExitStack, allow_pickle: bool = False):
+        self.folder = folder
+        kinds = KINDS_OF_FILES if allow_pickle else KINDS_OF_FILES[:1]
+        present = [kind for kind in kinds if any((folder / name).is_file() for name in kind[:2])]
+        if not present:
+            raise ConfigError(f"{folder} has neither {SINGLE} nor {INDEX}{self._advice(allow_pickle)}")
+        single, index_name, open_file = present[0]
+        index = read_json(folder / index_name)
+        names = sorted(set(index.get("weight_map", {}).values())) if index is not None else [single]
+        self.where: dict[str, Any] = {}
+        for name in names:
+            handle = stack.enter_context(open_file(folder / name))
+            self.where |= dict.fromkeys(handle.keys(), handle)
+        if index is not None and (lost := sorted(set(index["weight_map"]) - set(self.where))):
+            raise ConfigError(f"{folder / index_name} names tensors that no file holds: {some(lost)}.")
+
+    def _advice(self, allow_pickle: bool) -> str:
+        pickles = ", ".join(file.name for kind in ("*.bin", "*.pt", "*.pth") for file in sorted(self.folder.glob(kind)))
+        if not pickles:
+            return "."
+        return f"; pickle files ({pickles}) are not read" + (
+            f": only {PICKLE} and {PICKLE_INDEX} are." if allow_pickle else " unless model.allow_pickle is set."
+        )
+
+    def stored_tensors(self, net: Net, family) -> list[Stored]:
+        """The tensors of the net, under the names of the family that these files use."""
+        tables = [family.KEYS, *getattr(family, "OTHER_KEYS", ())]
+        ways = [stored_tensors(net, family, table) for table in tables]
+        return min(ways, key=lambda tensors: sum(tensor.name not in self.where for tensor in tensors))
+
+    def check(self, tensors: list[Stored], ignored: set[str]) -> None:
+        """Raises ConfigError unless the files hold exactly these tensors, in these shapes, as floats."""
+        wanted = {tensor.name: tensor for tensor in tensors}
+        if missing := [name for name in wanted if name not in self.where]:
+            raise ConfigError(f"{self.folder} lacks tensors that the model needs: {some(missing)}.")
+        known = {*wanted, *ignored}
+        spare = [name for name in self.where if name not in known and not IGNORED.search(name)]
+        if spare:
+            raise ConfigError(f"{self.folder} holds tensors that config.json gives no place to: {some(sorted(spare))}.")
+        for name, tensor in wanted.items():
+            found = self.where[name].get_slice(name)
+            if tuple(found.get_shape()) != tensor.whole:
+                raise ConfigError(
+                    f"{self.folder}: tensor {name} has shape {tuple(found.get_shape())}, "
+                    f"but config.json says {tensor.whole}."
+                )
+            if found.get_dtype() not in FLOATS:
+                raise ConfigError(
+                    f"{self.folder}: tensor {name} has dtype {found.get_dtype()}, supported are {', '.join(FLOATS)}."
+                )
+
+    def read(self, tensor: Stored, index: tuple[slice, ...], dtype) -> np.ndarray:
+        """The part `index` (in the parameter's own orientation) of a tensor, as a fresh array."""
+        rows, *rest = index[::-1] if tensor.transpose else index
+        start, stop, _ = rows.indices(tensor.shape[0])
+        rows = slice(tensor.first_row + start, tensor.first_row + stop)
+        lead = [slice(tensor.expert, tensor.expert + 1)] if tensor.one_expert and tensor.expert is not None else []
+        part = self.where[tensor.name].get_slice(tensor.name)[(*lead, rows, *rest)]
+        part = part[0] if lead else part
+        return np.array(part.T if tensor.transpose else part, dtype=dtype, order="C")
+
+
+def some(names: list[str]) -> str:
+    """The first five names, and how many there are besides."""
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+
+
+def read_params(net: Net, files: Files, tensors: list[Stored], mesh: Mesh | None, seed: int) -> Params:
+    """The net's parameters without adapters, read leaf by leaf, and quantised leaf by leaf where the net is."""
+    parts: dict[str, list[Stored]] = {}
+    for tensor in tensors:
+        parts.setdefault(tensor.leaf, []).append(tensor)
+    shapes = net.plain.shapes()
+    placed = shardings(shapes, mesh) if mesh is not None else jax.tree.map(lambda _: None, shapes)
+    quantized = quantized_kernels(net, mesh)
+
+    def leaf(path, x, sharding):
+        if (name := path_name(path)) not in parts:
+            value = jax.random.normal(jax.random.key(seed), x.shape, x.dtype) * net.config.init_scale
+            return value if sharding is None else jax.device_put(value, sharding)
+        if sharding is None:
+            return jnp.asarray(_read_leaf(files, parts[name], (slice(None),) * x.ndim, x.dtype))
+        return jax.make_array_from_callback(x.shape, sharding, lambda i: _read_leaf(files, parts[name], i, x.dtype))
+
+    def stored(path, x, sharding):
+        value = leaf(path, x, sharding)
+        if (name := path_name(path)) not in quantized:
+            return value
+        return jax.jit(quantize, static_argnums=1, out_shardings=quantized[name])(value, net.config.quantize)
+
+    return jax.tree_util.tree_map_with_path(stored, shapes, placed)
+
+
+def quantized_kernels(net: Net, mesh: Mesh | None) -> dict[str, Any]:
+    """The path of every kernel that the net quantises, and the shardings of its parts, None without a mesh."""
+    found: dict[str, Any] = {}
+    for path, x in jax.tree_util.tree_leaves_with_path(net.base.shapes()):
+        kernel, _, part = path_name(path).rpartition("/")
+        if part in ("codes", "absmax"):
+            place = None if mesh is None else NamedSharding(mesh, parameter_spec(path_name(path), x.shape, mesh))
+            found.setdefault(kernel, {})[part] = place
+    return {kernel: None if mesh is None else parts for kernel, parts in found.items()}
+
+
+def _read_leaf(files: Files, tensors: list[Stored], index, dtype) -> np.ndarray:
+    """The part `index` of a parameter, whose layers (and experts in each) are `tensors` where it is stacked."""
+    if tensors[0].layer is None:
+        return files.read(tensors[0], index, dtype)
+    if tensors[0].expert is None:
+        return np.stack([files.read(tensor, index[1:], dtype) for tensor in tensors[index[0]]])
+    layers = [list(own) for _, own in itertools.groupby(tensors, lambda tensor: tensor.layer)]
+    parts = [[files.read(tensor, index[2:], dtype) for tensor in own[index[1]]] for own in layers[index[0]]]
+    return np.stack([np.stack(own) for own in parts])
+
+
+def write(folder: Path, net: Net, family, params: Params, dtype: str, max_shard_bytes: float) -> None:
+    """Writes the parameters in safetensors files up to `max_shard_bytes`; of many processes, the first writes.
+
+    Adapters are merged, and quantised kernels dequantised, one tensor at a time.
+    """
+    leaves = _leaves(params)
+    itemsize = jnp.dtype(dtype).itemsize
+    shards = list(_shards(stored_tensors(net, family), itemsize, max_shard_bytes))
+    for number, shard in enumerate(shards, start=1):
+        arrays = {
+            parts[0].name: np.concatenate([_gather(leaves[part.leaf], part, dtype, net) for part in parts])
+            for parts in shard
+        }
+        if jax.process_index() == 0:
+            save_file(arrays, folder / _shard_name(number, len(shards)), metadata={"format": "pt"})
+    if len(shards) > 1 and jax.process_index() == 0:
+        write_json(folder / INDEX, _index(shards, itemsize))
+
+
+def _leaves(params: Params, path: str = "") -> dict[str, Any]:
+    """The parameters by path; where a kernel is quantised or has an adapter, its linear map's dict by the kernel's."""
+    found: dict[str, Any] = {}
+    whole = "lora_a" in params or isinstance(params.get("kernel"), dict)
+    for name, value in params.items():
+        if whole and name == "kernel":
+            found[f"{path}kernel"] = params
+        else:
+            found |= _leaves(value, f"{path}{name}/") if isinstance(value, dict) else {f"{path}{name}": value}
+    return found
+
+
+def _gather(leaf: Any, tensor: Stored, dtype: str, net: Net) -> np.ndarray:
+    """One tensor on the host, in the orientation and dtype of the files."""
+    x = jax.tree.map(lambda x: x[tensor.at], leaf)
+    if isinstance(x, dict):
+        x = merged_kernel(x, net.config.lora, net.config.quantize)
+    x = on_host(x).astype(jnp.dtype(dtype))
+    return np.ascontiguousarray(x.T if tensor.transpose else x)
+
+
+def on_host(x: jax.Array) -> np.ndarray:
+    """The whole array, on every process."""
+    if not x.is_fully_addressable and isinstance(x.sharding, NamedSharding):
+        x = jax.jit(lambda x: x, out_shardings=NamedSharding(x.sharding.mesh, PartitionSpec()))(x)
+    return np.asarray(x)
+
+
+def _shards(tensors: list[Stored], itemsize: int, max_bytes: float) -> Iterator[list[list[Stored]]]:
+    """The tensors in order, each as its parts, in files of at most `max_bytes` (one larger tensor has its own)."""
+    shard: list[list[Stored]] = []
+    size = 0
+    whole: dict[str, list[Stored]] = {}
+    for tensor in tensors:
+        whole.setdefault(tensor.name, []).append(tensor)
+    for parts in whole.values():
+        bytes_ = int(np.prod(parts[0].whole)) * itemsize
+        if shard and size + bytes_ > max_bytes:
+            yield shard
+            shard, size = [], 0
+        shard.append(parts)
+        size += bytes_
+    yield shard
+
+
+def _shard_name(number: int, count: int) -> str:
+    return SINGLE if count == 1 else f"model-{number:05d}-of-{count:05d}.safetensors"
+
+
+def _index(shards: list[list[list[Stored]]], itemsize: int) -> dict[str, Any]:
+    tensors = [(i, parts[0]) for i, shard in enumerate(shards, start=1) for parts in shard]
+    total = sum(int(np.prod(tensor.whole)) for _, tensor in tensors) * itemsize
+    return {
+        "metadata": {"total_size": total},
+        "weight_map": {tensor.name: _shard_name(i, len(shards)) for i, tensor in tensors},
+    }

@@ -1,0 +1,1 @@
+"""Tools beside training, which never imports them: migration, plans, reports and model cards."""

@@ -1,0 +1,155 @@
+"""Sending an exported folder to the Hugging Face hub, in one commit: a repository never holds half of a model.
+
+The token is that of the variable HF_TOKEN, and nothing shows or keeps it.
+"""
+
+import contextlib
+import os
+from collections.abc import Iterator
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jaxrl_llm import __version__
+from jaxrl_llm.config import ConfigDict, ConfigError
+from jaxrl_llm.distributed.processes import agreeing
+from jaxrl_llm.models.hf import EXPORTED
+
+WEIGHTS = ("*.safetensors", "*.bin", "*.gguf", "*.pt", "*.pth")
+
+
+def check(repo: str, private: bool = False, overwrite: bool = False) -> None:
+    """Asks the hub whether a model may be pushed to `repo`; creates nothing.
+
+    Raises ConfigError: no HF_TOKEN, one that the hub does not know or that may not write there, a hub that cannot be
+    reached, a repository that holds a model already (unless `overwrite`), or one that is public where `private` is
+    asked for.
+    """
+    api = _api()
+    with _explaining(repo):
+        me = api.whoami()
+    owner = repo.partition("/")[0]
+    owners = [me["name"], *(each["name"] for each in me.get("orgs") or ())]
+    if owner not in owners:
+        raise ConfigError(
+            f"cannot push to {repo}: the token in HF_TOKEN is of {me['name']}, who is not part of {owner}"
+        )
+    if me.get("auth", {}).get("accessToken", {}).get("role") == "read":
+        raise ConfigError(f"cannot push to {repo}: the token in HF_TOKEN may only read; make one that may write")
+    _files_there(api, repo, private, overwrite)
+
+
+def push(folder: str | Path, repo: str, private: bool = False, overwrite: bool = False, message: str = "") -> str:
+    """The address of the repository on the hub, after the files of `folder` have become its newest commit.
+
+    A new repository is made, for you alone with `private`. Of the model that an existing one holds, which takes
+    `overwrite`, nothing stays in the new commit; its other files do, and older commits keep all. Raises ConfigError as
+    `check` does, and when the hub refuses: then the repository is as it was.
+    """
+    from huggingface_hub import CommitOperationAdd, CommitOperationDelete
+
+    api, folder = _api(), Path(folder)
+    there = _files_there(api, repo, private, overwrite)
+    paths = sorted(path for path in folder.rglob("*") if path.is_file())
+    files = {path.relative_to(folder).as_posix(): path for path in paths}
+    old = [name for name in there or () if name not in files and any(fnmatch(name, p) for p in (*EXPORTED, *WEIGHTS))]
+    operations: list[Any] = [CommitOperationAdd(name, str(path)) for name, path in files.items()]
+    operations += [CommitOperationDelete(name) for name in old]
+    with _explaining(repo):
+        if there is None:
+            api.create_repo(repo, private=private, exist_ok=True)
+        api.create_commit(repo, operations, commit_message=message or f"Model of jaxrl_llm {__version__}")
+    return f"{api.endpoint}/{repo}"
+
+
+def check_push(config: ConfigDict) -> None:
+    """`check` for `export.push_to_hub`, where that is set; all processes raise what the first finds."""
+    export = config.export
+    if export.push_to_hub is not None:
+        with agreeing():
+            if jax.process_index() == 0:
+                check(export.push_to_hub, export.private, export.overwrite)
+
+
+def push_run(config: ConfigDict) -> None:
+    """Pushes the folder hf of the run to `export.push_to_hub`, where that is set; raises ConfigError when it fails."""
+    export, folder = config.export, Path(config.output_dir)
+    if export.push_to_hub is None:
+        return
+    with agreeing():
+        if jax.process_index() == 0:
+            try:
+                print(f"pushed to {push(folder / 'hf', export.push_to_hub, export.private, export.overwrite)}")
+            except ConfigError as error:
+                raise ConfigError(
+                    f"{error}. The run is complete, and its model is in {folder / 'hf'}; push it with python -m "
+                    f"jaxrl_llm.export --run={folder} --push_to_hub={export.push_to_hub}"
+                ) from error
+
+
+def _api() -> Any:
+    token = os.environ.get("HF_TOKEN", "").strip()
+    if not token:
+        raise ConfigError(
+            "pushing to the hub needs a token that may write in the variable HF_TOKEN; make one at "
+            "https://huggingface.co/settings/tokens"
+        )
+    from huggingface_hub import HfApi  # slow to import
+
+    return HfApi(token=token, library_name="jaxrl_llm", library_version=__version__)
+
+
+def _files_there(api: Any, repo: str, private: bool, overwrite: bool) -> list[str] | None:
+    """The files of the repository, None where there is none; raises ConfigError where none may be pushed to it."""
+    from huggingface_hub.errors import RepositoryNotFoundError
+
+    with _explaining(repo):
+        try:
+            info = api.repo_info(repo)
+        except RepositoryNotFoundError as error:
+            if error.response.status_code == 401:
+                raise
+            return None
+    names = [file.rfilename for file in info.siblings or ()]
+    if private and not info.private:
+        raise ConfigError(
+            f"cannot push to {repo}: it is public, and the model is to be private; change that on the hub"
+        )
+    held = [name for name in names if any(fnmatch(name, pattern) for pattern in WEIGHTS)]
+    if held and not overwrite:
+        raise ConfigError(
+            f"{repo} holds a model already ({held[0]}): push to another repository, or replace it with --overwrite "
+            "(export.overwrite at the end of a run); its older commits keep it"
+        )
+    return names
+
+
+@contextlib.contextmanager
+def _explaining(repo: str) -> Iterator[None]:
+    """What goes wrong between here and the hub, as ConfigError that says what to do."""
+    from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
+
+    try:
+        yield
+    except OfflineModeIsEnabled as error:
+        raise ConfigError(f"cannot push to {repo}: the variable HF_HUB_OFFLINE keeps the hub away; unset it") from error
+    except HfHubHTTPError as error:
+        status = error.response.status_code
+        said = {
+            401: "the hub does not know the token in HF_TOKEN",
+            403: "the token in HF_TOKEN may not write there",
+        }.get(status, f"the hub answered {status}")
+        words = _first_line(error.server_message or "")
+        raise ConfigError(f"cannot push to {repo}: {said}{f' ({words})' if words else ''}") from error
+    except Exception as error:
+        words = f"{type(error).__name__}: {_first_line(str(error))}"
+        raise ConfigError(f"cannot push to {repo}: the hub could not be reached, or broke off ({words})") from error
+
+
+def _first_line(text: str) -> str:
+    """The first line of a message, without the token should it be there."""
+    line = text.strip().splitlines()[0] if text.strip() else ""
+    token = os.environ.get("HF_TOKEN", "").strip()
+    return line.replace(token, "***") if token else line

@@ -1,0 +1,98 @@
+"""What a model was made from, as far as it is known here: the base's public name and licence, the public data sets."""
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from jaxrl_llm.config.resolve import split_options
+from jaxrl_llm.models.hf import EMBEDDED
+
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+LICENSE_KEYS = ("license", "license_name", "license_link")
+LICENSE_FILES = ("LICENSE", "LICENSE.txt", "LICENSE.md", "LICENCE", "COPYING")
+TAG = "jaxrl_llm"
+
+
+class Base(NamedTuple):
+    """The model that training started from.
+
+    `name` is what to call it, `hub_id` where strangers find it (None: nowhere that is known), `license` what its card
+    says under LICENSE_KEYS (empty: unknown), and `text` the file of its licence.
+    """
+
+    name: str
+    hub_id: str | None
+    license: Mapping[str, str]
+    text: Path | None
+
+
+def base_of(path: str) -> Base:
+    """What is known of `model.path`, without asking the network.
+
+    A local folder is called by its last part. One that this library has exported stands for the model of the hub that
+    its card names. The licence is that of the card (README.md), or the file LICENSE, or unknown.
+    """
+    folder = _folder_of(path)
+    local = not HUB_ID.fullmatch(path) or Path(path).expanduser().is_dir()
+    card = _front_matter(folder) if folder is not None else {}
+    hub_id = path if not local and HUB_ID.fullmatch(path) else None
+    if local and TAG in (card.get("tags") or ()):
+        hub_id = _hub_id(card.get("base_model"))
+    text = next((folder / name for name in LICENSE_FILES if (folder / name).is_file()), None) if folder else None
+    named = {key: str(card[key]) for key in LICENSE_KEYS if card.get(key)}
+    if named.get("license", "unknown") == "unknown" and text is not None:
+        named = {"license": "other", "license_name": _first_line(text), "license_link": "LICENSE"}
+    if "://" not in named.get("license_link", "://"):  # relative to the base's own folder
+        named["license_link"] = "LICENSE" if text is not None else f"https://huggingface.co/{hub_id or path}"
+    name = Path(path).name if local and not path.startswith("embedded:") else path
+    return Base(name, hub_id, {} if named.get("license") == "unknown" else named, text)
+
+
+def datasets_of(settings: Mapping[str, Any]) -> list[str]:
+    """The hub ids among the data sets that a run with these settings, by full key, was trained on."""
+    sources = [item if isinstance(item, Mapping) else _source(item) for item in settings.get("data.sources") or ()]
+    paths = [str(source.get("path", "")) for source in sources] or [str(settings.get("data.path", ""))]
+    return list(dict.fromkeys(path for path in paths if HUB_ID.fullmatch(path) and not Path(path).exists()))
+
+
+def _source(text: str) -> dict[str, Any]:
+    path, options = split_options(text)
+    return {"path": path, **options}
+
+
+def _folder_of(path: str) -> Path | None:
+    """Where the files of the model are on this machine."""
+    if path.startswith("embedded:"):
+        return EMBEDDED / path.removeprefix("embedded:")
+    folder = Path(path).expanduser()
+    if folder.is_dir():
+        return folder
+    if not HUB_ID.fullmatch(path):
+        return None
+    from huggingface_hub import try_to_load_from_cache  # slow to import, and of no use for local folders
+
+    cached = try_to_load_from_cache(path, "config.json")
+    return Path(cached).parent if isinstance(cached, str) else None
+
+
+def _front_matter(folder: Path) -> dict[str, Any]:
+    """The entries of the folder's model card, none where it has no card that can be read."""
+    import yaml
+    from huggingface_hub import metadata_load
+
+    try:
+        found = metadata_load(folder / "README.md") if (folder / "README.md").is_file() else None
+    except (ValueError, OSError, yaml.YAMLError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _hub_id(value: Any) -> str | None:
+    first = value[0] if isinstance(value, list) and value else value
+    return first if isinstance(first, str) and HUB_ID.fullmatch(first) else None
+
+
+def _first_line(file: Path) -> str:
+    lines = (line.strip(" #*=\t") for line in file.read_text(encoding="utf-8", errors="replace").splitlines())
+    return next((line for line in lines if line), "see LICENSE")[:80]

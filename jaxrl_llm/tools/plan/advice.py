@@ -1,0 +1,116 @@
+"""What to change when a plan does not fit: each change computed from shapes, or compiled."""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import jax
+from jax.sharding import AbstractMesh
+
+from jaxrl_llm.config import batch_rows, rows_together, validate
+from jaxrl_llm.config.resolve import ConfigError
+from jaxrl_llm.config.schema import OFFLINE
+from jaxrl_llm.distributed.sharding import row_shards
+from jaxrl_llm.tools.plan.planned import Plan, describe_for, make_plan
+from jaxrl_llm.tools.plan.programs import held_bytes
+
+
+class Advice(NamedTuple):
+    """One change, and the bytes of a device that it saves."""
+
+    change: str
+    saves: float
+    peak: float  # of the whole step then
+    how: str  # from shapes (exact; temporaries may shrink too), or compiled
+
+
+def advice(plan: Plan, compiled: bool) -> list[Advice]:
+    """Changes that save memory, the largest saving first; `compiled` tries those too that take another compilation."""
+    found = [_held(plan, change, values, mesh) for change, values, mesh in _changes(plan)]
+    found += _slots(plan)
+    if compiled:
+        found += [_recompiled(plan, change, values) for change, values in _recompiling(plan)]
+    return sorted((x for x in found if x is not None and x.saves > 0), key=lambda x: -x.saves)
+
+
+def changed(config, values: dict[str, object]):
+    """A copy of the configuration with some keys changed."""
+    config = config.copy_and_resolve_references()
+    for name, value in values.items():
+        section, _, leaf = name.rpartition(".")
+        (config[section] if section else config)[leaf] = value
+    return config
+
+
+def _flags(values: dict[str, object]) -> str:
+    return " ".join(f"--config.{name}={str(value).lower()}" for name, value in values.items())
+
+
+def _changes(plan: Plan) -> Iterator[tuple[str, dict[str, object], AbstractMesh | None]]:
+    """Changes whose saving follows from shapes alone: (in words, keys, another mesh)."""
+    config, mesh = plan.config, plan.target.mesh
+    simple: list[dict[str, object]] = [{"optimizer.moment_dtype": "bfloat16"}, {"model.param_dtype": "bfloat16"}]
+    if not (config.lora.rank or config.lora.path):
+        simple += [{"lora.rank": 16}, {"lora.rank": 16, "model.param_dtype": "bfloat16"}]
+        simple.append({"lora.rank": 16, "model.quantize": "nf4"})
+    elif config.model.quantize == "none":
+        simple.append({"model.quantize": "nf4"})
+    if plan.held.get("reference"):
+        simple.append({"algorithm.offload_reference": True})
+    for values in simple:
+        yield _flags(values), values, None
+    sizes = dict(mesh.shape)
+    if sizes["data"] > 1:
+        moved = sizes | {"data": 1, "fsdp": sizes["fsdp"] * sizes["data"]}
+        yield _flags({"mesh.fsdp": moved["fsdp"]}), {}, AbstractMesh(tuple(moved.values()), tuple(moved))
+    twice = sizes | {"fsdp": sizes["fsdp"] * 2}
+    count = 2 * mesh.size
+    text = f"--devices={count} {_flags({'mesh.fsdp': twice['fsdp']})}"
+    yield text, {}, AbstractMesh(tuple(twice.values()), tuple(twice))
+
+
+def _held(plan: Plan, change: str, values: dict[str, object], mesh: AbstractMesh | None) -> Advice | None:
+    """What a change saves of what is held all the time."""
+    try:
+        config = changed(plan.config, values)
+        validate(config)
+        held = held_bytes(describe_for(config, plan.target, mesh))
+    except ConfigError:
+        return None  # a change that this configuration does not allow is no advice
+    saves = sum(plan.held.values()) - held
+    return Advice(change, saves, plan.peak.peak - saves, "from shapes")
+
+
+def _slots(plan: Plan) -> list[Advice]:
+    """Half as many completions at once: half the keys and values of completions."""
+    config, caches = plan.config, plan.sampling.get("keys and values of completions", 0)
+    slots = config.rollout.slots or (batch_rows(config) if config.algorithm.name not in OFFLINE else 0)
+    if not caches or slots // 2 < row_shards(plan.target.mesh):
+        return []
+    saves = caches // 2
+    peak = max(x.peak - (saves if x.name in ("rollout: decode", "rollout: seat") else 0) for x in plan.programs)
+    return [Advice(_flags({"rollout.slots": slots // 2}), plan.peak.peak - peak or saves, peak, "from shapes")]
+
+
+def _recompiling(plan: Plan) -> Iterator[tuple[str, dict[str, object]]]:
+    config, mesh = plan.config, plan.target.mesh
+    remat: dict[str, object] = {"model.remat": "block"}
+    rows = config.batch.microbatch_rows or batch_rows(config) // config.batch.minibatches
+    together = rows_together(config) if config.algorithm.name in OFFLINE else 1
+    half: dict[str, object] = {"batch.microbatch_rows": rows // 2}
+    halves = rows % 2 == 0 and (rows // 2) % (row_shards(mesh) * together) == 0
+    if config.model.remat == "none":
+        yield _flags(remat), remat
+    if halves:
+        yield _flags(half), half
+    if halves and config.model.remat == "none":
+        yield _flags(remat | half), remat | half
+
+
+def _recompiled(plan: Plan, change: str, values: dict[str, object]) -> Advice | None:
+    """What a change saves of the update, which is compiled again."""
+    config = changed(plan.config, values)
+    with jax.set_mesh(plan.target.mesh):
+        update = make_plan(config, plan.target, plan.widths, only="update").programs[0]
+    before = next(x for x in plan.programs if x.name == "update")
+    others = [x.peak for x in plan.programs if x.name != "update"]
+    return Advice(change, before.peak - update.peak, max([update.peak, *others]), "compiled")

@@ -1,0 +1,68 @@
+"""The devices that a plan can be made for, and what they are capable of."""
+
+import os
+from typing import NamedTuple
+
+from jaxrl_llm.config.resolve import ConfigError, closest
+
+
+class Device(NamedTuple):
+    """One accelerator: bytes, and operations or bytes a second. A rate of 0 is unknown."""
+
+    name: str
+    memory: float
+    flops: float  # dense bfloat16
+    bandwidth: float  # of its memory
+    interconnect: float  # out of one device, all links together, one direction
+    node: int = 0  # devices that `interconnect` reaches; 0 is all
+    network: float = 0.0  # out of one device to those of other nodes
+    topology: str | None = None  # what the TPU compiler calls it
+
+
+NETWORK = 50e9  # one 400 Gb/s port for each GPU
+GIB = 2**30
+
+# From data sheets: NVIDIA's of A100 80GB SXM, H100 SXM, H200 SXM and HGX B200; Google Cloud's pages of TPU versions.
+# NVLink counts one direction, half of what the sheets name.
+DEVICES = (
+    Device("a100", 80e9, 312e12, 2.039e12, 300e9, 8, NETWORK),
+    Device("h100", 80e9, 989e12, 3.35e12, 450e9, 8, NETWORK),
+    Device("h200", 141e9, 989e12, 4.8e12, 450e9, 8, NETWORK),
+    Device("b200", 180e9, 2250e12, 7.7e12, 900e9, 8, NETWORK),
+    Device("v4", 32 * GIB, 275e12, 1.2e12, 300e9, topology="v4"),
+    Device("v5e", 16 * GIB, 197e12, 0.82e12, 200e9, topology="v5e"),
+    Device("v5p", 95 * GIB, 459e12, 2.765e12, 600e9, topology="v5p"),
+    Device("v6e", 32 * GIB, 918e12, 1.64e12, 448e9, topology="v6e"),
+)
+# How jax names them, in lower case.
+KINDS = {"tpu v4": "v4", "tpu v5 lite": "v5e", "tpu v5e": "v5e", "tpu v5p": "v5p", "tpu v5": "v5p",
+         "tpu v6 lite": "v6e", "tpu v6e": "v6e"}  # fmt: skip
+
+
+def cpu() -> Device:
+    """This machine: its memory, no rates."""
+    return Device("cpu", float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")), 0.0, 0.0, 0.0)
+
+
+def named(name: str) -> Device:
+    """The device of that name; raises ConfigError that lists the known ones."""
+    known = {device.name: device for device in (*DEVICES, cpu())}
+    if name not in known:
+        raise ConfigError(
+            f"--device={name} is not known; there are: {', '.join(known)}; the closest is {closest(name, known)}"
+        )
+    return known[name]
+
+
+def at_hand(device) -> Device:
+    """The device that a jax device is, with the memory that it reports.
+
+    One that is not in the table has no rates.
+    """
+    kind = device.device_kind.lower()
+    if device.platform == "cpu":
+        return cpu()
+    names = [KINDS[kind]] if kind in KINDS else [known.name for known in DEVICES if known.name in kind]
+    found = named(names[0]) if names else Device(device.device_kind, 0.0, 0.0, 0.0, 0.0)
+    limit = (device.memory_stats() or {}).get("bytes_limit", 0)
+    return found._replace(memory=float(limit)) if limit else found

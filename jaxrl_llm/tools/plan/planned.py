@@ -1,0 +1,180 @@
+"""The plan of a run: what it holds, what its programs need, and the least time that a step can take."""
+
+import re
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from jaxrl_llm.config import ConfigDict, batch_rows
+from jaxrl_llm.config.schema import OFFLINE
+from jaxrl_llm.models.model import check_attention
+from jaxrl_llm.tools.plan.programs import Measured, compile_step, held_bytes
+from jaxrl_llm.tools.plan.rollout import Rollout
+from jaxrl_llm.tools.plan.shapes import Shapes, bytes_on_device, describe
+from jaxrl_llm.tools.plan.topology import Target, target
+from jaxrl_llm.training.online import check_rows
+from jaxrl_llm.training.packing.planner import Packer
+
+HEADROOM = 0.1  # of a device's memory that a plan leaves free: fragments, and what the runtime keeps for itself
+
+
+class Floors(NamedTuple):
+    """Seconds that one step takes at least, at the rates of the data sheet."""
+
+    compute: float  # all products at the peak rate
+    reading: float  # what decoding reads of the memory, for each token
+    sending: float  # what a device sends to others
+    step: float  # the sum over programs of the longest of the three
+
+
+class Plan(NamedTuple):
+    """Bytes are of one device."""
+
+    config: ConfigDict
+    target: Target
+    widths: tuple[int, int]  # tokens of a prompt and of a row
+    parameters: int  # numbers, not bytes, of the policy
+    trained: int
+    held: dict[str, int]  # from the first step to the last
+    host: dict[str, int]  # in the host's memory
+    sampling: dict[str, int]  # while completions are sampled
+    programs: list[Measured]
+    note: str = ""
+
+    @property
+    def peak(self) -> Measured:
+        """The program that needs most memory."""
+        return max(self.programs, key=lambda x: x.peak)
+
+    @property
+    def room(self) -> float:
+        """Bytes of a device that may be used."""
+        return (1 - HEADROOM) * self.target.device.memory
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the rows of a step, padding included."""
+        return batch_rows(self.config) * self.widths[1]
+
+
+def make_plan(config, target_: Target, widths: tuple[int, int] | None = None, only: str = "",
+              packer: Packer | None = None) -> Plan:  # fmt: skip
+    """The plan of a configuration, with rows of `widths` (prompt, all) tokens, or else as long as it allows.
+
+    `packer` is that of a run; without one rows are packed as full-length ones are. `only` compiles one phase:
+    "rollout", "logps" or "update". Where the TPU compiler refuses a program that does not fit, the plan is that of
+    simulated devices and says so. Raises ConfigError as training would.
+    """
+    check_rows(config, batch_rows(config), target_.mesh)
+    widths = widths or default_widths(config)
+    try:
+        return _compiled(config, target_, widths, only, packer)
+    except jax.errors.JaxRuntimeError as error:
+        used = re.search(r"Used [\d.]+\w of [\d.]+\w hbm", str(error))
+        if "RESOURCE_EXHAUSTED" not in str(error) or target_.compiler != "TPU compiler":
+            raise
+        note = f"the TPU compiler refuses a program: {used[0] if used else 'it does not fit'}"
+        simulated = target(config, target_.device.name, target_.mesh.size, simulate=True)
+        found = _compiled(config, simulated, widths, only, packer)
+        return found._replace(note="; ".join(filter(None, (note, found.note))))
+
+
+def _compiled(config, target_: Target, widths: tuple[int, int], only: str, packer: Packer | None) -> Plan:
+    note = ""
+    if config.model.attention != "xla" and not target_.exact:
+        note = f"planned with model.attention=xla, which needs more: simulated devices have no {config.model.attention}"
+        config = config.copy_and_resolve_references()
+        config.model.attention = "xla"
+    with jax.set_mesh(target_.mesh):
+        shapes = describe_for(config, target_)
+        programs, rollout = compile_step(config, shapes, target_.mesh, widths, target_.scanned, only, packer)
+    policy = shapes.net.plain.shapes()
+    return Plan(
+        config=config,
+        target=target_,
+        widths=widths,
+        parameters=_count(policy),
+        trained=_count(shapes.state.params),
+        held=held_parts(shapes),
+        host=host_parts(shapes),
+        sampling=_sampling(rollout),
+        programs=programs,
+        note=note,
+    )
+
+
+def describe_for(config, target_: Target, mesh: Any = None) -> Shapes:
+    """The shapes of a run as the target computes it, on its own mesh or another; ConfigError as in training."""
+    dtype = target_.dtype if config.model.dtype == "auto" else config.model.dtype
+    scan = target_.scanned if config.model.scan_layers == "auto" else config.model.scan_layers == "true"
+    shapes = describe(config, mesh or target_.mesh, dtype, scan)
+    check_attention(shapes.net.config, target_.mesh.devices.flat[0].platform)
+    return shapes
+
+
+def default_widths(config) -> tuple[int, int]:
+    """The longest prompt and row that the configuration allows."""
+    if config.algorithm.name in OFFLINE:
+        return 0, config.data.max_length
+    c = config.rollout
+    return c.max_prompt_length, c.max_prompt_length + c.max_completion_length
+
+
+def held_parts(shapes: Shapes) -> dict[str, int]:
+    """Bytes on a device from the first step to the last, by what they are; they add up to `held_bytes`."""
+    critic = shapes.state.critic
+    parts = {
+        "parameters, trained": bytes_on_device(shapes.state.params),
+        "parameters, frozen": bytes_on_device(shapes.frozen.params),
+        "optimizer": bytes_on_device((shapes.state.opt_state, shapes.state.step)),
+        "reference": bytes_on_device(shapes.own_reference),
+        "critic, with optimizer": bytes_on_device((critic, shapes.frozen.critic)),
+    }
+    assert sum(parts.values()) == held_bytes(shapes)
+    return {name: size for name, size in parts.items() if size}
+
+
+def host_parts(shapes: Shapes) -> dict[str, int]:
+    """Bytes in the host's memory for each device."""
+    parts = {
+        "optimizer": bytes_on_device(shapes.state, host=True),
+        "reference": bytes_on_device(shapes.own_reference, host=True),
+    }
+    return {name: size for name, size in parts.items() if size}
+
+
+def _sampling(rollout: Rollout | None) -> dict[str, int]:
+    if rollout is None:
+        return {}
+    return {
+        "the sampler's parameters": bytes_on_device(rollout.params),
+        "keys and values of prompts": bytes_on_device((rollout.prompt_cache, rollout.waiting_cache)),
+        "keys and values of completions": bytes_on_device(rollout.row_cache),
+    }
+
+
+def _count(tree) -> int:
+    return sum(int(np.prod(x.shape, dtype=np.int64)) for x in jax.tree.leaves(tree))
+
+
+def floors(plan: Plan) -> Floors | None:
+    """The least time of a step; None for a device whose rates are not known.
+
+    Decoding reads the sampler's parameters and all keys and values at every token, here at their longest.
+    """
+    device = plan.target.device
+    if not device.flops:
+        return None
+    compute = reading = sending = step = 0.0
+    for program in plan.programs:
+        read = sum(plan.sampling.values()) if program.name == "rollout: decode" else 0
+        rate = device.interconnect
+        if device.node and plan.target.mesh.size > device.node:
+            rate = min(rate, device.network)
+        parts = (program.flops / device.flops, read / device.bandwidth, program.sent / rate)
+        compute, reading, sending = (
+            total + program.times * part for total, part in zip((compute, reading, sending), parts, strict=True)
+        )
+        step += program.times * max(parts)
+    return Floors(compute, reading, sending, step)

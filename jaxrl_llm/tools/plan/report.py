@@ -1,0 +1,151 @@
+"""A plan as text."""
+
+from collections.abc import Iterator, Sequence
+
+from jaxrl_llm.config import batch_rows
+from jaxrl_llm.tools.plan.advice import Advice
+from jaxrl_llm.tools.plan.planned import HEADROOM, Plan, floors
+
+UNITS = ("B", "KB", "MB", "GB", "TB", "PB")
+
+
+def size(count: float) -> str:
+    """Bytes in words: 1.25 GB, in powers of 1000."""
+    return _scaled(count, UNITS)
+
+
+def number(count: float) -> str:
+    """A large number in words: 8.03 B."""
+    return _scaled(count, ("", "K", "M", "B", "T", "P"))
+
+
+def _scaled(value: float, units: Sequence[str]) -> str:
+    for unit in units[:-1]:
+        if abs(value) < 999.5:
+            return f"{value:.3g} {unit}".rstrip()
+        value /= 1000
+    return f"{value:.3g} {units[-1]}"
+
+
+def seconds(value: float) -> str:
+    """A time in words."""
+    if value < 1:
+        return f"{value * 1000:.3g} ms"
+    return f"{value:.3g} s" if value < 120 else f"{value / 60:.3g} min" if value < 7200 else f"{value / 3600:.3g} h"
+
+
+def table(rows: Sequence[Sequence[str]], indent: str = "  ") -> Iterator[str]:
+    """Rows with their columns aligned: the first to the left, the others to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        first, *rest = (
+            text.ljust(w) if i == 0 else text.rjust(w) for i, (text, w) in enumerate(zip(row, widths, strict=True))
+        )
+        yield (indent + "  ".join([first, *rest])).rstrip()
+
+
+def verdict(plan: Plan) -> str:
+    """Whether the plan fits, in a sentence."""
+    memory, peak = plan.target.device.memory, plan.peak.peak
+    if not memory:
+        return "the memory of this device is not known"
+    least = max(x.peak - (0 if plan.target.exact else x.temporaries) for x in plan.programs)
+    of = f"{size(peak)} of {size(memory)} on each device, in {plan.peak.name}"
+    if peak <= plan.room:
+        return f"fits: {'' if plan.target.exact else 'at most '}{of}"
+    if least > plan.room or plan.target.exact:
+        return f"does not fit: {of} ({HEADROOM:.0%} are left free)"
+    return f"may not fit: at most {of}, {size(least)} of them without temporaries"
+
+
+def lines(plan: Plan, advised: Sequence[Advice] = ()) -> Iterator[str]:
+    """The lines of the report."""
+    yield from _head(plan)
+    yield from _memory(plan)
+    yield from _programs(plan)
+    yield from _time(plan)
+    yield ""
+    yield verdict(plan)
+    if plan.note:
+        yield plan.note
+    if advised:
+        yield ""
+        yield "what would change it, for each device:"
+        rows = [("change", "saves", "peak", "known")]
+        rows += [(x.change, size(x.saves), size(max(x.peak, 0)), x.how) for x in advised]
+        yield from table(rows)
+
+
+def _head(plan: Plan) -> Iterator[str]:
+    config, target = plan.config, plan.target
+    rows, (prompt, width) = batch_rows(config), plan.widths
+    shape = " x ".join(f"{name} {size}" for name, size in target.mesh.shape.items())
+    yield f"model     {config.model.path}: {number(plan.parameters)} parameters, {number(plan.trained)} trained"
+    yield f"devices   {target.mesh.size} x {target.device.name}, mesh {shape}; compiled by the {target.compiler}"
+    rest = f", {prompt} of them for the prompt" if prompt else ""
+    part = config.batch.microbatch_rows or rows // config.batch.minibatches
+    yield f"step      {rows} rows of {width} tokens{rest}; {part} rows at a time"
+    updates = config.batch.minibatches * config.algorithm.num_iterations
+    plural = "s" if updates > 1 else ""
+    yield f"run       {config.total_steps} steps of {updates} update{plural}, {config.algorithm.name}"
+
+
+def _memory(plan: Plan) -> Iterator[str]:
+    yield ""
+    yield "memory of each device (exact, from shapes):"
+    rows = [(name, size(count)) for name, count in plan.held.items()]
+    rows.append(("all the time", size(sum(plan.held.values()))))
+    rows += [(f"while sampling: {name}", size(count)) for name, count in plan.sampling.items()]
+    rows += [(f"in the host's memory: {name}", size(count)) for name, count in plan.host.items()]
+    yield from table(rows)
+
+
+def _programs(plan: Plan) -> Iterator[str]:
+    yield ""
+    known = "exact" if plan.target.exact else "temporaries at most: they are those of the CPU compiler"
+    yield f"programs of a step, on each device ({known}):"
+    rows: list[tuple[str, ...]] = [
+        ("program", "times", "beside", "arguments", "results", "temporaries", "peak", "FLOPs", "sends")
+    ]
+    for x in plan.programs:
+        memory = (size(n) for n in (x.beside, x.arguments, x.results, x.temporaries, x.peak))
+        rows.append((x.name, f"{x.times:g}", *memory, number(x.flops), size(x.sent)))
+    yield from table(rows)
+    heaviest = plan.peak
+    yield ""
+    yield f"the largest tensors that {heaviest.name} makes:"
+    yield from table([(x.source, x.shape, size(x.bytes)) for x in heaviest.largest[:8]])
+    sent = [(x, program) for program in plan.programs for x in program.collectives]
+    if sent:
+        yield ""
+        yield "collectives of a step, from each device:"
+        ordered = sorted(sent, key=lambda pair: -pair[0].sent * pair[1].times)[:8]
+        yield from table(
+            [
+                (f"{x.kind} over {x.group}", p.name, f"{x.count * p.times:g} times", size(x.sent * p.times))
+                for x, p in ordered
+            ]
+        )
+
+
+def _time(plan: Plan) -> Iterator[str]:
+    least = floors(plan)
+    yield ""
+    if least is None:
+        yield f"time: no rates are known of {plan.target.device.name}"
+        return
+    steps = plan.config.total_steps
+    yield f"least time of a step: {seconds(least.step)}, of {steps} steps {seconds(least.step * steps)}"
+    yield from table(
+        [
+            ("matrix products at the peak rate", seconds(least.compute)),
+            ("decoding's reads of memory", seconds(least.reading)),
+            ("sending to other devices", seconds(least.sending)),
+        ]
+    )
+    decode = next((x for x in plan.programs if x.name == "rollout: decode"), None)
+    if decode is not None and decode.sent > sum(plan.sampling.values()):
+        yield (
+            f"  decoding sends {size(decode.sent)} for each token, more than it reads: another arrangement of the "
+            "devices for sampling (rollout.mesh) keeps whole matrices, or parts that need not be gathered"
+        )

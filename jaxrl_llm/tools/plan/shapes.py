@@ -1,0 +1,180 @@
+"""The arrays of a run as shapes with their places on a mesh: nothing is read but config.json, nothing is allocated."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxrl_llm.algorithms.batch import Batch
+from jaxrl_llm.config import ConfigError, batch_rows
+from jaxrl_llm.config.schema import OFFLINE
+from jaxrl_llm.distributed.sharding import row_sharding, shardings
+from jaxrl_llm.models import hf, peft
+from jaxrl_llm.models.lora import has_adapters, split
+from jaxrl_llm.models.transformer import Net, Params
+from jaxrl_llm.training import offline
+from jaxrl_llm.training.objectives import preference
+from jaxrl_llm.training.objectives.policy_gradient import needs_key
+from jaxrl_llm.training.objectives.value import HEAD, critic_config
+from jaxrl_llm.training.optimizers import make_optimizer
+from jaxrl_llm.training.reference import start_reference
+from jaxrl_llm.training.setup import build_lora, net_options
+from jaxrl_llm.training.update import Frozen, State, part_critic
+
+
+class Shapes(NamedTuple):
+    """What a run holds on its devices from the first step to the last."""
+
+    net: Net
+    critic: Net | None
+    state: State
+    frozen: Frozen
+    reference: Params | None  # whole; it may share `frozen`
+    own_reference: Params | None  # the part of it that nothing else holds
+
+
+def placed(tree, places) -> Any:
+    """The shapes with these shardings."""
+    return jax.tree.map(lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), tree, places)
+
+
+def over(tree, mesh: Mesh) -> Any:
+    """Shapes of parameters, or of an optimizer's state, cut over the mesh."""
+    return placed(tree, shardings(tree, mesh))
+
+
+def bytes_on_device(tree, host: bool = False) -> int:
+    """Bytes of a tree of placed shapes on one device; with `host`, those that wait in the host's memory."""
+    return sum(
+        int(np.prod(x.sharding.shard_shape(x.shape), dtype=np.int64)) * _item_size(x.dtype)
+        for x in jax.tree.leaves(tree)
+        if (x.sharding.memory_kind == "pinned_host") == host
+    )
+
+
+def _item_size(dtype) -> int:
+    return 8 if jnp.issubdtype(dtype, jax.dtypes.prng_key) else np.dtype(dtype).itemsize
+
+
+def describe_net(config, dtype: str, scan: bool, head: str | None = None) -> Net:
+    """The net of the configuration, from config.json (and adapter_config.json) alone."""
+    c = config.model
+    options = net_options(config, head)
+    path = c.path
+    if config.lora.path is not None:
+        options["lora"] = peft.read_config(config.lora.path).lora
+    folder = hf.locate(path, config_only=True)
+    if not (folder / "config.json").is_file():
+        raise ConfigError(f"model.path = {path!r} has no config.json; a plan needs that one file")
+    net = hf.load_net(folder, **options | {"dtype": dtype, "param_dtype": c.param_dtype, "scan_layers": scan})
+    return net.with_lora(build_lora(config)) if config.lora.rank else net
+
+
+def describe(config, mesh: Mesh, dtype: str, scan: bool) -> Shapes:
+    """The shapes of a run on `mesh`, computing in `dtype`."""
+    net = describe_net(config, dtype, scan)
+    params = _trained_score_in_fp32(over(net.shapes(), mesh))
+    if config.model.quantize != "none" and not has_adapters(params):
+        raise ConfigError(
+            f"model.quantize is {config.model.quantize}, and quantised matrices are not trained: set lora.rank"
+        )
+    frozen, trainable = split(params)
+    critic, frozen_critic = None, {}
+    state = _state(trainable, config, mesh)
+    if config.algorithm.name == "ppo":
+        own = config.copy_and_resolve_references()
+        own.model.path = config.critic.path or config.model.path
+        critic = describe_net(own, dtype, scan, head="score")
+        critic_params = _trained_score_in_fp32(over(critic.shapes(), mesh))
+        if config.critic.shared:
+            head = {HEAD: critic_params[HEAD]}
+            joint = _state({**trainable, **head}, config, mesh)
+            state = part_critic(joint, State(joint.step, head, ()))
+        else:
+            frozen_critic, trainable = split(critic_params)
+            second = _state(trainable, critic_config(config), mesh)
+            state = State(state.step, state.params, state.opt_state, second)
+    reference, own_reference = _reference(config, net, params)
+    return Shapes(net, critic, state, Frozen(frozen, frozen_critic), reference, own_reference)
+
+
+def _trained_score_in_fp32(params: Params) -> Params:
+    if not has_adapters(params) or HEAD not in params:
+        return params
+    score = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.float32, sharding=x.sharding), params[HEAD])
+    return {**params, HEAD: score}
+
+
+def _state(params: Params, config, mesh: Mesh) -> State:
+    shapes = jax.eval_shape(make_optimizer(config).init, params)
+    places = shardings(shapes, mesh)
+    if config.optimizer.offload:
+        places = jax.tree.map(lambda x, s: s.with_memory_kind("pinned_host") if x.ndim else s, shapes, places)
+    whole = NamedSharding(mesh, PartitionSpec())
+    step: Any = jax.ShapeDtypeStruct((), jnp.int32, sharding=whole)
+    return State(step, params, placed(shapes, places))
+
+
+def _reference(config, net: Net, params: Params) -> tuple[Params | None, Params | None]:
+    """The reference policy, and what of it shares nothing with the policy."""
+    online = config.algorithm.name not in OFFLINE
+    if not (config.algorithm.beta > 0 if online else preference.needs_reference(config)):
+        return None, None
+    if not online and config.data.precompute_reference:
+        return None, None
+    frozen, trainable = split(params)
+    lora = net.config.lora
+    shapes = jax.eval_shape(lambda params: start_reference(config, params, lora), params)
+    mesh = jax.tree.leaves(params)[0].sharding.mesh
+    found = over(shapes, mesh)
+    if config.algorithm.offload_reference:
+        found = jax.tree.map(lambda x: _on_host(x) if x.ndim else x, found)
+    if not frozen or config.lora.reference == "copy":
+        return found, found
+    return found, trainable if config.lora.reference == "start" else None
+
+
+def _on_host(x):
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding.with_memory_kind("pinned_host"))
+
+
+def rows_shape(mesh: Mesh, shape: tuple[int, ...], dtype) -> jax.ShapeDtypeStruct:
+    """The shape of an array of rows, cut by rows."""
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=row_sharding(mesh))
+
+
+def update_batch(config, mesh: Mesh, width: int, prompt_width: int) -> Batch:
+    """The batch of one update, with the fields that the configured objective reads."""
+    rows = batch_rows(config) // config.batch.minibatches
+    algorithm = config.algorithm
+    ints = {name: rows_shape(mesh, (rows, width), jnp.int32) for name in ("tokens", "segments")}
+    tokens, single = rows_shape(mesh, (rows, width), jnp.float32), rows_shape(mesh, (rows,), jnp.float32)
+    seeds = rows_shape(mesh, (rows,), jnp.uint32)
+    has: dict[str, Any] = {}
+    if algorithm.name not in OFFLINE:
+        has = dict.fromkeys(("sample_logps", "advantages"), tokens)
+        has |= dict.fromkeys(("old_logps",) if needs_old_logps(config) else (), tokens)
+        has |= dict.fromkeys(("ref_logps",) if algorithm.beta > 0 and not algorithm.kl_in_reward else (), tokens)
+        has |= dict.fromkeys(("values", "returns") if algorithm.name == "ppo" else (), tokens)
+        has |= {"kl_coef": single} if algorithm.kl_controller == "adaptive" and "ref_logps" in has else {}
+        has |= {"entropy_coef": single} if algorithm.entropy_controller == "adaptive" else {}
+        has |= {"token_count": single} if algorithm.aggregation == "rollout_token" else {}
+        has |= {"seeds": seeds} if needs_key(config) else {}
+    elif algorithm.name == "sft":
+        has = {"positions": ints["tokens"]} if config.data.packing else {}
+        has |= {"seeds": seeds} if algorithm.neftune_alpha else {}
+    else:
+        has = {"ref_logps": tokens} if preference.needs_reference(config) else {}
+        has |= {"labels": single} if offline.is_labelled(config) else {}
+        has |= {"baseline": single} if algorithm.bco_running_mean else {}
+    return Batch(mask=tokens, prompt_width=prompt_width, **ints, **has)
+
+
+def needs_old_logps(config) -> bool:
+    """True when the policy's log-probs are computed before the update; see `Online`."""
+    algorithm = config.algorithm
+    one_update = algorithm.num_iterations == 1 and config.batch.minibatches == 1
+    measures_kl = algorithm.kl_in_reward or algorithm.kl_controller == "adaptive"
+    return not one_update or algorithm.replay_groups > 0 or measures_kl

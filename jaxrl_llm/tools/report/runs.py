@@ -1,0 +1,115 @@
+"""`ReportedRun`: the records of one run, with the names that metrics have within it."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from jaxrl_llm.config import default, flat
+from jaxrl_llm.config.resolve import ConfigError
+from jaxrl_llm.training.logging.logger import METRICS, read_metrics
+from jaxrl_llm.training.logging.metric_names import Names, shown_names
+
+
+class ReportedRun(NamedTuple):
+    """One run: its name in the report, its folder, its settings by full key, and its metrics as columns.
+
+    Columns have one length, that of `steps` and `times` (seconds since 1970); None where a step has no such metric.
+    """
+
+    name: str
+    folder: Path
+    settings: dict[str, Any]
+    steps: list[int]
+    times: list[float]
+    metrics: dict[str, list[float | None]]
+
+
+def read_runs(folders: Sequence[str | Path]) -> list[ReportedRun]:
+    """The runs in the folders, named by the shortest ends of their paths that differ.
+
+    Raises ConfigError for a folder that is named twice or holds no run.
+    """
+    paths = [Path(folder).resolve() for folder in folders]
+    if len(set(paths)) < len(paths):
+        twice = next(path for path in paths if paths.count(path) > 1)
+        raise ConfigError(f"the run {twice} is named twice: name each once")
+    return [_read(path, name) for path, name in zip(paths, short_names(paths), strict=True)]
+
+
+def short_names(paths: Sequence[Path]) -> list[str]:
+    """The last parts of each path, as many as it takes for all to differ."""
+    for count in range(1, max(len(path.parts) for path in paths) + 1):
+        names = ["/".join(path.parts[-count:]) for path in paths]
+        if len(set(names)) == len(names):
+            return names
+    return [str(path) for path in paths]
+
+
+def _read(folder: Path, name: str) -> ReportedRun:
+    if not (folder / METRICS).is_file():
+        raise ConfigError(
+            f"{folder} holds no run: it has no {METRICS}. "
+            "Name the output_dir of a run whose logging.backends have jsonl"
+        )
+    return run_of(folder, name)
+
+
+def run_of(folder: Path, name: str | None = None) -> ReportedRun:
+    """The run in the folder, named as the folder is or `name`; without steps where it kept no metrics.jsonl.
+
+    Raises ConfigError for a file that cannot be read.
+    """
+    path, settings = folder / METRICS, _settings(folder)
+    names = _names(settings)
+    records = list(read_metrics(path)) if path.is_file() else []
+    metrics: dict[str, list[float | None]] = {}
+    for number, record in enumerate(records):
+        for shown, value in record.items():
+            if shown not in ("step", "time"):
+                metrics.setdefault(names.own(shown), [None] * len(records))[number] = value
+    steps, times = [record["step"] for record in records], [record.get("time", 0.0) for record in records]
+    return ReportedRun(name or folder.resolve().name, folder, settings, steps, times, metrics)
+
+
+def _settings(folder: Path) -> dict[str, Any]:
+    path = folder / "config.json"
+    if not path.exists():
+        return {}
+    try:
+        return flat(json.loads(path.read_text()))
+    except ValueError as error:
+        raise ConfigError(f"{path} is not JSON ({error}): repair or remove it") from error
+
+
+def _names(settings: dict[str, Any]) -> Names:
+    config = default()
+    known = flat(config.to_dict())
+    for name, value in settings.items():
+        if name in known and name.startswith(("logging.names", "algorithm.name", "algorithm.kl_in", "data.", "eval.")):
+            section, leaf = name.split(".")
+            config[section][leaf] = tuple(value) if isinstance(value, list) else value
+    return shown_names(config)
+
+
+def differences(runs: Sequence[ReportedRun]) -> list[dict[str, Any]]:
+    """The settings that differ between the runs or from their default, as `{key, default, values, differs}`.
+
+    Those in which runs differ come first. `values` are texts in the order of the runs, None where a run has no such
+    setting; output_dir is left out, as it always differs.
+    """
+    standard = flat(default().to_dict())
+    rows = []
+    for key in dict.fromkeys((*standard, *(key for run in runs for key in run.settings))):
+        values = [_text(run.settings[key]) if key in run.settings else None for run in runs]
+        usual = _text(standard[key]) if key in standard else None
+        differs = len(set(values)) > 1
+        if key != "output_dir" and (differs or any(value not in (usual, None) for value in values)):
+            rows.append({"key": key, "default": usual, "values": values, "differs": differs})
+    return sorted(rows, key=lambda row: not row["differs"])
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, tuple | list):
+        return ", ".join(str(item) for item in value)
+    return json.dumps(value) if isinstance(value, bool) or value is None else str(value)

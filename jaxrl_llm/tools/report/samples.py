@@ -1,0 +1,115 @@
+"""The completions of runs as compact columns: evenly spaced steps, texts once each and shortened in the middle."""
+
+import json
+import math
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+
+from jaxrl_llm.config.resolve import ConfigError
+from jaxrl_llm.tools.report.runs import ReportedRun
+from jaxrl_llm.training.logging.console import as_text
+from jaxrl_llm.training.logging.logger import COMPLETIONS
+
+CHUNK = 10_000  # completions decoded at a time by the page
+
+
+def chunks_of(runs: Sequence[ReportedRun], rows: int, characters: int) -> Iterator[dict[str, Any]]:
+    """Pieces of the table of completions: {"rows", "run", "texts", "columns": {name: values}}, of about CHUNK rows.
+
+    `run` is a run's number, columns of texts hold indices into `texts`, those of numbers have six digits. At most
+    `rows` completions in all (a step whole or not at all), and `characters` of each text.
+    """
+    piece = _Piece(characters)
+    share = rows // len(runs)
+    for number, run in enumerate(runs):
+        for path in picked_files(run.folder / COMPLETIONS, share):
+            try:
+                table = pq.read_table(path).to_pydict()
+            except (OSError, ValueError) as error:
+                raise ConfigError(f"{path} cannot be read: {error}; remove it") from error
+            piece.add(number, table)
+            if piece.rows >= CHUNK:
+                yield piece.content()
+                piece = _Piece(characters)
+    if piece.rows:
+        yield piece.content()
+
+
+def picked_files(folder: Path, rows: int) -> list[Path]:
+    """Files of completions with at most `rows` rows together, evenly spaced, the last among them where it fits."""
+    paths = sorted(folder.glob("completions_*.parquet"), key=lambda path: int(path.stem.rpartition("_")[2]))
+    counts = {path: count_rows(path) for path in paths}
+    every = max(1, math.ceil(sum(counts.values()) / max(1, rows)))
+    while paths and sum(counts[path] for path in paths[::-1][::every]) > rows and every < len(paths):
+        every += 1
+    return paths[::-1][::every][::-1]
+
+
+def count_rows(path: Path) -> int:
+    """The rows of a file of completions; raises ConfigError when it cannot be read."""
+    try:
+        return pq.read_metadata(path).num_rows
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}; remove it") from error
+
+
+class _Piece:
+    """Columns that grow, and the texts they point to."""
+
+    def __init__(self, characters: int):
+        self.rows = 0
+        self._characters = characters
+        self._texts: dict[str, int] = {}
+        self._runs: list[int] = []
+        self._columns: dict[str, list[Any]] = {}
+        self._kinds: dict[str, str] = {}
+
+    def add(self, run: int, table: dict[str, list[Any]]) -> None:
+        count = len(table["step"])
+        for name in (*self._columns, *(name for name in table if name not in self._columns)):
+            column = self._columns.setdefault(name, [None] * self.rows)
+            cells = table.get(name, [None] * count)
+            if any(isinstance(cell, str | list | dict) for cell in cells):
+                self._kinds[name] = "text"
+                cells = [cell if cell is None else self._text(name, cell) for cell in cells]
+            elif any(cell is not None for cell in cells):
+                self._kinds.setdefault(name, "number")
+                cells = [_short(cell) for cell in cells]
+            column.extend(cells)
+        self._runs += [run] * count
+        self.rows += count
+
+    def _text(self, name: str, cell: Any) -> int:
+        text = cell if isinstance(cell, str) else json.dumps(cell, ensure_ascii=False, default=str)
+        if name in ("prompt", "completion"):
+            text = _conversation(text)
+        return self._texts.setdefault(_shortened(text, self._characters), len(self._texts))
+
+    def content(self) -> dict[str, Any]:
+        columns, kinds = self._columns, {name: self._kinds.get(name, "number") for name in self._columns}
+        return {"rows": self.rows, "run": self._runs, "texts": list(self._texts), "kinds": kinds, "columns": columns}
+
+
+def _conversation(text: str) -> str:
+    """The text, or `role: content` of each turn where it is the JSON of a conversation."""
+    try:
+        return as_text(json.loads(text)) if text.startswith('[{"role"') else text
+    except (ValueError, KeyError, TypeError):
+        return text
+
+
+def _shortened(text: str, limit: int) -> str:
+    if len(text) <= limit:
+        return text
+    head = limit // 2
+    tail = limit - head
+    return f"{text[:head]}\n… {len(text) - limit:,} characters left out …\n{text[len(text) - tail :]}"
+
+
+def _short(value: Any) -> float | None:
+    if value is None or not math.isfinite(value):
+        return None
+    return float(f"{value:.6g}") if isinstance(value, float) else int(value)

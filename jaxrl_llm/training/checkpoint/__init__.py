@@ -1,0 +1,1 @@
+"""Checkpoints: saved, verified, restored; and the files a finished run leaves."""

@@ -1,0 +1,1 @@
+"""Evaluation of a policy during training and by itself: sets, sampling, metrics."""

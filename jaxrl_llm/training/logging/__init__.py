@@ -1,0 +1,1 @@
+"""What a run reports: metrics, console, tracker backends, health warnings."""

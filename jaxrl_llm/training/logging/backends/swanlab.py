@@ -1,0 +1,48 @@
+"""SwanLab: SWANLAB_MODE=local or offline writes to output_dir/swanlab; online is its default."""
+
+import importlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jaxrl_llm.training.logging.backends import Identity, keep_id, kept_id
+
+
+class SwanLab:
+    """Logs to one SwanLab experiment, which a run that goes on continues where SwanLab can (online)."""
+
+    def __init__(self, run: Identity):
+        self._swanlab = importlib.import_module("swanlab")
+        folder = run.folder / "swanlab"
+        folder.mkdir(exist_ok=True)
+        kept = kept_id(run, "swanlab")
+        self._run = self._swanlab.init(
+            project=run.project,
+            name=run.name,
+            config=dict(run.settings),
+            log_dir=str(folder),
+            id=kept,
+            resume="allow" if kept else None,
+        )
+        keep_id(run, "swanlab", self._run.id)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Logs the metrics."""
+        self._run.log(dict(metrics), step=step)
+
+    def table(self, step: int, columns: Mapping[str, Sequence[Any]]) -> None:
+        """Logs a table named completions."""
+        table = self._swanlab.echarts.Table()
+        table.add(
+            list(columns),
+            [["" if cell is None else cell for cell in row] for row in zip(*columns.values(), strict=True)],
+        )
+        self._run.log({"completions": table}, step=step)
+
+    def close(self, failed: bool) -> None:
+        """Ends the experiment."""
+        self._run.finish("crashed" if failed else "success")
+
+
+def start(run: Identity) -> SwanLab:
+    """The backend, started."""
+    return SwanLab(run)

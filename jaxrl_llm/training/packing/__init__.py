@@ -1,0 +1,1 @@
+"""Packing: several rows in one row of the network, with shared prompts computed once."""

@@ -1,0 +1,73 @@
+"""First-fit packing: several short rows share one, told apart by their segment ids."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from jaxrl_llm.config.resolve import ConfigError
+
+Row = tuple[Sequence[int], Sequence[float]]
+
+
+def first_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
+    """Groups of row indices: each row, in order, goes to the first group with room for it.
+
+    Every index appears once and a group's lengths sum to at most `capacity`. O(n log n), by a tournament tree over the
+    free space of the groups. Raises ConfigError for a row longer than `capacity`.
+    """
+    width = 1
+    while width < len(lengths):
+        width *= 2
+    room = [capacity] * (2 * width)
+    groups: list[list[int]] = []
+    for row, length in enumerate(lengths):
+        if length > capacity:
+            raise ConfigError(
+                f"row {row} has {length} tokens, more than the packed width {capacity}; shorten it or widen it"
+            )
+        node = 1
+        while node < width:
+            node = 2 * node if room[2 * node] >= length else 2 * node + 1
+        if node - width == len(groups):
+            groups.append([])
+        groups[node - width].append(row)
+        room[node] -= length
+        while node > 1:
+            node //= 2
+            room[node] = max(room[2 * node], room[2 * node + 1])
+    return groups
+
+
+def pad_groups(groups: Sequence[Sequence[Row]], length: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """(tokens, segments, positions: int32; mask: float32), each [n, length]: one packed row for each group of rows.
+
+    A row is (token ids, loss mask). Inside a packed row the segments count 1, 2, ..., the positions restart at 0 in
+    each segment, and padding at the end has segment 0. The mask of a segment's first token is 0, because the token
+    before it belongs to another row.
+
+    Raises ConfigError: a group longer than `length`.
+    """
+    tokens, segments, positions = np.zeros((3, len(groups), length), np.int32)
+    mask = np.zeros((len(groups), length), np.float32)
+    for index, group in enumerate(groups):
+        total = sum(len(ids) for ids, _ in group)
+        if total > length:
+            raise ConfigError(
+                f"packed row {index} has {total} tokens, more than the batch width {length}; pack with {length}"
+            )
+        start = 0
+        for segment, (ids, weights) in enumerate(group, start=1):
+            stop = start + len(ids)
+            tokens[index, start:stop] = ids
+            segments[index, start:stop] = segment
+            positions[index, start:stop] = np.arange(len(ids))
+            mask[index, start:stop] = weights
+            mask[index, start : start + 1] = 0.0
+            start = stop
+    return tokens, segments, positions, mask
+
+
+def pack_rows(rows: Sequence[Row], length: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """(tokens, segments, positions, mask), each [n, length]: `rows` packed first-fit into as few rows as that finds."""
+    groups = first_fit([len(ids) for ids, _ in rows], length)
+    return pad_groups([[rows[row] for row in group] for group in groups], length)

@@ -1,0 +1,1 @@
+"""Around the loop: callbacks, preemption, the watchdog, the profiler."""

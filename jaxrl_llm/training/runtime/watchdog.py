@@ -1,0 +1,77 @@
+"""`Watchdog`: ends a run that hangs, after it has said where.
+
+A phase of a step (rollout, reward, update, checkpoint, ...) that takes longer than `watch.hang_seconds` is taken for a
+hang: a reward function without end, a collective that another process never joins, a file system that does not answer.
+The main thread may sit in a C call that never returns, so nothing is raised: the process writes all Python stacks and
+ends with exit code 1. Checkpoints are atomic, so the last one is intact, and the same command goes on from it.
+"""
+
+import faulthandler
+import os
+import sys
+import threading
+import time
+from pathlib import Path
+
+import jax
+
+from jaxrl_llm.training.logging.logger import Stopwatch
+
+EXIT_CODE = 1
+MARGIN = 10.0  # seconds more before the interpreter-free timer, which cannot tell the phase, does the same
+
+
+class Watchdog:
+    """A context manager that watches `watch` for a phase of more than `seconds`; 0 watches nothing.
+
+    Stacks go to `folder/stacks.txt` (`stacks_<process>.txt` on processes after the first) and to standard error. Should
+    the hang hold the interpreter's lock (a regular expression that backtracks without end), no thread of Python runs:
+    then a timer in C ends the process `MARGIN` seconds later, with the stacks on standard error alone.
+    """
+
+    def __init__(self, seconds: float, watch: Stopwatch, folder: Path):
+        process = jax.process_index()
+        self.path = folder / ("stacks.txt" if process == 0 else f"stacks_{process}.txt")
+        self._seconds = seconds
+        self._watch = watch
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._patrol, name="watchdog", daemon=True)
+
+    def __enter__(self) -> "Watchdog":
+        if self._seconds:
+            self._watch.changed = time.monotonic()
+            self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._seconds:
+            self._over.set()
+            self._thread.join()
+            faulthandler.cancel_dump_traceback_later()
+
+    def _patrol(self) -> None:
+        pause = min(self._seconds / 10, 10.0)
+        while not self._over.wait(pause):
+            # Set anew each time: it goes off when this thread can no longer do so.
+            faulthandler.dump_traceback_later(self._seconds + MARGIN, exit=True, file=_stderr())
+            if time.monotonic() - self._watch.changed > self._seconds:
+                self._end()
+
+    def _end(self) -> None:
+        phase = self._watch.phases[-1] if self._watch.phases else "the time between phases"
+        text = (
+            f"error: no progress for {self._seconds:g} s (watch.hang_seconds): the run hangs in {phase}; the stacks of "
+            f"its threads are in {self.path}. The last checkpoint is intact: start the same command to go on from it"
+        )
+        try:
+            print(text, file=sys.__stderr__, flush=True)
+            faulthandler.dump_traceback(_stderr(), all_threads=True)
+            with self.path.open("w") as file:
+                print(text, file=file, flush=True)
+                faulthandler.dump_traceback(file, all_threads=True)
+        finally:
+            os._exit(EXIT_CODE)
+
+
+def _stderr() -> int:
+    return 2  # the file descriptor, which is there whatever sys.stderr has been replaced with

@@ -1,0 +1,166 @@
+"""Talking to a model: what it is asked, what is shown, and how a conversation ends."""
+
+import importlib
+import io
+import os
+import pty
+import select
+import subprocess
+import sys
+
+import pytest
+from rich.console import Console
+
+import jaxrl_llm
+from jaxrl_llm.commands.chat import HELP, Speaker, bucket, converse
+from jaxrl_llm.config import ConfigError
+from jaxrl_llm.rollout import engine
+
+module = importlib.import_module("jaxrl_llm.commands.generate")
+SETTINGS = {"max_new_tokens": 8, "temperature": 0.0}
+
+
+@pytest.fixture(scope="module")
+def model():
+    return jaxrl_llm.load_model("embedded:sort")
+
+
+def talk(speakers, *lines, width=100):
+    """What is shown, line by line."""
+    out = io.StringIO()
+    converse(speakers, io.StringIO("".join(f"{line}\n" for line in lines)), Console(file=out, width=width))
+    return out.getvalue().splitlines()
+
+
+def speaker(model, name="m", chat=False, system="", **settings):
+    """A speaker of the real model, and the prompts that it is asked."""
+    answer, asked = module.answerer(model, **(SETTINGS | settings)), []
+
+    def remember(prompt, turn):
+        asked.append(prompt)
+        return answer(prompt, turn)
+
+    return Speaker(name, remember, chat, system), asked
+
+
+@pytest.fixture(scope="module")
+def greedy(model):
+    """The answers to two prompts that stand alone, which are those of `generate` (see below)."""
+    answer = module.answerer(model, **SETTINGS)
+    return [answer("sort:4821=", 1), answer("sort:31=", 2)]
+
+
+@pytest.mark.slow
+def test_answers_are_those_of_generate(model, greedy):
+    assert jaxrl_llm.generate(model, ["sort:4821=", "sort:31="], **SETTINGS) == greedy
+
+
+def test_without_a_template_each_line_stands_alone(model, greedy):
+    one, asked = speaker(model)
+    assert talk([one], "sort:4821=", "", "  sort:31=  ") == greedy
+    assert asked == ["sort:4821=", "sort:31="]
+
+
+def test_history_reset_and_quit(model):
+    one, asked = speaker(model, chat=True, system="be brief")
+    first, second, third = talk([one], "a", "b", "/reset", "c", "/quit", "d")
+    opening = {"role": "system", "content": "be brief"}
+    assert asked[0] == [opening, {"role": "user", "content": "a"}]
+    assert asked[1] == [*asked[0], {"role": "assistant", "content": first}, {"role": "user", "content": "b"}]
+    assert asked[2] == [opening, {"role": "user", "content": "c"}]
+    answer = module.answerer(model, **SETTINGS)
+    assert [first, second, third] == [answer(prompt, 1).strip() for prompt in asked]
+
+
+@pytest.mark.slow
+def test_turns_draw_their_own_random_numbers(model):
+    one, _ = speaker(model, temperature=1.0, seed=3)
+    lines = talk([one], "sort:4821=", "sort:4821=", "sort:4821=")
+    assert lines[0] == jaxrl_llm.generate(model, ["sort:4821="], 8, seed=3)[0]
+    assert len(set(lines)) > 1
+    again, _ = speaker(model, temperature=1.0, seed=3)
+    assert talk([again], "sort:4821=", "sort:4821=", "sort:4821=") == lines
+
+
+@pytest.mark.slow
+def test_few_programs_are_compiled(model):
+    one, _ = speaker(model, chat=True, max_new_tokens=5)
+    before = engine._prefill._cache_size()
+    talk([one], "a", "bb", "ccc")
+    assert engine._prefill._cache_size() == before + 1
+    assert [bucket(n) for n in (1, 64, 65, 128, 129, 1000)] == [64, 64, 128, 128, 256, 1024]
+
+
+def test_a_conversation_that_is_too_long_is_told_and_forgotten(model):
+    one, asked = speaker(model, chat=True, max_new_tokens=8)
+    first, error, second = talk([one], "a", "x" * 2040, "b", width=1000)
+    assert "more than the 2048" in error and HELP in error
+    assert [message["content"] for message in asked[-1]] == ["a", first, "b"] and second == second.strip()
+
+
+def test_side_by_side(model, greedy):
+    one, _ = speaker(model, "before [it]")
+    other, asked = speaker(model, "after", chat=True)
+    shown = "\n".join(talk([one, other], "sort:4821="))
+    assert shown.index("before [it]") < shown.index("after")
+    answer = module.answerer(model, **SETTINGS)(asked[0], 1)
+    assert f"│ {greedy[0]} " in shown and f"│ {answer} " in shown and answer != greedy[0]
+
+
+def test_the_command_reads_standard_input(greedy, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "stdin", io.StringIO("sort:4821=\nsort:31=\n"))
+    flags = ["--model=embedded:sort", "--interactive", "--chat=false", "--temperature=0", "--max_new_tokens=8"]
+    module.main(flags)
+    assert capsys.readouterr().out == "".join(f"{text}\n" for text in greedy)
+
+
+def test_a_template_is_used_where_there_is_one(model, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "stdin", io.StringIO("sort:4821=\n"))
+    module.main(["--model=embedded:sort", "--interactive", "--temperature=0", "--max_new_tokens=8"])
+    expected = module.answerer(model, **SETTINGS)([{"role": "user", "content": "sort:4821="}], 1)
+    assert capsys.readouterr().out == f"{expected}\n"
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--interactive", "--prompt=a"], "--prompt is given with --interactive"),
+        (["--interactive", "--prompts_file=a"], "--prompts_file is given with --interactive"),
+        (["--interactive", "--samples=2"], "--samples is more than 1"),
+        (["--interactive", "--chat=false", "--system=a"], "--system is given, but embedded:sort is not asked through"),
+        (["--against=embedded:sort", "--prompt=a"], "--against is for --interactive"),
+        (["--system=a", "--prompt=a"], "--system is for --interactive"),
+    ],
+)
+def test_flags_that_do_not_go_together(flags, words):
+    with pytest.raises(ConfigError, match=words):
+        module.main(["--model=embedded:sort", *flags])
+
+
+COMMAND = ("-m", "jaxrl_llm", "generate", "--model=embedded:sort", "--interactive", "--chat=false", "--temperature=0")
+
+
+def until_it_asks(terminal: int, seconds: float = 100) -> bytes:
+    """What is shown up to the next prompt."""
+    shown = b""
+    while not shown.endswith(b"> "):
+        assert select.select([terminal], [], [], seconds)[0], shown
+        shown += os.read(terminal, 1024)
+    return shown
+
+
+@pytest.mark.slow
+def test_in_a_terminal(root, model):
+    """It says who is there, asks for lines, and leaves at the end of the input (Ctrl-D)."""
+    ours, theirs = pty.openpty()
+    environment = os.environ | {"PYTHONPATH": str(root), "JAX_PLATFORMS": "cpu", "TERM": "dumb"}
+    process = subprocess.Popen([sys.executable, *COMMAND], stdin=theirs, stdout=theirs, stderr=theirs, env=environment)
+    os.close(theirs)
+    shown = until_it_asks(ours)
+    os.write(ours, b"sort:4821=\n")
+    shown += until_it_asks(ours)
+    os.write(ours, b"\x04")
+    assert process.wait(60) == 0
+    text = shown.decode()
+    assert "embedded:sort, without a chat template" in text and HELP in text and "> " in text
+    assert jaxrl_llm.generate(model, ["sort:4821="], temperature=0)[0] in text.split(HELP)[1]

@@ -1,0 +1,128 @@
+"""Two models on the same prompts: who wins, by rewards and by a judge that is shown both orders."""
+
+import importlib
+import json
+
+import numpy as np
+import pytest
+
+import jaxrl_llm
+from jaxrl_llm.commands.compare import Written, _graded, _numbers, compare
+from jaxrl_llm.config import ConfigError
+from jaxrl_llm.config.flags import load_config_file
+from jaxrl_llm.models.model import load_model
+from jaxrl_llm.rewards.grader import load_rewards
+from jaxrl_llm.rewards.judge import PairwiseJudge
+from tests.rewards.judge_server import JudgeServer, asked
+
+PAIR = "{{ prompt }}|{{ a }}|{{ b }}"
+
+
+@pytest.fixture
+def config(root):
+    made = load_config_file(f"{root / 'configs' / 'grpo.py'}:tiny")
+    made.eval.greedy = False
+    return made
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return load_model("embedded:sort").tokenizer
+
+
+def met(tokenizer, *prompts):
+    """What two models wrote: `(prompt, those of a, those of b)` each."""
+    examples = [
+        {"prompt": prompt, "prompt_ids": [1], "set": "", "number": i} for i, (prompt, _, _) in enumerate(prompts)
+    ]
+    return [Written(examples, [list(row[side]) for row in prompts], tokenizer) for side in (1, 2)]
+
+
+def graded(rewards, written, tie=0.0):
+    return _graded(load_rewards(rewards), written, tie)
+
+
+def length(completions, **columns):
+    return [float(len(completion)) for completion in completions]
+
+
+def test_the_larger_sum_of_rewards_wins(tokenizer):
+    pairs = graded(length, met(tokenizer, ("p", ["1", "123"], ["12", "12"]), ("q", ["1", "1"], ["2", ""])), tie=0.5)
+    assert [pair["winner"] for pair in pairs] == ["b", "a", "tie", "a"]
+    assert pairs[1] == {"set": "", "row": 0, "prompt": "p", "a": "123", "b": "12", "score_a": 3.0, "score_b": 2.0,
+                        "winner": "a"}  # fmt: skip
+    found = _numbers(pairs, 0.95)
+    assert [found[name] for name in ("prompts", "pairs", "win", "tie", "loss")] == [2, 4, 0.5, 0.25, 0.25]
+    assert found["win_rate"] == (0.5 + 0.75) / 2 == found["win"] + found["tie"] / 2
+    assert (found["win_rate_low"], found["win_rate_high"]) == (0.5, 0.75)
+    assert (found["reward_a"], found["reward_b"]) == (1.5, 1.25)
+
+
+def test_pairs_that_no_reward_applies_to(tokenizer):
+    def some(completions, **columns):
+        return [None if completion == "x" else 1.0 for completion in completions]
+
+    pairs = graded(some, met(tokenizer, ("p", ["x", "1"], ["1", "1"])))
+    found = _numbers(pairs, 0.95)
+    assert [pair["winner"] for pair in pairs] == [None, "tie"]
+    assert (found["ungraded"], found["tie"], found["win_rate"]) == (1, 1.0, 0.5)
+    assert np.isnan(_numbers(pairs[:1], 0.95)["win_rate"])
+
+
+def test_columns_and_token_ids_are_those_of_the_pair(tokenizer):
+    seen = []
+
+    def look(prompts, completions, completion_ids, number, **columns):
+        seen.append((prompts, completions, [len(ids) for ids in completion_ids], number))
+        return [0.0] * len(prompts)
+
+    graded(look, met(tokenizer, ("p", ["12"], ["1"]), ("p", ["3"], ["4"]), ("q", ["5"], ["6"])))
+    assert seen == [(["p", "p", "q", "q"], ["12", "1", "5", "6"], [2, 1, 1, 1], [0, 0, 2, 2]),
+                    (["p", "p"], ["3", "4"], [1, 1], [1, 1])]  # fmt: skip
+
+
+def test_a_judge_sees_each_pair_in_both_orders(tokenizer):
+    """One that always takes the first place has no preference; one that takes the longer has."""
+    written = met(tokenizer, ("p", ["123", "1"], ["12", "12"]), ("p", ["1234"], ["1"]))
+    with JudgeServer(lambda body: "A") as server:
+        pairs = graded(PairwiseJudge(server.url, "m", PAIR), written)
+        assert [pair["winner"] for pair in pairs] == ["tie"] * 3
+        assert sorted(asked(body) for body in server.bodies) == sorted(
+            ["p|123|12", "p|12|123", "p|1|12", "p|12|1", "p|1234|1", "p|1|1234"]
+        )
+
+    def longer(body):
+        _, a, b = asked(body).split("|")
+        return "A" if len(a) > len(b) else "B"
+
+    with JudgeServer(longer) as server:
+        pairs = graded(PairwiseJudge(server.url, "m", PAIR), written)
+    assert [pair["winner"] for pair in pairs] == ["a", "b", "a"]
+
+
+def test_models(config, tiny_run, tmp_path):
+    """A model ties with itself; against another the rewards are those of evaluations of the two."""
+    model, output = str(tiny_run.output_dir / "hf"), str(tmp_path / "n.json")
+    assert compare(config, model, model).metrics["tie"] == 1.0
+    flags = [f"--a={model}", "--b=embedded:sort", f"--pairs={tmp_path / 'p.jsonl'}", f"--output={output}"]
+    main = importlib.import_module("jaxrl_llm.commands.compare").main
+    main([f"--config={jaxrl_llm.__path__[0]}/../configs/grpo.py:tiny", *flags])
+    found = json.loads((tmp_path / "n.json").read_text())
+    for side, path in (("a", model), ("b", "embedded:sort")):
+        config.model.path = path
+        assert found[f"reward_{side}"] == pytest.approx(jaxrl_llm.evaluate(config)["eval/reward"])
+    pairs = [json.loads(line) for line in (tmp_path / "p.jsonl").read_text().splitlines()]
+    assert len(pairs) == found["pairs"] == 8 * 4
+    assert found["win"] == sum(pair["winner"] == "a" for pair in pairs) / 32
+    assert found["win"] + found["tie"] + found["loss"] == pytest.approx(1)
+
+
+def test_what_a_comparison_needs(config, tmp_path):
+    main = importlib.import_module("jaxrl_llm.commands.compare").main
+    with pytest.raises(ConfigError, match="--b is missing"):
+        main(["--a=embedded:sort"])
+    with pytest.raises(ConfigError, match="--pairs: there is no folder"):
+        main(["--a=embedded:sort", "--b=embedded:sort", f"--pairs={tmp_path}/none/x.jsonl"])
+    config.environment.name = "guess"
+    with pytest.raises(ConfigError, match=r"environment.name is set"):
+        compare(config, "embedded:sort", "embedded:sort")

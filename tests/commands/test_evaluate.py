@@ -1,0 +1,154 @@
+"""Evaluation: pass@k against its definition, the function against a run's own numbers, and the command line."""
+
+import importlib
+import itertools
+import json
+
+import numpy as np
+import pytest
+
+import jaxrl_llm
+from jaxrl_llm.config import ConfigError
+from jaxrl_llm.config.flags import load_config_file
+from jaxrl_llm.training.evaluation.run import full_batches, pass_at_k
+
+
+@pytest.fixture
+def config(root):
+    return load_config_file(f"{root / 'configs' / 'grpo.py'}:tiny")
+
+
+def last_evaluation(result) -> dict[str, float]:
+    return {name: value for name, value in result.metrics[-1].items() if name.startswith("eval/")}
+
+
+# --- pass@k ---
+
+
+@pytest.mark.parametrize("n", [1, 2, 5])
+def test_pass_at_k_is_the_mean_over_all_subsets(n):
+    rows = np.array(list(itertools.product([False, True], repeat=n)))
+    for k in range(1, n + 1):
+        subsets = list(itertools.combinations(range(n), k))
+        expected = np.mean([[row[list(subset)].any() for subset in subsets] for row in rows])
+        assert pass_at_k(rows, k) == pytest.approx(expected)
+
+
+def test_pass_at_k_by_hand():
+    correct = np.array([[True, False, False, False], [False] * 4])
+    assert [pass_at_k(correct, k) for k in (1, 2, 4)] == [0.125, 0.25, 0.5]
+
+
+def test_pass_at_k_of_many_samples_is_exact():
+    correct = np.zeros((1, 2000), bool)
+    correct[0, :1] = True
+    assert pass_at_k(correct, 1000) == pytest.approx(0.5, abs=1e-12)
+
+
+@pytest.mark.parametrize(("count", "at_once", "multiple"), [(7, 3, 1), (7, 3, 2), (2, 100, 1), (1, 1, 8), (8, 0, 1)])
+def test_batches_cover_all_examples_once_and_have_one_size(count, at_once, multiple):
+    batches = list(full_batches(range(count), at_once, multiple))
+    assert [x for batch in batches for x in batch.own[: batch.count]] == list(range(count))
+    assert [batch.start for batch in batches] == list(range(0, count, len(batches[0].own)))
+    assert len({len(batch.own) for batch in batches}) == 1
+    assert len(batches[0].own) % multiple == 0
+
+
+# --- the function ---
+
+
+@pytest.mark.slow
+def test_samples_in_eight_bits_need_no_correction_where_nothing_is_trained(config):
+    config.rollout.weights_dtype, config.eval.prompts, config.eval.temperature = "int8", 64, 0.0
+    found = jaxrl_llm.evaluate(config)["eval/accuracy"]
+    config.rollout.weights_dtype = "auto"
+    assert abs(found - jaxrl_llm.evaluate(config)["eval/accuracy"]) < 0.1
+
+
+def test_a_run_reports_the_same_numbers(config, tiny_run):
+    config.model.path = str(tiny_run.output_dir / "hf")
+    expected = last_evaluation(tiny_run)
+    assert jaxrl_llm.evaluate(config) == expected
+    assert expected["eval/pass@1"] == expected["eval/accuracy"]
+    assert 0 < expected["eval/accuracy"] < expected["eval/pass@4"]
+
+
+@pytest.mark.parametrize(("samples", "ks"), [(4, [1, 2, 4]), (3, [1, 2, 3]), (1, [1])])
+def test_metrics_of_known_rewards(samples, ks, config):
+    def first_of_each(completions, right, **columns):
+        return [float(row % samples == 0 and right[row]) for row in range(len(completions))]
+
+    config.eval.samples, config.batch.prompts = samples, samples
+    rows = [{"prompt": "sort:12=", "right": True}, {"prompt": "sort:7651=", "right": False}]
+    metrics = jaxrl_llm.evaluate(config, rows, first_of_each)
+    assert [name for name in metrics if "pass@" in name] == [f"eval/pass@{k}" for k in ks]
+    for k in ks:
+        assert metrics[f"eval/pass@{k}"] == pytest.approx(k / samples / 2)
+    assert (metrics["eval/reward"], metrics["eval/accuracy"]) == pytest.approx((1 / samples / 2, 1 / samples / 2))
+    assert metrics["eval/greedy_accuracy"] == 0.5
+
+
+@pytest.mark.slow
+def test_a_reward_that_never_applies_is_no_number(config):
+    metrics = jaxrl_llm.evaluate(config, [{"prompt": "a"}], lambda completions: [None] * len(completions))
+    assert np.isnan(metrics["eval/reward"])
+    assert metrics["eval/accuracy"] == 0
+
+
+# --- the command line ---
+
+
+def test_command_prints_and_writes(root, run_python, tiny_run, tmp_path):
+    result = run_python(
+        "-m", "jaxrl_llm", "evaluate", f"--config={root / 'configs' / 'grpo.py'}:tiny",
+        f"--config.model.path={tiny_run.output_dir / 'hf'}", "--output=numbers.json",
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    found = json.loads((tmp_path / "numbers.json").read_text())
+    assert {f"eval/{name}": value for name, value in found["metrics"].items()} == last_evaluation(tiny_run)
+    assert (found["data"], found["split"], found["prompts"], found["samples"]) == ("task:sort", "test", 8, 4)
+    printed = dict(line.split(maxsplit=1) for line in result.stdout.splitlines())
+    assert printed["greedy_accuracy"] == f"{found['metrics']['greedy_accuracy']:.3f}"
+    assert printed["pass@2"] == f"{found['metrics']['pass@2']:.3f}"
+    assert printed["data"] == "task:sort"
+
+
+@pytest.mark.slow
+def test_numbers_on_many_devices(root, run_python, tiny_run, tmp_path):
+    result = run_python(
+        "-m", "jaxrl_llm", "evaluate", f"--config={root / 'configs' / 'grpo.py'}:tiny", "--config.mesh.fsdp=4",
+        f"--config.model.path={tiny_run.output_dir / 'hf'}", "--output=numbers.json", devices=8,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    metrics = json.loads((tmp_path / "numbers.json").read_text())["metrics"]
+    assert metrics["greedy_accuracy"] == last_evaluation(tiny_run)["eval/greedy_accuracy"]
+
+
+@pytest.mark.slow
+def test_infinite_is_null_in_json(config, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "nothing.py").write_text("def nothing(completions, **columns):\n    return [None] * len(completions)\n")
+    arguments = ["--config.rewards.functions=nothing.py:nothing", "--config.eval.prompts=2", "--output=numbers.json"]
+    importlib.import_module("jaxrl_llm.commands.evaluate").main(arguments)
+    found = json.loads((tmp_path / "numbers.json").read_text(), parse_constant=pytest.fail)
+    assert found["metrics"]["reward"] is None
+    assert "reward           -\n" in capsys.readouterr().out
+
+
+def test_output_folder_must_exist(tmp_path):
+    with pytest.raises(ConfigError, match="no folder"):
+        importlib.import_module("jaxrl_llm.commands.evaluate").main([f"--output={tmp_path / 'none' / 'x.json'}"])
+
+
+@pytest.mark.parametrize(
+    ("argument", "words"),
+    [
+        ("--config.model.path=embedded:srt", "embedded:sort"),
+        ("--config.model.pth=x", "the closest is --config.model.path"),
+    ],
+)
+def test_user_errors_are_one_line_and_exit_code_2(argument, words, run_python):
+    result = run_python("-m", "jaxrl_llm", "evaluate", argument)
+    assert result.returncode == 2
+    assert result.stderr.startswith("error: ") and result.stderr.count("\n") == 1
+    assert words in result.stderr

@@ -1,0 +1,125 @@
+"""Export: the folder written from a checkpoint is the model of that step, bit for bit, on any number of devices."""
+
+import importlib
+from pathlib import Path
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+from safetensors.numpy import load_file
+
+import jaxrl_llm
+from jaxrl_llm.config import ConfigError
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in folder.iterdir()}
+
+
+def test_newest_checkpoint_is_the_hf_folder(tiny_run, tmp_path):
+    folder = jaxrl_llm.export(tiny_run.output_dir, tmp_path / "exported")
+    assert contents(folder) == contents(tiny_run.output_dir / "hf")
+
+
+@pytest.mark.filterwarnings("ignore:Sharding info not provided")  # of the reader that is the oracle
+def test_an_earlier_step(tiny_run, tmp_path):
+    folder = jaxrl_llm.export(tiny_run.output_dir, tmp_path / "exported", step=1)
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
+        stored = reader.restore(tiny_run.output_dir / "checkpoints" / "1" / "state")
+    jax.tree.map(np.testing.assert_array_equal, jaxrl_llm.load_model(folder).params, stored["params"])
+    final = load_file(tiny_run.output_dir / "hf" / "model.safetensors")
+    earlier = load_file(folder / "model.safetensors")
+    assert any(not np.array_equal(earlier[name], final[name]) for name in final)
+
+
+def test_dtype(tiny_run, tmp_path):
+    folder = jaxrl_llm.export(tiny_run.output_dir, tmp_path / "exported", dtype="bfloat16")
+    tensors, exact = (
+        load_file(folder / "model.safetensors"),
+        load_file(tiny_run.output_dir / "hf" / "model.safetensors"),
+    )
+    assert {str(tensor.dtype) for tensor in tensors.values()} == {"bfloat16"}
+    for name, tensor in tensors.items():
+        np.testing.assert_array_equal(tensor, exact[name].astype(tensor.dtype))
+
+
+def test_exporting_changes_nothing_in_the_run(tiny_run, tmp_path):
+    before = {file: file.stat().st_mtime_ns for file in tiny_run.output_dir.rglob("*")}
+    jaxrl_llm.export(tiny_run.output_dir, tmp_path / "exported")
+    assert {file: file.stat().st_mtime_ns for file in tiny_run.output_dir.rglob("*")} == before
+
+
+@pytest.mark.slow
+def test_command_on_other_devices(tiny_run, run_python, tmp_path):
+    result = run_python(
+        "-m", "jaxrl_llm", "export", f"--run={tiny_run.output_dir}", "--output=exported", "--step=2", devices=4
+    )
+    assert (result.returncode, result.stdout, result.stderr) == (0, "exported\n", "")
+    assert contents(tmp_path / "exported") == contents(tiny_run.output_dir / "hf")
+
+
+def test_user_error_is_one_line_and_exit_code_2(tiny_run, run_python):
+    result = run_python("-m", "jaxrl_llm", "export", f"--run={tiny_run.output_dir}", "--output=exported", "--step=7")
+    assert (result.returncode, result.stdout) == (2, "")
+    assert "no checkpoint of step 7" in result.stderr and "there are 1, 2" in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([], "--run is missing"),
+        (["--run=x"], "--output is missing"),
+        (["--run=nothing", "--output=x"], "nothing is not the folder of a run"),
+        (["--run=x", "--outptu=x"], "the closest is --output"),
+        (["--run=x", "--output=x", "--step=-1"], "step is -1, but it takes an integer >= 0, or none"),
+        (["--run=x", "--output=x", "--dtype=int8"], "dtype is 'int8'"),
+    ],
+)
+def test_command_errors(arguments, words, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=words):
+        importlib.import_module("jaxrl_llm.commands.export").main(arguments)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_run_without_checkpoints(tmp_path):
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ConfigError, match="no checkpoint in"):
+        jaxrl_llm.export(tmp_path, tmp_path / "exported")
+
+
+def test_a_checkpoint_of_another_model(tiny_run, tmp_path):
+    (tmp_path / "checkpoints").symlink_to(tiny_run.output_dir / "checkpoints")
+    config = (tiny_run.output_dir / "config.json").read_text()
+    other = jaxrl_llm.load_model("embedded:sort", init_key=jax.random.key(0))
+    hf = {**other.hf_config, "hidden_size": 48, "head_dim": 12, "intermediate_size": 64}
+    (tmp_path / "other").mkdir()
+    importlib.import_module("jaxrl_llm.models.safetensors").write_json(tmp_path / "other" / "config.json", hf)
+    (tmp_path / "config.json").write_text(config.replace("embedded:sort", str(tmp_path / "other")))
+    with pytest.raises(ConfigError, match="cannot be read"):
+        jaxrl_llm.export(tmp_path, tmp_path / "exported")
+    assert not (tmp_path / "exported").exists()
+
+
+def test_output_that_is_no_model_is_kept(tiny_run, tmp_path):
+    (tmp_path / "thesis.tex").write_text("words")
+    with pytest.raises(ConfigError, match="other files"):
+        jaxrl_llm.export(tiny_run.output_dir, tmp_path)
+    assert (tmp_path / "thesis.tex").read_text() == "words"
+
+
+def test_a_model_that_is_there_is_replaced_when_told_so(tiny_run, tmp_path):
+    folder = jaxrl_llm.export(tiny_run.output_dir, tmp_path / "exported")
+    before = contents(folder)
+    with pytest.raises(ConfigError, match=r"holds a model already \(config.json\).*--overwrite"):
+        jaxrl_llm.export(tiny_run.output_dir, folder, step=1)
+    assert contents(folder) == before
+    jaxrl_llm.export(tiny_run.output_dir, folder, step=1, overwrite=True)
+    assert contents(folder)["model.safetensors"] != before["model.safetensors"]
+    (folder / "notes.txt").write_text("words")
+    with pytest.raises(ConfigError, match=r"other files than an exported model's \(notes.txt\)"):
+        jaxrl_llm.export(tiny_run.output_dir, folder, overwrite=True)
+    assert (folder / "notes.txt").read_text() == "words"

@@ -1,0 +1,196 @@
+"""`jaxrl_llm.generate` and its command line: greedy text equals transformers', and settings do what they say."""
+
+import importlib
+import inspect
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import jaxrl_llm
+from jaxrl_llm.config import ConfigError
+from jaxrl_llm.models.model import Model
+
+module = importlib.import_module("jaxrl_llm.commands.generate")
+
+PROMPTS = ["sort:4821=", "sort:90817=", "x", "sort:5505213="]
+CHAT = [{"role": "user", "content": "sort:4821="}]
+
+
+@pytest.fixture(scope="module")
+def model() -> Model:
+    return jaxrl_llm.load_model("embedded:sort")
+
+
+# --- against transformers ---
+
+
+def oracle_texts(folder, prompts, max_new_tokens: int) -> list[str]:
+    """Greedy texts of the model folder in transformers, one prompt at a time."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    oracle = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    texts = []
+    for prompt in prompts:
+        if isinstance(prompt, list):
+            prompt = tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
+        inputs = tokenizer(prompt, return_tensors="pt")
+        with torch.no_grad():
+            ids = oracle.generate(**inputs, do_sample=False, max_new_tokens=max_new_tokens)
+        texts.append(tokenizer.decode(ids[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))
+    return texts
+
+
+def test_greedy_text_of_a_run_is_that_of_transformers(tiny_run):
+    folder = tiny_run.output_dir / "hf"
+    prompts = [*PROMPTS, CHAT]
+    expected = oracle_texts(folder, prompts, 40)
+    assert jaxrl_llm.generate(jaxrl_llm.load_model(folder), prompts, 40, temperature=0) == expected
+    assert jaxrl_llm.generate(tiny_run.model, prompts, 40, temperature=0) == expected
+    assert expected[0].isdigit() and len(expected[0]) == 4
+    assert len(set(expected)) > 2
+
+
+# --- the function ---
+
+
+def test_defaults_are_those_of_the_flags():
+    defaults = {name: p.default for name, p in inspect.signature(jaxrl_llm.generate).parameters.items()}
+    assert {key.name: key.default for key in module.SETTINGS} == dict(list(defaults.items())[2:])
+
+
+def test_samples_are_lists_and_depend_on_the_seed_only(model):
+    texts = jaxrl_llm.generate(model, PROMPTS, 8, samples=3, seed=1)
+    assert [len(group) for group in texts] == [3, 3, 3, 3]
+    assert texts == jaxrl_llm.generate(model, PROMPTS, 8, samples=3, seed=1)
+    assert texts != jaxrl_llm.generate(model, PROMPTS, 8, samples=3, seed=2)
+    assert len(set(texts[0])) > 1
+
+
+@pytest.mark.slow
+def test_batching_changes_nothing(model, monkeypatch):
+    texts = jaxrl_llm.generate(model, PROMPTS, 8, samples=2)
+    monkeypatch.setattr(module, "ROWS_AT_ONCE", 6)  # three prompts, then one and two copies of it
+    assert jaxrl_llm.generate(model, PROMPTS, 8, samples=2) == texts
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("setting", [{"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1.0}, {"temperature": 1e-4}])
+def test_a_narrow_filter_is_greedy(setting, model):
+    greedy = jaxrl_llm.generate(model, PROMPTS, 8, temperature=0)
+    assert jaxrl_llm.generate(model, PROMPTS, 8, **setting) == greedy
+    assert jaxrl_llm.generate(model, PROMPTS, 8) != greedy
+
+
+def test_max_new_tokens_cuts(model):
+    longer = jaxrl_llm.generate(model, PROMPTS, 8, temperature=0)
+    assert jaxrl_llm.generate(model, PROMPTS, 2, temperature=0) == [text[:2] for text in longer]
+
+
+def test_chat_is_its_rendered_text(model):
+    rendered = "<|user|>sort:4821=<|end|><|assistant|>"
+    assert jaxrl_llm.generate(model, [CHAT], 8, seed=3) == jaxrl_llm.generate(model, [rendered], 8, seed=3)
+
+
+def test_no_prompts_no_texts(model):
+    assert jaxrl_llm.generate(model, []) == []
+
+
+@pytest.mark.parametrize(
+    ("prompts", "settings", "words"),
+    [
+        ("sort:1=", {}, "takes a list"),
+        (CHAT, {}, "takes a list"),
+        (["a", ""], {}, "prompt 1 has no tokens"),
+        ([5], {}, "text or a list of messages"),
+        (["a"], {"temperature": -1}, "temperature is -1, but it takes a number >= 0"),
+        (["a"], {"top_p": 0}, "top_p is 0"),
+        (["a"], {"max_new_tokens": 0}, "max_new_tokens is 0"),
+        (["a"], {"samples": 1.5}, "samples is 1.5, but it takes an integer"),
+    ],
+)
+def test_errors(prompts, settings, words, model):
+    with pytest.raises(ConfigError, match=words):
+        jaxrl_llm.generate(model, prompts, **settings)
+
+
+def test_a_model_without_tokenizer_cannot_read(model):
+    with pytest.raises(ConfigError, match="no tokenizer"):
+        jaxrl_llm.generate(replace(model, tokenizer=None), ["a"])
+
+
+# --- the command line ---
+
+
+def test_command_prints_one_completion_as_it_is(model, run_python):
+    result = run_python(
+        "-m", "jaxrl_llm", "generate", "--model=embedded:sort", "--prompt=sort:4821=", "--temperature=0",
+        "--max_new_tokens=8",
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    assert result.stdout == jaxrl_llm.generate(model, ["sort:4821="], 8, temperature=0)[0] + "\n"
+
+
+@pytest.mark.slow
+def test_command_on_many_devices(model, run_python, tmp_path):
+    (tmp_path / "prompts.txt").write_text("\n\n".join(PROMPTS) + "\n", encoding="utf-8")
+    arguments = ("--prompts_file=prompts.txt", "--samples=2", "--max_new_tokens", "8", "--seed=5", "--tensor=2")
+    result = run_python("-m", "jaxrl_llm", "generate", "--model=embedded:sort", *arguments, devices=8)
+    assert result.returncode == 0, result.stderr
+    texts = jaxrl_llm.generate(model, PROMPTS, 8, samples=2, seed=5)
+    expected = [{"prompt": p, "completion": text} for p, group in zip(PROMPTS, texts, strict=True) for text in group]
+    assert [json.loads(line) for line in result.stdout.splitlines()] == expected
+
+
+def test_prompts_of_a_jsonl_file(tmp_path, model, capsys):
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("".join(json.dumps({"prompt": prompt, "id": 1}) + "\n" for prompt in PROMPTS), encoding="utf-8")
+    module.main(["--model=embedded:sort", f"--prompts_file={file}", "--temperature=0", "--max_new_tokens=8"])
+    printed = [json.loads(line)["completion"] for line in capsys.readouterr().out.splitlines()]
+    assert printed == jaxrl_llm.generate(model, PROMPTS, 8, temperature=0)
+
+
+def test_prompts_are_read_from_messages_too(tmp_path):
+    file = tmp_path / "chats.jsonl"
+    file.write_text(json.dumps({"prompt": CHAT}) + "\n", encoding="utf-8")
+    assert module.read_prompts("", str(file), chat=True) == [CHAT]
+    assert module.read_prompts("sort:4821=", "", chat=True) == [CHAT]
+    assert module.read_prompts("sort:4821=", "", chat=False) == ["sort:4821="]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--prompt=a"], ["--model is missing"]),
+        (["--model=embedded:sort"], ["--prompt=TEXT or --prompts_file=FILE"]),
+        (["--model=embedded:sort", "--prompt=a", "--prompts_file=b"], ["one of them"]),
+        (["--model=embedded:sort", "--prompts_file=nothing.txt"], ["no file nothing.txt"]),
+        (["--model=embedded:srt", "--prompt=a"], ["embedded:srt", "embedded:sort"]),
+        (["--model=embedded:sort", "--promt=a"], ["unknown flag --promt", "--prompt"]),
+        (["--model=embedded:sort", "--config.seed=1"], ["unknown flag --config.seed", "closest is --seed"]),
+        (["--model=embedded:sort", "--prompt=a", "--top_p=2"], ["top_p is 2.0"]),
+        (["--model=embedded:sort", "--prompt=a", "--tensor=3"], ["3", "devices"]),
+    ],
+)
+def test_command_errors(arguments, words):
+    with pytest.raises(ConfigError) as error:
+        module.main(arguments)
+    assert all(word in str(error.value) for word in words), str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"), [("\n \n", "no prompts"), ('{"question": "a"}', "no column prompt; it has question")]
+)
+def test_files_without_prompts(text, words, tmp_path):
+    file = tmp_path / f"prompts.{'jsonl' if '{' in text else 'txt'}"
+    file.write_text(text, encoding="utf-8")
+    with pytest.raises(ConfigError, match=words):
+        module.read_prompts("", str(file), False)
+
+
+def test_user_error_is_one_line_and_exit_code_2(run_python):
+    result = run_python("-m", "jaxrl_llm", "generate", "--model=no/such/folder", "--prompt=a")
+    assert result.returncode == 2
+    assert result.stdout == ""
+    assert result.stderr.startswith("error: model path 'no/such/folder'") and result.stderr.count("\n") == 1

@@ -1,0 +1,498 @@
+"""The configuration tree, its command line, and names to objects: what they accept, and what their errors say."""
+
+import importlib
+import json
+import types
+
+import pytest
+
+from jaxrl_llm import __version__
+from jaxrl_llm.config import ConfigError, default, from_json, to_json, tree, validate
+from jaxrl_llm.config.flags import help_text, load_flags
+from jaxrl_llm.config.resolve import closest, resolve
+from jaxrl_llm.config.schema import KEYS, SECTIONS, Key
+
+
+def changed(**values):
+    """The default configuration with `rollout__top_p=0.5` for rollout.top_p."""
+    config = default()
+    for name, value in values.items():
+        tree.assign(config, name.replace("__", "."), value)
+    return config
+
+
+# --- the table and the tree ---
+
+
+def test_table_is_consistent():
+    resolve = [key.name for key in KEYS]
+    assert len(set(resolve)) == len(resolve)
+    assert {name.rpartition(".")[0] for name in resolve} == set(SECTIONS)
+    for key in KEYS:
+        assert key.accepts(key.default), key.name
+        assert key.doc.endswith("."), key.name
+
+
+def test_default_has_every_key_and_is_valid():
+    config = default()
+    validate(config)
+    assert config.is_locked
+    assert config.rollout.temperature == 1.0
+    assert config.algorithm.delta is None
+    assert config.logging.backends == ("console", "jsonl")
+
+
+def test_defaults_are_not_shared():
+    one = default()
+    one.rollout.temperature = 0.5
+    assert default().rollout.temperature == 1.0
+
+
+def test_default_documentation_is_the_file(root):
+    text = (root / "docs" / "configuration.md").read_text(encoding="utf-8")
+    assert text == tree.reference(), "run: python -m jaxrl_llm.config > docs/configuration.md"
+    assert all(f"`{key.name}`" in text for key in KEYS)
+
+
+def test_module_prints_the_documentation(run_python):
+    result = run_python("-m", "jaxrl_llm.config")
+    assert result.returncode == 0
+    assert result.stdout == tree.reference()
+
+
+@pytest.mark.parametrize(
+    ("key", "allowed"),
+    [
+        (Key("a", 1.0, "", float, above=0, maximum=1), "a number > 0 and <= 1"),
+        (Key("a", None, "", int, minimum=1), "an integer >= 1, or none"),
+        (Key("a", ("x",), "", choices=("x", "y")), "a list, each one of x, y"),
+        (Key("a", True, "", bool), "true or false"),
+    ],
+)
+def test_allowed_in_words(key, allowed):
+    assert key.allowed == allowed
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("rollout.temperature", 0.0),
+        ("rollout.temperature", float("nan")),
+        ("rollout.temperature", float("inf")),
+        ("rollout.temperature", "hot"),
+        ("rollout.temperature", None),
+        ("rollout.top_k", True),
+        ("rollout.top_p", 1.5),
+        ("rollout.top_k", -1),
+        ("rollout.top_k", 2.0),
+        ("optimizer.b1", 1.0),
+        ("algorithm.dual_clip", 1.0),
+        ("algorithm.kl", "k4"),
+        ("data.shuffle", 1),
+        ("data.path", 3),
+        ("logging.backends", ("console", "telegram")),
+        ("logging.backends", "console"),
+        ("rewards.weights", ("1",)),
+    ],
+)
+def test_validate_refuses_value(name, value):
+    config = default()
+    section, _, leaf = name.partition(".")
+    with config.ignore_type():
+        config[section][leaf] = value
+    with pytest.raises(ConfigError) as error:
+        validate(config)
+    key = next(key for key in KEYS if key.name == name)
+    assert str(error.value).startswith(f"{name} is ")
+    assert key.allowed in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("rollout.temperature", 2),
+        ("rollout.top_p", 1.0),
+        ("algorithm.delta", 4.0),
+        ("algorithm.delta", None),
+        ("rewards.timeout", 3),
+        ("eval.every", -1),
+        ("mesh.data", -1),
+        ("rewards.weights", [2]),
+    ],
+)
+def test_validate_accepts_value(name, value):
+    config = default()
+    tree.assign(config, name, value)
+    validate(config)
+
+
+def test_validate_names_unknown_and_missing_keys():
+    config = default()
+    with config.unlocked():
+        config.rollout.temprature = 1.0
+    with pytest.raises(ConfigError, match=r"no key rollout\.temprature; the closest is rollout\.temperature"):
+        validate(config)
+    config = default()
+    with config.unlocked():
+        del config.mesh
+    with pytest.raises(ConfigError, match=r"mesh\.data is missing"):
+        validate(config)
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"rollout__group_size": 1}, ["rollout.group_size is 1", "algorithm.advantage", "2 or more"]),
+        ({"batch__minibatches": 7}, ["batch.minibatches is 7", "256 rows", "32 x 8"]),
+        ({"batch__minibatches": 4, "batch__microbatch_rows": 24}, ["microbatch_rows is 24", "64 rows of a minibatch"]),
+        ({"rewards__weights": (1.0, 2.0)}, ["rewards.weights has 2", "1 rewards.functions"]),
+        ({"rewards__functions": ()}, ["rewards.functions is empty", "grpo"]),
+        ({"mesh__data": 0}, ["mesh.data is 0", "-1"]),
+        ({"optimizer__warmup_steps": 101}, ["warmup_steps is 101", "total_steps = 100"]),
+        ({"algorithm__name": "sft", "batch__minibatches": 64}, ["must divide the 32 rows (batch.prompts)"]),
+    ],
+)
+def test_validate_refuses_contradictions(values, words):
+    with pytest.raises(ConfigError) as error:
+        validate(changed(**values))
+    assert all(word in str(error.value) for word in words), str(error.value)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"rollout__group_size": 1, "algorithm__advantage": "gae"},
+        {"rollout__group_size": 1, "algorithm__name": "sft"},
+        {"batch__minibatches": 4, "batch__microbatch_rows": 16},
+        {"rewards__functions": (), "algorithm__name": "sft"},
+    ],
+)
+def test_validate_accepts_what_only_looks_contradictory(values):
+    validate(changed(**values))
+
+
+def test_batch_rows():
+    assert tree.batch_rows(default()) == 256
+    assert tree.batch_rows(changed(algorithm__name="sft")) == 32
+
+
+# --- JSON ---
+
+
+def test_json_round_trip():
+    config = changed(
+        algorithm__delta=4.0, rewards__functions=("a", "b"), rewards__weights=(1.0, 0.5), data__packing=True
+    )
+    again = from_json(to_json(config))
+    assert again.to_dict() == config.to_dict()
+    assert again.rewards.functions == ("a", "b")
+    assert again.is_locked
+
+
+def test_json_without_a_key_has_its_default():
+    assert from_json('{"seed": 3}').to_dict() == changed(seed=3).to_dict()
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("{", ["not JSON"]),
+        ("[]", ["JSON object", "list"]),
+        ('{"sed": 3}', ["no key sed", "seed"]),
+        ('{"rollout": 3}', ["no key rollout"]),
+        ('{"rollout": {"top_k": "x"}}', ["rollout.top_k is 'x'", "an integer >= 0"]),
+    ],
+)
+def test_json_errors(text, words):
+    with pytest.raises(ConfigError) as error:
+        from_json(text)
+    assert all(word in str(error.value) for word in words), str(error.value)
+
+
+def test_json_is_plain():
+    assert json.loads(to_json(default()))["algorithm"]["delta"] is None
+
+
+# --- the command line ---
+
+
+@pytest.mark.parametrize(
+    ("arguments", "name", "value"),
+    [
+        (["--config.rollout.temperature=0.8"], "rollout.temperature", 0.8),
+        (["--config.rollout.temperature", "1"], "rollout.temperature", 1.0),
+        (["--config.algorithm.delta=4"], "algorithm.delta", 4.0),
+        (["--config.algorithm.delta=none"], "algorithm.delta", None),
+        (["--config.data.name=main"], "data.name", "main"),
+        (["--config.rewards.timeout=2.5"], "rewards.timeout", 2.5),
+        (["--config.logging.backends=console"], "logging.backends", ("console",)),
+        (["--config.logging.backends=jsonl,console"], "logging.backends", ("jsonl", "console")),
+        (["--config.logging.backends="], "logging.backends", ()),
+        (["--config.rewards.weights=0.5"], "rewards.weights", (0.5,)),
+        (["--config.data.packing"], "data.packing", True),
+        (["--config.data.shuffle=false", "--config.seed=1"], "data.shuffle", False),
+        (["--config.eval.every", "-1"], "eval.every", -1),
+        (["--config.output_dir=runs/a=b"], "output_dir", "runs/a=b"),
+        (["--config.optimizer.learning_rate=1e-5"], "optimizer.learning_rate", 1e-5),
+    ],
+)
+def test_override(arguments, name, value):
+    config = load_flags(arguments).config
+    got = config[name] if "." not in name else config[name.partition(".")[0]][name.partition(".")[2]]
+    assert got == value
+    assert type(got) is type(value)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--config.rollout.temprature=1"], ["--config.rollout.temprature", "--config.rollout.temperature"]),
+        (["--config.temperature=1"], ["closest is --config.rollout.temperature"]),
+        (["--config.foo.bar=1"], ["unknown flag --config.foo.bar", "closest is --config."]),
+        (["--temperature=1"], ["closest is --config.rollout.temperature"]),
+        (["--config.rollout.temperature=hot"], ["rollout.temperature is 'hot'", "a number > 0"]),
+        (["--config.rollout.top_k=1.5"], ["rollout.top_k is '1.5'", "an integer >= 0"]),
+        (["--config.data.shuffle=maybe"], ["data.shuffle is 'maybe'", "true or false"]),
+        (["--config.algorithm.kl=k9"], ["'k9'", "k3, k1, abs, k2"]),
+        (["--config.rollout.top_p=none"], ["rollout.top_p is 'none'"]),
+        (["--config.seed"], ["--config.seed has no value"]),
+        (["--config.seed", "--config.data.packing"], ["--config.seed has no value"]),
+        (["--config.seed=1", "--config.seed=2"], ["--config.seed is given twice", "'1'", "'2'"]),
+        (["train"], ["unexpected argument 'train'"]),
+        (["--config.rollout.group_size=1"], ["rollout.group_size is 1"]),
+        (["--config=configs/grpo"], ["configs/grpo", "a Python file"]),
+    ],
+)
+def test_command_line_errors(arguments, words):
+    with pytest.raises(ConfigError) as error:
+        load_flags(arguments)
+    assert all(word in str(error.value) for word in words), str(error.value)
+
+
+def test_own_options():
+    options = (Key("steps", 3, "Steps.", int, minimum=1), Key("prompt", None, "Prompt."))
+    assert load_flags([], options=options).options == {"steps": 3, "prompt": None}
+    assert load_flags(["--prompt", "a b", "--steps=4"], options=options).options == {"steps": 4, "prompt": "a b"}
+    with pytest.raises(ConfigError, match="steps is 0, but it takes an integer >= 1"):
+        load_flags(["--steps=0"], options=options)
+
+
+CONFIG_FILE = """from jaxrl_llm.config import default
+
+def get_config(size="large"):
+    config = default()
+    config.rewards.functions = ["exact_match", "think_format"]
+    config.batch.prompts = 4 if size == "tiny" else 64
+    return config
+"""
+
+
+def write(folder, body, name="my.py"):
+    path = folder / name
+    path.write_text(body, encoding="utf-8")
+    return path
+
+
+def test_config_file_with_and_without_argument(tmp_path, monkeypatch):
+    path = write(tmp_path, CONFIG_FILE)
+    assert load_flags([f"--config={path}"]).config.batch.prompts == 64
+    config = load_flags(["--config.seed=5", "--config", f"{path}:tiny"]).config
+    assert (config.batch.prompts, config.seed) == (4, 5)
+    assert config.rewards.functions == ("exact_match", "think_format")
+    monkeypatch.chdir(tmp_path)
+    assert load_flags(["--config=my.py"]).config.batch.prompts == 64
+
+
+def test_edited_config_file_is_read_again(tmp_path):
+    path = write(tmp_path, CONFIG_FILE)
+    assert load_flags([f"--config={path}"]).config.batch.prompts == 64
+    write(tmp_path, CONFIG_FILE.replace("64", "16"))
+    assert load_flags([f"--config={path}"]).config.batch.prompts == 16
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ("x = 1\n", ["my.py has no function get_config"]),
+        ("def get_config():\n    return 3\n", ["returned int", "default()"]),
+        ("def get_config(size):\n    return size\n", ["get_config(size)", "missing"]),
+        ("def get_config(:\n", ["my.py:1", "SyntaxError"]),
+        ("import nothing_like_this\n", ["my.py:1", "nothing_like_this"]),
+        ("def get_config():\n    return 1 / 0\n", ["my.py:2", "ZeroDivisionError"]),
+        ("def get_config():\n    c = default()\n    c.rollout.top_x = 1\n    return c\n", ["my.py:4", "rollout.top_"]),
+        ("def get_config():\n    c = default()\n    c.algoritm.beta = 1\n", ["my.py:4", "algoritm", "is algorithm"]),
+        (
+            "def get_config():\n    c = default()\n    c.rollout.top_k = 'many'\n    return c\n",
+            ["my.py:4", "top_k is 'many'", "rollout.top_k takes an integer >= 0"],
+        ),
+        (
+            "def get_config():\n    c = default()\n    c.rollout.top_k = -4\n    return c\n",
+            ["rollout.top_k is -4", "an integer >= 0"],
+        ),
+        (
+            "import ml_collections\ndef get_config():\n    return ml_collections.ConfigDict()\n",
+            ["output_dir is missing"],
+        ),
+    ],
+)
+def test_config_file_errors(tmp_path, body, words):
+    needs_import = "default()" in body
+    path = write(tmp_path, ("from jaxrl_llm.config import default\n" if needs_import else "") + body)
+    with pytest.raises(ConfigError) as error:
+        load_flags([f"--config={path}"])
+    assert all(word in str(error.value) for word in words), str(error.value)
+
+
+def test_config_file_with_unwanted_argument(tmp_path):
+    path = write(tmp_path, "def get_config():\n    return 3\n")
+    with pytest.raises(ConfigError, match=r"defines get_config\(\): too many"):
+        load_flags([f"--config={path}:tiny"])
+
+
+def test_missing_config_file_names_a_neighbour(tmp_path):
+    write(tmp_path, CONFIG_FILE, "grpo.py")
+    with pytest.raises(ConfigError, match=r"no file .*grp\.py .*the closest is .*grpo\.py"):
+        load_flags([f"--config={tmp_path / 'grp.py'}"])
+
+
+def test_help_names_every_key(capsys):
+    with pytest.raises(SystemExit) as end:
+        load_flags(["--config.seed=1", "--help"], "Train it.", [Key("steps", 3, "Steps.", int)])
+    assert end.value.code == 0
+    text = capsys.readouterr().out
+    assert text == help_text("Train it.", [Key("steps", 3, "Steps.", int)])
+    assert text.startswith("Train it.\n")
+    assert "--steps=3\n" in text
+    assert all(f"--config.{key.name}={key.show(key.default)}\n" in text for key in KEYS)
+    flat = " ".join(text.split())
+    assert all(" ".join(key.doc.split()) in flat for key in KEYS)
+
+
+PROGRAM = """
+import sys
+from jaxrl_llm.config.flags import load_flags, run
+
+def main(argv):
+    print(load_flags(argv).config.seed)
+
+run(main)
+"""
+
+
+def test_run_prints_user_errors_without_traceback(run_python):
+    bad = run_python("-c", PROGRAM, "--config.sed=1")
+    assert bad.returncode == 2
+    assert bad.stdout == ""
+    assert bad.stderr == "error: unknown flag --config.sed; the closest is --config.seed; see --help\n"
+    good = run_python("-c", PROGRAM, "--config.seed=7")
+    assert (good.returncode, good.stdout) == (0, "7\n")
+
+
+def test_run_keeps_the_traceback_of_other_errors_in_a_file(run_python, tmp_path):
+    result = run_python("-c", "from jaxrl_llm.config.flags import run\nrun(lambda argv: 1 / 0)", "--seed=3")
+    file = tmp_path / "jaxrl_llm_error.txt"
+    assert result.returncode == 1
+    assert result.stderr == f"error: ZeroDivisionError: division by zero\nThe full traceback is in {file}\n"
+    text = file.read_text()
+    assert "'--seed=3'" in text.splitlines()[0] and f"jaxrl_llm {__version__}, Python" in text
+    assert "Traceback (most recent call last)" in text and text.endswith("ZeroDivisionError: division by zero\n")
+
+
+def test_run_keeps_it_in_the_folder_of_the_run(run_python, tmp_path):
+    (tmp_path / "mine").mkdir()
+    code = "from jaxrl_llm.config.flags import load_flags, run\nrun(lambda argv: load_flags(argv).config.nothing)"
+    result = run_python("-c", code, "--config.output_dir=mine")
+    assert result.returncode == 1
+    assert result.stderr.endswith(f"The full traceback is in {tmp_path / 'mine' / 'error.txt'}\n")
+    assert "AttributeError" in (tmp_path / "mine" / "error.txt").read_text()
+
+
+def test_run_shows_a_traceback_that_cannot_be_kept(run_python, tmp_path):
+    (tmp_path / "jaxrl_llm_error.txt").mkdir()
+    result = run_python("-c", "from jaxrl_llm.config.flags import run\nrun(lambda argv: 1 / 0)")
+    assert result.returncode == 1
+    assert "Traceback" in result.stderr and "it could not be written to jaxrl_llm_error.txt" in result.stderr
+
+
+def test_ctrl_c_is_no_bug(run_python, tmp_path):
+    code = "from jaxrl_llm.config.flags import run\ndef main(argv):\n    raise KeyboardInterrupt\nrun(main)"
+    result = run_python("-c", code)
+    assert result.returncode == 130
+    assert result.stderr.startswith("error: stopped by Ctrl-C") and not [*tmp_path.iterdir()]
+
+
+# --- resolve ---
+
+
+def test_resolve_known_names():
+    assert resolve("closest", "jaxrl_llm.config.resolve") is closest
+    assert resolve("closest", importlib.import_module("jaxrl_llm.config.resolve")) is closest
+    assert resolve("a", {"a": 3}) == 3
+    assert resolve(len, {}) is len
+
+
+def test_resolve_hides_imported_and_private_names():
+    for name in ("Path", "_ratio"):
+        with pytest.raises(ConfigError, match="unknown name"):
+            resolve(name, "jaxrl_llm.config.resolve")
+
+
+def test_resolve_prefers_dunder_all():
+    module = types.ModuleType("made_up")
+    module.__all__ = ["listed"]
+    module.listed = len
+    module.other = len
+    assert resolve("listed", module) is len
+    with pytest.raises(ConfigError, match="known are listed; the closest is listed"):
+        resolve("other", module)
+
+
+def test_resolve_module_and_dotted_names():
+    assert resolve("json:dumps", {}) is json.dumps
+    assert resolve("json.dumps", {}) is json.dumps
+    assert resolve("jaxrl_llm.config.resolve:closest", {}) is closest
+
+
+def test_resolve_file(tmp_path, monkeypatch):
+    body = "from dataclasses import dataclass\n@dataclass\nclass Answer:\n    value: int\ndef grade(x):\n    return x\n"
+    path = write(tmp_path, body)
+    grade = resolve(f"{path}:grade", {})
+    assert grade(3) == 3
+    assert resolve(f"{path}:grade", {}) is grade, "the same content is executed once"
+    assert resolve(f"{path}:Answer", {})(3).value == 3
+    monkeypatch.chdir(tmp_path)
+    assert resolve("my.py:grade", {})(4) == 4
+    write(tmp_path, body.replace("return x", "return -x"))
+    assert resolve("my.py:grade", {})(4) == -4
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("exact_mach", ["'exact_mach'", "known are boxed, exact_match", "closest is exact_match", "module:function"]),
+        ("my.py", ["unknown name 'my.py'", "path/to/file.py:function"]),
+        ("nothing_here:f", ["'nothing_here:f'", "no module 'nothing_here'", "path/to/file.py:function"]),
+        ("nothing_here.f", ["no module 'nothing_here'"]),
+        ("json:dump_all", ["no 'dump_all'", "dumps", "the closest is dump"]),
+        ("missing.py:f", ["no file missing.py"]),
+        ("my.py:grde", ["my.py has no 'grde'", "the closest is grade"]),
+        ("broken.py:f", ["broken.py:2", "ZeroDivisionError"]),
+        ("needs:f", ["importing 'needs'", "no_such_dependency"]),
+        ("fails:f", ["importing 'fails'", "ZeroDivisionError"]),
+    ],
+)
+def test_resolve_errors(tmp_path, monkeypatch, name, words):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    write(tmp_path, "def grade(x):\n    return x\n")
+    write(tmp_path, "\n1 / 0\n", "broken.py")
+    write(tmp_path, "import no_such_dependency\n", "needs.py")
+    write(tmp_path, "1 / 0\n", "fails.py")
+    with pytest.raises(ConfigError) as error:
+        resolve(name, {"exact_match": len, "boxed": len})
+    assert all(word in str(error.value) for word in words), str(error.value)
+
+
+def test_closest_looks_at_the_last_part_too():
+    assert closest("bta", ["batch", "algorithm.beta"]) == "algorithm.beta"
+    assert closest("rollout.top_q", ["data.top", "rollout.top_p"]) == "rollout.top_p"

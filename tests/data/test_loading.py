@@ -1,0 +1,285 @@
+"""Sources, formats and tokenising together, as the configuration asks for them."""
+
+import json
+import re
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+
+import datasets
+import pytest
+
+from jaxrl_llm.config import default, from_json, to_json, validate
+from jaxrl_llm.config.flags import load_flags
+from jaxrl_llm.config.resolve import ConfigError
+from jaxrl_llm.data import cache, loading
+from jaxrl_llm.data.pipeline import Pipeline
+
+ORCA = [{"question": f"q{i}", "chosen": "yes", "rejected": "no"} for i in range(4)]
+ULTRA = [{"prompt": f"p{i}", "chosen": "ja", "rejected": "nein"} for i in range(3)]
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    monkeypatch.chdir(tmp_path)
+    for name, rows in (("orca", ORCA), ("ultra", ULTRA)):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return tmp_path
+
+
+def config_of(name="preference", **data):
+    config = default()
+    config.algorithm.name, config.algorithm.loss, config.algorithm.beta = name, "dpo", 0.1
+    if name == "grpo":
+        config.algorithm.loss = "ppo_clip"
+    config.data.update({"path": "orca.jsonl", **data})
+    validate(config)
+    return config
+
+
+def tokens_of(config, tokenizer, **options):
+    parts = loading.open_parts(config, tokenizer, **options)
+    kind = "prompts" if options.get("prompts") else loading.kind_of(config)
+    return loading.tokenized(config, parts, kind, tokenizer)
+
+
+def texts(rows, tokenizer, column="chosen_ids"):
+    return [tokenizer.decode(row[column]) for row in rows]
+
+
+def test_axolotls_datasets_section_is_a_list_of_sources(tokenizer):
+    section = [
+        {"path": "orca.jsonl", "split": "train", "type": "chatml.intel"},
+        {"ds_type": "json", "data_files": ["ultra.jsonl"], "split": "train",
+         "type": {"field_prompt": "prompt", "prompt_format": "Q: {prompt} A: "}},
+    ]  # fmt: skip
+    tokens = tokens_of(config_of(sources=section), tokenizer)
+    assert tokens.shares is None
+    found = texts(tokens.rows, tokenizer)
+    assert found[0] == "<|im_start|>user\nq0<|im_end|>\n<|im_start|>assistant\nyes<|im_end|><|end|>"
+    assert found[4:] == [f"Q: p{i} A: ja<|end|>" for i in range(3)]
+
+
+def test_sources_on_the_command_line_and_in_json(tokenizer):
+    flag = "--config.data.sources=orca.jsonl(format='chatml.intel',weight=3),ultra.jsonl"
+    others = [f"--config.algorithm.{value}" for value in ("name=preference", "loss=dpo", "beta=1")]
+    config = load_flags([flag, *others]).config
+    assert config.data.sources == ("orca.jsonl(format='chatml.intel',weight=3)", "ultra.jsonl")
+    assert tokens_of(config, tokenizer).shares == [(4, 3.0), (3, 1.0)]
+    config.data.sources = ({"path": "orca.jsonl", "type": "chatml.intel"},)
+    again = from_json(to_json(config))
+    assert [dict(source) for source in again.data.sources] == [{"path": "orca.jsonl", "type": "chatml.intel"}]
+
+
+def test_a_kind_of_files_in_place_of_the_path(folder, tokenizer):
+    (folder / "rows.txt").write_text('{"prompt": "p", "chosen": "a", "rejected": "b"}\n')
+    for source in ({"path": "json", "data_files": "rows.txt"}, {"ds_type": "json", "data_files": ["rows.txt"]}):
+        assert texts(tokens_of(config_of(sources=[source]), tokenizer).rows, tokenizer) == ["pa<|end|>"]
+
+
+def test_options_beside_the_path_go_to_the_format(tokenizer):
+    source = {"path": "orca.jsonl", "type": "user_defined.default", "field_prompt": "question"}
+    assert texts(tokens_of(config_of(sources=[source]), tokenizer).rows, tokenizer)[0] == "q0yes<|end|>"
+    with pytest.raises(ConfigError, match=r"data.sources, orca.jsonl: .* has no option 'splitt'.* closest is split"):
+        tokens_of(config_of(sources=[{"path": "orca.jsonl", "type": "chatml.intel", "splitt": "train"}]), tokenizer)
+    with pytest.raises(ConfigError, match=r"which names no data; give it a path or data_files"):
+        tokens_of(config_of(sources=[{"type": "chatml"}]), tokenizer)
+    with pytest.raises(ConfigError, match=r"the weight of 'orca.jsonl' is 0; it is a number above 0"):
+        tokens_of(config_of(sources=["orca.jsonl(weight=0)"]), tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"sources": (3,)}, r"data.sources is \(3,\), but it takes a list, each a path or a dictionary"),
+        ({"sources": ({"path": "a", "format": len},)}, "cannot be written to a file .* name functions by their file"),
+        ({"sources": ("a(weight=2)",), "packing": True}, "mixed by weight, which data.packing would undo"),
+        ({"streaming": True, "packing": True}, "data.packing needs all rows before training, and data.streaming is"),
+        ({"streaming": True, "precompute_reference": True}, "data.precompute_reference needs all rows before"),
+    ],
+)
+def test_settings_that_contradict_each_other(settings, message):
+    with pytest.raises(ConfigError, match=message):
+        config_of("sft", **settings)
+
+
+def test_a_mixture_keeps_its_weights_and_resumes():
+    examples = [f"a{i}" for i in range(10)] + [f"b{i}" for i in range(4)]
+    make = lambda **more: Pipeline(examples, 8, seed=1, shares=[(10, 1.0), (4, 3.0)], **more)  # noqa: E731
+    pipeline = make()
+    seen = [one for _ in range(10) for one in next(pipeline)]
+    assert Counter(one[0] for one in seen) == {"a": 20, "b": 60}
+    # Each source has its own epochs: nothing is skipped, nothing comes twice before all have come.
+    first = [one for one in seen if one[0] == "a"][:10]
+    assert sorted(first) == examples[:10]
+    again = make()
+    again.set_state(json.loads(json.dumps(pipeline.get_state())))
+    rest = [next(pipeline) for _ in range(5)]
+    assert [next(again) for _ in range(5)] == rest
+    halves = [make(process_index=index, process_count=2) for index in (0, 1)]
+    assert [one for half in halves for one in next(half)] == seen[:8]
+    with pytest.raises(ConfigError, match=r"belongs to shares="):
+        Pipeline(examples, 8, seed=1, shares=[(10, 1.0), (4, 2.0)]).set_state(pipeline.get_state())
+
+
+def test_errors_name_the_file_the_row_and_the_columns(folder, tokenizer):
+    with pytest.raises(ConfigError, match=re.escape("orca.jsonl row 0: the format chatml.icr looks for 'input'; the")):
+        tokens_of(config_of(format="chatml.icr"), tokenizer)
+    rows = [*ULTRA, {"prompt": "p", "chosen": None, "rejected": "b"}]
+    (folder / "holes.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(ConfigError, match=r"holes.jsonl row 3: column 'chosen' is None; it takes text or a list"):
+        tokens_of(config_of(path="holes.jsonl"), tokenizer)
+    code = "def form(row):\n    return {'prompt': row['answer' if row['question'] == 'q2' else 'question']}\n"
+    (folder / "own.py").write_text(code)
+    with pytest.raises(ConfigError, match=r"orca.jsonl row 2: the format failed: KeyError: 'answer'"):
+        tokens_of(config_of("grpo", format="own.py:form"), tokenizer)
+    fits = re.escape("formats that read this row (data.format): chatml.default, chatml.intel, llama3.default, ")
+    with pytest.raises(ConfigError, match=rf"row 0: .* share no beginning to be the prompt; .*; {fits}"):
+        tokens_of(config_of(), tokenizer)
+    with pytest.raises(ConfigError, match=r"data.format: unknown data format 'chatm' for pairs"):
+        tokens_of(config_of(format="chatm"), tokenizer)
+
+
+def test_prompts_of_any_format(tokenizer):
+    config = config_of(format="chatml.intel")
+    tokens = tokens_of(config, tokenizer, prompts=True)
+    assert texts(tokens.rows, tokenizer, "prompt_ids")[1].endswith("q1<|im_end|>\n<|im_start|>assistant\n")
+    assert tokens.rows[0]["chosen"] == "yes<|im_end|>"
+
+
+def test_kto_reads_pairs_as_two_rows(tokenizer):
+    config = config_of(format="dpo.chatml.intel")
+    config.algorithm.loss = "kto"
+    rows = tokens_of(config, tokenizer).rows
+    assert [row["label"] for row in rows[:4]] == [True, False, True, False]
+    assert tokenizer.decode(rows[1]["ids"]).endswith("no<|im_end|><|end|>")
+
+
+def test_held_out_rows_come_from_eval_path_or_the_sources(tokenizer):
+    orca = "orca.jsonl(eval_split='train', format='chatml.intel')"  # four rows; ultra.jsonl has three
+    config = config_of(sources=[orca, "ultra.jsonl(eval_split='train')"])
+    parts = loading.open_parts(config, tokenizer, held_out=True)
+    assert [len(part.rows) for part in loading.first_rows(parts, 5)] == [3, 2]
+    whole = loading.tokenized(config, loading.first_rows(parts, 5), "pairs", tokenizer).rows
+    config.data.streaming = True
+    parts = loading.first_rows(loading.open_parts(config, tokenizer, held_out=True), 5)
+    assert isinstance(parts[0].rows, datasets.IterableDataset)
+    assert loading.tokenized(config, parts, "pairs", tokenizer).rows == whole
+    config.data.streaming, config.data.eval_path, config.data.eval_split = False, "ultra.jsonl", "train"
+    assert [part.name for part in loading.open_parts(config, tokenizer, held_out=True)] == ["ultra.jsonl"]
+
+
+def test_template_options_from_the_configuration(tokenizer, tokenizer_folder):
+    template = "{%- for m in messages -%}{{- m.content -}}{%- endfor -%}{{- mood | default('') -}}"
+    tokenizer = type(tokenizer).from_pretrained(tokenizer_folder, chat_template=template)
+    given = [{"prompt": [{"role": "user", "content": "hi"}]}]
+    config = config_of("grpo", chat_template_kwargs="mood='!', enable_thinking=False")
+    assert texts(tokens_of(config, tokenizer, given=given).rows, tokenizer, "prompt_ids") == ["hi!"]
+    with pytest.raises(ConfigError, match=r"cannot read the options"):
+        config_of(chat_template_kwargs="mood")
+
+
+def test_a_format_of_another_model_is_noted(tokenizer, chatml_tokenizer, caplog):
+    tokens_of(config_of(format="chatml.intel"), chatml_tokenizer)
+    assert "no single token" not in caplog.text
+    tokens_of(config_of(format="dpo.chatml.intel"), tokenizer)
+    assert "writes <|im_end|>, which is no single token of this tokenizer" in caplog.text
+
+
+def test_in_memory_threads_and_preferences(tokenizer):
+    thread = [("user", "Q"), ("assistant", "yes")]
+    config = config_of("sft")
+    (row,) = tokens_of(config, tokenizer, given=[thread]).rows
+    assert tokenizer.decode(row["ids"]) == "<|user|>Q<|end|><|assistant|>yes<|end|>"
+    pair = (thread, [("user", "Q"), ("assistant", "no")])
+    (row,) = tokens_of(config_of(), tokenizer, given=[pair]).rows
+    assert tokenizer.decode(row["rejected_ids"]) == "<|user|>Q<|end|><|assistant|>no<|end|>"
+    (row,) = tokens_of(config_of("grpo"), tokenizer, given=[thread[:1]]).rows
+    assert tokenizer.decode(row["prompt_ids"]) == "<|user|>Q<|end|><|assistant|>"
+
+
+def test_threads_keep_order_and_errors(tokenizer):
+    given = [{"prompt": "p" * (i % 7 + 1), "chosen": f"c{i}", "rejected": f"r{i}"} for i in range(600)]
+    one, four = (config_of(workers=workers, max_length=11, overlong="filter") for workers in (1, 4))
+    assert tokens_of(one, tokenizer, given=given).rows == tokens_of(four, tokenizer, given=given).rows
+    given[411]["chosen"] = None
+    for config in (one, four):
+        with pytest.raises(ConfigError, match=r"^row 411: column 'chosen' is None"):
+            tokens_of(config, tokenizer, given=given)
+
+
+def test_streaming_gives_the_rows_of_the_whole(tokenizer):
+    config = config_of(sources=["orca.jsonl(format='user_defined(field_prompt=\"question\")')"], shuffle=False)
+    whole = tokens_of(config, tokenizer).rows
+    config.data.streaming, config.data.shuffle_buffer, config.batch.prompts = True, 3, 2
+    parts = loading.open_parts(config, tokenizer)
+    # Looking at the first row takes nothing away.
+    assert loading.columns(parts[0]).keys() >= {"prompt", "chosen", "rejected"}
+    stream = loading.stream(config, parts, "pairs", tokenizer)
+    assert [row for _ in range(4) for row in next(stream)] == whole * 2
+    state = stream.get_state()
+    rest = [next(stream) for _ in range(3)]
+    again = loading.stream(config, loading.open_parts(config, tokenizer), "pairs", tokenizer)
+    again.set_state(json.loads(json.dumps(state)))
+    assert [next(again) for _ in range(3)] == rest
+
+
+# --- the cache --------------------------------------------------------------------------------------------------------
+
+
+def refuse(*_, **__):
+    raise AssertionError("tokenised again")
+
+
+@pytest.mark.parametrize("name", ["preference", "sft", "grpo"])
+def test_the_second_run_reads_the_cache(folder, tokenizer, monkeypatch, name):
+    formats = {"preference": "chatml.intel", "sft": "own.py:form", "grpo": "own.py:form"}
+    (folder / "own.py").write_text("def form(row):\n    return {'prompt': row['question'], 'completion': 'c' * 9}\n")
+    limits = {"overlong": "filter", "cache": str(folder / "tokens")}
+    config = config_of(name, format=formats[name], **limits)
+    first = tokens_of(config, tokenizer)
+    (file,) = (folder / "tokens").iterdir()
+    monkeypatch.setattr(loading.Tokenizing, "parts", refuse)
+    again = tokens_of(config, tokenizer)
+    assert again.rows == first.rows
+    assert again.reports[0].lengths == first.reports[0].lengths
+    # Everything that changes the rows changes the file.
+    others = [{"max_length": 7}, {"overlong": "truncate_left"}, {"chat_template_kwargs": "a=1"}]
+    for other in others[1:] if name == "grpo" else others:
+        with pytest.raises(AssertionError, match=r"tokenised again"):
+            tokens_of(config_of(name, format=formats[name], **{**limits, **other}), tokenizer)
+    if name != "preference":
+        (folder / "own.py").write_text("def form(row):\n    return {'prompt': row['question'], 'completion': 'd'}\n")
+        with pytest.raises(AssertionError, match=r"tokenised again"):
+            tokens_of(config, tokenizer)
+    monkeypatch.undo()
+    monkeypatch.chdir(folder)
+    file.write_bytes(b"broken")
+    assert len(tokens_of(config, tokenizer).rows) == 4
+
+
+def test_other_data_or_another_tokenizer_is_another_file(folder, tokenizer, chatml_tokenizer):
+    how = [loading.tokenizing(config_of(), "pairs", one) for one in (tokenizer, chatml_tokenizer)]
+    tables = [datasets.Dataset.from_list(rows) for rows in (ULTRA, ULTRA[:2], ULTRA)]
+    spec = ("auto", {}, "pairs")
+    files = [cache.place("x", table, spec, b"", how[0]) for table in tables]
+    assert files[0] == files[2] != files[1]
+    others = [("x", spec, b"", how[1]), ("x", spec, b"code", how[0]), ("x", ("auto", {}, "labels"), b"", how[0])]
+    for setting, *rest in others:
+        assert cache.place(setting, tables[0], *rest) not in (None, files[0])
+    for setting, code in (("auto", b""), ("none", b""), ("x", None)):
+        assert cache.place(setting, tables[0], spec, code, how[0]) is None
+
+
+def test_several_readers_share_one_cache(folder, tokenizer):
+    config = config_of(format="chatml.intel", cache=str(folder / "tokens"))
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda _: tokens_of(config, tokenizer).rows, range(8)))
+    assert all(rows == found[0] for rows in found)
+    assert [file.suffix for file in (folder / "tokens").iterdir()] == [".npz"]
+
+
+def test_a_cache_that_cannot_be_written(folder, tokenizer):
+    (folder / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"cannot write token rows to data.cache = 'file'"):
+        tokens_of(config_of(format="chatml.intel", cache="file"), tokenizer)

@@ -1,0 +1,543 @@
+"""What must hold on a mesh of several devices. test_sharding.py runs this file in a process with 8 CPU devices."""
+
+import dataclasses
+import functools
+import itertools
+import math
+import re
+
+import jax
+import numpy as np
+import optax
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxrl_llm.config import ConfigError
+from jaxrl_llm.distributed.sharding import (
+    AXES,
+    constrain,
+    local_rows,
+    make_mesh,
+    path_name,
+    rollout_mesh,
+    row_shards,
+    rows_to_global,
+    shardings,
+)
+from jaxrl_llm.models import hf, layers, moe, transformer
+from jaxrl_llm.models.attention import splash_attention
+from jaxrl_llm.models.logprobs import token_logps
+from jaxrl_llm.models.model import Model, init_sharded, load_model, save_hf
+from jaxrl_llm.models.safetensors import Files
+from jaxrl_llm.models.transformer import ModelConfig, Net, attention_mask
+from jaxrl_llm.rollout import engine as engines
+from jaxrl_llm.rollout import multi_turn
+from jaxrl_llm.rollout.engine import Engine
+from jaxrl_llm.rollout.resharded import EngineOnMesh
+from jaxrl_llm.rollout.sampling import Sampling
+from jaxrl_llm.rollout.scheduler import Schedule
+from jaxrl_llm.training.logging.logger import Stopwatch
+from jaxrl_llm.training.objectives.policy_gradient import policy_gradient
+from jaxrl_llm.training.optimizers import make_optimizer
+from jaxrl_llm.training.packing.planner import Sample, make_packer
+from jaxrl_llm.training.update import init_state, make_update
+from tests.models.test_splash_attention import dense, outputs_and_gradients
+from tests.rollout.test_multi_turn import Echo
+from tests.training.packing.test_packed_updates import GROUP, config_of, online_batch
+from tests.training.packing.test_packed_updates import SHAPE as PACKED
+
+# Warnings of the compiler are looked for, and programs that are taken from a folder give none.
+jax.config.update("jax_enable_compilation_cache", False)
+
+CONFIG = ModelConfig(
+    vocab_size=64, width=16, layers=2, heads=4, kv_heads=2, head_dim=8, ffn=32, init_scale=0.3, attention_bias=True
+)
+
+
+def mesh_of(data, fsdp, tensor):
+    return make_mesh(data, fsdp, tensor, devices=jax.devices()[: data * fsdp * tensor])
+
+
+@pytest.fixture(scope="module")
+def net():
+    return Net(CONFIG)
+
+
+@pytest.fixture(scope="module")
+def params(net):
+    return jax.jit(net.init)(jax.random.key(0))
+
+
+@pytest.fixture(scope="module")
+def rows():
+    rng = np.random.default_rng(0)
+    segments = np.ones((8, 6), np.int32)
+    segments[2, :3] = 0
+    return rng.integers(0, 64, (8, 6)).astype(np.int32), segments
+
+
+def loss_and_gradients(net, params, tokens, segments):
+    def loss(params):
+        return (jax.nn.log_softmax(net.bind(params)(tokens, segments)) ** 2).mean()
+
+    return jax.value_and_grad(loss)(params)
+
+
+def shard_shapes(tree):
+    return {path_name(path): x.sharding.shard_shape(x.shape) for path, x in jax.tree_util.tree_leaves_with_path(tree)}
+
+
+def test_there_are_eight_devices():
+    assert jax.device_count() == 8
+
+
+def test_parameters_are_made_cut(net, params):
+    made = init_sharded(net, jax.random.key(0), mesh_of(2, 2, 2))
+    assert shard_shapes(made) == {
+        "embed/weight": (32, 8),
+        "head/kernel": (8, 32),
+        "norm/scale": (16,),
+        "layers/input_norm/scale": (2, 16),
+        "layers/post_attention_norm/scale": (2, 16),
+        "layers/attention/q/kernel": (2, 8, 16),
+        "layers/attention/k/kernel": (2, 8, 8),
+        "layers/attention/v/kernel": (2, 8, 8),
+        "layers/attention/o/kernel": (2, 16, 8),
+        "layers/attention/q/bias": (2, 16),
+        "layers/attention/k/bias": (2, 8),
+        "layers/attention/v/bias": (2, 8),
+        "layers/mlp/gate/kernel": (2, 8, 16),
+        "layers/mlp/up/kernel": (2, 8, 16),
+        "layers/mlp/down/kernel": (2, 16, 8),
+    }
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), made, params)
+
+
+def test_a_dimension_that_does_not_divide_stays_whole():
+    net = Net(dataclasses.replace(CONFIG, vocab_size=61, head="score"))
+    shapes = shard_shapes(init_sharded(net, jax.random.key(0), mesh_of(1, 4, 2)))
+    assert shapes["embed/weight"] == (61, 4)
+    assert shapes["score/kernel"] == (4, 1)
+
+
+def test_optimizer_moments_are_cut_like_their_parameters(net):
+    mesh = mesh_of(2, 2, 2)
+    params = init_sharded(net, jax.random.key(0), mesh)
+    tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
+    state = jax.jit(tx.init, out_shardings=shardings(jax.eval_shape(tx.init, params), mesh))(params)
+    adam = next(part for part in jax.tree.leaves(state, is_leaf=is_adam) if is_adam(part))
+    for moments in (adam.mu, adam.nu):
+        assert shard_shapes(moments) == shard_shapes(params)
+        assert moments["layers"]["mlp"]["up"]["kernel"].sharding.spec == PartitionSpec(None, "fsdp", "tensor")
+    assert adam.count.sharding.is_fully_replicated
+
+
+def is_adam(x):
+    return isinstance(x, optax.ScaleByAdamState)
+
+
+@pytest.fixture(scope="module")
+def expected(net, params, rows):
+    return jax.jit(lambda p: net.bind(p)(*rows))(params)
+
+
+def test_an_unrolled_net_computes_the_same(net, params, rows, expected):
+    mesh = mesh_of(2, 2, 2)
+    model = Model(net.unrolled(), jax.device_put(params, shardings(params, mesh)), mesh=mesh)
+    np.testing.assert_allclose(model(*rows), expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("sizes", [(1, 1, 1), (1, 4, 1), (2, 2, 2)], ids=str)
+def test_logits_are_equal_on_every_mesh(net, params, rows, expected, sizes):
+    mesh = mesh_of(*sizes)
+    placed = jax.device_put(params, shardings(params, mesh))
+    np.testing.assert_allclose(Model(net, placed, mesh=mesh)(*rows_to_global(rows, mesh)), expected, atol=1e-5)
+
+
+def test_more_kv_head_cuts_than_kv_heads(net, params, rows, expected):
+    """2 key/value heads on 8 tensor devices: their activations stay whole, the numbers are the same."""
+    mesh = mesh_of(1, 1, 8)
+    model = Model(net, jax.device_put(params, shardings(params, mesh)), mesh=mesh)
+    np.testing.assert_allclose(model(*rows), expected, atol=1e-5)
+
+
+def compiled_text(net, params, rows, mesh):
+    placed = jax.device_put(params, shardings(params, mesh))
+    with jax.set_mesh(mesh):
+        lowered = jax.jit(lambda p, *r: loss_and_gradients(net, p, *r)).lower(placed, *rows_to_global(rows, mesh))
+        return lowered.as_text(), lowered.compile().as_text()
+
+
+def test_activations_are_cut_in_the_compiled_program(rows):
+    """Each device holds 2 of 8 rows and a cut of heads and channels; nothing has all rows and all channels."""
+    net = Net(dataclasses.replace(CONFIG, layers=1, ffn=40, scan_layers=False))
+    params = jax.jit(net.init)(jax.random.key(0))
+    lowered, compiled = compiled_text(net, params, rows, mesh_of(2, 2, 2))
+    constraints = re.findall(r"sharding_constraint .*", lowered)
+    assert any('{"data", "fsdp"}, {}, {"tensor"}' in line and "8x6x40" in line for line in constraints)
+    assert any('{"data", "fsdp"}, {}, {"tensor"}' in line and "8x6x2x2x8" in line for line in constraints)
+    shapes = {tuple(map(int, dims.split(","))) for dims in re.findall(r"f32\[([\d,]+)\]", compiled)}
+    assert (2, 6, 20) in shapes  # rows / 4, ffn / 2
+    assert not {shape for shape in shapes if shape[0] == 48 or (shape[:2] == (8, 6) and len(shape) > 2)}
+
+
+def test_constraints_without_a_mesh_do_nothing(net, params, rows):
+    assert "sharding_constraint" not in jax.jit(lambda p: net.bind(p)(*rows)).lower(params).as_text()
+
+
+@pytest.mark.parametrize(("sizes", "tied"), [((2, 2, 2), False), ((2, 2, 2), True), ((2, 4, 1), True)], ids=str)
+def test_nothing_is_rematerialized_in_full(params, rows, capfd, sizes, tied):
+    """The partitioner warns when it can only repeat an array on all devices to cut it another way."""
+    net = Net(dataclasses.replace(CONFIG, tie_embeddings=tied))
+    params = {name: x for name, x in params.items() if not (tied and name == "head")}
+    compiled_text(net, params, rows, mesh_of(*sizes))
+    assert "involuntary full rematerialization" not in capfd.readouterr().err.lower()
+
+
+def test_the_rematerialization_check_can_fail(net, params, rows, capfd, monkeypatch):
+    """Without the constraint on the embedding table the warning comes, so its absence above means something."""
+    monkeypatch.setattr(transformer, "constrain", lambda x, *dims: x if "vocab" in dims else constrain(x, *dims))
+    compiled_text(net, params, rows, mesh_of(2, 2, 2))
+    assert "involuntary full rematerialization" in capfd.readouterr().err.lower()
+
+
+@pytest.mark.parametrize("scan_layers", [True, False])
+def test_loading_cut_equals_loading_whole(net, params, tmp_path, scan_layers):
+    save_hf(Model(net, params), tmp_path / "model", max_shard_bytes=4000)
+    whole = load_model(tmp_path / "model", scan_layers=scan_layers)
+    mesh = mesh_of(2, 2, 2)
+    cut = load_model(tmp_path / "model", mesh=mesh, scan_layers=scan_layers)
+    assert shard_shapes(cut.params) == shard_shapes(init_sharded(cut.net, jax.random.key(0), mesh))
+    jax.tree.map(np.testing.assert_array_equal, cut.params, whole.params)
+    save_hf(cut, tmp_path / "from_mesh")
+    jax.tree.map(np.testing.assert_array_equal, hf.load(tmp_path / "from_mesh")[1], params)
+
+
+def test_a_device_reads_only_its_own_part(net, params, tmp_path, monkeypatch):
+    save_hf(Model(net, params), tmp_path / "model")
+    read = {}
+
+    whole_read = Files.read
+
+    def counting(self, tensor, index, dtype):
+        part = whole_read(self, tensor, index, dtype)
+        read[tensor.name] = read.get(tensor.name, 0) + part.size
+        return part
+
+    monkeypatch.setattr(Files, "read", counting)
+    hf.load(tmp_path / "model", mesh_of(1, 4, 2))
+    assert read["model.layers.1.mlp.up_proj.weight"] == 16 * 32  # 8 devices read an eighth each
+    assert read["lm_head.weight"] == 16 * 64
+
+
+def test_a_new_score_head_is_placed_on_the_mesh(net, params, tmp_path):
+    save_hf(Model(net, params), tmp_path / "model")
+    cut, whole = (hf.load(tmp_path / "model", mesh, head="score", seed=3)[1] for mesh in (mesh_of(2, 4, 1), None))
+    assert shard_shapes(cut)["score/kernel"] == (4, 1)
+    np.testing.assert_array_equal(cut["score"]["kernel"], whole["score"]["kernel"])
+
+
+def test_rows_go_round(rows):
+    mesh = mesh_of(2, 2, 2)
+    assert row_shards(mesh) == 4
+    tokens, segments = rows_to_global(rows, mesh)
+    assert tokens.sharding.shard_shape(tokens.shape) == (2, 6)
+    for found, given in zip(local_rows((tokens, segments)), rows, strict=True):
+        np.testing.assert_array_equal(found, given)
+
+
+def test_rows_that_do_not_divide_are_refused():
+    with pytest.raises(
+        ConfigError, match=r"6 rows do not divide into mesh\.data x mesh\.fsdp x mesh\.expert = 4 parts"
+    ):
+        rows_to_global(np.zeros((6, 3)), mesh_of(2, 2, 2))
+
+
+def test_mesh_sizes():
+    assert dict(make_mesh().shape) == {"data": 8, "fsdp": 1, "context": 1, "expert": 1, "tensor": 1}
+    found = make_mesh(1, -1, 2, context=2).shape
+    assert dict(found) == {"data": 1, "fsdp": 2, "context": 2, "expert": 1, "tensor": 2}
+    for sizes in [(3, 1, 1), (-1, 3, 1), (2, 2, 1), (-1, 16, 1), (-1, 1, 1, 3)]:
+        with pytest.raises(ConfigError, match="does not use the 8 devices at hand"):
+            make_mesh(*sizes)
+    for sizes in [(-1, -1, 1), (0, 1, 1), (-2, 1, 1)]:
+        with pytest.raises(ConfigError, match="at most one may be -1"):
+            make_mesh(*sizes)
+
+
+def test_the_mesh_that_samples():
+    home = make_mesh(1, 2, 2, context=2)
+    assert dict(rollout_mesh(home).shape) == {"data": 1, "fsdp": 4, "context": 1, "expert": 1, "tensor": 2}
+    assert rollout_mesh(make_mesh(2, 2, 2)) == make_mesh(2, 2, 2)
+    assert dict(rollout_mesh(home, "tensor=4").shape) == {"data": 2, "fsdp": 1, "context": 1, "expert": 1, "tensor": 4}
+    assert rollout_mesh(home, "data=1, tensor=-1").shape["tensor"] == 8
+    assert rollout_mesh(home, "tensor=4").devices.ravel().tolist() == home.devices.ravel().tolist()
+    for text, words in [
+        ("tensor=3", "rollout.mesh data=-1, .*tensor=3 does not use the 8 devices"),
+        ("tensor", "takes sizes of axes, such as"),
+        ("model=8", "names 'model', but a mesh has the axes"),
+        ("context=2", "has a context axis"),
+    ]:
+        with pytest.raises(ConfigError, match=words):
+            rollout_mesh(home, text)
+
+
+def test_experts_that_do_not_divide_are_refused():
+    net = Net(dataclasses.replace(EXPERTS, experts=6))
+    with pytest.raises(ConfigError, match=r"mesh\.expert is 4, but it must divide the model's 6 experts"):
+        init_sharded(net, jax.random.key(0), make_mesh(2, expert=4))
+
+
+def test_parameters_are_cut_along_all_axes_but_data():
+    """By fsdp, context and expert together where tensor does not cut; experts are apart."""
+    shapes = shard_shapes(init_sharded(Net(EXPERTS), jax.random.key(0), make_mesh(1, 2, context=2, expert=2)))
+    assert shapes["embed/weight"] == (72, 4)
+    assert shapes["layers/attention/q/kernel"] == (2, 4, 64)
+    assert shapes["layers/mlp/router/kernel"] == (2, 4, 8)
+    assert shapes["layers/mlp/experts/gate/kernel"] == (2, 4, 8, 24)
+    assert shapes["layers/mlp/experts/down/kernel"] == (2, 4, 24, 8)
+
+
+DENSE = dataclasses.replace(CONFIG, vocab_size=72, width=32, heads=8, kv_heads=4, ffn=48, qk_norm=True)
+EXPERTS = dataclasses.replace(DENSE, experts=8, experts_per_token=2, expert_ffn=24)
+LAYOUTS = [sizes for sizes in itertools.product((1, 2, 4, 8), repeat=len(AXES)) if math.prod(sizes) == 8]
+EVERY_PAIR = [(2, 2, 2, 1, 1), (2, 1, 1, 2, 2), (1, 2, 2, 2, 1), (1, 2, 2, 1, 2)]  # of axes is in one of them
+
+
+def cases(quick: dict) -> list:
+    """Every layout for every model; those that are not quick are marked slow."""
+    return [
+        pytest.param(
+            model, dict(zip(AXES, sizes, strict=True)), marks=() if sizes in quick[model] else pytest.mark.slow,
+            id=f"{model}-{'x'.join(map(str, sizes))}",
+        )
+        for model in ("dense", "experts")
+        for sizes in LAYOUTS
+    ]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def batch():
+    """Rows of padding, of two documents, and of a length that neither 4 nor 8 divides."""
+    rng = np.random.default_rng(1)
+    segments = np.ones((8, 14), np.int32)
+    segments[2, :3], segments[3, -2:], segments[4, 5:] = 0, 0, 2
+    tokens, weights = rng.integers(0, 72, segments.shape).astype(np.int32), rng.normal(size=segments.shape)
+    return tokens, segments, weights.astype(np.float32)
+
+
+def update_of(net, params, tokens, segments, weights):
+    def loss(params):
+        logps, entropy = token_logps(net, params, tokens, segments)
+        return (weights * logps + 0.1 * entropy).sum() / 50, logps
+
+    return jax.value_and_grad(loss, has_aux=True)(params)
+
+
+class Found(dict):
+    """What a function makes of names, once for each that is asked for."""
+
+    def __init__(self, make):
+        super().__init__()
+        self.make = make
+
+    def __missing__(self, name):
+        self[name] = self.make(name)
+        return self[name]
+
+
+@pytest.fixture(scope="module")
+def on_one_device(batch):
+    """The parameters of both models, and their update of the batch."""
+
+    def make(name):
+        own = Net({"dense": DENSE, "experts": EXPERTS}[name])
+        params = jax.jit(own.init)(jax.random.key(0))
+        return own, params, jax.jit(update_of, static_argnums=0)(own, params, *batch)
+
+    return Found(make)
+
+
+def assert_close(found, expected):
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), found, expected)
+
+
+@pytest.mark.parametrize(("model", "sizes"), cases({"dense": [], "experts": EVERY_PAIR[2:3]}))
+def test_the_update_of_one_device(model, sizes, on_one_device, batch, capfd):
+    """Loss, log-probs and every gradient; nothing is repeated in full, and no matrix gathered along `tensor`."""
+    own, params, expected = on_one_device[model]
+    mesh = make_mesh(**sizes)
+    placed = jax.device_put(params, shardings(params, mesh))
+    with jax.set_mesh(mesh):
+        rows = rows_to_global(batch, mesh)
+        compiled = jax.jit(update_of, static_argnums=0).lower(own, placed, *rows).compile()
+        found = compiled(placed, *rows)
+    assert_close(found, expected)
+    assert "involuntary full rematerialization" not in capfd.readouterr().err.lower()
+    text = compiled.as_text()
+    gathered = set(re.findall(r"= f32\[([\d,]+)\]\S* all-gather\(", text))
+    if sizes["tensor"] in (2, 4):
+        assert not gathered & {"32,64", "64,32", "32,48", "48,32", "8,32,24", "8,24,32", "72,32", "32,72"}
+    exchanges = len(re.findall(r" all-to-all\(.*f32|f32.* all-to-all\(", text))
+    if sizes["context"] > 1 and 4 % (sizes["tensor"] * sizes["context"]) == 0:
+        assert exchanges >= 8  # queries, keys, values and outputs, there and back
+
+
+@pytest.mark.parametrize(("sizes", "masked"), [((2, 2, 2, 1), False), ((1, 2, 1, 2), True)])
+def test_splash_attention_of_a_mesh(sizes, masked):
+    """Each device computes its rows and heads, which the context axis cuts where it divides them."""
+    segments = np.repeat([[0, 1, 1, 2, 2, 2], [1, 1, 1, 1, 1, 0]], 4, axis=0)
+    mask, rng = attention_mask(segments), np.random.default_rng(0)
+    arrays = [rng.normal(size=(8, 6, *shape)).astype(np.float32) for shape in ((2, 2, 8), (2, 8), (2, 8))]
+    expected = outputs_and_gradients(functools.partial(dense, mask, None), *arrays, segments != 0)
+    mesh = make_mesh(*sizes, devices=jax.devices()[: math.prod(sizes)])
+    splash = functools.partial(splash_attention, segments=segments, mask=mask if masked else None, interpret=True)
+    with jax.set_mesh(mesh):
+        found = outputs_and_gradients(splash, *rows_to_global((*arrays, segments != 0), mesh))
+    assert_close(found, expected)
+
+
+def test_splash_attention_needs_whole_rows(params, rows):
+    mesh = make_mesh(2, context=4)
+    net = Net(dataclasses.replace(CONFIG, attention="splash"))
+    with jax.set_mesh(mesh), pytest.raises(ConfigError, match=r"mesh.context = 4 cuts them: .* 2 key/value heads"):
+        jax.eval_shape(lambda params: net.bind(params)(*rows), params)
+
+
+@pytest.mark.parametrize("sizes", [{"data": 2, "expert": 4}, {"data": 1, "fsdp": 2, "expert": 2, "tensor": 2}], ids=str)
+@pytest.mark.slow
+def test_the_update_with_grouped_products(sizes, on_one_device, batch, monkeypatch):
+    """As on accelerators: each device multiplies the tokens of its own experts only."""
+    monkeypatch.setattr(moe, "dense", moe.grouped)
+    own, params, expected = on_one_device["experts"]
+    mesh = make_mesh(**sizes)
+    placed = jax.device_put(params, shardings(params, mesh))
+    with jax.set_mesh(mesh):
+        found = jax.jit(update_of, static_argnums=0)(own, placed, *rows_to_global(batch, mesh))
+    assert_close(found, expected)
+
+
+@pytest.fixture(scope="module")
+def samples(on_one_device):
+    """Six prompts, and what each model samples for them on one device."""
+    rng = np.random.default_rng(0)
+    prompts, segments = rng.integers(0, 72, (6, 6)).astype(np.int32), np.ones((6, 6), np.int32)
+    segments[1, :3] = 0
+
+    def make(name):
+        own, params, _ = on_one_device[name]
+        engine = Engine(own, Sampling(temperature=0.9), 3, 9, (5, 6), chunk=4)
+        return engine, engine.generate(params, prompts, segments, jax.random.key(1))
+
+    return (prompts, segments), Found(make)
+
+
+@pytest.mark.parametrize(("model", "sizes"), cases({"dense": [], "experts": [(2, 1, 1, 2, 2)]}))
+def test_the_samples_of_one_device(model, sizes, on_one_device, samples):
+    """Token for token, from parameters that lie as they do in training; six rows fill up what they do not divide."""
+    check_samples(model, make_mesh(1, 2, 2, context=2), sizes, on_one_device, samples)
+
+
+def check_samples(model, home, sizes, on_one_device, samples):
+    _, params, _ = on_one_device[model]
+    prompts, (engine, expected) = samples[0], samples[1][model]
+    text = (
+        None if sizes is None else ",".join(f"{axis}={n}" for axis, n in sizes.items() if axis != "context" and n > 1)
+    )
+    if sizes is not None and sizes["context"] > 1:
+        pytest.skip("completions are sampled one position at a time")
+    watch = Stopwatch()
+    own = EngineOnMesh(**vars(engine), mesh=rollout_mesh(home, text), home=home, watch=watch)
+    placed = jax.device_put(params, shardings(params, home))
+    with jax.set_mesh(home):
+        key = jax.device_put(jax.random.key(1), NamedSharding(home, PartitionSpec()))  # as those of training lie
+        found = own.generate(placed, *rows_to_global(prompts, home), key)
+    for name in ("tokens", "segments", "mask", "lengths", "finished"):
+        np.testing.assert_array_equal(getattr(found, name), getattr(expected, name), err_msg=name)
+    np.testing.assert_allclose(found.sample_logps, expected.sample_logps, atol=1e-5)
+    assert found.tokens.sharding.mesh == home
+    assert watch.totals["reshard"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["dense", "experts"])
+def test_the_samples_of_a_mesh_with_context(model, on_one_device, samples):
+    """Its context part of fsdp: parameters stay where they are."""
+    check_samples(model, make_mesh(1, 2, context=4), None, on_one_device, samples)
+    _, params, _ = on_one_device[model]
+    home = make_mesh(1, 2, context=4)
+    places, others = shardings(params, home), shardings(params, rollout_mesh(home))
+    for x, place, other in zip(*map(jax.tree.leaves, (params, places, others)), strict=True):
+        assert place.devices_indices_map(x.shape) == other.devices_indices_map(x.shape)
+
+
+@pytest.mark.parametrize("sizes", [(2, 2, 2)], ids=str)
+def test_packed_rows_give_the_same_update_on_every_mesh(sizes):
+    """Each row shard packs its own rows; all make the same number of steps."""
+    config, rows = config_of("grpo", algorithm__beta=0.1, batch__microbatch_tokens=80), online_batch()
+    batch = jax.tree.map(lambda x: np.concatenate([x, x[:GROUP]]), rows)
+    found = []
+    for mesh, packs in ((mesh_of(1, 1, 1), False), (mesh_of(*sizes), True)):
+        with jax.set_mesh(mesh):
+            optimizer, objective = make_optimizer(config), policy_gradient(config, Net(PACKED))
+            params = Net(PACKED).init(jax.random.key(0))
+            state = init_state(jax.device_put(params, shardings(params, mesh)), optimizer, mesh)
+            own = rows_to_global(batch, mesh)
+            if packs:
+                shard = Sample(*(x[: len(x) // row_shards(mesh)] for x in (batch.tokens, batch.segments, batch.mask)))
+                own = make_packer(config, PACKED, mesh, objective, shard)(own)
+                assert own.layout.rows.sharding.shard_shape(own.layout.rows.shape)[0] == 1
+            state, metrics = make_update(objective, optimizer, config, mesh)(state, own)
+            found.append(jax.device_get((state.params, metrics)))
+    (params, metrics), (packed, packed_metrics) = found
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5, rtol=1e-4), packed, params)
+    for name in metrics:
+        np.testing.assert_allclose(packed_metrics[name], metrics[name], rtol=1e-4, atol=1e-5, err_msg=name)
+
+
+def test_rows_are_written_where_they_are(net, params):
+    """Devices that hold whole parameters send nothing while they decode, but whether rows are left."""
+    engine, mesh = Engine(net, Sampling(), 3, 9, (5, 6), chunk=4), make_mesh()
+    prompts = np.ones((8, 6), np.int32)
+    with jax.set_mesh(mesh):
+        whole = engine.decoding_params(jax.device_put(params, NamedSharding(mesh, PartitionSpec())))
+        keys = engines._row_keys(jax.random.key(0), np.uint32(0), 24)
+        bank, rows = engines._prefill(engine, whole, *rows_to_global((prompts, prompts), mesh), keys)
+        grid = Schedule(1, 3, 8, 3).grid
+        seated = engines._seat(engine, bank, rows, keys, None, grid, None, 4)
+        decode = engines._decode_chunk.lower(engine, whole, *seated, 4)
+        read = engines._read.lower(engine, whole, *seated, np.zeros((8, 2), np.int32), 4)
+    for lowered in (decode, read):
+        compiled = lowered.compile().as_text()
+        sent = re.findall(r"= (\S+) (?:all-\w+|collective-permute|reduce-scatter)\(", compiled)
+        assert set(sent) <= {"s32[]"}
+
+
+@pytest.mark.slow
+def test_the_conversations_of_one_device(net, params, monkeypatch):
+    """What rows are given is read where they and their heads are."""
+    monkeypatch.setattr(multi_turn, "MANY", 2)
+    prompts, key = np.random.default_rng(3).integers(0, 64, (4, 6)).astype(np.int32), jax.random.key(2)
+    segments, mesh = np.ones((4, 6), np.int32), make_mesh(2, 2, 2)
+    engine = Engine(net, Sampling(), 3, 24, tuple(range(12)), chunk=4, slots=8)
+    expected = engine.generate(params, prompts, segments, key, partner=Echo(words=9))
+    reads, decodes = engines._read._cache_size(), engines._decode_chunk._cache_size()
+    with jax.set_mesh(mesh):
+        placed = jax.device_put(params, shardings(params, mesh))
+        found = engine.generate(placed, *rows_to_global((prompts, segments), mesh), key, partner=Echo(words=9))
+    assert engines._read._cache_size() > reads and engines._decode_chunk._cache_size() > decodes
+    for name in ("tokens", "segments", "mask", "lengths", "finished"):
+        np.testing.assert_array_equal(getattr(found, name), getattr(expected, name), err_msg=name)
+    np.testing.assert_allclose(found.sample_logps, expected.sample_logps, atol=1e-5)
+
+
+def test_empty_row_caches_are_cut():
+    """On every device the part of its own rows and heads, from the start: whole caches would not fit."""
+    mesh = make_mesh(data=1, fsdp=4, tensor=2)
+    with jax.set_mesh(mesh):
+        prompts = jax.device_put(
+            np.ones((3, 8, 2, 5, 4), np.float32), jax.NamedSharding(mesh, PartitionSpec(None, "fsdp", "tensor"))
+        )
+        rows = jax.jit(lambda k: layers.empty_rows(layers.KeyValues(k, k), 2, 16))(prompts)
+    assert rows.k.shape == (3, 8, 2, 2, 4, 16) and rows.k.addressable_shards[0].data.shape == (3, 2, 2, 1, 4, 16)
+    assert rows.v.shape == (3, 8, 2, 2, 16, 4) and rows.v.addressable_shards[0].data.shape == (3, 2, 2, 1, 16, 4)

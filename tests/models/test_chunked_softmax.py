@@ -1,0 +1,98 @@
+"""Logits wherever they are formed: soft caps, their derivative, and heads in fp32."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxrl_llm.distributed.sharding import path_name
+from jaxrl_llm.models import chunked_softmax
+from jaxrl_llm.models.layers import soft_cap
+from jaxrl_llm.models.logprobs import chunked_logps, log_sum_squares, token_logps
+from jaxrl_llm.models.transformer import ModelConfig, Net
+from jaxrl_llm.rollout.engine import Engine, _decoding_params
+from jaxrl_llm.rollout.sampling import Sampling
+
+CONFIG = ModelConfig(
+    vocab_size=31, width=16, layers=2, heads=4, kv_heads=2, head_dim=8, ffn=24, init_scale=0.5,
+    logit_softcap=2.0, attention_softcap=1.5, sliding_window=3, sliding_layers=(0,),
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def params():
+    return jax.jit(Net(CONFIG).init)(jax.random.key(0))
+
+
+def test_soft_cap_by_hand():
+    assert soft_cap(jnp.array(3.0), None) == 3.0
+    assert float(soft_cap(jnp.array(3.0), 2.0)) == pytest.approx(2 * np.tanh(1.5), rel=1e-6)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_chunked_log_probs_go_through_the_cap(monkeypatch, temperature):
+    """Values and gradients of log-probs and entropy equal those of the logits formed whole."""
+    monkeypatch.setattr(chunked_softmax, "LOGITS_IN_FLIGHT", 2 * 2 * 31)  # two columns at a time
+    rng = np.random.default_rng(0)
+    hidden, kernel = jnp.asarray(rng.normal(size=(2, 5, 16)) * 2), jnp.asarray(rng.normal(size=(16, 31)))
+    targets, weights = jnp.asarray(rng.integers(0, 31, (2, 5))), jnp.asarray(rng.normal(size=(2, 2, 5)))
+
+    def whole(hidden, kernel):
+        logps = jax.nn.log_softmax(soft_cap(hidden @ kernel, 2.0) / temperature)
+        picked = jnp.take_along_axis(logps, targets[..., None], axis=-1)[..., 0]
+        return picked, -(jnp.exp(logps) * logps).sum(-1)
+
+    def chunked(hidden, kernel):
+        return chunked_logps(hidden, kernel, targets, temperature, False, 2.0)
+
+    def run(function):
+        def weighed(*arguments):
+            out = function(*arguments)
+            return (weights[0] * out[0] + weights[1] * out[1]).sum(), out
+
+        return jax.jit(jax.value_and_grad(weighed, argnums=(0, 1), has_aux=True))(hidden, kernel)
+
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5), run(chunked), run(whole))
+    logps = jax.nn.log_softmax(soft_cap(hidden @ kernel, 2.0))
+    np.testing.assert_allclose(log_sum_squares(hidden, kernel, 2.0), jax.nn.logsumexp(2 * logps, axis=-1), atol=1e-5)
+
+
+def test_sampler_and_trainer_agree_on_capped_logits(params):
+    """The sampler's log-probs are the trainer's, through soft caps and a window, on prompts longer than it."""
+    net = Net(CONFIG)
+    rng = np.random.default_rng(0)
+    tokens, segments = jnp.asarray(rng.integers(0, 31, (2, 7))), jnp.asarray([[0, 0, 1, 1, 1, 1, 1], [1] * 7])
+    rollout = Engine(net, Sampling(temperature=0.8), 2, 6, eos=(30,)).generate(
+        params, tokens, segments, jax.random.key(1)
+    )
+    logps, _ = jax.jit(lambda p, t, s: token_logps(net, p, t, s, None, 0.8, 7))(
+        params, rollout.tokens, rollout.segments
+    )
+    np.testing.assert_allclose(np.asarray(logps * rollout.mask), rollout.sample_logps, atol=2e-5)
+    assert np.abs(rollout.sample_logps).max() > 0.1
+
+
+def test_an_fp32_head_multiplies_unrounded_numbers(params):
+    """With a bf16 network: logits, log-probs and sampling all use the product in fp32 with the parameters' own head."""
+    tokens = jnp.asarray(np.random.default_rng(0).integers(0, 31, (2, 7)))
+    half = Net(dataclasses.replace(CONFIG, dtype="bfloat16", logit_softcap=None))
+    exact = Net(dataclasses.replace(half.config, fp32_head=True))
+    hidden = jax.jit(lambda p: half.bind(p).hidden(tokens))(params)
+    assert hidden.dtype == jnp.bfloat16
+    product = hidden.astype(jnp.float32) @ params["head"]["kernel"]
+    np.testing.assert_allclose(jax.jit(lambda p: exact.bind(p)(tokens))(params), product, atol=1e-5)
+    rounded = jax.jit(lambda p: half.bind(p)(tokens))(params)
+    assert np.abs(rounded - product).max() > 1e-3
+    logps, _ = jax.jit(lambda p: token_logps(exact, p, tokens, jnp.ones_like(tokens)))(params)
+    expected = jnp.take_along_axis(jax.nn.log_softmax(product[:, :-1]), tokens[:, 1:, None], axis=-1)[..., 0]
+    np.testing.assert_allclose(logps[:, 1:], expected, atol=1e-5)
+    for tied in (False, True):
+        decoder = Net(dataclasses.replace(exact.config, tie_embeddings=tied))
+        dtypes = {path_name(p): x.dtype for p, x in jax.tree_util.tree_leaves_with_path(
+            jax.eval_shape(lambda p, net=decoder: _decoding_params(p, net), decoder.shapes())
+        )}  # fmt: skip
+        chunked_softmax = "embed/weight" if tied else "head/kernel"
+        assert dtypes.pop(chunked_softmax) == jnp.float32
+        assert {dtype for path, dtype in dtypes.items() if not path.endswith("scale")} == {jnp.dtype("bfloat16")}

@@ -1,0 +1,138 @@
+"""Conversations: given tokens come in, are in no mask, and what is sampled after them is what the policy samples."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxrl_llm.models.logprobs import token_logps
+from jaxrl_llm.rollout import engine as engine_module
+from jaxrl_llm.rollout import multi_turn
+from jaxrl_llm.rollout.engine import Engine
+from jaxrl_llm.rollout.multi_turn import slots_to_read
+from jaxrl_llm.rollout.sampling import Sampling
+from jaxrl_llm.tools.plan.rollout import ScannedEngine
+from tests.models.decoding import padded
+from tests.rollout.test_engine import ENGINE, NET, PROMPTS
+
+WIDTH, C = 7, 24
+
+
+@pytest.fixture(scope="module")
+def params():
+    return jax.jit(NET.init)(jax.random.key(0))
+
+
+class Echo:
+    """Answers each row with its own last tokens, at most `turns` times, some rows later than others."""
+
+    def __init__(self, turns: int = 2, words: int = 3, slow=()):
+        self.turns, self.words, self.slow = turns, words, set(slow)
+        self.heard: dict[int, list[list[int]]] = {}
+        self.open: dict[int, list[int] | None] = {}
+
+    def hear(self, row, tokens):
+        self.heard.setdefault(row, []).append(tokens)
+        over = len(self.heard[row]) > self.turns
+        self.open[row] = None if over else [1 + token % 2 for token in tokens[-self.words :]]
+
+    def replies(self, wait):
+        ready = [row for row in self.open if row not in self.slow] or (list(self.open)[:1] if wait else [])
+        return {row: self.open.pop(row) for row in ready}
+
+
+def converse(params, partner, kind=Engine, **changes):
+    engine = kind(**vars(ENGINE) | {"max_completion_length": C} | changes)
+    tokens, segments = padded([[5] * WIDTH, *PROMPTS], "left")
+    rollout = engine.generate(params, tokens[1:], segments[1:], jax.random.key(0), 0, partner)
+    return jax.tree.map(np.asarray, rollout)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "changes", [pytest.param({"chunk": 3}, marks=pytest.mark.slow), {"chunk": 2, "slots": 5}], ids=str
+)
+def test_given_tokens_are_read_and_not_learned(params, changes):
+    partner = Echo(slow=(1, 6))
+    rollout = converse(params, partner, **changes)
+    assert len(partner.heard) >= 8 and max(map(len, partner.heard.values())) == 3
+    for number, heard in partner.heard.items():
+        row, mask = rollout.tokens[number, WIDTH:], rollout.mask[number, WIDTH:]
+        length, start = rollout.lengths[number], 0
+        for turn, said in enumerate(heard):  # what was heard is what the row holds, with the answers between
+            assert row[: len(said)].tolist() == said
+            answer = [1 + token % 2 for token in said[-3:]]
+            assert (mask[start : len(said)] == 1).all()
+            end = len(said) + len(answer)
+            if turn < 2 and end < C:
+                assert row[len(said) : end].tolist() == answer
+                assert (mask[len(said) : end] == 0).all()
+                start = end
+        assert (mask[length:] == 0).all()
+        assert rollout.segments[number, WIDTH:].sum() == length
+    logps, _ = token_logps(NET, params, jnp.asarray(rollout.tokens), jnp.asarray(rollout.segments), None, 1.0, WIDTH)
+    np.testing.assert_allclose(rollout.sample_logps, logps * rollout.mask, atol=1e-4)
+
+
+def test_conversations_do_not_depend_on_the_schedule(params):
+    one = converse(params, Echo(), chunk=24)
+    other = converse(params, Echo(slow=range(0, 12, 2)), chunk=2, slots=4)
+    for name in ("tokens", "segments", "mask", "lengths", "finished"):
+        np.testing.assert_array_equal(getattr(one, name), getattr(other, name), err_msg=name)
+
+
+@pytest.mark.parametrize("kind", [Engine, pytest.param(ScannedEngine, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "setting",
+    [{"chunk": 24, "drafts": 2}, pytest.param({"chunk": 2, "slots": 5}, marks=pytest.mark.slow)],
+    ids=str,
+)
+def test_many_given_tokens_are_read_at_once(params, kind, setting, monkeypatch):
+    """Four of a row at a time, in rows that have them alone: the rows are those that are given them one by one."""
+    one_by_one = converse(params, Echo(words=9, slow=(1, 6)), kind, **setting | {"drafts": 0})
+    real, reads = engine_module._read, []
+    monkeypatch.setattr(engine_module, "_read", lambda *args: reads.append(args[4].shape[1]) or real(*args))
+    monkeypatch.setattr(engine_module, "READ", 4)
+    monkeypatch.setattr(multi_turn, "MANY", 2)
+    monkeypatch.setattr(multi_turn, "ROWS", 4)
+    at_once = converse(params, Echo(words=9, slow=(1, 6)), kind, **setting)
+    assert len(set(reads)) > 1
+    for name in ("tokens", "segments", "mask", "lengths", "finished"):
+        np.testing.assert_array_equal(getattr(at_once, name), getattr(one_by_one, name), err_msg=name)
+    np.testing.assert_allclose(at_once.sample_logps, one_by_one.sample_logps, atol=1e-5)
+    assert (at_once.lengths - 1).sum() <= at_once.steps.sum()
+
+
+def test_which_slots_read_next():
+    """Those with many given tokens, a few of each shard at a time; a place that none takes is past the end."""
+    given = np.array([[0, 9, 3, 64, 8], [7, 7, 7, 7, 8]])
+    np.testing.assert_array_equal(slots_to_read(given), [[1, 3, 4, 5], [4, 5, 5, 5]])
+    assert slots_to_read(np.full((2, 3), 7)) is None
+    assert slots_to_read(np.full((1, 99), 70)).tolist() == [list(range(8))]
+
+
+def test_an_answer_without_room_cuts_its_row(params):
+    partner = Echo(turns=99, words=9)
+    rollout = converse(params, partner, chunk=24)
+    cut = ~rollout.finished
+    assert cut.any()
+    for number in np.flatnonzero(cut):
+        said = partner.heard.get(number, [[]])[-1]
+        assert rollout.lengths[number] in (len(said), C)
+    assert (rollout.lengths <= C).all()
+
+
+def test_a_partner_that_says_nothing_changes_nothing(params):
+    class Silent(Echo):
+        def hear(self, row, tokens):
+            self.open[row] = None
+
+    silent, plain = converse(params, Silent(), chunk=24), converse(params, None, chunk=24)
+    jax.tree.map(np.testing.assert_array_equal, silent._replace(steps=0), plain._replace(steps=0))
+
+
+def test_greedy_turns(params):
+    rollout = converse(params, Echo(), sampling=Sampling(0.0), chunk=24)
+    hidden = NET.bind(params)(jnp.asarray(rollout.tokens), jnp.asarray(rollout.segments)).argmax(-1)
+    sampled = rollout.mask > 0
+    np.testing.assert_array_equal(np.roll(hidden, 1, axis=1)[sampled], rollout.tokens[sampled])

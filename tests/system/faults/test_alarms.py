@@ -1,0 +1,72 @@
+"""Warnings about the health of a run."""
+
+import math
+
+import pytest
+
+from jaxrl_llm.config import default
+from jaxrl_llm.training.logging.health import EVERY, Alarms, warnings_of
+
+HEALTHY = {
+    "loss": 0.1, "reward": 0.4, "unscorable_rows": 0.0, "kl": 0.3, "ratio/kl": 0.01, "entropy": 0.5,
+    "sampling/sampling_logp_difference/mean": 0.01,
+}  # fmt: skip
+DIFFERENCE = "sampling/sampling_logp_difference/mean"
+
+
+def names(algorithm="grpo", off=None, **changed):
+    config = default()
+    config.algorithm.name = algorithm
+    if off:
+        config.watch[off] = None
+    return set(warnings_of(config, HEALTHY | changed))
+
+
+def test_a_healthy_step_has_none():
+    assert names() == set()
+    assert warnings_of(default(), {}) == {}
+
+
+@pytest.mark.parametrize(
+    ("metric", "value", "name"),
+    [
+        ("loss", math.nan, "nonfinite_loss"),
+        ("loss", -math.inf, "nonfinite_loss"),
+        ("reward", math.nan, "nonfinite_reward"),
+        ("unscorable_rows", 3.0, "unscorable_rows"),
+        ("kl", 1.5, "kl_explosion"),
+        ("kl", math.inf, "kl_explosion"),
+        ("entropy", 0.001, "entropy_collapse"),
+        (DIFFERENCE, 0.2, "sampler_mismatch"),
+    ],
+)
+def test_each_has_its_name(metric, value, name):
+    assert names(**{metric: value}) == {name}
+
+
+def test_limits_are_settings_and_none_is_off():
+    assert (
+        names(off="kl", kl=9.0)
+        == names(off="entropy", entropy=0.0)
+        == names(off="mismatch", **{DIFFERENCE: 9})
+        == set()
+    )
+
+
+def test_without_a_reference_the_step_from_the_sampler_counts():
+    config = default()
+    assert set(warnings_of(config, {"ratio/kl": 2.0})) == {"kl_explosion"}
+    assert warnings_of(config, {"ratio/kl": 2.0, "kl": 0.1}) == {}
+
+
+def test_offline_algorithms_have_other_scales():
+    assert names("preference", kl=50.0, entropy=0.0) == set()
+    assert names("sft", loss=math.nan) == {"nonfinite_loss"}
+
+
+def test_a_warning_is_repeated_seldom():
+    alarms, found = Alarms(), {"kl_explosion": "far"}
+    told = [step for step in range(1, 2 * EVERY + 2) if alarms.due(step, found)]
+    assert told == [1, 1 + EVERY, 1 + 2 * EVERY]
+    assert alarms.due(500, {}) == []
+    assert alarms.due(501, found) == ["step 501: warning/kl_explosion: far"]  # a new one

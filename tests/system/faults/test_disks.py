@@ -1,0 +1,118 @@
+"""Runs whose disk is full for a while, and where their checkpoints are kept."""
+
+import json
+import shutil
+
+import pytest
+from test_checkpoint_damage import fill, small_disk  # noqa: F401 (a fixture)
+
+import jaxrl_llm
+from jaxrl_llm.config import ConfigError, default, validate
+from jaxrl_llm.config.flags import load_config_file
+from jaxrl_llm.training.checkpoint import manager
+from tests.system.faults.equality import assert_same_run, metrics
+
+
+def configured(root, folder, **settings):
+    config = load_config_file(f"{root}/configs/grpo.py:tiny")
+    config.output_dir, config.logging.backends, config.eval.every = str(folder), ("jsonl",), -1
+    config.total_steps, config.checkpoint.every = 8, 1
+    for key, value in settings.items():
+        section, _, leaf = key.partition("__")
+        config[section][leaf] = value
+    return config
+
+
+def lengths(completions, **kwargs):
+    return [float(len(completion)) for completion in completions]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("small_disk", ["24m"], indirect=True)
+def test_a_run_outlives_a_full_disk(root, small_disk, tmp_path, capsys, monkeypatch):  # noqa: F811
+    monkeypatch.setattr(manager, "RETRY_SECONDS", 0.0)
+    steps = []
+
+    def filling(completions, trainer_state, **kwargs):
+        steps.append(trainer_state.global_step)
+        if steps[-1] == 2:
+            fill(small_disk / "filler")
+        if steps[-1] == 5:
+            (small_disk / "filler").unlink()
+        return lengths(completions)
+
+    filling.__name__ = "lengths"
+    whole = jaxrl_llm.train(configured(root, tmp_path / "whole"), rewards=lengths)
+    disturbed = jaxrl_llm.train(configured(root, small_disk / "run"), rewards=filling)
+    told = capsys.readouterr().err
+    assert "could not be written to" in told and "No space left on device" in told
+    assert "the completions of step" in told
+    assert disturbed.output_dir == small_disk / "run"
+    assert metrics(small_disk / "run/metrics.jsonl") == metrics(tmp_path / "whole/metrics.jsonl")
+    for missing in (tmp_path / "whole/completions").glob("*.parquet"):  # tables are not kept for later
+        if not (small_disk / "run/completions" / missing.name).exists():
+            missing.unlink()
+    assert_same_run(whole.output_dir, disturbed.output_dir)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("small_disk", ["12m"], indirect=True)
+def test_a_model_that_cannot_be_exported(root, small_disk, tmp_path):  # noqa: F811
+    """The run ends with an error; its state is saved, and the same command exports when there is room."""
+    config = configured(root, small_disk / "run", checkpoint__every=0, checkpoint__folder=str(tmp_path / "checkpoints"))
+    config.total_steps = 2
+
+    def filling(completions, trainer_state, **kwargs):
+        if trainer_state.global_step == 1:
+            fill(small_disk / "filler")
+        return lengths(completions)
+
+    with pytest.raises(ConfigError, match=r"model could not be written to .*run.*Start the same command again"):
+        jaxrl_llm.train(config, rewards=filling)
+    (small_disk / "filler").unlink()
+    result = jaxrl_llm.train(config, rewards=lengths)
+    assert (result.output_dir / "hf/model.safetensors").is_file()
+
+
+def test_an_output_folder_that_cannot_be_written(root, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"output_dir .*file/run cannot be written"):
+        jaxrl_llm.train(configured(root, tmp_path / "file/run", checkpoint__folder=str(tmp_path / "elsewhere")))
+
+
+@pytest.mark.slow
+def test_what_a_run_keeps_and_where(root, tmp_path):
+    config = configured(
+        root, tmp_path / "run", checkpoint__folder=str(tmp_path / "elsewhere"), checkpoint__keep=1,
+        checkpoint__keep_every=4, checkpoint__best="eval/reward", eval__every=1,
+    )  # fmt: skip
+    result = jaxrl_llm.train(config, rewards=lengths)
+    by_step = {line["step"]: line["eval/reward"] for line in result.metrics if line["step"]}
+    best = max(by_step, key=by_step.__getitem__)
+    assert sorted(int(path.name) for path in (tmp_path / "elsewhere").iterdir()) == sorted({4, 8, best})
+    assert not (tmp_path / "run/checkpoints").exists()
+    assert jaxrl_llm.export(tmp_path / "run", tmp_path / "exported", step=best)
+    assert (
+        json.loads((tmp_path / "elsewhere" / str(best) / "metrics/metrics").read_text())["eval/reward"] == by_step[best]
+    )
+    shutil.rmtree(tmp_path / "elsewhere")
+    with pytest.raises(ConfigError, match="no checkpoints"):
+        jaxrl_llm.export(tmp_path / "run", tmp_path / "again")
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"output_dir": "gs://bucket/run"}, r"output_dir is 'gs://bucket/run'.*set checkpoint\.folder"),
+        ({"checkpoint.best": "reward", "checkpoint.every": 0}, r"only the last step is saved: set checkpoint\.every"),
+        ({"checkpoint.best": "eval/reward", "eval.every": 0}, r"not those that are evaluated \(eval\.every = 0\)"),
+        ({"checkpoint.best": "eval/reward", "eval.every": 20}, r"make eval\.every divide it"),
+        ({"checkpoint.keep": 0}, r"checkpoint\.keep is 0"),
+        ({"watch.hang_seconds": -1.0}, r"watch\.hang_seconds is -1"),
+    ],
+)
+def test_settings_that_contradict_each_other(settings, message):
+    config = default()
+    config.update_from_flattened_dict(settings)
+    with pytest.raises(ConfigError, match=message):
+        validate(config)

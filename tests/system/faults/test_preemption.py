@@ -1,0 +1,92 @@
+"""A run that is told to leave finishes its step, saves, and ends with code 143; then it goes on as if nothing was."""
+
+import os
+import signal
+import threading
+
+import pytest
+
+import jaxrl_llm
+from jaxrl_llm.config.flags import load_config_file
+from jaxrl_llm.rewards.functions import exact_match
+from jaxrl_llm.training.runtime.preemption import Notices, Preempted
+from tests.system.faults.equality import assert_same_run, metrics
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1", "SIGUSR2"])
+def test_a_signal_is_noted(name):
+    number = getattr(signal, name)
+    before = signal.getsignal(number)
+    with Notices() as notices:
+        assert not notices.reached(1)
+        os.kill(os.getpid(), number)
+        assert notices.reached(2) and notices.reached(3)
+    assert signal.getsignal(number) == before
+
+
+def test_another_thread_leaves_the_handlers_alone():
+    before = signal.getsignal(signal.SIGTERM)
+    found = []
+
+    def watch():
+        with Notices() as notices:
+            found.append((signal.getsignal(signal.SIGTERM) == before, notices.reached(1)))
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    thread.join()
+    assert found == [(True, False)]
+
+
+@pytest.mark.slow
+def test_a_preempted_run_saves_and_goes_on(tiny_run, root, tmp_path):
+    config = load_config_file(f"{root}/configs/grpo.py:tiny")
+    config.output_dir, config.logging.backends = str(tmp_path / "run"), ("jsonl",)
+    config.checkpoint.every = 0
+    config.watch.entropy = 100.0
+    calls = []
+
+    def told_to_leave(completions, **kwargs):
+        calls.append(len(completions))
+        if len(calls) == 3:  # the first step's: the two before are of the evaluation, sampled and greedy
+            os.kill(os.getpid(), signal.SIGTERM)
+        return exact_match(completions=completions, **kwargs)
+
+    told_to_leave.__name__ = "exact_match"
+    with pytest.raises(Preempted) as raised:
+        jaxrl_llm.train(config, rewards=told_to_leave)
+    assert raised.value.code == 143 and raised.value.step == 1
+    assert isinstance(raised.value, SystemExit)
+    assert sorted(path.name for path in (tmp_path / "run/checkpoints").iterdir()) == ["1"]  # though none was due
+    assert not (tmp_path / "run/hf").exists()
+
+    jaxrl_llm.train(config)
+    lines = metrics(tmp_path / "run/metrics.jsonl")
+    assert [line.pop("warning/entropy_collapse", None) for line in lines] == [None, 1.0, 1.0]
+    assert lines == metrics(tiny_run.output_dir / "metrics.jsonl")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_the_process_ends_with_143_and_the_same_command_goes_on(run_python, root, tmp_path, number):
+    (tmp_path / "rewards.py").write_text(
+        "import os\n"
+        "def exact(completions, answer, trainer_state, **kwargs):\n"
+        "    if trainer_state.global_step == 4 and not os.path.exists('told'):\n"
+        "        open('told', 'w').close()\n"
+        f"        os.kill(os.getpid(), {int(number)})\n"
+        "    return [float(c == a) for c, a in zip(completions, answer)]\n"
+    )
+
+    def start(name):
+        flags = ("total_steps=9", "eval.every=-1", "checkpoint.every=3", "rewards.functions=rewards.py:exact")
+        flags = [f"--config.{flag}" for flag in (*flags, f"output_dir={name}")]
+        return run_python("-m", "jaxrl_llm.train", f"--config={root / 'configs/grpo.py'}:tiny", *flags)
+
+    left = start("left")
+    assert left.returncode == 143, left.stderr
+    assert max(int(path.name) for path in (tmp_path / "left/checkpoints").iterdir()) == 5
+    again = start("left")
+    assert again.returncode == 0 and "going on after step 5" in again.stdout, again.stderr
+    assert start("whole").returncode == 0
+    assert_same_run(tmp_path / "whole", tmp_path / "left")

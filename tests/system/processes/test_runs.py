@@ -1,0 +1,160 @@
+"""A run of several processes is the run of one: the same numbers, the same files."""
+
+import json
+import math
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+from safetensors.numpy import load_file
+
+# What depends on the devices: times, and how well their slots are filled.
+TIMES = ("tokens_per_second", "step_time", "rollout/useful_token_fraction")
+
+
+def command(root: Path, name: str, folder: Path, *flags: str) -> list[str]:
+    """The command line that trains `configs/<name>.py:tiny` in `folder`."""
+    return [
+        "-m", "jaxrl_llm.train", f"--config={root}/configs/{name}.py:tiny", f"--config.output_dir={folder}",
+        "--config.logging.backends=jsonl", "--config.checkpoint.every=1", *flags,
+    ]  # fmt: skip
+
+
+def same_numbers(one: dict, other: dict, where: str):
+    """Both hold the same keys, and numbers that agree as far as sums in another order do."""
+    one, other = ({k: v for k, v in x.items() if k not in TIMES and not k.startswith("time")} for x in (one, other))
+    assert one.keys() == other.keys(), where
+    for name, value in one.items():
+        if name.endswith("rewards/accuracies") and abs(one[name.replace("accuracies", "margins")]) < 3e-5:
+            # The policy is still its reference: rounding alone says which reward of a pair is the larger.
+            assert 0 <= other[name] <= 1 and abs(other[name.replace("accuracies", "margins")]) < 3e-5, where
+            continue
+        if isinstance(value, float) and math.isfinite(value):
+            np.testing.assert_allclose(other[name], value, rtol=1e-4, atol=3e-5, err_msg=f"{where} {name}")
+        else:
+            assert other[name] == value or value != value, f"{where} {name}"
+
+
+def same_runs(one: Path, other: Path, evaluations: bool = True):
+    """Both folders hold the same metrics, completions, configuration and model."""
+    lines = [[json.loads(line) for line in (run / "metrics.jsonl").open()] for run in (one, other)]
+    if not evaluations:
+        lines = [[{k: v for k, v in x.items() if "eval" not in k} for x in run if x["step"]] for run in lines]
+    for first, second in zip(*lines, strict=True):
+        same_numbers(first, second, f"step {first['step']}")
+    for folder in ("completions", "hf", "critic"):
+        names = [sorted(path.name for path in (run / folder).glob("*")) for run in (one, other)]
+        assert names[0] == names[1]
+    for table in (one / "completions").glob("*"):
+        rows = [pq.read_table(run / "completions" / table.name).to_pylist() for run in (one, other)]
+        for number, (first, second) in enumerate(zip(*rows, strict=True)):
+            same_numbers(first, second, f"{table.name} row {number}")
+    configs = [json.loads((run / "config.json").read_text()) for run in (one, other)]
+    assert configs[0]["batch"] == configs[1]["batch"] and configs[0]["processes"] == configs[1]["processes"]
+    for file in (one / "hf").glob("*.safetensors"):
+        weights, others = load_file(file), load_file(other / "hf" / file.name)
+        for name, value in weights.items():
+            np.testing.assert_allclose(others[name], value, atol=3e-5, err_msg=name)
+    steps = [sorted(path.name for path in (run / "checkpoints").glob("[0-9]*")) for run in (one, other)]
+    assert steps[0] == steps[1]
+
+
+def all_ended_well(ended):
+    assert all(process.code == 0 for process in ended), "\n".join(process.err[-3000:] for process in ended)
+    assert all(process.out == "" for process in ended[1:])
+
+
+@pytest.mark.slow
+def test_grpo_in_two_processes(root, tiny_run, tmp_path, together):
+    flags = ("--config.eval.every=-1",)
+    all_ended_well(together(2, *command(root, "grpo", tmp_path / "run", *flags)))
+    same_runs(tiny_run.output_dir, tmp_path / "run", evaluations=False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["grpo", "ppo", "sft", "dpo", "clip_cov"])
+def test_runs_of_four_processes(root, tmp_path, together, name):
+    """clip_cov stands for what picks tokens out of all processes' rows. kl_cov does too, but its penalty, |log ratio|,
+    has no derivative where the policy is still the one that sampled: there rounding chooses the sign."""
+    all_ended_well(together(1, *command(root, name, tmp_path / "one")))
+    all_ended_well(together(4, *command(root, name, tmp_path / "four")))
+    same_runs(tmp_path / "one", tmp_path / "four")
+
+
+@pytest.mark.slow
+def test_parameters_cut_over_the_processes(root, tmp_path, together):
+    all_ended_well(together(1, *command(root, "grpo", tmp_path / "one")))
+    cut = ("--config.mesh.fsdp=2", "--config.mesh.data=1")
+    all_ended_well(together(2, *command(root, "grpo", tmp_path / "two", *cut)))
+    same_runs(tmp_path / "one", tmp_path / "two")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2)])
+def test_another_number_of_processes_goes_on(root, tmp_path, together, before, after):
+    """A run that lost its last step is the run that did not, in whatever number of processes it goes on."""
+    flags = ("--config.eval.every=-1",)
+    whole, part = tmp_path / "whole", tmp_path / "part"
+    all_ended_well(together(before, *command(root, "grpo", whole, *flags)))
+    shutil.copytree(whole, part)
+    shutil.rmtree(part / "checkpoints" / "2")
+    shutil.rmtree(part / "hf")
+    all_ended_well(together(after, *command(root, "grpo", part, *flags)))
+    same_runs(whole, part)
+
+
+def responses(folder: Path) -> tuple[str, ...]:
+    """The arguments that grade a file of three rows."""
+    given = (("1", ["1", "2"], "a"), ("2", ["1"], "b"), ("3", ["3", "3", "1"], "b"))
+    names = ("answer", "responses", "data_source")
+    rows = [{"prompt": "?", **dict(zip(names, row, strict=True))} for row in given]
+    (folder / "responses.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return f"--responses={folder / 'responses.jsonl'}", "--config.eval.answer=number"
+
+
+@pytest.mark.slow
+def test_the_other_commands(root, tiny_run, tmp_path, together):
+    """Evaluation, generation and export of two processes print and write what those of one do, once."""
+    config = f"--config={root}/configs/grpo.py:tiny"
+    model = f"--config.model.path={tiny_run.output_dir}/hf"
+    numbers = []
+    for count in (1, 2):
+        output = tmp_path / f"{count}.json"
+        ended = together(count, "-m", "jaxrl_llm", "evaluate", config, model, f"--output={output}")
+        all_ended_well(ended)
+        assert "greedy_accuracy" in ended[0].out
+        numbers.append(json.loads(output.read_text())["metrics"])
+    same_numbers(*numbers, "evaluate")
+    numbers = []
+    sets = "--config.eval.sets=x=task:sort(prompts=5),y=task:sort(prompts=3,samples=2)"
+    flags = (sets, "--config.eval.answer=text", "--config.eval.interval=0.9", "--config.eval.extremes")
+    for count in (1, 2):
+        output = tmp_path / f"compared_{count}.json"
+        one, other = f"--a={tiny_run.output_dir}/hf", "--b=embedded:sort"
+        all_ended_well(together(count, "-m", "jaxrl_llm", "compare", config, one, other, sets, f"--output={output}"))
+        numbers.append(json.loads(output.read_text()))
+        all_ended_well(together(count, "-m", "jaxrl_llm", "evaluate", config, model, *flags, f"--output={output}"))
+        numbers[-1] |= json.loads(output.read_text())["metrics"]
+        all_ended_well(together(count, "-m", "jaxrl_llm", "evaluate", *responses(tmp_path), f"--output={output}"))
+        numbers[-1] |= {f"responses/{name}": x for name, x in json.loads(output.read_text())["metrics"].items()}
+    assert {"y/win_rate_low", "x/maj@4", "y/best@2", "responses/b/accuracy"} <= numbers[0].keys()
+    assert numbers[0].keys() == numbers[1].keys()
+    same_numbers(*({name: x for name, x in found.items() if name not in ("a", "b")} for found in numbers), "sets")
+    generate = (
+        "-m",
+        "jaxrl_llm",
+        "generate",
+        f"--model={tiny_run.output_dir}/hf",
+        "--prompt=sort:4821=",
+        "--samples=3",
+    )
+    texts = [together(count, *generate) for count in (1, 2)]
+    all_ended_well(texts[1])
+    assert texts[0][0].out == texts[1][0].out and texts[0][0].out.count("\n") == 3
+    export = ("-m", "jaxrl_llm", "export", f"--run={tiny_run.output_dir}", f"--output={tmp_path / 'exported'}")
+    all_ended_well(together(2, *export))
+    exported = load_file(tmp_path / "exported" / "model.safetensors")
+    for name, value in load_file(tiny_run.output_dir / "hf" / "model.safetensors").items():
+        np.testing.assert_array_equal(exported[name], value)

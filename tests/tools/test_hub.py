@@ -1,0 +1,185 @@
+"""Pushing to a server that stands for the hub, over real HTTP: what arrives, what is refused, what is never said."""
+
+import importlib
+import os
+
+import pytest
+
+import jaxrl_llm
+from jaxrl_llm.config import ConfigError, default, validate
+from jaxrl_llm.config.flags import load_config_file
+from jaxrl_llm.tools.cards import hub as module
+from tests.tools.hub_server import Hub
+
+command = importlib.import_module("jaxrl_llm.commands.export")
+
+
+@pytest.fixture
+def hub(monkeypatch):
+    constants = importlib.import_module("huggingface_hub.constants")
+    with Hub() as server:
+        monkeypatch.setattr(constants, "ENDPOINT", server.url)
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+        monkeypatch.setenv("HF_TOKEN", "hf_writer")
+        yield server
+
+
+@pytest.fixture
+def folder(tmp_path):
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    (folder / "model.safetensors").write_bytes(b"weights")
+    (folder / "README.md").write_text("---\nlicense: unknown\n---\n\n# card\n")
+    return folder
+
+
+def contents(folder):
+    return {file.name: file.read_bytes() for file in folder.iterdir()}
+
+
+def test_a_new_repository(hub, folder):
+    assert module.push(folder, "me/new", private=True, message="words") == f"{hub.url}/me/new"
+    assert hub.repos["me/new"] == {"private": True, "files": contents(folder), "commits": ["words"]}
+    assert module.push(folder, "team/new") and not hub.repos["team/new"]["private"]
+
+
+def test_a_model_that_is_there_is_kept(hub, folder):
+    hub.has("me/old", model_safetensors=b"old", notes_md=b"mine", vocab_json=b"{}")
+    with pytest.raises(ConfigError, match=r"me/old holds a model already \(model.safetensors\).*--overwrite"):
+        module.push(folder, "me/old")
+    assert hub.repos["me/old"]["files"]["model.safetensors"] == b"old"
+    module.push(folder, "me/old", overwrite=True)
+    assert hub.repos["me/old"]["files"] == contents(folder) | {"notes.md": b"mine"}
+    assert len(hub.repos["me/old"]["commits"]) == 1
+
+
+def test_a_repository_without_a_model_takes_one(hub, folder):
+    hub.has("me/empty", _gitattributes=b"")
+    module.push(folder, "me/empty")
+    assert hub.repos["me/empty"]["files"] == contents(folder) | {".gitattributes": b""}
+
+
+def test_what_is_to_be_private_never_gets_public(hub, folder):
+    hub.has("me/open")
+    with pytest.raises(ConfigError, match="is public, and the model is to be private"):
+        module.push(folder, "me/open", private=True)
+    assert not hub.repos["me/open"]["commits"]
+
+
+@pytest.mark.parametrize(
+    ("token", "repo", "fails", "words"),
+    [
+        (None, "me/x", {}, "token that may write in the variable HF_TOKEN"),
+        ("hf_nobody_knows_this", "me/x", {}, "does not know the token in HF_TOKEN"),
+        ("hf_writer", "you/x", {}, "HF_TOKEN is of me, who is not part of you"),
+        ("hf_reader", "me/x", {}, "may only read"),
+        ("hf_writer", "me/x", {"/create": 403}, r"may not write there \(said no\)"),
+        ("hf_writer", "me/x", {"/commit": 422}, r"the hub answered 422 \(said no\)"),
+        ("hf_writer", "me/x", {"/whoami": 418}, "the hub answered 418"),
+    ],
+)
+def test_what_the_hub_refuses(token, repo, fails, words, hub, folder, monkeypatch):
+    hub.tokens["hf_reader"] = {"name": "me", "auth": {"accessToken": {"role": "read"}}}
+    hub.fails = fails
+    monkeypatch.setenv("HF_TOKEN", token or "")
+
+    def check_and_push():
+        module.check(repo)
+        module.push(folder, repo)
+
+    with pytest.raises(ConfigError, match=words) as error:
+        check_and_push()
+    assert "\n" not in str(error.value) and (token or "?") not in str(error.value)
+    assert not any(repo["files"] for repo in hub.repos.values())
+
+
+def test_a_network_that_is_away(hub, folder, monkeypatch):
+    constants = importlib.import_module("huggingface_hub.constants")
+    monkeypatch.setattr(constants, "ENDPOINT", "http://localhost:9")
+    with pytest.raises(ConfigError, match=r"me/x: the hub could not be reached"):
+        module.check("me/x")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(ConfigError, match="HF_HUB_OFFLINE keeps the hub away"):
+        module.check("me/x")
+
+
+# --- the command, and the end of a run ---
+
+
+def test_export_pushes_what_it_writes(hub, tiny_run, tmp_path, capsys):
+    command.main([f"--run={tiny_run.output_dir}", "--push_to_hub=me/sorter", "--private"])
+    assert capsys.readouterr().out == f"{hub.url}/me/sorter\n"
+    pushed = hub.repos["me/sorter"]
+    assert pushed["private"] and pushed["commits"] == ["run, by jaxrl_llm"]
+    own = contents(tiny_run.output_dir / "hf")
+    card = pushed["files"].pop("README.md").decode()
+    assert pushed["files"].keys() == own.keys() - {"README.md"}
+    for name in ("model.safetensors", "config.json", "tokenizer.json", "curves.svg"):
+        assert pushed["files"][name] == own[name], name
+    assert card.startswith("---\n") and "# sorter" in card and 'from_pretrained("me/sorter")' in card
+    assert not (tiny_run.output_dir / command.PUSHED).exists()
+    with pytest.raises(ConfigError, match="holds a model already"):
+        command.main([f"--run={tiny_run.output_dir}", "--push_to_hub=me/sorter", f"--output={tmp_path / 'out'}"])
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--run=x", "--push_to_hub=me/x"], "x is not the folder of a run"),
+        (["--run=x", "--output=y", "--private"], "--private is of a repository"),
+    ],
+)
+def test_command_errors(arguments, words, hub, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=words):
+        command.main(arguments)
+    assert not hub.seen and not os.listdir(tmp_path)  # noqa: PTH208
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        ({"push_to_hub": "no-owner"}, "takes a repository of the hub: OWNER/NAME"),
+        ({"private": True}, "export.private is true, but nothing is pushed"),
+        ({"overwrite": True}, "export.overwrite is true, but nothing is pushed"),
+    ],
+)
+def test_configurations_that_push_nowhere(keys, words):
+    config = default()
+    config.export.update(keys)
+    with pytest.raises(ConfigError, match=words):
+        validate(config)
+
+
+@pytest.fixture
+def config(root, tmp_path):
+    config = load_config_file(f"{root / 'configs' / 'sft.py'}:tiny")
+    config.output_dir, config.total_steps, config.eval.every = str(tmp_path / "run"), 1, -1
+    config.logging.backends, config.export.push_to_hub = ("jsonl",), "me/mine"
+    return config
+
+
+@pytest.mark.slow
+def test_the_end_of_a_run(hub, config, capsys):
+    folder = jaxrl_llm.train(config).output_dir
+    assert hub.repos["me/mine"]["files"] == contents(folder / "hf")
+    assert b'from_pretrained("me/mine")' in hub.repos["me/mine"]["files"]["README.md"]
+    assert f"pushed to {hub.url}/me/mine" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_a_push_that_fails_keeps_the_run(hub, config, tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "hf_other")
+    with pytest.raises(ConfigError, match="does not know the token"):
+        jaxrl_llm.train(config)
+    assert not (tmp_path / "run" / "checkpoints" / "1").exists()  # it is known before the first step
+    monkeypatch.setenv("HF_TOKEN", "hf_writer")
+    hub.fails = {"/commit": 422}
+    with pytest.raises(ConfigError, match=r"answered 422.*The run is complete.*jaxrl_llm.export --run="):
+        jaxrl_llm.train(config)
+    hub.fails = {}
+    command.main([f"--run={tmp_path / 'run'}", "--push_to_hub=me/mine"])
+    assert hub.repos["me/mine"]["files"]["model.safetensors"]

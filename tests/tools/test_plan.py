@@ -1,0 +1,410 @@
+"""The plan of a run: exact where it says so, and what it counts in programs is counted right."""
+
+import functools
+import importlib.util
+import json
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import PartitionSpec
+
+from jaxrl_llm.config import ConfigError, default
+from jaxrl_llm.models.attention import splash_attention
+from jaxrl_llm.models.lora import split
+from jaxrl_llm.tools.plan import hlo
+from jaxrl_llm.tools.plan.advice import advice
+from jaxrl_llm.tools.plan.devices import DEVICES, named
+from jaxrl_llm.tools.plan.planned import describe_for, floors, make_plan
+from jaxrl_llm.tools.plan.programs import held_bytes
+from jaxrl_llm.tools.plan.report import lines, seconds, size
+from jaxrl_llm.tools.plan.shapes import bytes_on_device, describe
+from jaxrl_llm.tools.plan.topology import slice_shape, target
+from jaxrl_llm.tools.plan.traced import traced_flops
+from jaxrl_llm.training.optimizers import make_optimizer
+from jaxrl_llm.training.reference import start_reference
+from jaxrl_llm.training.setup import build_mesh, build_model
+from jaxrl_llm.training.update import init_state
+
+SHAPE = {
+    "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 64, "hidden_size": 32,
+    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "intermediate_size": 64,
+    "rms_norm_eps": 1e-5, "tie_word_embeddings": True, "max_position_embeddings": 512, "hidden_act": "silu",
+}  # fmt: skip
+# embedding, 2 x (q, k, v, o, gate, up, down, two norms), last norm
+PARAMETERS = 64 * 32 + 2 * (32 * 32 + 2 * 32 * 16 + 32 * 32 + 3 * 32 * 64 + 2 * 32) + 32
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A model folder that holds config.json alone."""
+    folder = tmp_path_factory.mktemp("shape")
+    (folder / "config.json").write_text(json.dumps(SHAPE))
+    return folder
+
+
+def small(folder):
+    config = default()
+    config.model.path = str(folder)
+    config.rollout.max_prompt_length, config.rollout.max_completion_length, config.rollout.group_size = 8, 8, 2
+    config.batch.prompts, config.batch.packing, config.algorithm.beta = 4, "false", 0.01
+    return config
+
+
+@pytest.fixture(scope="module")
+def planned(folder):
+    config = small(folder)
+    return make_plan(config, target(config, "h100", 1))
+
+
+def test_what_is_held_all_the_time_is_exact(planned):
+    assert planned.parameters == planned.trained == PARAMETERS
+    assert planned.held["parameters, trained"] == planned.held["reference"] == 4 * PARAMETERS
+    counts = 4 + 4 + 4  # of the state, of adam and of the schedule
+    assert planned.held["optimizer"] == 2 * 4 * PARAMETERS + counts
+
+
+def test_caches_of_sampling_are_exact(planned):
+    tokens = 2 * 2 * 2 * 8 * 2  # keys and values, layers, kv heads, head dim, bytes of bfloat16
+    assert planned.sampling["keys and values of prompts"] == 4 * 8 * tokens
+    assert planned.sampling["keys and values of completions"] == 4 * 2 * 8 * tokens
+
+
+def test_sampling_in_eight_bits_is_planned(folder, planned):
+    """A byte for each number of the matrices and of keys and values, which is what decoding reads."""
+    config = small(folder)
+    config.rollout.weights_dtype, config.rollout.cache_dtype = "int8", "fp8"
+    config.model.scan_layers = "false"  # of the layers that are trained
+    with pytest.raises(ConfigError, match=r"rollout.weights_dtype is int8, .* set token_truncate"):
+        make_plan(config, target(config, "h100", 1), only="rollout")
+    config.algorithm.importance_correction = "token_truncate"
+    found = make_plan(config, target(config, "h100", 1), only="rollout")
+    matrices = PARAMETERS - 64 * 32 - 5 * 32
+    columns = 2 * (32 + 2 * 16 + 32 + 2 * 64 + 32)
+    before, own = planned.sampling, found.sampling
+    saved = before["the sampler's parameters"] - own["the sampler's parameters"]
+    assert saved == 2 * matrices - matrices - 4 * columns
+    for name in ("keys and values of prompts", "keys and values of completions"):
+        assert own[name] == before[name] // 2
+    assert floors(found).reading < floors(planned).reading
+    decode = next(x for x in found.programs if x.name == "rollout: decode")
+    assert decode.temporaries < 2 * matrices  # not all of them at once, wide
+
+
+def test_programs_of_a_step(planned):
+    times = {x.name: x.times for x in planned.programs}
+    assert times["update"] == times["reference"] == times["rollout: prefill"] == 1
+    assert times["rollout: decode"] == 8
+    for program in planned.programs:
+        assert program.peak >= program.arguments > 0
+        assert program.peak >= sum(planned.held.values()), program.name
+
+
+def test_the_products_of_the_reference_pass_are_counted(planned):
+    found = next(x for x in planned.programs if x.name == "reference")
+    weights = PARAMETERS - 64 * 32 - 5 * 32
+    layers = 2 * 8 * 16 * weights
+    attention = 2 * 2 * 2 * 8 * 16 * 16 * 4 * 8  # scores and sums, 2 layers, 8 rows, 4 heads
+    head = 2 * 8 * 8 * 32 * 64  # of completions alone
+    entropies = 2 * 8 * 8 * 64  # on CPUs their sum over the vocabulary is a product
+    assert found.flops == layers + attention + head + entropies
+    # One device computes it all, nothing twice, and no entropy, which nobody reads here.
+    assert found.compiled_flops == found.flops - entropies
+
+
+def test_the_report_names_what_matters(planned):
+    text = "\n".join(lines(planned, advice(planned, compiled=False)))
+    for part in ("parameters, trained", "optimizer", "keys and values", "least time of a step", "fits", "largest"):
+        assert part in text, part
+    assert floors(planned).step > 0
+
+
+def test_advice_is_computed(planned):
+    found = {x.change: x.saves for x in advice(planned, compiled=False)}
+    assert found["--config.optimizer.moment_dtype=bfloat16"] == 2 * 2 * PARAMETERS
+    assert found["--config.model.param_dtype=bfloat16"] == 2 * 2 * PARAMETERS  # of the policy and of the reference
+    matrices = [2 * 32 * 32, 2 * 32 * 16, 2 * 32 * 16, 2 * 32 * 32, 2 * 32 * 64, 2 * 32 * 64, 2 * 64 * 32]
+    halved = 2 * 4 * sum(matrices) + 2 * 4 * 64 * 32  # policy, reference: norms stay whole
+    assert found["--devices=2 --config.mesh.fsdp=2"] == halved
+
+
+@pytest.mark.parametrize("change", [{}, {"optimizer.offload": True}, {"lora.rank": 4}, {"optimizer.name": "adafactor"}])
+def test_shapes_are_those_of_a_real_run(change):
+    config = default()
+    for name, value in change.items():
+        section, _, leaf = name.partition(".")
+        config[section][leaf] = value
+    config.algorithm.beta = 0.1
+    mesh = build_mesh(config)
+    with jax.set_mesh(mesh):
+        shapes = describe(config, mesh, "float32", False)
+        model = build_model(config, mesh)
+        frozen, trainable = split(model.params)
+        state = init_state(trainable, make_optimizer(config), mesh, config.optimizer.offload)
+        reference = start_reference(config, model.params, model.net.config.lora)
+    for found, real in ((shapes.state, state), (shapes.frozen.params, frozen), (shapes.reference, reference)):
+        assert jax.tree.structure(found) == jax.tree.structure(real)
+        for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(real), strict=True):
+            assert (x.shape, x.dtype, x.sharding.memory_kind) == (y.shape, y.dtype, y.sharding.memory_kind)
+    assert bytes_on_device(shapes.state) + bytes_on_device(shapes.state, host=True) == sum(
+        x.nbytes for x in jax.tree.leaves(state)
+    )
+
+
+@pytest.mark.parametrize("name", ["dpo", "ppo", "grpo_lora"])
+def test_held_bytes_of_other_algorithms(name, root):
+    from jaxrl_llm.config.flags import load_config_file
+
+    config = load_config_file(str(root / "configs" / f"{name}.py"))
+    on = target(config, "h100", 1)
+    shapes = describe_for(config, on)
+    parameters, trained = (
+        sum(x.size for x in jax.tree.leaves(tree)) for tree in (shapes.net.plain.shapes(), shapes.state.params)
+    )
+    frozen = parameters if trained != parameters and name == "grpo_lora" else 0
+    # parameters and two moments, then the reference, or the critic (a head less) with its own moments
+    copies = {"dpo": 4, "ppo": 7, "grpo_lora": 3}[name]
+    assert held_bytes(shapes) == pytest.approx(4 * (frozen + copies * trained), rel=0.05)
+
+
+def test_unknown_devices_and_meshes_that_do_not_fit(folder):
+    with pytest.raises(ConfigError, match=r"h200.*the closest is h100"):
+        named("h10")
+    config = small(folder)
+    config.mesh.fsdp = 3
+    with pytest.raises(ConfigError, match="mesh"):
+        target(config, "h100", 1)
+    with pytest.raises(ConfigError, match="process of its own"):
+        target(config, "h100", 5)
+    config.mesh.fsdp, config.model.path = 1, str(folder.parent)
+    with pytest.raises(ConfigError, match=r"config\.json"):
+        make_plan(config, target(config, "h100", 1))
+
+
+def test_device_rates_are_complete():
+    for device in DEVICES:
+        assert device.memory > 1e9 and device.flops > 1e14 and device.bandwidth > 1e11 and device.interconnect > 1e11
+        assert (device.topology is None) == (device.network > 0)
+
+
+@pytest.mark.parametrize(
+    ("count", "axes", "sides"), [(4, 2, (2, 2)), (8, 2, (4, 2)), (8, 3, (2, 2, 2)), (256, 2, (16, 16))]
+)
+def test_slices_of_chips(count, axes, sides):
+    assert slice_shape(count, axes) == sides
+
+
+def test_numbers_in_words():
+    assert [size(0), size(999), size(1.5e9), size(2e15)] == ["0 B", "999 B", "1.5 GB", "2 PB"]
+    assert [seconds(0.0123), seconds(5), seconds(600)] == ["12.3 ms", "5 s", "10 min"]
+
+
+def test_traced_products_in_loops():
+    a, b = jnp.ones((4, 8)), jnp.ones((8, 8))
+
+    def f(a, b, n):
+        a, _ = jax.lax.scan(lambda x, _: (x @ b, None), a, length=5)
+        return jax.lax.fori_loop(0, n, lambda _, x: x @ b, a)
+
+    traced = jax.jit(f).trace(a, b, 3).jaxpr
+    one = 2 * 4 * 8 * 8
+    assert traced_flops(traced) == 6 * one
+    assert traced_flops(traced, (3.0,)) == 8 * one
+
+
+def test_traced_products_of_a_kernel_on_a_mesh():
+    """Of each device's part; half of the blocks of the grid, 2 by 2 of them here."""
+    rows, heads, length, size = 3, 2, 1024, 8
+    q, kv = jnp.zeros((rows, length, 1, heads, size)), jnp.zeros((rows, length, 1, size))
+    attend = functools.partial(splash_attention, segments=jnp.ones((rows, length), int), interpret=True)
+    on_mesh = jax.shard_map(attend, in_specs=PartitionSpec(), out_specs=PartitionSpec(), check_vma=False)
+    with jax.set_mesh(jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))):
+        traced = jax.jit(on_mesh).trace(q, kv, kv).jaxpr
+    assert traced_flops(traced) == rows * heads * 2 * length * length * size
+
+
+PROGRAM = """HloModule jit_f, is_scheduled=true, num_partitions=4
+
+%add (x: f32[], y: f32[]) -> f32[] {
+  %x = f32[] parameter(0)
+  %y = f32[] parameter(1)
+  ROOT %sum = f32[] add(%x, %y)
+}
+
+%body (state: (s32[], f32[8,8], f32[8,8])) -> (s32[], f32[8,8], f32[8,8]) {
+  %state = (s32[], f32[8,8]{1,0}, f32[8,8]{1,0}) parameter(0)
+  %number = s32[] get-tuple-element(%state), index=0
+  %total = f32[8,8]{1,0} get-tuple-element(%state), index=1
+  %shard = f32[8,8]{1,0} get-tuple-element(%state), index=2
+  %whole = f32[32,8]{1,0} all-gather(%shard), replica_groups=[1,4]<=[4], dimensions={0}
+  %product = f32[8,8]{1,0} dot(%whole, %whole), lhs_contracting_dims={0}, rhs_contracting_dims={0}
+  %reduced = f32[8,8]{1,0} all-reduce(%product), replica_groups={{0,1},{2,3}}, to_apply=%add
+  %more = f32[8,8]{1,0} add(%total, %reduced)
+  %one = s32[] constant(1)
+  %next = s32[] add(%number, %one)
+  ROOT %out = (s32[], f32[8,8]{1,0}, f32[8,8]{1,0}) tuple(%next, %more, %shard)
+}
+
+%condition (state: (s32[], f32[8,8], f32[8,8])) -> pred[] {
+  %state.1 = (s32[], f32[8,8]{1,0}, f32[8,8]{1,0}) parameter(0)
+  %limit = s32[] constant(10)
+  %number.1 = s32[] get-tuple-element(%state.1), index=0
+  ROOT %less = pred[] compare(%number.1, %limit), direction=LT
+}
+
+ENTRY %main (p: f32[8,8]) -> f32[8,8] {
+  %p = f32[8,8]{1,0} parameter(0)
+  %zero = s32[] constant(0)
+  %start = (s32[], f32[8,8]{1,0}, f32[8,8]{1,0}) tuple(%zero, %p, %p)
+  %loop = (s32[], f32[8,8]{1,0}, f32[8,8]{1,0}) while(%start), condition=%condition, body=%body
+  ROOT %result = f32[8,8]{1,0} get-tuple-element(%loop), index=1
+}
+"""
+
+
+def test_collectives_in_a_loop():
+    module = hlo.Module(PROGRAM)
+    gathered, reduced = module.collectives()
+    assert gathered == hlo.Collective("all-gather", 4, 10, 10 * 32 * 8 * 4, 10 * 0.75 * 32 * 8 * 4)
+    # Every turn's result is only added up: the sum is reduced once, behind the loop.
+    assert reduced == hlo.Collective("all-reduce", 2, 1, 8 * 8 * 4, 8 * 8 * 4)
+    assert module.product_flops() == 10 * 2 * 32 * 8 * 8
+    assert [x.shape for x in module.largest(2)] == ["f32[32,8]", "f32[8,8]"]
+
+
+@pytest.mark.parametrize(
+    ("groups", "size"),
+    [
+        ("{}", 8), ("{{0,1},{2,3},{4,5},{6,7}}", 2), ("[2,4]<=[8]", 4), ("[2,4]<=[4,2]T(1,0)", 4),
+        ("mesh['axis_0'=1,'axis_1'=8] {'axis_1'}", 8), ("mesh['axis_0'=4,'axis_1'=2] {'axis_0'}", 4),
+        ("mesh['a'=2,'b'=2,'c'=2] {'a','c'}", 4), ("mesh['a'=8] {'a':(2)4}", 4),
+        ("mesh['a'=4,'b'=2], device_ids=([2,4]T(1,0)) {'b'}", 2),
+    ],
+)  # fmt: skip
+def test_groups_of_collectives(groups, size):
+    """However long the first line of the program is, which names all its arguments."""
+    header = f"HloModule jit_f, entry_computation_layout={{({'f32[8,8], ' * 1000})}}, num_partitions=8\n"
+    text = PROGRAM.replace("replica_groups=[1,4]<=[4]", f"replica_groups={groups}")
+    gathered = hlo.Module(header + text.partition("\n")[2]).collectives()[0]
+    assert gathered.group == size and gathered.sent == 10 * (size - 1) / size * 32 * 8 * 4
+
+
+def test_bfloat16_numbers_that_a_cpu_exchanges_as_float32():
+    fusion = """%widening (x: f32[8,8]) -> f32[8,8] {
+  %x.1 = f32[8,8]{1,0} parameter(0)
+  %narrow.1 = bf16[8,8]{1,0} convert(%x.1)
+  %wide.1 = f32[8,8]{1,0} convert(%narrow.1)
+  ROOT %turned.1 = f32[8,8]{0,1} copy(%wide.1)
+}
+
+%body ("""
+    text = PROGRAM.replace("%body (", fusion, 1).replace(
+        "  %whole = ", "  %own = f32[8,8]{0,1} fusion(%shard), kind=kLoop, calls=%widening\n  %whole = "
+    )
+    gathered = hlo.Module(text.replace("all-gather(%shard)", "all-gather(%own)")).collectives()[0]
+    assert gathered.bytes == 10 * 32 * 8 * 2
+    assert hlo.Module(text).collectives()[0].bytes == 10 * 32 * 8 * 4
+
+
+CUTTING = """%cutting (x: f32[8,8], n: s32[]) -> f32[4,8] {
+  %x.2 = f32[8,8]{1,0} parameter(0)
+  %n.2 = s32[] parameter(1)
+  %narrow.2 = bf16[8,8]{1,0} convert(%x.2)
+  ROOT %cut.2 = bf16[4,8]{1,0} dynamic-slice(%narrow.2, %n.2, %n.2), dynamic_slice_sizes={4,8}
+}
+
+%body ("""
+
+
+def test_a_sum_of_which_each_device_needs_a_slice():
+    """It is scattered, and as bfloat16 where it is read as that; one that is read whole too is sent to all."""
+    text = PROGRAM.replace("%body (", CUTTING, 1).replace("%more = f32[8,8]{1,0} add(%total, %reduced)", "%more = {}")
+    used = "bf16[4,8]{1,0} fusion(%reduced, %number), kind=kLoop, calls=%cutting"
+    found = [x for x in hlo.Module(text.replace("{}", used, 1)).collectives() if x.kind != "all-gather"]
+    assert found == [hlo.Collective("reduce-scatter", 2, 10, 10 * 8 * 8 * 2 / 2, 10 * 8 * 8 * 2 / 2)]
+    both = f"{used}\n  %also = f32[8,8]{{1,0}} copy(%reduced)"
+    found = [x for x in hlo.Module(text.replace("{}", both, 1)).collectives() if x.kind != "all-gather"]
+    assert found == [hlo.Collective("all-reduce", 2, 10, 10 * 8 * 8 * 4, 10 * 8 * 8 * 4)]
+
+
+def test_an_all_reduce_that_the_loop_needs_counts_every_turn():
+    text = PROGRAM.replace("tuple(%next, %more, %shard)", "tuple(%next, %more, %reduced)")
+    assert {x.kind: x.count for x in hlo.Module(text).collectives()} == {"all-gather": 10, "all-reduce": 10}
+
+
+def plan_of_eight(folder, run_python, *flags) -> str:
+    """The report of the command, in a process whose number of devices is not given by XLA_FLAGS."""
+    small = (f"--config.model.path={folder}", "--config.batch.prompts=8", "--config.rollout.group_size=2")
+    arguments = (*small, "--config.rollout.max_completion_length=8", "--devices=8", *flags)
+    done = run_python(
+        "-c",
+        "import os, sys\n"
+        "os.environ['XLA_FLAGS'] = '--xla_backend_optimization_level=0'\n"
+        f"sys.argv = ['plan', *{arguments!r}]\n"
+        "from jaxrl_llm.commands.plan import main; main(sys.argv[1:])\n",
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.slow
+def test_the_command_plans_for_many_devices(folder, run_python):
+    found = plan_of_eight(folder, run_python, "--config.mesh.fsdp=8", "--device=h200", "--simulate")
+    assert "8 x h200, mesh data 1 x fsdp 8" in found
+    assert "all-gather over 8" in found and "fits: at most" in found
+
+
+@pytest.mark.slow
+def test_a_dry_run_writes_nothing(tmp_path, root, run_python):
+    config = f"--config={root / 'configs' / 'grpo.py'}:tiny"
+    done = run_python("-m", "jaxrl_llm.train", config, "--dry_run", f"--config.output_dir={tmp_path / 'run'}")
+    assert done.returncode == 0, done.stderr
+    for part in ("example 0", "parameters, trained", "2 steps would take about", "first step"):
+        assert part in done.stdout, part
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="the TPU compiler is not installed")
+def test_the_tpu_compiler_plans(folder):
+    config = small(folder)
+    found = make_plan(config, target(config, "v5e", 1))
+    assert found.target.compiler == "TPU compiler"
+    assert found.peak.temporaries > 0
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="the TPU compiler is not installed")
+def test_the_tpu_compiler_plans_for_two_hosts(folder, run_python):
+    """Rows belong to hosts in their order, however the wires run: the mesh that samples keeps them there too."""
+    mesh = ("--config.mesh.fsdp=2", "--config.mesh.tensor=4", "--config.rollout.mesh=tensor=4")
+    found = plan_of_eight(folder, run_python, *mesh, "--device=v5p")
+    assert "mesh data 1 x fsdp 2 x context 1 x expert 1 x tensor 4; compiled by the TPU compiler" in found
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="the TPU compiler is not installed")
+@pytest.mark.parametrize("packing", ["false", "true"])
+def test_the_tpu_compiler_plans_splash_attention(folder, packing):
+    """Without scores, of rows that are long enough for them to be most of the temporaries."""
+    config = small(folder)
+    config.rollout.max_prompt_length, config.rollout.max_completion_length = 1024, 512
+    config.batch.packing = packing
+
+    def temporaries(attention):
+        config.model.attention = attention
+        found = make_plan(config, target(config, "v5e", 1))
+        assert (found.target.compiler, found.note) == ("TPU compiler", "")
+        return next(x.temporaries for x in found.programs if x.name == "update")
+
+    assert temporaries("splash") < 0.7 * temporaries("xla")
+
+
+def test_attention_that_simulated_devices_lack_is_planned_without(folder):
+    config = small(folder)
+    config.model.attention = "cudnn"
+    found = make_plan(config, target(config, "h100", 1), only="logps")
+    assert found.note.endswith("simulated devices have no cudnn")
+    assert "planned with model.attention=xla, which needs more" in "\n".join(lines(found, []))
+    with pytest.raises(ConfigError, match="'cudnn': it runs on NVIDIA GPUs, and this is a cpu"):
+        make_plan(config, target(config, "cpu", 1), only="logps")

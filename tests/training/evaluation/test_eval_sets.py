@@ -1,0 +1,283 @@
+"""Several named evaluation sets, data sources, statistics and settings of samples; when evaluations happen."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+
+import jaxrl_llm
+from jaxrl_llm.commands.preview import preview
+from jaxrl_llm.config import ConfigError, default, eval_set, from_json, to_json, validate
+from jaxrl_llm.config.flags import load_config_file
+from jaxrl_llm.data import tasks
+from jaxrl_llm.distributed.sharding import make_mesh
+from jaxrl_llm.models.model import load_model
+from jaxrl_llm.rollout.sampling import Sampling
+from jaxrl_llm.training.evaluation import build as evaluation_build
+from jaxrl_llm.training.evaluation import metrics
+from jaxrl_llm.training.evaluation.build import build_evaluation, named_sets, set_parts
+from jaxrl_llm.training.evaluation.metrics import Measures, Outcome, measures_of, summary
+from jaxrl_llm.training.evaluation.run import check_best
+from jaxrl_llm.training.logging.console import evaluation_line
+from jaxrl_llm.training.samplers import eval_sampling
+from jaxrl_llm.training.setup import build
+from tests.conftest import ROOT
+
+ROWS = [
+    {"prompt": f"sort:{digits}=", "answer": "".join(sorted(digits)), "right": right, "data_source": source}
+    for digits, right, source in (("21", 2, "a/x"), ("312", 0, "b"), ("4213", 4, "b"), ("51", 1, "b"))
+]
+
+
+@pytest.fixture
+def config():
+    made = load_config_file(f"{ROOT / 'configs' / 'grpo.py'}:tiny")
+    made.logging.backends, made.checkpoint.every = ("jsonl",), 0
+    return made
+
+
+def first_of_each(completions, right, row_numbers, **columns):
+    """The first `right` completions of a prompt are right, and say so: of four in evaluations."""
+    size = len(completions) // len(set(zip(right, columns["answer"], strict=True)))
+    return [
+        {"score": float(row % size < right[row]), "pred": "r" if row % size < right[row] else f"w{row % 2}"}
+        for row in range(len(completions))
+    ]
+
+
+# --- statistics of outcomes ---
+
+
+def outcome(correct, answers=None, source=None) -> Outcome:
+    values = np.array(correct, bool)
+    return Outcome(values.astype(np.float32) * 2, values, answers, source)
+
+
+def test_a_summary_by_hand():
+    found = summary([outcome([1, 1, 0]), outcome([0, 0, 0])], Measures(), [outcome([1]), outcome([1])])
+    assert found == pytest.approx({
+        "reward": 2 / 3, "accuracy": 1 / 3, "greedy_accuracy": 1.0, "pass@1": 1 / 3, "pass@2": 0.5, "pass@3": 0.5,
+    })  # fmt: skip
+
+
+def test_a_summary_with_everything():
+    rows = [outcome([1, 1, 0], ["4", "4", "5"]), outcome([0, 0, 1], ["7", "7", "8"])]
+    found = summary(rows, Measures(extremes=True, interval=0.9))
+    assert [found[name] for name in ("maj@3", "best@3", "worst@3", "accuracy")] == [0.5, 2.0, 0.0, 0.5]
+    assert found["accuracy_low"] == pytest.approx(1 / 3)
+    assert found["accuracy_high"] == pytest.approx(2 / 3)
+    assert (found["maj@3_low"], found["maj@3_high"], found["pass@3_low"]) == (0.0, 1.0, 1.0)
+    assert not [name for name in found if name.startswith(("best@3_", "pass@2_"))]
+
+
+def test_prompts_may_have_different_numbers_of_samples():
+    found = summary([outcome([1, 0]), outcome([1, 1, 1, 0])], Measures())
+    assert found["accuracy"] == pytest.approx((0.5 + 0.75) / 2)
+    assert set(found) == {"reward", "accuracy", "pass@1", "pass@2"}
+
+
+def test_no_majority_where_only_some_prompts_have_answers():
+    assert "maj@2" not in summary([outcome([1, 0], ["1", "2"]), outcome([1, 1])], Measures())
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "answer"),
+    [
+        ("boxed", r"so \boxed{ \frac{1}{2} }.", r"\frac{1}{2}"), ("boxed", "so 2", None),
+        ("number", "1,000.0 it is", "1000"), ("number", "none", None),
+        ("hashes", "12\n#### $1,250", "1250"), ("hashes", "12", None), ("text", " 12 ", "12"), ("text", " ", None),
+    ],
+)  # fmt: skip
+def test_known_answers(name, text, answer):
+    config = default()
+    config.eval.answer = name
+    assert measures_of(config).answers([text]) == [answer]
+
+
+def test_own_answers_and_their_errors(tmp_path):
+    (tmp_path / "mine.py").write_text("def last(text):\n    return int(text.split()[-1])\n")
+    config = default()
+    config.eval.answer = f"{tmp_path}/mine.py:last"
+    assert measures_of(config).answers(["it is 12"]) == ["12"]
+    with pytest.raises(ConfigError, match=r"eval.answer raised ValueError: .*, on completion 1"):
+        measures_of(config).answers(["12", "no"])
+    config.eval.answer = "boxd"
+    with pytest.raises(ConfigError, match="the closest is boxed"):
+        measures_of(config)
+
+
+# --- sets ---
+
+
+def test_sets_of_the_command_line_and_of_dictionaries():
+    config = default()
+    config.eval.sets = (
+        "easy=task:sort(split='validation', samples=2)",
+        {"set": "mixed", "path": "task:sort", "prompts": 3, "name": "x"},
+        "mixed=task:sort_demos",
+    )
+    validate(config)
+    easy, mixed = named_sets(config)
+    assert (easy.name, easy.samples, easy.prompts) == ("easy", 2, 128)
+    assert easy.sources == [{"path": "task:sort", "split": "validation", "eval_split": "validation"}]
+    assert (mixed.name, mixed.samples, mixed.prompts) == ("mixed", 4, 3)
+    assert mixed.sources == [{"path": "task:sort", "name": "x"}, {"path": "task:sort_demos"}]
+    assert evaluation_build.named_sets(from_json(to_json(config))) == [easy, mixed]
+    tokenizer = load_model("embedded:sort").tokenizer
+    assert [len(part.rows) for part in set_parts(config, tokenizer, mixed, prompts=True)] == [2, 1]
+
+
+@pytest.mark.parametrize(
+    ("entry", "words"),
+    [
+        ("task:sort", "takes name=path"), ("=task:sort", "takes name=path"), ("a/b=task:sort", "takes name=path"),
+        ({"path": "task:sort"}, "takes name=path"), ({"set": "a"}, "takes name=path"),
+        ("a=task:sort(samples=0)", "samples of a is 0"), ("a=task:sort(prompts='x')", "prompts of a is 'x'"),
+        ({"set": "a", "path": "x", "format": len}, "eval.sets, a, which cannot be written"),
+    ],
+)  # fmt: skip
+def test_entries_that_are_no_set(entry, words):
+    config = default()
+    config.eval.sets = (entry,)
+    with pytest.raises(ConfigError, match=words):
+        validate(config)
+
+
+def test_a_set_that_is_not_there_is_named():
+    config = default()
+    config.eval.sets = ("a=task:sort(split='tset')",)
+    with pytest.raises(ConfigError, match=r"no split 'tset'.*\(eval.sets, a;"):
+        set_parts(config, load_model("embedded:sort").tokenizer, named_sets(config)[0])
+
+
+def test_a_file_of_one_split(tmp_path):
+    (tmp_path / "x.jsonl").write_text('{"prompt": "sort:21=", "answer": "12"}\n')
+    name, own, source = eval_set(f"x={tmp_path}/x.jsonl(split='train')")
+    assert (name, own, source["eval_split"]) == ("x", {}, "train")
+
+
+def test_the_preview_shows_every_set():
+    config = default()
+    config.algorithm.name, config.data.path = "sft", "task:sort_demos"
+    config.eval.sets = ("demos=task:sort_demos", "asked=task:sort(prompts=2)")
+    text = preview(config, rows=1)
+    assert "--- evaluated on as demos: task:sort_demos, example 0" in text
+    assert "--- evaluated on as asked: task:sort, example 0" in text
+
+
+def test_own_sampling():
+    config = default()
+    config.rollout.temperature, config.rollout.top_p, config.rollout.min_p = 0.9, 0.8, 0.1
+    assert eval_sampling(config) == Sampling(0.9, 0.8, 0, 0.1)
+    config.eval.temperature, config.eval.top_k = 0.0, 5
+    assert eval_sampling(config) == Sampling(0.0, 0.8, 5, 0.1)
+
+
+# --- metrics of a model ---
+
+
+def test_sets_and_sources(config):
+    """Each set is measured as if it were alone; data sources of a set are measured apart."""
+    config.eval.extremes, config.eval.interval = True, 0.9
+    found = jaxrl_llm.evaluate(config, {"all": ROWS, "one": ROWS[2:3]}, first_of_each)
+    by_hand = {"all": (2 + 0 + 4 + 1) / 16, "all/a/x": 0.5, "all/b": 5 / 12, "one": 1.0}
+    assert {where: found[f"eval/{where}/accuracy"] for where in by_hand} == pytest.approx(by_hand)
+    assert found["eval/all/pass@4"] == 0.75
+    assert found["eval/all/a/x/pass@2"] == pytest.approx(1 - 1 / 6)
+    assert found["eval/all/best@4"] == 0.75
+    # 2 of 4 right, the wrong ones differ; none right; all right; 1 of 4 right with two wrong answers of 1 and 2 votes.
+    assert found["eval/all/maj@4"] == pytest.approx((1 + 0 + 1 + 0) / 4)
+    assert found["eval/all/accuracy_low"] <= found["eval/all/accuracy"] <= found["eval/all/accuracy_high"]
+    assert not [name for name in found if name.startswith("eval/one/a/")]
+    config.eval.extremes, config.eval.interval = False, None
+    alone = jaxrl_llm.evaluate(config, ROWS[2:3], first_of_each)
+    assert alone == {name.replace("/one", ""): found[name] for name in found if name.replace("/one", "") in alone}
+    assert alone["eval/mean_length"] == found["eval/one/mean_length"]
+
+
+def test_greedy_samples_and_no_greedy_pass(config):
+    """At temperature 0 all samples are the greedy completion; the answers that are voted on are found in the text."""
+    config.eval.temperature, config.eval.greedy, config.eval.answer = 0.0, False, "text"
+    found = jaxrl_llm.evaluate(config, [{"prompt": row["prompt"], "answer": row["answer"]} for row in ROWS])
+    assert "eval/greedy_accuracy" not in found
+    assert found["eval/accuracy"] == found["eval/pass@4"] == found["eval/maj@4"] == found["eval/maj@2"]
+
+
+def evaluated_steps(result) -> list[int]:
+    return [line["step"] for line in result.metrics if any(name.startswith("eval/") for name in line)]
+
+
+@pytest.mark.parametrize(
+    ("every", "start", "end", "steps"),
+    [
+        (2, False, False, [2]),
+        pytest.param(0, False, True, [3], marks=pytest.mark.slow),
+        pytest.param(2, True, True, [0, 2, 3], marks=pytest.mark.slow),
+    ],
+)
+def test_when_evaluations_happen(every, start, end, steps, config, tmp_path):
+    config.output_dir, config.total_steps, config.eval.prompts = str(tmp_path), 3, 4
+    config.eval.every, config.eval.at_start, config.eval.at_end, config.eval.greedy = every, start, end, False
+    assert evaluated_steps(jaxrl_llm.train(config)) == steps
+
+
+def test_held_out_losses_of_several_sets():
+    """Each is what it is alone, in rows of the width of the longest."""
+    config = default()
+    config.algorithm.name, config.algorithm.loss, config.algorithm.beta = "preference", "dpo", 0.1
+    config.data.path, config.batch.prompts, config.eval.prompts, config.logging.backends = "task:sort_pairs", 4, 3, ()
+    rows = tasks.generate("sort_pairs", size=10)
+
+    def measured(held_out):
+        with jax.set_mesh(mesh := make_mesh(devices=jax.devices()[:1])):
+            run = build(config, mesh, rows, held_out)
+            assert run.evaluation is not None
+            return run.evaluation(jax.tree.map(lambda x: x * 1.02, run.state.params), jax.random.key(0))
+
+    both, alone = measured({"a": rows[:3], "b": rows[3:9]}), measured(rows[3:6])
+    assert both["eval/a/loss"] != both["eval/b/loss"]
+    assert {name for name in both if "/b/" in name} == {name.replace("eval/", "eval/b/") for name in alone}
+    for name, value in alone.items():
+        np.testing.assert_allclose(both[name.replace("eval/", "eval/b/")], value, rtol=1e-5, atol=1e-6, err_msg=name)
+
+
+def test_named_sets_are_evaluated_where_rows_are_given_to_train():
+    config = load_config_file(f"{ROOT / 'configs' / 'grpo.py'}:tiny")
+    config.eval.sets = ("x=task:sort(samples=2, prompts=2)",)
+    with jax.set_mesh(mesh := make_mesh(devices=jax.devices()[:1])):
+        run = build(config, mesh, [{"prompt": row["prompt"], "answer": row["answer"]} for row in ROWS])
+    assert run.evaluation is not None
+    assert build_evaluation(config, run.model, run.rewards, None, mesh).sets[0].sampled.engine.group_size == 2
+
+
+def test_the_line_of_the_console():
+    found = {"reward": 0.5, "reward_low": 0.4, "reward_high": 0.6, "a/greedy_accuracy": 0.7, "a/accuracy": 0.25}
+    found |= {"a/greedy_accuracy_low": 0.1, "a/greedy_accuracy_high": 0.9, "rewards/chosen": 1.0}
+    assert (
+        evaluation_line(found) == "a/accuracy 0.250 (greedy 0.700)  reward 0.500 [0.400, 0.600]  rewards/chosen 1.000"
+    )
+
+
+# --- the best checkpoint ---
+
+
+def test_the_best_of_a_metric_that_is_not_there():
+    check_best("eval/math/pass@4", {"eval/math/pass@4": 0.5})
+    check_best("reward", {"eval/reward": 0.5})
+    with pytest.raises(ConfigError, match=r"closest is 'eval/math/pass@4', and all are eval/math/pass@1, eval/math"):
+        check_best("eval/pass@4", {"eval/math/pass@4": 0.5, "eval/math/pass@1": 0.5})
+
+
+def test_a_run_ends_at_its_first_evaluation_without_that_metric(config, tmp_path):
+    config.output_dir, config.eval.every, config.checkpoint.every = str(tmp_path), 1, 1
+    config.eval.greedy, config.checkpoint.best = False, "eval/greedy_accuracy"
+    with pytest.raises(ConfigError, match="eval/greedy_accuracy', but an evaluation has no such metric"):
+        jaxrl_llm.train(config)
+    assert not [path for path in (tmp_path / "checkpoints").iterdir() if path.name.isdigit()]
+
+
+def test_settings_of_measures_are_those_of_eval():
+    fields = {field.name for field in dataclasses.fields(Measures)}
+    assert fields <= set(default().eval)
+    assert metrics.SOURCE == "data_source"

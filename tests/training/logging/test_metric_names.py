@@ -1,0 +1,111 @@
+"""The names of metrics: TRL's within a run and in its records, verl's in the records when asked."""
+
+import json
+
+import jaxrl_llm
+from jaxrl_llm.config import default
+from jaxrl_llm.config.flags import load_config_file
+from jaxrl_llm.training.logging.logger import Logger
+from jaxrl_llm.training.logging.metric_names import EVALUATIONS, TRL_PPO, shown_names
+from jaxrl_llm.training.logging.metric_names import VERL as VERL_NAMES
+
+TRL_GRPO = {
+    "num_tokens", "step_time", "completions/mean_length", "completions/min_length", "completions/max_length",
+    "completions/mean_terminated_length", "completions/min_terminated_length", "completions/max_terminated_length",
+    "completions/clipped_ratio", "rewards/exact_match/mean", "rewards/exact_match/std", "reward", "reward_std",
+    "frac_reward_zero_std", "entropy", "kl", "clip_ratio/low_mean", "clip_ratio/low_min", "clip_ratio/high_mean",
+    "clip_ratio/high_max", "clip_ratio/region_mean", "sampling/sampling_logp_difference/mean",
+    "sampling/sampling_logp_difference/max", "sampling/importance_sampling_ratio/min",
+    "sampling/importance_sampling_ratio/mean", "sampling/importance_sampling_ratio/max",
+}  # fmt: skip
+VERL = {
+    "actor/pg_loss", "actor/kl_loss", "actor/entropy", "actor/pg_clipfrac", "actor/ppo_kl", "actor/grad_norm",
+    "actor/lr", "critic/score/mean", "critic/score/max", "critic/score/min", "critic/advantages/mean",
+    "critic/advantages/max", "critic/advantages/min", "response_length/mean", "response_length/max",
+    "response_length/min", "response_length/clip_ratio", "prompt_length/mean", "prompt_length/max", "prompt_length/min",
+    "timing_s/gen", "timing_s/reward", "timing_s/update_actor", "perf/time_per_step", "perf/throughput",
+    "rollout_corr/kl",
+}  # fmt: skip
+
+
+def test_a_run_has_trls_names(tiny_run):
+    line = tiny_run.metrics[1]
+    assert line.keys() >= TRL_GRPO
+    assert line["completions/min_length"] <= line["completions/mean_length"] <= line["completions/max_length"]
+    assert line["completions/min_terminated_length"] <= line["completions/mean_terminated_length"]
+    assert line["reward_min"] <= line["reward"] <= line["reward_max"]
+    lines = [json.loads(text) for text in (tiny_run.output_dir / "metrics.jsonl").read_text().splitlines()]
+    assert lines[1].keys() >= TRL_GRPO
+
+
+def test_verls_names_in_the_records_only(root, tmp_path):
+    config = load_config_file(f"{root / 'configs/grpo.py'}:tiny")
+    config.output_dir, config.total_steps, config.checkpoint.every = str(tmp_path / "run"), 1, 0
+    config.logging.backends, config.logging.names = ("jsonl",), "verl"
+    result = jaxrl_llm.train(config)
+    assert result.metrics[1].keys() >= TRL_GRPO
+    before, after = [json.loads(text) for text in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    assert after.keys() >= VERL
+    assert not after.keys() & {"reward", "kl", "grad_norm", "completions/mean_length"}
+    assert {"val-core/task:sort/acc/mean@4", "val-aux/task:sort/acc/best@2/mean"} <= before.keys()
+    assert after["actor/kl_loss"] == result.metrics[1]["kl"]
+
+
+def test_records_are_read_back_whatever_their_names(tmp_path):
+    config = default()
+    config.logging.backends, config.logging.names = ("jsonl",), "verl"
+    with Logger(config, tmp_path) as logger:
+        logger.log(0, {"eval/accuracy": 0.25})
+        logger.log(1, {"reward": 1.0, "eval/accuracy": 0.5})
+    with Logger(config, tmp_path, resume_step=1) as logger:
+        logger.log(2, {"eval/accuracy": 0.75})
+        summary = logger.finish()
+    assert summary["before"] == {"accuracy": 0.25}
+    assert summary["after"] == {"accuracy": 0.75}
+
+
+def test_evaluations_by_set_and_source():
+    """verl's own rule: of acc the mean, and best and maj of all samples are val-core; everything else is val-aux."""
+    config = default()
+    config.logging.names, config.data.path = "verl", "openai/gsm8k"
+    config.eval.sets = ("aime=x.jsonl(samples=16)", "math=y.jsonl")
+    names = shown_names(config)
+    pairs = {
+        "eval/accuracy": "val-core/openai/gsm8k/acc/mean@4",
+        "eval/reward": "val-aux/openai/gsm8k/reward/mean@4",
+        "eval/pass@4": "val-core/openai/gsm8k/acc/best@4/mean",
+        "eval/aime/accuracy": "val-core/aime/acc/mean@16",
+        "eval/aime/maj@16": "val-core/aime/acc/maj@16/mean",
+        "eval/aime/maj@4": "val-aux/aime/acc/maj@4/mean",
+        "eval/math/a/b/pass@4": "val-core/math/a/b/acc/best@4/mean",
+        "eval/math/a/b/worst@2": "val-aux/math/a/b/reward/worst@2/mean",
+        "eval/math/best@4": "val-aux/math/reward/best@4/mean",
+        "eval/math/greedy_accuracy": "eval/math/greedy_accuracy",
+        "reward": "critic/score/mean",
+    }
+    assert {name: names.shown(name) for name in pairs} == pairs
+    assert {names.own(shown): shown for shown in pairs.values()} == pairs
+    config.logging.names = "trl"
+    assert shown_names(config).shown("eval/aime/accuracy") == "eval/aime/accuracy"
+
+
+def test_no_two_metrics_share_a_name():
+    config = default()
+    for names in ("trl", "verl"):
+        for algorithm in ("grpo", "ppo"):
+            config.logging.names, config.algorithm.name = names, algorithm
+            shown = shown_names(config)
+            assert len(set(shown.values())) == len(shown)
+            assert not set(shown.values()) & (TRL_GRPO - shown.keys())
+    config.algorithm.kl_in_reward = True
+    assert shown_names(config)["kl"] == "actor/reward_kl_penalty"
+
+
+def test_the_page_names_them(root):
+    page = (root / "docs/metrics.md").read_text(encoding="utf-8")
+    for names in (VERL_NAMES, TRL_PPO):
+        for ours, theirs in names.items():
+            assert f"| `{ours}` | `{theirs}` |" in page
+    for ours, theirs in EVALUATIONS.items():
+        assert f"| `eval/{ours}` | `{theirs}` |" in page
+    assert not [name for name in TRL_GRPO if name.partition("/")[0] not in page]

@@ -1,0 +1,177 @@
+"""The objectives against numbers computed by hand, without the model's help where that is possible."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxrl_llm.algorithms.batch import Batch
+from jaxrl_llm.config import ConfigError, default
+from jaxrl_llm.models.transformer import ModelConfig, Net
+from jaxrl_llm.training.objectives import policy_gradient
+
+NET = Net(ModelConfig(vocab_size=31, width=16, layers=2, heads=2, kv_heads=1, head_dim=8, ffn=24, init_scale=0.3))
+PARAMS = NET.init(jax.random.key(0))
+PROMPT, COMPLETION = 3, 4
+
+
+def make_batch(seed: int = 0, rows: int = 4) -> Batch:
+    draw = np.random.default_rng(seed)
+    width = PROMPT + COMPLETION
+    mask = np.zeros((rows, width), np.float32)
+    for row, length in enumerate(draw.integers(1, COMPLETION + 1, rows)):
+        mask[row, PROMPT : PROMPT + length] = 1
+    segments = np.where(np.arange(width) < PROMPT, 1, mask).astype(np.int32)
+    return Batch(
+        tokens=draw.integers(0, 31, (rows, width)).astype(np.int32),
+        segments=segments,
+        mask=mask,
+        sample_logps=(draw.normal(-2, 0.3, mask.shape) * mask).astype(np.float32),
+        old_logps=(draw.normal(-3, 0.5, mask.shape) * mask).astype(np.float32),
+        ref_logps=(draw.normal(-3, 0.5, mask.shape) * mask).astype(np.float32),
+        advantages=(draw.normal(size=(rows, 1)) * mask).astype(np.float32),
+        prompt_width=PROMPT,
+    )
+
+
+def naive_logps(batch: Batch, temperature: float) -> np.ndarray:
+    """log p(token t | tokens before t), from full logits in float64."""
+    logits = (
+        np.asarray(NET.bind(PARAMS)(jnp.asarray(batch.tokens), jnp.asarray(batch.segments)), np.float64) / temperature
+    )
+    logps = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    out = np.zeros(batch.tokens.shape)
+    for row, t in np.ndindex(*batch.tokens.shape):
+        if t > 0:
+            out[row, t] = logps[row, t - 1, batch.tokens[row, t]]
+    return out
+
+
+def value(config, batch: Batch):
+    objective = getattr(policy_gradient, "sft" if config.algorithm.name == "sft" else "policy_gradient")(config, NET)
+    return objective.loss(PARAMS, objective.prepare(batch))
+
+
+@pytest.mark.parametrize(
+    ("aggregation", "beta", "temperature"), [("sequence", 0.04, 1.0), ("token", 0.1, 0.7), ("constant", 0.0, 1.3)]
+)
+def test_grpo_loss_is_the_formula(aggregation, beta, temperature):
+    config = default()
+    config.algorithm.aggregation, config.algorithm.beta = aggregation, beta
+    config.rollout.temperature, config.rollout.max_completion_length = temperature, COMPLETION
+    config.algorithm.epsilon_high = 0.28
+    batch = make_batch()
+    batch = batch if beta else batch.replace(ref_logps=None)
+    logps, mask, advantages = naive_logps(batch, temperature), batch.mask, batch.advantages
+    ratio = np.exp(logps - batch.old_logps)
+    loss = -np.minimum(ratio * advantages, np.clip(ratio, 0.8, 1.28) * advantages)
+    if beta:
+        k1 = logps - batch.ref_logps
+        loss = loss + beta * (np.exp(-k1) - 1 + k1)
+    lengths = mask.sum(1)
+    expected = {
+        "sequence": np.mean((loss * mask).sum(1) / lengths),
+        "token": (loss * mask).sum() / mask.sum(),
+        "constant": (loss * mask).sum() / (len(mask) * COMPLETION),
+    }[aggregation]
+    got, metrics = value(config, batch)
+    np.testing.assert_allclose(got, expected, rtol=2e-5)
+    if beta:
+        np.testing.assert_allclose(metrics["kl"], ((np.exp(-k1) - 1 + k1) * mask).sum() / mask.sum(), rtol=2e-5)
+    difference = np.abs(batch.old_logps - batch.sample_logps)[mask > 0]
+    np.testing.assert_allclose(metrics["sampling/sampling_logp_difference/mean"], difference.mean(), rtol=1e-5)
+    np.testing.assert_allclose(metrics["sampling/sampling_logp_difference/max"], difference.max(), rtol=1e-5)
+
+
+def test_without_old_logps_the_ratio_is_one_and_the_gradient_is_that_of_reinforce():
+    config = default()
+    batch = make_batch().replace(old_logps=None, ref_logps=None)
+    objective = policy_gradient.policy_gradient(config, NET)
+    prepared = objective.prepare(batch)
+    (loss, metrics), gradient = jax.value_and_grad(objective.loss, has_aux=True)(PARAMS, prepared)
+    lengths = batch.mask.sum(1, keepdims=True)
+    np.testing.assert_allclose(loss, -np.mean((batch.advantages * batch.mask / lengths).sum(1)), rtol=1e-5)
+    assert metrics["clip_ratio/region_mean"] == 0
+    config.algorithm.loss = "reinforce"
+    reinforce = policy_gradient.policy_gradient(config, NET)
+    expected = jax.grad(lambda p: reinforce.loss(p, prepared)[0])(PARAMS)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), gradient, expected)
+
+
+def test_entropy_bonus_lowers_the_loss_by_the_mean_entropy():
+    config, batch = default(), make_batch()
+    plain, metrics = value(config, batch)
+    config.algorithm.entropy_coef, config.algorithm.aggregation = 0.5, "token"
+    config_plain = default()
+    config_plain.algorithm.aggregation = "token"
+    without, _ = value(config_plain, batch)
+    with_bonus, _ = value(config, batch)
+    np.testing.assert_allclose(without - with_bonus, 0.5 * metrics["entropy"], rtol=1e-5)
+    assert plain != without
+
+
+def test_masked_columns_do_not_matter():
+    config, batch = default(), make_batch()
+    loss, _ = value(config, batch)
+    noise = np.where(batch.mask > 0, 0.0, 7.0).astype(np.float32)
+    changed = batch.replace(
+        sample_logps=batch.sample_logps + noise, old_logps=batch.old_logps + noise, ref_logps=batch.ref_logps - noise,
+        tokens=np.where(batch.segments > 0, batch.tokens, 5),
+    )  # fmt: skip
+    np.testing.assert_array_equal(loss, value(config, changed)[0])
+
+
+def test_sft_loss_is_the_token_mean_of_the_cross_entropy():
+    config = default()
+    config.algorithm.name = "sft"
+    batch = make_batch()
+    logps = naive_logps(batch, 1.0)
+    np.testing.assert_allclose(value(config, batch)[0], -(logps * batch.mask).sum() / batch.mask.sum(), rtol=1e-5)
+
+
+def test_an_option_the_loss_does_not_have_is_refused():
+    config = default()
+    config.algorithm.loss, config.algorithm.dual_clip = "reinforce", 3.0
+    with pytest.raises(ConfigError, match=r"algorithm\.dual_clip.*reinforce"):
+        policy_gradient.policy_gradient(config, NET)
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [pytest.param(x, marks=() if x == "ppo_clip" else pytest.mark.slow) for x in policy_gradient.BY_CHANGE],
+)
+def test_known_slopes_are_the_gradient(loss, monkeypatch):
+    """On-policy, the gradient that is formed along with the log-probs is the one of the loss in terms of them."""
+    config = default()
+    config.algorithm.loss, config.algorithm.beta = loss, 0.1
+    config.algorithm.epsilon_high = 5.0 if loss == "cispo" else 0.28
+    batch = jax.tree.map(jnp.asarray, make_batch().replace(old_logps=None))
+
+    def gradient():
+        objective = policy_gradient.policy_gradient(config, NET)
+        return jax.jit(jax.value_and_grad(objective.loss, has_aux=True))(PARAMS, objective.prepare(batch))
+
+    (value, metrics), known = gradient()
+    monkeypatch.setattr(policy_gradient, "policy_slopes", lambda config, batch: None)
+    (expected, others), gradients = gradient()
+    np.testing.assert_allclose(value, expected, rtol=1e-5)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), known, gradients)
+    assert max(float(jnp.abs(x).max()) for x in jax.tree.leaves(known)) > 1e-3
+    for name in others:
+        np.testing.assert_allclose(metrics[name], others[name], rtol=1e-4, atol=1e-6, err_msg=name)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"entropy_coef": 0.1}, {"importance_correction": "token_truncate"}, {"off_policy_mask_threshold": 1.0},
+     {"loss": "dppo"}],
+)  # fmt: skip
+def test_slopes_are_not_known_where_log_probs_enter(changes):
+    config = default()
+    config.algorithm.beta = 0.0
+    batch = make_batch().replace(old_logps=None, ref_logps=None)
+    prepared = policy_gradient.policy_gradient(config, NET).prepare(batch)
+    assert policy_gradient.policy_slopes(config, prepared) is not None
+    assert policy_gradient.policy_slopes(config, prepared.replace(old_logps=batch.mask)) is None
+    config.algorithm.update(changes)
+    assert policy_gradient.policy_slopes(config, prepared) is None

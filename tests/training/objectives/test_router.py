@@ -1,0 +1,124 @@
+"""Training a mixture of experts: the auxiliary loss of its routers, its metric, and routers that stay as they are."""
+
+import json
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxrl_llm
+from jaxrl_llm.algorithms.batch import Batch
+from jaxrl_llm.config import ConfigError, default
+from jaxrl_llm.config.flags import load_config_file
+from jaxrl_llm.models import hf
+from jaxrl_llm.models.model import load_model
+from jaxrl_llm.models.moe import balance_loss
+from jaxrl_llm.models.transformer import ModelConfig, Net, RecordingNet
+from jaxrl_llm.training.objectives.policy_gradient import sft
+from jaxrl_llm.training.objectives.router import with_router_loss
+
+CONFIG = ModelConfig(
+    vocab_size=320, width=16, layers=2, heads=2, kv_heads=1, head_dim=8, ffn=24, init_scale=0.3, qk_norm=True,
+    experts=4, experts_per_token=2, expert_ffn=12, router_aux_loss_coef=0.5,
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def net():
+    return Net(CONFIG)
+
+
+@pytest.fixture(scope="module")
+def params(net):
+    return jax.jit(net.init)(jax.random.key(0))
+
+
+def rows():
+    rng = np.random.default_rng(0)
+    segments = np.array([[0, 0, 1, 1, 1, 1], [1, 1, 1, 1, 0, 0], [1] * 6, [0, 1, 1, 1, 1, 1]], np.int32)
+    mask = jnp.asarray((segments > 0) & (np.arange(6) > 2), jnp.float32)
+    return Batch(jnp.asarray(rng.integers(0, 320, (4, 6))), jnp.asarray(segments), mask)
+
+
+def test_the_objective_adds_the_auxiliary_loss(net, params):
+    """One forward pass gives both: the value and gradient are those of the two losses added up by hand."""
+    plain, with_router = sft(default(), net), with_router_loss(sft, default(), net)
+
+    def by_hand(params, batch):
+        found = []
+        RecordingNet(CONFIG, found.append).bind(params).hidden(batch.tokens, batch.segments)
+        return plain.loss(params, batch)[0] + 0.5 * balance_loss(found[0])
+
+    batch = with_router.prepare(rows())
+    (value, metrics), gradients = jax.jit(jax.value_and_grad(with_router.loss, has_aux=True))(params, batch)
+    expected, expected_gradients = jax.jit(jax.value_and_grad(by_hand))(params, plain.prepare(rows()))
+    assert float(value) == pytest.approx(float(expected), rel=1e-6)
+    assert 1.9 < metrics["aux_loss"] < 4.0
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), gradients, expected_gradients)
+
+
+def test_microbatches_weigh_by_their_tokens(net, params):
+    objective = with_router_loss(sft, default(), net)
+    batch = objective.prepare(rows())
+    loss = jax.jit(objective.loss)
+    parts = [loss(params, batch.take(part))[1]["aux_loss"] for part in (slice(0, 2), slice(2, 4))]
+    alone = [loss(params, objective.prepare(rows().take(part)))[1]["aux_loss"] for part in (slice(0, 2), slice(2, 4))]
+    np.testing.assert_allclose(parts, [alone[0] * 8 / 19, alone[1] * 11 / 19], rtol=1e-6)
+
+
+def test_a_dense_model_has_no_routers():
+    dense = Net(ModelConfig(vocab_size=8, width=8, layers=1, heads=1, kv_heads=1, head_dim=8, ffn=8))
+    assert with_router_loss(lambda *_: "objective", default(), dense) == "objective"
+    for key, value in (("router_aux_loss_coef", 0.1), ("freeze_router", True)):
+        config = default()
+        config.model[key] = value
+        with pytest.raises(ConfigError, match="embedded:sort has no experts"):
+            with_router_loss(sft, config, dense)
+
+
+def write_model(net, params, folder, root):
+    """A folder of the model with the tokenizer of the embedded one."""
+    hf.save(net, params, folder)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(root / "jaxrl_llm/models/embedded/sort" / name, folder / name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("frozen", [False, True])
+def test_training_from_the_configuration(net, params, tmp_path, root, frozen):
+    """A folder in, a folder out: the auxiliary loss is logged, falls, and a frozen router comes back bit for bit."""
+    write_model(net, params, tmp_path / "model", root)
+    config = load_config_file(f"{root / 'configs' / 'sft.py'}:tiny")
+    config.output_dir, config.model.path = str(tmp_path / "run"), str(tmp_path / "model")
+    config.total_steps, config.eval.every, config.batch.microbatch_rows = 8, -1, 2
+    config.optimizer.learning_rate, config.optimizer.weight_decay, config.optimizer.schedule = 1e-2, 0.1, "constant"
+    config.model.router_aux_loss_coef, config.model.freeze_router = 1.0, frozen
+    config.logging.backends = ("jsonl",)
+    jaxrl_llm.train(config)
+    lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    losses = [line["aux_loss"] for line in lines if "aux_loss" in line]
+    assert len(losses) == 8
+    trained = load_model(tmp_path / "run/hf")
+    assert trained.net.config.router_aux_loss_coef == 1.0
+    before, after = (x["layers"]["mlp"]["router"]["kernel"] for x in (params, trained.params))
+    if frozen:
+        np.testing.assert_array_equal(before, after)
+    else:
+        assert losses[-1] < losses[0]
+        assert np.abs(before - after).max() > 1e-3
+
+
+@pytest.mark.slow
+def test_grpo_trains_a_mixture_of_experts(net, params, tmp_path, root):
+    """Sampling, scoring and learning with experts."""
+    write_model(net, params, tmp_path / "model", root)
+    config = load_config_file(f"{root / 'configs' / 'grpo.py'}:tiny")
+    config.output_dir, config.model.path = str(tmp_path / "run"), str(tmp_path / "model")
+    config.logging.backends = ("jsonl",)
+    jaxrl_llm.train(config)
+    lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    measured = [line for line in lines if "aux_loss" in line]
+    assert len(measured) == config.total_steps
+    assert all(np.isfinite(line["loss"]) and line["aux_loss"] > 1.5 for line in measured)

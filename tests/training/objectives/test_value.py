@@ -1,0 +1,163 @@
+"""PPO's critic: values of the state before each token, its own update, its warm-up, and saving it."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxrl_llm.algorithms.batch import Batch
+from jaxrl_llm.config import ConfigError, default
+from jaxrl_llm.config.flags import load_config_file
+from jaxrl_llm.models.logprobs import token_values
+from jaxrl_llm.models.model import load_model
+from jaxrl_llm.models.transformer import ModelConfig, Net
+from jaxrl_llm.train import train
+from jaxrl_llm.training.objectives.policy_gradient import policy_gradient
+from jaxrl_llm.training.objectives.value import critic_config, policy_and_values, value_regression
+
+NET = Net(
+    ModelConfig(
+        vocab_size=31, width=16, layers=1, heads=2, kv_heads=1, head_dim=8, ffn=24, head="score", init_scale=0.3
+    )
+)
+PARAMS = NET.init(jax.random.key(0))
+
+
+def make_batch() -> Batch:
+    draw = np.random.default_rng(0)
+    segments = np.array([[0, 1, 1, 1, 1, 0], [1, 1, 1, 1, 1, 1]], np.int32)
+    mask = np.array([[0, 0, 0, 1, 1, 0], [0, 0, 0, 1, 1, 1]], np.float32)
+    values, returns = (draw.normal(size=mask.shape).astype(np.float32) * mask for _ in range(2))
+    tokens = draw.integers(0, 31, mask.shape).astype(np.int32)
+    return Batch(tokens, segments, mask, values=values, returns=returns, prompt_width=3)
+
+
+def test_a_value_is_of_the_state_before_the_token():
+    batch = make_batch()
+    scores = np.asarray(NET.bind(PARAMS)(jnp.asarray(batch.tokens), jnp.asarray(batch.segments)))
+    values = np.asarray(token_values(NET, PARAMS, batch.tokens, batch.segments, prompt_width=3))
+    np.testing.assert_allclose(values[1, 3:], scores[1, 2:-1], rtol=1e-5)
+    np.testing.assert_allclose(values[0, 3:5], scores[0, 2:4], rtol=1e-5)
+    assert values[0, 5] == 0
+    assert (values[:, :3] == 0).all()
+    changed = batch.tokens.copy()
+    changed[:, 4] = (changed[:, 4] + 1) % 31  # the value of token 4 does not see token 4
+    again = np.asarray(token_values(NET, PARAMS, changed, batch.segments, prompt_width=3))
+    np.testing.assert_array_equal(again[:, 4], values[:, 4])
+    assert again[1, 5] != values[1, 5]
+
+
+@pytest.mark.parametrize("epsilon", [0.2, None])
+def test_the_loss_is_half_the_clipped_squared_error(epsilon):
+    config, batch = default(), make_batch()
+    config.critic.epsilon = epsilon
+    objective = value_regression(config, NET)
+    loss, metrics = objective.loss(PARAMS, objective.prepare(batch))
+    values = np.asarray(token_values(NET, PARAMS, batch.tokens, batch.segments, prompt_width=3))
+    error = (values - batch.returns) ** 2
+    if epsilon is not None:
+        near = np.clip(values, batch.values - epsilon, batch.values + epsilon)
+        error = np.maximum(error, (near - batch.returns) ** 2)
+    np.testing.assert_allclose(loss, 0.5 * (error * batch.mask).sum() / batch.mask.sum(), rtol=1e-5)
+    np.testing.assert_allclose(metrics["vpred_mean"], (values * batch.mask).sum() / batch.mask.sum(), rtol=1e-5)
+
+
+def test_the_critic_has_its_own_optimizer_settings():
+    config = default()
+    config.critic.learning_rate, config.critic.max_grad_norm = 0.5, 7.0
+    own = critic_config(config)
+    assert (own.optimizer.learning_rate, own.optimizer.max_grad_norm) == (0.5, 7.0)
+    assert config.optimizer.learning_rate == 1e-6
+
+
+def ppo(root, folder, steps: int, warmup: int = 0):
+    config = load_config_file(f"{root / 'configs/ppo.py'}:tiny")
+    config.output_dir, config.total_steps, config.critic.warmup_steps = str(folder), steps, warmup
+    config.eval.every, config.checkpoint.every, config.optimizer.warmup_steps = -1, 1, 0
+    config.logging.backends = ("jsonl",)
+    return config
+
+
+@pytest.mark.slow
+def test_warm_up_moves_the_critic_only_and_a_resumed_run_equals_a_whole_one(root, tmp_path):
+    start = load_model("embedded:sort").params
+    first = train(ppo(root, tmp_path / "parts", 1, warmup=1))
+    jax.tree.map(np.testing.assert_array_equal, first.model.params, start)
+    critic = load_model(tmp_path / "parts/critic", head="score")
+    assert critic.net.config.head == "score"
+    moved = jax.tree.map(lambda a, b: bool((a != b).any()), critic.params["layers"], start["layers"])
+    assert all(jax.tree.leaves(moved))
+    parts = train(ppo(root, tmp_path / "parts", 2, warmup=1))
+    whole = train(ppo(root, tmp_path / "whole", 2, warmup=1))
+    assert any(jax.tree.leaves(jax.tree.map(lambda a, b: bool((a != b).any()), parts.model.params, start)))
+    jax.tree.map(np.testing.assert_array_equal, parts.model.params, whole.model.params)
+    a, b = (load_model(tmp_path / name / "critic", head="score").params for name in ("parts", "whole"))
+    jax.tree.map(np.testing.assert_array_equal, a, b)
+    assert {"critic/loss", "critic/grad_norm", "critic/explained_variance", "kl"} <= parts.metrics[-1].keys()
+
+
+def test_a_critic_and_a_rule_that_reads_values_go_together(root, tmp_path):
+    config = ppo(root, tmp_path, 1)
+    config.algorithm.advantage = "reinforce_plus_plus"
+    with pytest.raises(ConfigError, match=r"critic.*go together"):
+        train(config)
+    config = ppo(root, tmp_path, 1)
+    config.algorithm.name = "grpo"
+    with pytest.raises(ConfigError, match="go together"):
+        train(config)
+
+
+def test_a_shared_critic_reads_the_hidden_states_of_the_policy_once(root, tmp_path):
+    config = ppo(root, tmp_path, 1)
+    config.critic.shared, config.critic.coef, config.algorithm.beta = True, 0.3, 0.0
+    config.algorithm.kl_in_reward = False
+    net = Net(replace(NET.config, head="lm"))
+    params, draw = net.init(jax.random.key(1)), np.random.default_rng(1)
+    kernel = jnp.asarray(draw.normal(size=(16, 1)), jnp.float32)
+    batch = make_batch()
+    batch = batch.replace(
+        sample_logps=-batch.mask,
+        old_logps=-2.0 * batch.mask,
+        advantages=batch.mask * np.array([[1.0], [-0.5]], np.float32),
+    )
+    joint = {**params, "score": {"kernel": kernel}}
+    objective, policy = policy_and_values(config, net), policy_gradient(config, net)
+    prepared = objective.prepare(batch)
+    both, metrics = objective.loss(joint, prepared)
+    alone, _ = policy.loss(params, policy.prepare(batch))
+    critic_net = Net(replace(NET.config, head="score"))
+    trunk = {name: x for name, x in params.items() if name != "head"}
+    regression = value_regression(config, critic_net)
+    error, measured = regression.loss({**trunk, "score": {"kernel": kernel}}, regression.prepare(batch))
+    np.testing.assert_allclose(both, alone + 0.3 * error, rtol=1e-5)
+    np.testing.assert_allclose(metrics["critic/loss"], error, rtol=1e-5)
+    np.testing.assert_allclose(metrics["critic/vpred_mean"], measured["vpred_mean"], rtol=1e-5)
+    gradients = jax.grad(lambda p: objective.loss(p, prepared)[0])(joint)
+    assert all(float(jnp.abs(gradients[part]["kernel"]).max()) > 0 for part in ("score", "head"))
+
+
+@pytest.mark.slow
+def test_a_shared_critic_is_saved_restored_and_resumed(root, tmp_path):
+    def shared(name: str, steps: int):
+        config = ppo(root, tmp_path / name, steps)
+        config.critic.shared, config.optimizer.schedule = True, "constant"
+        return config
+
+    train(shared("parts", 1))
+    parts, whole = train(shared("parts", 2)), train(shared("whole", 2))
+    jax.tree.map(np.testing.assert_array_equal, parts.model.params, whole.model.params)
+    a, b = (load_model(tmp_path / name / "critic", head="score").params for name in ("parts", "whole"))
+    jax.tree.map(np.testing.assert_array_equal, a, b)
+    jax.tree.map(np.testing.assert_array_equal, a["layers"], whole.model.params["layers"])
+    assert {"critic/loss", "critic/explained_variance", "grad_norm"} <= parts.metrics[-1].keys()
+    lines = [line["critic/loss"] for line in whole.metrics]
+    assert lines[0] != lines[1]
+
+
+def test_a_shared_critic_has_no_settings_of_a_network_of_its_own(root, tmp_path):
+    config = ppo(root, tmp_path, 1, warmup=1)
+    config.critic.shared = True
+    with pytest.raises(ConfigError, match=r"critic\.warmup_steps 1, but critic\.shared is true"):
+        train(config)

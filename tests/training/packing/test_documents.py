@@ -1,0 +1,80 @@
+import random
+import time
+
+import numpy as np
+import pytest
+
+from jaxrl_llm.config.resolve import ConfigError
+from jaxrl_llm.training.packing.documents import first_fit, pack_rows, pad_groups
+
+
+def naive_first_fit(lengths, capacity):
+    groups, room = [], []
+    for row, length in enumerate(lengths):
+        place = next((index for index, free in enumerate(room) if free >= length), None)
+        if place is None:
+            place = len(groups)
+            groups.append([])
+            room.append(capacity)
+        groups[place].append(row)
+        room[place] -= length
+    return groups
+
+
+def test_first_fit_by_hand():
+    assert first_fit([6, 5, 4, 3, 2], 10) == [[0, 2], [1, 3, 4]]
+    assert first_fit([10, 10], 10) == [[0], [1]]
+    assert first_fit([], 10) == []
+    assert first_fit([3], 3) == [[0]]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_first_fit_equals_the_plain_search(seed):
+    draw = random.Random(seed)
+    lengths = [draw.randint(0, 30) for _ in range(draw.randint(1, 200))]
+    assert first_fit(lengths, 30) == naive_first_fit(lengths, 30)
+
+
+def test_first_fit_of_many_rows_is_quick():
+    draw = random.Random(0)
+    started = time.monotonic()
+    first_fit([draw.randint(500, 1000) for _ in range(20_000)], 1000)
+    # The plain search looks at up to 2e4 groups for each row, which takes a minute.
+    assert time.monotonic() - started < 5
+
+
+def test_packed_arrays_by_hand():
+    rows = [([11, 12, 13], [0, 1, 1]), ([21, 22, 23, 24], [0, 0, 1, 1]), ([31, 32], [0, 1])]
+    tokens, segments, positions, mask = pack_rows(rows, 5)
+    assert tokens.tolist() == [[11, 12, 13, 31, 32], [21, 22, 23, 24, 0]]
+    assert segments.tolist() == [[1, 1, 1, 2, 2], [1, 1, 1, 1, 0]]
+    assert positions.tolist() == [[0, 1, 2, 0, 1], [0, 1, 2, 3, 0]]
+    assert mask.tolist() == [[0, 1, 1, 0, 1], [0, 0, 1, 1, 0]]
+    assert (tokens.dtype, positions.dtype, mask.dtype) == (np.int32, np.int32, np.float32)
+
+
+def test_the_first_token_of_a_segment_is_never_learned():
+    _, _, _, mask = pad_groups([[([1, 2], [1, 1]), ([3], [1]), ([4, 5], [1, 1])]], 6)
+    assert mask.tolist() == [[0, 1, 0, 0, 1, 0]]
+
+
+def test_every_row_comes_back_whole():
+    draw = random.Random(1)
+    rows = [([draw.randint(1, 99) for _ in range(draw.randint(1, 12))], None) for _ in range(60)]
+    rows = [(ids, [0] + [draw.randint(0, 1) for _ in ids[1:]]) for ids, _ in rows]
+    tokens, segments, positions, mask = pack_rows(rows, 16)
+    back = []
+    for row in range(len(tokens)):
+        for segment in range(1, segments[row].max() + 1):
+            here = segments[row] == segment
+            assert np.flatnonzero(here).tolist() == list(range(here.argmax(), here.argmax() + here.sum()))
+            assert positions[row][here].tolist() == list(range(here.sum()))
+            back.append((tokens[row][here].tolist(), mask[row][here].tolist()))
+    assert sorted(back) == sorted((ids, [float(x) for x in weights]) for ids, weights in rows)
+
+
+def test_errors():
+    with pytest.raises(ConfigError, match="row 1 has 11 tokens, more than the packed width 10"):
+        first_fit([1, 11], 10)
+    with pytest.raises(ConfigError, match="packed row 0 has 3 tokens, more than the batch width 2"):
+        pad_groups([[([1, 2, 3], [0, 1, 1])]], 2)

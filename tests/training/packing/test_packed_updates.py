@@ -1,0 +1,296 @@
+"""Packed rows, with shared prompts and micro-batches of tokens, give the update of rows computed one by one."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxrl_llm.algorithms.batch import Batch
+from jaxrl_llm.config import ConfigError, default
+from jaxrl_llm.distributed.sharding import make_mesh
+from jaxrl_llm.models.lora import LoraConfig
+from jaxrl_llm.models.rope import Rope
+from jaxrl_llm.models.transformer import ModelConfig, Net
+from jaxrl_llm.training.objectives import policy_gradient, preference, value
+from jaxrl_llm.training.objectives.router import with_router_loss
+from jaxrl_llm.training.online import scored_logps
+from jaxrl_llm.training.optimizers import make_optimizer
+from jaxrl_llm.training.packing import planner
+from jaxrl_llm.training.packing.planner import Sample, make_packer, sampled_rows
+from jaxrl_llm.training.update import init_state, make_update
+
+SHAPE = ModelConfig(
+    vocab_size=31, width=16, layers=2, heads=2, kv_heads=1, head_dim=8, ffn=24, init_scale=0.3, scan_layers=False
+)
+WINDOWED = dataclasses.replace(SHAPE, sliding_window=3, sliding_layers=(1,))
+YARN = dataclasses.replace(SHAPE, rope=Rope(kind="yarn", factor=4.0, original_max_positions=4))
+SPARSE = dataclasses.replace(
+    SHAPE, experts=4, experts_per_token=2, expert_ffn=8, normalize_top_k=True, router_aux_loss_coef=0.1
+)
+SCORING = dataclasses.replace(SHAPE, head="score")
+GROUP, PROMPT, COMPLETION, ROWS = 4, 4, 5, 12
+
+
+def online_batch(**changes) -> Batch:
+    """Three groups of four: prompts of 2 to 4 tokens padded on the left, completions of 0 to 5 tokens."""
+    draw = np.random.default_rng(3)
+    lengths = np.array([5, 1, 0, 3, 2, 2, 5, 4, 0, 1, 3, 5])
+    starts = np.repeat([0, 2, 1], GROUP)
+    column = np.arange(PROMPT + COMPLETION)
+    mask = ((column >= PROMPT) & (column < PROMPT + lengths[:, None])).astype(np.float32)
+    segments = ((column >= starts[:, None]) & (column < PROMPT + lengths[:, None])).astype(np.int32)
+    tokens = draw.integers(0, 31, mask.shape)
+    tokens[:, :PROMPT] = np.repeat(tokens[::GROUP, :PROMPT], GROUP, axis=0)
+
+    def numbers(mean, spread):
+        return jnp.asarray((draw.normal(mean, spread, mask.shape) * mask).astype(np.float32))
+
+    batch = Batch(
+        tokens=jnp.asarray((tokens * (segments > 0)).astype(np.int32)),
+        segments=jnp.asarray(segments),
+        mask=jnp.asarray(mask),
+        sample_logps=numbers(-3, 0.3),
+        old_logps=numbers(-3, 0.3),
+        ref_logps=numbers(-3, 0.3),
+        advantages=jnp.asarray((draw.normal(size=(ROWS, 1)) * mask).astype(np.float32)),
+        values=numbers(0, 1),
+        returns=numbers(0, 1),
+        prompt_width=PROMPT,
+    )
+    return batch.replace(**changes)
+
+
+def pairs(**changes) -> Batch:
+    """Six rows of three pairs, padded on the right; the rejected completion of one pair is empty."""
+    draw = np.random.default_rng(4)
+    prompts, lengths = np.repeat([4, 2, 3], 2), np.array([5, 3, 2, 0, 1, 4])
+    column = np.arange(PROMPT + COMPLETION)
+    segments = (column < (prompts + lengths)[:, None]).astype(np.int32)
+    mask = segments * (column >= prompts[:, None])
+    tokens = draw.integers(0, 31, mask.shape)
+    tokens[1::2] = np.where(column < prompts[1::2, None], tokens[::2], tokens[1::2])
+    batch = Batch(
+        tokens=jnp.asarray((tokens * segments).astype(np.int32)),
+        segments=jnp.asarray(segments),
+        mask=jnp.asarray(mask.astype(np.float32)),
+        ref_logps=jnp.asarray((draw.normal(-3, 0.3, mask.shape) * mask).astype(np.float32)),
+    )
+    return batch.replace(**changes)
+
+
+def config_of(algorithm: str, **changes):
+    config = default()
+    config.algorithm.name = algorithm
+    config.rollout.group_size, config.rollout.max_completion_length = GROUP, COMPLETION
+    config.batch.packing, config.batch.prompts = "true", 3
+    config.batch.microbatch_tokens = config.batch.pack_length = 20 if algorithm in ("grpo", "ppo") else 9
+    config.optimizer.name, config.optimizer.b1, config.optimizer.learning_rate = "sgd", 0.0, 1.0
+    config.optimizer.max_grad_norm = 0.0
+    if algorithm in ("preference", "reward_model"):
+        config.algorithm.beta = 0.3
+    for name, setting in changes.items():
+        section, leaf = name.split("__")
+        config[section][leaf] = setting
+    return config
+
+
+def sample_of(batch: Batch) -> Sample:
+    return Sample(*(np.asarray(x) for x in (batch.tokens, batch.segments, batch.mask)), batch.prompt_width)
+
+
+def both_updates(make, config, batch: Batch, shape: ModelConfig = SHAPE):
+    """Parameters and metrics after the update of the rows and of their packed form, and the packed batch."""
+    net, mesh = Net(shape), make_mesh(devices=jax.devices()[:1])
+    with jax.set_mesh(mesh):
+        optimizer, objective = make_optimizer(config), make(config, net)
+        if config.algorithm.name == "ppo":
+            params = {**Net(SHAPE).init(jax.random.key(0)), "score": {"kernel": jnp.ones((16, 1)) / 16}}
+        else:
+            params = net.init(jax.random.key(0))
+        packed = make_packer(config, shape, mesh, objective, sample_of(batch))(batch)
+        update = make_update(objective, optimizer, config, mesh)
+        found = [update(init_state(jax.tree.map(jnp.copy, params), optimizer, mesh), rows) for rows in (batch, packed)]
+    return params, *found, packed
+
+
+def check_same(make, config, batch: Batch, shape: ModelConfig = SHAPE) -> None:
+    params, (rows, metrics), (packed, packed_metrics), laid_out = both_updates(make, config, batch, shape)
+    assert (laid_out.layout.parts[0] > 1) == (config.batch.microbatch_tokens < 100)
+    moved = max(jax.tree.leaves(jax.tree.map(lambda a, b: float(jnp.abs(a - b).max()), rows.params, params)))
+    assert moved > 1e-3
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5 * max(moved, 1.0)), packed.params, rows.params)
+    assert metrics.keys() == packed_metrics.keys()
+    for name in metrics:
+        np.testing.assert_allclose(packed_metrics[name], metrics[name], rtol=1e-4, atol=1e-5, err_msg=name)
+
+
+slow = pytest.mark.slow
+ON_POLICY = {"old_logps": None}
+POLICY_CASES = {
+    "grpo on-policy, with a reference": ({"algorithm__aggregation": "token"}, ON_POLICY),
+    "grpo of an older policy": ({}, {}),
+    "gspo": ({"algorithm__loss": "gspo"}, {}),
+    "rloo on-policy": ({"algorithm__loss": "rloo", "algorithm__beta": 0.0}, ON_POLICY | {"ref_logps": None}),
+    "an entropy bonus": ({"algorithm__entropy_coef": 0.1}, ON_POLICY),
+    "top entropy": ({"algorithm__top_entropy_quantile": 0.5, "rollout__temperature": 0.7}, {}),
+    "tokens chosen in the whole batch": ({"algorithm__loss": "clip_cov(fraction=0.3)"}, {"seeds": 3}),
+    "one micro-batch": ({"batch__microbatch_tokens": 400}, {}),
+}
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=slow if n else ()) for n, case in enumerate(POLICY_CASES)], ids=str
+)
+def test_policy_gradients(case):
+    settings, fields = POLICY_CASES[case]
+    if "seeds" in fields:
+        fields = fields | {"seeds": jnp.full(ROWS, 3, jnp.uint32)}
+    config = config_of("grpo", **({"algorithm__beta": 0.1} | settings))
+    check_same(policy_gradient.policy_gradient, config, online_batch(**fields))
+
+
+PREFERENCES = {
+    "dpo+sft": {},
+    "aot": {},
+    "orpo": {"algorithm__orpo_nll_on_prompt": True},
+    "dpo": {"algorithm__use_weighting": True},
+}
+
+
+@pytest.mark.parametrize("loss", [pytest.param(x, marks=slow if n else ()) for n, x in enumerate(PREFERENCES)])
+def test_pairs(loss):
+    check_same(preference.preference, config_of("preference", algorithm__loss=loss, **PREFERENCES[loss]), pairs())
+
+
+@slow
+@pytest.mark.parametrize("loss", ["kto", "apo_zero_unpaired"])
+def test_labelled_rows(loss):
+    rows = pairs(labels=jnp.asarray([1, 1, 0, 0, 1, 1], jnp.float32))
+    twice = jax.tree.map(lambda x: jnp.concatenate([x, x]), rows)
+    check_same(preference.preference, config_of("preference", algorithm__loss=loss), twice)
+
+
+@slow
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_sft(smoothing):
+    check_same(policy_gradient.sft, config_of("sft", algorithm__label_smoothing=smoothing), pairs())
+
+
+@slow
+def test_reward_model():
+    check_same(preference.reward_model, config_of("reward_model"), pairs(margins=jnp.ones(6)), SCORING)
+
+
+@slow
+def test_policy_and_values_of_one_network():
+    config = config_of("ppo", critic__shared=True)
+    check_same(value.policy_and_values, config, online_batch(), dataclasses.replace(SHAPE, head="lm"))
+
+
+@slow
+def test_a_critic():
+    check_same(value.value_regression, config_of("grpo"), online_batch(), SCORING)
+
+
+@slow
+@pytest.mark.parametrize("shape", [WINDOWED, YARN, dataclasses.replace(WINDOWED, scan_layers=True, remat="block")])
+def test_windows_and_stretched_positions(shape):
+    check_same(policy_gradient.policy_gradient, config_of("grpo"), online_batch(), shape)
+
+
+@slow
+def test_experts_are_balanced_over_the_same_tokens():
+    """In one micro-batch; a row without a completion is left out, and counts in no routing."""
+    lengths = (np.asarray(online_batch().mask) > 0).any(1)
+    batch = online_batch()
+    full = batch.replace(segments=jnp.where(lengths[:, None], batch.segments, 0))
+
+    def make(config, net):
+        return with_router_loss(policy_gradient.policy_gradient, config, net)
+
+    check_same(make, config_of("grpo", batch__microbatch_tokens=400), full, SPARSE)
+
+
+def test_log_probs_without_gradient():
+    """The pass for old and reference log-probs: the same on scored tokens, 0 elsewhere."""
+    batch, net, mesh = online_batch(), Net(SHAPE), make_mesh(devices=jax.devices()[:1])
+    params = net.init(jax.random.key(0))
+    with jax.set_mesh(mesh):
+        config = config_of("grpo")
+        packer = make_packer(config, SHAPE, mesh, policy_gradient.policy_gradient(config, net), sample_of(batch))
+        layout = packer.passing(batch.tokens, batch.segments, batch.mask)
+        rows, packed = (
+            scored_logps(net, params, batch.tokens, batch.segments, 0.7, PROMPT, ROWS, 1, x) for x in (None, layout)
+        )
+    np.testing.assert_allclose(packed, rows * batch.mask, atol=1e-5)
+
+
+def test_auto_packs_where_rows_share_or_waste():
+    mesh = make_mesh(devices=jax.devices()[:1])
+    config = config_of("grpo", batch__packing="auto", batch__microbatch_tokens=0, batch__pack_length=0)
+
+    def packer(config, sample, shape=SHAPE):
+        return make_packer(config, shape, mesh, policy_gradient.policy_gradient(config, Net(shape)), sample)
+
+    shared = packer(config, sampled_rows(64, GROUP, 256, 16, full=True))
+    assert shared.sizes is not None and shared.sizes.length == 256 + GROUP * 16
+    assert packer(config, sampled_rows(64, 1, 8, 64, full=True)).sizes is None  # nothing is shared, no row is shorter
+    assert packer(config, sampled_rows(64, GROUP, 256, 16), SPARSE).sizes is None  # balanced in each micro-batch
+    assert packer(config, None).sizes is None
+    config.batch.packing = "false"
+    assert packer(config, sampled_rows(64, GROUP, 256, 16)).sizes is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "shape", "message"),
+    [
+        ({"data__packing": True}, SHAPE, "batch.packing is true, but data.packing packs the rows already"),
+        ({"algorithm__neftune_alpha": 5.0}, SHAPE, "neftune_alpha draws the noise of each row apart"),
+        ({}, dataclasses.replace(SHAPE, lora=LoraConfig(2, dropout=0.1)), "lora.dropout drops the tokens"),
+        ({}, dataclasses.replace(SHAPE, rope=Rope(kind="dynamic", factor=2.0, original_max_positions=4)),
+         "rope_type dynamic rotates a prompt by the length of its row"),
+        ({"batch__pack_length": 8}, SHAPE, "batch.pack_length is 8, but rows have up to 9 tokens"),
+        ({"batch__microbatch_tokens": 8}, SHAPE, "set it to 9 x mesh.data x mesh.fsdp"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_packed_says_so(changes, shape, message):
+    config, mesh = config_of("sft", **changes), make_mesh(devices=jax.devices()[:1])
+    with pytest.raises(ConfigError, match=message):
+        make_packer(
+            config, shape, mesh, policy_gradient.sft(config, Net(shape)), sampled_rows(8, 1, PROMPT, COMPLETION)
+        )
+
+
+def test_micro_batches_leave_little_room():
+    """16 pairs of 128 tokens, each in a packed row of 192: four micro-batches of four, none of which is part empty."""
+    mesh = make_mesh(devices=jax.devices()[:1])
+    config = config_of("preference", batch__microbatch_tokens=0, batch__pack_length=192)
+    sizes, _ = planner.packed_sizes(
+        config, SHAPE, mesh, policy_gradient.Reads(), sampled_rows(32, 2, 64, 64, full=True), 1024
+    )
+    assert (sizes.length, sizes.packed_rows) == (192, 4)
+
+
+def test_the_packed_update_is_one_donated_program_without_the_vocabulary_in_its_memory(monkeypatch):
+    """Temporary memory grows with the hidden states of one micro-batch, not with rows times vocabulary."""
+    shape = dataclasses.replace(SHAPE, vocab_size=4096, tie_embeddings=True)
+    config, mesh = config_of("grpo", batch__microbatch_tokens=64, batch__pack_length=32), make_mesh()
+    monkeypatch.setattr(planner, "FEWEST", {"cpu": 64})
+    monkeypatch.setattr("jaxrl_llm.models.chunked_softmax.LOGITS_IN_FLIGHT", 8 * 4096)
+    sizes = []
+    with jax.set_mesh(mesh):
+        optimizer, objective = make_optimizer(config), policy_gradient.policy_gradient(config, Net(shape))
+        state = init_state(Net(shape).init(jax.random.key(0)), optimizer, mesh)
+        update = make_update(objective, optimizer, config, mesh)
+        for groups in (2, 8):
+            sample = sampled_rows(groups * GROUP, GROUP, 8, 24, full=True)
+            zeros = jnp.zeros(sample.mask.shape)
+            batch = Batch(*map(jnp.asarray, sample[:3]), sample_logps=zeros, advantages=zeros, prompt_width=8)
+            packed = make_packer(config, shape, mesh, objective, sample)(batch)
+            memory = update.lower(state, packed).compile().memory_analysis()
+            sizes.append(memory.temp_size_in_bytes)
+    assert memory.alias_size_in_bytes >= sum(x.nbytes for x in jax.tree.leaves(state))
+    tokens = 6 * GROUP * 24  # scored, more in the second batch than in the first
+    assert sizes[1] - sizes[0] < tokens * 4096 * 4 / 10

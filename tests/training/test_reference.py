@@ -1,0 +1,196 @@
+"""What a run carries from step to step: replayed groups, the reference that follows, controllers, and fills of rows."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxrl_llm
+from jaxrl_llm.algorithms.batch import Batch
+from jaxrl_llm.algorithms.kl import AdaptiveKL
+from jaxrl_llm.config import default
+from jaxrl_llm.config.flags import load_config_file
+from jaxrl_llm.distributed.sharding import make_mesh
+from jaxrl_llm.rollout.engine import Rollout
+from jaxrl_llm.training.checkpoint.manager import Checkpoints
+from jaxrl_llm.training.online import Sampled, fill
+from jaxrl_llm.training.reference import Memory, make_memory
+from jaxrl_llm.training.replay import empty_replay, exchange
+from jaxrl_llm.training.update import State
+
+MESH = make_mesh(devices=jax.devices()[:1])
+
+
+def batch_of(numbers) -> Batch:
+    """Rows of two tokens that hold their row's number in every field."""
+    rows = np.repeat(np.array(numbers, np.float32)[:, None], 2, axis=1)
+    integers = rows.astype(np.int32)
+    return Batch(integers, integers, rows, sample_logps=rows, old_logps=rows, advantages=rows, prompt_width=1)
+
+
+def numbers_of(batch: Batch) -> list[int]:
+    first = np.asarray(batch.tokens)[:, 0]
+    for field in (batch.segments, batch.mask, batch.sample_logps, batch.old_logps, batch.advantages):
+        np.testing.assert_array_equal(np.asarray(field), np.repeat(first[:, None], 2, axis=1))
+    return first.tolist()
+
+
+def test_replay_exchanges_flat_groups_for_stored_ones():
+    replay = empty_replay(groups=2, group_size=2, width=2, prompt_width=1, mesh=MESH)
+    key = jax.random.key(0)
+    # Empty: the flat group (the second) stays. Groups 1 and 3 are stored.
+    replay, out, count = exchange(replay, batch_of(range(10, 16)), np.float32([1, 0, 2]), key, group_size=2)
+    assert (numbers_of(out), int(count)) == (list(range(10, 16)), 0)
+    assert numbers_of(replay.rows) == [10, 11, 14, 15]
+    np.testing.assert_array_equal(replay.priority, [1, 2])
+    # Two flat groups are replaced by stored ones; the new group is stored and the oldest leaves.
+    replay, out, count = exchange(replay, batch_of(range(20, 26)), np.float32([0, 3, 0]), key, group_size=2)
+    assert int(count) == 2
+    got = numbers_of(out)
+    assert got[2:4] == [22, 23]
+    assert got[:2] in ([10, 11], [14, 15])
+    assert got[4:] in ([10, 11], [14, 15])
+    assert numbers_of(replay.rows) == [22, 23, 10, 11]
+    np.testing.assert_array_equal(replay.priority, [3, 1])
+
+
+def test_stored_groups_are_drawn_in_proportion_to_their_priority():
+    replay = empty_replay(groups=3, group_size=1, width=2, prompt_width=1, mesh=MESH)
+    replay, _, _ = exchange(replay, batch_of([7, 8]), np.float32([1, 3]), jax.random.key(0), group_size=1)
+    _, out, count = exchange(replay, batch_of([0] * 4000), np.zeros(4000, np.float32), jax.random.key(1), group_size=1)
+    drawn = numbers_of(out)
+    assert int(count) == 4000
+    assert drawn.count(7) + drawn.count(8) == 4000  # never the empty place
+    assert abs(drawn.count(8) / 4000 - 0.75) < 0.03
+
+
+def state_at(step: int, value: float) -> State:
+    return State(jnp.asarray(step, jnp.int32), {"w": jnp.full(3, value)}, ())
+
+
+def test_the_reference_follows_every_so_many_steps():
+    memory = Memory(reference={"w": jnp.zeros(3)}, ref_sync_steps=2, ref_mixup_alpha=0.6)
+    seen = []
+    for step, value in enumerate([9.0, 9.0, 1.0, 9.0, 2.0]):
+        memory.sync_reference(state_at(step, value))
+        seen.append(round(float(memory.reference["w"][0]), 4))
+    assert seen == [0.0, 0.0, 0.6, 0.6, 1.44]  # after steps 2 and 4: 0.6 * 1, then 0.6 * 2 + 0.4 * 0.6
+
+
+def test_a_reference_that_never_follows_is_left_alone_and_not_saved():
+    reference = {"w": jnp.zeros(3)}
+    memory = Memory(reference=reference)
+    memory.sync_reference(state_at(512, 1.0))
+    assert memory.reference is reference
+    assert memory.arrays() == {}
+
+
+def configured(**settings):
+    config = default()
+    config.rollout.group_size, config.rollout.max_completion_length = 2, 1
+    for name, value in settings.items():
+        config.algorithm[name] = value
+    return config
+
+
+def test_controllers_move_and_are_restored():
+    config = configured(
+        beta=0.1, kl_controller="adaptive", kl_target=0.1, kl_horizon=100.0, entropy_controller="adaptive",
+        entropy_target=0.5, entropy_delta=0.01,
+    )  # fmt: skip
+    memory = make_memory(config, {"w": jnp.zeros(3)}, 1, MESH)
+    assert memory.coefficients() == {"kl_coef": 0.1, "entropy_coef": 0.0}
+    memory.control_kl(jnp.asarray(5.0), 10)  # far above the target: the error is cut to 0.2
+    np.testing.assert_allclose(memory.kl.coef, 0.1 * (1 + 0.2 * 10 / 100), rtol=1e-6)
+    memory.control_entropy({"entropy": 0.4})
+    np.testing.assert_allclose(memory.coefficients()["entropy_coef"], 0.01, rtol=1e-6)
+    memory.control_entropy({"entropy": 0.9})  # above the target: it falls, and does not apply
+    assert memory.coefficients()["entropy_coef"] == 0.0
+    fresh = make_memory(config, {"w": jnp.zeros(3)}, 1, MESH)
+    fresh.restore(memory.numbers(), {})
+    assert fresh.numbers() == memory.numbers()
+    memory.control_kl(jnp.asarray(0.01), 10)
+    fresh.control_kl(jnp.asarray(0.01), 10)
+    assert fresh.kl.coef == memory.kl.coef
+
+
+def test_a_fixed_coefficient_stays():
+    memory = make_memory(configured(beta=0.1), {"w": jnp.zeros(3)}, 1, MESH)
+    memory.control_kl(None, 10)
+    assert memory.kl.coef == 0.1
+    assert memory.coefficients() == {}
+    memory.restore({"kl_coef": 0.7}, {})  # a checkpoint of a run with another beta
+    assert memory.kl.coef == 0.1
+
+
+def test_no_kl_term_keeps_no_reference():
+    params = {"w": jnp.zeros(3)}
+    assert make_memory(configured(), params, 1, MESH).reference is None
+    kept = make_memory(configured(beta=0.1), params, 1, MESH).reference
+    assert kept is not None
+    assert kept["w"] is not params["w"]  # updates donate the policy's buffers
+
+
+def test_a_checkpoint_holds_the_arrays(tmp_path):
+    config = configured(beta=0.1, ref_sync_steps=2, replay_groups=2)
+    with jax.set_mesh(MESH), Checkpoints(tmp_path / "checkpoints") as checkpoints:
+        memory = make_memory(config, {"w": jnp.zeros(3)}, 1, MESH)
+        memory.replay_groups(batch_of([1, 2, 3, 4]), np.float32([1, 0]), jax.random.key(0), 2)
+        memory.reference = {"w": jnp.arange(3.0)}
+        checkpoints.save(1, state_at(1, 0.0), memory.numbers(), memory.arrays())
+        plain = make_memory(configured(beta=0.1), {"w": jnp.zeros(3)}, 1, MESH)
+        checkpoints.save(2, state_at(2, 0.0), plain.numbers(), plain.arrays())
+        fresh = make_memory(config, {"w": jnp.zeros(3)}, 1, MESH)
+        fresh.restore(memory.numbers(), checkpoints.restore_arrays(1, fresh.arrays(), MESH))
+        np.testing.assert_array_equal(fresh.reference["w"], [0, 1, 2])
+        assert numbers_of(fresh.replay.rows)[:2] == [1, 2]
+        np.testing.assert_array_equal(fresh.replay.priority, [1, 0])
+        assert checkpoints.restore_arrays(2, fresh.arrays(), MESH) == {}
+
+
+def sampled_of(numbers) -> Sampled:
+    rows = np.repeat(np.array(numbers, np.int32)[:, None], 3, axis=1)
+    one = rows[:, 0]
+    rollout = Rollout(rows, rows, rows.astype(np.float32), rows.astype(np.float32), one, one > 0, one)
+    names = [str(n) for n in numbers]
+    examples = [{"id": n // 10} for n in numbers[::2]]
+    return Sampled(jax.tree.map(jnp.asarray, rollout), examples, names, names, np.float32(numbers)[:, None])
+
+
+@pytest.mark.parametrize(
+    ("fresh_flat", "expected", "still"),
+    [
+        ([False, True, False], [50, 51, 20, 21, 70, 71], [False, False, False]),
+        ([True, True, False], [70, 71, 20, 21, 30, 31], [False, False, True]),
+        ([True, True, True], [10, 11, 20, 21, 30, 31], [True, False, True]),
+    ],
+)
+def test_flat_groups_are_filled_with_fresh_ones(fresh_flat, expected, still):
+    held, fresh = sampled_of([10, 11, 20, 21, 30, 31]), sampled_of([50, 51, 60, 61, 70, 71])
+    with jax.set_mesh(MESH):
+        filled, flat = fill(held, np.array([True, False, True]), fresh, np.array(fresh_flat), MESH)
+    np.testing.assert_array_equal(flat, still)
+    assert filled.completions == filled.prompts == [str(n) for n in expected]
+    assert filled.examples == [{"id": n // 10} for n in expected[::2]]
+    np.testing.assert_array_equal(filled.rewards[:, 0], expected)
+    np.testing.assert_array_equal(filled.rollout.tokens, np.repeat(np.array(expected)[:, None], 3, axis=1))
+    np.testing.assert_array_equal(filled.rollout.lengths, expected)
+
+
+def test_adaptive_kl_is_what_the_configuration_says():
+    memory = make_memory(configured(beta=0.1, kl_controller="adaptive", kl_target=0.3), {"w": jnp.zeros(3)}, 1, MESH)
+    assert memory.kl == AdaptiveKL(0.1, 0.3, 10_000.0)
+
+
+@pytest.mark.slow
+def test_a_reference_in_the_memory_of_the_host_changes_nothing(root, tmp_path):
+    def losses(name, config_file, **algorithm):
+        config = load_config_file(f"{root / 'configs' / config_file}:tiny")
+        config.output_dir, config.eval.every, config.logging.backends = str(tmp_path / name), -1, ("jsonl",)
+        for key, value in algorithm.items():
+            config.algorithm[key] = value
+        return [line["loss"] for line in jaxrl_llm.train(config).metrics]
+
+    online = {"beta": 0.5, "ref_sync_steps": 1}
+    assert losses("a", "grpo.py", offload_reference=True, **online) == losses("b", "grpo.py", **online)
+    assert losses("c", "dpo.py", offload_reference=True) == losses("d", "dpo.py")
