@@ -14,7 +14,9 @@ from jaxrl_llm.training.logging.backends import check_installed, delivery
 from jaxrl_llm.training.logging.backends.delivery import Delivery, table_of
 from jaxrl_llm.training.logging.backends.mlflow import allowed
 from jaxrl_llm.training.logging.backends.tensorboard import markdown
-from jaxrl_llm.training.logging.logger import Logger, read_metrics
+from jaxrl_llm.training.logging.logger import Logger
+from jaxrl_llm.training.logging.records import read_metrics
+from jaxrl_llm.training.setup import logging_spec
 
 ROWS = [
     {"prompt": "1+1=", "completion": "2", "exact_match": 1.0, "advantage": 0.5},
@@ -29,7 +31,7 @@ def logged(folder: Path, *backends: str, steps=(1, 2), resume_step: int | None =
     config.logging.completions_every = 2
     config.logging.project = "a_project"
     config.logging.run_name = "a_run"
-    with Logger(config, folder, resume_step) as logger:
+    with Logger(logging_spec(config), folder, resume_step) as logger:
         for step in steps:
             if step % 2 == 0:
                 logger.completions(step, ROWS)

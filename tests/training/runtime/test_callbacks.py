@@ -11,7 +11,7 @@ from safetensors.numpy import load_file
 
 import jaxrl_llm
 from jaxrl_llm.commands.stages import is_finished
-from jaxrl_llm.config import ConfigError, default, validate
+from jaxrl_llm.config import ConfigError, default, to_json, validate
 from jaxrl_llm.config.flags import load_config_file
 from jaxrl_llm.training.runtime.callbacks import Callbacks, EarlyStopping, early_stopping, load_callbacks
 
@@ -213,7 +213,7 @@ def test_specifications_that_lead_to_no_callback(spec, words):
     config = default()
     config.callbacks = (spec,)
     with pytest.raises(ConfigError, match=words):
-        load_callbacks(config)
+        load_callbacks(config.callbacks)
 
 
 def test_evaluations_that_never_come():
@@ -232,7 +232,7 @@ def test_names_and_a_file_of_ones_own(tmp_path):
     )
     config = default()
     config.callbacks = (f"{file}:Mine(every=5)", "early_stopping(metric='loss')")
-    found = load_callbacks(config, [Diary(), Diary()])
+    found = load_callbacks([*config.callbacks, Diary(), Diary()])
     assert list(found) == [*config.callbacks, "Diary", "Diary 2"]
     assert next(iter(found.values())).every == 5
 
@@ -264,7 +264,8 @@ def test_patience(values, options, stop):
     assert steps_until_stop(values, **options) == stop
 
 
-def test_it_looks_where_the_metric_comes():
+def test_it_looks_where_the_metric_comes(tmp_path):
     assert early_stopping("eval/loss").on_step is None and early_stopping("loss").on_evaluate is None
-    calls = Callbacks({"a": early_stopping("eval/loss")}, default())
-    assert not calls.every_step and Callbacks({"a": EarlyStopping("loss", 1, 0.0, "max")}, default()).every_step
+    record = to_json(default())
+    assert not Callbacks({"a": early_stopping("eval/loss")}, record, tmp_path).every_step
+    assert Callbacks({"a": EarlyStopping("loss", 1, 0.0, "max")}, record, tmp_path).every_step
