@@ -302,7 +302,7 @@ def report(error: BaseException) -> bool:
     group.failed = True
     print(f"error: {group.name(group.spec.index)}: {text}", file=sys.stderr, flush=True)
     group.code = exit_code(error) if text == group.own_message else 1  # a lost process is no error of the user's
-    _publish(group, {"failed": text, "code": group.code})
+    _put(group, MESSAGES, json.dumps({"failed": text, "code": group.code}))
     timer = threading.Timer(LEAVE_SECONDS, os._exit, (group.code,))
     timer.daemon = True
     timer.start()
@@ -315,7 +315,7 @@ def _with_cause(group: Group, text: str) -> str:
     A collective breaks off in all processes when one of them ends. If that one has reported its error, the listener
     ends this process with it while this function waits; if all have failed alike, each goes on closing its files.
     """
-    _publish(group, {})
+    _put(group, MESSAGES, "{}")
     if silent := _missing_from(group, ALIVE):
         names = " and ".join(group.name(index) for index in silent)
         return f"{names} does not answer: it was killed, or its machine is lost ({text.splitlines()[0]})"
@@ -337,7 +337,7 @@ def end(code: int | str | None) -> NoReturn:
 
 def _leave(group: Group, code: int) -> NoReturn:
     """Exits at once; process 0 after the others: it is the coordinator, and JAX ends them when it is gone."""
-    _mark(group, LEAVING)
+    _put(group, LEAVING)
     if group.spec.index == 0:
         _missing_from(group, LEAVING)
     sys.stdout.flush()
@@ -345,18 +345,14 @@ def _leave(group: Group, code: int) -> NoReturn:
     os._exit(code)
 
 
-def _publish(group: Group, message: dict[str, Any]) -> None:
+def _put(group: Group, folder: str, value: str = "") -> None:
+    """Sets this process's entry in a folder of the coordinator's store."""
     with _coordinator_may_be_gone():
-        _client().key_value_set(f"{MESSAGES}{group.spec.index}", json.dumps(message), allow_overwrite=True)
-
-
-def _mark(group: Group, folder: str) -> None:
-    with _coordinator_may_be_gone():
-        _client().key_value_set(f"{folder}{group.spec.index}", "", allow_overwrite=True)
+        _client().key_value_set(f"{folder}{group.spec.index}", value, allow_overwrite=True)
 
 
 def _missing_from(group: Group, folder: str) -> list[int]:
-    """The other processes without a mark in the folder, once there are none or ANSWER_SECONDS have passed."""
+    """The other processes without an entry in the folder, once there are none or ANSWER_SECONDS have passed."""
     others = set(range(group.spec.count)) - {group.spec.index}
     for _ in range(int(ANSWER_SECONDS / POLL_SECONDS)):
         with _coordinator_may_be_gone():
@@ -383,7 +379,7 @@ def _listen(group: Group) -> None:
         messages = _messages(group)
         if not messages:
             continue
-        _mark(group, ALIVE)
+        _put(group, ALIVE)
         for index, message in sorted(messages.items()):
             if "failed" in message and not group.failed and message["failed"] != group.own_message:
                 print(f"error: {group.name(index)}: {message['failed']}", file=sys.stderr, flush=True)

@@ -30,8 +30,7 @@ from jaxrl_llm.training.advantages import make_scorer
 from jaxrl_llm.training.checkpoint.manager import CheckpointSpec, Keep
 from jaxrl_llm.training.checkpoint.object_store import path_of
 from jaxrl_llm.training.evaluation.metrics import EvalMetrics
-from jaxrl_llm.training.evaluation.run import Evaluate, Evaluation, Evaluations
-from jaxrl_llm.training.evaluation.sets import EvalSpec, NamedSet, named_sets
+from jaxrl_llm.training.evaluation.run import EvalSpec, Evaluate, Evaluation, Evaluations, NamedSet, named_sets
 from jaxrl_llm.training.logging.health import HealthSpec
 from jaxrl_llm.training.logging.logger import LoggingSpec
 from jaxrl_llm.training.logging.metric_names import MetricNames, trl_names, verl_names

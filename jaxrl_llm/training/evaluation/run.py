@@ -1,10 +1,11 @@
-"""Evaluation by sampling: completions of held-out prompts, graded and summed up as `eval/*`."""
+"""Evaluation by sampling: the sets of held-out prompts, and their completions, graded and summed up as `eval/*`."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import datasets
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
@@ -17,6 +18,7 @@ from jaxrl_llm.distributed.sharding import row_shards
 from jaxrl_llm.models.transformer import Params
 from jaxrl_llm.rewards.calls import text_of
 from jaxrl_llm.rewards.grader import NOTHING_LOGGED, Logged
+from jaxrl_llm.rollout.sampling import Sampling
 from jaxrl_llm.training.evaluation.metrics import (
     PRED,
     SOURCE,
@@ -30,6 +32,38 @@ from jaxrl_llm.training.logging.reward_metrics import add_totals, over_processes
 from jaxrl_llm.training.online import Row, Sampled, Sampler
 
 Evaluate = Callable[[Params, jax.Array], dict[str, float]]  # (parameters, key) -> metrics named eval/...
+
+
+class NamedSet(NamedTuple):
+    """One set: its name in metrics (empty for the only one), its rows or their sources, and its numbers."""
+
+    name: str
+    rows: Any  # in memory, in place of sources
+    sources: list[dict[str, Any]] | None  # None: data.eval_path, or the sources that are trained on
+    prompts: int  # the first rows that are evaluated on
+    samples: int  # completions of each prompt
+
+
+@dataclass(frozen=True)
+class EvalSpec:
+    """The sets of a configuration, and how completions of their prompts are sampled."""
+
+    sets: tuple[NamedSet, ...]  # those of eval.sets, or the one of data.eval_path
+    prompts: int  # of sets that are given in memory
+    samples: int
+    greedy: bool  # a greedy completion of each prompt beside the samples
+    sampling: Sampling
+    completions_at_once: int
+
+
+def named_sets(spec: EvalSpec, eval_dataset: Any = None) -> list[NamedSet]:
+    """The sets to evaluate on: `eval_dataset` (rows, or a dictionary of rows by set), else those of `spec`."""
+    splits = isinstance(eval_dataset, datasets.DatasetDict | datasets.IterableDatasetDict)
+    if isinstance(eval_dataset, Mapping) and not splits:
+        return [NamedSet(str(name), rows, None, spec.prompts, spec.samples) for name, rows in eval_dataset.items()]
+    if eval_dataset is not None:
+        return [NamedSet("", eval_dataset, None, spec.prompts, spec.samples)]
+    return list(spec.sets)
 
 
 class Samples(NamedTuple):

@@ -208,7 +208,7 @@ def test_resuming_from_another_folder_starts_a_file(tmp_path, capsys):
 
 def test_without_jsonl_no_file_of_an_earlier_run_stays(tmp_path, capsys):
     run_steps(tmp_path, 1, 3)
-    with Logger(LoggingSpec(backends=("console",)), tmp_path) as logger:
+    with Logger(LoggingSpec(("console",), total_steps=100, progress=("reward",)), tmp_path) as logger:
         logger.log(1, {"reward": 0.5})
     assert not (tmp_path / "metrics.jsonl").exists()
     assert "step 1/100  reward 0.500" in capsys.readouterr().out
