@@ -91,7 +91,7 @@ def test_there_are_eight_devices():
     assert jax.device_count() == 8
 
 
-def test_parameters_are_made_cut(net, params):
+def test_parameters_are_initialised_sharded(net, params):
     made = init_sharded(net, jax.random.key(0), mesh_of(2, 2, 2))
     assert shard_shapes(made) == {
         "embed/weight": (32, 8),
@@ -113,14 +113,14 @@ def test_parameters_are_made_cut(net, params):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), made, params)
 
 
-def test_a_dimension_that_does_not_divide_stays_whole():
+def test_an_odd_dimension_is_replicated():
     net = Net(dataclasses.replace(CONFIG, vocab_size=61, head="score"))
     shapes = shard_shapes(init_sharded(net, jax.random.key(0), mesh_of(1, 4, 2)))
     assert shapes["embed/weight"] == (61, 4)
     assert shapes["score/kernel"] == (4, 1)
 
 
-def test_optimizer_moments_are_cut_like_their_parameters(net):
+def test_moments_are_sharded_like_parameters(net):
     mesh = mesh_of(2, 2, 2)
     params = init_sharded(net, jax.random.key(0), mesh)
     tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
@@ -154,7 +154,7 @@ def test_logits_are_equal_on_every_mesh(net, params, rows, expected, sizes):
     np.testing.assert_allclose(Model(net, placed, mesh=mesh)(*rows_to_global(rows, mesh)), expected, atol=1e-5)
 
 
-def test_more_kv_head_cuts_than_kv_heads(net, params, rows, expected):
+def test_more_tensor_shards_than_kv_heads(net, params, rows, expected):
     """2 key/value heads on 8 tensor devices: their activations stay whole, the numbers are the same."""
     mesh = mesh_of(1, 1, 8)
     model = Model(net, jax.device_put(params, shardings(params, mesh)), mesh=mesh)
@@ -168,7 +168,7 @@ def compiled_text(net, params, rows, mesh):
         return lowered.as_text(), lowered.compile().as_text()
 
 
-def test_activations_are_cut_in_the_compiled_program(rows):
+def test_compiled_activations_are_sharded(rows):
     """Each device holds 2 of 8 rows and a cut of heads and channels; nothing has all rows and all channels."""
     net = Net(dataclasses.replace(CONFIG, layers=1, ffn=40, scan_layers=False))
     params = jax.jit(net.init)(jax.random.key(0))
@@ -202,7 +202,7 @@ def test_the_rematerialization_check_can_fail(net, params, rows, capfd, monkeypa
 
 
 @pytest.mark.parametrize("scan_layers", [True, False])
-def test_loading_cut_equals_loading_whole(net, params, tmp_path, scan_layers):
+def test_loading_sharded_equals_loading(net, params, tmp_path, scan_layers):
     save_hf(Model(net, params), tmp_path / "model", max_shard_bytes=4000)
     whole = load_model(tmp_path / "model", scan_layers=scan_layers)
     mesh = mesh_of(2, 2, 2)
@@ -288,7 +288,7 @@ def test_experts_that_do_not_divide_are_refused():
         init_sharded(net, jax.random.key(0), make_mesh(2, expert=4))
 
 
-def test_parameters_are_cut_along_all_axes_but_data():
+def test_parameters_are_sharded_by_all_but_data():
     """By fsdp, context and expert together where tensor does not cut; experts are apart."""
     shapes = shard_shapes(init_sharded(Net(EXPERTS), jax.random.key(0), make_mesh(1, 2, context=2, expert=2)))
     assert shapes["embed/weight"] == (72, 4)
@@ -397,7 +397,7 @@ def test_splash_attention_of_a_mesh(sizes, masked):
     assert_close(found, expected)
 
 
-def test_splash_attention_needs_whole_rows(params, rows):
+def test_splash_attention_needs_complete_rows(params, rows):
     mesh = make_mesh(2, context=4)
     net = Net(dataclasses.replace(CONFIG, attention="splash"))
     with jax.set_mesh(mesh), pytest.raises(ConfigError, match=r"mesh.context = 4 cuts them: .* 2 key/value heads"):
@@ -472,7 +472,7 @@ def test_the_samples_of_a_mesh_with_context(model, on_one_device, samples):
 
 
 @pytest.mark.parametrize("sizes", [(2, 2, 2)], ids=str)
-def test_packed_rows_give_the_same_update_on_every_mesh(sizes):
+def test_packed_updates_on_every_mesh(sizes):
     """Each row shard packs its own rows; all make the same number of steps."""
     config, rows = config_of("grpo", algorithm__beta=0.1, batch__microbatch_tokens=80), online_batch()
     batch = jax.tree.map(lambda x: np.concatenate([x, x[:GROUP]]), rows)
@@ -531,7 +531,7 @@ def test_the_conversations_of_one_device(net, params, monkeypatch):
     np.testing.assert_allclose(found.sample_logps, expected.sample_logps, atol=1e-5)
 
 
-def test_empty_row_caches_are_cut():
+def test_empty_row_caches_are_sharded():
     """On every device the part of its own rows and heads, from the start: whole caches would not fit."""
     mesh = make_mesh(data=1, fsdp=4, tensor=2)
     with jax.set_mesh(mesh):

@@ -54,7 +54,7 @@ def test_limits_are_settings_and_none_is_off():
     )
 
 
-def test_without_a_reference_the_step_from_the_sampler_counts():
+def test_ratio_kl_counts_without_a_reference():
     config = default()
     assert set(health_warnings(health_spec(config), {"ratio/kl": 2.0})) == {"kl_explosion"}
     assert health_warnings(health_spec(config), {"ratio/kl": 2.0, "kl": 0.1}) == {}
@@ -65,7 +65,7 @@ def test_offline_algorithms_have_other_scales():
     assert names("sft", loss=math.nan) == {"nonfinite_loss"}
 
 
-def test_a_warning_is_repeated_seldom():
+def test_a_warning_is_shown_again_seldom():
     health, warnings = HealthWarnings(), {"kl_explosion": "far"}
     shown = [step for step in range(1, 2 * REPEAT_EVERY + 2) if health.due(step, warnings)]
     assert shown == [1, 1 + REPEAT_EVERY, 1 + 2 * REPEAT_EVERY]

@@ -68,7 +68,7 @@ def test_a_preempted_run_saves_and_goes_on(tiny_run, root, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
-def test_the_process_ends_with_143_and_the_same_command_goes_on(run_python, root, tmp_path, number):
+def test_a_signal_ends_with_143_and_resumes(run_python, root, tmp_path, number):
     (tmp_path / "rewards.py").write_text(
         "import os\n"
         "def exact(completions, answer, trainer_state, **kwargs):\n"

@@ -100,7 +100,7 @@ def test_the_cluster_is_seen(monkeypatch, variables, cluster):
         ({}, None),
     ],
 )
-def test_the_only_task_of_a_node_has_all_its_devices(monkeypatch, variables, devices):
+def test_a_lone_task_has_all_devices(monkeypatch, variables, devices):
     set_all(monkeypatch, variables)
     assert processes._devices_of_a_lone_task() == devices
 

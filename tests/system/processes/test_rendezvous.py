@@ -51,7 +51,7 @@ def test_order_does_not_matter():
     assert outcomes(here[::-1]) == [None] * 3
 
 
-def test_those_that_are_missing_are_named_to_all_that_came():
+def test_missing_processes_are_named_to_all():
     found = outcomes(places(4, indices=[0, 2]), seconds=0.5)
     assert found[0] == found[1]
     assert "2 of 4 processes have met" in found[0] and "missing: 1, 3; there: 0 on " in found[0]

@@ -69,13 +69,13 @@ def test_a_summary_with_everything():
     assert not [name for name in found if name.startswith(("best@3_", "pass@2_"))]
 
 
-def test_prompts_may_have_different_numbers_of_samples():
+def test_prompts_with_different_sample_counts():
     found = summary([result_of([1, 0]), result_of([1, 1, 1, 0])], EvalMetrics())
     assert found["accuracy"] == pytest.approx((0.5 + 0.75) / 2)
     assert set(found) == {"reward", "accuracy", "pass@1", "pass@2"}
 
 
-def test_no_majority_where_only_some_prompts_have_answers():
+def test_no_majority_without_all_answers():
     assert "maj@2" not in summary([result_of([1, 0], ["1", "2"]), result_of([1, 1])], EvalMetrics())
 
 
@@ -108,7 +108,7 @@ def test_own_answers_and_their_errors(tmp_path):
 # --- sets ---
 
 
-def test_sets_of_the_command_line_and_of_dictionaries():
+def test_sets_as_texts_and_dictionaries():
     config = default()
     config.eval.sets = (
         "easy=task:sort(split='validation', samples=2)",
@@ -240,7 +240,7 @@ def test_held_out_losses_of_several_sets():
         np.testing.assert_allclose(both[name.replace("eval/", "eval/b/")], value, rtol=1e-5, atol=1e-6, err_msg=name)
 
 
-def test_named_sets_are_evaluated_where_rows_are_given_to_train():
+def test_named_sets_beside_rows_in_memory():
     config = load_config_file(f"{ROOT / 'configs' / 'grpo.py'}:tiny")
     config.eval.sets = ("x=task:sort(samples=2, prompts=2)",)
     with jax.set_mesh(mesh := make_mesh(devices=jax.devices()[:1])):
@@ -267,7 +267,7 @@ def test_the_best_of_a_metric_that_is_not_there():
         check_best("eval/pass@4", {"eval/math/pass@4": 0.5, "eval/math/pass@1": 0.5})
 
 
-def test_a_run_ends_at_its_first_evaluation_without_that_metric(config, tmp_path):
+def test_a_missing_best_metric_ends_the_run(config, tmp_path):
     config.output_dir, config.eval.every, config.checkpoint.every = str(tmp_path), 1, 1
     config.eval.greedy, config.checkpoint.best = False, "eval/greedy_accuracy"
     with pytest.raises(ConfigError, match="eval/greedy_accuracy', but an evaluation has no such metric"):

@@ -60,7 +60,7 @@ def test_lines_of_a_run_without_terminal(tmp_path):
     assert result["files"] == {str(tmp_path / "metrics.jsonl"): "one object a step"}
 
 
-def test_summary_of_a_resumed_run_keeps_the_first_evaluation(tmp_path):
+def test_the_summary_of_a_resumed_run(tmp_path):
     with Logger(quiet_spec(), tmp_path) as logger:
         logger.log(0, {"eval/accuracy": 0.25})
         logger.log(1, {"eval/accuracy": 0.5, "time/update": 100.0})
@@ -75,7 +75,7 @@ def test_summary_of_a_resumed_run_keeps_the_first_evaluation(tmp_path):
     assert result["seconds"] == {"export": 2.0, "other": 0.0}
 
 
-def test_a_run_without_evaluation_or_steps_has_a_summary(tmp_path):
+def test_the_summary_of_an_empty_run(tmp_path):
     config, console = default(), pipe()
     config.total_steps = 0
     with Logger(logging_spec(config), tmp_path, console=console) as logger:
@@ -95,7 +95,7 @@ def test_offline_runs_show_loss_and_learning_rate(tmp_path):
     assert "rollout" not in text_of(console)
 
 
-def test_completions_are_shown_when_due_and_from_different_prompts(tmp_path):
+def test_completions_shown_are_spaced(tmp_path):
     config, console = default(), pipe()
     rows = [{"prompt": f"prompt {i // 8}", "completion": f"row {i}", "exact_match": i / 64} for i in range(64)]
     with Logger(logging_spec(config), tmp_path, console=console) as logger:
@@ -112,7 +112,7 @@ def test_completions_are_shown_when_due_and_from_different_prompts(tmp_path):
     assert len(files(tmp_path / "completions")) == 3
 
 
-def test_long_texts_are_shortened_where_they_matter_least(tmp_path):
+def test_long_texts_are_shortened(tmp_path):
     console = pipe()
     row = {"prompt": "START" + "p" * 5000 + "QUESTION", "completion": "ANSWER" + "c" * 5000 + "END"}
     Screen((), 1, console=console).completions(1, [row])
@@ -147,7 +147,7 @@ def test_lines_are_spaced_by_steps_or_by_time():
     assert shown == [37, 50, 100, 150, *range(153, 199, 3), 200]
 
 
-def test_time_left_is_at_the_speed_of_the_last_steps():
+def test_time_left_follows_the_last_steps():
     now, console = [0.0], pipe()
     screen = Screen(("loss",), 100, console=console, clock=lambda: now[0])
     screen.begin()
@@ -170,7 +170,7 @@ def test_time_left_is_at_the_speed_of_the_last_steps():
 HOSTILE = "[bold]x[/bold] :smile: \x1b[2J\x07 é"
 
 
-def test_a_terminal_gets_a_bar_with_everything_above_it(tmp_path, monkeypatch):
+def test_a_terminal_has_a_bar_below_everything(tmp_path, monkeypatch):
     config, console = default(), terminal(monkeypatch)
     with Logger(logging_spec(config), tmp_path, console=console) as logger:
         logger.start({"devices": "1 cpu"})
@@ -219,7 +219,7 @@ def test_very_short_runs_fit_the_bar(tmp_path, monkeypatch, total):
     assert f"step {total}/{total}" in text_of(console)
 
 
-def test_a_pipe_stays_plain_whatever_the_environment_says(tmp_path, run_python, monkeypatch):
+def test_a_pipe_stays_plain(tmp_path, run_python, monkeypatch):
     code = f"""
 from jaxrl_llm.config import default
 from jaxrl_llm.training.logging.logger import Logger
@@ -289,7 +289,7 @@ def test_a_step_costs_less_than_a_millisecond(tmp_path, monkeypatch):
 # small parts
 
 
-def test_settings_are_the_main_ones_and_those_changed():
+def test_settings_shown():
     config = default()
     usual = shown_settings(config)
     assert usual["model.path"] == config.model.path and usual["rollout.group_size"] == "8"

@@ -103,7 +103,7 @@ def test_a_broken_line_in_the_middle_is_an_error(tmp_path, line):
     assert files(tmp_path / "completions") == ["completions_00004.parquet"]
 
 
-def test_a_killed_process_leaves_whole_lines_and_the_next_one_goes_on(tmp_path, root):
+def test_a_killed_process_leaves_complete_lines(tmp_path, root):
     code = f"""
 from jaxrl_llm.training.logging.logger import Logger, LoggingSpec
 with Logger(LoggingSpec(backends=("jsonl",)), {str(tmp_path)!r}) as logger:
@@ -130,7 +130,7 @@ with Logger(LoggingSpec(backends=("jsonl",)), {str(tmp_path)!r}) as logger:
     assert sum("again" in record for record in read_metrics(path)) == 5
 
 
-def test_a_full_disk_is_told_and_its_lines_come_later(tmp_path, run_python):
+def test_a_full_disk_delays_lines(tmp_path, run_python):
     code = f"""
 import resource, signal
 from jaxrl_llm.training.logging.logger import Logger, LoggingSpec
@@ -173,14 +173,14 @@ def test_a_resumed_run_has_neither_gaps_nor_doubles(tmp_path):
     assert files(tmp_path / "completions") == expected
 
 
-def test_completions_after_the_resumed_step_are_removed(tmp_path):
+def test_later_completions_are_removed_on_resume(tmp_path):
     run_steps(tmp_path, 0, 12)
     Logger(quiet_spec(), tmp_path, resume_step=9).close()
     names = files(tmp_path / "completions")
     assert names == [f"completions_{step:05d}.parquet" for step in range(10)]
 
 
-def test_a_new_run_in_an_old_folder_starts_anew_and_touches_nothing_else(tmp_path):
+def test_a_new_run_in_an_old_folder(tmp_path):
     run_steps(tmp_path, 0, 3)
     (tmp_path / "completions" / "notes.parquet").write_bytes(b"mine")
     (tmp_path / "config.json").write_text("{}")
@@ -206,7 +206,7 @@ def test_resuming_from_another_folder_starts_a_file(tmp_path, capsys):
     assert capsys.readouterr().err == ""
 
 
-def test_without_jsonl_no_file_of_an_earlier_run_stays(tmp_path, capsys):
+def test_without_jsonl_the_old_file_is_removed(tmp_path, capsys):
     run_steps(tmp_path, 1, 3)
     with Logger(LoggingSpec(("console",), total_steps=100, progress=("reward",)), tmp_path) as logger:
         logger.log(1, {"reward": 0.5})
@@ -251,7 +251,7 @@ def test_conversations_are_kept_as_json(tmp_path):
         ({"prompt": "a", "completion": "b", "exact_match": "yes"}, "column 'exact_match'"),
     ],
 )
-def test_completions_that_do_not_fit_are_named_and_leave_no_file(tmp_path, row, message):
+def test_invalid_completions_leave_no_file(tmp_path, row, message):
     with pytest.raises(ValueError, match=message):
         write_completions(tmp_path, 1, [*ROWS, row])
     assert files(tmp_path) == []

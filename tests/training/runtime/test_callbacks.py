@@ -133,7 +133,7 @@ def test_stop_ends_as_a_last_step_does(asked, end, config, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_when_the_callback_that_ended_it_has_changed(config):
+def test_a_changed_callback_continues_the_run(config):
     config.callbacks = ("early_stopping(metric='loss', patience=1, min_delta=100)",)
     assert jaxrl_llm.train(config).metrics[-1]["step"] == 2
     assert jaxrl_llm.train(config).metrics == []
@@ -188,7 +188,7 @@ def test_errors_name_callback_hook_and_step(hook, does, words, config):
         jaxrl_llm.train(config, callbacks=[boom])
 
 
-def test_a_missing_metric_is_told_with_those_there_are():
+def test_a_missing_metric_is_named():
     moment = SimpleNamespace(metrics={"eval/loss": 1.0, "eval/accuracy": 0.5, "loss": 1.0})
     with pytest.raises(
         ConfigError, match=r"no metric 'eval/acuracy'; the closest is eval/accuracy.*eval/loss"
