@@ -1,4 +1,4 @@
-"""What must hold on a mesh of several devices. test_sharding.py runs this file in a process with 8 CPU devices."""
+"""Checks on a mesh of several devices. test_sharding.py runs this file in a process with 8 CPU devices."""
 
 import dataclasses
 import functools
@@ -155,7 +155,7 @@ def test_logits_are_equal_on_every_mesh(net, params, rows, expected, sizes):
 
 
 def test_more_tensor_shards_than_kv_heads(net, params, rows, expected):
-    """2 key/value heads on 8 tensor devices: their activations stay whole, the numbers are the same."""
+    """2 key/value heads on 8 tensor devices: their activations are replicated, the numbers are the same."""
     mesh = mesh_of(1, 1, 8)
     model = Model(net, jax.device_put(params, shardings(params, mesh)), mesh=mesh)
     np.testing.assert_allclose(model(*rows), expected, atol=1e-5)
@@ -169,7 +169,7 @@ def compiled_text(net, params, rows, mesh):
 
 
 def test_compiled_activations_are_sharded(rows):
-    """Each device holds 2 of 8 rows and a cut of heads and channels; nothing has all rows and all channels."""
+    """Each device holds 2 of 8 rows and a shard of heads and channels; nothing has all rows and all channels."""
     net = Net(dataclasses.replace(CONFIG, layers=1, ffn=40, scan_layers=False))
     params = jax.jit(net.init)(jax.random.key(0))
     lowered, compiled = compiled_text(net, params, rows, mesh_of(2, 2, 2))
@@ -187,7 +187,7 @@ def test_constraints_without_a_mesh_do_nothing(net, params, rows):
 
 @pytest.mark.parametrize(("sizes", "tied"), [((2, 2, 2), False), ((2, 2, 2), True), ((2, 4, 1), True)], ids=str)
 def test_nothing_is_rematerialized_in_full(params, rows, capfd, sizes, tied):
-    """The partitioner warns when it can only repeat an array on all devices to cut it another way."""
+    """The partitioner warns when it can only replicate an array on all devices to reshard it."""
     net = Net(dataclasses.replace(CONFIG, tie_embeddings=tied))
     params = {name: x for name, x in params.items() if not (tied and name == "head")}
     compiled_text(net, params, rows, mesh_of(*sizes))
@@ -289,7 +289,7 @@ def test_experts_that_do_not_divide_are_refused():
 
 
 def test_parameters_are_sharded_by_all_but_data():
-    """By fsdp, context and expert together where tensor does not cut; experts are apart."""
+    """By fsdp, context and expert together where tensor does not shard; experts are apart."""
     shapes = shard_shapes(init_sharded(Net(EXPERTS), jax.random.key(0), make_mesh(1, 2, context=2, expert=2)))
     assert shapes["embed/weight"] == (72, 4)
     assert shapes["layers/attention/q/kernel"] == (2, 4, 64)
@@ -335,7 +335,7 @@ def update_of(net, params, tokens, segments, weights):
 
 
 class Found(dict):
-    """What a function makes of names, once for each that is asked for."""
+    """The results of a function of names, made once for each."""
 
     def __init__(self, make):
         super().__init__()
@@ -364,7 +364,7 @@ def assert_close(found, expected):
 
 @pytest.mark.parametrize(("model", "sizes"), cases({"dense": [], "experts": EVERY_PAIR[2:3]}))
 def test_the_update_of_one_device(model, sizes, on_one_device, batch, capfd):
-    """Loss, log-probs and every gradient; nothing is repeated in full, and no matrix gathered along `tensor`."""
+    """Loss, log-probs and every gradient; nothing is replicated in full, and no matrix gathered along `tensor`."""
     own, params, expected = on_one_device[model]
     mesh = make_mesh(**sizes)
     placed = jax.device_put(params, shardings(params, mesh))
@@ -385,7 +385,7 @@ def test_the_update_of_one_device(model, sizes, on_one_device, batch, capfd):
 
 @pytest.mark.parametrize(("sizes", "masked"), [((2, 2, 2, 1), False), ((1, 2, 1, 2), True)])
 def test_splash_attention_of_a_mesh(sizes, masked):
-    """Each device computes its rows and heads, which the context axis cuts where it divides them."""
+    """Each device computes its rows and heads, which the context axis shards where it divides them."""
     segments = np.repeat([[0, 1, 1, 2, 2, 2], [1, 1, 1, 1, 1, 0]], 4, axis=0)
     mask, rng = attention_mask(segments), np.random.default_rng(0)
     arrays = [rng.normal(size=(8, 6, *shape)).astype(np.float32) for shape in ((2, 2, 8), (2, 8), (2, 8))]
@@ -496,7 +496,7 @@ def test_packed_updates_on_every_mesh(sizes):
 
 
 def test_rows_are_written_where_they_are(net, params):
-    """Devices that hold whole parameters send nothing while they decode, but whether rows are left."""
+    """Devices that hold all parameters send nothing while they decode, but whether rows are left."""
     engine, mesh = Engine(net, Sampling(), 3, 9, (5, 6), chunk=4), make_mesh()
     prompts = np.ones((8, 6), np.int32)
     with jax.set_mesh(mesh):
@@ -515,7 +515,7 @@ def test_rows_are_written_where_they_are(net, params):
 
 @pytest.mark.slow
 def test_the_conversations_of_one_device(net, params, monkeypatch):
-    """What rows are given is read where they and their heads are."""
+    """Observation tokens are read on the devices of their rows and heads."""
     monkeypatch.setattr(multi_turn, "MANY", 2)
     prompts, key = np.random.default_rng(3).integers(0, 64, (4, 6)).astype(np.int32), jax.random.key(2)
     segments, mesh = np.ones((4, 6), np.int32), make_mesh(2, 2, 2)
@@ -532,7 +532,7 @@ def test_the_conversations_of_one_device(net, params, monkeypatch):
 
 
 def test_empty_row_caches_are_sharded():
-    """On every device the part of its own rows and heads, from the start: whole caches would not fit."""
+    """On every device the shard of its own rows and heads, from the start: full caches would not fit."""
     mesh = make_mesh(data=1, fsdp=4, tensor=2)
     with jax.set_mesh(mesh):
         prompts = jax.device_put(

@@ -94,7 +94,7 @@ def files(checkpoints: str) -> list[str]:
 
 @pytest.mark.slow
 def test_a_run_goes_on_from_a_bucket(bucket, root, tmp_path, run_python):
-    """A save that was interrupted is passed over, and the run then equals the undisturbed one, bit for bit."""
+    """A save that was interrupted is passed over, and the run then equals the uninterrupted one, bit for bit."""
     whole, part = tmp_path / "whole", tmp_path / "part"
     train(root, whole, str(tmp_path / "local"))
     train(root, part, bucket)

@@ -1,4 +1,4 @@
-"""Faults of a run in two processes: one is told to leave, one is killed, a checkpoint is damaged."""
+"""Faults of a run in two processes: one is preempted, one is killed, a checkpoint is damaged."""
 
 import signal
 import time

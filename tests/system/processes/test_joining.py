@@ -1,4 +1,4 @@
-"""Where a process learns that it is one of several; nothing here starts another one."""
+"""Sources from which a process learns that it is one of several; nothing here starts another one."""
 
 import os
 from types import SimpleNamespace
