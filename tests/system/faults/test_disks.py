@@ -4,13 +4,13 @@ import json
 import shutil
 
 import pytest
-from test_checkpoint_damage import fill, small_disk  # noqa: F401 (a fixture)
 
 import jaxrl_llm
 from jaxrl_llm.config import ConfigError, default, validate
 from jaxrl_llm.config.flags import load_config_file
 from jaxrl_llm.training.checkpoint import manager
 from tests.system.faults.equality import assert_same_run, metrics
+from tests.system.faults.test_checkpoint_damage import fill, small_disk  # noqa: F401 (a fixture)
 
 
 def configured(root, folder, **settings):
