@@ -14,7 +14,6 @@ from jaxrl_llm.config import ConfigError
 from jaxrl_llm.training.logging.health import HealthSpec, HealthWarnings, health_warnings
 from jaxrl_llm.training.logging.logger import Logger
 from jaxrl_llm.training.logging.stopwatch import Stopwatch
-from jaxrl_llm.training.objectives.policy_gradient import merged_by
 
 Metrics = dict[str, float]
 
@@ -135,6 +134,8 @@ class StepLog:
 
 def merge(updates: list[Mapping[str, Any]]) -> Metrics:
     """The metrics of several updates as those of one step: means, and of minima and maxima the extreme."""
-    values = [{name: float(value) for name, value in metrics.items()} for metrics in jax.device_get(updates)]
-    reduce = {"max": max, "min": min, "sum": np.mean}
-    return {name: float(reduce[merged_by(name)]([metrics[name] for metrics in values])) for name in values[0]}
+    reduce, values = {"max": max, "min": min, "sum": np.mean}, jax.device_get(updates)
+    return {
+        name: float(reduce[metric.reduce]([float(metrics[name].value) for metrics in values]))
+        for name, metric in values[0].items()
+    }
