@@ -25,8 +25,9 @@ from jaxrl_llm.distributed.compilation_cache import keep_compiled
 from jaxrl_llm.environments.factory import load_environments
 from jaxrl_llm.training.evaluation.responses import grade, metrics_of, read_responses, tokenizer_for
 from jaxrl_llm.training.evaluation.run import Evaluations
+from jaxrl_llm.training.evaluation_setup import build_evaluations, eval_metrics
 from jaxrl_llm.training.logging.console import show
-from jaxrl_llm.training.setup import build_evaluations, build_mesh, build_model, build_rewards, eval_metrics
+from jaxrl_llm.training.setup import build_mesh, build_model, build_rewards
 
 FLAGS = (
     Key("output", "", "JSON file to write the numbers to, besides printing them."),

@@ -21,7 +21,7 @@ from jaxrl_llm.data.loading import Part
 from jaxrl_llm.data.preview import joined_otherwise, shown, statistics
 from jaxrl_llm.models import hf
 from jaxrl_llm.training.evaluation.run import named_sets
-from jaxrl_llm.training.setup import eval_measure, eval_parts, eval_spec
+from jaxrl_llm.training.evaluation_setup import eval_measure, eval_parts, eval_spec
 
 FLAGS = (
     Key("rows", 3, "Examples to print.", int, minimum=0),

@@ -16,7 +16,7 @@ from jaxrl_llm.distributed import processes
 from jaxrl_llm.distributed.compilation_cache import keep_compiled
 from jaxrl_llm.train import Result, train
 from jaxrl_llm.training.checkpoint.manager import Checkpoints
-from jaxrl_llm.training.setup import checkpoint_spec
+from jaxrl_llm.training.run_specs import checkpoint_spec
 
 FLAGS = (
     Key("stages", "", "Python file with get_stages, and its argument: path.py or path.py:argument."),

@@ -1,7 +1,6 @@
 """From a configuration to the parts of a run: the one place where model, data, rewards, sampler and update meet."""
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -9,9 +8,8 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jaxrl_llm.algorithms.random_streams import ADAPTERS, VALUE_HEAD
-from jaxrl_llm.config import ConfigError, batch_rows, default, eval_set, flat
-from jaxrl_llm.config.resolve import resolve
-from jaxrl_llm.config.schema import KEYS, OFFLINE
+from jaxrl_llm.config import ConfigError, batch_rows
+from jaxrl_llm.config.schema import OFFLINE
 from jaxrl_llm.data import loading
 from jaxrl_llm.data.loading import Part
 from jaxrl_llm.data.pipeline import Pipeline
@@ -26,18 +24,12 @@ from jaxrl_llm.rewards.grader import Rewards, load_rewards
 from jaxrl_llm.rollout.sampling import Sampling
 from jaxrl_llm.training import offline
 from jaxrl_llm.training.advantages import make_scorer
-from jaxrl_llm.training.checkpoint.manager import CheckpointSpec, Keep
-from jaxrl_llm.training.checkpoint.object_store import path_of
-from jaxrl_llm.training.evaluation.metrics import EvalMetrics
-from jaxrl_llm.training.evaluation.run import EvalSpec, Evaluate, Evaluation, Evaluations, NamedSet, named_sets
-from jaxrl_llm.training.logging.health import HealthSpec
-from jaxrl_llm.training.logging.logger import LoggingSpec
-from jaxrl_llm.training.logging.metric_names import MetricNames, trl_names, verl_names
+from jaxrl_llm.training.evaluation.run import Evaluate
+from jaxrl_llm.training.evaluation_setup import build_evaluate
 from jaxrl_llm.training.logging.stopwatch import Stopwatch
 from jaxrl_llm.training.objective_specs import critic_spec, needs_reference, objective_of
-from jaxrl_llm.training.objectives.objective import Objective
 from jaxrl_llm.training.objectives.value import critic_params, shared_critic, value_regression
-from jaxrl_llm.training.offline import HeldOut, Offline
+from jaxrl_llm.training.offline import Offline
 from jaxrl_llm.training.online import Online, Row, Sampler, check_rows
 from jaxrl_llm.training.optimizers import learning_rate_schedule, make_optimizer
 from jaxrl_llm.training.packing.documents import first_fit
@@ -45,7 +37,7 @@ from jaxrl_llm.training.packing.planner import Packer, Sample, make_packer, samp
 from jaxrl_llm.training.reference import make_memory, start_reference
 from jaxrl_llm.training.reward_models import with_reward_models
 from jaxrl_llm.training.samplers import WIDTH_MULTIPLE as WIDTH_MULTIPLE
-from jaxrl_llm.training.samplers import build_sampler, check_correction, eval_sampling, padded_width, training_sampling
+from jaxrl_llm.training.samplers import build_sampler, check_correction, padded_width, training_sampling
 from jaxrl_llm.training.samplers import eos_ids as eos_ids
 from jaxrl_llm.training.update import (
     Frozen,
@@ -53,7 +45,6 @@ from jaxrl_llm.training.update import (
     Update,
     UpdateSpec,
     init_state,
-    make_measure,
     make_update,
     merge_frozen,
     optimizer_step,
@@ -288,77 +279,6 @@ def _prompts(config, model: Model, parts: list[Part]) -> tuple[list[Row] | None,
     return tokens.rows, Pipeline(tokens.rows, batch, seed, shuffle, *process, tokens.shares)
 
 
-# Settings that the console shows even when they have their default.
-SHOWN_SETTINGS = (
-    "model.path",
-    "data.path",
-    "algorithm.name",
-    "total_steps",
-    "batch.prompts",
-    "rollout.group_size",
-    "optimizer.learning_rate",
-    "seed",
-)
-
-
-def logging_spec(config) -> LoggingSpec:
-    """The records and the console of a run."""
-    c = config.logging
-    if config.algorithm.name in OFFLINE:
-        progress = ("loss", "rewards/accuracies", "accuracy", "grad_norm", "lr", "tokens_per_second")
-    else:
-        progress = ("reward", "kl", "entropy", "completions/mean_length", "tokens_per_second")
-    return LoggingSpec(
-        backends=tuple(c.backends),
-        total_steps=config.total_steps,
-        progress=progress,
-        settings=shown_settings(config),
-        all_settings=flat(config.to_dict()),
-        names=metric_names(config),
-        project=c.project,
-        run_name=c.run_name,
-        completions_every=c.completions_every,
-        completions_shown=c.completions_shown,
-        table_rows=c.table_rows,
-    )
-
-
-def shown_settings(config) -> dict[str, str]:
-    """The settings that the console shows, `{key: text}`: the main ones, and those that differ from their default."""
-    defaults, shown = default(), {}
-    for key in KEYS:
-        section, _, leaf = key.name.rpartition(".")
-        value, usual = ((tree[section] if section else tree)[leaf] for tree in (config, defaults))
-        applies = section != "rollout" or config.algorithm.name not in OFFLINE
-        if value != usual or (key.name in SHOWN_SETTINGS and applies):
-            shown[key.name] = key.show(value)
-    return shown
-
-
-def metric_names(config) -> MetricNames:
-    """The names of metrics in the records of the run, TRL's or verl's."""
-    if config.logging.names == "trl":
-        return trl_names(ppo=config.algorithm.name == "ppo")
-    samples = {"": config.eval.samples}
-    for entry in config.eval.sets:
-        name, numbers, _ = eval_set(entry)
-        samples[name] = numbers.get("samples", samples.get(name, config.eval.samples))
-    return verl_names(config.algorithm.kl_in_reward, config.data.eval_path or config.data.path, samples)
-
-
-def health_spec(config) -> HealthSpec:
-    """The limits beyond which a run is warned of, or ended."""
-    c, policy = config.watch, config.algorithm.name not in OFFLINE
-    return HealthSpec(policy, c.kl, c.entropy, c.mismatch, config.optimizer.max_skipped_steps)
-
-
-def checkpoint_spec(config, run: str | Path | None = None) -> CheckpointSpec:
-    """The checkpoints of a run: in `checkpoint.folder`, or in `checkpoints` of `run`, by default its output_dir."""
-    c = config.checkpoint
-    folder = path_of(c.folder or Path(run or config.output_dir) / "checkpoints")
-    return CheckpointSpec(folder, Keep(c.keep, c.keep_every, c.keep_hours, c.best, c.best_mode))
-
-
 def finished_models(config, run: Run, state: State) -> tuple[Model, Model | None]:
     """The model and the critic (None without one) with the parameters of `state`, to be exported."""
     state = merge_frozen(state, run.frozen)
@@ -366,128 +286,3 @@ def finished_models(config, run: Run, state: State) -> tuple[Model, Model | None
     if run.critic is not None and state.critic is not None:
         critic = replace(run.critic, params=critic_params(critic_spec(config), state))
     return model, critic
-
-
-def eval_spec(config) -> EvalSpec:
-    """The sets of the configuration, and how they are sampled."""
-    c, sets = config.eval, dict[str, NamedSet]()
-    for entry in c.sets:  # entries of one name are sources of one set
-        name, numbers, source = eval_set(entry)
-        known = sets.get(name, NamedSet(name, None, [], c.prompts, c.samples))
-        sets[name] = known._replace(sources=[*(known.sources or []), source], **numbers)
-    return EvalSpec(
-        sets=tuple(sets.values()) or (NamedSet("", None, None, c.prompts, c.samples),),
-        prompts=c.prompts,
-        samples=c.samples,
-        greedy=c.greedy,
-        sampling=eval_sampling(config),
-        completions_at_once=config.batch.prompts * config.rollout.group_size,
-    )
-
-
-def eval_metrics(config) -> EvalMetrics:
-    """The metrics of evaluations; raises ConfigError for an `eval.answer` that cannot be resolved."""
-    c = config.eval
-    answer = None if c.answer is None else resolve(c.answer, "jaxrl_llm.rewards.answers")
-    return EvalMetrics(c.correct_at, answer, c.extremes, c.interval, c.estimate)
-
-
-def eval_parts(config, tokenizer: Any, named: NamedSet, prompts: bool = False) -> list[Part]:
-    """The first rows of a set, by source; with `prompts` they serve as prompts whatever the algorithm learns from."""
-    try:
-        parts = loading.open_parts(config, tokenizer, named.rows, held_out=True, prompts=prompts, named=named.sources)
-    except ConfigError as error:
-        keys = f"eval.sets, {named.name}" if named.sources is not None else "data.eval_split, data.eval_path"
-        raise ConfigError(f"for the evaluation: {error} ({keys}; eval.every=-1 is no evaluation)") from error
-    return loading.first_rows(parts, named.prompts)
-
-
-def eval_measure(config, parts: list[Part]) -> str:
-    """The measure of a set with these parts: loss, samples or both (`eval.measure`, with auto resolved)."""
-    if config.eval.measure != "auto":
-        return config.eval.measure
-    learns = config.algorithm.name in OFFLINE and loading.is_learnable(config, parts)
-    return "loss" if learns or config.algorithm.name == "reward_model" else "samples"
-
-
-def build_evaluate(
-    config,
-    model: Model,
-    grader: Rewards,
-    objective: Objective,
-    source: Online | Offline,
-    eval_dataset,
-    mesh: Mesh,
-    environments: Environments | None,
-    watch: Stopwatch,
-) -> Evaluate:
-    """The evaluation during training: each set by the loss on its rows, by samples for its prompts, or both."""
-    by_loss: list[tuple[str, list[Part]]] = []
-    by_samples: list[NamedSet] = []
-    for named in named_sets(eval_spec(config), eval_dataset):
-        parts = eval_parts(config, model.tokenizer, named)
-        measure = eval_measure(config, parts)
-        if measure in ("loss", "both"):
-            by_loss.append((named.name, parts))
-        if measure in ("samples", "both"):
-            by_samples.append(named)
-    evaluations: list[Evaluate] = []
-    if by_loss:
-        assert isinstance(source, Offline)
-        kind = loading.kind_of(config)
-        sets = [loading.tokenized(config, parts, kind, model.tokenizer).rows for _, parts in by_loss]
-        examples = [offline.as_examples(rows) for rows in sets]
-        # One width for all sets, so that they share a compiled program.
-        width = padded_width(max(offline.longest(config, rows) for rows in examples), config.data.max_length)
-        reference = start_reference(config, model.params, kept=False) if needs_reference(config) else None
-        for (name, _), rows in zip(by_loss, examples, strict=True):
-            batch, size = offline.held_out_batch(config, rows, width, mesh)
-            if reference is not None:
-                batch = offline.reference_logps(model.net, reference, batch, size, mesh)
-            evaluations.append(HeldOut(make_measure(objective, size, mesh), batch, source, name))
-    if by_samples:
-        evaluations += _sampled_evaluations(config, model, grader, by_samples, mesh, environments, watch)
-    return Evaluations(tuple(evaluations))
-
-
-def build_evaluations(
-    config, model: Model, grader: Rewards, eval_dataset, mesh: Mesh, environments: Environments | None = None
-) -> tuple[Evaluation, ...]:
-    """The evaluation by samples of every set, outside of training."""
-    sets = named_sets(eval_spec(config), eval_dataset)
-    return tuple(_sampled_evaluations(config, model, grader, sets, mesh, environments, None))
-
-
-def _sampled_evaluations(
-    config,
-    model: Model,
-    grader: Rewards,
-    sets: list[NamedSet],
-    mesh: Mesh,
-    environments: Environments | None,
-    watch: Stopwatch | None,
-) -> list[Evaluation]:
-    """The evaluation of each set by samples; `watch` sees its phases as signs of life."""
-    spec, metrics = eval_spec(config), eval_metrics(config)
-    parts = [eval_parts(config, model.tokenizer, named, prompts=True) for named in sets]
-    rows = [loading.tokenized(config, own, "prompts", model.tokenizer).rows for own in parts]
-    every: list[Row] = [row for examples in rows for row in examples]
-
-    def sampler(sampling: Sampling, group_size: int) -> Sampler:
-        own_watch = Stopwatch(within=watch)
-        return build_sampler(model, grader, mesh, sampling, every, group_size, config, own_watch, environments)
-
-    greedy = sampler(Sampling(temperature=0.0), 1) if spec.greedy else None
-    # Sets with as many samples share a sampler, and its compiled program.
-    sampled = {count: sampler(spec.sampling, count) for count in {named.samples for named in sets}}
-    return [
-        Evaluation(
-            sampled[named.samples],
-            greedy,
-            examples,
-            max(spec.completions_at_once // named.samples, 1),
-            metrics,
-            named.name,
-        )
-        for named, examples in zip(sets, rows, strict=True)
-    ]

@@ -22,13 +22,13 @@ def main(phase: str, entry: int, seconds: float, arguments: list[str]) -> None:
     from jaxrl_llm.training.logging.stopwatch import Stopwatch
 
     class Fuse(Stopwatch):
-        """A stopwatch that lights the fuse; those of evaluations, which run within it, do not."""
+        """A stopwatch that lights the fuse."""
 
         left = entry
 
         @contextmanager
         def __call__(self, name):
-            if name == phase and self._within is None:
+            if name == phase:
                 Fuse.left -= 1
                 if Fuse.left == 0:
                     kill_after(seconds)
