@@ -114,7 +114,7 @@ class Evaluation:
         """The graded completions of all examples, `prompts_at_once` prompts at a time."""
         batches, answers, totals = [], [], NOTHING_LOGGED
         for start, count, examples in full_batches(self.examples, self.prompts_at_once, row_shards(sampler.mesh)):
-            # Keyed by the position among all examples: how many are sampled at once changes no number.
+            # Keyed by the position in this set alone: other sets, and the training step, change no sample.
             out = sampler(params, examples, jax.random.fold_in(key, start))
             arrays = (out.rewards, out.rollout.lengths, out.rollout.finished)
             rows = count * sampler.engine.group_size  # the rest are of examples that fill up the batch
