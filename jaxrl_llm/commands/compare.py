@@ -26,9 +26,9 @@ from jaxrl_llm.data.chat import chat_ids
 from jaxrl_llm.distributed import processes
 from jaxrl_llm.distributed.compilation_cache import keep_compiled
 from jaxrl_llm.distributed.processes import agreeing, gather
-from jaxrl_llm.rewards.calls import text_of
-from jaxrl_llm.rewards.grader import Rewards, load_rewards
 from jaxrl_llm.rewards.judge import shown
+from jaxrl_llm.rewards.runner import Rewards, load_rewards
+from jaxrl_llm.rewards.signatures import text_of
 from jaxrl_llm.training.evaluation.build import build_evaluation
 from jaxrl_llm.training.evaluation.run import completions_of
 from jaxrl_llm.training.logging.console import show

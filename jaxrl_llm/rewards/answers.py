@@ -6,7 +6,7 @@ Each takes a text and returns the answer, None where there is none. `"path/to/fi
 import re
 
 from jaxrl_llm.rewards.functions import after_hashes, boxed_content
-from jaxrl_llm.rewards.mathematics import PLAIN_NUMBER
+from jaxrl_llm.rewards.math import PLAIN_NUMBER
 
 __all__ = ["boxed", "hashes", "number", "text"]
 

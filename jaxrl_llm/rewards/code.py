@@ -22,8 +22,8 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from jaxrl_llm.rewards.calls import RewardError, shorten, text_of
 from jaxrl_llm.rewards.sandbox import Limits, missing_walls, run_program
+from jaxrl_llm.rewards.signatures import RewardError, shorten, text_of
 
 # The program and its tests come through standard input, and each test that passes is answered with a mark that the
 # program does not know: one that exits early, or prints what it likes, passes nothing.

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxrl_llm.config.resolve import ConfigError
-from jaxrl_llm.rewards.calls import RewardError, shorten
+from jaxrl_llm.rewards.signatures import RewardError, shorten
 
 RETRIED = (408, 409, 425, 429, 500, 502, 503, 504, 529)
 LONGEST_WAIT = 60.0  # seconds between two attempts, whatever Retry-After says

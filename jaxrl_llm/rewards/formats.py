@@ -5,8 +5,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jaxrl_llm.rewards.calls import RewardError, shorten, text_of
 from jaxrl_llm.rewards.replies import json_objects
+from jaxrl_llm.rewards.signatures import RewardError, shorten, text_of
 
 TYPES: dict[str, tuple[type, ...]] = {
     "object": (dict,), "array": (list,), "string": (str,), "number": (int, float), "integer": (int,),

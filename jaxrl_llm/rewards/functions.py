@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jaxrl_llm.rewards.calls import text_of
+from jaxrl_llm.rewards.signatures import text_of
 
 Completion = str | Sequence[Mapping[str, Any]]
 

@@ -14,9 +14,9 @@ import jinja2
 from jinja2.sandbox import SandboxedEnvironment
 
 from jaxrl_llm.config.resolve import ConfigError
-from jaxrl_llm.rewards.calls import RewardError, text_of
 from jaxrl_llm.rewards.endpoint import Endpoint, EndpointError, Limits
 from jaxrl_llm.rewards.replies import ReplyError, read_rubric, read_score, read_winner
+from jaxrl_llm.rewards.signatures import RewardError, text_of
 
 SCORE_TEMPLATE = """\
 Rate how well the answer solves the task, from {{ low }} (useless) to {{ high }} (perfect).

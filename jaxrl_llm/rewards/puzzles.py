@@ -8,7 +8,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from jaxrl_llm.rewards.calls import RewardError, text_of
+from jaxrl_llm.rewards.signatures import RewardError, text_of
 
 
 def reasoning_gym_score(completions: Sequence[Any], reasoning_gym: Sequence[str], **columns: Any) -> list[float]:

@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from jaxrl_llm.rewards.calls import RewardError, shorten
+from jaxrl_llm.rewards.signatures import RewardError, shorten
 
 NUMBER = r"[-+]?\d+(?:\.\d+)?"
 

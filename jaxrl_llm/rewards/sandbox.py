@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jaxrl_llm.rewards.calls import RewardError
+from jaxrl_llm.rewards.signatures import RewardError
 
 JAIL, GUARD = Path(__file__).with_name("jail.py"), Path(__file__).with_name("guard.py")
 # Beyond the interpreter's own folders: libraries, and what the dynamic linker and time zones read.

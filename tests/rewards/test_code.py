@@ -6,9 +6,9 @@ import re
 import pytest
 
 from jaxrl_llm.rewards import code
-from jaxrl_llm.rewards.calls import RewardError
 from jaxrl_llm.rewards.code import code_tests, program_of
-from jaxrl_llm.rewards.grader import load_rewards
+from jaxrl_llm.rewards.runner import load_rewards
+from jaxrl_llm.rewards.signatures import RewardError
 
 ADD = "Here it is:\n```python\ndef add(a, b):\n    return a + b\n```\nDone."
 SUBTRACT = "```python\ndef add(a, b):\n    return a - b\n```"

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from jaxrl_llm.algorithms.advantages import combine_rewards
-from jaxrl_llm.rewards.calls import RewardError
 from jaxrl_llm.rewards.combined import CombinedGrader
-from jaxrl_llm.rewards.grader import load_rewards
+from jaxrl_llm.rewards.runner import load_rewards
+from jaxrl_llm.rewards.signatures import RewardError
 
 
 def grade(specs, prompts, completions, columns):

@@ -6,8 +6,8 @@ import pytest
 
 from jaxrl_llm.rewards import formats as f
 from jaxrl_llm.rewards.built_in import BUILT_IN
-from jaxrl_llm.rewards.calls import RewardError
-from jaxrl_llm.rewards.mathematics import math_accuracy, numeric_answer
+from jaxrl_llm.rewards.math import math_accuracy, numeric_answer
+from jaxrl_llm.rewards.signatures import RewardError
 
 
 @pytest.mark.parametrize(
@@ -149,7 +149,7 @@ def test_math_accuracy():
 
 def test_math_accuracy_in_a_thread():
     pytest.importorskip("math_verify")
-    from jaxrl_llm.rewards.grader import load_rewards
+    from jaxrl_llm.rewards.runner import load_rewards
 
     rewards = load_rewards("math_accuracy", timeout=60.0)
     assert rewards(["p"], [r"\boxed{0.5}"], [[1]], {"answer": [r"\frac{1}{2}"]}).tolist() == [[1.0]]

@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 
 from jaxrl_llm.config.resolve import ConfigError
-from jaxrl_llm.rewards.calls import RewardError
 from jaxrl_llm.rewards.endpoint import _retry_after
-from jaxrl_llm.rewards.grader import load_rewards
 from jaxrl_llm.rewards.judge import Judge, PairwiseJudge
 from jaxrl_llm.rewards.replies import ReplyError, json_objects, read_rubric, read_score, read_winner
+from jaxrl_llm.rewards.runner import load_rewards
+from jaxrl_llm.rewards.signatures import RewardError
 from tests.rewards.judge_server import JudgeServer, asked, completion
 
 
@@ -338,7 +338,7 @@ def test_a_damaged_cache_entry_is_asked_for_again(tmp_path):
 
 def test_processes_share_the_cache(tmp_path):
     code = (
-        "import sys\nfrom jaxrl_llm.rewards.grader import load_rewards\n"
+        "import sys\nfrom jaxrl_llm.rewards.runner import load_rewards\n"
         "url, cache = sys.argv[1:]\n"
         "spec = f\"judge(url='{url}', model='m', template='{{{{ completion }}}}', cache='{cache}', scale=None)\"\n"
         "texts = [str(i) for i in range(20)]\n"

@@ -10,8 +10,8 @@ import pytest
 import jaxrl_llm
 from jaxrl_llm.config import ConfigError, validate
 from jaxrl_llm.config.flags import load_config_file
-from jaxrl_llm.rewards.calls import RewardError
-from jaxrl_llm.rewards.grader import Logged
+from jaxrl_llm.rewards.runner import Logged
+from jaxrl_llm.rewards.signatures import RewardError
 from jaxrl_llm.training.logging.reward_metrics import join, over_processes, table_value
 from jaxrl_llm.training.setup import build_rewards
 from tests.rewards.judge_server import JudgeServer
@@ -122,8 +122,8 @@ import sys
 import jax
 process = int(sys.argv[2])
 jax.distributed.initialize(f"localhost:{sys.argv[1]}", 2, process)
-from jaxrl_llm.rewards.calls import RewardError
-from jaxrl_llm.rewards.grader import Logged
+from jaxrl_llm.rewards.signatures import RewardError
+from jaxrl_llm.rewards.runner import Logged
 from jaxrl_llm.training.setup import build_rewards
 from jaxrl_llm.training.logging.reward_metrics import over_processes
 own = Logged({"both": [1.0, 1.0] if process else [4.0], f"only/{process}": [2.0]}, {"total": 1.5}, {})

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from jaxrl_llm.rewards import functions
-from jaxrl_llm.rewards.calls import RewardError
-from jaxrl_llm.rewards.grader import TrainerState, load_rewards
+from jaxrl_llm.rewards.runner import TrainerState, load_rewards
+from jaxrl_llm.rewards.signatures import RewardError
 
 NAN = np.nan
 
@@ -262,7 +262,7 @@ def test_functions_of_modules_travel_as_they_are():
 def test_workers_end_with_the_process_that_started_them(run_python, worker_file, hangs):
     code = f"""
 import time
-from jaxrl_llm.rewards.grader import load_rewards
+from jaxrl_llm.rewards.runner import load_rewards
 batch = (["p"], ["a"], [[1]], {{}})
 rewards = load_rewards("{worker_file}:process", workers=1)
 print(int(rewards(*batch)[0, 0]), flush=True)

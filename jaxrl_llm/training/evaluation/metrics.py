@@ -17,7 +17,7 @@ from jaxrl_llm.algorithms.sample_statistics import (
     worst_of_k,
 )
 from jaxrl_llm.config.resolve import resolve
-from jaxrl_llm.rewards.calls import RewardError
+from jaxrl_llm.rewards.signatures import RewardError
 
 SOURCE = "data_source"  # the column that says where a row is from
 PRED = "pred"  # the entry of a reward's results that holds the answer it found

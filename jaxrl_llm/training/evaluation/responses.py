@@ -13,8 +13,8 @@ from jaxrl_llm.data.chat import is_conversational
 from jaxrl_llm.data.formats import find
 from jaxrl_llm.distributed.processes import agreeing, gather
 from jaxrl_llm.models import hf
-from jaxrl_llm.rewards.calls import parameter_names, text_of
-from jaxrl_llm.rewards.grader import Rewards
+from jaxrl_llm.rewards.runner import Rewards
+from jaxrl_llm.rewards.signatures import parameter_names, text_of
 from jaxrl_llm.training.evaluation.metrics import PRED, SOURCE, Measures, Outcome, by_source, outcomes_of, summary
 
 ROWS_AT_ONCE = 1024  # responses that a reward function is called with

@@ -14,8 +14,8 @@ from jaxrl_llm.config.resolve import ConfigError, closest
 from jaxrl_llm.distributed.processes import agreeing, gather
 from jaxrl_llm.distributed.sharding import row_shards
 from jaxrl_llm.models.transformer import Params
-from jaxrl_llm.rewards.calls import text_of
-from jaxrl_llm.rewards.grader import NOTHING_LOGGED, Logged
+from jaxrl_llm.rewards.runner import NOTHING_LOGGED, Logged
+from jaxrl_llm.rewards.signatures import text_of
 from jaxrl_llm.training.evaluation.metrics import PRED, SOURCE, Measures, Outcome, by_source, outcomes_of, summary
 from jaxrl_llm.training.logging.reward_metrics import add_totals, over_processes
 from jaxrl_llm.training.online import Row, Sampled, Sampler

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from jaxrl_llm.config.resolve import ConfigError
-from jaxrl_llm.rewards.calls import RewardError
 from jaxrl_llm.rewards.combined import CombinedGrader
-from jaxrl_llm.rewards.grader import Rewards, load_rewards
+from jaxrl_llm.rewards.runner import Rewards, load_rewards
+from jaxrl_llm.rewards.signatures import RewardError
 
 
 def score(specs, completions, columns=None, **options):

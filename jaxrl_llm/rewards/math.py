@@ -7,7 +7,7 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
-from jaxrl_llm.rewards.calls import RewardError, text_of
+from jaxrl_llm.rewards.signatures import RewardError, text_of
 
 PLAIN_NUMBER = re.compile(r"[-+]?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?(?:[eE][-+]?\d+)?|[-+]?\.\d+")
 SECONDS = 5  # for parsing or comparing one expression

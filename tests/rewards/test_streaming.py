@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from jaxrl_llm.config.flags import load_config_file
-from jaxrl_llm.rewards.calls import RewardError
-from jaxrl_llm.rewards.grader import load_rewards
 from jaxrl_llm.rewards.judge import Judge
+from jaxrl_llm.rewards.runner import load_rewards
+from jaxrl_llm.rewards.signatures import RewardError
 from jaxrl_llm.training.setup import build, build_mesh
 from tests.rewards.judge_server import JudgeServer, asked
 

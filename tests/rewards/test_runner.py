@@ -10,8 +10,8 @@ import pytest
 
 from jaxrl_llm.config.resolve import ConfigError
 from jaxrl_llm.rewards import functions
-from jaxrl_llm.rewards.calls import RewardError
-from jaxrl_llm.rewards.grader import Rewards, load_rewards
+from jaxrl_llm.rewards.runner import Rewards, load_rewards
+from jaxrl_llm.rewards.signatures import RewardError
 
 
 def grade(specs, completions, columns=None, timeout=None, prompts=None):
@@ -318,7 +318,7 @@ def test_a_function_that_hangs_stops_at_the_limit():
 def test_a_hung_function_does_not_keep_the_process_alive(run_python):
     code = (
         "import time\n"
-        "from jaxrl_llm.rewards.grader import load_rewards\n"
+        "from jaxrl_llm.rewards.runner import load_rewards\n"
         "def hang(completions, **_): time.sleep(600)\n"
         "load_rewards(hang, timeout=0.2)(['p'], ['a'], [[1]], {})\n"
     )
