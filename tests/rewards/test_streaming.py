@@ -162,6 +162,12 @@ class Watch:
         self.ends[name] = time.monotonic()
 
 
+class BatchJudge(Judge):
+    """A judge that gets the whole batch at the end."""
+
+    by_row = False
+
+
 @pytest.mark.slow
 def test_a_judge_reads_rows_while_others_are_sampled(root, tmp_path, monkeypatch):
     """The same rewards, logs and texts as when it gets the whole batch, but for some the requests come earlier."""
@@ -171,9 +177,8 @@ def test_a_judge_reads_rows_while_others_are_sampled(root, tmp_path, monkeypatch
     found = []
     with JudgeServer(lambda body: str(len(asked(body)) % 10)) as server, jax.set_mesh(build_mesh(config)):
         for early in (True, False):
-            judge = Judge(server.url, "m", "{{ prompt }} <{{ completion }}>", on_failure="none")
-            if not early:
-                judge.by_row = False
+            make = Judge if early else BatchJudge
+            judge = make(server.url, "m", "{{ prompt }} <{{ completion }}>", on_failure="none")
             parts = build(config, build_mesh(config), None, None, [judge], None, ())
             watch, asked_before = Watch(), len(server.times)
             sampler = dataclasses.replace(parts.source.sampler, watch=watch)
