@@ -28,7 +28,7 @@ SCORES = ("score", "reward", "value")  # keys of a mapping's number: verl's, oth
 
 @dataclass
 class Log:
-    """What a reward function logs while it runs: TRL's `log_metric` and `log_extra`, and counts that are summed."""
+    """The log of a reward function: TRL's `log_metric` and `log_extra`, and counts that are summed."""
 
     metrics: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
     columns: dict[str, list[Any]] = field(default_factory=lambda: defaultdict(list))
@@ -69,8 +69,8 @@ class Log:
 class Call:
     """One reward function with its arguments, a list of N values each, and its log.
 
-    `services` are the arguments besides columns and log; `row_numbers` are the rows' places in the batch, and `memory`
-    is the function's own dictionary for this batch. Rows of a `rowwise` call are computed one by one.
+    `services` are arguments other than columns and log; `row_numbers` are the rows' indices in the batch, and
+    `memory` is the function's own dictionary for this batch. Rows of a `rowwise` call are computed one by one.
     """
 
     name: str
@@ -119,8 +119,8 @@ class Call:
         if not isinstance(self.function, RowGrader):
             return self()
         values = {name: values[key] for name, values in self.arguments.items()}
-        own = [values.pop(name) for name in ("prompts", "completions", "completion_ids")]
-        return self.function.grade(Sample(*own, columns=values))
+        prompt, completion, ids = (values.pop(name) for name in ("prompts", "completions", "completion_ids"))
+        return self.function.grade(Sample(prompt, completion, ids, values))
 
     async def run_async(self, key: int, log: Log) -> Any:
         """The same for an async function, rowwise functions that are no RowGrader included; those log to `log`.

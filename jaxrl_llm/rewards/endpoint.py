@@ -122,11 +122,11 @@ class Endpoint:
         if (cached := self._read(name)) is not None:
             self.counts["cached"] += 1
             return cached
-        one = (id(asyncio.get_running_loop()), name)
-        if one not in self.in_flight:
-            self.in_flight[one] = asyncio.create_task(self._fetch(name, body))
-            self.in_flight[one].add_done_callback(lambda _: self.in_flight.pop(one, None))
-        task = self.in_flight[one]
+        request = (id(asyncio.get_running_loop()), name)  # a task can be awaited in its own loop only
+        if request not in self.in_flight:
+            self.in_flight[request] = asyncio.create_task(self._fetch(name, body))
+            self.in_flight[request].add_done_callback(lambda _: self.in_flight.pop(request, None))
+        task = self.in_flight[request]
         if memory is not None:
             memory[name] = task
         # Whoever waits may be cancelled at a time limit; the others that wait for the same reply are not.

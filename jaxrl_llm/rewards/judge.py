@@ -164,9 +164,14 @@ class Judge(JudgeSpec):
     by_row: ClassVar[bool] = True  # a row's score depends on that row alone, so it is asked for when the row has ended
 
     async def __call__(
-        self, prompts: Sequence[Any], completions: Sequence[Any], log_total: Any = None,
-        row_numbers: Sequence[int] | None = None, batch_memory: Any = None, **columns: Any,
-    ) -> list[Any]:  # fmt: skip
+        self,
+        prompts: Sequence[Any],
+        completions: Sequence[Any],
+        log_total: Any = None,
+        row_numbers: Sequence[int] | None = None,
+        batch_memory: Any = None,
+        **columns: Any,
+    ) -> list[Any]:
         """The scores; a mapping with each criterion's where there is a rubric."""
         low, high = self.scale or (None, None)
         own = {"low": low, "high": high, "criteria": list(self.criteria or ())}
@@ -199,7 +204,7 @@ class PairwiseJudge(JudgeSpec):
     """A grader that has a language model compare the completions of a prompt: the reward is the share of wins.
 
     Every two completions of a prompt (adjacent rows with the same prompt) are compared, in both orders unless
-    `both_orders` is false (models favour a place); a tie is half a win. `template` has `prompt`, `a`, `b` and every
+    `both_orders` is false (models favour a position); a tie is half a win. `template` has `prompt`, `a`, `b` and every
     column. A comparison that fails counts as nothing with on_failure="none", and as that share of a win with a number;
     a completion without any comparison gets None. The other options are as in `Judge`.
     """

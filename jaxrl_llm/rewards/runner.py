@@ -5,7 +5,7 @@ set except `prompt`, under its own name; it returns one number for each completi
 may be `async`, and have a `setup()` and a `close()`. Prompts and completions are text, or lists of messages when the
 data is conversational. A function without `**kwargs` gets only the columns that it names. It may also ask for
 `trainer_state` (with `global_step` and `max_steps`), `log_metric(name, value)` and `log_extra(column, values)`, as in
-TRL, and for `log_total(name, value)`, `row_numbers`, the places of its rows in the batch, and `batch_memory`, a
+TRL, and for `log_total(name, value)`, `row_numbers`, the indices of its rows in the batch, and `batch_memory`, a
 dictionary that is the same for all of its calls with rows of the batch. An async grader with the attribute
 `by_row = True` is called with one row at a time, as soon as that row has ended. signatures.py lists the other ways in
 which a reward may be written.
@@ -51,7 +51,7 @@ NO_STEP = TrainerState()
 
 
 class Logged(NamedTuple):
-    """What the functions log of a batch, by name: numbers to average, sums, and columns of N values each."""
+    """The logs of a batch, by name: numbers to average, sums, and columns of N values each."""
 
     metrics: dict[str, list[float]]
     totals: dict[str, float]
@@ -341,8 +341,8 @@ class Pending:
                     within(max(deadline - time.monotonic(), 0.0), run_row)
                 except TimeUpError:
                     break
-                except Exception as found:
-                    if type(found) is type(error):
+                except Exception as repeated:
+                    if type(repeated) is type(error):
                         failing.add(row)
         self._fail(call, error, min(failing, default=None), len(failing) or call.rows)
         kept = [row for row in range(call.rows) if row not in failing]

@@ -218,7 +218,7 @@ def test_rows_of_a_row_grader_are_shared_and_survive_each_other(worker_file):
     with pytest.warns(UserWarning, match="reward 'compute_score'") as told:
         graded = submit(
             str(worker_file), texts, {"ground_truth": ["4"] * 8}, workers=2, timeout=5.0, on_timeout=-1, on_error="none"
-        )  # fmt: skip
+        )
     assert time.monotonic() - started < 20
     np.testing.assert_array_equal(graded.rewards[:, 0], np.float32([1, 0, NAN, 1, NAN, -1, NAN, 1]))
     assert graded.logged.totals == {"rewards/compute_score/errors": 3, "rewards/compute_score/timeouts": 1}
