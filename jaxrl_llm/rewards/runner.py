@@ -331,14 +331,17 @@ class Pending:
         timeout, loop = self.rewards.timeout, self.rewards.loop
         seconds = min(timeout or SEARCH_SECONDS, SEARCH_SECONDS)
         failing: set[int] = set()
-        # A function that ended its worker would end this process; an error of ours says itself where it happened.
+
+        def run_alone(row: int) -> Any:
+            result = call.subset([row])()
+            return loop.run(result, seconds) if call.is_async else result
+
+        # A function that ended its worker would end this process too, and a RewardError names its row itself.
         if not isinstance(error, (WorkerDiedError, ConfigError)):
             deadline = time.monotonic() + seconds
             for row in range(call.rows):
-                alone = call.subset([row])
-                run_row = functools.partial(lambda call: loop.run(call(), seconds), alone) if call.is_async else alone
                 try:
-                    within(max(deadline - time.monotonic(), 0.0), run_row)
+                    within(max(deadline - time.monotonic(), 0.0), functools.partial(run_alone, row))
                 except TimeUpError:
                     break
                 except Exception as repeated:
@@ -346,6 +349,11 @@ class Pending:
                         failing.add(row)
         self._fail(call, error, min(failing, default=None), len(failing) or call.rows)
         kept = [row for row in range(call.rows) if row not in failing]
+
+        def spread(columns: Mapping[str, list[Any]]) -> dict[str, list[Any]]:
+            by_row = {name: dict(zip(kept, values, strict=True)) for name, values in columns.items()}
+            return {name: [values.get(row) for row in range(call.rows)] for name, values in by_row.items()}
+
         if failing and kept:
             rest = call.subset(kept)
             if call.is_async:
@@ -355,14 +363,11 @@ class Pending:
             else:
                 outcome = run_here(rest, timeout)
             if outcome.results:
-                numbers, extras = read_results(call.name, outcome.results[0], rest.rows)
-                scores = Scores(
-                    np.full(call.rows, np.nan, np.float32), {k: _spread(v, kept, call.rows) for k, v in extras.items()}
-                )
-                scores.numbers[kept] = numbers
-                call.log.metrics = rest.log.metrics
-                call.log.columns = {k: _spread(v, kept, call.rows) for k, v in rest.log.columns.items()}
-                return scores
+                scores = read_results(call.name, outcome.results[0], rest.rows)
+                numbers = np.full(call.rows, np.nan, np.float32)
+                numbers[kept] = scores.numbers
+                call.log.metrics, call.log.columns = rest.log.metrics, spread(rest.log.columns)
+                return Scores(numbers, spread(scores.extras))
             call.log.log_total(f"rewards/{call.name}/errors", rest.rows)
         return read_results(call.name, [None] * call.rows, call.rows)
 
@@ -394,14 +399,6 @@ def _collect(logged: Logged, call: Call, scores: Scores, taken: tuple[str, ...])
         if column in logged.columns or column in taken:
             raise RewardError(f"reward {call.name!r} gave log_extra the column {column!r}, which is taken; rename it")
         logged.columns[column] = list(values)
-
-
-def _spread(values: Sequence[Any], rows: Sequence[int], total: int) -> list[Any]:
-    """`values` at `rows` of a list of `total`, None elsewhere."""
-    spread: list[Any] = [None] * total
-    for row, value in zip(rows, values, strict=True):
-        spread[row] = value
-    return spread
 
 
 def _unique(names: Sequence[str]) -> tuple[str, ...]:
