@@ -16,8 +16,8 @@ from jaxrl_llm.rewards.signatures import (
     is_async,
     is_rowwise,
     parameter_names,
-    parameters_of,
     shorten,
+    takes_any,
 )
 
 SERVICES = ("log_metric", "log_extra", "log_total", "trainer_state", "row_numbers", "batch_memory")
@@ -98,11 +98,11 @@ class Call:
             "row_numbers": self.row_numbers,
             "batch_memory": self.memory,
         }
-        names, takes = parameter_names(self.function), parameters_of(self.function)
+        names, any_name = parameter_names(self.function), takes_any(self.function)
         taken = {
             name: service
             for name, service in offered.items()
-            if name in names or (takes is None and name not in BY_NAME_ONLY)
+            if name in names or (any_name and name not in BY_NAME_ONLY)
         }
         # The lists are copied, so that a function that changes them does not change what the next one sees.
         return self.function(**taken, **{name: list(values) for name, values in self.arguments.items()})

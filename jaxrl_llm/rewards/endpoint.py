@@ -104,12 +104,11 @@ class Endpoint:
             verify=ssl.create_default_context(),  # the machine's certificates, a company's own among them
         )
         self.next_start = 0.0
-        self.in_flight: dict[tuple[int, str], asyncio.Task[Answer]] = {}
 
     async def ask(
-        self, messages: list[dict[str, str]], attempt: int = 0, memory: dict[str, asyncio.Task[Answer]] | None = None
+        self, messages: list[dict[str, str]], memory: dict[str, asyncio.Task[Answer]], attempt: int = 0
     ) -> Answer:
-        """The reply to `messages`; equal requests in flight at the same time, or with the same memory, are sent once.
+        """The reply to `messages`; equal requests with the same `memory`, a dictionary, are sent once.
 
         `attempt` makes a request differ from those with another one in the cache: ask again with the next number.
         Raises EndpointError when the endpoint refuses, or fails every attempt.
@@ -117,20 +116,13 @@ class Endpoint:
         body = {"model": self.spec.model, "messages": messages, **self.parameters}
         text = json.dumps([self.url, body, attempt], sort_keys=True)
         name = hashlib.sha256(text.encode()).hexdigest()
-        if memory is not None and name in memory:
-            return await asyncio.shield(memory[name])
-        if (cached := self._read(name)) is not None:
-            self.counts["cached"] += 1
-            return cached
-        request = (id(asyncio.get_running_loop()), name)  # a task can be awaited in its own loop only
-        if request not in self.in_flight:
-            self.in_flight[request] = asyncio.create_task(self._fetch(name, body))
-            self.in_flight[request].add_done_callback(lambda _: self.in_flight.pop(request, None))
-        task = self.in_flight[request]
-        if memory is not None:
-            memory[name] = task
+        if name not in memory:
+            if (cached := self._read(name)) is not None:
+                self.counts["cached"] += 1
+                return cached
+            memory[name] = asyncio.create_task(self._fetch(name, body))
         # Whoever waits may be cancelled at a time limit; the others that wait for the same reply are not.
-        return await asyncio.shield(task)
+        return await asyncio.shield(memory[name])
 
     def take_counts(self) -> dict[str, int]:
         """The counts since the last call of this."""

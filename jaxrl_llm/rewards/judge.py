@@ -89,7 +89,7 @@ class JudgeSpec(EndpointSpec):
         """End the threads that wait for the endpoint."""
         self.endpoint.close()
 
-    async def _judge(self, values: Mapping[str, Any], read: Callable[[str], Any], memory: Any = None) -> Any:
+    async def _judge(self, values: Mapping[str, Any], read: Callable[[str], Any], memory: dict[str, Any]) -> Any:
         """The result of `read` for the reply to the filled-in template; asks again for replies that it cannot read.
 
         Returns a RewardError when it does not succeed: the caller decides what that means for the row.
@@ -104,7 +104,7 @@ class JudgeSpec(EndpointSpec):
         problem: RewardError | None = None
         for attempt in range(self.tries):
             try:
-                return read((await self.endpoint.ask(messages, attempt, memory)).text)
+                return read((await self.endpoint.ask(messages, memory, attempt)).text)
             except ReplyError as error:
                 problem = error
                 self.endpoint.counts["unreadable"] += 1
@@ -169,11 +169,12 @@ class Judge(JudgeSpec):
         completions: Sequence[Any],
         log_total: Any = None,
         row_numbers: Sequence[int] | None = None,
-        batch_memory: Any = None,
+        batch_memory: dict[str, Any] | None = None,
         **columns: Any,
     ) -> list[Any]:
         """The scores; a mapping with each criterion's where there is a rubric."""
         low, high = self.scale or (None, None)
+        memory = {} if batch_memory is None else batch_memory
         own = {"low": low, "high": high, "criteria": list(self.criteria or ())}
         lists = {name: values for name, values in columns.items() if isinstance(values, list)}
         judgements = await asyncio.gather(
@@ -183,7 +184,7 @@ class Judge(JudgeSpec):
                     | own
                     | {"prompt": shown(prompts[row]), "completion": text_of(completions[row])},
                     self._read,
-                    batch_memory,
+                    memory,
                 )
                 for row in range(len(prompts))
             )
@@ -221,12 +222,14 @@ class PairwiseJudge(JudgeSpec):
         pairs = [pair for group in groups(prompts) for pair in itertools.combinations(group, 2)]
         if self.both_orders:
             pairs += [(second, first) for first, second in pairs]
+        memory: dict[str, Any] = {}
         judgements = await asyncio.gather(
             *(
                 self._judge(
                     {name: values[a] for name, values in columns.items() if isinstance(values, list)}
                     | {"prompt": shown(prompts[a]), "a": text_of(completions[a]), "b": text_of(completions[b])},
                     read_winner,
+                    memory,
                 )
                 for a, b in pairs
             )

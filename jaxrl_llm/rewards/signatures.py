@@ -16,6 +16,8 @@ from typing import Any
 
 from jaxrl_llm.config.resolve import ConfigError, closest
 
+VERL_ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")  # the batch form adds an s to each
+
 
 class RewardError(ConfigError):
     """A reward function that failed, hung, or returned something that is not one number for each completion."""
@@ -78,7 +80,7 @@ def as_grader(reward: Any) -> Any:
         return reward
     grade = getattr(reward, "grade", None)
     if callable(grade) and not inspect.isfunction(reward):
-        if parameters_of(grade) is not None and "completions" not in parameter_names(grade):
+        if not accepts(grade, "completions"):
             return RowGrader(grade, reward_name(reward))
         # A bound method takes no attributes; a partial of it can be named like the method.
         return functools.update_wrapper(functools.partial(grade), grade) if is_async(grade) else grade
@@ -92,16 +94,12 @@ def as_grader(reward: Any) -> Any:
 
 def _verl_grader(function: Callable[..., Any], is_batch: bool) -> Any:
     """The grader that calls verl's `compute_score`, or its batch form, with the columns of verl's rows."""
-    takes = parameters_of(function)
+    plural = "s" if is_batch else ""
+    takes = [key for key in VERL_ARGUMENTS if accepts(function, key + plural)]
 
     def row_arguments(text: str, columns: Mapping[str, Any]) -> dict[str, Any]:
-        arguments = {
-            "data_source": columns.get("data_source"),
-            "solution_str": text,
-            "ground_truth": ground_truth(columns),
-            "extra_info": columns.get("extra_info"),
-        }
-        return {key: value for key, value in arguments.items() if is_batch or takes is None or key in takes}
+        values = {"solution_str": text, "ground_truth": ground_truth(columns)}
+        return {key: values.get(key, columns.get(key)) for key in takes}
 
     def grade_row(sample: Sample) -> Any:
         return function(**row_arguments(sample.text, sample.columns))
@@ -112,14 +110,7 @@ def _verl_grader(function: Callable[..., Any], is_batch: bool) -> Any:
             row_arguments(text_of(completion), {name: values[row] for name, values in lists.items()})
             for row, completion in enumerate(completions)
         ]
-        singular = {
-            "data_sources": "data_source",
-            "solution_strs": "solution_str",
-            "ground_truths": "ground_truth",
-            "extra_infos": "extra_info",
-        }
-        wanted = {plural: key for plural, key in singular.items() if takes is None or plural in takes}
-        return function(**{plural: [row[key] for row in rows] for plural, key in wanted.items()})
+        return function(**{key + plural: [row[key] for row in rows] for key in takes})
 
     grade = grade_batch if is_batch else grade_row
     if is_async(function):
@@ -170,11 +161,7 @@ def accepted(name: str, grader: Any, inputs: dict[str, list[Any]], services: Ite
     """
     if isinstance(grader, RowGrader):
         return inputs
-    try:
-        parameters = inspect.signature(grader).parameters
-    except (TypeError, ValueError):
-        return inputs
-    for parameter in parameters.values():
+    for parameter in _parameters(grader).values():
         is_variadic = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
         is_required = parameter.default is parameter.empty and not is_variadic
         if is_required and parameter.name not in inputs and parameter.name not in services:
@@ -182,11 +169,11 @@ def accepted(name: str, grader: Any, inputs: dict[str, list[Any]], services: Ite
                 f"reward {name!r} needs {parameter.name!r}, which is neither a column nor set as an option; there are "
                 f"{', '.join(inputs)}; the closest is {closest(parameter.name, inputs)}"
             )
-    if parameters_of(grader) is None:
+    if takes_any(grader):
         # An option that a specification sets is not overwritten by a column of the same name.
         options = grader.keywords if isinstance(grader, functools.partial) else {}
         return {key: values for key, values in inputs.items() if key not in options}
-    return {key: values for key, values in inputs.items() if key in parameters}
+    return {key: values for key, values in inputs.items() if accepts(grader, key)}
 
 
 def is_rowwise(grader: Any) -> bool:
@@ -208,21 +195,26 @@ def is_async(function: Any) -> bool:
     )
 
 
-def parameters_of(function: Any) -> Mapping[str, inspect.Parameter] | None:
-    """The parameters of a signature that lists them all; None when it takes any keyword, or cannot be read."""
-    try:
-        parameters = inspect.signature(function).parameters
-    except (TypeError, ValueError):
-        return None
-    return None if any(p.kind is p.VAR_KEYWORD for p in parameters.values()) else parameters
+def accepts(function: Any, name: str) -> bool:
+    """True when `function` can be called with the keyword `name`, also where its signature cannot be read."""
+    return name in _parameters(function) or takes_any(function)
+
+
+def takes_any(function: Any) -> bool:
+    """True when `function` can be called with every keyword, also where its signature cannot be read."""
+    return any(parameter.kind is parameter.VAR_KEYWORD for parameter in _parameters(function).values())
 
 
 def parameter_names(function: Any) -> tuple[str, ...]:
-    """The names of a function's parameters; none when they cannot be read."""
+    """The names of a function's parameters."""
+    return tuple(_parameters(function))
+
+
+def _parameters(function: Any) -> Mapping[str, inspect.Parameter]:
     try:
-        return tuple(inspect.signature(function).parameters)
-    except (TypeError, ValueError):
-        return ()
+        return inspect.signature(function).parameters
+    except (TypeError, ValueError):  # of functions written in C: they may take anything
+        return {"kwargs": inspect.Parameter("kwargs", inspect.Parameter.VAR_KEYWORD)}
 
 
 def text_of(completion: Any) -> str:

@@ -78,7 +78,7 @@ def test_contradictions_are_named(root, tmp_path, values, message):
         validate(config)
 
 
-def test_settings_of_the_configuration_reach_the_rewards(root, tmp_path):
+def test_the_settings_reach_the_rewards(root, tmp_path):
     config = tiny(root, tmp_path)
     config.rewards.update({"timeout": 5.0, "on_timeout": "-1", "on_error": "none", "workers": 3, "weights": (2.0,)})
     validate(config)
@@ -95,7 +95,7 @@ def test_logs_of_two_rounds_are_joined():
     assert over_processes(joined) == {"a": np.float32(3.0), "b": np.float32(2.0), "n": np.float32(3.0)}
 
 
-def test_a_function_may_not_log_under_the_runs_own_names():
+def test_names_of_the_run_are_refused_in_logs():
     with pytest.raises(RewardError, match="logs the metric 'reward', which is the run's own; rename it"):
         over_processes(Logged({"reward": [1.0]}, {}, {}), {"reward": 0.0})
 
@@ -113,7 +113,7 @@ def test_table_values():
 
 
 @pytest.mark.slow
-def test_processes_log_together_under_names_of_their_own(run_python):
+def test_logs_are_joined_over_processes(run_python):
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]

@@ -110,7 +110,7 @@ class LengthGrader:
         return Grade(len(sample.last_content()) * sample.metadata.get("factor", 1.0))
 
 
-def test_graders_of_single_samples_are_set_up_once_and_closed():
+def test_row_graders_are_set_up_once_and_closed():
     grader = LengthGrader()
     rewards = load_rewards([grader])
     assert rewards.names == ("LengthGrader",) and grader.calls == []
@@ -175,7 +175,7 @@ def test_a_class_named_with_options(tmp_path):
 # --- CombinedGrader ---------------------------------------------------------------------------------------------------
 
 
-def test_combined_grader_adds_up_and_sets_up_its_children():
+def test_combined_grader_adds_and_sets_up_children():
     children = [LengthGrader(), LengthGrader()]
 
     def sometimes(completions, **kwargs):

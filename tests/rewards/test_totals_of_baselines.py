@@ -1,4 +1,4 @@
-"""What grading costs is counted whole: greedy baselines and evaluations too."""
+"""Totals of grading include greedy baselines and evaluations."""
 
 import numpy as np
 import pytest
