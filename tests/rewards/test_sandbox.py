@@ -1,4 +1,4 @@
-"""What programs in the sandbox can do, and what they try in vain. Each escape is tried for real."""
+"""Programs in the sandbox: permitted actions, and escapes, each of which is tried for real."""
 
 import os
 import subprocess
