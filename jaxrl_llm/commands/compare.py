@@ -26,9 +26,9 @@ from jaxrl_llm.data.chat import chat_ids
 from jaxrl_llm.distributed import processes
 from jaxrl_llm.distributed.compilation_cache import keep_compiled
 from jaxrl_llm.distributed.processes import all_or_none, gather
-from jaxrl_llm.rewards.calls import text_of
-from jaxrl_llm.rewards.grader import Rewards, load_rewards
 from jaxrl_llm.rewards.judge import shown
+from jaxrl_llm.rewards.runner import Rewards, load_rewards
+from jaxrl_llm.rewards.signatures import text_of
 from jaxrl_llm.training.evaluation.run import completions_of
 from jaxrl_llm.training.evaluation_setup import build_evaluations
 from jaxrl_llm.training.logging.console import show

@@ -13,7 +13,7 @@ from jaxrl_llm.environments.dialogue import Dialogue, Outcome
 from jaxrl_llm.environments.episode import Episode
 from jaxrl_llm.environments.factory import Environments
 from jaxrl_llm.environments.protocol import EpisodeError
-from jaxrl_llm.rewards.grader import Logged
+from jaxrl_llm.rewards.runner import Logged
 
 log = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ from jaxrl_llm.data import loading
 from jaxrl_llm.data.loading import Part
 from jaxrl_llm.environments.factory import Environments
 from jaxrl_llm.models.model import Model
-from jaxrl_llm.rewards.grader import Rewards
+from jaxrl_llm.rewards.runner import Rewards
 from jaxrl_llm.rollout.sampling import Sampling
 from jaxrl_llm.training import offline
 from jaxrl_llm.training.evaluation.metrics import EvalMetrics

@@ -14,7 +14,7 @@ from jaxrl_llm.config import ConfigError
 from jaxrl_llm.data.collate import pad_prompts
 from jaxrl_llm.distributed.sharding import local_rows, row_shards, rows_to_global
 from jaxrl_llm.models.transformer import Params
-from jaxrl_llm.rewards.grader import TrainerState
+from jaxrl_llm.rewards.runner import TrainerState
 from jaxrl_llm.rollout.engine import Engine, Rollout
 from jaxrl_llm.training.online import Row, scored_logps
 from jaxrl_llm.training.rollout_functions import RolloutTrainer, Written, call_rollout_function

@@ -21,6 +21,7 @@ from jaxrl_llm.algorithms.kl import AdaptiveKL
 from jaxrl_llm.algorithms.random_streams import REPLAY, ROW_SEEDS
 from jaxrl_llm.config import ConfigError, rows_together
 from jaxrl_llm.config.schema import OFFLINE
+from jaxrl_llm.data.chat import decode_completion, is_conversational
 from jaxrl_llm.data.collate import pad_prompts
 from jaxrl_llm.data.pipeline import Pipeline
 from jaxrl_llm.data.streaming import Stream
@@ -28,7 +29,8 @@ from jaxrl_llm.distributed.processes import all_or_none, gather
 from jaxrl_llm.distributed.sharding import constrain, local_rows, on_device, row_shards, rows_to_global
 from jaxrl_llm.models.logprobs import token_logps, token_values
 from jaxrl_llm.models.transformer import Net, Params
-from jaxrl_llm.rewards.grader import NOTHING_LOGGED, Logged, Rewards, TrainerState
+from jaxrl_llm.rewards.runner import NOTHING_LOGGED, Logged, Rewards, TrainerState
+from jaxrl_llm.rewards.streaming import StreamingRewards
 from jaxrl_llm.rollout.engine import Engine, Rollout
 from jaxrl_llm.training.advantages import Scorer
 from jaxrl_llm.training.episodes import Converse, Conversing
@@ -39,7 +41,6 @@ from jaxrl_llm.training.objective_specs import critic_spec, policy_loss
 from jaxrl_llm.training.objectives.value import critic_params
 from jaxrl_llm.training.packing.planner import Packer
 from jaxrl_llm.training.reference import Memory
-from jaxrl_llm.training.streaming_rewards import EarlyGrading
 from jaxrl_llm.training.update import State
 
 Row = dict[str, Any]
@@ -100,10 +101,14 @@ class Sampler:
                 name: [e[name] for e in repeated] for name in examples[0] if name not in ("prompt", "prompt_ids")
             }
             asked = [e["prompt"] for e in repeated]
+
+            def decode(row: int, tokens: list[int]) -> Any:
+                return decode_completion(self.tokenizer, tokens, is_conversational(asked[row]))
+
             early = None
             if talk is None and self.elsewhere is None and self.rewards.takes_rows:
                 with all_or_none():
-                    early = EarlyGrading(self.rewards.open(asked, columns, state), asked, self.tokenizer)
+                    early = StreamingRewards(self.rewards.open(asked, columns, state), decode)
             rollout, results = self._rollout(params, opened, key, first_row, state, talk, early)
             tokens, lengths = local_rows((rollout.tokens, rollout.lengths))
         with self.watch("reward"), all_or_none():
@@ -114,7 +119,7 @@ class Sampler:
             if talk is not None:
                 texts, results = talk.finish(ids, self.rewards.workers is None)
             if early is None:
-                early = EarlyGrading(self.rewards.open(asked, columns | results, state), asked, self.tokenizer)
+                early = StreamingRewards(self.rewards.open(asked, columns | results, state), decode)
             texts = early.finish(ids, texts)
             graded = early.pending.result()
             if talk is not None:
@@ -123,7 +128,7 @@ class Sampler:
 
     def _rollout(
         self, params: Params, examples: list[Row], key, first_row: int, state: TrainerState, talk: Conversing | None,
-        early: EarlyGrading | None,
+        early: StreamingRewards | None,
     ) -> tuple[Rollout, dict[str, list[Any]]]:  # fmt: skip
         """The rows, and the columns for rewards that come with them."""
         if self.elsewhere is not None:

@@ -10,7 +10,7 @@ from jaxrl_llm.distributed.sharding import rollout_mesh
 from jaxrl_llm.environments.factory import Environments
 from jaxrl_llm.models.cast import draws_from_another
 from jaxrl_llm.models.model import Model
-from jaxrl_llm.rewards.grader import Rewards
+from jaxrl_llm.rewards.runner import Rewards
 from jaxrl_llm.rollout.engine import Engine
 from jaxrl_llm.rollout.resharded import EngineOnMesh
 from jaxrl_llm.rollout.sampling import Sampling

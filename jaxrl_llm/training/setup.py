@@ -20,7 +20,7 @@ from jaxrl_llm.models.lora import LoraConfig, has_adapters, parse_targets, split
 from jaxrl_llm.models.model import Model, add_adapters, load_model
 from jaxrl_llm.models.peft import read_config
 from jaxrl_llm.rewards.functions import environment as environment_reward
-from jaxrl_llm.rewards.grader import Rewards, load_rewards
+from jaxrl_llm.rewards.runner import Rewards, load_rewards
 from jaxrl_llm.rollout.sampling import Sampling
 from jaxrl_llm.training import offline
 from jaxrl_llm.training.advantages import make_scorer

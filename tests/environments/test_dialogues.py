@@ -14,7 +14,7 @@ from jaxrl_llm.data.tokenizers import build_byte_tokenizer
 from jaxrl_llm.environments.factory import Environments, load_environments
 from jaxrl_llm.environments.games import SortThenSmallest
 from jaxrl_llm.environments.protocol import EpisodeError, Step
-from jaxrl_llm.rewards.grader import NOTHING_LOGGED
+from jaxrl_llm.rewards.runner import NOTHING_LOGGED
 from jaxrl_llm.training.episodes import Converse
 
 END = 257

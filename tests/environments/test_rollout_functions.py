@@ -13,7 +13,7 @@ from jaxrl_llm.config import ConfigError, default, validate
 from jaxrl_llm.distributed.sharding import make_mesh
 from jaxrl_llm.models.logprobs import token_logps
 from jaxrl_llm.models.model import load_model
-from jaxrl_llm.rewards.grader import TrainerState
+from jaxrl_llm.rewards.runner import TrainerState
 from jaxrl_llm.rollout.engine import Engine
 from jaxrl_llm.rollout.sampling import Sampling
 from jaxrl_llm.training.external_rollouts import Elsewhere

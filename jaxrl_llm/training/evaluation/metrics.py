@@ -16,7 +16,7 @@ from jaxrl_llm.algorithms.sample_statistics import (
     passes_at_k,
     worst_of_k,
 )
-from jaxrl_llm.rewards.calls import RewardError
+from jaxrl_llm.rewards.signatures import RewardError
 
 SOURCE = "data_source"  # the column that names the source of a row
 PRED = "pred"  # the entry of a reward's results that holds the answer it extracted

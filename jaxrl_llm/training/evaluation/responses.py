@@ -13,8 +13,8 @@ from jaxrl_llm.data.chat import is_conversational
 from jaxrl_llm.data.formats import find
 from jaxrl_llm.distributed.processes import all_or_none, gather
 from jaxrl_llm.models import hf
-from jaxrl_llm.rewards.calls import parameter_names, text_of
-from jaxrl_llm.rewards.grader import Rewards
+from jaxrl_llm.rewards.runner import Rewards
+from jaxrl_llm.rewards.signatures import parameter_names, text_of
 from jaxrl_llm.training.evaluation.metrics import (
     PRED,
     SOURCE,

@@ -16,8 +16,8 @@ from jaxrl_llm.config.resolve import ConfigError, closest
 from jaxrl_llm.distributed.processes import all_or_none, gather
 from jaxrl_llm.distributed.sharding import row_shards
 from jaxrl_llm.models.transformer import Params
-from jaxrl_llm.rewards.calls import text_of
-from jaxrl_llm.rewards.grader import NOTHING_LOGGED, Logged
+from jaxrl_llm.rewards.runner import NOTHING_LOGGED, Logged
+from jaxrl_llm.rewards.signatures import text_of
 from jaxrl_llm.rollout.sampling import Sampling
 from jaxrl_llm.training.evaluation.metrics import (
     PRED,

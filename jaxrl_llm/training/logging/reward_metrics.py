@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 
 from jaxrl_llm.distributed.processes import gather
-from jaxrl_llm.rewards.calls import RewardError
-from jaxrl_llm.rewards.grader import Logged
+from jaxrl_llm.rewards.runner import Logged
+from jaxrl_llm.rewards.signatures import RewardError
 
 
 def join(earlier: Logged, later: Logged, index: np.ndarray, rows: int) -> Logged:
