@@ -8,7 +8,7 @@ import json
 from typing import Any
 
 from jaxrl_llm.environments.protocol import EpisodeError, Step
-from jaxrl_llm.environments.tool_calls import parse_tool_calls
+from jaxrl_llm.environments.tools import parse_tool_calls
 
 NEEDS = "pip install 'verifiers<0.2'"
 COLUMNS = ("answer", "task", "info", "example_id")

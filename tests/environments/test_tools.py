@@ -2,7 +2,7 @@
 
 import pytest
 
-from jaxrl_llm.environments.tool_calls import ToolCall, parse_tool_calls
+from jaxrl_llm.environments.tools import ToolCall, parse_tool_calls
 
 ADD = ToolCall("add", {"a": 1, "b": 2})
 
