@@ -161,7 +161,7 @@ class EpisodeBatch:
         try:
             tools = self.environments.schemas[self.environments.name(self.rows[row])]
             tokens = self.tokenizer.observation_ids(self.rows[row], observation, tools)
-        except ConfigError as error:  # a template may refuse what this one environment said
+        except ConfigError as error:  # the chat template refuses this observation: a fault of its environment
             self._has_failed(result._replace(error=error), "step")
             return None
         if not tokens:

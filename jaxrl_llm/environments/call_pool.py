@@ -53,12 +53,12 @@ class CallPool:
             for future, (key, deadline) in list(self._running.items()):
                 if future.done():
                     error = future.exception()
-                    results.append(CallResult(key, None if error else future.result(), error))
+                    results.append(CallResult(key, future.result() if error is None else None, error))
                 elif now >= deadline:
                     results.append(CallResult(key, timed_out=True))
                 else:
                     continue
-                del self._running[future]  # a call that timed out is never heard of again
+                del self._running[future]  # the later result of a call that timed out is dropped
             self._start_queued()
             if results or not wait or not self._running:
                 return results

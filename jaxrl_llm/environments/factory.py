@@ -40,7 +40,7 @@ class EnvironmentSpec:
 
 
 class Environments:
-    """The environments and tools of a spec: an environment plays one row at a time, and is kept for later rows.
+    """The environments and tools of a spec: an environment plays one episode at a time, and is kept for later rows.
 
     An object without `step` offers its public methods as tools. schemas: of the tools that each environment shows, by
     its name. Raises ConfigError for a wrong name or option, and EpisodeError for an object that is no environment or
@@ -63,7 +63,7 @@ class Environments:
         self.pool = CallPool(spec.workers, spec.timeout)
         self.idle: dict[str | None, list[Any]] = defaultdict(list)
         self.schemas: dict[str | None, list[dict[str, Any]]] = {}
-        for name in self.factories:  # one of each is made now: a mistake shows before anything is sampled
+        for name in self.factories:  # made once now, so that mistakes show before anything is sampled
             made = self._make(name)
             self.schemas[name] = tool_schemas(self._tools(made).values())
             if made is not None:

@@ -69,8 +69,9 @@ class TurnTracker:
         if not self.waiting.any():
             return None
         answers = {row + self.first_row: answer for row, answer in self.server.poll(wait).items()}
-        # A process knows the answers of its own rows only. All have to compile and run the same program, so they agree
-        # on the width (a power of two, for few programs) and add up their shares, which are 0 elsewhere.
+        # A process knows the answers of its own rows only, but all must run the same program on the same arrays: they
+        # agree on the width, a power of two so that few programs are compiled, and add up arrays that are 0 in the
+        # rows of others.
         longest = _over_processes(np.asarray(max((len(answer or ()) for answer in answers.values()), default=0)), max)
         width = 1 << max(int(longest) - 1, 0).bit_length()
         observed = np.zeros((*numbers.shape, width), np.int32)

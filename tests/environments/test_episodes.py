@@ -141,7 +141,7 @@ def test_a_game_of_several_turns(tokenizer):
     assert Guess.closed == 9
 
 
-def test_environments_are_used_again_and_open_rows(tokenizer):
+def test_environments_are_reused_and_open_prompts(tokenizer):
     made = []
 
     def make():
@@ -159,7 +159,7 @@ def test_environments_are_used_again_and_open_rows(tokenizer):
         batch.release()
 
 
-def test_rows_that_end_for_lack_of_room(tokenizer):
+def test_episodes_without_room_end(tokenizer):
     environments = environments_of(Guess)
     row, turns = {"prompt": "Guess! ", "number": 5}, [["3", "5"], ["3", "555555"], ["1234567890"]]
     batch, ids, completions, columns = play(tokenizer, environments, [row] * 3, turns, limit=9)
@@ -229,11 +229,11 @@ def test_tools(tokenizer):
     ]
     batch, ids, completions, columns = play(tokenizer, environments, [{"prompt": user("1+2?")}] * 6, turns)
     assert tokenizer.decode(batch.examples[0]["prompt_ids"]).startswith("<|system|>add,slow_double<|end|><|user|>1+2?")
-    said = [[m["content"] for m in completion if m["role"] == "tool"] for completion in completions]
-    assert said[:3] == [["3"], ["3", "8"], []]
-    assert "there is no tool 'sub'; there are add, slow_double" in said[3][0]
-    assert "missing a required argument: 'b'" in said[3][1] and "TypeError" in said[3][2]
-    assert "is not JSON" in said[4][0] and said[5] == ["3"] * 3
+    results = [[m["content"] for m in completion if m["role"] == "tool"] for completion in completions]
+    assert results[:3] == [["3"], ["3", "8"], []]
+    assert "there is no tool 'sub'; there are add, slow_double" in results[3][0]
+    assert "missing a required argument: 'b'" in results[3][1] and "TypeError" in results[3][2]
+    assert "is not JSON" in results[4][0] and results[5] == ["3"] * 3
     assert [episode.stop_reason for episode in batch.episodes] == ["answered"] * 5 + ["max_tool_calls"]
     assert completions[1][-1] == {"role": "assistant", "content": "11"}
     assert "<|user|>3<|end|><|user|>8<|end|><|assistant|>11<|end|>" in tokenizer.decode(ids[1])
@@ -243,7 +243,7 @@ def test_tools(tokenizer):
     assert columns["environment_reward"] == [0.0] * 6
 
 
-def test_tools_need_messages_and_a_template_that_shows_them(tokenizer, caplog):
+def test_tools_need_messages_and_a_template(tokenizer, caplog):
     with pytest.raises(ConfigError, match="give prompts that are lists of messages"):
         play(tokenizer, environments_of(None, [add]), [{"prompt": "1+2?"}], [["3"]])
     silent = AutoTokenizer.from_pretrained(tokenizer.name_or_path)
@@ -274,7 +274,7 @@ class Counter:
         return None if self.count < 0 else self.count / 10
 
 
-def test_trls_environments(tokenizer):
+def test_environments_of_trl(tokenizer):
     rows = [{"prompt": user("Count!"), "start": start} for start in (2, 4, -1)]
     turns = [[call("add_one", times=1), "done"], ["done"], ["done"]]
     batch, _, completions, columns = play(tokenizer, environments_of(Counter), rows, turns)
