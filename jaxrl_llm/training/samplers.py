@@ -5,6 +5,7 @@ from typing import Any
 
 from jax.sharding import Mesh
 
+from jaxrl_llm.algorithms.batch import Inputs
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.config.resolve import split_options
 from jaxrl_llm.data.observations import TurnTokenizer
@@ -14,7 +15,7 @@ from jaxrl_llm.environments.factory import Environments
 from jaxrl_llm.models.cast import draws_from_another
 from jaxrl_llm.models.model import Model
 from jaxrl_llm.rewards.grader import Rewards
-from jaxrl_llm.rollout.engine import Engine, Rollout
+from jaxrl_llm.rollout.engine import Engine
 from jaxrl_llm.rollout.resharded import EngineOnMesh
 from jaxrl_llm.rollout.sampling import Sampling
 from jaxrl_llm.training.external_rollout import ExternalRollout, load_rollout_function
@@ -49,11 +50,9 @@ def build_sampler(model: Model, grader: Rewards, mesh: Mesh, sampling: Sampling,
     if function is not None:
         width = limit  # what a function returns as prompts is its own
 
-        def policy_logps(params: Any, rows: Rollout):
-            count, temperature = len(rows.tokens), config.rollout.temperature
-            return scored_logps(
-                engine.net, params, rows.tokens, rows.segments, temperature, width, count, row_shards(mesh)
-            )
+        def policy_logps(params: Any, inputs: Inputs):
+            rows, temperature = len(inputs.tokens), config.rollout.temperature
+            return scored_logps(engine.net, params, inputs, temperature, rows, row_shards(mesh))
 
         external = ExternalRollout(function, engine, model.tokenizer, mesh, width, policy_logps)
     return Sampler(engine, grader, model.tokenizer, mesh, width, watch, open_episodes, external)

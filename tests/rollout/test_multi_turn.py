@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxrl_llm.algorithms.batch import Inputs
 from jaxrl_llm.models.logprobs import token_logps
 from jaxrl_llm.rollout import engine as engine_module
 from jaxrl_llm.rollout import multi_turn
@@ -72,7 +73,8 @@ def test_observation_tokens_are_not_learned(params, changes):
                 start = end
         assert (mask[length:] == 0).all()
         assert rollout.segments[number, WIDTH:].sum() == length
-    logps, _ = token_logps(NET, params, jnp.asarray(rollout.tokens), jnp.asarray(rollout.segments), None, 1.0, WIDTH)
+    inputs = Inputs(jnp.asarray(rollout.tokens), jnp.asarray(rollout.segments), prompt_width=WIDTH)
+    logps, _ = token_logps(NET, params, inputs)
     np.testing.assert_allclose(rollout.sample_logps, logps * rollout.mask, atol=1e-4)
 
 
