@@ -16,7 +16,7 @@ from jaxrl_llm.rollout.resharded import EngineOnMesh
 from jaxrl_llm.rollout.sampling import Sampling
 from jaxrl_llm.training.episodes import Converse
 from jaxrl_llm.training.external_rollouts import Elsewhere
-from jaxrl_llm.training.logging.logger import Stopwatch
+from jaxrl_llm.training.logging.stopwatch import Stopwatch
 from jaxrl_llm.training.online import Row, Sampler
 from jaxrl_llm.training.rollout_functions import load_rollout_function
 
