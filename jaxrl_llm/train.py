@@ -30,7 +30,7 @@ from jaxrl_llm.training.checkpoint.outputs import check_outputs, check_writable,
 from jaxrl_llm.training.evaluation.run import check_best
 from jaxrl_llm.training.logging.backends import check_installed
 from jaxrl_llm.training.logging.logger import Logger
-from jaxrl_llm.training.logging.step_log import Metrics, StepLog, Step
+from jaxrl_llm.training.logging.step_log import Metrics, Step, StepLog
 from jaxrl_llm.training.runtime.callbacks import Callbacks, load_callbacks
 from jaxrl_llm.training.runtime.preemption import Notices, Preempted
 from jaxrl_llm.training.runtime.profiler import Profiler
@@ -88,19 +88,19 @@ def train(
                 (folder / "config.json").write_text(to_json(config))
                 write_given(folder, given)
             logger.start(_describe(parts, int(state.step)))
-            records = StepLog(config, parts.source, parts.watch, logger, counts)
+            records = StepLog(config, parts.source, parts.stopwatch, logger, counts)
             records.warn(problems)
             called.note = logger.note
-            with Watchdog(config.watch.hang_seconds, parts.watch, folder):
-                with Notices() as notices, Profiler(config, folder, parts.watch, logger.note) as profiler:
+            with Watchdog(config.watch.hang_seconds, parts.stopwatch, folder):
+                with Notices() as notices, Profiler(config, folder, parts.stopwatch, logger.note) as profiler:
                     state = _loop(config, parts, state, records, checkpoints, notices, profiler, called)
-                with parts.watch("export"):
+                with parts.stopwatch("export"):
                     model = export_run(config, parts, state, logger.note)
                     with processes.all_or_none():
                         if jax.process_index() == 0:
                             write_cards(folder, int(state.step), config.export.push_to_hub)
                 called("on_end", int(state.step), records.newest, lambda: model)
-            logger.finish(seconds=parts.watch.totals)
+            logger.finish(seconds=parts.stopwatch.totals)
         push_run(config)
     return Result(model, records.history, folder)
 
@@ -108,7 +108,7 @@ def train(
 def _loop(config, parts: Run, state: State, records: StepLog, checkpoints: Checkpoints, notices: Notices,
           profiler: Profiler, callbacks: Callbacks) -> State:  # fmt: skip
     """The state after the last step."""
-    root, watch = jax.random.key(config.seed), parts.watch
+    root, watch = jax.random.key(config.seed), parts.stopwatch
     # Where nobody looks at each step, its metrics are read while the next one is computed.
     overlaps = config.algorithm.name in OFFLINE and not callbacks.every_step
 
@@ -130,7 +130,7 @@ def _loop(config, parts: Run, state: State, records: StepLog, checkpoints: Check
         began = time.perf_counter()
         experience = parts.source.next(whole(state, parts.frozen), jax.random.fold_in(root, step))
         with watch("update"):
-            state, updates = improve(config, parts, state, experience.batch)
+            state, updates = improve(parts, state, experience.batch)
         records.add(Step(step, began, experience.metrics, updates, experience.table))
 
         if callbacks.every_step:

@@ -17,7 +17,7 @@ from jaxrl_llm.models.lora import combine, has_adapters, with_dropout
 from jaxrl_llm.models.transformer import Params
 from jaxrl_llm.training.microbatch import MicroBatches, map_microbatches, microbatches_of
 from jaxrl_llm.training.objectives.policy_gradient import Metrics, Objective, merged_by
-from jaxrl_llm.training.optimizers import learning_rate_schedule
+from jaxrl_llm.training.optimizers import Optimizer
 
 
 class Frozen(NamedTuple):
@@ -53,7 +53,7 @@ class State:
     critic: "State | None" = None
 
 
-def init_state(params: Params, optimizer: optax.GradientTransformation, mesh: Mesh, offload: bool = False) -> State:
+def init_state(params: Params, optimizer: Optimizer, mesh: Mesh, offload: bool = False) -> State:
     """The state before the first step; optimizer moments are cut over the mesh like the parameters they belong to.
 
     With `offload` they live in the host's memory.
@@ -77,7 +77,7 @@ def whole(state: State, frozen: Frozen) -> State:
 
 def make_update(
     objective: Objective,
-    optimizer: optax.GradientTransformation,
+    optimizer: Optimizer,
     config,
     mesh: Mesh,
     learn_critic: Update | None = None,
@@ -130,14 +130,13 @@ def _choose(condition, new, old):
     return jax.tree.map(lambda after, before: jnp.where(condition, after, before), new, old)
 
 
-def learner(objective: Objective, optimizer: optax.GradientTransformation, config, mesh: Mesh) -> Update:
+def learner(objective: Objective, optimizer: Optimizer, config, mesh: Mesh) -> Update:
     """One optimizer step, `(state, batch, frozen) -> (state, metrics)`, to be jitted by `make_update`.
 
     The batch is one optimizer batch. It is weighed whole and then split into micro-batches, whose gradients add up: the
     update does not depend on their number. A gradient that is not finite leaves parameters and optimizer as they were
     and sets `nonfinite_gradient` to 1.
     """
-    schedule = learning_rate_schedule(config)
     shards = row_shards(mesh)
 
     def update(state: State, batch: Batch, frozen: Params) -> tuple[State, Metrics]:
@@ -156,7 +155,7 @@ def learner(objective: Objective, optimizer: optax.GradientTransformation, confi
         new = _choose(finite, State(state.step, params, opt_state), state)
         if config.optimizer.offload:
             new = dataclasses.replace(new, opt_state=on_host(new.opt_state))
-        rate = jnp.asarray(schedule(_updates_made(state)))
+        rate = jnp.asarray(optimizer.learning_rate(_updates_made(state)))
         return new, metrics | {"grad_norm": norm, "lr": rate, "nonfinite_gradient": 1.0 - finite}
 
     return update

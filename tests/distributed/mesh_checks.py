@@ -38,12 +38,12 @@ from jaxrl_llm.rollout.sampling import Sampling
 from jaxrl_llm.rollout.scheduler import Schedule
 from jaxrl_llm.training.logging.stopwatch import Stopwatch
 from jaxrl_llm.training.objectives.policy_gradient import policy_gradient
-from jaxrl_llm.training.optimizers import make_optimizer
-from jaxrl_llm.training.packing.planner import Sample, make_packer
+from jaxrl_llm.training.packing.planner import Sample
+from jaxrl_llm.training.setup import make_optimizer
 from jaxrl_llm.training.update import init_state, make_update
 from tests.models.test_splash_attention import dense, outputs_and_gradients
 from tests.rollout.test_multi_turn import Echo
-from tests.training.packing.test_packed_updates import GROUP, config_of, online_batch
+from tests.training.packing.test_packed_updates import GROUP, config_of, online_batch, packer_of
 from tests.training.packing.test_packed_updates import SHAPE as PACKED
 
 # Warnings of the compiler are looked for, and programs that are taken from a folder give none.
@@ -485,7 +485,7 @@ def test_packed_rows_give_the_same_update_on_every_mesh(sizes):
             own = rows_to_global(batch, mesh)
             if packs:
                 shard = Sample(*(x[: len(x) // row_shards(mesh)] for x in (batch.tokens, batch.segments, batch.mask)))
-                own = make_packer(config, PACKED, mesh, objective, shard)(own)
+                own = packer_of(config, PACKED, mesh, objective, shard)(own)
                 assert own.layout.rows.sharding.shard_shape(own.layout.rows.shape)[0] == 1
             state, metrics = make_update(objective, optimizer, config, mesh)(state, own)
             found.append(jax.device_get((state.params, metrics)))

@@ -17,8 +17,9 @@ from jaxrl_llm.models import lora
 from jaxrl_llm.models.lora import LoraConfig
 from jaxrl_llm.models.transformer import Net
 from jaxrl_llm.training.objectives import policy_gradient
-from jaxrl_llm.training.optimizers import make_optimizer
-from jaxrl_llm.training.reference import make_memory, start_reference
+from jaxrl_llm.training.reference import Reference, start_reference
+from jaxrl_llm.training.setup import make_optimizer
+from jaxrl_llm.training.specs import reference_spec
 from jaxrl_llm.training.update import Frozen, State, init_state, make_update
 from tests.training.objectives.test_policy_gradient import NET, make_batch
 
@@ -54,6 +55,11 @@ def run_update(config, net: Net = ADAPTED, steps: int = 1):
         for _ in range(steps):
             state, metrics = update(state, BATCH, Frozen(frozen))
     return state, metrics, frozen
+
+
+def reference_of(config, params, lora: LoraConfig) -> Reference:
+    spec = reference_spec(config)
+    return Reference(start_reference(spec, params, lora), spec, lora)
 
 
 def test_only_adapters_are_trained_and_have_moments():
@@ -123,7 +129,7 @@ def test_dropout_is_of_the_seed_and_the_update_and_of_training_only():
     assert runs[0] == runs[1]
     assert runs[0] != runs[2]
     frozen, trainable = start(net)
-    tokens = jnp.asarray(BATCH.tokens)
+    tokens = jnp.asarray(BATCH.inputs.tokens)
     np.testing.assert_array_equal(
         net.bind(lora.combine(frozen, trainable))(tokens), ADAPTED.bind(lora.combine(frozen, trainable))(tokens)
     )
@@ -133,12 +139,12 @@ def test_the_reference_is_the_base_model_and_takes_no_memory():
     frozen, trainable = start()
     params = lora.combine(frozen, trainable)
     before = len(jax.live_arrays())
-    reference = make_memory(config_with(), params, 1, MESH, ADAPTED.config.lora).reference
+    reference = reference_of(config_with(), params, ADAPTED.config.lora).params
     assert len(jax.live_arrays()) == before
     assert all(x is y for x, y in zip(jax.tree.leaves(reference), jax.tree.leaves(frozen), strict=True))
-    base = NET.bind(frozen)(BATCH.tokens)
-    np.testing.assert_array_equal(ADAPTED.bind(reference)(BATCH.tokens), base)
-    assert np.abs(ADAPTED.bind(params)(BATCH.tokens) - base).max() > 1e-3
+    base = NET.bind(frozen)(BATCH.inputs.tokens)
+    np.testing.assert_array_equal(ADAPTED.bind(reference)(BATCH.inputs.tokens), base)
+    assert np.abs(ADAPTED.bind(params)(BATCH.inputs.tokens) - base).max() > 1e-3
 
 
 def test_the_reference_can_start_from_the_adapters_and_follow_them():
@@ -149,22 +155,23 @@ def test_the_reference_can_start_from_the_adapters_and_follow_them():
     for kind, alpha in (("start", 1.0), ("copy", 0.25)):
         config = config_with(lora__reference=kind, algorithm__ref_sync_steps=1, algorithm__ref_mixup_alpha=alpha)
         validate(config)
-        memory = make_memory(config, params, 1, MESH, shape)
-        first = memory.reference
+        reference = reference_of(config, params, shape)
+        first = reference.params
         own = {"start": trainable, "copy": params}[kind]
         assert not {id(x) for x in jax.tree.leaves(first)} & {id(x) for x in jax.tree.leaves(own)}  # updates donate it
         merged = lora.merge(params, shape)
         jax.tree.map(np.testing.assert_array_equal, lora.merge(first, shape), merged)
-        memory.sync_reference(state)
+        reference.sync(state)
         expected = jax.tree.map(lambda a, b, w=alpha: w * a + (1 - w) * b, lora.merge(moved, shape), merged)
-        found = lora.merge(memory.reference, shape)
+        found = lora.merge(reference.params, shape)
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), found, expected)
-        stored = memory.arrays()["reference"]
+        stored = reference.arrays()["reference"]
         assert jax.tree.structure(stored) == jax.tree.structure({"start": trainable, "copy": merged}[kind])
-        fresh = make_memory(config, params, 1, MESH, shape)
-        fresh.restore(memory.numbers(), {"reference": stored})
-        jax.tree.map(np.testing.assert_array_equal, fresh.reference, memory.reference)
-    assert start_reference(config_with(), params, kept=False)["embed"]["weight"] is frozen["embed"]["weight"]
+        fresh = reference_of(config, params, shape)
+        fresh.restore({"reference": stored})
+        jax.tree.map(np.testing.assert_array_equal, fresh.params, reference.params)
+    spec = reference_spec(config_with())
+    assert start_reference(spec, params, kept=False)["embed"]["weight"] is frozen["embed"]["weight"]
 
 
 def test_contradictions_are_refused():

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from jaxrl_llm.algorithms import policy_losses
-from jaxrl_llm.algorithms.batch import Batch
+from jaxrl_llm.algorithms.batch import Batch, Scalars
 from jaxrl_llm.config import ConfigError, default
 from jaxrl_llm.distributed.sharding import make_mesh
 from jaxrl_llm.training.objectives import policy_gradient
-from jaxrl_llm.training.optimizers import make_optimizer
+from jaxrl_llm.training.setup import make_optimizer
 from jaxrl_llm.training.update import init_state, make_update
 from tests.training.objectives.test_policy_gradient import COMPLETION, NET, PARAMS, make_batch, naive_logps
 
@@ -121,7 +121,9 @@ def test_kl_terms(name):
 
 
 def naive_entropy() -> np.ndarray:
-    logits = np.asarray(NET.bind(PARAMS)(jnp.asarray(BATCH.tokens), jnp.asarray(BATCH.segments)), np.float64)
+    logits = np.asarray(
+        NET.bind(PARAMS)(jnp.asarray(BATCH.inputs.tokens), jnp.asarray(BATCH.inputs.segments)), np.float64
+    )
     logps = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
     entropy = -(np.exp(logps) * logps).sum(-1)
     return np.pad(entropy[:, :-1], ((0, 0), (1, 0)))
@@ -151,8 +153,7 @@ def test_everything_at_once_in_order():
     np.testing.assert_allclose(metrics["policy_loss"], expected + 0.7 * bonus, rtol=3e-5)
     np.testing.assert_allclose(metrics["off_policy_masked"], token_mean(1.0 - kept), rtol=1e-5)
     # Coefficients of the batch take the place of the configuration's.
-    rows = np.ones(BATCH.rows, np.float32)
-    moved = BATCH.replace(kl_coef=0.3 * rows, entropy_coef=0.7 * rows)
+    moved = BATCH.replace(scalars=Scalars(kl_coef=np.float32(0.3), entropy_coef=np.float32(0.7)))
     again, _ = value(settings | {"beta": 9.0, "entropy_coef": 0.0}, moved)
     np.testing.assert_allclose(again, got, rtol=1e-6)
 
@@ -217,8 +218,10 @@ def test_the_entropy_mask_is_of_the_whole_batch():
     parts = [loss(PARAMS, prepared.take(np.arange(start, start + 5)))[0] for start in (0, 5)]
     entropy = naive_entropy()
     keep = entropy >= np.quantile(entropy[MASK > 0], 0.7)
-    np.testing.assert_allclose(sum(parts), value({"beta": 0.0}, BATCH.replace(ref_logps=None, keep=keep))[0], rtol=1e-5)
-    np.testing.assert_array_equal(prepared.keep, keep * MASK)
+    np.testing.assert_allclose(
+        sum(parts), value({"beta": 0.0}, BATCH.replace(ref_logps=None).prepare(keep=keep))[0], rtol=1e-5
+    )
+    np.testing.assert_array_equal(prepared.prepared.keep, keep * MASK)
 
 
 def test_clip_cov_draws_with_the_seeds_of_the_batch():
@@ -235,7 +238,7 @@ def test_the_few_tokens_are_those_of_the_whole_batch(loss):
     batch = jax.tree.map(jnp.asarray, BATCH.replace(ref_logps=None, seeds=np.full(10, 3, np.uint32)))
     assert objective.observe is not None
     prepared = objective.prepare(batch, objective.observe(PARAMS, batch))
-    assert int(prepared.selected.sum()) == int(0.3 * MASK.sum())
+    assert int(prepared.prepared.selected.sum()) == int(0.3 * MASK.sum())
     loss_of = jax.jit(objective.loss)
     parts = [loss_of(PARAMS, prepared.take(np.arange(start, start + 5)))[0] for start in (0, 5)]
     function = getattr(policy_losses, loss.partition("(")[0])

@@ -12,7 +12,9 @@ import jaxrl_llm
 from jaxrl_llm.config import ConfigError, default, validate
 from jaxrl_llm.config.flags import load_config_file
 from jaxrl_llm.distributed.sharding import parameter_spec
-from jaxrl_llm.training.optimizers import learning_rate_schedule, make_optimizer
+from jaxrl_llm.training.optimizers import learning_rate_schedule
+from jaxrl_llm.training.setup import make_optimizer
+from jaxrl_llm.training.specs import optimizer_spec
 
 LAYERS, STEPS = 3, 4
 
@@ -182,7 +184,7 @@ SCHEDULES = {
 @pytest.mark.parametrize("case", SCHEDULES)
 def test_learning_rates_agree_with_transformers(case):
     own, (name, options) = SCHEDULES[case]
-    schedule = learning_rate_schedule(config_of(warmup_steps=4, **own))
+    schedule = learning_rate_schedule(optimizer_spec(config_of(warmup_steps=4, **own)))
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.01)
     theirs = transformers.get_scheduler(name, optimizer, 4, 20, scheduler_specific_kwargs=options)
     for step in range(20):
@@ -193,7 +195,9 @@ def test_learning_rates_agree_with_transformers(case):
 
 
 def test_wsd_falls_exponentially():
-    schedule = learning_rate_schedule(config_of(schedule="wsd", decay_steps=4, decay_shape="exponential"))
+    schedule = learning_rate_schedule(
+        optimizer_spec(config_of(schedule="wsd", decay_steps=4, decay_shape="exponential"))
+    )
     rates = [float(schedule(step)) for step in (0, 16, 18, 20, 30)]
     np.testing.assert_allclose(rates, [0.01, 0.01, 0.01 * (2 * 0.5**0.5 - 1), 0.0, 0.0], rtol=1e-5, atol=1e-9)
 
@@ -201,7 +205,7 @@ def test_wsd_falls_exponentially():
 def test_warmup_as_a_share_of_all_steps_counts_updates():
     config = config_of(warmup_ratio=0.12)  # 2.4 of 20 steps: 3
     config.batch.minibatches = 2
-    schedule = learning_rate_schedule(config)
+    schedule = learning_rate_schedule(optimizer_spec(config))
     np.testing.assert_allclose([float(schedule(i)) for i in (0, 3, 6, 7)], [0, 0.005, 0.01, 0.01], rtol=1e-6)
 
 

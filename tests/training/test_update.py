@@ -10,7 +10,9 @@ from jaxrl_llm.config import default
 from jaxrl_llm.distributed.sharding import make_mesh
 from jaxrl_llm.training.microbatch import split_rows
 from jaxrl_llm.training.objectives import policy_gradient
-from jaxrl_llm.training.optimizers import learning_rate_schedule, make_optimizer
+from jaxrl_llm.training.optimizers import learning_rate_schedule
+from jaxrl_llm.training.setup import make_optimizer
+from jaxrl_llm.training.specs import optimizer_spec
 from jaxrl_llm.training.update import init_state, make_update
 from tests.training.objectives.test_policy_gradient import NET, make_batch
 
@@ -136,17 +138,17 @@ def test_schedules():
     config.total_steps, config.optimizer.learning_rate = 10, 1.0
     config.optimizer.warmup_steps, config.optimizer.min_lr_ratio = 2, 0.2
     config.optimizer.schedule = "linear"
-    rates = [float(learning_rate_schedule(config)(i)) for i in (0, 1, 2, 6, 10)]
+    rates = [float(learning_rate_schedule(optimizer_spec(config))(i)) for i in (0, 1, 2, 6, 10)]
     np.testing.assert_allclose(rates, [0.0, 0.5, 1.0, 0.6, 0.2], rtol=1e-6)
     config.optimizer.schedule = "cosine"
-    rates = [float(learning_rate_schedule(config)(i)) for i in (2, 4, 6, 10, 12)]
+    rates = [float(learning_rate_schedule(optimizer_spec(config))(i)) for i in (2, 4, 6, 10, 12)]
     half = 0.2 + 0.8 * 0.5 * (1 + np.cos(np.pi / 4))
     np.testing.assert_allclose(rates, [1.0, half, 0.6, 0.2, 0.2], rtol=1e-6)
     config.batch.minibatches, config.algorithm.num_iterations = 2, 3
-    np.testing.assert_allclose(float(learning_rate_schedule(config)(6)), 0.5, rtol=1e-6)
+    np.testing.assert_allclose(float(learning_rate_schedule(optimizer_spec(config))(6)), 0.5, rtol=1e-6)
 
 
 def test_split_rows_takes_adjacent_rows_of_every_shard():
     batch = make_batch(rows=8).replace(labels=np.arange(8))
-    np.testing.assert_array_equal(split_rows(batch, 4, 1).labels, [[0, 1], [2, 3], [4, 5], [6, 7]])
-    np.testing.assert_array_equal(split_rows(batch, 2, 2).labels, [[0, 1, 4, 5], [2, 3, 6, 7]])
+    np.testing.assert_array_equal(split_rows(batch.labels, 4, 1), [[0, 1], [2, 3], [4, 5], [6, 7]])
+    np.testing.assert_array_equal(split_rows(batch.labels, 2, 2), [[0, 1, 4, 5], [2, 3, 6, 7]])

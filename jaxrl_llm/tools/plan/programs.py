@@ -8,21 +8,22 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from jaxrl_llm.algorithms.batch import Inputs
 from jaxrl_llm.config import batch_rows
 from jaxrl_llm.config.schema import OFFLINE
 from jaxrl_llm.distributed.sharding import on_device, row_shards
 from jaxrl_llm.tools.plan import hlo
 from jaxrl_llm.tools.plan.layouts import Laid, Turns, lay_out
 from jaxrl_llm.tools.plan.rollout import Rollout, compile_rollout, make_engine, results
-from jaxrl_llm.tools.plan.shapes import Shapes, bytes_on_device, needs_old_logps, rows_shape, update_batch
+from jaxrl_llm.tools.plan.shapes import Shapes, bytes_on_device, rows_shape, update_batch
 from jaxrl_llm.tools.plan.traced import traced_flops
 from jaxrl_llm.training.objectives.policy_gradient import Objective
 from jaxrl_llm.training.objectives.router import with_router_loss
 from jaxrl_llm.training.objectives.value import critic_config, critic_params, value_regression
 from jaxrl_llm.training.online import scored_logps, values_before
-from jaxrl_llm.training.optimizers import make_optimizer
 from jaxrl_llm.training.packing.planner import Packer
-from jaxrl_llm.training.setup import objective_of
+from jaxrl_llm.training.setup import make_optimizer, objective_of
+from jaxrl_llm.training.specs import old_logps_of
 from jaxrl_llm.training.update import learner, make_update, whole
 
 
@@ -126,7 +127,7 @@ def compile_step(config, shapes: Shapes, mesh: Mesh, widths: tuple[int, int], sc
         _logps(config, shapes, params, mesh, widths, laid, compiler)
     if only in ("", "update"):
         batch = update_batch(config, mesh, widths[1], widths[0] if online else 0)
-        batch = batch.replace(layout=laid.own, observed_layout=laid.observed)
+        batch = batch.with_layout(laid.own, laid.observed)
         update = make_plan_update(config, shapes, mesh, objective)
         others = config.batch.minibatches * config.algorithm.num_iterations
         arguments = (shapes.state, batch, shapes.frozen)
@@ -166,9 +167,10 @@ def _logps(config, shapes: Shapes, params, mesh: Mesh, widths: tuple[int, int], 
     ints = rows_shape(mesh, (rows, widths[1]), jnp.int32)
     part, shards = config.batch.microbatch_rows or rows // config.batch.minibatches, row_shards(mesh)
     first, temperature = (widths[0], config.rollout.temperature) if online else (0, 1.0)
-    scoring = (ints, ints, temperature, first, part, shards, laid.passing)
+    inputs = Inputs(ints, ints, layout=laid.passing, prompt_width=first)
+    scoring = (inputs, temperature, part, shards)
     turns = laid.passing_turns
-    if (online and needs_old_logps(config)) or config.algorithm.bco_running_mean:
+    if (online and old_logps_of(config) == "trainer") or config.algorithm.bco_running_mean:
         compiler.add("log-probs", scored_logps, (shapes.net, params, *scoring), of_run=params, turns=turns)
     if shapes.reference is not None:
         moved = jax.eval_shape(on_device, shapes.reference)
@@ -177,7 +179,7 @@ def _logps(config, shapes: Shapes, params, mesh: Mesh, widths: tuple[int, int], 
         compiler.add("reference", scored_logps, (shapes.net, reference, *scoring), of_run=there, turns=turns)
     if shapes.critic is not None:
         own = critic_params(config, whole(shapes.state, shapes.frozen))
-        arguments = (shapes.critic, own, ints, ints, first, part, shards, laid.passing)
+        arguments = (shapes.critic, own, inputs, part, shards)
         compiler.add("values", values_before, arguments, of_run=own, turns=turns)
 
 

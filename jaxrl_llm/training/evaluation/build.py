@@ -18,12 +18,19 @@ from jaxrl_llm.training.evaluation.metrics import measures_of
 from jaxrl_llm.training.evaluation.run import Evaluation, Evaluations
 from jaxrl_llm.training.evaluation.sources import NamedSet, measure_of, named_sets, set_parts
 from jaxrl_llm.training.logging.stopwatch import Stopwatch
-from jaxrl_llm.training.objectives import preference
 from jaxrl_llm.training.objectives.policy_gradient import Objective
-from jaxrl_llm.training.offline import HeldOut, Offline
-from jaxrl_llm.training.online import Online, Row, Sampler
+from jaxrl_llm.training.offline import HeldOut, OfflineSource
+from jaxrl_llm.training.online import OnlineSource, RolloutWorker, Row
 from jaxrl_llm.training.reference import start_reference
-from jaxrl_llm.training.samplers import build_sampler, eval_sampling, padded_width
+from jaxrl_llm.training.specs import (
+    algorithm_of,
+    batch_spec,
+    build_worker,
+    eval_sampling,
+    offline_spec,
+    padded_width,
+    reference_spec,
+)
 from jaxrl_llm.training.update import make_measure
 
 Evaluate = Callable[[Params, jax.Array], dict[str, float]]  # metrics named eval/...
@@ -41,9 +48,16 @@ class Joined:
 
 
 def build_evaluate(
-    config, model: Model, grader: Rewards, objective: Objective, source: Online | Offline, eval_dataset, mesh: Mesh,
-    environments: Environments | None, watch: Stopwatch,
-) -> Evaluate:  # fmt: skip
+    config,
+    model: Model,
+    grader: Rewards,
+    objective: Objective,
+    source: OnlineSource | OfflineSource,
+    eval_dataset,
+    mesh: Mesh,
+    environments: Environments | None,
+    watch: Stopwatch,
+) -> Evaluate:
     """What `eval.measure` says of each set: the loss on held-out rows, samples for held-out prompts, or both."""
     sets = named_sets(config, eval_dataset)
     by_loss, by_samples = [], []
@@ -56,7 +70,7 @@ def build_evaluate(
             by_samples.append(one)
     found: list[Evaluate] = []
     if by_loss:
-        assert isinstance(source, Offline)
+        assert isinstance(source, OfflineSource)
         found += _held_out(config, model, objective, source, by_loss, mesh)
     if by_samples:
         found += _sampled(config, model, grader, by_samples, mesh, environments, watch)
@@ -71,16 +85,20 @@ def build_evaluation(config, model: Model, grader: Rewards, eval_dataset, mesh: 
     return Evaluations(tuple(_sampled(config, model, grader, sets, mesh, environments, watch)))
 
 
-def _held_out(config, model: Model, objective: Objective, source: Offline, sets: list[tuple[str, list[Part]]],
+def _held_out(config, model: Model, objective: Objective, source: OfflineSource, sets: list[tuple[str, list[Part]]],
               mesh: Mesh) -> list[HeldOut]:  # fmt: skip
     """The loss on each of the sets, by name and parts, all in rows of one width."""
-    kind = loading.kind_of(config)
+    algorithm, kind = algorithm_of(config), loading.kind_of(config)
     rows = [offline.as_examples(loading.tokenized(config, parts, kind, model.tokenizer).rows) for _, parts in sets]
-    width = padded_width(max(offline.longest(config, examples) for examples in rows), config.data.max_length)
-    reference = start_reference(config, model.params, kept=False) if preference.needs_reference(config) else None
+    width = padded_width(
+        max(offline.longest(examples, algorithm.mismatched) for examples in rows), config.data.max_length
+    )
+    spec, reference = offline_spec(config, width), None
+    if algorithm.needs_reference:
+        reference = start_reference(reference_spec(config), model.params, kept=False)
     found = []
     for (name, _), examples in zip(sets, rows, strict=True):
-        batch, size = offline.held_out_batch(config, examples, width, mesh)
+        batch, size = offline.held_out_batch(spec, batch_spec(config), examples, mesh)
         if reference is not None:
             batch = offline.reference_logps(model.net, reference, batch, size, mesh)
         found.append(HeldOut(make_measure(objective, size, mesh), batch, source, name))
@@ -96,9 +114,9 @@ def _sampled(config, model: Model, grader: Rewards, sets: list[NamedSet], mesh: 
         rows.append(loading.tokenized(config, parts, "prompts", tokenizer).rows)
     every: list[Row] = [row for examples in rows for row in examples]
 
-    def sampler(sampling: Sampling, group_size: int) -> Sampler:
-        return build_sampler(model, grader, mesh, sampling, every, group_size, config, Stopwatch(within=watch),
-                             environments)  # fmt: skip
+    def sampler(sampling: Sampling, group_size: int) -> RolloutWorker:
+        stopwatch = Stopwatch(within=watch)
+        return build_worker(config, model, grader, mesh, sampling, group_size, every, stopwatch, environments)
 
     greedy = sampler(Sampling(temperature=0.0), 1) if config.eval.greedy else None
     sampled = {count: sampler(eval_sampling(config), count) for count in {one.samples for one in sets}}

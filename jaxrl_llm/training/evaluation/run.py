@@ -27,7 +27,7 @@ from jaxrl_llm.training.evaluation.metrics import (
     summary,
 )
 from jaxrl_llm.training.logging.reward_metrics import add_totals, over_processes
-from jaxrl_llm.training.online import Row, Sampled, Sampler
+from jaxrl_llm.training.online import Rollouts, RolloutWorker, Row
 
 
 class Found(NamedTuple):
@@ -51,8 +51,8 @@ class Evaluation:
     has the same samples alone and among others. Processes share the examples and get the same metrics.
     """
 
-    sampled: Sampler
-    greedy: Sampler | None
+    sampled: RolloutWorker
+    greedy: RolloutWorker | None
     examples: list[Row]
     prompts_at_once: int
     measures: EvalMetrics
@@ -76,7 +76,7 @@ class Evaluation:
             metrics |= {f"{start}{source}/{name}" if source else start + name: x for name, x in own.items()}
         return {start + name: float(total) for name, total in over_processes(spent).items()} | metrics
 
-    def _run(self, sampler: Sampler, params: Params, key) -> Found:
+    def _run(self, sampler: RolloutWorker, params: Params, key) -> Found:
         """What comes of all examples, some at a time."""
         parts, answers, totals = [], [], NOTHING_LOGGED
         for start, count, own in full_batches(self.examples, self.prompts_at_once, row_shards(sampler.mesh)):
@@ -94,7 +94,7 @@ class Evaluation:
         return Found(outcomes_of(rewards, sampler.rewards.weights, counts, self.measures, known, sources),
                      lengths, ended, totals)  # fmt: skip
 
-    def _answers(self, sampler: Sampler, out: Sampled) -> list[str | None] | None:
+    def _answers(self, sampler: RolloutWorker, out: Rollouts) -> list[str | None] | None:
         """The answers that this process's completions give, None where nothing says what they are."""
         with all_or_none():
             if self.measures.answer is not None:

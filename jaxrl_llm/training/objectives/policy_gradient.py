@@ -29,8 +29,8 @@ from jaxrl_llm.models.transformer import Net, Params
 Metrics = dict[str, jax.Array]
 
 
-class Reads(NamedTuple):
-    """Of which tokens an objective reads what the net says; by default of those in the mask, of all rows."""
+class Positions(NamedTuple):
+    """The tokens that an objective reads the network's output of; by default those in the mask, of all rows."""
 
     last: bool = False  # of each row's last token, and of the state after it
     unmasked: bool = False  # of all that are no padding
@@ -47,7 +47,7 @@ class Objective(NamedTuple):
     prepare: Callable[..., Batch]
     loss: Callable[[Params, Batch], tuple[jax.Array, Metrics]]
     observe: Callable[[Params, Batch], Any] | None = None
-    reads: Reads = Reads()
+    positions: Positions = Positions()
 
 
 def merged_by(name: str) -> str:

@@ -20,7 +20,7 @@ from jaxrl_llm.config.resolve import resolve_with_options
 from jaxrl_llm.config.schema import LABELLED
 from jaxrl_llm.models.logprobs import TokenStatistics, last_scores, token_logps, token_statistics
 from jaxrl_llm.models.transformer import Net, Params
-from jaxrl_llm.training.objectives.policy_gradient import Metrics, Objective, Reads
+from jaxrl_llm.training.objectives.policy_gradient import Metrics, Objective, Positions
 
 
 def sft(policy_chosen, policy_rejected, ref_chosen, ref_rejected, beta, *, lengths=None) -> jax.Array:
@@ -188,7 +188,7 @@ def _paired(config, net: Net, mixture: list[Term]) -> Objective:
             value += (height + slope * (sums - jax.lax.stop_gradient(sums))).sum()
         return value, metrics
 
-    reads = Reads(unmasked=config.algorithm.orpo_nll_on_prompt and any(term.name == "orpo" for term in mixture))
+    reads = Positions(unmasked=config.algorithm.orpo_nll_on_prompt and any(term.name == "orpo" for term in mixture))
     return Objective(prepare, loss, observe if coupled else None, reads)
 
 
@@ -337,7 +337,7 @@ def _labelled(config, net: Net, term: Term) -> Objective:
         metrics |= _token_metrics(batch, batch.labels > 0, tokens)
         return (batch.prepared.row_weights * per_row).sum(), metrics
 
-    return Objective(prepare, loss, observe if mismatched else None, Reads(alternate=mismatched))
+    return Objective(prepare, loss, observe if mismatched else None, Positions(alternate=mismatched))
 
 
 def _every_other(batch: Batch, first: int) -> Batch:
@@ -397,4 +397,4 @@ def reward_model(config, net: Net) -> Objective:
         }
         return (share * per_pair).sum(), metrics
 
-    return Objective(prepare, loss, reads=Reads(last=True))
+    return Objective(prepare, loss, positions=Positions(last=True))

@@ -20,8 +20,8 @@ from jaxrl_llm.training.evaluation.build import build_evaluation, named_sets, se
 from jaxrl_llm.training.evaluation.metrics import EvalMetrics, PromptResult, measures_of, summary
 from jaxrl_llm.training.evaluation.run import check_best
 from jaxrl_llm.training.logging.console import evaluation_line
-from jaxrl_llm.training.samplers import eval_sampling
 from jaxrl_llm.training.setup import build
+from jaxrl_llm.training.specs import eval_sampling
 from tests.conftest import ROOT
 
 ROWS = [

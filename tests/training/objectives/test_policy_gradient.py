@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl_llm.algorithms.batch import Batch
+from jaxrl_llm.algorithms.batch import Batch, Inputs
 from jaxrl_llm.config import ConfigError, default
 from jaxrl_llm.models.transformer import ModelConfig, Net
 from jaxrl_llm.training.objectives import policy_gradient
@@ -22,28 +22,26 @@ def make_batch(seed: int = 0, rows: int = 4) -> Batch:
     for row, length in enumerate(draw.integers(1, COMPLETION + 1, rows)):
         mask[row, PROMPT : PROMPT + length] = 1
     segments = np.where(np.arange(width) < PROMPT, 1, mask).astype(np.int32)
+    tokens = draw.integers(0, 31, (rows, width)).astype(np.int32)
     return Batch(
-        tokens=draw.integers(0, 31, (rows, width)).astype(np.int32),
-        segments=segments,
-        mask=mask,
+        Inputs(tokens, segments, prompt_width=PROMPT),
+        mask,
         sample_logps=(draw.normal(-2, 0.3, mask.shape) * mask).astype(np.float32),
         old_logps=(draw.normal(-3, 0.5, mask.shape) * mask).astype(np.float32),
         ref_logps=(draw.normal(-3, 0.5, mask.shape) * mask).astype(np.float32),
         advantages=(draw.normal(size=(rows, 1)) * mask).astype(np.float32),
-        prompt_width=PROMPT,
     )
 
 
 def naive_logps(batch: Batch, temperature: float) -> np.ndarray:
     """log p(token t | tokens before t), from full logits in float64."""
-    logits = (
-        np.asarray(NET.bind(PARAMS)(jnp.asarray(batch.tokens), jnp.asarray(batch.segments)), np.float64) / temperature
-    )
+    tokens, segments = jnp.asarray(batch.inputs.tokens), jnp.asarray(batch.inputs.segments)
+    logits = np.asarray(NET.bind(PARAMS)(tokens, segments), np.float64) / temperature
     logps = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
-    out = np.zeros(batch.tokens.shape)
-    for row, t in np.ndindex(*batch.tokens.shape):
+    out = np.zeros(batch.inputs.tokens.shape)
+    for row, t in np.ndindex(*batch.inputs.tokens.shape):
         if t > 0:
-            out[row, t] = logps[row, t - 1, batch.tokens[row, t]]
+            out[row, t] = logps[row, t - 1, batch.inputs.tokens[row, t]]
     return out
 
 
@@ -116,7 +114,7 @@ def test_masked_columns_do_not_matter():
     noise = np.where(batch.mask > 0, 0.0, 7.0).astype(np.float32)
     changed = batch.replace(
         sample_logps=batch.sample_logps + noise, old_logps=batch.old_logps + noise, ref_logps=batch.ref_logps - noise,
-        tokens=np.where(batch.segments > 0, batch.tokens, 5),
+        tokens=np.where(batch.inputs.segments > 0, batch.inputs.tokens, 5),
     )  # fmt: skip
     np.testing.assert_array_equal(loss, value(config, changed)[0])
 

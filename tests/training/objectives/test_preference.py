@@ -15,7 +15,7 @@ from jaxrl_llm.models.logprobs import token_statistics_and_squares
 from jaxrl_llm.models.transformer import ModelConfig, Net
 from jaxrl_llm.training.microbatch import split_rows
 from jaxrl_llm.training.objectives import preference
-from jaxrl_llm.training.optimizers import make_optimizer
+from jaxrl_llm.training.setup import make_optimizer
 from jaxrl_llm.training.update import _prepare, init_state, make_measure, make_update
 
 SHAPE = {"vocab_size": 29, "width": 16, "layers": 1, "heads": 2, "kv_heads": 1, "head_dim": 8, "ffn": 24}

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl_llm.algorithms.batch import Batch
+from jaxrl_llm.algorithms.batch import Batch, Inputs
 from jaxrl_llm.config import ConfigError, default
 from jaxrl_llm.distributed.sharding import make_mesh
 from jaxrl_llm.models.lora import LoraConfig
@@ -16,9 +16,10 @@ from jaxrl_llm.models.transformer import ModelConfig, Net
 from jaxrl_llm.training.objectives import policy_gradient, preference, value
 from jaxrl_llm.training.objectives.router import with_router_loss
 from jaxrl_llm.training.online import scored_logps
-from jaxrl_llm.training.optimizers import make_optimizer
 from jaxrl_llm.training.packing import planner
-from jaxrl_llm.training.packing.planner import Sample, make_packer, sampled_rows
+from jaxrl_llm.training.packing.planner import Packer, Sample, make_packer, sampled_rows
+from jaxrl_llm.training.setup import make_optimizer
+from jaxrl_llm.training.specs import packing_spec
 from jaxrl_llm.training.update import init_state, make_update
 
 SHAPE = ModelConfig(
@@ -47,9 +48,9 @@ def online_batch(**changes) -> Batch:
     def numbers(mean, spread):
         return jnp.asarray((draw.normal(mean, spread, mask.shape) * mask).astype(np.float32))
 
+    tokens = jnp.asarray((tokens * (segments > 0)).astype(np.int32))
     batch = Batch(
-        tokens=jnp.asarray((tokens * (segments > 0)).astype(np.int32)),
-        segments=jnp.asarray(segments),
+        Inputs(tokens, jnp.asarray(segments), prompt_width=PROMPT),
         mask=jnp.asarray(mask),
         sample_logps=numbers(-3, 0.3),
         old_logps=numbers(-3, 0.3),
@@ -57,7 +58,6 @@ def online_batch(**changes) -> Batch:
         advantages=jnp.asarray((draw.normal(size=(ROWS, 1)) * mask).astype(np.float32)),
         values=numbers(0, 1),
         returns=numbers(0, 1),
-        prompt_width=PROMPT,
     )
     return batch.replace(**changes)
 
@@ -72,8 +72,7 @@ def pairs(**changes) -> Batch:
     tokens = draw.integers(0, 31, mask.shape)
     tokens[1::2] = np.where(column < prompts[1::2, None], tokens[::2], tokens[1::2])
     batch = Batch(
-        tokens=jnp.asarray((tokens * segments).astype(np.int32)),
-        segments=jnp.asarray(segments),
+        Inputs(jnp.asarray((tokens * segments).astype(np.int32)), jnp.asarray(segments)),
         mask=jnp.asarray(mask.astype(np.float32)),
         ref_logps=jnp.asarray((draw.normal(-3, 0.3, mask.shape) * mask).astype(np.float32)),
     )
@@ -97,7 +96,12 @@ def config_of(algorithm: str, **changes):
 
 
 def sample_of(batch: Batch) -> Sample:
-    return Sample(*(np.asarray(x) for x in (batch.tokens, batch.segments, batch.mask)), batch.prompt_width)
+    inputs = batch.inputs
+    return Sample(*(np.asarray(x) for x in (inputs.tokens, inputs.segments, batch.mask)), inputs.prompt_width)
+
+
+def packer_of(config, shape: ModelConfig, mesh, objective, sample: Sample | None) -> Packer:
+    return make_packer(packing_spec(config), shape, mesh, objective.positions, sample)
 
 
 def both_updates(make, config, batch: Batch, shape: ModelConfig = SHAPE):
@@ -109,7 +113,7 @@ def both_updates(make, config, batch: Batch, shape: ModelConfig = SHAPE):
             params = {**Net(SHAPE).init(jax.random.key(0)), "score": {"kernel": jnp.ones((16, 1)) / 16}}
         else:
             params = net.init(jax.random.key(0))
-        packed = make_packer(config, shape, mesh, objective, sample_of(batch))(batch)
+        packed = packer_of(config, shape, mesh, objective, sample_of(batch))(batch)
         update = make_update(objective, optimizer, config, mesh)
         found = [update(init_state(jax.tree.map(jnp.copy, params), optimizer, mesh), rows) for rows in (batch, packed)]
     return params, *found, packed
@@ -117,7 +121,7 @@ def both_updates(make, config, batch: Batch, shape: ModelConfig = SHAPE):
 
 def check_same(make, config, batch: Batch, shape: ModelConfig = SHAPE) -> None:
     params, (rows, metrics), (packed, packed_metrics), laid_out = both_updates(make, config, batch, shape)
-    assert (laid_out.layout.parts[0] > 1) == (config.batch.microbatch_tokens < 100)
+    assert (laid_out.inputs.layout.num_microbatches[0] > 1) == (config.batch.microbatch_tokens < 100)
     moved = max(jax.tree.leaves(jax.tree.map(lambda a, b: float(jnp.abs(a - b).max()), rows.params, params)))
     assert moved > 1e-3
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5 * max(moved, 1.0)), packed.params, rows.params)
@@ -205,7 +209,8 @@ def test_experts_are_balanced_over_the_same_tokens():
     """In one micro-batch; a row without a completion is left out, and counts in no routing."""
     lengths = (np.asarray(online_batch().mask) > 0).any(1)
     batch = online_batch()
-    full = batch.replace(segments=jnp.where(lengths[:, None], batch.segments, 0))
+    segments = jnp.where(lengths[:, None], batch.inputs.segments, 0)
+    full = batch.replace(inputs=batch.inputs.replace(segments=segments))
 
     def make(config, net):
         return with_router_loss(policy_gradient.policy_gradient, config, net)
@@ -219,11 +224,10 @@ def test_log_probs_without_gradient():
     params = net.init(jax.random.key(0))
     with jax.set_mesh(mesh):
         config = config_of("grpo")
-        packer = make_packer(config, SHAPE, mesh, policy_gradient.policy_gradient(config, net), sample_of(batch))
-        layout = packer.passing(batch.tokens, batch.segments, batch.mask)
-        rows, packed = (
-            scored_logps(net, params, batch.tokens, batch.segments, 0.7, PROMPT, ROWS, 1, x) for x in (None, layout)
-        )
+        packer = packer_of(config, SHAPE, mesh, policy_gradient.policy_gradient(config, net), sample_of(batch))
+        layout = packer.passing(batch.inputs.tokens, batch.inputs.segments, batch.mask)
+        inputs = (batch.inputs.replace(layout=x) for x in (None, layout))
+        rows, packed = (scored_logps(net, params, x, 0.7, ROWS, 1) for x in inputs)
     np.testing.assert_allclose(packed, rows * batch.mask, atol=1e-5)
 
 
@@ -232,7 +236,7 @@ def test_auto_packs_where_rows_share_or_waste():
     config = config_of("grpo", batch__packing="auto", batch__microbatch_tokens=0, batch__pack_length=0)
 
     def packer(config, sample, shape=SHAPE):
-        return make_packer(config, shape, mesh, policy_gradient.policy_gradient(config, Net(shape)), sample)
+        return packer_of(config, shape, mesh, policy_gradient.policy_gradient(config, Net(shape)), sample)
 
     shared = packer(config, sampled_rows(64, GROUP, 256, 16, full=True))
     assert shared.sizes is not None and shared.sizes.length == 256 + GROUP * 16
@@ -258,18 +262,15 @@ def test_auto_packs_where_rows_share_or_waste():
 def test_what_cannot_be_packed_says_so(changes, shape, message):
     config, mesh = config_of("sft", **changes), make_mesh(devices=jax.devices()[:1])
     with pytest.raises(ConfigError, match=message):
-        make_packer(
-            config, shape, mesh, policy_gradient.sft(config, Net(shape)), sampled_rows(8, 1, PROMPT, COMPLETION)
-        )
+        packer_of(config, shape, mesh, policy_gradient.sft(config, Net(shape)), sampled_rows(8, 1, PROMPT, COMPLETION))
 
 
 def test_micro_batches_leave_little_room():
     """16 pairs of 128 tokens, each in a packed row of 192: four micro-batches of four, none of which is part empty."""
     mesh = make_mesh(devices=jax.devices()[:1])
     config = config_of("preference", batch__microbatch_tokens=0, batch__pack_length=192)
-    sizes, _ = planner.packed_sizes(
-        config, SHAPE, mesh, policy_gradient.Reads(), sampled_rows(32, 2, 64, 64, full=True), 1024
-    )
+    spec, sample = packing_spec(config), sampled_rows(32, 2, 64, 64, full=True)
+    sizes, _ = planner.packed_sizes(spec, SHAPE, mesh, policy_gradient.Positions(), sample, 1024)
     assert (sizes.length, sizes.packed_rows) == (192, 4)
 
 
@@ -277,7 +278,7 @@ def test_the_packed_update_is_one_donated_program_without_the_vocabulary_in_its_
     """Temporary memory grows with the hidden states of one micro-batch, not with rows times vocabulary."""
     shape = dataclasses.replace(SHAPE, vocab_size=4096, tie_embeddings=True)
     config, mesh = config_of("grpo", batch__microbatch_tokens=64, batch__pack_length=32), make_mesh()
-    monkeypatch.setattr(planner, "FEWEST", {"cpu": 64})
+    monkeypatch.setattr(planner, "FEWEST_TOKENS", {"cpu": 64})
     monkeypatch.setattr("jaxrl_llm.models.chunked_softmax.LOGITS_IN_FLIGHT", 8 * 4096)
     sizes = []
     with jax.set_mesh(mesh):
@@ -287,8 +288,10 @@ def test_the_packed_update_is_one_donated_program_without_the_vocabulary_in_its_
         for groups in (2, 8):
             sample = sampled_rows(groups * GROUP, GROUP, 8, 24, full=True)
             zeros = jnp.zeros(sample.mask.shape)
-            batch = Batch(*map(jnp.asarray, sample[:3]), sample_logps=zeros, advantages=zeros, prompt_width=8)
-            packed = make_packer(config, shape, mesh, objective, sample)(batch)
+            tokens, segments, mask = map(jnp.asarray, sample[:3])
+            inputs = Inputs(tokens, segments, prompt_width=8)
+            batch = Batch(inputs, mask, sample_logps=zeros, advantages=zeros)
+            packed = packer_of(config, shape, mesh, objective, sample)(batch)
             memory = update.lower(state, packed).compile().memory_analysis()
             sizes.append(memory.temp_size_in_bytes)
     assert memory.alias_size_in_bytes >= sum(x.nbytes for x in jax.tree.leaves(state))
