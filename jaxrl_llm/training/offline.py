@@ -28,7 +28,7 @@ from jaxrl_llm.training.logging.stopwatch import Stopwatch
 from jaxrl_llm.training.online import Experience, Row, scored_logps
 from jaxrl_llm.training.packing.documents import pad_groups
 from jaxrl_llm.training.packing.planner import Packer, Sample
-from jaxrl_llm.training.update import Metrics, State
+from jaxrl_llm.training.update import State
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ class OfflineSpec:
     packed: bool  # data.packing: examples are groups of documents
     width: int  # T
     draws_seeds: bool  # the objective draws random numbers
-    bco_running_mean: bool
+    running_mean: bool  # a loss subtracts the mean of all rewards so far
     beta: float
     ld_alpha: float | None
 
@@ -60,7 +60,7 @@ class OfflineSource:
     pack: Packer
     stopwatch: Stopwatch
     ref_params: Params | None = None
-    mean_reward: RunningMean = dataclasses.field(default_factory=RunningMean)  # so far, for bco_running_mean
+    mean_reward: RunningMean = dataclasses.field(default_factory=RunningMean)  # so far, for running_mean
 
     def next(self, state: State, key) -> Experience:
         """The batch of one step; the key gives its seeds, where the objective draws random numbers."""
@@ -79,7 +79,7 @@ class OfflineSource:
         with self.stopwatch("logps"):
             if self.ref_params is not None:
                 batch = reference_logps(self.net, on_device(self.ref_params), batch, rows, mesh, self.pack)
-            if spec.bco_running_mean:
+            if spec.running_mean:
                 logps = _logps(self.net, state.params, batch, rows, mesh, self.pack)
                 self.mean_reward = self.mean_reward.update(_rewards(spec, logps, batch))
                 batch = self.with_baseline(batch)
@@ -89,8 +89,8 @@ class OfflineSource:
         return Experience(batch, {"num_tokens": (seen != 0).sum()}, [])
 
     def with_baseline(self, batch: Batch) -> Batch:
-        """The batch with the mean of all rewards so far, where `bco_running_mean` asks for it."""
-        if not self.spec.bco_running_mean:
+        """The batch with the mean of all rewards so far, where a loss subtracts it."""
+        if not self.spec.running_mean:
             return batch
         return batch.replace(scalars=Scalars(reward_shift=jnp.float32(self.mean_reward.mean)))
 
@@ -120,7 +120,7 @@ class HeldOut:
     Those of a named set are `eval/<name>/loss` and so on.
     """
 
-    measure: Callable[[Params, Batch], Metrics]
+    measure: Callable[[Params, Batch], dict[str, jax.Array]]
     batch: Batch
     source: OfflineSource | None  # whose running mean a loss may read
     name: str = ""
@@ -154,8 +154,8 @@ def check_balance(examples: list[Example], desirable_weight: float, undesirable_
     heavy, light = desirable_weight * desirable, undesirable_weight * undesirable
     if not light * 0.95 <= heavy <= light * 1.05 * 4 / 3:
         log.warning(
-            "%d desirable and %d undesirable rows: algorithm.desirable_weight x desirable should be 1 to 4/3 times "
-            "algorithm.undesirable_weight x undesirable, and is %.3g to %.3g",
+            "%d desirable and %d undesirable rows: the loss's option desirable_weight x desirable should be 1 to 4/3 "
+            "times undesirable_weight x undesirable, and is %.3g to %.3g",
             desirable,
             undesirable,
             heavy,

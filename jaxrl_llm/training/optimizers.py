@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -36,14 +36,6 @@ class OptimizerSpec:
     moment_dtype: str
     max_grad_norm: float
     freeze_router: bool
-
-
-class Optimizer(NamedTuple):
-    """An optax transformation that knows its learning rate."""
-
-    init: Callable[..., Any]
-    update: Callable[..., Any]
-    learning_rate: optax.Schedule  # of the number of updates made
 
 
 def learning_rate_schedule(spec: OptimizerSpec) -> optax.Schedule:
@@ -115,7 +107,7 @@ SHAPES: dict[str, Callable[..., Callable[[Any], Any]]] = {
 }
 
 
-def build_optimizer(spec: OptimizerSpec) -> Optimizer:
+def build_optimizer(spec: OptimizerSpec) -> optax.GradientTransformation:
     """Clipping to the global norm, then the named optimizer.
 
     adamw (arXiv 1711.05101); adafactor with an explicit learning rate (arXiv 1804.04235), each layer by itself; lion
@@ -123,13 +115,10 @@ def build_optimizer(spec: OptimizerSpec) -> Optimizer:
     rest. Weight decay is decoupled and leaves out the parameters of `no_decay`. Moments are computed in fp32 and stored
     in `moment_dtype`, whatever the parameters' type. With `freeze_router` routers are left as they are.
     """
-    rate = learning_rate_schedule(spec)
-    optimizer = stored_in(OPTIMIZERS[spec.name](spec, rate), spec.moment_dtype)
+    optimizer = stored_in(OPTIMIZERS[spec.name](spec, learning_rate_schedule(spec)), spec.moment_dtype)
     if spec.freeze_router:  # their gradients are 0; this is about weight decay
         optimizer = optax.chain(optimizer, optax.masked(optax.set_to_zero(), _routers))
-    if spec.max_grad_norm:
-        optimizer = optax.chain(optax.clip_by_global_norm(spec.max_grad_norm), optimizer)
-    return Optimizer(optimizer.init, optimizer.update, rate)
+    return optax.chain(optax.clip_by_global_norm(spec.max_grad_norm), optimizer) if spec.max_grad_norm else optimizer
 
 
 def decayed(spec: OptimizerSpec) -> Callable[[Any], Any]:

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import optax
 from jax.sharding import Mesh
 
 from jaxrl_llm.algorithms.random_streams import ADAPTERS, VALUE_HEAD
@@ -27,18 +28,11 @@ from jaxrl_llm.training.advantages import advantage_step
 from jaxrl_llm.training.algorithm import Algorithm, BatchSpec
 from jaxrl_llm.training.evaluation.build import Evaluate, build_evaluate
 from jaxrl_llm.training.logging.stopwatch import Stopwatch
-from jaxrl_llm.training.objectives import policy_gradient, preference
-from jaxrl_llm.training.objectives.router import with_router_loss
-from jaxrl_llm.training.objectives.value import (
-    critic_config,
-    critic_params,
-    policy_and_values,
-    shared_critic,
-    value_regression,
-)
+from jaxrl_llm.training.objective_specs import critic_spec, objective_of, preference_spec
+from jaxrl_llm.training.objectives.value import critic_params, shared_critic, value_regression
 from jaxrl_llm.training.offline import OfflineSource
 from jaxrl_llm.training.online import Critic, Learner, OnlineSource, Producer, RolloutWorker
-from jaxrl_llm.training.optimizers import Optimizer, build_optimizer
+from jaxrl_llm.training.optimizers import build_optimizer, learning_rate_schedule
 from jaxrl_llm.training.packing.documents import first_fit
 from jaxrl_llm.training.packing.planner import Packer, Sample, make_packer, sampled_rows
 from jaxrl_llm.training.reference import Reference, start_reference
@@ -52,6 +46,7 @@ from jaxrl_llm.training.specs import (
     build_worker,
     check_correction,
     controllers_of,
+    critic_optimizer_spec,
     learner_spec,
     offline_spec,
     optimizer_spec,
@@ -62,13 +57,8 @@ from jaxrl_llm.training.specs import (
     training_sampling,
 )
 from jaxrl_llm.training.specs import eos_ids as eos_ids
-from jaxrl_llm.training.update import Frozen, State, Update, init_state, learner, make_update, part_critic
-
-OBJECTIVES = {
-    "sft": policy_gradient.sft,
-    "preference": preference.preference,
-    "reward_model": preference.reward_model,
-}  # the others are of policy gradients
+from jaxrl_llm.training.specs import update_spec as update_spec
+from jaxrl_llm.training.update import Frozen, State, Update, init_state, make_update, optimizer_step, split_critic
 
 
 class Run(NamedTuple):
@@ -106,7 +96,7 @@ def build(config, mesh: Mesh, train_dataset=None, eval_dataset=None, rewards=Non
         raise ConfigError("rewards.functions names environment, but there is none: set environment.name")
     _check_trainable(config, model)
     critic = build_critic(config, model, mesh) if algorithm.has_critic else None
-    objective = with_router_loss(objective_of(config), config, model.net)
+    objective = objective_of(config, model.net)
 
     def packer(sample: Sample | None) -> Packer:
         return make_packer(packing_spec(config), model.net.config, mesh, objective.positions, sample)
@@ -125,19 +115,21 @@ def build(config, mesh: Mesh, train_dataset=None, eval_dataset=None, rewards=Non
         evaluation = build_evaluate(
             config, model, graders, objective, source, eval_dataset, mesh, environments, stopwatch
         )
-    optimizer, learn_critic = make_optimizer(config), None
+    optimizer, update_critic = make_optimizer(config), None
     frozen, trainable = split(model.params)
     state, frozen_critic = init_state(trainable, optimizer, mesh, config.optimizer.offload), {}
     if critic is not None and config.critic.shared:
         joint = init_state({**trainable, **critic.params}, optimizer, mesh, config.optimizer.offload)
-        state = part_critic(joint, State(jnp.zeros_like(joint.step), critic.params, ()))
+        state = split_critic(joint, State(jnp.zeros_like(joint.step), critic.params, ()))
     elif critic is not None:
-        own = critic_config(config)
-        critic_optimizer = make_optimizer(own)
+        own = critic_optimizer_spec(config)
+        critic_optimizer = build_optimizer(own)
         frozen_critic, trainable = split(critic.params)
         state = replace(state, critic=init_state(trainable, critic_optimizer, mesh, config.optimizer.offload))
-        learn_critic = learner(value_regression(config, critic.net), critic_optimizer, own, mesh)
-    update = make_update(objective, optimizer, config, mesh, learn_critic)
+        settings = replace(update_spec(config), schedule=learning_rate_schedule(own))
+        regression = value_regression(critic_spec(config), critic.net)
+        update_critic = optimizer_step(regression, critic_optimizer, settings, mesh)
+    update = make_update(objective, optimizer, update_spec(config), mesh, update_critic, algorithm.has_critic)
     return Run(
         algorithm=algorithm,
         batch=batch_spec(config),
@@ -156,8 +148,8 @@ def build(config, mesh: Mesh, train_dataset=None, eval_dataset=None, rewards=Non
     )
 
 
-def make_optimizer(config) -> Optimizer:
-    """The optimizer of the configuration, which knows its learning rate."""
+def make_optimizer(config) -> optax.GradientTransformation:
+    """The optimizer of the policy, or of the model that is trained."""
     return build_optimizer(optimizer_spec(config))
 
 
@@ -233,13 +225,6 @@ def _check_trainable(config, model: Model) -> None:
             f"model.quantize is {config.model.quantize}, and quantised matrices are not trained: set lora.rank, 16 for "
             "example, to train adapters beside them"
         )
-
-
-def objective_of(config) -> Callable[..., policy_gradient.Objective]:
-    """The function that makes the objective of the configuration, of it and a net."""
-    if config.algorithm.name == "ppo" and config.critic.shared:
-        return policy_and_values
-    return OBJECTIVES.get(config.algorithm.name, policy_gradient.policy_gradient)
 
 
 def build_critic(config, policy: Model, mesh: Mesh) -> Model:
@@ -320,7 +305,7 @@ def _online(
             reference=reference,
             controllers=controllers_of(config),
             replay=replay,
-            critic=None if critic is None else Critic(critic.net, partial(critic_params, config)),
+            critic=None if critic is None else Critic(critic.net, partial(critic_params, critic_spec(config))),
         ),
     )
 
@@ -348,7 +333,9 @@ def _offline(
         tokens = loading.tokenized(config, data, algorithm.data, model.tokenizer)
         examples: list[Any] = offline.as_examples(tokens.rows)
         if algorithm.data == "labels":
-            offline.check_balance(examples, config.algorithm.desirable_weight, config.algorithm.undesirable_weight)
+            options = preference_spec(config).losses[0].options
+            weights = options.get("desirable_weight", 1.0), options.get("undesirable_weight", 1.0)
+            offline.check_balance(examples, *weights)
         width = padded_width(offline.longest(examples, algorithm.mismatched), c.max_length)
         spec = offline_spec(config, c.max_length if c.packing else width)
         if algorithm.needs_reference:

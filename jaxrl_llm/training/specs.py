@@ -4,6 +4,7 @@ Beside them stands what several commands build from a configuration and a model:
 """
 
 import math
+from dataclasses import replace
 from typing import Any
 
 from jax.sharding import Mesh
@@ -27,13 +28,14 @@ from jaxrl_llm.training.algorithm import Algorithm, BatchSpec
 from jaxrl_llm.training.episodes import Converse
 from jaxrl_llm.training.external_rollouts import Elsewhere
 from jaxrl_llm.training.logging.stopwatch import Stopwatch
-from jaxrl_llm.training.objectives import policy_gradient, preference
+from jaxrl_llm.training.objective_specs import kl_estimator, needs_reference, policy_loss, preference_spec
 from jaxrl_llm.training.offline import OfflineSpec
 from jaxrl_llm.training.online import LearnerSpec, ProducerSpec, RolloutWorker, Row
-from jaxrl_llm.training.optimizers import OptimizerSpec
+from jaxrl_llm.training.optimizers import OptimizerSpec, learning_rate_schedule
 from jaxrl_llm.training.packing.planner import PackingSpec
 from jaxrl_llm.training.reference import ReferenceSpec
 from jaxrl_llm.training.rollout_functions import load_rollout_function
+from jaxrl_llm.training.update import UpdateSpec
 
 WIDTH_MULTIPLE = 8  # rows are padded to a multiple, so that similar data compiles to the same shapes
 
@@ -47,7 +49,7 @@ def algorithm_of(config) -> Algorithm:
         data=loading.kind_of(config),
         group_size=rows_together(config),
         online=online,
-        needs_reference=config.algorithm.beta > 0 if online else preference.needs_reference(config),
+        needs_reference=config.algorithm.beta > 0 if online else needs_reference(config),
         has_critic=name == "ppo",
     )
 
@@ -106,6 +108,25 @@ def optimizer_spec(config) -> OptimizerSpec:
     )
 
 
+def critic_optimizer_spec(config) -> OptimizerSpec:
+    """The optimizer of a critic that is a network of its own: what `critic` sets takes the place of `optimizer`."""
+    c = config.critic
+    settings = {"learning_rate": c.learning_rate, "max_grad_norm": c.max_grad_norm, "schedule": c.schedule}
+    return replace(optimizer_spec(config), warmup_steps=0, **settings)
+
+
+def update_spec(config) -> UpdateSpec:
+    """The updates of the policy, or of the model that is trained."""
+    return UpdateSpec(
+        microbatch_rows=config.batch.microbatch_rows,
+        schedule=learning_rate_schedule(optimizer_spec(config)),
+        offload=config.optimizer.offload,
+        dropout=config.lora.dropout,
+        seed=config.seed,
+        critic_warmup_steps=config.critic.warmup_steps,
+    )
+
+
 def reference_spec(config) -> ReferenceSpec:
     """The reference policy of a run."""
     c = config.algorithm
@@ -137,7 +158,7 @@ def advantage_spec(config) -> AdvantageSpec:
         scale_rewards=c.scale_rewards,
         group_size=config.rollout.group_size,
         max_completion_length=config.rollout.max_completion_length,
-        kl=policy_gradient.kl_kind(config),
+        kl=kl_estimator(config),
         kl_in_reward=c.kl_in_reward,
         reward_clip=tuple(c.reward_clip),
         overlong_buffer=c.overlong_buffer,
@@ -167,7 +188,7 @@ def learner_spec(config) -> LearnerSpec:
         kl_in_reward=c.kl_in_reward,
         mask_truncated=c.mask_truncated,
         aggregation=c.aggregation,
-        draws_seeds=policy_gradient.needs_key(config),
+        draws_seeds="key" in policy_loss(config).takes,
     )
 
 
@@ -178,7 +199,7 @@ def old_logps_of(config) -> str:
     and there is nothing to compute. Raises ConfigError for the sampler together with an importance correction.
     """
     c = config.algorithm
-    declared = getattr(policy_gradient.policy_loss(config).function, "old_logps", None)
+    declared = getattr(policy_loss(config).function, "old_logps", None)
     if c.old_logps == "sampler" or (c.old_logps == "auto" and declared == "sampler"):
         if c.importance_correction != "none":
             raise ConfigError(
@@ -201,7 +222,7 @@ def offline_spec(config, width: int) -> OfflineSpec:
         packed=config.data.packing,
         width=width,
         draws_seeds=c.name == "sft" and c.neftune_alpha > 0,
-        bco_running_mean=c.bco_running_mean,
+        running_mean=c.name == "preference" and any(x.running_mean for x in preference_spec(config).losses),
         beta=c.beta,
         ld_alpha=c.ld_alpha,
     )

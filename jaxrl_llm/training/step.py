@@ -6,8 +6,8 @@ from dataclasses import replace
 import jax
 
 from jaxrl_llm.algorithms.batch import Batch, minibatch_indices
+from jaxrl_llm.algorithms.losses import Metrics
 from jaxrl_llm.distributed.sharding import row_sharding
-from jaxrl_llm.training.objectives.policy_gradient import Metrics
 from jaxrl_llm.training.setup import Run
 from jaxrl_llm.training.update import State
 

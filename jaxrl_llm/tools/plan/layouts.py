@@ -14,7 +14,7 @@ from jaxrl_llm.distributed.sharding import row_shards
 from jaxrl_llm.models.chunked_softmax import columns_at_once
 from jaxrl_llm.models.transformer import Net
 from jaxrl_llm.tools.plan.shapes import rows_shape
-from jaxrl_llm.training.objectives.policy_gradient import Objective
+from jaxrl_llm.training.objectives.objective import Objective
 from jaxrl_llm.training.packing import planner
 from jaxrl_llm.training.packing.layout import Sizes, plan
 from jaxrl_llm.training.packing.planner import Packer, Sample, make_packer

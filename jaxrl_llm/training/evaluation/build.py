@@ -18,7 +18,7 @@ from jaxrl_llm.training.evaluation.metrics import measures_of
 from jaxrl_llm.training.evaluation.run import Evaluation, Evaluations
 from jaxrl_llm.training.evaluation.sources import NamedSet, measure_of, named_sets, set_parts
 from jaxrl_llm.training.logging.stopwatch import Stopwatch
-from jaxrl_llm.training.objectives.policy_gradient import Objective
+from jaxrl_llm.training.objectives.objective import Objective
 from jaxrl_llm.training.offline import HeldOut, OfflineSource
 from jaxrl_llm.training.online import OnlineSource, RolloutWorker, Row
 from jaxrl_llm.training.reference import start_reference

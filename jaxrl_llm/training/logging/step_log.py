@@ -11,7 +11,6 @@ from jaxrl_llm.config import ConfigError
 from jaxrl_llm.training.logging.health import HealthWarnings, warnings_of
 from jaxrl_llm.training.logging.logger import Logger
 from jaxrl_llm.training.logging.stopwatch import Stopwatch
-from jaxrl_llm.training.objectives.policy_gradient import merged_by
 from jaxrl_llm.training.online import Row
 
 Metrics = dict[str, float]
@@ -119,9 +118,10 @@ class StepLog:
 
 def merge(updates: list[Any]) -> Metrics:
     """The metrics of several updates as those of one step: means, and for minima and maxima the extreme."""
-    values = [{name: float(value) for name, value in metrics.items()} for metrics in jax.device_get(updates)]
-    by = {"max": max, "min": min, "sum": np.mean}
-    return {name: float(by[merged_by(name)]([metrics[name] for metrics in values])) for name in values[0]}
+    by, values = {"max": max, "min": min, "sum": np.mean}, jax.device_get(updates)
+    return {
+        name: float(by[x.reduce]([float(metrics[name].value) for metrics in values])) for name, x in values[0].items()
+    }
 
 
 def _skipped(config, metrics: Metrics, step: int, skipped: int) -> int:

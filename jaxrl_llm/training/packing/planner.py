@@ -19,7 +19,7 @@ from jaxrl_llm.config import ConfigError
 from jaxrl_llm.distributed.processes import gather
 from jaxrl_llm.distributed.sharding import local_rows, row_shards, rows_to_global
 from jaxrl_llm.models.model_config import ModelConfig, is_dense
-from jaxrl_llm.training.objectives.policy_gradient import Positions
+from jaxrl_llm.training.objectives.objective import Positions
 from jaxrl_llm.training.packing.layout import Sizes, longest_item, needs, plan
 
 # Packed tokens of a micro-batch in a shard, where nothing says how many: enough for matmuls at full speed.
