@@ -16,9 +16,9 @@ from jaxrl_llm.distributed.sharding import make_mesh
 from jaxrl_llm.models import lora
 from jaxrl_llm.models.lora import LoraConfig
 from jaxrl_llm.models.transformer import Net
-from jaxrl_llm.training.objectives import policy_gradient
+from jaxrl_llm.training.objective_specs import objective_of
 from jaxrl_llm.training.reference import Reference, start_reference
-from jaxrl_llm.training.setup import make_optimizer
+from jaxrl_llm.training.setup import make_optimizer, update_spec
 from jaxrl_llm.training.specs import reference_spec
 from jaxrl_llm.training.update import Frozen, State, init_state, make_update
 from tests.training.objectives.test_policy_gradient import NET, make_batch
@@ -51,10 +51,10 @@ def run_update(config, net: Net = ADAPTED, steps: int = 1):
         frozen, trainable = start(net)
         optimizer = make_optimizer(config)
         state = init_state(trainable, optimizer, MESH)
-        update = make_update(policy_gradient.policy_gradient(config, net), optimizer, config, MESH)
+        update = make_update(objective_of(config, net), optimizer, update_spec(config), MESH)
         for _ in range(steps):
             state, metrics = update(state, BATCH, Frozen(frozen))
-    return state, metrics, frozen
+    return state, {name: metric.value for name, metric in metrics.items()}, frozen
 
 
 def reference_of(config, params, lora: LoraConfig) -> Reference:
@@ -82,7 +82,7 @@ def test_no_gradient_of_the_base_exists_in_the_compiled_update():
         with jax.set_mesh(MESH):
             config = config_with(optimizer__weight_decay=0.1)  # as above, so that it is compiled once
             optimizer = make_optimizer(config)
-            update = make_update(policy_gradient.policy_gradient(config, net), optimizer, config, MESH)
+            update = make_update(objective_of(config, net), optimizer, update_spec(config), MESH)
             state = init_state(trainable, optimizer, MESH)
             text = update.lower(state, BATCH, Frozen(frozen)).compile().as_text()
         found = re.findall(r"= f32\[([\d,]+)\]\S* (?:dot|fusion|dynamic-update-slice|add)\(", text)
@@ -105,11 +105,11 @@ def test_micro_batches_give_the_update_of_the_whole_batch():
 def test_the_gradient_is_that_of_the_merged_model_through_the_product():
     """d/dA = scale dW B^T and d/dB = scale A^T dW, where dW is the gradient of the merged matrix."""
     config = config_with()
-    objective = policy_gradient.policy_gradient(config, NET)
+    objective = objective_of(config, NET)
     frozen, trainable = start()
     batch = objective.prepare(BATCH)
     scale = ADAPTED.config.lora.scale
-    own = policy_gradient.policy_gradient(config, ADAPTED)
+    own = objective_of(config, ADAPTED)
     found = jax.jit(jax.grad(lambda t: own.loss(lora.combine(frozen, t), batch)[0]))(trainable)
     merged = lora.merge(lora.combine(frozen, trainable), ADAPTED.config.lora)
     dense = jax.jit(jax.grad(lambda p: objective.loss(p, batch)[0]))(merged)

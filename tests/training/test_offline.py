@@ -162,7 +162,7 @@ def test_a_reference_is_kept_only_when_it_is_read():
 
 
 def test_bco_subtracts_the_mean_of_all_rewards_so_far():
-    config = config_of("preference", "bco_pair", bco_running_mean=True)
+    config = config_of("preference", "bco_pair(running_mean=True)")
     config.data.shuffle = False
     run = built(config)
     source = run.source
@@ -188,7 +188,7 @@ def test_a_resumed_run_equals_an_undisturbed_one(tmp_path):
     found = []
     for name, stops in (("whole", (4,)), ("resumed", (2, 4))):
         for stop in stops:
-            config = config_of("preference", "bco_pair", bco_running_mean=True)
+            config = config_of("preference", "bco_pair(running_mean=True)")
             config.output_dir, config.total_steps = str(tmp_path / name), stop
             result = train(config, tasks.generate("sort_pairs", size=24))
         found.append((result.metrics[-1], jax.device_get(result.model.params)))

@@ -9,9 +9,9 @@ import pytest
 from jaxrl_llm.config import default
 from jaxrl_llm.distributed.sharding import make_mesh
 from jaxrl_llm.training.microbatch import split_rows
-from jaxrl_llm.training.objectives import policy_gradient
+from jaxrl_llm.training.objective_specs import objective_of
 from jaxrl_llm.training.optimizers import learning_rate_schedule
-from jaxrl_llm.training.setup import make_optimizer
+from jaxrl_llm.training.setup import make_optimizer, update_spec
 from jaxrl_llm.training.specs import optimizer_spec
 from jaxrl_llm.training.update import init_state, make_update
 from tests.training.objectives.test_policy_gradient import NET, make_batch
@@ -21,12 +21,12 @@ def run_update(config, batch, steps: int = 1):
     mesh = make_mesh(devices=jax.devices()[:1])
     with jax.set_mesh(mesh):
         optimizer = make_optimizer(config)
-        objective = policy_gradient.policy_gradient(config, NET)
+        objective = objective_of(config, NET)
         state = init_state(NET.init(jax.random.key(0)), optimizer, mesh, config.optimizer.offload)
-        update = make_update(objective, optimizer, config, mesh)
+        update = make_update(objective, optimizer, update_spec(config), mesh)
         for _ in range(steps):
             state, metrics = update(state, jax.tree.map(jnp.asarray, batch))
-    return state, metrics
+    return state, {name: metric.value for name, metric in metrics.items()}
 
 
 def config_with(**changes):
@@ -76,7 +76,7 @@ def test_the_microbatch_token_mode_is_the_one_that_does_depend_on_micro_batches(
 def test_the_update_is_adamw_of_the_summed_gradient():
     config = config_with(optimizer__weight_decay=0.1, optimizer__max_grad_norm=0.05)
     batch = make_batch()
-    objective = policy_gradient.policy_gradient(config, NET)
+    objective = objective_of(config, NET)
     params = NET.init(jax.random.key(0))
     gradient = jax.grad(lambda p: objective.loss(p, objective.prepare(batch))[0])(params)
     norm = float(optax.tree.norm(gradient))
@@ -103,7 +103,7 @@ def test_the_state_is_donated():
     with jax.set_mesh(mesh):
         optimizer = make_optimizer(config)
         state = init_state(NET.init(jax.random.key(0)), optimizer, mesh)
-        update = make_update(policy_gradient.policy_gradient(config, NET), optimizer, config, mesh)
+        update = make_update(objective_of(config, NET), optimizer, update_spec(config), mesh)
         batch = jax.tree.map(jnp.asarray, make_batch())
         size = sum(x.nbytes for x in jax.tree.leaves((state.params, state.opt_state)))
         assert update.lower(state, batch).compile().memory_analysis().alias_size_in_bytes >= size
