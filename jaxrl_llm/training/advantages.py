@@ -115,7 +115,7 @@ class AdvantageStep:
         kl = penalty = None
         if ref_logps is not None:
             estimate = kl_estimate(logps, ref_logps, spec.kl)
-            # The controller's KL is a mean of rows, the logged one a mean of tokens, as in the papers of each.
+            # The controller reads a mean over rows; the metric is a mean over tokens.
             kl = masked_mean(masked_mean(estimate, mask, axis=-1), mask.any(axis=-1))
             if spec.kl_in_reward:
                 penalty = jnp.where(mask > 0, estimate, 0.0)
@@ -145,7 +145,7 @@ class AdvantageStep:
             metrics |= _spread("returns", returns, rewarded) | _spread("values", values, rewarded)
             metrics |= _objective_metrics(raw, rewarded, logps, penalty, kl_coef, rollout)
             metrics["critic/explained_variance"] = explained_variance(values, returns, rewarded)
-            # A critic must not learn values of rows without a reward; without one, their advantages are 0 anyway.
+            # A critic must not learn from rows without a reward; the KL and entropy terms of others still read them.
             mask = rewarded
         columns = rewards if self.asks_for("rewards") else raw[:, None]
         priority = _priority(columns, advantages, mask, spec.group_size)
@@ -214,8 +214,8 @@ def _spread(name: str, x, mask) -> dict[str, jax.Array]:
     """Mean, maximum and minimum over the mask; 0 where it is empty."""
     live = mask > 0
     extremes = {"max": jnp.where(live, x, -jnp.inf).max(), "min": jnp.where(live, x, jnp.inf).min()}
-    found = {kind: jnp.where(live.any(), value, 0.0) for kind, value in extremes.items()}
-    return {f"{name}/mean": masked_mean(x, mask), **{f"{name}/{kind}": value for kind, value in found.items()}}
+    extremes = {f"{name}/{kind}": jnp.where(live.any(), value, 0.0) for kind, value in extremes.items()}
+    return {f"{name}/mean": masked_mean(x, mask), **extremes}
 
 
 def _objective_metrics(scores, mask, logps, penalty, kl_coef, rollout: Rollout) -> dict[str, jax.Array]:

@@ -122,11 +122,11 @@ def build(config, mesh: Mesh, train_dataset=None, eval_dataset=None, rewards=Non
         joint = init_state({**trainable, **critic.params}, optimizer, mesh, config.optimizer.offload)
         state = split_critic(joint, State(jnp.zeros_like(joint.step), critic.params, ()))
     elif critic is not None:
-        own = critic_optimizer_spec(config)
-        critic_optimizer = build_optimizer(own)
+        critic_settings = critic_optimizer_spec(config)
+        critic_optimizer = build_optimizer(critic_settings)
         frozen_critic, trainable = split(critic.params)
         state = replace(state, critic=init_state(trainable, critic_optimizer, mesh, config.optimizer.offload))
-        settings = replace(update_spec(config), schedule=learning_rate_schedule(own))
+        settings = replace(update_spec(config), schedule=learning_rate_schedule(critic_settings))
         regression = value_regression(critic_spec(config), critic.net)
         update_critic = optimizer_step(regression, critic_optimizer, settings, mesh)
     update = make_update(objective, optimizer, update_spec(config), mesh, update_critic, algorithm.has_critic)
@@ -244,7 +244,7 @@ def build_critic(config, policy: Model, mesh: Mesh) -> Model:
 
 
 def build_rewards(config, rewards=None) -> Rewards:
-    """The grader of the given rewards (a function, a name, or a list of them), or else of the configuration's."""
+    """The graders of `rewards` (a function, a name, or a list of them), or else of the configuration."""
     c = config.rewards
     functions = with_reward_models(c.functions if rewards is None else rewards)
     return load_rewards(

@@ -52,7 +52,7 @@ def rows_of(result):
     return rows
 
 
-def test_unscorable_rows_get_nothing_and_do_not_move_the_baseline():
+def test_unscorable_rows_move_no_baseline():
     result = advantages_of([[1.0, NAN], [NAN, NAN], [3.0, 1.0], [NAN, 2.0]], weights=(1.0, 0.5), scale_rewards="none")
     np.testing.assert_allclose(rows_of(result), [0, 0, 1.25, -1.25], atol=1e-6)  # 3.5 and 1 around 2.25
     assert int(result.metrics["unscorable_rows"]) == 1
@@ -90,7 +90,7 @@ def test_kl_in_the_reward_is_summed_into_scores():
     np.testing.assert_allclose(result.metrics["kl"], sums.sum() / MASK.sum(), rtol=1e-6)
 
 
-def test_kl_in_the_reward_is_spread_over_token_rewards():
+def test_kl_in_the_reward_of_each_token():
     settings = {"logps": KL, "ref_logps": np.zeros_like(KL), "kl_in_reward": True, "beta": 0.5, "kl": "k2"}
     result = advantages_of([1, 0, 2, 1], advantage="reinforce_plus_plus(gamma=0.5)", **settings)
     returns = np.zeros_like(KL)
@@ -105,7 +105,7 @@ def test_kl_in_the_reward_is_spread_over_token_rewards():
     )
 
 
-def test_kl_in_the_loss_is_measured_and_changes_no_score():
+def test_kl_in_the_loss_changes_no_advantage():
     without = advantages_of([1, 0, 2, 1])
     measured = advantages_of([1, 0, 2, 1], logps=KL, ref_logps=np.zeros_like(KL), beta=0.5, kl="k1")
     np.testing.assert_array_equal(without.advantages, measured.advantages)
@@ -119,7 +119,7 @@ def test_kl_in_the_loss_is_measured_and_changes_no_score():
     assert "kl" not in measured.metrics  # the objective measures it
 
 
-def test_remax_compares_with_the_greedy_completion():
+def test_remax_compares_with_greedy():
     result = advantages_of([1, 0, 2, 1], advantage="remax", greedy=np.array([[0.5], [2.0]], np.float32))
     np.testing.assert_allclose(rows_of(result), [0.5, -0.5, 0, -1])
     assert step_of(configured(advantage="remax")).asks_for("greedy_scores")
@@ -146,7 +146,7 @@ def test_options_of_a_rule():
 
 @pytest.mark.parametrize("rule", ["group", "gdpo", "rloo", "passk", "opo", "reinforce_plus_plus",
                                   "reinforce_plus_plus_baseline"])  # fmt: skip
-def test_every_rule_runs_with_integer_rewards_and_masked_rows(rule):
+def test_rules_take_integers_and_masked_rows(rule):
     half = MASK * FINISHED[:, None]
     whole = np.asarray(advantages_of([1, 0, 3, 1], advantage=rule).advantages)
     assert np.isfinite(whole).all()
@@ -157,7 +157,7 @@ def test_every_rule_runs_with_integer_rewards_and_masked_rows(rule):
     assert np.abs(fractions).max() > 0
 
 
-def test_flat_groups_are_flat_in_what_the_rule_reads():
+def test_flat_groups_of_each_rule():
     rewards = np.array([[0, 3], [1, 2], [1, 1], [1, 1]], np.float32)
     weights = np.ones(2, np.float32)
     np.testing.assert_array_equal(step_of(configured(), ("a", "b")).flat_groups(rewards, weights), [True, True])
@@ -191,7 +191,7 @@ def test_a_rule_of_the_users_own(tmp_path):
     np.testing.assert_allclose(rows_of(result), np.array([0, -1, 1, 0]) / LENGTHS**2, rtol=1e-5)
 
 
-def test_a_critic_does_not_learn_from_unscorable_rows():
+def test_critic_skips_unscorable_rows():
     config = configured(name="ppo", advantage="ppo(lam=1.0, whiten_advantages=False)")
     rewards, values = np.array([[1.0], [NAN], [2.0], [0.5]], np.float32), np.full(MASK.shape, 0.25, np.float32)
     result = step_of(config)(rollout(), MASK, rewards, np.ones(1, np.float32), values=values)
@@ -201,7 +201,7 @@ def test_a_critic_does_not_learn_from_unscorable_rows():
     np.testing.assert_allclose(result.advantages, scorable * (np.nan_to_num(rewards) - 0.25), atol=1e-6)
 
 
-def test_scores_are_clipped_before_anything_is_added():
+def test_rewards_are_clipped_first():
     result = advantages_of(
         [9.0, 1.0, -7.0, 1.0], reward_clip=(-2.0, 3.0), scale_rewards="none", missing_eos_penalty=1.0
     )

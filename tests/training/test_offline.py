@@ -66,7 +66,7 @@ def test_pairs_are_adjacent_rows_chosen_first(tokenizer):
     assert batch.ref_logps is None
 
 
-def test_a_mismatch_is_a_prompt_with_the_completion_before():
+def test_mismatch_has_the_completion_before():
     rows = [
         {"ids": [1, 2, 7, 7], "mask": [0, 0, 1, 1], "label": True},
         {"ids": [3, 8], "mask": [0, 1], "label": False},
@@ -124,7 +124,7 @@ def test_data_of_another_kind_is_refused():
 
 
 @pytest.mark.slow
-def test_a_precomputed_reference_equals_that_of_each_step(tmp_path):
+def test_precomputed_reference_is_the_same(tmp_path):
     """Also the held-out rows, which are more than one part, and with micro-batches."""
     found = []
     for precompute in (False, True):
@@ -161,7 +161,7 @@ def test_a_reference_is_kept_only_when_it_is_read():
 # --- running mean ---
 
 
-def test_bco_subtracts_the_mean_of_all_rewards_so_far():
+def test_bco_subtracts_the_running_mean():
     config = config_of("preference", "bco_pair(running_mean=True)")
     config.data.shuffle = False
     run = built(config)

@@ -42,7 +42,7 @@ def stepped(config):
     return run, experience, state, updates
 
 
-def test_dppo_drops_tokens_whose_probability_moved():
+def test_dppo_drops_tokens_that_moved():
     """The second update of a step has moved from the sampler: its loss leaves out the tokens that went too far."""
     bounds = {"epsilon_low": 0.01, "epsilon_high": 0.01}
     config = config_of(loss="dppo(kl_coef=0.0)", num_iterations=2, **bounds)
@@ -87,7 +87,7 @@ def test_auto_computes_only_what_differs():
     assert old_logps_of(config_of(loss="dppo", old_logps="trainer")) == "trainer"
 
 
-def test_a_correction_of_the_samplers_ratio_is_refused():
+def test_correction_with_sampler_is_refused():
     with pytest.raises(ConfigError, match=r"with algorithm\.old_logps = sampler .* would be 1 everywhere"):
         config_of(old_logps="sampler", importance_correction="token_truncate")
     config = config_of(loss="dppo", importance_correction="sequence_mask")
@@ -95,7 +95,7 @@ def test_a_correction_of_the_samplers_ratio_is_refused():
         old_logps_of(config)
 
 
-def test_another_sampler_needs_no_correction_with_its_ratio():
+def test_sampler_needs_no_correction():
     config = config_of(old_logps="sampler")
     config.environment.rollout_func = "server(url='http://localhost:1/v1', model='m')"
     validate(config)

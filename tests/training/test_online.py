@@ -164,7 +164,7 @@ def test_everything_at_once_in_order():
     np.testing.assert_allclose(again, got, rtol=1e-6)
 
 
-def test_the_raw_mismatch_is_measured_whatever_the_correction():
+def test_raw_mismatch_is_always_measured():
     for correction, ratio in (("none", MISMATCH), ("token_mask", MISMATCH), ("sequence_mask", ROW_MISMATCH)):
         _, metrics = value({"importance_correction": correction, "importance_max": 1e-3}, BATCH.replace(ref_logps=None))
         live = ratio[MASK > 0]
@@ -175,7 +175,7 @@ def test_the_raw_mismatch_is_measured_whatever_the_correction():
         np.testing.assert_allclose(metrics["rollout_corr/kl"], np.mean(np.exp(x) - 1 - x), rtol=1e-4)
 
 
-def test_vespo_gets_the_importance_weights_and_nothing_is_multiplied_twice():
+def test_vespo_gets_the_importance_weights():
     settings = {"loss": "vespo", "importance_correction": "token_truncate", "importance_max": 1.2}
     weights = np.minimum(np.where(MASK > 0, MISMATCH, 1.0), 1.2)
     expected = policy_losses.vespo(
@@ -189,7 +189,7 @@ def test_vespo_gets_the_importance_weights_and_nothing_is_multiplied_twice():
 @pytest.mark.parametrize(
     ("loss", "level"), [("gspo", "sequence"), ("gspo_token", "sequence"), ("luspo", "sequence"), ("rloo", "sum")]
 )
-def test_clip_ratios_are_of_the_ratio_that_is_clipped(loss, level):
+def test_clip_ratios_of_sequences(loss, level):
     ratio = SEQUENCE**LENGTHS if level == "sum" else SEQUENCE
     _, metrics = value({"loss": loss, "epsilon_low": 0.05, "epsilon_high": 0.05}, BATCH.replace(ref_logps=None))
     rows = MASK / LENGTHS / len(MASK)  # a whole row is clipped or not: the mean is over rows
@@ -230,7 +230,7 @@ def test_the_entropy_mask_is_of_the_whole_batch():
     np.testing.assert_array_equal(prepared.prepared.keep, keep * MASK)
 
 
-def test_clip_cov_draws_with_the_seeds_of_the_batch():
+def test_clip_cov_draws_with_batch_seeds():
     settings = {"loss": "clip_cov(lower=-1e9, upper=1e9, fraction=0.3)"}
     batch = BATCH.replace(ref_logps=None)
     losses = [float(value(settings, batch.replace(seeds=np.full(10, seed, np.uint32)))[0]) for seed in (7, 8, 7)]
@@ -239,7 +239,7 @@ def test_clip_cov_draws_with_the_seeds_of_the_batch():
 
 
 @pytest.mark.parametrize("loss", ["clip_cov(lower=-1e9, upper=1e9, fraction=0.3)", "kl_cov(fraction=0.3)"])
-def test_the_few_tokens_are_those_of_the_whole_batch(loss):
+def test_selected_tokens_are_of_the_batch(loss):
     objective = objective_of(configured({"loss": loss}), NET)
     batch = jax.tree.map(jnp.asarray, BATCH.replace(ref_logps=None, seeds=np.full(10, 3, np.uint32)))
     assert objective.observe is not None
@@ -271,7 +271,7 @@ def test_seeds_move_on_with_every_update():
     assert seeds == [5, 6, 7]
 
 
-def test_k1_in_the_loss_warns_and_in_the_reward_does_not():
+def test_k1_in_the_loss_warns():
     with pytest.warns(UserWarning, match="expected gradient of this term is 0"):
         objective_of(configured({"beta": 0.1, "kl": "k1"}), NET)
     with warnings.catch_warnings():

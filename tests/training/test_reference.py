@@ -38,7 +38,7 @@ def numbers_of(batch: Batch) -> list[int]:
     return first.tolist()
 
 
-def test_replay_exchanges_flat_groups_for_stored_ones():
+def test_replay_exchanges_flat_groups():
     replay = empty_replay(groups=2, group_size=2, width=2, prompt_width=1, mesh=MESH)
     key = jax.random.key(0)
     # Empty: the flat group (the second) stays. Groups 1 and 3 are stored.
@@ -57,7 +57,7 @@ def test_replay_exchanges_flat_groups_for_stored_ones():
     np.testing.assert_array_equal(replay.priority, [3, 1])
 
 
-def test_stored_groups_are_drawn_in_proportion_to_their_priority():
+def test_stored_groups_are_drawn_by_priority():
     replay = empty_replay(groups=3, group_size=1, width=2, prompt_width=1, mesh=MESH)
     replay, _, _ = exchange(replay, batch_of([7, 8]), np.float32([1, 3]), jax.random.key(0), group_size=1)
     _, out, count = exchange(replay, batch_of([0] * 4000), np.zeros(4000, np.float32), jax.random.key(1), group_size=1)
@@ -71,7 +71,7 @@ def state_at(step: int, value: float) -> State:
     return State(jnp.asarray(step, jnp.int32), {"w": jnp.full(3, value)}, ())
 
 
-def test_the_reference_follows_every_so_many_steps():
+def test_reference_follows_the_policy():
     reference = Reference({"w": jnp.zeros(3)}, ReferenceSpec(ref_sync_steps=2, ref_mixup_alpha=0.6))
     seen = []
     for step, value in enumerate([9.0, 9.0, 1.0, 9.0, 2.0]):
@@ -80,7 +80,7 @@ def test_the_reference_follows_every_so_many_steps():
     assert seen == [0.0, 0.0, 0.6, 0.6, 1.44]  # after steps 2 and 4: 0.6 * 1, then 0.6 * 2 + 0.4 * 0.6
 
 
-def test_a_reference_that_never_follows_is_left_alone_and_not_saved():
+def test_fixed_reference_is_not_saved():
     params = {"w": jnp.zeros(3)}
     reference = Reference(params, ReferenceSpec())
     reference.sync(state_at(512, 1.0))
@@ -187,13 +187,13 @@ def test_flat_groups_are_filled_with_fresh_ones(fresh_flat, expected, still):
     np.testing.assert_array_equal(filled.rollout.lengths, expected)
 
 
-def test_adaptive_kl_is_what_the_configuration_says():
+def test_adaptive_kl_of_the_configuration():
     controllers = controllers_of(configured(beta=0.1, kl_controller="adaptive", kl_target=0.3))
     assert controllers.kl == AdaptiveKL(0.1, 0.3, 10_000.0)
 
 
 @pytest.mark.slow
-def test_a_reference_in_the_memory_of_the_host_changes_nothing(root, tmp_path):
+def test_offloaded_reference_changes_nothing(root, tmp_path):
     def losses(name, config_file, **algorithm):
         config = load_config_file(f"{root / 'configs' / config_file}:tiny")
         config.output_dir, config.eval.every, config.logging.backends = str(tmp_path / name), -1, ("jsonl",)

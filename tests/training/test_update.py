@@ -50,7 +50,7 @@ def config_with(**changes):
         *(pytest.param(*case, marks=pytest.mark.slow) for case in (("sequence", (1, 4)), ("constant", (2,)))),
     ],
 )
-def test_micro_batches_give_the_update_of_the_whole_batch(aggregation, sizes):
+def test_microbatches_do_not_change_the_update(aggregation, sizes):
     batch = make_batch(rows=8)
     whole, whole_metrics = run_update(config_with(algorithm__aggregation=aggregation), batch)
     for rows in sizes:
@@ -62,7 +62,7 @@ def test_micro_batches_give_the_update_of_the_whole_batch(aggregation, sizes):
 
 
 @pytest.mark.slow
-def test_the_microbatch_token_mode_is_the_one_that_does_depend_on_micro_batches():
+def test_microbatch_token_depends_on_microbatches():
     batch = make_batch(rows=8)
     losses = [
         run_update(config_with(algorithm__aggregation="microbatch_token", batch__microbatch_rows=rows), batch)[1][
@@ -73,7 +73,7 @@ def test_the_microbatch_token_mode_is_the_one_that_does_depend_on_micro_batches(
     assert abs(losses[0] - losses[1]) > 1e-4
 
 
-def test_the_update_is_adamw_of_the_summed_gradient():
+def test_update_is_adamw_of_summed_gradient():
     config = config_with(optimizer__weight_decay=0.1, optimizer__max_grad_norm=0.05)
     batch = make_batch()
     objective = objective_of(config, NET)
@@ -113,7 +113,7 @@ def test_the_state_is_donated():
 
 
 @pytest.mark.slow
-def test_moments_in_the_memory_of_the_host_change_nothing():
+def test_offloaded_moments_change_nothing():
     batch = make_batch()
     for name in ("adamw", "adafactor"):
         plain, _ = run_update(config_with(optimizer__name=name), batch)
@@ -124,7 +124,7 @@ def test_moments_in_the_memory_of_the_host_change_nothing():
         assert {x.sharding.memory_kind for x in jax.tree.leaves(state.params)} == {"device"}
 
 
-def test_a_gradient_that_is_not_finite_changes_nothing_and_is_reported():
+def test_nonfinite_gradient_changes_nothing():
     batch = make_batch()
     batch = batch.replace(advantages=np.full_like(batch.advantages, np.inf))
     state, metrics = run_update(config_with(), batch)
@@ -148,7 +148,7 @@ def test_schedules():
     np.testing.assert_allclose(float(learning_rate_schedule(optimizer_spec(config))(6)), 0.5, rtol=1e-6)
 
 
-def test_split_rows_takes_adjacent_rows_of_every_shard():
+def test_split_rows_of_every_shard():
     batch = make_batch(rows=8).replace(labels=np.arange(8))
     np.testing.assert_array_equal(split_rows(batch.labels, 4, 1), [[0, 1], [2, 3], [4, 5], [6, 7]])
     np.testing.assert_array_equal(split_rows(batch.labels, 2, 2), [[0, 1, 4, 5], [2, 3, 6, 7]])

@@ -73,7 +73,9 @@ def plan(tokens, segments, mask, sizes: Sizes, shards: int = 1) -> PackedLayout:
     packed = [_pack(shard, sizes) for shard in rows]
     used = max(1, *(len(microbatches) for microbatches in packed))
     count = max(sizes.microbatches, used)
-    indices = [_index_arrays(shard, found, sizes, count) for shard, found in zip(rows, packed, strict=True)]
+    indices = [
+        _index_arrays(shard, microbatches, sizes, count) for shard, microbatches in zip(rows, packed, strict=True)
+    ]
     stacked = {name: np.stack([shard[name] for shard in indices]) for name in indices[0]}
     return PackedLayout(**stacked, num_microbatches=np.full(shards, used, np.int32))
 

@@ -64,7 +64,7 @@ CASES = {
 @pytest.mark.parametrize("left", [0, 2])
 @pytest.mark.parametrize(("length", "packed_rows", "rows"), [(16, 1, 2), (12, 2, 8), (40, 1, 8)])
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_every_scored_token_is_predicted_once_from_its_own_row(case, length, packed_rows, rows, left):
+def test_every_token_is_predicted_once(case, length, packed_rows, rows, left):
     prompts, completions = CASES[case]
     tokens, segments, mask = rows_of(prompts, completions, left)
     layout = plan(tokens, segments, mask, Sizes(length, packed_rows, rows, 1, group_size=4))
@@ -77,7 +77,7 @@ def test_every_scored_token_is_predicted_once_from_its_own_row(case, length, pac
         assert target == tokens[row, t]
 
 
-def test_a_prompt_is_computed_once_for_its_completions():
+def test_a_prompt_is_computed_once():
     tokens, segments, mask = rows_of([[1, 2, 3]] * 4, [[5, 6], [6, 6], [7, 6], [8, 6]])
     layout = plan(tokens, segments, mask, Sizes(16, 1, 4, 1, group_size=4))
     # 3 of the prompt, and of each completion the first: nothing is predicted from the last
@@ -101,7 +101,7 @@ def test_the_last_token_of_a_row_is_read_itself():
     assert {key: seen for key, (seen, _, _) in found.items()} == {(0, 4): [1, 2, 3, 5, 6], (1, 3): [1, 2, 3, 7]}
 
 
-def test_each_shard_has_its_own_rows_and_all_the_same_number_of_micro_batches():
+def test_shards_have_as_many_microbatches():
     tokens, segments, mask = rows_of([[1, 2, 3]] * 4, [[5] * 9, [6] * 9, [5], [6]])
     layout = plan(tokens, segments, mask, Sizes(16, 1, 2, 1, group_size=2), shards=2)
     assert layout.num_microbatches.tolist() == [2, 2]

@@ -210,7 +210,7 @@ def test_windows_and_stretched_positions(shape):
 
 
 @slow
-def test_experts_are_balanced_over_the_same_tokens():
+def test_experts_balance_over_the_same_tokens():
     """In one micro-batch; a row without a completion is left out, and counts in no routing."""
     lengths = (np.asarray(online_batch().mask) > 0).any(1)
     batch = online_batch()
@@ -276,7 +276,7 @@ def test_micro_batches_leave_little_room():
     assert (sizes.length, sizes.packed_rows) == (192, 4)
 
 
-def test_the_packed_update_is_one_donated_program_without_the_vocabulary_in_its_memory(monkeypatch):
+def test_packed_update_memory_without_vocabulary(monkeypatch):
     """Temporary memory grows with the hidden states of one micro-batch, not with rows times vocabulary."""
     shape = dataclasses.replace(SHAPE, vocab_size=4096, tie_embeddings=True)
     config, mesh = config_of("grpo", batch__microbatch_tokens=64, batch__pack_length=32), make_mesh()
