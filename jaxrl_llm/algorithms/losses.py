@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 Array = jax.Array
 F = TypeVar("F", bound=Callable[..., Any])
@@ -27,6 +28,12 @@ class Metric:
 
     value: Array
     reduce: str = dataclasses.field(default="mean", metadata={"static": True})
+
+    def __float__(self) -> float:
+        return float(self.value)
+
+    def __array__(self, dtype=None, copy=None) -> np.ndarray:
+        return np.asarray(self.value, dtype)
 
 
 Metrics = dict[str, Metric]
@@ -75,5 +82,5 @@ def with_metrics(result: Any) -> tuple[Array, Metrics]:
 def check_rank(rank: int, **arrays: Any) -> None:
     """Raises ValueError for an array, named by its argument, that has another number of dimensions; None passes."""
     for name, x in arrays.items():
-        if x is not None and jnp.ndim(x) != rank:
-            raise ValueError(f"{name} has shape {jnp.shape(x)}; it takes an array with {rank} dimensions")
+        if x is not None and np.ndim(x) != rank:
+            raise ValueError(f"{name} has shape {np.shape(x)}; it takes an array with {rank} dimensions")
