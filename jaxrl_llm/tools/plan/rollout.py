@@ -14,7 +14,7 @@ from jaxrl_llm.rollout import engine as engines
 from jaxrl_llm.rollout.engine import Engine
 from jaxrl_llm.rollout.scheduler import Schedule
 from jaxrl_llm.tools.plan.shapes import placed, rows_shape
-from jaxrl_llm.training.samplers import check_correction, stored_types, training_sampling
+from jaxrl_llm.training.specs import check_correction, stored_types, training_sampling
 
 
 class Rollout(NamedTuple):
