@@ -22,7 +22,7 @@ from jaxrl_llm.algorithms.sample_statistics import bootstrap_interval, mean_of
 from jaxrl_llm.config import ConfigError, validate
 from jaxrl_llm.config.flags import load_flags
 from jaxrl_llm.config.schema import Key
-from jaxrl_llm.data.chat import chat_ids
+from jaxrl_llm.data.templates import chat_ids
 from jaxrl_llm.distributed import processes
 from jaxrl_llm.distributed.compilation_cache import keep_compiled
 from jaxrl_llm.distributed.processes import agreeing, gather
@@ -32,7 +32,7 @@ from jaxrl_llm.rewards.judge import shown
 from jaxrl_llm.training.evaluation.build import build_evaluation
 from jaxrl_llm.training.evaluation.run import completions_of
 from jaxrl_llm.training.logging.console import show
-from jaxrl_llm.training.setup import build_mesh, build_model, build_rewards
+from jaxrl_llm.training.setup import build_mesh, build_model, build_rewards, data_spec
 
 FLAGS = (
     Key("a", "", "The first model: hub id, local folder (such as RUN/hf) or `embedded:<name>`."),
@@ -97,7 +97,7 @@ def _written(config, path: str, eval_dataset: Any, mesh) -> Written:
     own.lora.path, own.lora.rank = None, 0
     with closing(load_rewards(_ungraded)) as nothing:
         model = build_model(own, mesh, head="lm")
-        evaluation = build_evaluation(own, model, nothing, eval_dataset, mesh)
+        evaluation = build_evaluation(own, data_spec(own), model, nothing, eval_dataset, mesh)
         key = jax.random.key(config.seed)
         wrote = [completions for one in evaluation.sets for completions in completions_of(one, model.params, key)]
     examples = [{**example, "set": one.name} for one in evaluation.sets for example in one.examples]

@@ -27,7 +27,7 @@ from jaxrl_llm.training.evaluation.build import build_evaluation
 from jaxrl_llm.training.evaluation.metrics import measures_of
 from jaxrl_llm.training.evaluation.responses import grade, metrics_of, read_responses, tokenizer_for
 from jaxrl_llm.training.logging.console import show
-from jaxrl_llm.training.setup import build_mesh, build_model, build_rewards
+from jaxrl_llm.training.setup import build_mesh, build_model, build_rewards, data_spec
 
 FLAGS = (
     Key("output", "", "JSON file to write the numbers to, besides printing them."),
@@ -75,7 +75,7 @@ def _measure(config, eval_dataset=None, rewards=None, environment=None, tools=()
         with contextlib.ExitStack() as stack:
             if environments is not None:
                 stack.callback(environments.close)
-            evaluation = build_evaluation(config, model, grader, eval_dataset, mesh, environments)
+            evaluation = build_evaluation(config, data_spec(config), model, grader, eval_dataset, mesh, environments)
             counts = {one.name: len(one.examples) for one in evaluation.sets}
             return counts.get("", counts), evaluation(model.params, jax.random.key(config.seed))
 

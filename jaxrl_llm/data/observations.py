@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxrl_llm.config.resolve import ConfigError
-from jaxrl_llm.data.chat import chat_ids, is_conversational, render_chat
+from jaxrl_llm.data.templates import chat_ids, is_conversational, render_chat
 
 QUESTION, TURN, SAID = "the-question", "the-turn-of-the-assistant", "what-is-said"
 

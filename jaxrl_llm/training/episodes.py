@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxrl_llm.config import ConfigError
-from jaxrl_llm.data.chat import is_conversational, render_chat, render_prompt, template_options
 from jaxrl_llm.data.observations import check_turns, observation_ids
+from jaxrl_llm.data.templates import is_conversational, render_chat, render_prompt, template_options
 from jaxrl_llm.environments.dialogue import Dialogue, Outcome
 from jaxrl_llm.environments.episode import Episode
 from jaxrl_llm.environments.factory import Environments

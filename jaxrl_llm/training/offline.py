@@ -17,11 +17,11 @@ from jax.sharding import Mesh
 
 from jaxrl_llm.algorithms.batch import Batch
 from jaxrl_llm.algorithms.sequence_logps import RunningMean
-from jaxrl_llm.config import batch_rows, rows_together
+from jaxrl_llm.config import batch_rows, loss_names, rows_together
+from jaxrl_llm.config.schema import LABELLED
 from jaxrl_llm.data import loading
 from jaxrl_llm.data.collate import pad_rows
-from jaxrl_llm.data.pipeline import Pipeline
-from jaxrl_llm.data.streaming import Stream
+from jaxrl_llm.data.pipeline import Pipeline, Stream
 from jaxrl_llm.distributed.processes import agreeing
 from jaxrl_llm.distributed.sharding import on_device, row_shards, rows_to_global
 from jaxrl_llm.models.transformer import Net, Params
@@ -122,10 +122,10 @@ class HeldOut:
         return {f"{start}{name}": float(x) for name, x in jax.device_get(self.measure(params, batch)).items()}
 
 
-def tokenized(config, dataset, tokenizer) -> list[Example]:
+def tokenized(spec: loading.DataSpec, dataset, tokenizer) -> list[Example]:
     """The examples of a data set, as the algorithm reads it; raises ConfigError for rows it cannot read."""
-    parts = loading.open_parts(config, tokenizer, dataset)
-    return as_examples(loading.tokenized(config, parts, loading.kind_of(config), tokenizer).rows)
+    sources = loading.open_sources(spec, tokenizer, dataset)
+    return as_examples(loading.tokenized(spec, sources, spec.kind, tokenizer).rows)
 
 
 def as_examples(rows: list[Row]) -> list[Example]:
@@ -144,7 +144,7 @@ def as_example(row: Row, margins: bool) -> Example:
 
 def is_labelled(config) -> bool:
     """True when the rows are labelled completions, not pairs."""
-    return loading.kind_of(config) == "labels"
+    return config.algorithm.name == "preference" and loss_names(config)[0] in LABELLED
 
 
 def _has_mismatches(config) -> bool:

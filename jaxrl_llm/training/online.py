@@ -21,8 +21,7 @@ from jaxrl_llm.algorithms.kl import AdaptiveKL
 from jaxrl_llm.config import ConfigError, rows_together
 from jaxrl_llm.config.schema import OFFLINE
 from jaxrl_llm.data.collate import pad_prompts
-from jaxrl_llm.data.pipeline import Pipeline
-from jaxrl_llm.data.streaming import Stream
+from jaxrl_llm.data.pipeline import Pipeline, Stream
 from jaxrl_llm.distributed.processes import agreeing, gather
 from jaxrl_llm.distributed.sharding import constrain, local_rows, on_device, row_shards, rows_to_global
 from jaxrl_llm.models.logprobs import token_logps, token_values

@@ -17,7 +17,7 @@ import numpy as np
 
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.config.resolve import resolve, resolve_with_options
-from jaxrl_llm.data.chat import chat_ids, is_conversational, render_prompt
+from jaxrl_llm.data.templates import chat_ids, is_conversational, render_prompt
 from jaxrl_llm.environments.server import server
 
 BUILT_IN = {"server": server}

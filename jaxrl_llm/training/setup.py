@@ -8,12 +8,12 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from jaxrl_llm.config import ConfigError, batch_rows
-from jaxrl_llm.config.schema import OFFLINE
+from jaxrl_llm.config import ConfigError, batch_rows, loss_names
+from jaxrl_llm.config.resolve import split_options
+from jaxrl_llm.config.schema import LABELLED, OFFLINE
 from jaxrl_llm.data import loading
-from jaxrl_llm.data.loading import Part
-from jaxrl_llm.data.pipeline import Pipeline
-from jaxrl_llm.data.streaming import Stream
+from jaxrl_llm.data.loading import DataSource, DataSpec
+from jaxrl_llm.data.pipeline import Pipeline, Stream
 from jaxrl_llm.distributed.sharding import make_mesh, row_shards
 from jaxrl_llm.environments.factory import Environments, load_environments
 from jaxrl_llm.models.lora import LoraConfig, has_adapters, parse_targets, split
@@ -82,11 +82,12 @@ def build(config, mesh: Mesh, train_dataset=None, eval_dataset=None, rewards=Non
         raise ConfigError("rewards.functions names environment, but there is none: set environment.name")
     _check_trainable(config, model)
     critic = build_critic(config, model, mesh) if config.algorithm.name == "ppo" else None
-    parts = loading.open_parts(config, model.tokenizer, train_dataset)
+    data = data_spec(config)
+    sources = loading.open_sources(data, model.tokenizer, train_dataset)
     if config.algorithm.name in OFFLINE:
-        source, sample = _offline(config, model, parts, mesh, watch)
+        source, sample = _offline(config, data, model, sources, mesh, watch)
     else:
-        source = _online(config, model, critic, parts, grader, mesh, watch, environments)
+        source = _online(config, data, model, critic, sources, grader, mesh, watch, environments)
         group, width = config.rollout.group_size, source.sampler.prompt_width
         sample = sampled_rows(shard_rows(config, mesh), group, width, config.rollout.max_completion_length)
     objective = with_router_loss(objective_of(config), config, model.net)
@@ -96,7 +97,9 @@ def build(config, mesh: Mesh, train_dataset=None, eval_dataset=None, rewards=Non
     if config.eval.every >= 0 and not (
         train_dataset is not None and eval_dataset is None and config.data.eval_path is None and not config.eval.sets
     ):
-        evaluation = build_evaluate(config, model, grader, objective, source, eval_dataset, mesh, environments, watch)
+        evaluation = build_evaluate(
+            config, data, model, grader, objective, source, eval_dataset, mesh, environments, watch
+        )
     optimizer, learn_critic = make_optimizer(config), None
     frozen, trainable = split(model.params)
     state, frozen_critic = init_state(trainable, optimizer, mesh, config.optimizer.offload), {}
@@ -201,10 +204,10 @@ def build_rewards(config, rewards=None) -> Rewards:
     )
 
 
-def _online(config, model: Model, critic: Model | None, parts: list[Part], grader: Rewards, mesh: Mesh,
-            watch: Stopwatch, environments: Environments | None) -> Online:  # fmt: skip
+def _online(config, data: DataSpec, model: Model, critic: Model | None, sources: list[DataSource], grader: Rewards,
+            mesh: Mesh, watch: Stopwatch, environments: Environments | None) -> Online:  # fmt: skip
     scorer = make_scorer(config, grader.names)
-    examples, pipeline = _prompts(config, model, parts)
+    examples, pipeline = _prompts(data, model, sources)
 
     def sampler_of(sampling: Sampling, group_size: int) -> Sampler:
         return build_sampler(model, grader, mesh, sampling, examples, group_size, config, watch, environments)
@@ -217,17 +220,20 @@ def _online(config, model: Model, critic: Model | None, parts: list[Part], grade
     return Online(config, model.net, critic_net, sampler, greedy, pipeline, scorer, memory)
 
 
-def _offline(config, model: Model, parts: list[Part], mesh: Mesh, watch: Stopwatch) -> tuple[Offline, Sample | None]:
+def _offline(
+    config, data: DataSpec, model: Model, sources: list[DataSource], mesh: Mesh, watch: Stopwatch
+) -> tuple[Offline, Sample | None]:
     """The batches, and rows like theirs, where they are known before."""
-    kind = loading.kind_of(config)
-    if config.data.streaming:
-        margins = any("margin" in loading.columns(part) for part in parts)
-        stream = loading.stream(config, parts, kind, model.tokenizer, lambda row: offline.as_example(row, margins))
+    if data.streaming:
+        margins = any("margin" in loading.columns(source) for source in sources)
+        stream = loading.stream(
+            data, sources, data.kind, model.tokenizer, lambda row: offline.as_example(row, margins)
+        )
         ref_params = None
         if preference.needs_reference(config):
             ref_params = start_reference(config, model.params, model.net.config.lora)
         return Offline(config, model.net, stream, mesh, config.data.max_length, ref_params, watch), None
-    tokens = loading.tokenized(config, parts, kind, model.tokenizer)
+    tokens = loading.tokenized(data, sources, data.kind, model.tokenizer)
     examples: list[Any] = offline.as_examples(tokens.rows)
     if offline.is_labelled(config):
         offline.check_balance(config, examples)
@@ -246,15 +252,46 @@ def _offline(config, model: Model, parts: list[Part], mesh: Mesh, watch: Stopwat
     else:
         sample = offline.sample_rows(config, examples, shard_rows(config, mesh), width)
     # Every process reads whole batches: kto pairs the rows of one with each other.
-    pipeline = Pipeline(examples, config.batch.prompts, config.seed, config.data.shuffle, shares=tokens.shares)
+    pipeline = Pipeline(examples, data.batch_size, data.seed, data.shuffle, shares=tokens.shares)
     return Offline(config, model.net, pipeline, mesh, width, ref_params, watch), sample
 
 
-def _prompts(config, model: Model, parts: list[Part]) -> tuple[list[Row] | None, Pipeline | Stream]:
+def _prompts(data: DataSpec, model: Model, sources: list[DataSource]) -> tuple[list[Row] | None, Pipeline | Stream]:
     """All prompts, where they are known before, and the pipeline of this process's part of them."""
     process = jax.process_index(), jax.process_count()
-    if config.data.streaming:
-        return None, loading.stream(config, parts, "prompts", model.tokenizer, lambda row: row, *process)
-    tokens = loading.tokenized(config, parts, "prompts", model.tokenizer)
-    batch, seed, shuffle = config.batch.prompts, config.seed, config.data.shuffle
-    return tokens.rows, Pipeline(tokens.rows, batch, seed, shuffle, *process, tokens.shares)
+    if data.streaming:
+        return None, loading.stream(data, sources, "prompts", model.tokenizer, lambda row: row, *process)
+    tokens = loading.tokenized(data, sources, "prompts", model.tokenizer)
+    pipeline = Pipeline(tokens.rows, data.batch_size, data.seed, data.shuffle, *process, tokens.shares)
+    return tokens.rows, pipeline
+
+
+def data_spec(config) -> DataSpec:
+    """The sources of the configuration, what is made of their rows, and the order of its batches."""
+    c, name = config.data, config.algorithm.name
+    kind = {"sft": "completions", "reward_model": "pairs"}.get(name, "prompts")
+    if name == "preference":
+        kind = "labels" if loss_names(config)[0] in LABELLED else "pairs"
+    return DataSpec(
+        kind=kind,
+        path=c.path,
+        name=c.name,
+        sources=tuple(c.sources),
+        format=c.format,
+        split=c.split,
+        eval_path=c.eval_path,
+        eval_split=c.eval_split,
+        prompt_key=c.prompt_key,
+        template_kwargs=split_options(f"_({c.chat_template_kwargs})")[1],
+        overlong=c.overlong,
+        loss_on=c.loss_on,
+        max_length=c.max_length,
+        max_prompt_length=config.rollout.max_prompt_length,
+        streaming=c.streaming,
+        shuffle=c.shuffle,
+        shuffle_buffer=c.shuffle_buffer,
+        seed=config.seed,
+        batch_size=config.batch.prompts,
+        workers=c.workers,
+        cache=c.cache,
+    )

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from jaxrl_llm.data.chat import decode_completion, is_conversational
+from jaxrl_llm.data.templates import decode_completion, is_conversational
 from jaxrl_llm.rewards.pending import Pending
 
 

@@ -5,10 +5,10 @@ import re
 import pytest
 
 from jaxrl_llm.config.resolve import ConfigError
-from jaxrl_llm.data.formats import COMMON, LABELS, PAIRS, find
+from jaxrl_llm.data.formats.lookup import COMMON, LABELS, PAIRS, find
 from jaxrl_llm.data.formats.native import thread_messages
-from jaxrl_llm.data.formats.samples import SAMPLES
-from jaxrl_llm.data.tokenize import tokenize_pairs
+from jaxrl_llm.data.tokenize import RowTokenizer
+from tests.data.format_table import SAMPLES
 
 CHATML_PROMPT = "<|im_start|>system\nS<|im_end|>\n<|im_start|>user\nQ<|im_end|>\n<|im_start|>assistant\n"
 LLAMA3_PROMPT = (
@@ -197,7 +197,7 @@ def test_orpo_argilla(chatml_tokenizer):
 def test_no_end_is_added_to_a_rendered_one(chatml_tokenizer):
     """The template ends with a line break after the end of sequence: it has its end."""
     form = find("chat_template.argilla", tokenizer=chatml_tokenizer)
-    (row,) = tokenize_pairs([form(CHATS)], chatml_tokenizer)
+    row = RowTokenizer("pairs", chatml_tokenizer)(form(CHATS))
     assert chatml_tokenizer.decode(row["chosen_ids"]) == ASKED + "yes<|im_end|>\n"
 
 
@@ -207,9 +207,9 @@ def test_one_bos_before_a_rendered_prompt(special_tokenizer):
         "{%- if add_generation_prompt -%}{{- 'a:' -}}{%- endif -%}"
     )
     form = find("chat_template.default", tokenizer=special_tokenizer)
-    (row,) = tokenize_pairs([form({"messages": "Q", **PLAIN})], special_tokenizer)
+    row = RowTokenizer("pairs", special_tokenizer)(form({"messages": "Q", **PLAIN}))
     assert special_tokenizer.decode(row["chosen_ids"]) == "<|begin|>u:Q<|end|>a:yes<|end|>"
-    (row,) = tokenize_pairs([find("llama3")({"prompt": "Q", **PLAIN})], special_tokenizer)
+    row = RowTokenizer("pairs", special_tokenizer)(find("llama3")({"prompt": "Q", **PLAIN}))
     assert special_tokenizer.decode(row["chosen_ids"]).count("<|begin|>") == 1
 
 

@@ -4,7 +4,7 @@ import datasets
 import pytest
 
 from jaxrl_llm.config.resolve import ConfigError
-from jaxrl_llm.data.streaming import Stream
+from jaxrl_llm.data.pipeline import Stream, StreamSource
 
 ROWS = datasets.Dataset.from_list([{"x": i} for i in range(10)])
 
@@ -14,15 +14,12 @@ def keep(row):
 
 
 def make(sources=(ROWS,), converts=None, weights=None, batch=3, buffer=7, **options):
-    return Stream(
-        [source.to_iterable_dataset(num_shards=2) for source in sources],
-        converts or [keep] * len(sources),
-        weights or [1.0] * len(sources),
-        batch,
-        buffer=buffer,
-        names=[f"s{i}" for i in range(len(sources))],
-        **options,
-    )
+    converts, weights = converts or [keep] * len(sources), weights or [1.0] * len(sources)
+    opened = [
+        StreamSource(f"s{i}", source.to_iterable_dataset(num_shards=2), convert, weight)
+        for i, (source, convert, weight) in enumerate(zip(sources, converts, weights, strict=True))
+    ]
+    return Stream(opened, batch, buffer=buffer, **options)
 
 
 def taken(stream, batches):

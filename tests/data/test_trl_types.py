@@ -5,7 +5,8 @@ import pytest
 
 from jaxrl_llm.config import default
 from jaxrl_llm.data import loading
-from jaxrl_llm.data.formats import find
+from jaxrl_llm.data.formats.lookup import find
+from jaxrl_llm.training.setup import data_spec
 
 data_utils = pytest.importorskip("trl.data_utils")
 
@@ -46,9 +47,9 @@ def config_of(method):
 
 
 def token_rows(method, rows, tokenizer):
-    config = config_of(method)
-    parts = loading.open_parts(config, tokenizer, given=rows)
-    return loading.tokenized(config, parts, loading.kind_of(config), tokenizer).rows
+    spec = data_spec(config_of(method))
+    sources = loading.open_sources(spec, tokenizer, rows)
+    return loading.tokenized(spec, sources, spec.kind, tokenizer).rows
 
 
 @pytest.mark.parametrize("name", TYPES)

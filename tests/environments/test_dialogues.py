@@ -8,8 +8,8 @@ import pytest
 from transformers import AutoTokenizer
 
 from jaxrl_llm.config import ConfigError, default
-from jaxrl_llm.data.chat import chat_ids
-from jaxrl_llm.data.tokenize import tokenize_prompts
+from jaxrl_llm.data.templates import chat_ids
+from jaxrl_llm.data.tokenize import RowTokenizer
 from jaxrl_llm.data.tokenizers import build_byte_tokenizer
 from jaxrl_llm.environments.factory import Environments, load_environments
 from jaxrl_llm.environments.games import SortThenSmallest
@@ -45,7 +45,7 @@ def call(name, **arguments):
 
 def play(tokenizer, environments, rows, turns, group=1, limit=400):
     """(talk, completion ids, completions, columns): row i says `turns[i]`, one after the other, as in the engine."""
-    examples = tokenize_prompts(rows, tokenizer, 300)
+    examples = [row for row in map(RowTokenizer("prompts", tokenizer, 300), rows) if row is not None]
     talk = Converse(environments, tokenizer, (END,), 300, {})(examples, group)
     ids = [[] for _ in turns]
     scripts = [iter(script) for script in turns]

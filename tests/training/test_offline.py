@@ -12,7 +12,7 @@ from jaxrl_llm.distributed.sharding import make_mesh
 from jaxrl_llm.models.model import load_model
 from jaxrl_llm.train import train
 from jaxrl_llm.training import offline
-from jaxrl_llm.training.setup import build
+from jaxrl_llm.training.setup import build, data_spec
 
 
 def config_of(name: str, loss: str = "dpo", task: str = "sort_pairs", **algorithm):
@@ -47,7 +47,7 @@ def test_pairs_are_adjacent_rows_chosen_first(tokenizer):
     rows = [{"prompt": "sort:21=", "chosen": "12", "rejected": "21", "margin": 0.5},
             {"prompt": "sort:43=", "chosen": "34", "rejected": "43"}]  # fmt: skip
     config = config_of("reward_model")
-    examples = offline.tokenized(config, rows, tokenizer)
+    examples = offline.tokenized(data_spec(config), rows, tokenizer)
     batch = offline.pad_examples(offline.arrange(config, examples, 16), 16)
     texts = [tokenizer.decode(row[segments > 0]) for row, segments in zip(batch.tokens, batch.segments, strict=True)]
     eos = tokenizer.eos_token
@@ -80,7 +80,7 @@ def test_pairs_become_labelled_rows():
 
     pairs = Dataset.from_list([{"prompt": "sort:21=", "chosen": "12", "rejected": "21"}])
     config = config_of("preference", "kto")
-    examples = offline.tokenized(config, pairs, load_model("embedded:sort").tokenizer)
+    examples = offline.tokenized(data_spec(config), pairs, load_model("embedded:sort").tokenizer)
     assert [row["label"] for (row,) in examples] == [True, False]
     assert examples[0][0]["ids"] != examples[1][0]["ids"]
 

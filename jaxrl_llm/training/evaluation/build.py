@@ -7,7 +7,7 @@ import jax
 from jax.sharding import Mesh
 
 from jaxrl_llm.data import loading
-from jaxrl_llm.data.loading import Part
+from jaxrl_llm.data.loading import DataSource, DataSpec
 from jaxrl_llm.environments.factory import Environments
 from jaxrl_llm.models.model import Model
 from jaxrl_llm.models.transformer import Params
@@ -41,15 +41,15 @@ class Joined:
 
 
 def build_evaluate(
-    config, model: Model, grader: Rewards, objective: Objective, source: Online | Offline, eval_dataset, mesh: Mesh,
-    environments: Environments | None, watch: Stopwatch,
+    config, data: DataSpec, model: Model, grader: Rewards, objective: Objective, source: Online | Offline, eval_dataset,
+    mesh: Mesh, environments: Environments | None, watch: Stopwatch,
 ) -> Evaluate:  # fmt: skip
     """What `eval.measure` says of each set: the loss on held-out rows, samples for held-out prompts, or both."""
     sets = named_sets(config, eval_dataset)
     by_loss, by_samples = [], []
     for one in sets:
-        parts = set_parts(config, model.tokenizer, one)
-        measure = measure_of(config, parts)
+        parts = set_parts(data, model.tokenizer, one)
+        measure = measure_of(config, data.kind, parts)
         if measure in ("loss", "both"):
             by_loss.append((one.name, parts))
         if measure in ("samples", "both"):
@@ -57,25 +57,25 @@ def build_evaluate(
     found: list[Evaluate] = []
     if by_loss:
         assert isinstance(source, Offline)
-        found += _held_out(config, model, objective, source, by_loss, mesh)
+        found += _held_out(config, data, model, objective, source, by_loss, mesh)
     if by_samples:
-        found += _sampled(config, model, grader, by_samples, mesh, environments, watch)
+        found += _sampled(config, data, model, grader, by_samples, mesh, environments, watch)
     return Joined(tuple(found))
 
 
-def build_evaluation(config, model: Model, grader: Rewards, eval_dataset, mesh: Mesh,
+def build_evaluation(config, data: DataSpec, model: Model, grader: Rewards, eval_dataset, mesh: Mesh,
                      environments: Environments | None = None,
                      watch: Stopwatch | None = None) -> Evaluations:  # fmt: skip
     """The evaluation by samples of every set; `watch` sees its phases as signs of life."""
     sets = named_sets(config, eval_dataset)
-    return Evaluations(tuple(_sampled(config, model, grader, sets, mesh, environments, watch)))
+    return Evaluations(tuple(_sampled(config, data, model, grader, sets, mesh, environments, watch)))
 
 
-def _held_out(config, model: Model, objective: Objective, source: Offline, sets: list[tuple[str, list[Part]]],
-              mesh: Mesh) -> list[HeldOut]:  # fmt: skip
+def _held_out(config, data: DataSpec, model: Model, objective: Objective, source: Offline,
+              sets: list[tuple[str, list[DataSource]]], mesh: Mesh) -> list[HeldOut]:  # fmt: skip
     """The loss on each of the sets, by name and parts, all in rows of one width."""
-    kind = loading.kind_of(config)
-    rows = [offline.as_examples(loading.tokenized(config, parts, kind, model.tokenizer).rows) for _, parts in sets]
+    tokens = [loading.tokenized(data, parts, data.kind, model.tokenizer) for _, parts in sets]
+    rows = [offline.as_examples(one.rows) for one in tokens]
     width = padded_width(max(offline.longest(config, examples) for examples in rows), config.data.max_length)
     reference = start_reference(config, model.params, kept=False) if preference.needs_reference(config) else None
     found = []
@@ -87,13 +87,13 @@ def _held_out(config, model: Model, objective: Objective, source: Offline, sets:
     return found
 
 
-def _sampled(config, model: Model, grader: Rewards, sets: list[NamedSet], mesh: Mesh,
+def _sampled(config, data: DataSpec, model: Model, grader: Rewards, sets: list[NamedSet], mesh: Mesh,
              environments: Environments | None, watch: Stopwatch | None) -> list[Evaluation]:  # fmt: skip
     """The evaluation of each set by samples; sets with as many samples share a sampler, and what it compiles."""
     tokenizer, measures, rows = model.tokenizer, measures_of(config), []
     for one in sets:
-        parts = set_parts(config, tokenizer, one, prompts=True)
-        rows.append(loading.tokenized(config, parts, "prompts", tokenizer).rows)
+        parts = set_parts(data, tokenizer, one, prompts=True)
+        rows.append(loading.tokenized(data, parts, "prompts", tokenizer).rows)
     every: list[Row] = [row for examples in rows for row in examples]
 
     def sampler(sampling: Sampling, group_size: int) -> Sampler:

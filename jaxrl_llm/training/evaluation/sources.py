@@ -8,7 +8,7 @@ import datasets
 from jaxrl_llm.config import ConfigError, eval_set
 from jaxrl_llm.config.schema import OFFLINE
 from jaxrl_llm.data import loading
-from jaxrl_llm.data.loading import Part
+from jaxrl_llm.data.loading import DataSource, DataSpec
 
 
 class NamedSet(NamedTuple):
@@ -40,19 +40,19 @@ def named_sets(config, eval_dataset: Any = None) -> list[NamedSet]:
     return list(found.values())
 
 
-def set_parts(config, tokenizer: Any, one: NamedSet, prompts: bool = False) -> list[Part]:
+def set_parts(spec: DataSpec, tokenizer: Any, one: NamedSet, prompts: bool = False) -> list[DataSource]:
     """The first rows of a set, by source; with `prompts` they serve as prompts whatever the algorithm learns from."""
     try:
-        parts = loading.open_parts(config, tokenizer, one.given, held_out=True, prompts=prompts, named=one.sources)
+        parts = loading.open_sources(spec, tokenizer, one.given, held_out=True, prompts=prompts, named=one.sources)
     except ConfigError as error:
         where = f"eval.sets, {one.name}" if one.sources is not None else "data.eval_split, data.eval_path"
         raise ConfigError(f"for the evaluation: {error} ({where}; eval.every=-1 is no evaluation)") from error
     return loading.first_rows(parts, one.prompts)
 
 
-def measure_of(config, parts: list[Part]) -> str:
+def measure_of(config, kind: str, parts: list[DataSource]) -> str:
     """What `eval.measure` comes to for a set of these parts: loss, samples or both."""
     if config.eval.measure != "auto":
         return config.eval.measure
-    learns = config.algorithm.name in OFFLINE and loading.is_learnable(config, parts)
+    learns = config.algorithm.name in OFFLINE and loading.is_learnable(kind, parts)
     return "loss" if learns or config.algorithm.name == "reward_model" else "samples"

@@ -21,7 +21,7 @@ from jaxrl_llm.training.evaluation.metrics import Measures, Outcome, measures_of
 from jaxrl_llm.training.evaluation.run import check_best
 from jaxrl_llm.training.logging.console import evaluation_line
 from jaxrl_llm.training.samplers import eval_sampling
-from jaxrl_llm.training.setup import build
+from jaxrl_llm.training.setup import build, data_spec
 from tests.conftest import ROOT
 
 ROWS = [
@@ -125,7 +125,7 @@ def test_sets_of_the_command_line_and_of_dictionaries():
     assert mixed.sources == [{"path": "task:sort", "name": "x"}, {"path": "task:sort_demos"}]
     assert evaluation_build.named_sets(from_json(to_json(config))) == [easy, mixed]
     tokenizer = load_model("embedded:sort").tokenizer
-    assert [len(part.rows) for part in set_parts(config, tokenizer, mixed, prompts=True)] == [2, 1]
+    assert [len(part.rows) for part in set_parts(data_spec(config), tokenizer, mixed, prompts=True)] == [2, 1]
 
 
 @pytest.mark.parametrize(
@@ -148,7 +148,7 @@ def test_a_set_that_is_not_there_is_named():
     config = default()
     config.eval.sets = ("a=task:sort(split='tset')",)
     with pytest.raises(ConfigError, match=r"no split 'tset'.*\(eval.sets, a;"):
-        set_parts(config, load_model("embedded:sort").tokenizer, named_sets(config)[0])
+        set_parts(data_spec(config), load_model("embedded:sort").tokenizer, named_sets(config)[0])
 
 
 def test_a_file_of_one_split(tmp_path):
@@ -248,7 +248,8 @@ def test_named_sets_are_evaluated_where_rows_are_given_to_train():
     with jax.set_mesh(mesh := make_mesh(devices=jax.devices()[:1])):
         run = build(config, mesh, [{"prompt": row["prompt"], "answer": row["answer"]} for row in ROWS])
     assert run.evaluation is not None
-    assert build_evaluation(config, run.model, run.rewards, None, mesh).sets[0].sampled.engine.group_size == 2
+    evaluation = build_evaluation(config, data_spec(config), run.model, run.rewards, None, mesh)
+    assert evaluation.sets[0].sampled.engine.group_size == 2
 
 
 def test_the_line_of_the_console():

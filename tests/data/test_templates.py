@@ -3,7 +3,7 @@ import re
 import pytest
 
 from jaxrl_llm.config.resolve import ConfigError
-from jaxrl_llm.data.chat import decode_completion, is_conversational, render_prompt
+from jaxrl_llm.data.templates import decode_completion, is_conversational, render_prompt
 
 USER = [{"role": "user", "content": "hi"}]
 
