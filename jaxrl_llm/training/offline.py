@@ -15,7 +15,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
-from jaxrl_llm.algorithms.batch import Batch
+from jaxrl_llm.algorithms.batch import Batch, Inputs, Scalars
 from jaxrl_llm.algorithms.sequence_logps import RunningMean
 from jaxrl_llm.config import batch_rows, loss_names, rows_together
 from jaxrl_llm.config.schema import LABELLED
@@ -58,7 +58,8 @@ class Offline:
             with agreeing():
                 examples = next(self.pipeline)
             if config.data.packing:
-                batch = Batch(*_packed(pad_groups(examples, self.width)))
+                tokens, segments, positions, mask = pad_groups(examples, self.width)
+                batch = Batch(Inputs(tokens, segments, positions), mask)
             else:
                 batch = pad_examples(arrange(config, examples, self.width), self.width)
             if config.algorithm.name == "sft" and config.algorithm.neftune_alpha:
@@ -74,14 +75,15 @@ class Offline:
                 logps = _logps(self.net, state.params, batch, rows, mesh, self.pack)
                 self.seen = self.seen.update(_rewards(config, logps, batch))
                 batch = self.with_baseline(batch)
-        counted = batch.segments[::2] if _has_mismatches(config) else batch.segments  # mismatches repeat them
+        segments = batch.inputs.segments
+        counted = segments[::2] if _has_mismatches(config) else segments  # mismatches repeat them
         return Experience(batch, {"num_tokens": (counted != 0).sum()}, [])
 
     def with_baseline(self, batch: Batch) -> Batch:
         """The batch with the mean of all rewards so far, where `bco_running_mean` asks for it."""
         if not self.config.algorithm.bco_running_mean:
             return batch
-        return batch.replace(baseline=jnp.full(batch.rows, self.seen.mean))
+        return batch.replace(scalars=Scalars(reward_shift=jnp.float32(self.seen.mean)))
 
     def get_state(self) -> dict[str, Any]:
         """What a resumed run needs besides the training state."""
@@ -197,7 +199,7 @@ def pad_examples(examples: list[Example], width: int) -> Batch:
     """The rows of the examples, padded on the right, with what else they hold."""
     rows = [row for example in examples for row in example]
     tokens, segments, mask = pad_rows([(row["ids"], row["mask"]) for row in rows], width)
-    batch = Batch(tokens, segments, mask)
+    batch = Batch(Inputs(tokens, segments), mask)
     for name, field in (("label", "labels"), ("margin", "margins")):
         if name in rows[0]:
             batch = batch.replace(**{field: np.array([row[name] for row in rows], np.float32)})
@@ -211,7 +213,7 @@ def sample_rows(config, examples: list[Example], rows: int, width: int) -> Sampl
     """So many rows of examples that are drawn at random, always the same."""
     drawn = np.random.default_rng(0).integers(len(examples), size=max(rows // rows_together(config), 1))
     batch = pad_examples(arrange(config, [examples[number] for number in drawn], width), width)
-    return Sample(batch.tokens, batch.segments, batch.mask)
+    return Sample(batch.inputs.tokens, batch.inputs.segments, batch.mask)
 
 
 def part_rows(config) -> int:
@@ -253,8 +255,10 @@ def _chunks(examples: list[Example], size: int) -> Iterator[list[Example]]:
 
 
 def _logps(net: Net, params: Params, batch: Batch, rows: int, mesh: Mesh, pack: Packer | None = None) -> jax.Array:
-    layout = None if pack is None else pack.passing(batch.tokens, batch.segments, batch.mask)
-    return scored_logps(net, params, batch.tokens, batch.segments, 1.0, 0, rows, row_shards(mesh), layout)
+    inputs = Inputs(batch.inputs.tokens, batch.inputs.segments)
+    if pack is not None:
+        inputs = inputs.replace(layout=pack.passing(inputs.tokens, inputs.segments, batch.mask))
+    return scored_logps(net, params, inputs, 1.0, rows, row_shards(mesh))
 
 
 def _rewards(config, logps, batch: Batch) -> jax.Array:
@@ -263,11 +267,6 @@ def _rewards(config, logps, batch: Batch) -> jax.Array:
     if batch.ref_logps is not None:
         rewards -= row_sums(config, batch.ref_logps, batch.mask)[0]
     return config.algorithm.beta * rewards
-
-
-def _packed(arrays):
-    tokens, segments, positions, mask = arrays
-    return tokens, segments, mask, positions
 
 
 def _to_devices(batch: Batch, mesh: Mesh) -> Batch:

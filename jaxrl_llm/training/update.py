@@ -14,7 +14,7 @@ from jaxrl_llm.algorithms.batch import Batch
 from jaxrl_llm.distributed.sharding import on_device, on_host, row_shards, shardings
 from jaxrl_llm.models.lora import combine, has_adapters, with_dropout
 from jaxrl_llm.models.transformer import Params
-from jaxrl_llm.training.microbatch import Parts, map_parts, observed_by, parts_of
+from jaxrl_llm.training.microbatch import MicroBatches, map_microbatches, microbatches_of
 from jaxrl_llm.training.objectives.policy_gradient import Metrics, Objective, merged_by
 from jaxrl_llm.training.optimizers import learning_rate_schedule
 
@@ -146,7 +146,7 @@ def learner(objective: Objective, optimizer: optax.GradientTransformation, confi
             batch = batch.replace(seeds=batch.seeds + _updates_made(state).astype(batch.seeds.dtype))
         batch = _prepare(objective, combine(frozen, state.params), batch, count, shards)
         gradients_of = _gradients(objective, config, frozen, _updates_made(state))
-        metrics, gradients = _sum_over_parts(gradients_of, state.params, parts_of(batch, count, shards))
+        metrics, gradients = _sum_over_parts(gradients_of, state.params, microbatches_of(batch, count, shards))
         if config.optimizer.offload:
             state = dataclasses.replace(state, opt_state=on_device(state.opt_state))
         norm = optax.tree.norm(gradients)
@@ -191,21 +191,22 @@ def make_measure(objective: Objective, part_rows: int, mesh: Mesh) -> Callable[[
     def measure(params: Params, batch: Batch) -> Metrics:
         count = batch.rows // part_rows
         batch = _prepare(objective, params, batch, count, shards)
-        return _sum_over_parts(measures_of, params, parts_of(batch, count, shards))[0]
+        return _sum_over_parts(measures_of, params, microbatches_of(batch, count, shards))[0]
 
     return jax.jit(measure)
 
 
 def _prepare(objective: Objective, params: Params, batch: Batch, count: int, shards: int) -> Batch:
     """The batch with what the objective needs of it as a whole, measured in micro-batches where that takes the net."""
-    rows = batch.replace(layout=None, observed_layout=None)
+    layout = batch.inputs.layout
     if objective.observe is None:
-        return objective.prepare(rows).replace(layout=batch.layout)
-    observed = map_parts(functools.partial(objective.observe, params), observed_by(batch), count, shards)
-    return objective.prepare(rows, observed).replace(layout=batch.layout)
+        return objective.prepare(batch.with_layout(None)).with_layout(layout)
+    observed_rows = batch.with_layout(batch.observe_layout or layout)
+    observed = map_microbatches(functools.partial(objective.observe, params), observed_rows, count, shards)
+    return objective.prepare(batch.with_layout(None), observed).with_layout(layout)
 
 
-def _sum_over_parts(function, params: Params, parts: Parts) -> tuple[Metrics, Params]:
+def _sum_over_parts(function, params: Params, parts: MicroBatches) -> tuple[Metrics, Params]:
     """Metrics and gradients of `function(params, part, number)`, added up over the micro-batches.
 
     One program, whatever their number: the loop's length may be known to the device alone.

@@ -22,7 +22,8 @@ from jaxrl_llm.algorithms.kl import kl_estimate
 from jaxrl_llm.algorithms.off_policy import importance_correction, mismatch_kl, off_policy_sequence_mask
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.config.resolve import resolve_with_options, split_options
-from jaxrl_llm.models.logprobs import Slopes, token_logps, token_logps_by_slope
+from jaxrl_llm.models.chunked_softmax import Slopes
+from jaxrl_llm.models.logprobs import token_logps, token_statistics
 from jaxrl_llm.models.transformer import Net, Params
 
 Metrics = dict[str, jax.Array]
@@ -58,7 +59,7 @@ def merged_by(name: str) -> str:
 def weigh(batch: Batch, mode: str, **options) -> Batch:
     """The batch with the weights of an aggregation mode (`loss_weights`), and each token's share in metrics."""
     mask = batch.mask
-    return batch.replace(
+    return batch.prepare(
         weights=loss_weights(mask, mode, **options),
         token_share=mask / jnp.maximum(mask.sum(), 1.0),
     )
@@ -130,36 +131,27 @@ def policy_gradient(config, net: Net) -> Objective:
         )
 
     def scored(params: Params, batch: Batch):
-        return token_logps(
-            net, params, batch.tokens, batch.segments, batch.positions, config.rollout.temperature, batch.prompt_width,
-            batch.layout,
-        )  # fmt: skip
+        return token_logps(net, params, batch.inputs, config.rollout.temperature)
 
     def prepare(batch: Batch, observed=None) -> Batch:
         if observed is not None and algorithm.top_entropy_quantile < 1:
             keep = top_entropy_mask(observed[1], batch.mask, algorithm.top_entropy_quantile).astype(jnp.float32)
-            batch = batch.replace(keep=keep, entropy_share=keep / jnp.maximum(keep.sum(), 1.0))
+            batch = batch.prepare(keep=keep, entropy_share=keep / jnp.maximum(keep.sum(), 1.0))
         if observed is not None and chosen.name in SELECTIONS:
-            batch = batch.replace(selected=_selected(algorithm, chosen, observed[0], batch))
-        batch = batch.replace(row_weights=jnp.full(batch.rows, 1.0 / batch.rows))
+            batch = batch.prepare(selected=_selected(algorithm, chosen, observed[0], batch))
+        batch = batch.prepare(row_weights=jnp.full(batch.rows, 1.0 / batch.rows))
         return weigh(
             batch,
             algorithm.aggregation,
             max_completion_length=config.rollout.max_completion_length,
             microbatch_rows=config.batch.microbatch_rows or batch.rows,
-            token_count=batch.token_count,
+            token_count=batch.scalars.token_count,
         )
 
     def loss(params: Params, batch: Batch):
         slopes = policy_slopes(config, batch)
-        if slopes is None:
-            return policy_terms(config, *scored(params, batch), batch)
-        slope, logps, entropy, _ = token_logps_by_slope(
-            net, params, batch.tokens, batch.segments, slopes, batch.positions, config.rollout.temperature,
-            batch.prompt_width, batch.layout,
-        )  # fmt: skip
-        value, metrics = policy_terms(config, logps, entropy, batch)
-        return jax.lax.stop_gradient(value) + slope, metrics
+        statistics = token_statistics(net, params, batch.inputs, config.rollout.temperature, slopes=slopes)
+        return policy_terms(config, statistics.logps, statistics.entropy, batch)
 
     observes = algorithm.top_entropy_quantile < 1 or chosen.name in SELECTIONS
     return Objective(prepare, loss, scored if observes else None)
@@ -170,16 +162,18 @@ def policy_terms(config, logps, entropy, batch: Batch) -> tuple[jax.Array, Metri
     algorithm = config.algorithm
     old_logps = jax.lax.stop_gradient(logps) if batch.old_logps is None else batch.old_logps
     per_token, measured = _policy_term(algorithm, policy_loss(config), logps, old_logps, batch)
-    totals = {"policy_term": (batch.weights * per_token).sum()}
+    totals = {"policy_term": (batch.prepared.weights * per_token).sum()}
     if batch.ref_logps is not None:
         ratio = _kl_ratio(config, logps - old_logps, batch.mask) if algorithm.kl_bias_correction else None
         measured["kl"] = kl_estimate(logps, batch.ref_logps, kl_kind(config), ratio=ratio)
-        per_token += (algorithm.beta if batch.kl_coef is None else batch.kl_coef[:, None]) * measured["kl"]
-    value = (batch.weights * per_token).sum()
-    if algorithm.entropy_coef or batch.entropy_coef is not None:
-        coef = algorithm.entropy_coef if batch.entropy_coef is None else batch.entropy_coef[:, None]
-        bonus = entropy * (batch.token_share if batch.entropy_share is None else batch.entropy_share)
-        totals |= {"policy_loss": value} | ({} if batch.keep is None else {"entropy_kept": bonus.sum()})
+        per_token += (algorithm.beta if batch.scalars.kl_coef is None else batch.scalars.kl_coef) * measured["kl"]
+    value = (batch.prepared.weights * per_token).sum()
+    if algorithm.entropy_coef or batch.scalars.entropy_coef is not None:
+        coef = algorithm.entropy_coef if batch.scalars.entropy_coef is None else batch.scalars.entropy_coef
+        bonus = entropy * (
+            batch.prepared.token_share if batch.prepared.entropy_share is None else batch.prepared.entropy_share
+        )
+        totals |= {"policy_loss": value} | ({} if batch.prepared.keep is None else {"entropy_kept": bonus.sum()})
         value -= (coef * bonus).sum()
     metrics = {name: (_share(config, name, batch) * x).sum() for name, x in {"entropy": entropy, **measured}.items()}
     metrics |= _mismatch_metrics(algorithm, old_logps, batch) | _clip_extremes(measured, batch.mask)
@@ -200,7 +194,7 @@ def policy_slopes(config, batch: Batch) -> Slopes | None:
     enters = (
         algorithm.importance_correction != "none",
         algorithm.off_policy_mask_threshold is not None,
-        algorithm.entropy_coef or batch.entropy_coef is not None,
+        algorithm.entropy_coef or batch.scalars.entropy_coef is not None,
         algorithm.kl_bias_correction and batch.ref_logps is not None,
         chosen.name not in BY_CHANGE,
         batch.old_logps is not None,
@@ -210,20 +204,20 @@ def policy_slopes(config, batch: Batch) -> Slopes | None:
 
     def policy_part(logps):
         per_token, _ = _policy_term(algorithm, chosen, logps, jnp.zeros_like(logps), batch)
-        return (batch.weights * per_token).sum()
+        return (batch.prepared.weights * per_token).sum()
 
     constant = jax.grad(policy_part)(jnp.zeros(batch.mask.shape))
     if batch.ref_logps is None:
         return Slopes(constant)
-    coef = algorithm.beta if batch.kl_coef is None else batch.kl_coef[:, None]
-    return Slopes(constant, batch.weights * coef, batch.ref_logps, kl_kind(config))
+    coef = algorithm.beta if batch.scalars.kl_coef is None else batch.scalars.kl_coef
+    return Slopes(constant, batch.prepared.weights * coef, batch.ref_logps, kl_kind(config))
 
 
 def _share(config, name: str, batch: Batch) -> jax.Array:
     """Each token's share `[N,T]` in a metric: a mean over tokens or, of the clipping of whole rows, over rows."""
     if not name.startswith("clip_ratio/") or policy_loss(config).name not in CLIP_LEVELS:
-        return batch.token_share
-    return batch.mask * (batch.row_weights / jnp.maximum(batch.mask.sum(axis=1), 1.0))[:, None]
+        return batch.prepared.token_share
+    return batch.mask * (batch.prepared.row_weights / jnp.maximum(batch.mask.sum(axis=1), 1.0))[:, None]
 
 
 def _selected(algorithm, chosen: PolicyLoss, logps, batch: Batch) -> jax.Array:
@@ -253,7 +247,7 @@ def _policy_term(algorithm, chosen: PolicyLoss, logps, old_logps, batch: Batch) 
     epsilons, mask, advantages = (algorithm.epsilon_low, algorithm.epsilon_high), batch.mask, batch.advantages
     given = dict(chosen.options)
     if chosen.name in SELECTIONS:
-        given["selected"] = batch.selected
+        given["selected"] = batch.prepared.selected
     elif chosen.asks_for("key"):
         given["key"] = jax.random.key(batch.seeds[0])
     correction = None
@@ -271,8 +265,8 @@ def _policy_term(algorithm, chosen: PolicyLoss, logps, old_logps, batch: Batch) 
             advantages, batch.sample_logps, logps, mask, algorithm.off_policy_mask_threshold
         )
         per_token, measured["off_policy_masked"] = per_token * keep, 1.0 - keep
-    if batch.keep is not None:
-        per_token *= batch.keep
+    if batch.prepared.keep is not None:
+        per_token *= batch.prepared.keep
     return per_token if correction is None else per_token * correction, measured
 
 
@@ -323,7 +317,7 @@ def _mismatch_metrics(algorithm, old_logps, batch: Batch) -> Metrics:
 
     The ratio is that of whole rows where `importance_correction` is, else that of tokens.
     """
-    live, share = batch.mask > 0, batch.token_share
+    live, share = batch.mask > 0, batch.prepared.token_share
     difference = jnp.where(live, jnp.abs(old_logps - batch.sample_logps), 0.0)
     level = "sequence" if algorithm.importance_correction.startswith("sequence") else "token"
     _, ratio = importance_correction(old_logps, batch.sample_logps, batch.mask, f"{level}_truncate")
@@ -351,21 +345,19 @@ def sft(config, net: Net) -> Objective:
 
     def loss(params: Params, batch: Batch):
         noise = None if batch.seeds is None else neftune_noise(batch, net.config.width, alpha)
-        slope, logps, entropy, likeliest = token_logps_by_slope(
-            net, params, batch.tokens, batch.segments, Slopes(-batch.weights), batch.positions, 1.0, 0, batch.layout,
-            smoothing, noise,
-        )  # fmt: skip
-        measured = {"entropy": entropy, "mean_token_accuracy": likeliest}
-        value = jax.lax.stop_gradient(-(batch.weights * logps).sum()) + slope
-        return value, {name: (batch.token_share * x).sum() for name, x in measured.items()}
+        inputs, slopes = batch.inputs.replace(noise=noise), Slopes(-batch.prepared.weights)
+        tokens = token_statistics(net, params, inputs, smoothing=smoothing, slopes=slopes)
+        measured = {"entropy": tokens.entropy, "mean_token_accuracy": tokens.is_top}
+        value = -(batch.prepared.weights * tokens.logps).sum()
+        return value, {name: (batch.prepared.token_share * x).sum() for name, x in measured.items()}
 
     return Objective(prepare, loss)
 
 
 def neftune_noise(batch: Batch, width: int, alpha: float) -> jax.Array:
     """Noise `[N,T,D]`, each row's from its own seed; 0 on padding."""
-    real = (batch.segments != 0).astype(jnp.float32)
+    real = (batch.inputs.segments != 0).astype(jnp.float32)
     size = alpha * jax.lax.rsqrt(jnp.maximum(real.sum(-1), 1.0) * width)
-    shape = (batch.tokens.shape[1], width)
+    shape = (batch.inputs.tokens.shape[1], width)
     noise = jax.vmap(lambda seed: jax.random.uniform(jax.random.key(seed), shape, minval=-1.0))(batch.seeds)
     return noise * (size[:, None] * real)[..., None]

@@ -7,7 +7,7 @@ is split, so that micro-batches change nothing.
 
 import inspect
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ from jaxrl_llm.algorithms.sequence_logps import length_desensitized_logps, seque
 from jaxrl_llm.config import ConfigDict, ConfigError, default, loss_names
 from jaxrl_llm.config.resolve import resolve_with_options
 from jaxrl_llm.config.schema import LABELLED
-from jaxrl_llm.models.logprobs import last_scores, token_logps, token_statistics, token_statistics_and_squares
+from jaxrl_llm.models.logprobs import TokenStatistics, last_scores, token_logps, token_statistics
 from jaxrl_llm.models.transformer import Net, Params
 from jaxrl_llm.training.objectives.policy_gradient import Metrics, Objective, Reads
 
@@ -150,43 +150,41 @@ def _paired(config, net: Net, mixture: list[Term]) -> Objective:
         raise ConfigError(f"algorithm.use_weighting weighs pairs, but {coupled[0].name} sorts their log-probs apart")
 
     def observe(params: Params, batch: Batch) -> jax.Array:
-        logps, _ = token_logps(net, params, batch.tokens, batch.segments, layout=batch.layout)
+        logps, _ = token_logps(net, params, batch.inputs)
         return row_sums(config, logps, batch.mask)[0]
 
     def prepare(batch: Batch, observed=None) -> Batch:
         valid = (batch.mask > 0).any(axis=1).reshape(-1, 2).all(axis=1)
         tangent = None if observed is None else _tangent(config, coupled, split_pairs(observed), batch, valid)
-        return batch.replace(
+        return batch.prepare(
             weights=_likelihood_weights(config, mixture, batch),
             row_weights=jnp.repeat(valid / jnp.maximum(valid.sum(), 1), 2),
             token_share=batch.mask / jnp.maximum(batch.mask.sum(), 1.0),
-            token_count=_side_tokens(batch.mask, jnp.arange(batch.rows) % 2 == 0),
+            side_tokens=_side_tokens(batch.mask, jnp.arange(batch.rows) % 2 == 0),
             tangent=tangent,
         )
 
     def loss(params: Params, batch: Batch) -> tuple[jax.Array, Metrics]:
-        scored = token_statistics_and_squares if weighting else token_statistics
-        logps, entropy, likeliest, logits, *squares = scored(
-            net, params, batch.tokens, batch.segments, layout=batch.layout
-        )
+        tokens = token_statistics(net, params, batch.inputs, mean_logit=True, squares=weighting)
+        logps = tokens.logps
         sums, lengths = row_sums(config, logps, batch.mask)
         reference = _reference(config, batch)
         per_pair = _pair_losses(config, separate, split_pairs(sums), reference, batch, split_pairs(lengths))
-        per_token = -batch.weights * logps
+        per_token = -batch.prepared.weights * logps
         metrics = _pair_metrics(config, mixture, batch, sums, lengths)
         chosen = jnp.arange(batch.rows) % 2 == 0
-        metrics |= _token_metrics(batch, chosen, entropy, logits)
-        metrics["mean_token_accuracy"] = (_side_share(batch, chosen) * likeliest).sum()
+        metrics |= _token_metrics(batch, chosen, tokens)
+        metrics["mean_token_accuracy"] = (_side_share(batch, chosen) * tokens.is_top).sum()
         if likelihood := sum(term.likelihood for term in mixture):
             metrics["nll_loss"] = per_token.sum() / likelihood
         elif mixture[0].name in WITH_LIKELIHOOD:
             metrics["nll_loss"] = -(_side_share(batch, chosen) * logps).sum()
-        if squares:
-            pair = wpo_weights(logps, squares[0], batch.mask)
+        if weighting:
+            pair = wpo_weights(logps, tokens.log_sum_squares, batch.mask)
             per_pair, per_token = per_pair * pair, per_token * jnp.repeat(pair, 2)[:, None]
-        value = _weighted(split_pairs(batch.row_weights)[0], per_pair) + per_token.sum()
-        if batch.tangent is not None:
-            slope, height = batch.tangent.T
+        value = _weighted(split_pairs(batch.prepared.row_weights)[0], per_pair) + per_token.sum()
+        if batch.prepared.tangent is not None:
+            slope, height = batch.prepared.tangent.T
             value += (height + slope * (sums - jax.lax.stop_gradient(sums))).sum()
         return value, metrics
 
@@ -211,8 +209,8 @@ def _pair_losses(config, mixture: list[Term], pairs, reference, batch: Batch, le
     total = jnp.zeros(pairs[0].shape)
     for term in mixture:
         shift = {}
-        if term.name == "bco_pair" and batch.baseline is not None:
-            shift["reward_shift"] = split_pairs(batch.baseline)[0]
+        if term.name == "bco_pair" and batch.scalars.reward_shift is not None:
+            shift["reward_shift"] = batch.scalars.reward_shift
         total += term.weight * term.function(
             *pairs, *(reference or (None, None)), config.algorithm.beta, lengths=lengths, **term.options, **shift
         )
@@ -227,7 +225,7 @@ def _likelihood_weights(config, mixture: list[Term], batch: Batch) -> jax.Array:
         mask = batch.mask > 0
         if term.name == "orpo" and config.algorithm.orpo_nll_on_prompt:
             first = jnp.arange(mask.shape[1]) == 0
-            mask = mask.any(axis=1, keepdims=True) & (batch.segments != 0) & ~first
+            mask = mask.any(axis=1, keepdims=True) & (batch.inputs.segments != 0) & ~first
         tokens = chosen & mask
         weights += term.likelihood * tokens / jnp.maximum(tokens.sum(), 1)
     return weights
@@ -261,7 +259,7 @@ def _pair_metrics(config, mixture: list[Term], batch: Batch, sums, lengths) -> M
     """TRL's `rewards/*` and `logps/*`: a reward is beta times the log-ratio (its mean over tokens in `AVERAGED`), or
     times what alphapo makes of it."""
     main = mixture[0].name
-    share = split_pairs(batch.row_weights)[0]
+    share = split_pairs(batch.prepared.row_weights)[0]
     logps = sums / jnp.maximum(lengths, 1.0) if main in AVERAGED else sums
     chosen, rejected = split_pairs(logps)
     reference = _reference(config, batch)
@@ -293,14 +291,15 @@ def _side_tokens(mask, chosen) -> jax.Array:
 
 def _side_share(batch: Batch, side) -> jax.Array:
     """Each token's share `[N,T]` in a mean over the tokens of the rows on one side, in the whole optimizer batch."""
-    return batch.mask * (side / jnp.maximum(batch.token_count, 1.0))[:, None]
+    return batch.mask * (side / jnp.maximum(batch.prepared.side_tokens, 1.0))[:, None]
 
 
-def _token_metrics(batch: Batch, chosen, entropy, logits) -> Metrics:
+def _token_metrics(batch: Batch, chosen, tokens: TokenStatistics) -> Metrics:
     """The mean entropy of all tokens, and the mean logit over vocabulary and tokens of either side."""
+    assert tokens.mean_logit is not None
     sides = {"logits/chosen": chosen, "logits/rejected": ~chosen}
-    found = {name: (_side_share(batch, side) * logits).sum() for name, side in sides.items()}
-    return {"entropy": (batch.token_share * entropy).sum(), **found}
+    found = {name: (_side_share(batch, side) * tokens.mean_logit).sum() for name, side in sides.items()}
+    return {"entropy": (batch.prepared.token_share * tokens.entropy).sum(), **found}
 
 
 def _labelled(config, net: Net, term: Term) -> Objective:
@@ -310,50 +309,49 @@ def _labelled(config, net: Net, term: Term) -> Objective:
         return _every_other(batch, 0) if mismatched else batch
 
     def observe(params: Params, batch: Batch) -> jax.Array:
-        other, (logps, _) = _of_every_other(token_logps, net, params, batch, 1)
-        return sequence_logps(logps, other.mask)[0]
+        other, tokens = _of_every_other(net, params, batch, 1)
+        return sequence_logps(tokens.logps, other.mask)[0]
 
     def prepare(batch: Batch, observed=None) -> Batch:
         rows = own(batch)
         valid, desirable = (rows.mask > 0).any(axis=1), rows.labels > 0
         alike = jnp.where(desirable, (valid & desirable).sum(), (valid & ~desirable).sum())
         arrays = {"row_weights": valid / jnp.maximum(valid.sum(), 1), "row_share": valid / jnp.maximum(alike, 1)}
-        arrays["token_count"] = _side_tokens(rows.mask, desirable)
+        arrays["side_tokens"] = _side_tokens(rows.mask, desirable)
         if observed is not None:
             reference = _sums(_every_other(batch, 1), jnp.zeros(observed.shape))
             arrays["baseline"] = jnp.full(observed.shape, preference_losses.kto_kl(observed, reference, valid))
             arrays = {name: jnp.repeat(array, 2) for name, array in arrays.items()}
-        return batch.replace(token_share=batch.mask / jnp.maximum(rows.mask.sum(), 1.0), **arrays)
+        return batch.prepare(token_share=batch.mask / jnp.maximum(rows.mask.sum(), 1.0), **arrays)
 
     def loss(params: Params, batch: Batch) -> tuple[jax.Array, Metrics]:
         if mismatched:
-            batch, (logps, entropy, _, logits) = _of_every_other(token_statistics, net, params, batch, 0)
+            batch, tokens = _of_every_other(net, params, batch, 0)
         else:
-            logps, entropy, _, logits = token_statistics(net, params, batch.tokens, batch.segments, layout=batch.layout)
-        sums, _ = sequence_logps(logps, batch.mask)
+            tokens = token_statistics(net, params, batch.inputs, mean_logit=True)
+        sums, _ = sequence_logps(tokens.logps, batch.mask)
         reference = _sums(batch, None)
-        per_row = term.function(sums, reference, batch.labels, beta, kl=batch.baseline, **term.options)
+        per_row = term.function(sums, reference, batch.labels, beta, kl=batch.prepared.baseline, **term.options)
         ratio = sums if reference is None else sums - reference
         metrics = _label_metrics(batch, beta, sums, ratio)
-        metrics |= _token_metrics(batch, batch.labels > 0, entropy, logits)
-        return (batch.row_weights * per_row).sum(), metrics
+        metrics |= _token_metrics(batch, batch.labels > 0, tokens)
+        return (batch.prepared.row_weights * per_row).sum(), metrics
 
     return Objective(prepare, loss, observe if mismatched else None, Reads(alternate=mismatched))
 
 
 def _every_other(batch: Batch, first: int) -> Batch:
     """The rows `first`, `first` + 2, ... (a reshape, so that rows stay on their devices)."""
-    return jax.tree.map(lambda x: x.reshape(-1, 2, *x.shape[1:])[:, first], batch)
+    return batch.map_rows(lambda x: x.reshape(-1, 2, *x.shape[1:])[:, first])
 
 
-def _of_every_other(score, net: Net, params: Params, batch: Batch, first: int) -> tuple[Batch, Any]:
-    """The rows `first`, `first` + 2, ... and their scores `[N/2,T]`; a layout is of all rows and reads these alone."""
-    layout = batch.layout
-    rows = _every_other(batch.replace(layout=None), first)
-    if layout is None:
-        return rows, score(net, params, rows.tokens, rows.segments)
-    scores = score(net, params, batch.tokens, batch.segments, layout=layout)
-    return rows, [x.reshape(-1, 2, x.shape[-1])[:, first] for x in scores]
+def _of_every_other(net: Net, params: Params, batch: Batch, first: int) -> tuple[Batch, TokenStatistics]:
+    """The rows `first`, `first` + 2, ... and their statistics `[N/2,T]`; a layout reads those alone."""
+    rows = _every_other(batch, first)
+    if batch.inputs.layout is None:
+        return rows, token_statistics(net, params, rows.inputs, mean_logit=True)
+    tokens = token_statistics(net, params, batch.inputs, mean_logit=True)
+    return rows, jax.tree.map(lambda x: x.reshape(-1, 2, x.shape[-1])[:, first], tokens)
 
 
 def _sums(batch: Batch, otherwise):
@@ -363,13 +361,13 @@ def _sums(batch: Batch, otherwise):
 
 def _label_metrics(batch: Batch, beta: float, sums, ratio) -> Metrics:
     """TRL's names; an accurate reward is above the reference point for desirable rows, and not for others."""
-    point = jnp.zeros(sums.shape) if batch.baseline is None else batch.baseline
+    point = jnp.zeros(sums.shape) if batch.prepared.baseline is None else batch.prepared.baseline
     desirable = batch.labels > 0
-    metrics = {"rewards/accuracies": (batch.row_weights * ((ratio > point) == desirable)).sum()}
-    if batch.baseline is not None:
-        metrics["kl"] = (batch.row_weights * point).sum()
+    metrics = {"rewards/accuracies": (batch.prepared.row_weights * ((ratio > point) == desirable)).sum()}
+    if batch.prepared.baseline is not None:
+        metrics["kl"] = (batch.prepared.row_weights * point).sum()
     for name, rows in (("chosen", desirable), ("rejected", ~desirable)):
-        share = batch.row_share * rows
+        share = batch.prepared.row_share * rows
         metrics |= {f"rewards/{name}": beta * (share * ratio).sum(), f"logps/{name}": (share * sums).sum()}
     metrics["rewards/margins"] = metrics["rewards/chosen"] - metrics["rewards/rejected"]
     return metrics
@@ -381,19 +379,19 @@ def reward_model(config, net: Net) -> Objective:
 
     def prepare(batch: Batch) -> Batch:
         valid = (batch.mask > 0).any(axis=1).reshape(-1, 2).all(axis=1)
-        return batch.replace(row_weights=jnp.repeat(valid / jnp.maximum(valid.sum(), 1), 2))
+        return batch.prepare(row_weights=jnp.repeat(valid / jnp.maximum(valid.sum(), 1), 2))
 
     def loss(params: Params, batch: Batch) -> tuple[jax.Array, Metrics]:
-        scores = last_scores(net, params, batch.tokens, batch.segments, batch.layout)
+        scores = last_scores(net, params, batch.inputs)
         chosen, rejected = split_pairs(scores)
-        share = split_pairs(batch.row_weights)[0]
+        share = split_pairs(batch.prepared.row_weights)[0]
         margins = None if batch.margins is None else split_pairs(batch.margins)[0]
         per_pair = preference_losses.bradley_terry(chosen, rejected, margins, center)
-        counted = batch.row_weights > 0
+        counted = batch.prepared.row_weights > 0
         metrics = {
             "accuracy": (share * (chosen > rejected)).sum(),
             "margin": (share * (chosen - rejected)).sum(),
-            "mean_reward": (batch.row_weights * scores).sum() / 2,
+            "mean_reward": (batch.prepared.row_weights * scores).sum() / 2,
             "min_reward": jnp.where(counted, scores, jnp.inf).min(),
             "max_reward": jnp.where(counted, scores, -jnp.inf).max(),
         }

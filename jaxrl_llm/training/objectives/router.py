@@ -30,13 +30,13 @@ def with_router_loss(make: Callable[..., Objective], config, net: Net) -> Object
         return objective
 
     def prepare(batch: Batch, *observed) -> Batch:
-        real = (batch.segments != 0).sum(axis=1).astype(jnp.float32)
-        return objective.prepare(batch, *observed).replace(real_share=real / jnp.maximum(real.sum(), 1.0))
+        real = (batch.inputs.segments != 0).sum(axis=1).astype(jnp.float32)
+        return objective.prepare(batch, *observed).prepare(real_share=real / jnp.maximum(real.sum(), 1.0))
 
     def loss(params: Params, batch: Batch) -> tuple:
         found: list[Routing] = []
         value, metrics = make(config, RecordingNet(net.config, found.append)).loss(params, batch)
-        shares = batch.real_share.sum() / len(found)
+        shares = batch.prepared.real_share.sum() / len(found)
         auxiliary = shares * sum(balance_loss(routing) for routing in found)
         measured: Metrics = metrics | {"aux_loss": auxiliary}
         return value + net.config.router_aux_loss_coef * auxiliary, measured

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jaxrl_llm.algorithms.batch import Batch
 from jaxrl_llm.algorithms.policy_losses import value_clip
 from jaxrl_llm.distributed.sharding import shardings
-from jaxrl_llm.models.logprobs import token_logps_and_values, token_values
+from jaxrl_llm.models.logprobs import token_statistics, token_values
 from jaxrl_llm.models.model import Model
 from jaxrl_llm.models.transformer import Net, Params
 from jaxrl_llm.training.objectives.policy_gradient import Metrics, Objective, policy_gradient, policy_terms
@@ -57,12 +57,10 @@ def value_regression(config, net: Net) -> Objective:
     """
 
     def prepare(batch: Batch) -> Batch:
-        return batch.replace(token_share=batch.mask / jnp.maximum(batch.mask.sum(), 1.0))
+        return batch.prepare(token_share=batch.mask / jnp.maximum(batch.mask.sum(), 1.0))
 
     def loss(params: Params, batch: Batch):
-        values = token_values(
-            net, params, batch.tokens, batch.segments, batch.positions, batch.prompt_width, batch.layout
-        )
+        values = token_values(net, params, batch.inputs)
         return _value_terms(config, values, batch)
 
     return Objective(prepare, loss)
@@ -78,12 +76,11 @@ def policy_and_values(config, net: Net) -> Objective:
     observe = policy.observe
 
     def loss(params: Params, batch: Batch):
-        logps, entropy, values = token_logps_and_values(
-            net, without_head(params), params[HEAD], batch.tokens, batch.segments, batch.positions,
-            config.rollout.temperature, batch.prompt_width, batch.layout,
-        )  # fmt: skip
-        value, metrics = policy_terms(config, logps, entropy, batch)
-        error, measured = _value_terms(config, values, batch)
+        tokens = token_statistics(
+            net, without_head(params), batch.inputs, config.rollout.temperature, value_head=params[HEAD]
+        )
+        value, metrics = policy_terms(config, tokens.logps, tokens.entropy, batch)
+        error, measured = _value_terms(config, tokens.values, batch)
         own = {f"critic/{name}": x for name, x in {"loss": error, **measured}.items()}
         return value + config.critic.coef * error, metrics | own
 
@@ -102,4 +99,6 @@ def _value_terms(config, values, batch: Batch) -> tuple[jax.Array, Metrics]:
     per_token = value_clip(values, batch.values, batch.returns, epsilon)
     clipped = jnp.zeros_like(values) if epsilon is None else jnp.abs(values - batch.values) > epsilon
     metrics = {"vpred_mean": values, "vf_clipfrac": clipped}
-    return (batch.token_share * per_token).sum(), {name: (batch.token_share * x).sum() for name, x in metrics.items()}
+    return (batch.prepared.token_share * per_token).sum(), {
+        name: (batch.prepared.token_share * x).sum() for name, x in metrics.items()
+    }

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxrl_llm.algorithms.batch import Batch, Layout
+from jaxrl_llm.algorithms.batch import Batch, PackedLayout
 from jaxrl_llm.config import ConfigError, rows_together
 from jaxrl_llm.config.schema import OFFLINE
 from jaxrl_llm.distributed.processes import gather
@@ -56,15 +56,15 @@ class Packer:
         """The batch with its layouts, of all the tokens that the objective reads."""
         if self.sizes is None:
             return batch
-        tokens, segments, mask = local_rows((batch.tokens, batch.segments, batch.mask))
+        tokens, segments, mask = local_rows((batch.inputs.tokens, batch.inputs.segments, batch.mask))
         mask = segments != 0 if self.reads.unmasked else mask
         if not self.reads.alternate:
-            return batch.replace(layout=self._planned(tokens, segments, mask, self.sizes))
+            return batch.with_layout(self._planned(tokens, segments, mask, self.sizes))
         first = np.arange(len(mask))[:, None] % 2 == 0
         own, other = (self._planned(tokens, segments, mask * rows, self.sizes) for rows in (first, ~first))
-        return batch.replace(layout=own, observed_layout=other)
+        return batch.with_layout(own, other)
 
-    def passing(self, tokens, segments, mask) -> Layout | None:
+    def passing(self, tokens, segments, mask) -> PackedLayout | None:
         """The layout of rows `[N,T]` for a pass that reads the log-probs or values of the tokens in the mask."""
         if self.sizes is None:
             return None
@@ -77,14 +77,14 @@ class Packer:
         assert self.sizes is not None
         return self.sizes._replace(together=False, last=False, parts=self.sizes.parts * max(rows // self.rows, 1))
 
-    def _planned(self, tokens, segments, mask, sizes: Sizes) -> Layout:
+    def _planned(self, tokens, segments, mask, sizes: Sizes) -> PackedLayout:
         shards = row_shards(self.mesh) // jax.process_count()
         layout = plan(tokens, segments, mask, sizes, shards)
         if jax.process_count() > 1:  # all of them make the same number of steps
-            used = max(gather(int(layout.parts[0])))
-            if used > layout.rows.shape[1]:
+            used = max(gather(int(layout.num_microbatches[0])))
+            if used > layout.row_idx.shape[1]:
                 layout = plan(tokens, segments, mask, sizes._replace(parts=used), shards)
-            layout = dataclasses.replace(layout, parts=np.full(shards, used, np.int32))
+            layout = dataclasses.replace(layout, num_microbatches=np.full(shards, used, np.int32))
         return rows_to_global(layout, self.mesh)
 
 
