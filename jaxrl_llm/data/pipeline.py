@@ -1,6 +1,6 @@
 """Endless, resumable streams of host batches: `Pipeline` over examples in memory, `Stream` over data that is not.
 
-Both take a batch from one global order and give this process its equal part of it, so the order does not depend on the
+Both take a batch from one global order and give this process its equal share of it, so the order does not depend on the
 number of processes. The position is small and JSON-able, and a checkpoint holds it.
 """
 
@@ -21,7 +21,7 @@ class Pipeline:
     Global batch k holds the examples k*batch_size to (k+1)*batch_size of one stream, in which each epoch is a new
     permutation of the examples (or their own order when `shuffle` is off); a batch may span two epochs, so no example
     is ever skipped. With `shares`, (examples, weight) of each source in turn, the sources are mixed by weight: each has
-    its own epochs, and its share of the weights of any long stretch of the stream. Process p takes the p-th equal part
+    its own epochs, and its share of the weights of any long stretch of the stream. Process p takes the p-th equal share
     of every batch. The order is computed from (seed, position), so a restart costs no replay.
 
     Raises ConfigError: fewer examples than a batch, a batch that the processes cannot share equally, or a state that
@@ -113,7 +113,7 @@ class Stream:
     of `buffer`, each a permutation drawn from (seed, number of the block), or in the data's own order when `shuffle` is
     off. A block is tokenised in the background while the one before is used. The position is the state of every source
     at the start of the block and the rows of it that have been used, so a restart reads one block again and no more.
-    Every process reads everything and takes its equal part of each batch.
+    Every process reads everything and takes its equal share of each batch.
 
     Raises ConfigError: a batch that the processes cannot share equally, a source of which no row is left, or a state
     that was saved over other data.

@@ -49,12 +49,16 @@ def texts(rows, tokenizer, column="chosen_ids"):
     return [tokenizer.decode(row[column]) for row in rows]
 
 
-def test_axolotls_datasets_section_is_a_list_of_sources(tokenizer):
+def test_axolotls_datasets_are_sources(tokenizer):
     section = [
         {"path": "orca.jsonl", "split": "train", "type": "chatml.intel"},
-        {"ds_type": "json", "data_files": ["ultra.jsonl"], "split": "train",
-         "type": {"field_prompt": "prompt", "prompt_format": "Q: {prompt} A: "}},
-    ]  # fmt: skip
+        {
+            "ds_type": "json",
+            "data_files": ["ultra.jsonl"],
+            "split": "train",
+            "type": {"field_prompt": "prompt", "prompt_format": "Q: {prompt} A: "},
+        },
+    ]
     tokens = tokens_of(config_of(sources=section), tokenizer)
     assert tokens.shares is None
     found = texts(tokens.rows, tokenizer)
@@ -62,7 +66,7 @@ def test_axolotls_datasets_section_is_a_list_of_sources(tokenizer):
     assert found[4:] == [f"Q: p{i} A: ja<|end|>" for i in range(3)]
 
 
-def test_sources_on_the_command_line_and_in_json(tokenizer):
+def test_sources_as_flags_and_in_json(tokenizer):
     flag = "--config.data.sources=orca.jsonl(format='chatml.intel',weight=3),ultra.jsonl"
     others = [f"--config.algorithm.{value}" for value in ("name=preference", "loss=dpo", "beta=1")]
     config = load_flags([flag, *others]).config
@@ -73,13 +77,13 @@ def test_sources_on_the_command_line_and_in_json(tokenizer):
     assert [dict(source) for source in again.data.sources] == [{"path": "orca.jsonl", "type": "chatml.intel"}]
 
 
-def test_a_kind_of_files_in_place_of_the_path(folder, tokenizer):
+def test_a_file_type_in_place_of_the_path(folder, tokenizer):
     (folder / "rows.txt").write_text('{"prompt": "p", "chosen": "a", "rejected": "b"}\n')
     for source in ({"path": "json", "data_files": "rows.txt"}, {"ds_type": "json", "data_files": ["rows.txt"]}):
         assert texts(tokens_of(config_of(sources=[source]), tokenizer).rows, tokenizer) == ["pa<|end|>"]
 
 
-def test_options_beside_the_path_go_to_the_format(tokenizer):
+def test_options_beside_the_path(tokenizer):
     source = {"path": "orca.jsonl", "type": "user_defined.default", "field_prompt": "question"}
     assert texts(tokens_of(config_of(sources=[source]), tokenizer).rows, tokenizer)[0] == "q0yes<|end|>"
     with pytest.raises(ConfigError, match=r"data.sources, orca.jsonl: .* has no option 'splitt'.* closest is split"):
@@ -105,7 +109,7 @@ def test_settings_that_contradict_each_other(settings, message):
         config_of("sft", **settings)
 
 
-def test_a_mixture_keeps_its_weights_and_resumes():
+def test_a_mixture_keeps_weights_and_resumes():
     examples = [f"a{i}" for i in range(10)] + [f"b{i}" for i in range(4)]
     make = lambda **more: Pipeline(examples, 8, seed=1, shares=[(10, 1.0), (4, 3.0)], **more)  # noqa: E731
     pipeline = make()
@@ -124,7 +128,7 @@ def test_a_mixture_keeps_its_weights_and_resumes():
         Pipeline(examples, 8, seed=1, shares=[(10, 1.0), (4, 2.0)]).set_state(pipeline.get_state())
 
 
-def test_errors_name_the_file_the_row_and_the_columns(folder, tokenizer):
+def test_errors_name_file_row_and_columns(folder, tokenizer):
     with pytest.raises(ConfigError, match=re.escape("orca.jsonl row 0: the format chatml.icr looks for 'input'; the")):
         tokens_of(config_of(format="chatml.icr"), tokenizer)
     rows = [*ULTRA, {"prompt": "p", "chosen": None, "rejected": "b"}]
@@ -157,7 +161,7 @@ def test_kto_reads_pairs_as_two_rows(tokenizer):
     assert tokenizer.decode(rows[1]["ids"]).endswith("no<|im_end|><|end|>")
 
 
-def test_held_out_rows_come_from_eval_path_or_the_sources(tokenizer):
+def test_held_out_rows(tokenizer):
     orca = "orca.jsonl(eval_split='train', format='chatml.intel')"  # four rows; ultra.jsonl has three
     config = config_of(sources=[orca, "ultra.jsonl(eval_split='train')"])
     spec = data_spec(config)
@@ -172,7 +176,7 @@ def test_held_out_rows_come_from_eval_path_or_the_sources(tokenizer):
     assert [source.name for source in loading.open_sources(spec, tokenizer, held_out=True)] == ["ultra.jsonl"]
 
 
-def test_template_options_from_the_configuration(tokenizer, tokenizer_folder):
+def test_template_options_of_the_config(tokenizer, tokenizer_folder):
     template = "{%- for m in messages -%}{{- m.content -}}{%- endfor -%}{{- mood | default('') -}}"
     tokenizer = type(tokenizer).from_pretrained(tokenizer_folder, chat_template=template)
     given = [{"prompt": [{"role": "user", "content": "hi"}]}]
@@ -261,7 +265,7 @@ def test_the_second_run_reads_the_cache(folder, tokenizer, monkeypatch, name):
     assert len(tokens_of(config, tokenizer).rows) == 4
 
 
-def test_other_data_or_another_tokenizer_is_another_file(folder, tokenizer, chatml_tokenizer):
+def test_cache_files_differ_by_their_inputs(folder, tokenizer, chatml_tokenizer):
     spec = data_spec(config_of())
     first, second = (loading.row_tokenizer(spec, "pairs", one) for one in (tokenizer, chatml_tokenizer))
     tables = [datasets.Dataset.from_list(rows) for rows in (ULTRA, ULTRA[:2], ULTRA)]

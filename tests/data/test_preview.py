@@ -61,7 +61,7 @@ def test_preview_of_pairs(pairs):
     assert "1 (33.3%): dropped (data.overlong=filter)" in preview(pairs, rows=0)
 
 
-def test_preview_of_prompts_shows_what_rewards_read():
+def test_preview_of_prompts():
     config = default()
     text = preview(config, rows=1, measure=20)
     assert "[answer]\n" in text

@@ -153,7 +153,7 @@ def test_files_in_a_bucket(table, monkeypatch):
 
 
 @pytest.mark.skipif(importlib.util.find_spec("gcsfs") is not None, reason="the file system is installed")
-def test_a_bucket_whose_file_system_is_not_installed():
+def test_a_bucket_without_its_file_system():
     for path in ("gs://bucket/rows.jsonl", "gs://bucket/folder"):
         with pytest.raises(ConfigError, match=f"cannot load {path}: Please install gcsfs"):
             load(path)
@@ -220,7 +220,7 @@ def test_a_function_or_class_from_a_file(tmp_path):
         ("broken.jsonl", b'{"prompt": "a"}\n{"prompt": \n', "line 2 is not JSON"),
         ("scalar.jsonl", b'{"p": "a"}\n3\n', "line 2 is 3, not an object"),
     ],
-)  # fmt: skip
+)
 def test_damaged_files(tmp_path, monkeypatch, name, content, message):
     monkeypatch.chdir(tmp_path)
     (tmp_path / name).write_bytes(content)

@@ -37,7 +37,7 @@ def test_everything_comes_once_an_epoch():
     assert all(seen.count(x) == 21 for x in range(10))
 
 
-def test_without_shuffling_the_order_is_that_of_the_data():
+def test_order_without_shuffling():
     assert taken(make(shuffle=False), 10) == [x % 10 for x in range(30)]
 
 
@@ -80,7 +80,7 @@ def test_resume_rereads_one_block_only():
 
 
 @pytest.mark.parametrize("count", [2, 3])
-def test_the_global_order_does_not_depend_on_the_process_count(count):
+def test_order_is_the_same_for_all_processes(count):
     whole = make(batch=6)
     parts = [make(batch=6, process_index=index, process_count=count) for index in range(count)]
     for _ in range(5):

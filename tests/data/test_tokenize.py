@@ -68,7 +68,7 @@ def test_chat_prompts(tokenizer):
         ("truncate_middle", b"01789"),
     ],
 )
-def test_cutting_long_prompts(tokenizer, caplog, overlong, kept):
+def test_truncating_long_prompts(tokenizer, caplog, overlong, kept):
     with caplog.at_level(logging.WARNING):
         rows = tokenized("prompts", [{"prompt": "0123456789"}, {"prompt": "12345"}], tokenizer, 5, overlong)
     assert [row["prompt_ids"] for row in rows] == [list(kept), list(b"12345")]
@@ -82,7 +82,7 @@ def test_dropping_long_prompts(tokenizer, caplog):
     assert "dropped 1 rows" in caplog.text
 
 
-def test_long_prompt_error_names_row_lengths_and_fix(tokenizer):
+def test_long_prompt_error(tokenizer):
     message = (
         "row 1: the prompt has 6 tokens, more than rollout.max_prompt_length=5; raise that or set data.overlong to "
         "filter, truncate_left, truncate_right, truncate_middle"
@@ -122,7 +122,7 @@ def test_prompt_errors(tokenizer):
 # --- completions ------------------------------------------------------------------------------------------------------
 
 
-def test_plain_completion_is_learned_with_one_end(tokenizer):
+def test_plain_completion_has_one_end(tokenizer):
     rows = tokenized(
         "completions", [{"prompt": "ab", "completion": "cd"}, {"prompt": "a", "completion": "b<|end|>"}], tokenizer
     )
@@ -132,7 +132,7 @@ def test_plain_completion_is_learned_with_one_end(tokenizer):
     ]
 
 
-def test_the_response_gets_no_bos_and_the_prompt_no_end(special_tokenizer):
+def test_bos_and_end_of_a_row(special_tokenizer):
     rows = tokenized("completions", [{"prompt": "ab", "completion": "cd"}], special_tokenizer)
     assert rows == [{"ids": [261, 97, 98, 99, 100, END], "mask": [0, 0, 0, 1, 1, 1]}]
 
@@ -154,7 +154,7 @@ def test_the_boundary_is_between_the_parts(tokenizer_folder):
 
 @pytest.mark.parametrize("prompt", ["ab", "a b ", "b", [user("ab")], [user("a"), assistant("b"), user("b")]])
 @pytest.mark.parametrize("completion", ["c", "cb", " c", "bc d"])
-def test_a_row_begins_with_what_the_model_answers(tokenizer_folder, prompt, completion):
+def test_a_row_begins_with_the_sampled_prompt(tokenizer_folder, prompt, completion):
     """The prompt's ids in training are those that sampling starts from; tokenised as one text they are not always."""
     from tokenizers import Tokenizer, pre_tokenizers
     from tokenizers.models import BPE
@@ -174,7 +174,7 @@ def test_a_row_begins_with_what_the_model_answers(tokenizer_folder, prompt, comp
     assert "".join(merging.convert_ids_to_tokens(row["ids"][width:])).removesuffix("<end>") == completion
 
 
-def test_full_loss_learns_all_but_the_first_token(tokenizer):
+def test_full_loss_learns_all_but_the_first(tokenizer):
     rows = tokenized("completions", [{"prompt": "ab", "completion": "c"}], tokenizer, loss_on="all")
     assert rows == [{"ids": [97, 98, 99, END], "mask": [0, 1, 1, 1]}]
 
@@ -183,7 +183,7 @@ def test_text_rows_are_learned_whole(tokenizer):
     assert tokenized("completions", [{"text": "ab"}], tokenizer) == [{"ids": [97, 98, END], "mask": [0, 1, 1]}]
 
 
-def test_an_empty_prompt_leaves_the_first_completion_token_unlearned(tokenizer):
+def test_an_empty_prompt(tokenizer):
     rows = tokenized("completions", [{"prompt": "", "completion": "ab"}], tokenizer)
     assert rows == [{"ids": [97, 98, END], "mask": [0, 1, 1]}]
 
@@ -220,13 +220,13 @@ def test_a_last_user_message_is_not_learned(chatml_tokenizer):
     assert whole(chatml_tokenizer, made["ids"]).endswith("<|im_start|>user\nc<|im_end|>\n")
 
 
-def test_earlier_turns_of_a_prompt_are_not_learned(chatml_tokenizer):
+def test_turns_of_a_prompt_are_not_learned(chatml_tokenizer):
     row = {"prompt": [user("a"), assistant("b"), user("c")], "completion": [assistant("d"), user("e"), assistant("f")]}
     (made,) = tokenized("completions", [row], chatml_tokenizer)
     assert learned(chatml_tokenizer, **made) == "d<|im_end|>\nf<|im_end|>\n"
 
 
-def test_a_prompt_that_ends_inside_the_answer(chatml_tokenizer):
+def test_a_prompt_that_ends_in_the_answer(chatml_tokenizer):
     row = {"prompt": [user("hi"), assistant("The sky")], "completion": [assistant(" is blue")]}
     (made,) = tokenized("completions", [row], chatml_tokenizer)
     assert learned(chatml_tokenizer, **made) == " is blue<|im_end|>\n"
@@ -234,7 +234,7 @@ def test_a_prompt_that_ends_inside_the_answer(chatml_tokenizer):
     assert whole(chatml_tokenizer, made["ids"]) == chatml_tokenizer.apply_chat_template(answer, tokenize=False)
 
 
-def test_a_template_that_rewrites_the_past_is_refused(tokenizer, tokenizer_folder):
+def test_a_template_that_rewrites_the_past(tokenizer, tokenizer_folder):
     rewriting = "{{- messages | length -}}{%- for m in messages -%}{{- m.content -}}{%- endfor -%}"
     tokenizer = type(tokenizer).from_pretrained(tokenizer_folder, chat_template=rewriting)
     with pytest.raises(
@@ -272,7 +272,7 @@ def test_completion_length_rules(tokenizer, caplog):
 @pytest.mark.parametrize(
     ("overlong", "kept"), [("truncate_left", b"2bcd"), ("truncate_right", b"01 2"), ("truncate_middle", b"01cd")]
 )
-def test_cutting_rows_keeps_the_mask_with_its_tokens(tokenizer, overlong, kept):
+def test_truncation_keeps_masks_aligned(tokenizer, overlong, kept):
     (row,) = tokenized("completions", [{"prompt": "01 2", "completion": "bcd<|end|>"}], tokenizer, 5, overlong)
     text = tokenizer.decode(row["ids"])
     assert text.replace("<|end|>", "").encode() in (kept, kept[1:], b"01 2b")
@@ -304,7 +304,7 @@ def test_completion_errors(tokenizer):
         tokenized("completions", [], tokenizer)
 
 
-def test_a_tokenizer_without_an_end_is_refused(tokenizer, tokenizer_folder):
+def test_a_tokenizer_without_an_end(tokenizer, tokenizer_folder):
     endless = type(tokenizer).from_pretrained(tokenizer_folder)
     endless.eos_token = None
     with pytest.raises(ConfigError, match="no end-of-sequence token"):
@@ -327,7 +327,7 @@ def test_plain_pairs(special_tokenizer):
     ]
 
 
-def test_chat_pairs_with_and_without_a_prompt(chatml_tokenizer):
+def test_chat_pairs(chatml_tokenizer):
     prompt, chosen, rejected = [user("hi")], [assistant("yes")], [assistant("no")]
     explicit = {"prompt": prompt, "chosen": chosen, "rejected": rejected}
     implicit = {"chosen": prompt + chosen, "rejected": prompt + rejected}
@@ -340,7 +340,7 @@ def test_chat_pairs_with_and_without_a_prompt(chatml_tokenizer):
     assert learned(chatml_tokenizer, rows[0]["rejected_ids"], rows[0]["rejected_mask"]) == "no<|im_end|>\n"
 
 
-def test_both_rows_of_a_pair_share_the_prompt_ids(tokenizer):
+def test_rows_of_a_pair_share_the_prompt_ids(tokenizer):
     (row,) = tokenized("pairs", [{"chosen": "The sky is blue.", "rejected": "The sky is green."}], tokenizer)
     width = row["chosen_mask"].index(1)
     assert width == row["rejected_mask"].index(1) == len("The sky is")
@@ -366,7 +366,7 @@ def test_the_implicit_prompt_is_that_of_trl(example):
     assert split_pair(example) == (theirs["prompt"], theirs["chosen"], theirs["rejected"])
 
 
-def test_a_completion_that_continues_the_other_keeps_its_end(tokenizer):
+def test_a_completion_that_continues_the_other(tokenizer):
     prompt, chosen, rejected = split_pair({"chosen": "ab", "rejected": "abc"})
     assert (prompt, chosen, rejected) == ("ab", "", "c")
     (row,) = tokenized("pairs", [{"chosen": "ab", "rejected": "abc"}], tokenizer)

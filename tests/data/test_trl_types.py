@@ -53,7 +53,7 @@ def token_rows(method, rows, tokenizer):
 
 
 @pytest.mark.parametrize("name", TYPES)
-def test_a_type_is_rendered_as_trl_renders_it(chatml_tokenizer, name):
+def test_types_are_rendered_as_by_trl(chatml_tokenizer, name):
     chatml_tokenizer.chat_template = TEMPLATE + "{%- if loud -%}!{%- endif -%}"
     method, row = TYPES[name]
     theirs = data_utils.maybe_extract_prompt(dict(row))
@@ -83,7 +83,7 @@ def test_pairs_are_unpaired_as_by_trl(chatml_tokenizer, conversational):
     assert token_rows("kto", [pair], chatml_tokenizer) == token_rows("kto", theirs, chatml_tokenizer)
 
 
-def test_conversations_become_messages_as_by_trl():
+def test_conversations_to_messages_as_by_trl():
     row = {"conversations": [{"from": "user", "value": "a"}, {"from": "assistant", "value": "b"}]}
     theirs = data_utils.maybe_convert_to_chatml(dict(row))
     made = find("auto", "completions")(row)

@@ -1,5 +1,7 @@
-"""axolotl's preference formats: fixed texts (`chatml.*`, `llama3.*`, `zephyr.nectar`), texts of the user's own
-(`user_defined.default`), and texts that the tokenizer's chat template renders (`chat_template.*`).
+"""axolotl's preference formats.
+
+They write with fixed texts (`chatml.*`, `llama3.*`, `zephyr.nectar`), with the user's (`user_defined.default`), or with
+the tokenizer's chat template (`chat_template.*`).
 
 Source: axolotl's RLHF documentation (docs/rlhf.qmd), prompt_strategies/dpo, /kto and /orpo.
 """

@@ -58,7 +58,7 @@ def test_packed_arrays_by_hand():
     assert (tokens.dtype, positions.dtype, mask.dtype) == (np.int32, np.int32, np.float32)
 
 
-def test_the_first_token_of_a_segment_is_never_learned():
+def test_first_tokens_of_segments():
     _, _, _, mask = pad_groups([[([1, 2], [1, 1]), ([3], [1]), ([4, 5], [1, 1])]], 6)
     assert mask.tolist() == [[0, 1, 0, 0, 1, 0]]
 
