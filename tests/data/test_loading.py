@@ -49,6 +49,24 @@ def texts(rows, tokenizer, column="chosen_ids"):
     return [tokenizer.decode(row[column]) for row in rows]
 
 
+@pytest.mark.parametrize(
+    ("name", "loss", "kind"),
+    [
+        ("grpo", "ppo_clip", "prompts"),
+        ("ppo", "ppo_clip", "prompts"),
+        ("sft", "nll", "completions"),
+        ("reward_model", "bradley_terry", "pairs"),
+        ("preference", "dpo", "pairs"),
+        ("preference", "kto", "labels"),
+        ("preference", "apo_zero_unpaired", "labels"),
+    ],
+)
+def test_the_kind_of_data_of_an_algorithm(name, loss, kind):
+    config = default()
+    config.algorithm.name, config.algorithm.loss = name, loss
+    assert data_spec(config).kind == kind
+
+
 def test_axolotls_datasets_are_sources(tokenizer):
     section = [
         {"path": "orca.jsonl", "split": "train", "type": "chatml.intel"},
