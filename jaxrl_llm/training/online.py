@@ -33,7 +33,7 @@ from jaxrl_llm.training.episodes import Converse, Conversing
 from jaxrl_llm.training.logging.logger import Stopwatch
 from jaxrl_llm.training.logging.reward_metrics import add_totals, join, over_processes, table_value
 from jaxrl_llm.training.microbatch import map_microbatches
-from jaxrl_llm.training.objectives.policy_gradient import needs_key
+from jaxrl_llm.training.objective_specs import critic_spec, policy_loss
 from jaxrl_llm.training.objectives.value import critic_params
 from jaxrl_llm.training.packing.planner import Packer
 from jaxrl_llm.training.reference import Memory
@@ -261,7 +261,7 @@ class Online:
                 token_count=None if tokens is None else np.float32(tokens),
             )
         )
-        if needs_key(self.config):
+        if "key" in policy_loss(self.config).takes:
             first = int(jax.random.bits(jax.random.fold_in(key, SEEDS)))
             seeds = np.random.default_rng([first, 0]).integers(2**32, size=batch.rows, dtype=np.uint32)
             own = slice(jax.process_index() * rows, (jax.process_index() + 1) * rows)
@@ -300,7 +300,7 @@ class Online:
             return None
         inputs, count = self._inputs(rows)
         return values_before(
-            self.critic, critic_params(self.config, state), inputs, count, row_shards(self.sampler.mesh)
+            self.critic, critic_params(critic_spec(self.config), state), inputs, count, row_shards(self.sampler.mesh)
         )
 
     def _inputs(self, rows: Rollout | Batch) -> tuple[Inputs, int]:
