@@ -244,9 +244,7 @@ def _offline(
     """The batches, and rows like theirs, where they are known before."""
     if data.streaming:
         margins = any("margin" in loading.columns(source) for source in sources)
-        stream = loading.stream(
-            data, sources, data.kind, model.tokenizer, lambda row: offline.as_example(row, margins)
-        )
+        stream = loading.stream(data, sources, data.kind, model.tokenizer, lambda row: offline.as_example(row, margins))
         ref_params = None
         if needs_reference(config):
             ref_params = start_reference(config, model.params, model.net.config.lora)
