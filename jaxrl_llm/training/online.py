@@ -30,26 +30,28 @@ from jaxrl_llm.algorithms.batch import Batch, Inputs, Scalars
 from jaxrl_llm.algorithms.controllers import Controllers
 from jaxrl_llm.algorithms.random_streams import REPLAY, ROW_SEEDS
 from jaxrl_llm.config import ConfigError
+from jaxrl_llm.data.chat import decode_completion, is_conversational
 from jaxrl_llm.data.collate import pad_prompts
 from jaxrl_llm.data.pipeline import Pipeline
 from jaxrl_llm.data.streaming import Stream
 from jaxrl_llm.distributed.processes import all_or_none, gather
 from jaxrl_llm.distributed.sharding import constrain, local_rows, on_device, row_shards, rows_to_global
+from jaxrl_llm.environments.batch import EpisodeBatch
 from jaxrl_llm.models.logprobs import token_logps, token_values
 from jaxrl_llm.models.transformer import Net, Params
-from jaxrl_llm.rewards.grader import NOTHING_LOGGED, Logged, Rewards, TrainerState
+from jaxrl_llm.rewards.runner import NOTHING_LOGGED, Logged, Rewards, TrainerState
+from jaxrl_llm.rewards.streaming import StreamingRewards
 from jaxrl_llm.rollout.engine import Engine, Rollout
 from jaxrl_llm.training import replay as replay_buffer
 from jaxrl_llm.training.advantages import AdvantageStep
 from jaxrl_llm.training.algorithm import BatchSpec
-from jaxrl_llm.training.episodes import Converse
+from jaxrl_llm.training.external_rollout import ExternalRollout
 from jaxrl_llm.training.logging.reward_metrics import add_totals, join, over_processes, table_value
 from jaxrl_llm.training.logging.stopwatch import Stopwatch
 from jaxrl_llm.training.microbatch import map_microbatches
 from jaxrl_llm.training.packing.planner import Packer
 from jaxrl_llm.training.reference import Reference
 from jaxrl_llm.training.replay import Replay
-from jaxrl_llm.training.streaming_rewards import EarlyGrading
 from jaxrl_llm.training.update import State
 
 Row = dict[str, Any]
@@ -90,8 +92,8 @@ class RolloutWorker:
     mesh: Mesh
     prompt_width: int
     stopwatch: Stopwatch
-    open_episodes: Converse | None = None
-    external: Callable[..., tuple[Rollout, dict[str, list[Any]]]] | None = None
+    open_episodes: Callable[[list[Row], int], EpisodeBatch] | None = None
+    external: ExternalRollout | None = None
 
     def __call__(
         self,
@@ -114,19 +116,22 @@ class RolloutWorker:
                 name: [row[name] for row in rows] for name in examples[0] if name not in ("prompt", "prompt_ids")
             }
             prompts = [row["prompt"] for row in rows]
+
+            def decode(row: int, tokens: list[int]) -> Any:
+                return decode_completion(self.tokenizer, tokens, is_conversational(prompts[row]))
+
             streaming = None
             # Rows are graded while others are still sampled, unless their rewards need the whole conversation.
             if episodes is None and self.external is None and self.rewards.takes_rows:
                 with all_or_none():
-                    streaming = EarlyGrading(self.rewards.open(prompts, columns, state), prompts, self.tokenizer)
+                    streaming = StreamingRewards(self.rewards.open(prompts, columns, state), decode)
             results: dict[str, list[Any]] = {}  # columns for rewards that come with the rollout
             if self.external is not None:
                 rollout, results = self.external(params, opened, jax.random.fold_in(key, first_row), state)
             else:
                 padded = pad_prompts([example["prompt_ids"] for example in opened], width)
                 tokens, segments = rows_to_global(padded, self.mesh)
-                turns = None if episodes is None else episodes.dialogue
-                rollout = self.engine.generate(params, tokens, segments, key, first_row, turns, listener=streaming)
+                rollout = self.engine.generate(params, tokens, segments, key, first_row, episodes, listener=streaming)
             tokens, lengths = local_rows((rollout.tokens, rollout.lengths))
         with self.stopwatch("reward"), all_or_none():
             ids = [row[width : width + length].tolist() for row, length in zip(tokens, lengths, strict=True)]
@@ -134,12 +139,14 @@ class RolloutWorker:
             if episodes is not None:
                 texts, results = episodes.finish(ids, self.rewards.workers is None)
             if streaming is None:
-                streaming = EarlyGrading(self.rewards.open(prompts, columns | results, state), prompts, self.tokenizer)
+                streaming = StreamingRewards(self.rewards.open(prompts, columns | results, state), decode)
             texts = streaming.finish(ids, texts)
             graded = streaming.pending.result()
+            logged = graded.logged
             if episodes is not None:
-                graded = graded._replace(logged=episodes.logged(graded.logged))
-            return Rollouts(rollout, examples, prompts, texts, graded.rewards, graded.logged, state.global_step)
+                metrics, totals, table = episodes.release()
+                logged = Logged(logged.metrics | metrics, logged.totals | totals, logged.columns | table)
+            return Rollouts(rollout, examples, prompts, texts, graded.rewards, logged, state.global_step)
 
 
 @dataclasses.dataclass(frozen=True)

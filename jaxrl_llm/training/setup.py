@@ -1,6 +1,6 @@
 """From a configuration to a `Run`: the one place where model, data, rewards, rollouts and updates meet."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -12,21 +12,24 @@ from jax.sharding import Mesh
 
 from jaxrl_llm.algorithms.random_streams import ADAPTERS, VALUE_HEAD
 from jaxrl_llm.config import ConfigError, batch_rows
+from jaxrl_llm.config.schema import OFFLINE
 from jaxrl_llm.data import loading
 from jaxrl_llm.data.loading import Part
 from jaxrl_llm.data.pipeline import Pipeline
 from jaxrl_llm.distributed.sharding import make_mesh, row_shards
-from jaxrl_llm.environments.factory import Environments, load_environments
+from jaxrl_llm.environments.factory import Environments, EnvironmentSpec, load_environments
+from jaxrl_llm.environments.protocol import EpisodeError
 from jaxrl_llm.models.lora import LoraConfig, has_adapters, parse_targets, split
 from jaxrl_llm.models.model import Model, add_adapters, load_model
 from jaxrl_llm.models.peft import read_config
 from jaxrl_llm.rewards.functions import environment as environment_reward
-from jaxrl_llm.rewards.grader import Rewards, load_rewards
+from jaxrl_llm.rewards.runner import Rewards, load_rewards
 from jaxrl_llm.rollout.sampling import Sampling
 from jaxrl_llm.training import offline
 from jaxrl_llm.training.advantages import advantage_step
 from jaxrl_llm.training.algorithm import Algorithm, BatchSpec
-from jaxrl_llm.training.evaluation.build import Evaluate, build_evaluate
+from jaxrl_llm.training.evaluation.run import Evaluate
+from jaxrl_llm.training.evaluation_setup import build_evaluate
 from jaxrl_llm.training.logging.stopwatch import Stopwatch
 from jaxrl_llm.training.objective_specs import critic_spec, objective_of, preference_spec
 from jaxrl_llm.training.objectives.value import critic_params, shared_critic, value_regression
@@ -58,7 +61,16 @@ from jaxrl_llm.training.specs import (
 )
 from jaxrl_llm.training.specs import eos_ids as eos_ids
 from jaxrl_llm.training.specs import update_spec as update_spec
-from jaxrl_llm.training.update import Frozen, State, Update, init_state, make_update, optimizer_step, split_critic
+from jaxrl_llm.training.update import (
+    Frozen,
+    State,
+    Update,
+    init_state,
+    make_update,
+    merge_frozen,
+    optimizer_step,
+    split_critic,
+)
 
 
 class Run(NamedTuple):
@@ -91,7 +103,7 @@ def build(config, mesh: Mesh, train_dataset=None, eval_dataset=None, rewards=Non
     check_rows(config, batch_rows(config), mesh)
     algorithm, stopwatch = algorithm_of(config), Stopwatch()
     model, graders = build_model(config, mesh), build_rewards(config, rewards)
-    environments = load_environments(config, environment, tools)
+    environments = load_environments(environment_spec(config, environment, tools))
     if environment_reward in graders.functions and environments is None and config.environment.rollout_func is None:
         raise ConfigError("rewards.functions names environment, but there is none: set environment.name")
     _check_trainable(config, model)
@@ -352,3 +364,32 @@ def _offline(
         # Every process reads whole batches: kto pairs the rows of one with each other.
         pipeline = Pipeline(examples, rows.prompts, config.seed, c.shuffle, shares=tokens.shares)
     return OfflineSource(spec, rows, model.net, pipeline, mesh, packer(sample), stopwatch, ref_params)
+
+
+def finished_models(config, run: Run, state: State) -> tuple[Model, Model | None]:
+    """The model and the critic (None without one) with the parameters of `state`, to be exported."""
+    state = merge_frozen(state, run.frozen)
+    model, critic = replace(run.model, params=state.params), None
+    if run.critic is not None and state.critic is not None:
+        critic = replace(run.critic, params=critic_params(critic_spec(config), state))
+    return model, critic
+
+
+def environment_spec(config, environment: Any = None, tools: Sequence[Any] = ()) -> EnvironmentSpec:
+    """The environments of the configuration, or of `environment` (a factory, a dictionary of them, or a name).
+
+    `tools` are added to the configuration's. Raises EpisodeError for an algorithm that samples nothing.
+    """
+    c, name = config.environment, config.algorithm.name
+    spec = EnvironmentSpec(
+        environment=c.name if environment is None else environment,
+        tools=(*c.tools, *tools),
+        max_turns=c.max_turns,
+        max_tool_calls=c.max_tool_calls,
+        workers=c.workers,
+        timeout=c.timeout,
+        on_error=c.on_error,
+    )
+    if name in OFFLINE and (spec.environment is not None or spec.tools):
+        raise EpisodeError(f"there is an environment or a tool, but algorithm.name = {name!r} samples nothing")
+    return spec

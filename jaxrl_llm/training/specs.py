@@ -5,36 +5,39 @@ Beside them stands what several commands build from a configuration and a model:
 
 import math
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
+import jax
 from jax.sharding import Mesh
 
+from jaxrl_llm.algorithms.batch import Inputs
 from jaxrl_llm.algorithms.controllers import AdaptiveEntropy, Controllers
 from jaxrl_llm.algorithms.kl import AdaptiveKL, FixedKL
 from jaxrl_llm.config import ConfigError, rows_together
 from jaxrl_llm.config.resolve import split_options
 from jaxrl_llm.config.schema import OFFLINE
 from jaxrl_llm.data import loading
-from jaxrl_llm.distributed.sharding import rollout_mesh
+from jaxrl_llm.data.observations import TurnTokenizer
+from jaxrl_llm.distributed.sharding import rollout_mesh, row_shards
+from jaxrl_llm.environments.batch import EpisodeBatch
 from jaxrl_llm.environments.factory import Environments
 from jaxrl_llm.models.cast import draws_from_another
 from jaxrl_llm.models.model import Model
-from jaxrl_llm.rewards.grader import Rewards
+from jaxrl_llm.rewards.runner import Rewards
 from jaxrl_llm.rollout.engine import Engine
 from jaxrl_llm.rollout.resharded import EngineOnMesh
 from jaxrl_llm.rollout.sampling import Sampling
 from jaxrl_llm.training.advantages import AdvantageSpec
 from jaxrl_llm.training.algorithm import Algorithm, BatchSpec
-from jaxrl_llm.training.episodes import Converse
-from jaxrl_llm.training.external_rollouts import Elsewhere
+from jaxrl_llm.training.external_rollout import ExternalRollout, load_rollout_function
 from jaxrl_llm.training.logging.stopwatch import Stopwatch
 from jaxrl_llm.training.objective_specs import kl_estimator, needs_reference, policy_loss, preference_spec
 from jaxrl_llm.training.offline import OfflineSpec
-from jaxrl_llm.training.online import LearnerSpec, ProducerSpec, RolloutWorker, Row
+from jaxrl_llm.training.online import LearnerSpec, ProducerSpec, RolloutWorker, Row, scored_logps
 from jaxrl_llm.training.optimizers import OptimizerSpec, learning_rate_schedule
 from jaxrl_llm.training.packing.planner import PackingSpec
 from jaxrl_llm.training.reference import ReferenceSpec
-from jaxrl_llm.training.rollout_functions import load_rollout_function
 from jaxrl_llm.training.update import UpdateSpec
 
 WIDTH_MULTIPLE = 8  # rows are padded to a multiple, so that similar data compiles to the same shapes
@@ -268,7 +271,8 @@ def build_worker(
     open_episodes = external = None
     if environments is not None:
         options = split_options(f"_({config.data.chat_template_kwargs})")[1]
-        open_episodes = Converse(environments, model.tokenizer, eos, limit, options)
+        turns = TurnTokenizer(model.tokenizer, eos, limit, options)
+        open_episodes = partial(EpisodeBatch.open, environments, turns)
         examples = None  # environments and tools may lengthen prompts
     engine = Engine(
         model.net,
@@ -289,7 +293,11 @@ def build_worker(
     function = load_rollout_function(config.environment.rollout_func)
     if function is not None:
         width = limit  # what a function returns as prompts is its own
-        external = Elsewhere(function, engine, model.tokenizer, mesh, width, c.temperature)
+
+        def policy_logps(params: Any, inputs: Inputs) -> jax.Array:
+            return scored_logps(engine.net, params, inputs, c.temperature, len(inputs.tokens), row_shards(mesh))
+
+        external = ExternalRollout(function, engine, model.tokenizer, mesh, width, policy_logps)
     return RolloutWorker(engine, rewards, model.tokenizer, mesh, width, stopwatch, open_episodes, external)
 
 
