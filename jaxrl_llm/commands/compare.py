@@ -21,7 +21,7 @@ from jaxrl_llm.algorithms.advantages import combine_rewards
 from jaxrl_llm.algorithms.sample_statistics import bootstrap_interval, mean_of
 from jaxrl_llm.config import ConfigError, validate
 from jaxrl_llm.config.flags import load_flags
-from jaxrl_llm.config.schema import Key
+from jaxrl_llm.config.schema import Setting
 from jaxrl_llm.data.chat import chat_ids
 from jaxrl_llm.distributed import processes
 from jaxrl_llm.distributed.compilation_cache import keep_compiled
@@ -35,12 +35,12 @@ from jaxrl_llm.training.logging.console import show
 from jaxrl_llm.training.setup import build_mesh, build_model, build_rewards
 
 FLAGS = (
-    Key("a", "", "The first model: hub id, local folder (such as RUN/hf) or `embedded:<name>`."),
-    Key("b", "", "The second model."),
-    Key("tie", 0.0, "Sums of rewards that differ by no more than this are a tie.", float, minimum=0),
-    Key("level", 0.95, "Level of the bootstrap interval over prompts.", float, above=0, below=1),
-    Key("output", "", "JSON file to write the numbers to, besides printing them."),
-    Key("pairs", "", "File for every pair, one JSON object a line: prompt, a, b, their scores, and who won."),
+    Setting("a", "", "The first model: hub id, local folder (such as RUN/hf) or `embedded:<name>`."),
+    Setting("b", "", "The second model."),
+    Setting("tie", 0.0, "Sums of rewards that differ by no more than this are a tie.", float, minimum=0),
+    Setting("level", 0.95, "Level of the bootstrap interval over prompts.", float, above=0, below=1),
+    Setting("output", "", "JSON file to write the numbers to, besides printing them."),
+    Setting("pairs", "", "File for every pair, one JSON object a line: prompt, a, b, their scores, and who won."),
 )
 SHARES = {"win": 1.0, "tie": 0.5, "loss": 0.0}  # of a win
 
@@ -54,7 +54,7 @@ class Comparison(NamedTuple):
 
 def compare(
     config, a: str, b: str, eval_dataset=None, rewards=None, tie: float = 0.0, level: float = 0.95
-) -> Comparison:  # fmt: skip
+) -> Comparison:
     """How often the completions of model `a` are better than those of model `b`, for the same prompts.
 
     Each model writes `eval.samples` completions of every prompt of the evaluation (see `jaxrl_llm.evaluate`), with its
@@ -125,11 +125,18 @@ def _graded(grader: Rewards, written: Sequence[Written], tie: float) -> list[dic
     for (index, (a, b)), (score_a, score_b) in zip(met, gather(scores)[0], strict=True):
         known = np.isfinite(score_a) and np.isfinite(score_b)
         winner = "tie" if abs(score_a - score_b) <= tie else "a" if score_a > score_b else "b"
-        pairs.append({
-            "set": examples[index]["set"], "row": index, "prompt": shown(examples[index]["prompt"]), "a": text_of(a),
-            "b": text_of(b), "score_a": score_a if known else None, "score_b": score_b if known else None,
-            "winner": winner if known else None,
-        })  # fmt: skip
+        pairs.append(
+            {
+                "set": examples[index]["set"],
+                "row": index,
+                "prompt": shown(examples[index]["prompt"]),
+                "a": text_of(a),
+                "b": text_of(b),
+                "score_a": score_a if known else None,
+                "score_b": score_b if known else None,
+                "winner": winner if known else None,
+            }
+        )
     return pairs
 
 

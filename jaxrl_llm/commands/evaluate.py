@@ -19,7 +19,7 @@ import jax
 
 from jaxrl_llm.config import ConfigError, validate
 from jaxrl_llm.config.flags import load_flags
-from jaxrl_llm.config.schema import Key
+from jaxrl_llm.config.schema import Setting
 from jaxrl_llm.distributed import processes
 from jaxrl_llm.distributed.compilation_cache import keep_compiled
 from jaxrl_llm.environments.factory import load_environments
@@ -30,12 +30,12 @@ from jaxrl_llm.training.logging.console import show
 from jaxrl_llm.training.setup import build_mesh, build_model, build_rewards
 
 FLAGS = (
-    Key("output", "", "JSON file to write the numbers to, besides printing them."),
-    Key("responses", "", "File of responses to grade in place of a model's: .parquet, .jsonl, .json or .csv."),
-    Key("response_key", "responses", "Its column of responses."),
-    Key("prompt_key", "prompt", "Its column of prompts."),
-    Key("data_source_key", "data_source", "Its column that says where a row is from."),
-    Key("reward_model_key", "reward_model", "Its column with the ground_truth, in verl's rows."),
+    Setting("output", "", "JSON file to write the numbers to, besides printing them."),
+    Setting("responses", "", "File of responses to grade in place of a model's: .parquet, .jsonl, .json or .csv."),
+    Setting("response_key", "responses", "Its column of responses."),
+    Setting("prompt_key", "prompt", "Its column of prompts."),
+    Setting("data_source_key", "data_source", "Its column that says where a row is from."),
+    Setting("reward_model_key", "reward_model", "Its column with the ground_truth, in verl's rows."),
 )
 
 
@@ -51,17 +51,26 @@ def evaluate(config, eval_dataset=None, rewards=None, environment=None, tools=()
 
 
 def evaluate_responses(
-    config, responses: Any, rewards=None, response_key: str = "responses", prompt_key: str = "prompt",
-    data_source_key: str = "data_source", reward_model_key: str = "reward_model",
-) -> dict[str, float]:  # fmt: skip
+    config,
+    responses: Any,
+    rewards=None,
+    response_key: str = "responses",
+    prompt_key: str = "prompt",
+    data_source_key: str = "data_source",
+    reward_model_key: str = "reward_model",
+) -> dict[str, float]:
     """The `eval/*` metrics of responses that were written before, by the rewards of the configuration.
 
     responses is a file (.parquet, .jsonl, .json, .csv), a `datasets.Dataset` or a list of dicts; a row has a prompt's
     responses, a text or a list of them. `eval/reward` is the mean of the means of rows, as verl's `main_eval` has it.
     Raises ConfigError for anything the user can mend.
     """
-    keys = {"responses": response_key, "prompt": prompt_key, "data_source": data_source_key,
-            "reward_model": reward_model_key}  # fmt: skip
+    keys = {
+        "responses": response_key,
+        "prompt": prompt_key,
+        "data_source": data_source_key,
+        "reward_model": reward_model_key,
+    }
     return _grade(config, responses, rewards, keys)[1]
 
 
@@ -122,8 +131,10 @@ def main(argv: list[str]) -> None:
     output = Path(options["output"]).expanduser() if options["output"] else None
     if output is not None and not output.parent.is_dir():
         raise ConfigError(f"--output: there is no folder {output.parent}; make it first")
-    keys = {"responses" if name == "response" else name: options[f"{name}_key"]
-            for name in ("response", "prompt", "data_source", "reward_model")}  # fmt: skip
+    keys = {
+        "responses" if name == "response" else name: options[f"{name}_key"]
+        for name in ("response", "prompt", "data_source", "reward_model")
+    }
     if options["responses"]:
         rows, metrics = _grade(config, options["responses"], None, keys)
         found = {"responses": options["responses"], "prompts": rows, "metrics": _shown(metrics)}

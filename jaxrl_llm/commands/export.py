@@ -18,7 +18,7 @@ from jax.sharding import Mesh
 
 from jaxrl_llm.config import ConfigDict, ConfigError, from_json
 from jaxrl_llm.config.flags import load_options
-from jaxrl_llm.config.schema import Key
+from jaxrl_llm.config.schema import Setting
 from jaxrl_llm.distributed import processes
 from jaxrl_llm.distributed.sharding import make_mesh
 from jaxrl_llm.models import peft
@@ -30,16 +30,20 @@ from jaxrl_llm.training.checkpoint.manager import Checkpoints, folder_of
 from jaxrl_llm.training.setup import build_model
 
 FLAGS = (
-    Key("run", "", "Folder of the run: its output_dir."),
-    Key("step", None, "Step of the checkpoint; none is the newest.", int, minimum=0),
-    Key("output", "", "Folder to write; with push_to_hub it may be left out."),
-    Key("dtype", None, "Type of the stored weights; none keeps that of the checkpoint.",
-        choices=("float32", "bfloat16", "float16")),
-    Key("adapter", False, "Write the adapters of the run alone, a PEFT folder in float32.", bool),
-    Key("overwrite", False, "Replace the model that the folder, or the repository, holds already.", bool),
-    Key("push_to_hub", None, "Repository of the Hugging Face hub to push to, OWNER/NAME."),
-    Key("private", False, "Make that repository for its owner alone.", bool),
-)  # fmt: skip
+    Setting("run", "", "Folder of the run: its output_dir."),
+    Setting("step", None, "Step of the checkpoint; none is the newest.", int, minimum=0),
+    Setting("output", "", "Folder to write; with push_to_hub it may be left out."),
+    Setting(
+        "dtype",
+        None,
+        "Type of the stored weights; none keeps that of the checkpoint.",
+        choices=("float32", "bfloat16", "float16"),
+    ),
+    Setting("adapter", False, "Write the adapters of the run alone, a PEFT folder in float32.", bool),
+    Setting("overwrite", False, "Replace the model that the folder, or the repository, holds already.", bool),
+    Setting("push_to_hub", None, "Repository of the Hugging Face hub to push to, OWNER/NAME."),
+    Setting("private", False, "Make that repository for its owner alone.", bool),
+)
 
 PUSHED = ".pushed"  # the folder of a run that is there while its model is pushed
 

@@ -1,7 +1,9 @@
-"""One HTML page of one or several runs: python -m jaxrl_llm report RUN [RUN ...]
+"""Write an HTML page of one or several runs.
 
-RUN is the output_dir of a run, which may still be going on. The page needs no network: curves of all runs over each
-other, time by phase, warnings, settings that differ, and a table of completions to sort, search and filter.
+    python -m jaxrl_llm report RUN [RUN ...]
+
+RUN is the output_dir of a run, finished or not. The page needs no network: the curves of all runs in the same plots,
+time by phase, warnings, settings that differ, and a table of completions to sort, search and filter.
 """
 
 import sys
@@ -10,7 +12,7 @@ from pathlib import Path
 
 from jaxrl_llm.config.flags import load_options
 from jaxrl_llm.config.resolve import ConfigError
-from jaxrl_llm.config.schema import Key
+from jaxrl_llm.config.schema import Setting
 from jaxrl_llm.tools.report.page import write_page
 from jaxrl_llm.tools.report.pictures import check_pictures, write_pictures
 from jaxrl_llm.tools.report.runs import read_runs
@@ -18,14 +20,25 @@ from jaxrl_llm.tools.report.samples import chunks_of, count_rows
 from jaxrl_llm.training.logging.logger import COMPLETIONS
 
 OPTIONS = (
-    Key("output", None, "The page; none is report.html, of one run in its folder, of several in the current one."),
-    Key("png", None, "A folder for PNGs of the main curves, which matplotlib draws; none draws nothing."),
-    Key("smoothing", 0.6, "How much of what was the curves keep, from 0 (nothing); a slider of the page.", float,
-        minimum=0, below=1),
-    Key("completions", 100_000, "Completions in the page at most, of evenly spaced steps.", int, minimum=0),
-    Key("characters", 4000, "Characters of a prompt or completion in the page; the middle of longer ones is left out.",
-        int, minimum=100),
-)  # fmt: skip
+    Setting("output", None, "The page; none is report.html, of one run in its folder, of several in the current one."),
+    Setting("png", None, "A folder for PNGs of the main curves, which matplotlib draws; none draws nothing."),
+    Setting(
+        "smoothing",
+        0.6,
+        "How much of what was the curves keep, from 0 (nothing); a slider of the page.",
+        float,
+        minimum=0,
+        below=1,
+    ),
+    Setting("completions", 100_000, "Completions in the page at most, of evenly spaced steps.", int, minimum=0),
+    Setting(
+        "characters",
+        4000,
+        "Characters of a prompt or completion in the page; the middle of longer ones is left out.",
+        int,
+        minimum=100,
+    ),
+)
 
 
 def report(

@@ -83,11 +83,11 @@ def join(config: ConfigDict | None = None) -> None:
 
     `processes.coordinator`, `count` and `index` of the configuration are none afterwards: where a process runs is no
     part of the record of a run. Raises ConfigError: settings that are incomplete, processes that do not meet within
-    `processes.meet_seconds`, or that differ in their count, configuration or versions.
+    `processes.rendezvous_seconds`, or that differ in their count, configuration or versions.
     """
     config = default() if config is None else config
     c = config.processes
-    place, meet_seconds, heartbeat = _place(c.coordinator, c.count, c.index), c.meet_seconds, c.heartbeat_seconds
+    place, meet_seconds, heartbeat = _place(c.coordinator, c.count, c.index), c.rendezvous_seconds, c.heartbeat_seconds
     c.coordinator = c.count = c.index = None
     if place is not None and place.count == 1:
         return
@@ -160,7 +160,7 @@ def _initialize(cluster: str, seconds: int, limits: dict[str, Any]) -> bool:
 
     def late() -> None:
         print(
-            f"error: the processes of this run did not all meet within {seconds} s (processes.meet_seconds), as "
+            f"error: the processes of this run did not all meet within {seconds} s (processes.rendezvous_seconds), as "
             f"{cluster} describes it to {_self()}: look for the one that has not started or ended with an error, and "
             "whether machines can reach each other",
             file=sys.stderr, flush=True,

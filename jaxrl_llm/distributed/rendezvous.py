@@ -105,7 +105,7 @@ def _missing(place: Place, here: dict[int, dict[str, Any]], seconds: float) -> s
     shown = ", ".join(map(str, missing[:16])) + (", ..." if len(missing) > 16 else "")
     came = ", ".join(f"{index} on {here[index]['host']}" for index in sorted(here)[:16])
     return (
-        f"after {seconds:g} s (processes.meet_seconds) {len(here)} of {place.count} processes have met at "
+        f"after {seconds:g} s (processes.rendezvous_seconds) {len(here)} of {place.count} processes have met at "
         f"{place.coordinator}; missing: {shown}; there: {came}. Look at the logs of those that are missing, and "
         "whether their machines reach that address"
     )
@@ -143,8 +143,8 @@ def _come(place: Place, seconds: float, deadline: float) -> None:
         return
     raise ConfigError(
         f"process {place.index} of {place.count} ({socket.gethostname()}) did not meet the others at "
-        f"{place.coordinator} within {seconds:g} s (processes.meet_seconds): {reason}. Is process 0 running, on that "
-        "host, and does the network let this port through?"
+        f"{place.coordinator} within {seconds:g} s (processes.rendezvous_seconds): {reason}. Is process 0 running, "
+        "on that host, and does the network let this port through?"
     )
 
 

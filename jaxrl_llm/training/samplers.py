@@ -36,7 +36,7 @@ def build_sampler(model: Model, grader: Rewards, mesh: Mesh, sampling: Sampling,
     c = config.rollout
     engine = Engine(
         model.net, sampling, group_size, c.max_completion_length, eos, c.chunk, c.slots, shrink=c.shrink,
-        drafts=c.draft_tokens, **stored_types(config),
+        drafts=c.speculative_tokens, **stored_types(config),
     )  # fmt: skip
     own_mesh = rollout_mesh(mesh, c.mesh)
     if own_mesh != mesh:
