@@ -1,12 +1,12 @@
-"""Measure a model on held-out prompts, or responses that were written before.
+"""Measure a model on held-out prompts, or the responses in a file.
 
     python -m jaxrl_llm evaluate --config=configs/grpo.py --config.model.path=runs/grpo/hf
     python -m jaxrl_llm evaluate --responses=responses.parquet --config.rewards.functions=my_score.py
 
 Prompts, rewards and sampling are those of the configuration: `data.eval_path` (or `data.path`) and `data.eval_split`,
-or `eval.sets`; `rewards`; `rollout`; and what `eval` says of samples and statistics. Prints accuracy of samples and of
-the greedy completion, reward, and pass@k; of each set, and of each data source. With --responses no model is read: each
-row of the file has a prompt's responses (a text, or a list of them) and the columns that the rewards read.
+or `eval.sets`; `rewards`; `rollout`; and the samples and statistics of `eval`. Prints accuracy of samples and of the
+greedy completion, reward, and pass@k; of each set, and of each data source. With --responses no model is loaded: each
+row of the file has the responses to a prompt (a text, or a list of them) and the columns that the rewards read.
 """
 
 import contextlib
@@ -30,12 +30,12 @@ from jaxrl_llm.training.logging.console import show
 from jaxrl_llm.training.setup import build_mesh, build_model, build_rewards
 
 FLAGS = (
-    Setting("output", "", "JSON file to write the numbers to, besides printing them."),
-    Setting("responses", "", "File of responses to grade in place of a model's: .parquet, .jsonl, .json or .csv."),
-    Setting("response_key", "responses", "Its column of responses."),
-    Setting("prompt_key", "prompt", "Its column of prompts."),
-    Setting("data_source_key", "data_source", "Its column that says where a row is from."),
-    Setting("reward_model_key", "reward_model", "Its column with the ground_truth, in verl's rows."),
+    Setting("output", "", "JSON file for the numbers, which are also printed."),
+    Setting("responses", "", "File of responses to grade instead of sampling: .parquet, .jsonl, .json or .csv."),
+    Setting("response_key", "responses", "Column of responses in that file."),
+    Setting("prompt_key", "prompt", "Column of prompts in that file."),
+    Setting("data_source_key", "data_source", "Column with the source of a row in that file."),
+    Setting("reward_model_key", "reward_model", "Column with the ground_truth in that file, as verl has it."),
 )
 
 
@@ -45,7 +45,7 @@ def evaluate(config, eval_dataset=None, rewards=None, environment=None, tools=()
     eval_dataset (a `datasets.Dataset`, a list of dicts, or a dictionary of such by the names of sets) takes the place
     of `eval.sets` and `data.eval_path`, and rewards (a function or a list of them) that of `rewards.functions`;
     environment and tools are as in `train`. The numbers are those that training with the same configuration reports for
-    the same parameters. Raises ConfigError for anything the user can mend.
+    the same parameters. Raises ConfigError on user errors.
     """
     return _measure(config, eval_dataset, rewards, environment, tools)[1]
 
@@ -59,11 +59,11 @@ def evaluate_responses(
     data_source_key: str = "data_source",
     reward_model_key: str = "reward_model",
 ) -> dict[str, float]:
-    """The `eval/*` metrics of responses that were written before, by the rewards of the configuration.
+    """The `eval/*` metrics of existing responses, by the rewards of the configuration.
 
     responses is a file (.parquet, .jsonl, .json, .csv), a `datasets.Dataset` or a list of dicts; a row has a prompt's
     responses, a text or a list of them. `eval/reward` is the mean of the means of rows, as verl's `main_eval` has it.
-    Raises ConfigError for anything the user can mend.
+    Raises ConfigError on user errors.
     """
     keys = {
         "responses": response_key,
@@ -75,7 +75,7 @@ def evaluate_responses(
 
 
 def _measure(config, eval_dataset=None, rewards=None, environment=None, tools=()) -> tuple[Any, dict[str, float]]:
-    """How many prompts there were (of each set, by name, where they have names), and the metrics."""
+    """The number of prompts (of each set, by name, where sets have names), and the metrics."""
     validate(config)
     mesh = build_mesh(config)
     with jax.set_mesh(mesh), contextlib.closing(build_rewards(config, rewards)) as grader:
@@ -90,7 +90,7 @@ def _measure(config, eval_dataset=None, rewards=None, environment=None, tools=()
 
 
 def _grade(config, responses: Any, rewards: Any, keys: dict[str, str]) -> tuple[int, dict[str, float]]:
-    """How many rows there were, and the metrics."""
+    """The number of rows, and the metrics."""
     validate(config)
     measures = measures_of(config)
     with contextlib.closing(build_rewards(config, rewards)) as grader:
@@ -137,16 +137,16 @@ def main(argv: list[str]) -> None:
     }
     if options["responses"]:
         rows, metrics = _grade(config, options["responses"], None, keys)
-        found = {"responses": options["responses"], "prompts": rows, "metrics": _shown(metrics)}
-    elif given := [key.name for key in FLAGS if key.name.endswith("_key") and options[key.name] != key.default]:
-        raise ConfigError(f"--{given[0]} is of a file of responses: name it with --responses=FILE")
+        report = {"responses": options["responses"], "prompts": rows, "metrics": _shown(metrics)}
+    elif changed := [key.name for key in FLAGS if key.name.endswith("_key") and options[key.name] != key.default]:
+        raise ConfigError(f"--{changed[0]} is of a file of responses: name it with --responses=FILE")
     else:
-        found = _report(config, *_measure(config))
+        report = _report(config, *_measure(config))
     if jax.process_index() > 0:
         return
-    rows = {name: value for name, value in found.items() if name != "metrics"} | found["metrics"]
-    width = max(map(len, rows))
-    for name, value in rows.items():
+    table = {name: value for name, value in report.items() if name != "metrics"} | report["metrics"]
+    width = max(map(len, table))
+    for name, value in table.items():
         print(f"{name.ljust(width)}  {value if isinstance(value, str) else show(value)}")
     if output is not None:
-        output.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+        output.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")

@@ -34,9 +34,9 @@ FLAGS = (
 
 
 def plan(config, device: str = "h100", devices: int = 1, simulate: bool = False) -> Plan:
-    """The plan of a configuration on `devices` of a kind; the process must not have used jax before.
+    """The plan of a configuration on so many `devices` of a type; the process must not have used jax before.
 
-    Raises ConfigError for an unknown device, a mesh of another size, and whatever training would refuse.
+    Raises ConfigError for an unknown device, a mesh of another size, and as training does.
     """
     named(device)
     return make_plan(config, target(config, device, devices, simulate))
@@ -45,8 +45,8 @@ def plan(config, device: str = "h100", devices: int = 1, simulate: bool = False)
 def main(argv: list[str]) -> None:
     """The command line: see `--help`."""
     config, options = load_flags(argv, __doc__ or "", FLAGS)
-    found = plan(config, options["device"], options["devices"], options["simulate"])
-    tight = bool(found.target.device.memory) and found.peak.peak > found.room
+    planned = plan(config, options["device"], options["devices"], options["simulate"])
+    tight = bool(planned.target.device.memory) and planned.peak.peak > planned.room
     wanted = options["advice"] == "always" or (tight and options["advice"] == "auto")
-    advised = advice(found, compiled=wanted) if wanted else []
-    sys.stdout.write("\n".join(lines(found, advised)) + "\n")
+    advised = advice(planned, compiled=wanted) if wanted else []
+    sys.stdout.write("\n".join(lines(planned, advised)) + "\n")

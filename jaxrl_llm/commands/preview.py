@@ -36,12 +36,12 @@ def preview(config, rows: int = 3, measure: int = 10_000, held_out: bool = True,
     parts = loading.open_parts(config, tokenizer)
     lines = report(config, "trained on", kind, parts, tokenizer, rows, measure, colour)
     if held_out and config.eval.every >= 0:
-        for one in named_sets(config):
-            parts = set_parts(config, tokenizer, one)
-            use = f"evaluated on{f' as {one.name}' if one.name else ''}"
-            # Rows to evaluate on may lack what is learned: then they serve as prompts.
+        for eval_set in named_sets(config):
+            parts = set_parts(config, tokenizer, eval_set)
+            use = f"evaluated on{f' as {eval_set.name}' if eval_set.name else ''}"
+            # Evaluation rows without completions serve as prompts.
             if kind == "prompts" or measure_of(config, parts) == "samples":
-                parts = set_parts(config, tokenizer, one, prompts=True)
+                parts = set_parts(config, tokenizer, eval_set, prompts=True)
                 lines += report(config, use, "prompts", parts, tokenizer, min(rows, 1), measure, colour)
             else:
                 lines += report(config, use, kind, parts, tokenizer, min(rows, 1), measure, colour)
@@ -51,29 +51,32 @@ def preview(config, rows: int = 3, measure: int = 10_000, held_out: bool = True,
 def report(
     config, use: str, kind: str, parts: Sequence[Part], tokenizer: Any, rows: int, measure: int, colour: bool
 ) -> list[str]:
-    """The lines on some sources: examples first, then the statistics of each source."""
+    """The lines on some sources: of each its first examples, then its statistics."""
     lines: list[str] = []
     for part in parts:
         how = loading.tokenizing(config, kind, tokenizer)
+        # The report shows how many rows are too long, where training would stop at the first of them.
         stops, how.overlong = how.overlong == "error", "filter" if how.overlong == "error" else how.overlong
-        made = [row for row in islice(loading.token_rows(part, kind, how), measure) if row is not None]
+        token_rows = [row for row in islice(loading.token_rows(part, kind, how), measure) if row is not None]
         source = part.name or "the data"
-        for index, row in enumerate(made[:rows]):
+        for index, row in enumerate(token_rows[:rows]):
             lines.append(f"--- {use}: {source}, example {index}")
             for heading, text in shown(kind, row, tokenizer, colour):
                 lines += [f"[{heading}]", text]
         lines.append(f"=== {use}: {source}")
-        found = statistics(how, made)
+        numbers = statistics(how, token_rows)
         if how.long:
             over = f"over {how.limit} tokens"
-            done = "training stops at the first" if stops else "dropped" if how.overlong == "filter" else "cut"
-            found[over] += f": {done} (data.overlong={'error' if stops else how.overlong})"
-        joined = joined_otherwise(kind, made[:JOINED], tokenizer)
-        found["other tokens if joined"] = f"{joined} of the first {len(made[:JOINED])}"
+            handling = (
+                "training stops at the first" if stops else "dropped" if how.overlong == "filter" else "truncated"
+            )
+            numbers[over] += f": {handling} (data.overlong={'error' if stops else how.overlong})"
+        joined = joined_otherwise(kind, token_rows[:JOINED], tokenizer)
+        numbers["other tokens if joined"] = f"{joined} of the first {len(token_rows[:JOINED])}"
         if part.weight is not None:
-            found["weight"] = f"{part.weight:g}"
-        width = max(map(len, found))
-        lines += [f"{name.ljust(width)}  {value}" for name, value in found.items()]
+            numbers["weight"] = f"{part.weight:g}"
+        width = max(map(len, numbers))
+        lines += [f"{name.ljust(width)}  {value}" for name, value in numbers.items()]
     return lines
 
 
@@ -84,7 +87,7 @@ def load_tokenizer(path: str, trust_remote_code: bool = False) -> Any:
         if not hf.has_tokenizer(folder):
             raise ConfigError(f"model.path = {path!r} has no tokenizer files; add them to the folder")
         return hf.load_tokenizer(folder, trust_remote_code)
-    from transformers import AutoTokenizer  # slow to import, and of no use for local folders
+    from transformers import AutoTokenizer  # slow to import, and not needed for local folders
 
     try:
         return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)

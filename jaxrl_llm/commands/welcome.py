@@ -12,7 +12,7 @@ COMMANDS = {
     "train": "Train a language model.",
     "generate": "Sample completions of prompts.",
     "chat": "Talk to a model, or to two side by side.",
-    "evaluate": "Evaluate a model on held-out prompts, or responses in a file.",
+    "evaluate": "Measure a model on held-out prompts, or the responses in a file.",
     "compare": "Compare two models on the same prompts.",
     "export": "Write a checkpoint as a Hugging Face folder, and push it to the hub.",
     "stages": "Train in stages, each from the model of an earlier one.",
