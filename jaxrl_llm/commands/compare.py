@@ -99,8 +99,10 @@ def _sample(config, path: str, eval_dataset: Any, mesh) -> Samples:
         model = build_model(copy, mesh, head="lm")
         evaluation = build_evaluation(copy, model, nothing, eval_dataset, mesh)
         key = jax.random.key(config.seed)
-        completions = [completions for one in evaluation.sets for completions in completions_of(one, model.params, key)]
-    examples = [{**example, "set": one.name} for one in evaluation.sets for example in one.examples]
+        completions = [
+            completions for eval_set in evaluation.sets for completions in completions_of(eval_set, model.params, key)
+        ]
+    examples = [{**example, "set": eval_set.name} for eval_set in evaluation.sets for example in eval_set.examples]
     return Samples(examples, completions, model.tokenizer)
 
 

@@ -28,43 +28,43 @@ def dry_run(config, colour: bool = False) -> str:
     report = [preview(config, ROWS, MEASURED, colour=colour).rstrip(), ""]
     target = at_hand_target(config)
     with jax.set_mesh(target.mesh):
-        parts = build(config, target.mesh)
+        run = build(config, target.mesh)
         try:
-            plan = make_plan(config, target, widths(parts), packer=parts.pack)
+            plan = make_plan(config, target, widths(run), packer=run.pack)
             tight = bool(target.device.memory) and plan.peak.peak > plan.room
             report += [*lines(plan, advice(plan, compiled=False) if tight else ())]
-            report += ["", *_timed(config, parts)]
+            report += ["", *_timed(config, run)]
         finally:
-            parts.rewards.close()
-            if parts.environments is not None:
-                parts.environments.close()
+            run.rewards.close()
+            if run.environments is not None:
+                run.environments.close()
     return "\n".join([*report, f"nothing was written to {config.output_dir}", ""])
 
 
-def widths(parts: Run) -> tuple[int, int]:
+def widths(run: Run) -> tuple[int, int]:
     """Widths of prompts and of rows, in tokens, that the data of the run need."""
-    source = parts.source
+    source = run.source
     if isinstance(source, Online):
         width = source.sampler.prompt_width
         return width, width + source.config.rollout.max_completion_length
     return 0, source.width
 
 
-def _timed(config, parts: Run) -> list[str]:
+def _timed(config, run: Run) -> list[str]:
     """The lines on the durations of two steps and the expected one of the run."""
-    state: Any = parts.state
+    state: Any = run.state
     took, root = [], jax.random.key(config.seed)
     for step in (1, 2):
         began = time.perf_counter()
-        experience = parts.source.next(whole(state, parts.frozen), jax.random.fold_in(root, step))
-        state, updates = improve(config, parts, state, experience.batch)
+        experience = run.source.next(whole(state, run.frozen), jax.random.fold_in(root, step))
+        state, updates = improve(config, run, state, experience.batch)
         jax.block_until_ready((state, updates))
         took.append(time.perf_counter() - began)
     first, second = took
-    run = first + second * max(config.total_steps - 1, 0)
-    phases = ", ".join(f"{name} {seconds(spent)}" for name, spent in parts.watch.totals.items())
+    total = first + second * max(config.total_steps - 1, 0)
+    phases = ", ".join(f"{name} {seconds(spent)}" for name, spent in run.watch.totals.items())
     return [
         f"first step {seconds(first)}, compilation included; second step {seconds(second)}",
         f"both steps by phase: {phases}",
-        f"{config.total_steps} steps would take about {seconds(run)}, evaluations and checkpoints not counted",
+        f"{config.total_steps} steps would take about {seconds(total)}, evaluations and checkpoints not counted",
     ]

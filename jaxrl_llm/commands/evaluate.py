@@ -85,7 +85,7 @@ def _measure(config, eval_dataset=None, rewards=None, environment=None, tools=()
             if environments is not None:
                 stack.callback(environments.close)
             evaluation = build_evaluation(config, model, grader, eval_dataset, mesh, environments)
-            counts = {one.name: len(one.examples) for one in evaluation.sets}
+            counts = {eval_set.name: len(eval_set.examples) for eval_set in evaluation.sets}
             return counts.get("", counts), evaluation(model.params, jax.random.key(config.seed))
 
 
@@ -99,30 +99,6 @@ def _grade(config, responses: Any, rewards: Any, keys: dict[str, str]) -> tuple[
         return len(answered), metrics_of(grade(grader, answered, measures, tokenizer), measures)
 
 
-def _report(config, prompts: Any, metrics: dict[str, float]) -> dict[str, Any]:
-    """What `--output` holds: what was measured, and the metrics by name without `eval/`, null where not finite."""
-    temperature = config.eval.temperature
-    return {
-        "model": config.model.path,
-        **({"sets": prompts} if isinstance(prompts, dict) else _only_set(config, prompts)),
-        "samples": config.eval.samples,
-        "temperature": config.rollout.temperature if temperature is None else temperature,
-        "metrics": _shown(metrics),
-    }
-
-
-def _only_set(config, prompts: int) -> dict[str, Any]:
-    return {
-        "data": config.data.eval_path or config.data.path,
-        "split": config.data.eval_split,
-        "prompts": prompts,
-    }
-
-
-def _shown(metrics: dict[str, float]) -> dict[str, float | None]:
-    return {name[5:]: value if math.isfinite(value) else None for name, value in metrics.items()}
-
-
 def main(argv: list[str]) -> None:
     """The command line: see `--help`."""
     config, options = load_flags(argv, __doc__ or "", FLAGS)
@@ -131,22 +107,31 @@ def main(argv: list[str]) -> None:
     output = Path(options["output"]).expanduser() if options["output"] else None
     if output is not None and not output.parent.is_dir():
         raise ConfigError(f"--output: there is no folder {output.parent}; make it first")
-    keys = {
-        "responses" if name == "response" else name: options[f"{name}_key"]
-        for name in ("response", "prompt", "data_source", "reward_model")
-    }
     if options["responses"]:
+        keys = {"responses": options["response_key"], "prompt": options["prompt_key"]}
+        keys |= {name: options[f"{name}_key"] for name in ("data_source", "reward_model")}
         rows, metrics = _grade(config, options["responses"], None, keys)
-        report = {"responses": options["responses"], "prompts": rows, "metrics": _shown(metrics)}
-    elif changed := [key.name for key in FLAGS if key.name.endswith("_key") and options[key.name] != key.default]:
+        report = {"responses": options["responses"], "prompts": rows}
+    elif changed := [flag.name for flag in FLAGS if flag.name.endswith("_key") and options[flag.name] != flag.default]:
         raise ConfigError(f"--{changed[0]} is of a file of responses: name it with --responses=FILE")
     else:
-        report = _report(config, *_measure(config))
+        prompts, metrics = _measure(config)
+        report = {"model": config.model.path}
+        if isinstance(prompts, dict):
+            report["sets"] = prompts
+        else:
+            data = config.data
+            report |= {"data": data.eval_path or data.path, "split": data.eval_split, "prompts": prompts}
+        temperature = config.eval.temperature
+        report["samples"] = config.eval.samples
+        report["temperature"] = config.rollout.temperature if temperature is None else temperature
     if jax.process_index() > 0:
         return
-    table = {name: value for name, value in report.items() if name != "metrics"} | report["metrics"]
+    # Names without `eval/`, and null for NaN and infinities, which JSON does not have.
+    numbers = {name[5:]: value if math.isfinite(value) else None for name, value in metrics.items()}
+    table = report | numbers
     width = max(map(len, table))
     for name, value in table.items():
         print(f"{name.ljust(width)}  {value if isinstance(value, str) else show(value)}")
     if output is not None:
-        output.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+        output.write_text(json.dumps({**report, "metrics": numbers}, indent=2) + "\n", encoding="utf-8")

@@ -127,8 +127,8 @@ def sample_ids(
     width = width or -(-max(map(len, ids)) // WIDTH_MULTIPLE) * WIDTH_MULTIPLE
     completions = []
     with jax.set_mesh(mesh):
-        for start, count, own in full_batches(ids, ROWS_AT_ONCE // engine.group_size, row_shards(mesh)):
-            prompts, segments = rows_to_global(pad_prompts(own, width), mesh)
+        for start, count, batch in full_batches(ids, ROWS_AT_ONCE // engine.group_size, row_shards(mesh)):
+            prompts, segments = rows_to_global(pad_prompts(batch, width), mesh)
             first = first_row + start * engine.group_size
             rollout = engine.generate(model.params, prompts, segments, jax.random.key(seed), first_row=first)
             tokens, lengths = multihost_utils.process_allgather((rollout.tokens, rollout.lengths), tiled=True)

@@ -33,37 +33,37 @@ def preview(config, rows: int = 3, measure: int = 10_000, held_out: bool = True,
     """The report on the data of `config`; raises ConfigError for data that training could not read."""
     tokenizer = load_tokenizer(config.model.path, config.model.trust_remote_code)
     kind = loading.kind_of(config)
-    parts = loading.open_parts(config, tokenizer)
-    lines = report(config, "trained on", kind, parts, tokenizer, rows, measure, colour)
+    sources = loading.open_parts(config, tokenizer)
+    lines = report(config, "trained on", kind, sources, tokenizer, rows, measure, colour)
     if held_out and config.eval.every >= 0:
         for eval_set in named_sets(config):
-            parts = set_parts(config, tokenizer, eval_set)
+            sources = set_parts(config, tokenizer, eval_set)
             use = f"evaluated on{f' as {eval_set.name}' if eval_set.name else ''}"
             # Evaluation rows without completions serve as prompts.
-            if kind == "prompts" or measure_of(config, parts) == "samples":
-                parts = set_parts(config, tokenizer, eval_set, prompts=True)
-                lines += report(config, use, "prompts", parts, tokenizer, min(rows, 1), measure, colour)
+            if kind == "prompts" or measure_of(config, sources) == "samples":
+                sources = set_parts(config, tokenizer, eval_set, prompts=True)
+                lines += report(config, use, "prompts", sources, tokenizer, min(rows, 1), measure, colour)
             else:
-                lines += report(config, use, kind, parts, tokenizer, min(rows, 1), measure, colour)
+                lines += report(config, use, kind, sources, tokenizer, min(rows, 1), measure, colour)
     return "\n".join(lines) + "\n"
 
 
 def report(
-    config, use: str, kind: str, parts: Sequence[Part], tokenizer: Any, rows: int, measure: int, colour: bool
+    config, use: str, kind: str, sources: Sequence[Part], tokenizer: Any, rows: int, measure: int, colour: bool
 ) -> list[str]:
     """The lines on some sources: of each its first examples, then its statistics."""
     lines: list[str] = []
-    for part in parts:
+    for source in sources:
         how = loading.tokenizing(config, kind, tokenizer)
         # The report shows how many rows are too long, where training would stop at the first of them.
         stops, how.overlong = how.overlong == "error", "filter" if how.overlong == "error" else how.overlong
-        token_rows = [row for row in islice(loading.token_rows(part, kind, how), measure) if row is not None]
-        source = part.name or "the data"
+        token_rows = [row for row in islice(loading.token_rows(source, kind, how), measure) if row is not None]
+        name = source.name or "the data"
         for index, row in enumerate(token_rows[:rows]):
-            lines.append(f"--- {use}: {source}, example {index}")
+            lines.append(f"--- {use}: {name}, example {index}")
             for heading, text in shown(kind, row, tokenizer, colour):
                 lines += [f"[{heading}]", text]
-        lines.append(f"=== {use}: {source}")
+        lines.append(f"=== {use}: {name}")
         numbers = statistics(how, token_rows)
         if how.long:
             over = f"over {how.limit} tokens"
@@ -73,10 +73,10 @@ def report(
             numbers[over] += f": {handling} (data.overlong={'error' if stops else how.overlong})"
         joined = joined_otherwise(kind, token_rows[:JOINED], tokenizer)
         numbers["other tokens if joined"] = f"{joined} of the first {len(token_rows[:JOINED])}"
-        if part.weight is not None:
-            numbers["weight"] = f"{part.weight:g}"
+        if source.weight is not None:
+            numbers["weight"] = f"{source.weight:g}"
         width = max(map(len, numbers))
-        lines += [f"{name.ljust(width)}  {value}" for name, value in numbers.items()]
+        lines += [f"{heading.ljust(width)}  {value}" for heading, value in numbers.items()]
     return lines
 
 

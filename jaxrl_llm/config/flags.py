@@ -168,9 +168,8 @@ def shipped_configs() -> dict[str, Path]:
 
     They lie in the package of an installed wheel, and beside it in a checkout.
     """
-    folder = next((parent / "configs" for parent in (PACKAGE, PACKAGE.parent) if (parent / "configs").is_dir()), None)
-    files = sorted(folder.rglob("*.py")) if folder else []
-    return {path.relative_to(folder).with_suffix("").as_posix(): path for path in files}
+    folder = PACKAGE / "configs" if (PACKAGE / "configs").is_dir() else PACKAGE.parent / "configs"
+    return {path.relative_to(folder).with_suffix("").as_posix(): path for path in sorted(folder.rglob("*.py"))}
 
 
 def find_config(spec: str, flag: str = "--config") -> tuple[Path, str | None]:

@@ -25,7 +25,7 @@ def model():
 
 
 def talk(speakers, *lines, width=100):
-    """What is shown, line by line."""
+    """The output of a conversation, line by line."""
     out = io.StringIO()
     converse(speakers, io.StringIO("".join(f"{line}\n" for line in lines)), Console(file=out, width=width))
     return out.getvalue().splitlines()
@@ -150,7 +150,7 @@ COMMAND = ("-m", "jaxrl_llm", "chat", "--model=embedded:sort", "--chat=false", "
 
 
 def until_it_asks(terminal: int, seconds: float = 100) -> bytes:
-    """What is shown up to the next prompt."""
+    """The output up to the next prompt."""
     shown = b""
     while not shown.endswith(b"> "):
         assert select.select([terminal], [], [], seconds)[0], shown

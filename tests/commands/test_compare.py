@@ -31,7 +31,7 @@ def tokenizer():
 
 
 def met(tokenizer, *prompts):
-    """What two models wrote: `(prompt, those of a, those of b)` each."""
+    """Completions of two models: `(prompt, those of a, those of b)` each."""
     examples = [
         {"prompt": prompt, "prompt_ids": [1], "set": "", "number": i} for i, (prompt, _, _) in enumerate(prompts)
     ]

@@ -28,7 +28,7 @@ def keys_of_scope(scope: ast.AST, sections: dict[str, str]) -> set[str]:
 
 
 def section_names(tree: ast.AST) -> dict[str, str]:
-    """Which section each variable holds that is assigned from `config.<section>` or is an argument of that name."""
+    """The section of each variable that is assigned from `config.<section>` or is an argument of that name."""
     names = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Assign):

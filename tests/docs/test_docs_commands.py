@@ -18,7 +18,7 @@ from jaxrl_llm.config.resolve import ConfigError
 
 ROOT = Path(__file__).parent.parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-COMMAND = re.compile(r"python -m jaxrl_llm[. ](\w+(?:\.\w+)*)(?![\w.*])(.*)")
+COMMAND = re.compile(r"(?:python -m jaxrl_llm[. ]|\bjaxrl-llm )(\w+(?:\.\w+)*)(?![\w.*])(.*)")
 WITH_CONFIG = {"train", "evaluate", "compare", "data", "preview", "plan"}
 NO_FLAGS = {"config", "data.formats", "rewards.built_in"}  # they print a page
 # What stands for something of the reader's.
@@ -78,7 +78,7 @@ def commands_of(page: str, lines) -> list[Command]:
 
 
 def inline(text: str) -> list[str]:
-    """What stands in single backquotes."""
+    """The texts in single backquotes."""
     return [span for line in text.splitlines() for span in re.findall(r"(?<!`)`([^`]+)`(?!`)", line)]
 
 
@@ -128,7 +128,7 @@ def workspace(tmp_path_factory) -> Path:
 
 
 def shell(folder: Path, *arguments: str, devices: int = 1) -> str:
-    """What `python ARGUMENTS` prints, in `folder`, with this checkout; it must succeed. A line waits for who asks."""
+    """The output of `python ARGUMENTS` in `folder`, with this checkout; it must succeed. One line is in its input."""
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={devices}"
     environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
     done = subprocess.run(
@@ -195,7 +195,7 @@ def test_a_wrong_flag_in_a_page_is_found(workspace, monkeypatch):
 
 
 def test_links_between_pages_lead_somewhere():
-    """What a benchmark writes into its folder of results is left out."""
+    """Files that a benchmark writes into its folder of results are left out."""
     for page in PAGES:
         for target in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8")):
             written = "://" in target or target.startswith("../benchmarks/results/")
