@@ -37,7 +37,7 @@ from jaxrl_llm.training.runtime.profiler import Profiler
 from jaxrl_llm.training.runtime.watchdog import Watchdog
 from jaxrl_llm.training.setup import Run, build, build_mesh
 from jaxrl_llm.training.step import improve
-from jaxrl_llm.training.update import State, whole
+from jaxrl_llm.training.update import State, merge_frozen
 
 DRY_RUN = Key("dry_run", False, "Show the data, the plan and the time of a step, write nothing, and end.", bool)
 
@@ -113,12 +113,12 @@ def _loop(config, parts: Run, state: State, records: Records, checkpoints: Check
     overlaps = config.algorithm.name in OFFLINE and not callbacks.every_step
 
     def evaluate() -> Metrics:
-        found = parts.evaluation(whole(state, parts.frozen).params, root) if parts.evaluation else {}
+        found = parts.evaluation(merge_frozen(state, parts.frozen).params, root) if parts.evaluation else {}
         check_best(config.checkpoint.best, found)
         return found
 
     def model() -> Model:
-        return replace(parts.model, params=whole(state, parts.frozen).params)
+        return replace(parts.model, params=merge_frozen(state, parts.frozen).params)
 
     if int(state.step) == 0 and parts.evaluation is not None and config.eval.at_start:
         records.log(0, {}, evaluate)
@@ -128,7 +128,7 @@ def _loop(config, parts: Run, state: State, records: Records, checkpoints: Check
         step += 1
         profiler.begin(step)
         began = time.perf_counter()
-        experience = parts.source.next(whole(state, parts.frozen), jax.random.fold_in(root, step))
+        experience = parts.source.next(merge_frozen(state, parts.frozen), jax.random.fold_in(root, step))
         with watch("update"):
             state, updates = improve(config, parts, state, experience.batch)
         records.add(Step(step, began, experience.metrics, updates, experience.table))

@@ -108,8 +108,8 @@ def loss_weights(
     - `sequence_sum`: `1 / R`, the mean over rows of each row's token sum.
     - `microbatch_token`: the token mean inside each block of `microbatch_rows` adjacent rows, averaged over the blocks.
       This is TRL's `bnpo`; it is the one mode whose value depends on the micro-batch size.
-    - `rollout_token`: `1 / token_count`, where `token_count [N]`, the same on every row, is the number of tokens of the
-      rollout divided by the optimizer batches it is cut into. This is TRL's `dapo`, and `token` where that is one.
+    - `rollout_token`: `1 / token_count`, with `token_count`, a number (or `[N]`), the tokens of the rollout divided by
+      its optimizer batches. This is TRL's `dapo`, and `token` where there is one optimizer batch.
 
     A row without tokens gets weight 0 and still counts in R, as in TRL: its token mean is 0 and it enters the mean over
     rows. Denominators are at least 1. Raises ValueError for an unknown mode, for `constant` without
@@ -138,8 +138,8 @@ def loss_weights(
         return _microbatch_token_weights(tokens, microbatch_rows)
     if mode == "rollout_token":
         if token_count is None:
-            raise ValueError("aggregation 'rollout_token' divides by the tokens of a rollout; pass token_count [N]")
-        return tokens / jnp.maximum(as_float(token_count)[:, None], 1.0)
+            raise ValueError("aggregation 'rollout_token' divides by the tokens of a rollout; pass token_count")
+        return tokens / jnp.maximum(as_float(token_count).reshape(-1, 1), 1.0)
     raise ValueError(f"unknown aggregation mode {mode!r}; choose one of {', '.join(MODES)}")
 
 

@@ -1,4 +1,7 @@
-"""`Batch`: the N rows of T tokens an update learns from; index t of every [N,T] array speaks of token t."""
+"""`Batch`, the N rows of T tokens that an update learns from, and `Inputs`, the part of it that a network reads.
+
+Index t of every `[N,T]` array speaks of token t. Padding is segment 0, whatever the token.
+"""
 
 import dataclasses
 from collections.abc import Iterator
@@ -12,82 +15,137 @@ Array = Any  # numpy on the host, jax on the device
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Layout:
-    """Index arrays, int32. That of one micro-batch lacks the dimension E."""
+class PackedLayout:
+    """Where the network finds the tokens of a batch whose rows it does not compute one by one.
 
-    rows: Array  # [Z,E,n] the rows of a micro-batch, numbered in their shard; R where there is none
-    source: Array  # [Z,E,M,L] where in its rows `[n * T]` a packed token comes from
-    segments: Array  # [Z,E,M,L] 0 is padding
-    prefixes: Array  # [Z,E,M,L] the segment that is seen besides a token's own: its group's prefix (or its own)
-    positions: Array  # [Z,E,M,L]
-    uses: Array  # [Z,E,M,L] how many rows a packed token is part of
-    places: Array  # [Z,E,S] the packed tokens `[M * L]` whose hidden states are read
-    targets: Array  # [Z,E,S] where in the rows `[n * T]` the token comes from that is predicted there
-    slots: Array  # [Z,E,n,T] which of the S speaks of a row's token; S where none does
-    read: Array  # [Z,E] how many of the S are in use
-    parts: Array  # [Z] how many micro-batches are in use, the same in every shard
+    Z shards of the mesh hold I micro-batches each, of Q packed rows of W tokens; a micro-batch has room for n rows of
+    the batch and for X positions that predict a token. All arrays are int32 indices within their shard. The layout of
+    one micro-batch lacks the dimension I.
+    """
 
-    def part(self, number) -> "Layout":
+    row_idx: Array  # [Z,I,n] the rows of a micro-batch; N / Z where there is none
+    token_idx: Array  # [Z,I,Q,W] the token of `rows [n * T]` that lies here
+    segments: Array  # [Z,I,Q,W] 0 is padding
+    prefix_segments: Array  # [Z,I,Q,W] the segment that is seen besides a token's own: its group's prefix (or its own)
+    positions: Array  # [Z,I,Q,W]
+    multiplicity: Array  # [Z,I,Q,W] how many rows a packed token is part of
+    hidden_idx: Array  # [Z,I,X] the packed token `[Q * W]` whose hidden state predicts
+    target_idx: Array  # [Z,I,X] the token of `rows [n * T]` that is predicted
+    logp_idx: Array  # [Z,I,n,T] which of the X speaks of a row's token; X where none does
+    num_read: Array  # [Z,I] how many of the X are in use
+    num_microbatches: Array  # [Z] how many micro-batches are in use, the same in every shard
+
+    def microbatch(self, number) -> "PackedLayout":
         """The layout of one micro-batch."""
-        parts = {name: x if x.ndim < 2 else x[:, number] for name, x in vars(self).items()}
-        return Layout(**parts)
+        return PackedLayout(**{name: x if x.ndim < 2 else x[:, number] for name, x in vars(self).items()})
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Inputs:
+    """Everything a network reads of rows of tokens; a new modality is a new field here and no new argument elsewhere.
+
+    With a `layout` the network computes packed rows in place of these; the result speaks of these all the same.
+    """
+
+    tokens: Array  # [N,T] int32
+    segments: Array = None  # [N,T] int32; 0 is padding, other numbers tell documents apart; None: all 1
+    positions: Array = None  # [N,T] int32; None: counted from 0 in each segment
+    noise: Array = None  # [N,T,D] added to the embeddings
+    prefix_segments: Array = None  # [N,T] a segment that a token sees besides its own; None: none
+    multiplicity: Array = None  # [N,T] how often a token counts in the routing to experts; None: once, padding never
+    layout: PackedLayout | None = None
+    prompt_width: int = dataclasses.field(default=0, metadata={"static": True})  # no earlier column is predicted
+
+    def replace(self, **changes) -> "Inputs":
+        """A copy with these fields changed."""
+        return dataclasses.replace(self, **changes)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Scalars:
+    """Numbers `[]` of a whole batch, which all its micro-batches share; None: the setting of that name."""
+
+    kl_coef: Array = None  # weight of the KL term
+    entropy_coef: Array = None  # weight of the entropy bonus
+    token_count: Array = None  # tokens of the rollout divided by its optimizer batches
+    reward_shift: Array = None  # mean of all rewards so far, which bco_pair subtracts
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Prepared:
+    """What an objective's `prepare` makes of a whole optimizer batch before it is split into micro-batches."""
+
+    weights: Array = None  # [N,T] aggregation weights: the loss is sum(weights * loss)
+    row_weights: Array = None  # [N] the same for losses with one number a row, or a pair
+    token_share: Array = None  # [N,T] mask / tokens of the optimizer batch, for means over tokens
+    entropy_share: Array = None  # [N,T] share of a token in the entropy bonus; None: token_share
+    keep: Array = None  # [N,T] 1 on tokens whose policy term counts; None: all of the mask
+    selected: Array = None  # [N,T] 1 on the few tokens that the loss treats apart
+    row_share: Array = None  # [N] 1 / rows with the same label, for means over those rows
+    side_tokens: Array = None  # [N] tokens of all rows on this row's side, chosen or rejected
+    real_share: Array = None  # [N] share of a row in the tokens that are no padding
+    baseline: Array = None  # [N] the mean reward of mismatched rows, that KTO compares with
+    tangent: Array = None  # [N,2] slope and height, at this policy, of a loss that compares pairs with each other
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Batch:
-    """Token rows and what is known of them; a field no objective of the run reads is None.
+    """Token rows and what is known of them; a field that no objective of the run reads is None.
 
-    Rows of one prompt are adjacent, and a preference pair is two adjacent rows, the chosen one first.
+    Rows of one prompt are adjacent; a preference pair is two adjacent rows, the chosen one first. Arrays have the
+    leading dimension N, and micro-batches are runs of their rows; `scalars` belong to all of them.
     """
 
-    tokens: Array  # [N,T] int32
-    segments: Array  # [N,T] int32; 0 is padding
-    mask: Array  # [N,T] float32; 1 on the tokens the loss reads
-    positions: Array = None  # [N,T] int32; None: counted from 0 in each segment
+    inputs: Inputs
+    mask: Array  # [N,T] float32; 1 on the tokens that the loss reads
     sample_logps: Array = None  # [N,T] of the sampler
-    old_logps: Array = None  # [N,T] of the policy that starts this step
+    old_logps: Array = None  # [N,T] of the policy that the ratio compares with; None: the policy itself
     ref_logps: Array = None  # [N,T] of the reference policy
     advantages: Array = None  # [N,T]
     values: Array = None  # [N,T] of the critic that starts this step
     returns: Array = None  # [N,T]
     labels: Array = None  # [N] 1 desirable, 0 undesirable
-    margins: Array = None  # [N] by how much a pair's scores should differ, for a reward model
-    baseline: Array = None  # [N] what a preference loss compares a row's reward with
-    tangent: Array = None  # [N,2] slope and height, at this policy, of a loss that compares pairs with each other
-    keep: Array = None  # [N,T] 1 on tokens whose policy term counts; None: all of the mask
-    selected: Array = None  # [N,T] 1 on the few tokens of the whole batch that clip_cov or kl_cov treat otherwise
-    kl_coef: Array = None  # [N] weight of the KL term, the same on every row; None: the configuration's
-    entropy_share: Array = None  # [N,T] share of a token in the mean that the entropy bonus is; None: token_share
-    token_count: Array = None  # [N] tokens that a mean over the tokens of such rows divides by
-    entropy_coef: Array = None  # [N] weight of the entropy bonus, the same on every row; None: the configuration's
-    seeds: Array = None  # [N] uint32, for losses that draw random numbers
-    weights: Array = None  # [N,T] aggregation weights: the loss is sum(weights * loss)
-    row_weights: Array = None  # [N] the same for losses with one number a row, or a pair
-    row_share: Array = None  # [N] 1 / rows with the same label in the whole optimizer batch, for metrics
-    token_share: Array = None  # [N,T] mask / tokens of the whole optimizer batch, for metrics
-    real_share: Array = None  # [N] a row's part of the tokens in the optimizer batch that are no padding
-    layout: Layout | None = None  # where the net finds the rows' tokens; None: row by row
-    observed_layout: Layout | None = None  # the same of the rows an objective observes, where they are others
-    prompt_width: int = dataclasses.field(default=0, metadata={"static": True})  # no column before this one is scored
+    margins: Array = None  # [N] by how much a pair's rewards should differ, for a reward model
+    seeds: Array = None  # [N] uint32, for objectives that draw random numbers
+    scalars: Scalars = Scalars()
+    prepared: Prepared = Prepared()
+    observe_layout: PackedLayout | None = None  # of the rows that the objective's `observe` reads, where others
 
     @property
     def rows(self) -> int:
-        return self.tokens.shape[0]
+        """N."""
+        return self.inputs.tokens.shape[0]
 
     def replace(self, **changes) -> "Batch":
         """A copy with these fields changed."""
         return dataclasses.replace(self, **changes)
 
+    def prepare(self, **changes) -> "Batch":
+        """A copy with these fields of `prepared` changed."""
+        return self.replace(prepared=dataclasses.replace(self.prepared, **changes))
+
+    def with_layout(self, layout: PackedLayout | None, observe_layout: PackedLayout | None = None) -> "Batch":
+        """A copy whose rows the network finds by these layouts."""
+        return self.replace(inputs=self.inputs.replace(layout=layout), observe_layout=observe_layout)
+
+    def map_rows(self, function) -> "Batch":
+        """A copy with `function` of every array that has rows; it has no layouts."""
+        rows = jax.tree.map(function, self.with_layout(None).replace(scalars=Scalars()))
+        return rows.replace(scalars=self.scalars)
+
     def take(self, index) -> "Batch":
         """The rows at `index`."""
-        return jax.tree.map(lambda x: x[index], self)
+        return self.map_rows(lambda x: x[index])
 
 
 def minibatch_indices(
     rows: int, group_size: int, minibatches: int, epochs: int, seed: tuple[int, ...] | None
 ) -> Iterator[np.ndarray]:
-    """Row numbers of each minibatch of each epoch; groups stay whole, in an order drawn from `seed` unless it is None.
+    """Row numbers of each minibatch of each epoch; groups stay together, in an order drawn from `seed` unless None.
 
     Raises ValueError when the groups do not divide into the minibatches.
     """
@@ -98,5 +156,5 @@ def minibatch_indices(
         order = np.arange(groups)
         if seed is not None:
             order = np.random.default_rng([*seed, epoch]).permutation(groups)
-        for part in order.reshape(minibatches, -1):
-            yield (part[:, None] * group_size + np.arange(group_size)).reshape(-1)
+        for minibatch in order.reshape(minibatches, -1):
+            yield (minibatch[:, None] * group_size + np.arange(group_size)).reshape(-1)

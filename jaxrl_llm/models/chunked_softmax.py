@@ -32,21 +32,60 @@ def log_sum_squares(hidden, kernel, softcap: float | None = None, count=None):
     return _over_chunks(chunk, hidden, table, count)[0][0]
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5, 6))
-def chunked_logps(
-    hidden, kernel, targets, temperature: float, statistics: bool = False, softcap: float | None = None,
-    smoothing: float = 0.0, count=None,
-):  # fmt: skip
-    """Log-probs and entropies `[N,S]` of softmax(logits / temperature) at the targets `[N,S]`.
+class Slopes(NamedTuple):
+    """The derivative of a loss by each log-prob: `constant + kl_weights * d kl_estimate(logp, ref_logp, kl)`."""
 
-    With `statistics` also, without gradient, whether the target is the likeliest token and the mean logit. With
-    `smoothing` e the log-prob is `(1 - e) log p(target) + e mean_v log p(v)`: label smoothing (arXiv 1512.00567).
-    hidden `[N,S,D]` in the compute dtype, kernel `[D,V]`; logits are hidden @ kernel, capped softly. They are formed
-    for a few columns at a time, in fp32, and again in the backward pass, which finds only the log-sum-exp and the
-    entropy of each token; where they are few (`KEPT`) they are kept for it. Columns from `count` on (rounded up to what
-    is formed at a time) are 0 and not computed.
+    constant: jax.Array
+    kl_weights: jax.Array | None = None
+    ref_logps: jax.Array | None = None
+    kl: str = ""
+
+
+def chunked_logps(
+    hidden,
+    kernel,
+    targets,
+    temperature: float,
+    *,
+    slopes: Slopes | None = None,
+    mean_logit: bool = False,
+    softcap: float | None = None,
+    smoothing: float = 0.0,
+    count=None,
+) -> tuple[jax.Array, ...]:
+    """Log-probs and entropies `[N,X]` of softmax(logits / temperature) at the targets `[N,X]`, and where a target is
+    the likeliest token (1 or 0); with `mean_logit` also the mean logit over the vocabulary. The last two have no
+    gradient.
+
+    hidden `[N,X,D]` in the compute dtype, kernel `[D,V]`; logits are hidden @ kernel, capped softly. With `smoothing` e
+    the log-prob is `(1 - e) log p(target) + e mean_v log p(v)`: label smoothing (arXiv 1512.00567). Columns from
+    `count` on (rounded up to a chunk) are 0 and not computed.
+
+    Logits are formed for a chunk of columns at a time, in fp32. The backward pass finds only the log-sum-exp and the
+    entropy of each token and forms the logits again, unless they are few enough to be kept (`KEPT`). With `slopes`
+    `[N,X]`, the derivatives of the caller's loss by the log-probs, it is not waited for: gradients by hidden states and
+    kernel are formed along with the log-probs, three matmuls in place of four, and the backward pass returns them
+    whatever gradients it receives.
     """
-    return _forward(hidden, kernel, targets, temperature, statistics, softcap, smoothing, count)[0]
+    constant, kl_weights, ref_logps, kl = (None, None, None, "") if slopes is None else slopes
+    options = _Options(float(temperature), mean_logit, softcap, smoothing, kl)
+    return _chunked_logps(options, hidden, kernel, targets, (constant, kl_weights, ref_logps), count)
+
+
+class _Options(NamedTuple):
+    """The arguments of `chunked_logps` that are no arrays; `kl` is that of the slopes."""
+
+    temperature: float
+    mean_logit: bool
+    softcap: float | None
+    smoothing: float
+    kl: str
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _chunked_logps(options: _Options, hidden, kernel, targets, slopes, count):
+    del slopes  # nothing is differentiated here
+    return _forward(options, hidden, kernel, targets, count, keep=False)[0]
 
 
 def _logits(hidden, table, temperature: float, softcap: float | None):
@@ -82,10 +121,10 @@ def columns_at_once(rows: int, vocabulary: int) -> int:
     return 2 ** max(round(math.log2(columns)), 0)
 
 
-def _over_chunks(function, hidden, table, count, total=None, whole: bool = False):
+def _over_chunks(function, hidden, table, count, total=None, filled: bool = False):
     """What `function(columns, total)` gives a few columns at a time, as arrays `[N,S,...]`, and the last total.
 
-    `columns(x)` are those columns of an array `[N,S,...]`; without a total the function has one argument. `whole`
+    `columns(x)` are those columns of an array `[N,S,...]`; without a total the function has one argument. `filled`
     leaves the arrays with the columns that fill up the last chunk.
     """
     width, length = _width(hidden, table), hidden.shape[1]
@@ -116,11 +155,12 @@ def _over_chunks(function, hidden, table, count, total=None, whole: bool = False
         left = -(-(jnp.minimum(count, length) - full * width) // size)
         carry = jax.lax.fori_loop(0, left, functools.partial(step, full * width, size), carry)
     found, total = carry
-    return (found if whole else tuple(x[:, :length] for x in found)), total
+    return (found if filled else tuple(x[:, :length] for x in found)), total
 
 
-def _numbers(logits, targets, statistics: bool, smoothing: float):
-    """Log-probs, entropies, the statistics, and log-sum-exps, of logits `[N,s,V]`; and `exp(logits - log-sum-exp)`."""
+def _numbers(logits, targets, mean_logit: bool, smoothing: float):
+    """Of logits `[N,s,V]`: log-probs, entropies, is_top, mean logits if asked for, and log-sum-exps, all `[N,s]`; and
+    the softmax as (shares `[N,s,V]`, total `[N,s]`), of which it is the quotient."""
     top = logits.max(axis=-1)
     shares = _once(jnp.exp(logits - top[..., None]))
     total, weighted = _two_sums(shares, logits)
@@ -129,7 +169,7 @@ def _numbers(logits, targets, statistics: bool, smoothing: float):
     entropy = normalizer - weighted / total
     smoothed = (1 - smoothing) * target + smoothing * logits.mean(axis=-1) if smoothing else target
     found = smoothed - normalizer, entropy, (target >= top).astype(jnp.float32)
-    mean = (logits.mean(axis=-1),) if statistics else ()
+    mean = (logits.mean(axis=-1),) if mean_logit else ()
     return (*found, *mean, normalizer), (shares, total)
 
 
@@ -161,32 +201,70 @@ def _plus_at_target(x, targets, numbers):
     return x.at[n, column, targets].add(numbers, mode="promise_in_bounds", unique_indices=True)
 
 
-def _forward(hidden, kernel, targets, temperature: float, statistics: bool, softcap: float | None, smoothing: float,
-             count, keep: bool = False):  # fmt: skip
+class _Residuals(NamedTuple):
+    """What the backward pass needs to form the logits again."""
+
+    hidden: jax.Array
+    kernel: jax.Array
+    targets: jax.Array
+    entropy: jax.Array
+    normalizer: jax.Array
+    count: jax.Array | None
+    logits: jax.Array | None  # where they are few: kept
+
+
+class _Gradients(NamedTuple):
+    """The gradients themselves, where slopes were known."""
+
+    hidden: jax.Array
+    kernel: jax.Array
+
+
+def _forward(options: _Options, hidden, kernel, targets, count, keep: bool):
     table = _table(hidden, kernel)
 
     def chunk(columns):
-        logits = _logits(columns(hidden), table, temperature, softcap)
-        found = _numbers(logits, columns(targets), statistics, smoothing)[0]
-        return (*found, logits) if keep else found
+        logits = _logits(columns(hidden), table, options.temperature, options.softcap)
+        numbers, _ = _numbers(logits, columns(targets), options.mean_logit, options.smoothing)
+        return (*numbers, logits) if keep else numbers
 
-    found, _ = _over_chunks(chunk, hidden, table, count, whole=keep)
-    kept = found[-1] if keep else None
-    *found, normalizer = (x[:, : hidden.shape[1]] for x in (found[:-1] if keep else found))
-    return tuple(found if statistics else found[:2]), (hidden, kernel, targets, found[1], normalizer, count, kept)
-
-
-def _forward_for_gradients(hidden, kernel, *others):
-    rows, length = hidden.shape[:2]
-    return _forward(hidden, kernel, *others, keep=length <= KEPT * columns_at_once(rows, kernel.shape[1]))
+    outputs, _ = _over_chunks(chunk, hidden, table, count, filled=keep)
+    kept = outputs[-1] if keep else None
+    *numbers, normalizer = (x[:, : hidden.shape[1]] for x in (outputs[:-1] if keep else outputs))
+    return tuple(numbers), _Residuals(hidden, kernel, targets, numbers[1], normalizer, count, kept)
 
 
-def _by_products(logits, shares, total, targets, temperature: float, softcap: float | None, smoothing: float, slope,
-                 bonus=None):  # fmt: skip
-    """The gradient, by the products of hidden states and kernel, of `slope * logp`; p is shares / total.
+def _forward_with_gradients(options: _Options, hidden, kernel, targets, slopes, count):
+    constant, kl_weights, ref_logps = slopes
+    if constant is None:
+        few = hidden.shape[1] <= KEPT * columns_at_once(hidden.shape[0], kernel.shape[1])
+        return _forward(options, hidden, kernel, targets, count, keep=few)
+    table = _table(hidden, kernel)
 
-    d logp = onehot - p; through temperature and cap. `bonus(p)` is added before that.
+    def chunk(columns, d_table):
+        h, t = columns(hidden), columns(targets)
+        logits = _logits(h, table, options.temperature, options.softcap)
+        (*numbers, _), (shares, total) = _numbers(logits, t, options.mean_logit, options.smoothing)
+        slope = columns(constant)
+        if kl_weights is not None:
+            ref = columns(ref_logps)
+            slope += columns(kl_weights) * jax.grad(lambda logps: kl_estimate(logps, ref, options.kl).sum())(numbers[0])
+        d = _by_logits(options, logits, shares, total, t, slope)
+        d_hidden, d_table = _by_hidden_and_table(d, h, table, d_table)
+        return (*numbers, d_hidden), d_table
+
+    (*numbers, d_hidden), d_table = _over_chunks(chunk, hidden, table, count, _totals(hidden, table))
+    d_kernel = d_table.sum((0, 1)).T
+    return tuple(numbers), _Gradients(d_hidden.astype(hidden.dtype), d_kernel.astype(kernel.dtype))
+
+
+def _by_logits(options: _Options, logits, shares, total, targets, slope, bonus=None):
+    """The gradient of `slope * logp` by hidden @ kernel: `slope * (onehot - p)`, through temperature and cap.
+
+    p is shares / total. `bonus`, a gradient by the logits, is added before that.
     """
+    _, _, softcap, smoothing, _ = options
+    temperature = options.temperature
     d = (-slope / total)[..., None] * shares
     if bonus is not None:
         d += bonus
@@ -221,79 +299,25 @@ def _totals(hidden, table):
     return constrain(jnp.zeros((rows, context_shards(), *table.shape), jnp.float32), "rows", "positions", "vocab", None)
 
 
-def _backward(temperature: float, statistics: bool, softcap: float | None, smoothing: float, residuals, gradients):
+def _backward(options: _Options, residuals: _Residuals | _Gradients, gradients):
+    if isinstance(residuals, _Gradients):
+        return *residuals, None, None, None
     hidden, kernel, targets, entropy, normalizer, count, kept = residuals
-
     table = _table(hidden, kernel)
 
     def chunk(columns, d_table):
         h = columns(hidden)
-        logits = _logits(h, table, temperature, softcap) if kept is None else columns(kept)
+        logits = _logits(h, table, options.temperature, options.softcap) if kept is None else columns(kept)
         slope, ent, of_entropy, norm = (columns(x) for x in (gradients[0], entropy, gradients[1], normalizer))
         logp = logits - norm[..., None]
         p = _once(jnp.exp(logp))
         bonus = -of_entropy[..., None] * p * (logp + ent[..., None])  # d entropy = -p (log p + entropy)
-        d = _by_products(
-            logits, p, jnp.ones_like(norm), columns(targets), temperature, softcap, smoothing, slope, bonus
-        )
+        d = _by_logits(options, logits, p, jnp.ones_like(norm), columns(targets), slope, bonus)
         d_hidden, d_table = _by_hidden_and_table(d, h, table, d_table)
         return (d_hidden,), d_table
 
     (d_hidden,), d_table = _over_chunks(chunk, hidden, table, count, _totals(hidden, table))
-    return d_hidden.astype(hidden.dtype), d_table.sum((0, 1)).T.astype(kernel.dtype), None, None
+    return d_hidden.astype(hidden.dtype), d_table.sum((0, 1)).T.astype(kernel.dtype), None, None, None
 
 
-chunked_logps.defvjp(_forward_for_gradients, _backward)
-
-
-class Slopes(NamedTuple):
-    """The derivative of a loss by each log-prob: `constant + kl_weights * d kl_estimate(logp, ref_logp, kl)`."""
-
-    constant: jax.Array
-    kl_weights: jax.Array | None = None
-    ref_logps: jax.Array | None = None
-    kl: str = ""
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6, 7))
-def logps_by_slope(hidden, kernel, slopes, targets, temperature: float, kl: str, softcap: float | None,
-                   smoothing: float, count=None):  # fmt: skip
-    """0, with the gradient of a loss whose derivatives by the log-probs are known, and then log-probs, entropies and
-    whether the target is the likeliest token, all without gradient.
-
-    The first three arrays of `Slopes` `[N,S]`, and `kl`, say what the derivatives are. As no backward pass is needed to
-    know them, the gradients by hidden states and kernel are formed along with the log-probs, from the same logits:
-    three matrix products in place of four.
-    """
-    scored = _forward(hidden, kernel, targets, temperature, True, softcap, smoothing, count)[0]
-    return jnp.zeros(()), *scored[:3]
-
-
-def _forward_by_slope(hidden, kernel, slopes, targets, temperature: float, kl: str, softcap: float | None,
-                      smoothing: float, count):  # fmt: skip
-    table = _table(hidden, kernel)
-
-    def chunk(columns, d_table):
-        h, t = columns(hidden), columns(targets)
-        logits = _logits(h, table, temperature, softcap)
-        (*found, _), (shares, total) = _numbers(logits, t, False, smoothing)
-        slope, *of_kl = (None if x is None else columns(x) for x in slopes)
-        if of_kl[0] is not None:
-            weights, ref = of_kl
-            slope += weights * jax.grad(lambda logps: kl_estimate(logps, ref, kl).sum())(found[0])
-        d = _by_products(logits, shares, total, t, temperature, softcap, smoothing, slope)
-        d_hidden, d_table = _by_hidden_and_table(d, h, table, d_table)
-        return (*found, d_hidden), d_table
-
-    (*found, d_hidden), d_table = _over_chunks(chunk, hidden, table, count, _totals(hidden, table))
-    d_table = d_table.sum((0, 1)).T
-    return (jnp.zeros(()), *found), (d_hidden.astype(hidden.dtype), d_table.astype(kernel.dtype))
-
-
-def _backward_by_slope(temperature: float, kl: str, softcap: float | None, smoothing: float, residuals, gradients):
-    d_hidden, d_kernel = residuals
-    scale = gradients[0]
-    return (d_hidden * scale).astype(d_hidden.dtype), (d_kernel * scale).astype(d_kernel.dtype), None, None, None
-
-
-logps_by_slope.defvjp(_forward_by_slope, _backward_by_slope)
+_chunked_logps.defvjp(_forward_with_gradients, _backward)

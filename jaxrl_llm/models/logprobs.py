@@ -1,132 +1,122 @@
-"""From a net to numbers per token: log-probs and entropy, chunked over positions so that `[N,T,V]` never exists.
+"""From a network to numbers per token: log-probs, entropies, values; chunked so that `[N,T,V]` never exists.
 
-This is the only place that shifts: the hidden state at t-1 predicts token t, and every array that leaves here speaks at
-index t of token t.
+This is the only module that shifts: the hidden state at t-1 predicts token t, and every array that leaves here speaks
+at index t of token t. All arrays are fp32, and 0 where nothing is predicted: on padding, on the first token of a
+segment, in the first `inputs.prompt_width` columns (which the head never computes), and, with a layout, on tokens that
+it does not read.
 """
 
-import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from jaxrl_llm.algorithms.batch import Layout
+from jaxrl_llm.algorithms.batch import Inputs, PackedLayout
 from jaxrl_llm.distributed.sharding import constrain
-from jaxrl_llm.models.chunked_softmax import Slopes, chunked_logps, log_sum_squares, logps_by_slope
+from jaxrl_llm.models.chunked_softmax import Slopes, chunked_logps, log_sum_squares
 from jaxrl_llm.models.transformer import Net, Params, Transformer
 
 
-def token_logps(
-    net: Net, params: Params, tokens, segments, positions=None, temperature: float = 1.0, prompt_width: int = 0,
-    layout: Layout | None = None,
-):  # fmt: skip
-    """Log-probs `[N,T]` of each token given those before it in its segment, and the entropies it was drawn from.
+class TokenStatistics(NamedTuple):
+    """Numbers `[N,T]` about each token, given the tokens before it in its segment; None: not asked for."""
 
-    Both in fp32, at `temperature`, 0 where nothing is predicted: padding, the first token of a segment, and the first
-    `prompt_width` columns, which are not computed. With the `layout` of a micro-batch packed rows are computed, and
-    tokens that it does not read have 0.
-    """
-    read = _read(net.bind(params), tokens, segments, positions, prompt_width, layout)
-    logps, entropy = _scored(net, params, read, temperature, chunked_logps)
-    return logps, entropy
+    logps: jax.Array
+    entropy: jax.Array  # of the distribution that the token was drawn from
+    is_top: jax.Array  # 1 where the token was the likeliest; no gradient
+    mean_logit: jax.Array | None = None  # over the vocabulary; no gradient
+    log_sum_squares: jax.Array | None = None  # log sum_v p_v^2; no gradient
+    values: jax.Array | None = None  # of a value head on the same hidden states
 
 
-def token_logps_by_slope(net: Net, params: Params, tokens, segments, slopes: Slopes, positions=None,
-                         temperature: float = 1.0, prompt_width: int = 0, layout: Layout | None = None,
-                         smoothing: float = 0.0, noise=None):  # fmt: skip
-    """A number that is 0 and has the gradient of a loss; then, without gradient, what `token_logps` gives and whether
-    each token was the likeliest.
+def token_logps(net: Net, params: Params, inputs: Inputs, temperature: float = 1.0) -> tuple[jax.Array, jax.Array]:
+    """Log-probs and entropies `[N,T]` of the tokens at `temperature`."""
+    statistics = token_statistics(net, params, inputs, temperature)
+    return statistics.logps, statistics.entropy
 
-    It is that of a loss of which the derivatives by each log-prob are the `slopes`: see `logps_by_slope`.
+
+def token_statistics(
+    net: Net,
+    params: Params,
+    inputs: Inputs,
+    temperature: float = 1.0,
+    *,
+    smoothing: float = 0.0,
+    slopes: Slopes | None = None,
+    mean_logit: bool = False,
+    squares: bool = False,
+    value_head: Params | None = None,
+) -> TokenStatistics:
+    """`TokenStatistics` of the tokens at `temperature`.
+
+    smoothing: of the log-probs, see `chunked_logps`. slopes: the derivative of the caller's loss by each log-prob,
+    where it is known beforehand; the head's gradient is then formed along with the log-probs, from the same logits, and
+    the gradient that arrives at them is not read, nor one at the entropies. value_head: `{"kernel": [D,1]}`.
     """
     model = net.bind(params)
-    read = _read(model, tokens, segments, positions, prompt_width, layout, noise)
-    constant, weights, ref_logps, kl = slopes
-    own = (
-        read.sums(constant),
-        *(None if x is None else f(x) for f, x in ((read.sums, weights), (read.picks, ref_logps))),
-    )
-    found: Any = logps_by_slope(
-        model.head_input(read.hidden), model.head_kernel(), own, read.targets, float(temperature), kl,
-        net.config.logit_softcap, smoothing, read.count,
+    positions = _predicting(model, inputs)
+    hidden, softcap = model.head_input(positions.hidden), net.config.logit_softcap
+    if slopes is not None:
+        slopes = Slopes(
+            positions.sums(slopes.constant),
+            None if slopes.kl_weights is None else positions.sums(slopes.kl_weights),
+            None if slopes.ref_logps is None else positions.picks(slopes.ref_logps),
+            slopes.kl,
+        )
+    found = chunked_logps(
+        hidden, model.head_kernel(), positions.targets, temperature, slopes=slopes, mean_logit=mean_logit,
+        softcap=softcap, smoothing=smoothing, count=positions.count,
     )  # fmt: skip
-    return found[0], *(read.at_tokens(x) for x in found[1:])
+    statistics = TokenStatistics(*(positions.at_tokens(x) for x in found))
+    if squares:
+        fixed = jax.lax.stop_gradient((hidden, model.head_kernel()))
+        sums = log_sum_squares(*fixed, softcap, positions.count)
+        statistics = statistics._replace(log_sum_squares=positions.at_tokens(sums))
+    if value_head is not None:
+        values = jnp.matmul(hidden.astype(jnp.float32), value_head["kernel"].astype(jnp.float32))[..., 0]
+        statistics = statistics._replace(values=positions.at_tokens(values))
+    return statistics
 
 
-def token_statistics(net: Net, params: Params, tokens, segments, positions=None, smoothing: float = 0.0, noise=None,
-                     layout: Layout | None = None):  # fmt: skip
-    """What `token_logps` gives, then whether each token was the likeliest and the mean logit over the vocabulary.
-
-    All `[N,T]`; the last two, 1 or 0 and a number, are for metrics and have no gradient. `smoothing` is as in
-    `chunked_logps`; noise `[N,T,D]` is added to the embeddings.
-    """
-    score = functools.partial(_with_statistics, smoothing=smoothing)
-    read = _read(net.bind(params), tokens, segments, positions, 0, layout, noise)
-    return tuple(_scored(net, params, read, 1.0, score))
-
-
-def token_statistics_and_squares(net: Net, params: Params, tokens, segments, positions=None,
-                                 layout: Layout | None = None):  # fmt: skip
-    """What `token_statistics` gives, and `log sum_v p_v^2` of the distribution of each token, without gradient."""
-    read = _read(net.bind(params), tokens, segments, positions, 0, layout)
-    return tuple(_scored(net, params, read, 1.0, _logps_and_squares))
-
-
-def token_values(net: Net, params: Params, tokens, segments, positions=None, prompt_width: int = 0,
-                 layout: Layout | None = None):  # fmt: skip
-    """Values `[N,T]` in fp32, by the score head, of the state each token was drawn in; 0 where `token_logps` is."""
+def token_values(net: Net, params: Params, inputs: Inputs) -> jax.Array:
+    """Values `[N,T]`, by the score head, of the state that each token was drawn in."""
     model = net.bind(params)
-    read = _read(model, tokens, segments, positions, prompt_width, layout)
-    return read.at_tokens(model.scores(read.hidden))
+    positions = _predicting(model, inputs)
+    return positions.at_tokens(model.scores(positions.hidden))
 
 
-def token_logps_and_values(
-    net: Net, params: Params, score: Params, tokens, segments, positions=None, temperature: float = 1.0,
-    prompt_width: int = 0, layout: Layout | None = None,
-):  # fmt: skip
-    """What `token_logps` gives, and the values `[N,T]` that a score head (`{"kernel": [D,1]}`) gives of the same
-    hidden states, in fp32."""
-
-    def score_all(hidden, kernel, targets, temperature: float, softcap: float | None, count):
-        found: Any = chunked_logps(hidden, kernel, targets, temperature, False, softcap, 0.0, count)
-        values = jnp.matmul(hidden.astype(jnp.float32), score["kernel"].astype(jnp.float32))[..., 0]
-        return *found, values
-
-    read = _read(net.bind(params), tokens, segments, positions, prompt_width, layout)
-    logps, entropy, values = _scored(net, params, read, temperature, score_all)
-    return logps, entropy, values
-
-
-def last_scores(net: Net, params: Params, tokens, segments, layout: Layout | None = None):
+def last_scores(net: Net, params: Params, inputs: Inputs) -> jax.Array:
     """Scores `[N]` in fp32, by the score head, of each row's last token that is no padding."""
     model = net.bind(params)
-    if layout is not None:
-        read = _read(model, tokens, segments, None, 0, layout)
-        return read.at_tokens(model.scores(read.hidden)).sum(axis=1)
-    hidden = model.hidden(tokens, segments)
-    last = jnp.where(segments != 0, jnp.arange(segments.shape[1]), 0).max(axis=1)
+    if inputs.layout is not None:  # which reads the last token of each row and nothing else
+        positions = _predicting(model, inputs)
+        return positions.at_tokens(model.scores(positions.hidden)).sum(axis=1)
+    assert inputs.segments is not None
+    hidden = model.hidden(inputs)
+    last = jnp.where(inputs.segments != 0, jnp.arange(inputs.segments.shape[1]), 0).max(axis=1)
     return model.scores(jnp.take_along_axis(hidden, last[:, None, None], axis=1))[:, 0]
 
 
-class Read(NamedTuple):
-    """The hidden states `[Z,S,D]` that predict tokens `[Z,S]`, and the way back to rows `[N,T]`.
+class _Positions(NamedTuple):
+    """The hidden states `[Z,X,D]` that predict tokens `[Z,X]`, and the way back to rows `[N,T]`.
 
-    Without a layout Z is N, and S are the columns from the first on that is predicted.
+    Without a layout Z is N, and X are the columns from the first one on that is predicted.
     """
 
     hidden: jax.Array
     targets: jax.Array
-    count: jax.Array | None  # [] how many of the S are in use, in the fullest shard
-    at_tokens: Callable[[jax.Array], jax.Array]  # numbers [Z,S] as [N,T], 0 where nothing is read
-    sums: Callable[[jax.Array], jax.Array]  # its transpose: the sums of what was given for each of the S
-    picks: Callable[[jax.Array], jax.Array]  # values [N,T], alike for all tokens of one of the S, as [Z,S]
+    count: jax.Array | None  # [] how many of the X are in use, in the fullest shard
+    at_tokens: Callable[[jax.Array], jax.Array]  # numbers [Z,X] as [N,T], 0 where nothing is read
+    sums: Callable[[jax.Array], jax.Array]  # its transpose: [N,T] as [Z,X], summed where rows share a token
+    picks: Callable[[jax.Array], jax.Array]  # [N,T], alike for all rows that share a token, as [Z,X]
 
 
-def _read(model: Transformer, tokens, segments, positions, prompt_width: int, layout: Layout | None, noise=None):
-    if layout is not None:
-        return _read_packed(model, tokens, layout)
-    first = max(prompt_width, 1)
+def _predicting(model: Transformer, inputs: Inputs) -> _Positions:
+    if inputs.layout is not None:
+        return _predicting_packed(model, inputs.tokens, inputs.layout)
+    tokens, segments = inputs.tokens, inputs.segments
+    assert segments is not None
+    first = max(inputs.prompt_width, 1)
     predicted = (segments[:, first:] == segments[:, first - 1 : -1]) & (segments[:, first:] != 0)
 
     def at_tokens(x):
@@ -135,53 +125,40 @@ def _read(model: Transformer, tokens, segments, positions, prompt_width: int, la
     def columns(x):
         return jnp.where(predicted, x[:, first:], 0.0)
 
-    hidden = model.hidden(tokens, segments, positions, noise)[:, first - 1 : -1]
-    return Read(hidden, tokens[:, first:], None, at_tokens, columns, columns)
+    hidden = model.hidden(inputs)[:, first - 1 : -1]
+    return _Positions(hidden, tokens[:, first:], None, at_tokens, columns, columns)
 
 
-def _read_packed(model: Transformer, tokens, layout: Layout) -> Read:
-    shards, places = layout.places.shape
+def _predicting_packed(model: Transformer, tokens, layout: PackedLayout) -> _Positions:
+    shards, width = layout.hidden_idx.shape
 
-    def take(x, index):  # each shard from its own
+    def take(x, index):  # each shard from its own rows, so that no data moves between devices
         return jnp.take_along_axis(x.reshape(shards, -1), index.reshape(shards, -1), axis=1)
 
     def rows(x):
         return constrain(x.reshape(-1, x.shape[-1]), "rows", None)
 
     def at_tokens(x):
-        padded = constrain(jnp.pad(x, ((0, 0), (0, 1))), "rows", None)
-        return rows(take(padded, layout.slots).reshape(*layout.slots.shape))
+        padded = constrain(jnp.pad(x, ((0, 0), (0, 1))), "rows", None)  # the last entry is that of tokens not read
+        return rows(take(padded, layout.logp_idx).reshape(*layout.logp_idx.shape))
 
     def sums(x):
-        empty = jnp.zeros((shards, places), jnp.float32)
+        # A token of a shared prefix is read by several rows: its slope is the sum of theirs, which is what the
+        # transpose of the gather gives.
+        empty = jnp.zeros((shards, width), jnp.float32)
         return jax.linear_transpose(at_tokens, empty)(x.astype(jnp.float32))[0]
 
     def picks(x):
-        return take(x, layout.targets)
+        return take(x, layout.target_idx)
 
-    packed = take(tokens, layout.source).reshape(layout.source.shape)
-    packed, segments, positions, prefixes, uses = (
-        rows(x) for x in (packed, layout.segments, layout.positions, layout.prefixes, layout.uses)
+    packed = Inputs(
+        tokens=rows(take(tokens, layout.token_idx).reshape(layout.token_idx.shape)),
+        segments=rows(layout.segments),
+        positions=rows(layout.positions),
+        prefix_segments=rows(layout.prefix_segments),
+        multiplicity=rows(layout.multiplicity),
     )
-    hidden = model.hidden(packed, segments, positions, prefixes=prefixes, uses=uses)
+    hidden = model.hidden(packed)
     hidden = constrain(hidden.reshape(shards, -1, hidden.shape[-1]), "rows", None, None)
-    hidden = jnp.take_along_axis(hidden, layout.places[..., None], axis=1)
-    return Read(hidden, picks(tokens), layout.read.max(), at_tokens, sums, picks)
-
-
-def _scored(net: Net, params: Params, read: Read, temperature: float, score):
-    model = net.bind(params)
-    hidden, softcap = model.head_input(read.hidden), net.config.logit_softcap
-    scored: Any = score(
-        hidden, model.head_kernel(), read.targets, float(temperature), softcap=softcap, count=read.count
-    )
-    return [read.at_tokens(x) for x in scored]
-
-
-def _with_statistics(hidden, kernel, targets, temperature: float, softcap: float | None, count, smoothing: float):
-    return chunked_logps(hidden, kernel, targets, temperature, True, softcap, smoothing, count)
-
-
-def _logps_and_squares(hidden, kernel, targets, temperature: float, softcap: float | None, count):
-    scored: Any = chunked_logps(hidden, kernel, targets, temperature, True, softcap, 0.0, count)
-    return *scored, log_sum_squares(*jax.lax.stop_gradient((hidden, kernel)), softcap, count)
+    hidden = jnp.take_along_axis(hidden, layout.hidden_idx[..., None], axis=1)
+    return _Positions(hidden, picks(tokens), layout.num_read.max(), at_tokens, sums, picks)

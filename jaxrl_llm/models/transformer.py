@@ -16,6 +16,7 @@ import numpy as np
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
+from jaxrl_llm.algorithms.batch import Inputs
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.distributed.sharding import constrain, context_shards
 from jaxrl_llm.models.layers import Attention, FeedForward, KeyValues, LayerTraits, Linear, RMSNorm, Seen, soft_cap
@@ -124,25 +125,20 @@ class Transformer(nnx.Module):
         trained = config if config.lora is None else dataclasses.replace(config, param_dtype="float32")
         self.score = Linear(config.width, 1, trained, rngs) if config.head == "score" else None
 
-    def hidden(self, tokens, segments=None, positions=None, noise=None, prefixes=None, uses=None):
+    def hidden(self, inputs: Inputs):
         """Hidden states `[N,T,D]` after the final norm, in the compute dtype.
 
-        tokens `[N,T]`; segments `[N,T]`: 0 is padding, other numbers tell packed documents apart (default: all 1);
-        positions `[N,T]`: default counts from 0 in each segment; noise `[N,T,D]` is added to the embeddings.
-        prefixes `[N,T]` names a segment that a token sees besides its own, and uses `[N,T]` how often a token counts
-        in the routing to experts (default: once, and padding not at all).
+        The rows are computed as they are: a layout is followed by the caller (models/logprobs.py).
         """
-        length = tokens.shape[1]
-        tokens, segments, *others = _for_context(tokens, segments, positions, noise, prefixes, uses)
-        positions, noise, prefixes, uses = others
-        x, _, routing = self._forward(tokens, segments, positions, noise=noise, prefixes=prefixes, uses=uses)
+        length = inputs.tokens.shape[1]
+        x, _, routing = self._forward(_for_context(inputs))
         if self.record is not None and routing is not None:
             self.record(routing)
         return x[:, :length]
 
     def prefill(self, tokens, segments):
         """Hidden states `[B,P,D]` and, per layer, the keys and values `[B,J,P,d]` of prompts padded on the left."""
-        return self._forward(tokens, segments, None, keep_cache=True)[:2]
+        return self._forward(Inputs(tokens, segments), keep_cache=True)[:2]
 
     def decode(self, tokens, positions, prompt, prompt_mask, rows, length):
         """Hidden states `[G,R*W,D]` of each row's next W tokens, and the row caches with them: `Attention.decode`."""
@@ -178,21 +174,20 @@ class Transformer(nnx.Module):
 
     def __call__(self, tokens, segments=None, positions=None):
         """Logits `[N,T,V]` in fp32 (or scores `[N,T]` with the score head)."""
-        hidden = self.hidden(tokens, segments, positions)
+        hidden = self.hidden(Inputs(tokens, segments, positions))
         return self.scores(hidden) if self.score is not None else self.logits(hidden)
 
     def _embedded(self, tokens):
         x = constrain(self.embed(tokens, self.config.dtype), "rows", "positions", None)
         return x if self.config.embed_scale == 1.0 else x * jnp.asarray(self.config.embed_scale, x.dtype)
 
-    def _forward(
-        self, tokens, segments, positions, keep_cache: bool = False, noise=None, prefixes=None, uses=None
-    ):  # fmt: skip
-        segments = jnp.ones_like(tokens) if segments is None else segments
-        positions = segment_positions(segments) if positions is None else positions
+    def _forward(self, inputs: Inputs, keep_cache: bool = False):
+        tokens, noise, prefixes = inputs.tokens, inputs.noise, inputs.prefix_segments
+        segments = jnp.ones_like(tokens) if inputs.segments is None else inputs.segments
+        positions = segment_positions(segments) if inputs.positions is None else inputs.positions
         by_segments = self.config.attention == "splash" and prefixes is None
         seen = Seen(segments, None if by_segments else attention_mask(segments, prefixes))
-        real = segments != 0 if uses is None else uses
+        real = segments != 0 if inputs.multiplicity is None else inputs.multiplicity
         waves = waves_of_long_rows(self.config, segments, positions)
 
         def body(block, x, _, traits):
@@ -245,13 +240,14 @@ class Transformer(nnx.Module):
         return runs
 
 
-def _for_context(tokens, segments, *others):
-    """The arrays `[N,T,...]`, padded so that the context axis of the mesh divides T; None stays None."""
-    extra = -tokens.shape[1] % context_shards()
+def _for_context(inputs: Inputs) -> Inputs:
+    """The rows, padded so that the context axis of the mesh divides T."""
+    extra = -inputs.tokens.shape[1] % context_shards()
     if not extra:
-        return tokens, segments, *others
-    arrays = (tokens, jnp.ones_like(tokens) if segments is None else segments, *others)
-    return [x if x is None else jnp.pad(x, ((0, 0), (0, extra), *((0, 0),) * (x.ndim - 2))) for x in arrays]
+        return inputs
+    if inputs.segments is None:  # padding must be told from tokens
+        inputs = inputs.replace(segments=jnp.ones_like(inputs.tokens))
+    return jax.tree.map(lambda x: jnp.pad(x, ((0, 0), (0, extra), *((0, 0),) * (x.ndim - 2))), inputs)
 
 
 def _kinds(config: ModelConfig) -> set[bool]:

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from jaxrl_llm.algorithms.batch import Inputs
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.data.collate import pad_prompts
 from jaxrl_llm.distributed.sharding import local_rows, row_shards, rows_to_global
@@ -43,10 +44,8 @@ class Elsewhere:
         rollout = self._arrays(written)
         if written.logprobs is None:
             rows = rollout.tokens.shape[0]
-            width, shards = self.prompt_width, row_shards(self.mesh)
-            logps = scored_logps(
-                self.engine.net, params, rollout.tokens, rollout.segments, self.temperature, width, rows, shards
-            )
+            inputs = Inputs(rollout.tokens, rollout.segments, prompt_width=self.prompt_width)
+            logps = scored_logps(self.engine.net, params, inputs, self.temperature, rows, row_shards(self.mesh))
             rollout = rollout._replace(sample_logps=logps * rollout.mask)
         return rollout, written.columns
 

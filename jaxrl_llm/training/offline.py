@@ -15,7 +15,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
-from jaxrl_llm.algorithms.batch import Batch
+from jaxrl_llm.algorithms.batch import Batch, Inputs, Scalars
 from jaxrl_llm.algorithms.sequence_logps import RunningMean
 from jaxrl_llm.config import batch_rows, rows_together
 from jaxrl_llm.data import loading
@@ -26,11 +26,12 @@ from jaxrl_llm.distributed.processes import agreeing
 from jaxrl_llm.distributed.sharding import on_device, row_shards, rows_to_global
 from jaxrl_llm.models.transformer import Net, Params
 from jaxrl_llm.training.logging.logger import Stopwatch
+from jaxrl_llm.training.objective_specs import preference_spec
 from jaxrl_llm.training.objectives.preference import row_sums
 from jaxrl_llm.training.online import Experience, Row, scored_logps
 from jaxrl_llm.training.packing.documents import pad_groups
 from jaxrl_llm.training.packing.planner import Packer, Sample
-from jaxrl_llm.training.update import Metrics, State
+from jaxrl_llm.training.update import State
 
 log = logging.getLogger(__name__)
 
@@ -58,7 +59,8 @@ class Offline:
             with agreeing():
                 examples = next(self.pipeline)
             if config.data.packing:
-                batch = Batch(*_packed(pad_groups(examples, self.width)))
+                tokens, segments, positions, mask = pad_groups(examples, self.width)
+                batch = Batch(Inputs(tokens, segments, positions), mask)
             else:
                 batch = pad_examples(arrange(config, examples, self.width), self.width)
             if config.algorithm.name == "sft" and config.algorithm.neftune_alpha:
@@ -70,18 +72,19 @@ class Offline:
                 batch = batch.replace(
                     ref_logps=_logps(self.net, on_device(self.ref_params), batch, rows, mesh, self.pack)
                 )
-            if config.algorithm.bco_running_mean:
+            if _running_mean(config):
                 logps = _logps(self.net, state.params, batch, rows, mesh, self.pack)
                 self.seen = self.seen.update(_rewards(config, logps, batch))
                 batch = self.with_baseline(batch)
-        counted = batch.segments[::2] if _has_mismatches(config) else batch.segments  # mismatches repeat them
+        segments = batch.inputs.segments
+        counted = segments[::2] if _has_mismatches(config) else segments  # mismatches repeat them
         return Experience(batch, {"num_tokens": (counted != 0).sum()}, [])
 
     def with_baseline(self, batch: Batch) -> Batch:
         """The batch with the mean of all rewards so far, where `bco_running_mean` asks for it."""
-        if not self.config.algorithm.bco_running_mean:
+        if not _running_mean(self.config):
             return batch
-        return batch.replace(baseline=jnp.full(batch.rows, self.seen.mean))
+        return batch.replace(scalars=Scalars(reward_shift=jnp.float32(self.seen.mean)))
 
     def get_state(self) -> dict[str, Any]:
         """What a resumed run needs besides the training state."""
@@ -109,7 +112,7 @@ class HeldOut:
     Those of a named set are `eval/<name>/loss` and so on.
     """
 
-    measure: Callable[[Params, Batch], Metrics]
+    measure: Callable[[Params, Batch], dict[str, jax.Array]]
     batch: Batch
     source: Offline | None  # whose running mean a loss may read
     name: str = ""
@@ -154,12 +157,13 @@ def _has_mismatches(config) -> bool:
 def check_balance(config, examples: list[Example]) -> None:
     """Warns when desirable and undesirable rows miss the balance that KTO's paper found best (eq. 8) by over 5%."""
     desirable = sum(row["label"] for (row,) in examples)
-    heavy = config.algorithm.desirable_weight * desirable
-    light = config.algorithm.undesirable_weight * (len(examples) - desirable)
+    options = preference_spec(config).losses[0].options
+    heavy = options.get("desirable_weight", 1.0) * desirable
+    light = options.get("undesirable_weight", 1.0) * (len(examples) - desirable)
     if not light * 0.95 <= heavy <= light * 1.05 * 4 / 3:
         log.warning(
-            "%d desirable and %d undesirable rows: algorithm.desirable_weight x desirable should be 1 to 4/3 times "
-            "algorithm.undesirable_weight x undesirable, and is %.3g to %.3g",
+            "%d desirable and %d undesirable rows: the loss's option desirable_weight x desirable should be 1 to 4/3 "
+            "times undesirable_weight x undesirable, and is %.3g to %.3g",
             desirable, len(examples) - desirable, heavy, light,
         )  # fmt: skip
 
@@ -197,7 +201,7 @@ def pad_examples(examples: list[Example], width: int) -> Batch:
     """The rows of the examples, padded on the right, with what else they hold."""
     rows = [row for example in examples for row in example]
     tokens, segments, mask = pad_rows([(row["ids"], row["mask"]) for row in rows], width)
-    batch = Batch(tokens, segments, mask)
+    batch = Batch(Inputs(tokens, segments), mask)
     for name, field in (("label", "labels"), ("margin", "margins")):
         if name in rows[0]:
             batch = batch.replace(**{field: np.array([row[name] for row in rows], np.float32)})
@@ -211,7 +215,7 @@ def sample_rows(config, examples: list[Example], rows: int, width: int) -> Sampl
     """So many rows of examples that are drawn at random, always the same."""
     drawn = np.random.default_rng(0).integers(len(examples), size=max(rows // rows_together(config), 1))
     batch = pad_examples(arrange(config, [examples[number] for number in drawn], width), width)
-    return Sample(batch.tokens, batch.segments, batch.mask)
+    return Sample(batch.inputs.tokens, batch.inputs.segments, batch.mask)
 
 
 def part_rows(config) -> int:
@@ -253,21 +257,19 @@ def _chunks(examples: list[Example], size: int) -> Iterator[list[Example]]:
 
 
 def _logps(net: Net, params: Params, batch: Batch, rows: int, mesh: Mesh, pack: Packer | None = None) -> jax.Array:
-    layout = None if pack is None else pack.passing(batch.tokens, batch.segments, batch.mask)
-    return scored_logps(net, params, batch.tokens, batch.segments, 1.0, 0, rows, row_shards(mesh), layout)
+    inputs = Inputs(batch.inputs.tokens, batch.inputs.segments)
+    if pack is not None:
+        inputs = inputs.replace(layout=pack.passing(inputs.tokens, inputs.segments, batch.mask))
+    return scored_logps(net, params, inputs, 1.0, rows, row_shards(mesh))
 
 
 def _rewards(config, logps, batch: Batch) -> jax.Array:
     """Rewards `[N]`: beta times each row's log-ratio."""
-    rewards = row_sums(config, logps, batch.mask)[0]
+    spec = preference_spec(config)
+    rewards = row_sums(spec, logps, batch.mask)[0]
     if batch.ref_logps is not None:
-        rewards -= row_sums(config, batch.ref_logps, batch.mask)[0]
+        rewards -= row_sums(spec, batch.ref_logps, batch.mask)[0]
     return config.algorithm.beta * rewards
-
-
-def _packed(arrays):
-    tokens, segments, positions, mask = arrays
-    return tokens, segments, mask, positions
 
 
 def _to_devices(batch: Batch, mesh: Mesh) -> Batch:
@@ -275,3 +277,10 @@ def _to_devices(batch: Batch, mesh: Mesh) -> Batch:
     processes, process = jax.process_count(), jax.process_index()
     own = jax.tree.map(lambda x: np.split(x, processes)[process] if processes > 1 else x, batch)
     return rows_to_global(own, mesh)
+
+
+def _running_mean(config) -> bool:
+    """True when a loss subtracts the mean of all rewards so far."""
+    if config.algorithm.name != "preference":
+        return False
+    return any(loss.running_mean for loss in preference_spec(config).losses)

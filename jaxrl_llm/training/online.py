@@ -16,7 +16,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
 from jaxrl_llm.algorithms.aggregation import masked_mean
-from jaxrl_llm.algorithms.batch import Batch, Layout
+from jaxrl_llm.algorithms.batch import Batch, Inputs, Scalars
 from jaxrl_llm.algorithms.kl import AdaptiveKL
 from jaxrl_llm.config import ConfigError, rows_together
 from jaxrl_llm.config.schema import OFFLINE
@@ -33,8 +33,8 @@ from jaxrl_llm.training.advantages import Scorer
 from jaxrl_llm.training.episodes import Converse, Conversing
 from jaxrl_llm.training.logging.logger import Stopwatch
 from jaxrl_llm.training.logging.reward_metrics import add_totals, join, over_processes, table_value
-from jaxrl_llm.training.microbatch import map_parts
-from jaxrl_llm.training.objectives.policy_gradient import needs_key
+from jaxrl_llm.training.microbatch import map_microbatches
+from jaxrl_llm.training.objective_specs import critic_spec, policy_loss
 from jaxrl_llm.training.objectives.value import critic_params
 from jaxrl_llm.training.packing.planner import Packer
 from jaxrl_llm.training.reference import Memory
@@ -169,15 +169,13 @@ class Online:
             memory.kl.coef, greedy_rewards, values, greedy,
         )  # fmt: skip
         batch = Batch(
-            tokens=rollout.tokens,
-            segments=rollout.segments,
+            Inputs(rollout.tokens, rollout.segments, prompt_width=self.sampler.prompt_width),
             mask=scored.mask,
             sample_logps=rollout.sample_logps,
             old_logps=old_logps,
             advantages=scored.values,
             values=values,
             returns=scored.returns,
-            prompt_width=self.sampler.prompt_width,
         )
         metrics = scored.metrics | resampled | over_processes(logged, scored.metrics)
         metrics["rollout/useful_token_fraction"] = _useful(rollout.lengths, rollout.steps)
@@ -254,15 +252,17 @@ class Online:
             with self.sampler.watch("logps"):
                 known = ref_logps is not None
                 batch = batch.replace(ref_logps=ref_logps if known else self._logps(on_device(memory.reference), batch))
-            if isinstance(memory.kl, AdaptiveKL):
-                batch = batch.replace(kl_coef=rows_to_global(np.full(rows, memory.kl.coef, np.float32), mesh))
-        if self.config.algorithm.aggregation == "rollout_token":
-            share = float((batch.mask > 0).sum()) / self.config.batch.minibatches
-            batch = batch.replace(token_count=rows_to_global(np.full(rows, share, np.float32), mesh))
-        if memory.entropy is not None:
-            coef = np.full(rows, memory.entropy.applied, np.float32)
-            batch = batch.replace(entropy_coef=rows_to_global(coef, mesh))
-        if needs_key(self.config):
+        measured = memory.reference is not None and not self.config.algorithm.kl_in_reward
+        adaptive, by_tokens = isinstance(memory.kl, AdaptiveKL), self.config.algorithm.aggregation == "rollout_token"
+        tokens = float((batch.mask > 0).sum()) / self.config.batch.minibatches if by_tokens else None
+        batch = batch.replace(
+            scalars=Scalars(
+                kl_coef=np.float32(memory.kl.coef) if measured and adaptive else None,
+                entropy_coef=None if memory.entropy is None else np.float32(memory.entropy.applied),
+                token_count=None if tokens is None else np.float32(tokens),
+            )
+        )
+        if "key" in policy_loss(self.config).takes:
             first = int(jax.random.bits(jax.random.fold_in(key, SEEDS)))
             seeds = np.random.default_rng([first, 0]).integers(2**32, size=batch.rows, dtype=np.uint32)
             own = slice(jax.process_index() * rows, (jax.process_index() + 1) * rows)
@@ -291,22 +291,26 @@ class Online:
 
     def _logps(self, params: Params | None, rows: Rollout | Batch):
         assert params is not None
-        width, temperature = self.sampler.prompt_width, self.config.rollout.temperature
-        return scored_logps(self.net, params, rows.tokens, rows.segments, temperature, width, *self._parts(rows))
+        inputs, count = self._inputs(rows)
+        temperature, shards = self.config.rollout.temperature, row_shards(self.sampler.mesh)
+        return scored_logps(self.net, params, inputs, temperature, count, shards)
 
     def _values(self, state: State, rows: Rollout):
         """Values `[N,T]` of the critic before the update, None without one."""
         if self.critic is None or state.critic is None:
             return None
-        width = self.sampler.prompt_width
-        params = critic_params(self.config, state)
-        return values_before(self.critic, params, rows.tokens, rows.segments, width, *self._parts(rows))
+        inputs, count = self._inputs(rows)
+        return values_before(
+            self.critic, critic_params(critic_spec(self.config), state), inputs, count, row_shards(self.sampler.mesh)
+        )
 
-    def _parts(self, rows: Rollout | Batch) -> tuple[int, int, Layout | None]:
-        """How many rows to compute at a time, the shards of the mesh they come from, and where the net finds them."""
-        batch = self.config.batch
-        layout = None if self.pack is None else self.pack.passing(rows.tokens, rows.segments, rows.mask)
-        return batch.microbatch_rows or rows.tokens.shape[0] // batch.minibatches, row_shards(self.sampler.mesh), layout
+    def _inputs(self, rows: Rollout | Batch) -> tuple[Inputs, int]:
+        """What a network reads of the rows, and how many rows it computes at a time."""
+        source = rows if isinstance(rows, Rollout) else rows.inputs
+        tokens, segments = source.tokens, source.segments
+        layout = None if self.pack is None else self.pack.passing(tokens, segments, rows.mask)
+        inputs = Inputs(tokens, segments, layout=layout, prompt_width=self.sampler.prompt_width)
+        return inputs, self.config.batch.microbatch_rows or tokens.shape[0] // self.config.batch.minibatches
 
 
 def fill(
@@ -360,34 +364,19 @@ def _sum_over_processes(flags: np.ndarray) -> int:
     return int(multihost_utils.process_allgather(np.int32(flags.sum())).sum())
 
 
-@functools.partial(jax.jit, static_argnums=(0, 4, 5, 6, 7))
-def scored_logps(
-    net: Net, params: Params, tokens, segments, temperature, prompt_width: int, rows: int, shards: int,
-    layout: Layout | None = None,
-):  # fmt: skip
+@functools.partial(jax.jit, static_argnums=(0, 3, 4, 5))
+def scored_logps(net: Net, params: Params, inputs: Inputs, temperature: float, rows: int, shards: int) -> jax.Array:
     """Log-probs `[N,T]` without gradients, computed `rows` rows at a time or as the layout says."""
-
-    def part(x: Batch):
-        return token_logps(net, params, x.tokens, x.segments, None, temperature, prompt_width, x.layout)[0]
-
-    return _over_rows(part, tokens, segments, layout, rows, shards)
+    batch = Batch(inputs, mask=None)
+    count = batch.rows // rows
+    return map_microbatches(lambda x: token_logps(net, params, x.inputs, temperature)[0], batch, count, shards)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 4, 5, 6))
-def values_before(
-    net: Net, params: Params, tokens, segments, prompt_width: int, rows: int, shards: int, layout: Layout | None = None
-):
+@functools.partial(jax.jit, static_argnums=(0, 3, 4))
+def values_before(net: Net, params: Params, inputs: Inputs, rows: int, shards: int) -> jax.Array:
     """A critic's values `[N,T]` without gradients, computed `rows` rows at a time or as the layout says."""
-
-    def part(x: Batch):
-        return token_values(net, params, x.tokens, x.segments, prompt_width=prompt_width, layout=x.layout)
-
-    return _over_rows(part, tokens, segments, layout, rows, shards)
-
-
-def _over_rows(function, tokens, segments, layout: Layout | None, rows: int, shards: int):
-    batch = Batch(tokens=tokens, segments=segments, mask=None, layout=layout)
-    return map_parts(function, batch, tokens.shape[0] // rows, shards)
+    batch = Batch(inputs, mask=None)
+    return map_microbatches(lambda x: token_values(net, params, x.inputs), batch, batch.rows // rows, shards)
 
 
 def check_rows(config, rows: int, mesh: Mesh) -> None:

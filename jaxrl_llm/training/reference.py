@@ -15,7 +15,7 @@ from jaxrl_llm.algorithms.kl import AdaptiveKL, FixedKL
 from jaxrl_llm.distributed.sharding import on_device, on_host
 from jaxrl_llm.models.lora import LoraConfig, combine, copied, has_adapters, merge, split, without_adapters
 from jaxrl_llm.models.transformer import Params
-from jaxrl_llm.training.replay import Replay, empty_replay, exchange
+from jaxrl_llm.training.replay import Replay, empty_replay, exchange, stored_arrays, with_arrays
 from jaxrl_llm.training.update import State
 
 
@@ -86,7 +86,7 @@ class Memory:
         if self.reference is not None and self.ref_sync_steps:
             trees["reference"] = split(self.reference)[1]
         if self.replay is not None:
-            rows = {name: x for name, x in vars(self.replay.rows).items() if isinstance(x, jax.Array)}
+            rows = stored_arrays(self.replay.rows)
             trees["replay"] = {"rows": rows, "priority": self.replay.priority}
         return trees
 
@@ -102,7 +102,7 @@ class Memory:
             self.reference = on_host(found) if self._is_offloaded() else found
         if self.replay is not None and "replay" in arrays:
             found = arrays["replay"]
-            self.replay = Replay(self.replay.rows.replace(**found["rows"]), found["priority"])
+            self.replay = Replay(with_arrays(self.replay.rows, found["rows"]), found["priority"])
 
 
 def start_reference(config, params: Params, lora: LoraConfig | None = None, kept: bool = True) -> Params:

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxrl_llm.algorithms.batch import Batch
+from jaxrl_llm.algorithms.batch import Batch, Inputs
 from jaxrl_llm.distributed.sharding import constrain
 
 
@@ -25,13 +25,11 @@ def empty_replay(groups: int, group_size: int, width: int, prompt_width: int, me
     shape = (groups * group_size, width)
     integers, floats = jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32)
     rows = Batch(
-        tokens=integers,
-        segments=integers,
+        Inputs(integers, integers, prompt_width=prompt_width),
         mask=floats,
         sample_logps=floats,
         old_logps=floats,
         advantages=floats,
-        prompt_width=prompt_width,
     )
     return jax.device_put(Replay(rows, jnp.zeros(groups, jnp.float32)), NamedSharding(mesh, PartitionSpec()))
 
@@ -66,3 +64,15 @@ def exchange(replay: Replay, batch: Batch, priority, key, group_size: int) -> tu
 
 def _rows(groups, group_size: int):
     return (groups[:, None] * group_size + jnp.arange(group_size)).reshape(-1)
+
+
+def stored_arrays(rows: Batch) -> dict[str, jax.Array]:
+    """The arrays of a buffer's rows by name, as a checkpoint holds them."""
+    return {name: x for name, x in {**vars(rows), **vars(rows.inputs)}.items() if isinstance(x, jax.Array)}
+
+
+def with_arrays(rows: Batch, arrays: dict[str, jax.Array]) -> Batch:
+    """The rows with what `stored_arrays` gave."""
+    names = {"tokens", "segments"}
+    inputs = rows.inputs.replace(**{name: x for name, x in arrays.items() if name in names})
+    return rows.replace(inputs=inputs, **{name: x for name, x in arrays.items() if name not in names})

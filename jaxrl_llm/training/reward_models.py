@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxrl_llm.algorithms.batch import Inputs
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.config.resolve import split_options
 from jaxrl_llm.data.chat import chat_ids, is_conversational, render_chat
@@ -125,4 +126,4 @@ def _short_name(path: str) -> str:
 
 @functools.partial(jax.jit, static_argnums=0)
 def _score(net: Net, params: Params, tokens, segments):
-    return last_scores(net, params, tokens, segments)
+    return last_scores(net, params, Inputs(tokens, segments))

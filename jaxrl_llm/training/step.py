@@ -29,4 +29,5 @@ def improve(config, parts: Run, state: State, batch: Batch) -> tuple[State, list
 
 @functools.partial(jax.jit, static_argnames="mesh")
 def _take(batch: Batch, index, mesh) -> Batch:
-    return jax.lax.with_sharding_constraint(batch.take(index), row_sharding(mesh))
+    sharding = row_sharding(mesh)
+    return batch.map_rows(lambda x: jax.lax.with_sharding_constraint(x[index], sharding))

@@ -12,6 +12,7 @@ import optax
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jaxrl_llm.algorithms.batch import Inputs
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.distributed.sharding import (
     AXES,
@@ -37,9 +38,10 @@ from jaxrl_llm.rollout.resharded import EngineOnMesh
 from jaxrl_llm.rollout.sampling import Sampling
 from jaxrl_llm.rollout.scheduler import Schedule
 from jaxrl_llm.training.logging.logger import Stopwatch
-from jaxrl_llm.training.objectives.policy_gradient import policy_gradient
+from jaxrl_llm.training.objective_specs import objective_of
 from jaxrl_llm.training.optimizers import make_optimizer
 from jaxrl_llm.training.packing.planner import Sample, make_packer
+from jaxrl_llm.training.setup import update_spec
 from jaxrl_llm.training.update import init_state, make_update
 from tests.models.test_splash_attention import dense, outputs_and_gradients
 from tests.rollout.test_multi_turn import Echo
@@ -328,7 +330,7 @@ def batch():
 
 def update_of(net, params, tokens, segments, weights):
     def loss(params):
-        logps, entropy = token_logps(net, params, tokens, segments)
+        logps, entropy = token_logps(net, params, Inputs(tokens, segments))
         return (weights * logps + 0.1 * entropy).sum() / 50, logps
 
     return jax.value_and_grad(loss, has_aux=True)(params)
@@ -479,15 +481,16 @@ def test_packed_rows_give_the_same_update_on_every_mesh(sizes):
     found = []
     for mesh, packs in ((mesh_of(1, 1, 1), False), (mesh_of(*sizes), True)):
         with jax.set_mesh(mesh):
-            optimizer, objective = make_optimizer(config), policy_gradient(config, Net(PACKED))
+            optimizer, objective = make_optimizer(config), objective_of(config, Net(PACKED))
             params = Net(PACKED).init(jax.random.key(0))
             state = init_state(jax.device_put(params, shardings(params, mesh)), optimizer, mesh)
             own = rows_to_global(batch, mesh)
             if packs:
-                shard = Sample(*(x[: len(x) // row_shards(mesh)] for x in (batch.tokens, batch.segments, batch.mask)))
+                arrays = (batch.inputs.tokens, batch.inputs.segments, batch.mask)
+                shard = Sample(*(x[: len(x) // row_shards(mesh)] for x in arrays))
                 own = make_packer(config, PACKED, mesh, objective, shard)(own)
-                assert own.layout.rows.sharding.shard_shape(own.layout.rows.shape)[0] == 1
-            state, metrics = make_update(objective, optimizer, config, mesh)(state, own)
+                assert own.inputs.layout.row_idx.sharding.shard_shape(own.inputs.layout.row_idx.shape)[0] == 1
+            state, metrics = make_update(objective, optimizer, update_spec(config), mesh)(state, own)
             found.append(jax.device_get((state.params, metrics)))
     (params, metrics), (packed, packed_metrics) = found
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5, rtol=1e-4), packed, params)

@@ -14,9 +14,10 @@ from jaxrl_llm.models import hf, peft
 from jaxrl_llm.models.lora import has_adapters
 from jaxrl_llm.models.model import Model, has_peft_adapter, save_adapter, save_hf
 from jaxrl_llm.training.checkpoint.manager import folder_of
+from jaxrl_llm.training.objective_specs import critic_spec
 from jaxrl_llm.training.objectives.value import critic_params
 from jaxrl_llm.training.setup import Run
-from jaxrl_llm.training.update import State, whole
+from jaxrl_llm.training.update import State, merge_frozen
 
 GIVEN = "given.json"
 
@@ -82,7 +83,7 @@ def export_run(config, parts: Run, state: State, note: Callable[[str], None]) ->
 
     `note` shows a line. Raises ConfigError when a folder cannot be written.
     """
-    state, folder = whole(state, parts.frozen), Path(config.output_dir)
+    state, folder = merge_frozen(state, parts.frozen), Path(config.output_dir)
     model = replace(parts.model, params=state.params)
     try:
         save_hf(model, folder / "hf")
@@ -91,7 +92,7 @@ def export_run(config, parts: Run, state: State, note: Callable[[str], None]) ->
         elif has_adapters(model.params):
             note("hf/ has the adapters merged; this family's fused tensors leave no PEFT folder")
         if parts.critic is not None and state.critic is not None:
-            save_hf(replace(parts.critic, params=critic_params(config, state)), folder / "critic")
+            save_hf(replace(parts.critic, params=critic_params(critic_spec(config), state)), folder / "critic")
     except (OSError, SafetensorError) as error:
         raise ConfigError(
             f"the trained model could not be written to {folder}: {error}; its checkpoint is in {folder_of(config)}. "

@@ -18,7 +18,7 @@ from jaxrl_llm.training.evaluation.metrics import measures_of
 from jaxrl_llm.training.evaluation.run import Evaluation, Evaluations
 from jaxrl_llm.training.evaluation.sources import NamedSet, measure_of, named_sets, set_parts
 from jaxrl_llm.training.logging.logger import Stopwatch
-from jaxrl_llm.training.objectives import preference
+from jaxrl_llm.training.objective_specs import needs_reference
 from jaxrl_llm.training.objectives.policy_gradient import Objective
 from jaxrl_llm.training.offline import HeldOut, Offline
 from jaxrl_llm.training.online import Online, Row, Sampler
@@ -77,7 +77,7 @@ def _held_out(config, model: Model, objective: Objective, source: Offline, sets:
     kind = loading.kind_of(config)
     rows = [offline.as_examples(loading.tokenized(config, parts, kind, model.tokenizer).rows) for _, parts in sets]
     width = padded_width(max(offline.longest(config, examples) for examples in rows), config.data.max_length)
-    reference = start_reference(config, model.params, kept=False) if preference.needs_reference(config) else None
+    reference = start_reference(config, model.params, kept=False) if needs_reference(config) else None
     found = []
     for (name, _), examples in zip(sets, rows, strict=True):
         batch, size = offline.held_out_batch(config, examples, width, mesh)

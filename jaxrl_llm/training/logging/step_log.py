@@ -10,7 +10,6 @@ import numpy as np
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.training.logging.health import Alarms, warnings_of
 from jaxrl_llm.training.logging.logger import Logger, Stopwatch
-from jaxrl_llm.training.objectives.policy_gradient import merged_by
 from jaxrl_llm.training.online import Row
 
 Metrics = dict[str, float]
@@ -118,9 +117,10 @@ class Records:
 
 def merge(updates: list[Any]) -> Metrics:
     """The metrics of several updates as those of one step: means, and for minima and maxima the extreme."""
-    values = [{name: float(value) for name, value in metrics.items()} for metrics in jax.device_get(updates)]
-    by = {"max": max, "min": min, "sum": np.mean}
-    return {name: float(by[merged_by(name)]([metrics[name] for metrics in values])) for name in values[0]}
+    by, values = {"max": max, "min": min, "sum": np.mean}, jax.device_get(updates)
+    return {
+        name: float(by[x.reduce]([float(metrics[name].value) for metrics in values])) for name, x in values[0].items()
+    }
 
 
 def _skipped(config, metrics: Metrics, step: int, skipped: int) -> int:

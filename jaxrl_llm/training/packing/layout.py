@@ -1,4 +1,4 @@
-"""`Layout`: where the net finds the tokens of a batch when it does not compute its rows one by one, and the plan of it.
+"""The plan of a `PackedLayout`: which packed rows hold the tokens of a batch.
 
 Losses speak of rows `[N,T]`; most of those columns may be padding, and the rows of a group start with the same prompt.
 The net computes packed rows of L tokens instead, in which rows lie one behind the other and a group's common prefix
@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxrl_llm.algorithms.batch import Layout
+from jaxrl_llm.algorithms.batch import PackedLayout
 
 
 class Sizes(NamedTuple):
@@ -52,7 +52,7 @@ class _Unit(NamedTuple):
     bundles: list[_Bundle]
 
 
-def plan(tokens, segments, mask, sizes: Sizes, shards: int = 1) -> Layout:
+def plan(tokens, segments, mask, sizes: Sizes, shards: int = 1) -> PackedLayout:
     """The layout of rows `[N,T]`, with `Z = shards`, in which every token that is read is computed once.
 
     A row is one run of tokens whose segment is not 0. Of a row are read the tokens of the `mask`; rows without any are
@@ -68,7 +68,7 @@ def plan(tokens, segments, mask, sizes: Sizes, shards: int = 1) -> Layout:
     parts = max(sizes.parts, used)
     made = [_filled(shard, found, sizes, parts) for shard, found in zip(rows, seats, strict=True)]
     stacked = {name: np.stack([one[name] for one in made]) for name in made[0]}
-    return Layout(**stacked, parts=np.full(shards, used, np.int32))
+    return PackedLayout(**stacked, num_microbatches=np.full(shards, used, np.int32))
 
 
 class Needs(NamedTuple):
@@ -212,19 +212,20 @@ def _filled(rows: _Rows, seated, sizes: Sizes, parts: int) -> dict[str, np.ndarr
     scored = sizes.packed_rows * sizes.length + sizes.rows  # a row's last token is scored and not computed
     packed = (parts, sizes.packed_rows, sizes.length)
     out: dict[str, np.ndarray] = {
-        name: np.zeros(packed, np.int32) for name in ("source", "segments", "prefixes", "positions", "uses")
+        name: np.zeros(packed, np.int32)
+        for name in ("token_idx", "segments", "prefix_segments", "positions", "multiplicity")
     }
-    out |= {name: np.zeros((parts, scored), np.int32) for name in ("places", "targets")}
-    out["rows"] = np.full((parts, sizes.rows), rows.count, np.int32)
-    out["slots"] = np.full((parts, sizes.rows, rows.width), scored, np.int32)
-    out["read"] = np.zeros(parts, np.int32)
+    out |= {name: np.zeros((parts, scored), np.int32) for name in ("hidden_idx", "target_idx")}
+    out["row_idx"] = np.full((parts, sizes.rows), rows.count, np.int32)
+    out["logp_idx"] = np.full((parts, sizes.rows, rows.width), scored, np.int32)
+    out["num_read"] = np.zeros(parts, np.int32)
     for part, held in enumerate(seated):
         number = 0
         for unit, seats in held:
             place = {row: number + at for at, row in enumerate(unit.rows)}
             number += len(unit.rows)
             for row, at in place.items():
-                out["rows"][part, at] = row
+                out["row_idx"][part, at] = row
             for bundle, seat in zip(unit.bundles, seats, strict=True):
                 _fill_bundle(rows, bundle, seat, place, out, sizes)
     return out
@@ -239,9 +240,9 @@ def _fill_bundle(rows: _Rows, bundle: _Bundle, seat: _Seat, place: dict[int, int
 
     def put(row: int, begin: int, end: int, offset: int, segment: int, prefix: int, uses: int) -> None:
         where = (*at, slice(offset, offset + end - begin))
-        out["source"][where] = place[row] * rows.width + rows.start[row] + np.arange(begin, end)
+        out["token_idx"][where] = place[row] * rows.width + rows.start[row] + np.arange(begin, end)
         out["positions"][where] = np.arange(begin, end)
-        out["segments"][where], out["prefixes"][where], out["uses"][where] = segment, prefix, uses
+        out["segments"][where], out["prefix_segments"][where], out["multiplicity"][where] = segment, prefix, uses
 
     put(first, 0, shared, offset, segment, segment, len(bundle.rows))
     own = offset + shared
@@ -252,14 +253,14 @@ def _fill_bundle(rows: _Rows, bundle: _Bundle, seat: _Seat, place: dict[int, int
         put(row, shared, needed, own, segment + number, segment if shared else segment + number, 1)
         read = np.flatnonzero(rows.read[row])
         fresh = read[~common[read] | (slot_of[read] < 0)]
-        slots = out["read"][seat.part] + np.arange(len(fresh))
+        slots = out["num_read"][seat.part] + np.arange(len(fresh))
         source = fresh if sizes.last else fresh - 1  # the token whose hidden state is read
         packed = np.where(source < shared, offset + source, own + source - shared)
-        out["places"][seat.part, slots] = seat.packed_row * sizes.length + packed
-        out["targets"][seat.part, slots] = place[row] * rows.width + rows.start[row] + fresh
+        out["hidden_idx"][seat.part, slots] = seat.packed_row * sizes.length + packed
+        out["target_idx"][seat.part, slots] = place[row] * rows.width + rows.start[row] + fresh
         found = np.full(rows.width, -1)
         found[fresh] = slots
         slot_of = np.where(common & (found >= 0), found, slot_of)
-        out["slots"][seat.part, place[row], rows.start[row] + read] = np.where(common, slot_of, found)[read]
-        out["read"][seat.part] += len(fresh)
+        out["logp_idx"][seat.part, place[row], rows.start[row] + read] = np.where(common, slot_of, found)[read]
+        out["num_read"][seat.part] += len(fresh)
         own += needed - shared

@@ -14,13 +14,13 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxrl_llm.algorithms.batch import Batch, Layout
+from jaxrl_llm.algorithms.batch import Batch, PackedLayout
 from jaxrl_llm.config import ConfigError, rows_together
 from jaxrl_llm.config.schema import OFFLINE
 from jaxrl_llm.distributed.processes import gather
 from jaxrl_llm.distributed.sharding import local_rows, row_shards, rows_to_global
 from jaxrl_llm.models.model_config import ModelConfig, is_dense
-from jaxrl_llm.training.objectives.policy_gradient import Objective, Reads
+from jaxrl_llm.training.objectives.objective import Objective, Positions
 from jaxrl_llm.training.packing.layout import Sizes, longest_bundle, needs, plan
 
 # Packed tokens of a micro-batch in a shard, where nothing says how many: enough for matrix products at full speed.
@@ -48,7 +48,7 @@ class Packer:
     """Lays out batches; `sizes` None leaves them as they are."""
 
     sizes: Sizes | None
-    reads: Reads
+    reads: Positions
     mesh: Mesh
     rows: int = 0  # of the batches, in a shard
 
@@ -56,15 +56,15 @@ class Packer:
         """The batch with its layouts, of all the tokens that the objective reads."""
         if self.sizes is None:
             return batch
-        tokens, segments, mask = local_rows((batch.tokens, batch.segments, batch.mask))
+        tokens, segments, mask = local_rows((batch.inputs.tokens, batch.inputs.segments, batch.mask))
         mask = segments != 0 if self.reads.unmasked else mask
         if not self.reads.alternate:
-            return batch.replace(layout=self._planned(tokens, segments, mask, self.sizes))
+            return batch.with_layout(self._planned(tokens, segments, mask, self.sizes))
         first = np.arange(len(mask))[:, None] % 2 == 0
         own, other = (self._planned(tokens, segments, mask * rows, self.sizes) for rows in (first, ~first))
-        return batch.replace(layout=own, observed_layout=other)
+        return batch.with_layout(own, other)
 
-    def passing(self, tokens, segments, mask) -> Layout | None:
+    def passing(self, tokens, segments, mask) -> PackedLayout | None:
         """The layout of rows `[N,T]` for a pass that reads the log-probs or values of the tokens in the mask."""
         if self.sizes is None:
             return None
@@ -77,14 +77,14 @@ class Packer:
         assert self.sizes is not None
         return self.sizes._replace(together=False, last=False, parts=self.sizes.parts * max(rows // self.rows, 1))
 
-    def _planned(self, tokens, segments, mask, sizes: Sizes) -> Layout:
+    def _planned(self, tokens, segments, mask, sizes: Sizes) -> PackedLayout:
         shards = row_shards(self.mesh) // jax.process_count()
         layout = plan(tokens, segments, mask, sizes, shards)
         if jax.process_count() > 1:  # all of them make the same number of steps
-            used = max(gather(int(layout.parts[0])))
-            if used > layout.rows.shape[1]:
+            used = max(gather(int(layout.num_microbatches[0])))
+            if used > layout.row_idx.shape[1]:
                 layout = plan(tokens, segments, mask, sizes._replace(parts=used), shards)
-            layout = dataclasses.replace(layout, parts=np.full(shards, used, np.int32))
+            layout = dataclasses.replace(layout, num_microbatches=np.full(shards, used, np.int32))
         return rows_to_global(layout, self.mesh)
 
 
@@ -95,7 +95,7 @@ def make_packer(config, net: ModelConfig, mesh: Mesh, objective: Objective, samp
 
     Raises ConfigError where `batch.packing` is true and cannot be, and for sizes that hold no row.
     """
-    batch, reads = config.batch, objective.reads
+    batch, reads = config.batch, objective.positions
     nothing = Packer(None, reads, mesh)
     if batch.packing == "false":
         return nothing
@@ -133,7 +133,7 @@ def _why_not(config, net: ModelConfig, mesh: Mesh, sample: Sample | None) -> str
     return None
 
 
-def packed_sizes(config, net: ModelConfig, mesh: Mesh, reads: Reads, sample: Sample,
+def packed_sizes(config, net: ModelConfig, mesh: Mesh, reads: Positions, sample: Sample,
                  fewest: int) -> tuple[Sizes, float]:  # fmt: skip
     """The sizes with which the rows of the sample take the least time, and that time in floating-point operations.
 
@@ -214,7 +214,7 @@ def _multiple(number: int, unit: int) -> int:
     return -(-number // unit) * unit
 
 
-def _unpacked_cost(net: ModelConfig, reads: Reads, sample: Sample) -> float:
+def _unpacked_cost(net: ModelConfig, reads: Positions, sample: Sample) -> float:
     rows, width = sample.tokens.shape
     logits = rows * (width - max(sample.prompt_width, 1))
     computed = rows // 2 if reads.alternate else rows
@@ -231,7 +231,7 @@ def _per_token(net: ModelConfig, length: int) -> float:
     return 6.0 * products + ATTENTION * 12.0 * net.layers * length * net.heads * net.head_dim
 
 
-def _per_logit(net: ModelConfig, reads: Reads) -> float:
+def _per_logit(net: ModelConfig, reads: Positions) -> float:
     return 0.0 if reads.last else 8.0 * net.width * net.vocab_size
 
 
