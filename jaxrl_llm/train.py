@@ -25,17 +25,18 @@ from jaxrl_llm.distributed.compilation_cache import keep_compiled
 from jaxrl_llm.models.model import Model
 from jaxrl_llm.tools.cards.card import write_cards
 from jaxrl_llm.tools.cards.hub import check_push, push_run
-from jaxrl_llm.training.checkpoint.manager import Checkpoints, find, folder_of, free, keep_of
+from jaxrl_llm.training.checkpoint.manager import Checkpoints, find, free
 from jaxrl_llm.training.checkpoint.outputs import check_outputs, check_writable, export_run, write_given
 from jaxrl_llm.training.evaluation.run import check_best
 from jaxrl_llm.training.logging.backends import check_installed
 from jaxrl_llm.training.logging.logger import Logger
-from jaxrl_llm.training.logging.step_log import Metrics, Records, Step
+from jaxrl_llm.training.logging.step_log import Metrics, Step, StepLog
+from jaxrl_llm.training.run_specs import checkpoint_spec, health_spec, logging_spec
 from jaxrl_llm.training.runtime.callbacks import Callbacks, load_callbacks
 from jaxrl_llm.training.runtime.preemption import Notices, Preempted
 from jaxrl_llm.training.runtime.profiler import Profiler
 from jaxrl_llm.training.runtime.watchdog import Watchdog
-from jaxrl_llm.training.setup import Run, build, build_mesh
+from jaxrl_llm.training.setup import Run, build, build_mesh, finished_models
 from jaxrl_llm.training.step import improve
 from jaxrl_llm.training.update import State, merge_frozen
 
@@ -68,35 +69,38 @@ def train(
              "environment": environment, "tools": tools}  # fmt: skip
     folder, mesh = Path(config.output_dir), build_mesh(config)
     check_writable(folder)
+    kept = checkpoint_spec(config)
     with (
         jax.set_mesh(mesh),
-        Checkpoints(folder_of(config), keep_of(config)) as checkpoints,
+        Checkpoints(kept.folder, kept.keep) as checkpoints,
         contextlib.ExitStack() as stack,
         processes.reporting(),
     ):
         if jax.process_index() == 0:
             check_installed(config.logging.backends)
         check_push(config)
-        called = Callbacks(load_callbacks(config, callbacks), config)
+        called = Callbacks(load_callbacks((*config.callbacks, *callbacks)), to_json(config), folder)
         parts = build(config, mesh, train_dataset, eval_dataset, rewards, environment, tools)
         stack.callback(parts.rewards.close)
         if parts.environments is not None:
             stack.callback(parts.environments.close)
         state, counts, resumed, problems = _resume(config, parts, checkpoints, called)
-        with Logger(config, folder, resumed) as logger:
+        with Logger(logging_spec(config), folder, resumed) as logger:
             if jax.process_index() == 0:
                 (folder / "config.json").write_text(to_json(config))
                 write_given(folder, given)
             logger.start(_describe(parts, int(state.step)))
-            records = Records(config, parts.source, parts.watch, logger, counts)
+            records = StepLog(health_spec(config), parts.source.learn, parts.watch, logger, counts)
             records.warn(problems)
             called.note = logger.note
             with Watchdog(config.watch.hang_seconds, parts.watch, folder):
-                with Notices() as notices, Profiler(config, folder, parts.watch, logger.note) as profiler:
+                steps = config.logging.profile_steps
+                with Notices() as notices, Profiler(steps, folder, parts.watch, logger.note) as profiler:
                     state = _loop(config, parts, state, records, checkpoints, notices, profiler, called)
                 with parts.watch("export"):
-                    model = export_run(config, parts, state, logger.note)
-                    with processes.agreeing():
+                    model, critic = finished_models(config, parts, state)
+                    export_run(folder, checkpoints.folder, model, critic, logger.note)
+                    with processes.all_or_none():
                         if jax.process_index() == 0:
                             write_cards(folder, int(state.step), config.export.push_to_hub)
                 called("on_end", int(state.step), records.newest, lambda: model)
@@ -105,7 +109,7 @@ def train(
     return Result(model, records.history, folder)
 
 
-def _loop(config, parts: Run, state: State, records: Records, checkpoints: Checkpoints, notices: Notices,
+def _loop(config, parts: Run, state: State, records: StepLog, checkpoints: Checkpoints, notices: Notices,
           profiler: Profiler, callbacks: Callbacks) -> State:  # fmt: skip
     """The state after the last step."""
     root, watch = jax.random.key(config.seed), parts.watch
@@ -137,7 +141,7 @@ def _loop(config, parts: Run, state: State, records: Records, checkpoints: Check
             callbacks("on_step", step, records.read(), model)
         last, leaves = step == min(config.total_steps, callbacks.end), notices.reached(step)
         evaluates = parts.evaluation is not None and ((last and config.eval.at_end) or _due(step, config.eval.every))
-        saves = last or leaves or checkpoints.owed or _due(step, config.checkpoint.every)
+        saves = last or leaves or checkpoints.retry_due or _due(step, config.checkpoint.every)
         if saves or evaluates or not overlaps:
             records.settle(evaluate if evaluates else None)
         if evaluates:
@@ -149,7 +153,7 @@ def _loop(config, parts: Run, state: State, records: Records, checkpoints: Check
                 host = {**parts.source.get_state(), **records.counts, "callbacks": callbacks.get_state(step)}
                 arrays = parts.source.get_arrays()
                 checkpoints.save(step, state, host, arrays, records.newest, final=last or leaves)
-        records.warn(checkpoints.news())
+        records.warn(checkpoints.warnings())
         profiler.end(step, state)
         if leaves and not last:
             raise Preempted(step)
@@ -163,18 +167,18 @@ def _due(step: int, every: int) -> bool:
 def _resume(
     config, parts: Run, checkpoints: Checkpoints, callbacks: Callbacks
 ) -> tuple[State, dict[str, int], int | None, list[str]]:
-    """The state that `checkpoint.resume` says, the counts of `Records`, the step after which output_dir's own run goes
+    """The state that `checkpoint.resume` says, the counts of `StepLog`, the step after which output_dir's own run goes
     on (None: it starts), and what is wrong with checkpoints that were passed over.
 
     Checkpoints of the run that come after the start, or belong to another run, are deleted.
     """
     source, step, problems = checkpoints, None, []
     if config.checkpoint.resume == "auto":
-        step, problems = checkpoints.newest_whole()
+        step, problems = checkpoints.newest_intact()
     elif config.checkpoint.resume != "never":
         source, step, problems = find(config.checkpoint.resume)
     own = step if source.folder == checkpoints.folder else None
-    check_outputs(config, goes_on=own is not None)
+    check_outputs(Path(config.output_dir), config.checkpoint.resume, goes_on=own is not None)
     if step is None:
         checkpoints.discard_after(None)
         return parts.state, {"num_tokens": 0, "skipped": 0}, None, problems

@@ -25,12 +25,12 @@ from jaxrl_llm.config.schema import Setting
 from jaxrl_llm.data.chat import chat_ids
 from jaxrl_llm.distributed import processes
 from jaxrl_llm.distributed.compilation_cache import keep_compiled
-from jaxrl_llm.distributed.processes import agreeing, gather
-from jaxrl_llm.rewards.calls import text_of
-from jaxrl_llm.rewards.grader import Rewards, load_rewards
+from jaxrl_llm.distributed.processes import all_or_none, gather
 from jaxrl_llm.rewards.judge import shown
-from jaxrl_llm.training.evaluation.build import build_evaluation
+from jaxrl_llm.rewards.runner import Rewards, load_rewards
+from jaxrl_llm.rewards.signatures import text_of
 from jaxrl_llm.training.evaluation.run import completions_of
+from jaxrl_llm.training.evaluation_setup import build_evaluations
 from jaxrl_llm.training.logging.console import show
 from jaxrl_llm.training.setup import build_mesh, build_model, build_rewards
 
@@ -97,12 +97,12 @@ def _sample(config, path: str, eval_dataset: Any, mesh) -> Samples:
     copy.lora.path, copy.lora.rank = None, 0
     with closing(load_rewards(_ungraded)) as nothing:
         model = build_model(copy, mesh, head="lm")
-        evaluation = build_evaluation(copy, model, nothing, eval_dataset, mesh)
+        evaluations = build_evaluations(copy, model, nothing, eval_dataset, mesh)
         key = jax.random.key(config.seed)
         completions = [
-            completions for eval_set in evaluation.sets for completions in completions_of(eval_set, model.params, key)
+            completions for evaluation in evaluations for completions in completions_of(evaluation, model.params, key)
         ]
-    examples = [{**example, "set": eval_set.name} for eval_set in evaluation.sets for example in eval_set.examples]
+    examples = [{**example, "set": evaluation.name} for evaluation in evaluations for example in evaluation.examples]
     return Samples(examples, completions, model.tokenizer)
 
 
@@ -120,7 +120,7 @@ def _graded(grader: Rewards, samples: Sequence[Samples], tie: float) -> list[dic
         for both in zip(*completions, strict=True)
     ]
     scores: list[list[float]] | None = None
-    with agreeing():
+    with all_or_none():
         if jax.process_index() == 0:
             scores = _scores(grader, examples, matches, [sample.tokenizer for sample in samples]).tolist()
     pairs = []

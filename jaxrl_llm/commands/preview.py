@@ -19,7 +19,8 @@ from jaxrl_llm.data import loading
 from jaxrl_llm.data.loading import Part
 from jaxrl_llm.data.preview import joined_otherwise, shown, statistics
 from jaxrl_llm.models import hf
-from jaxrl_llm.training.evaluation.sources import measure_of, named_sets, set_parts
+from jaxrl_llm.training.evaluation.run import named_sets
+from jaxrl_llm.training.evaluation_setup import eval_measure, eval_parts, eval_spec
 
 FLAGS = (
     Setting("rows", 3, "Examples to print.", int, minimum=0),
@@ -36,12 +37,12 @@ def preview(config, rows: int = 3, measure: int = 10_000, held_out: bool = True,
     sources = loading.open_parts(config, tokenizer)
     lines = report(config, "trained on", kind, sources, tokenizer, rows, measure, colour)
     if held_out and config.eval.every >= 0:
-        for eval_set in named_sets(config):
-            sources = set_parts(config, tokenizer, eval_set)
+        for eval_set in named_sets(eval_spec(config)):
+            sources = eval_parts(config, tokenizer, eval_set)
             use = f"evaluated on{f' as {eval_set.name}' if eval_set.name else ''}"
             # Evaluation rows without completions serve as prompts.
-            if kind == "prompts" or measure_of(config, sources) == "samples":
-                sources = set_parts(config, tokenizer, eval_set, prompts=True)
+            if kind == "prompts" or eval_measure(config, sources) == "samples":
+                sources = eval_parts(config, tokenizer, eval_set, prompts=True)
                 lines += report(config, use, "prompts", sources, tokenizer, min(rows, 1), measure, colour)
             else:
                 lines += report(config, use, kind, sources, tokenizer, min(rows, 1), measure, colour)

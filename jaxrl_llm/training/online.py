@@ -18,32 +18,33 @@ from jax.sharding import Mesh
 from jaxrl_llm.algorithms.aggregation import masked_mean
 from jaxrl_llm.algorithms.batch import Batch, Inputs, Scalars
 from jaxrl_llm.algorithms.kl import AdaptiveKL
+from jaxrl_llm.algorithms.random_streams import REPLAY, ROW_SEEDS
 from jaxrl_llm.config import ConfigError, rows_together
 from jaxrl_llm.config.schema import OFFLINE
+from jaxrl_llm.data.chat import decode_completion, is_conversational
 from jaxrl_llm.data.collate import pad_prompts
 from jaxrl_llm.data.pipeline import Pipeline
 from jaxrl_llm.data.streaming import Stream
-from jaxrl_llm.distributed.processes import agreeing, gather
+from jaxrl_llm.distributed.processes import all_or_none, gather
 from jaxrl_llm.distributed.sharding import constrain, local_rows, on_device, row_shards, rows_to_global
+from jaxrl_llm.environments.batch import EpisodeBatch
 from jaxrl_llm.models.logprobs import token_logps, token_values
 from jaxrl_llm.models.transformer import Net, Params
-from jaxrl_llm.rewards.grader import NOTHING_LOGGED, Logged, Rewards, TrainerState
+from jaxrl_llm.rewards.runner import NOTHING_LOGGED, Logged, Rewards, TrainerState
+from jaxrl_llm.rewards.streaming import StreamingRewards
 from jaxrl_llm.rollout.engine import Engine, Rollout
 from jaxrl_llm.training.advantages import Scorer
-from jaxrl_llm.training.episodes import Converse, Conversing
-from jaxrl_llm.training.logging.logger import Stopwatch
+from jaxrl_llm.training.external_rollout import ExternalRollout
 from jaxrl_llm.training.logging.reward_metrics import add_totals, join, over_processes, table_value
+from jaxrl_llm.training.logging.stopwatch import Stopwatch
 from jaxrl_llm.training.microbatch import map_microbatches
 from jaxrl_llm.training.objective_specs import critic_spec, policy_loss
 from jaxrl_llm.training.objectives.value import critic_params
 from jaxrl_llm.training.packing.planner import Packer
 from jaxrl_llm.training.reference import Memory
-from jaxrl_llm.training.streaming_rewards import EarlyGrading
 from jaxrl_llm.training.update import State
 
 Row = dict[str, Any]
-# Folded into a step's key; rows are folded in by their number, which is smaller.
-REPLAY, SEEDS = 2**31 - 1, 2**31 - 2
 
 
 class Experience(NamedTuple):
@@ -69,7 +70,7 @@ class Sampled(NamedTuple):
 class Sampler:
     """Samples completions of prompts and scores them.
 
-    With `converse` completions are conversations; `elsewhere` samples in place of the engine.
+    With `open_episodes` rows are episodes of environments; `external` samples in place of the engine.
     """
 
     engine: Engine
@@ -78,8 +79,8 @@ class Sampler:
     mesh: Mesh
     prompt_width: int
     watch: Stopwatch
-    converse: Converse | None = None
-    elsewhere: Callable[..., tuple[Rollout, dict[str, list[Any]]]] | None = None
+    open_episodes: Callable[[list[Row], int], EpisodeBatch] | None = None
+    external: ExternalRollout | None = None
 
     def __call__(
         self,
@@ -94,45 +95,51 @@ class Sampler:
         Row i draws its random numbers from `fold_in(key, first_row + i)`.
         """
         with self.watch("rollout"):
-            talk = None if self.converse is None else self.converse(examples, self.engine.group_size)
-            opened = examples if talk is None else talk.examples
+            episodes = None if self.open_episodes is None else self.open_episodes(examples, self.engine.group_size)
+            opened = examples if episodes is None else episodes.examples
             repeated = [e for e in opened for _ in range(self.engine.group_size)]
             columns = {
                 name: [e[name] for e in repeated] for name in examples[0] if name not in ("prompt", "prompt_ids")
             }
             asked = [e["prompt"] for e in repeated]
+
+            def decode(row: int, tokens: list[int]) -> Any:
+                return decode_completion(self.tokenizer, tokens, is_conversational(asked[row]))
+
             early = None
-            if talk is None and self.elsewhere is None and self.rewards.takes_rows:
-                with agreeing():
-                    early = EarlyGrading(self.rewards.open(asked, columns, state), asked, self.tokenizer)
-            rollout, results = self._rollout(params, opened, key, first_row, state, talk, early)
+            if episodes is None and self.external is None and self.rewards.takes_rows:
+                with all_or_none():
+                    early = StreamingRewards(self.rewards.open(asked, columns, state), decode)
+            rollout, results = self._rollout(params, opened, key, first_row, state, episodes, early)
             tokens, lengths = local_rows((rollout.tokens, rollout.lengths))
-        with self.watch("reward"), agreeing():
+        with self.watch("reward"), all_or_none():
             ids = [
                 row[self.prompt_width : self.prompt_width + n].tolist() for row, n in zip(tokens, lengths, strict=True)
             ]
             texts = None
-            if talk is not None:
-                texts, results = talk.finish(ids, self.rewards.workers is None)
+            if episodes is not None:
+                texts, results = episodes.finish(ids, self.rewards.workers is None)
             if early is None:
-                early = EarlyGrading(self.rewards.open(asked, columns | results, state), asked, self.tokenizer)
+                early = StreamingRewards(self.rewards.open(asked, columns | results, state), decode)
             texts = early.finish(ids, texts)
             graded = early.pending.result()
-            if talk is not None:
-                graded = graded._replace(logged=talk.logged(graded.logged))
+            if episodes is not None:
+                metrics, totals, table = episodes.release()
+                logged = graded.logged
+                logged = Logged(logged.metrics | metrics, logged.totals | totals, logged.columns | table)
+                graded = graded._replace(logged=logged)
             return Sampled(rollout, examples, asked, texts, *graded)
 
     def _rollout(
-        self, params: Params, examples: list[Row], key, first_row: int, state: TrainerState, talk: Conversing | None,
-        early: EarlyGrading | None,
+        self, params: Params, examples: list[Row], key, first_row: int, state: TrainerState,
+        episodes: EpisodeBatch | None, early: StreamingRewards | None,
     ) -> tuple[Rollout, dict[str, list[Any]]]:  # fmt: skip
         """The rows, and the columns for rewards that come with them."""
-        if self.elsewhere is not None:
-            return self.elsewhere(params, examples, jax.random.fold_in(key, first_row), state)
+        if self.external is not None:
+            return self.external(params, examples, jax.random.fold_in(key, first_row), state)
         padded = pad_prompts([e["prompt_ids"] for e in examples], self.prompt_width)
         prompts, segments = rows_to_global(padded, self.mesh)
-        partner = None if talk is None else talk.dialogue
-        return self.engine.generate(params, prompts, segments, key, first_row, partner, listener=early), {}
+        return self.engine.generate(params, prompts, segments, key, first_row, episodes, listener=early), {}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -206,7 +213,7 @@ class Online:
         self.memory.control_entropy(metrics)
 
     def _prompts(self) -> list[Row]:
-        with agreeing():
+        with all_or_none():
             return next(self.pipeline)
 
     def _sample(self, state: State, key) -> tuple[Sampled, dict[str, Any]]:
@@ -263,7 +270,7 @@ class Online:
             )
         )
         if "key" in policy_loss(self.config).takes:
-            first = int(jax.random.bits(jax.random.fold_in(key, SEEDS)))
+            first = int(jax.random.bits(jax.random.fold_in(key, ROW_SEEDS)))
             seeds = np.random.default_rng([first, 0]).integers(2**32, size=batch.rows, dtype=np.uint32)
             own = slice(jax.process_index() * rows, (jax.process_index() + 1) * rows)
             batch = batch.replace(seeds=rows_to_global(seeds[own], mesh))

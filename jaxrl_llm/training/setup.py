@@ -1,5 +1,6 @@
 """From a configuration to the parts of a run: the one place where model, data, rewards, sampler and update meet."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -7,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from jaxrl_llm.algorithms.random_streams import ADAPTERS, VALUE_HEAD
 from jaxrl_llm.config import ConfigError, batch_rows
 from jaxrl_llm.config.schema import OFFLINE
 from jaxrl_llm.data import loading
@@ -14,19 +16,21 @@ from jaxrl_llm.data.loading import Part
 from jaxrl_llm.data.pipeline import Pipeline
 from jaxrl_llm.data.streaming import Stream
 from jaxrl_llm.distributed.sharding import make_mesh, row_shards
-from jaxrl_llm.environments.factory import Environments, load_environments
+from jaxrl_llm.environments.factory import Environments, EnvironmentSpec, load_environments
+from jaxrl_llm.environments.protocol import EpisodeError
 from jaxrl_llm.models.lora import LoraConfig, has_adapters, parse_targets, split
 from jaxrl_llm.models.model import Model, add_adapters, load_model
 from jaxrl_llm.models.peft import read_config
 from jaxrl_llm.rewards.functions import environment as environment_reward
-from jaxrl_llm.rewards.grader import Rewards, load_rewards
+from jaxrl_llm.rewards.runner import Rewards, load_rewards
 from jaxrl_llm.rollout.sampling import Sampling
 from jaxrl_llm.training import offline
 from jaxrl_llm.training.advantages import make_scorer
-from jaxrl_llm.training.evaluation.build import Evaluate, build_evaluate
-from jaxrl_llm.training.logging.logger import Stopwatch
+from jaxrl_llm.training.evaluation.run import Evaluate
+from jaxrl_llm.training.evaluation_setup import build_evaluate
+from jaxrl_llm.training.logging.stopwatch import Stopwatch
 from jaxrl_llm.training.objective_specs import critic_spec, needs_reference, objective_of
-from jaxrl_llm.training.objectives.value import shared_critic, value_regression
+from jaxrl_llm.training.objectives.value import critic_params, shared_critic, value_regression
 from jaxrl_llm.training.offline import Offline
 from jaxrl_llm.training.online import Online, Row, Sampler, check_rows
 from jaxrl_llm.training.optimizers import learning_rate_schedule, make_optimizer
@@ -44,11 +48,10 @@ from jaxrl_llm.training.update import (
     UpdateSpec,
     init_state,
     make_update,
+    merge_frozen,
     optimizer_step,
     split_critic,
 )
-
-ADAPTERS, VALUE_HEAD = 2**31 - 4, 2**31 - 5  # folded into the run's key
 
 
 class Run(NamedTuple):
@@ -79,7 +82,7 @@ def build(config, mesh: Mesh, train_dataset=None, eval_dataset=None, rewards=Non
     check_rows(config, batch_rows(config), mesh)
     watch = Stopwatch()
     model, grader = build_model(config, mesh), build_rewards(config, rewards)
-    environments = load_environments(config, environment, tools)
+    environments = load_environments(environment_spec(config, environment, tools))
     if environment_reward in grader.functions and environments is None and config.environment.rollout_func is None:
         raise ConfigError("rewards.functions names environment, but there is none: set environment.name")
     _check_trainable(config, model)
@@ -276,3 +279,32 @@ def _prompts(config, model: Model, parts: list[Part]) -> tuple[list[Row] | None,
     tokens = loading.tokenized(config, parts, "prompts", model.tokenizer)
     batch, seed, shuffle = config.batch.prompts, config.seed, config.data.shuffle
     return tokens.rows, Pipeline(tokens.rows, batch, seed, shuffle, *process, tokens.shares)
+
+
+def finished_models(config, run: Run, state: State) -> tuple[Model, Model | None]:
+    """The model and the critic (None without one) with the parameters of `state`, to be exported."""
+    state = merge_frozen(state, run.frozen)
+    model, critic = replace(run.model, params=state.params), None
+    if run.critic is not None and state.critic is not None:
+        critic = replace(run.critic, params=critic_params(critic_spec(config), state))
+    return model, critic
+
+
+def environment_spec(config, environment: Any = None, tools: Sequence[Any] = ()) -> EnvironmentSpec:
+    """The environments of the configuration, or of `environment` (a factory, a dictionary of them, or a name).
+
+    `tools` are added to the configuration's. Raises EpisodeError for an algorithm that samples nothing.
+    """
+    c, name = config.environment, config.algorithm.name
+    spec = EnvironmentSpec(
+        environment=c.name if environment is None else environment,
+        tools=(*c.tools, *tools),
+        max_turns=c.max_turns,
+        max_tool_calls=c.max_tool_calls,
+        workers=c.workers,
+        timeout=c.timeout,
+        on_error=c.on_error,
+    )
+    if name in OFFLINE and (spec.environment is not None or spec.tools):
+        raise EpisodeError(f"there is an environment or a tool, but algorithm.name = {name!r} samples nothing")
+    return spec

@@ -15,13 +15,12 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxrl_llm.algorithms.batch import Batch
 from jaxrl_llm.algorithms.losses import MERGE, NEUTRAL, Metric, Metrics
+from jaxrl_llm.algorithms.random_streams import DROPOUT
 from jaxrl_llm.distributed.sharding import on_device, on_host, row_shards, shardings
 from jaxrl_llm.models.lora import combine, has_adapters, with_dropout
 from jaxrl_llm.models.transformer import Params
 from jaxrl_llm.training.microbatch import map_microbatches, microbatches_of
 from jaxrl_llm.training.objectives.objective import Objective
-
-DROPOUT = 2**31 - 3  # folded into the run's key: training steps fold in smaller numbers
 
 
 @dataclasses.dataclass(frozen=True)

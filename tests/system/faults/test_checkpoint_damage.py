@@ -77,7 +77,7 @@ def test_the_array_storage_alone_does_not_notice(folder):
         assert "has changed since it was saved" in checkpoints.damage(3)
 
 
-def test_a_state_is_restored_in_place_of_one_that_is_freed(folder):
+def test_a_state_is_restored_after_free(folder):
     like = jax.tree.map(jnp.copy, STATE)
     manager.free(like)
     assert like.params["w"].is_deleted()
@@ -114,10 +114,10 @@ def garble_the_hashes(step: Path) -> str:
 
 
 @pytest.mark.parametrize("harm", [truncate, remove_a_file, remove_a_part, remove_the_hashes, garble_the_hashes])
-def test_a_damaged_checkpoint_is_named_and_the_one_before_used(folder, harm):
+def test_a_damaged_checkpoint_is_passed_over(folder, harm):
     text = harm(folder / "3")
     with Checkpoints(folder) as checkpoints:
-        step, problems = checkpoints.newest_whole()
+        step, problems = checkpoints.newest_intact()
         assert step == 2
         assert (
             len(problems) == 1 and problems[0].startswith("the checkpoint of step 3 is damaged") and text in problems[0]
@@ -130,12 +130,12 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_used(folder, harm):
     assert find(folder / "1")[1] == 1
 
 
-def test_no_run_starts_anew_over_checkpoints_that_are_all_damaged(folder):
+def test_all_checkpoints_damaged_ends_the_run(folder):
     for step in (1, 2, 3):
         truncate(folder / str(step))
     with Checkpoints(folder) as checkpoints:
         with pytest.raises(ConfigError, match=r"no checkpoint in .* can be used: .*step 3.*step 1.*resume=never"):
-            checkpoints.newest_whole()
+            checkpoints.newest_intact()
         assert checkpoints.steps() == [1, 2, 3]
 
 
@@ -195,28 +195,28 @@ def test_a_full_disk_is_reported_and_tried_again(small_disk, monkeypatch):
     monkeypatch.setattr(manager, "RETRY_SECONDS", 0.05)
     with Checkpoints(small_disk / "checkpoints", Keep(newest=1)) as checkpoints:
         save(checkpoints, 1)
-        assert checkpoints.news() == [] and not checkpoints.owed
+        assert checkpoints.warnings() == [] and not checkpoints.retry_due
         fill(small_disk / "filler")
         save(checkpoints, 2)
-        (news,) = checkpoints.news()
+        (news,) = checkpoints.warnings()
         assert "the checkpoint of step 2 could not be written to" in news and "No space left on device" in news
-        assert checkpoints.news() == []
+        assert checkpoints.warnings() == []
         subprocess.run(["sleep", "0.1"], check=True)
-        assert checkpoints.owed
+        assert checkpoints.retry_due
         (small_disk / "filler").unlink()
         save(checkpoints, 3)
-        assert not checkpoints.owed and checkpoints.news() == []
+        assert not checkpoints.retry_due and checkpoints.warnings() == []
         assert checkpoints.steps() == [3] and checkpoints.damage(3) is None
         assert sorted(path.name for path in (small_disk / "checkpoints").iterdir()) == ["3"]  # no remains
 
 
-def test_a_disk_that_becomes_read_only_keeps_its_checkpoint(small_disk, monkeypatch):
+def test_a_read_only_disk_keeps_its_checkpoint(small_disk, monkeypatch):
     monkeypatch.setattr(manager, "RETRY_SECONDS", 0.05)
     checkpoints = Checkpoints(small_disk / "checkpoints")
     save(checkpoints, 1)
     assert mount("-o", "remount,ro", str(small_disk))
     save(checkpoints, 2, final=True)  # which is tried again, in vain
-    assert len(checkpoints.news()) == manager.FINAL_TRIES
+    assert len(checkpoints.warnings()) == manager.FINAL_TRIES
     with pytest.raises(ConfigError, match=r"step 2 could not be written to .*[Rr]ead-only"), checkpoints:
         pass  # the end of the run
     assert find(small_disk / "checkpoints")[1:] == (1, [])
