@@ -42,7 +42,7 @@ __all__ = (
     "train",
 )
 
-# Where each name comes from: module, and its name there.
+# The module of each name, and its name there.
 _ORIGIN = {
     "ConfigError": ("config", "ConfigError"),
     "Model": ("models.model", "Model"),
@@ -73,14 +73,10 @@ def __dir__() -> list[str]:
 
 
 class _Package(ModuleType):
-    """The package as a module in which `train` stays the function.
-
-    After importing the submodule `jaxrl_llm.train`, which `python -m jaxrl_llm.train` needs under this name, the import
-    system sets it as the attribute `train` of the package: that one assignment is left out.
-    """
+    """Keeps `jaxrl_llm.train` the function: the import system would replace it by the submodule of the same name."""
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if not (name in _ORIGIN and isinstance(value, ModuleType)):
+        if name != "train" or not isinstance(value, ModuleType):
             super().__setattr__(name, value)
 
 

@@ -1,21 +1,16 @@
-"""Runs a command: `python -m jaxrl_llm COMMAND`, installed as `jaxrl-llm COMMAND`."""
+"""Run a command: `python -m jaxrl_llm COMMAND`, installed as `jaxrl-llm COMMAND`."""
 
 import importlib
 from typing import NoReturn
 
+from jaxrl_llm.commands.welcome import COMMANDS, welcome
 from jaxrl_llm.config.flags import run
 from jaxrl_llm.config.resolve import ConfigError, closest
 
-COMMANDS = (
-    "train", "generate", "evaluate", "compare", "export", "stages", "preview", "plan", "report", "migrate",
-)  # fmt: skip
-
 
 def main(argv: list[str]) -> None:
-    """Runs the command that the first argument names with the other arguments."""
+    """Runs the command that the first argument names with the other arguments; without any it prints the overview."""
     if not argv or argv[0] in ("-h", "--help"):
-        from jaxrl_llm.commands.welcome import welcome
-
         print(welcome(), end="")
         return
     command, *arguments = argv
@@ -24,8 +19,8 @@ def main(argv: list[str]) -> None:
             f"there is no command {command!r}; the closest is {closest(command, COMMANDS)}; "
             f"commands are {', '.join(COMMANDS)}"
         )
-    place = "jaxrl_llm.train" if command == "train" else f"jaxrl_llm.commands.{command}"
-    importlib.import_module(place).main(arguments)
+    module = "jaxrl_llm.train" if command == "train" else f"jaxrl_llm.commands.{command}"
+    importlib.import_module(module).main(arguments)
 
 
 def console() -> NoReturn:

@@ -19,7 +19,7 @@ import jax
 from jaxrl_llm.commands.welcome import welcome
 from jaxrl_llm.config import to_json, validate
 from jaxrl_llm.config.flags import load_flags, run
-from jaxrl_llm.config.schema import OFFLINE, Key
+from jaxrl_llm.config.schema import OFFLINE, Setting
 from jaxrl_llm.distributed import processes
 from jaxrl_llm.distributed.compilation_cache import keep_compiled
 from jaxrl_llm.models.model import Model
@@ -40,7 +40,7 @@ from jaxrl_llm.training.setup import Run, build, build_mesh, finished_models
 from jaxrl_llm.training.step import improve
 from jaxrl_llm.training.update import State, merge_frozen
 
-DRY_RUN = Key("dry_run", False, "Show the data, the plan and the time of a step, write nothing, and end.", bool)
+DRY_RUN = Setting("dry_run", False, "Show the data, the plan and the time of a step, write nothing, and end.", bool)
 
 
 class Result(NamedTuple):

@@ -5,10 +5,11 @@
 # One step of GRPO, array by array, computed by hand from the pure functions of `jaxrl_llm.algorithms`; at the end the
 # library does the same step, and every number agrees. Under a minute on two CPU cores.
 #
-# `build` makes the parts of a run from a configuration: model, prompts, sampler, rewards, the jitted update, and the
-# state that training changes. `jaxrl_llm.train` is a loop over these parts.
+# `build` makes a run from a configuration: model, prompts, sampler, rewards, the jitted update, and the state that
+# training changes. `jaxrl_llm.train` is a loop over these.
 #
-# Dimension letters: B prompts, K completions of each, N = B K rows, P prompt length, C completion length, T = P + C.
+# Dimension letters: B prompts, K completions of each, N = B K rows, P prompt length, C completion length, T = P + C,
+# F reward functions.
 
 # %%
 import importlib.util
@@ -69,7 +70,7 @@ for name, array in (("tokens", rollout.tokens), ("segments", rollout.segments), 
     print(f"{name:9s}", *(f"{value:4d}" for value in np.asarray(array[0])))
 
 # %% [markdown]
-# ## 2. Rewards `[N,R]` and advantages `[N]`
+# ## 2. Rewards `[N,F]` and advantages `[N]`
 #
 # Reward functions see texts, on the host. The advantage is a score minus the mean of its group, divided by the group's
 # standard deviation: how much better than its siblings was this answer? A group whose answers all score alike teaches

@@ -60,15 +60,16 @@ def test_unknown_name_is_an_attribute_error():
 @pytest.mark.parametrize("first", ["attribute", "module", "from"])
 def test_functions_stay_functions_whatever_is_imported_first(first, run_python):
     lines = ["import inspect, sys, jaxrl_llm"]
-    for name in ("train", "generate", "evaluate", "export"):
+    modules = {name: f"jaxrl_llm.commands.{name}" for name in ("generate", "evaluate", "export")}
+    for name, module in {"train": "jaxrl_llm.train", **modules}.items():
         statements = {
             "attribute": f"jaxrl_llm.{name}",
-            "module": f"import jaxrl_llm.{name}",
+            "module": f"import {module}",
             "from": f"from jaxrl_llm import {name}; assert inspect.isfunction({name})",
         }
         lines += [statements.pop(first), *statements.values()]
         lines += [f"assert inspect.isfunction(jaxrl_llm.{name}), jaxrl_llm.{name}"]
-        lines += [f"assert jaxrl_llm.{name} is sys.modules['jaxrl_llm.{name}'].{name}"]
+        lines += [f"assert jaxrl_llm.{name} is sys.modules['{module}'].{name}"]
     result = run_python("-c", "\n".join(lines))
     assert result.returncode == 0, result.stderr
 
@@ -84,9 +85,10 @@ def test_other_attributes_can_be_set(monkeypatch):
     "command", ["train", *(pytest.param(x, marks=pytest.mark.slow) for x in ("generate", "evaluate", "export"))]
 )
 def test_help_is_all_that_is_printed(command, run_python):
-    result = run_python("-W", "default::RuntimeWarning", "-m", f"jaxrl_llm.{command}", "--help")
+    start = ["jaxrl_llm.train"] if command == "train" else ["jaxrl_llm", command]
+    result = run_python("-W", "default::RuntimeWarning", "-m", *start, "--help")
     assert result.returncode == 0
-    assert f"python -m jaxrl_llm.{command} --" in result.stdout
+    assert f"python -m {' '.join(start)} --" in result.stdout
     assert result.stderr == ""
 
 

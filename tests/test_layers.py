@@ -82,7 +82,7 @@ def import_fault(importer: str, imported: str) -> str | None:
     if here == "config":
         return "the ground floor knows no configuration" if above == "algorithms" else None
     if above == "config":
-        return None if imported == PACKAGE else "the configuration imports nothing of the package but its version"
+        return None if here in (PACKAGE, "algorithms") else "the configuration imports its own floor alone"
     upper, lower = LAYERS[above], LAYERS[here]
     if upper == 3 and not (above == here or lower == 0):
         return f"{above} (layer 3) imports layer 0 only"

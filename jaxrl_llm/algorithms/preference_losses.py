@@ -481,3 +481,7 @@ def apo_zero_unpaired(policy, ref, labels, beta=0.1, *, kl=None, desirable_weigh
     return kto(
         policy, ref, labels, beta, kl=0.0, desirable_weight=desirable_weight, undesirable_weight=undesirable_weight
     )
+
+
+# The losses by the names that `algorithm.loss` knows; `sigmoid` is TRL's name of dpo.
+LOSSES = {name: loss for name, loss in vars().items() if hasattr(loss, "rows")} | {"sigmoid": dpo}

@@ -1,1 +1,1 @@
-"""Commands: one file each, run as `python -m jaxrl_llm COMMAND` or `jaxrl-llm COMMAND`."""
+"""Commands: a file each, run as `python -m jaxrl_llm COMMAND` or `jaxrl-llm COMMAND`."""

@@ -1,4 +1,12 @@
-"""The loop of `python -m jaxrl_llm generate --interactive`: a person asks, one model answers, or two side by side."""
+"""Talk to a model, or to two side by side.
+
+    python -m jaxrl_llm chat --model=runs/grpo/hf
+    python -m jaxrl_llm chat --model=runs/grpo/hf --against=embedded:sort
+
+Reads lines, from a terminal or a pipe, and answers each. Lines are messages of a conversation where the model has a
+chat template; without one (or with --chat=false) each line is a prompt of its own. `--against` shows the answers of two
+models side by side.
+"""
 
 import contextlib
 import sys
@@ -11,15 +19,34 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from jaxrl_llm.commands.generate import MODEL, SAMPLING, prompt_ids, sample_ids
 from jaxrl_llm.config import ConfigError
+from jaxrl_llm.config.flags import load_options
+from jaxrl_llm.config.schema import Setting
+from jaxrl_llm.data.templates import Prompt, decode_completion
+from jaxrl_llm.distributed import processes
+from jaxrl_llm.distributed.compilation_cache import keep_compiled
+from jaxrl_llm.distributed.sharding import make_mesh
+from jaxrl_llm.models.model import Model, load_model
+from jaxrl_llm.rollout.engine import Engine
+from jaxrl_llm.rollout.sampling import Sampling
+from jaxrl_llm.training.setup import eos_ids
 
-HELP = "/reset forgets what was said, /quit or the end of the input leaves"
-SMALLEST = 64  # tokens of the narrowest prompt a program is compiled for; wider ones double
+HELP = "/reset starts a new conversation, /quit or the end of the input leaves"
+SMALLEST = 64  # tokens of the narrowest prompt that a program is compiled for; wider ones double
+
+FLAGS = (
+    *MODEL,
+    Setting("against", "", "A second model, whose answers are shown on the left."),
+    Setting("chat", None, "Send lines as messages, in the chat template; none is true where the model has one.", bool),
+    Setting("system", "", "System message that opens each conversation."),
+    *SAMPLING,
+)
 
 
 @dataclass
 class Speaker:
-    """A model in a conversation: `answer(prompt, turn)` gives the text that follows a prompt.
+    """A model in a conversation: `answer(prompt, turn)` returns the text that follows a prompt.
 
     With `chat` a prompt is all messages so far; without, each text stands alone.
     """
@@ -31,33 +58,38 @@ class Speaker:
     messages: list[dict[str, str]] = field(default_factory=list)
 
     def reset(self) -> None:
-        """Forgets what was said."""
+        """Starts a new conversation."""
         self.messages = [{"role": "system", "content": self.system}] if self.system else []
 
     def say(self, text: str, turn: int) -> str:
-        """The answer to a text of the user's; raises what `answer` raises, and then remembers nothing of it."""
+        """The answer to a user's text; an error of `answer` leaves the conversation as it was."""
         if not self.chat:
             return self.answer(text, turn)
-        asked = [*self.messages, {"role": "user", "content": text}]
-        answer = self.answer(asked, turn)
-        self.messages = [*asked, {"role": "assistant", "content": answer}]
+        messages = [*self.messages, {"role": "user", "content": text}]
+        answer = self.answer(messages, turn)
+        self.messages = [*messages, {"role": "assistant", "content": answer}]
         return answer
 
 
 def converse(speakers: Sequence[Speaker], read: TextIO | None = None, console: Console | None = None) -> None:
-    """Reads a line at a time and shows what each speaker answers, until /quit or the end of the input.
+    """Reads a line at a time and shows the answer of each speaker, until /quit or the end of the input.
 
-    In a terminal lines are edited and asked for; through a pipe nothing but the answers is written. A line that cannot
-    be answered (the conversation is too long) is told of and forgotten.
+    In a terminal it greets, prompts, and lets lines be edited; through a pipe it prints nothing but the answers. A line
+    without an answer (the conversation is too long, or Ctrl-C) is reported and removed from the conversation.
     """
     console = console or Console(highlight=False, soft_wrap=len(speakers) == 1)
-    asks = read is None and sys.stdin.isatty()
-    if asks:
-        _greet(speakers, console)
+    terminal = read is None and sys.stdin.isatty()
     for speaker in speakers:
         speaker.reset()
+        if terminal:
+            kind = (
+                "" if speaker.chat else ", without a chat template: each line stands alone, and the model continues it"
+            )
+            console.print(f"{speaker.name}{kind}", markup=False)
+    if terminal:
+        console.print(HELP, markup=False)
     turn = 0
-    for line in _lines(read or sys.stdin, asks):
+    for line in _typed_lines() if terminal else read or sys.stdin:
         text = line.strip()
         if text == "/quit":
             return
@@ -68,25 +100,29 @@ def converse(speakers: Sequence[Speaker], read: TextIO | None = None, console: C
             console.print(HELP, markup=False)
         elif text:
             turn += 1
-            _answer(speakers, text, turn, console, asks)
+            _show_answers(speakers, text, turn, console, terminal)
 
 
-def bucket(length: int) -> int:
-    """The width that a prompt of so many tokens is padded to: 64, 128, 256, ... so that few programs are compiled."""
-    return max(SMALLEST, 1 << (length - 1).bit_length())
+def _typed_lines() -> Iterator[str]:
+    with contextlib.suppress(ImportError):
+        __import__("readline")  # input() then edits lines and has a history
+    with contextlib.suppress(EOFError, KeyboardInterrupt):
+        while True:
+            yield input("> ")
 
 
-def _answer(speakers: Sequence[Speaker], text: str, turn: int, console: Console, asks: bool) -> None:
+def _show_answers(speakers: Sequence[Speaker], text: str, turn: int, console: Console, terminal: bool) -> None:
     before = [list(speaker.messages) for speaker in speakers]
     try:
         answers = [speaker.say(text, turn) for speaker in speakers]
     except (ConfigError, KeyboardInterrupt) as error:
-        if isinstance(error, KeyboardInterrupt) and not asks:
+        if isinstance(error, KeyboardInterrupt) and not terminal:
             raise
+        # One of two speakers may have answered already: both go back, so that they have heard the same.
         for speaker, messages in zip(speakers, before, strict=True):
             speaker.messages = messages
-        said = "stopped" if isinstance(error, KeyboardInterrupt) else f"error: {error}"
-        console.print(f"{said}; what you wrote is forgotten ({HELP})", markup=False)
+        reason = "stopped" if isinstance(error, KeyboardInterrupt) else f"error: {error}"
+        console.print(f"{reason}; the line is removed from the conversation ({HELP})", markup=False)
         return
     if len(speakers) == 1:
         console.print(answers[0], markup=False)
@@ -98,25 +134,60 @@ def _answer(speakers: Sequence[Speaker], text: str, turn: int, console: Console,
     console.print(table)
 
 
-def _greet(speakers: Sequence[Speaker], console: Console) -> None:
-    for speaker in speakers:
-        kind = "" if speaker.chat else ", without a chat template: each line stands alone, and it goes on from there"
-        console.print(f"{speaker.name}{kind}", markup=False)
-    console.print(HELP, markup=False)
+def bucket(length: int) -> int:
+    """The padded width of a prompt of so many tokens: 64, 128, 256, ..., so that few programs are compiled."""
+    return max(SMALLEST, 1 << (length - 1).bit_length())
 
 
-def _lines(read: TextIO, asks: bool) -> Iterator[str]:
-    if not asks:
-        yield from read
-        return
-    with contextlib.suppress(ImportError):
-        __import__("readline")  # which makes input() remember and edit lines
-    with contextlib.suppress(EOFError, KeyboardInterrupt):
-        while True:
-            yield input("> ")
+def answerer(
+    model: Model,
+    max_new_tokens: int = 128,
+    temperature: float = 1.0,
+    top_p: float = 1.0,
+    top_k: int = 0,
+    min_p: float = 0.0,
+    seed: int = 0,
+) -> Callable[[Prompt, int], str]:
+    """A function (prompt, turn) that returns the text after a prompt; the settings are those of `generate`.
+
+    Turns count from 1 and draw their own random numbers. Prompts are padded to the widths of `bucket`: a conversation
+    compiles one program for each width and not one for each turn. The function raises ConfigError for a prompt that is
+    with its completion longer than the model's positions.
+    """
+    engine = Engine(model.net, Sampling(temperature, top_p, top_k, min_p), 1, max_new_tokens, eos_ids(model))
+    positions = (model.hf_config or {}).get("max_position_embeddings")
+
+    def answer(prompt: Prompt, turn: int) -> str:
+        (ids,) = prompt_ids(model, [prompt])
+        width = bucket(len(ids))
+        if positions is not None and len(ids) + max_new_tokens > positions:
+            raise ConfigError(
+                f"the conversation has {len(ids)} tokens; with --max_new_tokens={max_new_tokens} that is more than the "
+                f"{positions} that {model.path} was made for"
+            )
+        width = width if positions is None else min(width, positions - max_new_tokens)
+        (row,) = sample_ids(model, engine, [ids], seed, width, turn - 1)
+        return str(decode_completion(model.tokenizer, row, False))
+
+    return answer
 
 
-def check_alone() -> None:
-    """Raises ConfigError in a run of several processes, where only one has a person."""
+def main(argv: list[str]) -> None:
+    """The command line: see `--help`."""
+    options = load_options(argv, __doc__ or "", FLAGS)
+    processes.join()
+    keep_compiled()
+    if not options["model"]:
+        raise ConfigError("--model is missing; write --model=PATH, such as embedded:sort or RUN/hf")
     if jax.process_count() > 1:
-        raise ConfigError("--interactive is for one process: start it once, with --tensor for several devices")
+        raise ConfigError("chat is for one process: start it once, with --tensor for several devices")
+    speakers = []
+    for path in filter(None, (options["against"], options["model"])):  # the one before training on the left
+        model = load_model(path, options["dtype"], mesh=make_mesh(tensor=options["tensor"]))
+        has_template = bool(getattr(model.tokenizer, "chat_template", None))
+        chat = has_template if options["chat"] is None else options["chat"]
+        if options["system"] and not chat:
+            raise ConfigError(f"--system is given, but {path} is not asked through a chat template: leave it out")
+        answer = answerer(model, **{setting.name: options[setting.name] for setting in SAMPLING})
+        speakers.append(Speaker(path, answer, chat, options["system"]))
+    converse(speakers)

@@ -1,4 +1,4 @@
-"""Compare two models on the same prompts: how often the first one's completion is better.
+"""Compare two models on the same prompts, by the share of completions of the first one that are better.
 
     python -m jaxrl_llm compare --a=runs/grpo/hf --b=embedded:sort --config=configs/grpo.py
 
@@ -21,7 +21,7 @@ from jaxrl_llm.algorithms.advantages import combine_rewards
 from jaxrl_llm.algorithms.sample_statistics import bootstrap_interval, mean_of
 from jaxrl_llm.config import ConfigError, validate
 from jaxrl_llm.config.flags import load_flags
-from jaxrl_llm.config.schema import Key
+from jaxrl_llm.config.schema import Setting
 from jaxrl_llm.data.templates import chat_ids
 from jaxrl_llm.distributed import processes
 from jaxrl_llm.distributed.compilation_cache import keep_compiled
@@ -35,12 +35,12 @@ from jaxrl_llm.training.logging.console import show
 from jaxrl_llm.training.setup import build_mesh, build_model, build_rewards
 
 FLAGS = (
-    Key("a", "", "The first model: hub id, local folder (such as RUN/hf) or `embedded:<name>`."),
-    Key("b", "", "The second model."),
-    Key("tie", 0.0, "Sums of rewards that differ by no more than this are a tie.", float, minimum=0),
-    Key("level", 0.95, "Level of the bootstrap interval over prompts.", float, above=0, below=1),
-    Key("output", "", "JSON file to write the numbers to, besides printing them."),
-    Key("pairs", "", "File for every pair, one JSON object a line: prompt, a, b, their scores, and who won."),
+    Setting("a", "", "The first model: hub id, local folder (such as RUN/hf) or `embedded:<name>`."),
+    Setting("b", "", "The second model."),
+    Setting("tie", 0.0, "Sums of rewards that differ by no more than this are a tie.", float, minimum=0),
+    Setting("level", 0.95, "Level of the bootstrap interval over prompts.", float, above=0, below=1),
+    Setting("output", "", "JSON file for the numbers, which are also printed."),
+    Setting("pairs", "", "JSON lines file for all pairs: prompt, a, b, their scores, and the winner."),
 )
 SHARES = {"win": 1.0, "tie": 0.5, "loss": 0.0}  # of a win
 
@@ -54,14 +54,14 @@ class Comparison(NamedTuple):
 
 def compare(
     config, a: str, b: str, eval_dataset=None, rewards=None, tie: float = 0.0, level: float = 0.95
-) -> Comparison:  # fmt: skip
-    """How often the completions of model `a` are better than those of model `b`, for the same prompts.
+) -> Comparison:
+    """The win rate of the completions of model `a` over those of model `b`, for the same prompts.
 
-    Each model writes `eval.samples` completions of every prompt of the evaluation (see `jaxrl_llm.evaluate`), with its
-    own tokenizer; the i-th of one meets the i-th of the other. The metrics are `win`, `tie` and `loss` (shares of all
-    pairs that are graded), `win_rate` = win + tie / 2 with `win_rate_low` and `win_rate_high`, the means `reward_a`
-    and `reward_b`, and of each named set the same, `<set>/win_rate`. `ungraded` pairs have a completion to which no
-    reward applies. Raises ConfigError for anything the user can mend.
+    Each model samples `eval.samples` completions of every prompt of the evaluation (see `jaxrl_llm.evaluate`), with its
+    own tokenizer; the i-th of one is compared with the i-th of the other. The metrics are `win`, `tie` and `loss`
+    (shares of all graded pairs), `win_rate` = win + tie / 2 with `win_rate_low` and `win_rate_high`, the means
+    `reward_a` and `reward_b`, and the same for each named set, `<set>/win_rate`. `ungraded` pairs have a completion to
+    which no reward applies. Raises ConfigError on user errors.
     """
     validate(config)
     for name, path in (("a", a), ("b", b)):
@@ -72,93 +72,102 @@ def compare(
             raise ConfigError(f"environment.{key} is set, but a comparison is of single completions: leave it out")
     mesh = build_mesh(config)
     with jax.set_mesh(mesh):
-        written = [_written(config, path, eval_dataset, mesh) for path in (a, b)]
+        samples = [_sample(config, path, eval_dataset, mesh) for path in (a, b)]
     with closing(build_rewards(config, rewards)) as grader:
-        pairs = _graded(grader, written, tie)
+        pairs = _graded(grader, samples, tie)
     names = list(dict.fromkeys(pair["set"] for pair in pairs))
     metrics = _numbers(pairs, level)
     for name in names if len(names) > 1 else ():
-        own = _numbers([pair for pair in pairs if pair["set"] == name], level)
-        metrics |= {f"{name}/{metric}": value for metric, value in own.items()}
+        of_set = _numbers([pair for pair in pairs if pair["set"] == name], level)
+        metrics |= {f"{name}/{metric}": value for metric, value in of_set.items()}
     return Comparison(metrics, pairs)
 
 
-class Written(NamedTuple):
-    """The examples, each with the name of its set, what a model wrote for each of them, and its tokenizer."""
+class Samples(NamedTuple):
+    """The examples, each with the name of its set, a model's completions of each of them, and its tokenizer."""
 
     examples: list[dict[str, Any]]
     completions: list[list[Any]]
     tokenizer: Any
 
 
-def _written(config, path: str, eval_dataset: Any, mesh) -> Written:
-    own = config.copy_and_resolve_references()
-    own.model.path, own.model.random_init, own.eval.greedy = path, False, False
-    own.lora.path, own.lora.rank = None, 0
+def _sample(config, path: str, eval_dataset: Any, mesh) -> Samples:
+    copy = config.copy_and_resolve_references()
+    copy.model.path, copy.model.random_init, copy.eval.greedy = path, False, False
+    copy.lora.path, copy.lora.rank = None, 0
     with closing(load_rewards(_ungraded)) as nothing:
-        model = build_model(own, mesh, head="lm")
-        evaluations = build_evaluations(own, model, nothing, eval_dataset, mesh)
+        model = build_model(copy, mesh, head="lm")
+        evaluations = build_evaluations(copy, model, nothing, eval_dataset, mesh)
         key = jax.random.key(config.seed)
-        wrote = [completions for one in evaluations for completions in completions_of(one, model.params, key)]
-    examples = [{**example, "set": one.name} for one in evaluations for example in one.examples]
-    return Written(examples, wrote, model.tokenizer)
+        completions = [
+            completions for evaluation in evaluations for completions in completions_of(evaluation, model.params, key)
+        ]
+    examples = [{**example, "set": evaluation.name} for evaluation in evaluations for example in evaluation.examples]
+    return Samples(examples, completions, model.tokenizer)
 
 
 def _ungraded(completions: Sequence[Any], **columns: Any) -> list[None]:
-    """No reward: completions are graded when both models have written."""
+    """No reward: completions are graded once both models have sampled."""
     return [None] * len(completions)
 
 
-def _graded(grader: Rewards, written: Sequence[Written], tie: float) -> list[dict[str, Any]]:
-    """Every pair with its scores and its winner. Process 0 grades, and all get the same."""
-    examples = written[0].examples
-    met = [
+def _graded(grader: Rewards, samples: Sequence[Samples], tie: float) -> list[dict[str, Any]]:
+    """All pairs with their scores and winners. Process 0 grades; all processes get the same."""
+    examples = samples[0].examples
+    matches = [
         (index, both)
-        for index, completions in enumerate(zip(*(one.completions for one in written), strict=True))
+        for index, completions in enumerate(zip(*(sample.completions for sample in samples), strict=True))
         for both in zip(*completions, strict=True)
     ]
     scores: list[list[float]] | None = None
     with all_or_none():
         if jax.process_index() == 0:
-            scores = _scores(grader, examples, met, [one.tokenizer for one in written]).tolist()
+            scores = _scores(grader, examples, matches, [sample.tokenizer for sample in samples]).tolist()
     pairs = []
-    for (index, (a, b)), (score_a, score_b) in zip(met, gather(scores)[0], strict=True):
+    for (index, (a, b)), (score_a, score_b) in zip(matches, gather(scores)[0], strict=True):
         known = np.isfinite(score_a) and np.isfinite(score_b)
         winner = "tie" if abs(score_a - score_b) <= tie else "a" if score_a > score_b else "b"
-        pairs.append({
-            "set": examples[index]["set"], "row": index, "prompt": shown(examples[index]["prompt"]), "a": text_of(a),
-            "b": text_of(b), "score_a": score_a if known else None, "score_b": score_b if known else None,
-            "winner": winner if known else None,
-        })  # fmt: skip
+        pairs.append(
+            {
+                "set": examples[index]["set"],
+                "row": index,
+                "prompt": shown(examples[index]["prompt"]),
+                "a": text_of(a),
+                "b": text_of(b),
+                "score_a": score_a if known else None,
+                "score_b": score_b if known else None,
+                "winner": winner if known else None,
+            }
+        )
     return pairs
 
 
 def _scores(
-    grader: Rewards, examples: list[dict[str, Any]], met: list[tuple[int, Any]], tokenizers: Sequence[Any]
+    grader: Rewards, examples: list[dict[str, Any]], matches: list[tuple[int, Any]], tokenizers: Sequence[Any]
 ) -> np.ndarray:
     """The weighted sums `[pairs, 2]`.
 
-    A function is called with the two completions of each pair in adjacent rows. Of a prompt's pairs it sees one at a
-    time, so that one that compares adjacent rows of one prompt never compares a model with itself.
+    A reward function is called with the two completions of each pair in adjacent rows, and with one pair of a prompt at
+    a time: a function that compares the rows of a prompt thus never compares a model with itself.
     """
-    scores, seen, rounds = np.zeros((len(met), 2)), Counter(), {}
-    for number, (index, _) in enumerate(met):
+    scores, seen, rounds = np.zeros((len(matches), 2)), Counter(), {}
+    for number, (index, _) in enumerate(matches):
         prompt = json.dumps(examples[index]["prompt"])
         rounds.setdefault(seen[prompt], []).append(number)
         seen[prompt] += 1
     for numbers in rounds.values():
-        rows = [examples[met[number][0]] for number in numbers for _ in range(2)]
-        own = ("prompt", "prompt_ids", "set")
-        columns = {name: [row.get(name) for row in rows] for name in rows[0] if name not in own}
-        written = [completion for number in numbers for completion in met[number][1]]
-        ids = [chat_ids(tokenizers[row % 2], text_of(completion)) for row, completion in enumerate(written)]
-        found = grader([row["prompt"] for row in rows], written, ids, columns)
-        scores[numbers] = np.asarray(combine_rewards(found, grader.weights)).reshape(-1, 2)
+        rows = [examples[matches[number][0]] for number in numbers for _ in range(2)]
+        added = ("prompt", "prompt_ids", "set")
+        columns = {name: [row.get(name) for row in rows] for name in rows[0] if name not in added}
+        completions = [completion for number in numbers for completion in matches[number][1]]
+        ids = [chat_ids(tokenizers[row % 2], text_of(completion)) for row, completion in enumerate(completions)]
+        rewards = grader([row["prompt"] for row in rows], completions, ids, columns)
+        scores[numbers] = np.asarray(combine_rewards(rewards, grader.weights)).reshape(-1, 2)
     return scores
 
 
 def _numbers(pairs: list[dict[str, Any]], level: float) -> dict[str, float]:
-    """The metrics of some pairs; see `compare`."""
+    """The metrics of some pairs, see `compare`; win rates are means over prompts."""
     graded = [pair for pair in pairs if pair["winner"] is not None]
     share = {"a": "win", "tie": "tie", "b": "loss"}
     ended = Counter(share[pair["winner"]] for pair in graded)
@@ -188,10 +197,10 @@ def main(argv: list[str]) -> None:
     for name, path in files.items():
         if not path.parent.is_dir():
             raise ConfigError(f"--{name}: there is no folder {path.parent}; make it first")
-    found = compare(config, options["a"], options["b"], tie=options["tie"], level=options["level"])
+    comparison = compare(config, options["a"], options["b"], tie=options["tie"], level=options["level"])
     if jax.process_index() > 0:
         return
-    rows = {"a": options["a"], "b": options["b"], **found.metrics}
+    rows = {"a": options["a"], "b": options["b"], **comparison.metrics}
     width = max(map(len, rows))
     for name, value in rows.items():
         print(f"{name.ljust(width)}  {value if isinstance(value, str) else show(value)}")
@@ -199,5 +208,5 @@ def main(argv: list[str]) -> None:
         numbers = {name: None if value != value else value for name, value in rows.items()}
         files["output"].write_text(json.dumps(numbers, indent=2) + "\n", encoding="utf-8")
     if "pairs" in files:
-        lines = [json.dumps(pair, ensure_ascii=False) + "\n" for pair in found.pairs]
+        lines = [json.dumps(pair, ensure_ascii=False) + "\n" for pair in comparison.pairs]
         files["pairs"].write_text("".join(lines), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""`train --dry_run`: the data, the plan for the devices at hand and the time of a step, and nothing is written."""
+"""`train --dry_run`: show the data, the plan for the local devices and the time of a step; write nothing."""
 
 import time
 from typing import Any
@@ -16,55 +16,55 @@ from jaxrl_llm.training.setup import Run, build
 from jaxrl_llm.training.step import improve
 from jaxrl_llm.training.update import merge_frozen
 
-ROWS, MEASURED = 1, 1000  # of the data that are shown and measured
+ROWS, MEASURED = 1, 1000  # rows of the data to show and to measure
 
 
 def dry_run(config, colour: bool = False) -> str:
-    """The report of a dry run: examples of the data, the plan, and how long a step and the run take.
+    """The report of a dry run: examples of the data, the plan, and the durations of a step and of the run.
 
-    Two steps are really made, the first to compile; their state is thrown away. Raises ConfigError as training does.
+    It makes two steps, the first of which compiles, and discards their state. Raises ConfigError as training does.
     """
     validate(config)
-    found = [preview(config, ROWS, MEASURED, colour=colour).rstrip(), ""]
+    report = [preview(config, ROWS, MEASURED, colour=colour).rstrip(), ""]
     target = at_hand_target(config)
     with jax.set_mesh(target.mesh):
-        parts = build(config, target.mesh)
+        run = build(config, target.mesh)
         try:
-            plan = make_plan(config, target, widths(parts), packer=parts.pack)
+            plan = make_plan(config, target, widths(run), packer=run.pack)
             tight = bool(target.device.memory) and plan.peak.peak > plan.room
-            found += [*lines(plan, advice(plan, compiled=False) if tight else ())]
-            found += ["", *_timed(config, parts)]
+            report += [*lines(plan, advice(plan, compiled=False) if tight else ())]
+            report += ["", *_timed(config, run)]
         finally:
-            parts.rewards.close()
-            if parts.environments is not None:
-                parts.environments.close()
-    return "\n".join([*found, f"nothing was written to {config.output_dir}", ""])
+            run.rewards.close()
+            if run.environments is not None:
+                run.environments.close()
+    return "\n".join([*report, f"nothing was written to {config.output_dir}", ""])
 
 
-def widths(parts: Run) -> tuple[int, int]:
+def widths(run: Run) -> tuple[int, int]:
     """Tokens of the prompts and rows that the run's data need."""
-    source = parts.source
+    source = run.source
     if isinstance(source, OnlineSource):
         worker = source.producer.worker
         return worker.prompt_width, worker.prompt_width + worker.engine.max_completion_length
     return 0, source.spec.width
 
 
-def _timed(config, parts: Run) -> list[str]:
-    """What two steps took, and what the run will take."""
-    state: Any = parts.state
+def _timed(config, run: Run) -> list[str]:
+    """The lines on the durations of two steps and the expected one of the run."""
+    state: Any = run.state
     took, root = [], jax.random.key(config.seed)
     for step in (1, 2):
         began = time.perf_counter()
-        experience = parts.source.next(merge_frozen(state, parts.frozen), jax.random.fold_in(root, step))
-        state, updates = improve(parts, state, experience.batch)
+        experience = run.source.next(merge_frozen(state, run.frozen), jax.random.fold_in(root, step))
+        state, updates = improve(run, state, experience.batch)
         jax.block_until_ready((state, updates))
         took.append(time.perf_counter() - began)
     first, second = took
-    run = first + second * max(config.total_steps - 1, 0)
-    phases = ", ".join(f"{name} {seconds(spent)}" for name, spent in parts.stopwatch.totals.items())
+    total = first + second * max(config.total_steps - 1, 0)
+    phases = ", ".join(f"{name} {seconds(spent)}" for name, spent in run.stopwatch.totals.items())
     return [
         f"first step {seconds(first)}, compilation included; second step {seconds(second)}",
         f"both steps by phase: {phases}",
-        f"{config.total_steps} steps would take about {seconds(run)}, evaluations and checkpoints not counted",
+        f"{config.total_steps} steps would take about {seconds(total)}, evaluations and checkpoints not counted",
     ]

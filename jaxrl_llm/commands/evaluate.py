@@ -1,12 +1,12 @@
-"""Measure a model on held-out prompts, or responses that were written before.
+"""Measure a model on held-out prompts, or the responses in a file.
 
     python -m jaxrl_llm evaluate --config=configs/grpo.py --config.model.path=runs/grpo/hf
     python -m jaxrl_llm evaluate --responses=responses.parquet --config.rewards.functions=my_score.py
 
 Prompts, rewards and sampling are those of the configuration: `data.eval_path` (or `data.path`) and `data.eval_split`,
-or `eval.sets`; `rewards`; `rollout`; and what `eval` says of samples and statistics. Prints accuracy of samples and of
-the greedy completion, reward, and pass@k; of each set, and of each data source. With --responses no model is read: each
-row of the file has a prompt's responses (a text, or a list of them) and the columns that the rewards read.
+or `eval.sets`; `rewards`; `rollout`; and the samples and statistics of `eval`. Prints accuracy of samples and of the
+greedy completion, reward, and pass@k; of each set, and of each data source. With --responses no model is loaded: each
+row of the file has the responses to a prompt (a text, or a list of them) and the columns that the rewards read.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ import jax
 
 from jaxrl_llm.config import ConfigError, validate
 from jaxrl_llm.config.flags import load_flags
-from jaxrl_llm.config.schema import Key
+from jaxrl_llm.config.schema import Setting
 from jaxrl_llm.distributed import processes
 from jaxrl_llm.distributed.compilation_cache import keep_compiled
 from jaxrl_llm.environments.factory import load_environments
@@ -30,12 +30,12 @@ from jaxrl_llm.training.logging.console import show
 from jaxrl_llm.training.setup import build_mesh, build_model, build_rewards, environment_spec
 
 FLAGS = (
-    Key("output", "", "JSON file to write the numbers to, besides printing them."),
-    Key("responses", "", "File of responses to grade in place of a model's: .parquet, .jsonl, .json or .csv."),
-    Key("response_key", "responses", "Its column of responses."),
-    Key("prompt_key", "prompt", "Its column of prompts."),
-    Key("data_source_key", "data_source", "Its column that says where a row is from."),
-    Key("reward_model_key", "reward_model", "Its column with the ground_truth, in verl's rows."),
+    Setting("output", "", "JSON file for the numbers, which are also printed."),
+    Setting("responses", "", "File of responses to grade instead of sampling: .parquet, .jsonl, .json or .csv."),
+    Setting("response_key", "responses", "Column of responses in that file."),
+    Setting("prompt_key", "prompt", "Column of prompts in that file."),
+    Setting("data_source_key", "data_source", "Column with the source of a row in that file."),
+    Setting("reward_model_key", "reward_model", "Column with the ground_truth in that file, as verl has it."),
 )
 
 
@@ -45,28 +45,37 @@ def evaluate(config, eval_dataset=None, rewards=None, environment=None, tools=()
     eval_dataset (a `datasets.Dataset`, a list of dicts, or a dictionary of such by the names of sets) takes the place
     of `eval.sets` and `data.eval_path`, and rewards (a function or a list of them) that of `rewards.functions`;
     environment and tools are as in `train`. The numbers are those that training with the same configuration reports for
-    the same parameters. Raises ConfigError for anything the user can mend.
+    the same parameters. Raises ConfigError on user errors.
     """
     return _measure(config, eval_dataset, rewards, environment, tools)[1]
 
 
 def evaluate_responses(
-    config, responses: Any, rewards=None, response_key: str = "responses", prompt_key: str = "prompt",
-    data_source_key: str = "data_source", reward_model_key: str = "reward_model",
-) -> dict[str, float]:  # fmt: skip
-    """The `eval/*` metrics of responses that were written before, by the rewards of the configuration.
+    config,
+    responses: Any,
+    rewards=None,
+    response_key: str = "responses",
+    prompt_key: str = "prompt",
+    data_source_key: str = "data_source",
+    reward_model_key: str = "reward_model",
+) -> dict[str, float]:
+    """The `eval/*` metrics of existing responses, by the rewards of the configuration.
 
     responses is a file (.parquet, .jsonl, .json, .csv), a `datasets.Dataset` or a list of dicts; a row has a prompt's
     responses, a text or a list of them. `eval/reward` is the mean of the means of rows, as verl's `main_eval` has it.
-    Raises ConfigError for anything the user can mend.
+    Raises ConfigError on user errors.
     """
-    keys = {"responses": response_key, "prompt": prompt_key, "data_source": data_source_key,
-            "reward_model": reward_model_key}  # fmt: skip
+    keys = {
+        "responses": response_key,
+        "prompt": prompt_key,
+        "data_source": data_source_key,
+        "reward_model": reward_model_key,
+    }
     return _grade(config, responses, rewards, keys)[1]
 
 
 def _measure(config, eval_dataset=None, rewards=None, environment=None, tools=()) -> tuple[Any, dict[str, float]]:
-    """How many prompts there were (of each set, by name, where they have names), and the metrics."""
+    """The number of prompts (of each set, by name, where sets have names), and the metrics."""
     validate(config)
     mesh = build_mesh(config)
     with jax.set_mesh(mesh), contextlib.closing(build_rewards(config, rewards)) as grader:
@@ -81,37 +90,13 @@ def _measure(config, eval_dataset=None, rewards=None, environment=None, tools=()
 
 
 def _grade(config, responses: Any, rewards: Any, keys: dict[str, str]) -> tuple[int, dict[str, float]]:
-    """How many rows there were, and the metrics."""
+    """The number of rows, and the metrics."""
     validate(config)
     metrics = eval_metrics(config)
     with contextlib.closing(build_rewards(config, rewards)) as grader:
         tokenizer = tokenizer_for(config.model.path, config.model.trust_remote_code, grader)
         answered = read_responses(responses, keys, config.data.format, tokenizer)
         return len(answered), metrics_of(grade(grader, answered, metrics, tokenizer), metrics)
-
-
-def _report(config, prompts: Any, metrics: dict[str, float]) -> dict[str, Any]:
-    """What `--output` holds: what was measured, and the metrics by name without `eval/`, null where not finite."""
-    temperature = config.eval.temperature
-    return {
-        "model": config.model.path,
-        **({"sets": prompts} if isinstance(prompts, dict) else _only_set(config, prompts)),
-        "samples": config.eval.samples,
-        "temperature": config.rollout.temperature if temperature is None else temperature,
-        "metrics": _shown(metrics),
-    }
-
-
-def _only_set(config, prompts: int) -> dict[str, Any]:
-    return {
-        "data": config.data.eval_path or config.data.path,
-        "split": config.data.eval_split,
-        "prompts": prompts,
-    }
-
-
-def _shown(metrics: dict[str, float]) -> dict[str, float | None]:
-    return {name[5:]: value if math.isfinite(value) else None for name, value in metrics.items()}
 
 
 def main(argv: list[str]) -> None:
@@ -122,20 +107,31 @@ def main(argv: list[str]) -> None:
     output = Path(options["output"]).expanduser() if options["output"] else None
     if output is not None and not output.parent.is_dir():
         raise ConfigError(f"--output: there is no folder {output.parent}; make it first")
-    keys = {"responses" if name == "response" else name: options[f"{name}_key"]
-            for name in ("response", "prompt", "data_source", "reward_model")}  # fmt: skip
     if options["responses"]:
+        keys = {"responses": options["response_key"], "prompt": options["prompt_key"]}
+        keys |= {name: options[f"{name}_key"] for name in ("data_source", "reward_model")}
         rows, metrics = _grade(config, options["responses"], None, keys)
-        found = {"responses": options["responses"], "prompts": rows, "metrics": _shown(metrics)}
-    elif given := [key.name for key in FLAGS if key.name.endswith("_key") and options[key.name] != key.default]:
-        raise ConfigError(f"--{given[0]} is of a file of responses: name it with --responses=FILE")
+        report = {"responses": options["responses"], "prompts": rows}
+    elif changed := [flag.name for flag in FLAGS if flag.name.endswith("_key") and options[flag.name] != flag.default]:
+        raise ConfigError(f"--{changed[0]} is of a file of responses: name it with --responses=FILE")
     else:
-        found = _report(config, *_measure(config))
+        prompts, metrics = _measure(config)
+        report = {"model": config.model.path}
+        if isinstance(prompts, dict):
+            report["sets"] = prompts
+        else:
+            data = config.data
+            report |= {"data": data.eval_path or data.path, "split": data.eval_split, "prompts": prompts}
+        temperature = config.eval.temperature
+        report["samples"] = config.eval.samples
+        report["temperature"] = config.rollout.temperature if temperature is None else temperature
     if jax.process_index() > 0:
         return
-    rows = {name: value for name, value in found.items() if name != "metrics"} | found["metrics"]
-    width = max(map(len, rows))
-    for name, value in rows.items():
+    # Names without `eval/`, and null for NaN and infinities, which JSON does not have.
+    numbers = {name[5:]: value if math.isfinite(value) else None for name, value in metrics.items()}
+    table = report | numbers
+    width = max(map(len, table))
+    for name, value in table.items():
         print(f"{name.ljust(width)}  {value if isinstance(value, str) else show(value)}")
     if output is not None:
-        output.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+        output.write_text(json.dumps({**report, "metrics": numbers}, indent=2) + "\n", encoding="utf-8")

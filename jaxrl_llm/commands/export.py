@@ -3,9 +3,9 @@
     python -m jaxrl_llm export --run=runs/grpo --output=exported
     python -m jaxrl_llm export --run=runs/grpo --push_to_hub=me/my-model --private
 
-The folder holds the policy as it was at a step (the newest checkpoint unless `--step` says another), with a model card,
-and loads in transformers and vLLM. Adapters are merged; with `--adapter` the folder holds them alone, as PEFT reads
-them. The optimizer's state is not read. Works while the run goes on. The hub's token is taken from HF_TOKEN.
+The folder holds the policy of a checkpoint (the newest one, or that of `--step`) with a model card, and loads in
+transformers and vLLM. Adapters are merged; with `--adapter` the folder holds them alone, in the format of PEFT. The
+optimizer's state is not read. Works while the run goes on. The hub's token is the variable HF_TOKEN.
 """
 
 import shutil
@@ -18,7 +18,7 @@ from jax.sharding import Mesh
 
 from jaxrl_llm.config import ConfigDict, ConfigError, from_json
 from jaxrl_llm.config.flags import load_options
-from jaxrl_llm.config.schema import Key
+from jaxrl_llm.config.schema import Setting
 from jaxrl_llm.distributed import processes
 from jaxrl_llm.distributed.sharding import make_mesh
 from jaxrl_llm.models import peft
@@ -31,18 +31,22 @@ from jaxrl_llm.training.run_specs import checkpoint_spec
 from jaxrl_llm.training.setup import build_model
 
 FLAGS = (
-    Key("run", "", "Folder of the run: its output_dir."),
-    Key("step", None, "Step of the checkpoint; none is the newest.", int, minimum=0),
-    Key("output", "", "Folder to write; with push_to_hub it may be left out."),
-    Key("dtype", None, "Type of the stored weights; none keeps that of the checkpoint.",
-        choices=("float32", "bfloat16", "float16")),
-    Key("adapter", False, "Write the adapters of the run alone, a PEFT folder in float32.", bool),
-    Key("overwrite", False, "Replace the model that the folder, or the repository, holds already.", bool),
-    Key("push_to_hub", None, "Repository of the Hugging Face hub to push to, OWNER/NAME."),
-    Key("private", False, "Make that repository for its owner alone.", bool),
-)  # fmt: skip
+    Setting("run", "", "Folder of the run: its output_dir."),
+    Setting("step", None, "Step of the checkpoint; none is the newest.", int, minimum=0),
+    Setting("output", "", "Folder to write; with push_to_hub it may be left out."),
+    Setting(
+        "dtype",
+        None,
+        "Storage type of the weights; none is that of the checkpoint.",
+        choices=("float32", "bfloat16", "float16"),
+    ),
+    Setting("adapter", False, "Write only the adapters of the run, as a PEFT folder in float32.", bool),
+    Setting("overwrite", False, "Replace a model that the folder, or the repository, already holds.", bool),
+    Setting("push_to_hub", None, "Repository of the Hugging Face hub to push to, OWNER/NAME."),
+    Setting("private", False, "Create that repository as a private one.", bool),
+)
 
-PUSHED = ".pushed"  # the folder of a run that is there while its model is pushed
+PUSHED = ".pushed"  # temporary folder inside the run's, for a model that is pushed
 
 
 def export(
@@ -54,12 +58,12 @@ def export(
     overwrite: bool = False,
     repo: str | None = None,
 ) -> Path:
-    """The folder `output`, after the policy of a checkpoint of the run has been written to it, with a model card.
+    """Writes the policy of a checkpoint, with a model card, to the folder `output` and returns its path.
 
-    Parameters are cut over all devices at hand, whatever mesh the run had. `dtype` None keeps them bit for bit. With
-    `adapter` it is the adapters alone, as a PEFT folder. `repo` is the name on the hub that the card gives it. Raises
-    ConfigError: no run, no such checkpoint, adapters asked of a run that has none, or `output` holds a model already
-    (unless `overwrite`) or something else.
+    Parameters are sharded over all local devices, whatever mesh the run had. `dtype` None keeps them bit for bit. With
+    `adapter` the folder holds the adapters alone, in the format of PEFT. `repo` is the hub name in the card. Raises
+    ConfigError: no run, no such checkpoint, `adapter` for a run without adapters, or an `output` that already holds a
+    model (unless `overwrite`) or anything else.
     """
     output = Path(output).expanduser()
     folder = Path(run).expanduser()
@@ -80,10 +84,10 @@ def export(
 
 
 def push(run: str | Path, repo: str, output: str | Path = "", private: bool = False, **options: Any) -> str:
-    """The address on the hub, after the policy of a checkpoint of the run has been exported and pushed there.
+    """Exports the policy of a checkpoint, pushes it to the hub, and returns its address there.
 
-    `options` are those of `export`. Without `output` the folder is one inside the run's, which is removed afterwards.
-    Raises ConfigError as `export`, `hub.check` and `hub.push` do; before anything is written where it can be known.
+    `options` are those of `export`. Without `output` a temporary folder inside the run's is used. Raises ConfigError as
+    `export`, `hub.check` and `hub.push` do, before anything is written where that is possible.
     """
     overwrite, url = options.get("overwrite", False), ""
     folder = Path(output).expanduser() if output else Path(run).expanduser() / PUSHED
@@ -92,7 +96,7 @@ def push(run: str | Path, repo: str, output: str | Path = "", private: bool = Fa
             _config_of(Path(run).expanduser())
             hub.check(repo, private, overwrite)
             if not output:
-                shutil.rmtree(folder, ignore_errors=True)  # what a push that was killed has left
+                shutil.rmtree(folder, ignore_errors=True)  # left by a push that was killed
     try:
         export(run, folder, repo=repo, **options)
         with processes.all_or_none():
@@ -105,15 +109,15 @@ def push(run: str | Path, repo: str, output: str | Path = "", private: bool = Fa
 
 
 def _check_free(output: Path, overwrite: bool) -> None:
-    held = [sign for sign in ("config.json", peft.CONFIG) if (output / sign).is_file()]
-    if held and not overwrite:
+    existing = [name for name in ("config.json", peft.CONFIG) if (output / name).is_file()]
+    if existing and not overwrite:
         raise ConfigError(
-            f"{output} holds a model already ({held[0]}): choose another folder, or replace it with --overwrite"
+            f"{output} holds a model already ({existing[0]}): choose another folder, or replace it with --overwrite"
         )
 
 
 def _untrained(config: ConfigDict, mesh: Mesh) -> Model:
-    """The model as the run started: shapes suffice where all of it is trained."""
+    """The model at the start of the run; without adapters its shapes suffice, as all parameters are restored."""
     if config.lora.rank or config.lora.path:
         return build_model(config, mesh)
     head = "score" if config.algorithm.name == "reward_model" else "lm"
@@ -155,6 +159,6 @@ def main(argv: list[str]) -> None:
             raise ConfigError(f"--{name} is missing; write --{name}=FOLDER")
     if private and not repo:
         raise ConfigError("--private is of a repository: write --push_to_hub=OWNER/NAME too")
-    written = push(repo=repo, private=private, **options) if repo else export(**options)
+    destination = push(repo=repo, private=private, **options) if repo else export(**options)
     if jax.process_index() == 0:
-        print(written)
+        print(destination)

@@ -1,12 +1,12 @@
-"""Move in from another library: its configuration becomes a config file of ours, and nothing of it is run.
+"""Convert a configuration of TRL, verl, axolotl or Harmony to a config file; no code of it is run.
 
     python -m jaxrl_llm migrate FILE --output=my_config.py
 
 FILE is a YAML of axolotl; a YAML of verl, or a shell script with its overrides (`python -m verl.trainer.main_ppo
 key=value ...`); a Python script, a JSON or YAML file, or a shell script with the arguments of TRL's trainers; or a
-recipe of Harmony. Keys are written with what they come from beside them. What the source leaves at its default is
-written where ours is another, so that the run is theirs. What has no equivalent is named in a comment, and what to look
-at first stands at the top of the file. docs/migrating.md has every key; `--tables` prints that page.
+recipe of Harmony. Each key is written beside the one it comes from. A default of the source is written where ours
+differs, so that the run is the same. Keys without an equivalent are named in comments, and the points to check are
+listed at the top of the file. docs/migrating.md has every key; `--tables` prints that page.
 """
 
 import sys
@@ -15,7 +15,7 @@ from pathlib import Path
 
 from jaxrl_llm.config import ConfigDict, ConfigError
 from jaxrl_llm.config.flags import load_options
-from jaxrl_llm.config.schema import Key
+from jaxrl_llm.config.schema import Setting
 from jaxrl_llm.tools.migrate import axolotl, harmony, trl, verl
 from jaxrl_llm.tools.migrate.draft import Options, Source
 from jaxrl_llm.tools.migrate.page import page
@@ -23,16 +23,28 @@ from jaxrl_llm.tools.migrate.reading import read
 
 SYSTEMS = {"trl": trl.convert, "verl": verl.convert, "axolotl": axolotl.convert, "harmony": harmony.convert}
 FLAGS = (
-    Key("output", "", "File to write; empty prints the config file."),
-    Key("system", "auto", "The library that FILE is for; auto looks at it.", choices=("auto", *SYSTEMS)),
-    Key("trainer", "", "Which trainer, where FILE does not tell: grpo, rloo, ppo, sft, dpo, kto, orpo, cpo, reward."),
-    Key("devices", 0, "Devices that it ran on: batches are counted per device there. 0 is what FILE says, or 1.",
-        int, minimum=0),
-    Key("rows", 0, "Rows of the training data: epochs become steps. 0 counts those of a file that is here.",
-        int, minimum=0),
-    Key("version", "", "Whose defaults: 1.16 (newest) or 0.16 (GRPO) of TRL, 0.8 (newest) or 0.3 of verl."),
-    Key("tables", False, "Print docs/migrating.md.", bool),
-)  # fmt: skip
+    Setting("output", "", "File to write; empty prints the config file."),
+    Setting("system", "auto", "Library that FILE is for; auto recognises it.", choices=("auto", *SYSTEMS)),
+    Setting("trainer", "", "Trainer, where FILE does not name it: grpo, rloo, ppo, sft, dpo, kto, orpo, cpo, reward."),
+    Setting(
+        "devices",
+        0,
+        "Devices that it ran on: batches are counted per device there. 0 is the number in FILE, or 1.",
+        int,
+        minimum=0,
+    ),
+    Setting(
+        "rows",
+        0,
+        "Rows of the training data: epochs become steps. 0 counts those of a local file.",
+        int,
+        minimum=0,
+    ),
+    Setting(
+        "version", "", "Version whose defaults apply: 1.16 (newest) or 0.16 (GRPO) of TRL, 0.8 (newest) or 0.3 of verl."
+    ),
+    Setting("tables", False, "Print docs/migrating.md.", bool),
+)
 
 
 def migrate(

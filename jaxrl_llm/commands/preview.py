@@ -1,10 +1,9 @@
-"""Look at the data of a run before anyone pays for it; the model's tokenizer is all that is loaded.
+"""Show the data of a run as the model will see it; only the model's tokenizer is loaded.
 
     python -m jaxrl_llm preview --config=configs/dpo.py --rows=3
 
-Prints the first examples as the model will see them, the tokens that are learned in colour (in ⟦brackets⟧ where the
-output is no terminal), then how long the rows are, how many are over the limit, and how many are dropped; for the rows
-that are trained on and for those that are evaluated on.
+Prints the first examples, with the tokens in the loss in colour (in ⟦brackets⟧ where the output is no terminal), then
+the lengths of the rows, and the numbers over the limit and dropped; for the training rows and for the evaluation rows.
 """
 
 import sys
@@ -15,7 +14,7 @@ from typing import Any
 
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.config.flags import load_flags
-from jaxrl_llm.config.schema import Key
+from jaxrl_llm.config.schema import Setting
 from jaxrl_llm.data import loading
 from jaxrl_llm.data.loading import DataSource, DataSpec
 from jaxrl_llm.data.preview import boundary_merges, sections, statistics
@@ -25,11 +24,11 @@ from jaxrl_llm.training.evaluation_setup import eval_measure, eval_parts, eval_s
 from jaxrl_llm.training.specs import data_spec
 
 FLAGS = (
-    Key("rows", 3, "Examples to print.", int, minimum=0),
-    Key("measure", 10_000, "Examples to measure, of each source.", int, minimum=1),
-    Key("held_out", True, "Show the rows that are evaluated on too.", bool),
+    Setting("rows", 3, "Examples to print.", int, minimum=0),
+    Setting("measure", 10_000, "Examples to measure, of each source.", int, minimum=1),
+    Setting("held_out", True, "Show the evaluation rows too.", bool),
 )
-JOINED = 200  # rows that are tokenised a second time
+JOINED = 200  # rows that are tokenised a second time, prompt and completion as one text
 
 
 def preview(config, rows: int = 3, measure: int = 10_000, held_out: bool = True, colour: bool = False) -> str:
@@ -61,7 +60,7 @@ def report(
     measure: int,
     colour: bool,
 ) -> list[str]:
-    """The lines on some sources: examples first, then the statistics of each source."""
+    """The lines on some sources: of each its first examples, then its statistics."""
     lines: list[str] = []
     for source in sources:
         tokenize = loading.row_tokenizer(spec, kind, tokenizer)
@@ -96,7 +95,7 @@ def load_tokenizer(path: str, trust_remote_code: bool = False) -> Any:
         if not hf.has_tokenizer(folder):
             raise ConfigError(f"model.path = {path!r} has no tokenizer files; add them to the folder")
         return hf.load_tokenizer(folder, trust_remote_code)
-    from transformers import AutoTokenizer  # slow to import, and of no use for local folders
+    from transformers import AutoTokenizer  # slow to import, and not needed for local folders
 
     try:
         return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)

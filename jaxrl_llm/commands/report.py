@@ -1,7 +1,9 @@
-"""One HTML page of one or several runs: python -m jaxrl_llm report RUN [RUN ...]
+"""Write an HTML page of one or several runs.
 
-RUN is the output_dir of a run, which may still be going on. The page needs no network: curves of all runs over each
-other, time by phase, warnings, settings that differ, and a table of completions to sort, search and filter.
+    python -m jaxrl_llm report RUN [RUN ...]
+
+RUN is the output_dir of a run, finished or not. The page needs no network: the curves of all runs in the same plots,
+time by phase, warnings, settings that differ, and a table of completions to sort, search and filter.
 """
 
 import sys
@@ -10,22 +12,35 @@ from pathlib import Path
 
 from jaxrl_llm.config.flags import load_options
 from jaxrl_llm.config.resolve import ConfigError
-from jaxrl_llm.config.schema import Key
+from jaxrl_llm.config.schema import Setting
 from jaxrl_llm.tools.report.page import write_page
 from jaxrl_llm.tools.report.pictures import check_pictures, write_pictures
 from jaxrl_llm.tools.report.runs import read_runs
 from jaxrl_llm.tools.report.samples import chunks_of, count_rows
 from jaxrl_llm.training.logging.records import COMPLETIONS
 
-OPTIONS = (
-    Key("output", None, "The page; none is report.html, of one run in its folder, of several in the current one."),
-    Key("png", None, "A folder for PNGs of the main curves, which matplotlib draws; none draws nothing."),
-    Key("smoothing", 0.6, "How much of what was the curves keep, from 0 (nothing); a slider of the page.", float,
-        minimum=0, below=1),
-    Key("completions", 100_000, "Completions in the page at most, of evenly spaced steps.", int, minimum=0),
-    Key("characters", 4000, "Characters of a prompt or completion in the page; the middle of longer ones is left out.",
-        int, minimum=100),
-)  # fmt: skip
+FLAGS = (
+    Setting(
+        "output", None, "HTML file; none is report.html, in the folder of a single run, else in the current folder."
+    ),
+    Setting("png", None, "Folder for PNGs of the main curves, drawn by matplotlib; none draws nothing."),
+    Setting(
+        "smoothing",
+        0.6,
+        "Initial smoothing of the curves, 0 is none; a slider on the page changes it.",
+        float,
+        minimum=0,
+        below=1,
+    ),
+    Setting("completions", 100_000, "Most completions in the page, of evenly spaced steps.", int, minimum=0),
+    Setting(
+        "characters",
+        4000,
+        "Most characters of a prompt or completion in the page; longer ones lose their middle.",
+        int,
+        minimum=100,
+    ),
+)
 
 
 def report(
@@ -36,7 +51,7 @@ def report(
     completions: int = 100_000,
     characters: int = 4000,
 ) -> list[Path]:
-    """The paths of what was written: the page, and the PNGs when `png` is a folder for them; see `--help`.
+    """Writes the page, and PNGs when `png` is a folder for them, and returns the paths of all files.
 
     Raises ConfigError for a folder without a run, a file that cannot be read or written, and PNGs without matplotlib.
     """
@@ -46,24 +61,24 @@ def report(
         check_pictures()
     runs = read_runs(folders)
     path = Path(output) if output else (runs[0].folder if len(runs) == 1 else Path()) / "report.html"
-    held = sum(count_rows(file) for one in runs for file in (one.folder / COMPLETIONS).glob("completions_*.parquet"))
-    note = f"A part of {held:,} completions: --completions takes more." if held > completions else ""
-    part = path.with_name(f".{path.name}.part")
+    total = sum(count_rows(file) for run in runs for file in (run.folder / COMPLETIONS).glob("completions_*.parquet"))
+    note = f"A part of {total:,} completions: --completions takes more." if total > completions else ""
+    unfinished = path.with_name(f".{path.name}.part")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with part.open("w", encoding="utf-8") as file:
+        with unfinished.open("w", encoding="utf-8") as file:
             write_page(file, runs, chunks_of(runs, completions, characters), smoothing, note)
-        part.replace(path)
+        unfinished.replace(path)
         return [path, *(write_pictures(runs, Path(png), smoothing) if png is not None else ())]
     except OSError as error:
         raise ConfigError(f"the report cannot be written: {error}; set another --output") from error
     finally:
-        if part.exists():
-            part.unlink()
+        if unfinished.exists():
+            unfinished.unlink()
 
 
 def split_runs(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The runs and the flags of a command line; what follows a flag without `=` is its value."""
+    """The runs and the flags of a command line; an argument after a flag without `=` is its value."""
     runs, flags, value = [], [], False
     for argument in argv:
         is_flag = argument.startswith("-")
@@ -75,5 +90,5 @@ def split_runs(argv: Sequence[str]) -> tuple[list[str], list[str]]:
 def main(argv: list[str]) -> None:
     """The command line: see `--help`."""
     runs, flags = split_runs(argv)
-    options = load_options(flags, __doc__ or "", OPTIONS)
+    options = load_options(flags, __doc__ or "", FLAGS)
     sys.stdout.write("".join(f"{path}\n" for path in report(runs, **options)))

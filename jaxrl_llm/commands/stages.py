@@ -1,17 +1,19 @@
-"""Train in stages, each from the model of an earlier one: `python -m jaxrl_llm stages --stages=configs/rlhf.py`.
+"""Train in stages, each from the model of an earlier one.
+
+    python -m jaxrl_llm stages --stages=configs/rlhf.py
 
 The file defines `get_stages(folder)`, or `get_stages(folder, argument)` for `--stages=file.py:argument`: a dict of
-configurations by name, in order. Each runs as `jaxrl_llm.train` would, in `folder/<name>`, and may read the `hf` folder
-of one before it. The same command goes on where it was interrupted: a stage that is finished is not run again.
+configurations by name, in order. Each is trained in `folder/<name>`, and may read the `hf` folder of an earlier one.
+The same command resumes after an interruption and skips finished stages.
 """
 
 from collections.abc import Mapping
 from pathlib import Path
 
 from jaxrl_llm.config import ConfigDict, ConfigError, to_json, validate
-from jaxrl_llm.config.flags import load_options
+from jaxrl_llm.config.flags import find_config, load_options
 from jaxrl_llm.config.resolve import import_file
-from jaxrl_llm.config.schema import Key
+from jaxrl_llm.config.schema import Setting
 from jaxrl_llm.distributed import processes
 from jaxrl_llm.distributed.compilation_cache import keep_compiled
 from jaxrl_llm.train import Result, train
@@ -19,21 +21,25 @@ from jaxrl_llm.training.checkpoint.manager import Checkpoints
 from jaxrl_llm.training.run_specs import checkpoint_spec
 
 FLAGS = (
-    Key("stages", "", "Python file with get_stages, and its argument: path.py or path.py:argument."),
-    Key("output_dir", "runs/chain", "Folder of the stages' runs."),
+    Setting(
+        "stages",
+        "",
+        "Python file with get_stages: path.py or path.py:argument, or the name of a shipped one, such as rlhf.",
+    ),
+    Setting("output_dir", "runs/stages", "Folder of the runs of the stages."),
 )
 
 
 def load_stages(spec: str, folder: str | Path) -> dict[str, ConfigDict]:
-    """The configurations that the file's `get_stages` returns, each with `folder/<name>` for its output_dir.
+    """The configurations that the file's `get_stages` returns, each with the output_dir `folder/<name>`.
 
-    Raises ConfigError for a file without get_stages, or one that returns something else than configurations.
+    Raises ConfigError for a file without get_stages, or one that returns anything but configurations.
     """
-    path, colon, argument = spec.partition(":")
+    path, argument = find_config(spec, "--stages")
     get_stages = getattr(import_file(path), "get_stages", None)
     if not callable(get_stages):
         raise ConfigError(f"{path} has no function get_stages(folder); see configs/rlhf.py")
-    stages = get_stages(str(folder), *((argument,) if colon else ()))
+    stages = get_stages(str(folder), *(() if argument is None else (argument,)))
     if not isinstance(stages, Mapping) or not all(isinstance(config, ConfigDict) for config in stages.values()):
         raise ConfigError(f"get_stages of {path} must return a dict of configurations by name")
     for name, config in stages.items():
@@ -43,17 +49,17 @@ def load_stages(spec: str, folder: str | Path) -> dict[str, ConfigDict]:
 
 
 def run_stages(stages: Mapping[str, ConfigDict]) -> dict[str, Result]:
-    """The results of the stages that had something left to do, in order; see the module's text."""
+    """The results of the stages that were not finished, by name and in order."""
     return {name: train(config) for name, config in stages.items() if not is_finished(config)}
 
 
 def is_finished(config: ConfigDict) -> bool:
-    """True when output_dir holds the trained model of a run with this configuration, one that a callback ended too."""
+    """True when output_dir holds the trained model of a run with this configuration, even if a callback ended it."""
     folder = Path(config.output_dir)
-    written = folder / "config.json"
-    if not (folder / "hf" / "config.json").is_file() or not written.is_file():
+    record = folder / "config.json"
+    if not (folder / "hf" / "config.json").is_file() or not record.is_file():
         return False
-    if written.read_text(encoding="utf-8") != to_json(config):
+    if record.read_text(encoding="utf-8") != to_json(config):
         return False
     checkpoints_folder = checkpoint_spec(config).folder
     if not checkpoints_folder.is_dir():
@@ -73,5 +79,5 @@ def main(argv: list[str]) -> None:
         raise ConfigError("--stages is missing; write --stages=configs/rlhf.py")
     stages = load_stages(options["stages"], options["output_dir"])
     for config in stages.values():
-        keep_compiled(config.compilation_cache)  # of all stages alike: the last one's holds
+        keep_compiled(config.compilation_cache)  # one setting of the process: that of the last stage applies
     run_stages(stages)

@@ -1,16 +1,15 @@
-"""The configuration: every setting (schema), the tree (tree), the command line (flags), names to objects (resolve)."""
+"""The configuration: settings (schema), tree, contradictions (checks), command line (flags) and names (resolve)."""
 
+from jaxrl_llm.config.checks import batch_rows as batch_rows
+from jaxrl_llm.config.checks import eval_set as eval_set
+from jaxrl_llm.config.checks import rows_together as rows_together
 from jaxrl_llm.config.resolve import ConfigError as ConfigError
-from jaxrl_llm.config.tree import ConfigDict as ConfigDict
+from jaxrl_llm.config.schema import ConfigDict as ConfigDict
 from jaxrl_llm.config.tree import assign as assign
-from jaxrl_llm.config.tree import batch_rows as batch_rows
 from jaxrl_llm.config.tree import check_keys as check_keys
 from jaxrl_llm.config.tree import default as default
-from jaxrl_llm.config.tree import eval_set as eval_set
 from jaxrl_llm.config.tree import flat as flat
 from jaxrl_llm.config.tree import from_json as from_json
-from jaxrl_llm.config.tree import loss_names as loss_names
 from jaxrl_llm.config.tree import reference as reference
-from jaxrl_llm.config.tree import rows_together as rows_together
 from jaxrl_llm.config.tree import to_json as to_json
 from jaxrl_llm.config.tree import validate as validate

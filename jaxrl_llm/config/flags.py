@@ -1,4 +1,4 @@
-"""The command line every `python -m jaxrl_llm.<command>` shares: `--config=FILE`, `--config.KEY=VALUE`, `--help`.
+"""The command line of every command: `--config=FILE`, `--config.KEY=VALUE`, the command's own flags, and `--help`.
 
 def main(argv):
     config, options = load_flags(argv, "Train a model.")  # or options = load_options(argv, ...): without --config
@@ -15,25 +15,31 @@ import sys
 import textwrap
 import traceback
 from collections.abc import Callable, Sequence
+from contextvars import ContextVar
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NamedTuple, NoReturn
 
 from jaxrl_llm import __version__
 from jaxrl_llm.config import ConfigDict, assign, check_keys, default, validate
 from jaxrl_llm.config.resolve import ConfigError, closest, exit_code, import_file, path_and_line
-from jaxrl_llm.config.schema import KEYS, SECTIONS, Key
+from jaxrl_llm.config.schema import BY_NAME, KEYS, RENAMED, SECTIONS, Setting, unknown_key
 
-CONFIG_FILE = Key(
-    "config", "", "Config file, such as configs/grpo.py; its get_config receives ARGUMENT. Without it: the defaults."
+CONFIG_FILE = Setting(
+    "config",
+    "",
+    "Config file, such as configs/grpo.py, or the name of a shipped one, such as grpo; its get_config receives "
+    "ARGUMENT. Without it: the defaults.",
 )
+TOP_LEVEL = "run"  # the name that --help gives the keys outside all sections
+PACKAGE = Path(__file__).parent.parent
 
-
-# The output_dir of the configuration that this process was started with, once it is known.
-_run_folder: list[Path] = []
+# The folder of the run that this process was started for: its output_dir, once the flags are read.
+_run_folder: ContextVar[Path | None] = ContextVar("_run_folder", default=None)
 
 
 class Flags(NamedTuple):
-    """What a command line said: the validated configuration, and the command's own options by name."""
+    """The validated configuration of a command line, and the command's own options by name."""
 
     config: ConfigDict
     options: dict[str, Any]
@@ -42,131 +48,168 @@ class Flags(NamedTuple):
 def run(main: Callable[[list[str]], None]) -> NoReturn:
     """Calls `main(arguments)` and exits: 0 when it returns, 2 with `error: ...` on stderr after a ConfigError.
 
-    After any other error it is 1, the message names the file with the traceback, and after Ctrl-C it is 130. Of many
-    processes none is left waiting: an error ends all of them (see `jaxrl_llm.distributed.processes`).
+    After any other error it is 1 and the message names the file with the traceback; after Ctrl-C it is 130. An error in
+    one of several processes ends all of them (see `jaxrl_llm.distributed.processes`).
     """
     code: int | str | None = 0
     try:
         main(sys.argv[1:])
     except (Exception, KeyboardInterrupt) as error:
-        reported = _others() is not None and _others().report(error)
-        if not reported:
-            print(f"error: {_last_words(error)}", file=sys.stderr)
+        processes = _processes()
+        if processes is None or not processes.report(error):
+            print(f"error: {_message(error)}", file=sys.stderr)
         code = exit_code(error)
     except SystemExit as exit_:
         code = exit_.code
-    if _others() is not None:
-        _others().end(code)
+    if (processes := _processes()) is not None:
+        processes.end(code)
     sys.exit(code)
 
 
-def _last_words(error: BaseException) -> str:
-    """What a person is told of the error that ends a command; the traceback of one that is no ConfigError is kept."""
+def _processes() -> ModuleType | None:
+    """The module of processes if it was imported; importing it here would take seconds, and nothing has joined yet."""
+    return sys.modules.get("jaxrl_llm.distributed.processes")
+
+
+def _message(error: BaseException) -> str:
+    """The message for the error that ends a command; the traceback of an unexpected one is written to a file."""
     if isinstance(error, ConfigError):
         return str(error)
     if isinstance(error, KeyboardInterrupt):
         return "stopped by Ctrl-C; a run goes on from its newest checkpoint when the same command is started again"
-    kept = "".join(traceback.format_exception(error))
-    file = _run_folder[0] / "error.txt" if _run_folder and _run_folder[0].is_dir() else Path("jaxrl_llm_error.txt")
+    report = "".join(traceback.format_exception(error))
+    folder = _run_folder.get()
+    file = folder / "error.txt" if folder is not None and folder.is_dir() else Path("jaxrl_llm_error.txt")
     versions = f"jaxrl_llm {__version__}, Python {platform.python_version()}, {platform.platform()}"
     try:
-        file.write_text(f"{sys.orig_argv}\n{versions}\n\n{kept}", encoding="utf-8")
+        file.write_text(f"{sys.orig_argv}\n{versions}\n\n{report}", encoding="utf-8")
     except OSError as refused:
-        return f"{kept}(it could not be written to {file}: {refused})"
-    words = str(error).strip()
-    return f"{type(error).__name__}{': ' if words else ''}{words}\nThe full traceback is in {file.absolute()}"
+        return f"{report}(it could not be written to {file}: {refused})"
+    message = str(error).strip()
+    return f"{type(error).__name__}{': ' if message else ''}{message}\nThe full traceback is in {file.absolute()}"
 
 
-def _others() -> Any:
-    """The module of processes; None where no command has imported it, which takes seconds, and so none has joined."""
-    return sys.modules.get("jaxrl_llm.distributed.processes")
+def load_flags(argv: Sequence[str], usage: str = "", options: Sequence[Setting] = ()) -> Flags:
+    """The configuration and options of the arguments (without the program's name).
 
-
-def load_flags(argv: Sequence[str], usage: str = "", options: Sequence[Key] = ()) -> Flags:
-    """The configuration and options that the arguments (without the program's name) ask for.
-
-    `--config=configs/grpo.py` reads a config file, `--config=configs/grpo.py:tiny` calls its `get_config("tiny")`;
-    without it the configuration is `jaxrl_llm.config.default()`. `--config.batch.prompts=8` changes one key, in any
-    order. A list is written `a,b`, a missing optional value `none`; `--config.data.packing` alone is true. `options`
-    are the command's own flags: `Key("steps", 3, ...)` is `--steps`. `--help` prints `usage` and every key, and exits.
+    `--config=configs/grpo.py` reads a config file, `--config=configs/grpo.py:tiny` calls its `get_config("tiny")`, and
+    `--config=grpo` finds the shipped file; without it the configuration is `jaxrl_llm.config.default()`.
+    `--config.batch.prompts=8` changes one key, in any order; `--config.batch.prompts 8` too. A list is written `a,b`, a
+    missing optional value `none`; `--config.data.packing` alone is true. `options` are the command's own flags:
+    `Setting("steps", 3, ...)` is `--steps`. `--help` prints the usage and exits, see `help_text`.
 
     Raises ConfigError for an unknown or repeated flag, a wrong value, or a bad config file.
     """
-    _exit_after_help(argv, lambda: help_text(usage, options))
-    keys = {CONFIG_FILE.name: CONFIG_FILE, **{f"config.{key.name}": key for key in KEYS}}
-    keys |= {option.name: option for option in options}
-    given = _split(argv, keys)
-    config = load_config_file(given.pop("config")) if "config" in given else default()
+    _exit_after_help(argv, usage, options, KEYS)
+    flags = {CONFIG_FILE.name: CONFIG_FILE, **{f"config.{key.name}": key for key in KEYS}}
+    flags |= {option.name: option for option in options}
+    texts = _split(argv, flags)
+    config = load_config_file(texts.pop("config")) if "config" in texts else default()
     values = {option.name: option.default for option in options}
-    for name, text in given.items():
-        value = keys[name].parse(text)
+    for name, text in texts.items():
+        value = flags[name].parse(text)
         if name in values:
             values[name] = value
         else:
-            assign(config, keys[name].name, value)
+            assign(config, flags[name].name, value)
     validate(config)
-    _run_folder[:] = [Path(config.output_dir)]
+    _run_folder.set(Path(config.output_dir))
     return Flags(config, values)
 
 
-def load_options(argv: Sequence[str], usage: str, options: Sequence[Key]) -> dict[str, Any]:
+def load_options(argv: Sequence[str], usage: str, options: Sequence[Setting]) -> dict[str, Any]:
     """The options by name, of a command that has no `--config`; otherwise like `load_flags`."""
-    _exit_after_help(argv, lambda: help_text(usage, options, tree=()))
-    keys = {option.name: option for option in options}
-    given = _split(argv, keys)
-    return {name: key.parse(given[name]) if name in given else key.default for name, key in keys.items()}
+    _exit_after_help(argv, usage, options, ())
+    flags = {option.name: option for option in options}
+    texts = _split(argv, flags)
+    return {name: flag.parse(texts[name]) if name in texts else flag.default for name, flag in flags.items()}
 
 
-def _exit_after_help(argv: Sequence[str], text: Callable[[], str]) -> None:
-    if {"--help", "-h", "-help"} & set(argv):
-        print(text(), end="")
+def _exit_after_help(argv: Sequence[str], usage: str, options: Sequence[Setting], keys: Sequence[Setting]) -> None:
+    for index, argument in enumerate(argv):
+        flag, equals, section = argument.partition("=")
+        if flag not in ("--help", "-help", "-h"):
+            continue
+        if not equals and index + 1 < len(argv) and not argv[index + 1].startswith("-"):
+            section = argv[index + 1]
+        print(help_text(usage, options, section, keys), end="")
         raise SystemExit(0)
 
 
-def _split(argv: Sequence[str], keys: dict[str, Key]) -> dict[str, str]:
-    """The text given for each flag; raises ConfigError for what is no known flag, comes twice or has no value."""
-    given: dict[str, str] = {}
+def _split(argv: Sequence[str], flags: dict[str, Setting]) -> dict[str, str]:
+    """The text of each flag; raises ConfigError for an unknown flag, one that comes twice or one without a value."""
+    texts: dict[str, str] = {}
     arguments = list(argv)
     while arguments:
         flag = arguments.pop(0)
         if not flag.startswith("--"):
             raise ConfigError(f"unexpected argument {flag!r}: every argument is a flag, --name=value; see --help")
         name, equals, text = flag[2:].partition("=")
-        if name not in keys:
-            known = {flag.removeprefix("config."): flag for flag in keys}
-            near = known[closest(name.removeprefix("config."), known)]
-            raise ConfigError(f"unknown flag --{name}; the closest is --{near}; see --help")
-        if name in given:
-            raise ConfigError(f"--{name} is given twice: {given[name]!r} and {text or flag!r}; keep one")
+        if name not in flags:
+            key = name.removeprefix("config.")
+            if key != name and key in RENAMED and CONFIG_FILE.name in flags:
+                raise ConfigError(f"unknown flag --{name}: {unknown_key(key)}")
+            known = {flag.removeprefix("config."): flag for flag in flags}
+            raise ConfigError(f"unknown flag --{name}; the closest is --{known[closest(key, known)]}; see --help")
+        if name in texts:
+            raise ConfigError(f"--{name} is given twice: {texts[name]!r} and {text or flag!r}; keep one")
         if not equals and arguments and not arguments[0].startswith("--"):
             text = arguments.pop(0)
-        elif not equals and keys[name].kind is bool:
+        elif not equals and flags[name].kind is bool:
             text = "true"
         elif not equals:
             raise ConfigError(f"--{name} has no value; write --{name}=VALUE")
-        given[name] = text
-    return given
+        texts[name] = text
+    return texts
+
+
+def shipped_configs() -> dict[str, Path]:
+    """The config files of the distribution by name, `grpo` or `recipes/...`, and their paths.
+
+    They lie in the package of an installed wheel, and beside it in a checkout.
+    """
+    folder = PACKAGE / "configs" if (PACKAGE / "configs").is_dir() else PACKAGE.parent / "configs"
+    return {path.relative_to(folder).with_suffix("").as_posix(): path for path in sorted(folder.rglob("*.py"))}
+
+
+def find_config(spec: str, flag: str = "--config") -> tuple[Path, str | None]:
+    """The file and the argument of `path.py`, `path.py:argument`, `name` or `name:argument`.
+
+    A name without `.py` is that of a file here or in `./configs`, or else of a shipped one. Raises ConfigError for a
+    name that is none of these; a path is not looked up.
+    """
+    name, colon, argument = spec.partition(":")
+    shipped = shipped_configs()
+    path = Path(name)
+    if path.suffix != ".py":
+        candidates = [Path(f"{name}.py"), Path("configs", f"{name}.py")]
+        path = next((file for file in candidates if file.is_file()), shipped.get(name))
+    elif not path.expanduser().is_file() and path.stem in shipped and path.parent == Path("configs"):
+        raise ConfigError(f"there is no file {path} (looked in {Path.cwd()}); the shipped one is {flag}={path.stem}")
+    if path is None:
+        raise ConfigError(
+            f"{flag} is {spec!r}, but it takes a Python file, path.py or path.py:argument, or the name of a shipped "
+            f"one: {', '.join(shipped)}" + (f"; the closest is {closest(name, shipped)}" if shipped else "")
+        )
+    return path, argument if colon else None
 
 
 def load_config_file(spec: str) -> ConfigDict:
-    """The ConfigDict that the `get_config` of a Python file returns; `spec` is `path.py` or `path.py:argument`.
+    """The ConfigDict that the `get_config` of a Python file returns; `spec` is one of `find_config`.
 
     A relative path starts at the current directory. Raises ConfigError when the file is missing, fails (naming the
     line), has no `get_config`, or when that does not take the argument or returns something else.
     """
-    path, colon, argument = spec.partition(":")
-    if Path(path).suffix != ".py":
-        raise ConfigError(f"--config is {spec!r}, but it takes a Python file, path.py or path.py:argument")
-    module = import_file(path)
-    get_config = getattr(module, "get_config", None)
+    path, argument = find_config(spec)
+    get_config = getattr(import_file(path), "get_config", None)
     if not callable(get_config):
         raise ConfigError(f"{path} has no function get_config; it must return a ConfigDict made from config.default()")
-    arguments = (argument,) if colon else ()
+    arguments = () if argument is None else (argument,)
     try:
         inspect.signature(get_config).bind(*arguments)
     except TypeError as error:
-        takes = f"get_config{inspect.signature(get_config)}"
-        raise ConfigError(f"--config is {spec!r}, but {path} defines {takes}: {error}") from error
+        signature = f"get_config{inspect.signature(get_config)}"
+        raise ConfigError(f"--config is {spec!r}, but {path} defines {signature}: {error}") from error
     try:
         config = get_config(*arguments)
     except ConfigError:
@@ -183,13 +226,15 @@ def load_config_file(spec: str) -> ConfigDict:
 
 
 def _explain(error: Exception) -> str:
-    """What went wrong in a config file, with the full name and range of the key where the tree refused a change."""
+    """The message for an error in a config file, with full names and ranges of keys where the tree refused a change."""
     message = str(error)
     # A locked ConfigDict names only the last part of the key, and lists its neighbours as objects.
     unknown = re.search(r"""Key "(\w+)" does not exist|^(?:"'|'\\')(\w+)\\?'""", message)
     if isinstance(error, AttributeError | KeyError) and unknown:
-        name = unknown[1] or unknown[2]
-        return f"there is no key {name}; the closest is {closest(name, [*SECTIONS, *(key.name for key in KEYS)])}"
+        leaf = unknown[1] or unknown[2]
+        if former := [name for name in RENAMED if name.rpartition(".")[2] == leaf]:
+            return "; ".join(unknown_key(name) for name in former)
+        return f"there is no key {leaf}; the closest is {closest(leaf, [*SECTIONS, *BY_NAME])}"
     refused = re.search(r"override field '(\w+)' \(reference\)\. (.*) is of original type", message, re.DOTALL)
     if isinstance(error, TypeError) and refused:
         keys = [key for key in KEYS if key.name.rpartition(".")[2] == refused[1]]
@@ -197,17 +242,48 @@ def _explain(error: Exception) -> str:
     return f"{type(error).__name__}: {message}"
 
 
-def help_text(usage: str = "", options: Sequence[Key] = (), tree: Sequence[Key] = KEYS) -> str:
-    """The text of `--help`: the usage, then every flag with its default, meaning and allowed values.
+def help_text(
+    usage: str = "", options: Sequence[Setting] = (), section: str = "", keys: Sequence[Setting] = KEYS
+) -> str:
+    """The text of `--help`: the usage, the command's own flags, and a line for each section of the configuration.
 
-    `tree` are the keys of the configuration; without any there is no `--config` either.
+    With a section (`--help=optimizer`) it is the keys of that section with default, meaning and allowed values; with
+    `all` it is everything. `keys` are those of the configuration, none for a command without `--config`. Raises
+    ConfigError for an unknown section.
     """
-    wrap = textwrap.TextWrapper(width=100, initial_indent=" " * 6, subsequent_indent=" " * 6, break_on_hyphens=False)
+    sections = {name or TOP_LEVEL: meaning for name, meaning in SECTIONS.items()} if keys else {}
+    if section and section not in (*sections, "all"):
+        raise ConfigError(
+            f"--help has no section {section!r}; the closest is {closest(section, [*sections, 'all'])}; sections are "
+            f"{', '.join(sections) or 'none'}, or all"
+        )
+    if section in sections:
+        own = [key for key in keys if (key.name.rpartition(".")[0] or TOP_LEVEL) == section]
+        return "\n".join([*textwrap.wrap(f"{section}: {sections[section]}", 100), "", *_described("config.", own), ""])
     lines = [usage.strip(), ""] if usage else []
-    if tree:
-        lines += ["  --config=FILE.py[:ARGUMENT]", *wrap.wrap(CONFIG_FILE.doc)]
-    for prefix, keys in (("", options), ("config.", tree)):
-        for key in keys:
-            lines.append(f"  --{prefix}{key.name}={key.show(key.default)}")
-            lines += wrap.wrap(f"{key.doc} Takes {key.allowed}.")
+    if keys:
+        lines += ["  --config=FILE.py[:ARGUMENT]", *_wrapped(CONFIG_FILE.doc)]
+    lines += _described("", options)
+    if keys and section == "all":
+        lines += _described("config.", keys)
+    elif keys:
+        lines += [
+            "",
+            "Settings, each --config.KEY=VALUE. --help=SECTION lists those of a section, --help=all every one:",
+        ]
+        for name, meaning in sections.items():
+            lines.append(f"  {name:<13}{textwrap.shorten(meaning, 100, placeholder=' ...')}")
     return "\n".join(lines) + "\n"
+
+
+def _described(prefix: str, settings: Sequence[Setting]) -> list[str]:
+    """The lines on some flags: name and default, then meaning and allowed values."""
+    lines = []
+    for setting in settings:
+        lines.append(f"  --{prefix}{setting.name}={setting.show(setting.default)}")
+        lines += _wrapped(f"{setting.doc} Takes {setting.allowed}.")
+    return lines
+
+
+def _wrapped(text: str) -> list[str]:
+    return textwrap.wrap(text, 100, initial_indent=" " * 6, subsequent_indent=" " * 6, break_on_hyphens=False)

@@ -1,4 +1,4 @@
-"""From a name in the configuration to the object it stands for: `resolve`, and the error a wrong name raises."""
+"""Names in a configuration become objects (`resolve`); wrong names and other user errors raise ConfigError."""
 
 import ast
 import difflib
@@ -15,20 +15,20 @@ from typing import Any
 
 
 class ConfigError(ValueError):
-    """Bad input from the user: one readable message that names the thing, its value and the fix."""
+    """A user error: one readable message that names the setting or thing, its value and the fix."""
 
-    code = 2  # that a command ends with
+    code = 2  # the exit code of a command
 
 
 def exit_code(error: BaseException) -> int:
-    """The code that a command ends with after an error: 2 after one to mend, 130 after Ctrl-C, 1 after any other."""
+    """The exit code after an error: 2 for a ConfigError, 130 for Ctrl-C, 1 for any other."""
     if isinstance(error, ConfigError):
         return error.code
     return 130 if isinstance(error, KeyboardInterrupt) else 1
 
 
 def resolve(name: str | Callable[..., Any], package: str | ModuleType | Mapping[str, Any]) -> Any:
-    """The object a configuration name stands for; a callable is returned as it is.
+    """The object of a name in a configuration; a callable is returned as it is.
 
     `name` is a known one (a public callable of the module `package`, or a key of the mapping `package`), or the
     user's own: `"my_module:function"`, `"my_module.function"` or `"path/to/file.py:function"`.
@@ -59,9 +59,9 @@ def resolve_with_options(
 ) -> tuple[Callable[..., Any], dict[str, Any]]:
     """The function of `"name"` or `"name(option=1, other='text')"`, and its options.
 
-    `reserved` are arguments the caller fills in; besides its own arguments a function may declare options that its
-    caller reads (attribute `options`). Raises ConfigError: a name that `resolve` refuses, options that cannot be read,
-    or that the function does not have.
+    `reserved` are arguments that the caller passes itself; besides its own arguments a function may declare options
+    that its caller reads (attribute `options`). Raises ConfigError: a name that `resolve` refuses, options that cannot
+    be read, or that the function does not have.
     """
     name, options = split_options(spec)
     function = resolve(name, package)
@@ -81,9 +81,9 @@ def split_options(spec: str) -> tuple[str, dict[str, Any]]:
     """
     if not spec.endswith(")"):
         return spec, {}
-    name, _, written = spec.partition("(")
+    name, _, arguments = spec.partition("(")
     try:
-        call = ast.parse(f"options({written}", mode="eval").body
+        call = ast.parse(f"options({arguments}", mode="eval").body
         if not isinstance(call, ast.Call) or call.args:
             raise ValueError("options are written name=value")
         return name.strip(), {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in call.keywords}
@@ -131,7 +131,7 @@ def _import_module(where: str, name: str) -> ModuleType:
 
 
 def import_file(path: str | Path) -> ModuleType:
-    """The module a Python file holds; executed once for each content of the file.
+    """The module of a Python file; executed once for each content of the file.
 
     Raises ConfigError when the file is missing or fails, naming the line.
     """
@@ -161,7 +161,7 @@ def import_file(path: str | Path) -> ModuleType:
 
 
 def path_and_line(error: BaseException, path: str | Path) -> str:
-    """`path:line` of the last line of the file `path` that an exception went through; the path when there is none."""
+    """`path:line` of the last line of `path` in the traceback of an exception; the path alone if there is none."""
     if isinstance(error, SyntaxError) and error.lineno:
         return f"{path}:{error.lineno}"
     file = Path(path).expanduser().resolve()
@@ -171,16 +171,16 @@ def path_and_line(error: BaseException, path: str | Path) -> str:
 
 
 def closest(name: str, known: Iterable[str]) -> str:
-    """The known name most like `name`, in full or in its last dotted part.
+    """The known name most similar to `name`, in full or in its last dotted part.
 
-    Of those that are alike in their last part a name without dots means the first.
+    Of equally similar names the one most similar in full wins, or, for a `name` without dots, the first.
     """
 
-    def likeness(other: str) -> tuple[float, float]:
+    def similarity(other: str) -> tuple[float, float]:
         full, last = _ratio(name, other), _ratio(name.rpartition(".")[2], other.rpartition(".")[2])
         return max(full, last), full if "." in name else 0.0
 
-    return max(known, key=likeness)
+    return max(known, key=similarity)
 
 
 def _ratio(a: str, b: str) -> float:

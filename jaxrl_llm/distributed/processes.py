@@ -84,11 +84,15 @@ def join(config: ConfigDict | None = None) -> None:
 
     `processes.coordinator`, `count` and `index` of the configuration are none afterwards: they are no part of the
     record of a run. Raises ConfigError for incomplete settings, and for processes that do not meet within
-    `processes.meet_seconds` or differ in their count, configuration or versions.
+    `processes.rendezvous_seconds` or differ in their count, configuration or versions.
     """
     config = default() if config is None else config
     c = config.processes
-    spec, meet_seconds, heartbeat = _process_spec(c.coordinator, c.count, c.index), c.meet_seconds, c.heartbeat_seconds
+    spec, meet_seconds, heartbeat = (
+        _process_spec(c.coordinator, c.count, c.index),
+        c.rendezvous_seconds,
+        c.heartbeat_seconds,
+    )
     c.coordinator = c.count = c.index = None
     if spec is not None and spec.count == 1:
         return
@@ -167,7 +171,7 @@ def _initialize(cluster: str, seconds: int, limits: dict[str, Any]) -> bool:
 
     def exit_late() -> None:
         print(
-            f"error: the processes of this run did not all meet within {seconds} s (processes.meet_seconds), as "
+            f"error: the processes of this run did not all meet within {seconds} s (processes.rendezvous_seconds), as "
             f"{cluster} describes it to a process on {host}: look for the one that has not started or ended with an "
             "error, and whether machines can reach each other",
             file=sys.stderr,

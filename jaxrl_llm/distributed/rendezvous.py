@@ -105,7 +105,7 @@ def _missing(spec: ProcessSpec, here: dict[int, dict[str, Any]], seconds: float)
     shown = ", ".join(map(str, missing[:16])) + (", ..." if len(missing) > 16 else "")
     present = ", ".join(f"{index} on {here[index]['host']}" for index in sorted(here)[:16])
     return (
-        f"after {seconds:g} s (processes.meet_seconds) {len(here)} of {spec.count} processes have met at "
+        f"after {seconds:g} s (processes.rendezvous_seconds) {len(here)} of {spec.count} processes have met at "
         f"{spec.coordinator}; missing: {shown}; there: {present}. Look at the logs of those that are missing, and "
         "whether their machines reach that address"
     )
@@ -143,8 +143,8 @@ def _connect(spec: ProcessSpec, seconds: float, deadline: float) -> None:
         return
     raise ConfigError(
         f"process {spec.index} of {spec.count} ({socket.gethostname()}) did not meet the others at "
-        f"{spec.coordinator} within {seconds:g} s (processes.meet_seconds): {reason}. Is process 0 running, on that "
-        "host, and does the network let this port through?"
+        f"{spec.coordinator} within {seconds:g} s (processes.rendezvous_seconds): {reason}. Is process 0 running, "
+        "on that host, and does the network let this port through?"
     )
 
 

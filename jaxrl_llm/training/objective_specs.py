@@ -27,8 +27,6 @@ OF_PREFERENCE_LOSSES = (
     "kl", "reward_shift",
 )  # fmt: skip
 OF_SCORE_LOSSES = ("chosen_scores", "rejected_scores", "margin")
-PREFERENCE_LOSSES = {name: loss for name, loss in vars(preference_losses).items() if hasattr(loss, "rows")}
-PREFERENCE_LOSSES |= {"sigmoid": preference_losses.dpo}  # TRL's name
 
 
 def objective_of(config, net: Net) -> Objective:
@@ -119,7 +117,7 @@ def needs_reference(config) -> bool:
 
 
 def _preference_loss(config, written: str, weight: float) -> PreferenceLoss:
-    function, options = _resolve(config, written, PREFERENCE_LOSSES, OF_PREFERENCE_LOSSES, written)
+    function, options = _resolve(config, written, preference_losses.LOSSES, OF_PREFERENCE_LOSSES, written)
     declared = {**getattr(function, "options", {})}
     for name in declared:
         declared[name] = options.pop(name, declared[name])

@@ -142,6 +142,7 @@ class RolloutWorker:
             graded = streaming.pending.result()
             if episodes is not None:
                 metrics, totals, table = episodes.release()
+                logged = graded.logged
                 logged = Logged(logged.metrics | metrics, logged.totals | totals, logged.columns | table)
                 graded = graded._replace(logged=logged)
             return Rollouts(rollout, examples, prompts, texts, graded.rewards, graded.logged, state.global_step)

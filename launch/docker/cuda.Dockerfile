@@ -7,8 +7,8 @@ FROM python:3.12-slim
 WORKDIR /app
 COPY pyproject.toml README.md LICENSE ./
 COPY jaxrl_llm jaxrl_llm
-RUN pip install --no-cache-dir ".[cuda,math]"
 COPY configs configs
+RUN pip install --no-cache-dir ".[cuda,math]"
 
 # Arrays of a run are allocated by JAX alone; what it leaves is for NCCL's buffers.
 ENV PYTHONUNBUFFERED=1 \

@@ -6,8 +6,8 @@ FROM python:3.12-slim
 WORKDIR /app
 COPY pyproject.toml README.md LICENSE ./
 COPY jaxrl_llm jaxrl_llm
-RUN pip install --no-cache-dir ".[tpu,math]"
 COPY configs configs
+RUN pip install --no-cache-dir ".[tpu,math]"
 
 ENV PYTHONUNBUFFERED=1
 

@@ -1,6 +1,5 @@
 """Talking to a model: what it is asked, what is shown, and how a conversation ends."""
 
-import importlib
 import io
 import os
 import pty
@@ -12,11 +11,11 @@ import pytest
 from rich.console import Console
 
 import jaxrl_llm
-from jaxrl_llm.commands.chat import HELP, Speaker, bucket, converse
+from jaxrl_llm.commands import chat, generate
+from jaxrl_llm.commands.chat import HELP, Speaker, answerer, bucket, converse
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.rollout import engine
 
-module = importlib.import_module("jaxrl_llm.commands.generate")
 SETTINGS = {"max_new_tokens": 8, "temperature": 0.0}
 
 
@@ -26,7 +25,7 @@ def model():
 
 
 def talk(speakers, *lines, width=100):
-    """What is shown, line by line."""
+    """The output of a conversation, line by line."""
     out = io.StringIO()
     converse(speakers, io.StringIO("".join(f"{line}\n" for line in lines)), Console(file=out, width=width))
     return out.getvalue().splitlines()
@@ -34,7 +33,7 @@ def talk(speakers, *lines, width=100):
 
 def speaker(model, name="m", chat=False, system="", **settings):
     """A speaker of the real model, and the prompts that it is asked."""
-    answer, asked = module.answerer(model, **(SETTINGS | settings)), []
+    answer, asked = answerer(model, **(SETTINGS | settings)), []
 
     def remember(prompt, turn):
         asked.append(prompt)
@@ -46,7 +45,7 @@ def speaker(model, name="m", chat=False, system="", **settings):
 @pytest.fixture(scope="module")
 def greedy(model):
     """The answers to two prompts that stand alone, which are those of `generate` (see below)."""
-    answer = module.answerer(model, **SETTINGS)
+    answer = answerer(model, **SETTINGS)
     return [answer("sort:4821=", 1), answer("sort:31=", 2)]
 
 
@@ -68,7 +67,7 @@ def test_history_reset_and_quit(model):
     assert asked[0] == [opening, {"role": "user", "content": "a"}]
     assert asked[1] == [*asked[0], {"role": "assistant", "content": first}, {"role": "user", "content": "b"}]
     assert asked[2] == [opening, {"role": "user", "content": "c"}]
-    answer = module.answerer(model, **SETTINGS)
+    answer = answerer(model, **SETTINGS)
     assert [first, second, third] == [answer(prompt, 1).strip() for prompt in asked]
 
 
@@ -103,45 +102,55 @@ def test_side_by_side(model, greedy):
     other, asked = speaker(model, "after", chat=True)
     shown = "\n".join(talk([one, other], "sort:4821="))
     assert shown.index("before [it]") < shown.index("after")
-    answer = module.answerer(model, **SETTINGS)(asked[0], 1)
+    answer = answerer(model, **SETTINGS)(asked[0], 1)
     assert f"│ {greedy[0]} " in shown and f"│ {answer} " in shown and answer != greedy[0]
 
 
 def test_the_command_reads_standard_input(greedy, monkeypatch, capsys):
     monkeypatch.setattr(sys, "stdin", io.StringIO("sort:4821=\nsort:31=\n"))
-    flags = ["--model=embedded:sort", "--interactive", "--chat=false", "--temperature=0", "--max_new_tokens=8"]
-    module.main(flags)
+    flags = ["--model=embedded:sort", "--chat=false", "--temperature=0", "--max_new_tokens=8"]
+    chat.main(flags)
     assert capsys.readouterr().out == "".join(f"{text}\n" for text in greedy)
 
 
 def test_a_template_is_used_where_there_is_one(model, monkeypatch, capsys):
     monkeypatch.setattr(sys, "stdin", io.StringIO("sort:4821=\n"))
-    module.main(["--model=embedded:sort", "--interactive", "--temperature=0", "--max_new_tokens=8"])
-    expected = module.answerer(model, **SETTINGS)([{"role": "user", "content": "sort:4821="}], 1)
+    chat.main(["--model=embedded:sort", "--temperature=0", "--max_new_tokens=8"])
+    expected = answerer(model, **SETTINGS)([{"role": "user", "content": "sort:4821="}], 1)
     assert capsys.readouterr().out == f"{expected}\n"
 
 
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (["--interactive", "--prompt=a"], "--prompt is given with --interactive"),
-        (["--interactive", "--prompts_file=a"], "--prompts_file is given with --interactive"),
-        (["--interactive", "--samples=2"], "--samples is more than 1"),
-        (["--interactive", "--chat=false", "--system=a"], "--system is given, but embedded:sort is not asked through"),
-        (["--against=embedded:sort", "--prompt=a"], "--against is for --interactive"),
-        (["--system=a", "--prompt=a"], "--system is for --interactive"),
+        (["--prompt=a"], "unknown flag --prompt"),
+        (["--prompts_file=a"], "unknown flag --prompts_file"),
+        (["--samples=2"], "unknown flag --samples"),
+        (["--chat=false", "--system=a"], "--system is given, but embedded:sort is not asked through"),
+        (["--model="], "--model is given twice"),
     ],
 )
-def test_flags_that_do_not_go_together(flags, words):
+def test_chat_refuses_flags(flags, words):
     with pytest.raises(ConfigError, match=words):
-        module.main(["--model=embedded:sort", *flags])
+        chat.main(["--model=embedded:sort", *flags])
 
 
-COMMAND = ("-m", "jaxrl_llm", "generate", "--model=embedded:sort", "--interactive", "--chat=false", "--temperature=0")
+def test_chat_needs_a_model():
+    with pytest.raises(ConfigError, match="--model is missing"):
+        chat.main([])
+
+
+@pytest.mark.parametrize("flags", [["--interactive"], ["--against=embedded:sort"], ["--system=a"]])
+def test_generate_names_chat(flags):
+    with pytest.raises(ConfigError, match=f"^{flags[0].partition('=')[0]} is for conversations.*jaxrl-llm chat$"):
+        generate.main(["--model=embedded:sort", "--prompt=a", *flags])
+
+
+COMMAND = ("-m", "jaxrl_llm", "chat", "--model=embedded:sort", "--chat=false", "--temperature=0")
 
 
 def until_it_asks(terminal: int, seconds: float = 100) -> bytes:
-    """What is shown up to the next prompt."""
+    """The output up to the next prompt."""
     shown = b""
     while not shown.endswith(b"> "):
         assert select.select([terminal], [], [], seconds)[0], shown

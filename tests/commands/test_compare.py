@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import jaxrl_llm
-from jaxrl_llm.commands.compare import Written, _graded, _numbers, compare
+from jaxrl_llm.commands.compare import Samples, _graded, _numbers, compare
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.config.flags import load_config_file
 from jaxrl_llm.models.model import load_model
@@ -31,11 +31,11 @@ def tokenizer():
 
 
 def met(tokenizer, *prompts):
-    """What two models wrote: `(prompt, those of a, those of b)` each."""
+    """Completions of two models: `(prompt, those of a, those of b)` each."""
     examples = [
         {"prompt": prompt, "prompt_ids": [1], "set": "", "number": i} for i, (prompt, _, _) in enumerate(prompts)
     ]
-    return [Written(examples, [list(row[side]) for row in prompts], tokenizer) for side in (1, 2)]
+    return [Samples(examples, [list(row[side]) for row in prompts], tokenizer) for side in (1, 2)]
 
 
 def graded(rewards, written, tie=0.0):

@@ -57,7 +57,7 @@ def test_greedy_text_of_a_run_is_that_of_transformers(tiny_run):
 
 def test_defaults_are_those_of_the_flags():
     defaults = {name: p.default for name, p in inspect.signature(jaxrl_llm.generate).parameters.items()}
-    assert {key.name: key.default for key in module.SETTINGS} == dict(list(defaults.items())[2:])
+    assert {flag.name: flag.default for flag in (*module.SAMPLING, module.SAMPLES)} == dict(list(defaults.items())[2:])
 
 
 def test_samples_are_lists_and_depend_on_the_seed_only(model):

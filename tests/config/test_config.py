@@ -7,10 +7,10 @@ import types
 import pytest
 
 from jaxrl_llm import __version__
-from jaxrl_llm.config import ConfigError, default, from_json, to_json, tree, validate
-from jaxrl_llm.config.flags import help_text, load_flags
+from jaxrl_llm.config import ConfigError, batch_rows, default, from_json, schema, to_json, tree, validate
+from jaxrl_llm.config.flags import find_config, help_text, load_flags, load_options, shipped_configs
 from jaxrl_llm.config.resolve import closest, resolve
-from jaxrl_llm.config.schema import KEYS, SECTIONS, Key
+from jaxrl_llm.config.schema import BY_NAME, KEYS, REMOVED_DEFAULTS, RENAMED, SECTIONS, Setting
 
 
 def changed(**values):
@@ -38,7 +38,7 @@ def test_default_has_every_key_and_is_valid():
     validate(config)
     assert config.is_locked
     assert config.rollout.temperature == 1.0
-    assert config.algorithm.delta is None
+    assert config.eval.temperature is None
     assert config.logging.backends == ("console", "jsonl")
 
 
@@ -63,10 +63,10 @@ def test_module_prints_the_documentation(run_python):
 @pytest.mark.parametrize(
     ("key", "allowed"),
     [
-        (Key("a", 1.0, "", float, above=0, maximum=1), "a number > 0 and <= 1"),
-        (Key("a", None, "", int, minimum=1), "an integer >= 1, or none"),
-        (Key("a", ("x",), "", choices=("x", "y")), "a list, each one of x, y"),
-        (Key("a", True, "", bool), "true or false"),
+        (Setting("a", 1.0, "", float, above=0, maximum=1), "a number > 0 and <= 1"),
+        (Setting("a", None, "", int, minimum=1), "an integer >= 1, or none"),
+        (Setting("a", ("x",), "", choices=("x", "y")), "a list, each one of x, y"),
+        (Setting("a", True, "", bool), "true or false"),
     ],
 )
 def test_allowed_in_words(key, allowed):
@@ -86,7 +86,7 @@ def test_allowed_in_words(key, allowed):
         ("rollout.top_k", -1),
         ("rollout.top_k", 2.0),
         ("optimizer.b1", 1.0),
-        ("algorithm.dual_clip", 1.0),
+        ("rewards.timeout", 0.0),
         ("algorithm.kl", "k4"),
         ("data.shuffle", 1),
         ("data.path", 3),
@@ -112,8 +112,8 @@ def test_validate_refuses_value(name, value):
     [
         ("rollout.temperature", 2),
         ("rollout.top_p", 1.0),
-        ("algorithm.delta", 4.0),
-        ("algorithm.delta", None),
+        ("eval.temperature", 4.0),
+        ("eval.temperature", None),
         ("rewards.timeout", 3),
         ("eval.every", -1),
         ("mesh.data", -1),
@@ -172,8 +172,8 @@ def test_validate_accepts_what_only_looks_contradictory(values):
 
 
 def test_batch_rows():
-    assert tree.batch_rows(default()) == 256
-    assert tree.batch_rows(changed(algorithm__name="sft")) == 32
+    assert batch_rows(default()) == 256
+    assert batch_rows(changed(algorithm__name="sft")) == 32
 
 
 # --- JSON ---
@@ -181,7 +181,7 @@ def test_batch_rows():
 
 def test_json_round_trip():
     config = changed(
-        algorithm__delta=4.0, rewards__functions=("a", "b"), rewards__weights=(1.0, 0.5), data__packing=True
+        eval__temperature=4.0, rewards__functions=("a", "b"), rewards__weights=(1.0, 0.5), data__packing=True
     )
     again = from_json(to_json(config))
     assert again.to_dict() == config.to_dict()
@@ -210,7 +210,7 @@ def test_json_errors(text, words):
 
 
 def test_json_is_plain():
-    assert json.loads(to_json(default()))["algorithm"]["delta"] is None
+    assert json.loads(to_json(default()))["eval"]["temperature"] is None
 
 
 # --- the command line ---
@@ -221,8 +221,8 @@ def test_json_is_plain():
     [
         (["--config.rollout.temperature=0.8"], "rollout.temperature", 0.8),
         (["--config.rollout.temperature", "1"], "rollout.temperature", 1.0),
-        (["--config.algorithm.delta=4"], "algorithm.delta", 4.0),
-        (["--config.algorithm.delta=none"], "algorithm.delta", None),
+        (["--config.eval.temperature=4"], "eval.temperature", 4.0),
+        (["--config.eval.temperature=none"], "eval.temperature", None),
         (["--config.data.name=main"], "data.name", "main"),
         (["--config.rewards.timeout=2.5"], "rewards.timeout", 2.5),
         (["--config.logging.backends=console"], "logging.backends", ("console",)),
@@ -260,7 +260,12 @@ def test_override(arguments, name, value):
         (["--config.seed=1", "--config.seed=2"], ["--config.seed is given twice", "'1'", "'2'"]),
         (["train"], ["unexpected argument 'train'"]),
         (["--config.rollout.group_size=1"], ["rollout.group_size is 1"]),
-        (["--config=configs/grpo"], ["configs/grpo", "a Python file"]),
+        (["--config=configs/grp"], ["configs/grp", "a Python file", "shipped one: alphapo", "closest is grpo"]),
+        (["--config.rollout.draft_tokens=2"], ["rollout.draft_tokens is now rollout.speculative_tokens"]),
+        (["--config.processes.meet_seconds", "2"], ["meet_seconds is now processes.rendezvous_seconds"]),
+        (["--rollout.draft_tokens=2"], ["unknown flag --rollout.draft_tokens; the closest is --config."]),
+        (["--help=optimiser"], ["no section 'optimiser'", "closest is optimizer", "run, model, lora", "or all"]),
+        (["--help", "optimizer.name"], ["no section 'optimizer.name'", "closest is optimizer"]),
     ],
 )
 def test_command_line_errors(arguments, words):
@@ -270,7 +275,7 @@ def test_command_line_errors(arguments, words):
 
 
 def test_own_options():
-    options = (Key("steps", 3, "Steps.", int, minimum=1), Key("prompt", None, "Prompt."))
+    options = (Setting("steps", 3, "Steps.", int, minimum=1), Setting("prompt", None, "Prompt."))
     assert load_flags([], options=options).options == {"steps": 3, "prompt": None}
     assert load_flags(["--prompt", "a b", "--steps=4"], options=options).options == {"steps": 4, "prompt": "a b"}
     with pytest.raises(ConfigError, match="steps is 0, but it takes an integer >= 1"):
@@ -355,17 +360,146 @@ def test_missing_config_file_names_a_neighbour(tmp_path):
         load_flags([f"--config={tmp_path / 'grp.py'}"])
 
 
-def test_help_names_every_key(capsys):
+def help_of(capsys, *arguments, load=load_flags):
+    """The output of `--help` for a command with one flag of its own; it must end with code 0."""
     with pytest.raises(SystemExit) as end:
-        load_flags(["--config.seed=1", "--help"], "Train it.", [Key("steps", 3, "Steps.", int)])
+        load(list(arguments), "Train it.", [Setting("steps", 3, "Steps.", int)])
     assert end.value.code == 0
-    text = capsys.readouterr().out
-    assert text == help_text("Train it.", [Key("steps", 3, "Steps.", int)])
+    return capsys.readouterr().out
+
+
+def test_help_lists_own_flags_and_sections(capsys):
+    text = help_of(capsys, "--config.seed=1", "--help")
+    assert text == help_text("Train it.", [Setting("steps", 3, "Steps.", int)])
+    assert text.startswith("Train it.\n")
+    assert "  --config=FILE.py[:ARGUMENT]\n" in text and "  --steps=3\n      Steps. Takes an integer.\n" in text
+    assert not any(f"--config.{key.name}=" in text for key in KEYS)
+    lines = text.splitlines()
+    for section in SECTIONS:
+        assert sum(line.startswith(f"  {section or 'run'} ") for line in lines) == 1, section
+    assert help_of(capsys, "-h") == text
+    assert len(lines) < 40
+
+
+@pytest.mark.parametrize("section", SECTIONS)
+def test_help_of_a_section_has_its_keys(section, capsys):
+    text = help_of(capsys, f"--help={section or 'run'}")
+    assert help_of(capsys, "--help", section or "run") == text
+    flat = " ".join(text.split())
+    assert " ".join(SECTIONS[section].split()) in flat
+    for key in KEYS:
+        own = key.name.rpartition(".")[0] == section
+        assert (f"--config.{key.name}={key.show(key.default)}\n" in text) == own, key.name
+        assert not own or " ".join(key.doc.split()) in flat
+    assert "--steps" not in text
+
+
+def test_help_all_names_every_key(capsys):
+    text = help_of(capsys, "--help=all", "--config.seed=1")
     assert text.startswith("Train it.\n")
     assert "--steps=3\n" in text
     assert all(f"--config.{key.name}={key.show(key.default)}\n" in text for key in KEYS)
     flat = " ".join(text.split())
     assert all(" ".join(key.doc.split()) in flat for key in KEYS)
+
+
+def test_help_without_a_configuration(capsys):
+    text = help_of(capsys, "--help", load=load_options)
+    assert text == "Train it.\n\n  --steps=3\n      Steps. Takes an integer.\n"
+    assert help_of(capsys, "--help=all", load=load_options) == text
+    with pytest.raises(ConfigError, match=r"--help has no section 'optimizer'.*sections are none, or all"):
+        load_options(["--help=optimizer"], "", [])
+
+
+# --- shipped config files ---
+
+
+def test_shipped_configs_are_found_by_name(tmp_path, monkeypatch, root):
+    monkeypatch.chdir(tmp_path)
+    assert shipped_configs()["grpo"] == root / "configs" / "grpo.py"
+    assert load_flags(["--config=grpo"]).config.output_dir == "runs/grpo"
+    config = load_flags(["--config", "dapo:tiny", "--config.seed=3"]).config  # it imports grpo.py beside it
+    assert (config.output_dir, config.total_steps, config.seed) == ("runs/dapo", 2, 3)
+
+
+@pytest.mark.parametrize("folder", [".", "configs"])
+def test_a_local_file_wins(tmp_path, monkeypatch, folder):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / folder).mkdir(exist_ok=True)
+    write(tmp_path / folder, CONFIG_FILE, "grpo.py")
+    assert load_flags(["--config=grpo:tiny"]).config.batch.prompts == 4
+    assert load_flags(["--config=grpo"]).config.batch.prompts == 64
+    assert find_config("dapo")[0] == shipped_configs()["dapo"]
+
+
+def test_unknown_names_list_the_shipped_configs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError) as error:
+        load_flags(["--config=grop:tiny"])
+    message = str(error.value)
+    assert message.startswith("--config is 'grop:tiny'") and message.endswith("; the closest is grpo")
+    assert all(f" {name}," in message or f" {name};" in message for name in shipped_configs())
+    with pytest.raises(ConfigError, match=r"^there is no file configs/dpo\.py .*the shipped one is --config=dpo$"):
+        load_flags(["--config=configs/dpo.py"])
+    with pytest.raises(ConfigError, match=r"^there is no file other/dpo\.py"):
+        load_flags(["--config=other/dpo.py"])
+
+
+# --- keys of earlier versions ---
+
+
+def test_renamed_keys_have_a_replacement():
+    for old, new in RENAMED.items():
+        assert old not in BY_NAME
+        assert new in BY_NAME or "=" in new, f"{new} is no key, and no assignment"
+    assert set(REMOVED_DEFAULTS) == {old for old, new in RENAMED.items() if new not in BY_NAME}
+
+
+@pytest.fixture
+def removed(monkeypatch):
+    monkeypatch.setitem(schema.RENAMED, "algorithm.tau", "algorithm.loss='dpo(tau=...)'")
+    monkeypatch.setitem(schema.REMOVED_DEFAULTS, "algorithm.tau", [0.5])
+
+
+@pytest.mark.parametrize(
+    ("section", "leaf", "words"),
+    [
+        ("rollout", "draft_tokens", "rollout.draft_tokens is now rollout.speculative_tokens"),
+        ("algorithm", "tau", "there is no key algorithm.tau any more: write algorithm.loss='dpo(tau=...)'"),
+    ],
+)
+def test_former_keys_are_refused(section, leaf, words, tmp_path, removed):
+    """On the command line, in a config file, in a tree with more keys, and by `assign`."""
+    body = f"def get_config():\n    c = default()\n    c.{section}.{leaf} = 3\n    return c\n"
+    path = write(tmp_path, "from jaxrl_llm.config import default\n" + body)
+    config = default()
+    with config.unlocked():
+        config[section][leaf] = 3
+    attempts = [
+        lambda: load_flags([f"--config.{section}.{leaf}=3"]),
+        lambda: load_flags([f"--config={path}"]),
+        lambda: validate(config),
+        lambda: tree.assign(default(), f"{section}.{leaf}", 3),
+    ]
+    for attempt in attempts:
+        with pytest.raises(ConfigError) as error:
+            attempt()
+        assert words in str(error.value)
+
+
+def test_json_of_earlier_versions_is_read(removed):
+    assert from_json('{"rollout": {"draft_tokens": 3}}').rollout.speculative_tokens == 3
+    assert from_json('{"algorithm": {"tau": [0.5]}}').to_dict() == default().to_dict()
+    assert from_json('{"algorithm": {"delta": null, "cpo_alpha": 1.0}}').to_dict() == default().to_dict()
+    with pytest.raises(ConfigError, match=r"no key algorithm\.delta any more: write algorithm\.loss='ppo_clip\(delta"):
+        from_json('{"algorithm": {"delta": 4.0}}')
+    with pytest.raises(ConfigError, match=r"no key algorithm\.tau any more: write algorithm"):
+        from_json('{"algorithm": {"tau": [0.7]}}')
+    with pytest.raises(ConfigError, match=r"rollout\.speculative_tokens is 'x'"):
+        from_json('{"rollout": {"draft_tokens": "x"}}')
+
+
+# --- the end of a command ---
 
 
 PROGRAM = """

@@ -1,5 +1,6 @@
 """Every `python -m jaxrl_llm...` of the README, the pages and the first screen: parsed always, run where it can be."""
 
+import contextlib
 import importlib
 import os
 import re
@@ -17,7 +18,7 @@ from jaxrl_llm.config.resolve import ConfigError
 
 ROOT = Path(__file__).parent.parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-COMMAND = re.compile(r"python -m jaxrl_llm[. ](\w+(?:\.\w+)*)(?![\w.*])(.*)")
+COMMAND = re.compile(r"(?:python -m jaxrl_llm[. ]|\bjaxrl-llm )(\w+(?:\.\w+)*)(?![\w.*])(.*)")
 WITH_CONFIG = {"train", "evaluate", "compare", "data", "preview", "plan"}
 NO_FLAGS = {"config", "rewards.built_in"}  # they print a page
 # What stands for something of the reader's.
@@ -27,6 +28,7 @@ STANDS_FOR = {
     "--config.seed=SEED": "--config.seed=1",
     "--step=STEP": "--step=1",
     "--help": "",
+    "--help=all": "",
 }
 NOT_RUN = {
     "--config.model.path=Qwen/Qwen3-8B": "reads config.json from the hub",
@@ -76,13 +78,14 @@ def commands_of(page: str, lines) -> list[Command]:
 
 
 def inline(text: str) -> list[str]:
-    """What stands in single backquotes."""
+    """The texts in single backquotes."""
     return [span for line in text.splitlines() for span in re.findall(r"(?<!`)`([^`]+)`(?!`)", line)]
 
 
 def all_commands() -> tuple[list[Command], list[Command]]:
     """Those in blocks, and the others: of running text, the first screen and the docstrings of `configs/`."""
-    screen = re.sub(r"\\\n", " ", welcome(ROOT / "configs")).splitlines()
+    with contextlib.chdir(ROOT):
+        screen = re.sub(r"\\\n", " ", welcome()).splitlines()
     typed = (re.sub(r"(python -m \S+) {2,}.*", r"\1", line) for line in screen if line.startswith("  python"))
     blocks, others = [], commands_of("first screen", typed)
     for page in PAGES:
@@ -125,7 +128,7 @@ def workspace(tmp_path_factory) -> Path:
 
 
 def shell(folder: Path, *arguments: str, devices: int = 1) -> str:
-    """What `python ARGUMENTS` prints, in `folder`, with this checkout; it must succeed. A line waits for who asks."""
+    """The output of `python ARGUMENTS` in `folder`, with this checkout; it must succeed. One line is in its input."""
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={devices}"
     environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
     done = subprocess.run(
@@ -147,7 +150,7 @@ def shell(folder: Path, *arguments: str, devices: int = 1) -> str:
 
 def test_the_pages_have_commands():
     assert len(BLOCKS) > 20 and len(OTHERS) > 30
-    assert {"train", "generate", "evaluate", "export", "preview", "migrate", "plan", "report"} <= {
+    assert {"train", "generate", "chat", "evaluate", "export", "preview", "migrate", "plan", "report"} <= {
         c.module for c in BLOCKS
     }
 
@@ -179,7 +182,7 @@ def understand(command: Command) -> None:
     elif command.module in WITH_CONFIG:
         load_flags(command.options, "", module.FLAGS)
     else:
-        load_options(command.options, "", module.OPTIONS if command.module == "report" else module.FLAGS)
+        load_options(command.options, "", module.FLAGS)
 
 
 def test_a_wrong_flag_in_a_page_is_found(workspace, monkeypatch):
@@ -192,7 +195,7 @@ def test_a_wrong_flag_in_a_page_is_found(workspace, monkeypatch):
 
 
 def test_links_between_pages_lead_somewhere():
-    """What a benchmark writes into its folder of results is left out."""
+    """Files that a benchmark writes into its folder of results are left out."""
     for page in PAGES:
         for target in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8")):
             written = "://" in target or target.startswith("../benchmarks/results/")
@@ -276,8 +279,8 @@ def test_tutorial_from_an_empty_folder(tmp_path):
         cut = [short] if arguments[:2] == ["-m", "jaxrl_llm.train"] and len(arguments) > 2 else []
         printed[line] = shell(tmp_path, *arguments, *cut)
     assert len(printed) == 11
-    assert "configs" in printed["python -m jaxrl_llm.train"]
-    (said,) = [out for line, out in printed.items() if "generate" in line]
-    assert re.fullmatch(r"\d+\n", said)
+    assert "--config=grpo" in printed["python -m jaxrl_llm.train"]
+    (completion,) = [out for line, out in printed.items() if "generate" in line]
+    assert re.fullmatch(r"\d+\n", completion)
     assert re.match(r"sort:4821=\d", printed["python use_it.py"])
     assert "<html" in (tmp_path / "report.html").read_text(encoding="utf-8")[:2000]

@@ -38,7 +38,7 @@ def printed(made: dict) -> str:
 
 
 def run(name: str, folder: Path, monkeypatch, steps: int | None = None) -> str:
-    """What the notebook prints, run from a clean kernel in `folder`."""
+    """The output of the notebook, run from a clean kernel in `folder`."""
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     monkeypatch.setenv("PYTHONPATH", path)
     if steps is not None:

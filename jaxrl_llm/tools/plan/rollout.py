@@ -39,7 +39,7 @@ def make_engine(config, net, scanned: bool) -> Engine:
     """The engine of the configuration; no token ends a row. Raises ConfigError as training would."""
     c, kind = config.rollout, ScannedEngine if scanned else Engine
     engine = kind(net, training_sampling(config), c.group_size, c.max_completion_length, (0,), c.chunk, c.slots,
-                  drafts=c.draft_tokens, **stored_types(config))  # fmt: skip
+                  drafts=c.speculative_tokens, **stored_types(config))  # fmt: skip
     check_correction(config, engine)
     return engine
 

@@ -20,11 +20,11 @@ def main(argv):
     from jaxrl_llm.distributed import processes
     from jaxrl_llm.config import ConfigError, default
     config = default()
-    config.processes.meet_seconds, config.processes.heartbeat_seconds = 20, 10
+    config.processes.rendezvous_seconds, config.processes.heartbeat_seconds = 20, 10
     if what == "differ" and own == who:
         config.batch.prompts = 8
     if what == "missing":
-        config.processes.meet_seconds = 3
+        config.processes.rendezvous_seconds = 3
     if what == "missing" and own == who:
         sys.exit(0)
     processes.join(config)
@@ -138,7 +138,7 @@ def test_slurm_without_the_other_task(together):
     variables = {"SLURM_JOB_ID": "77", "SLURM_STEP_NODELIST": "localhost", "SLURM_NTASKS": "2", "SLURM_LOCALID": "0"}
     (ended,) = together(1, *script("missing", 5), environment=[variables | {"SLURM_PROCID": "0"}])
     assert ended.code == 2
-    assert "did not all meet within 3 s (processes.meet_seconds), as Slurm describes it" in ended.err
+    assert "did not all meet within 3 s (processes.rendezvous_seconds), as Slurm describes it" in ended.err
 
 
 REWARD = """

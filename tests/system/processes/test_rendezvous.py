@@ -55,7 +55,7 @@ def test_missing_processes_are_named_to_all():
     found = outcomes(specs(4, indices=[0, 2]), seconds=0.5)
     assert found[0] == found[1]
     assert "2 of 4 processes have met" in found[0] and "missing: 1, 3; there: 0 on " in found[0]
-    assert "processes.meet_seconds" in found[0]
+    assert "processes.rendezvous_seconds" in found[0]
 
 
 def test_process_0_is_missing():

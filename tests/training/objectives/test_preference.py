@@ -15,7 +15,7 @@ from jaxrl_llm.distributed.sharding import make_mesh
 from jaxrl_llm.models.logprobs import token_statistics
 from jaxrl_llm.models.transformer import ModelConfig, Net
 from jaxrl_llm.training.microbatch import microbatches_of
-from jaxrl_llm.training.objective_specs import PREFERENCE_LOSSES, needs_reference, objective_of
+from jaxrl_llm.training.objective_specs import needs_reference, objective_of
 from jaxrl_llm.training.setup import make_optimizer, update_spec
 from jaxrl_llm.training.update import _prepare, init_state, make_measure, make_update
 
@@ -23,7 +23,7 @@ SHAPE = {"vocab_size": 29, "width": 16, "layers": 1, "heads": 2, "kv_heads": 1, 
 NET = Net(ModelConfig(**SHAPE, init_scale=0.3, scan_layers=False))
 PARAMS = NET.init(jax.random.key(0))
 REFERENCE = NET.init(jax.random.key(1))
-PAIRED = sorted(name for name, loss in PREFERENCE_LOSSES.items() if loss.rows == "pair")
+PAIRED = sorted(name for name, loss in preference_losses.LOSSES.items() if loss.rows == "pair")
 
 
 def log_sigmoid(x):
@@ -125,7 +125,7 @@ def test_every_paired_loss_is_the_mean_of_its_function_and_has_a_gradient(loss):
         (value, metrics), gradient = jax.value_and_grad(objective.loss, has_aux=True)(PARAMS, prepared)
     policy, ref, lengths = sums_of()
     arguments = (policy[0::2], policy[1::2], ref[0::2], ref[1::2], 0.3)
-    result = PREFERENCE_LOSSES[loss](*arguments, lengths=(lengths[0::2], lengths[1::2]))
+    result = preference_losses.LOSSES[loss](*arguments, lengths=(lengths[0::2], lengths[1::2]))
     expected = with_metrics(result)[0].mean()
     likelihood = 0.0 if loss == "alphapo" else float(metrics.get("nll_loss", 0.0))  # logged there with weight 0
     np.testing.assert_allclose(value - likelihood, expected, rtol=5e-5, atol=1e-6)
@@ -163,7 +163,7 @@ def test_options_in_brackets_reach_the_loss(written, options):
     loss = written.partition("(")[0]
     policy, ref, lengths = sums_of()
     arguments = (policy[0::2], policy[1::2], ref[0::2], ref[1::2], 0.3)
-    expected = PREFERENCE_LOSSES[loss](*arguments, lengths=(lengths[0::2], lengths[1::2]), **options).mean()
+    expected = preference_losses.LOSSES[loss](*arguments, lengths=(lengths[0::2], lengths[1::2]), **options).mean()
     got, _ = evaluate(config_of(written), make_batch())
     np.testing.assert_allclose(got, expected, rtol=5e-5)
     changes_with_settings = abs(float(got - evaluate(config_of(loss), make_batch())[0]))
@@ -369,7 +369,7 @@ def test_the_gradient_of_a_sorted_loss_is_that_of_the_whole_batch(loss):
 
     def direct(params):
         sums = objective.observe(params, batch)
-        return PREFERENCE_LOSSES[loss](sums[0::2], sums[1::2], ref[0::2], ref[1::2], 0.3).mean()
+        return preference_losses.LOSSES[loss](sums[0::2], sums[1::2], ref[0::2], ref[1::2], 0.3).mean()
 
     def in_parts(params):
         micro = microbatches_of(prepared, 2, 1)

@@ -1,0 +1,361 @@
+"""Contradictions between settings that are valid alone, and the row counts that follow from several settings."""
+
+import inspect
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from jaxrl_llm.config.resolve import ConfigError, resolve, split_options
+from jaxrl_llm.config.schema import OFFLINE, ConfigDict
+
+
+def preference_losses(config: ConfigDict) -> dict[str, str]:
+    """The losses of `algorithm.loss`, which are joined by +, with the rows that each declares to read."""
+    from jaxrl_llm.algorithms.preference_losses import LOSSES  # which imports jax: only where a preference is learned
+
+    rows = {}
+    for written in config.algorithm.loss.split("+"):
+        name = split_options(written)[0]
+        loss = LOSSES.get(name) or (resolve(name, {}) if ":" in name else None)  # an unknown name is refused later
+        rows[name] = getattr(loss, "rows", "pair")
+    return rows
+
+
+def rows_together(config: ConfigDict) -> int:
+    """Adjacent rows that stay together: completions of a prompt, the two rows of a pair, kto's row and its mismatch."""
+    name = config.algorithm.name
+    if name not in OFFLINE:
+        return config.rollout.group_size
+    single = name == "sft" or (name == "preference" and set(preference_losses(config).values()) == {"label"})
+    return 1 if single else 2
+
+
+def batch_rows(config: ConfigDict) -> int:
+    """Rows N of one step: batch.prompts x rollout.group_size, or x rows per data row for offline algorithms."""
+    return config.batch.prompts * rows_together(config)
+
+
+def eval_set(entry: Any) -> tuple[str, dict[str, int], dict[str, Any]]:
+    """One entry of `eval.sets`: the name of its set, its own `prompts` and `samples`, and the options of its source.
+
+    A text is `name=path` or `name=path(split='test', samples=16)`; a dictionary names its set with `set`. Raises
+    ConfigError for an entry without a name, or with a number out of range.
+    """
+    if isinstance(entry, str):
+        name, _, source = entry.partition("=")
+        path, options = split_options(source)
+        entry = {"set": name.strip(), "path": path, **options}
+    options = dict(entry)
+    name = options.pop("set", None)
+    has_rows = options.get("path") or options.get("data_files")
+    if not isinstance(name, str) or not re.fullmatch(r"[\w.-]+", name) or not has_rows:
+        raise ConfigError(
+            f"eval.sets has {entry!r}, but it takes name=path, where the name is of letters, digits, _, - and ., or a "
+            "dictionary with set (the name) and path"
+        )
+    sizes = {key: options.pop(key) for key in ("prompts", "samples") if key in options}
+    for key, value in sizes.items():
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ConfigError(f"eval.sets: {key} of {name} is {value!r}, but it takes an integer of 1 or more")
+    if "split" in options:
+        options.setdefault("eval_split", options["split"])
+    return name, sizes, options
+
+
+def contradictions(config: ConfigDict) -> Iterator[str]:
+    """A message for each contradiction between keys, computed on demand: `validate` raises the first one.
+
+    Later checks may assume that the earlier ones passed. A text that cannot be read raises ConfigError itself.
+    """
+    algorithm = config.algorithm
+    online = algorithm.name not in OFFLINE
+    if online:
+        yield from _online(config)
+    else:
+        yield from _offline(config)
+    yield from _batch(config, online)
+    yield from _rewards(config, online)
+    yield from _environment(config)
+    yield from _data(config)
+    yield from _eval(config, online)
+    yield from _optimizer(config)
+    yield from _lora(config)
+    yield from _checkpoint(config)
+    yield from _export(config.export)
+    if algorithm.neftune_alpha and algorithm.name != "sft":
+        yield (
+            f"algorithm.neftune_alpha is {algorithm.neftune_alpha}, but only sft adds noise to its embeddings, and "
+            f"algorithm.name is {algorithm.name!r}: set it to 0"
+        )
+    if algorithm.label_smoothing and algorithm.name != "sft":
+        yield (
+            f"algorithm.label_smoothing is {algorithm.label_smoothing}, but only sft reads it, and algorithm.name is "
+            f"{algorithm.name!r}: set it to 0; a preference loss takes it in brackets, "
+            f"algorithm.loss='dpo(label_smoothing={algorithm.label_smoothing})'"
+        )
+    for axis, size in config.mesh.items():
+        if size == 0:
+            yield f"mesh.{axis} is 0, but it takes 1 or more, or -1 for the devices that the others leave"
+
+
+def _online(config: ConfigDict) -> Iterator[str]:
+    algorithm, rollout, critic = config.algorithm, config.rollout, config.critic
+    if algorithm.beta == 0:
+        off = {"kl_in_reward": False, "kl_bias_correction": False, "kl_controller": "fixed", "ref_sync_steps": 0}
+        for key, value in off.items():
+            if algorithm[key] != value:
+                yield (
+                    f"algorithm.{key} is {algorithm[key]}, but algorithm.beta is 0 and there is no KL term: set beta, "
+                    f"or {key} to {value}"
+                )
+    if algorithm.kl_bias_correction and algorithm.kl_in_reward:
+        yield "algorithm.kl_bias_correction is for a KL term in the loss: set it or algorithm.kl_in_reward to false"
+    if algorithm.old_logps == "sampler" and algorithm.importance_correction != "none":
+        yield (
+            f"algorithm.importance_correction is {algorithm.importance_correction}, but with algorithm.old_logps = "
+            "sampler the ratio compares with the sampler already, and the correction would be 1 everywhere: set one of "
+            "them to none or auto"
+        )
+    if algorithm.importance_min is not None and algorithm.importance_min >= algorithm.importance_max:
+        yield (
+            f"algorithm.importance_min is {algorithm.importance_min}, but importance_max = {algorithm.importance_max} "
+            "must be larger"
+        )
+    low, coef, high = algorithm.entropy_coef_min, algorithm.entropy_coef, algorithm.entropy_coef_max
+    if algorithm.entropy_controller == "adaptive" and not low <= coef <= high:
+        yield f"algorithm.entropy_coef is {coef}, outside entropy_coef_min = {low} to entropy_coef_max = {high}"
+    if algorithm.overlong_buffer > rollout.max_completion_length:
+        yield (
+            f"algorithm.overlong_buffer is {algorithm.overlong_buffer}, longer than rollout.max_completion_length = "
+            f"{rollout.max_completion_length}"
+        )
+    clip = algorithm.reward_clip
+    if clip and not (len(clip) == 2 and clip[0] < clip[1]):
+        yield f"algorithm.reward_clip is {tuple(clip)}: give the smallest and the largest score, or nothing"
+    if critic.shared and (critic.path is not None or critic.warmup_steps):
+        yield (
+            f"critic.path is {critic.path} and critic.warmup_steps {critic.warmup_steps}, but critic.shared is true: "
+            "the critic is part of the policy's own network and learns with it; set path to none and warmup_steps to 0"
+        )
+    if algorithm.replay_groups and algorithm.name == "ppo":
+        yield (
+            f"algorithm.replay_groups is {algorithm.replay_groups}, but ppo's critic gives values for this step's rows "
+            "only: set it to 0"
+        )
+    if (algorithm.dynamic_sampling or algorithm.replay_groups) and rollout.group_size < 2:
+        yield (
+            f"rollout.group_size is {rollout.group_size}, and a single completion always scores like itself: "
+            "algorithm.dynamic_sampling and replay_groups need 2 or more"
+        )
+    if rollout.group_size < 2 and _compares_completions(algorithm.advantage):
+        yield (
+            f"rollout.group_size is {rollout.group_size}, but algorithm.advantage = {algorithm.advantage!r} compares "
+            "the completions of a prompt with each other: set rollout.group_size to 2 or more"
+        )
+
+
+def _offline(config: ConfigDict) -> Iterator[str]:
+    algorithm, batch, data, together = config.algorithm, config.batch, config.data, rows_together(config)
+    if together == 2 and batch.prompts % batch.minibatches:
+        yield (
+            f"batch.minibatches is {batch.minibatches}, but it must divide batch.prompts = {batch.prompts}: a pair "
+            "stays together"
+        )
+    if batch.microbatch_rows % together:
+        yield (
+            f"batch.microbatch_rows is {batch.microbatch_rows}, but the two rows of a pair stay together (as do kto's "
+            "row and its mismatch): make it even"
+        )
+    if data.packing and algorithm.name != "sft":
+        yield f"data.packing is for sft only, and algorithm.name is {algorithm.name!r}: set it to false"
+    if algorithm.name != "preference":
+        return
+    losses = preference_losses(config)
+    if algorithm.beta == 0:
+        yield "algorithm.beta is 0, but preference losses need one above 0: 0.1 is usual, 2 for simpo"
+    if algorithm.loss_weights and len(algorithm.loss_weights) != len(losses):
+        yield (
+            f"algorithm.loss_weights has {len(algorithm.loss_weights)} numbers for the {len(losses)} losses of "
+            f"algorithm.loss = {algorithm.loss!r}: give one each, or none"
+        )
+    if len(losses) > 1 and (labelled := [name for name, rows in losses.items() if rows != "pair"]):
+        yield f"algorithm.loss is {algorithm.loss!r}, but {labelled[0]} stands alone: it reads other rows"
+    if set(losses.values()) == {"label_and_mismatch"} and batch.prompts < 2 * batch.minibatches:
+        yield f"batch.prompts is {batch.prompts}, but kto compares the rows of a minibatch: give each at least 2"
+    if set(losses.values()) == {"label_and_mismatch"} and data.precompute_reference:
+        yield (
+            "data.precompute_reference is true, but kto pairs each prompt with the completion of another row of its "
+            "batch, which is not known before: set it to false"
+        )
+
+
+def _batch(config: ConfigDict, online: bool) -> Iterator[str]:
+    batch, rows = config.batch, batch_rows(config)
+    formula = "batch.prompts"
+    if online:
+        formula += f" x rollout.group_size = {batch.prompts} x {config.rollout.group_size}"
+    elif rows_together(config) == 2:
+        formula += " x 2"
+    if rows % batch.minibatches:
+        yield f"batch.minibatches is {batch.minibatches}, but it must divide the {rows} rows ({formula})"
+    minibatch = rows // batch.minibatches
+    if batch.microbatch_rows and minibatch % batch.microbatch_rows:
+        yield (
+            f"batch.microbatch_rows is {batch.microbatch_rows}, but it must divide the {minibatch} rows of a minibatch "
+            f"({formula}, divided by batch.minibatches = {batch.minibatches})"
+        )
+
+
+def _rewards(config: ConfigDict, online: bool) -> Iterator[str]:
+    rewards = config.rewards
+    if rewards.weights and len(rewards.weights) != len(rewards.functions):
+        yield (
+            f"rewards.weights has {len(rewards.weights)} numbers for {len(rewards.functions)} rewards.functions: "
+            "give one each, or none"
+        )
+    if rewards.on_timeout != "stop":
+        if rewards.timeout is None:
+            yield f"rewards.on_timeout is {rewards.on_timeout!r}, but nothing is late: set rewards.timeout"
+        try:
+            valid = rewards.on_timeout == "none" or math.isfinite(float(rewards.on_timeout))
+        except ValueError:
+            valid = False
+        if not valid:
+            yield f"rewards.on_timeout is {rewards.on_timeout!r}, but it takes stop, none or a number"
+    if online and not rewards.functions:
+        yield f"rewards.functions is empty, but algorithm.name = {config.algorithm.name!r} needs one or more"
+
+
+def _environment(config: ConfigDict) -> Iterator[str]:
+    c, algorithm = config.environment, config.algorithm
+    named = [f"environment.{key}" for key in ("name", "tools", "rollout_func") if c[key]]
+    if named and algorithm.name in OFFLINE:
+        yield f"{named[0]} is set, but algorithm.name = {algorithm.name!r} samples nothing: leave it out"
+    if c.rollout_func is None:
+        return
+    if len(named) > 1:
+        yield (
+            f"environment.rollout_func and {named[0]} are both set, but a rollout function holds its own "
+            "conversations: set one"
+        )
+    if algorithm.importance_correction == "none" and algorithm.old_logps != "sampler":
+        yield (
+            "algorithm.importance_correction is none, but environment.rollout_func may sample with another policy than "
+            "the one that is trained: set token_truncate"
+        )
+
+
+def _data(config: ConfigDict) -> Iterator[str]:
+    data = config.data
+    split_options(f"data.chat_template_kwargs({data.chat_template_kwargs})")  # raises for options it cannot read
+    for key in ("packing", "precompute_reference"):
+        if data.streaming and data[key]:
+            yield f"data.{key} needs all rows before training, and data.streaming is true: set one to false"
+    for source in data.sources:
+        options = source if isinstance(source, Mapping) else split_options(source)[1]
+        yield from _unwritable(f"data.sources has {source!r}", options)
+        if data.packing and options.get("weight") is not None:
+            yield (
+                "data.sources are mixed by weight, which data.packing would undo: leave the weights out, or set "
+                "data.packing to false"
+            )
+
+
+def _compares_completions(advantage: str) -> bool:
+    """True for a built-in advantage rule that takes the completions of a prompt together."""
+    from jaxrl_llm.algorithms import advantages  # which imports jax: only for groups of one
+
+    rule = getattr(advantages, f"{split_options(advantage)[0]}_advantages", None)
+    return rule is not None and "group_size" in inspect.signature(rule).parameters
+
+
+def _unwritable(source: str, options: Mapping[str, Any]) -> Iterator[str]:
+    """A message for the options of a source that config.json cannot hold."""
+    try:
+        json.dumps(dict(options))
+    except TypeError as error:
+        yield (
+            f"{source}, which cannot be written to a file ({error}): name functions by their file, "
+            "path/to/file.py:function, and give data in memory to train(config, train_dataset=...)"
+        )
+
+
+def _eval(config: ConfigDict, online: bool) -> Iterator[str]:
+    measure = config.eval.measure
+    if online and measure in ("loss", "both"):
+        yield f"eval.measure is {measure}, but {config.algorithm.name} learns from samples: set auto"
+    if config.algorithm.name == "reward_model" and measure in ("samples", "both"):
+        yield f"eval.measure is {measure}, but a reward model writes nothing: set auto or loss"
+    for entry in config.eval.sets:
+        name, _, options = eval_set(entry)
+        yield from _unwritable(f"eval.sets, {name}", options)
+
+
+def _optimizer(config: ConfigDict) -> Iterator[str]:
+    c, steps = config.optimizer, config.total_steps
+    if c.warmup_steps > steps:
+        yield f"optimizer.warmup_steps is {c.warmup_steps}, more than total_steps = {steps}"
+    if c.warmup_steps and c.warmup_ratio:
+        yield f"optimizer.warmup_steps is {c.warmup_steps} and warmup_ratio {c.warmup_ratio}: set one of the two"
+    if (c.schedule == "wsd") != (c.decay_steps > 0) or c.decay_steps > steps:
+        yield (
+            f"optimizer.decay_steps is {c.decay_steps} with schedule {c.schedule}: wsd takes 1 to total_steps = "
+            f"{steps}, the others 0"
+        )
+
+
+def _lora(config: ConfigDict) -> Iterator[str]:
+    lora, algorithm = config.lora, config.algorithm
+    if lora.path is not None and lora.rank:
+        yield f"lora.rank is {lora.rank}, but the adapter of lora.path has a rank already: set rank to 0"
+    if not (lora.rank or lora.path):
+        return
+    if algorithm.ref_sync_steps and lora.reference == "base":
+        yield (
+            f"algorithm.ref_sync_steps is {algorithm.ref_sync_steps}, but lora.reference = 'base' never moves: set "
+            "start (with ref_mixup_alpha 1) or copy"
+        )
+    if algorithm.ref_sync_steps and lora.reference == "start" and algorithm.ref_mixup_alpha < 1:
+        yield (
+            f"algorithm.ref_mixup_alpha is {algorithm.ref_mixup_alpha}, but a mean of adapters is no mean of what they "
+            "compute: set lora.reference to copy, or ref_mixup_alpha to 1"
+        )
+    if lora.reference == "copy" and config.model.quantize != "none":
+        yield (
+            f"lora.reference is copy, but the matrices are quantised (model.quantize = {config.model.quantize!r}) and "
+            "adapters are not merged into them: set base or start"
+        )
+
+
+def _checkpoint(config: ConfigDict) -> Iterator[str]:
+    checkpoint, best, every = config.checkpoint, config.checkpoint.best, config.eval.every
+    if "://" in config.output_dir:
+        yield (
+            f"output_dir is {config.output_dir!r}, but it is a local folder; checkpoints alone go to an object store: "
+            "set checkpoint.folder"
+        )
+    if best and checkpoint.every == 0:
+        yield f"checkpoint.best is {best!r}, but only the last step is saved: set checkpoint.every"
+    if best and best.startswith("eval/") and (every <= 0 or checkpoint.every % every):
+        yield (
+            f"checkpoint.best is {best!r}, but the steps that are saved (checkpoint.every = {checkpoint.every}) are "
+            f"not those that are evaluated (eval.every = {every}): make eval.every divide it"
+        )
+    for spec in config.callbacks:
+        name, options = split_options(spec)
+        if name == "early_stopping" and str(options.get("metric", "")).startswith("eval/") and every <= 0:
+            yield (
+                f"callbacks has {spec!r}, but nothing is evaluated while it trains (eval.every = {every}): set "
+                "eval.every, or name a metric of every step"
+            )
+
+
+def _export(export: ConfigDict) -> Iterator[str]:
+    repo = export.push_to_hub
+    if repo is None and (export.private or export.overwrite):
+        key = "private" if export.private else "overwrite"
+        yield f"export.{key} is true, but nothing is pushed: set export.push_to_hub, or it to false"
+    if repo is not None and not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", repo):
+        yield f"export.push_to_hub is {repo!r}, but it takes a repository of the hub: OWNER/NAME"
