@@ -91,8 +91,9 @@ def stored_tensors(net: Net, family, table=None) -> list[Stored]:
     tensors = []
     for path, leaf in jax.tree_util.tree_leaves_with_path(net.plain.shapes()):
         name = path_name(path)
-        order, key = keys[name.replace("dense_layers/", "layers/")]
-        layers = list(enumerate(_layers(config, name))) if "{layer}" in key.tensor else [(None, None)]
+        stack, _, rest = name.partition("/")
+        order, key = keys[f"layers/{rest}" if stack in config.stacks else name]  # a table knows no stacks but layers
+        layers = list(enumerate(config.stacks[stack])) if "{layer}" in key.tensor else [(None, None)]
         experts = range(config.experts) if "/experts/" in name else [None]
         shape = leaf.shape[(layers[0][0] is not None) + (experts[0] is not None) :]
         shape = shape[::-1] if key.transpose else shape
@@ -102,12 +103,6 @@ def stored_tensors(net: Net, family, table=None) -> list[Stored]:
             place = -1 if name == "embed/weight" else config.layers if number is None else number
             tensors.append((place, order, expert or 0, stored))
     return _parts([stored for *_, stored in sorted(tensors, key=lambda item: item[:3])], config.experts)
-
-
-def _layers(config, path: str) -> list[int]:
-    """The numbers of the layers that are stacked in the parameter at `path`."""
-    dense = path.startswith("dense_layers/")
-    return [layer for layer in range(config.layers) if dense == (layer in config.dense_layers)]
 
 
 def _parts(tensors: list[Stored], experts: int) -> list[Stored]:

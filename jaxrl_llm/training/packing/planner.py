@@ -19,7 +19,7 @@ from jaxrl_llm.config import ConfigError, rows_together
 from jaxrl_llm.config.schema import OFFLINE
 from jaxrl_llm.distributed.processes import gather
 from jaxrl_llm.distributed.sharding import local_rows, row_shards, rows_to_global
-from jaxrl_llm.models.model_config import ModelConfig, is_dense
+from jaxrl_llm.models.model_config import ModelConfig
 from jaxrl_llm.training.objectives.policy_gradient import Objective, Reads
 from jaxrl_llm.training.packing.layout import Sizes, longest_bundle, needs, plan
 
@@ -226,7 +226,7 @@ def _per_token(net: ModelConfig, length: int) -> float:
     attention = net.width * net.head_dim * 2 * (net.heads + net.kv_heads)
     dense = 3 * net.width * net.ffn
     experts = 3 * net.width * net.expert_ffn * net.experts_per_token
-    sparse = sum(not is_dense(net, layer) for layer in range(net.layers))
+    sparse = sum(kind.experts for kind in net.layer_configs)
     products = net.layers * attention + sparse * experts + (net.layers - sparse) * dense
     return 6.0 * products + ATTENTION * 12.0 * net.layers * length * net.heads * net.head_dim
 
