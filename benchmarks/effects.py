@@ -148,17 +148,17 @@ def _scheduled(task: Task, **changes) -> Measured:
 
 
 class Tool:
-    """A partner that answers each row once, with 128 tokens."""
+    """A turn server that answers each row once, with 128 tokens."""
 
     def __init__(self):
-        self.heard, self.open = set(), {}
+        self.answered, self.open = set(), {}
 
-    def hear(self, row: int, tokens: list[int]) -> None:
+    def submit(self, row: int, tokens: list[int]) -> None:
         """Takes the row's turn."""
-        self.open[row] = None if row in self.heard else [1] * 128
-        self.heard.add(row)
+        self.open[row] = None if row in self.answered else [1] * 128
+        self.answered.add(row)
 
-    def replies(self, wait: bool) -> dict[int, list[int] | None]:
+    def poll(self, wait: bool) -> dict[int, list[int] | None]:
         """The answers to all turns so far."""
         ready, self.open = self.open, {}
         return ready
@@ -169,14 +169,14 @@ def given_tokens(task: Task) -> Measured:
     eos = tuple(range(task.shape.config["vocab_size"] // 16))
     parts = _parts(_config(task, rollout__max_completion_length=192), ours.data_of(task))
     engine, params = _engine(parts, eos=eos), whole(parts.state, parts.frozen).params
-    tokens, key, usual = np.asarray(prompts(task.shape), np.int32), jax.random.key(1), multi_turn.MANY
+    tokens, key, usual = np.asarray(prompts(task.shape), np.int32), jax.random.key(1), multi_turn.MIN_TOKENS
 
     def work(many: int):
-        multi_turn.MANY = many
+        multi_turn.MIN_TOKENS = many
         try:
-            return engine.generate(params, tokens, np.ones_like(tokens), key, partner=Tool()).tokens
+            return engine.generate(params, tokens, np.ones_like(tokens), key, turn_server=Tool()).tokens
         finally:
-            multi_turn.MANY = usual
+            multi_turn.MIN_TOKENS = usual
 
     return measured(*(Side(functools.partial(work, many)) for many in (sys.maxsize, usual)))
 

@@ -27,7 +27,7 @@ from jaxrl_llm.training.evaluation.build import build_evaluation
 from jaxrl_llm.training.evaluation.metrics import measures_of
 from jaxrl_llm.training.evaluation.responses import grade, metrics_of, read_responses, tokenizer_for
 from jaxrl_llm.training.logging.console import show
-from jaxrl_llm.training.setup import build_mesh, build_model, build_rewards
+from jaxrl_llm.training.setup import build_mesh, build_model, build_rewards, environment_spec
 
 FLAGS = (
     Key("output", "", "JSON file to write the numbers to, besides printing them."),
@@ -71,7 +71,7 @@ def _measure(config, eval_dataset=None, rewards=None, environment=None, tools=()
     mesh = build_mesh(config)
     with jax.set_mesh(mesh), contextlib.closing(build_rewards(config, rewards)) as grader:
         model = build_model(config, mesh)
-        environments = load_environments(config, environment, tools)
+        environments = load_environments(environment_spec(config, environment, tools))
         with contextlib.ExitStack() as stack:
             if environments is not None:
                 stack.callback(environments.close)

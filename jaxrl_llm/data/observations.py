@@ -1,90 +1,145 @@
-"""What is said to a policy between its turns, as token ids that go on exactly where its own tokens ended."""
+"""Prompts and observations of multi-turn rollouts as token ids, which go on exactly where the policy's turn ended."""
 
+import functools
+import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from jaxrl_llm.config.resolve import ConfigError
-from jaxrl_llm.data.chat import chat_ids, is_conversational, render_chat
+from jaxrl_llm.data.chat import chat_ids, is_conversational, render_chat, render_prompt, template_options
 
-QUESTION, TURN, SAID = "the-question", "the-turn-of-the-assistant", "what-is-said"
+log = logging.getLogger(__name__)
+
+QUESTION, TURN, OBSERVATION = "the-question", "the-turn-of-the-assistant", "the-observation"
 
 
-def observation_ids(
-    tokenizer: Any,
-    eos: Sequence[int],
-    observation: Any,
-    conversational: bool,
-    options: Mapping[str, Any] | None = None,
-) -> list[int]:
-    """The token ids that follow a turn which ended with one of `eos`.
+@dataclass(frozen=True)
+class TurnTokenizer:
+    """Tokenizes the prompts and observations of episodes.
 
-    Where the prompt is plain text, an observation is text and these are its ids. Where it is a conversation, an
-    observation is messages (text is a user's message); the chat template renders them after a stand-in for the turn,
-    and the ids are of what follows it, the opening of the next turn included. What the policy wrote is never rendered
-    or tokenised again: it stays in the row as it is, thinking included. `options` are `tools` and `template_kwargs`.
-
-    Raises ConfigError: messages after a plain prompt, or a template that refuses them or rewrites what came before.
+    eos: ids that end a turn. max_prompt_length: tokens. template_kwargs: options of the chat template. A row gives its
+    prompt, and its own options in the columns tools and chat_template_kwargs.
     """
-    if not conversational:
-        if not isinstance(observation, str):
-            raise ConfigError(f"the prompt is plain text, but the observation is {observation!r}; answer with text")
-        return chat_ids(tokenizer, observation)
-    messages = [{"role": "user", "content": observation}] if isinstance(observation, str) else observation
-    if not is_conversational(messages):
-        raise ConfigError(f"the observation is {observation!r}; give text, or messages with role and content")
-    question, options = [{"role": "user", "content": QUESTION}], dict(options or {})
-    try:
-        return _after_turn(tokenizer, eos, question, list(messages), options)
-    except ConfigError:
-        if messages[0]["role"] != "tool":
-            raise
-        return _after_call(tokenizer, eos, question, list(messages), options)
 
+    tokenizer: Any
+    eos: tuple[int, ...]
+    max_prompt_length: int
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
-def check_turns(
-    tokenizer: Any, eos: Sequence[int], options: Mapping[str, Any] | None = None, role: str = "user"
-) -> None:
-    """Raises ConfigError unless the chat template goes on after a turn with a message of `role`, and shows it."""
-    message = {"role": role, "name": "tool", "content": SAID}
-    if SAID not in tokenizer.decode(observation_ids(tokenizer, eos, [message], True, options)):
-        raise ConfigError(
-            f"the chat template leaves out messages of the role {role!r}; give the tokenizer a chat_template that "
-            "shows them"
+    def prompt_ids(self, row: Mapping[str, Any], prompt: Any, tools: list[Any]) -> list[int]:
+        """The ids of `prompt`, which opens the episode of a row and shows tools (JSON schemas).
+
+        Raises ConfigError for a prompt that is too long, or plain text where there are tools; warns of a template that
+        does not show them.
+        """
+        options = self._options(row, tools)
+        if tools and not is_conversational(prompt):
+            raise ConfigError(
+                f"tools are shown and answered by the chat template, but the prompt {prompt!r} is plain text: give "
+                "prompts that are lists of messages"
+            )
+        if tools and self._rendered(prompt, options) == self._rendered(prompt, {**options, "tools": None}):
+            _warn("the chat template does not show tools: the policy has to know them; see docs/environments.md")
+        ids = render_prompt(self.tokenizer, prompt, **options)
+        if not 0 < len(ids) <= self.max_prompt_length:
+            raise ConfigError(
+                f"the prompt {prompt!r} has {len(ids)} tokens (with the text of environments and tools), but it must "
+                f"have 1 to rollout.max_prompt_length = {self.max_prompt_length}"
+            )
+        return ids
+
+    def observation_ids(self, row: Mapping[str, Any], observation: Any, tools: Sequence[Any] = ()) -> list[int]:
+        """The ids that follow a turn which ended with one of `eos`.
+
+        Where the row's prompt is plain text, an observation is text and these are its ids. Where it is a conversation,
+        an observation is messages (text is a user's message); the chat template renders them after a stand-in for the
+        turn, and the ids are those of the text behind it, the opening of the next turn included. The policy's own turn
+        is never rendered or tokenised again: it stays in the row as it is, thinking included.
+
+        Raises ConfigError: messages after a plain prompt, or a template that refuses them or rewrites earlier messages.
+        """
+        if not is_conversational(row["prompt"]):
+            if not isinstance(observation, str):
+                raise ConfigError(f"the prompt is plain text, but the observation is {observation!r}; answer with text")
+            return chat_ids(self.tokenizer, observation)
+        messages = [{"role": "user", "content": observation}] if isinstance(observation, str) else observation
+        if not is_conversational(messages):
+            raise ConfigError(f"the observation is {observation!r}; give text, or messages with role and content")
+        options = self._options(row, tools)
+        try:
+            return self._after_turn(list(messages), options)
+        except ConfigError:
+            if messages[0]["role"] != "tool":
+                raise
+            return self._after_call(list(messages), options)
+
+    def check_turns(self, role: str = "user") -> None:
+        """Raise ConfigError unless the chat template goes on after a turn with a message of `role`, and shows it."""
+        row = {"prompt": [{"role": "user", "content": QUESTION}]}
+        message = {"role": role, "name": "tool", "content": OBSERVATION}
+        if OBSERVATION not in self.tokenizer.decode(self.observation_ids(row, [message])):
+            raise ConfigError(
+                f"the chat template leaves out messages of the role {role!r}; give the tokenizer a chat_template that "
+                "shows them"
+            )
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
+        """The text of ids."""
+        return self.tokenizer.decode(
+            list(ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
         )
 
+    def _options(self, row: Mapping[str, Any], tools: Sequence[Any]) -> dict[str, Any]:
+        """`tools` and `template_kwargs` of `render_chat`: the row's own tools first."""
+        options = template_options(row, self.template_kwargs)
+        return {**options, "tools": [*(options["tools"] or []), *tools] or None}
 
-def _after_turn(tokenizer: Any, eos: Sequence[int], question: list, messages: list, options: dict) -> list[int]:
-    turn = {"role": "assistant", "content": TURN}
-    opening = render_chat(tokenizer, question, False, **options)
-    whole = render_chat(tokenizer, [*question, turn, *messages], True, **options)
-    if whole.count(TURN) != 1 or not whole.startswith(opening[: opening.find(QUESTION) + len(QUESTION)]):
-        raise ConfigError(
-            "the chat template changes or drops earlier messages when later ones follow, so that a conversation cannot "
-            "go on from the tokens that were sampled; give the tokenizer a chat_template that keeps them as they are"
+    def _rendered(self, messages: Any, options: dict[str, Any], opens_turn: bool = True) -> str:
+        return render_chat(self.tokenizer, messages, opens_turn, **options)
+
+    def _after_turn(self, messages: list, options: dict[str, Any]) -> list[int]:
+        question, turn = {"role": "user", "content": QUESTION}, {"role": "assistant", "content": TURN}
+        before = self._rendered([question], options, opens_turn=False)
+        text = self._rendered([question, turn, *messages], options)
+        # Compared up to the question: a template may end the last message otherwise than one in the middle.
+        if text.count(TURN) != 1 or not text.startswith(before[: before.find(QUESTION) + len(QUESTION)]):
+            raise ConfigError(
+                "the chat template changes or drops earlier messages when later ones follow, so that a conversation "
+                "cannot go on from the tokens that were sampled; give the tokenizer a chat_template that keeps them as "
+                "they are"
+            )
+        ids = chat_ids(self.tokenizer, text[text.find(TURN) + len(TURN) :])
+        return ids[1:] if ids and ids[0] in self.eos else ids  # the policy has sampled the end of its turn itself
+
+    def _after_call(self, messages: list, options: dict[str, Any]) -> list[int]:
+        """The same for templates that take results of tools only after a message with tool calls (Mistral's)."""
+        calls = [
+            {
+                "type": "function",
+                "id": f"call{i:05d}",
+                "function": {"name": message.get("name", "tool"), "arguments": {}},
+            }
+            for i, message in enumerate(messages)
+        ]
+        results = [{**message, "tool_call_id": call["id"]} for message, call in zip(messages, calls, strict=True)]
+        question, turn = (
+            {"role": "user", "content": QUESTION},
+            {"role": "assistant", "content": "", "tool_calls": calls},
         )
-    return _without_end(chat_ids(tokenizer, whole[whole.find(TURN) + len(TURN) :]), eos)
+        before = self._rendered([question, turn], options, opens_turn=False)
+        text = self._rendered([question, turn, *results], options)
+        ends = [token for token in self.tokenizer.convert_ids_to_tokens(list(self.eos)) if token and token in before]
+        kept = max((before.rfind(end) + len(end) for end in ends), default=len(before))
+        if not text.startswith(before[:kept]):
+            raise ConfigError(
+                "the chat template changes earlier messages when results of tools follow; give the tokenizer a "
+                "chat_template that keeps them as they are"
+            )
+        return chat_ids(self.tokenizer, text[kept:])
 
 
-def _after_call(tokenizer: Any, eos: Sequence[int], question: list, messages: list, options: dict) -> list[int]:
-    """The same for templates that take results of tools only after a message with tool calls."""
-    calls = [
-        {"type": "function", "id": f"call{i:05d}", "function": {"name": message.get("name", "tool"), "arguments": {}}}
-        for i, message in enumerate(messages)
-    ]
-    results = [{**message, "tool_call_id": call["id"]} for message, call in zip(messages, calls, strict=True)]
-    asked = [*question, {"role": "assistant", "content": "", "tool_calls": calls}]
-    before = render_chat(tokenizer, asked, False, **options)
-    whole = render_chat(tokenizer, [*asked, *results], True, **options)
-    ends = [token for token in tokenizer.convert_ids_to_tokens(list(eos)) if token and token in before]
-    kept = max((before.rfind(end) + len(end) for end in ends), default=len(before))
-    if not whole.startswith(before[:kept]):
-        raise ConfigError(
-            "the chat template changes earlier messages when results of tools follow; give the tokenizer a "
-            "chat_template that keeps them as they are"
-        )
-    return chat_ids(tokenizer, whole[kept:])
-
-
-def _without_end(ids: list[int], eos: Sequence[int]) -> list[int]:
-    """The ids without the end of the turn, which the policy has written itself."""
-    return ids[1:] if ids and ids[0] in eos else ids
+@functools.cache
+def _warn(message: str) -> None:
+    """Log a warning, once."""
+    log.warning(message)

@@ -1,1 +1,1 @@
-"""Multi-turn environments and tools: what answers the policy between its turns."""
+"""Multi-turn rollouts: environments and tools answer the policy's turns, many episodes at once, on the host."""

@@ -1,119 +1,146 @@
-"""One row's conversation with its environment and tools."""
+"""One episode: a row's turns with its environment and tools, and the spans of its completion that are observations."""
 
 import asyncio
 import inspect
-from collections.abc import Awaitable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from jaxrl_llm.environments.protocol import EpisodeError, Step, checked_step, is_messages
-from jaxrl_llm.environments.tool_calls import ToolCall, parse_tool_calls
-from jaxrl_llm.environments.tools import Answer, Tool, call_tool
+from jaxrl_llm.environments.tools import Tool, ToolResult, call_tool, parse_tool_calls
 
-Row = Mapping[str, Any]
+Row = Mapping[str, Any]  # the columns of a row of the data
+Decode = Callable[[Sequence[int], bool], str]  # ids, and whether special tokens are left out -> text
 
 
-class Heard(NamedTuple):
-    """What comes of a turn: the environment's step, why the row is over if it is, and the tool calls it made."""
+class TurnResult(NamedTuple):
+    """The result of a turn: the step, the reason to stop (None: the episode goes on), and the tool calls in it."""
 
     step: Step
-    over: str | None = None
+    stop_reason: str | None = None
     calls: int = 0
     failed_calls: int = 0
 
 
 @dataclass
 class Episode:
-    """An environment (None: tools alone) with one row, and what has happened so far."""
+    """An environment (None: tools alone) with one row, and what has happened so far.
+
+    Rewards add up over the steps; `stop_reason` is done, answered (no tool call), max_turns, max_tool_calls, length,
+    timeout, or the error of an environment that failed. `observation_spans` are (start, end) in the completion: the
+    loss mask is 0 there.
+    """
 
     environment: Any
     tools: Mapping[str, Tool]
     name: str
     max_turns: int
     max_tool_calls: int | None = None
-    reward: float = 0.0
+    reward: float | None = 0.0  # None: not rewarded
     turns: int = 0
     calls: int = 0
     failed_calls: int = 0
-    ended: str | None = None  # why the row is over
+    stop_reason: str | None = None
     failed: bool = False
-    spans: list[tuple[int, int]] = field(default_factory=list)  # of given tokens in the completion
-    said: list[Any] = field(default_factory=list)  # what they say
+    observations: list[Any] = field(default_factory=list)
+    observation_spans: list[tuple[int, int]] = field(default_factory=list)
 
     @property
-    def steps(self) -> bool:
+    def has_step(self) -> bool:
         """True when the environment answers turns itself; otherwise its methods are tools."""
         return hasattr(self.environment, "step")
 
     def reset(self, row: Row) -> Any:
-        """What the environment opens the row with (or an awaitable of it): see `opened`."""
+        """Start the environment; returns its opening, or an awaitable of it: see `opening_prompt`."""
         if self.environment is None:
             return None
         columns = {key: value for key, value in row.items() if key != "prompt_ids"}
-        return self.environment.reset(columns) if self.steps else self.environment.reset(**columns)
+        return self.environment.reset(columns) if self.has_step else self.environment.reset(**columns)
 
-    def opened(self, prompt: Any, said: Any) -> Any:
-        """The row's prompt: its own, or the one `reset` returned.
+    def opening_prompt(self, prompt: Any, opening: Any) -> Any:
+        """The prompt of the episode: the row's own, or the opening that `reset` returned.
 
-        Of an environment whose methods are tools, `reset` returns text that is added to the last message.
-        Raises EpisodeError for anything else.
+        From an environment whose methods are tools, an opening that is text is added to the last message.
+        Raises EpisodeError for an opening that is neither text nor messages.
         """
-        if said is None:
+        if opening is None:
             return prompt
-        if not self.steps and isinstance(said, str):
+        if not self.has_step and isinstance(opening, str):
             if isinstance(prompt, str):
-                return prompt + said
-            last = {**prompt[-1], "content": (prompt[-1].get("content") or "") + said}
+                return prompt + opening
+            last = {**prompt[-1], "content": (prompt[-1].get("content") or "") + opening}
             return [*prompt[:-1], last]
-        if (isinstance(said, str) and said) or is_messages(said):
-            return said
-        raise EpisodeError(f"{self.name}.reset returned {said!r}; return a prompt (text or messages) or None")
+        if (isinstance(opening, str) and opening) or is_messages(opening):
+            return opening
+        raise EpisodeError(f"{self.name}.reset returned {opening!r}; return a prompt (text or messages) or None")
 
-    def hear(self, text: str, raw: str) -> Heard | Awaitable[Heard]:
-        """What comes of a turn; `raw` is its text with special tokens. Changes nothing here: see `note`."""
+    def respond(self, text: str, raw: str) -> TurnResult | Awaitable[TurnResult]:
+        """Answer a turn from tools or environment; `raw` is its text with special tokens.
+
+        Runs in a thread that may be abandoned, so it changes nothing here: `record` does, in the caller's thread.
+        """
         calls = parse_tool_calls(raw) if self.tools else []
+        if calls and self.max_tool_calls is not None and self.calls + len(calls) > self.max_tool_calls:
+            return TurnResult(Step(None), "max_tool_calls")
         if calls:
-            return self._call(calls)
-        if not self.steps:
-            return Heard(Step(None), "answered")
-        said = self.environment.step(text)
-        return self._later(said) if inspect.isawaitable(said) else self._stepped(said)
+            results = [call_tool(call, self.tools) for call in calls]
+            if any(map(inspect.isawaitable, results)):
+                return _gathered(results)
+            return _tool_turn([result for result in results if isinstance(result, ToolResult)])
+        if not self.has_step:
+            return TurnResult(Step(None), "answered")
+        returned = self.environment.step(text)
+        return self._awaited(returned) if inspect.isawaitable(returned) else self._stepped(returned)
 
-    def note(self, heard: Heard) -> None:
-        """Counts a turn, and notes the end of the row."""
-        self.reward += heard.step.reward
-        self.calls += heard.calls
-        self.failed_calls += heard.failed_calls
-        self.ended = heard.over
-        if self.ended is None and self.turns >= self.max_turns:
-            self.ended = "max_turns"
+    def record(self, result: TurnResult) -> None:
+        """Add up the rewards and calls of a turn, and note the end of the episode."""
+        self.reward = (self.reward or 0.0) + result.step.reward
+        self.calls += result.calls
+        self.failed_calls += result.failed_calls
+        self.stop_reason = result.stop_reason
+        if self.stop_reason is None and self.turns >= self.max_turns:
+            self.stop_reason = "max_turns"
 
-    def fail(self, why: str) -> None:
-        """Ends the row because of the environment."""
-        self.ended, self.failed = why, True
+    def fail(self, reason: str) -> None:
+        """End the episode because of its environment: it is not rewarded."""
+        self.stop_reason, self.failed, self.reward = reason, True, None
 
-    def _stepped(self, said: Any) -> Heard:
-        step = checked_step(said, self.name)
-        return Heard(step, "done" if step.done or step.observation in (None, "") else None)
+    def end_at(self, length: int) -> None:
+        """End the episode with its row, whose completion has `length` tokens."""
+        # The engine leaves out an observation that leaves no room for a turn behind it.
+        while self.observation_spans and self.observation_spans[-1][1] > length:
+            self.observation_spans.pop()
+            self.observations.pop()
+        self.stop_reason = self.stop_reason or "length"
 
-    async def _later(self, said: Awaitable[Any]) -> Heard:
-        return self._stepped(await said)
+    def messages(self, ids: Sequence[int], decode: Decode) -> list[dict[str, Any]]:
+        """The completion as messages: the assistant's turns, and the observations between them."""
+        messages, start = [], 0
+        for (begin, end), observation in zip(self.observation_spans, self.observations, strict=True):
+            messages.append({"role": "assistant", "content": decode(ids[start:begin], True)})
+            if isinstance(observation, str):
+                messages.append({"role": "user", "content": observation})
+            else:
+                messages += [dict(message) for message in observation]
+            start = end
+        if start < len(ids) or not messages:
+            messages.append({"role": "assistant", "content": decode(ids[start:], True)})
+        return messages
 
-    def _call(self, calls: list[ToolCall]) -> Heard | Awaitable[Heard]:
-        if self.max_tool_calls is not None and self.calls + len(calls) > self.max_tool_calls:
-            return Heard(Step(None), "max_tool_calls")
-        answers = [call_tool(call, self.tools) for call in calls]
-        if any(inspect.isawaitable(answer) for answer in answers):
-            return self._gathered(answers)
-        return _answered([answer for answer in answers if isinstance(answer, Answer)])
+    def _stepped(self, returned: Any) -> TurnResult:
+        step = checked_step(returned, self.name)
+        return TurnResult(step, "done" if step.done or step.observation in (None, "") else None)
 
-    async def _gathered(self, answers: list[Any]) -> Heard:
-        async def one(answer: Any) -> Answer:
-            return await answer if inspect.isawaitable(answer) else answer
-
-        return _answered(await asyncio.gather(*map(one, answers)))
+    async def _awaited(self, returned: Awaitable[Any]) -> TurnResult:
+        return self._stepped(await returned)
 
 
-def _answered(answers: list[Answer]) -> Heard:
-    failed = sum(answer.failed for answer in answers)
-    return Heard(Step([answer.message for answer in answers]), None, len(answers), failed)
+async def _gathered(results: Sequence[ToolResult | Awaitable[ToolResult]]) -> TurnResult:
+    """The turn of calls of which some are async; these run concurrently."""
+    awaited = iter(await asyncio.gather(*(result for result in results if not isinstance(result, ToolResult))))
+    return _tool_turn([result if isinstance(result, ToolResult) else next(awaited) for result in results])
+
+
+def _tool_turn(results: Sequence[ToolResult]) -> TurnResult:
+    failed = sum(result.failed for result in results)
+    return TurnResult(Step([result.message for result in results]), None, len(results), failed)

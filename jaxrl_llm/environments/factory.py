@@ -1,67 +1,83 @@
-"""From what the configuration or the user names to the environments of rows."""
+"""Environments by name, class or function: made when a row needs one, and kept for later rows."""
 
 import contextlib
-import functools
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from jaxrl_llm.config.resolve import closest, resolve, resolve_with_options
-from jaxrl_llm.config.schema import OFFLINE
+from jaxrl_llm.environments.call_pool import CallPool
 from jaxrl_llm.environments.episode import Episode, Row
 from jaxrl_llm.environments.games import SortThenSmallest
 from jaxrl_llm.environments.openenv import OpenEnv
 from jaxrl_llm.environments.protocol import EpisodeError
 from jaxrl_llm.environments.tools import Tool, by_name, name_of, public_methods, tool_schemas
 from jaxrl_llm.environments.verifiers import Verifiers
-from jaxrl_llm.environments.workers import Workers
 
 BUILT_IN = {"sort_then_smallest": SortThenSmallest, "openenv": OpenEnv, "verifiers": Verifiers}
 Factory = Callable[[], Any]
 COLUMN = "environment"  # names the environment of a row where there are several
 
 
-class Environments:
-    """Makes an environment for each row, and keeps them for later rows: one row at a time has each.
+@dataclass(frozen=True)
+class EnvironmentSpec:
+    """The settings of `environment.*` that multi-turn rollouts need.
 
-    `factory` is a class or function without arguments, a dictionary of such (the row's column `environment` says
-    which), or None where there are only tools. An object without `step` offers its public methods as tools.
+    environment: a class or function without arguments, a dictionary of such (the row's column `environment` names one),
+    or a name of either; None where there are only tools. tools: functions or names of them. timeout: seconds for each
+    call; workers: calls at once. on_error: end (the episode) or stop (the run).
     """
 
-    def __init__(
-        self,
-        factory: Factory | Mapping[str, Factory] | None,
-        tools: Sequence[Tool] = (),
-        max_turns: int = 10,
-        max_tool_calls: int | None = None,
-        workers: int = 16,
-        timeout: float | None = None,
-        on_error: str = "end",
-    ):
-        self.routed = isinstance(factory, Mapping)
-        self.factories: dict[str | None, Factory | None] = (
-            {**factory} if isinstance(factory, Mapping) else {None: factory}
-        )
-        self.tools, self.max_turns, self.max_tool_calls = tuple(tools), max_turns, max_tool_calls
-        self.workers, self.on_error = Workers(workers, timeout), on_error
+    environment: str | Factory | Mapping[str, str | Factory] | None = None
+    tools: Sequence[str | Tool] = ()
+    max_turns: int = 10
+    max_tool_calls: int | None = None
+    workers: int = 16
+    timeout: float | None = None
+    on_error: str = "end"
+
+
+class Environments:
+    """The environments and tools of a spec: an environment plays one episode at a time, and is kept for later rows.
+
+    An object without `step` offers its public methods as tools. schemas: of the tools that each environment shows, by
+    its name. Raises ConfigError for a wrong name or option, and EpisodeError for an object that is no environment or
+    tool.
+    """
+
+    def __init__(self, spec: EnvironmentSpec):
+        self.spec, self.on_error = spec, spec.on_error
+        self.tools = tuple(_resolve(tool, {}) for tool in spec.tools)
+        environment = None if spec.environment is None else _resolve(spec.environment, BUILT_IN)
+        self.routed = isinstance(environment, Mapping)
+        self.factories: dict[str | None, Factory | None] = {None: environment}
+        if isinstance(environment, Mapping):
+            self.factories = {str(name): _resolve(factory, BUILT_IN) for name, factory in environment.items()}
+        elif environment is not None and not callable(environment):
+            raise EpisodeError(
+                f"environment.name is {spec.environment!r}, which is a {type(environment).__name__}; name a class or "
+                "function"
+            )
+        self.pool = CallPool(spec.workers, spec.timeout)
         self.idle: dict[str | None, list[Any]] = defaultdict(list)
         self.schemas: dict[str | None, list[dict[str, Any]]] = {}
-        for name, make in self.factories.items():
-            environment = None if make is None else self._make(name, make)
-            self.schemas[name] = tool_schemas(self._tools(environment).values())
-            if environment is not None:
-                self.idle[name].append(environment)
+        for name in self.factories:  # made once now, so that mistakes show before anything is sampled
+            made = self._make(name)
+            self.schemas[name] = tool_schemas(self._tools(made).values())
+            if made is not None:
+                self.idle[name].append(made)
 
-    def take(self, row: Row) -> Episode:
-        """An environment for a row. Raises EpisodeError for one that does not exist, or cannot be made."""
+    def acquire(self, row: Row) -> Episode:
+        """An episode for a row. Raises EpisodeError for an environment that does not exist, or cannot be made."""
         name = self.name(row)
-        make, idle = self.factories[name], self.idle[name]
-        environment = None if make is None else idle.pop() if idle else self._make(name, make)
-        shown = "the tools" if environment is None else type(environment).__name__
-        return Episode(environment, self._tools(environment), shown, self.max_turns, self.max_tool_calls)
+        environment = self.idle[name].pop() if self.idle[name] else self._make(name)
+        title = "the tools" if environment is None else type(environment).__name__
+        return Episode(environment, self._tools(environment), title, self.spec.max_turns, self.spec.max_tool_calls)
 
-    def give_back(self, rows: Sequence[Row], episodes: Sequence[Episode]) -> None:
-        """Keeps the environments of rows that are over; one that failed is closed, and another made when needed."""
+    def release(self, rows: Sequence[Row], episodes: Sequence[Episode]) -> None:
+        """Keep the environments of episodes that are over; those that failed are closed instead."""
         for row, episode in zip(rows, episodes, strict=True):
             if episode.failed:
                 self._close(episode.environment)
@@ -69,7 +85,7 @@ class Environments:
                 self.idle[self.name(row)].append(episode.environment)
 
     def name(self, row: Row) -> str | None:
-        """Which of several environments a row plays; None where there is one."""
+        """The name of a row's environment among several; None where there is one."""
         if not self.routed:
             return None
         name = row.get(COLUMN)
@@ -81,68 +97,54 @@ class Environments:
         return name
 
     def close(self) -> None:
-        """Calls `close()` of every environment that has one."""
-        for idle in self.idle.values():
-            for environment in idle:
+        """Call `close()` of every environment that has one."""
+        for environments in self.idle.values():
+            for environment in environments:
                 self._close(environment)
-            idle.clear()
-        self.workers.close()
+            environments.clear()
+        self.pool.close()
 
-    def _make(self, name: str | None, make: Factory) -> Any:
-        shown = name or name_of(make)
+    def _make(self, name: str | None) -> Any:
+        factory = self.factories[name]
+        if factory is None:
+            return None
+        title = name or name_of(factory)
         try:
-            environment = make()
+            environment = factory()
         except Exception as error:
-            raise EpisodeError(f"making the environment {shown!r} raised {type(error).__name__}: {error}") from error
+            raise EpisodeError(f"making the environment {title!r} raised {type(error).__name__}: {error}") from error
         if not callable(getattr(environment, "reset", None)):
             raise EpisodeError(
-                f"the environment {shown!r} is a {type(environment).__name__}, which has no method "
-                "reset; see docs/environments.md"
+                f"the environment {title!r} is a {type(environment).__name__}, which has no method reset; see "
+                "docs/environments.md"
             )
         if not hasattr(environment, "step") and not public_methods(environment):
             raise EpisodeError(
-                f"the environment {shown!r} has neither a method step nor other public methods to use as tools"
+                f"the environment {title!r} has neither a method step nor other public methods to use as tools"
             )
         return environment
 
     def _tools(self, environment: Any) -> dict[str, Tool]:
-        own = [] if environment is None or hasattr(environment, "step") else public_methods(environment)
-        return by_name([*self.tools, *own])
+        methods = [] if environment is None or hasattr(environment, "step") else public_methods(environment)
+        return by_name([*self.tools, *methods])
 
     def _close(self, environment: Any) -> None:
         close = getattr(environment, "close", None)
         if callable(close):
             with contextlib.suppress(Exception):  # the run is over, or the environment has failed already
-                self.workers.all({0: close})
+                self.pool.run({0: close})
 
 
-def load_environments(config, given: Any = None, tools: Sequence[Any] = ()) -> Environments | None:
-    """The environments of the configuration, or of `given` (a factory, a dictionary of them, or a name); None for none.
-
-    Raises ConfigError for a name or option that is wrong, and EpisodeError for what is no environment.
-    """
-    c = config.environment
-    spec = c.name if given is None else given
-    named = [_resolve(tool, {}) for tool in (*c.tools, *tools)]
-    if spec is None and not named:
-        return None
-    if config.algorithm.name in OFFLINE:
-        name = config.algorithm.name
-        raise EpisodeError(f"there is an environment or a tool, but algorithm.name = {name!r} samples nothing")
-    factory = None if spec is None else _resolve(spec, BUILT_IN)
-    if isinstance(factory, Mapping):
-        factory = {str(name): _resolve(each, BUILT_IN) for name, each in factory.items()}
-    elif factory is not None and not callable(factory):
-        raise EpisodeError(
-            f"environment.name is {spec!r}, which is a {type(factory).__name__}; name a class or function"
-        )
-    return Environments(factory, named, c.max_turns, c.max_tool_calls, c.workers, c.timeout, c.on_error)
+def load_environments(spec: EnvironmentSpec) -> Environments | None:
+    """The environments of a spec, None where it has neither an environment nor tools; errors as of `Environments`."""
+    return None if spec.environment is None and not spec.tools else Environments(spec)
 
 
-def _resolve(spec: Any, known: Mapping[str, Any]) -> Any:
-    if not isinstance(spec, str):
-        return spec
-    if not spec.endswith(")"):
-        return resolve(spec, known)
-    function, options = resolve_with_options(spec, known)
-    return functools.partial(function, **options) if options else function
+def _resolve(name: Any, known: Mapping[str, Any]) -> Any:
+    """The object of a name, with its options bound; anything but a name is returned as it is."""
+    if not isinstance(name, str):
+        return name
+    if not name.endswith(")"):
+        return resolve(name, known)
+    function, options = resolve_with_options(name, known)
+    return partial(function, **options) if options else function

@@ -9,7 +9,7 @@ class SortThenSmallest:
     """Sort digits, then name the smallest, on rows of `task:sort` (prompt `sort:4821=`).
 
     A right first answer (`1248`) earns `first`, and the environment asks `sort:=`, which means: the first of them? A
-    right second answer (`1`) earns the rest of 1.0. A wrong answer ends the row.
+    right second answer (`1`) earns the rest of 1.0. A wrong answer ends the episode.
     """
 
     def __init__(self, first: float = 0.0):
@@ -17,7 +17,7 @@ class SortThenSmallest:
         self.answer, self.turn = "", 0
 
     def reset(self, row: dict[str, Any]) -> None:
-        """Starts a game; the row's own prompt is the first question."""
+        """Start a game; the row's own prompt is the first question."""
         prompt = row["prompt"]
         if not (isinstance(prompt, str) and prompt.startswith("sort:") and prompt.endswith("=")):
             raise EpisodeError(
@@ -26,7 +26,7 @@ class SortThenSmallest:
         self.answer, self.turn = "".join(sorted(prompt.removeprefix("sort:").removesuffix("="))), 0
 
     def step(self, text: str) -> Step:
-        """Judges an answer, and asks the second question after a right first one."""
+        """Judge an answer, and ask the second question after a right first one."""
         self.turn += 1
         if text != (self.answer if self.turn == 1 else self.answer[0]):
             return Step(None, 0.0, done=True)

@@ -8,15 +8,15 @@ from typing import Any
 
 from jaxrl_llm.environments.protocol import EpisodeError, Step
 
-TEXTS = ("text", "message", "content", "prompt", "observation", "echoed_message", "result")
+TEXT_FIELDS = ("text", "message", "content", "prompt", "observation", "echoed_message", "result")
 
 
 class OpenEnv:
-    """A session on an OpenEnv server. It needs the package openenv-core.
+    """A session on an OpenEnv server; needs the package openenv-core.
 
-    url: of the server. action: the field of an action that the policy's text goes in. observation: the field of an
-    observation that is shown to the policy; none takes the first known one that holds text, or all of it as JSON.
-    columns: of the row, given to `reset` where the row has them. opening: the first observation is added to the prompt.
+    url: of the server. action: the field of an action that takes the policy's text. observation: the field of an
+    observation that is shown to the policy; None is the first known one that holds text, or all of it as JSON.
+    columns: those of the row that `reset` passes on. opening: the first observation is added to the prompt.
     """
 
     def __init__(
@@ -34,21 +34,21 @@ class OpenEnv:
         self.action, self.observation, self.columns, self.opening = action, observation, columns, opening
 
     def reset(self, row: dict[str, Any]) -> Any:
-        """Starts an episode on the server; returns the row's prompt with the first observation, if that has text."""
-        given = {name: row[name] for name in self.columns if row.get(name) is not None}
-        said = self._text(self.client.reset(**given).observation)
-        if not said or not self.opening:
+        """Start an episode on the server; returns the row's prompt with the first observation, if that has text."""
+        options = {name: row[name] for name in self.columns if row.get(name) is not None}
+        opening = self._text(self.client.reset(**options).observation)
+        if not opening or not self.opening:
             return None
         prompt = row["prompt"]
-        return prompt + said if isinstance(prompt, str) else [*prompt, {"role": "user", "content": said}]
+        return prompt + opening if isinstance(prompt, str) else [*prompt, {"role": "user", "content": opening}]
 
     def step(self, text: str) -> Step:
-        """Sends a turn as an action; returns what the server says."""
+        """Send a turn as an action; returns the server's step result."""
         result = self.client.step({self.action: text})
         return Step(self._text(result.observation), float(result.reward or 0.0), bool(result.done))
 
     def close(self) -> None:
-        """Ends the session."""
+        """End the session."""
         self.client.close()
 
     def _text(self, observation: Any) -> str:
@@ -60,5 +60,5 @@ class OpenEnv:
                     f"observations of {self.url} have no field {self.observation!r}; they have {', '.join(observation)}"
                 )
             return str(observation[self.observation])
-        found = [observation[name] for name in TEXTS if isinstance(observation.get(name), str)]
-        return found[0] if found else json.dumps(dict(observation), default=str)
+        texts = [observation[name] for name in TEXT_FIELDS if isinstance(observation.get(name), str)]
+        return texts[0] if texts else json.dumps(dict(observation), default=str)

@@ -1,4 +1,4 @@
-"""What an environment is: `reset` with a row of the data, `step` with each turn of the policy."""
+"""The protocol of an environment: `reset` with a row of the data, then `step` with each turn of the policy."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
@@ -9,11 +9,11 @@ Messages = Sequence[Mapping[str, Any]]
 
 
 class EpisodeError(ConfigError):
-    """An environment or tool that cannot be used, or that failed where `environment.on_error` says to stop."""
+    """An environment or tool that cannot be used, or that failed while `environment.on_error` is stop."""
 
 
 class Step(NamedTuple):
-    """What an environment says to a turn: text or messages for the policy, a reward, and whether the row is over."""
+    """The step result of a turn: an observation (text or messages), a reward, and whether the episode is done."""
 
     observation: Messages | str | None
     reward: float = 0.0
@@ -21,26 +21,30 @@ class Step(NamedTuple):
 
 
 class Environment(Protocol):
-    """What answers one row at a time; `reset` starts the next row. Methods may be async.
+    """Plays one episode at a time; `reset` starts the next. Methods may be async.
 
-    It may have `get_reward() -> float | None`, which then is the row's reward in place of the sum of its steps' rewards
-    (None: not scored), and `close()`, called at the end of the run.
+    Two more methods are optional: `get_reward() -> float | None`, the reward of the episode in place of the sum of its
+    steps' rewards (None: not rewarded), and `close()`, called at the end of the run.
     """
 
     def reset(self, row: dict[str, Any]) -> Messages | str | None:
-        """Starts a row, `row` being its columns; returns the prompt, or None for the row's own."""
+        """Start an episode with the columns of a row; returns the prompt, or None for the row's own."""
         ...
 
     def step(self, text: str) -> Step:
-        """Answers a turn. Without an observation the row is over, as with `done`."""
+        """Answer a turn. Without an observation the episode is over, as with `done`."""
         ...
 
 
-def checked_step(said: Any, name: str) -> Step:
-    """The Step an environment returned: itself, or a tuple of up to three values. Raises EpisodeError."""
-    if not isinstance(said, tuple) or not 1 <= len(said) <= 3:
-        raise EpisodeError(f"{name}.step returned {said!r}; return Step(observation, reward, done)")
-    step = Step(*said)
+def checked_step(returned: Any, name: str) -> Step:
+    """The Step that the environment `name` returned, from itself or a tuple of up to three values.
+
+    Raises EpisodeError for anything else, for a reward that is no finite number, and for an observation that is neither
+    text nor messages.
+    """
+    if not isinstance(returned, tuple) or not 1 <= len(returned) <= 3:
+        raise EpisodeError(f"{name}.step returned {returned!r}; return Step(observation, reward, done)")
+    step = Step(*returned)
     if not isinstance(step.reward, int | float) and not hasattr(step.reward, "item"):
         raise EpisodeError(f"{name}.step returned the reward {step.reward!r}; give a number")
     if step.reward != step.reward or abs(step.reward) == float("inf"):

@@ -1,19 +1,31 @@
-"""Tools: Python functions that the policy may call, described to it by their signature and docstring."""
+"""Tools: Python functions that the policy calls, in the formats of Hermes, Qwen and Llama 3."""
 
 import inspect
 import json
+import re
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from transformers.utils import get_json_schema
 
 from jaxrl_llm.environments.protocol import EpisodeError
-from jaxrl_llm.environments.tool_calls import ToolCall
 
 Tool = Callable[..., Any]
 
+TAGGED = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
+PYTHON_TAG = "<|python_tag|>"
+TURN_ENDS = ("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|endoftext|>", "</s>")
 
-class Answer(NamedTuple):
+
+class ToolCall(NamedTuple):
+    """One call: the tool's name and arguments, and for a malformed call the `error` in it."""
+
+    name: str
+    arguments: dict[str, Any]
+    error: str | None = None
+
+
+class ToolResult(NamedTuple):
     """The message of role tool that answers a call, and whether the call failed."""
 
     message: dict[str, Any]
@@ -44,47 +56,114 @@ def name_of(tool: Any) -> str:
 
 def by_name(tools: Iterable[Tool]) -> dict[str, Tool]:
     """Tools by their names. Raises EpisodeError when two have the same."""
-    found: dict[str, Tool] = {}
+    named: dict[str, Tool] = {}
     for tool in tools:
-        if name_of(tool) in found:
+        if name_of(tool) in named:
             raise EpisodeError(f"there are two tools named {name_of(tool)!r}; rename one")
-        found[name_of(tool)] = tool
-    return found
+        named[name_of(tool)] = tool
+    return named
 
 
 def public_methods(environment: Any) -> list[Tool]:
     """The methods of an object that are tools: the public ones, save `reset`, `step`, `get_reward` and `close`."""
-    own = inspect.getmembers(type(environment), predicate=inspect.isfunction)
-    kept = ("reset", "step", "get_reward", "close")
-    return [getattr(environment, name) for name, _ in own if not name.startswith("_") and name not in kept]
+    methods = inspect.getmembers(type(environment), predicate=inspect.isfunction)
+    reserved = ("reset", "step", "get_reward", "close")
+    return [getattr(environment, name) for name, _ in methods if not name.startswith("_") and name not in reserved]
 
 
-def call_tool(call: ToolCall, tools: Mapping[str, Tool]) -> Answer | Awaitable[Answer]:
-    """The answer to a call; awaitable for an async tool.
+def call_tool(call: ToolCall, tools: Mapping[str, Tool]) -> ToolResult | Awaitable[ToolResult]:
+    """The result of a call; awaitable for an async tool.
 
-    A call that is malformed, of an unknown tool, or on which the tool raises is answered with what is wrong: the policy
-    may mend it.
+    A call that is malformed, of an unknown tool, or on which the tool raises is answered with the error: the policy
+    may correct it in its next turn.
     """
     tool = tools.get(call.name)
     if call.error is not None:
-        return _answer(call, {"error": call.error}, True)
+        return _tool_result(call, {"error": call.error}, failed=True)
     if tool is None:
-        return _answer(call, {"error": f"there is no tool {call.name!r}; there are {', '.join(tools) or 'none'}"}, True)
+        error = f"there is no tool {call.name!r}; there are {', '.join(tools) or 'none'}"
+        return _tool_result(call, {"error": error}, failed=True)
     try:
         inspect.signature(tool).bind(**call.arguments)
         result = tool(**call.arguments)
     except Exception as error:
-        return _answer(call, {"error": f"{type(error).__name__}: {error}"}, True)
-    return _awaited(call, result) if inspect.isawaitable(result) else _answer(call, result)
+        return _tool_result(call, {"error": f"{type(error).__name__}: {error}"}, failed=True)
+    if not inspect.isawaitable(result):
+        return _tool_result(call, result)
+
+    async def awaited() -> ToolResult:
+        try:
+            return _tool_result(call, await result)
+        except Exception as error:
+            return _tool_result(call, {"error": f"{type(error).__name__}: {error}"}, failed=True)
+
+    return awaited()
 
 
-async def _awaited(call: ToolCall, result: Awaitable[Any]) -> Answer:
-    try:
-        return _answer(call, await result)
-    except Exception as error:
-        return _answer(call, {"error": f"{type(error).__name__}: {error}"}, True)
-
-
-def _answer(call: ToolCall, result: Any, failed: bool = False) -> Answer:
+def _tool_result(call: ToolCall, result: Any, failed: bool = False) -> ToolResult:
     content = result if isinstance(result, str) else json.dumps(result, default=str, ensure_ascii=False)
-    return Answer({"role": "tool", "name": call.name or "unknown", "content": content}, failed)
+    return ToolResult({"role": "tool", "name": call.name or "unknown", "content": content}, failed)
+
+
+def parse_tool_calls(text: str) -> list[ToolCall]:
+    """The calls in a turn, in order; none when it asks for no tool.
+
+    `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, any number of them (Hermes, Qwen); or a turn that is
+    nothing but JSON with `name` and `parameters` (Llama 3), one object, several with semicolons between, or a list.
+    A call that is meant but malformed has an `error`.
+    """
+    tagged = TAGGED.findall(text)
+    if tagged:
+        calls = []
+        for body in tagged:
+            try:
+                calls.append(_as_call(json.loads(body)))
+            except json.JSONDecodeError as error:
+                calls.append(ToolCall("", {}, f"the call {_shorten(body.strip())} is not JSON: {error}"))
+        return calls
+    body = text.rpartition(PYTHON_TAG)[2].strip()
+    for end in TURN_ENDS:
+        body = body.removesuffix(end).strip()
+    if not body.startswith(("{", "[")):
+        return []
+    values = _json_values(body)
+    if values and all(isinstance(value, Mapping) and "name" in value for value in values):
+        return [_as_call(value) for value in values]
+    # Without the tag a turn that opens with a brace may be an answer, such as {"sum": 3} or {1, 2}.
+    malformed = ToolCall("", {}, f"the call {_shorten(body)} is not JSON with name and parameters")
+    return [malformed] if PYTHON_TAG in text else []
+
+
+def _as_call(value: Any) -> ToolCall:
+    if isinstance(value, Mapping) and isinstance(value.get("function"), Mapping):  # as OpenAI nests it
+        value = value["function"]
+    if not isinstance(value, Mapping) or not isinstance(value.get("name"), str):
+        return ToolCall("", {}, f"the call {_shorten(value)} is not an object with name and arguments")
+    arguments = value.get("arguments", value.get("parameters", {}))
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except json.JSONDecodeError:
+            return ToolCall(value["name"], {}, f"the arguments {_shorten(arguments)} are not JSON")
+    if not isinstance(arguments, Mapping):
+        return ToolCall(value["name"], {}, f"the arguments {_shorten(arguments)} are not an object")
+    return ToolCall(value["name"], dict(arguments))
+
+
+def _json_values(text: str) -> list[Any]:
+    """The JSON values of a text that holds nothing else, with semicolons or white space between; [] otherwise."""
+    decoder, values, position = json.JSONDecoder(), [], 0
+    while position < len(text):
+        try:
+            value, position = decoder.raw_decode(text, position)
+        except json.JSONDecodeError:
+            return []
+        values += value if isinstance(value, list) else [value]
+        while position < len(text) and (text[position].isspace() or text[position] == ";"):
+            position += 1
+    return values
+
+
+def _shorten(value: Any, limit: int = 200) -> str:
+    text = value if isinstance(value, str) else json.dumps(value, default=repr)
+    return text if len(text) <= limit else text[: limit - 3] + "..."

@@ -8,7 +8,7 @@ import json
 from typing import Any
 
 from jaxrl_llm.environments.protocol import EpisodeError, Step
-from jaxrl_llm.environments.tool_calls import parse_tool_calls
+from jaxrl_llm.environments.tools import parse_tool_calls
 
 NEEDS = "pip install 'verifiers<0.2'"
 COLUMNS = ("answer", "task", "info", "example_id")
@@ -16,7 +16,7 @@ COLUMNS = ("answer", "task", "info", "example_id")
 
 @functools.lru_cache(maxsize=8)
 def load(name: str, options: str = "{}") -> Any:
-    """The verifiers environment `name` with options (a JSON object): one for all rows, which it keeps no state of.
+    """The verifiers environment `name` with options (a JSON object): one for all rows, as it keeps no state of them.
 
     `load(name).get_dataset()` has the rows to train on. Raises EpisodeError when the package is missing, too new, or
     does not know it.
@@ -36,10 +36,10 @@ def load(name: str, options: str = "{}") -> Any:
 
 
 class Verifiers:
-    """A row in a verifiers environment. The data are its rows, with the columns prompt and answer, task, info.
+    """An episode in a verifiers environment. The data are its rows, with the columns prompt and answer, task, info.
 
     name: as `verifiers.load_environment` takes it; options: a JSON object of its arguments. The reward is the rubric's,
-    of each row alone. Calls that the policy writes become `tool_calls` of its message, for environments with tools.
+    of each row alone. Tool calls in the policy's text become `tool_calls` of its message, for environments with tools.
     """
 
     def __init__(self, name: str, options: str = "{}"):
@@ -48,41 +48,52 @@ class Verifiers:
         self.messages: Any = None
 
     async def reset(self, row: dict[str, Any]) -> Any:
-        """Starts a row."""
+        """Start an episode; returns the prompt where the environment changes it."""
         prompt = row["prompt"]
-        given = {"example_id": 0, "task": "default", "answer": "", "info": {}}
-        given |= {name: row[name] for name in COLUMNS if row.get(name) is not None}
-        state = await self.environment.init_state({"prompt": prompt, **given}, None, "policy", {})
+        columns = {"example_id": 0, "task": "default", "answer": "", "info": {}}
+        columns |= {name: row[name] for name in COLUMNS if row.get(name) is not None}
+        state = await self.environment.init_state({"prompt": prompt, **columns}, None, "policy", {})
         self.state, self.messages = await self.environment.setup_state(state), prompt
         return None if self.state["prompt"] == prompt else self.state["prompt"]
 
     async def step(self, text: str) -> Step:
-        """Gives a turn to the environment; the row is over when one of its stop conditions holds."""
-        state, chat = self.state, not isinstance(self.messages, str)
-        said: Any = [self._message(text)] if chat else text
-        taken = {"prompt": self.messages, "completion": said, "response": None, "tokens": None, "reward": None}
-        more = {"advantage": None, "is_truncated": False, "trajectory_id": state["trajectory_id"], "extras": {}}
-        await self.environment.add_trajectory_step(state, {**taken, **more})
+        """Give a turn to the environment; the episode is done when one of its stop conditions holds."""
+        state, turn = self.state, text
+        if not isinstance(self.messages, str):
+            turn = [_message(text)]
+        trajectory_step = {
+            "prompt": self.messages,
+            "completion": turn,
+            "response": None,
+            "tokens": None,
+            "reward": None,
+            "advantage": None,
+            "is_truncated": False,
+            "trajectory_id": state["trajectory_id"],
+            "extras": {},
+        }
+        await self.environment.add_trajectory_step(state, trajectory_step)
         if await self.environment.is_completed(state):
             return Step(None, done=True)
-        before = len(self.messages) + len(said)
+        before = len(self.messages) + len(turn)
         self.messages = await self.environment.get_prompt_messages(state)
         if state.get("final_env_response") is not None or await self.environment.is_completed(state):
             return Step(None, done=True)
         return Step(self.messages[before:])
 
     async def get_reward(self) -> float:
-        """The rubric's score of the row."""
+        """The rubric's score of the episode."""
         await self.environment.render_completion(self.state)
         await self.environment.rubric.score_rollout(self.state, score_sem=contextlib.nullcontext())
         return float(self.state["reward"])
 
-    def _message(self, text: str) -> dict[str, Any]:
-        calls = parse_tool_calls(text)
-        if not calls:
-            return {"role": "assistant", "content": text}
-        made = [
+
+def _message(text: str) -> dict[str, Any]:
+    """A turn as a message of the assistant, with its tool calls in OpenAI's form."""
+    message: dict[str, Any] = {"role": "assistant", "content": text}
+    if calls := parse_tool_calls(text):
+        message["tool_calls"] = [
             {"id": f"call{i}", "type": "function", "function": {"name": c.name, "arguments": json.dumps(c.arguments)}}
             for i, c in enumerate(calls)
         ]
-        return {"role": "assistant", "content": text, "tool_calls": made}
+    return message

@@ -10,9 +10,9 @@ which grows as the rows do. Decoding pauses when enough rows have ended: their s
 and the grid shrinks. Randomness is one uniform per row and position, from the row's own key: a sample depends
 neither on its neighbours nor on its slot, nor on what is guessed of it (drafts.py).
 
-With a `Partner` rows are conversations: a row that ends waits for what the partner says, which is put in as given
-tokens, and goes on. Given tokens are in no mask. Many are read at once, rows that have them alone; few are decoded like
-others and cost a step each.
+With a `TurnServer` rows have several turns: a row that ends a turn waits for its observation tokens, and goes on behind
+them. These are in no mask. Many are read at once, rows that have them alone; few are decoded like others and cost a
+step each.
 """
 
 import dataclasses
@@ -31,7 +31,7 @@ from jaxrl_llm.models.lora import merge
 from jaxrl_llm.models.quantize import BYTES, narrowed, quantized_as
 from jaxrl_llm.models.rope import check_length
 from jaxrl_llm.models.transformer import Net, Params, unstack
-from jaxrl_llm.rollout.multi_turn import Conversations, Partner, slots_to_read
+from jaxrl_llm.rollout.multi_turn import TurnServer, TurnTracker, slots_to_read
 from jaxrl_llm.rollout.sampling import Sampling, sample
 from jaxrl_llm.rollout.scheduler import IDLE, Grid, Schedule
 from jaxrl_llm.rollout.speculative import guesses
@@ -118,15 +118,15 @@ class Engine:
         return _decoding_params(params, self.decoder)
 
     def generate(
-        self, params: Params, prompts, segments, key, first_row: int = 0, partner: Partner | None = None, limits=None,
-        listener: Listener | None = None,
+        self, params: Params, prompts, segments, key, first_row: int = 0, turn_server: TurnServer | None = None,
+        limits=None, listener: Listener | None = None,
     ) -> Rollout:  # fmt: skip
         """Completions of prompts `[B,P]`, padded on the left, segments `[B,P]` 0 on padding.
 
         Row i draws from `fold_in(key, first_row + i)`. A row whose given tokens leave no room to sample one is cut.
         `limits` `[N]` are the most tokens of each row, where that is less than max_completion_length. `listener` is
         called with every row of this process, from 0, and its tokens, soon after it ends, while others are decoded;
-        not in conversations.
+        not with a `turn_server`.
         """
         check_length(self.net.config.rope, prompts.shape[1] + self.max_completion_length)
         shards, longest = _shards(), self.max_completion_length
@@ -140,17 +140,17 @@ class Engine:
         slots, lengths = min(self.slots // shards or count, count), (prompts.shape[1], longest)
         schedule = Schedule(local, self.group_size, shards, slots, self.shrink, lengths)
         size, executed = min(self.chunk, longest), 0
-        talk = None if partner is None else Conversations(partner, count * shards, shards, longest)
-        handout = Handout(listener if talk is None else None, count * shards)
+        turns = None if turn_server is None else TurnTracker(turn_server, count * shards, longest)
+        handout = Handout(listener if turns is None else None, count * shards)
         grid, places, slots = schedule.grid, *_seat(self, bank, rows, keys, None, schedule.grid, None, size)
         while True:
             lengths, ended, finished, given, steps = (np.asarray(x) for x in _status(slots))
             live = busy = (grid.row != IDLE) & ~ended.reshape(grid.row.shape)
             ready = handout.take(grid, slots.rows.tokens, lengths, ended)
-            if talk is not None:
-                answers = talk(grid, slots.rows.tokens, lengths, finished, wait=not live.any())
-                if answers is not None:
-                    slots = _give(slots, *answers)
+            if turns is not None:
+                observations = turns.exchange(grid, slots.rows.tokens, lengths, finished, wait=not live.any())
+                if observations is not None:
+                    slots = _give(slots, *observations)
                     continue
                 if (reading := slots_to_read(given.reshape(shards, -1))) is not None:
                     width = min(READ, longest)
@@ -158,7 +158,7 @@ class Engine:
                     slots = _read(self, params, places, slots, reading, width)
                     executed += reading.size * width
                     continue
-                busy = live | talk.waiting(grid)
+                busy = live | turns.waiting_slots(grid)
             following = schedule.next(busy) if schedule.waiting.size or busy.any() else None
             if following is not None:
                 executed += int(steps) * grid.slots
@@ -170,7 +170,7 @@ class Engine:
                 slots, size = _with_room(slots, size, reached + 1, longest)
                 ahead = min(self.chunk, size - reached)
                 # For what is left of the last chunk a smaller grid saves less than its program costs to compile.
-                pauses = talk is None and (longest - reached >= self.chunk or schedule.waiting.size)
+                pauses = turns is None and (longest - reached >= self.chunk or schedule.waiting.size)
                 few = schedule.few(live) if pauses else 0
                 slots = _decode_chunk(self, params, places, slots, np.int32(ahead), np.int32(few))
             handout.give(ready)

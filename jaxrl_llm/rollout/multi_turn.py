@@ -1,4 +1,4 @@
-"""Rows that are conversations: who answers them, and how answers reach rows, whichever process these belong to."""
+"""Multi-turn rollouts, the engine's side: rows that end a turn wait for observation tokens, from whichever process."""
 
 from typing import Any, NamedTuple, Protocol
 
@@ -9,101 +9,104 @@ from jax.experimental import multihost_utils
 from jaxrl_llm.distributed.sharding import local_rows
 from jaxrl_llm.rollout.scheduler import IDLE, Grid
 
-MANY = 8  # given tokens that are read at once; for fewer the program is not worth compiling
-ROWS = 8  # rows of a shard that read at once: what they need beside the caches stays small
+MIN_TOKENS = 8  # observation tokens that are read at once; for fewer the program is not worth compiling
+MAX_ROWS = 8  # rows of a shard that read at once: the arrays beside the caches stay small
 
 
-class Partner(Protocol):
-    """Who answers the rows of this process: environments, tools."""
+class TurnServer(Protocol):
+    """Answers the turns of this process's rows, which count from 0 here: `environments.batch.EpisodeBatch`."""
 
-    def hear(self, row: int, tokens: list[int]) -> None:
-        """Takes the completion so far of a row that ended, without waiting. Rows count from 0 in this process."""
+    def submit(self, row: int, tokens: list[int]) -> None:
+        """Take the completion so far of a row that has ended a turn, without waiting."""
         ...
 
-    def replies(self, wait: bool) -> dict[int, list[int] | None]:
-        """The tokens that follow in each row with an answer now, None where the row is over; with `wait` at least one.
+    def poll(self, wait: bool) -> dict[int, list[int] | None]:
+        """The observation tokens of each row that is answered by now, None for a row that is over.
 
-        Called also when no row of this process waits: then there are none.
+        With `wait`, at least one. Called also when no row of this process waits: then there are none.
         """
         ...
 
 
-class Answers(NamedTuple):
-    """What is put into the rows of a grid `[G,R]`."""
+class Observations(NamedTuple):
+    """The observation tokens to put into the rows of a grid `[G,R]`."""
 
     tokens: np.ndarray  # [G,R,W]
-    counts: np.ndarray  # [G,R] of them
-    cut: np.ndarray  # [G,R] rows whose answer leaves no room for another token
+    counts: np.ndarray  # [G,R] tokens of each row
+    truncated: np.ndarray  # [G,R] rows that end, as their observation leaves no room for another token
 
 
-class Conversations:
-    """Asks the partner about each row that ends, and collects what it says. Every process holds the same state."""
+class TurnTracker:
+    """The state of each row between its turns: submitted and waiting, decoding, or over. The same on every process.
 
-    def __init__(self, partner: Partner, rows: int, shards: int, longest: int):
-        self.partner, self.longest = partner, longest
-        self.rows = rows
-        self.first = jax.process_index() * (rows // jax.process_count())  # row of this process
-        self.asked = np.zeros(rows, bool)  # rows that wait for an answer
+    rows: of all processes. max_length: tokens of a completion.
+    """
+
+    def __init__(self, server: TurnServer, rows: int, max_length: int):
+        self.server, self.rows, self.max_length = server, rows, max_length
+        self.first_row = jax.process_index() * (rows // jax.process_count())  # of this process
+        self.waiting = np.zeros(rows, bool)
         self.over = np.zeros(rows, bool)
 
-    def waiting(self, grid: Grid) -> np.ndarray:
-        """Which rows wait for an answer, in the shape of the grid."""
+    def waiting_slots(self, grid: Grid) -> np.ndarray:
+        """True for the slots whose rows wait for an observation, in the shape of `grid.row`."""
         numbers = grid.numbers(self.rows)
-        return (self.asked[numbers] & (numbers != IDLE)).reshape(grid.row.shape)
+        return (self.waiting[numbers] & (numbers != IDLE)).reshape(grid.row.shape)
 
-    def __call__(self, grid: Grid, tokens: Any, lengths, finished, wait: bool) -> Answers | None:
-        """The answers that have come; None without any. With `wait`, waits for one.
+    def exchange(self, grid: Grid, tokens: Any, lengths, finished, wait: bool) -> Observations | None:
+        """Submit the rows that have ended a turn; returns the observations that have come, None without any.
 
-        tokens `[G,R,C]` on the devices; lengths and finished `[G,R]`.
+        tokens `[G,R,C]` on the devices; lengths and finished `[G,R]`. With `wait`, waits for one row to be answered.
         """
         numbers = grid.numbers(self.rows)
-        fresh = finished & (numbers != IDLE) & ~self.asked[numbers] & ~self.over[numbers]
-        if fresh.any():
-            own, start = local_rows(tokens), first_place(tokens)
-            for g, r in np.argwhere(fresh[start : start + len(own)]):
-                said = own[g, r, : lengths[start + g, r]].tolist()
-                self.partner.hear(int(numbers[start + g, r]) - self.first, said)
-            self.asked[numbers[fresh]] = True
-        if not self.asked.any():
+        ended = finished & (numbers != IDLE) & ~self.waiting[numbers] & ~self.over[numbers]
+        if ended.any():
+            rows, start = local_rows(tokens), local_start(tokens)
+            for g, r in np.argwhere(ended[start : start + len(rows)]):
+                completion = rows[g, r, : lengths[start + g, r]].tolist()
+                self.server.submit(int(numbers[start + g, r]) - self.first_row, completion)
+            self.waiting[numbers[ended]] = True
+        if not self.waiting.any():
             return None
-        return self._answers(numbers, lengths, self.partner.replies(wait))
-
-    def _answers(self, numbers, lengths, replies: dict[int, list[int] | None]) -> Answers | None:
-        said = {row + self.first: tokens for row, tokens in replies.items()}
-        longest = _over_processes(np.asarray(max((len(tokens or ()) for tokens in said.values()), default=0)), max)
+        answers = {row + self.first_row: answer for row, answer in self.server.poll(wait).items()}
+        # A process knows the answers of its own rows only, but all must run the same program on the same arrays: they
+        # agree on the width, a power of two so that few programs are compiled, and add up arrays that are 0 in the
+        # rows of others.
+        longest = _over_processes(np.asarray(max((len(answer or ()) for answer in answers.values()), default=0)), max)
         width = 1 << max(int(longest) - 1, 0).bit_length()
-        given = np.zeros((*numbers.shape, width), np.int32)
+        observed = np.zeros((*numbers.shape, width), np.int32)
         counts, answered, over = (np.zeros(numbers.shape, np.int32) for _ in range(3))
-        for g, r in np.argwhere(np.isin(numbers, list(said))):
-            tokens = said[numbers[g, r]]
-            answered[g, r], over[g, r] = 1, tokens is None
-            if tokens is not None:
-                given[g, r, : len(tokens)], counts[g, r] = tokens, len(tokens)
-        given, counts, answered, over = (_over_processes(x, sum) for x in (given, counts, answered, over))
-        cut = (counts > 0) & (lengths + counts >= self.longest)
-        counts = np.where(cut, 0, counts)
-        self.asked[numbers[answered > 0]] = False
-        self.over[numbers[(over > 0) | cut]] = True
-        return Answers(given, counts, cut) if counts.any() or cut.any() else None
+        for g, r in np.argwhere(np.isin(numbers, list(answers))):
+            answer = answers[int(numbers[g, r])]
+            answered[g, r], over[g, r] = 1, answer is None
+            if answer is not None:
+                observed[g, r, : len(answer)], counts[g, r] = answer, len(answer)
+        observed, counts, answered, over = (_over_processes(x, sum) for x in (observed, counts, answered, over))
+        truncated = (counts > 0) & (lengths + counts >= self.max_length)
+        counts = np.where(truncated, 0, counts)
+        self.waiting[numbers[answered > 0]] = False
+        self.over[numbers[(over > 0) | truncated]] = True
+        return Observations(observed, counts, truncated) if counts.any() or truncated.any() else None
 
 
-def slots_to_read(given: np.ndarray) -> np.ndarray | None:
-    """The slots `[shards, m]` that read next, of those with `given` `[shards, slots]` tokens; None if none has many.
+def slots_to_read(counts: np.ndarray) -> np.ndarray | None:
+    """The slots `[shards, m]` that read next, by their `counts` `[shards, slots]` of observation tokens; None for none.
 
-    m is a power of two, and a place that none takes is past the end.
+    A slot with fewer than MIN_TOKENS decodes them instead. m is a power of two; entries without a slot are past the
+    end.
     """
-    many = [np.flatnonzero(tokens >= MANY)[:ROWS] for tokens in given]
-    most = max(map(len, many))
+    slots = [np.flatnonzero(shard >= MIN_TOKENS)[:MAX_ROWS] for shard in counts]
+    most = max(map(len, slots))
     if not most:
         return None
-    chosen = np.full((len(given), 1 << (most - 1).bit_length()), given.shape[1], np.int32)
-    for row, found in zip(chosen, many, strict=True):
-        row[: len(found)] = found
-    return chosen
+    index = np.full((len(counts), 1 << (most - 1).bit_length()), counts.shape[1], np.int32)
+    for row, chosen in zip(index, slots, strict=True):
+        row[: len(chosen)] = chosen
+    return index
 
 
-def first_place(tokens: Any) -> int:
-    """Where this process's part of a global array begins."""
+def local_start(tokens: Any) -> int:
+    """The index at which this process's rows of a global array begin."""
     if tokens.is_fully_addressable:
         return 0
     return min(shard.index[0].start or 0 for shard in tokens.addressable_shards)

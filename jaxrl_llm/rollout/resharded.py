@@ -15,7 +15,7 @@ from jaxrl_llm.config import ConfigError
 from jaxrl_llm.distributed.sharding import row_sharding, row_shards, shardings
 from jaxrl_llm.models.transformer import Params
 from jaxrl_llm.rollout.engine import Engine, Rollout
-from jaxrl_llm.rollout.multi_turn import Partner
+from jaxrl_llm.rollout.multi_turn import TurnServer
 from jaxrl_llm.rollout.streaming import Listener
 
 
@@ -38,18 +38,19 @@ class EngineOnMesh(Engine):
             return jax.block_until_ready(_placing(_decoded, places, engine=self)(params))
 
     def generate(
-        self, params: Params, prompts, segments, key, first_row: int = 0, partner: Partner | None = None, limits=None,
-        listener: Listener | None = None,
+        self, params: Params, prompts, segments, key, first_row: int = 0, turn_server: TurnServer | None = None,
+        limits=None, listener: Listener | None = None,
     ) -> Rollout:  # fmt: skip
         """As `Engine.generate`; what comes in and goes out is cut over `home`.
 
-        Prompts that do not divide into the row parts of `mesh` are filled up. A partner speaks to rows of its own
-        process: with one, raises ConfigError where they are others on `mesh`. Where they are, the listener is not told.
+        Prompts that do not divide into the row parts of `mesh` are filled up. A turn server answers rows of its
+        own process: with one, raises ConfigError where they are others on `mesh`. Where they are, the listener is not
+        called.
         """
         count, rows = len(prompts), len(prompts) * self.group_size
         missing = -count % row_shards(self.mesh)
         alike = not missing and _rows_of_processes(self.mesh, count) == _rows_of_processes(self.home, count)
-        if partner is not None and not alike:
+        if turn_server is not None and not alike:
             raise ConfigError(
                 f"{count} prompts lie otherwise on the mesh that samples ({row_shards(self.mesh)} row parts, "
                 f"{missing} prompts short) than on that of training ({row_shards(self.home)}), and environments are "
@@ -62,7 +63,7 @@ class EngineOnMesh(Engine):
         key = _placing(_same, NamedSharding(self.mesh, PartitionSpec()))(key)
         with jax.set_mesh(self.mesh):
             told = _first_rows(listener, rows) if alike or jax.process_count() == 1 else None
-            rollout = super().generate(params, prompts, segments, key, first_row, partner, limits, told)
+            rollout = super().generate(params, prompts, segments, key, first_row, turn_server, limits, told)
         return _placing(_cut, row_sharding(self.home), rows=rows)(rollout)
 
 

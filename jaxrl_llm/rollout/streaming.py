@@ -7,7 +7,7 @@ import jax
 import numpy as np
 
 from jaxrl_llm.distributed.sharding import local_rows
-from jaxrl_llm.rollout.multi_turn import first_place
+from jaxrl_llm.rollout.multi_turn import local_start
 from jaxrl_llm.rollout.scheduler import IDLE, Grid
 
 Listener = Callable[[int, list[int]], None]  # is told a row of this process, from 0, and its tokens
@@ -33,7 +33,7 @@ class Handout:
         if not fresh.any():
             return []
         self.told[numbers[fresh]] = True
-        own, start = local_rows(tokens), first_place(tokens)
+        own, start = local_rows(tokens), local_start(tokens)
         places = [(g, r, start + g) for g, r in np.argwhere(fresh[start : start + len(own)])]
         return [(int(numbers[at, r]) - self.first, own[g, r, : lengths[at, r]].tolist()) for g, r, at in places]
 

@@ -25,12 +25,13 @@ from jaxrl_llm.data.pipeline import Pipeline
 from jaxrl_llm.data.streaming import Stream
 from jaxrl_llm.distributed.processes import agreeing, gather
 from jaxrl_llm.distributed.sharding import constrain, local_rows, on_device, row_shards, rows_to_global
+from jaxrl_llm.environments.batch import EpisodeBatch
 from jaxrl_llm.models.logprobs import token_logps, token_values
 from jaxrl_llm.models.transformer import Net, Params
 from jaxrl_llm.rewards.grader import NOTHING_LOGGED, Logged, Rewards, TrainerState
 from jaxrl_llm.rollout.engine import Engine, Rollout
 from jaxrl_llm.training.advantages import Scorer
-from jaxrl_llm.training.episodes import Converse, Conversing
+from jaxrl_llm.training.external_rollout import ExternalRollout
 from jaxrl_llm.training.logging.logger import Stopwatch
 from jaxrl_llm.training.logging.reward_metrics import add_totals, join, over_processes, table_value
 from jaxrl_llm.training.microbatch import map_microbatches
@@ -69,7 +70,7 @@ class Sampled(NamedTuple):
 class Sampler:
     """Samples completions of prompts and scores them.
 
-    With `converse` completions are conversations; `elsewhere` samples in place of the engine.
+    With `open_episodes` rows are episodes of environments; `external` samples in place of the engine.
     """
 
     engine: Engine
@@ -78,8 +79,8 @@ class Sampler:
     mesh: Mesh
     prompt_width: int
     watch: Stopwatch
-    converse: Converse | None = None
-    elsewhere: Callable[..., tuple[Rollout, dict[str, list[Any]]]] | None = None
+    open_episodes: Callable[[list[Row], int], EpisodeBatch] | None = None
+    external: ExternalRollout | None = None
 
     def __call__(
         self,
@@ -94,45 +95,47 @@ class Sampler:
         Row i draws its random numbers from `fold_in(key, first_row + i)`.
         """
         with self.watch("rollout"):
-            talk = None if self.converse is None else self.converse(examples, self.engine.group_size)
-            opened = examples if talk is None else talk.examples
+            episodes = None if self.open_episodes is None else self.open_episodes(examples, self.engine.group_size)
+            opened = examples if episodes is None else episodes.examples
             repeated = [e for e in opened for _ in range(self.engine.group_size)]
             columns = {
                 name: [e[name] for e in repeated] for name in examples[0] if name not in ("prompt", "prompt_ids")
             }
             asked = [e["prompt"] for e in repeated]
             early = None
-            if talk is None and self.elsewhere is None and self.rewards.takes_rows:
+            if episodes is None and self.external is None and self.rewards.takes_rows:
                 with agreeing():
                     early = EarlyGrading(self.rewards.open(asked, columns, state), asked, self.tokenizer)
-            rollout, results = self._rollout(params, opened, key, first_row, state, talk, early)
+            rollout, results = self._rollout(params, opened, key, first_row, state, episodes, early)
             tokens, lengths = local_rows((rollout.tokens, rollout.lengths))
         with self.watch("reward"), agreeing():
             ids = [
                 row[self.prompt_width : self.prompt_width + n].tolist() for row, n in zip(tokens, lengths, strict=True)
             ]
             texts = None
-            if talk is not None:
-                texts, results = talk.finish(ids, self.rewards.workers is None)
+            if episodes is not None:
+                texts, results = episodes.finish(ids, self.rewards.workers is None)
             if early is None:
                 early = EarlyGrading(self.rewards.open(asked, columns | results, state), asked, self.tokenizer)
             texts = early.finish(ids, texts)
             graded = early.pending.result()
-            if talk is not None:
-                graded = graded._replace(logged=talk.logged(graded.logged))
+            if episodes is not None:
+                metrics, totals, table = episodes.release()
+                logged = graded.logged
+                logged = Logged(logged.metrics | metrics, logged.totals | totals, logged.columns | table)
+                graded = graded._replace(logged=logged)
             return Sampled(rollout, examples, asked, texts, *graded)
 
     def _rollout(
-        self, params: Params, examples: list[Row], key, first_row: int, state: TrainerState, talk: Conversing | None,
-        early: EarlyGrading | None,
+        self, params: Params, examples: list[Row], key, first_row: int, state: TrainerState,
+        episodes: EpisodeBatch | None, early: EarlyGrading | None,
     ) -> tuple[Rollout, dict[str, list[Any]]]:  # fmt: skip
         """The rows, and the columns for rewards that come with them."""
-        if self.elsewhere is not None:
-            return self.elsewhere(params, examples, jax.random.fold_in(key, first_row), state)
+        if self.external is not None:
+            return self.external(params, examples, jax.random.fold_in(key, first_row), state)
         padded = pad_prompts([e["prompt_ids"] for e in examples], self.prompt_width)
         prompts, segments = rows_to_global(padded, self.mesh)
-        partner = None if talk is None else talk.dialogue
-        return self.engine.generate(params, prompts, segments, key, first_row, partner, listener=early), {}
+        return self.engine.generate(params, prompts, segments, key, first_row, episodes, listener=early), {}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,24 +1,26 @@
 """From a configuration to what samples completions: an engine, how it draws, what answers it and what grades it."""
 
+from functools import partial
 from typing import Any
 
 from jax.sharding import Mesh
 
+from jaxrl_llm.algorithms.batch import Inputs
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.config.resolve import split_options
-from jaxrl_llm.distributed.sharding import rollout_mesh
+from jaxrl_llm.data.observations import TurnTokenizer
+from jaxrl_llm.distributed.sharding import rollout_mesh, row_shards
+from jaxrl_llm.environments.batch import EpisodeBatch
 from jaxrl_llm.environments.factory import Environments
 from jaxrl_llm.models.cast import draws_from_another
 from jaxrl_llm.models.model import Model
 from jaxrl_llm.rewards.grader import Rewards
-from jaxrl_llm.rollout.engine import Engine
+from jaxrl_llm.rollout.engine import Engine, Rollout
 from jaxrl_llm.rollout.resharded import EngineOnMesh
 from jaxrl_llm.rollout.sampling import Sampling
-from jaxrl_llm.training.episodes import Converse
-from jaxrl_llm.training.external_rollouts import Elsewhere
+from jaxrl_llm.training.external_rollout import ExternalRollout, load_rollout_function
 from jaxrl_llm.training.logging.logger import Stopwatch
-from jaxrl_llm.training.online import Row, Sampler
-from jaxrl_llm.training.rollout_functions import load_rollout_function
+from jaxrl_llm.training.online import Row, Sampler, scored_logps
 
 WIDTH_MULTIPLE = 8  # rows are padded to a multiple, so that similar data compiles to the same shapes
 
@@ -28,10 +30,11 @@ def build_sampler(model: Model, grader: Rewards, mesh: Mesh, sampling: Sampling,
                   environments: Environments | None = None) -> Sampler:  # fmt: skip
     """A sampler wide enough for the prompts of `examples` or, where they are not known before, for any."""
     eos = eos_ids(model)
-    converse = None
+    open_episodes = None
     if environments is not None:
         options = split_options(f"_({config.data.chat_template_kwargs})")[1]
-        converse = Converse(environments, model.tokenizer, eos, config.rollout.max_prompt_length, options)
+        turns = TurnTokenizer(model.tokenizer, eos, config.rollout.max_prompt_length, options)
+        open_episodes = partial(EpisodeBatch.open, environments, turns)
         examples = None  # environments and tools may lengthen prompts
     c = config.rollout
     engine = Engine(
@@ -43,11 +46,17 @@ def build_sampler(model: Model, grader: Rewards, mesh: Mesh, sampling: Sampling,
         engine = EngineOnMesh(**vars(engine), mesh=own_mesh, home=mesh, watch=watch)
     limit = config.rollout.max_prompt_length
     width = limit if examples is None else padded_width(max(len(example["prompt_ids"]) for example in examples), limit)
-    function, elsewhere = load_rollout_function(config.environment.rollout_func), None
+    function, external = load_rollout_function(config.environment.rollout_func), None
     if function is not None:
         width = limit  # what a function returns as prompts is its own
-        elsewhere = Elsewhere(function, engine, model.tokenizer, mesh, width, config.rollout.temperature)
-    return Sampler(engine, grader, model.tokenizer, mesh, width, watch, converse, elsewhere)
+
+        def policy_logps(params: Any, rows: Rollout):
+            count, temperature = len(rows.tokens), config.rollout.temperature
+            inputs = Inputs(rows.tokens, rows.segments, prompt_width=width)
+            return scored_logps(engine.net, params, inputs, temperature, count, row_shards(mesh))
+
+        external = ExternalRollout(function, engine, model.tokenizer, mesh, width, policy_logps)
+    return Sampler(engine, grader, model.tokenizer, mesh, width, watch, open_episodes, external)
 
 
 def stored_types(config) -> dict[str, Any]:

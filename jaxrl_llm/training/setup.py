@@ -1,6 +1,6 @@
 """From a configuration to the parts of a run: the one place where model, data, rewards, sampler and update meet."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -15,7 +15,8 @@ from jaxrl_llm.data.loading import Part
 from jaxrl_llm.data.pipeline import Pipeline
 from jaxrl_llm.data.streaming import Stream
 from jaxrl_llm.distributed.sharding import make_mesh, row_shards
-from jaxrl_llm.environments.factory import Environments, load_environments
+from jaxrl_llm.environments.factory import Environments, EnvironmentSpec, load_environments
+from jaxrl_llm.environments.protocol import EpisodeError
 from jaxrl_llm.models.lora import LoraConfig, has_adapters, parse_targets, split
 from jaxrl_llm.models.model import Model, add_adapters, load_model
 from jaxrl_llm.models.peft import read_config
@@ -77,7 +78,7 @@ def build(config, mesh: Mesh, train_dataset=None, eval_dataset=None, rewards=Non
     check_rows(config, batch_rows(config), mesh)
     watch = Stopwatch()
     model, grader = build_model(config, mesh), build_rewards(config, rewards)
-    environments = load_environments(config, environment, tools)
+    environments = load_environments(environment_spec(config, environment, tools))
     if environment_reward in grader.functions and environments is None and config.environment.rollout_func is None:
         raise ConfigError("rewards.functions names environment, but there is none: set environment.name")
     _check_trainable(config, model)
@@ -258,3 +259,23 @@ def _prompts(config, model: Model, parts: list[Part]) -> tuple[list[Row] | None,
     tokens = loading.tokenized(config, parts, "prompts", model.tokenizer)
     batch, seed, shuffle = config.batch.prompts, config.seed, config.data.shuffle
     return tokens.rows, Pipeline(tokens.rows, batch, seed, shuffle, *process, tokens.shares)
+
+
+def environment_spec(config, environment: Any = None, tools: Sequence[Any] = ()) -> EnvironmentSpec:
+    """The environments of the configuration, or of `environment` (a factory, a dictionary of them, or a name).
+
+    `tools` are added to the configuration's. Raises EpisodeError for an algorithm that samples nothing.
+    """
+    c, name = config.environment, config.algorithm.name
+    spec = EnvironmentSpec(
+        environment=c.name if environment is None else environment,
+        tools=(*c.tools, *tools),
+        max_turns=c.max_turns,
+        max_tool_calls=c.max_tool_calls,
+        workers=c.workers,
+        timeout=c.timeout,
+        on_error=c.on_error,
+    )
+    if name in OFFLINE and (spec.environment is not None or spec.tools):
+        raise EpisodeError(f"there is an environment or a tool, but algorithm.name = {name!r} samples nothing")
+    return spec

@@ -516,15 +516,15 @@ def test_rows_are_written_where_they_are(net, params):
 @pytest.mark.slow
 def test_the_conversations_of_one_device(net, params, monkeypatch):
     """What rows are given is read where they and their heads are."""
-    monkeypatch.setattr(multi_turn, "MANY", 2)
+    monkeypatch.setattr(multi_turn, "MIN_TOKENS", 2)
     prompts, key = np.random.default_rng(3).integers(0, 64, (4, 6)).astype(np.int32), jax.random.key(2)
     segments, mesh = np.ones((4, 6), np.int32), make_mesh(2, 2, 2)
     engine = Engine(net, Sampling(), 3, 24, tuple(range(12)), chunk=4, slots=8)
-    expected = engine.generate(params, prompts, segments, key, partner=Echo(words=9))
+    expected = engine.generate(params, prompts, segments, key, turn_server=Echo(words=9))
     reads, decodes = engines._read._cache_size(), engines._decode_chunk._cache_size()
     with jax.set_mesh(mesh):
         placed = jax.device_put(params, shardings(params, mesh))
-        found = engine.generate(placed, *rows_to_global((prompts, segments), mesh), key, partner=Echo(words=9))
+        found = engine.generate(placed, *rows_to_global((prompts, segments), mesh), key, turn_server=Echo(words=9))
     assert engines._read._cache_size() > reads and engines._decode_chunk._cache_size() > decodes
     for name in ("tokens", "segments", "mask", "lengths", "finished"):
         np.testing.assert_array_equal(getattr(found, name), getattr(expected, name), err_msg=name)

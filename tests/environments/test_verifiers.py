@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from jaxrl_llm.environments.factory import Environments
+from jaxrl_llm.environments.factory import Environments, EnvironmentSpec
 from jaxrl_llm.environments.protocol import EpisodeError
 from jaxrl_llm.environments.verifiers import Verifiers, load
 
@@ -50,35 +50,37 @@ def mine(tmp_path, monkeypatch):
 
 def play(environments, row, turns):
     """(observations, reward) of a row."""
-    episode, workers = environments.take(row), environments.workers
-    opened = workers.all({0: lambda: episode.reset(row)})[0]
-    assert opened.error is None and opened.result is None
-    said = []
+    episode, pool = environments.acquire(row), environments.pool
+    opening = pool.run({0: lambda: episode.reset(row)})[0]
+    assert opening.error is None and opening.result is None
+    observations = []
     for text in turns:
-        end = workers.all({0: lambda text=text: episode.hear(text, text)})[0]
-        assert end.error is None, end.error
-        said.append(end.result.step.observation)
-        if end.result.over:
+        result = pool.run({0: lambda text=text: episode.respond(text, text)})[0]
+        assert result.error is None, result.error
+        observations.append(result.result.step.observation)
+        if result.result.stop_reason:
             break
-    return said, workers.all({0: episode.environment.get_reward})[0].result
+    return observations, pool.run({0: episode.environment.get_reward})[0].result
 
 
 def test_turns_and_the_rubric(mine):
     row = load("my-environment").get_dataset()[0]
     assert [message["role"] for message in row["prompt"]] == ["system", "user"]
-    environments = Environments(lambda: Verifiers("my-environment"))
+    environments = Environments(EnvironmentSpec(lambda: Verifiers("my-environment")))
     assert play(environments, row, ["2", "3"]) == ([[{"role": "user", "content": "and 2?"}], None], 1.0)
     assert play(environments, row, ["2", "4", "5"]) == ([[{"role": "user", "content": "and 2?"}], None], 0.0)
-    longer = Environments(lambda: Verifiers("my-environment", '{"limit": 3}'))
+    longer = Environments(EnvironmentSpec(lambda: Verifiers("my-environment", '{"limit": 3}')))
     assert len(play(longer, row, ["2", "4", "3"])[0]) == 3
 
 
 def test_tools_of_an_environment(mine):
-    environments = Environments(lambda: Verifiers("my-environment", json.dumps({"kind": "tools", "limit": 5})))
+    environments = Environments(
+        EnvironmentSpec(lambda: Verifiers("my-environment", json.dumps({"kind": "tools", "limit": 5})))
+    )
     row = load("my-environment", '{"kind": "tools"}').get_dataset()[0]
     call = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>'
-    said, reward = play(environments, row, [call, "3"])
-    assert [message["content"] for message in said[0]] == ["3"] and said[1] is None and reward == 1.0
+    observations, reward = play(environments, row, [call, "3"])
+    assert [message["content"] for message in observations[0]] == ["3"] and observations[1] is None and reward == 1.0
 
 
 def test_what_cannot_be_loaded(mine):

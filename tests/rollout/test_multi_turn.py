@@ -1,4 +1,4 @@
-"""Conversations: given tokens come in, are in no mask, and what is sampled after them is what the policy samples."""
+"""Multi-turn rollouts: observation tokens are in no mask, and the policy samples on behind them."""
 
 import jax
 import jax.numpy as jnp
@@ -28,23 +28,23 @@ class Echo:
 
     def __init__(self, turns: int = 2, words: int = 3, slow=()):
         self.turns, self.words, self.slow = turns, words, set(slow)
-        self.heard: dict[int, list[list[int]]] = {}
+        self.submitted: dict[int, list[list[int]]] = {}
         self.open: dict[int, list[int] | None] = {}
 
-    def hear(self, row, tokens):
-        self.heard.setdefault(row, []).append(tokens)
-        over = len(self.heard[row]) > self.turns
+    def submit(self, row, tokens):
+        self.submitted.setdefault(row, []).append(tokens)
+        over = len(self.submitted[row]) > self.turns
         self.open[row] = None if over else [1 + token % 2 for token in tokens[-self.words :]]
 
-    def replies(self, wait):
+    def poll(self, wait):
         ready = [row for row in self.open if row not in self.slow] or (list(self.open)[:1] if wait else [])
         return {row: self.open.pop(row) for row in ready}
 
 
-def converse(params, partner, kind=Engine, **changes):
+def sample_rows(params, server, kind=Engine, **changes):
     engine = kind(**vars(ENGINE) | {"max_completion_length": C} | changes)
     tokens, segments = padded([[5] * WIDTH, *PROMPTS], "left")
-    rollout = engine.generate(params, tokens[1:], segments[1:], jax.random.key(0), 0, partner)
+    rollout = engine.generate(params, tokens[1:], segments[1:], jax.random.key(0), 0, server)
     return jax.tree.map(np.asarray, rollout)
 
 
@@ -52,21 +52,23 @@ def converse(params, partner, kind=Engine, **changes):
 @pytest.mark.parametrize(
     "changes", [pytest.param({"chunk": 3}, marks=pytest.mark.slow), {"chunk": 2, "slots": 5}], ids=str
 )
-def test_given_tokens_are_read_and_not_learned(params, changes):
-    partner = Echo(slow=(1, 6))
-    rollout = converse(params, partner, **changes)
-    assert len(partner.heard) >= 8 and max(map(len, partner.heard.values())) == 3
-    for number, heard in partner.heard.items():
+def test_observation_tokens_are_not_learned(params, changes):
+    server = Echo(slow=(1, 6))
+    rollout = sample_rows(params, server, **changes)
+    assert len(server.submitted) >= 8 and max(map(len, server.submitted.values())) == 3
+    for number, completions in server.submitted.items():
         row, mask = rollout.tokens[number, WIDTH:], rollout.mask[number, WIDTH:]
         length, start = rollout.lengths[number], 0
-        for turn, said in enumerate(heard):  # what was heard is what the row holds, with the answers between
-            assert row[: len(said)].tolist() == said
-            answer = [1 + token % 2 for token in said[-3:]]
-            assert (mask[start : len(said)] == 1).all()
-            end = len(said) + len(answer)
+        for turn, completion in enumerate(
+            completions
+        ):  # the row holds the turns that were submitted, with the observations between
+            assert row[: len(completion)].tolist() == completion
+            observation = [1 + token % 2 for token in completion[-3:]]
+            assert (mask[start : len(completion)] == 1).all()
+            end = len(completion) + len(observation)
             if turn < 2 and end < C:
-                assert row[len(said) : end].tolist() == answer
-                assert (mask[len(said) : end] == 0).all()
+                assert row[len(completion) : end].tolist() == observation
+                assert (mask[len(completion) : end] == 0).all()
                 start = end
         assert (mask[length:] == 0).all()
         assert rollout.segments[number, WIDTH:].sum() == length
@@ -74,9 +76,9 @@ def test_given_tokens_are_read_and_not_learned(params, changes):
     np.testing.assert_allclose(rollout.sample_logps, logps * rollout.mask, atol=1e-4)
 
 
-def test_conversations_do_not_depend_on_the_schedule(params):
-    one = converse(params, Echo(), chunk=24)
-    other = converse(params, Echo(slow=range(0, 12, 2)), chunk=2, slots=4)
+def test_turns_do_not_depend_on_the_schedule(params):
+    one = sample_rows(params, Echo(), chunk=24)
+    other = sample_rows(params, Echo(slow=range(0, 12, 2)), chunk=2, slots=4)
     for name in ("tokens", "segments", "mask", "lengths", "finished"):
         np.testing.assert_array_equal(getattr(one, name), getattr(other, name), err_msg=name)
 
@@ -87,15 +89,15 @@ def test_conversations_do_not_depend_on_the_schedule(params):
     [{"chunk": 24, "drafts": 2}, pytest.param({"chunk": 2, "slots": 5}, marks=pytest.mark.slow)],
     ids=str,
 )
-def test_many_given_tokens_are_read_at_once(params, kind, setting, monkeypatch):
+def test_many_observation_tokens_are_read_at_once(params, kind, setting, monkeypatch):
     """Four of a row at a time, in rows that have them alone: the rows are those that are given them one by one."""
-    one_by_one = converse(params, Echo(words=9, slow=(1, 6)), kind, **setting | {"drafts": 0})
+    one_by_one = sample_rows(params, Echo(words=9, slow=(1, 6)), kind, **setting | {"drafts": 0})
     real, reads = engine_module._read, []
     monkeypatch.setattr(engine_module, "_read", lambda *args: reads.append(args[4].shape[1]) or real(*args))
     monkeypatch.setattr(engine_module, "READ", 4)
-    monkeypatch.setattr(multi_turn, "MANY", 2)
-    monkeypatch.setattr(multi_turn, "ROWS", 4)
-    at_once = converse(params, Echo(words=9, slow=(1, 6)), kind, **setting)
+    monkeypatch.setattr(multi_turn, "MIN_TOKENS", 2)
+    monkeypatch.setattr(multi_turn, "MAX_ROWS", 4)
+    at_once = sample_rows(params, Echo(words=9, slow=(1, 6)), kind, **setting)
     assert len(set(reads)) > 1
     for name in ("tokens", "segments", "mask", "lengths", "finished"):
         np.testing.assert_array_equal(getattr(at_once, name), getattr(one_by_one, name), err_msg=name)
@@ -111,28 +113,28 @@ def test_which_slots_read_next():
     assert slots_to_read(np.full((1, 99), 70)).tolist() == [list(range(8))]
 
 
-def test_an_answer_without_room_cuts_its_row(params):
-    partner = Echo(turns=99, words=9)
-    rollout = converse(params, partner, chunk=24)
-    cut = ~rollout.finished
-    assert cut.any()
-    for number in np.flatnonzero(cut):
-        said = partner.heard.get(number, [[]])[-1]
-        assert rollout.lengths[number] in (len(said), C)
+def test_an_observation_without_room_ends_its_row(params):
+    server = Echo(turns=99, words=9)
+    rollout = sample_rows(params, server, chunk=24)
+    truncated = ~rollout.finished
+    assert truncated.any()
+    for number in np.flatnonzero(truncated):
+        completion = server.submitted.get(number, [[]])[-1]
+        assert rollout.lengths[number] in (len(completion), C)
     assert (rollout.lengths <= C).all()
 
 
-def test_a_partner_that_says_nothing_changes_nothing(params):
+def test_a_silent_server_changes_nothing(params):
     class Silent(Echo):
-        def hear(self, row, tokens):
+        def submit(self, row, tokens):
             self.open[row] = None
 
-    silent, plain = converse(params, Silent(), chunk=24), converse(params, None, chunk=24)
+    silent, plain = sample_rows(params, Silent(), chunk=24), sample_rows(params, None, chunk=24)
     jax.tree.map(np.testing.assert_array_equal, silent._replace(steps=0), plain._replace(steps=0))
 
 
 def test_greedy_turns(params):
-    rollout = converse(params, Echo(), sampling=Sampling(0.0), chunk=24)
+    rollout = sample_rows(params, Echo(), sampling=Sampling(0.0), chunk=24)
     hidden = NET.bind(params)(jnp.asarray(rollout.tokens), jnp.asarray(rollout.segments)).argmax(-1)
     sampled = rollout.mask > 0
     np.testing.assert_array_equal(np.roll(hidden, 1, axis=1)[sampled], rollout.tokens[sampled])

@@ -1,4 +1,4 @@
-"""Functions that sample in place of the engine: both forms, what they are given, and what is refused."""
+"""External rollouts: both forms of the function, its `trainer`, and the errors."""
 
 import http.server
 import json
@@ -16,8 +16,7 @@ from jaxrl_llm.models.model import load_model
 from jaxrl_llm.rewards.grader import TrainerState
 from jaxrl_llm.rollout.engine import Engine
 from jaxrl_llm.rollout.sampling import Sampling
-from jaxrl_llm.training.external_rollouts import Elsewhere
-from jaxrl_llm.training.rollout_functions import load_rollout_function
+from jaxrl_llm.training.external_rollout import ExternalRollout, load_rollout_function
 
 WIDTH, C, K = 16, 10, 2
 
@@ -29,16 +28,20 @@ def model():
 
 @pytest.fixture(scope="module")
 def rollout(model):
-    """What a function's rows become: `(rollout, columns)`."""
+    """`rollout(function) -> (rollout, columns)`."""
     mesh = make_mesh(devices=jax.devices()[:1])
     engine = Engine(model.net, Sampling(1.0), K, C, (257,))
     prompts = ["sort:4821=", "sort:99310="]
     examples = [{"prompt": p, "prompt_ids": model.tokenizer(p)["input_ids"]} for p in prompts]
 
+    @jax.jit
+    def logps(params, rollout):
+        return token_logps(model.net, params, rollout.tokens, rollout.segments, None, 1.0, WIDTH)[0]
+
     def run(function):
         with jax.set_mesh(mesh):
-            elsewhere = Elsewhere(function, engine, model.tokenizer, mesh, WIDTH, 1.0)
-            made, columns = elsewhere(model.params, examples, jax.random.key(0), TrainerState(3, 9))
+            external = ExternalRollout(function, engine, model.tokenizer, mesh, WIDTH, logps)
+            made, columns = external(model.params, examples, jax.random.key(0), TrainerState(3, 9))
         return jax.tree.map(np.asarray, made), columns
 
     return run
@@ -85,14 +88,14 @@ def test_a_conversation_that_a_function_holds(model, rollout):
         }
 
     made, _ = rollout(function)
-    given = (made.mask == 0) & (made.segments == 1)
-    given[:, :WIDTH] = False
-    assert (given.sum(1) <= 1).all() and given.any() and (made.tokens[given] == ord("=")).all()
+    observed = (made.mask == 0) & (made.segments == 1)
+    observed[:, :WIDTH] = False
+    assert (observed.sum(1) <= 1).all() and observed.any() and (made.tokens[observed] == ord("=")).all()
     assert (made.lengths <= C).all()
     np.testing.assert_allclose(made.sample_logps, policy_logps(model, made), atol=1e-4)
 
 
-def test_texts_are_tokenised_and_scored(model, rollout):
+def test_texts_get_the_log_probs_of_the_policy(model, rollout):
     def math_rollout(model, processing_class, prompts, generation_config=None):
         ids = model.generate(input_ids=[processing_class(prompts[0])["input_ids"]], attention_mask=None)
         assert ids.shape[0] == 1 and ids.shape[1] > len("sort:4821=")

@@ -1,8 +1,8 @@
-"""What counts as a tool call, in each model family's writing."""
+"""Tool calls in the format of each model family."""
 
 import pytest
 
-from jaxrl_llm.environments.tool_calls import ToolCall, parse_tool_calls
+from jaxrl_llm.environments.tools import ToolCall, parse_tool_calls
 
 ADD = ToolCall("add", {"a": 1, "b": 2})
 
@@ -41,6 +41,6 @@ def test_calls(text, calls):
         ("<|python_tag|>{add(1)}", "is not JSON with name and parameters"),
     ],
 )
-def test_calls_that_cannot_be_read_say_why(text, error):
+def test_malformed_calls_have_an_error(text, error):
     (call,) = parse_tool_calls(text)
     assert error in (call.error or "")

@@ -8,7 +8,7 @@ from transformers import AutoTokenizer
 
 from jaxrl_llm.config.resolve import ConfigError
 from jaxrl_llm.data.chat import chat_ids, render_chat
-from jaxrl_llm.data.observations import check_turns, observation_ids
+from jaxrl_llm.data.observations import TurnTokenizer
 from jaxrl_llm.data.tokenizers import build_byte_tokenizer
 
 # Mistral's order: results of tools only after a message with calls, and an id in each.
@@ -39,46 +39,54 @@ def tokenizer(folder):
     return AutoTokenizer.from_pretrained(folder)
 
 
+def observation_ids(tokenizer, observation, prompt=({"role": "user", "content": "2+2?"},), eos=(257,)):
+    return TurnTokenizer(tokenizer, eos, 300).observation_ids({"prompt": prompt}, observation)
+
+
+def check_turns(tokenizer, role="user"):
+    TurnTokenizer(tokenizer, (257,), 300).check_turns(role)
+
+
 def test_text_after_plain_text(tokenizer):
-    assert tokenizer.decode(observation_ids(tokenizer, (257,), "more=", False)) == "more="
+    assert tokenizer.decode(observation_ids(tokenizer, "more=", "2+2?")) == "more="
     with pytest.raises(ConfigError, match="answer with text"):
-        observation_ids(tokenizer, (257,), [{"role": "user", "content": "x"}], False)
+        observation_ids(tokenizer, [{"role": "user", "content": "x"}], "2+2?")
 
 
 def test_messages_go_on_where_the_turn_ended(tokenizer):
     question, turn = {"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "5"}
-    said = [{"role": "user", "content": "No."}, {"role": "system", "content": "Again."}]
+    messages = [{"role": "user", "content": "No."}, {"role": "system", "content": "Again."}]
     sampled = chat_ids(tokenizer, render_chat(tokenizer, [question], True)) + chat_ids(tokenizer, "5<|end|>")
-    whole = chat_ids(tokenizer, render_chat(tokenizer, [question, turn, *said], True))
-    assert sampled + observation_ids(tokenizer, (257,), said, True) == whole
-    assert observation_ids(tokenizer, (257,), "No.", True) == observation_ids(tokenizer, (257,), said[:1], True)
+    conversation = chat_ids(tokenizer, render_chat(tokenizer, [question, turn, *messages], True))
+    assert sampled + observation_ids(tokenizer, messages) == conversation
+    assert observation_ids(tokenizer, "No.") == observation_ids(tokenizer, messages[:1])
 
 
 def test_a_template_that_drops_thinking_goes_on(tokenizer):
     tokenizer.chat_template = THINKING
-    ids = observation_ids(tokenizer, (257,), "No.", True)
+    ids = observation_ids(tokenizer, "No.")
     assert tokenizer.decode(ids) == "\n<|user|>No.<|end|>\n<|assistant|>"
 
 
 def test_results_of_tools_after_a_call(tokenizer):
     tokenizer.chat_template = STRICT
-    said = [{"role": "tool", "name": "add", "content": text} for text in ("3", "4")]
-    assert tokenizer.decode(observation_ids(tokenizer, (257,), said, True)) == "[R]3#call00000[/R][R]4#call00001[/R]"
+    messages = [{"role": "tool", "name": "add", "content": text} for text in ("3", "4")]
+    assert tokenizer.decode(observation_ids(tokenizer, messages)) == "[R]3#call00000[/R][R]4#call00001[/R]"
 
 
-def test_templates_that_rewrite_what_came_before_are_refused(tokenizer):
+def test_templates_that_rewrite_are_refused(tokenizer):
     tokenizer.chat_template = "{{- messages[-1].content -}}"
     with pytest.raises(ConfigError, match="changes or drops earlier messages"):
-        check_turns(tokenizer, (257,))
+        check_turns(tokenizer)
     tokenizer.chat_template = "{{- messages | length -}}{%- for m in messages -%}{{- m.content -}}{%- endfor -%}"
     with pytest.raises(ConfigError, match="changes or drops earlier messages"):
-        check_turns(tokenizer, (257,))
+        check_turns(tokenizer)
     tokenizer.chat_template = STRICT.replace("'[R]' + m.content", "'[R]'")
-    check_turns(tokenizer, (257,))
+    check_turns(tokenizer)
     with pytest.raises(ConfigError, match="leaves out messages of the role 'tool'"):
-        check_turns(tokenizer, (257,), role="tool")
+        check_turns(tokenizer, role="tool")
     with pytest.raises(ConfigError, match="give text, or messages"):
-        observation_ids(tokenizer, (257,), 7, True)
+        observation_ids(tokenizer, 7)
 
 
 QWEN = "\n<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
@@ -106,6 +114,6 @@ def test_templates_of_model_families(tokenizer, name, eos, user, tool):
     tokenizer.chat_template = (folder / f"{name}.jinja").read_text()
     ends = LLAMA.format("assistant", "").removesuffix("<|eot_id|>") if name == "llama3_1" else ""
     results = [{"role": "tool", "name": "add", "content": text} for text in ("3", "4")]
-    for said, expected in (("No.", user), (results, tool)):
-        ids = observation_ids(tokenizer, (tokenizer.eos_token_id,), said, True)
+    for observation, expected in (("No.", user), (results, tool)):
+        ids = observation_ids(tokenizer, observation, eos=(tokenizer.eos_token_id,))
         assert tokenizer.decode(ids) == expected + ends

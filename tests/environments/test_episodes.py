@@ -1,4 +1,4 @@
-"""Rows with environments and tools, played by a scripted policy: no model, the real tokenizer and templates."""
+"""Episodes with environments and tools, played by a scripted policy: no model, the real tokenizer and templates."""
 
 import asyncio
 import json
@@ -9,13 +9,14 @@ from transformers import AutoTokenizer
 
 from jaxrl_llm.config import ConfigError, default
 from jaxrl_llm.data.chat import chat_ids
+from jaxrl_llm.data.observations import TurnTokenizer
 from jaxrl_llm.data.tokenize import tokenize_prompts
 from jaxrl_llm.data.tokenizers import build_byte_tokenizer
-from jaxrl_llm.environments.factory import Environments, load_environments
+from jaxrl_llm.environments.batch import EpisodeBatch
+from jaxrl_llm.environments.factory import Environments, EnvironmentSpec, load_environments
 from jaxrl_llm.environments.games import SortThenSmallest
 from jaxrl_llm.environments.protocol import EpisodeError, Step
-from jaxrl_llm.rewards.grader import NOTHING_LOGGED
-from jaxrl_llm.training.episodes import Converse
+from jaxrl_llm.training.setup import environment_spec
 
 END = 257
 # Like Qwen's: tools in the system message, results of tools as they are.
@@ -43,10 +44,14 @@ def call(name, **arguments):
     return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
 
 
+def environments_of(environment, tools=(), **settings):
+    return Environments(EnvironmentSpec(environment, tools, **settings))
+
+
 def play(tokenizer, environments, rows, turns, group=1, limit=400):
-    """(talk, completion ids, completions, columns): row i says `turns[i]`, one after the other, as in the engine."""
+    """(batch, completion ids, completions, columns): row i says `turns[i]`, one after the other, as in the engine."""
     examples = tokenize_prompts(rows, tokenizer, 300)
-    talk = Converse(environments, tokenizer, (END,), 300, {})(examples, group)
+    batch = EpisodeBatch.open(environments, TurnTokenizer(tokenizer, (END,), 300), examples, group)
     ids = [[] for _ in turns]
     scripts = [iter(script) for script in turns]
     waiting = set(range(len(turns)))
@@ -54,23 +59,23 @@ def play(tokenizer, environments, rows, turns, group=1, limit=400):
     def speak(row):
         text = next(scripts[row], None)
         room = limit - len(ids[row])
-        said = [*chat_ids(tokenizer, text or "..."), END][:room]
-        ids[row] += said
-        if said[-1:] == [END]:
-            talk.dialogue.hear(row, list(ids[row]))
+        turn = [*chat_ids(tokenizer, text or "..."), END][:room]
+        ids[row] += turn
+        if turn[-1:] == [END]:
+            batch.submit(row, list(ids[row]))
         else:
             waiting.discard(row)
 
     for row in range(len(turns)):
         speak(row)
     while waiting:
-        for row, tokens in talk.dialogue.replies(wait=True).items():
+        for row, tokens in batch.poll(wait=True).items():
             if tokens is None or len(ids[row]) + len(tokens) >= limit:
                 waiting.discard(row)
             else:
                 ids[row] += tokens
                 speak(row)
-    return (talk, ids, *talk.finish(ids, True))
+    return (batch, ids, *batch.finish(ids, True))
 
 
 class Guess:
@@ -109,15 +114,15 @@ class Guess:
 
 def test_a_game_of_several_turns(tokenizer):
     Guess.closed = 0
-    environments = Environments(Guess, max_turns=3, timeout=1.0)
+    environments = environments_of(Guess, max_turns=3, timeout=1.0)
     rows = [{"prompt": user("Guess!"), "number": 5, "opening": None} for _ in range(9)]
     turns = [
         ["3", "5"], ["9", "9", "9", "5"], ["5"],
         ["boom"], ["sleep"], ["nonsense"], ["nan"], ["later", "5"], ["3", "boom"],
     ]  # fmt: skip
-    talk, ids, completions, columns = play(tokenizer, environments, rows, turns)
+    batch, ids, completions, columns = play(tokenizer, environments, rows, turns)
     assert columns["environment_reward"] == [1.1, pytest.approx(0.3), 1.0, None, None, None, None, 1.25, None]
-    ended = [outcome.ended for outcome in talk.outcomes]
+    ended = [episode.stop_reason for episode in batch.episodes]
     assert ended[:5] == ["done", "max_turns", "done", "KeyError: 'boom'", "timeout"]
     assert "Guess.step returned {'observation': 'x'}; return Step" in ended[5] and "finite number" in ended[6]
     assert tokenizer.decode(ids[0]) == "3<|end|><|user|>higher<|end|><|assistant|>5<|end|>"
@@ -127,49 +132,49 @@ def test_a_game_of_several_turns(tokenizer):
         {"role": "assistant", "content": "5"},
     ]
     assert isinstance(columns["environments"][0], Guess)
-    logged = talk.logged(NOTHING_LOGGED)
-    assert logged.totals["environment/failures"] == 5
-    assert logged.metrics["environment/turns"] == [2, 3, 1, 1, 1, 1, 1, 2, 2]
-    assert logged.columns["environment/ended"] == ended
+    metrics, totals, table = batch.release()
+    assert totals["environment/failures"] == 5
+    assert metrics["environment/turns"] == [2, 3, 1, 1, 1, 1, 1, 2, 2]
+    assert table["environment/ended"] == ended
     assert Guess.closed == 5 and len(environments.idle[None]) == 4  # those that failed are closed at once
     environments.close()
     assert Guess.closed == 9
 
 
-def test_environments_are_used_again_and_open_rows(tokenizer):
+def test_environments_are_reused_and_open_prompts(tokenizer):
     made = []
 
     def make():
         made.append(Guess())
         return made[-1]
 
-    environments = Environments(make)
+    environments = environments_of(make)
     for opening in ("Your turn", user("Your turn")):
         rows = [{"prompt": user("Guess!"), "number": 5, "opening": opening} for _ in range(2)]
-        talk, _, completions, _ = play(tokenizer, environments, rows, [["5"]] * 4, group=2)
-        assert len(talk.examples) == 2 and len(made) == 4
+        batch, _, completions, _ = play(tokenizer, environments, rows, [["5"]] * 4, group=2)
+        assert len(batch.examples) == 2 and len(made) == 4
         shown = "Your turn" if isinstance(opening, str) else "<|user|>Your turn<|end|><|assistant|>"
-        assert tokenizer.decode(talk.examples[0]["prompt_ids"]) == shown
+        assert tokenizer.decode(batch.examples[0]["prompt_ids"]) == shown
         assert completions[0] == ("5" if isinstance(opening, str) else [{"role": "assistant", "content": "5"}])
-        talk.logged(NOTHING_LOGGED)
+        batch.release()
 
 
-def test_rows_that_end_for_lack_of_room(tokenizer):
-    environments = Environments(Guess)
+def test_episodes_without_room_end(tokenizer):
+    environments = environments_of(Guess)
     row, turns = {"prompt": "Guess! ", "number": 5}, [["3", "5"], ["3", "555555"], ["1234567890"]]
-    talk, ids, completions, columns = play(tokenizer, environments, [row] * 3, turns, limit=9)
-    assert [outcome.ended for outcome in talk.outcomes] == ["length"] * 3
+    batch, ids, completions, columns = play(tokenizer, environments, [row] * 3, turns, limit=9)
+    assert [episode.stop_reason for episode in batch.episodes] == ["length"] * 3
     assert columns["environment_reward"] == [0.1, 0.1, 0.0]
-    # `3<end>higher5` would be 9 tokens: no room for the end; a turn that is cut is not heard.
+    # `3<end>higher5` would be 9 tokens: no room for the end; a truncated turn is not answered.
     assert completions == ["3higher5", "3higher5", "123456789"] and [len(x) for x in ids] == [9, 9, 9]
-    talk, ids, completions, _ = play(
+    batch, ids, completions, _ = play(
         tokenizer, environments, [{"prompt": user("Guess!"), "number": 5}], [["3", "5"]], limit=9
     )
     assert completions == [[{"role": "assistant", "content": "3"}]] and len(ids[0]) == 2
 
 
 def test_on_error_stop(tokenizer):
-    environments = Environments(Guess, timeout=0.2, on_error="stop")
+    environments = environments_of(Guess, timeout=0.2, on_error="stop")
     row = {"prompt": "Guess!", "number": 5}
     with pytest.raises(EpisodeError, match=r"Guess.step raised KeyError: 'boom', in row 1, turn 2.*on_error=end"):
         play(tokenizer, environments, [row] * 2, [["5"], ["3", "boom"]])
@@ -179,9 +184,9 @@ def test_on_error_stop(tokenizer):
 
 def test_a_reset_that_fails_stops_the_run(tokenizer):
     with pytest.raises(EpisodeError, match=r"Guess.reset raised KeyError: 'number', in row 0"):
-        play(tokenizer, Environments(Guess), [{"prompt": "x"}], [["5"]])
+        play(tokenizer, environments_of(Guess), [{"prompt": "x"}], [["5"]])
     with pytest.raises(EpisodeError, match=r"Guess.reset returned 3; return a prompt"):
-        play(tokenizer, Environments(Guess), [{"prompt": "x", "number": 1, "opening": 3}], [["5"]])
+        play(tokenizer, environments_of(Guess), [{"prompt": "x", "number": 1, "opening": 3}], [["5"]])
     counter = iter(range(9))
 
     class Random(Guess):
@@ -189,7 +194,7 @@ def test_a_reset_that_fails_stops_the_run(tokenizer):
             return f"question {next(counter)}"
 
     with pytest.raises(EpisodeError, match="opens rows of the same prompt differently"):
-        play(tokenizer, Environments(Random), [{"prompt": "x"}], [["5"]] * 2, group=2)
+        play(tokenizer, environments_of(Random), [{"prompt": "x"}], [["5"]] * 2, group=2)
 
 
 def add(a: int, b: int) -> int:
@@ -213,7 +218,7 @@ async def slow_double(a: int) -> int:
 
 
 def test_tools(tokenizer):
-    environments = Environments(None, [add, slow_double], max_tool_calls=3)
+    environments = environments_of(None, [add, slow_double], max_tool_calls=3)
     turns = [
         [call("add", a=1, b=2), "3"],
         [call("add", a=1, b=2) + call("slow_double", a=4), "11"],
@@ -222,27 +227,27 @@ def test_tools(tokenizer):
         ["<tool_call>{oops</tool_call>", "sorry"],
         [call("add", a=1, b=2)] * 4,
     ]
-    talk, ids, completions, columns = play(tokenizer, environments, [{"prompt": user("1+2?")}] * 6, turns)
-    assert tokenizer.decode(talk.examples[0]["prompt_ids"]).startswith("<|system|>add,slow_double<|end|><|user|>1+2?")
-    said = [[m["content"] for m in completion if m["role"] == "tool"] for completion in completions]
-    assert said[:3] == [["3"], ["3", "8"], []]
-    assert "there is no tool 'sub'; there are add, slow_double" in said[3][0]
-    assert "missing a required argument: 'b'" in said[3][1] and "TypeError" in said[3][2]
-    assert "is not JSON" in said[4][0] and said[5] == ["3"] * 3
-    assert [outcome.ended for outcome in talk.outcomes] == ["answered"] * 5 + ["max_tool_calls"]
+    batch, ids, completions, columns = play(tokenizer, environments, [{"prompt": user("1+2?")}] * 6, turns)
+    assert tokenizer.decode(batch.examples[0]["prompt_ids"]).startswith("<|system|>add,slow_double<|end|><|user|>1+2?")
+    results = [[m["content"] for m in completion if m["role"] == "tool"] for completion in completions]
+    assert results[:3] == [["3"], ["3", "8"], []]
+    assert "there is no tool 'sub'; there are add, slow_double" in results[3][0]
+    assert "missing a required argument: 'b'" in results[3][1] and "TypeError" in results[3][2]
+    assert "is not JSON" in results[4][0] and results[5] == ["3"] * 3
+    assert [episode.stop_reason for episode in batch.episodes] == ["answered"] * 5 + ["max_tool_calls"]
     assert completions[1][-1] == {"role": "assistant", "content": "11"}
     assert "<|user|>3<|end|><|user|>8<|end|><|assistant|>11<|end|>" in tokenizer.decode(ids[1])
-    logged = talk.logged(NOTHING_LOGGED)
-    assert logged.metrics["tools/call_frequency"] == [1, 2, 0, 3, 1, 3]
-    assert sum(logged.metrics["tools/failure_frequency"]) == 4 and len(logged.metrics["tools/failure_frequency"]) == 10
+    metrics, _, _ = batch.release()
+    assert metrics["tools/call_frequency"] == [1, 2, 0, 3, 1, 3]
+    assert sum(metrics["tools/failure_frequency"]) == 4 and len(metrics["tools/failure_frequency"]) == 10
     assert columns["environment_reward"] == [0.0] * 6
 
 
-def test_tools_need_messages_and_a_template_that_shows_them(tokenizer, caplog):
+def test_tools_need_messages_and_a_template(tokenizer, caplog):
     with pytest.raises(ConfigError, match="give prompts that are lists of messages"):
-        play(tokenizer, Environments(None, [add]), [{"prompt": "1+2?"}], [["3"]])
+        play(tokenizer, environments_of(None, [add]), [{"prompt": "1+2?"}], [["3"]])
     silent = AutoTokenizer.from_pretrained(tokenizer.name_or_path)
-    play(silent, Environments(None, [add]), [{"prompt": user("1+2?")}], [["3"]])
+    play(silent, environments_of(None, [add]), [{"prompt": user("1+2?")}], [["3"]])
     assert "the chat template does not show tools" in caplog.text
 
 
@@ -269,26 +274,26 @@ class Counter:
         return None if self.count < 0 else self.count / 10
 
 
-def test_trls_environments(tokenizer):
+def test_environments_of_trl(tokenizer):
     rows = [{"prompt": user("Count!"), "start": start} for start in (2, 4, -1)]
     turns = [[call("add_one", times=1), "done"], ["done"], ["done"]]
-    talk, _, completions, columns = play(tokenizer, Environments(Counter), rows, turns)
+    batch, _, completions, columns = play(tokenizer, environments_of(Counter), rows, turns)
     assert columns["environment_reward"] == [0.3, 0.4, None]
-    assert tokenizer.decode(talk.examples[1]["prompt_ids"]) == (
+    assert tokenizer.decode(batch.examples[1]["prompt_ids"]) == (
         "<|system|>add_one<|end|><|user|>Count! Start at 4.<|end|><|assistant|>"
     )
     assert completions[0][1]["content"] == "now 3"
 
 
 def test_several_environments_by_column(tokenizer):
-    environments = Environments({"count": Counter, "guess": Guess}, [add])
+    environments = environments_of({"count": Counter, "guess": Guess}, [add])
     rows = [
         {"prompt": user("Count!"), "environment": "count", "start": 2, "number": 0},
         {"prompt": user("Guess!"), "environment": "guess", "start": 0, "number": 5},
     ]
-    talk, _, _, columns = play(tokenizer, environments, rows, [["done"], ["3", "5"]])
+    batch, _, _, columns = play(tokenizer, environments, rows, [["done"], ["3", "5"]])
     assert columns["environment_reward"] == [0.2, 1.1]
-    prompts = [tokenizer.decode(example["prompt_ids"]) for example in talk.examples]
+    prompts = [tokenizer.decode(example["prompt_ids"]) for example in batch.examples]
     assert prompts[0].startswith("<|system|>add,add_one<") and prompts[1].startswith("<|system|>add<")
     with pytest.raises(
         EpisodeError, match=r"column environment is 'gues'; there are count, guess; the closest is guess"
@@ -319,7 +324,7 @@ class OnlyReset:
 
 
 @pytest.mark.parametrize(
-    ("given", "tools", "message"),
+    ("environment", "tools", "message"),
     [
         ("sort_then_smalest", (), "unknown name 'sort_then_smalest'; known are .*sort_then_smallest"),
         ("sort_then_smallest(frist=1)", (), "has no option 'frist'"),
@@ -331,9 +336,9 @@ class OnlyReset:
         (3, (), "which is a int; name a class or function"),
     ],
 )
-def test_what_cannot_be_used_is_named(given, tools, message):
+def test_what_cannot_be_used_is_named(environment, tools, message):
     with pytest.raises(ConfigError, match=message):
-        load_environments(default(), given, tools)
+        load_environments(environment_spec(default(), environment, tools))
 
 
 def test_names_in_the_configuration(tmp_path):
@@ -341,9 +346,9 @@ def test_names_in_the_configuration(tmp_path):
     (tmp_path / "mine.py").write_text(f"from jaxrl_llm.environments.games import SortThenSmallest\n{written}\n")
     config = default()
     config.environment.name = f"{tmp_path / 'mine.py'}:BOTH"
-    environments = load_environments(config)
-    assert environments.take({"environment": "b"}).environment.first == 0.2
+    environments = load_environments(environment_spec(config))
+    assert environments.acquire({"environment": "b"}).environment.first == 0.2
     config.environment.name = "sort_then_smallest(first=0.3)"
-    assert load_environments(config).take({}).environment.first == 0.3
+    assert load_environments(environment_spec(config)).acquire({}).environment.first == 0.3
     config.environment.name = None
-    assert load_environments(config) is None
+    assert load_environments(environment_spec(config)) is None

@@ -1,0 +1,206 @@
+"""All episodes of one rollout batch: they open its prompts, answer its rows while the engine samples, and are rewarded.
+
+The order of calls is `EpisodeBatch.open`, then `submit` and `poll` by the engine, then `finish` and `release`.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Protocol
+
+from jaxrl_llm.config.resolve import ConfigError
+from jaxrl_llm.environments.call_pool import CallResult
+from jaxrl_llm.environments.episode import Episode
+from jaxrl_llm.environments.factory import Environments
+from jaxrl_llm.environments.protocol import EpisodeError, is_messages
+
+Row = dict[str, Any]
+
+
+class EpisodeTokenizer(Protocol):
+    """Text and messages of episodes as token ids (`data.observations.TurnTokenizer`)."""
+
+    def check_turns(self, role: str) -> None:
+        """Raise ConfigError unless a conversation can go on, after a turn, with a message of `role`."""
+        ...
+
+    def prompt_ids(self, row: Row, prompt: Any, tools: list[Any]) -> list[int]:
+        """The ids of an opened prompt, which shows tools."""
+        ...
+
+    def observation_ids(self, row: Row, observation: Any, tools: list[Any]) -> list[int]:
+        """The ids that follow a turn."""
+        ...
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
+        """The text of ids."""
+        ...
+
+
+class EpisodeBatch:
+    """The episodes of this process's rows in one rollout batch; a `TurnServer` for the engine.
+
+    examples `[B]` have the prompts that are sampled from; rows `[N]` and episodes `[N]` count from 0, rows of a prompt
+    adjacent. An environment that raises, or is late, ends its own episode, or the run where `environment.on_error` is
+    stop.
+    """
+
+    def __init__(
+        self,
+        environments: Environments,
+        tokenizer: EpisodeTokenizer,
+        examples: Sequence[Row],
+        rows: Sequence[Row],
+        episodes: Sequence[Episode],
+    ):
+        self.environments, self.tokenizer = environments, tokenizer
+        self.examples, self.rows, self.episodes = list(examples), list(rows), list(episodes)
+        self._turn_ends: dict[int, int] = {}  # tokens in the completion of a row that waits for an observation
+
+    @classmethod
+    def open(
+        cls, environments: Environments, tokenizer: EpisodeTokenizer, examples: Sequence[Row], group_size: int
+    ) -> "EpisodeBatch":
+        """Reset an environment for each of `group_size` rows of every example.
+
+        Raises EpisodeError: a `reset` fails, or opens rows of a prompt differently (their completions are compared, so
+        they must answer the same question). Raises ConfigError: a prompt that is too long or cannot show tools, or a
+        chat template with which no conversation can go on.
+        """
+        if any(is_messages(example["prompt"]) for example in examples):
+            for role in ("user", "tool") if any(environments.schemas.values()) else ("user",):
+                tokenizer.check_turns(role)
+        rows = [example for example in examples for _ in range(group_size)]
+        episodes = [environments.acquire(row) for row in rows]
+        resets = {i: partial(episode.reset, row) for i, (episode, row) in enumerate(zip(episodes, rows, strict=True))}
+        results = environments.pool.run(resets)
+        for i, result in sorted(results.items()):
+            if failure := _failure(result):
+                raise EpisodeError(f"{episodes[i].name}.reset {failure}, in row {i}") from result.error
+        opened = []
+        for number, example in enumerate(examples):
+            first = number * group_size
+            openings = [results[first + member].result for member in range(group_size)]
+            opening, episode = openings[0], episodes[first]
+            if any(other != opening for other in openings):
+                raise EpisodeError(
+                    f"{episode.name}.reset opens rows of the same prompt differently ({opening!r} and others): draw "
+                    "what it needs from the row, such as a column seed, so that a group answers one question"
+                )
+            if opening is not None or episode.tools:
+                prompt = episode.opening_prompt(example["prompt"], opening)
+                ids = tokenizer.prompt_ids(example, prompt, environments.schemas[environments.name(example)])
+                example = {**example, "prompt": prompt, "prompt_ids": ids}
+            opened.append(example)
+        return cls(environments, tokenizer, opened, [row for row in opened for _ in range(group_size)], episodes)
+
+    def submit(self, row: int, tokens: list[int]) -> None:
+        """Give the newest turn of a row to its environment, without waiting; `tokens` are its completion so far."""
+        episode = self.episodes[row]
+        turn = tokens[episode.observation_spans[-1][1] if episode.observation_spans else 0 :]
+        episode.turns += 1
+        self._turn_ends[row] = len(tokens)
+        text, raw = (self.tokenizer.decode(turn, skip_special_tokens) for skip_special_tokens in (True, False))
+        self.environments.pool.submit(row, partial(episode.respond, text, raw))
+
+    def poll(self, wait: bool) -> dict[int, list[int] | None]:
+        """The observation tokens of each row that is answered by now, None where its episode is over."""
+        return {result.key: self._observation_tokens(result) for result in self.environments.pool.poll(wait)}
+
+    def finish(self, ids: Sequence[Sequence[int]], instances: bool) -> tuple[list[Any], dict[str, list[Any]]]:
+        """Completions `[N]` (text, or messages) and the columns for rewards, when all rows `ids` are sampled.
+
+        With `instances` the environments themselves are a column too, as in TRL.
+        """
+        for episode, row_ids in zip(self.episodes, ids, strict=True):
+            episode.end_at(len(row_ids))
+        get_rewards: dict[int, Callable[[], Any]] = {
+            row: episode.environment.get_reward
+            for row, episode in enumerate(self.episodes)
+            if not episode.failed and hasattr(episode.environment, "get_reward")
+        }
+        for row, result in self.environments.pool.run(get_rewards).items():
+            self._set_reward(self.episodes[row], result)
+        completions = [
+            episode.messages(row_ids, self.tokenizer.decode)
+            if is_messages(row["prompt"])
+            else self.tokenizer.decode(row_ids, True)
+            for episode, row, row_ids in zip(self.episodes, self.rows, ids, strict=True)
+        ]
+        columns: dict[str, list[Any]] = {"environment_reward": [episode.reward for episode in self.episodes]}
+        if instances:
+            columns["environments"] = [episode.environment for episode in self.episodes]
+        return completions, columns
+
+    def release(self) -> tuple[dict[str, list[float]], dict[str, float], dict[str, list[Any]]]:
+        """Free the environments for other rows; returns metrics (numbers to average), totals (to add up) and columns.
+
+        After rewards, as these may read the environments.
+        """
+        self.environments.release(self.rows, self.episodes)
+        metrics = {"environment/turns": [float(episode.turns) for episode in self.episodes]}
+        totals = {"environment/failures": float(sum(episode.failed for episode in self.episodes))}
+        if any(self.environments.schemas.values()):
+            metrics["tools/call_frequency"] = [float(episode.calls) for episode in self.episodes]
+            metrics["tools/failure_frequency"] = [
+                float(call < episode.failed_calls) for episode in self.episodes for call in range(episode.calls)
+            ]
+        columns = {
+            "environment/turns": [episode.turns for episode in self.episodes],
+            "environment/ended": [episode.stop_reason for episode in self.episodes],
+        }
+        return metrics, totals, columns
+
+    def _observation_tokens(self, result: CallResult) -> list[int] | None:
+        row, episode = result.key, self.episodes[result.key]
+        if self._has_failed(result, "step"):
+            return None
+        episode.record(result.result)
+        if episode.stop_reason is not None:
+            return None
+        observation = result.result.step.observation
+        try:
+            tools = self.environments.schemas[self.environments.name(self.rows[row])]
+            tokens = self.tokenizer.observation_ids(self.rows[row], observation, tools)
+        except ConfigError as error:  # the chat template refuses this observation: a fault of its environment
+            self._has_failed(result._replace(error=error), "step")
+            return None
+        if not tokens:
+            episode.stop_reason = "done"
+            return None
+        start = self._turn_ends[row]
+        episode.observations.append(observation)
+        episode.observation_spans.append((start, start + len(tokens)))
+        return tokens
+
+    def _set_reward(self, episode: Episode, result: CallResult) -> None:
+        if self._has_failed(result, "get_reward"):
+            return
+        try:
+            reward = None if result.result is None else float(result.result)
+            if reward is None or abs(reward) < float("inf"):
+                episode.reward = reward
+                return
+        except (TypeError, ValueError):
+            pass
+        error = EpisodeError(f"{episode.name}.get_reward returned {result.result!r}, not a finite number or None")
+        self._has_failed(result._replace(error=error), "get_reward")
+
+    def _has_failed(self, result: CallResult, method: str) -> bool:
+        """True for a call that raised or was late: its episode ends, or EpisodeError is raised to stop the run."""
+        failure, episode = _failure(result), self.episodes[result.key]
+        if failure is None:
+            return False
+        if self.environments.on_error == "stop":
+            raise EpisodeError(
+                f"{episode.name}.{method} {failure}, in row {result.key}, turn {episode.turns}; fix it, or end such "
+                "rows with environment.on_error=end"
+            ) from result.error
+        episode.fail("timeout" if result.error is None else f"{type(result.error).__name__}: {result.error}")
+        return True
+
+
+def _failure(result: CallResult) -> str | None:
+    """The failure of a call in words, None without one."""
+    if result.error is not None:
+        return f"raised {type(result.error).__name__}: {result.error}"
+    return "took more than environment.timeout" if result.timed_out else None

@@ -1,0 +1,113 @@
+"""Concurrent calls with a time limit each: threads for functions, one shared event loop for coroutines.
+
+Not a `ThreadPoolExecutor`: that waits for a call which never returns, at the latest when the program ends. Here such a
+call is abandoned in its daemon thread, and its place goes to the next call.
+"""
+
+import asyncio
+import concurrent.futures
+import inspect
+import math
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+Call = Callable[[], Any]  # returns a result, or an awaitable of it
+
+
+class CallResult(NamedTuple):
+    """The end of the call `key`: its result, or the error it raised, or `timed_out`."""
+
+    key: int
+    result: Any = None
+    error: BaseException | None = None
+    timed_out: bool = False
+
+
+class CallPool:
+    """At most `max_calls` calls at once, each for at most `timeout` seconds (None: no limit) from its own start."""
+
+    def __init__(self, max_calls: int, timeout: float | None):
+        self.max_calls, self.timeout = max_calls, timeout
+        self._queue: deque[tuple[int, Call]] = deque()
+        self._running: dict[concurrent.futures.Future, tuple[int, float]] = {}  # key, and time by which it must end
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._lock = threading.Lock()
+
+    def submit(self, key: int, call: Call) -> None:
+        """Start `call`, or queue it while `max_calls` others are running."""
+        self._queue.append((key, call))
+        self._start_queued()
+
+    def poll(self, wait: bool) -> list[CallResult]:
+        """Return the calls that ended since the last poll; with `wait` at least one, if any is running."""
+        while True:
+            patience = 0.0
+            if wait and self._running:
+                first = min(deadline for _, deadline in self._running.values())
+                patience = None if math.isinf(first) else max(first - time.monotonic(), 0.0)
+            concurrent.futures.wait(self._running, patience, concurrent.futures.FIRST_COMPLETED)
+            results, now = [], time.monotonic()
+            for future, (key, deadline) in list(self._running.items()):
+                if future.done():
+                    error = future.exception()
+                    results.append(CallResult(key, future.result() if error is None else None, error))
+                elif now >= deadline:
+                    results.append(CallResult(key, timed_out=True))
+                else:
+                    continue
+                del self._running[future]  # the later result of a call that timed out is dropped
+            self._start_queued()
+            if results or not wait or not self._running:
+                return results
+
+    def run(self, calls: Mapping[int, Call]) -> dict[int, CallResult]:
+        """Run all calls to their ends; returns the results by key."""
+        for key, call in calls.items():
+            self.submit(key, call)
+        results: dict[int, CallResult] = {}
+        while calls.keys() - results.keys():
+            results |= {result.key: result for result in self.poll(wait=True)}
+        return results
+
+    def close(self) -> None:
+        """Cancel the coroutines that still run, and stop the event loop."""
+        if self._loop is None:
+            return
+
+        async def stop() -> None:
+            tasks = asyncio.all_tasks() - {asyncio.current_task()}
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            asyncio.get_running_loop().stop()
+
+        asyncio.run_coroutine_threadsafe(stop(), self._loop)
+        self._loop = None
+
+    def _start_queued(self) -> None:
+        while self._queue and len(self._running) < self.max_calls:
+            key, call = self._queue.popleft()
+            future = concurrent.futures.Future()
+            self._running[future] = (key, math.inf if self.timeout is None else time.monotonic() + self.timeout)
+            threading.Thread(target=self._run, args=(future, call), daemon=True, name="environment").start()
+
+    def _run(self, future: concurrent.futures.Future, call: Call) -> None:
+        try:
+            result = call()
+            if inspect.isawaitable(result):
+                # Cancelled at the limit too, or an abandoned coroutine would keep its socket or its lock.
+                limited = asyncio.wait_for(result, self.timeout)
+                result = asyncio.run_coroutine_threadsafe(limited, self._event_loop()).result()
+            future.set_result(result)
+        except Exception as error:
+            future.set_exception(error)
+
+    def _event_loop(self) -> asyncio.AbstractEventLoop:
+        with self._lock:  # several threads may see the first coroutine at once
+            if self._loop is None:
+                self._loop = asyncio.new_event_loop()
+                threading.Thread(target=self._loop.run_forever, daemon=True, name="async environments").start()
+            return self._loop

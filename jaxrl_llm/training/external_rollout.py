@@ -1,0 +1,268 @@
+"""External rollouts: a function of the user's samples in place of the engine, as in TRL and axolotl.
+
+| form | called with | returns |
+|---|---|---|
+| TRL | `f(prompts, trainer)` | `{"prompt_ids", "completion_ids", "logprobs"}`, N lists each; `env_mask` and columns |
+| axolotl | `f(model, processing_class, prompts, generation_config)` | N texts |
+
+Rows of a prompt are adjacent, `group_size` for each prompt. Texts are tokenised, and their log-probs are the policy's.
+"""
+
+import inspect
+import itertools
+import types
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from jaxrl_llm.config.resolve import ConfigError, resolve, resolve_with_options
+from jaxrl_llm.data.chat import chat_ids, is_conversational, render_prompt
+from jaxrl_llm.data.collate import pad_prompts
+from jaxrl_llm.distributed.sharding import local_rows, row_shards, rows_to_global
+from jaxrl_llm.environments.server import server
+from jaxrl_llm.models.transformer import Params
+from jaxrl_llm.rollout.engine import Engine, Rollout
+
+BUILT_IN = {"server": server}
+REQUIRED = ("prompt_ids", "completion_ids", "logprobs")
+WIDTH_MULTIPLE = 64  # of the prompts a function generates from: they grow with every turn, and each width is compiled
+
+Generate = Callable[[Sequence[Sequence[int]], int], tuple[list[list[int]], list[list[float]]]]
+
+
+class ExternalRows(NamedTuple):
+    """The rows of a rollout function: N lists of token ids, of their loss mask, and of log-probs if it knows them."""
+
+    prompt_ids: list[list[int]]
+    completion_ids: list[list[int]]
+    mask: list[list[int]]  # 1 on the policy's own tokens
+    logprobs: list[list[float]] | None
+    columns: dict[str, list[Any]]  # for rewards
+
+
+class RolloutTrainer:
+    """The `trainer` of a rollout function, or its `model`: the tokenizer, the settings and the engine.
+
+    `generate(prompts, num_generations=None)` samples from the policy: prompts are text, messages or token ids, and it
+    returns `prompt_ids`, `completion_ids` and `logprobs`, the rows of a prompt adjacent.
+    """
+
+    def __init__(self, generate: Generate, tokenizer: Any, settings: Mapping[str, Any], state: Any):
+        self._generate = generate
+        self.processing_class = tokenizer
+        self.args = types.SimpleNamespace(**settings)
+        self.num_generations = settings["num_generations"]
+        self.state = state
+
+    def generate(
+        self, prompts: Any = None, num_generations: int | None = None, *, input_ids: Any = None, **options: Any
+    ):
+        """Completions of prompts, as a dictionary; of `input_ids`, as `transformers` has it: rows of whole sequences.
+
+        Raises ConfigError for options: lengths and sampling are the configuration's (rollout.*).
+        """
+        options = {key: value for key, value in options.items() if key not in ("attention_mask", "generation_config")}
+        if options:
+            raise ConfigError(
+                f"generate got {', '.join(options)}; how the policy is sampled is set in the configuration, "
+                "under rollout"
+            )
+        if input_ids is not None:
+            prompt_ids = [[int(token) for token in row] for row in np.asarray(input_ids)]
+            completions, _ = self._generate(prompt_ids, 1)
+            width = max(map(len, completions))
+            pad = self.processing_class.pad_token_id or 0
+            rows = [[*p, *c, *[pad] * (width - len(c))] for p, c in zip(prompt_ids, completions, strict=True)]
+            return np.asarray(rows, np.int32)
+        count = self.num_generations if num_generations is None else num_generations
+        ids = self.tokenize(prompts)
+        completions, logprobs = self._generate(ids, count)
+        prompt_ids = [prompt for prompt in ids for _ in range(count)]
+        return {"prompt_ids": prompt_ids, "completion_ids": completions, "logprobs": logprobs}
+
+    def tokenize(self, prompts: Sequence[Any]) -> list[list[int]]:
+        """The token ids of prompts (text, messages, or ids already), as the engine has them."""
+        return [
+            render_prompt(self.processing_class, prompt)
+            if isinstance(prompt, str) or is_conversational(prompt)
+            else [int(token) for token in prompt]
+            for prompt in prompts
+        ]
+
+
+@dataclass(frozen=True)
+class ExternalRollout:
+    """Calls a rollout function with the policy, in place of `Engine.generate`.
+
+    policy_logps: `(params, rollout) -> [N,T]`, the log-probs of the policy for rows whose function returns none.
+    """
+
+    function: Callable[..., Any]
+    engine: Engine
+    tokenizer: Any
+    mesh: Mesh
+    prompt_width: int
+    policy_logps: Callable[[Params, Rollout], Any]
+
+    def __call__(
+        self, params: Params, examples: Sequence[Mapping[str, Any]], key, state: Any
+    ) -> tuple[Rollout, dict[str, list[Any]]]:
+        """The rows of this step, and the columns for rewards that the function returned.
+
+        state: `trainer.state`. Raises ConfigError when the function raises, or returns anything but rows.
+        """
+        settings = {  # under the names of TRL and transformers
+            "num_generations": self.engine.group_size,
+            "max_completion_length": self.engine.max_completion_length,
+            "max_new_tokens": self.engine.max_completion_length,
+            **asdict(self.engine.sampling),
+        }
+        trainer = RolloutTrainer(self._generate(params, key), self.tokenizer, settings, state)
+        ids = [example["prompt_ids"] for example in examples]
+        rows = call_rollout_function(self.function, [example["prompt"] for example in examples], ids, trainer)
+        rollout = self._rollout(rows)
+        if rows.logprobs is None:
+            rollout = rollout._replace(sample_logps=self.policy_logps(params, rollout) * rollout.mask)
+        return rollout, rows.columns
+
+    def _generate(self, params: Params, key) -> Generate:
+        calls = itertools.count()  # each call of a function draws its own numbers
+
+        def generate(ids: Sequence[Sequence[int]], count: int) -> tuple[list[list[int]], list[list[float]]]:
+            # Prompts must divide into the row shards of this process: the last one fills up, its rows are dropped.
+            multiple = row_shards(self.mesh) // jax.process_count() or 1
+            size = -(-len(ids) // multiple) * multiple
+            width = -(-max(map(len, ids)) // WIDTH_MULTIPLE) * WIDTH_MULTIPLE
+            padded = pad_prompts([*ids, *[ids[-1]] * (size - len(ids))], width)
+            prompts, segments = rows_to_global(padded, self.mesh)
+            engine = replace(self.engine, group_size=count)
+            rollout = engine.generate(params, prompts, segments, jax.random.fold_in(key, next(calls)))
+            arrays = local_rows((rollout.tokens, rollout.sample_logps, rollout.lengths))
+            rows = list(zip(*arrays, strict=True))[: len(ids) * count]
+            tokens = [row_tokens[width : width + length].tolist() for row_tokens, _, length in rows]
+            return tokens, [logps[width : width + length].tolist() for _, logps, length in rows]
+
+        return generate
+
+    def _rollout(self, rows: ExternalRows) -> Rollout:
+        """The arrays that the engine would have returned. A completion that is too long is truncated."""
+        width, longest = self.prompt_width, max(map(len, rows.prompt_ids))
+        if longest > width or not all(rows.prompt_ids):
+            raise ConfigError(
+                f"environment.rollout_func returned prompt_ids of {min(map(len, rows.prompt_ids))} to {longest} "
+                f"tokens, but they have 1 to rollout.max_prompt_length = {width}"
+            )
+        count, limit = len(rows.completion_ids), self.engine.max_completion_length
+        prompt_tokens, prompt_segments = pad_prompts(rows.prompt_ids, width)
+        tokens, segments = np.zeros((count, limit), np.int32), np.zeros((count, limit), prompt_segments.dtype)
+        mask, logps = np.zeros((2, count, limit), np.float32)
+        lengths, finished = np.zeros(count, np.int32), np.zeros(count, bool)
+        for row, ids in enumerate(rows.completion_ids):
+            n = lengths[row] = min(len(ids), limit)
+            tokens[row, :n], segments[row, :n], mask[row, :n] = ids[:n], 1, rows.mask[row][:n]
+            if rows.logprobs is not None:
+                logps[row, :n] = np.asarray(rows.logprobs[row][:n]) * mask[row, :n]
+            finished[row] = n == len(ids) and ids[-1] in self.engine.eos
+        if not np.isfinite(logps).all():
+            raise ConfigError("environment.rollout_func returned logprobs that are not finite")
+        no_prompt = np.zeros((count, width), np.float32)
+        arrays = {
+            "tokens": np.concatenate([prompt_tokens, tokens], 1),
+            "segments": np.concatenate([prompt_segments, segments], 1),
+            "mask": np.concatenate([no_prompt, mask], 1),
+            "sample_logps": np.concatenate([no_prompt, logps], 1),
+            "lengths": lengths,
+            "finished": finished,
+            "steps": lengths.astype(np.float32),
+        }
+        return Rollout(**rows_to_global(arrays, self.mesh))
+
+
+def load_rollout_function(name: str | None) -> Callable[..., Any] | None:
+    """The function of `environment.rollout_func`; raises ConfigError for a name or option that is wrong."""
+    if name is None:
+        return None
+    if not name.endswith(")"):
+        return resolve(name, BUILT_IN)
+    function, options = resolve_with_options(name, BUILT_IN)
+    # `server(...)` makes a rollout function; a user's function takes its options beside the arguments of a rollout.
+    return function(**options) if function is server else (lambda *arguments: function(*arguments, **options))
+
+
+def call_rollout_function(
+    function: Callable[..., Any], prompts: Sequence[Any], prompt_ids: Sequence[Sequence[int]], trainer: RolloutTrainer
+) -> ExternalRows:
+    """The checked rows that a function of either form returns for prompts.
+
+    Raises ConfigError: the function raises, or does not return `num_generations` rows for each prompt in the form of
+    the module's table.
+    """
+    count = trainer.num_generations
+    rows, is_axolotl = len(prompts) * count, len(inspect.signature(function).parameters) > 2
+    try:
+        if is_axolotl:
+            returned = function(trainer, trainer.processing_class, list(prompts), trainer.args)
+        else:
+            returned = function(list(prompts), trainer)
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise ConfigError(f"environment.rollout_func raised {type(error).__name__}: {error}") from error
+    if is_axolotl:
+        ids = _tokenized_texts(returned, trainer.processing_class, rows)
+        return ExternalRows(
+            [list(prompt) for prompt in prompt_ids for _ in range(count)],
+            ids,
+            [[1] * len(row) for row in ids],
+            None,
+            {},
+        )
+    return _checked_rows(returned, rows)
+
+
+def _tokenized_texts(texts: Any, tokenizer: Any, rows: int) -> list[list[int]]:
+    if not isinstance(texts, Sequence) or len(texts) != rows or not all(isinstance(text, str) for text in texts):
+        raise ConfigError(
+            f"environment.rollout_func must return a list of {rows} texts, rollout.group_size for each prompt in "
+            f"order; it returned {_shorten(texts)}"
+        )
+    return [[*chat_ids(tokenizer, text), tokenizer.eos_token_id] for text in texts]
+
+
+def _checked_rows(returned: Any, rows: int) -> ExternalRows:
+    if not isinstance(returned, Mapping) or not set(REQUIRED) <= returned.keys():
+        raise ConfigError(
+            f"environment.rollout_func must return a dictionary with {', '.join(REQUIRED)}; it returned "
+            f"{_shorten(returned)}"
+        )
+    lists = {name: list(values) for name, values in returned.items() if values is not None}
+    for name, values in lists.items():
+        if len(values) != rows:
+            raise ConfigError(
+                f"environment.rollout_func returned {len(values)} {name}, but there are {rows} rows: "
+                "rollout.group_size for each prompt, in order"
+            )
+    ids = [[int(token) for token in row] for row in lists["completion_ids"]]
+    # TRL has lists of the log-probs of several likely tokens; the first is that of the sampled one.
+    logprobs = [
+        [float(value[0] if isinstance(value, Sequence) else value) for value in row] for row in lists["logprobs"]
+    ]
+    mask = [[int(value) for value in row] for row in lists.get("env_mask", [[1] * len(row) for row in ids])]
+    for row, lengths in enumerate(zip(map(len, ids), map(len, logprobs), map(len, mask), strict=True)):
+        if not lengths[0] or len(set(lengths)) > 1:
+            raise ConfigError(
+                f"environment.rollout_func: row {row} has {lengths[0]} completion_ids, {lengths[1]} logprobs and "
+                f"{lengths[2]} in env_mask; give one of each for each token, and at least one token"
+            )
+    prompt_ids = [[int(token) for token in row] for row in lists["prompt_ids"]]
+    columns = {name: values for name, values in lists.items() if name not in (*REQUIRED, "env_mask")}
+    return ExternalRows(prompt_ids, ids, mask, logprobs, columns)
+
+
+def _shorten(value: Any, limit: int = 200) -> str:
+    text = repr(value)
+    return text if len(text) <= limit else text[: limit - 3] + "..."

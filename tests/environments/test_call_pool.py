@@ -1,0 +1,55 @@
+"""Concurrent calls: their number at once, their time limit, and late results."""
+
+import asyncio
+import threading
+import time
+
+from jaxrl_llm.environments.call_pool import CallPool
+
+
+def test_results_errors_and_calls_at_once():
+    pool, running, most, lock = CallPool(3, 10.0), 0, 0, threading.Lock()
+
+    def call(i):
+        nonlocal running, most
+        with lock:
+            running, most = running + 1, max(most, running + 1)
+        time.sleep(0.01)
+        with lock:
+            running -= 1
+        if i == 5:
+            raise KeyError("five")
+        return i * i
+
+    results = pool.run({i: lambda i=i: call(i) for i in range(12)})
+    assert most == 3 and [results[i].result for i in range(12) if i != 5] == [i * i for i in range(12) if i != 5]
+    assert isinstance(results[5].error, KeyError) and not results[5].timed_out
+
+
+def test_a_late_call_is_abandoned():
+    pool, release = CallPool(1, 0.15), threading.Event()
+    pool.submit(0, release.wait)
+    pool.submit(1, lambda: "next")
+    began = time.monotonic()
+    first = pool.poll(wait=True)
+    assert [(result.key, result.timed_out) for result in first] == [(0, True)] and time.monotonic() - began < 2
+    assert pool.poll(wait=True)[0].result == "next"
+    pool.submit(0, lambda: "again")
+    release.set()
+    assert [result.result for result in pool.poll(wait=True)] == ["again"]
+    time.sleep(0.02)
+    assert pool.poll(wait=False) == [] and pool.poll(wait=True) == []
+
+
+def test_async_calls_share_a_loop():
+    pool, loops = CallPool(8, 0.3), set()
+
+    async def call(seconds):
+        loops.add(id(asyncio.get_running_loop()))
+        await asyncio.sleep(seconds)
+        return seconds
+
+    results = pool.run({i: lambda i=i: call(0.01 if i else 30) for i in range(5)})
+    assert len(loops) == 1 and [results[i].result for i in range(1, 5)] == [0.01] * 4
+    assert results[0].timed_out or isinstance(results[0].error, TimeoutError)
+    pool.close()
