@@ -30,7 +30,7 @@ from jaxrl_llm.training.checkpoint.outputs import check_outputs, check_writable,
 from jaxrl_llm.training.evaluation.run import check_best
 from jaxrl_llm.training.logging.backends import check_installed
 from jaxrl_llm.training.logging.logger import Logger
-from jaxrl_llm.training.logging.step_log import Metrics, Records, Step
+from jaxrl_llm.training.logging.step_log import Metrics, StepLog, Step
 from jaxrl_llm.training.runtime.callbacks import Callbacks, load_callbacks
 from jaxrl_llm.training.runtime.preemption import Notices, Preempted
 from jaxrl_llm.training.runtime.profiler import Profiler
@@ -88,7 +88,7 @@ def train(
                 (folder / "config.json").write_text(to_json(config))
                 write_given(folder, given)
             logger.start(_describe(parts, int(state.step)))
-            records = Records(config, parts.source, parts.watch, logger, counts)
+            records = StepLog(config, parts.source, parts.watch, logger, counts)
             records.warn(problems)
             called.note = logger.note
             with Watchdog(config.watch.hang_seconds, parts.watch, folder):
@@ -96,7 +96,7 @@ def train(
                     state = _loop(config, parts, state, records, checkpoints, notices, profiler, called)
                 with parts.watch("export"):
                     model = export_run(config, parts, state, logger.note)
-                    with processes.agreeing():
+                    with processes.all_or_none():
                         if jax.process_index() == 0:
                             write_cards(folder, int(state.step), config.export.push_to_hub)
                 called("on_end", int(state.step), records.newest, lambda: model)
@@ -105,7 +105,7 @@ def train(
     return Result(model, records.history, folder)
 
 
-def _loop(config, parts: Run, state: State, records: Records, checkpoints: Checkpoints, notices: Notices,
+def _loop(config, parts: Run, state: State, records: StepLog, checkpoints: Checkpoints, notices: Notices,
           profiler: Profiler, callbacks: Callbacks) -> State:  # fmt: skip
     """The state after the last step."""
     root, watch = jax.random.key(config.seed), parts.watch
@@ -137,7 +137,7 @@ def _loop(config, parts: Run, state: State, records: Records, checkpoints: Check
             callbacks("on_step", step, records.read(), model)
         last, leaves = step == min(config.total_steps, callbacks.end), notices.reached(step)
         evaluates = parts.evaluation is not None and ((last and config.eval.at_end) or _due(step, config.eval.every))
-        saves = last or leaves or checkpoints.owed or _due(step, config.checkpoint.every)
+        saves = last or leaves or checkpoints.retry_due or _due(step, config.checkpoint.every)
         if saves or evaluates or not overlaps:
             records.settle(evaluate if evaluates else None)
         if evaluates:
@@ -149,7 +149,7 @@ def _loop(config, parts: Run, state: State, records: Records, checkpoints: Check
                 host = {**parts.source.get_state(), **records.counts, "callbacks": callbacks.get_state(step)}
                 arrays = parts.source.get_arrays()
                 checkpoints.save(step, state, host, arrays, records.newest, final=last or leaves)
-        records.warn(checkpoints.news())
+        records.warn(checkpoints.warnings())
         profiler.end(step, state)
         if leaves and not last:
             raise Preempted(step)
@@ -163,14 +163,14 @@ def _due(step: int, every: int) -> bool:
 def _resume(
     config, parts: Run, checkpoints: Checkpoints, callbacks: Callbacks
 ) -> tuple[State, dict[str, int], int | None, list[str]]:
-    """The state that `checkpoint.resume` says, the counts of `Records`, the step after which output_dir's own run goes
+    """The state that `checkpoint.resume` says, the counts of `StepLog`, the step after which output_dir's own run goes
     on (None: it starts), and what is wrong with checkpoints that were passed over.
 
     Checkpoints of the run that come after the start, or belong to another run, are deleted.
     """
     source, step, problems = checkpoints, None, []
     if config.checkpoint.resume == "auto":
-        step, problems = checkpoints.newest_whole()
+        step, problems = checkpoints.newest_intact()
     elif config.checkpoint.resume != "never":
         source, step, problems = find(config.checkpoint.resume)
     own = step if source.folder == checkpoints.folder else None

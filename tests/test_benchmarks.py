@@ -11,7 +11,7 @@ from benchmarks.cases import PROMPT, SHAPES, lengths, prompts, texts, useful_tok
 from benchmarks.ours import fit
 from jaxrl_llm.config import ConfigError, default
 from jaxrl_llm.models.model import describe
-from jaxrl_llm.training.logging.logger import Stopwatch
+from jaxrl_llm.training.logging.stopwatch import Stopwatch
 from jaxrl_llm.training.runtime.profiler import Profiler, phase_table, profiled_steps
 
 

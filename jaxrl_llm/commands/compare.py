@@ -25,7 +25,7 @@ from jaxrl_llm.config.schema import Key
 from jaxrl_llm.data.chat import chat_ids
 from jaxrl_llm.distributed import processes
 from jaxrl_llm.distributed.compilation_cache import keep_compiled
-from jaxrl_llm.distributed.processes import agreeing, gather
+from jaxrl_llm.distributed.processes import all_or_none, gather
 from jaxrl_llm.rewards.calls import text_of
 from jaxrl_llm.rewards.grader import Rewards, load_rewards
 from jaxrl_llm.rewards.judge import shown
@@ -118,7 +118,7 @@ def _graded(grader: Rewards, written: Sequence[Written], tie: float) -> list[dic
         for both in zip(*completions, strict=True)
     ]
     scores: list[list[float]] | None = None
-    with agreeing():
+    with all_or_none():
         if jax.process_index() == 0:
             scores = _scores(grader, examples, met, [one.tokenizer for one in written]).tolist()
     pairs = []

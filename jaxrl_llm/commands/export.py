@@ -72,7 +72,7 @@ def export(
         params = combine(frozen, checkpoints.restore_params(step, shapes, mesh))
         model = replace(model, params=params, mesh=mesh)
         save_adapter(model, output) if adapter else save_hf(model, output, dtype)
-        with processes.agreeing():
+        with processes.all_or_none():
             if jax.process_index() == 0:
                 write_card(output, folder, step, repo)
     return output
@@ -86,7 +86,7 @@ def push(run: str | Path, repo: str, output: str | Path = "", private: bool = Fa
     """
     overwrite, url = options.get("overwrite", False), ""
     folder = Path(output).expanduser() if output else Path(run).expanduser() / PUSHED
-    with processes.agreeing():
+    with processes.all_or_none():
         if jax.process_index() == 0:
             _config_of(Path(run).expanduser())
             hub.check(repo, private, overwrite)
@@ -94,7 +94,7 @@ def push(run: str | Path, repo: str, output: str | Path = "", private: bool = Fa
                 shutil.rmtree(folder, ignore_errors=True)  # what a push that was killed has left
     try:
         export(run, folder, repo=repo, **options)
-        with processes.agreeing():
+        with processes.all_or_none():
             if jax.process_index() == 0:
                 url = hub.push(folder, repo, private, overwrite, f"{Path(run).resolve().name}, by jaxrl_llm")
     finally:

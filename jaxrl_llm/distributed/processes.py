@@ -7,8 +7,8 @@ Each process runs the same command. `join` makes it one of several, from the fir
 2. Slurm, Open MPI, a Kubernetes Job or JobSet, Cloud TPU, as `jax.distributed.initialize` reads them;
 3. nothing: then this process is the whole run.
 
-Then no process waits for one that is gone. Host work is done under `agreeing`, which raises in all what was raised in
-one. An error anywhere else is told through the coordinator (`report`), and a thread of every other process ends it
+Then no process waits for one that is gone. Host work is done under `all_or_none`, which raises in all what was
+raised in one. An error anywhere else is told through the coordinator (`report`), and a thread of every other process ends it
 with that message. JAX's own heartbeat ends the run when a machine is lost.
 """
 
@@ -35,8 +35,7 @@ from orbax.checkpoint import multihost
 
 from jaxrl_llm.config import ConfigDict, ConfigError, default, flat, to_json
 from jaxrl_llm.config.resolve import exit_code
-from jaxrl_llm.distributed import rendezvous
-from jaxrl_llm.distributed.rendezvous import Place
+from jaxrl_llm.distributed.rendezvous import ProcessSpec, rendezvous
 
 VARIABLES = {
     "coordinator": "JAXRL_COORDINATOR",
@@ -62,7 +61,7 @@ class AgreedError(ConfigError):
 class Group:
     """This process's part in the run: where it is, on which machines the others are, and whether it has failed."""
 
-    place: Place
+    place: ProcessSpec
     hosts: list[str]
     own_words: str | None = None  # those of the error that it is about to report
     failed: bool = False
@@ -96,7 +95,7 @@ def join(config: ConfigDict | None = None) -> None:
         return
     limits: dict[str, Any] = {"heartbeat_timeout_seconds": heartbeat, "shutdown_timeout_seconds": meet_seconds}
     if place is not None:
-        rendezvous.meet(place, meet_seconds)
+        rendezvous(place, meet_seconds)
         jax.distributed.initialize(
             place.coordinator, place.count, place.index, cluster_detection_method="deactivate",
             initialization_timeout=meet_seconds, **limits,
@@ -104,14 +103,14 @@ def join(config: ConfigDict | None = None) -> None:
     elif not _initialize(cluster or "", meet_seconds, limits):
         return
     _check_devices()
-    own = Place(place.coordinator if place else cluster or "", jax.process_count(), jax.process_index())
+    own = ProcessSpec(place.coordinator if place else cluster or "", jax.process_count(), jax.process_index())
     group = Group(own, _introduce(config))
     group.listener = threading.Thread(target=_listen, args=(group,), daemon=True, name="other processes")
     group.listener.start()
     _groups[:] = [group]
 
 
-def _place(coordinator: str | None, count: int | None, index: int | None) -> Place | None:
+def _place(coordinator: str | None, count: int | None, index: int | None) -> ProcessSpec | None:
     """The place that keys and variables name, None when they name none; raises ConfigError when they are incomplete."""
     given: dict[str, Any] = {"coordinator": coordinator, "count": count, "index": index}
     for name, variable in VARIABLES.items():
@@ -124,7 +123,7 @@ def _place(coordinator: str | None, count: int | None, index: int | None) -> Pla
         for name, variable in (("count", "OMPI_COMM_WORLD_SIZE"), ("index", "OMPI_COMM_WORLD_RANK")):
             given[name] = int(os.environ[variable]) if given[name] is None else given[name]
     if given["count"] == 1 and not given["index"]:
-        return Place("", 1, 0)
+        return ProcessSpec("", 1, 0)
     missing = [name for name, value in given.items() if value is None]
     if len(missing) == 3:
         return None
@@ -133,7 +132,7 @@ def _place(coordinator: str | None, count: int | None, index: int | None) -> Pla
             f"processes.{missing[0]} is missing (or the variable {VARIABLES[missing[0]]}): processes.coordinator, "
             "processes.count and processes.index belong together"
         )
-    return Place(**given).checked()
+    return ProcessSpec(**given).checked()
 
 
 def _cluster() -> str | None:
@@ -244,7 +243,7 @@ def gather(value: Any) -> list[Any]:
 
 
 @contextlib.contextmanager
-def agreeing() -> Iterator[None]:
+def all_or_none() -> Iterator[None]:
     """Work of this process's host, between collectives: where it fails in one process, all raise AgreedError.
 
     The message is the error's, after the process it comes from. With one process the error itself is raised.

@@ -18,7 +18,7 @@ LINE = 1 << 16  # bytes of a message, at most
 
 
 @dataclass(frozen=True)
-class Place:
+class ProcessSpec:
     """Where a process is: process `index` of `count`, which meet at `coordinator` (`host:port`, on process 0)."""
 
     coordinator: str
@@ -31,7 +31,7 @@ class Place:
         host, _, port = self.coordinator.rpartition(":")
         return host.strip("[]"), int(port)
 
-    def checked(self) -> "Place":
+    def checked(self) -> "ProcessSpec":
         """The place itself; raises ConfigError for one that cannot be."""
         host, _, port = self.coordinator.rpartition(":")
         if not host or not port.isdigit() or not 0 < int(port) < 65536:
@@ -44,7 +44,7 @@ class Place:
         return self
 
 
-def meet(place: Place, seconds: float) -> None:
+def rendezvous(place: ProcessSpec, seconds: float) -> None:
     """Returns when all processes are there, in all of them.
 
     Raises ConfigError, the same in every process that came: after `seconds` some are missing, two have the same index,
@@ -57,7 +57,7 @@ def meet(place: Place, seconds: float) -> None:
         _come(place, seconds, deadline)
 
 
-def _receive(place: Place, seconds: float, deadline: float) -> None:
+def _receive(place: ProcessSpec, seconds: float, deadline: float) -> None:
     here, verdict = {0: _introduction(place)}, ""
     with contextlib.ExitStack() as stack:
         server = stack.enter_context(_listening(place))
@@ -83,11 +83,11 @@ def _receive(place: Place, seconds: float, deadline: float) -> None:
         raise ConfigError(verdict)
 
 
-def _introduction(place: Place) -> dict[str, Any]:
+def _introduction(place: ProcessSpec) -> dict[str, Any]:
     return {"index": place.index, "count": place.count, "host": socket.gethostname()}
 
 
-def _listening(place: Place) -> socket.socket:
+def _listening(place: ProcessSpec) -> socket.socket:
     port = place.address[1]
     try:
         if socket.has_dualstack_ipv6():
@@ -100,7 +100,7 @@ def _listening(place: Place) -> socket.socket:
         ) from error
 
 
-def _missing(place: Place, here: dict[int, dict[str, Any]], seconds: float) -> str:
+def _missing(place: ProcessSpec, here: dict[int, dict[str, Any]], seconds: float) -> str:
     missing = [index for index in range(place.count) if index not in here]
     shown = ", ".join(map(str, missing[:16])) + (", ..." if len(missing) > 16 else "")
     came = ", ".join(f"{index} on {here[index]['host']}" for index in sorted(here)[:16])
@@ -111,7 +111,7 @@ def _missing(place: Place, here: dict[int, dict[str, Any]], seconds: float) -> s
     )
 
 
-def _contradiction(place: Place, here: dict[int, dict[str, Any]], other: dict[str, Any]) -> str:
+def _contradiction(place: ProcessSpec, here: dict[int, dict[str, Any]], other: dict[str, Any]) -> str:
     index, count, host = other["index"], other.get("count"), other.get("host")
     if count != place.count:
         return (
@@ -123,7 +123,7 @@ def _contradiction(place: Place, here: dict[int, dict[str, Any]], other: dict[st
     return ""
 
 
-def _come(place: Place, seconds: float, deadline: float) -> None:
+def _come(place: ProcessSpec, seconds: float, deadline: float) -> None:
     reason: Any = "no time was left"
     while time.monotonic() < deadline:
         try:

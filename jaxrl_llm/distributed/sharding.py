@@ -214,7 +214,7 @@ def activation_spec(shape: tuple[int, ...], *dims: str | None) -> PartitionSpec:
     return _fitting(tuple(dim and ACTIVATIONS[dim] for dim in dims), shape, mesh)
 
 
-def is_cut() -> bool:
+def is_sharded() -> bool:
     """True where the mesh that is set has several devices."""
     mesh = jax.sharding.get_abstract_mesh()
     return not mesh.empty and mesh.size > 1

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxrl_llm.algorithms.kl import kl_estimate
-from jaxrl_llm.distributed.sharding import constrain, context_shards, is_cut, row_shards
+from jaxrl_llm.distributed.sharding import constrain, context_shards, is_sharded, row_shards
 from jaxrl_llm.models import cpu_matmul
 from jaxrl_llm.models.layers import soft_cap
 
@@ -102,7 +102,7 @@ def _flat(x):
 
 def _table(hidden, kernel):
     """The head's matrix `[V,D]`; where the mesh cuts it, gathered here once and not for every chunk."""
-    return constrain(kernel.T.astype(hidden.dtype), "vocab", None) if is_cut() else kernel.T
+    return constrain(kernel.T.astype(hidden.dtype), "vocab", None) if is_sharded() else kernel.T
 
 
 def _width(hidden, table) -> int:
@@ -188,14 +188,14 @@ def _once(x):
 
 def _at_target(x, targets):
     """x `[N,s,V]` at the targets `[N,s]`."""
-    if is_cut():  # then a gather would collect all of it
+    if is_sharded():  # then a gather would collect all of it
         return jnp.where(jnp.arange(x.shape[-1]) == targets[..., None], x, 0.0).sum(-1)
     return jnp.take_along_axis(x, targets[..., None], axis=-1)[..., 0]
 
 
 def _plus_at_target(x, targets, numbers):
     """x `[N,s,V]` with numbers `[N,s]` added at the targets."""
-    if is_cut():
+    if is_sharded():
         return x + jnp.where(jnp.arange(x.shape[-1]) == targets[..., None], numbers[..., None], 0.0)
     n, column = jnp.indices(targets.shape, sparse=True)
     return x.at[n, column, targets].add(numbers, mode="promise_in_bounds", unique_indices=True)

@@ -8,12 +8,12 @@ with AMX four to eight times slower. Other backends need no such care. Sums are 
 import jax
 import jax.numpy as jnp
 
-from jaxrl_llm.distributed.sharding import is_cut
+from jaxrl_llm.distributed.sharding import is_sharded
 
 
 def _is_special(x) -> bool:
     """True where products of x take the forms of this module: on one device, as rows that a mesh cuts lie otherwise."""
-    return jax.default_backend() == "cpu" and not is_cut() and x.dtype.itemsize == 2 and x.ndim == 2
+    return jax.default_backend() == "cpu" and not is_sharded() and x.dtype.itemsize == 2 and x.ndim == 2
 
 
 def matmul(x, kernel) -> jax.Array:

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxrl_llm.config import ConfigError
-from jaxrl_llm.distributed.sharding import activation_spec, attention_dims, context_shards, is_cut
+from jaxrl_llm.distributed.sharding import activation_spec, attention_dims, context_shards, is_sharded
 
 BLOCKS = (512, 256, 128)  # tokens of a block of the TPU's kernel, which takes multiples of 128
 WASTE = 1 / 8  # of a row that may be padded for a larger block
@@ -41,7 +41,7 @@ def splash_attention(q, k, v, segments, mask=None, window: int | None = None, so
     """
     row = functools.partial(_row, window=window, softcap=softcap, interpret=interpret)
     compute = jax.vmap(row, in_axes=(0, 0, 0, 0, None if mask is None else 0))
-    if not is_cut():
+    if not is_sharded():
         return compute(q, k, v, segments, mask)
     of_queries, of_keys = attention_dims(k.shape[2])
     if of_queries != of_keys:

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxrl_llm.distributed.sharding import activation_spec, is_cut, parameter_spec
+from jaxrl_llm.distributed.sharding import activation_spec, is_sharded, parameter_spec
 from jaxrl_llm.models.layers import ACTIVATIONS, Linear
 
 
@@ -97,7 +97,7 @@ def across_devices(compute, kernels: Kernels, x, weights, chosen):
     def flat(x, weights, chosen):
         return (a.reshape(-1, a.shape[-1]) for a in (x, weights, chosen))
 
-    if not is_cut():
+    if not is_sharded():
         return compute(kernels, *flat(x, weights, chosen)).reshape(x.shape)
     mesh: Any = jax.sharding.get_abstract_mesh()
     places = Kernels._make(parameter_spec(f"experts/{n}/kernel", w.shape, mesh) for n, w in kernels._asdict().items())

@@ -22,10 +22,10 @@ from jaxrl_llm.data import loading
 from jaxrl_llm.data.collate import pad_rows
 from jaxrl_llm.data.pipeline import Pipeline
 from jaxrl_llm.data.streaming import Stream
-from jaxrl_llm.distributed.processes import agreeing
+from jaxrl_llm.distributed.processes import all_or_none
 from jaxrl_llm.distributed.sharding import on_device, row_shards, rows_to_global
 from jaxrl_llm.models.transformer import Net, Params
-from jaxrl_llm.training.logging.logger import Stopwatch
+from jaxrl_llm.training.logging.stopwatch import Stopwatch
 from jaxrl_llm.training.objectives.preference import row_sums
 from jaxrl_llm.training.online import Experience, Row, scored_logps
 from jaxrl_llm.training.packing.documents import pad_groups
@@ -55,7 +55,7 @@ class Offline:
         """The batch of one step; the key gives its seeds, where the objective draws random numbers."""
         config, mesh = self.config, self.mesh
         with self.watch("data"):
-            with agreeing():
+            with all_or_none():
                 examples = next(self.pipeline)
             if config.data.packing:
                 tokens, segments, positions, mask = pad_groups(examples, self.width)

@@ -18,12 +18,13 @@ from jax.sharding import Mesh
 from jaxrl_llm.algorithms.aggregation import masked_mean
 from jaxrl_llm.algorithms.batch import Batch, Inputs, Scalars
 from jaxrl_llm.algorithms.kl import AdaptiveKL
+from jaxrl_llm.algorithms.random_streams import REPLAY, ROW_SEEDS
 from jaxrl_llm.config import ConfigError, rows_together
 from jaxrl_llm.config.schema import OFFLINE
 from jaxrl_llm.data.collate import pad_prompts
 from jaxrl_llm.data.pipeline import Pipeline
 from jaxrl_llm.data.streaming import Stream
-from jaxrl_llm.distributed.processes import agreeing, gather
+from jaxrl_llm.distributed.processes import all_or_none, gather
 from jaxrl_llm.distributed.sharding import constrain, local_rows, on_device, row_shards, rows_to_global
 from jaxrl_llm.environments.batch import EpisodeBatch
 from jaxrl_llm.models.logprobs import token_logps, token_values
@@ -32,8 +33,8 @@ from jaxrl_llm.rewards.grader import NOTHING_LOGGED, Logged, Rewards, TrainerSta
 from jaxrl_llm.rollout.engine import Engine, Rollout
 from jaxrl_llm.training.advantages import Scorer
 from jaxrl_llm.training.external_rollout import ExternalRollout
-from jaxrl_llm.training.logging.logger import Stopwatch
 from jaxrl_llm.training.logging.reward_metrics import add_totals, join, over_processes, table_value
+from jaxrl_llm.training.logging.stopwatch import Stopwatch
 from jaxrl_llm.training.microbatch import map_microbatches
 from jaxrl_llm.training.objectives.policy_gradient import needs_key
 from jaxrl_llm.training.objectives.value import critic_params
@@ -43,8 +44,6 @@ from jaxrl_llm.training.streaming_rewards import EarlyGrading
 from jaxrl_llm.training.update import State
 
 Row = dict[str, Any]
-# Folded into a step's key; rows are folded in by their number, which is smaller.
-REPLAY, SEEDS = 2**31 - 1, 2**31 - 2
 
 
 class Experience(NamedTuple):
@@ -104,11 +103,11 @@ class Sampler:
             asked = [e["prompt"] for e in repeated]
             early = None
             if episodes is None and self.external is None and self.rewards.takes_rows:
-                with agreeing():
+                with all_or_none():
                     early = EarlyGrading(self.rewards.open(asked, columns, state), asked, self.tokenizer)
             rollout, results = self._rollout(params, opened, key, first_row, state, episodes, early)
             tokens, lengths = local_rows((rollout.tokens, rollout.lengths))
-        with self.watch("reward"), agreeing():
+        with self.watch("reward"), all_or_none():
             ids = [
                 row[self.prompt_width : self.prompt_width + n].tolist() for row, n in zip(tokens, lengths, strict=True)
             ]
@@ -209,7 +208,7 @@ class Online:
         self.memory.control_entropy(metrics)
 
     def _prompts(self) -> list[Row]:
-        with agreeing():
+        with all_or_none():
             return next(self.pipeline)
 
     def _sample(self, state: State, key) -> tuple[Sampled, dict[str, Any]]:
@@ -266,7 +265,7 @@ class Online:
             )
         )
         if needs_key(self.config):
-            first = int(jax.random.bits(jax.random.fold_in(key, SEEDS)))
+            first = int(jax.random.bits(jax.random.fold_in(key, ROW_SEEDS)))
             seeds = np.random.default_rng([first, 0]).integers(2**32, size=batch.rows, dtype=np.uint32)
             own = slice(jax.process_index() * rows, (jax.process_index() + 1) * rows)
             batch = batch.replace(seeds=rows_to_global(seeds[own], mesh))

@@ -19,7 +19,7 @@ from jaxrl_llm.rollout.engine import Engine, Rollout
 from jaxrl_llm.rollout.resharded import EngineOnMesh
 from jaxrl_llm.rollout.sampling import Sampling
 from jaxrl_llm.training.external_rollout import ExternalRollout, load_rollout_function
-from jaxrl_llm.training.logging.logger import Stopwatch
+from jaxrl_llm.training.logging.stopwatch import Stopwatch
 from jaxrl_llm.training.online import Row, Sampler, scored_logps
 
 WIDTH_MULTIPLE = 8  # rows are padded to a multiple, so that similar data compiles to the same shapes

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from jaxrl_llm.algorithms.random_streams import ADAPTERS, VALUE_HEAD
 from jaxrl_llm.config import ConfigError, batch_rows
 from jaxrl_llm.config.schema import OFFLINE
 from jaxrl_llm.data import loading
@@ -26,7 +27,7 @@ from jaxrl_llm.rollout.sampling import Sampling
 from jaxrl_llm.training import offline
 from jaxrl_llm.training.advantages import make_scorer
 from jaxrl_llm.training.evaluation.build import Evaluate, build_evaluate
-from jaxrl_llm.training.logging.logger import Stopwatch
+from jaxrl_llm.training.logging.stopwatch import Stopwatch
 from jaxrl_llm.training.objectives import policy_gradient, preference
 from jaxrl_llm.training.objectives.router import with_router_loss
 from jaxrl_llm.training.objectives.value import critic_config, policy_and_values, shared_critic, value_regression
@@ -47,7 +48,6 @@ OBJECTIVES = {
     "preference": preference.preference,
     "reward_model": preference.reward_model,
 }  # the others are of policy gradients
-ADAPTERS, VALUE_HEAD = 2**31 - 4, 2**31 - 5  # folded into the run's key
 
 
 class Run(NamedTuple):

@@ -11,6 +11,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxrl_llm.algorithms.batch import Batch
+from jaxrl_llm.algorithms.random_streams import DROPOUT
 from jaxrl_llm.distributed.sharding import on_device, on_host, row_shards, shardings
 from jaxrl_llm.models.lora import combine, has_adapters, with_dropout
 from jaxrl_llm.models.transformer import Params
@@ -34,7 +35,6 @@ Update = Callable[..., tuple["State", Metrics]]  # (state, batch, frozen paramet
 
 
 NEUTRAL = {"sum": 0.0, "max": -jnp.inf, "min": jnp.inf}  # what a metric of no micro-batch is
-DROPOUT = 2**31 - 3  # folded into the run's key: training steps fold in smaller numbers
 
 
 @jax.tree_util.register_dataclass

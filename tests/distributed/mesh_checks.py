@@ -36,7 +36,7 @@ from jaxrl_llm.rollout.engine import Engine
 from jaxrl_llm.rollout.resharded import EngineOnMesh
 from jaxrl_llm.rollout.sampling import Sampling
 from jaxrl_llm.rollout.scheduler import Schedule
-from jaxrl_llm.training.logging.logger import Stopwatch
+from jaxrl_llm.training.logging.stopwatch import Stopwatch
 from jaxrl_llm.training.objectives.policy_gradient import policy_gradient
 from jaxrl_llm.training.optimizers import make_optimizer
 from jaxrl_llm.training.packing.planner import Sample, make_packer

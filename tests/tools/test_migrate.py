@@ -9,11 +9,11 @@ from jaxrl_llm.commands.migrate import main, migrate
 from jaxrl_llm.config import ConfigError, default, validate
 from jaxrl_llm.config.flags import load_config_file
 from jaxrl_llm.config.schema import KEYS
-from tests.tools import migration_keys
 from jaxrl_llm.tools.migrate import axolotl_keys, harmony, trl_defaults, trl_keys, verl_keys
 from jaxrl_llm.tools.migrate.page import page
 from jaxrl_llm.tools.migrate.reading import parsed
 from jaxrl_llm.tools.migrate.table import find, names
+from tests.tools import migration_keys
 
 FILES = Path(__file__).parent / "migration_files"
 TABLES = {"TRL": trl_keys.TABLE, "VERL": verl_keys.TABLE, "AXOLOTL": axolotl_keys.TABLE, "HARMONY": harmony.TABLE}

@@ -14,7 +14,7 @@ import jax
 
 from jaxrl_llm import __version__
 from jaxrl_llm.config import ConfigDict, ConfigError
-from jaxrl_llm.distributed.processes import agreeing
+from jaxrl_llm.distributed.processes import all_or_none
 from jaxrl_llm.models.hf import EXPORTED
 
 WEIGHTS = ("*.safetensors", "*.bin", "*.gguf", "*.pt", "*.pth")
@@ -68,7 +68,7 @@ def check_push(config: ConfigDict) -> None:
     """`check` for `export.push_to_hub`, where that is set; all processes raise what the first finds."""
     export = config.export
     if export.push_to_hub is not None:
-        with agreeing():
+        with all_or_none():
             if jax.process_index() == 0:
                 check(export.push_to_hub, export.private, export.overwrite)
 
@@ -78,7 +78,7 @@ def push_run(config: ConfigDict) -> None:
     export, folder = config.export, Path(config.output_dir)
     if export.push_to_hub is None:
         return
-    with agreeing():
+    with all_or_none():
         if jax.process_index() == 0:
             try:
                 print(f"pushed to {push(folder / 'hf', export.push_to_hub, export.private, export.overwrite)}")

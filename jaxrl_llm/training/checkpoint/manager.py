@@ -45,7 +45,7 @@ class Keep(NamedTuple):
     best: str | None = None
     best_mode: str = "max"
 
-    def worth(self, metrics: Mapping[str, float]) -> float:
+    def rank(self, metrics: Mapping[str, float]) -> float:
         """What the best is the greatest by; the lowest of all for a metric that is not a number."""
         value = float(metrics.get(self.best or "", math.nan))
         return -math.inf if math.isnan(value) else value if self.best_mode == "max" else -value
@@ -54,8 +54,8 @@ class Keep(NamedTuple):
 class Checkpoints:
     """The checkpoints of one run, under `folder/<step>`; a context manager that waits for the last save.
 
-    A save that fails (the disk is full, say) does not end the run: `news` tells of it and `owed` says when to try
-    again. Leaving the context raises ConfigError when the last save that was asked for has not been made. With several
+    A save that fails (the disk is full, say) does not end the run: `warnings` tells of it and `retry_due` says when to
+    try again. Leaving the context raises ConfigError when the last save that was asked for has not been made. With several
     processes a failed save raises at once. `read_only` is for looking at the checkpoints of another run.
 
     Raises ConfigError when the folder cannot be made or read.
@@ -85,7 +85,7 @@ class Checkpoints:
         json_parts = {name: ocp.JsonCheckpointHandler() for name in ("host", "metrics")}
         options = ocp.CheckpointManagerOptions(
             preservation_policy=_policy(self._keep),
-            best_fn=self._keep.worth if self._keep.best else None,
+            best_fn=self._keep.rank if self._keep.best else None,
             # Folders are made before save returns: where that fails, Orbax's threads would wait for them for minutes.
             async_options=ocp.AsyncOptions(
                 post_finalization_callback=self._seal, create_directories_asynchronously=False
@@ -128,7 +128,7 @@ class Checkpoints:
         bad = np.flatnonzero(multihost_utils.process_allgather(np.array([found is not None])).reshape(-1))
         return found or (f"process {bad[0]} cannot read all of it, see its message" if len(bad) else None)
 
-    def newest_whole(self) -> tuple[int | None, list[str]]:
+    def newest_intact(self) -> tuple[int | None, list[str]]:
         """The newest step whose files are as they were saved, None without steps; and what is wrong with later ones.
 
         Raises ConfigError when there are steps and none is whole.
@@ -206,7 +206,7 @@ class Checkpoints:
         else:
             self._saving = self._failed = None
 
-    def news(self) -> list[str]:
+    def warnings(self) -> list[str]:
         """What has gone wrong since the last call, for the log."""
         if self._saving is not None and jax.process_count() == 1 and not self._manager.is_saving_in_progress():
             self.wait()
@@ -214,7 +214,7 @@ class Checkpoints:
         return told
 
     @property
-    def owed(self) -> bool:
+    def retry_due(self) -> bool:
         """True when a save has failed and it is time to try again."""
         return self._failed is not None and time.monotonic() - self._tried >= RETRY_SECONDS
 
@@ -316,7 +316,7 @@ def find(path: str | Path) -> tuple[Checkpoints, int, list[str]]:
         there = f"there are steps {', '.join(map(str, steps))}" if steps else "no checkpoint is there"
         raise ConfigError(f"checkpoint.resume is {str(path)!r}, but {there}; give auto, never or RUN/checkpoints/STEP")
     if step is None:
-        step, problems = checkpoints.newest_whole()
+        step, problems = checkpoints.newest_intact()
         assert step is not None
         return checkpoints, step, problems
     checkpoints.check(step)
@@ -360,7 +360,7 @@ def _policy(keep: Keep) -> policies.PreservationPolicy | None:
     if keep.hours:
         rules.append(policies.EveryNSeconds(round(keep.hours * 3600)))
     if keep.best:
-        rules.append(policies.BestN(get_metric_fn=keep.worth, n=1, keep_checkpoints_without_metrics=False))
+        rules.append(policies.BestN(get_metric_fn=keep.rank, n=1, keep_checkpoints_without_metrics=False))
     return policies.AnyPreservationPolicy(rules)
 
 

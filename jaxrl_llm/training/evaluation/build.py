@@ -17,7 +17,7 @@ from jaxrl_llm.training import offline
 from jaxrl_llm.training.evaluation.metrics import measures_of
 from jaxrl_llm.training.evaluation.run import Evaluation, Evaluations
 from jaxrl_llm.training.evaluation.sources import NamedSet, measure_of, named_sets, set_parts
-from jaxrl_llm.training.logging.logger import Stopwatch
+from jaxrl_llm.training.logging.stopwatch import Stopwatch
 from jaxrl_llm.training.objectives import preference
 from jaxrl_llm.training.objectives.policy_gradient import Objective
 from jaxrl_llm.training.offline import HeldOut, Offline

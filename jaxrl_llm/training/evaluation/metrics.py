@@ -25,7 +25,7 @@ PRED = "pred"  # the entry of a reward's results that holds the answer it found
 Answers = Sequence[Hashable] | None
 
 
-class Outcome(NamedTuple):
+class PromptResult(NamedTuple):
     """What was found for the n completions of one prompt."""
 
     scores: np.ndarray  # [n] weighted sums of the rewards, nan where none applies
@@ -35,7 +35,7 @@ class Outcome(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Measures:
+class EvalMetrics:
     """How outcomes become metrics: the settings of `eval` with these names; `answer` finds the answer in a text."""
 
     correct_at: float = 1.0
@@ -57,17 +57,17 @@ class Measures:
         return found
 
 
-def measures_of(config) -> Measures:
+def measures_of(config) -> EvalMetrics:
     """The measures that the configuration asks for; raises ConfigError for an answer that cannot be resolved."""
     c = config.eval
     answer = None if c.answer is None else resolve(c.answer, "jaxrl_llm.rewards.answers")
-    return Measures(c.correct_at, answer, c.extremes, c.interval, c.estimate)
+    return EvalMetrics(c.correct_at, answer, c.extremes, c.interval, c.estimate)
 
 
 def outcomes_of(
-    rewards: np.ndarray, weights: np.ndarray, counts: Sequence[int], measures: Measures, answers: Answers,
+    rewards: np.ndarray, weights: np.ndarray, counts: Sequence[int], measures: EvalMetrics, answers: Answers,
     sources: Sequence[Any],
-) -> list[Outcome]:  # fmt: skip
+) -> list[PromptResult]:  # fmt: skip
     """The outcome of each prompt, of `counts` adjacent completions.
 
     `rewards [N, R]` (nan where one does not apply) and `answers` are of the completions, `sources` of the prompts. A
@@ -76,7 +76,7 @@ def outcomes_of(
     scores = np.asarray(combine_rewards(rewards, weights))
     correct, ends = rewards[:, 0] >= measures.correct_at, np.cumsum(counts)
     return [
-        Outcome(
+        PromptResult(
             scores[end - count : end],
             correct[end - count : end],
             None if answers is None else answers[end - count : end],
@@ -86,7 +86,7 @@ def outcomes_of(
     ]
 
 
-def by_source(outcomes: Sequence[Outcome]) -> dict[str, list[int]]:
+def by_source(outcomes: Sequence[PromptResult]) -> dict[str, list[int]]:
     """The prompts of each data source, by name; none unless there are two or more."""
     found: dict[str, list[int]] = {}
     for index, outcome in enumerate(outcomes):
@@ -96,7 +96,7 @@ def by_source(outcomes: Sequence[Outcome]) -> dict[str, list[int]]:
 
 
 def summary(
-    outcomes: Sequence[Outcome], measures: Measures, greedy: Sequence[Outcome] | None = None
+    outcomes: Sequence[PromptResult], measures: EvalMetrics, greedy: Sequence[PromptResult] | None = None
 ) -> dict[str, float]:
     """`reward`, `accuracy`, `greedy_accuracy`, `pass@k`, and what `measures` add: means over prompts.
 

@@ -11,11 +11,19 @@ from jaxrl_llm.config.resolve import closest
 from jaxrl_llm.data import sources
 from jaxrl_llm.data.chat import is_conversational
 from jaxrl_llm.data.formats import find
-from jaxrl_llm.distributed.processes import agreeing, gather
+from jaxrl_llm.distributed.processes import all_or_none, gather
 from jaxrl_llm.models import hf
 from jaxrl_llm.rewards.calls import parameter_names, text_of
 from jaxrl_llm.rewards.grader import Rewards
-from jaxrl_llm.training.evaluation.metrics import PRED, SOURCE, Measures, Outcome, by_source, outcomes_of, summary
+from jaxrl_llm.training.evaluation.metrics import (
+    PRED,
+    SOURCE,
+    EvalMetrics,
+    PromptResult,
+    by_source,
+    outcomes_of,
+    summary,
+)
 
 ROWS_AT_ONCE = 1024  # responses that a reward function is called with
 # The columns that a reward reads under these names, whatever the file calls them.
@@ -75,13 +83,13 @@ def _answered(index: int, row: dict[str, Any], names: Mapping[str, str], form: A
     return Answered(prompt, done, example)
 
 
-def grade(rewards: Rewards, answered: Sequence[Answered], measures: Measures, tokenizer: Any) -> list[Outcome]:
+def grade(rewards: Rewards, answered: Sequence[Answered], measures: EvalMetrics, tokenizer: Any) -> list[PromptResult]:
     """The outcome of each row. Processes share the rows, and all get the same outcomes.
 
     `tokenizer` gives token ids to reward functions that ask for them; None where none does.
     """
     own = np.array_split(np.arange(len(answered)), jax.process_count())[jax.process_index()]
-    with agreeing():
+    with all_or_none():
         found = _graded(rewards, [answered[index] for index in own], measures, tokenizer)
     parts = gather([found[0].tolist(), found[1]])
     numbers = np.array([row for part, _ in parts for row in part], np.float32)
@@ -92,7 +100,7 @@ def grade(rewards: Rewards, answered: Sequence[Answered], measures: Measures, to
 
 
 def _graded(
-    rewards: Rewards, answered: Sequence[Answered], measures: Measures, tokenizer: Any
+    rewards: Rewards, answered: Sequence[Answered], measures: EvalMetrics, tokenizer: Any
 ) -> tuple[np.ndarray, list[str | None] | None]:
     """The rewards `[N, R]` of the responses of some rows, and the answer of each where one is known."""
     flat = [(row, response) for row in answered for response in row.responses]
@@ -118,7 +126,7 @@ def tokenizer_for(config, rewards: Rewards) -> Any:
     return hf.load_tokenizer(hf.locate(config.model.path), config.model.trust_remote_code)
 
 
-def metrics_of(outcomes: Sequence[Outcome], measures: Measures) -> dict[str, float]:
+def metrics_of(outcomes: Sequence[PromptResult], measures: EvalMetrics) -> dict[str, float]:
     """`eval/*`: the summary of all rows and, where there are several data sources, `eval/<source>/*` of each."""
     metrics = {f"eval/{name}": value for name, value in summary(outcomes, measures).items()}
     for source, rows in by_source(outcomes).items():

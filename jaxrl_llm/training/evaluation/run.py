@@ -9,25 +9,32 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
+from jaxrl_llm.algorithms.random_streams import EVALUATION
 from jaxrl_llm.algorithms.sample_statistics import pass_at_k as pass_at_k
 from jaxrl_llm.config.resolve import ConfigError, closest
-from jaxrl_llm.distributed.processes import agreeing, gather
+from jaxrl_llm.distributed.processes import all_or_none, gather
 from jaxrl_llm.distributed.sharding import row_shards
 from jaxrl_llm.models.transformer import Params
 from jaxrl_llm.rewards.calls import text_of
 from jaxrl_llm.rewards.grader import NOTHING_LOGGED, Logged
-from jaxrl_llm.training.evaluation.metrics import PRED, SOURCE, Measures, Outcome, by_source, outcomes_of, summary
+from jaxrl_llm.training.evaluation.metrics import (
+    PRED,
+    SOURCE,
+    EvalMetrics,
+    PromptResult,
+    by_source,
+    outcomes_of,
+    summary,
+)
 from jaxrl_llm.training.logging.reward_metrics import add_totals, over_processes
 from jaxrl_llm.training.online import Row, Sampled, Sampler
-
-KEY = 2**31 - 1  # folded into the run's key: evaluations never share numbers with a training step
 
 
 class Found(NamedTuple):
     """The outcome of each prompt, and of each completion its length in tokens and whether it ended by itself; and what
     the reward functions have counted on the way."""
 
-    outcomes: list[Outcome]
+    outcomes: list[PromptResult]
     lengths: np.ndarray
     ended: np.ndarray
     totals: Logged
@@ -48,13 +55,13 @@ class Evaluation:
     greedy: Sampler | None
     examples: list[Row]
     prompts_at_once: int
-    measures: Measures
+    measures: EvalMetrics
     name: str = ""
 
     def __call__(self, params: Params, key) -> dict[str, float]:
         """The metrics of `outcomes.summary`, `mean_length` (tokens) and `clipped_ratio` of the samples, and the totals
         that reward functions log (a judge's requests and tokens), of greedy completions too."""
-        key = jax.random.fold_in(key, KEY)
+        key = jax.random.fold_in(key, EVALUATION)
         found = self._run(self.sampled, params, key)
         first_choice = None if self.greedy is None else self._run(self.greedy, params, key)
         greedy = None if first_choice is None else first_choice.outcomes
@@ -89,7 +96,7 @@ class Evaluation:
 
     def _answers(self, sampler: Sampler, out: Sampled) -> list[str | None] | None:
         """The answers that this process's completions give, None where nothing says what they are."""
-        with agreeing():
+        with all_or_none():
             if self.measures.answer is not None:
                 return self.measures.answers([text_of(completion) for completion in out.completions])
             found = out.logged.columns.get(f"{sampler.rewards.names[0]}/{PRED}")
@@ -101,7 +108,7 @@ def completions_of(evaluation: Evaluation, params: Params, key) -> list[list[Any
 
     Every process gets those of all.
     """
-    key, sampler = jax.random.fold_in(key, KEY), evaluation.sampled
+    key, sampler = jax.random.fold_in(key, EVALUATION), evaluation.sampled
     samples, found = sampler.engine.group_size, []
     for start, count, own in full_batches(evaluation.examples, evaluation.prompts_at_once, row_shards(sampler.mesh)):
         out = sampler(params, own, jax.random.fold_in(key, start))

@@ -50,7 +50,7 @@ def _above(value: float | None, limit: float | None) -> bool:
     return value is not None and limit is not None and value > limit
 
 
-class Alarms:
+class HealthWarnings:
     """Tells of a warning at the first step it holds, and then every EVERY steps while it goes on."""
 
     def __init__(self) -> None:

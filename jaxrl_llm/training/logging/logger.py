@@ -1,4 +1,4 @@
-"""What a run leaves and shows: metrics.jsonl, completions/ and the console, through one `Logger`; and the `Stopwatch`.
+"""What a run leaves and shows: metrics.jsonl, completions/ and the console, through one `Logger`.
 
 The layout under output_dir:
 
@@ -14,8 +14,7 @@ import re
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -258,53 +257,6 @@ class Logger:
                 self._screen.table("summary", summary)
         first, last = (self._evaluations[0][1], self._evaluations[-1][1]) if self._evaluations else ({}, {})
         return {"before": dict(first), "after": dict(last), "seconds": phases, "files": files}
-
-
-class Stopwatch:
-    """Seconds by phase: `with watch("rollout"): ...` adds the time of its block to that phase.
-
-    A phase inside another one is not counted in the outer one, so phases add up to at most the time that passed.
-    JAX computes asynchronously: a block must wait for its results (`jax.block_until_ready`) to be charged for them.
-    One thread may use it; another may read `phases` and `changed`. The phases of a watch `within` another one are not
-    counted there, but are seen as signs of life.
-    """
-
-    def __init__(self, clock: Callable[[], float] = time.perf_counter, within: "Stopwatch | None" = None):
-        self.totals: dict[str, float] = defaultdict(float)
-        self.phases: list[str] = []  # the phases that are open, the innermost last
-        self.changed = time.monotonic()  # when a phase was last entered or left
-        self._within = within
-        self._fresh: dict[str, float] = defaultdict(float)
-        self._clock = clock
-        self._inner = 0.0  # seconds of the phases inside the current one
-
-    @contextmanager
-    def __call__(self, phase: str) -> Iterator[None]:
-        """Times the block, also when it raises."""
-        before, self._inner = self._inner, 0.0
-        self.phases.append(phase)
-        self._change()
-        start = self._clock()
-        try:
-            yield
-        finally:
-            elapsed = self._clock() - start
-            self.phases.pop()
-            self._change()
-            self._fresh[phase] += elapsed - self._inner
-            self.totals[phase] += elapsed - self._inner
-            self._inner = before + elapsed
-
-    def _change(self) -> None:
-        self.changed = time.monotonic()
-        if self._within is not None:
-            self._within.changed = self.changed
-
-    def take(self) -> dict[str, float]:
-        """The seconds since the last take, as metrics `{"time/<phase>": seconds}`; the next take starts from zero."""
-        taken = {f"time/{phase}": seconds for phase, seconds in self._fresh.items()}
-        self._fresh.clear()
-        return taken
 
 
 def read_metrics(path: str | Path) -> Iterator[dict[str, Any]]:

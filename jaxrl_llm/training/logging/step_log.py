@@ -1,4 +1,4 @@
-"""`Records`: from what a step leaves on the device to a line of the log, and the counts that go on with a run."""
+"""`StepLog`: from what a step leaves on the device to a line of the log, and the counts that go on with a run."""
 
 import time
 from collections.abc import Callable, Iterable
@@ -8,8 +8,9 @@ import jax
 import numpy as np
 
 from jaxrl_llm.config import ConfigError
-from jaxrl_llm.training.logging.health import Alarms, warnings_of
-from jaxrl_llm.training.logging.logger import Logger, Stopwatch
+from jaxrl_llm.training.logging.health import HealthWarnings, warnings_of
+from jaxrl_llm.training.logging.logger import Logger
+from jaxrl_llm.training.logging.stopwatch import Stopwatch
 from jaxrl_llm.training.objectives.policy_gradient import merged_by
 from jaxrl_llm.training.online import Row
 
@@ -26,7 +27,7 @@ class Step(NamedTuple):
     table: list[Row]
 
 
-class Records:
+class StepLog:
     """The metrics of a run's steps, each logged once and in order.
 
     `add` takes a step that has been dispatched, `settle` waits for it and logs it. The loop may dispatch a step before
@@ -40,7 +41,7 @@ class Records:
         self._source = source
         self._watch = watch
         self._logger = logger
-        self._alarms = Alarms()
+        self._health = HealthWarnings()
         self._waiting: Step | None = None
         self._read: Metrics | None = None  # of the step that waits, once it is done
         self._settled = 0.0
@@ -85,7 +86,7 @@ class Records:
         now = time.perf_counter()
         seconds, self._settled = now - max(step.began, self._settled), now
         found = warnings_of(self._config, metrics)
-        self.warn(self._alarms.due(step.number, found))
+        self.warn(self._health.due(step.number, found))
         metrics |= {
             **{f"warning/{name}": 1.0 for name in found},
             "num_tokens": self.counts["num_tokens"],

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 from jaxrl_llm.config import ConfigDict, ConfigError, from_json, to_json
 from jaxrl_llm.config.resolve import closest, resolve_with_options
-from jaxrl_llm.distributed.processes import agreeing, gather
+from jaxrl_llm.distributed.processes import all_or_none, gather
 from jaxrl_llm.models.model import Model
 
 HOOKS = ("on_step", "on_evaluate", "on_checkpoint", "on_end")
@@ -150,7 +150,7 @@ class Callbacks:
         numbers = MappingProxyType({key: value for key, value in metrics.items() if key != "step"})
         moment = Moment(step, numbers, self._config, self._folder, model)
         asked: list[str] = []
-        with agreeing():
+        with all_or_none():
             for name, found in wanted.items():
                 with _naming(name, hook, step):
                     if _answer(found(moment)):
@@ -163,7 +163,7 @@ class Callbacks:
     def get_state(self, step: int) -> dict[str, Any]:
         """What a checkpoint keeps; raises CallbackError for a state that JSON does not write."""
         states: dict[str, Any] = {}
-        with agreeing():
+        with all_or_none():
             for name, callback in self.named.items():
                 if hasattr(callback, "get_state"):
                     with _naming(name, "get_state", step):
@@ -177,7 +177,7 @@ class Callbacks:
         """
         if goes_on and kept["stopped"] in self.named:
             self.stopped, self.end = kept["stopped"], kept["end"]
-        with agreeing():
+        with all_or_none():
             for name, callback in self.named.items():
                 if name in kept["states"] and hasattr(callback, "set_state"):
                     with _naming(name, "set_state", step):

@@ -9,7 +9,7 @@ from typing import Any, Self
 import jax
 
 from jaxrl_llm.config import ConfigError
-from jaxrl_llm.training.logging.logger import Stopwatch
+from jaxrl_llm.training.logging.stopwatch import Stopwatch
 
 FOLDER = "profile"
 TABLE = "phases.txt"

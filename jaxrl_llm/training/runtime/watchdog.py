@@ -15,7 +15,7 @@ from pathlib import Path
 
 import jax
 
-from jaxrl_llm.training.logging.logger import Stopwatch
+from jaxrl_llm.training.logging.stopwatch import Stopwatch
 
 EXIT_CODE = 1
 MARGIN = 10.0  # seconds more before the interpreter-free timer, which cannot tell the phase, does the same

@@ -117,7 +117,7 @@ def garble_the_hashes(step: Path) -> str:
 def test_a_damaged_checkpoint_is_named_and_the_one_before_used(folder, harm):
     text = harm(folder / "3")
     with Checkpoints(folder) as checkpoints:
-        step, problems = checkpoints.newest_whole()
+        step, problems = checkpoints.newest_intact()
         assert step == 2
         assert (
             len(problems) == 1 and problems[0].startswith("the checkpoint of step 3 is damaged") and text in problems[0]
@@ -135,7 +135,7 @@ def test_no_run_starts_anew_over_checkpoints_that_are_all_damaged(folder):
         truncate(folder / str(step))
     with Checkpoints(folder) as checkpoints:
         with pytest.raises(ConfigError, match=r"no checkpoint in .* can be used: .*step 3.*step 1.*resume=never"):
-            checkpoints.newest_whole()
+            checkpoints.newest_intact()
         assert checkpoints.steps() == [1, 2, 3]
 
 
@@ -195,17 +195,17 @@ def test_a_full_disk_is_reported_and_tried_again(small_disk, monkeypatch):
     monkeypatch.setattr(manager, "RETRY_SECONDS", 0.05)
     with Checkpoints(small_disk / "checkpoints", Keep(newest=1)) as checkpoints:
         save(checkpoints, 1)
-        assert checkpoints.news() == [] and not checkpoints.owed
+        assert checkpoints.warnings() == [] and not checkpoints.retry_due
         fill(small_disk / "filler")
         save(checkpoints, 2)
-        (news,) = checkpoints.news()
+        (news,) = checkpoints.warnings()
         assert "the checkpoint of step 2 could not be written to" in news and "No space left on device" in news
-        assert checkpoints.news() == []
+        assert checkpoints.warnings() == []
         subprocess.run(["sleep", "0.1"], check=True)
-        assert checkpoints.owed
+        assert checkpoints.retry_due
         (small_disk / "filler").unlink()
         save(checkpoints, 3)
-        assert not checkpoints.owed and checkpoints.news() == []
+        assert not checkpoints.retry_due and checkpoints.warnings() == []
         assert checkpoints.steps() == [3] and checkpoints.damage(3) is None
         assert sorted(path.name for path in (small_disk / "checkpoints").iterdir()) == ["3"]  # no remains
 
@@ -216,7 +216,7 @@ def test_a_disk_that_becomes_read_only_keeps_its_checkpoint(small_disk, monkeypa
     save(checkpoints, 1)
     assert mount("-o", "remount,ro", str(small_disk))
     save(checkpoints, 2, final=True)  # which is tried again, in vain
-    assert len(checkpoints.news()) == manager.FINAL_TRIES
+    assert len(checkpoints.warnings()) == manager.FINAL_TRIES
     with pytest.raises(ConfigError, match=r"step 2 could not be written to .*[Rr]ead-only"), checkpoints:
         pass  # the end of the run
     assert find(small_disk / "checkpoints")[1:] == (1, [])

@@ -5,7 +5,7 @@ import pytest
 CODE = """
 import pathlib, re, time
 from jaxrl_llm.training.runtime import watchdog
-from jaxrl_llm.training.logging.logger import Stopwatch
+from jaxrl_llm.training.logging.stopwatch import Stopwatch
 
 def endless_reward():
     {hang}

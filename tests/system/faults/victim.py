@@ -19,7 +19,7 @@ def main(phase: str, entry: int, seconds: float, arguments: list[str]) -> None:
         kill_after(seconds)
     from jaxrl_llm.train import main as train
     from jaxrl_llm.training import setup
-    from jaxrl_llm.training.logging.logger import Stopwatch
+    from jaxrl_llm.training.logging.stopwatch import Stopwatch
 
     class Fuse(Stopwatch):
         """A stopwatch that lights the fuse."""

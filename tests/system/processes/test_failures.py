@@ -31,7 +31,7 @@ def main(argv):
     import jax
     print(processes.gather({"index": jax.process_index(), "text": "x" * own}), jax.process_count(), flush=True)
     with processes.reporting():
-        with processes.agreeing():
+        with processes.all_or_none():
             if own == who and what == "agree":
                 raise ConfigError("a row has no answer; give it one")
         if own == who and what == "config":

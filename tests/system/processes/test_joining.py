@@ -8,7 +8,7 @@ import pytest
 
 from jaxrl_llm.config import ConfigError, default
 from jaxrl_llm.distributed import processes
-from jaxrl_llm.distributed.rendezvous import Place
+from jaxrl_llm.distributed.rendezvous import ProcessSpec
 from jaxrl_llm.distributed.sharding import in_process_order
 
 SLURM = {
@@ -43,8 +43,8 @@ def test_alone():
 
 def test_keys_come_before_variables(monkeypatch):
     set_all(monkeypatch, {"JAXRL_COORDINATOR": "a:1", "JAXRL_PROCESS_COUNT": "4", "JAXRL_PROCESS_INDEX": "3"})
-    assert processes._place(None, None, None) == Place("a:1", 4, 3)
-    assert processes._place("b:2", None, 0) == Place("b:2", 4, 0)
+    assert processes._place(None, None, None) == ProcessSpec("a:1", 4, 3)
+    assert processes._place("b:2", None, 0) == ProcessSpec("b:2", 4, 0)
 
 
 @pytest.mark.parametrize("given", [("a:1", None, None), ("a:1", 2, None), (None, 2, 1), (None, None, 1)])
@@ -66,7 +66,7 @@ def test_a_count_of_one_is_alone_wherever_it_runs(monkeypatch):
 
 def test_open_mpi_numbers_the_processes(monkeypatch):
     set_all(monkeypatch, {"OMPI_COMM_WORLD_SIZE": "8", "OMPI_COMM_WORLD_RANK": "5"})
-    assert processes._place("a:1", None, None) == Place("a:1", 8, 5)
+    assert processes._place("a:1", None, None) == ProcessSpec("a:1", 8, 5)
 
 
 @pytest.mark.parametrize(
@@ -117,7 +117,7 @@ def test_a_cluster_that_jax_cannot_read(monkeypatch):
 
 
 def test_errors_are_raised_as_they_are_when_alone():
-    with pytest.raises(KeyError, match="x"), processes.agreeing():
+    with pytest.raises(KeyError, match="x"), processes.all_or_none():
         raise KeyError("x")
     with pytest.raises(KeyError, match="x"), processes.reporting():
         raise KeyError("x")

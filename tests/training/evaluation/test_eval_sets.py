@@ -17,7 +17,7 @@ from jaxrl_llm.rollout.sampling import Sampling
 from jaxrl_llm.training.evaluation import build as evaluation_build
 from jaxrl_llm.training.evaluation import metrics
 from jaxrl_llm.training.evaluation.build import build_evaluation, named_sets, set_parts
-from jaxrl_llm.training.evaluation.metrics import Measures, Outcome, measures_of, summary
+from jaxrl_llm.training.evaluation.metrics import EvalMetrics, PromptResult, measures_of, summary
 from jaxrl_llm.training.evaluation.run import check_best
 from jaxrl_llm.training.logging.console import evaluation_line
 from jaxrl_llm.training.samplers import eval_sampling
@@ -49,13 +49,13 @@ def first_of_each(completions, right, row_numbers, **columns):
 # --- statistics of outcomes ---
 
 
-def outcome(correct, answers=None, source=None) -> Outcome:
+def outcome(correct, answers=None, source=None) -> PromptResult:
     values = np.array(correct, bool)
-    return Outcome(values.astype(np.float32) * 2, values, answers, source)
+    return PromptResult(values.astype(np.float32) * 2, values, answers, source)
 
 
 def test_a_summary_by_hand():
-    found = summary([outcome([1, 1, 0]), outcome([0, 0, 0])], Measures(), [outcome([1]), outcome([1])])
+    found = summary([outcome([1, 1, 0]), outcome([0, 0, 0])], EvalMetrics(), [outcome([1]), outcome([1])])
     assert found == pytest.approx({
         "reward": 2 / 3, "accuracy": 1 / 3, "greedy_accuracy": 1.0, "pass@1": 1 / 3, "pass@2": 0.5, "pass@3": 0.5,
     })  # fmt: skip
@@ -63,7 +63,7 @@ def test_a_summary_by_hand():
 
 def test_a_summary_with_everything():
     rows = [outcome([1, 1, 0], ["4", "4", "5"]), outcome([0, 0, 1], ["7", "7", "8"])]
-    found = summary(rows, Measures(extremes=True, interval=0.9))
+    found = summary(rows, EvalMetrics(extremes=True, interval=0.9))
     assert [found[name] for name in ("maj@3", "best@3", "worst@3", "accuracy")] == [0.5, 2.0, 0.0, 0.5]
     assert found["accuracy_low"] == pytest.approx(1 / 3)
     assert found["accuracy_high"] == pytest.approx(2 / 3)
@@ -72,13 +72,13 @@ def test_a_summary_with_everything():
 
 
 def test_prompts_may_have_different_numbers_of_samples():
-    found = summary([outcome([1, 0]), outcome([1, 1, 1, 0])], Measures())
+    found = summary([outcome([1, 0]), outcome([1, 1, 1, 0])], EvalMetrics())
     assert found["accuracy"] == pytest.approx((0.5 + 0.75) / 2)
     assert set(found) == {"reward", "accuracy", "pass@1", "pass@2"}
 
 
 def test_no_majority_where_only_some_prompts_have_answers():
-    assert "maj@2" not in summary([outcome([1, 0], ["1", "2"]), outcome([1, 1])], Measures())
+    assert "maj@2" not in summary([outcome([1, 0], ["1", "2"]), outcome([1, 1])], EvalMetrics())
 
 
 @pytest.mark.parametrize(
@@ -278,6 +278,6 @@ def test_a_run_ends_at_its_first_evaluation_without_that_metric(config, tmp_path
 
 
 def test_settings_of_measures_are_those_of_eval():
-    fields = {field.name for field in dataclasses.fields(Measures)}
+    fields = {field.name for field in dataclasses.fields(EvalMetrics)}
     assert fields <= set(default().eval)
     assert metrics.SOURCE == "data_source"

@@ -21,7 +21,8 @@ from rich.console import Console
 
 from jaxrl_llm.config import ConfigError, default
 from jaxrl_llm.training.logging.console import Screen, duration, evaluation_line, show
-from jaxrl_llm.training.logging.logger import Logger, Stopwatch, read_metrics, settings_shown, write_completions
+from jaxrl_llm.training.logging.logger import Logger, read_metrics, settings_shown, write_completions
+from jaxrl_llm.training.logging.stopwatch import Stopwatch
 
 ROWS = [
     {"prompt": "1+1=", "completion": "2", "exact_match": 1.0, "length": np.float32(0.5), "advantage": 0.7},

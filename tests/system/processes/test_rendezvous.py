@@ -7,17 +7,17 @@ import time
 import pytest
 
 from jaxrl_llm.config.resolve import ConfigError
-from jaxrl_llm.distributed.rendezvous import Place, meet
+from jaxrl_llm.distributed.rendezvous import ProcessSpec, rendezvous
 from tests.system.processes.conftest import free_port
 
 
 def outcomes(places, seconds=5.0, before=lambda port: None):
-    """What `meet` says in each place, None where it returns; `before` runs once process 0 listens."""
+    """What `rendezvous` says in each place, None where it returns; `before` runs once process 0 listens."""
     found = [None] * len(places)
 
     def run(number, place):
         try:
-            meet(place, seconds)
+            rendezvous(place, seconds)
         except ConfigError as error:
             found[number] = str(error)
 
@@ -35,7 +35,7 @@ def places(count, indices=None, counts=None):
     coordinator = f"localhost:{free_port()}"
     indices = range(count) if indices is None else indices
     counts = [count] * len(list(indices)) if counts is None else counts
-    return [Place(coordinator, each, index) for each, index in zip(counts, indices, strict=True)]
+    return [ProcessSpec(coordinator, each, index) for each, index in zip(counts, indices, strict=True)]
 
 
 @pytest.mark.parametrize("count", [2, 5])
@@ -64,10 +64,10 @@ def test_process_0_is_missing():
 
 
 def test_an_unknown_host():
-    place = Place("no-such-host.invalid:1234", 2, 1)
+    place = ProcessSpec("no-such-host.invalid:1234", 2, 1)
     began = time.monotonic()
     with pytest.raises(ConfigError, match=r"no-such-host\.invalid:1234 within 0\.3 s"):
-        meet(place, 0.3)
+        rendezvous(place, 0.3)
     assert time.monotonic() - began < 20
 
 
@@ -98,18 +98,18 @@ def test_strangers_on_the_port_are_ignored():
 
 def test_a_port_that_is_taken():
     with socket.create_server(("", 0)) as taken:
-        place = Place(f"localhost:{taken.getsockname()[1]}", 2, 0)
+        place = ProcessSpec(f"localhost:{taken.getsockname()[1]}", 2, 0)
         with pytest.raises(ConfigError, match="choose another port"):
-            meet(place, 1)
+            rendezvous(place, 1)
 
 
 @pytest.mark.parametrize("coordinator", ["localhost", ":80", "localhost:x", "localhost:0", "localhost:70000"])
 def test_a_coordinator_that_is_no_address(coordinator):
     with pytest.raises(ConfigError, match="HOST:PORT"):
-        Place(coordinator, 2, 0).checked()
+        ProcessSpec(coordinator, 2, 0).checked()
 
 
 def test_an_index_out_of_range():
     with pytest.raises(ConfigError, match=r"processes\.index is 2, but the 2 processes .* from 0 to 1"):
-        Place("localhost:80", 2, 2).checked()
-    assert Place("[::1]:80", 2, 1).checked().address == ("::1", 80)
+        ProcessSpec("localhost:80", 2, 2).checked()
+    assert ProcessSpec("[::1]:80", 2, 1).checked().address == ("::1", 80)

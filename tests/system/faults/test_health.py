@@ -5,7 +5,7 @@ import math
 import pytest
 
 from jaxrl_llm.config import default
-from jaxrl_llm.training.logging.health import EVERY, Alarms, warnings_of
+from jaxrl_llm.training.logging.health import EVERY, HealthWarnings, warnings_of
 
 HEALTHY = {
     "loss": 0.1, "reward": 0.4, "unscorable_rows": 0.0, "kl": 0.3, "ratio/kl": 0.01, "entropy": 0.5,
@@ -65,7 +65,7 @@ def test_offline_algorithms_have_other_scales():
 
 
 def test_a_warning_is_repeated_seldom():
-    alarms, found = Alarms(), {"kl_explosion": "far"}
+    alarms, found = HealthWarnings(), {"kl_explosion": "far"}
     told = [step for step in range(1, 2 * EVERY + 2) if alarms.due(step, found)]
     assert told == [1, 1 + EVERY, 1 + 2 * EVERY]
     assert alarms.due(500, {}) == []

@@ -1,0 +1,16 @@
+"""Names of the random streams: the number that each folds into a key, so that no two of them share numbers.
+
+Training steps fold their own number (1, 2, ...) into the run's key, and rows theirs into the key of a step. The streams
+below count down from the largest 32-bit integer, where no step or row arrives. A stream's number is part of every
+recorded run: changing one changes what is drawn.
+"""
+
+# Folded into the run's key, `jax.random.key(config.seed)`.
+EVALUATION = 2**31 - 1
+DROPOUT = 2**31 - 3
+ADAPTERS = 2**31 - 4
+VALUE_HEAD = 2**31 - 5
+
+# Folded into the key of a step. REPLAY may equal EVALUATION: it is never folded into the same key.
+REPLAY = 2**31 - 1
+ROW_SEEDS = 2**31 - 2
