@@ -27,7 +27,7 @@ from jaxrl_llm.distributed.compilation_cache import keep_compiled
 from jaxrl_llm.distributed.sharding import make_mesh, row_shards, rows_to_global
 from jaxrl_llm.models.model import Model, load_model
 from jaxrl_llm.rollout.engine import Engine
-from jaxrl_llm.rollout.sampling import Sampling
+from jaxrl_llm.rollout.sampling import SamplingParams
 from jaxrl_llm.training.evaluation.run import full_batches
 from jaxrl_llm.training.setup import WIDTH_MULTIPLE, eos_ids
 
@@ -86,7 +86,7 @@ def generate(
     ids = _prompt_ids(model, prompts)
     if not ids:
         return []
-    sampling = Sampling(temperature, top_p, top_k, min_p)
+    sampling = SamplingParams(temperature, top_p, top_k, min_p)
     engine = Engine(model.net, sampling, samples, max_new_tokens, eos_ids(model))
     texts = [str(decode_completion(model.tokenizer, row, False)) for row in _sample(model, engine, ids, seed)]
     return texts if samples == 1 else [texts[i : i + samples] for i in range(0, len(texts), samples)]
@@ -191,7 +191,7 @@ def answerer(
     The function raises ConfigError for a prompt that with its completion is longer than the model's positions.
     """
     assert samples == 1
-    engine = Engine(model.net, Sampling(temperature, top_p, top_k, min_p), 1, max_new_tokens, eos_ids(model))
+    engine = Engine(model.net, SamplingParams(temperature, top_p, top_k, min_p), 1, max_new_tokens, eos_ids(model))
     positions = (model.hf_config or {}).get("max_position_embeddings")
 
     def answer(prompt: Prompt, turn: int) -> str:

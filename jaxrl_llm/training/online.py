@@ -134,7 +134,7 @@ class Sampler:
             return self.external(params, examples, jax.random.fold_in(key, first_row), state)
         padded = pad_prompts([e["prompt_ids"] for e in examples], self.prompt_width)
         prompts, segments = rows_to_global(padded, self.mesh)
-        return self.engine.generate(params, prompts, segments, key, first_row, episodes, listener=early), {}
+        return self.engine.generate(params, prompts, segments, key, first_row, episodes, on_finished=early), {}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """From a configuration to what samples completions: an engine, how it draws, what answers it and what grades it."""
 
 from functools import partial
+from dataclasses import replace
 from typing import Any
 
 from jax.sharding import Mesh
@@ -15,9 +16,9 @@ from jaxrl_llm.environments.factory import Environments
 from jaxrl_llm.models.cast import draws_from_another
 from jaxrl_llm.models.model import Model
 from jaxrl_llm.rewards.grader import Rewards
-from jaxrl_llm.rollout.engine import Engine, Rollout
-from jaxrl_llm.rollout.resharded import EngineOnMesh
-from jaxrl_llm.rollout.sampling import Sampling
+from jaxrl_llm.rollout.engine import Engine, Rollout, RolloutSpec
+from jaxrl_llm.rollout.resharded import ReshardedEngine
+from jaxrl_llm.rollout.sampling import SamplingParams
 from jaxrl_llm.training.external_rollout import ExternalRollout, load_rollout_function
 from jaxrl_llm.training.logging.stopwatch import Stopwatch
 from jaxrl_llm.training.online import Row, Sampler, scored_logps
@@ -25,7 +26,7 @@ from jaxrl_llm.training.online import Row, Sampler, scored_logps
 WIDTH_MULTIPLE = 8  # rows are padded to a multiple, so that similar data compiles to the same shapes
 
 
-def build_sampler(model: Model, grader: Rewards, mesh: Mesh, sampling: Sampling, examples: list[Row] | None,
+def build_sampler(model: Model, grader: Rewards, mesh: Mesh, sampling: SamplingParams, examples: list[Row] | None,
                   group_size: int, config, watch: Stopwatch,
                   environments: Environments | None = None) -> Sampler:  # fmt: skip
     """A sampler wide enough for the prompts of `examples` or, where they are not known before, for any."""
@@ -36,14 +37,11 @@ def build_sampler(model: Model, grader: Rewards, mesh: Mesh, sampling: Sampling,
         turns = TurnTokenizer(model.tokenizer, eos, config.rollout.max_prompt_length, options)
         open_episodes = partial(EpisodeBatch.open, environments, turns)
         examples = None  # environments and tools may lengthen prompts
-    c = config.rollout
-    engine = Engine(
-        model.net, sampling, group_size, c.max_completion_length, eos, c.chunk, c.slots, shrink=c.shrink,
-        drafts=c.draft_tokens, **stored_types(config),
-    )  # fmt: skip
-    own_mesh = rollout_mesh(mesh, c.mesh)
-    if own_mesh != mesh:
-        engine = EngineOnMesh(**vars(engine), mesh=own_mesh, home=mesh, watch=watch)
+    spec = replace(rollout_spec(config), sampling=sampling, group_size=group_size)
+    engine = Engine.of(spec, model.net, eos)
+    sampling_mesh = rollout_mesh(mesh, config.rollout.mesh)
+    if sampling_mesh != mesh:
+        engine = ReshardedEngine(**vars(engine), mesh=sampling_mesh, train_mesh=mesh, watch=watch)
     limit = config.rollout.max_prompt_length
     width = limit if examples is None else padded_width(max(len(example["prompt_ids"]) for example in examples), limit)
     function, external = load_rollout_function(config.environment.rollout_func), None
@@ -59,11 +57,20 @@ def build_sampler(model: Model, grader: Rewards, mesh: Mesh, sampling: Sampling,
     return Sampler(engine, grader, model.tokenizer, mesh, width, watch, open_episodes, external)
 
 
-def stored_types(config) -> dict[str, Any]:
-    """The types that the engine of the configuration keeps matrices, keys and values in, as its arguments."""
+def rollout_spec(config) -> RolloutSpec:
+    """The settings of the engine that samples for training."""
     c = config.rollout
-    found = {"cache_dtype": c.cache_dtype, "weights_dtype": c.weights_dtype}
-    return {name: None if dtype == "auto" else dtype for name, dtype in found.items()}
+    return RolloutSpec(
+        sampling=training_sampling(config),
+        group_size=c.group_size,
+        max_completion_length=c.max_completion_length,
+        chunk=c.chunk,
+        slots=c.slots,
+        cache_dtype=None if c.cache_dtype == "auto" else c.cache_dtype,
+        shrink=c.shrink,
+        weights_dtype=None if c.weights_dtype == "auto" else c.weights_dtype,
+        speculative_tokens=c.draft_tokens,
+    )
 
 
 def check_correction(config, engine: Engine) -> None:
@@ -80,16 +87,16 @@ def check_correction(config, engine: Engine) -> None:
         )
 
 
-def training_sampling(config) -> Sampling:
+def training_sampling(config) -> SamplingParams:
     """How the run samples."""
     c = config.rollout
-    return Sampling(c.temperature, c.top_p, c.top_k, c.min_p)
+    return SamplingParams(c.temperature, c.top_p, c.top_k, c.min_p)
 
 
-def eval_sampling(config) -> Sampling:
+def eval_sampling(config) -> SamplingParams:
     """How an evaluation samples: as the run does, save what `eval` sets itself."""
     c, run = config.eval, training_sampling(config)
-    return Sampling(
+    return SamplingParams(
         run.temperature if c.temperature is None else c.temperature,
         run.top_p if c.top_p is None else c.top_p,
         run.top_k if c.top_k is None else c.top_k,

@@ -23,7 +23,7 @@ from jaxrl_llm.models.model import Model, add_adapters, load_model
 from jaxrl_llm.models.peft import read_config
 from jaxrl_llm.rewards.functions import environment as environment_reward
 from jaxrl_llm.rewards.grader import Rewards, load_rewards
-from jaxrl_llm.rollout.sampling import Sampling
+from jaxrl_llm.rollout.sampling import SamplingParams
 from jaxrl_llm.training import offline
 from jaxrl_llm.training.advantages import make_scorer
 from jaxrl_llm.training.evaluation.build import Evaluate, build_evaluate
@@ -41,6 +41,7 @@ from jaxrl_llm.training.reward_models import with_reward_models
 from jaxrl_llm.training.samplers import WIDTH_MULTIPLE as WIDTH_MULTIPLE
 from jaxrl_llm.training.samplers import build_sampler, check_correction, padded_width, training_sampling
 from jaxrl_llm.training.samplers import eos_ids as eos_ids
+from jaxrl_llm.training.samplers import rollout_spec as rollout_spec
 from jaxrl_llm.training.update import Frozen, State, Update, init_state, learner, make_update, part_critic
 
 OBJECTIVES = {
@@ -207,12 +208,12 @@ def _online(config, model: Model, critic: Model | None, parts: list[Part], grade
     scorer = make_scorer(config, grader.names)
     examples, pipeline = _prompts(config, model, parts)
 
-    def sampler_of(sampling: Sampling, group_size: int) -> Sampler:
+    def sampler_of(sampling: SamplingParams, group_size: int) -> Sampler:
         return build_sampler(model, grader, mesh, sampling, examples, group_size, config, watch, environments)
 
     sampler = sampler_of(training_sampling(config), config.rollout.group_size)
     check_correction(config, sampler.engine)
-    greedy = sampler_of(Sampling(temperature=0.0), 1) if scorer.asks_for("greedy_scores") else None
+    greedy = sampler_of(SamplingParams(temperature=0.0), 1) if scorer.asks_for("greedy_scores") else None
     memory = make_memory(config, model.params, sampler.prompt_width, mesh, model.net.config.lora)
     critic_net = None if critic is None else critic.net
     return Online(config, model.net, critic_net, sampler, greedy, pipeline, scorer, memory)

@@ -12,6 +12,7 @@ import torch
 from safetensors.numpy import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
+from jaxrl_llm.algorithms.batch import Inputs
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.models import lora
 from jaxrl_llm.models.logprobs import last_scores, token_logps
@@ -93,7 +94,7 @@ def test_peft_gives_the_same_logits_and_gradients(llama_folder, adapter, adapted
 
     def loss(trainable):
         params = lora.combine(frozen, trainable)
-        return (token_logps(adapted.net, params, TOKENS, np.ones_like(TOKENS))[0] * weights).sum()
+        return (token_logps(adapted.net, params, Inputs(TOKENS, np.ones_like(TOKENS)))[0] * weights).sum()
 
     gradients = jax.jit(jax.grad(loss))(trainable)["layers"]
     compared = 0

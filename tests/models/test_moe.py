@@ -12,6 +12,7 @@ from flax import nnx
 from safetensors.numpy import load_file, save_file
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
+from jaxrl_llm.algorithms.batch import Inputs
 from jaxrl_llm.models import hf
 from jaxrl_llm.models.moe import Experts, MixtureOfExperts, Routing, balance_loss, dense, grouped
 from jaxrl_llm.models.transformer import ModelConfig, Net, RecordingNet
@@ -95,7 +96,7 @@ def test_balance_loss_equals_transformers_and_sees_no_padding(scan_layers):
 
     def loss(params, tokens):
         found = []
-        RecordingNet(net.config, found.append).bind(params).hidden(tokens, jnp.asarray(segments))
+        RecordingNet(net.config, found.append).bind(params).hidden(Inputs(tokens, jnp.asarray(segments)))
         (routing,) = found
         return balance_loss(routing), routing
 
@@ -113,7 +114,7 @@ def test_balance_loss_equals_transformers_and_sees_no_padding(scan_layers):
         for block in model.layers:
             route = block.mlp._route
             block.mlp._route = lambda x, route=route: logits.append(route(x)) or logits[-1]
-        model.hidden(jnp.asarray(tokens), jnp.asarray(segments))
+        model.hidden(Inputs(jnp.asarray(tokens), jnp.asarray(segments)))
         return logits
 
     logits = router_logits(params)

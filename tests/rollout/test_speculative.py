@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl_llm.rollout.speculative import guesses
+from jaxrl_llm.rollout.speculative import prompt_lookup
 
 
 @pytest.mark.parametrize(
@@ -24,12 +24,12 @@ def test_what_followed_the_last_two_tokens(prompt, said, given, expected):
     prompts = jnp.asarray((said[-2:] * width)[:padding] + prompt)[None]  # padding says the same and is no text
     mask = jnp.arange(width)[None] >= padding
     rows = jnp.asarray(said + given + [0] * (room - len(said) - len(given)))[None, None]
-    found = guesses(prompts, mask, rows, jnp.asarray([[len(said)]]), 2)[0, 0]
+    found = prompt_lookup(prompts, mask, rows, jnp.asarray([[len(said)]]), 2)[0, 0]
     np.testing.assert_array_equal(found, expected)
 
 
 def test_rows_of_a_group_share_its_prompt():
     prompts = jnp.asarray([[1, 2, 3, 4], [1, 2, 5, 6]])
     rows = jnp.asarray([[[1, 2, 0], [2, 3, 0]], [[1, 2, 0], [2, 5, 0]]])
-    found = guesses(prompts, jnp.ones((2, 4), bool), rows, jnp.full((2, 2), 2), 1)
+    found = prompt_lookup(prompts, jnp.ones((2, 4), bool), rows, jnp.full((2, 2), 2), 1)
     np.testing.assert_array_equal(found[..., 0], [[3, 4], [5, 6]])

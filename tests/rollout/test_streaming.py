@@ -13,18 +13,18 @@ process = int(sys.argv[2])
 jax.distributed.initialize(f"localhost:{sys.argv[1]}", 2, process)
 from jaxrl_llm.models.transformer import ModelConfig, Net
 from jaxrl_llm.rollout.engine import Engine
-from jaxrl_llm.rollout.sampling import Sampling
+from jaxrl_llm.rollout.sampling import SamplingParams
 from jaxrl_llm.distributed.sharding import local_rows, make_mesh, rows_to_global, shardings
 
 net = Net(ModelConfig(vocab_size=30, width=16, layers=1, heads=2, kv_heads=1, head_dim=8, ffn=32, init_scale=0.4))
-engine = Engine(net, Sampling(), 3, 10, (5, 6, 7), 3, 6)
+engine = Engine(net, SamplingParams(), 3, 10, (5, 6, 7), 3, 6)
 prompts = np.random.default_rng(process).integers(0, 30, (2, 6)).astype(np.int32)
 mesh, told = make_mesh(2), {}
 with jax.set_mesh(mesh):
     shapes = jax.eval_shape(net.init, jax.random.key(0))
     params = jax.jit(net.init, out_shardings=shardings(shapes, mesh))(jax.random.key(0))
     rows = rows_to_global((prompts, np.ones_like(prompts)), mesh)
-    rollout = engine.generate(params, *rows, jax.random.key(1), listener=told.__setitem__)
+    rollout = engine.generate(params, *rows, jax.random.key(1), on_finished=told.__setitem__)
     tokens, lengths = local_rows((rollout.tokens, rollout.lengths))
 assert told == {row: ids[6 : 6 + n].tolist() for row, (ids, n) in enumerate(zip(tokens, lengths))}, told
 print(len(told), "rows,", len(set(lengths.tolist())) > 1)

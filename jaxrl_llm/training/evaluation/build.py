@@ -12,7 +12,7 @@ from jaxrl_llm.environments.factory import Environments
 from jaxrl_llm.models.model import Model
 from jaxrl_llm.models.transformer import Params
 from jaxrl_llm.rewards.grader import Rewards
-from jaxrl_llm.rollout.sampling import Sampling
+from jaxrl_llm.rollout.sampling import SamplingParams
 from jaxrl_llm.training import offline
 from jaxrl_llm.training.evaluation.metrics import measures_of
 from jaxrl_llm.training.evaluation.run import Evaluation, Evaluations
@@ -96,11 +96,11 @@ def _sampled(config, model: Model, grader: Rewards, sets: list[NamedSet], mesh: 
         rows.append(loading.tokenized(config, parts, "prompts", tokenizer).rows)
     every: list[Row] = [row for examples in rows for row in examples]
 
-    def sampler(sampling: Sampling, group_size: int) -> Sampler:
+    def sampler(sampling: SamplingParams, group_size: int) -> Sampler:
         return build_sampler(model, grader, mesh, sampling, every, group_size, config, Stopwatch(within=watch),
                              environments)  # fmt: skip
 
-    greedy = sampler(Sampling(temperature=0.0), 1) if config.eval.greedy else None
+    greedy = sampler(SamplingParams(temperature=0.0), 1) if config.eval.greedy else None
     sampled = {count: sampler(eval_sampling(config), count) for count in {one.samples for one in sets}}
     return [
         Evaluation(
