@@ -1,4 +1,4 @@
-"""Attention as a mixer: full and sliding, of whole rows and, with cached keys and values, of the next tokens of rows."""
+"""Attention as a mixer: full and sliding, of whole rows and, with cached keys and values, of their next tokens."""
 
 import functools
 from typing import Any, NamedTuple

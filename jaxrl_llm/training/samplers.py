@@ -1,7 +1,7 @@
 """From a configuration to what samples completions: an engine, how it draws, what answers it and what grades it."""
 
-from functools import partial
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from jax.sharding import Mesh

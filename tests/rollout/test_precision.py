@@ -14,8 +14,8 @@ from jaxrl_llm.algorithms.batch import Inputs
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.distributed.sharding import path_name
 from jaxrl_llm.models import lora
-from jaxrl_llm.models.cast import in_precision
 from jaxrl_llm.models.attention import Attention, KeyValues
+from jaxrl_llm.models.cast import in_precision
 from jaxrl_llm.models.logprobs import token_logps
 from jaxrl_llm.models.quantize import BYTES, dequantize, frozen_matmul, matmul, narrowed, quantize, widened
 from jaxrl_llm.models.transformer import ModelConfig, Net
