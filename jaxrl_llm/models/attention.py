@@ -99,7 +99,7 @@ class Attention(nnx.Module):
     ) -> tuple[jax.Array, KeyValues]:
         """The next W tokens of each row: output `[G,R*W,D]` and the row cache with their keys and values.
 
-        `prompt` `[G,J,P,d]` is stored once per prompt and read by its R rows without being repeated; `cache`, made by
+        `prompt` `[G,J,P,d]` is stored once per prompt and read by its R rows, never copied for them; `cache`, made by
         `empty_cache`, is each row's own. One softmax runs over both.
         """
         q, k, v = self._project(x[:, :, None], inputs.positions[:, :, None], arrays)
@@ -119,7 +119,7 @@ class Attention(nnx.Module):
         prompt_seen, row_seen = (_for_heads(mask, by_head.shape[4]) for mask in (prompt_seen, row_seen))
         in_prompt = jnp.where(prompt_seen, in_prompt, MASKED)
         in_row = jnp.where(row_seen, in_row, MASKED)
-        # The softmax over both parts by hand: concatenating them would copy the scores of the prompt every step.
+        # The softmax over both by hand: concatenated, the scores of the prompt would be copied every step.
         top = jnp.maximum(in_prompt.max(-1, keepdims=True), in_row.max(-1, keepdims=True))
         in_prompt, in_row = jnp.exp(in_prompt - top), jnp.exp(in_row - top)
         total = in_prompt.sum(-1, keepdims=True) + in_row.sum(-1, keepdims=True)

@@ -1,4 +1,4 @@
-"""Attention of given rows by kernels that form the scores block by block: cuDNN's on NVIDIA GPUs, jax's own on TPUs.
+"""Attention of whole rows by kernels that form the scores block by block: cuDNN's on NVIDIA GPUs, jax's own on TPUs.
 
 Neither pass keeps scores in memory (arXiv 2307.08691).
 """
@@ -27,8 +27,9 @@ def fused_attention(q, k, v, mask, implementation: Literal["xla", "cudnn"]) -> j
     return out.reshape(q.shape)
 
 
-def splash_attention(q, k, v, segments, mask=None, window: int | None = None, softcap: float | None = None,
-                     interpret: bool = False) -> jax.Array:  # fmt: skip
+def splash_attention(
+    q, k, v, segments, mask=None, window: int | None = None, softcap: float | None = None, interpret: bool = False
+) -> jax.Array:
     """`[N,T,J,H/J,d]`: attention of (scaled) queries `[N,T,J,H/J,d]` to keys and values `[N,T,J,d]`, on TPUs.
 
     A token sees the tokens of its segment `[N,T]` up to itself, the last `window` of them where that is given: memory
@@ -43,15 +44,15 @@ def splash_attention(q, k, v, segments, mask=None, window: int | None = None, so
     compute = jax.vmap(row, in_axes=(0, 0, 0, 0, None if mask is None else 0))
     if not is_sharded():
         return compute(q, k, v, segments, mask)
-    of_queries, of_keys = attention_dims(k.shape[2])
-    if of_queries != of_keys:
+    query_dims, key_dims = attention_dims(k.shape[2])
+    if query_dims != key_dims:
         raise ConfigError(
-            f"model.attention = 'splash' computes whole rows, and mesh.context = {context_shards()} cuts them: "
+            f"model.attention = 'splash' computes whole rows, and mesh.context = {context_shards()} shards them: "
             f"mesh.tensor x mesh.context does not divide the model's {k.shape[2]} key/value heads. Make it divide "
             "them, or use 'xla'."
         )
-    queries = activation_spec(q.shape, "rows", *of_queries, None, None)
-    keys = activation_spec(k.shape, "rows", *of_keys, None)
+    queries = activation_spec(q.shape, "rows", *query_dims, None, None)
+    keys = activation_spec(k.shape, "rows", *key_dims, None)
     rows = jax.sharding.PartitionSpec(queries[0])
     # The kernel does not say along which axes its results vary, which check_vma would ask of it.
     run = jax.shard_map(compute, in_specs=(queries, keys, keys, rows, rows), out_specs=queries, check_vma=False)
@@ -60,7 +61,7 @@ def splash_attention(q, k, v, segments, mask=None, window: int | None = None, so
 
 def _row(q, k, v, segments, mask, window: int | None, softcap: float | None, interpret: bool):
     """Attention of one row: q `[T,J,H/J,d]`, k and v `[T,J,d]`."""
-    # A quarter of a second, which only runs on TPUs need.
+    # Imported here: it takes a quarter of a second, which only runs on TPUs need.
     from jax.experimental.pallas.ops.tpu import splash_attention as tpu
 
     length, shape = len(q), q.shape
@@ -71,9 +72,13 @@ def _row(q, k, v, segments, mask, window: int | None, softcap: float | None, int
     # Gradients of queries by a kernel of their own: the one that forms all keeps them once for each block of keys.
     names = ("block_q", "block_kv", "block_q_dkv", "block_kv_dkv", "block_q_dq", "block_kv_dq")
     make: Any = functools.partial(
-        tpu.make_splash_mha, block_sizes=tpu.BlockSizes(**dict.fromkeys(names, block)), head_shards=1, q_seq_shards=1,
-        attn_logits_soft_cap=softcap, interpret=interpret,
-    )  # fmt: skip
+        tpu.make_splash_mha,
+        block_sizes=tpu.BlockSizes(**dict.fromkeys(names, block)),
+        head_shards=1,
+        q_seq_shards=1,
+        attn_logits_soft_cap=softcap,
+        interpret=interpret,
+    )
     if mask is None:
         causal = tpu.CausalMask(size) if window is None else tpu.LocalMask(size, (window - 1, 0), offset=0)
         ids = jnp.pad(segments.astype(jnp.int32), (0, extra))

@@ -1,4 +1,4 @@
-"""What every kind of layer is made of: linear maps, RMS norm, the gated feed-forward.
+"""The building blocks of layers: linear maps, RMS norm, the gated feed-forward.
 
 Matmuls run in the compute dtype, norms in fp32.
 """

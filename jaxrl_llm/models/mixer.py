@@ -33,7 +33,7 @@ class AttentionInputs(NamedTuple):
 
 
 class DecodeInputs(NamedTuple):
-    """Where the next W tokens of each row go: R rows of each of G prompts, the tokens of a row adjacent."""
+    """Places of the next W tokens of each row: R rows of each of G prompts, the tokens of a row adjacent."""
 
     positions: jax.Array  # [G,R*W]
     prompt_mask: jax.Array  # [G,P] False on padding
@@ -52,6 +52,8 @@ class Mixer(Protocol):
 
     path: str  # of its parameters in the layer: layers/<path>/...
     shares_prefixes: bool  # whether a token may see a prefix of another segment (packed rows); by a mask it can
+
+    def __init__(self, config: Any, rngs: Any): ...
 
     @staticmethod
     def layer_arrays(config: Any, layer: LayerConfig) -> Any:

@@ -155,7 +155,8 @@ class Transformer(nnx.Module):
         """
 
         def body(block: Block, x, layer_caches, arrays):
-            return block.decode(x, inputs, *layer_caches, arrays)
+            prompt, cache = layer_caches
+            return block.decode(x, inputs, prompt, cache, arrays)
 
         x, caches = self._through_layers(body, self._embedded(tokens), tuple(zip(prompts, caches, strict=True)))
         return self.norm(x), caches
@@ -214,8 +215,8 @@ class Transformer(nnx.Module):
         for number, run in enumerate(self.config.layer_runs):
             graph, state = stacks[run.stack] if run.scanned else nnx.split(self.layers[run.layers[0]])
             if run.scanned and len(run.layers) < len(self.config.stacks[run.stack]):
-                part = slice(run.start, run.start + len(run.layers))
-                state = jax.tree.map(lambda x, part=part: x[part], state)
+                layers = slice(run.start, run.start + len(run.layers))
+                state = jax.tree.map(lambda x, layers=layers: x[layers], state)
             arrays, stacked = _layer_arrays(self.config, run)
 
             def step(x, layer, graph=graph, arrays=arrays):
@@ -370,7 +371,7 @@ def unstack(params: Params, config: ModelConfig) -> Params:
     """The parameters with one dict a layer in place of stacked layers; unchanged when they are so already."""
     if 0 in params.get("layers", {}):
         return params
-    layers: Params = {}
+    layers: dict[int, Params] = {}
     for name, numbers in config.stacks.items():
         for index, layer in enumerate(numbers):
             layers[layer] = jax.tree.map(lambda x, index=index: x[index], params[name])

@@ -60,7 +60,7 @@ READ = 64  # the most observation tokens of a row that are read at once
 
 @dataclasses.dataclass(frozen=True)
 class RolloutSpec:
-    """What the keys `rollout.*` say about sampling; `Engine` explains the fields."""
+    """The settings of an engine that the keys `rollout.*` are; `Engine` explains the fields."""
 
     sampling: SamplingParams
     group_size: int
@@ -143,9 +143,7 @@ class Engine:
         local = prompts.shape[0] // shards
         count = local * self.group_size
         shard_slots = min(self.slots // shards or count, count)
-        scheduler = Scheduler(
-            local, self.group_size, shards, shard_slots, self.shrink, (prompts.shape[1], longest)
-        )
+        scheduler = Scheduler(local, self.group_size, shards, shard_slots, self.shrink, (prompts.shape[1], longest))
         turns = None if turn_server is None else TurnTracker(turn_server, count * shards, longest)
         finished_rows = FinishedRows(on_finished if turns is None else None, count * shards)
         grid, executed = scheduler.grid, 0
@@ -172,9 +170,7 @@ class Engine:
                 executed += int(steps) * grid.slots
                 rows = collect(rows, slots, grid, shards)
                 sources = following.slots_in(grid)
-                grid_prompts, slots = assign(
-                    self, all_prompts, rows, keys, slots, following, sources, slots.capacity
-                )
+                grid_prompts, slots = assign(self, all_prompts, rows, keys, slots, following, sources, slots.capacity)
                 grid = following
             elif live.any():
                 reached = int(lengths.reshape(live.shape)[live].max())
@@ -359,9 +355,7 @@ def read_observations(engine: Engine, params, prompts: Prompts, slots: Slots, in
     index_in = jnp.minimum(index, g * r // shards - 1)
     rows = Rows(*(take(flat(x, 0), index_in, 0) for x in slots.rows))
     prompt = jax.tree.map(lambda x: take(x, index_in // r, axis, "heads"), prompts.cache)
-    cache = jax.tree.map(
-        lambda x: jnp.expand_dims(take(flat(x, axis), index_in, axis, "heads"), axis + 1), slots.cache
-    )
+    cache = jax.tree.map(lambda x: jnp.expand_dims(take(flat(x, axis), index_in, axis, "heads"), axis + 1), slots.cache)
     mask, (places, tokens) = take(prompts.mask, index_in // r, 0), next_tokens(rows, width)
     inputs = DecodeInputs(mask.sum(-1)[:, None] + places, mask, places[:, :1])
     _, cache = engine.decoder.bind(params).decode(tokens, inputs, prompt, cache)

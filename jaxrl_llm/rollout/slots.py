@@ -17,7 +17,7 @@ from jaxrl_llm.rollout.scheduler import IDLE, SlotGrid
 
 
 class Prompts(NamedTuple):
-    """What the rows of a prompt share, of each prompt of the batch or of the slot grid."""
+    """Caches and tokens that the rows of a prompt share, of each prompt of the batch or of the slot grid."""
 
     cache: Any  # the mixers' caches, a tuple of one a run of layers
     tokens: jax.Array  # [G,P]
@@ -25,7 +25,7 @@ class Prompts(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """What is sampled, of all rows `[B,K]` or of those in slots `[G,R]`."""
+    """Sampled tokens and their state, of all rows `[B,K]` or of those in slots `[G,R]`."""
 
     tokens: jax.Array  # [..., C] so far, 0 after the end; those between length and known are observations to come
     logps: jax.Array  # [..., C] of sampled tokens, 0 of observation tokens

@@ -157,9 +157,7 @@ def test_observations_enter_its_state(params, rows):
     """Rows of several turns, that wait while others decode."""
     tokens, segments = rows
     server = Echo(slow=(1, 6))
-    rollout = jax.tree.map(
-        np.asarray, ENGINE.generate(params, tokens, segments, jax.random.key(1), turn_server=server)
-    )
+    rollout = jax.tree.map(np.asarray, ENGINE.generate(params, tokens, segments, jax.random.key(1), turn_server=server))
     assert (rollout.lengths > rollout.mask.sum(1)).any()
     inputs = Inputs(rollout.tokens, rollout.segments, prompt_width=tokens.shape[1])
     logps = np.asarray(token_logps(NET, params, inputs)[0]) * rollout.mask

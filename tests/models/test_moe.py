@@ -58,7 +58,7 @@ def test_both_ways_have_the_same_gradients(experts):
 
     def gradients(way):
         def loss(state, x, weights):
-            return (nnx.merge(graph, state).computed(way, x, weights, jnp.asarray(chosen)) ** 2).sum()
+            return (nnx.merge(graph, state).compute(way, x, weights, jnp.asarray(chosen)) ** 2).sum()
 
         return jax.jit(jax.grad(loss, argnums=(0, 1, 2)))(state, x, weights)
 

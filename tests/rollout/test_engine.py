@@ -265,7 +265,9 @@ def test_a_row_does_not_depend_on_its_slot(params, setting, useful):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("setting", [{"speculative_tokens": 2, "slots": 6, "chunk": 2}, {"speculative_tokens": 5, "chunk": 3}], ids=str)
+@pytest.mark.parametrize(
+    "setting", [{"speculative_tokens": 2, "slots": 6, "chunk": 2}, {"speculative_tokens": 5, "chunk": 3}], ids=str
+)
 def test_guesses_change_no_sample(params, setting):
     found, _ = generate(dataclasses.replace(ENGINE, **setting), params)
     expected, _ = generate(dataclasses.replace(ENGINE, **setting | {"speculative_tokens": 0}), params)
@@ -277,7 +279,13 @@ def test_guesses_change_no_sample(params, setting):
 def test_right_guesses_save_steps(params):
     """A row needs as many steps as its text has, besides those that follow a right guess; the slowest counts."""
     engine = dataclasses.replace(
-        ENGINE, speculative_tokens=3, sampling=SamplingParams(temperature=0.0), max_completion_length=60, eos=(), chunk=60, group_size=1
+        ENGINE,
+        speculative_tokens=3,
+        sampling=SamplingParams(temperature=0.0),
+        max_completion_length=60,
+        eos=(),
+        chunk=60,
+        group_size=1,
     )
     rollout, width = generate(engine, params, [PROMPTS[2], PROMPTS[2][::-1]])
 

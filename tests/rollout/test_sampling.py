@@ -57,7 +57,9 @@ def test_equal_steps_of_u_give_every_token_its_share(vocab, scale):
 
 @pytest.mark.parametrize("scale", [0.3, 3.0], ids=["flat", "peaky"])
 @pytest.mark.parametrize("vocab", [7, 300, 5000])
-@pytest.mark.parametrize("sampling", [SamplingParams(), SamplingParams(0.7, top_p=0.9, top_k=50)], ids=["whole", "filtered"])
+@pytest.mark.parametrize(
+    "sampling", [SamplingParams(), SamplingParams(0.7, top_p=0.9, top_k=50)], ids=["whole", "filtered"]
+)
 def test_samples_follow_the_distribution(vocab, scale, sampling):
     """Chi-square of 40,000 samples against the probabilities that float64 gives."""
     logits = random_logits(1, vocab, scale, seed=1)
