@@ -47,7 +47,7 @@ def completions(engine, params, *args, **kwargs):
     return [row[width:][:length].tolist() for row, length in zip(rollout.tokens, rollout.lengths, strict=True)]
 
 
-def test_a_rollout_holds_prompts_on_the_left_and_completions_on_the_right(params):
+def test_the_layout_of_a_rollout(params):
     rollout, width = generate(ENGINE, params)
     tokens, segments = padded(PROMPTS, "left")
     np.testing.assert_array_equal(rollout.tokens[:, :width], np.repeat(tokens, 4, axis=0))
@@ -62,7 +62,7 @@ def test_a_rollout_holds_prompts_on_the_left_and_completions_on_the_right(params
 
 
 def test_a_row_ends_with_its_first_end_of_text(params):
-    """Every row is the row without end-of-text ids, cut after the first of them: it is in the mask, nothing follows."""
+    """The row without end-of-text ids, truncated after the first of them: it is in the mask, nothing follows."""
     endless = completions(dataclasses.replace(ENGINE, eos=()), params, key=1)
     rollout, width = generate(ENGINE, params, key=1)
     assert set(EOS) <= {token for row in endless for token in row}  # both ids are met
@@ -77,14 +77,14 @@ def test_a_row_ends_with_its_first_end_of_text(params):
 
 
 @pytest.mark.parametrize("max_completion_length", [1, 6])
-def test_an_immediate_end_of_text_is_a_completion_of_one_token(params, max_completion_length):
+def test_an_immediate_end_is_one_token(params, max_completion_length):
     engine = dataclasses.replace(ENGINE, eos=tuple(range(VOCAB)), max_completion_length=max_completion_length)
     rollout, width = generate(engine, params)
     assert (rollout.lengths == 1).all() and rollout.finished.all()
     assert (rollout.mask[:, width] == 1).all() and (rollout.mask.sum(1) == 1).all()
 
 
-def test_a_row_that_is_cut_is_not_finished(params):
+def test_a_truncated_row_is_not_finished(params):
     rollout, width = generate(dataclasses.replace(ENGINE, eos=()), params)
     assert (rollout.lengths == 12).all() and not rollout.finished.any()
     assert rollout.tokens.shape == (12, width + 12)
@@ -143,7 +143,7 @@ def test_a_row_does_not_depend_on_the_batch(params, number):
 
 @pytest.mark.slow
 def test_a_row_does_not_depend_on_the_order_of_prompts(params):
-    """Rows are numbered by their place: a prompt moved elsewhere, its numbers with it, gives the same rows."""
+    """Rows are numbered by their place: a moved prompt, its numbers with it, gives the same rows."""
     rows = completions(ENGINE, params)
     turned = [PROMPTS[2], PROMPTS[0], PROMPTS[1]]
     assert completions(ENGINE, params, turned, first_row=8)[:4] == rows[8:]
@@ -240,7 +240,7 @@ def test_the_host_stops_between_chunks(params, monkeypatch):
     generate(dataclasses.replace(ENGINE, eos=tuple(range(VOCAB))), params)
     assert chunks == []
     generate(dataclasses.replace(ENGINE, eos=(), chunk=3), params)
-    assert chunks == [(2, 3), (3, 6), (3, 12), (3, 12)]  # decode steps (the first token is the prefill's), room
+    assert chunks == [(2, 3), (3, 6), (3, 12), (3, 12)]  # decode steps (the first token is the prefill's), capacity
 
 
 @pytest.mark.parametrize(
@@ -268,7 +268,7 @@ def test_a_row_does_not_depend_on_its_slot(params, setting, useful):
 @pytest.mark.parametrize(
     "setting", [{"speculative_tokens": 2, "slots": 6, "chunk": 2}, {"speculative_tokens": 5, "chunk": 3}], ids=str
 )
-def test_guesses_change_no_sample(params, setting):
+def test_speculation_changes_no_sample(params, setting):
     found, _ = generate(dataclasses.replace(ENGINE, **setting), params)
     expected, _ = generate(dataclasses.replace(ENGINE, **setting | {"speculative_tokens": 0}), params)
     for name in ("tokens", "segments", "mask", "lengths", "finished"):
@@ -276,8 +276,8 @@ def test_guesses_change_no_sample(params, setting):
     np.testing.assert_allclose(found.sample_logps, expected.sample_logps, atol=1e-5)
 
 
-def test_right_guesses_save_steps(params):
-    """A row needs as many steps as its text has, besides those that follow a right guess; the slowest counts."""
+def test_right_proposals_save_steps(params):
+    """A row needs as many steps as its text has, besides those that follow a right proposal; the slowest counts."""
     engine = dataclasses.replace(
         ENGINE,
         speculative_tokens=3,
@@ -293,8 +293,8 @@ def test_right_guesses_save_steps(params):
         said, count = width + 1, 0  # the first token is the prefill's
         while said < len(text):
             rows, real = jnp.asarray(text[None, None, width:]), np.ones((1, width), bool)
-            guessed = prompt_lookup(text[None, :width], real, rows, jnp.asarray([[said - width]]), 3)[0, 0]
-            right = np.append(text[said : said + 3] == guessed[: len(text) - said], False)
+            proposed = prompt_lookup(text[None, :width], real, rows, jnp.asarray([[said - width]]), 3)[0, 0]
+            right = np.append(text[said : said + 3] == proposed[: len(text) - said], False)
             said, count = said + 1 + int(np.argmin(right)), count + 1
         return count
 
@@ -310,7 +310,7 @@ def test_a_group_of_one_with_few_slots(params):
 @pytest.mark.parametrize(
     "setting", [{"slots": 6, "chunk": 2}, pytest.param({"chunk": 3}, marks=pytest.mark.slow)], ids=str
 )
-def test_rows_are_told_of_when_they_end(params, setting, monkeypatch):
+def test_rows_are_streamed_when_they_end(params, setting, monkeypatch):
     """Each once, with its tokens; those that end early before the last decode steps begin."""
     events = []
     real = engine_module.decode_chunk
@@ -318,10 +318,10 @@ def test_rows_are_told_of_when_they_end(params, setting, monkeypatch):
     engine = dataclasses.replace(ENGINE, **setting)
     tokens, segments = padded(PROMPTS, "left")
     rollout = engine.generate(params, tokens, segments, jax.random.key(0), on_finished=lambda *row: events.append(row))
-    told = dict(event for event in events if event is not None)
-    assert len(told) == len(events) - events.count(None) == 12
+    streamed = dict(event for event in events if event is not None)
+    assert len(streamed) == len(events) - events.count(None) == 12
     rows = zip(np.asarray(rollout.tokens), np.asarray(rollout.lengths), strict=True)
-    assert [told[row] for row in range(12)] == [row[WIDTH:][:length].tolist() for row, length in rows]
+    assert [streamed[row] for row in range(12)] == [row[WIDTH:][:length].tolist() for row, length in rows]
     last = len(events) - 1 - events[::-1].index(None)
     assert 4 <= last - events.count(None) + 1 < 12
 
@@ -337,8 +337,8 @@ def test_a_prompt_is_stored_once(params):
         bank, rows = engine_module.prefill(engine, params, tokens, segments, keys)
         return engine_module.assign(engine, bank, rows, keys, None, grid, None, 4)
 
-    places, slots = jax.eval_shape(start, params)
-    assert {x.shape for x in jax.tree.leaves(places.cache)} == {(3, 2, 7, 8)}  # B, J, P, d
+    grid_prompts, slots = jax.eval_shape(start, params)
+    assert {x.shape for x in jax.tree.leaves(grid_prompts.cache)} == {(3, 2, 7, 8)}  # B, J, P, d
     assert [x.shape for x in slots.cache[0]] == [(3, 64, 2, 8, 4), (3, 64, 2, 4, 8)]  # keys J, d, S; values J, S, d
     grown = jax.eval_shape(lambda slots: engine_module.grow(engine, slots, 9), slots)
     assert [x.shape for x in grown.cache[1]] == [(3, 64, 2, 8, 9), (3, 64, 2, 9, 8)]
