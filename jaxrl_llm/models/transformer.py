@@ -196,7 +196,9 @@ class Transformer(nnx.Module):
         """The layout that mixers read, and the embeddings `[N,T,D]`."""
         tokens, prefixes, c = inputs.tokens, inputs.prefix_segments, self.config
         if prefixes is not None and not c.shares_prefixes:
-            raise ConfigError("rows of a group share a prefix, which this model's layers cannot: set batch.packing to false")
+            raise ConfigError(
+                "rows of a group share a prefix, which this model's layers cannot: set batch.packing to false"
+            )
         segments = jnp.ones_like(tokens) if inputs.segments is None else inputs.segments
         positions = segment_positions(segments) if inputs.positions is None else inputs.positions
         # Splash attention reads segments, and a mask [N,T,T] only where segments do not say it all.
