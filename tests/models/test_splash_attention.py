@@ -13,8 +13,8 @@ from jax.extend import core
 import jaxrl_llm
 from jaxrl_llm.algorithms.batch import Inputs
 from jaxrl_llm.config.flags import load_config_file
-from jaxrl_llm.models import layers, model
-from jaxrl_llm.models.attention import block_size, splash_attention
+from jaxrl_llm.models import attention, layers, model
+from jaxrl_llm.models.fused_attention import block_size, splash_attention
 from jaxrl_llm.models.transformer import ModelConfig, Net, attention_mask, segment_positions
 
 LENGTH = 150  # no multiple of a block
@@ -85,7 +85,7 @@ def test_outputs_and_gradients(by, window, softcap):
 @pytest.fixture
 def interpreted(monkeypatch):
     """Nets with attention by the interpreted kernel."""
-    monkeypatch.setattr(layers, "splash_attention", functools.partial(splash_attention, interpret=True))
+    monkeypatch.setattr(attention, "splash_attention", functools.partial(splash_attention, interpret=True))
     return lambda config: Net(dataclasses.replace(config, attention="splash"))
 
 
