@@ -48,7 +48,7 @@ def by_hand(experts, x, weights, chosen):
 @pytest.mark.parametrize("way", [dense, grouped])
 def test_experts_compute_the_weighted_sum(experts, way):
     x, weights, chosen = routed(7)
-    found = jax.jit(functools.partial(experts.computed, way))(x, weights, jnp.asarray(chosen))
+    found = jax.jit(functools.partial(experts.compute, way))(x, weights, jnp.asarray(chosen))
     np.testing.assert_allclose(found, by_hand(experts, x, weights, chosen), atol=1e-5)
 
 
