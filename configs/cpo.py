@@ -18,9 +18,8 @@ def get_config(arg: str = ""):
     config.rollout.max_prompt_length = 16
     config.rollout.max_completion_length = 10
     config.algorithm.name = "preference"
-    config.algorithm.loss = "cpo"
+    config.algorithm.loss = "cpo(nll_weight=1.0)"
     config.algorithm.beta = 0.1
-    config.algorithm.cpo_alpha = 1.0
     config.optimizer.learning_rate = 1e-4
     config.batch.prompts = 64
     config.optimizer.b2 = 0.99

@@ -2,7 +2,7 @@
 
     python -m jaxrl_llm.train --config=configs/ipo.py
 
-`--config.algorithm.ipo_normalize=false` is the form with sums that the paper prints. 2 CPU cores: about a minute.
+`--config.algorithm.loss="ipo(normalize=False)"` is the form with sums that the paper prints. 2 CPU cores: a minute.
 Held-out pairs ranked right: 99 %; right answers of sampled completions 24 % -> 44 %, of greedy ones 71 % -> 96 %.
 """
 

@@ -3,7 +3,7 @@
     python -m jaxrl_llm.train --config=configs/orpo.py
 
 The likelihood term is of the completion, as in the paper; TRL's covers the prompt too, and so does the default of
-`algorithm.orpo_nll_on_prompt`. 2 CPU cores: about a minute. Right answers of held-out sampled completions 24 % -> 91 %,
+`nll_on_prompt`. 2 CPU cores: about a minute. Right answers of held-out sampled completions 24 % -> 91 %,
 of greedy ones 71 % -> 100 %.
 """
 
@@ -20,9 +20,8 @@ def get_config(arg: str = ""):
     config.rollout.max_prompt_length = 16
     config.rollout.max_completion_length = 10
     config.algorithm.name = "preference"
-    config.algorithm.loss = "orpo"
+    config.algorithm.loss = "orpo(nll_on_prompt=False)"
     config.algorithm.beta = 0.1
-    config.algorithm.orpo_nll_on_prompt = False
     config.optimizer.learning_rate = 3e-4
     config.batch.prompts = 64
     config.optimizer.b2 = 0.99

@@ -17,7 +17,7 @@ def get_config(arg: str = ""):
     config.data.path = "task:sort_pairs"
     config.data.eval_split = "validation"
     config.algorithm.name = "reward_model"
-    config.algorithm.center_rewards_coefficient = 0.01
+    config.algorithm.loss = "bradley_terry(center=0.01)"
     config.optimizer.learning_rate = 3e-4
     config.batch.prompts = 64
     config.optimizer.b2 = 0.99

@@ -2,7 +2,7 @@
 
     python -m jaxrl_llm.train --config=configs/simpo.py
 
-`algorithm.simpo_gamma` is the margin itself, here half of beta; `--config.algorithm.cpo_alpha=1` adds the likelihood
+gamma is the margin itself, here half of beta; `nll_weight=1` adds the likelihood
 of the chosen completion (CPO-SimPO). The paper has beta 2 to 2.5 for long completions. 2 CPU cores: about a minute.
 Held-out pairs ranked right: 95 % -> 100 %; right answers of sampled completions 24 % -> 27 %, of greedy ones
 71 % -> 84 %.
@@ -21,10 +21,8 @@ def get_config(arg: str = ""):
     config.rollout.max_prompt_length = 16
     config.rollout.max_completion_length = 10
     config.algorithm.name = "preference"
-    config.algorithm.loss = "simpo"
+    config.algorithm.loss = "simpo(gamma=5.0, nll_weight=0.0)"
     config.algorithm.beta = 10.0
-    config.algorithm.simpo_gamma = 5.0
-    config.algorithm.cpo_alpha = 0.0
     config.optimizer.learning_rate = 1e-5
     config.batch.prompts = 64
     config.optimizer.b2 = 0.99

@@ -25,19 +25,20 @@ from jaxrl_llm.distributed.compilation_cache import keep_compiled
 from jaxrl_llm.models.model import Model
 from jaxrl_llm.tools.cards.card import write_cards
 from jaxrl_llm.tools.cards.hub import check_push, push_run
-from jaxrl_llm.training.checkpoint.manager import Checkpoints, find, folder_of, free, keep_of
+from jaxrl_llm.training.checkpoint.manager import Checkpoints, find, free
 from jaxrl_llm.training.checkpoint.outputs import check_outputs, check_writable, export_run, write_given
 from jaxrl_llm.training.evaluation.run import check_best
 from jaxrl_llm.training.logging.backends import check_installed
 from jaxrl_llm.training.logging.logger import Logger
-from jaxrl_llm.training.logging.step_log import Metrics, StepLog, Step
+from jaxrl_llm.training.logging.step_log import Metrics, Step, StepLog
+from jaxrl_llm.training.run_specs import checkpoint_spec, health_spec, logging_spec
 from jaxrl_llm.training.runtime.callbacks import Callbacks, load_callbacks
 from jaxrl_llm.training.runtime.preemption import Notices, Preempted
 from jaxrl_llm.training.runtime.profiler import Profiler
 from jaxrl_llm.training.runtime.watchdog import Watchdog
-from jaxrl_llm.training.setup import Run, build, build_mesh
+from jaxrl_llm.training.setup import Run, build, build_mesh, finished_models
 from jaxrl_llm.training.step import improve
-from jaxrl_llm.training.update import State, whole
+from jaxrl_llm.training.update import State, merge_frozen
 
 DRY_RUN = Key("dry_run", False, "Show the data, the plan and the time of a step, write nothing, and end.", bool)
 
@@ -68,34 +69,37 @@ def train(
              "environment": environment, "tools": tools}  # fmt: skip
     folder, mesh = Path(config.output_dir), build_mesh(config)
     check_writable(folder)
+    kept = checkpoint_spec(config)
     with (
         jax.set_mesh(mesh),
-        Checkpoints(folder_of(config), keep_of(config)) as checkpoints,
+        Checkpoints(kept.folder, kept.keep) as checkpoints,
         contextlib.ExitStack() as stack,
         processes.reporting(),
     ):
         if jax.process_index() == 0:
             check_installed(config.logging.backends)
         check_push(config)
-        called = Callbacks(load_callbacks(config, callbacks), config)
+        called = Callbacks(load_callbacks((*config.callbacks, *callbacks)), to_json(config), folder)
         parts = build(config, mesh, train_dataset, eval_dataset, rewards, environment, tools)
         stack.callback(parts.rewards.close)
         if parts.environments is not None:
             stack.callback(parts.environments.close)
         state, counts, resumed, problems = _resume(config, parts, checkpoints, called)
-        with Logger(config, folder, resumed) as logger:
+        with Logger(logging_spec(config), folder, resumed) as logger:
             if jax.process_index() == 0:
                 (folder / "config.json").write_text(to_json(config))
                 write_given(folder, given)
             logger.start(_describe(parts, int(state.step)))
-            records = StepLog(config, parts.source, parts.watch, logger, counts)
+            records = StepLog(health_spec(config), parts.source.learn, parts.watch, logger, counts)
             records.warn(problems)
             called.note = logger.note
             with Watchdog(config.watch.hang_seconds, parts.watch, folder):
-                with Notices() as notices, Profiler(config, folder, parts.watch, logger.note) as profiler:
+                steps = config.logging.profile_steps
+                with Notices() as notices, Profiler(steps, folder, parts.watch, logger.note) as profiler:
                     state = _loop(config, parts, state, records, checkpoints, notices, profiler, called)
                 with parts.watch("export"):
-                    model = export_run(config, parts, state, logger.note)
+                    model, critic = finished_models(config, parts, state)
+                    export_run(folder, checkpoints.folder, model, critic, logger.note)
                     with processes.all_or_none():
                         if jax.process_index() == 0:
                             write_cards(folder, int(state.step), config.export.push_to_hub)
@@ -113,12 +117,12 @@ def _loop(config, parts: Run, state: State, records: StepLog, checkpoints: Check
     overlaps = config.algorithm.name in OFFLINE and not callbacks.every_step
 
     def evaluate() -> Metrics:
-        found = parts.evaluation(whole(state, parts.frozen).params, root) if parts.evaluation else {}
+        found = parts.evaluation(merge_frozen(state, parts.frozen).params, root) if parts.evaluation else {}
         check_best(config.checkpoint.best, found)
         return found
 
     def model() -> Model:
-        return replace(parts.model, params=whole(state, parts.frozen).params)
+        return replace(parts.model, params=merge_frozen(state, parts.frozen).params)
 
     if int(state.step) == 0 and parts.evaluation is not None and config.eval.at_start:
         records.log(0, {}, evaluate)
@@ -128,7 +132,7 @@ def _loop(config, parts: Run, state: State, records: StepLog, checkpoints: Check
         step += 1
         profiler.begin(step)
         began = time.perf_counter()
-        experience = parts.source.next(whole(state, parts.frozen), jax.random.fold_in(root, step))
+        experience = parts.source.next(merge_frozen(state, parts.frozen), jax.random.fold_in(root, step))
         with watch("update"):
             state, updates = improve(config, parts, state, experience.batch)
         records.add(Step(step, began, experience.metrics, updates, experience.table))
@@ -174,7 +178,7 @@ def _resume(
     elif config.checkpoint.resume != "never":
         source, step, problems = find(config.checkpoint.resume)
     own = step if source.folder == checkpoints.folder else None
-    check_outputs(config, goes_on=own is not None)
+    check_outputs(Path(config.output_dir), config.checkpoint.resume, goes_on=own is not None)
     if step is None:
         checkpoints.discard_after(None)
         return parts.state, {"num_tokens": 0, "skipped": 0}, None, problems

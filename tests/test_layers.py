@@ -138,6 +138,38 @@ def test_imports_go_down_only():
     assert not faults, "\n".join(faults)
 
 
+def test_no_files_import_each_other_in_a_circle():
+    """Imports inside functions and of types alone count; the package's own interface is imported lazily."""
+    modules = {module_name(path): path for path in FILES}
+    arrows = {name: edges(name, path, modules) for name, path in modules.items() if name != PACKAGE}
+    while leaves := [name for name, targets in arrows.items() if not targets & arrows.keys()]:
+        for name in leaves:
+            del arrows[name]
+    assert not arrows, f"in circles, or above one: {sorted(arrows)}"
+
+
+def edges(name: str, path: Path, modules: dict[str, Path]) -> set[str]:
+    """The modules of the package that a module imports."""
+    found = set()
+    for node in ast.walk(parse(path)):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            full = {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= {x if x in modules else node.module for x in full}
+        elif isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+    return (found & modules.keys()) - {name}
+
+
+def test_training_does_not_import_tools():
+    above = [path for path in FILES if part(module_name(path)) in ("training", "rollout", "models", "data", "rewards")]
+    assert not [path for path in above if any(".tools" in name for name in imports(parse(path)))]
+
+
+def test_the_root_holds_the_loop_and_rooms():
+    files = {path.name for path in ROOT.iterdir() if path.is_file()}
+    assert files <= {"__init__.py", "__main__.py", "train.py", "py.typed"}
+
+
 def test_alignment_and_layout_rules():
     faults = [fault for path in FILES for fault in source_faults(path.relative_to(ROOT.parent), parse(path))]
     assert not faults, "\n".join(faults)
@@ -151,8 +183,8 @@ def test_alignment_and_layout_rules():
         ("algorithms.kl", "from transformers import AutoTokenizer"),
         ("models.hf", "from jaxrl_llm import rollout"),
         ("rollout.engine", "def f():\n    from jaxrl_llm.training.update import update"),
-        ("data.chat", "from jaxrl_llm.rewards.grader import Rewards"),
-        ("rewards.grader", "from jaxrl_llm.models import hf"),
+        ("data.chat", "from jaxrl_llm.rewards.runner import Rewards"),
+        ("rewards.runner", "from jaxrl_llm.models import hf"),
         ("training.update", "from jaxrl_llm import train"),
         ("training.update", "from jaxrl_llm import __version__"),
         ("config", "from jaxrl_llm.algorithms import kl"),

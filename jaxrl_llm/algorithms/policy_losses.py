@@ -8,6 +8,7 @@
   them and does not read them, so that one objective can call any loss by name.
 - `mask [N, T]` is true on the tokens that count. Losses over whole sequences need it; for the others it is optional and
   makes the log-ratio 0 outside it, so that padding can neither overflow nor receive a gradient.
+- A loss that clips returns `(loss, metrics)`: where it clipped, as `Metric`s that say how they are reduced.
 
 The caller reduces with `sum(loss_weights * loss)` (`aggregation.loss_weights`) and adds KL and entropy terms. A loss
 that is one number per sequence is spread over its row: every token of the row holds that number, so that the
@@ -24,12 +25,14 @@ import jax
 import jax.numpy as jnp
 
 from jaxrl_llm.algorithms.aggregation import as_float, as_mask, magnitude, masked_mean, masked_sum
+from jaxrl_llm.algorithms.losses import Metric, Metrics, check_rank, declare
 
 Array = jax.Array
 
 
 def _prepare(logps, old_logps, advantages, mask) -> tuple[Array, Array, Array]:
     """Returns the log-probs, the log-ratio (0 outside the mask) and the advantages broadcast to the tokens."""
+    check_rank(2, logps=logps, old_logps=old_logps, mask=mask)
     logps = as_float(logps)
     log_ratio = logps - jax.lax.stop_gradient(as_float(old_logps))
     if mask is not None:
@@ -55,8 +58,8 @@ def _clipped(ratio: Array, advantages: Array, epsilon_low, epsilon_high, delta=N
 
 def ppo_clip(
     logps, old_logps, advantages, epsilon_low, epsilon_high, delta=None, dual_clip=None, *, mask=None
-) -> Array:
-    """Returns the clipped surrogate `[N, T]` of PPO, GRPO and DAPO.
+) -> tuple[Array, Metrics]:
+    """Returns the clipped surrogate `[N, T]` of PPO, GRPO and DAPO, and `clip_ratio/*`.
 
     Formula, r = exp(logps - old_logps): `-min(r A, clip(r, 1 - epsilon_low, 1 + epsilon_high) A)`.
     `delta` bounds r from above in the unclipped branch too (INTELLECT-2, arXiv 2505.07291): for A < 0 the loss stops at
@@ -64,73 +67,85 @@ def ppo_clip(
     (arXiv 1912.09729; verl always uses 3.0) and is larger than 1, else ValueError.
     Source: PPO, arXiv 1707.06347; clip-higher, DAPO, arXiv 2503.14476.
     """
-    _, log_ratio, advantages = _prepare(logps, old_logps, advantages, mask)
-    loss = _clipped(jnp.exp(log_ratio), advantages, epsilon_low, epsilon_high, delta)
-    if dual_clip is None:
-        return loss
-    if dual_clip <= 1:
+    if dual_clip is not None and dual_clip <= 1:
         raise ValueError(f"dual_clip bounds the ratio of bad samples from above and must exceed 1; got {dual_clip}")
-    return jnp.where(advantages < 0, jnp.minimum(loss, -dual_clip * advantages), loss)
+    _, log_ratio, per_token = _prepare(logps, old_logps, advantages, mask)
+    loss = _clipped(jnp.exp(log_ratio), per_token, epsilon_low, epsilon_high, delta)
+    if dual_clip is not None:
+        loss = jnp.where(per_token < 0, jnp.minimum(loss, -dual_clip * per_token), loss)
+    return loss, _clip_metrics(logps, old_logps, advantages, epsilon_low, epsilon_high, mask=mask, dual_clip=dual_clip)
 
 
-def gspo(logps, old_logps, advantages, epsilon_low, epsilon_high, delta=None, *, mask) -> Array:
+@declare(ratio="sequence")
+def gspo(logps, old_logps, advantages, epsilon_low, epsilon_high, delta=None, *, mask) -> tuple[Array, Metrics]:
     """Returns the clipped surrogate of the length-normalised sequence ratio, spread over `[N, T]`.
 
     Formula: `s = exp(mean_t(logps - old_logps))` over the masked tokens, loss `-min(s A, clip(s) A)` on every token of
     the row; aggregate with `sequence`. The paper's ranges are small, 3e-4 below and 4e-4 above. `delta` as `ppo_clip`.
     Source: GSPO, arXiv 2507.18071.
     """
-    _, log_ratio, advantages = _prepare(logps, old_logps, advantages, mask)
+    _, log_ratio, per_token = _prepare(logps, old_logps, advantages, mask)
     ratio = jnp.exp(masked_mean(log_ratio, mask, axis=-1, keepdims=True))
-    return _clipped(ratio, advantages, epsilon_low, epsilon_high, delta)
+    loss = _clipped(ratio, per_token, epsilon_low, epsilon_high, delta)
+    return loss, _clip_metrics(logps, old_logps, advantages, epsilon_low, epsilon_high, mask=mask, level="sequence")
 
 
-def gspo_token(logps, old_logps, advantages, epsilon_low, epsilon_high, *, mask) -> Array:
+@declare(ratio="sequence")
+def gspo_token(logps, old_logps, advantages, epsilon_low, epsilon_high, *, mask) -> tuple[Array, Metrics]:
     """Returns GSPO's loss `[N, T]` with the gradient of each token scaled by that token's own advantage.
 
     Formula: `s_t = stop(s) * exp(logps - stop(logps))` with s as in `gspo`; the value equals `gspo`, and so does the
     gradient when the advantage is one number a row. Source: GSPO-token, arXiv 2507.18071.
     """
-    logps, log_ratio, advantages = _prepare(logps, old_logps, advantages, mask)
+    _, log_ratio, per_token = _prepare(logps, old_logps, advantages, mask)
     sequence = masked_mean(jax.lax.stop_gradient(log_ratio), mask, axis=-1, keepdims=True)
-    ratio = jnp.exp(sequence + logps - jax.lax.stop_gradient(logps))
-    return _clipped(ratio, advantages, epsilon_low, epsilon_high)
+    # 0, with the gradient of the log-probs.
+    moving = as_float(logps) - jax.lax.stop_gradient(as_float(logps))
+    ratio = jnp.exp(sequence + jnp.where(as_mask(mask, moving.shape), moving, 0.0))
+    loss = _clipped(ratio, per_token, epsilon_low, epsilon_high)
+    return loss, _clip_metrics(logps, old_logps, advantages, epsilon_low, epsilon_high, mask=mask, level="sequence")
 
 
-def luspo(logps, old_logps, advantages, epsilon_low, epsilon_high, delta=None, *, mask) -> Array:
+@declare(ratio="sequence")
+def luspo(logps, old_logps, advantages, epsilon_low, epsilon_high, delta=None, *, mask) -> tuple[Array, Metrics]:
     """Returns GSPO's loss times the number of tokens of its row, spread over `[N, T]`.
 
     Aggregated with `sequence` this is the mean over rows of `len * loss`; `gspo` aggregated with `sequence_sum` is the
     same number. Source: LUSPO, arXiv 2602.05261.
     """
     lengths = as_mask(mask).sum(axis=-1, keepdims=True)
-    return lengths * gspo(logps, old_logps, advantages, epsilon_low, epsilon_high, delta, mask=mask)
+    loss, metrics = gspo(logps, old_logps, advantages, epsilon_low, epsilon_high, delta, mask=mask)
+    return lengths * loss, metrics
 
 
-def rloo(logps, old_logps, advantages, epsilon_low, epsilon_high, *, mask) -> Array:
+def rloo(logps, old_logps, advantages, epsilon_low, epsilon_high, *, mask) -> tuple[Array, Metrics]:
     """Returns the clipped surrogate of the whole sequence's ratio, spread over `[N, T]`.
 
     Formula: `s = exp(sum_t(logps - old_logps))`, not length-normalised, loss `-min(s A, clip(s) A)` on every token of
     the row; aggregate with `sequence`. Source: RLOO, arXiv 2402.14740, clipped as in TRL.
     """
-    _, log_ratio, advantages = _prepare(logps, old_logps, advantages, mask)
+    _, log_ratio, per_token = _prepare(logps, old_logps, advantages, mask)
     ratio = jnp.exp(masked_sum(log_ratio, mask, axis=-1, keepdims=True))
-    return _clipped(ratio, advantages, epsilon_low, epsilon_high)
+    loss = _clipped(ratio, per_token, epsilon_low, epsilon_high)
+    return loss, _clip_metrics(logps, old_logps, advantages, epsilon_low, epsilon_high, mask=mask, level="sequence_sum")
 
 
-def gmpo(logps, old_logps, advantages, epsilon_low, epsilon_high, *, mask) -> Array:
+def gmpo(logps, old_logps, advantages, epsilon_low, epsilon_high, *, mask) -> tuple[Array, Metrics]:
     """Returns the loss of the geometric mean of one-sidedly clipped token ratios, spread over `[N, T]`.
 
     Formula: log-ratios are clipped to [-epsilon_low, epsilon_high], only from above where A > 0 and only from below
     elsewhere; `s = exp(mean_t clipped)`, loss `-s A` on every token of the row; aggregate with `sequence`. The epsilons
     bound the log-ratio; the paper uses 0.4. Source: GMPO, arXiv 2507.20673.
     """
-    _, log_ratio, advantages = _prepare(logps, old_logps, advantages, mask)
-    clipped = jnp.where(advantages > 0, jnp.minimum(log_ratio, epsilon_high), jnp.maximum(log_ratio, -epsilon_low))
-    return -jnp.exp(masked_mean(clipped, mask, axis=-1, keepdims=True)) * advantages
+    _, log_ratio, per_token = _prepare(logps, old_logps, advantages, mask)
+    clipped = jnp.where(per_token > 0, jnp.minimum(log_ratio, epsilon_high), jnp.maximum(log_ratio, -epsilon_low))
+    loss = -jnp.exp(masked_mean(clipped, mask, axis=-1, keepdims=True)) * per_token
+    # The epsilons bound the log-ratio: as bounds of the ratio they are 1 - exp(-low) and exp(high) - 1.
+    low, high = -math.expm1(-epsilon_low), math.expm1(epsilon_high)
+    return loss, _clip_metrics(logps, old_logps, advantages, low, high, mask=mask)
 
 
-def cispo(logps, old_logps, advantages, epsilon_low, epsilon_high, *, mask=None, minimum=None) -> Array:
+def cispo(logps, old_logps, advantages, epsilon_low, epsilon_high, *, mask=None, minimum=None) -> tuple[Array, Metrics]:
     """Returns REINFORCE with a capped importance weight, `-stop(min(r, epsilon_high)) A logps`, `[N, T]`.
 
     `epsilon_high` is the cap of the ratio itself (5.0 is recommended), not a distance from 1; a number of 1 or less
@@ -145,9 +160,10 @@ def cispo(logps, old_logps, advantages, epsilon_low, epsilon_high, *, mask=None,
             "at that, on-policy ones too; the usual value is 5.0",
             stacklevel=2,
         )
+    clipped = clip_fractions(logps, old_logps, advantages, 0.0, epsilon_high - 1.0, mask=mask)
     logps, log_ratio, advantages = _prepare(logps, old_logps, advantages, mask)
     weights = jnp.clip(jnp.exp(log_ratio), minimum, epsilon_high)
-    return -jax.lax.stop_gradient(weights) * advantages * logps
+    return -jax.lax.stop_gradient(weights) * advantages * logps, {"cispo_clip_ratio": Metric(clipped.high)}
 
 
 def sapo(
@@ -217,6 +233,7 @@ def vespo(
     return -jax.lax.stop_gradient(phi) * advantages * logps
 
 
+@declare(old_logps="sampler")
 def dppo(logps, old_logps, advantages, epsilon_low=0.2, epsilon_high=0.2, *, mask=None, kl_coef=1e-3) -> Array:
     """Returns the importance-weighted loss `[N, T]` with tokens dropped whose probability moved too far.
 
@@ -264,10 +281,11 @@ def clip_cov_tokens(
     return _largest(draw, _share(mask, fraction))
 
 
+@declare(select=clip_cov_tokens)
 def clip_cov(
     logps, old_logps, advantages, epsilon_low, epsilon_high, *, mask, key=None, fraction=2e-4, lower=1.0, upper=5.0,
     selected=None,
-) -> Array:  # fmt: skip
+) -> tuple[Array, Metrics]:  # fmt: skip
     """Returns `ppo_clip` `[N, T]` with a random few of the tokens of high covariance taken out.
 
     A token's covariance is `(A - mean A) * (logp - mean logp)`, means over the masked tokens given. Of the tokens with
@@ -280,9 +298,8 @@ def clip_cov(
             logps, old_logps, advantages, epsilon_low, epsilon_high, mask=mask, key=key, fraction=fraction, lower=lower,
             upper=upper,
         )  # fmt: skip
-    _, log_ratio, advantages = _prepare(logps, old_logps, advantages, mask)
-    loss = _clipped(jnp.exp(log_ratio), advantages, epsilon_low, epsilon_high)
-    return jnp.where(as_mask(selected), 0.0, loss)
+    loss, metrics = ppo_clip(logps, old_logps, advantages, epsilon_low, epsilon_high, mask=mask)
+    return jnp.where(as_mask(selected), 0.0, loss), metrics
 
 
 def kl_cov_tokens(
@@ -295,6 +312,7 @@ def kl_cov_tokens(
     return _largest(_covariance(logps, advantages, mask), _share(mask, fraction))
 
 
+@declare(select=kl_cov_tokens)
 def kl_cov(
     logps, old_logps, advantages, epsilon_low=None, epsilon_high=None, *, mask, fraction=2e-4, kl_coef=1.0,
     selected=None,
@@ -370,3 +388,25 @@ def clip_fractions(
         low, high = low & (advantages < 0), high & (advantages > 0)
     dual = jnp.zeros_like(low) if dual_clip is None else (ratio > dual_clip) & (advantages < 0)
     return ClipFractions(*(x.astype(jnp.float32) for x in (low, high, low | high, dual)))
+
+
+def _clip_metrics(
+    logps, old_logps, advantages, epsilon_low, epsilon_high, *, mask, level: str = "token", dual_clip=None
+) -> Metrics:
+    """Returns TRL's `clip_ratio/*`: the shares of tokens (of rows, at the levels of sequences) that were clipped, the
+    smallest share of a row's tokens below and the largest above."""
+    clipped = clip_fractions(
+        logps, old_logps, advantages, epsilon_low, epsilon_high, mask=mask, level=level, dual_clip=dual_clip
+    )
+    mask = jnp.ones_like(clipped.low) if mask is None else mask
+    low, high = (masked_mean(x, mask, axis=-1) for x in (clipped.low, clipped.high))
+    live = as_mask(mask).any(axis=-1)
+    mean = "mean" if level == "token" else "row_mean"
+    metrics = {
+        "clip_ratio/low_mean": Metric(clipped.low, mean),
+        "clip_ratio/high_mean": Metric(clipped.high, mean),
+        "clip_ratio/region_mean": Metric(clipped.region, mean),
+        "clip_ratio/low_min": Metric(jnp.where(live, low, jnp.inf), "min"),
+        "clip_ratio/high_max": Metric(jnp.where(live, high, 0.0), "max"),
+    }
+    return metrics if dual_clip is None else metrics | {"clip_ratio/dual_mean": Metric(clipped.dual, mean)}

@@ -5,8 +5,8 @@
 - `policy_*`, `ref_* [pairs]` are log-probs summed over the completion.
 - `lengths` is `(chosen_lengths, rejected_lengths)`, each `[pairs]`, the completions' tokens. Every paired loss accepts
   it; those that average over tokens need it and raise ValueError without.
-- `ref_*` may be None: the loss is then reference-free, as if the reference gave log-prob 0. The functions named in
-  `REFERENCE_FREE` accept a reference and do not read it.
+- `ref_*` may be None: the loss is then reference-free, as if the reference gave log-prob 0. Losses that do not declare
+  `reference` accept one and do not read it.
 
 Notation: u = policy_chosen - ref_chosen, v = policy_rejected - ref_rejected, d = u - v, logits = beta * d. The caller
 takes the mean over pairs and adds any likelihood term on the chosen completion. All log-probs are natural logarithms.
@@ -17,10 +17,10 @@ import jax.numpy as jnp
 from jax.nn import log_sigmoid, relu, sigmoid
 
 from jaxrl_llm.algorithms.aggregation import as_float, masked_mean
+from jaxrl_llm.algorithms.losses import Metric, Metrics, check_rank, declare
 
 Array = jax.Array
 
-REFERENCE_FREE = ("simpo", "cpo", "alphapo", "orpo")
 DIVERGENCES = ("reverse_kl", "forward_kl", "js_divergence", "alpha_divergence")
 
 
@@ -44,6 +44,7 @@ def divergence_scores(log_ratios, divergence: str = "reverse_kl", alpha: float =
 
 
 def _log_ratio(policy, ref) -> Array:
+    check_rank(1, policy=policy, ref=ref)
     policy = as_float(policy)
     return policy if ref is None else policy - jax.lax.stop_gradient(as_float(ref))
 
@@ -54,6 +55,7 @@ def _scores(policy_chosen, policy_rejected, ref_chosen, ref_rejected, divergence
 
 
 def _per_token(chosen, rejected, lengths, loss: str) -> tuple[Array, Array]:
+    check_rank(1, policy_chosen=chosen, policy_rejected=rejected)
     if lengths is None:
         raise ValueError(f"{loss} averages over tokens; pass lengths=(chosen_lengths, rejected_lengths)")
     chosen_lengths, rejected_lengths = (jnp.maximum(as_float(x), 1.0) for x in lengths)
@@ -64,6 +66,7 @@ def _smoothed(logits: Array, label_smoothing) -> Array:
     return -(1.0 - label_smoothing) * log_sigmoid(logits) - label_smoothing * log_sigmoid(-logits)
 
 
+@declare(rows="pair", reference=True)
 def dpo(
     policy_chosen,
     policy_rejected,
@@ -87,6 +90,7 @@ def dpo(
     return _smoothed(beta * (chosen - rejected), label_smoothing)
 
 
+@declare(rows="pair", reference=True)
 def hinge(
     policy_chosen,
     policy_rejected,
@@ -104,6 +108,7 @@ def hinge(
     return relu(1.0 - beta * (chosen - rejected))
 
 
+@declare(rows="pair", reference=True)
 def ipo(
     policy_chosen,
     policy_rejected,
@@ -127,6 +132,7 @@ def ipo(
     return jnp.square(chosen - rejected - 1.0 / (2.0 * beta))
 
 
+@declare(rows="pair", reference=True)
 def sigmoid_norm(
     policy_chosen,
     policy_rejected,
@@ -148,6 +154,7 @@ def sigmoid_norm(
     return _smoothed(beta * (chosen - rejected), label_smoothing)
 
 
+@declare(rows="pair", reference=True)
 def exo_pair(
     policy_chosen,
     policy_rejected,
@@ -174,6 +181,7 @@ def exo_pair(
     return win + sigmoid(-logits) * (log_sigmoid(-logits) - jnp.log(as_float(label_smoothing)))
 
 
+@declare(rows="pair", reference=True)
 def robust(
     policy_chosen,
     policy_rejected,
@@ -200,6 +208,7 @@ def robust(
     return (kept - flipped) / (1.0 - 2.0 * label_smoothing)
 
 
+@declare(rows="pair", reference=True)
 def discopop(
     policy_chosen,
     policy_rejected,
@@ -224,6 +233,7 @@ def discopop(
     return -(1.0 - blend) * log_sigmoid(logits) + blend * jnp.exp(-logits)
 
 
+@declare(rows="pair", reference=True)
 def nca_pair(policy_chosen, policy_rejected, ref_chosen, ref_rejected, beta=0.1, *, lengths=None) -> Array:
     """Returns `-log sigmoid(beta u) - log sigmoid(-beta u) / 2 - log sigmoid(-beta v) / 2`, `[pairs]`.
 
@@ -234,6 +244,7 @@ def nca_pair(policy_chosen, policy_rejected, ref_chosen, ref_rejected, beta=0.1,
     return -log_sigmoid(u) - 0.5 * log_sigmoid(-u) - 0.5 * log_sigmoid(-v)
 
 
+@declare(rows="pair", reference=True, options={"running_mean": False})
 def bco_pair(
     policy_chosen, policy_rejected, ref_chosen, ref_rejected, beta=0.1, *, lengths=None, reward_shift=0.0
 ) -> Array:
@@ -247,6 +258,7 @@ def bco_pair(
     return -log_sigmoid(u - reward_shift) - log_sigmoid(reward_shift - v)
 
 
+@declare(rows="pair", reference=True)
 def sppo_hard(policy_chosen, policy_rejected, ref_chosen, ref_rejected, beta=0.1, *, lengths=None) -> Array:
     """Returns `(u - 1 / (2 beta))^2 + (v + 1 / (2 beta))^2`, `[pairs]`: SPPO with win probabilities 1 and 0.
 
@@ -257,6 +269,7 @@ def sppo_hard(policy_chosen, policy_rejected, ref_chosen, ref_rejected, beta=0.1
     return jnp.square(u - 0.5 / beta) + jnp.square(v + 0.5 / beta)
 
 
+@declare(rows="pair", reference=True, compares_pairs=True)
 def aot(
     policy_chosen, policy_rejected, ref_chosen, ref_rejected, beta=0.1, *, lengths=None, label_smoothing=0.0
 ) -> Array:
@@ -274,6 +287,7 @@ def aot(
     return _smoothed(beta * (policy_margin - ref_margin), label_smoothing)
 
 
+@declare(rows="pair", reference=True, compares_pairs=True)
 def aot_unpaired(
     policy_chosen, policy_rejected, ref_chosen, ref_rejected, beta=0.1, *, lengths=None, label_smoothing=0.0
 ) -> Array:
@@ -286,6 +300,7 @@ def aot_unpaired(
     return _smoothed(beta * (jnp.sort(u) - jnp.sort(v)), label_smoothing)
 
 
+@declare(rows="pair", reference=True)
 def apo_zero(policy_chosen, policy_rejected, ref_chosen, ref_rejected, beta=0.1, *, lengths=None) -> Array:
     """Returns `1 - sigmoid(beta u) + sigmoid(beta v)`, `[pairs]`: raises the chosen, lowers the rejected.
 
@@ -296,6 +311,7 @@ def apo_zero(policy_chosen, policy_rejected, ref_chosen, ref_rejected, beta=0.1,
     return sigmoid(-u) + sigmoid(v)
 
 
+@declare(rows="pair", reference=True)
 def apo_down(policy_chosen, policy_rejected, ref_chosen, ref_rejected, beta=0.1, *, lengths=None) -> Array:
     """Returns `sigmoid(beta u) + 1 - sigmoid(beta d)`, `[pairs]`: lowers both, the rejected more.
 
@@ -306,18 +322,20 @@ def apo_down(policy_chosen, policy_rejected, ref_chosen, ref_rejected, beta=0.1,
     return sigmoid(u) + sigmoid(v - u)
 
 
+@declare(rows="pair", options={"nll_weight": 1.0})
 def cpo(
     policy_chosen, policy_rejected, ref_chosen=None, ref_rejected=None, beta=0.1, *, lengths=None, label_smoothing=0.0
 ) -> Array:
     """Returns `-log sigmoid(beta (policy_chosen - policy_rejected))`, `[pairs]`; no reference is read.
 
-    The paper adds the negative log-likelihood of the chosen completion, weight 1 in TRL (`cpo_alpha`); the caller adds
-    it. `label_smoothing` as `dpo`. Source: CPO, arXiv 2401.08417.
+    The paper adds the negative log-likelihood of the chosen completion; the caller adds it with weight `nll_weight`, 1
+    by default as in TRL (`cpo_alpha`). `label_smoothing` as `dpo`. Source: CPO, arXiv 2401.08417.
     """
     del ref_chosen, ref_rejected, lengths
     return _smoothed(beta * (as_float(policy_chosen) - as_float(policy_rejected)), label_smoothing)
 
 
+@declare(rows="pair", mean_logps=True, options={"nll_weight": 1.0})
 def simpo(
     policy_chosen,
     policy_rejected,
@@ -326,12 +344,13 @@ def simpo(
     beta=2.0,
     *,
     lengths=None,
-    gamma=1.0,
+    gamma=0.5,
     label_smoothing=0.0,
 ) -> Array:
     """Returns `-log sigmoid(beta (p_chosen - p_rejected) - gamma)`, p the mean log-prob per token, `[pairs]`.
 
-    `gamma` is the target margin itself, not its ratio to beta; the paper has beta 2 to 2.5 and gamma / beta near 0.5.
+    `gamma` is the target margin itself, not its ratio to beta; the default is TRL's, the paper has beta 2 to 2.5 and
+    gamma / beta near 0.5.
     No reference is read. `label_smoothing` as `dpo`. Source: SimPO, arXiv 2405.14734.
     """
     del ref_chosen, ref_rejected
@@ -339,6 +358,17 @@ def simpo(
     return _smoothed(beta * (chosen - rejected) - gamma, label_smoothing)
 
 
+def alpha_reward(logps, alpha=0.25, **options) -> Array:
+    """Returns `(1 - p^-alpha) / alpha` of mean log-probs a token, log p; log p itself where alpha is 0.
+
+    Other options of `alphapo` are accepted and not read.
+    """
+    del options
+    logps = as_float(logps)
+    return logps if alpha == 0 else -jnp.expm1(-alpha * logps) / alpha
+
+
+@declare(rows="pair", mean_logps=True, options={"nll_weight": 0.0}, reward=alpha_reward)
 def alphapo(
     policy_chosen,
     policy_rejected,
@@ -347,7 +377,7 @@ def alphapo(
     beta=2.0,
     *,
     lengths=None,
-    gamma=1.0,
+    gamma=0.5,
     alpha: float = 0.25,
     label_smoothing=0.0,
 ) -> Array:
@@ -362,10 +392,11 @@ def alphapo(
     return _smoothed(beta * difference - gamma, label_smoothing)
 
 
-def alpha_reward(logps, alpha) -> Array:
-    """Returns `(1 - p^-alpha) / alpha` of mean log-probs a token, log p; log p itself where alpha is 0."""
-    logps = as_float(logps)
-    return logps if alpha == 0 else -jnp.expm1(-alpha * logps) / alpha
+@declare(rows="pair", reference=None, options={"nll_weight": 1.0})
+def sft(policy_chosen, policy_rejected, ref_chosen=None, ref_rejected=None, beta=0.1, *, lengths=None) -> Array:
+    """Returns 0 for each pair: `sft` is the negative log-likelihood that the caller adds, and nothing else."""
+    del policy_rejected, ref_chosen, ref_rejected, beta, lengths
+    return jnp.zeros(jnp.shape(policy_chosen))
 
 
 def log1mexp(x) -> Array:
@@ -385,14 +416,19 @@ def log_odds_ratio(policy_chosen, policy_rejected, lengths) -> Array:
     return (chosen - rejected) - (odds[0] - odds[1])
 
 
-def orpo(policy_chosen, policy_rejected, ref_chosen=None, ref_rejected=None, beta=0.1, *, lengths=None) -> Array:
-    """Returns the odds-ratio term `-beta log sigmoid(log_odds_ratio)`, `[pairs]`; no reference is read.
+@declare(rows="pair", mean_logps=True, options={"nll_weight": 1.0, "nll_on_prompt": True})
+def orpo(
+    policy_chosen, policy_rejected, ref_chosen=None, ref_rejected=None, beta=0.1, *, lengths=None
+) -> tuple[Array, Metrics]:
+    """Returns the odds-ratio term `-beta log sigmoid(log_odds_ratio)`, `[pairs]`, and the odds as metrics.
 
-    ORPO's loss is this plus the negative log-likelihood of the chosen completion, which the caller adds; beta is the
-    paper's lambda. Source: ORPO, arXiv 2403.07691.
+    ORPO's loss is this plus the negative log-likelihood of the chosen completion, which the caller adds (`nll_weight`;
+    `nll_on_prompt`: of its prompt too, as in TRL); beta is the paper's lambda. No reference is read.
+    Source: ORPO, arXiv 2403.07691.
     """
     del ref_chosen, ref_rejected
-    return -beta * log_sigmoid(log_odds_ratio(policy_chosen, policy_rejected, lengths))
+    odds = log_odds_ratio(policy_chosen, policy_rejected, lengths)
+    return -beta * log_sigmoid(odds), {"log_odds_chosen": Metric(odds), "log_odds_ratio": Metric(log_sigmoid(odds))}
 
 
 def bradley_terry(chosen_scores, rejected_scores, margin=None, center=0.0) -> Array:
@@ -418,6 +454,7 @@ def kto_kl(policy_logps, ref_logps, row_mask=None) -> Array:
     return jax.lax.stop_gradient(jnp.maximum(mean, 0.0))
 
 
+@declare(rows="label_and_mismatch", reference=True)
 def kto(policy, ref, labels, beta=0.1, *, kl, desirable_weight=1.0, undesirable_weight=1.0) -> Array:
     """Returns `w (1 - sigmoid(beta (u - z)))` for desirable and `w (1 - sigmoid(beta (z - u)))` for other rows, `[N]`.
 
@@ -433,6 +470,7 @@ def kto(policy, ref, labels, beta=0.1, *, kl, desirable_weight=1.0, undesirable_
     return weight * sigmoid(sign * beta * (jax.lax.stop_gradient(as_float(kl)) - u))
 
 
+@declare(rows="label", reference=True)
 def apo_zero_unpaired(policy, ref, labels, beta=0.1, *, kl=None, desirable_weight=1.0, undesirable_weight=1.0) -> Array:
     """Returns KTO's loss with the reference point 0, `[N]`; `kl` is accepted and not read.
 

@@ -26,11 +26,11 @@ from jaxrl_llm.data.chat import chat_ids
 from jaxrl_llm.distributed import processes
 from jaxrl_llm.distributed.compilation_cache import keep_compiled
 from jaxrl_llm.distributed.processes import all_or_none, gather
-from jaxrl_llm.rewards.calls import text_of
-from jaxrl_llm.rewards.grader import Rewards, load_rewards
 from jaxrl_llm.rewards.judge import shown
-from jaxrl_llm.training.evaluation.build import build_evaluation
+from jaxrl_llm.rewards.runner import Rewards, load_rewards
+from jaxrl_llm.rewards.signatures import text_of
 from jaxrl_llm.training.evaluation.run import completions_of
+from jaxrl_llm.training.evaluation_setup import build_evaluations
 from jaxrl_llm.training.logging.console import show
 from jaxrl_llm.training.setup import build_mesh, build_model, build_rewards
 
@@ -97,10 +97,10 @@ def _written(config, path: str, eval_dataset: Any, mesh) -> Written:
     own.lora.path, own.lora.rank = None, 0
     with closing(load_rewards(_ungraded)) as nothing:
         model = build_model(own, mesh, head="lm")
-        evaluation = build_evaluation(own, model, nothing, eval_dataset, mesh)
+        evaluations = build_evaluations(own, model, nothing, eval_dataset, mesh)
         key = jax.random.key(config.seed)
-        wrote = [completions for one in evaluation.sets for completions in completions_of(one, model.params, key)]
-    examples = [{**example, "set": one.name} for one in evaluation.sets for example in one.examples]
+        wrote = [completions for one in evaluations for completions in completions_of(one, model.params, key)]
+    examples = [{**example, "set": one.name} for one in evaluations for example in one.examples]
     return Written(examples, wrote, model.tokenizer)
 
 

@@ -14,7 +14,7 @@ from jaxrl_llm.tools.plan.topology import at_hand_target
 from jaxrl_llm.training.online import Online
 from jaxrl_llm.training.setup import Run, build
 from jaxrl_llm.training.step import improve
-from jaxrl_llm.training.update import whole
+from jaxrl_llm.training.update import merge_frozen
 
 ROWS, MEASURED = 1, 1000  # of the data that are shown and measured
 
@@ -56,7 +56,7 @@ def _timed(config, parts: Run) -> list[str]:
     took, root = [], jax.random.key(config.seed)
     for step in (1, 2):
         began = time.perf_counter()
-        experience = parts.source.next(whole(state, parts.frozen), jax.random.fold_in(root, step))
+        experience = parts.source.next(merge_frozen(state, parts.frozen), jax.random.fold_in(root, step))
         state, updates = improve(config, parts, state, experience.batch)
         jax.block_until_ready((state, updates))
         took.append(time.perf_counter() - began)

@@ -23,9 +23,9 @@ from jaxrl_llm.config.schema import Key
 from jaxrl_llm.distributed import processes
 from jaxrl_llm.distributed.compilation_cache import keep_compiled
 from jaxrl_llm.environments.factory import load_environments
-from jaxrl_llm.training.evaluation.build import build_evaluation
-from jaxrl_llm.training.evaluation.metrics import measures_of
 from jaxrl_llm.training.evaluation.responses import grade, metrics_of, read_responses, tokenizer_for
+from jaxrl_llm.training.evaluation.run import Evaluations
+from jaxrl_llm.training.evaluation_setup import build_evaluations, eval_metrics
 from jaxrl_llm.training.logging.console import show
 from jaxrl_llm.training.setup import build_mesh, build_model, build_rewards, environment_spec
 
@@ -75,19 +75,19 @@ def _measure(config, eval_dataset=None, rewards=None, environment=None, tools=()
         with contextlib.ExitStack() as stack:
             if environments is not None:
                 stack.callback(environments.close)
-            evaluation = build_evaluation(config, model, grader, eval_dataset, mesh, environments)
-            counts = {one.name: len(one.examples) for one in evaluation.sets}
-            return counts.get("", counts), evaluation(model.params, jax.random.key(config.seed))
+            evaluations = build_evaluations(config, model, grader, eval_dataset, mesh, environments)
+            counts = {evaluation.name: len(evaluation.examples) for evaluation in evaluations}
+            return counts.get("", counts), Evaluations(evaluations)(model.params, jax.random.key(config.seed))
 
 
 def _grade(config, responses: Any, rewards: Any, keys: dict[str, str]) -> tuple[int, dict[str, float]]:
     """How many rows there were, and the metrics."""
     validate(config)
-    measures = measures_of(config)
+    metrics = eval_metrics(config)
     with contextlib.closing(build_rewards(config, rewards)) as grader:
-        tokenizer = tokenizer_for(config, grader)
+        tokenizer = tokenizer_for(config.model.path, config.model.trust_remote_code, grader)
         answered = read_responses(responses, keys, config.data.format, tokenizer)
-        return len(answered), metrics_of(grade(grader, answered, measures, tokenizer), measures)
+        return len(answered), metrics_of(grade(grader, answered, metrics, tokenizer), metrics)
 
 
 def _report(config, prompts: Any, metrics: dict[str, float]) -> dict[str, Any]:

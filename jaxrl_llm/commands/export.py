@@ -26,7 +26,8 @@ from jaxrl_llm.models.lora import combine, split
 from jaxrl_llm.models.model import Model, describe, save_adapter, save_hf
 from jaxrl_llm.tools.cards import hub
 from jaxrl_llm.tools.cards.card import write_card
-from jaxrl_llm.training.checkpoint.manager import Checkpoints, folder_of
+from jaxrl_llm.training.checkpoint.manager import Checkpoints
+from jaxrl_llm.training.run_specs import checkpoint_spec
 from jaxrl_llm.training.setup import build_model
 
 FLAGS = (
@@ -65,7 +66,7 @@ def export(
     config = _config_of(folder)
     _check_free(output, overwrite)
     mesh = make_mesh(data=1, fsdp=-1)
-    with jax.set_mesh(mesh), Checkpoints(folder_of(config, folder), read_only=True) as checkpoints:
+    with jax.set_mesh(mesh), Checkpoints(checkpoint_spec(config, folder).folder, read_only=True) as checkpoints:
         step = _step(checkpoints, step)
         model = _untrained(config, mesh)
         frozen, shapes = split(model.params)
@@ -123,7 +124,7 @@ def _untrained(config: ConfigDict, mesh: Mesh) -> Model:
 def _config_of(folder: Path) -> ConfigDict:
     file = folder / "config.json"
     config = from_json(file.read_text(encoding="utf-8")) if file.is_file() else None
-    if config is None or not folder_of(config, folder).is_dir():
+    if config is None or not checkpoint_spec(config, folder).folder.is_dir():
         raise ConfigError(
             f"{folder} is not the folder of a run: it has no config.json or no checkpoints; "
             "give the output_dir that the run was trained with"

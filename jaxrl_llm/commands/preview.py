@@ -20,7 +20,8 @@ from jaxrl_llm.data import loading
 from jaxrl_llm.data.loading import Part
 from jaxrl_llm.data.preview import joined_otherwise, shown, statistics
 from jaxrl_llm.models import hf
-from jaxrl_llm.training.evaluation.sources import measure_of, named_sets, set_parts
+from jaxrl_llm.training.evaluation.run import named_sets
+from jaxrl_llm.training.evaluation_setup import eval_measure, eval_parts, eval_spec
 
 FLAGS = (
     Key("rows", 3, "Examples to print.", int, minimum=0),
@@ -37,12 +38,12 @@ def preview(config, rows: int = 3, measure: int = 10_000, held_out: bool = True,
     parts = loading.open_parts(config, tokenizer)
     lines = report(config, "trained on", kind, parts, tokenizer, rows, measure, colour)
     if held_out and config.eval.every >= 0:
-        for one in named_sets(config):
-            parts = set_parts(config, tokenizer, one)
+        for one in named_sets(eval_spec(config)):
+            parts = eval_parts(config, tokenizer, one)
             use = f"evaluated on{f' as {one.name}' if one.name else ''}"
             # Rows to evaluate on may lack what is learned: then they serve as prompts.
-            if kind == "prompts" or measure_of(config, parts) == "samples":
-                parts = set_parts(config, tokenizer, one, prompts=True)
+            if kind == "prompts" or eval_measure(config, parts) == "samples":
+                parts = eval_parts(config, tokenizer, one, prompts=True)
                 lines += report(config, use, "prompts", parts, tokenizer, min(rows, 1), measure, colour)
             else:
                 lines += report(config, use, kind, parts, tokenizer, min(rows, 1), measure, colour)

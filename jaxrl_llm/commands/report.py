@@ -15,7 +15,7 @@ from jaxrl_llm.tools.report.page import write_page
 from jaxrl_llm.tools.report.pictures import check_pictures, write_pictures
 from jaxrl_llm.tools.report.runs import read_runs
 from jaxrl_llm.tools.report.samples import chunks_of, count_rows
-from jaxrl_llm.training.logging.logger import COMPLETIONS
+from jaxrl_llm.training.logging.records import COMPLETIONS
 
 OPTIONS = (
     Key("output", None, "The page; none is report.html, of one run in its folder, of several in the current one."),

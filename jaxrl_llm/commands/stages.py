@@ -15,7 +15,8 @@ from jaxrl_llm.config.schema import Key
 from jaxrl_llm.distributed import processes
 from jaxrl_llm.distributed.compilation_cache import keep_compiled
 from jaxrl_llm.train import Result, train
-from jaxrl_llm.training.checkpoint.manager import Checkpoints, folder_of
+from jaxrl_llm.training.checkpoint.manager import Checkpoints
+from jaxrl_llm.training.run_specs import checkpoint_spec
 
 FLAGS = (
     Key("stages", "", "Python file with get_stages, and its argument: path.py or path.py:argument."),
@@ -54,9 +55,10 @@ def is_finished(config: ConfigDict) -> bool:
         return False
     if written.read_text(encoding="utf-8") != to_json(config):
         return False
-    if not folder_of(config).is_dir():
+    checkpoints_folder = checkpoint_spec(config).folder
+    if not checkpoints_folder.is_dir():
         return False
-    with Checkpoints(folder_of(config), read_only=True) as checkpoints:
+    with Checkpoints(checkpoints_folder, read_only=True) as checkpoints:
         latest = checkpoints.latest()
         if latest is None or latest == config.total_steps:
             return latest is not None

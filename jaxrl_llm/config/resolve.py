@@ -59,13 +59,15 @@ def resolve_with_options(
 ) -> tuple[Callable[..., Any], dict[str, Any]]:
     """The function of `"name"` or `"name(option=1, other='text')"`, and its options.
 
-    `reserved` are arguments the caller fills in. Raises ConfigError: a name that `resolve` refuses, options that cannot
-    be read, or that the function does not have.
+    `reserved` are arguments the caller fills in; besides its own arguments a function may declare options that its
+    caller reads (attribute `options`). Raises ConfigError: a name that `resolve` refuses, options that cannot be read,
+    or that the function does not have.
     """
     name, options = split_options(spec)
     function = resolve(name, package)
     if options:
         known = [option for option in inspect.signature(function).parameters if option not in reserved]
+        known += getattr(function, "options", {})
         unknown = [option for option in options if option not in known]
         if unknown:
             raise ConfigError(f"{name} has no option {unknown[0]!r}; it takes {', '.join(known) or 'none'}")

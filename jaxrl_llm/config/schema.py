@@ -121,6 +121,23 @@ def _outer_parts(text: str) -> list[str]:
 ALGORITHMS = ("grpo", "ppo", "sft", "preference", "reward_model")
 OFFLINE = ("sft", "preference", "reward_model")
 LABELLED = ("kto", "apo_zero_unpaired")  # preference losses of labelled completions; the others are of pairs
+# Settings that are no more, and what is written in their place.
+RENAMED = {
+    "algorithm.delta": "algorithm.loss='ppo_clip(delta=...)'",
+    "algorithm.dual_clip": "algorithm.loss='ppo_clip(dual_clip=...)'",
+    "algorithm.f_divergence": "algorithm.loss='dpo(divergence=...)'",
+    "algorithm.f_alpha": "algorithm.loss='dpo(divergence='alpha_divergence', alpha=...)'",
+    "algorithm.ipo_normalize": "algorithm.loss='ipo(normalize=...)'",
+    "algorithm.discopop_tau": "algorithm.loss='discopop(temperature=...)'",
+    "algorithm.bco_running_mean": "algorithm.loss='bco_pair(running_mean=...)'",
+    "algorithm.simpo_gamma": "algorithm.loss='simpo(gamma=...)'",
+    "algorithm.alphapo_alpha": "algorithm.loss='alphapo(alpha=...)'",
+    "algorithm.cpo_alpha": "algorithm.loss='cpo(nll_weight=...)'",
+    "algorithm.orpo_nll_on_prompt": "algorithm.loss='orpo(nll_on_prompt=...)'",
+    "algorithm.desirable_weight": "algorithm.loss='kto(desirable_weight=...)'",
+    "algorithm.undesirable_weight": "algorithm.loss='kto(undesirable_weight=...)'",
+    "algorithm.center_rewards_coefficient": "algorithm.loss='bradley_terry(center=...)'",
+}
 GROUP_ADVANTAGES = ("group", "gdpo", "rloo", "passk", "opo", "reinforce_plus_plus_baseline")
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -311,10 +328,10 @@ KEYS = (
     Key("algorithm.advantage", "group",
         "Advantage estimate: built-in name, `module:function` or `path/to/file.py:function`; options in brackets, "
         "`rloo(normalize=True)`."),
-    Key("algorithm.loss", "ppo_clip",
-        "Policy or preference loss: built-in name, `module:function` or `path/to/file.py:function`. A policy loss may "
-        "have options in brackets, `sapo(temperature_negative=1.1)`; preference losses may be a mixture, "
-        "`dpo+bco_pair+sft`."),
+    Key("algorithm.loss", "auto",
+        "Policy, preference or reward-model loss: built-in name, `module:function` or `path/to/file.py:function`, with "
+        "options in brackets, `sapo(temperature_negative=1.1)`; preference losses may be a mixture, `dpo+bco_pair`. "
+        "auto is ppo_clip, dpo or bradley_terry."),
     Key("algorithm.aggregation", "sequence",
         "How token losses are averaged: over each row's tokens, then over rows (sequence); over all tokens (token); "
         "over rows x rollout.max_completion_length (constant); row sums over rows (sequence_sum); "
@@ -348,10 +365,6 @@ KEYS = (
     Key("algorithm.epsilon_high", 0.2,
         "The probability ratio is clipped above 1 + epsilon_high; cispo: the cap of the ratio itself.",
         float, minimum=0),
-    Key("algorithm.delta", None,
-        "Upper bound of the unclipped ratio in two-sided clipping; none is off.", float, above=0),
-    Key("algorithm.dual_clip", None,
-        "Bound of the loss, in advantages, for negative advantages (dual clip); none is off.", float, above=1),
     Key("algorithm.num_iterations", 1, "Passes over each batch of completions.", int, minimum=1),
     Key("algorithm.importance_correction", "none",
         "Weights that correct for a sampler that differs from the trainer: the ratio of each token or of the whole "
@@ -392,31 +405,13 @@ KEYS = (
     Key("algorithm.loss_weights", (), "Weight of each loss of a preference mixture; empty is 1 for all.", float),
     Key("algorithm.reference_free", False, "Preference losses take the reference's log-probs to be 0.", bool),
     Key("algorithm.label_smoothing", 0.0,
-        "Chance that a preference is flipped: conservative dpo, robust, exo_pair (0 is 0.001 there), aot, cpo, simpo. "
-        "sft: share of the target that is spread over the vocabulary.", float, minimum=0, below=0.5),
+        "sft: share of the target that is spread over the vocabulary; preference losses take it in brackets.",
+        float, minimum=0, below=0.5),
     Key("algorithm.neftune_alpha", 0.0,
         "Size of NEFTune's noise on the embeddings in sft; 0 is off.", float, minimum=0),
-    Key("algorithm.f_divergence", "reverse_kl", "Divergence from the reference that dpo and its kin assume.",
-        choices=("reverse_kl", "forward_kl", "js_divergence", "alpha_divergence")),
-    Key("algorithm.f_alpha", 0.5, "Alpha of the alpha_divergence; 1 is reverse_kl.", float),
     Key("algorithm.ld_alpha", None,
         "Weight of a pair's tokens beyond its shorter completion (LD-DPO); none is 1.", float, minimum=0, maximum=1),
     Key("algorithm.use_weighting", False, "Weigh pairs by how likely the policy is to write them (WPO).", bool),
-    Key("algorithm.ipo_normalize", True, "ipo takes means over tokens, as its authors did; false is the paper's sums.",
-        bool),
-    Key("algorithm.discopop_tau", 0.05, "Temperature of discopop's blend.", float, above=0),
-    Key("algorithm.bco_running_mean", False, "bco_pair subtracts the mean of all rewards so far, as its paper.", bool),
-    Key("algorithm.simpo_gamma", 0.5, "Target margin of simpo and alphapo: itself, not its ratio to beta.", float),
-    Key("algorithm.alphapo_alpha", 0.25, "Shape of alphapo's reward; 0 is simpo.", float),
-    Key("algorithm.cpo_alpha", 1.0,
-        "Weight of the chosen completion's negative log-likelihood in cpo and simpo; 0 in SimPO's paper.",
-        float, minimum=0),
-    Key("algorithm.orpo_nll_on_prompt", True,
-        "orpo's likelihood term covers the prompt too, as in TRL; false is the completion, as in its paper.", bool),
-    Key("algorithm.desirable_weight", 1.0, "Weight of desirable rows in kto.", float, minimum=0),
-    Key("algorithm.undesirable_weight", 1.0, "Weight of undesirable rows in kto.", float, minimum=0),
-    Key("algorithm.center_rewards_coefficient", 0.0,
-        "Weight of the square of a pair's summed scores in reward_model: keeps scores near 0.", float, minimum=0),
 
     Key("critic.path", None, "Model the critic starts from, with a new score head if it has none; none is model.path."),
     Key("critic.shared", False,

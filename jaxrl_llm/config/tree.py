@@ -150,6 +150,12 @@ def _check_together(config: ConfigDict) -> None:
             f"algorithm.neftune_alpha is {algorithm.neftune_alpha}, but only sft adds noise to its embeddings, and "
             f"algorithm.name is {algorithm.name!r}: set it to 0"
         )
+    if algorithm.label_smoothing and algorithm.name != "sft":
+        raise ConfigError(
+            f"algorithm.label_smoothing is {algorithm.label_smoothing}, but only sft reads it, and algorithm.name is "
+            f"{algorithm.name!r}: set it to 0; a preference loss takes it in brackets, "
+            f"algorithm.loss='dpo(label_smoothing={algorithm.label_smoothing})'"
+        )
     for axis, size in config.mesh.items():
         if size == 0:
             raise ConfigError(f"mesh.{axis} is 0, but it takes 1 or more, or -1 for the devices that the others leave")

@@ -1,4 +1,4 @@
-"""Compiled programs are kept in a folder: the second start of a command compiles nothing that the first one has."""
+"""The compilation cache: a second start of a command compiles nothing that the first one has compiled."""
 
 import hashlib
 import os
@@ -12,7 +12,7 @@ FOLDER_VARIABLE = "JAX_COMPILATION_CACHE_DIR"
 
 
 def keep_compiled(where: str = "auto") -> Path | None:
-    """The folder that programs compiled from now on are kept in and taken from; None when they are not.
+    """Stores compiled programs in a folder and reads them from it; returns the folder, None for no cache.
 
     `where` is auto, none or a folder. auto is $JAX_COMPILATION_CACHE_DIR, or jaxrl_llm/compiled in $XDG_CACHE_HOME
     (~/.cache), and there a folder for each kind of processor: programs may not run on another. JAX's own variables
@@ -27,7 +27,7 @@ def keep_compiled(where: str = "auto") -> Path | None:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         if where == "auto" and FOLDER_VARIABLE not in os.environ:
-            return None  # a machine without a home that can be written: nobody asked for a folder there
+            return None  # no home that can be written, as in some containers; the user named no folder
         raise ConfigError(
             f"compilation_cache: {folder} cannot be made: {error.strerror}; name another folder, or none"
         ) from None
@@ -47,8 +47,8 @@ def _folder(where: str) -> Path:
 
 
 def _processor() -> str:
-    """A name for what this machine's processor can do."""
+    """A name of this machine's processor and its instruction sets."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else [" ".join(os.uname()[3:])]
-    able = sorted({line for line in lines if line.startswith(("flags", "Features", "model name"))} or lines[:1])
-    return hashlib.sha256("\n".join(able).encode()).hexdigest()[:12]
+    features = sorted({line for line in lines if line.startswith(("flags", "Features", "model name"))} or lines[:1])
+    return hashlib.sha256("\n".join(features).encode()).hexdigest()[:12]

@@ -1,15 +1,15 @@
-"""Many processes that run as one: how they find each other, what they tell each other, and how they end together.
+"""Multi-process runtime: start-up, collectives of the host, and failures that end all processes together.
 
-Each process runs the same command. `join` makes it one of several, from the first of these that says so:
+Each process runs the same command. `join` makes it one of several, by the first of these that applies:
 
 1. `processes.coordinator`, `processes.count` and `processes.index`, or the variables JAXRL_COORDINATOR,
    JAXRL_PROCESS_COUNT and JAXRL_PROCESS_INDEX;
 2. Slurm, Open MPI, a Kubernetes Job or JobSet, Cloud TPU, as `jax.distributed.initialize` reads them;
-3. nothing: then this process is the whole run.
+3. nothing: then this process is alone.
 
-Then no process waits for one that is gone. Host work is done under `all_or_none`, which raises in all what was
-raised in one. An error anywhere else is told through the coordinator (`report`), and a thread of every other process ends it
-with that message. JAX's own heartbeat ends the run when a machine is lost.
+No process waits for one that is gone. Host work is done under `all_or_none`: what is raised in one process is raised in
+all. Any other error is published through the coordinator (`report`), and a thread of every other process ends it with
+that message. JAX's own heartbeat ends the run when a machine is lost.
 """
 
 import collections
@@ -43,88 +43,94 @@ VARIABLES = {
     "index": "JAXRL_PROCESS_INDEX",
 }
 SLURM = ("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID")
-# Folders of the coordinator's key-value store, with an entry for each process: what it has to say, that it lives, that
-# it leaves.
-WORDS, HERE, LEAVING = "jaxrl_llm/words/", "jaxrl_llm/here/", "jaxrl_llm/leaving/"
-POLL, ANSWER, LEAVE = 0.5, 4.0, 30.0  # seconds: between looks, until all have answered, until a failed process is gone
+# Folders of the coordinator's key-value store, with an entry for each process: its message, and the signs that it is
+# alive and that it is leaving.
+MESSAGES, ALIVE, LEAVING = "jaxrl_llm/messages/", "jaxrl_llm/alive/", "jaxrl_llm/leaving/"
+POLL_SECONDS = 0.5  # between two readings of the store
+ANSWER_SECONDS = 4.0  # for the others to answer
+LEAVE_SECONDS = 30.0  # for a failed process to close its files
 
 
 class AgreedError(ConfigError):
-    """A failure that every process raises at the same point, and its code, which ends them all."""
+    """A failure that every process raises at the same point; all end with its `code`."""
 
-    def __init__(self, words: str, code: int = 2):
-        super().__init__(words)
+    def __init__(self, message: str, code: int = 2):
+        super().__init__(message)
         self.code = code
 
 
 @dataclass
 class Group:
-    """This process's part in the run: where it is, on which machines the others are, and whether it has failed."""
+    """The processes of the run as this one knows them, and its own failure, if it has failed."""
 
-    place: ProcessSpec
-    hosts: list[str]
-    own_words: str | None = None  # those of the error that it is about to report
+    spec: ProcessSpec  # of this process
+    hosts: list[str]  # of all processes
+    own_message: str | None = None  # of the error that it is about to report
     failed: bool = False
     code: int = 1  # that it ends with then
-    over: threading.Event = field(default_factory=threading.Event)
+    finished: threading.Event = field(default_factory=threading.Event)
     listener: threading.Thread | None = None
 
     def name(self, index: int) -> str:
-        """A process as messages name it."""
+        """The name of a process in messages."""
         return f"process {index} ({self.hosts[index]})"
 
 
-_groups: list[Group] = []  # the one of this process, once it has joined
+_groups: list[Group] = []  # empty, or the one of this process once it has joined
 
 
 def join(config: ConfigDict | None = None) -> None:
     """Makes this process one of the run's, before anything else asks JAX for devices; alone, it changes nothing.
 
-    `processes.coordinator`, `count` and `index` of the configuration are none afterwards: where a process runs is no
-    part of the record of a run. Raises ConfigError: settings that are incomplete, processes that do not meet within
-    `processes.meet_seconds`, or that differ in their count, configuration or versions.
+    `processes.coordinator`, `count` and `index` of the configuration are none afterwards: they are no part of the
+    record of a run. Raises ConfigError for incomplete settings, and for processes that do not meet within
+    `processes.meet_seconds` or differ in their count, configuration or versions.
     """
     config = default() if config is None else config
     c = config.processes
-    place, meet_seconds, heartbeat = _place(c.coordinator, c.count, c.index), c.meet_seconds, c.heartbeat_seconds
+    spec, meet_seconds, heartbeat = _process_spec(c.coordinator, c.count, c.index), c.meet_seconds, c.heartbeat_seconds
     c.coordinator = c.count = c.index = None
-    if place is not None and place.count == 1:
+    if spec is not None and spec.count == 1:
         return
-    cluster = _cluster() if place is None else None
-    if place is None and cluster is None:
+    cluster = _cluster() if spec is None else None
+    if spec is None and cluster is None:
         return
     limits: dict[str, Any] = {"heartbeat_timeout_seconds": heartbeat, "shutdown_timeout_seconds": meet_seconds}
-    if place is not None:
-        rendezvous(place, meet_seconds)
+    if spec is not None:
+        rendezvous(spec, meet_seconds)  # names the missing processes, which JAX does not
         jax.distributed.initialize(
-            place.coordinator, place.count, place.index, cluster_detection_method="deactivate",
-            initialization_timeout=meet_seconds, **limits,
-        )  # fmt: skip
+            spec.coordinator,
+            spec.count,
+            spec.index,
+            cluster_detection_method="deactivate",
+            initialization_timeout=meet_seconds,
+            **limits,
+        )
     elif not _initialize(cluster or "", meet_seconds, limits):
         return
     _check_devices()
-    own = ProcessSpec(place.coordinator if place else cluster or "", jax.process_count(), jax.process_index())
-    group = Group(own, _introduce(config))
+    own = ProcessSpec(spec.coordinator if spec else cluster or "", jax.process_count(), jax.process_index())
+    group = Group(own, _checked_hosts(config))
     group.listener = threading.Thread(target=_listen, args=(group,), daemon=True, name="other processes")
     group.listener.start()
     _groups[:] = [group]
 
 
-def _place(coordinator: str | None, count: int | None, index: int | None) -> ProcessSpec | None:
-    """The place that keys and variables name, None when they name none; raises ConfigError when they are incomplete."""
-    given: dict[str, Any] = {"coordinator": coordinator, "count": count, "index": index}
+def _process_spec(coordinator: str | None, count: int | None, index: int | None) -> ProcessSpec | None:
+    """The ProcessSpec of keys and variables, None without any; raises ConfigError when they are incomplete."""
+    settings: dict[str, Any] = {"coordinator": coordinator, "count": count, "index": index}
     for name, variable in VARIABLES.items():
         text = os.environ.get(variable)
-        if given[name] is None and text:
+        if settings[name] is None and text:
             if name != "coordinator" and not text.isdigit():
                 raise ConfigError(f"{variable} is {text!r}, but it takes an integer")
-            given[name] = text if name == "coordinator" else int(text)
-    if given["coordinator"] and "OMPI_COMM_WORLD_SIZE" in os.environ:
+            settings[name] = text if name == "coordinator" else int(text)
+    if settings["coordinator"] and "OMPI_COMM_WORLD_SIZE" in os.environ:
         for name, variable in (("count", "OMPI_COMM_WORLD_SIZE"), ("index", "OMPI_COMM_WORLD_RANK")):
-            given[name] = int(os.environ[variable]) if given[name] is None else given[name]
-    if given["count"] == 1 and not given["index"]:
+            settings[name] = int(os.environ[variable]) if settings[name] is None else settings[name]
+    if settings["count"] == 1 and not settings["index"]:
         return ProcessSpec("", 1, 0)
-    missing = [name for name, value in given.items() if value is None]
+    missing = [name for name, value in settings.items() if value is None]
     if len(missing) == 3:
         return None
     if missing:
@@ -132,11 +138,11 @@ def _place(coordinator: str | None, count: int | None, index: int | None) -> Pro
             f"processes.{missing[0]} is missing (or the variable {VARIABLES[missing[0]]}): processes.coordinator, "
             "processes.count and processes.index belong together"
         )
-    return ProcessSpec(**given).checked()
+    return ProcessSpec(**settings).checked()
 
 
 def _cluster() -> str | None:
-    """The kind of cluster whose environment says that this is one of several processes, None when there is none."""
+    """The kind of cluster whose environment describes several processes, None when there is none."""
     env = os.environ
     if all(name in env for name in SLURM) and int(env["SLURM_NTASKS"]) > 1:
         return "Slurm"
@@ -155,18 +161,21 @@ def _cluster() -> str | None:
 
 
 def _initialize(cluster: str, seconds: int, limits: dict[str, Any]) -> bool:
-    """Joins as the cluster says; False when that is a run of one process."""
+    """Joins as the cluster describes; False when that is a run of one process."""
 
-    def late() -> None:
+    host = socket.gethostname()
+
+    def exit_late() -> None:
         print(
             f"error: the processes of this run did not all meet within {seconds} s (processes.meet_seconds), as "
-            f"{cluster} describes it to {_self()}: look for the one that has not started or ended with an error, and "
-            "whether machines can reach each other",
-            file=sys.stderr, flush=True,
-        )  # fmt: skip
+            f"{cluster} describes it to a process on {host}: look for the one that has not started or ended with an "
+            "error, and whether machines can reach each other",
+            file=sys.stderr,
+            flush=True,
+        )
         os._exit(2)
 
-    timer = threading.Timer(seconds, late)
+    timer = threading.Timer(seconds, exit_late)
     timer.daemon = True
     timer.start()
     try:
@@ -190,10 +199,6 @@ def _devices_of_a_lone_task() -> list[int] | None:
     return list(range(int(gpus))) if alone and gpus.isdigit() and "JAX_LOCAL_DEVICE_IDS" not in env else None
 
 
-def _self() -> str:
-    return f"a process on {socket.gethostname()}"
-
-
 def _check_devices() -> None:
     counts = collections.Counter(device.process_index for device in jax.devices())
     if len(set(counts.values())) > 1:
@@ -203,22 +208,22 @@ def _check_devices() -> None:
         )
 
 
-def _introduce(config: ConfigDict) -> list[str]:
-    """The host of every process; raises AgreedError for the first difference from process 0."""
+def _checked_hosts(config: ConfigDict) -> list[str]:
+    """The host of every process; raises AgreedError for the first difference in settings or versions from process 0."""
     versions = {f"the version of {name}": _version(name) for name in ("jaxrl_llm", "jax", "jaxlib", "transformers")}
     own = {"host": socket.gethostname(), "facts": versions | flat(json.loads(to_json(config)))}
-    all_of_them = gather(own)
-    first = all_of_them[0]["facts"]
-    for index, other in enumerate(all_of_them):
+    everyone = gather(own)
+    first = everyone[0]["facts"]
+    for index, other in enumerate(everyone):
         facts = other["facts"]
         differ = [name for name in {**first, **facts} if first.get(name) != facts.get(name)]
         if differ:
             shown = "; ".join(f"{name} is {facts.get(name)!r} there, {first.get(name)!r} here" for name in differ[:8])
             raise AgreedError(
-                f"process {index} ({other['host']}) is set up differently from process 0 ({all_of_them[0]['host']}): "
+                f"process {index} ({other['host']}) is set up differently from process 0 ({everyone[0]['host']}): "
                 f"{shown}. Start all processes with the same command and packages"
             )
-    return [other["host"] for other in all_of_them]
+    return [other["host"] for other in everyone]
 
 
 def _version(package: str) -> str | None:
@@ -229,7 +234,7 @@ def _version(package: str) -> str | None:
 
 
 def gather(value: Any) -> list[Any]:
-    """What every process gave (anything JSON writes; None costs least), in their order. All must call."""
+    """The values of all processes (anything JSON writes; None costs least), in their order. All must call it."""
     if jax.process_count() == 1:
         return [value]
     data = np.frombuffer(b"" if value is None else json.dumps(value).encode(), np.uint8)
@@ -238,13 +243,13 @@ def gather(value: Any) -> list[Any]:
         return [None] * len(sizes)
     padded = np.zeros(int(sizes.max()), np.uint8)
     padded[: len(data)] = data
-    parts = multihost_utils.process_allgather(padded).reshape(len(sizes), -1)
-    return [json.loads(part[:size].tobytes()) if size else None for part, size in zip(parts, sizes, strict=True)]
+    rows = multihost_utils.process_allgather(padded).reshape(len(sizes), -1)
+    return [json.loads(row[:size].tobytes()) if size else None for row, size in zip(rows, sizes, strict=True)]
 
 
 @contextlib.contextmanager
 def all_or_none() -> Iterator[None]:
-    """Work of this process's host, between collectives: where it fails in one process, all raise AgreedError.
+    """Guards host work between collectives: if it fails in one process, all raise AgreedError.
 
     The message is the error's, after the process it comes from. With one process the error itself is raised.
     """
@@ -257,22 +262,22 @@ def all_or_none() -> Iterator[None]:
         if error is not None:
             raise error
         return
-    told = gather(None if error is None else (_told(error), exit_code(error)))
+    failures = gather(None if error is None else (_message(error), exit_code(error)))
     if error is not None and not isinstance(error, ConfigError):
         traceback.print_exception(error)
-    for index, failure in enumerate(told):
+    for index, failure in enumerate(failures):
         if failure is not None:
-            who = _groups[0].name(index) if _groups else f"process {index}"
-            raise AgreedError(f"{who}: {failure[0]}", failure[1]) from error
+            name = _groups[0].name(index) if _groups else f"process {index}"
+            raise AgreedError(f"{name}: {failure[0]}", failure[1]) from error
 
 
-def _told(error: BaseException) -> str:
+def _message(error: BaseException) -> str:
     return str(error) if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}"
 
 
 @contextlib.contextmanager
 def reporting() -> Iterator[None]:
-    """Tells the other processes of an error before anything outside the block is closed, which may wait for them."""
+    """Reports an error to the other processes before anything outside the block is closed, which may wait for them."""
     try:
         yield
     except BaseException as error:
@@ -281,107 +286,104 @@ def reporting() -> Iterator[None]:
 
 
 def report(error: BaseException) -> bool:
-    """True once the error is shown here and ends the other processes; False where all raise it, or there are no others.
+    """Shows the error and ends the other processes with it; returns False where all raise it, or there are no others.
 
-    This process has `LEAVE` seconds to close what it has open.
+    This process has LEAVE_SECONDS to close its files.
     """
     group = _groups[0] if _groups else None
     if group is None or isinstance(error, AgreedError | SystemExit):
         return False
     if group.failed:
         return True
-    group.own_words = _told(error)
-    text = _with_cause(group, group.own_words)
-    if text == group.own_words and not isinstance(error, ConfigError | KeyboardInterrupt):
+    group.own_message = _message(error)
+    text = _with_cause(group, group.own_message)
+    if text == group.own_message and not isinstance(error, ConfigError | KeyboardInterrupt):
         traceback.print_exception(error)
     group.failed = True
-    print(f"error: {group.name(group.place.index)}: {text}", file=sys.stderr, flush=True)
-    group.code = exit_code(error) if text == group.own_words else 1  # a lost process is nothing to mend
-    _say(group, {"failed": text, "code": group.code})
-    timer = threading.Timer(LEAVE, os._exit, (group.code,))
+    print(f"error: {group.name(group.spec.index)}: {text}", file=sys.stderr, flush=True)
+    group.code = exit_code(error) if text == group.own_message else 1  # a lost process is no error of the user's
+    _put(group, MESSAGES, json.dumps({"failed": text, "code": group.code}))
+    timer = threading.Timer(LEAVE_SECONDS, os._exit, (group.code,))
     timer.daemon = True
     timer.start()
     return True
 
 
 def _with_cause(group: Group, text: str) -> str:
-    """The text of an error, named after the processes that do not answer, if there are any.
+    """The text of an error, or the names of the processes that do not answer, if there are any.
 
-    A collective breaks off in all processes when one of them ends. What that one had to say ends this one meanwhile;
-    where all have failed alike, each goes on closing what it has open.
+    A collective breaks off in all processes when one of them ends. If that one has reported its error, the listener
+    ends this process with it while this function waits; if all have failed alike, each goes on closing its files.
     """
-    _say(group, {})
-    if silent := _waiting_for(group, HERE):
+    _put(group, MESSAGES, "{}")
+    if silent := _missing_from(group, ALIVE):
         names = " and ".join(group.name(index) for index in silent)
         return f"{names} does not answer: it was killed, or its machine is lost ({text.splitlines()[0]})"
-    if any(word.get("failed", text) != text for word in _words(group).values()):
-        time.sleep(ANSWER)
+    if any(message.get("failed", text) != text for message in _messages(group).values()):
+        time.sleep(ANSWER_SECONDS)
     return text
 
 
 def end(code: int | str | None) -> NoReturn:
-    """Exits: after a failure that only this process knew of without waiting for the others, else with all of them."""
+    """Exits with `code`; after a failure of this process alone at once, otherwise together with the others."""
     group = _groups[0] if _groups else None
     if group is not None and group.failed:
         _leave(group, group.code)
     if group is not None and group.listener is not None:
-        group.over.set()
+        group.finished.set()
         group.listener.join()
     sys.exit(code)
 
 
 def _leave(group: Group, code: int) -> NoReturn:
-    """Exits at once; process 0 after the others, which JAX would end in the middle of their last words."""
-    _note(group, LEAVING)
-    if group.place.index == 0:
-        _waiting_for(group, LEAVING)
+    """Exits at once; process 0 after the others: it is the coordinator, and JAX ends them when it is gone."""
+    _put(group, LEAVING)
+    if group.spec.index == 0:
+        _missing_from(group, LEAVING)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
 
 
-def _say(group: Group, word: dict[str, Any]) -> None:
+def _put(group: Group, folder: str, value: str = "") -> None:
+    """Sets this process's entry in a folder of the coordinator's store."""
     with _coordinator_may_be_gone():
-        _client().key_value_set(f"{WORDS}{group.place.index}", json.dumps(word), allow_overwrite=True)
+        _client().key_value_set(f"{folder}{group.spec.index}", value, allow_overwrite=True)
 
 
-def _note(group: Group, folder: str) -> None:
-    with _coordinator_may_be_gone():
-        _client().key_value_set(f"{folder}{group.place.index}", "", allow_overwrite=True)
-
-
-def _waiting_for(group: Group, folder: str) -> list[int]:
-    """The other processes without a note in the folder, once there are none or ANSWER seconds have passed."""
-    others = set(range(group.place.count)) - {group.place.index}
-    for _ in range(int(ANSWER / POLL)):
+def _missing_from(group: Group, folder: str) -> list[int]:
+    """The other processes without an entry in the folder, once there are none or ANSWER_SECONDS have passed."""
+    others = set(range(group.spec.count)) - {group.spec.index}
+    for _ in range(int(ANSWER_SECONDS / POLL_SECONDS)):
         with _coordinator_may_be_gone():
             others -= {int(key.rsplit("/", 1)[1]) for key, _ in _client().key_value_dir_get(folder)}
         if not others:
             break
-        time.sleep(POLL)
+        time.sleep(POLL_SECONDS)
     return sorted(others)
 
 
-def _words(group: Group) -> dict[int, dict[str, Any]]:
-    """What other processes have said."""
-    words: dict[int, dict[str, Any]] = {}
+def _messages(group: Group) -> dict[int, dict[str, Any]]:
+    """The messages of other processes, by index; one that has failed gives its error as `failed`, with `code`."""
+    messages: dict[int, dict[str, Any]] = {}
     with _coordinator_may_be_gone():
-        words = {int(key.rsplit("/", 1)[1]): json.loads(word) for key, word in _client().key_value_dir_get(WORDS)}
-    words.pop(group.place.index, None)
-    return words
+        entries = _client().key_value_dir_get(MESSAGES)
+        messages = {int(key.rsplit("/", 1)[1]): json.loads(message) for key, message in entries}
+    messages.pop(group.spec.index, None)
+    return messages
 
 
 def _listen(group: Group) -> None:
     """Answers the others, and ends this process when one of them has failed, unless it has failed itself."""
-    while not group.over.wait(POLL):
-        words = _words(group)
-        if not words:
+    while not group.finished.wait(POLL_SECONDS):
+        messages = _messages(group)
+        if not messages:
             continue
-        _note(group, HERE)
-        for index, word in sorted(words.items()):
-            if "failed" in word and not group.failed and word["failed"] != group.own_words:
-                print(f"error: {group.name(index)}: {word['failed']}", file=sys.stderr, flush=True)
-                _leave(group, word["code"])
+        _put(group, ALIVE)
+        for index, message in sorted(messages.items()):
+            if "failed" in message and not group.failed and message["failed"] != group.own_message:
+                print(f"error: {group.name(index)}: {message['failed']}", file=sys.stderr, flush=True)
+                _leave(group, message["code"])
 
 
 def _client() -> Any:

@@ -1,7 +1,7 @@
-"""Where the processes of a run first meet: at the coordinator's address, before JAX takes it over.
+"""Rendezvous of a run's processes at the coordinator's address, before JAX takes it over.
 
-JAX ends a process that waits in vain without saying for whom. Here process 0 listens until all have come, and tells
-each of them what it found.
+JAX ends a process that waits in vain without naming the missing ones. Here process 0 listens until all have connected,
+and sends each of them the verdict.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ LINE = 1 << 16  # bytes of a message, at most
 
 @dataclass(frozen=True)
 class ProcessSpec:
-    """Where a process is: process `index` of `count`, which meet at `coordinator` (`host:port`, on process 0)."""
+    """Process `index` of `count`, which meet at `coordinator` (`host:port`, on process 0)."""
 
     coordinator: str
     count: int
@@ -32,7 +32,7 @@ class ProcessSpec:
         return host.strip("[]"), int(port)
 
     def checked(self) -> "ProcessSpec":
-        """The place itself; raises ConfigError for one that cannot be."""
+        """The spec itself; raises ConfigError for an address or an index that is not valid."""
         host, _, port = self.coordinator.rpartition(":")
         if not host or not port.isdigit() or not 0 < int(port) < 65536:
             raise ConfigError(f"processes.coordinator is {self.coordinator!r}, but it takes HOST:PORT of process 0")
@@ -44,78 +44,78 @@ class ProcessSpec:
         return self
 
 
-def rendezvous(place: ProcessSpec, seconds: float) -> None:
-    """Returns when all processes are there, in all of them.
+def rendezvous(spec: ProcessSpec, seconds: float) -> None:
+    """Returns when all processes have connected, in all of them.
 
-    Raises ConfigError, the same in every process that came: after `seconds` some are missing, two have the same index,
-    or they were told different counts.
+    Raises ConfigError, the same in every process that connected: some are missing after `seconds`, two have the same
+    index, or their counts differ.
     """
     deadline = time.monotonic() + seconds
-    if place.index == 0:
-        _receive(place, seconds, deadline)
+    if spec.index == 0:
+        _listen(spec, seconds, deadline)
     else:
-        _come(place, seconds, deadline)
+        _connect(spec, seconds, deadline)
 
 
-def _receive(place: ProcessSpec, seconds: float, deadline: float) -> None:
-    here, verdict = {0: _introduction(place)}, ""
+def _listen(spec: ProcessSpec, seconds: float, deadline: float) -> None:
+    here, verdict = {0: _greeting(spec)}, ""
     with contextlib.ExitStack() as stack:
-        server = stack.enter_context(_listening(place))
-        guests: list[socket.socket] = []
-        while len(here) < place.count and not verdict:
+        server = stack.enter_context(_server(spec))
+        connections: list[socket.socket] = []
+        while len(here) < spec.count and not verdict:
             server.settimeout(max(deadline - time.monotonic(), 0.01))
             try:
-                guest = stack.enter_context(server.accept()[0])
+                connection = stack.enter_context(server.accept()[0])
             except TimeoutError:
-                verdict = _missing(place, here, seconds)
+                verdict = _missing(spec, here, seconds)
                 break
-            other = _hear(guest, min(deadline, time.monotonic() + 5))
+            other = _read_line(connection, min(deadline, time.monotonic() + 5))
             if not isinstance(other, dict) or not isinstance(other.get("index"), int):
                 continue  # something else that tried the port
-            guests.append(guest)
-            verdict = _contradiction(place, here, other)
+            connections.append(connection)
+            verdict = _contradiction(spec, here, other)
             here[other["index"]] = other
         server.close()
-        for guest in guests:
+        for connection in connections:
             with contextlib.suppress(OSError):
-                guest.sendall(json.dumps({"verdict": verdict}).encode() + b"\n")
+                connection.sendall(json.dumps({"verdict": verdict}).encode() + b"\n")
     if verdict:
         raise ConfigError(verdict)
 
 
-def _introduction(place: ProcessSpec) -> dict[str, Any]:
-    return {"index": place.index, "count": place.count, "host": socket.gethostname()}
+def _greeting(spec: ProcessSpec) -> dict[str, Any]:
+    return {"index": spec.index, "count": spec.count, "host": socket.gethostname()}
 
 
-def _listening(place: ProcessSpec) -> socket.socket:
-    port = place.address[1]
+def _server(spec: ProcessSpec) -> socket.socket:
+    port = spec.address[1]
     try:
         if socket.has_dualstack_ipv6():
             return socket.create_server(("::", port), family=socket.AF_INET6, backlog=1024, dualstack_ipv6=True)
         return socket.create_server(("", port), backlog=1024)
     except OSError as error:
         raise ConfigError(
-            f"process 0 cannot listen on port {port} of processes.coordinator = {place.coordinator}: {error}; choose "
+            f"process 0 cannot listen on port {port} of processes.coordinator = {spec.coordinator}: {error}; choose "
             "another port, the same for all processes"
         ) from error
 
 
-def _missing(place: ProcessSpec, here: dict[int, dict[str, Any]], seconds: float) -> str:
-    missing = [index for index in range(place.count) if index not in here]
+def _missing(spec: ProcessSpec, here: dict[int, dict[str, Any]], seconds: float) -> str:
+    missing = [index for index in range(spec.count) if index not in here]
     shown = ", ".join(map(str, missing[:16])) + (", ..." if len(missing) > 16 else "")
-    came = ", ".join(f"{index} on {here[index]['host']}" for index in sorted(here)[:16])
+    present = ", ".join(f"{index} on {here[index]['host']}" for index in sorted(here)[:16])
     return (
-        f"after {seconds:g} s (processes.meet_seconds) {len(here)} of {place.count} processes have met at "
-        f"{place.coordinator}; missing: {shown}; there: {came}. Look at the logs of those that are missing, and "
+        f"after {seconds:g} s (processes.meet_seconds) {len(here)} of {spec.count} processes have met at "
+        f"{spec.coordinator}; missing: {shown}; there: {present}. Look at the logs of those that are missing, and "
         "whether their machines reach that address"
     )
 
 
-def _contradiction(place: ProcessSpec, here: dict[int, dict[str, Any]], other: dict[str, Any]) -> str:
+def _contradiction(spec: ProcessSpec, here: dict[int, dict[str, Any]], other: dict[str, Any]) -> str:
     index, count, host = other["index"], other.get("count"), other.get("host")
-    if count != place.count:
+    if count != spec.count:
         return (
-            f"processes.count is {count} for process {index} ({host}) and {place.count} for process 0 "
+            f"processes.count is {count} for process {index} ({host}) and {spec.count} for process 0 "
             f"({here[0]['host']}); give all the same"
         )
     if index in here:
@@ -123,13 +123,13 @@ def _contradiction(place: ProcessSpec, here: dict[int, dict[str, Any]], other: d
     return ""
 
 
-def _come(place: ProcessSpec, seconds: float, deadline: float) -> None:
+def _connect(spec: ProcessSpec, seconds: float, deadline: float) -> None:
     reason: Any = "no time was left"
     while time.monotonic() < deadline:
         try:
-            with socket.create_connection(place.address, timeout=5) as host:
-                host.sendall(json.dumps(_introduction(place)).encode() + b"\n")
-                answer = _hear(host, deadline + 5)  # process 0 may have started to wait later
+            with socket.create_connection(spec.address, timeout=5) as host:
+                host.sendall(json.dumps(_greeting(spec)).encode() + b"\n")
+                answer = _read_line(host, deadline + 5)  # process 0 may have started to wait later
         except OSError as error:
             reason = error
             time.sleep(RETRY)
@@ -142,24 +142,24 @@ def _come(place: ProcessSpec, seconds: float, deadline: float) -> None:
             raise ConfigError(answer["verdict"])
         return
     raise ConfigError(
-        f"process {place.index} of {place.count} ({socket.gethostname()}) did not meet the others at "
-        f"{place.coordinator} within {seconds:g} s (processes.meet_seconds): {reason}. Is process 0 running, on that "
+        f"process {spec.index} of {spec.count} ({socket.gethostname()}) did not meet the others at "
+        f"{spec.coordinator} within {seconds:g} s (processes.meet_seconds): {reason}. Is process 0 running, on that "
         "host, and does the network let this port through?"
     )
 
 
-def _hear(connection: socket.socket, deadline: float) -> Any:
+def _read_line(connection: socket.socket, deadline: float) -> Any:
     """The next JSON line, None when none comes in time or the text is no JSON."""
     text = b""
     while not text.endswith(b"\n") and len(text) < LINE:
         connection.settimeout(max(deadline - time.monotonic(), 0.01))
         try:
-            part = connection.recv(4096)
+            received = connection.recv(4096)
         except OSError:
             return None
-        if not part:
+        if not received:
             return None
-        text += part
+        text += received
     try:
         return json.loads(text)
     except ValueError:

@@ -1,17 +1,17 @@
-"""The device mesh, and which axis of it every array is cut along.
+"""The device mesh, and the tables of the axes along which every array is sharded.
 
 One table maps parameters, one maps activations. The mesh has five axes; on one device each has size 1.
 
-    data     rows; parameters are repeated
-    fsdp     rows; parameters, gradients and moments are cut, and gathered where a layer needs them
-    context  positions of the training rows; parameters are cut as by fsdp
-    expert   rows; parameters are cut as by fsdp, those of experts by expert: each device computes its own experts
+    data     rows; parameters are replicated
+    fsdp     rows; parameters, gradients and moments are sharded, and all-gathered per layer
+    context  positions of the training rows; parameters are sharded as by fsdp
+    expert   rows; parameters are sharded as by fsdp, those of experts by expert: each device computes its own experts
     tensor   heads, feed-forward channels and vocabulary
 
-A dense model may have an expert axis: it is more fsdp. Attention needs whole rows: on the way in, its heads are cut
-over `context` in place of the positions; where the key/value heads do not divide, each device has the keys and values
-of all positions for the queries of its own. Sampling has one position a step and no use for `context`: `rollout_mesh`
-takes it as more fsdp, which moves no parameter, or is another arrangement of the same devices.
+On a dense model the expert axis acts as more fsdp. Attention needs complete rows: its inputs are sharded over `context`
+by heads in place of positions; where the number of key/value heads does not divide, each device has the keys and values
+of all positions for its own queries. Sampling has one position a step and no use for `context`: `rollout_mesh` counts
+it as more fsdp, which moves no parameter, or is another arrangement of the same devices.
 """
 
 import re
@@ -25,22 +25,22 @@ from jaxrl_llm.config import ConfigError
 
 AXES = ("data", "fsdp", "context", "expert", "tensor")
 ROWS = ("data", "fsdp", "expert")
-CUT = ("fsdp", "context", "expert")  # the axes that share parameters and gather them
+FSDP = ("fsdp", "context", "expert")  # the axes that shard parameters and all-gather them per layer
 
-# Path of a parameter -> the mesh axes of each of its trailing dimensions; leading ones (stacked layers) stay whole.
+# Path of a parameter -> the mesh axes of its trailing dimensions; leading ones (stacked layers) are not sharded.
 PARAMETERS = (
     (r"experts/(gate|up)/kernel$", ("expert", ("fsdp", "context"), "tensor")),
     (r"experts/down/kernel$", ("expert", "tensor", ("fsdp", "context"))),
-    (r"embed/weight$", ("tensor", CUT)),
-    (r"(q|k|v|gate|up)/kernel(/codes|/absmax)?$", (CUT, "tensor")),
-    (r"(o|down)/kernel(/codes|/absmax)?$", ("tensor", CUT)),
-    (r"(q|k|v|gate|up)/lora_a$", (CUT, None)),
+    (r"embed/weight$", ("tensor", FSDP)),
+    (r"(q|k|v|gate|up)/kernel(/codes|/absmax)?$", (FSDP, "tensor")),
+    (r"(o|down)/kernel(/codes|/absmax)?$", ("tensor", FSDP)),
+    (r"(q|k|v|gate|up)/lora_a$", (FSDP, None)),
     (r"(q|k|v|gate|up)/lora_b$", (None, "tensor")),
     (r"(o|down)/lora_a$", ("tensor", None)),
-    (r"(o|down)/lora_b$", (None, CUT)),
+    (r"(o|down)/lora_b$", (None, FSDP)),
     (r"(q|k|v|gate|up)/bias$", ("tensor",)),
-    (r"head/kernel$", (CUT, "tensor")),
-    (r"(score|router)/kernel$", (CUT, None)),
+    (r"head/kernel$", (FSDP, "tensor")),
+    (r"(score|router)/kernel$", (FSDP, None)),
 )
 
 # Adafactor's statistics of rows and columns: small, and of another shape than the parameter they belong to.
@@ -68,7 +68,7 @@ def make_mesh(data: int = -1, fsdp: int = 1, tensor: int = 1, context: int = 1, 
     )
     mesh = jax.make_mesh(sizes, AXES, axis_types=(AxisType.Auto,) * len(AXES), devices=devices)
     if not in_process_order(mesh.devices):
-        # Devices of TPU slices are arranged by their wires. Rows of a process are adjacent, in the order of processes.
+        # JAX orders devices of TPU slices by their links; here the rows of a process are adjacent, in process order.
         ordered = sorted(devices, key=lambda device: (device.process_index, device.id))
         mesh = Mesh(np.array(ordered).reshape(sizes), AXES, axis_types=(AxisType.Auto,) * len(AXES))
     _check_processes(mesh)
@@ -76,17 +76,17 @@ def make_mesh(data: int = -1, fsdp: int = 1, tensor: int = 1, context: int = 1, 
 
 
 def in_process_order(devices: np.ndarray) -> bool:
-    """True when rows cut over an array of devices `AXES` belong to process 0 first, then to 1, and so on."""
+    """True when rows sharded over an array of devices `AXES` belong to process 0 first, then to 1, and so on."""
     by_rows = devices.transpose(*(AXES.index(axis) for axis in (*ROWS, "context", "tensor")))
     owners = [device.process_index for device in by_rows.reshape(-1)]
     return owners == sorted(owners)
 
 
 def rollout_mesh(mesh: Mesh, text: str | None = None) -> Mesh:
-    """The mesh that samples: the same devices in the same order, arranged as the text says, `fsdp=2,tensor=4`.
+    """The mesh that samples: the same devices in the same order, arranged by a text such as `fsdp=2,tensor=4`.
 
-    Axes that are not named have size 1, `data` what remains. None is the mesh itself, its context part of fsdp:
-    parameters stay where they are. Raises ConfigError for sizes that do not fit, and for a context axis.
+    Axes that are not named have size 1, `data` what remains. None is the mesh itself with `context` merged into `fsdp`:
+    no parameter moves. Raises ConfigError for sizes that do not fit, and for a context axis.
     """
     if text is None and mesh.shape["context"] == 1:
         return mesh
@@ -101,15 +101,15 @@ def rollout_mesh(mesh: Mesh, text: str | None = None) -> Mesh:
     default = dict.fromkeys(AXES, 1) | {"data": 1 if -1 in sizes.values() else -1}
     devices = mesh.devices.reshape(-1)
     sizes = _sizes("rollout.mesh", default | sizes, devices)
-    found = Mesh(devices.reshape(sizes), AXES, axis_types=(AxisType.Auto,) * len(AXES))
-    _check_processes(found)
-    return found
+    sampling_mesh = Mesh(devices.reshape(sizes), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+    _check_processes(sampling_mesh)
+    return sampling_mesh
 
 
 def _parsed(text: str) -> dict[str, int]:
-    parts = [part.partition("=") for part in text.replace(" ", "").split(",")]
+    entries = [entry.partition("=") for entry in text.replace(" ", "").split(",")]
     try:
-        return {axis: int(size) for axis, _, size in parts}
+        return {axis: int(size) for axis, _, size in entries}
     except ValueError as error:
         raise ConfigError(f"rollout.mesh is {text!r}, but it takes sizes of axes, such as fsdp=2,tensor=4") from error
 
@@ -121,17 +121,17 @@ def _sizes(name: str, sizes: dict[str, int], devices) -> tuple[int, ...]:
     if len(known) < len(sizes) - 1 or min(known) < 1:
         raise ConfigError(f"{name} sizes {shown}: at most one may be -1, the others at least 1.")
     product = int(np.prod(known))
-    found = tuple(max(len(devices) // product, 1) if sizes[axis] == -1 else sizes[axis] for axis in AXES)
-    if int(np.prod(found)) != len(devices):
+    resolved = tuple(max(len(devices) // product, 1) if sizes[axis] == -1 else sizes[axis] for axis in AXES)
+    if int(np.prod(resolved)) != len(devices):
         raise ConfigError(
             f"{name} {shown} does not use the {len(devices)} devices at hand: the product of the sizes must be their "
             "number; set one of them to -1 to take what remains."
         )
-    return found
+    return resolved
 
 
 def _check_processes(mesh: Mesh) -> None:
-    """Raises ConfigError where devices of two processes would hold the same rows: each process has rows of its own."""
+    """Raises ConfigError when devices of two processes would hold the same rows: each process reads its own rows."""
     owners: dict[int, int] = {}
     by_rows = mesh.devices.transpose(*(AXES.index(axis) for axis in (*ROWS, "context", "tensor")))
     for rows, devices in enumerate(by_rows.reshape(row_shards(mesh), -1)):
@@ -146,23 +146,23 @@ def _check_processes(mesh: Mesh) -> None:
 
 def path_name(path) -> str:
     """The path of a pytree leaf as `layers/attention/q/kernel`."""
-    return "/".join(str(getattr(part, "key", getattr(part, "name", getattr(part, "idx", part)))) for part in path)
+    return "/".join(str(getattr(key, "key", getattr(key, "name", getattr(key, "idx", key)))) for key in path)
 
 
 def _fitting(axes: tuple, shape: tuple[int, ...], mesh) -> PartitionSpec:
-    """The axes that divide their dimensions; along one that does not (2 kv heads on 4) the array stays whole."""
-    parts = []
+    """The axes that divide their dimensions; along one that does not (2 kv heads on 4) the array is replicated."""
+    spec = []
     for size, names in zip(shape, axes, strict=True):
         kept: list[str] = []
         for name in (names,) if isinstance(names, str) else names or ():
             if mesh.shape[name] > 1 and size % int(np.prod([mesh.shape[n] for n in (*kept, name)])) == 0:
                 kept.append(name)
-        parts.append(None if not kept else kept[0] if len(kept) == 1 else tuple(kept))
-    return PartitionSpec(*parts)
+        spec.append(None if not kept else kept[0] if len(kept) == 1 else tuple(kept))
+    return PartitionSpec(*spec)
 
 
 def parameter_spec(path: str, shape: tuple[int, ...], mesh) -> PartitionSpec:
-    """The PartitionSpec of the parameter at `path`; parameters in no row of the table (norm scales) are repeated.
+    """The PartitionSpec of the parameter at `path`; parameters in no row of the table (norm scales) are replicated.
 
     Raises ConfigError for experts whose number mesh.expert does not divide.
     """
@@ -187,7 +187,7 @@ def shardings(tree, mesh: Mesh):
 
 
 def on_host(tree) -> Any:
-    """The arrays in the host's memory, cut as they were; numbers stay on the device. Works under jit."""
+    """The arrays in the host's memory, with their sharding; scalars stay on the device. Works under jit."""
     return _moved(tree, jax.memory.Space.Host)
 
 
@@ -201,7 +201,7 @@ def _moved(tree, space) -> Any:
 
 
 def constrain(x, *dims: str | None):
-    """`x` with its dimensions cut as ACTIVATIONS says; unchanged where no mesh is set."""
+    """`x` with its dimensions sharded by ACTIVATIONS; unchanged without a mesh."""
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
         return x
@@ -209,50 +209,50 @@ def constrain(x, *dims: str | None):
 
 
 def activation_spec(shape: tuple[int, ...], *dims: str | None) -> PartitionSpec:
-    """The PartitionSpec of an activation on the mesh that is set."""
+    """The PartitionSpec of an activation on the current mesh."""
     mesh = jax.sharding.get_abstract_mesh()
     return _fitting(tuple(dim and ACTIVATIONS[dim] for dim in dims), shape, mesh)
 
 
 def is_sharded() -> bool:
-    """True where the mesh that is set has several devices."""
+    """True when the current mesh has several devices."""
     mesh = jax.sharding.get_abstract_mesh()
     return not mesh.empty and mesh.size > 1
 
 
 def context_shards() -> int:
-    """The parts that the positions of rows are cut into on the mesh that is set; 1 without one."""
+    """The number of shards of the positions on the current mesh; 1 without a mesh."""
     mesh = jax.sharding.get_abstract_mesh()
     return 1 if mesh.empty else mesh.shape["context"]
 
 
 def attention_dims(kv_heads: int) -> tuple[tuple[str | None, str | None], tuple[str | None, str | None]]:
-    """What positions and heads are in attention, of the queries and of the keys and values, for ACTIVATIONS.
+    """The names in ACTIVATIONS of (positions, heads) in attention, for queries and for keys and values.
 
     With a context axis that divides the heads each device has all positions of its heads, else its own queries.
     """
     shards = context_shards()
     if shards == 1:
         return (None, "heads"), (None, "heads")
-    whole = kv_heads % (jax.sharding.get_abstract_mesh().shape["tensor"] * shards) == 0
+    divides = kv_heads % (jax.sharding.get_abstract_mesh().shape["tensor"] * shards) == 0
     spread = (None, "spread_heads")
-    return (spread, spread) if whole else (("positions", "heads"), (None, "heads"))
+    return (spread, spread) if divides else (("positions", "heads"), (None, "heads"))
 
 
 def row_sharding(mesh: Mesh) -> NamedSharding:
-    """Rows over `data`, `fsdp` and `expert`; every other dimension whole."""
+    """Rows over `data`, `fsdp` and `expert`; other dimensions are not sharded."""
     return NamedSharding(mesh, PartitionSpec(ROWS))
 
 
 def row_shards(mesh: Mesh) -> int:
-    """The number of parts rows are cut into."""
+    """The number of shards of the rows."""
     return int(np.prod([mesh.shape[axis] for axis in ROWS]))
 
 
 def rows_to_global(rows, mesh: Mesh) -> Any:
-    """Global arrays, cut by rows, from each process's own rows (a tree of numpy arrays `[rows, ...]`).
+    """Global arrays, sharded by rows, from each process's own rows (a tree of numpy arrays `[rows, ...]`).
 
-    Raises ConfigError when the rows do not divide: they are never repeated silently.
+    Raises ConfigError when the rows do not divide: they are never replicated silently.
     """
 
     def leaf(x):

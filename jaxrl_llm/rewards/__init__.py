@@ -1,1 +1,1 @@
-"""Rewards: the built-in functions and the grader that calls them, and the user's own, on the host (numpy only)."""
+"""Rewards: one number for each completion, from functions, graders, sandboxed tests, judges or models, on the host."""

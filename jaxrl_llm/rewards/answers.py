@@ -1,12 +1,12 @@
-r"""The answer that a completion gives, which majority voting counts: `boxed`, `number`, `hashes`, `text`.
+r"""Extractors of a completion's answer, which majority voting counts: `boxed`, `number`, `hashes`, `text`.
 
-Each takes a text and returns the answer, None where there is none. `"path/to/file.py:function"` names one's own.
+Each takes a text and returns the answer, None where there is none; `"path/to/file.py:function"` names another one.
 """
 
 import re
 
 from jaxrl_llm.rewards.functions import after_hashes, boxed_content
-from jaxrl_llm.rewards.mathematics import PLAIN_NUMBER
+from jaxrl_llm.rewards.math import PLAIN_NUMBER
 
 __all__ = ["boxed", "hashes", "number", "text"]
 
@@ -17,13 +17,13 @@ def boxed(text: str) -> str | None:
 
 
 def number(text: str) -> str | None:
-    """The last number, `1,000.0` and `1000` alike."""
-    found = PLAIN_NUMBER.findall(text)
-    return None if not found else f"{float(found[-1].replace(',', '')):.12g}"
+    """The last number, in a form in which `1,000.0` and `1000` are equal."""
+    numbers = PLAIN_NUMBER.findall(text)
+    return None if not numbers else f"{float(numbers[-1].replace(',', '')):.12g}"
 
 
 def hashes(text: str) -> str | None:
-    """The number after the last `####`, as `number`."""
+    """The number after the last `####`, in the form of `number`."""
     return number(after_hashes(text).replace("$", ""))
 
 

@@ -4,10 +4,10 @@ import inspect
 import sys
 from typing import Any
 
-from jaxrl_llm.rewards import code, formats, functions, mathematics, puzzles
-from jaxrl_llm.rewards.calls import shorten
+from jaxrl_llm.rewards import code, formats, functions, math, puzzles
 from jaxrl_llm.rewards.combined import CombinedGrader
 from jaxrl_llm.rewards.judge import Judge, PairwiseJudge
+from jaxrl_llm.rewards.signatures import shorten
 
 BUILT_IN: dict[str, Any] = {
     function.__name__: function
@@ -16,8 +16,8 @@ BUILT_IN: dict[str, Any] = {
         functions.target_length,
         functions.boxed_accuracy,
         functions.gsm8k_accuracy,
-        mathematics.numeric_answer,
-        mathematics.math_accuracy,
+        math.numeric_answer,
+        math.math_accuracy,
         code.code_tests,
         puzzles.reasoning_gym_score,
         formats.json_schema,

@@ -22,22 +22,22 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from jaxrl_llm.rewards.calls import RewardError, shorten, text_of
 from jaxrl_llm.rewards.sandbox import Limits, missing_walls, run_program
+from jaxrl_llm.rewards.signatures import RewardError, shorten, text_of
 
 # The program and its tests come through standard input, and each test that passes is answered with a mark that the
 # program does not know: one that exits early, or prints what it likes, passes nothing.
 DRIVER = """\
 import io, json, sys
-given = json.loads(sys.stdin.read())
+job = json.loads(sys.stdin.read())
 sys.stdin = io.StringIO("")
 space = {"__name__": "__main__"}
-say, write, flush = given.pop("mark"), sys.stdout.write, sys.stdout.flush
+say, write, flush = job.pop("mark"), sys.stdout.write, sys.stdout.flush
 try:
-    exec(compile(given["program"], "program", "exec"), space)
+    exec(compile(job["program"], "program", "exec"), space)
 except SystemExit:
     pass
-for index, test in enumerate(given["tests"]):
+for index, test in enumerate(job["tests"]):
     try:
         if isinstance(test, dict):
             assert space[test["function"]](*test["arguments"]) == test["result"]
@@ -66,8 +66,8 @@ def code_tests(
 
     The program is the last fenced code block of the completion, or all of it; None where tests is None. `seconds`,
     `memory_mb` and `processes` limit it (per standard input; together for tests in Python); `at_once` programs run
-    beside each other (0: as many as processors). Where the machine lacks the walls that keep programs from network and
-    files, there is a warning, or an error with `require_walls`.
+    at the same time (0: as many as processors). Where the machine lacks the isolation layers (walls) that keep programs
+    from network and files, there is a warning, or an error with `require_walls`.
 
     Raises RewardError: tests that have none of the forms of this module.
     """
@@ -91,19 +91,19 @@ def _share(source: str, tests: list[Any] | None, limits: Limits) -> float | None
     if tests is None:
         return None
     if isinstance(tests[0], tuple):
-        passed = sum(_prints(source, given, wanted, limits) for given, wanted in tests)
+        passed = sum(_prints(source, stdin, output, limits) for stdin, output in tests)
     else:
         mark = secrets.token_hex(16)
-        given = json.dumps({"program": source, "tests": tests, "mark": mark})
-        output = run_program(DRIVER, given, limits).output
+        stdin = json.dumps({"program": source, "tests": tests, "mark": mark})
+        output = run_program(DRIVER, stdin, limits).output
         passed = len(set(re.findall(rf"^{mark}(\d+)$", output, re.MULTILINE)))
     return passed / len(tests)
 
 
-def _prints(source: str, given: str, wanted: str, limits: Limits) -> bool:
-    """True when the program ends well and prints what is wanted, white space at line ends and the end aside."""
-    finished = run_program(source, given, limits)
-    return finished.succeeded and _lines(finished.output) == _lines(wanted)
+def _prints(source: str, stdin: str, output: str, limits: Limits) -> bool:
+    """True when the program succeeds and prints `output`, white space at line ends and the end aside."""
+    finished = run_program(source, stdin, limits)
+    return finished.succeeded and _lines(finished.output) == _lines(output)
 
 
 def _lines(text: str) -> list[str]:

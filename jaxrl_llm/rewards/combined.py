@@ -7,9 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from jaxrl_llm.rewards.calls import Call, RewardError
-from jaxrl_llm.rewards.results import mean_extras, read_results
-from jaxrl_llm.rewards.signatures import accepted, as_grader, reward_name
+from jaxrl_llm.rewards.call import Call, mean_extras, read_results
+from jaxrl_llm.rewards.signatures import RewardError, RowGrader, accepted, as_grader, reward_name
 
 
 class CombinedGrader:
@@ -34,17 +33,17 @@ class CombinedGrader:
             )
 
     async def setup(self) -> None:
-        """Calls `setup()` of every grader that has one, once until `close`."""
+        """Call `setup()` of every grader that has one, once until `close`."""
         if not self.is_set_up:
             self.is_set_up = True
             for grader in self.originals:
-                await call_if_there(grader, "setup")
+                await call_if_present(grader, "setup")
 
     async def close(self) -> None:
-        """Calls `close()` of every grader that has one."""
+        """Call `close()` of every grader that has one."""
         self.is_set_up = False
         for grader in self.originals:
-            await call_if_there(grader, "close")
+            await call_if_present(grader, "close")
 
     async def __call__(
         self,
@@ -60,13 +59,22 @@ class CombinedGrader:
         arguments |= {name: values for name, values in columns.items() if isinstance(values, list)}
         services = {name: value for name, value in columns.items() if name not in arguments}
         services |= {} if log_metric is None else {"log_metric": log_metric, "log_total": log_total}
+
+        async def results_of(call: Call) -> Any:
+            if not isinstance(call.function, RowGrader):
+                return await call() if call.is_async else await asyncio.to_thread(call)
+            if call.is_async:
+                return await asyncio.gather(*map(call.run, call.keys))
+            return await asyncio.to_thread(lambda: [call.run(row) for row in call.keys])
+
+        names = [reward_name(grader) for grader in self.graders]
         calls = [
-            Call(reward_name(grader), grader, accepted(reward_name(grader), grader, arguments), services)
-            for grader in self.graders
+            Call(name, grader, accepted(name, grader, arguments), services)
+            for name, grader in zip(names, self.graders, strict=True)
         ]
-        found = await asyncio.gather(*(_results(call) for call in calls))
+        batches = await asyncio.gather(*map(results_of, calls))
         total, applies = np.zeros(len(prompts)), np.zeros(len(prompts), bool)
-        for call, results, weight in zip(calls, found, self.weights, strict=True):
+        for call, results, weight in zip(calls, batches, self.weights, strict=True):
             scores, extras = read_results(call.name, results, len(prompts))
             if log_metric is not None and np.isfinite(scores).any():
                 log_metric(f"rewards/{self.name}/{call.name}", float(np.nanmean(scores)))
@@ -77,19 +85,8 @@ class CombinedGrader:
         return [float(value) if known else None for value, known in zip(total, applies, strict=True)]
 
 
-async def _results(call: Call) -> Any:
-    if call.by_row and call.is_async:
-        return await asyncio.gather(*(call.row(row) for row in range(call.rows)))
-    if call.by_row:
-        return await asyncio.to_thread(lambda: [call.row(row) for row in range(call.rows)])
-    return await call() if call.is_async else await asyncio.to_thread(call)
-
-
-async def call_if_there(grader: Any, method: str) -> None:
-    """Calls `grader.<method>()`, async or not, when there is one that takes no arguments."""
+async def call_if_present(grader: Any, method: str) -> None:
+    """Call `grader.<method>()`, async or not, when there is one."""
     function = getattr(grader, method, None)
-    if function is None or not callable(function):
-        return
-    outcome = function()
-    if inspect.isawaitable(outcome):
+    if callable(function) and inspect.isawaitable(outcome := function()):
         await outcome

@@ -1,22 +1,33 @@
 """Built-in rewards for the form of a completion: tags, patterns, JSON, lengths."""
 
+import functools
 import json
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jaxrl_llm.rewards.calls import RewardError, shorten, text_of
-from jaxrl_llm.rewards.replies import json_objects
+from jsonschema import Draft202012Validator, validators
+from jsonschema_specifications import REGISTRY
 
-TYPES: dict[str, tuple[type, ...]] = {
-    "object": (dict,), "array": (list,), "string": (str,), "number": (int, float), "integer": (int,),
-    "boolean": (bool,), "null": (type(None),),
-}  # fmt: skip
-KEYWORDS = {
-    "type", "enum", "const", "properties", "required", "additionalProperties", "items", "minItems", "maxItems",
-    "minLength", "maxLength", "pattern", "minimum", "maximum", "anyOf", "allOf", "oneOf", "not",
-    "title", "description", "default", "examples", "$schema", "$id", "format",
-}  # fmt: skip
+from jaxrl_llm.rewards.replies import json_objects
+from jaxrl_llm.rewards.signatures import RewardError, text_of
+
+# NaN is no JSON, but Python's parser takes it: it is a number that fits no schema of numbers.
+_is_number = Draft202012Validator.TYPE_CHECKER.is_type
+Validator = validators.extend(
+    Draft202012Validator,
+    type_checker=Draft202012Validator.TYPE_CHECKER.redefine(
+        "number", lambda _, value: _is_number(value, "number") and value == value
+    ),
+)
+# The schema of schemas, which passes over keywords that it does not know, closed at every depth.
+STRICT_SCHEMA = {
+    "$schema": Validator.META_SCHEMA["$id"],
+    "$id": "urn:jaxrl_llm:strict",
+    "$dynamicAnchor": "meta",
+    "$ref": Validator.META_SCHEMA["$id"],
+    "unevaluatedProperties": False,
+}
 
 
 def think_answer_format(completions: Sequence[Any], **columns: Any) -> list[float]:
@@ -63,98 +74,41 @@ def json_schema(
     """1.0 where the completion is JSON that fits the schema, 0.0 where it is not; None where the schema is None.
 
     The JSON is the whole completion, or the last object in it (a fenced block, say). `schema` is the same for all rows;
-    without it, the data set's `column` has one for each, itself or as JSON text. The keywords of JSON Schema that are
-    understood are those of `KEYWORDS`; others raise RewardError rather than being passed over.
+    without it, the data set's `column` has one for each, itself or as JSON text. Schemas are those of JSON Schema,
+    draft 2020-12, without references to other documents. Raises RewardError: a schema that is none, unknown keywords
+    included, which a validator would pass over.
     """
     if schema is None and column not in columns:
         raise RewardError(
             f"json_schema needs the option schema, or the column {column!r}, which the data does not have"
         )
     schemas = [schema] * len(completions) if schema is not None else columns[column]
-    read = [json.loads(each) if isinstance(each, str) else each for each in schemas]
-    return [
-        None if wanted is None else float(_fits_text(text_of(completion), wanted))
-        for completion, wanted in zip(completions, read, strict=True)
-    ]
+    rewards: list[float | None] = []
+    for completion, wanted in zip(completions, schemas, strict=True):
+        wanted = json.loads(wanted) if isinstance(wanted, str) else wanted
+        if wanted is None:
+            rewards.append(None)
+            continue
+        validator, text = schema_validator(json.dumps(wanted)), text_of(completion)
+        try:
+            values = [json.loads(text)]
+        except ValueError:
+            values = list(json_objects(text))
+        rewards.append(float(bool(values) and validator.is_valid(values[-1])))
+    return rewards
 
 
-def _fits_text(text: str, schema: Mapping[str, Any]) -> bool:
-    check_schema(schema)
-    try:
-        values = [json.loads(text)]
-    except ValueError:
-        values = list(json_objects(text))
-    return bool(values) and fits(values[-1], schema)
-
-
-def check_schema(schema: Any) -> None:
-    """Raises RewardError for a JSON schema with keywords that `fits` does not know."""
-    if isinstance(schema, bool):
-        return
-    if not isinstance(schema, Mapping):
-        raise RewardError(f"a JSON schema is an object, not {shorten(schema)}")
-    unknown = [key for key in schema if key not in KEYWORDS]
-    if unknown:
-        raise RewardError(
-            f"json_schema does not know the keyword {unknown[0]!r}; it knows {', '.join(sorted(KEYWORDS))}"
-        )
-    names = schema.get("type", [])
-    for name in [names] if isinstance(names, str) else names:
-        if name not in TYPES:
-            raise RewardError(f"json_schema: there is no type {name!r}; there are {', '.join(TYPES)}")
-    parts = [*schema.get("properties", {}).values(), *(schema[k] for k in ("items", "not") if k in schema)]
-    parts += [part for key in ("anyOf", "allOf", "oneOf") for part in schema.get(key, ())]
-    extra = schema.get("additionalProperties")
-    for part in [*parts, *([extra] if isinstance(extra, Mapping) else [])]:
-        check_schema(part)
-
-
-def fits(value: Any, schema: Any) -> bool:
-    """True when a JSON value fits a JSON schema with the keywords of `KEYWORDS`."""
-    if isinstance(schema, bool):
-        return schema
-    types = schema.get("type", [])
-    types = [types] if isinstance(types, str) else types
-    return (
-        (not types or any(_is(value, name) for name in types))
-        and ("enum" not in schema or any(_equal(value, each) for each in schema["enum"]))
-        and ("const" not in schema or _equal(value, schema["const"]))
-        and all(fits(value, part) for part in schema.get("allOf", ()))
-        and ("anyOf" not in schema or any(fits(value, part) for part in schema["anyOf"]))
-        and ("oneOf" not in schema or sum(fits(value, part) for part in schema["oneOf"]) == 1)
-        and ("not" not in schema or not fits(value, schema["not"]))
-        and _fits_kind(value, schema)
-    )
-
-
-def _fits_kind(value: Any, schema: Mapping[str, Any]) -> bool:
-    """The keywords that speak of one type only."""
-    if isinstance(value, dict):
-        known = schema.get("properties", {})
-        others = schema.get("additionalProperties", True)
-        return all(name in value for name in schema.get("required", ())) and all(
-            fits(each, known.get(name, others)) for name, each in value.items()
-        )
-    if isinstance(value, list):
-        return schema.get("minItems", 0) <= len(value) <= schema.get("maxItems", len(value)) and all(
-            fits(each, schema.get("items", True)) for each in value
-        )
-    if isinstance(value, str):
-        long_enough = schema.get("minLength", 0) <= len(value) <= schema.get("maxLength", len(value))
-        return long_enough and re.search(schema.get("pattern", ""), value) is not None
-    if isinstance(value, (int, float)) and not isinstance(value, bool):
-        return schema.get("minimum", value) <= value <= schema.get("maximum", value)
-    return True
-
-
-def _is(value: Any, name: str) -> bool:
-    if isinstance(value, bool):
-        return name == "boolean"
-    return isinstance(value, TYPES[name]) or (name == "integer" and isinstance(value, float) and value.is_integer())
-
-
-def _equal(a: Any, b: Any) -> bool:
-    """Equal as JSON: true is not 1."""
-    return json.dumps(a, sort_keys=True) == json.dumps(b, sort_keys=True) or (
-        a == b and not isinstance(a, bool) and not isinstance(b, bool) and not isinstance(a, (dict, list))
-    )
+@functools.lru_cache(maxsize=256)  # checking a schema takes milliseconds, and rows of a batch share theirs
+def schema_validator(schema: str) -> Any:
+    """The validator of a JSON schema, given as JSON text. Raises RewardError for what is no schema."""
+    tree = json.loads(schema)
+    errors = list(Draft202012Validator(STRICT_SCHEMA).iter_errors(tree))
+    if errors:
+        # An error makes every schema around it wrong as well: the innermost one is the cause.
+        error = max(errors, key=lambda error: len(error.absolute_path))
+        if error.validator == "unevaluatedProperties":
+            unknown = next(key for key in error.instance if repr(key) in error.message)
+            raise RewardError(f"json_schema does not know the keyword {unknown!r} (at {error.json_path} of the schema)")
+        raise RewardError(f"json_schema: at {error.json_path} of the schema, {error.message}")
+    # The registry of the specifications alone: a reference to another document is not fetched.
+    return Validator(tree, registry=REGISTRY)

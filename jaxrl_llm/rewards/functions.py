@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jaxrl_llm.rewards.calls import text_of
+from jaxrl_llm.rewards.signatures import text_of
 
 Completion = str | Sequence[Mapping[str, Any]]
 
@@ -28,7 +28,7 @@ def exact_match(completions: Sequence[Completion], answer: Sequence[Any], **colu
 
 
 def environment(environment_reward: Sequence[float | None], **columns: Any) -> list[float | None]:
-    """What the environment says: the sum of its steps' rewards, or its `get_reward()`; None where it failed."""
+    """The environment's reward: the sum of its steps' rewards, or its `get_reward()`; None where it failed."""
     return list(environment_reward)
 
 
@@ -145,12 +145,12 @@ def boxed_content(text: str) -> str:
 
 def after_hashes(text: str) -> str:
     """The number after the last `####`; empty when there is none."""
-    found = re.findall(r"####\s*(-?\$?[\d.,]*\d)", text)
-    return found[-1] if found else ""
+    numbers = re.findall(r"####\s*(-?\$?[\d.,]*\d)", text)
+    return numbers[-1] if numbers else ""
 
 
-def _same(given: str, wanted: str) -> bool:
-    given, wanted = re.sub(r"[\s$]", "", given).removesuffix("."), re.sub(r"[\s$]", "", wanted).removesuffix(".")
-    if NUMBER.fullmatch(given) and NUMBER.fullmatch(wanted):
-        return float(given.replace(",", "")) == float(wanted.replace(",", ""))
-    return bool(given) and given == wanted
+def _same(answer: str, wanted: str) -> bool:
+    answer, wanted = re.sub(r"[\s$]", "", answer).removesuffix("."), re.sub(r"[\s$]", "", wanted).removesuffix(".")
+    if NUMBER.fullmatch(answer) and NUMBER.fullmatch(wanted):
+        return float(answer.replace(",", "")) == float(wanted.replace(",", ""))
+    return bool(answer) and answer == wanted

@@ -1,7 +1,7 @@
-"""Runs a program under an audit hook, where the kernel gives no walls: `python -I guard.py FOLDER program.py`.
+"""An audit hook around a program, where the kernel offers no isolation: `python -I guard.py FOLDER program.py`.
 
-The hook refuses what a program does not need: the network, other processes, files outside its folder. Python code
-that means to can get round it (through ctypes, if that is loaded, or a broken extension); it stops accidents.
+The hook refuses the network, other processes and files outside the program's folder. Code that intends to can bypass it
+(through ctypes, if that is loaded, or a broken extension); it stops accidents.
 Standard library only.
 """
 
@@ -17,7 +17,7 @@ CHANGES = ("os.remove", "os.rename", "os.rmdir", "os.mkdir", "os.chmod", "os.cho
 
 
 def guard(folder: str) -> None:
-    """Installs the hook; there is no way to take it off again."""
+    """Install the hook; an audit hook cannot be removed."""
     inside = os.path.realpath(folder) + os.sep
     readable = tuple(os.path.realpath(path) + os.sep for path in (sys.prefix, sys.base_prefix, "/usr", "/lib"))
 
@@ -38,8 +38,7 @@ def guard(folder: str) -> None:
 
 
 if __name__ == "__main__":
-    given = sys.argv[2:]
-    program = next(argument for argument in given if not argument.startswith("-"))
+    program = next(argument for argument in sys.argv[2:] if not argument.startswith("-"))
     guard(sys.argv[1])
     sys.argv = [program]
     runpy.run_path(program, run_name="__main__")

@@ -1,8 +1,8 @@
-"""The process that a sandboxed program runs under: `python -I jail.py SETTINGS`, started by sandbox.py.
+"""The supervisor of a sandboxed program: `python -I jail.py SETTINGS`, started by sandbox.py.
 
-It supervises; its child puts the walls up and becomes the program. Standard library only: it runs without this package.
-What it could put up is the first line it writes to the status pipe; how the program ended is the second. Each wall is
-tried for itself, because kernels, containers and users differ in what they allow.
+Its child puts the walls (isolation layers) up and becomes the program. Standard library only: it runs without this
+package. The first line that it writes to the status pipe lists the walls that are up, the second the program's end.
+Each wall is tried by itself, because kernels, containers and users differ in what they allow.
 """
 # It loads no more modules than it needs, hence no pathlib.
 # ruff: noqa: PTH112, PTH116, PTH120, PTH123, PTH208
@@ -80,23 +80,23 @@ def prctl(option: int, value: int) -> None:
 def readable_by_others(paths: list[str]) -> bool:
     """True when a user without rights of its own can reach and read the paths."""
     for path in paths:
-        for part in [path, *_parents(path)]:
-            mode = os.stat(part).st_mode
-            if not mode & (0o001 if part != path or os.path.isdir(part) else 0o004):
+        for each in [path, *_parents(path)]:
+            mode = os.stat(each).st_mode
+            if not mode & (0o001 if each != path or os.path.isdir(each) else 0o004):
                 return False
     return True
 
 
 def _parents(path: str) -> list[str]:
-    path, found = os.path.realpath(path), []
+    path, parents = os.path.realpath(path), []
     while path != "/":
         path = os.path.dirname(path)
-        found.append(path)
-    return found
+        parents.append(path)
+    return parents
 
 
 def become_nobody(settings: dict) -> bool:
-    """Gives up root's rights, where the interpreter can be read without them."""
+    """Give up root's rights, where the interpreter can be read without them."""
     if os.getuid() != 0 or not readable_by_others(settings["read"]):
         return False
     os.setgroups([])
@@ -106,14 +106,14 @@ def become_nobody(settings: dict) -> bool:
 
 
 def own_namespaces() -> list[str]:
-    """Leaves the machine's network, processes and shared memory, together with its users."""
+    """Enter new network, process, IPC and user namespaces; returns the names of those that are walls."""
     if libc.unshare(NEW_USER | NEW_PID | NEW_NET | NEW_IPC) == 0:
         return ["network", "processes"]
     return []
 
 
 def limit(settings: dict) -> None:
-    """The resource limits."""
+    """Set the resource limits."""
     megabyte = 2**20
     limits = {
         resource.RLIMIT_CPU: int(settings["cpu_seconds"]) + 1,
@@ -130,12 +130,12 @@ def limit(settings: dict) -> None:
 
 
 def limit_processes(most: int) -> None:
-    """At most `most` processes of this user (in this user namespace)."""
+    """Allow this user at most `most` processes (in this user namespace)."""
     resource.setrlimit(resource.RLIMIT_NPROC, (most, most))
 
 
 def restrict_files(settings: dict) -> bool:
-    """Landlock: reading in the interpreter's folders, writing in the program's folder, nothing else."""
+    """Allow reading in the interpreter's folders and writing in the program's folder, nothing else (Landlock)."""
     version = libc.syscall(LANDLOCK_CREATE, None, ctypes.c_size_t(0), ctypes.c_uint32(1))
     if version < 1:
         return False
@@ -161,7 +161,7 @@ def restrict_files(settings: dict) -> bool:
 
 
 def refuse_system_calls(may_signal: bool, may_fork: bool) -> bool:
-    """seccomp: the calls of REFUSED fail with "operation not permitted"."""
+    """Let the system calls of REFUSED fail with "operation not permitted" (seccomp)."""
     if platform.machine() not in ARCHITECTURES:
         return False
     column, architecture = ARCHITECTURES[platform.machine()]
@@ -183,7 +183,7 @@ def refuse_system_calls(may_signal: bool, may_fork: bool) -> bool:
 
 
 def put_walls_up(settings: dict) -> list[str]:
-    """What keeps the program in, as far as this machine allows it; the names of what was put up."""
+    """Put up the walls that this machine allows; returns their names."""
     up = ["limits"]
     limit(settings)
     if sys.platform != "linux":
@@ -199,7 +199,7 @@ def put_walls_up(settings: dict) -> list[str]:
 
 
 def become(settings: dict, up: list[str], status: int) -> None:
-    """Replaces this process by the program, the last walls up."""
+    """Put up the last walls and replace this process by the program."""
     counted = "process count" in up
     if counted:
         limit_processes(settings["processes"] + 2)  # this process and the namespace's first
@@ -213,10 +213,10 @@ def become(settings: dict, up: list[str], status: int) -> None:
 
 
 def wait_for(child: int, deadline: float) -> tuple[str, int]:
-    """(exit, code), (signal, number) or (timeout, 0): how a child process ended."""
+    """The end of a child process: (exit, code), (signal, number) or (timeout, 0)."""
     while True:
-        found, status = os.waitpid(child, os.WNOHANG)
-        if found == child:
+        ended, status = os.waitpid(child, os.WNOHANG)
+        if ended == child:
             return ("signal", os.WTERMSIG(status)) if os.WIFSIGNALED(status) else ("exit", os.WEXITSTATUS(status))
         if time.monotonic() > deadline:
             return "timeout", 0
@@ -224,7 +224,7 @@ def wait_for(child: int, deadline: float) -> tuple[str, int]:
 
 
 def kill_children() -> None:
-    """Kills every process under this one, those that left their parents among them, until none is left."""
+    """Kill every descendant of this process, those that left their parents among them."""
     for _ in range(1000):
         with contextlib.suppress(ChildProcessError):
             while os.waitpid(-1, os.WNOHANG)[0]:
@@ -239,7 +239,7 @@ def kill_children() -> None:
 
 
 def _children() -> list[int]:
-    found = []
+    children = []
     with contextlib.suppress(FileNotFoundError):  # without /proc the process group is all there is
         for entry in os.listdir("/proc"):
             if entry.isdigit():
@@ -247,8 +247,8 @@ def _children() -> list[int]:
                     with open(f"/proc/{entry}/stat", "rb") as file:
                         parent = int(file.read().rpartition(b")")[2].split()[1])
                     if parent == os.getpid():
-                        found.append(int(entry))
-    return found
+                        children.append(int(entry))
+    return children
 
 
 def run_first(settings: dict, up: list[str], status: int) -> None:
@@ -261,7 +261,7 @@ def run_first(settings: dict, up: list[str], status: int) -> None:
 
 
 def supervise(settings: dict, status: int) -> None:
-    """Runs the program and reports how it ended; nothing of it is left when this returns."""
+    """Run the program and report its end; none of its processes is left when this returns."""
     if sys.platform == "linux":
         prctl(PR_SET_CHILD_SUBREAPER, 1)
         prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -288,6 +288,6 @@ def supervise(settings: dict, status: int) -> None:
 
 
 if __name__ == "__main__":
-    given = json.loads(sys.argv[1])
-    os.set_inheritable(given["status"], False)
-    supervise(given, given["status"])
+    arguments = json.loads(sys.argv[1])
+    os.set_inheritable(arguments["status"], False)
+    supervise(arguments, arguments["status"])

@@ -4,19 +4,21 @@ Both talk to an OpenAI-compatible chat endpoint (OpenAI, vLLM, SGLang, llama.cpp
 """
 
 import asyncio
+import functools
 import itertools
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import jinja2
 from jinja2.sandbox import SandboxedEnvironment
 
 from jaxrl_llm.config.resolve import ConfigError
-from jaxrl_llm.rewards.calls import RewardError, text_of
-from jaxrl_llm.rewards.endpoint import Endpoint, EndpointError, Limits
+from jaxrl_llm.rewards.endpoint import Endpoint, EndpointError, EndpointSpec
 from jaxrl_llm.rewards.replies import ReplyError, read_rubric, read_score, read_winner
+from jaxrl_llm.rewards.signatures import RewardError, text_of
 
 SCORE_TEMPLATE = """\
 Rate how well the answer solves the task, from {{ low }} (useless) to {{ high }} (perfect).
@@ -50,34 +52,50 @@ Reply with one word: A, B or tie.
 """
 
 
-class _Asks:
-    """What both judges share: the template, the endpoint, and what a row gets that it could not judge."""
+@dataclass(frozen=True, eq=False)
+class JudgeSpec(EndpointSpec):
+    """Settings of a judge, those of its endpoint among them, and how it asks.
 
-    def __init__(
-        self, url: str, model: str, *, template: str, system: str | None, name: str, scale: tuple[float, float] | None,
-        on_failure: str | float | None, tries: int, prices: tuple[float, float], cache: str | None, key: str,
-        limits: Limits, parameters: Mapping[str, Any],
-    ):  # fmt: skip
-        self.name, self.system, self.scale, self.tries, self.prices = name, system, scale, tries, prices
-        self.template = _template(template)
-        self.on_failure = on_failure
-        if not (on_failure in ("stop", "none", None) or isinstance(on_failure, (int, float))):
-            raise ConfigError(f"on_failure of the judge {name!r} is {on_failure!r}; it is stop, none or a number")
-        if scale is not None and not (len(scale) == 2 and scale[0] < scale[1]):
-            raise ConfigError(f"scale of the judge {name!r} is {scale!r}; it is (lowest, highest), or None")
-        self.endpoint = Endpoint(url, model, parameters, limits, cache, key)
+    Raises ConfigError: a template that cannot be read, a setting out of its range, or a wrong endpoint.
+    """
+
+    template: str = ""
+    _: KW_ONLY
+    system: str | None = None
+    on_failure: str | float | None = "stop"
+    tries: int = 2
+    name: str = ""
+    prices: tuple[float, float] = (0.0, 0.0)
+
+    def __post_init__(self):
+        if not (self.on_failure in ("stop", "none", None) or isinstance(self.on_failure, (int, float))):
+            raise ConfigError(
+                f"on_failure of the judge {self.name!r} is {self.on_failure!r}; it is stop, none or a number"
+            )
+        # Made here, so that a wrong template or url is seen when the judge is made.
+        _, _ = self.compiled, self.endpoint
+
+    @functools.cached_property
+    def endpoint(self) -> Endpoint:
+        """The client of the endpoint."""
+        return Endpoint(self)
+
+    @functools.cached_property
+    def compiled(self) -> jinja2.Template:
+        """The template, of the text or of the file that `template` names."""
+        return _compile(self.template)
 
     def close(self) -> None:
-        """Ends the threads that wait for the endpoint."""
+        """End the threads that wait for the endpoint."""
         self.endpoint.close()
 
-    async def _judged(self, values: Mapping[str, Any], read: Callable[[str], Any], memory: Any = None) -> Any:
-        """What `read` finds in the reply to the filled-in template; asked again for replies that it cannot read.
+    async def _judge(self, values: Mapping[str, Any], read: Callable[[str], Any], memory: dict[str, Any]) -> Any:
+        """The result of `read` for the reply to the filled-in template; asks again for replies that it cannot read.
 
-        A RewardError when it does not succeed: the caller decides what that means for the row.
+        Returns a RewardError when it does not succeed: the caller decides what that means for the row.
         """
         try:
-            content = self.template.render(**values)
+            content = self.compiled.render(**values)
         except jinja2.UndefinedError as error:
             known = ", ".join(sorted(values))
             raise ConfigError(f"the template of the judge {self.name!r}: {error}; it may use {known}") from error
@@ -86,7 +104,7 @@ class _Asks:
         problem: RewardError | None = None
         for attempt in range(self.tries):
             try:
-                return read((await self.endpoint.ask(messages, attempt, memory)).text)
+                return read((await self.endpoint.ask(messages, memory, attempt)).text)
             except ReplyError as error:
                 problem = error
                 self.endpoint.counts["unreadable"] += 1
@@ -94,18 +112,19 @@ class _Asks:
                 return error
         return problem
 
-    def _settle(self, row: int, found: Any, log_total: Any) -> Any:
-        """The finding of a row, or what `on_failure` gives a row that failed."""
-        if not isinstance(found, RewardError):
-            return found
+    def _settle(self, row: int, judgement: Any, log_total: Any) -> Any:
+        """The judgement of a row, or what `on_failure` gives a row that failed."""
+        if not isinstance(judgement, RewardError):
+            return judgement
+        message = f"judge {self.name!r} could not judge row {row}: {judgement}"
         if self.on_failure == "stop":
-            raise RewardError(f"judge {self.name!r} could not judge row {row}: {found}") from found
-        warnings.warn(f"judge {self.name!r} could not judge row {row}: {found}", stacklevel=2)
+            raise RewardError(message) from judgement
+        warnings.warn(message, stacklevel=2)
         if log_total is not None:
             log_total(f"{self.name}/failed_rows", 1)
         return None if self.on_failure in ("none", None) else float(self.on_failure)
 
-    def _spend(self, log_total: Any) -> None:
+    def _log_spend(self, log_total: Any) -> None:
         if log_total is None:
             return
         counts = self.endpoint.take_counts()
@@ -116,7 +135,8 @@ class _Asks:
             log_total(f"{self.name}/cost", sum(n * price / 1e6 for n, price in zip(tokens, self.prices, strict=True)))
 
 
-class Judge(_Asks):
+@dataclass(frozen=True, eq=False)
+class Judge(JudgeSpec):
     """A grader that has a language model score each completion.
 
     `template` is a jinja2 text, or a file that holds one (name.txt, name.j2, name.md), with `prompt`, `completion`,
@@ -124,49 +144,54 @@ class Judge(_Asks):
     a JSON object in the reply, or is its last number; on `scale` (lowest, highest) it becomes 0 to 1, with `scale=None`
     it is taken as it is. `criteria` {name: weight} makes it a rubric: the reward is their weighted mean, and each is
     logged. Replies that cannot be read are asked for again, `tries` times in all; a row that fails gets `on_failure`:
-    "stop" (an error), "none" or a number. `parameters` go to the endpoint (temperature is 0 unless given there);
-    `cache` is a folder; `prices` are per million prompt and completion tokens, for the metric `<name>/cost`; `key`
-    names the environment variable of the API key. Limits: `timeout` seconds for an attempt, `attempts` with growing
-    pauses from `backoff` seconds on, `concurrency` requests at once, `per_minute` requests a minute (0: any number).
+    "stop" (an error), "none" or a number. `prices` are per million prompt and completion tokens, for the metric
+    `<name>/cost`. The other options are those of `EndpointSpec`.
     """
 
-    def __init__(
-        self, url: str, model: str, template: str = SCORE_TEMPLATE, *, system: str | None = None,
-        criteria: Mapping[str, float] | None = None, pattern: str | None = None, field: str = "score",
-        scale: tuple[float, float] | None = (0, 10), on_failure: str | float | None = "stop", tries: int = 2,
-        name: str = "judge", prices: tuple[float, float] = (0.0, 0.0), cache: str | None = None,
-        key: str = "OPENAI_API_KEY", timeout: float = 60.0, attempts: int = 5, concurrency: int = 16,
-        per_minute: float = 0.0, backoff: float = 1.0, parameters: Mapping[str, Any] | None = None,
-    ):  # fmt: skip
-        super().__init__(
-            url, model, template=template, system=system, name=name, scale=scale, on_failure=on_failure, tries=tries,
-            prices=prices, cache=cache, key=key, limits=Limits(timeout, attempts, concurrency, per_minute, backoff),
-            parameters={"temperature": 0.0, **(parameters or {})},
-        )  # fmt: skip
-        self.criteria, self.pattern, self.field = dict(criteria or {}), pattern, field
+    template: str = SCORE_TEMPLATE
+    _: KW_ONLY
+    name: str = "judge"
+    criteria: Mapping[str, float] | None = None
+    pattern: str | None = None
+    field: str = "score"
+    scale: tuple[float, float] | None = (0, 10)
 
-    by_row = True  # a row's score depends on that row alone: it is asked for as soon as the row has ended
+    def __post_init__(self):
+        super().__post_init__()
+        if self.scale is not None and not (len(self.scale) == 2 and self.scale[0] < self.scale[1]):
+            raise ConfigError(f"scale of the judge {self.name!r} is {self.scale!r}; it is (lowest, highest), or None")
+
+    by_row: ClassVar[bool] = True  # a row's score depends on that row alone, so it is asked for when the row has ended
 
     async def __call__(
-        self, prompts: Sequence[Any], completions: Sequence[Any], log_total: Any = None,
-        row_numbers: Sequence[int] | None = None, batch_memory: Any = None, **columns: Any,
-    ) -> list[Any]:  # fmt: skip
+        self,
+        prompts: Sequence[Any],
+        completions: Sequence[Any],
+        log_total: Any = None,
+        row_numbers: Sequence[int] | None = None,
+        batch_memory: dict[str, Any] | None = None,
+        **columns: Any,
+    ) -> list[Any]:
         """The scores; a mapping with each criterion's where there is a rubric."""
-        numbers = range(len(prompts)) if row_numbers is None else row_numbers
-        found = await asyncio.gather(
+        low, high = self.scale or (None, None)
+        memory = {} if batch_memory is None else batch_memory
+        own = {"low": low, "high": high, "criteria": list(self.criteria or ())}
+        lists = {name: values for name, values in columns.items() if isinstance(values, list)}
+        judgements = await asyncio.gather(
             *(
-                self._judged(self._values(row, prompts, completions, columns), self._read, batch_memory)
+                self._judge(
+                    {name: values[row] for name, values in lists.items()}
+                    | own
+                    | {"prompt": shown(prompts[row]), "completion": text_of(completions[row])},
+                    self._read,
+                    memory,
+                )
                 for row in range(len(prompts))
             )
         )
-        self._spend(log_total)
-        return [self._settle(row, score, log_total) for row, score in zip(numbers, found, strict=True)]
-
-    def _values(self, row: int, prompts: Any, completions: Any, columns: Mapping[str, Any]) -> dict[str, Any]:
-        low, high = self.scale or (None, None)
-        own = {"low": low, "high": high, "criteria": list(self.criteria)}
-        given = {name: values[row] for name, values in columns.items() if isinstance(values, list)}
-        return {**given, **own, "prompt": shown(prompts[row]), "completion": text_of(completions[row])}
+        self._log_spend(log_total)
+        numbers = range(len(prompts)) if row_numbers is None else row_numbers
+        return [self._settle(row, score, log_total) for row, score in zip(numbers, judgements, strict=True)]
 
     def _read(self, text: str) -> Any:
         if not self.criteria:
@@ -175,28 +200,20 @@ class Judge(_Asks):
         return {"score": score, **each}
 
 
-class PairwiseJudge(_Asks):
+@dataclass(frozen=True, eq=False)
+class PairwiseJudge(JudgeSpec):
     """A grader that has a language model compare the completions of a prompt: the reward is the share of wins.
 
     Every two completions of a prompt (adjacent rows with the same prompt) are compared, in both orders unless
-    `both_orders` is false (models favour a place); a tie is half a win. `template` has `prompt`, `a`, `b` and every
+    `both_orders` is false (models favour a position); a tie is half a win. `template` has `prompt`, `a`, `b` and every
     column. A comparison that fails counts as nothing with on_failure="none", and as that share of a win with a number;
     a completion without any comparison gets None. The other options are as in `Judge`.
     """
 
-    def __init__(
-        self, url: str, model: str, template: str = PAIR_TEMPLATE, *, system: str | None = None,
-        both_orders: bool = True, on_failure: str | float | None = "stop", tries: int = 2,
-        name: str = "pairwise_judge", prices: tuple[float, float] = (0.0, 0.0), cache: str | None = None,
-        key: str = "OPENAI_API_KEY", timeout: float = 60.0, attempts: int = 5, concurrency: int = 16,
-        per_minute: float = 0.0, backoff: float = 1.0, parameters: Mapping[str, Any] | None = None,
-    ):  # fmt: skip
-        super().__init__(
-            url, model, template=template, system=system, name=name, scale=None, on_failure=on_failure, tries=tries,
-            prices=prices, cache=cache, key=key, limits=Limits(timeout, attempts, concurrency, per_minute, backoff),
-            parameters={"temperature": 0.0, **(parameters or {})},
-        )  # fmt: skip
-        self.both_orders = both_orders
+    template: str = PAIR_TEMPLATE
+    _: KW_ONLY
+    name: str = "pairwise_judge"
+    both_orders: bool = True
 
     async def __call__(
         self, prompts: Sequence[Any], completions: Sequence[Any], log_total: Any = None, **columns: Any
@@ -205,21 +222,23 @@ class PairwiseJudge(_Asks):
         pairs = [pair for group in groups(prompts) for pair in itertools.combinations(group, 2)]
         if self.both_orders:
             pairs += [(second, first) for first, second in pairs]
-        found = await asyncio.gather(
+        memory: dict[str, Any] = {}
+        judgements = await asyncio.gather(
             *(
-                self._judged(
+                self._judge(
                     {name: values[a] for name, values in columns.items() if isinstance(values, list)}
                     | {"prompt": shown(prompts[a]), "a": text_of(completions[a]), "b": text_of(completions[b])},
                     read_winner,
+                    memory,
                 )
                 for a, b in pairs
             )
         )
-        self._spend(log_total)
+        self._log_spend(log_total)
         wins: list[list[float]] = [[] for _ in prompts]
-        for (a, b), outcome in zip(pairs, found, strict=True):
-            failed = isinstance(outcome, RewardError)
-            share = self._settle(a, outcome, log_total)
+        for (a, b), judgement in zip(pairs, judgements, strict=True):
+            failed = isinstance(judgement, RewardError)
+            share = self._settle(a, judgement, log_total)
             if share is not None:
                 wins[a].append(share)
                 wins[b].append(share if failed else 1.0 - share)
@@ -240,7 +259,7 @@ def shown(prompt: Any) -> str:
     return "\n\n".join(f"{message['role']}: {message['content']}" for message in prompt)
 
 
-def _template(template: str) -> jinja2.Template:
+def _compile(template: str) -> jinja2.Template:
     """The template of a text, or of the file that it names."""
     if "\n" not in template and template.endswith((".txt", ".j2", ".md", ".jinja")):
         path = Path(template).expanduser()

@@ -8,24 +8,24 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from jaxrl_llm.rewards.calls import RewardError, text_of
+from jaxrl_llm.rewards.signatures import RewardError, text_of
 
 
 def reasoning_gym_score(completions: Sequence[Any], reasoning_gym: Sequence[str], **columns: Any) -> list[float]:
     """The score, 0 to 1, that the task's own verifier gives the answer.
 
-    The answer is what stands in the last `<answer>...</answer>`, or the whole completion. The column `reasoning_gym`
-    says which entry it answers. It needs the package reasoning-gym.
+    The answer is the content of the last `<answer>...</answer>`, or the whole completion. The column `reasoning_gym`
+    names the entry that it answers. It needs the package reasoning-gym.
     """
     if importlib.util.find_spec("reasoning_gym") is None:
         raise RewardError("reasoning_gym_score needs the package reasoning-gym: pip install reasoning-gym")
     scores = []
-    for completion, place in zip(completions, reasoning_gym, strict=True):
-        where = json.loads(place)
-        dataset = _dataset(json.dumps(where["config"], sort_keys=True))
+    for completion, reference in zip(completions, reasoning_gym, strict=True):
+        entry = json.loads(reference)
+        dataset = _dataset(json.dumps(entry["config"], sort_keys=True))
         answers = re.findall(r"<answer>(.*?)</answer>", text_of(completion), re.DOTALL)
         answer = (answers[-1] if answers else text_of(completion)).strip()
-        scores.append(float(dataset.score_answer(answer, dataset[where["index"]])))
+        scores.append(float(dataset.score_answer(answer, dataset[entry["index"]])))
     return scores
 
 

@@ -1,17 +1,17 @@
-"""What a judge's reply says: a number, a rubric's numbers, or which of two answers is better."""
+"""Parsers of a judge's reply: a number, a rubric's numbers, or the better of two answers."""
 
 import json
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from jaxrl_llm.rewards.calls import RewardError, shorten
+from jaxrl_llm.rewards.signatures import RewardError, shorten
 
 NUMBER = r"[-+]?\d+(?:\.\d+)?"
 
 
 class ReplyError(RewardError):
-    """A reply that does not hold what was asked for."""
+    """A reply without the score or the winner that was asked for."""
 
 
 def read_score(text: str, pattern: str | None, field: str, scale: tuple[float, float] | None) -> float:
@@ -25,15 +25,15 @@ def read_score(text: str, pattern: str | None, field: str, scale: tuple[float, f
         matches = list(re.finditer(pattern, text))
         if not matches:
             raise ReplyError(f"the reply does not match {pattern!r}: {shorten(text)}")
-        found: Any = matches[-1].group(1 if matches[-1].re.groups else 0)
+        value: Any = matches[-1].group(1 if matches[-1].re.groups else 0)
     else:
         objects = [tree for tree in json_objects(text) if field in tree]
         # "8/10" is 8 of 10.
         plain = re.findall(rf"({NUMBER})(?:\s*/\s*{NUMBER})?", text)
         if not objects and not plain:
             raise ReplyError(f"the reply holds no number: {shorten(text)}")
-        found = objects[-1][field] if objects else plain[-1]
-    return _scaled(found, scale, text)
+        value = objects[-1][field] if objects else plain[-1]
+    return _scaled(value, scale, text)
 
 
 def read_rubric(
@@ -56,14 +56,14 @@ def read_winner(text: str) -> float:
 
     Raises ReplyError when none does.
     """
-    found = re.findall(r"(?<![A-Za-z])(A|B|[Tt]ie|TIE)(?![A-Za-z'])", text)
-    if not found:
+    winners = re.findall(r"(?<![A-Za-z])(A|B|[Tt]ie|TIE)(?![A-Za-z'])", text)
+    if not winners:
         raise ReplyError(f"the reply names neither A nor B nor tie: {shorten(text)}")
-    return {"a": 1.0, "b": 0.0, "tie": 0.5}[found[-1].lower()]
+    return {"a": 1.0, "b": 0.0, "tie": 0.5}[winners[-1].lower()]
 
 
 def json_objects(text: str) -> Iterator[dict[str, Any]]:
-    """Every JSON object that stands somewhere in a text, those inside another left out."""
+    """Every JSON object in a text, without those inside another one."""
     decoder, start = json.JSONDecoder(), text.find("{")
     while start >= 0:
         try:

@@ -1,11 +1,11 @@
-"""Running a Python program that nobody has read: in a process of its own, with limits, without network or secrets.
+"""Execution of untrusted Python programs: in a process of their own, with limits, without network or secrets.
 
 On Linux the program runs as its own user and in its own network, process and IPC namespaces where the kernel allows
-it, may write in its temporary folder and read the interpreter (Landlock), and is refused the system calls that lead
-elsewhere (seccomp); it has limits of memory, processor time, file size, processes and open files, and is killed with
-all its descendants when it ends or its time is up. `walls()` says which of these hold on this machine. It is no virtual
-machine: a hole in the kernel is a way out, the limits of memory and files hold for each process and each file, and
-nothing hides what the interpreter's own folders hold.
+it, may write in its temporary folder and read the interpreter (Landlock), and is refused the system calls that reach
+beyond them (seccomp); it has limits of memory, processor time, file size, processes and open files, and is killed with
+all its descendants when it ends or its time is up. These isolation layers are called walls; `walls()` lists those that
+this machine offers. It is no virtual machine: a hole in the kernel is a way out, the limits of memory and files hold
+for each process and each file, and the interpreter's own folders can be read.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jaxrl_llm.rewards.calls import RewardError
+from jaxrl_llm.rewards.signatures import RewardError
 
 JAIL, GUARD = Path(__file__).with_name("jail.py"), Path(__file__).with_name("guard.py")
 # Beyond the interpreter's own folders: libraries, and what the dynamic linker and time zones read.
@@ -35,9 +35,9 @@ class SandboxError(RewardError):
 
 @dataclass(frozen=True)
 class Limits:
-    """What a program may use: wall-clock seconds, MB of address space a process, processes, MB of each file.
+    """The resources of a program: wall-clock seconds, MB of address space a process, processes, MB of each file.
 
-    Processor time is limited to the wall-clock seconds. Output beyond `output_kb` is cut off.
+    Processor time is limited to the wall-clock seconds. Output beyond `output_kb` is dropped.
     """
 
     seconds: float = 10.0
@@ -49,7 +49,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Finished:
-    """How a program ended: `ended` is "exit", "signal" or "timeout", `code` the exit code or signal."""
+    """The end and output of a program: `ended` is "exit", "signal" or "timeout", `code` the exit code or signal."""
 
     ended: str
     code: int
@@ -64,7 +64,7 @@ class Finished:
 
 
 def run_program(source: str, stdin: str = "", limits: Limits | None = None) -> Finished:
-    """How a Python program ended, and what it wrote.
+    """Run a Python program; returns its end and its output.
 
     Its folder, its environment and its home are empty; the packages of this Python environment can be imported.
     Raises SandboxError when it cannot be run.
@@ -80,15 +80,20 @@ def run_program(source: str, stdin: str = "", limits: Limits | None = None) -> F
         try:
             settings = json.dumps(_settings(folder, limits, writer))
             with (
-                (Path(outer) / "stdin").open("rb") as given,
+                (Path(outer) / "stdin").open("rb") as input_file,
                 (folder / ".output").open("wb") as output,
                 (folder / ".errors").open("wb") as errors,
             ):
                 process = subprocess.Popen(
                     [sys.executable, "-I", "-S", str(JAIL), settings],
-                    stdin=given, stdout=output, stderr=errors, pass_fds=[writer], cwd=folder, env={},
+                    stdin=input_file,
+                    stdout=output,
+                    stderr=errors,
+                    pass_fds=[writer],
+                    cwd=folder,
+                    env={},
                     start_new_session=True,
-                )  # fmt: skip
+                )
             _wait(process, limits.seconds + PATIENCE)
             os.set_blocking(reader, False)
             walls, (ended, code) = _status(reader, process)
@@ -102,7 +107,7 @@ def run_program(source: str, stdin: str = "", limits: Limits | None = None) -> F
 
 @functools.cache
 def walls() -> tuple[str, ...]:
-    """What keeps programs in on this machine.
+    """The isolation layers of this machine.
 
     Of "limits", "user" (not root), "network namespace", "processes namespace", "process count", "files" (Landlock) and
     "system calls" (seccomp). Without the last two, an audit hook inside Python stands in for them.
@@ -111,7 +116,7 @@ def walls() -> tuple[str, ...]:
 
 
 def missing_walls() -> tuple[str, ...]:
-    """What programs could reach on this machine: "network" and "files", where only the audit hook is in the way."""
+    """The resources that only the audit hook protects on this machine: of "network" and "files"."""
     up = walls()
     network = "network namespace" in up or "system calls" in up
     return (*(() if network else ("network",)), *(() if "files" in up else ("files",)))
@@ -143,13 +148,13 @@ def _settings(folder: Path, limits: Limits, status: int) -> Mapping[str, Any]:
 
 
 def _open_to_all(outer: Path, folder: Path) -> None:
-    """Lets the program's user, who is not this one when this is root, into its folder."""
+    """Give the program's user access to its folder; it is another user than this process's when that is root."""
     outer.chmod(0o711)
     folder.chmod(0o777)
 
 
 def _wait(process: subprocess.Popen, seconds: float) -> None:
-    """Waits for the supervisor; kills it, and its group, when it does not keep its time."""
+    """Wait for the supervisor, and kill its process group when it ends or exceeds its time."""
     try:
         process.wait(seconds)
     except subprocess.TimeoutExpired:

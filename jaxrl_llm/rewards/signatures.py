@@ -1,28 +1,78 @@
-"""From every way a reward is written to the one way graders are called.
+"""The interface of a reward, and adapters to it from every way in which rewards are written.
 
 | written for | as | becomes |
 |---|---|---|
-| TRL, axolotl, here | `f(prompts, completions, completion_ids, **columns) -> list` | itself |
-| verl | `compute_score(data_source, solution_str, ground_truth, extra_info) -> float or dict` | a row grader |
+| TRL, axolotl, this library | `f(prompts, completions, completion_ids, **columns) -> list` | itself |
+| verl | `compute_score(data_source, solution_str, ground_truth, extra_info) -> float or dict` | a RowGrader |
 | verl, a whole batch | `f(data_sources, solution_strs, ground_truths, extra_infos) -> list` | a batch function |
-| Harmony | an object with `grade(sample)`, `setup()` | a row grader |
+| Harmony | an object with `grade(sample)`, `setup()` | a RowGrader |
 """
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from jaxrl_llm.config.resolve import closest
-from jaxrl_llm.rewards.calls import RewardError, RowGrader, Sample, is_async, parameter_names, parameters_of, text_of
+from jaxrl_llm.config.resolve import ConfigError, closest
 
-Column = Callable[[Sample], Any]
+VERL_ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")  # the batch form adds an s to each
+
+
+class RewardError(ConfigError):
+    """A reward function that failed, hung, or returned something that is not one number for each completion."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One completion, as graders with a `grade(sample)` method see it.
+
+    `prompt` and `completion` are text or lists of messages; `columns` are the row's other values of the data set.
+    """
+
+    prompt: Any
+    completion: Any
+    completion_ids: list[int]
+    columns: dict[str, Any]
+
+    @property
+    def metadata(self) -> dict[str, Any]:
+        """The row's other columns, under Harmony's name."""
+        return self.columns
+
+    @property
+    def text(self) -> str:
+        """The completion's text, of the last message when it is a conversation."""
+        return text_of(self.completion)
+
+    @property
+    def turns(self) -> list[tuple[str, str]]:
+        """(role, content) of every message, the completion last."""
+        messages = []
+        for value, role in ((self.prompt, "user"), (self.completion, "assistant")):
+            messages += [{"role": role, "content": value}] if isinstance(value, str) else value
+        return [(message["role"], message["content"]) for message in messages]
+
+    def last_content(self) -> str:
+        """The completion's text, under Harmony's name."""
+        return self.text
+
+
+@dataclass(frozen=True)
+class RowGrader:
+    """A grader of one completion at a time: `grade(sample) -> number | None | mapping | awaitable` of one.
+
+    Its rows are independent: one that fails or is late leaves the others their rewards.
+    """
+
+    grade: Callable[[Sample], Any]
+    name: str
 
 
 def as_grader(reward: Any) -> Any:
-    """The callable or RowGrader that stands for a reward written in any of the known ways.
+    """The batch function or RowGrader that stands for a reward written in any of the known ways.
 
-    Raises RewardError: an object that is neither callable nor has a `grade` method, or a class that was not made.
+    Raises RewardError: an object that is neither callable nor has a `grade` method, or a class without an instance.
     """
     if isinstance(reward, type):
         raise RewardError(f"the reward {reward.__name__} is a class; make one: {reward.__name__}(...)")
@@ -30,85 +80,53 @@ def as_grader(reward: Any) -> Any:
         return reward
     grade = getattr(reward, "grade", None)
     if callable(grade) and not inspect.isfunction(reward):
-        return _from_method(reward, grade)
+        if not accepts(grade, "completions"):
+            return RowGrader(grade, reward_name(reward))
+        # A bound method takes no attributes; a partial of it can be named like the method.
+        return functools.update_wrapper(functools.partial(grade), grade) if is_async(grade) else grade
     if not callable(reward):
         raise RewardError(f"a reward is a function, a name, or an object with grade(sample), not {reward!r}")
     names = parameter_names(reward)
-    if "solution_strs" in names:
-        return _verl_batch(reward)
-    if "solution_str" in names:
-        return _verl_row(reward)
+    if "solution_strs" in names or "solution_str" in names:
+        return _verl_grader(reward, "solution_strs" in names)
     return reward
 
 
-def _from_method(reward: Any, grade: Callable[..., Any]) -> Any:
-    """The grader of an object's `grade` method: of one sample, or of a batch when it asks for completions."""
-    name = reward_name(reward)
-    if parameters_of(grade) is None or "completions" in parameter_names(grade):
-        return functools.update_wrapper(functools.partial(grade), grade) if is_async(grade) else grade
-    return RowGrader(grade, name)
+def _verl_grader(function: Callable[..., Any], is_batch: bool) -> Any:
+    """The grader that calls verl's `compute_score`, or its batch form, with the columns of verl's rows."""
+    plural = "s" if is_batch else ""
+    takes = [key for key in VERL_ARGUMENTS if accepts(function, key + plural)]
 
+    def row_arguments(text: str, columns: Mapping[str, Any]) -> dict[str, Any]:
+        values = {"solution_str": text, "ground_truth": ground_truth(columns)}
+        return {key: values.get(key, columns.get(key)) for key in takes}
 
-def _verl_row(function: Callable[..., Any]) -> RowGrader:
-    """A row grader that calls verl's `compute_score` with the columns of a verl row."""
-    takes = parameters_of(function)
+    def grade_row(sample: Sample) -> Any:
+        return function(**row_arguments(sample.text, sample.columns))
 
-    def arguments(sample: Sample) -> dict[str, Any]:
-        found = {
-            "data_source": sample.columns.get("data_source"),
-            "solution_str": sample.text,
-            "ground_truth": ground_truth(sample.columns),
-            "extra_info": sample.columns.get("extra_info"),
-        }
-        return {key: value for key, value in found.items() if takes is None or key in takes}
+    def grade_batch(completions: Sequence[Any], **columns: Any) -> Any:
+        lists = {name: values for name, values in columns.items() if isinstance(values, list)}
+        rows = [
+            row_arguments(text_of(completion), {name: values[row] for name, values in lists.items()})
+            for row, completion in enumerate(completions)
+        ]
+        return function(**{key + plural: [row[key] for row in rows] for key in takes})
 
+    grade = grade_batch if is_batch else grade_row
     if is_async(function):
+        synchronous = grade
 
-        async def grade_async(sample: Sample) -> Any:
-            return await function(**arguments(sample))
+        # An async function is recognised by its definition, hence a second one around the first.
+        async def grade(*args: Any, **kwargs: Any) -> Any:
+            return await synchronous(*args, **kwargs)
 
-        return RowGrader(grade_async, reward_name(function))
-
-    def grade(sample: Sample) -> Any:
-        return function(**arguments(sample))
-
-    return RowGrader(grade, reward_name(function))
-
-
-def _verl_batch(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A batch function that calls verl's batch form of `compute_score`."""
-    takes = parameters_of(function)
-
-    def arguments(completions: Sequence[Any], columns: dict[str, Sequence[Any]]) -> dict[str, list[Any]]:
-        rows = [{name: values[row] for name, values in columns.items()} for row in range(len(completions))]
-        found = {
-            "data_sources": [row.get("data_source") for row in rows],
-            "solution_strs": [text_of(completion) for completion in completions],
-            "ground_truths": [ground_truth(row) for row in rows],
-            "extra_infos": [row.get("extra_info") for row in rows],
-        }
-        return {key: value for key, value in found.items() if takes is None or key in takes}
-
-    if is_async(function):
-
-        async def grade_async(completions: Sequence[Any], **columns: Any) -> Any:
-            return await function(**arguments(completions, _lists(columns)))
-
-        grade_async.__name__ = reward_name(function)
-        return grade_async
-
-    def grade(completions: Sequence[Any], **columns: Any) -> Any:
-        return function(**arguments(completions, _lists(columns)))
-
+    if not is_batch:
+        return RowGrader(grade, reward_name(function))
     grade.__name__ = reward_name(function)
     return grade
 
 
-def _lists(columns: dict[str, Any]) -> dict[str, Sequence[Any]]:
-    return {name: values for name, values in columns.items() if isinstance(values, list)}
-
-
-def ground_truth(columns: dict[str, Any]) -> Any:
+def ground_truth(columns: Mapping[str, Any]) -> Any:
     """A row's right answer: the `ground_truth` of its column `reward_model` (verl), or the column `ground_truth`.
 
     Raises RewardError when it has neither.
@@ -125,7 +143,7 @@ def ground_truth(columns: dict[str, Any]) -> Any:
 
 
 def reward_name(reward: Any) -> str:
-    """The name a reward's metrics go under: `name` or `grader_key` of an object, `__name__` of a function."""
+    """The name of a reward in metrics: `name` or `grader_key` of an object, `__name__` of a function."""
     if isinstance(reward, functools.partial):
         return reward_name(reward.func)
     if inspect.isfunction(reward) or inspect.ismethod(reward):
@@ -136,29 +154,75 @@ def reward_name(reward: Any) -> str:
     return type(reward).__name__
 
 
-def accepted(name: str, function: Any, inputs: dict[str, list[Any]], services: Iterable[str] = ()) -> dict[str, Any]:
-    """The inputs that a grader's signature takes. Raises RewardError for one it needs and the data lacks.
+def accepted(name: str, grader: Any, inputs: dict[str, list[Any]], services: Iterable[str] = ()) -> dict[str, Any]:
+    """The inputs that a grader's signature takes; `services` are further arguments that it may require.
 
-    `services` are arguments that it gets besides.
+    Raises RewardError for a required argument that is neither.
     """
-    if isinstance(function, RowGrader):
+    if isinstance(grader, RowGrader):
         return inputs
-    try:
-        parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):
-        return inputs
-    for parameter in parameters:
-        needed = parameter.default is parameter.empty and parameter.kind not in (
-            parameter.VAR_POSITIONAL,
-            parameter.VAR_KEYWORD,
-        )
-        if needed and parameter.name not in inputs and parameter.name not in services:
+    for parameter in _parameters(grader).values():
+        is_variadic = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+        is_required = parameter.default is parameter.empty and not is_variadic
+        if is_required and parameter.name not in inputs and parameter.name not in services:
             raise RewardError(
                 f"reward {name!r} needs {parameter.name!r}, which is neither a column nor set as an option; there are "
                 f"{', '.join(inputs)}; the closest is {closest(parameter.name, inputs)}"
             )
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
-        set_already = function.keywords if isinstance(function, functools.partial) else {}
-        return {key: values for key, values in inputs.items() if key not in set_already}
-    takes = {parameter.name for parameter in parameters}
-    return {key: values for key, values in inputs.items() if key in takes}
+    if takes_any(grader):
+        # An option that a specification sets is not overwritten by a column of the same name.
+        options = grader.keywords if isinstance(grader, functools.partial) else {}
+        return {key: values for key, values in inputs.items() if key not in options}
+    return {key: values for key, values in inputs.items() if accepts(grader, key)}
+
+
+def is_rowwise(grader: Any) -> bool:
+    """True when a grader is called with single rows: a RowGrader, or an async function declared `by_row = True`."""
+    if isinstance(grader, RowGrader):
+        return True
+    declared = grader.func if isinstance(grader, functools.partial) else grader
+    return is_async(grader) and getattr(declared, "by_row", False) is True
+
+
+def is_async(function: Any) -> bool:
+    """True when calling `function` gives a coroutine."""
+    if isinstance(function, RowGrader):
+        return is_async(function.grade)
+    if isinstance(function, functools.partial):
+        return is_async(function.func)
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
+        getattr(function, "__call__", None)  # noqa: B004 (an instance with an async __call__)
+    )
+
+
+def accepts(function: Any, name: str) -> bool:
+    """True when `function` can be called with the keyword `name`, also where its signature cannot be read."""
+    return name in _parameters(function) or takes_any(function)
+
+
+def takes_any(function: Any) -> bool:
+    """True when `function` can be called with every keyword, also where its signature cannot be read."""
+    return any(parameter.kind is parameter.VAR_KEYWORD for parameter in _parameters(function).values())
+
+
+def parameter_names(function: Any) -> tuple[str, ...]:
+    """The names of a function's parameters."""
+    return tuple(_parameters(function))
+
+
+def _parameters(function: Any) -> Mapping[str, inspect.Parameter]:
+    try:
+        return inspect.signature(function).parameters
+    except (TypeError, ValueError):  # of functions written in C: they may take anything
+        return {"kwargs": inspect.Parameter("kwargs", inspect.Parameter.VAR_KEYWORD)}
+
+
+def text_of(completion: Any) -> str:
+    """A completion's text: itself, or the content of its last message."""
+    return completion if isinstance(completion, str) else completion[-1]["content"]
+
+
+def shorten(value: Any, limit: int = 300) -> str:
+    """`repr(value)`, truncated to `limit` characters for an error message."""
+    text = repr(value)
+    return text if len(text) <= limit else text[: limit - 3] + "..."

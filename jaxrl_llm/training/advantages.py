@@ -16,7 +16,7 @@ from jaxrl_llm.algorithms.kl import kl_estimate
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.config.resolve import resolve_with_options
 from jaxrl_llm.rollout.engine import Rollout
-from jaxrl_llm.training.objectives.policy_gradient import kl_kind
+from jaxrl_llm.training.objective_specs import kl_estimator
 
 # What a rule may ask for, by the names of its arguments. It returns advantages [N] or [N,T], and with a critic a pair:
 # advantages and the returns [N,T] that its values should have been.
@@ -193,7 +193,7 @@ def make_scorer(config, reward_names: tuple[str, ...]) -> Scorer:
         group_size=config.rollout.group_size,
         scale=algorithm.scale_rewards,
         reward_names=tuple(reward_names),
-        kl=kl_kind(config),
+        kl=kl_estimator(config),
         kl_in_reward=algorithm.kl_in_reward,
         max_completion_length=config.rollout.max_completion_length,
         overlong_buffer=algorithm.overlong_buffer,

@@ -19,6 +19,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from jaxrl_llm.algorithms.batch import Inputs
 from jaxrl_llm.config.resolve import ConfigError, resolve, resolve_with_options
 from jaxrl_llm.data.chat import chat_ids, is_conversational, render_prompt
 from jaxrl_llm.data.collate import pad_prompts
@@ -98,7 +99,7 @@ class RolloutTrainer:
 class ExternalRollout:
     """Calls a rollout function with the policy, in place of `Engine.generate`.
 
-    policy_logps: `(params, rollout) -> [N,T]`, the log-probs of the policy for rows whose function returns none.
+    policy_logps: `(params, inputs) -> [N,T]`, the log-probs of the policy for rows whose function returns none.
     """
 
     function: Callable[..., Any]
@@ -106,7 +107,7 @@ class ExternalRollout:
     tokenizer: Any
     mesh: Mesh
     prompt_width: int
-    policy_logps: Callable[[Params, Rollout], Any]
+    policy_logps: Callable[[Params, Inputs], Any]
 
     def __call__(
         self, params: Params, examples: Sequence[Mapping[str, Any]], key, state: Any
@@ -126,7 +127,8 @@ class ExternalRollout:
         rows = call_rollout_function(self.function, [example["prompt"] for example in examples], ids, trainer)
         rollout = self._rollout(rows)
         if rows.logprobs is None:
-            rollout = rollout._replace(sample_logps=self.policy_logps(params, rollout) * rollout.mask)
+            inputs = Inputs(rollout.tokens, rollout.segments, prompt_width=self.prompt_width)
+            rollout = rollout._replace(sample_logps=self.policy_logps(params, inputs) * rollout.mask)
         return rollout, rows.columns
 
     def _generate(self, params: Params, key) -> Generate:

@@ -26,11 +26,12 @@ from jaxrl_llm.distributed.processes import all_or_none
 from jaxrl_llm.distributed.sharding import on_device, row_shards, rows_to_global
 from jaxrl_llm.models.transformer import Net, Params
 from jaxrl_llm.training.logging.stopwatch import Stopwatch
+from jaxrl_llm.training.objective_specs import preference_spec
 from jaxrl_llm.training.objectives.preference import row_sums
 from jaxrl_llm.training.online import Experience, Row, scored_logps
 from jaxrl_llm.training.packing.documents import pad_groups
 from jaxrl_llm.training.packing.planner import Packer, Sample
-from jaxrl_llm.training.update import Metrics, State
+from jaxrl_llm.training.update import State
 
 log = logging.getLogger(__name__)
 
@@ -71,7 +72,7 @@ class Offline:
                 batch = batch.replace(
                     ref_logps=_logps(self.net, on_device(self.ref_params), batch, rows, mesh, self.pack)
                 )
-            if config.algorithm.bco_running_mean:
+            if _running_mean(config):
                 logps = _logps(self.net, state.params, batch, rows, mesh, self.pack)
                 self.seen = self.seen.update(_rewards(config, logps, batch))
                 batch = self.with_baseline(batch)
@@ -81,7 +82,7 @@ class Offline:
 
     def with_baseline(self, batch: Batch) -> Batch:
         """The batch with the mean of all rewards so far, where `bco_running_mean` asks for it."""
-        if not self.config.algorithm.bco_running_mean:
+        if not _running_mean(self.config):
             return batch
         return batch.replace(scalars=Scalars(reward_shift=jnp.float32(self.seen.mean)))
 
@@ -111,7 +112,7 @@ class HeldOut:
     Those of a named set are `eval/<name>/loss` and so on.
     """
 
-    measure: Callable[[Params, Batch], Metrics]
+    measure: Callable[[Params, Batch], dict[str, jax.Array]]
     batch: Batch
     source: Offline | None  # whose running mean a loss may read
     name: str = ""
@@ -156,12 +157,13 @@ def _has_mismatches(config) -> bool:
 def check_balance(config, examples: list[Example]) -> None:
     """Warns when desirable and undesirable rows miss the balance that KTO's paper found best (eq. 8) by over 5%."""
     desirable = sum(row["label"] for (row,) in examples)
-    heavy = config.algorithm.desirable_weight * desirable
-    light = config.algorithm.undesirable_weight * (len(examples) - desirable)
+    options = preference_spec(config).losses[0].options
+    heavy = options.get("desirable_weight", 1.0) * desirable
+    light = options.get("undesirable_weight", 1.0) * (len(examples) - desirable)
     if not light * 0.95 <= heavy <= light * 1.05 * 4 / 3:
         log.warning(
-            "%d desirable and %d undesirable rows: algorithm.desirable_weight x desirable should be 1 to 4/3 times "
-            "algorithm.undesirable_weight x undesirable, and is %.3g to %.3g",
+            "%d desirable and %d undesirable rows: the loss's option desirable_weight x desirable should be 1 to 4/3 "
+            "times undesirable_weight x undesirable, and is %.3g to %.3g",
             desirable, len(examples) - desirable, heavy, light,
         )  # fmt: skip
 
@@ -263,9 +265,10 @@ def _logps(net: Net, params: Params, batch: Batch, rows: int, mesh: Mesh, pack: 
 
 def _rewards(config, logps, batch: Batch) -> jax.Array:
     """Rewards `[N]`: beta times each row's log-ratio."""
-    rewards = row_sums(config, logps, batch.mask)[0]
+    spec = preference_spec(config)
+    rewards = row_sums(spec, logps, batch.mask)[0]
     if batch.ref_logps is not None:
-        rewards -= row_sums(config, batch.ref_logps, batch.mask)[0]
+        rewards -= row_sums(spec, batch.ref_logps, batch.mask)[0]
     return config.algorithm.beta * rewards
 
 
@@ -274,3 +277,10 @@ def _to_devices(batch: Batch, mesh: Mesh) -> Batch:
     processes, process = jax.process_count(), jax.process_index()
     own = jax.tree.map(lambda x: np.split(x, processes)[process] if processes > 1 else x, batch)
     return rows_to_global(own, mesh)
+
+
+def _running_mean(config) -> bool:
+    """True when a loss subtracts the mean of all rewards so far."""
+    if config.algorithm.name != "preference":
+        return False
+    return any(loss.running_mean for loss in preference_spec(config).losses)

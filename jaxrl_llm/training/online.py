@@ -21,6 +21,7 @@ from jaxrl_llm.algorithms.kl import AdaptiveKL
 from jaxrl_llm.algorithms.random_streams import REPLAY, ROW_SEEDS
 from jaxrl_llm.config import ConfigError, rows_together
 from jaxrl_llm.config.schema import OFFLINE
+from jaxrl_llm.data.chat import decode_completion, is_conversational
 from jaxrl_llm.data.collate import pad_prompts
 from jaxrl_llm.data.pipeline import Pipeline
 from jaxrl_llm.data.streaming import Stream
@@ -29,18 +30,18 @@ from jaxrl_llm.distributed.sharding import constrain, local_rows, on_device, row
 from jaxrl_llm.environments.batch import EpisodeBatch
 from jaxrl_llm.models.logprobs import token_logps, token_values
 from jaxrl_llm.models.transformer import Net, Params
-from jaxrl_llm.rewards.grader import NOTHING_LOGGED, Logged, Rewards, TrainerState
+from jaxrl_llm.rewards.runner import NOTHING_LOGGED, Logged, Rewards, TrainerState
+from jaxrl_llm.rewards.streaming import StreamingRewards
 from jaxrl_llm.rollout.engine import Engine, Rollout
 from jaxrl_llm.training.advantages import Scorer
 from jaxrl_llm.training.external_rollout import ExternalRollout
 from jaxrl_llm.training.logging.reward_metrics import add_totals, join, over_processes, table_value
 from jaxrl_llm.training.logging.stopwatch import Stopwatch
 from jaxrl_llm.training.microbatch import map_microbatches
-from jaxrl_llm.training.objectives.policy_gradient import needs_key
+from jaxrl_llm.training.objective_specs import critic_spec, policy_loss
 from jaxrl_llm.training.objectives.value import critic_params
 from jaxrl_llm.training.packing.planner import Packer
 from jaxrl_llm.training.reference import Memory
-from jaxrl_llm.training.streaming_rewards import EarlyGrading
 from jaxrl_llm.training.update import State
 
 Row = dict[str, Any]
@@ -101,10 +102,14 @@ class Sampler:
                 name: [e[name] for e in repeated] for name in examples[0] if name not in ("prompt", "prompt_ids")
             }
             asked = [e["prompt"] for e in repeated]
+
+            def decode(row: int, tokens: list[int]) -> Any:
+                return decode_completion(self.tokenizer, tokens, is_conversational(asked[row]))
+
             early = None
             if episodes is None and self.external is None and self.rewards.takes_rows:
                 with all_or_none():
-                    early = EarlyGrading(self.rewards.open(asked, columns, state), asked, self.tokenizer)
+                    early = StreamingRewards(self.rewards.open(asked, columns, state), decode)
             rollout, results = self._rollout(params, opened, key, first_row, state, episodes, early)
             tokens, lengths = local_rows((rollout.tokens, rollout.lengths))
         with self.watch("reward"), all_or_none():
@@ -115,7 +120,7 @@ class Sampler:
             if episodes is not None:
                 texts, results = episodes.finish(ids, self.rewards.workers is None)
             if early is None:
-                early = EarlyGrading(self.rewards.open(asked, columns | results, state), asked, self.tokenizer)
+                early = StreamingRewards(self.rewards.open(asked, columns | results, state), decode)
             texts = early.finish(ids, texts)
             graded = early.pending.result()
             if episodes is not None:
@@ -127,7 +132,7 @@ class Sampler:
 
     def _rollout(
         self, params: Params, examples: list[Row], key, first_row: int, state: TrainerState,
-        episodes: EpisodeBatch | None, early: EarlyGrading | None,
+        episodes: EpisodeBatch | None, early: StreamingRewards | None,
     ) -> tuple[Rollout, dict[str, list[Any]]]:  # fmt: skip
         """The rows, and the columns for rewards that come with them."""
         if self.external is not None:
@@ -264,7 +269,7 @@ class Online:
                 token_count=None if tokens is None else np.float32(tokens),
             )
         )
-        if needs_key(self.config):
+        if "key" in policy_loss(self.config).takes:
             first = int(jax.random.bits(jax.random.fold_in(key, ROW_SEEDS)))
             seeds = np.random.default_rng([first, 0]).integers(2**32, size=batch.rows, dtype=np.uint32)
             own = slice(jax.process_index() * rows, (jax.process_index() + 1) * rows)
@@ -303,7 +308,7 @@ class Online:
             return None
         inputs, count = self._inputs(rows)
         return values_before(
-            self.critic, critic_params(self.config, state), inputs, count, row_shards(self.sampler.mesh)
+            self.critic, critic_params(critic_spec(self.config), state), inputs, count, row_shards(self.sampler.mesh)
         )
 
     def _inputs(self, rows: Rollout | Batch) -> tuple[Inputs, int]:

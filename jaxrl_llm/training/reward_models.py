@@ -1,11 +1,10 @@
-"""Reward models as rewards: `model:<path>` in `rewards.functions`, for every online algorithm.
+"""Reward models as graders: `model:<path>` in `rewards.functions`, for every online algorithm.
 
 The path names a sequence classification model with one score: a Hugging Face folder or hub id, or the `hf` folder of a
 reward_model run. It may be of another family than the policy and has its own tokenizer and chat template.
 """
 
 import functools
-from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -27,18 +26,25 @@ NARROWEST = 32  # rows are padded to this width or one of its doubles, so that f
 
 
 class RewardModel:
-    """A grader: the scores that a reward model gives to prompts with their completions.
+    """A grader that gives the score of a reward model for each prompt with its completion.
 
-    Messages are written with the reward model's own chat template, texts are joined, and either is tokenised by its own
-    tokenizer without adding special tokens; the score is that of the last token. With `add_eos` an end-of-text token
-    closes plain texts, as it does in the rows that a reward_model run learns from. Rows of more than `max_length`
+    Messages are rendered with the reward model's own chat template, texts are joined, and either is tokenized by its
+    own tokenizer without adding special tokens; the score is that of the last token. With `add_eos` an end-of-text
+    token closes plain texts, as it does in the rows that a reward_model run trains on. Rows of more than `max_length`
     tokens lose their beginning. `rows` are computed at a time, on this process's devices, which share the parameters.
 
     Raises ConfigError for a folder that holds no reward model with a tokenizer.
     """
 
-    def __init__(self, path: str, max_length: int | None = None, rows: int = 32, add_eos: bool = False,
-                 dtype: str = "auto", name: str | None = None):  # fmt: skip
+    def __init__(
+        self,
+        path: str,
+        max_length: int | None = None,
+        rows: int = 32,
+        add_eos: bool = False,
+        dtype: str = "auto",
+        name: str | None = None,
+    ):
         self.name = name or _short_name(path)
         self.max_length, self.add_eos = max_length, add_eos
         self.mesh = make_mesh(data=1, fsdp=-1, devices=jax.local_devices())
@@ -50,12 +56,12 @@ class RewardModel:
     def __call__(self, prompts: list[Any], completions: list[Any]) -> list[float]:
         """The score of each prompt with its completion."""
         ids = [self._ids(prompt, completion) for prompt, completion in zip(prompts, completions, strict=True)]
-        order = sorted(range(len(ids)), key=lambda row: len(ids[row]))  # rows of like length are computed together
+        order = sorted(range(len(ids)), key=lambda row: len(ids[row]))  # rows of similar length waste little padding
         scores = np.zeros(len(ids))
         with jax.set_mesh(self.mesh):
             for start in range(0, len(order), self.rows):
-                part = order[start : start + self.rows]
-                scores[part] = self._scores([ids[row] for row in part])
+                chunk = order[start : start + self.rows]
+                scores[chunk] = self._scores([ids[row] for row in chunk])
         return scores.tolist()
 
     def _ids(self, prompt: Any, completion: Any) -> list[int]:
@@ -75,8 +81,8 @@ class RewardModel:
         width = NARROWEST
         while width < len(ids[-1]):
             width *= 2
-        filled = ids + ids[-1:] * (self.rows - len(ids))
-        tokens, segments, _ = pad_rows([(row, [0.0] * len(row)) for row in filled], width)
+        full = ids + ids[-1:] * (self.rows - len(ids))  # the last row again, so that every call has the same shape
+        tokens, segments, _ = pad_rows([(row, [0.0] * len(row)) for row in full], width)
         rows = jax.device_put((tokens, segments), row_sharding(self.mesh))
         return np.asarray(_score(self.model.net, self.model.params, *rows))[: len(ids)]
 
@@ -103,25 +109,21 @@ def with_reward_models(specs: Any) -> Any:
 
 def _load(path: str, dtype: str, mesh) -> Model:
     model = load_model(path, dtype, mesh=mesh, head="score")
-    named = _architecture(model.hf_config)
-    if "SequenceClassification" not in named:
+    architecture = ", ".join((model.hf_config or {}).get("architectures") or ())
+    if "SequenceClassification" not in architecture:
         raise ConfigError(
-            f"{PREFIX}{path} is no reward model: its config.json names {named or 'no architecture'}, and a score head "
-            "comes with a ...ForSequenceClassification; train one with configs/reward_model.py"
+            f"{PREFIX}{path} is no reward model: its config.json names {architecture or 'no architecture'}; a score "
+            "head comes with a ...ForSequenceClassification; train one with configs/reward_model.py"
         )
     if model.tokenizer is None:
         raise ConfigError(f"{PREFIX}{path} has no tokenizer files; add those that the reward model was trained with")
     return model
 
 
-def _architecture(hf_config: Mapping[str, Any] | None) -> str:
-    return ", ".join((hf_config or {}).get("architectures") or ())
-
-
 def _short_name(path: str) -> str:
-    """The last part of the path that says something: of `runs/reward_model/hf` it is reward_model."""
-    parts = [part for part in path.replace(":", "/").split("/") if part not in ("", ".", "hf")]
-    return parts[-1] if parts else path
+    """The last informative name of a path: reward_model for `runs/reward_model/hf`."""
+    names = [name for name in path.replace(":", "/").split("/") if name not in ("", ".", "hf")]
+    return names[-1] if names else path
 
 
 @functools.partial(jax.jit, static_argnums=0)

@@ -15,8 +15,8 @@ from jaxrl_llm.environments.batch import EpisodeBatch
 from jaxrl_llm.environments.factory import Environments
 from jaxrl_llm.models.cast import draws_from_another
 from jaxrl_llm.models.model import Model
-from jaxrl_llm.rewards.grader import Rewards
-from jaxrl_llm.rollout.engine import Engine, Rollout, RolloutSpec
+from jaxrl_llm.rewards.runner import Rewards
+from jaxrl_llm.rollout.engine import Engine, RolloutSpec
 from jaxrl_llm.rollout.resharded import ReshardedEngine
 from jaxrl_llm.rollout.sampling import SamplingParams
 from jaxrl_llm.training.external_rollout import ExternalRollout, load_rollout_function
@@ -48,10 +48,9 @@ def build_sampler(model: Model, grader: Rewards, mesh: Mesh, sampling: SamplingP
     if function is not None:
         width = limit  # what a function returns as prompts is its own
 
-        def policy_logps(params: Any, rows: Rollout):
-            count, temperature = len(rows.tokens), config.rollout.temperature
-            inputs = Inputs(rows.tokens, rows.segments, prompt_width=width)
-            return scored_logps(engine.net, params, inputs, temperature, count, row_shards(mesh))
+        def policy_logps(params: Any, inputs: Inputs):
+            rows, temperature = len(inputs.tokens), config.rollout.temperature
+            return scored_logps(engine.net, params, inputs, temperature, rows, row_shards(mesh))
 
         external = ExternalRollout(function, engine, model.tokenizer, mesh, width, policy_logps)
     return Sampler(engine, grader, model.tokenizer, mesh, width, watch, open_episodes, external)

@@ -1,6 +1,6 @@
 """From a configuration to the parts of a run: the one place where model, data, rewards, sampler and update meet."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -22,18 +22,18 @@ from jaxrl_llm.models.lora import LoraConfig, has_adapters, parse_targets, split
 from jaxrl_llm.models.model import Model, add_adapters, load_model
 from jaxrl_llm.models.peft import read_config
 from jaxrl_llm.rewards.functions import environment as environment_reward
-from jaxrl_llm.rewards.grader import Rewards, load_rewards
+from jaxrl_llm.rewards.runner import Rewards, load_rewards
 from jaxrl_llm.rollout.sampling import SamplingParams
 from jaxrl_llm.training import offline
 from jaxrl_llm.training.advantages import make_scorer
-from jaxrl_llm.training.evaluation.build import Evaluate, build_evaluate
+from jaxrl_llm.training.evaluation.run import Evaluate
+from jaxrl_llm.training.evaluation_setup import build_evaluate
 from jaxrl_llm.training.logging.stopwatch import Stopwatch
-from jaxrl_llm.training.objectives import policy_gradient, preference
-from jaxrl_llm.training.objectives.router import with_router_loss
-from jaxrl_llm.training.objectives.value import critic_config, policy_and_values, shared_critic, value_regression
+from jaxrl_llm.training.objective_specs import critic_spec, needs_reference, objective_of
+from jaxrl_llm.training.objectives.value import critic_params, shared_critic, value_regression
 from jaxrl_llm.training.offline import Offline
 from jaxrl_llm.training.online import Online, Row, Sampler, check_rows
-from jaxrl_llm.training.optimizers import make_optimizer
+from jaxrl_llm.training.optimizers import learning_rate_schedule, make_optimizer
 from jaxrl_llm.training.packing.documents import first_fit
 from jaxrl_llm.training.packing.planner import Packer, Sample, make_packer, sampled_rows
 from jaxrl_llm.training.reference import make_memory, start_reference
@@ -42,13 +42,17 @@ from jaxrl_llm.training.samplers import WIDTH_MULTIPLE as WIDTH_MULTIPLE
 from jaxrl_llm.training.samplers import build_sampler, check_correction, padded_width, training_sampling
 from jaxrl_llm.training.samplers import eos_ids as eos_ids
 from jaxrl_llm.training.samplers import rollout_spec as rollout_spec
-from jaxrl_llm.training.update import Frozen, State, Update, init_state, learner, make_update, part_critic
-
-OBJECTIVES = {
-    "sft": policy_gradient.sft,
-    "preference": preference.preference,
-    "reward_model": preference.reward_model,
-}  # the others are of policy gradients
+from jaxrl_llm.training.update import (
+    Frozen,
+    State,
+    Update,
+    UpdateSpec,
+    init_state,
+    make_update,
+    merge_frozen,
+    optimizer_step,
+    split_critic,
+)
 
 
 class Run(NamedTuple):
@@ -91,7 +95,7 @@ def build(config, mesh: Mesh, train_dataset=None, eval_dataset=None, rewards=Non
         source = _online(config, model, critic, parts, grader, mesh, watch, environments)
         group, width = config.rollout.group_size, source.sampler.prompt_width
         sample = sampled_rows(shard_rows(config, mesh), group, width, config.rollout.max_completion_length)
-    objective = with_router_loss(objective_of(config), config, model.net)
+    objective = objective_of(config, model.net)
     pack = make_packer(config, model.net.config, mesh, objective, sample)
     source = replace(source, pack=pack)
     evaluation = None
@@ -104,14 +108,15 @@ def build(config, mesh: Mesh, train_dataset=None, eval_dataset=None, rewards=Non
     state, frozen_critic = init_state(trainable, optimizer, mesh, config.optimizer.offload), {}
     if critic is not None and config.critic.shared:
         joint = init_state({**trainable, **critic.params}, optimizer, mesh, config.optimizer.offload)
-        state = part_critic(joint, State(jnp.zeros_like(joint.step), critic.params, ()))
+        state = split_critic(joint, State(jnp.zeros_like(joint.step), critic.params, ()))
     elif critic is not None:
         own = critic_config(config)
         critic_optimizer = make_optimizer(own)
         frozen_critic, trainable = split(critic.params)
         state = replace(state, critic=init_state(trainable, critic_optimizer, mesh, config.optimizer.offload))
-        learn_critic = learner(value_regression(config, critic.net), critic_optimizer, own, mesh)
-    update = make_update(objective, optimizer, config, mesh, learn_critic)
+        regression = value_regression(critic_spec(config), critic.net)
+        learn_critic = optimizer_step(regression, critic_optimizer, update_spec(own), mesh)
+    update = make_update(objective, optimizer, update_spec(config), mesh, learn_critic, critic is not None)
     frozen_parts = Frozen(frozen, frozen_critic)
     return Run(model, critic, mesh, source, frozen_parts, update, evaluation, state, watch, grader, environments, pack)
 
@@ -171,11 +176,26 @@ def _check_trainable(config, model: Model) -> None:
         )
 
 
-def objective_of(config) -> Callable[..., policy_gradient.Objective]:
-    """What makes the objective of the configuration, of it and a net."""
-    if config.algorithm.name == "ppo" and config.critic.shared:
-        return policy_and_values
-    return OBJECTIVES.get(config.algorithm.name, policy_gradient.policy_gradient)
+def update_spec(config) -> UpdateSpec:
+    """What an update reads of the configuration."""
+    return UpdateSpec(
+        microbatch_rows=config.batch.microbatch_rows,
+        schedule=learning_rate_schedule(config),
+        offload=config.optimizer.offload,
+        dropout=config.lora.dropout,
+        seed=config.seed,
+        critic_warmup_steps=config.critic.warmup_steps,
+    )
+
+
+def critic_config(config):
+    """The configuration as the critic's optimizer reads it: what `critic` sets in place of `optimizer`."""
+    own = config.copy_and_resolve_references()
+    own.optimizer.learning_rate = config.critic.learning_rate
+    own.optimizer.max_grad_norm = config.critic.max_grad_norm
+    own.optimizer.schedule = config.critic.schedule
+    own.optimizer.warmup_steps, own.optimizer.warmup_ratio = 0, 0.0
+    return own
 
 
 def build_critic(config, policy: Model, mesh: Mesh) -> Model:
@@ -226,7 +246,7 @@ def _offline(config, model: Model, parts: list[Part], mesh: Mesh, watch: Stopwat
         margins = any("margin" in loading.columns(part) for part in parts)
         stream = loading.stream(config, parts, kind, model.tokenizer, lambda row: offline.as_example(row, margins))
         ref_params = None
-        if preference.needs_reference(config):
+        if needs_reference(config):
             ref_params = start_reference(config, model.params, model.net.config.lora)
         return Offline(config, model.net, stream, mesh, config.data.max_length, ref_params, watch), None
     tokens = loading.tokenized(config, parts, kind, model.tokenizer)
@@ -234,7 +254,7 @@ def _offline(config, model: Model, parts: list[Part], mesh: Mesh, watch: Stopwat
     if offline.is_labelled(config):
         offline.check_balance(config, examples)
     width, ref_params = padded_width(offline.longest(config, examples), config.data.max_length), None
-    if preference.needs_reference(config):
+    if needs_reference(config):
         kept = not config.data.precompute_reference
         ref_params = start_reference(config, model.params, model.net.config.lora, kept)
         if not kept:
@@ -260,6 +280,15 @@ def _prompts(config, model: Model, parts: list[Part]) -> tuple[list[Row] | None,
     tokens = loading.tokenized(config, parts, "prompts", model.tokenizer)
     batch, seed, shuffle = config.batch.prompts, config.seed, config.data.shuffle
     return tokens.rows, Pipeline(tokens.rows, batch, seed, shuffle, *process, tokens.shares)
+
+
+def finished_models(config, run: Run, state: State) -> tuple[Model, Model | None]:
+    """The model and the critic (None without one) with the parameters of `state`, to be exported."""
+    state = merge_frozen(state, run.frozen)
+    model, critic = replace(run.model, params=state.params), None
+    if run.critic is not None and state.critic is not None:
+        critic = replace(run.critic, params=critic_params(critic_spec(config), state))
+    return model, critic
 
 
 def environment_spec(config, environment: Any = None, tools: Sequence[Any] = ()) -> EnvironmentSpec:

@@ -1,4 +1,7 @@
-"""`State` and the update: gradients of an objective over micro-batches, then one optimizer step."""
+"""`State` and the update: gradients of an objective over micro-batches, then one optimizer step.
+
+The only module that differentiates a training loss.
+"""
 
 import dataclasses
 import functools
@@ -11,13 +14,25 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxrl_llm.algorithms.batch import Batch
+from jaxrl_llm.algorithms.losses import MERGE, NEUTRAL, Metric, Metrics
 from jaxrl_llm.algorithms.random_streams import DROPOUT
 from jaxrl_llm.distributed.sharding import on_device, on_host, row_shards, shardings
 from jaxrl_llm.models.lora import combine, has_adapters, with_dropout
 from jaxrl_llm.models.transformer import Params
-from jaxrl_llm.training.microbatch import MicroBatches, map_microbatches, microbatches_of
-from jaxrl_llm.training.objectives.policy_gradient import Metrics, Objective, merged_by
-from jaxrl_llm.training.optimizers import learning_rate_schedule
+from jaxrl_llm.training.microbatch import map_microbatches, microbatches_of
+from jaxrl_llm.training.objectives.objective import Objective
+
+
+@dataclasses.dataclass(frozen=True)
+class UpdateSpec:
+    """What an update needs of the configuration besides objective and optimizer."""
+
+    microbatch_rows: int  # 0: the whole optimizer batch at once
+    schedule: Callable[[Any], Any]  # learning rate by the number of updates made, for the metric
+    offload: bool = False  # optimizer moments live in the host's memory
+    dropout: float = 0.0  # of adapters
+    seed: int = 0
+    critic_warmup_steps: int = 0  # training steps in which only the critic learns
 
 
 class Frozen(NamedTuple):
@@ -32,9 +47,6 @@ class Frozen(NamedTuple):
 
 NOTHING = Frozen()
 Update = Callable[..., tuple["State", Metrics]]  # (state, batch, frozen parameters)
-
-
-NEUTRAL = {"sum": 0.0, "max": -jnp.inf, "min": jnp.inf}  # what a metric of no micro-batch is
 
 
 @jax.tree_util.register_dataclass
@@ -54,7 +66,7 @@ class State:
 
 
 def init_state(params: Params, optimizer: optax.GradientTransformation, mesh: Mesh, offload: bool = False) -> State:
-    """The state before the first step; optimizer moments are cut over the mesh like the parameters they belong to.
+    """The state before the first step; optimizer moments are sharded like the parameters they belong to.
 
     With `offload` they live in the host's memory.
     """
@@ -67,8 +79,8 @@ def init_state(params: Params, optimizer: optax.GradientTransformation, mesh: Me
     return State(step, params, opt_state)
 
 
-def whole(state: State, frozen: Frozen) -> State:
-    """The state with whole models for parameters, to compute with; no array is copied."""
+def merge_frozen(state: State, frozen: Frozen) -> State:
+    """The state with frozen and trained parameters as one tree, to compute with; no array is copied."""
     critic = state.critic
     if critic is not None:
         critic = dataclasses.replace(critic, params=combine(frozen.critic, critic.params))
@@ -78,120 +90,126 @@ def whole(state: State, frozen: Frozen) -> State:
 def make_update(
     objective: Objective,
     optimizer: optax.GradientTransformation,
-    config,
+    spec: UpdateSpec,
     mesh: Mesh,
-    learn_critic: Update | None = None,
+    update_critic: Update | None = None,
+    has_critic: bool = False,
 ) -> Update:
-    """The jitted `update(state, batch, frozen) -> (state, metrics)` of `learner`; the state is donated.
+    """The jitted `update(state, batch, frozen) -> (state, metrics)` of `optimizer_step`; the state is donated.
 
-    `learn_critic` is the learner of `state.critic`; its metrics are named `critic/...`, and during the first
-    `critic.warmup_steps` training steps the policy stays as it is. Without one, the objective is of the policy's and
-    the critic's parameters together, and so is the optimizer.
+    With a critic, `update_critic` is the optimizer step of `state.critic`; its metrics are named `critic/...`, and
+    during the first `critic.warmup_steps` training steps the policy stays as it is. Without one, the objective is of
+    the policy's and the critic's parameters together, and so is the optimizer.
     """
-    learn = learner(objective, optimizer, config, mesh)
+    step = optimizer_step(objective, optimizer, spec, mesh)
 
-    def update(state: State, batch: Batch, frozen: Frozen = NOTHING) -> tuple[State, Metrics]:
-        if state.critic is None:
-            return learn(state, batch, frozen.params)
-        if learn_critic is None:
-            return _learn_together(learn, state, state.critic, batch, frozen.params)
-        critic, critic_metrics = learn_critic(state.critic, batch, frozen.critic)
+    def with_shared_critic(state: State, batch: Batch, frozen: Frozen = NOTHING) -> tuple[State, Metrics]:
+        assert state.critic is not None
+        joint, metrics = step(join_critic(state, state.critic), batch, frozen)
+        return split_critic(joint, state.critic), metrics
+
+    def with_critic(state: State, batch: Batch, frozen: Frozen = NOTHING) -> tuple[State, Metrics]:
+        assert update_critic is not None
+        critic, critic_metrics = update_critic(state.critic, batch, Frozen(frozen.critic))
         before = dataclasses.replace(state, critic=None)
-        after, metrics = learn(before, batch, frozen.params)
-        after = _choose(state.step >= config.critic.warmup_steps, after, before)
-        metrics["nonfinite_gradient"] = jnp.maximum(
-            metrics["nonfinite_gradient"], critic_metrics.pop("nonfinite_gradient")
-        )
-        return dataclasses.replace(after, critic=critic), metrics | {
-            f"critic/{k}": v for k, v in critic_metrics.items()
-        }
+        after, metrics = step(before, batch, frozen)
+        after = _choose(state.step >= spec.critic_warmup_steps, after, before)
+        nonfinite = jnp.maximum(metrics["nonfinite_gradient"].value, critic_metrics.pop("nonfinite_gradient").value)
+        metrics["nonfinite_gradient"] = Metric(nonfinite, "sum")
+        metrics |= {f"critic/{name}": metric for name, metric in critic_metrics.items()}
+        return dataclasses.replace(after, critic=critic), metrics
 
-    return jax.jit(update, donate_argnums=0)
+    chosen = step if not has_critic else with_shared_critic if update_critic is None else with_critic
+    return jax.jit(chosen, donate_argnums=0)
 
 
 def join_critic(state: State, critic: State) -> State:
-    """The state whose parameters are the policy's and those of a critic that shares its network; see `part_critic`."""
+    """The state whose parameters are the policy's and those of a critic that shares its network; see `split_critic`."""
     return State(state.step, {**state.params, **critic.params}, state.opt_state)
 
 
-def part_critic(joint: State, critic: State) -> State:
+def split_critic(joint: State, critic: State) -> State:
     """The state with its critic apart again; the optimizer stays that of both."""
     own = {name: joint.params[name] for name in critic.params}
     policy = {name: x for name, x in joint.params.items() if name not in own}
     return State(joint.step, policy, joint.opt_state, dataclasses.replace(critic, params=own))
 
 
-def _learn_together(learn: Update, state: State, critic: State, batch: Batch, frozen: Params):
-    joint, metrics = learn(join_critic(state, critic), batch, frozen)
-    return part_critic(joint, critic), metrics
-
-
-def _choose(condition, new, old):
-    return jax.tree.map(lambda after, before: jnp.where(condition, after, before), new, old)
-
-
-def learner(objective: Objective, optimizer: optax.GradientTransformation, config, mesh: Mesh) -> Update:
+def optimizer_step(
+    objective: Objective, optimizer: optax.GradientTransformation, spec: UpdateSpec, mesh: Mesh
+) -> Update:
     """One optimizer step, `(state, batch, frozen) -> (state, metrics)`, to be jitted by `make_update`.
 
-    The batch is one optimizer batch. It is weighed whole and then split into micro-batches, whose gradients add up: the
-    update does not depend on their number. A gradient that is not finite leaves parameters and optimizer as they were
-    and sets `nonfinite_gradient` to 1.
+    The batch is one optimizer batch. It is weighed as a whole and then split into micro-batches, whose gradients add
+    up: the update does not depend on their number. A gradient that is not finite leaves parameters and optimizer as
+    they were and sets `nonfinite_gradient` to 1.
     """
-    schedule = learning_rate_schedule(config)
     shards = row_shards(mesh)
 
-    def update(state: State, batch: Batch, frozen: Params) -> tuple[State, Metrics]:
-        count = (config.batch.microbatch_rows and batch.rows // config.batch.microbatch_rows) or 1
+    def update(state: State, batch: Batch, frozen: Frozen = NOTHING) -> tuple[State, Metrics]:
+        updates = _updates_made(state)
         if batch.seeds is not None:  # a batch that is used again draws other numbers
-            batch = batch.replace(seeds=batch.seeds + _updates_made(state).astype(batch.seeds.dtype))
-        batch = _prepare(objective, combine(frozen, state.params), batch, count, shards)
-        gradients_of = _gradients(objective, config, frozen, _updates_made(state))
-        metrics, gradients = _sum_over_parts(gradients_of, state.params, microbatches_of(batch, count, shards))
-        if config.optimizer.offload:
+            batch = batch.replace(seeds=batch.seeds + updates.astype(batch.seeds.dtype))
+        count = (spec.microbatch_rows and batch.rows // spec.microbatch_rows) or 1
+        batch = _prepare(objective, combine(frozen.params, state.params), batch, count, shards)
+
+        def loss_of(params: Params, microbatch: Batch, number) -> tuple[jax.Array, Metrics]:
+            params = combine(frozen.params, params)
+            if spec.dropout and has_adapters(params):  # each micro-batch of each update drops other entries
+                key = jax.random.fold_in(jax.random.key(spec.seed), DROPOUT)
+                params = with_dropout(params, jax.random.fold_in(jax.random.fold_in(key, updates), number))
+            loss, metrics = objective.loss(params, microbatch)
+            return loss, {"loss": Metric(loss, "sum"), **metrics}
+
+        gradients_of = jax.value_and_grad(loss_of, has_aux=True)
+        micro, zero = microbatches_of(batch, count, shards), jnp.zeros((), jnp.int32)
+        if isinstance(micro.count, int) and micro.count == 1:
+            (_, metrics), gradients = gradients_of(state.params, micro.take(0), zero)
+        else:
+            # One program, whatever their number: the loop's length may be known to the device alone.
+            (_, metrics), gradients = jax.eval_shape(gradients_of, state.params, jax.eval_shape(micro.take, 0), zero)
+
+            def add(number, total):
+                (_, metrics), gradients = gradients_of(state.params, micro.take(number), number)
+                return _merge(total[0], metrics), jax.tree.map(jnp.add, total[1], gradients)
+
+            zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), gradients)
+            metrics, gradients = jax.lax.fori_loop(0, micro.count, add, (_neutral(metrics), zeros))
+
+        if spec.offload:
             state = dataclasses.replace(state, opt_state=on_device(state.opt_state))
         norm = optax.tree.norm(gradients)
         finite = jnp.isfinite(norm)
         changes, opt_state = optimizer.update(gradients, state.opt_state, state.params)
         params: Any = optax.apply_updates(state.params, changes)
         new = _choose(finite, State(state.step, params, opt_state), state)
-        if config.optimizer.offload:
+        if spec.offload:
             new = dataclasses.replace(new, opt_state=on_host(new.opt_state))
-        rate = jnp.asarray(schedule(_updates_made(state)))
-        return new, metrics | {"grad_norm": norm, "lr": rate, "nonfinite_gradient": 1.0 - finite}
+        own = {"grad_norm": norm, "lr": jnp.asarray(spec.schedule(updates)), "nonfinite_gradient": 1.0 - finite}
+        return new, metrics | {name: Metric(value, "sum") for name, value in own.items()}
 
     return update
 
 
-def _gradients(objective: Objective, config, frozen: Params, updates):
-    """The function `(params, part, number) -> (metrics, gradients)` of one micro-batch; dropout is of its number."""
-
-    def loss_of(params: Params, batch: Batch, number):
-        params = combine(frozen, params)
-        if config.lora.dropout and has_adapters(params):
-            key = jax.random.fold_in(jax.random.key(config.seed), DROPOUT)
-            params = with_dropout(params, jax.random.fold_in(jax.random.fold_in(key, updates), number))
-        return objective.loss(params, batch)
-
-    def gradients_of(params: Params, batch: Batch, number) -> tuple[Metrics, Params]:
-        (loss, metrics), gradients = jax.value_and_grad(loss_of, has_aux=True)(params, batch, number)
-        return {"loss": loss, **metrics}, gradients
-
-    return gradients_of
-
-
-def make_measure(objective: Objective, part_rows: int, mesh: Mesh) -> Callable[[Params, Batch], Metrics]:
-    """The jitted `measure(params, batch) -> metrics`: the loss and metrics of a batch, `part_rows` rows at a time."""
+def make_measure(objective: Objective, rows: int, mesh: Mesh) -> Callable[[Params, Batch], dict[str, jax.Array]]:
+    """The jitted `measure(params, batch) -> {name: number}`: loss and metrics of a batch, `rows` rows at a time."""
     shards = row_shards(mesh)
 
-    def measures_of(params: Params, batch: Batch, number) -> tuple[Metrics, dict]:
-        del number
-        loss, metrics = objective.loss(params, batch)
-        return {"loss": loss, **metrics}, {}
-
-    def measure(params: Params, batch: Batch) -> Metrics:
-        count = batch.rows // part_rows
+    def measure(params: Params, batch: Batch) -> dict[str, jax.Array]:
+        count = batch.rows // rows
         batch = _prepare(objective, params, batch, count, shards)
-        return _sum_over_parts(measures_of, params, microbatches_of(batch, count, shards))[0]
+        micro = microbatches_of(batch, count, shards)
+
+        def metrics_of(number) -> Metrics:
+            loss, metrics = objective.loss(params, micro.take(number))
+            return {"loss": Metric(loss, "sum"), **metrics}
+
+        if isinstance(micro.count, int) and micro.count == 1:
+            metrics = metrics_of(0)
+        else:
+            start = _neutral(jax.eval_shape(metrics_of, 0))
+            metrics = jax.lax.fori_loop(0, micro.count, lambda n, total: _merge(total, metrics_of(n)), start)
+        return {name: metric.value for name, metric in metrics.items()}
 
     return jax.jit(measure)
 
@@ -206,30 +224,21 @@ def _prepare(objective: Objective, params: Params, batch: Batch, count: int, sha
     return objective.prepare(batch.with_layout(None), observed).with_layout(layout)
 
 
-def _sum_over_parts(function, params: Params, parts: MicroBatches) -> tuple[Metrics, Params]:
-    """Metrics and gradients of `function(params, part, number)`, added up over the micro-batches.
-
-    One program, whatever their number: the loop's length may be known to the device alone.
-    """
-    first = functools.partial(function, params, number=jnp.zeros((), jnp.int32))
-    if isinstance(parts.count, int) and parts.count == 1:
-        return first(parts.take(0))
-
-    def add(number, total):
-        metrics, gradients = function(params, parts.take(number), number)
-        return _merge_metrics(total[0], metrics), jax.tree.map(jnp.add, total[1], gradients)
-
-    metrics, gradients = jax.eval_shape(lambda: first(parts.take(0)))
-    start = {name: jnp.full(x.shape, NEUTRAL[merged_by(name)], x.dtype) for name, x in metrics.items()}
-    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), gradients)
-    return jax.lax.fori_loop(0, parts.count, add, (start, zeros))
-
-
 def _updates_made(state: State) -> jax.Array:
     """How many updates the optimizer has made: its parts, and its layers where they count apart, count the same."""
     return optax.tree_utils.tree_get_all_with_path(state.opt_state, "count")[0][1].reshape(-1)[0]
 
 
-def _merge_metrics(total: Metrics, new: Metrics) -> Metrics:
-    merge = {"max": jnp.maximum, "min": jnp.minimum, "sum": jnp.add}
-    return {name: merge[merged_by(name)](total[name], new[name]) for name in new}
+def _choose(condition, new, old):
+    return jax.tree.map(lambda after, before: jnp.where(condition, after, before), new, old)
+
+
+def _neutral(metrics: Metrics) -> Metrics:
+    """The metrics of no micro-batch at all, in these shapes."""
+    return {
+        name: Metric(jnp.full(x.value.shape, NEUTRAL[x.reduce], x.value.dtype), x.reduce) for name, x in metrics.items()
+    }
+
+
+def _merge(total: Metrics, new: Metrics) -> Metrics:
+    return {name: Metric(MERGE[x.reduce](total[name].value, x.value), x.reduce) for name, x in new.items()}

@@ -7,23 +7,20 @@ import pytest
 
 from jaxrl_llm.algorithms import policy_losses
 from jaxrl_llm.algorithms.aggregation import loss_weights
-from jaxrl_llm.algorithms.policy_losses import (
-    cispo,
-    clip_cov,
-    clip_fractions,
-    dppo,
-    gmpo,
-    gspo,
-    gspo_token,
-    kl_cov,
-    luspo,
-    ppo_clip,
-    reinforce,
-    rloo,
-    sapo,
-    value_clip,
-    vespo,
-)
+from jaxrl_llm.algorithms.losses import with_metrics
+from jaxrl_llm.algorithms.policy_losses import clip_fractions, value_clip
+
+
+def value_of(name):
+    """The loss of that name without its metrics."""
+    return lambda *arguments, **options: with_metrics(getattr(policy_losses, name)(*arguments, **options))[0]
+
+
+cispo, clip_cov, dppo, gmpo, gspo, gspo_token, kl_cov, luspo, ppo_clip, reinforce, rloo, sapo, vespo = map(
+    value_of,
+    ("cispo", "clip_cov", "dppo", "gmpo", "gspo", "gspo_token", "kl_cov", "luspo", "ppo_clip", "reinforce", "rloo",
+     "sapo", "vespo"),
+)  # fmt: skip
 
 # one row of three tokens: ratios 1.2214, 0.6065, 1
 LOGPS, OLD = np.array([[-1.0, -2.0, -0.5]]), np.array([[-1.2, -1.5, -0.5]])
@@ -39,7 +36,7 @@ def call(name, logps, old, advantages, mask):
     """Calls any loss by name the way an objective does."""
     options = {"key": jax.random.key(0)} if name == "clip_cov" else {}
     epsilon_high = 5.0 if name == "cispo" else 0.2
-    return getattr(policy_losses, name)(logps, old, advantages, 0.2, epsilon_high, mask=mask, **options)
+    return value_of(name)(logps, old, advantages, 0.2, epsilon_high, mask=mask, **options)
 
 
 @partial(jax.jit, static_argnums=0)

@@ -11,8 +11,8 @@ from jaxrl_llm.commands.compare import Written, _graded, _numbers, compare
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.config.flags import load_config_file
 from jaxrl_llm.models.model import load_model
-from jaxrl_llm.rewards.grader import load_rewards
 from jaxrl_llm.rewards.judge import PairwiseJudge
+from jaxrl_llm.rewards.runner import load_rewards
 from tests.rewards.judge_server import JudgeServer, asked
 
 PAIR = "{{ prompt }}|{{ a }}|{{ b }}"

@@ -48,10 +48,10 @@ def test_pass_at_k_of_many_samples_is_exact():
 @pytest.mark.parametrize(("count", "at_once", "multiple"), [(7, 3, 1), (7, 3, 2), (2, 100, 1), (1, 1, 8), (8, 0, 1)])
 def test_batches_cover_all_examples_once_and_have_one_size(count, at_once, multiple):
     batches = list(full_batches(range(count), at_once, multiple))
-    assert [x for batch in batches for x in batch.own[: batch.count]] == list(range(count))
-    assert [batch.start for batch in batches] == list(range(0, count, len(batches[0].own)))
-    assert len({len(batch.own) for batch in batches}) == 1
-    assert len(batches[0].own) % multiple == 0
+    assert [x for batch in batches for x in batch.examples[: batch.count]] == list(range(count))
+    assert [batch.start for batch in batches] == list(range(0, count, len(batches[0].examples)))
+    assert len({len(batch.examples) for batch in batches}) == 1
+    assert len(batches[0].examples) % multiple == 0
 
 
 # --- the function ---

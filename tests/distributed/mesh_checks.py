@@ -1,4 +1,4 @@
-"""What must hold on a mesh of several devices. test_sharding.py runs this file in a process with 8 CPU devices."""
+"""Checks on a mesh of several devices. test_sharding.py runs this file in a process with 8 CPU devices."""
 
 import dataclasses
 import functools
@@ -39,9 +39,10 @@ from jaxrl_llm.rollout.resharded import ReshardedEngine
 from jaxrl_llm.rollout.sampling import SamplingParams
 from jaxrl_llm.rollout.scheduler import Scheduler
 from jaxrl_llm.training.logging.stopwatch import Stopwatch
-from jaxrl_llm.training.objectives.policy_gradient import policy_gradient
+from jaxrl_llm.training.objective_specs import objective_of
 from jaxrl_llm.training.optimizers import make_optimizer
 from jaxrl_llm.training.packing.planner import Sample, make_packer
+from jaxrl_llm.training.setup import update_spec
 from jaxrl_llm.training.update import init_state, make_update
 from tests.models.test_splash_attention import dense, outputs_and_gradients
 from tests.rollout.test_multi_turn import Echo
@@ -93,7 +94,7 @@ def test_there_are_eight_devices():
     assert jax.device_count() == 8
 
 
-def test_parameters_are_made_cut(net, params):
+def test_parameters_are_initialised_sharded(net, params):
     made = init_sharded(net, jax.random.key(0), mesh_of(2, 2, 2))
     assert shard_shapes(made) == {
         "embed/weight": (32, 8),
@@ -115,14 +116,14 @@ def test_parameters_are_made_cut(net, params):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), made, params)
 
 
-def test_a_dimension_that_does_not_divide_stays_whole():
+def test_an_odd_dimension_is_replicated():
     net = Net(dataclasses.replace(CONFIG, vocab_size=61, head="score"))
     shapes = shard_shapes(init_sharded(net, jax.random.key(0), mesh_of(1, 4, 2)))
     assert shapes["embed/weight"] == (61, 4)
     assert shapes["score/kernel"] == (4, 1)
 
 
-def test_optimizer_moments_are_cut_like_their_parameters(net):
+def test_moments_are_sharded_like_parameters(net):
     mesh = mesh_of(2, 2, 2)
     params = init_sharded(net, jax.random.key(0), mesh)
     tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
@@ -156,8 +157,8 @@ def test_logits_are_equal_on_every_mesh(net, params, rows, expected, sizes):
     np.testing.assert_allclose(Model(net, placed, mesh=mesh)(*rows_to_global(rows, mesh)), expected, atol=1e-5)
 
 
-def test_more_kv_head_cuts_than_kv_heads(net, params, rows, expected):
-    """2 key/value heads on 8 tensor devices: their activations stay whole, the numbers are the same."""
+def test_more_tensor_shards_than_kv_heads(net, params, rows, expected):
+    """2 key/value heads on 8 tensor devices: their activations are replicated, the numbers are the same."""
     mesh = mesh_of(1, 1, 8)
     model = Model(net, jax.device_put(params, shardings(params, mesh)), mesh=mesh)
     np.testing.assert_allclose(model(*rows), expected, atol=1e-5)
@@ -170,8 +171,8 @@ def compiled_text(net, params, rows, mesh):
         return lowered.as_text(), lowered.compile().as_text()
 
 
-def test_activations_are_cut_in_the_compiled_program(rows):
-    """Each device holds 2 of 8 rows and a cut of heads and channels; nothing has all rows and all channels."""
+def test_compiled_activations_are_sharded(rows):
+    """Each device holds 2 of 8 rows and a shard of heads and channels; nothing has all rows and all channels."""
     net = Net(dataclasses.replace(CONFIG, layers=1, ffn=40, scan_layers=False))
     params = jax.jit(net.init)(jax.random.key(0))
     lowered, compiled = compiled_text(net, params, rows, mesh_of(2, 2, 2))
@@ -189,7 +190,7 @@ def test_constraints_without_a_mesh_do_nothing(net, params, rows):
 
 @pytest.mark.parametrize(("sizes", "tied"), [((2, 2, 2), False), ((2, 2, 2), True), ((2, 4, 1), True)], ids=str)
 def test_nothing_is_rematerialized_in_full(params, rows, capfd, sizes, tied):
-    """The partitioner warns when it can only repeat an array on all devices to cut it another way."""
+    """The partitioner warns when it can only replicate an array on all devices to reshard it."""
     net = Net(dataclasses.replace(CONFIG, tie_embeddings=tied))
     params = {name: x for name, x in params.items() if not (tied and name == "head")}
     compiled_text(net, params, rows, mesh_of(*sizes))
@@ -204,7 +205,7 @@ def test_the_rematerialization_check_can_fail(net, params, rows, capfd, monkeypa
 
 
 @pytest.mark.parametrize("scan_layers", [True, False])
-def test_loading_cut_equals_loading_whole(net, params, tmp_path, scan_layers):
+def test_loading_sharded_equals_loading(net, params, tmp_path, scan_layers):
     save_hf(Model(net, params), tmp_path / "model", max_shard_bytes=4000)
     whole = load_model(tmp_path / "model", scan_layers=scan_layers)
     mesh = mesh_of(2, 2, 2)
@@ -290,8 +291,8 @@ def test_experts_that_do_not_divide_are_refused():
         init_sharded(net, jax.random.key(0), make_mesh(2, expert=4))
 
 
-def test_parameters_are_cut_along_all_axes_but_data():
-    """By fsdp, context and expert together where tensor does not cut; experts are apart."""
+def test_parameters_are_sharded_by_all_but_data():
+    """By fsdp, context and expert together where tensor does not shard; experts are apart."""
     shapes = shard_shapes(init_sharded(Net(EXPERTS), jax.random.key(0), make_mesh(1, 2, context=2, expert=2)))
     assert shapes["embed/weight"] == (72, 4)
     assert shapes["layers/attention/q/kernel"] == (2, 4, 64)
@@ -337,7 +338,7 @@ def update_of(net, params, tokens, segments, weights):
 
 
 class Found(dict):
-    """What a function makes of names, once for each that is asked for."""
+    """The results of a function of names, made once for each."""
 
     def __init__(self, make):
         super().__init__()
@@ -366,7 +367,7 @@ def assert_close(found, expected):
 
 @pytest.mark.parametrize(("model", "sizes"), cases({"dense": [], "experts": EVERY_PAIR[2:3]}))
 def test_the_update_of_one_device(model, sizes, on_one_device, batch, capfd):
-    """Loss, log-probs and every gradient; nothing is repeated in full, and no matrix gathered along `tensor`."""
+    """Loss, log-probs and every gradient; nothing is replicated in full, and no matrix gathered along `tensor`."""
     own, params, expected = on_one_device[model]
     mesh = make_mesh(**sizes)
     placed = jax.device_put(params, shardings(params, mesh))
@@ -387,7 +388,7 @@ def test_the_update_of_one_device(model, sizes, on_one_device, batch, capfd):
 
 @pytest.mark.parametrize(("sizes", "masked"), [((2, 2, 2, 1), False), ((1, 2, 1, 2), True)])
 def test_splash_attention_of_a_mesh(sizes, masked):
-    """Each device computes its rows and heads, which the context axis cuts where it divides them."""
+    """Each device computes its rows and heads, which the context axis shards where it divides them."""
     segments = np.repeat([[0, 1, 1, 2, 2, 2], [1, 1, 1, 1, 1, 0]], 4, axis=0)
     mask, rng = attention_mask(segments), np.random.default_rng(0)
     arrays = [rng.normal(size=(8, 6, *shape)).astype(np.float32) for shape in ((2, 2, 8), (2, 8), (2, 8))]
@@ -399,7 +400,7 @@ def test_splash_attention_of_a_mesh(sizes, masked):
     assert_close(found, expected)
 
 
-def test_splash_attention_needs_whole_rows(params, rows):
+def test_splash_attention_needs_complete_rows(params, rows):
     mesh = make_mesh(2, context=4)
     net = Net(dataclasses.replace(CONFIG, attention="splash"))
     with jax.set_mesh(mesh), pytest.raises(ConfigError, match=r"mesh.context = 4 cuts them: .* 2 key/value heads"):
@@ -474,22 +475,23 @@ def test_the_samples_of_a_mesh_with_context(model, on_one_device, samples):
 
 
 @pytest.mark.parametrize("sizes", [(2, 2, 2)], ids=str)
-def test_packed_rows_give_the_same_update_on_every_mesh(sizes):
+def test_packed_updates_on_every_mesh(sizes):
     """Each row shard packs its own rows; all make the same number of steps."""
     config, rows = config_of("grpo", algorithm__beta=0.1, batch__microbatch_tokens=80), online_batch()
     batch = jax.tree.map(lambda x: np.concatenate([x, x[:GROUP]]), rows)
     found = []
     for mesh, packs in ((mesh_of(1, 1, 1), False), (mesh_of(*sizes), True)):
         with jax.set_mesh(mesh):
-            optimizer, objective = make_optimizer(config), policy_gradient(config, Net(PACKED))
+            optimizer, objective = make_optimizer(config), objective_of(config, Net(PACKED))
             params = Net(PACKED).init(jax.random.key(0))
             state = init_state(jax.device_put(params, shardings(params, mesh)), optimizer, mesh)
             own = rows_to_global(batch, mesh)
             if packs:
-                shard = Sample(*(x[: len(x) // row_shards(mesh)] for x in (batch.tokens, batch.segments, batch.mask)))
+                arrays = (batch.inputs.tokens, batch.inputs.segments, batch.mask)
+                shard = Sample(*(x[: len(x) // row_shards(mesh)] for x in arrays))
                 own = make_packer(config, PACKED, mesh, objective, shard)(own)
-                assert own.layout.rows.sharding.shard_shape(own.layout.rows.shape)[0] == 1
-            state, metrics = make_update(objective, optimizer, config, mesh)(state, own)
+                assert own.inputs.layout.row_idx.sharding.shard_shape(own.inputs.layout.row_idx.shape)[0] == 1
+            state, metrics = make_update(objective, optimizer, update_spec(config), mesh)(state, own)
             found.append(jax.device_get((state.params, metrics)))
     (params, metrics), (packed, packed_metrics) = found
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5, rtol=1e-4), packed, params)
@@ -498,7 +500,7 @@ def test_packed_rows_give_the_same_update_on_every_mesh(sizes):
 
 
 def test_rows_are_written_where_they_are(net, params):
-    """Devices that hold whole parameters send nothing while they decode, but whether rows are left."""
+    """Devices that hold all parameters send nothing while they decode, but whether rows are left."""
     engine, mesh = Engine(net, SamplingParams(), 3, 9, (5, 6), chunk=4), make_mesh()
     prompts = np.ones((8, 6), np.int32)
     with jax.set_mesh(mesh):
@@ -517,7 +519,7 @@ def test_rows_are_written_where_they_are(net, params):
 
 @pytest.mark.slow
 def test_the_conversations_of_one_device(net, params, monkeypatch):
-    """What rows are given is read where they and their heads are."""
+    """Observation tokens are read on the devices of their rows and heads."""
     monkeypatch.setattr(multi_turn, "MIN_TOKENS", 2)
     prompts, key = np.random.default_rng(3).integers(0, 64, (4, 6)).astype(np.int32), jax.random.key(2)
     segments, mesh = np.ones((4, 6), np.int32), make_mesh(2, 2, 2)
@@ -533,8 +535,8 @@ def test_the_conversations_of_one_device(net, params, monkeypatch):
     np.testing.assert_allclose(found.sample_logps, expected.sample_logps, atol=1e-5)
 
 
-def test_empty_row_caches_are_cut():
-    """On every device the part of its own rows and heads, from the start: whole caches would not fit."""
+def test_empty_row_caches_are_sharded():
+    """On every device the shard of its own rows and heads, from the start: full caches would not fit."""
     mesh = make_mesh(data=1, fsdp=4, tensor=2)
     with jax.set_mesh(mesh):
         prompts = jax.device_put(

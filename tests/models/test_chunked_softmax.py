@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxrl_llm.algorithms.batch import Inputs
 from jaxrl_llm.distributed.sharding import path_name
 from jaxrl_llm.models import chunked_softmax
 from jaxrl_llm.models.layers import soft_cap
@@ -45,7 +46,7 @@ def test_chunked_log_probs_go_through_the_cap(monkeypatch, temperature):
         return picked, -(jnp.exp(logps) * logps).sum(-1)
 
     def chunked(hidden, kernel):
-        return chunked_logps(hidden, kernel, targets, temperature, False, 2.0)
+        return chunked_logps(hidden, kernel, targets, temperature, softcap=2.0)[:2]
 
     def run(function):
         def weighed(*arguments):
@@ -67,7 +68,7 @@ def test_sampler_and_trainer_agree_on_capped_logits(params):
     rollout = Engine(net, SamplingParams(temperature=0.8), 2, 6, eos=(30,)).generate(
         params, tokens, segments, jax.random.key(1)
     )
-    logps, _ = jax.jit(lambda p, t, s: token_logps(net, p, t, s, None, 0.8, 7))(
+    logps, _ = jax.jit(lambda p, t, s: token_logps(net, p, Inputs(t, s, prompt_width=7), 0.8))(
         params, rollout.tokens, rollout.segments
     )
     np.testing.assert_allclose(np.asarray(logps * rollout.mask), rollout.sample_logps, atol=2e-5)
@@ -79,13 +80,13 @@ def test_an_fp32_head_multiplies_unrounded_numbers(params):
     tokens = jnp.asarray(np.random.default_rng(0).integers(0, 31, (2, 7)))
     half = Net(dataclasses.replace(CONFIG, dtype="bfloat16", logit_softcap=None))
     exact = Net(dataclasses.replace(half.config, fp32_head=True))
-    hidden = jax.jit(lambda p: half.bind(p).hidden(tokens))(params)
+    hidden = jax.jit(lambda p: half.bind(p).hidden(Inputs(tokens)))(params)
     assert hidden.dtype == jnp.bfloat16
     product = hidden.astype(jnp.float32) @ params["head"]["kernel"]
     np.testing.assert_allclose(jax.jit(lambda p: exact.bind(p)(tokens))(params), product, atol=1e-5)
     rounded = jax.jit(lambda p: half.bind(p)(tokens))(params)
     assert np.abs(rounded - product).max() > 1e-3
-    logps, _ = jax.jit(lambda p: token_logps(exact, p, tokens, jnp.ones_like(tokens)))(params)
+    logps, _ = jax.jit(lambda p: token_logps(exact, p, Inputs(tokens, jnp.ones_like(tokens))))(params)
     expected = jnp.take_along_axis(jax.nn.log_softmax(product[:, :-1]), tokens[:, 1:, None], axis=-1)[..., 0]
     np.testing.assert_allclose(logps[:, 1:], expected, atol=1e-5)
     for tied in (False, True):

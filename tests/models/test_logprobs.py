@@ -8,8 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxrl_llm.algorithms.batch import Inputs
 from jaxrl_llm.models import chunked_softmax
-from jaxrl_llm.models.logprobs import chunked_logps, token_logps, token_statistics_and_squares
+from jaxrl_llm.models.logprobs import chunked_logps, token_logps, token_statistics
 from jaxrl_llm.models.transformer import ModelConfig, Net, segment_positions
 from tests.models.decoding import padded
 
@@ -69,7 +70,7 @@ def test_values_and_gradients_are_those_of_whole_logits(monkeypatch, layout, tie
     monkeypatch.setattr(chunked_softmax, "LOGITS_IN_FLIGHT", 3 * tokens.shape[0] * VOCAB)
     coefficients = np.random.default_rng(0).normal(size=(2, *tokens.shape)).astype(np.float32)
     found, gradients = values_and_gradients(
-        lambda p: token_logps(net, p, tokens, segments, temperature=temperature), params, coefficients
+        lambda p: token_logps(net, p, Inputs(tokens, segments), temperature), params, coefficients
     )
     expected, expected_gradients = values_and_gradients(
         lambda p: naive(net, p, tokens, segments, temperature), params, coefficients
@@ -84,7 +85,7 @@ def test_values_and_gradients_are_those_of_whole_logits(monkeypatch, layout, tie
 
 @functools.partial(jax.jit, static_argnums=(0, 4, 5))
 def score(net, params, tokens, segments, temperature=1.0, prompt_width=0):
-    return token_logps(net, params, tokens, segments, None, temperature, prompt_width)
+    return token_logps(net, params, Inputs(tokens, segments, prompt_width=prompt_width), temperature)
 
 
 @pytest.mark.parametrize("prompt_width", [1, 7])
@@ -126,7 +127,7 @@ def test_positions_may_be_given():
     tokens, segments = (jnp.asarray(x) for x in packed())
     positions = segment_positions(segments)
     expected = score(net, params, tokens, segments)[0]
-    given = jax.jit(lambda positions: token_logps(net, params, tokens, segments, positions)[0])
+    given = jax.jit(lambda positions: token_logps(net, params, Inputs(tokens, segments, positions))[0])
     np.testing.assert_allclose(given(positions), expected, atol=1e-5)
     assert np.abs(given(3 * positions) - expected).max() > 1e-2
 
@@ -137,7 +138,7 @@ def test_hand_computed(temperature):
     hidden, kernel = jnp.array([[[1.0]]]), jnp.array([[1.0, 0.0]])
     p = 1 / (1 + np.exp(-1 / temperature))
     for target, expected in ((0, np.log(p)), (1, np.log(1 - p))):
-        logps, entropy = chunked_logps(hidden, kernel, jnp.array([[target]]), temperature)
+        logps, entropy, _ = chunked_logps(hidden, kernel, jnp.array([[target]]), temperature)
         np.testing.assert_allclose(logps, [[expected]], rtol=1e-6)
         np.testing.assert_allclose(entropy, [[-p * np.log(p) - (1 - p) * np.log(1 - p)]], rtol=1e-6)
 
@@ -145,8 +146,9 @@ def test_hand_computed(temperature):
 def test_statistics_and_the_log_of_the_sum_of_squared_probabilities():
     net, params = net_and_params()
     tokens, segments = (jnp.asarray(x) for x in packed())
-    found = jax.jit(lambda p: token_statistics_and_squares(net, p, tokens, segments))(params)
-    logps, entropy, likeliest, mean_logits, squares = found
+    inputs = Inputs(tokens, segments)
+    found = jax.jit(lambda p: token_statistics(net, p, inputs, mean_logit=True, squares=True))(params)
+    logps, entropy, likeliest, mean_logits, squares, _ = found
     logits = np.asarray(jax.jit(lambda p: net.bind(p)(tokens, segments))(params), np.float64)[:, :-1]
     probs = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
     right = logits.argmax(-1) == np.asarray(tokens)[:, 1:]
@@ -164,7 +166,7 @@ def random_parts(rows: int, length: int, width: int, vocab: int, dtype=jnp.float
 
 def weighted(hidden, kernel, targets):
     """A loss of both outputs, not linear in them, so that the gradients of all tokens differ."""
-    logps, entropy = chunked_logps(hidden, kernel, targets, 0.7)
+    logps, entropy, _ = chunked_logps(hidden, kernel, targets, 0.7)
     return (logps**2).sum() + jnp.sin(entropy).sum()
 
 
@@ -190,7 +192,7 @@ def test_bfloat16_hidden_states_keep_float32_log_probs():
     """The product is accumulated in fp32: the numbers are those of the rounded inputs, not rounded once more."""
     hidden, kernel, targets = random_parts(3, 10, 8, 50, jnp.bfloat16)
     rounded = kernel.astype(jnp.bfloat16).astype(jnp.float32)
-    logps, entropy = chunked_logps(hidden, kernel, targets, 1.0)
+    logps, entropy, _ = chunked_logps(hidden, kernel, targets, 1.0)
     expected = jax.nn.log_softmax(hidden.astype(jnp.float32) @ rounded)
     assert logps.dtype == entropy.dtype == jnp.float32
     np.testing.assert_allclose(logps, np.take_along_axis(expected, targets[..., None], -1)[..., 0], atol=1e-5)
@@ -208,7 +210,7 @@ def test_extreme_logits_have_finite_gradients():
     gradients = jax.grad(weighted, argnums=(0, 1))(hidden * 1e3, kernel, targets)
     assert all(np.isfinite(x).all() for x in gradients)
     peaked = jnp.argmax(hidden * 1e3 @ kernel, axis=-1)
-    logps, entropy = chunked_logps(hidden * 1e3, kernel, peaked, 1.0)
+    logps, entropy, _ = chunked_logps(hidden * 1e3, kernel, peaked, 1.0)
     np.testing.assert_allclose((logps, entropy), 0.0, atol=1e-2)
 
 
@@ -220,7 +222,7 @@ def test_few_logits_are_formed_once(monkeypatch, kept, products):
     monkeypatch.setattr(chunked_softmax, "KEPT", kept)
 
     def loss(hidden, kernel, targets, count):
-        logps, entropy = chunked_logps(hidden, kernel, targets, 0.7, False, None, 0.0, count)
+        logps, entropy, _ = chunked_logps(hidden, kernel, targets, 0.7, count=count)
         return (logps**2).sum() + jnp.sin(entropy).sum()
 
     traced = str(jax.make_jaxpr(jax.grad(loss, argnums=(0, 1)))(*parts, None))
@@ -258,7 +260,7 @@ def test_logits_of_all_positions_are_never_made(monkeypatch, tied):
         loss = jax.value_and_grad(lambda p: sum(x.sum() for x in function(p)))
         return max(array_sizes(jax.make_jaxpr(loss)(params).jaxpr))
 
-    assert largest(lambda p: token_logps(net, p, tokens, segments)) == 8 * rows * vocab
+    assert largest(lambda p: token_logps(net, p, Inputs(tokens, segments))) == 8 * rows * vocab
     assert largest(lambda p: naive(net, p, tokens, segments, 1.0)) >= rows * (length - 1) * vocab
 
 

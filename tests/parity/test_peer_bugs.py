@@ -10,6 +10,7 @@ import jaxrl_llm
 from jaxrl_llm.algorithms import policy_losses
 from jaxrl_llm.algorithms.advantages import token_rewards
 from jaxrl_llm.algorithms.aggregation import loss_weights
+from jaxrl_llm.algorithms.batch import Inputs
 from jaxrl_llm.algorithms.kl import kl_estimate
 from jaxrl_llm.config import default
 from jaxrl_llm.config.flags import load_config_file
@@ -39,7 +40,8 @@ def rollout():
 
 
 def scored(rollout, temperature=TEMPERATURE):
-    return np.asarray(token_logps(NET, PARAMS, rollout.tokens, rollout.segments, None, temperature, PROMPT)[0])
+    inputs = Inputs(rollout.tokens, rollout.segments, prompt_width=PROMPT)
+    return np.asarray(token_logps(NET, PARAMS, inputs, temperature)[0])
 
 
 def test_fractional_rewards_are_not_cut_to_integers():
@@ -86,7 +88,7 @@ def test_the_sampler_and_the_trainer_agree_at_any_temperature_and_under_filters(
 def test_a_capped_weight_takes_no_gradient():
     """CISPO without stop-gradient on its weight is another objective."""
     old, advantages = jnp.array([[-1.0, -2.0]]), jnp.array([1.0])
-    gradient = jax.grad(lambda x: policy_losses.cispo(x, old, advantages, 0.2, 5.0).sum())(old + 0.5)
+    gradient = jax.grad(lambda x: policy_losses.cispo(x, old, advantages, 0.2, 5.0)[0].sum())(old + 0.5)
     np.testing.assert_allclose(gradient, -np.exp(0.5) * np.ones((1, 2)), rtol=1e-5)
 
 

@@ -18,6 +18,7 @@ from jaxrl_llm.algorithms.advantages import soft_overlong_punishment
 from jaxrl_llm.algorithms.aggregation import loss_weights
 from jaxrl_llm.algorithms.controllers import AdaptiveEntropy, top_entropy_mask
 from jaxrl_llm.algorithms.kl import kl_estimate
+from jaxrl_llm.algorithms.losses import with_metrics
 from jaxrl_llm.algorithms.off_policy import off_policy_sequence_mask
 from jaxrl_llm.algorithms.sequence_logps import length_desensitized_logps, sequence_logps, wpo_weights
 
@@ -156,7 +157,8 @@ def our_policy_loss(rows, name, aggregation, epsilons=(0.2, 0.2), beta=0.0, toke
 
     def loss(logps):
         function = getattr(policy_losses, name)
-        loss = function(logps, rows["old"], rows["advantages"], *epsilons, mask=mask, **options) * token_mask
+        result = function(logps, rows["old"], rows["advantages"], *epsilons, mask=mask, **options)
+        loss = with_metrics(result)[0] * token_mask
         if beta:
             loss += beta * kl_estimate(logps, rows["ref"], ratio=ratio and ratio(logps))
         return (weights * loss).sum()
@@ -241,7 +243,7 @@ def test_entropy_controller():
     vars(trainer.args).update(limits)
     ours = AdaptiveEntropy(coef=0.01, target=0.5, maximum=0.02)
     mask, advantages = rows["mask"], rows["advantages"]
-    plain = policy_losses.ppo_clip(rows["logps"], rows["old"], advantages, 0.2, 0.2, mask=mask)
+    plain, _ = policy_losses.ppo_clip(rows["logps"], rows["old"], advantages, 0.2, 0.2, mask=mask)
     plain = float((loss_weights(mask, "sequence") * plain).sum())
     for scale in (0.1, 0.2, 0.3, 2.0, 2.0, 0.1, 0.1):
         entropy = scale * rows["entropy"]
@@ -477,7 +479,7 @@ def test_orpo():
         return -ORPOTrainer.odds_ratio_loss(trainer, chosen, rejected)[0].mean()
 
     # TRL computes the odds in float32
-    assert_same(lambda sums: preference_losses.orpo(*sums, lengths=lengths).mean(), theirs, sums, rtol=1e-4)
+    assert_same(lambda sums: preference_losses.orpo(*sums, lengths=lengths)[0].mean(), theirs, sums, rtol=1e-4)
 
 
 @pytest.mark.parametrize("center", [None, 0.01])

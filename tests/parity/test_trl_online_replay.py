@@ -8,15 +8,16 @@ import pytest
 from safetensors.numpy import load_file
 
 from jaxrl_llm.algorithms import advantages
-from jaxrl_llm.algorithms.batch import Batch
+from jaxrl_llm.algorithms.batch import Batch, Inputs, Scalars
 from jaxrl_llm.config import default
 from jaxrl_llm.data import tasks
 from jaxrl_llm.distributed.sharding import make_mesh
 from jaxrl_llm.models.hf import EMBEDDED
 from jaxrl_llm.models.model import Model, load_model, save_hf
-from jaxrl_llm.training.objectives.policy_gradient import policy_gradient
+from jaxrl_llm.training.objective_specs import objective_of
 from jaxrl_llm.training.online import scored_logps
 from jaxrl_llm.training.optimizers import make_optimizer
+from jaxrl_llm.training.setup import update_spec
 from jaxrl_llm.training.update import init_state, make_update
 
 torch = pytest.importorskip("torch")
@@ -112,11 +113,14 @@ def as_batch(parts: list[dict], token_count: float | None) -> Batch:
         first = np.arange(tokens.shape[1]) == prompts
         old = (joined["old_logps"][:, None] * first).astype(np.float32)
     return Batch(
-        tokens, segments, mask, old_logps=old, ref_logps=wide("ref_per_token_logps"),
+        Inputs(tokens, segments, prompt_width=prompts),
+        mask,
+        old_logps=old,
+        ref_logps=wide("ref_per_token_logps"),
         sample_logps=np.zeros_like(mask) if old is None else old,
-        advantages=joined["advantages"][:, None] * mask, prompt_width=prompts,
-        token_count=None if token_count is None else np.full(len(mask), token_count, np.float32),
-    )  # fmt: skip
+        advantages=joined["advantages"][:, None] * mask,
+        scalars=Scalars(token_count=None if token_count is None else np.float32(token_count)),
+    )
 
 
 def run_ours(trainer, accumulation: int, algorithm: dict, temperature: float = 1.0):
@@ -132,7 +136,7 @@ def run_ours(trainer, accumulation: int, algorithm: dict, temperature: float = 1
     with jax.set_mesh(mesh):
         optimizer = make_optimizer(config)
         state = init_state(model.params, optimizer, mesh)
-        update = make_update(policy_gradient(config, model.net), optimizer, config, mesh)
+        update = make_update(objective_of(config, model.net), optimizer, update_spec(config), mesh)
         for step in range(STEPS):
             parts = trainer.parts[step * accumulation : (step + 1) * accumulation]
             count = parts[0].get("num_items_in_batch")
@@ -140,9 +144,7 @@ def run_ours(trainer, accumulation: int, algorithm: dict, temperature: float = 1
                 count = float(count) * accumulation / trainer.args.steps_per_generation
             batch = as_batch(parts, count)
             if "old_per_token_logps" in parts[0] and step == 0:
-                logps = scored_logps(
-                    model.net, state.params, batch.tokens, batch.segments, temperature, batch.prompt_width, ROWS, 1
-                )
+                logps = scored_logps(model.net, state.params, batch.inputs, temperature, ROWS, 1)
                 np.testing.assert_allclose(logps * batch.mask, batch.old_logps * batch.mask, atol=2e-5)
             state, metrics = update(state, batch)
             lines.append({name: float(x) for name, x in metrics.items()})

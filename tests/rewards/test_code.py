@@ -6,9 +6,9 @@ import re
 import pytest
 
 from jaxrl_llm.rewards import code
-from jaxrl_llm.rewards.calls import RewardError
 from jaxrl_llm.rewards.code import code_tests, program_of
-from jaxrl_llm.rewards.grader import load_rewards
+from jaxrl_llm.rewards.runner import load_rewards
+from jaxrl_llm.rewards.signatures import RewardError
 
 ADD = "Here it is:\n```python\ndef add(a, b):\n    return a + b\n```\nDone."
 SUBTRACT = "```python\ndef add(a, b):\n    return a - b\n```"
@@ -60,11 +60,11 @@ def test_tests_of_a_function():
         "while True: pass",
     ],
 )
-def test_programs_that_do_not_solve_the_task_pass_nothing(program):
+def test_wrong_programs_pass_nothing(program):
     assert code_tests([program], [["assert solve() == 1"]], seconds=1.0) == [0.0]
 
 
-def test_a_test_that_hangs_costs_only_itself_and_those_after_it():
+def test_a_hanging_test_fails_itself_and_later_ones():
     tests = ["assert f(1) == 1", "assert f(-1) == 1", "assert f(2) == 2"]
     program = "def f(x):\n    while x < 0: pass\n    return x"
     assert code_tests([program], [tests], partial=True, seconds=3.0) == [pytest.approx(1 / 3)]
@@ -86,7 +86,7 @@ def test_by_name_with_options():
     assert rewards(["p"], [SUBTRACT], [[1]], columns).tolist() == [[0.5]]
 
 
-def test_missing_walls_are_told_of(monkeypatch):
+def test_missing_walls_are_reported(monkeypatch):
     monkeypatch.setattr(code, "missing_walls", lambda: ("network",))
     with pytest.warns(UserWarning, match="nothing but Python itself keeps programs from network"):
         assert code_tests([ADD], [["assert add(1, 1) == 2"]]) == [1.0]

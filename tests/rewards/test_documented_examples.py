@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from jaxrl_llm.algorithms.advantages import combine_rewards
-from jaxrl_llm.rewards.calls import RewardError
 from jaxrl_llm.rewards.combined import CombinedGrader
-from jaxrl_llm.rewards.grader import load_rewards
+from jaxrl_llm.rewards.runner import load_rewards
+from jaxrl_llm.rewards.signatures import RewardError
 
 
 def grade(specs, prompts, completions, columns):
@@ -135,7 +135,7 @@ def test_multi_task_rewards(multi_task):
     np.testing.assert_array_equal(rewards, np.float32([[1, nan], [nan, 1], [-1, nan], [nan, -1]]))
 
 
-def test_multi_task_rows_that_every_function_leaves_out(multi_task):
+def test_rows_without_any_function(multi_task):
     """The page's own data says "code" where its reward tests for "coding", so those rows have no reward at all."""
     tasks = ["math", "code", "math", "code"]
     rewards = grade(multi_task, PROMPTS, COMPLETIONS, {"task": tasks})
@@ -218,7 +218,7 @@ def axolotl(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
-def test_axolotl_names_a_function_by_file_and_function(axolotl):
+def test_axolotl_names_by_file_and_function(axolotl):
     random.seed(0)
     by_name = grade("axolotl_rewards.rand_reward_func", ["p"] * 3, list("abc"), {})
     random.seed(0)
@@ -235,12 +235,12 @@ def test_axolotl_math_reward(axolotl):
 
 
 @pytest.mark.parametrize("name", ["axolotl_math_env.math_reward", "axolotl_rewards.correctness_reward"])
-def test_axolotl_rewards_that_ask_for_answers_where_the_data_has_answer(axolotl, name):
+def test_axolotl_missing_column_is_named(axolotl, name):
     with pytest.raises(RewardError, match=r"needs 'answers', which is neither a column .*; the closest is answer"):
         grade(name, ["p"], ["FINAL ANSWER: 4"], {"answer": ["4"]})
 
 
-def test_axolotl_placeholder_scoring_fails_by_name_and_row(axolotl):
+def test_axolotl_placeholder_fails_by_name_and_row(axolotl):
     specs = ["axolotl_rewards.format_reward", "axolotl_rewards.correctness_reward"]
     assert grade(specs[0], ["p"] * 2, ["a long completion", "short"], {}).tolist() == [[1.0], [0.0]]
     with pytest.raises(RewardError, match=r"reward 'correctness_reward' raised NameError: name 'score' .*, on row 0"):

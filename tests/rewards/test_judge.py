@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 
 from jaxrl_llm.config.resolve import ConfigError
-from jaxrl_llm.rewards.calls import RewardError
 from jaxrl_llm.rewards.endpoint import _retry_after
-from jaxrl_llm.rewards.grader import load_rewards
 from jaxrl_llm.rewards.judge import Judge, PairwiseJudge
 from jaxrl_llm.rewards.replies import ReplyError, json_objects, read_rubric, read_score, read_winner
+from jaxrl_llm.rewards.runner import load_rewards
+from jaxrl_llm.rewards.signatures import RewardError
 from tests.rewards.judge_server import JudgeServer, asked, completion
 
 
@@ -166,7 +166,7 @@ def test_pairwise_wins_within_each_prompt():
     assert len(server.bodies) == 3 * 2 + 2
 
 
-def test_both_orders_cancel_a_judge_that_prefers_the_first():
+def test_both_orders_cancel_position_bias():
     with JudgeServer(lambda body: "A") as server:
         assert ask(PairwiseJudge(server.url, "m", PAIR), ["a", "b"], ["p"] * 2).rewards[:, 0].tolist() == [0.5, 0.5]
         one = PairwiseJudge(server.url, "m", PAIR, both_orders=False)
@@ -218,7 +218,7 @@ def test_pauses_double_with_jitter():
     assert judge.endpoint._pause(20, None) == judge.endpoint._pause(0, 1e6) == 60.0
 
 
-def test_refusals_are_not_asked_again_and_name_what_the_server_says():
+def test_refusals_are_final_and_quote_the_server():
     with (
         JudgeServer(failing(9, 400)) as server,
         pytest.raises(RewardError, match=r"judge 'judge' could not judge row 0: .* answered HTTP 400: 'overloaded'"),
@@ -246,14 +246,14 @@ def test_the_key_is_in_the_header_and_nowhere_else(monkeypatch, tmp_path):
 
 def test_redirects_are_refused(monkeypatch):
     monkeypatch.setenv("OPENAI_API_KEY", "sk-secret")
-    with JudgeServer(lambda body: "10") as elsewhere:
-        there = f"{elsewhere.url}/chat/completions"
+    with JudgeServer(lambda body: "10") as target:
+        there = f"{target.url}/chat/completions"
         with (
             JudgeServer(lambda body: (307, {"Location": there}, b"")) as server,
             pytest.raises(RewardError, match="307"),
         ):
             ask(Judge(server.url, "m"), ["a"])
-    assert not elsewhere.bodies
+    assert not target.bodies
 
 
 def test_slow_answers_run_into_the_attempts_limit():
@@ -274,13 +274,13 @@ def test_a_server_that_is_not_there():
 
 
 @pytest.mark.parametrize("body", [b"not json", b"{}", b'{"choices": []}', b'{"choices": [{"message": {}}]}', b""])
-def test_replies_that_are_no_completion_are_asked_again(body):
+def test_replies_without_completion_are_retried(body):
     answers = iter([(200, {}, body), (200, {}, completion("10"))])
     with JudgeServer(lambda _: next(answers)) as server:
         assert ask(Judge(server.url, "m", backoff=0.01), ["a"]).rewards.tolist() == [[1.0]]
 
 
-def test_unreadable_texts_are_asked_again_and_then_fail():
+def test_unreadable_replies_are_retried_then_fail():
     answers = iter(["hm", "7", "hm", "hm"])
     with JudgeServer(lambda _: next(answers)) as server:
         graded = ask(Judge(server.url, "m"), ["a"])
@@ -312,7 +312,7 @@ def test_concurrency_and_rate_limits():
         assert server.times[-1] - server.times[0] >= 4 * 0.05 - 0.03
 
 
-def test_equal_requests_are_sent_once_and_kept_on_disk(tmp_path):
+def test_equal_requests_are_sent_once_and_cached(tmp_path):
     with JudgeServer(lambda body: "4") as server:
         first = ask(Judge(server.url, "m", TEMPLATE, cache=str(tmp_path)), ["a", "a", "b"])
         again = ask(Judge(server.url, "m", TEMPLATE, cache=str(tmp_path)), ["a", "b", "b"])
@@ -338,7 +338,7 @@ def test_a_damaged_cache_entry_is_asked_for_again(tmp_path):
 
 def test_processes_share_the_cache(tmp_path):
     code = (
-        "import sys\nfrom jaxrl_llm.rewards.grader import load_rewards\n"
+        "import sys\nfrom jaxrl_llm.rewards.runner import load_rewards\n"
         "url, cache = sys.argv[1:]\n"
         "spec = f\"judge(url='{url}', model='m', template='{{{{ completion }}}}', cache='{cache}', scale=None)\"\n"
         "texts = [str(i) for i in range(20)]\n"

@@ -10,8 +10,8 @@ import pytest
 import jaxrl_llm
 from jaxrl_llm.config import ConfigError, validate
 from jaxrl_llm.config.flags import load_config_file
-from jaxrl_llm.rewards.calls import RewardError
-from jaxrl_llm.rewards.grader import Logged
+from jaxrl_llm.rewards.runner import Logged
+from jaxrl_llm.rewards.signatures import RewardError
 from jaxrl_llm.training.logging.reward_metrics import join, over_processes, table_value
 from jaxrl_llm.training.setup import build_rewards
 from tests.rewards.judge_server import JudgeServer
@@ -78,7 +78,7 @@ def test_contradictions_are_named(root, tmp_path, values, message):
         validate(config)
 
 
-def test_settings_of_the_configuration_reach_the_rewards(root, tmp_path):
+def test_the_settings_reach_the_rewards(root, tmp_path):
     config = tiny(root, tmp_path)
     config.rewards.update({"timeout": 5.0, "on_timeout": "-1", "on_error": "none", "workers": 3, "weights": (2.0,)})
     validate(config)
@@ -95,7 +95,7 @@ def test_logs_of_two_rounds_are_joined():
     assert over_processes(joined) == {"a": np.float32(3.0), "b": np.float32(2.0), "n": np.float32(3.0)}
 
 
-def test_a_function_may_not_log_under_the_runs_own_names():
+def test_names_of_the_run_are_refused_in_logs():
     with pytest.raises(RewardError, match="logs the metric 'reward', which is the run's own; rename it"):
         over_processes(Logged({"reward": [1.0]}, {}, {}), {"reward": 0.0})
 
@@ -113,7 +113,7 @@ def test_table_values():
 
 
 @pytest.mark.slow
-def test_processes_log_together_under_names_of_their_own(run_python):
+def test_logs_are_joined_over_processes(run_python):
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
@@ -122,8 +122,8 @@ import sys
 import jax
 process = int(sys.argv[2])
 jax.distributed.initialize(f"localhost:{sys.argv[1]}", 2, process)
-from jaxrl_llm.rewards.calls import RewardError
-from jaxrl_llm.rewards.grader import Logged
+from jaxrl_llm.rewards.signatures import RewardError
+from jaxrl_llm.rewards.runner import Logged
 from jaxrl_llm.training.setup import build_rewards
 from jaxrl_llm.training.logging.reward_metrics import over_processes
 own = Logged({"both": [1.0, 1.0] if process else [4.0], f"only/{process}": [2.0]}, {"total": 1.5}, {})

@@ -29,7 +29,7 @@ def test_examples_run(heading, block, tmp_path, monkeypatch):
         exec(compile(block, heading, "exec"), {"__name__": "example"})
 
 
-def test_every_section_that_starts_from_something_has_an_example():
+def test_every_starting_point_has_an_example():
     headings = [section.split("\n")[0] for section in PAGE.split("\n## ")[1:]]
     starts = [heading for heading in headings if heading.startswith("You ")]
     assert len(starts) >= 8 and set(starts) == {heading for heading, _ in EXAMPLES}

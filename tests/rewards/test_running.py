@@ -1,4 +1,4 @@
-"""How reward functions are run: settings for late and failing rows, worker processes, what functions log."""
+"""Reward functions at run time: settings for late and failing rows, worker processes, and logs."""
 
 import asyncio
 import os
@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from jaxrl_llm.rewards import functions
-from jaxrl_llm.rewards.calls import RewardError
-from jaxrl_llm.rewards.grader import TrainerState, load_rewards
+from jaxrl_llm.rewards.runner import TrainerState, load_rewards
+from jaxrl_llm.rewards.signatures import RewardError
 
 NAN = np.nan
 
@@ -57,7 +57,7 @@ class AsyncDivider:
 
 @pytest.mark.parametrize("reward", [divide, divide_async, Divider(), AsyncDivider()])
 @pytest.mark.parametrize("timeout", [None, 10.0])
-def test_failing_rows_get_none_and_are_told_of(reward, timeout):
+def test_failing_rows_get_none_and_a_warning(reward, timeout):
     with pytest.warns(UserWarning, match=r"raised ZeroDivisionError: division by zero, on row 1 \(.*'prompts': 'p1'"):
         graded = submit(reward, list("abc"), {"answer": [1, 0, 4]}, timeout=timeout, on_error="none")
     np.testing.assert_array_equal(graded.rewards[:, 0], np.float32([1, NAN, 0.25]))
@@ -71,7 +71,21 @@ def test_failing_rows_of_row_graders_stop_the_run(reward):
         submit(reward, list("abc"), {"answer": [1, 0, 4]})
 
 
-def test_a_batch_function_that_fails_as_a_whole_gets_none_everywhere():
+def test_the_retry_keeps_row_numbers_and_memory():
+    calls = []
+
+    def grade(completions, row_numbers, batch_memory, **_):
+        calls.append((list(row_numbers), batch_memory.setdefault("batch", len(calls))))
+        if "b" in completions:
+            raise KeyError("b")
+        return [1.0] * len(completions)
+
+    with pytest.warns(UserWarning, match="on row 1"):
+        assert np.isnan(numbers(grade, list("abc"), on_error="none")).tolist() == [False, True, False]
+    assert calls == [([0, 1, 2], 0), ([0], 0), ([1], 0), ([2], 0), ([0, 2], 0)]
+
+
+def test_a_failing_batch_gets_none_everywhere():
     def whole(completions, **_):
         if len(completions) > 1:
             raise KeyError("batch")
@@ -122,7 +136,7 @@ def test_late_batches_get_the_value(reward, on_timeout, value):
     assert time.monotonic() - started < 2.5
 
 
-def test_late_rows_of_row_graders_do_not_take_the_others_with_them():
+def test_late_rows_leave_the_others_their_rewards():
     with pytest.warns(UserWarning, match=r"row 2 was not done: .*'completions': 'slow'"):
         assert numbers(Slow(), ["a", "b", "slow"], timeout=0.6, on_timeout=-1.0).tolist() == [1, 1, -1]
     with pytest.warns(UserWarning, match="row 1 was not done"):
@@ -131,7 +145,7 @@ def test_late_rows_of_row_graders_do_not_take_the_others_with_them():
         numbers(Slow(), ["slow", "b"], timeout=0.2)
 
 
-def test_the_loop_goes_on_after_a_function_that_blocked_it():
+def test_a_blocked_loop_is_replaced():
     async def block(completions, **_):
         if completions == ["block"]:
             time.sleep(2)
@@ -153,7 +167,7 @@ def test_wrong_settings(options):
 # --- beside each other ------------------------------------------------------------------------------------------------
 
 
-def test_submit_starts_async_functions_before_their_result_is_asked_for():
+def test_submit_starts_async_functions():
     started = []
 
     async def judge(completions, **_):
@@ -212,17 +226,17 @@ def test_functions_run_in_worker_processes(worker_file):
     assert graded.logged.metrics == {"mine/length": [2.0]} and graded.logged.columns == {"note": ["ab", "c"]}
 
 
-def test_rows_of_a_row_grader_are_shared_and_survive_each_other(worker_file):
+def test_rows_are_shared_and_survive_each_other(worker_file):
     texts = ["4", "5", "crash", "4", "raise", "hang", "exit", "4"]
     started = time.monotonic()
-    with pytest.warns(UserWarning, match="reward 'compute_score'") as told:
+    with pytest.warns(UserWarning, match="reward 'compute_score'") as warned:
         graded = submit(
             str(worker_file), texts, {"ground_truth": ["4"] * 8}, workers=2, timeout=5.0, on_timeout=-1, on_error="none"
-        )  # fmt: skip
+        )
     assert time.monotonic() - started < 20
     np.testing.assert_array_equal(graded.rewards[:, 0], np.float32([1, 0, NAN, 1, NAN, -1, NAN, 1]))
     assert graded.logged.totals == {"rewards/compute_score/errors": 3, "rewards/compute_score/timeouts": 1}
-    messages = " ".join(str(warning.message) for warning in told)
+    messages = " ".join(str(warning.message) for warning in warned)
     for part in (
         "ended with signal SIGSEGV, on row 2",
         "ValueError: bad row, on row 4",
@@ -245,7 +259,7 @@ def test_functions_that_cannot_travel_are_named():
         submit(lambda completions, **_: [0.0], ["a"], workers=1)
 
 
-def test_a_worker_that_died_between_two_batches_is_replaced(worker_file):
+def test_a_worker_that_died_is_replaced(worker_file):
     rewards = load_rewards(f"{worker_file}:process", workers=1)
     first = int(rewards(["p"], ["a"], [[1]], {})[0, 0])
     os.kill(first, signal.SIGKILL)
@@ -259,10 +273,10 @@ def test_functions_of_modules_travel_as_they_are():
 
 
 @pytest.mark.parametrize("hangs", [False, True])
-def test_workers_end_with_the_process_that_started_them(run_python, worker_file, hangs):
+def test_workers_end_with_their_parent(run_python, worker_file, hangs):
     code = f"""
 import time
-from jaxrl_llm.rewards.grader import load_rewards
+from jaxrl_llm.rewards.runner import load_rewards
 batch = (["p"], ["a"], [[1]], {{}})
 rewards = load_rewards("{worker_file}:process", workers=1)
 print(int(rewards(*batch)[0, 0]), flush=True)
@@ -325,7 +339,7 @@ def test_log_extra_of_a_column_that_is_taken(column):
         submit([first, second, "exact_match"], ["a"], {"answer": ["a"]})
 
 
-def test_trainer_state_tells_the_step():
+def test_trainer_state_holds_the_step():
     def late_bonus(completions, trainer_state, **kwargs):
         return [trainer_state.global_step / trainer_state.max_steps] * len(completions)
 

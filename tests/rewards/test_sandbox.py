@@ -1,4 +1,4 @@
-"""What programs in the sandbox can do, and what they try in vain. Each escape is tried for real."""
+"""Programs in the sandbox: permitted actions, and escapes, each of which is tried for real."""
 
 import os
 import subprocess
@@ -32,7 +32,7 @@ def test_a_program_reads_its_input_and_prints():
     assert "limits" in finished.walls
 
 
-def test_exit_codes_signals_and_errors_are_told():
+def test_exit_codes_signals_and_errors():
     assert (run("raise SystemExit(3)").ended, run("raise SystemExit(3)").code) == ("exit", 3)
     failed = run("1 / 0")
     assert not failed.succeeded and "ZeroDivisionError" in failed.errors
@@ -40,7 +40,7 @@ def test_exit_codes_signals_and_errors_are_told():
     assert not crashed.succeeded
 
 
-def test_installed_packages_and_the_own_folder_may_be_used():
+def test_packages_and_the_folder_may_be_used():
     finished = run(
         """
         import json, os, pathlib, tempfile
@@ -68,7 +68,7 @@ def test_an_endless_loop_ends_with_its_time():
     assert 0.9 < time.monotonic() - started < 8
 
 
-def test_a_program_that_catches_every_signal_ends_with_its_time():
+def test_catching_every_signal_does_not_help():
     source = """
     import signal, time
     for number in range(1, 32):
@@ -103,7 +103,7 @@ def test_a_fork_bomb_is_stopped_and_leaves_nothing():
     assert not [pid for pid in _processes() if b"program.py" in _command(pid)]
 
 
-def test_grandchildren_that_leave_their_group_and_hold_the_output_do_not_hold_the_sandbox():
+def test_detached_grandchildren_are_killed():
     source = """
     import os, sys, time
     try:
@@ -124,12 +124,12 @@ def test_grandchildren_that_leave_their_group_and_hold_the_output_do_not_hold_th
     assert not [pid for pid in _processes() if b"program.py" in _command(pid)]
 
 
-def test_a_flood_of_output_is_cut():
+def test_a_flood_of_output_is_truncated():
     finished = run("while True: print('x' * 100000)", limits=Limits(seconds=20, output_kb=4, file_mb=2))
     assert len(finished.output) == 4096 and not finished.succeeded
 
 
-def test_the_output_may_not_be_turned_into_another_file():
+def test_the_output_file_cannot_be_replaced():
     finished = run("import os\nos.remove('.output')\nos.symlink('/etc/passwd', '.output')")
     assert finished.output == ""
     assert run("import os\nos.remove('.output')\nos.mkfifo('.output')").output == ""
@@ -213,7 +213,7 @@ def test_other_processes_cannot_be_killed():
         victim.wait()
 
 
-def test_the_result_cannot_be_forged_through_the_status_pipe():
+def test_the_status_pipe_cannot_be_forged():
     source = """
     import os
     for fd in range(3, 256):

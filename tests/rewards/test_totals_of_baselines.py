@@ -1,11 +1,11 @@
-"""What grading costs is counted whole: greedy baselines and evaluations too."""
+"""Totals of grading include greedy baselines and evaluations."""
 
 import numpy as np
 import pytest
 
 import jaxrl_llm
 from jaxrl_llm.config.flags import load_config_file
-from jaxrl_llm.rewards.grader import Logged
+from jaxrl_llm.rewards.runner import Logged
 from jaxrl_llm.training.logging.reward_metrics import add_totals
 
 

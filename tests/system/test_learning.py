@@ -1,12 +1,13 @@
-"""Every configuration learns: a short run from the same warm start moves what it is for, on held-out rows."""
+"""Every configuration learns: a short run from the same warm start moves what it is for, on held-out rows.
+
+The main job, grpo, is in the default run.
+"""
 
 import pytest
 
 from benchmarks.results import OFFLINE, ONLINE
 from jaxrl_llm.config.flags import load_config_file
 from jaxrl_llm.train import train
-
-pytestmark = pytest.mark.slow
 
 STEPS = 40
 
@@ -22,7 +23,7 @@ def run(root, tmp_path, name: str, steps: int, settings=(), **critic):
     return result.metrics[0], result.metrics[-1]
 
 
-@pytest.mark.parametrize("name", ONLINE)
+@pytest.mark.parametrize("name", [x if x == "grpo" else pytest.param(x, marks=pytest.mark.slow) for x in ONLINE])
 def test_online(root, tmp_path, name):
     """Held-out accuracy of samples starts at about 0.25; its standard error is 0.014."""
     before, after = run(root, tmp_path, name, STEPS)
@@ -30,11 +31,13 @@ def test_online(root, tmp_path, name):
     assert after["eval/reward"] > before["eval/reward"]
 
 
+@pytest.mark.slow
 def test_ppo_with_a_critic_on_the_policys_network(root, tmp_path):
     before, after = run(root, tmp_path, "ppo", STEPS, shared=True, coef=1.0, warmup_steps=0)
     assert after["eval/accuracy"] > before["eval/accuracy"] + 0.1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["int8", "fp8"])
 def test_samples_in_eight_bits(root, tmp_path, kind):
     """Matrices, keys and values: the policy that samples is another one, and corrected for."""
@@ -48,6 +51,7 @@ def test_samples_in_eight_bits(root, tmp_path, kind):
     assert after["sampling/sampling_logp_difference/mean"] > 1e-3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OFFLINE)
 def test_offline(root, tmp_path, name):
     before, after = run(root, tmp_path, name, STEPS)

@@ -264,13 +264,13 @@ def test_curves_hold_the_points_up_to_the_step(run):
 def test_a_model_that_is_no_part_of_the_run_is_kept(tiny_run, tmp_path):
     config = default()
     config.output_dir = str(tmp_path / "run")
-    check_outputs(config, goes_on=False)
+    check_outputs(Path(config.output_dir), config.checkpoint.resume, goes_on=False)
     shutil.copytree(tiny_run.output_dir / "hf", tmp_path / "run" / "hf")
-    check_outputs(config, goes_on=True)
+    check_outputs(Path(config.output_dir), config.checkpoint.resume, goes_on=True)
     with pytest.raises(ConfigError, match=r"holds a trained model \(hf/\), and no checkpoint"):
-        check_outputs(config, goes_on=False)
+        check_outputs(Path(config.output_dir), config.checkpoint.resume, goes_on=False)
     config.checkpoint.resume = "never"
-    check_outputs(config, goes_on=False)
+    check_outputs(Path(config.output_dir), config.checkpoint.resume, goes_on=False)
     (tmp_path / "run" / "hf" / "thesis.tex").write_text("words")
     with pytest.raises(ConfigError, match=r"other files than an exported model's \(thesis.tex\)"):
-        check_outputs(config, goes_on=True)
+        check_outputs(Path(config.output_dir), config.checkpoint.resume, goes_on=True)

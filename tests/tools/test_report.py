@@ -17,7 +17,9 @@ from jaxrl_llm.tools.report.page import headlines
 from jaxrl_llm.tools.report.pictures import smoothed
 from jaxrl_llm.tools.report.runs import ReportedRun, differences, read_runs, short_names
 from jaxrl_llm.tools.report.samples import chunks_of, picked_files
-from jaxrl_llm.training.logging.logger import Logger, write_completions
+from jaxrl_llm.training.logging.logger import Logger
+from jaxrl_llm.training.logging.records import write_completions
+from jaxrl_llm.training.run_specs import logging_spec
 from tests.tools.headless_browser import Browser, executable
 
 EVIL = "</script><script>window.hacked = 1</script><img src=x onerror='window.hacked = 1'> ü 汉 \u2028 \x00"
@@ -28,7 +30,7 @@ def write_run(folder: Path, steps: int = 6, rate: float = 1e-6, names: str = "tr
     config = default()
     config.logging.backends, config.logging.names = ("jsonl",), names
     config.optimizer.learning_rate, config.output_dir = rate, str(folder)
-    with Logger(config, folder) as logger:
+    with Logger(logging_spec(config), folder) as logger:
         (folder / "config.json").write_text(to_json(config))
         logger.log(0, {"eval/accuracy": 0.25})
         for step in range(1, steps + 1):

@@ -9,11 +9,12 @@ import jax
 import numpy as np
 import pytest
 
+from jaxrl_llm.algorithms.batch import Inputs
 from jaxrl_llm.config import ConfigError, default, validate
 from jaxrl_llm.distributed.sharding import make_mesh
 from jaxrl_llm.models.logprobs import token_logps
 from jaxrl_llm.models.model import load_model
-from jaxrl_llm.rewards.grader import TrainerState
+from jaxrl_llm.rewards.runner import TrainerState
 from jaxrl_llm.rollout.engine import Engine
 from jaxrl_llm.rollout.sampling import SamplingParams
 from jaxrl_llm.training.external_rollout import ExternalRollout, load_rollout_function
@@ -35,8 +36,8 @@ def rollout(model):
     examples = [{"prompt": p, "prompt_ids": model.tokenizer(p)["input_ids"]} for p in prompts]
 
     @jax.jit
-    def logps(params, rollout):
-        return token_logps(model.net, params, rollout.tokens, rollout.segments, None, 1.0, WIDTH)[0]
+    def logps(params, inputs):
+        return token_logps(model.net, params, inputs)[0]
 
     def run(function):
         with jax.set_mesh(mesh):
@@ -48,7 +49,7 @@ def rollout(model):
 
 
 def policy_logps(model, rollout):
-    logps, _ = token_logps(model.net, model.params, rollout.tokens, rollout.segments, None, 1.0, WIDTH)
+    logps, _ = token_logps(model.net, model.params, Inputs(rollout.tokens, rollout.segments, prompt_width=WIDTH))
     return np.asarray(logps) * rollout.mask
 
 

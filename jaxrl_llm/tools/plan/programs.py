@@ -23,7 +23,7 @@ from jaxrl_llm.training.online import scored_logps, values_before
 from jaxrl_llm.training.optimizers import make_optimizer
 from jaxrl_llm.training.packing.planner import Packer
 from jaxrl_llm.training.setup import objective_of
-from jaxrl_llm.training.update import learner, make_update, whole
+from jaxrl_llm.training.update import learner, make_update, merge_frozen
 
 
 class Measured(NamedTuple):
@@ -117,7 +117,7 @@ def compile_step(config, shapes: Shapes, mesh: Mesh, widths: tuple[int, int], sc
     simulated = scanned and mesh.devices.flat[0].platform == "cpu"
     compiler, rollout = Compiler(held_bytes(shapes), mesh.size, simulated), None
     online = config.algorithm.name not in OFFLINE
-    params = whole(shapes.state, shapes.frozen).params
+    params = merge_frozen(shapes.state, shapes.frozen).params
     if online and only in ("", "rollout"):
         rollout = _rollout(config, shapes, params, mesh, widths[0], scanned, compiler)
     objective = with_router_loss(objective_of(config), config, shapes.net)
@@ -176,7 +176,7 @@ def _logps(config, shapes: Shapes, params, mesh: Mesh, widths: tuple[int, int], 
         there = shapes.reference if not config.algorithm.offload_reference else ()
         compiler.add("reference", scored_logps, (shapes.net, reference, *scoring), of_run=there, turns=turns)
     if shapes.critic is not None:
-        own = critic_params(config, whole(shapes.state, shapes.frozen))
+        own = critic_params(config, merge_frozen(shapes.state, shapes.frozen))
         arguments = (shapes.critic, own, ints, ints, first, part, shards, laid.passing)
         compiler.add("values", values_before, arguments, of_run=own, turns=turns)
 

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 
 from jaxrl_llm.config import default, flat
 from jaxrl_llm.config.resolve import ConfigError
-from jaxrl_llm.training.logging.logger import METRICS, read_metrics
-from jaxrl_llm.training.logging.metric_names import Names, shown_names
+from jaxrl_llm.training.logging.metric_names import MetricNames
+from jaxrl_llm.training.logging.records import METRICS, read_metrics
 
 
 class ReportedRun(NamedTuple):
@@ -67,7 +67,7 @@ def run_of(folder: Path, name: str | None = None) -> ReportedRun:
     for number, record in enumerate(records):
         for shown, value in record.items():
             if shown not in ("step", "time"):
-                metrics.setdefault(names.own(shown), [None] * len(records))[number] = value
+                metrics.setdefault(names.internal(shown), [None] * len(records))[number] = value
     steps, times = [record["step"] for record in records], [record.get("time", 0.0) for record in records]
     return ReportedRun(name or folder.resolve().name, folder, settings, steps, times, metrics)
 
@@ -82,14 +82,16 @@ def _settings(folder: Path) -> dict[str, Any]:
         raise ConfigError(f"{path} is not JSON ({error}): repair or remove it") from error
 
 
-def _names(settings: dict[str, Any]) -> Names:
+def _names(settings: dict[str, Any]) -> MetricNames:
     config = default()
     known = flat(config.to_dict())
     for name, value in settings.items():
         if name in known and name.startswith(("logging.names", "algorithm.name", "algorithm.kl_in", "data.", "eval.")):
             section, leaf = name.split(".")
             config[section][leaf] = tuple(value) if isinstance(value, list) else value
-    return shown_names(config)
+    from jaxrl_llm.training.run_specs import metric_names  # here, as it takes seconds to import
+
+    return metric_names(config)
 
 
 def differences(runs: Sequence[ReportedRun]) -> list[dict[str, Any]]:

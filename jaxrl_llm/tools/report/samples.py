@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 from jaxrl_llm.config.resolve import ConfigError
 from jaxrl_llm.tools.report.runs import ReportedRun
 from jaxrl_llm.training.logging.console import as_text
-from jaxrl_llm.training.logging.logger import COMPLETIONS
+from jaxrl_llm.training.logging.records import COMPLETIONS
 
 CHUNK = 10_000  # completions decoded at a time by the page
 

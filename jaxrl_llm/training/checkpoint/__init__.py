@@ -1,1 +1,1 @@
-"""Checkpoints: saved, verified, restored; and the files a finished run leaves."""
+"""Checkpoints that are saved, verified and restored, and the files of a finished run."""

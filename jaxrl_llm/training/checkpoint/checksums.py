@@ -18,39 +18,38 @@ THREADS = 8
 
 
 def write_hashes(folder: Path) -> None:
-    """Writes `hashes.json` of the files in the folders of `folder`; what lies beside them is Orbax's own note."""
+    """Writes `hashes.json` of the files in the folders of `folder`; the files beside those are Orbax's own metadata."""
     names = sorted(path.relative_to(folder).as_posix() for path in folder.glob("*/**/*") if path.is_file())
     (folder / HASHES).write_text(json.dumps(_hashes(folder, names), indent=0), encoding="utf-8")
 
 
-def damage(folder: Path, part: int = 0, parts: int = 1) -> str | None:
-    """What is wrong with the checkpoint in `folder`, None when every file is as it was saved.
+def damage(folder: Path, process: int = 0, processes: int = 1) -> str | None:
+    """The first fault of the checkpoint in `folder`, None when every file is as it was saved.
 
-    Of the files, every `parts`-th is read, from number `part` on: processes share the work.
+    Every `processes`-th file is read, from number `process` on: processes share the work.
     """
     try:
         expected = json.loads((folder / HASHES).read_text(encoding="utf-8"))
-        names = sorted(expected)[part::parts]
-        found = _hashes(folder, [name for name in names if (folder / name).is_file()])
+        names = sorted(expected)[process::processes]
+        actual = _hashes(folder, [name for name in names if (folder / name).is_file()])
     except (OSError, ValueError) as error:
         return f"{folder / HASHES} cannot be read ({error})"
     for name in names:
-        if name not in found:
+        if name not in actual:
             return f"{folder / name} is missing"
-        if found[name]["bytes"] != expected[name]["bytes"]:
-            return f"{folder / name} has {found[name]['bytes']} bytes, but {expected[name]['bytes']} were saved"
-        if found[name] != expected[name]:
+        if actual[name]["bytes"] != expected[name]["bytes"]:
+            return f"{folder / name} has {actual[name]['bytes']} bytes, but {expected[name]['bytes']} were saved"
+        if actual[name] != expected[name]:
             return f"the content of {folder / name} has changed since it was saved"
     return None
 
 
 def _hashes(folder: Path, names: Iterable[str]) -> dict[str, dict[str, int | str]]:
+    def file_hash(name: str) -> dict[str, int | str]:
+        with (folder / name).open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+            return {"bytes": file.tell(), "sha256": digest}
+
     names = list(names)
-    with ThreadPoolExecutor(THREADS) as threads:  # the hash releases the interpreter's lock
-        return dict(zip(names, threads.map(lambda name: _hash(folder / name), names), strict=True))
-
-
-def _hash(path: Path) -> dict[str, int | str]:
-    with path.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-        return {"bytes": file.tell(), "sha256": digest}
+    with ThreadPoolExecutor(THREADS) as threads:  # hashing releases the interpreter's lock
+        return dict(zip(names, threads.map(file_hash, names), strict=True))

@@ -1,16 +1,17 @@
 """Saving and restoring a run: asynchronous, sharded, atomic Orbax checkpoints that are restored on any mesh.
 
-A checkpoint holds the `State` (parameters, optimizer, step), a small JSON part (the data position and what else the
-host needs to go on) and, where a run has them, a reference that follows the policy and a replay buffer. Random numbers
-need no storage: every key is folded from the seed, the step and the row.
+A checkpoint holds the `State` (parameters, optimizer, step), a small JSON part (the data position and the counters of
+the host) and, where a run has them, a reference that follows the policy and a replay buffer. Random numbers need no
+storage: every key is folded from the seed, the step and the row.
 
-Before a checkpoint becomes final the hashes of its files are written beside them (`integrity`), and compared before it
-is used: one that is torn or has changed is named, and the one before it taken.
+Before a checkpoint becomes final the hashes of its files are written beside them (`checksums`), and compared before it
+is used: one that is torn or has changed is named, and the one before it is used.
 """
 
 import math
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,17 +28,17 @@ from jaxrl_llm.config.resolve import closest
 from jaxrl_llm.distributed.sharding import shardings
 from jaxrl_llm.models.transformer import Params
 from jaxrl_llm.training.checkpoint import checksums
-from jaxrl_llm.training.checkpoint.object_store import check_store
+from jaxrl_llm.training.checkpoint.object_store import is_remote, path_of
 from jaxrl_llm.training.update import State
 
-ARRAYS = ("reference", "replay")  # what a checkpoint may hold besides, each in a folder of its own
-FAILURES = (OSError, ValueError)  # how a disk that is full, or not there, shows in Orbax and its array storage
+ARRAYS = ("reference", "replay")  # optional trees of a checkpoint, each in a folder of its own
+FAILURES = (OSError, ValueError)  # raised by Orbax and its array storage when a disk is full, or gone
 RETRY_SECONDS = 30.0
 FINAL_TRIES = 3
 
 
 class Keep(NamedTuple):
-    """Which checkpoints stay: the newest ones, and of the others one every so often and the best by a metric."""
+    """The checkpoints that are kept: the newest, of the others one every so often, and the best by a metric."""
 
     newest: int | None = None  # None is all
     steps: int = 0
@@ -46,17 +47,25 @@ class Keep(NamedTuple):
     best_mode: str = "max"
 
     def rank(self, metrics: Mapping[str, float]) -> float:
-        """What the best is the greatest by; the lowest of all for a metric that is not a number."""
+        """The number that is greatest for the best checkpoint; minus infinity for a metric that is not a number."""
         value = float(metrics.get(self.best or "", math.nan))
         return -math.inf if math.isnan(value) else value if self.best_mode == "max" else -value
+
+
+@dataclass(frozen=True)
+class CheckpointSpec:
+    """The folder of a run's checkpoints (local, or in an object store), and those that are kept."""
+
+    folder: Any
+    keep: Keep
 
 
 class Checkpoints:
     """The checkpoints of one run, under `folder/<step>`; a context manager that waits for the last save.
 
-    A save that fails (the disk is full, say) does not end the run: `warnings` tells of it and `retry_due` says when to
-    try again. Leaving the context raises ConfigError when the last save that was asked for has not been made. With several
-    processes a failed save raises at once. `read_only` is for looking at the checkpoints of another run.
+    A save that fails (the disk is full, say) does not end the run: `warnings` names it, and `retry_due` is True when it
+    is time to try again. Leaving the context raises ConfigError when the last save that was asked for has not been
+    made. With several processes a failed save raises at once. `read_only` is for the checkpoints of another run.
 
     Raises ConfigError when the folder cannot be made or read.
     """
@@ -70,7 +79,7 @@ class Checkpoints:
         self._saving: int | None = None  # the step of the save under way
         self._failed: int | None = None  # the step of a save that failed, until one succeeds
         self._reason, self._tried = "", 0.0
-        self._news: list[str] = []
+        self._warnings: list[str] = []
         try:
             self._manager = self._open()
         except self._failures as error:
@@ -79,12 +88,15 @@ class Checkpoints:
             ) from error
 
     def _open(self) -> ocp.CheckpointManager:
-        if not self._read_only and jax.process_index() == 0:
-            _clear_unfinished(self.folder)
+        if not self._read_only and jax.process_index() == 0 and self.folder.exists():
+            # Remains of interrupted saves. Orbax would remove them in a thread, which a run that ends at once kills.
+            for path in epath.Path(self.folder).iterdir():
+                if ocp.utils.TMP_DIR_SUFFIX in path.name:
+                    path.rmtree()
         trees = {name: ocp.StandardCheckpointHandler() for name in ("state", *ARRAYS)}
         json_parts = {name: ocp.JsonCheckpointHandler() for name in ("host", "metrics")}
         options = ocp.CheckpointManagerOptions(
-            preservation_policy=_policy(self._keep),
+            preservation_policy=_preservation_policy(self._keep),
             best_fn=self._keep.rank if self._keep.best else None,
             # Folders are made before save returns: where that fails, Orbax's threads would wait for them for minutes.
             async_options=ocp.AsyncOptions(
@@ -107,7 +119,7 @@ class Checkpoints:
         exception.add_note(self._reason)
 
     def steps(self) -> list[int]:
-        """The steps whose saving was completed, oldest first. An interrupted save leaves no step behind."""
+        """The steps that were saved completely, oldest first. An interrupted save leaves no step behind."""
         return sorted(self._manager.all_steps())
 
     def latest(self) -> int | None:
@@ -115,23 +127,23 @@ class Checkpoints:
         return max(self.steps(), default=None)
 
     def damage(self, step: int) -> str | None:
-        """What is wrong with the files of a step, None when they are as they were saved; all processes agree.
+        """The first fault of a step's files, None when they are as they were saved; all processes agree.
 
         Object stores (gs://, s3://) check what they send themselves; nothing is compared there.
         """
         if is_remote(self.folder):
             return None
         process, count = jax.process_index(), jax.process_count()
-        found = checksums.damage(Path(self.folder) / str(step), process, count)
+        fault = checksums.damage(Path(self.folder) / str(step), process, count)
         if count == 1:
-            return found
-        bad = np.flatnonzero(multihost_utils.process_allgather(np.array([found is not None])).reshape(-1))
-        return found or (f"process {bad[0]} cannot read all of it, see its message" if len(bad) else None)
+            return fault
+        bad = np.flatnonzero(multihost_utils.process_allgather(np.array([fault is not None])).reshape(-1))
+        return fault or (f"process {bad[0]} cannot read all of it, see its message" if len(bad) else None)
 
     def newest_intact(self) -> tuple[int | None, list[str]]:
-        """The newest step whose files are as they were saved, None without steps; and what is wrong with later ones.
+        """The newest step whose files are as they were saved, None without steps; and the faults of later steps.
 
-        Raises ConfigError when there are steps and none is whole.
+        Raises ConfigError when there are steps and none is intact.
         """
         problems: list[str] = []
         for step in reversed(self.steps()):
@@ -161,7 +173,7 @@ class Checkpoints:
         metrics: Mapping[str, float] | None = None,
         final: bool = False,
     ) -> None:
-        """Starts saving; returns when the arrays are copied and may be donated. `arrays` are trees named in ARRAYS.
+        """Starts saving; returns once the arrays are copied and may be donated. `arrays` are trees named in ARRAYS.
 
         `metrics` are those of the step, for `Keep.best`. `final` waits until the checkpoint is there, and tries
         FINAL_TRIES times. Raises ConfigError when the metrics lack the one that says which is best.
@@ -174,8 +186,8 @@ class Checkpoints:
                 "docs/metrics.md"
             )
         ranked = {best: float(metrics[best])} if best and metrics and best in metrics else None
-        more = {name: ocp.args.StandardSave(tree) for name, tree in (arrays or {}).items()}
-        items = {"state": ocp.args.StandardSave(vars(state)), "host": ocp.args.JsonSave(host), **more}
+        items = {"state": ocp.args.StandardSave(vars(state)), "host": ocp.args.JsonSave(host)}
+        items |= {name: ocp.args.StandardSave(tree) for name, tree in (arrays or {}).items()}
         for attempt in range(FINAL_TRIES if final else 1):
             if attempt:
                 time.sleep(RETRY_SECONDS)
@@ -190,7 +202,7 @@ class Checkpoints:
         self._saving, self._tried = step, time.monotonic()
         try:
             if self._failed is not None:
-                self._manager = self._open()  # removes what the failed save has left
+                self._manager = self._open()  # removes the remains of the failed save
             self._manager.save(step, args=items, metrics=metrics)
         except self._failures as error:
             self._fail(error)
@@ -207,11 +219,11 @@ class Checkpoints:
             self._saving = self._failed = None
 
     def warnings(self) -> list[str]:
-        """What has gone wrong since the last call, for the log."""
+        """The failures since the last call, for the log."""
         if self._saving is not None and jax.process_count() == 1 and not self._manager.is_saving_in_progress():
             self.wait()
-        told, self._news = self._news, []
-        return told
+        new, self._warnings = self._warnings, []
+        return new
 
     @property
     def retry_due(self) -> bool:
@@ -221,9 +233,9 @@ class Checkpoints:
     def _fail(self, error: Exception) -> None:
         step, self._failed, self._saving = self._saving, self._saving, None
         self._reason = f"the checkpoint of step {step} could not be written to {self.folder}: {error}"
-        if jax.process_count() > 1:  # the others wait for this one's part
+        if jax.process_count() > 1:  # the others wait for this one's share
             raise ConfigError(self._reason) from error
-        self._news.append(f"{self._reason}. The run goes on, and tries again after {RETRY_SECONDS:g} s")
+        self._warnings.append(f"{self._reason}. The run goes on, and tries again after {RETRY_SECONDS:g} s")
 
     def _seal(self) -> None:
         """Called when all files of a save are there, before its folder gets its final name."""
@@ -242,14 +254,22 @@ class Checkpoints:
             )
 
     def restore(self, step: int, like: State, mesh: Mesh) -> tuple[State, dict[str, Any]]:
-        """The state of a step, cut over `mesh`, and its host part; `like` gives shapes, dtypes and memories.
+        """The state of a step, sharded over `mesh`, and its host part; `like` gives shapes, dtypes and memories.
 
         `like` may have been freed (see `free`): where memory is scarce there is no room for two states.
 
         Raises ConfigError when the checkpoint cannot be read or belongs to another model or optimizer.
         """
+
+        def in_memory_of(shape: jax.ShapeDtypeStruct, x) -> jax.ShapeDtypeStruct:
+            """The shape in the memory that x lives in: offloaded moments are restored to the host."""
+            sharding = shape.sharding
+            if isinstance(x, jax.Array) and isinstance(sharding, NamedSharding) and x.sharding.memory_kind:
+                sharding = sharding.with_memory_kind(x.sharding.memory_kind)
+            return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding)
+
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), vars(like))
-        tree = jax.tree.map(_in_memory_of, _placed(shapes, mesh), vars(like))
+        tree = jax.tree.map(in_memory_of, _sharded(shapes, mesh), vars(like))
         try:
             restored = self._manager.restore(
                 step, args=ocp.args.Composite(state=ocp.args.StandardRestore(tree), host=ocp.args.JsonRestore())
@@ -266,14 +286,14 @@ class Checkpoints:
         return self._manager.restore(step, args=ocp.args.Composite(host=ocp.args.JsonRestore()))["host"]
 
     def restore_arrays(self, step: int, like: dict[str, Any], mesh: Mesh) -> dict[str, Any]:
-        """Those of the trees `like`, by name, that the step holds, cut over `mesh`.
+        """Those of the trees `like`, by name, that the step holds, sharded over `mesh`.
 
         Raises ConfigError when one cannot be read or has other shapes.
         """
         named = {name: tree for name, tree in like.items() if (self.folder / str(step) / name).is_dir()}
         if not named:
             return {}
-        trees = {name: _placed(jax.eval_shape(lambda tree=tree: tree), mesh) for name, tree in named.items()}
+        trees = {name: _sharded(jax.eval_shape(lambda tree=tree: tree), mesh) for name, tree in named.items()}
         items = {name: ocp.args.StandardRestore(tree) for name, tree in trees.items()}
         try:
             restored = self._manager.restore(step, args=ocp.args.Composite(**items))
@@ -285,15 +305,16 @@ class Checkpoints:
         return {name: restored[name] for name in named}
 
     def restore_params(self, step: int, shapes: Params, mesh: Mesh) -> Params:
-        """The parameters of a step alone, cut over `mesh`; nothing else of the state is read.
+        """The parameters of a step alone, sharded over `mesh`; nothing else of the state is read.
 
         Raises ConfigError when the checkpoint cannot be read or has parameters of other shapes.
         """
-        tree = {"params": _placed(shapes, mesh)}
-        part = ocp.args.PyTreeRestore(tree, ocp.checkpoint_utils.construct_restore_args(tree), partial_restore=True)
+        tree = {"params": _sharded(shapes, mesh)}
+        arguments = ocp.checkpoint_utils.construct_restore_args(tree)
         try:
             with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
-                return reader.restore(self.folder / str(step) / "state", args=part)["params"]
+                args = ocp.args.PyTreeRestore(tree, arguments, partial_restore=True)
+                return reader.restore(self.folder / str(step) / "state", args=args)["params"]
         except (ValueError, KeyError, OSError) as error:
             raise ConfigError(
                 f"the parameters of checkpoint {self.folder / str(step)} cannot be read: {error}"
@@ -301,10 +322,10 @@ class Checkpoints:
 
 
 def find(path: str | Path) -> tuple[Checkpoints, int, list[str]]:
-    """The checkpoints and step that `path` names, and what is wrong with later ones.
+    """The checkpoints and step that `path` names, and the faults of later steps.
 
-    `RUN/checkpoints/STEP`, or the newest whole one of `RUN/checkpoints` or `RUN`. Raises ConfigError when there is
-    none, or the step that is named is damaged.
+    `path` is RUN/checkpoints/STEP, or RUN/checkpoints or RUN for the newest intact step. Raises ConfigError when there
+    is none, or the step that is named is damaged.
     """
     folder = path_of(path)
     step = int(folder.name) if folder.name.isdigit() else None
@@ -323,35 +344,8 @@ def find(path: str | Path) -> tuple[Checkpoints, int, list[str]]:
     return checkpoints, step, []
 
 
-def folder_of(config, run: str | Path | None = None):
-    """Where the checkpoints of a run are: `checkpoint.folder`, or `checkpoints` in `run`, its output_dir."""
-    return path_of(config.checkpoint.folder or Path(run or config.output_dir) / "checkpoints")
-
-
-def keep_of(config) -> Keep:
-    """Which checkpoints of a run stay."""
-    c = config.checkpoint
-    return Keep(c.keep, c.keep_every, c.keep_hours, c.best, c.best_mode)
-
-
-def path_of(folder: str | Path) -> Any:
-    """The absolute path of a folder, local or in an object store.
-
-    Raises ConfigError for a store that cannot be reached with what is installed.
-    """
-    if not is_remote(folder):
-        return Path(folder).expanduser().absolute()
-    check_store(str(folder))
-    return epath.Path(folder)
-
-
-def is_remote(folder: Any) -> bool:
-    """True for gs://, s3:// and the like."""
-    return "://" in str(folder)
-
-
-def _policy(keep: Keep) -> policies.PreservationPolicy | None:
-    """Orbax's rule: a checkpoint stays that any of these keeps; None keeps all."""
+def _preservation_policy(keep: Keep) -> policies.PreservationPolicy | None:
+    """Orbax's form of `keep`: a checkpoint stays when any rule keeps it; None keeps all."""
     if keep.newest is None:
         return None
     rules: list[policies.PreservationPolicy] = [policies.LatestN(keep.newest)]
@@ -365,30 +359,14 @@ def _policy(keep: Keep) -> policies.PreservationPolicy | None:
 
 
 def free(state: State) -> None:
-    """Gives back the memory of a state that is not used any more; its shapes and places stay known."""
+    """Frees the memory of a state that is not used any more; its shapes and shardings stay known."""
     for x in jax.tree.leaves(state):
         if not x.is_deleted():
             x.delete()
 
 
-def _clear_unfinished(folder: Path | epath.Path) -> None:
-    """Removes what interrupted saves have left. Orbax would do it in a thread, which a run that ends at once kills."""
-    folder = epath.Path(folder)
-    for path in folder.iterdir() if folder.exists() else ():
-        if ocp.utils.TMP_DIR_SUFFIX in path.name:
-            path.rmtree()
-
-
-def _in_memory_of(shape: jax.ShapeDtypeStruct, x) -> jax.ShapeDtypeStruct:
-    """The shape, placed in the memory that x lives in: of the device, or of the host."""
-    place = shape.sharding
-    if isinstance(x, jax.Array) and isinstance(place, NamedSharding) and x.sharding.memory_kind:
-        place = place.with_memory_kind(x.sharding.memory_kind)
-    return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=place)
-
-
-def _placed(shapes, mesh: Mesh):
-    """The shapes, each with its place on the mesh."""
+def _sharded(shapes, mesh: Mesh):
+    """The shapes, each with its sharding over the mesh."""
     return jax.tree.map(
-        lambda x, cut: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=cut), shapes, shardings(shapes, mesh)
+        lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), shapes, shardings(shapes, mesh)
     )

@@ -1,15 +1,16 @@
-"""Checkpoints in buckets; S3 is the one store that TensorStore can write to and Orbax has no path for.
+"""Paths of checkpoints, local or in an object store; Orbax has no paths for S3, so this module adds them.
 
 Orbax gives paths of Google Cloud Storage to TensorStore's driver for it, and takes every other path for a local folder.
-`reach_s3` puts `s3://` beside `gs://` where Orbax asks that question, so that both are written alike: arrays by
-TensorStore, in parts, by every process, and a file at the end that says that the checkpoint is complete.
+`reach_s3` adds `s3://` to the places where Orbax recognises `gs://`, so that both are written alike: arrays by
+TensorStore, in pieces, by every process, and a last file that marks the checkpoint as complete.
 
-The variables of AWS name the store: AWS_ENDPOINT_URL_S3 or AWS_ENDPOINT_URL (MinIO, R2 and others that speak S3),
-AWS_REGION or AWS_DEFAULT_REGION, and what the credentials are taken from.
+AWS's variables name the store: AWS_ENDPOINT_URL_S3 or AWS_ENDPOINT_URL (MinIO, R2 and others that speak S3),
+AWS_REGION or AWS_DEFAULT_REGION, and those of the credentials.
 """
 
 import importlib.util
 import os
+from pathlib import Path
 from typing import Any
 
 import orbax.checkpoint as ocp
@@ -21,8 +22,24 @@ PREFIX = "s3://"
 DRIVERS = {"gs": "gcsfs", "s3": "s3fs"}
 
 
+def path_of(folder: str | Path) -> Any:
+    """The absolute path of a folder, local or in an object store.
+
+    Raises ConfigError for a store that cannot be reached with the installed packages.
+    """
+    if not is_remote(folder):
+        return Path(folder).expanduser().absolute()
+    check_store(str(folder))
+    return epath.Path(folder)
+
+
+def is_remote(folder: Any) -> bool:
+    """True for gs://, s3:// and the like."""
+    return "://" in str(folder)
+
+
 def check_store(path: str) -> None:
-    """Makes Orbax ready for the store of `path`, and looks whether it answers.
+    """Prepares Orbax for the store of `path`, and checks that it answers.
 
     Raises ConfigError when it does not, is no such store, or its package is not installed.
     """
@@ -40,7 +57,7 @@ def check_store(path: str) -> None:
 
 
 def s3_store(path: str) -> dict[str, Any]:
-    """What TensorStore calls the store of `s3://BUCKET/PATH`."""
+    """TensorStore's description of the store of `s3://BUCKET/PATH`."""
     bucket, _, key = path.removeprefix(PREFIX).partition("/")
     store: dict[str, Any] = {"driver": "s3", "bucket": bucket, "path": key}
     endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
@@ -53,9 +70,9 @@ def s3_store(path: str) -> dict[str, Any]:
 
 
 def reach_s3() -> None:
-    """Lets Orbax write to and read from `s3://` paths, from now on.
+    """Makes Orbax write to and read from `s3://` paths.
 
-    Raises ConfigError when the installed Orbax asks elsewhere where a path leads.
+    Raises ConfigError when the installed Orbax recognises paths in other places.
     """
     try:
         from orbax.checkpoint._src.path import gcs_utils

@@ -1,10 +1,11 @@
-"""Measuring a policy on held-out prompts by sampling it."""
+"""Evaluation by sampling: the sets of held-out prompts, and their completions, graded and summed up as `eval/*`."""
 
-import dataclasses
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import datasets
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
@@ -15,37 +16,70 @@ from jaxrl_llm.config.resolve import ConfigError, closest
 from jaxrl_llm.distributed.processes import all_or_none, gather
 from jaxrl_llm.distributed.sharding import row_shards
 from jaxrl_llm.models.transformer import Params
-from jaxrl_llm.rewards.calls import text_of
-from jaxrl_llm.rewards.grader import NOTHING_LOGGED, Logged
+from jaxrl_llm.rewards.runner import NOTHING_LOGGED, Logged
+from jaxrl_llm.rewards.signatures import text_of
 from jaxrl_llm.training.evaluation.metrics import (
     PRED,
     SOURCE,
     EvalMetrics,
     PromptResult,
-    by_source,
-    outcomes_of,
+    prompt_results,
+    prompts_by_source,
     summary,
 )
 from jaxrl_llm.training.logging.reward_metrics import add_totals, over_processes
 from jaxrl_llm.training.online import Row, Sampled, Sampler
 
-
-class Found(NamedTuple):
-    """The outcome of each prompt, and of each completion its length in tokens and whether it ended by itself; and what
-    the reward functions have counted on the way."""
-
-    outcomes: list[PromptResult]
-    lengths: np.ndarray
-    ended: np.ndarray
-    totals: Logged
+Evaluate = Callable[[Params, jax.Array], dict[str, float]]  # (parameters, key) -> metrics named eval/...
 
 
-@dataclasses.dataclass(frozen=True)
+class NamedSet(NamedTuple):
+    """One set: its name in metrics (empty for the only one), its rows or their sources, and its numbers."""
+
+    name: str
+    rows: Any  # in memory, in place of sources
+    sources: list[dict[str, Any]] | None  # None: data.eval_path, or the sources that are trained on
+    prompts: int  # the first rows that are evaluated on
+    samples: int  # completions of each prompt
+
+
+@dataclass(frozen=True)
+class EvalSpec:
+    """The sets of a configuration, and how completions of their prompts are sampled."""
+
+    sets: tuple[NamedSet, ...]  # those of eval.sets, or the one of data.eval_path
+    prompts: int  # of sets that are given in memory
+    samples: int
+    greedy: bool  # a greedy completion of each prompt beside the samples
+    sampling: SamplingParams
+    completions_at_once: int
+
+
+def named_sets(spec: EvalSpec, eval_dataset: Any = None) -> list[NamedSet]:
+    """The sets to evaluate on: `eval_dataset` (rows, or a dictionary of rows by set), else those of `spec`."""
+    splits = isinstance(eval_dataset, datasets.DatasetDict | datasets.IterableDatasetDict)
+    if isinstance(eval_dataset, Mapping) and not splits:
+        return [NamedSet(str(name), rows, None, spec.prompts, spec.samples) for name, rows in eval_dataset.items()]
+    if eval_dataset is not None:
+        return [NamedSet("", eval_dataset, None, spec.prompts, spec.samples)]
+    return list(spec.sets)
+
+
+class Samples(NamedTuple):
+    """The graded completions of all examples."""
+
+    results: list[PromptResult]
+    lengths: np.ndarray  # [N] tokens
+    ended: np.ndarray  # [N] bool: not clipped at the longest length
+    totals: Logged  # what reward functions have counted
+
+
+@dataclass(frozen=True)
 class Evaluation:
     """`eval/*` metrics of a policy on fixed examples, from samples and, with `greedy`, from its greedy completions.
 
-    Those of a named set are `eval/<name>/*`. Where the examples come from several data sources (their column
-    data_source), each has its own besides: `eval/<source>/*` or `eval/<name>/<source>/*`.
+    Those of a named set are `eval/<name>/*`. With examples of several data sources (their column data_source), each
+    source has its metrics besides: `eval/<source>/*` or `eval/<name>/<source>/*`.
 
     Every evaluation draws the same random numbers, so that two of them differ by the policy only, and so that a set
     has the same samples alone and among others. Processes share the examples and get the same metrics.
@@ -55,80 +89,85 @@ class Evaluation:
     greedy: Sampler | None
     examples: list[Row]
     prompts_at_once: int
-    measures: EvalMetrics
+    metrics: EvalMetrics
     name: str = ""
 
     def __call__(self, params: Params, key) -> dict[str, float]:
-        """The metrics of `outcomes.summary`, `mean_length` (tokens) and `clipped_ratio` of the samples, and the totals
-        that reward functions log (a judge's requests and tokens), of greedy completions too."""
+        """The metrics of `summary`, `mean_length` (tokens) and `clipped_ratio` of the samples, and the totals that
+        reward functions log (a judge's requests and tokens), of greedy completions too."""
         key = jax.random.fold_in(key, EVALUATION)
-        found = self._run(self.sampled, params, key)
-        first_choice = None if self.greedy is None else self._run(self.greedy, params, key)
-        greedy = None if first_choice is None else first_choice.outcomes
-        spent = found.totals if first_choice is None else add_totals(found.totals, first_choice.totals)
-        samples, start = self.sampled.engine.group_size, f"eval/{self.name}/" if self.name else "eval/"
-        metrics: dict[str, float] = {}
-        for source, prompts in {"": range(len(self.examples)), **by_source(found.outcomes)}.items():
-            first = None if greedy is None else [greedy[index] for index in prompts]
-            own = summary([found.outcomes[index] for index in prompts], self.measures, first)
-            own["mean_length"] = float(found.lengths.reshape(-1, samples)[list(prompts)].mean())
-            own["clipped_ratio"] = float(1.0 - found.ended.reshape(-1, samples)[list(prompts)].mean())
-            metrics |= {f"{start}{source}/{name}" if source else start + name: x for name, x in own.items()}
-        return {start + name: float(total) for name, total in over_processes(spent).items()} | metrics
+        samples = self._sample(self.sampled, params, key)
+        greedy = None if self.greedy is None else self._sample(self.greedy, params, key)
+        totals = samples.totals if greedy is None else add_totals(samples.totals, greedy.totals)
+        group_size, prefix = self.sampled.engine.group_size, f"eval/{self.name}/" if self.name else "eval/"
+        metrics = {prefix + name: float(total) for name, total in over_processes(totals).items()}
+        for source, prompts in prompts_by_source(samples.results).items():
+            greedy_results = None if greedy is None else [greedy.results[index] for index in prompts]
+            values = summary([samples.results[index] for index in prompts], self.metrics, greedy_results)
+            values["mean_length"] = float(samples.lengths.reshape(-1, group_size)[prompts].mean())
+            values["clipped_ratio"] = float(1.0 - samples.ended.reshape(-1, group_size)[prompts].mean())
+            metrics |= {f"{prefix}{source}/{name}" if source else prefix + name: x for name, x in values.items()}
+        return metrics
 
-    def _run(self, sampler: Sampler, params: Params, key) -> Found:
-        """What comes of all examples, some at a time."""
-        parts, answers, totals = [], [], NOTHING_LOGGED
-        for start, count, own in full_batches(self.examples, self.prompts_at_once, row_shards(sampler.mesh)):
-            out = sampler(params, own, jax.random.fold_in(key, start))
-            found = (out.rewards, out.rollout.lengths, out.rollout.finished)
-            rows = count * sampler.engine.group_size
-            parts.append(tuple(x[:rows] for x in multihost_utils.process_allgather(found, tiled=True)))
+    def _sample(self, sampler: Sampler, params: Params, key) -> Samples:
+        """The graded completions of all examples, `prompts_at_once` prompts at a time."""
+        batches, answers, totals = [], [], NOTHING_LOGGED
+        for start, count, examples in full_batches(self.examples, self.prompts_at_once, row_shards(sampler.mesh)):
+            # Keyed by the position in this set alone: other sets, and the training step, change no sample.
+            out = sampler(params, examples, jax.random.fold_in(key, start))
+            arrays = (out.rewards, out.rollout.lengths, out.rollout.finished)
+            rows = count * sampler.engine.group_size  # the rest are of examples that fill up the batch
+            batches.append(tuple(x[:rows] for x in multihost_utils.process_allgather(arrays, tiled=True)))
             totals = add_totals(totals, out.logged)
-            given = gather(self._answers(sampler, out))
-            answers.append(None if None in given else [answer for part in given for answer in part][:rows])
-        rewards, lengths, ended = (np.concatenate(part) for part in zip(*parts, strict=True))
-        known = None if None in answers else [answer for part in answers for answer in part]
+            by_process = gather(self._answers(sampler, out))
+            known = None not in by_process
+            answers.append([answer for process in by_process for answer in process][:rows] if known else None)
+        rewards, lengths, ended = (np.concatenate(arrays) for arrays in zip(*batches, strict=True))
+        all_answers = None if None in answers else [answer for batch in answers for answer in batch]
         counts = [sampler.engine.group_size] * len(self.examples)
         sources = [example.get(SOURCE) for example in self.examples]
-        return Found(outcomes_of(rewards, sampler.rewards.weights, counts, self.measures, known, sources),
-                     lengths, ended, totals)  # fmt: skip
+        weights = sampler.rewards.weights
+        results = prompt_results(rewards, weights, counts, self.metrics.correct_at, all_answers, sources)
+        return Samples(results, lengths, ended, totals)
 
     def _answers(self, sampler: Sampler, out: Sampled) -> list[str | None] | None:
-        """The answers that this process's completions give, None where nothing says what they are."""
+        """The answers in this process's completions, None where neither `eval.answer` nor a reward extracts them."""
         with all_or_none():
-            if self.measures.answer is not None:
-                return self.measures.answers([text_of(completion) for completion in out.completions])
-            found = out.logged.columns.get(f"{sampler.rewards.names[0]}/{PRED}")
-            return None if found is None else [None if answer is None else str(answer) for answer in found]
+            if self.metrics.answer is not None:
+                return self.metrics.answers([text_of(completion) for completion in out.completions])
+            column = out.logged.columns.get(f"{sampler.rewards.names[0]}/{PRED}")
+            return None if column is None else [None if answer is None else str(answer) for answer in column]
+
+
+@dataclass(frozen=True)
+class Evaluations:
+    """The metrics of several evaluations, by their full names."""
+
+    sets: tuple[Evaluate, ...]
+
+    def __call__(self, params: Params, key) -> dict[str, float]:
+        """The metrics of all sets."""
+        return {name: value for evaluate in self.sets for name, value in evaluate(params, key).items()}
 
 
 def completions_of(evaluation: Evaluation, params: Params, key) -> list[list[Any]]:
-    """What the policy writes for each example: texts, or lists of messages; the samples that it is measured by.
+    """The policy's completions of each example, texts or lists of messages: the samples of its evaluation.
 
-    Every process gets those of all.
+    Every process gets all of them.
     """
     key, sampler = jax.random.fold_in(key, EVALUATION), evaluation.sampled
-    samples, found = sampler.engine.group_size, []
-    for start, count, own in full_batches(evaluation.examples, evaluation.prompts_at_once, row_shards(sampler.mesh)):
-        out = sampler(params, own, jax.random.fold_in(key, start))
-        found += [completion for part in gather(out.completions) for completion in part][: count * samples]
-    return [found[row : row + samples] for row in range(0, len(found), samples)]
-
-
-@dataclasses.dataclass(frozen=True)
-class Evaluations:
-    """The metrics of several sets."""
-
-    sets: tuple[Evaluation, ...]
-
-    def __call__(self, params: Params, key) -> dict[str, float]:
-        """The metrics of all sets, by their full names."""
-        return {name: value for one in self.sets for name, value in one(params, key).items()}
+    group_size, completions = sampler.engine.group_size, []
+    for start, count, examples in full_batches(
+        evaluation.examples, evaluation.prompts_at_once, row_shards(sampler.mesh)
+    ):
+        out = sampler(params, examples, jax.random.fold_in(key, start))
+        gathered = [completion for process in gather(out.completions) for completion in process]
+        completions += gathered[: count * group_size]
+    return [completions[row : row + group_size] for row in range(0, len(completions), group_size)]
 
 
 def check_best(best: str | None, metrics: Mapping[str, float]) -> None:
-    """Raises ConfigError when `checkpoint.best` names a metric of evaluations that the first of them does not have."""
+    """Raises ConfigError when `best` (checkpoint.best) names a metric of evaluations that is not in `metrics`."""
     if best and best.startswith("eval/") and best not in metrics:
         raise ConfigError(
             f"checkpoint.best is {best!r}, but an evaluation has no such metric; the closest is "
@@ -137,15 +176,15 @@ def check_best(best: str | None, metrics: Mapping[str, float]) -> None:
 
 
 class Share(NamedTuple):
-    """This process's part of one batch."""
+    """This process's share of one batch."""
 
     start: int  # position of the batch's first example among all
     count: int  # examples in the batch, without those that fill it up
-    own: list[Any]
+    examples: list[Any]  # of this process
 
 
 def full_batches(examples: Sequence[Any], at_once: int, multiple: int) -> Iterator[Share]:
-    """This process's part of each batch of about `at_once` examples.
+    """This process's share of each batch of about `at_once` examples.
 
     All batches have the same size, which the row shards of the mesh (`multiple`) and the processes divide; the last one
     is filled up by repeating its last example.
@@ -153,8 +192,8 @@ def full_batches(examples: Sequence[Any], at_once: int, multiple: int) -> Iterat
     processes, process = jax.process_count(), jax.process_index()
     multiple = math.lcm(multiple, processes)
     size = -(-max(min(at_once, len(examples)), 1) // multiple) * multiple
-    part = size // processes
+    share = size // processes
     for start in range(0, len(examples), size):
         batch = list(examples[start : start + size])
         filled = batch + [batch[-1]] * (size - len(batch))
-        yield Share(start, len(batch), filled[process * part : (process + 1) * part])
+        yield Share(start, len(batch), filled[process * share : (process + 1) * share])

@@ -1,1 +1,1 @@
-"""What a run reports: metrics, console, tracker backends, health warnings."""
+"""The reports of a run: metrics, console, trackers, health warnings."""

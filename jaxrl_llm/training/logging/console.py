@@ -1,7 +1,7 @@
 """The console of a run: settings, progress bar, evaluations, completions and summary; plain lines when not a terminal.
 
-Texts come from models and data sets, so they are shown as they are: no markup is read in them and control characters
-are written out. On a terminal, everything appears above a progress bar. Anywhere else (a file, a pipe, a notebook)
+Texts come from models and data sets, so they are shown verbatim: no markup is read in them and control characters
+are escaped. On a terminal, everything appears above a progress bar. Anywhere else (a file, a pipe, a notebook)
 there are only lines, with one for a few steps.
 """
 
@@ -148,7 +148,7 @@ class Screen:
         self._columns("held-out", rows)
 
     def phases(self, seconds: Mapping[str, float]) -> None:
-        """Shows where the time went."""
+        """Shows the seconds of each phase and their shares."""
         total = sum(seconds.values())
         rows = [(phase, duration(value), f"{value / total:.0%}") for phase, value in seconds.items() if total > 0]
         self._columns("time", [*rows, ("total", duration(total), "")])
@@ -175,7 +175,7 @@ class Screen:
         print(self._clean(text), file=self.console.file, flush=True)
 
     def _clean(self, text: str) -> str:
-        """The text with control characters, and what the console cannot encode, written out as escapes."""
+        """The text with escapes for control characters and for those that the console cannot encode."""
         encoding = getattr(self.console.file, "encoding", None) or "utf-8"
         return text.translate(_CONTROLS).encode(encoding, "backslashreplace").decode(encoding)
 
@@ -206,7 +206,7 @@ def evaluation_line(evaluation: Mapping[str, float]) -> str:
 
 
 def show(value: object) -> str:
-    """A value in few characters: 0.512, 1.25e-06, 12,345; texts in one short line, None as `-`."""
+    """A short text of a value: 0.512, 1.25e-06, 12,345; texts in one short line, None as `-`."""
     if value is None:
         return "-"
     value = value.item() if getattr(value, "shape", None) == () else value  # pyright: ignore[reportAttributeAccessIssue]
@@ -225,19 +225,19 @@ def duration(seconds: float) -> str:
 
 
 def as_text(value: object) -> str:
-    """A text as it is, a conversation as one `role: content` a line."""
+    """A text unchanged, a conversation as one `role: content` a line."""
     if isinstance(value, list | tuple):
         return "\n".join(f"{turn['role']}: {turn['content']}" if "content" in turn else str(turn) for turn in value)
     return str(value)
 
 
 def shorten(text: str, limit: int = COMPLETION_CHARACTERS) -> str:
-    """The text, or its start and how much is missing."""
+    """The text, or its start and the number of missing characters."""
     return text if len(text) <= limit else f"{text[:limit]} … ({len(text) - limit:,} more characters)"
 
 
 def shorten_start(text: str, limit: int = PROMPT_CHARACTERS) -> str:
-    """The text, or its end and how much is missing."""
+    """The text, or its end and the number of missing characters."""
     return text if len(text) <= limit else f"({len(text) - limit:,} characters before) … {text[-limit:]}"
 
 

@@ -5,63 +5,70 @@ Each depends on the metrics of its step alone, so that a run that was interrupte
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 
-from jaxrl_llm.config.schema import OFFLINE
-
-EVERY = 50  # steps between repetitions of one warning on the console, while it goes on holding
-
-
-def warnings_of(config, metrics: Mapping[str, float]) -> dict[str, str]:
-    """The warnings that hold for the metrics of a step, in words by name; see docs/reliability.md."""
-    found: dict[str, str] = {} if config.algorithm.name in OFFLINE else _of_the_policy(config, metrics)
-    if not math.isfinite(metrics.get("loss", 0.0)):
-        found["nonfinite_loss"] = f"the loss is {metrics['loss']:g}: look for a rate that is too high, or bad rows"
-    if not math.isfinite(metrics.get("reward", 0.0)):
-        found["nonfinite_reward"] = f"the mean reward is {metrics['reward']:g}: no completion could be scored"
-    elif metrics.get("unscorable_rows", 0):
-        found["unscorable_rows"] = f"{metrics['unscorable_rows']:g} completions have no reward, and teach nothing"
-    return found
+REPEAT_EVERY = 50  # steps between repetitions of one warning on the console, while it goes on holding
 
 
-def _of_the_policy(config, metrics: Mapping[str, float]) -> dict[str, str]:
-    watch, found = config.watch, {}
-    measured = "kl" if "kl" in metrics else "ratio/kl"
-    if _above(metrics.get(measured), watch.kl):
-        found["kl_explosion"] = (
-            f"{measured} is {metrics[measured]:.3g} per token (watch.kl = {watch.kl:g}): the policy has moved far; "
+@dataclass(frozen=True)
+class HealthSpec:
+    """The limits beyond which a run is warned of, or ended; None is no limit."""
+
+    policy: bool = True  # the policy is sampled, so the three limits below apply
+    kl: float | None = 1.0  # per token
+    entropy: float | None = 0.01  # per token, a lower limit
+    mismatch: float | None = 0.1  # mean absolute difference of the log-probs of sampler and trainer
+    max_skipped_steps: int = 3  # steps in a row without a finite gradient
+
+
+def health_warnings(spec: HealthSpec, metrics: Mapping[str, float]) -> dict[str, str]:
+    """The warnings that hold for the metrics of a step: explanations by name; see docs/reliability.md."""
+
+    def above(name: str, limit: float | None) -> bool:
+        return spec.policy and name in metrics and limit is not None and metrics[name] > limit
+
+    warnings: dict[str, str] = {}
+    # Without a reference there is no KL to it; the distance from the sampler's policy stands in.
+    kl = "kl" if "kl" in metrics else "ratio/kl"
+    if above(kl, spec.kl):
+        warnings["kl_explosion"] = (
+            f"{kl} is {metrics[kl]:.3g} per token (watch.kl = {spec.kl:g}): the policy has moved far; "
             "lower optimizer.learning_rate or raise algorithm.beta"
         )
-    entropy = metrics.get("entropy")
-    if watch.entropy is not None and entropy is not None and entropy < watch.entropy:
-        found["entropy_collapse"] = (
-            f"the entropy is {entropy:.3g} per token (watch.entropy = {watch.entropy:g}): all samples are alike, and "
-            "unless the task is solved nothing more is learned; raise epsilon_high, entropy_coef or the temperature"
+    if spec.policy and spec.entropy is not None and metrics.get("entropy", math.inf) < spec.entropy:
+        warnings["entropy_collapse"] = (
+            f"the entropy is {metrics['entropy']:.3g} per token (watch.entropy = {spec.entropy:g}): all samples are "
+            "alike, and unless the task is solved nothing more is learned; raise epsilon_high, entropy_coef or the "
+            "temperature"
         )
-    mismatch = metrics.get("sampling/sampling_logp_difference/mean")
-    if _above(mismatch, watch.mismatch):
-        found["sampler_mismatch"] = (
-            f"log-probs of sampler and trainer differ by {mismatch:.3g} on average (watch.mismatch = "
-            f"{watch.mismatch:g}): use model.dtype=float32, or set algorithm.importance_correction"
+    difference = "sampling/sampling_logp_difference/mean"
+    if above(difference, spec.mismatch):
+        warnings["sampler_mismatch"] = (
+            f"log-probs of sampler and trainer differ by {metrics[difference]:.3g} on average (watch.mismatch = "
+            f"{spec.mismatch:g}): use model.dtype=float32, or set algorithm.importance_correction"
         )
-    return found
-
-
-def _above(value: float | None, limit: float | None) -> bool:
-    return value is not None and limit is not None and value > limit
+    if not math.isfinite(metrics.get("loss", 0.0)):
+        warnings["nonfinite_loss"] = f"the loss is {metrics['loss']:g}: look for a rate that is too high, or bad rows"
+    if not math.isfinite(metrics.get("reward", 0.0)):
+        warnings["nonfinite_reward"] = f"the mean reward is {metrics['reward']:g}: no completion could be graded"
+    elif metrics.get("unscorable_rows", 0):
+        warnings["unscorable_rows"] = f"{metrics['unscorable_rows']:g} completions have no reward, and teach nothing"
+    return warnings
 
 
 class HealthWarnings:
-    """Tells of a warning at the first step it holds, and then every EVERY steps while it goes on."""
+    """The console's share of health warnings: the first step of each, then every REPEAT_EVERY steps while it holds."""
 
     def __init__(self) -> None:
-        self._told: dict[str, int] = {}
+        self._last_shown: dict[str, int] = {}
 
-    def due(self, step: int, found: Mapping[str, str]) -> list[str]:
-        """The lines to show for this step's warnings."""
-        self._told = {name: told for name, told in self._told.items() if name in found}
+    def due(self, step: int, warnings: Mapping[str, str]) -> list[str]:
+        """The lines to show for the warnings of a step."""
+        # A warning that has gone is forgotten: when it comes back it is shown at once.
+        self._last_shown = {name: shown for name, shown in self._last_shown.items() if name in warnings}
         lines = []
-        for name, text in found.items():
-            if step - self._told.get(name, -EVERY) >= EVERY:
-                self._told[name] = step
-                lines.append(f"step {step}: warning/{name}: {text}")
+        for name, explanation in warnings.items():
+            if step - self._last_shown.get(name, -REPEAT_EVERY) >= REPEAT_EVERY:
+                self._last_shown[name] = step
+                lines.append(f"step {step}: warning/{name}: {explanation}")
         return lines

@@ -1,52 +1,35 @@
-"""What a run leaves and shows: metrics.jsonl, completions/ and the console, through one `Logger`.
+"""`Logger`: one place that a run reports to, which records metrics and completions and shows them on the console."""
 
-The layout under output_dir:
-
-    metrics.jsonl                          one JSON object a step: {"step": 3, "time": 1767225600.0, "reward": 0.5, ...}
-    completions/completions_00010.parquet  one row per completion: step, prompt, completion, each reward, advantage, ...
-"""
-
-import json
 import math
 import operator
-import os
-import re
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
 import jax
-import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 from rich.console import Console
 
-from jaxrl_llm.config import ConfigDict, ConfigError, default
-from jaxrl_llm.config.schema import KEYS, OFFLINE
+from jaxrl_llm.training.logging.backends import Identity
 from jaxrl_llm.training.logging.backends.delivery import Delivery, deliveries, table_of
 from jaxrl_llm.training.logging.console import Screen
-from jaxrl_llm.training.logging.metric_names import shown_names
-
-METRICS = "metrics.jsonl"
-COMPLETIONS = "completions"
-
-# Settings worth a line even when they have their default.
-SHOWN_SETTINGS = (
-    "model.path",
-    "data.path",
-    "algorithm.name",
-    "total_steps",
-    "batch.prompts",
-    "rollout.group_size",
-    "optimizer.learning_rate",
-    "seed",
+from jaxrl_llm.training.logging.metric_names import MetricNames
+from jaxrl_llm.training.logging.records import (
+    COMPLETIONS,
+    METRICS,
+    MetricsFile,
+    read_metrics,
+    remove_completions,
+    trim_metrics,
+    write_completions,
 )
+
 CONTENTS = {
     "config.json": "the configuration of the run",
-    "given.json": "what it was given besides, in words",
+    "given.json": "the arguments of train beside it, in words",
     METRICS: "one object a step",
     COMPLETIONS: "prompts, completions, rewards and advantages",
     "checkpoints": "states the run can go on from",
@@ -59,8 +42,25 @@ CONTENTS = {
 }
 
 
+@dataclass(frozen=True)
+class LoggingSpec:
+    """The backends that a run reports to, and the facts and samples that they show of it."""
+
+    backends: Sequence[str] = ("console", "jsonl")
+    total_steps: int = 0
+    progress: Sequence[str] = ()  # names of the metrics beside the progress bar
+    settings: Mapping[str, str] = field(default_factory=dict)  # the main settings, for the console
+    all_settings: Mapping[str, Any] = field(default_factory=dict)  # every setting by full key, for trackers
+    names: MetricNames = field(default_factory=MetricNames)
+    project: str = "jaxrl_llm"
+    run_name: str | None = None  # None: the name of the run's folder
+    completions_every: int = 0  # steps between samples of completions; 0 shows none
+    completions_shown: int = 0
+    table_rows: int = 0  # completions in the tables of trackers
+
+
 class Logger:
-    """A context manager that records one run: `config.logging.backends` says where, and only process 0 writes.
+    """A context manager that records one run in `output_dir` and the backends of `spec`; only process 0 writes.
 
     Call `log` once a step, in order, and before the checkpoint of that step is saved: with `resume_step` = s (the step
     of the checkpoint that is gone on from) metrics.jsonl keeps its lines up to step s and completions/ its files up to
@@ -71,12 +71,12 @@ class Logger:
 
     def __init__(
         self,
-        config: ConfigDict,
+        spec: LoggingSpec,
         output_dir: str | Path,
         resume_step: int | None = None,
         console: Console | None = None,
     ):
-        self.config = config
+        self.spec = spec
         self.folder = Path(output_dir)
         self._main = jax.process_index() == 0
         self._resume_step = resume_step
@@ -84,35 +84,33 @@ class Logger:
         self._evaluations: list[tuple[int, dict[str, float | None]]] = []  # the first and the last
         self._seconds: dict[str, float] = defaultdict(float)
         self._began = time.perf_counter()
-        self._file = None
-        self._unwritten: list[bytes] = []  # lines of metrics.jsonl that the disk had no room for
+        self._file: MetricsFile | None = None
         self._screen = None
-        self._elsewhere: list[Delivery] = []
-        self._names = shown_names(config)
+        self._deliveries: list[Delivery] = []
         if not self._main:
             return
-        backends = config.logging.backends
-        if "console" in backends:
-            self._screen = Screen(_metrics_shown(config), config.total_steps, resume_step or 0, console)
+        if "console" in spec.backends:
+            self._screen = Screen(spec.progress, spec.total_steps, resume_step or 0, console)
         self.folder.mkdir(parents=True, exist_ok=True)
-        self._go_on(resume_step)
-        if "jsonl" in backends:
-            # Unbuffered and in append mode: a line is one write, so a killed process leaves it whole or not at all.
-            self._file = (self.folder / METRICS).open("ab", buffering=0)
-        self._elsewhere = deliveries(config, self.folder, resume_step, self.warn)
+        self._resume(resume_step)
+        if "jsonl" in spec.backends:
+            self._file = MetricsFile(self.folder / METRICS)
+        name = spec.run_name or self.folder.resolve().name
+        run = Identity(spec.project, name, spec.all_settings, self.folder, resume_step)
+        self._deliveries = deliveries(spec.backends, run, self.warn)
 
-    def _go_on(self, resume_step: int | None) -> None:
-        """Removes what lies after `resume_step` (everything when None) and remembers what stays."""
+    def _resume(self, resume_step: int | None) -> None:
+        """Removes records after `resume_step` (all when None) and remembers the evaluations of those that stay."""
         path = self.folder / METRICS
         if resume_step is None:
             path.unlink(missing_ok=True)
         elif path.exists():
             trim_metrics(path, resume_step)
             for record in read_metrics(path):
-                self._remember({self._names.own(name): value for name, value in record.items()})
+                self._remember({self.spec.names.internal(name): value for name, value in record.items()})
             if self._last_step is None or self._last_step < resume_step:
-                held = "no step" if self._last_step is None else f"step {self._last_step}"
-                self.warn(f"{path} ends at {held}, but the run goes on after step {resume_step}: lines are missing")
+                reached = "no step" if self._last_step is None else f"step {self._last_step}"
+                self.warn(f"{path} ends at {reached}, but the run goes on after step {resume_step}: lines are missing")
             self._last_step = resume_step
         remove_completions(self.folder / COMPLETIONS, resume_step)
 
@@ -123,23 +121,22 @@ class Logger:
         self.close(failed=kind is not None)
 
     def close(self, failed: bool = False) -> None:
-        """Ends the progress bar, closes metrics.jsonl and tells every other backend how the run ended."""
+        """Ends the progress bar, closes metrics.jsonl and ends the run in every other backend, as `failed` or not."""
         if self._screen:
             self._screen.close()
         if self._file and not self._file.closed:
             if self._last_step is not None:
-                self._write(self._last_step)
-            if self._unwritten:
-                self.warn(f"{METRICS} lacks its last {len(self._unwritten)} lines, which could not be written")
-            with self._file:
-                os.fsync(self._file.fileno())
-        while self._elsewhere:
-            self._elsewhere.pop().close(failed)
+                self._flush(self._last_step)
+            if self._file.pending:
+                self.warn(f"{METRICS} lacks its last {len(self._file.pending)} lines, which could not be written")
+            self._file.close()
+        while self._deliveries:
+            self._deliveries.pop().close(failed)
 
-    def start(self, settings: Mapping[str, object]) -> None:
-        """Shows `settings` (facts of the run: devices, parameters, ...) and the main configuration; starts the bar."""
+    def start(self, facts: Mapping[str, object]) -> None:
+        """Shows `facts` (devices, parameters, ...) and the main settings of the run, and starts the progress bar."""
         if self._screen:
-            self._screen.table("settings", {**settings, **settings_shown(self.config)}, str(self.folder))
+            self._screen.table("settings", {**facts, **self.spec.settings}, str(self.folder))
             if self._resume_step is not None:
                 self._screen.note(f"going on after step {self._resume_step}")
             self._screen.begin()
@@ -167,30 +164,27 @@ class Logger:
         if taken := {"step", "time"} & metrics.keys():
             raise ValueError(f"a metric is named {taken.pop()!r}, which every line of {METRICS} has already: rename it")
         numbers = {name: _number(name, value) for name, value in metrics.items()}
-        head = {"step": step, "time": round(time.time(), 3)}
-        found = {name: _finite(x) for name, x in numbers.items()}
-        shown = {self._names.shown(name): x for name, x in found.items()}
+        stamp = {"step": step, "time": round(time.time(), 3)}
+        finite = {name: value if math.isfinite(value) else None for name, value in numbers.items()}
+        shown = {self.spec.names.shown(name): value for name, value in finite.items()}
         if self._file:
-            self._unwritten.append(_line(head | shown))
-            self._write(step)
-        for delivery in self._elsewhere:
-            delivery.log(step, {name: x for name, x in shown.items() if x is not None})
-        self._remember(head | found)
+            self._file.append(stamp | shown)
+            self._flush(step)
+        for delivery in self._deliveries:
+            delivery.log(step, {name: value for name, value in shown.items() if value is not None})
+        self._remember(stamp | finite)
         for name, value in numbers.items():
             if name.startswith("time/") and math.isfinite(value):
                 self._seconds[name.removeprefix("time/")] += value
         if self._screen:
             self._screen.step(step, numbers)
 
-    def _write(self, step: int) -> None:
-        """Appends the lines that wait."""
+    def _flush(self, step: int) -> None:
         assert self._file is not None
         try:
-            while self._unwritten:
-                _append(self._file, self._unwritten[0])
-                self._unwritten.pop(0)
+            self._file.flush()
         except OSError as error:
-            if len(self._unwritten) == 1:
+            if len(self._file.pending) == 1:  # the first of them: later ones fail for the same reason
                 self.warn(f"step {step} is not in {METRICS} yet: {error}; it is tried again with the next step")
 
     def _remember(self, record: Mapping[str, Any]) -> None:
@@ -202,8 +196,8 @@ class Logger:
     def completions(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         """Writes one file of completions (see `write_completions`) and, when one is due, shows a sample of them.
 
-        `logging.completions_shown` rows, evenly spaced so that they have different prompts, are shown at the steps
-        that `logging.completions_every` divides; a table of `logging.table_rows` goes to the other backends then.
+        `completions_shown` rows, evenly spaced so that they have different prompts, are shown at the steps that
+        `completions_every` divides; a table of `table_rows` goes to the other backends then.
         """
         if not self._main:
             return
@@ -211,10 +205,10 @@ class Logger:
             write_completions(self.folder / COMPLETIONS, step, rows)
         except OSError as error:
             self.warn(f"the completions of step {step} are left out: {error}")
-        every, shown = self.config.logging.completions_every, min(self.config.logging.completions_shown, len(rows))
+        every, shown = self.spec.completions_every, min(self.spec.completions_shown, len(rows))
         due = every and step % every == 0
-        for delivery in self._elsewhere if due else ():
-            delivery.table(step, table_of(rows, self.config.logging.table_rows))
+        for delivery in self._deliveries if due else ():
+            delivery.table(step, table_of(rows, self.spec.table_rows))
         if self._screen and due:
             self._screen.completions(step, [rows[i * len(rows) // shown] for i in range(shown)])
 
@@ -230,14 +224,12 @@ class Logger:
         else:
             print(f"process {jax.process_index()}: warning: {message}", file=sys.stderr, flush=True)
 
-    def finish(
-        self, summary: Mapping[str, object] | None = None, seconds: Mapping[str, float] | None = None
-    ) -> dict[str, Any]:
+    def finish(self, seconds: Mapping[str, float] | None = None) -> dict[str, Any]:
         """The summary of the run, which is also shown: evaluation before and after, time by phase, files.
 
-        `summary` adds lines. `seconds` by phase is the sum of the logged `time/<phase>` unless given
+        `seconds` by phase is the sum of the logged `time/<phase>` unless given
         (`Stopwatch.totals`); "other" is the rest since the Logger was made: loading, compilation, checkpoints.
-        Times are of this process, evaluations of the whole run.
+        Times are of this process, evaluations of the complete run.
 
         Returns {"before": {name: value}, "after": {name: value}, "seconds": {phase: seconds},
         "files": {path: contents}}; "before" and "after" are the first and the last evaluation, empty without one.
@@ -253,106 +245,8 @@ class Logger:
             self._screen.evaluations(self._evaluations)
             self._screen.phases(phases)
             self._screen.table("files", files)
-            if summary:
-                self._screen.table("summary", summary)
         first, last = (self._evaluations[0][1], self._evaluations[-1][1]) if self._evaluations else ({}, {})
         return {"before": dict(first), "after": dict(last), "seconds": phases, "files": files}
-
-
-def read_metrics(path: str | Path) -> Iterator[dict[str, Any]]:
-    """The objects of a metrics.jsonl, one a step; numbers that were not finite are None.
-
-    A last line that is torn (the machine stopped while it was written) is left out.
-    Raises ConfigError for any other line that is not a JSON object with a step.
-    """
-    with Path(path).open("rb") as file:
-        for number, line in enumerate(file, 1):
-            try:
-                record = json.loads(line)
-            except ValueError as error:
-                if not file.read(1):
-                    return
-                raise ConfigError(f"line {number} of {path} is not JSON ({error}): repair or remove it") from error
-            if not isinstance(record, dict) or "step" not in record:
-                raise ConfigError(f"line {number} of {path} is not an object with a step: repair or remove it")
-            yield record
-
-
-def trim_metrics(path: Path, last_step: int) -> None:
-    """Removes the lines of metrics.jsonl after `last_step`, and a torn last line; the file is replaced in one go."""
-    part = path.with_name(f".{path.name}.part")
-    with part.open("wb") as file:
-        for record in read_metrics(path):
-            if record["step"] <= last_step:
-                file.write(_line(record))
-        file.flush()
-        os.fsync(file.fileno())
-    part.replace(path)
-
-
-def write_completions(folder: Path, step: int, rows: Sequence[Mapping[str, Any]]) -> Path:
-    """The path of `completions_<step>.parquet`, written in one go: it is whole or not there.
-
-    Each row is one completion: `prompt` and `completion` (texts; conversations are written as JSON), then a number for
-    each reward function under its name, `advantage`, and whatever else is worth keeping. Columns are step, prompt,
-    completion, and the others in the order they first appear; a row without one holds null there.
-
-    Raises ValueError for a row without prompt or completion, one with a `step`, or a column of mixed types.
-    """
-    names: dict[str, None] = dict.fromkeys(("prompt", "completion"))
-    for row in rows:
-        if "prompt" not in row or "completion" not in row or "step" in row:
-            raise ValueError(f"a row of completions needs prompt and completion, and no step, but has {list(row)}")
-        names.update(dict.fromkeys(row))
-    columns = {"step": pa.array([step] * len(rows), pa.int64())}
-    for name in names:
-        try:
-            columns[name] = pa.array([_cell(name, row.get(name)) for row in rows])
-        except pa.ArrowException as error:
-            raise ValueError(f"the column {name!r} of completions does not hold one type of values: {error}") from error
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"completions_{step:05d}.parquet"
-    part = path.with_name(f".{path.name}.part")
-    try:
-        pq.write_table(pa.table(columns), part)
-        part.replace(path)
-    except OSError:
-        part.unlink(missing_ok=True)
-        raise
-    return path
-
-
-def _cell(name: str, value: Any) -> Any:
-    if name in ("prompt", "completion") and not isinstance(value, str):
-        return json.dumps(value, ensure_ascii=False)
-    return value.item() if isinstance(value, np.generic) else value
-
-
-def remove_completions(folder: Path, last_step: int | None) -> None:
-    """Removes the completions files of the steps after `last_step` (all when None), and unfinished ones."""
-    for path in folder.glob("*completions_*.parquet*"):
-        match = re.fullmatch(r"(\.?)completions_(\d+)\.parquet(\.part)?", path.name)
-        if match and (match[1] or match[3] or last_step is None or int(match[2]) > last_step):
-            path.unlink()
-
-
-def settings_shown(config: ConfigDict) -> dict[str, str]:
-    """The configuration worth showing, `{key: text}`: the main keys, and those that differ from their default."""
-    standard, shown = default(), {}
-    for key in KEYS:
-        section, _, leaf = key.name.rpartition(".")
-        value, usual = ((tree[section] if section else tree)[leaf] for tree in (config, standard))
-        applies = section != "rollout" or config.algorithm.name not in OFFLINE
-        if value != usual or (key.name in SHOWN_SETTINGS and applies):
-            shown[key.name] = key.show(value)
-    return shown
-
-
-def _metrics_shown(config: ConfigDict) -> tuple[str, ...]:
-    """The metrics beside the progress bar, as far as a step has them."""
-    if config.algorithm.name in OFFLINE:
-        return ("loss", "rewards/accuracies", "accuracy", "grad_norm", "lr", "tokens_per_second")
-    return ("reward", "kl", "entropy", "completions/mean_length", "tokens_per_second")
 
 
 def _number(name: str, value: Any) -> int | float:
@@ -360,20 +254,3 @@ def _number(name: str, value: Any) -> int | float:
     if not isinstance(item, int | float):
         raise ValueError(f"the metric {name!r} is {value!r}, not one number: reduce it before it is logged")
     return int(item) if isinstance(item, bool) else item
-
-
-def _finite(value: int | float) -> int | float | None:
-    return value if math.isfinite(value) else None
-
-
-def _line(record: Mapping[str, Any]) -> bytes:
-    return json.dumps(record, allow_nan=False).encode() + b"\n"
-
-
-def _append(file: Any, line: bytes) -> None:
-    """Writes the line, or raises OSError and leaves none of it."""
-    size = os.fstat(file.fileno()).st_size
-    written = file.write(line)
-    if written != len(line):
-        file.truncate(size)
-        raise OSError(f"{file.name}: only {written} of {len(line)} bytes could be written; is the disk full?")

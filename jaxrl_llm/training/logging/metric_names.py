@@ -1,13 +1,12 @@
-"""The names that metrics have in metrics.jsonl and other records: TRL's, or verl's (`logging.names`).
+"""The names of metrics in metrics.jsonl and other records: TRL's, or verl's (`logging.names`).
 
-Within a run every metric has one name, TRL's where TRL has one. It is renamed on the way out.
+Within a run every metric has one name, TRL's where TRL has one. It is renamed on the way out, and back on resume.
 """
 
 import re
 from collections.abc import Mapping
 
-from jaxrl_llm.config import eval_set
-
+# Phase of the stopwatch -> verl's word for it.
 PHASES = {
     "rollout": "gen",
     "reward": "reward",
@@ -39,7 +38,7 @@ VERL: Mapping[str, str] = {
     **{f"prompts/{kind}_length": f"prompt_length/{kind}" for kind in SPREAD},
     "step_time": "perf/time_per_step",
     "tokens_per_second": "perf/throughput",
-    **{f"time/{ours}": f"timing_s/{theirs}" for ours, theirs in PHASES.items()},
+    **{f"time/{phase}": f"timing_s/{verl}" for phase, verl in PHASES.items()},
 }
 TRL_PPO: Mapping[str, str] = {
     "policy_term": "loss/policy_avg",
@@ -52,8 +51,7 @@ TRL_PPO: Mapping[str, str] = {
     "reward": "objective/scores",
 }
 
-
-# In verl's records: the variable and the statistic. k is the number of completions.
+# In verl's records: the variable and the statistic of k completions.
 EVALUATIONS: Mapping[str, str] = {
     "reward": "reward/mean@n",
     "accuracy": "acc/mean@n",
@@ -64,56 +62,61 @@ EVALUATIONS: Mapping[str, str] = {
 }
 
 
-class Names(dict[str, str]):
-    """The names of metrics in the records of a run, by their names within it; one that is missing keeps its own.
+class MetricNames(dict[str, str]):
+    """The recorded name of each metric by its name within the run; one that is missing keeps its name.
 
-    No two of them are the same, so that `own` reads the records of a run that goes on. `data` is what verl's names call
-    held-out prompts without a name, `samples` the completions of each in every set, by name.
+    No two are the same, so that `internal` reads the records of a resumed run. `data` is the name in verl's records of
+    held-out prompts without a name (None: evaluations are not renamed), `samples` the completions of each prompt by the
+    name of its set, "" for the sets that are not listed.
     """
 
-    def __init__(self, names: Mapping[str, str], data: str | None = None, samples: Mapping[str, int] | None = None):
-        super().__init__(names)
-        self._back = {shown: name for name, shown in names.items()}
+    def __init__(
+        self, names: Mapping[str, str] | None = None, data: str | None = None, samples: Mapping[str, int] | None = None
+    ):
+        super().__init__(names or {})
+        self._internal = {shown: name for name, shown in self.items()}
         self._data, self._samples = data, dict(samples or {})
 
     def shown(self, name: str) -> str:
-        """The name of a metric in the records."""
-        return self[name] if name in self else self._evaluated(name)
+        """The recorded name of a metric of the run.
 
-    def own(self, shown: str) -> str:
-        """The name within the run of a metric in the records."""
-        if shown in self._back or self._data is None or not shown.startswith(("val-core/", "val-aux/")):
-            return self._back.get(shown, shown)
-        for metric, theirs in EVALUATIONS.items():
-            pattern = re.escape(theirs).replace("@n", r"@\d+").replace("@k", r"@(\d+)")
-            if found := re.fullmatch(rf"val-(?:core|aux)/(.+)/{pattern}", shown):
-                where = "" if found[1] == self._data else f"{found[1]}/"
-                return f"eval/{where}{metric.replace('@k', f'@{found[2]}') if '@k' in metric else metric}"
-        return shown
-
-    def _evaluated(self, name: str) -> str:
-        """verl's name of a metric of evaluations: its main ones are val-core, the others val-aux."""
-        found = re.fullmatch(r"eval/(?:(.+)/)?(reward|accuracy|(pass|maj|best|worst)@(\d+))", name)
-        if self._data is None or not found:
+        verl records the main metrics of an evaluation under val-core, the others under val-aux.
+        """
+        if name in self:
+            return self[name]
+        match = re.fullmatch(r"eval/(?:(.+)/)?(reward|accuracy|(pass|maj|best|worst)@(\d+))", name)
+        if self._data is None or not match:
             return name
-        where, metric, kind, k = found.groups()
-        n = self._samples.get((where or "").partition("/")[0], self._samples[""])
+        eval_set, metric, kind, k = match.groups()
+        n = self._samples.get((eval_set or "").partition("/")[0], self._samples[""])
         main = metric == "accuracy" or (kind in ("pass", "maj") and int(k) == n)
         statistic = EVALUATIONS[f"{kind}@k" if kind else metric].replace("@k", f"@{k}").replace("@n", f"@{n}")
-        return f"val-{'core' if main else 'aux'}/{where or self._data}/{statistic}"
+        return f"val-{'core' if main else 'aux'}/{eval_set or self._data}/{statistic}"
+
+    def internal(self, shown: str) -> str:
+        """The name within the run of a recorded metric; the inverse of `shown`."""
+        if shown in self._internal or self._data is None or not shown.startswith(("val-core/", "val-aux/")):
+            return self._internal.get(shown, shown)
+        for metric, statistic in EVALUATIONS.items():
+            pattern = re.escape(statistic).replace("@n", r"@\d+").replace("@k", r"@(\d+)")
+            if match := re.fullmatch(rf"val-(?:core|aux)/(.+)/{pattern}", shown):
+                eval_set = "" if match[1] == self._data else f"{match[1]}/"
+                return f"eval/{eval_set}{metric.replace('@k', f'@{match[2]}') if '@k' in metric else metric}"
+        return shown
 
 
-def shown_names(config) -> Names:
-    """The names of metrics in the records of the run."""
-    algorithm = config.algorithm
-    if config.logging.names == "trl":
-        return Names(TRL_PPO if algorithm.name == "ppo" else {})
-    if algorithm.kl_in_reward:
-        terms = {"kl": "actor/reward_kl_penalty", "kl_coef": "actor/reward_kl_penalty_coeff"}
+def trl_names(ppo: bool) -> MetricNames:
+    """TRL's names; those of its PPO trainer differ."""
+    return MetricNames(TRL_PPO if ppo else {})
+
+
+def verl_names(kl_in_reward: bool, data: str, samples: Mapping[str, int]) -> MetricNames:
+    """verl's names; `data` and `samples` as `MetricNames` takes them.
+
+    The KL is a penalty on the reward (`kl_in_reward`) or a term of the loss.
+    """
+    if kl_in_reward:
+        kl = {"kl": "actor/reward_kl_penalty", "kl_coef": "actor/reward_kl_penalty_coeff"}
     else:
-        terms = {"kl": "actor/kl_loss", "kl_coef": "actor/kl_coef"}
-    samples = {"": config.eval.samples}
-    for entry in config.eval.sets:
-        name, own, _ = eval_set(entry)
-        samples[name] = own.get("samples", samples.get(name, config.eval.samples))
-    return Names({**VERL, **terms}, config.data.eval_path or config.data.path, samples)
+        kl = {"kl": "actor/kl_loss", "kl_coef": "actor/kl_coef"}
+    return MetricNames({**VERL, **kl}, data, samples)

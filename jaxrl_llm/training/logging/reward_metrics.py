@@ -1,38 +1,39 @@
-"""What reward functions log beside their numbers: joined over rounds of sampling, and averaged over all processes."""
+"""Metrics that reward functions log besides their rewards: joined over rounds of sampling, averaged over processes."""
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
 
 from jaxrl_llm.distributed.processes import gather
-from jaxrl_llm.rewards.calls import RewardError
-from jaxrl_llm.rewards.grader import Logged
+from jaxrl_llm.rewards.runner import Logged
+from jaxrl_llm.rewards.signatures import RewardError
 
 
-def join(held: Logged, fresh: Logged, index: np.ndarray, rows: int) -> Logged:
-    """What was logged with the rows that `index` picks from those of `held`, `rows` of them, and then of `fresh`.
+def join(earlier: Logged, later: Logged, index: np.ndarray, rows: int) -> Logged:
+    """The log of the rows that `index` picks from the `rows` of `earlier` followed by those of `later`.
 
-    Numbers count whether their rows are picked or not.
+    Columns are picked as the rows are; metrics and totals count whether their rows are picked or not.
     """
     columns = {
-        name: [[*held.columns.get(name, [None] * rows), *fresh.columns.get(name, [None] * rows)][i] for i in index]
-        for name in {**held.columns, **fresh.columns}
+        name: [[*earlier.columns.get(name, [None] * rows), *later.columns.get(name, [None] * rows)][i] for i in index]
+        for name in {**earlier.columns, **later.columns}
     }
     metrics = {
-        name: held.metrics.get(name, []) + fresh.metrics.get(name, []) for name in {**held.metrics, **fresh.metrics}
+        name: earlier.metrics.get(name, []) + later.metrics.get(name, [])
+        for name in {**earlier.metrics, **later.metrics}
     }
-    totals = {
-        name: held.totals.get(name, 0.0) + fresh.totals.get(name, 0.0) for name in {**held.totals, **fresh.totals}
-    }
-    return Logged(metrics, totals, columns)
+    return Logged(metrics, _summed(earlier.totals, later.totals), columns)
 
 
-def add_totals(held: Logged, more: Logged) -> Logged:
-    """`held` with the totals of `more` added to its own: what was spent in all. Means and columns stay its own."""
-    totals = {name: held.totals.get(name, 0.0) + more.totals.get(name, 0.0) for name in {**held.totals, **more.totals}}
-    return held._replace(totals=totals)
+def add_totals(logged: Logged, other: Logged) -> Logged:
+    """`logged` with the totals of `other` added (what was spent in all); means and columns stay its own."""
+    return logged._replace(totals=_summed(logged.totals, other.totals))
+
+
+def _summed(totals: Mapping[str, float], others: Mapping[str, float]) -> dict[str, float]:
+    return {name: totals.get(name, 0.0) + others.get(name, 0.0) for name in {**totals, **others}}
 
 
 def over_processes(logged: Logged, taken: Iterable[str] = ()) -> dict[str, Any]:
@@ -40,23 +41,22 @@ def over_processes(logged: Logged, taken: Iterable[str] = ()) -> dict[str, Any]:
 
     Raises RewardError for a name that is among `taken`, those of the run's own metrics.
     """
-    own = {"means": {n: [sum(v), len(v)] for n, v in logged.metrics.items() if v}, "totals": logged.totals}
+    sums = {name: [sum(values), len(values)] for name, values in logged.metrics.items() if values}
     means: dict[str, list[float]] = {}
     totals: dict[str, float] = {}
-    for part in gather(own):
-        for name, (value, count) in part["means"].items():
-            old = means.get(name, [0.0, 0])
-            means[name] = [old[0] + value, old[1] + count]
-        for name, value in part["totals"].items():
-            totals[name] = totals.get(name, 0.0) + value
-    found = {name: value / count for name, (value, count) in means.items()} | totals
-    if clash := sorted(found.keys() & set(taken)):
+    for process in gather({"sums": sums, "totals": logged.totals}):
+        for name, (value, count) in process["sums"].items():
+            total, number = means.get(name, [0.0, 0])
+            means[name] = [total + value, number + count]
+        totals = _summed(totals, process["totals"])
+    metrics = {name: value / count for name, (value, count) in means.items()} | totals
+    if clash := sorted(metrics.keys() & set(taken)):
         raise RewardError(f"a reward function logs the metric {clash[0]!r}, which is the run's own; rename it")
-    return {name: np.float32(value) for name, value in found.items()}
+    return {name: np.float32(value) for name, value in metrics.items()}
 
 
 def table_value(value: Any) -> Any:
-    """A value as a table of completions holds it: a number, a text, or the JSON of something else."""
+    """The cell of a value in a table of completions: a number, a text, or the JSON of something else."""
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     return value.item() if isinstance(value, np.generic) else json.dumps(value, default=repr)

@@ -1,94 +1,109 @@
-"""`StepLog`: from what a step leaves on the device to a line of the log, and the counts that go on with a run."""
+"""`StepLog`: turns what a step leaves on the device into a line of the log, and keeps the counts of a run.
+
+The loop may dispatch a step before the one before it is settled, so that the device does not wait for the host.
+"""
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
 from jaxrl_llm.config import ConfigError
-from jaxrl_llm.training.logging.health import HealthWarnings, warnings_of
+from jaxrl_llm.training.logging.health import HealthSpec, HealthWarnings, health_warnings
 from jaxrl_llm.training.logging.logger import Logger
 from jaxrl_llm.training.logging.stopwatch import Stopwatch
-from jaxrl_llm.training.objectives.policy_gradient import merged_by
-from jaxrl_llm.training.online import Row
 
 Metrics = dict[str, float]
 
 
 class Step(NamedTuple):
-    """A step that was computed, or still is: its metrics are on the device."""
+    """A dispatched step, whose metrics are on the device and may not be computed yet."""
 
     number: int
-    began: float  # of time.perf_counter
+    began: float  # time.perf_counter() before its batch was made
     metrics: dict[str, Any]  # of the experience
-    updates: list[Any]  # of each minibatch
-    table: list[Row]
+    updates: list[Any]  # the metrics of each minibatch
+    table: list[dict[str, Any]]  # a row per completion
 
 
 class StepLog:
     """The metrics of a run's steps, each logged once and in order.
 
-    `add` takes a step that has been dispatched, `settle` waits for it and logs it. The loop may dispatch a step before
-    it settles the one before, so that the device does not wait for the host.
+    `add` takes a step that has been dispatched, `settle` waits for it and logs it. `learn` is called with the metrics
+    of each step whose update was made (`source.learn`). `counts` holds `num_tokens` so far and `skipped`, the steps in
+    a row that changed nothing; a checkpoint keeps both.
     """
 
-    def __init__(self, config, source: Any, watch: Stopwatch, logger: Logger, counts: dict[str, int]):
-        self.counts = counts  # num_tokens so far, and skipped: steps in a row that changed nothing
+    def __init__(
+        self,
+        health: HealthSpec,
+        learn: Callable[[Metrics], None],
+        watch: Stopwatch,
+        logger: Logger,
+        counts: dict[str, int],
+    ):
+        self.counts = counts
         self.history: list[Metrics] = []
-        self._config = config
-        self._source = source
+        self._health = health
+        self._learn = learn
         self._watch = watch
         self._logger = logger
-        self._health = HealthWarnings()
-        self._waiting: Step | None = None
-        self._read: Metrics | None = None  # of the step that waits, once it is done
-        self._settled = 0.0
+        self._warnings = HealthWarnings()
+        self._pending: Step | None = None
+        self._pending_metrics: Metrics | None = None  # once they have been read
+        self._finished = 0.0  # time.perf_counter() when the newest step was
 
     def add(self, step: Step) -> None:
-        """Takes a step; the one before is settled."""
+        """Takes a step, after the one before is settled."""
         self.settle()
-        self._waiting = step
+        self._pending = step
 
     def settle(self, evaluate: Callable[[], Metrics] | None = None) -> None:
-        """Logs the step that waits, if one does, with the metrics of its evaluation; waits for it as `read` does."""
-        if self._waiting is None:
+        """Logs the pending step, if there is one, with the metrics of its evaluation; waits for it as `read` does."""
+        if self._pending is None:
             return
-        step, metrics = self._waiting, self.read()
-        self._waiting = self._read = None
+        step, metrics = self._pending, self.read()
+        self._pending = self._pending_metrics = None
         self.log(step.number, metrics, evaluate)
 
     def read(self) -> Metrics:
-        """The metrics of the step that waits, once it is done.
+        """The metrics of the pending step, once it is computed.
 
         Raises ConfigError when more steps in a row than optimizer.max_skipped_steps had no finite gradient.
         """
-        assert self._waiting is not None
-        if self._read is None:
-            self._read = self._finish(self._waiting)
-        return self._read
+        assert self._pending is not None
+        if self._pending_metrics is None:
+            self._pending_metrics = self._finish(self._pending)
+        return self._pending_metrics
 
     def _finish(self, step: Step) -> Metrics:
         with self._watch("update"):
             updates = merge(step.updates)
-            metrics = {n: float(x) for n, x in jax.device_get(step.metrics).items()} | updates
+            metrics = {name: float(value) for name, value in jax.device_get(step.metrics).items()} | updates
         trained = metrics["num_tokens"]
-        self.counts = {
-            "num_tokens": self.counts["num_tokens"] + int(trained),
-            "skipped": _skipped(self._config, metrics, step.number, self.counts["skipped"]),
-        }
-        if self.counts["skipped"]:
+        skipped = self.counts["skipped"] + 1 if metrics["nonfinite_gradient"] == 1 else 0
+        if skipped > self._health.max_skipped_steps:
+            raise ConfigError(
+                f"step {step.number}: the gradient is not finite (loss {metrics['loss']:g}, norm "
+                f"{metrics['grad_norm']:g}), {skipped} step{'s' if skipped > 1 else ''} in a row "
+                f"(optimizer.max_skipped_steps = {self._health.max_skipped_steps}); the last checkpoint is intact. "
+                "Lower optimizer.learning_rate, or check the data and rewards of that step."
+            )
+        self.counts = {"num_tokens": self.counts["num_tokens"] + int(trained), "skipped": skipped}
+        if skipped:
             loss = f"(loss {metrics['loss']:g})"
             self._logger.warn(f"step {step.number} changed nothing: its gradient is not finite {loss}")
         else:
-            self._source.learn(updates)
+            self._learn(updates)
+        # Steps overlap: the time of one starts where the one before it ended.
         now = time.perf_counter()
-        seconds, self._settled = now - max(step.began, self._settled), now
-        found = warnings_of(self._config, metrics)
-        self.warn(self._health.due(step.number, found))
+        seconds, self._finished = now - max(step.began, self._finished), now
+        warnings = health_warnings(self._health, metrics)
+        self.warn(self._warnings.due(step.number, warnings))
         metrics |= {
-            **{f"warning/{name}": 1.0 for name in found},
+            **{f"warning/{name}": 1.0 for name in warnings},
             "num_tokens": self.counts["num_tokens"],
             "step_time": seconds,
             "tokens_per_second": trained / seconds,
@@ -108,7 +123,7 @@ class StepLog:
 
     @property
     def newest(self) -> Metrics:
-        """The metrics of the step that was logged last, none before the first."""
+        """The metrics of the step that was logged last, empty before the first."""
         return self.history[-1] if self.history else {}
 
     def warn(self, lines: Iterable[str]) -> None:
@@ -117,21 +132,10 @@ class StepLog:
             self._logger.warn(line)
 
 
-def merge(updates: list[Any]) -> Metrics:
-    """The metrics of several updates as those of one step: means, and for minima and maxima the extreme."""
-    values = [{name: float(value) for name, value in metrics.items()} for metrics in jax.device_get(updates)]
-    by = {"max": max, "min": min, "sum": np.mean}
-    return {name: float(by[merged_by(name)]([metrics[name] for metrics in values])) for name in values[0]}
-
-
-def _skipped(config, metrics: Metrics, step: int, skipped: int) -> int:
-    """Steps in a row, this one included, that changed nothing; raises ConfigError when they are too many."""
-    skipped = skipped + 1 if metrics["nonfinite_gradient"] == 1 else 0
-    if skipped > config.optimizer.max_skipped_steps:
-        raise ConfigError(
-            f"step {step}: the gradient is not finite (loss {metrics['loss']:g}, norm {metrics['grad_norm']:g}), "
-            f"{skipped} step{'s' if skipped > 1 else ''} in a row (optimizer.max_skipped_steps = "
-            f"{config.optimizer.max_skipped_steps}); the last checkpoint is intact. Lower optimizer.learning_rate, or "
-            "check the data and rewards of that step."
-        )
-    return skipped
+def merge(updates: list[Mapping[str, Any]]) -> Metrics:
+    """The metrics of several updates as those of one step: means, and of minima and maxima the extreme."""
+    reduce, values = {"max": max, "min": min, "sum": np.mean}, jax.device_get(updates)
+    return {
+        name: float(reduce[metric.reduce]([float(metrics[name].value) for metrics in values]))
+        for name, metric in values[0].items()
+    }

@@ -20,7 +20,7 @@ class Stopwatch:
         self.phases: list[str] = []  # the phases that are open, the innermost last
         self.changed = time.monotonic()  # when a phase was last entered or left
         self._within = within
-        self._fresh: dict[str, float] = defaultdict(float)
+        self._since_take: dict[str, float] = defaultdict(float)
         self._clock = clock
         self._inner = 0.0  # seconds of the phases inside the current one
 
@@ -29,25 +29,25 @@ class Stopwatch:
         """Times the block, also when it raises."""
         before, self._inner = self._inner, 0.0
         self.phases.append(phase)
-        self._change()
+        self._sign_of_life()
         start = self._clock()
         try:
             yield
         finally:
             elapsed = self._clock() - start
             self.phases.pop()
-            self._change()
-            self._fresh[phase] += elapsed - self._inner
+            self._sign_of_life()
+            self._since_take[phase] += elapsed - self._inner
             self.totals[phase] += elapsed - self._inner
             self._inner = before + elapsed
 
-    def _change(self) -> None:
+    def _sign_of_life(self) -> None:
         self.changed = time.monotonic()
         if self._within is not None:
             self._within.changed = self.changed
 
     def take(self) -> dict[str, float]:
         """The seconds since the last take, as metrics `{"time/<phase>": seconds}`; the next take starts from zero."""
-        taken = {f"time/{phase}": seconds for phase, seconds in self._fresh.items()}
-        self._fresh.clear()
+        taken = {f"time/{phase}": seconds for phase, seconds in self._since_take.items()}
+        self._since_take.clear()
         return taken

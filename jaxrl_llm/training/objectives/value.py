@@ -5,51 +5,52 @@ By default it is a network of its own, with its optimizer, learning rate and cli
 Either way it is trained on the batches of the policy. Values, like log-probs, stand at index t of token t.
 """
 
-from dataclasses import replace
+import dataclasses
 
 import jax
 import jax.numpy as jnp
 
 from jaxrl_llm.algorithms.batch import Batch
+from jaxrl_llm.algorithms.losses import Metric, Metrics
 from jaxrl_llm.algorithms.policy_losses import value_clip
 from jaxrl_llm.distributed.sharding import shardings
 from jaxrl_llm.models.logprobs import token_statistics, token_values
 from jaxrl_llm.models.model import Model
 from jaxrl_llm.models.transformer import Net, Params
-from jaxrl_llm.training.objectives.policy_gradient import Metrics, Objective, policy_gradient, policy_terms
+from jaxrl_llm.training.objectives.objective import Objective, token_metrics
+from jaxrl_llm.training.objectives.policy_gradient import PolicySpec, policy_gradient, policy_objective
 from jaxrl_llm.training.update import State
 
 HEAD = "score"
 
 
-def critic_config(config):
-    """The configuration as the critic's optimizer reads it: what `critic` sets in place of `optimizer`."""
-    own = config.copy_and_resolve_references()
-    own.optimizer.learning_rate = config.critic.learning_rate
-    own.optimizer.max_grad_norm = config.critic.max_grad_norm
-    own.optimizer.schedule = config.critic.schedule
-    own.optimizer.warmup_steps, own.optimizer.warmup_ratio = 0, 0.0
-    return own
+@dataclasses.dataclass(frozen=True)
+class CriticSpec:
+    """Settings of `critic` that its objective reads."""
+
+    shared: bool
+    epsilon: float | None
+    coef: float
 
 
 def shared_critic(model: Model, key, mesh) -> Model:
     """The critic that is a new score head on the network of `model`: its parameters are that head alone."""
-    net = Net(replace(model.net.config, head="score"))
+    net = Net(dataclasses.replace(model.net.config, head="score"))
     shape = net.shapes()[HEAD]["kernel"]
     kernel = jax.random.normal(key, shape.shape, shape.dtype) * net.config.init_scale
     params = {HEAD: {"kernel": kernel}}
-    return replace(model, net=net, params=jax.device_put(params, shardings(params, mesh)))
+    return dataclasses.replace(model, net=net, params=jax.device_put(params, shardings(params, mesh)))
 
 
-def critic_params(config, state: State) -> Params:
+def critic_params(spec: CriticSpec, state: State) -> Params:
     """The parameters of the critic's whole network, of a state with whole models (`update.whole`)."""
     assert state.critic is not None
-    if not config.critic.shared:
+    if not spec.shared:
         return state.critic.params
     return {name: x for name, x in state.params.items() if name != "head"} | state.critic.params
 
 
-def value_regression(config, net: Net) -> Objective:
+def value_regression(spec: CriticSpec, net: Net) -> Objective:
     """Half the squared error of the values against `batch.returns`, averaged over tokens.
 
     With `critic.epsilon` it is the larger of the errors with and without keeping the value near `batch.values`
@@ -59,30 +60,30 @@ def value_regression(config, net: Net) -> Objective:
     def prepare(batch: Batch) -> Batch:
         return batch.prepare(token_share=batch.mask / jnp.maximum(batch.mask.sum(), 1.0))
 
-    def loss(params: Params, batch: Batch):
-        values = token_values(net, params, batch.inputs)
-        return _value_terms(config, values, batch)
+    def loss(params: Params, batch: Batch) -> tuple[jax.Array, Metrics]:
+        return _value_loss(spec, token_values(net, params, batch.inputs), batch)
 
     return Objective(prepare, loss)
 
 
-def policy_and_values(config, net: Net) -> Objective:
+def policy_and_values(policy_spec: PolicySpec, spec: CriticSpec, net: Net) -> Objective:
     """`policy_gradient` plus `critic.coef` times `value_regression`, of one network with two heads.
 
     Parameters are those of the policy and `score`, the value head; hidden states are computed once. The metrics of the
     value loss are named `critic/...`.
     """
-    policy = policy_gradient(config, net)
+    policy = policy_gradient(policy_spec, net)
     observe = policy.observe
 
-    def loss(params: Params, batch: Batch):
+    def loss(params: Params, batch: Batch) -> tuple[jax.Array, Metrics]:
         tokens = token_statistics(
-            net, without_head(params), batch.inputs, config.rollout.temperature, value_head=params[HEAD]
+            net, without_head(params), batch.inputs, policy_spec.temperature, value_head=params[HEAD]
         )
-        value, metrics = policy_terms(config, tokens.logps, tokens.entropy, batch)
-        error, measured = _value_terms(config, tokens.values, batch)
-        own = {f"critic/{name}": x for name, x in {"loss": error, **measured}.items()}
-        return value + config.critic.coef * error, metrics | own
+        value, metrics = policy_objective(policy_spec, tokens.logps, tokens.entropy, batch)
+        error, critic_metrics = _value_loss(spec, tokens.values, batch)
+        critic_metrics = {"loss": Metric(error, "sum"), **critic_metrics}
+        metrics |= {f"critic/{name}": metric for name, metric in critic_metrics.items()}
+        return value + spec.coef * error, metrics
 
     if observe is None:
         return Objective(policy.prepare, loss)
@@ -94,11 +95,8 @@ def without_head(params: Params) -> Params:
     return {name: x for name, x in params.items() if name != HEAD}
 
 
-def _value_terms(config, values, batch: Batch) -> tuple[jax.Array, Metrics]:
-    epsilon = config.critic.epsilon
-    per_token = value_clip(values, batch.values, batch.returns, epsilon)
-    clipped = jnp.zeros_like(values) if epsilon is None else jnp.abs(values - batch.values) > epsilon
-    metrics = {"vpred_mean": values, "vf_clipfrac": clipped}
-    return (batch.prepared.token_share * per_token).sum(), {
-        name: (batch.prepared.token_share * x).sum() for name, x in metrics.items()
-    }
+def _value_loss(spec: CriticSpec, values, batch: Batch) -> tuple[jax.Array, Metrics]:
+    per_token = value_clip(values, batch.values, batch.returns, spec.epsilon)
+    clipped = jnp.zeros_like(values) if spec.epsilon is None else jnp.abs(values - batch.values) > spec.epsilon
+    metrics = token_metrics({"vpred_mean": Metric(values), "vf_clipfrac": Metric(clipped)}, batch)
+    return (batch.prepared.token_share * per_token).sum(), metrics

@@ -20,7 +20,7 @@ from jaxrl_llm.config.schema import OFFLINE
 from jaxrl_llm.distributed.processes import gather
 from jaxrl_llm.distributed.sharding import local_rows, row_shards, rows_to_global
 from jaxrl_llm.models.model_config import ModelConfig
-from jaxrl_llm.training.objectives.policy_gradient import Objective, Reads
+from jaxrl_llm.training.objectives.objective import Objective, Positions
 from jaxrl_llm.training.packing.layout import Sizes, longest_bundle, needs, plan
 
 # Packed tokens of a micro-batch in a shard, where nothing says how many: enough for matrix products at full speed.
@@ -48,7 +48,7 @@ class Packer:
     """Lays out batches; `sizes` None leaves them as they are."""
 
     sizes: Sizes | None
-    reads: Reads
+    reads: Positions
     mesh: Mesh
     rows: int = 0  # of the batches, in a shard
 
@@ -95,7 +95,7 @@ def make_packer(config, net: ModelConfig, mesh: Mesh, objective: Objective, samp
 
     Raises ConfigError where `batch.packing` is true and cannot be, and for sizes that hold no row.
     """
-    batch, reads = config.batch, objective.reads
+    batch, reads = config.batch, objective.positions
     nothing = Packer(None, reads, mesh)
     if batch.packing == "false":
         return nothing
@@ -133,7 +133,7 @@ def _why_not(config, net: ModelConfig, mesh: Mesh, sample: Sample | None) -> str
     return None
 
 
-def packed_sizes(config, net: ModelConfig, mesh: Mesh, reads: Reads, sample: Sample,
+def packed_sizes(config, net: ModelConfig, mesh: Mesh, reads: Positions, sample: Sample,
                  fewest: int) -> tuple[Sizes, float]:  # fmt: skip
     """The sizes with which the rows of the sample take the least time, and that time in floating-point operations.
 
@@ -214,7 +214,7 @@ def _multiple(number: int, unit: int) -> int:
     return -(-number // unit) * unit
 
 
-def _unpacked_cost(net: ModelConfig, reads: Reads, sample: Sample) -> float:
+def _unpacked_cost(net: ModelConfig, reads: Positions, sample: Sample) -> float:
     rows, width = sample.tokens.shape
     logits = rows * (width - max(sample.prompt_width, 1))
     computed = rows // 2 if reads.alternate else rows
@@ -231,7 +231,7 @@ def _per_token(net: ModelConfig, length: int) -> float:
     return 6.0 * products + ATTENTION * 12.0 * net.layers * length * net.heads * net.head_dim
 
 
-def _per_logit(net: ModelConfig, reads: Reads) -> float:
+def _per_logit(net: ModelConfig, reads: Positions) -> float:
     return 0.0 if reads.last else 8.0 * net.width * net.vocab_size
 
 

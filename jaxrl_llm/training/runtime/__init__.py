@@ -1,1 +1,1 @@
-"""Around the loop: callbacks, preemption, the watchdog, the profiler."""
+"""The services around the loop: callbacks, preemption, the watchdog, the profiler."""

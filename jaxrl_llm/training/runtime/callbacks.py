@@ -1,4 +1,4 @@
-"""Code of the user's that a run calls as it goes, and that may end it early: `Callback`, and `early_stopping`.
+"""User callbacks, which see a run as it goes and may end it early: `Callback`, and the built-in `early_stopping`.
 
 One step, with everything due: the update, `on_step`, the evaluation, `on_evaluate`, `on_checkpoint`, the save. After
 the last step the model is exported, and `on_end` is called.
@@ -15,7 +15,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Protocol
 
-from jaxrl_llm.config import ConfigDict, ConfigError, from_json, to_json
+from jaxrl_llm.config import ConfigDict, ConfigError, from_json
 from jaxrl_llm.config.resolve import closest, resolve_with_options
 from jaxrl_llm.distributed.processes import all_or_none, gather
 from jaxrl_llm.models.model import Model
@@ -25,12 +25,12 @@ STOP = "stop"
 
 
 class CallbackError(ConfigError):
-    """A callback that failed, or returned or keeps what it may not; the message names it, the hook and the step."""
+    """A callback that raised, or gave an invalid answer or state; the message names it, the hook and the step."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Moment:
-    """What a callback sees of the run: the step, its metrics by name, and what the run is."""
+    """The view of a run that a callback gets: the step, its metrics by name, the configuration and the folder."""
 
     step: int
     metrics: Mapping[str, float]  # those of an evaluation are named eval/...
@@ -39,19 +39,19 @@ class Moment:
     make_model: Callable[[], Model]
 
     def model(self) -> Model:
-        """The model as it is now. The next step reuses the memory of its parameters: copy those that you keep.
+        """The current model. The next step reuses the memory of its parameters: copy those that you keep.
 
-        With several processes all must use it alike.
+        With several processes all must call it, and use the model alike.
         """
         return self.make_model()
 
 
 class Callback(Protocol):
-    """What a callback may have; any part may be missing, or a hook be None.
+    """The hooks and methods of a callback, all optional; a hook may also be None.
 
-    A hook that returns "stop" asks to end the run: this step is then its last, with evaluation, checkpoint and export
-    as any last step has (asked in on_checkpoint, which is too late for that, the next step is). In on_end it has no
-    effect. With several processes every process calls its own hooks, and what those of the first say counts.
+    A hook that returns "stop" ends the run: this step is then the last, with evaluation, checkpoint and export as any
+    last step has. In on_checkpoint it is too late for that, and the next step is the last; in on_end it has no effect.
+    With several processes every process calls its own hooks, and the answers of process 0 count.
     """
 
     on_step: Callable[[Moment], str | None] | None  # after each update
@@ -60,27 +60,27 @@ class Callback(Protocol):
     on_end: Callable[[Moment], str | None] | None  # once the trained model is in the folder
 
     def get_state(self) -> Any:
-        """What a run that goes on hands to `set_state`: anything that JSON writes. Called for each checkpoint."""
+        """The state that a resumed run passes to `set_state`: anything that JSON writes. Called for each checkpoint."""
         ...
 
     def set_state(self, state: Any) -> None:
-        """Goes on where `get_state` was called."""
+        """Continues from the state that `get_state` returned."""
         ...
 
 
 class EarlyStopping:
-    """A callback that ends a run whose metric does not get better; see `early_stopping`."""
+    """A callback that ends a run whose metric stops improving; see `early_stopping`."""
 
     def __init__(self, metric: str, patience: int, min_delta: float, mode: str):
         self.metric, self.patience, self.min_delta, self.mode = metric, patience, min_delta, mode
         self.best: float | None = None
-        self.waited = 0  # values in a row that were no better
+        self.waited = 0  # values in a row that did not improve on the best
         evaluated = metric.startswith("eval/")
         self.on_step = None if evaluated else self.look
         self.on_evaluate = self.look if evaluated else None
 
     def look(self, moment: Moment) -> str | None:
-        """ "stop" when the metric has not got better for `patience` times."""
+        """Returns "stop" once the metric has not improved for `patience` values in a row."""
         if self.metric not in moment.metrics:
             names = sorted(name for name in moment.metrics if name.startswith("eval/") or self.on_step)
             raise ConfigError(
@@ -96,11 +96,11 @@ class EarlyStopping:
         return STOP if self.waited >= self.patience else None
 
     def get_state(self) -> dict[str, Any]:
-        """The best value so far, and how many came after it."""
+        """The best value so far, and the number of values after it."""
         return {"best": self.best, "waited": self.waited}
 
     def set_state(self, state: Mapping[str, Any]) -> None:
-        """Goes on where `get_state` was called."""
+        """Continues from the state that `get_state` returned."""
         self.best, self.waited = state["best"], state["waited"]
 
 
@@ -108,9 +108,9 @@ def early_stopping(metric: str, patience: int = 3, min_delta: float = 0.0, mode:
     """A callback that ends the run once `metric` was `patience` times in a row no better than its best value so far.
 
     Better is greater (mode "max") or smaller ("min") by more than `min_delta`; a value that is not a number is not.
-    A metric `eval/...` is looked at after every evaluation, the one before training too; any other after every step.
-    Raises ConfigError for a patience below 1, a negative min_delta or another mode, and, at the first look, when there
-    is no such metric.
+    A metric `eval/...` is read after every evaluation, the one before training too; any other after every step.
+    Raises ConfigError for a patience below 1, a negative min_delta or another mode, and, at the first reading, when
+    there is no such metric.
     """
     if patience < 1 or min_delta < 0 or mode not in ("max", "min"):
         raise ConfigError(
@@ -124,44 +124,48 @@ BUILT_IN = {"early_stopping": early_stopping}
 
 
 class Callbacks:
-    """The callbacks of a run. `note` shows a line.
+    """The callbacks of a run, by name. `note` shows a line.
 
-    `stopped` is the name of the one that has asked to end the run, None while it goes on, and `end` its last step then.
+    `record` is the run's configuration as JSON, of which callbacks get a copy. `stopped` is the name of the callback
+    that has asked to end the run, None while it goes on, and `end` the last step then.
     """
 
-    def __init__(self, named: Mapping[str, Any], config: ConfigDict, note: Callable[[str], None] = print):
+    def __init__(self, named: Mapping[str, Any], record: str, folder: Path, note: Callable[[str], None] = print):
         self.named = dict(named)
         self.stopped: str | None = None
         self.end = math.inf
         self.note = note
-        self._config = from_json(to_json(config))
-        self._folder = Path(config.output_dir)
+        self._config = from_json(record)
+        self._folder = folder
 
     @property
     def every_step(self) -> bool:
-        """True when a callback is to see each step before the next one begins."""
+        """True when a callback must see each step before the next one begins."""
         return any(_hook(callback, "on_step") for callback in self.named.values())
 
     def __call__(self, hook: str, step: int, metrics: Mapping[str, float], model: Callable[[], Model]) -> None:
         """Calls the hook of every callback that has it, in order."""
-        wanted = {name: found for name, callback in self.named.items() if (found := _hook(callback, hook))}
-        if not wanted:
+        hooks = {name: method for name, callback in self.named.items() if (method := _hook(callback, hook))}
+        if not hooks:
             return
         numbers = MappingProxyType({key: value for key, value in metrics.items() if key != "step"})
         moment = Moment(step, numbers, self._config, self._folder, model)
-        asked: list[str] = []
+        stopping: list[str] = []
         with all_or_none():
-            for name, found in wanted.items():
+            for name, method in hooks.items():
                 with _naming(name, hook, step):
-                    if _answer(found(moment)):
-                        asked.append(name)
-        asked = gather(asked)[0]
-        if asked and self.stopped is None and hook != "on_end":
-            self.stopped, self.end = asked[0], step + 1 if hook == "on_checkpoint" else step
+                    answer = method(moment)
+                    if answer is not None and answer != STOP:
+                        raise ConfigError(f'it returned {answer!r}; a hook returns "stop" to end the run, or nothing')
+                    if answer == STOP:
+                        stopping.append(name)
+        stopping = gather(stopping)[0]  # one answer for all processes: they end at the same step
+        if stopping and self.stopped is None and hook != "on_end":
+            self.stopped, self.end = stopping[0], step + 1 if hook == "on_checkpoint" else step
             self.note(f"{self.stopped} asked at step {step} to end the run")
 
     def get_state(self, step: int) -> dict[str, Any]:
-        """What a checkpoint keeps; raises CallbackError for a state that JSON does not write."""
+        """The states of all callbacks, for a checkpoint; raises CallbackError for one that JSON cannot write."""
         states: dict[str, Any] = {}
         with all_or_none():
             for name, callback in self.named.items():
@@ -171,9 +175,10 @@ class Callbacks:
         return {"stopped": self.stopped, "end": None if self.stopped is None else self.end, "states": states}
 
     def set_state(self, kept: Mapping[str, Any], step: int, goes_on: bool) -> None:
-        """Goes on where `get_state` was called; a callback that was not there then, or had other options, starts anew.
+        """Continues from the state that `get_state` returned; a callback that is new, or has new options, starts anew.
 
-        A run that was ended by one that is still there stays ended if it `goes_on`, and does not start from it.
+        A run that `goes_on` and was ended by one of its callbacks stays ended; a run that only starts from that
+        checkpoint does not end.
         """
         if goes_on and kept["stopped"] in self.named:
             self.stopped, self.end = kept["stopped"], kept["end"]
@@ -184,25 +189,25 @@ class Callbacks:
                         callback.set_state(kept["states"][name])
 
 
-def load_callbacks(config: ConfigDict, given: Iterable[Any] = ()) -> dict[str, Any]:
-    """The callbacks of `config.callbacks`, and then those that are `given`, each under a name of its own.
+def load_callbacks(specs: Iterable[Any]) -> dict[str, Any]:
+    """The callbacks of `specs` (`name(option=value)`, or objects), each under its own name, in order.
 
-    Raises ConfigError for a name or options that lead to none, and for an object without any hook.
+    Raises ConfigError for an unknown name or option, and for an object without any hook.
     """
-    found: dict[str, Any] = {}
-    for spec in (*config.callbacks, *given):
-        callback = _made(spec) if isinstance(spec, str) else spec
+    named: dict[str, Any] = {}
+    for spec in specs:
+        callback = _load(spec) if isinstance(spec, str) else spec
         name = spec if isinstance(spec, str) else type(spec).__name__
         if not any(_hook(callback, hook) for hook in HOOKS):
             raise ConfigError(
                 f"the callback {name} has none of the methods {', '.join(HOOKS)}: it would never be called"
             )
-        names = (name if count == 1 else f"{name} {count}" for count in range(1, len(found) + 2))
-        found[next(free for free in names if free not in found)] = callback
-    return found
+        numbered = (name if count == 1 else f"{name} {count}" for count in range(1, len(named) + 2))
+        named[next(free for free in numbered if free not in named)] = callback
+    return named
 
 
-def _made(spec: str) -> Any:
+def _load(spec: str) -> Any:
     make, options = resolve_with_options(spec, BUILT_IN)
     try:
         inspect.signature(make).bind(**options)
@@ -213,36 +218,30 @@ def _made(spec: str) -> Any:
     except ConfigError:
         raise
     except Exception as error:
-        raise CallbackError(f"the callback {spec!r} cannot be made: {_words(error)}") from error
+        raise CallbackError(f"the callback {spec!r} cannot be made: {_described(error)}") from error
 
 
 def _hook(callback: Any, name: str) -> Callable[[Moment], Any] | None:
-    found = getattr(callback, name, None)
-    if found is not None and not callable(found):
-        raise ConfigError(f"{name} of the callback {type(callback).__name__} is {found!r}, which cannot be called")
-    return found
-
-
-def _answer(value: Any) -> bool:
-    if value is not None and value != STOP:
-        raise ConfigError(f'it returned {value!r}; a hook returns "stop" to end the run, or nothing')
-    return value == STOP
+    method = getattr(callback, name, None)
+    if method is not None and not callable(method):
+        raise ConfigError(f"{name} of the callback {type(callback).__name__} is {method!r}, which cannot be called")
+    return method
 
 
 @contextlib.contextmanager
 def _naming(name: str, hook: str, step: int):
-    """Errors of a callback as CallbackError, with its name, the hook and the step."""
+    """Turns the errors of a callback into CallbackError, with its name, the hook and the step."""
     try:
         yield
     except ConfigError as error:
         raise CallbackError(f"the callback {name}, {hook} at step {step}: {error}") from error
     except Exception as error:
-        raise CallbackError(f"the callback {name}, {hook} at step {step}: {_words(error)}") from error
+        raise CallbackError(f"the callback {name}, {hook} at step {step}: {_described(error)}") from error
 
 
-def _words(error: Exception) -> str:
-    """What was raised, and where."""
+def _described(error: Exception) -> str:
+    """The type and message of an error, and the line of the user's code that raised it."""
     frames = traceback.extract_tb(error.__traceback__)
-    where = [f"{frame.filename}:{frame.lineno}" for frame in frames if frame.filename != __file__]
-    said = f"{type(error).__name__}: {error}"
-    return f"{said} ({where[-1]})" if where else said
+    lines = [f"{frame.filename}:{frame.lineno}" for frame in frames if frame.filename != __file__]
+    message = f"{type(error).__name__}: {error}"
+    return f"{message} ({lines[-1]})" if lines else message

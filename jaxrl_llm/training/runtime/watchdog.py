@@ -1,6 +1,6 @@
-"""`Watchdog`: ends a run that hangs, after it has said where.
+"""`Watchdog`: ends a run that hangs, after it has written the stacks of its threads.
 
-A phase of a step (rollout, reward, update, checkpoint, ...) that takes longer than `watch.hang_seconds` is taken for a
+A phase of a step (rollout, reward, update, checkpoint, ...) that takes longer than `watch.hang_seconds` counts as a
 hang: a reward function without end, a collective that another process never joins, a file system that does not answer.
 The main thread may sit in a C call that never returns, so nothing is raised: the process writes all Python stacks and
 ends with exit code 1. Checkpoints are atomic, so the last one is intact, and the same command goes on from it.
@@ -18,11 +18,11 @@ import jax
 from jaxrl_llm.training.logging.stopwatch import Stopwatch
 
 EXIT_CODE = 1
-MARGIN = 10.0  # seconds more before the interpreter-free timer, which cannot tell the phase, does the same
+MARGIN = 10.0  # seconds by which the timer in C, which cannot name the phase, comes later
 
 
 class Watchdog:
-    """A context manager that watches `watch` for a phase of more than `seconds`; 0 watches nothing.
+    """A context manager that ends the process when a phase of `watch` takes more than `seconds`; 0 turns it off.
 
     Stacks go to `folder/stacks.txt` (`stacks_<process>.txt` on processes after the first) and to standard error. Should
     the hang hold the interpreter's lock (a regular expression that backtracks without end), no thread of Python runs:
@@ -34,7 +34,7 @@ class Watchdog:
         self.path = folder / ("stacks.txt" if process == 0 else f"stacks_{process}.txt")
         self._seconds = seconds
         self._watch = watch
-        self._over = threading.Event()
+        self._finished = threading.Event()
         self._thread = threading.Thread(target=self._patrol, name="watchdog", daemon=True)
 
     def __enter__(self) -> "Watchdog":
@@ -45,14 +45,14 @@ class Watchdog:
 
     def __exit__(self, *_: object) -> None:
         if self._seconds:
-            self._over.set()
+            self._finished.set()
             self._thread.join()
             faulthandler.cancel_dump_traceback_later()
 
     def _patrol(self) -> None:
         pause = min(self._seconds / 10, 10.0)
-        while not self._over.wait(pause):
-            # Set anew each time: it goes off when this thread can no longer do so.
+        while not self._finished.wait(pause):
+            # Set anew each time: it fires only when this thread no longer runs.
             faulthandler.dump_traceback_later(self._seconds + MARGIN, exit=True, file=_stderr())
             if time.monotonic() - self._watch.changed > self._seconds:
                 self._end()
@@ -74,4 +74,4 @@ class Watchdog:
 
 
 def _stderr() -> int:
-    return 2  # the file descriptor, which is there whatever sys.stderr has been replaced with
+    return 2  # the file descriptor: sys.stderr may have been replaced

@@ -57,7 +57,7 @@ def fate(chance: random.Random, kill: int, kills: int) -> tuple[str, int, float]
 
 
 def campaign(folder: Path, kills: int, seed: int) -> int:
-    """The number of lives that ended in a kill, after the run has proved equal to the undisturbed one."""
+    """The number of lives that ended in a kill, after the run has proved equal to the uninterrupted one."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "rewards.py").write_text(REWARDS)
     chance, killed = random.Random(seed), 0
@@ -93,7 +93,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     flags = parser.parse_args()
     killed = campaign(flags.folder, flags.kills, flags.seed)
-    print(f"{killed} kills; the run equals the undisturbed one")
+    print(f"{killed} kills; the run equals the uninterrupted one")
 
 
 if __name__ == "__main__":

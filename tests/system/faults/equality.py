@@ -1,4 +1,4 @@
-"""Whether two runs left the same files, bit for bit and apart from what clocks measured."""
+"""Comparison of the files of two runs, bit for bit and apart from clocks."""
 
 import json
 from pathlib import Path

@@ -94,7 +94,7 @@ def files(checkpoints: str) -> list[str]:
 
 @pytest.mark.slow
 def test_a_run_goes_on_from_a_bucket(bucket, root, tmp_path, run_python):
-    """A save that was interrupted is passed over, and the run then equals the undisturbed one, bit for bit."""
+    """A save that was interrupted is passed over, and the run then equals the uninterrupted one, bit for bit."""
     whole, part = tmp_path / "whole", tmp_path / "part"
     train(root, whole, str(tmp_path / "local"))
     train(root, part, bucket)
@@ -114,7 +114,7 @@ def test_a_run_goes_on_from_a_bucket(bucket, root, tmp_path, run_python):
 
 
 @pytest.mark.slow
-def test_processes_save_to_a_bucket_and_another_number_goes_on(bucket, root, tmp_path):
+def test_processes_share_a_bucket(bucket, root, tmp_path):
     whole, other = tmp_path / "whole", tmp_path / "other"
     train(root, whole, bucket, "--config.mesh.fsdp=2", "--config.mesh.data=1", count=2)
     assert {name.split("/")[2] for name in files(bucket) if "/state/ocdbt.process_" in name} == {

@@ -77,7 +77,7 @@ def test_the_array_storage_alone_does_not_notice(folder):
         assert "has changed since it was saved" in checkpoints.damage(3)
 
 
-def test_a_state_is_restored_in_place_of_one_that_is_freed(folder):
+def test_a_state_is_restored_after_free(folder):
     like = jax.tree.map(jnp.copy, STATE)
     manager.free(like)
     assert like.params["w"].is_deleted()
@@ -114,7 +114,7 @@ def garble_the_hashes(step: Path) -> str:
 
 
 @pytest.mark.parametrize("harm", [truncate, remove_a_file, remove_a_part, remove_the_hashes, garble_the_hashes])
-def test_a_damaged_checkpoint_is_named_and_the_one_before_used(folder, harm):
+def test_a_damaged_checkpoint_is_passed_over(folder, harm):
     text = harm(folder / "3")
     with Checkpoints(folder) as checkpoints:
         step, problems = checkpoints.newest_intact()
@@ -130,7 +130,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_used(folder, harm):
     assert find(folder / "1")[1] == 1
 
 
-def test_no_run_starts_anew_over_checkpoints_that_are_all_damaged(folder):
+def test_all_checkpoints_damaged_ends_the_run(folder):
     for step in (1, 2, 3):
         truncate(folder / str(step))
     with Checkpoints(folder) as checkpoints:
@@ -210,7 +210,7 @@ def test_a_full_disk_is_reported_and_tried_again(small_disk, monkeypatch):
         assert sorted(path.name for path in (small_disk / "checkpoints").iterdir()) == ["3"]  # no remains
 
 
-def test_a_disk_that_becomes_read_only_keeps_its_checkpoint(small_disk, monkeypatch):
+def test_a_read_only_disk_keeps_its_checkpoint(small_disk, monkeypatch):
     monkeypatch.setattr(manager, "RETRY_SECONDS", 0.05)
     checkpoints = Checkpoints(small_disk / "checkpoints")
     save(checkpoints, 1)

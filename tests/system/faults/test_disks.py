@@ -4,13 +4,13 @@ import json
 import shutil
 
 import pytest
-from test_checkpoint_damage import fill, small_disk  # noqa: F401 (a fixture)
 
 import jaxrl_llm
 from jaxrl_llm.config import ConfigError, default, validate
 from jaxrl_llm.config.flags import load_config_file
 from jaxrl_llm.training.checkpoint import manager
 from tests.system.faults.equality import assert_same_run, metrics
+from tests.system.faults.test_checkpoint_damage import fill, small_disk  # noqa: F401 (a fixture)
 
 
 def configured(root, folder, **settings):
@@ -44,9 +44,9 @@ def test_a_run_outlives_a_full_disk(root, small_disk, tmp_path, capsys, monkeypa
     filling.__name__ = "lengths"
     whole = jaxrl_llm.train(configured(root, tmp_path / "whole"), rewards=lengths)
     disturbed = jaxrl_llm.train(configured(root, small_disk / "run"), rewards=filling)
-    told = capsys.readouterr().err
-    assert "could not be written to" in told and "No space left on device" in told
-    assert "the completions of step" in told
+    warnings = capsys.readouterr().err
+    assert "could not be written to" in warnings and "No space left on device" in warnings
+    assert "the completions of step" in warnings
     assert disturbed.output_dir == small_disk / "run"
     assert metrics(small_disk / "run/metrics.jsonl") == metrics(tmp_path / "whole/metrics.jsonl")
     for missing in (tmp_path / "whole/completions").glob("*.parquet"):  # tables are not kept for later

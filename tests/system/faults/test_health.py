@@ -5,7 +5,8 @@ import math
 import pytest
 
 from jaxrl_llm.config import default
-from jaxrl_llm.training.logging.health import EVERY, HealthWarnings, warnings_of
+from jaxrl_llm.training.logging.health import REPEAT_EVERY, HealthWarnings, health_warnings
+from jaxrl_llm.training.run_specs import health_spec
 
 HEALTHY = {
     "loss": 0.1, "reward": 0.4, "unscorable_rows": 0.0, "kl": 0.3, "ratio/kl": 0.01, "entropy": 0.5,
@@ -19,12 +20,12 @@ def names(algorithm="grpo", off=None, **changed):
     config.algorithm.name = algorithm
     if off:
         config.watch[off] = None
-    return set(warnings_of(config, HEALTHY | changed))
+    return set(health_warnings(health_spec(config), HEALTHY | changed))
 
 
 def test_a_healthy_step_has_none():
     assert names() == set()
-    assert warnings_of(default(), {}) == {}
+    assert health_warnings(health_spec(default()), {}) == {}
 
 
 @pytest.mark.parametrize(
@@ -53,10 +54,10 @@ def test_limits_are_settings_and_none_is_off():
     )
 
 
-def test_without_a_reference_the_step_from_the_sampler_counts():
+def test_ratio_kl_counts_without_a_reference():
     config = default()
-    assert set(warnings_of(config, {"ratio/kl": 2.0})) == {"kl_explosion"}
-    assert warnings_of(config, {"ratio/kl": 2.0, "kl": 0.1}) == {}
+    assert set(health_warnings(health_spec(config), {"ratio/kl": 2.0})) == {"kl_explosion"}
+    assert health_warnings(health_spec(config), {"ratio/kl": 2.0, "kl": 0.1}) == {}
 
 
 def test_offline_algorithms_have_other_scales():
@@ -64,9 +65,9 @@ def test_offline_algorithms_have_other_scales():
     assert names("sft", loss=math.nan) == {"nonfinite_loss"}
 
 
-def test_a_warning_is_repeated_seldom():
-    alarms, found = HealthWarnings(), {"kl_explosion": "far"}
-    told = [step for step in range(1, 2 * EVERY + 2) if alarms.due(step, found)]
-    assert told == [1, 1 + EVERY, 1 + 2 * EVERY]
-    assert alarms.due(500, {}) == []
-    assert alarms.due(501, found) == ["step 501: warning/kl_explosion: far"]  # a new one
+def test_a_warning_is_shown_again_seldom():
+    health, warnings = HealthWarnings(), {"kl_explosion": "far"}
+    shown = [step for step in range(1, 2 * REPEAT_EVERY + 2) if health.due(step, warnings)]
+    assert shown == [1, 1 + REPEAT_EVERY, 1 + 2 * REPEAT_EVERY]
+    assert health.due(500, {}) == []
+    assert health.due(501, warnings) == ["step 501: warning/kl_explosion: far"]  # a new one

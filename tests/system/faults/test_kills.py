@@ -1,4 +1,4 @@
-"""A run that is killed with SIGKILL and started again equals the undisturbed one, bit for bit."""
+"""A run that is killed with SIGKILL and started again equals the uninterrupted one, bit for bit."""
 
 import random
 from pathlib import Path

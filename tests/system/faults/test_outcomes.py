@@ -124,14 +124,14 @@ def test_data_that_ends_the_run_before_it_starts(root, tmp_path, content, messag
 
 
 @pytest.mark.slow
-def test_long_prompts_are_dropped_where_that_was_asked_for(root, tmp_path):
+def test_long_prompts_are_dropped_if_asked(root, tmp_path):
     rows = [*PROMPTS, {"prompt": "sort:" + "7" * 40 + "=", "answer": "7"}]
     run_on(root, tmp_path, lines_of(rows), data__overlong="filter")
     assert max(line["prompts/max_length"] for line in metrics(tmp_path)) < 16
 
 
 @pytest.mark.slow
-def test_a_completion_of_no_length_is_learned_from_as_its_end(root, tmp_path):
+def test_an_empty_completion_teaches_its_end(root, tmp_path):
     """An empty answer is a row of one token, the end of text."""
     rows = [{"prompt": f"sort:{n}=", "completion": "" if n % 2 else "1"} for n in range(8)]
     run_on(root, tmp_path, lines_of(rows), "pairs.jsonl", name="sft")

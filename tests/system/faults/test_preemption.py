@@ -1,4 +1,4 @@
-"""A run that is told to leave finishes its step, saves, and ends with code 143; then it goes on as if nothing was."""
+"""A preempted run finishes its step, saves, and ends with code 143; resumed, it equals an uninterrupted one."""
 
 import os
 import signal
@@ -46,15 +46,15 @@ def test_a_preempted_run_saves_and_goes_on(tiny_run, root, tmp_path):
     config.watch.entropy = 100.0
     calls = []
 
-    def told_to_leave(completions, **kwargs):
+    def preempting(completions, **kwargs):
         calls.append(len(completions))
         if len(calls) == 3:  # the first step's: the two before are of the evaluation, sampled and greedy
             os.kill(os.getpid(), signal.SIGTERM)
         return exact_match(completions=completions, **kwargs)
 
-    told_to_leave.__name__ = "exact_match"
+    preempting.__name__ = "exact_match"
     with pytest.raises(Preempted) as raised:
-        jaxrl_llm.train(config, rewards=told_to_leave)
+        jaxrl_llm.train(config, rewards=preempting)
     assert raised.value.code == 143 and raised.value.step == 1
     assert isinstance(raised.value, SystemExit)
     assert sorted(path.name for path in (tmp_path / "run/checkpoints").iterdir()) == ["1"]  # though none was due
@@ -68,12 +68,12 @@ def test_a_preempted_run_saves_and_goes_on(tiny_run, root, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
-def test_the_process_ends_with_143_and_the_same_command_goes_on(run_python, root, tmp_path, number):
+def test_a_signal_ends_with_143_and_resumes(run_python, root, tmp_path, number):
     (tmp_path / "rewards.py").write_text(
         "import os\n"
         "def exact(completions, answer, trainer_state, **kwargs):\n"
-        "    if trainer_state.global_step == 4 and not os.path.exists('told'):\n"
-        "        open('told', 'w').close()\n"
+        "    if trainer_state.global_step == 4 and not os.path.exists('notified'):\n"
+        "        open('notified', 'w').close()\n"
         f"        os.kill(os.getpid(), {int(number)})\n"
         "    return [float(c == a) for c, a in zip(completions, answer)]\n"
     )

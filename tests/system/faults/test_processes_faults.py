@@ -1,4 +1,4 @@
-"""Faults of a run in two processes: one is told to leave, one is killed, a checkpoint is damaged."""
+"""Faults of a run in two processes: one is preempted, one is killed, a checkpoint is damaged."""
 
 import signal
 import time
@@ -22,7 +22,7 @@ def wait_for_lines(path, count, processes):
 
 
 @pytest.mark.slow
-def test_two_processes_leave_are_killed_lose_a_checkpoint_and_equal_the_undisturbed_run(root, tmp_path):
+def test_two_processes_survive_three_faults(root, tmp_path):
     whole = finish(start(2, tmp_path, command(root, "whole")), 200)
     assert [process.code for process in whole] == [0, 0], whole[0].err
     run = tmp_path / "run"

@@ -14,7 +14,7 @@ from tests.conftest import OPTIMIZATION, ROOT
 
 
 class Ended(NamedTuple):
-    """How a process ended."""
+    """The exit code and output of a process."""
 
     code: int
     out: str
@@ -56,7 +56,7 @@ def start(
 
 
 def finish(processes: Sequence[subprocess.Popen[str]], timeout: float) -> list[Ended]:
-    """How each ended; raises TimeoutExpired, and kills all, when one is still there after `timeout` seconds."""
+    """The end of each process; raises TimeoutExpired, and kills all, when one still runs after `timeout` seconds."""
     try:
         texts = [process.communicate(timeout=timeout) for process in processes]
     finally:

@@ -66,7 +66,7 @@ def test_processes_join_and_agree_on_a_failure(together):
     assert "Traceback" not in ended[0].err + ended[1].err
 
 
-def test_an_error_that_others_do_not_wait_for_ends_them(together):
+def test_an_error_elsewhere_ends_the_others(together):
     began = time.monotonic()
     ended = together(2, *script("bug", 0))
     assert time.monotonic() - began < 60
@@ -152,7 +152,7 @@ def score(completions, **kwargs):
 
 
 @pytest.mark.slow
-def test_a_reward_function_that_fails_in_one_process(root, tmp_path, together):
+def test_a_reward_fails_in_one_process(root, tmp_path, together):
     (tmp_path / "mine.py").write_text(REWARD)
     flags = ("--config.eval.every=-1", f"--config.rewards.functions={tmp_path / 'mine.py'}:score")
     ended = together(2, *command(root, "grpo", tmp_path / "run", *flags))

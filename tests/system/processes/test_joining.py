@@ -1,4 +1,4 @@
-"""Where a process learns that it is one of several; nothing here starts another one."""
+"""Sources from which a process learns that it is one of several; nothing here starts another one."""
 
 import os
 from types import SimpleNamespace
@@ -43,20 +43,20 @@ def test_alone():
 
 def test_keys_come_before_variables(monkeypatch):
     set_all(monkeypatch, {"JAXRL_COORDINATOR": "a:1", "JAXRL_PROCESS_COUNT": "4", "JAXRL_PROCESS_INDEX": "3"})
-    assert processes._place(None, None, None) == ProcessSpec("a:1", 4, 3)
-    assert processes._place("b:2", None, 0) == ProcessSpec("b:2", 4, 0)
+    assert processes._process_spec(None, None, None) == ProcessSpec("a:1", 4, 3)
+    assert processes._process_spec("b:2", None, 0) == ProcessSpec("b:2", 4, 0)
 
 
 @pytest.mark.parametrize("given", [("a:1", None, None), ("a:1", 2, None), (None, 2, 1), (None, None, 1)])
 def test_what_belongs_together(given):
     with pytest.raises(ConfigError, match=r"processes\.\w+ is missing \(or the variable JAXRL_\w+\)"):
-        processes._place(*given)
+        processes._process_spec(*given)
 
 
 def test_a_variable_that_is_no_number(monkeypatch):
     monkeypatch.setenv("JAXRL_PROCESS_COUNT", "two")
     with pytest.raises(ConfigError, match="JAXRL_PROCESS_COUNT is 'two'"):
-        processes._place("a:1", None, 0)
+        processes._process_spec("a:1", None, 0)
 
 
 def test_a_count_of_one_is_alone_wherever_it_runs(monkeypatch):
@@ -66,7 +66,7 @@ def test_a_count_of_one_is_alone_wherever_it_runs(monkeypatch):
 
 def test_open_mpi_numbers_the_processes(monkeypatch):
     set_all(monkeypatch, {"OMPI_COMM_WORLD_SIZE": "8", "OMPI_COMM_WORLD_RANK": "5"})
-    assert processes._place("a:1", None, None) == ProcessSpec("a:1", 8, 5)
+    assert processes._process_spec("a:1", None, None) == ProcessSpec("a:1", 8, 5)
 
 
 @pytest.mark.parametrize(
@@ -100,7 +100,7 @@ def test_the_cluster_is_seen(monkeypatch, variables, cluster):
         ({}, None),
     ],
 )
-def test_the_only_task_of_a_node_has_all_its_devices(monkeypatch, variables, devices):
+def test_a_lone_task_has_all_devices(monkeypatch, variables, devices):
     set_all(monkeypatch, variables)
     assert processes._devices_of_a_lone_task() == devices
 

@@ -145,7 +145,7 @@ def test_the_shell_files_pass_shellcheck(root):
 
 
 @pytest.mark.parametrize("name", ["gke/gpu.yaml", "gke/tpu.yaml"])
-def test_the_jobs_of_the_manifests_have_the_schema_of_kubernetes(root, name):
+def test_manifest_jobs_fit_the_schema(root, name):
     """`pip install kubernetes-validate`."""
     schemas = pytest.importorskip("kubernetes_validate", reason="kubernetes-validate is not installed")
     manifest = read(root, name)
@@ -174,7 +174,7 @@ def test_the_manifests_start_a_run_that_exists(root, monkeypatch, name):
     assert config.mesh.data * config.mesh.fsdp * config.mesh.tensor == devices * job["parallelism"]
 
 
-def test_the_pods_of_the_gpu_manifest_find_each_other(root):
+def test_pods_of_the_gpu_manifest_meet(root):
     manifest = read(root, "gke/gpu.yaml")
     (worker,) = manifest["spec"]["replicatedJobs"]
     (container,) = worker["template"]["spec"]["template"]["spec"]["containers"]

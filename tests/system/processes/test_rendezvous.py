@@ -1,4 +1,4 @@
-"""Processes meet at the coordinator's address, and each is told why they do not. Threads stand for the processes."""
+"""Processes meet at the coordinator's address, or each gets the reason for a failure. Threads stand for processes."""
 
 import socket
 import threading
@@ -11,27 +11,27 @@ from jaxrl_llm.distributed.rendezvous import ProcessSpec, rendezvous
 from tests.system.processes.conftest import free_port
 
 
-def outcomes(places, seconds=5.0, before=lambda port: None):
-    """What `rendezvous` says in each place, None where it returns; `before` runs once process 0 listens."""
-    found = [None] * len(places)
+def outcomes(specs, seconds=5.0, before=lambda port: None):
+    """The error of `rendezvous` in each process, None where it returns; `before` runs once process 0 listens."""
+    found = [None] * len(specs)
 
-    def run(number, place):
+    def run(number, spec):
         try:
-            rendezvous(place, seconds)
+            rendezvous(spec, seconds)
         except ConfigError as error:
             found[number] = str(error)
 
-    threads = [threading.Thread(target=run, args=item) for item in enumerate(places)]
+    threads = [threading.Thread(target=run, args=item) for item in enumerate(specs)]
     for thread in threads:
         thread.start()
         if thread is threads[0]:
-            before(places[0].address[1])
+            before(specs[0].address[1])
     for thread in threads:
         thread.join()
     return found
 
 
-def places(count, indices=None, counts=None):
+def specs(count, indices=None, counts=None):
     coordinator = f"localhost:{free_port()}"
     indices = range(count) if indices is None else indices
     counts = [count] * len(list(indices)) if counts is None else counts
@@ -40,45 +40,45 @@ def places(count, indices=None, counts=None):
 
 @pytest.mark.parametrize("count", [2, 5])
 def test_all_meet(count):
-    here = places(count)
+    here = specs(count)
     assert outcomes(here) == [None] * count
     with socket.create_server(here[0].address):  # JAX takes the port next
         pass
 
 
 def test_order_does_not_matter():
-    here = places(3)
+    here = specs(3)
     assert outcomes(here[::-1]) == [None] * 3
 
 
-def test_those_that_are_missing_are_named_to_all_that_came():
-    found = outcomes(places(4, indices=[0, 2]), seconds=0.5)
+def test_missing_processes_are_named_to_all():
+    found = outcomes(specs(4, indices=[0, 2]), seconds=0.5)
     assert found[0] == found[1]
     assert "2 of 4 processes have met" in found[0] and "missing: 1, 3; there: 0 on " in found[0]
     assert "processes.meet_seconds" in found[0]
 
 
 def test_process_0_is_missing():
-    (found,) = outcomes(places(2, indices=[1]), seconds=0.5)
+    (found,) = outcomes(specs(2, indices=[1]), seconds=0.5)
     assert "process 1 of 2" in found and "did not meet the others at localhost:" in found and "Is process 0" in found
 
 
 def test_an_unknown_host():
-    place = ProcessSpec("no-such-host.invalid:1234", 2, 1)
+    spec = ProcessSpec("no-such-host.invalid:1234", 2, 1)
     began = time.monotonic()
     with pytest.raises(ConfigError, match=r"no-such-host\.invalid:1234 within 0\.3 s"):
-        rendezvous(place, 0.3)
+        rendezvous(spec, 0.3)
     assert time.monotonic() - began < 20
 
 
 def test_counts_that_differ():
-    found = outcomes(places(2, indices=[0, 1], counts=[2, 3]))
+    found = outcomes(specs(2, indices=[0, 1], counts=[2, 3]))
     assert found[0] == found[1]
     assert "processes.count is 3 for process 1" in found[0] and "and 2 for process 0" in found[0]
 
 
 def test_an_index_twice():
-    found = outcomes(places(3, indices=[0, 1, 1]))
+    found = outcomes(specs(3, indices=[0, 1, 1]))
     assert "two processes have processes.index 1" in found[0] and found[0] in (found[1], found[2])
 
 
@@ -93,14 +93,14 @@ def test_strangers_on_the_port_are_ignored():
                 except ConnectionRefusedError:
                     time.sleep(0.02)
 
-    assert outcomes(places(2), before=knock) == [None, None]
+    assert outcomes(specs(2), before=knock) == [None, None]
 
 
 def test_a_port_that_is_taken():
     with socket.create_server(("", 0)) as taken:
-        place = ProcessSpec(f"localhost:{taken.getsockname()[1]}", 2, 0)
+        spec = ProcessSpec(f"localhost:{taken.getsockname()[1]}", 2, 0)
         with pytest.raises(ConfigError, match="choose another port"):
-            rendezvous(place, 1)
+            rendezvous(spec, 1)
 
 
 @pytest.mark.parametrize("coordinator", ["localhost", ":80", "localhost:x", "localhost:0", "localhost:70000"])

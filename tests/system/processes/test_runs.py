@@ -84,7 +84,7 @@ def test_runs_of_four_processes(root, tmp_path, together, name):
 
 
 @pytest.mark.slow
-def test_parameters_cut_over_the_processes(root, tmp_path, together):
+def test_parameters_sharded_over_processes(root, tmp_path, together):
     all_ended_well(together(1, *command(root, "grpo", tmp_path / "one")))
     cut = ("--config.mesh.fsdp=2", "--config.mesh.data=1")
     all_ended_well(together(2, *command(root, "grpo", tmp_path / "two", *cut)))

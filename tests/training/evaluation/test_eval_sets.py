@@ -14,11 +14,10 @@ from jaxrl_llm.data import tasks
 from jaxrl_llm.distributed.sharding import make_mesh
 from jaxrl_llm.models.model import load_model
 from jaxrl_llm.rollout.sampling import SamplingParams
-from jaxrl_llm.training.evaluation import build as evaluation_build
 from jaxrl_llm.training.evaluation import metrics
-from jaxrl_llm.training.evaluation.build import build_evaluation, named_sets, set_parts
-from jaxrl_llm.training.evaluation.metrics import EvalMetrics, PromptResult, measures_of, summary
-from jaxrl_llm.training.evaluation.run import check_best
+from jaxrl_llm.training.evaluation.metrics import EvalMetrics, PromptResult, summary
+from jaxrl_llm.training.evaluation.run import check_best, named_sets
+from jaxrl_llm.training.evaluation_setup import build_evaluations, eval_metrics, eval_parts, eval_spec
 from jaxrl_llm.training.logging.console import evaluation_line
 from jaxrl_llm.training.samplers import eval_sampling
 from jaxrl_llm.training.setup import build
@@ -46,23 +45,23 @@ def first_of_each(completions, right, row_numbers, **columns):
     ]
 
 
-# --- statistics of outcomes ---
+# --- statistics of results ---
 
 
-def outcome(correct, answers=None, source=None) -> PromptResult:
+def result_of(correct, answers=None, source=None) -> PromptResult:
     values = np.array(correct, bool)
     return PromptResult(values.astype(np.float32) * 2, values, answers, source)
 
 
 def test_a_summary_by_hand():
-    found = summary([outcome([1, 1, 0]), outcome([0, 0, 0])], EvalMetrics(), [outcome([1]), outcome([1])])
+    found = summary([result_of([1, 1, 0]), result_of([0, 0, 0])], EvalMetrics(), [result_of([1]), result_of([1])])
     assert found == pytest.approx({
         "reward": 2 / 3, "accuracy": 1 / 3, "greedy_accuracy": 1.0, "pass@1": 1 / 3, "pass@2": 0.5, "pass@3": 0.5,
     })  # fmt: skip
 
 
 def test_a_summary_with_everything():
-    rows = [outcome([1, 1, 0], ["4", "4", "5"]), outcome([0, 0, 1], ["7", "7", "8"])]
+    rows = [result_of([1, 1, 0], ["4", "4", "5"]), result_of([0, 0, 1], ["7", "7", "8"])]
     found = summary(rows, EvalMetrics(extremes=True, interval=0.9))
     assert [found[name] for name in ("maj@3", "best@3", "worst@3", "accuracy")] == [0.5, 2.0, 0.0, 0.5]
     assert found["accuracy_low"] == pytest.approx(1 / 3)
@@ -71,14 +70,14 @@ def test_a_summary_with_everything():
     assert not [name for name in found if name.startswith(("best@3_", "pass@2_"))]
 
 
-def test_prompts_may_have_different_numbers_of_samples():
-    found = summary([outcome([1, 0]), outcome([1, 1, 1, 0])], EvalMetrics())
+def test_prompts_with_different_sample_counts():
+    found = summary([result_of([1, 0]), result_of([1, 1, 1, 0])], EvalMetrics())
     assert found["accuracy"] == pytest.approx((0.5 + 0.75) / 2)
     assert set(found) == {"reward", "accuracy", "pass@1", "pass@2"}
 
 
-def test_no_majority_where_only_some_prompts_have_answers():
-    assert "maj@2" not in summary([outcome([1, 0], ["1", "2"]), outcome([1, 1])], EvalMetrics())
+def test_no_majority_without_all_answers():
+    assert "maj@2" not in summary([result_of([1, 0], ["1", "2"]), result_of([1, 1])], EvalMetrics())
 
 
 @pytest.mark.parametrize(
@@ -92,25 +91,25 @@ def test_no_majority_where_only_some_prompts_have_answers():
 def test_known_answers(name, text, answer):
     config = default()
     config.eval.answer = name
-    assert measures_of(config).answers([text]) == [answer]
+    assert eval_metrics(config).answers([text]) == [answer]
 
 
 def test_own_answers_and_their_errors(tmp_path):
     (tmp_path / "mine.py").write_text("def last(text):\n    return int(text.split()[-1])\n")
     config = default()
     config.eval.answer = f"{tmp_path}/mine.py:last"
-    assert measures_of(config).answers(["it is 12"]) == ["12"]
+    assert eval_metrics(config).answers(["it is 12"]) == ["12"]
     with pytest.raises(ConfigError, match=r"eval.answer raised ValueError: .*, on completion 1"):
-        measures_of(config).answers(["12", "no"])
+        eval_metrics(config).answers(["12", "no"])
     config.eval.answer = "boxd"
     with pytest.raises(ConfigError, match="the closest is boxed"):
-        measures_of(config)
+        eval_metrics(config)
 
 
 # --- sets ---
 
 
-def test_sets_of_the_command_line_and_of_dictionaries():
+def test_sets_as_texts_and_dictionaries():
     config = default()
     config.eval.sets = (
         "easy=task:sort(split='validation', samples=2)",
@@ -118,14 +117,14 @@ def test_sets_of_the_command_line_and_of_dictionaries():
         "mixed=task:sort_demos",
     )
     validate(config)
-    easy, mixed = named_sets(config)
+    easy, mixed = named_sets(eval_spec(config))
     assert (easy.name, easy.samples, easy.prompts) == ("easy", 2, 128)
     assert easy.sources == [{"path": "task:sort", "split": "validation", "eval_split": "validation"}]
     assert (mixed.name, mixed.samples, mixed.prompts) == ("mixed", 4, 3)
     assert mixed.sources == [{"path": "task:sort", "name": "x"}, {"path": "task:sort_demos"}]
-    assert evaluation_build.named_sets(from_json(to_json(config))) == [easy, mixed]
+    assert named_sets(eval_spec(from_json(to_json(config)))) == [easy, mixed]
     tokenizer = load_model("embedded:sort").tokenizer
-    assert [len(part.rows) for part in set_parts(config, tokenizer, mixed, prompts=True)] == [2, 1]
+    assert [len(part.rows) for part in eval_parts(config, tokenizer, mixed, prompts=True)] == [2, 1]
 
 
 @pytest.mark.parametrize(
@@ -148,7 +147,7 @@ def test_a_set_that_is_not_there_is_named():
     config = default()
     config.eval.sets = ("a=task:sort(split='tset')",)
     with pytest.raises(ConfigError, match=r"no split 'tset'.*\(eval.sets, a;"):
-        set_parts(config, load_model("embedded:sort").tokenizer, named_sets(config)[0])
+        eval_parts(config, load_model("embedded:sort").tokenizer, named_sets(eval_spec(config))[0])
 
 
 def test_a_file_of_one_split(tmp_path):
@@ -242,13 +241,13 @@ def test_held_out_losses_of_several_sets():
         np.testing.assert_allclose(both[name.replace("eval/", "eval/b/")], value, rtol=1e-5, atol=1e-6, err_msg=name)
 
 
-def test_named_sets_are_evaluated_where_rows_are_given_to_train():
+def test_named_sets_beside_rows_in_memory():
     config = load_config_file(f"{ROOT / 'configs' / 'grpo.py'}:tiny")
     config.eval.sets = ("x=task:sort(samples=2, prompts=2)",)
     with jax.set_mesh(mesh := make_mesh(devices=jax.devices()[:1])):
         run = build(config, mesh, [{"prompt": row["prompt"], "answer": row["answer"]} for row in ROWS])
     assert run.evaluation is not None
-    assert build_evaluation(config, run.model, run.rewards, None, mesh).sets[0].sampled.engine.group_size == 2
+    assert build_evaluations(config, run.model, run.rewards, None, mesh)[0].sampled.engine.group_size == 2
 
 
 def test_the_line_of_the_console():
@@ -269,7 +268,7 @@ def test_the_best_of_a_metric_that_is_not_there():
         check_best("eval/pass@4", {"eval/math/pass@4": 0.5, "eval/math/pass@1": 0.5})
 
 
-def test_a_run_ends_at_its_first_evaluation_without_that_metric(config, tmp_path):
+def test_a_missing_best_metric_ends_the_run(config, tmp_path):
     config.output_dir, config.eval.every, config.checkpoint.every = str(tmp_path), 1, 1
     config.eval.greedy, config.checkpoint.best = False, "eval/greedy_accuracy"
     with pytest.raises(ConfigError, match="eval/greedy_accuracy', but an evaluation has no such metric"):

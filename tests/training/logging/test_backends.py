@@ -14,7 +14,9 @@ from jaxrl_llm.training.logging.backends import check_installed, delivery
 from jaxrl_llm.training.logging.backends.delivery import Delivery, table_of
 from jaxrl_llm.training.logging.backends.mlflow import allowed
 from jaxrl_llm.training.logging.backends.tensorboard import markdown
-from jaxrl_llm.training.logging.logger import Logger, read_metrics
+from jaxrl_llm.training.logging.logger import Logger
+from jaxrl_llm.training.logging.records import read_metrics
+from jaxrl_llm.training.run_specs import logging_spec
 
 ROWS = [
     {"prompt": "1+1=", "completion": "2", "exact_match": 1.0, "advantage": 0.5},
@@ -29,7 +31,7 @@ def logged(folder: Path, *backends: str, steps=(1, 2), resume_step: int | None =
     config.logging.completions_every = 2
     config.logging.project = "a_project"
     config.logging.run_name = "a_run"
-    with Logger(config, folder, resume_step) as logger:
+    with Logger(logging_spec(config), folder, resume_step) as logger:
         for step in steps:
             if step % 2 == 0:
                 logger.completions(step, ROWS)
@@ -240,7 +242,7 @@ def settled(sender: Delivery, backend: Flaky, calls: int) -> None:
     time.sleep(0.02)
 
 
-def test_what_a_failing_backend_did_not_take_is_sent_later():
+def test_failed_calls_are_sent_later():
     backend, warnings = Flaky(fails=range(1, 4)), []
     sender = Delivery("wandb", backend, warnings.append)
     for step in range(1, 6):
@@ -267,7 +269,7 @@ def test_one_piece_that_is_refused_is_dropped():
     assert "wandb lacks 1 of the pieces" in warnings[-1]
 
 
-def test_a_backend_that_is_down_to_the_end_is_told_of():
+def test_a_backend_down_to_the_end_is_reported():
     backend, warnings = Flaky(fails=range(100)), []
     sender = Delivery("wandb", backend, warnings.append)
     for step in range(1, 5):
@@ -277,7 +279,7 @@ def test_a_backend_that_is_down_to_the_end_is_told_of():
     assert "wandb lacks 4 of the pieces" in warnings[-1]
 
 
-def test_a_backend_that_hangs_stops_neither_a_step_nor_the_end():
+def test_a_hanging_backend_stops_nothing():
     release = threading.Event()
 
     class Hanging(Flaky):
@@ -294,7 +296,7 @@ def test_a_backend_that_hangs_stops_neither_a_step_nor_the_end():
     release.set()
 
 
-def test_a_failing_backend_leaves_the_other_records_whole(tmp_path, monkeypatch, capsys):
+def test_a_failing_backend_leaves_other_records(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(delivery, "start", lambda name, run: Flaky(fails=range(100)))
     monkeypatch.setattr(delivery, "PACKAGES", {"wandb": ("wandb", "wandb")})
     logged(tmp_path, "wandb")
@@ -303,7 +305,7 @@ def test_a_failing_backend_leaves_the_other_records_whole(tmp_path, monkeypatch,
     assert "wandb failed: OSError: the server is down; training goes on" in capsys.readouterr().err
 
 
-def test_a_backend_that_cannot_start_ends_a_run_that_starts_but_not_one_that_goes_on(tmp_path, monkeypatch, capsys):
+def test_a_backend_that_cannot_start(tmp_path, monkeypatch, capsys):
     def start(name, run):
         raise OSError("no key")
 
@@ -320,14 +322,14 @@ def test_a_backend_that_cannot_start_ends_a_run_that_starts_but_not_one_that_goe
     [("tensorboard", "tensorboardX"), ("wandb", "wandb"), ("mlflow", "mlflow-skinny"), ("swanlab", "swanlab"),
      ("trackio", "trackio")],
 )  # fmt: skip
-def test_a_missing_package_is_named_with_the_line_that_installs_it(monkeypatch, name, pip):
+def test_a_missing_package_is_named(monkeypatch, name, pip):
     monkeypatch.setattr("importlib.util.find_spec", lambda package: None)
     with pytest.raises(ConfigError, match=f"logging.backends has {name}, .*: pip install {pip}$"):
         check_installed(("console", name))
     check_installed(("console", "jsonl"))
 
 
-def test_a_table_has_evenly_spaced_rows_and_cells_that_any_backend_takes():
+def test_rows_and_cells_of_a_table():
     rows = [{"prompt": [{"role": "user", "content": f"p{i}"}], "completion": "c", "r": i / 2} for i in range(10)]
     rows[5]["r"] = float("nan")
     assert table_of(rows, 2) == {"prompt": ["user: p0", "user: p5"], "completion": ["c", "c"], "r": [0.0, None]}

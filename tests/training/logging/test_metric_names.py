@@ -6,8 +6,9 @@ import jaxrl_llm
 from jaxrl_llm.config import default
 from jaxrl_llm.config.flags import load_config_file
 from jaxrl_llm.training.logging.logger import Logger
-from jaxrl_llm.training.logging.metric_names import EVALUATIONS, TRL_PPO, shown_names
+from jaxrl_llm.training.logging.metric_names import EVALUATIONS, TRL_PPO
 from jaxrl_llm.training.logging.metric_names import VERL as VERL_NAMES
+from jaxrl_llm.training.run_specs import logging_spec, metric_names
 
 TRL_GRPO = {
     "num_tokens", "step_time", "completions/mean_length", "completions/min_length", "completions/max_length",
@@ -54,10 +55,10 @@ def test_verls_names_in_the_records_only(root, tmp_path):
 def test_records_are_read_back_whatever_their_names(tmp_path):
     config = default()
     config.logging.backends, config.logging.names = ("jsonl",), "verl"
-    with Logger(config, tmp_path) as logger:
+    with Logger(logging_spec(config), tmp_path) as logger:
         logger.log(0, {"eval/accuracy": 0.25})
         logger.log(1, {"reward": 1.0, "eval/accuracy": 0.5})
-    with Logger(config, tmp_path, resume_step=1) as logger:
+    with Logger(logging_spec(config), tmp_path, resume_step=1) as logger:
         logger.log(2, {"eval/accuracy": 0.75})
         summary = logger.finish()
     assert summary["before"] == {"accuracy": 0.25}
@@ -69,7 +70,7 @@ def test_evaluations_by_set_and_source():
     config = default()
     config.logging.names, config.data.path = "verl", "openai/gsm8k"
     config.eval.sets = ("aime=x.jsonl(samples=16)", "math=y.jsonl")
-    names = shown_names(config)
+    names = metric_names(config)
     pairs = {
         "eval/accuracy": "val-core/openai/gsm8k/acc/mean@4",
         "eval/reward": "val-aux/openai/gsm8k/reward/mean@4",
@@ -84,9 +85,9 @@ def test_evaluations_by_set_and_source():
         "reward": "critic/score/mean",
     }
     assert {name: names.shown(name) for name in pairs} == pairs
-    assert {names.own(shown): shown for shown in pairs.values()} == pairs
+    assert {names.internal(shown): shown for shown in pairs.values()} == pairs
     config.logging.names = "trl"
-    assert shown_names(config).shown("eval/aime/accuracy") == "eval/aime/accuracy"
+    assert metric_names(config).shown("eval/aime/accuracy") == "eval/aime/accuracy"
 
 
 def test_no_two_metrics_share_a_name():
@@ -94,11 +95,11 @@ def test_no_two_metrics_share_a_name():
     for names in ("trl", "verl"):
         for algorithm in ("grpo", "ppo"):
             config.logging.names, config.algorithm.name = names, algorithm
-            shown = shown_names(config)
+            shown = metric_names(config)
             assert len(set(shown.values())) == len(shown)
             assert not set(shown.values()) & (TRL_GRPO - shown.keys())
     config.algorithm.kl_in_reward = True
-    assert shown_names(config)["kl"] == "actor/reward_kl_penalty"
+    assert metric_names(config)["kl"] == "actor/reward_kl_penalty"
 
 
 def test_the_page_names_them(root):

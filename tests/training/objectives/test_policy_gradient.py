@@ -5,14 +5,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl_llm.algorithms.batch import Batch
+from jaxrl_llm.algorithms.batch import Batch, Inputs
 from jaxrl_llm.config import ConfigError, default
 from jaxrl_llm.models.transformer import ModelConfig, Net
+from jaxrl_llm.training.objective_specs import objective_of, policy_spec
 from jaxrl_llm.training.objectives import policy_gradient
 
 NET = Net(ModelConfig(vocab_size=31, width=16, layers=2, heads=2, kv_heads=1, head_dim=8, ffn=24, init_scale=0.3))
 PARAMS = NET.init(jax.random.key(0))
 PROMPT, COMPLETION = 3, 4
+BY_THE_RATIO = ("ppo_clip", "gspo", "gspo_token", "cispo", "sapo", "reinforce", "rloo", "gmpo", "luspo", "vespo")
 
 
 def make_batch(seed: int = 0, rows: int = 4) -> Batch:
@@ -23,32 +25,29 @@ def make_batch(seed: int = 0, rows: int = 4) -> Batch:
         mask[row, PROMPT : PROMPT + length] = 1
     segments = np.where(np.arange(width) < PROMPT, 1, mask).astype(np.int32)
     return Batch(
-        tokens=draw.integers(0, 31, (rows, width)).astype(np.int32),
-        segments=segments,
+        Inputs(draw.integers(0, 31, (rows, width)).astype(np.int32), segments, prompt_width=PROMPT),
         mask=mask,
         sample_logps=(draw.normal(-2, 0.3, mask.shape) * mask).astype(np.float32),
         old_logps=(draw.normal(-3, 0.5, mask.shape) * mask).astype(np.float32),
         ref_logps=(draw.normal(-3, 0.5, mask.shape) * mask).astype(np.float32),
         advantages=(draw.normal(size=(rows, 1)) * mask).astype(np.float32),
-        prompt_width=PROMPT,
     )
 
 
 def naive_logps(batch: Batch, temperature: float) -> np.ndarray:
     """log p(token t | tokens before t), from full logits in float64."""
-    logits = (
-        np.asarray(NET.bind(PARAMS)(jnp.asarray(batch.tokens), jnp.asarray(batch.segments)), np.float64) / temperature
-    )
+    tokens, segments = jnp.asarray(batch.inputs.tokens), jnp.asarray(batch.inputs.segments)
+    logits = np.asarray(NET.bind(PARAMS)(tokens, segments), np.float64) / temperature
     logps = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
-    out = np.zeros(batch.tokens.shape)
-    for row, t in np.ndindex(*batch.tokens.shape):
+    out = np.zeros(batch.inputs.tokens.shape)
+    for row, t in np.ndindex(*batch.inputs.tokens.shape):
         if t > 0:
-            out[row, t] = logps[row, t - 1, batch.tokens[row, t]]
+            out[row, t] = logps[row, t - 1, batch.inputs.tokens[row, t]]
     return out
 
 
 def value(config, batch: Batch):
-    objective = getattr(policy_gradient, "sft" if config.algorithm.name == "sft" else "policy_gradient")(config, NET)
+    objective = objective_of(config, NET)
     return objective.loss(PARAMS, objective.prepare(batch))
 
 
@@ -86,14 +85,14 @@ def test_grpo_loss_is_the_formula(aggregation, beta, temperature):
 def test_without_old_logps_the_ratio_is_one_and_the_gradient_is_that_of_reinforce():
     config = default()
     batch = make_batch().replace(old_logps=None, ref_logps=None)
-    objective = policy_gradient.policy_gradient(config, NET)
+    objective = objective_of(config, NET)
     prepared = objective.prepare(batch)
     (loss, metrics), gradient = jax.value_and_grad(objective.loss, has_aux=True)(PARAMS, prepared)
     lengths = batch.mask.sum(1, keepdims=True)
     np.testing.assert_allclose(loss, -np.mean((batch.advantages * batch.mask / lengths).sum(1)), rtol=1e-5)
-    assert metrics["clip_ratio/region_mean"] == 0
+    assert float(metrics["clip_ratio/region_mean"]) == 0
     config.algorithm.loss = "reinforce"
-    reinforce = policy_gradient.policy_gradient(config, NET)
+    reinforce = objective_of(config, NET)
     expected = jax.grad(lambda p: reinforce.loss(p, prepared)[0])(PARAMS)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), gradient, expected)
 
@@ -106,7 +105,7 @@ def test_entropy_bonus_lowers_the_loss_by_the_mean_entropy():
     config_plain.algorithm.aggregation = "token"
     without, _ = value(config_plain, batch)
     with_bonus, _ = value(config, batch)
-    np.testing.assert_allclose(without - with_bonus, 0.5 * metrics["entropy"], rtol=1e-5)
+    np.testing.assert_allclose(without - with_bonus, 0.5 * float(metrics["entropy"]), rtol=1e-5)
     assert plain != without
 
 
@@ -115,9 +114,11 @@ def test_masked_columns_do_not_matter():
     loss, _ = value(config, batch)
     noise = np.where(batch.mask > 0, 0.0, 7.0).astype(np.float32)
     changed = batch.replace(
-        sample_logps=batch.sample_logps + noise, old_logps=batch.old_logps + noise, ref_logps=batch.ref_logps - noise,
-        tokens=np.where(batch.segments > 0, batch.tokens, 5),
-    )  # fmt: skip
+        inputs=batch.inputs.replace(tokens=np.where(batch.inputs.segments > 0, batch.inputs.tokens, 5)),
+        sample_logps=batch.sample_logps + noise,
+        old_logps=batch.old_logps + noise,
+        ref_logps=batch.ref_logps - noise,
+    )
     np.testing.assert_array_equal(loss, value(config, changed)[0])
 
 
@@ -131,14 +132,14 @@ def test_sft_loss_is_the_token_mean_of_the_cross_entropy():
 
 def test_an_option_the_loss_does_not_have_is_refused():
     config = default()
-    config.algorithm.loss, config.algorithm.dual_clip = "reinforce", 3.0
-    with pytest.raises(ConfigError, match=r"algorithm\.dual_clip.*reinforce"):
-        policy_gradient.policy_gradient(config, NET)
+    config.algorithm.loss = "reinforce(dual_clip=3.0)"
+    with pytest.raises(ConfigError, match=r"algorithm\.loss: reinforce has no option 'dual_clip'"):
+        objective_of(config, NET)
 
 
 @pytest.mark.parametrize(
     "loss",
-    [pytest.param(x, marks=() if x == "ppo_clip" else pytest.mark.slow) for x in policy_gradient.BY_CHANGE],
+    [pytest.param(x, marks=() if x == "ppo_clip" else pytest.mark.slow) for x in BY_THE_RATIO],
 )
 def test_known_slopes_are_the_gradient(loss, monkeypatch):
     """On-policy, the gradient that is formed along with the log-probs is the one of the loss in terms of them."""
@@ -148,11 +149,11 @@ def test_known_slopes_are_the_gradient(loss, monkeypatch):
     batch = jax.tree.map(jnp.asarray, make_batch().replace(old_logps=None))
 
     def gradient():
-        objective = policy_gradient.policy_gradient(config, NET)
+        objective = objective_of(config, NET)
         return jax.jit(jax.value_and_grad(objective.loss, has_aux=True))(PARAMS, objective.prepare(batch))
 
     (value, metrics), known = gradient()
-    monkeypatch.setattr(policy_gradient, "policy_slopes", lambda config, batch: None)
+    monkeypatch.setattr(policy_gradient, "known_slopes", lambda spec, batch: None)
     (expected, others), gradients = gradient()
     np.testing.assert_allclose(value, expected, rtol=1e-5)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), known, gradients)
@@ -170,8 +171,51 @@ def test_slopes_are_not_known_where_log_probs_enter(changes):
     config = default()
     config.algorithm.beta = 0.0
     batch = make_batch().replace(old_logps=None, ref_logps=None)
-    prepared = policy_gradient.policy_gradient(config, NET).prepare(batch)
-    assert policy_gradient.policy_slopes(config, prepared) is not None
-    assert policy_gradient.policy_slopes(config, prepared.replace(old_logps=batch.mask)) is None
+    prepared = objective_of(config, NET).prepare(batch)
+    assert known_slopes(config, prepared) is not None
+    assert known_slopes(config, prepared.replace(old_logps=batch.mask)) is None
     config.algorithm.update(changes)
-    assert policy_gradient.policy_slopes(config, prepared) is None
+    assert known_slopes(config, prepared) is None
+
+
+def known_slopes(config, batch: Batch):
+    spec = policy_spec(config)
+    return policy_gradient.known_slopes(spec, batch) if policy_gradient.reads_ratio_alone(spec.loss) else None
+
+
+OWN_LOSSES = """
+import jax
+import jax.numpy as jnp
+from jaxrl_llm.algorithms.losses import Metric
+
+def clipped(logps, old_logps, advantages, epsilon_low, epsilon_high, mask=None):
+    ratio = jnp.exp(jnp.where(mask > 0, logps - old_logps, 0.0))
+    bounded = jnp.clip(ratio, 1 - epsilon_low, 1 + epsilon_high)
+    loss = -jnp.minimum(ratio * advantages, bounded * advantages)
+    return loss, {"own/clipped": Metric((ratio != bounded) * 1.0)}
+
+def plain(logps, old_logps, advantages, epsilon_low, epsilon_high, mask=None):
+    return -jnp.exp(logps - old_logps) * advantages
+
+def by_likelihood(logps, old_logps, advantages, epsilon_low, epsilon_high, mask=None):
+    return -jnp.exp(logps - old_logps) * advantages * (jax.lax.stop_gradient(logps) > -3)
+"""
+
+
+def test_a_loss_of_ones_own(tmp_path):
+    """It gets the gradient that is formed along with the log-probs where it may, and logs its own metrics alone."""
+    (tmp_path / "own.py").write_text(OWN_LOSSES)
+    batch = jax.tree.map(jnp.asarray, make_batch().replace(old_logps=None, ref_logps=None))
+    found = {}
+    for name in ("ppo_clip", "clipped", "plain", "by_likelihood"):
+        config = default()
+        config.algorithm.loss = name if name == "ppo_clip" else f"{tmp_path / 'own.py'}:{name}"
+        objective = objective_of(config, NET)
+        assert policy_gradient.reads_ratio_alone(policy_spec(config).loss) == (name != "by_likelihood")
+        found[name] = jax.jit(jax.value_and_grad(objective.loss, has_aux=True))(PARAMS, objective.prepare(batch))
+    (value, metrics), gradient = found["clipped"]
+    (expected, _), expected_gradient = found["ppo_clip"]
+    np.testing.assert_array_equal(value, expected)
+    jax.tree.map(np.testing.assert_array_equal, gradient, expected_gradient)
+    assert float(metrics["own/clipped"]) == 0 and not any(name.startswith("clip_ratio") for name in metrics)
+    assert not any("clip" in name for name in found["plain"][0][1])

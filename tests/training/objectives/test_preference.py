@@ -8,21 +8,23 @@ import numpy as np
 import pytest
 
 from jaxrl_llm.algorithms import preference_losses
-from jaxrl_llm.algorithms.batch import Batch
+from jaxrl_llm.algorithms.batch import Batch, Inputs, Scalars
+from jaxrl_llm.algorithms.losses import with_metrics
 from jaxrl_llm.config import ConfigError, default, validate
 from jaxrl_llm.distributed.sharding import make_mesh
-from jaxrl_llm.models.logprobs import token_statistics_and_squares
+from jaxrl_llm.models.logprobs import token_statistics
 from jaxrl_llm.models.transformer import ModelConfig, Net
-from jaxrl_llm.training.microbatch import split_rows
-from jaxrl_llm.training.objectives import preference
+from jaxrl_llm.training.microbatch import microbatches_of
+from jaxrl_llm.training.objective_specs import PREFERENCE_LOSSES, needs_reference, objective_of
 from jaxrl_llm.training.optimizers import make_optimizer
+from jaxrl_llm.training.setup import update_spec
 from jaxrl_llm.training.update import _prepare, init_state, make_measure, make_update
 
 SHAPE = {"vocab_size": 29, "width": 16, "layers": 1, "heads": 2, "kv_heads": 1, "head_dim": 8, "ffn": 24}
 NET = Net(ModelConfig(**SHAPE, init_scale=0.3, scan_layers=False))
 PARAMS = NET.init(jax.random.key(0))
 REFERENCE = NET.init(jax.random.key(1))
-PAIRED = sorted({*preference.PAIRED, "sigmoid", "sft"})
+PAIRED = sorted(name for name, loss in PREFERENCE_LOSSES.items() if loss.rows == "pair")
 
 
 def log_sigmoid(x):
@@ -41,7 +43,7 @@ def make_batch(rows: int = 8, labels: bool = False) -> Batch:
         mask[row, prompt : prompt + length] = 1
     segments = np.where(np.arange(width) < prompt, 1, mask).astype(np.int32)
     ref = naive_logps(REFERENCE, tokens, segments).astype(np.float32)
-    batch = Batch(tokens=tokens, segments=segments, mask=mask, ref_logps=ref)
+    batch = Batch(Inputs(tokens, segments), mask=mask, ref_logps=ref)
     return batch.replace(labels=np.repeat(np.arange(rows // 2) % 2, 2).astype(np.float32)) if labels else batch
 
 
@@ -60,7 +62,7 @@ def naive_logps(params, tokens, segments):
 @functools.cache
 def policy_logps(rows: int = 8):
     batch = make_batch(rows)
-    return naive_logps(PARAMS, batch.tokens, batch.segments)
+    return naive_logps(PARAMS, batch.inputs.tokens, batch.inputs.segments)
 
 
 def config_of(loss: str = "dpo", **settings):
@@ -71,9 +73,9 @@ def config_of(loss: str = "dpo", **settings):
     return config
 
 
-def evaluate(config, batch: Batch, net: Net = NET, params=PARAMS, objective=preference.preference):
-    """(loss, metrics) of the batch in one part."""
-    objective = objective(config, net)
+def evaluate(config, batch: Batch, net: Net = NET, params=PARAMS):
+    """(loss, metrics) of the batch as one micro-batch."""
+    objective = objective_of(config, net)
     with jax.disable_jit():  # running is faster than compiling here
         return objective.loss(params, _prepare(objective, params, batch, 1, 1))
 
@@ -93,7 +95,7 @@ def hand_computed():
     u, v = (policy - ref)[0::2], (policy - ref)[1::2]
     c, r, c_len, r_len = policy[0::2], policy[1::2], lengths[0::2], lengths[1::2]
     nll = -(policy_logps() * batch.mask)[0::2].sum() / c_len.sum()
-    whole = (batch.segments > 0) & (np.arange(8) > 0)
+    whole = (batch.inputs.segments > 0) & (np.arange(8) > 0)
     whole_nll = -(policy_logps() * whole)[0::2].sum() / whole[0::2].sum()
     a, b = c / c_len, r / r_len
     odds = (a - b) - (np.log(1 - np.exp(a)) - np.log(1 - np.exp(b)))
@@ -118,15 +120,15 @@ def test_loss_is_the_formula(loss):
 @pytest.mark.parametrize("loss", PAIRED)
 def test_every_paired_loss_is_the_mean_of_its_function_and_has_a_gradient(loss):
     config, batch = config_of(loss), make_batch()
-    objective = preference.preference(config, NET)
+    objective = objective_of(config, NET)
     with jax.disable_jit():  # running is faster than compiling here
         prepared = _prepare(objective, PARAMS, batch, 1, 1)
         (value, metrics), gradient = jax.value_and_grad(objective.loss, has_aux=True)(PARAMS, prepared)
     policy, ref, lengths = sums_of()
     arguments = (policy[0::2], policy[1::2], ref[0::2], ref[1::2], 0.3)
-    options = {"gamma": 0.5} if loss in ("simpo", "alphapo") else {}
-    expected = preference.LOSSES[loss](*arguments, lengths=(lengths[0::2], lengths[1::2]), **options).mean()
-    likelihood = 0.0 if loss == "alphapo" else metrics.get("nll_loss", 0.0)  # logged there with weight 0
+    result = PREFERENCE_LOSSES[loss](*arguments, lengths=(lengths[0::2], lengths[1::2]))
+    expected = with_metrics(result)[0].mean()
+    likelihood = 0.0 if loss == "alphapo" else float(metrics.get("nll_loss", 0.0))  # logged there with weight 0
     np.testing.assert_allclose(value - likelihood, expected, rtol=5e-5, atol=1e-6)
     assert all(np.isfinite(x).all() for x in jax.tree.leaves((metrics, gradient)))
     assert max(float(jnp.abs(x).max()) for x in jax.tree.leaves(gradient)) > 1e-4
@@ -146,27 +148,24 @@ def test_a_mixture_with_a_sorted_loss():
 
 
 @pytest.mark.parametrize(
-    ("loss", "settings", "options"),
+    ("written", "options"),
     [
-        ("dpo", {"label_smoothing": 0.2}, {"label_smoothing": 0.2}),
-        ("dpo", {"f_divergence": "forward_kl"}, {"divergence": "forward_kl"}),
-        (
-            "hinge",
-            {"f_divergence": "alpha_divergence", "f_alpha": 0.3},
-            {"divergence": "alpha_divergence", "alpha": 0.3},
-        ),
-        ("ipo", {"ipo_normalize": False}, {"normalize": False}),
-        ("discopop", {"discopop_tau": 0.5}, {"temperature": 0.5}),
-        ("exo_pair", {"label_smoothing": 0.1}, {"label_smoothing": 0.1}),
-        ("simpo", {"simpo_gamma": 1.2, "cpo_alpha": 0.0}, {"gamma": 1.2}),
-        ("alphapo", {"alphapo_alpha": 0.7, "simpo_gamma": 0.1}, {"gamma": 0.1, "alpha": 0.7}),
+        ("dpo(label_smoothing=0.2)", {"label_smoothing": 0.2}),
+        ("dpo(divergence='forward_kl')", {"divergence": "forward_kl"}),
+        ("hinge(divergence='alpha_divergence', alpha=0.3)", {"divergence": "alpha_divergence", "alpha": 0.3}),
+        ("ipo(normalize=False)", {"normalize": False}),
+        ("discopop(temperature=0.5)", {"temperature": 0.5}),
+        ("exo_pair(label_smoothing=0.1)", {"label_smoothing": 0.1}),
+        ("simpo(gamma=1.2, nll_weight=0.0)", {"gamma": 1.2}),
+        ("alphapo(gamma=0.1, alpha=0.7)", {"gamma": 0.1, "alpha": 0.7}),
     ],
 )
-def test_settings_are_options_of_the_loss(loss, settings, options):
+def test_options_in_brackets_reach_the_loss(written, options):
+    loss = written.partition("(")[0]
     policy, ref, lengths = sums_of()
     arguments = (policy[0::2], policy[1::2], ref[0::2], ref[1::2], 0.3)
-    expected = preference.LOSSES[loss](*arguments, lengths=(lengths[0::2], lengths[1::2]), **options).mean()
-    got, _ = evaluate(config_of(loss, **settings), make_batch())
+    expected = PREFERENCE_LOSSES[loss](*arguments, lengths=(lengths[0::2], lengths[1::2]), **options).mean()
+    got, _ = evaluate(config_of(written), make_batch())
     np.testing.assert_allclose(got, expected, rtol=5e-5)
     changes_with_settings = abs(float(got - evaluate(config_of(loss), make_batch())[0]))
     assert changes_with_settings > 1e-5
@@ -174,10 +173,7 @@ def test_settings_are_options_of_the_loss(loss, settings, options):
 
 def test_options_in_brackets_are_of_one_loss():
     config = config_of("dpo(label_smoothing=0.2)+ipo+robust", loss_weights=(1.0, 0.5, 2.0))
-    parts = [
-        evaluate(config_of(name, **settings), make_batch())[0]
-        for name, settings in (("dpo", {"label_smoothing": 0.2}), ("ipo", {}), ("robust", {}))
-    ]
+    parts = [evaluate(config_of(name), make_batch())[0] for name in ("dpo(label_smoothing=0.2)", "ipo", "robust")]
     np.testing.assert_allclose(evaluate(config, make_batch())[0], np.dot((1.0, 0.5, 2.0), parts), rtol=1e-5)
 
 
@@ -185,12 +181,10 @@ def test_reference_free_is_a_reference_of_zeros():
     batch = make_batch()
     free, _ = evaluate(config_of("dpo", reference_free=True), batch.replace(ref_logps=None))
     np.testing.assert_allclose(free, evaluate(config_of("dpo"), batch.replace(ref_logps=0 * batch.ref_logps))[0])
-    assert preference.needs_reference(config_of("dpo")) and not preference.needs_reference(
-        config_of("dpo", reference_free=True)
-    )
+    assert needs_reference(config_of("dpo")) and not needs_reference(config_of("dpo", reference_free=True))
     for loss in ("simpo", "cpo", "orpo", "alphapo", "sft", "cpo+sft"):
-        assert not preference.needs_reference(config_of(loss)), loss
-    assert preference.needs_reference(config_of("cpo+dpo"))
+        assert not needs_reference(config_of(loss)), loss
+    assert needs_reference(config_of("cpo+dpo"))
 
 
 def test_ld_dpo_weighs_the_tail():
@@ -211,10 +205,10 @@ def test_ld_dpo_weighs_the_tail():
 
 def test_wpo_weighs_pairs_by_their_likelihood():
     batch = make_batch()
-    full = naive_logits(PARAMS, batch.tokens, batch.segments)
+    full = naive_logits(PARAMS, batch.inputs.tokens, batch.inputs.segments)
     squares = np.log((np.exp(full) ** 2).sum(-1))
-    got = token_statistics_and_squares(NET, PARAMS, jnp.asarray(batch.tokens), jnp.asarray(batch.segments))
-    np.testing.assert_allclose(np.asarray(got[4])[batch.mask > 0], squares[batch.mask > 0], rtol=1e-5)
+    got = token_statistics(NET, PARAMS, jax.tree.map(jnp.asarray, batch.inputs), squares=True).log_sum_squares
+    np.testing.assert_allclose(np.asarray(got)[batch.mask > 0], squares[batch.mask > 0], rtol=1e-5)
     aligned = np.where(batch.mask > 0, policy_logps() - squares, 0.0).sum(1) / batch.mask.sum(1)
     weights = np.exp(aligned[0::2] + aligned[1::2])
     policy, ref, _ = sums_of()
@@ -228,8 +222,8 @@ def test_bco_reads_its_shift_from_the_batch():
     policy, ref, _ = sums_of()
     u = 0.3 * (policy - ref)
     expected = (-log_sigmoid(u[0::2] - 0.4) - log_sigmoid(0.4 - u[1::2])).mean()
-    shifted = batch.replace(baseline=np.full(8, 0.4, np.float32))
-    np.testing.assert_allclose(evaluate(config_of("bco_pair"), shifted)[0], expected, rtol=2e-5)
+    shifted = batch.replace(scalars=Scalars(reward_shift=np.float32(0.4)))
+    np.testing.assert_allclose(evaluate(config_of("bco_pair(running_mean=True)"), shifted)[0], expected, rtol=2e-5)
 
 
 # --- labelled rows ---
@@ -241,7 +235,7 @@ def test_kto_is_the_formula():
     lift = np.float32(2.0 + max(0.0, -(policy - ref)[1::2].mean()))  # so that the reference point is above 0
     ref_logps = batch.ref_logps.copy()
     ref_logps[1::2, 3] -= lift
-    value, metrics = evaluate(config_of("kto", desirable_weight=1.5), batch.replace(ref_logps=ref_logps))
+    value, metrics = evaluate(config_of("kto(desirable_weight=1.5)"), batch.replace(ref_logps=ref_logps))
     u, labels = (policy - ref)[0::2], batch.labels[0::2] > 0
     z = (policy - ref)[1::2].mean() + lift
     sign = np.where(labels, 1.0, -1.0)
@@ -274,14 +268,16 @@ def test_pair_metrics():
     np.testing.assert_allclose(metrics["rewards/margins"], (u[0::2] - u[1::2]).mean(), rtol=1e-4)
     np.testing.assert_allclose(metrics["rewards/accuracies"], (u[0::2] > u[1::2]).mean())
     np.testing.assert_allclose(metrics["logps/rejected"], policy[1::2].mean(), rtol=1e-5)
-    entropies = -(np.exp(full := naive_logits(PARAMS, make_batch().tokens, make_batch().segments)) * full).sum(-1)
+    entropies = -(
+        np.exp(full := naive_logits(PARAMS, make_batch().inputs.tokens, make_batch().inputs.segments)) * full
+    ).sum(-1)
     np.testing.assert_allclose(metrics["entropy"], entropies[make_batch().mask > 0].mean(), rtol=1e-4)
 
 
 def test_orpo_metrics_are_means_over_tokens():
     policy, _, lengths = sums_of()
     mean = policy / lengths
-    _, metrics = evaluate(config_of("orpo", orpo_nll_on_prompt=False), make_batch().replace(ref_logps=None))
+    _, metrics = evaluate(config_of("orpo(nll_on_prompt=False)"), make_batch().replace(ref_logps=None))
     np.testing.assert_allclose(metrics["logps/chosen"], mean[0::2].mean(), rtol=1e-5)
     np.testing.assert_allclose(metrics["nll_loss"], -policy[0::2].sum() / lengths[0::2].sum(), rtol=1e-5)
     odds = preference_losses.log_odds_ratio(policy[0::2], policy[1::2], (lengths[0::2], lengths[1::2]))
@@ -298,16 +294,14 @@ SCORE_PARAMS = SCORE_NET.init(jax.random.key(2))
 @pytest.mark.slow
 def test_reward_model_scores_the_last_token():
     config = default()
-    config.algorithm.name, config.algorithm.center_rewards_coefficient = "reward_model", 0.1
+    config.algorithm.name, config.algorithm.loss = "reward_model", "bradley_terry(center=0.1)"
     batch = make_batch().replace(ref_logps=None)
     margins = np.repeat(np.linspace(0, 1, 4), 2).astype(np.float32)
-    value, metrics = evaluate(
-        config, batch.replace(margins=margins), SCORE_NET, SCORE_PARAMS, objective=preference.reward_model
-    )
+    value, metrics = evaluate(config, batch.replace(margins=margins), SCORE_NET, SCORE_PARAMS)
     scores = np.zeros(8)
     for row in range(8):
-        length = int(batch.segments[row].sum())
-        scores[row] = SCORE_NET.bind(SCORE_PARAMS)(jnp.asarray(batch.tokens[row : row + 1, :length]))[0, -1]
+        length = int(batch.inputs.segments[row].sum())
+        scores[row] = SCORE_NET.bind(SCORE_PARAMS)(jnp.asarray(batch.inputs.tokens[row : row + 1, :length]))[0, -1]
     chosen, rejected = scores[0::2], scores[1::2]
     expected = -log_sigmoid(chosen - rejected - margins[0::2]) + 0.1 * (chosen + rejected) ** 2
     np.testing.assert_allclose(value, expected.mean(), rtol=2e-5)
@@ -322,17 +316,25 @@ def test_reward_model_scores_the_last_token():
 # --- micro-batches ---
 
 
+def learning(loss: str):
+    """The configuration of a preference loss, or of a reward model."""
+    config = config_of("auto" if loss == "reward_model" else loss)
+    if loss == "reward_model":
+        config.algorithm.name = "reward_model"
+    return config
+
+
 def mesh_of_one():
     return make_mesh(devices=jax.devices()[:1])
 
 
-def one_update(config, batch, net=NET, objective=preference.preference):
+def one_update(config, batch, net=NET):
     config.optimizer.learning_rate, config.optimizer.eps = 1e-3, 1e-4
     mesh = mesh_of_one()
     with jax.set_mesh(mesh):
         optimizer = make_optimizer(config)
         state = init_state(net.init(jax.random.key(0)), optimizer, mesh)
-        update = make_update(objective(config, net), optimizer, config, mesh)
+        update = make_update(objective_of(config, net), optimizer, update_spec(config), mesh)
         state, metrics = update(state, jax.tree.map(jnp.asarray, batch))
     return state.params, metrics
 
@@ -346,10 +348,10 @@ def test_micro_batches_change_nothing(loss):
     batch = make_batch(labels=loss == "kto")
     found = []
     for rows in (0, 2):
-        config = config_of(loss)
+        config = learning(loss)
         config.batch.microbatch_rows = rows
         if loss == "reward_model":
-            found.append(one_update(config, batch.replace(ref_logps=None), SCORE_NET, preference.reward_model))
+            found.append(one_update(config, batch.replace(ref_logps=None), SCORE_NET))
         else:
             found.append(one_update(config, batch))
     (whole, metrics), (parts, part_metrics) = found
@@ -363,16 +365,16 @@ def test_micro_batches_change_nothing(loss):
 def test_the_gradient_of_a_sorted_loss_is_that_of_the_whole_batch(loss):
     batch = make_batch()
     ref = np.where(batch.mask > 0, batch.ref_logps, 0.0).sum(1)
-    objective = preference.preference(config_of(loss), NET)
+    objective = objective_of(config_of(loss), NET)
     prepared = _prepare(objective, PARAMS, batch, 2, 1)
 
     def direct(params):
         sums = objective.observe(params, batch)
-        return preference.LOSSES[loss](sums[0::2], sums[1::2], ref[0::2], ref[1::2], 0.3).mean()
+        return PREFERENCE_LOSSES[loss](sums[0::2], sums[1::2], ref[0::2], ref[1::2], 0.3).mean()
 
     def in_parts(params):
-        parts = split_rows(prepared, 2, 1)
-        return sum(objective.loss(params, jax.tree.map(lambda x, i=i: x[i], parts))[0] for i in range(2))
+        micro = microbatches_of(prepared, 2, 1)
+        return sum(objective.loss(params, micro.take(number))[0] for number in range(2))
 
     expected, got = (jax.jit(jax.value_and_grad(f))(PARAMS) for f in (direct, in_parts))
     np.testing.assert_allclose(got[0], expected[0], rtol=1e-6)
@@ -388,9 +390,8 @@ def test_rows_that_fill_up_a_batch_do_not_count(loss):
     batch = make_batch(6, labels=loss == "kto")
     blank = jax.tree.map(lambda x: x[-2:], batch).replace(mask=np.zeros((2, 8), np.float32))
     filled = jax.tree.map(lambda x, y: np.concatenate([x, y]), batch, blank)
-    objective = preference.reward_model if loss == "reward_model" else preference.preference
     net, params = (SCORE_NET, SCORE_PARAMS) if loss == "reward_model" else (NET, PARAMS)
-    objective = objective(config_of(loss), net)
+    objective = objective_of(learning(loss), net)
     mesh = mesh_of_one()
     with jax.set_mesh(mesh):
         expected = make_measure(objective, 6, mesh)(params, batch)
@@ -405,20 +406,19 @@ def test_rows_that_fill_up_a_batch_do_not_count(loss):
 @pytest.mark.parametrize(
     ("loss", "settings", "words"),
     [
-        ("dpo", {"simpo_gamma": 1.0}, ["algorithm.simpo_gamma is 1.0", "'dpo' has no such option"]),
-        ("simpo", {"f_divergence": "forward_kl"}, ["algorithm.f_divergence", "simpo"]),
-        ("hinge", {"label_smoothing": 0.1}, ["algorithm.label_smoothing is 0.1"]),
+        ("simpo(divergence='forward_kl')", {}, ["algorithm.loss", "simpo has no option 'divergence'", "nll_weight"]),
+        ("hinge(label_smoothing=0.1)", {}, ["hinge has no option 'label_smoothing'"]),
         ("dpo+ipq", {}, ["algorithm.loss", "'ipq'", "the closest is ipo"]),
         ("ppo_clip", {}, ["algorithm.loss", "'ppo_clip'", "dpo"]),
         ("dpo(gamma=1)", {}, ["algorithm.loss", "dpo has no option 'gamma'", "label_smoothing"]),
         ("dpo(beta=1)", {}, ["no option 'beta'"]),
-        ("kto", {"ld_alpha": 0.5}, ["ld_alpha", "kto has none"]),
+        ("kto", {"ld_alpha": 0.5}, ["ld_alpha", "kto learns from labels"]),
         ("aot", {"use_weighting": True}, ["use_weighting", "aot"]),
     ],
 )
 def test_settings_that_a_loss_does_not_have_are_refused(loss, settings, words):
     with pytest.raises(ConfigError) as error:
-        preference.preference(config_of(loss, **settings), NET)
+        objective_of(config_of(loss, **settings), NET)
     assert all(word in str(error.value) for word in words), str(error.value)
 
 

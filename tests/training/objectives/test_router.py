@@ -9,20 +9,25 @@ import numpy as np
 import pytest
 
 import jaxrl_llm
-from jaxrl_llm.algorithms.batch import Batch
+from jaxrl_llm.algorithms.batch import Batch, Inputs
 from jaxrl_llm.config import ConfigError, default
 from jaxrl_llm.config.flags import load_config_file
 from jaxrl_llm.models import hf
 from jaxrl_llm.models.model import load_model
 from jaxrl_llm.models.moe import balance_loss
 from jaxrl_llm.models.transformer import ModelConfig, Net, RecordingNet
-from jaxrl_llm.training.objectives.policy_gradient import sft
+from jaxrl_llm.training.objective_specs import objective_of
 from jaxrl_llm.training.objectives.router import with_router_loss
+from jaxrl_llm.training.objectives.sft import SFTSpec, sft
 
 CONFIG = ModelConfig(
     vocab_size=320, width=16, layers=2, heads=2, kv_heads=1, head_dim=8, ffn=24, init_scale=0.3, qk_norm=True,
     experts=4, experts_per_token=2, expert_ffn=12, router_aux_loss_coef=0.5,
 )  # fmt: skip
+
+
+def plain_sft(net):
+    return sft(SFTSpec(0.0, 0.0), net)
 
 
 @pytest.fixture(scope="module")
@@ -39,43 +44,44 @@ def rows():
     rng = np.random.default_rng(0)
     segments = np.array([[0, 0, 1, 1, 1, 1], [1, 1, 1, 1, 0, 0], [1] * 6, [0, 1, 1, 1, 1, 1]], np.int32)
     mask = jnp.asarray((segments > 0) & (np.arange(6) > 2), jnp.float32)
-    return Batch(jnp.asarray(rng.integers(0, 320, (4, 6))), jnp.asarray(segments), mask)
+    return Batch(Inputs(jnp.asarray(rng.integers(0, 320, (4, 6))), jnp.asarray(segments)), mask)
 
 
 def test_the_objective_adds_the_auxiliary_loss(net, params):
     """One forward pass gives both: the value and gradient are those of the two losses added up by hand."""
-    plain, with_router = sft(default(), net), with_router_loss(sft, default(), net)
+    plain, with_router = plain_sft(net), with_router_loss(plain_sft, net)
 
     def by_hand(params, batch):
         found = []
-        RecordingNet(CONFIG, found.append).bind(params).hidden(batch.tokens, batch.segments)
+        RecordingNet(CONFIG, found.append).bind(params).hidden(batch.inputs)
         return plain.loss(params, batch)[0] + 0.5 * balance_loss(found[0])
 
     batch = with_router.prepare(rows())
     (value, metrics), gradients = jax.jit(jax.value_and_grad(with_router.loss, has_aux=True))(params, batch)
     expected, expected_gradients = jax.jit(jax.value_and_grad(by_hand))(params, plain.prepare(rows()))
     assert float(value) == pytest.approx(float(expected), rel=1e-6)
-    assert 1.9 < metrics["aux_loss"] < 4.0
+    assert 1.9 < float(metrics["aux_loss"]) < 4.0
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), gradients, expected_gradients)
 
 
 def test_microbatches_weigh_by_their_tokens(net, params):
-    objective = with_router_loss(sft, default(), net)
+    objective = with_router_loss(plain_sft, net)
     batch = objective.prepare(rows())
     loss = jax.jit(objective.loss)
-    parts = [loss(params, batch.take(part))[1]["aux_loss"] for part in (slice(0, 2), slice(2, 4))]
-    alone = [loss(params, objective.prepare(rows().take(part)))[1]["aux_loss"] for part in (slice(0, 2), slice(2, 4))]
+    halves = (slice(0, 2), slice(2, 4))
+    parts = [float(loss(params, batch.take(half))[1]["aux_loss"]) for half in halves]
+    alone = [float(loss(params, objective.prepare(rows().take(half)))[1]["aux_loss"]) for half in halves]
     np.testing.assert_allclose(parts, [alone[0] * 8 / 19, alone[1] * 11 / 19], rtol=1e-6)
 
 
 def test_a_dense_model_has_no_routers():
     dense = Net(ModelConfig(vocab_size=8, width=8, layers=1, heads=1, kv_heads=1, head_dim=8, ffn=8))
-    assert with_router_loss(lambda *_: "objective", default(), dense) == "objective"
+    assert with_router_loss(lambda net: "objective", dense) == "objective"
     for key, value in (("router_aux_loss_coef", 0.1), ("freeze_router", True)):
         config = default()
         config.model[key] = value
         with pytest.raises(ConfigError, match="embedded:sort has no experts"):
-            with_router_loss(sft, config, dense)
+            objective_of(config, dense)
 
 
 def write_model(net, params, folder, root):

@@ -8,11 +8,12 @@ import torch
 from transformers.trainer_pt_utils import LabelSmoother
 
 import jaxrl_llm
-from jaxrl_llm.algorithms.batch import Batch
+from jaxrl_llm.algorithms.batch import Batch, Inputs
 from jaxrl_llm.config import ConfigError, default, validate
 from jaxrl_llm.config.flags import load_config_file
 from jaxrl_llm.models.transformer import ModelConfig, Net
-from jaxrl_llm.training.objectives import policy_gradient
+from jaxrl_llm.training.objective_specs import objective_of
+from jaxrl_llm.training.objectives.sft import neftune_noise
 
 NET = Net(ModelConfig(vocab_size=31, width=16, layers=2, heads=2, kv_heads=1, head_dim=8, ffn=24, init_scale=0.3))
 WIDTH = 9
@@ -36,31 +37,31 @@ def batch_of(seeds=None):
     tokens = random.integers(1, 31, (4, WIDTH)).astype(np.int32)
     segments = (np.arange(WIDTH) < np.array([9, 7, 4, 2])[:, None]).astype(np.int32)
     mask = segments * (np.arange(WIDTH) > 0)
-    return Batch(tokens, segments, mask.astype(np.float32), seeds=seeds)
+    return Batch(Inputs(tokens, segments), mask.astype(np.float32), seeds=seeds)
 
 
 def loss_and_gradient(config, params, batch):
-    objective = policy_gradient.sft(config, NET)
+    objective = objective_of(config, NET)
     return jax.jit(jax.value_and_grad(lambda p: objective.loss(p, objective.prepare(batch))[0]))(params)
 
 
 def test_label_smoothing_is_that_of_transformers(params):
     batch = batch_of()
     value, gradient = loss_and_gradient(config_of(label_smoothing=0.2), params, batch)
-    logits = np.asarray(NET.bind(params)(batch.tokens, batch.segments))
+    logits = np.asarray(NET.bind(params)(batch.inputs.tokens, batch.inputs.segments))
     logits = torch.tensor(logits, requires_grad=True)
-    labels = torch.tensor(np.where(batch.mask > 0, batch.tokens, -100)).long()
+    labels = torch.tensor(np.where(batch.mask > 0, batch.inputs.tokens, -100)).long()
     theirs = LabelSmoother(epsilon=0.2)({"logits": logits}, labels, shift_labels=True)
     np.testing.assert_allclose(float(value), float(theirs.detach()), rtol=1e-5)
     (wanted,) = torch.autograd.grad(theirs, logits)
-    _, back = jax.vjp(lambda p: NET.bind(p)(batch.tokens, batch.segments), params)
+    _, back = jax.vjp(lambda p: NET.bind(p)(batch.inputs.tokens, batch.inputs.segments), params)
     (expected,) = back(jnp.asarray(wanted.numpy()))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), gradient, expected)
 
 
 def test_neftune_noise_has_the_size_of_the_paper_and_comes_from_the_seeds():
     seeds = np.array([1, 2, 3, 1], np.uint32)
-    noise = np.asarray(policy_gradient.neftune_noise(batch_of(seeds), 16, 5.0))
+    noise = np.asarray(neftune_noise(batch_of(seeds), 16, 5.0))
     sizes = 5.0 / np.sqrt(np.array([9, 7, 4, 2]) * 16)
     for row, length, size in zip(noise, (9, 7, 4, 2), sizes, strict=True):
         assert (row[length:] == 0).all()

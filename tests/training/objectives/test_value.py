@@ -7,15 +7,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl_llm.algorithms.batch import Batch
+from jaxrl_llm.algorithms.batch import Batch, Inputs
 from jaxrl_llm.config import ConfigError, default
 from jaxrl_llm.config.flags import load_config_file
 from jaxrl_llm.models.logprobs import token_values
 from jaxrl_llm.models.model import load_model
 from jaxrl_llm.models.transformer import ModelConfig, Net
 from jaxrl_llm.train import train
+from jaxrl_llm.training.objective_specs import critic_spec, objective_of, policy_spec
 from jaxrl_llm.training.objectives.policy_gradient import policy_gradient
-from jaxrl_llm.training.objectives.value import critic_config, policy_and_values, value_regression
+from jaxrl_llm.training.objectives.value import value_regression
+from jaxrl_llm.training.setup import critic_config
 
 NET = Net(
     ModelConfig(
@@ -31,20 +33,20 @@ def make_batch() -> Batch:
     mask = np.array([[0, 0, 0, 1, 1, 0], [0, 0, 0, 1, 1, 1]], np.float32)
     values, returns = (draw.normal(size=mask.shape).astype(np.float32) * mask for _ in range(2))
     tokens = draw.integers(0, 31, mask.shape).astype(np.int32)
-    return Batch(tokens, segments, mask, values=values, returns=returns, prompt_width=3)
+    return Batch(Inputs(tokens, segments, prompt_width=3), mask, values=values, returns=returns)
 
 
 def test_a_value_is_of_the_state_before_the_token():
     batch = make_batch()
-    scores = np.asarray(NET.bind(PARAMS)(jnp.asarray(batch.tokens), jnp.asarray(batch.segments)))
-    values = np.asarray(token_values(NET, PARAMS, batch.tokens, batch.segments, prompt_width=3))
+    scores = np.asarray(NET.bind(PARAMS)(jnp.asarray(batch.inputs.tokens), jnp.asarray(batch.inputs.segments)))
+    values = np.asarray(token_values(NET, PARAMS, batch.inputs))
     np.testing.assert_allclose(values[1, 3:], scores[1, 2:-1], rtol=1e-5)
     np.testing.assert_allclose(values[0, 3:5], scores[0, 2:4], rtol=1e-5)
     assert values[0, 5] == 0
     assert (values[:, :3] == 0).all()
-    changed = batch.tokens.copy()
+    changed = batch.inputs.tokens.copy()
     changed[:, 4] = (changed[:, 4] + 1) % 31  # the value of token 4 does not see token 4
-    again = np.asarray(token_values(NET, PARAMS, changed, batch.segments, prompt_width=3))
+    again = np.asarray(token_values(NET, PARAMS, batch.inputs.replace(tokens=changed)))
     np.testing.assert_array_equal(again[:, 4], values[:, 4])
     assert again[1, 5] != values[1, 5]
 
@@ -53,9 +55,9 @@ def test_a_value_is_of_the_state_before_the_token():
 def test_the_loss_is_half_the_clipped_squared_error(epsilon):
     config, batch = default(), make_batch()
     config.critic.epsilon = epsilon
-    objective = value_regression(config, NET)
+    objective = value_regression(critic_spec(config), NET)
     loss, metrics = objective.loss(PARAMS, objective.prepare(batch))
-    values = np.asarray(token_values(NET, PARAMS, batch.tokens, batch.segments, prompt_width=3))
+    values = np.asarray(token_values(NET, PARAMS, batch.inputs))
     error = (values - batch.returns) ** 2
     if epsilon is not None:
         near = np.clip(values, batch.values - epsilon, batch.values + epsilon)
@@ -123,13 +125,13 @@ def test_a_shared_critic_reads_the_hidden_states_of_the_policy_once(root, tmp_pa
         advantages=batch.mask * np.array([[1.0], [-0.5]], np.float32),
     )
     joint = {**params, "score": {"kernel": kernel}}
-    objective, policy = policy_and_values(config, net), policy_gradient(config, net)
+    objective, policy = objective_of(config, net), policy_gradient(policy_spec(config), net)
     prepared = objective.prepare(batch)
     both, metrics = objective.loss(joint, prepared)
     alone, _ = policy.loss(params, policy.prepare(batch))
     critic_net = Net(replace(NET.config, head="score"))
     trunk = {name: x for name, x in params.items() if name != "head"}
-    regression = value_regression(config, critic_net)
+    regression = value_regression(critic_spec(config), critic_net)
     error, measured = regression.loss({**trunk, "score": {"kernel": kernel}}, regression.prepare(batch))
     np.testing.assert_allclose(both, alone + 0.3 * error, rtol=1e-5)
     np.testing.assert_allclose(metrics["critic/loss"], error, rtol=1e-5)

@@ -1,4 +1,4 @@
-"""Where the metrics of a run go besides the console and metrics.jsonl: one file per backend, one `Backend` each."""
+"""Trackers that a run may report to besides the console and metrics.jsonl: a file and a `Backend` for each."""
 
 import importlib
 import importlib.util
@@ -6,10 +6,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from jaxrl_llm.config import ConfigDict, flat
 from jaxrl_llm.config.resolve import ConfigError
 
-# Backend -> the package it imports, and the name pip knows it by.
+# Backend -> the package it imports, and its name for pip.
 PACKAGES = {
     "tensorboard": ("tensorboardX", "tensorboardX"),
     "wandb": ("wandb", "wandb"),
@@ -20,8 +19,10 @@ PACKAGES = {
 
 
 class Identity(NamedTuple):
-    """What a backend is told of a run: its names, its settings by full key, its folder, and after which step it goes on
-    (None: it starts)."""
+    """The run as backends see it: names, settings by full key, and folder.
+
+    `resume_step` is the step after which it goes on, None for a run that starts.
+    """
 
     project: str
     name: str
@@ -31,7 +32,7 @@ class Identity(NamedTuple):
 
 
 class Backend(Protocol):
-    """One place that metrics go to. A method may raise anything; `Delivery` sees to it that training goes on."""
+    """A destination of metrics. A method may raise anything: `Delivery` catches it, and training goes on."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Takes the metrics of a step, finite numbers."""
@@ -54,12 +55,6 @@ def check_installed(backends: Sequence[str]) -> None:
             raise ConfigError(f"logging.backends has {name}, which needs the package {pip}: pip install {pip}")
 
 
-def identity_of(config: ConfigDict, folder: Path, resume_step: int | None) -> Identity:
-    """The Identity of the run of `config` in `folder`; without `logging.run_name` its name is that of the folder."""
-    name = config.logging.run_name or folder.resolve().name
-    return Identity(config.logging.project, name, flat(config.to_dict()), folder, resume_step)
-
-
 def start(name: str, run: Identity) -> Backend:
     """The backend of that name, started for the run.
 
@@ -76,5 +71,5 @@ def kept_id(run: Identity, backend: str) -> str | None:
 
 
 def keep_id(run: Identity, backend: str, value: str) -> None:
-    """Keeps the backend's id of the run in its folder, for when it goes on."""
+    """Writes the backend's id of the run into its folder, for `kept_id`."""
     (run.folder / f".{backend}_run").write_text(value)

@@ -1,38 +1,36 @@
-"""`Delivery`: hands what is logged to one backend from a thread of its own, so that no backend can stop training."""
+"""`Delivery`: sends metrics to one backend from a thread of its own, so that no backend can stop training."""
 
 import json
 import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from jaxrl_llm.config import ConfigDict
 from jaxrl_llm.config.resolve import ConfigError
-from jaxrl_llm.training.logging.backends import PACKAGES, Backend, identity_of, start
+from jaxrl_llm.training.logging.backends import PACKAGES, Backend, Identity, start
 from jaxrl_llm.training.logging.console import as_text
 
-KEPT = 10_000  # steps that wait for a backend that does not take them; the oldest are dropped then
+MAX_PENDING = 10_000  # calls that wait for a backend that is down; the oldest are dropped then
 PATIENCE = 60.0  # seconds that the end of a run waits for a backend
 
 
 class Delivery:
-    """Sends metrics and tables to `backend`, in order; `warn` is told when it fails, and when it works again.
+    """Sends metrics and tables to `backend`, in order; calls `warn` when it fails, and when it works again.
 
-    A backend that fails is tried again with every step: what it did not take waits for it. Two failures in a row mean
-    that the backend is down; one between successes means that it refuses that one piece, which is then dropped.
+    A backend that fails is tried again with every step: the calls that failed stay pending. Two failures in a row mean
+    that the backend is down; one between successes means that it refuses that one call, which is then dropped.
     metrics.jsonl has everything, whatever a backend does.
     """
 
     def __init__(self, name: str, backend: Backend, warn: Callable[[str], None], patience: float = PATIENCE):
         self._name, self._backend, self._warn, self._patience = name, backend, warn, patience
-        self._fresh: list[Callable[[], None]] = []
-        self._waiting: list[Callable[[], None]] = []  # of the thread
+        self._queue: list[Callable[[], None]] = []  # from the trainer's thread to this one's
+        self._pending: list[Callable[[], None]] = []  # of this one's alone
         self._changed = threading.Condition()
-        self._ended: bool | None = None  # whether the run failed, once it is over
+        self._failed: bool | None = None  # None until the run is over
         self._down = False
         self._lost = 0
         self._thread = threading.Thread(target=self._work, name=f"logging to {name}", daemon=True)
@@ -47,44 +45,47 @@ class Delivery:
         self._add(partial(self._backend.table, step, columns))
 
     def close(self, failed: bool) -> None:
-        """Waits `patience` seconds at most for what is still to be sent, and tells how much was not."""
+        """Waits `patience` seconds at most for the pending calls, and warns of those that were not sent."""
         with self._changed:
-            self._ended = failed
+            self._failed = failed
             self._changed.notify()
         self._thread.join(self._patience)
-        left = len(self._fresh) + len(self._waiting) + self._lost
+        left = len(self._queue) + len(self._pending) + self._lost
         if self._thread.is_alive():
             self._warn(f"{self._name} does not answer; the run ends without it")
         if left:
             self._warn(f"{self._name} lacks {left} of the pieces that were logged; metrics.jsonl has them all")
 
-    def _add(self, piece: Callable[[], None]) -> None:
+    def _add(self, call: Callable[[], None]) -> None:
         with self._changed:
-            self._fresh.append(piece)
+            self._queue.append(call)
             self._changed.notify()
 
     def _work(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: bool(self._fresh) or self._ended is not None)
-                self._waiting += self._fresh
-                self._fresh.clear()
-                ended = self._ended
-            over = max(0, len(self._waiting) - KEPT)
-            self._lost += over
-            self._waiting = self._send(self._waiting[over:])
-            if ended is not None:
-                self._end(ended)
+                self._changed.wait_for(lambda: bool(self._queue) or self._failed is not None)
+                self._pending += self._queue
+                self._queue.clear()
+                run_failed = self._failed
+            excess = max(0, len(self._pending) - MAX_PENDING)
+            self._lost += excess
+            self._pending = self._send(self._pending[excess:])
+            if run_failed is not None:
+                try:
+                    self._backend.close(run_failed)
+                except Exception as error:
+                    self._warn(f"logging.backends: {self._name} could not be closed: {type(error).__name__}: {error}")
                 return
 
-    def _send(self, pieces: list[Callable[[], None]]) -> list[Callable[[], None]]:
-        """Sends what it can; returns what is to be tried again."""
+    def _send(self, calls: list[Callable[[], None]]) -> list[Callable[[], None]]:
+        """Makes the calls in order until two in a row fail; returns those to try again."""
         failed: list[Callable[[], None]] = []
-        for number, piece in enumerate(pieces):
+        for number, call in enumerate(calls):
             try:
-                piece()
+                call()
             except Exception as error:
-                failed.append(piece)
+                failed.append(call)
                 if not self._down:
                     self._down = True
                     self._warn(
@@ -92,7 +93,7 @@ class Delivery:
                         "and what it did not take is tried again with the next steps"
                     )
                 if len(failed) == 2:
-                    return [*failed, *pieces[number + 1 :]]
+                    return [*failed, *calls[number + 1 :]]
             else:
                 if self._down:
                     self._down = False
@@ -102,30 +103,21 @@ class Delivery:
                 failed = []
         return failed
 
-    def _end(self, failed: bool) -> None:
-        try:
-            self._backend.close(failed)
-        except Exception as error:
-            self._warn(f"logging.backends: {self._name} could not be closed: {type(error).__name__}: {error}")
 
+def deliveries(backends: Sequence[str], run: Identity, warn: Callable[[str], None]) -> list[Delivery]:
+    """A Delivery to each of `backends` that is a package of its own.
 
-def deliveries(
-    config: ConfigDict, folder: Path, resume_step: int | None, warn: Callable[[str], None]
-) -> list[Delivery]:
-    """A Delivery to each backend of `logging.backends` that is a package of its own.
-
-    One that cannot start is an error, ConfigError, when the run starts; a run that goes on warns of it, and goes on
-    without it.
+    One that cannot start is an error, ConfigError, when the run starts; a resumed run warns of it, and goes on without.
     """
-    run, started = identity_of(config, folder, resume_step), []
-    for name in dict.fromkeys(config.logging.backends):
+    started: list[Delivery] = []
+    for name in dict.fromkeys(backends):
         if name not in PACKAGES:
             continue
         try:
             started.append(Delivery(name, start(name, run), warn))
         except Exception as error:
             text = f"logging.backends has {name}, which cannot start: {type(error).__name__}: {error}"
-            if resume_step is None:
+            if run.resume_step is None:
                 for delivery in started:
                     delivery.close(failed=True)
                 raise (error if isinstance(error, ConfigError) else ConfigError(text)) from error

@@ -1,4 +1,4 @@
-"""MLflow: where MLFLOW_TRACKING_URI says, or MLflow's own default; the experiment is `logging.project`."""
+"""MLflow, at MLFLOW_TRACKING_URI or MLflow's own default; the experiment is `logging.project`."""
 
 import importlib
 import posixpath
@@ -10,12 +10,12 @@ from typing import Any
 
 from jaxrl_llm.training.logging.backends import Identity, keep_id, kept_id
 
-PARAMETERS, METRICS = 100, 1000  # that one request of MLflow takes
+PARAMETERS, METRICS = 100, 1000  # in one request, at most
 LONGEST = 500  # characters of a parameter
 
 
 class MLflow:
-    """Logs to one MLflow run, which a run that goes on continues; completions are artifacts, one table a step."""
+    """Logs to one MLflow run, which a resumed run continues; completions are artifacts, one table a step."""
 
     def __init__(self, run: Identity):
         mlflow = importlib.import_module("mlflow")
@@ -27,8 +27,8 @@ class MLflow:
             experiment_id = experiment.experiment_id if experiment else self._client.create_experiment(run.project)
             self._id = self._client.create_run(experiment_id, run_name=run.name).info.run_id
             settings = iter([self._entities.Param(key, str(value)[:LONGEST]) for key, value in run.settings.items()])
-            while part := list(islice(settings, PARAMETERS)):
-                self._client.log_batch(self._id, params=part)
+            while batch := list(islice(settings, PARAMETERS)):
+                self._client.log_batch(self._id, params=batch)
         else:
             self._client.set_terminated(kept, "RUNNING")
             self._id = kept
@@ -38,8 +38,8 @@ class MLflow:
         """Logs the metrics."""
         now = int(time.time() * 1000)
         values = iter([self._entities.Metric(allowed(name), value, now, step) for name, value in metrics.items()])
-        while part := list(islice(values, METRICS)):
-            self._client.log_batch(self._id, metrics=part)
+        while batch := list(islice(values, METRICS)):
+            self._client.log_batch(self._id, metrics=batch)
 
     def table(self, step: int, columns: Mapping[str, Sequence[Any]]) -> None:
         """Logs the artifact completions/step_<step>.json, which MLflow shows as a table."""

@@ -8,7 +8,7 @@ from jaxrl_llm.training.logging.backends import Identity, keep_id, kept_id
 
 
 class SwanLab:
-    """Logs to one SwanLab experiment, which a run that goes on continues where SwanLab can (online)."""
+    """Logs to one SwanLab experiment, which a resumed run continues where SwanLab can (online)."""
 
     def __init__(self, run: Identity):
         self._swanlab = importlib.import_module("swanlab")

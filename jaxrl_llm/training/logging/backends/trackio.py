@@ -8,7 +8,7 @@ from jaxrl_llm.training.logging.backends import Identity
 
 
 class Trackio:
-    """Logs to one Trackio run, which a run that goes on continues."""
+    """Logs to one Trackio run, which a resumed run continues."""
 
     def __init__(self, run: Identity):
         self._trackio = importlib.import_module("trackio")

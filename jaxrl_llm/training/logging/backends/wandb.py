@@ -8,7 +8,7 @@ from jaxrl_llm.training.logging.backends import Identity, keep_id, kept_id
 
 
 class WeightsAndBiases:
-    """Logs to one W&B run, which a run that goes on continues; the x axis of its charts is `step`."""
+    """Logs to one W&B run, which a resumed run continues; the x axis of its charts is `step`."""
 
     def __init__(self, run: Identity):
         self._wandb = importlib.import_module("wandb")
@@ -22,7 +22,7 @@ class WeightsAndBiases:
             settings=self._wandb.Settings(silent=True, console="off"),
         )
         keep_id(run, "wandb", self._run.id)
-        # W&B's own step cannot go back, as that of a run that goes on from a checkpoint does.
+        # W&B's own step cannot go back, as that of a run resumed from a checkpoint does.
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
 

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
-from jaxrl_llm.rewards.calls import RewardError, text_of
+from jaxrl_llm.rewards.signatures import RewardError, text_of
 
 PLAIN_NUMBER = re.compile(r"[-+]?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?(?:[eE][-+]?\d+)?|[-+]?\.\d+")
 SECONDS = 5  # for parsing or comparing one expression
@@ -25,10 +25,10 @@ def numeric_answer(
         if wanted is None:
             rewards.append(None)
             continue
-        right, given = _last_number(str(wanted)), _last_number(text_of(completion))
+        right, number = _last_number(str(wanted)), _last_number(text_of(completion))
         if right is None:
             raise RewardError(f"numeric_answer: the answer of row {row}, {wanted!r}, holds no number")
-        rewards.append(float(given is not None and abs(given - right) <= tolerance * max(1.0, abs(right))))
+        rewards.append(float(number is not None and abs(number - right) <= tolerance * max(1.0, abs(right))))
     return rewards
 
 
@@ -47,26 +47,28 @@ def math_accuracy(completions: Sequence[Any], answer: Sequence[Any], **columns: 
     if seconds is None:
         for name in ("math_verify.parser", "math_verify.grader"):
             logging.getLogger(name).setLevel(logging.ERROR)
-    found = [LatexExtractionConfig(boxed_match_priority=0, try_extract_without_anchor=False)]
+    # Without these, any number or letter of the text would count as the completion's answer.
+    targets = [
+        LatexExtractionConfig(boxed_match_priority=0, try_extract_without_anchor=False),
+        ExprExtractionConfig(try_extract_without_anchor=False),
+    ]
     rewards: list[float | None] = []
     for completion, wanted in zip(completions, answer, strict=True):
         gold = [] if wanted is None else parse(_delimited(str(wanted)), parsing_timeout=seconds)  # type: ignore[arg-type]
         if not gold:
             rewards.append(None)
             continue
-        given = parse(
-            text_of(completion), [*found, ExprExtractionConfig(try_extract_without_anchor=False)],
-            extraction_mode="first_match", parsing_timeout=seconds,  # type: ignore[arg-type]
-        )  # fmt: skip
-        rewards.append(float(verify(gold, given, timeout_seconds=seconds)))
+        text = text_of(completion)
+        parsed = parse(text, targets, extraction_mode="first_match", parsing_timeout=seconds)  # type: ignore[arg-type]
+        rewards.append(float(verify(gold, parsed, timeout_seconds=seconds)))
     return rewards
 
 
 def _delimited(answer: str) -> str:
-    r"""An answer as LaTeX that the parser sees: `\frac{1}{2}` alone is a text to it."""
+    r"""An answer with LaTeX delimiters, without which the parser takes `\frac{1}{2}` for text."""
     return answer if re.search(r"\$|\\boxed|\\\(|\\\[", answer) else f"${answer}$"
 
 
 def _last_number(text: str) -> float | None:
-    found = PLAIN_NUMBER.findall(text)
-    return float(found[-1].replace(",", "")) if found else None
+    numbers = PLAIN_NUMBER.findall(text)
+    return float(numbers[-1].replace(",", "")) if numbers else None

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from jaxrl_llm.config.resolve import ConfigError
-from jaxrl_llm.rewards.calls import RewardError
 from jaxrl_llm.rewards.combined import CombinedGrader
-from jaxrl_llm.rewards.grader import Rewards, load_rewards
+from jaxrl_llm.rewards.runner import Rewards, load_rewards
+from jaxrl_llm.rewards.signatures import RewardError
 
 
 def score(specs, completions, columns=None, **options):
@@ -110,7 +110,7 @@ class LengthGrader:
         return Grade(len(sample.last_content()) * sample.metadata.get("factor", 1.0))
 
 
-def test_graders_of_single_samples_are_set_up_once_and_closed():
+def test_row_graders_are_set_up_once_and_closed():
     grader = LengthGrader()
     rewards = load_rewards([grader])
     assert rewards.names == ("LengthGrader",) and grader.calls == []
@@ -175,7 +175,7 @@ def test_a_class_named_with_options(tmp_path):
 # --- CombinedGrader ---------------------------------------------------------------------------------------------------
 
 
-def test_combined_grader_adds_up_and_sets_up_its_children():
+def test_combined_grader_adds_and_sets_up_children():
     children = [LengthGrader(), LengthGrader()]
 
     def sometimes(completions, **kwargs):

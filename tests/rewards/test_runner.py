@@ -10,8 +10,8 @@ import pytest
 
 from jaxrl_llm.config.resolve import ConfigError
 from jaxrl_llm.rewards import functions
-from jaxrl_llm.rewards.calls import RewardError
-from jaxrl_llm.rewards.grader import Rewards, load_rewards
+from jaxrl_llm.rewards.runner import Rewards, load_rewards
+from jaxrl_llm.rewards.signatures import RewardError
 
 
 def grade(specs, completions, columns=None, timeout=None, prompts=None):
@@ -28,7 +28,7 @@ def length(completions, **columns):
 # --- what comes back --------------------------------------------------------------------------------------------------
 
 
-def test_rewards_are_float32_one_column_for_each_function():
+def test_rewards_are_float32_columns():
     rewards = grade([length, "exact_match"], ["ab", "c"], {"answer": ["ab", "ab"]})
     assert rewards.dtype == np.float32
     assert rewards.tolist() == [[2, 1], [1, 0]]
@@ -40,7 +40,7 @@ def test_fractions_are_kept():
     np.testing.assert_array_equal(rewards[:, 0], np.float32([0.7, -1.9]))
 
 
-def test_none_is_nan_and_rows_may_have_no_reward_at_all():
+def test_none_is_nan_also_for_all_functions():
     rewards = grade([lambda completions, **_: [1, None, None], lambda completions, **_: [None, 2, None]], list("abc"))
     np.testing.assert_array_equal(rewards, np.float32([[1, np.nan], [np.nan, 2], [np.nan, np.nan]]))
 
@@ -72,7 +72,7 @@ def test_results_may_be_a_tensor_or_a_jax_array():
 # --- what goes in -----------------------------------------------------------------------------------------------------
 
 
-def test_every_column_but_prompt_arrives_under_its_own_name():
+def test_columns_but_prompt_keep_their_names():
     seen = {}
 
     def spy(**arguments):
@@ -92,7 +92,7 @@ def test_every_column_but_prompt_arrives_under_its_own_name():
     }
 
 
-def test_a_function_without_keywords_gets_what_it_names():
+def test_a_function_gets_what_it_names():
     def pick(completions, answer, unknown=3):
         assert unknown == 3
         return [float(c == a) for c, a in zip(completions, answer, strict=True)]
@@ -100,7 +100,7 @@ def test_a_function_without_keywords_gets_what_it_names():
     assert grade(pick, ["a", "b"], {"answer": ["a", "a"], "task": ["m", "c"]})[:, 0].tolist() == [1, 0]
 
 
-def test_a_function_cannot_change_what_the_next_one_sees():
+def test_functions_get_copies_of_the_lists():
     def vandal(completions, answer, **_):
         answer[:] = ["?"] * len(answer)
         completions.clear()
@@ -121,7 +121,7 @@ def test_conversational_inputs_arrive_as_messages():
     assert rewards.tolist() == [[1, 1], [0, 0]]
 
 
-def test_options_of_partial_functions_are_kept_from_the_columns():
+def test_options_win_over_columns():
     partial = functools.partial(functions.target_length, target=1)
     assert grade(partial, ["abc"], {"target": [9]})[:, 0].tolist() == [-2.0]
 
@@ -150,7 +150,7 @@ def test_names_of_every_kind(tmp_path, monkeypatch):
     assert values.tolist() == [[1.0, 3.0, -3.0, 1.0, -3.0, -0.5, -1.0]]
 
 
-def test_a_name_that_looks_like_a_repeated_one_stays_unique():
+def test_names_stay_unique():
     def a(completions, **_):
         return [0.0]
 
@@ -209,7 +209,7 @@ def divide(completions, answer, **_):
 
 
 @pytest.mark.parametrize("timeout", [None, 5.0])
-def test_a_function_that_raises_is_named_with_its_row_and_cause(timeout):
+def test_errors_name_function_row_and_cause(timeout):
     with pytest.raises(RewardError) as caught:
         grade(["exact_match", divide], ["a", "b", "c"], {"answer": [1, 2, 0]}, timeout)
     text = str(caught.value)
@@ -226,7 +226,7 @@ def test_a_function_that_raises_is_named_with_its_row_and_cause(timeout):
     assert "divide" in frames
 
 
-def test_a_failure_no_single_row_repeats_names_all_rows():
+def test_a_failure_of_the_batch_names_all_rows():
     def whole_batch_only(completions, **_):
         if len(completions) > 1:
             raise KeyError("batch")
@@ -264,7 +264,7 @@ def test_an_exit_in_a_reward_is_not_swallowed():
         ([1j, 1.0], "returned 1j for row 0"),
     ],
 )
-def test_results_that_are_not_one_number_for_each_completion(results, message):
+def test_wrong_results_name_function_and_row(results, message):
     def bad(completions, **_):
         return results
 
@@ -280,7 +280,7 @@ def test_a_generator_is_refused():
         grade(lazy, ["a"])
 
 
-def test_a_column_the_data_lacks_is_named_with_the_closest():
+def test_a_missing_column_is_named_with_the_closest():
     def needs(completions, answers, **_):
         return [0.0]
 
@@ -315,10 +315,10 @@ def test_a_function_that_hangs_stops_at_the_limit():
     release.set()
 
 
-def test_a_hung_function_does_not_keep_the_process_alive(run_python):
+def test_a_hung_function_does_not_block_exit(run_python):
     code = (
         "import time\n"
-        "from jaxrl_llm.rewards.grader import load_rewards\n"
+        "from jaxrl_llm.rewards.runner import load_rewards\n"
         "def hang(completions, **_): time.sleep(600)\n"
         "load_rewards(hang, timeout=0.2)(['p'], ['a'], [[1]], {})\n"
     )
@@ -327,7 +327,7 @@ def test_a_hung_function_does_not_keep_the_process_alive(run_python):
     assert "reward 'hang' took more than" in result.stderr
 
 
-def test_without_a_limit_a_function_runs_in_the_callers_thread():
+def test_no_limit_means_the_callers_thread():
     """Some graders use signals, which work in the main thread only."""
     threads = []
 
@@ -363,7 +363,7 @@ def test_async_functions_run_at_the_same_time(timeout):
     assert grade([first, length, second], ["ab", "c"], timeout=timeout).tolist() == [[1, 2, 2], [1, 1, 2]]
 
 
-def test_async_functions_run_inside_a_running_event_loop():
+def test_async_rewards_in_a_running_event_loop():
     async def cell():
         return grade(meeting(), ["ab"])
 

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from jaxrl_llm.config.flags import load_config_file
-from jaxrl_llm.rewards.calls import RewardError
-from jaxrl_llm.rewards.grader import load_rewards
 from jaxrl_llm.rewards.judge import Judge
+from jaxrl_llm.rewards.runner import load_rewards
+from jaxrl_llm.rewards.signatures import RewardError
 from jaxrl_llm.training.setup import build, build_mesh
 from tests.rewards.judge_server import JudgeServer, asked
 
@@ -67,12 +67,12 @@ def test_rows_in_any_order_give_the_same(tmp_path):
     assert graded.logged.columns == {"shout": ["A", "BB", "CCC"], "row/answer": [1, 2, 3]}
     assert graded.logged.metrics == {"mine/length": [1, 2, 3], "rewards/row/answer": [2.0]}
     assert graded.logged.totals == {"mine/rows": 3}
-    whole = load_rewards([logs, Row()]).submit(PROMPTS, COMPLETIONS, [[0], [1], [2]], COLUMNS).result()
-    np.testing.assert_array_equal(whole.rewards, graded.rewards)
-    assert whole.logged == graded.logged
+    at_once = load_rewards([logs, Row()]).submit(PROMPTS, COMPLETIONS, [[0], [1], [2]], COLUMNS).result()
+    np.testing.assert_array_equal(at_once.rewards, graded.rewards)
+    assert at_once.logged == graded.logged
 
 
-def test_rows_start_when_they_are_given_and_whole_batches_when_all_are():
+def test_rows_start_at_once_and_batches_at_the_end():
     seen = []
 
     async def compares(completions, **_):
@@ -162,26 +162,31 @@ class Watch:
         self.ends[name] = time.monotonic()
 
 
+class BatchJudge(Judge):
+    """A judge that gets the whole batch at the end."""
+
+    by_row = False
+
+
 @pytest.mark.slow
 def test_a_judge_reads_rows_while_others_are_sampled(root, tmp_path, monkeypatch):
     """The same rewards, logs and texts as when it gets the whole batch, but for some the requests come earlier."""
     monkeypatch.setenv("no_proxy", "127.0.0.1")
     config = load_config_file(f"{root / 'configs' / 'grpo.py'}:tiny")
     config.output_dir, config.rollout.chunk = str(tmp_path / "run"), 1
-    found = []
+    runs = []
     with JudgeServer(lambda body: str(len(asked(body)) % 10)) as server, jax.set_mesh(build_mesh(config)):
-        for early in (True, False):
-            judge = Judge(server.url, "m", "{{ prompt }} <{{ completion }}>", on_failure="none")
-            if not early:
-                judge.by_row = False
+        for streaming in (True, False):
+            make = Judge if streaming else BatchJudge
+            judge = make(server.url, "m", "{{ prompt }} <{{ completion }}>", on_failure="none")
             parts = build(config, build_mesh(config), None, None, [judge], None, ())
             watch, asked_before = Watch(), len(server.times)
             sampler = dataclasses.replace(parts.source.sampler, watch=watch)
             sampled = sampler(parts.state.params, next(parts.source.pipeline), jax.random.key(0))
             parts.rewards.close()
             soon = sum(moment < watch.ends["rollout"] for moment in server.times[asked_before:])
-            found.append(types.SimpleNamespace(sampled=sampled, soon=soon, all=len(server.times) - asked_before))
-    first, second = found
+            runs.append(types.SimpleNamespace(sampled=sampled, soon=soon, all=len(server.times) - asked_before))
+    first, second = runs
     assert 0 < first.soon <= first.all and second.soon == 0
     assert first.sampled.completions == second.sampled.completions
     np.testing.assert_array_equal(first.sampled.rewards, second.sampled.rewards)

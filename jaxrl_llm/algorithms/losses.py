@@ -1,0 +1,86 @@
+"""What a loss returns beside its value, and what it declares of itself.
+
+A loss returns one number per token, row or pair; a loss with metrics returns `(loss, {name: Metric})`. No table
+elsewhere names a loss: what others must know of it stands beside it, as `declare(...)` or as plain attributes of a
+function of the user's own.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+Array = jax.Array
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Metric:
+    """A number of a batch, and how the numbers of its micro-batches become one.
+
+    A loss gives `[N,T]`, `[N]` or `[]` and says with `reduce` how they become a scalar: "mean" over the tokens of the
+    optimizer batch, "row_mean" over its rows (a row counts once, however long it is), "sum", "max" or "min".
+    """
+
+    value: Array
+    reduce: str = dataclasses.field(default="mean", metadata={"static": True})
+
+    def __float__(self) -> float:
+        return float(self.value)
+
+    def __array__(self, dtype=None, copy=None) -> np.ndarray:
+        return np.asarray(self.value, dtype)
+
+
+Metrics = dict[str, Metric]
+
+# The number of no micro-batch at all, and how two of them become one.
+NEUTRAL = {"sum": 0.0, "max": -jnp.inf, "min": jnp.inf}
+MERGE = {"sum": jnp.add, "max": jnp.maximum, "min": jnp.minimum}
+
+
+def declare(**facts: Any) -> Callable[[F], F]:
+    """A decorator that sets attributes of a function.
+
+    A policy loss may declare
+
+    - `ratio`: "sequence" where it reads the ratio of whole rows; the KL term is then corrected by that ratio too;
+    - `select`: a function of the same arguments that picks, over the whole optimizer batch, the few tokens `[N,T]`
+      which the loss gets as `selected`;
+    - `old_logps`: "sampler" where its ratio compares with the sampler's log-probs by design.
+
+    A preference loss may declare
+
+    - `rows`: "pair" (the default), "label" for labelled completions, "label_and_mismatch" where each is followed by the
+      same prompt with another row's completion;
+    - `reference`: True where it reads the reference's log-probs (None: it has no say in what a reward is);
+    - `compares_pairs`: True where its value depends on which pairs are given together;
+    - `mean_logps`: True where rewards and log-probs are means over tokens, in the metrics too;
+    - `reward`: the implicit reward of (mean) log-probs, given the loss's options, where that is not the log-ratio;
+    - `options`: options that the objective reads for it, with their defaults: `nll_weight`, the weight of the chosen
+      completion's negative log-likelihood, `nll_on_prompt` and `running_mean`.
+    """
+
+    def mark(function: F) -> F:
+        for name, value in facts.items():
+            setattr(function, name, value)
+        return function
+
+    return mark
+
+
+def with_metrics(result: Any) -> tuple[Array, Metrics]:
+    """(loss, metrics) of what a loss returned, which may be the loss alone."""
+    loss, metrics = result if isinstance(result, tuple) else (result, {})
+    return loss, metrics
+
+
+def check_rank(rank: int, **arrays: Any) -> None:
+    """Raises ValueError for an array, named by its argument, that has another number of dimensions; None passes."""
+    for name, x in arrays.items():
+        if x is not None and np.ndim(x) != rank:
+            raise ValueError(f"{name} has shape {np.shape(x)}; it takes an array with {rank} dimensions")

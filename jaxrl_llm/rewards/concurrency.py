@@ -1,0 +1,145 @@
+"""Calls of rewards in this process: in a thread with a time limit, or on an event loop where many wait together."""
+
+import asyncio
+import concurrent.futures
+import contextlib
+import threading
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from jaxrl_llm.rewards.call import Call, Log, Outcome
+
+GRACE_SECONDS = 1.0  # cancelled coroutines get this long to end before the event loop counts as blocked
+
+
+class TimeUpError(Exception):
+    """The time limit passed."""
+
+
+def within(seconds: float | None, function: Callable[[], Any]) -> Any:
+    """The result of `function` or its error, from a thread that is left behind when it takes more than `seconds`.
+
+    The thread is a daemon: one that never ends does not keep the process alive. Raises TimeUpError.
+    """
+    future: concurrent.futures.Future[Any] = concurrent.futures.Future()
+
+    def work() -> None:
+        try:
+            future.set_result(function())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=work, daemon=True, name="reward").start()
+    concurrent.futures.wait([future], seconds)
+    if not future.done():
+        raise TimeUpError
+    return future.result()
+
+
+def run_here(call: Call, timeout: float | None) -> Outcome:
+    """The outcome of a synchronous call, run in the caller's thread without a time limit, else in one of its own."""
+    outcome = Outcome()
+
+    def work() -> None:
+        for key in call.keys:
+            try:
+                outcome.results[key] = call.run(key)
+            except Exception as error:
+                outcome.errors[key] = error
+
+    with contextlib.suppress(TimeUpError):
+        work() if timeout is None else within(timeout, work)
+    return outcome.copy()
+
+
+class EventLoop:
+    """The event loop of async reward functions, in a daemon thread that is started when it is first used.
+
+    The caller may have a running event loop itself (a notebook does), hence the thread. It is kept for the run, because
+    clients that a grader opens in `setup` belong to the loop they were opened in.
+    """
+
+    def __init__(self):
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def start(self, coroutine: Coroutine[Any, Any, Any]) -> concurrent.futures.Future:
+        """The future of a coroutine that starts now."""
+        if self._loop is None:
+            self._loop = asyncio.new_event_loop()
+            threading.Thread(target=self._loop.run_forever, daemon=True, name="async rewards").start()
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+
+    def wait(self, future: concurrent.futures.Future, seconds: float | None) -> bool:
+        """True when `future` ended within `seconds`; else the loop is taken for blocked and left behind."""
+        concurrent.futures.wait([future], seconds)
+        if future.done():
+            return True
+        future.cancel()
+        self._loop = None
+        return False
+
+    def run(self, coroutine: Coroutine[Any, Any, Any], seconds: float | None = None) -> Any:
+        """The result of a coroutine, or its error. Raises TimeUpError after `seconds`."""
+        future = self.start(coroutine)
+        if not self.wait(future, seconds):
+            raise TimeUpError
+        return future.result()
+
+    def close(self) -> None:
+        """End the thread; the loop may be used again, with a new one."""
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._loop = None
+
+
+class AsyncCall:
+    """An async call on the event loop: of rows, each running from `give` on, or of the whole batch from `start` on."""
+
+    def __init__(self, loop: EventLoop, call: Call, timeout: float | None):
+        self.loop, self.call, self.timeout = loop, call, timeout
+        self.partial = Outcome()
+        self.logs: dict[int, Log] = {}
+        self.tasks: list[asyncio.Task[None]] = []
+        self.all_done: concurrent.futures.Future[None] | None = None
+
+    def give(self, row: int) -> None:
+        """Start a row of a rowwise function."""
+        if self.call.rowwise:
+            self.loop.start(self._create_task(row))
+
+    def start(self) -> None:
+        """Start a batch function; every row has been given, and the time limit counts from here."""
+        if not self.call.rowwise:
+            self.loop.start(self._create_task(0))
+        self.all_done = self.loop.start(self._wait_for_tasks())
+
+    def outcome(self) -> Outcome:
+        """The outcome of the call, once it has ended or its time is up."""
+        assert self.all_done is not None
+        # A function that blocks the loop never sees its cancellation, hence the limit on top of that of the tasks.
+        if self.loop.wait(self.all_done, None if self.timeout is None else self.timeout + GRACE_SECONDS):
+            self.all_done.result()
+        outcome = self.partial.copy()
+        if self.call.rowwise:
+            ended = outcome.results.keys() | outcome.errors.keys()
+            self.call.log.extend_rows({row: self.logs[row] for row in ended}, self.call.rows)
+        return outcome
+
+    async def _create_task(self, key: int) -> None:
+        self.tasks.append(asyncio.create_task(self._run(key)))
+
+    async def _run(self, key: int) -> None:
+        log = self.logs[key] = Log()
+        try:
+            self.partial.results[key] = await self.call.run_async(key, log)
+        except Exception as error:
+            self.partial.errors[key] = error
+
+    async def _wait_for_tasks(self) -> None:
+        if not self.tasks:  # asyncio.wait refuses an empty list
+            return
+        done, late = await asyncio.wait(self.tasks, timeout=self.timeout)
+        for task in late:
+            task.cancel()
+        for task in done:
+            task.result()

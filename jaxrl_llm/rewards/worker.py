@@ -1,0 +1,58 @@
+"""A worker process of the reward pool: `python -m jaxrl_llm.rewards.worker FD` serves tasks from the pipe FD.
+
+It imports this package without JAX, and ends with the process that started it.
+"""
+
+import contextlib
+import os
+import pickle
+import signal
+import sys
+import threading
+import time
+from multiprocessing.connection import Connection
+from typing import Any
+
+from jaxrl_llm.rewards.call import Call, Log
+from jaxrl_llm.rewards.runner import load_grader
+
+
+def serve(pipe: Connection) -> None:
+    """Take tasks from the pipe, and send each row's result or error and then the log, until the pipe closes."""
+    functions: dict[Any, Any] = {}
+    pipe.send_bytes(b"ready")
+    with contextlib.suppress(EOFError, KeyboardInterrupt, BrokenPipeError):
+        while True:
+            spec, pickled, name, arguments, services, keys = pickle.loads(pipe.recv_bytes())
+            identity, call = spec or pickled, None
+            for key in keys:
+                try:
+                    if call is None:
+                        if identity not in functions:
+                            functions[identity] = load_grader(spec) if spec is not None else pickle.loads(pickled)
+                        call = Call(name, functions[identity], arguments, services)
+                    _send(pipe, ("result", key, call.run(key)))
+                except Exception as error:
+                    _send(pipe, ("error", key, error))
+            _send(pipe, ("end", Log() if call is None else call.log))
+
+
+def _send(pipe: Connection, message: tuple[Any, ...]) -> None:
+    try:
+        data = pickle.dumps(message)
+        pickle.loads(data)  # some errors can be pickled and not unpickled
+    except Exception:
+        data = pickle.dumps((*message[:2], RuntimeError(f"{type(message[-1]).__name__}: {message[-1]}")))
+    pipe.send_bytes(data)
+
+
+def end_with(parent: int) -> None:
+    """End this process, and all that it started, when its parent process is gone, whatever is running."""
+    while os.getppid() == parent:
+        time.sleep(0.5)
+    os.killpg(os.getpgid(0), signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    threading.Thread(target=end_with, args=(os.getppid(),), daemon=True).start()
+    serve(Connection(int(sys.argv[1])))

@@ -1,0 +1,151 @@
+"""From the configuration to its evaluations: the sets, their rows, and the loss or the samples that measure them."""
+
+from typing import Any
+
+from jax.sharding import Mesh
+
+from jaxrl_llm.config import ConfigError, eval_set
+from jaxrl_llm.config.resolve import resolve
+from jaxrl_llm.config.schema import OFFLINE
+from jaxrl_llm.data import loading
+from jaxrl_llm.data.loading import Part
+from jaxrl_llm.environments.factory import Environments
+from jaxrl_llm.models.model import Model
+from jaxrl_llm.rewards.runner import Rewards
+from jaxrl_llm.rollout.sampling import SamplingParams
+from jaxrl_llm.training import offline
+from jaxrl_llm.training.evaluation.metrics import EvalMetrics
+from jaxrl_llm.training.evaluation.run import EvalSpec, Evaluate, Evaluation, Evaluations, NamedSet, named_sets
+from jaxrl_llm.training.logging.stopwatch import Stopwatch
+from jaxrl_llm.training.objective_specs import needs_reference
+from jaxrl_llm.training.objectives.objective import Objective
+from jaxrl_llm.training.offline import HeldOut, Offline
+from jaxrl_llm.training.online import Online, Row, Sampler
+from jaxrl_llm.training.reference import start_reference
+from jaxrl_llm.training.samplers import build_sampler, eval_sampling, padded_width
+from jaxrl_llm.training.update import make_measure
+
+
+def eval_spec(config) -> EvalSpec:
+    """The sets of the configuration, and how they are sampled."""
+    c, sets = config.eval, dict[str, NamedSet]()
+    for entry in c.sets:  # entries of one name are sources of one set
+        name, numbers, source = eval_set(entry)
+        known = sets.get(name, NamedSet(name, None, [], c.prompts, c.samples))
+        sets[name] = known._replace(sources=[*(known.sources or []), source], **numbers)
+    return EvalSpec(
+        sets=tuple(sets.values()) or (NamedSet("", None, None, c.prompts, c.samples),),
+        prompts=c.prompts,
+        samples=c.samples,
+        greedy=c.greedy,
+        sampling=eval_sampling(config),
+        completions_at_once=config.batch.prompts * config.rollout.group_size,
+    )
+
+
+def eval_metrics(config) -> EvalMetrics:
+    """The metrics of evaluations; raises ConfigError for an `eval.answer` that cannot be resolved."""
+    c = config.eval
+    answer = None if c.answer is None else resolve(c.answer, "jaxrl_llm.rewards.answers")
+    return EvalMetrics(c.correct_at, answer, c.extremes, c.interval, c.estimate)
+
+
+def eval_parts(config, tokenizer: Any, named: NamedSet, prompts: bool = False) -> list[Part]:
+    """The first rows of a set, by source; with `prompts` they serve as prompts whatever the algorithm learns from."""
+    try:
+        parts = loading.open_parts(config, tokenizer, named.rows, held_out=True, prompts=prompts, named=named.sources)
+    except ConfigError as error:
+        keys = f"eval.sets, {named.name}" if named.sources is not None else "data.eval_split, data.eval_path"
+        raise ConfigError(f"for the evaluation: {error} ({keys}; eval.every=-1 is no evaluation)") from error
+    return loading.first_rows(parts, named.prompts)
+
+
+def eval_measure(config, parts: list[Part]) -> str:
+    """The measure of a set with these parts: loss, samples or both (`eval.measure`, with auto resolved)."""
+    if config.eval.measure != "auto":
+        return config.eval.measure
+    learns = config.algorithm.name in OFFLINE and loading.is_learnable(config, parts)
+    return "loss" if learns or config.algorithm.name == "reward_model" else "samples"
+
+
+def build_evaluate(
+    config,
+    model: Model,
+    grader: Rewards,
+    objective: Objective,
+    source: Online | Offline,
+    eval_dataset,
+    mesh: Mesh,
+    environments: Environments | None,
+    watch: Stopwatch,
+) -> Evaluate:
+    """The evaluation during training: each set by the loss on its rows, by samples for its prompts, or both."""
+    by_loss: list[tuple[str, list[Part]]] = []
+    by_samples: list[NamedSet] = []
+    for named in named_sets(eval_spec(config), eval_dataset):
+        parts = eval_parts(config, model.tokenizer, named)
+        measure = eval_measure(config, parts)
+        if measure in ("loss", "both"):
+            by_loss.append((named.name, parts))
+        if measure in ("samples", "both"):
+            by_samples.append(named)
+    evaluations: list[Evaluate] = []
+    if by_loss:
+        assert isinstance(source, Offline)
+        kind = loading.kind_of(config)
+        sets = [loading.tokenized(config, parts, kind, model.tokenizer).rows for _, parts in by_loss]
+        examples = [offline.as_examples(rows) for rows in sets]
+        # One width for all sets, so that they share a compiled program.
+        width = padded_width(max(offline.longest(config, rows) for rows in examples), config.data.max_length)
+        reference = start_reference(config, model.params, kept=False) if needs_reference(config) else None
+        for (name, _), rows in zip(by_loss, examples, strict=True):
+            batch, size = offline.held_out_batch(config, rows, width, mesh)
+            if reference is not None:
+                batch = offline.reference_logps(model.net, reference, batch, size, mesh)
+            evaluations.append(HeldOut(make_measure(objective, size, mesh), batch, source, name))
+    if by_samples:
+        evaluations += _sampled_evaluations(config, model, grader, by_samples, mesh, environments, watch)
+    return Evaluations(tuple(evaluations))
+
+
+def build_evaluations(
+    config, model: Model, grader: Rewards, eval_dataset, mesh: Mesh, environments: Environments | None = None
+) -> tuple[Evaluation, ...]:
+    """The evaluation by samples of every set, outside of training."""
+    sets = named_sets(eval_spec(config), eval_dataset)
+    return tuple(_sampled_evaluations(config, model, grader, sets, mesh, environments, None))
+
+
+def _sampled_evaluations(
+    config,
+    model: Model,
+    grader: Rewards,
+    sets: list[NamedSet],
+    mesh: Mesh,
+    environments: Environments | None,
+    watch: Stopwatch | None,
+) -> list[Evaluation]:
+    """The evaluation of each set by samples; `watch` sees its phases as signs of life."""
+    spec, metrics = eval_spec(config), eval_metrics(config)
+    parts = [eval_parts(config, model.tokenizer, named, prompts=True) for named in sets]
+    rows = [loading.tokenized(config, own, "prompts", model.tokenizer).rows for own in parts]
+    every: list[Row] = [row for examples in rows for row in examples]
+
+    def sampler(sampling: SamplingParams, group_size: int) -> Sampler:
+        own_watch = Stopwatch(within=watch)
+        return build_sampler(model, grader, mesh, sampling, every, group_size, config, own_watch, environments)
+
+    greedy = sampler(SamplingParams(temperature=0.0), 1) if spec.greedy else None
+    # Sets with as many samples share a sampler, and its compiled program.
+    sampled = {count: sampler(spec.sampling, count) for count in {named.samples for named in sets}}
+    return [
+        Evaluation(
+            sampled[named.samples],
+            greedy,
+            examples,
+            max(spec.completions_at_once // named.samples, 1),
+            metrics,
+            named.name,
+        )
+        for named, examples in zip(sets, rows, strict=True)
+    ]

@@ -1,0 +1,162 @@
+"""From the configuration to objectives: the losses that `algorithm.loss` names, resolved once."""
+
+import inspect
+from collections.abc import Callable, Mapping
+from types import ModuleType
+from typing import Any
+
+from jaxrl_llm.algorithms import policy_losses, preference_losses
+from jaxrl_llm.algorithms.preference_losses import bradley_terry
+from jaxrl_llm.config import ConfigError
+from jaxrl_llm.config.resolve import resolve_with_options, split_options
+from jaxrl_llm.models.transformer import Net
+from jaxrl_llm.training.objectives.objective import Objective
+from jaxrl_llm.training.objectives.policy_gradient import PolicyLoss, PolicySpec, policy_gradient
+from jaxrl_llm.training.objectives.preference import PreferenceLoss, PreferenceSpec, preference
+from jaxrl_llm.training.objectives.reward_model import RewardModelSpec, reward_model
+from jaxrl_llm.training.objectives.router import with_router_loss
+from jaxrl_llm.training.objectives.sft import SFTSpec, sft
+from jaxrl_llm.training.objectives.value import CriticSpec, policy_and_values
+
+# Arguments that objectives fill in, so no options of a loss.
+OF_POLICY_LOSSES = (
+    "logps", "old_logps", "advantages", "epsilon_low", "epsilon_high", "mask", "key", "importance_weights", "selected",
+)  # fmt: skip
+OF_PREFERENCE_LOSSES = (
+    "policy_chosen", "policy_rejected", "ref_chosen", "ref_rejected", "policy", "ref", "labels", "beta", "lengths",
+    "kl", "reward_shift",
+)  # fmt: skip
+OF_SCORE_LOSSES = ("chosen_scores", "rejected_scores", "margin")
+PREFERENCE_LOSSES = {name: loss for name, loss in vars(preference_losses).items() if hasattr(loss, "rows")}
+PREFERENCE_LOSSES |= {"sigmoid": preference_losses.dpo}  # TRL's name
+
+
+def objective_of(config, net: Net) -> Objective:
+    """The objective that the configuration's algorithm minimises, with the router's loss of a mixture of experts.
+
+    Raises ConfigError for an unknown loss, options that it does not have, or settings of experts for a dense net.
+    """
+    if not net.config.experts and (config.model.router_aux_loss_coef is not None or config.model.freeze_router):
+        raise ConfigError(
+            "model.router_aux_loss_coef and model.freeze_router are of mixtures of experts, and "
+            f"{config.model.path} has no experts: leave them at their defaults"
+        )
+    name = config.algorithm.name
+    if name == "sft":
+        spec = SFTSpec(config.algorithm.label_smoothing, config.algorithm.neftune_alpha)
+        return with_router_loss(lambda net: sft(spec, net), net)
+    if name == "preference":
+        pairs = preference_spec(config)
+        return with_router_loss(lambda net: preference(pairs, net), net)
+    if name == "reward_model":
+        scores = reward_model_spec(config)
+        return with_router_loss(lambda net: reward_model(scores, net), net)
+    policy, critic = policy_spec(config), critic_spec(config)
+    if name == "ppo" and critic.shared:
+        return with_router_loss(lambda net: policy_and_values(policy, critic, net), net)
+    return with_router_loss(lambda net: policy_gradient(policy, net), net)
+
+
+def policy_spec(config) -> PolicySpec:
+    """The policy-gradient objective of the configuration."""
+    algorithm, rollout = config.algorithm, config.rollout
+    return PolicySpec(
+        loss=policy_loss(config),
+        aggregation=algorithm.aggregation,
+        epsilon_low=algorithm.epsilon_low,
+        epsilon_high=algorithm.epsilon_high,
+        beta=algorithm.beta,
+        kl=kl_estimator(config),
+        kl_in_reward=algorithm.kl_in_reward,
+        kl_bias_correction=algorithm.kl_bias_correction,
+        entropy_coef=algorithm.entropy_coef,
+        top_entropy_quantile=algorithm.top_entropy_quantile,
+        importance_correction=algorithm.importance_correction,
+        importance_max=algorithm.importance_max,
+        importance_min=algorithm.importance_min,
+        off_policy_mask_threshold=algorithm.off_policy_mask_threshold,
+        temperature=rollout.temperature,
+        max_completion_length=rollout.max_completion_length,
+        microbatch_rows=config.batch.microbatch_rows,
+    )
+
+
+def policy_loss(config) -> PolicyLoss:
+    """The policy loss that `algorithm.loss` names; auto is ppo_clip."""
+    function, options = _resolve(config, "ppo_clip", policy_losses, OF_POLICY_LOSSES)
+    return PolicyLoss(
+        function,
+        options,
+        takes=frozenset(inspect.signature(function).parameters),
+        ratio=getattr(function, "ratio", "token"),
+        select=getattr(function, "select", None),
+    )
+
+
+def kl_estimator(config) -> str:
+    """The KL estimator: `algorithm.kl`, or what its `auto` stands for."""
+    if config.algorithm.kl != "auto":
+        return config.algorithm.kl
+    return "k1" if config.algorithm.kl_in_reward else "k3"
+
+
+def preference_spec(config) -> PreferenceSpec:
+    """The losses that `algorithm.loss` names, joined by +, with their weights and options; auto is dpo."""
+    algorithm = config.algorithm
+    written = _written(config, "dpo").split("+")
+    weights = algorithm.loss_weights or (1.0,) * len(written)
+    losses = tuple(_preference_loss(config, text, weight) for text, weight in zip(written, weights, strict=True))
+    if len(losses) > 1:
+        alone = [loss.name for loss in losses if loss.rows != "pair"]
+        if alone:
+            raise ConfigError(f"algorithm.loss is {algorithm.loss!r}, but {alone[0]} stands alone: it reads other rows")
+    return PreferenceSpec(losses, algorithm.beta, algorithm.reference_free, algorithm.ld_alpha, algorithm.use_weighting)
+
+
+def needs_reference(config) -> bool:
+    """True when the objective of given pairs or labels reads the reference's log-probs."""
+    return config.algorithm.name == "preference" and preference_spec(config).needs_reference
+
+
+def _preference_loss(config, written: str, weight: float) -> PreferenceLoss:
+    function, options = _resolve(config, written, PREFERENCE_LOSSES, OF_PREFERENCE_LOSSES, written)
+    declared = {**getattr(function, "options", {})}
+    for name in declared:
+        declared[name] = options.pop(name, declared[name])
+    return PreferenceLoss(
+        split_options(written)[0],
+        weight,
+        function,
+        options,
+        rows=getattr(function, "rows", "pair"),
+        reference=getattr(function, "reference", False),
+        compares_pairs=getattr(function, "compares_pairs", False),
+        mean_logps=getattr(function, "mean_logps", False),
+        reward=getattr(function, "reward", None),
+        **declared,
+    )
+
+
+def reward_model_spec(config) -> RewardModelSpec:
+    """The loss of a pair's scores that `algorithm.loss` names; auto is bradley_terry."""
+    losses = {"bradley_terry": bradley_terry}
+    return RewardModelSpec(*_resolve(config, "bradley_terry", losses, OF_SCORE_LOSSES))
+
+
+def critic_spec(config) -> CriticSpec:
+    """The critic's objective."""
+    return CriticSpec(config.critic.shared, config.critic.epsilon, config.critic.coef)
+
+
+def _written(config, auto: str) -> str:
+    return auto if config.algorithm.loss == "auto" else config.algorithm.loss
+
+
+def _resolve(
+    config, auto: str, known: ModuleType | Mapping[str, Any], reserved: tuple[str, ...], written: str | None = None
+) -> tuple[Callable[..., Any], dict[str, Any]]:
+    """The loss and its options; raises ConfigError, naming the setting, for what cannot be found."""
+    try:
+        return resolve_with_options(written or _written(config, auto), known, reserved)
+    except ConfigError as error:
+        raise ConfigError(f"algorithm.loss: {error}") from error

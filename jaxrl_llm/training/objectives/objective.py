@@ -1,0 +1,57 @@
+"""`Objective`: two or three pure functions that an update minimises."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxrl_llm.algorithms.aggregation import loss_weights
+from jaxrl_llm.algorithms.batch import Batch
+from jaxrl_llm.algorithms.losses import Metric, Metrics
+from jaxrl_llm.models.transformer import Params
+
+
+class Positions(NamedTuple):
+    """The positions that an objective needs the network at; by default the tokens of the mask, of all rows."""
+
+    last: bool = False  # each row's last token, and the state after it
+    unmasked: bool = False  # all tokens that are no padding
+    alternate: bool = False  # `loss` reads rows 0, 2, 4, ..., and `observe` the others
+
+
+class Objective(NamedTuple):
+    """`prepare(batch)` fills in `batch.prepared`, which needs the whole optimizer batch; `loss(params, micro-batch)` is
+    the loss and its metrics, which add up (or are the extreme) over micro-batches.
+
+    Where the whole batch matters through the policy itself, `observe(params, micro-batch)` gives numbers per row,
+    without gradient, and those of the whole batch are the second argument of `prepare`.
+    """
+
+    prepare: Callable[..., Batch]
+    loss: Callable[[Params, Batch], tuple[jax.Array, Metrics]]
+    observe: Callable[[Params, Batch], Any] | None = None
+    positions: Positions = Positions()
+
+
+def weigh(batch: Batch, mode: str, **options) -> Batch:
+    """The batch with the weights of an aggregation mode (`loss_weights`), and each token's share in metrics."""
+    return batch.prepare(
+        weights=loss_weights(batch.mask, mode, **options),
+        token_share=batch.mask / jnp.maximum(batch.mask.sum(), 1.0),
+    )
+
+
+def token_metrics(metrics: Metrics, batch: Batch) -> Metrics:
+    """The metrics `[N,T]` or `[N]` of a prepared micro-batch as scalars: its share of a mean, or its extreme."""
+
+    def scalar(metric: Metric) -> Metric:
+        x = metric.value
+        if metric.reduce == "mean":
+            return Metric((batch.prepared.token_share * x).sum(), "sum")
+        if metric.reduce == "row_mean":  # a row's number stands on each of its tokens
+            share = batch.prepared.row_weights / jnp.maximum(batch.mask.sum(axis=1), 1.0)
+            return Metric((batch.mask * share[:, None] * x).sum(), "sum")
+        return Metric({"sum": jnp.sum, "max": jnp.max, "min": jnp.min}[metric.reduce](x), metric.reduce)
+
+    return {name: scalar(metric) for name, metric in metrics.items()}

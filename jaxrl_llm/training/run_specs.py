@@ -1,0 +1,81 @@
+"""From the configuration to what a run records of itself: its log, the limits of its health, its checkpoints."""
+
+from pathlib import Path
+
+from jaxrl_llm.config import default, eval_set, flat
+from jaxrl_llm.config.schema import KEYS, OFFLINE
+from jaxrl_llm.training.checkpoint.manager import CheckpointSpec, Keep
+from jaxrl_llm.training.checkpoint.object_store import path_of
+from jaxrl_llm.training.logging.health import HealthSpec
+from jaxrl_llm.training.logging.logger import LoggingSpec
+from jaxrl_llm.training.logging.metric_names import MetricNames, trl_names, verl_names
+
+# Settings that the console shows even when they have their default.
+SHOWN_SETTINGS = (
+    "model.path",
+    "data.path",
+    "algorithm.name",
+    "total_steps",
+    "batch.prompts",
+    "rollout.group_size",
+    "optimizer.learning_rate",
+    "seed",
+)
+
+
+def logging_spec(config) -> LoggingSpec:
+    """The records and the console of a run."""
+    c = config.logging
+    if config.algorithm.name in OFFLINE:
+        progress = ("loss", "rewards/accuracies", "accuracy", "grad_norm", "lr", "tokens_per_second")
+    else:
+        progress = ("reward", "kl", "entropy", "completions/mean_length", "tokens_per_second")
+    return LoggingSpec(
+        backends=tuple(c.backends),
+        total_steps=config.total_steps,
+        progress=progress,
+        settings=shown_settings(config),
+        all_settings=flat(config.to_dict()),
+        names=metric_names(config),
+        project=c.project,
+        run_name=c.run_name,
+        completions_every=c.completions_every,
+        completions_shown=c.completions_shown,
+        table_rows=c.table_rows,
+    )
+
+
+def shown_settings(config) -> dict[str, str]:
+    """The settings that the console shows, `{key: text}`: the main ones, and those that differ from their default."""
+    defaults, shown = default(), {}
+    for key in KEYS:
+        section, _, leaf = key.name.rpartition(".")
+        value, usual = ((tree[section] if section else tree)[leaf] for tree in (config, defaults))
+        applies = section != "rollout" or config.algorithm.name not in OFFLINE
+        if value != usual or (key.name in SHOWN_SETTINGS and applies):
+            shown[key.name] = key.show(value)
+    return shown
+
+
+def metric_names(config) -> MetricNames:
+    """The names of metrics in the records of the run, TRL's or verl's."""
+    if config.logging.names == "trl":
+        return trl_names(ppo=config.algorithm.name == "ppo")
+    samples = {"": config.eval.samples}
+    for entry in config.eval.sets:
+        name, numbers, _ = eval_set(entry)
+        samples[name] = numbers.get("samples", samples.get(name, config.eval.samples))
+    return verl_names(config.algorithm.kl_in_reward, config.data.eval_path or config.data.path, samples)
+
+
+def health_spec(config) -> HealthSpec:
+    """The limits beyond which a run is warned of, or ended."""
+    c, policy = config.watch, config.algorithm.name not in OFFLINE
+    return HealthSpec(policy, c.kl, c.entropy, c.mismatch, config.optimizer.max_skipped_steps)
+
+
+def checkpoint_spec(config, run: str | Path | None = None) -> CheckpointSpec:
+    """The checkpoints of a run: in `checkpoint.folder`, or in `checkpoints` of `run`, by default its output_dir."""
+    c = config.checkpoint
+    folder = path_of(c.folder or Path(run or config.output_dir) / "checkpoints")
+    return CheckpointSpec(folder, Keep(c.keep, c.keep_every, c.keep_hours, c.best, c.best_mode))
