@@ -116,7 +116,7 @@ class Scanned(Engine):
 
 def _engine(parts: Run, kind: type[Engine] = Engine, **changes) -> Engine:
     source: Any = parts.source
-    fields = {f.name: getattr(source.sampler.engine, f.name) for f in dataclasses.fields(Engine)}
+    fields = {f.name: getattr(source.producer.worker.engine, f.name) for f in dataclasses.fields(Engine)}
     return kind(**fields | changes)
 
 

@@ -27,6 +27,7 @@ from benchmarks.meter import Meter, report
 from benchmarks.task import Task, dtype
 from jaxrl_llm.config import ConfigDict, default
 from jaxrl_llm.rollout.engine import Engine
+from jaxrl_llm.training.online import OnlineSource
 from jaxrl_llm.training.setup import Run, build, build_mesh
 from jaxrl_llm.training.update import whole
 
@@ -93,10 +94,12 @@ def parts_of(config, mesh, data: list[dict[str, str]], stops: tuple[int, ...] = 
     """The parts of a run, whose rows end at `stops` or at full length, never at an end-of-text token."""
     parts = build(config, mesh, data, rewards=[odd_share])
     source: Any = parts.source
-    if hasattr(source, "sampler"):
-        fields = {f.name: getattr(source.sampler.engine, f.name) for f in dataclasses.fields(Engine)}
+    if isinstance(source, OnlineSource):
+        worker = source.producer.worker
+        fields = {f.name: getattr(worker.engine, f.name) for f in dataclasses.fields(Engine)}
         engine = Cut(**fields | {"eos": NEVER}, stops=stops) if stops else Engine(**fields | {"eos": NEVER})
-        source = dataclasses.replace(source, sampler=dataclasses.replace(source.sampler, engine=engine))
+        producer = dataclasses.replace(source.producer, worker=dataclasses.replace(worker, engine=engine))
+        source = dataclasses.replace(source, producer=producer)
     return parts._replace(source=source)
 
 
@@ -112,18 +115,18 @@ class Stepper:
         parts, self.number = self.parts, self.number + 1
         key = jax.random.fold_in(self.key, self.number)
         experience = parts.source.next(whole(self.state, parts.frozen), key)
-        with parts.watch("update"):
+        with parts.stopwatch("update"):
             self.state, metrics = parts.update(self.state, parts.pack(experience.batch), parts.frozen)
             metrics = {name: float(x) for name, x in jax.device_get(experience.metrics | metrics).items()}
             jax.block_until_ready(self.state)
         useful = "rollout/useful_token_fraction"
-        return {**parts.watch.take(), **({"useful": metrics[useful]} if useful in metrics else {})}
+        return {**parts.stopwatch.take(), **({"useful": metrics[useful]} if useful in metrics else {})}
 
 
 def rollout(task: Task, config, parts: Run, meter: Meter) -> dict[str, Any]:
     """Completions of one batch of prompts, by the engine alone."""
     del config
-    engine: Engine = parts.source.sampler.engine  # type: ignore[union-attr]
+    engine: Engine = parts.source.producer.worker.engine  # type: ignore[union-attr]
     tokens = np.asarray(prompts(task.shape), np.int32)
     params, keys = whole(parts.state, parts.frozen).params, iter(jax.random.split(jax.random.key(1), 1000))
 

@@ -73,8 +73,8 @@ def child(case: str) -> dict[str, float]:
     from jaxrl_llm.models import hf
     from jaxrl_llm.tools.plan.planned import make_plan
     from jaxrl_llm.tools.plan.topology import at_hand_target
-    from jaxrl_llm.train import _improve
     from jaxrl_llm.training.setup import build
+    from jaxrl_llm.training.step import improve
     from jaxrl_llm.training.update import whole
 
     name, width, keys = CASES[case]
@@ -101,7 +101,7 @@ def child(case: str) -> dict[str, float]:
                     jax.block_until_ready(experience.batch)
                     settle()
                 parts = parts._replace(state=None)  # the update donates it
-                state, updates = _improve(config, parts, state, experience.batch)
+                state, updates = improve(parts, state, experience.batch)
                 jax.block_until_ready((state, updates))
                 peaks.append(max(status("VmHWM"), before_update) - before)
             settle()

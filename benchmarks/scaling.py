@@ -81,8 +81,8 @@ def real(devices: int) -> dict[str, float]:
     import jax
 
     from jaxrl_llm.config.flags import load_config_file
-    from jaxrl_llm.train import _improve
     from jaxrl_llm.training.setup import build, build_mesh
+    from jaxrl_llm.training.step import improve
     from jaxrl_llm.training.update import whole
 
     config = load_config_file(f"{ROOT / 'configs' / 'grpo.py'}:tiny")
@@ -91,9 +91,9 @@ def real(devices: int) -> dict[str, float]:
     with jax.set_mesh(mesh):
         parts = build(config, mesh)
         experience = parts.source.next(whole(parts.state, parts.frozen), jax.random.fold_in(jax.random.key(0), 1))
-        _, updates = _improve(config, parts, parts.state, experience.batch)
+        _, updates = improve(parts, parts.state, experience.batch)
         parts.rewards.close()
-        tokens = float((experience.batch.tokens * experience.batch.segments).sum())
+        tokens = float((experience.batch.inputs.tokens * experience.batch.inputs.segments).sum())
         return {"tokens": tokens, **{name: float(updates[0][name]) for name in ("loss", "grad_norm", "entropy")}}
 
 

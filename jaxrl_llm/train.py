@@ -80,51 +80,51 @@ def train(
             check_installed(config.logging.backends)
         check_push(config)
         called = Callbacks(load_callbacks((*config.callbacks, *callbacks)), to_json(config), folder)
-        parts = build(config, mesh, train_dataset, eval_dataset, rewards, environment, tools)
-        stack.callback(parts.rewards.close)
-        if parts.environments is not None:
-            stack.callback(parts.environments.close)
-        state, counts, resumed, problems = _resume(config, parts, checkpoints, called)
+        run = build(config, mesh, train_dataset, eval_dataset, rewards, environment, tools)
+        stack.callback(run.rewards.close)
+        if run.environments is not None:
+            stack.callback(run.environments.close)
+        state, counts, resumed, problems = _resume(config, run, checkpoints, called)
         with Logger(logging_spec(config), folder, resumed) as logger:
             if jax.process_index() == 0:
                 (folder / "config.json").write_text(to_json(config))
                 write_given(folder, given)
-            logger.start(_describe(parts, int(state.step)))
-            records = StepLog(health_spec(config), parts.source.learn, parts.watch, logger, counts)
+            logger.start(_describe(run, int(state.step)))
+            records = StepLog(health_spec(config), run.source.learn, run.stopwatch, logger, counts)
             records.warn(problems)
             called.note = logger.note
-            with Watchdog(config.watch.hang_seconds, parts.watch, folder):
+            with Watchdog(config.watch.hang_seconds, run.stopwatch, folder):
                 steps = config.logging.profile_steps
-                with Notices() as notices, Profiler(steps, folder, parts.watch, logger.note) as profiler:
-                    state = _loop(config, parts, state, records, checkpoints, notices, profiler, called)
-                with parts.watch("export"):
-                    model, critic = finished_models(config, parts, state)
+                with Notices() as notices, Profiler(steps, folder, run.stopwatch, logger.note) as profiler:
+                    state = _loop(config, run, state, records, checkpoints, notices, profiler, called)
+                with run.stopwatch("export"):
+                    model, critic = finished_models(config, run, state)
                     export_run(folder, checkpoints.folder, model, critic, logger.note)
                     with processes.all_or_none():
                         if jax.process_index() == 0:
                             write_cards(folder, int(state.step), config.export.push_to_hub)
                 called("on_end", int(state.step), records.newest, lambda: model)
-            logger.finish(seconds=parts.watch.totals)
+            logger.finish(seconds=run.stopwatch.totals)
         push_run(config)
     return Result(model, records.history, folder)
 
 
-def _loop(config, parts: Run, state: State, records: StepLog, checkpoints: Checkpoints, notices: Notices,
+def _loop(config, run: Run, state: State, records: StepLog, checkpoints: Checkpoints, notices: Notices,
           profiler: Profiler, callbacks: Callbacks) -> State:  # fmt: skip
     """The state after the last step."""
-    root, watch = jax.random.key(config.seed), parts.watch
+    root, watch = jax.random.key(config.seed), run.stopwatch
     # Where nobody looks at each step, its metrics are read while the next one is computed.
     overlaps = config.algorithm.name in OFFLINE and not callbacks.every_step
 
     def evaluate() -> Metrics:
-        found = parts.evaluation(merge_frozen(state, parts.frozen).params, root) if parts.evaluation else {}
+        found = run.evaluation(merge_frozen(state, run.frozen).params, root) if run.evaluation else {}
         check_best(config.checkpoint.best, found)
         return found
 
     def model() -> Model:
-        return replace(parts.model, params=merge_frozen(state, parts.frozen).params)
+        return replace(run.model, params=merge_frozen(state, run.frozen).params)
 
-    if int(state.step) == 0 and parts.evaluation is not None and config.eval.at_start:
+    if int(state.step) == 0 and run.evaluation is not None and config.eval.at_start:
         records.log(0, {}, evaluate)
         callbacks("on_evaluate", 0, records.newest, model)
     step = int(state.step)
@@ -132,15 +132,15 @@ def _loop(config, parts: Run, state: State, records: StepLog, checkpoints: Check
         step += 1
         profiler.begin(step)
         began = time.perf_counter()
-        experience = parts.source.next(merge_frozen(state, parts.frozen), jax.random.fold_in(root, step))
+        experience = run.source.next(merge_frozen(state, run.frozen), jax.random.fold_in(root, step))
         with watch("update"):
-            state, updates = improve(config, parts, state, experience.batch)
+            state, updates = improve(run, state, experience.batch)
         records.add(Step(step, began, experience.metrics, updates, experience.table))
 
         if callbacks.every_step:
             callbacks("on_step", step, records.read(), model)
         last, leaves = step == min(config.total_steps, callbacks.end), notices.reached(step)
-        evaluates = parts.evaluation is not None and ((last and config.eval.at_end) or _due(step, config.eval.every))
+        evaluates = run.evaluation is not None and ((last and config.eval.at_end) or _due(step, config.eval.every))
         saves = last or leaves or checkpoints.retry_due or _due(step, config.checkpoint.every)
         if saves or evaluates or not overlaps:
             records.settle(evaluate if evaluates else None)
@@ -150,8 +150,8 @@ def _loop(config, parts: Run, state: State, records: StepLog, checkpoints: Check
         if saves or last:
             callbacks("on_checkpoint", step, records.newest, model)
             with watch("checkpoint"):
-                host = {**parts.source.get_state(), **records.counts, "callbacks": callbacks.get_state(step)}
-                arrays = parts.source.get_arrays()
+                host = {**run.source.get_state(), **records.counts, "callbacks": callbacks.get_state(step)}
+                arrays = run.source.get_arrays()
                 checkpoints.save(step, state, host, arrays, records.newest, final=last or leaves)
         records.warn(checkpoints.warnings())
         profiler.end(step, state)
@@ -165,7 +165,7 @@ def _due(step: int, every: int) -> bool:
 
 
 def _resume(
-    config, parts: Run, checkpoints: Checkpoints, callbacks: Callbacks
+    config, run: Run, checkpoints: Checkpoints, callbacks: Callbacks
 ) -> tuple[State, dict[str, int], int | None, list[str]]:
     """The state that `checkpoint.resume` says, the counts of `StepLog`, the step after which output_dir's own run goes
     on (None: it starts), and what is wrong with checkpoints that were passed over.
@@ -181,25 +181,25 @@ def _resume(
     check_outputs(Path(config.output_dir), config.checkpoint.resume, goes_on=own is not None)
     if step is None:
         checkpoints.discard_after(None)
-        return parts.state, {"num_tokens": 0, "skipped": 0}, None, problems
-    free(parts.state)
-    state, host = source.restore(step, parts.state, parts.mesh)
-    parts.source.set_state(host, source.restore_arrays(step, parts.source.get_arrays(), parts.mesh))
+        return run.state, {"num_tokens": 0, "skipped": 0}, None, problems
+    free(run.state)
+    state, host = source.restore(step, run.state, run.mesh)
+    run.source.set_state(host, source.restore_arrays(step, run.source.get_arrays(), run.mesh))
     if "callbacks" in host:
         callbacks.set_state(host["callbacks"], step, goes_on=own is not None)
     checkpoints.discard_after(own)
     return state, {name: host[name] for name in ("num_tokens", "skipped")}, own, problems
 
 
-def _describe(parts: Run, start: int) -> dict[str, Any]:
+def _describe(run: Run, start: int) -> dict[str, Any]:
     """What the console shows of a run besides its settings."""
-    count = sum(x.size for x in jax.tree.leaves(parts.model.net.plain.shapes()))
-    trained = sum(x.size for x in jax.tree.leaves(parts.state.params))
+    count = sum(x.size for x in jax.tree.leaves(run.model.net.plain.shapes()))
+    trained = sum(x.size for x in jax.tree.leaves(run.state.params))
     of_these = f", {trained / 1e6:.2f} M trained beside them" if trained != count else ""
     devices = jax.devices()
     return {
-        "model": f"{parts.model.path}, {count / 1e6:.2f} M parameters{of_these}, {parts.model.net.config.dtype}",
-        "devices": f"{len(devices)} {devices[0].platform}, mesh {dict(parts.mesh.shape)}",
+        "model": f"{run.model.path}, {count / 1e6:.2f} M parameters{of_these}, {run.model.net.config.dtype}",
+        "devices": f"{len(devices)} {devices[0].platform}, mesh {dict(run.mesh.shape)}",
         "starts at step": start,
     }
 

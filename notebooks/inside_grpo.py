@@ -29,6 +29,7 @@ import optax
 import jaxrl_llm
 from jaxrl_llm.algorithms.advantages import combine_rewards, group_advantages
 from jaxrl_llm.algorithms.aggregation import loss_weights
+from jaxrl_llm.algorithms.batch import Inputs
 from jaxrl_llm.algorithms.kl import kl_estimate
 from jaxrl_llm.algorithms.policy_losses import ppo_clip
 from jaxrl_llm.data.collate import pad_prompts
@@ -59,10 +60,10 @@ print(f"{sum(x.size for x in jax.tree.leaves(params)) / 1e6:.2f} M parameters,",
 # ever compared with a padding token. *Grouping*: the K rows of a prompt are adjacent.
 
 # %%
-examples = next(run.source.pipeline)
-width, completion = run.source.sampler.prompt_width, config.rollout.max_completion_length
+examples = next(run.source.producer.pipeline)
+width, completion = run.source.producer.worker.prompt_width, config.rollout.max_completion_length
 prompts, prompt_segments = pad_prompts([example["prompt_ids"] for example in examples], width)
-rollout = run.source.sampler.engine.generate(params, prompts, prompt_segments, key)
+rollout = run.source.producer.worker.engine.generate(params, prompts, prompt_segments, key)
 print("prompts [B,P]", prompts.shape, "  tokens [N,T]", rollout.tokens.shape)
 for name, array in (("tokens", rollout.tokens), ("segments", rollout.segments), ("mask", rollout.mask.astype(int))):
     print(f"{name:9s}", *(f"{value:4d}" for value in np.asarray(array[0])))
@@ -101,7 +102,7 @@ print(np.asarray(advantages).reshape(grouped.shape))
 # %%
 @jax.jit
 def logps_of(policy):
-    return token_logps(net, policy, rollout.tokens, rollout.segments, temperature=config.rollout.temperature)[0]
+    return token_logps(net, policy, Inputs(rollout.tokens, rollout.segments), config.rollout.temperature)[0]
 
 
 old_logps = ref_logps = logps_of(params)
@@ -143,7 +144,7 @@ print(f"weights {weights.shape} add up to {weights.sum():.3f}; loss {abs(loss):.
 run.source.set_state(start, {})
 experience = run.source.next(run.state, key)
 batch = experience.batch
-np.testing.assert_array_equal(batch.tokens, rollout.tokens)
+np.testing.assert_array_equal(batch.inputs.tokens, rollout.tokens)
 np.testing.assert_allclose(batch.advantages, advantages[:, None] * mask, atol=1e-5)
 before = jax.tree.map(jnp.copy, params)
 state, metrics = run.update(run.state, run.pack(batch), run.frozen)

@@ -1,4 +1,4 @@
-"""Which tokens carry high entropy, and the controller of an adaptive entropy bonus."""
+"""Controllers of the coefficients that move while a run trains, and the mask of its high-entropy tokens."""
 
 from dataclasses import dataclass, replace
 
@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxrl_llm.algorithms.aggregation import as_float, as_mask
+from jaxrl_llm.algorithms.kl import AdaptiveKL, FixedKL
 
 Array = jax.Array
 
@@ -59,3 +60,50 @@ class AdaptiveEntropy:
 jax.tree_util.register_dataclass(
     AdaptiveEntropy, data_fields=["coef", "last"], meta_fields=["target", "delta", "minimum", "maximum"]
 )
+
+
+@dataclass(frozen=True)
+class Controllers:
+    """The coefficients of the KL term and of the entropy bonus between the steps of a run.
+
+    Each method returns new controllers, whose state is plain numbers on the host.
+    """
+
+    kl: FixedKL | AdaptiveKL
+    entropy: AdaptiveEntropy | None = None  # None: the coefficient stays as it is set
+
+    def after_rollouts(self, kl, rows: int) -> "Controllers":
+        """The controllers after a batch of `rows` completions of mean KL `kl`, which only an adaptive one reads."""
+        return replace(self, kl=_as_numbers(self.kl.update(float(kl), rows))) if self.is_kl_adaptive else self
+
+    def after_updates(self, entropy: float) -> "Controllers":
+        """The controllers after a step's updates, whose policy has this mean entropy (nats per token)."""
+        return self if self.entropy is None else replace(self, entropy=_as_numbers(self.entropy.update(entropy)))
+
+    @property
+    def is_kl_adaptive(self) -> bool:
+        """True where the KL coefficient moves."""
+        return isinstance(self.kl, AdaptiveKL)
+
+    def metrics(self) -> dict[str, float]:
+        """The coefficients that move, by the names of their metrics."""
+        kl = {"kl_coef": float(self.kl.coef)} if self.is_kl_adaptive else {}
+        return kl | ({} if self.entropy is None else {"entropy_coef": float(self.entropy.applied)})
+
+    def get_state(self) -> dict[str, float]:
+        """The state, as a checkpoint holds it."""
+        entropy = {} if self.entropy is None else {"entropy_coef": self.entropy.coef, "entropy_last": self.entropy.last}
+        return {name: float(value) for name, value in {"kl_coef": self.kl.coef, **entropy}.items()}
+
+    def with_state(self, state: dict[str, float]) -> "Controllers":
+        """The controllers with the state of `get_state`; one that it lacks, or that is fixed, stays as it is."""
+        kl, entropy = self.kl, self.entropy
+        if isinstance(kl, AdaptiveKL):
+            kl = replace(kl, coef=state["kl_coef"])
+        if entropy is not None and "entropy_coef" in state:
+            entropy = replace(entropy, coef=state["entropy_coef"], last=state["entropy_last"])
+        return Controllers(kl, entropy)
+
+
+def _as_numbers(controller):
+    return jax.tree.map(float, controller)

@@ -11,7 +11,7 @@ from jaxrl_llm.tools.plan.advice import advice
 from jaxrl_llm.tools.plan.planned import make_plan
 from jaxrl_llm.tools.plan.report import lines, seconds
 from jaxrl_llm.tools.plan.topology import at_hand_target
-from jaxrl_llm.training.online import Online
+from jaxrl_llm.training.online import OnlineSource
 from jaxrl_llm.training.setup import Run, build
 from jaxrl_llm.training.step import improve
 from jaxrl_llm.training.update import merge_frozen
@@ -44,10 +44,10 @@ def dry_run(config, colour: bool = False) -> str:
 def widths(parts: Run) -> tuple[int, int]:
     """Tokens of the prompts and rows that the run's data need."""
     source = parts.source
-    if isinstance(source, Online):
-        width = source.sampler.prompt_width
-        return width, width + source.config.rollout.max_completion_length
-    return 0, source.width
+    if isinstance(source, OnlineSource):
+        worker = source.producer.worker
+        return worker.prompt_width, worker.prompt_width + worker.engine.max_completion_length
+    return 0, source.spec.width
 
 
 def _timed(config, parts: Run) -> list[str]:
@@ -57,12 +57,12 @@ def _timed(config, parts: Run) -> list[str]:
     for step in (1, 2):
         began = time.perf_counter()
         experience = parts.source.next(merge_frozen(state, parts.frozen), jax.random.fold_in(root, step))
-        state, updates = improve(config, parts, state, experience.batch)
+        state, updates = improve(parts, state, experience.batch)
         jax.block_until_ready((state, updates))
         took.append(time.perf_counter() - began)
     first, second = took
     run = first + second * max(config.total_steps - 1, 0)
-    phases = ", ".join(f"{name} {seconds(spent)}" for name, spent in parts.watch.totals.items())
+    phases = ", ".join(f"{name} {seconds(spent)}" for name, spent in parts.stopwatch.totals.items())
     return [
         f"first step {seconds(first)}, compilation included; second step {seconds(second)}",
         f"both steps by phase: {phases}",

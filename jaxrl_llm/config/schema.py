@@ -366,6 +366,11 @@ KEYS = (
         "The probability ratio is clipped above 1 + epsilon_high; cispo: the cap of the ratio itself.",
         float, minimum=0),
     Key("algorithm.num_iterations", 1, "Passes over each batch of completions.", int, minimum=1),
+    Key("algorithm.old_logps", "auto",
+        "Whose log-probs the probability ratio compares with: those of the policy before the step, computed by the "
+        "trainer (trainer), or those that were recorded as the tokens were sampled (sampler). auto is sampler for a "
+        "loss that is defined so (dppo), and else trainer, computed only where they differ from the policy's own.",
+        choices=("auto", "trainer", "sampler")),
     Key("algorithm.importance_correction", "none",
         "Weights that correct for a sampler that differs from the trainer: the ratio of each token or of the whole "
         "row, cut to importance_min and importance_max (truncate), or 0 outside them (mask).",

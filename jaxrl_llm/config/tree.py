@@ -253,7 +253,7 @@ def _check_environment(config: ConfigDict) -> None:
             f"environment.rollout_func and {named[0]} are both set, but a rollout function holds its own "
             "conversations: set one"
         )
-    if algorithm.importance_correction == "none":
+    if algorithm.importance_correction == "none" and algorithm.old_logps != "sampler":
         raise ConfigError(
             "algorithm.importance_correction is none, but environment.rollout_func may sample with another policy than "
             "the one that is trained: set token_truncate"
@@ -304,6 +304,12 @@ def _check_online(config: ConfigDict) -> None:
     if algorithm.kl_bias_correction and algorithm.kl_in_reward:
         raise ConfigError(
             "algorithm.kl_bias_correction is for a KL term in the loss: set it or algorithm.kl_in_reward to false"
+        )
+    if algorithm.old_logps == "sampler" and algorithm.importance_correction != "none":
+        raise ConfigError(
+            f"algorithm.importance_correction is {algorithm.importance_correction}, but with algorithm.old_logps = "
+            "sampler the ratio compares with the sampler already, and the correction would be 1 everywhere: set one of "
+            "them to none or auto"
         )
     if algorithm.importance_min is not None and algorithm.importance_min >= algorithm.importance_max:
         raise ConfigError(

@@ -17,12 +17,19 @@ from jaxrl_llm.training import offline
 from jaxrl_llm.training.evaluation.metrics import EvalMetrics
 from jaxrl_llm.training.evaluation.run import EvalSpec, Evaluate, Evaluation, Evaluations, NamedSet, named_sets
 from jaxrl_llm.training.logging.stopwatch import Stopwatch
-from jaxrl_llm.training.objective_specs import needs_reference
 from jaxrl_llm.training.objectives.objective import Objective
-from jaxrl_llm.training.offline import HeldOut, Offline
-from jaxrl_llm.training.online import Online, Row, Sampler
+from jaxrl_llm.training.offline import HeldOut, OfflineSource
+from jaxrl_llm.training.online import OnlineSource, RolloutWorker, Row
 from jaxrl_llm.training.reference import start_reference
-from jaxrl_llm.training.samplers import build_sampler, eval_sampling, padded_width
+from jaxrl_llm.training.specs import (
+    algorithm_of,
+    batch_spec,
+    build_worker,
+    eval_sampling,
+    offline_spec,
+    padded_width,
+    reference_spec,
+)
 from jaxrl_llm.training.update import make_measure
 
 
@@ -73,7 +80,7 @@ def build_evaluate(
     model: Model,
     grader: Rewards,
     objective: Objective,
-    source: Online | Offline,
+    source: OnlineSource | OfflineSource,
     eval_dataset,
     mesh: Mesh,
     environments: Environments | None,
@@ -91,15 +98,18 @@ def build_evaluate(
             by_samples.append(named)
     evaluations: list[Evaluate] = []
     if by_loss:
-        assert isinstance(source, Offline)
+        assert isinstance(source, OfflineSource)
         kind = loading.kind_of(config)
         sets = [loading.tokenized(config, parts, kind, model.tokenizer).rows for _, parts in by_loss]
         examples = [offline.as_examples(rows) for rows in sets]
         # One width for all sets, so that they share a compiled program.
-        width = padded_width(max(offline.longest(config, rows) for rows in examples), config.data.max_length)
-        reference = start_reference(config, model.params, kept=False) if needs_reference(config) else None
+        algorithm = algorithm_of(config)
+        longest = max(offline.longest(rows, algorithm.mismatched) for rows in examples)
+        spec, reference = offline_spec(config, padded_width(longest, config.data.max_length)), None
+        if algorithm.needs_reference:
+            reference = start_reference(reference_spec(config), model.params, kept=False)
         for (name, _), rows in zip(by_loss, examples, strict=True):
-            batch, size = offline.held_out_batch(config, rows, width, mesh)
+            batch, size = offline.held_out_batch(spec, batch_spec(config), rows, mesh)
             if reference is not None:
                 batch = offline.reference_logps(model.net, reference, batch, size, mesh)
             evaluations.append(HeldOut(make_measure(objective, size, mesh), batch, source, name))
@@ -131,9 +141,9 @@ def _sampled_evaluations(
     rows = [loading.tokenized(config, own, "prompts", model.tokenizer).rows for own in parts]
     every: list[Row] = [row for examples in rows for row in examples]
 
-    def sampler(sampling: SamplingParams, group_size: int) -> Sampler:
-        own_watch = Stopwatch(within=watch)
-        return build_sampler(model, grader, mesh, sampling, every, group_size, config, own_watch, environments)
+    def sampler(sampling: SamplingParams, group_size: int) -> RolloutWorker:
+        stopwatch = Stopwatch(within=watch)
+        return build_worker(config, model, grader, mesh, sampling, group_size, every, stopwatch, environments)
 
     greedy = sampler(SamplingParams(temperature=0.0), 1) if spec.greedy else None
     # Sets with as many samples share a sampler, and its compiled program.

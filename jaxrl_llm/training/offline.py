@@ -6,7 +6,7 @@ of a batch are those of its examples, in order.
 
 import dataclasses
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -16,18 +16,15 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
 from jaxrl_llm.algorithms.batch import Batch, Inputs, Scalars
-from jaxrl_llm.algorithms.sequence_logps import RunningMean
-from jaxrl_llm.config import batch_rows, rows_together
-from jaxrl_llm.data import loading
+from jaxrl_llm.algorithms.sequence_logps import RunningMean, length_desensitized_logps, sequence_logps
 from jaxrl_llm.data.collate import pad_rows
 from jaxrl_llm.data.pipeline import Pipeline
 from jaxrl_llm.data.streaming import Stream
 from jaxrl_llm.distributed.processes import all_or_none
 from jaxrl_llm.distributed.sharding import on_device, row_shards, rows_to_global
 from jaxrl_llm.models.transformer import Net, Params
+from jaxrl_llm.training.algorithm import BatchSpec
 from jaxrl_llm.training.logging.stopwatch import Stopwatch
-from jaxrl_llm.training.objective_specs import preference_spec
-from jaxrl_llm.training.objectives.preference import row_sums
 from jaxrl_llm.training.online import Experience, Row, scored_logps
 from jaxrl_llm.training.packing.documents import pad_groups
 from jaxrl_llm.training.packing.planner import Packer, Sample
@@ -38,71 +35,82 @@ log = logging.getLogger(__name__)
 Example = list[Row]  # {"ids", "mask"} and, where known, "label", "margin" and "ref" (the reference's log-probs)
 
 
+@dataclasses.dataclass(frozen=True)
+class OfflineSpec:
+    """The settings of batches of given rows."""
+
+    mismatched: bool  # kto: each row is followed by its prompt with another row's completion
+    packed: bool  # data.packing: examples are groups of documents
+    width: int  # T
+    draws_seeds: bool  # the objective draws random numbers
+    running_mean: bool  # a loss subtracts the mean of all rewards so far
+    beta: float
+    ld_alpha: float | None
+
+
 @dataclasses.dataclass
-class Offline:
+class OfflineSource:
     """Batches of given examples. `ref_params` is None unless each step needs the reference's log-probs."""
 
-    config: Any
+    spec: OfflineSpec
+    batch: BatchSpec
     net: Net
     pipeline: Pipeline | Stream  # of whole batches, on every process
     mesh: Mesh
-    width: int
-    ref_params: Params | None
-    watch: Stopwatch
-    seen: RunningMean = dataclasses.field(default_factory=RunningMean)  # rewards so far, for bco_running_mean
-    pack: Packer | None = None
+    pack: Packer
+    stopwatch: Stopwatch
+    ref_params: Params | None = None
+    mean_reward: RunningMean = dataclasses.field(default_factory=RunningMean)  # so far, for running_mean
 
     def next(self, state: State, key) -> Experience:
         """The batch of one step; the key gives its seeds, where the objective draws random numbers."""
-        config, mesh = self.config, self.mesh
-        with self.watch("data"):
+        spec, mesh, rows = self.spec, self.mesh, self.batch.forward_rows
+        with self.stopwatch("data"):
             with all_or_none():
                 examples = next(self.pipeline)
-            if config.data.packing:
-                tokens, segments, positions, mask = pad_groups(examples, self.width)
+            if spec.packed:
+                tokens, segments, positions, mask = pad_groups(examples, spec.width)
                 batch = Batch(Inputs(tokens, segments, positions), mask)
             else:
-                batch = pad_examples(arrange(config, examples, self.width), self.width)
-            if config.algorithm.name == "sft" and config.algorithm.neftune_alpha:
+                batch = pad_examples(with_mismatches(spec, examples), spec.width)
+            if spec.draws_seeds:
                 batch = batch.replace(seeds=np.asarray(jax.random.bits(key, (batch.rows,), np.uint32)))
             batch = _to_devices(batch, mesh)
-        with self.watch("logps"):
-            rows = part_rows(config)
+        with self.stopwatch("logps"):
             if self.ref_params is not None:
-                batch = batch.replace(
-                    ref_logps=_logps(self.net, on_device(self.ref_params), batch, rows, mesh, self.pack)
-                )
-            if _running_mean(config):
+                batch = reference_logps(self.net, on_device(self.ref_params), batch, rows, mesh, self.pack)
+            if spec.running_mean:
                 logps = _logps(self.net, state.params, batch, rows, mesh, self.pack)
-                self.seen = self.seen.update(_rewards(config, logps, batch))
+                self.mean_reward = self.mean_reward.update(_rewards(spec, logps, batch))
                 batch = self.with_baseline(batch)
         segments = batch.inputs.segments
-        counted = segments[::2] if _has_mismatches(config) else segments  # mismatches repeat them
-        return Experience(batch, {"num_tokens": (counted != 0).sum()}, [])
+        # Mismatches hold the prompts and completions of the rows before them a second time.
+        seen = segments[::2] if spec.mismatched else segments
+        return Experience(batch, {"num_tokens": (seen != 0).sum()}, [])
 
     def with_baseline(self, batch: Batch) -> Batch:
-        """The batch with the mean of all rewards so far, where `bco_running_mean` asks for it."""
-        if not _running_mean(self.config):
+        """The batch with the mean of all rewards so far, where a loss subtracts it."""
+        if not self.spec.running_mean:
             return batch
-        return batch.replace(scalars=Scalars(reward_shift=jnp.float32(self.seen.mean)))
+        return batch.replace(scalars=Scalars(reward_shift=jnp.float32(self.mean_reward.mean)))
+
+    def learn(self, metrics: dict[str, float]) -> None:
+        """Nothing: no setting here follows the metrics of updates."""
 
     def get_state(self) -> dict[str, Any]:
-        """What a resumed run needs besides the training state."""
-        seen = {"mean": float(self.seen.mean), "count": float(self.seen.count)}
+        """The numbers that a resumed run needs besides the training state."""
+        seen = {"mean": float(self.mean_reward.mean), "count": float(self.mean_reward.count)}
         return {"pipeline": self.pipeline.get_state(), "seen": seen}
 
     def get_arrays(self) -> dict[str, Any]:
-        """No arrays are needed besides."""
+        """The arrays that a resumed run needs besides: none."""
         return {}
 
     def set_state(self, state: dict[str, Any], arrays: dict[str, Any]) -> None:
-        """Goes on where `get_state` was called."""
+        """Go on where `get_state` was called."""
         del arrays
         self.pipeline.set_state(state["pipeline"])
-        self.seen = RunningMean(**state["seen"])
-
-    def learn(self, metrics: dict[str, float]) -> None:
-        """Nothing here follows the metrics of updates."""
+        self.mean_reward = RunningMean(**state["seen"])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,21 +122,15 @@ class HeldOut:
 
     measure: Callable[[Params, Batch], dict[str, jax.Array]]
     batch: Batch
-    source: Offline | None  # whose running mean a loss may read
+    source: OfflineSource | None  # whose running mean a loss may read
     name: str = ""
 
     def __call__(self, params: Params, key) -> dict[str, float]:
         """The metrics, named `eval/...`; nothing is random."""
         del key
         batch = self.batch if self.source is None else self.source.with_baseline(self.batch)
-        start = f"eval/{self.name}/" if self.name else "eval/"
-        return {f"{start}{name}": float(x) for name, x in jax.device_get(self.measure(params, batch)).items()}
-
-
-def tokenized(config, dataset, tokenizer) -> list[Example]:
-    """The examples of a data set, as the algorithm reads it; raises ConfigError for rows it cannot read."""
-    parts = loading.open_parts(config, tokenizer, dataset)
-    return as_examples(loading.tokenized(config, parts, loading.kind_of(config), tokenizer).rows)
+        prefix = f"eval/{self.name}/" if self.name else "eval/"
+        return {f"{prefix}{name}": float(x) for name, x in jax.device_get(self.measure(params, batch)).items()}
 
 
 def as_examples(rows: list[Row]) -> list[Example]:
@@ -145,56 +147,49 @@ def as_example(row: Row, margins: bool) -> Example:
     return [{"ids": row[f"{name}_ids"], "mask": row[f"{name}_mask"], **more} for name in ("chosen", "rejected")]
 
 
-def is_labelled(config) -> bool:
-    """True when the rows are labelled completions, not pairs."""
-    return loading.kind_of(config) == "labels"
-
-
-def _has_mismatches(config) -> bool:
-    return is_labelled(config) and rows_together(config) == 2
-
-
-def check_balance(config, examples: list[Example]) -> None:
+def check_balance(examples: list[Example], desirable_weight: float, undesirable_weight: float) -> None:
     """Warns when desirable and undesirable rows miss the balance that KTO's paper found best (eq. 8) by over 5%."""
     desirable = sum(row["label"] for (row,) in examples)
-    options = preference_spec(config).losses[0].options
-    heavy = options.get("desirable_weight", 1.0) * desirable
-    light = options.get("undesirable_weight", 1.0) * (len(examples) - desirable)
+    undesirable = len(examples) - desirable
+    heavy, light = desirable_weight * desirable, undesirable_weight * undesirable
     if not light * 0.95 <= heavy <= light * 1.05 * 4 / 3:
         log.warning(
             "%d desirable and %d undesirable rows: the loss's option desirable_weight x desirable should be 1 to 4/3 "
             "times undesirable_weight x undesirable, and is %.3g to %.3g",
-            desirable, len(examples) - desirable, heavy, light,
-        )  # fmt: skip
+            desirable,
+            undesirable,
+            heavy,
+            light,
+        )
 
 
-def longest(config, examples: list[Example]) -> int:
+def longest(examples: list[Example], mismatched: bool) -> int:
     """Tokens of the longest row that a batch of the examples can have."""
     rows = [row for example in examples for row in example]
-    if _has_mismatches(config):
-        starts = [_start(row) for row in rows]
+    if mismatched:
+        starts = [_completion_start(row) for row in rows]
         return max(starts) + max(len(row["ids"]) - start for row, start in zip(rows, starts, strict=True))
     return max(len(row["ids"]) for row in rows)
 
 
-def arrange(config, examples: list[Example], limit: int) -> list[Example]:
-    """The examples of a whole batch as its rows: in kto each is followed by its mismatch, of at most `limit` tokens.
+def with_mismatches(spec: OfflineSpec, examples: list[Example]) -> list[Example]:
+    """The examples of a batch as its rows: in kto each is followed by its mismatch, of at most `width` tokens.
 
     A mismatch is a prompt with the completion of the example before it in the batch (the last one, for the first).
     """
-    if not _has_mismatches(config):
+    if not spec.mismatched:
         return examples
     rows = [row for (row,) in examples]
-    return [[row, _mismatch(row, other, limit)] for row, other in zip(rows, rows[-1:] + rows[:-1], strict=True)]
+    pairs = []
+    for row, other in zip(rows, rows[-1:] + rows[:-1], strict=True):
+        prompt, completion = slice(_completion_start(row)), slice(_completion_start(other), None)
+        joined = {name: (row[name][prompt] + other[name][completion])[: spec.width] for name in ("ids", "mask")}
+        pairs.append([row, {**joined, "label": row["label"]}])
+    return pairs
 
 
-def _start(row: Row) -> int:
+def _completion_start(row: Row) -> int:
     return row["mask"].index(1)
-
-
-def _mismatch(row: Row, other: Row, limit: int) -> Row:
-    parts = {name: (row[name][: _start(row)] + other[name][_start(other) :])[:limit] for name in ("ids", "mask")}
-    return {**parts, "label": row["label"]}
 
 
 def pad_examples(examples: list[Example], width: int) -> Batch:
@@ -211,49 +206,41 @@ def pad_examples(examples: list[Example], width: int) -> Batch:
     return batch
 
 
-def sample_rows(config, examples: list[Example], rows: int, width: int) -> Sample:
+def sample_rows(spec: OfflineSpec, examples: list[Example], rows: int, group_size: int) -> Sample:
     """So many rows of examples that are drawn at random, always the same."""
-    drawn = np.random.default_rng(0).integers(len(examples), size=max(rows // rows_together(config), 1))
-    batch = pad_examples(arrange(config, [examples[number] for number in drawn], width), width)
+    drawn = np.random.default_rng(0).integers(len(examples), size=max(rows // group_size, 1))
+    batch = pad_examples(with_mismatches(spec, [examples[number] for number in drawn]), spec.width)
     return Sample(batch.inputs.tokens, batch.inputs.segments, batch.mask)
 
 
-def part_rows(config) -> int:
-    """Rows of one forward pass."""
-    return config.batch.microbatch_rows or batch_rows(config) // config.batch.minibatches
-
-
-def held_out_batch(config, examples: list[Example], width: int, mesh: Mesh) -> tuple[Batch, int]:
-    """All examples as one batch, and the rows of its parts; the last part is filled up with rows that do not count."""
-    examples = arrange(config, examples, width)
-    together = rows_together(config)
-    unit = row_shards(mesh) * together
-    size = min(part_rows(config), -(-len(examples) * together // unit) * unit)
+def held_out_batch(spec: OfflineSpec, rows: BatchSpec, examples: list[Example], mesh: Mesh) -> tuple[Batch, int]:
+    """All examples as one batch, filled up with rows that do not count, and the rows of its micro-batches."""
+    examples = with_mismatches(spec, examples)
+    unit = row_shards(mesh) * rows.group_size
+    size = min(rows.forward_rows, -(-len(examples) * rows.group_size // unit) * unit)
     blank = [{**row, "mask": [0] * len(row["ids"])} for row in examples[-1]]
-    missing = (-len(examples) * together % size) // together
-    return _to_devices(pad_examples(examples + [blank] * missing, width), mesh), size
+    missing = (-len(examples) * rows.group_size % size) // rows.group_size
+    return _to_devices(pad_examples(examples + [blank] * missing, spec.width), mesh), size
 
 
-def with_reference(config, net: Net, params: Params, examples: list[Example], width: int, mesh: Mesh) -> list[Example]:
+def with_reference(
+    rows: BatchSpec, net: Net, params: Params, examples: list[Example], width: int, mesh: Mesh
+) -> list[Example]:
     """The examples with "ref" in every row: the log-probs of its tokens under `params`."""
-    size = max(part_rows(config), row_shards(mesh))
-    found: list[Example] = []
-    for part in _chunks(examples, size):
-        filled = part + part[-1:] * (size - len(part))
+    size = max(rows.forward_rows, row_shards(mesh))
+    result: list[Example] = []
+    for start in range(0, len(examples), size):
+        chunk = examples[start : start + size]
+        filled = chunk + chunk[-1:] * (size - len(chunk))  # one program for all chunks
         batch = _to_devices(pad_examples(filled, width), mesh)
         logps = iter(multihost_utils.process_allgather(_logps(net, params, batch, size, mesh), tiled=True))
-        found += [[{**row, "ref": np.array(next(logps)[: len(row["ids"])])} for row in example] for example in part]
-    return found
+        result += [[{**row, "ref": np.array(next(logps)[: len(row["ids"])])} for row in example] for example in chunk]
+    return result
 
 
-def reference_logps(net: Net, params: Params, batch: Batch, rows: int, mesh: Mesh) -> Batch:
+def reference_logps(net: Net, params: Params, batch: Batch, rows: int, mesh: Mesh, pack: Packer | None = None) -> Batch:
     """The batch with the log-probs of its tokens under `params`, computed `rows` rows at a time."""
-    return batch.replace(ref_logps=_logps(net, params, batch, rows, mesh))
-
-
-def _chunks(examples: list[Example], size: int) -> Iterator[list[Example]]:
-    for start in range(0, len(examples), size):
-        yield examples[start : start + size]
+    return batch.replace(ref_logps=_logps(net, params, batch, rows, mesh, pack))
 
 
 def _logps(net: Net, params: Params, batch: Batch, rows: int, mesh: Mesh, pack: Packer | None = None) -> jax.Array:
@@ -263,24 +250,22 @@ def _logps(net: Net, params: Params, batch: Batch, rows: int, mesh: Mesh, pack: 
     return scored_logps(net, params, inputs, 1.0, rows, row_shards(mesh))
 
 
-def _rewards(config, logps, batch: Batch) -> jax.Array:
+def _rewards(spec: OfflineSpec, logps, batch: Batch) -> jax.Array:
     """Rewards `[N]`: beta times each row's log-ratio."""
-    spec = preference_spec(config)
-    rewards = row_sums(spec, logps, batch.mask)[0]
+
+    def sums(logps):
+        if spec.ld_alpha is not None:
+            return length_desensitized_logps(logps, batch.mask, spec.ld_alpha)
+        return sequence_logps(logps, batch.mask)[0]
+
+    rewards = sums(logps)
     if batch.ref_logps is not None:
-        rewards -= row_sums(spec, batch.ref_logps, batch.mask)[0]
-    return config.algorithm.beta * rewards
+        rewards -= sums(batch.ref_logps)
+    return spec.beta * rewards
 
 
 def _to_devices(batch: Batch, mesh: Mesh) -> Batch:
-    """The batch cut over the mesh; every process has all of it and gives its own part."""
+    """The batch sharded over the mesh; every process has all of it and gives its own rows."""
     processes, process = jax.process_count(), jax.process_index()
     own = jax.tree.map(lambda x: np.split(x, processes)[process] if processes > 1 else x, batch)
     return rows_to_global(own, mesh)
-
-
-def _running_mean(config) -> bool:
-    """True when a loss subtracts the mean of all rewards so far."""
-    if config.algorithm.name != "preference":
-        return False
-    return any(loss.running_mean for loss in preference_spec(config).losses)

@@ -1,7 +1,17 @@
-"""Batches of completions that are sampled and scored: `Online` gives `next(state, key)`, as `offline.Offline` does.
+"""One step of an online algorithm, from prompts to the batch of an update. Read it from top to bottom.
 
-One step, in the order of `Online.next`: prompts -> rollout -> rewards (again for groups that score alike, with dynamic
-sampling) -> log-probs of policy and reference -> advantages -> replay -> Batch.
+| half | step | in -> out |
+|---|---|---|
+| `Producer` | 1 prompts | resumable iterator -> examples |
+| | 2 rollout | policy version, prompts, a key per row -> tokens, segments, mask, sample_logps `[N,T]` |
+| | 3 reward | texts, ids, columns -> rewards `[N,F]`, NaN where a function does not apply; overlaps with 2 |
+| `Learner` | 4 log-probs | of the old policy, of the reference, values: `[N,T]`, each only where it is needed |
+| | 5 advantages | rewards, mask, values -> advantages `[N,T]` |
+| (step.py) | 6 update | minibatches x micro-batches -> state, metrics |
+
+The producer reads a version of the policy and touches no training state: its state is the position in the data. The
+learner's is the reference, the replay buffer and the controllers. `OnlineSource` joins the two by a queue of length 0:
+each batch is sampled from the policy that it updates.
 """
 
 import dataclasses
@@ -17,10 +27,9 @@ from jax.sharding import Mesh
 
 from jaxrl_llm.algorithms.aggregation import masked_mean
 from jaxrl_llm.algorithms.batch import Batch, Inputs, Scalars
-from jaxrl_llm.algorithms.kl import AdaptiveKL
+from jaxrl_llm.algorithms.controllers import Controllers
 from jaxrl_llm.algorithms.random_streams import REPLAY, ROW_SEEDS
-from jaxrl_llm.config import ConfigError, rows_together
-from jaxrl_llm.config.schema import OFFLINE
+from jaxrl_llm.config import ConfigError
 from jaxrl_llm.data.chat import decode_completion, is_conversational
 from jaxrl_llm.data.collate import pad_prompts
 from jaxrl_llm.data.pipeline import Pipeline
@@ -33,15 +42,15 @@ from jaxrl_llm.models.transformer import Net, Params
 from jaxrl_llm.rewards.runner import NOTHING_LOGGED, Logged, Rewards, TrainerState
 from jaxrl_llm.rewards.streaming import StreamingRewards
 from jaxrl_llm.rollout.engine import Engine, Rollout
-from jaxrl_llm.training.advantages import Scorer
-from jaxrl_llm.training.external_rollout import ExternalRollout
+from jaxrl_llm.training import replay as replay_buffer
+from jaxrl_llm.training.advantages import AdvantageStep
+from jaxrl_llm.training.algorithm import BatchSpec
 from jaxrl_llm.training.logging.reward_metrics import add_totals, join, over_processes, table_value
 from jaxrl_llm.training.logging.stopwatch import Stopwatch
 from jaxrl_llm.training.microbatch import map_microbatches
-from jaxrl_llm.training.objective_specs import critic_spec, policy_loss
-from jaxrl_llm.training.objectives.value import critic_params
 from jaxrl_llm.training.packing.planner import Packer
-from jaxrl_llm.training.reference import Memory
+from jaxrl_llm.training.reference import Reference
+from jaxrl_llm.training.replay import Replay
 from jaxrl_llm.training.update import State
 
 Row = dict[str, Any]
@@ -55,20 +64,23 @@ class Experience(NamedTuple):
     table: list[Row]
 
 
-class Sampled(NamedTuple):
-    """Completions of some prompts: the rows on the device, and texts and rewards of this process's rows."""
+class Rollouts(NamedTuple):
+    """Completions of some prompts with their rewards: arrays of all rows on the device, the rest of this process's."""
 
     rollout: Rollout
     examples: list[Row]
     prompts: list[Any]
     completions: list[Any]
-    rewards: np.ndarray  # [rows of this process, R], NaN where a function does not apply
+    rewards: np.ndarray  # [rows of this process, F], NaN where a function does not apply
     logged: Logged = NOTHING_LOGGED  # by the reward functions
+    version: int = 0  # training steps of the policy that sampled
+    resampled_groups: int | None = None  # None without dynamic sampling
+    greedy: "Rollouts | None" = None  # a greedy completion of each example, for a rule that compares with it
 
 
 @dataclasses.dataclass(frozen=True)
-class Sampler:
-    """Samples completions of prompts and scores them.
+class RolloutWorker:
+    """Steps 2 and 3: `group_size` completions of each prompt, and their rewards.
 
     With `open_episodes` rows are episodes of environments; `external` samples in place of the engine.
     """
@@ -78,9 +90,9 @@ class Sampler:
     tokenizer: Any
     mesh: Mesh
     prompt_width: int
-    watch: Stopwatch
+    stopwatch: Stopwatch
     open_episodes: Callable[[list[Row], int], EpisodeBatch] | None = None
-    external: ExternalRollout | None = None
+    external: Callable[..., tuple[Rollout, dict[str, list[Any]]]] | None = None
 
     def __call__(
         self,
@@ -89,249 +101,326 @@ class Sampler:
         key,
         first_row: int = 0,
         state: TrainerState = TrainerState(),  # noqa: B008 (immutable)
-    ) -> Sampled:
-        """`group_size` completions of every example of this process, rows of a prompt adjacent.
+    ) -> Rollouts:
+        """The completions of every example of this process, rows of a prompt adjacent.
 
         Row i draws its random numbers from `fold_in(key, first_row + i)`.
         """
-        with self.watch("rollout"):
-            episodes = None if self.open_episodes is None else self.open_episodes(examples, self.engine.group_size)
+        group_size, width = self.engine.group_size, self.prompt_width
+        with self.stopwatch("rollout"):
+            episodes = None if self.open_episodes is None else self.open_episodes(examples, group_size)
             opened = examples if episodes is None else episodes.examples
-            repeated = [e for e in opened for _ in range(self.engine.group_size)]
+            rows = [example for example in opened for _ in range(group_size)]
             columns = {
-                name: [e[name] for e in repeated] for name in examples[0] if name not in ("prompt", "prompt_ids")
+                name: [row[name] for row in rows] for name in examples[0] if name not in ("prompt", "prompt_ids")
             }
-            asked = [e["prompt"] for e in repeated]
+            prompts = [row["prompt"] for row in rows]
 
             def decode(row: int, tokens: list[int]) -> Any:
-                return decode_completion(self.tokenizer, tokens, is_conversational(asked[row]))
+                return decode_completion(self.tokenizer, tokens, is_conversational(prompts[row]))
 
-            early = None
+            streaming = None
+            # Rows are graded while others are still sampled, unless their rewards need the whole conversation.
             if episodes is None and self.external is None and self.rewards.takes_rows:
                 with all_or_none():
-                    early = StreamingRewards(self.rewards.open(asked, columns, state), decode)
-            rollout, results = self._rollout(params, opened, key, first_row, state, episodes, early)
+                    streaming = StreamingRewards(self.rewards.open(prompts, columns, state), decode)
+            results: dict[str, list[Any]] = {}  # columns for rewards that come with the rollout
+            if self.external is not None:
+                rollout, results = self.external(params, opened, jax.random.fold_in(key, first_row), state)
+            else:
+                padded = pad_prompts([example["prompt_ids"] for example in opened], width)
+                tokens, segments = rows_to_global(padded, self.mesh)
+                rollout = self.engine.generate(
+                    params, tokens, segments, key, first_row, episodes, on_finished=streaming
+                )
             tokens, lengths = local_rows((rollout.tokens, rollout.lengths))
-        with self.watch("reward"), all_or_none():
-            ids = [
-                row[self.prompt_width : self.prompt_width + n].tolist() for row, n in zip(tokens, lengths, strict=True)
-            ]
+        with self.stopwatch("reward"), all_or_none():
+            ids = [row[width : width + length].tolist() for row, length in zip(tokens, lengths, strict=True)]
             texts = None
             if episodes is not None:
                 texts, results = episodes.finish(ids, self.rewards.workers is None)
-            if early is None:
-                early = StreamingRewards(self.rewards.open(asked, columns | results, state), decode)
-            texts = early.finish(ids, texts)
-            graded = early.pending.result()
+            if streaming is None:
+                streaming = StreamingRewards(self.rewards.open(prompts, columns | results, state), decode)
+            texts = streaming.finish(ids, texts)
+            graded = streaming.pending.result()
             if episodes is not None:
                 metrics, totals, table = episodes.release()
                 logged = graded.logged
                 logged = Logged(logged.metrics | metrics, logged.totals | totals, logged.columns | table)
                 graded = graded._replace(logged=logged)
-            return Sampled(rollout, examples, asked, texts, *graded)
-
-    def _rollout(
-        self, params: Params, examples: list[Row], key, first_row: int, state: TrainerState,
-        episodes: EpisodeBatch | None, early: StreamingRewards | None,
-    ) -> tuple[Rollout, dict[str, list[Any]]]:  # fmt: skip
-        """The rows, and the columns for rewards that come with them."""
-        if self.external is not None:
-            return self.external(params, examples, jax.random.fold_in(key, first_row), state)
-        padded = pad_prompts([e["prompt_ids"] for e in examples], self.prompt_width)
-        prompts, segments = rows_to_global(padded, self.mesh)
-        return self.engine.generate(params, prompts, segments, key, first_row, episodes, on_finished=early), {}
+            return Rollouts(rollout, examples, prompts, texts, graded.rewards, graded.logged, state.global_step)
 
 
 @dataclasses.dataclass(frozen=True)
-class Online:
-    """Batches of sampled and scored completions.
+class ProducerSpec:
+    """The settings of a producer."""
 
-    `greedy` samples the baseline of a rule that compares with it; `critic` is PPO's value network.
+    prompts: int  # of a step, over all processes
+    total_steps: int
+    dynamic_sampling: bool
+    max_sampling_rounds: int
+    replay_groups: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Producer:
+    """Steps 1 to 3. `greedy` samples the baseline of a rule that compares with it.
+
+    `flat_groups(rewards, weights) -> [B]` is true for prompts whose completions all have the same reward.
     """
 
-    config: Any
-    net: Net
-    critic: Net | None
-    sampler: Sampler
-    greedy: Sampler | None
+    spec: ProducerSpec
+    worker: RolloutWorker
+    greedy: RolloutWorker | None
     pipeline: Pipeline | Stream
-    scorer: Scorer
-    memory: Memory
-    pack: Packer | None = None
+    flat_groups: Callable[[np.ndarray, Any], np.ndarray]
 
-    def next(self, state: State, key) -> Experience:
-        """The batch of one step, sampled from `state.params`."""
-        algorithm, memory, mesh, watch = self.config.algorithm, self.memory, self.sampler.mesh, self.sampler.watch
-        memory.sync_reference(state)
-        sampled, resampled = self._sample(state, key)
-        rollout = sampled.rollout
-        with watch("logps"):
-            old_logps = self._logps(state.params, rollout) if self._needs_old_logps() else None
-            ref_logps = self._logps(on_device(memory.reference), rollout) if self._measures_kl() else None
-            values = self._values(state, rollout)
-        mask = rollout.mask * rollout.finished[:, None] if algorithm.mask_truncated else rollout.mask
-        greedy, greedy_rewards, logged = self._greedy(state.params, sampled, key)
-        scored = self.scorer(
-            rollout, mask, rows_to_global(sampled.rewards, mesh), self.sampler.rewards.weights, old_logps, ref_logps,
-            memory.kl.coef, greedy_rewards, values, greedy,
-        )  # fmt: skip
-        batch = Batch(
-            Inputs(rollout.tokens, rollout.segments, prompt_width=self.sampler.prompt_width),
-            mask=scored.mask,
-            sample_logps=rollout.sample_logps,
-            old_logps=old_logps,
-            advantages=scored.values,
-            values=values,
-            returns=scored.returns,
-        )
-        metrics = scored.metrics | resampled | over_processes(logged, scored.metrics)
-        metrics["rollout/useful_token_fraction"] = _useful(rollout.lengths, rollout.steps)
-        if memory.replay is not None:
-            batch, metrics["rollout/replayed_groups"] = memory.replay_groups(
-                batch, scored.priority, jax.random.fold_in(key, REPLAY), self.config.rollout.group_size
-            )
-        batch = self._with_terms(batch, None if memory.replay is not None else ref_logps, key)
-        metrics |= memory.coefficients()
-        memory.control_kl(scored.kl, batch.rows)
-        return Experience(batch, metrics, self._table(sampled, scored.values, mask))
+    def produce(self, params: Params, step: int, key) -> Rollouts:
+        """The rollouts of one step by the policy of that many training steps.
 
-    def get_state(self) -> dict[str, Any]:
-        """What a resumed run needs besides the training state and `get_arrays`."""
-        return {"pipeline": self.pipeline.get_state(), "memory": self.memory.numbers()}
-
-    def get_arrays(self) -> dict[str, Any]:
-        """The trees of arrays, by name, that a resumed run needs besides the training state."""
-        return self.memory.arrays()
-
-    def set_state(self, state: dict[str, Any], arrays: dict[str, Any]) -> None:
-        """Goes on where `get_state` and `get_arrays` were called."""
-        self.pipeline.set_state(state["pipeline"])
-        self.memory.restore(state["memory"], arrays)
-
-    def learn(self, metrics: dict[str, float]) -> None:
-        """Takes notice of the metrics of a step's updates."""
-        self.memory.control_entropy(metrics)
+        With `dynamic_sampling`, flat groups are sampled again for other prompts, until none is left. Raises ConfigError
+        when some are left after the last round, and no replay buffer fills up.
+        """
+        spec, state = self.spec, TrainerState(step, self.spec.total_steps)
+        rollouts = self.worker(params, self._prompts(), key, state=state)
+        if spec.dynamic_sampling:
+            weights, resampled = self.worker.rewards.weights, 0
+            flat, rows = self.flat_groups(rollouts.rewards, weights), len(rollouts.rewards) * jax.process_count()
+            for sampling_round in range(1, spec.max_sampling_rounds):
+                missing = _sum_over_processes(flat)
+                if not missing:
+                    break
+                resampled += missing
+                # Later rounds count their rows on, so that no two rows of a step draw the same numbers.
+                fresh = self.worker(params, self._prompts(), key, sampling_round * rows, state)
+                fresh_flat = self.flat_groups(fresh.rewards, weights)
+                rollouts, flat = fill(rollouts, flat, fresh, fresh_flat, self.worker.mesh)
+            missing = _sum_over_processes(flat)
+            if missing and not spec.replay_groups:
+                raise ConfigError(
+                    f"algorithm.dynamic_sampling: after {spec.max_sampling_rounds} rounds of sampling, the completions "
+                    f"of {missing} prompts of {spec.prompts} still score alike. Raise algorithm.max_sampling_rounds, "
+                    "fill up from earlier steps with algorithm.replay_groups, set algorithm.dynamic_sampling to false, "
+                    "or give prompts that are neither too easy nor too hard"
+                )
+            rollouts = rollouts._replace(resampled_groups=resampled)
+        if self.greedy is not None:
+            greedy = self.greedy(params, rollouts.examples, key)
+            rollouts = rollouts._replace(greedy=greedy, logged=add_totals(rollouts.logged, greedy.logged))
+        return rollouts
 
     def _prompts(self) -> list[Row]:
         with all_or_none():
             return next(self.pipeline)
 
-    def _sample(self, state: State, key) -> tuple[Sampled, dict[str, Any]]:
-        """Scored completions; with `algorithm.dynamic_sampling` of prompts whose completions score differently."""
-        algorithm, weights = self.config.algorithm, self.sampler.rewards.weights
-        params, progress = state.params, TrainerState(int(state.step), self.config.total_steps)
-        sampled = self.sampler(params, self._prompts(), key, state=progress)
-        if not algorithm.dynamic_sampling:
-            return sampled, {}
-        flat, resampled = self.scorer.flat_groups(sampled.rewards, weights), 0
-        rows = len(sampled.rewards) * jax.process_count()
-        for sampling_round in range(1, algorithm.max_sampling_rounds):
-            missing = _sum_over_processes(flat)
-            if not missing:
-                break
-            resampled += missing
-            fresh = self.sampler(params, self._prompts(), key, sampling_round * rows, progress)
-            fresh_flat = self.scorer.flat_groups(fresh.rewards, weights)
-            sampled, flat = fill(sampled, flat, fresh, fresh_flat, self.sampler.mesh)
-        missing = _sum_over_processes(flat)
-        if missing and self.memory.replay is None:
-            raise ConfigError(
-                f"algorithm.dynamic_sampling: after {algorithm.max_sampling_rounds} rounds of sampling, the "
-                f"completions of {missing} prompts of {self.config.batch.prompts} still score alike. Raise "
-                "algorithm.max_sampling_rounds, fill up from earlier steps with algorithm.replay_groups, set "
-                "algorithm.dynamic_sampling to false, or give prompts that are neither too easy nor too hard"
-            )
-        return sampled, {"rollout/resampled_groups": np.float32(resampled)}
 
-    def _greedy(self, params: Params, sampled: Sampled, key) -> tuple[Rollout | None, Any, Logged]:
-        """A greedy completion of each example and its rewards `[B,R]`, None unless the advantage rule asks for them;
-        and what was logged with the samples, with what grading these has cost."""
-        if self.greedy is None:
-            return None, None, sampled.logged
-        found = self.greedy(params, sampled.examples, key)
-        logged = add_totals(sampled.logged, found.logged)
-        return found.rollout, rows_to_global(found.rewards, self.sampler.mesh), logged
+@dataclasses.dataclass(frozen=True)
+class LearnerSpec:
+    """The settings of a learner."""
 
-    def _with_terms(self, batch: Batch, ref_logps, key) -> Batch:
-        """The batch with what the terms of the objective read: the reference, moving coefficients, random seeds."""
-        memory, mesh, rows = self.memory, self.sampler.mesh, batch.rows // jax.process_count()
-        if memory.reference is not None and not self.config.algorithm.kl_in_reward:
-            with self.sampler.watch("logps"):
-                known = ref_logps is not None
-                batch = batch.replace(ref_logps=ref_logps if known else self._logps(on_device(memory.reference), batch))
-        measured = memory.reference is not None and not self.config.algorithm.kl_in_reward
-        adaptive, by_tokens = isinstance(memory.kl, AdaptiveKL), self.config.algorithm.aggregation == "rollout_token"
-        tokens = float((batch.mask > 0).sum()) / self.config.batch.minibatches if by_tokens else None
-        batch = batch.replace(
-            scalars=Scalars(
-                kl_coef=np.float32(memory.kl.coef) if measured and adaptive else None,
-                entropy_coef=None if memory.entropy is None else np.float32(memory.entropy.applied),
-                token_count=None if tokens is None else np.float32(tokens),
-            )
+    old_logps: str  # whom the ratio compares with: trainer (computed), sampler, or policy (itself: nothing to compute)
+    temperature: float
+    kl_in_reward: bool
+    mask_truncated: bool
+    aggregation: str
+    draws_seeds: bool  # the loss draws random numbers
+
+
+class Critic(NamedTuple):
+    """PPO's value network, and its parameters in a state."""
+
+    net: Net
+    params: Callable[[State], Params]
+
+
+@dataclasses.dataclass
+class Learner:
+    """Steps 4 and 5: the batch of an update, of the rollouts of a producer."""
+
+    spec: LearnerSpec
+    batch: BatchSpec
+    net: Net
+    mesh: Mesh
+    prompt_width: int
+    reward_weights: np.ndarray  # [F]
+    advantages: AdvantageStep
+    pack: Packer
+    stopwatch: Stopwatch
+    controllers: Controllers
+    reference: Reference | None = None
+    replay: Replay | None = None
+    critic: Critic | None = None
+
+    def prepare(self, rollouts: Rollouts, state: State, key) -> Experience:
+        """The batch with everything that its objective reads, and the metrics and table of the rollouts."""
+        spec, rollout, controllers = self.spec, rollouts.rollout, self.controllers
+        if self.reference is not None:
+            self.reference.sync(state)
+        in_loss = self.reference is not None and not spec.kl_in_reward  # the KL term
+        mask = rollout.mask * rollout.finished[:, None] if spec.mask_truncated else rollout.mask
+
+        # 4 log-probs. The reference's are needed before the advantages for a KL in the reward, or one that is measured
+        # to move its coefficient; else after the replay, which exchanges rows.
+        old_logps = rollout.sample_logps if spec.old_logps == "sampler" else None
+        ref_logps = values = None
+        measures_kl = spec.kl_in_reward or controllers.is_kl_adaptive
+        with self.stopwatch("logps"):
+            if spec.old_logps == "trainer" or measures_kl or self.critic is not None:
+                inputs = self._inputs(rollout.tokens, rollout.segments, rollout.mask)
+                if spec.old_logps == "trainer":
+                    old_logps = self._logps(state.params, inputs)
+                if measures_kl:
+                    ref_logps = self._reference_logps(inputs)
+                if self.critic is not None:
+                    params, shards = self.critic.params(state), row_shards(self.mesh)
+                    values = values_before(self.critic.net, params, inputs, self.batch.forward_rows, shards)
+
+        # 5 advantages, of rewards that may hold the KL penalty.
+        greedy = rollouts.greedy
+        result = self.advantages(
+            rollout,
+            mask,
+            rows_to_global(rollouts.rewards, self.mesh),
+            self.reward_weights,
+            logps=old_logps,
+            ref_logps=ref_logps,
+            kl_coef=controllers.kl.coef,
+            values=values,
+            greedy_rewards=None if greedy is None else rows_to_global(greedy.rewards, self.mesh),
+            greedy_rollout=None if greedy is None else greedy.rollout,
         )
-        if "key" in policy_loss(self.config).takes:
-            first = int(jax.random.bits(jax.random.fold_in(key, ROW_SEEDS)))
-            seeds = np.random.default_rng([first, 0]).integers(2**32, size=batch.rows, dtype=np.uint32)
-            own = slice(jax.process_index() * rows, (jax.process_index() + 1) * rows)
-            batch = batch.replace(seeds=rows_to_global(seeds[own], mesh))
-        return batch
+        metrics = dict(result.metrics)
+        if rollouts.resampled_groups is not None:
+            metrics["rollout/resampled_groups"] = np.float32(rollouts.resampled_groups)
+        metrics |= over_processes(rollouts.logged, result.metrics)
+        metrics["rollout/useful_token_fraction"] = _useful(rollout.lengths, rollout.steps)
+        batch = Batch(
+            Inputs(rollout.tokens, rollout.segments, prompt_width=self.prompt_width),
+            mask=result.mask,
+            sample_logps=rollout.sample_logps,
+            old_logps=old_logps,
+            advantages=result.advantages,
+            values=values,
+            returns=result.returns,
+        )
+        if self.replay is not None:
+            ref_logps, group_size = None, self.batch.group_size  # the reference's are of the rows before the exchange
+            self.replay, batch, metrics["rollout/replayed_groups"] = replay_buffer.exchange(
+                self.replay, batch, result.priority, jax.random.fold_in(key, REPLAY), group_size=group_size
+            )
+        if in_loss:
+            with self.stopwatch("logps"):
+                if ref_logps is None:
+                    inputs = self._inputs(batch.inputs.tokens, batch.inputs.segments, batch.mask)
+                    ref_logps = self._reference_logps(inputs)
+                batch = batch.replace(ref_logps=ref_logps)
+        batch = batch.replace(scalars=self._scalars(batch, in_loss))
+        if spec.draws_seeds:
+            batch = batch.replace(seeds=_row_seeds(batch.rows, key, self.mesh))
 
-    def _table(self, sampled: Sampled, advantages, mask) -> list[Row]:
+        metrics |= controllers.metrics()
+        self.controllers = controllers.after_rollouts(result.kl, batch.rows)
+        return Experience(batch, metrics, self._table(rollouts, result.advantages, mask))
+
+    def learn(self, metrics: dict[str, float]) -> None:
+        """Move what follows the metrics of a step's updates."""
+        if self.controllers.entropy is not None:
+            self.controllers = self.controllers.after_updates(metrics.get("entropy_kept", metrics["entropy"]))
+
+    def get_arrays(self) -> dict[str, Any]:
+        """The trees of arrays, by name, that a resumed run needs."""
+        reference = {} if self.reference is None else self.reference.arrays()
+        return reference | ({} if self.replay is None else {"replay": replay_buffer.get_arrays(self.replay)})
+
+    def restore(self, state: dict[str, float], arrays: dict[str, Any]) -> None:
+        """Take up the state of the controllers and the arrays; what these lack (it was not used) stays as it starts."""
+        self.controllers = self.controllers.with_state(state)
+        if self.reference is not None:
+            self.reference.restore(arrays)
+        if self.replay is not None and "replay" in arrays:
+            self.replay = replay_buffer.with_arrays(self.replay, arrays["replay"])
+
+    def _inputs(self, tokens, segments, mask) -> Inputs:
+        """The rows as a network reads them for the log-probs or values of the tokens in the mask."""
+        layout = self.pack.passing(tokens, segments, mask)
+        return Inputs(tokens, segments, layout=layout, prompt_width=self.prompt_width)
+
+    def _logps(self, params: Params, inputs: Inputs) -> jax.Array:
+        rows, shards = self.batch.forward_rows, row_shards(self.mesh)
+        return scored_logps(self.net, params, inputs, self.spec.temperature, rows, shards)
+
+    def _reference_logps(self, inputs: Inputs) -> jax.Array:
+        assert self.reference is not None  # the settings that read it need algorithm.beta
+        return self._logps(on_device(self.reference.params), inputs)
+
+    def _scalars(self, batch: Batch, in_loss: bool) -> Scalars:
+        """The coefficients that move, and the tokens of an average optimizer batch where the weights divide by them."""
+        kl, entropy, tokens = self.controllers.kl.coef, self.controllers.entropy, None
+        if self.spec.aggregation == "rollout_token":
+            tokens = np.float32(float((batch.mask > 0).sum()) / self.batch.minibatches)
+        return Scalars(
+            kl_coef=np.float32(kl) if in_loss and self.controllers.is_kl_adaptive else None,
+            entropy_coef=None if entropy is None else np.float32(entropy.applied),
+            token_count=tokens,
+        )
+
+    def _table(self, rollouts: Rollouts, advantages, mask) -> list[Row]:
         """The completions of all processes, in the order of rows."""
-        names, row_advantages = self.sampler.rewards.names, local_rows(masked_mean(advantages, mask, axis=-1))
-        rows = zip(sampled.prompts, sampled.completions, sampled.rewards, row_advantages, strict=True)
-        own = [
-            {"prompt": p, "completion": c, **dict(zip(names, map(float, r), strict=True)), "advantage": float(a)}
-            | {name: table_value(values[row]) for name, values in sampled.logged.columns.items()}
-            for row, (p, c, r, a) in enumerate(rows)
+        names, row_advantages = self.advantages.reward_names, local_rows(masked_mean(advantages, mask, axis=-1))
+        columns = {name: [table_value(value) for value in values] for name, values in rollouts.logged.columns.items()}
+        rows = zip(rollouts.prompts, rollouts.completions, rollouts.rewards, row_advantages, strict=True)
+        table = [
+            {"prompt": prompt, "completion": completion}
+            | dict(zip(names, map(float, rewards), strict=True))
+            | {"advantage": float(advantage)}
+            | {name: values[row] for name, values in columns.items()}
+            for row, (prompt, completion, rewards, advantage) in enumerate(rows)
         ]
-        return [row for part in gather(own) for row in part]
+        return [row for process in gather(table) for row in process]
 
-    def _measures_kl(self) -> bool:
-        """True when the reference is needed before the objective: for rewards, or to steer the KL coefficient."""
-        return self.config.algorithm.kl_in_reward or isinstance(self.memory.kl, AdaptiveKL)
 
-    def _needs_old_logps(self) -> bool:
-        """False when the sampled rows give one update: then the policy that is updated has sampled them."""
-        one_update = self.config.algorithm.num_iterations == 1 and self.config.batch.minibatches == 1
-        return not one_update or self.memory.replay is not None or self._measures_kl()
+@dataclasses.dataclass(frozen=True)
+class OnlineSource:
+    """Batches of sampled and rewarded completions: a producer and a learner, run in turn."""
 
-    def _logps(self, params: Params | None, rows: Rollout | Batch):
-        assert params is not None
-        inputs, count = self._inputs(rows)
-        temperature, shards = self.config.rollout.temperature, row_shards(self.sampler.mesh)
-        return scored_logps(self.net, params, inputs, temperature, count, shards)
+    producer: Producer
+    learner: Learner
 
-    def _values(self, state: State, rows: Rollout):
-        """Values `[N,T]` of the critic before the update, None without one."""
-        if self.critic is None or state.critic is None:
-            return None
-        inputs, count = self._inputs(rows)
-        return values_before(
-            self.critic, critic_params(critic_spec(self.config), state), inputs, count, row_shards(self.sampler.mesh)
-        )
+    def next(self, state: State, key) -> Experience:
+        """The batch of one step, sampled from `state.params`."""
+        rollouts = self.producer.produce(state.params, int(state.step), key)
+        return self.learner.prepare(rollouts, state, key)
 
-    def _inputs(self, rows: Rollout | Batch) -> tuple[Inputs, int]:
-        """What a network reads of the rows, and how many rows it computes at a time."""
-        source = rows if isinstance(rows, Rollout) else rows.inputs
-        tokens, segments = source.tokens, source.segments
-        layout = None if self.pack is None else self.pack.passing(tokens, segments, rows.mask)
-        inputs = Inputs(tokens, segments, layout=layout, prompt_width=self.sampler.prompt_width)
-        return inputs, self.config.batch.microbatch_rows or tokens.shape[0] // self.config.batch.minibatches
+    def learn(self, metrics: dict[str, float]) -> None:
+        """Take notice of the metrics of a step's updates."""
+        self.learner.learn(metrics)
+
+    def get_state(self) -> dict[str, Any]:
+        """The numbers that a resumed run needs besides the training state and `get_arrays`."""
+        return {"pipeline": self.producer.pipeline.get_state(), "memory": self.learner.controllers.get_state()}
+
+    def get_arrays(self) -> dict[str, Any]:
+        """The trees of arrays, by name, that a resumed run needs besides the training state."""
+        return self.learner.get_arrays()
+
+    def set_state(self, state: dict[str, Any], arrays: dict[str, Any]) -> None:
+        """Go on where `get_state` and `get_arrays` were called."""
+        self.producer.pipeline.set_state(state["pipeline"])
+        self.learner.restore(state["memory"], arrays)
 
 
 def fill(
-    held: Sampled, flat: np.ndarray, fresh: Sampled, fresh_flat: np.ndarray, mesh: Mesh
-) -> tuple[Sampled, np.ndarray]:
+    held: Rollouts, flat: np.ndarray, fresh: Rollouts, fresh_flat: np.ndarray, mesh: Mesh
+) -> tuple[Rollouts, np.ndarray]:
     """`held` with its flat groups replaced by groups of `fresh` that are not, as far as those go; which are flat then.
 
     `flat` and `fresh_flat` `[B]` are of this process, which fills its own groups only: texts never travel.
     """
-    slots, found = np.flatnonzero(flat), np.flatnonzero(~fresh_flat)
-    slots, found = slots[: len(found)], found[: len(slots)]
+    slots, usable = np.flatnonzero(flat), np.flatnonzero(~fresh_flat)
+    slots, usable = slots[: len(usable)], usable[: len(slots)]
     groups, size = len(flat), len(held.prompts) // len(flat)
     source = np.arange(groups)
-    source[slots] = groups + found
+    source[slots] = groups + usable
     index = (source[:, None] * size + np.arange(size)).reshape(-1)  # into the local rows of held, then of fresh
 
     def pick(old: list, new: list, where: np.ndarray) -> list:
@@ -340,24 +429,18 @@ def fill(
 
     rows, process, processes = groups * size, jax.process_index(), jax.process_count()
     # The same in global rows, where all of held comes before all of fresh.
-    in_all = index + np.where(index < rows, process, process + processes - 1) * rows
-    filled = Sampled(
-        rollout=_pick_rows(held.rollout, fresh.rollout, rows_to_global(in_all.astype(np.int32), mesh)),
+    global_index = index + np.where(index < rows, process, process + processes - 1) * rows
+    filled = held._replace(
+        rollout=_pick_rows(held.rollout, fresh.rollout, rows_to_global(global_index.astype(np.int32), mesh)),
         examples=pick(held.examples, fresh.examples, source),
         prompts=pick(held.prompts, fresh.prompts, index),
         completions=pick(held.completions, fresh.completions, index),
         rewards=np.concatenate([held.rewards, fresh.rewards])[index],
         logged=join(held.logged, fresh.logged, index, rows),
     )
-    still = flat.copy()
-    still[slots] = False
-    return filled, still
-
-
-@jax.jit
-def _useful(lengths, steps):
-    """The share of decode steps that gave a token: a row's first comes from the prefill, idle slots give none."""
-    return (lengths - 1).sum() / jnp.maximum(steps.sum(), 1.0)
+    still_flat = flat.copy()
+    still_flat[slots] = False
+    return filled, still_flat
 
 
 @jax.jit
@@ -369,6 +452,20 @@ def _pick_rows(held: Rollout, fresh: Rollout, index) -> Rollout:
 
 def _sum_over_processes(flags: np.ndarray) -> int:
     return int(multihost_utils.process_allgather(np.int32(flags.sum())).sum())
+
+
+@jax.jit
+def _useful(lengths, steps):
+    """The share of decode steps that gave a token: a row's first comes from the prefill, idle slots give none."""
+    return (lengths - 1).sum() / jnp.maximum(steps.sum(), 1.0)
+
+
+def _row_seeds(rows: int, key, mesh: Mesh) -> jax.Array:
+    """A seed `[N]` for each row of all processes, the same however many processes there are."""
+    first, local = int(jax.random.bits(jax.random.fold_in(key, ROW_SEEDS))), rows // jax.process_count()
+    seeds = np.random.default_rng([first, 0]).integers(2**32, size=rows, dtype=np.uint32)
+    start = jax.process_index() * local
+    return rows_to_global(seeds[start : start + local], mesh)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 3, 4, 5))
@@ -384,21 +481,3 @@ def values_before(net: Net, params: Params, inputs: Inputs, rows: int, shards: i
     """A critic's values `[N,T]` without gradients, computed `rows` rows at a time or as the layout says."""
     batch = Batch(inputs, mask=None)
     return map_microbatches(lambda x: token_values(net, params, x.inputs), batch, batch.rows // rows, shards)
-
-
-def check_rows(config, rows: int, mesh: Mesh) -> None:
-    """Raises ConfigError unless every micro-batch cuts into the mesh's row shards."""
-    if config.algorithm.aggregation == "microbatch_token" and row_shards(mesh) > 1:
-        raise ConfigError(
-            "algorithm.aggregation = 'microbatch_token' is of adjacent rows, but a micro-batch takes rows of each of "
-            f"the {row_shards(mesh)} shards of the mesh; use token, or mesh.data = mesh.fsdp = 1"
-        )
-    part = config.batch.microbatch_rows or rows // config.batch.minibatches
-    pairs = config.algorithm.name in OFFLINE and rows_together(config) == 2
-    if part % (row_shards(mesh) * (2 if pairs else 1)):
-        raise ConfigError(
-            "a micro-batch of "
-            f"{part} rows does not divide into mesh.data x mesh.fsdp x mesh.expert = {row_shards(mesh)} parts"
-            f"{' of whole pairs' if pairs else ''}; "
-            "change batch.prompts, rollout.group_size, batch.minibatches, batch.microbatch_rows or the mesh"
-        )

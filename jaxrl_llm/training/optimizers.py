@@ -1,7 +1,7 @@
-"""The optimizer and its learning rate, from the configuration: optax by name."""
+"""The optimizer and its learning rate: optax by name, with fp32 arithmetic whatever the parameters' type."""
 
-import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -14,12 +14,35 @@ from jaxrl_llm.distributed.sharding import path_name
 MUON_RMS = 0.2  # of an update, as AdamW's are: one learning rate serves both (arXiv 2502.16982)
 
 
-def learning_rate_schedule(config) -> optax.Schedule:
+@dataclass(frozen=True)
+class OptimizerSpec:
+    """The settings of an optimizer and of its learning rate. Steps are training steps."""
+
+    name: str
+    learning_rate: float
+    schedule: str
+    total_steps: int
+    updates_per_step: int
+    warmup_steps: int
+    min_lr_ratio: float
+    cycles: float
+    decay_steps: int
+    decay_shape: str
+    b1: float
+    b2: float
+    eps: float
+    weight_decay: float
+    no_decay: tuple[str, ...]
+    moment_dtype: str
+    max_grad_norm: float
+    freeze_router: bool
+
+
+def learning_rate_schedule(spec: OptimizerSpec) -> optax.Schedule:
     """The learning rate of each optimizer update, `[]` of its count.
 
-    Warm-up rises linearly from 0 and reaches the peak after `warmup_steps` (or `warmup_ratio` of all steps); as in
-    transformers its first update has rate 0. Then, with p from 0 to 1 over the rest and m = `min_lr_ratio`, the peak is
-    multiplied by
+    Warm-up rises linearly from 0 and reaches the peak after `warmup_steps`; as in transformers its first update has
+    rate 0. Then, with p from 0 to 1 over the rest and m = `min_lr_ratio`, the peak is multiplied by
 
         constant      1
         linear        1 - (1 - m) p
@@ -30,40 +53,34 @@ def learning_rate_schedule(config) -> optax.Schedule:
 
     Counts are training steps times updates per step.
     """
-    c = config.optimizer
-    updates = config.batch.minibatches * config.algorithm.num_iterations
-    total = config.total_steps * updates
-    warmup = warmup_steps(config) * updates
-    shape = SHAPES[c.schedule](c, warmup, max(total - warmup, 1), c.decay_steps * updates)
-    rises = optax.linear_schedule(0.0, c.learning_rate, warmup)
+    updates = spec.updates_per_step
+    warmup = spec.warmup_steps * updates
+    after_warmup = max(spec.total_steps * updates - warmup, 1)
+    shape = SHAPES[spec.schedule](spec, warmup, after_warmup, spec.decay_steps * updates)
+    rises = optax.linear_schedule(0.0, spec.learning_rate, warmup)
 
     def schedule(count):
-        after = c.learning_rate * shape(jnp.maximum(count - warmup, 0))
+        after = spec.learning_rate * shape(jnp.maximum(count - warmup, 0))
         return jnp.where(count < warmup, rises(count), after) if warmup else after
 
     return schedule
 
 
-def warmup_steps(config) -> int:
-    """The training steps of the warm-up, rounded up."""
-    return config.optimizer.warmup_steps or math.ceil(config.optimizer.warmup_ratio * config.total_steps)
+def _linear(spec: OptimizerSpec, warmup: int, after: int, decay: int):
+    return optax.linear_schedule(1.0, spec.min_lr_ratio, after)
 
 
-def _linear(c, warmup: int, after: int, decay: int):
-    return optax.linear_schedule(1.0, c.min_lr_ratio, after)
-
-
-def _cosine(c, warmup: int, after: int, decay: int):
+def _cosine(spec: OptimizerSpec, warmup: int, after: int, decay: int):
     def shape(count):
-        wave = 0.5 * (1 + jnp.cos(2 * c.cycles * jnp.pi * jnp.minimum(count, after) / after))
-        return (1 - c.min_lr_ratio) * wave + c.min_lr_ratio
+        wave = 0.5 * (1 + jnp.cos(2 * spec.cycles * jnp.pi * jnp.minimum(count, after) / after))
+        return (1 - spec.min_lr_ratio) * wave + spec.min_lr_ratio
 
     return shape
 
 
-def _inverse_sqrt(c, warmup: int, after: int, decay: int):
+def _inverse_sqrt(spec: OptimizerSpec, warmup: int, after: int, decay: int):
     scale = warmup or 10_000
-    return lambda count: jnp.maximum(jnp.sqrt(scale / (scale + count)), c.min_lr_ratio)
+    return lambda count: jnp.maximum(jnp.sqrt(scale / (scale + count)), spec.min_lr_ratio)
 
 
 DECAYS: dict[str, Callable[[jax.Array], jax.Array]] = {
@@ -73,16 +90,16 @@ DECAYS: dict[str, Callable[[jax.Array], jax.Array]] = {
 }
 
 
-def _wsd(c, warmup: int, after: int, decay: int):
+def _wsd(spec: OptimizerSpec, warmup: int, after: int, decay: int):
     def shape(count):
         q = jnp.clip((count - (after - decay)) / decay, 0.0, 1.0)
-        return c.min_lr_ratio + (1 - c.min_lr_ratio) * DECAYS[c.decay_shape](q)
+        return spec.min_lr_ratio + (1 - spec.min_lr_ratio) * DECAYS[spec.decay_shape](q)
 
     return shape
 
 
 SHAPES: dict[str, Callable[..., Callable[[Any], Any]]] = {
-    "constant": lambda c, *_: optax.constant_schedule(1.0),
+    "constant": lambda spec, *_: optax.constant_schedule(1.0),
     "linear": _linear,
     "cosine": _cosine,
     "inverse_sqrt": _inverse_sqrt,
@@ -90,51 +107,52 @@ SHAPES: dict[str, Callable[..., Callable[[Any], Any]]] = {
 }
 
 
-def make_optimizer(config) -> optax.GradientTransformation:
+def build_optimizer(spec: OptimizerSpec) -> optax.GradientTransformation:
     """Clipping to the global norm, then the named optimizer.
 
     adamw (arXiv 1711.05101); adafactor with an explicit learning rate (arXiv 1804.04235), each layer by itself; lion
     (arXiv 2302.06675); sgd with momentum b1; muon (arXiv 2502.16982) for the matrices of the layers and adamw for the
     rest. Weight decay is decoupled and leaves out the parameters of `no_decay`. Moments are computed in fp32 and stored
-    in `moment_dtype`, whatever the parameters' type. With `model.freeze_router` routers are left as they are.
+    in `moment_dtype`, whatever the parameters' type. With `freeze_router` routers are left as they are.
     """
-    c = config.optimizer
-    optimizer = stored_in(OPTIMIZERS[c.name](c, learning_rate_schedule(config)), c.moment_dtype)
-    if config.model.freeze_router:  # their gradients are 0; this is about weight decay
+    optimizer = stored_in(OPTIMIZERS[spec.name](spec, learning_rate_schedule(spec)), spec.moment_dtype)
+    if spec.freeze_router:  # their gradients are 0; this is about weight decay
         optimizer = optax.chain(optimizer, optax.masked(optax.set_to_zero(), _routers))
-    return optax.chain(optax.clip_by_global_norm(c.max_grad_norm), optimizer) if c.max_grad_norm else optimizer
+    return optax.chain(optax.clip_by_global_norm(spec.max_grad_norm), optimizer) if spec.max_grad_norm else optimizer
 
 
-def decayed(c) -> Callable[[Any], Any]:
-    """Which parameters weight decay applies to."""
+def decayed(spec: OptimizerSpec) -> Callable[[Any], Any]:
+    """The mask of the parameters that weight decay applies to, of a tree of parameters."""
     return lambda params: jax.tree_util.tree_map_with_path(
-        lambda path, _: not path_name(path).endswith(tuple(c.no_decay)), params
+        lambda path, _: not path_name(path).endswith(tuple(spec.no_decay)), params
     )
 
 
-def _adamw(c, rate: optax.Schedule) -> optax.GradientTransformation:
-    return optax.adamw(rate, c.b1, c.b2, c.eps, weight_decay=c.weight_decay, mask=decayed(c))
+def _adamw(spec: OptimizerSpec, rate: optax.Schedule) -> optax.GradientTransformation:
+    return optax.adamw(rate, spec.b1, spec.b2, spec.eps, weight_decay=spec.weight_decay, mask=decayed(spec))
 
 
-def _adafactor(c, rate: optax.Schedule) -> optax.GradientTransformation:
+def _adafactor(spec: OptimizerSpec, rate: optax.Schedule) -> optax.GradientTransformation:
     statistics = optax.chain(optax.scale_by_factored_rms(min_dim_size_to_factor=2), optax.clip_by_block_rms(1.0))
     return optax.chain(
-        per_layer(statistics), optax.add_decayed_weights(c.weight_decay, decayed(c)), optax.scale_by_learning_rate(rate)
+        per_layer(statistics),
+        optax.add_decayed_weights(spec.weight_decay, decayed(spec)),
+        optax.scale_by_learning_rate(rate),
     )
 
 
-def _lion(c, rate: optax.Schedule) -> optax.GradientTransformation:
-    return optax.lion(rate, c.b1, c.b2, weight_decay=c.weight_decay, mask=decayed(c))
+def _lion(spec: OptimizerSpec, rate: optax.Schedule) -> optax.GradientTransformation:
+    return optax.lion(rate, spec.b1, spec.b2, weight_decay=spec.weight_decay, mask=decayed(spec))
 
 
-def _sgd(c, rate: optax.Schedule) -> optax.GradientTransformation:
-    momentum = [optax.trace(c.b1)] if c.b1 else []
+def _sgd(spec: OptimizerSpec, rate: optax.Schedule) -> optax.GradientTransformation:
+    momentum = [optax.trace(spec.b1)] if spec.b1 else []
     return optax.chain(
-        *momentum, optax.add_decayed_weights(c.weight_decay, decayed(c)), optax.scale_by_learning_rate(rate)
+        *momentum, optax.add_decayed_weights(spec.weight_decay, decayed(spec)), optax.scale_by_learning_rate(rate)
     )
 
 
-def _muon(c, rate: optax.Schedule) -> optax.GradientTransformation:
+def _muon(spec: OptimizerSpec, rate: optax.Schedule) -> optax.GradientTransformation:
     def is_matrix(path, x) -> bool:
         return _in_layers(path) and x.ndim > 2
 
@@ -146,12 +164,12 @@ def _muon(c, rate: optax.Schedule) -> optax.GradientTransformation:
 
     matrices = muon(
         rate,
-        weight_decay=c.weight_decay,
-        weight_decay_mask=decayed(c),
+        weight_decay=spec.weight_decay,
+        weight_decay_mask=decayed(spec),
         muon_weight_dimension_numbers=last_two,
         consistent_rms=MUON_RMS,
     )
-    return optax.partition({"muon": matrices, "adamw": _adamw(c, rate)}, labels)
+    return optax.partition({"muon": matrices, "adamw": _adamw(spec, rate)}, labels)
 
 
 OPTIMIZERS: dict[str, Callable[..., optax.GradientTransformation]] = {

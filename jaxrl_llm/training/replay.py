@@ -1,7 +1,8 @@
-"""A buffer of groups that had something to learn from, and their exchange for groups that have not."""
+"""Replay of informative groups: they take the place of groups whose completions all have the same reward."""
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,10 +15,10 @@ from jaxrl_llm.distributed.sharding import constrain
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Replay:
-    """The newest groups whose completions scored differently, newest first; every device holds all of them."""
+    """The newest groups whose completions differ in reward, newest first; replicated over the devices."""
 
-    rows: Batch  # [G*K,...] rows of a group adjacent
-    priority: jax.Array  # [G] weight of a group when one is drawn, 0 where the buffer is still empty
+    rows: Batch  # [groups * K,...] rows of a group adjacent
+    priority: jax.Array  # [groups] weight of a group when one is drawn, 0 where the buffer is still empty
 
 
 def empty_replay(groups: int, group_size: int, width: int, prompt_width: int, mesh: Mesh) -> Replay:
@@ -36,13 +37,13 @@ def empty_replay(groups: int, group_size: int, width: int, prompt_width: int, me
 
 @functools.partial(jax.jit, static_argnames="group_size")
 def exchange(replay: Replay, batch: Batch, priority, key, group_size: int) -> tuple[Replay, Batch, jax.Array]:
-    """The buffer with this batch's groups, the batch with drawn ones for its flat ones, and how many were exchanged.
+    """The buffer with this batch's groups, the batch with stored groups for its flat ones, and how many it took.
 
-    Shapes: rows `[B*group_size,...]`, `priority [B]`, 0 for a flat group. A stored group is drawn, with replacement, in
-    proportion to its priority, and before this batch's own groups are stored; it keeps its advantages and the log-probs
-    of the policies it came from, so that ratios stay right. With an empty buffer the batch stays as it is. Source:
-    replay buffer of TRL's GRPO, which keeps the groups of highest priority; here a group leaves once `G` newer ones
-    came, which bounds its age.
+    Shapes: rows `[B * group_size,...]`, `priority [B]`, 0 for a flat group. A stored group is drawn, with replacement,
+    in proportion to its priority, and before this batch's own groups are stored; it keeps its advantages and the
+    log-probs of the policies it came from, so that ratios stay right. With an empty buffer the batch stays as it is.
+    Source: replay buffer of TRL's GRPO, which keeps the groups of highest priority; here a group leaves once as many
+    newer ones came as the buffer holds, which bounds its age.
     """
     drawn = jax.random.categorical(key, jnp.log(replay.priority), shape=priority.shape)
     flat = (priority == 0) & (replay.priority.sum() > 0)
@@ -58,21 +59,24 @@ def exchange(replay: Replay, batch: Batch, priority, key, group_size: int) -> tu
     def store(old, new):
         return constrain(jnp.concatenate([new, old])[_rows(newest, group_size)], None, None)
 
-    kept = Replay(jax.tree.map(store, replay.rows, batch), constrain(all_priorities[newest], None))
-    return kept, jax.tree.map(mix, replay.rows, batch), flat.sum()
+    updated = Replay(jax.tree.map(store, replay.rows, batch), constrain(all_priorities[newest], None))
+    return updated, jax.tree.map(mix, replay.rows, batch), flat.sum()
 
 
 def _rows(groups, group_size: int):
     return (groups[:, None] * group_size + jnp.arange(group_size)).reshape(-1)
 
 
-def stored_arrays(rows: Batch) -> dict[str, jax.Array]:
-    """The arrays of a buffer's rows by name, as a checkpoint holds them."""
-    return {name: x for name, x in {**vars(rows), **vars(rows.inputs)}.items() if isinstance(x, jax.Array)}
+def get_arrays(replay: Replay) -> dict[str, Any]:
+    """The tree of a buffer's arrays as a checkpoint holds it: rows by the name of their field, without nesting."""
+    fields = {**vars(replay.rows), **vars(replay.rows.inputs)}
+    rows = {name: x for name, x in fields.items() if isinstance(x, jax.Array)}
+    return {"rows": rows, "priority": replay.priority}
 
 
-def with_arrays(rows: Batch, arrays: dict[str, jax.Array]) -> Batch:
-    """The rows with what `stored_arrays` gave."""
-    names = {"tokens", "segments"}
-    inputs = rows.inputs.replace(**{name: x for name, x in arrays.items() if name in names})
-    return rows.replace(inputs=inputs, **{name: x for name, x in arrays.items() if name not in names})
+def with_arrays(replay: Replay, arrays: dict[str, Any]) -> Replay:
+    """The buffer with the arrays of `get_arrays`."""
+    of_inputs = {"tokens", "segments"}
+    inputs = replay.rows.inputs.replace(**{name: x for name, x in arrays["rows"].items() if name in of_inputs})
+    others = {name: x for name, x in arrays["rows"].items() if name not in of_inputs}
+    return Replay(replay.rows.replace(inputs=inputs, **others), arrays["priority"])

@@ -1,23 +1,22 @@
-"""From a configuration to the parts of a run: the one place where model, data, rewards, sampler and update meet."""
+"""From a configuration to a `Run`: the one place where model, data, rewards, rollouts and updates meet."""
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import optax
 from jax.sharding import Mesh
 
 from jaxrl_llm.algorithms.random_streams import ADAPTERS, VALUE_HEAD
 from jaxrl_llm.config import ConfigError, batch_rows
-from jaxrl_llm.config.schema import OFFLINE
 from jaxrl_llm.data import loading
 from jaxrl_llm.data.loading import Part
 from jaxrl_llm.data.pipeline import Pipeline
-from jaxrl_llm.data.streaming import Stream
 from jaxrl_llm.distributed.sharding import make_mesh, row_shards
-from jaxrl_llm.environments.factory import Environments, EnvironmentSpec, load_environments
-from jaxrl_llm.environments.protocol import EpisodeError
+from jaxrl_llm.environments.factory import Environments, load_environments
 from jaxrl_llm.models.lora import LoraConfig, has_adapters, parse_targets, split
 from jaxrl_llm.models.model import Model, add_adapters, load_model
 from jaxrl_llm.models.peft import read_config
@@ -25,28 +24,47 @@ from jaxrl_llm.rewards.functions import environment as environment_reward
 from jaxrl_llm.rewards.runner import Rewards, load_rewards
 from jaxrl_llm.rollout.sampling import SamplingParams
 from jaxrl_llm.training import offline
-from jaxrl_llm.training.advantages import make_scorer
+from jaxrl_llm.training.advantages import advantage_step
+from jaxrl_llm.training.algorithm import Algorithm, BatchSpec
 from jaxrl_llm.training.evaluation.run import Evaluate
 from jaxrl_llm.training.evaluation_setup import build_evaluate
 from jaxrl_llm.training.logging.stopwatch import Stopwatch
-from jaxrl_llm.training.objective_specs import critic_spec, needs_reference, objective_of
+from jaxrl_llm.training.objective_specs import critic_spec, objective_of, preference_spec
 from jaxrl_llm.training.objectives.value import critic_params, shared_critic, value_regression
-from jaxrl_llm.training.offline import Offline
-from jaxrl_llm.training.online import Online, Row, Sampler, check_rows
-from jaxrl_llm.training.optimizers import learning_rate_schedule, make_optimizer
+from jaxrl_llm.training.offline import OfflineSource
+from jaxrl_llm.training.online import Critic, Learner, OnlineSource, Producer, RolloutWorker
+from jaxrl_llm.training.optimizers import build_optimizer, learning_rate_schedule
 from jaxrl_llm.training.packing.documents import first_fit
 from jaxrl_llm.training.packing.planner import Packer, Sample, make_packer, sampled_rows
-from jaxrl_llm.training.reference import make_memory, start_reference
+from jaxrl_llm.training.reference import Reference, start_reference
+from jaxrl_llm.training.replay import empty_replay
 from jaxrl_llm.training.reward_models import with_reward_models
-from jaxrl_llm.training.samplers import WIDTH_MULTIPLE as WIDTH_MULTIPLE
-from jaxrl_llm.training.samplers import build_sampler, check_correction, padded_width, training_sampling
-from jaxrl_llm.training.samplers import eos_ids as eos_ids
-from jaxrl_llm.training.samplers import rollout_spec as rollout_spec
+from jaxrl_llm.training.specs import WIDTH_MULTIPLE as WIDTH_MULTIPLE
+from jaxrl_llm.training.specs import (
+    advantage_spec,
+    algorithm_of,
+    batch_spec,
+    build_worker,
+    check_correction,
+    controllers_of,
+    critic_optimizer_spec,
+    learner_spec,
+    offline_spec,
+    optimizer_spec,
+    packing_spec,
+    padded_width,
+    producer_spec,
+    reference_spec,
+    training_sampling,
+)
+from jaxrl_llm.training.specs import environment_spec as environment_spec
+from jaxrl_llm.training.specs import eos_ids as eos_ids
+from jaxrl_llm.training.specs import rollout_spec as rollout_spec
+from jaxrl_llm.training.specs import update_spec as update_spec
 from jaxrl_llm.training.update import (
     Frozen,
     State,
     Update,
-    UpdateSpec,
     init_state,
     make_update,
     merge_frozen,
@@ -56,17 +74,19 @@ from jaxrl_llm.training.update import (
 
 
 class Run(NamedTuple):
-    """Everything `train` drives."""
+    """Everything that `train` drives."""
 
+    algorithm: Algorithm
+    batch: BatchSpec
     model: Model
     critic: Model | None
     mesh: Mesh
-    source: Online | Offline
+    source: OnlineSource | OfflineSource
     frozen: Frozen
     update: Update
     evaluation: Evaluate | None
     state: State
-    watch: Stopwatch
+    stopwatch: Stopwatch
     rewards: Rewards
     environments: Environments | None
     pack: Packer
@@ -79,46 +99,70 @@ def build_mesh(config) -> Mesh:
 
 
 def build(config, mesh: Mesh, train_dataset=None, eval_dataset=None, rewards=None, environment=None, tools=()) -> Run:
-    """The parts of a run, on `mesh` (which must be set). Raises ConfigError for anything the user can mend."""
+    """The run of a configuration, on `mesh` (which must be set). Raises ConfigError for anything the user can fix."""
     check_rows(config, batch_rows(config), mesh)
-    watch = Stopwatch()
-    model, grader = build_model(config, mesh), build_rewards(config, rewards)
+    algorithm, stopwatch = algorithm_of(config), Stopwatch()
+    model, graders = build_model(config, mesh), build_rewards(config, rewards)
     environments = load_environments(environment_spec(config, environment, tools))
-    if environment_reward in grader.functions and environments is None and config.environment.rollout_func is None:
+    if environment_reward in graders.functions and environments is None and config.environment.rollout_func is None:
         raise ConfigError("rewards.functions names environment, but there is none: set environment.name")
     _check_trainable(config, model)
-    critic = build_critic(config, model, mesh) if config.algorithm.name == "ppo" else None
-    parts = loading.open_parts(config, model.tokenizer, train_dataset)
-    if config.algorithm.name in OFFLINE:
-        source, sample = _offline(config, model, parts, mesh, watch)
-    else:
-        source = _online(config, model, critic, parts, grader, mesh, watch, environments)
-        group, width = config.rollout.group_size, source.sampler.prompt_width
-        sample = sampled_rows(shard_rows(config, mesh), group, width, config.rollout.max_completion_length)
+    critic = build_critic(config, model, mesh) if algorithm.has_critic else None
     objective = objective_of(config, model.net)
-    pack = make_packer(config, model.net.config, mesh, objective, sample)
-    source = replace(source, pack=pack)
+
+    def packer(sample: Sample | None) -> Packer:
+        return make_packer(packing_spec(config), model.net.config, mesh, objective.positions, sample)
+
+    data = loading.open_parts(config, model.tokenizer, train_dataset)
+    if algorithm.online:
+        source = _online(config, model, critic, data, graders, mesh, stopwatch, environments, packer)
+        pack = source.learner.pack
+    else:
+        source = _offline(config, algorithm, model, data, mesh, stopwatch, packer)
+        pack = source.pack
     evaluation = None
     if config.eval.every >= 0 and not (
         train_dataset is not None and eval_dataset is None and config.data.eval_path is None and not config.eval.sets
     ):
-        evaluation = build_evaluate(config, model, grader, objective, source, eval_dataset, mesh, environments, watch)
-    optimizer, learn_critic = make_optimizer(config), None
+        evaluation = build_evaluate(
+            config, model, graders, objective, source, eval_dataset, mesh, environments, stopwatch
+        )
+    optimizer, update_critic = make_optimizer(config), None
     frozen, trainable = split(model.params)
     state, frozen_critic = init_state(trainable, optimizer, mesh, config.optimizer.offload), {}
     if critic is not None and config.critic.shared:
         joint = init_state({**trainable, **critic.params}, optimizer, mesh, config.optimizer.offload)
         state = split_critic(joint, State(jnp.zeros_like(joint.step), critic.params, ()))
     elif critic is not None:
-        own = critic_config(config)
-        critic_optimizer = make_optimizer(own)
+        critic_settings = critic_optimizer_spec(config)
+        critic_optimizer = build_optimizer(critic_settings)
         frozen_critic, trainable = split(critic.params)
         state = replace(state, critic=init_state(trainable, critic_optimizer, mesh, config.optimizer.offload))
+        settings = replace(update_spec(config), schedule=learning_rate_schedule(critic_settings))
         regression = value_regression(critic_spec(config), critic.net)
-        learn_critic = optimizer_step(regression, critic_optimizer, update_spec(own), mesh)
-    update = make_update(objective, optimizer, update_spec(config), mesh, learn_critic, critic is not None)
-    frozen_parts = Frozen(frozen, frozen_critic)
-    return Run(model, critic, mesh, source, frozen_parts, update, evaluation, state, watch, grader, environments, pack)
+        update_critic = optimizer_step(regression, critic_optimizer, settings, mesh)
+    update = make_update(objective, optimizer, update_spec(config), mesh, update_critic, algorithm.has_critic)
+    return Run(
+        algorithm=algorithm,
+        batch=batch_spec(config),
+        model=model,
+        critic=critic,
+        mesh=mesh,
+        source=source,
+        frozen=Frozen(frozen, frozen_critic),
+        update=update,
+        evaluation=evaluation,
+        state=state,
+        stopwatch=stopwatch,
+        rewards=graders,
+        environments=environments,
+        pack=pack,
+    )
+
+
+def make_optimizer(config) -> optax.GradientTransformation:
+    """The optimizer of the policy, or of the model that is trained."""
+    return build_optimizer(optimizer_spec(config))
 
 
 def shard_rows(config, mesh: Mesh) -> int:
@@ -126,8 +170,27 @@ def shard_rows(config, mesh: Mesh) -> int:
     return batch_rows(config) // config.batch.minibatches // row_shards(mesh)
 
 
+def check_rows(config, rows: int, mesh: Mesh) -> None:
+    """Raises ConfigError unless every micro-batch divides into the mesh's row shards."""
+    algorithm = algorithm_of(config)
+    if config.algorithm.aggregation == "microbatch_token" and row_shards(mesh) > 1:
+        raise ConfigError(
+            "algorithm.aggregation = 'microbatch_token' is of adjacent rows, but a micro-batch takes rows of each of "
+            f"the {row_shards(mesh)} shards of the mesh; use token, or mesh.data = mesh.fsdp = 1"
+        )
+    microbatch = config.batch.microbatch_rows or rows // config.batch.minibatches
+    pairs = not algorithm.online and algorithm.group_size == 2
+    if microbatch % (row_shards(mesh) * (2 if pairs else 1)):
+        raise ConfigError(
+            "a micro-batch of "
+            f"{microbatch} rows does not divide into mesh.data x mesh.fsdp x mesh.expert = {row_shards(mesh)} parts"
+            f"{' of whole pairs' if pairs else ''}; "
+            "change batch.prompts, rollout.group_size, batch.minibatches, batch.microbatch_rows or the mesh"
+        )
+
+
 def build_model(config, mesh: Mesh, head: str | None = None) -> Model:
-    """The model of the configuration, cut over `mesh`; raises ConfigError when it has no tokenizer."""
+    """The model of the configuration, sharded over `mesh`; raises ConfigError when it has no tokenizer."""
     c = config.model
     init_key = jax.random.key(config.seed) if c.random_init else None
     model = load_model(
@@ -176,28 +239,6 @@ def _check_trainable(config, model: Model) -> None:
         )
 
 
-def update_spec(config) -> UpdateSpec:
-    """What an update reads of the configuration."""
-    return UpdateSpec(
-        microbatch_rows=config.batch.microbatch_rows,
-        schedule=learning_rate_schedule(config),
-        offload=config.optimizer.offload,
-        dropout=config.lora.dropout,
-        seed=config.seed,
-        critic_warmup_steps=config.critic.warmup_steps,
-    )
-
-
-def critic_config(config):
-    """The configuration as the critic's optimizer reads it: what `critic` sets in place of `optimizer`."""
-    own = config.copy_and_resolve_references()
-    own.optimizer.learning_rate = config.critic.learning_rate
-    own.optimizer.max_grad_norm = config.critic.max_grad_norm
-    own.optimizer.schedule = config.critic.schedule
-    own.optimizer.warmup_steps, own.optimizer.warmup_ratio = 0, 0.0
-    return own
-
-
 def build_critic(config, policy: Model, mesh: Mesh) -> Model:
     """PPO's critic: the model of critic.path (or model.path) with a score head, and new adapters where the policy has
     adapters; or, with critic.shared, a score head on the policy's own network."""
@@ -215,7 +256,7 @@ def build_critic(config, policy: Model, mesh: Mesh) -> Model:
 
 
 def build_rewards(config, rewards=None) -> Rewards:
-    """The grader of the given rewards (a function, a name, or a list of them), or else of the configuration's."""
+    """The graders of `rewards` (a function, a name, or a list of them), or else of the configuration."""
     c = config.rewards
     functions = with_reward_models(c.functions if rewards is None else rewards)
     return load_rewards(
@@ -223,63 +264,106 @@ def build_rewards(config, rewards=None) -> Rewards:
     )
 
 
-def _online(config, model: Model, critic: Model | None, parts: list[Part], grader: Rewards, mesh: Mesh,
-            watch: Stopwatch, environments: Environments | None) -> Online:  # fmt: skip
-    scorer = make_scorer(config, grader.names)
-    examples, pipeline = _prompts(config, model, parts)
-
-    def sampler_of(sampling: SamplingParams, group_size: int) -> Sampler:
-        return build_sampler(model, grader, mesh, sampling, examples, group_size, config, watch, environments)
-
-    sampler = sampler_of(training_sampling(config), config.rollout.group_size)
-    check_correction(config, sampler.engine)
-    greedy = sampler_of(SamplingParams(temperature=0.0), 1) if scorer.asks_for("greedy_scores") else None
-    memory = make_memory(config, model.params, sampler.prompt_width, mesh, model.net.config.lora)
-    critic_net = None if critic is None else critic.net
-    return Online(config, model.net, critic_net, sampler, greedy, pipeline, scorer, memory)
-
-
-def _offline(config, model: Model, parts: list[Part], mesh: Mesh, watch: Stopwatch) -> tuple[Offline, Sample | None]:
-    """The batches, and rows like theirs, where they are known before."""
-    kind = loading.kind_of(config)
+def _online(
+    config,
+    model: Model,
+    critic: Model | None,
+    data: list[Part],
+    rewards: Rewards,
+    mesh: Mesh,
+    stopwatch: Stopwatch,
+    environments: Environments | None,
+    packer: Callable[[Sample | None], Packer],
+) -> OnlineSource:
+    """The producer and the learner of an online algorithm."""
+    advantages = advantage_step(advantage_spec(config), rewards.names)
+    spec, rows, rollout = learner_spec(config), batch_spec(config), config.rollout
+    process = jax.process_index(), jax.process_count()  # which share the prompts
     if config.data.streaming:
-        margins = any("margin" in loading.columns(part) for part in parts)
-        stream = loading.stream(config, parts, kind, model.tokenizer, lambda row: offline.as_example(row, margins))
-        ref_params = None
-        if needs_reference(config):
-            ref_params = start_reference(config, model.params, model.net.config.lora)
-        return Offline(config, model.net, stream, mesh, config.data.max_length, ref_params, watch), None
-    tokens = loading.tokenized(config, parts, kind, model.tokenizer)
-    examples: list[Any] = offline.as_examples(tokens.rows)
-    if offline.is_labelled(config):
-        offline.check_balance(config, examples)
-    width, ref_params = padded_width(offline.longest(config, examples), config.data.max_length), None
-    if needs_reference(config):
-        kept = not config.data.precompute_reference
-        ref_params = start_reference(config, model.params, model.net.config.lora, kept)
-        if not kept:
-            examples = offline.with_reference(config, model.net, ref_params, examples, width, mesh)
-            ref_params = None
-    sample = None
-    if config.data.packing:
-        width = config.data.max_length
-        groups = first_fit([len(row["ids"]) for (row,) in examples], width)
-        examples = [[(examples[i][0]["ids"], examples[i][0]["mask"]) for i in group] for group in groups]
+        examples = None
+        pipeline = loading.stream(config, data, "prompts", model.tokenizer, lambda row: row, *process)
     else:
-        sample = offline.sample_rows(config, examples, shard_rows(config, mesh), width)
-    # Every process reads whole batches: kto pairs the rows of one with each other.
-    pipeline = Pipeline(examples, config.batch.prompts, config.seed, config.data.shuffle, shares=tokens.shares)
-    return Offline(config, model.net, pipeline, mesh, width, ref_params, watch), sample
+        tokens = loading.tokenized(config, data, "prompts", model.tokenizer)
+        examples, shuffle = tokens.rows, config.data.shuffle
+        pipeline = Pipeline(examples, rows.prompts, config.seed, shuffle, *process, tokens.shares)
+
+    def worker_of(sampling: SamplingParams, group_size: int) -> RolloutWorker:
+        return build_worker(config, model, rewards, mesh, sampling, group_size, examples, stopwatch, environments)
+
+    worker = worker_of(training_sampling(config), rollout.group_size)
+    check_correction(config, worker.engine)
+    greedy = worker_of(SamplingParams(temperature=0.0), 1) if advantages.asks_for("greedy_scores") else None
+    reference = replay = None
+    if config.algorithm.beta > 0:
+        settings, lora = reference_spec(config), model.net.config.lora
+        reference = Reference(start_reference(settings, model.params, lora), settings, lora)
+    width = worker.prompt_width
+    if config.algorithm.replay_groups:
+        row_width = width + rollout.max_completion_length
+        replay = empty_replay(config.algorithm.replay_groups, rollout.group_size, row_width, width, mesh)
+    sample = sampled_rows(shard_rows(config, mesh), rollout.group_size, width, rollout.max_completion_length)
+    return OnlineSource(
+        Producer(producer_spec(config), worker, greedy, pipeline, advantages.flat_groups),
+        Learner(
+            spec=spec,
+            batch=rows,
+            net=model.net,
+            mesh=mesh,
+            prompt_width=width,
+            reward_weights=rewards.weights,
+            advantages=advantages,
+            pack=packer(sample),
+            stopwatch=stopwatch,
+            reference=reference,
+            controllers=controllers_of(config),
+            replay=replay,
+            critic=None if critic is None else Critic(critic.net, partial(critic_params, critic_spec(config))),
+        ),
+    )
 
 
-def _prompts(config, model: Model, parts: list[Part]) -> tuple[list[Row] | None, Pipeline | Stream]:
-    """All prompts, where they are known before, and the pipeline of this process's part of them."""
-    process = jax.process_index(), jax.process_count()
-    if config.data.streaming:
-        return None, loading.stream(config, parts, "prompts", model.tokenizer, lambda row: row, *process)
-    tokens = loading.tokenized(config, parts, "prompts", model.tokenizer)
-    batch, seed, shuffle = config.batch.prompts, config.seed, config.data.shuffle
-    return tokens.rows, Pipeline(tokens.rows, batch, seed, shuffle, *process, tokens.shares)
+def _offline(
+    config,
+    algorithm: Algorithm,
+    model: Model,
+    data: list[Part],
+    mesh: Mesh,
+    stopwatch: Stopwatch,
+    packer: Callable[[Sample | None], Packer],
+) -> OfflineSource:
+    """The batches of an offline algorithm."""
+    rows, c = batch_spec(config), config.data
+    sample = ref_params = None
+    if c.streaming:
+        margins = any("margin" in loading.columns(part) for part in data)
+        as_example = partial(offline.as_example, margins=margins)
+        pipeline = loading.stream(config, data, algorithm.data, model.tokenizer, as_example)
+        spec = offline_spec(config, c.max_length)
+        if algorithm.needs_reference:
+            ref_params = start_reference(reference_spec(config), model.params, model.net.config.lora)
+    else:
+        tokens = loading.tokenized(config, data, algorithm.data, model.tokenizer)
+        examples: list[Any] = offline.as_examples(tokens.rows)
+        if algorithm.data == "labels":
+            options = preference_spec(config).losses[0].options
+            weights = options.get("desirable_weight", 1.0), options.get("undesirable_weight", 1.0)
+            offline.check_balance(examples, *weights)
+        width = padded_width(offline.longest(examples, algorithm.mismatched), c.max_length)
+        spec = offline_spec(config, c.max_length if c.packing else width)
+        if algorithm.needs_reference:
+            kept = not c.precompute_reference
+            ref_params = start_reference(reference_spec(config), model.params, model.net.config.lora, kept)
+            if not kept:
+                examples = offline.with_reference(rows, model.net, ref_params, examples, width, mesh)
+                ref_params = None
+        if c.packing:
+            groups = first_fit([len(row["ids"]) for (row,) in examples], c.max_length)
+            examples = [[(examples[i][0]["ids"], examples[i][0]["mask"]) for i in group] for group in groups]
+        else:
+            sample = offline.sample_rows(spec, examples, shard_rows(config, mesh), rows.group_size)
+        # Every process reads whole batches: kto pairs the rows of one with each other.
+        pipeline = Pipeline(examples, rows.prompts, config.seed, c.shuffle, shares=tokens.shares)
+    return OfflineSource(spec, rows, model.net, pipeline, mesh, packer(sample), stopwatch, ref_params)
 
 
 def finished_models(config, run: Run, state: State) -> tuple[Model, Model | None]:
@@ -289,23 +373,3 @@ def finished_models(config, run: Run, state: State) -> tuple[Model, Model | None
     if run.critic is not None and state.critic is not None:
         critic = replace(run.critic, params=critic_params(critic_spec(config), state))
     return model, critic
-
-
-def environment_spec(config, environment: Any = None, tools: Sequence[Any] = ()) -> EnvironmentSpec:
-    """The environments of the configuration, or of `environment` (a factory, a dictionary of them, or a name).
-
-    `tools` are added to the configuration's. Raises EpisodeError for an algorithm that samples nothing.
-    """
-    c, name = config.environment, config.algorithm.name
-    spec = EnvironmentSpec(
-        environment=c.name if environment is None else environment,
-        tools=(*c.tools, *tools),
-        max_turns=c.max_turns,
-        max_tool_calls=c.max_tool_calls,
-        workers=c.workers,
-        timeout=c.timeout,
-        on_error=c.on_error,
-    )
-    if name in OFFLINE and (spec.environment is not None or spec.tools):
-        raise EpisodeError(f"there is an environment or a tool, but algorithm.name = {name!r} samples nothing")
-    return spec

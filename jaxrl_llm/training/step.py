@@ -1,28 +1,26 @@
-"""The learner's half of a step: every minibatch of a batch, through the update, as often as the algorithm says."""
+"""Step 6, the learner's update: every minibatch of a batch, as often as the algorithm says."""
 
 import functools
 from dataclasses import replace
-from typing import Any
 
 import jax
 
 from jaxrl_llm.algorithms.batch import Batch, minibatch_indices
-from jaxrl_llm.config import rows_together
+from jaxrl_llm.algorithms.losses import Metrics
 from jaxrl_llm.distributed.sharding import row_sharding
 from jaxrl_llm.training.setup import Run
 from jaxrl_llm.training.update import State
 
 
-def improve(config, parts: Run, state: State, batch: Batch) -> tuple[State, list[Any]]:
-    """The state after every minibatch of every iteration, one step further, and the metrics of each."""
-    group = rows_together(config)
-    seed = (config.seed, int(state.step)) if config.batch.shuffle else None
-    updates, count = [], config.batch.minibatches
-    indices = minibatch_indices(batch.rows, group, count, config.algorithm.num_iterations, seed)
+def improve(run: Run, state: State, batch: Batch) -> tuple[State, list[Metrics]]:
+    """The state after every minibatch of every iteration, one step further, and the metrics of each update."""
+    spec, updates = run.batch, []
+    seed = (spec.seed, int(state.step)) if spec.shuffle else None
+    indices = minibatch_indices(batch.rows, spec.group_size, spec.minibatches, spec.num_iterations, seed)
     # All are laid out before the first update: the host does not wait for one to lay out the next.
-    minibatches = [parts.pack(batch if count == 1 else _take(batch, index, parts.mesh)) for index in indices]
+    minibatches = [run.pack(batch if spec.minibatches == 1 else _take(batch, index, run.mesh)) for index in indices]
     for minibatch in minibatches:
-        state, metrics = parts.update(state, minibatch, parts.frozen)
+        state, metrics = run.update(state, minibatch, run.frozen)
         updates.append(metrics)
     return replace(state, step=state.step + 1), updates
 

@@ -40,13 +40,12 @@ from jaxrl_llm.rollout.sampling import SamplingParams
 from jaxrl_llm.rollout.scheduler import Scheduler
 from jaxrl_llm.training.logging.stopwatch import Stopwatch
 from jaxrl_llm.training.objective_specs import objective_of
-from jaxrl_llm.training.optimizers import make_optimizer
-from jaxrl_llm.training.packing.planner import Sample, make_packer
-from jaxrl_llm.training.setup import update_spec
+from jaxrl_llm.training.packing.planner import Sample
+from jaxrl_llm.training.setup import make_optimizer, update_spec
 from jaxrl_llm.training.update import init_state, make_update
 from tests.models.test_splash_attention import dense, outputs_and_gradients
 from tests.rollout.test_multi_turn import Echo
-from tests.training.packing.test_packed_updates import GROUP, config_of, online_batch
+from tests.training.packing.test_packed_updates import GROUP, config_of, online_batch, packer_of
 from tests.training.packing.test_packed_updates import SHAPE as PACKED
 
 # Warnings of the compiler are looked for, and programs that are taken from a folder give none.
@@ -403,7 +402,7 @@ def test_splash_attention_of_a_mesh(sizes, masked):
 def test_splash_attention_needs_complete_rows(params, rows):
     mesh = make_mesh(2, context=4)
     net = Net(dataclasses.replace(CONFIG, attention="splash"))
-    with jax.set_mesh(mesh), pytest.raises(ConfigError, match=r"mesh.context = 4 cuts them: .* 2 key/value heads"):
+    with jax.set_mesh(mesh), pytest.raises(ConfigError, match=r"mesh.context = 4 shards them: .* 2 key/value heads"):
         jax.eval_shape(lambda params: net.bind(params)(*rows), params)
 
 
@@ -489,7 +488,7 @@ def test_packed_updates_on_every_mesh(sizes):
             if packs:
                 arrays = (batch.inputs.tokens, batch.inputs.segments, batch.mask)
                 shard = Sample(*(x[: len(x) // row_shards(mesh)] for x in arrays))
-                own = make_packer(config, PACKED, mesh, objective, shard)(own)
+                own = packer_of(config, PACKED, mesh, objective, shard)(own)
                 assert own.inputs.layout.row_idx.sharding.shard_shape(own.inputs.layout.row_idx.shape)[0] == 1
             state, metrics = make_update(objective, optimizer, update_spec(config), mesh)(state, own)
             found.append(jax.device_get((state.params, metrics)))

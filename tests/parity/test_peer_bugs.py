@@ -14,12 +14,12 @@ from jaxrl_llm.algorithms.batch import Inputs
 from jaxrl_llm.algorithms.kl import kl_estimate
 from jaxrl_llm.config import default
 from jaxrl_llm.config.flags import load_config_file
-from jaxrl_llm.distributed.sharding import make_mesh
 from jaxrl_llm.models.logprobs import token_logps
 from jaxrl_llm.rewards.functions import soft_overlong
 from jaxrl_llm.rollout.engine import Engine
 from jaxrl_llm.rollout.sampling import SamplingParams
-from jaxrl_llm.training.reference import make_memory
+from jaxrl_llm.training.reference import start_reference
+from jaxrl_llm.training.specs import algorithm_of, reference_spec
 from tests.training.objectives.test_policy_gradient import NET, PARAMS
 
 EOS = 0  # also what fills up rows: nothing may tell padding by its id
@@ -151,12 +151,11 @@ def test_lengths_are_counted_in_tokens():
 
 def test_without_beta_there_is_no_reference():
     """A missing beta that was not 0 computed log-probs of a reference which the loss did not read."""
-    config, mesh = default(), make_mesh(devices=jax.devices()[:1])
-    params = {"x": jnp.ones(2)}
-    assert make_memory(config, params, 0, mesh).reference is None
+    config, params = default(), {"x": jnp.ones(2)}
+    assert not algorithm_of(config).needs_reference
     config.algorithm.beta = 0.1
-    reference = make_memory(config, params, 0, mesh).reference
-    assert reference is not None
+    assert algorithm_of(config).needs_reference
+    reference = start_reference(reference_spec(config), params)
     assert reference["x"].unsafe_buffer_pointer() != params["x"].unsafe_buffer_pointer()  # updates donate those
 
 

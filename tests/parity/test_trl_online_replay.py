@@ -16,8 +16,7 @@ from jaxrl_llm.models.hf import EMBEDDED
 from jaxrl_llm.models.model import Model, load_model, save_hf
 from jaxrl_llm.training.objective_specs import objective_of
 from jaxrl_llm.training.online import scored_logps
-from jaxrl_llm.training.optimizers import make_optimizer
-from jaxrl_llm.training.setup import update_spec
+from jaxrl_llm.training.setup import make_optimizer, update_spec
 from jaxrl_llm.training.update import init_state, make_update
 
 torch = pytest.importorskip("torch")

@@ -181,8 +181,9 @@ def test_a_judge_reads_rows_while_others_are_sampled(root, tmp_path, monkeypatch
             judge = make(server.url, "m", "{{ prompt }} <{{ completion }}>", on_failure="none")
             parts = build(config, build_mesh(config), None, None, [judge], None, ())
             watch, asked_before = Watch(), len(server.times)
-            sampler = dataclasses.replace(parts.source.sampler, watch=watch)
-            sampled = sampler(parts.state.params, next(parts.source.pipeline), jax.random.key(0))
+            producer = parts.source.producer
+            sampler = dataclasses.replace(producer.worker, stopwatch=watch)
+            sampled = sampler(parts.state.params, next(producer.pipeline), jax.random.key(0))
             parts.rewards.close()
             soon = sum(moment < watch.ends["rollout"] for moment in server.times[asked_before:])
             runs.append(types.SimpleNamespace(sampled=sampled, soon=soon, all=len(server.times) - asked_before))

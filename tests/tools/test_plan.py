@@ -21,9 +21,9 @@ from jaxrl_llm.tools.plan.report import lines, seconds, size
 from jaxrl_llm.tools.plan.shapes import bytes_on_device, describe
 from jaxrl_llm.tools.plan.topology import slice_shape, target
 from jaxrl_llm.tools.plan.traced import traced_flops
-from jaxrl_llm.training.optimizers import make_optimizer
 from jaxrl_llm.training.reference import start_reference
-from jaxrl_llm.training.setup import build_mesh, build_model
+from jaxrl_llm.training.setup import build_mesh, build_model, make_optimizer
+from jaxrl_llm.training.specs import reference_spec
 from jaxrl_llm.training.update import init_state
 
 SHAPE = {
@@ -141,7 +141,7 @@ def test_shapes_are_those_of_a_real_run(change):
         model = build_model(config, mesh)
         frozen, trainable = split(model.params)
         state = init_state(trainable, make_optimizer(config), mesh, config.optimizer.offload)
-        reference = start_reference(config, model.params, model.net.config.lora)
+        reference = start_reference(reference_spec(config), model.params, model.net.config.lora)
     for found, real in ((shapes.state, state), (shapes.frozen.params, frozen), (shapes.reference, reference)):
         assert jax.tree.structure(found) == jax.tree.structure(real)
         for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(real), strict=True):

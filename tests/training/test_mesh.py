@@ -44,13 +44,13 @@ def step(microbatch_rows=0, rollout=None, **sizes):
         if coarse:
             assert float(experience.metrics["rollout/resampled_groups"]) > 0
             assert float(experience.metrics["rollout/replayed_groups"]) > 0
-        state, updates = improve(config, run, run.state, experience.batch)
+        state, updates = improve(run, run.state, experience.batch)
         metrics = merge(updates)
         changed = jax.tree.map(lambda a, b: np.abs(a - b).max(), jax.device_get(state.params), before)
         assert min(jax.tree.leaves(changed)) > 0
         moved = mesh.shape["context"] > 1 or rollout is not None
-        assert ("reshard" in run.watch.totals) == moved
-        return jax.device_get((experience.batch.tokens, state.params)), metrics, sizes
+        assert ("reshard" in run.stopwatch.totals) == moved
+        return jax.device_get((experience.batch.inputs.tokens, state.params)), metrics, sizes
 
 (tokens, params), metrics, whole_sizes = step()
 for shape in {shapes}:

@@ -7,12 +7,13 @@ import numpy as np
 import pytest
 
 from jaxrl_llm.config import ConfigError, batch_rows, default
-from jaxrl_llm.data import tasks
+from jaxrl_llm.data import loading, tasks
 from jaxrl_llm.distributed.sharding import make_mesh
 from jaxrl_llm.models.model import load_model
 from jaxrl_llm.train import train
 from jaxrl_llm.training import offline
 from jaxrl_llm.training.setup import build
+from jaxrl_llm.training.specs import algorithm_of, offline_spec
 
 
 def config_of(name: str, loss: str = "dpo", task: str = "sort_pairs", **algorithm):
@@ -35,6 +36,11 @@ def built(config, rows=None):
         return build(config, mesh, train_dataset=rows, eval_dataset=None if config.data.eval_path else rows)
 
 
+def examples_of(config, rows, tokenizer):
+    parts = loading.open_parts(config, tokenizer, rows)
+    return offline.as_examples(loading.tokenized(config, parts, algorithm_of(config).data, tokenizer).rows)
+
+
 @pytest.fixture(scope="module")
 def tokenizer():
     return load_model("embedded:sort").tokenizer
@@ -47,9 +53,12 @@ def test_pairs_are_adjacent_rows_chosen_first(tokenizer):
     rows = [{"prompt": "sort:21=", "chosen": "12", "rejected": "21", "margin": 0.5},
             {"prompt": "sort:43=", "chosen": "34", "rejected": "43"}]  # fmt: skip
     config = config_of("reward_model")
-    examples = offline.tokenized(config, rows, tokenizer)
-    batch = offline.pad_examples(offline.arrange(config, examples, 16), 16)
-    texts = [tokenizer.decode(row[segments > 0]) for row, segments in zip(batch.tokens, batch.segments, strict=True)]
+    examples = examples_of(config, rows, tokenizer)
+    batch = offline.pad_examples(offline.with_mismatches(offline_spec(config, 16), examples), 16)
+    texts = [
+        tokenizer.decode(row[segments > 0])
+        for row, segments in zip(batch.inputs.tokens, batch.inputs.segments, strict=True)
+    ]
     eos = tokenizer.eos_token
     assert texts == [f"sort:21=12{eos}", f"sort:21=21{eos}", f"sort:43=34{eos}", f"sort:43=43{eos}"]
     np.testing.assert_array_equal(batch.margins, [0.5, 0.5, 0.0, 0.0])
@@ -57,22 +66,25 @@ def test_pairs_are_adjacent_rows_chosen_first(tokenizer):
     assert batch.ref_logps is None
 
 
-def test_a_mismatch_is_a_prompt_with_the_completion_before():
+def test_mismatch_has_the_completion_before():
     rows = [
         {"ids": [1, 2, 7, 7], "mask": [0, 0, 1, 1], "label": True},
         {"ids": [3, 8], "mask": [0, 1], "label": False},
         {"ids": [4, 5, 6, 9], "mask": [0, 0, 0, 1], "label": True},
     ]
     config = config_of("preference", "kto")
-    arranged = offline.arrange(config, [[row] for row in rows], 4)
-    assert [example[0] for example in arranged] == rows
-    others = [example[1] for example in arranged]
+    examples = [[row] for row in rows]
+    pairs = offline.with_mismatches(offline_spec(config, 4), examples)
+    assert [example[0] for example in pairs] == rows
+    others = [example[1] for example in pairs]
     assert [row["ids"] for row in others] == [[1, 2, 9], [3, 7, 7], [4, 5, 6, 8]]
     assert [row["mask"] for row in others] == [[0, 0, 1], [0, 1, 1], [0, 0, 0, 1]]
     assert [row["label"] for row in others] == [True, False, True]
-    assert offline.longest(config, [[row] for row in rows]) == 5
-    assert offline.arrange(config, [[row] for row in rows], 3)[2][1]["mask"] == [0, 0, 0]  # nothing of it fits
-    assert offline.arrange(config_of("preference", "apo_zero_unpaired"), [[rows[0]]], 4) == [[rows[0]]]
+    assert offline.longest(examples, algorithm_of(config).mismatched) == 5
+    shorter = offline.with_mismatches(offline_spec(config, 3), examples)
+    assert shorter[2][1]["mask"] == [0, 0, 0]  # nothing of it fits
+    without = config_of("preference", "apo_zero_unpaired")
+    assert offline.with_mismatches(offline_spec(without, 4), examples[:1]) == examples[:1]
 
 
 def test_pairs_become_labelled_rows():
@@ -80,18 +92,17 @@ def test_pairs_become_labelled_rows():
 
     pairs = Dataset.from_list([{"prompt": "sort:21=", "chosen": "12", "rejected": "21"}])
     config = config_of("preference", "kto")
-    examples = offline.tokenized(config, pairs, load_model("embedded:sort").tokenizer)
+    examples = examples_of(config, pairs, load_model("embedded:sort").tokenizer)
     assert [row["label"] for (row,) in examples] == [True, False]
     assert examples[0][0]["ids"] != examples[1][0]["ids"]
 
 
 def test_kto_warns_of_unbalanced_labels(caplog):
-    config = config_of("preference", "kto")
-    offline.check_balance(config, [[{"label": label}] for label in (True, True, True, False)])
+    examples = [[{"label": label}] for label in (True, True, True, False)]
+    offline.check_balance(examples, desirable_weight=1.0, undesirable_weight=1.0)
     assert "3 desirable and 1 undesirable" in caplog.text
     caplog.clear()
-    config.algorithm.undesirable_weight = 3.0
-    offline.check_balance(config, [[{"label": label}] for label in (True, True, True, False)])
+    offline.check_balance(examples, desirable_weight=1.0, undesirable_weight=3.0)
     assert not caplog.text
 
 
@@ -113,7 +124,7 @@ def test_data_of_another_kind_is_refused():
 
 
 @pytest.mark.slow
-def test_a_precomputed_reference_equals_that_of_each_step(tmp_path):
+def test_precomputed_reference_is_the_same(tmp_path):
     """Also the held-out rows, which are more than one part, and with micro-batches."""
     found = []
     for precompute in (False, True):
@@ -150,8 +161,8 @@ def test_a_reference_is_kept_only_when_it_is_read():
 # --- running mean ---
 
 
-def test_bco_subtracts_the_mean_of_all_rewards_so_far():
-    config = config_of("preference", "bco_pair", bco_running_mean=True)
+def test_bco_subtracts_the_running_mean():
+    config = config_of("preference", "bco_pair(running_mean=True)")
     config.data.shuffle = False
     run = built(config)
     source = run.source
@@ -162,7 +173,7 @@ def test_bco_subtracts_the_mean_of_all_rewards_so_far():
         batch = source.next(state, jax.random.key(step)).batch
         logps = offline._logps(source.net, lower, batch, 8, source.mesh)
         rewards.append(np.asarray(((logps - batch.ref_logps) * batch.mask).sum(1)) * 0.1)
-        shifts.append(np.unique(batch.baseline))
+        shifts.append(np.unique(batch.scalars.reward_shift))
     np.testing.assert_allclose(shifts[0], rewards[0].mean(), rtol=1e-5)
     np.testing.assert_allclose(shifts[1], np.concatenate(rewards).mean(), rtol=1e-5)
     saved = json.loads(json.dumps(source.get_state()))
@@ -177,7 +188,7 @@ def test_a_resumed_run_equals_an_undisturbed_one(tmp_path):
     found = []
     for name, stops in (("whole", (4,)), ("resumed", (2, 4))):
         for stop in stops:
-            config = config_of("preference", "bco_pair", bco_running_mean=True)
+            config = config_of("preference", "bco_pair(running_mean=True)")
             config.output_dir, config.total_steps = str(tmp_path / name), stop
             result = train(config, tasks.generate("sort_pairs", size=24))
         found.append((result.metrics[-1], jax.device_get(result.model.params)))
@@ -247,7 +258,7 @@ def step(path, data, fsdp, tensor, microbatch_rows=0):
     with jax.set_mesh(mesh):
         run = build(config, mesh)
         experience = run.source.next(run.state, jax.random.key(0))
-        state, updates = improve(config, run, run.state, experience.batch)
+        state, updates = improve(run, run.state, experience.batch)
         metrics = merge(updates)
         return jax.device_get(state.params), metrics | run.evaluation(state.params, jax.random.key(0))
 

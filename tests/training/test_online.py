@@ -8,11 +8,13 @@ import numpy as np
 import pytest
 
 from jaxrl_llm.algorithms import policy_losses
-from jaxrl_llm.algorithms.batch import Batch
+from jaxrl_llm.algorithms.batch import Batch, Scalars
+from jaxrl_llm.algorithms.losses import Metric
 from jaxrl_llm.config import ConfigError, default
 from jaxrl_llm.distributed.sharding import make_mesh
-from jaxrl_llm.training.objectives import policy_gradient
-from jaxrl_llm.training.optimizers import make_optimizer
+from jaxrl_llm.training.objective_specs import objective_of
+from jaxrl_llm.training.objectives.objective import Objective
+from jaxrl_llm.training.setup import make_optimizer, update_spec
 from jaxrl_llm.training.update import init_state, make_update
 from tests.training.objectives.test_policy_gradient import COMPLETION, NET, PARAMS, make_batch, naive_logps
 
@@ -50,9 +52,10 @@ def configured(settings: dict):
 
 
 def value(settings: dict, batch: Batch):
-    objective = policy_gradient.policy_gradient(configured(settings), NET)
+    objective = objective_of(configured(settings), NET)
     observed = () if objective.observe is None else (objective.observe(PARAMS, batch),)
-    return objective.loss(PARAMS, objective.prepare(jax.tree.map(jnp.asarray, batch), *observed))
+    loss, metrics = objective.loss(PARAMS, objective.prepare(jax.tree.map(jnp.asarray, batch), *observed))
+    return loss, {name: metric.value for name, metric in metrics.items()}
 
 
 def token_mean(per_token):
@@ -60,9 +63,12 @@ def token_mean(per_token):
 
 
 WITHOUT_KL = {
-    "delta": ({"delta": 1.3}, -np.minimum(np.minimum(RATIO, 1.3) * ADVANTAGES, np.clip(RATIO, 0.8, 1.2) * ADVANTAGES)),
+    "delta": (
+        {"loss": "ppo_clip(delta=1.3)"},
+        -np.minimum(np.minimum(RATIO, 1.3) * ADVANTAGES, np.clip(RATIO, 0.8, 1.2) * ADVANTAGES),
+    ),
     "dual clip": (
-        {"dual_clip": 1.25},
+        {"loss": "ppo_clip(dual_clip=1.25)"},
         np.where(ADVANTAGES < 0, np.minimum(clip(RATIO), -1.25 * ADVANTAGES), clip(RATIO)),
     ),
     "options of the loss": (
@@ -121,7 +127,9 @@ def test_kl_terms(name):
 
 
 def naive_entropy() -> np.ndarray:
-    logits = np.asarray(NET.bind(PARAMS)(jnp.asarray(BATCH.tokens), jnp.asarray(BATCH.segments)), np.float64)
+    logits = np.asarray(
+        NET.bind(PARAMS)(jnp.asarray(BATCH.inputs.tokens), jnp.asarray(BATCH.inputs.segments)), np.float64
+    )
     logps = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
     entropy = -(np.exp(logps) * logps).sum(-1)
     return np.pad(entropy[:, :-1], ((0, 0), (1, 0)))
@@ -151,13 +159,12 @@ def test_everything_at_once_in_order():
     np.testing.assert_allclose(metrics["policy_loss"], expected + 0.7 * bonus, rtol=3e-5)
     np.testing.assert_allclose(metrics["off_policy_masked"], token_mean(1.0 - kept), rtol=1e-5)
     # Coefficients of the batch take the place of the configuration's.
-    rows = np.ones(BATCH.rows, np.float32)
-    moved = BATCH.replace(kl_coef=0.3 * rows, entropy_coef=0.7 * rows)
+    moved = BATCH.replace(scalars=Scalars(kl_coef=np.float32(0.3), entropy_coef=np.float32(0.7)))
     again, _ = value(settings | {"beta": 9.0, "entropy_coef": 0.0}, moved)
     np.testing.assert_allclose(again, got, rtol=1e-6)
 
 
-def test_the_raw_mismatch_is_measured_whatever_the_correction():
+def test_raw_mismatch_is_always_measured():
     for correction, ratio in (("none", MISMATCH), ("token_mask", MISMATCH), ("sequence_mask", ROW_MISMATCH)):
         _, metrics = value({"importance_correction": correction, "importance_max": 1e-3}, BATCH.replace(ref_logps=None))
         live = ratio[MASK > 0]
@@ -168,7 +175,7 @@ def test_the_raw_mismatch_is_measured_whatever_the_correction():
         np.testing.assert_allclose(metrics["rollout_corr/kl"], np.mean(np.exp(x) - 1 - x), rtol=1e-4)
 
 
-def test_vespo_gets_the_importance_weights_and_nothing_is_multiplied_twice():
+def test_vespo_gets_the_importance_weights():
     settings = {"loss": "vespo", "importance_correction": "token_truncate", "importance_max": 1.2}
     weights = np.minimum(np.where(MASK > 0, MISMATCH, 1.0), 1.2)
     expected = policy_losses.vespo(
@@ -182,7 +189,7 @@ def test_vespo_gets_the_importance_weights_and_nothing_is_multiplied_twice():
 @pytest.mark.parametrize(
     ("loss", "level"), [("gspo", "sequence"), ("gspo_token", "sequence"), ("luspo", "sequence"), ("rloo", "sum")]
 )
-def test_clip_ratios_are_of_the_ratio_that_is_clipped(loss, level):
+def test_clip_ratios_of_sequences(loss, level):
     ratio = SEQUENCE**LENGTHS if level == "sum" else SEQUENCE
     _, metrics = value({"loss": loss, "epsilon_low": 0.05, "epsilon_high": 0.05}, BATCH.replace(ref_logps=None))
     rows = MASK / LENGTHS / len(MASK)  # a whole row is clipped or not: the mean is over rows
@@ -202,14 +209,14 @@ def test_clip_ratios_of_cispo_gmpo_and_dual_clip():
     log_ratio = np.log(np.where(MASK > 0, RATIO, 1.0))
     outside = np.where(ADVANTAGES > 0, log_ratio > 0.3, log_ratio < -0.3)
     np.testing.assert_allclose(metrics["clip_ratio/region_mean"], token_mean(outside), rtol=1e-5)
-    _, metrics = value({"dual_clip": 1.25}, batch)
+    _, metrics = value({"loss": "ppo_clip(dual_clip=1.25)"}, batch)
     np.testing.assert_allclose(
         metrics["clip_ratio/dual_mean"], token_mean((RATIO > 1.25) & (ADVANTAGES < 0)), rtol=1e-5
     )
 
 
 def test_the_entropy_mask_is_of_the_whole_batch():
-    objective = policy_gradient.policy_gradient(configured({"top_entropy_quantile": 0.3}), NET)
+    objective = objective_of(configured({"top_entropy_quantile": 0.3}), NET)
     assert objective.observe is not None
     observed = objective.observe(PARAMS, BATCH)
     prepared = objective.prepare(jax.tree.map(jnp.asarray, BATCH), observed)
@@ -217,11 +224,13 @@ def test_the_entropy_mask_is_of_the_whole_batch():
     parts = [loss(PARAMS, prepared.take(np.arange(start, start + 5)))[0] for start in (0, 5)]
     entropy = naive_entropy()
     keep = entropy >= np.quantile(entropy[MASK > 0], 0.7)
-    np.testing.assert_allclose(sum(parts), value({"beta": 0.0}, BATCH.replace(ref_logps=None, keep=keep))[0], rtol=1e-5)
-    np.testing.assert_array_equal(prepared.keep, keep * MASK)
+    np.testing.assert_allclose(
+        sum(parts), value({"beta": 0.0}, BATCH.replace(ref_logps=None).prepare(keep=keep))[0], rtol=1e-5
+    )
+    np.testing.assert_array_equal(prepared.prepared.keep, keep * MASK)
 
 
-def test_clip_cov_draws_with_the_seeds_of_the_batch():
+def test_clip_cov_draws_with_batch_seeds():
     settings = {"loss": "clip_cov(lower=-1e9, upper=1e9, fraction=0.3)"}
     batch = BATCH.replace(ref_logps=None)
     losses = [float(value(settings, batch.replace(seeds=np.full(10, seed, np.uint32)))[0]) for seed in (7, 8, 7)]
@@ -230,12 +239,12 @@ def test_clip_cov_draws_with_the_seeds_of_the_batch():
 
 
 @pytest.mark.parametrize("loss", ["clip_cov(lower=-1e9, upper=1e9, fraction=0.3)", "kl_cov(fraction=0.3)"])
-def test_the_few_tokens_are_those_of_the_whole_batch(loss):
-    objective = policy_gradient.policy_gradient(configured({"loss": loss}), NET)
+def test_selected_tokens_are_of_the_batch(loss):
+    objective = objective_of(configured({"loss": loss}), NET)
     batch = jax.tree.map(jnp.asarray, BATCH.replace(ref_logps=None, seeds=np.full(10, 3, np.uint32)))
     assert objective.observe is not None
     prepared = objective.prepare(batch, objective.observe(PARAMS, batch))
-    assert int(prepared.selected.sum()) == int(0.3 * MASK.sum())
+    assert int(prepared.prepared.selected.sum()) == int(0.3 * MASK.sum())
     loss_of = jax.jit(objective.loss)
     parts = [loss_of(PARAMS, prepared.take(np.arange(start, start + 5)))[0] for start in (0, 5)]
     function = getattr(policy_losses, loss.partition("(")[0])
@@ -248,28 +257,28 @@ def test_the_few_tokens_are_those_of_the_whole_batch(loss):
 
 def test_seeds_move_on_with_every_update():
     def loss(params, batch):
-        return params["x"] * 0.0, {"seed": batch.seeds[0].astype(jnp.float32)}
+        return params["x"] * 0.0, {"seed": Metric(batch.seeds[0].astype(jnp.float32), "sum")}
 
     config, mesh = default(), make_mesh(devices=jax.devices()[:1])
     with jax.set_mesh(mesh):
         optimizer = make_optimizer(config)
         state = init_state({"x": jnp.ones(())}, optimizer, mesh)
-        update = make_update(policy_gradient.Objective(lambda batch: batch, loss), optimizer, config, mesh)
+        update = make_update(Objective(lambda batch: batch, loss), optimizer, update_spec(config), mesh)
         seeds = []
         for _ in range(3):
             state, metrics = update(state, BATCH.replace(seeds=np.full(10, 5, np.uint32)))
-            seeds.append(float(metrics["seed"]))
+            seeds.append(float(metrics["seed"].value))
     assert seeds == [5, 6, 7]
 
 
-def test_k1_in_the_loss_warns_and_in_the_reward_does_not():
+def test_k1_in_the_loss_warns():
     with pytest.warns(UserWarning, match="expected gradient of this term is 0"):
-        policy_gradient.policy_gradient(configured({"beta": 0.1, "kl": "k1"}), NET)
+        objective_of(configured({"beta": 0.1, "kl": "k1"}), NET)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        policy_gradient.policy_gradient(configured({"beta": 0.1, "kl_in_reward": True}), NET)
-        policy_gradient.policy_gradient(configured({"beta": 0.1}), NET)
-        policy_gradient.policy_gradient(configured({"kl": "k1"}), NET)
+        objective_of(configured({"beta": 0.1, "kl_in_reward": True}), NET)
+        objective_of(configured({"beta": 0.1}), NET)
+        objective_of(configured({"kl": "k1"}), NET)
 
 
 @pytest.mark.parametrize(
@@ -278,10 +287,10 @@ def test_k1_in_the_loss_warns_and_in_the_reward_does_not():
         ({"loss": "sapo(temperature=2.0)"}, r"sapo has no option 'temperature'; it takes temperature_positive"),
         ({"loss": "sapo(mask=1)"}, "sapo has no option 'mask'"),
         ({"loss": "sapo(2.0)"}, "cannot read the options"),
-        ({"loss": "gspo", "dual_clip": 3.0}, r"algorithm\.dual_clip is 3\.0.*gspo.*no such option"),
+        ({"loss": "gspo(dual_clip=3.0)"}, "gspo has no option 'dual_clip'"),
         ({"loss": "ppo_clap"}, "the closest is ppo_clip"),
     ],
 )
 def test_wrong_losses_are_refused(settings, message):
     with pytest.raises(ConfigError, match=message):
-        policy_gradient.policy_gradient(configured(settings), NET)
+        objective_of(configured(settings), NET)

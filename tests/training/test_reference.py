@@ -1,4 +1,4 @@
-"""What a run carries from step to step: replayed groups, the reference that follows, controllers, and fills of rows."""
+"""State between the steps of an online run: replayed groups, the reference, controllers; and fills of flat groups."""
 
 import jax
 import jax.numpy as jnp
@@ -6,16 +6,18 @@ import numpy as np
 import pytest
 
 import jaxrl_llm
-from jaxrl_llm.algorithms.batch import Batch
+from jaxrl_llm.algorithms.batch import Batch, Inputs
 from jaxrl_llm.algorithms.kl import AdaptiveKL
 from jaxrl_llm.config import default
 from jaxrl_llm.config.flags import load_config_file
 from jaxrl_llm.distributed.sharding import make_mesh
 from jaxrl_llm.rollout.engine import Rollout
 from jaxrl_llm.training.checkpoint.manager import Checkpoints
-from jaxrl_llm.training.online import Sampled, fill
-from jaxrl_llm.training.reference import Memory, make_memory
-from jaxrl_llm.training.replay import empty_replay, exchange
+from jaxrl_llm.training.online import Rollouts, fill
+from jaxrl_llm.training.reference import Reference, ReferenceSpec, start_reference
+from jaxrl_llm.training.replay import empty_replay, exchange, get_arrays, with_arrays
+from jaxrl_llm.training.setup import build
+from jaxrl_llm.training.specs import controllers_of, reference_spec
 from jaxrl_llm.training.update import State
 
 MESH = make_mesh(devices=jax.devices()[:1])
@@ -25,17 +27,18 @@ def batch_of(numbers) -> Batch:
     """Rows of two tokens that hold their row's number in every field."""
     rows = np.repeat(np.array(numbers, np.float32)[:, None], 2, axis=1)
     integers = rows.astype(np.int32)
-    return Batch(integers, integers, rows, sample_logps=rows, old_logps=rows, advantages=rows, prompt_width=1)
+    inputs = Inputs(integers, integers, prompt_width=1)
+    return Batch(inputs, rows, sample_logps=rows, old_logps=rows, advantages=rows)
 
 
 def numbers_of(batch: Batch) -> list[int]:
-    first = np.asarray(batch.tokens)[:, 0]
-    for field in (batch.segments, batch.mask, batch.sample_logps, batch.old_logps, batch.advantages):
+    first = np.asarray(batch.inputs.tokens)[:, 0]
+    for field in (batch.inputs.segments, batch.mask, batch.sample_logps, batch.old_logps, batch.advantages):
         np.testing.assert_array_equal(np.asarray(field), np.repeat(first[:, None], 2, axis=1))
     return first.tolist()
 
 
-def test_replay_exchanges_flat_groups_for_stored_ones():
+def test_replay_exchanges_flat_groups():
     replay = empty_replay(groups=2, group_size=2, width=2, prompt_width=1, mesh=MESH)
     key = jax.random.key(0)
     # Empty: the flat group (the second) stays. Groups 1 and 3 are stored.
@@ -54,7 +57,7 @@ def test_replay_exchanges_flat_groups_for_stored_ones():
     np.testing.assert_array_equal(replay.priority, [3, 1])
 
 
-def test_stored_groups_are_drawn_in_proportion_to_their_priority():
+def test_stored_groups_are_drawn_by_priority():
     replay = empty_replay(groups=3, group_size=1, width=2, prompt_width=1, mesh=MESH)
     replay, _, _ = exchange(replay, batch_of([7, 8]), np.float32([1, 3]), jax.random.key(0), group_size=1)
     _, out, count = exchange(replay, batch_of([0] * 4000), np.zeros(4000, np.float32), jax.random.key(1), group_size=1)
@@ -68,21 +71,21 @@ def state_at(step: int, value: float) -> State:
     return State(jnp.asarray(step, jnp.int32), {"w": jnp.full(3, value)}, ())
 
 
-def test_the_reference_follows_every_so_many_steps():
-    memory = Memory(reference={"w": jnp.zeros(3)}, ref_sync_steps=2, ref_mixup_alpha=0.6)
+def test_reference_follows_the_policy():
+    reference = Reference({"w": jnp.zeros(3)}, ReferenceSpec(ref_sync_steps=2, ref_mixup_alpha=0.6))
     seen = []
     for step, value in enumerate([9.0, 9.0, 1.0, 9.0, 2.0]):
-        memory.sync_reference(state_at(step, value))
-        seen.append(round(float(memory.reference["w"][0]), 4))
+        reference.sync(state_at(step, value))
+        seen.append(round(float(reference.params["w"][0]), 4))
     assert seen == [0.0, 0.0, 0.6, 0.6, 1.44]  # after steps 2 and 4: 0.6 * 1, then 0.6 * 2 + 0.4 * 0.6
 
 
-def test_a_reference_that_never_follows_is_left_alone_and_not_saved():
-    reference = {"w": jnp.zeros(3)}
-    memory = Memory(reference=reference)
-    memory.sync_reference(state_at(512, 1.0))
-    assert memory.reference is reference
-    assert memory.arrays() == {}
+def test_fixed_reference_is_not_saved():
+    params = {"w": jnp.zeros(3)}
+    reference = Reference(params, ReferenceSpec())
+    reference.sync(state_at(512, 1.0))
+    assert reference.params is params
+    assert reference.arrays() == {}
 
 
 def configured(**settings):
@@ -98,63 +101,70 @@ def test_controllers_move_and_are_restored():
         beta=0.1, kl_controller="adaptive", kl_target=0.1, kl_horizon=100.0, entropy_controller="adaptive",
         entropy_target=0.5, entropy_delta=0.01,
     )  # fmt: skip
-    memory = make_memory(config, {"w": jnp.zeros(3)}, 1, MESH)
-    assert memory.coefficients() == {"kl_coef": 0.1, "entropy_coef": 0.0}
-    memory.control_kl(jnp.asarray(5.0), 10)  # far above the target: the error is cut to 0.2
-    np.testing.assert_allclose(memory.kl.coef, 0.1 * (1 + 0.2 * 10 / 100), rtol=1e-6)
-    memory.control_entropy({"entropy": 0.4})
-    np.testing.assert_allclose(memory.coefficients()["entropy_coef"], 0.01, rtol=1e-6)
-    memory.control_entropy({"entropy": 0.9})  # above the target: it falls, and does not apply
-    assert memory.coefficients()["entropy_coef"] == 0.0
-    fresh = make_memory(config, {"w": jnp.zeros(3)}, 1, MESH)
-    fresh.restore(memory.numbers(), {})
-    assert fresh.numbers() == memory.numbers()
-    memory.control_kl(jnp.asarray(0.01), 10)
-    fresh.control_kl(jnp.asarray(0.01), 10)
-    assert fresh.kl.coef == memory.kl.coef
+    controllers = controllers_of(config)
+    assert controllers.metrics() == {"kl_coef": 0.1, "entropy_coef": 0.0}
+    controllers = controllers.after_rollouts(jnp.asarray(5.0), 10)  # far above the target: the error is clipped to 0.2
+    np.testing.assert_allclose(controllers.kl.coef, 0.1 * (1 + 0.2 * 10 / 100), rtol=1e-6)
+    controllers = controllers.after_updates(0.4)
+    np.testing.assert_allclose(controllers.metrics()["entropy_coef"], 0.01, rtol=1e-6)
+    controllers = controllers.after_updates(0.9)  # above the target: it falls, and does not apply
+    assert controllers.metrics()["entropy_coef"] == 0.0
+    fresh = controllers_of(config).with_state(controllers.get_state())
+    assert fresh == controllers
+    moved = [each.after_rollouts(jnp.asarray(0.01), 10).kl.coef for each in (fresh, controllers)]
+    assert moved[0] == moved[1] != controllers.kl.coef
 
 
 def test_a_fixed_coefficient_stays():
-    memory = make_memory(configured(beta=0.1), {"w": jnp.zeros(3)}, 1, MESH)
-    memory.control_kl(None, 10)
-    assert memory.kl.coef == 0.1
-    assert memory.coefficients() == {}
-    memory.restore({"kl_coef": 0.7}, {})  # a checkpoint of a run with another beta
-    assert memory.kl.coef == 0.1
+    controllers = controllers_of(configured(beta=0.1)).after_rollouts(None, 10)
+    assert controllers.kl.coef == 0.1
+    assert controllers.metrics() == {}
+    controllers = controllers.with_state({"kl_coef": 0.7})  # a checkpoint of a run with another beta
+    assert controllers.kl.coef == 0.1
 
 
 def test_no_kl_term_keeps_no_reference():
-    params = {"w": jnp.zeros(3)}
-    assert make_memory(configured(), params, 1, MESH).reference is None
-    kept = make_memory(configured(beta=0.1), params, 1, MESH).reference
-    assert kept is not None
-    assert kept["w"] is not params["w"]  # updates donate the policy's buffers
+    rewards, rows = [lambda completions: [0.0] * len(completions)], [{"prompt": "sort:21="}] * 4
+    for beta in (0.0, 0.1):
+        config = configured(beta=beta)
+        config.eval.every, config.batch.prompts = -1, 2
+        with jax.set_mesh(MESH):
+            run = build(config, MESH, train_dataset=rows, rewards=rewards)
+        reference = run.source.learner.reference
+        assert (reference is not None) == (beta > 0)
+    weights = zip(jax.tree.leaves(reference.params), jax.tree.leaves(run.state.params), strict=True)
+    assert all(x is not y for x, y in weights)  # updates donate the policy's buffers
 
 
 def test_a_checkpoint_holds_the_arrays(tmp_path):
     config = configured(beta=0.1, ref_sync_steps=2, replay_groups=2)
     with jax.set_mesh(MESH), Checkpoints(tmp_path / "checkpoints") as checkpoints:
-        memory = make_memory(config, {"w": jnp.zeros(3)}, 1, MESH)
-        memory.replay_groups(batch_of([1, 2, 3, 4]), np.float32([1, 0]), jax.random.key(0), 2)
-        memory.reference = {"w": jnp.arange(3.0)}
-        checkpoints.save(1, state_at(1, 0.0), memory.numbers(), memory.arrays())
-        plain = make_memory(configured(beta=0.1), {"w": jnp.zeros(3)}, 1, MESH)
-        checkpoints.save(2, state_at(2, 0.0), plain.numbers(), plain.arrays())
-        fresh = make_memory(config, {"w": jnp.zeros(3)}, 1, MESH)
-        fresh.restore(memory.numbers(), checkpoints.restore_arrays(1, fresh.arrays(), MESH))
-        np.testing.assert_array_equal(fresh.reference["w"], [0, 1, 2])
-        assert numbers_of(fresh.replay.rows)[:2] == [1, 2]
-        np.testing.assert_array_equal(fresh.replay.priority, [1, 0])
-        assert checkpoints.restore_arrays(2, fresh.arrays(), MESH) == {}
+        empty = empty_replay(groups=2, group_size=2, width=2, prompt_width=1, mesh=MESH)
+        rows, priority = batch_of([1, 2, 3, 4]), np.float32([1, 0])
+        replay, _, _ = exchange(empty, rows, priority, jax.random.key(0), group_size=2)
+        spec, controllers = reference_spec(config), controllers_of(config)
+        reference = Reference({"w": jnp.arange(3.0)}, spec)
+        arrays = reference.arrays() | {"replay": get_arrays(replay)}
+        checkpoints.save(1, state_at(1, 0.0), controllers.get_state(), arrays)
+        checkpoints.save(2, state_at(2, 0.0), controllers.get_state(), {})
+        fresh = Reference(start_reference(spec, {"w": jnp.zeros(3)}), spec)
+        shapes = fresh.arrays() | {"replay": get_arrays(empty)}
+        restored = checkpoints.restore_arrays(1, shapes, MESH)
+        fresh.restore(restored)
+        np.testing.assert_array_equal(fresh.params["w"], [0, 1, 2])
+        replay = with_arrays(empty, restored["replay"])
+        assert numbers_of(replay.rows)[:2] == [1, 2]
+        np.testing.assert_array_equal(replay.priority, [1, 0])
+        assert checkpoints.restore_arrays(2, shapes, MESH) == {}
 
 
-def sampled_of(numbers) -> Sampled:
+def sampled_of(numbers) -> Rollouts:
     rows = np.repeat(np.array(numbers, np.int32)[:, None], 3, axis=1)
     one = rows[:, 0]
     rollout = Rollout(rows, rows, rows.astype(np.float32), rows.astype(np.float32), one, one > 0, one)
     names = [str(n) for n in numbers]
     examples = [{"id": n // 10} for n in numbers[::2]]
-    return Sampled(jax.tree.map(jnp.asarray, rollout), examples, names, names, np.float32(numbers)[:, None])
+    return Rollouts(jax.tree.map(jnp.asarray, rollout), examples, names, names, np.float32(numbers)[:, None])
 
 
 @pytest.mark.parametrize(
@@ -177,13 +187,13 @@ def test_flat_groups_are_filled_with_fresh_ones(fresh_flat, expected, still):
     np.testing.assert_array_equal(filled.rollout.lengths, expected)
 
 
-def test_adaptive_kl_is_what_the_configuration_says():
-    memory = make_memory(configured(beta=0.1, kl_controller="adaptive", kl_target=0.3), {"w": jnp.zeros(3)}, 1, MESH)
-    assert memory.kl == AdaptiveKL(0.1, 0.3, 10_000.0)
+def test_adaptive_kl_of_the_configuration():
+    controllers = controllers_of(configured(beta=0.1, kl_controller="adaptive", kl_target=0.3))
+    assert controllers.kl == AdaptiveKL(0.1, 0.3, 10_000.0)
 
 
 @pytest.mark.slow
-def test_a_reference_in_the_memory_of_the_host_changes_nothing(root, tmp_path):
+def test_offloaded_reference_changes_nothing(root, tmp_path):
     def losses(name, config_file, **algorithm):
         config = load_config_file(f"{root / 'configs' / config_file}:tiny")
         config.output_dir, config.eval.every, config.logging.backends = str(tmp_path / name), -1, ("jsonl",)

@@ -9,8 +9,10 @@ import pytest
 from jaxrl_llm.config import default
 from jaxrl_llm.distributed.sharding import make_mesh
 from jaxrl_llm.training.microbatch import split_rows
-from jaxrl_llm.training.objectives import policy_gradient
-from jaxrl_llm.training.optimizers import learning_rate_schedule, make_optimizer
+from jaxrl_llm.training.objective_specs import objective_of
+from jaxrl_llm.training.optimizers import learning_rate_schedule
+from jaxrl_llm.training.setup import make_optimizer, update_spec
+from jaxrl_llm.training.specs import optimizer_spec
 from jaxrl_llm.training.update import init_state, make_update
 from tests.training.objectives.test_policy_gradient import NET, make_batch
 
@@ -19,12 +21,12 @@ def run_update(config, batch, steps: int = 1):
     mesh = make_mesh(devices=jax.devices()[:1])
     with jax.set_mesh(mesh):
         optimizer = make_optimizer(config)
-        objective = policy_gradient.policy_gradient(config, NET)
+        objective = objective_of(config, NET)
         state = init_state(NET.init(jax.random.key(0)), optimizer, mesh, config.optimizer.offload)
-        update = make_update(objective, optimizer, config, mesh)
+        update = make_update(objective, optimizer, update_spec(config), mesh)
         for _ in range(steps):
             state, metrics = update(state, jax.tree.map(jnp.asarray, batch))
-    return state, metrics
+    return state, {name: metric.value for name, metric in metrics.items()}
 
 
 def config_with(**changes):
@@ -48,7 +50,7 @@ def config_with(**changes):
         *(pytest.param(*case, marks=pytest.mark.slow) for case in (("sequence", (1, 4)), ("constant", (2,)))),
     ],
 )
-def test_micro_batches_give_the_update_of_the_whole_batch(aggregation, sizes):
+def test_microbatches_do_not_change_the_update(aggregation, sizes):
     batch = make_batch(rows=8)
     whole, whole_metrics = run_update(config_with(algorithm__aggregation=aggregation), batch)
     for rows in sizes:
@@ -60,7 +62,7 @@ def test_micro_batches_give_the_update_of_the_whole_batch(aggregation, sizes):
 
 
 @pytest.mark.slow
-def test_the_microbatch_token_mode_is_the_one_that_does_depend_on_micro_batches():
+def test_microbatch_token_depends_on_microbatches():
     batch = make_batch(rows=8)
     losses = [
         run_update(config_with(algorithm__aggregation="microbatch_token", batch__microbatch_rows=rows), batch)[1][
@@ -71,10 +73,10 @@ def test_the_microbatch_token_mode_is_the_one_that_does_depend_on_micro_batches(
     assert abs(losses[0] - losses[1]) > 1e-4
 
 
-def test_the_update_is_adamw_of_the_summed_gradient():
+def test_update_is_adamw_of_summed_gradient():
     config = config_with(optimizer__weight_decay=0.1, optimizer__max_grad_norm=0.05)
     batch = make_batch()
-    objective = policy_gradient.policy_gradient(config, NET)
+    objective = objective_of(config, NET)
     params = NET.init(jax.random.key(0))
     gradient = jax.grad(lambda p: objective.loss(p, objective.prepare(batch))[0])(params)
     norm = float(optax.tree.norm(gradient))
@@ -101,7 +103,7 @@ def test_the_state_is_donated():
     with jax.set_mesh(mesh):
         optimizer = make_optimizer(config)
         state = init_state(NET.init(jax.random.key(0)), optimizer, mesh)
-        update = make_update(policy_gradient.policy_gradient(config, NET), optimizer, config, mesh)
+        update = make_update(objective_of(config, NET), optimizer, update_spec(config), mesh)
         batch = jax.tree.map(jnp.asarray, make_batch())
         size = sum(x.nbytes for x in jax.tree.leaves((state.params, state.opt_state)))
         assert update.lower(state, batch).compile().memory_analysis().alias_size_in_bytes >= size
@@ -111,7 +113,7 @@ def test_the_state_is_donated():
 
 
 @pytest.mark.slow
-def test_moments_in_the_memory_of_the_host_change_nothing():
+def test_offloaded_moments_change_nothing():
     batch = make_batch()
     for name in ("adamw", "adafactor"):
         plain, _ = run_update(config_with(optimizer__name=name), batch)
@@ -122,7 +124,7 @@ def test_moments_in_the_memory_of_the_host_change_nothing():
         assert {x.sharding.memory_kind for x in jax.tree.leaves(state.params)} == {"device"}
 
 
-def test_a_gradient_that_is_not_finite_changes_nothing_and_is_reported():
+def test_nonfinite_gradient_changes_nothing():
     batch = make_batch()
     batch = batch.replace(advantages=np.full_like(batch.advantages, np.inf))
     state, metrics = run_update(config_with(), batch)
@@ -136,17 +138,17 @@ def test_schedules():
     config.total_steps, config.optimizer.learning_rate = 10, 1.0
     config.optimizer.warmup_steps, config.optimizer.min_lr_ratio = 2, 0.2
     config.optimizer.schedule = "linear"
-    rates = [float(learning_rate_schedule(config)(i)) for i in (0, 1, 2, 6, 10)]
+    rates = [float(learning_rate_schedule(optimizer_spec(config))(i)) for i in (0, 1, 2, 6, 10)]
     np.testing.assert_allclose(rates, [0.0, 0.5, 1.0, 0.6, 0.2], rtol=1e-6)
     config.optimizer.schedule = "cosine"
-    rates = [float(learning_rate_schedule(config)(i)) for i in (2, 4, 6, 10, 12)]
+    rates = [float(learning_rate_schedule(optimizer_spec(config))(i)) for i in (2, 4, 6, 10, 12)]
     half = 0.2 + 0.8 * 0.5 * (1 + np.cos(np.pi / 4))
     np.testing.assert_allclose(rates, [1.0, half, 0.6, 0.2, 0.2], rtol=1e-6)
     config.batch.minibatches, config.algorithm.num_iterations = 2, 3
-    np.testing.assert_allclose(float(learning_rate_schedule(config)(6)), 0.5, rtol=1e-6)
+    np.testing.assert_allclose(float(learning_rate_schedule(optimizer_spec(config))(6)), 0.5, rtol=1e-6)
 
 
-def test_split_rows_takes_adjacent_rows_of_every_shard():
+def test_split_rows_of_every_shard():
     batch = make_batch(rows=8).replace(labels=np.arange(8))
-    np.testing.assert_array_equal(split_rows(batch, 4, 1).labels, [[0, 1], [2, 3], [4, 5], [6, 7]])
-    np.testing.assert_array_equal(split_rows(batch, 2, 2).labels, [[0, 1, 4, 5], [2, 3, 6, 7]])
+    np.testing.assert_array_equal(split_rows(batch.labels, 4, 1), [[0, 1], [2, 3], [4, 5], [6, 7]])
+    np.testing.assert_array_equal(split_rows(batch.labels, 2, 2), [[0, 1, 4, 5], [2, 3, 6, 7]])

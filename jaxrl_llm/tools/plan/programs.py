@@ -2,28 +2,31 @@
 
 import dataclasses
 import time
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from jaxrl_llm.algorithms.batch import Inputs
 from jaxrl_llm.config import batch_rows
 from jaxrl_llm.config.schema import OFFLINE
 from jaxrl_llm.distributed.sharding import on_device, row_shards
 from jaxrl_llm.tools.plan import hlo
 from jaxrl_llm.tools.plan.layouts import Laid, Turns, lay_out
 from jaxrl_llm.tools.plan.rollout import Rollout, compile_rollout, make_engine, results
-from jaxrl_llm.tools.plan.shapes import Shapes, bytes_on_device, needs_old_logps, rows_shape, update_batch
+from jaxrl_llm.tools.plan.shapes import Shapes, bytes_on_device, rows_shape, update_batch
 from jaxrl_llm.tools.plan.traced import traced_flops
-from jaxrl_llm.training.objectives.policy_gradient import Objective
-from jaxrl_llm.training.objectives.router import with_router_loss
-from jaxrl_llm.training.objectives.value import critic_config, critic_params, value_regression
+from jaxrl_llm.training.objective_specs import critic_spec, objective_of
+from jaxrl_llm.training.objectives.objective import Objective
+from jaxrl_llm.training.objectives.value import critic_params, value_regression
 from jaxrl_llm.training.online import scored_logps, values_before
-from jaxrl_llm.training.optimizers import make_optimizer
+from jaxrl_llm.training.optimizers import build_optimizer, learning_rate_schedule
 from jaxrl_llm.training.packing.planner import Packer
-from jaxrl_llm.training.setup import objective_of
-from jaxrl_llm.training.update import learner, make_update, merge_frozen
+from jaxrl_llm.training.setup import make_optimizer
+from jaxrl_llm.training.specs import critic_optimizer_spec, offline_spec, old_logps_of, update_spec
+from jaxrl_llm.training.update import make_update, merge_frozen, optimizer_step
 
 
 class Measured(NamedTuple):
@@ -120,13 +123,13 @@ def compile_step(config, shapes: Shapes, mesh: Mesh, widths: tuple[int, int], sc
     params = merge_frozen(shapes.state, shapes.frozen).params
     if online and only in ("", "rollout"):
         rollout = _rollout(config, shapes, params, mesh, widths[0], scanned, compiler)
-    objective = with_router_loss(objective_of(config), config, shapes.net)
+    objective = objective_of(config, shapes.net)
     laid = lay_out(config, shapes.net, mesh, objective, widths, scanned, packer)
     if only in ("", "logps"):
         _logps(config, shapes, params, mesh, widths, laid, compiler)
     if only in ("", "update"):
         batch = update_batch(config, mesh, widths[1], widths[0] if online else 0)
-        batch = batch.replace(layout=laid.own, observed_layout=laid.observed)
+        batch = batch.with_layout(laid.own, laid.observed)
         update = make_plan_update(config, shapes, mesh, objective)
         others = config.batch.minibatches * config.algorithm.num_iterations
         arguments = (shapes.state, batch, shapes.frozen)
@@ -138,11 +141,14 @@ def compile_step(config, shapes: Shapes, mesh: Mesh, widths: tuple[int, int], sc
 
 def make_plan_update(config, shapes: Shapes, mesh: Mesh, objective: Objective):
     """The jitted update of the configuration, as `build` makes it."""
-    learn_critic = None
+    update_critic = None
     if shapes.critic is not None and not config.critic.shared:
-        own = critic_config(config)
-        learn_critic = learner(value_regression(config, shapes.critic), make_optimizer(own), own, mesh)
-    return make_update(objective, make_optimizer(config), config, mesh, learn_critic)
+        own = critic_optimizer_spec(config)
+        settings = replace(update_spec(config), schedule=learning_rate_schedule(own))
+        regression = value_regression(critic_spec(config), shapes.critic)
+        update_critic = optimizer_step(regression, build_optimizer(own), settings, mesh)
+    has_critic = shapes.critic is not None
+    return make_update(objective, make_optimizer(config), update_spec(config), mesh, update_critic, has_critic)
 
 
 def _rollout(config, shapes: Shapes, params, mesh: Mesh, width: int, scanned: bool, compiler: Compiler) -> Rollout:
@@ -166,9 +172,10 @@ def _logps(config, shapes: Shapes, params, mesh: Mesh, widths: tuple[int, int], 
     ints = rows_shape(mesh, (rows, widths[1]), jnp.int32)
     part, shards = config.batch.microbatch_rows or rows // config.batch.minibatches, row_shards(mesh)
     first, temperature = (widths[0], config.rollout.temperature) if online else (0, 1.0)
-    scoring = (ints, ints, temperature, first, part, shards, laid.passing)
+    inputs = Inputs(ints, ints, layout=laid.passing, prompt_width=first)
+    scoring = (inputs, temperature, part, shards)
     turns = laid.passing_turns
-    if (online and needs_old_logps(config)) or config.algorithm.bco_running_mean:
+    if (online and old_logps_of(config) == "trainer") or offline_spec(config, widths[1]).running_mean:
         compiler.add("log-probs", scored_logps, (shapes.net, params, *scoring), of_run=params, turns=turns)
     if shapes.reference is not None:
         moved = jax.eval_shape(on_device, shapes.reference)
@@ -176,8 +183,8 @@ def _logps(config, shapes: Shapes, params, mesh: Mesh, widths: tuple[int, int], 
         there = shapes.reference if not config.algorithm.offload_reference else ()
         compiler.add("reference", scored_logps, (shapes.net, reference, *scoring), of_run=there, turns=turns)
     if shapes.critic is not None:
-        own = critic_params(config, merge_frozen(shapes.state, shapes.frozen))
-        arguments = (shapes.critic, own, ints, ints, first, part, shards, laid.passing)
+        own = critic_params(critic_spec(config), merge_frozen(shapes.state, shapes.frozen))
+        arguments = (shapes.critic, own, inputs, part, shards)
         compiler.add("values", values_before, arguments, of_run=own, turns=turns)
 
 

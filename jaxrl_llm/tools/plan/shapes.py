@@ -5,23 +5,23 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxrl_llm.algorithms.batch import Batch
+from jaxrl_llm.algorithms.batch import Batch, Inputs, Scalars
 from jaxrl_llm.config import ConfigError, batch_rows
 from jaxrl_llm.config.schema import OFFLINE
 from jaxrl_llm.distributed.sharding import row_sharding, shardings
 from jaxrl_llm.models import hf, peft
 from jaxrl_llm.models.lora import has_adapters, split
 from jaxrl_llm.models.transformer import Net, Params
-from jaxrl_llm.training import offline
-from jaxrl_llm.training.objectives import preference
-from jaxrl_llm.training.objectives.policy_gradient import needs_key
-from jaxrl_llm.training.objectives.value import HEAD, critic_config
-from jaxrl_llm.training.optimizers import make_optimizer
+from jaxrl_llm.training.objective_specs import needs_reference, policy_loss
+from jaxrl_llm.training.objectives.value import HEAD
+from jaxrl_llm.training.optimizers import build_optimizer
 from jaxrl_llm.training.reference import start_reference
-from jaxrl_llm.training.setup import build_lora, net_options
-from jaxrl_llm.training.update import Frozen, State, part_critic
+from jaxrl_llm.training.setup import build_lora, make_optimizer, net_options
+from jaxrl_llm.training.specs import algorithm_of, critic_optimizer_spec, offline_spec, old_logps_of, reference_spec
+from jaxrl_llm.training.update import Frozen, State, split_critic
 
 
 class Shapes(NamedTuple):
@@ -82,7 +82,7 @@ def describe(config, mesh: Mesh, dtype: str, scan: bool) -> Shapes:
         )
     frozen, trainable = split(params)
     critic, frozen_critic = None, {}
-    state = _state(trainable, config, mesh)
+    state = _state(trainable, make_optimizer(config), config.optimizer.offload, mesh)
     if config.algorithm.name == "ppo":
         own = config.copy_and_resolve_references()
         own.model.path = config.critic.path or config.model.path
@@ -90,11 +90,11 @@ def describe(config, mesh: Mesh, dtype: str, scan: bool) -> Shapes:
         critic_params = _trained_score_in_fp32(over(critic.shapes(), mesh))
         if config.critic.shared:
             head = {HEAD: critic_params[HEAD]}
-            joint = _state({**trainable, **head}, config, mesh)
-            state = part_critic(joint, State(joint.step, head, ()))
+            joint = _state({**trainable, **head}, make_optimizer(config), config.optimizer.offload, mesh)
+            state = split_critic(joint, State(joint.step, head, ()))
         else:
             frozen_critic, trainable = split(critic_params)
-            second = _state(trainable, critic_config(config), mesh)
+            second = _state(trainable, build_optimizer(critic_optimizer_spec(config)), config.optimizer.offload, mesh)
             state = State(state.step, state.params, state.opt_state, second)
     reference, own_reference = _reference(config, net, params)
     return Shapes(net, critic, state, Frozen(frozen, frozen_critic), reference, own_reference)
@@ -107,10 +107,10 @@ def _trained_score_in_fp32(params: Params) -> Params:
     return {**params, HEAD: score}
 
 
-def _state(params: Params, config, mesh: Mesh) -> State:
-    shapes = jax.eval_shape(make_optimizer(config).init, params)
+def _state(params: Params, optimizer: optax.GradientTransformation, offload: bool, mesh: Mesh) -> State:
+    shapes = jax.eval_shape(optimizer.init, params)
     places = shardings(shapes, mesh)
-    if config.optimizer.offload:
+    if offload:
         places = jax.tree.map(lambda x, s: s.with_memory_kind("pinned_host") if x.ndim else s, shapes, places)
     whole = NamedSharding(mesh, PartitionSpec())
     step: Any = jax.ShapeDtypeStruct((), jnp.int32, sharding=whole)
@@ -120,13 +120,13 @@ def _state(params: Params, config, mesh: Mesh) -> State:
 def _reference(config, net: Net, params: Params) -> tuple[Params | None, Params | None]:
     """The reference policy, and what of it shares nothing with the policy."""
     online = config.algorithm.name not in OFFLINE
-    if not (config.algorithm.beta > 0 if online else preference.needs_reference(config)):
+    if not (config.algorithm.beta > 0 if online else needs_reference(config)):
         return None, None
     if not online and config.data.precompute_reference:
         return None, None
     frozen, trainable = split(params)
     lora = net.config.lora
-    shapes = jax.eval_shape(lambda params: start_reference(config, params, lora), params)
+    shapes = jax.eval_shape(lambda params: start_reference(reference_spec(config), params, lora), params)
     mesh = jax.tree.leaves(params)[0].sharding.mesh
     found = over(shapes, mesh)
     if config.algorithm.offload_reference:
@@ -149,32 +149,26 @@ def update_batch(config, mesh: Mesh, width: int, prompt_width: int) -> Batch:
     """The batch of one update, with the fields that the configured objective reads."""
     rows = batch_rows(config) // config.batch.minibatches
     algorithm = config.algorithm
-    ints = {name: rows_shape(mesh, (rows, width), jnp.int32) for name in ("tokens", "segments")}
+    ints: dict[str, Any] = {name: rows_shape(mesh, (rows, width), jnp.int32) for name in ("tokens", "segments")}
     tokens, single = rows_shape(mesh, (rows, width), jnp.float32), rows_shape(mesh, (rows,), jnp.float32)
+    number = jax.ShapeDtypeStruct((), jnp.float32)
+    scalars: dict[str, Any] = {}
     seeds = rows_shape(mesh, (rows,), jnp.uint32)
     has: dict[str, Any] = {}
     if algorithm.name not in OFFLINE:
         has = dict.fromkeys(("sample_logps", "advantages"), tokens)
-        has |= dict.fromkeys(("old_logps",) if needs_old_logps(config) else (), tokens)
+        has |= dict.fromkeys(("old_logps",) if old_logps_of(config) != "policy" else (), tokens)
         has |= dict.fromkeys(("ref_logps",) if algorithm.beta > 0 and not algorithm.kl_in_reward else (), tokens)
         has |= dict.fromkeys(("values", "returns") if algorithm.name == "ppo" else (), tokens)
-        has |= {"kl_coef": single} if algorithm.kl_controller == "adaptive" and "ref_logps" in has else {}
-        has |= {"entropy_coef": single} if algorithm.entropy_controller == "adaptive" else {}
-        has |= {"token_count": single} if algorithm.aggregation == "rollout_token" else {}
-        has |= {"seeds": seeds} if needs_key(config) else {}
+        scalars |= {"kl_coef": number} if algorithm.kl_controller == "adaptive" and "ref_logps" in has else {}
+        scalars |= {"entropy_coef": number} if algorithm.entropy_controller == "adaptive" else {}
+        scalars |= {"token_count": number} if algorithm.aggregation == "rollout_token" else {}
+        has |= {"seeds": seeds} if "key" in policy_loss(config).takes else {}
     elif algorithm.name == "sft":
-        has = {"positions": ints["tokens"]} if config.data.packing else {}
-        has |= {"seeds": seeds} if algorithm.neftune_alpha else {}
+        ints |= {"positions": ints["tokens"]} if config.data.packing else {}
+        has = {"seeds": seeds} if algorithm.neftune_alpha else {}
     else:
-        has = {"ref_logps": tokens} if preference.needs_reference(config) else {}
-        has |= {"labels": single} if offline.is_labelled(config) else {}
-        has |= {"baseline": single} if algorithm.bco_running_mean else {}
-    return Batch(mask=tokens, prompt_width=prompt_width, **ints, **has)
-
-
-def needs_old_logps(config) -> bool:
-    """True when the policy's log-probs are computed before the update; see `Online`."""
-    algorithm = config.algorithm
-    one_update = algorithm.num_iterations == 1 and config.batch.minibatches == 1
-    measures_kl = algorithm.kl_in_reward or algorithm.kl_controller == "adaptive"
-    return not one_update or algorithm.replay_groups > 0 or measures_kl
+        has = {"ref_logps": tokens} if needs_reference(config) else {}
+        has |= {"labels": single} if algorithm_of(config).data == "labels" else {}
+        scalars |= {"reward_shift": number} if offline_spec(config, width).running_mean else {}
+    return Batch(Inputs(**ints, prompt_width=prompt_width), mask=tokens, scalars=Scalars(**scalars), **has)

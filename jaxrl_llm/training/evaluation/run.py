@@ -18,6 +18,7 @@ from jaxrl_llm.distributed.sharding import row_shards
 from jaxrl_llm.models.transformer import Params
 from jaxrl_llm.rewards.runner import NOTHING_LOGGED, Logged
 from jaxrl_llm.rewards.signatures import text_of
+from jaxrl_llm.rollout.sampling import SamplingParams
 from jaxrl_llm.training.evaluation.metrics import (
     PRED,
     SOURCE,
@@ -28,7 +29,7 @@ from jaxrl_llm.training.evaluation.metrics import (
     summary,
 )
 from jaxrl_llm.training.logging.reward_metrics import add_totals, over_processes
-from jaxrl_llm.training.online import Row, Sampled, Sampler
+from jaxrl_llm.training.online import Rollouts, RolloutWorker, Row
 
 Evaluate = Callable[[Params, jax.Array], dict[str, float]]  # (parameters, key) -> metrics named eval/...
 
@@ -85,8 +86,8 @@ class Evaluation:
     has the same samples alone and among others. Processes share the examples and get the same metrics.
     """
 
-    sampled: Sampler
-    greedy: Sampler | None
+    sampled: RolloutWorker
+    greedy: RolloutWorker | None
     examples: list[Row]
     prompts_at_once: int
     metrics: EvalMetrics
@@ -109,7 +110,7 @@ class Evaluation:
             metrics |= {f"{prefix}{source}/{name}" if source else prefix + name: x for name, x in values.items()}
         return metrics
 
-    def _sample(self, sampler: Sampler, params: Params, key) -> Samples:
+    def _sample(self, sampler: RolloutWorker, params: Params, key) -> Samples:
         """The graded completions of all examples, `prompts_at_once` prompts at a time."""
         batches, answers, totals = [], [], NOTHING_LOGGED
         for start, count, examples in full_batches(self.examples, self.prompts_at_once, row_shards(sampler.mesh)):
@@ -130,7 +131,7 @@ class Evaluation:
         results = prompt_results(rewards, weights, counts, self.metrics.correct_at, all_answers, sources)
         return Samples(results, lengths, ended, totals)
 
-    def _answers(self, sampler: Sampler, out: Sampled) -> list[str | None] | None:
+    def _answers(self, sampler: RolloutWorker, out: Rollouts) -> list[str | None] | None:
         """The answers in this process's completions, None where neither `eval.answer` nor a reward extracts them."""
         with all_or_none():
             if self.metrics.answer is not None:

@@ -19,8 +19,8 @@ from jaxrl_llm.training.evaluation.metrics import EvalMetrics, PromptResult, sum
 from jaxrl_llm.training.evaluation.run import check_best, named_sets
 from jaxrl_llm.training.evaluation_setup import build_evaluations, eval_metrics, eval_parts, eval_spec
 from jaxrl_llm.training.logging.console import evaluation_line
-from jaxrl_llm.training.samplers import eval_sampling
 from jaxrl_llm.training.setup import build
+from jaxrl_llm.training.specs import eval_sampling
 from tests.conftest import ROOT
 
 ROWS = [

@@ -16,8 +16,7 @@ from jaxrl_llm.models.logprobs import token_statistics
 from jaxrl_llm.models.transformer import ModelConfig, Net
 from jaxrl_llm.training.microbatch import microbatches_of
 from jaxrl_llm.training.objective_specs import PREFERENCE_LOSSES, needs_reference, objective_of
-from jaxrl_llm.training.optimizers import make_optimizer
-from jaxrl_llm.training.setup import update_spec
+from jaxrl_llm.training.setup import make_optimizer, update_spec
 from jaxrl_llm.training.update import _prepare, init_state, make_measure, make_update
 
 SHAPE = {"vocab_size": 29, "width": 16, "layers": 1, "heads": 2, "kv_heads": 1, "head_dim": 8, "ffn": 24}

@@ -17,7 +17,7 @@ from jaxrl_llm.train import train
 from jaxrl_llm.training.objective_specs import critic_spec, objective_of, policy_spec
 from jaxrl_llm.training.objectives.policy_gradient import policy_gradient
 from jaxrl_llm.training.objectives.value import value_regression
-from jaxrl_llm.training.setup import critic_config
+from jaxrl_llm.training.specs import critic_optimizer_spec
 
 NET = Net(
     ModelConfig(
@@ -69,8 +69,8 @@ def test_the_loss_is_half_the_clipped_squared_error(epsilon):
 def test_the_critic_has_its_own_optimizer_settings():
     config = default()
     config.critic.learning_rate, config.critic.max_grad_norm = 0.5, 7.0
-    own = critic_config(config)
-    assert (own.optimizer.learning_rate, own.optimizer.max_grad_norm) == (0.5, 7.0)
+    spec = critic_optimizer_spec(config)
+    assert (spec.learning_rate, spec.max_grad_norm) == (0.5, 7.0)
     assert config.optimizer.learning_rate == 1e-6
 
 

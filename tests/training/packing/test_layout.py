@@ -20,11 +20,11 @@ def rows_of(prompts, completions, left: int = 0, width: int = 16):
     return tokens, segments, mask
 
 
-def seen_by(layout, part: int, place: int) -> list[int]:
-    """The packed places that the token at `place` attends to, itself the last, of shard 0."""
+def seen_by(layout, microbatch: int, index: int) -> list[int]:
+    """The packed tokens that the one at `index` attends to, itself the last, of shard 0."""
     length = layout.segments.shape[-1]
-    row, column = divmod(place, length)
-    segments, prefixes = layout.segments[0, part, row], layout.prefixes[0, part, row]
+    row, column = divmod(index, length)
+    segments, prefixes = layout.segments[0, microbatch, row], layout.prefix_segments[0, microbatch, row]
     same = (segments == segments[column]) | (segments == prefixes[column])
     return [row * length + n for n in np.flatnonzero(same & (np.arange(length) <= column) & (segments > 0))]
 
@@ -33,19 +33,19 @@ def contexts(layout, tokens, count: int):
     """For each row and column that is read: the tokens and positions seen where it is predicted, and the target."""
     found = {}
     width = tokens.shape[1]
-    for part in range(int(layout.parts[0])):
-        rows = layout.rows[0, part]
+    for microbatch in range(int(layout.num_microbatches[0])):
+        rows = layout.row_idx[0, microbatch]
         own = tokens[np.minimum(rows, count - 1)].reshape(-1)
-        packed = own[layout.source[0, part].reshape(-1)]
-        for n, t in zip(*np.nonzero(layout.slots[0, part] < layout.places.shape[-1]), strict=True):
-            slot = layout.slots[0, part, n, t]
-            assert slot < layout.read[0, part]
-            seen = seen_by(layout, part, int(layout.places[0, part, slot]))
-            positions = layout.positions[0, part].reshape(-1)[seen]
+        packed = own[layout.token_idx[0, microbatch].reshape(-1)]
+        for n, t in zip(*np.nonzero(layout.logp_idx[0, microbatch] < layout.hidden_idx.shape[-1]), strict=True):
+            slot = layout.logp_idx[0, microbatch, n, t]
+            assert slot < layout.num_read[0, microbatch]
+            seen = seen_by(layout, microbatch, int(layout.hidden_idx[0, microbatch, slot]))
+            positions = layout.positions[0, microbatch].reshape(-1)[seen]
             key = (int(rows[n]), int(t))
             assert key not in found and rows[n] < count
-            found[key] = packed[seen].tolist(), positions.tolist(), int(own[layout.targets[0, part, slot]])
-    assert width == layout.slots.shape[-1]
+            found[key] = packed[seen].tolist(), positions.tolist(), int(own[layout.target_idx[0, microbatch, slot]])
+    assert width == layout.logp_idx.shape[-1]
     return found
 
 
@@ -64,10 +64,10 @@ CASES = {
 @pytest.mark.parametrize("left", [0, 2])
 @pytest.mark.parametrize(("length", "packed_rows", "rows"), [(16, 1, 2), (12, 2, 8), (40, 1, 8)])
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_every_scored_token_is_predicted_once_from_its_own_row(case, length, packed_rows, rows, left):
+def test_every_token_is_predicted_once(case, length, packed_rows, rows, left):
     prompts, completions = CASES[case]
     tokens, segments, mask = rows_of(prompts, completions, left)
-    layout = plan(tokens, segments, mask, Sizes(length, packed_rows, rows, 1, group=4))
+    layout = plan(tokens, segments, mask, Sizes(length, packed_rows, rows, 1, group_size=4))
     found = contexts(layout, tokens, len(tokens))
     assert set(found) == set(zip(*np.nonzero(mask), strict=True))
     for (row, t), (seen, positions, target) in found.items():
@@ -77,36 +77,36 @@ def test_every_scored_token_is_predicted_once_from_its_own_row(case, length, pac
         assert target == tokens[row, t]
 
 
-def test_a_prompt_is_computed_once_for_its_completions():
+def test_a_prompt_is_computed_once():
     tokens, segments, mask = rows_of([[1, 2, 3]] * 4, [[5, 6], [6, 6], [7, 6], [8, 6]])
-    layout = plan(tokens, segments, mask, Sizes(16, 1, 4, 1, group=4))
+    layout = plan(tokens, segments, mask, Sizes(16, 1, 4, 1, group_size=4))
     # 3 of the prompt, and of each completion the first: nothing is predicted from the last
     assert (layout.segments > 0).sum() == 7
-    np.testing.assert_array_equal(layout.uses[0, 0, 0, :7], [4, 4, 4, 1, 1, 1, 1])
-    np.testing.assert_array_equal(layout.prefixes[0, 0, 0, :7], [1] * 7)
+    np.testing.assert_array_equal(layout.multiplicity[0, 0, 0, :7], [4, 4, 4, 1, 1, 1, 1])
+    np.testing.assert_array_equal(layout.prefix_segments[0, 0, 0, :7], [1] * 7)
     np.testing.assert_array_equal(layout.positions[0, 0, 0, :7], [0, 1, 2, 3, 3, 3, 3])
-    assert layout.read.tolist() == [[8]]
+    assert layout.num_read.tolist() == [[8]]
 
 
 def test_pairs_stay_together_and_keep_both_rows():
     tokens, segments, mask = rows_of([[1, 2, 3]] * 6, [[5] * 9, [], [6] * 8, [7] * 9, [], []])
-    layout = plan(tokens, segments, mask, Sizes(16, 2, 2, 1, group=2, together=True))
-    assert sorted(layout.rows[0, : int(layout.parts[0])].tolist()) == [[0, 1], [2, 3]]
+    layout = plan(tokens, segments, mask, Sizes(16, 2, 2, 1, group_size=2, whole_groups=True))
+    assert sorted(layout.row_idx[0, : int(layout.num_microbatches[0])].tolist()) == [[0, 1], [2, 3]]
 
 
 def test_the_last_token_of_a_row_is_read_itself():
     tokens, segments, mask = rows_of([[1, 2, 3]] * 2, [[5, 6], [7]])
-    layout = plan(tokens, segments, mask, Sizes(16, 1, 2, 1, group=2, together=True, last=True))
+    layout = plan(tokens, segments, mask, Sizes(16, 1, 2, 1, group_size=2, whole_groups=True, last=True))
     found = contexts(layout, tokens, 2)
     assert {key: seen for key, (seen, _, _) in found.items()} == {(0, 4): [1, 2, 3, 5, 6], (1, 3): [1, 2, 3, 7]}
 
 
-def test_each_shard_has_its_own_rows_and_all_the_same_number_of_micro_batches():
+def test_shards_have_as_many_microbatches():
     tokens, segments, mask = rows_of([[1, 2, 3]] * 4, [[5] * 9, [6] * 9, [5], [6]])
-    layout = plan(tokens, segments, mask, Sizes(16, 1, 2, 1, group=2), shards=2)
-    assert layout.parts.tolist() == [2, 2]
-    assert sorted(row for row in layout.rows[0].reshape(-1) if row < 2) == [0, 1]
-    assert layout.rows[1].tolist() == [[0, 1], [2, 2]]
+    layout = plan(tokens, segments, mask, Sizes(16, 1, 2, 1, group_size=2), shards=2)
+    assert layout.num_microbatches.tolist() == [2, 2]
+    assert sorted(row for row in layout.row_idx[0].reshape(-1) if row < 2) == [0, 1]
+    assert layout.row_idx[1].tolist() == [[0, 1], [2, 2]]
 
 
 def test_what_cannot_be_laid_out_is_an_error():
@@ -114,4 +114,4 @@ def test_what_cannot_be_laid_out_is_an_error():
     with pytest.raises(ValueError, match="a row of 11 tokens is longer than packed rows, of 8"):
         plan(tokens, segments, mask, Sizes(8, 1, 2, 1))
     with pytest.raises(ValueError, match="take 22 tokens, and a micro-batch has 1 packed rows of 12"):
-        plan(tokens, segments, mask, Sizes(12, 1, 2, 1, group=2, together=True))
+        plan(tokens, segments, mask, Sizes(12, 1, 2, 1, group_size=2, whole_groups=True))

@@ -7,18 +7,20 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl_llm.algorithms.batch import Batch
+from jaxrl_llm.algorithms.batch import Batch, Inputs
 from jaxrl_llm.config import ConfigError, default
 from jaxrl_llm.distributed.sharding import make_mesh
 from jaxrl_llm.models.lora import LoraConfig
 from jaxrl_llm.models.rope import Rope
 from jaxrl_llm.models.transformer import ModelConfig, Net
-from jaxrl_llm.training.objectives import policy_gradient, preference, value
-from jaxrl_llm.training.objectives.router import with_router_loss
+from jaxrl_llm.training.objective_specs import critic_spec, objective_of
+from jaxrl_llm.training.objectives.objective import Positions
+from jaxrl_llm.training.objectives.value import value_regression
 from jaxrl_llm.training.online import scored_logps
-from jaxrl_llm.training.optimizers import make_optimizer
 from jaxrl_llm.training.packing import planner
-from jaxrl_llm.training.packing.planner import Sample, make_packer, sampled_rows
+from jaxrl_llm.training.packing.planner import Packer, Sample, make_packer, sampled_rows
+from jaxrl_llm.training.setup import make_optimizer, update_spec
+from jaxrl_llm.training.specs import packing_spec
 from jaxrl_llm.training.update import init_state, make_update
 
 SHAPE = ModelConfig(
@@ -47,9 +49,9 @@ def online_batch(**changes) -> Batch:
     def numbers(mean, spread):
         return jnp.asarray((draw.normal(mean, spread, mask.shape) * mask).astype(np.float32))
 
+    tokens = jnp.asarray((tokens * (segments > 0)).astype(np.int32))
     batch = Batch(
-        tokens=jnp.asarray((tokens * (segments > 0)).astype(np.int32)),
-        segments=jnp.asarray(segments),
+        Inputs(tokens, jnp.asarray(segments), prompt_width=PROMPT),
         mask=jnp.asarray(mask),
         sample_logps=numbers(-3, 0.3),
         old_logps=numbers(-3, 0.3),
@@ -57,7 +59,6 @@ def online_batch(**changes) -> Batch:
         advantages=jnp.asarray((draw.normal(size=(ROWS, 1)) * mask).astype(np.float32)),
         values=numbers(0, 1),
         returns=numbers(0, 1),
-        prompt_width=PROMPT,
     )
     return batch.replace(**changes)
 
@@ -72,8 +73,7 @@ def pairs(**changes) -> Batch:
     tokens = draw.integers(0, 31, mask.shape)
     tokens[1::2] = np.where(column < prompts[1::2, None], tokens[::2], tokens[1::2])
     batch = Batch(
-        tokens=jnp.asarray((tokens * segments).astype(np.int32)),
-        segments=jnp.asarray(segments),
+        Inputs(jnp.asarray((tokens * segments).astype(np.int32)), jnp.asarray(segments)),
         mask=jnp.asarray(mask.astype(np.float32)),
         ref_logps=jnp.asarray((draw.normal(-3, 0.3, mask.shape) * mask).astype(np.float32)),
     )
@@ -97,10 +97,15 @@ def config_of(algorithm: str, **changes):
 
 
 def sample_of(batch: Batch) -> Sample:
-    return Sample(*(np.asarray(x) for x in (batch.tokens, batch.segments, batch.mask)), batch.prompt_width)
+    inputs = batch.inputs
+    return Sample(*(np.asarray(x) for x in (inputs.tokens, inputs.segments, batch.mask)), inputs.prompt_width)
 
 
-def both_updates(make, config, batch: Batch, shape: ModelConfig = SHAPE):
+def packer_of(config, shape: ModelConfig, mesh, objective, sample: Sample | None) -> Packer:
+    return make_packer(packing_spec(config), shape, mesh, objective.positions, sample)
+
+
+def both_updates(config, batch: Batch, shape: ModelConfig = SHAPE, make=objective_of):
     """Parameters and metrics after the update of the rows and of their packed form, and the packed batch."""
     net, mesh = Net(shape), make_mesh(devices=jax.devices()[:1])
     with jax.set_mesh(mesh):
@@ -109,21 +114,22 @@ def both_updates(make, config, batch: Batch, shape: ModelConfig = SHAPE):
             params = {**Net(SHAPE).init(jax.random.key(0)), "score": {"kernel": jnp.ones((16, 1)) / 16}}
         else:
             params = net.init(jax.random.key(0))
-        packed = make_packer(config, shape, mesh, objective, sample_of(batch))(batch)
-        update = make_update(objective, optimizer, config, mesh)
+        packed = packer_of(config, shape, mesh, objective, sample_of(batch))(batch)
+        update = make_update(objective, optimizer, update_spec(config), mesh)
         found = [update(init_state(jax.tree.map(jnp.copy, params), optimizer, mesh), rows) for rows in (batch, packed)]
     return params, *found, packed
 
 
-def check_same(make, config, batch: Batch, shape: ModelConfig = SHAPE) -> None:
-    params, (rows, metrics), (packed, packed_metrics), laid_out = both_updates(make, config, batch, shape)
-    assert (laid_out.layout.parts[0] > 1) == (config.batch.microbatch_tokens < 100)
+def check_same(config, batch: Batch, shape: ModelConfig = SHAPE, make=objective_of) -> None:
+    params, (rows, metrics), (packed, packed_metrics), laid_out = both_updates(config, batch, shape, make)
+    assert (laid_out.inputs.layout.num_microbatches[0] > 1) == (config.batch.microbatch_tokens < 100)
     moved = max(jax.tree.leaves(jax.tree.map(lambda a, b: float(jnp.abs(a - b).max()), rows.params, params)))
     assert moved > 1e-3
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5 * max(moved, 1.0)), packed.params, rows.params)
     assert metrics.keys() == packed_metrics.keys()
     for name in metrics:
-        np.testing.assert_allclose(packed_metrics[name], metrics[name], rtol=1e-4, atol=1e-5, err_msg=name)
+        values = packed_metrics[name].value, metrics[name].value
+        np.testing.assert_allclose(*values, rtol=1e-4, atol=1e-5, err_msg=name)
 
 
 slow = pytest.mark.slow
@@ -148,20 +154,20 @@ def test_policy_gradients(case):
     if "seeds" in fields:
         fields = fields | {"seeds": jnp.full(ROWS, 3, jnp.uint32)}
     config = config_of("grpo", **({"algorithm__beta": 0.1} | settings))
-    check_same(policy_gradient.policy_gradient, config, online_batch(**fields))
+    check_same(config, online_batch(**fields))
 
 
 PREFERENCES = {
     "dpo+sft": {},
     "aot": {},
-    "orpo": {"algorithm__orpo_nll_on_prompt": True},
+    "orpo(nll_on_prompt=True)": {},
     "dpo": {"algorithm__use_weighting": True},
 }
 
 
 @pytest.mark.parametrize("loss", [pytest.param(x, marks=slow if n else ()) for n, x in enumerate(PREFERENCES)])
 def test_pairs(loss):
-    check_same(preference.preference, config_of("preference", algorithm__loss=loss, **PREFERENCES[loss]), pairs())
+    check_same(config_of("preference", algorithm__loss=loss, **PREFERENCES[loss]), pairs())
 
 
 @slow
@@ -169,48 +175,49 @@ def test_pairs(loss):
 def test_labelled_rows(loss):
     rows = pairs(labels=jnp.asarray([1, 1, 0, 0, 1, 1], jnp.float32))
     twice = jax.tree.map(lambda x: jnp.concatenate([x, x]), rows)
-    check_same(preference.preference, config_of("preference", algorithm__loss=loss), twice)
+    check_same(config_of("preference", algorithm__loss=loss), twice)
 
 
 @slow
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 def test_sft(smoothing):
-    check_same(policy_gradient.sft, config_of("sft", algorithm__label_smoothing=smoothing), pairs())
+    check_same(config_of("sft", algorithm__label_smoothing=smoothing), pairs())
 
 
 @slow
 def test_reward_model():
-    check_same(preference.reward_model, config_of("reward_model"), pairs(margins=jnp.ones(6)), SCORING)
+    check_same(config_of("reward_model"), pairs(margins=jnp.ones(6)), SCORING)
 
 
 @slow
 def test_policy_and_values_of_one_network():
     config = config_of("ppo", critic__shared=True)
-    check_same(value.policy_and_values, config, online_batch(), dataclasses.replace(SHAPE, head="lm"))
+    check_same(config, online_batch(), dataclasses.replace(SHAPE, head="lm"))
 
 
 @slow
 def test_a_critic():
-    check_same(value.value_regression, config_of("grpo"), online_batch(), SCORING)
+    def make(config, net):
+        return value_regression(critic_spec(config), net)
+
+    check_same(config_of("grpo"), online_batch(), SCORING, make)
 
 
 @slow
 @pytest.mark.parametrize("shape", [WINDOWED, YARN, dataclasses.replace(WINDOWED, scan_layers=True, remat="block")])
 def test_windows_and_stretched_positions(shape):
-    check_same(policy_gradient.policy_gradient, config_of("grpo"), online_batch(), shape)
+    check_same(config_of("grpo"), online_batch(), shape)
 
 
 @slow
-def test_experts_are_balanced_over_the_same_tokens():
+def test_experts_balance_over_the_same_tokens():
     """In one micro-batch; a row without a completion is left out, and counts in no routing."""
     lengths = (np.asarray(online_batch().mask) > 0).any(1)
     batch = online_batch()
-    full = batch.replace(segments=jnp.where(lengths[:, None], batch.segments, 0))
+    segments = jnp.where(lengths[:, None], batch.inputs.segments, 0)
+    full = batch.replace(inputs=batch.inputs.replace(segments=segments))
 
-    def make(config, net):
-        return with_router_loss(policy_gradient.policy_gradient, config, net)
-
-    check_same(make, config_of("grpo", batch__microbatch_tokens=400), full, SPARSE)
+    check_same(config_of("grpo", batch__microbatch_tokens=400), full, SPARSE)
 
 
 def test_log_probs_without_gradient():
@@ -219,11 +226,10 @@ def test_log_probs_without_gradient():
     params = net.init(jax.random.key(0))
     with jax.set_mesh(mesh):
         config = config_of("grpo")
-        packer = make_packer(config, SHAPE, mesh, policy_gradient.policy_gradient(config, net), sample_of(batch))
-        layout = packer.passing(batch.tokens, batch.segments, batch.mask)
-        rows, packed = (
-            scored_logps(net, params, batch.tokens, batch.segments, 0.7, PROMPT, ROWS, 1, x) for x in (None, layout)
-        )
+        packer = packer_of(config, SHAPE, mesh, objective_of(config, net), sample_of(batch))
+        layout = packer.passing(batch.inputs.tokens, batch.inputs.segments, batch.mask)
+        inputs = (batch.inputs.replace(layout=x) for x in (None, layout))
+        rows, packed = (scored_logps(net, params, x, 0.7, ROWS, 1) for x in inputs)
     np.testing.assert_allclose(packed, rows * batch.mask, atol=1e-5)
 
 
@@ -232,7 +238,7 @@ def test_auto_packs_where_rows_share_or_waste():
     config = config_of("grpo", batch__packing="auto", batch__microbatch_tokens=0, batch__pack_length=0)
 
     def packer(config, sample, shape=SHAPE):
-        return make_packer(config, shape, mesh, policy_gradient.policy_gradient(config, Net(shape)), sample)
+        return packer_of(config, shape, mesh, objective_of(config, Net(shape)), sample)
 
     shared = packer(config, sampled_rows(64, GROUP, 256, 16, full=True))
     assert shared.sizes is not None and shared.sizes.length == 256 + GROUP * 16
@@ -258,37 +264,36 @@ def test_auto_packs_where_rows_share_or_waste():
 def test_what_cannot_be_packed_says_so(changes, shape, message):
     config, mesh = config_of("sft", **changes), make_mesh(devices=jax.devices()[:1])
     with pytest.raises(ConfigError, match=message):
-        make_packer(
-            config, shape, mesh, policy_gradient.sft(config, Net(shape)), sampled_rows(8, 1, PROMPT, COMPLETION)
-        )
+        packer_of(config, shape, mesh, objective_of(config, Net(shape)), sampled_rows(8, 1, PROMPT, COMPLETION))
 
 
 def test_micro_batches_leave_little_room():
     """16 pairs of 128 tokens, each in a packed row of 192: four micro-batches of four, none of which is part empty."""
     mesh = make_mesh(devices=jax.devices()[:1])
     config = config_of("preference", batch__microbatch_tokens=0, batch__pack_length=192)
-    sizes, _ = planner.packed_sizes(
-        config, SHAPE, mesh, policy_gradient.Reads(), sampled_rows(32, 2, 64, 64, full=True), 1024
-    )
+    spec, sample = packing_spec(config), sampled_rows(32, 2, 64, 64, full=True)
+    sizes, _ = planner.packed_sizes(spec, SHAPE, mesh, Positions(), sample, 1024)
     assert (sizes.length, sizes.packed_rows) == (192, 4)
 
 
-def test_the_packed_update_is_one_donated_program_without_the_vocabulary_in_its_memory(monkeypatch):
+def test_packed_update_memory_without_vocabulary(monkeypatch):
     """Temporary memory grows with the hidden states of one micro-batch, not with rows times vocabulary."""
     shape = dataclasses.replace(SHAPE, vocab_size=4096, tie_embeddings=True)
     config, mesh = config_of("grpo", batch__microbatch_tokens=64, batch__pack_length=32), make_mesh()
-    monkeypatch.setattr(planner, "FEWEST", {"cpu": 64})
+    monkeypatch.setattr(planner, "FEWEST_TOKENS", {"cpu": 64})
     monkeypatch.setattr("jaxrl_llm.models.chunked_softmax.LOGITS_IN_FLIGHT", 8 * 4096)
     sizes = []
     with jax.set_mesh(mesh):
-        optimizer, objective = make_optimizer(config), policy_gradient.policy_gradient(config, Net(shape))
+        optimizer, objective = make_optimizer(config), objective_of(config, Net(shape))
         state = init_state(Net(shape).init(jax.random.key(0)), optimizer, mesh)
-        update = make_update(objective, optimizer, config, mesh)
+        update = make_update(objective, optimizer, update_spec(config), mesh)
         for groups in (2, 8):
             sample = sampled_rows(groups * GROUP, GROUP, 8, 24, full=True)
             zeros = jnp.zeros(sample.mask.shape)
-            batch = Batch(*map(jnp.asarray, sample[:3]), sample_logps=zeros, advantages=zeros, prompt_width=8)
-            packed = make_packer(config, shape, mesh, objective, sample)(batch)
+            tokens, segments, mask = map(jnp.asarray, sample[:3])
+            inputs = Inputs(tokens, segments, prompt_width=8)
+            batch = Batch(inputs, mask, sample_logps=zeros, advantages=zeros)
+            packed = packer_of(config, shape, mesh, objective, sample)(batch)
             memory = update.lower(state, packed).compile().memory_analysis()
             sizes.append(memory.temp_size_in_bytes)
     assert memory.alias_size_in_bytes >= sum(x.nbytes for x in jax.tree.leaves(state))

@@ -1,0 +1,43 @@
+"""`Algorithm` and `BatchSpec`: the data and models that an algorithm needs, and the rows that its steps compute."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Algorithm:
+    """The facts of `algorithm.name` and `algorithm.loss` that a run depends on, resolved once."""
+
+    name: str
+    data: str  # kind of rows: prompts, completions, pairs or labels
+    group_size: int  # adjacent rows that stay together: completions of a prompt, a pair, kto's row and its mismatch
+    online: bool  # samples its completions
+    needs_reference: bool  # the objective reads the reference's log-probs
+    has_critic: bool
+
+    @property
+    def mismatched(self) -> bool:
+        """True where each labelled row is followed by its prompt with the completion of another row (kto)."""
+        return self.data == "labels" and self.group_size == 2
+
+
+@dataclass(frozen=True)
+class BatchSpec:
+    """The rows of a step, and how they are split into updates and forward passes."""
+
+    prompts: int  # data rows of an offline algorithm
+    group_size: int
+    minibatches: int
+    microbatch_rows: int
+    num_iterations: int
+    shuffle: bool
+    seed: int
+
+    @property
+    def rows(self) -> int:
+        """Rows N of a step."""
+        return self.prompts * self.group_size
+
+    @property
+    def forward_rows(self) -> int:
+        """Rows of one forward pass: a micro-batch, or a minibatch where it is not split."""
+        return self.microbatch_rows or self.rows // self.minibatches

@@ -1,0 +1,349 @@
+"""The configuration resolved into typed slices: one function for each specification that the code below setup takes.
+
+Beside them stands what several commands build from a configuration and a model: the rollout worker.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from jax.sharding import Mesh
+
+from jaxrl_llm.algorithms.batch import Inputs
+from jaxrl_llm.algorithms.controllers import AdaptiveEntropy, Controllers
+from jaxrl_llm.algorithms.kl import AdaptiveKL, FixedKL
+from jaxrl_llm.config import ConfigError, rows_together
+from jaxrl_llm.config.resolve import split_options
+from jaxrl_llm.config.schema import OFFLINE
+from jaxrl_llm.data import loading
+from jaxrl_llm.data.observations import TurnTokenizer
+from jaxrl_llm.distributed.sharding import rollout_mesh, row_shards
+from jaxrl_llm.environments.batch import EpisodeBatch
+from jaxrl_llm.environments.factory import Environments, EnvironmentSpec
+from jaxrl_llm.environments.protocol import EpisodeError
+from jaxrl_llm.models.cast import draws_from_another
+from jaxrl_llm.models.model import Model
+from jaxrl_llm.models.transformer import Params
+from jaxrl_llm.rewards.runner import Rewards
+from jaxrl_llm.rollout.engine import Engine, RolloutSpec
+from jaxrl_llm.rollout.resharded import ReshardedEngine
+from jaxrl_llm.rollout.sampling import SamplingParams
+from jaxrl_llm.training.advantages import AdvantageSpec
+from jaxrl_llm.training.algorithm import Algorithm, BatchSpec
+from jaxrl_llm.training.external_rollout import ExternalRollout, load_rollout_function
+from jaxrl_llm.training.logging.stopwatch import Stopwatch
+from jaxrl_llm.training.objective_specs import kl_estimator, needs_reference, policy_loss, preference_spec
+from jaxrl_llm.training.offline import OfflineSpec
+from jaxrl_llm.training.online import LearnerSpec, ProducerSpec, RolloutWorker, Row, scored_logps
+from jaxrl_llm.training.optimizers import OptimizerSpec, learning_rate_schedule
+from jaxrl_llm.training.packing.planner import PackingSpec
+from jaxrl_llm.training.reference import ReferenceSpec
+from jaxrl_llm.training.update import UpdateSpec
+
+WIDTH_MULTIPLE = 8  # rows are padded to a multiple, so that similar data compiles to the same shapes
+
+
+def algorithm_of(config) -> Algorithm:
+    """The facts of the configured algorithm."""
+    name = config.algorithm.name
+    online = name not in OFFLINE
+    return Algorithm(
+        name=name,
+        data=loading.kind_of(config),
+        group_size=rows_together(config),
+        online=online,
+        needs_reference=config.algorithm.beta > 0 if online else needs_reference(config),
+        has_critic=name == "ppo",
+    )
+
+
+def batch_spec(config) -> BatchSpec:
+    """The rows of a step."""
+    c = config.batch
+    return BatchSpec(
+        prompts=c.prompts,
+        group_size=rows_together(config),
+        minibatches=c.minibatches,
+        microbatch_rows=c.microbatch_rows,
+        num_iterations=config.algorithm.num_iterations,
+        shuffle=c.shuffle,
+        seed=config.seed,
+    )
+
+
+def packing_spec(config) -> PackingSpec:
+    """The packed rows of a run."""
+    c, group_size = config.batch, rows_together(config)
+    return PackingSpec(
+        packing=c.packing,
+        pack_length=c.pack_length,
+        microbatch_tokens=c.microbatch_tokens,
+        microbatch_rows=c.microbatch_rows,
+        group_size=group_size,
+        whole_groups=config.algorithm.name in OFFLINE and group_size > 1,
+        documents=config.data.packing,
+        noise=config.algorithm.neftune_alpha > 0,
+    )
+
+
+def optimizer_spec(config) -> OptimizerSpec:
+    """The optimizer of the policy, or of the model that is trained."""
+    c = config.optimizer
+    return OptimizerSpec(
+        name=c.name,
+        learning_rate=c.learning_rate,
+        schedule=c.schedule,
+        total_steps=config.total_steps,
+        updates_per_step=config.batch.minibatches * config.algorithm.num_iterations,
+        warmup_steps=c.warmup_steps or math.ceil(c.warmup_ratio * config.total_steps),
+        min_lr_ratio=c.min_lr_ratio,
+        cycles=c.cycles,
+        decay_steps=c.decay_steps,
+        decay_shape=c.decay_shape,
+        b1=c.b1,
+        b2=c.b2,
+        eps=c.eps,
+        weight_decay=c.weight_decay,
+        no_decay=tuple(c.no_decay),
+        moment_dtype=c.moment_dtype,
+        max_grad_norm=c.max_grad_norm,
+        freeze_router=config.model.freeze_router,
+    )
+
+
+def critic_optimizer_spec(config) -> OptimizerSpec:
+    """The optimizer of a critic that is a network of its own: what `critic` sets takes the place of `optimizer`."""
+    c = config.critic
+    settings = {"learning_rate": c.learning_rate, "max_grad_norm": c.max_grad_norm, "schedule": c.schedule}
+    return replace(optimizer_spec(config), warmup_steps=0, **settings)
+
+
+def update_spec(config) -> UpdateSpec:
+    """The updates of the policy, or of the model that is trained."""
+    return UpdateSpec(
+        microbatch_rows=config.batch.microbatch_rows,
+        schedule=learning_rate_schedule(optimizer_spec(config)),
+        offload=config.optimizer.offload,
+        dropout=config.lora.dropout,
+        seed=config.seed,
+        critic_warmup_steps=config.critic.warmup_steps,
+    )
+
+
+def reference_spec(config) -> ReferenceSpec:
+    """The reference policy of a run."""
+    c = config.algorithm
+    return ReferenceSpec(config.lora.reference, c.offload_reference, c.ref_sync_steps, c.ref_mixup_alpha)
+
+
+def controllers_of(config) -> Controllers:
+    """The controllers of the coefficients, as they start."""
+    c = config.algorithm
+    kl, entropy = FixedKL(c.beta), None
+    if c.kl_controller == "adaptive":
+        kl = AdaptiveKL(c.beta, c.kl_target, c.kl_horizon)
+    if c.entropy_controller == "adaptive":
+        entropy = AdaptiveEntropy(
+            c.entropy_coef,
+            target=c.entropy_target,
+            delta=c.entropy_delta,
+            minimum=c.entropy_coef_min,
+            maximum=c.entropy_coef_max,
+        )
+    return Controllers(kl, entropy)
+
+
+def advantage_spec(config) -> AdvantageSpec:
+    """The advantages of an online algorithm."""
+    c = config.algorithm
+    return AdvantageSpec(
+        advantage=c.advantage,
+        scale_rewards=c.scale_rewards,
+        group_size=config.rollout.group_size,
+        max_completion_length=config.rollout.max_completion_length,
+        kl=kl_estimator(config),
+        kl_in_reward=c.kl_in_reward,
+        reward_clip=tuple(c.reward_clip),
+        overlong_buffer=c.overlong_buffer,
+        missing_eos_penalty=c.missing_eos_penalty,
+        has_critic=c.name == "ppo",
+    )
+
+
+def producer_spec(config) -> ProducerSpec:
+    """Steps 1 to 3 of an online algorithm."""
+    c = config.algorithm
+    return ProducerSpec(
+        prompts=config.batch.prompts,
+        total_steps=config.total_steps,
+        dynamic_sampling=c.dynamic_sampling,
+        max_sampling_rounds=c.max_sampling_rounds,
+        replay_groups=c.replay_groups,
+    )
+
+
+def learner_spec(config) -> LearnerSpec:
+    """Steps 4 and 5 of an online algorithm."""
+    c = config.algorithm
+    return LearnerSpec(
+        old_logps=old_logps_of(config),
+        temperature=config.rollout.temperature,
+        kl_in_reward=c.kl_in_reward,
+        mask_truncated=c.mask_truncated,
+        aggregation=c.aggregation,
+        draws_seeds="key" in policy_loss(config).takes,
+    )
+
+
+def old_logps_of(config) -> str:
+    """The policy that the ratio compares with: "sampler", "trainer" (computed before the step), or "policy".
+
+    "policy" is the updated policy itself: where the sampled rows give one update it has sampled them, its ratio is 1,
+    and there is nothing to compute. Raises ConfigError for the sampler together with an importance correction.
+    """
+    c = config.algorithm
+    declared = getattr(policy_loss(config).function, "old_logps", None)
+    if c.old_logps == "sampler" or (c.old_logps == "auto" and declared == "sampler"):
+        if c.importance_correction != "none":
+            raise ConfigError(
+                f"algorithm.importance_correction is {c.importance_correction}, but the ratio of algorithm.loss = "
+                f"{c.loss!r} compares with the sampler's log-probs (algorithm.old_logps is {c.old_logps}), and the "
+                "correction would be 1 everywhere: set importance_correction to none, or old_logps to trainer"
+            )
+        return "sampler"
+    one_update = c.num_iterations == 1 and config.batch.minibatches == 1
+    measures_kl = c.kl_in_reward or c.kl_controller == "adaptive"
+    computed = c.old_logps == "trainer" or not one_update or c.replay_groups or measures_kl
+    return "trainer" if computed else "policy"
+
+
+def offline_spec(config, width: int) -> OfflineSpec:
+    """The batches of given rows, of `width` tokens."""
+    c = config.algorithm
+    return OfflineSpec(
+        mismatched=algorithm_of(config).mismatched,
+        packed=config.data.packing,
+        width=width,
+        draws_seeds=c.name == "sft" and c.neftune_alpha > 0,
+        running_mean=c.name == "preference" and any(x.running_mean for x in preference_spec(config).losses),
+        beta=c.beta,
+        ld_alpha=c.ld_alpha,
+    )
+
+
+def training_sampling(config) -> SamplingParams:
+    """The sampling parameters of the run."""
+    c = config.rollout
+    return SamplingParams(c.temperature, c.top_p, c.top_k, c.min_p)
+
+
+def eval_sampling(config) -> SamplingParams:
+    """The sampling parameters of an evaluation: those of the run, save what `eval` sets itself."""
+    c, run = config.eval, training_sampling(config)
+    return SamplingParams(
+        run.temperature if c.temperature is None else c.temperature,
+        run.top_p if c.top_p is None else c.top_p,
+        run.top_k if c.top_k is None else c.top_k,
+        run.min_p,
+    )
+
+
+def rollout_spec(config) -> RolloutSpec:
+    """The settings of the engine that samples for training."""
+    c = config.rollout
+    return RolloutSpec(
+        sampling=training_sampling(config),
+        group_size=c.group_size,
+        max_completion_length=c.max_completion_length,
+        chunk=c.chunk,
+        slots=c.slots,
+        cache_dtype=None if c.cache_dtype == "auto" else c.cache_dtype,
+        shrink=c.shrink,
+        weights_dtype=None if c.weights_dtype == "auto" else c.weights_dtype,
+        speculative_tokens=c.draft_tokens,
+    )
+
+
+def build_worker(
+    config,
+    model: Model,
+    rewards: Rewards,
+    mesh: Mesh,
+    sampling: SamplingParams,
+    group_size: int,
+    examples: list[Row] | None,
+    stopwatch: Stopwatch,
+    environments: Environments | None = None,
+) -> RolloutWorker:
+    """A rollout worker wide enough for the prompts of `examples` or, where they are not known before, for any."""
+    c, eos, limit = config.rollout, eos_ids(model), config.rollout.max_prompt_length
+    open_episodes = external = None
+    if environments is not None:
+        options = split_options(f"_({config.data.chat_template_kwargs})")[1]
+        turns = TurnTokenizer(model.tokenizer, eos, limit, options)
+        open_episodes = partial(EpisodeBatch.open, environments, turns)
+        examples = None  # environments and tools may lengthen prompts
+    engine = Engine.of(replace(rollout_spec(config), sampling=sampling, group_size=group_size), model.net, eos)
+    engine_mesh = rollout_mesh(mesh, c.mesh)
+    if engine_mesh != mesh:
+        engine = ReshardedEngine(**vars(engine), mesh=engine_mesh, train_mesh=mesh, watch=stopwatch)
+    width = limit if examples is None else padded_width(max(len(row["prompt_ids"]) for row in examples), limit)
+    function = load_rollout_function(config.environment.rollout_func)
+    if function is not None:
+        width = limit  # what a function returns as prompts is its own
+
+        def policy_logps(params: Params, inputs: Inputs):
+            return scored_logps(engine.net, params, inputs, c.temperature, len(inputs.tokens), row_shards(mesh))
+
+        external = ExternalRollout(function, engine, model.tokenizer, mesh, width, policy_logps)
+    return RolloutWorker(engine, rewards, model.tokenizer, mesh, width, stopwatch, open_episodes, external)
+
+
+def check_correction(config, engine: Engine) -> None:
+    """Raises ConfigError where the engine samples in fewer bits than are trained, and nothing corrects for it."""
+    lossy = []
+    if draws_from_another(engine.decoder, engine.net):
+        lossy.append(f"rollout.weights_dtype is {engine.weights_dtype}")
+    if engine.cache_dtype == "fp8":
+        lossy.append("rollout.cache_dtype is fp8")
+    if lossy and config.algorithm.importance_correction == "none" and old_logps_of(config) != "sampler":
+        raise ConfigError(
+            f"{lossy[0]}, so completions are not drawn from the policy that is trained, but algorithm."
+            "importance_correction is none: set token_truncate, which weighs each token by the ratio of the two"
+        )
+
+
+def eos_ids(model: Model) -> tuple[int, ...]:
+    """The tokens that end a completion: generation_config.json's, and the tokenizer's."""
+    named = (model.generation or {}).get("eos_token_id", ())
+    ids = {model.tokenizer.eos_token_id, *(named if isinstance(named, list | tuple) else [named])} - {None}
+    if not ids:
+        raise ConfigError(f"{model.path} names no end-of-text token; set eos_token in its tokenizer_config.json")
+    return tuple(sorted(ids))
+
+
+def padded_width(longest: int, limit: int) -> int:
+    """The width of rows of which the longest has so many tokens."""
+    return min(-(-longest // WIDTH_MULTIPLE) * WIDTH_MULTIPLE, limit)
+
+
+def environment_spec(config, environment: Any = None, tools: Sequence[Any] = ()) -> EnvironmentSpec:
+    """The environments of the configuration, or of `environment` (a factory, a dictionary of them, or a name).
+
+    `tools` are added to the configuration's. Raises EpisodeError for an algorithm that samples nothing.
+    """
+    c, name = config.environment, config.algorithm.name
+    spec = EnvironmentSpec(
+        environment=c.name if environment is None else environment,
+        tools=(*c.tools, *tools),
+        max_turns=c.max_turns,
+        max_tool_calls=c.max_tool_calls,
+        workers=c.workers,
+        timeout=c.timeout,
+        on_error=c.on_error,
+    )
+    if name in OFFLINE and (spec.environment is not None or spec.tools):
+        raise EpisodeError(f"there is an environment or a tool, but algorithm.name = {name!r} samples nothing")
+    return spec

@@ -1,0 +1,104 @@
+"""`algorithm.old_logps`: the policy that the ratio compares with, the trainer's or the sampler's."""
+
+import jax
+import numpy as np
+import pytest
+
+from jaxrl_llm.algorithms.aggregation import loss_weights
+from jaxrl_llm.config import ConfigError, default, validate
+from jaxrl_llm.data import tasks
+from jaxrl_llm.distributed.sharding import make_mesh
+from jaxrl_llm.training.objective_specs import objective_of
+from jaxrl_llm.training.online import scored_logps
+from jaxrl_llm.training.setup import build
+from jaxrl_llm.training.specs import old_logps_of
+from jaxrl_llm.training.step import improve
+
+MESH = make_mesh(devices=jax.devices()[:1])
+
+
+def config_of(**algorithm):
+    config = default()
+    config.batch.prompts, config.batch.packing, config.eval.every = 4, "false", -1
+    config.rollout.group_size, config.rollout.max_prompt_length, config.rollout.max_completion_length = 4, 16, 8
+    config.optimizer.learning_rate, config.optimizer.eps = 1e-3, 1e-4
+    config.algorithm.aggregation = "token"
+    for name, value in algorithm.items():
+        config.algorithm[name] = value
+    validate(config)
+    return config
+
+
+def digits(completions, **kwargs):
+    return [float(sum(map(ord, completion)) % 7) for completion in completions]
+
+
+def stepped(config):
+    """The run of a configuration, its first experience, and the state after it."""
+    with jax.set_mesh(MESH):
+        run = build(config, MESH, train_dataset=tasks.generate("sort", size=16), rewards=digits)
+        experience = run.source.next(run.state, jax.random.key(1))
+        state, updates = improve(run, run.state, experience.batch)
+    return run, experience, state, updates
+
+
+def test_dppo_drops_tokens_that_moved():
+    """The second update of a step has moved from the sampler: its loss leaves out the tokens that went too far."""
+    bounds = {"epsilon_low": 0.01, "epsilon_high": 0.01}
+    config = config_of(loss="dppo(kl_coef=0.0)", num_iterations=2, **bounds)
+    run, experience, state, _ = stepped(config)
+    batch, net = experience.batch, run.model.net
+    np.testing.assert_array_equal(batch.old_logps, batch.sample_logps)
+    with jax.set_mesh(MESH):
+        logps = np.asarray(scored_logps(net, state.params, batch.inputs, 1.0, batch.rows, 1))
+        objective = objective_of(config, net)
+        loss, _ = objective.loss(state.params, objective.prepare(batch))
+    mask, advantages, sampled = (np.asarray(x) for x in (batch.mask, batch.advantages, batch.sample_logps))
+    moved = np.exp(logps) - np.exp(sampled)
+    dropped = (mask > 0) & np.where(advantages > 0, moved > 0.01, moved < -0.01)
+    assert 0 < dropped.sum() < mask.sum()
+    surrogate = -advantages * np.exp(np.where(mask > 0, logps - sampled, 0.0))
+    weights = np.asarray(loss_weights(batch.mask, "token"))
+    expected = (weights * np.where(dropped, 0.0, surrogate)).sum()
+    np.testing.assert_allclose(loss, expected, rtol=1e-4, atol=1e-6)
+    assert abs(expected - (weights * surrogate).sum()) > 1e-4, "without the mask the loss is the same"
+
+
+@pytest.mark.parametrize("settings", [{}, {"kl_in_reward": True, "beta": 0.1, "advantage": "rloo"}], ids=["", "kl"])
+def test_sampler_and_trainer_agree_on_policy(settings):
+    (_, ours, state, _), (_, theirs, other, _) = (
+        stepped(config_of(old_logps=kind, **settings)) for kind in ("sampler", "trainer")
+    )
+    mask = np.asarray(ours.batch.mask)
+    np.testing.assert_array_equal(ours.batch.old_logps, ours.batch.sample_logps)
+    np.testing.assert_allclose(ours.batch.old_logps * mask, theirs.batch.old_logps * mask, atol=1e-4)
+    np.testing.assert_allclose(ours.batch.advantages, theirs.batch.advantages, atol=1e-3)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5), state.params, other.params)
+
+
+def test_auto_computes_only_what_differs():
+    assert old_logps_of(config_of()) == "policy"  # one update: the policy has sampled its rows
+    assert old_logps_of(config_of(num_iterations=2)) == "trainer"
+    assert old_logps_of(config_of(replay_groups=2)) == "trainer"
+    assert old_logps_of(config_of(beta=0.1, kl_controller="adaptive")) == "trainer"
+    assert old_logps_of(config_of(old_logps="trainer")) == "trainer"
+    assert old_logps_of(config_of(old_logps="sampler", num_iterations=2)) == "sampler"
+    assert old_logps_of(config_of(loss="dppo")) == "sampler"
+    assert old_logps_of(config_of(loss="dppo", old_logps="trainer")) == "trainer"
+
+
+def test_correction_with_sampler_is_refused():
+    with pytest.raises(ConfigError, match=r"with algorithm\.old_logps = sampler .* would be 1 everywhere"):
+        config_of(old_logps="sampler", importance_correction="token_truncate")
+    config = config_of(loss="dppo", importance_correction="sequence_mask")
+    with pytest.raises(ConfigError, match=r"importance_correction is sequence_mask.*'dppo'.*would be 1 everywhere"):
+        old_logps_of(config)
+
+
+def test_sampler_needs_no_correction():
+    config = config_of(old_logps="sampler")
+    config.environment.rollout_func = "server(url='http://localhost:1/v1', model='m')"
+    validate(config)
+    config.algorithm.old_logps = "auto"
+    with pytest.raises(ConfigError, match="importance_correction is none"):
+        validate(config)
