@@ -44,7 +44,7 @@ FORBIDDEN_IN_ALGORITHMS = {
 
 
 def part(module: str) -> str:
-    """`jaxrl_llm.data.chat` -> `data`; the package itself -> `jaxrl_llm`."""
+    """`jaxrl_llm.data.templates` -> `data`; the package itself -> `jaxrl_llm`."""
     pieces = module.split(".")
     return pieces[1] if len(pieces) > 1 else pieces[0]
 
@@ -183,7 +183,7 @@ def test_alignment_and_layout_rules():
         ("algorithms.kl", "from transformers import AutoTokenizer"),
         ("models.hf", "from jaxrl_llm import rollout"),
         ("rollout.engine", "def f():\n    from jaxrl_llm.training.update import update"),
-        ("data.chat", "from jaxrl_llm.rewards.runner import Rewards"),
+        ("data.templates", "from jaxrl_llm.rewards.runner import Rewards"),
         ("rewards.runner", "from jaxrl_llm.models import hf"),
         ("training.update", "from jaxrl_llm import train"),
         ("training.update", "from jaxrl_llm import __version__"),
@@ -204,7 +204,7 @@ def test_forbidden_imports_are_seen(importer, statement):
             "rollout.engine",
             "from jaxrl_llm.models.logprobs import token_logps\nfrom jaxrl_llm.config import ConfigError",
         ),
-        ("data.chat", "from jaxrl_llm.data import tokenize\nfrom jaxrl_llm.algorithms.batch import Batch"),
+        ("data.templates", "from jaxrl_llm.data import tokenize\nfrom jaxrl_llm.algorithms.batch import Batch"),
         ("training.online", "from jaxrl_llm import rewards, rollout, data"),
         ("train", "from jaxrl_llm.config.flags import run"),
     ],

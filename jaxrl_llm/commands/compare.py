@@ -22,7 +22,7 @@ from jaxrl_llm.algorithms.sample_statistics import bootstrap_interval, mean_of
 from jaxrl_llm.config import ConfigError, validate
 from jaxrl_llm.config.flags import load_flags
 from jaxrl_llm.config.schema import Key
-from jaxrl_llm.data.chat import chat_ids
+from jaxrl_llm.data.templates import chat_ids
 from jaxrl_llm.distributed import processes
 from jaxrl_llm.distributed.compilation_cache import keep_compiled
 from jaxrl_llm.distributed.processes import all_or_none, gather

@@ -20,8 +20,8 @@ from jaxrl_llm.config import ConfigError
 from jaxrl_llm.config.flags import load_options
 from jaxrl_llm.config.schema import Key
 from jaxrl_llm.data import sources
-from jaxrl_llm.data.chat import Prompt, decode_completion, is_conversational, render_prompt
 from jaxrl_llm.data.collate import pad_prompts
+from jaxrl_llm.data.templates import Prompt, decode_completion, is_conversational, render_prompt
 from jaxrl_llm.distributed import processes
 from jaxrl_llm.distributed.compilation_cache import keep_compiled
 from jaxrl_llm.distributed.sharding import make_mesh, row_shards, rows_to_global

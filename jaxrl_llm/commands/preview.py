@@ -17,11 +17,12 @@ from jaxrl_llm.config import ConfigError
 from jaxrl_llm.config.flags import load_flags
 from jaxrl_llm.config.schema import Key
 from jaxrl_llm.data import loading
-from jaxrl_llm.data.loading import Part
-from jaxrl_llm.data.preview import joined_otherwise, shown, statistics
+from jaxrl_llm.data.loading import DataSource, DataSpec
+from jaxrl_llm.data.preview import boundary_merges, sections, statistics
 from jaxrl_llm.models import hf
 from jaxrl_llm.training.evaluation.run import named_sets
 from jaxrl_llm.training.evaluation_setup import eval_measure, eval_parts, eval_spec
+from jaxrl_llm.training.specs import data_spec
 
 FLAGS = (
     Key("rows", 3, "Examples to print.", int, minimum=0),
@@ -34,48 +35,57 @@ JOINED = 200  # rows that are tokenised a second time
 def preview(config, rows: int = 3, measure: int = 10_000, held_out: bool = True, colour: bool = False) -> str:
     """The report on the data of `config`; raises ConfigError for data that training could not read."""
     tokenizer = load_tokenizer(config.model.path, config.model.trust_remote_code)
-    kind = loading.kind_of(config)
-    parts = loading.open_parts(config, tokenizer)
-    lines = report(config, "trained on", kind, parts, tokenizer, rows, measure, colour)
+    spec = data_spec(config)
+    sources = loading.open_sources(spec, tokenizer)
+    lines = report(spec, "trained on", spec.kind, sources, tokenizer, rows, measure, colour)
     if held_out and config.eval.every >= 0:
         for one in named_sets(eval_spec(config)):
-            parts = eval_parts(config, tokenizer, one)
+            sources = eval_parts(config, tokenizer, one)
             use = f"evaluated on{f' as {one.name}' if one.name else ''}"
             # Rows to evaluate on may lack what is learned: then they serve as prompts.
-            if kind == "prompts" or eval_measure(config, parts) == "samples":
-                parts = eval_parts(config, tokenizer, one, prompts=True)
-                lines += report(config, use, "prompts", parts, tokenizer, min(rows, 1), measure, colour)
+            if spec.kind == "prompts" or eval_measure(config, sources) == "samples":
+                sources = eval_parts(config, tokenizer, one, prompts=True)
+                lines += report(spec, use, "prompts", sources, tokenizer, min(rows, 1), measure, colour)
             else:
-                lines += report(config, use, kind, parts, tokenizer, min(rows, 1), measure, colour)
+                lines += report(spec, use, spec.kind, sources, tokenizer, min(rows, 1), measure, colour)
     return "\n".join(lines) + "\n"
 
 
 def report(
-    config, use: str, kind: str, parts: Sequence[Part], tokenizer: Any, rows: int, measure: int, colour: bool
+    spec: DataSpec,
+    use: str,
+    kind: str,
+    sources: Sequence[DataSource],
+    tokenizer: Any,
+    rows: int,
+    measure: int,
+    colour: bool,
 ) -> list[str]:
     """The lines on some sources: examples first, then the statistics of each source."""
     lines: list[str] = []
-    for part in parts:
-        how = loading.tokenizing(config, kind, tokenizer)
-        stops, how.overlong = how.overlong == "error", "filter" if how.overlong == "error" else how.overlong
-        made = [row for row in islice(loading.token_rows(part, kind, how), measure) if row is not None]
-        source = part.name or "the data"
+    for source in sources:
+        tokenize = loading.row_tokenizer(spec, kind, tokenizer)
+        stops = tokenize.overlong == "error"
+        if stops:  # a preview counts what training would stop at
+            tokenize.overlong = "filter"
+        made = [row for row in islice(loading.token_rows(source, kind, tokenize), measure) if row is not None]
+        name = source.name or "the data"
         for index, row in enumerate(made[:rows]):
-            lines.append(f"--- {use}: {source}, example {index}")
-            for heading, text in shown(kind, row, tokenizer, colour):
+            lines.append(f"--- {use}: {name}, example {index}")
+            for heading, text in sections(kind, row, tokenizer, colour):
                 lines += [f"[{heading}]", text]
-        lines.append(f"=== {use}: {source}")
-        found = statistics(how, made)
-        if how.long:
-            over = f"over {how.limit} tokens"
-            done = "training stops at the first" if stops else "dropped" if how.overlong == "filter" else "cut"
-            found[over] += f": {done} (data.overlong={'error' if stops else how.overlong})"
-        joined = joined_otherwise(kind, made[:JOINED], tokenizer)
-        found["other tokens if joined"] = f"{joined} of the first {len(made[:JOINED])}"
-        if part.weight is not None:
-            found["weight"] = f"{part.weight:g}"
-        width = max(map(len, found))
-        lines += [f"{name.ljust(width)}  {value}" for name, value in found.items()]
+        lines.append(f"=== {use}: {name}")
+        values = statistics(tokenize, made)
+        if tokenize.long:
+            verb = "dropped" if tokenize.overlong == "filter" else "truncated"
+            fate = "training stops at the first" if stops else verb
+            values[f"over {tokenize.limit} tokens"] += f": {fate} (data.overlong={spec.overlong})"
+        joined = boundary_merges(kind, made[:JOINED], tokenizer)
+        values["other tokens if joined"] = f"{joined} of the first {len(made[:JOINED])}"
+        if source.weight is not None:
+            values["weight"] = f"{source.weight:g}"
+        width = max(map(len, values))
+        lines += [f"{heading.ljust(width)}  {value}" for heading, value in values.items()]
     return lines
 
 

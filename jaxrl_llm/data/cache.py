@@ -19,7 +19,8 @@ import datasets
 import numpy as np
 
 from jaxrl_llm.config.resolve import ConfigError
-from jaxrl_llm.data.tokenize import COLUMNS, Row, Tokenizing
+from jaxrl_llm.data import Row
+from jaxrl_llm.data.tokenize import COLUMNS, RowTokenizer
 
 log = logging.getLogger(__name__)
 
@@ -27,22 +28,37 @@ LARGE = 10_000  # rows from which "auto" keeps them: fewer are tokenised in seco
 NUMBERS = ("label", "margin")
 
 
-def place(setting: str, rows: Any, spec: Any, code: bytes | None, how: Tokenizing) -> Path | None:
+def file_of(setting: str, rows: Any, format_key: Any, code: bytes | None, tokenize: RowTokenizer) -> Path | None:
     """The file for the token rows of `rows`, or None where none is kept.
 
-    `spec` is what makes examples of them, and `code` the text of the user's own function; without it nothing is kept.
+    `format_key` identifies the format, and `code` is the text of the user's own; without it nothing is kept.
     `setting` is `auto` (large sources only, in $JAXRL_LLM_CACHE or ~/.cache/jaxrl_llm), a folder, or `none`.
     """
     if setting == "none" or code is None or not isinstance(rows, datasets.Dataset):
         return None
     if setting == "auto" and len(rows) < LARGE:
         return None
+    t = tokenize
+    settings = [t.kind, t.limit, t.overlong, t.loss_on, t.prompt_key, t.template_kwargs]
+    backend = getattr(t.tokenizer, "backend_tokenizer", None)
+    tokenizer = [
+        backend.to_str() if backend is not None else json.dumps(t.tokenizer.get_vocab(), sort_keys=True),
+        type(t.tokenizer).__name__,
+        str(getattr(t.tokenizer, "chat_template", "")),
+        str(t.tokenizer.special_tokens_map),
+    ]
+    identity = [format_key, settings, tokenizer, rows._fingerprint, len(rows)]
+    digest = hashlib.sha256(json.dumps(identity, sort_keys=True, default=repr).encode())
+    digest.update(code)
+    package = Path(__file__).parent
+    for file in sorted([*package.glob("*.py"), *(package / "formats").glob("*.py")]):
+        digest.update(file.read_bytes())
     folder = os.environ.get("JAXRL_LLM_CACHE", "~/.cache/jaxrl_llm") if setting == "auto" else setting
-    return Path(folder).expanduser() / f"{_digest(rows, spec, code, how)}.npz"
+    return Path(folder).expanduser() / f"{digest.hexdigest()[:32]}.npz"
 
 
-def load(file: Path, how: Tokenizing, examples: Iterable[Mapping[str, Any]]) -> list[Row] | None:
-    """The rows that `file` holds, or None when there is no such file; `how` gets its counts.
+def load(file: Path, tokenize: RowTokenizer, examples: Iterable[Mapping[str, Any]]) -> list[Row] | None:
+    """The rows that `file` holds, or None when there is no such file; `tokenize` gets its counts.
 
     `examples` are those the rows were made of: rows of prompts keep their columns.
     """
@@ -54,43 +70,44 @@ def load(file: Path, how: Tokenizing, examples: Iterable[Mapping[str, Any]]) -> 
     except (OSError, ValueError, EOFError) as error:
         log.warning("the cached token rows %s cannot be read (%s): tokenising again", file, error)
         return None
-    how.read, how.long, how.unlearnable = (int(x) for x in arrays["counts"])
-    how.lengths = arrays["lengths"].tolist()
-    ids, masks = COLUMNS[how.kind]
-    columns = {name: np.split(arrays[name], arrays[f"{name}_ends"][:-1]) for name in (*ids, *masks)}
+    tokenize.read, tokenize.long, tokenize.unlearnable = (int(x) for x in arrays["counts"])
+    tokenize.lengths = arrays["lengths"].tolist()
     rows: list[Row] = [{} for _ in arrays["kept"]]
-    for name, values in columns.items():
+    for name in (name for names in COLUMNS[tokenize.kind] for name in names):
+        values = np.split(arrays[name], arrays[f"{name}_ends"][:-1])
         for row, value in zip(rows, values, strict=True):
             row[name] = value.tolist()
     for name in NUMBERS:
         for row, value in zip(rows, arrays[name], strict=True):
             if not np.isnan(value):
                 row[name] = bool(value) if name == "label" else float(value)
-    if how.kind != "prompts":
+    if tokenize.kind != "prompts":
         return rows
-    wanted = dict(zip(arrays["kept"].tolist(), rows, strict=True))
+    by_index = dict(zip(arrays["kept"].tolist(), rows, strict=True))
     return [
-        {**example, "prompt": example[how.prompt_key], **wanted[index]}
+        {**example, "prompt": example[tokenize.prompt_key], **by_index[index]}
         for index, example in enumerate(examples)
-        if index in wanted
+        if index in by_index
     ]
 
 
-def save(file: Path, how: Tokenizing, kept: Sequence[tuple[int, Row]]) -> None:
-    """Writes the rows, each with the number of its example; raises ConfigError for a folder that cannot be written."""
-    ids, masks = COLUMNS[how.kind]
+def save(file: Path, tokenize: RowTokenizer, kept: Sequence[tuple[int, Row]]) -> None:
+    """Write the rows, each with the number of its example; raises ConfigError for a folder that cannot be written."""
+    ids, masks = COLUMNS[tokenize.kind]
     arrays: dict[str, Any] = {
         "kept": np.array([index for index, _ in kept], np.int64),
-        "counts": np.array([how.read, how.long, how.unlearnable], np.int64),
-        "lengths": np.array(how.lengths, np.int64),
+        "counts": np.array([tokenize.read, tokenize.long, tokenize.unlearnable], np.int64),
+        "lengths": np.array(tokenize.lengths, np.int64),
     }
+    # Rows of one column end to end, with the end of each: no padding, and no objects to unpickle.
     for name in (*ids, *masks):
         dtype = np.int32 if name in ids else np.uint8
         arrays[name] = np.concatenate([np.array(row[name], dtype) for _, row in kept] or [np.zeros(0, dtype)])
         arrays[f"{name}_ends"] = np.cumsum([len(row[name]) for _, row in kept], dtype=np.int64)
-    stored = how.kind != "prompts"
     for name in NUMBERS:
-        arrays[name] = np.array([float(row.get(name, np.nan)) if stored else np.nan for _, row in kept], np.float64)
+        # Rows of prompts have all columns of the data, whose label may be anything; they are read from the data again.
+        numbers = [np.nan if tokenize.kind == "prompts" else float(row.get(name, np.nan)) for _, row in kept]
+        arrays[name] = np.array(numbers, np.float64)
     partial = file.with_name(f"{file.stem}.{os.getpid()}.{uuid.uuid4().hex}.partial")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -104,22 +121,3 @@ def save(file: Path, how: Tokenizing, kept: Sequence[tuple[int, Row]]) -> None:
     finally:
         with contextlib.suppress(OSError):
             partial.unlink(missing_ok=True)
-
-
-def _digest(rows: datasets.Dataset, spec: Any, code: bytes, how: Tokenizing) -> str:
-    settings = [how.kind, how.limit, how.overlong, how.loss_on, how.prompt_key, how.template_kwargs]
-    shown = json.dumps([spec, settings, rows._fingerprint, len(rows)], sort_keys=True, default=repr)
-    digest = hashlib.sha256(shown.encode())
-    digest.update(code)
-    digest.update(_tokenizer(how.tokenizer))
-    here = Path(__file__).parent
-    for file in sorted([*here.glob("*.py"), *(here / "formats").glob("*.py")]):
-        digest.update(file.read_bytes())
-    return digest.hexdigest()[:32]
-
-
-def _tokenizer(tokenizer: Any) -> bytes:
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    vocabulary = backend.to_str() if backend is not None else json.dumps(tokenizer.get_vocab(), sort_keys=True)
-    more = [type(tokenizer).__name__, str(getattr(tokenizer, "chat_template", "")), str(tokenizer.special_tokens_map)]
-    return hashlib.sha256("\n".join([vocabulary, *more]).encode()).digest()

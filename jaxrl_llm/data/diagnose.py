@@ -1,4 +1,4 @@
-"""What is wrong with a text file of rows, in words: the reader's own errors name neither the line nor the fix."""
+"""The faults of text files of rows, with their lines: the errors of the readers name neither the line nor the fix."""
 
 import json
 from pathlib import Path
@@ -6,20 +6,22 @@ from typing import Any
 
 import fsspec
 
+TYPE_NAMES = {bool: "true or false", str: "text", int: "a number", float: "a number", dict: "an object"}
 
-def unreadable(file: str, reader: str) -> str | None:
+
+def encoding_fault(file: str, reader: str) -> str | None:
     """Why a local file cannot be read as rows of text: it is empty, or a line is not UTF-8; None when it can.
 
     Readers take bytes that are no text, and fail much later. Patterns, files in a bucket and compressed files pass.
     """
-    place = Path(file).expanduser()
-    if not place.is_file():
+    path = Path(file).expanduser()
+    if not path.is_file():
         return None
-    if place.stat().st_size == 0:
+    if path.stat().st_size == 0:
         return "the file is empty; give it at least one row"
-    if reader not in ("json", "csv") or place.suffix not in (".json", ".jsonl", ".csv", ".txt"):
+    if reader not in ("json", "csv") or path.suffix not in (".json", ".jsonl", ".csv", ".txt"):
         return None
-    with place.open("rb") as opened:
+    with path.open("rb") as opened:
         for number, line in enumerate(opened, start=1):
             try:
                 line.decode("utf-8")
@@ -28,8 +30,11 @@ def unreadable(file: str, reader: str) -> str | None:
     return None
 
 
-def found_in(file: str, reader: str) -> str | None:
-    """What is wrong with a json or csv file (no JSON, a column of two types, no rows), with the line; or None."""
+def content_fault(file: str, reader: str) -> str | None:
+    """The fault of a json or csv file that could not be read, with its line; None when nothing is found.
+
+    It is no JSON, a row that is no object, a column of two types, or a csv file without rows.
+    """
     if any(letter in file for letter in "*?[") or reader not in ("json", "csv"):
         return None
     try:
@@ -38,21 +43,19 @@ def found_in(file: str, reader: str) -> str | None:
             lines = opened.read().split(b"\n")
     except (OSError, ValueError, ImportError):
         return None  # the reader's own error says more
-    return _damaged_json(lines) if reader == "json" else _damaged_csv(lines)
-
-
-def _damaged_json(lines: list[bytes]) -> str | None:
+    if reader == "csv":
+        return None if any(line.strip() for line in lines[1:]) else "the file has a header but no rows"
     try:
-        whole = json.loads(b"\n".join(lines))
-    except ValueError as error:
-        if not isinstance(error, json.JSONDecodeError):
-            return None
+        document = json.loads(b"\n".join(lines))
+    except json.JSONDecodeError as error:
         if lines[0].lstrip().startswith(b"["):
             return f"line {error.lineno} is not JSON ({error.msg})"
+    except ValueError:
+        return None  # not text at all
     else:
-        if isinstance(whole, list):
-            return _mixed([(f"row {index}", row) for index, row in enumerate(whole)])
-        return None if isinstance(whole, dict) else "it holds neither objects nor a list of them"
+        if isinstance(document, list):
+            return _row_fault([(f"row {index}", row) for index, row in enumerate(document)])
+        return None if isinstance(document, dict) else "it holds neither objects nor a list of them"
     rows = []
     for number, line in enumerate(lines, start=1):
         if not line.strip():
@@ -60,40 +63,31 @@ def _damaged_json(lines: list[bytes]) -> str | None:
         try:
             rows.append((f"line {number}", json.loads(line)))
         except json.JSONDecodeError as error:
-            return f"line {number} is not JSON ({error.msg}): {line.decode('utf-8')[:80]!r}; mend or delete the line"
-    return _mixed(rows)
+            return f"line {number} is not JSON ({error.msg}): {line.decode('utf-8')[:80]!r}; fix or delete the line"
+    return _row_fault(rows)
 
 
-def _mixed(rows: list[tuple[str, Any]]) -> str | None:
-    """The first row that is no object, or whose column has another type than in the rows before."""
-    seen: dict[str, tuple[str, str]] = {}
-    for where, row in rows:
+def _row_fault(rows: list[tuple[str, Any]]) -> str | None:
+    """The fault of the first row that is no object, or whose column has another type than in the rows before."""
+    types: dict[str, tuple[str, str]] = {}
+    for line, row in rows:
         if not isinstance(row, dict):
-            return f"{where} is {json.dumps(row)[:80]}, not an object with the columns as keys"
+            return f"{line} is {json.dumps(row)[:80]}, not an object with the columns as keys"
         for name, value in row.items():
             if value is None:
                 continue
-            shape = _shape(value)
-            before, first = seen.setdefault(name, (shape, where))
-            if shape != before:
+            type_name = _type_name(value)
+            first_type, first_line = types.setdefault(name, (type_name, line))
+            if type_name != first_type:
                 return (
-                    f"column {name!r} is {shape} in {where} but {before} in {first}; a column has one type: write "
-                    "all of them alike"
+                    f"column {name!r} is {type_name} in {line} but {first_type} in {first_line}; a column has one "
+                    "type: write all of them alike"
                 )
     return None
 
 
-def _shape(value: Any) -> str:
-    if isinstance(value, bool):
-        return "true or false"
-    kinds = {str: "text", int: "a number", float: "a number", dict: "an object"}
+def _type_name(value: Any) -> str:
     if isinstance(value, list):
-        inner = {_shape(item) for item in value if item is not None}
+        inner = {_type_name(item) for item in value if item is not None}
         return f"a list of {inner.pop()}" if len(inner) == 1 else "a list" if not inner else "a list of many types"
-    return kinds.get(type(value), type(value).__name__)
-
-
-def _damaged_csv(lines: list[bytes]) -> str | None:
-    if not any(line.strip() for line in lines[1:]):
-        return "the file has a header but no rows"
-    return None
+    return TYPE_NAMES.get(type(value), type(value).__name__)

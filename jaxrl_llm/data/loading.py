@@ -1,8 +1,8 @@
-"""From the configuration's `data` section to token rows: sources are opened, formatted, tokenised and put in order.
+"""From a `DataSpec` to token rows: sources are opened, formatted, tokenised and put in order.
 
-1. `open_parts` opens each source and finds its format;
-2. `examples` gives a part's rows in the columns that training reads;
-3. `tokenized` makes token rows of them, in memory (and remembers them on disk), or `stream` makes them as they come.
+1. `open_sources` opens each source and finds its format;
+2. `examples` gives a source's rows in the columns that training reads;
+3. `tokenized` makes token rows of them, in memory (and keeps them on disk), or `stream` makes them as they come.
 """
 
 import logging
@@ -10,76 +10,100 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any, NamedTuple
 
 import datasets
 from tqdm import tqdm
 
-from jaxrl_llm.config import loss_names
 from jaxrl_llm.config.resolve import ConfigError, closest, split_options
-from jaxrl_llm.config.schema import LABELLED
-from jaxrl_llm.data import cache, sources
-from jaxrl_llm.data.formats import Example, Format, code_of, find, fitting
-from jaxrl_llm.data.prompt_completion import split_pair
-from jaxrl_llm.data.sources import READERS
-from jaxrl_llm.data.streaming import Stream
-from jaxrl_llm.data.tokenize import Row, Tokenizing
+from jaxrl_llm.data import Row, cache, sources
+from jaxrl_llm.data.formats.lookup import Example, Format, code_of, find, fitting
+from jaxrl_llm.data.pipeline import Stream, StreamSource
+from jaxrl_llm.data.tokenize import RowTokenizer, split_pair
 
 log = logging.getLogger(__name__)
 
-MARKS = {"chatml": "<|im_end|>", "llama3": "<|eot_id|>", "zephyr": "</s>"}  # what ends a turn in the formats
-CHUNK, MOST_WORKERS = 256, 16  # examples that a thread tokenises before the next are read; threads without a setting
-# What a source dictionary says of the source; everything else is an option of its format.
+END_MARKS = {"chatml": "<|im_end|>", "llama3": "<|eot_id|>", "zephyr": "</s>"}  # end of a turn in fixed-text formats
+CHUNK = 256  # examples that a thread tokenises before the next are read
+MOST_WORKERS = 16  # threads, unless data.workers says otherwise
+# The keys of a source dictionary that speak of the source; everything else is an option of its format.
 SOURCE_KEYS = ("path", "name", "split", "eval_split", "format", "type", "weight", "ds_type", "data_files")
 
 
-class Part(NamedTuple):
+@dataclass(frozen=True)
+class DataSpec:
+    """The data of a run: its sources, the token rows that are made of them, and the order of batches.
+
+    Fields are the settings `data.*` of the same name, where nothing else is said.
+    """
+
+    kind: str  # what the algorithm learns from: prompts, completions, pairs or labels
+    path: Any
+    name: str | None
+    sources: tuple[Any, ...]
+    format: Any
+    split: str
+    eval_path: Any
+    eval_split: str
+    prompt_key: str
+    template_kwargs: Mapping[str, Any]  # data.chat_template_kwargs
+    overlong: str
+    loss_on: str
+    max_length: int | None  # tokens of a row
+    max_prompt_length: int  # rollout.max_prompt_length: tokens of a prompt
+    streaming: bool
+    shuffle: bool
+    shuffle_buffer: int
+    seed: int  # of the run
+    batch_size: int  # batch.prompts: examples of a batch
+    workers: int
+    cache: str
+
+
+class DataSource(NamedTuple):
     """One opened source."""
 
-    name: str  # what errors call it; empty for data given in Python
+    name: str  # in errors; empty for data given in Python
     rows: sources.Rows
     form: Format
-    spec: Any  # what names the format, its options, and what the algorithm learns from
+    format_key: Any  # identifies the format, its options, and the kind
     code: bytes | None  # of a format of the user's own; None where it cannot be found
     weight: float | None  # share of the rows; None: all of them once in an epoch
 
 
-class Tokens(NamedTuple):
-    """Token rows of all parts, in order, and how they are mixed: (rows, weight) of each part, or None."""
+class Tokenized(NamedTuple):
+    """Token rows of all sources, in order, and their mixture: (rows, weight) of each source, or None."""
 
     rows: list[Row]
     shares: list[tuple[int, float]] | None
-    reports: list[Tokenizing]
+    reports: list[RowTokenizer]
 
 
-def kind_of(config) -> str:
-    """What the algorithm learns from: prompts, completions, pairs or labels; see `jaxrl_llm.data.formats`."""
-    name = config.algorithm.name
-    if name == "preference":
-        return "labels" if loss_names(config)[0] in LABELLED else "pairs"
-    return {"sft": "completions", "reward_model": "pairs"}.get(name, "prompts")
-
-
-def open_parts(config, tokenizer, given: Any = None, held_out: bool = False, prompts: bool = False,
-               named: Sequence[Mapping[str, Any]] | None = None) -> list[Part]:  # fmt: skip
-    """The sources that are trained on or, with `held_out`, evaluated on; `given` takes their place, or those `named`.
+def open_sources(
+    spec: DataSpec,
+    tokenizer: Any,
+    dataset: Any = None,
+    held_out: bool = False,
+    prompts: bool = False,
+    named: Sequence[Mapping[str, Any]] | None = None,
+) -> list[DataSource]:
+    """The sources that are trained on or, with `held_out`, evaluated on; `dataset` or `named` take their place.
 
     With `prompts` their examples serve as prompts whatever the algorithm learns from. Raises ConfigError for a source,
     format or option that is wrong.
     """
-    data, kind = config.data, kind_of(config)
-    purpose = "prompts" if prompts else kind
-    if given is not None:
-        specs: list[dict[str, Any]] = [{"given": given}]
+    purpose = "prompts" if prompts else spec.kind
+    if dataset is not None:
+        entries: list[dict[str, Any]] = [{"dataset": dataset}]
     elif named is not None:
-        specs = [source_options(source) for source in named]
-    elif data.sources and not (held_out and data.eval_path):
-        specs = [source_options(source) for source in data.sources]
+        entries = [source_options(source) for source in named]
+    elif spec.sources and not (held_out and spec.eval_path):
+        entries = [source_options(source) for source in spec.sources]
     else:
-        specs = [{"path": data.eval_path or data.path if held_out else data.path, "name": data.name}]
-    split = data.eval_split if held_out else data.split
-    return [_open(spec, data.format, split, held_out, data.streaming, kind, purpose, tokenizer) for spec in specs]
+        entries = [{"path": spec.eval_path or spec.path if held_out else spec.path, "name": spec.name}]
+    return [_open(entry, spec, held_out, purpose, tokenizer) for entry in entries]
 
 
 def source_options(source: Any) -> dict[str, Any]:
@@ -99,18 +123,14 @@ def source_options(source: Any) -> dict[str, Any]:
     return options
 
 
-def _open(
-    spec: Mapping[str, Any], default: str, split: str, held_out: bool, streaming: bool, kind: str, purpose: str,
-    tokenizer: Any,
-) -> Part:  # fmt: skip
-    """The part of one source."""
-    path: Any = spec["given"] if "given" in spec else spec.get("data_files") or spec["path"]
-    split = (spec.get("eval_split") or split) if held_out else (spec.get("split") or split)
-    format_spec = spec.get("format") or spec.get("type") or default
-    options = {key: value for key, value in spec.items() if key not in (*SOURCE_KEYS, "given")}
-    name = "" if "given" in spec else path if isinstance(path, str) else ", ".join(path)
+def _open(entry: Mapping[str, Any], spec: DataSpec, held_out: bool, purpose: str, tokenizer: Any) -> DataSource:
+    path: Any = entry["dataset"] if "dataset" in entry else entry.get("data_files") or entry["path"]
+    split = (entry.get("eval_split") or spec.eval_split) if held_out else (entry.get("split") or spec.split)
+    format_spec = entry.get("format") or entry.get("type") or spec.format
+    options = {key: value for key, value in entry.items() if key not in (*SOURCE_KEYS, "dataset")}
+    name = "" if "dataset" in entry else path if isinstance(path, str) else ", ".join(path)
     try:
-        form = find(format_spec, kind, tokenizer, options, purpose)
+        form = find(format_spec, spec.kind, tokenizer, options, purpose)
     except ConfigError as error:
         if options and "has no option" in str(error):
             near = closest(next(iter(options)), SOURCE_KEYS)
@@ -119,81 +139,42 @@ def _open(
                 f"is {near}; others are options of its format"
             ) from error
         raise ConfigError(f"data.format: {error}") from error
-    _warn_of_marks(format_spec, tokenizer)
-    # axolotl also writes the kind of the files in the place of the path.
-    named_kind = spec.get("path") if spec.get("data_files") and spec.get("path") in READERS.values() else None
-    rows = sources.load(path, split, spec.get("name"), streaming, spec.get("ds_type") or named_kind)
-    named = (format_spec if isinstance(format_spec, str | Mapping) else repr(format_spec), options, kind)
-    return Part(name, rows, form, named, code_of(format_spec, kind), spec.get("weight"))
-
-
-def _warn_of_marks(format_spec: Any, tokenizer: Any) -> None:
-    """Warns when the marks of a format with fixed texts are no tokens of the tokenizer: it is another model's."""
-    families = set(format_spec.partition("(")[0].split(".")) & set(MARKS) if isinstance(format_spec, str) else ()
-    for family in families:
-        mark = MARKS[family]
-        if len(tokenizer(mark, add_special_tokens=False)["input_ids"]) > 1:
+    # A fixed-text format whose marks are no tokens of the tokenizer is most likely another model's.
+    for family in (
+        set(format_spec.partition("(")[0].split(".")) & set(END_MARKS) if isinstance(format_spec, str) else ()
+    ):
+        if len(tokenizer(END_MARKS[family], add_special_tokens=False)["input_ids"]) > 1:
             log.warning(
                 "the format %s writes %s, which is no single token of this tokenizer: another family of formats, or "
                 "chat_template, may be the model's",
-                format_spec, mark,
-            )  # fmt: skip
+                format_spec,
+                END_MARKS[family],
+            )
+    # axolotl also writes the type of the files in the place of the path.
+    path_type = entry.get("path") if entry.get("data_files") and entry.get("path") in sources.READERS.values() else None
+    rows = sources.load(path, split, entry.get("name"), spec.streaming, entry.get("ds_type") or path_type)
+    format_key = (format_spec if isinstance(format_spec, str | Mapping) else repr(format_spec), options, spec.kind)
+    return DataSource(name, rows, form, format_key, code_of(format_spec, spec.kind), entry.get("weight"))
 
 
-def examples(part: Part, kind: str) -> Iterator[Example]:
-    """The examples of the part's rows; raises ConfigError, naming the source and the row, for one it cannot read."""
-    return (example for _, example in _numbered(part, kind))
+def examples(source: DataSource, kind: str) -> Iterator[tuple[str, Example]]:
+    """(source and row, example) of each example; a pair is two where labelled completions are wanted.
 
-
-def _numbered(part: Part, kind: str) -> Iterator[tuple[str, Example]]:
-    """(source and row, example) of each example; a pair is two where labelled completions are wanted."""
-    rows, index = iter(part.rows), 0
+    Raises ConfigError, naming the source and the row, for one that cannot be read.
+    """
+    rows, index = iter(source.rows), 0
     while True:
-        where = f"{part.name} row {index}".strip()
+        location = f"{source.name} row {index}".strip()
         try:
             row = next(rows, None)
         except Exception as error:
-            raise ConfigError(f"{where} cannot be read: {type(error).__name__}: {error}") from error
+            raise ConfigError(f"{location} cannot be read: {type(error).__name__}: {error}") from error
         if row is None:
             return
-        with _at(where):
-            made = formatted(part.form, row, kind)
-        yield from ((where, example) for example in made)
+        with _located(location):
+            made = formatted(source.form, row, kind)
+        yield from ((location, example) for example in made)
         index += 1
-
-
-def token_rows(part: Part, kind: str, how: Tokenizing, workers: int = 1) -> Iterator[Row | None]:
-    """The token row of each example of the part, None where it is dropped; raises ConfigError as `examples`.
-
-    `workers` threads tokenise, which the tokenizers of Hugging Face do at the same time; the order stays.
-    """
-
-    def parts(numbered: tuple[str, Example]) -> tuple[str, Row]:
-        where, example = numbered
-        try:
-            return where, how.parts(example)
-        except ConfigError as error:
-            fits = fitting(example, kind, how.tokenizer) if where.endswith("row 0") else []
-            hint = f"; formats that read this row (data.format): {', '.join(fits)}" if fits else ""
-            raise ConfigError(f"{where}: {error}{hint}") from error
-
-    numbered = _numbered(part, kind)
-    how.tokenizer("a")  # the first call sets a tokenizer's padding, which must not happen while another thread encodes
-    with ThreadPoolExecutor(workers, thread_name_prefix="tokenise") as pool:
-        while chunk := list(islice(numbered, workers * CHUNK)):
-            for where, row in pool.map(parts, chunk) if workers > 1 else map(parts, chunk):
-                with _at(where):
-                    fitted = how.fit(row)
-                yield fitted
-
-
-@contextmanager
-def _at(where: str) -> Iterator[None]:
-    """Errors inside begin with where they happened."""
-    try:
-        yield
-    except ConfigError as error:
-        raise ConfigError(f"{where}: {error}") from error
 
 
 def formatted(form: Format, row: Mapping[str, Any], kind: str) -> list[Example]:
@@ -210,116 +191,150 @@ def formatted(form: Format, row: Mapping[str, Any], kind: str) -> list[Example]:
     return [{**example, "prompt": prompt, "completion": c, "label": i == 0} for i, c in enumerate(completions)]
 
 
-def tokenizing(config, kind: str, tokenizer) -> Tokenizing:
-    """How the configuration tokenises examples of a kind."""
-    data = config.data
-    return Tokenizing(
+def row_tokenizer(spec: DataSpec, kind: str, tokenizer: Any) -> RowTokenizer:
+    """The tokenisation of examples of a kind under the limits and options of `spec`."""
+    return RowTokenizer(
         kind,
         tokenizer,
-        limit=config.rollout.max_prompt_length if kind == "prompts" else data.max_length,
-        overlong=data.overlong,
-        loss_on=data.loss_on,
-        prompt_key=data.prompt_key,
-        template_kwargs=split_options(f"_({data.chat_template_kwargs})")[1],
+        limit=spec.max_prompt_length if kind == "prompts" else spec.max_length,
+        overlong=spec.overlong,
+        loss_on=spec.loss_on,
+        prompt_key=spec.prompt_key,
+        template_kwargs=spec.template_kwargs,
     )
 
 
-def tokenized(config, parts: Sequence[Part], kind: str, tokenizer) -> Tokens:
-    """The token rows of all parts; raises ConfigError for rows that cannot be read, or when a part has none left.
+def token_rows(source: DataSource, kind: str, tokenize: RowTokenizer, workers: int = 1) -> Iterator[Row | None]:
+    """The token row of each example of the source, None where it is dropped; raises ConfigError as `examples`.
 
-    Large sources are tokenised once and kept in `data.cache`.
+    `workers` threads tokenise, which the tokenizers of Hugging Face do at the same time; the order stays.
     """
-    found, reports = [], []
-    for part in parts:
-        how = tokenizing(config, kind, tokenizer)
-        generated = not part.name or part.name.startswith("task:")
-        setting = "none" if generated and config.data.cache == "auto" else config.data.cache
-        place = cache.place(setting, part.rows, part.spec, part.code, how)
-        rows = None if place is None else cache.load(place, how, examples(part, kind))
-        if rows is None:
-            total = len(part.rows) if isinstance(part.rows, datasets.Dataset) else None
-            workers = config.data.workers or min(os.cpu_count() or 1, MOST_WORKERS)
-            made = token_rows(part, kind, how, workers if total is None or total > CHUNK or config.data.workers else 1)
-            made = tqdm(made, f"tokenising {part.name}", total, delay=3, disable=None, leave=False)
-            kept = [(index, row) for index, row in enumerate(made) if row is not None]
-            rows = [row for _, row in kept]
-            if place is not None:
-                cache.save(place, how, kept)
-        how.report(len(rows))
-        found.append(rows)
-        reports.append(how)
-    return Tokens([row for rows in found for row in rows], shares(parts, [len(rows) for rows in found]), reports)
+
+    def convert(located: tuple[str, Example]) -> tuple[str, Row]:
+        location, example = located
+        try:
+            return location, tokenize.token_row(example)
+        except ConfigError as error:
+            names = fitting(example, kind, tokenize.tokenizer) if location.endswith("row 0") else []
+            hint = f"; formats that read this row (data.format): {', '.join(names)}" if names else ""
+            raise ConfigError(f"{location}: {error}{hint}") from error
+
+    pending = examples(source, kind)
+    # The first call sets a tokenizer's padding, which must not happen while another thread encodes.
+    tokenize.tokenizer("a")
+    with ThreadPoolExecutor(workers, thread_name_prefix="tokenise") as pool:
+        while chunk := list(islice(pending, workers * CHUNK)):
+            for location, row in pool.map(convert, chunk) if workers > 1 else map(convert, chunk):
+                with _located(location):
+                    limited = tokenize.apply_limit(row)
+                yield limited
 
 
-def shares(parts: Sequence[Part], counts: Sequence[int]) -> list[tuple[int, float]] | None:
-    """(rows, weight) of each part, 1 where none is given; None when no part has a weight."""
-    if all(part.weight is None for part in parts):
-        return None
-    return [(count, float(part.weight or 1.0)) for part, count in zip(parts, counts, strict=True)]
+def tokenized(spec: DataSpec, opened: Sequence[DataSource], kind: str, tokenizer: Any) -> Tokenized:
+    """The token rows of all sources; raises ConfigError for rows that cannot be read, or when a source has none left.
+
+    Large sources are tokenised once and kept in `spec.cache`.
+    """
+    rows: list[Row] = []
+    counts, reports = [], []
+    for source in opened:
+        tokenize = row_tokenizer(spec, kind, tokenizer)
+        generated = not source.name or source.name.startswith("task:")
+        folder = "none" if generated and spec.cache == "auto" else spec.cache
+        file = cache.file_of(folder, source.rows, source.format_key, source.code, tokenize)
+        made = None
+        if file is not None:
+            made = cache.load(file, tokenize, (example for _, example in examples(source, kind)))
+        if made is None:
+            total = len(source.rows) if isinstance(source.rows, datasets.Dataset) else None
+            small = total is not None and total <= CHUNK and not spec.workers
+            workers = 1 if small else spec.workers or min(os.cpu_count() or 1, MOST_WORKERS)
+            progress = tqdm(
+                token_rows(source, kind, tokenize, workers),
+                f"tokenising {source.name}",
+                total,
+                delay=3,
+                disable=None,
+                leave=False,
+            )
+            kept = [(index, row) for index, row in enumerate(progress) if row is not None]
+            made = [row for _, row in kept]
+            if file is not None:
+                cache.save(file, tokenize, kept)
+        tokenize.report(len(made))
+        rows += made
+        counts.append(len(made))
+        reports.append(tokenize)
+    if all(source.weight is None for source in opened):
+        return Tokenized(rows, None, reports)
+    shares = [(count, float(source.weight or 1.0)) for source, count in zip(opened, counts, strict=True)]
+    return Tokenized(rows, shares, reports)
 
 
 def stream(
-    config,
-    parts: Sequence[Part],
+    spec: DataSpec,
+    opened: Sequence[DataSource],
     kind: str,
-    tokenizer,
+    tokenizer: Any,
     wrap: Callable[[Row], Any] = lambda row: row,
     process_index: int = 0,
     process_count: int = 1,
 ) -> Stream:
-    """The pipeline that reads the parts as it goes; `wrap` makes of each token row what a batch holds."""
+    """The pipeline that reads the sources as it goes; `wrap` makes of each token row what a batch holds."""
 
-    def convert(part: Part) -> Callable[[Mapping[str, Any]], list[Any]]:
-        how = tokenizing(config, kind, tokenizer)
-        how.measure = False
+    def converter(source: DataSource) -> Callable[[Mapping[str, Any]], list[Any]]:
+        tokenize = row_tokenizer(spec, kind, tokenizer)
+        tokenize.measure = False  # the lengths of an endless stream would fill the memory
 
-        def make(row: Mapping[str, Any]) -> list[Any]:
-            rows = (how(example) for example in formatted(part.form, row, kind))
+        def convert(row: Mapping[str, Any]) -> list[Any]:
+            rows = (tokenize(example) for example in formatted(source.form, row, kind))
             return [wrap(row) for row in rows if row is not None]
 
-        return make
+        return convert
 
-    c = config.data
-    return Stream(
-        [part.rows for part in parts if isinstance(part.rows, datasets.IterableDataset)],
-        [convert(part) for part in parts],
-        [part.weight or 1.0 for part in parts],
-        config.batch.prompts,
-        config.seed,
-        c.shuffle_buffer,
-        c.shuffle,
-        process_index,
-        process_count,
-        [part.name for part in parts],
-    )
+    streamed = [
+        StreamSource(source.name, source.rows, converter(source), source.weight or 1.0)
+        for source in opened
+        if isinstance(source.rows, datasets.IterableDataset)
+    ]
+    return Stream(streamed, spec.batch_size, spec.seed, spec.shuffle_buffer, spec.shuffle, process_index, process_count)
 
 
-def first_rows(parts: Sequence[Part], count: int) -> list[Part]:
-    """The parts cut to `count` rows in all, taken from each alike."""
-    cut, left = [], count
-    for index, part in enumerate(parts):
-        size = len(part.rows) if isinstance(part.rows, datasets.Dataset) else left
-        take = min(size, -(-left // (len(parts) - index)))
+def first_rows(opened: Sequence[DataSource], count: int) -> list[DataSource]:
+    """The sources with their first rows only: `count` in all, from each alike."""
+    limited, left = [], count
+    for index, source in enumerate(opened):
+        size = len(source.rows) if isinstance(source.rows, datasets.Dataset) else left
+        take = min(size, -(-left // (len(opened) - index)))
         left -= take
-        if isinstance(part.rows, datasets.Dataset):
-            cut.append(part._replace(rows=part.rows.select(range(take))))
-        else:
-            cut.append(part._replace(rows=part.rows.take(take)))
-    return [part for part in cut if not isinstance(part.rows, datasets.Dataset) or len(part.rows)]
+        if isinstance(source.rows, datasets.IterableDataset):
+            limited.append(source._replace(rows=source.rows.take(take)))
+        elif take:
+            limited.append(source._replace(rows=source.rows.select(range(take))))
+    return limited
 
 
-def columns(part: Part) -> dict[str, Any]:
-    """The columns of the part's first example, with their values; raises ConfigError when it cannot be read."""
-    row = next(iter(part.rows), None)
+def columns(source: DataSource) -> dict[str, Any]:
+    """The columns of the source's first example, with their values; raises ConfigError when it cannot be read."""
+    row = next(iter(source.rows), None)
     if row is None:
-        raise ConfigError(f"{part.name or 'the data'} has no rows")
-    with _at(f"{part.name} row 0".strip()):
-        return part.form(row)
+        raise ConfigError(f"{source.name or 'the data'} has no rows")
+    with _located(f"{source.name} row 0".strip()):
+        return source.form(row)
 
 
-def is_learnable(config, parts: Sequence[Part]) -> bool:
-    """True when the first example has what the algorithm learns from, which prompts alone do not."""
-    kind, found = kind_of(config), {name for name, value in columns(parts[0]).items() if value is not None}
+def is_learnable(kind: str, opened: Sequence[DataSource]) -> bool:
+    """True when the first example has what an algorithm learns from, which prompts alone do not."""
+    present = {name for name, value in columns(opened[0]).items() if value is not None}
     if kind == "completions":
-        return bool({"messages", "text"} & found) or {"prompt", "completion"} <= found
-    return {"chosen", "rejected"} <= found or (kind == "labels" and {"prompt", "completion", "label"} <= found)
+        return bool({"messages", "text"} & present) or {"prompt", "completion"} <= present
+    return {"chosen", "rejected"} <= present or (kind == "labels" and {"prompt", "completion", "label"} <= present)
+
+
+@contextmanager
+def _located(location: str) -> Iterator[None]:
+    """Errors inside begin with their location."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(f"{location}: {error}") from error

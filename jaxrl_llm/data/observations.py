@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jaxrl_llm.config.resolve import ConfigError
-from jaxrl_llm.data.chat import chat_ids, is_conversational, render_chat, render_prompt, template_options
+from jaxrl_llm.data.templates import chat_ids, is_conversational, render_chat, render_prompt, template_options
 
 log = logging.getLogger(__name__)
 

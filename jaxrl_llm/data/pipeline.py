@@ -1,7 +1,16 @@
-"""The endless, resumable stream of host batches."""
+"""Endless, resumable streams of host batches: `Pipeline` over examples in memory, `Stream` over data that is not.
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+Both take a batch from one global order and give this process its equal share of it, so the order does not depend on the
+number of processes. The position is small and JSON-able, and a checkpoint holds it.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from copy import deepcopy
+from typing import Any, NamedTuple
+
+import datasets
+import numpy as np
 
 from jaxrl_llm.config.resolve import ConfigError
 
@@ -12,9 +21,8 @@ class Pipeline:
     Global batch k holds the examples k*batch_size to (k+1)*batch_size of one stream, in which each epoch is a new
     permutation of the examples (or their own order when `shuffle` is off); a batch may span two epochs, so no example
     is ever skipped. With `shares`, (examples, weight) of each source in turn, the sources are mixed by weight: each has
-    its own epochs, and its share of the weights of any long stretch of the stream. Process p takes the p-th equal part
-    of every batch, so the global order does not depend on `process_count`. The order is computed from (seed, position),
-    so a restart costs no replay.
+    its own epochs, and its share of the weights of any long stretch of the stream. Process p takes the p-th equal share
+    of every batch. The order is computed from (seed, position), so a restart costs no replay.
 
     Raises ConfigError: fewer examples than a batch, a batch that the processes cannot share equally, or a state that
     was saved over other data.
@@ -33,28 +41,28 @@ class Pipeline:
         # grain imports jax, and everything else in this package loads without it.
         import grain
 
-        if batch_size < 1 or batch_size % process_count:
-            raise ConfigError(
-                f"a batch of {batch_size} prompts cannot be shared by {process_count} processes; "
-                f"set batch.prompts to a multiple of {process_count}"
-            )
-        if not 0 <= process_index < process_count:
-            raise ConfigError(f"process {process_index} is not one of {process_count}; count them from 0")
+        self._batch_size, self._local = batch_size, _local_slice(batch_size, process_index, process_count)
         if len(examples) < batch_size:
             raise ConfigError(
                 f"the data has {len(examples)} examples, fewer than a batch of {batch_size}; "
                 "lower batch.prompts or give more data"
             )
-        self._stream: Any = (
-            _ordered(grain, examples, seed, shuffle)
-            if shares is None
-            else _mixed(grain, examples, seed, shuffle, shares)
-        )
-        self._batch_size = batch_size
-        self._local_size = batch_size // process_count
-        self._offset = process_index * self._local_size
+
+        def ordered(source: Sequence[Any], source_seed: int) -> Any:
+            dataset = grain.MapDataset.source(source).seed(source_seed)
+            return (dataset.shuffle() if shuffle else dataset).repeat()
+
         self._identity: dict[str, Any] = {"examples": len(examples), "seed": seed, "shuffle": shuffle}
-        if shares is not None:
+        if shares is None:
+            self._stream: Any = ordered(examples, seed)
+        else:
+            ends = np.cumsum([count for count, _ in shares]).tolist()
+            # Sources of one length would be shuffled alike by one seed.
+            sources = [
+                ordered(examples[end - count : end], seed + 7919 * index)
+                for index, ((count, _), end) in enumerate(zip(shares, ends, strict=True))
+            ]
+            self._stream = grain.MapDataset.mix(sources, [weight for _, weight in shares])
             self._identity["shares"] = [list(share) for share in shares]
         self._position = 0
 
@@ -62,26 +70,202 @@ class Pipeline:
         return self
 
     def __next__(self) -> list[Any]:
-        start = self._position + self._offset
+        start = self._position
         self._position += self._batch_size
-        return [self._stream[index] for index in range(start, start + self._local_size)]
+        return [self._stream[index] for index in range(start + self._local.start, start + self._local.stop)]
 
     @property
     def epoch(self) -> int:
-        """How many times all examples have been seen."""
+        """The number of times that all examples have been seen."""
         return self._position // self._identity["examples"]
 
     def get_state(self) -> dict[str, Any]:
-        """Where the stream is, as a JSON-able dictionary; the same on every process."""
+        """The position in the stream, as a JSON-able dictionary; the same on every process."""
         return {"position": self._position, **self._identity}
 
     def set_state(self, state: dict[str, Any]) -> None:
         """Continue from `state`. Batch size and process count may differ from those it was saved with."""
-        check_same_data(state, self._identity)
+        _check_same_data(state, self._identity)
         self._position = int(state["position"])
 
 
-def check_same_data(state: Mapping[str, Any], identity: Mapping[str, Any]) -> None:
+class StreamSource(NamedTuple):
+    """A source of a `Stream`."""
+
+    name: str  # in errors
+    rows: datasets.IterableDataset
+    convert: Callable[[Mapping[str, Any]], list[Any]]  # a row to token rows: none where it is dropped, two of a pair
+    weight: float  # share of the rows of the stream
+
+
+class Block(NamedTuple):
+    """Rows that were read together, in the order they are used, and the state of the sources before."""
+
+    number: int
+    before: dict[str, Any]
+    rows: list[Any]
+
+
+class Stream:
+    """An endless iterator over batches, lists of this process's rows, of data that does not fit in memory.
+
+    Sources are mixed by weight, row by row and without chance; each starts again when it ends. Rows are read in blocks
+    of `buffer`, each a permutation drawn from (seed, number of the block), or in the data's own order when `shuffle` is
+    off. A block is tokenised in the background while the one before is used. The position is the state of every source
+    at the start of the block and the rows of it that have been used, so a restart reads one block again and no more.
+    Every process reads everything and takes its equal share of each batch.
+
+    Raises ConfigError: a batch that the processes cannot share equally, a source of which no row is left, or a state
+    that was saved over other data.
+    """
+
+    def __init__(
+        self,
+        sources: Sequence[StreamSource],
+        batch_size: int,
+        seed: int = 0,
+        buffer: int = 4096,
+        shuffle: bool = True,
+        process_index: int = 0,
+        process_count: int = 1,
+    ):
+        self._batch_size, self._local = batch_size, _local_slice(batch_size, process_index, process_count)
+        self._readers = [_Reader(source) for source in sources]
+        self._weights = [source.weight for source in sources]
+        self._seed, self._buffer, self._shuffle = seed, buffer, shuffle
+        self._identity = {
+            "sources": [source.name for source in sources],
+            "weights": self._weights,
+            "seed": seed,
+            "shuffle": shuffle,
+            "buffer": buffer,
+        }
+        self._drawn = [0.0] * len(self._readers)  # rows read of each source
+        self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenise")
+        self._block: Block | None = None
+        self._next_block: Future[Block] | None = None
+        self._used = 0
+        self._number = 0
+
+    def __iter__(self) -> "Stream":
+        return self
+
+    def __next__(self) -> list[Any]:
+        batch: list[Any] = []
+        while len(batch) < self._batch_size:
+            block = self._current()
+            rows = block.rows[self._used : self._used + self._batch_size - len(batch)]
+            self._used += len(rows)
+            batch += rows
+        return batch[self._local]
+
+    def get_state(self) -> dict[str, Any]:
+        """The position in the stream, as a JSON-able dictionary; the same on every process."""
+        block = self._current()
+        return {"block": block.number, "used": self._used, "before": block.before, **self._identity}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Continue from `state`. Batch size and process count may differ from those it was saved with."""
+        _check_same_data(state, self._identity)
+        if self._next_block is not None:
+            self._next_block.result()  # the worker moves the readers until it is done
+        self._next_block, self._block = None, None
+        self._drawn = list(state["before"]["drawn"])
+        for reader, saved in zip(self._readers, state["before"]["readers"], strict=True):
+            reader.set_state(saved)
+        self._number = state["block"]
+        self._current()
+        self._used = state["used"]
+
+    def _current(self) -> Block:
+        """The block that has rows left; the next one is read meanwhile."""
+        if self._block is None or self._used >= len(self._block.rows):
+            future = self._next_block or self._worker.submit(self._read_block)
+            self._block, self._used = future.result(), 0
+            self._next_block = self._worker.submit(self._read_block)
+        return self._block
+
+    def _read_block(self) -> Block:
+        number, self._number = self._number, self._number + 1
+        before = {"readers": [reader.get_state() for reader in self._readers], "drawn": list(self._drawn)}
+        rows: list[Any] = []
+        while len(rows) < self._buffer:
+            # The source that is furthest behind its share is next.
+            index = int(np.argmin([drawn / weight for drawn, weight in zip(self._drawn, self._weights, strict=True)]))
+            self._drawn[index] += 1
+            rows += self._readers[index].next()
+        if self._shuffle:
+            order = np.random.default_rng((self._seed, number)).permutation(len(rows))
+            rows = [rows[index] for index in order]
+        return Block(number, before, rows)
+
+
+class _Reader:
+    """Reads a source again and again, from the position that its state holds."""
+
+    def __init__(self, source: StreamSource):
+        self._name, self._source, self._convert = source.name, source.rows, source.convert
+        self._epoch, self._index, self._kept = 0, 0, False
+        self._begin({})
+
+    def next(self) -> list[Any]:
+        """The token rows of the next row that is not dropped."""
+        while True:
+            location = f"{self._name} row {self._index}".strip()
+            try:
+                row = next(self._rows, None)
+            except Exception as error:
+                raise ConfigError(f"{location} cannot be read: {type(error).__name__}: {error}") from error
+            if row is None:
+                if not self._kept:
+                    raise ConfigError(
+                        f"no row is left to train on, of {self._index} that were read; check the data and the length "
+                        "limit"
+                    )
+                self._epoch, self._index, self._kept = self._epoch + 1, 0, False
+                self._begin({})
+                continue
+            self._index, self._moved = self._index + 1, True
+            try:
+                token_rows = self._convert(row)
+            except ConfigError as error:
+                raise ConfigError(f"{location}: {error}") from error
+            if token_rows:
+                self._kept = True
+                return token_rows
+
+    def get_state(self) -> dict[str, Any]:
+        """The position in the source, as a JSON-able dictionary."""
+        rows = deepcopy(self._source.state_dict() if self._moved else self._begun)
+        return {"epoch": self._epoch, "index": self._index, "kept": self._kept, "rows": rows}
+
+    def set_state(self, state: Mapping[str, Any]) -> None:
+        """Continue from `state`."""
+        self._epoch, self._index, self._kept = state["epoch"], state["index"], state["kept"]
+        self._begin(state["rows"])
+
+    def _begin(self, state: dict[str, Any]) -> None:
+        """Read on from a state of the source; an empty one is its start."""
+        # Until a row is read, the source's own state is still that of the iteration before.
+        self._begun, self._moved = state, False
+        self._source.load_state_dict(deepcopy(state))
+        self._rows = iter(self._source)
+
+
+def _local_slice(batch_size: int, process_index: int, process_count: int) -> slice:
+    """The rows of a global batch that are this process's."""
+    if batch_size < 1 or batch_size % process_count:
+        raise ConfigError(
+            f"a batch of {batch_size} prompts cannot be shared by {process_count} processes; "
+            f"set batch.prompts to a multiple of {process_count}"
+        )
+    if not 0 <= process_index < process_count:
+        raise ConfigError(f"process {process_index} is not one of {process_count}; count them from 0")
+    size = batch_size // process_count
+    return slice(process_index * size, (process_index + 1) * size)
+
+
+def _check_same_data(state: Mapping[str, Any], identity: Mapping[str, Any]) -> None:
     """Raises ConfigError unless a saved position was saved over the data and the order of this run."""
     for key, value in identity.items():
         if state.get(key) != value:
@@ -89,17 +273,3 @@ def check_same_data(state: Mapping[str, Any], identity: Mapping[str, Any]) -> No
                 f"the saved data position belongs to {key}={state.get(key)!r} but this run has {key}={value!r}; "
                 "resume with the same data, seed and shuffling, or start a new output_dir"
             )
-
-
-def _ordered(grain: Any, examples: Sequence[Any], seed: int, shuffle: bool) -> Any:
-    order = grain.MapDataset.source(examples).seed(seed)
-    return (order.shuffle() if shuffle else order).repeat()
-
-
-def _mixed(grain: Any, examples: Sequence[Any], seed: int, shuffle: bool, shares: Sequence[tuple[int, float]]) -> Any:
-    parts, start = [], 0
-    for index, (count, _) in enumerate(shares):
-        # Sources of one length would be shuffled alike by one seed.
-        parts.append(_ordered(grain, examples[start : start + count], seed + 7919 * index, shuffle))
-        start += count
-    return grain.MapDataset.mix(parts, [weight for _, weight in shares])

@@ -1,4 +1,4 @@
-"""Token rows as people read them: learned tokens marked, and how long the rows are."""
+"""Token rows as text for people: learned tokens are marked, and the lengths summed up."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxrl_llm.data.tokenize import COLUMNS, Tokenizing
+from jaxrl_llm.data.tokenize import COLUMNS, RowTokenizer
 
 COLOURS = ("\x1b[2m", "\x1b[1;32m", "\x1b[0m")  # read only, learned, end
 MARKS = ("", "⟦", "⟧")  # where there are no colours
@@ -15,17 +15,17 @@ MARKS = ("", "⟦", "⟧")  # where there are no colours
 def marked(tokenizer: Any, ids: Sequence[int], mask: Sequence[float], colour: bool) -> str:
     """The text of a token row, special tokens included, with its learned tokens in green, or in ⟦brackets⟧."""
     text = ""
-    for learned, run in groupby(zip(ids, mask, strict=True), key=lambda pair: pair[1] > 0):
-        part = tokenizer.decode([token for token, _ in run], skip_special_tokens=False)
+    for learned, tokens in groupby(zip(ids, mask, strict=True), key=lambda pair: pair[1] > 0):
+        span = tokenizer.decode([token for token, _ in tokens], skip_special_tokens=False)
         if colour:
-            text += f"{COLOURS[learned]}{part}{COLOURS[2]}"
+            text += f"{COLOURS[learned]}{span}{COLOURS[2]}"
         else:
-            text += f"{MARKS[1]}{part}{MARKS[2]}" if learned else part
+            text += f"{MARKS[1]}{span}{MARKS[2]}" if learned else span
     return text
 
 
-def shown(kind: str, row: Mapping[str, Any], tokenizer: Any, colour: bool) -> Iterator[tuple[str, str]]:
-    """(heading, text) of each part of a token row; for prompts also of the columns that rewards read."""
+def sections(kind: str, row: Mapping[str, Any], tokenizer: Any, colour: bool) -> Iterator[tuple[str, str]]:
+    """(heading, text) of each sequence of a token row; for prompts also of the columns that rewards read."""
     if kind == "prompts":
         ids = row["prompt_ids"]
         yield f"prompt, {len(ids)} tokens", marked(tokenizer, ids, [0] * len(ids), colour)
@@ -41,35 +41,35 @@ def shown(kind: str, row: Mapping[str, Any], tokenizer: Any, colour: bool) -> It
         yield heading, marked(tokenizer, ids, mask, colour)
 
 
-def statistics(how: Tokenizing, rows: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    """What is known of the examples that `how` made `rows` of: their lengths, the limit, what was dropped.
+def statistics(tokenize: RowTokenizer, rows: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """The lengths of the examples that `tokenize` made `rows` of, how many are over the limit, how many were dropped.
 
-    Lengths are in tokens, of the longer row of a pair, before anything was cut.
+    Lengths are in tokens, of the longer row of a pair, before any is truncated.
     """
-    lengths = np.array(how.lengths or [0])
+    lengths = np.array(tokenize.lengths or [0])
     p50, p95 = np.percentile(lengths, [50, 95])
-    found = {
-        "rows": f"{how.read}, of which {len(rows)} are used",
+    values = {
+        "rows": f"{tokenize.read}, of which {len(rows)} are used",
         "tokens": f"mean {lengths.mean():.1f}, p50 {p50:.0f}, p95 {p95:.0f}, max {lengths.max()}",
     }
-    if how.limit is not None:
-        over = int((lengths > how.limit).sum())
-        found[f"over {how.limit} tokens"] = f"{over} ({over / len(lengths):.1%})"
-    if how.kind != "prompts":
-        masks = [row[name] for row in rows for name in COLUMNS[how.kind][1]]
+    if tokenize.limit is not None:
+        over = int((lengths > tokenize.limit).sum())
+        values[f"over {tokenize.limit} tokens"] = f"{over} ({over / len(lengths):.1%})"
+    if tokenize.kind != "prompts":
+        masks = [row[name] for row in rows for name in COLUMNS[tokenize.kind][1]]
         total = sum(map(len, masks))
-        found["learned tokens"] = f"{sum(map(sum, masks)) / total:.1%}" if total else "none"
-        found["dropped, as nothing is learned"] = str(how.unlearnable)
-    if how.kind == "labels" and rows:
-        found["desirable"] = f"{sum(row['label'] for row in rows) / len(rows):.1%}"
-    return found
+        values["learned tokens"] = f"{sum(map(sum, masks)) / total:.1%}" if total else "none"
+        values["dropped, as nothing is learned"] = str(tokenize.unlearnable)
+    if tokenize.kind == "labels" and rows:
+        values["desirable"] = f"{sum(row['label'] for row in rows) / len(rows):.1%}"
+    return values
 
 
-def joined_otherwise(kind: str, rows: Sequence[Mapping[str, Any]], tokenizer: Any) -> int:
-    """How many rows have other token ids when their text is tokenised in one piece.
+def boundary_merges(kind: str, rows: Sequence[Mapping[str, Any]], tokenizer: Any) -> int:
+    """The number of rows that have other token ids when their text is tokenised in one piece.
 
-    There a token of the whole text would reach across the boundary of prompt and answer. Sampling never makes such a
-    token, and training does not see one; many of these rows say that prompts had better end otherwise (a space less).
+    A token would then reach across the boundary of prompt and answer. Sampling never makes such a token, and training
+    does not see one; many of these rows say that prompts had better end otherwise (a space less).
     """
     different = 0
     for row in rows:

@@ -1,4 +1,4 @@
-"""Where data comes from: the Hugging Face hub, files here or in a bucket, Python objects, and the built-in tasks."""
+"""Sources of rows: the Hugging Face hub, files here or in a bucket, Python objects, and the built-in tasks."""
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
@@ -10,7 +10,7 @@ import fsspec
 
 from jaxrl_llm.config.resolve import ConfigError, resolve
 from jaxrl_llm.data import tasks
-from jaxrl_llm.data.diagnose import found_in, unreadable
+from jaxrl_llm.data.diagnose import content_fault, encoding_fault
 from jaxrl_llm.data.formats.native import as_rows
 
 Rows = datasets.Dataset | datasets.IterableDataset
@@ -21,8 +21,9 @@ COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
 SAVED = ("dataset_dict.json", "dataset_info.json")  # files of a folder that save_to_disk wrote
 
 
-def load(path: Source, split: str = "train", name: str | None = None, streaming: bool = False,
-         ds_type: str | None = None) -> Rows:  # fmt: skip
+def load(
+    path: Source, split: str = "train", name: str | None = None, streaming: bool = False, ds_type: str | None = None
+) -> Rows:
     """The rows of one split.
 
     `path` is one of these:
@@ -39,14 +40,17 @@ def load(path: Source, split: str = "train", name: str | None = None, streaming:
       `datasets.Dataset`.
 
     With `streaming` files are read as they are needed, and the result is a `datasets.IterableDataset`. `ds_type` names
-    the kind of the files (json, csv, parquet, arrow) where their names do not.
+    the type of the files (json, csv, parquet, arrow) where their names do not.
 
     Raises ConfigError: nothing there, no such split (listing those there are), unreadable (naming the line), or without
     rows.
     """
     rows: Rows
-    if isinstance(path, (str, Path)) or _is_list_of_paths(path):
-        rows, shown = _load_paths(path, split, name, streaming, ds_type), _shown(path)
+    if isinstance(path, list | tuple) and path and all(isinstance(file, str | Path) for file in path):
+        files = [str(file) for file in path]
+        rows, shown = _load_files(files, split, streaming, ds_type), ", ".join(files)
+    elif isinstance(path, str | Path):
+        rows, shown = _load_path(str(path), split, name, streaming, ds_type), str(path)
     elif isinstance(path, datasets.DatasetDict | datasets.IterableDatasetDict):
         rows, shown = _pick(path, split, "the data set"), "the data set"
     elif isinstance(path, datasets.Dataset | datasets.IterableDataset):
@@ -60,43 +64,29 @@ def load(path: Source, split: str = "train", name: str | None = None, streaming:
     return rows.to_iterable_dataset() if streaming else rows
 
 
-def _is_list_of_paths(path: Any) -> bool:
-    return isinstance(path, list | tuple) and len(path) > 0 and all(isinstance(one, str | Path) for one in path)
-
-
-def _shown(path: Any) -> str:
-    return ", ".join(map(str, path)) if isinstance(path, list | tuple) else str(path)
-
-
-def _load_paths(path: Any, split: str, name: str | None, streaming: bool, ds_type: str | None) -> Rows:
-    if isinstance(path, list | tuple):
-        return _load_files([str(one) for one in path], split, streaming, ds_type)
-    path = str(path)
+def _load_path(path: str, split: str, name: str | None, streaming: bool, ds_type: str | None) -> Rows:
     if path.startswith("task:"):
         return datasets.Dataset.from_list(tasks.generate(path.removeprefix("task:"), split))
     if ".py:" in path:
-        return _called(path, split, name)
+        return _call_function(path, split, name)
     if "://" in path:
         return _load_remote(path, split, name, streaming, ds_type)
-    place = Path(path).expanduser()
-    if place.is_file() or ("*" in path and _matches(place)):
-        return _load_files([str(place)], split, streaming, ds_type)
-    if place.is_dir():
-        return _load_folder(str(place), split, name, streaming)
+    local = Path(path).expanduser()
+    if local.is_file() or ("*" in path and any(Path(local.anchor).glob(str(local.relative_to(local.anchor))))):
+        return _load_files([str(local)], split, streaming, ds_type)
+    if local.is_dir():
+        return _load_folder(str(local), split, name, streaming)
+    # What looks like a path is not asked of the hub, whose error would hide the misspelling.
     if path.startswith(("/", ".", "~")) or _reader(path) or path.count("/") > 1:
         raise ConfigError(
             f"there is no file or folder {path!r}; check data.path (a relative path starts at {Path.cwd()})"
         )
-    return _load_hub(path, split, name, streaming)
-
-
-def _matches(pattern: Path) -> bool:
-    anchor = Path(pattern.anchor) if pattern.is_absolute() else Path()
-    return any(anchor.glob(str(pattern.relative_to(anchor))))
+    title = path if name is None else f"{path} ({name})"
+    return _read(f"hub data set {title}", lambda: datasets.load_dataset(path, name, split=split, streaming=streaming))
 
 
 def _reader(path: str) -> str | None:
-    """The kind of a file, from its name."""
+    """The reader for a file, from its name; None for a name that tells nothing."""
     suffixes = Path(path).suffixes
     if suffixes and suffixes[-1] in COMPRESSED:
         suffixes.pop()
@@ -113,22 +103,13 @@ def _load_files(files: list[str], split: str, streaming: bool, ds_type: str | No
             "set the split to train, or name another file (data.eval_path for evaluation)"
         )
     for file in files:
-        if not streaming and (damage := unreadable(file, reader)) is not None:
-            raise ConfigError(f"cannot load {file}: {damage}")
+        if not streaming and (fault := encoding_fault(file, reader)) is not None:
+            raise ConfigError(f"cannot load {file}: {fault}")
 
     def read() -> Rows:
         return datasets.load_dataset(reader, data_files=files, split=split, streaming=streaming)  # pyright: ignore
 
-    return _read(shown, read, lambda: _damage(files))
-
-
-def _damage(files: list[str]) -> str | None:
-    """What is wrong with the first damaged one of the files, or None."""
-    for file in files:
-        kind = _reader(file)
-        if kind and (damage := found_in(file, kind)):
-            return damage if len(files) == 1 else f"{file}: {damage}"
-    return None
+    return _read(shown, read, files)
 
 
 def _load_folder(folder: str, split: str, name: str | None, streaming: bool) -> Any:
@@ -140,15 +121,19 @@ def _load_folder(folder: str, split: str, name: str | None, streaming: bool) -> 
         raise ConfigError(f"the folder {folder!r} holds no {', '.join(READERS)} file and no saved data set")
     else:
         for file in files:
-            if "://" not in folder and (kind := _reader(file)) and (damage := unreadable(file, kind)) is not None:
-                raise ConfigError(f"cannot load {file}: {damage}")
-        loaded = _read(folder, lambda: datasets.load_dataset(folder, name, streaming=streaming), lambda: _damage(files))
+            if (
+                "://" not in folder
+                and (reader := _reader(file))
+                and (fault := encoding_fault(file, reader)) is not None
+            ):
+                raise ConfigError(f"cannot load {file}: {fault}")
+        loaded = _read(folder, lambda: datasets.load_dataset(folder, name, streaming=streaming), files)
     splits = isinstance(loaded, datasets.DatasetDict | datasets.IterableDatasetDict)
     return _pick(loaded, split, folder) if splits else loaded
 
 
 def _load_remote(path: str, split: str, name: str | None, streaming: bool, ds_type: str | None) -> Rows:
-    """Of a URL that fsspec understands."""
+    """The rows at a URL that fsspec understands."""
     if "*" in path or ds_type or _reader(path):
         return _load_files([path], split, streaming, ds_type)
     fs, inner = _read(path, lambda: fsspec.url_to_fs(path))
@@ -157,23 +142,18 @@ def _load_remote(path: str, split: str, name: str | None, streaming: bool, ds_ty
     names = {file.removeprefix(inner).strip("/") for file in map(str, fs.find(inner))}
     if names & set(SAVED):
         return _load_folder(path, split, name, streaming)
-    found = sorted(file for file in names if _reader(file))
-    wanted = [file for file in found if split in Path(file).name] or (found if split == "train" else [])
-    if not wanted:
+    readable = sorted(file for file in names if _reader(file))
+    matching = [file for file in readable if split in Path(file).name] or (readable if split == "train" else [])
+    if not matching:
         raise ConfigError(f"the folder {path!r} has no file for the split {split!r}; it has {', '.join(sorted(names))}")
-    return _load_files([f"{path.rstrip('/')}/{file}" for file in wanted], "train", streaming, None)
+    return _load_files([f"{path.rstrip('/')}/{file}" for file in matching], "train", streaming, None)
 
 
-def _load_hub(path: str, split: str, name: str | None, streaming: bool) -> Any:
-    shown = path if name is None else f"{path} ({name})"
-    return _read(f"hub data set {shown}", lambda: datasets.load_dataset(path, name, split=split, streaming=streaming))
-
-
-def _called(path: str, split: str, name: str | None) -> Rows:
+def _call_function(path: str, split: str, name: str | None) -> Rows:
     """The rows that a user's function, or the instance of a user's class, gives."""
-    maker = resolve(path, {})
-    accepted = inspect.signature(maker).parameters
-    made = maker(**{key: value for key, value in (("split", split), ("name", name)) if key in accepted})
+    function = resolve(path, {})
+    accepted = inspect.signature(function).parameters
+    made = function(**{key: value for key, value in (("split", split), ("name", name)) if key in accepted})
     if isinstance(made, datasets.DatasetDict | datasets.IterableDatasetDict):
         return _pick(made, split, path)
     if isinstance(made, datasets.Dataset | datasets.IterableDataset):
@@ -185,8 +165,11 @@ def _called(path: str, split: str, name: str | None) -> Rows:
     return _from_list(list(made))
 
 
-def _read(shown: str, reader: Callable[[], Any], damage: Callable[[], str | None] = lambda: None) -> Any:
-    """What `reader` returns; the many errors of reading become one that says what was read and why it failed."""
+def _read(shown: str, reader: Callable[[], Any], files: Sequence[str] = ()) -> Any:
+    """The result of `reader`; the many errors of reading become one that says what was read and why it failed.
+
+    A fault that is found in one of the files says more than the reader's own error.
+    """
     try:
         return reader()
     except ConfigError:
@@ -195,7 +178,11 @@ def _read(shown: str, reader: Callable[[], Any], damage: Callable[[], str | None
         cause: BaseException = error
         while cause.__cause__ is not None:
             cause = cause.__cause__
-        reason = damage() or " ".join(f"{error} ({cause})".split() if cause is not error else str(error).split())
+        reason = " ".join(f"{error} ({cause})".split() if cause is not error else str(error).split())
+        for file in files:
+            if (file_type := _reader(file)) and (fault := content_fault(file, file_type)):
+                reason = fault if len(files) == 1 else f"{file}: {fault}"
+                break
         raise ConfigError(f"cannot load {shown}: {reason}; check data.path, data.name and the split") from error
 
 

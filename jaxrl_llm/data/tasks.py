@@ -1,6 +1,6 @@
-"""Built-in verifiable tasks, generated on the spot: nothing to download, and every answer can be checked.
+"""Tasks that are generated on the spot: nothing to download, and every answer can be checked.
 
-The task is to sort digits: the prompt `sort:4821=` has the answer `1248`. A prompt belongs to one split by the
+The built-in task is to sort digits: the prompt `sort:4821=` has the answer `1248`. A prompt belongs to one split by the
 CRC-32 of its text, so the splits are disjoint by construction, whatever the size and the seed:
 
 | crc32(prompt) % 8 | split | use |
@@ -8,21 +8,28 @@ CRC-32 of its text, so the splits are disjoint by construction, whatever the siz
 | 0 | `test` | held out, only reported |
 | 1 | `validation` | tuning settings |
 | 2 to 7 | `train` | training |
+
+`task:reasoning_gym(leg_counting, size=1000)` is a task of the package reasoning-gym.
 """
 
+import importlib
+import importlib.util
+import json
 import random
+import re
 import zlib
 from collections.abc import Callable, Iterator
-from typing import Any
 
-from jaxrl_llm.config.resolve import ConfigError, closest
-from jaxrl_llm.data import puzzles
+from jaxrl_llm.config.resolve import ConfigError, closest, split_options
+from jaxrl_llm.data import Row
 
 SPLITS = ("train", "validation", "test")
 SIZES = {"train": 16384, "validation": 1024, "test": 1024}
 LARGEST = 1_000_000
 DIGITS = (4, 8)
 WRONG_SHARE = 0.6
+# An entry's seed is reasoning-gym's data set's plus its index: splits start far from each other.
+REASONING_GYM_SEEDS = {"train": 0, "validation": 10**9, "test": 2 * 10**9}
 
 
 def split_of(prompt: str) -> str:
@@ -43,7 +50,7 @@ def sort_mistakes(prompt: str) -> list[str]:
     return [kind for kind in dict.fromkeys(kinds) if kind != sort_answer(prompt)]
 
 
-def generate(name: str, split: str = "train", size: int | None = None, seed: int = 0) -> list[dict[str, Any]]:
+def generate(name: str, split: str = "train", size: int | None = None, seed: int = 0) -> list[Row]:
     """The rows of a built-in task: `size` different prompts of one split, the same for the same arguments.
 
     `sort` has the columns prompt and answer. `sort_demos` adds a completion that is wrong with probability 0.6: the
@@ -51,12 +58,12 @@ def generate(name: str, split: str = "train", size: int | None = None, seed: int
     methods; `sort_labels` adds completion and label (is it right?) for KTO. Sizes default to 16384 for train and
     1024 for validation and test.
 
-    `reasoning_gym(task, size=..., seed=...)` is a task of the package reasoning-gym; see data/puzzles.py.
+    A `name` such as `reasoning_gym(leg_counting, size=1000)` is that of `reasoning_gym_rows`.
 
     Raises ConfigError: an unknown task or split, or a size outside 1 to 1000000.
     """
     if name.startswith("reasoning_gym("):
-        return puzzles.generate(name, split)
+        return reasoning_gym_rows(name, split)
     if name not in TASKS:
         raise ConfigError(
             f"there is no built-in task {name!r}; known are {', '.join(sorted(TASKS))}; "
@@ -70,6 +77,43 @@ def generate(name: str, split: str = "train", size: int | None = None, seed: int
     draw = random.Random(f"{name}/{split}/{seed}")
     prompts = _sort_prompts(split, draw)
     return [TASKS[name](next(prompts), draw) for _ in range(size)]
+
+
+def reasoning_gym_rows(spec: str, split: str = "train") -> list[Row]:
+    """The rows of `reasoning_gym(task, size=..., seed=..., option=...)`; other options are the task's own.
+
+    Their columns are prompt, answer, and `reasoning_gym`, by which the reward `reasoning_gym_score` finds the entry
+    again. Splits draw with different random numbers, so that they share an entry only where a task has few.
+
+    Raises ConfigError: the package reasoning-gym is missing, or an unknown task, split or option.
+    """
+    if importlib.util.find_spec("reasoning_gym") is None:
+        raise ConfigError(f"task:{spec} needs the package reasoning-gym: pip install reasoning-gym")
+    create_dataset = importlib.import_module("reasoning_gym").create_dataset
+    tasks = importlib.import_module("reasoning_gym.factory").DATASETS
+    # The task's name stands without a keyword, which option lists do not allow.
+    named = re.sub(r"\(\s*(\w+)\s*(?=[,)])", r"(name='\1'", spec, count=1)
+    options = split_options(named)[1]
+    task = options.pop("name", None)
+    if task not in tasks:
+        near = f"; the closest is {closest(str(task), tasks)}" if task else ""
+        raise ConfigError(f"task:{spec}: there is no reasoning-gym task {task!r}{near}; write reasoning_gym(task)")
+    if split not in SIZES:
+        raise ConfigError(f"task:{spec} has no split {split!r}; its splits are {', '.join(SIZES)}")
+    size = options.pop("size", SIZES[split])
+    config = {"name": task, "size": size, "seed": options.pop("seed", 0) + REASONING_GYM_SEEDS[split], **options}
+    try:
+        dataset = create_dataset(**config)
+    except (TypeError, AssertionError, ValueError) as error:
+        raise ConfigError(f"task:{spec}: reasoning-gym refuses {options}: {error}") from error
+    return [
+        {
+            "prompt": dataset[index]["question"],
+            "answer": str(dataset[index]["answer"]),
+            "reasoning_gym": json.dumps({"config": config, "index": index}),
+        }
+        for index in range(size)
+    ]
 
 
 def _digits(prompt: str) -> str:
@@ -87,29 +131,29 @@ def _sort_prompts(split: str, draw: random.Random) -> Iterator[str]:
             yield prompt
 
 
-def _plain(prompt: str, draw: random.Random) -> dict[str, Any]:
+def _plain(prompt: str, draw: random.Random) -> Row:
     return {"prompt": prompt, "answer": sort_answer(prompt)}
 
 
-def _demo(prompt: str, draw: random.Random) -> dict[str, Any]:
+def _demo(prompt: str, draw: random.Random) -> Row:
     answer = sort_answer(prompt)
     wrong = draw.random() < WRONG_SHARE
     return {"prompt": prompt, "completion": draw.choice(sort_mistakes(prompt)) if wrong else answer, "answer": answer}
 
 
-def _pair(prompt: str, draw: random.Random) -> dict[str, Any]:
+def _pair(prompt: str, draw: random.Random) -> Row:
     answer = sort_answer(prompt)
     return {"prompt": prompt, "chosen": answer, "rejected": draw.choice(sort_mistakes(prompt)), "answer": answer}
 
 
-def _label(prompt: str, draw: random.Random) -> dict[str, Any]:
+def _label(prompt: str, draw: random.Random) -> Row:
     answer = sort_answer(prompt)
     right = draw.random() < 0.5
     completion = answer if right else draw.choice(sort_mistakes(prompt))
     return {"prompt": prompt, "completion": completion, "label": right, "answer": answer}
 
 
-TASKS: dict[str, Callable[[str, random.Random], dict[str, Any]]] = {
+TASKS: dict[str, Callable[[str, random.Random], Row]] = {
     "sort": _plain,
     "sort_demos": _demo,
     "sort_pairs": _pair,

@@ -1,32 +1,35 @@
-"""Rows of text to token ids and loss masks.
+"""Examples to token rows: token ids, and a loss mask that is 1 where a token is learned.
 
-Boundaries are drawn by parts: a row is the ids of its prompt followed by the ids of its completion, tokenised apart,
-so the first completion token never merges into the prompt. A loss mask speaks of its own token: 1 where the token is
-learned. A row's first token has nothing before it to be predicted from, so its mask is always 0.
-
-Every function takes a list of dictionaries or a `datasets.Dataset` and returns a list of dictionaries. Overlong rows
-are an error, are dropped ("filter"), or are cut; the counts are logged. Errors are ConfigErrors that name the row.
-`Tokenizing` does the same one row at a time.
+Prompt and completion are tokenised apart, so that their boundary is where it is when the model samples, whatever the
+tokenizer would merge across it, and no text is searched for. A loss mask speaks of its own token; the first token of a
+row has nothing before it to be predicted from, so its mask is always 0.
 """
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from jaxrl_llm.config.resolve import ConfigError
-from jaxrl_llm.data.chat import render_prompt, template_options
-from jaxrl_llm.data.prompt_completion import completion_row, learnable, prompt_and_completion, split_pair
+from jaxrl_llm.data import Row
+from jaxrl_llm.data.templates import (
+    chat_ids,
+    is_conversational,
+    plain_ids,
+    render_chat,
+    render_prompt,
+    template_options,
+)
 
 log = logging.getLogger(__name__)
 
-Row = dict[str, Any]
-CUTS: dict[str, Callable[[list[int], int], list[int]]] = {
+Ids = list[int]
+TRUNCATE: dict[str, Callable[[Ids, int], Ids]] = {
     "truncate_left": lambda ids, length: ids[len(ids) - length :],
     "truncate_right": lambda ids, length: ids[:length],
     "truncate_middle": lambda ids, length: ids[: length // 2] + ids[len(ids) - (length - length // 2) :],
 }
-OVERLONG = ("error", "filter", *CUTS)
+OVERLONG = ("error", "filter", *TRUNCATE)
 LOSS_ON = ("completion", "last_turn", "all")
 # The columns of token ids that the rows of each kind have, and those of their masks.
 COLUMNS = {
@@ -38,10 +41,23 @@ COLUMNS = {
 
 
 @dataclass
-class Tokenizing:
-    """Examples of one kind to token rows, one at a time, under the length rule; it counts what it cut and dropped.
+class RowTokenizer:
+    """Makes token rows of the examples of one kind, one at a time, under the length rule, and counts what that does.
 
-    Calling it with an example gives its row, or None for one that is dropped.
+    | kind | columns of an example | token row |
+    |---|---|---|
+    | prompts | `prompt_key` | the example with `prompt` and `prompt_ids` |
+    | completions | prompt and completion, or messages, or text | `ids`, `mask` |
+    | pairs | chosen, rejected, and maybe prompt, margin | `chosen_ids`, `chosen_mask`, `rejected_*`, maybe `margin` |
+    | labels | prompt, completion, label | `ids`, `mask`, `label` |
+
+    A row of more than `limit` tokens is an error ("error"), dropped ("filter"), or keeps its end ("truncate_left"), its
+    start ("truncate_right") or both halves ("truncate_middle"); a pair is dropped when either of its rows is. A row
+    without a learned token is dropped. With `loss_on="completion"` the tokens of completions, of all turns of the
+    assistant or of plain text are learned; with "last_turn" the last of those turns; with "all" every token. The
+    columns `tools` and `chat_template_kwargs` of an example go to the chat template.
+
+    Raises ConfigError: an unknown `overlong` or `loss_on`.
     """
 
     kind: str
@@ -55,80 +71,53 @@ class Tokenizing:
     read: int = 0
     long: int = 0  # longer than the limit
     unlearnable: int = 0  # dropped, as no learned token is left
-    lengths: list[int] = field(default_factory=list)  # of all examples, before cuts
+    lengths: list[int] = field(default_factory=list)  # tokens of all examples, before any is truncated
 
     def __post_init__(self):
-        _check_choice("data.overlong", self.overlong, OVERLONG)
-        _check_choice("data.loss_on", self.loss_on, LOSS_ON)
+        choices = (("data.overlong", self.overlong, OVERLONG), ("data.loss_on", self.loss_on, LOSS_ON))
+        for key, value, known in choices:
+            if value not in known:
+                raise ConfigError(f"{key} is {value!r}; here it is one of {', '.join(known)}")
 
     def __call__(self, example: Mapping[str, Any]) -> Row | None:
-        """The token row of the next example."""
-        return self.fit(self.parts(example))
+        """The token row of the next example, or None when it is dropped."""
+        return self.apply_limit(self.token_row(example))
 
-    def all(self, examples: Iterable[Mapping[str, Any]]) -> list[Row]:
-        """The rows of all examples that are not dropped; raises ConfigError when none is left."""
-        rows = []
-        for index, example in enumerate(examples):
-            try:
-                row = self(example)
-            except ConfigError as error:
-                raise ConfigError(f"row {index}: {error}") from error
-            rows += [] if row is None else [row]
-        self.report(len(rows))
-        return rows
+    def token_row(self, example: Mapping[str, Any]) -> Row:
+        """The token row of an example, of any length; it counts nothing, so threads may share this.
 
-    def report(self, kept: int) -> None:
-        """Logs what was cut and dropped; raises ConfigError when nothing was kept."""
-        what = "a prompt of " if self.kind == "prompts" else ""
-        why = f"{what}more than {self.limit} tokens"
-        if not kept:
-            raise ConfigError(
-                f"no row is left to train on ({self.long} had {why}); check the data and the length limit"
-            )
-        if self.unlearnable:
-            log.warning("dropped %d rows in which no token is learned", self.unlearnable)
-        if self.long:
-            log.warning("%s %d rows with %s", "dropped" if self.overlong == "filter" else "cut", self.long, why)
-
-    def parts(self, example: Mapping[str, Any]) -> Row:
-        """The token row of an example, of any length; it counts nothing, so threads may share this."""
-        options = template_options(example, self.template_kwargs)
-        return {"prompts": self._prompt, "completions": self._completion, "pairs": self._pair, "labels": self._label}[
-            self.kind
-        ](example, options)
-
-    def _prompt(self, example: Mapping[str, Any], options: Mapping[str, Any]) -> Row:
-        _check_columns(example, (self.prompt_key,), "data.prompt_key")
-        prompt = example[self.prompt_key]
-        ids = render_prompt(self.tokenizer, prompt, **options)
-        if not ids:
-            raise ConfigError(f"the prompt {prompt!r} has no tokens; remove the row or fill its prompt")
-        return {**example, "prompt": prompt, "prompt_ids": ids}
-
-    def _completion(self, example: Mapping[str, Any], options: Mapping[str, Any]) -> Row:
-        ids, mask = completion_row(example, self.tokenizer, options, self.loss_on == "last_turn")
-        return {"ids": ids, "mask": [1] * len(ids) if self.loss_on == "all" else mask}
-
-    def _pair(self, example: Mapping[str, Any], options: Mapping[str, Any]) -> Row:
-        _check_columns(example, ("chosen", "rejected"), "data.format")
-        prompt, chosen, rejected = split_pair(example)
-        row: Row = {}
-        for name, completion in (("chosen", chosen), ("rejected", rejected)):
-            row[f"{name}_ids"], row[f"{name}_mask"] = prompt_and_completion(self.tokenizer, prompt, completion, options)
-        if example.get("margin") is not None:
-            row["margin"] = float(example["margin"])
-        return row
-
-    def _label(self, example: Mapping[str, Any], options: Mapping[str, Any]) -> Row:
+        Raises ConfigError: a column is missing or of another type, or the chat template refuses the messages.
+        """
+        tokenizer, options = self.tokenizer, template_options(example, self.template_kwargs)
+        if self.kind == "completions":
+            ids, mask = completion_row(example, tokenizer, options, self.loss_on == "last_turn")
+            return {"ids": ids, "mask": [1] * len(ids) if self.loss_on == "all" else mask}
+        if self.kind == "prompts":
+            _check_columns(example, (self.prompt_key,), "data.prompt_key")
+            prompt = example[self.prompt_key]
+            ids = render_prompt(tokenizer, prompt, **options)
+            if not ids:
+                raise ConfigError(f"the prompt {prompt!r} has no tokens; remove the row or fill its prompt")
+            return {**example, "prompt": prompt, "prompt_ids": ids}
+        if self.kind == "pairs":
+            _check_columns(example, ("chosen", "rejected"), "data.format")
+            prompt, chosen, rejected = split_pair(example)
+            row: Row = {}
+            for name, completion in (("chosen", chosen), ("rejected", rejected)):
+                ids, mask = prompt_and_completion(tokenizer, prompt, completion, options)
+                row |= {f"{name}_ids": ids, f"{name}_mask": mask}
+            return row if example.get("margin") is None else {**row, "margin": float(example["margin"])}
         _check_columns(example, ("prompt", "completion", "label"), "data.format")
-        label = example["label"]
-        if label not in (0, 1):
-            raise ConfigError(f"label is {label!r}; it is true (desirable) or false")
-        ids, mask = prompt_and_completion(self.tokenizer, example["prompt"], example["completion"], options)
-        return {"ids": ids, "mask": mask, "label": bool(label)}
+        if example["label"] not in (0, 1):
+            raise ConfigError(f"label is {example['label']!r}; it is true (desirable) or false")
+        ids, mask = prompt_and_completion(tokenizer, example["prompt"], example["completion"], options)
+        return {"ids": ids, "mask": mask, "label": bool(example["label"])}
 
-    def fit(self, row: Row) -> Row | None:
-        """The row of the next example under the length rule, or None when that drops it."""
+    def apply_limit(self, row: Row) -> Row | None:
+        """The row of the next example under the length rule, or None when that drops it.
+
+        Raises ConfigError for a row over the limit where `overlong` is "error".
+        """
         self.read += 1
         ids, masks = COLUMNS[self.kind]
         longest = max(len(row[name]) for name in ids)
@@ -136,115 +125,182 @@ class Tokenizing:
             self.lengths.append(longest)
         if self.limit is not None and longest > self.limit:
             if self.overlong == "error":
-                raise ConfigError(self._too_long(longest))
+                prompts = self.kind == "prompts"
+                noun, key = ("prompt", "rollout.max_prompt_length") if prompts else ("row", "data.max_length")
+                raise ConfigError(
+                    f"the {noun} has {longest} tokens, more than {key}={self.limit}; raise that or set data.overlong "
+                    f"to filter, {', '.join(TRUNCATE)}"
+                )
             self.long += 1
             if self.overlong == "filter":
                 return None
-            cut = CUTS[self.overlong]
+            truncate = TRUNCATE[self.overlong]
             for name in (*ids, *masks):
-                row[name] = cut(row[name], self.limit) if len(row[name]) > self.limit else row[name]
+                row[name] = truncate(row[name], self.limit) if len(row[name]) > self.limit else row[name]
         for name in masks:
-            row[name] = learnable(row[name])
+            # Nothing predicts the first token, whatever is left of the row.
+            row[name] = [0, *row[name][1:]] if row[name] else row[name]
         if not all(any(row[name]) for name in masks):
             self.unlearnable += 1
             return None
         return row
 
-    def _too_long(self, tokens: int) -> str:
-        prompts = self.kind == "prompts"
-        key = "rollout.max_prompt_length" if prompts else "data.max_length"
-        return (
-            f"the {'prompt' if prompts else 'row'} has {tokens} tokens, more than {key}={self.limit}; raise that or "
-            f"set data.overlong to filter, {', '.join(CUTS)}"
+    def report(self, kept: int) -> None:
+        """Logs what was truncated and dropped; raises ConfigError when nothing was kept."""
+        noun = "a prompt of " if self.kind == "prompts" else ""
+        overlong = f"{noun}more than {self.limit} tokens"
+        if not kept:
+            raise ConfigError(
+                f"no row is left to train on ({self.long} had {overlong}); check the data and the length limit"
+            )
+        if self.unlearnable:
+            log.warning("dropped %d rows in which no token is learned", self.unlearnable)
+        if self.long:
+            verb = "dropped" if self.overlong == "filter" else "truncated"
+            log.warning("%s %d rows with %s", verb, self.long, overlong)
+
+
+def completion_row(
+    example: Mapping[str, Any], tokenizer: Any, options: Mapping[str, Any], last_turn: bool = False
+) -> tuple[Ids, Ids]:
+    """(ids, mask) of a row of supervised fine-tuning: prompt and completion, messages, or text.
+
+    `options` are those of `templates.template_options`. Raises ConfigError for other columns.
+    """
+    present = {name for name, value in example.items() if value is not None}
+    if "messages" in present:
+        return conversation(tokenizer, example["messages"], 0, [], options, last_turn)
+    if {"prompt", "completion"} <= present:
+        return prompt_and_completion(tokenizer, example["prompt"], example["completion"], options, last_turn)
+    if "text" in present:
+        if not isinstance(example["text"], str):
+            raise ConfigError(f"column 'text' is {type(example['text']).__name__}, but it takes text")
+        ids = ended(tokenizer, plain_ids(tokenizer, example["text"]), example["text"])
+        return ids, [1] * len(ids)
+    raise ConfigError(
+        f"the row has the columns {', '.join(example)}; supervised fine-tuning reads prompt and completion, "
+        "or messages, or text; rename them, or name their format with data.format"
+    )
+
+
+def prompt_and_completion(
+    tokenizer: Any, prompt: Any, completion: Any, options: Mapping[str, Any], last_turn: bool = False
+) -> tuple[Ids, Ids]:
+    """(ids, mask) of a prompt and its completion, the mask 1 on what the completion adds.
+
+    Raises ConfigError unless both are text, or the prompt is messages and the completion text or messages.
+    """
+    if is_conversational(prompt):
+        completion = as_messages(completion)
+        if not is_conversational(completion):
+            raise ConfigError(f"the prompt has messages but the completion is {completion!r}; give text or messages")
+        first = len(prompt)
+        messages = [*prompt, *completion]
+        if prompt[-1]["role"] == completion[0]["role"] == "assistant":
+            # The prompt ends inside the assistant's turn: the template must see one message, not two.
+            first -= 1
+            joined = prompt[-1]["content"] + completion[0]["content"]
+            messages = [*prompt[:-1], {**completion[0], "content": joined}, *completion[1:]]
+        return conversation(tokenizer, messages, first, prompt, options, last_turn)
+    if not isinstance(prompt, str) or not isinstance(completion, str):
+        raise ConfigError(
+            f"the prompt is {type(prompt).__name__} and the completion {type(completion).__name__}; "
+            "give both as text or both as messages"
         )
+    prompt_ids = plain_ids(tokenizer, prompt)
+    completion_ids = ended(tokenizer, chat_ids(tokenizer, completion), completion)
+    return prompt_ids + completion_ids, [0] * len(prompt_ids) + [1] * len(completion_ids)
 
 
-def tokenize_prompts(
-    examples: Iterable[Mapping[str, Any]],
-    tokenizer: Any,
-    max_prompt_length: int,
-    overlong: str = "error",
-    prompt_key: str = "prompt",
-    template_kwargs: Mapping[str, Any] | None = None,
-) -> list[Row]:
-    """The rows with `prompt_ids` (token ids) and `prompt` (from `prompt_key`) added; all other columns are kept.
+def conversation(
+    tokenizer: Any, messages: Any, first: int, prompt: Any, options: Mapping[str, Any], last_turn: bool = False
+) -> tuple[Ids, Ids]:
+    """(ids, mask) of a conversation, the mask 1 on the assistant's turns from message `first` on, or on the last only.
 
-    `overlong` says what happens to a prompt of more than `max_prompt_length` tokens: "error"; "filter" drops the row;
-    "truncate_left" keeps the end, "truncate_right" the start, "truncate_middle" both halves. The columns `tools` and
-    `chat_template_kwargs`, where a row has them, go to the chat template.
+    A turn is what the template adds after the text that the model is given to answer: for message `first` that is
+    `prompt` (which may end inside it), for later ones the messages before.
 
-    Raises ConfigError: a missing column, an empty or overlong prompt, or no row left.
+    Raises ConfigError for a template that renders earlier messages differently once later ones follow.
     """
-    return Tokenizing(
-        "prompts", tokenizer, max_prompt_length, overlong, prompt_key=prompt_key, template_kwargs=template_kwargs
-    ).all(examples)
+    rendered = render_chat(tokenizer, messages, False, **options)
+    turns = [i for i, message in enumerate(messages) if i >= first and message["role"] == "assistant"]
+    ids: Ids = []
+    mask: Ids = []
+    done = ""  # the text that has its ids
+    for index in turns:
+        before = prompt if index == first else messages[:index]
+        asked = render_chat(tokenizer, before, True, **options) if before else done
+        answered = render_chat(tokenizer, messages[: index + 1], False, **options)
+        # Each rendering must extend the one before, or a turn's tokens are not those that sampling would make.
+        if not (asked.startswith(done) and answered.startswith(asked) and rendered.startswith(answered)):
+            raise ConfigError(
+                f"the chat template writes the beginning of the conversation differently once message {index} follows, "
+                "so the answer cannot be told from its prompt; set the template's options (chat_template_kwargs) or "
+                "give a template that only appends"
+            )
+        learned = int(not last_turn or index == turns[-1])
+        for text, on in ((asked[len(done) :], 0), (answered[len(asked) :], learned)):
+            text_ids = chat_ids(tokenizer, text)
+            ids += text_ids
+            mask += [on] * len(text_ids)
+        done = answered
+    rest = chat_ids(tokenizer, rendered[len(done) :])
+    return ids + rest, mask + [0] * len(rest)
 
 
-def tokenize_completions(
-    examples: Iterable[Mapping[str, Any]],
-    tokenizer: Any,
-    max_length: int | None = None,
-    overlong: str = "error",
-    loss_on: str = "completion",
-    template_kwargs: Mapping[str, Any] | None = None,
-) -> list[Row]:
-    """Rows for supervised fine-tuning: {"ids": token ids, "mask": loss mask}, of equal length.
+def split_pair(example: Mapping[str, Any]) -> tuple[Any, Any, Any]:
+    """(prompt, chosen, rejected) of a preference row.
 
-    A row has `prompt` and `completion` (both text, or messages), or `messages`, or `text`. Text ends with one
-    end-of-sequence token; a chat template writes its own ends. With `loss_on="completion"` the mask is 1 on the
-    completion's text, or on the assistant's turns with what ends them; `text` rows are learned whole. With
-    `loss_on="last_turn"` it is 1 on the last of those turns only; with "all" every token but the first is learned.
+    Without a prompt of the same kind (both text, or both messages) it is the longest common beginning of the two: whole
+    messages, or characters up to but not including a last space. That may fall inside a word, so text is best given an
+    explicit prompt.
 
-    `overlong` is as in `tokenize_prompts`, for rows of more than `max_length` tokens. A row whose learned tokens are
-    all cut off is dropped.
+    Raises ConfigError: nothing in common, or completions that do not differ.
     """
-    return Tokenizing(
-        "completions", tokenizer, max_length, overlong, loss_on=loss_on, template_kwargs=template_kwargs
-    ).all(examples)
+    chosen, rejected = example["chosen"], example["rejected"]
+    prompt = example.get("prompt")
+    for name, value in (("chosen", chosen), ("rejected", rejected)):
+        if not isinstance(value, str) and not is_conversational(value):
+            raise ConfigError(
+                f"column {name!r} is {value!r:.80}; it takes text or a list of messages with role and content"
+            )
+    if prompt is not None and isinstance(prompt, str) == isinstance(chosen, str) == isinstance(rejected, str):
+        return prompt, chosen, rejected
+    if prompt is not None and is_conversational(prompt) and isinstance(chosen, str) and isinstance(rejected, str):
+        return prompt, as_messages(chosen), as_messages(rejected)
+    shared = 0
+    while shared < min(len(chosen), len(rejected)) and chosen[shared] == rejected[shared]:
+        shared += 1
+    # Tokenizers put the space with the word after it, so it belongs to the completion.
+    if isinstance(chosen, str) and shared and chosen[shared - 1] == " ":
+        shared -= 1
+    if shared == 0:
+        raise ConfigError("chosen and rejected share no beginning to be the prompt; add a prompt column")
+    if chosen == rejected or not (isinstance(chosen, str) or (chosen[shared:] and rejected[shared:])):
+        raise ConfigError(
+            "chosen and rejected are the same, or one only begins the other; drop the row or add a prompt"
+        )
+    return chosen[:shared], chosen[shared:], rejected[shared:]
 
 
-def tokenize_pairs(
-    examples: Iterable[Mapping[str, Any]],
-    tokenizer: Any,
-    max_length: int | None = None,
-    overlong: str = "error",
-    template_kwargs: Mapping[str, Any] | None = None,
-) -> list[Row]:
-    """Preference rows: `chosen_ids, chosen_mask, rejected_ids, rejected_mask`, and `margin` where the data has one.
-
-    A row has `chosen` and `rejected`, text or messages, and may have `prompt`. Without a prompt of the same kind (both
-    text, or both messages) it is the longest common beginning of the two: whole messages, or characters up to but not
-    including a last space. That may fall inside a word, so text data is best given an explicit prompt. Both rows of a
-    pair begin with the same prompt ids.
-
-    `overlong` as in `tokenize_completions`; a pair is dropped when either of its rows is.
-    """
-    return Tokenizing("pairs", tokenizer, max_length, overlong, template_kwargs=template_kwargs).all(examples)
+def ended(tokenizer: Any, ids: Ids, text: str) -> Ids:
+    """The ids with an end-of-sequence token at the end, unless the text has its own (white space after it aside)."""
+    end = tokenizer.eos_token_id
+    if end is None:
+        raise ConfigError("the tokenizer has no end-of-sequence token, so a completion cannot end; set its eos_token")
+    closed = bool(ids) and (ids[-1] == end or text.rstrip().endswith(tokenizer.eos_token))
+    return ids if closed else [*ids, end]
 
 
-def tokenize_labels(
-    examples: Iterable[Mapping[str, Any]],
-    tokenizer: Any,
-    max_length: int | None = None,
-    overlong: str = "error",
-    template_kwargs: Mapping[str, Any] | None = None,
-) -> list[Row]:
-    """Rows for unpaired preferences: {"ids", "mask", "label"}; the label is True for a desirable completion.
-
-    A row has `prompt`, `completion` and `label` (true, false, 1 or 0). `overlong` as in `tokenize_completions`.
-    """
-    return Tokenizing("labels", tokenizer, max_length, overlong, template_kwargs=template_kwargs).all(examples)
+def as_messages(completion: Any) -> Any:
+    """A completion that is text as one message of the assistant; anything else as it is."""
+    return [{"role": "assistant", "content": completion}] if isinstance(completion, str) else completion
 
 
-def _check_columns(example: Mapping[str, Any], wanted: tuple[str, ...], where: str) -> None:
-    missing = [name for name in wanted if name not in example]
+def _check_columns(example: Mapping[str, Any], columns: tuple[str, ...], setting: str) -> None:
+    missing = [name for name in columns if name not in example]
     if missing:
         raise ConfigError(
             f"the data has no column {', '.join(repr(name) for name in missing)}; it has {', '.join(example)}; "
-            f"rename a column or change {where}"
+            f"rename a column or change {setting}"
         )
-
-
-def _check_choice(key: str, value: str, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise ConfigError(f"{key} is {value!r}; here it is one of {', '.join(choices)}")

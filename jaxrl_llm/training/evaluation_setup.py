@@ -8,7 +8,7 @@ from jaxrl_llm.config import ConfigError, eval_set
 from jaxrl_llm.config.resolve import resolve
 from jaxrl_llm.config.schema import OFFLINE
 from jaxrl_llm.data import loading
-from jaxrl_llm.data.loading import Part
+from jaxrl_llm.data.loading import DataSource
 from jaxrl_llm.environments.factory import Environments
 from jaxrl_llm.models.model import Model
 from jaxrl_llm.rewards.runner import Rewards
@@ -25,6 +25,8 @@ from jaxrl_llm.training.specs import (
     algorithm_of,
     batch_spec,
     build_worker,
+    data_kind,
+    data_spec,
     eval_sampling,
     offline_spec,
     padded_width,
@@ -57,21 +59,23 @@ def eval_metrics(config) -> EvalMetrics:
     return EvalMetrics(c.correct_at, answer, c.extremes, c.interval, c.estimate)
 
 
-def eval_parts(config, tokenizer: Any, named: NamedSet, prompts: bool = False) -> list[Part]:
+def eval_parts(config, tokenizer: Any, named: NamedSet, prompts: bool = False) -> list[DataSource]:
     """The first rows of a set, by source; with `prompts` they serve as prompts whatever the algorithm learns from."""
     try:
-        parts = loading.open_parts(config, tokenizer, named.rows, held_out=True, prompts=prompts, named=named.sources)
+        parts = loading.open_sources(
+            data_spec(config), tokenizer, named.rows, held_out=True, prompts=prompts, named=named.sources
+        )
     except ConfigError as error:
         keys = f"eval.sets, {named.name}" if named.sources is not None else "data.eval_split, data.eval_path"
         raise ConfigError(f"for the evaluation: {error} ({keys}; eval.every=-1 is no evaluation)") from error
     return loading.first_rows(parts, named.prompts)
 
 
-def eval_measure(config, parts: list[Part]) -> str:
+def eval_measure(config, parts: list[DataSource]) -> str:
     """The measure of a set with these parts: loss, samples or both (`eval.measure`, with auto resolved)."""
     if config.eval.measure != "auto":
         return config.eval.measure
-    learns = config.algorithm.name in OFFLINE and loading.is_learnable(config, parts)
+    learns = config.algorithm.name in OFFLINE and loading.is_learnable(data_kind(config), parts)
     return "loss" if learns or config.algorithm.name == "reward_model" else "samples"
 
 
@@ -87,7 +91,7 @@ def build_evaluate(
     watch: Stopwatch,
 ) -> Evaluate:
     """The evaluation during training: each set by the loss on its rows, by samples for its prompts, or both."""
-    by_loss: list[tuple[str, list[Part]]] = []
+    by_loss: list[tuple[str, list[DataSource]]] = []
     by_samples: list[NamedSet] = []
     for named in named_sets(eval_spec(config), eval_dataset):
         parts = eval_parts(config, model.tokenizer, named)
@@ -99,8 +103,8 @@ def build_evaluate(
     evaluations: list[Evaluate] = []
     if by_loss:
         assert isinstance(source, OfflineSource)
-        kind = loading.kind_of(config)
-        sets = [loading.tokenized(config, parts, kind, model.tokenizer).rows for _, parts in by_loss]
+        data = data_spec(config)
+        sets = [loading.tokenized(data, parts, data.kind, model.tokenizer).rows for _, parts in by_loss]
         examples = [offline.as_examples(rows) for rows in sets]
         # One width for all sets, so that they share a compiled program.
         algorithm = algorithm_of(config)
@@ -138,7 +142,7 @@ def _sampled_evaluations(
     """The evaluation of each set by samples; `watch` sees its phases as signs of life."""
     spec, metrics = eval_spec(config), eval_metrics(config)
     parts = [eval_parts(config, model.tokenizer, named, prompts=True) for named in sets]
-    rows = [loading.tokenized(config, own, "prompts", model.tokenizer).rows for own in parts]
+    rows = [loading.tokenized(data_spec(config), own, "prompts", model.tokenizer).rows for own in parts]
     every: list[Row] = [row for examples in rows for row in examples]
 
     def sampler(sampling: SamplingParams, group_size: int) -> RolloutWorker:

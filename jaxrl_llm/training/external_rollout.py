@@ -21,8 +21,8 @@ from jax.sharding import Mesh
 
 from jaxrl_llm.algorithms.batch import Inputs
 from jaxrl_llm.config.resolve import ConfigError, resolve, resolve_with_options
-from jaxrl_llm.data.chat import chat_ids, is_conversational, render_prompt
 from jaxrl_llm.data.collate import pad_prompts
+from jaxrl_llm.data.templates import chat_ids, is_conversational, render_prompt
 from jaxrl_llm.distributed.sharding import local_rows, row_shards, rows_to_global
 from jaxrl_llm.environments.server import server
 from jaxrl_llm.models.transformer import Params

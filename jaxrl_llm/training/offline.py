@@ -18,8 +18,7 @@ from jax.sharding import Mesh
 from jaxrl_llm.algorithms.batch import Batch, Inputs, Scalars
 from jaxrl_llm.algorithms.sequence_logps import RunningMean, length_desensitized_logps, sequence_logps
 from jaxrl_llm.data.collate import pad_rows
-from jaxrl_llm.data.pipeline import Pipeline
-from jaxrl_llm.data.streaming import Stream
+from jaxrl_llm.data.pipeline import Pipeline, Stream
 from jaxrl_llm.distributed.processes import all_or_none
 from jaxrl_llm.distributed.sharding import on_device, row_shards, rows_to_global
 from jaxrl_llm.models.transformer import Net, Params

@@ -30,10 +30,9 @@ from jaxrl_llm.algorithms.batch import Batch, Inputs, Scalars
 from jaxrl_llm.algorithms.controllers import Controllers
 from jaxrl_llm.algorithms.random_streams import REPLAY, ROW_SEEDS
 from jaxrl_llm.config import ConfigError
-from jaxrl_llm.data.chat import decode_completion, is_conversational
 from jaxrl_llm.data.collate import pad_prompts
-from jaxrl_llm.data.pipeline import Pipeline
-from jaxrl_llm.data.streaming import Stream
+from jaxrl_llm.data.pipeline import Pipeline, Stream
+from jaxrl_llm.data.templates import decode_completion, is_conversational
 from jaxrl_llm.distributed.processes import all_or_none, gather
 from jaxrl_llm.distributed.sharding import constrain, local_rows, on_device, row_shards, rows_to_global
 from jaxrl_llm.environments.batch import EpisodeBatch

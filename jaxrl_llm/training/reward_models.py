@@ -13,9 +13,9 @@ import numpy as np
 from jaxrl_llm.algorithms.batch import Inputs
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.config.resolve import split_options
-from jaxrl_llm.data.chat import chat_ids, is_conversational, render_chat
 from jaxrl_llm.data.collate import pad_rows
-from jaxrl_llm.data.prompt_completion import ended
+from jaxrl_llm.data.templates import chat_ids, is_conversational, render_chat
+from jaxrl_llm.data.tokenize import ended
 from jaxrl_llm.distributed.sharding import make_mesh, row_sharding
 from jaxrl_llm.models.logprobs import last_scores
 from jaxrl_llm.models.model import Model, load_model

@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 from jaxrl_llm.algorithms.random_streams import ADAPTERS, VALUE_HEAD
 from jaxrl_llm.config import ConfigError, batch_rows
 from jaxrl_llm.data import loading
-from jaxrl_llm.data.loading import Part
+from jaxrl_llm.data.loading import DataSource
 from jaxrl_llm.data.pipeline import Pipeline
 from jaxrl_llm.distributed.sharding import make_mesh, row_shards
 from jaxrl_llm.environments.factory import Environments, load_environments
@@ -48,6 +48,7 @@ from jaxrl_llm.training.specs import (
     check_correction,
     controllers_of,
     critic_optimizer_spec,
+    data_spec,
     learner_spec,
     offline_spec,
     optimizer_spec,
@@ -113,7 +114,7 @@ def build(config, mesh: Mesh, train_dataset=None, eval_dataset=None, rewards=Non
     def packer(sample: Sample | None) -> Packer:
         return make_packer(packing_spec(config), model.net.config, mesh, objective.positions, sample)
 
-    data = loading.open_parts(config, model.tokenizer, train_dataset)
+    data = loading.open_sources(data_spec(config), model.tokenizer, train_dataset)
     if algorithm.online:
         source = _online(config, model, critic, data, graders, mesh, stopwatch, environments, packer)
         pack = source.learner.pack
@@ -268,7 +269,7 @@ def _online(
     config,
     model: Model,
     critic: Model | None,
-    data: list[Part],
+    data: list[DataSource],
     rewards: Rewards,
     mesh: Mesh,
     stopwatch: Stopwatch,
@@ -281,9 +282,9 @@ def _online(
     process = jax.process_index(), jax.process_count()  # which share the prompts
     if config.data.streaming:
         examples = None
-        pipeline = loading.stream(config, data, "prompts", model.tokenizer, lambda row: row, *process)
+        pipeline = loading.stream(data_spec(config), data, "prompts", model.tokenizer, lambda row: row, *process)
     else:
-        tokens = loading.tokenized(config, data, "prompts", model.tokenizer)
+        tokens = loading.tokenized(data_spec(config), data, "prompts", model.tokenizer)
         examples, shuffle = tokens.rows, config.data.shuffle
         pipeline = Pipeline(examples, rows.prompts, config.seed, shuffle, *process, tokens.shares)
 
@@ -326,7 +327,7 @@ def _offline(
     config,
     algorithm: Algorithm,
     model: Model,
-    data: list[Part],
+    data: list[DataSource],
     mesh: Mesh,
     stopwatch: Stopwatch,
     packer: Callable[[Sample | None], Packer],
@@ -335,14 +336,14 @@ def _offline(
     rows, c = batch_spec(config), config.data
     sample = ref_params = None
     if c.streaming:
-        margins = any("margin" in loading.columns(part) for part in data)
+        margins = any("margin" in loading.columns(source) for source in data)
         as_example = partial(offline.as_example, margins=margins)
-        pipeline = loading.stream(config, data, algorithm.data, model.tokenizer, as_example)
+        pipeline = loading.stream(data_spec(config), data, algorithm.data, model.tokenizer, as_example)
         spec = offline_spec(config, c.max_length)
         if algorithm.needs_reference:
             ref_params = start_reference(reference_spec(config), model.params, model.net.config.lora)
     else:
-        tokens = loading.tokenized(config, data, algorithm.data, model.tokenizer)
+        tokens = loading.tokenized(data_spec(config), data, algorithm.data, model.tokenizer)
         examples: list[Any] = offline.as_examples(tokens.rows)
         if algorithm.data == "labels":
             options = preference_spec(config).losses[0].options

@@ -17,7 +17,7 @@ from jaxrl_llm.algorithms.kl import AdaptiveKL, FixedKL
 from jaxrl_llm.config import ConfigError, rows_together
 from jaxrl_llm.config.resolve import split_options
 from jaxrl_llm.config.schema import OFFLINE
-from jaxrl_llm.data import loading
+from jaxrl_llm.data.loading import DataSpec
 from jaxrl_llm.data.observations import TurnTokenizer
 from jaxrl_llm.distributed.sharding import rollout_mesh, row_shards
 from jaxrl_llm.environments.batch import EpisodeBatch
@@ -51,11 +51,46 @@ def algorithm_of(config) -> Algorithm:
     online = name not in OFFLINE
     return Algorithm(
         name=name,
-        data=loading.kind_of(config),
+        data=data_kind(config),
         group_size=rows_together(config),
         online=online,
         needs_reference=config.algorithm.beta > 0 if online else needs_reference(config),
         has_critic=name == "ppo",
+    )
+
+
+def data_kind(config) -> str:
+    """The kind of rows that the algorithm learns from: prompts, completions, pairs or labels."""
+    if config.algorithm.name == "preference":
+        return "pairs" if preference_spec(config).rows == "pair" else "labels"
+    return {"sft": "completions", "reward_model": "pairs"}.get(config.algorithm.name, "prompts")
+
+
+def data_spec(config) -> DataSpec:
+    """The sources of the configuration, what is made of their rows, and the order of its batches."""
+    c = config.data
+    return DataSpec(
+        kind=data_kind(config),
+        path=c.path,
+        name=c.name,
+        sources=tuple(c.sources),
+        format=c.format,
+        split=c.split,
+        eval_path=c.eval_path,
+        eval_split=c.eval_split,
+        prompt_key=c.prompt_key,
+        template_kwargs=split_options(f"_({c.chat_template_kwargs})")[1],
+        overlong=c.overlong,
+        loss_on=c.loss_on,
+        max_length=c.max_length,
+        max_prompt_length=config.rollout.max_prompt_length,
+        streaming=c.streaming,
+        shuffle=c.shuffle,
+        shuffle_buffer=c.shuffle_buffer,
+        seed=config.seed,
+        batch_size=config.batch.prompts,
+        workers=c.workers,
+        cache=c.cache,
     )
 
 

@@ -1,4 +1,4 @@
-"""docs/data.md: every block runs, and the table of formats is what the command prints."""
+"""docs/data.md: every block runs, and the table of formats is that of format_table.py."""
 
 import contextlib
 import io
@@ -10,7 +10,7 @@ import shutil
 import pytest
 
 from jaxrl_llm.commands.preview import main
-from jaxrl_llm.data.formats.__main__ import table
+from tests.data.format_table import MARKS, table
 
 
 @pytest.fixture
@@ -18,9 +18,9 @@ def page(root):
     return (root / "docs" / "data.md").read_text(encoding="utf-8")
 
 
-def test_the_table_of_formats_is_what_the_command_prints(page):
-    shown = page.partition("<!-- formats -->\n")[2].partition("<!-- end of formats -->")[0]
-    assert shown == table(), "run python -m jaxrl_llm.data.formats and put its output between the marks"
+def test_the_table_of_formats(page):
+    shown = page.partition(MARKS[0])[2].partition(MARKS[1])[0]
+    assert shown == table(), "run python tests/data/format_table.py"
 
 
 def test_every_code_block_runs(page, root, tmp_path, monkeypatch):

@@ -5,10 +5,10 @@ import re
 import pytest
 
 from jaxrl_llm.config.resolve import ConfigError
-from jaxrl_llm.data.formats import COMMON, LABELS, PAIRS, find
+from jaxrl_llm.data.formats.lookup import COMMON, LABELS, PAIRS, find
 from jaxrl_llm.data.formats.native import thread_messages
-from jaxrl_llm.data.formats.samples import SAMPLES
-from jaxrl_llm.data.tokenize import tokenize_pairs
+from jaxrl_llm.data.tokenize import RowTokenizer
+from tests.data.format_table import SAMPLES
 
 CHATML_PROMPT = "<|im_start|>system\nS<|im_end|>\n<|im_start|>user\nQ<|im_end|>\n<|im_start|>assistant\n"
 LLAMA3_PROMPT = (
@@ -66,7 +66,7 @@ def test_argilla_chat_has_no_system(family):
     assert made["chosen"] == "yes" + ENDS[family]
 
 
-def test_a_single_message_or_a_long_conversation_is_refused():
+def test_fixed_chat_takes_two_messages():
     longer = {"chosen": [*CHATS["chosen"], user("again")], "rejected": CHATS["rejected"]}
     with pytest.raises(ConfigError, match=r"'chosen' has 3 messages, .* chatml.argilla_chat reads exactly 2"):
         find("chatml.argilla_chat")(longer)
@@ -85,7 +85,7 @@ def test_labels_with_fixed_texts(family, strategy, column):
 
 
 @pytest.mark.parametrize("family", ["chatml", "llama3"])
-def test_labelled_argilla_chat_as_documented_and_as_published(family):
+def test_labelled_argilla_chat(family):
     form = find(f"{family}.argilla_chat", "labels")
     documented = {"chosen": [user("Q")], "completion": [assistant("yes")], "label": True}
     published = {"completion": [user("Q"), assistant("yes")], "label": True}
@@ -108,9 +108,14 @@ def test_nectar_chooses_the_best_rank():
 
 def test_user_defined_pairs():
     options = {
-        "field_prompt": "q", "field_system": "s", "field_chosen": "good", "field_rejected": "bad",
-        "prompt_format": "<{system}> {prompt}", "chosen_format": "+{chosen}", "rejected_format": "-{rejected}",
-    }  # fmt: skip
+        "field_prompt": "q",
+        "field_system": "s",
+        "field_chosen": "good",
+        "field_rejected": "bad",
+        "prompt_format": "<{system}> {prompt}",
+        "chosen_format": "+{chosen}",
+        "rejected_format": "-{rejected}",
+    }
     row = {"q": "Q{x}", "s": "S", "good": "yes", "bad": "no"}
     expected = {"prompt": "<S> Q{x}", "chosen": "+yes", "rejected": "-no"}
     for form in (find(options), find("user_defined.default", options=options), find("user_defined", options=options)):
@@ -123,8 +128,11 @@ def test_user_defined_pairs():
 def test_user_defined_labels():
     form = find({"field_label": "good", "prompt_format": "{system}{prompt}"}, "labels")
     assert form({"prompt": "Q", "completion": "yes", "good": True}) == {
-        "good": True, "prompt": "Q", "completion": "yes", "label": True
-    }  # fmt: skip
+        "good": True,
+        "prompt": "Q",
+        "completion": "yes",
+        "label": True,
+    }
 
 
 # --- chat templates: the expected texts are ChatML's ------------------------------------------------------------------
@@ -147,10 +155,12 @@ def test_chat_template_default(chatml_tokenizer):
 
 def test_chat_template_mappings(chatml_tokenizer):
     options = {
-        "field_messages": "talk", "field_chosen": "good", "field_rejected": "bad",
+        "field_messages": "talk",
+        "field_chosen": "good",
+        "field_rejected": "bad",
         "message_property_mappings": {"role": "from", "content": "value"},
         "roles": {"user": ["human", "person"], "assistant": ["gpt"], "system": ["system"]},
-    }  # fmt: skip
+    }
     row = {
         "talk": [{"from": "system", "value": "S"}, {"from": "person", "value": "Q"}],
         "good": {"from": "gpt", "value": "yes"},
@@ -164,14 +174,14 @@ def test_chat_template_mappings(chatml_tokenizer):
         form({**row, "talk": row["talk"][1:]})
 
 
-def test_an_answer_that_stands_in_the_template_is_cut_where_it_begins(chatml_tokenizer):
+def test_an_answer_found_in_the_template_text(chatml_tokenizer):
     """Cutting at the first occurrence of the content, as axolotl does, would find `s` in `<|im_start|>`."""
     row = {"messages": "Q", "chosen": "s", "rejected": "user"}
     made = find("chat_template.default", tokenizer=chatml_tokenizer)(row)
     assert (made["chosen"], made["rejected"]) == ("s<|im_end|>", "user<|im_end|>")
 
 
-def test_chat_template_argilla_chat_reads_long_conversations(chatml_tokenizer):
+def test_argilla_chat_of_long_conversations(chatml_tokenizer):
     talk = [user("A"), assistant("B"), user("Q")]
     row = {"chosen": [*talk, assistant("yes")], "rejected": [*talk, assistant("no")]}
     made = find("chat_template.argilla_chat", tokenizer=chatml_tokenizer)(row)
@@ -197,7 +207,7 @@ def test_orpo_argilla(chatml_tokenizer):
 def test_no_end_is_added_to_a_rendered_one(chatml_tokenizer):
     """The template ends with a line break after the end of sequence: it has its end."""
     form = find("chat_template.argilla", tokenizer=chatml_tokenizer)
-    (row,) = tokenize_pairs([form(CHATS)], chatml_tokenizer)
+    row = RowTokenizer("pairs", chatml_tokenizer)(form(CHATS))
     assert chatml_tokenizer.decode(row["chosen_ids"]) == ASKED + "yes<|im_end|>\n"
 
 
@@ -207,9 +217,9 @@ def test_one_bos_before_a_rendered_prompt(special_tokenizer):
         "{%- if add_generation_prompt -%}{{- 'a:' -}}{%- endif -%}"
     )
     form = find("chat_template.default", tokenizer=special_tokenizer)
-    (row,) = tokenize_pairs([form({"messages": "Q", **PLAIN})], special_tokenizer)
+    row = RowTokenizer("pairs", special_tokenizer)(form({"messages": "Q", **PLAIN}))
     assert special_tokenizer.decode(row["chosen_ids"]) == "<|begin|>u:Q<|end|>a:yes<|end|>"
-    (row,) = tokenize_pairs([find("llama3")({"prompt": "Q", **PLAIN})], special_tokenizer)
+    row = RowTokenizer("pairs", special_tokenizer)(find("llama3")({"prompt": "Q", **PLAIN}))
     assert special_tokenizer.decode(row["chosen_ids"]).count("<|begin|>") == 1
 
 
@@ -221,7 +231,7 @@ def test_auto_leaves_trl_rows_as_they_are():
         assert find("auto", "pairs")(row) == row
 
 
-def test_auto_prompts_from_conversations_and_pairs():
+def test_auto_prompts_of_messages_and_pairs():
     form = find("auto", "prompts")
     talk = [user("A"), assistant("B"), user("Q")]
     assert form({"messages": talk})["prompt"] == talk
@@ -275,7 +285,7 @@ def test_sharegpt_and_stepwise():
 # --- names and functions of one's own ---------------------------------------------------------------------------------
 
 
-def test_every_known_name_has_a_sample_and_every_sample_renders(tokenizer):
+def test_every_format_has_a_row_in_the_table(tokenizer):
     shown = {(kind == "labels", spec.partition("(")[0]) for kind, spec, _ in SAMPLES}
     assert {(False, name) for name in PAIRS} | {(True, name) for name in LABELS} <= shown
     assert set(COMMON) <= {name for _, name in shown}
@@ -295,7 +305,7 @@ def test_unknown_names_list_the_known_ones():
         find("zephyr.nectar(inverse=True)")
 
 
-def test_missing_columns_say_what_was_looked_for_and_what_there_is():
+def test_missing_columns_are_named():
     with pytest.raises(ConfigError, match=r"chatml.intel looks for 'question'; the row has prompt, chosen, x \(none\)"):
         find("chatml.intel")({"prompt": "Q", "chosen": "a", "x": None})
     with pytest.raises(ConfigError, match=r"column 'chosen' is list, but the format chatml.intel takes text"):
@@ -340,8 +350,12 @@ def own(tmp_path, monkeypatch):
 def test_functions_from_a_file(own):
     row = {"question": "1+1?", "answer": "it is\n#### 1,002", "text": "dropped", "kept": 1}
     assert find("my_formats.py:direct")(row) == {
-        "question": "1+1?", "answer": row["answer"], "kept": 1, "prompt": "1+1?", "has": False
-    }  # fmt: skip
+        "question": "1+1?",
+        "answer": row["answer"],
+        "kept": 1,
+        "prompt": "1+1?",
+        "has": False,
+    }
     assert find("my_formats.py:direct(prefix='Q: ')", tokenizer=object())(row)["prompt"] == "Q: 1+1?"
     # axolotl's name and shape, from its documentation.
     made = find("my_formats.transform")(row)

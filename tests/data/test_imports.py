@@ -1,4 +1,4 @@
-def test_host_side_modules_import_without_jax(run_python, root):
+def test_host_modules_import_without_jax(run_python, root):
     """A grader or a data format can be tested where there is no accelerator library."""
     files = [file for folder in ("data", "rewards") for file in sorted((root / "jaxrl_llm" / folder).rglob("*.py"))]
     names = [".".join(file.relative_to(root).with_suffix("").parts) for file in files if file.name != "__init__.py"]

@@ -4,6 +4,7 @@ import json
 import re
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import datasets
 import pytest
@@ -13,6 +14,7 @@ from jaxrl_llm.config.flags import load_flags
 from jaxrl_llm.config.resolve import ConfigError
 from jaxrl_llm.data import cache, loading
 from jaxrl_llm.data.pipeline import Pipeline
+from jaxrl_llm.training.setup import data_spec
 
 ORCA = [{"question": f"q{i}", "chosen": "yes", "rejected": "no"} for i in range(4)]
 ULTRA = [{"prompt": f"p{i}", "chosen": "ja", "rejected": "nein"} for i in range(3)]
@@ -38,21 +40,43 @@ def config_of(name="preference", **data):
 
 
 def tokens_of(config, tokenizer, **options):
-    parts = loading.open_parts(config, tokenizer, **options)
-    kind = "prompts" if options.get("prompts") else loading.kind_of(config)
-    return loading.tokenized(config, parts, kind, tokenizer)
+    spec = data_spec(config)
+    sources = loading.open_sources(spec, tokenizer, **options)
+    return loading.tokenized(spec, sources, "prompts" if options.get("prompts") else spec.kind, tokenizer)
 
 
 def texts(rows, tokenizer, column="chosen_ids"):
     return [tokenizer.decode(row[column]) for row in rows]
 
 
-def test_axolotls_datasets_section_is_a_list_of_sources(tokenizer):
+@pytest.mark.parametrize(
+    ("name", "loss", "kind"),
+    [
+        ("grpo", "ppo_clip", "prompts"),
+        ("ppo", "ppo_clip", "prompts"),
+        ("sft", "nll", "completions"),
+        ("reward_model", "bradley_terry", "pairs"),
+        ("preference", "dpo", "pairs"),
+        ("preference", "kto", "labels"),
+        ("preference", "apo_zero_unpaired", "labels"),
+    ],
+)
+def test_the_kind_of_data_of_an_algorithm(name, loss, kind):
+    config = default()
+    config.algorithm.name, config.algorithm.loss = name, loss
+    assert data_spec(config).kind == kind
+
+
+def test_axolotls_datasets_are_sources(tokenizer):
     section = [
         {"path": "orca.jsonl", "split": "train", "type": "chatml.intel"},
-        {"ds_type": "json", "data_files": ["ultra.jsonl"], "split": "train",
-         "type": {"field_prompt": "prompt", "prompt_format": "Q: {prompt} A: "}},
-    ]  # fmt: skip
+        {
+            "ds_type": "json",
+            "data_files": ["ultra.jsonl"],
+            "split": "train",
+            "type": {"field_prompt": "prompt", "prompt_format": "Q: {prompt} A: "},
+        },
+    ]
     tokens = tokens_of(config_of(sources=section), tokenizer)
     assert tokens.shares is None
     found = texts(tokens.rows, tokenizer)
@@ -60,7 +84,7 @@ def test_axolotls_datasets_section_is_a_list_of_sources(tokenizer):
     assert found[4:] == [f"Q: p{i} A: ja<|end|>" for i in range(3)]
 
 
-def test_sources_on_the_command_line_and_in_json(tokenizer):
+def test_sources_as_flags_and_in_json(tokenizer):
     flag = "--config.data.sources=orca.jsonl(format='chatml.intel',weight=3),ultra.jsonl"
     others = [f"--config.algorithm.{value}" for value in ("name=preference", "loss=dpo", "beta=1")]
     config = load_flags([flag, *others]).config
@@ -71,13 +95,13 @@ def test_sources_on_the_command_line_and_in_json(tokenizer):
     assert [dict(source) for source in again.data.sources] == [{"path": "orca.jsonl", "type": "chatml.intel"}]
 
 
-def test_a_kind_of_files_in_place_of_the_path(folder, tokenizer):
+def test_a_file_type_in_place_of_the_path(folder, tokenizer):
     (folder / "rows.txt").write_text('{"prompt": "p", "chosen": "a", "rejected": "b"}\n')
     for source in ({"path": "json", "data_files": "rows.txt"}, {"ds_type": "json", "data_files": ["rows.txt"]}):
         assert texts(tokens_of(config_of(sources=[source]), tokenizer).rows, tokenizer) == ["pa<|end|>"]
 
 
-def test_options_beside_the_path_go_to_the_format(tokenizer):
+def test_options_beside_the_path(tokenizer):
     source = {"path": "orca.jsonl", "type": "user_defined.default", "field_prompt": "question"}
     assert texts(tokens_of(config_of(sources=[source]), tokenizer).rows, tokenizer)[0] == "q0yes<|end|>"
     with pytest.raises(ConfigError, match=r"data.sources, orca.jsonl: .* has no option 'splitt'.* closest is split"):
@@ -103,7 +127,7 @@ def test_settings_that_contradict_each_other(settings, message):
         config_of("sft", **settings)
 
 
-def test_a_mixture_keeps_its_weights_and_resumes():
+def test_a_mixture_keeps_weights_and_resumes():
     examples = [f"a{i}" for i in range(10)] + [f"b{i}" for i in range(4)]
     make = lambda **more: Pipeline(examples, 8, seed=1, shares=[(10, 1.0), (4, 3.0)], **more)  # noqa: E731
     pipeline = make()
@@ -122,7 +146,7 @@ def test_a_mixture_keeps_its_weights_and_resumes():
         Pipeline(examples, 8, seed=1, shares=[(10, 1.0), (4, 2.0)]).set_state(pipeline.get_state())
 
 
-def test_errors_name_the_file_the_row_and_the_columns(folder, tokenizer):
+def test_errors_name_file_row_and_columns(folder, tokenizer):
     with pytest.raises(ConfigError, match=re.escape("orca.jsonl row 0: the format chatml.icr looks for 'input'; the")):
         tokens_of(config_of(format="chatml.icr"), tokenizer)
     rows = [*ULTRA, {"prompt": "p", "chosen": None, "rejected": "b"}]
@@ -155,26 +179,27 @@ def test_kto_reads_pairs_as_two_rows(tokenizer):
     assert tokenizer.decode(rows[1]["ids"]).endswith("no<|im_end|><|end|>")
 
 
-def test_held_out_rows_come_from_eval_path_or_the_sources(tokenizer):
+def test_held_out_rows(tokenizer):
     orca = "orca.jsonl(eval_split='train', format='chatml.intel')"  # four rows; ultra.jsonl has three
     config = config_of(sources=[orca, "ultra.jsonl(eval_split='train')"])
-    parts = loading.open_parts(config, tokenizer, held_out=True)
-    assert [len(part.rows) for part in loading.first_rows(parts, 5)] == [3, 2]
-    whole = loading.tokenized(config, loading.first_rows(parts, 5), "pairs", tokenizer).rows
-    config.data.streaming = True
-    parts = loading.first_rows(loading.open_parts(config, tokenizer, held_out=True), 5)
-    assert isinstance(parts[0].rows, datasets.IterableDataset)
-    assert loading.tokenized(config, parts, "pairs", tokenizer).rows == whole
-    config.data.streaming, config.data.eval_path, config.data.eval_split = False, "ultra.jsonl", "train"
-    assert [part.name for part in loading.open_parts(config, tokenizer, held_out=True)] == ["ultra.jsonl"]
+    spec = data_spec(config)
+    sources = loading.first_rows(loading.open_sources(spec, tokenizer, held_out=True), 5)
+    assert [len(source.rows) for source in sources] == [3, 2]
+    in_memory = loading.tokenized(spec, sources, "pairs", tokenizer).rows
+    spec = replace(spec, streaming=True)
+    sources = loading.first_rows(loading.open_sources(spec, tokenizer, held_out=True), 5)
+    assert isinstance(sources[0].rows, datasets.IterableDataset)
+    assert loading.tokenized(spec, sources, "pairs", tokenizer).rows == in_memory
+    spec = replace(spec, streaming=False, eval_path="ultra.jsonl", eval_split="train")
+    assert [source.name for source in loading.open_sources(spec, tokenizer, held_out=True)] == ["ultra.jsonl"]
 
 
-def test_template_options_from_the_configuration(tokenizer, tokenizer_folder):
+def test_template_options_of_the_config(tokenizer, tokenizer_folder):
     template = "{%- for m in messages -%}{{- m.content -}}{%- endfor -%}{{- mood | default('') -}}"
     tokenizer = type(tokenizer).from_pretrained(tokenizer_folder, chat_template=template)
     given = [{"prompt": [{"role": "user", "content": "hi"}]}]
     config = config_of("grpo", chat_template_kwargs="mood='!', enable_thinking=False")
-    assert texts(tokens_of(config, tokenizer, given=given).rows, tokenizer, "prompt_ids") == ["hi!"]
+    assert texts(tokens_of(config, tokenizer, dataset=given).rows, tokenizer, "prompt_ids") == ["hi!"]
     with pytest.raises(ConfigError, match=r"cannot read the options"):
         config_of(chat_template_kwargs="mood")
 
@@ -189,37 +214,37 @@ def test_a_format_of_another_model_is_noted(tokenizer, chatml_tokenizer, caplog)
 def test_in_memory_threads_and_preferences(tokenizer):
     thread = [("user", "Q"), ("assistant", "yes")]
     config = config_of("sft")
-    (row,) = tokens_of(config, tokenizer, given=[thread]).rows
+    (row,) = tokens_of(config, tokenizer, dataset=[thread]).rows
     assert tokenizer.decode(row["ids"]) == "<|user|>Q<|end|><|assistant|>yes<|end|>"
     pair = (thread, [("user", "Q"), ("assistant", "no")])
-    (row,) = tokens_of(config_of(), tokenizer, given=[pair]).rows
+    (row,) = tokens_of(config_of(), tokenizer, dataset=[pair]).rows
     assert tokenizer.decode(row["rejected_ids"]) == "<|user|>Q<|end|><|assistant|>no<|end|>"
-    (row,) = tokens_of(config_of("grpo"), tokenizer, given=[thread[:1]]).rows
+    (row,) = tokens_of(config_of("grpo"), tokenizer, dataset=[thread[:1]]).rows
     assert tokenizer.decode(row["prompt_ids"]) == "<|user|>Q<|end|><|assistant|>"
 
 
 def test_threads_keep_order_and_errors(tokenizer):
     given = [{"prompt": "p" * (i % 7 + 1), "chosen": f"c{i}", "rejected": f"r{i}"} for i in range(600)]
     one, four = (config_of(workers=workers, max_length=11, overlong="filter") for workers in (1, 4))
-    assert tokens_of(one, tokenizer, given=given).rows == tokens_of(four, tokenizer, given=given).rows
+    assert tokens_of(one, tokenizer, dataset=given).rows == tokens_of(four, tokenizer, dataset=given).rows
     given[411]["chosen"] = None
     for config in (one, four):
         with pytest.raises(ConfigError, match=r"^row 411: column 'chosen' is None"):
-            tokens_of(config, tokenizer, given=given)
+            tokens_of(config, tokenizer, dataset=given)
 
 
-def test_streaming_gives_the_rows_of_the_whole(tokenizer):
+def test_streaming_gives_the_same_rows(tokenizer):
     config = config_of(sources=["orca.jsonl(format='user_defined(field_prompt=\"question\")')"], shuffle=False)
-    whole = tokens_of(config, tokenizer).rows
-    config.data.streaming, config.data.shuffle_buffer, config.batch.prompts = True, 3, 2
-    parts = loading.open_parts(config, tokenizer)
+    in_memory = tokens_of(config, tokenizer).rows
+    spec = replace(data_spec(config), streaming=True, shuffle_buffer=3, batch_size=2)
+    sources = loading.open_sources(spec, tokenizer)
     # Looking at the first row takes nothing away.
-    assert loading.columns(parts[0]).keys() >= {"prompt", "chosen", "rejected"}
-    stream = loading.stream(config, parts, "pairs", tokenizer)
-    assert [row for _ in range(4) for row in next(stream)] == whole * 2
+    assert loading.columns(sources[0]).keys() >= {"prompt", "chosen", "rejected"}
+    stream = loading.stream(spec, sources, "pairs", tokenizer)
+    assert [row for _ in range(4) for row in next(stream)] == in_memory * 2
     state = stream.get_state()
     rest = [next(stream) for _ in range(3)]
-    again = loading.stream(config, loading.open_parts(config, tokenizer), "pairs", tokenizer)
+    again = loading.stream(spec, loading.open_sources(spec, tokenizer), "pairs", tokenizer)
     again.set_state(json.loads(json.dumps(state)))
     assert [next(again) for _ in range(3)] == rest
 
@@ -239,7 +264,7 @@ def test_the_second_run_reads_the_cache(folder, tokenizer, monkeypatch, name):
     config = config_of(name, format=formats[name], **limits)
     first = tokens_of(config, tokenizer)
     (file,) = (folder / "tokens").iterdir()
-    monkeypatch.setattr(loading.Tokenizing, "parts", refuse)
+    monkeypatch.setattr(loading.RowTokenizer, "token_row", refuse)
     again = tokens_of(config, tokenizer)
     assert again.rows == first.rows
     assert again.reports[0].lengths == first.reports[0].lengths
@@ -258,17 +283,18 @@ def test_the_second_run_reads_the_cache(folder, tokenizer, monkeypatch, name):
     assert len(tokens_of(config, tokenizer).rows) == 4
 
 
-def test_other_data_or_another_tokenizer_is_another_file(folder, tokenizer, chatml_tokenizer):
-    how = [loading.tokenizing(config_of(), "pairs", one) for one in (tokenizer, chatml_tokenizer)]
+def test_cache_files_differ_by_their_inputs(folder, tokenizer, chatml_tokenizer):
+    spec = data_spec(config_of())
+    first, second = (loading.row_tokenizer(spec, "pairs", one) for one in (tokenizer, chatml_tokenizer))
     tables = [datasets.Dataset.from_list(rows) for rows in (ULTRA, ULTRA[:2], ULTRA)]
-    spec = ("auto", {}, "pairs")
-    files = [cache.place("x", table, spec, b"", how[0]) for table in tables]
+    key = ("auto", {}, "pairs")
+    files = [cache.file_of("x", table, key, b"", first) for table in tables]
     assert files[0] == files[2] != files[1]
-    others = [("x", spec, b"", how[1]), ("x", spec, b"code", how[0]), ("x", ("auto", {}, "labels"), b"", how[0])]
+    others = [("x", key, b"", second), ("x", key, b"code", first), ("x", ("auto", {}, "labels"), b"", first)]
     for setting, *rest in others:
-        assert cache.place(setting, tables[0], *rest) not in (None, files[0])
+        assert cache.file_of(setting, tables[0], *rest) not in (None, files[0])
     for setting, code in (("auto", b""), ("none", b""), ("x", None)):
-        assert cache.place(setting, tables[0], spec, code, how[0]) is None
+        assert cache.file_of(setting, tables[0], key, code, first) is None
 
 
 def test_several_readers_share_one_cache(folder, tokenizer):

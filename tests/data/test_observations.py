@@ -7,8 +7,8 @@ import pytest
 from transformers import AutoTokenizer
 
 from jaxrl_llm.config.resolve import ConfigError
-from jaxrl_llm.data.chat import chat_ids, render_chat
 from jaxrl_llm.data.observations import TurnTokenizer
+from jaxrl_llm.data.templates import chat_ids, render_chat
 from jaxrl_llm.data.tokenizers import build_byte_tokenizer
 
 # Mistral's order: results of tools only after a message with calls, and an id in each.

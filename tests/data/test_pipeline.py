@@ -12,7 +12,7 @@ def stream(pipeline, batches):
     return [example["prompt"] for _ in range(batches) for example in next(pipeline)]
 
 
-def test_each_epoch_is_another_permutation_and_nothing_is_skipped():
+def test_each_epoch_is_another_permutation():
     pipeline = Pipeline(EXAMPLES, 4, seed=1)
     seen = stream(pipeline, 15)
     epochs = [seen[start : start + 10] for start in range(0, 60, 10)]
@@ -26,13 +26,13 @@ def test_the_order_depends_on_the_seed_alone():
     assert stream(Pipeline(EXAMPLES, 4, seed=1), 9) != stream(Pipeline(EXAMPLES, 4, seed=2), 9)
 
 
-def test_without_shuffling_the_order_is_that_of_the_data():
+def test_order_without_shuffling():
     seen = stream(Pipeline(EXAMPLES, 5, shuffle=False), 4)
     assert seen == [f"p{index}" for index in range(10)] * 2
 
 
 @pytest.mark.parametrize("count", [1, 2, 4])
-def test_the_global_order_does_not_depend_on_the_process_count(count):
+def test_order_is_the_same_for_all_processes(count):
     whole = Pipeline(EXAMPLES, 8, seed=3)
     parts = [Pipeline(EXAMPLES, 8, seed=3, process_index=index, process_count=count) for index in range(count)]
     for _ in range(7):
@@ -50,7 +50,7 @@ def test_resume_anywhere_gives_the_same_rest(done):
     assert stream(again, 10) == stream(pipeline, 10)
 
 
-def test_resume_with_other_processes_and_batch_size():
+def test_resume_with_other_processes():
     pipeline = Pipeline(EXAMPLES, 4, seed=5)
     stream(pipeline, 3)
     state = pipeline.get_state()

@@ -5,8 +5,8 @@ import pytest
 from jaxrl_llm.commands.preview import main, preview
 from jaxrl_llm.config import default
 from jaxrl_llm.config.resolve import ConfigError
-from jaxrl_llm.data.preview import joined_otherwise, marked, statistics
-from jaxrl_llm.data.tokenize import Tokenizing
+from jaxrl_llm.data.preview import boundary_merges, marked, statistics
+from jaxrl_llm.data.tokenize import RowTokenizer
 
 
 def test_learned_tokens_are_marked(tokenizer):
@@ -16,9 +16,9 @@ def test_learned_tokens_are_marked(tokenizer):
 
 
 def test_statistics_count_before_cutting(tokenizer):
-    how = Tokenizing("completions", tokenizer, limit=4, overlong="truncate_right")
-    rows = [how({"prompt": "a" * n, "completion": "b"}) for n in (1, 2, 3, 8)]
-    found = statistics(how, [row for row in rows if row is not None])
+    tokenize = RowTokenizer("completions", tokenizer, limit=4, overlong="truncate_right")
+    rows = [tokenize({"prompt": "a" * n, "completion": "b"}) for n in (1, 2, 3, 8)]
+    found = statistics(tokenize, [row for row in rows if row is not None])
     assert found["rows"] == "4, of which 3 are used"
     assert found["tokens"] == "mean 5.5, p50 4, p95 9, max 10"
     assert found["over 4 tokens"] == "2 (50.0%)"
@@ -27,16 +27,16 @@ def test_statistics_count_before_cutting(tokenizer):
     assert found["dropped, as nothing is learned"] == "1"
 
 
-def test_rows_that_a_tokenizer_would_join_across_the_boundary(tokenizer_folder):
+def test_merges_across_the_boundary(tokenizer_folder):
     from tokenizers import Tokenizer
     from tokenizers.models import BPE
     from transformers import PreTrainedTokenizerFast
 
     vocabulary = {"a": 0, "b": 1, "c": 2, "d": 3, "bc": 4, "<end>": 5}
     merging = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(BPE(vocabulary, [("b", "c")])), eos_token="<end>")
-    how = Tokenizing("completions", merging)
-    rows = [how({"prompt": prompt, "completion": "cd"}) for prompt in ("ab", "a")]
-    assert joined_otherwise("completions", [row for row in rows if row], merging) == 1
+    tokenize = RowTokenizer("completions", merging)
+    rows = [tokenize({"prompt": prompt, "completion": "cd"}) for prompt in ("ab", "a")]
+    assert boundary_merges("completions", [row for row in rows if row], merging) == 1
 
 
 @pytest.fixture
@@ -61,7 +61,7 @@ def test_preview_of_pairs(pairs):
     assert "1 (33.3%): dropped (data.overlong=filter)" in preview(pairs, rows=0)
 
 
-def test_preview_of_prompts_shows_what_rewards_read():
+def test_preview_of_prompts():
     config = default()
     text = preview(config, rows=1, measure=20)
     assert "[answer]\n" in text

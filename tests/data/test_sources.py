@@ -7,7 +7,7 @@ import pytest
 
 from jaxrl_llm.config.resolve import ConfigError
 from jaxrl_llm.data import tasks
-from jaxrl_llm.data.diagnose import found_in
+from jaxrl_llm.data.diagnose import content_fault
 from jaxrl_llm.data.sources import load
 
 ROWS = [{"prompt": "a", "answer": "1"}, {"prompt": "b", "answer": "2"}]
@@ -153,7 +153,7 @@ def test_files_in_a_bucket(table, monkeypatch):
 
 
 @pytest.mark.skipif(importlib.util.find_spec("gcsfs") is not None, reason="the file system is installed")
-def test_a_bucket_whose_file_system_is_not_installed():
+def test_a_bucket_without_its_file_system():
     for path in ("gs://bucket/rows.jsonl", "gs://bucket/folder"):
         with pytest.raises(ConfigError, match=f"cannot load {path}: Please install gcsfs"):
             load(path)
@@ -220,7 +220,7 @@ def test_a_function_or_class_from_a_file(tmp_path):
         ("broken.jsonl", b'{"prompt": "a"}\n{"prompt": \n', "line 2 is not JSON"),
         ("scalar.jsonl", b'{"p": "a"}\n3\n', "line 2 is 3, not an object"),
     ],
-)  # fmt: skip
+)
 def test_damaged_files(tmp_path, monkeypatch, name, content, message):
     monkeypatch.chdir(tmp_path)
     (tmp_path / name).write_bytes(content)
@@ -234,5 +234,5 @@ def test_a_column_of_two_types_is_named(tmp_path):
     (tmp_path / "mixed.jsonl").write_text('{"p": "a"}\n\n{"p": [{"role": "user"}]}\n')
     (tmp_path / "fine.jsonl").write_text('{"p": "a"}\n{"p": null, "q": 1}\n{"q": 2.5}\n')
     message = "column 'p' is a list of an object in line 3 but text in line 1; a column has one type"
-    assert message in str(found_in(str(tmp_path / "mixed.jsonl"), "json"))
-    assert found_in(str(tmp_path / "fine.jsonl"), "json") is None
+    assert message in str(content_fault(str(tmp_path / "mixed.jsonl"), "json"))
+    assert content_fault(str(tmp_path / "fine.jsonl"), "json") is None

@@ -4,7 +4,7 @@ import datasets
 import pytest
 
 from jaxrl_llm.config.resolve import ConfigError
-from jaxrl_llm.data.streaming import Stream
+from jaxrl_llm.data.pipeline import Stream, StreamSource
 
 ROWS = datasets.Dataset.from_list([{"x": i} for i in range(10)])
 
@@ -14,15 +14,12 @@ def keep(row):
 
 
 def make(sources=(ROWS,), converts=None, weights=None, batch=3, buffer=7, **options):
-    return Stream(
-        [source.to_iterable_dataset(num_shards=2) for source in sources],
-        converts or [keep] * len(sources),
-        weights or [1.0] * len(sources),
-        batch,
-        buffer=buffer,
-        names=[f"s{i}" for i in range(len(sources))],
-        **options,
-    )
+    converts, weights = converts or [keep] * len(sources), weights or [1.0] * len(sources)
+    opened = [
+        StreamSource(f"s{i}", source.to_iterable_dataset(num_shards=2), convert, weight)
+        for i, (source, convert, weight) in enumerate(zip(sources, converts, weights, strict=True))
+    ]
+    return Stream(opened, batch, buffer=buffer, **options)
 
 
 def taken(stream, batches):
@@ -40,7 +37,7 @@ def test_everything_comes_once_an_epoch():
     assert all(seen.count(x) == 21 for x in range(10))
 
 
-def test_without_shuffling_the_order_is_that_of_the_data():
+def test_order_without_shuffling():
     assert taken(make(shuffle=False), 10) == [x % 10 for x in range(30)]
 
 
@@ -83,7 +80,7 @@ def test_resume_rereads_one_block_only():
 
 
 @pytest.mark.parametrize("count", [2, 3])
-def test_the_global_order_does_not_depend_on_the_process_count(count):
+def test_order_is_the_same_for_all_processes(count):
     whole = make(batch=6)
     parts = [make(batch=6, process_index=index, process_count=count) for index in range(count)]
     for _ in range(5):

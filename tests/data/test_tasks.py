@@ -16,7 +16,7 @@ def test_split_is_the_checksum_of_the_prompt():
 
 
 @pytest.mark.parametrize("name", sorted(tasks.TASKS))
-def test_splits_are_disjoint_across_tasks_and_seeds(name):
+def test_splits_are_disjoint(name):
     prompts = {
         split: {row["prompt"] for seed in (0, 1) for row in tasks.generate(name, split, 2000, seed)}
         for split in tasks.SPLITS
@@ -37,7 +37,7 @@ def test_sort_rows():
     assert {len(row["answer"]) for row in rows} == {4, 5, 6, 7, 8}
 
 
-def test_the_same_arguments_give_the_same_rows_and_another_seed_others():
+def test_rows_depend_on_the_arguments_alone():
     assert tasks.generate("sort", "test", 50, 3) == tasks.generate("sort", "test", 50, 3)
     assert tasks.generate("sort", "test", 50, 3) == tasks.generate("sort", "test", 80, 3)[:50]
     assert tasks.generate("sort", "test", 50, 3) != tasks.generate("sort", "test", 50, 4)
@@ -48,7 +48,7 @@ def test_the_same_arguments_give_the_same_rows_and_another_seed_others():
 PINNED = ["sort:3339687=", "sort:258477=", "sort:38753="]
 
 
-def test_mistakes_are_wrong_and_of_three_kinds():
+def test_mistakes_are_of_three_kinds():
     assert tasks.sort_mistakes("sort:4182=") == ["8421", "4182", "2814"]
     assert tasks.sort_mistakes("sort:1234=") == ["4321"]
     assert tasks.sort_mistakes("sort:4321=") == ["4321"]

@@ -6,8 +6,8 @@ import datasets
 import pytest
 
 from jaxrl_llm.config.resolve import ConfigError
-from jaxrl_llm.data.prompt_completion import split_pair
-from jaxrl_llm.data.tokenize import tokenize_completions, tokenize_labels, tokenize_pairs, tokenize_prompts
+from jaxrl_llm.data.loading import DataSource, token_rows
+from jaxrl_llm.data.tokenize import RowTokenizer, split_pair
 
 END = 257
 USER, ASSISTANT = 259, 260
@@ -19,6 +19,15 @@ def user(content):
 
 def assistant(content):
     return {"role": "assistant", "content": content}
+
+
+def tokenized(kind, examples, tokenizer, limit=None, overlong="error", **options):
+    """The token rows of examples that need no format."""
+    tokenize = RowTokenizer(kind, tokenizer, limit, overlong, **options)
+    source = DataSource("", examples, dict, None, None, None)
+    rows = [row for row in token_rows(source, kind, tokenize) if row is not None]
+    tokenize.report(len(rows))
+    return rows
 
 
 def learned(tokenizer, ids, mask):
@@ -34,19 +43,19 @@ def whole(tokenizer, ids):
 
 def test_prompts_keep_the_other_columns(tokenizer):
     data = datasets.Dataset.from_list([{"prompt": "ab", "answer": 1}, {"prompt": "c", "answer": 2}])
-    assert tokenize_prompts(data, tokenizer, 8) == [
+    assert tokenized("prompts", data, tokenizer, 8) == [
         {"prompt": "ab", "answer": 1, "prompt_ids": [97, 98]},
         {"prompt": "c", "answer": 2, "prompt_ids": [99]},
     ]
 
 
 def test_another_prompt_column(tokenizer):
-    rows = tokenize_prompts([{"question": "ab"}], tokenizer, 8, prompt_key="question")
+    rows = tokenized("prompts", [{"question": "ab"}], tokenizer, 8, prompt_key="question")
     assert rows == [{"question": "ab", "prompt": "ab", "prompt_ids": [97, 98]}]
 
 
 def test_chat_prompts(tokenizer):
-    rows = tokenize_prompts([{"prompt": [user("hi")]}], tokenizer, 8)
+    rows = tokenized("prompts", [{"prompt": [user("hi")]}], tokenizer, 8)
     assert rows == [{"prompt": [user("hi")], "prompt_ids": [USER, *b"hi", END, ASSISTANT]}]
 
 
@@ -59,27 +68,27 @@ def test_chat_prompts(tokenizer):
         ("truncate_middle", b"01789"),
     ],
 )
-def test_cutting_long_prompts(tokenizer, caplog, overlong, kept):
+def test_truncating_long_prompts(tokenizer, caplog, overlong, kept):
     with caplog.at_level(logging.WARNING):
-        rows = tokenize_prompts([{"prompt": "0123456789"}, {"prompt": "12345"}], tokenizer, 5, overlong)
+        rows = tokenized("prompts", [{"prompt": "0123456789"}, {"prompt": "12345"}], tokenizer, 5, overlong)
     assert [row["prompt_ids"] for row in rows] == [list(kept), list(b"12345")]
-    assert "cut 1 rows with a prompt of more than 5 tokens" in caplog.text
+    assert "truncated 1 rows with a prompt of more than 5 tokens" in caplog.text
 
 
 def test_dropping_long_prompts(tokenizer, caplog):
     with caplog.at_level(logging.WARNING):
-        rows = tokenize_prompts([{"prompt": "123456"}, {"prompt": "12345"}], tokenizer, 5, "filter")
+        rows = tokenized("prompts", [{"prompt": "123456"}, {"prompt": "12345"}], tokenizer, 5, "filter")
     assert [row["prompt"] for row in rows] == ["12345"]
     assert "dropped 1 rows" in caplog.text
 
 
-def test_long_prompt_error_names_row_lengths_and_fix(tokenizer):
+def test_long_prompt_error(tokenizer):
     message = (
         "row 1: the prompt has 6 tokens, more than rollout.max_prompt_length=5; raise that or set data.overlong to "
         "filter, truncate_left, truncate_right, truncate_middle"
     )
     with pytest.raises(ConfigError, match=re.escape(message)):
-        tokenize_prompts([{"prompt": "12345"}, {"prompt": "123456"}], tokenizer, 5)
+        tokenized("prompts", [{"prompt": "12345"}, {"prompt": "123456"}], tokenizer, 5)
 
 
 def test_tools_and_template_options_of_a_row(tokenizer, tokenizer_folder):
@@ -87,33 +96,35 @@ def test_tools_and_template_options_of_a_row(tokenizer, tokenizer_folder):
     tokenizer = type(tokenizer).from_pretrained(tokenizer_folder, chat_template=template)
     tools = [{"type": "function", "function": {"name": "add", "description": "", "parameters": {}}}]
     row = {"prompt": [user("hi")], "tools": json.dumps(tools), "chat_template_kwargs": {"b": "2", "c": None}}
-    rows = tokenize_prompts([row, {"prompt": [user("hi")], "tools": None}], tokenizer, 9, template_kwargs={"a": "1"})
+    rows = tokenized(
+        "prompts", [row, {"prompt": [user("hi")], "tools": None}], tokenizer, 9, template_kwargs={"a": "1"}
+    )
     assert [whole(tokenizer, row["prompt_ids"]) for row in rows] == ["add12", "1"]
 
 
 def test_prompt_errors(tokenizer):
     with pytest.raises(ConfigError, match=r"no column 'prompt'; it has question, answer; .* data.prompt_key"):
-        tokenize_prompts([{"question": "a", "answer": "b"}], tokenizer, 5)
+        tokenized("prompts", [{"question": "a", "answer": "b"}], tokenizer, 5)
     with pytest.raises(ConfigError, match="row 1: the prompt '' has no tokens"):
-        tokenize_prompts([{"prompt": "a"}, {"prompt": ""}], tokenizer, 5)
+        tokenized("prompts", [{"prompt": "a"}, {"prompt": ""}], tokenizer, 5)
     with pytest.raises(ConfigError, match=r"row 0: a prompt is text or a list of messages .* not None"):
-        tokenize_prompts([{"prompt": None}], tokenizer, 5)
+        tokenized("prompts", [{"prompt": None}], tokenizer, 5)
     with pytest.raises(
         ConfigError, match=re.escape("no row is left to train on (1 had a prompt of more than 1 tokens)")
     ):
-        tokenize_prompts([{"prompt": "ab"}], tokenizer, 1, "filter")
+        tokenized("prompts", [{"prompt": "ab"}], tokenizer, 1, "filter")
     with pytest.raises(ConfigError, match=r"data.overlong is 'cut'; here it is one of error, filter"):
-        tokenize_prompts([{"prompt": "ab"}], tokenizer, 1, "cut")
+        tokenized("prompts", [{"prompt": "ab"}], tokenizer, 1, "cut")
     with pytest.raises(ConfigError, match="row 0: the tools column is not JSON"):
-        tokenize_prompts([{"prompt": "ab", "tools": "{"}], tokenizer, 5)
+        tokenized("prompts", [{"prompt": "ab", "tools": "{"}], tokenizer, 5)
 
 
 # --- completions ------------------------------------------------------------------------------------------------------
 
 
-def test_plain_completion_is_learned_with_one_end(tokenizer):
-    rows = tokenize_completions(
-        [{"prompt": "ab", "completion": "cd"}, {"prompt": "a", "completion": "b<|end|>"}], tokenizer
+def test_plain_completion_has_one_end(tokenizer):
+    rows = tokenized(
+        "completions", [{"prompt": "ab", "completion": "cd"}, {"prompt": "a", "completion": "b<|end|>"}], tokenizer
     )
     assert rows == [
         {"ids": [97, 98, 99, 100, END], "mask": [0, 0, 1, 1, 1]},
@@ -121,8 +132,8 @@ def test_plain_completion_is_learned_with_one_end(tokenizer):
     ]
 
 
-def test_the_response_gets_no_bos_and_the_prompt_no_end(special_tokenizer):
-    rows = tokenize_completions([{"prompt": "ab", "completion": "cd"}], special_tokenizer)
+def test_bos_and_end_of_a_row(special_tokenizer):
+    rows = tokenized("completions", [{"prompt": "ab", "completion": "cd"}], special_tokenizer)
     assert rows == [{"ids": [261, 97, 98, 99, 100, END], "mask": [0, 0, 0, 1, 1, 1]}]
 
 
@@ -137,13 +148,13 @@ def test_the_boundary_is_between_the_parts(tokenizer_folder):
         tokenizer_object=Tokenizer(BPE(vocabulary, [("b", "c")])), eos_token="<end>", additional_special_tokens=[]
     )
     assert merging("abcd")["input_ids"] == [0, 4, 3]
-    rows = tokenize_completions([{"prompt": "ab", "completion": "cd"}], merging)
+    rows = tokenized("completions", [{"prompt": "ab", "completion": "cd"}], merging)
     assert rows == [{"ids": [0, 1, 2, 3, 5], "mask": [0, 0, 1, 1, 1]}]
 
 
 @pytest.mark.parametrize("prompt", ["ab", "a b ", "b", [user("ab")], [user("a"), assistant("b"), user("b")]])
 @pytest.mark.parametrize("completion", ["c", "cb", " c", "bc d"])
-def test_a_row_begins_with_what_the_model_answers(tokenizer_folder, prompt, completion):
+def test_a_row_begins_with_the_sampled_prompt(tokenizer_folder, prompt, completion):
     """The prompt's ids in training are those that sampling starts from; tokenised as one text they are not always."""
     from tokenizers import Tokenizer, pre_tokenizers
     from tokenizers.models import BPE
@@ -155,31 +166,31 @@ def test_a_row_begins_with_what_the_model_answers(tokenizer_folder, prompt, comp
     template = "{%- for m in messages -%}{{- m.role[0] + ':' + m.content -}}{%- endfor -%}"
     template += "{%- if add_generation_prompt -%}{{- 'a:' -}}{%- endif -%}"
     merging = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<end>", chat_template=template)
-    (row,) = tokenize_completions([{"prompt": prompt, "completion": completion}], merging)
-    (asked,) = tokenize_prompts([{"prompt": prompt}], merging, 99)
+    (row,) = tokenized("completions", [{"prompt": prompt, "completion": completion}], merging)
+    (asked,) = tokenized("prompts", [{"prompt": prompt}], merging, 99)
     width = len(asked["prompt_ids"])
     assert row["ids"][:width] == asked["prompt_ids"]
     assert row["mask"] == [0] * width + [1] * (len(row["ids"]) - width)
     assert "".join(merging.convert_ids_to_tokens(row["ids"][width:])).removesuffix("<end>") == completion
 
 
-def test_full_loss_learns_all_but_the_first_token(tokenizer):
-    rows = tokenize_completions([{"prompt": "ab", "completion": "c"}], tokenizer, loss_on="all")
+def test_full_loss_learns_all_but_the_first(tokenizer):
+    rows = tokenized("completions", [{"prompt": "ab", "completion": "c"}], tokenizer, loss_on="all")
     assert rows == [{"ids": [97, 98, 99, END], "mask": [0, 1, 1, 1]}]
 
 
 def test_text_rows_are_learned_whole(tokenizer):
-    assert tokenize_completions([{"text": "ab"}], tokenizer) == [{"ids": [97, 98, END], "mask": [0, 1, 1]}]
+    assert tokenized("completions", [{"text": "ab"}], tokenizer) == [{"ids": [97, 98, END], "mask": [0, 1, 1]}]
 
 
-def test_an_empty_prompt_leaves_the_first_completion_token_unlearned(tokenizer):
-    rows = tokenize_completions([{"prompt": "", "completion": "ab"}], tokenizer)
+def test_an_empty_prompt(tokenizer):
+    rows = tokenized("completions", [{"prompt": "", "completion": "ab"}], tokenizer)
     assert rows == [{"ids": [97, 98, END], "mask": [0, 1, 1]}]
 
 
 def test_chat_completion_equals_the_template(chatml_tokenizer):
     row = {"prompt": [user("hi")], "completion": [assistant("yo")]}
-    (made,) = tokenize_completions([row], chatml_tokenizer)
+    (made,) = tokenized("completions", [row], chatml_tokenizer)
     expected = chatml_tokenizer.apply_chat_template([user("hi"), assistant("yo")], return_dict=True)["input_ids"]
     assert made["ids"] == expected
     # The template ends a turn itself: no second end is added.
@@ -188,53 +199,53 @@ def test_chat_completion_equals_the_template(chatml_tokenizer):
 
 
 def test_text_completion_of_a_chat_prompt(tokenizer):
-    (made,) = tokenize_completions([{"prompt": [user("hi")], "completion": "yo"}], tokenizer)
+    (made,) = tokenized("completions", [{"prompt": [user("hi")], "completion": "yo"}], tokenizer)
     assert made["ids"] == [USER, *b"hi", END, ASSISTANT, *b"yo", END]
     assert made["mask"] == [0, 0, 0, 0, 0, 1, 1, 1]
 
 
 def test_messages_learn_every_assistant_turn(chatml_tokenizer):
     messages = [{"role": "system", "content": "S"}, user("a"), assistant("b"), user("c"), assistant("d")]
-    (made,) = tokenize_completions([{"messages": messages}], chatml_tokenizer)
+    (made,) = tokenized("completions", [{"messages": messages}], chatml_tokenizer)
     assert made["ids"] == chatml_tokenizer.apply_chat_template(messages, return_dict=True)["input_ids"]
     assert learned(chatml_tokenizer, **made) == "b<|im_end|>\nd<|im_end|>\n"
-    (made,) = tokenize_completions([{"messages": messages}], chatml_tokenizer, loss_on="all")
+    (made,) = tokenized("completions", [{"messages": messages}], chatml_tokenizer, loss_on="all")
     assert sum(made["mask"]) == len(made["ids"]) - 1
 
 
 def test_a_last_user_message_is_not_learned(chatml_tokenizer):
     messages = [user("a"), assistant("b"), user("c")]
-    (made,) = tokenize_completions([{"messages": messages}], chatml_tokenizer)
+    (made,) = tokenized("completions", [{"messages": messages}], chatml_tokenizer)
     assert learned(chatml_tokenizer, **made) == "b<|im_end|>\n"
     assert whole(chatml_tokenizer, made["ids"]).endswith("<|im_start|>user\nc<|im_end|>\n")
 
 
-def test_earlier_turns_of_a_prompt_are_not_learned(chatml_tokenizer):
+def test_turns_of_a_prompt_are_not_learned(chatml_tokenizer):
     row = {"prompt": [user("a"), assistant("b"), user("c")], "completion": [assistant("d"), user("e"), assistant("f")]}
-    (made,) = tokenize_completions([row], chatml_tokenizer)
+    (made,) = tokenized("completions", [row], chatml_tokenizer)
     assert learned(chatml_tokenizer, **made) == "d<|im_end|>\nf<|im_end|>\n"
 
 
-def test_a_prompt_that_ends_inside_the_answer(chatml_tokenizer):
+def test_a_prompt_that_ends_in_the_answer(chatml_tokenizer):
     row = {"prompt": [user("hi"), assistant("The sky")], "completion": [assistant(" is blue")]}
-    (made,) = tokenize_completions([row], chatml_tokenizer)
+    (made,) = tokenized("completions", [row], chatml_tokenizer)
     assert learned(chatml_tokenizer, **made) == " is blue<|im_end|>\n"
     answer = [user("hi"), assistant("The sky is blue")]
     assert whole(chatml_tokenizer, made["ids"]) == chatml_tokenizer.apply_chat_template(answer, tokenize=False)
 
 
-def test_a_template_that_rewrites_the_past_is_refused(tokenizer, tokenizer_folder):
+def test_a_template_that_rewrites_the_past(tokenizer, tokenizer_folder):
     rewriting = "{{- messages | length -}}{%- for m in messages -%}{{- m.content -}}{%- endfor -%}"
     tokenizer = type(tokenizer).from_pretrained(tokenizer_folder, chat_template=rewriting)
     with pytest.raises(
         ConfigError, match=r"row 0: the chat template writes the beginning .* differently once message 1"
     ):
-        tokenize_completions([{"messages": [user("a"), assistant("b")]}], tokenizer)
+        tokenized("completions", [{"messages": [user("a"), assistant("b")]}], tokenizer)
 
 
 def test_columns_of_none_are_absent(tokenizer):
     data = datasets.Dataset.from_list([{"messages": None, "prompt": "a", "completion": "b", "tools": None}])
-    assert tokenize_completions(data, tokenizer) == [{"ids": [97, 98, END], "mask": [0, 1, 1]}]
+    assert tokenized("completions", data, tokenizer) == [{"ids": [97, 98, END], "mask": [0, 1, 1]}]
 
 
 def test_completion_length_rules(tokenizer, caplog):
@@ -246,23 +257,23 @@ def test_completion_length_rules(tokenizer, caplog):
     with pytest.raises(
         ConfigError, match=r"row 0: the row has 7 tokens, more than data.max_length=4; .* to filter, truncate_left, "
     ):
-        tokenize_completions(data, tokenizer, 4)
+        tokenized("completions", data, tokenizer, 4)
     with caplog.at_level(logging.WARNING):
-        assert [len(row["ids"]) for row in tokenize_completions(data, tokenizer, 4, "filter")] == [3]
-        cut = tokenize_completions(data, tokenizer, 4, "truncate_right")
+        assert [len(row["ids"]) for row in tokenized("completions", data, tokenizer, 4, "filter")] == [3]
+        cut = tokenized("completions", data, tokenizer, 4, "truncate_right")
     # The prompt of the second row fills all four tokens: nothing is left to learn, so it goes.
     assert cut == [{"ids": [97, 98, 99, 100], "mask": [0, 0, 1, 1]}, {"ids": [97, 98, END], "mask": [0, 1, 1]}]
     assert "dropped 2 rows with more than 4 tokens" in caplog.text
     assert "dropped 1 rows in which no token is learned" in caplog.text
-    assert "cut 2 rows with more than 4 tokens" in caplog.text
-    assert len(tokenize_completions(data, tokenizer, 7)) == 3
+    assert "truncated 2 rows with more than 4 tokens" in caplog.text
+    assert len(tokenized("completions", data, tokenizer, 7)) == 3
 
 
 @pytest.mark.parametrize(
     ("overlong", "kept"), [("truncate_left", b"2bcd"), ("truncate_right", b"01 2"), ("truncate_middle", b"01cd")]
 )
-def test_cutting_rows_keeps_the_mask_with_its_tokens(tokenizer, overlong, kept):
-    (row,) = tokenize_completions([{"prompt": "01 2", "completion": "bcd<|end|>"}], tokenizer, 5, overlong)
+def test_truncation_keeps_masks_aligned(tokenizer, overlong, kept):
+    (row,) = tokenized("completions", [{"prompt": "01 2", "completion": "bcd<|end|>"}], tokenizer, 5, overlong)
     text = tokenizer.decode(row["ids"])
     assert text.replace("<|end|>", "").encode() in (kept, kept[1:], b"01 2b")
     learned_text = learned(tokenizer, **row).replace("<|end|>", "")
@@ -272,9 +283,9 @@ def test_cutting_rows_keeps_the_mask_with_its_tokens(tokenizer, overlong, kept):
 
 def test_only_the_last_turn_is_learned(chatml_tokenizer):
     messages = [user("a"), assistant("b"), user("c"), assistant("d")]
-    (made,) = tokenize_completions([{"messages": messages}], chatml_tokenizer, loss_on="last_turn")
+    (made,) = tokenized("completions", [{"messages": messages}], chatml_tokenizer, loss_on="last_turn")
     assert learned(chatml_tokenizer, **made) == "d<|im_end|>\n"
-    (every,) = tokenize_completions([{"messages": messages}], chatml_tokenizer)
+    (every,) = tokenized("completions", [{"messages": messages}], chatml_tokenizer)
     assert made["ids"] == every["ids"]
 
 
@@ -282,29 +293,29 @@ def test_completion_errors(tokenizer):
     with pytest.raises(
         ConfigError, match=r"row 0: the row has the columns question, answer; .* reads prompt and completion"
     ):
-        tokenize_completions([{"question": "a", "answer": "b"}], tokenizer)
+        tokenized("completions", [{"question": "a", "answer": "b"}], tokenizer)
     with pytest.raises(ConfigError, match="row 0: the prompt is str and the completion list"):
-        tokenize_completions([{"prompt": "a", "completion": [assistant("b")]}], tokenizer)
+        tokenized("completions", [{"prompt": "a", "completion": [assistant("b")]}], tokenizer)
     with pytest.raises(ConfigError, match=r"data.overlong is 'cut_left'; here it is one of"):
-        tokenize_completions([{"prompt": "a", "completion": "b"}], tokenizer, 1, "cut_left")
+        tokenized("completions", [{"prompt": "a", "completion": "b"}], tokenizer, 1, "cut_left")
     with pytest.raises(ConfigError, match=r"data.loss_on is 'answer'"):
-        tokenize_completions([{"prompt": "a", "completion": "b"}], tokenizer, loss_on="answer")
+        tokenized("completions", [{"prompt": "a", "completion": "b"}], tokenizer, loss_on="answer")
     with pytest.raises(ConfigError, match="no row is left"):
-        tokenize_completions([], tokenizer)
+        tokenized("completions", [], tokenizer)
 
 
-def test_a_tokenizer_without_an_end_is_refused(tokenizer, tokenizer_folder):
+def test_a_tokenizer_without_an_end(tokenizer, tokenizer_folder):
     endless = type(tokenizer).from_pretrained(tokenizer_folder)
     endless.eos_token = None
     with pytest.raises(ConfigError, match="no end-of-sequence token"):
-        tokenize_completions([{"prompt": "a", "completion": "b"}], endless)
+        tokenized("completions", [{"prompt": "a", "completion": "b"}], endless)
 
 
 # --- pairs and labels -------------------------------------------------------------------------------------------------
 
 
 def test_plain_pairs(special_tokenizer):
-    rows = tokenize_pairs([{"prompt": "ab", "chosen": "c", "rejected": "de", "margin": 2}], special_tokenizer)
+    rows = tokenized("pairs", [{"prompt": "ab", "chosen": "c", "rejected": "de", "margin": 2}], special_tokenizer)
     assert rows == [
         {
             "chosen_ids": [261, 97, 98, 99, END],
@@ -316,21 +327,21 @@ def test_plain_pairs(special_tokenizer):
     ]
 
 
-def test_chat_pairs_with_and_without_a_prompt(chatml_tokenizer):
+def test_chat_pairs(chatml_tokenizer):
     prompt, chosen, rejected = [user("hi")], [assistant("yes")], [assistant("no")]
     explicit = {"prompt": prompt, "chosen": chosen, "rejected": rejected}
     implicit = {"chosen": prompt + chosen, "rejected": prompt + rejected}
     # A text prompt beside whole conversations, as in UltraFeedback: the conversations say more.
     mixed = {"prompt": "hi", **implicit}
     text = {"prompt": prompt, "chosen": "yes", "rejected": "no"}
-    rows = tokenize_pairs([explicit, implicit, mixed, text], chatml_tokenizer)
+    rows = tokenized("pairs", [explicit, implicit, mixed, text], chatml_tokenizer)
     assert all(row == rows[0] for row in rows)
     assert learned(chatml_tokenizer, rows[0]["chosen_ids"], rows[0]["chosen_mask"]) == "yes<|im_end|>\n"
     assert learned(chatml_tokenizer, rows[0]["rejected_ids"], rows[0]["rejected_mask"]) == "no<|im_end|>\n"
 
 
-def test_both_rows_of_a_pair_share_the_prompt_ids(tokenizer):
-    (row,) = tokenize_pairs([{"chosen": "The sky is blue.", "rejected": "The sky is green."}], tokenizer)
+def test_rows_of_a_pair_share_the_prompt_ids(tokenizer):
+    (row,) = tokenized("pairs", [{"chosen": "The sky is blue.", "rejected": "The sky is green."}], tokenizer)
     width = row["chosen_mask"].index(1)
     assert width == row["rejected_mask"].index(1) == len("The sky is")
     assert row["chosen_ids"][:width] == row["rejected_ids"][:width]
@@ -355,10 +366,10 @@ def test_the_implicit_prompt_is_that_of_trl(example):
     assert split_pair(example) == (theirs["prompt"], theirs["chosen"], theirs["rejected"])
 
 
-def test_a_completion_that_continues_the_other_keeps_its_end(tokenizer):
+def test_a_completion_that_continues_the_other(tokenizer):
     prompt, chosen, rejected = split_pair({"chosen": "ab", "rejected": "abc"})
     assert (prompt, chosen, rejected) == ("ab", "", "c")
-    (row,) = tokenize_pairs([{"chosen": "ab", "rejected": "abc"}], tokenizer)
+    (row,) = tokenized("pairs", [{"chosen": "ab", "rejected": "abc"}], tokenizer)
     assert row["chosen_ids"] == [97, 98, END]
     assert row["rejected_ids"] == [97, 98, 99, END]
 
@@ -366,9 +377,9 @@ def test_a_completion_that_continues_the_other_keeps_its_end(tokenizer):
 def test_a_pair_goes_together(tokenizer, caplog):
     data = [{"prompt": "ab", "chosen": "c", "rejected": "d" * 9}, {"prompt": "a", "chosen": "b", "rejected": "c"}]
     with pytest.raises(ConfigError, match=r"row 0: the row has 12 tokens, more than data.max_length=5"):
-        tokenize_pairs(data, tokenizer, 5)
-    assert [row["chosen_ids"] for row in tokenize_pairs(data, tokenizer, 5, "filter")] == [[97, 98, END]]
-    cut = tokenize_pairs(data, tokenizer, 5, "truncate_right")
+        tokenized("pairs", data, tokenizer, 5)
+    assert [row["chosen_ids"] for row in tokenized("pairs", data, tokenizer, 5, "filter")] == [[97, 98, END]]
+    cut = tokenized("pairs", data, tokenizer, 5, "truncate_right")
     assert cut[0]["chosen_ids"] == [97, 98, 99, END]
     assert cut[0]["rejected_ids"] == [97, 98, 100, 100, 100]
     assert cut[0]["rejected_mask"] == [0, 0, 1, 1, 1]
@@ -376,19 +387,19 @@ def test_a_pair_goes_together(tokenizer, caplog):
 
 def test_pair_errors(tokenizer):
     with pytest.raises(ConfigError, match="row 0: the data has no column 'rejected'; it has prompt, chosen"):
-        tokenize_pairs([{"prompt": "a", "chosen": "b"}], tokenizer)
+        tokenized("pairs", [{"prompt": "a", "chosen": "b"}], tokenizer)
     with pytest.raises(ConfigError, match="row 0: chosen and rejected share no beginning"):
-        tokenize_pairs([{"chosen": "a", "rejected": "b"}], tokenizer)
+        tokenized("pairs", [{"chosen": "a", "rejected": "b"}], tokenizer)
     same = [user("a"), assistant("b")]
     with pytest.raises(ConfigError, match="row 0: chosen and rejected are the same"):
-        tokenize_pairs([{"chosen": same, "rejected": same}], tokenizer)
+        tokenized("pairs", [{"chosen": same, "rejected": same}], tokenizer)
 
 
 def test_labels(tokenizer):
     data = datasets.Dataset.from_list(
         [{"prompt": "a", "completion": "b", "label": True}, {"prompt": "c", "completion": "d", "label": False}]
     )
-    assert tokenize_labels(data, tokenizer) == [
+    assert tokenized("labels", data, tokenizer) == [
         {"ids": [97, 98, END], "mask": [0, 1, 1], "label": True},
         {"ids": [99, 100, END], "mask": [0, 1, 1], "label": False},
     ]
@@ -397,4 +408,4 @@ def test_labels(tokenizer):
 @pytest.mark.parametrize("label", ["yes", None, 2, 0.5])
 def test_a_label_is_true_or_false(tokenizer, label):
     with pytest.raises(ConfigError, match=r"row 0: label is .*; it is true"):
-        tokenize_labels([{"prompt": "a", "completion": "b", "label": label}], tokenizer)
+        tokenized("labels", [{"prompt": "a", "completion": "b", "label": label}], tokenizer)

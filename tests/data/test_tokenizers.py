@@ -7,7 +7,7 @@ from transformers import AutoTokenizer
 from jaxrl_llm.data.tokenizers import build_byte_tokenizer
 
 
-def test_ids_are_byte_values_then_the_special_tokens(tokenizer):
+def test_ids_are_bytes_then_special_tokens(tokenizer):
     assert tokenizer("AZ é")["input_ids"] == [0x41, 0x5A, 0x20, 0xC3, 0xA9]
     assert len(tokenizer) == 261
     specials = ["<|pad|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>"]
@@ -32,7 +32,7 @@ def test_random_text_comes_back_unchanged(tokenizer):
         assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
 
 
-def test_special_tokens_in_text_are_one_id_and_leave_the_decoded_text(tokenizer):
+def test_special_tokens_in_text_are_one_id(tokenizer):
     ids = tokenizer("a<|end|>b")["input_ids"]
     assert ids == [97, 257, 98]
     assert tokenizer.decode(ids, skip_special_tokens=True) == "ab"

@@ -5,7 +5,8 @@ import pytest
 
 from jaxrl_llm.config import default
 from jaxrl_llm.data import loading
-from jaxrl_llm.data.formats import find
+from jaxrl_llm.data.formats.lookup import find
+from jaxrl_llm.training.setup import data_spec
 
 data_utils = pytest.importorskip("trl.data_utils")
 
@@ -46,13 +47,13 @@ def config_of(method):
 
 
 def token_rows(method, rows, tokenizer):
-    config = config_of(method)
-    parts = loading.open_parts(config, tokenizer, given=rows)
-    return loading.tokenized(config, parts, loading.kind_of(config), tokenizer).rows
+    spec = data_spec(config_of(method))
+    sources = loading.open_sources(spec, tokenizer, rows)
+    return loading.tokenized(spec, sources, spec.kind, tokenizer).rows
 
 
 @pytest.mark.parametrize("name", TYPES)
-def test_a_type_is_rendered_as_trl_renders_it(chatml_tokenizer, name):
+def test_types_are_rendered_as_by_trl(chatml_tokenizer, name):
     chatml_tokenizer.chat_template = TEMPLATE + "{%- if loud -%}!{%- endif -%}"
     method, row = TYPES[name]
     theirs = data_utils.maybe_extract_prompt(dict(row))
@@ -82,7 +83,7 @@ def test_pairs_are_unpaired_as_by_trl(chatml_tokenizer, conversational):
     assert token_rows("kto", [pair], chatml_tokenizer) == token_rows("kto", theirs, chatml_tokenizer)
 
 
-def test_conversations_become_messages_as_by_trl():
+def test_conversations_to_messages_as_by_trl():
     row = {"conversations": [{"from": "user", "value": "a"}, {"from": "assistant", "value": "b"}]}
     theirs = data_utils.maybe_convert_to_chatml(dict(row))
     made = find("auto", "completions")(row)

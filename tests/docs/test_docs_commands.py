@@ -19,7 +19,7 @@ ROOT = Path(__file__).parent.parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 COMMAND = re.compile(r"python -m jaxrl_llm[. ](\w+(?:\.\w+)*)(?![\w.*])(.*)")
 WITH_CONFIG = {"train", "evaluate", "compare", "data", "preview", "plan"}
-NO_FLAGS = {"config", "data.formats", "rewards.built_in"}  # they print a page
+NO_FLAGS = {"config", "rewards.built_in"}  # they print a page
 # What stands for something of the reader's.
 STANDS_FOR = {
     "--config=...": "--config=configs/grpo.py",

@@ -8,8 +8,8 @@ import pytest
 from transformers import AutoTokenizer
 
 from jaxrl_llm.config import ConfigError, default
-from jaxrl_llm.data.chat import chat_ids
 from jaxrl_llm.data.observations import TurnTokenizer
+from jaxrl_llm.data.templates import chat_ids
 from jaxrl_llm.data.tokenize import tokenize_prompts
 from jaxrl_llm.data.tokenizers import build_byte_tokenizer
 from jaxrl_llm.environments.batch import EpisodeBatch

@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 
 from jaxrl_llm.config import ConfigError, batch_rows, default
-from jaxrl_llm.data import loading, tasks
+from jaxrl_llm.data import tasks
 from jaxrl_llm.distributed.sharding import make_mesh
 from jaxrl_llm.models.model import load_model
 from jaxrl_llm.train import train
 from jaxrl_llm.training import offline
 from jaxrl_llm.training.setup import build
-from jaxrl_llm.training.specs import algorithm_of, offline_spec
+from jaxrl_llm.training.specs import algorithm_of, data_spec, offline_spec
 
 
 def config_of(name: str, loss: str = "dpo", task: str = "sort_pairs", **algorithm):
@@ -37,8 +37,7 @@ def built(config, rows=None):
 
 
 def examples_of(config, rows, tokenizer):
-    parts = loading.open_parts(config, tokenizer, rows)
-    return offline.as_examples(loading.tokenized(config, parts, algorithm_of(config).data, tokenizer).rows)
+    return offline.tokenized(data_spec(config), rows, tokenizer)
 
 
 @pytest.fixture(scope="module")

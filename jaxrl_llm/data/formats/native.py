@@ -1,57 +1,59 @@
-"""Formats of data used as it is (TRL's types), of verl's rows, Harmony's threads and ShareGPT's conversations."""
+"""Formats of data used as it is (TRL's types), of verl's rows, Harmony's threads and ShareGPT's conversations.
+
+The readers of columns at the end serve axolotl's formats too: their errors say what was looked for and what there is.
+"""
 
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxrl_llm.config.resolve import ConfigError
-from jaxrl_llm.data.chat import is_conversational, render_chat, template_options
-from jaxrl_llm.data.formats import columns
-from jaxrl_llm.data.prompt_completion import split_pair
+from jaxrl_llm.data import Row
+from jaxrl_llm.data.templates import is_conversational, render_chat, template_options
+from jaxrl_llm.data.tokenize import split_pair
 
-Row = Mapping[str, Any]
 CONTENT = ("prompt", "completion", "messages", "text", "chosen", "rejected")
 SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}
 
 
-def auto(row: Row, kind: str = "pairs") -> Mapping[str, Any]:
+def auto(row: Mapping[str, Any], kind: str = "pairs") -> Mapping[str, Any]:
     """The row itself when it is of one of TRL's types; verl's, Harmony's and ShareGPT's rows are recognised.
 
     Prompts are taken from `messages` (without the assistant's last turns, which become `completion`) or from the common
     beginning of `chosen` and `rejected` where there is no `prompt`.
     """
-    given = {name for name, value in row.items() if value is not None}
-    if isinstance(row.get("reward_model"), Mapping) and "data_source" in given:
+    present = {name for name, value in row.items() if value is not None}
+    if isinstance(row.get("reward_model"), Mapping) and "data_source" in present:
         row = verl(row)
-    elif given & {"thread", "preferred", "dispreferred"} and not given & set(CONTENT):
+    elif present & {"thread", "preferred", "dispreferred"} and not present & set(CONTENT):
         row = harmony(row)
-    elif "conversations" in given and not given & set(CONTENT):
+    elif "conversations" in present and not present & set(CONTENT):
         row = sharegpt(row)
-    elif {"completions", "labels"} <= given and "completion" not in given:
+    elif {"completions", "labels"} <= present and "completion" not in present:
         row = stepwise(row)
     return _prompt_only(row) if kind == "prompts" else row
 
 
-def passthrough(row: Row) -> Row:
+def passthrough(row: Mapping[str, Any]) -> Mapping[str, Any]:
     """The row itself, whatever it holds."""
     return row
 
 
 def verl(
-    row: Row,
+    row: Mapping[str, Any],
     tokenizer: Any = None,
     return_raw_chat: bool = False,
     return_full_prompt: bool = False,
     return_raw_input_ids: bool = False,
-) -> dict[str, Any]:
+) -> Row:
     """verl's row: `data_source`, `prompt` (messages), `reward_model.ground_truth`, `extra_info`.
 
     Rewards find `ground_truth`, also as `answer`, beside all other columns; and, where asked for, `raw_prompt` (the
     messages), `full_prompts` (the text the chat template makes of them) and `raw_prompt_ids` (the token ids of the
     messages' contents, without the template).
     """
-    _, reward_model = columns.first(row, ("reward_model",), "verl")
-    _, prompt = columns.first(row, ("prompt",), "verl")
+    _, reward_model = first_column(row, ("reward_model",), "verl")
+    _, prompt = first_column(row, ("prompt",), "verl")
     if not isinstance(reward_model, Mapping) or "ground_truth" not in reward_model:
         raise ConfigError("column 'reward_model' of the format verl is a dictionary with ground_truth")
     truth = reward_model["ground_truth"]
@@ -70,22 +72,22 @@ def verl(
     return made
 
 
-def harmony(row: Row, field: str = "thread") -> dict[str, Any]:
+def harmony(row: Mapping[str, Any], field: str = "thread") -> Row:
     """Harmony's threads: `thread` holds the turns; or `preferred` and `dispreferred` do, one thread each.
 
     A turn is (role, text) or a dictionary with role and content; a thread is a list of turns, or a dictionary with
     `turns` and perhaps `metadata`, whose entries become columns. An answer alone (text) may stand for a thread.
     """
     if row.get("preferred") is not None or row.get("dispreferred") is not None:
-        wanted = {name: columns.first(row, (name,), "harmony")[1] for name in ("preferred", "dispreferred")}
-        chosen, rejected = (one if isinstance(one, str) else thread_messages(one) for one in wanted.values())
+        threads = [first_column(row, (name,), "harmony")[1] for name in ("preferred", "dispreferred")]
+        chosen, rejected = (thread if isinstance(thread, str) else thread_messages(thread) for thread in threads)
         return {"chosen": chosen, "rejected": rejected, **({"prompt": row["prompt"]} if row.get("prompt") else {})}
-    _, thread = columns.first(row, (field,), "harmony")
+    _, thread = first_column(row, (field,), "harmony")
     metadata = thread.get("metadata") if isinstance(thread, Mapping) else None
     return {"messages": thread_messages(thread), **(metadata or {})}
 
 
-def thread_messages(thread: Any) -> list[dict[str, Any]]:
+def thread_messages(thread: Any) -> list[Row]:
     """The turns of a thread as messages; raises ConfigError for what is no thread."""
     turns = thread["turns"] if isinstance(thread, Mapping) and "turns" in thread else getattr(thread, "turns", thread)
     if isinstance(turns, str | Mapping) or not isinstance(turns, Sequence) or not turns:
@@ -93,7 +95,7 @@ def thread_messages(thread: Any) -> list[dict[str, Any]]:
     return [turn_message(turn) for turn in turns]
 
 
-def turn_message(turn: Any) -> dict[str, Any]:
+def turn_message(turn: Any) -> Row:
     """One turn as a message."""
     if isinstance(turn, Mapping) and {"role", "content"} <= set(turn):
         return dict(turn)
@@ -102,11 +104,11 @@ def turn_message(turn: Any) -> dict[str, Any]:
     raise ConfigError(f"a turn is (role, text), or a dictionary with role and content; not {turn!r:.80}")
 
 
-def sharegpt(row: Row, field: str = "conversations") -> dict[str, Any]:
+def sharegpt(row: Mapping[str, Any], field: str = "conversations") -> Row:
     """ShareGPT's `conversations`, lists of {from, value}, as messages; human is the user and gpt the assistant."""
-    _, given = columns.first(row, (field,), "sharegpt")
+    _, turns = first_column(row, (field,), "sharegpt")
     messages = []
-    for turn in given if isinstance(given, list) else [given]:
+    for turn in turns if isinstance(turns, list) else [turns]:
         if not isinstance(turn, Mapping):
             raise ConfigError(
                 f"column {field!r} holds {turn!r:.80}, but the format sharegpt takes from and value there"
@@ -114,65 +116,118 @@ def sharegpt(row: Row, field: str = "conversations") -> dict[str, Any]:
         role, content = turn.get("from", turn.get("role")), turn.get("value", turn.get("content"))
         others = {k: v for k, v in turn.items() if k not in ("from", "value", "role", "content")}
         messages.append({"role": SHAREGPT_ROLES.get(str(role), role), "content": content, **others})
-    columns.check_messages(messages, field, "sharegpt")
+    check_messages(messages, field, "sharegpt")
     return {"messages": messages}
 
 
-def stepwise(row: Row, separator: str = "\n") -> dict[str, Any]:
+def stepwise(row: Mapping[str, Any], separator: str = "\n") -> Row:
     """TRL's stepwise rows (`completions` and `labels` of the steps): the steps joined, desirable when all are right."""
-    _, steps = columns.first(row, ("completions",), "stepwise")
-    _, labels = columns.first(row, ("labels",), "stepwise")
+    _, steps = first_column(row, ("completions",), "stepwise")
+    _, labels = first_column(row, ("labels",), "stepwise")
     if not isinstance(steps, list) or not isinstance(labels, list) or len(steps) != len(labels) or not steps:
         raise ConfigError("the format stepwise takes as many labels as completions, at least one, in lists")
-    prompt = columns.first(row, ("prompt",), "stepwise")[1]
+    prompt = first_column(row, ("prompt",), "stepwise")[1]
     return {"prompt": prompt, "completion": separator.join(steps), "label": all(labels)}
 
 
-def _prompt_only(row: Row) -> Mapping[str, Any]:
-    given = {name for name, value in row.items() if value is not None}
-    if "prompt" in given:
+def _prompt_only(row: Mapping[str, Any]) -> Mapping[str, Any]:
+    present = {name for name, value in row.items() if value is not None}
+    if "prompt" in present:
         return row
-    if "messages" in given and is_conversational(row["messages"]):
+    if "messages" in present and is_conversational(row["messages"]):
         messages, end = row["messages"], len(row["messages"])
         while end and messages[end - 1]["role"] == "assistant":
             end -= 1
         made: dict[str, Any] = {"prompt": list(messages[:end])}
         return {**row, **made, **({"completion": list(messages[end:])} if messages[end:] else {})}
-    if {"chosen", "rejected"} <= given:
+    if {"chosen", "rejected"} <= present:
         prompt, chosen, rejected = split_pair(row)
         return {**row, "prompt": prompt, "chosen": chosen, "rejected": rejected}
     return row
 
 
-def as_rows(items: Sequence[Any]) -> list[dict[str, Any]]:
+def as_rows(items: Sequence[Any]) -> list[Row]:
     """In-memory data as rows: dictionaries stay, a thread becomes `messages`, a tuple of two threads or texts a pair.
 
     Raises ConfigError for anything else.
     """
-    return [_as_row(index, item) for index, item in enumerate(items)]
-
-
-def _as_row(index: int, item: Any) -> dict[str, Any]:
-    if isinstance(item, Mapping) and "turns" not in item:
-        return dict(item)
-    try:
-        if isinstance(item, Mapping) or hasattr(item, "turns"):
-            metadata = item.get("metadata") if isinstance(item, Mapping) else getattr(item, "metadata", None)
-            return {"messages": thread_messages(item), **(metadata or {})}
-        if isinstance(item, tuple | list) and len(item) == 2 and not _is_turn(item[0]):
-            chosen, rejected = (one if isinstance(one, str) else thread_messages(one) for one in item)
-            return {"chosen": chosen, "rejected": rejected}
-        if isinstance(item, tuple | list):
-            return {"messages": thread_messages(item)}
-    except ConfigError as error:
-        raise ConfigError(f"item {index} of the list: {error}") from error
-    raise ConfigError(
-        "data given as a Python object is a list of dictionaries, one for each row, or of threads (lists of turns), or "
-        f"of tuples (preferred, dispreferred); item {index} is {json.dumps(item, default=str)[:80]}"
-    )
+    rows: list[Row] = []
+    for index, item in enumerate(items):
+        if not isinstance(item, Mapping | tuple | list) and not hasattr(item, "turns"):
+            raise ConfigError(
+                "data given as a Python object is a list of dictionaries, one for each row, or of threads (lists of "
+                f"turns), or of tuples (preferred, dispreferred); item {index} is {json.dumps(item, default=str)[:80]}"
+            )
+        try:
+            if isinstance(item, Mapping) and "turns" not in item:
+                rows.append(dict(item))
+            # A turn is a tuple of two as well: what it begins with tells a thread of two turns from a pair.
+            elif isinstance(item, tuple | list) and len(item) == 2 and not _is_turn(item[0]):
+                chosen, rejected = (side if isinstance(side, str) else thread_messages(side) for side in item)
+                rows.append({"chosen": chosen, "rejected": rejected})
+            else:
+                metadata = item.get("metadata") if isinstance(item, Mapping) else getattr(item, "metadata", None)
+                rows.append({"messages": thread_messages(item), **(metadata or {})})
+        except ConfigError as error:
+            raise ConfigError(f"item {index} of the list: {error}") from error
+    return rows
 
 
 def _is_turn(item: Any) -> bool:
     if isinstance(item, Mapping):
         return "role" in item
-    return isinstance(item, tuple | list) and len(item) == 2 and all(isinstance(part, str) for part in item)
+    return isinstance(item, tuple | list) and len(item) == 2 and all(isinstance(text, str) for text in item)
+
+
+def first_column(row: Mapping[str, Any], names: Sequence[str], format_name: str) -> tuple[str, Any]:
+    """(name, value) of the first of the columns `names` that the row has and that is not None.
+
+    Raises ConfigError, listing the row's columns, when it has none of them.
+    """
+    for name in names:
+        if row.get(name) is not None:
+            return name, row[name]
+    columns = [name if value is not None else f"{name} (none)" for name, value in row.items()]
+    raise ConfigError(
+        f"the format {format_name} looks for {' or '.join(map(repr, names))}; the row has "
+        f"{', '.join(columns) or 'nothing'}; name another format with data.format, or rename a column"
+    )
+
+
+def text_column(row: Mapping[str, Any], names: Sequence[str], format_name: str) -> str:
+    """The text of the first of the columns `names` that the row has; raises ConfigError for anything else."""
+    name, value = first_column(row, names, format_name)
+    if not isinstance(value, str):
+        raise ConfigError(
+            f"column {name!r} is {type(value).__name__}, but the format {format_name} takes text there"
+            + ("; formats ending in argilla_chat or ultra take messages" if isinstance(value, list) else "")
+        )
+    return value
+
+
+def messages_column(
+    row: Mapping[str, Any], names: Sequence[str], format_name: str, count: int | None = None
+) -> list[Any]:
+    """The messages, with role and content, of the first of the columns `names` that the row has.
+
+    Raises ConfigError for anything else, and for another number of messages than `count`.
+    """
+    name, value = first_column(row, names, format_name)
+    check_messages(value, name, format_name)
+    if count is not None and len(value) != count:
+        raise ConfigError(
+            f"column {name!r} has {len(value)} messages, but the format {format_name} reads exactly {count}; "
+            "chat_template.argilla_chat reads longer conversations"
+        )
+    return list(value)
+
+
+def check_messages(value: Any, name: str, format_name: str) -> None:
+    """Raises ConfigError unless `value` is a non-empty list of messages with role and content."""
+    good = isinstance(value, list | tuple) and value and all(isinstance(x, Mapping) and "content" in x for x in value)
+    if not good:
+        shape = f"a list of {type(value[0]).__name__}" if isinstance(value, list) and value else type(value).__name__
+        raise ConfigError(
+            f"column {name!r} is {shape if value else 'empty'}, but the format {format_name} takes a list of messages "
+            "with role and content there"
+        )

@@ -9,8 +9,8 @@ import numpy as np
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.config.resolve import closest
 from jaxrl_llm.data import sources
-from jaxrl_llm.data.chat import is_conversational
-from jaxrl_llm.data.formats import find
+from jaxrl_llm.data.formats.lookup import find
+from jaxrl_llm.data.templates import is_conversational
 from jaxrl_llm.distributed.processes import all_or_none, gather
 from jaxrl_llm.models import hf
 from jaxrl_llm.rewards.runner import Rewards

@@ -1,4 +1,4 @@
-"""First-fit packing: several short rows share one, told apart by their segment ids."""
+"""First-fit packing of documents: several short rows share one, told apart by their segment ids."""
 
 from collections.abc import Sequence
 
@@ -6,19 +6,20 @@ import numpy as np
 
 from jaxrl_llm.config.resolve import ConfigError
 
-Row = tuple[Sequence[int], Sequence[float]]
+MaskedIds = tuple[Sequence[int], Sequence[float]]  # token ids and loss mask of a document
 
 
 def first_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    """Groups of row indices: each row, in order, goes to the first group with room for it.
+    """Groups of row indices: each row, in order, goes to the first group that has space for it.
 
-    Every index appears once and a group's lengths sum to at most `capacity`. O(n log n), by a tournament tree over the
-    free space of the groups. Raises ConfigError for a row longer than `capacity`.
+    Every index appears once and a group's lengths sum to at most `capacity` tokens. O(n log n), by a tournament tree
+    over the free space of the groups. Raises ConfigError for a row longer than `capacity`.
     """
     width = 1
     while width < len(lengths):
         width *= 2
-    room = [capacity] * (2 * width)
+    # A node holds the largest free space below it; the leaves, from `width` on, are the groups, unopened ones included.
+    free = [capacity] * (2 * width)
     groups: list[list[int]] = []
     for row, length in enumerate(lengths):
         if length > capacity:
@@ -27,23 +28,24 @@ def first_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
             )
         node = 1
         while node < width:
-            node = 2 * node if room[2 * node] >= length else 2 * node + 1
+            node = 2 * node if free[2 * node] >= length else 2 * node + 1
         if node - width == len(groups):
             groups.append([])
         groups[node - width].append(row)
-        room[node] -= length
+        free[node] -= length
         while node > 1:
             node //= 2
-            room[node] = max(room[2 * node], room[2 * node + 1])
+            free[node] = max(free[2 * node], free[2 * node + 1])
     return groups
 
 
-def pad_groups(groups: Sequence[Sequence[Row]], length: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """(tokens, segments, positions: int32; mask: float32), each [n, length]: one packed row for each group of rows.
+def pad_groups(
+    groups: Sequence[Sequence[MaskedIds]], length: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """(tokens, segments, positions: int32; mask: float32), each [N, length]: one packed row for each group of rows.
 
-    A row is (token ids, loss mask). Inside a packed row the segments count 1, 2, ..., the positions restart at 0 in
-    each segment, and padding at the end has segment 0. The mask of a segment's first token is 0, because the token
-    before it belongs to another row.
+    Inside a packed row the segments count 1, 2, ..., the positions restart at 0 in each segment, and padding at the end
+    has segment 0. The mask of a segment's first token is 0, because the token before it belongs to another row.
 
     Raises ConfigError: a group longer than `length`.
     """
@@ -65,9 +67,3 @@ def pad_groups(groups: Sequence[Sequence[Row]], length: int) -> tuple[np.ndarray
             mask[index, start : start + 1] = 0.0
             start = stop
     return tokens, segments, positions, mask
-
-
-def pack_rows(rows: Sequence[Row], length: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """(tokens, segments, positions, mask), each [n, length]: `rows` packed first-fit into as few rows as that finds."""
-    groups = first_fit([len(ids) for ids, _ in rows], length)
-    return pad_groups([[rows[row] for row in group] for group in groups], length)

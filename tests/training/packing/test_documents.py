@@ -5,20 +5,25 @@ import numpy as np
 import pytest
 
 from jaxrl_llm.config.resolve import ConfigError
-from jaxrl_llm.training.packing.documents import first_fit, pack_rows, pad_groups
+from jaxrl_llm.training.packing.documents import first_fit, pad_groups
 
 
 def naive_first_fit(lengths, capacity):
-    groups, room = [], []
+    groups, free = [], []
     for row, length in enumerate(lengths):
-        place = next((index for index, free in enumerate(room) if free >= length), None)
-        if place is None:
-            place = len(groups)
+        group = next((index for index, tokens in enumerate(free) if tokens >= length), None)
+        if group is None:
+            group = len(groups)
             groups.append([])
-            room.append(capacity)
-        groups[place].append(row)
-        room[place] -= length
+            free.append(capacity)
+        groups[group].append(row)
+        free[group] -= length
     return groups
+
+
+def packed(rows, length):
+    groups = first_fit([len(ids) for ids, _ in rows], length)
+    return pad_groups([[rows[row] for row in group] for group in groups], length)
 
 
 def test_first_fit_by_hand():
@@ -45,7 +50,7 @@ def test_first_fit_of_many_rows_is_quick():
 
 def test_packed_arrays_by_hand():
     rows = [([11, 12, 13], [0, 1, 1]), ([21, 22, 23, 24], [0, 0, 1, 1]), ([31, 32], [0, 1])]
-    tokens, segments, positions, mask = pack_rows(rows, 5)
+    tokens, segments, positions, mask = packed(rows, 5)
     assert tokens.tolist() == [[11, 12, 13, 31, 32], [21, 22, 23, 24, 0]]
     assert segments.tolist() == [[1, 1, 1, 2, 2], [1, 1, 1, 1, 0]]
     assert positions.tolist() == [[0, 1, 2, 0, 1], [0, 1, 2, 3, 0]]
@@ -53,16 +58,16 @@ def test_packed_arrays_by_hand():
     assert (tokens.dtype, positions.dtype, mask.dtype) == (np.int32, np.int32, np.float32)
 
 
-def test_the_first_token_of_a_segment_is_never_learned():
+def test_first_tokens_of_segments():
     _, _, _, mask = pad_groups([[([1, 2], [1, 1]), ([3], [1]), ([4, 5], [1, 1])]], 6)
     assert mask.tolist() == [[0, 1, 0, 0, 1, 0]]
 
 
-def test_every_row_comes_back_whole():
+def test_every_row_can_be_read_back():
     draw = random.Random(1)
     rows = [([draw.randint(1, 99) for _ in range(draw.randint(1, 12))], None) for _ in range(60)]
     rows = [(ids, [0] + [draw.randint(0, 1) for _ in ids[1:]]) for ids, _ in rows]
-    tokens, segments, positions, mask = pack_rows(rows, 16)
+    tokens, segments, positions, mask = packed(rows, 16)
     back = []
     for row in range(len(tokens)):
         for segment in range(1, segments[row].max() + 1):

@@ -3,7 +3,7 @@ import re
 import pytest
 
 from jaxrl_llm.config.resolve import ConfigError
-from jaxrl_llm.data.chat import decode_completion, is_conversational, render_prompt
+from jaxrl_llm.data.templates import decode_completion, is_conversational, render_prompt
 
 USER = [{"role": "user", "content": "hi"}]
 
@@ -22,11 +22,11 @@ def test_is_conversational():
     assert not is_conversational({"role": "user", "content": "hi"})
 
 
-def test_plain_prompt_of_a_tokenizer_without_bos(tokenizer):
+def test_plain_prompt_without_bos(tokenizer):
     assert render_prompt(tokenizer, "ab") == [97, 98]
 
 
-def test_plain_prompt_gets_one_bos_and_no_eos(special_tokenizer):
+def test_plain_prompt_has_one_bos_and_no_eos(special_tokenizer):
     assert special_tokenizer("ab")["input_ids"] == [261, 97, 98, 257]
     assert render_prompt(special_tokenizer, "ab") == [261, 97, 98]
     assert render_prompt(special_tokenizer, "<|begin|>ab") == [261, 97, 98]
@@ -34,14 +34,14 @@ def test_plain_prompt_gets_one_bos_and_no_eos(special_tokenizer):
     assert render_prompt(special_tokenizer, "<|begin|>ab<|end|>") == [261, 97, 98, 257]
 
 
-def test_chat_prompt_equals_the_template_with_generation_prompt(tokenizer):
+def test_chat_prompt_equals_the_template(tokenizer):
     ids = render_prompt(tokenizer, USER)
     assert ids == [259, *b"hi", 257, 260]
     assert ids == tokenizer.apply_chat_template(USER, add_generation_prompt=True, return_dict=True)["input_ids"]
     assert all(isinstance(token, int) for token in ids)
 
 
-def test_chat_prompt_has_one_bos_when_the_template_writes_it(special_tokenizer):
+def test_chat_prompt_has_one_bos(special_tokenizer):
     special_tokenizer.chat_template = "{{- bos_token -}}" + special_tokenizer.chat_template
     assert render_prompt(special_tokenizer, USER) == [261, 259, *b"hi", 257, 260]
 
@@ -53,7 +53,7 @@ def test_last_assistant_message_is_continued(tokenizer, chatml_tokenizer):
     assert rendered == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\nwell"
 
 
-def test_template_options_and_tools_reach_the_template(tokenizer, tokenizer_folder):
+def test_options_and_tools_reach_the_template(tokenizer, tokenizer_folder):
     template = "{{- (tools or []) | length -}}{{- mode | default('none') -}}{{- messages[0].content -}}"
     tokenizer = type(tokenizer).from_pretrained(tokenizer_folder, chat_template=template)
     tool = {"type": "function", "function": {"name": "f", "description": "", "parameters": {}}}
@@ -61,7 +61,7 @@ def test_template_options_and_tools_reach_the_template(tokenizer, tokenizer_fold
     assert text(tokenizer, render_prompt(tokenizer, USER, tools=[tool], template_kwargs={"mode": "deep"})) == "1deephi"
 
 
-def test_keys_that_arrow_filled_with_none_do_not_reach_the_template(tokenizer, tokenizer_folder):
+def test_keys_of_none_are_left_out(tokenizer, tokenizer_folder):
     template = "{{- messages[0].content -}}{%- if messages[0].name is defined -%}named{%- endif -%}"
     tokenizer = type(tokenizer).from_pretrained(tokenizer_folder, chat_template=template)
     assert text(tokenizer, render_prompt(tokenizer, [{**USER[0], "name": None}])) == "hi"
@@ -81,7 +81,7 @@ def test_errors(tokenizer, tokenizer_folder):
         render_prompt(strict, USER)
 
 
-def test_decode_completion_drops_special_tokens_only(tokenizer):
+def test_decoding_drops_special_tokens_only(tokenizer):
     ids = [*b" don 't  stop .", 257, 256]
     assert decode_completion(tokenizer, ids, False) == " don 't  stop ."
     assert decode_completion(tokenizer, ids, True) == [{"role": "assistant", "content": " don 't  stop ."}]

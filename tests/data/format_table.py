@@ -1,8 +1,23 @@
-"""One row for every known format: what the table of docs/data.md shows and the tests render."""
+"""The table of all formats in docs/data.md: a row for every format, and the columns that it becomes.
 
-from typing import Any
+`python tests/data/format_table.py` writes the table anew. Formats that write with a chat template use that of the
+embedded model: `<|role|>content<|end|>`.
+"""
 
-Row = dict[str, Any]
+import json
+import tempfile
+from pathlib import Path
+
+from transformers import AutoTokenizer
+
+from jaxrl_llm.data import Row
+from jaxrl_llm.data.formats.lookup import find
+from jaxrl_llm.data.formats.native import CONTENT
+from jaxrl_llm.data.tokenizers import build_byte_tokenizer
+
+PAGE = Path(__file__).parents[2] / "docs" / "data.md"
+MARKS = ("<!-- formats -->\n", "<!-- end of formats -->")
+COLUMNS = (*CONTENT, "label", "margin", "ground_truth", "answer")
 
 
 def _user(text: str) -> Row:
@@ -89,3 +104,29 @@ SAMPLES: list[tuple[str, str, Row]] = [
         {"prompt": "2+2?", "completion": "4", "good": True},
     ),
 ]
+
+
+def table() -> str:
+    """The table as Markdown: the kind of data, the format as written, a row, and the columns it becomes."""
+    with tempfile.TemporaryDirectory() as folder:
+        tokenizer = AutoTokenizer.from_pretrained(build_byte_tokenizer(folder))
+    lines = ["| for | format | a row | becomes |", "|---|---|---|---|"]
+    for kind, spec, row in SAMPLES:
+        example = find(spec, kind, tokenizer)(row)
+        columns = {name: example[name] for name in COLUMNS if name in example}
+        becomes = "<br>".join(f"{name}: {_code(_json(value))}" for name, value in columns.items())
+        lines.append(f"| {kind} | {_code(spec)} | {_code(_json(row))} | {becomes} |")
+    return "\n".join(lines) + "\n"
+
+
+def _json(value: object) -> str:
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _code(text: str) -> str:
+    return "`" + text.replace("|", "\\|") + "`"
+
+
+if __name__ == "__main__":
+    before, _, rest = PAGE.read_text(encoding="utf-8").partition(MARKS[0])
+    PAGE.write_text(before + MARKS[0] + table() + MARKS[1] + rest.partition(MARKS[1])[2], encoding="utf-8")

@@ -1,7 +1,7 @@
-"""Chat rendering: a prompt, plain or conversational, to token ids, and sampled ids back to text or messages.
+"""Chat templates: a prompt, plain or conversational, to token ids, and sampled ids back to text or messages.
 
 A tokenizer here is any Hugging Face tokenizer. A chat template writes its own special tokens, so rendered chat text is
-always tokenised without adding more; plain text gets the special tokens the tokenizer puts before a text.
+always tokenised without adding more; plain text gets the special tokens that the tokenizer puts before a text.
 """
 
 import json
@@ -27,7 +27,7 @@ def render_prompt(
     tools: list[Any] | None = None,
     template_kwargs: Mapping[str, Any] | None = None,
 ) -> list[int]:
-    """The token ids a completion of `prompt` starts from.
+    """The token ids that a completion of `prompt` follows.
 
     Plain text: the tokenizer's own ids, with the beginning-of-sequence token it adds (once, also when the text already
     opens with it) and without an end-of-sequence token. Messages: the chat template, followed by the opening of the
@@ -43,8 +43,10 @@ def render_prompt(
 def plain_ids(tokenizer: Any, text: str) -> list[int]:
     """Token ids of a text that opens a row: one beginning-of-sequence token if the tokenizer has it, no end."""
     bos, eos = tokenizer.bos_token, tokenizer.eos_token
+    # Text that a chat template or a format has rendered may bring its own beginning: two would be out of distribution.
     opened = bool(bos) and text.startswith(bos)
     ids = list(tokenizer(text, add_special_tokens=not opened)["input_ids"])
+    # Tokenizers like T5's end every text, but a prompt goes on.
     if eos and ids and ids[-1] == tokenizer.eos_token_id and not text.endswith(eos):
         ids.pop()
     return ids
@@ -71,7 +73,7 @@ def render_chat(
     """
     if not is_conversational(messages):
         raise ConfigError(
-            f"a prompt is text or a list of messages with role and content, not {_shorten(messages)}; "
+            f"a prompt is text or a list of messages with role and content, not {messages!r:.200}; "
             "fix the column or name another with data.prompt_key"
         )
     if not getattr(tokenizer, "chat_template", None):
@@ -80,9 +82,11 @@ def render_chat(
             "use an instruction-tuned model, give its tokenizer a chat_template, or use plain-text prompts"
         )
     continued = add_generation_prompt and messages[-1]["role"] == "assistant"
+    # Arrow storage gives every message the keys of all others, set to None, and templates test for the key alone.
+    present = [{k: v for k, v in message.items() if v is not None or k == "content"} for message in messages]
     try:
         return tokenizer.apply_chat_template(
-            [_without_empty_keys(message) for message in messages],
+            present,
             tools=tools,
             tokenize=False,
             add_generation_prompt=add_generation_prompt and not continued,
@@ -90,7 +94,7 @@ def render_chat(
             **(template_kwargs or {}),
         )
     except Exception as error:
-        raise ConfigError(f"the chat template refused the messages {_shorten(messages)}: {error}") from error
+        raise ConfigError(f"the chat template refused the messages {messages!r:.200}: {error}") from error
 
 
 def template_options(row: Mapping[str, Any], template_kwargs: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -104,21 +108,11 @@ def template_options(row: Mapping[str, Any], template_kwargs: Mapping[str, Any] 
             tools = json.loads(tools)
         except json.JSONDecodeError as error:
             raise ConfigError(f"the tools column is not JSON: {error}") from error
-    own = {key: value for key, value in (row.get("chat_template_kwargs") or {}).items() if value is not None}
-    return {"tools": tools or None, "template_kwargs": {**(template_kwargs or {}), **own}}
+    row_kwargs = {key: value for key, value in (row.get("chat_template_kwargs") or {}).items() if value is not None}
+    return {"tools": tools or None, "template_kwargs": {**(template_kwargs or {}), **row_kwargs}}
 
 
 def decode_completion(tokenizer: Any, ids: Sequence[int], conversational: bool) -> str | list[dict[str, str]]:
     """The text of sampled token ids without special tokens; as one assistant message when `conversational`."""
     text = tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
     return [{"role": "assistant", "content": text}] if conversational else text
-
-
-def _without_empty_keys(message: Message) -> dict[str, Any]:
-    """Arrow storage gives every message the keys of all others, set to None; templates take a present key seriously."""
-    return {key: value for key, value in message.items() if value is not None or key == "content"}
-
-
-def _shorten(value: Any, limit: int = 200) -> str:
-    text = repr(value)
-    return text if len(text) <= limit else text[: limit - 3] + "..."
