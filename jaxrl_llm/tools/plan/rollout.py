@@ -12,9 +12,9 @@ from jaxrl_llm.distributed.sharding import rollout_mesh, row_shards, shardings
 from jaxrl_llm.models.cast import in_precision
 from jaxrl_llm.rollout import engine as engines
 from jaxrl_llm.rollout.engine import Engine
-from jaxrl_llm.rollout.scheduler import Schedule
+from jaxrl_llm.rollout.scheduler import Scheduler
 from jaxrl_llm.tools.plan.shapes import placed, rows_shape
-from jaxrl_llm.training.specs import check_correction, stored_types, training_sampling
+from jaxrl_llm.training.specs import check_correction, rollout_spec
 
 
 class Rollout(NamedTuple):
@@ -37,9 +37,7 @@ class ScannedEngine(Engine):
 
 def make_engine(config, net, scanned: bool) -> Engine:
     """The engine of the configuration; no token ends a row. Raises ConfigError as training would."""
-    c, kind = config.rollout, ScannedEngine if scanned else Engine
-    engine = kind(net, training_sampling(config), c.group_size, c.max_completion_length, (0,), c.chunk, c.slots,
-                  drafts=c.speculative_tokens, **stored_types(config))  # fmt: skip
+    engine = (ScannedEngine if scanned else Engine).of(rollout_spec(config), net, (0,))
     check_correction(config, engine)
     return engine
 
@@ -52,9 +50,9 @@ def compile_rollout(config, engine: Engine, params, mesh: Mesh, prompt_width: in
     """
     own, decoder = rollout_mesh(mesh, config.rollout.mesh), engine.decoder
     if own == mesh:
-        sampled = add("rollout: cast", engines._decoding_params, (params, decoder), held=())
+        sampled = add("rollout: cast", engines.decoding_params, (params, decoder), held=())
     else:
-        cast = functools.partial(engines._decoding_params, decoder=decoder)
+        cast = functools.partial(engines.decoding_params, decoder=decoder)
         places = shardings(jax.eval_shape(cast, params), own)
         sampled = add("rollout: cast", jax.jit(cast, out_shardings=places), (params,), held=())
     with jax.set_mesh(own):
@@ -66,18 +64,18 @@ def _sampling(config, engine: Engine, sampled, mesh: Mesh, prompt_width: int, ad
     k, shards, longest = config.rollout.group_size, row_shards(mesh), config.rollout.max_completion_length
     prompts = -(-config.batch.prompts // shards) * shards
     ints = rows_shape(mesh, (prompts, prompt_width), jnp.int32)
-    keys = jax.eval_shape(lambda: engines._row_keys(jax.random.key(0), jnp.uint32(0), prompts * k))
+    keys = jax.eval_shape(lambda: engines.row_keys(jax.random.key(0), jnp.uint32(0), prompts * k))
     keys = jax.ShapeDtypeStruct(keys.shape, keys.dtype, sharding=NamedSharding(mesh, PartitionSpec()))
-    bank, rows = add("rollout: prefill", engines._prefill, (engine, sampled, ints, ints, keys), held=())
+    bank, rows = add("rollout: prefill", engines.prefill, (engine, sampled, ints, ints, keys), held=())
     local = prompts // shards
-    schedule = Schedule(local, k, shards, min(engine.slots // shards or local * k, local * k))
-    seat = (engine, bank, rows, keys, None, schedule.grid, None, longest)
-    places, slots = add("rollout: seat", engines._seat, seat, held=(sampled,))
-    everyone = schedule.grid.slots == prompts * k
+    scheduler = Scheduler(local, k, shards, min(engine.slots // shards or local * k, local * k))
+    seat = (engine, bank, rows, keys, None, scheduler.grid, None, longest)
+    places, slots = add("rollout: seat", engines.assign, seat, held=(sampled,))
+    everyone = scheduler.grid.slots == prompts * k
     waiting = None if everyone else bank.cache
     steps = jax.ShapeDtypeStruct((), jnp.int32)
-    add("rollout: decode", engines._decode_chunk, (engine, sampled, places, slots, steps), held=(waiting,))
-    return Rollout(sampled, places.cache, slots.cache, waiting, prompts * k / schedule.grid.slots)
+    add("rollout: decode", engines.decode_chunk, (engine, sampled, places, slots, steps), held=(waiting,))
+    return Rollout(sampled, places.cache, slots.cache, waiting, prompts * k / scheduler.grid.slots)
 
 
 def results(function, arguments, compiled) -> Any:
