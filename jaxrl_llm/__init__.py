@@ -20,13 +20,13 @@ if TYPE_CHECKING:
     from jaxrl_llm.commands.generate import generate as generate
     from jaxrl_llm.config import ConfigError as ConfigError
     from jaxrl_llm.config import default as default_config
+    from jaxrl_llm.config.version import __version__ as __version__
     from jaxrl_llm.models.model import Model as Model
     from jaxrl_llm.models.model import load_model as load_model
     from jaxrl_llm.models.model import save_adapter as save_adapter
     from jaxrl_llm.models.model import save_hf as save_hf
     from jaxrl_llm.train import train as train
 
-__version__ = "0.1.0"
 __all__ = (
     "ConfigError",
     "Model",
@@ -45,6 +45,7 @@ __all__ = (
 # The module of each name, and its name there.
 _ORIGIN = {
     "ConfigError": ("config", "ConfigError"),
+    "__version__": ("config.version", "__version__"),
     "Model": ("models.model", "Model"),
     "compare": ("commands.compare", "compare"),
     "default_config": ("config", "default"),

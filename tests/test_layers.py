@@ -25,7 +25,7 @@ LAYERS = {
     "commands": 6,
     "train": 6,
     "__main__": 6,
-    PACKAGE: 5,  # its version; what it exports is imported lazily
+    PACKAGE: 6,  # what it exports is imported lazily
 }
 # The oracles of the tests; the package never needs them.
 FORBIDDEN = {"torch", "trl", "peft", "accelerate", "vllm", "pytest"}
@@ -82,7 +82,7 @@ def import_fault(importer: str, imported: str) -> str | None:
     if here == "config":
         return "the ground floor knows no configuration" if above == "algorithms" else None
     if above == "config":
-        return None if here in (PACKAGE, "algorithms") else "the configuration imports its own floor alone"
+        return None if here == "algorithms" else "the configuration imports its own floor alone"
     upper, lower = LAYERS[above], LAYERS[here]
     if upper == 3 and not (above == here or lower == 0):
         return f"{above} (layer 3) imports layer 0 only"
@@ -187,7 +187,8 @@ def test_alignment_and_layout_rules():
         ("rewards.runner", "from jaxrl_llm.models import hf"),
         ("training.update", "from jaxrl_llm import train"),
         ("training.update", "from jaxrl_llm import __version__"),
-        ("config", "from jaxrl_llm.algorithms import kl"),
+        ("config", "from jaxrl_llm.models import hf"),
+        ("config", "from jaxrl_llm import train"),
         ("models.logprobs", "import torch.nn"),
         ("models.logprobs", "from . import rope"),
     ],

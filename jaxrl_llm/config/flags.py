@@ -20,10 +20,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple, NoReturn
 
-from jaxrl_llm import __version__
 from jaxrl_llm.config import ConfigDict, assign, check_keys, default, validate
 from jaxrl_llm.config.resolve import ConfigError, closest, exit_code, import_file, path_and_line
 from jaxrl_llm.config.schema import BY_NAME, FORMER, KEYS, SECTIONS, Setting, unknown_key
+from jaxrl_llm.config.version import __version__
 
 CONFIG_FILE = Setting(
     "config",

@@ -8,10 +8,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from jaxrl_llm import __version__
 from jaxrl_llm.config import ConfigError, default, flat
 from jaxrl_llm.config.resolve import split_options
 from jaxrl_llm.config.schema import KEYS, OFFLINE
+from jaxrl_llm.config.version import __version__
 from jaxrl_llm.models import peft
 from jaxrl_llm.tools.cards.clean import in_words, shareable
 from jaxrl_llm.tools.cards.curves import curves_svg

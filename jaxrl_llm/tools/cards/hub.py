@@ -12,8 +12,8 @@ from typing import Any
 
 import jax
 
-from jaxrl_llm import __version__
 from jaxrl_llm.config import ConfigDict, ConfigError
+from jaxrl_llm.config.version import __version__
 from jaxrl_llm.distributed.processes import all_or_none
 from jaxrl_llm.models.hf import EXPORTED
 
