@@ -19,7 +19,7 @@ from jaxrl_llm.distributed.sharding import make_mesh
 from jaxrl_llm.models.lora import LoraConfig, split
 from jaxrl_llm.models.transformer import ModelConfig, Net
 from jaxrl_llm.training.objectives.policy_gradient import sft
-from jaxrl_llm.training.setup import make_optimizer
+from jaxrl_llm.training.setup.run import make_optimizer
 from jaxrl_llm.training.update import Frozen, State, make_update
 
 QWEN2_HALF_B = "896,24,14,2,64,4864,151936"

@@ -35,7 +35,7 @@ from jaxrl_llm.models.logprobs import chunked_logps
 from jaxrl_llm.models.transformer import Net
 from jaxrl_llm.rollout import multi_turn
 from jaxrl_llm.rollout.engine import Engine
-from jaxrl_llm.training.setup import Run, build_mesh
+from jaxrl_llm.training.setup.run import Run, build_mesh
 from jaxrl_llm.training.update import whole
 
 TURNS = 3

@@ -28,7 +28,7 @@ from benchmarks.task import Task, dtype
 from jaxrl_llm.config import ConfigDict, default
 from jaxrl_llm.rollout.engine import Engine
 from jaxrl_llm.training.online import OnlineSource
-from jaxrl_llm.training.setup import Run, build, build_mesh
+from jaxrl_llm.training.setup.run import Run, build, build_mesh
 from jaxrl_llm.training.update import whole
 
 SCALES = (1, 2, 4, 8, 16)

@@ -73,7 +73,7 @@ def child(case: str) -> dict[str, float]:
     from jaxrl_llm.models import hf
     from jaxrl_llm.tools.plan.planned import make_plan
     from jaxrl_llm.tools.plan.topology import at_hand_target
-    from jaxrl_llm.training.setup import build
+    from jaxrl_llm.training.setup.run import build
     from jaxrl_llm.training.step import improve
     from jaxrl_llm.training.update import whole
 

@@ -32,12 +32,12 @@ from jaxrl_llm.training.evaluation.run import check_best
 from jaxrl_llm.training.logging.backends import check_installed
 from jaxrl_llm.training.logging.logger import Logger
 from jaxrl_llm.training.logging.step_log import Metrics, Step, StepLog
-from jaxrl_llm.training.run_specs import checkpoint_spec, health_spec, logging_spec
 from jaxrl_llm.training.runtime.callbacks import Callbacks, load_callbacks
 from jaxrl_llm.training.runtime.preemption import Notices, Preempted
 from jaxrl_llm.training.runtime.profiler import Profiler
 from jaxrl_llm.training.runtime.watchdog import Watchdog
-from jaxrl_llm.training.setup import Run, build, build_mesh, finished_models
+from jaxrl_llm.training.setup.records import checkpoint_spec, health_spec, logging_spec
+from jaxrl_llm.training.setup.run import Run, build, build_mesh, finished_models
 from jaxrl_llm.training.step import improve
 from jaxrl_llm.training.update import State, merge_frozen
 

@@ -30,7 +30,7 @@ from jaxrl_llm.distributed.sharding import make_mesh
 from jaxrl_llm.models.model import Model, load_model
 from jaxrl_llm.rollout.engine import Engine
 from jaxrl_llm.rollout.sampling import SamplingParams
-from jaxrl_llm.training.setup import eos_ids
+from jaxrl_llm.training.setup.specs import eos_ids
 
 HELP = "/reset starts a new conversation, /quit or the end of the input leaves"
 SMALLEST = 64  # tokens of the narrowest prompt that a program is compiled for; wider ones double

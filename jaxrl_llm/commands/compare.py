@@ -30,9 +30,9 @@ from jaxrl_llm.rewards.judge import shown
 from jaxrl_llm.rewards.runner import Rewards, load_rewards
 from jaxrl_llm.rewards.signatures import text_of
 from jaxrl_llm.training.evaluation.run import completions_of
-from jaxrl_llm.training.evaluation_setup import build_evaluations
 from jaxrl_llm.training.logging.console import show
-from jaxrl_llm.training.setup import build_mesh, build_model, build_rewards
+from jaxrl_llm.training.setup.evaluation import build_evaluations
+from jaxrl_llm.training.setup.run import build_mesh, build_model, build_rewards
 
 FLAGS = (
     Setting("a", "", "The first model: hub id, local folder (such as RUN/hf) or `embedded:<name>`."),

@@ -12,7 +12,7 @@ from jaxrl_llm.tools.plan.planned import make_plan
 from jaxrl_llm.tools.plan.report import lines, seconds
 from jaxrl_llm.tools.plan.topology import at_hand_target
 from jaxrl_llm.training.online import OnlineSource
-from jaxrl_llm.training.setup import Run, build
+from jaxrl_llm.training.setup.run import Run, build
 from jaxrl_llm.training.step import improve
 from jaxrl_llm.training.update import merge_frozen
 

@@ -25,9 +25,10 @@ from jaxrl_llm.distributed.compilation_cache import keep_compiled
 from jaxrl_llm.environments.factory import load_environments
 from jaxrl_llm.training.evaluation.responses import grade, metrics_of, read_responses, tokenizer_for
 from jaxrl_llm.training.evaluation.run import Evaluations
-from jaxrl_llm.training.evaluation_setup import build_evaluations, eval_metrics
 from jaxrl_llm.training.logging.console import show
-from jaxrl_llm.training.setup import build_mesh, build_model, build_rewards, environment_spec
+from jaxrl_llm.training.setup.evaluation import build_evaluations, eval_metrics
+from jaxrl_llm.training.setup.run import build_mesh, build_model, build_rewards
+from jaxrl_llm.training.setup.specs import environment_spec
 
 FLAGS = (
     Setting("output", "", "JSON file for the numbers, which are also printed."),

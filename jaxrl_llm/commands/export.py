@@ -27,8 +27,8 @@ from jaxrl_llm.models.model import Model, describe, save_adapter, save_hf
 from jaxrl_llm.tools.cards import hub
 from jaxrl_llm.tools.cards.card import write_card
 from jaxrl_llm.training.checkpoint.manager import Checkpoints
-from jaxrl_llm.training.run_specs import checkpoint_spec
-from jaxrl_llm.training.setup import build_model
+from jaxrl_llm.training.setup.records import checkpoint_spec
+from jaxrl_llm.training.setup.run import build_model
 
 FLAGS = (
     Setting("run", "", "Folder of the run: its output_dir."),

@@ -28,7 +28,7 @@ from jaxrl_llm.models.model import Model, load_model
 from jaxrl_llm.rollout.engine import Engine
 from jaxrl_llm.rollout.sampling import SamplingParams
 from jaxrl_llm.training.evaluation.run import full_batches
-from jaxrl_llm.training.setup import WIDTH_MULTIPLE, eos_ids
+from jaxrl_llm.training.setup.specs import WIDTH_MULTIPLE, eos_ids
 
 ROWS_AT_ONCE = 256  # bounds the memory that many prompts take
 

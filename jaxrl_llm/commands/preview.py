@@ -20,8 +20,8 @@ from jaxrl_llm.data.loading import DataSource, DataSpec
 from jaxrl_llm.data.preview import boundary_merges, sections, statistics
 from jaxrl_llm.models import hf
 from jaxrl_llm.training.evaluation.run import named_sets
-from jaxrl_llm.training.evaluation_setup import eval_measure, eval_parts, eval_spec
-from jaxrl_llm.training.specs import data_spec
+from jaxrl_llm.training.setup.evaluation import eval_measure, eval_parts, eval_spec
+from jaxrl_llm.training.setup.specs import data_spec
 
 FLAGS = (
     Setting("rows", 3, "Examples to print.", int, minimum=0),

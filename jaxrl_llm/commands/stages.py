@@ -18,7 +18,7 @@ from jaxrl_llm.distributed import processes
 from jaxrl_llm.distributed.compilation_cache import keep_compiled
 from jaxrl_llm.train import Result, train
 from jaxrl_llm.training.checkpoint.manager import Checkpoints
-from jaxrl_llm.training.run_specs import checkpoint_spec
+from jaxrl_llm.training.setup.records import checkpoint_spec
 
 FLAGS = (
     Setting(

@@ -8,7 +8,7 @@ import jax
 from jaxrl_llm.algorithms.batch import Batch, minibatch_indices
 from jaxrl_llm.algorithms.losses import Metrics
 from jaxrl_llm.distributed.sharding import row_sharding
-from jaxrl_llm.training.setup import Run
+from jaxrl_llm.training.setup.run import Run
 from jaxrl_llm.training.update import State
 
 

@@ -14,7 +14,7 @@ from jaxrl_llm.config.flags import load_flags
 from jaxrl_llm.config.resolve import ConfigError
 from jaxrl_llm.data import cache, loading
 from jaxrl_llm.data.pipeline import Pipeline
-from jaxrl_llm.training.setup import data_spec
+from jaxrl_llm.training.setup.specs import data_spec
 
 ORCA = [{"question": f"q{i}", "chosen": "yes", "rejected": "no"} for i in range(4)]
 ULTRA = [{"prompt": f"p{i}", "chosen": "ja", "rejected": "nein"} for i in range(3)]

@@ -6,7 +6,7 @@ import pytest
 from jaxrl_llm.config import default
 from jaxrl_llm.data import loading
 from jaxrl_llm.data.formats.lookup import find
-from jaxrl_llm.training.setup import data_spec
+from jaxrl_llm.training.setup.specs import data_spec
 
 data_utils = pytest.importorskip("trl.data_utils")
 

@@ -39,9 +39,10 @@ from jaxrl_llm.rollout.resharded import ReshardedEngine
 from jaxrl_llm.rollout.sampling import SamplingParams
 from jaxrl_llm.rollout.scheduler import Scheduler
 from jaxrl_llm.training.logging.stopwatch import Stopwatch
-from jaxrl_llm.training.objective_specs import objective_of
 from jaxrl_llm.training.packing.planner import Sample
-from jaxrl_llm.training.setup import make_optimizer, update_spec
+from jaxrl_llm.training.setup.objectives import objective_of
+from jaxrl_llm.training.setup.run import make_optimizer
+from jaxrl_llm.training.setup.specs import update_spec
 from jaxrl_llm.training.update import init_state, make_update
 from tests.models.test_splash_attention import dense, outputs_and_gradients
 from tests.rollout.test_multi_turn import Echo

@@ -16,7 +16,7 @@ from jaxrl_llm.environments.batch import EpisodeBatch
 from jaxrl_llm.environments.factory import Environments, EnvironmentSpec, load_environments
 from jaxrl_llm.environments.games import SortThenSmallest
 from jaxrl_llm.environments.protocol import EpisodeError, Step
-from jaxrl_llm.training.setup import environment_spec
+from jaxrl_llm.training.setup.specs import environment_spec
 
 END = 257
 # Like Qwen's: tools in the system message, results of tools as they are.

@@ -19,7 +19,7 @@ from jaxrl_llm.rewards.functions import soft_overlong
 from jaxrl_llm.rollout.engine import Engine
 from jaxrl_llm.rollout.sampling import SamplingParams
 from jaxrl_llm.training.reference import start_reference
-from jaxrl_llm.training.specs import algorithm_of, reference_spec
+from jaxrl_llm.training.setup.specs import algorithm_of, reference_spec
 from tests.training.objectives.test_policy_gradient import NET, PARAMS
 
 EOS = 0  # also what fills up rows: nothing may tell padding by its id

@@ -14,7 +14,7 @@ from jaxrl_llm.config.flags import load_config_file
 from jaxrl_llm.rewards.judge import Judge
 from jaxrl_llm.rewards.runner import load_rewards
 from jaxrl_llm.rewards.signatures import RewardError
-from jaxrl_llm.training.setup import build, build_mesh
+from jaxrl_llm.training.setup.run import build, build_mesh
 from tests.rewards.judge_server import JudgeServer, asked
 
 PROMPTS, COMPLETIONS, COLUMNS = ["p", "q", "r"], ["a", "bb", "ccc"], {"answer": [1, 2, 3]}

@@ -22,8 +22,8 @@ from jaxrl_llm.tools.plan.shapes import bytes_on_device, describe
 from jaxrl_llm.tools.plan.topology import slice_shape, target
 from jaxrl_llm.tools.plan.traced import traced_flops
 from jaxrl_llm.training.reference import start_reference
-from jaxrl_llm.training.setup import build_mesh, build_model, make_optimizer
-from jaxrl_llm.training.specs import reference_spec
+from jaxrl_llm.training.setup.run import build_mesh, build_model, make_optimizer
+from jaxrl_llm.training.setup.specs import reference_spec
 from jaxrl_llm.training.update import init_state
 
 SHAPE = {

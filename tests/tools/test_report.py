@@ -19,7 +19,7 @@ from jaxrl_llm.tools.report.runs import ReportedRun, differences, read_runs, sho
 from jaxrl_llm.tools.report.samples import chunks_of, picked_files
 from jaxrl_llm.training.logging.logger import Logger
 from jaxrl_llm.training.logging.records import write_completions
-from jaxrl_llm.training.run_specs import logging_spec
+from jaxrl_llm.training.setup.records import logging_spec
 from tests.tools.headless_browser import Browser, executable
 
 EVIL = "</script><script>window.hacked = 1</script><img src=x onerror='window.hacked = 1'> ü 汉 \u2028 \x00"

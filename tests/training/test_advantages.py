@@ -6,7 +6,7 @@ import pytest
 from jaxrl_llm.config import ConfigError, default, validate
 from jaxrl_llm.rollout.engine import Rollout
 from jaxrl_llm.training.advantages import AdvantageStep, advantage_step
-from jaxrl_llm.training.specs import advantage_spec
+from jaxrl_llm.training.setup.specs import advantage_spec
 
 # Four rows, two groups of two; prompts of 2 tokens, completions of 3, 2, 4 and 1 (row 2 did not end).
 MASK = np.array([[0, 0, 1, 1, 1, 0], [0, 0, 1, 1, 0, 0], [0, 0, 1, 1, 1, 1], [0, 0, 1, 0, 0, 0]], np.float32)

@@ -16,10 +16,10 @@ from jaxrl_llm.distributed.sharding import make_mesh
 from jaxrl_llm.models import lora
 from jaxrl_llm.models.lora import LoraConfig
 from jaxrl_llm.models.transformer import Net
-from jaxrl_llm.training.objective_specs import objective_of
 from jaxrl_llm.training.reference import Reference, start_reference
-from jaxrl_llm.training.setup import make_optimizer, update_spec
-from jaxrl_llm.training.specs import reference_spec
+from jaxrl_llm.training.setup.objectives import objective_of
+from jaxrl_llm.training.setup.run import make_optimizer
+from jaxrl_llm.training.setup.specs import reference_spec, update_spec
 from jaxrl_llm.training.update import Frozen, State, init_state, make_update
 from tests.training.objectives.test_policy_gradient import NET, make_batch
 

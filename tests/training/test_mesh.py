@@ -12,7 +12,7 @@ import jax, math, numpy as np
 from jaxrl_llm.config.flags import load_config_file
 from jaxrl_llm.distributed.sharding import make_mesh
 from jaxrl_llm.training.step import improve
-from jaxrl_llm.training.setup import build
+from jaxrl_llm.training.setup.run import build
 from jaxrl_llm.training.logging.step_log import merge
 from jaxrl_llm.training.update import whole
 

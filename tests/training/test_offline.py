@@ -12,8 +12,8 @@ from jaxrl_llm.distributed.sharding import make_mesh
 from jaxrl_llm.models.model import load_model
 from jaxrl_llm.train import train
 from jaxrl_llm.training import offline
-from jaxrl_llm.training.setup import build
-from jaxrl_llm.training.specs import algorithm_of, data_spec, offline_spec
+from jaxrl_llm.training.setup.run import build
+from jaxrl_llm.training.setup.specs import algorithm_of, data_spec, offline_spec
 
 
 def config_of(name: str, loss: str = "dpo", task: str = "sort_pairs", **algorithm):
@@ -245,7 +245,7 @@ import jax, numpy as np
 from jaxrl_llm.config.flags import load_config_file
 from jaxrl_llm.distributed.sharding import make_mesh
 from jaxrl_llm.training.step import improve
-from jaxrl_llm.training.setup import build
+from jaxrl_llm.training.setup.run import build
 from jaxrl_llm.training.logging.step_log import merge
 
 def step(path, data, fsdp, tensor, microbatch_rows=0):

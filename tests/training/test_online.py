@@ -12,9 +12,10 @@ from jaxrl_llm.algorithms.batch import Batch, Scalars
 from jaxrl_llm.algorithms.losses import Metric
 from jaxrl_llm.config import ConfigError, default
 from jaxrl_llm.distributed.sharding import make_mesh
-from jaxrl_llm.training.objective_specs import objective_of
 from jaxrl_llm.training.objectives.objective import Objective
-from jaxrl_llm.training.setup import make_optimizer, update_spec
+from jaxrl_llm.training.setup.objectives import objective_of
+from jaxrl_llm.training.setup.run import make_optimizer
+from jaxrl_llm.training.setup.specs import update_spec
 from jaxrl_llm.training.update import init_state, make_update
 from tests.training.objectives.test_policy_gradient import COMPLETION, NET, PARAMS, make_batch, naive_logps
 

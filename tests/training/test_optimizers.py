@@ -13,8 +13,8 @@ from jaxrl_llm.config import ConfigError, default, validate
 from jaxrl_llm.config.flags import load_config_file
 from jaxrl_llm.distributed.sharding import parameter_spec
 from jaxrl_llm.training.optimizers import learning_rate_schedule
-from jaxrl_llm.training.setup import make_optimizer
-from jaxrl_llm.training.specs import optimizer_spec
+from jaxrl_llm.training.setup.run import make_optimizer
+from jaxrl_llm.training.setup.specs import optimizer_spec
 
 LAYERS, STEPS = 3, 4
 

@@ -16,8 +16,8 @@ from jaxrl_llm.training.checkpoint.manager import Checkpoints
 from jaxrl_llm.training.online import Rollouts, fill
 from jaxrl_llm.training.reference import Reference, ReferenceSpec, start_reference
 from jaxrl_llm.training.replay import empty_replay, exchange, get_arrays, with_arrays
-from jaxrl_llm.training.setup import build
-from jaxrl_llm.training.specs import controllers_of, reference_spec
+from jaxrl_llm.training.setup.run import build
+from jaxrl_llm.training.setup.specs import controllers_of, reference_spec
 from jaxrl_llm.training.update import State
 
 MESH = make_mesh(devices=jax.devices()[:1])

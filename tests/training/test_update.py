@@ -9,10 +9,10 @@ import pytest
 from jaxrl_llm.config import default
 from jaxrl_llm.distributed.sharding import make_mesh
 from jaxrl_llm.training.microbatch import split_rows
-from jaxrl_llm.training.objective_specs import objective_of
 from jaxrl_llm.training.optimizers import learning_rate_schedule
-from jaxrl_llm.training.setup import make_optimizer, update_spec
-from jaxrl_llm.training.specs import optimizer_spec
+from jaxrl_llm.training.setup.objectives import objective_of
+from jaxrl_llm.training.setup.run import make_optimizer
+from jaxrl_llm.training.setup.specs import optimizer_spec, update_spec
 from jaxrl_llm.training.update import init_state, make_update
 from tests.training.objectives.test_policy_gradient import NET, make_batch
 

@@ -18,8 +18,8 @@ from jaxrl_llm.training.objectives.objective import Objective
 from jaxrl_llm.training.packing import planner
 from jaxrl_llm.training.packing.layout import Sizes, plan
 from jaxrl_llm.training.packing.planner import Packer, Sample, make_packer
-from jaxrl_llm.training.setup import shard_rows
-from jaxrl_llm.training.specs import packing_spec
+from jaxrl_llm.training.setup.run import shard_rows
+from jaxrl_llm.training.setup.specs import packing_spec
 
 Turns = tuple[float, ...]  # of loops whose number the compiler does not know, the outer ones first
 

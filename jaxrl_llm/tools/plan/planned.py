@@ -14,7 +14,7 @@ from jaxrl_llm.tools.plan.rollout import Rollout
 from jaxrl_llm.tools.plan.shapes import Shapes, bytes_on_device, describe
 from jaxrl_llm.tools.plan.topology import Target, target
 from jaxrl_llm.training.packing.planner import Packer
-from jaxrl_llm.training.setup import check_rows
+from jaxrl_llm.training.setup.run import check_rows
 
 HEADROOM = 0.1  # of a device's memory that a plan leaves free: fragments, and what the runtime keeps for itself
 

@@ -18,14 +18,14 @@ from jaxrl_llm.tools.plan.layouts import Laid, Turns, lay_out
 from jaxrl_llm.tools.plan.rollout import Rollout, compile_rollout, make_engine, results
 from jaxrl_llm.tools.plan.shapes import Shapes, bytes_on_device, rows_shape, update_batch
 from jaxrl_llm.tools.plan.traced import traced_flops
-from jaxrl_llm.training.objective_specs import critic_spec, objective_of
 from jaxrl_llm.training.objectives.objective import Objective
 from jaxrl_llm.training.objectives.value import critic_params, value_regression
 from jaxrl_llm.training.online import scored_logps, values_before
 from jaxrl_llm.training.optimizers import build_optimizer, learning_rate_schedule
 from jaxrl_llm.training.packing.planner import Packer
-from jaxrl_llm.training.setup import make_optimizer
-from jaxrl_llm.training.specs import critic_optimizer_spec, offline_spec, old_logps_of, update_spec
+from jaxrl_llm.training.setup.objectives import critic_spec, objective_of
+from jaxrl_llm.training.setup.run import make_optimizer
+from jaxrl_llm.training.setup.specs import critic_optimizer_spec, offline_spec, old_logps_of, update_spec
 from jaxrl_llm.training.update import make_update, merge_frozen, optimizer_step
 
 

@@ -14,7 +14,7 @@ from jaxrl_llm.rollout import engine as engines
 from jaxrl_llm.rollout.engine import Engine
 from jaxrl_llm.rollout.scheduler import Scheduler
 from jaxrl_llm.tools.plan.shapes import placed, rows_shape
-from jaxrl_llm.training.specs import check_correction, rollout_spec
+from jaxrl_llm.training.setup.specs import check_correction, rollout_spec
 
 
 class Rollout(NamedTuple):

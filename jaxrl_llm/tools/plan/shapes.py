@@ -15,12 +15,18 @@ from jaxrl_llm.distributed.sharding import row_sharding, shardings
 from jaxrl_llm.models import hf, peft
 from jaxrl_llm.models.lora import has_adapters, split
 from jaxrl_llm.models.transformer import Net, Params
-from jaxrl_llm.training.objective_specs import needs_reference, policy_loss
 from jaxrl_llm.training.objectives.value import HEAD
 from jaxrl_llm.training.optimizers import build_optimizer
 from jaxrl_llm.training.reference import start_reference
-from jaxrl_llm.training.setup import build_lora, make_optimizer, net_options
-from jaxrl_llm.training.specs import algorithm_of, critic_optimizer_spec, offline_spec, old_logps_of, reference_spec
+from jaxrl_llm.training.setup.objectives import needs_reference, policy_loss
+from jaxrl_llm.training.setup.run import build_lora, make_optimizer, net_options
+from jaxrl_llm.training.setup.specs import (
+    algorithm_of,
+    critic_optimizer_spec,
+    offline_spec,
+    old_logps_of,
+    reference_spec,
+)
 from jaxrl_llm.training.update import Frozen, State, split_critic
 
 

@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 from jaxrl_llm.config.resolve import ConfigError
 from jaxrl_llm.distributed.sharding import make_mesh
 from jaxrl_llm.tools.plan.devices import Device, at_hand, named
-from jaxrl_llm.training.setup import build_mesh
+from jaxrl_llm.training.setup.run import build_mesh
 
 HOST = {1: (1, 1, 1), 2: (1, 2, 1)}  # chips of one host, where there are fewer than four
 

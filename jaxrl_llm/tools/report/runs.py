@@ -89,7 +89,7 @@ def _names(settings: dict[str, Any]) -> MetricNames:
         if name in known and name.startswith(("logging.names", "algorithm.name", "algorithm.kl_in", "data.", "eval.")):
             section, leaf = name.split(".")
             config[section][leaf] = tuple(value) if isinstance(value, list) else value
-    from jaxrl_llm.training.run_specs import metric_names  # here, as it takes seconds to import
+    from jaxrl_llm.training.setup.records import metric_names  # here, as it takes seconds to import
 
     return metric_names(config)
 

@@ -6,7 +6,7 @@ import pytest
 
 from jaxrl_llm.config import default
 from jaxrl_llm.training.logging.health import REPEAT_EVERY, HealthWarnings, health_warnings
-from jaxrl_llm.training.run_specs import health_spec
+from jaxrl_llm.training.setup.records import health_spec
 
 HEALTHY = {
     "loss": 0.1, "reward": 0.4, "unscorable_rows": 0.0, "kl": 0.3, "ratio/kl": 0.01, "entropy": 0.5,

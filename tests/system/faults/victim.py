@@ -18,8 +18,8 @@ def main(phase: str, entry: int, seconds: float, arguments: list[str]) -> None:
     if phase == "start":
         kill_after(seconds)
     from jaxrl_llm.train import main as train
-    from jaxrl_llm.training import setup
     from jaxrl_llm.training.logging.stopwatch import Stopwatch
+    from jaxrl_llm.training.setup import run as setup
 
     class Fuse(Stopwatch):
         """A stopwatch that lights the fuse."""

@@ -17,10 +17,10 @@ from jaxrl_llm.rollout.sampling import SamplingParams
 from jaxrl_llm.training.evaluation import metrics
 from jaxrl_llm.training.evaluation.metrics import EvalMetrics, PromptResult, summary
 from jaxrl_llm.training.evaluation.run import check_best, named_sets
-from jaxrl_llm.training.evaluation_setup import build_evaluations, eval_metrics, eval_parts, eval_spec
 from jaxrl_llm.training.logging.console import evaluation_line
-from jaxrl_llm.training.setup import build
-from jaxrl_llm.training.specs import eval_sampling
+from jaxrl_llm.training.setup.evaluation import build_evaluations, eval_metrics, eval_parts, eval_spec
+from jaxrl_llm.training.setup.run import build
+from jaxrl_llm.training.setup.specs import eval_sampling
 from tests.conftest import ROOT
 
 ROWS = [

@@ -16,7 +16,7 @@ from jaxrl_llm.training.logging.backends.mlflow import allowed
 from jaxrl_llm.training.logging.backends.tensorboard import markdown
 from jaxrl_llm.training.logging.logger import Logger
 from jaxrl_llm.training.logging.records import read_metrics
-from jaxrl_llm.training.run_specs import logging_spec
+from jaxrl_llm.training.setup.records import logging_spec
 
 ROWS = [
     {"prompt": "1+1=", "completion": "2", "exact_match": 1.0, "advantage": 0.5},

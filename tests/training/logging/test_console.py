@@ -12,7 +12,7 @@ import pytest
 from jaxrl_llm.config import default
 from jaxrl_llm.training.logging.console import Screen, duration, evaluation_line, show
 from jaxrl_llm.training.logging.logger import Logger
-from jaxrl_llm.training.run_specs import logging_spec, shown_settings
+from jaxrl_llm.training.setup.records import logging_spec, shown_settings
 from tests.training.logging.common import ROWS, files, pipe, quiet_spec, steps, terminal, text_of
 
 # console, as lines
@@ -223,7 +223,7 @@ def test_a_pipe_stays_plain(tmp_path, run_python, monkeypatch):
     code = f"""
 from jaxrl_llm.config import default
 from jaxrl_llm.training.logging.logger import Logger
-from jaxrl_llm.training.run_specs import logging_spec
+from jaxrl_llm.training.setup.records import logging_spec
 with Logger(logging_spec(default()), {str(tmp_path)!r}) as logger:
     logger.start({{"devices": "1 cpu"}})
     logger.log(1, {{"reward": 0.5}})
@@ -253,7 +253,7 @@ import jax
 jax.distributed.initialize(f"localhost:{sys.argv[1]}", 2, int(sys.argv[2]))
 from jaxrl_llm.config import default
 from jaxrl_llm.training.logging.logger import Logger
-from jaxrl_llm.training.run_specs import logging_spec
+from jaxrl_llm.training.setup.records import logging_spec
 assert jax.process_count() == 2
 with Logger(logging_spec(default()), sys.argv[3]) as logger:
     logger.start({"devices": "2 cpu"})

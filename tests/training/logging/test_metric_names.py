@@ -8,7 +8,7 @@ from jaxrl_llm.config.flags import load_config_file
 from jaxrl_llm.training.logging.logger import Logger
 from jaxrl_llm.training.logging.metric_names import EVALUATIONS, TRL_PPO
 from jaxrl_llm.training.logging.metric_names import VERL as VERL_NAMES
-from jaxrl_llm.training.run_specs import logging_spec, metric_names
+from jaxrl_llm.training.setup.records import logging_spec, metric_names
 
 TRL_GRPO = {
     "num_tokens", "step_time", "completions/mean_length", "completions/min_length", "completions/max_length",

@@ -8,8 +8,8 @@ import pytest
 from jaxrl_llm.algorithms.batch import Batch, Inputs
 from jaxrl_llm.config import ConfigError, default
 from jaxrl_llm.models.transformer import ModelConfig, Net
-from jaxrl_llm.training.objective_specs import objective_of, policy_spec
 from jaxrl_llm.training.objectives import policy_gradient
+from jaxrl_llm.training.setup.objectives import objective_of, policy_spec
 
 NET = Net(ModelConfig(vocab_size=31, width=16, layers=2, heads=2, kv_heads=1, head_dim=8, ffn=24, init_scale=0.3))
 PARAMS = NET.init(jax.random.key(0))

@@ -15,8 +15,9 @@ from jaxrl_llm.distributed.sharding import make_mesh
 from jaxrl_llm.models.logprobs import token_statistics
 from jaxrl_llm.models.transformer import ModelConfig, Net
 from jaxrl_llm.training.microbatch import microbatches_of
-from jaxrl_llm.training.objective_specs import needs_reference, objective_of
-from jaxrl_llm.training.setup import make_optimizer, update_spec
+from jaxrl_llm.training.setup.objectives import needs_reference, objective_of
+from jaxrl_llm.training.setup.run import make_optimizer
+from jaxrl_llm.training.setup.specs import update_spec
 from jaxrl_llm.training.update import _prepare, init_state, make_measure, make_update
 
 SHAPE = {"vocab_size": 29, "width": 16, "layers": 1, "heads": 2, "kv_heads": 1, "head_dim": 8, "ffn": 24}

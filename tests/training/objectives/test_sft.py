@@ -12,8 +12,8 @@ from jaxrl_llm.algorithms.batch import Batch, Inputs
 from jaxrl_llm.config import ConfigError, default, validate
 from jaxrl_llm.config.flags import load_config_file
 from jaxrl_llm.models.transformer import ModelConfig, Net
-from jaxrl_llm.training.objective_specs import objective_of
 from jaxrl_llm.training.objectives.sft import neftune_noise
+from jaxrl_llm.training.setup.objectives import objective_of
 
 NET = Net(ModelConfig(vocab_size=31, width=16, layers=2, heads=2, kv_heads=1, head_dim=8, ffn=24, init_scale=0.3))
 WIDTH = 9

@@ -14,10 +14,10 @@ from jaxrl_llm.models.logprobs import token_values
 from jaxrl_llm.models.model import load_model
 from jaxrl_llm.models.transformer import ModelConfig, Net
 from jaxrl_llm.train import train
-from jaxrl_llm.training.objective_specs import critic_spec, objective_of, policy_spec
 from jaxrl_llm.training.objectives.policy_gradient import policy_gradient
 from jaxrl_llm.training.objectives.value import value_regression
-from jaxrl_llm.training.specs import critic_optimizer_spec
+from jaxrl_llm.training.setup.objectives import critic_spec, objective_of, policy_spec
+from jaxrl_llm.training.setup.specs import critic_optimizer_spec
 
 NET = Net(
     ModelConfig(

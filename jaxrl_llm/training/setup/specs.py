@@ -34,12 +34,12 @@ from jaxrl_llm.training.advantages import AdvantageSpec
 from jaxrl_llm.training.algorithm import Algorithm, BatchSpec
 from jaxrl_llm.training.external_rollout import ExternalRollout, load_rollout_function
 from jaxrl_llm.training.logging.stopwatch import Stopwatch
-from jaxrl_llm.training.objective_specs import kl_estimator, needs_reference, policy_loss, preference_spec
 from jaxrl_llm.training.offline import OfflineSpec
 from jaxrl_llm.training.online import LearnerSpec, ProducerSpec, RolloutWorker, Row, scored_logps
 from jaxrl_llm.training.optimizers import OptimizerSpec, learning_rate_schedule
 from jaxrl_llm.training.packing.planner import PackingSpec
 from jaxrl_llm.training.reference import ReferenceSpec
+from jaxrl_llm.training.setup.objectives import kl_estimator, needs_reference, policy_loss, preference_spec
 from jaxrl_llm.training.update import UpdateSpec
 
 WIDTH_MULTIPLE = 8  # rows are padded to a multiple, so that similar data compiles to the same shapes

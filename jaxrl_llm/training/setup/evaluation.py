@@ -21,7 +21,7 @@ from jaxrl_llm.training.objectives.objective import Objective
 from jaxrl_llm.training.offline import HeldOut, OfflineSource
 from jaxrl_llm.training.online import OnlineSource, RolloutWorker, Row
 from jaxrl_llm.training.reference import start_reference
-from jaxrl_llm.training.specs import (
+from jaxrl_llm.training.setup.specs import (
     algorithm_of,
     batch_spec,
     build_worker,

@@ -27,9 +27,7 @@ from jaxrl_llm.training import offline
 from jaxrl_llm.training.advantages import advantage_step
 from jaxrl_llm.training.algorithm import Algorithm, BatchSpec
 from jaxrl_llm.training.evaluation.run import Evaluate
-from jaxrl_llm.training.evaluation_setup import build_evaluate
 from jaxrl_llm.training.logging.stopwatch import Stopwatch
-from jaxrl_llm.training.objective_specs import critic_spec, objective_of, preference_spec
 from jaxrl_llm.training.objectives.value import critic_params, shared_critic, value_regression
 from jaxrl_llm.training.offline import OfflineSource
 from jaxrl_llm.training.online import Critic, Learner, OnlineSource, Producer, RolloutWorker
@@ -39,8 +37,9 @@ from jaxrl_llm.training.packing.planner import Packer, Sample, make_packer, samp
 from jaxrl_llm.training.reference import Reference, start_reference
 from jaxrl_llm.training.replay import empty_replay
 from jaxrl_llm.training.reward_models import with_reward_models
-from jaxrl_llm.training.specs import WIDTH_MULTIPLE as WIDTH_MULTIPLE
-from jaxrl_llm.training.specs import (
+from jaxrl_llm.training.setup.evaluation import build_evaluate
+from jaxrl_llm.training.setup.objectives import critic_spec, objective_of, preference_spec
+from jaxrl_llm.training.setup.specs import (
     advantage_spec,
     algorithm_of,
     batch_spec,
@@ -49,6 +48,7 @@ from jaxrl_llm.training.specs import (
     controllers_of,
     critic_optimizer_spec,
     data_spec,
+    environment_spec,
     learner_spec,
     offline_spec,
     optimizer_spec,
@@ -57,11 +57,8 @@ from jaxrl_llm.training.specs import (
     producer_spec,
     reference_spec,
     training_sampling,
+    update_spec,
 )
-from jaxrl_llm.training.specs import environment_spec as environment_spec
-from jaxrl_llm.training.specs import eos_ids as eos_ids
-from jaxrl_llm.training.specs import rollout_spec as rollout_spec
-from jaxrl_llm.training.specs import update_spec as update_spec
 from jaxrl_llm.training.update import (
     Frozen,
     State,

@@ -1,0 +1,5 @@
+"""From the configuration to what a run is made of: small frozen dataclasses, and the parts built from them.
+
+`run.py` builds a whole run; `specs.py`, `objectives.py`, `evaluation.py` and `records.py` resolve the sections. Nothing
+below this folder reads the configuration.
+"""
