@@ -13,48 +13,25 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from jaxrl_llm.config import ConfigDict, ConfigError
+from jaxrl_llm.config import ConfigError
 from jaxrl_llm.config.flags import load_options
 from jaxrl_llm.config.schema import Key
-from jaxrl_llm.tools.migrate import axolotl, harmony, trl, verl
-from jaxrl_llm.tools.migrate.draft import Options, Source
+from jaxrl_llm.tools.migrate import LIBRARIES, migrate
 from jaxrl_llm.tools.migrate.page import page
-from jaxrl_llm.tools.migrate.reading import read
 
-SYSTEMS = {"trl": trl.convert, "verl": verl.convert, "axolotl": axolotl.convert, "harmony": harmony.convert}
 FLAGS = (
     Key("output", "", "File to write; empty prints the config file."),
-    Key("system", "auto", "The library that FILE is for; auto looks at it.", choices=("auto", *SYSTEMS)),
-    Key("trainer", "", "Which trainer, where FILE does not tell: grpo, rloo, ppo, sft, dpo, kto, orpo, cpo, reward."),
-    Key("devices", 0, "Devices that it ran on: batches are counted per device there. 0 is what FILE says, or 1.",
-        int, minimum=0),
-    Key("rows", 0, "Rows of the training data: epochs become steps. 0 counts those of a file that is here.",
-        int, minimum=0),
-    Key("version", "", "Whose defaults: 1.16 (newest) or 0.16 (GRPO) of TRL, 0.8 (newest) or 0.3 of verl."),
+    Key("system", "auto", "The library that FILE is for; auto looks at it.", choices=("auto", *LIBRARIES)),
+    Key("trainer", "", "The trainer, where FILE does not tell: grpo, rloo, ppo, sft, dpo, kto, orpo, cpo, reward."),
+    Key("devices", 0, "Devices that it ran on: it counts batches by them. 0 is FILE's number, or 1.", int, minimum=0),
+    Key("rows", 0, "Rows of the training data: epochs become steps. 0 counts those of a local file.", int, minimum=0),
+    Key("version", "", "Defaults of this version: 1.16 (newest) or 0.16 (GRPO) of TRL, 0.8 (newest) or 0.3 of verl."),
     Key("tables", False, "Print docs/migrating.md.", bool),
-)  # fmt: skip
-
-
-def migrate(
-    path: str | Path, system: str = "auto", trainer: str = "", devices: int = 0, rows: int = 0, version: str = ""
-) -> tuple[ConfigDict, str]:
-    """The configuration that a file of another library stands for, valid, and the text of a config file that makes it.
-
-    system, trainer, devices, rows and version say what the file does not; see the flags. Raises ConfigError: a file
-    that cannot be read, a value without an equivalent, batches that do not divide, or epochs of an unknown number of
-    rows.
-    """
-    source: Source = read(str(path), system, trainer)
-    try:
-        return SYSTEMS[source.system](source, Options(devices, rows, version))
-    except ConfigError:
-        raise
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"{path} has a value of another kind than its key takes: {error}") from error
+)
 
 
 def main(argv: Sequence[str]) -> None:
-    """The command line: see `--help`."""
+    """Run the command line: see `--help`."""
     files = [argument for argument in argv if not argument.startswith("--")]
     options = load_options([argument for argument in argv if argument.startswith("--")], __doc__ or "", FLAGS)
     if options["tables"]:
@@ -62,8 +39,7 @@ def main(argv: Sequence[str]) -> None:
         return
     if len(files) != 1:
         raise ConfigError("give one file: python -m jaxrl_llm migrate FILE; values of flags are written --name=value")
-    said = {name: options[name] for name in ("system", "trainer", "devices", "rows", "version")}
-    _, text = migrate(files[0], **said)
+    _, text = migrate(files[0], **{name: options[name] for name in ("system", "trainer", "devices", "rows", "version")})
     if not options["output"]:
         sys.stdout.write(text)
         return

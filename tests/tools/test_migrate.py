@@ -5,18 +5,18 @@ from pathlib import Path
 
 import pytest
 
-from jaxrl_llm.commands.migrate import main, migrate
+from jaxrl_llm.commands.migrate import main
 from jaxrl_llm.config import ConfigError, default, validate
 from jaxrl_llm.config.flags import load_config_file
 from jaxrl_llm.config.schema import KEYS
-from tests.tools import migration_keys
-from jaxrl_llm.tools.migrate import axolotl_keys, harmony, trl_defaults, trl_keys, verl_keys
+from jaxrl_llm.tools.migrate import migrate
 from jaxrl_llm.tools.migrate.page import page
 from jaxrl_llm.tools.migrate.reading import parsed
-from jaxrl_llm.tools.migrate.table import find, names
+from jaxrl_llm.tools.migrate.table import defaults, find, names, table
+from tests.tools import migration_keys
 
 FILES = Path(__file__).parent / "migration_files"
-TABLES = {"TRL": trl_keys.TABLE, "VERL": verl_keys.TABLE, "AXOLOTL": axolotl_keys.TABLE, "HARMONY": harmony.TABLE}
+TABLES = {name: table(name.lower()) for name in migration_keys.ALL}
 OURS = {key.name for key in KEYS}
 
 
@@ -94,7 +94,7 @@ def test_trl_defaults_are_those_of_the_trl_that_is_installed():
     compared = 0
     for name, cls in classes.items():
         fields = cls.__dataclass_fields__
-        for key, value in trl_defaults.defaults(name).items():
+        for key, value in defaults("trl", name).items():
             if key in elsewhere or key not in fields:
                 assert key in elsewhere or key == "truncation_mode", (name, key)
                 continue
@@ -204,8 +204,8 @@ def test_a_dpo_command_of_trl():
 
 def test_kto_sft_orpo_reward_and_ppo_of_trl():
     kto, _ = made("trl_kto.yaml", rows=1000, devices=1)
-    expect(kto, _={"total_steps": 63}, algorithm={"name": "preference", "loss": "kto", "beta": 0.1,
-           "desirable_weight": 1.33}, optimizer={"warmup_ratio": 0.1, "schedule": "cosine"},
+    expect(kto, _={"total_steps": 63}, algorithm={"name": "preference", "beta": 0.1,
+           "loss": "kto(desirable_weight=1.33, undesirable_weight=1.0)"}, optimizer={"warmup_ratio": 0.1, "schedule": "cosine"},
            data={"shuffle": False}, batch={"prompts": 16, "microbatch_rows": 0})  # fmt: skip
     sft, text = made("trl_sft.json", rows=100, devices=2)
     expect(sft, _={"total_steps": 14}, algorithm={"name": "sft", "neftune_alpha": 5.0},
@@ -238,8 +238,7 @@ def test_rloo_and_cpo_of_trl(tmp_path):
     simpo, _ = migrate(written(tmp_path, "b.json", {"max_steps": 5, "loss_type": "simpo", "simpo_gamma": 1.6,
                                                     "beta": 2.0,
                                                     "label_smoothing": 0.1, "output_dir": "o"}), devices=1)  # fmt: skip
-    expect(simpo, algorithm={"loss": "simpo", "simpo_gamma": 1.6, "cpo_alpha": 1.0, "beta": 2.0,
-                             "label_smoothing": 0.1})  # fmt: skip
+    expect(simpo, algorithm={"loss": "simpo(gamma=1.6, label_smoothing=0.1)", "cpo_alpha": 1.0, "beta": 2.0})  # fmt: skip
     hinge, _ = migrate(written(tmp_path, "c.json", {"max_steps": 5, "loss_type": "hinge", "output_dir": "o"}),
                        trainer="cpo", devices=1)  # fmt: skip
     expect(hinge, algorithm={"loss": "hinge+sft", "loss_weights": (1.0, 1.0), "reference_free": True})
@@ -258,9 +257,9 @@ def test_a_grpo_script_of_verl():
               "overlong": "filter"},
         rollout={"group_size": 5, "max_prompt_length": 512, "max_completion_length": 1024, "top_k": 0},
         rewards={"functions": ("rewards/gsm8k.py:compute_score",)},
-        algorithm={"name": "grpo", "advantage": "group(eps=1e-06)", "loss": "ppo_clip", "aggregation": "token",
+        algorithm={"name": "grpo", "advantage": "group(eps=1e-06)", "loss": "ppo_clip(dual_clip=3.0)", "aggregation": "token",
                    "beta": 0.001, "kl": "k3", "kl_in_reward": False, "epsilon_low": 0.2, "epsilon_high": 0.28,
-                   "dual_clip": 3.0, "offload_reference": True},
+                   "offload_reference": True},
         optimizer={"learning_rate": 1e-6, "weight_decay": 0.01, "no_decay": ()},
         batch={"prompts": 1024, "minibatches": 4, "microbatch_rows": 160},  # 20 rows x 8 GPUs, of 256 x 5
         checkpoint={"every": 20, "keep_every": 1},
@@ -270,7 +269,7 @@ def test_a_grpo_script_of_verl():
         mesh={"fsdp": -1, "data": 1},
     )  # fmt: skip
     assert "trainer.made_up = 1: an unknown key" in text
-    assert "config.algorithm.dual_clip = 3.0  # actor_rollout_ref.actor.clip_ratio_c, by default" in text
+    assert 'config.algorithm.loss = "ppo_clip(dual_clip=3.0)"' in text
 
 
 def test_a_ppo_yaml_of_verl():
@@ -321,7 +320,7 @@ def test_clip_ratio_of_verl_depends_on_its_version(tmp_path):
     assert (new.algorithm.epsilon_low, new.algorithm.epsilon_high) == (0.2, 0.2)
     assert "clip_ratio alone has no effect in verl now" in " ".join(text.split())
     old, _ = migrate(tmp_path / "run.sh", version="0.3")
-    expect(old, algorithm={"epsilon_low": 0.3, "epsilon_high": 0.3, "advantage": "rloo", "loss": "ppo_clip"},
+    expect(old, algorithm={"epsilon_low": 0.3, "epsilon_high": 0.3, "advantage": "rloo", "loss": "ppo_clip(dual_clip=3.0)"},
            eval={"every": 2}, batch={"prompts": 1024})  # fmt: skip
 
 
@@ -354,7 +353,7 @@ def test_dpo_of_axolotl():
 
 def test_kto_and_grpo_of_axolotl():
     kto, _ = made("axolotl_kto.yaml", rows=800, devices=1)
-    expect(kto, _={"total_steps": 100}, algorithm={"loss": "kto", "beta": 0.1, "desirable_weight": 0.5},
+    expect(kto, _={"total_steps": 100}, algorithm={"loss": "kto(desirable_weight=0.5)", "beta": 0.1},
            data={"max_length": 512, "shuffle": False}, optimizer={"warmup_steps": 3, "schedule": "cosine"},
            model={"param_dtype": "bfloat16"}, checkpoint={"every": 100, "keep": 4}, eval={"every": -1})  # fmt: skip
     gdpo, text = made("axolotl_grpo.yaml", devices=2)
@@ -372,7 +371,7 @@ def test_kto_and_grpo_of_axolotl():
 
 
 @pytest.mark.parametrize(
-    ("rl", "loss", "beta"), [("ipo", "ipo", 0.1), ("orpo", "orpo", 0.3), ("simpo", "simpo", 0.1), (None, "", 0.0)]
+    ("rl", "loss", "beta"), [("ipo", "ipo", 0.1), ("orpo", "orpo", 0.3), ("simpo", "simpo(gamma=0.5)", 0.1), (None, "", 0.0)]
 )
 def test_other_methods_of_axolotl(tmp_path, rl, loss, beta):
     text = f"base_model: m\nlearning_rate: 1e-5\nmax_steps: 10\ndatasets: [{{path: d}}]\n{f'rl: {rl}' if rl else ''}\n"
@@ -435,11 +434,9 @@ def test_the_file_that_is_written_makes_the_configuration(name, tmp_path):
 @pytest.mark.parametrize("name", sorted(file.name for file in FILES.iterdir() if file.is_file()))
 def test_nothing_is_dropped(name):
     """Every key that a file sets stands in the result: beside a setting, in a comment, or in what to look at."""
-    from jaxrl_llm.tools.migrate.axolotl import _flat
     from jaxrl_llm.tools.migrate.reading import read
 
-    source = read(str(FILES / name))
-    given = _flat(source.given) if source.system == "axolotl" else source.given
+    given = read(str(FILES / name)).settings
     _, text = made(name, rows=5000, devices=2 if "grpo" in name and "verl" not in name else 0)
     # Parts of one meaning, told by another key: the adapter's kind, the number of devices, PEFT's class.
     silent = """use_peft num_processes trainer.n_gpus_per_node trainer.nnodes val_set_size adapter load_in_4bit bf16
