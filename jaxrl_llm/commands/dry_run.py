@@ -51,7 +51,7 @@ def widths(parts: Run) -> tuple[int, int]:
 
 
 def _timed(config, parts: Run) -> list[str]:
-    """What two steps took, and what the run will take."""
+    """Return the times of two steps, and an estimate for the run."""
     state: Any = parts.state
     took, root = [], jax.random.key(config.seed)
     for step in (1, 2):

@@ -22,9 +22,13 @@ FLAGS = (
     Key("device", "h100", f"What to plan for: {', '.join(device.name for device in DEVICES)}, or cpu (this machine)."),
     Key("devices", 1, "How many of them.", int, minimum=1),
     Key("simulate", False, "Compile with the CPU's compiler, even for a TPU whose own is installed: faster.", bool),
-    Key("advice", "auto", "Say what would need less: always, never, or when it may not fit.",
-        choices=("auto", "always", "never")),
-)  # fmt: skip
+    Key(
+        "advice",
+        "auto",
+        "Say what would need less: always, never, or when it may not fit.",
+        choices=("auto", "always", "never"),
+    ),
+)
 
 
 def plan(config, device: str = "h100", devices: int = 1, simulate: bool = False) -> Plan:

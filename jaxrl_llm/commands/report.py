@@ -20,12 +20,23 @@ from jaxrl_llm.training.logging.logger import COMPLETIONS
 OPTIONS = (
     Key("output", None, "The page; none is report.html, of one run in its folder, of several in the current one."),
     Key("png", None, "A folder for PNGs of the main curves, which matplotlib draws; none draws nothing."),
-    Key("smoothing", 0.6, "How much of what was the curves keep, from 0 (nothing); a slider of the page.", float,
-        minimum=0, below=1),
+    Key(
+        "smoothing",
+        0.6,
+        "How much of what was the curves keep, from 0 (nothing); a slider of the page.",
+        float,
+        minimum=0,
+        below=1,
+    ),
     Key("completions", 100_000, "Completions in the page at most, of evenly spaced steps.", int, minimum=0),
-    Key("characters", 4000, "Characters of a prompt or completion in the page; the middle of longer ones is left out.",
-        int, minimum=100),
-)  # fmt: skip
+    Key(
+        "characters",
+        4000,
+        "Characters of a prompt or completion in the page; the middle of longer ones is left out.",
+        int,
+        minimum=100,
+    ),
+)
 
 
 def report(

@@ -23,9 +23,16 @@ from jaxrl_llm.training.checkpoint.outputs import given_to
 CARD, CURVES = "README.md", "curves.svg"
 # Settings that say where a run was, and nothing of the model that came out.
 OF_THE_MACHINE = (
-    "output_dir", "compilation_cache", "data.cache", "data.workers", "logging.", "processes.", "watch.", "checkpoint.",
+    "output_dir",
+    "compilation_cache",
+    "data.cache",
+    "data.workers",
+    "logging.",
+    "processes.",
+    "watch.",
+    "checkpoint.",
     "export.",
-)  # fmt: skip
+)
 LIBRARIES = {
     "lm": ("transformers", "AutoModelForCausalLM", "text-generation"),
     "score": ("transformers", "AutoModelForSequenceClassification", "text-classification"),
@@ -221,11 +228,25 @@ def _usage(folder: Path, run: ReportedRun, base: Base, repo: str | None) -> str:
         imports = [f"from transformers import {kind}, AutoTokenizer"]
     head = ', head="score"' if score and not peft.is_adapter(folder) else ""
     lines = [
-        "```python", *imports, "", f"tokenizer = AutoTokenizer.from_pretrained({tokenizer})",
-        f"model = {kind}.from_pretrained({name})", 'inputs = tokenizer("Hello", return_tensors="pt")',
-        f"print({asked})", "```", "", "or", "", "```python", "import jaxrl_llm", "",
-        f"model = jaxrl_llm.load_model({name}{head})", f"print({here})", "```", "",
-    ]  # fmt: skip
+        "```python",
+        *imports,
+        "",
+        f"tokenizer = AutoTokenizer.from_pretrained({tokenizer})",
+        f"model = {kind}.from_pretrained({name})",
+        'inputs = tokenizer("Hello", return_tensors="pt")',
+        f"print({asked})",
+        "```",
+        "",
+        "or",
+        "",
+        "```python",
+        "import jaxrl_llm",
+        "",
+        f"model = jaxrl_llm.load_model({name}{head})",
+        f"print({here})",
+        "```",
+        "",
+    ]
     return "\n".join(lines)
 
 

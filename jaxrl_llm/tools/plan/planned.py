@@ -9,8 +9,8 @@ import numpy as np
 from jaxrl_llm.config import ConfigDict, batch_rows
 from jaxrl_llm.config.schema import OFFLINE
 from jaxrl_llm.models.model import check_attention
-from jaxrl_llm.tools.plan.programs import Measured, compile_step, held_bytes
-from jaxrl_llm.tools.plan.rollout import Rollout
+from jaxrl_llm.tools.plan.compiler import ProgramStats
+from jaxrl_llm.tools.plan.programs import Rollout, compile_step, held_bytes
 from jaxrl_llm.tools.plan.shapes import Shapes, bytes_on_device, describe
 from jaxrl_llm.tools.plan.topology import Target, target
 from jaxrl_llm.training.online import check_rows
@@ -39,11 +39,11 @@ class Plan(NamedTuple):
     held: dict[str, int]  # from the first step to the last
     host: dict[str, int]  # in the host's memory
     sampling: dict[str, int]  # while completions are sampled
-    programs: list[Measured]
+    programs: list[ProgramStats]
     note: str = ""
 
     @property
-    def peak(self) -> Measured:
+    def peak(self) -> ProgramStats:
         """The program that needs most memory."""
         return max(self.programs, key=lambda x: x.peak)
 
@@ -58,8 +58,9 @@ class Plan(NamedTuple):
         return batch_rows(self.config) * self.widths[1]
 
 
-def make_plan(config, target_: Target, widths: tuple[int, int] | None = None, only: str = "",
-              packer: Packer | None = None) -> Plan:  # fmt: skip
+def make_plan(
+    config, target_: Target, widths: tuple[int, int] | None = None, only: str = "", packer: Packer | None = None
+) -> Plan:
     """The plan of a configuration, with rows of `widths` (prompt, all) tokens, or else as long as it allows.
 
     `packer` is that of a run; without one rows are packed as full-length ones are. `only` compiles one phase:

@@ -7,16 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxrl_llm.algorithms.batch import Batch
-from jaxrl_llm.config import ConfigError, batch_rows
+from jaxrl_llm.config import ConfigError
 from jaxrl_llm.config.schema import OFFLINE
-from jaxrl_llm.distributed.sharding import row_sharding, shardings
+from jaxrl_llm.distributed.sharding import shardings
 from jaxrl_llm.models import hf, peft
 from jaxrl_llm.models.lora import has_adapters, split
 from jaxrl_llm.models.transformer import Net, Params
-from jaxrl_llm.training import offline
 from jaxrl_llm.training.objectives import preference
-from jaxrl_llm.training.objectives.policy_gradient import needs_key
 from jaxrl_llm.training.objectives.value import HEAD, critic_config
 from jaxrl_llm.training.optimizers import make_optimizer
 from jaxrl_llm.training.reference import start_reference
@@ -25,7 +22,7 @@ from jaxrl_llm.training.update import Frozen, State, part_critic
 
 
 class Shapes(NamedTuple):
-    """What a run holds on its devices from the first step to the last."""
+    """The arrays on the devices from the first step to the last."""
 
     net: Net
     critic: Net | None
@@ -41,7 +38,7 @@ def placed(tree, places) -> Any:
 
 
 def over(tree, mesh: Mesh) -> Any:
-    """Shapes of parameters, or of an optimizer's state, cut over the mesh."""
+    """Shapes of parameters, or of an optimizer's state, sharded over the mesh."""
     return placed(tree, shardings(tree, mesh))
 
 
@@ -138,43 +135,3 @@ def _reference(config, net: Net, params: Params) -> tuple[Params | None, Params 
 
 def _on_host(x):
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding.with_memory_kind("pinned_host"))
-
-
-def rows_shape(mesh: Mesh, shape: tuple[int, ...], dtype) -> jax.ShapeDtypeStruct:
-    """The shape of an array of rows, cut by rows."""
-    return jax.ShapeDtypeStruct(shape, dtype, sharding=row_sharding(mesh))
-
-
-def update_batch(config, mesh: Mesh, width: int, prompt_width: int) -> Batch:
-    """The batch of one update, with the fields that the configured objective reads."""
-    rows = batch_rows(config) // config.batch.minibatches
-    algorithm = config.algorithm
-    ints = {name: rows_shape(mesh, (rows, width), jnp.int32) for name in ("tokens", "segments")}
-    tokens, single = rows_shape(mesh, (rows, width), jnp.float32), rows_shape(mesh, (rows,), jnp.float32)
-    seeds = rows_shape(mesh, (rows,), jnp.uint32)
-    has: dict[str, Any] = {}
-    if algorithm.name not in OFFLINE:
-        has = dict.fromkeys(("sample_logps", "advantages"), tokens)
-        has |= dict.fromkeys(("old_logps",) if needs_old_logps(config) else (), tokens)
-        has |= dict.fromkeys(("ref_logps",) if algorithm.beta > 0 and not algorithm.kl_in_reward else (), tokens)
-        has |= dict.fromkeys(("values", "returns") if algorithm.name == "ppo" else (), tokens)
-        has |= {"kl_coef": single} if algorithm.kl_controller == "adaptive" and "ref_logps" in has else {}
-        has |= {"entropy_coef": single} if algorithm.entropy_controller == "adaptive" else {}
-        has |= {"token_count": single} if algorithm.aggregation == "rollout_token" else {}
-        has |= {"seeds": seeds} if needs_key(config) else {}
-    elif algorithm.name == "sft":
-        has = {"positions": ints["tokens"]} if config.data.packing else {}
-        has |= {"seeds": seeds} if algorithm.neftune_alpha else {}
-    else:
-        has = {"ref_logps": tokens} if preference.needs_reference(config) else {}
-        has |= {"labels": single} if offline.is_labelled(config) else {}
-        has |= {"baseline": single} if algorithm.bco_running_mean else {}
-    return Batch(mask=tokens, prompt_width=prompt_width, **ints, **has)
-
-
-def needs_old_logps(config) -> bool:
-    """True when the policy's log-probs are computed before the update; see `Online`."""
-    algorithm = config.algorithm
-    one_update = algorithm.num_iterations == 1 and config.batch.minibatches == 1
-    measures_kl = algorithm.kl_in_reward or algorithm.kl_controller == "adaptive"
-    return not one_update or algorithm.replay_groups > 0 or measures_kl
