@@ -17,7 +17,7 @@ from jaxrl_llm.config import ConfigError
 from jaxrl_llm.config.flags import load_options
 from jaxrl_llm.config.schema import Key
 from jaxrl_llm.tools.migrate import LIBRARIES, migrate
-from jaxrl_llm.tools.migrate.page import page
+from jaxrl_llm.tools.migrate.documentation import page
 
 FLAGS = (
     Key("output", "", "File to write; empty prints the config file."),

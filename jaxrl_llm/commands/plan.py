@@ -15,7 +15,7 @@ from jaxrl_llm.config.schema import Key
 from jaxrl_llm.tools.plan.advice import advice
 from jaxrl_llm.tools.plan.devices import DEVICES, named
 from jaxrl_llm.tools.plan.planned import Plan, make_plan
-from jaxrl_llm.tools.plan.report import lines
+from jaxrl_llm.tools.plan.text import lines
 from jaxrl_llm.tools.plan.topology import target
 
 FLAGS = (

@@ -10,7 +10,7 @@ from jaxrl_llm.config import ConfigError, default, validate
 from jaxrl_llm.config.flags import load_config_file
 from jaxrl_llm.config.schema import KEYS
 from jaxrl_llm.tools.migrate import migrate
-from jaxrl_llm.tools.migrate.page import page
+from jaxrl_llm.tools.migrate.documentation import page
 from jaxrl_llm.tools.migrate.reading import parsed
 from jaxrl_llm.tools.migrate.table import defaults, find, names, table
 from tests.tools import migration_keys

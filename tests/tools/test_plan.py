@@ -18,8 +18,8 @@ from jaxrl_llm.tools.plan.compiler import traced_flops
 from jaxrl_llm.tools.plan.devices import DEVICES, named
 from jaxrl_llm.tools.plan.planned import describe_for, floors, make_plan
 from jaxrl_llm.tools.plan.programs import held_bytes
-from jaxrl_llm.tools.plan.report import lines, seconds, size
 from jaxrl_llm.tools.plan.shapes import bytes_on_device, describe
+from jaxrl_llm.tools.plan.text import lines, seconds, size
 from jaxrl_llm.tools.plan.topology import slice_shape, target
 from jaxrl_llm.training.optimizers import make_optimizer
 from jaxrl_llm.training.reference import start_reference

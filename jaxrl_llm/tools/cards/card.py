@@ -16,6 +16,7 @@ from jaxrl_llm.models import peft
 from jaxrl_llm.tools.cards.clean import in_words, shareable
 from jaxrl_llm.tools.cards.curves import curves_svg
 from jaxrl_llm.tools.cards.origin import TAG, Base, base_of, datasets_of
+from jaxrl_llm.tools.markdown import table
 from jaxrl_llm.tools.report.page import algorithm_of, headlines
 from jaxrl_llm.tools.report.runs import ReportedRun, run_of
 from jaxrl_llm.training.checkpoint.outputs import given_to
@@ -114,7 +115,7 @@ def _body(folder: Path, run: ReportedRun, base: Base, step: int, curves: bool, r
         f"# {(repo or run.name).rpartition('/')[2]}\n",
         f"{_what(folder, run)} made from {_linked(base)} by {step} step{'' if step == 1 else 's'} of "
         f"{algorithm_of(run)} with jaxrl_llm {__version__}.\n",
-        _table(("", ""), _facts(run, base)),
+        table(("", ""), _facts(run, base)),
         "\n## Results\n",
         _results(run, step),
     ]
@@ -125,7 +126,7 @@ def _body(folder: Path, run: ReportedRun, base: Base, step: int, curves: bool, r
         _usage(folder, run, base, repo),
         "\n## Settings\n",
         "Those that differ from the defaults of jaxrl_llm. Folders are given by their last part.\n",
-        _table(("key", "value"), [(f"`{name}`", f"`{value}`") for name, value in _settings(run).items()]),
+        table(("key", "value"), [(f"`{name}`", f"`{value}`") for name, value in _settings(run).items()]),
         "\n## Licence\n",
         _license(base),
     ]
@@ -182,11 +183,11 @@ def _results(run: ReportedRun, step: int) -> str:
         )
         text = f"On {', '.join(said)}, held out:\n\n"
         heads = ("metric", f"step {first}", f"step {last}")
-        text += _table(heads, rows) if first < last else _table(heads[::2], [row[::2] for row in rows])
+        text += table(heads, rows) if first < last else table(heads[::2], [row[::2] for row in rows])
     reached = [(title, name, _last(run, name, step)) for title, name in headlines([run]) if title != "Held-out"]
     rows = [(f"{title} (`{name}`)", _number(value)) for title, name, value in reached if value is not None]
     if rows:
-        text += "\nIn training, at the last step:\n\n" + _table(("", "value"), rows)
+        text += "\nIn training, at the last step:\n\n" + table(("", "value"), rows)
     return text or "The run kept no metrics.\n"
 
 
@@ -274,8 +275,3 @@ def _license(base: Base) -> str:
         if base.license.get("license_link")
         else ".\n"
     )
-
-
-def _table(heads: tuple[str, ...], rows: Any) -> str:
-    lines = [heads, ("---",) * len(heads), *rows]
-    return "".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |\n" for line in lines)

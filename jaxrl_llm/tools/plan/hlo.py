@@ -273,8 +273,8 @@ class Module:
     def largest(self, count: int) -> list[Tensor]:
         """The largest buffers that the program makes, one of each shape and source."""
         found: dict[tuple[str, str], Tensor] = {}
-        for name in self.buffers:
-            for x in self.computations[name].values():
+        for name, computation in self.computations.items():
+            for x in computation.values() if name in self.buffers else ():
                 if x.opcode not in VIEWS and not x.shape.startswith("("):
                     shape = re.sub(r"\{.*", "", x.shape)
                     tensor = Tensor(_bytes(x.shape), shape, _source(x))

@@ -2,7 +2,8 @@
 
 import textwrap
 
-from jaxrl_llm.tools.migrate.table import table
+from jaxrl_llm.tools.markdown import table
+from jaxrl_llm.tools.migrate.table import table as keys_of
 
 OPENING = """\
 # Moving in from TRL, verl, axolotl or Harmony
@@ -55,13 +56,12 @@ SECTIONS = {
 
 
 def page() -> str:
-    """Return the page: the opening, and for each library the keys that have one of ours, then the others."""
-    lines = [OPENING]
+    """Return the page: the introduction, and for each library the keys that have one of ours, then the others."""
+    sections = [OPENING]
     for title, text in SECTIONS.items():
-        lines += [f"## {title}\n", f"{textwrap.fill(text, 120)}\n", "| there | here | what differs |", "|---|---|---|"]
-        for entry in sorted(table(title.lower()), key=lambda entry: not entry.ours):
-            theirs = ", ".join(f"`{key}`" for key in entry.keys)
-            ours = ", ".join(f"`{key}`" for key in entry.ours.split()) if entry.ours else "none"
-            lines.append(f"| {theirs} | {ours} | {entry.note} |".replace("|  |", "| |"))
-        lines.append("")
-    return "\n".join([*lines, "This page is written by `python -m jaxrl_llm migrate --tables`.", ""])
+        rows = []
+        for entry in sorted(keys_of(title.lower()), key=lambda entry: not entry.ours):
+            theirs, ours = (", ".join(f"`{key}`" for key in keys) for keys in (entry.keys, entry.ours.split()))
+            rows.append((theirs, ours or "none", entry.note))
+        sections.append(f"## {title}\n\n{textwrap.fill(text, 120)}\n\n{table(('there', 'here', 'what differs'), rows)}")
+    return "\n".join([*sections, "This page is written by `python -m jaxrl_llm migrate --tables`.", ""])
