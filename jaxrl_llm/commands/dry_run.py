@@ -31,7 +31,7 @@ def dry_run(config, colour: bool = False) -> str:
         run = build(config, target.mesh)
         try:
             plan = make_plan(config, target, widths(run), packer=run.pack)
-            tight = bool(target.device.memory) and plan.peak.peak > plan.room
+            tight = bool(target.device.memory) and plan.peak.peak > plan.capacity
             report += [*lines(plan, advice(plan, compiled=False) if tight else ())]
             report += ["", *_timed(config, run)]
         finally:

@@ -44,7 +44,7 @@ def main(argv: list[str]) -> None:
     """The command line: see `--help`."""
     config, options = load_flags(argv, __doc__ or "", FLAGS)
     found = plan(config, options["device"], options["devices"], options["simulate"])
-    tight = bool(found.target.device.memory) and found.peak.peak > found.room
+    tight = bool(found.target.device.memory) and found.peak.peak > found.capacity
     wanted = options["advice"] == "always" or (tight and options["advice"] == "auto")
     advised = advice(found, compiled=wanted) if wanted else []
     sys.stdout.write("\n".join(lines(found, advised)) + "\n")

@@ -29,7 +29,7 @@ Nothing of FILE is run: scripts are read from their syntax tree, YAML with the s
   (GRPO) of TRL, `0.8` (newest) or `0.3` of verl.
 - **Every key of FILE is in the result**: as a setting with its old name beside it, or in a comment that says why there
   is nothing like it. A key that nobody knows is named with the closest one.
-- **The docstring says what to look at first**: what cannot be told from the file, or differs.
+- **The docstring says what to look at first**: what the file leaves open, or differs.
 - TRL and axolotl count batches per device: `--devices=N` says on how many it ran. Epochs become steps: `--rows=N` is
   the number of rows, unless the data is a file that is here. `--trainer=dpo` says which trainer, where FILE does not.
 

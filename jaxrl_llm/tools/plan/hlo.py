@@ -259,7 +259,7 @@ class Module:
         return x.opcode in VIEWED and self._widened(x.operands[0], body)
 
     def matmul_flops(self) -> float:
-        """Floating-point operations of the matrix products of one run, of one device."""
+        """Floating-point operations of the matmuls of one run, of one device."""
         total = 0.0
         for (times, _), neighbours, x in self._all():
             if x.opcode != "dot" or x.operands[0] not in neighbours:

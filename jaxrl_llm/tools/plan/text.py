@@ -51,9 +51,9 @@ def verdict(plan: Plan) -> str:
         return "the memory of this device is not known"
     least = max(x.peak - (0 if plan.target.exact else x.temporaries) for x in plan.programs)
     of = f"{size(peak)} of {size(memory)} on each device, in {plan.peak.name}"
-    if peak <= plan.room:
+    if peak <= plan.capacity:
         return f"fits: {'' if plan.target.exact else 'at most '}{of}"
-    if least > plan.room or plan.target.exact:
+    if least > plan.capacity or plan.target.exact:
         return f"does not fit: {of} ({HEADROOM:.0%} are left free)"
     return f"may not fit: at most {of}, {size(least)} of them without temporaries"
 
@@ -138,7 +138,7 @@ def _time(plan: Plan) -> Iterator[str]:
     yield f"least time of a step: {seconds(least.step)}, of {steps} steps {seconds(least.step * steps)}"
     yield from table(
         [
-            ("matrix products at the peak rate", seconds(least.compute)),
+            ("matmuls at the peak rate", seconds(least.compute)),
             ("decoding's reads of memory", seconds(least.reading)),
             ("sending to other devices", seconds(least.sending)),
         ]
