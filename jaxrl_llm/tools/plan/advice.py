@@ -25,11 +25,11 @@ class Advice(NamedTuple):
 
 def advice(plan: Plan, compiled: bool) -> list[Advice]:
     """Return changes that save memory, the largest saving first; `compiled` tries those that need compiling too."""
-    found = [_held(plan, change, values, mesh) for change, values, mesh in _changes(plan)]
-    found += _slots(plan)
+    changes = [_held(plan, change, values, mesh) for change, values, mesh in _changes(plan)]
+    changes += _slots(plan)
     if compiled:
-        found += [_recompiled(plan, change, values) for change, values in _recompiling(plan)]
-    return sorted((x for x in found if x is not None and x.saves > 0), key=lambda x: -x.saves)
+        changes += [_recompiled(plan, change, values) for change, values in _recompiling(plan)]
+    return sorted((x for x in changes if x is not None and x.saves > 0), key=lambda x: -x.saves)
 
 
 def changed(config, values: dict[str, object]):

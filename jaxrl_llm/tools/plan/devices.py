@@ -70,6 +70,6 @@ def at_hand(device) -> Device:
     if device.platform == "cpu":
         return cpu()
     names = [KINDS[kind]] if kind in KINDS else [known.name for known in DEVICES if known.name in kind]
-    found = named(names[0]) if names else Device(device.device_kind, 0.0, 0.0, 0.0, 0.0)
+    known = named(names[0]) if names else Device(device.device_kind, 0.0, 0.0, 0.0, 0.0)
     limit = (device.memory_stats() or {}).get("bytes_limit", 0)
-    return found._replace(memory=float(limit)) if limit else found
+    return known._replace(memory=float(limit)) if limit else known

@@ -121,16 +121,16 @@ class Module:
     @functools.cached_property
     def buffers(self) -> set[str]:
         """The computations whose instructions have buffers: not those inside fusions and reductions."""
-        found, ahead = set(), [self.entry]
+        seen, ahead = set(), [self.entry]
         while ahead:
             name = ahead.pop()
-            if name in found:
+            if name in seen:
                 continue
-            found.add(name)
+            seen.add(name)
             for instruction in self.computations[name].values():
                 if instruction.opcode in ("while", "conditional", "call", "async-start"):
                     ahead += _called(instruction)
-        return found
+        return seen
 
     def _all(self) -> Iterator[tuple[tuple[float, float], dict[str, Instruction], Instruction]]:
         for name, trips in self.trips.items():

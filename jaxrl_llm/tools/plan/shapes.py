@@ -125,12 +125,12 @@ def _reference(config, net: Net, params: Params) -> tuple[Params | None, Params 
     lora = net.config.lora
     shapes = jax.eval_shape(lambda params: start_reference(config, params, lora), params)
     mesh = jax.tree.leaves(params)[0].sharding.mesh
-    found = over(shapes, mesh)
+    reference = over(shapes, mesh)
     if config.algorithm.offload_reference:
-        found = jax.tree.map(lambda x: _on_host(x) if x.ndim else x, found)
+        reference = jax.tree.map(lambda x: _on_host(x) if x.ndim else x, reference)
     if not frozen or config.lora.reference == "copy":
-        return found, found
-    return found, trainable if config.lora.reference == "start" else None
+        return reference, reference
+    return reference, trainable if config.lora.reference == "start" else None
 
 
 def _on_host(x):
