@@ -66,8 +66,8 @@ def larger_model(source: Path, folder: Path, width: int) -> None:
 def child(case: str) -> dict[str, float]:
     """The plan's peak, the measured one, and what of that is the process itself and kept, of a case, in bytes."""
     import jax
-    from jaxrl_llm.tools.plan.dry_run import widths
 
+    from jaxrl_llm.commands.dry_run import widths
     from jaxrl_llm.config import assign
     from jaxrl_llm.config.flags import load_config_file
     from jaxrl_llm.models import hf

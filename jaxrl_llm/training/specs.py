@@ -320,7 +320,7 @@ def build_worker(
         c.chunk,
         c.slots,
         shrink=c.shrink,
-        drafts=c.draft_tokens,
+        drafts=c.speculative_tokens,
         **stored_types(config),
     )
     engine_mesh = rollout_mesh(mesh, c.mesh)
