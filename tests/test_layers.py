@@ -187,7 +187,7 @@ def test_alignment_and_layout_rules():
         ("rewards.runner", "from jaxrl_llm.models import hf"),
         ("training.update", "from jaxrl_llm import train"),
         ("training.update", "from jaxrl_llm import __version__"),
-        ("config", "from jaxrl_llm.algorithms import kl"),
+        ("config", "from jaxrl_llm.models import hf"),
         ("models.logprobs", "import torch.nn"),
         ("models.logprobs", "from . import rope"),
     ],
@@ -200,6 +200,7 @@ def test_forbidden_imports_are_seen(importer, statement):
     ("importer", "statement"),
     [
         ("algorithms.kl", "from jaxrl_llm.algorithms import aggregation"),
+        ("config.checks", "from jaxrl_llm.algorithms import advantages"),
         (
             "rollout.engine",
             "from jaxrl_llm.models.logprobs import token_logps\nfrom jaxrl_llm.config import ConfigError",

@@ -13,6 +13,7 @@ from jaxrl_llm.tools.migrate import migrate
 from jaxrl_llm.tools.migrate.documentation import page
 from jaxrl_llm.tools.migrate.reading import parsed
 from jaxrl_llm.tools.migrate.table import defaults, find, names, table
+from jaxrl_llm.training.objective_specs import preference_spec
 from tests.tools import migration_keys
 
 FILES = Path(__file__).parent / "migration_files"
@@ -272,7 +273,7 @@ def test_kto_sft_orpo_reward_and_ppo_of_trl():
     orpo, text = made("trl_orpo.sh", devices=1)
     expect(
         orpo,
-        algorithm={"loss": "orpo", "beta": 0.2, "orpo_nll_on_prompt": True},
+        algorithm={"loss": "orpo", "beta": 0.2, "loss_weights": ()},
         optimizer={"name": "adamw"},
         batch={"prompts": 4},
         checkpoint={"every": 500, "keep_every": 1},
@@ -281,7 +282,7 @@ def test_kto_sft_orpo_reward_and_ppo_of_trl():
     reward, _ = made("trl_reward.py", devices=1)
     expect(
         reward,
-        algorithm={"name": "reward_model", "center_rewards_coefficient": 0.01},
+        algorithm={"name": "reward_model", "loss": "bradley_terry(center=0.01)"},
         data={"path": "trl-lib/ultrafeedback_binarized", "split": "train", "eval_split": "test"},
         optimizer={"learning_rate": 1e-4},
         batch={"prompts": 16, "microbatch_rows": 16},
@@ -338,11 +339,29 @@ def test_rloo_and_cpo_of_trl(tmp_path):
         ),
         devices=1,
     )
-    expect(simpo, algorithm={"loss": "simpo(gamma=1.6, label_smoothing=0.1)", "cpo_alpha": 1.0, "beta": 2.0})
+    expect(simpo, algorithm={"loss": "simpo(gamma=1.6, label_smoothing=0.1)", "beta": 2.0})
     hinge, _ = migrate(
         written(tmp_path, "c.json", {"max_steps": 5, "loss_type": "hinge", "output_dir": "o"}), trainer="cpo", devices=1
     )
-    expect(hinge, algorithm={"loss": "hinge+sft", "loss_weights": (1.0, 1.0), "reference_free": True})
+    expect(hinge, algorithm={"loss": "hinge+sft", "loss_weights": (), "reference_free": True})
+
+
+@pytest.mark.parametrize(
+    ("kind", "loss"),
+    [
+        ("sigmoid", "cpo(nll_weight=0.5)"),
+        ("simpo", "simpo(nll_weight=0.5)"),
+        ("hinge", "hinge+sft(nll_weight=0.5)"),
+        ("alphapo", "alphapo(alpha=0.0)"),  # TRL sets cpo_alpha to 0 there
+    ],
+)
+def test_the_likelihood_term_of_cpo(tmp_path, kind, loss):
+    said = {"max_steps": 5, "loss_type": kind, "cpo_alpha": 0.5, "output_dir": "o"}
+    config, _ = migrate(written(tmp_path, "a.json", said), trainer="cpo", devices=1)
+    assert config.algorithm.loss == loss
+    terms = preference_spec(config).losses
+    weights = [term.weight * term.nll_weight for term in terms if term.nll_weight is not None]
+    assert weights == [0.0 if kind == "alphapo" else 0.5]
 
 
 # verl.

@@ -8,23 +8,10 @@ from jaxrl_llm.algorithms import policy_losses, preference_losses
 from jaxrl_llm.config.resolve import ConfigError
 from jaxrl_llm.tools.migrate.draft import Draft
 
-# Options that brackets do not take: the key that sets each. Without its line here an option is written in brackets.
-OPTION_KEYS = {
-    "nll_weight": "algorithm.cpo_alpha",
-    "nll_on_prompt": "algorithm.orpo_nll_on_prompt",
-    "running_mean": "algorithm.bco_running_mean",
-    "center_coefficient": "algorithm.center_rewards_coefficient",
-}
-
 
 def with_options(name: str, options: Mapping[str, Any]) -> str:
     """Return `name(option=value, ...)`, or the name alone without options."""
     return f"{name}({', '.join(f'{key}={value!r}' for key, value in options.items())})" if options else name
-
-
-def loss_with_options(name: str, options: Mapping[str, Any]) -> str:
-    """Return a loss with those of the options that brackets take."""
-    return with_options(name, {key: value for key, value in options.items() if key not in OPTION_KEYS})
 
 
 def set_loss(draft: Draft, losses: Sequence[tuple[str, Mapping[str, str]]], *theirs: str) -> None:
@@ -37,19 +24,21 @@ def set_loss(draft: Draft, losses: Sequence[tuple[str, Mapping[str, str]]], *the
     terms, used = [], []
     for name, options in losses:
         function = getattr(preference_losses, name, None) or getattr(policy_losses, name, None)
-        parameters = inspect.signature(function).parameters if function else {}
+        defaults = {}
+        if function is not None:  # arguments of the loss, and options that it declares for its caller
+            parameters = inspect.signature(function).parameters
+            defaults = {option: x.default for option, x in parameters.items()} | getattr(function, "options", {})
         values = {}
         for option, key in options.items():
             value = draft.get(key)
-            if option in OPTION_KEYS:
-                draft.set(OPTION_KEYS[option], value, key)
-            elif option in parameters and value is not None:
-                default = parameters[option].default
-                if not isinstance(default, str) and (isinstance(value, bool) or not isinstance(value, int | float)):
-                    raise ConfigError(f"{draft.source.path}: {key} is {value!r}, but {option} of {name} takes a number")
-                if draft.sets(key) or value != default:
-                    values[option] = value if isinstance(default, str) else float(value)
-                    used.append(key)
-        terms.append(loss_with_options(name, values))
+            if option not in defaults or value is None:
+                continue
+            default = defaults[option]
+            if not isinstance(default, str) and (isinstance(value, bool) or not isinstance(value, int | float)):
+                raise ConfigError(f"{draft.source.path}: {key} is {value!r}, but {option} of {name} takes a number")
+            if draft.sets(key) or value != default:
+                values[option] = value if isinstance(default, str) else float(value)
+                used.append(key)
+        terms.append(with_options(name, values))
     if terms != ["bradley_terry"]:
         draft.set("algorithm.loss", "+".join(terms), *theirs, *dict.fromkeys(used))

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from jaxrl_llm.config.resolve import ConfigError, closest
 from jaxrl_llm.tools.migrate import shared, trl_run
 from jaxrl_llm.tools.migrate.draft import Draft, Options, Source
-from jaxrl_llm.tools.migrate.losses import loss_with_options, set_loss, with_options
+from jaxrl_llm.tools.migrate.losses import set_loss, with_options
 from jaxrl_llm.tools.migrate.table import defaults
 
 VERSIONS = ("1.16", "0.16")  # newest first
@@ -227,7 +227,7 @@ def _grpo(draft: Draft, trainer: str, devices: int) -> int:
     loss = kind if kind in ("cispo", "luspo", "vespo", "sapo") else "gspo" if sequence else "ppo_clip"
     if kind == "sapo":
         keys = {"temperature_positive": "sapo_temperature_pos", "temperature_negative": "sapo_temperature_neg"}
-        loss = loss_with_options("sapo", {option: draft.get(key) for option, key in keys.items()})
+        loss = with_options("sapo", {option: draft.get(key) for option, key in keys.items()})
         draft.use(*keys.values())
     set_loss(draft, [(loss, {"delta": "delta"})], "loss_type", "importance_sampling_level")
     token = "rollout_token" if draft.values["batch.minibatches"] > 1 else "token"
@@ -301,7 +301,7 @@ def _offline(draft: Draft, trainer: str, devices: int) -> int:
     if trainer == "sft":
         _sft(draft)
     elif trainer == "reward":
-        set_loss(draft, [("bradley_terry", {"center_coefficient": "center_rewards_coefficient"})])
+        set_loss(draft, [("bradley_terry", {"center": "center_rewards_coefficient"})])
     else:
         draft.set("algorithm.beta", float(draft.get("beta")), "beta")
         _preference(draft, trainer)
@@ -338,16 +338,21 @@ def _preference(draft: Draft, trainer: str) -> None:
     rpo = ("rpo_alpha",) if draft.sets("rpo_alpha") else ()
     if trainer == "dpo" and draft.get("rpo_alpha") is not None:
         kinds, weights = [*kinds, "sft"], [*(weights or [1.0] * len(kinds)), float(draft.get("rpo_alpha"))]
-    elif trainer == "cpo":
-        options["nll_weight"] = "cpo_alpha"
-        if kinds[0] in ("hinge", "ipo"):
-            weights, kinds = [1.0, float(draft.get("cpo_alpha"))], [kinds[0], "sft"]
-            draft.set("algorithm.reference_free", True, "loss_type")
+    elif trainer == "cpo" and kinds[0] in ("hinge", "ipo"):
+        kinds = [kinds[0], "sft"]
+        draft.set("algorithm.reference_free", True, "loss_type")
     if draft.get("label_smoothing") and not set(SMOOTHED) & set(kinds):
         draft.check("label_smoothing is ignored by TRL for this loss; dpo(label_smoothing=...) would be cDPO")
-    smoothed = {**options, "label_smoothing": "label_smoothing"}
-    losses = [(name, smoothed if name in SMOOTHED else options) for name in kinds]
-    losses = [(name, {**keys, "alpha": "alpha"} if name == "alphapo" else keys) for name, keys in losses]
+    losses = []
+    for name in kinds:
+        keys = dict(options)
+        if name in SMOOTHED:
+            keys["label_smoothing"] = "label_smoothing"
+        if name == "alphapo":  # TRL leaves its likelihood term out, whatever cpo_alpha is
+            keys["alpha"] = "alpha"
+        elif trainer == "cpo":
+            keys["nll_weight"] = "cpo_alpha"
+        losses.append((name, keys))
     set_loss(draft, losses, *(() if trainer == "orpo" else ("loss_type",)), *rpo)
     if weights:
         draft.set("algorithm.loss_weights", tuple(float(weight) for weight in weights), "loss_weights", *rpo)

@@ -5,7 +5,7 @@ from typing import Any
 from jaxrl_llm.config.resolve import ConfigError
 from jaxrl_llm.tools.migrate import shared, verl_run
 from jaxrl_llm.tools.migrate.draft import Draft, Options, Source
-from jaxrl_llm.tools.migrate.losses import loss_with_options, set_loss, with_options
+from jaxrl_llm.tools.migrate.losses import set_loss, with_options
 from jaxrl_llm.tools.migrate.table import defaults
 
 A, R, M = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
@@ -204,7 +204,7 @@ def _loss(draft: Draft) -> None:
     if mode == "vanilla":
         set_loss(draft, [(loss, {"dual_clip": f"{A}.clip_ratio_c"})], f"{section}.loss_mode")
     else:
-        draft.set("algorithm.loss", loss_with_options(loss, options), f"{section}.loss_mode")
+        draft.set("algorithm.loss", with_options(loss, options), f"{section}.loss_mode")
     means = draft.get(f"{A}.loss_agg_mode")
     if means not in MEANS:
         raise ConfigError(f"{draft.source.path}: {A}.loss_agg_mode is {means!r}, but there are {', '.join(MEANS)}")
