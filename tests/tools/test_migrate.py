@@ -567,7 +567,7 @@ def test_kto_and_grpo_of_axolotl():
 
 @pytest.mark.parametrize(
     ("rl", "loss", "beta"),
-    [("ipo", "ipo", 0.1), ("orpo", "orpo", 0.3), ("simpo", "simpo(gamma=0.5)", 0.1), (None, "", 0.0)],
+    [("ipo", "ipo", 0.1), ("orpo", "orpo", 0.3), ("simpo", "simpo", 0.1), (None, "", 0.0)],
 )
 def test_other_methods_of_axolotl(tmp_path, rl, loss, beta):
     text = f"base_model: m\nlearning_rate: 1e-5\nmax_steps: 10\ndatasets: [{{path: d}}]\n{f'rl: {rl}' if rl else ''}\n"
@@ -734,7 +734,7 @@ def test_command_line(tmp_path, capsys):
     output = tmp_path / "mine.py"
     main([str(FILES / "trl_kto.yaml"), "--rows=100", "--devices=1", f"--output={output}"])
     assert f"--config={output}" in output.read_text()
-    assert load_config_file(str(output)).algorithm.loss == "kto"
+    assert load_config_file(str(output)).algorithm.loss == "kto(desirable_weight=1.33, undesirable_weight=1.0)"
     with pytest.raises(ConfigError, match="is there already"):
         main([str(FILES / "trl_kto.yaml"), "--rows=100", "--devices=1", f"--output={output}"])
     with pytest.raises(ConfigError, match="give one file"):
