@@ -30,7 +30,7 @@ from benchmarks.folders import folder_of
 from benchmarks.page import table
 from benchmarks.run import CACHE, STORE
 from benchmarks.task import Task
-from jaxrl_llm.models import chunked_softmax, cpu_matmul, transformer
+from jaxrl_llm.models import chunked_softmax, cpu_matmul
 from jaxrl_llm.models.logprobs import chunked_logps
 from jaxrl_llm.models.transformer import Net
 from jaxrl_llm.rollout import multi_turn
@@ -291,11 +291,6 @@ def products_of_16_bits(task: Task) -> Measured:
     return _replaced(task, cpu_matmul, "_is_special", lambda x: False, model__dtype="bfloat16")
 
 
-def layers_apart(task: Task) -> Measured:
-    """The gradients of layers, which are computed apart, are stacked: against padding and adding them up."""
-    return _replaced(task, transformer, "_parts", lambda x: [x[n] for n in range(len(x))])
-
-
 def _replaced(task: Task, module: Any, name: str, other: Callable, **changes) -> Measured:
     """An update compiled with `other` in the place of a function of ours: against ours."""
     ours_, data = getattr(module, name), ours.data_of(task)
@@ -311,7 +306,7 @@ def _replaced(task: Task, module: Any, name: str, other: Callable, **changes) ->
 EFFECTS = {
     x.__name__: x
     for x in (rows_leave, slots, finer_grids, given_tokens, shared_prompts, unrolled, packing, packing_sft,
-              micro_batches, chunked_head, one_pass, layers_apart, products_of_16_bits, remat, donation)
+              micro_batches, chunked_head, one_pass, products_of_16_bits, remat, donation)
 }  # fmt: skip
 SMALL = Shape(4, 4, 32, 24, 96, pairs=4, rows=16, config=SHAPES["qwen2"].config)
 

@@ -15,7 +15,7 @@ from benchmarks.meter import Meter
 from benchmarks.page import table
 from jaxrl_llm.models.model import load_model
 from jaxrl_llm.rollout.engine import Engine
-from jaxrl_llm.rollout.sampling import Sampling
+from jaxrl_llm.rollout.sampling import SamplingParams
 
 TEXT = (
     "The old lighthouse keeper climbed the stairs every evening to light the lamp. The old lighthouse keeper wrote "
@@ -38,8 +38,8 @@ def main(model_path: str) -> None:
         message = [{"role": "user", "content": asked}]
         prompt = model.tokenizer.apply_chat_template(message, add_generation_prompt=True, return_dict=True)["input_ids"]
         for rows in ROWS:
-            engine = Engine(model.net, Sampling(), rows, NEW, eos, chunk=NEW)
-            found = [seconds(dataclasses.replace(engine, drafts=n), model.params, prompt) for n in DRAFTS]
+            engine = Engine(model.net, SamplingParams(), rows, NEW, eos, chunk=NEW)
+            found = [seconds(dataclasses.replace(engine, speculative_tokens=n), model.params, prompt) for n in DRAFTS]
             lines.append([what, str(rows), *(f"{x:.2f}" for x, _ in found), f"{found[-1][1]:.2f}"])
     print(table(lines))
 

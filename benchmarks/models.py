@@ -181,6 +181,15 @@ only.
 
 Of a Gemma 3 with vision (`gemma3`) the text part is loaded, and exported as a text model (`gemma3_text`).
 
+## A new kind of layer
+
+A layer is a mixer and a feed-forward (dense, or a mixture of experts). `models/mixer.py` is the protocol of a mixer:
+`apply` and `prefill` for rows, `decode` for the next tokens of rows, `empty_cache` and `grow_cache` for its cache,
+which the engine passes on and never looks into. Attention (`models/attention.py`), full or sliding, is one mixer.
+Another one is a class with this protocol in a file of its own, and a family that names it for each layer in
+`ModelConfig.mixers` and its tensors in `KEYS`, as `layers/<path>/...`. Layers of one mixer are stacked, and consecutive
+ones run in one scan. `tests/models/test_mixer.py` has a recurrent one, and samples with it.
+
 Not supported: Phi-3's `longrope`, images, quantized checkpoints, bidirectional attention.
 """
 

@@ -2,14 +2,15 @@
 
 Every algorithm is `experience -> Batch -> update -> State`. One step:
 
-1. `source.next` makes a batch of token rows: given ones (offline) or sampled and scored ones (online);
-2. the jitted, donated `update` improves the state, once per minibatch;
-3. the policy is evaluated when due, metrics are logged, the state is saved when due, or when the run is told to leave.
+1. `source.next` makes a batch of token rows: read from a dataset (offline), or sampled and rewarded (online);
+2. `improve` updates the state, once per minibatch: a jitted function that is given the state's memory;
+3. the policy is evaluated when due, metrics are logged, and the state is saved when due or on preemption.
 """
 
 import contextlib
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,7 +20,7 @@ import jax
 from jaxrl_llm.commands.welcome import welcome
 from jaxrl_llm.config import to_json, validate
 from jaxrl_llm.config.flags import load_flags, run
-from jaxrl_llm.config.schema import OFFLINE, Setting
+from jaxrl_llm.config.schema import Setting
 from jaxrl_llm.distributed import processes
 from jaxrl_llm.distributed.compilation_cache import keep_compiled
 from jaxrl_llm.models.model import Model
@@ -61,103 +62,108 @@ def train(
     that of `rewards.functions`; with a train_dataset alone, and no `eval.sets`, nothing is evaluated. environment (what
     makes one, or a dictionary of such) takes the place of `environment.name`; tools (functions) come after those of
     `environment.tools`, and callbacks (objects, see docs/callbacks.md) after those of `callbacks`. A run in output_dir
-    goes on where its newest checkpoint left it (`checkpoint.resume`). Raises ConfigError for anything the user can
-    mend.
+    goes on where its newest checkpoint left it (`checkpoint.resume`). Raises ConfigError on user errors.
     """
     validate(config)
-    given = {"train_dataset": train_dataset, "eval_dataset": eval_dataset, "rewards": rewards,
-             "environment": environment, "tools": tools}  # fmt: skip
-    folder, mesh = Path(config.output_dir), build_mesh(config)
-    check_writable(folder)
-    kept = checkpoint_spec(config)
-    with (
-        jax.set_mesh(mesh),
-        Checkpoints(kept.folder, kept.keep) as checkpoints,
-        contextlib.ExitStack() as stack,
-        processes.reporting(),
-    ):
-        if jax.process_index() == 0:
-            check_installed(config.logging.backends)
-        check_push(config)
-        called = Callbacks(load_callbacks((*config.callbacks, *callbacks)), to_json(config), folder)
-        run = build(config, mesh, train_dataset, eval_dataset, rewards, environment, tools)
-        stack.callback(run.rewards.close)
-        if run.environments is not None:
-            stack.callback(run.environments.close)
-        state, counts, resumed, problems = _resume(config, run, checkpoints, called)
-        with Logger(logging_spec(config), folder, resumed) as logger:
-            if jax.process_index() == 0:
-                (folder / "config.json").write_text(to_json(config))
-                write_given(folder, given)
-            logger.start(_describe(run, int(state.step)))
-            records = StepLog(health_spec(config), run.source.learn, run.stopwatch, logger, counts)
-            records.warn(problems)
-            called.note = logger.note
-            with Watchdog(config.watch.hang_seconds, run.stopwatch, folder):
-                steps = config.logging.profile_steps
-                with Notices() as notices, Profiler(steps, folder, run.stopwatch, logger.note) as profiler:
-                    state = _loop(config, run, state, records, checkpoints, notices, profiler, called)
-                with run.stopwatch("export"):
-                    model, critic = finished_models(config, run, state)
-                    export_run(folder, checkpoints.folder, model, critic, logger.note)
-                    with processes.all_or_none():
-                        if jax.process_index() == 0:
-                            write_cards(folder, int(state.step), config.export.push_to_hub)
-                called("on_end", int(state.step), records.newest, lambda: model)
-            logger.finish(seconds=run.stopwatch.totals)
+    given = {
+        "train_dataset": train_dataset,
+        "eval_dataset": eval_dataset,
+        "rewards": rewards,
+        "environment": environment,
+        "tools": tools,
+    }
+    with contextlib.ExitStack() as stack:
+        run, state, log, logger, checkpoints, hooks = _start(config, given, callbacks, stack)
+        folder = Path(config.output_dir)
+        root, stopwatch, step = jax.random.key(config.seed), run.stopwatch, int(state.step)
+        # Where nobody looks at each step, its metrics are read while the next one is computed.
+        overlaps = not run.algorithm.online and not hooks.every_step
+
+        def model() -> Model:
+            return replace(run.model, params=merge_frozen(state, run.frozen).params)
+
+        def evaluate() -> Metrics:
+            metrics = run.evaluation(model().params, root) if run.evaluation else {}
+            check_best(config.checkpoint.best, metrics)
+            return metrics
+
+        with Notices() as notices, Profiler(config.logging.profile_steps, folder, stopwatch, logger.note) as profiler:
+            if step == 0 and run.evaluation is not None and config.eval.at_start:
+                log.log(0, {}, evaluate)
+                hooks("on_evaluate", 0, log.newest, model)
+            while step < min(config.total_steps, hooks.end):
+                step += 1
+                profiler.begin(step)
+                began = time.perf_counter()
+                experience = run.source.next(merge_frozen(state, run.frozen), jax.random.fold_in(root, step))
+                with stopwatch("update"):
+                    state, updates = improve(run, state, experience.batch)
+                log.add(Step(step, began, experience.metrics, updates, experience.table))
+
+                if hooks.every_step:
+                    hooks("on_step", step, log.read(), model)
+                last, leaves = step == min(config.total_steps, hooks.end), notices.reached(step)
+                evaluates = run.evaluation is not None and (
+                    (last and config.eval.at_end) or _due(step, config.eval.every)
+                )
+                saves = last or leaves or checkpoints.retry_due or _due(step, config.checkpoint.every)
+                if saves or evaluates or not overlaps:
+                    log.settle(evaluate if evaluates else None)
+                if evaluates:
+                    hooks("on_evaluate", step, log.newest, model)
+                    last = last or step == hooks.end  # a hook may have ended the run
+                if saves or last:
+                    hooks("on_checkpoint", step, log.newest, model)
+                    with stopwatch("checkpoint"):
+                        host = {**run.source.get_state(), **log.counts, "callbacks": hooks.get_state(step)}
+                        arrays = run.source.get_arrays()
+                        checkpoints.save(step, state, host, arrays, log.newest, final=last or leaves)
+                log.warn(checkpoints.warnings())
+                profiler.end(step, state)
+                if leaves and not last:
+                    raise Preempted(step)
+
+        with stopwatch("export"):
+            trained, critic = finished_models(config, run, state)
+            export_run(folder, checkpoints.folder, trained, critic, logger.note)
+            with processes.all_or_none():
+                if jax.process_index() == 0:
+                    write_cards(folder, int(state.step), config.export.push_to_hub)
+        hooks("on_end", int(state.step), log.newest, lambda: trained)
+        logger.finish(seconds=stopwatch.totals)
         push_run(config)
-    return Result(model, records.history, folder)
+    return Result(trained, log.history, folder)
 
 
-def _loop(config, run: Run, state: State, records: StepLog, checkpoints: Checkpoints, notices: Notices,
-          profiler: Profiler, callbacks: Callbacks) -> State:  # fmt: skip
-    """The state after the last step."""
-    root, watch = jax.random.key(config.seed), run.stopwatch
-    # Where nobody looks at each step, its metrics are read while the next one is computed.
-    overlaps = config.algorithm.name in OFFLINE and not callbacks.every_step
-
-    def evaluate() -> Metrics:
-        found = run.evaluation(merge_frozen(state, run.frozen).params, root) if run.evaluation else {}
-        check_best(config.checkpoint.best, found)
-        return found
-
-    def model() -> Model:
-        return replace(run.model, params=merge_frozen(state, run.frozen).params)
-
-    if int(state.step) == 0 and run.evaluation is not None and config.eval.at_start:
-        records.log(0, {}, evaluate)
-        callbacks("on_evaluate", 0, records.newest, model)
-    step = int(state.step)
-    while step < min(config.total_steps, callbacks.end):
-        step += 1
-        profiler.begin(step)
-        began = time.perf_counter()
-        experience = run.source.next(merge_frozen(state, run.frozen), jax.random.fold_in(root, step))
-        with watch("update"):
-            state, updates = improve(run, state, experience.batch)
-        records.add(Step(step, began, experience.metrics, updates, experience.table))
-
-        if callbacks.every_step:
-            callbacks("on_step", step, records.read(), model)
-        last, leaves = step == min(config.total_steps, callbacks.end), notices.reached(step)
-        evaluates = run.evaluation is not None and ((last and config.eval.at_end) or _due(step, config.eval.every))
-        saves = last or leaves or checkpoints.retry_due or _due(step, config.checkpoint.every)
-        if saves or evaluates or not overlaps:
-            records.settle(evaluate if evaluates else None)
-        if evaluates:
-            callbacks("on_evaluate", step, records.newest, model)
-            last = last or step == callbacks.end
-        if saves or last:
-            callbacks("on_checkpoint", step, records.newest, model)
-            with watch("checkpoint"):
-                host = {**run.source.get_state(), **records.counts, "callbacks": callbacks.get_state(step)}
-                arrays = run.source.get_arrays()
-                checkpoints.save(step, state, host, arrays, records.newest, final=last or leaves)
-        records.warn(checkpoints.warnings())
-        profiler.end(step, state)
-        if leaves and not last:
-            raise Preempted(step)
-    return state
+def _start(
+    config, given: dict[str, Any], callbacks: Sequence[Any], stack: contextlib.ExitStack
+) -> tuple[Run, State, StepLog, Logger, Checkpoints, Callbacks]:
+    """Everything that a run needs, on a mesh that is set; `stack` closes it. A resumed run starts at its checkpoint."""
+    folder, mesh, kept = Path(config.output_dir), build_mesh(config), checkpoint_spec(config)
+    check_writable(folder)
+    stack.enter_context(jax.set_mesh(mesh))
+    checkpoints = stack.enter_context(Checkpoints(kept.folder, kept.keep))
+    closing = stack.enter_context(contextlib.ExitStack())
+    stack.enter_context(processes.reporting())
+    if jax.process_index() == 0:
+        check_installed(config.logging.backends)
+    check_push(config)
+    hooks = Callbacks(load_callbacks((*config.callbacks, *callbacks)), to_json(config), folder)
+    run = build(config, mesh, **given)
+    closing.callback(run.rewards.close)
+    if run.environments is not None:
+        closing.callback(run.environments.close)
+    state, counts, resumed, problems = _resume(config, run, checkpoints, hooks)
+    logger = stack.enter_context(Logger(logging_spec(config), folder, resumed))
+    if jax.process_index() == 0:
+        (folder / "config.json").write_text(to_json(config))
+        write_given(folder, given)
+    logger.start(_describe(run, int(state.step)))
+    log = StepLog(health_spec(config), run.source.learn, run.stopwatch, logger, counts)
+    log.warn(problems)
+    hooks.note = logger.note
+    stack.enter_context(Watchdog(config.watch.hang_seconds, run.stopwatch, folder))
+    return run, state, log, logger, checkpoints, hooks
 
 
 def _due(step: int, every: int) -> bool:
@@ -165,7 +171,7 @@ def _due(step: int, every: int) -> bool:
 
 
 def _resume(
-    config, run: Run, checkpoints: Checkpoints, callbacks: Callbacks
+    config, run: Run, checkpoints: Checkpoints, hooks: Callbacks
 ) -> tuple[State, dict[str, int], int | None, list[str]]:
     """The state that `checkpoint.resume` says, the counts of `StepLog`, the step after which output_dir's own run goes
     on (None: it starts), and what is wrong with checkpoints that were passed over.
@@ -186,13 +192,13 @@ def _resume(
     state, host = source.restore(step, run.state, run.mesh)
     run.source.set_state(host, source.restore_arrays(step, run.source.get_arrays(), run.mesh))
     if "callbacks" in host:
-        callbacks.set_state(host["callbacks"], step, goes_on=own is not None)
+        hooks.set_state(host["callbacks"], step, goes_on=own is not None)
     checkpoints.discard_after(own)
     return state, {name: host[name] for name in ("num_tokens", "skipped")}, own, problems
 
 
 def _describe(run: Run, start: int) -> dict[str, Any]:
-    """What the console shows of a run besides its settings."""
+    """Facts of a run for the console, beside its settings."""
     count = sum(x.size for x in jax.tree.leaves(run.model.net.plain.shapes()))
     trained = sum(x.size for x in jax.tree.leaves(run.state.params))
     of_these = f", {trained / 1e6:.2f} M trained beside them" if trained != count else ""

@@ -6,8 +6,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from jaxrl_llm.config import from_json
-from jaxrl_llm.config.flags import run
+from jaxrl_llm.config.flags import load_config_file, run
 from jaxrl_llm.train import main
+from jaxrl_llm.train import train as train_here
 
 METRICS = {
     "step", "time", "loss", "reward", "reward_std", "kl", "entropy", "grad_norm", "lr", "completions/mean_length",
@@ -105,3 +106,18 @@ def test_the_main_job_learns(train, tmp_path, seed):
     assert lines[0]["eval/accuracy"] <= 0.3
     assert lines[-1]["eval/accuracy"] >= 0.85
     assert lines[-1]["eval/greedy_accuracy"] >= 0.95
+
+
+def test_eight_frames_lead_to_a_loss(root, tmp_path):
+    """From the command to the loss of a user's, which raises: main, and what stands in the traceback of train."""
+    (tmp_path / "broken.py").write_text("def loss(*arguments, **options):\n    raise ZeroDivisionError\n")
+    config = load_config_file(f"{root / 'configs' / 'grpo.py'}:tiny")
+    config.output_dir, config.logging.backends = str(tmp_path / "run"), ("jsonl",)
+    config.eval.every, config.algorithm.loss = -1, f"{tmp_path / 'broken.py'}:loss"
+    with pytest.raises(ZeroDivisionError) as error:
+        train_here(config)
+    own = (str(root / "jaxrl_llm"), str(tmp_path))
+    frames = [frame.name for frame in error.traceback if str(frame.path).startswith(own)]
+    assert frames == ["train", "improve", "update", "loss_of", "loss", "policy_objective", "loss"], (
+        "and main before them"
+    )

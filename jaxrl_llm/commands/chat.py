@@ -29,7 +29,7 @@ from jaxrl_llm.distributed.compilation_cache import keep_compiled
 from jaxrl_llm.distributed.sharding import make_mesh
 from jaxrl_llm.models.model import Model, load_model
 from jaxrl_llm.rollout.engine import Engine
-from jaxrl_llm.rollout.sampling import Sampling
+from jaxrl_llm.rollout.sampling import SamplingParams
 from jaxrl_llm.training.setup import eos_ids
 
 HELP = "/reset starts a new conversation, /quit or the end of the input leaves"
@@ -154,7 +154,7 @@ def answerer(
     compiles one program for each width and not one for each turn. The function raises ConfigError for a prompt that is
     with its completion longer than the model's positions.
     """
-    engine = Engine(model.net, Sampling(temperature, top_p, top_k, min_p), 1, max_new_tokens, eos_ids(model))
+    engine = Engine(model.net, SamplingParams(temperature, top_p, top_k, min_p), 1, max_new_tokens, eos_ids(model))
     positions = (model.hf_config or {}).get("max_position_embeddings")
 
     def answer(prompt: Prompt, turn: int) -> str:

@@ -26,7 +26,7 @@ from jaxrl_llm.distributed.compilation_cache import keep_compiled
 from jaxrl_llm.distributed.sharding import make_mesh, row_shards, rows_to_global
 from jaxrl_llm.models.model import Model, load_model
 from jaxrl_llm.rollout.engine import Engine
-from jaxrl_llm.rollout.sampling import Sampling
+from jaxrl_llm.rollout.sampling import SamplingParams
 from jaxrl_llm.training.evaluation.run import full_batches
 from jaxrl_llm.training.setup import WIDTH_MULTIPLE, eos_ids
 
@@ -96,7 +96,7 @@ def generate(
     ids = prompt_ids(model, prompts)
     if not ids:
         return []
-    sampling = Sampling(temperature, top_p, top_k, min_p)
+    sampling = SamplingParams(temperature, top_p, top_k, min_p)
     engine = Engine(model.net, sampling, samples, max_new_tokens, eos_ids(model))
     texts = [str(decode_completion(model.tokenizer, row, False)) for row in sample_ids(model, engine, ids, seed)]
     return texts if samples == 1 else [texts[i : i + samples] for i in range(0, len(texts), samples)]

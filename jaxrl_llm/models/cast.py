@@ -1,4 +1,4 @@
-"""What the sampler computes with: the net in another type, or with its matrices in 8 bits."""
+"""The net of the sampler: the trainer's in another type, or with its matrices in 8 bits."""
 
 import dataclasses
 
@@ -10,7 +10,7 @@ from jaxrl_llm.models.transformer import Net
 def in_precision(net: Net, weights_dtype: str | None) -> Net:
     """The net that computes with matrices of `weights_dtype`: a type, int8 or fp8 (`quantize`); None is the net itself.
 
-    In 8 bits are the matrices of the layers, those of experts excepted; products run in the net's own type. A net with
+    The matrices of the layers are in 8 bits, those of experts excepted; matmuls run in the net's own type. A net with
     matrices in fewer bits is scanned: of layers that are not, compilers may convert all before the first step and keep
     them wide. Raises ConfigError for 8 bits where the net's matrices are in other ones.
     """
@@ -20,8 +20,7 @@ def in_precision(net: Net, weights_dtype: str | None) -> Net:
     if weights_dtype not in BYTES:
         # cuDNN's attention is for 16 bits.
         attention = "xla" if config.attention == "cudnn" and weights_dtype == "float32" else config.attention
-        found = Net(dataclasses.replace(config, dtype=weights_dtype, attention=attention))
-        return in_precision(found, None)
+        return in_precision(Net(dataclasses.replace(config, dtype=weights_dtype, attention=attention)), None)
     if config.quantize not in ("none", weights_dtype):
         raise ConfigError(
             f"rollout.weights_dtype is {weights_dtype}, but model.quantize has the matrices in {config.quantize} "
@@ -32,5 +31,5 @@ def in_precision(net: Net, weights_dtype: str | None) -> Net:
 
 def draws_from_another(sampler: Net, trainer: Net) -> bool:
     """True when the sampler's numbers have fewer bits than the trainer's, so that it draws from another policy."""
-    own, other = sampler.config, trainer.config
-    return own.quantize != other.quantize or (own.dtype != other.dtype and own.dtype != "float32")
+    sampled, trained = sampler.config, trainer.config
+    return sampled.quantize != trained.quantize or (sampled.dtype != trained.dtype and sampled.dtype != "float32")

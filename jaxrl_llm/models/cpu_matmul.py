@@ -1,7 +1,7 @@
-"""Products of 16-bit arrays, in the forms in which CPUs compute them with their matrix units.
+"""Matmuls of 16-bit arrays in the layouts that XLA lowers to the matrix units of CPUs (AMX).
 
 XLA's CPU backend multiplies 16-bit numbers as they are where it may return the sums in fp32, and where the first factor
-ends with the dimension that is summed over. All other products it computes in fp32, from converted copies: on a CPU
+ends with the dimension that is summed over. All others it computes in fp32, from converted copies: on a CPU
 with AMX four to eight times slower. Other backends need no such care. Sums are fp32 everywhere.
 """
 
@@ -12,7 +12,7 @@ from jaxrl_llm.distributed.sharding import is_sharded
 
 
 def _is_special(x) -> bool:
-    """True where products of x take the forms of this module: on one device, as rows that a mesh cuts lie otherwise."""
+    """True where matmuls of x take these layouts: on one device, as sharded rows are laid out otherwise."""
     return jax.default_backend() == "cpu" and not is_sharded() and x.dtype.itemsize == 2 and x.ndim == 2
 
 
@@ -27,7 +27,7 @@ def matmul(x, kernel) -> jax.Array:
 def matmul_transposed(x, kernel) -> jax.Array:
     """`x @ kernel.T` in the type of x `[..., out]`, to which the kernel `[in, out]` is converted."""
     kernel = kernel.astype(x.dtype)
-    return _product("no,io->ni", x, kernel).astype(x.dtype) if _is_special(x) else x @ kernel.T
+    return _einsum("no,io->ni", x, kernel).astype(x.dtype) if _is_special(x) else x @ kernel.T
 
 
 def over_rows(x, y) -> jax.Array:
@@ -35,12 +35,12 @@ def over_rows(x, y) -> jax.Array:
     if not _is_special(x):
         return jnp.einsum("...i,...j->ij", x, y, preferred_element_type=jnp.float32)
     x, y = (jnp.pad(a, ((0, len(a) % 2), (0, 0))) for a in (x, y))
-    return _product("in,nj->ij", _transposed(x), y)
+    return _einsum("in,nj->ij", _transposed(x), y)
 
 
 @jax.custom_vjp
 def _matmul(x, kernel):
-    return _product("ni,io->no", x, kernel.astype(x.dtype)).astype(x.dtype)
+    return _einsum("ni,io->no", x, kernel.astype(x.dtype)).astype(x.dtype)
 
 
 def _backward(kept, gradient):
@@ -51,7 +51,7 @@ def _backward(kept, gradient):
 _matmul.defvjp(lambda x, kernel: (_matmul(x, kernel), (x, kernel)), _backward)
 
 
-def _product(dims: str, x, y):
+def _einsum(dims: str, x, y):
     rows = len(x)
     if rows == 1:  # alone it would be multiplied number by number
         x = jnp.pad(x, ((0, 1), (0, 0)))
@@ -61,7 +61,7 @@ def _product(dims: str, x, y):
 def _transposed(x):
     """x `[n, m]` as `[m, n]`, n even.
 
-    Numbers move in pairs: a plain transposition would be made part of the product, which then is computed in fp32.
+    Numbers move in pairs: a plain transposition would be fused into the matmul, which then is computed in fp32.
     """
     pairs = jax.lax.bitcast_convert_type(x.reshape(-1, 2, x.shape[1]).swapaxes(1, 2), jnp.uint32)
     return jax.lax.bitcast_convert_type(pairs.T, x.dtype).reshape(x.shape[1], -1)

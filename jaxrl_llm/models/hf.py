@@ -1,7 +1,7 @@
 """Hugging Face model folders: find, read and write config.json, safetensors and tokenizer, through the family tables.
 
-Weights are read leaf by leaf, each device reading only its own part, and written tensor by tensor, so that a model is
-never whole in memory twice.
+Weights are read leaf by leaf, each device reading only its own shards, and written tensor by tensor, so that a model is
+never twice in memory.
 """
 
 import contextlib
@@ -114,11 +114,11 @@ def load(
     allow_pickle: bool = False,
     **overrides,
 ) -> tuple[Net, Params]:
-    """The net of a model folder and its parameters, each created already cut over `mesh` (or on one device).
+    """The net of a model folder and its parameters, each created already sharded over `mesh` (or on one device).
 
     `dtype` is that of the computation, `param_dtype` that of the parameters; `overrides` are other ModelConfig fields
     (`remat="block"`, or `quantize="nf4"`, which stores the layers' matrices so). With `head="score"` a language
-    model's checkpoint gets a new score head, drawn from `seed`. Parameters of adapters are not here; see adapters.py.
+    model's checkpoint gets a new score head, drawn from `seed`. Parameters of adapters are not here; see peft.py.
     With `allow_pickle` a folder without safetensors is read from pytorch_model.bin; see pickles.py.
 
     Raises ConfigError, before any weight is read, for an unsupported model and for tensors that are missing, unexpected
@@ -162,7 +162,7 @@ def save(
     `hf_config` is the config.json the net was loaded from: its other entries are kept, and it names the family.
     `generation` goes to generation_config.json. `dtype` None keeps the parameters' own, bit for bit.
 
-    The folder appears whole or not at all: it is written beside and renamed, and takes the place of an earlier export.
+    The folder appears complete or not at all: it is written beside, and renamed in place of an earlier export.
     With many processes all must call; the first one writes.
     Raises ConfigError when no family fits the net or `folder` holds something other than a model.
     """

@@ -68,7 +68,7 @@ def init_a(key, d_in: int, rank: int) -> jax.Array:
 
 
 def delta(x, a, b, config: LoraConfig, key_data=None) -> jax.Array:
-    """What an adapter adds `[n, out]` to the map of x `[n, in]`; with `key_data` inputs are dropped."""
+    """The output `[n, out]` of an adapter, of x `[n, in]`; with `key_data` inputs are dropped."""
     if key_data is not None:
         keep = jax.random.bernoulli(jax.random.wrap_key_data(key_data), 1.0 - config.dropout, x.shape)
         x = jnp.where(keep, x / (1.0 - config.dropout), 0.0).astype(x.dtype)
@@ -101,7 +101,7 @@ def _is_trainable(path: tuple[Any, ...]) -> bool:
 
 
 def _select(tree: Params, wanted: Callable[[tuple[Any, ...]], bool], path: tuple[Any, ...] = ()) -> Params:
-    """The part of a nested dict whose leaves' paths are wanted, without empty dicts."""
+    """The nested dict of the leaves whose paths are wanted, without empty dicts."""
     found = {}
     for name, value in tree.items():
         here = (*path, name)
@@ -120,12 +120,12 @@ def adapters_of(params: Params) -> Params:
 
 
 def combine(frozen: Params, trainable: Params) -> Params:
-    """The whole parameters: the inverse of `split`. No array is copied; where both have one it is the trainable."""
-    whole = {**frozen, **trainable}
+    """All parameters: the inverse of `split`. No array is copied; where both have one it is the trainable."""
+    merged = {**frozen, **trainable}
     for name in frozen.keys() & trainable.keys():
         if isinstance(frozen[name], dict):
-            whole[name] = combine(frozen[name], trainable[name])
-    return whole
+            merged[name] = combine(frozen[name], trainable[name])
+    return merged
 
 
 def without_adapters(params: Params) -> Params:
@@ -146,8 +146,8 @@ def with_dropout(params: Params, key) -> Params:
     def visit(tree: Params) -> Params:
         found = {name: visit(value) if isinstance(value, dict) else value for name, value in tree.items()}
         if "lora_a" in tree:
-            own = jax.random.fold_in(key, next(count))
-            found["lora_key"] = jax.random.bits(own, (*tree["lora_a"].shape[:-2], 2), jnp.uint32)
+            adapter_key = jax.random.fold_in(key, next(count))
+            found["lora_key"] = jax.random.bits(adapter_key, (*tree["lora_a"].shape[:-2], 2), jnp.uint32)
         return found
 
     return visit(params)
@@ -159,11 +159,11 @@ def merged_kernel(linear: Params, lora: LoraConfig | None, quantized: str = "non
     It has the dtype of W; fp32 where W is quantised.
     """
     kernel = linear["kernel"]
-    whole = as_matrix(kernel, quantized, jnp.float32)
+    matrix = as_matrix(kernel, quantized, jnp.float32)
     if "lora_a" in linear and lora is not None:
         a, b = (linear[name].astype(jnp.float32) for name in ADAPTER)
-        whole += lora.scale * jnp.matmul(a, b, precision=jax.lax.Precision.HIGHEST)
-    return whole if isinstance(kernel, dict) else whole.astype(kernel.dtype)
+        matrix += lora.scale * jnp.matmul(a, b, precision=jax.lax.Precision.HIGHEST)
+    return matrix if isinstance(kernel, dict) else matrix.astype(kernel.dtype)
 
 
 def merge(params: Params, lora: LoraConfig | None) -> Params:

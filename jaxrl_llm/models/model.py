@@ -69,11 +69,11 @@ def load_model(
     param_dtype None is that of the computation; training keeps float32 parameters. With `init_key` the parameters are
     drawn at random, and the folder needs no weights. `overrides` are other ModelConfig fields. The tokenizer is None
     when the folder has none. `allow_pickle` reads pytorch_model.bin where there are no safetensors, and
-    `trust_remote_code` runs a tokenizer's own code. Raises ConfigError; see `hf.locate`, `hf.load` and `adapters.read`.
+    `trust_remote_code` runs a tokenizer's own code. Raises ConfigError; see `hf.locate`, `hf.load` and `peft.read`.
     """
     dtype = _compute_dtype(dtype)
     model = describe(path, dtype, param_dtype, adapter, allow_pickle, trust_remote_code, **overrides)
-    path, adapter = _parts(path, adapter)
+    path, adapter = _base_and_adapter(path, adapter)
     if init_key is None:
         overrides |= {"dtype": dtype, "param_dtype": param_dtype or dtype, "head": model.net.config.head}
         _, params = hf.load(hf.locate(path, allow_pickle), mesh, allow_pickle=allow_pickle, **overrides)
@@ -81,8 +81,8 @@ def load_model(
         base = model.net.base
         params = base.init(init_key) if mesh is None else init_sharded(base, init_key, mesh)
     if adapter is not None:
-        found = peft.read(adapter, model.net, _family(model), mesh)
-        params = lora.combine(_fp32_score(params), found)
+        adapters = peft.read(adapter, model.net, _family(model), mesh)
+        params = lora.combine(_fp32_score(params), adapters)
     return dataclasses.replace(model, params=params, mesh=mesh)
 
 
@@ -100,7 +100,7 @@ def describe(
     Arguments and errors as in `load_model`.
     """
     dtype = _compute_dtype(dtype)
-    path, adapter = _parts(path, adapter)
+    path, adapter = _base_and_adapter(path, adapter)
     if overrides.get("quantize", "none") not in KINDS:
         raise ConfigError(f"quantize = {overrides['quantize']!r} is not one of {', '.join(KINDS)}.")
     if adapter is not None:
@@ -114,8 +114,8 @@ def describe(
     return Model(net, net.shapes(), tokenizer, hf.read_config(folder), generation, os.fspath(path))
 
 
-def _parts(path: str | os.PathLike[str], adapter: str | os.PathLike[str] | None) -> tuple[Any, Any]:
-    """Where the model itself is, and the folder of its adapter, None without one."""
+def _base_and_adapter(path: str | os.PathLike[str], adapter: str | os.PathLike[str] | None) -> tuple[Any, Any]:
+    """The path of the model itself, and the folder of its adapter, None without one."""
     if adapter is not None or not peft.is_adapter(Path(path).expanduser()):
         return path, adapter
     base = peft.read_config(path).base
@@ -136,9 +136,9 @@ def add_adapters(model: Model, config: lora.LoraConfig, key: jax.Array) -> Model
         raise ConfigError(
             f"lora.targets are {', '.join(config.targets)}, but outside its experts this model has none of them"
         )
-    places = None if model.mesh is None else shardings(shapes, model.mesh)
-    made = jax.jit(lambda key: lora.adapters_of(net.init(key)), out_shardings=places)(key)
-    return dataclasses.replace(model, net=net, params=lora.combine(_fp32_score(model.params), made))
+    targets = None if model.mesh is None else shardings(shapes, model.mesh)
+    adapters = jax.jit(lambda key: lora.adapters_of(net.init(key)), out_shardings=targets)(key)
+    return dataclasses.replace(model, net=net, params=lora.combine(_fp32_score(model.params), adapters))
 
 
 def _fp32_score(params: Params) -> Params:
@@ -161,9 +161,9 @@ def check_attention(config: ModelConfig, backend: str) -> None:
         },
         "splash": {f"it runs on TPUs, and {here}": backend != "tpu"},
     }
-    found = [reason for reason, holds in reasons.get(config.attention, {}).items() if holds]
-    if found:
-        raise ConfigError(f"model.attention = {config.attention!r}: {'; '.join(found)}. Use 'xla'.")
+    holding = [reason for reason, holds in reasons.get(config.attention, {}).items() if holds]
+    if holding:
+        raise ConfigError(f"model.attention = {config.attention!r}: {'; '.join(holding)}. Use 'xla'.")
 
 
 def _compute_dtype(dtype: str) -> str:
@@ -195,13 +195,13 @@ def has_peft_adapter(model: Model) -> bool:
 
 
 def save_adapter(model: Model, path: str | os.PathLike[str]) -> None:
-    """Writes the model's adapters, and its score head, as a PEFT folder; see `adapters.write`.
+    """Writes the model's adapters, and its score head, as a PEFT folder; see `peft.write`.
 
-    The folder appears whole or not at all, and takes the place of an earlier one. With many processes all must call.
+    The folder appears complete or not at all, and takes the place of an earlier one. With many processes all must call.
     Raises ConfigError for a model without adapters, and when `path` holds something other than an adapter.
     """
     if not lora.has_adapters(model.params):
-        raise ConfigError("the model has no adapters: it was trained whole. Save it with save_hf")
+        raise ConfigError("the model has no adapters: all of it was trained. Save it with save_hf")
     folder = Path(path).absolute()
     hf.refuse_foreign(folder, peft.CONFIG)
     with hf.replacing(folder) as partial:
@@ -209,5 +209,5 @@ def save_adapter(model: Model, path: str | os.PathLike[str]) -> None:
 
 
 def init_sharded(net: Net, key: jax.Array, mesh: Mesh) -> Params:
-    """Random parameters, each made where it will live: no device ever holds the whole model."""
+    """Random parameters, each drawn in its shards: no device ever holds all of the model."""
     return jax.jit(net.init, out_shardings=shardings(net.shapes(), mesh))(key)

@@ -1,16 +1,29 @@
-"""The shape of a decoder, and in what its layers differ from each other."""
+"""The shape of a decoder: a frozen `ModelConfig`, and what follows from it for each layer.
+
+Layers are a tuple of kinds (`layer_configs`). Layers whose parameters have the same shapes are stacked (`stacks`), and
+consecutive layers of one stack are a run that one program computes in a scan (`layer_runs`).
+"""
 
 import dataclasses
+import functools
+import itertools
+from typing import NamedTuple
 
-import jax.numpy as jnp
-import numpy as np
-
-from jaxrl_llm.models.layers import LayerTraits
+from jaxrl_llm.models.attention import Attention
 from jaxrl_llm.models.lora import LoraConfig
-from jaxrl_llm.models.rope import Rope, dynamic_frequencies, frequencies
+from jaxrl_llm.models.mixer import LayerConfig, Mixer
+from jaxrl_llm.models.rope import Rope
 
 DEFAULT_ROPE = Rope()
-NO_WINDOW = 2**30  # of a layer that sees everything, among layers that do not
+
+
+class LayerRun(NamedTuple):
+    """Consecutive layers that one program computes: in a scan over their stacked parameters, or a single one."""
+
+    layers: tuple[int, ...]
+    stack: str
+    start: int  # index of the first in its stack
+    scanned: bool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,14 +39,14 @@ class ModelConfig:
     ffn: int
     norm_eps: float = 1e-6
     activation: str = "silu"  # one of layers.ACTIVATIONS
-    norms: str = "pre"  # of what attention and feed-forward read ("pre"), of what they add ("post"), or "both"
+    norms: str = "pre"  # of the inputs of mixer and feed-forward ("pre"), of their outputs ("post"), or "both"
     norm_offset: float = 0.0  # added to the scale of every norm
     embed_scale: float = 1.0
     rope: Rope = DEFAULT_ROPE
     local_rope: Rope | None = None  # of the sliding layers, where it is another
     rotary_fraction: float = 1.0  # of each head's dimensions, the first ones
     unrotated_layers: tuple[int, ...] = ()
-    sliding_window: int | None = None  # how many tokens a sliding layer sees, the current one included
+    sliding_window: int | None = None  # tokens that a sliding layer sees, the current one included
     sliding_layers: tuple[int, ...] = ()
     query_scale: float | None = None  # of attention scores; None: head_dim ** -0.5
     attention_softcap: float | None = None
@@ -52,46 +65,63 @@ class ModelConfig:
     router_aux_loss_coef: float = 0.0
     freeze_router: bool = False
     head: str = "lm"  # or "score": one number a token, for reward models and critics
+    mixers: tuple[type[Mixer], ...] = ()  # of each layer; (): attention in all of them
     init_scale: float = 0.02
     dtype: str = "float32"  # of the computation
     param_dtype: str = "float32"
     fp32_head: bool = False  # form logits in fp32, whatever the dtype of the computation
-    attention: str = "xla"  # over given rows: or cudnn, on GPUs; or splash, on TPUs
-    remat: str = "none"  # or one of transformer.REMAT: what the backward pass finds, and what it computes again
+    attention: str = "xla"  # of whole rows: or cudnn, on GPUs; or splash, on TPUs
+    remat: str = "none"  # or one of transformer.REMAT: what is saved for the backward pass; the rest is recomputed
     lora: LoraConfig | None = None
     quantize: str = "none"  # of the layers' linear maps, which are then frozen: one of quantize.KINDS
     scan_layers: bool = True  # False: a program per layer, slower to compile and, on CPU, up to twice as fast to run
 
+    @property
+    def rotated_size(self) -> int:
+        """Dimensions of each head that are rotated."""
+        return int(self.head_dim * self.rotary_fraction)
 
-def is_dense(config: ModelConfig, layer: int) -> bool:
-    """True for a layer without experts."""
-    return not config.experts or layer in config.dense_layers
+    @functools.cached_property
+    def layer_configs(self) -> tuple[LayerConfig, ...]:
+        """The kind of each layer."""
 
+        def kind(layer: int) -> LayerConfig:
+            slides = layer in self.sliding_layers
+            rope = self.local_rope if slides and self.local_rope is not None else self.rope
+            return LayerConfig(
+                mixer=self.mixers[layer] if self.mixers else Attention,
+                rope=None if layer in self.unrotated_layers else rope,
+                window=self.sliding_window if slides else None,
+                experts=bool(self.experts) and layer not in self.dense_layers,
+            )
 
-def layer_traits(config: ModelConfig) -> list[LayerTraits]:
-    """The traits of each layer; windows are None where no layer has one."""
-    size = rotated_size(config)
+        return tuple(kind(layer) for layer in range(self.layers))
 
-    def traits(layer: int) -> LayerTraits:
-        slides = layer in config.sliding_layers
-        rope = config.local_rope if slides and config.local_rope is not None else config.rope
-        window = (config.sliding_window if slides else NO_WINDOW) if config.sliding_layers else None
-        if layer in config.unrotated_layers:
-            return LayerTraits(np.zeros(size // 2, np.float32), 1.0, window)
-        return LayerTraits(frequencies(rope, size), rope.attention_factor, window)
+    @functools.cached_property
+    def stacks(self) -> dict[str, tuple[int, ...]]:
+        """The layers that are stacked in the parameters of each name, the stack `layers` first.
 
-    return [traits(layer) for layer in range(config.layers)]
+        A stack is of one mixer and of one kind of feed-forward: `layers`, `dense_layers` where others have experts, and
+        `<path>_layers` of a mixer other than attention.
+        """
+        found: dict[str, tuple[int, ...]] = {}
+        for layer, kind in enumerate(self.layer_configs):
+            name = "layers" if kind.mixer is Attention else f"{kind.mixer.path}_layers"
+            name = f"dense_{name}" if self.experts and not kind.experts else name
+            found[name] = (*found.get(name, ()), layer)
+        return dict(sorted(found.items(), key=lambda stack: stack[0] != "layers"))
 
+    @functools.cached_property
+    def layer_runs(self) -> tuple[LayerRun, ...]:
+        """The runs of layers in order: of one layer each unless layers are scanned."""
+        stack_of = {layer: name for name, layers in self.stacks.items() for layer in layers}
+        start = {layer: index for layers in self.stacks.values() for index, layer in enumerate(layers)}
+        if not self.scan_layers:
+            return tuple(LayerRun((layer,), stack_of[layer], start[layer], False) for layer in range(self.layers))
+        groups = [tuple(layers) for _, layers in itertools.groupby(range(self.layers), stack_of.__getitem__)]
+        return tuple(LayerRun(layers, stack_of[layers[0]], start[layers[0]], True) for layers in groups)
 
-def rotated_size(config: ModelConfig) -> int:
-    """How many of each head's dimensions are rotated."""
-    return int(config.head_dim * config.rotary_fraction)
-
-
-def waves_of_long_rows(config: ModelConfig, segments, positions):
-    """Frequencies `[N,T,r/2]` of each token's own document where dynamic scaling may change them, else None."""
-    if config.rope.kind != "dynamic" or segments.shape[1] <= config.rope.original_max_positions:
-        return None
-    same = segments[:, :, None] == segments[:, None, :]
-    lengths = jnp.where(same, positions[:, None, :], 0).max(-1) + 1
-    return dynamic_frequencies(config.rope, rotated_size(config), lengths)
+    @property
+    def shares_prefixes(self) -> bool:
+        """True where the tokens of a row may see a prefix of another segment, as packed rows of a group do."""
+        return all(kind.mixer.shares_prefixes for kind in self.layer_configs)

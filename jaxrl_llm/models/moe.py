@@ -1,6 +1,6 @@
-"""Mixtures of experts: a router sends each token to a few of many feed-forward parts. No token is ever dropped.
+"""Mixtures of experts: a router sends each token to a few of many feed-forward networks. No token is ever dropped.
 
-Arrays: M tokens, E experts, k experts a token.
+Arrays: M tokens, E experts, k experts a token, f channels of an expert.
 """
 
 import functools
@@ -15,15 +15,15 @@ from jaxrl_llm.models.layers import ACTIVATIONS, Linear
 
 
 class Routing(NamedTuple):
-    """What the router did with the tokens that are no padding; sums over layers add up."""
+    """Sums over the tokens that are no padding, of one layer or of several: layers add up."""
 
     counts: jax.Array  # [E] tokens sent to each expert
     probabilities: jax.Array  # [E] sums of the router's probabilities
-    tokens: jax.Array  # [] how many
+    tokens: jax.Array  # [] number of tokens
 
 
 def balance_loss(routing: Routing):
-    """How unevenly experts are used: k when even, up to E; the auxiliary loss of arXiv 2101.03961, eq. 4 to 6.
+    """The load-balancing loss of arXiv 2101.03961, eq. 4 to 6: k when experts are used evenly, up to E.
 
     `E x sum_e (share of tokens sent to e) x (mean probability of e)`, over the tokens of all layers together, in fp32.
     Its gradient flows through the probabilities. 0 where there are no tokens.
@@ -33,7 +33,7 @@ def balance_loss(routing: Routing):
 
 
 class Experts(nnx.Module):
-    """The stacked feed-forward parts: gate and up `[E,D,F]`, down `[E,F,D]`."""
+    """The stacked feed-forward networks: gate and up `[E,D,f]`, down `[E,f,D]`."""
 
     def __init__(self, config, rngs: nnx.Rngs):
         self.gate, self.up = (_Kernels(config.experts, config.width, config.expert_ffn, config, rngs) for _ in "gu")
@@ -43,27 +43,27 @@ class Experts(nnx.Module):
     def __call__(self, x, weights, chosen):
         """`sum_i weights_i * expert_{chosen_i}(x)` `[...,D]` of tokens x `[...,D]`; weights and chosen `[...,k]`.
 
-        XLA has grouped matrix products on accelerators; on CPU they would be computed for every expert anyway, and
+        XLA has grouped matmuls on accelerators; on CPU they would be computed for every expert anyway, and
         then computing all experts for each token once is k times less work.
         """
-        return self.computed(dense if jax.default_backend() == "cpu" else grouped, x, weights, chosen)
+        return self.compute(dense if jax.default_backend() == "cpu" else grouped, x, weights, chosen)
 
-    def computed(self, way, x, weights, chosen):
-        """The same, by `dense` or `grouped`, on each device for the experts and tokens it has."""
-        kernels = Kernels(*(part.value(x.dtype) for part in (self.gate, self.up, self.down)))
-        return across_devices(functools.partial(way, activation=self.activation), kernels, x, weights, chosen)
+    def compute(self, method, x, weights, chosen):
+        """The same, by the method `dense` or `grouped`, on each device for the experts and tokens it has."""
+        kernels = Kernels(*(kernels.value(x.dtype) for kernels in (self.gate, self.up, self.down)))
+        return across_devices(functools.partial(method, activation=self.activation), kernels, x, weights, chosen)
 
 
 class Kernels(NamedTuple):
     """The matrices of experts."""
 
-    gate: jax.Array  # [E,D,F]
-    up: jax.Array  # [E,D,F]
-    down: jax.Array  # [E,F,D]
+    gate: jax.Array  # [E,D,f]
+    up: jax.Array  # [E,D,f]
+    down: jax.Array  # [E,f,D]
 
 
 def dense(kernels: Kernels, x, weights, chosen, activation):
-    """`[M,D]`, from all experts for all tokens, weighed. Numbers in `chosen` that are no expert's add nothing."""
+    """`[M,D]`, from all experts for all tokens, weighted. Numbers in `chosen` that are no expert's add nothing."""
     experts = kernels.gate.shape[0]
     share = jnp.einsum("mk,mke->me", weights, jax.nn.one_hot(chosen, experts, dtype=weights.dtype))
     gate, up = (jnp.einsum("md,edf->emf", x, kernel) for kernel in kernels[:2])
@@ -78,10 +78,11 @@ def grouped(kernels: Kernels, x, weights, chosen, activation):
     order = jnp.argsort(numbers, stable=True)
     sizes = jnp.bincount(numbers, length=experts + 1)[:experts].astype(jnp.int32)
     here = (jnp.arange(order.size) < sizes.sum())[:, None]  # copies after the last group are of no expert
-    product = functools.partial(jax.lax.ragged_dot, group_sizes=sizes)
+    matmul = functools.partial(jax.lax.ragged_dot, group_sizes=sizes)
     copies = x[order // k]
-    hidden = activation(product(copies, kernels.gate)) * product(copies, kernels.up)
-    out = jnp.where(here, product(jnp.where(here, hidden, 0), kernels.down), 0)
+    hidden = activation(matmul(copies, kernels.gate)) * matmul(copies, kernels.up)
+    # Rows behind the last group hold whatever the kernel left there.
+    out = jnp.where(here, matmul(jnp.where(here, hidden, 0), kernels.down), 0)
     out = out * weights.reshape(-1)[order][:, None].astype(x.dtype)
     return jnp.zeros_like(x).at[order // k].add(out)
 
@@ -100,34 +101,34 @@ def across_devices(compute, kernels: Kernels, x, weights, chosen):
     if not is_sharded():
         return compute(kernels, *flat(x, weights, chosen)).reshape(x.shape)
     mesh: Any = jax.sharding.get_abstract_mesh()
-    places = Kernels._make(parameter_spec(f"experts/{n}/kernel", w.shape, mesh) for n, w in kernels._asdict().items())
+    specs = Kernels._make(parameter_spec(f"experts/{n}/kernel", w.shape, mesh) for n, w in kernels._asdict().items())
     tokens = activation_spec(x.shape, *("rows", "positions")[: x.ndim - 1], *(None,) * max(x.ndim - 2, 1))
     exchanged = "expert" in jax.tree.leaves(tuple(tokens))  # else each device has all tokens
 
     def local(kernels, x, weights, chosen):
         shape = x.shape
         x, weights, chosen = flat(x, weights, chosen)
-        kernels = Kernels(*(_gathered(w, place) for w, place in zip(kernels, places, strict=True)))
+        kernels = Kernels(*(_gathered(w, spec) for w, spec in zip(kernels, specs, strict=True)))
         if exchanged:
             x, weights, chosen = (jax.lax.all_gather(a, "expert", axis=0, tiled=True) for a in (x, weights, chosen))
-        if places.gate[0] is not None:  # as numbers among this device's own
+        if specs.gate[0] is not None:  # as numbers among the experts of this device
             chosen -= jax.lax.axis_index("expert") * kernels.gate.shape[0]
         out = compute(kernels, x, weights, chosen)
-        if places.gate[2] is not None:
+        if specs.gate[2] is not None:
             out = jax.lax.psum(out, "tensor")
         if exchanged:
             out = jax.lax.psum_scatter(out, "expert", scatter_dimension=0, tiled=True)
-        elif places.gate[0] is not None:
+        elif specs.gate[0] is not None:
             out = jax.lax.psum(out, "expert")
         return out.reshape(shape)
 
-    run = jax.shard_map(local, in_specs=(places, tokens, tokens, tokens), out_specs=tokens)
+    run = jax.shard_map(local, in_specs=(specs, tokens, tokens, tokens), out_specs=tokens)
     return run(kernels, x, weights, chosen)
 
 
-def _gathered(kernel, place):
-    """A kernel whole along the axes that parameters are gathered from; `expert` and `tensor` stay cut."""
-    for dim, axes in enumerate(place):
+def _gathered(kernel, spec):
+    """A kernel all-gathered along `fsdp` and `context`; along `expert` and `tensor` it stays sharded."""
+    for dim, axes in enumerate(spec):
         kept = tuple(axis for axis in ((axes,) if isinstance(axes, str) else axes or ()) if axis in ("fsdp", "context"))
         if kept:
             kernel = jax.lax.all_gather(kernel, kept, axis=dim, tiled=True)
@@ -146,7 +147,7 @@ class _Kernels(nnx.Module):
 class MixtureOfExperts(nnx.Module):
     """A feed-forward layer of E experts, of which each token uses the k with the largest router probabilities.
 
-    Their outputs are weighed by the probabilities, which sum to 1 over the chosen ones with `normalize_top_k`.
+    Their outputs are weighted by the probabilities, which sum to 1 over the chosen ones with `normalize_top_k`.
     """
 
     def __init__(self, config, rngs: nnx.Rngs):
@@ -154,17 +155,17 @@ class MixtureOfExperts(nnx.Module):
         self.router = Linear(config.width, config.experts, config, rngs)
         self.experts = Experts(config, rngs)
 
-    def __call__(self, x, real=None):
-        """Output `[...,D]` of x `[...,D]` and, given which tokens are `real` `[...]` (no padding), the `Routing`."""
+    def __call__(self, x, counted=None):
+        """Output `[...,D]` of x `[...,D]` and, where `counted` `[...]` says how often tokens count, the `Routing`."""
         c = self.config
         probabilities = jax.nn.softmax(self._route(x).astype(jnp.float32), axis=-1)
         weights, chosen = jax.lax.top_k(probabilities, c.experts_per_token)
         if c.normalize_top_k:
             weights = weights / weights.sum(-1, keepdims=True)
         out = self.experts(x, weights, chosen)
-        if real is None:
+        if counted is None:
             return out, None
-        live = real[..., None].astype(jnp.float32)
+        live = counted[..., None].astype(jnp.float32)
         used = (jax.nn.one_hot(chosen, c.experts, dtype=jnp.float32) * live[..., None]).reshape(-1, c.experts).sum(0)
         return out, Routing(used, (probabilities * live).reshape(-1, c.experts).sum(0), live.sum())
 

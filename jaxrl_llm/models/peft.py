@@ -43,8 +43,8 @@ PLAIN: dict[str, tuple[Any, ...]] = {
 }
 
 
-class Described(NamedTuple):
-    """What an adapter's folder says: its shape, the base model's name or path where it says it, and the head."""
+class AdapterConfig(NamedTuple):
+    """The contents of adapter_config.json: the shape, the base model's name or path (None: not named), the head."""
 
     lora: LoraConfig
     base: str | None
@@ -56,8 +56,8 @@ def is_adapter(folder: str | os.PathLike[str]) -> bool:
     return (Path(folder) / CONFIG).is_file()
 
 
-def read_config(folder: str | os.PathLike[str]) -> Described:
-    """What the PEFT folder of an adapter says of it.
+def read_config(folder: str | os.PathLike[str]) -> AdapterConfig:
+    """The configuration of the adapter in a PEFT folder.
 
     Which linear maps have one is read from the names of its tensors. Raises ConfigError for a folder without adapter,
     and for one that is more than a LoRA of equal rank on linear maps of the layers.
@@ -91,11 +91,11 @@ def read_config(folder: str | os.PathLike[str]) -> Described:
         rslora=bool(entries.get("use_rslora")),
     )
     head = "score" if entries.get("task_type") == TASKS["score"] else "lm"
-    return Described(lora, entries.get("base_model_name_or_path"), head)
+    return AdapterConfig(lora, entries.get("base_model_name_or_path"), head)
 
 
 def read(folder: str | os.PathLike[str], net: Net, family, mesh: Mesh | None) -> Params:
-    """The adapters in a PEFT folder, and the score head where it holds one, as parameters of `net`, cut over `mesh`.
+    """The adapters in a PEFT folder, and its score head if it has one, as parameters of `net` sharded over `mesh`.
 
     Raises ConfigError for tensors that are missing, unexpected or of another shape than the net's.
     """
@@ -111,11 +111,11 @@ def read(folder: str | os.PathLike[str], net: Net, family, mesh: Mesh | None) ->
     _check(folder, found, [name for names in wanted.values() for name in names])
 
     def leaf(path, x):
-        parts = [found[name].T for name in wanted[path_name(path)]]
-        value = (np.stack(parts) if x.ndim == 3 else parts[0]).astype(x.dtype)
+        layers = [found[name].T for name in wanted[path_name(path)]]
+        value = (np.stack(layers) if x.ndim == 3 else layers[0]).astype(x.dtype)
         if value.shape != x.shape:
             raise ConfigError(
-                f"{folder / TENSORS}: {wanted[path_name(path)][0]} has shape {parts[0].shape[::-1]}, but this model "
+                f"{folder / TENSORS}: {wanted[path_name(path)][0]} has shape {layers[0].shape[::-1]}, but this model "
                 f"and r = {net.config.lora and net.config.lora.rank} need {x.shape[-2:][::-1]}"
             )
         return value
@@ -187,9 +187,9 @@ def _tensors(net: Net, family) -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
     for path, _ in jax.tree_util.tree_leaves_with_path(split(net.shapes())[1]):
         name = path_name(path)
-        module, _, part = name.rpartition("/")
-        matrix = f".lora_{part[-1].upper()}" if part in ADAPTER else ""
-        found[name] = [f"{PREFIX}{one}{matrix}.weight" for one in stored[f"{module}/kernel"]]
+        module, _, leaf = name.rpartition("/")
+        matrix = f".lora_{leaf[-1].upper()}" if leaf in ADAPTER else ""
+        found[name] = [f"{PREFIX}{tensor}{matrix}.weight" for tensor in stored[f"{module}/kernel"]]
     return found
 
 

@@ -1,15 +1,15 @@
 """Weight-only quantisation of matrices: `int8` and `fp8` per output channel, `int4` and `nf4` per block of 64 inputs.
 
 A quantised kernel is a dict of `codes` and `absmax`, in place of the array. Two codes of 4 bits share a byte on every
-backend. Products are computed in the compute dtype, those of 8 bits with the codes themselves: a column is scaled
+backend. Matmuls are computed in the compute dtype, those of 8 bits with the codes themselves: a column is scaled
 behind the sum over its inputs, so that what is read of the matrix is one byte a number. No kernel has a gradient.
 
-Numbers in fp8 are kept as bytes (uint8): compilers for devices without fp8 would widen an array to move a part of it.
+Numbers in fp8 are kept as bytes (uint8): compilers for devices without fp8 would widen an array to move a slice of it.
 """
 
 import functools
 import math
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -83,8 +83,8 @@ def matmul(x, kernel: Kernel, kind: str) -> jax.Array:
     """`x @ kernel`, x `[n, in]`, in the dtype of x."""
     if not isinstance(kernel, dict) or kind not in BYTES:
         return cpu_matmul.matmul(x, dequantize(kernel, kind, x.dtype) if isinstance(kernel, dict) else kernel)
-    product = jnp.matmul(x, widened(kernel["codes"], x.dtype), preferred_element_type=jnp.float32)
-    return (product * (kernel["absmax"] / BYTES[kind][1])).astype(x.dtype)
+    scaled = jnp.matmul(x, widened(kernel["codes"], x.dtype), preferred_element_type=jnp.float32)
+    return (scaled * (kernel["absmax"] / BYTES[kind][1])).astype(x.dtype)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
@@ -98,8 +98,7 @@ def frozen_matmul(x, kernel: Kernel, kind: str) -> jax.Array:
     The backward pass keeps the kernel as it is stored, and converts it again: autodiff would keep the converted matrix
     of every layer.
     """
-    found: Any = _frozen_matmul(x, kernel, kind)
-    return found
+    return cast(jax.Array, _frozen_matmul(x, kernel, kind))
 
 
 def _forward(x, kernel: Kernel, kind: str):
@@ -111,8 +110,8 @@ def _backward(kind: str, kernel: Kernel, gradient):
     if not isinstance(kernel, dict) or kind not in BYTES:
         return cpu_matmul.matmul_transposed(gradient, as_matrix(kernel, kind, dtype)), None
     scaled = (gradient * kernel["absmax"]).astype(dtype)
-    product = jnp.matmul(scaled, widened(kernel["codes"], dtype).T, preferred_element_type=jnp.float32)
-    return (product / BYTES[kind][1]).astype(dtype), None
+    gradient = jnp.matmul(scaled, widened(kernel["codes"], dtype).T, preferred_element_type=jnp.float32)
+    return (gradient / BYTES[kind][1]).astype(dtype), None
 
 
 _frozen_matmul.defvjp(_forward, _backward)
@@ -120,14 +119,14 @@ _frozen_matmul.defvjp(_forward, _backward)
 
 def quantized_as(params: dict[str, Any], shapes: dict[str, Any], kind: str) -> dict[str, Any]:
     """The parameters with those matrices quantised that `shapes`, of a net that is quantised, has as dicts."""
-    found = {}
+    quantized = {}
     for name, x in params.items():
-        own = shapes.get(name)
+        shape = shapes.get(name)
         if isinstance(x, dict):
-            found[name] = quantized_as(x, own or {}, kind)
+            quantized[name] = quantized_as(x, shape or {}, kind)
         else:
-            found[name] = quantize(x, kind) if isinstance(own, dict) else x
-    return found
+            quantized[name] = quantize(x, kind) if isinstance(shape, dict) else x
+    return quantized
 
 
 def narrowed(x, dtype) -> jax.Array:

@@ -1,4 +1,4 @@
-"""Rotary positions: the frequencies of every scaling of them, and the rotation of queries and keys."""
+"""Rotary positions: the inverse frequencies under each scaling, and the rotation of queries and keys."""
 
 import math
 from typing import NamedTuple
@@ -14,9 +14,10 @@ KINDS = ("default", "linear", "dynamic", "llama3", "yarn")
 class Rope(NamedTuple):
     """Rotary positions (arXiv 2104.09864) of base `theta`, scaled to longer rows as `kind` says.
 
-    linear: all waves slowed by `factor` (arXiv 2306.15595). dynamic: rows longer than `original_max_positions` have a
-    larger base, which depends on their length. llama3: long waves slowed, short ones kept (arXiv 2407.21783). yarn: the
-    same, between two numbers of turns, and cosines and sines times `attention_factor` (arXiv 2309.00071).
+    linear: all frequencies divided by `factor` (arXiv 2306.15595). dynamic: rows longer than `original_max_positions`
+    have a larger base, which depends on their length. llama3: low frequencies divided, high ones kept (arXiv
+    2407.21783). yarn: the same, between two numbers of turns, and cosines and sines times `attention_factor` (arXiv
+    2309.00071).
     """
 
     theta: float = 10000.0
@@ -33,30 +34,30 @@ class Rope(NamedTuple):
 
 def frequencies(rope: Rope, size: int) -> np.ndarray:
     """Inverse frequencies `[size/2]` in fp32, of `size` rotated dimensions; of dynamic scaling those of short rows."""
-    waves = (1.0 / rope.theta ** (np.arange(0, size, 2, dtype=np.float32) / size)).astype(np.float32)
+    inv_freq = (1.0 / rope.theta ** (np.arange(0, size, 2, dtype=np.float32) / size)).astype(np.float32)
     if rope.kind == "linear":
-        waves = waves / rope.factor
+        inv_freq = inv_freq / rope.factor
     elif rope.kind == "llama3":
-        turns = rope.original_max_positions * waves / (2 * math.pi)
+        turns = rope.original_max_positions * inv_freq / (2 * math.pi)
         kept = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
-        waves = _between(waves, rope.factor, np.clip(kept, 0.0, 1.0))
+        inv_freq = _between(inv_freq, rope.factor, np.clip(kept, 0.0, 1.0))
     elif rope.kind == "yarn":
-        waves = _between(waves, rope.factor, 1 - _yarn_ramp(rope, size))
-    return waves.astype(np.float32)
+        inv_freq = _between(inv_freq, rope.factor, 1 - _yarn_ramp(rope, size))
+    return inv_freq.astype(np.float32)
 
 
-def _between(waves, factor: float, kept):
-    """Waves slowed by `factor` where `kept` is 0, as they are where it is 1."""
-    return (1 - kept) * waves / factor + kept * waves
+def _between(inv_freq, factor: float, kept):
+    """Frequencies divided by `factor` where `kept` is 0, as they are where it is 1."""
+    return (1 - kept) * inv_freq / factor + kept * inv_freq
 
 
 def _yarn_ramp(rope: Rope, size: int) -> np.ndarray:
-    """0 for waves that turn more than `beta_fast` times in the original length, 1 below `beta_slow`, between linear."""
+    """0 for frequencies of more than `beta_fast` turns in the original length, 1 below `beta_slow`, linear between."""
 
-    def place(turns: float) -> float:
+    def dimension(turns: float) -> float:
         return size * math.log(rope.original_max_positions / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
 
-    low, high = place(rope.beta_fast), place(rope.beta_slow)
+    low, high = dimension(rope.beta_fast), dimension(rope.beta_slow)
     if rope.truncate:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, size - 1)
@@ -75,6 +76,15 @@ def dynamic_frequencies(rope: Rope, size: int, lengths):
     return 1.0 / theta[..., None] ** (np.arange(0, size, 2, dtype=np.float32) / size)
 
 
+def long_row_frequencies(rope: Rope, size: int, segments, positions):
+    """Inverse frequencies `[N,T,size/2]` of each token's own document; None unless dynamic scaling may change them."""
+    if rope.kind != "dynamic" or segments.shape[1] <= rope.original_max_positions:
+        return None
+    same = segments[:, :, None] == segments[:, None, :]
+    lengths = jnp.where(same, positions[:, None, :], 0).max(-1) + 1
+    return dynamic_frequencies(rope, size, lengths)
+
+
 def check_length(rope: Rope, length: int) -> None:
     """Raises ConfigError where rows of up to `length` tokens cannot be sampled one token at a time.
 
@@ -88,14 +98,14 @@ def check_length(rope: Rope, length: int) -> None:
         )
 
 
-def rotate(x, positions, waves, scale=1.0):
-    """x `[..., t, h, d]` rotated at positions `[..., t]`: its first dimensions, two for each of `waves`, in two halves.
+def rotate(x, positions, inv_freq, scale=1.0):
+    """x `[..., t, h, d]` rotated at positions `[..., t]`: its first r dimensions, as two halves; the others stay.
 
-    waves `[r/2]`, or one set a token `[..., t, r/2]`; a wave of frequency 0 rotates nothing. The rotated dimensions are
-    multiplied by `scale`.
+    inv_freq `[r/2]`, or one set a token `[..., t, r/2]`; a frequency of 0 rotates nothing. The rotated dimensions are
+    multiplied by `scale`. Angles, cosines and sines are fp32.
     """
-    size = 2 * waves.shape[-1]
-    angles = (positions[..., None].astype(jnp.float32) * waves)[..., None, :]
+    size = 2 * inv_freq.shape[-1]
+    angles = (positions[..., None].astype(jnp.float32) * inv_freq)[..., None, :]
     cos, sin = jnp.cos(angles) * scale, jnp.sin(angles) * scale
     x1, x2 = jnp.split(x[..., :size].astype(jnp.float32), 2, axis=-1)
     rotated = [x1 * cos - x2 * sin, x2 * cos + x1 * sin]

@@ -1,4 +1,4 @@
-"""The safetensors files of a model folder: which tensors they hold, and reading and writing them part by part."""
+"""The safetensors files of a model folder: their tensors, read slice by slice and written shard by shard."""
 
 import contextlib
 import itertools
@@ -63,7 +63,7 @@ def write_json(file: Path, value: dict[str, Any]) -> None:
 
 
 class Stored(NamedTuple):
-    """One tensor of the files, or a part of one: its name, shape there, and where it is in the parameters."""
+    """One tensor of the files, or a range of its rows: its name, its shape there, and its place in the parameters."""
 
     name: str
     shape: tuple[int, ...]
@@ -71,13 +71,13 @@ class Stored(NamedTuple):
     leaf: str  # path of the parameter
     layer: int | None  # index in a stacked parameter
     expert: int | None = None  # index in a parameter that is stacked over experts too
-    whole: tuple[int, ...] = ()  # shape of the tensor of the files, of which this is a part
+    full_shape: tuple[int, ...] = ()  # of the tensor in the files, of which this may be a range of rows
     first_row: int = 0
-    one_expert: bool = False  # a part of a tensor that is stacked over experts
+    one_expert: bool = False  # an expert of a tensor that is stacked over experts
 
     @property
     def at(self) -> tuple[int, ...]:
-        """Where the tensor is in a stacked parameter."""
+        """The index of the tensor in a stacked parameter."""
         return tuple(index for index in (self.layer, self.expert) if index is not None)
 
 
@@ -87,40 +87,31 @@ def stored_tensors(net: Net, family, table=None) -> list[Stored]:
     `table` are the keys of another way to store the family's tensors.
     """
     config = net.config
-    keys = {key.path: (order, key) for order, key in enumerate(table or family.KEYS)}
+    names = {name.path: (order, name) for order, name in enumerate(table or family.KEYS)}
     tensors = []
     for path, leaf in jax.tree_util.tree_leaves_with_path(net.plain.shapes()):
-        name = path_name(path)
-        order, key = keys[name.replace("dense_layers/", "layers/")]
-        layers = list(enumerate(_layers(config, name))) if "{layer}" in key.tensor else [(None, None)]
-        experts = range(config.experts) if "/experts/" in name else [None]
+        leaf_path = path_name(path)
+        stack, _, rest = leaf_path.partition("/")
+        order, name = names[f"layers/{rest}" if stack in config.stacks else leaf_path]  # tables name no other stacks
+        layers = list(enumerate(config.stacks[stack])) if "{layer}" in name.tensor else [(None, None)]
+        experts = range(config.experts) if "/experts/" in leaf_path else [None]
         shape = leaf.shape[(layers[0][0] is not None) + (experts[0] is not None) :]
-        shape = shape[::-1] if key.transpose else shape
-        for (layer, number), expert in itertools.product(layers, experts):
-            stored = Stored(key.tensor.format(layer=number, expert=expert), shape, key.transpose, name, layer, expert)
-            stored = stored._replace(one_expert=expert is not None and "{expert}" not in key.tensor)
-            place = -1 if name == "embed/weight" else config.layers if number is None else number
-            tensors.append((place, order, expert or 0, stored))
-    return _parts([stored for *_, stored in sorted(tensors, key=lambda item: item[:3])], config.experts)
-
-
-def _layers(config, path: str) -> list[int]:
-    """The numbers of the layers that are stacked in the parameter at `path`."""
-    dense = path.startswith("dense_layers/")
-    return [layer for layer in range(config.layers) if dense == (layer in config.dense_layers)]
-
-
-def _parts(tensors: list[Stored], experts: int) -> list[Stored]:
-    """The tensors, and of those with one name where each begins and the shape of the whole."""
+        shape = shape[::-1] if name.transpose else shape
+        for (index, layer), expert in itertools.product(layers, experts):
+            tensor = Stored(name.tensor.format(layer=layer, expert=expert), shape, name.transpose, leaf_path, index)
+            tensor = tensor._replace(expert=expert, one_expert=expert is not None and "{expert}" not in name.tensor)
+            rank = -1 if leaf_path == "embed/weight" else config.layers if layer is None else layer
+            tensors.append((rank, order, expert or 0, tensor))
+    # Parameters of one tensor are ranges of its rows, one after another.
     rows: dict[tuple, int] = {}
-    placed = []
-    for tensor in tensors:
+    ranges = []
+    for *_, tensor in sorted(tensors, key=lambda item: item[:3]):
         key = (tensor.name, tensor.one_expert and tensor.expert)
-        placed.append((key, tensor._replace(first_row=rows.get(key, 0))))
+        ranges.append((key, tensor._replace(first_row=rows.get(key, 0))))
         rows[key] = rows.get(key, 0) + tensor.shape[0]
     return [
-        tensor._replace(whole=(*([experts] if tensor.one_expert else []), rows[key], *tensor.shape[1:]))
-        for key, tensor in placed
+        tensor._replace(full_shape=(*([config.experts] if tensor.one_expert else []), rows[key], *tensor.shape[1:]))
+        for key, tensor in ranges
     ]
 
 
@@ -168,10 +159,10 @@ class Files:
             raise ConfigError(f"{self.folder} holds tensors that config.json gives no place to: {some(sorted(spare))}.")
         for name, tensor in wanted.items():
             found = self.where[name].get_slice(name)
-            if tuple(found.get_shape()) != tensor.whole:
+            if tuple(found.get_shape()) != tensor.full_shape:
                 raise ConfigError(
                     f"{self.folder}: tensor {name} has shape {tuple(found.get_shape())}, "
-                    f"but config.json says {tensor.whole}."
+                    f"but config.json says {tensor.full_shape}."
                 )
             if found.get_dtype() not in FLOATS:
                 raise ConfigError(
@@ -179,7 +170,7 @@ class Files:
                 )
 
     def read(self, tensor: Stored, index: tuple[slice, ...], dtype) -> np.ndarray:
-        """The part `index` (in the parameter's own orientation) of a tensor, as a fresh array."""
+        """The slice `index` (in the parameter's orientation) of a tensor, as a fresh array."""
         rows, *rest = index[::-1] if tensor.transpose else index
         start, stop, _ = rows.indices(tensor.shape[0])
         rows = slice(tensor.first_row + start, tensor.first_row + stop)
@@ -232,7 +223,7 @@ def quantized_kernels(net: Net, mesh: Mesh | None) -> dict[str, Any]:
 
 
 def _read_leaf(files: Files, tensors: list[Stored], index, dtype) -> np.ndarray:
-    """The part `index` of a parameter, whose layers (and experts in each) are `tensors` where it is stacked."""
+    """The slice `index` of a parameter, whose layers (and experts in each) are `tensors` where it is stacked."""
     if tensors[0].layer is None:
         return files.read(tensors[0], index, dtype)
     if tensors[0].expert is None:
@@ -297,7 +288,7 @@ def _shards(tensors: list[Stored], itemsize: int, max_bytes: float) -> Iterator[
     for tensor in tensors:
         whole.setdefault(tensor.name, []).append(tensor)
     for parts in whole.values():
-        bytes_ = int(np.prod(parts[0].whole)) * itemsize
+        bytes_ = int(np.prod(parts[0].full_shape)) * itemsize
         if shard and size + bytes_ > max_bytes:
             yield shard
             shard, size = [], 0
@@ -312,7 +303,7 @@ def _shard_name(number: int, count: int) -> str:
 
 def _index(shards: list[list[list[Stored]]], itemsize: int) -> dict[str, Any]:
     tensors = [(i, parts[0]) for i, shard in enumerate(shards, start=1) for parts in shard]
-    total = sum(int(np.prod(tensor.whole)) for _, tensor in tensors) * itemsize
+    total = sum(int(np.prod(tensor.full_shape)) for _, tensor in tensors) * itemsize
     return {
         "metadata": {"total_size": total},
         "weight_map": {tensor.name: _shard_name(i, len(shards)) for i, tensor in tensors},

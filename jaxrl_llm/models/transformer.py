@@ -1,14 +1,13 @@
 """One decoder for every family: embedding, scanned or unrolled layers, final norm, language-model or score head.
 
 A `Net` is the static side (configuration, graph); parameters are a plain nested dict of arrays. Everything that
-computes is a pure function of both: `net.bind(params).hidden(tokens)`.
+computes is a pure function of both: `net.bind(params).hidden(inputs)`.
 """
 
 import dataclasses
 import functools
-import itertools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,20 +18,22 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxrl_llm.algorithms.batch import Inputs
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.distributed.sharding import constrain, context_shards
-from jaxrl_llm.models.layers import Attention, FeedForward, KeyValues, LayerTraits, Linear, RMSNorm, Seen, soft_cap
+from jaxrl_llm.models.layers import FeedForward, Linear, RMSNorm, soft_cap
 from jaxrl_llm.models.lora import LoraConfig, has_adapters, has_dropout
-from jaxrl_llm.models.model_config import ModelConfig, is_dense, layer_traits, waves_of_long_rows
+from jaxrl_llm.models.mixer import AttentionInputs, DecodeInputs, LayerConfig, Mixer
+from jaxrl_llm.models.model_config import LayerRun, ModelConfig
 from jaxrl_llm.models.moe import MixtureOfExperts, Routing
+from jaxrl_llm.models.rope import long_row_frequencies
 
 Params = dict[str, Any]
 
 LAYER_INPUT = "layer_input"
-_kept = jax.checkpoint_policies
-# What the backward pass finds of each layer; the rest it computes again.
+_saved = jax.checkpoint_policies
+# What is saved of each layer for the backward pass, which recomputes the rest.
 REMAT: dict[str, Any] = {
     "block": None,  # its input
-    "dots": _kept.dots_with_no_batch_dims_saveable,  # the products with its matrices
-    "offload": _kept.save_and_offload_only_these_names(  # its input, which waits in the host's memory
+    "dots": _saved.dots_with_no_batch_dims_saveable,  # the outputs of its matmuls
+    "offload": _saved.save_and_offload_only_these_names(  # its input, in the host's memory
         names_which_can_be_saved=[],
         names_which_can_be_offloaded=[LAYER_INPUT],
         offload_src="device",
@@ -49,72 +50,71 @@ class Embed(nnx.Module):
         self.weight = nnx.Param(jax.random.normal(rngs.params(), shape, config.param_dtype) * config.init_scale)
 
     def __call__(self, tokens, dtype):
-        # Gathering rows of a table cut along its width would make every device rebuild it: cut by vocabulary only.
+        # Gathering from a table sharded along its width would make every device rebuild it: shard by vocabulary only.
         return constrain(self.weight[...], "vocab", None)[tokens].astype(dtype)
 
 
 class Block(nnx.Module):
-    """A decoder layer: attention, then a dense feed-forward part or a mixture of experts."""
+    """A decoder layer: a mixer, then a dense feed-forward or a mixture of experts, each with norms and a residual."""
 
-    def __init__(self, config: ModelConfig, rngs: nnx.Rngs, dense: bool):
+    def __init__(self, config: ModelConfig, layer: LayerConfig, rngs: nnx.Rngs):
         def norm(*kinds: str):
             return RMSNorm(config.width, config, rngs) if config.norms in kinds else None
 
         self.input_norm = norm("pre", "both")
-        self.attention = Attention(config, rngs)
+        self.mixer_path = layer.mixer.path  # the mixer's own name, which parameters and checkpoints have
+        setattr(self, layer.mixer.path, layer.mixer(config, rngs))
         self.attention_out_norm = norm("post", "both")
         self.post_attention_norm = norm("pre", "both")
-        self.mlp = FeedForward(config, rngs) if dense else MixtureOfExperts(config, rngs)
+        self.mlp = MixtureOfExperts(config, rngs) if layer.experts else FeedForward(config, rngs)
         self.mlp_out_norm = norm("post", "both")
 
-    def _feed_forward(self, x, attended, real=None) -> tuple[jax.Array, Routing | None]:
-        x = constrain(x + _normed(self.attention_out_norm, attended), "rows", "positions", None)
+    @property
+    def mixer(self) -> Mixer:
+        """The layer's mixer."""
+        return getattr(self, self.mixer_path)
+
+    def apply(self, x, inputs: AttentionInputs, counted, arrays) -> tuple[jax.Array, Routing | None]:
+        """Hidden states after the layer; `counted` `[N,T]` is how often a token counts in the routing."""
+        return self._feed_forward(x, self.mixer.apply(_normed(self.input_norm, x), inputs, arrays), counted)
+
+    def prefill(self, x, inputs: AttentionInputs, arrays) -> tuple[jax.Array, Any]:
+        """Hidden states after the layer, and the mixer's cache."""
+        mixed, cache = self.mixer.prefill(_normed(self.input_norm, x), inputs, arrays)
+        return self._feed_forward(x, mixed)[0], cache
+
+    def decode(self, x, inputs: DecodeInputs, prompt, cache, arrays) -> tuple[jax.Array, Any]:
+        """Hidden states of the next tokens after the layer, and the mixer's cache with them."""
+        mixed, cache = self.mixer.decode(_normed(self.input_norm, x), inputs, prompt, cache, arrays)
+        return self._feed_forward(x, mixed)[0], cache
+
+    def _feed_forward(self, x, mixed, counted=None) -> tuple[jax.Array, Routing | None]:
+        x = constrain(x + _normed(self.attention_out_norm, mixed), "rows", "positions", None)
         out, routing = _normed(self.post_attention_norm, x), None
         if isinstance(self.mlp, MixtureOfExperts):
-            out, routing = self.mlp(out, real)
+            out, routing = self.mlp(out, counted)
         else:
             out = self.mlp(out)
         return constrain(x + _normed(self.mlp_out_norm, out), "rows", "positions", None), routing
-
-    def __call__(self, x, positions, seen: Seen, real, traits) -> tuple[jax.Array, KeyValues, Routing | None]:
-        out, cache = self.attention(_normed(self.input_norm, x), positions, seen, traits)
-        x, routing = self._feed_forward(x, out, real)
-        return x, cache, routing
-
-    def decode(self, x, positions, prompt, prompt_mask, rows, length, traits) -> tuple[jax.Array, KeyValues]:
-        normed = _normed(self.input_norm, x)
-        out, rows = self.attention.decode(normed, positions, prompt, prompt_mask, rows, length, traits)
-        return self._feed_forward(x, out)[0], rows
 
 
 def _normed(norm: RMSNorm | None, x):
     return x if norm is None else norm(x)
 
 
-class Run(NamedTuple):
-    """Layers that one program computes, one after another: `count` of them in a scan, or a single one (None)."""
-
-    graph: Any
-    state: Any
-    traits: LayerTraits  # of each, stacked; or of all alike
-    alike: bool
-    count: int | None
-
-
 class Transformer(nnx.Module):
-    """A decoder-only language model or, with `head="score"`, a scorer of tokens."""
+    """A decoder-only language model or, with `head="score"`, a model that gives each token one number."""
 
-    record: Callable[[Routing], None] | None = None  # told, while tracing, how `hidden` routes tokens to experts
+    record: Callable[[Routing], None] | None = None  # called, while tracing, with the routing of `hidden`
 
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
         self.config = config
         self.embed = Embed(config, rngs)
         if config.scan_layers:
-            all_dense = not config.experts
-            self.layers = _stacked_blocks(config, rngs, config.layers - len(config.dense_layers), all_dense)
-            self.dense_layers = _stacked_blocks(config, rngs, len(config.dense_layers), True)
+            for name, layers in config.stacks.items():
+                setattr(self, name, _stacked_blocks(config, config.layer_configs[layers[0]], len(layers), rngs))
         else:
-            self.layers = nnx.List([Block(config, rngs, is_dense(config, n)) for n in range(config.layers)])
+            self.layers = nnx.List([Block(config, kind, rngs) for kind in config.layer_configs])
         self.norm = RMSNorm(config.width, config, rngs)
         self.head = (
             None
@@ -131,24 +131,35 @@ class Transformer(nnx.Module):
         The rows are computed as they are: a layout is followed by the caller (models/logprobs.py).
         """
         length = inputs.tokens.shape[1]
-        x, _, routing = self._forward(_for_context(inputs))
-        if self.record is not None and routing is not None:
-            self.record(routing)
-        return x[:, :length]
+        inputs = _pad_for_context(inputs)
+        mixed, x = self._embedded_rows(inputs)
+        counted = mixed.segments != 0 if inputs.multiplicity is None else inputs.multiplicity
+        x, routings = self._through_layers(lambda block, x, _, arrays: block.apply(x, mixed, counted, arrays), x)
+        routings = [routing for routing in routings if routing is not None]
+        if self.record is not None and routings:
+            if self.config.scan_layers:  # each holds the sums of its layers, stacked
+                routings = [jax.tree.map(lambda x: x.sum(0), routing) for routing in routings]
+            self.record(jax.tree.map(lambda *sums: sum(sums), *routings))
+        return self.norm(x)[:, :length]
 
     def prefill(self, tokens, segments):
-        """Hidden states `[B,P,D]` and, per layer, the keys and values `[B,J,P,d]` of prompts padded on the left."""
-        return self._forward(Inputs(tokens, segments), keep_cache=True)[:2]
+        """Hidden states `[B,P,D]` of prompts padded on the left, and the mixers' caches, a tuple with one a run."""
+        mixed, x = self._embedded_rows(Inputs(tokens, segments))
+        x, caches = self._through_layers(lambda block, x, _, arrays: block.prefill(x, mixed, arrays), x)
+        return self.norm(x), caches
 
-    def decode(self, tokens, positions, prompt, prompt_mask, rows, length):
-        """Hidden states `[G,R*W,D]` of each row's next W tokens, and the row caches with them: `Attention.decode`."""
-        x = self._embedded(tokens)
+    def decode(self, tokens, inputs: DecodeInputs, prompts, caches):
+        """Hidden states `[G,R*W,D]` of each row's next W tokens, and the row caches with them.
 
-        def body(block, x, caches, traits):
-            return block.decode(x, positions, caches[0], prompt_mask, caches[1], length, traits)
+        `prompts` are the caches of `prefill` for the G prompts, `caches` those of `Net.empty_caches` for their rows.
+        """
 
-        x, rows = self._through_layers(body, x, (prompt, rows))
-        return self.norm(x), rows
+        def body(block: Block, x, layer_caches, arrays):
+            prompt, cache = layer_caches
+            return block.decode(x, inputs, prompt, cache, arrays)
+
+        x, caches = self._through_layers(body, self._embedded(tokens), tuple(zip(prompts, caches, strict=True)))
+        return self.norm(x), caches
 
     def head_kernel(self):
         """The matrix `[D,V]` from hidden states to logits."""
@@ -163,7 +174,7 @@ class Transformer(nnx.Module):
         return soft_cap(logits, self.config.logit_softcap)
 
     def head_input(self, hidden):
-        """Hidden states in the dtype that their product with `head_kernel` is computed in."""
+        """Hidden states in the dtype that their matmul with `head_kernel` is computed in."""
         return hidden.astype(jnp.float32) if self.config.fp32_head else hidden
 
     def scores(self, hidden):
@@ -181,123 +192,72 @@ class Transformer(nnx.Module):
         x = constrain(self.embed(tokens, self.config.dtype), "rows", "positions", None)
         return x if self.config.embed_scale == 1.0 else x * jnp.asarray(self.config.embed_scale, x.dtype)
 
-    def _forward(self, inputs: Inputs, keep_cache: bool = False):
-        tokens, noise, prefixes = inputs.tokens, inputs.noise, inputs.prefix_segments
+    def _embedded_rows(self, inputs: Inputs) -> tuple[AttentionInputs, jax.Array]:
+        """The layout that mixers read, and the embeddings `[N,T,D]`."""
+        tokens, prefixes, c = inputs.tokens, inputs.prefix_segments, self.config
+        if prefixes is not None and not c.shares_prefixes:
+            raise ConfigError(
+                "rows of a group share a prefix, which this model's layers cannot: set batch.packing to false"
+            )
         segments = jnp.ones_like(tokens) if inputs.segments is None else inputs.segments
         positions = segment_positions(segments) if inputs.positions is None else inputs.positions
-        by_segments = self.config.attention == "splash" and prefixes is None
-        seen = Seen(segments, None if by_segments else attention_mask(segments, prefixes))
-        real = segments != 0 if inputs.multiplicity is None else inputs.multiplicity
-        waves = waves_of_long_rows(self.config, segments, positions)
-
-        def body(block, x, _, traits):
-            if waves is not None:
-                traits = traits._replace(waves=jnp.where(traits.waves == 0, 0.0, waves))
-            x, cache, routing = block(x, positions, seen, real, traits)
-            return x, (cache if keep_cache else None, routing)
-
+        # Splash attention reads segments, and a mask [N,T,T] only where segments do not say it all.
+        mask = None if c.attention == "splash" and prefixes is None else attention_mask(segments, prefixes)
+        inv_freq = long_row_frequencies(c.rope, c.rotated_size, segments, positions)
         x = self._embedded(tokens)
-        x, found = self._through_layers(body, x if noise is None else x + noise.astype(x.dtype), None)
-        caches = [cache for cache, _ in found] if isinstance(found, list) else found[0]
-        routings = [routing for _, routing in (found if isinstance(found, list) else [found]) if routing is not None]
-        return self.norm(x), caches, _added(routings, self.config.scan_layers) if routings else None
+        x = x if inputs.noise is None else x + inputs.noise.astype(x.dtype)
+        return AttentionInputs(positions, segments, mask, inv_freq), x
 
-    def _through_layers(self, body, x, caches):
-        """x after every layer, and what each run of layers returned: of one run its own, of several a list."""
-        runs = self._runs()
-        whole = len(runs) == 1 and runs[0].count is not None
+    def _through_layers(self, body, x, caches=None) -> tuple[jax.Array, tuple]:
+        """x after every layer, and what `body(block, x, cache, arrays)` returned besides, one a run of layers."""
+        stacks = {}
+        if self.config.scan_layers:
+            stacks = {name: nnx.split(getattr(self, name)) for name in self.config.stacks}
         outputs = []
-        for number, run in enumerate(runs):
+        for number, run in enumerate(self.config.layer_runs):
+            graph, state = stacks[run.stack] if run.scanned else nnx.split(self.layers[run.layers[0]])
+            if run.scanned and len(run.layers) < len(self.config.stacks[run.stack]):
+                layers = slice(run.start, run.start + len(run.layers))
+                state = jax.tree.map(lambda x, layers=layers: x[layers], state)
+            arrays, stacked = _layer_arrays(self.config, run)
 
-            def step(x, layer, run=run):
-                state, cache, traits = layer
+            def step(x, layer, graph=graph, arrays=arrays):
+                state, cache, own_arrays = layer
                 x = checkpoint_name(x, LAYER_INPUT)
-                return body(nnx.merge(run.graph, state), x, cache, run.traits if run.alike else traits)
+                return body(nnx.merge(graph, state), x, cache, arrays if own_arrays is None else own_arrays)
 
             if self.config.remat != "none":
-                step = jax.checkpoint(step, prevent_cse=run.count is None, policy=REMAT[self.config.remat])
-            own = caches if whole else _of_layer(caches, number)
-            layers = (run.state, own, None if run.alike else run.traits)
-            x, out = step(x, layers) if run.count is None else jax.lax.scan(step, x, layers)
+                # A scan keeps XLA from merging the recomputation with the forward pass; unrolled, a barrier must.
+                step = jax.checkpoint(step, prevent_cse=not run.scanned, policy=REMAT[self.config.remat])
+            layer = (state, None if caches is None else caches[number], arrays if stacked else None)
+            x, out = jax.lax.scan(step, x, layer) if run.scanned else step(x, layer)
             outputs.append(out)
-        return x, outputs[0] if whole else outputs
-
-    def _runs(self) -> list[Run]:
-        c = self.config
-        traits = layer_traits(c)
-        if isinstance(self.layers, nnx.List):
-            return [Run(*nnx.split(self.layers[n]), traits[n], True, None) for n in range(c.layers)]
-        stacks = {dense: nnx.split(self.dense_layers if c.experts and dense else self.layers) for dense in _kinds(c)}
-        runs, used = [], dict.fromkeys(stacks, 0)
-        for dense, numbers in itertools.groupby(range(c.layers), lambda n: is_dense(c, n)):
-            own = [traits[n] for n in numbers]
-            graph, state = stacks[dense]
-            part = slice(used[dense], used[dense] + len(own))
-            used[dense] = part.stop
-            if len(own) < _stack_size(state):
-                state = jax.tree.map(lambda x, part=part: x[part], state)
-            runs.append(Run(graph, state, *_stacked(own), len(own)))
-        return runs
+        return x, tuple(outputs)
 
 
-def _for_context(inputs: Inputs) -> Inputs:
+def _stacked_blocks(config: ModelConfig, layer: LayerConfig, count: int, rngs: nnx.Rngs) -> Block:
+    """Blocks of one kind whose parameters are stacked `[count, ...]`, drawn from one stream each."""
+    make = nnx.vmap(lambda r: Block(config, layer, r), in_axes=0, out_axes=0)
+    return nnx.split_rngs(splits=count)(make)(rngs)
+
+
+def _layer_arrays(config: ModelConfig, run: LayerRun) -> tuple[Any, bool]:
+    """The mixer's arrays for the layers of a run: those of all alike and False, or stacked and True."""
+    kinds = [config.layer_configs[layer] for layer in run.layers]
+    each = [kind.mixer.layer_arrays(config, kind) for kind in kinds]
+    if all(kind == kinds[0] for kind in kinds):
+        return each[0], False
+    return jax.tree.map(lambda *arrays: np.stack(arrays), *each), True
+
+
+def _pad_for_context(inputs: Inputs) -> Inputs:
     """The rows, padded so that the context axis of the mesh divides T."""
     extra = -inputs.tokens.shape[1] % context_shards()
     if not extra:
         return inputs
-    if inputs.segments is None:  # padding must be told from tokens
+    if inputs.segments is None:  # without segments padding would count as tokens
         inputs = inputs.replace(segments=jnp.ones_like(inputs.tokens))
     return jax.tree.map(lambda x: jnp.pad(x, ((0, 0), (0, extra), *((0, 0),) * (x.ndim - 2))), inputs)
-
-
-def _kinds(config: ModelConfig) -> set[bool]:
-    return {is_dense(config, layer) for layer in range(config.layers)}
-
-
-def _stacked_blocks(config: ModelConfig, rngs: nnx.Rngs, count: int, dense: bool) -> Block | None:
-    make = nnx.vmap(lambda r: Block(config, r, dense), in_axes=0, out_axes=0)
-    return nnx.split_rngs(splits=count)(make)(rngs) if count else None
-
-
-def _stack_size(state) -> int:
-    return jax.tree.leaves(state)[0].shape[0]
-
-
-def _added(routings: list[Routing], stacked: bool) -> Routing:
-    """The sum over layers, which each run has `stacked` or has one of."""
-    if stacked:
-        routings = [jax.tree.map(lambda x: x.sum(0), routing) for routing in routings]
-    return jax.tree.map(lambda *parts: sum(parts), *routings)
-
-
-def _stacked(traits: list[LayerTraits]) -> tuple[LayerTraits, bool]:
-    """The traits of the layers of a run: (those of all alike, True) or (stacked, False)."""
-    first = traits[0]
-    if all(np.array_equal(one.waves, first.waves) and one[1:] == first[1:] for one in traits):
-        return first, True
-    return jax.tree.map(lambda *parts: np.stack(parts), *traits), False
-
-
-def _of_layer(caches, number: int):
-    """One layer's part of caches that are stacked over layers, or lists of them."""
-    return jax.tree.map(lambda cache: cache[number], caches, is_leaf=lambda x: isinstance(x, list))
-
-
-def _each_layer(stacked) -> list[Any]:
-    """The layers of parameters that are stacked over them."""
-    parts = jax.tree.map(lambda x: _parts(x) if jnp.issubdtype(x.dtype, jnp.inexact) else [*x], stacked)
-    is_parts = lambda x: isinstance(x, list)  # noqa: E731
-    return [jax.tree.map(lambda x, n=n: x[n], parts, is_leaf=is_parts) for n in range(_stack_size(stacked))]
-
-
-@jax.custom_vjp
-def _parts(x):
-    """The entries of an array along its first axis, whose gradients are stacked: slices would have them padded and
-    added up."""
-    return [x[n] for n in range(len(x))]
-
-
-_parts.defvjp(lambda x: (_parts(x), None), lambda _, gradients: (jnp.stack(gradients),))
 
 
 def segment_positions(segments):
@@ -309,7 +269,7 @@ def segment_positions(segments):
 
 
 def attention_mask(segments, prefixes=None):
-    """`[N,T,T]` (query, key): same segment or the query's prefix, no padding, and the key not after the query."""
+    """`[N,T,T]` (query, key), True: same segment or the query's prefix, no padding, and the key not after the query."""
     same = segments[:, :, None] == segments[:, None, :]
     if prefixes is not None:
         same |= prefixes[:, :, None] == segments[:, None, :]
@@ -340,7 +300,19 @@ class Net:
         Where they hold no adapters it is the base model; where they hold no keys of dropout nothing is dropped.
         """
         net = self if has_dropout(params) else self.steady if has_adapters(params) else self.base
-        return nnx.merge(net.graph, params if self.config.scan_layers else unstack(params, self.config.dense_layers))
+        return nnx.merge(net.graph, params if self.config.scan_layers else unstack(params, self.config))
+
+    def empty_caches(self, prompts, rows: int, size: int) -> tuple:
+        """Row caches with room for `size` tokens, for `rows` rows of each prompt whose caches `prefill` made."""
+        return tuple(mixer.empty_cache(cache, rows, size) for mixer, cache in self._with_mixers(prompts))
+
+    def grow_caches(self, caches, size: int) -> tuple:
+        """The row caches with room for `size` tokens."""
+        return tuple(mixer.grow_cache(cache, size) for mixer, cache in self._with_mixers(caches))
+
+    def _with_mixers(self, caches) -> list[tuple[type[Mixer], Any]]:
+        kinds = [self.config.layer_configs[run.layers[0]] for run in self.config.layer_runs]
+        return [(kind.mixer, cache) for kind, cache in zip(kinds, caches, strict=True)]
 
     def shapes(self) -> Params:
         """The parameters as ShapeDtypeStructs."""
@@ -387,7 +359,7 @@ class Net:
 
 @dataclasses.dataclass(frozen=True)
 class RecordingNet(Net):
-    """A net that tells `record`, while it is traced, how tokens were routed to experts: `hidden` calls it once."""
+    """A net whose `hidden` calls `record` once, while it is traced, with the routing of tokens to experts."""
 
     record: Callable[[Routing], None] = dataclasses.field(compare=False)
 
@@ -397,17 +369,13 @@ class RecordingNet(Net):
         return model
 
 
-def unstack(params: Params, dense_layers: tuple[int, ...] = ()) -> Params:
-    """The parameters with one dict a layer instead of stacked layers; unchanged when they are so already.
-
-    `dense_layers` are the numbers of the layers that are stacked apart, those without experts among others with them.
-    """
-    layers = params["layers"]
-    if 0 in layers:
+def unstack(params: Params, config: ModelConfig) -> Params:
+    """The parameters with one dict a layer in place of stacked layers; unchanged when they are so already."""
+    if 0 in params.get("layers", {}):
         return params
-    dense = params.get("dense_layers")
-    sparse = iter(_each_layer(layers))
-    others = iter(_each_layer(dense) if dense_layers else ())
-    count = _stack_size(layers) + len(dense_layers)
-    parts = {number: next(others if number in dense_layers else sparse) for number in range(count)}
-    return {**{name: x for name, x in params.items() if name != "dense_layers"}, "layers": parts}
+    layers: dict[int, Params] = {}
+    for name, numbers in config.stacks.items():
+        for index, layer in enumerate(numbers):
+            layers[layer] = jax.tree.map(lambda x, index=index: x[index], params[name])
+    others = {name: x for name, x in params.items() if name not in config.stacks}
+    return {**others, "layers": {layer: layers[layer] for layer in sorted(layers)}}

@@ -7,7 +7,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from jaxrl_llm.distributed.sharding import local_rows
-from jaxrl_llm.rollout.scheduler import IDLE, Grid
+from jaxrl_llm.rollout.scheduler import IDLE, SlotGrid
 
 MIN_TOKENS = 8  # observation tokens that are read at once; for fewer the program is not worth compiling
 MAX_ROWS = 8  # rows of a shard that read at once: the arrays beside the caches stay small
@@ -48,12 +48,12 @@ class TurnTracker:
         self.waiting = np.zeros(rows, bool)
         self.over = np.zeros(rows, bool)
 
-    def waiting_slots(self, grid: Grid) -> np.ndarray:
+    def waiting_slots(self, grid: SlotGrid) -> np.ndarray:
         """True for the slots whose rows wait for an observation, in the shape of `grid.row`."""
         numbers = grid.numbers(self.rows)
         return (self.waiting[numbers] & (numbers != IDLE)).reshape(grid.row.shape)
 
-    def exchange(self, grid: Grid, tokens: Any, lengths, finished, wait: bool) -> Observations | None:
+    def exchange(self, grid: SlotGrid, tokens: Any, lengths, finished, wait: bool) -> Observations | None:
         """Submit the rows that have ended a turn; returns the observations that have come, None without any.
 
         tokens `[G,R,C]` on the devices; lengths and finished `[G,R]`. With `wait`, waits for one row to be answered.

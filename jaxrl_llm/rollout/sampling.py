@@ -9,8 +9,8 @@ BLOCK = 128  # tokens per block of the two-level inverse CDF
 
 
 @dataclasses.dataclass(frozen=True)
-class Sampling:
-    """How a token is drawn. Filters act in the order temperature, top_k, top_p, min_p; temperature 0 is greedy."""
+class SamplingParams:
+    """Temperature and filters, which act in the order temperature, top_k, top_p, min_p; temperature 0 is greedy."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -18,8 +18,8 @@ class Sampling:
     min_p: float = 0.0
 
 
-def sample(logits, uniforms, sampling: Sampling):
-    """Tokens `[M]` and their log-probs `[M]`, from logits `[M,V]` and one uniform number in [0,1) per row.
+def sample(logits, uniforms, sampling: SamplingParams):
+    """Tokens `[M]` and their fp32 log-probs `[M]`, from logits `[M,V]` and one uniform number in [0,1) per row.
 
     The log-prob is over the full vocabulary at the sampling temperature, also under a filter, so that it is the number
     a trainer computes (greedy: temperature 1).
@@ -35,7 +35,7 @@ def sample(logits, uniforms, sampling: Sampling):
     return tokens.astype(jnp.int32), chosen[:, 0] - jnp.log(_blocks(shares).sum(-1).sum(-1))
 
 
-def kept_shares(probs, sampling: Sampling):
+def kept_shares(probs, sampling: SamplingParams):
     """Probabilities `[M,V]`, at any scale, with the filtered tokens at 0.
 
     A filter keeps every token as likely as the least likely one it keeps, so ties are never broken by token id.
@@ -93,9 +93,9 @@ def _blocks(probs):
     return jnp.pad(probs, ((0, 0), (0, -vocab % BLOCK))).reshape(rows, -1, BLOCK)
 
 
-def _first_above(cumulative, parts, goal):
-    """The first index whose part is not 0 and whose cumulative sum exceeds the goal; if none does, the last not 0."""
-    possible = parts > 0
+def _first_above(cumulative, masses, goal):
+    """The first index whose mass is not 0 and whose cumulative sum exceeds the goal; if none does, the last not 0."""
+    possible = masses > 0
     above = possible & (cumulative > goal[:, None])
-    last = parts.shape[-1] - 1 - jnp.argmax(possible[:, ::-1], axis=-1)
+    last = masses.shape[-1] - 1 - jnp.argmax(possible[:, ::-1], axis=-1)
     return jnp.where(above.any(-1), jnp.argmax(above, axis=-1), last)

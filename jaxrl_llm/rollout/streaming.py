@@ -1,4 +1,4 @@
-"""Rows that have ended, told of while others are decoded."""
+"""Streaming of finished rows: a callback gets each one while others are still decoded."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,37 +8,37 @@ import numpy as np
 
 from jaxrl_llm.distributed.sharding import local_rows
 from jaxrl_llm.rollout.multi_turn import local_start
-from jaxrl_llm.rollout.scheduler import IDLE, Grid
+from jaxrl_llm.rollout.scheduler import IDLE, SlotGrid
 
-Listener = Callable[[int, list[int]], None]  # is told a row of this process, from 0, and its tokens
+OnFinished = Callable[[int, list[int]], None]  # gets a row of this process, from 0, and its tokens
 
 
-class Handout:
-    """Tells the listener of every row of this process that ends, once; without a listener it does nothing."""
+class FinishedRows:
+    """Calls `on_finished` once with every row of this process that ends; without a callback it does nothing."""
 
-    def __init__(self, listener: Listener | None, rows: int):
-        self.listener, self.rows = listener, rows
-        self.first = jax.process_index() * (rows // jax.process_count())  # row of this process
-        self.told = np.zeros(rows, bool)
+    def __init__(self, on_finished: OnFinished | None, rows: int):
+        self.on_finished, self.rows = on_finished, rows
+        self.first_row = jax.process_index() * (rows // jax.process_count())  # of this process
+        self.collected = np.zeros(rows, bool)
 
-    def take(self, grid: Grid, tokens: Any, lengths, ended) -> list[tuple[int, list[int]]]:
-        """The rows that have ended since, and their tokens, copied from the devices.
+    def collect(self, grid: SlotGrid, tokens: Any, lengths, ended) -> list[tuple[int, list[int]]]:
+        """The rows that have ended since the last call, and their tokens, copied from the devices.
 
         tokens `[G,R,C]`; lengths and ended `[G,R]`.
         """
-        if self.listener is None:
+        if self.on_finished is None:
             return []
         numbers = grid.numbers(self.rows)
-        fresh = ended & (numbers != IDLE) & ~self.told[numbers]
+        fresh = ended & (numbers != IDLE) & ~self.collected[numbers]
         if not fresh.any():
             return []
-        self.told[numbers[fresh]] = True
-        own, start = local_rows(tokens), local_start(tokens)
-        places = [(g, r, start + g) for g, r in np.argwhere(fresh[start : start + len(own)])]
-        return [(int(numbers[at, r]) - self.first, own[g, r, : lengths[at, r]].tolist()) for g, r, at in places]
+        self.collected[numbers[fresh]] = True
+        rows, start = local_rows(tokens), local_start(tokens)
+        slots = [(g, r, start + g) for g, r in np.argwhere(fresh[start : start + len(rows)])]
+        return [(int(numbers[at, r]) - self.first_row, rows[g, r, : lengths[at, r]].tolist()) for g, r, at in slots]
 
-    def give(self, rows: list[tuple[int, list[int]]]) -> None:
-        """Tells of rows that were taken."""
+    def report(self, rows: list[tuple[int, list[int]]]) -> None:
+        """Call back with rows that were collected: after the next chunk is dispatched, so that devices do not wait."""
         for row, tokens in rows:
-            if self.listener is not None:
-                self.listener(row, tokens)
+            if self.on_finished is not None:
+                self.on_finished(row, tokens)

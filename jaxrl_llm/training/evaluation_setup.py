@@ -12,7 +12,7 @@ from jaxrl_llm.data.loading import DataSource
 from jaxrl_llm.environments.factory import Environments
 from jaxrl_llm.models.model import Model
 from jaxrl_llm.rewards.runner import Rewards
-from jaxrl_llm.rollout.sampling import Sampling
+from jaxrl_llm.rollout.sampling import SamplingParams
 from jaxrl_llm.training import offline
 from jaxrl_llm.training.evaluation.metrics import EvalMetrics
 from jaxrl_llm.training.evaluation.run import EvalSpec, Evaluate, Evaluation, Evaluations, NamedSet, named_sets
@@ -145,11 +145,11 @@ def _sampled_evaluations(
     rows = [loading.tokenized(data_spec(config), own, "prompts", model.tokenizer).rows for own in parts]
     every: list[Row] = [row for examples in rows for row in examples]
 
-    def sampler(sampling: Sampling, group_size: int) -> RolloutWorker:
+    def sampler(sampling: SamplingParams, group_size: int) -> RolloutWorker:
         stopwatch = Stopwatch(within=watch)
         return build_worker(config, model, grader, mesh, sampling, group_size, every, stopwatch, environments)
 
-    greedy = sampler(Sampling(temperature=0.0), 1) if spec.greedy else None
+    greedy = sampler(SamplingParams(temperature=0.0), 1) if spec.greedy else None
     # Sets with as many samples share a sampler, and its compiled program.
     sampled = {count: sampler(spec.sampling, count) for count in {named.samples for named in sets}}
     return [

@@ -129,7 +129,9 @@ class RolloutWorker:
             else:
                 padded = pad_prompts([example["prompt_ids"] for example in opened], width)
                 tokens, segments = rows_to_global(padded, self.mesh)
-                rollout = self.engine.generate(params, tokens, segments, key, first_row, episodes, listener=streaming)
+                rollout = self.engine.generate(
+                    params, tokens, segments, key, first_row, episodes, on_finished=streaming
+                )
             tokens, lengths = local_rows((rollout.tokens, rollout.lengths))
         with self.stopwatch("reward"), all_or_none():
             ids = [row[width : width + length].tolist() for row, length in zip(tokens, lengths, strict=True)]

@@ -22,7 +22,7 @@ from jaxrl_llm.models.model import Model, add_adapters, load_model
 from jaxrl_llm.models.peft import read_config
 from jaxrl_llm.rewards.functions import environment as environment_reward
 from jaxrl_llm.rewards.runner import Rewards, load_rewards
-from jaxrl_llm.rollout.sampling import Sampling
+from jaxrl_llm.rollout.sampling import SamplingParams
 from jaxrl_llm.training import offline
 from jaxrl_llm.training.advantages import advantage_step
 from jaxrl_llm.training.algorithm import Algorithm, BatchSpec
@@ -60,6 +60,7 @@ from jaxrl_llm.training.specs import (
 )
 from jaxrl_llm.training.specs import environment_spec as environment_spec
 from jaxrl_llm.training.specs import eos_ids as eos_ids
+from jaxrl_llm.training.specs import rollout_spec as rollout_spec
 from jaxrl_llm.training.specs import update_spec as update_spec
 from jaxrl_llm.training.update import (
     Frozen,
@@ -287,12 +288,12 @@ def _online(
         examples, shuffle = tokens.rows, config.data.shuffle
         pipeline = Pipeline(examples, rows.prompts, config.seed, shuffle, *process, tokens.shares)
 
-    def worker_of(sampling: Sampling, group_size: int) -> RolloutWorker:
+    def worker_of(sampling: SamplingParams, group_size: int) -> RolloutWorker:
         return build_worker(config, model, rewards, mesh, sampling, group_size, examples, stopwatch, environments)
 
     worker = worker_of(training_sampling(config), rollout.group_size)
     check_correction(config, worker.engine)
-    greedy = worker_of(Sampling(temperature=0.0), 1) if advantages.asks_for("greedy_scores") else None
+    greedy = worker_of(SamplingParams(temperature=0.0), 1) if advantages.asks_for("greedy_scores") else None
     reference = replay = None
     if config.algorithm.beta > 0:
         settings, lora = reference_spec(config), model.net.config.lora

@@ -27,9 +27,9 @@ from jaxrl_llm.models.cast import draws_from_another
 from jaxrl_llm.models.model import Model
 from jaxrl_llm.models.transformer import Params
 from jaxrl_llm.rewards.runner import Rewards
-from jaxrl_llm.rollout.engine import Engine
-from jaxrl_llm.rollout.resharded import EngineOnMesh
-from jaxrl_llm.rollout.sampling import Sampling
+from jaxrl_llm.rollout.engine import Engine, RolloutSpec
+from jaxrl_llm.rollout.resharded import ReshardedEngine
+from jaxrl_llm.rollout.sampling import SamplingParams
 from jaxrl_llm.training.advantages import AdvantageSpec
 from jaxrl_llm.training.algorithm import Algorithm, BatchSpec
 from jaxrl_llm.training.external_rollout import ExternalRollout, load_rollout_function
@@ -268,16 +268,16 @@ def offline_spec(config, width: int) -> OfflineSpec:
     )
 
 
-def training_sampling(config) -> Sampling:
+def training_sampling(config) -> SamplingParams:
     """The sampling parameters of the run."""
     c = config.rollout
-    return Sampling(c.temperature, c.top_p, c.top_k, c.min_p)
+    return SamplingParams(c.temperature, c.top_p, c.top_k, c.min_p)
 
 
-def eval_sampling(config) -> Sampling:
+def eval_sampling(config) -> SamplingParams:
     """The sampling parameters of an evaluation: those of the run, save what `eval` sets itself."""
     c, run = config.eval, training_sampling(config)
-    return Sampling(
+    return SamplingParams(
         run.temperature if c.temperature is None else c.temperature,
         run.top_p if c.top_p is None else c.top_p,
         run.top_k if c.top_k is None else c.top_k,
@@ -285,11 +285,20 @@ def eval_sampling(config) -> Sampling:
     )
 
 
-def stored_types(config) -> dict[str, Any]:
-    """The types that the engine keeps matrices, keys and values in, as its arguments."""
+def rollout_spec(config) -> RolloutSpec:
+    """The settings of the engine that samples for training."""
     c = config.rollout
-    types = {"cache_dtype": c.cache_dtype, "weights_dtype": c.weights_dtype}
-    return {name: None if dtype == "auto" else dtype for name, dtype in types.items()}
+    return RolloutSpec(
+        sampling=training_sampling(config),
+        group_size=c.group_size,
+        max_completion_length=c.max_completion_length,
+        chunk=c.chunk,
+        slots=c.slots,
+        cache_dtype=None if c.cache_dtype == "auto" else c.cache_dtype,
+        shrink=c.shrink,
+        weights_dtype=None if c.weights_dtype == "auto" else c.weights_dtype,
+        speculative_tokens=c.speculative_tokens,
+    )
 
 
 def build_worker(
@@ -297,7 +306,7 @@ def build_worker(
     model: Model,
     rewards: Rewards,
     mesh: Mesh,
-    sampling: Sampling,
+    sampling: SamplingParams,
     group_size: int,
     examples: list[Row] | None,
     stopwatch: Stopwatch,
@@ -311,21 +320,10 @@ def build_worker(
         turns = TurnTokenizer(model.tokenizer, eos, limit, options)
         open_episodes = partial(EpisodeBatch.open, environments, turns)
         examples = None  # environments and tools may lengthen prompts
-    engine = Engine(
-        model.net,
-        sampling,
-        group_size,
-        c.max_completion_length,
-        eos,
-        c.chunk,
-        c.slots,
-        shrink=c.shrink,
-        drafts=c.speculative_tokens,
-        **stored_types(config),
-    )
+    engine = Engine.of(replace(rollout_spec(config), sampling=sampling, group_size=group_size), model.net, eos)
     engine_mesh = rollout_mesh(mesh, c.mesh)
     if engine_mesh != mesh:
-        engine = EngineOnMesh(**vars(engine), mesh=engine_mesh, home=mesh, watch=stopwatch)
+        engine = ReshardedEngine(**vars(engine), mesh=engine_mesh, train_mesh=mesh, watch=stopwatch)
     width = limit if examples is None else padded_width(max(len(row["prompt_ids"]) for row in examples), limit)
     function = load_rollout_function(config.environment.rollout_func)
     if function is not None:

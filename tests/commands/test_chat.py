@@ -84,9 +84,9 @@ def test_turns_draw_their_own_random_numbers(model):
 @pytest.mark.slow
 def test_few_programs_are_compiled(model):
     one, _ = speaker(model, chat=True, max_new_tokens=5)
-    before = engine._prefill._cache_size()
+    before = engine.prefill._cache_size()
     talk([one], "a", "bb", "ccc")
-    assert engine._prefill._cache_size() == before + 1
+    assert engine.prefill._cache_size() == before + 1
     assert [bucket(n) for n in (1, 64, 65, 128, 129, 1000)] == [64, 64, 128, 128, 256, 1024]
 
 

@@ -25,8 +25,9 @@ from jaxrl_llm.distributed.sharding import (
     rows_to_global,
     shardings,
 )
-from jaxrl_llm.models import hf, layers, moe, transformer
-from jaxrl_llm.models.attention import splash_attention
+from jaxrl_llm.models import hf, moe, transformer
+from jaxrl_llm.models.attention import Attention, KeyValues
+from jaxrl_llm.models.fused_attention import splash_attention
 from jaxrl_llm.models.logprobs import token_logps
 from jaxrl_llm.models.model import Model, init_sharded, load_model, save_hf
 from jaxrl_llm.models.safetensors import Files
@@ -34,9 +35,9 @@ from jaxrl_llm.models.transformer import ModelConfig, Net, attention_mask
 from jaxrl_llm.rollout import engine as engines
 from jaxrl_llm.rollout import multi_turn
 from jaxrl_llm.rollout.engine import Engine
-from jaxrl_llm.rollout.resharded import EngineOnMesh
-from jaxrl_llm.rollout.sampling import Sampling
-from jaxrl_llm.rollout.scheduler import Schedule
+from jaxrl_llm.rollout.resharded import ReshardedEngine
+from jaxrl_llm.rollout.sampling import SamplingParams
+from jaxrl_llm.rollout.scheduler import Scheduler
 from jaxrl_llm.training.logging.stopwatch import Stopwatch
 from jaxrl_llm.training.objective_specs import objective_of
 from jaxrl_llm.training.packing.planner import Sample
@@ -401,7 +402,7 @@ def test_splash_attention_of_a_mesh(sizes, masked):
 def test_splash_attention_needs_complete_rows(params, rows):
     mesh = make_mesh(2, context=4)
     net = Net(dataclasses.replace(CONFIG, attention="splash"))
-    with jax.set_mesh(mesh), pytest.raises(ConfigError, match=r"mesh.context = 4 cuts them: .* 2 key/value heads"):
+    with jax.set_mesh(mesh), pytest.raises(ConfigError, match=r"mesh.context = 4 shards them: .* 2 key/value heads"):
         jax.eval_shape(lambda params: net.bind(params)(*rows), params)
 
 
@@ -427,7 +428,7 @@ def samples(on_one_device):
 
     def make(name):
         own, params, _ = on_one_device[name]
-        engine = Engine(own, Sampling(temperature=0.9), 3, 9, (5, 6), chunk=4)
+        engine = Engine(own, SamplingParams(temperature=0.9), 3, 9, (5, 6), chunk=4)
         return engine, engine.generate(params, prompts, segments, jax.random.key(1))
 
     return (prompts, segments), Found(make)
@@ -448,7 +449,7 @@ def check_samples(model, home, sizes, on_one_device, samples):
     if sizes is not None and sizes["context"] > 1:
         pytest.skip("completions are sampled one position at a time")
     watch = Stopwatch()
-    own = EngineOnMesh(**vars(engine), mesh=rollout_mesh(home, text), home=home, watch=watch)
+    own = ReshardedEngine(**vars(engine), mesh=rollout_mesh(home, text), train_mesh=home, watch=watch)
     placed = jax.device_put(params, shardings(params, home))
     with jax.set_mesh(home):
         key = jax.device_put(jax.random.key(1), NamedSharding(home, PartitionSpec()))  # as those of training lie
@@ -499,16 +500,16 @@ def test_packed_updates_on_every_mesh(sizes):
 
 def test_rows_are_written_where_they_are(net, params):
     """Devices that hold all parameters send nothing while they decode, but whether rows are left."""
-    engine, mesh = Engine(net, Sampling(), 3, 9, (5, 6), chunk=4), make_mesh()
+    engine, mesh = Engine(net, SamplingParams(), 3, 9, (5, 6), chunk=4), make_mesh()
     prompts = np.ones((8, 6), np.int32)
     with jax.set_mesh(mesh):
         whole = engine.decoding_params(jax.device_put(params, NamedSharding(mesh, PartitionSpec())))
-        keys = engines._row_keys(jax.random.key(0), np.uint32(0), 24)
-        bank, rows = engines._prefill(engine, whole, *rows_to_global((prompts, prompts), mesh), keys)
-        grid = Schedule(1, 3, 8, 3).grid
-        seated = engines._seat(engine, bank, rows, keys, None, grid, None, 4)
-        decode = engines._decode_chunk.lower(engine, whole, *seated, 4)
-        read = engines._read.lower(engine, whole, *seated, np.zeros((8, 2), np.int32), 4)
+        keys = engines.row_keys(jax.random.key(0), np.uint32(0), 24)
+        bank, rows = engines.prefill(engine, whole, *rows_to_global((prompts, prompts), mesh), keys)
+        grid = Scheduler(1, 3, 8, 3).grid
+        seated = engines.assign(engine, bank, rows, keys, None, grid, None, 4)
+        decode = engines.decode_chunk.lower(engine, whole, *seated, 4)
+        read = engines.read_observations.lower(engine, whole, *seated, np.zeros((8, 2), np.int32), 4)
     for lowered in (decode, read):
         compiled = lowered.compile().as_text()
         sent = re.findall(r"= (\S+) (?:all-\w+|collective-permute|reduce-scatter)\(", compiled)
@@ -521,13 +522,13 @@ def test_the_conversations_of_one_device(net, params, monkeypatch):
     monkeypatch.setattr(multi_turn, "MIN_TOKENS", 2)
     prompts, key = np.random.default_rng(3).integers(0, 64, (4, 6)).astype(np.int32), jax.random.key(2)
     segments, mesh = np.ones((4, 6), np.int32), make_mesh(2, 2, 2)
-    engine = Engine(net, Sampling(), 3, 24, tuple(range(12)), chunk=4, slots=8)
+    engine = Engine(net, SamplingParams(), 3, 24, tuple(range(12)), chunk=4, slots=8)
     expected = engine.generate(params, prompts, segments, key, turn_server=Echo(words=9))
-    reads, decodes = engines._read._cache_size(), engines._decode_chunk._cache_size()
+    reads, decodes = engines.read_observations._cache_size(), engines.decode_chunk._cache_size()
     with jax.set_mesh(mesh):
         placed = jax.device_put(params, shardings(params, mesh))
         found = engine.generate(placed, *rows_to_global((prompts, segments), mesh), key, turn_server=Echo(words=9))
-    assert engines._read._cache_size() > reads and engines._decode_chunk._cache_size() > decodes
+    assert engines.read_observations._cache_size() > reads and engines.decode_chunk._cache_size() > decodes
     for name in ("tokens", "segments", "mask", "lengths", "finished"):
         np.testing.assert_array_equal(getattr(found, name), getattr(expected, name), err_msg=name)
     np.testing.assert_allclose(found.sample_logps, expected.sample_logps, atol=1e-5)
@@ -540,6 +541,6 @@ def test_empty_row_caches_are_sharded():
         prompts = jax.device_put(
             np.ones((3, 8, 2, 5, 4), np.float32), jax.NamedSharding(mesh, PartitionSpec(None, "fsdp", "tensor"))
         )
-        rows = jax.jit(lambda k: layers.empty_rows(layers.KeyValues(k, k), 2, 16))(prompts)
+        rows = jax.jit(lambda k: Attention.empty_cache(KeyValues(k, k), 2, 16))(prompts)
     assert rows.k.shape == (3, 8, 2, 2, 4, 16) and rows.k.addressable_shards[0].data.shape == (3, 2, 2, 1, 4, 16)
     assert rows.v.shape == (3, 8, 2, 2, 16, 4) and rows.v.addressable_shards[0].data.shape == (3, 2, 2, 1, 16, 4)

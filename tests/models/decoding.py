@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrl_llm.models.layers import KeyValues
+from jaxrl_llm.models.mixer import DecodeInputs
 
 
 def padded(documents, side: str):
@@ -31,25 +31,21 @@ def decode(net, params, tokens, segments, prompt, rows, number):
     repeats, width = tokens.shape[1:]
     written = jnp.full((len(tokens), repeats), number)
     positions = segments.sum(1)[:, None] + jnp.tile(number + jnp.arange(width), repeats)
-    flat = tokens.reshape(len(tokens), -1)
-    hidden, rows = net.bind(params).decode(flat, positions, prompt, segments > 0, rows, written)
+    inputs = DecodeInputs(positions, segments > 0, written)
+    hidden, rows = net.bind(params).decode(tokens.reshape(len(tokens), -1), inputs, prompt, rows)
     return net.bind(params).logits(hidden).reshape(*tokens.shape, -1), rows
 
 
-def row_caches(net, shape, steps: int):
+def row_caches(net, prompt, repeats: int, steps: int):
     """Row caches filled with what an earlier row may have left there."""
-    heads, d = net.config.kv_heads, net.config.head_dim
-    one = KeyValues(jnp.full((*shape, heads, d, steps), 7.0), jnp.full((*shape, heads, steps, d), 7.0))
-    if not net.config.scan_layers:
-        return [one] * net.config.layers
-    return jax.tree.map(lambda x: jnp.stack([x] * net.config.layers), one)
+    return jax.tree.map(lambda x: jnp.full_like(x, 7), net.empty_caches(prompt, repeats, steps))
 
 
 def continued_logits(net, params, tokens, segments, continuations, at_once: int = 1):
     """Logits [B, repeats, steps, V] of decoding the given continuations [B, repeats, steps] of prefilled prompts."""
     _, prompt = prefill(net, params, tokens, segments)
-    *rows_shape, steps = continuations.shape
-    rows = row_caches(net, rows_shape, steps)
+    _, repeats, steps = continuations.shape
+    rows = row_caches(net, prompt, repeats, steps)
     found = []
     for number in range(0, steps, at_once):
         following = continuations[..., number : number + at_once]
@@ -62,7 +58,7 @@ def decode_greedily(net, params, tokens, segments, steps: int, repeats: int):
     """Tokens [B, repeats, steps]: prompts are prefilled once and each is continued by `repeats` rows."""
     logits, prompt = prefill(net, params, tokens, segments)
     token = jnp.repeat(logits[:, -1].argmax(-1)[:, None], repeats, axis=1)
-    rows = row_caches(net, (len(tokens), repeats), steps)
+    rows = row_caches(net, prompt, repeats, steps)
     found = [token]
     for number in range(steps - 1):
         logits, rows = decode(net, params, token[..., None], segments, prompt, rows, number)

@@ -28,7 +28,7 @@ from transformers import (
 from jaxrl_llm.distributed.sharding import path_name
 from jaxrl_llm.models.safetensors import Stored
 from jaxrl_llm.rollout.engine import Engine
-from jaxrl_llm.rollout.sampling import Sampling
+from jaxrl_llm.rollout.sampling import SamplingParams
 
 VOCAB = 97
 WINDOW = 5  # shorter than the documents of the tests
@@ -133,7 +133,7 @@ def oracle_greedy(oracle, tokens, segments, steps: int):
 
 def greedy(model, tokens, segments, steps: int, repeats: int = 1):
     """Tokens `[B, repeats, steps]` of the sampling engine at temperature 0."""
-    engine = Engine(model.net, Sampling(temperature=0.0), repeats, steps, eos=(-1,), chunk=steps)
+    engine = Engine(model.net, SamplingParams(temperature=0.0), repeats, steps, eos=(-1,), chunk=steps)
     rollout = engine.generate(model.params, jnp.asarray(tokens), jnp.asarray(segments), jax.random.key(0))
     return np.asarray(rollout.tokens)[:, tokens.shape[1] :].reshape(len(tokens), repeats, steps)
 

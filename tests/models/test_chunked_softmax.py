@@ -13,8 +13,8 @@ from jaxrl_llm.models import chunked_softmax
 from jaxrl_llm.models.layers import soft_cap
 from jaxrl_llm.models.logprobs import chunked_logps, log_sum_squares, token_logps
 from jaxrl_llm.models.transformer import ModelConfig, Net
-from jaxrl_llm.rollout.engine import Engine, _decoding_params
-from jaxrl_llm.rollout.sampling import Sampling
+from jaxrl_llm.rollout.engine import Engine, decoding_params
+from jaxrl_llm.rollout.sampling import SamplingParams
 
 CONFIG = ModelConfig(
     vocab_size=31, width=16, layers=2, heads=4, kv_heads=2, head_dim=8, ffn=24, init_scale=0.5,
@@ -65,7 +65,7 @@ def test_sampler_and_trainer_agree_on_capped_logits(params):
     net = Net(CONFIG)
     rng = np.random.default_rng(0)
     tokens, segments = jnp.asarray(rng.integers(0, 31, (2, 7))), jnp.asarray([[0, 0, 1, 1, 1, 1, 1], [1] * 7])
-    rollout = Engine(net, Sampling(temperature=0.8), 2, 6, eos=(30,)).generate(
+    rollout = Engine(net, SamplingParams(temperature=0.8), 2, 6, eos=(30,)).generate(
         params, tokens, segments, jax.random.key(1)
     )
     logps, _ = jax.jit(lambda p, t, s: token_logps(net, p, Inputs(t, s, prompt_width=7), 0.8))(
@@ -92,7 +92,7 @@ def test_an_fp32_head_multiplies_unrounded_numbers(params):
     for tied in (False, True):
         decoder = Net(dataclasses.replace(exact.config, tie_embeddings=tied))
         dtypes = {path_name(p): x.dtype for p, x in jax.tree_util.tree_leaves_with_path(
-            jax.eval_shape(lambda p, net=decoder: _decoding_params(p, net), decoder.shapes())
+            jax.eval_shape(lambda p, net=decoder: decoding_params(p, net), decoder.shapes())
         )}  # fmt: skip
         chunked_softmax = "embed/weight" if tied else "head/kernel"
         assert dtypes.pop(chunked_softmax) == jnp.float32

@@ -16,6 +16,7 @@ from transformers import (
     SiglipVisionConfig,
 )
 
+from jaxrl_llm.algorithms.batch import Inputs
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.models import hf
 from jaxrl_llm.models.families import FAMILIES, family_of
@@ -216,7 +217,7 @@ def test_score_head_equals_a_sequence_classifier(variant, tmp_path, documents):
     oracle.save_pretrained(tmp_path / "oracle")
     model = load_model(tmp_path / "oracle")
     tokens, segments = padded(documents, "left")
-    found = jax.jit(lambda p: last_scores(model.net, p, tokens, segments))(model.params)
+    found = jax.jit(lambda p: last_scores(model.net, p, Inputs(tokens, segments)))(model.params)
     expected = [oracle_logits(oracle, document[None])[0, 0] for document in documents]
     np.testing.assert_allclose(found, expected, atol=TOLERANCE)
     save_hf(model, tmp_path / "out")

@@ -12,6 +12,7 @@ import torch
 from safetensors.numpy import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
+from jaxrl_llm.algorithms.batch import Inputs
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.models import lora
 from jaxrl_llm.models.logprobs import last_scores, token_logps
@@ -93,7 +94,7 @@ def test_peft_gives_the_same_logits_and_gradients(llama_folder, adapter, adapted
 
     def loss(trainable):
         params = lora.combine(frozen, trainable)
-        return (token_logps(adapted.net, params, TOKENS, np.ones_like(TOKENS))[0] * weights).sum()
+        return (token_logps(adapted.net, params, Inputs(TOKENS, np.ones_like(TOKENS)))[0] * weights).sum()
 
     gradients = jax.jit(jax.grad(loss))(trainable)["layers"]
     compared = 0
@@ -295,7 +296,7 @@ def test_scores_are_those_of_transformers(scorer_folder, side):
     with torch.no_grad():
         expected = oracle(torch.tensor(tokens), attention_mask=torch.tensor(segments)).logits[:, 0].numpy()
     model = load_model(scorer_folder)
-    found = last_scores(model.net, model.params, jnp.asarray(tokens), jnp.asarray(segments))
+    found = last_scores(model.net, model.params, Inputs(jnp.asarray(tokens), jnp.asarray(segments)))
     np.testing.assert_allclose(found, expected, atol=1e-4)
 
 
@@ -352,5 +353,5 @@ def test_a_new_score_model_is_scored_by_transformers(tmp_path):
     oracle = AutoModelForSequenceClassification.from_pretrained(tmp_path / "critic").eval()
     with torch.no_grad():
         expected = oracle(torch.tensor(tokens), attention_mask=torch.tensor(segments)).logits[:, 0].numpy()
-    found = last_scores(model.net, model.params, jnp.asarray(tokens), jnp.asarray(segments))
+    found = last_scores(model.net, model.params, Inputs(jnp.asarray(tokens), jnp.asarray(segments)))
     np.testing.assert_allclose(found, expected, atol=1e-4)

@@ -12,6 +12,7 @@ from flax import nnx
 from safetensors.numpy import load_file, save_file
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
+from jaxrl_llm.algorithms.batch import Inputs
 from jaxrl_llm.models import hf
 from jaxrl_llm.models.moe import Experts, MixtureOfExperts, Routing, balance_loss, dense, grouped
 from jaxrl_llm.models.transformer import ModelConfig, Net, RecordingNet
@@ -47,7 +48,7 @@ def by_hand(experts, x, weights, chosen):
 @pytest.mark.parametrize("way", [dense, grouped])
 def test_experts_compute_the_weighted_sum(experts, way):
     x, weights, chosen = routed(7)
-    found = jax.jit(functools.partial(experts.computed, way))(x, weights, jnp.asarray(chosen))
+    found = jax.jit(functools.partial(experts.compute, way))(x, weights, jnp.asarray(chosen))
     np.testing.assert_allclose(found, by_hand(experts, x, weights, chosen), atol=1e-5)
 
 
@@ -57,7 +58,7 @@ def test_both_ways_have_the_same_gradients(experts):
 
     def gradients(way):
         def loss(state, x, weights):
-            return (nnx.merge(graph, state).computed(way, x, weights, jnp.asarray(chosen)) ** 2).sum()
+            return (nnx.merge(graph, state).compute(way, x, weights, jnp.asarray(chosen)) ** 2).sum()
 
         return jax.jit(jax.grad(loss, argnums=(0, 1, 2)))(state, x, weights)
 
@@ -95,7 +96,7 @@ def test_balance_loss_equals_transformers_and_sees_no_padding(scan_layers):
 
     def loss(params, tokens):
         found = []
-        RecordingNet(net.config, found.append).bind(params).hidden(tokens, jnp.asarray(segments))
+        RecordingNet(net.config, found.append).bind(params).hidden(Inputs(tokens, jnp.asarray(segments)))
         (routing,) = found
         return balance_loss(routing), routing
 
@@ -113,7 +114,7 @@ def test_balance_loss_equals_transformers_and_sees_no_padding(scan_layers):
         for block in model.layers:
             route = block.mlp._route
             block.mlp._route = lambda x, route=route: logits.append(route(x)) or logits[-1]
-        model.hidden(jnp.asarray(tokens), jnp.asarray(segments))
+        model.hidden(Inputs(jnp.asarray(tokens), jnp.asarray(segments)))
         return logits
 
     logits = router_logits(params)

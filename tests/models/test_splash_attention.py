@@ -11,9 +11,10 @@ import pytest
 from jax.extend import core
 
 import jaxrl_llm
+from jaxrl_llm.algorithms.batch import Inputs
 from jaxrl_llm.config.flags import load_config_file
-from jaxrl_llm.models import layers, model
-from jaxrl_llm.models.attention import block_size, splash_attention
+from jaxrl_llm.models import attention, layers, model
+from jaxrl_llm.models.fused_attention import block_size, splash_attention
 from jaxrl_llm.models.transformer import ModelConfig, Net, attention_mask, segment_positions
 
 LENGTH = 150  # no multiple of a block
@@ -84,7 +85,7 @@ def test_outputs_and_gradients(by, window, softcap):
 @pytest.fixture
 def interpreted(monkeypatch):
     """Nets with attention by the interpreted kernel."""
-    monkeypatch.setattr(layers, "splash_attention", functools.partial(splash_attention, interpret=True))
+    monkeypatch.setattr(attention, "splash_attention", functools.partial(splash_attention, interpret=True))
     return lambda config: Net(dataclasses.replace(config, attention="splash"))
 
 
@@ -130,12 +131,12 @@ def test_completions_see_their_prompt(interpreted):
 
     @functools.partial(jax.jit, static_argnums=0)
     def hidden(net, params):
-        return net.bind(params).hidden(tokens, segments, positions, prefixes=prefixes)
+        return net.bind(params).hidden(Inputs(tokens, segments, positions, prefix_segments=prefixes))
 
     real = segments != 0
     expected = hidden(Net(config), params)[real]
     np.testing.assert_allclose(hidden(interpreted(config), params)[real], expected, atol=2e-5)
-    apart = Net(config).bind(params).hidden(tokens, segments, positions)[real]
+    apart = Net(config).bind(params).hidden(Inputs(tokens, segments, positions))[real]
     assert np.abs(apart - expected).max() > 0.1
 
 
@@ -144,7 +145,7 @@ def test_no_mask_is_made_where_segments_say_it_all(interpreted):
 
     def largest(net) -> int:
         tokens = jnp.zeros((1, 2048), jnp.int32)
-        traced = jax.make_jaxpr(lambda params: net.bind(params).hidden(tokens))(net.shapes())
+        traced = jax.make_jaxpr(lambda params: net.bind(params).hidden(Inputs(tokens)))(net.shapes())
         return max(x.aval.size for equation in _equations(traced.jaxpr) for x in equation.outvars)
 
     assert largest(Net(CONFIG)) >= 2048**2

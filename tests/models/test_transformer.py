@@ -8,9 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxrl_llm.algorithms.batch import Inputs
 from jaxrl_llm.config import ConfigError, default
 from jaxrl_llm.distributed.sharding import path_name
-from jaxrl_llm.models import layers
+from jaxrl_llm.models import attention
 from jaxrl_llm.models.families.decoder import settings
 from jaxrl_llm.models.model import check_attention
 from jaxrl_llm.models.transformer import ModelConfig, Net, attention_mask, segment_positions, unstack
@@ -111,7 +112,7 @@ def test_remat_keeps_less_for_the_backward_pass(net, params, scan_layers):
     def kept(remat) -> int:
         """Bytes that the forward pass hands to the backward pass."""
         other = Net(dataclasses.replace(CONFIG, remat=remat, scan_layers=scan_layers))
-        forward = jax.jit(lambda weights: jax.vjp(lambda w: other.bind(w).hidden(tokens), weights)[1])
+        forward = jax.jit(lambda weights: jax.vjp(lambda w: other.bind(w).hidden(Inputs(tokens)), weights)[1])
         backward = jax.eval_shape(forward, params)
         return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(backward))
 
@@ -131,7 +132,7 @@ def test_prefill_and_decode_equal_the_full_forward(net, params, rows, scan_layer
         found = continued_logits(net, params, tokens, segments, continuations)
     else:
         assert net.unrolled().config == dataclasses.replace(CONFIG, scan_layers=False)
-        found = continued_logits(net.unrolled(), unstack(params), tokens, segments, continuations)
+        found = continued_logits(net.unrolled(), unstack(params, CONFIG), tokens, segments, continuations)
     np.testing.assert_allclose(found, full, atol=2e-5)
 
 
@@ -175,7 +176,7 @@ def test_init_draws_every_layer_anew(params):
 def test_parameter_paths(net, params):
     paths = {path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)}
     assert {"embed/weight", "layers/attention/q/kernel", "layers/attention/q_norm/scale", "norm/scale"} < paths
-    unrolled = {path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(unstack(params))}
+    unrolled = {path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(unstack(params, CONFIG))}
     assert {"layers/0/mlp/down/kernel", "layers/1/mlp/down/kernel", "head/kernel"} < unrolled
 
 
@@ -188,7 +189,7 @@ def test_score_head_gives_one_number_a_token(params, rows):
     scores = run(net, params, *rows)
     assert scores.shape == rows[0].shape
     assert scores.dtype == jnp.float32
-    hidden = jax.jit(lambda p: net.bind(p).hidden(*rows))(params)
+    hidden = jax.jit(lambda p: net.bind(p).hidden(Inputs(*rows)))(params)
     np.testing.assert_allclose(scores, (hidden @ score)[..., 0], atol=1e-6)
     with pytest.raises(ConfigError, match="score head and no language-model head"):
         net.bind(params).logits(hidden)
@@ -203,7 +204,7 @@ def test_bfloat16_computation_gives_fp32_logits_near_the_exact_ones(net, params,
     half = Net(dataclasses.replace(CONFIG, dtype="bfloat16"))
     exact, found = run(net, params, *rows), run(half, params, *rows)
     assert found.dtype == jnp.float32
-    assert jax.eval_shape(lambda p: half.bind(p).hidden(*rows), params).dtype == jnp.bfloat16
+    assert jax.eval_shape(lambda p: half.bind(p).hidden(Inputs(*rows)), params).dtype == jnp.bfloat16
     error = np.abs(found - exact)[rows[1] > 0]
     assert 0 < error.mean() < 0.02 * np.abs(exact).max()
 
@@ -219,22 +220,22 @@ def test_queries_in_blocks_attend_to_the_same_keys(net, params, rows, monkeypatc
     for one in (net, windowed):
         whole, real = one.bind(params)(*rows), rows[1] != 0
         with monkeypatch.context() as patch:
-            patch.setattr(layers, "SMALLEST_BLOCK", 2)
+            patch.setattr(attention, "SMALLEST_BLOCK", 2)
             np.testing.assert_allclose(one.bind(params)(*rows)[real], whole[real], atol=1e-5)
 
 
 def test_fused_attention_is_the_same(monkeypatch, net, params, rows):
     """With XLA in the place of cuDNN: grouped heads, masks and scale, and gradients, of rows in blocks of queries."""
-    fused = layers.fused_attention
-    monkeypatch.setattr(layers, "fused_attention", lambda q, k, v, mask, _: fused(q, k, v, mask, "xla"))
-    monkeypatch.setattr(layers, "SMALLEST_BLOCK", 4)
+    fused = attention.fused_attention
+    monkeypatch.setattr(attention, "fused_attention", lambda q, k, v, mask, _: fused(q, k, v, mask, "xla"))
+    monkeypatch.setattr(attention, "SMALLEST_BLOCK", 4)
     tokens, segments = rows
     other = Net(dataclasses.replace(CONFIG, attention="cudnn"))
 
     @functools.partial(jax.jit, static_argnums=0)
     def found(net, params):
         def loss(params):
-            hidden = net.bind(params).hidden(tokens, segments)
+            hidden = net.bind(params).hidden(Inputs(tokens, segments))
             return jnp.where(segments[..., None] != 0, jnp.sin(hidden), 0.0).sum()
 
         return jax.value_and_grad(loss)(params)

@@ -17,7 +17,7 @@ from jaxrl_llm.config.flags import load_config_file
 from jaxrl_llm.models.logprobs import token_logps
 from jaxrl_llm.rewards.functions import soft_overlong
 from jaxrl_llm.rollout.engine import Engine
-from jaxrl_llm.rollout.sampling import Sampling
+from jaxrl_llm.rollout.sampling import SamplingParams
 from jaxrl_llm.training.reference import start_reference
 from jaxrl_llm.training.specs import algorithm_of, reference_spec
 from tests.training.objectives.test_policy_gradient import NET, PARAMS
@@ -34,7 +34,7 @@ def rollout():
     segments = np.ones_like(prompts)
     segments[1, 0] = 0
     prompts[2, 1] = EOS
-    sampling = Sampling(temperature=TEMPERATURE, top_k=12)
+    sampling = SamplingParams(temperature=TEMPERATURE, top_k=12)
     engine = Engine(NET, sampling, group_size=8, max_completion_length=COMPLETION, eos=(EOS,), chunk=4)
     return jax.device_get(engine.generate(PARAMS, prompts, segments, jax.random.key(1)))
 

@@ -8,13 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxrl_llm.algorithms.batch import Inputs
 from jaxrl_llm.models.logprobs import token_logps
 from jaxrl_llm.models.transformer import ModelConfig, Net
 from jaxrl_llm.rollout import engine as engine_module
 from jaxrl_llm.rollout.engine import Engine
-from jaxrl_llm.rollout.sampling import Sampling
-from jaxrl_llm.rollout.scheduler import Schedule
-from jaxrl_llm.rollout.speculative import guesses
+from jaxrl_llm.rollout.sampling import SamplingParams
+from jaxrl_llm.rollout.scheduler import Scheduler
+from jaxrl_llm.rollout.speculative import prompt_lookup
 from tests.models.decoding import padded
 
 VOCAB = 29
@@ -25,7 +26,7 @@ NET = Net(CONFIG)
 PROMPTS = [[3, 1, 4, 1, 5], [9, 2], [6, 5, 3, 5, 8, 9, 7]]
 WIDTH = 7
 EOS = (3, 11)
-ENGINE = Engine(NET, Sampling(), group_size=4, max_completion_length=12, eos=EOS, chunk=12)
+ENGINE = Engine(NET, SamplingParams(), group_size=4, max_completion_length=12, eos=EOS, chunk=12)
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +47,7 @@ def completions(engine, params, *args, **kwargs):
     return [row[width:][:length].tolist() for row, length in zip(rollout.tokens, rollout.lengths, strict=True)]
 
 
-def test_a_rollout_holds_prompts_on_the_left_and_completions_on_the_right(params):
+def test_the_layout_of_a_rollout(params):
     rollout, width = generate(ENGINE, params)
     tokens, segments = padded(PROMPTS, "left")
     np.testing.assert_array_equal(rollout.tokens[:, :width], np.repeat(tokens, 4, axis=0))
@@ -61,7 +62,7 @@ def test_a_rollout_holds_prompts_on_the_left_and_completions_on_the_right(params
 
 
 def test_a_row_ends_with_its_first_end_of_text(params):
-    """Every row is the row without end-of-text ids, cut after the first of them: it is in the mask, nothing follows."""
+    """The row without end-of-text ids, truncated after the first of them: it is in the mask, nothing follows."""
     endless = completions(dataclasses.replace(ENGINE, eos=()), params, key=1)
     rollout, width = generate(ENGINE, params, key=1)
     assert set(EOS) <= {token for row in endless for token in row}  # both ids are met
@@ -76,14 +77,14 @@ def test_a_row_ends_with_its_first_end_of_text(params):
 
 
 @pytest.mark.parametrize("max_completion_length", [1, 6])
-def test_an_immediate_end_of_text_is_a_completion_of_one_token(params, max_completion_length):
+def test_an_immediate_end_is_one_token(params, max_completion_length):
     engine = dataclasses.replace(ENGINE, eos=tuple(range(VOCAB)), max_completion_length=max_completion_length)
     rollout, width = generate(engine, params)
     assert (rollout.lengths == 1).all() and rollout.finished.all()
     assert (rollout.mask[:, width] == 1).all() and (rollout.mask.sum(1) == 1).all()
 
 
-def test_a_row_that_is_cut_is_not_finished(params):
+def test_a_truncated_row_is_not_finished(params):
     rollout, width = generate(dataclasses.replace(ENGINE, eos=()), params)
     assert (rollout.lengths == 12).all() and not rollout.finished.any()
     assert rollout.tokens.shape == (12, width + 12)
@@ -91,15 +92,14 @@ def test_a_row_that_is_cut_is_not_finished(params):
 
 @pytest.mark.parametrize(
     "sampling",
-    [Sampling(), Sampling(0.6), Sampling(1.4, top_k=9, top_p=0.7, min_p=0.1)],
+    [SamplingParams(), SamplingParams(0.6), SamplingParams(1.4, top_k=9, top_p=0.7, min_p=0.1)],
     ids=str,
 )
 def test_sample_logps_are_what_the_trainer_computes(params, sampling):
     """One number from two programs: cached steps of the engine, a whole forward pass of the policy."""
     rollout, width = generate(dataclasses.replace(ENGINE, sampling=sampling), params)
-    logps, _ = token_logps(
-        NET, params, jnp.asarray(rollout.tokens), jnp.asarray(rollout.segments), None, sampling.temperature, width
-    )
+    inputs = Inputs(jnp.asarray(rollout.tokens), jnp.asarray(rollout.segments), prompt_width=width)
+    logps, _ = token_logps(NET, params, inputs, sampling.temperature)
     np.testing.assert_allclose(rollout.sample_logps, logps * rollout.mask, atol=1e-4)
 
 
@@ -108,7 +108,7 @@ def test_filters_act_while_decoding(params):
     """With top_k = 1 every sample is the greedy one."""
     found = [
         completions(dataclasses.replace(ENGINE, sampling=sampling), params)
-        for sampling in (Sampling(1.3, top_k=1), Sampling(0.0))
+        for sampling in (SamplingParams(1.3, top_k=1), SamplingParams(0.0))
     ]
     assert found[0] == found[1]
 
@@ -143,7 +143,7 @@ def test_a_row_does_not_depend_on_the_batch(params, number):
 
 @pytest.mark.slow
 def test_a_row_does_not_depend_on_the_order_of_prompts(params):
-    """Rows are numbered by their place: a prompt moved elsewhere, its numbers with it, gives the same rows."""
+    """Rows are numbered by their place: a moved prompt, its numbers with it, gives the same rows."""
     rows = completions(ENGINE, params)
     turned = [PROMPTS[2], PROMPTS[0], PROMPTS[1]]
     assert completions(ENGINE, params, turned, first_row=8)[:4] == rows[8:]
@@ -189,7 +189,7 @@ def test_greedy_equals_repeated_forward_passes(monkeypatch, scanned, tied):
     net = Net(dataclasses.replace(CONFIG, tie_embeddings=tied, attention_bias=scanned, layers=3))
     monkeypatch.setattr(Engine, "decoder", property(lambda self: self.net if scanned else self.net.unrolled()))
     params = jax.jit(net.init)(jax.random.key(2))
-    engine = Engine(net, Sampling(temperature=0.0), group_size=2, max_completion_length=24, eos=(), chunk=10)
+    engine = Engine(net, SamplingParams(temperature=0.0), group_size=2, max_completion_length=24, eos=(), chunk=10)
     rollout, width = generate(engine, params)
     tokens, segments = padded(PROMPTS, "left")
     tokens, segments = (np.pad(x, ((0, 0), (0, 24))) for x in (tokens, segments))
@@ -230,17 +230,17 @@ def test_decoding_stops_when_every_row_has_ended(params, monkeypatch):
 def test_the_host_stops_between_chunks(params, monkeypatch):
     """Rows that have ended after the first chunk: the second one is never started."""
     chunks = []
-    real = engine_module._decode_chunk
+    real = engine_module.decode_chunk
 
-    def decode_chunk(engine, params, places, slots, steps, few):
-        chunks.append((int(steps), jax.tree.leaves(slots.cache)[0].shape[-1]))
-        return real(engine, params, places, slots, steps, few)
+    def decode_chunk(engine, params, prompts, slots, steps, pause_at):
+        chunks.append((int(steps), slots.capacity))
+        return real(engine, params, prompts, slots, steps, pause_at)
 
-    monkeypatch.setattr(engine_module, "_decode_chunk", decode_chunk)
+    monkeypatch.setattr(engine_module, "decode_chunk", decode_chunk)
     generate(dataclasses.replace(ENGINE, eos=tuple(range(VOCAB))), params)
     assert chunks == []
     generate(dataclasses.replace(ENGINE, eos=(), chunk=3), params)
-    assert chunks == [(2, 3), (3, 6), (3, 12), (3, 12)]  # decode steps (the first token is the prefill's), room
+    assert chunks == [(2, 3), (3, 6), (3, 12), (3, 12)]  # decode steps (the first token is the prefill's), capacity
 
 
 @pytest.mark.parametrize(
@@ -265,19 +265,27 @@ def test_a_row_does_not_depend_on_its_slot(params, setting, useful):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("setting", [{"drafts": 2, "slots": 6, "chunk": 2}, {"drafts": 5, "chunk": 3}], ids=str)
-def test_guesses_change_no_sample(params, setting):
+@pytest.mark.parametrize(
+    "setting", [{"speculative_tokens": 2, "slots": 6, "chunk": 2}, {"speculative_tokens": 5, "chunk": 3}], ids=str
+)
+def test_speculation_changes_no_sample(params, setting):
     found, _ = generate(dataclasses.replace(ENGINE, **setting), params)
-    expected, _ = generate(dataclasses.replace(ENGINE, **setting | {"drafts": 0}), params)
+    expected, _ = generate(dataclasses.replace(ENGINE, **setting | {"speculative_tokens": 0}), params)
     for name in ("tokens", "segments", "mask", "lengths", "finished"):
         np.testing.assert_array_equal(getattr(found, name), getattr(expected, name), err_msg=name)
     np.testing.assert_allclose(found.sample_logps, expected.sample_logps, atol=1e-5)
 
 
-def test_right_guesses_save_steps(params):
-    """A row needs as many steps as its text has, besides those that follow a right guess; the slowest counts."""
+def test_right_proposals_save_steps(params):
+    """A row needs as many steps as its text has, besides those that follow a right proposal; the slowest counts."""
     engine = dataclasses.replace(
-        ENGINE, drafts=3, sampling=Sampling(temperature=0.0), max_completion_length=60, eos=(), chunk=60, group_size=1
+        ENGINE,
+        speculative_tokens=3,
+        sampling=SamplingParams(temperature=0.0),
+        max_completion_length=60,
+        eos=(),
+        chunk=60,
+        group_size=1,
     )
     rollout, width = generate(engine, params, [PROMPTS[2], PROMPTS[2][::-1]])
 
@@ -285,8 +293,8 @@ def test_right_guesses_save_steps(params):
         said, count = width + 1, 0  # the first token is the prefill's
         while said < len(text):
             rows, real = jnp.asarray(text[None, None, width:]), np.ones((1, width), bool)
-            guessed = guesses(text[None, :width], real, rows, jnp.asarray([[said - width]]), 3)[0, 0]
-            right = np.append(text[said : said + 3] == guessed[: len(text) - said], False)
+            proposed = prompt_lookup(text[None, :width], real, rows, jnp.asarray([[said - width]]), 3)[0, 0]
+            right = np.append(text[said : said + 3] == proposed[: len(text) - said], False)
             said, count = said + 1 + int(np.argmin(right)), count + 1
         return count
 
@@ -302,18 +310,18 @@ def test_a_group_of_one_with_few_slots(params):
 @pytest.mark.parametrize(
     "setting", [{"slots": 6, "chunk": 2}, pytest.param({"chunk": 3}, marks=pytest.mark.slow)], ids=str
 )
-def test_rows_are_told_of_when_they_end(params, setting, monkeypatch):
+def test_rows_are_streamed_when_they_end(params, setting, monkeypatch):
     """Each once, with its tokens; those that end early before the last decode steps begin."""
     events = []
-    real = engine_module._decode_chunk
-    monkeypatch.setattr(engine_module, "_decode_chunk", lambda *args: events.append(None) or real(*args))
+    real = engine_module.decode_chunk
+    monkeypatch.setattr(engine_module, "decode_chunk", lambda *args: events.append(None) or real(*args))
     engine = dataclasses.replace(ENGINE, **setting)
     tokens, segments = padded(PROMPTS, "left")
-    rollout = engine.generate(params, tokens, segments, jax.random.key(0), listener=lambda *row: events.append(row))
-    told = dict(event for event in events if event is not None)
-    assert len(told) == len(events) - events.count(None) == 12
+    rollout = engine.generate(params, tokens, segments, jax.random.key(0), on_finished=lambda *row: events.append(row))
+    streamed = dict(event for event in events if event is not None)
+    assert len(streamed) == len(events) - events.count(None) == 12
     rows = zip(np.asarray(rollout.tokens), np.asarray(rollout.lengths), strict=True)
-    assert [told[row] for row in range(12)] == [row[WIDTH:][:length].tolist() for row, length in rows]
+    assert [streamed[row] for row in range(12)] == [row[WIDTH:][:length].tolist() for row, length in rows]
     last = len(events) - 1 - events[::-1].index(None)
     assert 4 <= last - events.count(None) + 1 < 12
 
@@ -322,17 +330,17 @@ def test_a_prompt_is_stored_once(params):
     """B x P keys and values for the prompts, whatever K is; the row caches hold completions alone."""
     tokens, segments = (jnp.asarray(x) for x in padded(PROMPTS, "left"))
     engine = dataclasses.replace(ENGINE, group_size=64)
-    grid = Schedule(3, 64, 1, 192).grid
+    grid = Scheduler(3, 64, 1, 192).grid
 
     def start(params):
-        keys = engine_module._row_keys(jax.random.key(0), np.uint32(0), 192)
-        bank, rows = engine_module._prefill(engine, params, tokens, segments, keys)
-        return engine_module._seat(engine, bank, rows, keys, None, grid, None, 4)
+        keys = engine_module.row_keys(jax.random.key(0), np.uint32(0), 192)
+        bank, rows = engine_module.prefill(engine, params, tokens, segments, keys)
+        return engine_module.assign(engine, bank, rows, keys, None, grid, None, 4)
 
-    places, slots = jax.eval_shape(start, params)
-    assert {x.shape for x in jax.tree.leaves(places.cache)} == {(3, 2, 7, 8)}  # B, J, P, d
+    grid_prompts, slots = jax.eval_shape(start, params)
+    assert {x.shape for x in jax.tree.leaves(grid_prompts.cache)} == {(3, 2, 7, 8)}  # B, J, P, d
     assert [x.shape for x in slots.cache[0]] == [(3, 64, 2, 8, 4), (3, 64, 2, 4, 8)]  # keys J, d, S; values J, S, d
-    grown = jax.eval_shape(lambda slots: engine_module._grow(slots, 9), slots)
+    grown = jax.eval_shape(lambda slots: engine_module.grow(engine, slots, 9), slots)
     assert [x.shape for x in grown.cache[1]] == [(3, 64, 2, 8, 9), (3, 64, 2, 9, 8)]
 
 
@@ -340,7 +348,7 @@ def test_caches_in_another_type(params):
     """bfloat16 keys and values under a float32 network: half the memory, log-probs close to the policy's."""
     rollout, width = generate(dataclasses.replace(ENGINE, cache_dtype="bfloat16"), params)
     tokens, segments = jnp.asarray(rollout.tokens), jnp.asarray(rollout.segments)
-    logps, _ = token_logps(NET, params, tokens, segments, None, 1.0, width)
+    logps, _ = token_logps(NET, params, Inputs(tokens, segments, prompt_width=width))
     error = np.abs(rollout.sample_logps - logps * rollout.mask).max()
     assert 1e-4 < error < 0.2
 
@@ -350,17 +358,18 @@ def test_bfloat16_decoding_stays_close(params):
     net = Net(dataclasses.replace(CONFIG, dtype="bfloat16"))
     rollout, width = generate(dataclasses.replace(ENGINE, net=net), params)
     tokens, segments = jnp.asarray(rollout.tokens), jnp.asarray(rollout.segments)
-    logps, _ = token_logps(NET, params, tokens, segments, None, 1.0, width)
+    logps, _ = token_logps(NET, params, Inputs(tokens, segments, prompt_width=width))
     assert rollout.sample_logps.dtype == np.float32
     assert np.abs(rollout.sample_logps - logps * rollout.mask).max() < 0.3
 
 
 ON_A_MESH = """
 import dataclasses, jax, numpy as np
+from jaxrl_llm.algorithms.batch import Inputs
 from jaxrl_llm.models.transformer import ModelConfig, Net
 from jaxrl_llm.models.logprobs import token_logps
 from jaxrl_llm.rollout.engine import Engine
-from jaxrl_llm.rollout.sampling import Sampling
+from jaxrl_llm.rollout.sampling import SamplingParams
 from jaxrl_llm.distributed.sharding import make_mesh, rows_to_global, shardings
 
 config = ModelConfig(vocab_size=300, width=16, layers=2, heads=4, kv_heads=2, head_dim=8, ffn=32, init_scale=0.4)
@@ -371,9 +380,9 @@ mesh, key = make_mesh(2, 2, 2), jax.random.key(1)
 for tied, chunk, slots, filters in ((False, 5, 0, {}), (True, 1, 8, {"temperature": 0.8, "top_p": 0.9, "top_k": 100})):
     net = Net(dataclasses.replace(config, tie_embeddings=tied))
     params = jax.jit(net.init)(jax.random.key(0))
-    engine = Engine(net, Sampling(**filters), 3, 10, (5, 6, 7, 8), chunk, slots)
+    engine = Engine(net, SamplingParams(**filters), 3, 10, (5, 6, 7, 8), chunk, slots)
     temperature = engine.sampling.temperature
-    score = jax.jit(lambda p, t, s: token_logps(net, p, t, s, None, temperature, 6))
+    score = jax.jit(lambda p, t, s: token_logps(net, p, Inputs(t, s, prompt_width=6), temperature))
     one = engine.generate(params, prompts, segments, key)
     scores = score(params, one.tokens, one.segments)
     with jax.set_mesh(mesh):

@@ -11,7 +11,7 @@ from jaxrl_llm.rollout import engine as engine_module
 from jaxrl_llm.rollout import multi_turn
 from jaxrl_llm.rollout.engine import Engine
 from jaxrl_llm.rollout.multi_turn import slots_to_read
-from jaxrl_llm.rollout.sampling import Sampling
+from jaxrl_llm.rollout.sampling import SamplingParams
 from jaxrl_llm.tools.plan.programs import ScannedEngine
 from tests.models.decoding import padded
 from tests.rollout.test_engine import ENGINE, NET, PROMPTS
@@ -88,14 +88,14 @@ def test_turns_do_not_depend_on_the_schedule(params):
 @pytest.mark.parametrize("kind", [Engine, pytest.param(ScannedEngine, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "setting",
-    [{"chunk": 24, "drafts": 2}, pytest.param({"chunk": 2, "slots": 5}, marks=pytest.mark.slow)],
+    [{"chunk": 24, "speculative_tokens": 2}, pytest.param({"chunk": 2, "slots": 5}, marks=pytest.mark.slow)],
     ids=str,
 )
 def test_many_observation_tokens_are_read_at_once(params, kind, setting, monkeypatch):
     """Four of a row at a time, in rows that have them alone: the rows are those that are given them one by one."""
-    one_by_one = sample_rows(params, Echo(words=9, slow=(1, 6)), kind, **setting | {"drafts": 0})
-    real, reads = engine_module._read, []
-    monkeypatch.setattr(engine_module, "_read", lambda *args: reads.append(args[4].shape[1]) or real(*args))
+    one_by_one = sample_rows(params, Echo(words=9, slow=(1, 6)), kind, **setting | {"speculative_tokens": 0})
+    real, reads = engine_module.read_observations, []
+    monkeypatch.setattr(engine_module, "read_observations", lambda *args: reads.append(args[4].shape[1]) or real(*args))
     monkeypatch.setattr(engine_module, "READ", 4)
     monkeypatch.setattr(multi_turn, "MIN_TOKENS", 2)
     monkeypatch.setattr(multi_turn, "MAX_ROWS", 4)
@@ -136,7 +136,7 @@ def test_a_silent_server_changes_nothing(params):
 
 
 def test_greedy_turns(params):
-    rollout = sample_rows(params, Echo(), sampling=Sampling(0.0), chunk=24)
+    rollout = sample_rows(params, Echo(), sampling=SamplingParams(0.0), chunk=24)
     hidden = NET.bind(params)(jnp.asarray(rollout.tokens), jnp.asarray(rollout.segments)).argmax(-1)
     sampled = rollout.mask > 0
     np.testing.assert_array_equal(np.roll(hidden, 1, axis=1)[sampled], rollout.tokens[sampled])

@@ -10,18 +10,19 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jaxrl_llm
+from jaxrl_llm.algorithms.batch import Inputs
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.distributed.sharding import path_name
 from jaxrl_llm.models import lora
+from jaxrl_llm.models.attention import Attention, KeyValues
 from jaxrl_llm.models.cast import in_precision
-from jaxrl_llm.models.layers import KeyValues, empty_rows
 from jaxrl_llm.models.logprobs import token_logps
 from jaxrl_llm.models.quantize import BYTES, dequantize, frozen_matmul, matmul, narrowed, quantize, widened
 from jaxrl_llm.models.transformer import ModelConfig, Net
 from jaxrl_llm.rollout import engine as engines
 from jaxrl_llm.rollout.engine import Engine
-from jaxrl_llm.rollout.sampling import Sampling
-from jaxrl_llm.rollout.scheduler import Schedule
+from jaxrl_llm.rollout.sampling import SamplingParams
+from jaxrl_llm.rollout.scheduler import Scheduler
 from jaxrl_llm.tools.plan.topology import tpu_chips
 from jaxrl_llm.training.specs import check_correction
 from tests.models.decoding import padded
@@ -32,7 +33,7 @@ CONFIG = ModelConfig(
 NET = Net(CONFIG)
 PROMPTS = [[3, 1, 4, 1, 5], [9, 2], [6, 5, 3, 5, 8, 9, 7]]
 TOKENS, SEGMENTS = padded(PROMPTS, "left")
-ENGINE = Engine(NET, Sampling(), group_size=4, max_completion_length=8, eos=(3,), chunk=8)
+ENGINE = Engine(NET, SamplingParams(), group_size=4, max_completion_length=8, eos=(3,), chunk=8)
 KINDS = ["int8", pytest.param("fp8", marks=pytest.mark.slow)]
 EXPERTS = Net(dataclasses.replace(CONFIG, experts=4, experts_per_token=2, expert_ffn=6))
 
@@ -48,7 +49,7 @@ def generate(engine, params):
 
 def logps_of(net, params, rollout):
     """What a whole forward pass gives for the sampled tokens."""
-    score = jax.jit(lambda p, t, s: token_logps(net, p, t, s, None, 1.0, TOKENS.shape[1])[0])
+    score = jax.jit(lambda p, t, s: token_logps(net, p, Inputs(t, s, prompt_width=TOKENS.shape[1]))[0])
     return np.asarray(score(params, rollout.tokens, rollout.segments)) * rollout.mask
 
 
@@ -122,7 +123,7 @@ def test_greedy_samples_of_a_trained_model_mostly_agree(change):
     model = jaxrl_llm.load_model("embedded:sort")
     ids = [model.tokenizer(f"sort:{number}=")["input_ids"] for number in range(1000, 9000, 125)]
     prompts, segments = padded(ids, "left")
-    engine = Engine(model.net, Sampling(0.0), 1, 6, (model.tokenizer.eos_token_id,))
+    engine = Engine(model.net, SamplingParams(0.0), 1, 6, (model.tokenizer.eos_token_id,))
     found = [
         np.asarray(one.generate(model.params, prompts, segments, jax.random.key(0)).tokens)
         for one in (engine, dataclasses.replace(engine, **change))
@@ -157,7 +158,7 @@ def test_keys_and_values_in_fp8(params):
     difference = np.abs(rollout.sample_logps - logps_of(NET, params, rollout)).max()
     assert 1e-3 < difference < 0.7
     cache = KeyValues(*(jnp.zeros((3, 2, 7, 8), jnp.uint8),) * 2)
-    assert {x.dtype for x in empty_rows(cache, 4, 8)} == {jnp.dtype("uint8")}
+    assert {x.dtype for x in Attention.empty_cache(cache, 4, 8)} == {jnp.dtype("uint8")}
 
 
 def test_fp8_has_no_infinity():
@@ -187,10 +188,10 @@ def test_fp8_by_hand():
 def decode_program(engine, params):
     """The compiled decode loop, its parameters' bytes, and the bytes of all of them in fp32."""
     held = jax.jit(engine.decoding_params)(params)
-    keys = engines._row_keys(jax.random.key(0), np.uint32(0), 12)
-    bank, rows = engines._prefill(engine, held, TOKENS, SEGMENTS, keys)
-    seated = engines._seat(engine, bank, rows, keys, None, Schedule(3, 4, 1, 12).grid, None, 8)
-    compiled = engines._decode_chunk.lower(engine, held, *seated, 8).compile()
+    keys = engines.row_keys(jax.random.key(0), np.uint32(0), 12)
+    bank, rows = engines.prefill(engine, held, TOKENS, SEGMENTS, keys)
+    seated = engines.assign(engine, bank, rows, keys, None, Scheduler(3, 4, 1, 12).grid, None, 8)
+    compiled = engines.decode_chunk.lower(engine, held, *seated, 8).compile()
     return compiled, sum(x.nbytes for x in jax.tree.leaves(held))
 
 

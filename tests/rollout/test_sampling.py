@@ -14,7 +14,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from jaxrl_llm.rollout.sampling import BLOCK, Sampling, inverse_cdf, kept_shares, sample
+from jaxrl_llm.rollout.sampling import BLOCK, SamplingParams, inverse_cdf, kept_shares, sample
 
 VOCABULARIES = [2, 7, BLOCK - 1, BLOCK, BLOCK + 1, 300, 5000]
 LARGEST_UNIFORM = 1 - 2.0**-24
@@ -57,7 +57,9 @@ def test_equal_steps_of_u_give_every_token_its_share(vocab, scale):
 
 @pytest.mark.parametrize("scale", [0.3, 3.0], ids=["flat", "peaky"])
 @pytest.mark.parametrize("vocab", [7, 300, 5000])
-@pytest.mark.parametrize("sampling", [Sampling(), Sampling(0.7, top_p=0.9, top_k=50)], ids=["whole", "filtered"])
+@pytest.mark.parametrize(
+    "sampling", [SamplingParams(), SamplingParams(0.7, top_p=0.9, top_k=50)], ids=["whole", "filtered"]
+)
 def test_samples_follow_the_distribution(vocab, scale, sampling):
     """Chi-square of 40,000 samples against the probabilities that float64 gives."""
     logits = random_logits(1, vocab, scale, seed=1)
@@ -117,7 +119,7 @@ def test_rows_are_drawn_each_from_its_own_probabilities():
     np.testing.assert_array_equal(inverse_cdf(probs, uniforms), one_by_one)
 
 
-def kept_by_transformers(logits, sampling: Sampling):
+def kept_by_transformers(logits, sampling: SamplingParams):
     warpers = LogitsProcessorList([TemperatureLogitsWarper(sampling.temperature)])
     if sampling.top_k:
         warpers.append(TopKLogitsWarper(sampling.top_k))
@@ -132,7 +134,7 @@ def kept_by_transformers(logits, sampling: Sampling):
 @pytest.mark.parametrize("vocab", [50, 3000])
 @pytest.mark.parametrize("filters", FILTERS, ids=str)
 def test_filters_keep_what_transformers_keeps(filters, vocab, scale):
-    sampling = Sampling(**filters)
+    sampling = SamplingParams(**filters)
     logits = random_logits(8, vocab, scale, seed=2)
     logps = jax.nn.log_softmax(logits / sampling.temperature)
     found = np.asarray(jax.jit(kept_shares, static_argnums=1)(jnp.exp(logps), sampling))
@@ -144,7 +146,7 @@ def test_hand_computed_filters():
     logps = jnp.log(jnp.array([[0.4, 0.05, 0.3, 0.2, 0.05]]))
 
     def kept(**filters):
-        return np.flatnonzero(kept_shares(jnp.exp(logps), Sampling(**filters))[0]).tolist()
+        return np.flatnonzero(kept_shares(jnp.exp(logps), SamplingParams(**filters))[0]).tolist()
 
     assert kept() == [0, 1, 2, 3, 4]
     assert kept(top_k=2) == [0, 2]
@@ -160,7 +162,7 @@ def test_hand_computed_filters():
 def test_ties_are_kept_together():
     logps = jnp.log(jnp.array([[0.1, 0.4, 0.2, 0.1, 0.2]]))
     for filters in ({"top_k": 2}, {"top_p": 0.5}):
-        assert np.flatnonzero(kept_shares(jnp.exp(logps), Sampling(**filters))[0]).tolist() == [1, 2, 4]
+        assert np.flatnonzero(kept_shares(jnp.exp(logps), SamplingParams(**filters))[0]).tolist() == [1, 2, 4]
 
 
 @pytest.mark.parametrize("scale", [0.01, 1.0, 10.0])
@@ -169,7 +171,7 @@ def test_top_p_of_a_large_vocabulary(scale):
     logits = random_logits(3, 40_000, scale, seed=4)
     for row in np.exp(np.asarray(jax.nn.log_softmax(logits)), dtype=np.float64):
         descending = np.sort(row)[::-1]
-        found = np.asarray(kept_shares(jnp.asarray(row, jnp.float32)[None], Sampling(top_p=0.9)))[0]
+        found = np.asarray(kept_shares(jnp.asarray(row, jnp.float32)[None], SamplingParams(top_p=0.9)))[0]
         mass = np.cumsum(descending) / descending.sum()
         low, high = np.searchsorted(mass, [0.9 - 1e-5, 0.9 + 1e-5]) + 1
         assert low <= (found > 0).sum() <= high
@@ -178,7 +180,7 @@ def test_top_p_of_a_large_vocabulary(scale):
 
 @pytest.mark.parametrize("filters", [{}, *FILTERS], ids=str)
 def test_log_probs_are_of_the_whole_vocabulary_at_the_temperature(filters):
-    sampling = Sampling(**filters)
+    sampling = SamplingParams(**filters)
     logits = random_logits(16, 300, 2.0, seed=5)
     tokens, logps = jax.jit(sample, static_argnums=2)(logits, jax.random.uniform(jax.random.key(0), (16,)), sampling)
     expected = torch.log_softmax(torch.tensor(logits).double() / sampling.temperature, -1).numpy()
@@ -191,14 +193,14 @@ def test_greedy():
     """The likeliest token whatever u is, with its log-prob at temperature 1."""
     logits = random_logits(16, 300, 2.0)
     for u in (0.0, LARGEST_UNIFORM):
-        tokens, logps = sample(jnp.asarray(logits), jnp.full(16, u), Sampling(temperature=0.0, top_p=0.5))
+        tokens, logps = sample(jnp.asarray(logits), jnp.full(16, u), SamplingParams(temperature=0.0, top_p=0.5))
         np.testing.assert_array_equal(tokens, logits.argmax(-1))
         np.testing.assert_allclose(logps, np.asarray(jax.nn.log_softmax(logits)).max(-1), rtol=1e-6)
 
 
 def test_bfloat16_logits_give_float32_log_probs():
     logits = jnp.asarray(random_logits(4, 300, 2.0), jnp.bfloat16)
-    tokens, logps = sample(logits, jnp.full(4, 0.5), Sampling(temperature=0.9))
+    tokens, logps = sample(logits, jnp.full(4, 0.5), SamplingParams(temperature=0.9))
     expected = jax.nn.log_softmax(logits.astype(jnp.float32) / 0.9)
     np.testing.assert_allclose(
         logps, np.take_along_axis(np.asarray(expected), np.asarray(tokens)[:, None], 1)[:, 0], rtol=1e-6

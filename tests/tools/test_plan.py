@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from jaxrl_llm.config import ConfigError, default
-from jaxrl_llm.models.attention import splash_attention
+from jaxrl_llm.models.fused_attention import splash_attention
 from jaxrl_llm.models.lora import split
 from jaxrl_llm.tools.plan import hlo
 from jaxrl_llm.tools.plan.advice import advice

@@ -16,7 +16,7 @@ from jaxrl_llm.models.logprobs import token_logps
 from jaxrl_llm.models.model import load_model
 from jaxrl_llm.rewards.runner import TrainerState
 from jaxrl_llm.rollout.engine import Engine
-from jaxrl_llm.rollout.sampling import Sampling
+from jaxrl_llm.rollout.sampling import SamplingParams
 from jaxrl_llm.training.external_rollout import ExternalRollout, load_rollout_function
 
 WIDTH, C, K = 16, 10, 2
@@ -31,7 +31,7 @@ def model():
 def rollout(model):
     """`rollout(function) -> (rollout, columns)`."""
     mesh = make_mesh(devices=jax.devices()[:1])
-    engine = Engine(model.net, Sampling(1.0), K, C, (257,))
+    engine = Engine(model.net, SamplingParams(1.0), K, C, (257,))
     prompts = ["sort:4821=", "sort:99310="]
     examples = [{"prompt": p, "prompt_ids": model.tokenizer(p)["input_ids"]} for p in prompts]
 

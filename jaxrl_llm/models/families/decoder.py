@@ -1,4 +1,4 @@
-"""What the families share: the table of tensor names and the entries of config.json, in both directions.
+"""The common ground of families: the table of tensor names and the entries of config.json, in both directions.
 
 Every family is a decoder with rotary positions and gated feed-forward layers; a family's own file says only what it
 adds. Files of transformers 4 (`rope_theta`, `rope_scaling`) and 5 (`rope_parameters`) read alike.
@@ -13,10 +13,10 @@ from jaxrl_llm.models.families.entries import positive, refuse
 from jaxrl_llm.models.transformer import ModelConfig
 
 
-class Key(NamedTuple):
+class TensorName(NamedTuple):
     """One parameter: its path here, its tensor's name in the files, and whether the matrix is stored transposed.
 
-    Parameters with the same tensor are parts of it, one after another along its rows, in the order of the table.
+    Parameters with the same tensor are ranges of its rows, in the order of the table.
     """
 
     path: str  # under `layers` the parameter is one array, stacked over layers
@@ -24,21 +24,23 @@ class Key(NamedTuple):
     transpose: bool = False
 
 
-def linear(path: str, tensor: str) -> tuple[Key, Key]:
+def linear(path: str, tensor: str) -> tuple[TensorName, TensorName]:
     """The keys of a linear map: files hold `[out, in]`, kernels here are `[in, out]`."""
-    return Key(f"{path}/kernel", f"{tensor}.weight", transpose=True), Key(f"{path}/bias", f"{tensor}.bias")
+    return TensorName(f"{path}/kernel", f"{tensor}.weight", transpose=True), TensorName(
+        f"{path}/bias", f"{tensor}.bias"
+    )
 
 
 LAYER = "model.layers.{layer}."
 ENDS = (
-    Key("embed/weight", "model.embed_tokens.weight"),
-    Key("norm/scale", "model.norm.weight"),
-    Key("head/kernel", "lm_head.weight", transpose=True),
-    Key("score/kernel", "score.weight", transpose=True),
+    TensorName("embed/weight", "model.embed_tokens.weight"),
+    TensorName("norm/scale", "model.norm.weight"),
+    TensorName("head/kernel", "lm_head.weight", transpose=True),
+    TensorName("score/kernel", "score.weight", transpose=True),
 )
 PRE_NORMS = (
-    Key("layers/input_norm/scale", f"{LAYER}input_layernorm.weight"),
-    Key("layers/post_attention_norm/scale", f"{LAYER}post_attention_layernorm.weight"),
+    TensorName("layers/input_norm/scale", f"{LAYER}input_layernorm.weight"),
+    TensorName("layers/post_attention_norm/scale", f"{LAYER}post_attention_layernorm.weight"),
 )
 ATTENTION = (
     *linear("layers/attention/q", f"{LAYER}self_attn.q_proj"),
@@ -47,8 +49,8 @@ ATTENTION = (
     *linear("layers/attention/o", f"{LAYER}self_attn.o_proj"),
 )
 QK_NORMS = (
-    Key("layers/attention/q_norm/scale", f"{LAYER}self_attn.q_norm.weight"),
-    Key("layers/attention/k_norm/scale", f"{LAYER}self_attn.k_norm.weight"),
+    TensorName("layers/attention/q_norm/scale", f"{LAYER}self_attn.q_norm.weight"),
+    TensorName("layers/attention/k_norm/scale", f"{LAYER}self_attn.k_norm.weight"),
 )
 FEED_FORWARD = (
     *linear("layers/mlp/gate", f"{LAYER}mlp.gate_proj"),
@@ -58,25 +60,27 @@ FEED_FORWARD = (
 KEYS = (*ENDS, *PRE_NORMS, *ATTENTION, *FEED_FORWARD)
 
 
-def experts(block: str, gate: str, up: str, down: str) -> tuple[Key, ...]:
+def experts(block: str, gate: str, up: str, down: str) -> tuple[TensorName, ...]:
     """The keys of a mixture of experts, named `block.experts.{expert}.gate.weight`, and of its router, `block.gate`."""
     names = {"gate": gate, "up": up, "down": down}
     return (
-        Key("layers/mlp/router/kernel", f"{LAYER}{block}.gate.weight", transpose=True),
+        TensorName("layers/mlp/router/kernel", f"{LAYER}{block}.gate.weight", transpose=True),
         *(
-            Key(f"layers/mlp/experts/{part}/kernel", f"{LAYER}{block}.experts.{{expert}}.{name}.weight", transpose=True)
+            TensorName(
+                f"layers/mlp/experts/{part}/kernel", f"{LAYER}{block}.experts.{{expert}}.{name}.weight", transpose=True
+            )
             for part, name in names.items()
         ),
     )
 
 
-def stacked_experts(block: str) -> tuple[Key, ...]:
+def stacked_experts(block: str) -> tuple[TensorName, ...]:
     """The keys of a mixture of experts whose matrices the files hold stacked, gate and up in one tensor `[E,2F,D]`."""
     return (
-        Key("layers/mlp/router/kernel", f"{LAYER}{block}.gate.weight", transpose=True),
-        Key("layers/mlp/experts/gate/kernel", f"{LAYER}{block}.experts.gate_up_proj", transpose=True),
-        Key("layers/mlp/experts/up/kernel", f"{LAYER}{block}.experts.gate_up_proj", transpose=True),
-        Key("layers/mlp/experts/down/kernel", f"{LAYER}{block}.experts.down_proj", transpose=True),
+        TensorName("layers/mlp/router/kernel", f"{LAYER}{block}.gate.weight", transpose=True),
+        TensorName("layers/mlp/experts/gate/kernel", f"{LAYER}{block}.experts.gate_up_proj", transpose=True),
+        TensorName("layers/mlp/experts/up/kernel", f"{LAYER}{block}.experts.gate_up_proj", transpose=True),
+        TensorName("layers/mlp/experts/down/kernel", f"{LAYER}{block}.experts.down_proj", transpose=True),
     )
 
 

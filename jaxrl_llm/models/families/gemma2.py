@@ -3,16 +3,16 @@
 from typing import Any
 
 from jaxrl_llm.models.families import decoder, gemma, layer_types
-from jaxrl_llm.models.families.decoder import LAYER, Key
+from jaxrl_llm.models.families.decoder import LAYER, TensorName
 from jaxrl_llm.models.transformer import ModelConfig
 
 MODEL_TYPE = "gemma2"
 ARCHITECTURE = "Gemma2"
 NORMS = (
-    Key("layers/input_norm/scale", f"{LAYER}input_layernorm.weight"),
-    Key("layers/attention_out_norm/scale", f"{LAYER}post_attention_layernorm.weight"),
-    Key("layers/post_attention_norm/scale", f"{LAYER}pre_feedforward_layernorm.weight"),
-    Key("layers/mlp_out_norm/scale", f"{LAYER}post_feedforward_layernorm.weight"),
+    TensorName("layers/input_norm/scale", f"{LAYER}input_layernorm.weight"),
+    TensorName("layers/attention_out_norm/scale", f"{LAYER}post_attention_layernorm.weight"),
+    TensorName("layers/post_attention_norm/scale", f"{LAYER}pre_feedforward_layernorm.weight"),
+    TensorName("layers/mlp_out_norm/scale", f"{LAYER}post_feedforward_layernorm.weight"),
 )
 KEYS = (*decoder.ENDS, *NORMS, *decoder.ATTENTION, *decoder.FEED_FORWARD)
 DEFAULTS = {

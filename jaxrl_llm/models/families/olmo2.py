@@ -3,15 +3,15 @@
 from typing import Any
 
 from jaxrl_llm.models.families import decoder
-from jaxrl_llm.models.families.decoder import LAYER, Key
+from jaxrl_llm.models.families.decoder import LAYER, TensorName
 from jaxrl_llm.models.transformer import ModelConfig
 
 MODEL_TYPE = "olmo2"
 ARCHITECTURE = "Olmo2"
 KEYS = (
     *decoder.ENDS,
-    Key("layers/attention_out_norm/scale", f"{LAYER}post_attention_layernorm.weight"),
-    Key("layers/mlp_out_norm/scale", f"{LAYER}post_feedforward_layernorm.weight"),
+    TensorName("layers/attention_out_norm/scale", f"{LAYER}post_attention_layernorm.weight"),
+    TensorName("layers/mlp_out_norm/scale", f"{LAYER}post_feedforward_layernorm.weight"),
     *decoder.ATTENTION,
     *decoder.QK_NORMS,
     *decoder.FEED_FORWARD,

@@ -3,7 +3,7 @@
 from typing import Any
 
 from jaxrl_llm.models.families import decoder, layer_types
-from jaxrl_llm.models.families.decoder import LAYER, Key
+from jaxrl_llm.models.families.decoder import LAYER, TensorName
 from jaxrl_llm.models.families.entries import refuse
 from jaxrl_llm.models.transformer import ModelConfig
 
@@ -12,10 +12,10 @@ ARCHITECTURE = "Phi3"
 KEYS = (
     *decoder.ENDS,
     *decoder.PRE_NORMS,
-    *(Key(f"layers/attention/{name}/kernel", f"{LAYER}self_attn.qkv_proj.weight", True) for name in "qkv"),
-    Key("layers/attention/o/kernel", f"{LAYER}self_attn.o_proj.weight", True),
-    *(Key(f"layers/mlp/{name}/kernel", f"{LAYER}mlp.gate_up_proj.weight", True) for name in ("gate", "up")),
-    Key("layers/mlp/down/kernel", f"{LAYER}mlp.down_proj.weight", True),
+    *(TensorName(f"layers/attention/{name}/kernel", f"{LAYER}self_attn.qkv_proj.weight", True) for name in "qkv"),
+    TensorName("layers/attention/o/kernel", f"{LAYER}self_attn.o_proj.weight", True),
+    *(TensorName(f"layers/mlp/{name}/kernel", f"{LAYER}mlp.gate_up_proj.weight", True) for name in ("gate", "up")),
+    TensorName("layers/mlp/down/kernel", f"{LAYER}mlp.down_proj.weight", True),
 )
 DEFAULTS = {"rms_norm_eps": 1e-5}  # what entries mean that are left out
 

@@ -14,22 +14,22 @@ TYPES = ("full_attention", "sliding_attention")
 def read(hf: dict[str, Any], theta: float = 10000.0, partial: bool = False, by_type: bool = False) -> dict[str, Any]:
     """The ModelConfig fields of the rotary positions; `theta` is the family's base, where config.json has none.
 
-    Some families rotate a part of each head (`partial`), some differently by type of layer (`by_type`).
+    Some families rotate some dimensions of each head (`partial`), some differently by type of layer (`by_type`).
     Raises ConfigError for a scaling that is not computed, or one with an entry missing.
     """
-    given = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
-    per_type = {name: value for name, value in given.items() if isinstance(value, dict)}
+    parameters = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
+    per_type = {name: value for name, value in parameters.items() if isinstance(value, dict)}
     base = float(hf.get("rope_theta") or theta)
     if not per_type:
-        fraction = given.get("partial_rotary_factor", hf.get("partial_rotary_factor"))
-        return {"rope": _rope(given, hf, base), "rotary_fraction": _fraction(fraction, partial)}
+        fraction = parameters.get("partial_rotary_factor", hf.get("partial_rotary_factor"))
+        return {"rope": _rope(parameters, hf, base), "rotary_fraction": _fraction(fraction, partial)}
     if not by_type:
-        refuse("rope_parameters", given, "one set of parameters for all layers")
+        refuse("rope_parameters", parameters, "one set of parameters for all layers")
     if unknown := sorted(set(per_type) - set(TYPES)):
         refuse("rope_parameters", unknown, " and ".join(TYPES))
     full, local = (_rope(per_type.get(name, {}), hf, base) for name in TYPES)
-    for parameters in per_type.values():
-        _fraction(parameters.get("partial_rotary_factor"), False)
+    for typed in per_type.values():
+        _fraction(typed.get("partial_rotary_factor"), False)
     if "dynamic" in (local.kind, full.kind):
         refuse("rope_type", "dynamic", "dynamic with one set of parameters for all layers")
     return {"rope": full, "local_rope": None if local == full else local}
@@ -57,23 +57,23 @@ def _fraction(value, partial: bool) -> float:
     return fraction
 
 
-def _rope(given: dict[str, Any], hf: dict[str, Any], theta: float) -> Rope:
+def _rope(parameters: dict[str, Any], hf: dict[str, Any], theta: float) -> Rope:
     """One set of parameters."""
-    kind = given.get("rope_type", given.get("type", "default"))
+    kind = parameters.get("rope_type", parameters.get("type", "default"))
     if kind not in KINDS:
         refuse("rope_type", kind, ", ".join(KINDS))
-    theta = float(given.get("rope_theta") or theta)
+    theta = float(parameters.get("rope_theta") or theta)
     if kind == "default":
         return Rope(theta)
 
     def number(entry: str, default: float | None = None) -> float:
-        value = given.get(entry)
+        value = parameters.get(entry)
         value = default if value is None else value
         if value is None:
             raise ConfigError(f"config.json: rope_type {kind} needs the entry {entry!r}, which is missing.")
         return float(value)
 
-    original = given.get("original_max_position_embeddings") or hf.get("original_max_position_embeddings")
+    original = parameters.get("original_max_position_embeddings") or hf.get("original_max_position_embeddings")
     if kind == "linear":
         return Rope(theta, kind, number("factor"))
     most = hf.get("max_position_embeddings")
@@ -97,21 +97,21 @@ def _rope(given: dict[str, Any], hf: dict[str, Any], theta: float) -> Rope:
         original,
         beta_fast=number("beta_fast", 32.0),
         beta_slow=number("beta_slow", 1.0),
-        attention_factor=_attention_factor(given, factor),
-        truncate=bool(given.get("truncate", True)),
+        attention_factor=_attention_factor(parameters, factor),
+        truncate=bool(parameters.get("truncate", True)),
     )
 
 
-def _attention_factor(given: dict[str, Any], factor: float) -> float:
-    """What yarn multiplies cosines and sines by: `attention_factor`, or worked out from `mscale` or the factor."""
+def _attention_factor(parameters: dict[str, Any], factor: float) -> float:
+    """The factor of cosines and sines under yarn: `attention_factor`, or worked out from `mscale` or the factor."""
 
     def scale(weight: float) -> float:
         return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
-    if given.get("attention_factor") is not None:
-        return float(given["attention_factor"])
-    if given.get("mscale") and given.get("mscale_all_dim"):
-        return scale(given["mscale"]) / scale(given["mscale_all_dim"])
+    if parameters.get("attention_factor") is not None:
+        return float(parameters["attention_factor"])
+    if parameters.get("mscale") and parameters.get("mscale_all_dim"):
+        return scale(parameters["mscale"]) / scale(parameters["mscale_all_dim"])
     return scale(1.0)
 
 

@@ -21,7 +21,7 @@ from jaxrl_llm.models.chunked_softmax import columns_at_once
 from jaxrl_llm.models.transformer import Net
 from jaxrl_llm.rollout import engine as engines
 from jaxrl_llm.rollout.engine import Engine
-from jaxrl_llm.rollout.scheduler import Schedule
+from jaxrl_llm.rollout.scheduler import Scheduler
 from jaxrl_llm.tools.plan.compiler import Compiler, ProgramStats, Trips
 from jaxrl_llm.tools.plan.shapes import Shapes, bytes_on_device, placed
 from jaxrl_llm.training.objective_specs import critic_spec, needs_reference, objective_of, policy_loss
@@ -40,8 +40,7 @@ from jaxrl_llm.training.specs import (
     offline_spec,
     old_logps_of,
     packing_spec,
-    stored_types,
-    training_sampling,
+    rollout_spec,
     update_spec,
 )
 from jaxrl_llm.training.update import make_update, merge_frozen, optimizer_step
@@ -129,19 +128,7 @@ class ScannedEngine(Engine):
 
 def make_engine(config, net: Net, scanned: bool) -> Engine:
     """Return the engine of the configuration; no token ends a row. Raises ConfigError as training would."""
-    c, kind = config.rollout, ScannedEngine if scanned else Engine
-    sampling, stored = training_sampling(config), stored_types(config)
-    engine = kind(
-        net,
-        sampling,
-        c.group_size,
-        c.max_completion_length,
-        (0,),
-        c.chunk,
-        c.slots,
-        drafts=c.speculative_tokens,
-        **stored,
-    )
+    engine = (ScannedEngine if scanned else Engine).of(rollout_spec(config), net, (0,))
     check_correction(config, engine)
     return engine
 
@@ -150,35 +137,35 @@ def compile_rollout(config, engine: Engine, params, mesh: Mesh, prompt_width: in
     """Compile the programs of the engine (cast, prefill, assign, decode); return what sampling holds."""
     k, longest = config.rollout.group_size, config.rollout.max_completion_length
     sampling_mesh = rollout_mesh(mesh, config.rollout.mesh)
-    cast, arguments = engines._decoding_params, (params, engine.decoder)
+    cast, arguments = engines.decoding_params, (params, engine.decoder)
     if sampling_mesh != mesh:
-        cast, arguments = functools.partial(engines._decoding_params, decoder=engine.decoder), (params,)
+        cast, arguments = functools.partial(engines.decoding_params, decoder=engine.decoder), (params,)
         cast = jax.jit(cast, out_shardings=shardings(jax.eval_shape(cast, params), sampling_mesh))
     sampled = compiler.add("rollout: cast", cast, arguments, of_run=params)
     with jax.set_mesh(sampling_mesh):
         shards = row_shards(sampling_mesh)
         prompts = -(-config.batch.prompts // shards) * shards
         ints = rows_shape(sampling_mesh, (prompts, prompt_width), jnp.int32)
-        keys = jax.eval_shape(lambda: engines._row_keys(jax.random.key(0), jnp.uint32(0), prompts * k))
+        keys = jax.eval_shape(lambda: engines.row_keys(jax.random.key(0), jnp.uint32(0), prompts * k))
         keys = jax.ShapeDtypeStruct(keys.shape, keys.dtype, sharding=NamedSharding(sampling_mesh, PartitionSpec()))
-        bank, rows = compiler.add("rollout: prefill", engines._prefill, (engine, sampled, ints, ints, keys))
+        all_prompts, rows = compiler.add("rollout: prefill", engines.prefill, (engine, sampled, ints, ints, keys))
         local = prompts // shards
-        grid = Schedule(local, k, shards, min(engine.slots // shards or local * k, local * k)).grid
-        assign = (engine, bank, rows, keys, None, grid, None, longest)
-        places, slots = compiler.add("rollout: assign", engines._seat, assign, held=(sampled,))
-        waiting = None if grid.slots == prompts * k else bank.cache
+        grid = Scheduler(local, k, shards, min(engine.slots // shards or local * k, local * k)).grid
+        assign = (engine, all_prompts, rows, keys, None, grid, None, longest)
+        grid_prompts, slots = compiler.add("rollout: assign", engines.assign, assign, held=(sampled,))
+        waiting = None if grid.slots == prompts * k else all_prompts.cache
         waves = prompts * k / grid.slots
-        decode = (engine, sampled, places, slots, jax.ShapeDtypeStruct((), jnp.int32))
+        decode = (engine, sampled, grid_prompts, slots, jax.ShapeDtypeStruct((), jnp.int32))
         # While accelerators decode, they may hold the keys and values of completions in a second layout.
         compiler.add(
             "rollout: decode",
-            engines._decode_chunk,
+            engines.decode_chunk,
             decode,
             times=longest * waves,
             held=(waiting,),
             copied=slots.cache,
         )
-    return Rollout(sampled, places.cache, slots.cache, waiting, waves)
+    return Rollout(sampled, grid_prompts.cache, slots.cache, waiting, waves)
 
 
 def compile_logps(

@@ -18,7 +18,7 @@ from jaxrl_llm.distributed.sharding import row_shards
 from jaxrl_llm.models.transformer import Params
 from jaxrl_llm.rewards.runner import NOTHING_LOGGED, Logged
 from jaxrl_llm.rewards.signatures import text_of
-from jaxrl_llm.rollout.sampling import Sampling
+from jaxrl_llm.rollout.sampling import SamplingParams
 from jaxrl_llm.training.evaluation.metrics import (
     PRED,
     SOURCE,
@@ -52,7 +52,7 @@ class EvalSpec:
     prompts: int  # of sets that are given in memory
     samples: int
     greedy: bool  # a greedy completion of each prompt beside the samples
-    sampling: Sampling
+    sampling: SamplingParams
     completions_at_once: int
 
 

@@ -18,7 +18,7 @@ from jaxrl_llm.algorithms.batch import Batch, PackedLayout
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.distributed.processes import gather
 from jaxrl_llm.distributed.sharding import local_rows, row_shards, rows_to_global
-from jaxrl_llm.models.model_config import ModelConfig, is_dense
+from jaxrl_llm.models.model_config import ModelConfig
 from jaxrl_llm.training.objectives.objective import Positions
 from jaxrl_llm.training.packing.layout import Sizes, longest_item, needs, plan
 
@@ -237,7 +237,7 @@ def _token_cost(net: ModelConfig, length: int) -> float:
     attention = net.width * net.head_dim * 2 * (net.heads + net.kv_heads)
     dense = 3 * net.width * net.ffn
     experts = 3 * net.width * net.expert_ffn * net.experts_per_token
-    sparse = sum(not is_dense(net, layer) for layer in range(net.layers))
+    sparse = sum(kind.experts for kind in net.layer_configs)
     matmuls = net.layers * attention + sparse * experts + (net.layers - sparse) * dense
     return 6.0 * matmuls + ATTENTION_COST * 12.0 * net.layers * length * net.heads * net.head_dim
 

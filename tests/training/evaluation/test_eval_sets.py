@@ -13,7 +13,7 @@ from jaxrl_llm.config.flags import load_config_file
 from jaxrl_llm.data import tasks
 from jaxrl_llm.distributed.sharding import make_mesh
 from jaxrl_llm.models.model import load_model
-from jaxrl_llm.rollout.sampling import Sampling
+from jaxrl_llm.rollout.sampling import SamplingParams
 from jaxrl_llm.training.evaluation import metrics
 from jaxrl_llm.training.evaluation.metrics import EvalMetrics, PromptResult, summary
 from jaxrl_llm.training.evaluation.run import check_best, named_sets
@@ -168,9 +168,9 @@ def test_the_preview_shows_every_set():
 def test_own_sampling():
     config = default()
     config.rollout.temperature, config.rollout.top_p, config.rollout.min_p = 0.9, 0.8, 0.1
-    assert eval_sampling(config) == Sampling(0.9, 0.8, 0, 0.1)
+    assert eval_sampling(config) == SamplingParams(0.9, 0.8, 0, 0.1)
     config.eval.temperature, config.eval.top_k = 0.0, 5
-    assert eval_sampling(config) == Sampling(0.0, 0.8, 5, 0.1)
+    assert eval_sampling(config) == SamplingParams(0.0, 0.8, 5, 0.1)
 
 
 # --- metrics of a model ---

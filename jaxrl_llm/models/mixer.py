@@ -1,0 +1,83 @@
+"""The protocol of a layer's mixer: what moves information between the tokens of a row, and the cache it decodes from.
+
+A decoder layer is a mixer and a feed-forward. A mixer owns its cache: the transformer and the sampling engine pass
+caches on as pytrees and never look into them. A new kind of layer is a class with this protocol in a file of its own,
+named by a family in `ModelConfig.mixers`.
+"""
+
+import dataclasses
+from typing import Any, NamedTuple, Protocol
+
+import jax
+
+from jaxrl_llm.models.rope import Rope
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerConfig:
+    """The kind of one layer: what it is made of and how far it sees. Hashable; equal kinds compute alike."""
+
+    mixer: type["Mixer"]
+    rope: Rope | None = None  # None: no rotary positions
+    window: int | None = None  # a token sees this many, itself included; None: all before it
+    experts: bool = False  # a mixture of experts; False: a dense feed-forward
+
+
+class AttentionInputs(NamedTuple):
+    """The layout of the rows that a mixer reads, the same for every layer."""
+
+    positions: jax.Array  # [N,T]
+    segments: jax.Array  # [N,T] 0 is padding
+    mask: jax.Array | None  # [N,T,T] (query, key) True where seen; None: a segment, up to the token itself
+    inv_freq: jax.Array | None = None  # [N,T,r/2] rotary frequencies of each token, where they depend on its row
+
+
+class DecodeInputs(NamedTuple):
+    """Places of the next W tokens of each row: R rows of each of G prompts, the tokens of a row adjacent."""
+
+    positions: jax.Array  # [G,R*W]
+    prompt_mask: jax.Array  # [G,P] False on padding
+    length: jax.Array  # [G,R] tokens in the row's cache before the first of the W
+
+
+class Mixer(Protocol):
+    """An `nnx.Module` that is made as `mixer(config, rngs)`, with a cache of its own.
+
+    `arrays` are this layer's `layer_arrays`. A cache is any pytree of arrays `[G, ...]` for prompts and `[G, R, ...]`
+    for rows; the dimension behind those, where there is one, is that of heads and may be sharded. Rows may leave, move
+    and come back between decode steps. A step may be repeated, and the next one may begin anywhere behind the first
+    token of this one: speculative tokens may prove wrong. So what `decode` returned for a token must not depend on
+    what an earlier call stored at its place or behind it; a recurrent mixer keeps the states it may have to go back to.
+    """
+
+    path: str  # of its parameters in the layer: layers/<path>/...
+    shares_prefixes: bool  # whether a token may see a prefix of another segment (packed rows); by a mask it can
+
+    def __init__(self, config: Any, rngs: Any): ...
+
+    @staticmethod
+    def layer_arrays(config: Any, layer: LayerConfig) -> Any:
+        """A pytree of the numbers in which layers with this mixer differ besides their parameters; they are stacked."""
+        ...
+
+    def apply(self, x, inputs: AttentionInputs, arrays) -> jax.Array:
+        """Outputs `[N,T,D]` of x `[N,T,D]`."""
+        ...
+
+    def prefill(self, x, inputs: AttentionInputs, arrays) -> tuple[jax.Array, Any]:
+        """`apply` of prompts that are padded on the left, and their caches."""
+        ...
+
+    def decode(self, x, inputs: DecodeInputs, prompt, cache, arrays) -> tuple[jax.Array, Any]:
+        """Outputs `[G,R*W,D]` of the next tokens x `[G,R*W,D]`, and the row caches with these tokens in them."""
+        ...
+
+    @staticmethod
+    def empty_cache(prompt, rows: int, size: int) -> Any:
+        """Caches with room for `size` tokens, for `rows` rows of each prompt; caches of layers may be stacked."""
+        ...
+
+    @staticmethod
+    def grow_cache(cache, size: int) -> Any:
+        """The row caches with room for `size` tokens; caches of layers may be stacked."""
+        ...

@@ -1,0 +1,179 @@
+"""The state of decoding: all rows, the slots that some of them decode in, and how rows move between the two.
+
+No network is called here. Arrays of all rows are `[B,K,...]`, those of slots `[G,R,...]` (scheduler.py). A row never
+leaves its shard of the mesh: indices are numbers within a shard.
+"""
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from jaxrl_llm.distributed.sharding import constrain
+from jaxrl_llm.rollout.scheduler import IDLE, SlotGrid
+
+
+class Prompts(NamedTuple):
+    """Caches and tokens that the rows of a prompt share, of each prompt of the batch or of the slot grid."""
+
+    cache: Any  # the mixers' caches, a tuple of one a run of layers
+    tokens: jax.Array  # [G,P]
+    mask: jax.Array  # [G,P] False on padding
+
+
+class Rows(NamedTuple):
+    """Sampled tokens and their state, of all rows `[B,K]` or of those in slots `[G,R]`."""
+
+    tokens: jax.Array  # [..., C] so far, 0 after the end; those between length and known are observations to come
+    logps: jax.Array  # [..., C] of sampled tokens, 0 of observation tokens
+    observed: jax.Array  # [..., C] True on observation tokens
+    length: jax.Array  # tokens so far
+    known: jax.Array  # tokens so far, and the observation tokens that come next
+    limit: jax.Array  # the most tokens
+    finished: jax.Array  # ended with an end-of-text token
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["cache", "rows", "keys", "steps"], meta_fields=["capacity"]
+)
+@dataclasses.dataclass(frozen=True)
+class Slots:
+    """Everything a decode step changes: R rows of each of the grid's G prompts."""
+
+    cache: Any  # the mixers' row caches, a tuple of one a run of layers
+    rows: Rows
+    keys: jax.Array  # [G,R]
+    steps: jax.Array  # [] decode steps so far in this grid
+    capacity: int  # tokens that the row caches have room for; grows up to C
+
+    def replace(self, **changes) -> "Slots":
+        """A copy with these fields changed."""
+        return dataclasses.replace(self, **changes)
+
+
+class Rollout(NamedTuple):
+    """Sampled rows: prompt padded on the left, completion on the right, rows of a prompt adjacent."""
+
+    tokens: jax.Array  # [N,T]
+    segments: jax.Array  # [N,T] 1 on prompt and completion, 0 on padding
+    mask: jax.Array  # [N,T] float32, 1 on sampled tokens, the end-of-text token included
+    sample_logps: jax.Array  # [N,T], 0 outside the mask
+    lengths: jax.Array  # [N] tokens of the completion, sampled or observed
+    finished: jax.Array  # [N] ended with an end-of-text token (not truncated at max_completion_length)
+    steps: jax.Array  # [N] float32, the decode steps of all slots, idle ones included, in equal shares
+
+
+@functools.partial(jax.jit, static_argnames="count")
+def row_keys(key, first_row, count: int):
+    """The keys `[N]` of the rows: `fold_in(key, first_row + i)`."""
+    return jax.vmap(lambda i: jax.random.fold_in(key, i))(first_row + jnp.arange(count, dtype=jnp.uint32))
+
+
+def ended(rows: Rows):
+    """True for rows that are decoded no further."""
+    return rows.finished | (rows.length >= rows.limit)
+
+
+def observations_to_come(rows: Rows):
+    """Observation tokens that come next in each row."""
+    return jnp.where(ended(rows), 0, jnp.maximum(jnp.minimum(rows.known, rows.limit) - rows.length, 0))
+
+
+def next_tokens(rows: Rows, width: int):
+    """Places of the newest token of each row and of those behind it, `[..., width]`, and the tokens that are there."""
+    places = rows.length[..., None] - 1 + jnp.arange(width)
+    return places, jnp.take_along_axis(rows.tokens, jnp.minimum(places, rows.tokens.shape[-1] - 1), axis=-1)
+
+
+def set_places(rows, places, values):
+    """The rows `[G,R,C]` with values at places of each, both `[G,R,W]`; places past the end are dropped.
+
+    Mapped over rows, so that no row number is among the indices: every device writes its own.
+    """
+    return jax.vmap(jax.vmap(lambda row, place, value: row.at[place].set(value, mode="drop")))(rows, places, values)
+
+
+def take(x, index, axis: int, *dims: str | None):
+    """Entries `index` `[shards, m]` along `axis`, each from its own shard: no data moves between devices.
+
+    `dims` are those behind the axis, for `constrain`.
+    """
+    by_shard = x.reshape(*x.shape[:axis], len(index), -1, *x.shape[axis + 1 :])
+    taken = jax.vmap(lambda a, i: jnp.take(a, i, axis=axis), in_axes=(axis, 0), out_axes=axis)(by_shard, index)
+    taken = taken.reshape(*x.shape[:axis], -1, *x.shape[axis + 1 :])
+    dims = dims[: taken.ndim - axis - 1]
+    return constrain(taken, *(None,) * axis, "rows", *dims, *(None,) * (taken.ndim - axis - 1 - len(dims)))
+
+
+def put(x, index, values, axis: int):
+    """x with values at `index` `[shards, m]`, each in its own shard; past the end they are dropped.
+
+    `axis` and the next one are those of prompts and rows, in both; m runs through both axes of the values.
+    """
+    by_shard, values = (a.reshape(*a.shape[:axis], len(index), -1, *a.shape[axis + 2 :]) for a in (x, values))
+    lead = (slice(None),) * axis
+    write = jax.vmap(lambda a, i, v: a.at[(*lead, i)].set(v, mode="drop"), in_axes=(axis, 0, axis), out_axes=axis)
+    return write(by_shard, index, values).reshape(x.shape)
+
+
+def flat(x, axis: int):
+    """x with its axes `axis` and `axis + 1`, of prompts and rows, as one."""
+    return x.reshape(*x.shape[:axis], -1, *x.shape[axis + 2 :])
+
+
+@functools.partial(jax.jit, static_argnames="shards")
+def collect(rows: Rows, slots: Slots, grid: SlotGrid, shards: int) -> Rows:
+    """All rows, with what those in slots have sampled."""
+    count = rows.length.size // shards
+    index = jnp.where(grid.row == IDLE, count, grid.row).reshape(shards, -1)  # past the end: dropped
+    return jax.tree.map(lambda everyone, values: put(everyone, index, values, 0), rows, slots.rows)
+
+
+@functools.partial(jax.jit, donate_argnames="slots")
+def insert_observations(slots: Slots, tokens, counts, truncated) -> Slots:
+    """The slots with `counts` `[G,R]` of the tokens `[G,R,W]` to come next in their rows; `truncated` rows end."""
+    rows = slots.rows
+    offset = jnp.arange(tokens.shape[-1])
+    places = jnp.where(offset < counts[..., None], rows.length[..., None] + offset, rows.tokens.shape[-1])
+    rows = rows._replace(
+        tokens=set_places(rows.tokens, places, tokens),
+        observed=set_places(rows.observed, places, jnp.ones_like(places, bool)),
+        known=jnp.where(counts > 0, rows.length + counts, rows.known),
+        limit=jnp.where(truncated, rows.length, rows.limit),
+        finished=rows.finished & (counts == 0) & ~truncated,
+    )
+    return slots.replace(rows=rows)
+
+
+@jax.jit
+def status(slots: Slots):
+    """Length, end, end of text and observation tokens to come of each row, and the grid's steps; on every process."""
+    numbers = (slots.rows.length, ended(slots.rows), slots.rows.finished, observations_to_come(slots.rows), slots.steps)
+    if jax.sharding.get_abstract_mesh().empty:
+        return numbers
+    return jax.lax.with_sharding_constraint(numbers, PartitionSpec())
+
+
+@jax.jit
+def finish(prompts, segments, rows: Rows, executed) -> Rollout:
+    """The `Rollout` of prompts `[B,P]` and all rows; `executed` are the decode steps of all slots."""
+    batch, k, c = rows.tokens.shape
+
+    def joined(of_prompts, of_completions):
+        repeated = jnp.repeat(of_prompts, k, axis=0)
+        return constrain(jnp.concatenate([repeated, of_completions.reshape(batch * k, c)], axis=1), "rows", None)
+
+    present = jnp.arange(c) < rows.length[..., None]
+    sampled = present & ~rows.observed
+    return Rollout(
+        tokens=joined(prompts, jnp.where(present, rows.tokens, 0)),
+        segments=joined(segments, present.astype(segments.dtype)),
+        mask=joined(jnp.zeros(prompts.shape, jnp.float32), sampled.astype(jnp.float32)),
+        sample_logps=joined(jnp.zeros(prompts.shape, jnp.float32), rows.logps),
+        lengths=rows.length.reshape(-1),
+        finished=rows.finished.reshape(-1),
+        steps=constrain(jnp.full((batch * k,), executed / (batch * k)), "rows"),
+    )
