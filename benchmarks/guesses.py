@@ -1,4 +1,4 @@
-"""What guesses (`rollout.speculative_tokens`) gain, on texts that repeat their prompts and on texts that do not.
+"""What speculation (`rollout.speculative_tokens`) gains on texts that repeat their prompts and on texts that do not.
 
     python -m benchmarks.guesses MODEL        # a folder or a hub id of an instruct model; 4 minutes on two CPU cores
 

@@ -45,7 +45,7 @@ DRY_RUN = Setting("dry_run", False, "Show the data, the plan and the time of a s
 
 
 class Result(NamedTuple):
-    """What `train` returns: the trained model, the metrics of each logged step, and the folder with the files."""
+    """Result of `train`: the trained model, the metrics of each logged step, and the folder with the files."""
 
     model: Model
     metrics: list[Metrics]

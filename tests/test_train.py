@@ -118,4 +118,4 @@ def test_eight_frames_lead_to_a_loss(root, tmp_path):
         train_here(config)
     own = (str(root / "jaxrl_llm"), str(tmp_path))
     frames = [frame.name for frame in error.traceback if str(frame.path).startswith(own)]
-    assert frames == ["train", "improve", "update", "loss_of", "loss", "policy_objective", "loss"], "and main before them"
+    assert frames == ["train", "improve", "update", "loss_of", "loss", "policy_objective", "loss"]  # after main

@@ -16,7 +16,7 @@ Array = Any  # numpy on the host, jax on the device
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class PackedLayout:
-    """Where the network finds the tokens of a batch whose rows it does not compute one by one.
+    """Token positions of a batch that the network computes in packed rows.
 
     Z shards of the mesh hold I micro-batches each, of Q packed rows of W tokens; a micro-batch has room for n rows of
     the batch and for X positions that predict a token. All arrays are int32 indices within their shard. The layout of
@@ -76,7 +76,7 @@ class Scalars:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Prepared:
-    """What an objective's `prepare` makes of a whole optimizer batch before it is split into micro-batches."""
+    """Result of an objective's `prepare`: a whole optimizer batch, before it is split into micro-batches."""
 
     weights: Array = None  # [N,T] aggregation weights: the loss is sum(weights * loss)
     row_weights: Array = None  # [N] the same for losses with one number a row, or a pair

@@ -1,4 +1,4 @@
-"""What a loss returns beside its value, and what it declares of itself.
+"""Metrics a loss returns beside its value, and facts it declares of itself.
 
 A loss returns one number per token, row or pair; a loss with metrics returns `(loss, {name: Metric})`. No table
 elsewhere names a loss: what others must know of it stands beside it, as `declare(...)` or as plain attributes of a

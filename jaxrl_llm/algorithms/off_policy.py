@@ -1,4 +1,4 @@
-"""What to do about samples that another policy drew: importance weights, and sequences to leave out."""
+"""Corrections for samples that another policy drew: importance weights, and sequences to leave out."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""What n samples say of each prompt: pass@k, the best and worst of k, majority@k; and bootstrap intervals over prompts.
+"""Statistics of n samples per prompt: pass@k, best and worst of k, majority@k; and bootstrap intervals over prompts.
 
 Every statistic gives one number for each prompt; prompts may have different numbers of samples. From n samples, what k
 would do is estimated in one of two ways:

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple, NoReturn
 from jaxrl_llm import __version__
 from jaxrl_llm.config import ConfigDict, assign, check_keys, default, validate
 from jaxrl_llm.config.resolve import ConfigError, closest, exit_code, import_file, path_and_line
-from jaxrl_llm.config.schema import BY_NAME, KEYS, RENAMED, SECTIONS, Setting, unknown_key
+from jaxrl_llm.config.schema import BY_NAME, FORMER, KEYS, SECTIONS, Setting, unknown_key
 
 CONFIG_FILE = Setting(
     "config",
@@ -147,7 +147,7 @@ def _split(argv: Sequence[str], flags: dict[str, Setting]) -> dict[str, str]:
         name, equals, text = flag[2:].partition("=")
         if name not in flags:
             key = name.removeprefix("config.")
-            if key != name and key in RENAMED and CONFIG_FILE.name in flags:
+            if key != name and key in FORMER and CONFIG_FILE.name in flags:
                 raise ConfigError(f"unknown flag --{name}: {unknown_key(key)}")
             known = {flag.removeprefix("config."): flag for flag in flags}
             raise ConfigError(f"unknown flag --{name}; the closest is --{known[closest(key, known)]}; see --help")
@@ -232,7 +232,7 @@ def _explain(error: Exception) -> str:
     unknown = re.search(r"""Key "(\w+)" does not exist|^(?:"'|'\\')(\w+)\\?'""", message)
     if isinstance(error, AttributeError | KeyError) and unknown:
         leaf = unknown[1] or unknown[2]
-        if former := [name for name in RENAMED if name.rpartition(".")[2] == leaf]:
+        if former := [name for name in FORMER if name.rpartition(".")[2] == leaf]:
             return "; ".join(unknown_key(name) for name in former)
         return f"there is no key {leaf}; the closest is {closest(leaf, [*SECTIONS, *BY_NAME])}"
     refused = re.search(r"override field '(\w+)' \(reference\)\. (.*) is of original type", message, re.DOTALL)

@@ -585,48 +585,38 @@ KEYS = (
 
 BY_NAME = {key.name: key for key in KEYS}
 
-# Keys of earlier versions: the key that replaces each one with the same meaning, or what to write instead.
+# Keys of earlier versions, and the key that replaces each one with the same meaning.
 RENAMED = {
     "rollout.draft_tokens": "rollout.speculative_tokens",
     "processes.meet_seconds": "processes.rendezvous_seconds",
-    "algorithm.delta": "algorithm.loss='ppo_clip(delta=...)'",
-    "algorithm.dual_clip": "algorithm.loss='ppo_clip(dual_clip=...)'",
-    "algorithm.f_divergence": "algorithm.loss='dpo(divergence=...)'",
-    "algorithm.f_alpha": "algorithm.loss='dpo(divergence='alpha_divergence', alpha=...)'",
-    "algorithm.ipo_normalize": "algorithm.loss='ipo(normalize=...)'",
-    "algorithm.discopop_tau": "algorithm.loss='discopop(temperature=...)'",
-    "algorithm.bco_running_mean": "algorithm.loss='bco_pair(running_mean=...)'",
-    "algorithm.simpo_gamma": "algorithm.loss='simpo(gamma=...)'",
-    "algorithm.alphapo_alpha": "algorithm.loss='alphapo(alpha=...)'",
-    "algorithm.cpo_alpha": "algorithm.loss='cpo(nll_weight=...)'",
-    "algorithm.orpo_nll_on_prompt": "algorithm.loss='orpo(nll_on_prompt=...)'",
-    "algorithm.desirable_weight": "algorithm.loss='kto(desirable_weight=...)'",
-    "algorithm.undesirable_weight": "algorithm.loss='kto(undesirable_weight=...)'",
-    "algorithm.center_rewards_coefficient": "algorithm.loss='bradley_terry(center=...)'",
 }
-# Values of removed keys, as JSON has them, that had no effect or are still the default: `from_json` drops them from the
-# config.json of an earlier run, and refuses other values.
-REMOVED_DEFAULTS = {
-    "algorithm.delta": None,
-    "algorithm.dual_clip": None,
-    "algorithm.f_divergence": "reverse_kl",
-    "algorithm.f_alpha": 0.5,
-    "algorithm.ipo_normalize": True,
-    "algorithm.discopop_tau": 0.05,
-    "algorithm.bco_running_mean": False,
-    "algorithm.simpo_gamma": 0.5,
-    "algorithm.alphapo_alpha": 0.25,
-    "algorithm.cpo_alpha": 1.0,
-    "algorithm.orpo_nll_on_prompt": True,
-    "algorithm.desirable_weight": 1.0,
-    "algorithm.undesirable_weight": 1.0,
-    "algorithm.center_rewards_coefficient": 0.0,
+_DIVERGING = ("dpo", "sigmoid", "ipo", "hinge", "robust", "exo_pair", "sigmoid_norm", "discopop")
+# Keys of earlier versions that are options of a loss now, written in its brackets: the former default, which is that of
+# the option too, the option, and the losses that take it.
+LOSS_OPTIONS: dict[str, tuple[Any, str, tuple[str, ...]]] = {
+    "algorithm.delta": (None, "delta", ("ppo_clip", "gspo", "luspo")),
+    "algorithm.dual_clip": (None, "dual_clip", ("ppo_clip",)),
+    "algorithm.f_divergence": ("reverse_kl", "divergence", _DIVERGING),
+    "algorithm.f_alpha": (0.5, "alpha", _DIVERGING),
+    "algorithm.ipo_normalize": (True, "normalize", ("ipo",)),
+    "algorithm.discopop_tau": (0.05, "temperature", ("discopop",)),
+    "algorithm.bco_running_mean": (False, "running_mean", ("bco_pair",)),
+    "algorithm.simpo_gamma": (0.5, "gamma", ("simpo", "alphapo")),
+    "algorithm.alphapo_alpha": (0.25, "alpha", ("alphapo",)),
+    "algorithm.cpo_alpha": (1.0, "nll_weight", ("cpo", "simpo")),
+    "algorithm.orpo_nll_on_prompt": (True, "nll_on_prompt", ("orpo",)),
+    "algorithm.desirable_weight": (1.0, "desirable_weight", ("kto", "apo_zero_unpaired")),
+    "algorithm.undesirable_weight": (1.0, "undesirable_weight", ("kto", "apo_zero_unpaired")),
+    "algorithm.center_rewards_coefficient": (0.0, "center", ("bradley_terry",)),
 }
+FORMER = (*RENAMED, *LOSS_OPTIONS)
 
 
 def unknown_key(name: str) -> str:
     """The message for a name that is no key: what replaces it if it was one, else the closest key."""
-    if name not in RENAMED:
-        return f"there is no key {name}; the closest is {closest(name, BY_NAME)}"
-    new = RENAMED[name]
-    return f"{name} is now {new}" if new in BY_NAME else f"there is no key {name} any more: write {new}"
+    if name in RENAMED:
+        return f"{name} is now {RENAMED[name]}"
+    if name in LOSS_OPTIONS:
+        _, option, losses = LOSS_OPTIONS[name]
+        return f"there is no key {name} any more: write algorithm.loss='{losses[0]}({option}=...)'"
+    return f"there is no key {name}; the closest is {closest(name, BY_NAME)}"

@@ -7,8 +7,8 @@ from typing import Any
 from ml_collections.config_dict import placeholder
 
 from jaxrl_llm.config.checks import contradictions
-from jaxrl_llm.config.resolve import ConfigError
-from jaxrl_llm.config.schema import BY_NAME, KEYS, REMOVED_DEFAULTS, RENAMED, SECTIONS, ConfigDict, unknown_key
+from jaxrl_llm.config.resolve import ConfigError, split_options
+from jaxrl_llm.config.schema import BY_NAME, KEYS, LOSS_OPTIONS, OFFLINE, RENAMED, SECTIONS, ConfigDict, unknown_key
 
 
 def default() -> ConfigDict:
@@ -50,8 +50,9 @@ def to_json(config: ConfigDict) -> str:
 def from_json(text: str) -> ConfigDict:
     """The configuration that `to_json` wrote; keys that the text lacks have their default.
 
-    A key that was renamed is read under its new name, and a removed one is dropped where it was off. Raises ConfigError
-    for text that is no JSON object, an unknown key or a wrong value.
+    The text of an earlier version is read too: a renamed key under its new name, and a key that is an option of a loss
+    now as that option, where the loss of the run takes it. Raises ConfigError for text that is no JSON object, an
+    unknown key or a wrong value.
     """
     try:
         tree = json.loads(text)
@@ -60,10 +61,26 @@ def from_json(text: str) -> ConfigDict:
     if not isinstance(tree, dict):
         raise ConfigError(f"the configuration must be a JSON object, but is a {type(tree).__name__}")
     config = default()
+    options: dict[str, Any] = {}
     for name, value in _settings(tree).items():
-        if name in REMOVED_DEFAULTS and value == REMOVED_DEFAULTS[name]:
-            continue
-        assign(config, RENAMED[name] if RENAMED.get(name) in BY_NAME else name, value)
+        if name in LOSS_OPTIONS:
+            options[name] = value
+        else:
+            assign(config, RENAMED.get(name, name), value)
+    algorithm = config.algorithm
+    if options and algorithm.name in OFFLINE and algorithm.loss == "ppo_clip":
+        algorithm.loss = "auto"  # ppo_clip was the default of every algorithm, where it meant nothing for these
+    auto = {"reward_model": "bradley_terry", "preference": "dpo"}.get(algorithm.name, "ppo_clip")
+    losses = (auto if algorithm.loss == "auto" else algorithm.loss).split("+")
+    for i, written in enumerate(losses):
+        loss, given = split_options(written)
+        for name, value in options.items():
+            former_default, option, takers = LOSS_OPTIONS[name]
+            if loss in takers and value != former_default:
+                given.setdefault(option, value)
+        losses[i] = f"{loss}({', '.join(f'{x}={given[x]!r}' for x in given)})" if given else loss
+    if "+".join(losses) != auto:
+        algorithm.loss = "+".join(losses)
     validate(config)
     return config
 

@@ -122,7 +122,7 @@ def columns_at_once(rows: int, vocabulary: int) -> int:
 
 
 def _over_chunks(function, hidden, table, count, total=None, filled: bool = False):
-    """What `function(columns, total)` gives a few columns at a time, as arrays `[N,S,...]`, and the last total.
+    """Scan of `function(columns, total)` over a few columns at a time: its arrays `[N,S,...]`, and the last total.
 
     `columns(x)` are those columns of an array `[N,S,...]`; without a total the function has one argument. `filled`
     leaves the arrays with the columns that fill up the last chunk.
@@ -202,7 +202,7 @@ def _plus_at_target(x, targets, numbers):
 
 
 class _Residuals(NamedTuple):
-    """What the backward pass needs to form the logits again."""
+    """Residuals from which the backward pass forms the logits again."""
 
     hidden: jax.Array
     kernel: jax.Array

@@ -1,1 +1,1 @@
-"""Where everything meets: experience -> Batch -> update -> State."""
+"""Training: experience -> Batch -> update -> State."""

@@ -11,7 +11,7 @@ from jaxrl_llm.distributed.sharding import constrain
 
 
 class MicroBatches(NamedTuple):
-    """How many micro-batches there are (a number, or `[]` where only the layout knows), and each by its number."""
+    """Number of micro-batches (an int, or an array `[]` where only the layout knows), and each by its index."""
 
     count: Any
     take: Callable[[Any], Batch]

@@ -25,7 +25,7 @@ from jaxrl_llm.training.objectives.objective import Objective
 
 @dataclasses.dataclass(frozen=True)
 class UpdateSpec:
-    """What an update needs of the configuration besides objective and optimizer."""
+    """Settings of an update besides its objective and its optimizer."""
 
     microbatch_rows: int  # 0: the whole optimizer batch at once
     schedule: Callable[[Any], Any]  # learning rate by the number of updates made, for the metric
@@ -52,7 +52,7 @@ Update = Callable[..., tuple["State", Metrics]]  # (state, batch, frozen paramet
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class State:
-    """What training changes. `step` counts training steps; the optimizer counts its own updates.
+    """State that training changes. `step` counts training steps; the optimizer counts its own updates.
 
     `params` are those that are trained: all, or the adapters and a score head.
 
@@ -225,7 +225,7 @@ def _prepare(objective: Objective, params: Params, batch: Batch, count: int, sha
 
 
 def _updates_made(state: State) -> jax.Array:
-    """How many updates the optimizer has made: its parts, and its layers where they count apart, count the same."""
+    """Number of updates the optimizer has made: its parts, and its layers where they count apart, count the same."""
     return optax.tree_utils.tree_get_all_with_path(state.opt_state, "count")[0][1].reshape(-1)[0]
 
 

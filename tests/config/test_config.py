@@ -1,16 +1,18 @@
 """The configuration tree, its command line, and names to objects: what they accept, and what their errors say."""
 
 import importlib
+import inspect
 import json
 import types
 
 import pytest
 
 from jaxrl_llm import __version__
-from jaxrl_llm.config import ConfigError, batch_rows, default, from_json, schema, to_json, tree, validate
+from jaxrl_llm.algorithms import policy_losses, preference_losses
+from jaxrl_llm.config import ConfigError, batch_rows, default, from_json, to_json, tree, validate
 from jaxrl_llm.config.flags import find_config, help_text, load_flags, load_options, shipped_configs
 from jaxrl_llm.config.resolve import closest, resolve
-from jaxrl_llm.config.schema import BY_NAME, KEYS, REMOVED_DEFAULTS, RENAMED, SECTIONS, Setting
+from jaxrl_llm.config.schema import BY_NAME, FORMER, KEYS, LOSS_OPTIONS, RENAMED, SECTIONS, Setting
 
 
 def changed(**values):
@@ -448,27 +450,31 @@ def test_unknown_names_list_the_shipped_configs(tmp_path, monkeypatch):
 # --- keys of earlier versions ---
 
 
-def test_renamed_keys_have_a_replacement():
-    for old, new in RENAMED.items():
-        assert old not in BY_NAME
-        assert new in BY_NAME or "=" in new, f"{new} is no key, and no assignment"
-    assert set(REMOVED_DEFAULTS) == {old for old, new in RENAMED.items() if new not in BY_NAME}
-
-
-@pytest.fixture
-def removed(monkeypatch):
-    monkeypatch.setitem(schema.RENAMED, "algorithm.tau", "algorithm.loss='dpo(tau=...)'")
-    monkeypatch.setitem(schema.REMOVED_DEFAULTS, "algorithm.tau", [0.5])
+def test_former_keys_have_a_replacement():
+    """A key with the same meaning, or an option of losses that has the default of the key."""
+    assert not set(FORMER) & set(BY_NAME)
+    assert set(RENAMED.values()) <= set(BY_NAME)
+    for former_default, option, losses in LOSS_OPTIONS.values():
+        for name in losses:
+            loss = (
+                getattr(policy_losses, name, None)
+                or preference_losses.LOSSES.get(name)
+                or getattr(preference_losses, name)
+            )
+            parameters = inspect.signature(loss).parameters
+            assert former_default == (parameters[option].default if option in parameters else loss.options[option]), (
+                name
+            )
 
 
 @pytest.mark.parametrize(
     ("section", "leaf", "words"),
     [
         ("rollout", "draft_tokens", "rollout.draft_tokens is now rollout.speculative_tokens"),
-        ("algorithm", "tau", "there is no key algorithm.tau any more: write algorithm.loss='dpo(tau=...)'"),
+        ("algorithm", "delta", "there is no key algorithm.delta any more: write algorithm.loss='ppo_clip(delta=...)'"),
     ],
 )
-def test_former_keys_are_refused(section, leaf, words, tmp_path, removed):
+def test_former_keys_are_refused(section, leaf, words, tmp_path):
     """On the command line, in a config file, in a tree with more keys, and by `assign`."""
     body = f"def get_config():\n    c = default()\n    c.{section}.{leaf} = 3\n    return c\n"
     path = write(tmp_path, "from jaxrl_llm.config import default\n" + body)
@@ -487,14 +493,36 @@ def test_former_keys_are_refused(section, leaf, words, tmp_path, removed):
         assert words in str(error.value)
 
 
-def test_json_of_earlier_versions_is_read(removed):
+@pytest.mark.parametrize(
+    ("former", "loss"),
+    [
+        ({"delta": None, "cpo_alpha": 1.0}, "auto"),
+        ({"delta": 4.0}, "ppo_clip(delta=4.0)"),
+        ({"delta": 4.0, "loss": "cispo"}, "cispo"),  # it took no delta
+        (
+            {"name": "preference", "beta": 2.0, "loss": "simpo", "simpo_gamma": 5.0, "cpo_alpha": 0.0},
+            "simpo(gamma=5.0, nll_weight=0.0)",
+        ),
+        (
+            {"name": "preference", "beta": 0.1, "loss": "ipo+sft", "loss_weights": [1.0, 1.0], "ipo_normalize": False},
+            "ipo(normalize=False)+sft",
+        ),
+        (
+            {"name": "reward_model", "loss": "ppo_clip", "center_rewards_coefficient": 0.01},
+            "bradley_terry(center=0.01)",
+        ),
+        ({"name": "reward_model", "loss": "ppo_clip", "center_rewards_coefficient": 0.0}, "auto"),
+    ],
+)
+def test_json_of_earlier_versions_is_read(former, loss):
+    """An option that was a key goes to the loss of the run, if it takes it; else it had no effect."""
+    config = from_json(json.dumps({"algorithm": former}))
+    assert config.algorithm.loss == loss
+    assert from_json(to_json(config)).to_dict() == config.to_dict()
+
+
+def test_json_with_renamed_keys_is_read():
     assert from_json('{"rollout": {"draft_tokens": 3}}').rollout.speculative_tokens == 3
-    assert from_json('{"algorithm": {"tau": [0.5]}}').to_dict() == default().to_dict()
-    assert from_json('{"algorithm": {"delta": null, "cpo_alpha": 1.0}}').to_dict() == default().to_dict()
-    with pytest.raises(ConfigError, match=r"no key algorithm\.delta any more: write algorithm\.loss='ppo_clip\(delta"):
-        from_json('{"algorithm": {"delta": 4.0}}')
-    with pytest.raises(ConfigError, match=r"no key algorithm\.tau any more: write algorithm"):
-        from_json('{"algorithm": {"tau": [0.7]}}')
     with pytest.raises(ConfigError, match=r"rollout\.speculative_tokens is 'x'"):
         from_json('{"rollout": {"draft_tokens": "x"}}')
 

@@ -34,7 +34,7 @@ class PolicyLoss:
 
 @dataclasses.dataclass(frozen=True)
 class PolicySpec:
-    """What `algorithm`, `rollout` and `batch` say of the objective; names are those of the settings."""
+    """Settings of the objective, from `algorithm`, `rollout` and `batch`, under the same names."""
 
     loss: PolicyLoss
     aggregation: str
@@ -238,7 +238,7 @@ def reads_ratio_alone(loss: PolicyLoss) -> bool:
 
 
 def sampler_metrics(spec: PolicySpec, old_logps, batch: Batch) -> Metrics:
-    """How far the sampler's log-probs are from the trainer's, before any correction.
+    """Distances of the sampler's log-probs from the trainer's, before any correction.
 
     The ratio is that of whole rows where `importance_correction` is, else that of tokens.
     """

@@ -42,7 +42,7 @@ class PreferenceLoss:
 
 @dataclasses.dataclass(frozen=True)
 class PreferenceSpec:
-    """What `algorithm` says of the objective; names are those of the settings."""
+    """Settings of the objective, from `algorithm`, under the same names."""
 
     losses: tuple[PreferenceLoss, ...]
     beta: float
