@@ -13,13 +13,14 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from jaxrl_llm.algorithms.batch import Batch
+from jaxrl_llm.algorithms.batch import Batch, Inputs
 from jaxrl_llm.config import default
 from jaxrl_llm.distributed.sharding import make_mesh
 from jaxrl_llm.models.lora import LoraConfig, split
 from jaxrl_llm.models.transformer import ModelConfig, Net
-from jaxrl_llm.training.objectives.policy_gradient import sft
+from jaxrl_llm.training.objectives.sft import SFTSpec, sft
 from jaxrl_llm.training.setup.run import make_optimizer
+from jaxrl_llm.training.setup.specs import update_spec
 from jaxrl_llm.training.update import Frozen, State, make_update
 
 QWEN2_HALF_B = "896,24,14,2,64,4864,151936"
@@ -39,9 +40,9 @@ def measure(config: ModelConfig, rows: int, length: int) -> tuple[int, int, int]
     frozen, trained = split(net.shapes())
     state = jax.eval_shape(lambda params: State(jnp.zeros((), jnp.int32), params, optimizer.init(params)), trained)
     tokens = jax.ShapeDtypeStruct((rows, length), jnp.int32)
-    batch = Batch(tokens=tokens, segments=tokens, mask=jax.ShapeDtypeStruct((rows, length), jnp.float32))
+    batch = Batch(Inputs(tokens, tokens), mask=jax.ShapeDtypeStruct((rows, length), jnp.float32))
     with jax.set_mesh(mesh):
-        update = make_update(sft(settings, net), optimizer, settings, mesh)
+        update = make_update(sft(SFTSpec(0.0, 0.0), net), optimizer, update_spec(settings), mesh)
         memory = update.lower(state, batch, Frozen(frozen)).compile().memory_analysis()
     return bytes_of(state), bytes_of(frozen), memory.temp_size_in_bytes
 

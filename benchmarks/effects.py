@@ -36,7 +36,7 @@ from jaxrl_llm.models.transformer import Net
 from jaxrl_llm.rollout import multi_turn
 from jaxrl_llm.rollout.engine import Engine
 from jaxrl_llm.training.setup.run import Run, build_mesh
-from jaxrl_llm.training.update import whole
+from jaxrl_llm.training.update import merge_frozen
 
 TURNS = 3
 
@@ -81,7 +81,7 @@ def _parts(config, data) -> Run:
 
 
 def _rollout(engine: Engine, parts: Run, tokens: np.ndarray, stops: np.ndarray) -> Side:
-    params, key = whole(parts.state, parts.frozen).params, jax.random.key(1)
+    params, key = merge_frozen(parts.state, parts.frozen).params, jax.random.key(1)
     tokens = np.asarray(tokens, np.int32)
     return Side(lambda: engine.generate(params, tokens, np.ones_like(tokens), key, limits=stops).tokens)
 
@@ -90,7 +90,7 @@ def _update(task: Task, data, **changes) -> Side:
     """The update of one batch, again and again."""
     config = _config(task, **changes)
     parts = _parts(config, data)
-    batch = parts.pack(parts.source.next(whole(parts.state, parts.frozen), jax.random.key(0)).batch)
+    batch = parts.pack(parts.source.next(merge_frozen(parts.state, parts.frozen), jax.random.key(0)).batch)
     held, update = [parts.state], parts.update
 
     def work():
@@ -168,7 +168,7 @@ def given_tokens(task: Task) -> Measured:
     """Of what a tool answers, 128 tokens between turns of about 16, 64 are read at a time: against one."""
     eos = tuple(range(task.shape.config["vocab_size"] // 16))
     parts = _parts(_config(task, rollout__max_completion_length=192), ours.data_of(task))
-    engine, params = _engine(parts, eos=eos), whole(parts.state, parts.frozen).params
+    engine, params = _engine(parts, eos=eos), merge_frozen(parts.state, parts.frozen).params
     tokens, key, usual = np.asarray(prompts(task.shape), np.int32), jax.random.key(1), multi_turn.MIN_TOKENS
 
     def work(many: int):
@@ -255,7 +255,7 @@ def remat(task: Task) -> Measured:
 def donation(task: Task) -> Measured:
     """The update writes the new state over the old one: against a copy (memory is what new arrays take)."""
     parts = _parts(_config(task), ours.data_of(task))
-    batch = parts.pack(parts.source.next(whole(parts.state, parts.frozen), jax.random.key(0)).batch)
+    batch = parts.pack(parts.source.next(merge_frozen(parts.state, parts.frozen), jax.random.key(0)).batch)
     donating: Any = parts.update
     copying = jax.jit(donating.__wrapped__)
     held = [parts.state]

@@ -23,6 +23,7 @@ import transformers
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from benchmarks.page import table
+from jaxrl_llm.algorithms.batch import Inputs
 from jaxrl_llm.distributed.sharding import make_mesh, path_name
 from jaxrl_llm.models import hf
 from jaxrl_llm.models.families import family_of
@@ -111,7 +112,7 @@ def score_error(variant: str, folder: Path) -> float:
     oracle.save_pretrained(folder)
     model = load_model(folder)
     tokens, segments = padded(documents(), "left")
-    found = jax.jit(lambda params: last_scores(model.net, params, tokens, segments))(model.params)
+    found = jax.jit(lambda params: last_scores(model.net, params, Inputs(tokens, segments)))(model.params)
     return error(found, [oracles.oracle_logits(oracle, document[None])[0, 0] for document in documents()])
 
 

@@ -29,7 +29,7 @@ from jaxrl_llm.config import ConfigDict, default
 from jaxrl_llm.rollout.engine import Engine
 from jaxrl_llm.training.online import OnlineSource
 from jaxrl_llm.training.setup.run import Run, build, build_mesh
-from jaxrl_llm.training.update import whole
+from jaxrl_llm.training.update import merge_frozen
 
 SCALES = (1, 2, 4, 8, 16)
 NEVER = (-1,)  # no token ends a row
@@ -114,7 +114,7 @@ class Stepper:
         """One step: experience, update, and metrics on the host."""
         parts, self.number = self.parts, self.number + 1
         key = jax.random.fold_in(self.key, self.number)
-        experience = parts.source.next(whole(self.state, parts.frozen), key)
+        experience = parts.source.next(merge_frozen(self.state, parts.frozen), key)
         with parts.stopwatch("update"):
             self.state, metrics = parts.update(self.state, parts.pack(experience.batch), parts.frozen)
             metrics = {name: float(x) for name, x in jax.device_get(experience.metrics | metrics).items()}
@@ -128,7 +128,7 @@ def rollout(task: Task, config, parts: Run, meter: Meter) -> dict[str, Any]:
     del config
     engine: Engine = parts.source.producer.worker.engine  # type: ignore[union-attr]
     tokens = np.asarray(prompts(task.shape), np.int32)
-    params, keys = whole(parts.state, parts.frozen).params, iter(jax.random.split(jax.random.key(1), 1000))
+    params, keys = merge_frozen(parts.state, parts.frozen).params, iter(jax.random.split(jax.random.key(1), 1000))
 
     def sample() -> dict[str, float]:
         found = engine.generate(params, tokens, np.ones_like(tokens), next(keys))

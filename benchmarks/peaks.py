@@ -66,8 +66,8 @@ def larger_model(source: Path, folder: Path, width: int) -> None:
 def child(case: str) -> dict[str, float]:
     """The plan's peak, the measured one, and what of that is the process itself and kept, of a case, in bytes."""
     import jax
-    from jaxrl_llm.tools.plan.dry_run import widths
 
+    from jaxrl_llm.commands.dry_run import widths
     from jaxrl_llm.config import assign
     from jaxrl_llm.config.flags import load_config_file
     from jaxrl_llm.models import hf
@@ -75,7 +75,7 @@ def child(case: str) -> dict[str, float]:
     from jaxrl_llm.tools.plan.topology import at_hand_target
     from jaxrl_llm.training.setup.run import build
     from jaxrl_llm.training.step import improve
-    from jaxrl_llm.training.update import whole
+    from jaxrl_llm.training.update import merge_frozen
 
     name, width, keys = CASES[case]
     config = load_config_file(str(ROOT / "configs" / name))
@@ -95,7 +95,8 @@ def child(case: str) -> dict[str, float]:
             peaks = []
             for step in (1, 2, 3):
                 settle()
-                experience = parts.source.next(whole(state, parts.frozen), jax.random.fold_in(jax.random.key(0), step))
+                key = jax.random.fold_in(jax.random.key(0), step)
+                experience = parts.source.next(merge_frozen(state, parts.frozen), key)
                 before_update = status("VmHWM")
                 if step == 3:
                     jax.block_until_ready(experience.batch)

@@ -83,14 +83,15 @@ def real(devices: int) -> dict[str, float]:
     from jaxrl_llm.config.flags import load_config_file
     from jaxrl_llm.training.setup.run import build, build_mesh
     from jaxrl_llm.training.step import improve
-    from jaxrl_llm.training.update import whole
+    from jaxrl_llm.training.update import merge_frozen
 
     config = load_config_file(f"{ROOT / 'configs' / 'grpo.py'}:tiny")
     config.batch.prompts, config.eval.every, config.mesh.fsdp = 8, -1, devices
     mesh = build_mesh(config)
     with jax.set_mesh(mesh):
         parts = build(config, mesh)
-        experience = parts.source.next(whole(parts.state, parts.frozen), jax.random.fold_in(jax.random.key(0), 1))
+        key = jax.random.fold_in(jax.random.key(0), 1)
+        experience = parts.source.next(merge_frozen(parts.state, parts.frozen), key)
         _, updates = improve(parts, parts.state, experience.batch)
         parts.rewards.close()
         tokens = float((experience.batch.inputs.tokens * experience.batch.inputs.segments).sum())

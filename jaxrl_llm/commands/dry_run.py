@@ -9,7 +9,7 @@ from jaxrl_llm.commands.preview import preview
 from jaxrl_llm.config import validate
 from jaxrl_llm.tools.plan.advice import advice
 from jaxrl_llm.tools.plan.planned import make_plan
-from jaxrl_llm.tools.plan.report import lines, seconds
+from jaxrl_llm.tools.plan.text import lines, seconds
 from jaxrl_llm.tools.plan.topology import at_hand_target
 from jaxrl_llm.training.online import OnlineSource
 from jaxrl_llm.training.setup.run import Run, build
@@ -31,7 +31,7 @@ def dry_run(config, colour: bool = False) -> str:
         run = build(config, target.mesh)
         try:
             plan = make_plan(config, target, widths(run), packer=run.pack)
-            tight = bool(target.device.memory) and plan.peak.peak > plan.room
+            tight = bool(target.device.memory) and plan.peak.peak > plan.capacity
             report += [*lines(plan, advice(plan, compiled=False) if tight else ())]
             report += ["", *_timed(config, run)]
         finally:

@@ -13,18 +13,15 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from jaxrl_llm.config import ConfigDict, ConfigError
+from jaxrl_llm.config import ConfigError
 from jaxrl_llm.config.flags import load_options
 from jaxrl_llm.config.schema import Setting
-from jaxrl_llm.tools.migrate import axolotl, harmony, trl, verl
-from jaxrl_llm.tools.migrate.draft import Options, Source
-from jaxrl_llm.tools.migrate.page import page
-from jaxrl_llm.tools.migrate.reading import read
+from jaxrl_llm.tools.migrate import LIBRARIES, migrate
+from jaxrl_llm.tools.migrate.documentation import page
 
-SYSTEMS = {"trl": trl.convert, "verl": verl.convert, "axolotl": axolotl.convert, "harmony": harmony.convert}
 FLAGS = (
     Setting("output", "", "File to write; empty prints the config file."),
-    Setting("system", "auto", "Library that FILE is for; auto recognises it.", choices=("auto", *SYSTEMS)),
+    Setting("system", "auto", "Library that FILE is for; auto recognises it.", choices=("auto", *LIBRARIES)),
     Setting("trainer", "", "Trainer, where FILE does not name it: grpo, rloo, ppo, sft, dpo, kto, orpo, cpo, reward."),
     Setting(
         "devices",
@@ -47,26 +44,8 @@ FLAGS = (
 )
 
 
-def migrate(
-    path: str | Path, system: str = "auto", trainer: str = "", devices: int = 0, rows: int = 0, version: str = ""
-) -> tuple[ConfigDict, str]:
-    """The configuration that a file of another library stands for, valid, and the text of a config file that makes it.
-
-    system, trainer, devices, rows and version say what the file does not; see the flags. Raises ConfigError: a file
-    that cannot be read, a value without an equivalent, batches that do not divide, or epochs of an unknown number of
-    rows.
-    """
-    source: Source = read(str(path), system, trainer)
-    try:
-        return SYSTEMS[source.system](source, Options(devices, rows, version))
-    except ConfigError:
-        raise
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"{path} has a value of another kind than its key takes: {error}") from error
-
-
 def main(argv: Sequence[str]) -> None:
-    """The command line: see `--help`."""
+    """Run the command line: see `--help`."""
     files = [argument for argument in argv if not argument.startswith("--")]
     options = load_options([argument for argument in argv if argument.startswith("--")], __doc__ or "", FLAGS)
     if options["tables"]:
@@ -74,8 +53,7 @@ def main(argv: Sequence[str]) -> None:
         return
     if len(files) != 1:
         raise ConfigError("give one file: python -m jaxrl_llm migrate FILE; values of flags are written --name=value")
-    said = {name: options[name] for name in ("system", "trainer", "devices", "rows", "version")}
-    _, text = migrate(files[0], **said)
+    _, text = migrate(files[0], **{name: options[name] for name in ("system", "trainer", "devices", "rows", "version")})
     if not options["output"]:
         sys.stdout.write(text)
         return

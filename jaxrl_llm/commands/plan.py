@@ -15,7 +15,7 @@ from jaxrl_llm.config.schema import Setting
 from jaxrl_llm.tools.plan.advice import advice
 from jaxrl_llm.tools.plan.devices import DEVICES, named
 from jaxrl_llm.tools.plan.planned import Plan, make_plan
-from jaxrl_llm.tools.plan.report import lines
+from jaxrl_llm.tools.plan.text import lines
 from jaxrl_llm.tools.plan.topology import target
 
 FLAGS = (
@@ -46,7 +46,7 @@ def main(argv: list[str]) -> None:
     """The command line: see `--help`."""
     config, options = load_flags(argv, __doc__ or "", FLAGS)
     planned = plan(config, options["device"], options["devices"], options["simulate"])
-    tight = bool(planned.target.device.memory) and planned.peak.peak > planned.room
+    tight = bool(planned.target.device.memory) and planned.peak.peak > planned.capacity
     wanted = options["advice"] == "always" or (tight and options["advice"] == "auto")
     advised = advice(planned, compiled=wanted) if wanted else []
     sys.stdout.write("\n".join(lines(planned, advised)) + "\n")

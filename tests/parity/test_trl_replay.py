@@ -149,7 +149,8 @@ def test_kto(folder, tmp_path):
     ]
     weights = {"desirable_weight": 1.0, "undesirable_weight": 1.5}
     theirs = run_trl(trl.KTOTrainer, trl.KTOConfig, folder, rows, tmp_path, beta=0.1, **weights)
-    compare(theirs, run_ours(folder, rows, tmp_path, name="preference", loss="kto", beta=0.1, **weights))
+    loss = "kto(undesirable_weight=1.5)"
+    compare(theirs, run_ours(folder, rows, tmp_path, name="preference", loss=loss, beta=0.1))
 
 
 @pytest.mark.slow
@@ -167,7 +168,7 @@ def test_reward_model(folder, tmp_path, center):
         trl.RewardTrainer, trl.RewardConfig, start, rows, tmp_path, AutoModelForSequenceClassification,
         center_rewards_coefficient=center or None,
     )  # fmt: skip
-    compare(theirs, run_ours(start, rows, tmp_path, name="reward_model", center_rewards_coefficient=center))
+    compare(theirs, run_ours(start, rows, tmp_path, name="reward_model", loss=f"bradley_terry(center={center})"))
 
 
 @pytest.mark.slow
@@ -181,9 +182,12 @@ def test_cpo(folder, tmp_path, loss):
         cpo.CPOTrainer, cpo.CPOConfig, folder, rows, tmp_path, loss_type=loss, beta=0.5, cpo_alpha=0.7, simpo_gamma=0.4,
         **more,
     )  # fmt: skip
-    own = {"sigmoid": {}, "simpo": {"simpo_gamma": 0.4}, "alphapo": {"simpo_gamma": 0.4, "alphapo_alpha": 0.3}}[loss]
-    own |= {} if loss == "alphapo" else {"cpo_alpha": 0.7}
-    ours = run_ours(folder, rows, tmp_path, name="preference", loss=loss.replace("sigmoid", "cpo"), beta=0.5, **own)
+    own = {
+        "sigmoid": "cpo(nll_weight=0.7)",
+        "simpo": "simpo(gamma=0.4, nll_weight=0.7)",
+        "alphapo": "alphapo(gamma=0.4, alpha=0.3)",  # for which TRL sets cpo_alpha to 0
+    }[loss]
+    ours = run_ours(folder, rows, tmp_path, name="preference", loss=own, beta=0.5)
     # TRL's logits include prompts and padding, and its nll_loss is 0 where it has no weight.
     compare(theirs, ours, without=("logits/chosen", "logits/rejected", *(("nll_loss",) if loss == "alphapo" else ())))
 

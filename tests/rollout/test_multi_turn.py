@@ -12,7 +12,7 @@ from jaxrl_llm.rollout import multi_turn
 from jaxrl_llm.rollout.engine import Engine
 from jaxrl_llm.rollout.multi_turn import slots_to_read
 from jaxrl_llm.rollout.sampling import SamplingParams
-from jaxrl_llm.tools.plan.rollout import ScannedEngine
+from jaxrl_llm.tools.plan.programs import ScannedEngine
 from tests.models.decoding import padded
 from tests.rollout.test_engine import ENGINE, NET, PROMPTS
 

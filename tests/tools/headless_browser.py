@@ -28,11 +28,22 @@ class Browser:
         answers, sent = os.pipe()
         # Chromium reads commands from file 3 and writes answers to file 4.
         command = [
-            "bash", "-c", f'exec "$@" 3<&{theirs} 4>&{sent}', "-", program, "--headless=new", "--no-sandbox",
-            "--disable-gpu", "--remote-debugging-pipe", "--no-first-run", "--disable-dev-shm-usage",
-            "--disable-background-networking", "--hide-scrollbars", f"--user-data-dir={profile}",
+            "bash",
+            "-c",
+            f'exec "$@" 3<&{theirs} 4>&{sent}',
+            "-",
+            program,
+            "--headless=new",
+            "--no-sandbox",
+            "--disable-gpu",
+            "--remote-debugging-pipe",
+            "--no-first-run",
+            "--disable-dev-shm-usage",
+            "--disable-background-networking",
+            "--hide-scrollbars",
+            f"--user-data-dir={profile}",
             f"--window-size={width},{height}",
-        ]  # fmt: skip
+        ]
         self._process = subprocess.Popen(
             command, pass_fds=(theirs, sent), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
         )

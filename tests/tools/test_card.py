@@ -145,8 +145,10 @@ def test_a_licence_file_goes_along_and_is_not_guessed_at(run, tmp_path):
     folder = run(model__path=str(base))
     card = card_of(folder)
     assert (card.data.license, card.data.license_name, card.data.license_link) == (
-        "other", "Modified MIT License", "LICENSE",
-    )  # fmt: skip
+        "other",
+        "Modified MIT License",
+        "LICENSE",
+    )
     assert (folder / "hf" / "LICENSE").read_bytes() == (base / "LICENSE").read_bytes()
     assert "the local model `base`" in card.text and str(tmp_path) not in card.text
 
@@ -213,8 +215,10 @@ def test_what_was_given_in_memory(run):
         ("~/models/base", "base"),
         (f"{Path.home()}/x y/file.py:f", "x y/file.py:f"),
         ("C:/Users/ann/x.json", "x.json"),
-        ("judge(url='http://ann:pw@host:8000/v1', template='/home/ann/t.txt')",
-         f"judge(url='http://{HIDDEN}@host:8000/v1', template='t.txt')"),
+        (
+            "judge(url='http://ann:pw@host:8000/v1', template='/home/ann/t.txt')",
+            f"judge(url='http://{HIDDEN}@host:8000/v1', template='t.txt')",
+        ),
         ("judge(api_key='abc', model='m')", f"judge(api_key={HIDDEN}, model='m')"),
         ("a(hub_token=abc, max_new_tokens=5)", f"a(hub_token={HIDDEN}, max_new_tokens=5)"),
         ("key hf_abcdefgh1234 and sk-proj-abcdefgh", f"key {HIDDEN} and {HIDDEN}"),
@@ -223,7 +227,7 @@ def test_what_was_given_in_memory(run):
         ("rewards/mine.py:score(a=1/2)", "rewards/mine.py:score(a=1/2)"),
         ("task:sort", "task:sort"),
     ],
-)  # fmt: skip
+)
 def test_what_strangers_see(text, shown):
     assert shareable(text) == shown
 
@@ -238,9 +242,11 @@ def test_values_of_settings():
 def test_no_home_and_no_secret_in_a_card(run):
     judge = "judge(url='http://u:secretpass@h/v1', model='m', key='sk-verysecret1')"
     folder = run(
-        model__path=str(Path.home() / "models" / "base"), data__path=str(Path.home() / "data" / "x.jsonl"),
-        rewards__functions=(judge,), checkpoint__folder="/secret/place",
-    )  # fmt: skip
+        model__path=str(Path.home() / "models" / "base"),
+        data__path=str(Path.home() / "data" / "x.jsonl"),
+        rewards__functions=(judge,),
+        checkpoint__folder="/secret/place",
+    )
     text = card_of(folder).content
     for word in (str(Path.home()) + "/", "secretpass", "sk-very", "/secret", str(folder.parent)):
         assert word not in text, word

@@ -5,18 +5,19 @@ from pathlib import Path
 
 import pytest
 
-from jaxrl_llm.commands.migrate import main, migrate
+from jaxrl_llm.commands.migrate import main
 from jaxrl_llm.config import ConfigError, default, validate
 from jaxrl_llm.config.flags import load_config_file
 from jaxrl_llm.config.schema import KEYS
-from jaxrl_llm.tools.migrate import axolotl_keys, harmony, trl_defaults, trl_keys, verl_keys
-from jaxrl_llm.tools.migrate.page import page
+from jaxrl_llm.tools.migrate import migrate
+from jaxrl_llm.tools.migrate.documentation import page
 from jaxrl_llm.tools.migrate.reading import parsed
-from jaxrl_llm.tools.migrate.table import find, names
+from jaxrl_llm.tools.migrate.table import defaults, find, names, table
+from jaxrl_llm.training.setup.objectives import preference_spec
 from tests.tools import migration_keys
 
 FILES = Path(__file__).parent / "migration_files"
-TABLES = {"TRL": trl_keys.TABLE, "VERL": verl_keys.TABLE, "AXOLOTL": axolotl_keys.TABLE, "HARMONY": harmony.TABLE}
+TABLES = {name: table(name.lower()) for name in migration_keys.ALL}
 OURS = {key.name for key in KEYS}
 
 
@@ -89,12 +90,20 @@ def test_trl_defaults_are_those_of_the_trl_that_is_installed():
         module = importlib.import_module(f"trl.experimental.{name}")
         classes[name] = getattr(module, f"{name.upper()}Config")
     # The report goes nowhere by default, the names of optimizers are variants of one, and folders are ours to choose.
-    elsewhere = {"output_dir", "optim", "warmup_ratio", "dtype", "dataset_train_split", "dataset_test_split",
-                 "report_to", "log_completions"}  # fmt: skip
+    elsewhere = {
+        "output_dir",
+        "optim",
+        "warmup_ratio",
+        "dtype",
+        "dataset_train_split",
+        "dataset_test_split",
+        "report_to",
+        "log_completions",
+    }
     compared = 0
     for name, cls in classes.items():
         fields = cls.__dataclass_fields__
-        for key, value in trl_defaults.defaults(name).items():
+        for key, value in defaults("trl", name).items():
             if key in elsewhere or key not in fields:
                 assert key in elsewhere or key == "truncation_mode", (name, key)
                 continue
@@ -118,15 +127,22 @@ def test_a_grpo_script_of_trl():
         data={"path": "openai/gsm8k", "name": "main", "split": "train"},
         rollout={"group_size": 8, "max_completion_length": 384, "temperature": 1.0, "top_k": 0},
         rewards={"weights": (1.0, 0.5)},
-        algorithm={"aggregation": "token", "beta": 0.02, "kl_bias_correction": True, "epsilon_low": 0.2,
-                   "epsilon_high": 0.28, "importance_correction": "sequence_mask", "importance_max": 3.0},
+        algorithm={
+            "aggregation": "token",
+            "beta": 0.02,
+            "kl_bias_correction": True,
+            "epsilon_low": 0.2,
+            "epsilon_high": 0.28,
+            "importance_correction": "sequence_mask",
+            "importance_max": 3.0,
+        },
         optimizer={"learning_rate": 2e-6, "schedule": "cosine", "min_lr_ratio": 0.1, "warmup_ratio": 0.05},
         # 4 completions x 2 devices x 4 accumulated = 32 completions = 4 prompts; 8 rows a pass
         batch={"prompts": 4, "minibatches": 1, "microbatch_rows": 8},
         checkpoint={"every": 100},
         eval={"every": -1},
         logging={"completions_every": 5},
-    )  # fmt: skip
+    )
     assert config.rewards.functions == (f"{FILES / 'trl_grpo.py'}:reward_digits", "model:my/reward-model")
     assert "frobnicate_steps = 3: an unknown key; the closest is" in text
     assert "use_vllm = True: there is no second engine" in text
@@ -135,15 +151,35 @@ def test_a_grpo_script_of_trl():
 
 
 def test_steps_of_trl_are_updates_and_ours_are_rollouts(tmp_path):
-    said = {"model_name_or_path": "m", "dataset_name": "d", "reward_funcs": ["r:f"], "max_steps": 100, "save_steps": 30,
-            "eval_strategy": "steps", "eval_steps": 10, "warmup_steps": 20, "per_device_train_batch_size": 4,
-            "gradient_accumulation_steps": 2, "steps_per_generation": 4, "num_generations": 8, "num_iterations": 2,
-            "sync_ref_model": True, "ref_model_sync_steps": 40, "beta": 0.1}  # fmt: skip
+    said = {
+        "model_name_or_path": "m",
+        "dataset_name": "d",
+        "reward_funcs": ["r:f"],
+        "max_steps": 100,
+        "save_steps": 30,
+        "eval_strategy": "steps",
+        "eval_steps": 10,
+        "warmup_steps": 20,
+        "per_device_train_batch_size": 4,
+        "gradient_accumulation_steps": 2,
+        "steps_per_generation": 4,
+        "num_generations": 8,
+        "num_iterations": 2,
+        "sync_ref_model": True,
+        "ref_model_sync_steps": 40,
+        "beta": 0.1,
+    }
     config, _ = migrate(written(tmp_path, "grpo.json", said), trainer="grpo", devices=4)
     # A rollout has 4 x 4 x 4 = 64 completions, 8 prompts; an update 32 of them; so 2 x 2 = 4 updates a step.
-    expect(config, batch={"prompts": 8, "minibatches": 2, "microbatch_rows": 16}, _={"total_steps": 25},
-           algorithm={"num_iterations": 2, "aggregation": "rollout_token", "ref_sync_steps": 10},
-           optimizer={"warmup_steps": 5}, checkpoint={"every": 8}, eval={"every": 3})  # fmt: skip
+    expect(
+        config,
+        batch={"prompts": 8, "minibatches": 2, "microbatch_rows": 16},
+        _={"total_steps": 25},
+        algorithm={"num_iterations": 2, "aggregation": "rollout_token", "ref_sync_steps": 10},
+        optimizer={"warmup_steps": 5},
+        checkpoint={"every": 8},
+        eval={"every": 3},
+    )
 
 
 @pytest.mark.parametrize(
@@ -165,22 +201,30 @@ def test_loss_types_of_trl(tmp_path, loss_type, loss, aggregation):
     expect(config, algorithm={"loss": loss, "aggregation": aggregation, "beta": 0.0}, batch={"prompts": 2})
     config, _ = migrate(
         written(tmp_path, "b.json", {"output_dir": "o", **said, "importance_sampling_level": "sequence"}),
-        trainer="grpo", devices=1,
-    )  # fmt: skip
+        trainer="grpo",
+        devices=1,
+    )
     assert config.algorithm.loss == ("gspo" if loss == "ppo_clip" else loss)
 
 
 def test_the_older_trl_has_other_defaults(tmp_path):
     file = written(tmp_path, "a.json", {"output_dir": "o", "max_steps": 5, "top_p": 0.9})
     old, text = migrate(file, trainer="grpo", devices=1, version="0.16")
-    expect(old, rollout={"temperature": 0.9, "top_k": 50, "max_completion_length": 256, "max_prompt_length": 512,
-                         "top_p": 0.9},
-           algorithm={"beta": 0.04, "aggregation": "microbatch_token", "kl_bias_correction": False},
-           data={"overlong": "truncate_left"}, model={"dtype": "float32", "remat": "none"})  # fmt: skip
+    expect(
+        old,
+        rollout={"temperature": 0.9, "top_k": 50, "max_completion_length": 256, "max_prompt_length": 512, "top_p": 0.9},
+        algorithm={"beta": 0.04, "aggregation": "microbatch_token", "kl_bias_correction": False},
+        data={"overlong": "truncate_left"},
+        model={"dtype": "float32", "remat": "none"},
+    )
     assert "config.rollout.top_k = 50  # top_k, by default" in text
     new, _ = migrate(file, trainer="grpo", devices=1)
-    expect(new, rollout={"temperature": 1.0, "top_k": 0, "max_completion_length": 512}, algorithm={"beta": 0.0},
-           data={"overlong": "error"})  # fmt: skip
+    expect(
+        new,
+        rollout={"temperature": 1.0, "top_k": 0, "max_completion_length": 512},
+        algorithm={"beta": 0.0},
+        data={"overlong": "error"},
+    )
     file = written(tmp_path, "b.json", {"output_dir": "o", "max_steps": 5, "top_k": None})
     assert migrate(file, trainer="grpo", devices=1, version="0.16")[0].rollout.top_k == 0  # None is off, not unset
 
@@ -192,57 +236,132 @@ def test_a_dpo_command_of_trl():
         _={"output_dir": "runs/qwen-dpo", "total_steps": 1000},
         model={"path": "Qwen/Qwen2-0.5B-Instruct"},
         lora={"rank": 32, "alpha": 16.0, "dropout": 0.05, "targets": ("q_proj", "v_proj")},
-        data={"path": "trl-lib/ultrafeedback_binarized", "streaming": True, "max_length": 2048,
-              "overlong": "truncate_right"},
+        data={
+            "path": "trl-lib/ultrafeedback_binarized",
+            "streaming": True,
+            "max_length": 2048,
+            "overlong": "truncate_right",
+        },
         algorithm={"name": "preference", "loss": "dpo+sft", "loss_weights": (1.0, 0.2), "beta": 0.05},
         optimizer={"learning_rate": 5e-7, "schedule": "linear", "warmup_steps": 100},
         batch={"prompts": 64, "microbatch_rows": 16},  # 2 pairs x 4 devices x 8; a pass has 8 pairs, 16 rows
         eval={"every": 50},
-    )  # fmt: skip
+    )
     assert "config_file = 'multi_gpu.yaml': one command on each host" in text
 
 
 def test_kto_sft_orpo_reward_and_ppo_of_trl():
     kto, _ = made("trl_kto.yaml", rows=1000, devices=1)
-    expect(kto, _={"total_steps": 63}, algorithm={"name": "preference", "loss": "kto", "beta": 0.1,
-           "desirable_weight": 1.33}, optimizer={"warmup_ratio": 0.1, "schedule": "cosine"},
-           data={"shuffle": False}, batch={"prompts": 16, "microbatch_rows": 0})  # fmt: skip
+    expect(
+        kto,
+        _={"total_steps": 63},
+        algorithm={"name": "preference", "beta": 0.1, "loss": "kto(desirable_weight=1.33, undesirable_weight=1.0)"},
+        optimizer={"warmup_ratio": 0.1, "schedule": "cosine"},
+        data={"shuffle": False},
+        batch={"prompts": 16, "microbatch_rows": 0},
+    )
     sft, text = made("trl_sft.json", rows=100, devices=2)
-    expect(sft, _={"total_steps": 14}, algorithm={"name": "sft", "neftune_alpha": 5.0},
-           data={"packing": True, "max_length": 4096, "loss_on": "completion", "overlong": "truncate_right"},
-           optimizer={"learning_rate": 2e-5}, batch={"prompts": 16})  # fmt: skip
+    expect(
+        sft,
+        _={"total_steps": 14},
+        algorithm={"name": "sft", "neftune_alpha": 5.0},
+        data={"packing": True, "max_length": 4096, "loss_on": "completion", "overlong": "truncate_right"},
+        optimizer={"learning_rate": 2e-5},
+        batch={"prompts": 16},
+    )
     assert "fp16_opt_level = 'O1': a setting of torch" in text
     orpo, text = made("trl_orpo.sh", devices=1)
-    expect(orpo, algorithm={"loss": "orpo", "beta": 0.2, "orpo_nll_on_prompt": True}, optimizer={"name": "adamw"},
-           batch={"prompts": 4}, checkpoint={"every": 500, "keep_every": 1})  # fmt: skip
+    expect(
+        orpo,
+        algorithm={"loss": "orpo", "beta": 0.2, "loss_weights": ()},
+        optimizer={"name": "adamw"},
+        batch={"prompts": 4},
+        checkpoint={"every": 500, "keep_every": 1},
+    )
     assert "moments are not quantised" in text
     reward, _ = made("trl_reward.py", devices=1)
-    expect(reward, algorithm={"name": "reward_model", "center_rewards_coefficient": 0.01},
-           data={"path": "trl-lib/ultrafeedback_binarized", "split": "train", "eval_split": "test"},
-           optimizer={"learning_rate": 1e-4}, batch={"prompts": 16, "microbatch_rows": 16})  # fmt: skip
+    expect(
+        reward,
+        algorithm={"name": "reward_model", "loss": "bradley_terry(center=0.01)"},
+        data={"path": "trl-lib/ultrafeedback_binarized", "split": "train", "eval_split": "test"},
+        optimizer={"learning_rate": 1e-4},
+        batch={"prompts": 16, "microbatch_rows": 16},
+    )
     ppo, _ = made("trl_ppo.sh", devices=1)
-    expect(ppo, _={"total_steps": 157}, rollout={"group_size": 1, "temperature": 0.7, "max_completion_length": 53},
-           algorithm={"name": "ppo", "advantage": "ppo(gamma=1.0, lam=0.95)", "beta": 0.05, "kl_in_reward": True,
-                      "kl": "k1", "num_iterations": 2, "missing_eos_penalty": 1.0, "aggregation": "microbatch_token"},
-           rewards={"functions": ("model:my/pythia-reward",)}, critic={"path": "my/pythia-reward", "epsilon": 0.2,
-                                                                       "learning_rate": 3e-6, "schedule": "linear"},
-           batch={"prompts": 64, "minibatches": 2, "microbatch_rows": 16})  # fmt: skip
+    expect(
+        ppo,
+        _={"total_steps": 157},
+        rollout={"group_size": 1, "temperature": 0.7, "max_completion_length": 53},
+        algorithm={
+            "name": "ppo",
+            "advantage": "ppo(gamma=1.0, lam=0.95)",
+            "beta": 0.05,
+            "kl_in_reward": True,
+            "kl": "k1",
+            "num_iterations": 2,
+            "missing_eos_penalty": 1.0,
+            "aggregation": "microbatch_token",
+        },
+        rewards={"functions": ("model:my/pythia-reward",)},
+        critic={"path": "my/pythia-reward", "epsilon": 0.2, "learning_rate": 3e-6, "schedule": "linear"},
+        batch={"prompts": 64, "minibatches": 2, "microbatch_rows": 16},
+    )
 
 
 def test_rloo_and_cpo_of_trl(tmp_path):
     said = {"output_dir": "o", "max_steps": 5, "normalize_advantages": True, "reward_clip_range": [-1.0, 2.0]}
     rloo, _ = migrate(written(tmp_path, "a.json", said), trainer="rloo", devices=1)
-    expect(rloo, algorithm={"advantage": "rloo(normalize=True)", "loss": "rloo", "beta": 0.05, "kl_in_reward": True,
-                            "aggregation": "sequence", "reward_clip": (-1.0, 2.0)}, rollout={"group_size": 2},
-           batch={"prompts": 4})  # fmt: skip
-    simpo, _ = migrate(written(tmp_path, "b.json", {"max_steps": 5, "loss_type": "simpo", "simpo_gamma": 1.6,
-                                                    "beta": 2.0,
-                                                    "label_smoothing": 0.1, "output_dir": "o"}), devices=1)  # fmt: skip
-    expect(simpo, algorithm={"loss": "simpo", "simpo_gamma": 1.6, "cpo_alpha": 1.0, "beta": 2.0,
-                             "label_smoothing": 0.1})  # fmt: skip
-    hinge, _ = migrate(written(tmp_path, "c.json", {"max_steps": 5, "loss_type": "hinge", "output_dir": "o"}),
-                       trainer="cpo", devices=1)  # fmt: skip
-    expect(hinge, algorithm={"loss": "hinge+sft", "loss_weights": (1.0, 1.0), "reference_free": True})
+    expect(
+        rloo,
+        algorithm={
+            "advantage": "rloo(normalize=True)",
+            "loss": "rloo",
+            "beta": 0.05,
+            "kl_in_reward": True,
+            "aggregation": "sequence",
+            "reward_clip": (-1.0, 2.0),
+        },
+        rollout={"group_size": 2},
+        batch={"prompts": 4},
+    )
+    simpo, _ = migrate(
+        written(
+            tmp_path,
+            "b.json",
+            {
+                "max_steps": 5,
+                "loss_type": "simpo",
+                "simpo_gamma": 1.6,
+                "beta": 2.0,
+                "label_smoothing": 0.1,
+                "output_dir": "o",
+            },
+        ),
+        devices=1,
+    )
+    expect(simpo, algorithm={"loss": "simpo(gamma=1.6, label_smoothing=0.1)", "beta": 2.0})
+    hinge, _ = migrate(
+        written(tmp_path, "c.json", {"max_steps": 5, "loss_type": "hinge", "output_dir": "o"}), trainer="cpo", devices=1
+    )
+    expect(hinge, algorithm={"loss": "hinge+sft", "loss_weights": (), "reference_free": True})
+
+
+@pytest.mark.parametrize(
+    ("kind", "loss"),
+    [
+        ("sigmoid", "cpo(nll_weight=0.5)"),
+        ("simpo", "simpo(nll_weight=0.5)"),
+        ("hinge", "hinge+sft(nll_weight=0.5)"),
+        ("alphapo", "alphapo(alpha=0.0)"),  # TRL sets cpo_alpha to 0 there
+    ],
+)
+def test_the_likelihood_term_of_cpo(tmp_path, kind, loss):
+    said = {"max_steps": 5, "loss_type": kind, "cpo_alpha": 0.5, "output_dir": "o"}
+    config, _ = migrate(written(tmp_path, "a.json", said), trainer="cpo", devices=1)
+    assert config.algorithm.loss == loss
+    terms = preference_spec(config).losses
+    weights = [term.weight * term.nll_weight for term in terms if term.nll_weight is not None]
+    assert weights == [0.0 if kind == "alphapo" else 0.5]
 
 
 # verl.
@@ -254,23 +373,44 @@ def test_a_grpo_script_of_verl():
         config,
         _={"output_dir": "checkpoints/verl_grpo_gsm8k/qwen2_7b", "total_steps": 105},  # 15 x (7473 // 1024)
         model={"path": "Qwen/Qwen2-7B-Instruct", "remat": "block"},
-        data={"path": "data/gsm8k/train.parquet", "eval_path": "data/gsm8k/test.parquet", "eval_split": "train",
-              "overlong": "filter"},
+        data={
+            "path": "data/gsm8k/train.parquet",
+            "eval_path": "data/gsm8k/test.parquet",
+            "eval_split": "train",
+            "overlong": "filter",
+        },
         rollout={"group_size": 5, "max_prompt_length": 512, "max_completion_length": 1024, "top_k": 0},
         rewards={"functions": ("rewards/gsm8k.py:compute_score",)},
-        algorithm={"name": "grpo", "advantage": "group(eps=1e-06)", "loss": "ppo_clip", "aggregation": "token",
-                   "beta": 0.001, "kl": "k3", "kl_in_reward": False, "epsilon_low": 0.2, "epsilon_high": 0.28,
-                   "dual_clip": 3.0, "offload_reference": True},
+        algorithm={
+            "name": "grpo",
+            "advantage": "group(eps=1e-06)",
+            "loss": "ppo_clip(dual_clip=3.0)",
+            "aggregation": "token",
+            "beta": 0.001,
+            "kl": "k3",
+            "kl_in_reward": False,
+            "epsilon_low": 0.2,
+            "epsilon_high": 0.28,
+            "offload_reference": True,
+        },
         optimizer={"learning_rate": 1e-6, "weight_decay": 0.01, "no_decay": ()},
         batch={"prompts": 1024, "minibatches": 4, "microbatch_rows": 160},  # 20 rows x 8 GPUs, of 256 x 5
         checkpoint={"every": 20, "keep_every": 1},
-        eval={"every": 5, "samples": 1, "at_start": True, "at_end": True, "temperature": 0.0, "greedy": False,
-              "top_k": None, "estimate": "unbiased"},
+        eval={
+            "every": 5,
+            "samples": 1,
+            "at_start": True,
+            "at_end": True,
+            "temperature": 0.0,
+            "greedy": False,
+            "top_k": None,
+            "estimate": "unbiased",
+        },
         logging={"names": "verl", "completions_every": 0},
         mesh={"fsdp": -1, "data": 1},
-    )  # fmt: skip
+    )
     assert "trainer.made_up = 1: an unknown key" in text
-    assert "config.algorithm.dual_clip = 3.0  # actor_rollout_ref.actor.clip_ratio_c, by default" in text
+    assert 'config.algorithm.loss = "ppo_clip(dual_clip=3.0)"' in text
 
 
 def test_a_ppo_yaml_of_verl():
@@ -278,25 +418,51 @@ def test_a_ppo_yaml_of_verl():
     expect(
         config,
         _={"output_dir": "checkpoints/verl_examples/ppo-512", "total_steps": 300},
-        data={"overlong": "truncate_left", "sources": (
-            {"path": "math/train.parquet", "split": "train"}, {"path": "gsm8k/train.parquet", "split": "train"})},
+        data={
+            "overlong": "truncate_left",
+            "sources": (
+                {"path": "math/train.parquet", "split": "train"},
+                {"path": "gsm8k/train.parquet", "split": "train"},
+            ),
+        },
         rollout={"group_size": 1, "temperature": 0.8, "max_completion_length": 512},
         rewards={"functions": ("model:sfairXC/FsfairX-LLaMA3-RM-v0.1(max_length=2048)",)},
-        algorithm={"name": "ppo", "advantage": "ppo(gamma=1.0, lam=0.95)", "aggregation": "sequence", "beta": 0.01,
-                   "kl": "k1", "kl_in_reward": True, "kl_controller": "adaptive", "kl_target": 0.2,
-                   "kl_horizon": 10000.0, "num_iterations": 2, "entropy_coef": 0.001},
+        algorithm={
+            "name": "ppo",
+            "advantage": "ppo(gamma=1.0, lam=0.95)",
+            "aggregation": "sequence",
+            "beta": 0.01,
+            "kl": "k1",
+            "kl_in_reward": True,
+            "kl_controller": "adaptive",
+            "kl_target": 0.2,
+            "kl_horizon": 10000.0,
+            "num_iterations": 2,
+            "entropy_coef": 0.001,
+        },
         critic={"path": "deepseek-ai/deepseek-llm-7b-chat", "learning_rate": 9e-6, "epsilon": 0.5, "warmup_steps": 9},
         optimizer={"schedule": "cosine", "warmup_ratio": 0.05, "min_lr_ratio": 0.1},
         batch={"prompts": 512, "minibatches": 4, "microbatch_rows": 32},
-        eval={"every": 0, "samples": 4, "at_start": True, "at_end": False, "temperature": 0.7, "top_p": 0.95,
-              "greedy": False, "estimate": "verl", "extremes": True},
-    )  # fmt: skip
+        eval={
+            "every": 0,
+            "samples": 4,
+            "at_start": True,
+            "at_end": False,
+            "temperature": 0.7,
+            "top_p": 0.95,
+            "greedy": False,
+            "estimate": "verl",
+            "extremes": True,
+        },
+    )
 
 
 def test_samples_in_fp8_of_verl(tmp_path):
     """Are corrected for, as they must be here; another kind has no equivalent."""
-    said = "python -m verl.trainer.main_ppo actor_rollout_ref.model.path=m trainer.total_training_steps=2 " \
-        "custom_reward_function.path=r.py actor_rollout_ref.rollout.quantization="  # fmt: skip
+    said = (
+        "python -m verl.trainer.main_ppo actor_rollout_ref.model.path=m trainer.total_training_steps=2 "
+        "custom_reward_function.path=r.py actor_rollout_ref.rollout.quantization="
+    )
     config, text = migrate(written(tmp_path, "run.sh", said + "fp8"))
     assert config.rollout.weights_dtype == "fp8" and config.algorithm.importance_correction == "token_truncate"
     assert "here it must be done" in " ".join(text.split())
@@ -308,21 +474,32 @@ def test_samples_in_fp8_of_verl(tmp_path):
 
 def test_sft_of_verl():
     config, _ = made("verl_sft.sh")
-    expect(config, algorithm={"name": "sft"}, lora={"rank": 32}, data={"path": "rows.parquet", "max_length": 2048},
-           optimizer={"learning_rate": 1e-4, "b2": 0.95, "weight_decay": 0.01, "warmup_ratio": 0.1,
-                      "schedule": "cosine"}, batch={"prompts": 64, "microbatch_rows": 16},
-           _={"total_steps": 100})  # fmt: skip
+    expect(
+        config,
+        algorithm={"name": "sft"},
+        lora={"rank": 32},
+        data={"path": "rows.parquet", "max_length": 2048},
+        optimizer={"learning_rate": 1e-4, "b2": 0.95, "weight_decay": 0.01, "warmup_ratio": 0.1, "schedule": "cosine"},
+        batch={"prompts": 64, "microbatch_rows": 16},
+        _={"total_steps": 100},
+    )
 
 
 def test_clip_ratio_of_verl_depends_on_its_version(tmp_path):
-    said = "python -m verl.trainer.main_ppo actor_rollout_ref.actor.clip_ratio=0.3 trainer.total_training_steps=2 " \
-           "actor_rollout_ref.model.path=m algorithm.adv_estimator=rloo actor_rollout_ref.rollout.n=4\n"  # fmt: skip
+    said = (
+        "python -m verl.trainer.main_ppo actor_rollout_ref.actor.clip_ratio=0.3 trainer.total_training_steps=2 "
+        "actor_rollout_ref.model.path=m algorithm.adv_estimator=rloo actor_rollout_ref.rollout.n=4\n"
+    )
     new, text = migrate(written(tmp_path, "run.sh", said))
     assert (new.algorithm.epsilon_low, new.algorithm.epsilon_high) == (0.2, 0.2)
     assert "clip_ratio alone has no effect in verl now" in " ".join(text.split())
     old, _ = migrate(tmp_path / "run.sh", version="0.3")
-    expect(old, algorithm={"epsilon_low": 0.3, "epsilon_high": 0.3, "advantage": "rloo", "loss": "ppo_clip"},
-           eval={"every": 2}, batch={"prompts": 1024})  # fmt: skip
+    expect(
+        old,
+        algorithm={"epsilon_low": 0.3, "epsilon_high": 0.3, "advantage": "rloo", "loss": "ppo_clip(dual_clip=3.0)"},
+        eval={"every": 2},
+        batch={"prompts": 1024},
+    )
 
 
 # axolotl.
@@ -344,35 +521,53 @@ def test_dpo_of_axolotl():
     )
     assert config.data.sources == (
         {"path": "Intel/orca_dpo_pairs", "split": "train[5%:]", "type": "llama3.intel", "eval_split": "train[:5%]"},
-        {"ds_type": "json", "data_files": ["mine.jsonl"], "split": "train[5%:]",
-         "type": {"field_prompt": "ask", "field_chosen": "good", "field_rejected": "bad"},
-         "eval_split": "train[:5%]"},
-    )  # fmt: skip
+        {
+            "ds_type": "json",
+            "data_files": ["mine.jsonl"],
+            "split": "train[5%:]",
+            "type": {"field_prompt": "ask", "field_chosen": "good", "field_rejected": "bad"},
+            "eval_split": "train[:5%]",
+        },
+    )
     assert "flash_attention = True: kernels and torch settings" in text
     assert max(len(line) for line in text.splitlines()) <= 120
 
 
 def test_kto_and_grpo_of_axolotl():
     kto, _ = made("axolotl_kto.yaml", rows=800, devices=1)
-    expect(kto, _={"total_steps": 100}, algorithm={"loss": "kto", "beta": 0.1, "desirable_weight": 0.5},
-           data={"max_length": 512, "shuffle": False}, optimizer={"warmup_steps": 3, "schedule": "cosine"},
-           model={"param_dtype": "bfloat16"}, checkpoint={"every": 100, "keep": 4}, eval={"every": -1})  # fmt: skip
+    expect(
+        kto,
+        _={"total_steps": 100},
+        algorithm={"loss": "kto(desirable_weight=0.5)", "beta": 0.1},
+        data={"max_length": 512, "shuffle": False},
+        optimizer={"warmup_steps": 3, "schedule": "cosine"},
+        model={"param_dtype": "bfloat16"},
+        checkpoint={"every": 100, "keep": 4},
+        eval={"every": -1},
+    )
     gdpo, text = made("axolotl_grpo.yaml", devices=2)
     expect(
         gdpo,
         _={"seed": 7, "total_steps": 250},
-        algorithm={"advantage": "gdpo", "beta": 0.001, "aggregation": "token", "ref_sync_steps": 64,
-                   "ref_mixup_alpha": 0.9, "importance_correction": "sequence_mask"},
+        algorithm={
+            "advantage": "gdpo",
+            "beta": 0.001,
+            "aggregation": "token",
+            "ref_sync_steps": 64,
+            "ref_mixup_alpha": 0.9,
+            "importance_correction": "sequence_mask",
+        },
         rollout={"group_size": 4, "max_completion_length": 256},
         rewards={"functions": ("rewards.format_reward", "rewards.correctness_reward"), "weights": (1.0, 2.0)},
         batch={"prompts": 8, "microbatch_rows": 8},
         data={"sources": ({"path": "openai/gsm8k", "name": "main", "type": "rewards.oai_gsm8k_transform"},)},
-    )  # fmt: skip
+    )
     assert "trl.repetition_penalty = 1.1 has no equivalent" in text
 
 
 @pytest.mark.parametrize(
-    ("rl", "loss", "beta"), [("ipo", "ipo", 0.1), ("orpo", "orpo", 0.3), ("simpo", "simpo", 0.1), (None, "", 0.0)]
+    ("rl", "loss", "beta"),
+    [("ipo", "ipo", 0.1), ("orpo", "orpo", 0.3), ("simpo", "simpo", 0.1), (None, "", 0.0)],
 )
 def test_other_methods_of_axolotl(tmp_path, rl, loss, beta):
     text = f"base_model: m\nlearning_rate: 1e-5\nmax_steps: 10\ndatasets: [{{path: d}}]\n{f'rl: {rl}' if rl else ''}\n"
@@ -384,12 +579,15 @@ def test_other_methods_of_axolotl(tmp_path, rl, loss, beta):
 
 
 def test_a_rollout_function_of_axolotl(tmp_path):
-    text = ("base_model: m\nlearning_rate: 1e-5\nmax_steps: 10\nrl: grpo\ndatasets: [{path: d, type: math_env.t}]\n"
-            "micro_batch_size: 4\ntrl: {num_generations: 4, rollout_func: math_env.solve, "
-            "reward_funcs: [math_env.r]}\n")  # fmt: skip
+    text = (
+        "base_model: m\nlearning_rate: 1e-5\nmax_steps: 10\nrl: grpo\ndatasets: [{path: d, type: math_env.t}]\n"
+        "micro_batch_size: 4\ntrl: {num_generations: 4, rollout_func: math_env.solve, "
+        "reward_funcs: [math_env.r]}\n"
+    )
     config, _ = migrate(written(tmp_path, "a.yaml", text), devices=1)
-    expect(config, environment={"rollout_func": "math_env.solve"},
-           algorithm={"importance_correction": "token_truncate"})  # fmt: skip
+    expect(
+        config, environment={"rollout_func": "math_env.solve"}, algorithm={"importance_correction": "token_truncate"}
+    )
 
 
 # Harmony.
@@ -397,9 +595,16 @@ def test_a_rollout_function_of_axolotl(tmp_path):
 
 def test_a_recipe_of_harmony():
     config, text = made("harmony_grpo.py", rows=1280)
-    expect(config, _={"total_steps": 10}, batch={"prompts": 128, "minibatches": 4}, rollout={"group_size": 8},
-           algorithm={"scale_rewards": "none", "beta": 0.01, "name": "grpo"}, optimizer={"learning_rate": 7.5e-7},
-           rewards={"functions": ("my_graders:grader",)}, model={"path": "llama-3.1-8b-instruct"})  # fmt: skip
+    expect(
+        config,
+        _={"total_steps": 10},
+        batch={"prompts": 128, "minibatches": 4},
+        rollout={"group_size": 8},
+        algorithm={"scale_rewards": "none", "beta": 0.01, "name": "grpo"},
+        optimizer={"learning_rate": 7.5e-7},
+        rewards={"functions": ("my_graders:grader",)},
+        model={"path": "llama-3.1-8b-instruct"},
+    )
     assert "Harmony's own defaults are not published" in text
 
 
@@ -411,9 +616,16 @@ trainer = PPO(dataset=threads(), policy_model=policy, value_model=value, grader=
               max_num_ppo_steps=40)
 """
     config, text = migrate(written(tmp_path, "ppo.py", ppo))
-    expect(config, _={"total_steps": 40}, algorithm={"name": "ppo", "beta": 0.05, "kl_in_reward": True},
-           critic={"learning_rate": 2e-6}, batch={"prompts": 64, "minibatches": 4}, model={"path": "MODEL"},
-           rewards={"functions": ("REWARD",)}, rollout={"group_size": 1})  # fmt: skip
+    expect(
+        config,
+        _={"total_steps": 40},
+        algorithm={"name": "ppo", "beta": 0.05, "kl_in_reward": True},
+        critic={"learning_rate": 2e-6},
+        batch={"prompts": 64, "minibatches": 4},
+        model={"path": "MODEL"},
+        rewards={"functions": ("REWARD",)},
+        rollout={"group_size": 1},
+    )
     assert "grader is CombinedGrader(graders=[a])" in " ".join(text.split())
     dpo = "from adaptive_harmony.common import DPO\n"
     dpo += "DPO(dataset='pairs.jsonl', model='m', lr=1e-6, samples_per_batch=8, beta=0.3)\n"
@@ -435,25 +647,32 @@ def test_the_file_that_is_written_makes_the_configuration(name, tmp_path):
 @pytest.mark.parametrize("name", sorted(file.name for file in FILES.iterdir() if file.is_file()))
 def test_nothing_is_dropped(name):
     """Every key that a file sets stands in the result: beside a setting, in a comment, or in what to look at."""
-    from jaxrl_llm.tools.migrate.axolotl import _flat
     from jaxrl_llm.tools.migrate.reading import read
 
-    source = read(str(FILES / name))
-    given = _flat(source.given) if source.system == "axolotl" else source.given
+    given = read(str(FILES / name)).settings
     _, text = made(name, rows=5000, devices=2 if "grpo" in name and "verl" not in name else 0)
     # Parts of one meaning, told by another key: the adapter's kind, the number of devices, PEFT's class.
     silent = """use_peft num_processes trainer.n_gpus_per_node trainer.nnodes val_set_size adapter load_in_4bit bf16
         actor_rollout_ref.actor.use_kl_loss algorithm.use_kl_in_reward custom_reward_function.name logging_steps"""
     given = set(given) - set(silent.split())
-    missing = [key for key in given if f"{key} =" not in text and f"# {key}" not in text
-               and f", {key}" not in text and f"{key}:" not in text and f"{key} is" not in text]  # fmt: skip
+    missing = [
+        key
+        for key in given
+        if f"{key} =" not in text
+        and f"# {key}" not in text
+        and f", {key}" not in text
+        and f"{key}:" not in text
+        and f"{key} is" not in text
+    ]
     assert not missing, text
 
 
 def test_nothing_of_a_script_is_run(tmp_path):
     canary = tmp_path / "canary"
-    text = (f"open({str(canary)!r}, 'w').write('ran')\nfrom trl import GRPOConfig\n"
-            "GRPOConfig(output_dir='o', max_steps=2, beta=__import__('os').getpid())\n")  # fmt: skip
+    text = (
+        f"open({str(canary)!r}, 'w').write('ran')\nfrom trl import GRPOConfig\n"
+        "GRPOConfig(output_dir='o', max_steps=2, beta=__import__('os').getpid())\n"
+    )
     _, made_text = migrate(written(tmp_path, "a.py", text), devices=1)
     assert not canary.exists()
     assert "beta = __import__('os').getpid() is known only when the script runs" in " ".join(made_text.split())
@@ -481,13 +700,22 @@ def test_nothing_of_a_script_is_run(tmp_path):
         ("a.json", {"max_steps": "many", "output_dir": "o"}, {"trainer": "sft"}, "of another kind"),
         ("a.json", {"max_steps": 2, "output_dir": "o", "desirable_weight": 1}, {"version": "0.16"}, "known for grpo"),
         ("a.toml", "a = 1\n", {}, "no .yaml, .json, .py or .sh file"),
-        ("a.sh", "python -m verl.trainer.main_ppo algorithm.adv_estimator=grop trainer.total_training_steps=2 "
-         "actor_rollout_ref.model.path=m\n", {}, "adv_estimator is 'grop'"),
-        ("a.sh", "python -m verl.trainer.main_ppo actor_rollout_ref.actor.ppo_mini_batch_size=300\n", {},
-         "does not divide"),
+        (
+            "a.sh",
+            "python -m verl.trainer.main_ppo algorithm.adv_estimator=grop trainer.total_training_steps=2 "
+            "actor_rollout_ref.model.path=m\n",
+            {},
+            "adv_estimator is 'grop'",
+        ),
+        (
+            "a.sh",
+            "python -m verl.trainer.main_ppo actor_rollout_ref.actor.ppo_mini_batch_size=300\n",
+            {},
+            "does not divide",
+        ),
         ("a.json", {"max_steps": 2, "output_dir": "o", "learning_rate": -1.0}, {"trainer": "sft"}, "learning_rate"),
     ],
-)  # fmt: skip
+)
 def test_errors_name_the_key_and_the_fix(tmp_path, name, text, said, message):
     with pytest.raises(ConfigError, match=message):
         migrate(written(tmp_path, name, text), **said)
@@ -506,7 +734,7 @@ def test_command_line(tmp_path, capsys):
     output = tmp_path / "mine.py"
     main([str(FILES / "trl_kto.yaml"), "--rows=100", "--devices=1", f"--output={output}"])
     assert f"--config={output}" in output.read_text()
-    assert load_config_file(str(output)).algorithm.loss == "kto"
+    assert load_config_file(str(output)).algorithm.loss == "kto(desirable_weight=1.33, undesirable_weight=1.0)"
     with pytest.raises(ConfigError, match="is there already"):
         main([str(FILES / "trl_kto.yaml"), "--rows=100", "--devices=1", f"--output={output}"])
     with pytest.raises(ConfigError, match="give one file"):
@@ -533,8 +761,12 @@ python3 -m verl.trainer.main_ppo "${DATA[@]}" $LIST data.max_response_length=$an
     actor_rollout_ref.actor.ppo_mini_batch_size=8 actor_rollout_ref.rollout.n=4 trainer.total_training_steps=3 "$@"
 """
     config, _ = migrate(written(tmp_path, "run.sh", script))
-    expect(config, batch={"prompts": 16, "minibatches": 2}, algorithm={"advantage": "group(eps=1e-06)"},
-           rollout={"max_prompt_length": 20, "max_completion_length": 2048, "group_size": 4})  # fmt: skip
+    expect(
+        config,
+        batch={"prompts": 16, "minibatches": 2},
+        algorithm={"advantage": "group(eps=1e-06)"},
+        rollout={"max_prompt_length": 20, "max_completion_length": 2048, "group_size": 4},
+    )
 
 
 def test_values_on_command_lines():
@@ -547,17 +779,23 @@ def test_values_on_command_lines():
 
 def test_evaluations_callbacks_and_the_hub(tmp_path):
     said = {"output_dir": "o", "max_steps": 50, "num_generations": 4, "eval_strategy": "steps", "eval_steps": 10}
-    trl, _ = migrate(written(tmp_path, "a.json", {**said, "push_to_hub": True, "hub_model_id": "me/mine",
-                                                  "hub_private_repo": True}), trainer="grpo", devices=1)  # fmt: skip
+    trl, _ = migrate(
+        written(tmp_path, "a.json", {**said, "push_to_hub": True, "hub_model_id": "me/mine", "hub_private_repo": True}),
+        trainer="grpo",
+        devices=1,
+    )
     expect(trl, eval={"every": 10, "at_start": False}, export={"push_to_hub": "me/mine", "private": True})
-    trl, text = migrate(written(tmp_path, "b.json", {**said, "eval_on_start": True, "push_to_hub": True}),
-                        trainer="grpo", devices=1)  # fmt: skip
+    trl, text = migrate(
+        written(tmp_path, "b.json", {**said, "eval_on_start": True, "push_to_hub": True}), trainer="grpo", devices=1
+    )
     expect(trl, eval={"at_start": True}, export={"push_to_hub": None})
     assert "set export.push_to_hub to OWNER/NAME" in " ".join(text.split())
 
-    verl = ("python -m verl.trainer.main_ppo actor_rollout_ref.model.path=m trainer.total_training_steps=2 "
-            "actor_rollout_ref.rollout.n=4 algorithm.adv_estimator=grpo data.val_files='[a.parquet,b.parquet]' "
-            "trainer.val_before_train=False trainer.test_freq=1\n")  # fmt: skip
+    verl = (
+        "python -m verl.trainer.main_ppo actor_rollout_ref.model.path=m trainer.total_training_steps=2 "
+        "actor_rollout_ref.rollout.n=4 algorithm.adv_estimator=grpo data.val_files='[a.parquet,b.parquet]' "
+        "trainer.val_before_train=False trainer.test_freq=1\n"
+    )
     config, _ = migrate(written(tmp_path, "run.sh", verl))
     expect(
         config,
@@ -573,8 +811,10 @@ def test_evaluations_callbacks_and_the_hub(tmp_path):
         },
     )
 
-    yaml = ("base_model: m\nlearning_rate: 1e-5\nmax_steps: 10\ndatasets: [{path: d}]\nval_set_size: 0.1\n"
-            "early_stopping_patience: 2\nhub_model_id: me/mine\n")  # fmt: skip
+    yaml = (
+        "base_model: m\nlearning_rate: 1e-5\nmax_steps: 10\ndatasets: [{path: d}]\nval_set_size: 0.1\n"
+        "early_stopping_patience: 2\nhub_model_id: me/mine\n"
+    )
     config, text = migrate(written(tmp_path, "a.yml", yaml + "rl: dpo\n"), devices=1)
     assert config.callbacks == () and "set eval.every, and callbacks to" in " ".join(text.split())
     config, _ = migrate(written(tmp_path, "b.yml", yaml + "rl: dpo\neval_steps: 5\n"), devices=1)
@@ -640,10 +880,21 @@ def test_a_migrated_run_trains(tmp_path, monkeypatch):
     """TRL's arguments, with the model, data and sizes of the embedded one, train two steps."""
     import jaxrl_llm
 
-    said = {"model_name_or_path": "embedded:sort", "dataset_name": "task:sort", "reward_funcs": ["exact_match"],
-            "output_dir": str(tmp_path / "run"), "max_steps": 2, "per_device_train_batch_size": 8, "num_generations": 4,
-            "max_completion_length": 10, "max_prompt_length": 16, "beta": 0.1, "gradient_accumulation_steps": 2,
-            "epsilon_high": 0.28, "learning_rate": 1e-4}  # fmt: skip
+    said = {
+        "model_name_or_path": "embedded:sort",
+        "dataset_name": "task:sort",
+        "reward_funcs": ["exact_match"],
+        "output_dir": str(tmp_path / "run"),
+        "max_steps": 2,
+        "per_device_train_batch_size": 8,
+        "num_generations": 4,
+        "max_completion_length": 10,
+        "max_prompt_length": 16,
+        "beta": 0.1,
+        "gradient_accumulation_steps": 2,
+        "epsilon_high": 0.28,
+        "learning_rate": 1e-4,
+    }
     _, text = migrate(written(tmp_path, "grpo.json", said), trainer="grpo", devices=1)
     result = jaxrl_llm.train(load_config_file(str(written(tmp_path, "config.py", text))))
     assert [line["step"] for line in result.metrics] == [1, 2]

@@ -14,23 +14,33 @@ from jaxrl_llm.models.fused_attention import splash_attention
 from jaxrl_llm.models.lora import split
 from jaxrl_llm.tools.plan import hlo
 from jaxrl_llm.tools.plan.advice import advice
+from jaxrl_llm.tools.plan.compiler import traced_flops
 from jaxrl_llm.tools.plan.devices import DEVICES, named
 from jaxrl_llm.tools.plan.planned import describe_for, floors, make_plan
 from jaxrl_llm.tools.plan.programs import held_bytes
-from jaxrl_llm.tools.plan.report import lines, seconds, size
 from jaxrl_llm.tools.plan.shapes import bytes_on_device, describe
+from jaxrl_llm.tools.plan.text import lines, seconds, size
 from jaxrl_llm.tools.plan.topology import slice_shape, target
-from jaxrl_llm.tools.plan.traced import traced_flops
 from jaxrl_llm.training.reference import start_reference
 from jaxrl_llm.training.setup.run import build_mesh, build_model, make_optimizer
 from jaxrl_llm.training.setup.specs import reference_spec
 from jaxrl_llm.training.update import init_state
 
 SHAPE = {
-    "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 64, "hidden_size": 32,
-    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "intermediate_size": 64,
-    "rms_norm_eps": 1e-5, "tie_word_embeddings": True, "max_position_embeddings": 512, "hidden_act": "silu",
-}  # fmt: skip
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "intermediate_size": 64,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": True,
+    "max_position_embeddings": 512,
+    "hidden_act": "silu",
+}
 # embedding, 2 x (q, k, v, o, gate, up, down, two norms), last norm
 PARAMETERS = 64 * 32 + 2 * (32 * 32 + 2 * 32 * 16 + 32 * 32 + 3 * 32 * 64 + 2 * 32) + 32
 
@@ -268,19 +278,24 @@ def test_collectives_in_a_loop():
     assert gathered == hlo.Collective("all-gather", 4, 10, 10 * 32 * 8 * 4, 10 * 0.75 * 32 * 8 * 4)
     # Every turn's result is only added up: the sum is reduced once, behind the loop.
     assert reduced == hlo.Collective("all-reduce", 2, 1, 8 * 8 * 4, 8 * 8 * 4)
-    assert module.product_flops() == 10 * 2 * 32 * 8 * 8
+    assert module.matmul_flops() == 10 * 2 * 32 * 8 * 8
     assert [x.shape for x in module.largest(2)] == ["f32[32,8]", "f32[8,8]"]
 
 
 @pytest.mark.parametrize(
     ("groups", "size"),
     [
-        ("{}", 8), ("{{0,1},{2,3},{4,5},{6,7}}", 2), ("[2,4]<=[8]", 4), ("[2,4]<=[4,2]T(1,0)", 4),
-        ("mesh['axis_0'=1,'axis_1'=8] {'axis_1'}", 8), ("mesh['axis_0'=4,'axis_1'=2] {'axis_0'}", 4),
-        ("mesh['a'=2,'b'=2,'c'=2] {'a','c'}", 4), ("mesh['a'=8] {'a':(2)4}", 4),
+        ("{}", 8),
+        ("{{0,1},{2,3},{4,5},{6,7}}", 2),
+        ("[2,4]<=[8]", 4),
+        ("[2,4]<=[4,2]T(1,0)", 4),
+        ("mesh['axis_0'=1,'axis_1'=8] {'axis_1'}", 8),
+        ("mesh['axis_0'=4,'axis_1'=2] {'axis_0'}", 4),
+        ("mesh['a'=2,'b'=2,'c'=2] {'a','c'}", 4),
+        ("mesh['a'=8] {'a':(2)4}", 4),
         ("mesh['a'=4,'b'=2], device_ids=([2,4]T(1,0)) {'b'}", 2),
     ],
-)  # fmt: skip
+)
 def test_groups_of_collectives(groups, size):
     """However long the first line of the program is, which names all its arguments."""
     header = f"HloModule jit_f, entry_computation_layout={{({'f32[8,8], ' * 1000})}}, num_partitions=8\n"

@@ -46,9 +46,17 @@ def write_run(folder: Path, steps: int = 6, rate: float = 1e-6, names: str = "tr
             warnings = {"warning/kl_explosion": 1.0} if step in (3, 4) else {}
             logger.log(
                 step,
-                {"reward": gain * step / 10, "kl": 0.01 * step, "entropy": 1.0 / step, "num_tokens": 100 * step,
-                 "time/rollout": 3.0, "time/update": 1.0, "loss": float("nan"), **warnings},
-            )  # fmt: skip
+                {
+                    "reward": gain * step / 10,
+                    "kl": 0.01 * step,
+                    "entropy": 1.0 / step,
+                    "num_tokens": 100 * step,
+                    "time/rollout": 3.0,
+                    "time/update": 1.0,
+                    "loss": float("nan"),
+                    **warnings,
+                },
+            )
     return folder
 
 
@@ -77,8 +85,18 @@ def test_the_page_holds_all_of_a_run_and_no_text_as_html(tmp_path):
 
 
 def test_named_sets_have_curves_of_their_own():
-    metrics = {name: [1.0] for name in ("reward", "eval/easy/accuracy", "eval/easy/reward", "eval/easy/books/accuracy",
-                                        "eval/hard/loss", "eval/rewards/accuracies", "loss")}  # fmt: skip
+    metrics = {
+        name: [1.0]
+        for name in (
+            "reward",
+            "eval/easy/accuracy",
+            "eval/easy/reward",
+            "eval/easy/books/accuracy",
+            "eval/hard/loss",
+            "eval/rewards/accuracies",
+            "loss",
+        )
+    }
     run = ReportedRun("a", Path("a"), {}, [1], [0.0], metrics)
     held_out = [metric for title, metric in headlines([run]) if title == "Held-out"]
     assert held_out == ["eval/easy/accuracy", "eval/hard/loss"]
@@ -154,9 +172,13 @@ def test_a_training_run_is_logged_and_reported(tmp_path, run_python, root):
     pytest.importorskip("tensorboardX", reason="pip install tensorboardX")
     config, folder = f"--config={root}/configs/grpo.py:tiny", "--config.output_dir=run"
     done = run_python(
-        "-m", "jaxrl_llm.train", config, folder, "--config.logging.backends=jsonl,tensorboard",
+        "-m",
+        "jaxrl_llm.train",
+        config,
+        folder,
+        "--config.logging.backends=jsonl,tensorboard",
         "--config.logging.completions_every=1",
-    )  # fmt: skip
+    )
     assert done.returncode == 0, done.stderr
     assert list((tmp_path / "run" / "tensorboard").glob("events.*"))
     (path,) = report([tmp_path / "run"])

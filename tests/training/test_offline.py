@@ -307,7 +307,7 @@ def test_held_out_accuracy_and_margin_rise(loss, tmp_path):
 
 @pytest.mark.slow
 def test_a_reward_model_ranks_held_out_pairs(tmp_path):
-    config = config_of("reward_model", center_rewards_coefficient=0.01)
+    config = config_of("reward_model", loss="bradley_terry(center=0.01)")
     config.output_dir, config.total_steps, config.batch.prompts = str(tmp_path), 100, 32
     config.optimizer.learning_rate, config.optimizer.eps = 5e-4, 1e-8
     config.eval.every, config.eval.prompts, config.checkpoint.every = 0, 256, 0

@@ -1,1 +1,1 @@
-"""What goes with a trained model to other people: its card, its curves, and the way to the Hugging Face hub."""
+"""The card and the curves of a trained model, and its upload to the Hugging Face hub."""

@@ -16,6 +16,7 @@ from jaxrl_llm.models import peft
 from jaxrl_llm.tools.cards.clean import in_words, shareable
 from jaxrl_llm.tools.cards.curves import curves_svg
 from jaxrl_llm.tools.cards.origin import TAG, Base, base_of, datasets_of
+from jaxrl_llm.tools.markdown import table
 from jaxrl_llm.tools.report.page import algorithm_of, headlines
 from jaxrl_llm.tools.report.runs import ReportedRun, run_of
 from jaxrl_llm.training.checkpoint.outputs import given_to
@@ -23,9 +24,16 @@ from jaxrl_llm.training.checkpoint.outputs import given_to
 CARD, CURVES = "README.md", "curves.svg"
 # Settings that say where a run was, and nothing of the model that came out.
 OF_THE_MACHINE = (
-    "output_dir", "compilation_cache", "data.cache", "data.workers", "logging.", "processes.", "watch.", "checkpoint.",
+    "output_dir",
+    "compilation_cache",
+    "data.cache",
+    "data.workers",
+    "logging.",
+    "processes.",
+    "watch.",
+    "checkpoint.",
     "export.",
-)  # fmt: skip
+)
 LIBRARIES = {
     "lm": ("transformers", "AutoModelForCausalLM", "text-generation"),
     "score": ("transformers", "AutoModelForSequenceClassification", "text-classification"),
@@ -107,7 +115,7 @@ def _body(folder: Path, run: ReportedRun, base: Base, step: int, curves: bool, r
         f"# {(repo or run.name).rpartition('/')[2]}\n",
         f"{_what(folder, run)} made from {_linked(base)} by {step} step{'' if step == 1 else 's'} of "
         f"{algorithm_of(run)} with jaxrl_llm {__version__}.\n",
-        _table(("", ""), _facts(run, base)),
+        table(("", ""), _facts(run, base)),
         "\n## Results\n",
         _results(run, step),
     ]
@@ -118,7 +126,7 @@ def _body(folder: Path, run: ReportedRun, base: Base, step: int, curves: bool, r
         _usage(folder, run, base, repo),
         "\n## Settings\n",
         "Those that differ from the defaults of jaxrl_llm. Folders are given by their last part.\n",
-        _table(("key", "value"), [(f"`{name}`", f"`{value}`") for name, value in _settings(run).items()]),
+        table(("key", "value"), [(f"`{name}`", f"`{value}`") for name, value in _settings(run).items()]),
         "\n## Licence\n",
         _license(base),
     ]
@@ -175,11 +183,11 @@ def _results(run: ReportedRun, step: int) -> str:
         )
         text = f"On {', '.join(said)}, held out:\n\n"
         heads = ("metric", f"step {first}", f"step {last}")
-        text += _table(heads, rows) if first < last else _table(heads[::2], [row[::2] for row in rows])
+        text += table(heads, rows) if first < last else table(heads[::2], [row[::2] for row in rows])
     reached = [(title, name, _last(run, name, step)) for title, name in headlines([run]) if title != "Held-out"]
     rows = [(f"{title} (`{name}`)", _number(value)) for title, name, value in reached if value is not None]
     if rows:
-        text += "\nIn training, at the last step:\n\n" + _table(("", "value"), rows)
+        text += "\nIn training, at the last step:\n\n" + table(("", "value"), rows)
     return text or "The run kept no metrics.\n"
 
 
@@ -221,11 +229,25 @@ def _usage(folder: Path, run: ReportedRun, base: Base, repo: str | None) -> str:
         imports = [f"from transformers import {kind}, AutoTokenizer"]
     head = ', head="score"' if score and not peft.is_adapter(folder) else ""
     lines = [
-        "```python", *imports, "", f"tokenizer = AutoTokenizer.from_pretrained({tokenizer})",
-        f"model = {kind}.from_pretrained({name})", 'inputs = tokenizer("Hello", return_tensors="pt")',
-        f"print({asked})", "```", "", "or", "", "```python", "import jaxrl_llm", "",
-        f"model = jaxrl_llm.load_model({name}{head})", f"print({here})", "```", "",
-    ]  # fmt: skip
+        "```python",
+        *imports,
+        "",
+        f"tokenizer = AutoTokenizer.from_pretrained({tokenizer})",
+        f"model = {kind}.from_pretrained({name})",
+        'inputs = tokenizer("Hello", return_tensors="pt")',
+        f"print({asked})",
+        "```",
+        "",
+        "or",
+        "",
+        "```python",
+        "import jaxrl_llm",
+        "",
+        f"model = jaxrl_llm.load_model({name}{head})",
+        f"print({here})",
+        "```",
+        "",
+    ]
     return "\n".join(lines)
 
 
@@ -253,8 +275,3 @@ def _license(base: Base) -> str:
         if base.license.get("license_link")
         else ".\n"
     )
-
-
-def _table(heads: tuple[str, ...], rows: Any) -> str:
-    lines = [heads, ("---",) * len(heads), *rows]
-    return "".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |\n" for line in lines)

@@ -128,7 +128,7 @@ def _files_there(api: Any, repo: str, private: bool, overwrite: bool) -> list[st
 
 @contextlib.contextmanager
 def _explaining(repo: str) -> Iterator[None]:
-    """What goes wrong between here and the hub, as ConfigError that says what to do."""
+    """Turn errors between here and the hub into a ConfigError that says what to do."""
     from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
 
     try:

@@ -1,4 +1,4 @@
-"""What a model was made from, as far as it is known here: the base's public name and licence, the public data sets."""
+"""The origin of a model, as far as it is known here: the base's public name and licence, the public data sets."""
 
 import re
 from collections.abc import Mapping
@@ -28,7 +28,7 @@ class Base(NamedTuple):
 
 
 def base_of(path: str) -> Base:
-    """What is known of `model.path`, without asking the network.
+    """Return what is known of `model.path`, without asking the network.
 
     A local folder is called by its last part. One that this library has exported stands for the model of the hub that
     its card names. The licence is that of the card (README.md), or the file LICENSE, or unknown.
@@ -62,7 +62,7 @@ def _source(text: str) -> dict[str, Any]:
 
 
 def _folder_of(path: str) -> Path | None:
-    """Where the files of the model are on this machine."""
+    """Return the folder of the model on this machine; None where it has none."""
     if path.startswith("embedded:"):
         return EMBEDDED / path.removeprefix("embedded:")
     folder = Path(path).expanduser()

@@ -1,13 +1,14 @@
 """A configuration in the making: our values with the keys they come from, what has no equivalent, what to look at."""
 
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxrl_llm.config import ConfigDict, assign, default, validate
 from jaxrl_llm.config.resolve import ConfigError, closest
 from jaxrl_llm.config.schema import KEYS
-from jaxrl_llm.tools.migrate.table import Entry, find, names
+from jaxrl_llm.tools.migrate.table import CONVERT, find, names, table
 
 OURS = {key.name: key for key in KEYS}
 # Keys without an equivalent that change what is learned, unless they have this value.
@@ -31,48 +32,66 @@ MATTERS: dict[str, Any] = {
 
 
 class Source(NamedTuple):
-    """What a file says: the library, its trainer, and the keys that are set."""
+    """The content of a file: its library, its trainer, and the keys that it sets."""
 
-    system: str  # trl, verl, axolotl or harmony
+    library: str  # trl, verl, axolotl or harmony
     trainer: str  # grpo, dpo, ...; empty where the keys tell
-    given: dict[str, Any]
+    settings: dict[str, Any]
     path: str
-    checks: tuple[str, ...] = ()  # what reading it could not make out
+    checks: tuple[str, ...] = ()  # what could not be read
 
 
 class Options(NamedTuple):
-    """What the file does not say."""
+    """The facts that no file states."""
 
     devices: int = 0  # processes that trained there; 0: as the file says, or 1
-    rows: int = 0  # rows of the training data; 0: not known
+    rows: int = 0  # rows of the training data; 0: unknown
     version: str = ""  # whose defaults; empty: the newest
 
 
 class Draft:
-    """Our settings as they are found. `get` reads a key of theirs, `set` writes one of ours."""
+    """Our settings while rules collect them: `get` reads a key of theirs, `set` writes one of ours.
 
-    def __init__(self, source: Source, defaults: Mapping[str, Any], table: Sequence[Entry], title: str):
-        self.source, self.defaults, self.table, self.title = source, dict(defaults), table, title
+    `defaults` are theirs. `translated` serves a library whose keys are read under the names of another: key of the
+    rules -> (key in the file, value).
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        title: str,
+        defaults: Mapping[str, Any],
+        translated: Mapping[str, tuple[str, Any]] | None = None,
+    ):
+        self.source, self.defaults = source, dict(defaults)
+        self.title = title.replace("FILE", Path(source.path).name)
+        self.settings = (
+            source.settings if translated is None else {key: value for key, (_, value) in translated.items()}
+        )
+        self.names = {key: name for key, (name, _) in (translated or {}).items()}
         self.values: dict[str, Any] = {}
         self.origins: dict[str, str] = {}
         self.used: set[str] = set()
-        self.missing: list[str] = []
         self.checks: list[str] = list(source.checks)
 
     def get(self, key: str) -> Any:
-        """The value of a key of theirs: the given one, or else its default there."""
-        return self.source.given[key] if key in self.source.given else self.defaults.get(key)
+        """Return the value of a key of theirs, as set in the file or else its default there."""
+        return self.settings[key] if key in self.settings else self.defaults.get(key)
 
-    def given(self, key: str) -> bool:
-        """True when the file sets the key."""
-        return key in self.source.given
+    def first(self, *keys: str, default: Any = None) -> Any:
+        """Return the value of the first of their keys that is not None, or `default`."""
+        return next((value for key in keys if (value := self.get(key)) is not None), default)
+
+    def sets(self, key: str) -> bool:
+        """Return True when the file sets the key."""
+        return key in self.settings
 
     def use(self, *theirs: str) -> None:
-        """Says that these keys have had their effect."""
-        self.used |= set(theirs)
+        """Record that these keys have had their effect."""
+        self.used |= {self.names.get(key, key) for key in theirs}
 
     def set(self, ours: str, value: Any, *theirs: str) -> None:
-        """Writes our key; `theirs` are the keys it comes from. None is our default."""
+        """Set our key, from the keys `theirs`; None leaves our default. Raises ConfigError for a value it refuses."""
         self.use(*theirs)
         if value is None:
             return
@@ -81,44 +100,37 @@ class Draft:
         if key.kind is float and isinstance(value, int) and not isinstance(value, bool):
             value = float(value)
         if not key.accepts(value):
-            raise ConfigError(f"{self.source.path}: {', '.join(theirs) or ours} gives {ours} = {value!r}, but it takes "
-                              f"{key.allowed}")  # fmt: skip
-        said = [name for name in theirs if self.given(name)]
+            raise ConfigError(
+                f"{self.source.path}: {', '.join(theirs) or ours} gives {ours} = {value!r}, but it takes {key.allowed}"
+            )
         self.values[ours] = value
-        unsaid = next((name for name in theirs if name in self.defaults), theirs[0] if theirs else "")
-        self.origins[ours] = ", ".join(said) if said else f"{unsaid}, by default" if unsaid else ""
+        in_file = [self.names.get(key, key) for key in theirs if key in self.settings or key in self.source.settings]
+        unset = next((name for name in theirs if name in self.defaults), theirs[0] if theirs else "")
+        self.origins[ours] = ", ".join(dict.fromkeys(in_file)) or (f"{unset}, by default" if unset else "")
+
+    def drop(self, *ours: str) -> None:
+        """Take back keys of ours: they have no effect here."""
+        for key in ours:
+            self.values.pop(key, None)
 
     def check(self, text: str) -> None:
-        """Notes something that the user should look at."""
+        """Note something that the user should look at."""
         if text not in self.checks:
             self.checks.append(text)
 
-    def simple(self) -> None:
-        """Writes every key whose entry alone says what it becomes."""
-        for one in self.table:
-            for key in one.keys:
-                if one.convert is None:
-                    continue
+    def set_direct(self, library: str) -> None:
+        """Set every key of ours whose value is that of one key of `library`."""
+        for entry in table(library):
+            for key in entry.keys if entry.direct else ():
                 value = self.get(key)
-                self.set(one.ours.split()[0], None if value is None else one.convert(value), key)
+                self.set(entry.ours.split()[0], value if value is None else CONVERT.get(key, lambda x: x)(value), key)
 
-    def finish(self) -> ConfigDict:
-        """The configuration; keys without effect are collected. Raises ConfigError where it contradicts itself."""
-        self.missing = []
-        for key, value in self.source.given.items():
-            if key in self.used:
-                continue
-            shown, one = f"{key} = {short(value)}", find(self.table, key)
-            if one is None:
-                near = closest(key, [name for name in names(self.table) if not name.endswith("*")])
-                self.missing.append(f"{shown}: an unknown key; the closest is {near}")
-                self.check(f"{key} is no known key; the closest is {near}")
-            elif one.ours:
-                self.missing.append(f"{shown}: without effect there, as the other keys are")
-            else:
-                self.missing.append(f"{shown}: {one.note}")
-                if key in MATTERS and value != MATTERS[key]:
-                    self.check(f"{shown} has no equivalent: {one.note}")
+    def finish(self) -> tuple[ConfigDict, str]:
+        """Return the configuration and the text of its file; raises ConfigError where the keys contradict each other.
+
+        Keys that the source leaves at its default are in the file where ours is another.
+        """
+        missing = self._missing()
         config = default()
         for key, value in self.values.items():
             assign(config, key, value)
@@ -126,52 +138,69 @@ class Draft:
             validate(config)
         except ConfigError as error:
             raise ConfigError(f"{self.source.path}: what it says does not go together here: {error}") from error
-        return config
-
-    def text(self) -> str:
-        """The config file. Keys that the source leaves at its default are in it where ours is another."""
-        self.finish()
-        lines = ['"""' + escaped(self.title), ""]
-        lines += ["    python -m jaxrl_llm.train --config=THIS_FILE"]
+        lines = [f'"""{_escaped(self.title)}', "", "    python -m jaxrl_llm.train --config=THIS_FILE"]
         if self.checks:
             lines += ["", "Look at this first:", ""]
             for check in self.checks:
-                lines += textwrap.wrap(escaped(check), 118, initial_indent="- ", subsequent_indent="  ")
+                lines += textwrap.wrap(_escaped(check), 118, initial_indent="- ", subsequent_indent="  ")
         lines += ['"""', "", "from jaxrl_llm.config import default", "", "", 'def get_config(arg: str = ""):']
         lines += ["    config = default()"]
-        for key in KEYS:
-            if key.name in self.values and self._is_worth_writing(key.name):
-                lines += _assignment(key.name, self.values[key.name], self.origins[key.name])
-        if self.missing:
+        for name, key in OURS.items():
+            if name in self.values:
+                origin = self.origins[name]
+                if (origin and not origin.endswith("by default")) or self.values[name] != key.default:
+                    lines += _assignment(name, self.values[name], origin)
+        if missing:
             lines += ["", "    # Nothing here does what these did:"]
-            for text in self.missing:
-                lines += textwrap.wrap(
-                    " ".join(text.split()), 120, initial_indent="    # - ", subsequent_indent="    #   "
-                )
-        return "\n".join([*lines, "    return config", ""])
+            for text in missing:
+                text = " ".join(text.split())
+                lines += textwrap.wrap(text, 120, initial_indent="    # - ", subsequent_indent="    #   ")
+        return config, "\n".join([*lines, "    return config", ""])
 
-    def _is_worth_writing(self, name: str) -> bool:
-        said = bool(self.origins[name]) and not self.origins[name].endswith("by default")
-        return said or self.values[name] != OURS[name].default
-
-
-def escaped(text: str) -> str:
-    """The text as it may stand in a docstring."""
-    return " ".join(text.split()).replace("\\", "\\\\").replace('"""', "'''")
+    def _missing(self) -> list[str]:
+        """Return a line for each key of the file that had no effect; those that matter are also noted."""
+        entries, missing = table(self.source.library), []
+        for key, value in self.source.settings.items():
+            if key in self.used:
+                continue
+            shown, entry = f"{key} = {short(value)}", find(entries, key)
+            if entry is None:
+                near = closest(key, [name for name in names(entries) if not name.endswith("*")])
+                missing.append(f"{shown}: an unknown key; the closest is {near}")
+                self.check(f"{key} is no known key; the closest is {near}")
+            elif entry.ours:
+                missing.append(f"{shown}: without effect there, as the other keys are")
+            else:
+                missing.append(f"{shown}: {entry.note}")
+                if key in MATTERS and value != MATTERS[key]:
+                    self.check(f"{shown} has no equivalent: {entry.note}")
+        return missing
 
 
 def short(value: Any) -> str:
-    """A value on one line, cut where it is long."""
+    """Return a value on one line, shortened where it is long."""
     text = " ".join(repr(value).split())
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
+def _escaped(text: str) -> str:
+    """Return the text as it may stand in a docstring."""
+    return " ".join(text.split()).replace("\\", "\\\\").replace('"""', "'''")
+
+
 def _assignment(name: str, value: Any, origin: str) -> list[str]:
-    """The line that sets a key, with its origin beside it or, where there is no room, above it."""
-    line, comment = f"    config.{name} = {written(value)}", f"# {origin}"
+    """Return the line that sets a key, with its origin beside it or, where there is no room, above it."""
+    line, comment = f"    config.{name} = {_literal(value)}", f"# {origin}"
     if len(line) > 120 and isinstance(value, tuple):
-        parts = [line for part in value for line in _item(part)]
-        return [f"    {comment}", f"    config.{name} = (", *parts, "    )"]
+        items = []
+        for item in value:
+            written = f"        {_literal(item)},"
+            if len(written) > 120 and isinstance(item, dict):
+                pairs = [f"            {_literal(key)}: {_literal(value)}," for key, value in item.items()]
+                items += ["        {", *pairs, "        },"]
+            else:
+                items.append(written)
+        return [f"    {comment}", f"    config.{name} = (", *items, "    )"]
     if not origin:
         return [line]
     if len(line) + len(comment) + 2 <= 120:
@@ -179,24 +208,16 @@ def _assignment(name: str, value: Any, origin: str) -> list[str]:
     return [*textwrap.wrap(origin, 118, initial_indent="    # ", subsequent_indent="    # "), line]
 
 
-def _item(part: Any) -> list[str]:
-    """The lines of one item of a long tuple."""
-    line = f"        {written(part)},"
-    if len(line) <= 120 or not isinstance(part, dict):
-        return [line]
-    inner = [f"            {written(key)}: {written(value)}," for key, value in part.items()]
-    return ["        {", *inner, "        },"]
-
-
-def written(value: Any) -> str:
-    """A value as Python writes it, texts in double quotes."""
+def _literal(value: Any) -> str:
+    """Return a value as Python source, strings in double quotes."""
     if isinstance(value, str):
         quoted = repr(value)
         return f'"{quoted[1:-1]}"' if quoted[0] == "'" and '"' not in quoted and "\\'" not in quoted else quoted
     if isinstance(value, tuple | list):
-        inner = ", ".join(written(one) for one in value)
-        return f"({inner},)" if len(value) == 1 and isinstance(value, tuple) else (
-            f"({inner})" if isinstance(value, tuple) else f"[{inner}]")  # fmt: skip
+        inner = ", ".join(map(_literal, value))
+        if isinstance(value, list):
+            return f"[{inner}]"
+        return f"({inner},)" if len(value) == 1 else f"({inner})"
     if isinstance(value, dict):
-        return "{" + ", ".join(f"{written(key)}: {written(one)}" for key, one in value.items()) + "}"
+        return "{" + ", ".join(f"{_literal(key)}: {_literal(item)}" for key, item in value.items()) + "}"
     return repr(value)

@@ -1,7 +1,4 @@
-"""What a file of another library says, as a `Source`: YAML, JSON, a shell script, or a Python script.
-
-Nothing is run.
-"""
+"""Reading a file of another library into a `Source`: YAML, JSON, a shell script or a Python script; nothing is run."""
 
 import json
 import re
@@ -23,19 +20,17 @@ SHELL = ("", ".sh", ".bash", ".slurm", ".sbatch", ".txt")
 TRL_COMMANDS = ("grpo", "rloo", "ppo", "sft", "dpo", "kto", "orpo", "cpo", "reward")
 # Names of projects and runs are environment variables of the trackers, which scripts set in these ways:
 # `export NAME=value`, `NAME=value command`, `os.environ["NAME"] = "value"`.
-TRACKED = "WANDB_PROJECT WANDB_NAME WANDB_ENTITY WANDB_MODE MLFLOW_EXPERIMENT_NAME MLFLOW_TRACKING_URI " \
-          "SWANLAB_PROJECT TRACKIO_PROJECT"  # fmt: skip
-VARIABLE = re.compile(rf"""\b({TRACKED.replace(" ", "|")})\b["'\]]*\s*[=,]\s*["']?([^\s"'$)]+)""")
-LAUNCHERS = {
-    "--num_processes": "num_processes",
-    "--num-processes": "num_processes",
-    "--nproc_per_node": "num_processes",
-    "--nproc-per-node": "num_processes",
-}
+TRACKED = (
+    "WANDB_PROJECT|WANDB_NAME|WANDB_ENTITY|WANDB_MODE|MLFLOW_EXPERIMENT_NAME|MLFLOW_TRACKING_URI|SWANLAB_PROJECT|"
+    "TRACKIO_PROJECT"
+)
+VARIABLE = re.compile(rf"""\b({TRACKED})\b["'\]]*\s*[=,]\s*["']?([^\s"'$)]+)""")
+# Sections of axolotl's YAML that are the value of one key.
+WHOLE = ("lr_scheduler_kwargs", "gradient_checkpointing_kwargs", "fsdp_config")
 
 
 def read(path: str, system: str = "auto", trainer: str = "") -> Source:
-    """What the file says; `system` is trl, verl, axolotl, harmony or auto, which looks at its keys.
+    """Return the content of a file; `system` is trl, verl, axolotl, harmony or auto, which looks at its keys.
 
     Raises ConfigError: a missing file, one of another kind, or one that cannot be read.
     """
@@ -43,95 +38,103 @@ def read(path: str, system: str = "auto", trainer: str = "") -> Source:
     if not file.is_file():
         raise ConfigError(f"there is no file {path} (looked in {Path.cwd()})")
     kind, text = file.suffix.lower(), file.read_text(encoding="utf-8")
-    if kind == ".py":
-        return _with_variables(read_script(text, path, system, trainer), text)
     if kind in (".yaml", ".yml", ".json"):
-        tree = _tree(text, path, kind)
-        return _of_tree(tree, path, _system_of(tree, path) if system == "auto" else system, trainer)
-    if kind in SHELL:
-        return _with_variables(_of_shell(text, path, system, trainer), text)
-    raise ConfigError(f"{path} is no .yaml, .json, .py or .sh file")
-
-
-def _with_variables(source: Source, text: str) -> Source:
-    """The source with what a script of TRL tells the trackers; verl's `trainer.project_name` says it there."""
+        return _read_tree(_load(text, path, kind), path, system, trainer)
+    if kind == ".py":
+        source = read_script(text, path, system, trainer)
+    elif kind in SHELL:
+        source = _read_shell(text, path, system, trainer)
+    else:
+        raise ConfigError(f"{path} is no .yaml, .json, .py or .sh file")
+    if source.library != "trl":  # verl has keys for the names of projects and runs
+        return source
     lines = "\n".join(line for line in text.splitlines() if not line.lstrip().startswith("#"))
-    found = dict(VARIABLE.findall(lines)) if source.system == "trl" else {}
-    return source._replace(given={**found, **source.given})
+    return source._replace(settings={**dict(VARIABLE.findall(lines)), **source.settings})
 
 
-def _tree(text: str, path: str, kind: str) -> dict[str, Any]:
+def _load(text: str, path: str, kind: str) -> dict[str, Any]:
     try:
         tree = json.loads(text) if kind == ".json" else yaml.safe_load(text)
     except (json.JSONDecodeError, yaml.YAMLError) as error:
         raise ConfigError(f"{path} cannot be read: {' '.join(str(error).split())}") from error
     if not isinstance(tree, dict):
         raise ConfigError(f"{path} holds {type(tree).__name__}, not a dictionary of keys")
-    return numbers(tree)
+    return _numbers(tree)
 
 
-def numbers(value: Any) -> Any:
-    """The value with texts that are numbers with an exponent as numbers."""
+def _numbers(value: Any) -> Any:
+    """Return the value with numbers in place of texts that are numbers with an exponent."""
     if isinstance(value, Mapping):
-        return {str(key): numbers(one) for key, one in value.items()}
+        return {str(key): _numbers(item) for key, item in value.items()}
     if isinstance(value, list):
-        return [numbers(one) for one in value]
+        return [_numbers(item) for item in value]
     return float(value) if isinstance(value, str) and NUMBER.fullmatch(value) else value
 
 
-def _system_of(tree: Mapping[str, Any], path: str) -> str:
-    if "actor_rollout_ref" in tree or "partial_pretrain" in (tree.get("model") or {} if isinstance(
-            tree.get("model"), Mapping) else {}):  # fmt: skip
-        return "verl"
-    if "base_model" in tree or "rl" in tree or isinstance(tree.get("datasets"), list):
-        return "axolotl"
-    if any(isinstance(tree.get(key), Mapping) for key in ("trainer", "algorithm", "data")):
-        return "verl"
-    if any(key in tree for key in ("model_name_or_path", "dataset_name", "learning_rate", "output_dir")):
-        return "trl"
-    raise ConfigError(f"{path} is no file of TRL, verl or axolotl that is known; say which with --system")
-
-
-def _of_tree(tree: dict[str, Any], path: str, system: str, trainer: str) -> Source:
-    if system == "verl":
+def _read_tree(tree: dict[str, Any], path: str, system: str, trainer: str) -> Source:
+    """Return the content of a YAML or JSON file, whose keys tell the library where `system` is auto."""
+    model = tree.get("model")
+    if system != "auto":
+        library = system
+    elif "actor_rollout_ref" in tree or (isinstance(model, Mapping) and "partial_pretrain" in model):
+        library = "verl"
+    elif "base_model" in tree or "rl" in tree or isinstance(tree.get("datasets"), list):
+        library = "axolotl"
+    elif any(isinstance(tree.get(key), Mapping) for key in ("trainer", "algorithm", "data")):
+        library = "verl"
+    elif any(key in tree for key in ("model_name_or_path", "dataset_name", "learning_rate", "output_dir")):
+        library = "trl"
+    else:
+        raise ConfigError(f"{path} is no file of TRL, verl or axolotl that is known; say which with --system")
+    if library == "verl":
         return Source("verl", trainer, _resolved(flat(tree)), path)
-    return Source(system, trainer or str(tree.pop("trainer", "") if system == "trl" else ""), tree, path)
+    if library == "axolotl":
+        settings = {}
+        for key, value in tree.items():
+            if isinstance(value, Mapping) and key not in WHOLE:
+                settings |= {f"{key}.{name}": item for name, item in value.items()}
+            else:
+                settings[key] = value
+        return Source(library, trainer, {key: value for key, value in settings.items() if value is not None}, path)
+    named = str(tree.pop("trainer", "")) if library == "trl" else ""
+    return Source(library, trainer or named, tree, path)
 
 
-def _resolved(given: dict[str, Any]) -> dict[str, Any]:
-    """verl's values with `${other.key}` looked up, and those left out that are null or say only that."""
+def _resolved(settings: dict[str, Any]) -> dict[str, Any]:
+    """Return verl's values with `${other.key}` looked up; those that are null are left out."""
 
     def value_of(value: Any, depth: int = 0) -> Any:
         if not isinstance(value, str) or "${" not in value or depth > 8:
             return value
-        whole = re.fullmatch(r"\$\{([\w.]+)\}", value)
-        if whole:
-            return value_of(given.get(whole[1]), depth + 1)
-        return re.sub(r"\$\{([\w.]+)\}", lambda name: str(value_of(given.get(name[1], ""), depth + 1)), value)
+        alone = re.fullmatch(r"\$\{([\w.]+)\}", value)
+        if alone:
+            return value_of(settings.get(alone[1]), depth + 1)
+        return re.sub(r"\$\{([\w.]+)\}", lambda name: str(value_of(settings.get(name[1], ""), depth + 1)), value)
 
-    found = {key: value_of(value) for key, value in given.items()}
-    return {key: value for key, value in found.items() if value is not None and key != "defaults"}
+    values = {key: value_of(value) for key, value in settings.items()}
+    return {key: value for key, value in values.items() if value is not None and key != "defaults"}
 
 
-def _of_shell(text: str, path: str, system: str, trainer: str) -> Source:
-    """What the commands of a shell script say that start a training."""
-    found = [words for words in commands(text, path) if _starts_training(words)]
-    trains = [words for words in found if "verl.trainer.main" in " ".join(words)]
-    found = trains or found  # others prepare data
-    if len(found) != 1:
-        raise ConfigError(f"{path} has {len(found)} commands that train, and one is needed: `trl grpo ...`, "
-                          "`accelerate launch FILE.py ...`, `python -m verl.trainer.main_ppo a=b ...`")  # fmt: skip
-    words = found[0]
-    overrides = [word for word in words if re.fullmatch(r"\+{0,2}[A-Za-z_][\w.]*=.*", word, re.DOTALL) and "." in
-                 word.partition("=")[0]]  # fmt: skip
+def _read_shell(text: str, path: str, system: str, trainer: str) -> Source:
+    """Return the flags or overrides of the one command of a shell script that trains."""
+    trains = [words for words in commands(text, path) if _trains(words)]
+    trains = [words for words in trains if "verl.trainer.main" in " ".join(words)] or trains  # others prepare data
+    if len(trains) != 1:
+        raise ConfigError(
+            f"{path} has {len(trains)} commands that train, and one is needed: `trl grpo ...`, `accelerate launch "
+            "FILE.py ...`, `python -m verl.trainer.main_ppo a=b ...`"
+        )
+    words = trains[0]
+    overrides = [word for word in words if re.fullmatch(r"\+{0,2}[A-Za-z_]\w*\.[\w.]*=.*", word, re.DOTALL)]
     if system == "verl" or (system == "auto" and overrides):
-        if "fsdp_sft_trainer" in " ".join(words) or "sft_trainer" in " ".join(words):
-            trainer = trainer or "sft"
-        return Source("verl", trainer, _resolved(_of_overrides(overrides)), path)
-    return _of_flags(words, path, trainer)
+        pairs = (word.lstrip("+").partition("=") for word in overrides)
+        settings = _resolved(flat({key: parsed(value) for key, _, value in pairs}))
+        return Source("verl", trainer or ("sft" if "sft_trainer" in " ".join(words) else ""), settings, path)
+    return _read_flags(words, path, trainer)
 
 
-def _starts_training(words: Sequence[str]) -> bool:
+def _trains(words: Sequence[str]) -> bool:
+    """Return True for the words of a command that trains."""
     line = " ".join(words)
     if "vllm-serve" in line or words[0] in ("pip", "echo", "set", "cd", "ray"):
         return False
@@ -139,36 +142,29 @@ def _starts_training(words: Sequence[str]) -> bool:
         return True
     if any(re.fullmatch(r"[\w.]+\.[\w.]+=.*", word, re.DOTALL) for word in words):
         return True
-    runs_script = any(word.endswith(".py") for word in words) and any("--" in word for word in words)
-    return runs_script or ("trl" in [Path(word).name for word in words] and any(word in TRL_COMMANDS for word in words))
-
-
-def _of_overrides(words: Sequence[str]) -> dict[str, Any]:
-    given = {}
-    for word in words:
-        key, _, text = word.lstrip("+").partition("=")
-        given[key] = parsed(text)
-    return flat(given)
+    if any(word.endswith(".py") for word in words) and "--" in line:
+        return True
+    return "trl" in [Path(word).name for word in words] and any(word in TRL_COMMANDS for word in words)
 
 
 def parsed(text: str) -> Any:
-    """What a value on a command line stands for: as YAML, numbers with exponents and None included."""
+    """Return the value of a text on a command line: as YAML, with exponents and None."""
     if text in ("None", "null"):
         return None
     try:
         value = yaml.safe_load(text)
     except yaml.YAMLError:
         return text
-    return numbers(value) if value is not None else text
+    return _numbers(value) if value is not None else text
 
 
-def _of_flags(words: Sequence[str], path: str, trainer: str) -> Source:
-    """TRL's flags: `--name value`, `--name=value`, `--name a b`, and `--name` alone for true."""
-    given: dict[str, Any] = {}
-    named = [word for before, word in pairwise(words) if Path(before).name == "trl" and word in TRL_COMMANDS]
-    script = next((Path(word).stem for word in words if word.endswith(".py")), "")
-    trainer = trainer or (named[0] if named else next((name for name in TRL_COMMANDS if name in
-                                                       script.replace("-", "_").split("_")), ""))  # fmt: skip
+def _read_flags(words: Sequence[str], path: str, trainer: str) -> Source:
+    """Return TRL's flags: `--name value`, `--name=value`, `--name a b`, and `--name` alone for true."""
+    settings: dict[str, Any] = {}
+    if not trainer:
+        named = [word for before, word in pairwise(words) if Path(before).name == "trl" and word in TRL_COMMANDS]
+        script = next((Path(word).stem for word in words if word.endswith(".py")), "").replace("-", "_").split("_")
+        trainer = next(iter((*named, *(name for name in TRL_COMMANDS if name in script))), "")
     index = 0
     while index < len(words):
         word = words[index]
@@ -178,27 +174,24 @@ def _of_flags(words: Sequence[str], path: str, trainer: str) -> Source:
         name, equals, text = word[2:].partition("=")
         values = [text] if equals else []
         while not equals and index < len(words) and not words[index].startswith("--"):
-            if words[index].endswith(".py"):
+            if words[index].endswith(".py"):  # the script, after flags of its launcher
                 break
             values.append(words[index])
             index += 1
-        key = LAUNCHERS.get(f"--{name}", name.replace("-", "_"))
+        key = name.replace("-", "_")
+        key = "num_processes" if key == "nproc_per_node" else key
         if not values and key.startswith("no_") and key != "no_cuda":
-            given[key.removeprefix("no_")] = False
+            settings[key.removeprefix("no_")] = False
         else:
-            given[key] = True if not values else parsed(values[0]) if len(values) == 1 else [parsed(v) for v in values]
-    return _with_config(given, path, trainer)
-
-
-def _with_config(given: dict[str, Any], path: str, trainer: str) -> Source:
-    """`--config FILE` of TRL's command line holds more of the same."""
-    more = given.pop("config", None)
+            several = [parsed(value) for value in values]
+            settings[key] = several[0] if len(several) == 1 else several or True
+    # `--config FILE` of TRL's command line holds more of the same.
+    more = settings.pop("config", None)
     if isinstance(more, str):
-        file = Path(path).parent / more if not Path(more).is_file() else Path(more)
+        file = Path(more) if Path(more).is_file() else Path(path).parent / more
         if not file.is_file():
             raise ConfigError(f"{path} reads {more}, which is not there")
-        given = {**_tree(file.read_text(encoding="utf-8"), str(file), ".yaml"), **given}
-    for key in ("reward_funcs", "loss_type", "lora_target_modules", "report_to"):
-        if isinstance(given.get(key), str) and key == "reward_funcs":
-            given[key] = [given[key]]
-    return Source("trl", trainer, given, path)
+        settings = {**_load(file.read_text(encoding="utf-8"), str(file), ".yaml"), **settings}
+    if isinstance(settings.get("reward_funcs"), str):
+        settings["reward_funcs"] = [settings["reward_funcs"]]
+    return Source("trl", trainer, settings, path)

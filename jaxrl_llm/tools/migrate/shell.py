@@ -1,4 +1,4 @@
-"""The commands of a shell script, word by word: its own variables, arrays and sums in their places, nothing run."""
+"""Shell scripts as the words of their commands, with variables, arrays and sums filled in; nothing is run."""
 
 import ast
 import operator
@@ -8,18 +8,23 @@ from collections.abc import Iterator, Mapping
 
 from jaxrl_llm.config.resolve import ConfigError
 
-SUMS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.floordiv,
-        ast.FloorDiv: operator.floordiv}  # fmt: skip
+SUMS = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.floordiv,
+    ast.FloorDiv: operator.floordiv,
+}
 
 
 def commands(text: str, path: str) -> list[list[str]]:
-    """The words of each command. Variables that the script does not set stay as they are written.
+    """Return the words of each command; variables that the script does not set stay as they are written.
 
     Raises ConfigError for a quotation or an array that does not end.
     """
     variables: dict[str, str] = {}
     arrays: dict[str, list[str]] = {}
-    found = []
+    lines = []
     for line in _lines(text, path):
         array = re.match(r"\s*(?:export\s+|declare -a\s+)?(\w+)\+?=\((.*)\)\s*(?:#.*)?$", line, re.DOTALL)
         if array:
@@ -31,12 +36,12 @@ def commands(text: str, path: str) -> list[list[str]]:
             if equals:
                 variables[name] = value
         if words:
-            found.append([word for word in words if word != "&"])
-    return found
+            lines.append([word for word in words if word != "&"])
+    return lines
 
 
 def _lines(text: str, path: str) -> Iterator[str]:
-    """The script's lines, those joined that end in a backslash, or within a quotation or an array."""
+    """Yield the script's lines, joined where one ends in a backslash, or within a quotation or an array."""
     held = ""
     for line in text.replace("\\\r\n", " ").replace("\\\n", " ").splitlines():
         if not held and line.lstrip().startswith("#"):
@@ -58,19 +63,19 @@ def _lines(text: str, path: str) -> Iterator[str]:
 def _words(line: str, variables: Mapping[str, str], arrays: Mapping[str, list[str]]) -> list[str]:
     words = []
     for word in shlex.split(_expanded(line, variables), comments=True):
-        whole = re.fullmatch(r"\$\{(\w+)\[@\]\}", word)
-        words += arrays.get(whole[1], [word]) if whole else [word]
+        array = re.fullmatch(r"\$\{(\w+)\[@\]\}", word)
+        words += arrays.get(array[1], [word]) if array else [word]
     return words
 
 
 def _expanded(line: str, variables: Mapping[str, str]) -> str:
-    """The line with the variables that are known, and sums of numbers worked out."""
+    """Return the line with known variables filled in and sums of numbers computed."""
 
     def value(match: re.Match[str]) -> str:
         name, _, other = (match[1] or match[2]).partition(":-")
         return variables.get(name, other or match[0])
 
-    def worked_out(match: re.Match[str]) -> str:
+    def computed(match: re.Match[str]) -> str:
         named = re.sub(r"\b[A-Za-z_]\w*\b", lambda name: variables.get(name[0], name[0]), match[1])
         try:
             return str(_sum(ast.parse(named.strip(), mode="eval").body))
@@ -78,7 +83,7 @@ def _expanded(line: str, variables: Mapping[str, str]) -> str:
             return match[0]
 
     line = re.sub(r"\$\{(\w+(?::-[^}]*)?)\}|\$(\w+)", value, line)
-    return re.sub(r"\$\(\((.*?)\)\)(?!\))", worked_out, line)
+    return re.sub(r"\$\(\((.*?)\)\)(?!\))", computed, line)
 
 
 def _sum(node: ast.expr) -> int:

@@ -1,46 +1,78 @@
-"""The shape of the tables of keys: `Entry`, and how a table is looked up and printed."""
+"""Tables of the keys of other libraries, read from keys/LIBRARY.txt.
 
+Each line is an entry: `their keys | our keys | what differs`. `=` before our key: one key of theirs is one of ours, and
+its value goes over by itself (`CONVERT` where it is written another way). Without it the rules of the library set ours,
+from several keys. No key of ours: there is nothing like it, and the last column says why.
+"""
+
+import functools
 from collections.abc import Callable, Sequence
+from importlib.resources import files
 from typing import Any, NamedTuple
+
+import yaml
+
+
+def _top_k(value: Any) -> int:
+    return max(int(value), 0)
+
+
+# Their key -> our value of theirs, where the two are written differently.
+CONVERT: dict[str, Callable[[Any], Any]] = {
+    "gradient_checkpointing": lambda on: "block" if on else "none",
+    "chat_template_kwargs": lambda options: ", ".join(f"{name}={value!r}" for name, value in options.items()),
+    "top_k": _top_k,
+    "actor_rollout_ref.rollout.top_k": _top_k,
+    "reward_weights": tuple,
+    "loss_weights": tuple,
+    "reward_clip_range": tuple,
+    "max_tool_calling_iterations": lambda calls: int(calls) + 1,
+    "scale_rewards": lambda by: {True: "group", "True": "group", False: "none", "False": "none"}.get(by, by),
+    "use_adaptive_entropy": lambda on: "adaptive" if on else "fixed",
+    "actor_rollout_ref.model.target_modules": lambda names: (names,) if isinstance(names, str) else tuple(names),
+    "model.target_modules": lambda names: (names,) if isinstance(names, str) else tuple(names),
+    "model.fsdp_config.model_dtype": lambda name: {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}.get(
+        str(name), str(name)
+    ),
+    "trl.reward_num_workers": lambda count: int(count) if int(count) > 1 else 0,
+}
 
 
 class Entry(NamedTuple):
-    """Some keys of another library that have the same fate here."""
+    """Keys of another library that mean the same here."""
 
-    keys: tuple[str, ...]
+    keys: tuple[str, ...]  # a name that ends in `*` stands for all that begin like it
     ours: str  # our key, or several; empty where there is nothing like it
     note: str  # what differs, or why there is nothing
-    convert: Callable[[Any], Any] | None = None  # makes our value of theirs; None: the rules do, from several keys
+    direct: bool  # the value of each key is that of ours
 
 
-def entry(keys: str, ours: str = "", note: str = "", convert: Callable[[Any], Any] | None = None) -> Entry:
-    """The entry of some keys, separated by spaces."""
-    return Entry(tuple(keys.split()), ours, note, convert)
+@functools.cache
+def table(library: str) -> tuple[Entry, ...]:
+    """Return every key of `library`: trl, verl, axolotl or harmony."""
+    text = files("jaxrl_llm.tools.migrate").joinpath("keys", f"{library}.txt").read_text(encoding="utf-8")
+    entries = []
+    for line in text.splitlines():
+        keys, ours, note = (cell.strip() for cell in line.split("|"))
+        entries.append(Entry(tuple(keys.split()), ours.removeprefix("= "), note, ours.startswith("= ")))
+    return tuple(entries)
 
 
-def same(value: Any) -> Any:
-    """The value as it is."""
-    return value
-
-
-def find(table: Sequence[Entry], key: str) -> Entry | None:
-    """The entry of a key; a name that ends in `*` serves all that begin like it. None for an unknown key."""
-    exact = next((one for one in table if key in one.keys), None)
+def find(entries: Sequence[Entry], key: str) -> Entry | None:
+    """Return the entry of a key, by its full name or else by a `*`; None for an unknown key."""
+    exact = next((entry for entry in entries if key in entry.keys), None)
     return exact or next(
-        (one for one in table for name in one.keys if name[-1] == "*" and key.startswith(name[:-1])), None
+        (entry for entry in entries for name in entry.keys if name[-1] == "*" and key.startswith(name[:-1])), None
     )
 
 
-def names(table: Sequence[Entry]) -> list[str]:
-    """All keys of a table."""
-    return [key for one in table for key in one.keys]
+def names(entries: Sequence[Entry]) -> list[str]:
+    """Return all keys of a table."""
+    return [key for entry in entries for key in entry.keys]
 
 
-def markdown(table: Sequence[Entry]) -> str:
-    """The table as a page shows it: first the keys that have one of ours, then the others."""
-    lines = ["| there | here | what differs |", "|---|---|---|"]
-    for one in sorted(table, key=lambda one: not one.ours):
-        theirs = ", ".join(f"`{key}`" for key in one.keys)
-        ours = ", ".join(f"`{key}`" for key in one.ours.split()) if one.ours else "none"
-        lines.append(f"| {theirs} | {ours} | {one.note} |".replace("|  |", "| |"))
-    return "\n".join(lines) + "\n"
+@functools.cache
+def defaults(library: str, name: str) -> dict[str, Any]:
+    """Return what `library` (trl or verl) does with keys that are not set, by a section of defaults/LIBRARY.yaml."""
+    text = files("jaxrl_llm.tools.migrate").joinpath("defaults", f"{library}.yaml").read_text(encoding="utf-8")
+    return {key: value for key, value in yaml.safe_load(text)[name].items() if value is not None}

@@ -1,23 +1,16 @@
-"""The rules for TRL: what several of its keys, or a trainer, make together."""
+"""The rules for TRL: its keys that make one of ours together, and its trainers."""
 
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable
 
-from jaxrl_llm.config import ConfigDict
 from jaxrl_llm.config.resolve import ConfigError, closest
-from jaxrl_llm.tools.migrate import shared
-from jaxrl_llm.tools.migrate import trl_run as run
+from jaxrl_llm.tools.migrate import shared, trl_run
 from jaxrl_llm.tools.migrate.draft import Draft, Options, Source
-from jaxrl_llm.tools.migrate.shared import first_of
-from jaxrl_llm.tools.migrate.table import Entry
-from jaxrl_llm.tools.migrate.trl_defaults import TRAINERS, VERSIONS, defaults
-from jaxrl_llm.tools.migrate.trl_keys import TABLE
+from jaxrl_llm.tools.migrate.losses import set_loss, with_options
+from jaxrl_llm.tools.migrate.table import defaults
 
-DEVICES = ("num_processes", "num_machines")
+VERSIONS = ("1.16", "0.16")  # newest first
 ROWS = ("per_device_train_batch_size", "gradient_accumulation_steps")
-PAIRS = ("dpo", "orpo", "cpo", "reward")
-TYPES = {"float32": "float32", "fp32": "float32", "bfloat16": "bfloat16", "bf16": "bfloat16", "float16": "float16",
-         "fp16": "float16"}  # fmt: skip
+TYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 # TRL's own reward functions, by the names of ours.
 REWARDS = {"accuracy_reward": "math_accuracy", "think_format_reward": "think_format"}
 # Keys that only one trainer has.
@@ -30,353 +23,344 @@ TELLING = {
     "dpo": ("f_divergence_type", "ld_alpha", "use_weighting", "precompute_ref_log_probs"),
     "sft": ("packing", "completion_only_loss", "assistant_only_loss"),
 }
+# Our aggregation of a loss_type of GRPO; the others are token means.
+MEANS = {
+    "grpo": "sequence",
+    "sapo": "sequence",
+    "luspo": "sequence",
+    "bnpo": "microbatch_token",
+    "dr_grpo": "constant",
+}
+# Options of preference losses, and the keys of TRL that set them. It applies label_smoothing in some losses alone.
+OPTIONS = {
+    "divergence": "f_divergence_type",
+    "temperature": "discopop_tau",
+    "gamma": "simpo_gamma",
+    "desirable_weight": "desirable_weight",
+    "undesirable_weight": "undesirable_weight",
+}
+SMOOTHED = ("robust", "exo_pair", "aot", "aot_unpaired", "cpo", "simpo", "alphapo")
+DIVERGENCES = ("reverse_kl", "forward_kl", "js_divergence", "alpha_divergence")
 
 
-def draft(source: Source, options: Options) -> Draft:
-    """Our settings for a TRL script, command line or file of arguments."""
-    trainer = source.trainer or _guess(source)
-    if trainer not in TRAINERS:
-        raise ConfigError(f"{source.path}: the trainer is {trainer!r}, but known are {', '.join(TRAINERS)}; the "
-                          f"closest is {closest(trainer, TRAINERS)}: set --trainer")  # fmt: skip
-    if options.version not in ("", *VERSIONS):
-        raise ConfigError(f"--version is {options.version!r}, but TRL's are {', '.join(VERSIONS)}")
-    if options.version == "0.16" and trainer != "grpo":
+def convert(source: Source, options: Options) -> Draft:
+    """Return our settings for a TRL script, command line or file of arguments."""
+    trainer = source.trainer
+    if not trainer:
+        fitting = [name for name, keys in TELLING.items() if any(key in source.settings for key in keys)]
+        if len(fitting) != 1:
+            raise ConfigError(
+                f"{source.path} does not say which trainer of TRL it is for; add --trainer, one of {', '.join(RULES)}"
+            )
+        trainer = fitting[0]
+    if trainer not in RULES:
+        raise ConfigError(
+            f"{source.path}: the trainer is {trainer!r}, but known are {', '.join(RULES)}; the closest is "
+            f"{closest(trainer, RULES)}: set --trainer"
+        )
+    version = options.version or VERSIONS[0]
+    if version not in VERSIONS:
+        raise ConfigError(f"--version is {version!r}, but TRL's are {', '.join(VERSIONS)}")
+    if version == "0.16" and trainer != "grpo":
         raise ConfigError(f"--version is 0.16, whose defaults are known for grpo, and the trainer is {trainer}")
-    version = options.version or next(iter(VERSIONS))
-    title = f"{trainer.upper()}, from {Path(source.path).name} of TRL; what that leaves out is as in TRL {version}."
-    return filled(Draft(source, defaults(trainer, version), TABLE, title), trainer, options)
+    title = f"{trainer.upper()}, from FILE of TRL; what that leaves out is as in TRL {version}."
+    theirs = defaults("trl", "grpo_0.16" if version == "0.16" else trainer)
+    return apply(Draft(source, title, theirs), trainer, options)
 
 
-def _guess(source: Source) -> str:
-    found = [name for name, keys in TELLING.items() if any(key in source.given for key in keys)]
-    if len(found) != 1:
-        raise ConfigError(f"{source.path} does not say which trainer of TRL it is for; add --trainer, one of "
-                          f"{', '.join(TRAINERS)}")  # fmt: skip
-    return found[0]
+def apply(draft: Draft, trainer: str, options: Options) -> Draft:
+    """Return the draft with everything that TRL's keys say, for one of its trainers."""
+    draft.set_direct("trl")
+    _model(draft)
+    _data(draft, trainer)
+    devices = options.devices or int(draft.get("num_processes") or 0)
+    if devices:
+        draft.use("num_processes", "num_machines")
+    else:
+        draft.check("one device is assumed: TRL counts batches per device, so add --devices=N if there were more")
+    updates = RULES[trainer](draft, trainer, devices or 1)
+    trl_run.length(draft, trainer, updates, options)
+    trl_run.learning_rate(draft, updates)
+    return draft
 
 
-def filled(made: Draft, trainer: str, options: Options) -> Draft:
-    """The draft with everything that TRL's keys say, for one of its trainers."""
-    made.simple()
-    _model(made)
-    _data(made, trainer)
-    devices = _devices(made, options)
-    updates = RULES[trainer](made, trainer, devices)
-    run.length(made, trainer, updates, options)
-    run.learning_rate(made, updates)
-    if trainer != "sft" and trainer not in ("dpo", "cpo"):
-        made.values.pop("algorithm.label_smoothing", None)
-    return made
-
-
-def _devices(made: Draft, options: Options) -> int:
-    given = made.get("num_processes")
-    if options.devices:
-        made.use(*DEVICES)
-        return options.devices
-    if given:
-        made.use(*DEVICES)
-        return int(given)
-    made.check("one device is assumed: TRL counts batches per device, so add --devices=N if there were more")
-    return 1
-
-
-def _model(made: Draft) -> None:
-    options = made.get("model_init_kwargs") or {}
-    named = options.get("dtype", options.get("torch_dtype")) if isinstance(options, dict) else None
-    given = named or (made.get("torch_dtype") if made.given("torch_dtype") else made.get("dtype"))
-    dtype = TYPES.get(str(given).removeprefix("torch."), "float32")
-    if given and str(given).removeprefix("torch.") not in TYPES:
-        made.check(f"the model's dtype is {given!r}; its parameters are float32 here (model.param_dtype)")
-    made.set("model.param_dtype", dtype, *(key for key in ("model_init_kwargs", "torch_dtype", "dtype") if
-                                           made.given(key)))  # fmt: skip
-    if made.get("fp16"):
-        made.set("model.dtype", "float16", "fp16")
-    elif made.get("bf16") is not None:
-        made.set("model.dtype", "bfloat16" if made.get("bf16") else "float32", "bf16")
-    made.use("bf16", "fp16")
-    if "model.path" not in made.values:
-        made.set("model.path", "MODEL")
-        made.check("the file names no model: set model.path")
-    _adapters(made)
-    sharded = [key for key in ("fsdp", "fsdp_config", "deepspeed") if made.get(key)]
+def _model(draft: Draft) -> None:
+    """Set parameter types, adapters, quantisation and sharding."""
+    options = draft.get("model_init_kwargs") or {}
+    dtype = options.get("dtype", options.get("torch_dtype")) if isinstance(options, dict) else None
+    dtype = dtype or draft.get("torch_dtype" if draft.sets("torch_dtype") else "dtype")
+    name = str(dtype).removeprefix("torch.")
+    name = TYPES.get(name, name)
+    if name not in TYPES.values():
+        name = "float32"
+        if dtype:
+            draft.check(f"the model's dtype is {dtype!r}; its parameters are float32 here (model.param_dtype)")
+    keys = [key for key in ("model_init_kwargs", "torch_dtype", "dtype") if draft.sets(key)]
+    draft.set("model.param_dtype", name, *keys)
+    if draft.get("fp16"):
+        draft.set("model.dtype", "float16", "fp16")
+    elif draft.get("bf16") is not None:
+        draft.set("model.dtype", "bfloat16" if draft.get("bf16") else "float32", "bf16")
+    draft.use("bf16", "fp16")
+    if "model.path" not in draft.values:
+        draft.set("model.path", "MODEL")
+        draft.check("the file names no model: set model.path")
+    peft = draft.sets("r") or draft.sets("peft_config")
+    if peft or draft.get("use_peft"):
+        rank, alpha, dropout = (8, 8, 0.0) if peft else (16, 32, 0.05)
+        draft.set("lora.rank", draft.first("r", "lora_r", default=rank), "r", "lora_r", "use_peft", "peft_config")
+        draft.set("lora.alpha", draft.first("lora_alpha", default=alpha), "lora_alpha")
+        draft.set("lora.dropout", draft.first("lora_dropout", default=dropout), "lora_dropout")
+        draft.set("lora.rslora", bool(draft.get("use_rslora")), "use_rslora")
+        targets = draft.first("target_modules", "lora_target_modules")
+        if targets is None:
+            targets = ("q_proj", "v_proj")
+            draft.check(
+                "PEFT chooses the target modules by architecture; q_proj and v_proj, which most have, are written"
+            )
+        targets = (targets,) if isinstance(targets, str) else tuple(targets)
+        draft.set("lora.targets", targets, "target_modules", "lora_target_modules")
+    sharded = [key for key in ("fsdp", "fsdp_config", "deepspeed") if draft.get(key)]
     if sharded:
-        made.set("mesh.fsdp", -1, *sharded)
-        made.set("mesh.data", 1, *sharded)
-    if made.get("load_in_4bit"):
-        kind = made.get("bnb_4bit_quant_type") or "nf4"
-        made.set("model.quantize", "nf4" if kind == "nf4" else "int4", "load_in_4bit", "bnb_4bit_quant_type")
-    elif made.get("load_in_8bit"):
-        made.set("model.quantize", "int8", "load_in_8bit")
-    if made.values.get("model.quantize") and "lora.rank" not in made.values:
-        made.check("a quantised model is trained by adapters: set lora.rank")
+        draft.set("mesh.fsdp", -1, *sharded)
+        draft.set("mesh.data", 1, *sharded)
+    if draft.get("load_in_4bit"):
+        kind = "nf4" if (draft.get("bnb_4bit_quant_type") or "nf4") == "nf4" else "int4"
+        draft.set("model.quantize", kind, "load_in_4bit", "bnb_4bit_quant_type")
+    elif draft.get("load_in_8bit"):
+        draft.set("model.quantize", "int8", "load_in_8bit")
+    if draft.values.get("model.quantize") and "lora.rank" not in draft.values:
+        draft.check("a quantised model is trained by adapters: set lora.rank")
 
 
-def _adapters(made: Draft) -> None:
-    peft = made.given("r") or made.given("peft_config")
-    if not (peft or made.get("use_peft")):
-        return
-    rank, alpha, dropout = (8, 8, 0.0) if peft else (16, 32, 0.05)
-    made.set("lora.rank", first_of(made, rank, "r", "lora_r"), "r", "lora_r", "use_peft", "peft_config")
-    made.set("lora.alpha", first_of(made, alpha, "lora_alpha"), "lora_alpha")
-    made.set("lora.dropout", first_of(made, dropout, "lora_dropout"), "lora_dropout")
-    made.set("lora.rslora", bool(made.get("use_rslora")), "use_rslora")
-    targets = first_of(made, None, "target_modules", "lora_target_modules")
-    if targets is None:
-        targets = ("q_proj", "v_proj")
-        made.check("PEFT chooses the target modules by architecture; q_proj and v_proj, which most have, are written")
-    made.set("lora.targets", (targets,) if isinstance(targets, str) else tuple(targets), "target_modules",
-             "lora_target_modules")  # fmt: skip
-
-
-def _data(made: Draft, trainer: str) -> None:
-    path = first_of(made, None, "dataset_name", "train_dataset")
+def _data(draft: Draft, trainer: str) -> None:
+    """Set the data sets and what happens to long rows."""
+    path = draft.first("dataset_name", "train_dataset")
     if isinstance(path, str):
-        made.set("data.path", path, "dataset_name", "train_dataset")
+        draft.set("data.path", path, "dataset_name", "train_dataset")
     else:
-        made.set("data.path", "DATA")
-        made.check("the file names no data set: set data.path, or call train(config, train_dataset=...)")
-    evaluation = made.get("eval_dataset")
+        draft.set("data.path", "DATA")
+        draft.check("the file names no data set: set data.path, or call train(config, train_dataset=...)")
+    evaluation = draft.get("eval_dataset")
     if isinstance(evaluation, str) and evaluation != path:
-        made.set("data.eval_path", evaluation, "eval_dataset")
-    made.use("eval_dataset")
+        draft.set("data.eval_path", evaluation, "eval_dataset")
+    draft.use("eval_dataset")
     key = "shuffle_dataset" if trainer in ("grpo", "rloo") else "train_sampling_strategy"
-    made.set("data.shuffle", made.get(key) not in (False, "sequential"), key)
-    made.set("data.eval_split", made.get("dataset_test_split"), "dataset_test_split", "eval_dataset")
-    if made.get("max_prompt_length") and trainer in ("grpo", "rloo", "ppo"):
-        made.set("rollout.max_prompt_length", int(made.get("max_prompt_length")), "max_prompt_length")
-        made.set("data.overlong", "truncate_left", "max_prompt_length")
-    elif trainer in ("grpo", "rloo", "ppo"):
-        made.check("TRL has no limit for prompts; here rollout.max_prompt_length is 512 tokens, and a longer prompt "
-                   "stops the run (data.overlong)")  # fmt: skip
+    draft.set("data.shuffle", draft.get(key) not in (False, "sequential"), key)
+    draft.set("data.eval_split", draft.get("dataset_test_split"), "dataset_test_split", "eval_dataset")
+    if trainer not in ("grpo", "rloo", "ppo"):
+        side = "truncate_left" if draft.get("truncation_mode") == "keep_end" else "truncate_right"
+        draft.set("data.overlong", side, "truncation_mode")
+        if draft.get("max_length") is None:
+            draft.check("max_length is None, which is no limit; data.max_length is 1024 here")
+        else:
+            draft.set("data.max_length", int(draft.get("max_length")), "max_length")
+    elif draft.get("max_prompt_length"):
+        draft.set("rollout.max_prompt_length", int(draft.get("max_prompt_length")), "max_prompt_length")
+        draft.set("data.overlong", "truncate_left", "max_prompt_length")
     else:
-        _offline_length(made)
+        draft.check(
+            "TRL has no limit for prompts; here rollout.max_prompt_length is 512 tokens, and a longer prompt stops the "
+            "run (data.overlong)"
+        )
 
 
-def _offline_length(made: Draft) -> None:
-    side = "truncate_left" if made.get("truncation_mode") == "keep_end" else "truncate_right"
-    made.set("data.overlong", side, "truncation_mode")
-    if made.get("max_length") is None:
-        made.check("max_length is None, which is no limit; data.max_length is 1024 here")
-    else:
-        made.set("data.max_length", int(made.get("max_length")), "max_length")
-
-
-def _online(made: Draft, trainer: str, devices: int) -> int:
-    """The batch of GRPO and RLOO; the updates of a step."""
-    per_device, accumulation = (int(made.get(key)) for key in ROWS)
-    group = int(made.get("num_generations"))
-    size, per_generation = made.get("generation_batch_size"), made.get("steps_per_generation")
+def _online(draft: Draft, devices: int) -> int:
+    """Set the batch, clip range and rewards of GRPO and RLOO; return the updates of a step."""
+    per_device, accumulation = (int(draft.get(key)) for key in ROWS)
+    group = int(draft.get("num_generations"))
+    size, per_generation = draft.get("generation_batch_size"), draft.get("steps_per_generation")
     rows = int(size) if size else per_device * devices * int(per_generation or accumulation)
     update = per_device * devices * accumulation
     if rows % group or rows % update:
         raise ConfigError(
-            f"{made.source.path}: a generation batch has {rows} completions (per_device_train_batch_size x devices x "
+            f"{draft.source.path}: a generation batch has {rows} completions (per_device_train_batch_size x devices x "
             f"steps_per_generation, with {devices} devices), which {group} of a prompt (num_generations) and {update} "
             "of an update do not divide; set --devices to what it ran on"
         )
     keys = (*ROWS, "num_generations", "generation_batch_size", "steps_per_generation")
-    made.set("batch.prompts", rows // group, *keys)
-    made.set("batch.minibatches", rows // update, "generation_batch_size", "steps_per_generation")
-    shared.micro_rows(made, per_device * devices, update, *ROWS)
-    _rewards(made)
-    return rows // update * int(made.get("num_iterations"))
+    draft.set("batch.prompts", rows // group, *keys)
+    draft.set("batch.minibatches", rows // update, "generation_batch_size", "steps_per_generation")
+    shared.microbatch_rows(draft, per_device * devices, update, *ROWS)
+    _rewards(draft)
+    low, high = float(draft.get("epsilon")), draft.get("epsilon_high")
+    draft.set("algorithm.epsilon_low", low, "epsilon")
+    draft.set("algorithm.epsilon_high", low if high is None else float(high), "epsilon_high", "epsilon")
+    draft.set("algorithm.beta", float(draft.get("beta")), "beta")
+    updates = rows // update * int(draft.get("num_iterations"))
+    if draft.get("sync_ref_model") and draft.get("beta"):
+        steps = shared.divided(draft.get("ref_model_sync_steps"), updates)
+        draft.set("algorithm.ref_sync_steps", steps, "sync_ref_model", "ref_model_sync_steps")
+        draft.set("algorithm.ref_mixup_alpha", draft.get("ref_model_mixup_alpha"), "ref_model_mixup_alpha")
+        if draft.values.get("lora.rank"):
+            draft.set("lora.reference", "copy")
+    return updates
 
 
-def _rewards(made: Draft) -> None:
-    functions = first_of(made, None, "reward_funcs", "reward_model_path")
+def _rewards(draft: Draft) -> None:
+    """Set the reward functions, by our names where they are TRL's own."""
+    functions = draft.first("reward_funcs", "reward_model_path")
     if isinstance(functions, str):
-        functions = (functions if made.given("reward_funcs") else f"model:{functions}",)
+        functions = (functions if draft.sets("reward_funcs") else f"model:{functions}",)
     if not functions:
-        made.set("rewards.functions", ("REWARD",))
-        made.check("the file names no reward function: set rewards.functions, or call train(config, rewards=...)")
+        draft.set("rewards.functions", ("REWARD",))
+        draft.check("the file names no reward function: set rewards.functions, or call train(config, rewards=...)")
         return
     functions = tuple(REWARDS.get(name.rpartition(":")[2].rpartition(".")[2], name) for name in functions)
-    made.set("rewards.functions", functions, "reward_funcs", "reward_model_path")
+    draft.set("rewards.functions", functions, "reward_funcs", "reward_model_path")
     if any(".py:" in name for name in functions):
-        made.check("naming a function by its file imports the file: move reward functions out of a script that trains "
-                   "when it is imported")  # fmt: skip
+        draft.check(
+            "naming a function by its file imports the file: move reward functions out of a script that trains when "
+            "it is imported"
+        )
 
 
-def _clip(made: Draft) -> None:
-    low = float(made.get("epsilon"))
-    high = made.get("epsilon_high")
-    made.set("algorithm.epsilon_low", low, "epsilon")
-    made.set("algorithm.epsilon_high", low if high is None else float(high), "epsilon_high", "epsilon")
-
-
-def _reference(made: Draft, updates: int) -> None:
-    if made.get("sync_ref_model") and made.get("beta"):
-        made.set("algorithm.ref_sync_steps", shared.divided(made.get("ref_model_sync_steps"), updates),
-                 "sync_ref_model", "ref_model_sync_steps")  # fmt: skip
-        made.set("algorithm.ref_mixup_alpha", made.get("ref_model_mixup_alpha"), "ref_model_mixup_alpha")
-        if made.values.get("lora.rank"):
-            made.set("lora.reference", "copy")
-
-
-def _grpo(made: Draft, trainer: str, devices: int) -> int:
-    updates = _online(made, trainer, devices)
-    made.set("algorithm.beta", float(made.get("beta")), "beta")
-    _clip(made)
-    kind, sequence = made.get("loss_type"), made.get("importance_sampling_level") == "sequence"
-    loss = kind if kind in ("cispo", "luspo", "vespo") else "gspo" if sequence else "ppo_clip"
+def _grpo(draft: Draft, trainer: str, devices: int) -> int:
+    updates = _online(draft, devices)
+    kind, beta = draft.get("loss_type"), bool(draft.get("beta"))
+    if kind not in (*MEANS, "dapo", "cispo", "vespo"):
+        raise ConfigError(
+            f"{draft.source.path}: loss_type is {kind!r}, which has no equivalent; there are {', '.join(MEANS)}, dapo, "
+            "cispo, vespo"
+        )
+    sequence = draft.get("importance_sampling_level") == "sequence"
+    loss = kind if kind in ("cispo", "luspo", "vespo", "sapo") else "gspo" if sequence else "ppo_clip"
     if kind == "sapo":
-        loss = (f"sapo(temperature_positive={made.get('sapo_temperature_pos')}, "
-                f"temperature_negative={made.get('sapo_temperature_neg')})")  # fmt: skip
-        made.use("sapo_temperature_pos", "sapo_temperature_neg")
-    several = made.values["batch.minibatches"] > 1
-    means = {"grpo": "sequence", "sapo": "sequence", "luspo": "sequence", "bnpo": "microbatch_token",
-             "dr_grpo": "constant"}  # fmt: skip
-    if kind not in (*means, "dapo", "cispo", "vespo"):
-        raise ConfigError(f"{made.source.path}: loss_type is {kind!r}, which has no equivalent; there are "
-                          f"{', '.join(means)}, dapo, cispo, vespo")  # fmt: skip
-    made.set("algorithm.loss", loss, "loss_type", "importance_sampling_level")
-    mean = means.get(kind, "rollout_token" if several else "token")
-    made.set("algorithm.aggregation", mean, "loss_type", "steps_per_generation")
+        keys = {"temperature_positive": "sapo_temperature_pos", "temperature_negative": "sapo_temperature_neg"}
+        loss = with_options("sapo", {option: draft.get(key) for option, key in keys.items()})
+        draft.use(*keys.values())
+    set_loss(draft, [(loss, {"delta": "delta"})], "loss_type", "importance_sampling_level")
+    token = "rollout_token" if draft.values["batch.minibatches"] > 1 else "token"
+    draft.set("algorithm.aggregation", MEANS.get(kind, token), "loss_type", "steps_per_generation")
     if kind == "bnpo" and devices > 1:
-        made.check("bnpo is a mean over each device's micro-batch there, over that of all devices here")
-    if made.get("multi_objective_aggregation") == "normalize_then_sum":
-        made.set("algorithm.advantage", "gdpo", "multi_objective_aggregation")
-    made.use("multi_objective_aggregation")
-    _corrections(made)
-    _reference(made, updates)
-    if not made.get("beta"):
-        made.values.pop("algorithm.kl_bias_correction", None)
-    return updates
-
-
-def _corrections(made: Draft) -> None:
+        draft.check("bnpo is a mean over each device's micro-batch there, over that of all devices here")
+    if draft.get("multi_objective_aggregation") == "normalize_then_sum":
+        draft.set("algorithm.advantage", "gdpo", "multi_objective_aggregation")
+    draft.use("multi_objective_aggregation")
+    if beta:
+        draft.set("algorithm.kl_bias_correction", bool(draft.get("use_bias_correction_kl")), "use_bias_correction_kl")
     keys = ("vllm_importance_sampling_correction", "vllm_importance_sampling_mode")
-    if made.get("beta"):
-        made.set("algorithm.kl_bias_correction", bool(made.get("use_bias_correction_kl")), "use_bias_correction_kl")
-    if made.get("use_vllm") and made.get(keys[0]):
-        made.set("algorithm.importance_correction", made.get(keys[1]), *keys)
-        most = first_of(made, None, "vllm_importance_sampling_cap", "vllm_importance_sampling_clip_max")
-        made.set("algorithm.importance_max", most, "vllm_importance_sampling_cap", "vllm_importance_sampling_clip_max")
-        made.set("algorithm.importance_min", made.get("vllm_importance_sampling_clip_min"),
-                 "vllm_importance_sampling_clip_min")  # fmt: skip
-    for key, ours in (("tools", "environment.tools"), ("environment_factory", "environment.name"),
-                      ("rollout_func", "environment.rollout_func")):  # fmt: skip
-        value = made.get(key)
-        if value is not None:
-            made.set(ours, tuple(value) if isinstance(value, list | tuple) else value, key)
-    if made.get("rollout_func") and not made.values.get("algorithm.importance_correction"):
-        made.set("algorithm.importance_correction", "token_truncate", "rollout_func")
-    if not (made.get("tools") or made.get("environment_factory")):
-        made.values.pop("environment.max_turns", None)
-
-
-def _rloo(made: Draft, trainer: str, devices: int) -> int:
-    updates = _online(made, trainer, devices)
-    made.set("algorithm.advantage", "rloo(normalize=True)" if made.get("normalize_advantages") else "rloo",
-             "normalize_advantages")  # fmt: skip
-    made.set("algorithm.loss", "rloo")
-    beta = float(made.get("beta"))
-    made.set("algorithm.beta", beta, "beta")
-    made.set("algorithm.kl_in_reward", beta > 0, "beta")
-    _clip(made)
-    _reference(made, updates)
+    if draft.get("use_vllm") and draft.get(keys[0]):
+        draft.set("algorithm.importance_correction", draft.get(keys[1]), *keys)
+        bounds = ("vllm_importance_sampling_cap", "vllm_importance_sampling_clip_max")
+        draft.set("algorithm.importance_max", draft.first(*bounds), *bounds)
+        low = "vllm_importance_sampling_clip_min"
+        draft.set("algorithm.importance_min", draft.get(low), low)
+    tools, factory, rollout = (draft.get(key) for key in ("tools", "environment_factory", "rollout_func"))
+    draft.set("environment.tools", tools, "tools")
+    draft.set("environment.name", factory, "environment_factory")
+    draft.set("environment.rollout_func", rollout, "rollout_func")
+    if rollout and not draft.values.get("algorithm.importance_correction"):
+        draft.set("algorithm.importance_correction", "token_truncate", "rollout_func")
+    if not (tools or factory):
+        draft.drop("environment.max_turns")
     return updates
 
 
-def _ppo(made: Draft, trainer: str, devices: int) -> int:
-    per_device, accumulation = (int(made.get(key)) for key in ROWS)
-    minibatches = int(made.get("num_mini_batches"))
-    made.set("algorithm.name", "ppo")
-    made.set("rollout.group_size", 1)
-    made.set("batch.prompts", per_device * devices * accumulation * minibatches, *ROWS, "num_mini_batches")
-    made.set("batch.minibatches", minibatches, "num_mini_batches")
-    made.set("batch.shuffle", True)
-    shared.micro_rows(made, per_device * devices, per_device * devices * accumulation, *ROWS)
-    whiten = ", whiten_rewards=True" if made.get("whiten_rewards") else ""
-    made.set("algorithm.advantage", f"ppo(gamma={made.get('gamma')}, lam={made.get('lam')}{whiten})", "gamma", "lam",
-             "whiten_rewards")  # fmt: skip
-    made.set("algorithm.kl_in_reward", float(made.get("kl_coef")) > 0, "kl_coef")
-    made.set("algorithm.aggregation", "microbatch_token" if accumulation > 1 else "token")
+def _rloo(draft: Draft, trainer: str, devices: int) -> int:
+    updates = _online(draft, devices)
+    normalize = {"normalize": True} if draft.get("normalize_advantages") else {}
+    draft.set("algorithm.advantage", with_options("rloo", normalize), "normalize_advantages")
+    draft.set("algorithm.loss", "rloo")
+    draft.set("algorithm.kl_in_reward", float(draft.get("beta")) > 0, "beta")
+    return updates
+
+
+def _ppo(draft: Draft, trainer: str, devices: int) -> int:
+    per_device, accumulation = (int(draft.get(key)) for key in ROWS)
+    minibatches = int(draft.get("num_mini_batches"))
+    draft.set("algorithm.name", "ppo")
+    draft.set("rollout.group_size", 1)
+    draft.set("batch.prompts", per_device * devices * accumulation * minibatches, *ROWS, "num_mini_batches")
+    draft.set("batch.minibatches", minibatches, "num_mini_batches")
+    draft.set("batch.shuffle", True)
+    shared.microbatch_rows(draft, per_device * devices, per_device * devices * accumulation, *ROWS)
+    options = {key: draft.get(key) for key in ("gamma", "lam")}
+    options |= {"whiten_rewards": True} if draft.get("whiten_rewards") else {}
+    draft.set("algorithm.advantage", with_options("ppo", options), "gamma", "lam", "whiten_rewards")
+    draft.set("algorithm.kl_in_reward", float(draft.get("kl_coef")) > 0, "kl_coef")
+    draft.set("algorithm.aggregation", "microbatch_token" if accumulation > 1 else "token")
     for side in ("low", "high"):
-        made.set(f"algorithm.epsilon_{side}", float(made.get("cliprange")), "cliprange")
-    made.set("critic.learning_rate", float(made.get("learning_rate")), "learning_rate", "vf_coef")
-    if made.get("reward_model_path"):
-        made.set("critic.path", made.get("reward_model_path"), "reward_model_path")
-    _rewards(made)
-    made.check("TRL clips the gradient of policy and critic together; here each has its own norm")
-    return minibatches * int(made.get("num_ppo_epochs"))
+        draft.set(f"algorithm.epsilon_{side}", float(draft.get("cliprange")), "cliprange")
+    draft.set("critic.learning_rate", float(draft.get("learning_rate")), "learning_rate", "vf_coef")
+    if draft.get("reward_model_path"):
+        draft.set("critic.path", draft.get("reward_model_path"), "reward_model_path")
+    _rewards(draft)
+    draft.check("TRL clips the gradient of policy and critic together; here each has its own norm")
+    return minibatches * int(draft.get("num_ppo_epochs"))
 
 
-def _offline(made: Draft, trainer: str, devices: int) -> int:
-    """The batch and the loss of SFT, preferences and reward models."""
-    per_device, accumulation = (int(made.get(key)) for key in ROWS)
-    made.set("batch.prompts", per_device * devices * accumulation, *ROWS)
-    single = trainer == "sft" or made.get("loss_type") == "apo_zero_unpaired"
-    together = 1 if single else 2
-    shared.micro_rows(made, per_device * devices * together, per_device * devices * accumulation * together, *ROWS)
-    made.set("algorithm.name", {"sft": "sft", "reward": "reward_model"}.get(trainer, "preference"))
+def _offline(draft: Draft, trainer: str, devices: int) -> int:
+    """Set the batch and the loss of SFT, preferences and reward models."""
+    per_device, accumulation = (int(draft.get(key)) for key in ROWS)
+    draft.set("batch.prompts", per_device * devices * accumulation, *ROWS)
+    # A pair, or a labelled row with its mismatch, is two rows.
+    rows = 1 if trainer == "sft" or draft.get("loss_type") == "apo_zero_unpaired" else 2
+    shared.microbatch_rows(draft, per_device * devices * rows, per_device * devices * accumulation * rows, *ROWS)
+    draft.set("algorithm.name", {"sft": "sft", "reward": "reward_model"}.get(trainer, "preference"))
     if trainer == "sft":
-        _sft(made)
-    elif trainer != "reward":
-        made.set("algorithm.beta", float(made.get("beta")), "beta")
-        _preference(made, trainer)
-    if made.get("sync_ref_model"):
-        made.check("sync_ref_model: the reference of a preference loss does not move here")
+        _sft(draft)
+    elif trainer == "reward":
+        set_loss(draft, [("bradley_terry", {"center": "center_rewards_coefficient"})])
+    else:
+        draft.set("algorithm.beta", float(draft.get("beta")), "beta")
+        _preference(draft, trainer)
+    if draft.get("sync_ref_model"):
+        draft.check("sync_ref_model: the reference of a preference loss does not move here")
     return 1
 
 
-def _sft(made: Draft) -> None:
-    only = made.get("completion_only_loss") or made.get("assistant_only_loss")
-    made.set("data.loss_on", "completion" if only else "all", "completion_only_loss", "assistant_only_loss")
-    if made.get("completion_only_loss") is None and not only:
-        made.check("completion_only_loss is unset: TRL then learns all tokens of messages and texts, which is written "
-                   "(data.loss_on = all), but only the completion where rows have prompt and completion: set "
-                   "completion "
-                   "for these")  # fmt: skip
-    if made.get("loss_type") not in ("nll", "chunked_nll"):
-        made.check(f"loss_type = {made.get('loss_type')!r} has no equivalent in sft")
-    made.use("loss_type")
-    made.set("algorithm.label_smoothing", made.get("label_smoothing_factor"), "label_smoothing_factor")
+def _sft(draft: Draft) -> None:
+    only = draft.get("completion_only_loss") or draft.get("assistant_only_loss")
+    draft.set("data.loss_on", "completion" if only else "all", "completion_only_loss", "assistant_only_loss")
+    if draft.get("completion_only_loss") is None and not only:
+        draft.check(
+            "completion_only_loss is unset: TRL then learns all tokens of messages and texts, which is written "
+            "(data.loss_on = all), but only the completion where rows have prompt and completion: set completion for "
+            "these"
+        )
+    if draft.get("loss_type") not in ("nll", "chunked_nll"):
+        draft.check(f"loss_type = {draft.get('loss_type')!r} has no equivalent in sft")
+    draft.use("loss_type")
+    draft.set("algorithm.label_smoothing", draft.get("label_smoothing_factor"), "label_smoothing_factor")
 
 
-def _preference(made: Draft, trainer: str) -> None:
-    kind, weights = made.get("loss_type"), made.get("loss_weights")
-    rpo = ("rpo_alpha",) if made.given("rpo_alpha") else ()
-    kinds = kind if isinstance(kind, list | tuple) else [kind]
-    if trainer == "dpo":
-        kinds = ["dpo" if name == "sigmoid" else name for name in kinds]
-        if made.get("rpo_alpha") is not None:
-            kinds, weights = [*kinds, "sft"], [*(weights or [1.0] * len(kinds)), float(made.get("rpo_alpha"))]
-    elif trainer == "cpo":
-        kinds = ["cpo" if name == "sigmoid" else name for name in kinds]
-        if kinds[0] in ("hinge", "ipo"):
-            weights, kinds = [1.0, float(made.get("cpo_alpha"))], [kinds[0], "sft"]
-            made.set("algorithm.reference_free", True, "loss_type")
-        if kinds == ["alphapo"]:
-            made.set("algorithm.alphapo_alpha", float(made.get("alpha")), "alpha")
+def _preference(draft: Draft, trainer: str) -> None:
+    kinds, weights = draft.get("loss_type"), draft.get("loss_weights")
+    kinds = list(kinds) if isinstance(kinds, list | tuple) else [kinds]
+    if trainer in ("dpo", "cpo"):
+        kinds = [trainer if name == "sigmoid" else name for name in kinds]
     elif trainer == "orpo":
         kinds = ["orpo"]
-    made.set("algorithm.loss", "+".join(kinds), *(() if trainer == "orpo" else ("loss_type",)), *rpo)
+    options = {**OPTIONS, "alpha": "f_alpha_divergence_coef"}
+    if draft.sets(key := "f_divergence_type") and draft.get(key) not in DIVERGENCES:
+        raise ConfigError(f"{draft.source.path}: {key} is {draft.get(key)!r}, but there are {', '.join(DIVERGENCES)}")
+    rpo = ("rpo_alpha",) if draft.sets("rpo_alpha") else ()
+    if trainer == "dpo" and draft.get("rpo_alpha") is not None:
+        kinds, weights = [*kinds, "sft"], [*(weights or [1.0] * len(kinds)), float(draft.get("rpo_alpha"))]
+    elif trainer == "cpo" and kinds[0] in ("hinge", "ipo"):
+        kinds = [kinds[0], "sft"]
+        draft.set("algorithm.reference_free", True, "loss_type")
+    if draft.get("label_smoothing") and not set(SMOOTHED) & set(kinds):
+        draft.check("label_smoothing is ignored by TRL for this loss; dpo(label_smoothing=...) would be cDPO")
+    losses = []
+    for name in kinds:
+        keys = dict(options)
+        if name in SMOOTHED:
+            keys["label_smoothing"] = "label_smoothing"
+        if name == "alphapo":  # TRL leaves its likelihood term out, whatever cpo_alpha is
+            keys["alpha"] = "alpha"
+        elif trainer == "cpo":
+            keys["nll_weight"] = "cpo_alpha"
+        losses.append((name, keys))
+    set_loss(draft, losses, *(() if trainer == "orpo" else ("loss_type",)), *rpo)
     if weights:
-        made.set("algorithm.loss_weights", tuple(float(weight) for weight in weights), "loss_weights", *rpo)
-    smoothing = made.get("label_smoothing")
-    reads = {"robust", "exo_pair", "aot", "aot_unpaired", "cpo", "simpo", "alphapo"} & set(kinds)
-    if smoothing and reads:
-        made.set("algorithm.label_smoothing", float(smoothing), "label_smoothing")
-    elif smoothing:
-        made.check("label_smoothing is ignored by TRL for this loss; algorithm.label_smoothing would make dpo cDPO")
+        draft.set("algorithm.loss_weights", tuple(float(weight) for weight in weights), "loss_weights", *rpo)
 
 
-RULES: dict[str, Any] = {
+RULES: dict[str, Callable[[Draft, str, int], int]] = {
     "grpo": _grpo,
     "rloo": _rloo,
     "ppo": _ppo,
     **dict.fromkeys(("sft", "dpo", "kto", "orpo", "cpo", "reward"), _offline),
 }
-
-
-def convert(source: Source, options: Options) -> tuple[ConfigDict, str]:
-    """Our configuration, and the file that makes it."""
-    made = draft(source, options)
-    return made.finish(), made.text()
-
-
-def table() -> tuple[Entry, ...]:
-    """Every key of TRL."""
-    return TABLE

@@ -1,15 +1,15 @@
-"""The rules for verl: what several of its keys make together."""
+"""The rules for verl: its keys that make one of ours together."""
 
-from pathlib import Path
 from typing import Any
 
-from jaxrl_llm.config import ConfigDict
 from jaxrl_llm.config.resolve import ConfigError
 from jaxrl_llm.tools.migrate import shared, verl_run
 from jaxrl_llm.tools.migrate.draft import Draft, Options, Source
-from jaxrl_llm.tools.migrate.verl_defaults import SFT, VERSIONS
-from jaxrl_llm.tools.migrate.verl_keys import TABLE, A, M, R
+from jaxrl_llm.tools.migrate.losses import set_loss, with_options
+from jaxrl_llm.tools.migrate.table import defaults
 
+A, R, M = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
+VERSIONS = ("0.8", "0.3")  # newest first
 OVERLONG = {"error": "error", "left": "truncate_left", "right": "truncate_right", "middle": "truncate_middle"}
 MEANS = {
     "token-mean": "token",
@@ -19,356 +19,312 @@ MEANS = {
 }
 
 
-def convert(source: Source, options: Options) -> tuple[ConfigDict, str]:
-    """Our configuration, and the file that makes it."""
-    made = draft(source, options)
-    return made.finish(), made.text()
+def convert(source: Source, options: Options) -> Draft:
+    """Return our settings for a verl YAML or list of overrides."""
+    version = options.version or VERSIONS[0]
+    if version not in VERSIONS:
+        raise ConfigError(f"--version is {version!r}, but verl's are {', '.join(VERSIONS)}")
+    trainer = source.trainer or ("sft" if "model.partial_pretrain" in source.settings else "ppo")
+    theirs = defaults("verl", "sft" if trainer == "sft" else version)
+    estimator = source.settings.get("algorithm.adv_estimator", theirs.get("algorithm.adv_estimator"))
+    algorithm = "SFT" if trainer == "sft" else "PPO" if estimator == "gae" else estimator
+    draft = Draft(source, f"{algorithm}, from FILE of verl; what that leaves out is as in verl {version}.", theirs)
+    draft.set_direct("verl")
+    _data(draft)
+    _model(draft)
+    gpus = options.devices or int(draft.get("trainer.nnodes")) * int(draft.get("trainer.n_gpus_per_node"))
+    draft.use("trainer.nnodes", "trainer.n_gpus_per_node")
+    (_sft if trainer == "sft" else _online)(draft, gpus)
+    verl_run.trainer(draft, options)
+    verl_run.learning_rate(draft, "optim" if trainer == "sft" else f"{A}.optim")
+    return draft
 
 
-def draft(source: Source, options: Options) -> Draft:
-    """Our settings for a verl YAML or list of overrides."""
-    if options.version not in ("", *VERSIONS):
-        raise ConfigError(f"--version is {options.version!r}, but verl's are {', '.join(VERSIONS)}")
-    trainer = source.trainer or ("sft" if "model.partial_pretrain" in source.given else "ppo")
-    version = options.version or next(iter(VERSIONS))
-    defaults = SFT if trainer == "sft" else VERSIONS[version]
-    which = (
-        "SFT" if trainer == "sft" else source.given.get("algorithm.adv_estimator", defaults["algorithm.adv_estimator"])
-    )
-    which, file = "PPO" if which == "gae" else which, Path(source.path).name
-    title = f"{which}, from {file} of verl; what that leaves out is as in verl {version}."
-    made = Draft(source, defaults, TABLE, title)
-    made.simple()
-    _data(made)
-    gpus = options.devices or int(made.get("trainer.nnodes")) * int(made.get("trainer.n_gpus_per_node"))
-    made.use("trainer.nnodes", "trainer.n_gpus_per_node")
-    _mesh(made)
-    (_sft if trainer == "sft" else _online)(made, gpus)
-    verl_run.trainer(made, options)
-    _rate(made, "optim" if trainer == "sft" else f"{A}.optim")
-    return made
-
-
-def _data(made: Draft) -> None:
-    files, held_out = made.get("data.train_files"), made.get("data.val_files")
-    custom, name = (made.get(f"data.custom_cls.{key}") or made.get(f"custom_cls.{key}") for key in ("path", "name"))
-    if custom:
-        made.set("data.path", f"{custom}:{name}", *(f"{at}custom_cls.{key}" for at in ("data.", "") for key in
-                                                    ("path", "name")))  # fmt: skip
-        made.use("data.train_files")
+def _data(draft: Draft) -> None:
+    """Set the data sets, what happens to long rows, and the columns that rewards read."""
+    files, held_out = draft.get("data.train_files"), draft.get("data.val_files")
+    custom = [f"{at}custom_cls.{key}" for key in ("path", "name") for at in ("data.", "")]
+    path, name = (draft.get(pair[0]) or draft.get(pair[1]) for pair in (custom[:2], custom[2:]))
+    if path:
+        draft.set("data.path", f"{path}:{name}", *custom)
+        draft.use("data.train_files")
     elif isinstance(files, list) and len(files) > 1:
-        made.set("data.sources", tuple({"path": file, "split": "train"} for file in files), "data.train_files")
+        draft.set("data.sources", tuple({"path": file, "split": "train"} for file in files), "data.train_files")
     else:
-        made.set("data.path", files[0] if isinstance(files, list) else files, "data.train_files")
+        draft.set("data.path", files[0] if isinstance(files, list) else files, "data.train_files")
     if isinstance(held_out, list) and len(held_out) > 1:
         sets = tuple({"set": "val", "path": file, "split": "train"} for file in held_out)
-        made.set("eval.sets", sets, "data.val_files")
+        draft.set("eval.sets", sets, "data.val_files")
     elif held_out:
-        made.set("data.eval_path", held_out[0] if isinstance(held_out, list) else held_out, "data.val_files")
-        made.set("data.eval_split", "train", "data.val_files")
-    long = OVERLONG.get(str(made.get("data.truncation")), "error")
-    made.set("data.overlong", "filter" if made.get("data.filter_overlong_prompts") else long, "data.truncation",
-             "data.filter_overlong_prompts")  # fmt: skip
-    wanted = [
-        key for key in ("return_raw_input_ids", "return_raw_chat", "return_full_prompt") if made.get(f"data.{key}")
-    ]
-    if wanted:
-        made.set(
-            "data.format", f"verl({', '.join(f'{key}=True' for key in wanted)})", *(f"data.{key}" for key in wanted)
-        )
-    made.use(*(f"data.return_{key}" for key in ("raw_input_ids", "raw_chat", "full_prompt")))
-    extra = {key.rpartition(".")[2]: value for key, value in made.source.given.items()
-             if key.startswith("data.apply_chat_template_kwargs.")}  # fmt: skip
-    if extra:
-        made.set("data.chat_template_kwargs", ", ".join(f"{key}={value!r}" for key, value in extra.items()),
-                 *(f"data.apply_chat_template_kwargs.{key}" for key in extra))  # fmt: skip
-    trusts = [key for key in ("data", M, "model") if made.get(f"{key}.trust_remote_code")]
-    made.set(
-        "model.trust_remote_code", bool(trusts) or None, *(f"{key}.trust_remote_code" for key in ("data", M, "model"))
-    )
-    remat = made.get(f"{M}.enable_gradient_checkpointing") or made.get("model.enable_gradient_checkpointing")
-    offload = made.get(f"{M}.enable_activation_offload")
-    made.set("model.remat", "offload" if offload else "block" if remat else "none",
-             f"{M}.enable_gradient_checkpointing", f"{M}.enable_activation_offload",
-             "model.enable_gradient_checkpointing")  # fmt: skip
-    if "model.path" not in made.values:
-        made.set("model.path", "MODEL")
-        made.check("the file names no model: set model.path")
-    if not made.values.get("lora.rank"):
-        for key in ("lora.alpha", "lora.targets"):
-            made.values.pop(key, None)
-    if "lora.path" in made.values:
-        made.values.pop("lora.rank", None)
+        draft.set("data.eval_path", held_out[0] if isinstance(held_out, list) else held_out, "data.val_files")
+        draft.set("data.eval_split", "train", "data.val_files")
+    overlong = OVERLONG.get(str(draft.get("data.truncation")), "error")
+    overlong = "filter" if draft.get("data.filter_overlong_prompts") else overlong
+    draft.set("data.overlong", overlong, "data.truncation", "data.filter_overlong_prompts")
+    names = ("return_raw_input_ids", "return_raw_chat", "return_full_prompt")
+    columns = {key: True for key in names if draft.get(f"data.{key}")}
+    if columns:
+        draft.set("data.format", with_options("verl", columns), *(f"data.{key}" for key in columns))
+    draft.use(*(f"data.{key}" for key in names))
+    template = _below(draft, "data.apply_chat_template_kwargs")
+    if template:
+        options = ", ".join(f"{key}={value!r}" for key, value in template.items())
+        draft.set("data.chat_template_kwargs", options, *(f"data.apply_chat_template_kwargs.{key}" for key in template))
 
 
-def _online(made: Draft, gpus: int) -> None:
-    prompts, mini = int(made.get("data.train_batch_size")), int(made.get(f"{A}.ppo_mini_batch_size"))
-    group = int(made.get(f"{R}.n"))
-    if prompts % mini:
-        raise ConfigError(f"{made.source.path}: {A}.ppo_mini_batch_size is {mini}, which does not divide "
-                          f"data.train_batch_size = {prompts} (prompts both)")  # fmt: skip
-    made.set("batch.minibatches", prompts // mini, f"{A}.ppo_mini_batch_size")
-    _micro(made, mini * group, gpus)
-    made.set("optimizer.no_decay", (), f"{A}.optim.weight_decay")
-    for side in ("low", "high"):
-        value, alone = made.get(f"{A}.clip_ratio_{side}"), made.get(f"{A}.clip_ratio")
-        made.set(f"algorithm.epsilon_{side}", float(alone if value is None else value), f"{A}.clip_ratio_{side}",
-                 *(() if value is not None else (f"{A}.clip_ratio",)))  # fmt: skip
-    if made.given(f"{A}.clip_ratio") and f"{A}.clip_ratio" not in made.used:
-        made.check(f"{A}.clip_ratio alone has no effect in verl now: clip_ratio_low and clip_ratio_high are read, 0.2 "
-                   "unless set. --version=0.3 reads it")  # fmt: skip
-    _loss(made)
-    _advantage(made)
-    _divergence(made)
-    _rewards(made)
-    if made.get(f"{R}.max_num_seqs") and made.given(f"{R}.max_num_seqs"):
-        made.use(f"{R}.max_num_seqs")
-        if int(made.get(f"{R}.max_num_seqs")) * gpus < prompts * group:
-            made.set("rollout.slots", int(made.get(f"{R}.max_num_seqs")) * gpus, f"{R}.max_num_seqs")
-    made.use(f"{R}.prompt_length", f"{R}.response_length")
-    if made.get("algorithm.filter_groups.enable"):
-        made.set("algorithm.dynamic_sampling", True, "algorithm.filter_groups.enable")
-        rounds = int(made.get("algorithm.filter_groups.max_num_gen_batches") or 0)
-        made.set("algorithm.max_sampling_rounds", rounds or 1000, "algorithm.filter_groups.max_num_gen_batches")
-    correction = made.get("algorithm.rollout_correction.rollout_is")
-    if correction:
-        key = "algorithm.rollout_correction.rollout_is"
-        made.set("algorithm.importance_correction", f"{correction}_truncate", key)
-        made.set("algorithm.importance_max", float(made.get(f"{key}_threshold") or 2.0), f"{key}_threshold")
-    _precision(made)
+def _below(draft: Draft, section: str) -> dict[str, Any]:
+    """Return the keys of a section that the file sets, by their last part."""
+    keys = {key: value for key, value in draft.settings.items() if key.startswith(f"{section}.")}
+    return {key.rpartition(".")[2]: value for key, value in keys.items()}
 
 
-def _precision(made: Draft) -> None:
-    """Sampling in 8 bits, which is corrected for here."""
-    key = f"{R}.quantization"
-    kind = made.get(key)
-    made.use(key)
-    if kind == "fp8":
-        made.set("rollout.weights_dtype", "fp8", key)
-        if "algorithm.importance_correction" not in made.values:
-            made.set("algorithm.importance_correction", "token_truncate", key)
-            made.check("verl corrects for samples in fp8 where rollout_correction is set alone; here it must be done")
-    elif kind:
-        made.check(f"{key} = {kind} has no equivalent: rollout.weights_dtype takes fp8 and int8")
-
-
-def _micro(made: Draft, minibatch: int, gpus: int) -> None:
-    """Rows per pass: those of a GPU times the GPUs."""
-    each, whole = made.get(f"{A}.ppo_micro_batch_size_per_gpu"), made.get(f"{A}.ppo_micro_batch_size")
-    keys = (f"{A}.ppo_micro_batch_size_per_gpu", f"{A}.ppo_micro_batch_size")
-    tokens, longest = (f"{A}.use_dynamic_bsz", f"{A}.ppo_max_token_len_per_gpu")
-    if made.get(tokens):
-        made.set("batch.microbatch_tokens", int(made.get(longest) or 16384) * gpus, tokens, longest)
-        made.use(*keys)
-    elif each or whole:
-        shared.micro_rows(made, int(each) * gpus if each else int(whole), minibatch, *keys)
-
-
-def _mesh(made: Draft) -> None:
-    """FSDP shares parameters over all devices unless it is told otherwise."""
+def _model(draft: Draft) -> None:
+    """Set the model, its adapters, rematerialisation and the mesh."""
+    trusts = [f"{key}.trust_remote_code" for key in ("data", M, "model")]
+    draft.set("model.trust_remote_code", any(draft.get(key) for key in trusts) or None, *trusts)
+    keys = (f"{M}.enable_gradient_checkpointing", f"{M}.enable_activation_offload")
+    keys = (*keys, "model.enable_gradient_checkpointing")
+    remat = "block" if draft.get(keys[0]) or draft.get(keys[2]) else "none"
+    draft.set("model.remat", "offload" if draft.get(keys[1]) else remat, *keys)
+    if "model.path" not in draft.values:
+        draft.set("model.path", "MODEL")
+        draft.check("the file names no model: set model.path")
+    if not draft.values.get("lora.rank"):
+        draft.drop("lora.alpha", "lora.targets")
+    if "lora.path" in draft.values:
+        draft.drop("lora.rank")
+    # FSDP shards parameters over all devices unless a size is set.
     key = f"{A}.fsdp_config.fsdp_size"
-    size = int(made.get(key) or -1)
-    made.set("mesh.fsdp", size, key)
+    size = int(draft.get(key) or -1)
+    draft.set("mesh.fsdp", size, key)
     if size < 0:
-        made.set("mesh.data", 1, key)
-    share = next((key for key in (f"{A}.ulysses_sequence_parallel_size", "ulysses_sequence_parallel_size")
-                  if int(made.get(key) or 1) > 1), None)  # fmt: skip
-    if share:
-        made.set("mesh.context", int(made.get(share)), share)
+        draft.set("mesh.data", 1, key)
+    for key in (f"{A}.ulysses_sequence_parallel_size", "ulysses_sequence_parallel_size"):
+        if int(draft.get(key) or 1) > 1:
+            draft.set("mesh.context", int(draft.get(key)), key)
+            break
 
 
-def _loss(made: Draft) -> None:
-    p, mode = f"{A}.policy_loss", made.get(f"{A}.policy_loss.loss_mode")
-    low, high = made.values["algorithm.epsilon_low"], made.values["algorithm.epsilon_high"]
+def _online(draft: Draft, gpus: int) -> None:
+    """Set everything about reinforcement learning: batch, loss, advantages, KL, rewards and sampling."""
+    prompts, mini = int(draft.get("data.train_batch_size")), int(draft.get(f"{A}.ppo_mini_batch_size"))
+    group = int(draft.get(f"{R}.n"))
+    if prompts % mini:
+        raise ConfigError(
+            f"{draft.source.path}: {A}.ppo_mini_batch_size is {mini}, which does not divide data.train_batch_size = "
+            f"{prompts} (prompts both)"
+        )
+    draft.set("batch.minibatches", prompts // mini, f"{A}.ppo_mini_batch_size")
+    # Rows of a micro-batch: those of a GPU times the GPUs.
+    rows = (f"{A}.ppo_micro_batch_size_per_gpu", f"{A}.ppo_micro_batch_size")
+    tokens = (f"{A}.use_dynamic_bsz", f"{A}.ppo_max_token_len_per_gpu")
+    each, total = (draft.get(key) for key in rows)
+    if draft.get(tokens[0]):
+        draft.set("batch.microbatch_tokens", int(draft.get(tokens[1]) or 16384) * gpus, *tokens)
+        draft.use(*rows)
+    elif each or total:
+        shared.microbatch_rows(draft, int(each) * gpus if each else int(total), mini * group, *rows)
+    draft.set("optimizer.no_decay", (), f"{A}.optim.weight_decay")
+    for side in ("low", "high"):
+        key, both = f"{A}.clip_ratio_{side}", f"{A}.clip_ratio"
+        keys = (key,) if draft.get(key) is not None else (key, both)
+        draft.set(f"algorithm.epsilon_{side}", float(draft.first(key, both)), *keys)
+    if draft.sets(f"{A}.clip_ratio") and f"{A}.clip_ratio" not in draft.used:
+        draft.check(
+            f"{A}.clip_ratio alone has no effect in verl now: clip_ratio_low and clip_ratio_high are read, 0.2 unless "
+            "set. --version=0.3 reads it"
+        )
+    _loss(draft)
+    _advantage(draft)
+    _divergence(draft)
+    _rewards(draft)
+    if draft.sets(key := f"{R}.max_num_seqs") and draft.get(key):
+        draft.use(key)
+        slots = int(draft.get(key)) * gpus
+        if slots < prompts * group:
+            draft.set("rollout.slots", slots, key)
+    draft.use(f"{R}.prompt_length", f"{R}.response_length")
+    if draft.get(key := "algorithm.filter_groups.enable"):
+        draft.set("algorithm.dynamic_sampling", True, key)
+        key = "algorithm.filter_groups.max_num_gen_batches"
+        draft.set("algorithm.max_sampling_rounds", int(draft.get(key) or 0) or 1000, key)
+    if correction := draft.get(key := "algorithm.rollout_correction.rollout_is"):
+        draft.set("algorithm.importance_correction", f"{correction}_truncate", key)
+        draft.set("algorithm.importance_max", float(draft.get(f"{key}_threshold") or 2.0), f"{key}_threshold")
+    kind = draft.get(key := f"{R}.quantization")
+    draft.use(key)
+    if kind == "fp8":
+        draft.set("rollout.weights_dtype", "fp8", key)
+        if "algorithm.importance_correction" not in draft.values:
+            draft.set("algorithm.importance_correction", "token_truncate", key)
+            draft.check("verl corrects for samples in fp8 where rollout_correction is set alone; here it must be done")
+    elif kind:
+        draft.check(f"{key} = {kind} has no equivalent: rollout.weights_dtype takes fp8 and int8")
 
-    def option(key: str, other: float) -> Any:
-        made.use(key)
-        value = made.get(key)
-        return other if value is None else value
 
-    losses = {
-        "vanilla": "ppo_clip",
-        "gspo": "gspo_token",
-        "gpg": "reinforce",
-        "geo_mean": "gmpo",
-        "cispo": f"cispo(minimum={1 - low:g})",
-        "sapo": f"sapo(temperature_positive={made.get(f'{A}.tau_pos') or 1.0}, "
-        f"temperature_negative={made.get(f'{A}.tau_neg') or 1.05})",
-        "clip_cov": "clip_cov",
-        "kl_cov": "kl_cov",
+def _loss(draft: Draft) -> None:
+    """Set the policy loss with its options, and the aggregation."""
+    section, mode = f"{A}.policy_loss", draft.get(f"{A}.policy_loss.loss_mode")
+    low, high = draft.values["algorithm.epsilon_low"], draft.values["algorithm.epsilon_high"]
+    # Our loss of a mode, and its options: our name, the key in verl, verl's default.
+    losses: dict[str, tuple[str, dict[str, tuple[str, float]]]] = {
+        "vanilla": ("ppo_clip", {}),
+        "gspo": ("gspo_token", {}),
+        "gpg": ("reinforce", {}),
+        "geo_mean": ("gmpo", {}),
+        "cispo": ("cispo", {}),
+        "sapo": (
+            "sapo",
+            {"temperature_positive": (f"{A}.tau_pos", 1.0), "temperature_negative": (f"{A}.tau_neg", 1.05)},
+        ),
+        "clip_cov": (
+            "clip_cov",
+            {
+                "fraction": (f"{section}.clip_cov_ratio", 2e-4),
+                "lower": (f"{section}.clip_cov_lb", 1.0),
+                "upper": (f"{section}.clip_cov_ub", 5.0),
+            },
+        ),
+        "kl_cov": (
+            "kl_cov",
+            {"fraction": (f"{section}.kl_cov_ratio", 2e-4), "kl_coef": (f"{section}.ppo_kl_coef", 0.1)},
+        ),
     }
     if mode not in losses:
-        raise ConfigError(f"{made.source.path}: {p}.loss_mode is {mode!r}, which has no equivalent; there are "
-                          f"{', '.join(losses)}")  # fmt: skip
-    loss = losses[mode]
-    if mode == "clip_cov":
-        loss = (f"clip_cov(fraction={option(f'{p}.clip_cov_ratio', 2e-4)}, lower={option(f'{p}.clip_cov_lb', 1.0)}, "
-                f"upper={option(f'{p}.clip_cov_ub', 5.0)})")  # fmt: skip
-    elif mode == "kl_cov":
-        loss = (f"kl_cov(fraction={option(f'{p}.kl_cov_ratio', 2e-4)}, "
-                f"kl_coef={option(f'{p}.ppo_kl_coef', 0.1)})")  # fmt: skip
-    made.set("algorithm.loss", loss, f"{p}.loss_mode")
-    made.use(f"{A}.tau_pos", f"{A}.tau_neg")
+        raise ConfigError(
+            f"{draft.source.path}: {section}.loss_mode is {mode!r}, which has no equivalent; there are "
+            f"{', '.join(losses)}"
+        )
+    loss, keys = losses[mode]
+    options = {option: draft.first(key, default=default) for option, (key, default) in keys.items()}
+    draft.use(f"{A}.tau_pos", f"{A}.tau_neg", *(key for key, _ in keys.values()))
     if mode == "cispo":
-        made.set("algorithm.epsilon_high", 1 + high, f"{A}.clip_ratio_high")
-    if mode != "vanilla":
-        made.values.pop("algorithm.dual_clip", None)
-    means = made.get(f"{A}.loss_agg_mode")
+        options = {"minimum": float(f"{1 - low:g}")}
+        draft.set("algorithm.epsilon_high", 1 + high, f"{A}.clip_ratio_high")
+    if mode == "vanilla":
+        set_loss(draft, [(loss, {"dual_clip": f"{A}.clip_ratio_c"})], f"{section}.loss_mode")
+    else:
+        draft.set("algorithm.loss", with_options(loss, options), f"{section}.loss_mode")
+    means = draft.get(f"{A}.loss_agg_mode")
     if means not in MEANS:
-        raise ConfigError(f"{made.source.path}: {A}.loss_agg_mode is {means!r}, but there are {', '.join(MEANS)}")
+        raise ConfigError(f"{draft.source.path}: {A}.loss_agg_mode is {means!r}, but there are {', '.join(MEANS)}")
     # verl's gspo takes sequence means whatever is set.
-    made.set("algorithm.aggregation", "sequence" if mode == "gspo" else MEANS[means], f"{A}.loss_agg_mode")
+    draft.set("algorithm.aggregation", "sequence" if mode == "gspo" else MEANS[means], f"{A}.loss_agg_mode")
     if means == "seq-mean-token-sum-norm":
-        made.check("verl's seq-mean-token-sum-norm does not divide by the rows; ours does, so the gradient is smaller "
-                   "by "
-                   "their number (with Adam and clipping the update is the same)")  # fmt: skip
+        draft.check(
+            "verl's seq-mean-token-sum-norm does not divide by the rows; ours does, so the gradient is smaller by "
+            "their number (with Adam and clipping the update is the same)"
+        )
 
 
-def _advantage(made: Draft) -> None:
-    name, gamma, lam = (made.get(f"algorithm.{key}") for key in ("adv_estimator", "gamma", "lam"))
-    gamma = made.source.given.get("algorithm.gemma", gamma)
+def _advantage(draft: Draft) -> None:
+    """Set the advantages, and the critic where there is one."""
+    name, gamma, lam = (draft.get(f"algorithm.{key}") for key in ("adv_estimator", "gamma", "lam"))
+    gamma = draft.settings.get("algorithm.gemma", gamma)
     known = {
-        "gae": f"ppo(gamma={gamma}, lam={lam})",
+        "gae": with_options("ppo", {"gamma": gamma, "lam": lam}),
         "grpo": "group(eps=1e-06)",
         "grpo_vectorized": "group(eps=1e-06)",
         "grpo_passk": "passk",
         "rloo": "rloo",
         "rloo_vectorized": "rloo",
-        "reinforce_plus_plus": f"reinforce_plus_plus(gamma={gamma})",
+        "reinforce_plus_plus": with_options("reinforce_plus_plus", {"gamma": gamma}),
         "reinforce_plus_plus_baseline": "reinforce_plus_plus_baseline",
         "remax": "remax",
         "opo": "opo",
     }
     if name not in known:
-        raise ConfigError(f"{made.source.path}: algorithm.adv_estimator is {name!r}, which has no equivalent; there "
-                          f"are "
-                          f"{', '.join(known)}")  # fmt: skip
+        raise ConfigError(
+            f"{draft.source.path}: algorithm.adv_estimator is {name!r}, which has no equivalent; there are "
+            f"{', '.join(known)}"
+        )
     if name == "gae":
-        made.set("algorithm.name", "ppo", "algorithm.adv_estimator")
-    made.set("algorithm.advantage", known[name], "algorithm.adv_estimator", "algorithm.gamma", "algorithm.gemma",
-             "algorithm.lam")  # fmt: skip
+        draft.set("algorithm.name", "ppo", "algorithm.adv_estimator")
+    keys = (f"algorithm.{key}" for key in ("adv_estimator", "gamma", "gemma", "lam"))
+    draft.set("algorithm.advantage", known[name], *keys)
     if name in ("grpo", "grpo_vectorized"):
-        by = "group" if made.get("algorithm.norm_adv_by_std_in_grpo") else "none"
-        made.set("algorithm.scale_rewards", by, "algorithm.norm_adv_by_std_in_grpo")
+        by = "group" if draft.get("algorithm.norm_adv_by_std_in_grpo") else "none"
+        draft.set("algorithm.scale_rewards", by, "algorithm.norm_adv_by_std_in_grpo")
     if name == "gae":
-        warm = int(made.get("trainer.critic_warmup") or 0)
-        made.set("critic.warmup_steps", max(warm - 1, 0), "trainer.critic_warmup")
+        warmup = int(draft.get("trainer.critic_warmup") or 0)
+        draft.set("critic.warmup_steps", max(warmup - 1, 0), "trainer.critic_warmup")
     else:
-        for key in [key for key in made.values if key.startswith("critic.")]:
-            del made.values[key]
-        made.use("trainer.critic_warmup")
+        draft.drop(*[key for key in draft.values if key.startswith("critic.")])
+        draft.use("trainer.critic_warmup")
 
 
-def _divergence(made: Draft) -> None:
-    made.use(f"{A}.use_kl_loss", "algorithm.use_kl_in_reward")
-    in_loss, in_reward = made.get(f"{A}.use_kl_loss"), made.get("algorithm.use_kl_in_reward")
-    if in_loss and in_reward:
-        made.check("verl has a KL in the loss and in the reward; here there is one, and that of the loss is kept")
-    if in_loss:
-        made.set("algorithm.beta", float(made.get(f"{A}.kl_loss_coef")), f"{A}.use_kl_loss", f"{A}.kl_loss_coef")
-        made.set("algorithm.kl", shared.kl_name(made, made.get(f"{A}.kl_loss_type"), f"{A}.kl_loss_type"),
-                 f"{A}.kl_loss_type")  # fmt: skip
-    elif in_reward:
-        c = "algorithm.kl_ctrl"
-        made.set("algorithm.beta", float(made.get(f"{c}.kl_coef")), "algorithm.use_kl_in_reward", f"{c}.kl_coef")
-        made.set("algorithm.kl_in_reward", True, "algorithm.use_kl_in_reward")
-        made.set("algorithm.kl", shared.kl_name(made, made.get("algorithm.kl_penalty"), "algorithm.kl_penalty"),
-                 "algorithm.kl_penalty")  # fmt: skip
-        made.set("algorithm.kl_controller", made.get(f"{c}.type"), f"{c}.type")
-        if made.get(f"{c}.type") == "adaptive":
-            made.set("algorithm.kl_target", float(made.get(f"{c}.target_kl")), f"{c}.target_kl")
-            made.set("algorithm.kl_horizon", float(made.get(f"{c}.horizon")), f"{c}.horizon")
+def _divergence(draft: Draft) -> None:
+    """Set the KL from the reference, in the loss or in the reward."""
+    loss, reward = f"{A}.use_kl_loss", "algorithm.use_kl_in_reward"
+    draft.use(loss, reward)
+    if draft.get(loss) and draft.get(reward):
+        draft.check("verl has a KL in the loss and in the reward; here there is one, and that of the loss is kept")
+    if draft.get(loss):
+        draft.set("algorithm.beta", float(draft.get(f"{A}.kl_loss_coef")), loss, f"{A}.kl_loss_coef")
+        draft.set("algorithm.kl", shared.kl_name(draft, f"{A}.kl_loss_type"), f"{A}.kl_loss_type")
+    elif draft.get(reward):
+        control = "algorithm.kl_ctrl"
+        draft.set("algorithm.beta", float(draft.get(f"{control}.kl_coef")), reward, f"{control}.kl_coef")
+        draft.set("algorithm.kl_in_reward", True, reward)
+        draft.set("algorithm.kl", shared.kl_name(draft, "algorithm.kl_penalty"), "algorithm.kl_penalty")
+        draft.set("algorithm.kl_controller", draft.get(f"{control}.type"), f"{control}.type")
+        if draft.get(f"{control}.type") == "adaptive":
+            draft.set("algorithm.kl_target", float(draft.get(f"{control}.target_kl")), f"{control}.target_kl")
+            draft.set("algorithm.kl_horizon", float(draft.get(f"{control}.horizon")), f"{control}.horizon")
     else:
-        made.set("algorithm.beta", 0.0, f"{A}.use_kl_loss", "algorithm.use_kl_in_reward")
+        draft.set("algorithm.beta", 0.0, loss, reward)
 
 
-def _rewards(made: Draft) -> None:
-    functions: list[str] = []
-    path, keys = made.get("custom_reward_function.path"), ["custom_reward_function.path", "custom_reward_function.name"]
-    if path:
-        given = {key.rpartition(".")[2]: value for key, value in made.source.given.items()
-                 if key.startswith("custom_reward_function.reward_kwargs.")}  # fmt: skip
-        keys += [f"custom_reward_function.reward_kwargs.{key}" for key in given]
-        options = ", ".join(f"{key}={value!r}" for key, value in given.items())
-        functions.append(f"{path}:{made.get('custom_reward_function.name')}" + (f"({options})" if options else ""))
-    if made.get("reward_model.enable"):
-        keys += [f"reward_model.{key}" for key in ("enable", "model.path", "max_length", "micro_batch_size_per_gpu")]
-        options = [
-            f"{ours}={made.get(f'reward_model.{key}')}"
-            for ours, key in (("max_length", "max_length"), ("rows", "micro_batch_size_per_gpu"))
-            if made.get(f"reward_model.{key}")
-        ]
-        functions.append(
-            f"model:{made.get('reward_model.model.path')}" + (f"({', '.join(options)})" if options else "")
-        )
-    made.use("reward_model.enable", "custom_reward_function.name")
+def _rewards(draft: Draft) -> None:
+    """Set the reward function and the reward model; a guess from the data set's name where neither is set."""
+    functions, keys = [], ["custom_reward_function.path", "custom_reward_function.name"]
+    if path := draft.get("custom_reward_function.path"):
+        options = _below(draft, "custom_reward_function.reward_kwargs")
+        keys += [f"custom_reward_function.reward_kwargs.{key}" for key in options]
+        functions.append(with_options(f"{path}:{draft.get('custom_reward_function.name')}", options))
+    if draft.get("reward_model.enable"):
+        names = {"max_length": "reward_model.max_length", "rows": "reward_model.micro_batch_size_per_gpu"}
+        keys += ["reward_model.enable", "reward_model.model.path", *names.values()]
+        options = {name: draft.get(key) for name, key in names.items() if draft.get(key)}
+        functions.append(with_options(f"model:{draft.get('reward_model.model.path')}", options))
+    draft.use("reward_model.enable", "custom_reward_function.name")
     if functions:
-        made.set("rewards.functions", tuple(functions), *keys)
+        draft.set("rewards.functions", tuple(functions), *keys)
     else:
-        path = str(made.get("data.train_files")).lower()
-        found = "gsm8k_accuracy" if "gsm8k" in path else "math_accuracy" if "math" in path else "exact_match"
-        made.set("rewards.functions", (found,))
-        made.check(f"the file names no reward function, so verl chooses one by data_source; {found} is written: see "
-                   f"that "
-                   "it is right (rewards.functions)")  # fmt: skip
-    manager = made.get("reward_model.reward_manager")
-    if manager == "prime":
-        made.set("rewards.workers", 8, "reward_model.reward_manager")
-    for at in ("reward_model.reward_kwargs.overlong_buffer_cfg", "reward_model.overlong_buffer"):
-        if made.get(f"{at}.enable"):
-            made.set("algorithm.overlong_buffer", int(made.get(f"{at}.len")), f"{at}.enable", f"{at}.len",
-                     "reward_model.reward_manager")  # fmt: skip
-            if float(made.get(f"{at}.penalty_factor") or 1.0) != 1.0:
-                made.check(f"{at}.penalty_factor is {made.get(f'{at}.penalty_factor')}; the punishment here is at "
-                           f"most 1: "
-                           "use the reward soft_overlong with a weight")  # fmt: skip
-    made.use("reward_model.reward_manager")
-
-
-def _sft(made: Draft, gpus: int) -> None:
-    rows = int(made.get("data.train_batch_size"))
-    made.set("algorithm.name", "sft")
-    keys = ("data.micro_batch_size_per_gpu", "data.micro_batch_size")
-    shared.micro_rows(made, int(made.get(keys[0])) * gpus, rows, *keys)
-    made.set("optimizer.no_decay", (), "optim.weight_decay")
-    for index, ours in enumerate(("optimizer.b1", "optimizer.b2")):
-        made.set(ours, float(made.get("optim.betas")[index]), "optim.betas")
-    if made.given("data.response_key") or made.get("data.prompt_key") != "prompt":
-        made.check(f"the rows have the columns {made.get('data.prompt_key')} and "
-                   f"{made.get('data.response_key') or 'answer'}: name them prompt and completion, or give a format "
-                   "(data.format=file.py:function)")  # fmt: skip
-        made.values.pop("data.prompt_key", None)
-    made.use("data.response_key", "data.multiturn.enable", "data.multiturn.messages_key")
-
-
-def _rate(made: Draft, at: str) -> None:
-    """Warm-up and shape of the learning rate; of Megatron too."""
-    kind = next((key for key in ("warmup_style", "lr_scheduler", "lr_decay_style", "lr_scheduler_type")
-                 if made.given(f"{at}.{key}")), "lr_scheduler" if at == "optim" else "lr_scheduler_type")  # fmt: skip
-    shape = shared.schedule(made, made.get(f"{at}.{kind}"), f"{at}.{kind}")
-    steps = made.get(f"{at}.lr_warmup_steps")
-    ratios = [f"{at}.lr_warmup_steps_ratio", f"{at}.warmup_steps_ratio"]
-    ratio = next((made.source.given[key] for key in ratios if made.given(key)), made.get(ratios[0]))
-    if steps is not None and int(steps) >= 0:
-        made.set("optimizer.warmup_steps", int(steps), f"{at}.lr_warmup_steps")
-    elif ratio:
-        made.set("optimizer.warmup_ratio", float(ratio), *ratios)
-    made.use(f"{at}.lr_warmup_steps", *ratios)
-    if made.get(f"{at}.min_lr"):
-        made.set(
-            "optimizer.min_lr_ratio", float(made.get(f"{at}.min_lr")) / float(made.get(f"{at}.lr")), f"{at}.min_lr"
+        files = str(draft.get("data.train_files")).lower()
+        guess = "gsm8k_accuracy" if "gsm8k" in files else "math_accuracy" if "math" in files else "exact_match"
+        draft.set("rewards.functions", (guess,))
+        draft.check(
+            f"the file names no reward function, so verl chooses one by data_source; {guess} is written: see that it "
+            "is right (rewards.functions)"
         )
-    made.use(f"{at}.min_lr")
-    if made.given(f"{at}.betas"):
-        for index, ours in enumerate(("optimizer.b1", "optimizer.b2")):
-            made.set(ours, float(made.get(f"{at}.betas")[index]), f"{at}.betas")
-    if made.given(f"{at}.optimizer"):
-        shared.optimizer(made, made.get(f"{at}.optimizer"), f"{at}.optimizer")
-        made.use(f"{at}.optimizer_impl")
-    if shape == "wsd":
-        decay = made.get(f"{at}.lr_wsd_decay_steps") or max(1, made.values["total_steps"] // 10)
-        made.set("optimizer.decay_steps", int(decay), f"{at}.lr_wsd_decay_steps")
-    else:
-        made.values.pop("optimizer.decay_shape", None)
-    if shape not in ("cosine",):
-        made.values.pop("optimizer.cycles", None)
+    manager = "reward_model.reward_manager"
+    if draft.get(manager) == "prime":
+        draft.set("rewards.workers", 8, manager)
+    for at in ("reward_model.reward_kwargs.overlong_buffer_cfg", "reward_model.overlong_buffer"):
+        if draft.get(f"{at}.enable"):
+            length = int(draft.get(f"{at}.len"))
+            draft.set("algorithm.overlong_buffer", length, f"{at}.enable", f"{at}.len", manager)
+            if float(draft.get(f"{at}.penalty_factor") or 1.0) != 1.0:
+                draft.check(
+                    f"{at}.penalty_factor is {draft.get(f'{at}.penalty_factor')}; the punishment here is at most 1: "
+                    "use the reward soft_overlong with a weight"
+                )
+    draft.use(manager)
+
+
+def _sft(draft: Draft, gpus: int) -> None:
+    """Set the batch, the optimizer and the columns of SFT."""
+    rows = int(draft.get("data.train_batch_size"))
+    draft.set("algorithm.name", "sft")
+    keys = ("data.micro_batch_size_per_gpu", "data.micro_batch_size")
+    shared.microbatch_rows(draft, int(draft.get(keys[0])) * gpus, rows, *keys)
+    draft.set("optimizer.no_decay", (), "optim.weight_decay")
+    shared.betas(draft, "optim.betas")
+    if draft.sets("data.response_key") or draft.get("data.prompt_key") != "prompt":
+        draft.check(
+            f"the rows have the columns {draft.get('data.prompt_key')} and {draft.get('data.response_key') or 'answer'}"
+            ": name them prompt and completion, or give a format (data.format=file.py:function)"
+        )
+        draft.drop("data.prompt_key")
+    draft.use("data.response_key", "data.multiturn.enable", "data.multiturn.messages_key")

@@ -1,62 +1,88 @@
-"""The rules for verl's trainer: steps of the run, of checkpoints and evaluations, how these sample, and the logs."""
+"""The rules for verl's trainer: steps of the run, of checkpoints and evaluations, logs, and the learning rate."""
 
 from jaxrl_llm.tools.migrate import shared
 from jaxrl_llm.tools.migrate.draft import Draft, Options
-from jaxrl_llm.tools.migrate.verl_keys import R
 
 
-def trainer(made: Draft, options: Options) -> None:
-    """Writes what verl's sections trainer and val_kwargs say."""
-    steps = made.get("trainer.total_training_steps")
+def trainer(draft: Draft, options: Options) -> None:
+    """Set what verl's sections trainer and val_kwargs say."""
+    steps = draft.get("trainer.total_training_steps")
     if not steps:
-        files = made.get("data.train_files")
-        rows = shared.known_rows(options, files, "train")
-        if not rows:
-            shared.rows_missing(made, files, float(made.get("trainer.total_epochs")), "trainer.total_epochs")
-        steps = max(1, rows // made.values["batch.prompts"]) * int(made.get("trainer.total_epochs"))
-    made.set("total_steps", int(steps), "trainer.total_training_steps", "trainer.total_epochs")
-    folder = made.get("trainer.default_local_dir") or (
-        f"checkpoints/{made.get('trainer.project_name')}/{made.get('trainer.experiment_name')}")  # fmt: skip
-    made.set("output_dir", folder, "trainer.default_local_dir", "trainer.project_name", "trainer.experiment_name")
-    made.set("checkpoint.every", max(int(made.get("trainer.save_freq")), 0), "trainer.save_freq")
-    every, before = int(made.get("trainer.test_freq")), bool(made.get("trainer.val_before_train"))
-    made.set("eval.every", every if every > 0 else 0 if before else -1, "trainer.test_freq", "trainer.val_before_train")
-    if made.values["eval.every"] >= 0:
-        made.set("eval.at_start", before, "trainer.val_before_train")
-        made.set("eval.at_end", every > 0, "trainer.test_freq")
-    if made.get(f"{R}.val_kwargs.n"):
-        _validation(made)
-    keep = made.get("trainer.max_actor_ckpt_to_keep") or made.get("trainer.max_ckpt_to_keep")
-    keep = 1 if made.get("trainer.remove_previous_ckpt_in_save") else keep
-    made.set("checkpoint.keep", keep, "trainer.max_actor_ckpt_to_keep", "trainer.max_ckpt_to_keep",
-             "trainer.remove_previous_ckpt_in_save")  # fmt: skip
-    if not keep and made.values["checkpoint.every"]:
-        made.set("checkpoint.keep_every", 1, "trainer.max_actor_ckpt_to_keep")
-    mode = made.get("trainer.resume_mode")
-    resume = {"disable": "never", "resume_path": made.get("trainer.resume_from_path")}.get(str(mode))
-    made.set("checkpoint.resume", resume, "trainer.resume_mode", "trainer.resume_from_path")
-    shown = int(made.get("trainer.log_val_generations") or 0)
-    made.set(
-        "logging.completions_every" if not shown else "logging.completions_shown", shown, "trainer.log_val_generations"
-    )
-    shared.backends(made, made.get("trainer.logger"), "trainer.logger")
+        files, epochs = draft.get("data.train_files"), draft.get("trainer.total_epochs")
+        rows = shared.needed_rows(draft, options, files, "train", float(epochs), "trainer.total_epochs")
+        steps = max(1, rows // draft.values["batch.prompts"]) * int(epochs)
+    draft.set("total_steps", int(steps), "trainer.total_training_steps", "trainer.total_epochs")
     names = ("trainer.project_name", "trainer.experiment_name")
-    if len(made.values["logging.backends"]) > 2:
-        shared.tracked(made, {name: made.get(name) for name in names}, names[:1], names[1:])
-    made.set("logging.names", "verl")
+    folder = draft.get("trainer.default_local_dir") or "/".join(
+        ("checkpoints", *(str(draft.get(key)) for key in names))
+    )
+    draft.set("output_dir", folder, "trainer.default_local_dir", *names)
+    draft.set("checkpoint.every", max(int(draft.get("trainer.save_freq")), 0), "trainer.save_freq")
+    every, before = int(draft.get("trainer.test_freq")), bool(draft.get("trainer.val_before_train"))
+    frequency = every if every > 0 else 0 if before else -1
+    draft.set("eval.every", frequency, "trainer.test_freq", "trainer.val_before_train")
+    if draft.values["eval.every"] >= 0:
+        draft.set("eval.at_start", before, "trainer.val_before_train")
+        draft.set("eval.at_end", every > 0, "trainer.test_freq")
+    if draft.get("actor_rollout_ref.rollout.val_kwargs.n"):
+        _validation(draft, "actor_rollout_ref.rollout.val_kwargs")
+    keys = [f"trainer.{key}" for key in ("max_actor_ckpt_to_keep", "max_ckpt_to_keep", "remove_previous_ckpt_in_save")]
+    keep = 1 if draft.get(keys[2]) else draft.get(keys[0]) or draft.get(keys[1])
+    draft.set("checkpoint.keep", keep, *keys)
+    if not keep and draft.values["checkpoint.every"]:
+        draft.set("checkpoint.keep_every", 1, keys[0])
+    modes = {"disable": "never", "resume_path": draft.get("trainer.resume_from_path")}
+    resume = modes.get(str(draft.get("trainer.resume_mode")))
+    draft.set("checkpoint.resume", resume, "trainer.resume_mode", "trainer.resume_from_path")
+    shown = int(draft.get("trainer.log_val_generations") or 0)
+    ours = "logging.completions_shown" if shown else "logging.completions_every"
+    draft.set(ours, shown, "trainer.log_val_generations")
+    shared.backends(draft, draft.get("trainer.logger"), "trainer.logger")
+    if len(draft.values["logging.backends"]) > 2:
+        shared.tracked(draft, {name: draft.get(name) for name in names}, names[:1], names[1:])
+    draft.set("logging.names", "verl")
 
 
-def _validation(made: Draft) -> None:
-    """How an evaluation of reinforcement learning samples."""
-    at = f"{R}.val_kwargs"
-    sampled = made.get(f"{at}.do_sample")
-    made.set("eval.temperature", float(made.get(f"{at}.temperature")) if sampled else 0.0, f"{at}.do_sample",
-             f"{at}.temperature")  # fmt: skip
-    made.set("eval.greedy", False, f"{at}.do_sample")
-    if made.given(f"{at}.top_p"):
-        made.set("eval.top_p", float(made.get(f"{at}.top_p")), f"{at}.top_p")
-    if made.given(f"{at}.top_k"):
-        made.set("eval.top_k", max(int(made.get(f"{at}.top_k")), 0), f"{at}.top_k")
-    if int(made.get(f"{at}.n")) > 1:
-        made.set("eval.estimate", "verl", f"{at}.n")
-        made.set("eval.extremes", True, f"{at}.n")
+def _validation(draft: Draft, at: str) -> None:
+    """Set how an evaluation of reinforcement learning samples."""
+    temperature = float(draft.get(f"{at}.temperature")) if draft.get(f"{at}.do_sample") else 0.0
+    draft.set("eval.temperature", temperature, f"{at}.do_sample", f"{at}.temperature")
+    draft.set("eval.greedy", False, f"{at}.do_sample")
+    if draft.sets(f"{at}.top_p"):
+        draft.set("eval.top_p", float(draft.get(f"{at}.top_p")), f"{at}.top_p")
+    if draft.sets(f"{at}.top_k"):
+        draft.set("eval.top_k", max(int(draft.get(f"{at}.top_k")), 0), f"{at}.top_k")
+    if int(draft.get(f"{at}.n")) > 1:
+        draft.set("eval.estimate", "verl", f"{at}.n")
+        draft.set("eval.extremes", True, f"{at}.n")
+
+
+def learning_rate(draft: Draft, at: str) -> None:
+    """Set the warm-up and the shape of the learning rate from the section `at`; of Megatron too."""
+    names = ("warmup_style", "lr_scheduler", "lr_decay_style", "lr_scheduler_type")
+    usual = "lr_scheduler" if at == "optim" else "lr_scheduler_type"
+    key = next((f"{at}.{name}" for name in names if draft.sets(f"{at}.{name}")), f"{at}.{usual}")
+    shape = shared.schedule(draft, draft.get(key), key)
+    steps = draft.get(f"{at}.lr_warmup_steps")
+    ratios = [f"{at}.lr_warmup_steps_ratio", f"{at}.warmup_steps_ratio"]
+    ratio = next((draft.settings[key] for key in ratios if draft.sets(key)), draft.get(ratios[0]))
+    if steps is not None and int(steps) >= 0:
+        draft.set("optimizer.warmup_steps", int(steps), f"{at}.lr_warmup_steps")
+    elif ratio:
+        draft.set("optimizer.warmup_ratio", float(ratio), *ratios)
+    lowest = draft.get(f"{at}.min_lr")
+    if lowest:
+        draft.set("optimizer.min_lr_ratio", float(lowest) / float(draft.get(f"{at}.lr")), f"{at}.min_lr")
+    draft.use(f"{at}.lr_warmup_steps", *ratios, f"{at}.min_lr")
+    if draft.sets(f"{at}.betas"):
+        shared.betas(draft, f"{at}.betas")
+    if draft.sets(f"{at}.optimizer"):
+        shared.optimizer(draft, draft.get(f"{at}.optimizer"), f"{at}.optimizer")
+        draft.use(f"{at}.optimizer_impl")
+    if shape == "wsd":
+        decay = draft.get(f"{at}.lr_wsd_decay_steps") or max(1, draft.values["total_steps"] // 10)
+        draft.set("optimizer.decay_steps", int(decay), f"{at}.lr_wsd_decay_steps")
+    else:
+        draft.drop("optimizer.decay_shape")
+    if shape != "cosine":
+        draft.drop("optimizer.cycles")

@@ -1,1 +1,1 @@
-"""What a run needs, from shapes and compiled programs alone."""
+"""Memory, traffic and least time of a run, from shapes and compiled programs alone."""

@@ -1,4 +1,4 @@
-"""What to change when a plan does not fit: each change computed from shapes, or compiled."""
+"""Changes that make a plan fit, and the bytes that each saves: computed from shapes, or compiled."""
 
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -24,16 +24,16 @@ class Advice(NamedTuple):
 
 
 def advice(plan: Plan, compiled: bool) -> list[Advice]:
-    """Changes that save memory, the largest saving first; `compiled` tries those too that take another compilation."""
-    found = [_held(plan, change, values, mesh) for change, values, mesh in _changes(plan)]
-    found += _slots(plan)
+    """Return changes that save memory, the largest saving first; `compiled` tries those that need compiling too."""
+    changes = [_held(plan, change, values, mesh) for change, values, mesh in _changes(plan)]
+    changes += _slots(plan)
     if compiled:
-        found += [_recompiled(plan, change, values) for change, values in _recompiling(plan)]
-    return sorted((x for x in found if x is not None and x.saves > 0), key=lambda x: -x.saves)
+        changes += [_recompiled(plan, change, values) for change, values in _recompiling(plan)]
+    return sorted((x for x in changes if x is not None and x.saves > 0), key=lambda x: -x.saves)
 
 
 def changed(config, values: dict[str, object]):
-    """A copy of the configuration with some keys changed."""
+    """Return a copy of the configuration with some keys changed."""
     config = config.copy_and_resolve_references()
     for name, value in values.items():
         section, _, leaf = name.rpartition(".")
@@ -46,7 +46,7 @@ def _flags(values: dict[str, object]) -> str:
 
 
 def _changes(plan: Plan) -> Iterator[tuple[str, dict[str, object], AbstractMesh | None]]:
-    """Changes whose saving follows from shapes alone: (in words, keys, another mesh)."""
+    """Yield changes whose saving follows from shapes alone: (in words, keys, another mesh)."""
     config, mesh = plan.config, plan.target.mesh
     simple: list[dict[str, object]] = [{"optimizer.moment_dtype": "bfloat16"}, {"model.param_dtype": "bfloat16"}]
     if not (config.lora.rank or config.lora.path):
@@ -69,7 +69,7 @@ def _changes(plan: Plan) -> Iterator[tuple[str, dict[str, object], AbstractMesh 
 
 
 def _held(plan: Plan, change: str, values: dict[str, object], mesh: AbstractMesh | None) -> Advice | None:
-    """What a change saves of what is held all the time."""
+    """Return what a change saves of the arrays that are held all the time; None where it is not allowed."""
     try:
         config = changed(plan.config, values)
         validate(config)
@@ -87,7 +87,7 @@ def _slots(plan: Plan) -> list[Advice]:
     if not caches or slots // 2 < row_shards(plan.target.mesh):
         return []
     saves = caches // 2
-    peak = max(x.peak - (saves if x.name in ("rollout: decode", "rollout: seat") else 0) for x in plan.programs)
+    peak = max(x.peak - (saves if x.name in ("rollout: decode", "rollout: assign") else 0) for x in plan.programs)
     return [Advice(_flags({"rollout.slots": slots // 2}), plan.peak.peak - peak or saves, peak, "from shapes")]
 
 
@@ -107,7 +107,7 @@ def _recompiling(plan: Plan) -> Iterator[tuple[str, dict[str, object]]]:
 
 
 def _recompiled(plan: Plan, change: str, values: dict[str, object]) -> Advice | None:
-    """What a change saves of the update, which is compiled again."""
+    """Return what a change saves of the update, which is compiled again."""
     config = changed(plan.config, values)
     with jax.set_mesh(plan.target.mesh):
         update = make_plan(config, plan.target, plan.widths, only="update").programs[0]

@@ -35,8 +35,15 @@ DEVICES = (
     Device("v6e", 32 * GIB, 918e12, 1.64e12, 448e9, topology="v6e"),
 )
 # How jax names them, in lower case.
-KINDS = {"tpu v4": "v4", "tpu v5 lite": "v5e", "tpu v5e": "v5e", "tpu v5p": "v5p", "tpu v5": "v5p",
-         "tpu v6 lite": "v6e", "tpu v6e": "v6e"}  # fmt: skip
+KINDS = {
+    "tpu v4": "v4",
+    "tpu v5 lite": "v5e",
+    "tpu v5e": "v5e",
+    "tpu v5p": "v5p",
+    "tpu v5": "v5p",
+    "tpu v6 lite": "v6e",
+    "tpu v6e": "v6e",
+}
 
 
 def cpu() -> Device:
@@ -63,6 +70,6 @@ def at_hand(device) -> Device:
     if device.platform == "cpu":
         return cpu()
     names = [KINDS[kind]] if kind in KINDS else [known.name for known in DEVICES if known.name in kind]
-    found = named(names[0]) if names else Device(device.device_kind, 0.0, 0.0, 0.0, 0.0)
+    known = named(names[0]) if names else Device(device.device_kind, 0.0, 0.0, 0.0, 0.0)
     limit = (device.memory_stats() or {}).get("bytes_limit", 0)
-    return found._replace(memory=float(limit)) if limit else found
+    return known._replace(memory=float(limit)) if limit else known

@@ -1,7 +1,7 @@
-"""What the text of a compiled program says: collectives, products of matrices and the largest tensors, of one device.
+"""Collectives, matmuls and the largest tensors of a compiled program, from its text; of one device.
 
-XLA's own cost analysis counts the body of a loop once. Here everything in a loop counts as often as the loop turns,
-which is read from the loop; `turns` are those of loops whose number is not known before (decoding, packed rows), the
+XLA's own cost analysis counts the body of a loop once. Here everything in a loop counts as often as the loop trips,
+which is read from the loop; `trips` are those of loops whose number is not known before (decoding, packed rows), the
 outer ones first.
 
 Collectives are those that accelerators make of them. Compilers for these add up on each device what a loop adds up over
@@ -19,8 +19,20 @@ import numpy as np
 SIZES = {"pred": 1, "token": 0, "opaque": 0}  # other types have their bits in their name
 COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute", "ragged-all-to-all")
 # What makes no buffer of its own.
-VIEWS = ("parameter", "tuple", "get-tuple-element", "bitcast", "while", "conditional", "call", "constant",
-         "optimization-barrier", "copy-done", "async-done", "async-update")  # fmt: skip
+VIEWS = (
+    "parameter",
+    "tuple",
+    "get-tuple-element",
+    "bitcast",
+    "while",
+    "conditional",
+    "call",
+    "constant",
+    "optimization-barrier",
+    "copy-done",
+    "async-done",
+    "async-update",
+)
 # What gives the same numbers in another place or order.
 VIEWED = ("copy", "bitcast", "reshape", "transpose")
 SHAPE = re.compile(r"\b([a-z]+[0-9]*[a-z0-9]*)\[([0-9,]*)\]")
@@ -63,8 +75,8 @@ class Tensor(NamedTuple):
 class Module:
     """A compiled program, parsed from `compiled.as_text()`."""
 
-    def __init__(self, text: str, turns: tuple[float, ...] = ()):
-        self.unknown = turns
+    def __init__(self, text: str, trips: tuple[float, ...] = ()):
+        self.unknown = trips
         self._readers: dict[int, dict[str, list[Instruction]]] = {}
         self.computations: dict[str, dict[str, Instruction]] = {}
         self.entry = ""
@@ -79,15 +91,15 @@ class Module:
                 current[found.name] = found
 
     @functools.cached_property
-    def turns(self) -> dict[str, tuple[float, float]]:
-        """How often each computation runs, those inside fusions too, and how often the loop that it is the body of."""
+    def trips(self) -> dict[str, tuple[float, float]]:
+        """The runs of each computation, those inside fusions too, and those of the loop that it is the body of."""
         found: dict[str, tuple[float, float]] = {}
 
         def visit(name: str, times: float, loops: float, unknown: tuple[float, ...]) -> None:
             before = found.get(name, (0.0, 0.0))
             found[name] = before[0] + times, before[1] + loops
             for x in self.computations[name].values():
-                known = self._trips(x) if x.opcode == "while" else 1
+                known = self._trip_count(x) if x.opcode == "while" else 1
                 repeats = known or (unknown or (1.0,))[0]
                 for called in _called(x):
                     before_it = times if x.opcode == "while" else times * repeats
@@ -96,8 +108,8 @@ class Module:
         visit(self.entry, 1.0, 1.0, self.unknown)
         return found
 
-    def _trips(self, loop: Instruction) -> int | None:
-        """The turns that XLA wrote beside the loop, or else the number that its counter is compared with."""
+    def _trip_count(self, loop: Instruction) -> int | None:
+        """The trips that XLA wrote beside the loop, or else the number that its counter is compared with."""
         known = _number(r'known_trip_count"?:\{"?n"?:"?(\d+)', loop.rest, 0)
         condition = self.computations[re.findall(r"condition=%?([\w.\-]+)", loop.rest)[0]]
         last = list(condition.values())[-1]
@@ -109,31 +121,31 @@ class Module:
     @functools.cached_property
     def buffers(self) -> set[str]:
         """The computations whose instructions have buffers: not those inside fusions and reductions."""
-        found, ahead = set(), [self.entry]
+        seen, ahead = set(), [self.entry]
         while ahead:
             name = ahead.pop()
-            if name in found:
+            if name in seen:
                 continue
-            found.add(name)
+            seen.add(name)
             for instruction in self.computations[name].values():
                 if instruction.opcode in ("while", "conditional", "call", "async-start"):
                     ahead += _called(instruction)
-        return found
+        return seen
 
     def _all(self) -> Iterator[tuple[tuple[float, float], dict[str, Instruction], Instruction]]:
-        for name, turns in self.turns.items():
+        for name, trips in self.trips.items():
             body = self.computations[name]
             for x in body.values():
-                yield turns, body, x
+                yield trips, body, x
 
     def collectives(self) -> list[Collective]:
         """The collectives of one run of the program, of one device, the heaviest first."""
         found: dict[tuple[str, int], list[float]] = {}
-        for turns, body, x in self._all():
+        for trips, body, x in self._all():
             if x.opcode.removesuffix("-start") not in COLLECTIVES:
                 continue
             group = _group(x, self.partitions)
-            for kind, times, size, read in self._exchanges(turns, body, x, group):
+            for kind, times, size, read in self._exchanges(trips, body, x, group):
                 total = found.setdefault((kind, group), [0.0, 0.0, 0.0])
                 total[0] += times
                 total[1] += times * size
@@ -141,10 +153,11 @@ class Module:
         made = [Collective(kind, group, *total) for (kind, group), total in found.items() if group > 1]
         return sorted(made, key=lambda x: -x.sent)
 
-    def _exchanges(self, turns: tuple[float, float], body: dict[str, Instruction], x: Instruction,
-                   group: int) -> Iterator[tuple[str, float, float, float]]:  # fmt: skip
-        """What accelerators make of a collective: kinds, how often, bytes of their results and of what they read."""
-        kind, (times, loops) = x.opcode.removesuffix("-start"), turns
+    def _exchanges(
+        self, trips: tuple[float, float], body: dict[str, Instruction], x: Instruction, group: int
+    ) -> Iterator[tuple[str, float, float, float]]:
+        """Yield what accelerators make of a collective: (kind, runs, bytes of results, bytes read)."""
+        kind, (times, loops) = x.opcode.removesuffix("-start"), trips
         sizes = [self._exchanged_bytes(name, body) for name in x.operands if name in body]
         if x.opcode != "all-reduce":
             size, read = _bytes(x.shape), sum(_bytes(body[name].shape) for name in x.operands if name in body)
@@ -156,11 +169,11 @@ class Module:
         shares: dict[tuple[str, float], float] = {}
         for size, names in zip(sizes, self._names_of_results(x, body), strict=True):
             users = [(name, user) for name in names for user in self._users(name, body)]
-            cut = bool(users) and all(self._cuts(user, name, (body,)) for name, user in users)
+            sliced = bool(users) and all(self._sliced(user, name, (body,)) for name, user in users)
             added = len(users) == 1 and self._adds_up(*users[0], body)
             if users and all(self._narrows(user, name, body) for name, user in users):
                 size *= 0.5
-            share = ("reduce-scatter", times) if cut else ("all-reduce", loops if added else times)
+            share = ("reduce-scatter", times) if sliced else ("all-reduce", loops if added else times)
             shares[share] = shares.get(share, 0.0) + size
         for (kind, often), size in shares.items():
             yield kind, often, size / group if kind == "reduce-scatter" else size, size
@@ -175,7 +188,7 @@ class Module:
         return self._readers[id(body)].get(name, [])
 
     def _names_of_results(self, x: Instruction, body: dict[str, Instruction]) -> list[list[str]]:
-        """What each result of a collective is called."""
+        """Return the names of each result of a collective."""
         if len(x.operands) == 1:
             return [[x.name]]
         found: list[list[str]] = [[] for _ in x.operands]
@@ -189,8 +202,13 @@ class Module:
         places = {str(i) for i, operand in enumerate(fusion.operands) if operand == name}
         return body, [x.name for x in body.values() if x.opcode == "parameter" and x.arguments in places]
 
-    def _cuts(self, user: Instruction, name: str, bodies: tuple[dict[str, Instruction], ...],
-              fusions: tuple[Instruction, ...] = ()) -> bool:  # fmt: skip
+    def _sliced(
+        self,
+        user: Instruction,
+        name: str,
+        bodies: tuple[dict[str, Instruction], ...],
+        fusions: tuple[Instruction, ...] = (),
+    ) -> bool:
         """True where all that is read of the value is a slice; `bodies` and `fusions` are those around it."""
         if user.opcode == "dynamic-slice":
             return user.operands[0] == name
@@ -204,7 +222,7 @@ class Module:
         else:
             return False
         reads = [(each, x) for each in names for x in self._users(each, bodies[-1])]
-        return bool(reads) and all(self._cuts(x, each, bodies, fusions) for each, x in reads)
+        return bool(reads) and all(self._sliced(x, each, bodies, fusions) for each, x in reads)
 
     def _narrows(self, user: Instruction, name: str, body: dict[str, Instruction]) -> bool:
         """True where the value is read as bfloat16: CPUs add up float32, accelerators what the program says."""
@@ -240,8 +258,8 @@ class Module:
             return body[x.operands[0]].shape.startswith("bf16")
         return x.opcode in VIEWED and self._widened(x.operands[0], body)
 
-    def product_flops(self) -> float:
-        """Floating-point operations of the matrix products of one run, of one device."""
+    def matmul_flops(self) -> float:
+        """Floating-point operations of the matmuls of one run, of one device."""
         total = 0.0
         for (times, _), neighbours, x in self._all():
             if x.opcode != "dot" or x.operands[0] not in neighbours:
@@ -255,8 +273,8 @@ class Module:
     def largest(self, count: int) -> list[Tensor]:
         """The largest buffers that the program makes, one of each shape and source."""
         found: dict[tuple[str, str], Tensor] = {}
-        for name in self.buffers:
-            for x in self.computations[name].values():
+        for name, computation in self.computations.items():
+            for x in computation.values() if name in self.buffers else ():
                 if x.opcode not in VIEWS and not x.shape.startswith("("):
                     shape = re.sub(r"\{.*", "", x.shape)
                     tensor = Tensor(_bytes(x.shape), shape, _source(x))
@@ -315,9 +333,13 @@ def _sent(kind: str, group: int, size: float, read: float) -> float:
     """Bytes that a device sends in a ring: an all-reduce is a reduce-scatter and an all-gather."""
     part = (group - 1) / group
     return {
-        "all-gather": part * size, "all-reduce": 2 * part * size, "reduce-scatter": part * read,
-        "all-to-all": part * size, "ragged-all-to-all": part * size, "collective-permute": size,
-    }[kind]  # fmt: skip
+        "all-gather": part * size,
+        "all-reduce": 2 * part * size,
+        "reduce-scatter": part * read,
+        "all-to-all": part * size,
+        "ragged-all-to-all": part * size,
+        "collective-permute": size,
+    }[kind]
 
 
 def _dims(shape: str) -> list[int]:
@@ -341,7 +363,7 @@ def _number(pattern: str, text: str, otherwise: int) -> int:
 
 
 def _source(x: Instruction) -> str:
-    """Which operation of the program made a buffer, in short."""
+    """Return the operation of the program that made a buffer, in short."""
     name = re.search(r'op_name="([^"]*)"', x.rest)
     if name is None:
         return x.opcode

@@ -1,16 +1,16 @@
 """The plan of a run: what it holds, what its programs need, and the least time that a step can take."""
 
+import math
 import re
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
 
 from jaxrl_llm.config import ConfigDict, batch_rows
 from jaxrl_llm.config.schema import OFFLINE
 from jaxrl_llm.models.model import check_attention
-from jaxrl_llm.tools.plan.programs import Measured, compile_step, held_bytes
-from jaxrl_llm.tools.plan.rollout import Rollout
+from jaxrl_llm.tools.plan.compiler import ProgramStats
+from jaxrl_llm.tools.plan.programs import compile_step, held_bytes
 from jaxrl_llm.tools.plan.shapes import Shapes, bytes_on_device, describe
 from jaxrl_llm.tools.plan.topology import Target, target
 from jaxrl_llm.training.packing.planner import Packer
@@ -22,7 +22,7 @@ HEADROOM = 0.1  # of a device's memory that a plan leaves free: fragments, and w
 class Floors(NamedTuple):
     """Seconds that one step takes at least, at the rates of the data sheet."""
 
-    compute: float  # all products at the peak rate
+    compute: float  # all matmuls at the peak rate
     reading: float  # what decoding reads of the memory, for each token
     sending: float  # what a device sends to others
     step: float  # the sum over programs of the longest of the three
@@ -39,16 +39,16 @@ class Plan(NamedTuple):
     held: dict[str, int]  # from the first step to the last
     host: dict[str, int]  # in the host's memory
     sampling: dict[str, int]  # while completions are sampled
-    programs: list[Measured]
+    programs: list[ProgramStats]
     note: str = ""
 
     @property
-    def peak(self) -> Measured:
+    def peak(self) -> ProgramStats:
         """The program that needs most memory."""
         return max(self.programs, key=lambda x: x.peak)
 
     @property
-    def room(self) -> float:
+    def capacity(self) -> float:
         """Bytes of a device that may be used."""
         return (1 - HEADROOM) * self.target.device.memory
 
@@ -58,16 +58,20 @@ class Plan(NamedTuple):
         return batch_rows(self.config) * self.widths[1]
 
 
-def make_plan(config, target_: Target, widths: tuple[int, int] | None = None, only: str = "",
-              packer: Packer | None = None) -> Plan:  # fmt: skip
-    """The plan of a configuration, with rows of `widths` (prompt, all) tokens, or else as long as it allows.
+def make_plan(
+    config, target_: Target, widths: tuple[int, int] | None = None, only: str = "", packer: Packer | None = None
+) -> Plan:
+    """Return the plan of a configuration, with rows of `widths` (prompt, total) tokens, or else the longest it allows.
 
     `packer` is that of a run; without one rows are packed as full-length ones are. `only` compiles one phase:
     "rollout", "logps" or "update". Where the TPU compiler refuses a program that does not fit, the plan is that of
     simulated devices and says so. Raises ConfigError as training would.
     """
     check_rows(config, batch_rows(config), target_.mesh)
-    widths = widths or default_widths(config)
+    if widths is None:
+        c = config.rollout
+        online = c.max_prompt_length, c.max_prompt_length + c.max_completion_length
+        widths = (0, config.data.max_length) if config.algorithm.name in OFFLINE else online
     try:
         return _compiled(config, target_, widths, only, packer)
     except jax.errors.JaxRuntimeError as error:
@@ -76,8 +80,8 @@ def make_plan(config, target_: Target, widths: tuple[int, int] | None = None, on
             raise
         note = f"the TPU compiler refuses a program: {used[0] if used else 'it does not fit'}"
         simulated = target(config, target_.device.name, target_.mesh.size, simulate=True)
-        found = _compiled(config, simulated, widths, only, packer)
-        return found._replace(note="; ".join(filter(None, (note, found.note))))
+        plan = _compiled(config, simulated, widths, only, packer)
+        return plan._replace(note="; ".join(filter(None, (note, plan.note))))
 
 
 def _compiled(config, target_: Target, widths: tuple[int, int], only: str, packer: Packer | None) -> Plan:
@@ -89,73 +93,49 @@ def _compiled(config, target_: Target, widths: tuple[int, int], only: str, packe
     with jax.set_mesh(target_.mesh):
         shapes = describe_for(config, target_)
         programs, rollout = compile_step(config, shapes, target_.mesh, widths, target_.scanned, only, packer)
-    policy = shapes.net.plain.shapes()
+    state, frozen, reference = shapes.state, shapes.frozen, shapes.own_reference
+    held = {
+        "parameters, trained": bytes_on_device(state.params),
+        "parameters, frozen": bytes_on_device(frozen.params),
+        "optimizer": bytes_on_device((state.opt_state, state.step)),
+        "reference": bytes_on_device(reference),
+        "critic, with optimizer": bytes_on_device((state.critic, frozen.critic)),
+    }
+    assert sum(held.values()) == held_bytes(shapes)
+    host = {"optimizer": bytes_on_device(state, host=True), "reference": bytes_on_device(reference, host=True)}
+    sampling = {}
+    if rollout is not None:
+        sampling = {
+            "the sampler's parameters": bytes_on_device(rollout.params),
+            "keys and values of prompts": bytes_on_device((rollout.prompt_cache, rollout.waiting_cache)),
+            "keys and values of completions": bytes_on_device(rollout.row_cache),
+        }
     return Plan(
         config=config,
         target=target_,
         widths=widths,
-        parameters=_count(policy),
-        trained=_count(shapes.state.params),
-        held=held_parts(shapes),
-        host=host_parts(shapes),
-        sampling=_sampling(rollout),
+        parameters=tree_size(shapes.net.plain.shapes()),
+        trained=tree_size(state.params),
+        held={name: size for name, size in held.items() if size},
+        host={name: size for name, size in host.items() if size},
+        sampling=sampling,
         programs=programs,
         note=note,
     )
 
 
+def tree_size(tree) -> int:
+    """Return the numbers in a tree of arrays or shapes."""
+    return sum(math.prod(x.shape) for x in jax.tree.leaves(tree))
+
+
 def describe_for(config, target_: Target, mesh: Any = None) -> Shapes:
-    """The shapes of a run as the target computes it, on its own mesh or another; ConfigError as in training."""
+    """Return the shapes of a run as the target computes it, on its own mesh or another; ConfigError as in training."""
     dtype = target_.dtype if config.model.dtype == "auto" else config.model.dtype
     scan = target_.scanned if config.model.scan_layers == "auto" else config.model.scan_layers == "true"
     shapes = describe(config, mesh or target_.mesh, dtype, scan)
     check_attention(shapes.net.config, target_.mesh.devices.flat[0].platform)
     return shapes
-
-
-def default_widths(config) -> tuple[int, int]:
-    """The longest prompt and row that the configuration allows."""
-    if config.algorithm.name in OFFLINE:
-        return 0, config.data.max_length
-    c = config.rollout
-    return c.max_prompt_length, c.max_prompt_length + c.max_completion_length
-
-
-def held_parts(shapes: Shapes) -> dict[str, int]:
-    """Bytes on a device from the first step to the last, by what they are; they add up to `held_bytes`."""
-    critic = shapes.state.critic
-    parts = {
-        "parameters, trained": bytes_on_device(shapes.state.params),
-        "parameters, frozen": bytes_on_device(shapes.frozen.params),
-        "optimizer": bytes_on_device((shapes.state.opt_state, shapes.state.step)),
-        "reference": bytes_on_device(shapes.own_reference),
-        "critic, with optimizer": bytes_on_device((critic, shapes.frozen.critic)),
-    }
-    assert sum(parts.values()) == held_bytes(shapes)
-    return {name: size for name, size in parts.items() if size}
-
-
-def host_parts(shapes: Shapes) -> dict[str, int]:
-    """Bytes in the host's memory for each device."""
-    parts = {
-        "optimizer": bytes_on_device(shapes.state, host=True),
-        "reference": bytes_on_device(shapes.own_reference, host=True),
-    }
-    return {name: size for name, size in parts.items() if size}
-
-
-def _sampling(rollout: Rollout | None) -> dict[str, int]:
-    if rollout is None:
-        return {}
-    return {
-        "the sampler's parameters": bytes_on_device(rollout.params),
-        "keys and values of prompts": bytes_on_device((rollout.prompt_cache, rollout.waiting_cache)),
-        "keys and values of completions": bytes_on_device(rollout.row_cache),
-    }
-
-
-def _count(tree) -> int:
-    return sum(int(np.prod(x.shape, dtype=np.int64)) for x in jax.tree.leaves(tree))
 
 
 def floors(plan: Plan) -> Floors | None:

@@ -1,119 +1,86 @@
-"""The programs of a training step, compiled from shapes, and what each needs of one device."""
+"""The programs of a training step as a run makes them: sampling, log-probs, values, update; compiled from shapes.
+
+Everything that the plan takes from the engine, the batch and the objectives is here.
+"""
 
 import dataclasses
-import time
-from dataclasses import replace
+import functools
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxrl_llm.algorithms.batch import Inputs
-from jaxrl_llm.config import batch_rows
+from jaxrl_llm.algorithms.batch import Batch, Inputs, PackedLayout, Scalars
+from jaxrl_llm.config import batch_rows, rows_together
 from jaxrl_llm.config.schema import OFFLINE
-from jaxrl_llm.distributed.sharding import on_device, row_shards
-from jaxrl_llm.tools.plan import hlo
-from jaxrl_llm.tools.plan.layouts import Laid, Turns, lay_out
-from jaxrl_llm.tools.plan.rollout import Rollout, compile_rollout, make_engine, results
-from jaxrl_llm.tools.plan.shapes import Shapes, bytes_on_device, rows_shape, update_batch
-from jaxrl_llm.tools.plan.traced import traced_flops
+from jaxrl_llm.distributed.sharding import on_device, rollout_mesh, row_sharding, row_shards, shardings
+from jaxrl_llm.models.cast import in_precision
+from jaxrl_llm.models.chunked_softmax import columns_at_once
+from jaxrl_llm.models.transformer import Net
+from jaxrl_llm.rollout import engine as engines
+from jaxrl_llm.rollout.engine import Engine
+from jaxrl_llm.rollout.scheduler import Scheduler
+from jaxrl_llm.tools.plan.compiler import Compiler, ProgramStats, Trips
+from jaxrl_llm.tools.plan.shapes import Shapes, bytes_on_device, placed
 from jaxrl_llm.training.objectives.objective import Objective
 from jaxrl_llm.training.objectives.value import critic_params, value_regression
 from jaxrl_llm.training.online import scored_logps, values_before
 from jaxrl_llm.training.optimizers import build_optimizer, learning_rate_schedule
-from jaxrl_llm.training.packing.planner import Packer
-from jaxrl_llm.training.setup.objectives import critic_spec, objective_of
-from jaxrl_llm.training.setup.run import make_optimizer
-from jaxrl_llm.training.setup.specs import critic_optimizer_spec, offline_spec, old_logps_of, update_spec
+from jaxrl_llm.training.packing import planner
+from jaxrl_llm.training.packing.layout import Sizes, plan
+from jaxrl_llm.training.packing.planner import Packer, Sample, make_packer
+from jaxrl_llm.training.setup.objectives import critic_spec, needs_reference, objective_of, policy_loss
+from jaxrl_llm.training.setup.run import make_optimizer, shard_rows
+from jaxrl_llm.training.setup.specs import (
+    algorithm_of,
+    check_correction,
+    critic_optimizer_spec,
+    offline_spec,
+    old_logps_of,
+    packing_spec,
+    rollout_spec,
+    update_spec,
+)
 from jaxrl_llm.training.update import make_update, merge_frozen, optimizer_step
 
 
-class Measured(NamedTuple):
-    """One compiled program. Bytes are of one device; `times` is how often a step runs it."""
+class Layouts(NamedTuple):
+    """The packed layouts of a step, and the trips of its loops; None where rows are not packed."""
 
-    name: str
-    times: float
-    beside: int  # held meanwhile, and no argument of it
-    arguments: int
-    results: int  # new ones: those that take the place of a donated argument are not counted
-    temporaries: int
-    flops: float  # of the traced program, an equal share for each device
-    compiled_flops: float  # of the products in the compiled program of one device
-    collectives: list[hlo.Collective]
-    largest: list[hlo.Tensor]
-    seconds: float  # to compile
-
-    @property
-    def peak(self) -> int:
-        """The most that a device holds while the program runs."""
-        return self.beside + self.arguments + self.results + self.temporaries
-
-    @property
-    def sent(self) -> float:
-        """Bytes that a device sends to others in one run."""
-        return sum(x.sent for x in self.collectives)
+    update: PackedLayout | None = None
+    observed: PackedLayout | None = None  # of the rows that WPO's and AOT's other pass reads
+    forward: PackedLayout | None = None  # of all rows, without gradients
+    update_trips: Trips = ()
+    forward_trips: Trips = ()
 
 
-# The CPU's compiler computes in float32. Where nothing is gathered in a loop over layers, moving what does not change
-# out of it leaves float32 copies of all parameters, keys and values.
-IN_LAYERS = {"xla_disable_hlo_passes": "while-loop-invariant-code-motion"}
+class Rollout(NamedTuple):
+    """The arrays that sampling holds, as shapes."""
 
-
-@dataclasses.dataclass
-class Compiler:
-    """Compiles programs one by one; `held` bytes are on every device all the time.
-
-    `simulated`: by the CPU's compiler, for other devices.
-    """
-
-    held: int
-    devices: int
-    simulated: bool = False
-    found: list[Measured] = dataclasses.field(default_factory=list)
-
-    def add(self, name: str, function, arguments: tuple, times: float = 1.0, held: tuple = (), of_run: Any = (),
-            turns: Turns = (), copied: Any = ()) -> Any:  # fmt: skip
-        """The shapes of the results of one more program.
-
-        `held` are trees that are there meanwhile and not among the arguments, `of_run` those of the arguments that are
-        always there; `turns` are those of loops whose number the compiler does not know. `copied` is what the device's
-        compiler may copy and this one does not.
-        """
-        began = time.perf_counter()
-        traced = function.trace(*arguments)
-        options = IN_LAYERS if self.simulated and name.startswith("rollout") else None
-        compiled = traced.lower().compile(compiler_options=options)
-        memory = compiled.memory_analysis()
-        module = hlo.Module(compiled.as_text(), turns)
-        own = [x for x in jax.tree.leaves(arguments) if isinstance(x, jax.ShapeDtypeStruct) and x.sharding is not None]
-        beside = self.held - bytes_on_device(of_run) + bytes_on_device(held)
-        self.found.append(
-            Measured(
-                name=name,
-                times=times,
-                beside=beside,
-                arguments=bytes_on_device(own),
-                results=max(memory.output_size_in_bytes - memory.alias_size_in_bytes, 0),
-                temporaries=memory.temp_size_in_bytes + (bytes_on_device(copied) if self.simulated else 0),
-                flops=traced_flops(traced.jaxpr, turns) / self.devices,
-                compiled_flops=module.product_flops(),
-                collectives=module.collectives(),
-                largest=module.largest(12),
-                seconds=time.perf_counter() - began,
-            )
-        )
-        return results(function, arguments, compiled)
+    params: Any
+    prompt_cache: Any
+    row_cache: Any
+    waiting_cache: Any  # of prompts that have no slot yet, where not all rows decode at once
+    waves: float  # slot grids one after another that all rows take
 
 
 def held_bytes(shapes: Shapes) -> int:
-    """Bytes on a device from the first step to the last."""
+    """Return the bytes on a device from the first step to the last."""
     return bytes_on_device((shapes.state, shapes.frozen, shapes.own_reference))
 
 
-def compile_step(config, shapes: Shapes, mesh: Mesh, widths: tuple[int, int], scanned: bool, only: str = "",
-                 packer: Packer | None = None) -> tuple[list[Measured], Rollout | None]:  # fmt: skip
-    """The programs of a step with rows of `widths` (prompt, all) tokens, and what sampling holds.
+def compile_step(
+    config,
+    shapes: Shapes,
+    mesh: Mesh,
+    widths: tuple[int, int],
+    scanned: bool,
+    only: str = "",
+    packer: Packer | None = None,
+) -> tuple[list[ProgramStats], Rollout | None]:
+    """Return the programs of a step with rows of `widths` (prompt, total) tokens, and what sampling holds.
 
     `only` names one phase: "rollout", "logps" or "update". Evaluation is not among them. `packer` is that of a run.
     """
@@ -122,71 +89,186 @@ def compile_step(config, shapes: Shapes, mesh: Mesh, widths: tuple[int, int], sc
     online = config.algorithm.name not in OFFLINE
     params = merge_frozen(shapes.state, shapes.frozen).params
     if online and only in ("", "rollout"):
-        rollout = _rollout(config, shapes, params, mesh, widths[0], scanned, compiler)
+        rollout = compile_rollout(config, make_engine(config, shapes.net, scanned), params, mesh, widths[0], compiler)
     objective = objective_of(config, shapes.net)
-    laid = lay_out(config, shapes.net, mesh, objective, widths, scanned, packer)
+    layouts = make_layouts(config, shapes.net, mesh, objective, widths, scanned, packer)
     if only in ("", "logps"):
-        _logps(config, shapes, params, mesh, widths, laid, compiler)
+        compile_logps(config, shapes, params, mesh, widths, layouts, compiler)
     if only in ("", "update"):
+        update_critic = None
+        if shapes.critic is not None and not config.critic.shared:
+            settings = critic_optimizer_spec(config)
+            spec = dataclasses.replace(update_spec(config), schedule=learning_rate_schedule(settings))
+            regression = value_regression(critic_spec(config), shapes.critic)
+            update_critic = optimizer_step(regression, build_optimizer(settings), spec, mesh)
+        has_critic = shapes.critic is not None
+        update = make_update(objective, make_optimizer(config), update_spec(config), mesh, update_critic, has_critic)
         batch = update_batch(config, mesh, widths[1], widths[0] if online else 0)
-        batch = batch.with_layout(laid.own, laid.observed)
-        update = make_plan_update(config, shapes, mesh, objective)
-        others = config.batch.minibatches * config.algorithm.num_iterations
-        arguments = (shapes.state, batch, shapes.frozen)
-        rest = (batch,) * (config.batch.minibatches if config.batch.minibatches > 1 else 0)
-        of_run = (shapes.state, shapes.frozen)
-        compiler.add("update", update, arguments, others, held=rest, of_run=of_run, turns=laid.turns)
-    return compiler.found, rollout
+        batch = batch.with_layout(layouts.update, layouts.observed)
+        minibatches = config.batch.minibatches
+        compiler.add(
+            "update",
+            update,
+            (shapes.state, batch, shapes.frozen),
+            times=minibatches * config.algorithm.num_iterations,
+            held=(batch,) * (minibatches if minibatches > 1 else 0),
+            of_run=(shapes.state, shapes.frozen),
+            trips=layouts.update_trips,
+        )
+    return compiler.programs, rollout
 
 
-def make_plan_update(config, shapes: Shapes, mesh: Mesh, objective: Objective):
-    """The jitted update of the configuration, as `build` makes it."""
-    update_critic = None
-    if shapes.critic is not None and not config.critic.shared:
-        own = critic_optimizer_spec(config)
-        settings = replace(update_spec(config), schedule=learning_rate_schedule(own))
-        regression = value_regression(critic_spec(config), shapes.critic)
-        update_critic = optimizer_step(regression, build_optimizer(own), settings, mesh)
-    has_critic = shapes.critic is not None
-    return make_update(objective, make_optimizer(config), update_spec(config), mesh, update_critic, has_critic)
+class ScannedEngine(Engine):
+    """An engine whose decoder scans its layers, as it does on accelerators; this process runs on CPU."""
+
+    @property
+    def decoder(self):
+        return in_precision(self.net, self.weights_dtype)
 
 
-def _rollout(config, shapes: Shapes, params, mesh: Mesh, width: int, scanned: bool, compiler: Compiler) -> Rollout:
-    def add(name: str, function, arguments: tuple, held: tuple) -> Any:
+def make_engine(config, net: Net, scanned: bool) -> Engine:
+    """Return the engine of the configuration; no token ends a row. Raises ConfigError as training would."""
+    engine = (ScannedEngine if scanned else Engine).of(rollout_spec(config), net, (0,))
+    check_correction(config, engine)
+    return engine
+
+
+def compile_rollout(config, engine: Engine, params, mesh: Mesh, prompt_width: int, compiler: Compiler) -> Rollout:
+    """Compile the programs of the engine (cast, prefill, assign, decode); return what sampling holds."""
+    k, longest = config.rollout.group_size, config.rollout.max_completion_length
+    sampling_mesh = rollout_mesh(mesh, config.rollout.mesh)
+    cast, arguments = engines.decoding_params, (params, engine.decoder)
+    if sampling_mesh != mesh:
+        cast, arguments = functools.partial(engines.decoding_params, decoder=engine.decoder), (params,)
+        cast = jax.jit(cast, out_shardings=shardings(jax.eval_shape(cast, params), sampling_mesh))
+    sampled = compiler.add("rollout: cast", cast, arguments, of_run=params)
+    with jax.set_mesh(sampling_mesh):
+        shards = row_shards(sampling_mesh)
+        prompts = -(-config.batch.prompts // shards) * shards
+        ints = rows_shape(sampling_mesh, (prompts, prompt_width), jnp.int32)
+        keys = jax.eval_shape(lambda: engines.row_keys(jax.random.key(0), jnp.uint32(0), prompts * k))
+        keys = jax.ShapeDtypeStruct(keys.shape, keys.dtype, sharding=NamedSharding(sampling_mesh, PartitionSpec()))
+        all_prompts, rows = compiler.add("rollout: prefill", engines.prefill, (engine, sampled, ints, ints, keys))
+        local = prompts // shards
+        grid = Scheduler(local, k, shards, min(engine.slots // shards or local * k, local * k)).grid
+        assign = (engine, all_prompts, rows, keys, None, grid, None, longest)
+        grid_prompts, slots = compiler.add("rollout: assign", engines.assign, assign, held=(sampled,))
+        waiting = None if grid.slots == prompts * k else all_prompts.cache
+        waves = prompts * k / grid.slots
+        decode = (engine, sampled, grid_prompts, slots, jax.ShapeDtypeStruct((), jnp.int32))
         # While accelerators decode, they may hold the keys and values of completions in a second layout.
-        copied = arguments[3].cache if name == "rollout: decode" else ()
-        return compiler.add(name, function, arguments, 1.0, held, params if name == "rollout: cast" else (), (), copied)
+        compiler.add(
+            "rollout: decode",
+            engines.decode_chunk,
+            decode,
+            times=longest * waves,
+            held=(waiting,),
+            copied=slots.cache,
+        )
+    return Rollout(sampled, grid_prompts.cache, slots.cache, waiting, waves)
 
-    engine = make_engine(config, shapes.net, scanned)
-    rollout = compile_rollout(config, engine, params, mesh, width, add)
-    steps = config.rollout.max_completion_length * rollout.waves
-    compiler.found[:] = [x._replace(times=steps) if x.name == "rollout: decode" else x for x in compiler.found]
-    return rollout
 
-
-def _logps(config, shapes: Shapes, params, mesh: Mesh, widths: tuple[int, int], laid: Laid,
-           compiler: Compiler) -> None:  # fmt: skip
-    """The log-probs of policy and reference and the critic's values, before the update."""
-    online = config.algorithm.name not in OFFLINE
-    rows = batch_rows(config)
+def compile_logps(
+    config, shapes: Shapes, params, mesh: Mesh, widths: tuple[int, int], layouts: Layouts, compiler: Compiler
+) -> None:
+    """Compile the passes before the update: log-probs of policy and reference, and the critic's values."""
+    online, rows = config.algorithm.name not in OFFLINE, batch_rows(config)
     ints = rows_shape(mesh, (rows, widths[1]), jnp.int32)
-    part, shards = config.batch.microbatch_rows or rows // config.batch.minibatches, row_shards(mesh)
+    microbatch, shards = config.batch.microbatch_rows or rows // config.batch.minibatches, row_shards(mesh)
     first, temperature = (widths[0], config.rollout.temperature) if online else (0, 1.0)
-    inputs = Inputs(ints, ints, layout=laid.passing, prompt_width=first)
-    scoring = (inputs, temperature, part, shards)
-    turns = laid.passing_turns
+    inputs = Inputs(ints, ints, layout=layouts.forward, prompt_width=first)
+    arguments, trips = (inputs, temperature, microbatch, shards), layouts.forward_trips
     if (online and old_logps_of(config) == "trainer") or offline_spec(config, widths[1]).running_mean:
-        compiler.add("log-probs", scored_logps, (shapes.net, params, *scoring), of_run=params, turns=turns)
+        compiler.add("log-probs", scored_logps, (shapes.net, params, *arguments), of_run=params, trips=trips)
     if shapes.reference is not None:
         moved = jax.eval_shape(on_device, shapes.reference)
-        reference = jax.tree.map(_on_device, moved, shapes.reference)
-        there = shapes.reference if not config.algorithm.offload_reference else ()
-        compiler.add("reference", scored_logps, (shapes.net, reference, *scoring), of_run=there, turns=turns)
+        memory = jax.tree.map(lambda x: x.sharding.with_memory_kind("device"), shapes.reference)
+        reference = placed(moved, memory)
+        on_devices = shapes.reference if not config.algorithm.offload_reference else ()
+        compiler.add("reference", scored_logps, (shapes.net, reference, *arguments), of_run=on_devices, trips=trips)
     if shapes.critic is not None:
-        own = critic_params(critic_spec(config), merge_frozen(shapes.state, shapes.frozen))
-        arguments = (shapes.critic, own, inputs, part, shards)
-        compiler.add("values", values_before, arguments, of_run=own, turns=turns)
+        critic = critic_params(critic_spec(config), merge_frozen(shapes.state, shapes.frozen))
+        compiler.add(
+            "values", values_before, (shapes.critic, critic, inputs, microbatch, shards), of_run=critic, trips=trips
+        )
 
 
-def _on_device(x, placed):
-    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=placed.sharding.with_memory_kind("device"))
+def rows_shape(mesh: Mesh, shape: tuple[int, ...], dtype) -> jax.ShapeDtypeStruct:
+    """Return the shape of an array of rows, sharded by rows."""
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=row_sharding(mesh))
+
+
+def update_batch(config, mesh: Mesh, width: int, prompt_width: int) -> Batch:
+    """Return the batch of one update as shapes, with the fields that the configured objective reads."""
+    rows = batch_rows(config) // config.batch.minibatches
+    algorithm = config.algorithm
+    ints: dict[str, Any] = {name: rows_shape(mesh, (rows, width), jnp.int32) for name in ("tokens", "segments")}
+    tokens, single = rows_shape(mesh, (rows, width), jnp.float32), rows_shape(mesh, (rows,), jnp.float32)
+    seeds = rows_shape(mesh, (rows,), jnp.uint32)
+    number = jax.ShapeDtypeStruct((), jnp.float32, sharding=NamedSharding(mesh, PartitionSpec()))
+    fields: dict[str, Any] = {}
+    scalars: dict[str, Any] = {}
+    if algorithm.name not in OFFLINE:
+        fields = dict.fromkeys(("sample_logps", "advantages"), tokens)
+        fields |= dict.fromkeys(("old_logps",) if old_logps_of(config) != "policy" else (), tokens)
+        fields |= dict.fromkeys(("ref_logps",) if algorithm.beta > 0 and not algorithm.kl_in_reward else (), tokens)
+        fields |= dict.fromkeys(("values", "returns") if algorithm.name == "ppo" else (), tokens)
+        fields |= {"seeds": seeds} if "key" in policy_loss(config).takes else {}
+        scalars |= {"kl_coef": number} if algorithm.kl_controller == "adaptive" and "ref_logps" in fields else {}
+        scalars |= {"entropy_coef": number} if algorithm.entropy_controller == "adaptive" else {}
+        scalars |= {"token_count": number} if algorithm.aggregation == "rollout_token" else {}
+    elif algorithm.name == "sft":
+        ints |= {"positions": ints["tokens"]} if config.data.packing else {}
+        fields = {"seeds": seeds} if algorithm.neftune_alpha else {}
+    else:
+        fields = {"ref_logps": tokens} if needs_reference(config) else {}
+        fields |= {"labels": single} if algorithm_of(config).data == "labels" else {}
+        scalars |= {"reward_shift": number} if offline_spec(config, width).running_mean else {}
+    return Batch(Inputs(**ints, prompt_width=prompt_width), mask=tokens, scalars=Scalars(**scalars), **fields)
+
+
+def make_layouts(
+    config,
+    net: Net,
+    mesh: Mesh,
+    objective: Objective,
+    widths: tuple[int, int],
+    accelerator: bool,
+    packer: Packer | None = None,
+) -> Layouts:
+    """Return the layouts of rows of `widths` (prompt, total) tokens, by `packer` or the one that a run would have."""
+    rows, shards, (prompt, width) = shard_rows(config, mesh), row_shards(mesh), widths
+    online = config.algorithm.name not in OFFLINE
+
+    def sample_of(rows: int) -> Sample:
+        """Return rows of full length; those of a prompt share its tokens and no more."""
+        columns, numbers = np.arange(width), np.arange(rows)[:, None]
+        group = rows_together(config) if online else 1
+        tokens = np.where(columns < prompt, numbers // group, numbers).astype(np.int32)
+        mask = np.broadcast_to((columns >= prompt).astype(np.float32), tokens.shape)
+        return Sample(tokens, np.ones_like(tokens), mask, prompt)
+
+    def layout_of(sample: Sample, mask, sizes: Sizes) -> tuple[PackedLayout, Trips]:
+        """Return the shapes of a layout, every shard like the one of the sample, and the trips of its loops."""
+        layout = plan(sample.tokens, sample.segments, mask, sizes)
+        chunks = float(max(layout.num_read.max() / columns_at_once(shards, net.config.vocab_size), 1.0))
+        trips = (float(layout.num_microbatches[0]), chunks) if layout.row_idx.shape[1] > 1 else (chunks,)
+        return jax.tree.map(lambda x: rows_shape(mesh, (shards, *np.shape(x)[1:]), jnp.int32), layout), trips
+
+    sample = sample_of(rows)
+    if packer is None:
+        measured = planner.sampled_rows(rows, config.rollout.group_size, prompt, width - prompt) if online else sample
+        backend = "accelerator" if accelerator else None
+        packer = make_packer(packing_spec(config), net.config, mesh, objective.positions, measured, backend)
+    if packer.sizes is None:
+        return Layouts()
+    mask, observed = sample.segments if packer.positions.unmasked else sample.mask, None
+    if packer.positions.alternate:
+        chosen = np.arange(len(mask))[:, None] % 2 == 0
+        observed, _ = layout_of(sample, mask * ~chosen, packer.sizes)
+        mask = mask * chosen
+    update, trips = layout_of(sample, mask, packer.sizes)
+    rows = batch_rows(config) // shards
+    sample = sample_of(rows)
+    forward, forward_trips = layout_of(sample, sample.mask, packer.passing_sizes(rows))
+    return Layouts(update, observed, forward, trips, forward_trips)

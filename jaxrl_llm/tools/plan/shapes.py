@@ -8,30 +8,23 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxrl_llm.algorithms.batch import Batch, Inputs, Scalars
-from jaxrl_llm.config import ConfigError, batch_rows
+from jaxrl_llm.config import ConfigError
 from jaxrl_llm.config.schema import OFFLINE
-from jaxrl_llm.distributed.sharding import row_sharding, shardings
+from jaxrl_llm.distributed.sharding import shardings
 from jaxrl_llm.models import hf, peft
 from jaxrl_llm.models.lora import has_adapters, split
 from jaxrl_llm.models.transformer import Net, Params
 from jaxrl_llm.training.objectives.value import HEAD
 from jaxrl_llm.training.optimizers import build_optimizer
 from jaxrl_llm.training.reference import start_reference
-from jaxrl_llm.training.setup.objectives import needs_reference, policy_loss
+from jaxrl_llm.training.setup.objectives import needs_reference
 from jaxrl_llm.training.setup.run import build_lora, make_optimizer, net_options
-from jaxrl_llm.training.setup.specs import (
-    algorithm_of,
-    critic_optimizer_spec,
-    offline_spec,
-    old_logps_of,
-    reference_spec,
-)
+from jaxrl_llm.training.setup.specs import critic_optimizer_spec, reference_spec
 from jaxrl_llm.training.update import Frozen, State, split_critic
 
 
 class Shapes(NamedTuple):
-    """What a run holds on its devices from the first step to the last."""
+    """The arrays on the devices from the first step to the last."""
 
     net: Net
     critic: Net | None
@@ -47,7 +40,7 @@ def placed(tree, places) -> Any:
 
 
 def over(tree, mesh: Mesh) -> Any:
-    """Shapes of parameters, or of an optimizer's state, cut over the mesh."""
+    """Shapes of parameters, or of an optimizer's state, sharded over the mesh."""
     return placed(tree, shardings(tree, mesh))
 
 
@@ -134,47 +127,13 @@ def _reference(config, net: Net, params: Params) -> tuple[Params | None, Params 
     lora = net.config.lora
     shapes = jax.eval_shape(lambda params: start_reference(reference_spec(config), params, lora), params)
     mesh = jax.tree.leaves(params)[0].sharding.mesh
-    found = over(shapes, mesh)
+    reference = over(shapes, mesh)
     if config.algorithm.offload_reference:
-        found = jax.tree.map(lambda x: _on_host(x) if x.ndim else x, found)
+        reference = jax.tree.map(lambda x: _on_host(x) if x.ndim else x, reference)
     if not frozen or config.lora.reference == "copy":
-        return found, found
-    return found, trainable if config.lora.reference == "start" else None
+        return reference, reference
+    return reference, trainable if config.lora.reference == "start" else None
 
 
 def _on_host(x):
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding.with_memory_kind("pinned_host"))
-
-
-def rows_shape(mesh: Mesh, shape: tuple[int, ...], dtype) -> jax.ShapeDtypeStruct:
-    """The shape of an array of rows, cut by rows."""
-    return jax.ShapeDtypeStruct(shape, dtype, sharding=row_sharding(mesh))
-
-
-def update_batch(config, mesh: Mesh, width: int, prompt_width: int) -> Batch:
-    """The batch of one update, with the fields that the configured objective reads."""
-    rows = batch_rows(config) // config.batch.minibatches
-    algorithm = config.algorithm
-    ints: dict[str, Any] = {name: rows_shape(mesh, (rows, width), jnp.int32) for name in ("tokens", "segments")}
-    tokens, single = rows_shape(mesh, (rows, width), jnp.float32), rows_shape(mesh, (rows,), jnp.float32)
-    number = jax.ShapeDtypeStruct((), jnp.float32)
-    scalars: dict[str, Any] = {}
-    seeds = rows_shape(mesh, (rows,), jnp.uint32)
-    has: dict[str, Any] = {}
-    if algorithm.name not in OFFLINE:
-        has = dict.fromkeys(("sample_logps", "advantages"), tokens)
-        has |= dict.fromkeys(("old_logps",) if old_logps_of(config) != "policy" else (), tokens)
-        has |= dict.fromkeys(("ref_logps",) if algorithm.beta > 0 and not algorithm.kl_in_reward else (), tokens)
-        has |= dict.fromkeys(("values", "returns") if algorithm.name == "ppo" else (), tokens)
-        scalars |= {"kl_coef": number} if algorithm.kl_controller == "adaptive" and "ref_logps" in has else {}
-        scalars |= {"entropy_coef": number} if algorithm.entropy_controller == "adaptive" else {}
-        scalars |= {"token_count": number} if algorithm.aggregation == "rollout_token" else {}
-        has |= {"seeds": seeds} if "key" in policy_loss(config).takes else {}
-    elif algorithm.name == "sft":
-        ints |= {"positions": ints["tokens"]} if config.data.packing else {}
-        has = {"seeds": seeds} if algorithm.neftune_alpha else {}
-    else:
-        has = {"ref_logps": tokens} if needs_reference(config) else {}
-        has |= {"labels": single} if algorithm_of(config).data == "labels" else {}
-        scalars |= {"reward_shift": number} if offline_spec(config, width).running_mean else {}
-    return Batch(Inputs(**ints, prompt_width=prompt_width), mask=tokens, scalars=Scalars(**scalars), **has)

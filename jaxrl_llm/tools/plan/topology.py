@@ -1,4 +1,4 @@
-"""Where programs are compiled for: a TPU that is named, with its own compiler, or simulated devices of this process."""
+"""Targets of compilation: a TPU by its name, with its own compiler, or simulated devices of this process."""
 
 import contextlib
 import importlib.util
@@ -19,7 +19,7 @@ HOST = {1: (1, 1, 1), 2: (1, 2, 1)}  # chips of one host, where there are fewer 
 
 
 class Target(NamedTuple):
-    """What a plan is for, and the devices that stand for it."""
+    """The device that a plan is for, and the devices that stand for it."""
 
     device: Device
     mesh: Mesh

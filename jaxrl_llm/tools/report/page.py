@@ -78,12 +78,18 @@ def write_page(
         "note": note,
         "differences": differences(runs),
         "runs": [
-            {"name": run.name, "folder": str(run.folder), "steps": run.steps, "times": run.times,
-             "metrics": run.metrics, "algorithm": algorithm_of(run),
-             "model": run.settings.get("model.path")}
+            {
+                "name": run.name,
+                "folder": str(run.folder),
+                "steps": run.steps,
+                "times": run.times,
+                "metrics": run.metrics,
+                "algorithm": algorithm_of(run),
+                "model": run.settings.get("model.path"),
+            }
             for run in runs
         ],
-    }  # fmt: skip
+    }
     scripts = "".join(_part(name) for name in ("charts.js", "table.js", "main.js"))
     page = template.substitute(title=html.escape(title), style=_part("style.css"), data="\0", scripts=scripts)
     head, tail = page.split("\0")

@@ -10,12 +10,12 @@ UNITS = ("B", "KB", "MB", "GB", "TB", "PB")
 
 
 def size(count: float) -> str:
-    """Bytes in words: 1.25 GB, in powers of 1000."""
+    """Return bytes in words: 1.25 GB, in powers of 1000."""
     return _scaled(count, UNITS)
 
 
 def number(count: float) -> str:
-    """A large number in words: 8.03 B."""
+    """Return a large number in words: 8.03 B."""
     return _scaled(count, ("", "K", "M", "B", "T", "P"))
 
 
@@ -28,14 +28,14 @@ def _scaled(value: float, units: Sequence[str]) -> str:
 
 
 def seconds(value: float) -> str:
-    """A time in words."""
+    """Return a time in words."""
     if value < 1:
         return f"{value * 1000:.3g} ms"
     return f"{value:.3g} s" if value < 120 else f"{value / 60:.3g} min" if value < 7200 else f"{value / 3600:.3g} h"
 
 
 def table(rows: Sequence[Sequence[str]], indent: str = "  ") -> Iterator[str]:
-    """Rows with their columns aligned: the first to the left, the others to the right."""
+    """Yield rows with their columns aligned: the first to the left, the others to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         first, *rest = (
@@ -45,21 +45,21 @@ def table(rows: Sequence[Sequence[str]], indent: str = "  ") -> Iterator[str]:
 
 
 def verdict(plan: Plan) -> str:
-    """Whether the plan fits, in a sentence."""
+    """Return the answer to whether the plan fits, in a sentence."""
     memory, peak = plan.target.device.memory, plan.peak.peak
     if not memory:
         return "the memory of this device is not known"
     least = max(x.peak - (0 if plan.target.exact else x.temporaries) for x in plan.programs)
     of = f"{size(peak)} of {size(memory)} on each device, in {plan.peak.name}"
-    if peak <= plan.room:
+    if peak <= plan.capacity:
         return f"fits: {'' if plan.target.exact else 'at most '}{of}"
-    if least > plan.room or plan.target.exact:
+    if least > plan.capacity or plan.target.exact:
         return f"does not fit: {of} ({HEADROOM:.0%} are left free)"
     return f"may not fit: at most {of}, {size(least)} of them without temporaries"
 
 
 def lines(plan: Plan, advised: Sequence[Advice] = ()) -> Iterator[str]:
-    """The lines of the report."""
+    """Yield the lines of the report."""
     yield from _head(plan)
     yield from _memory(plan)
     yield from _programs(plan)
@@ -105,10 +105,10 @@ def _programs(plan: Plan) -> Iterator[str]:
     known = "exact" if plan.target.exact else "temporaries at most: they are those of the CPU compiler"
     yield f"programs of a step, on each device ({known}):"
     rows: list[tuple[str, ...]] = [
-        ("program", "times", "beside", "arguments", "results", "temporaries", "peak", "FLOPs", "sends")
+        ("program", "times", "resident", "arguments", "results", "temporaries", "peak", "FLOPs", "sends")
     ]
     for x in plan.programs:
-        memory = (size(n) for n in (x.beside, x.arguments, x.results, x.temporaries, x.peak))
+        memory = (size(n) for n in (x.resident, x.arguments, x.results, x.temporaries, x.peak))
         rows.append((x.name, f"{x.times:g}", *memory, number(x.flops), size(x.sent)))
     yield from table(rows)
     heaviest = plan.peak
@@ -138,7 +138,7 @@ def _time(plan: Plan) -> Iterator[str]:
     yield f"least time of a step: {seconds(least.step)}, of {steps} steps {seconds(least.step * steps)}"
     yield from table(
         [
-            ("matrix products at the peak rate", seconds(least.compute)),
+            ("matmuls at the peak rate", seconds(least.compute)),
             ("decoding's reads of memory", seconds(least.reading)),
             ("sending to other devices", seconds(least.sending)),
         ]

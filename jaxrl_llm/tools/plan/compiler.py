@@ -1,0 +1,147 @@
+"""Compiling one program from shapes, and its bytes, floating-point operations and collectives on one device."""
+
+import dataclasses
+import math
+import time
+from typing import Any, NamedTuple
+
+import jax
+from jax.extend import core
+
+from jaxrl_llm.tools.plan import hlo
+from jaxrl_llm.tools.plan.shapes import bytes_on_device, placed
+
+Trips = tuple[float, ...]  # of loops whose number the compiler does not know, the outer ones first
+
+
+class ProgramStats(NamedTuple):
+    """The cost of one compiled program; bytes are of one device, and a step runs it `times` times."""
+
+    name: str
+    times: float
+    resident: int  # bytes on the device while it runs that are no argument of it
+    arguments: int
+    results: int  # new ones: those that take the place of a donated argument are not counted
+    temporaries: int
+    flops: float  # of the traced program, an equal share for each device
+    compiled_flops: float  # of the matmuls in the compiled program of one device
+    collectives: list[hlo.Collective]
+    largest: list[hlo.Tensor]
+    seconds: float  # to compile
+
+    @property
+    def peak(self) -> int:
+        """The most that a device holds while the program runs."""
+        return self.resident + self.arguments + self.results + self.temporaries
+
+    @property
+    def sent(self) -> float:
+        """Bytes that a device sends to others in one run."""
+        return sum(x.sent for x in self.collectives)
+
+
+# The CPU's compiler computes in float32. Where nothing is gathered in a loop over layers, moving what does not change
+# out of it leaves float32 copies of all parameters, keys and values.
+IN_LAYERS = {"xla_disable_hlo_passes": "while-loop-invariant-code-motion"}
+
+
+@dataclasses.dataclass
+class Compiler:
+    """Compiles programs one by one; `held` bytes are on every device all the time.
+
+    `simulated`: by the CPU's compiler, for other devices.
+    """
+
+    held: int
+    devices: int
+    simulated: bool = False
+    programs: list[ProgramStats] = dataclasses.field(default_factory=list)
+
+    def add(
+        self,
+        name: str,
+        function,
+        arguments: tuple,
+        times: float = 1.0,
+        held: tuple = (),
+        of_run: Any = (),
+        trips: Trips = (),
+        copied: Any = (),
+    ) -> Any:
+        """Compile one more program and return the shapes of its results.
+
+        `held` are trees on the device meanwhile that are not among the arguments, `of_run` those of the arguments that
+        are always there. `copied` is what the device's compiler may copy and this one does not.
+        """
+        began = time.perf_counter()
+        traced = function.trace(*arguments)
+        options = IN_LAYERS if self.simulated and name.startswith("rollout") else None
+        compiled = traced.lower().compile(compiler_options=options)
+        memory = compiled.memory_analysis()
+        module = hlo.Module(compiled.as_text(), trips)
+        leaves = (x for x in jax.tree.leaves(arguments) if isinstance(x, jax.ShapeDtypeStruct))
+        arrays = [x for x in leaves if x.sharding is not None]
+        stats = ProgramStats(
+            name=name,
+            times=times,
+            resident=self.held - bytes_on_device(of_run) + bytes_on_device(held),
+            arguments=bytes_on_device(arrays),
+            results=max(memory.output_size_in_bytes - memory.alias_size_in_bytes, 0),
+            temporaries=memory.temp_size_in_bytes + (bytes_on_device(copied) if self.simulated else 0),
+            flops=traced_flops(traced.jaxpr, trips) / self.devices,
+            compiled_flops=module.matmul_flops(),
+            collectives=module.collectives(),
+            largest=module.largest(12),
+            seconds=time.perf_counter() - began,
+        )
+        self.programs.append(stats)
+        return placed(function.eval_shape(*arguments), compiled.output_shardings)
+
+
+def traced_flops(jaxpr, trips: Trips = ()) -> float:
+    """Return the operations of all matmuls in a (closed) jaxpr, on all devices together; in a loop once for each trip.
+
+    A loop of unknown length that `trips` leaves out counts once; of branches the heaviest
+    counts. The only Pallas kernels here are of causal attention, and skip half of their blocks.
+    """
+    jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
+    return sum(_flops(equation, trips) for equation in jaxpr.eqns)
+
+
+def _flops(equation, trips: Trips) -> float:
+    name, params = equation.primitive.name, equation.params
+    if name == "dot_general":
+        (contracted, _), _ = params["dimension_numbers"]
+        left, out = equation.invars[0].aval.shape, equation.outvars[0].aval.shape
+        return 2.0 * math.prod(out) * math.prod(left[i] for i in contracted)
+    if name.startswith("ragged_dot"):
+        return _ragged(*(x.aval.shape for x in (*equation.invars[:2], equation.outvars[0])))
+    within = trips[1:] if name == "while" else trips
+    inside = [traced_flops(x, within) for value in params.values() for x in _jaxprs(value)]
+    if name == "scan":
+        return params["length"] * sum(inside)
+    if name == "while":
+        return (trips or (1.0,))[0] * sum(inside)
+    if name == "pallas_call":
+        return math.prod(params["grid_mapping"].grid) * sum(inside) / 2
+    if name == "cond":
+        return max(inside)
+    if name == "shard_map":
+        axes = next(params[key] for key in ("newly_manual_axes", "manual_axes") if key in params)  # as jax calls them
+        return sum(inside) * math.prod(params["mesh"].shape[axis] for axis in axes)
+    return sum(inside)
+
+
+def _ragged(left: tuple[int, ...], right: tuple[int, ...], out: tuple[int, ...]) -> float:
+    """Operations of rows `[m,k]` with one matrix each of `[g,k,n]`, or of the gradient `[g,k,n]` of those."""
+    if len(out) == 3:
+        return 2.0 * math.prod(left) * right[-1]
+    return 2.0 * math.prod(out) * left[-1]
+
+
+def _jaxprs(value):
+    if isinstance(value, core.Jaxpr | core.ClosedJaxpr):
+        yield value
+    elif isinstance(value, tuple | list):
+        for item in value:
+            yield from _jaxprs(item)
