@@ -59,6 +59,15 @@ def tiny_run(tmp_path_factory: pytest.TempPathFactory):
 
 
 @pytest.fixture
+def x64():
+    """Runs the test in double precision, so that values can be compared to the last digits of an independent one."""
+    import jax
+
+    with jax.enable_x64(True):
+        yield
+
+
+@pytest.fixture
 def run_python(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
     """Runs a Python command line in its own process: `run_python("-c", code, devices=8)`.
 

@@ -149,7 +149,8 @@ def _online(config: ConfigDict) -> Iterator[str]:
             f"rollout.group_size is {rollout.group_size}, and a single completion always scores like itself: "
             "algorithm.dynamic_sampling and replay_groups need 2 or more"
         )
-    if rollout.group_size < 2 and _compares_completions(algorithm.advantage):
+    rule, _ = split_options(algorithm.advantage)  # refuses options that cannot be read
+    if rollout.group_size < 2 and _compares_completions(rule):
         yield (
             f"rollout.group_size is {rollout.group_size}, but algorithm.advantage = {algorithm.advantage!r} compares "
             "the completions of a prompt with each other: set rollout.group_size to 2 or more"
@@ -263,12 +264,12 @@ def _data(config: ConfigDict) -> Iterator[str]:
             )
 
 
-def _compares_completions(advantage: str) -> bool:
+def _compares_completions(rule: str) -> bool:
     """True for a built-in advantage rule that takes the completions of a prompt together."""
     from jaxrl_llm.algorithms import advantages  # which imports jax: only for groups of one
 
-    rule = getattr(advantages, f"{split_options(advantage)[0]}_advantages", None)
-    return rule is not None and "group_size" in inspect.signature(rule).parameters
+    function = getattr(advantages, f"{rule}_advantages", None)
+    return function is not None and "group_size" in inspect.signature(function).parameters
 
 
 def _unwritable(source: str, options: Mapping[str, Any]) -> Iterator[str]:

@@ -10,7 +10,7 @@ from transformers import AutoTokenizer
 from jaxrl_llm.config import ConfigError, default
 from jaxrl_llm.data.observations import TurnTokenizer
 from jaxrl_llm.data.templates import chat_ids
-from jaxrl_llm.data.tokenize import tokenize_prompts
+from jaxrl_llm.data.tokenize import RowTokenizer
 from jaxrl_llm.data.tokenizers import build_byte_tokenizer
 from jaxrl_llm.environments.batch import EpisodeBatch
 from jaxrl_llm.environments.factory import Environments, EnvironmentSpec, load_environments
@@ -50,7 +50,7 @@ def environments_of(environment, tools=(), **settings):
 
 def play(tokenizer, environments, rows, turns, group=1, limit=400):
     """(batch, completion ids, completions, columns): row i says `turns[i]`, one after the other, as in the engine."""
-    examples = tokenize_prompts(rows, tokenizer, 300)
+    examples = [*map(RowTokenizer("prompts", tokenizer, 300), rows)]
     batch = EpisodeBatch.open(environments, TurnTokenizer(tokenizer, (END,), 300), examples, group)
     ids = [[] for _ in turns]
     scripts = [iter(script) for script in turns]

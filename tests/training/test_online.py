@@ -9,7 +9,7 @@ import pytest
 
 from jaxrl_llm.algorithms import policy_losses
 from jaxrl_llm.algorithms.batch import Batch, Scalars
-from jaxrl_llm.algorithms.losses import Metric
+from jaxrl_llm.algorithms.losses import Metric, with_metrics
 from jaxrl_llm.config import ConfigError, default
 from jaxrl_llm.distributed.sharding import make_mesh
 from jaxrl_llm.training.objectives.objective import Objective
@@ -252,7 +252,7 @@ def test_selected_tokens_are_of_the_batch(loss):
     options = {"fraction": 0.3} | (
         {"key": jax.random.key(3), "lower": -1e9, "upper": 1e9} if loss.startswith("clip") else {}
     )
-    expected = function(LOGPS * MASK, BATCH.old_logps, ADVANTAGES, 0.2, 0.2, mask=MASK, **options)
+    expected, _ = with_metrics(function(LOGPS * MASK, BATCH.old_logps, ADVANTAGES, 0.2, 0.2, mask=MASK, **options))
     np.testing.assert_allclose(sum(parts), token_mean(np.asarray(expected)), rtol=3e-5)
 
 
