@@ -127,7 +127,7 @@ weights = loss_weights(mask, config.algorithm.aggregation)
 
 def loss_of(policy):
     logps = logps_of(policy)
-    clipped = ppo_clip(logps, old_logps, advantages[:, None] * mask, 0.2, 0.2)
+    clipped, _ = ppo_clip(logps, old_logps, advantages[:, None] * mask, 0.2, 0.2)
     return (weights * (clipped + config.algorithm.beta * kl_estimate(logps, ref_logps, "k3"))).sum()
 
 

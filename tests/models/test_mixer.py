@@ -137,7 +137,19 @@ def test_prefill_and_decode_equal_apply(params, rows, scan_layers):
 
 
 @pytest.mark.parametrize(
-    "changes", [{}, {"slots": 4, "chunk": 2}, {"speculative_tokens": 2}, {"weights_dtype": "int8", "slots": 5}], ids=str
+    "changes",
+    [
+        {"slots": 4, "chunk": 2, "speculative_tokens": 2},
+        *(
+            pytest.param(changes, marks=pytest.mark.slow)
+            for changes in (
+                {"slots": 4, "chunk": 2},
+                {"speculative_tokens": 2},
+                {"weights_dtype": "int8", "slots": 5},
+            )
+        ),
+    ],
+    ids=str,
 )
 def test_the_engine_samples_it(params, rows, changes):
     """With slots that refill, caches that grow and proposals that fail: the log-probs are those of a forward pass."""
