@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 import jaxrl_llm
+from jaxrl_llm.algorithms.sample_statistics import pass_at_k
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.config.flags import load_config_file
-from jaxrl_llm.training.evaluation.run import full_batches, pass_at_k
+from jaxrl_llm.training.evaluation.run import full_batches
 
 
 @pytest.fixture

@@ -11,7 +11,6 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from jaxrl_llm.algorithms.random_streams import EVALUATION
-from jaxrl_llm.algorithms.sample_statistics import pass_at_k as pass_at_k
 from jaxrl_llm.config.resolve import ConfigError, closest
 from jaxrl_llm.distributed.processes import all_or_none, gather
 from jaxrl_llm.distributed.sharding import row_shards
