@@ -164,7 +164,7 @@ class Tool:
         return ready
 
 
-def given_tokens(task: Task) -> Measured:
+def observation_tokens(task: Task) -> Measured:
     """Of what a tool answers, 128 tokens between turns of about 16, 64 are read at a time: against one."""
     eos = tuple(range(task.shape.config["vocab_size"] // 16))
     parts = _parts(_config(task, rollout__max_completion_length=192), ours.data_of(task))
@@ -305,7 +305,7 @@ def _replaced(task: Task, module: Any, name: str, other: Callable, **changes) ->
 
 EFFECTS = {
     x.__name__: x
-    for x in (rows_leave, slots, finer_grids, given_tokens, shared_prompts, unrolled, packing, packing_sft,
+    for x in (rows_leave, slots, finer_grids, observation_tokens, shared_prompts, unrolled, packing, packing_sft,
               micro_batches, chunked_head, one_pass, products_of_16_bits, remat, donation)
 }  # fmt: skip
 SMALL = Shape(4, 4, 32, 24, 96, pairs=4, rows=16, config=SHAPES["qwen2"].config)

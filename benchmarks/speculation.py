@@ -1,6 +1,6 @@
-"""What speculation (`rollout.speculative_tokens`) gains on texts that repeat their prompts and on texts that do not.
+"""Gains of speculation (`rollout.speculative_tokens`) on texts that repeat their prompts and on texts that do not.
 
-    python -m benchmarks.guesses MODEL        # a folder or a hub id of an instruct model; 4 minutes on two CPU cores
+    python -m benchmarks.speculation MODEL   # a folder or hub id of an instruct model; 4 minutes on two CPU cores
 
 Prints the table of docs/performance.md. Seconds are medians of three rollouts after one that compiles.
 """
@@ -26,20 +26,20 @@ ASKED = {
     "tell a story": "Tell a story about a lighthouse keeper in winter.",
 }
 ROWS, NEW, TURNS = (1, 8), 64, 3
-DRAFTS = (0, 3)
+PROPOSALS = (0, 3)
 
 
 def main(model_path: str) -> None:
     """Prints the table."""
     model = load_model(model_path, "float32")
     eos = (model.tokenizer.eos_token_id,)
-    lines = [["asked to", "rows", *(f"seconds with {n} guesses" for n in DRAFTS), "tokens a step"]]
+    lines = [["asked to", "rows", *(f"seconds with {n} proposals" for n in PROPOSALS), "tokens a step"]]
     for what, asked in ASKED.items():
         message = [{"role": "user", "content": asked}]
         prompt = model.tokenizer.apply_chat_template(message, add_generation_prompt=True, return_dict=True)["input_ids"]
         for rows in ROWS:
             engine = Engine(model.net, SamplingParams(), rows, NEW, eos, chunk=NEW)
-            found = [seconds(dataclasses.replace(engine, speculative_tokens=n), model.params, prompt) for n in DRAFTS]
+            found = [seconds(dataclasses.replace(engine, speculative_tokens=n), model.params, prompt) for n in PROPOSALS]
             lines.append([what, str(rows), *(f"{x:.2f}" for x, _ in found), f"{found[-1][1]:.2f}"])
     print(table(lines))
 
