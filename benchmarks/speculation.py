@@ -39,7 +39,9 @@ def main(model_path: str) -> None:
         prompt = model.tokenizer.apply_chat_template(message, add_generation_prompt=True, return_dict=True)["input_ids"]
         for rows in ROWS:
             engine = Engine(model.net, SamplingParams(), rows, NEW, eos, chunk=NEW)
-            found = [seconds(dataclasses.replace(engine, speculative_tokens=n), model.params, prompt) for n in PROPOSALS]
+            found = [
+                seconds(dataclasses.replace(engine, speculative_tokens=n), model.params, prompt) for n in PROPOSALS
+            ]
             lines.append([what, str(rows), *(f"{x:.2f}" for x, _ in found), f"{found[-1][1]:.2f}"])
     print(table(lines))
 
