@@ -211,7 +211,9 @@ def update_batch(config, mesh: Mesh, width: int, prompt_width: int) -> Batch:
     if algorithm.name not in OFFLINE:
         fields = dict.fromkeys(("sample_logps", "advantages"), tokens)
         fields |= dict.fromkeys(("old_logps",) if old_logps_of(config) != "policy" else (), tokens)
-        fields |= dict.fromkeys(("ref_logps",) if algorithm.beta > 0 and not algorithm.kl_in_reward else (), tokens)
+        fields |= dict.fromkeys(
+            ("ref_logps",) if needs_reference(config) and not algorithm.kl_in_reward else (), tokens
+        )
         fields |= dict.fromkeys(("values", "returns") if algorithm.name == "ppo" else (), tokens)
         fields |= {"seeds": seeds} if "key" in policy_loss(config).takes else {}
         scalars |= {"kl_coef": number} if algorithm.kl_controller == "adaptive" and "ref_logps" in fields else {}

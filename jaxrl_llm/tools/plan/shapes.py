@@ -119,9 +119,7 @@ def _state(params: Params, optimizer: optax.GradientTransformation, offload: boo
 def _reference(config, net: Net, params: Params) -> tuple[Params | None, Params | None]:
     """The reference policy, and what of it shares nothing with the policy."""
     online = config.algorithm.name not in OFFLINE
-    if not (config.algorithm.beta > 0 if online else needs_reference(config)):
-        return None, None
-    if not online and config.data.precompute_reference:
+    if not needs_reference(config) or (not online and config.data.precompute_reference):
         return None, None
     frozen, trainable = split(params)
     lora = net.config.lora

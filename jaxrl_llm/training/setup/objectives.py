@@ -9,6 +9,7 @@ from jaxrl_llm.algorithms import policy_losses, preference_losses
 from jaxrl_llm.algorithms.preference_losses import bradley_terry
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.config.resolve import resolve_with_options, split_options
+from jaxrl_llm.config.schema import OFFLINE
 from jaxrl_llm.models.transformer import Net
 from jaxrl_llm.training.objectives.objective import Objective
 from jaxrl_llm.training.objectives.policy_gradient import PolicyLoss, PolicySpec, policy_gradient
@@ -112,7 +113,9 @@ def preference_spec(config) -> PreferenceSpec:
 
 
 def needs_reference(config) -> bool:
-    """True when the objective of given pairs or labels reads the reference's log-probs."""
+    """True when the reference's log-probs are read: by a KL term, or by the objective of given pairs or labels."""
+    if config.algorithm.name not in OFFLINE:
+        return config.algorithm.beta > 0
     return config.algorithm.name == "preference" and preference_spec(config).needs_reference
 
 

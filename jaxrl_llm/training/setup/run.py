@@ -38,7 +38,7 @@ from jaxrl_llm.training.reference import Reference, start_reference
 from jaxrl_llm.training.replay import empty_replay
 from jaxrl_llm.training.reward_models import with_reward_models
 from jaxrl_llm.training.setup.evaluation import build_evaluate
-from jaxrl_llm.training.setup.objectives import critic_spec, objective_of, preference_spec
+from jaxrl_llm.training.setup.objectives import critic_spec, needs_reference, objective_of, preference_spec
 from jaxrl_llm.training.setup.specs import (
     advantage_spec,
     algorithm_of,
@@ -292,7 +292,7 @@ def _online(
     check_correction(config, worker.engine)
     greedy = worker_of(SamplingParams(temperature=0.0), 1) if advantages.asks_for("greedy_scores") else None
     reference = replay = None
-    if config.algorithm.beta > 0:
+    if needs_reference(config):
         settings, lora = reference_spec(config), model.net.config.lora
         reference = Reference(start_reference(settings, model.params, lora), settings, lora)
     width = worker.prompt_width

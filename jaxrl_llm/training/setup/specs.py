@@ -48,13 +48,12 @@ WIDTH_MULTIPLE = 8  # rows are padded to a multiple, so that similar data compil
 def algorithm_of(config) -> Algorithm:
     """The facts of the configured algorithm."""
     name = config.algorithm.name
-    online = name not in OFFLINE
     return Algorithm(
         name=name,
         data=data_kind(config),
         group_size=rows_together(config),
-        online=online,
-        needs_reference=config.algorithm.beta > 0 if online else needs_reference(config),
+        online=name not in OFFLINE,
+        needs_reference=needs_reference(config),
         has_critic=name == "ppo",
     )
 
