@@ -15,6 +15,7 @@ it as more fsdp, which moves no parameter, or is another arrangement of the same
 """
 
 import re
+from types import EllipsisType
 from typing import Any
 
 import jax
@@ -200,18 +201,21 @@ def _moved(tree, space) -> Any:
     return jax.tree.map(lambda x: jax.device_put(x, space) if x.ndim else x, tree)
 
 
-def constrain(x, *dims: str | None):
-    """`x` with its dimensions sharded by ACTIVATIONS; unchanged without a mesh."""
+def constrain(x, *dims: str | EllipsisType | None):
+    """`x` with its dimensions sharded by ACTIVATIONS, as XLA likes where it is `...`; unchanged without a mesh."""
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
         return x
     return jax.lax.with_sharding_constraint(x, activation_spec(x.shape, *dims))
 
 
-def activation_spec(shape: tuple[int, ...], *dims: str | None) -> PartitionSpec:
+def activation_spec(shape: tuple[int, ...], *dims: str | EllipsisType | None) -> PartitionSpec:
     """The PartitionSpec of an activation on the current mesh."""
     mesh = jax.sharding.get_abstract_mesh()
-    return _fitting(tuple(dim and ACTIVATIONS[dim] for dim in dims), shape, mesh)
+    fitting = _fitting(tuple(ACTIVATIONS[dim] if isinstance(dim, str) else None for dim in dims), shape, mesh)
+    return PartitionSpec(
+        *(PartitionSpec.UNCONSTRAINED if dim is ... else axes for dim, axes in zip(dims, fitting, strict=True))
+    )
 
 
 def is_sharded() -> bool:

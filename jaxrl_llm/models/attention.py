@@ -10,22 +10,24 @@ from flax import nnx
 
 from jaxrl_llm.distributed.sharding import attention_dims, constrain, context_shards
 from jaxrl_llm.models import quantize
+from jaxrl_llm.models.decode_attention import decode_attention
 from jaxrl_llm.models.fused_attention import fused_attention, splash_attention
 from jaxrl_llm.models.layers import Linear, RMSNorm, soft_cap
 from jaxrl_llm.models.mixer import AttentionInputs, DecodeInputs, LayerConfig
 from jaxrl_llm.models.rope import frequencies, rotate
 
 QUERY_BLOCKS, SMALLEST_BLOCK = 4, 64  # blocks that the queries of a row are split into, and the least queries of one
+# The dimensions of a row's keys and values (heads j, positions c, numbers d) in the order that each backend decodes in
+# place with; in another one it would copy the caches before every chunk of steps, and back behind it. Heads before
+# positions are read untransposed, and TPUs write a token's heads as one tile. A row has few queries (H/J) for its many
+# keys: with these last, attention of 64 rows is 2.5 times faster on CPUs at 256 tokens and 3.4 times at 1024.
+ROW_DIMS = {"cpu": ("jdc", "jcd"), "gpu": ("jcd", "jcd"), "tpu": ("cjd", "cjd")}
 MASKED = -1e30  # finite, so that a row with nothing to attend to (padding) stays finite too
 NO_WINDOW = 2**30  # of a layer that sees everything, among layers that do not
 
 
 class KeyValues(NamedTuple):
-    """Keys and values: of a prompt both `[..., J, P, d]`; of its rows keys `[..., J, d, C]`, values `[..., J, C, d]`.
-
-    Heads before positions, so that decoding reads them untransposed. A row has few queries (H/J) for its many keys:
-    with positions last, attention of 64 rows is 2.5 times faster on CPU at 256 tokens and 3.4 times at 1024.
-    """
+    """Keys and values: of a prompt both `[..., J, P, d]`, of its rows `[..., *ROW_DIMS]` of the backend."""
 
     k: jax.Array
     v: jax.Array
@@ -106,10 +108,17 @@ class Attention(nnx.Module):
         q, k, v = (a.reshape(*inputs.length.shape, -1, *a.shape[3:]) for a in (q, k, v))  # [G,R,W,J,...]
         cache = _write(cache, k, v, inputs.length)
         by_head = q.swapaxes(2, 3)  # [G,R,J,W,H/J,d]
+        if jax.default_backend() == "gpu" and q.dtype.itemsize == 2:
+            stored = (KeyValues(*(quantize.as_fp8(x) for x in each)) for each in (prompt, cache))
+            start = inputs.prompt_mask.shape[1] - inputs.prompt_mask.sum(-1)
+            out = decode_attention(by_head, *stored, start, inputs.length, arrays.window, self.config.attention_softcap)
+            return self.o(out.swapaxes(2, 3).reshape(*x.shape[:-1], -1)), cache
         q = by_head.reshape(*by_head.shape[:3], -1, by_head.shape[-1])
-        in_prompt, in_row = _einsum("gkjrd,gjpd->gkjrp", q, prompt.k), _einsum("gkjrd,gkjdc->gkjrc", q, cache.k)
+        in_prompt = _einsum("gkjrd,gjpd->gkjrp", q, prompt.k)
+        of_keys, of_values = _row_dims()
+        in_row = _einsum(f"gkjrd,gk{of_keys}->gkjrc", q, cache.k)
         in_prompt, in_row = (soft_cap(scores, self.config.attention_softcap) for scores in (in_prompt, in_row))
-        index = jnp.arange(cache.k.shape[-1])
+        index = jnp.arange(in_row.shape[-1])
         place = (inputs.length[:, :, None] + jnp.arange(by_head.shape[3]))[..., None]  # [G,R,W,1]
         prompt_seen, row_seen = inputs.prompt_mask[:, None, None], index <= place
         if arrays.window is not None:
@@ -126,7 +135,7 @@ class Attention(nnx.Module):
         in_prompt, in_row = ((shares / total).astype(v.dtype) for shares in (in_prompt, in_row))
         # With the weights as the rows of the matmul: as its columns, CPUs take three times as long.
         of_prompt = _einsum("gjkrp,gjpd->gjkrd", in_prompt.swapaxes(1, 2), prompt.v).swapaxes(1, 2)
-        out = of_prompt + _einsum("gkjrc,gkjcd->gkjrd", in_row, cache.v)
+        out = of_prompt + _einsum(f"gkjrc,gk{of_values}->gkjrd", in_row, cache.v)
         out = out.reshape(by_head.shape).swapaxes(2, 3)  # [G,R,W,J,H/J,d]
         return self.o(out.astype(v.dtype).reshape(*x.shape[:-1], -1)), cache
 
@@ -134,17 +143,24 @@ class Attention(nnx.Module):
     def empty_cache(prompt: KeyValues, rows: int, size: int) -> KeyValues:
         """Row caches with room for `size` tokens, for `rows` rows of each prompt `[..., J, P, d]`."""
         *lead, heads, _, d = prompt.k.shape
-        shapes = ((*lead, rows, heads, d, size), (*lead, rows, heads, size, d))
-        # XLA replicates on every device what nothing says how to shard, zeros too.
-        dims = (*(None,) * (len(lead) - 1), "rows", None, "heads", None, None)
-        return KeyValues(*(constrain(jnp.zeros(shape, prompt.k.dtype), *dims) for shape in shapes))
+        sizes = {"j": heads, "c": size, "d": d}
+
+        def zeros(dims: str):
+            # XLA replicates on every device what nothing says how to shard, zeros too.
+            names = (*(None,) * (len(lead) - 1), "rows", None, *("heads" if dim == "j" else None for dim in dims))
+            return constrain(jnp.zeros((*lead, rows, *(sizes[dim] for dim in dims)), prompt.k.dtype), *names)
+
+        return KeyValues(*(zeros(dims) for dims in _row_dims()))
 
     @staticmethod
     def grow_cache(cache: KeyValues, size: int) -> KeyValues:
         """The row caches with room for `size` tokens."""
-        more = (0, size - cache.k.shape[-1])
-        same = ((0, 0),) * (cache.k.ndim - 2)
-        return KeyValues(jnp.pad(cache.k, (*same, (0, 0), more)), jnp.pad(cache.v, (*same, more, (0, 0))))
+
+        def grown(x, dims: str):
+            axis = x.ndim - 3 + dims.index("c")
+            return jnp.pad(x, [(0, size - x.shape[axis] if i == axis else 0) for i in range(x.ndim)])
+
+        return KeyValues(*(grown(x, dims) for x, dims in zip(cache, _row_dims(), strict=True)))
 
     def _project(self, x, positions, arrays: AttentionArrays):
         """Queries `[..., t, J, H/J, d]` (scaled) and keys, values `[..., t, J, d]` of x `[..., t, D]`."""
@@ -162,7 +178,8 @@ class Attention(nnx.Module):
     def _in_blocks(self, q, k, v, segments, mask, window):
         # A block of queries sees no key behind it: of a long row, half of the scores are never formed.
         length = q.shape[1]
-        size = length if context_shards() > 1 else max(-(-length // QUERY_BLOCKS), SMALLEST_BLOCK)
+        whole = context_shards() > 1 or self.config.attention == "cudnn"
+        size = length if whole else max(-(-length // QUERY_BLOCKS), SMALLEST_BLOCK)
         blocks = []
         for start in range(0, length, size):
             end = min(start + size, length)
@@ -186,6 +203,11 @@ class Attention(nnx.Module):
         return (sliding if window == self.config.sliding_window else attend)(q, k, v, segments)
 
 
+def _row_dims() -> tuple[str, str]:
+    """The dimensions of a row's keys and values as they are stored, see `KeyValues`."""
+    return ROW_DIMS.get(jax.default_backend(), ROW_DIMS["gpu"])
+
+
 def _for_heads(mask, heads: int):
     """The mask `[G,R,1,W*heads,S]` of queries from that of tokens `[G,R,W,S]`; one for all where that is enough."""
     return (mask if mask.shape[2] == 1 else jnp.repeat(mask, heads, axis=2))[:, :, None]
@@ -199,21 +221,23 @@ def _einsum(dims: str, x, stored) -> jax.Array:
 def _write(cache: KeyValues, k, v, length) -> KeyValues:
     """The row caches with k and v `[G,R,W,J,d]` from the place `length` `[G,R]` of each row on."""
 
-    def write_row(keys, values, k, v, length):
-        if len(k) == 1:
-            keys = keys.at[:, :, length].set(k[0], mode="drop")
-            return keys, values.at[:, length].set(v[0], mode="drop")
-        index = length + jnp.arange(len(k))
-        keys = keys.at[:, :, index].set(jnp.moveaxis(k, 0, -1), mode="drop")
-        return keys, values.at[:, index].set(v.swapaxes(0, 1), mode="drop")
+    def write(stored, new, dims: str):
+        # 16-bit floats as integers: XLA's CPU backend would widen the caches, write, and narrow them again. On TPUs
+        # integers are laid out otherwise.
+        as_bits = stored.dtype.itemsize == 2 and jax.default_backend() == "cpu"
+        bits = "uint16" if as_bits else stored.dtype
+        axis = dims.index("c")
 
-    dtype = cache.k.dtype
-    # 16-bit floats as integers: XLA's CPU backend would widen the caches, write, and narrow them again.
-    bits = "uint16" if dtype.itemsize == 2 else dtype
-    old_k, old_v, new_k, new_v = (
-        jax.lax.bitcast_convert_type(x, bits) for x in (*cache, *(quantize.narrowed(x, dtype) for x in (k, v)))
-    )
-    # A device writes its own rows. With the rows' numbers among the indices, devices send each other all of k and v.
-    both = jax.vmap(jax.vmap(write_row))(old_k, old_v, new_k, new_v, length)
-    both = (jax.lax.bitcast_convert_type(x, dtype) for x in both)
-    return KeyValues(*(constrain(x, "rows", None, "heads", None, None) for x in both))
+        def write_row(row, new, length):
+            at: tuple = (slice(None),) * axis
+            if len(new) == 1:
+                return row.at[(*at, length)].set(new[0], mode="drop")
+            new = new.transpose(["cjd".index(dim) for dim in dims])
+            return row.at[(*at, length + jnp.arange(new.shape[axis]))].set(new, mode="drop")
+
+        old, new = (jax.lax.bitcast_convert_type(x, bits) for x in (stored, quantize.narrowed(new, stored.dtype)))
+        # A device writes its own rows. With their numbers among the indices, devices send each other all of k and v.
+        written = jax.lax.bitcast_convert_type(jax.vmap(jax.vmap(write_row))(old, new, length), stored.dtype)
+        return constrain(written, "rows", None, *("heads" if dim == "j" else None for dim in dims))
+
+    return KeyValues(*(write(*args) for args in zip(cache, (k, v), _row_dims(), strict=True)))

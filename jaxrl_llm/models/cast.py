@@ -10,13 +10,12 @@ from jaxrl_llm.models.transformer import Net
 def in_precision(net: Net, weights_dtype: str | None) -> Net:
     """The net that computes with matrices of `weights_dtype`: a type, int8 or fp8 (`quantize`); None is the net itself.
 
-    The matrices of the layers are in 8 bits, those of experts excepted; matmuls run in the net's own type. A net with
-    matrices in fewer bits is scanned: of layers that are not, compilers may convert all before the first step and keep
-    them wide. Raises ConfigError for 8 bits where the net's matrices are in other ones.
+    The matrices of the layers are in 8 bits, those of experts excepted; matmuls run in the net's own type. Raises
+    ConfigError for 8 bits where the net's matrices are in other ones.
     """
     config = net.config
     if weights_dtype is None:
-        return net if config.quantize == "none" else net.scanned()
+        return net
     if weights_dtype not in BYTES:
         # cuDNN's attention is for 16 bits.
         attention = "xla" if config.attention == "cudnn" and weights_dtype == "float32" else config.attention
@@ -26,7 +25,7 @@ def in_precision(net: Net, weights_dtype: str | None) -> Net:
             f"rollout.weights_dtype is {weights_dtype}, but model.quantize has the matrices in {config.quantize} "
             "already, and they are sampled with as they are: set rollout.weights_dtype to auto"
         )
-    return Net(dataclasses.replace(config, quantize=weights_dtype)).scanned()
+    return Net(dataclasses.replace(config, quantize=weights_dtype))
 
 
 def draws_from_another(sampler: Net, trainer: Net) -> bool:

@@ -16,7 +16,10 @@ from jaxrl_llm.models import cpu_matmul
 from jaxrl_llm.models.layers import soft_cap
 
 REMAINDER = 4  # a chunk that would not be full is cut into so many, of which those that are needed are computed
-LOGITS_IN_FLIGHT = 2**24  # logits computed at once by each device, about, at least one column of rows: 64 MB in fp32
+# Logits computed at once by each device, about, at least one column of rows: 64 MB in fp32 stay near a CPU's caches;
+# accelerators have 1 GB of them, as each chunk reads the table and adds to its gradient.
+LOGITS_IN_FLIGHT = 2**24
+LOGITS_ON_ACCELERATORS = 2**28
 KEPT = 4  # logits of at most so many chunks are kept for the backward pass, which else forms them again
 
 
@@ -101,8 +104,13 @@ def _flat(x):
 
 
 def _table(hidden, kernel):
-    """The head's matrix `[V,D]`; where the mesh cuts it, gathered here once and not for every chunk."""
-    return constrain(kernel.T.astype(hidden.dtype), "vocab", None) if is_sharded() else kernel.T
+    """The head's matrix `[V,D]`; gathered, where the mesh shards it, and converted here once, not for every chunk.
+
+    CPUs convert it as they read it: their matmuls have copies of their own.
+    """
+    if is_sharded():
+        return constrain(kernel.T.astype(hidden.dtype), "vocab", None)
+    return kernel.T if jax.default_backend() == "cpu" else kernel.T.astype(hidden.dtype)
 
 
 def _width(hidden, table) -> int:
@@ -117,7 +125,8 @@ def columns_at_once(rows: int, vocabulary: int) -> int:
     A power of two, which divides the numbers of tokens that are most common.
     """
     mesh = jax.sharding.get_abstract_mesh()
-    columns = LOGITS_IN_FLIGHT * (1 if mesh.empty else mesh.size) / (rows * vocabulary)
+    logits = LOGITS_IN_FLIGHT if jax.default_backend() == "cpu" else LOGITS_ON_ACCELERATORS
+    columns = logits * (1 if mesh.empty else mesh.size) / (rows * vocabulary)
     return 2 ** max(round(math.log2(columns)), 0)
 
 
@@ -195,7 +204,7 @@ def _at_target(x, targets):
 
 def _plus_at_target(x, targets, numbers):
     """x `[N,s,V]` with numbers `[N,s]` added at the targets."""
-    if is_sharded():
+    if is_sharded() or jax.default_backend() != "cpu":  # a scatter could not be a part of what makes and converts x
         return x + jnp.where(jnp.arange(x.shape[-1]) == targets[..., None], numbers[..., None], 0.0)
     n, column = jnp.indices(targets.shape, sparse=True)
     return x.at[n, column, targets].add(numbers, mode="promise_in_bounds", unique_indices=True)

@@ -44,8 +44,7 @@ class Mixer(Protocol):
     """An `nnx.Module` that is made as `mixer(config, rngs)`, with a cache of its own.
 
     `arrays` are this layer's `layer_arrays`. A cache is any pytree of arrays `[G, ...]` for prompts and `[G, R, ...]`
-    for rows; the dimension behind those, where there is one, is that of heads and may be sharded. Rows may leave, move
-    and come back between decode steps. A step may be repeated, and the next one may begin anywhere behind the first
+    for rows; other dimensions may be sharded. Rows may leave, move and come back between decode steps. A step may be repeated, and the next one may begin anywhere behind the first
     token of this one: speculative tokens may prove wrong. So what `decode` returned for a token must not depend on
     what an earlier call stored at its place or behind it; a recurrent mixer keeps the states it may have to go back to.
     """

@@ -130,16 +130,22 @@ def quantized_as(params: dict[str, Any], shapes: dict[str, Any], kind: str) -> d
 
 
 def narrowed(x, dtype) -> jax.Array:
-    """x in `dtype`, where uint8 are the bytes of fp8; numbers beyond its range become its largest."""
-    if dtype != jnp.uint8:
+    """x in `dtype`, where uint8 are the bytes of fp8; numbers beyond the range of fp8 become its largest."""
+    if dtype not in (jnp.uint8, FP8):
         return x.astype(dtype)
     largest = BYTES["fp8"][1]
-    return jax.lax.bitcast_convert_type(jnp.clip(x, -largest, largest).astype(FP8), jnp.uint8)
+    x = jnp.clip(x, -largest, largest).astype(FP8)
+    return jax.lax.bitcast_convert_type(x, jnp.uint8) if dtype == jnp.uint8 else x
+
+
+def as_fp8(x) -> jax.Array:
+    """x, in fp8 where it holds the bytes of fp8."""
+    return jax.lax.bitcast_convert_type(x, FP8) if x.dtype == jnp.uint8 else x
 
 
 def widened(x, dtype) -> jax.Array:
     """The numbers that `narrowed` stored, in `dtype`."""
-    return (jax.lax.bitcast_convert_type(x, FP8) if x.dtype == jnp.uint8 else x).astype(dtype)
+    return as_fp8(x).astype(dtype)
 
 
 def _levels(kind: str) -> np.ndarray:

@@ -28,7 +28,7 @@ from jaxrl_llm.distributed.sharding import path_name, row_shards
 from jaxrl_llm.models.cast import in_precision
 from jaxrl_llm.models.lora import merge
 from jaxrl_llm.models.mixer import DecodeInputs
-from jaxrl_llm.models.quantize import BYTES, narrowed, quantized_as
+from jaxrl_llm.models.quantize import BYTES, FP8, narrowed, quantized_as
 from jaxrl_llm.models.rope import check_length
 from jaxrl_llm.models.transformer import Net, Params, unstack
 from jaxrl_llm.rollout.multi_turn import TurnServer, TurnTracker, slots_to_read
@@ -103,12 +103,13 @@ class Engine:
 
     @property
     def decoder(self) -> Net:
-        """The net that decodes: unrolled on CPU, where slicing scanned weights and caches costs more than compiling.
+        """The net that decodes, with its layers unrolled: a scan copies the caches of all layers several times a step.
 
-        With matrices in fewer bits it is scanned everywhere.
+        On CPU matrices in fewer bits are scanned: its compiler would convert all of them before the first step.
         """
         net = in_precision(self.net, self.weights_dtype)
-        return net.unrolled() if jax.default_backend() == "cpu" and net.config.quantize == "none" else net
+        on_cpu = jax.default_backend() == "cpu"
+        return net.scanned() if on_cpu and net.config.quantize != "none" else net.unrolled()
 
     def decoding_params(self, params: Params) -> Params:
         """The parameters that the decoder computes with."""
@@ -232,7 +233,10 @@ def prefill(engine: Engine, params, prompts, segments, keys) -> tuple[Prompts, R
     model = engine.decoder.bind(params)
     hidden, cache = model.prefill(prompts, segments)
     if engine.cache_dtype is not None:
-        dtype = BYTES["fp8"][0] if engine.cache_dtype == "fp8" else jnp.dtype(engine.cache_dtype)
+        dtype = engine.cache_dtype
+        if dtype == "fp8":  # TPUs would write a cache of bytes anew, as fp8, to read it
+            dtype = FP8 if jax.default_backend() == "tpu" else BYTES["fp8"][0]
+        dtype = jnp.dtype(dtype)
         cache = jax.tree.map(lambda x: narrowed(x, dtype), cache)
     logits = jnp.repeat(model.logits(hidden[:, -1]), engine.group_size, axis=0).reshape(*shape, 1, -1)
     tokens_shape = (*shape, engine.max_completion_length)
@@ -262,14 +266,14 @@ def assign(
     everyone = (shards * g, r) == rows.length.shape and slots is None
     prompts = all_prompts
     if not everyone:  # of all rows at once the caches of the prompts are read where they are
-        cache = jax.tree.map(lambda x: take(x, grid.prompt, axis, "heads"), all_prompts.cache)
+        cache = jax.tree.map(lambda x: take(x, grid.prompt, axis), all_prompts.cache)
         prompts = Prompts(cache, *(take(x, grid.prompt, 0) for x in (all_prompts.tokens, all_prompts.mask)))
     if slots is None:
         cache = engine.decoder.empty_caches(prompts.cache, r, capacity)
     else:
 
         def move(x):
-            taken = take(flat(x, axis), sources, axis, "heads")
+            taken = take(flat(x, axis), sources, axis)
             return taken.reshape(*x.shape[:axis], shards * g, r, *x.shape[axis + 2 :])
 
         cache = jax.tree.map(move, slots.cache)
@@ -354,8 +358,8 @@ def read_observations(engine: Engine, params, prompts: Prompts, slots: Slots, in
     # One row of each of m prompts: slots that read, and whose prompts are taken along, are few.
     index_in = jnp.minimum(index, g * r // shards - 1)
     rows = Rows(*(take(flat(x, 0), index_in, 0) for x in slots.rows))
-    prompt = jax.tree.map(lambda x: take(x, index_in // r, axis, "heads"), prompts.cache)
-    cache = jax.tree.map(lambda x: jnp.expand_dims(take(flat(x, axis), index_in, axis, "heads"), axis + 1), slots.cache)
+    prompt = jax.tree.map(lambda x: take(x, index_in // r, axis), prompts.cache)
+    cache = jax.tree.map(lambda x: jnp.expand_dims(take(flat(x, axis), index_in, axis), axis + 1), slots.cache)
     mask, (places, tokens) = take(prompts.mask, index_in // r, 0), next_tokens(rows, width)
     inputs = DecodeInputs(mask.sum(-1)[:, None] + places, mask, places[:, :1])
     _, cache = engine.decoder.bind(params).decode(tokens, inputs, prompt, cache)

@@ -96,16 +96,12 @@ def set_places(rows, places, values):
     return jax.vmap(jax.vmap(lambda row, place, value: row.at[place].set(value, mode="drop")))(rows, places, values)
 
 
-def take(x, index, axis: int, *dims: str | None):
-    """Entries `index` `[shards, m]` along `axis`, each from its own shard: no data moves between devices.
-
-    `dims` are those behind the axis, for `constrain`.
-    """
+def take(x, index, axis: int):
+    """Entries `index` `[shards, m]` along `axis`, each from its own shard: no data moves between devices."""
     by_shard = x.reshape(*x.shape[:axis], len(index), -1, *x.shape[axis + 1 :])
     taken = jax.vmap(lambda a, i: jnp.take(a, i, axis=axis), in_axes=(axis, 0), out_axes=axis)(by_shard, index)
     taken = taken.reshape(*x.shape[:axis], -1, *x.shape[axis + 1 :])
-    dims = dims[: taken.ndim - axis - 1]
-    return constrain(taken, *(None,) * axis, "rows", *dims, *(None,) * (taken.ndim - axis - 1 - len(dims)))
+    return constrain(taken, *(None,) * axis, "rows", *(...,) * (taken.ndim - axis - 1))  # heads stay sharded
 
 
 def put(x, index, values, axis: int):

@@ -1,0 +1,82 @@
+"""The GPU's decode kernel, run by Pallas' interpreter, and the row caches as every backend lays them out."""
+
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxrl_llm.models import attention, decode_attention
+from jaxrl_llm.models.transformer import ModelConfig, Net
+from tests.models.decoding import continued_logits
+
+CONFIG = ModelConfig(
+    vocab_size=31, width=32, layers=2, heads=4, kv_heads=2, head_dim=16, ffn=24, init_scale=0.3, dtype="float16"
+)
+
+
+def attended(q, prompt, cache, start, length, window, softcap):
+    """The outputs of every query, one after another in float64."""
+    out = np.zeros(q.shape)
+    size = prompt[0].shape[2]
+    for at in itertools.product(*map(range, q.shape[:4])):
+        g, r, j, w = at
+        keys, values = (np.concatenate([p[g, j], c[g, r, j]]).astype(float) for p, c in zip(prompt, cache, strict=True))
+        place = np.arange(len(keys)) - size  # that of the row's first token is 0
+        own = length[g, r] + w
+        seen = (place >= start[g] - size) & (place <= own) & (own - place < window)
+        scores = q[at].astype(float) @ keys.T
+        scores = scores if softcap is None else softcap * np.tanh(scores / softcap)
+        shares = np.where(seen, np.exp(scores - scores.max()), 0.0)
+        out[at] = shares @ values / shares.sum(-1, keepdims=True)
+    return out
+
+
+@pytest.mark.parametrize(
+    ("shape", "sizes", "window", "softcap"),
+    [
+        ((2, 3, 2, 1, 2, 16), (70, 96), None, None),  # no multiple of a block
+        ((2, 2, 1, 3, 4, 16), (128, 64), None, 5.0),  # several tokens at once
+        ((1, 2, 2, 2, 1, 16), (200, 300), 100, None),  # blocks before the window are not read
+    ],
+)
+@pytest.mark.parametrize("programs", [1, 256])
+def test_decode_attention(shape, sizes, window, softcap, programs, monkeypatch):
+    """Padded prompts, rows of every length, keys in one share or in many."""
+    monkeypatch.setattr(decode_attention, "PROGRAMS", programs)
+    draw = np.random.default_rng(0)
+    g, r, j, w, _, d = shape
+    q, *stored = (
+        draw.normal(size=size).astype(np.float32)
+        for size in (shape, *[(g, j, sizes[0], d)] * 2, *[(g, r, j, sizes[1], d)] * 2)
+    )
+    prompt, cache = stored[:2], stored[2:]
+    start, length = draw.integers(0, sizes[0] - 1, (g,)), draw.integers(0, sizes[1] - w, (g, r))
+    length[0, 0] = 0
+    expected = attended(q, prompt, cache, start, length, window or 10**6, softcap)
+    found = decode_attention.decode_attention(
+        *(jax.tree.map(jnp.asarray, (q, prompt, cache, start, length))), window, softcap, interpret=True
+    )
+    np.testing.assert_allclose(found, expected, atol=3e-6)
+
+
+@pytest.mark.parametrize("backend", ["gpu", "tpu"])
+@pytest.mark.parametrize("at_once", [1, 2])
+def test_accelerators_decode_the_same(backend, at_once, monkeypatch):
+    """With their own layouts of the caches and, on GPUs, the kernel: the logits of CPUs."""
+    config, tokens = CONFIG, np.random.default_rng(1).integers(0, 31, (2, 9))
+    segments = np.ones_like(tokens)
+    segments[0, :4] = 0
+    continuations = np.random.default_rng(2).integers(0, 31, (2, 3, 4))
+    params = jax.jit(Net(config).init)(jax.random.key(0))
+    jax.clear_caches()  # the helpers are jitted by net alone, and a backend does not change in a process
+    expected = continued_logits(Net(config), params, tokens, segments, continuations, at_once)
+    kernel = functools.partial(decode_attention.decode_attention, interpret=True)
+    monkeypatch.setattr(attention, "decode_attention", kernel)
+    monkeypatch.setattr(jax, "default_backend", lambda: backend)
+    jax.clear_caches()
+    found = continued_logits(Net(config), params, tokens, segments, continuations, at_once)
+    jax.clear_caches()
+    np.testing.assert_allclose(found, expected, atol=0.01)  # in float16
