@@ -189,9 +189,11 @@ KEYS = (
         "Scan one compiled layer (true), or compile each layer (false: slower to start, faster on CPU); auto scans "
         "except on CPU.",
         choices=("auto", "true", "false")),
-    Setting("model.attention", "xla",
-        "Attention over whole rows: xla; or flash kernels, which keep no scores in memory: cudnn on NVIDIA GPUs (in 16 "
-        "bits), splash on TPUs. Decoding always uses xla.", choices=("xla", "cudnn", "splash")),
+    Setting("model.attention", "auto",
+        "Attention over whole rows: xla; or kernels that keep no scores in memory: cudnn on NVIDIA GPUs (in 16 bits), "
+        "flash there too (no mask in memory either), splash on TPUs. auto: splash on TPUs; on GPUs cudnn, for rows of "
+        "more than 4096 tokens flash; xla where these cannot be had, and on CPU.",
+        choices=("auto", "xla", "cudnn", "flash", "splash")),
     Setting("model.fp32_head", False, "Compute the logits in float32, whatever model.dtype is.", bool),
     Setting("model.router_aux_loss_coef", None,
         "Weight of the load-balancing loss of a mixture of experts; none is router_aux_loss_coef of its config.json, 0 "

@@ -11,7 +11,7 @@ from flax import nnx
 from jaxrl_llm.distributed.sharding import attention_dims, constrain, context_shards
 from jaxrl_llm.models import quantize
 from jaxrl_llm.models.decode_attention import decode_attention
-from jaxrl_llm.models.fused_attention import fused_attention, splash_attention
+from jaxrl_llm.models.fused_attention import flash_attention, fused_attention, implementation, splash_attention
 from jaxrl_llm.models.layers import Linear, RMSNorm, soft_cap
 from jaxrl_llm.models.mixer import AttentionInputs, DecodeInputs, LayerConfig
 from jaxrl_llm.models.rope import frequencies, rotate
@@ -73,7 +73,7 @@ class Attention(nnx.Module):
         return AttentionArrays(frequencies(layer.rope, config.rotated_size), layer.rope.attention_factor, window)
 
     def apply(self, x, inputs: AttentionInputs, arrays: AttentionArrays) -> jax.Array:
-        """Output `[N,T,D]`; without a mask only splash attention computes."""
+        """Output `[N,T,D]`."""
         return self.prefill(x, inputs, arrays)[0]
 
     def prefill(self, x, inputs: AttentionInputs, arrays: AttentionArrays) -> tuple[jax.Array, KeyValues]:
@@ -89,8 +89,15 @@ class Attention(nnx.Module):
         mask = inputs.mask
         if arrays.window is not None and mask is not None:
             mask = mask & (inputs.positions[:, :, None] - inputs.positions[:, None, :] < arrays.window)
-        attend = self._splash if self.config.attention == "splash" else self._in_blocks
-        out = attend(q, k, v, inputs.segments, mask, arrays.window)
+        by = implementation(self.config, x.shape[1], inputs.by_mask)
+        if by == "splash":
+            out = self._splash(q, k, v, inputs.segments, mask, arrays.window)
+        elif by == "flash":
+            out = flash_attention(q, k, v, inputs.segments)
+        elif by == "cudnn":
+            out = fused_attention(q, k, v, mask, "cudnn")
+        else:
+            out = self._in_blocks(q, k, v, mask)
         out = constrain(out, "rows", *query_dims, None, None)
         out = constrain(out, "rows", "positions", "heads", None, None)
         cache = KeyValues(*(constrain(a.swapaxes(1, 2), "rows", "heads", None, None) for a in (k, v)))
@@ -175,18 +182,14 @@ class Attention(nnx.Module):
         q = q.reshape(*x.shape[:-1], c.kv_heads, c.heads // c.kv_heads, c.head_dim)
         return q * (c.head_dim**-0.5 if c.query_scale is None else c.query_scale), k, v
 
-    def _in_blocks(self, q, k, v, segments, mask, window):
+    def _in_blocks(self, q, k, v, mask):
         # A block of queries sees no key behind it: of a long row, half of the scores are never formed.
         length = q.shape[1]
-        whole = context_shards() > 1 or self.config.attention == "cudnn"
-        size = length if whole else max(-(-length // QUERY_BLOCKS), SMALLEST_BLOCK)
+        size = length if context_shards() > 1 else max(-(-length // QUERY_BLOCKS), SMALLEST_BLOCK)
         blocks = []
         for start in range(0, length, size):
             end = min(start + size, length)
             queries, keys, values, seen = q[:, start:end], k[:, :end], v[:, :end], mask[:, start:end, :end]
-            if self.config.attention == "cudnn":
-                blocks.append(fused_attention(queries, keys, values, seen, "cudnn"))
-                continue
             scores = jnp.einsum("ntjrd,nsjd->njrts", queries, keys, preferred_element_type=jnp.float32)
             scores = soft_cap(scores, self.config.attention_softcap)
             weights = jax.nn.softmax(jnp.where(seen[:, None, None], scores, MASKED), axis=-1)

@@ -17,8 +17,9 @@ def in_precision(net: Net, weights_dtype: str | None) -> Net:
     if weights_dtype is None:
         return net
     if weights_dtype not in BYTES:
-        # cuDNN's attention is for 16 bits.
-        attention = "xla" if config.attention == "cudnn" and weights_dtype == "float32" else config.attention
+        # Attention by kernels of GPUs is for 16 bits.
+        by_kernel = config.attention in ("cudnn", "flash")
+        attention = "auto" if by_kernel and weights_dtype == "float32" else config.attention
         return in_precision(Net(dataclasses.replace(config, dtype=weights_dtype, attention=attention)), None)
     if config.quantize not in ("none", weights_dtype):
         raise ConfigError(

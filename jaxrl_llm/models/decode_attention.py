@@ -107,10 +107,10 @@ def _attend(q, prompt, cache, prompt_start, length, window, softcap: float | Non
         if splits == 1:
             triton.store(out_refs[0], (out / total[:, None]).astype(out_refs[0].dtype), mask=is_query)
             return
-        for ref, x, mask in zip(
-            out_refs, (out, top, total), (is_query, number < queries, number < queries), strict=True
-        ):
-            triton.store(ref, x, mask=mask)
+        out_ref, *number_refs = out_refs
+        triton.store(out_ref, out, mask=is_query)
+        for ref, x in zip(number_refs, (top, total), strict=True):
+            triton.store(ref, x, mask=number < queries)
 
     def spec(shape, index) -> Any:
         return pl.BlockSpec(shape, index)

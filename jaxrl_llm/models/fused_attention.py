@@ -1,6 +1,6 @@
-"""Attention of whole rows by kernels that form the scores block by block: cuDNN's on NVIDIA GPUs, jax's own on TPUs.
+"""Attention of whole rows by kernels that form the scores block by block: cuDNN's and jax's own ones.
 
-Neither pass keeps scores in memory (arXiv 2307.08691).
+No pass keeps scores in memory (arXiv 2307.08691).
 """
 
 import functools
@@ -8,12 +8,63 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.distributed.sharding import activation_spec, attention_dims, context_shards, is_sharded
 
+MASKED_LENGTH = 4096  # the longest rows whose mask `[N,T,T]` costs GPUs little
 BLOCKS = (512, 256, 128)  # tokens of a block of the TPU's kernel, which takes multiples of 128
 WASTE = 1 / 8  # of a row that may be padded for a larger block
+
+
+def implementation(config, length: int, by_mask: bool) -> str:
+    """The attention of rows of that length: `config.attention`, or what `auto` stands for on this backend.
+
+    `by_mask`: segments alone do not say what a token sees. On TPUs splash; on GPUs, in 16 bits, cudnn with a mask or,
+    for long rows, flash; xla where those cannot be had.
+    """
+    if config.attention != "auto":
+        return config.attention
+    whole_rows = not is_sharded() or len(set(attention_dims(config.kv_heads))) == 1
+    if jax.default_backend() == "tpu":
+        return "splash" if whole_rows else "xla"
+    if jax.default_backend() != "gpu" or config.dtype == "float32" or config.attention_softcap is not None:
+        return "xla"
+    needs_mask = by_mask or not whole_rows or config.sliding_window is not None
+    return "cudnn" if needs_mask or length <= MASKED_LENGTH else "flash"
+
+
+def flash_attention(q, k, v, segments, interpret: bool = False) -> jax.Array:
+    """`[N,T,J,H/J,d]`: attention of (scaled) queries `[N,T,J,H/J,d]` to keys and values `[N,T,J,d]`, on GPUs.
+
+    A token sees the tokens of its segment `[N,T]` up to itself: memory is linear in T. Tokens of padding get finite
+    numbers. On a mesh each device computes its rows and heads. `interpret` runs the kernel without a GPU, for tests.
+
+    By jax.experimental.pallas.ops.gpu.attention: softmax and sums in fp32.
+    """
+    # Imported here: only runs on GPUs need it.
+    from jax.experimental.pallas.ops.gpu import attention as gpu
+
+    block = 64 if q.shape[-1] <= 128 else 32  # larger ones do not fit into the chip's shared memory
+    blocks = gpu.BlockSizes(**dict.fromkeys(gpu.BlockSizes.__dataclass_fields__, block))
+
+    def attend(q, k, v, segments):
+        extra = -q.shape[1] % block
+        heads = q.shape[3]
+        k, v = (jnp.repeat(x, heads, axis=2) for x in (k, v))  # the kernel has as many heads of keys as of queries
+        q_, k, v, ids = (
+            jnp.pad(x, ((0, 0), (0, extra), *((0, 0),) * (x.ndim - 2)))
+            for x in (q.reshape(*q.shape[:2], -1, q.shape[-1]), k, v, segments.astype(jnp.int32))
+        )
+        out = gpu.mha(q_, k, v, ids, 1.0, True, blocks, interpret=interpret)
+        return out[:, : q.shape[1]].reshape(q.shape)
+
+    if not is_sharded():
+        return attend(q, k, v, segments)
+    queries, keys, rows = _specs_of_whole_rows(q, k, "flash")
+    in_specs = (queries, keys, keys, rows)
+    return jax.shard_map(attend, in_specs=in_specs, out_specs=queries, check_vma=False)(q, k, v, segments)
 
 
 def fused_attention(q, k, v, mask, implementation: Literal["xla", "cudnn"]) -> jax.Array:
@@ -44,19 +95,26 @@ def splash_attention(
     compute = jax.vmap(row, in_axes=(0, 0, 0, 0, None if mask is None else 0))
     if not is_sharded():
         return compute(q, k, v, segments, mask)
-    query_dims, key_dims = attention_dims(k.shape[2])
-    if query_dims != key_dims:
-        raise ConfigError(
-            f"model.attention = 'splash' computes whole rows, and mesh.context = {context_shards()} shards them: "
-            f"mesh.tensor x mesh.context does not divide the model's {k.shape[2]} key/value heads. Make it divide "
-            "them, or use 'xla'."
-        )
-    queries = activation_spec(q.shape, "rows", *query_dims, None, None)
-    keys = activation_spec(k.shape, "rows", *key_dims, None)
-    rows = jax.sharding.PartitionSpec(queries[0])
+    queries, keys, rows = _specs_of_whole_rows(q, k, "splash")
     # The kernel does not say along which axes its results vary, which check_vma would ask of it.
     run = jax.shard_map(compute, in_specs=(queries, keys, keys, rows, rows), out_specs=queries, check_vma=False)
     return run(q, k, v, segments, mask)
+
+
+def _specs_of_whole_rows(q, k, name: str) -> tuple[PartitionSpec, PartitionSpec, PartitionSpec]:
+    """The specs of queries `[N,T,J,H/J,d]`, keys `[N,T,J,d]` and numbers `[N]` where every device has whole rows.
+
+    Raises ConfigError where the mesh shards the positions of rows and cannot shard heads instead.
+    """
+    query_dims, key_dims = attention_dims(k.shape[2])
+    if query_dims != key_dims:
+        raise ConfigError(
+            f"model.attention = {name!r} computes whole rows, and mesh.context = {context_shards()} shards them: "
+            f"mesh.tensor x mesh.context does not divide the model's {k.shape[2]} key/value heads. Make it divide "
+            "them, or use 'auto' or 'xla'."
+        )
+    queries = activation_spec(q.shape, "rows", *query_dims, None, None)
+    return queries, activation_spec(k.shape, "rows", *key_dims, None), PartitionSpec(queries[0])
 
 
 def _row(q, k, v, segments, mask, window: int | None, softcap: float | None, interpret: bool):

@@ -29,6 +29,7 @@ class AttentionInputs(NamedTuple):
     positions: jax.Array  # [N,T]
     segments: jax.Array  # [N,T] 0 is padding
     mask: jax.Array | None  # [N,T,T] (query, key) True where seen; None: a segment, up to the token itself
+    by_mask: bool = False  # the mask says more than the segments
     inv_freq: jax.Array | None = None  # [N,T,r/2] rotary frequencies of each token, where they depend on its row
 
 
@@ -44,9 +45,10 @@ class Mixer(Protocol):
     """An `nnx.Module` that is made as `mixer(config, rngs)`, with a cache of its own.
 
     `arrays` are this layer's `layer_arrays`. A cache is any pytree of arrays `[G, ...]` for prompts and `[G, R, ...]`
-    for rows; other dimensions may be sharded. Rows may leave, move and come back between decode steps. A step may be repeated, and the next one may begin anywhere behind the first
-    token of this one: speculative tokens may prove wrong. So what `decode` returned for a token must not depend on
-    what an earlier call stored at its place or behind it; a recurrent mixer keeps the states it may have to go back to.
+    for rows; other dimensions may be sharded. Rows may leave, move and come back between decode steps. A step may be
+    repeated, and the next one may begin anywhere behind the first token of this one: speculative tokens may prove
+    wrong. So what `decode` returned for a token must not depend on what an earlier call stored at its place or behind
+    it; a recurrent mixer keeps the states it may have to go back to.
     """
 
     path: str  # of its parameters in the layer: layers/<path>/...

@@ -70,7 +70,7 @@ class ModelConfig:
     dtype: str = "float32"  # of the computation
     param_dtype: str = "float32"
     fp32_head: bool = False  # form logits in fp32, whatever the dtype of the computation
-    attention: str = "xla"  # of whole rows: or cudnn, on GPUs; or splash, on TPUs
+    attention: str = "auto"  # of whole rows: xla, cudnn, flash, splash; see fused_attention.implementation
     remat: str = "none"  # or one of transformer.REMAT: what is saved for the backward pass; the rest is recomputed
     lora: LoraConfig | None = None
     quantize: str = "none"  # of the layers' linear maps, which are then frozen: one of quantize.KINDS

@@ -18,6 +18,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxrl_llm.algorithms.batch import Inputs
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.distributed.sharding import constrain, context_shards
+from jaxrl_llm.models.fused_attention import implementation
 from jaxrl_llm.models.layers import FeedForward, Linear, RMSNorm, soft_cap
 from jaxrl_llm.models.lora import LoraConfig, has_adapters, has_dropout
 from jaxrl_llm.models.mixer import AttentionInputs, DecodeInputs, LayerConfig, Mixer
@@ -201,12 +202,14 @@ class Transformer(nnx.Module):
             )
         segments = jnp.ones_like(tokens) if inputs.segments is None else inputs.segments
         positions = segment_positions(segments) if inputs.positions is None else inputs.positions
-        # Splash attention reads segments, and a mask [N,T,T] only where segments do not say it all.
-        mask = None if c.attention == "splash" and prefixes is None else attention_mask(segments, prefixes)
+        by_mask = prefixes is not None
+        # Some kernels read segments, and a mask [N,T,T] only where segments do not say it all.
+        by_segments = implementation(c, tokens.shape[1], by_mask) in ("splash", "flash")
+        mask = None if by_segments and not by_mask else attention_mask(segments, prefixes)
         inv_freq = long_row_frequencies(c.rope, c.rotated_size, segments, positions)
         x = self._embedded(tokens)
         x = x if inputs.noise is None else x + inputs.noise.astype(x.dtype)
-        return AttentionInputs(positions, segments, mask, inv_freq), x
+        return AttentionInputs(positions, segments, mask, by_mask, inv_freq), x
 
     def _through_layers(self, body, x, caches=None) -> tuple[jax.Array, tuple]:
         """x after every layer, and what `body(block, x, cache, arrays)` returned besides, one a run of layers."""

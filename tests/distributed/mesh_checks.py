@@ -44,7 +44,7 @@ from jaxrl_llm.training.setup.objectives import objective_of
 from jaxrl_llm.training.setup.run import make_optimizer
 from jaxrl_llm.training.setup.specs import update_spec
 from jaxrl_llm.training.update import init_state, make_update
-from tests.models.test_splash_attention import dense, outputs_and_gradients
+from tests.models.test_fused_attention import dense, outputs_and_gradients
 from tests.rollout.test_multi_turn import Echo
 from tests.training.packing.test_packed_updates import GROUP, config_of, online_batch, packer_of
 from tests.training.packing.test_packed_updates import SHAPE as PACKED
@@ -387,7 +387,7 @@ def test_the_update_of_one_device(model, sizes, on_one_device, batch, capfd):
 
 
 @pytest.mark.parametrize(("sizes", "masked"), [((2, 2, 2, 1), False), ((1, 2, 1, 2), True)])
-def test_splash_attention_of_a_mesh(sizes, masked):
+def test_fused_attention_of_a_mesh(sizes, masked):
     """Each device computes its rows and heads, which the context axis shards where it divides them."""
     segments = np.repeat([[0, 1, 1, 2, 2, 2], [1, 1, 1, 1, 1, 0]], 4, axis=0)
     mask, rng = attention_mask(segments), np.random.default_rng(0)
@@ -400,7 +400,7 @@ def test_splash_attention_of_a_mesh(sizes, masked):
     assert_close(found, expected)
 
 
-def test_splash_attention_needs_complete_rows(params, rows):
+def test_fused_attention_needs_complete_rows(params, rows):
     mesh = make_mesh(2, context=4)
     net = Net(dataclasses.replace(CONFIG, attention="splash"))
     with jax.set_mesh(mesh), pytest.raises(ConfigError, match=r"mesh.context = 4 shards them: .* 2 key/value heads"):

@@ -225,10 +225,9 @@ def test_queries_in_blocks_attend_to_the_same_keys(net, params, rows, monkeypatc
 
 
 def test_fused_attention_is_the_same(monkeypatch, net, params, rows):
-    """With XLA in the place of cuDNN: grouped heads, masks and scale, and gradients, of rows in blocks of queries."""
+    """With XLA in the place of cuDNN: grouped heads, masks and scale, and gradients."""
     fused = attention.fused_attention
     monkeypatch.setattr(attention, "fused_attention", lambda q, k, v, mask, _: fused(q, k, v, mask, "xla"))
-    monkeypatch.setattr(attention, "SMALLEST_BLOCK", 4)
     tokens, segments = rows
     other = Net(dataclasses.replace(CONFIG, attention="cudnn"))
 

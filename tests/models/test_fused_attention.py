@@ -1,4 +1,4 @@
-"""The TPU's kernel, run by Pallas' interpreter, against attention whose scores are all formed."""
+"""The kernels of TPUs and GPUs, run by Pallas' interpreter, against attention whose scores are all formed."""
 
 import dataclasses
 import functools
@@ -14,7 +14,7 @@ import jaxrl_llm
 from jaxrl_llm.algorithms.batch import Inputs
 from jaxrl_llm.config.flags import load_config_file
 from jaxrl_llm.models import attention, layers, model
-from jaxrl_llm.models.fused_attention import block_size, splash_attention
+from jaxrl_llm.models.fused_attention import block_size, flash_attention, implementation, splash_attention
 from jaxrl_llm.models.transformer import ModelConfig, Net, attention_mask, segment_positions
 
 LENGTH = 150  # no multiple of a block
@@ -80,6 +80,39 @@ def test_outputs_and_gradients(by, window, softcap):
     found = outputs_and_gradients(splash, q, k, v, segments != 0)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), found, expected)
     assert np.isfinite(splash(q, k, v)).all()
+
+
+@pytest.mark.parametrize("heads", [1, 2])
+def test_flash_attention_of_gpus(heads):
+    """Of packed documents, whose length is no multiple of a block; queries of one and of two heads share keys."""
+    segments = packed_segments()[:2]
+    keys = jax.random.split(jax.random.key(0), 3)
+    shapes = ((2, heads, 16), (2, 16), (2, 16))
+    q, k, v = (jax.random.normal(key, (*segments.shape, *shape)) for key, shape in zip(keys, shapes, strict=True))
+    flash = functools.partial(flash_attention, segments=segments, interpret=True)
+    expected = outputs_and_gradients(functools.partial(dense, attention_mask(segments), None), q, k, v, segments != 0)
+    found = outputs_and_gradients(flash, q, k, v, segments != 0)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5), found, expected)
+    assert np.isfinite(flash(q, k, v)).all()
+
+
+@pytest.mark.parametrize(
+    ("backend", "change", "length", "by_mask", "expected"),
+    [
+        ("cpu", {}, 100, False, "xla"),
+        ("tpu", {}, 100, True, "splash"),
+        ("gpu", {}, 100, False, "xla"),  # in float32
+        ("gpu", {"dtype": "bfloat16", "sliding_window": None}, 4096, False, "cudnn"),
+        ("gpu", {"dtype": "bfloat16", "sliding_window": None}, 4097, False, "flash"),
+        ("gpu", {"dtype": "bfloat16", "sliding_window": None}, 4097, True, "cudnn"),
+        ("gpu", {"dtype": "bfloat16"}, 4097, False, "cudnn"),
+        ("gpu", {"dtype": "bfloat16", "attention_softcap": 30.0}, 100, False, "xla"),
+        ("gpu", {"attention": "splash"}, 100, False, "splash"),
+    ],
+)
+def test_what_auto_stands_for(backend, change, length, by_mask, expected, monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: backend)
+    assert implementation(dataclasses.replace(CONFIG, **change), length, by_mask) == expected
 
 
 @pytest.fixture
