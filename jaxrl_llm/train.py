@@ -24,6 +24,7 @@ from jaxrl_llm.config.schema import Setting
 from jaxrl_llm.distributed import processes
 from jaxrl_llm.distributed.compilation_cache import keep_compiled
 from jaxrl_llm.models.model import Model
+from jaxrl_llm.rollout.resharded import ReshardedEngine
 from jaxrl_llm.tools.cards.card import write_cards
 from jaxrl_llm.tools.cards.hub import check_push, push_run
 from jaxrl_llm.training.checkpoint.manager import Checkpoints, find, free
@@ -32,6 +33,7 @@ from jaxrl_llm.training.evaluation.run import check_best
 from jaxrl_llm.training.logging.backends import check_installed
 from jaxrl_llm.training.logging.logger import Logger
 from jaxrl_llm.training.logging.step_log import Metrics, Step, StepLog
+from jaxrl_llm.training.online import OnlineSource
 from jaxrl_llm.training.runtime.callbacks import Callbacks, load_callbacks
 from jaxrl_llm.training.runtime.preemption import Notices, Preempted
 from jaxrl_llm.training.runtime.profiler import Profiler
@@ -203,9 +205,11 @@ def _describe(run: Run, start: int) -> dict[str, Any]:
     trained = sum(x.size for x in jax.tree.leaves(run.state.params))
     of_these = f", {trained / 1e6:.2f} M trained beside them" if trained != count else ""
     devices = jax.devices()
+    engine = run.source.producer.worker.engine if isinstance(run.source, OnlineSource) else None
+    sampling = f", sampling on {dict(engine.mesh.shape)}" if isinstance(engine, ReshardedEngine) else ""
     return {
         "model": f"{run.model.path}, {count / 1e6:.2f} M parameters{of_these}, {run.model.net.config.dtype}",
-        "devices": f"{len(devices)} {devices[0].platform}, mesh {dict(run.mesh.shape)}",
+        "devices": f"{len(devices)} {devices[0].platform}, mesh {dict(run.mesh.shape)}{sampling}",
         "starts at step": start,
     }
 

@@ -285,10 +285,11 @@ KEYS = (
     Setting("rollout.cache_dtype", "auto",
         "Storage type of the keys and values while sampling; auto is the compute type. fp8 needs "
         "algorithm.importance_correction.", choices=("auto", *DTYPES, "fp8")),
-    Setting("rollout.mesh", None,
+    Setting("rollout.mesh", "auto",
         "Mesh for sampling, `tensor=8` or `fsdp=2,tensor=4`: sizes of data, fsdp, expert and tensor; those not named "
         "are 1, data takes the remaining devices. Parameters are resharded for each rollout. none is the train mesh, "
-        "its context axis joined to fsdp."),
+        "its context axis joined to fsdp; auto is that too but, on accelerators with fsdp or context, a mesh with "
+        "tensor in their place: no token gathers the parameters."),
 
     Setting("rewards.functions", ("exact_match",),
         "Reward functions: built-in name, `module:function` or `path/to/file.py:function`, each with options in "

@@ -268,13 +268,24 @@ def test_mesh_sizes():
             make_mesh(*sizes)
 
 
-def test_the_mesh_that_samples():
+def test_the_mesh_that_samples(monkeypatch):
     home = make_mesh(1, 2, 2, context=2)
     assert dict(rollout_mesh(home).shape) == {"data": 1, "fsdp": 4, "context": 1, "expert": 1, "tensor": 2}
     assert rollout_mesh(make_mesh(2, 2, 2)) == make_mesh(2, 2, 2)
     assert dict(rollout_mesh(home, "tensor=4").shape) == {"data": 2, "fsdp": 1, "context": 1, "expert": 1, "tensor": 4}
     assert rollout_mesh(home, "data=1, tensor=-1").shape["tensor"] == 8
     assert rollout_mesh(home, "tensor=4").devices.ravel().tolist() == home.devices.ravel().tolist()
+    assert rollout_mesh(home, "auto", kv_heads=4) == rollout_mesh(home)  # on CPUs
+    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
+    for sizes, kv_heads, expected in [
+        ({"fsdp": 8}, 8, {"tensor": 8}),
+        ({"fsdp": 8}, 6, {"data": 4, "tensor": 2}),
+        ({"fsdp": 2, "context": 2, "expert": 2}, 8, {"expert": 2, "tensor": 4}),
+        ({"data": 4, "tensor": 2}, 8, {"data": 4, "tensor": 2}),  # nothing is gathered as it is
+    ]:
+        shape = rollout_mesh(make_mesh(**{"data": 1} | sizes), "auto", kv_heads).shape
+        assert {name: size for name, size in shape.items() if size > 1} == expected
+    monkeypatch.undo()
     for text, words in [
         ("tensor=3", "rollout.mesh data=-1, .*tensor=3 does not use the 8 devices"),
         ("tensor", "takes sizes of axes, such as"),

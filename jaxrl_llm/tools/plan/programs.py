@@ -136,7 +136,7 @@ def make_engine(config, net: Net, scanned: bool) -> Engine:
 def compile_rollout(config, engine: Engine, params, mesh: Mesh, prompt_width: int, compiler: Compiler) -> Rollout:
     """Compile the programs of the engine (cast, prefill, assign, decode); return what sampling holds."""
     k, longest = config.rollout.group_size, config.rollout.max_completion_length
-    sampling_mesh = rollout_mesh(mesh, config.rollout.mesh)
+    sampling_mesh = rollout_mesh(mesh, config.rollout.mesh, engine.net.config.kv_heads)
     cast, arguments = engines.decoding_params, (params, engine.decoder)
     if sampling_mesh != mesh:
         cast, arguments = functools.partial(engines.decoding_params, decoder=engine.decoder), (params,)

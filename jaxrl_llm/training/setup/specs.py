@@ -320,7 +320,7 @@ def build_worker(
         open_episodes = partial(EpisodeBatch.open, environments, turns)
         examples = None  # environments and tools may lengthen prompts
     engine = Engine.of(replace(rollout_spec(config), sampling=sampling, group_size=group_size), model.net, eos)
-    engine_mesh = rollout_mesh(mesh, c.mesh)
+    engine_mesh = rollout_mesh(mesh, c.mesh, model.net.config.kv_heads)
     if engine_mesh != mesh:
         engine = ReshardedEngine(**vars(engine), mesh=engine_mesh, train_mesh=mesh, watch=stopwatch)
     width = limit if examples is None else padded_width(max(len(row["prompt_ids"]) for row in examples), limit)
