@@ -4,6 +4,7 @@ Each TRL method runs unbound on a stand-in that holds its settings, and takes th
 that no weights, tokenizer or data are needed. Everything is float64.
 """
 
+import inspect
 from collections import defaultdict
 from functools import partial
 from types import SimpleNamespace
@@ -13,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl_llm.algorithms import policy_losses, preference_losses
+from jaxrl_llm.algorithms import policy_losses, preference_losses, sft_losses
 from jaxrl_llm.algorithms.advantages import soft_overlong_punishment
 from jaxrl_llm.algorithms.aggregation import loss_weights
 from jaxrl_llm.algorithms.controllers import AdaptiveEntropy, top_entropy_mask
@@ -166,6 +167,7 @@ def our_policy_loss(rows, name, aggregation, epsilons=(0.2, 0.2), beta=0.0, toke
     return loss
 
 
+ROWS = {"level": "sequence"}
 POLICY = [
     ("grpo", {}, "ppo_clip", "sequence", {}),
     ("bnpo", {}, "ppo_clip", "microbatch_token", {}),
@@ -181,6 +183,9 @@ POLICY = [
     ("grpo", {"level": "sequence", "epsilon_low": 0.05}, "gspo", "sequence", {"epsilons": (0.05, 0.2)}),
     ("luspo", {"level": "sequence"}, "luspo", "sequence", {}),
     ("luspo", {"level": "sequence", "beta": 0.04}, "gspo", "sequence_sum", {"beta": 0.04}),
+    ("luspo", {"beta": 0.04}, "ppo_clip", "sequence_sum", {"beta": 0.04}),
+    ("cispo", {**ROWS, "epsilon_high": 1.02}, "cispo", "token", {"epsilons": (0.2, 1.02), **ROWS}),
+    ("sapo", {**ROWS, "beta": 0.04}, "sapo", "sequence", {**ROWS, "beta": 0.04}),
 ]
 
 
@@ -189,6 +194,38 @@ def test_policy_losses(loss_type, settings, name, aggregation, options):
     rows = random_rows()
     ours = our_policy_loss(rows, name, aggregation, **options)
     assert_same(ours, trl_policy_loss(rows, loss_type, **settings), rows["logps"])
+
+
+def test_the_cispo_metric_of_rows():
+    from trl import GRPOTrainer
+
+    rows = random_rows()
+    trainer = grpo_stand_in(rows, double(rows["logps"]), "cispo", level="sequence", epsilon_high=1.02)
+    GRPOTrainer._compute_loss(trainer, None, grpo_inputs(rows))
+    arguments = (rows["logps"], rows["old"], rows["advantages"], 0.2, 1.02)
+    metric = policy_losses.cispo(*arguments, mask=rows["mask"], level="sequence")[1]["cispo_clip_ratio"]
+    weights = loss_weights(rows["mask"], "sequence")
+    assert metric.reduce == "row_mean"
+    (theirs,) = trainer._metrics["train"]["cispo_clip_ratio"]
+    assert theirs > 0
+    np.testing.assert_allclose((weights * metric.value).sum(), theirs, rtol=1e-6)
+
+
+def test_dft():
+    from trl import SFTTrainer
+
+    source = inspect.getsource(SFTTrainer)
+    assert "per_token_loss = per_token_loss * outputs.log_probs.exp().detach()" in source
+    rows = random_rows()
+    mask = double(rows["mask"])
+
+    def theirs(leaf):  # these lines of its compute_loss
+        per_token_loss = -leaf * mask
+        per_token_loss = per_token_loss * leaf.exp().detach()
+        return per_token_loss.sum() / mask.sum()
+
+    weights = loss_weights(rows["mask"], "token")
+    assert_same(lambda logps: (weights * sft_losses.dft(logps)).sum(), theirs, rows["logps"])
 
 
 def test_importance_corrected_kl():
