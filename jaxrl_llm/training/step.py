@@ -17,9 +17,10 @@ def improve(run: Run, state: State, batch: Batch) -> tuple[State, list[Metrics]]
     spec, updates = run.batch, []
     seed = (spec.seed, int(state.step)) if spec.shuffle else None
     indices = minibatch_indices(batch.rows, spec.group_size, spec.minibatches, spec.num_iterations, seed)
+    update = run.update
+    if run.warm_up is not None and int(state.step) < run.warmup_steps:
+        update = run.warm_up
     # All are laid out before the first update: the host does not wait for one to lay out the next.
-    warming_up = run.warm_up is not None and int(state.step) < run.warmup_steps
-    update = run.warm_up if warming_up else run.update
     minibatches = [run.pack(batch if spec.minibatches == 1 else _take(batch, index, run.mesh)) for index in indices]
     for minibatch in minibatches:
         state, metrics = update(state, minibatch, run.frozen)

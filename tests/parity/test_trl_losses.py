@@ -4,7 +4,6 @@ Each TRL method runs unbound on a stand-in that holds its settings, and takes th
 that no weights, tokenizer or data are needed. Everything is float64.
 """
 
-import inspect
 from collections import defaultdict
 from functools import partial
 from types import SimpleNamespace
@@ -14,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl_llm.algorithms import policy_losses, preference_losses, sft_losses
+from jaxrl_llm.algorithms import policy_losses, preference_losses
 from jaxrl_llm.algorithms.advantages import soft_overlong_punishment
 from jaxrl_llm.algorithms.aggregation import loss_weights
 from jaxrl_llm.algorithms.controllers import AdaptiveEntropy, top_entropy_mask
@@ -209,23 +208,6 @@ def test_the_cispo_metric_of_rows():
     (theirs,) = trainer._metrics["train"]["cispo_clip_ratio"]
     assert theirs > 0
     np.testing.assert_allclose((weights * metric.value).sum(), theirs, rtol=1e-6)
-
-
-def test_dft():
-    from trl import SFTTrainer
-
-    source = inspect.getsource(SFTTrainer)
-    assert "per_token_loss = per_token_loss * outputs.log_probs.exp().detach()" in source
-    rows = random_rows()
-    mask = double(rows["mask"])
-
-    def theirs(leaf):  # these lines of its compute_loss
-        per_token_loss = -leaf * mask
-        per_token_loss = per_token_loss * leaf.exp().detach()
-        return per_token_loss.sum() / mask.sum()
-
-    weights = loss_weights(rows["mask"], "token")
-    assert_same(lambda logps: (weights * sft_losses.dft(logps)).sum(), theirs, rows["logps"])
 
 
 def test_importance_corrected_kl():

@@ -185,6 +185,22 @@ def test_the_rounding_of_moments_comes_from_the_seed_and_the_number_of_updates()
     assert any(bool((a != b).any()) for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True))
 
 
+@pytest.mark.slow
+def test_a_resumed_run_in_bfloat16_equals_a_whole_one(root, tmp_path):
+    def run(name, steps):
+        config = load_config_file(f"{root / 'configs' / 'sft.py'}:tiny")
+        config.output_dir, config.total_steps = str(tmp_path / name), steps
+        config.optimizer.schedule, config.optimizer.warmup_steps = "constant", 0
+        config.model.dtype = config.model.param_dtype = config.optimizer.moment_dtype = "bfloat16"
+        config.eval.every, config.checkpoint.every, config.logging.backends = -1, 1, ("jsonl",)
+        return jaxrl_llm.train(config).model.params
+
+    run("parts", 2)
+    parts, whole = run("parts", 4), run("whole", 4)
+    jax.tree.map(np.testing.assert_array_equal, parts, whole)
+    assert {str(x.dtype) for x in jax.tree.leaves(whole)} == {"bfloat16"}
+
+
 def test_no_decay_names_what_is_not_decayed():
     plain, _ = improve(config_of())
     without, _ = improve(config_of(weight_decay=0.1, no_decay=("bias", "scale", "embed/weight")))
