@@ -120,12 +120,11 @@ def compare(theirs, ours, without=()):
         np.testing.assert_allclose(tensor, parameters[name], rtol=1e-4, atol=1e-5, err_msg=name)
 
 
+SLOW_SFT = [("all", "nll"), ("completion", "dft")]
+
+
 @pytest.mark.parametrize(
-    ("loss_on", "loss"),
-    [
-        ("completion", "nll"),
-        *(pytest.param(*x, marks=pytest.mark.slow) for x in (("all", "nll"), ("completion", "dft"))),
-    ],
+    ("loss_on", "loss"), [("completion", "nll"), *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW_SFT)]
 )
 def test_sft(folder, tmp_path, loss_on, loss):
     rows = [{name: row[name] for name in ("prompt", "completion")} for row in tasks.generate("sort_demos", size=20)]
