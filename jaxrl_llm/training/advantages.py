@@ -235,18 +235,18 @@ def _objective_metrics(scores, mask, logps, penalty, kl_coef, rollout: Rollout) 
 def _reward_metrics(scores, rewards, names: tuple[str, ...], group_size: int) -> dict[str, jax.Array]:
     scorable = ~jnp.isnan(scores)
     spread = _spread("reward", scores, scorable)
-    grouped = scores.reshape(-1, group_size)
-    compared = (~jnp.isnan(grouped)).sum(axis=1) > 1
-    within = jnp.sqrt(masked_var(grouped, ~jnp.isnan(grouped), axis=1))
     metrics = {
         "reward": spread["reward/mean"],
         "reward_max": spread["reward/max"],
         "reward_min": spread["reward/min"],
         "reward_std": jnp.sqrt(masked_var(scores, scorable)),
-        "reward_group_std": masked_mean(within, compared),
         "frac_reward_zero_std": advantage_rules.frac_zero_std(scores, group_size),
         "unscorable_rows": advantage_rules.unscorable_rows(rewards).sum(),
     }
+    if group_size > 1:
+        grouped = scores.reshape(-1, group_size)
+        valid = ~jnp.isnan(grouped)
+        metrics["reward_group_std"] = masked_mean(jnp.sqrt(masked_var(grouped, valid, axis=1)), valid.sum(axis=1) > 1)
     for i, name in enumerate(names):
         applies = ~jnp.isnan(rewards[:, i])
         metrics[f"rewards/{name}/mean"] = masked_mean(rewards[:, i], applies)

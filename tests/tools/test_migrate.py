@@ -506,6 +506,8 @@ def test_a_kl_of_verl_in_loss_and_reward(tmp_path):
     )
     config = from_verl(tmp_path, *both, "actor_rollout_ref.actor.kl_loss_coef=0", coefs[1])
     expect(config, algorithm={"beta": 0.05, "kl": "k1", "reward_beta": 0.0, "kl_in_reward": True})
+    config = from_verl(tmp_path, *both, coefs[0], "algorithm.kl_ctrl.kl_coef=0", "algorithm.kl_ctrl.type=adaptive")
+    expect(config, algorithm={"beta": 0.002, "reward_beta": 0.0, "kl_in_reward": False, "kl_controller": "fixed"})
     with pytest.raises(ConfigError, match="kl_penalty is full, the KL over the whole vocabulary"):
         from_verl(tmp_path, both[1], "algorithm.kl_penalty=full")
 

@@ -260,10 +260,11 @@ def _divergence(draft: Draft) -> None:
     loss, reward, control = f"{A}.use_kl_loss", "algorithm.use_kl_in_reward", "algorithm.kl_ctrl"
     draft.use(loss, reward)
     in_loss = draft.get(loss) and float(draft.get(f"{A}.kl_loss_coef")) > 0
+    in_reward = draft.get(reward) and float(draft.get(f"{control}.kl_coef")) > 0
     if in_loss:
         draft.set("algorithm.beta", float(draft.get(f"{A}.kl_loss_coef")), loss, f"{A}.kl_loss_coef")
         draft.set("algorithm.kl", shared.kl_name(draft, f"{A}.kl_loss_type"), f"{A}.kl_loss_type")
-    if draft.get(reward):
+    if in_reward:
         beta, kl = ("reward_beta", "reward_kl") if in_loss else ("beta", "kl")
         draft.set(f"algorithm.{beta}", float(draft.get(f"{control}.kl_coef")), reward, f"{control}.kl_coef")
         draft.set(f"algorithm.{kl}", shared.kl_name(draft, "algorithm.kl_penalty"), "algorithm.kl_penalty")

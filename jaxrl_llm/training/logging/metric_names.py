@@ -120,5 +120,5 @@ def verl_names(kl_in_reward: bool, kl_in_both: bool, data: str, samples: Mapping
     if kl_in_reward:
         kl = {"kl": penalty, "kl_coef": coef}
     elif kl_in_both:
-        kl = {"kl": "actor/kl_loss", "reward_kl": penalty, "kl_coef": coef}
+        kl |= {"reward_kl": penalty, "kl_coef": coef}
     return MetricNames({**VERL, **kl}, data, samples)
