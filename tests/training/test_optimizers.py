@@ -186,6 +186,21 @@ def test_the_rounding_of_moments_comes_from_the_seed_and_the_number_of_updates()
 
 
 @pytest.mark.slow
+def test_training_in_bfloat16_follows_fp32(root, tmp_path):
+    def losses(dtype):
+        config = load_config_file(f"{root / 'configs' / 'sft.py'}")
+        config.output_dir, config.total_steps, config.batch.prompts = str(tmp_path / dtype), 30, 16
+        config.optimizer.learning_rate, config.optimizer.schedule, config.optimizer.warmup_steps = 1e-5, "constant", 0
+        config.model.param_dtype = config.optimizer.moment_dtype = dtype
+        config.eval.every, config.logging.backends = 0, ("jsonl",)
+        return np.array([r["eval/loss"] for r in jaxrl_llm.train(config).metrics if "eval/loss" in r])
+
+    exact, rounded = losses("float32"), losses("bfloat16")
+    np.testing.assert_allclose(rounded, exact, atol=1e-3)
+    assert exact[0] - exact[-1] > 0.01
+
+
+@pytest.mark.slow
 def test_a_resumed_run_in_bfloat16_equals_a_whole_one(root, tmp_path):
     def run(name, steps):
         config = load_config_file(f"{root / 'configs' / 'sft.py'}:tiny")
