@@ -123,6 +123,19 @@ def rloo_advantages(scores, group_size: int, normalize: bool = False, eps: float
     return jnp.nan_to_num(advantages.reshape(-1), nan=0.0)
 
 
+def gpg_advantages(scores, group_size: int, f_norm=1.0) -> Array:
+    """Returns advantages `[N]`: each score minus its group's mean, times the inverse share of scores that are not 0.
+
+    Shapes: `scores [N]`. Formula: `A = alpha (r - mean_group) / f_norm`, `alpha = n / max(count(r != 0), 1)` over the n
+    scores of the batch that are not NaN (those get 0, as does a group with one score). Raises ValueError when N is not
+    a multiple of group_size. Source: GPG, arXiv 2504.02546, with alpha as in verl.
+    """
+    scores = as_float(scores)
+    valid = ~jnp.isnan(scores)
+    alpha = valid.sum() / jnp.maximum((valid & (scores != 0)).sum(), 1)
+    return alpha / f_norm * group_advantages(scores, group_size, scale="none")
+
+
 def passk_advantages(scores, group_size: int, normalize: bool = True, eps: float = 1e-6) -> Array:
     """Returns advantages `[N]` that are zero except for the best row of each group: best minus second best.
 

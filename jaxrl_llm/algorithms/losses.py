@@ -13,6 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxrl_llm.algorithms.aggregation import masked_mean, masked_sum
+
 Array = jax.Array
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -37,6 +39,7 @@ class Metric:
 
 
 Metrics = dict[str, Metric]
+LEVELS = ("token", "sequence", "sequence_sum")  # of the ratio pi / pi_old that a loss reads: see `log_ratio_at`
 
 # The number of no micro-batch at all, and how two of them become one.
 NEUTRAL = {"sum": 0.0, "max": -jnp.inf, "min": jnp.inf}
@@ -48,7 +51,8 @@ def declare(**facts: Any) -> Callable[[F], F]:
 
     A policy loss may declare
 
-    - `ratio`: "sequence" where it reads the ratio of whole rows; the KL term is then corrected by that ratio too;
+    - `ratio`: the level (`log_ratio_at`) of the ratio that it reads, by which the KL term is corrected too:
+      "token" (the default), "sequence", "sequence_sum", or "level", whatever its option of that name says;
     - `select`: a function of the same arguments that picks, over the whole optimizer batch, the few tokens `[N,T]`
       which the loss gets as `selected`;
     - `old_logps`: "sampler" where its ratio compares with the sampler's log-probs by design.
@@ -71,6 +75,23 @@ def declare(**facts: Any) -> Callable[[F], F]:
         return function
 
     return mark
+
+
+def log_ratio_at(level: str, log_ratio, mask) -> Array:
+    """Returns the log-ratio `[N, T]` that a loss reads at a level, of the tokens' own `[N, T]`.
+
+    `token`: each token's own. `sequence` (GSPO): the mean over the masked tokens of its row, on each token of the row;
+    `sequence_sum` (RLOO): their sum. Both need `mask [N, T]`. Raises ValueError for an unknown level and for these
+    without a mask.
+    """
+    if level not in LEVELS or (level != "token" and mask is None):
+        raise ValueError(
+            f"levels of a ratio are 'token', and 'sequence' and 'sequence_sum' together with a mask; got {level!r}"
+        )
+    if level == "token":
+        return log_ratio
+    over_row = masked_mean if level == "sequence" else masked_sum
+    return jnp.broadcast_to(over_row(log_ratio, mask, axis=-1, keepdims=True), log_ratio.shape)
 
 
 def with_metrics(result: Any) -> tuple[Array, Metrics]:

@@ -25,7 +25,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxrl_llm.algorithms.aggregation import as_float, as_mask, magnitude, masked_mean, masked_sum
-from jaxrl_llm.algorithms.losses import Metric, Metrics, check_rank, declare
+from jaxrl_llm.algorithms.losses import Metric, Metrics, check_rank, declare, log_ratio_at
 
 Array = jax.Array
 
@@ -118,6 +118,7 @@ def luspo(logps, old_logps, advantages, epsilon_low, epsilon_high, delta=None, *
     return lengths * loss, metrics
 
 
+@declare(ratio="sequence_sum")
 def rloo(logps, old_logps, advantages, epsilon_low, epsilon_high, *, mask) -> tuple[Array, Metrics]:
     """Returns the clipped surrogate of the whole sequence's ratio, spread over `[N, T]`.
 
@@ -145,12 +146,16 @@ def gmpo(logps, old_logps, advantages, epsilon_low, epsilon_high, *, mask) -> tu
     return loss, _clip_metrics(logps, old_logps, advantages, low, high, mask=mask)
 
 
-def cispo(logps, old_logps, advantages, epsilon_low, epsilon_high, *, mask=None, minimum=None) -> tuple[Array, Metrics]:
+@declare(ratio="level")
+def cispo(
+    logps, old_logps, advantages, epsilon_low, epsilon_high, *, mask=None, minimum=None, level="token"
+) -> tuple[Array, Metrics]:
     """Returns REINFORCE with a capped importance weight, `-stop(min(r, epsilon_high)) A logps`, `[N, T]`.
 
     `epsilon_high` is the cap of the ratio itself (5.0 is recommended), not a distance from 1; a number of 1 or less
     shrinks the weight of on-policy samples too, and warns. `minimum` is an optional lower cap. verl's two-sided form is
     `epsilon_high=1 + eps, minimum=1 - eps`. `epsilon_low` is not read. No gradient flows through the weight.
+    `level="sequence"` weighs a row by its length-normalised ratio (`log_ratio_at`; TRL's importance_sampling_level).
     Source: CISPO, MiniMax-M1, arXiv 2506.13585; cap as in ScaleRL, arXiv 2510.13786.
     """
     del epsilon_low
@@ -160,12 +165,14 @@ def cispo(logps, old_logps, advantages, epsilon_low, epsilon_high, *, mask=None,
             "at that, on-policy ones too; the usual value is 5.0",
             stacklevel=2,
         )
-    clipped = clip_fractions(logps, old_logps, advantages, 0.0, epsilon_high - 1.0, mask=mask)
+    clipped = clip_fractions(logps, old_logps, advantages, 0.0, epsilon_high - 1.0, mask=mask, level=level)
     logps, log_ratio, advantages = _prepare(logps, old_logps, advantages, mask)
-    weights = jnp.clip(jnp.exp(log_ratio), minimum, epsilon_high)
-    return -jax.lax.stop_gradient(weights) * advantages * logps, {"cispo_clip_ratio": Metric(clipped.high)}
+    weights = jnp.clip(jnp.exp(log_ratio_at(level, log_ratio, mask)), minimum, epsilon_high)
+    metrics = {"cispo_clip_ratio": Metric(clipped.high, _mean_of(level))}
+    return -jax.lax.stop_gradient(weights) * advantages * logps, metrics
 
 
+@declare(ratio="level")
 def sapo(
     logps,
     old_logps,
@@ -176,16 +183,19 @@ def sapo(
     mask=None,
     temperature_positive=1.0,
     temperature_negative=1.05,
+    level="token",
 ) -> Array:
     """Returns the soft-gated surrogate `[N, T]`: a sigmoid of the ratio in place of a clip.
 
     Formula: `-A (4 / tau) sigmoid(tau (r - 1))`, tau = temperature_positive where A > 0, else temperature_negative. The
-    epsilons are not read. Source: SAPO, arXiv 2511.20347.
+    epsilons are not read. `level="sequence"` takes the length-normalised ratio of the row (`log_ratio_at`).
+    Source: SAPO, arXiv 2511.20347.
     """
     del epsilon_low, epsilon_high
     _, log_ratio, advantages = _prepare(logps, old_logps, advantages, mask)
     tau = jnp.where(advantages > 0, temperature_positive, temperature_negative)
-    return -advantages * (4.0 / tau) * jax.nn.sigmoid(tau * (jnp.exp(log_ratio) - 1.0))
+    ratio = jnp.exp(log_ratio_at(level, log_ratio, mask))
+    return -advantages * (4.0 / tau) * jax.nn.sigmoid(tau * (ratio - 1.0))
 
 
 def reinforce(logps, old_logps, advantages, epsilon_low=None, epsilon_high=None, *, mask=None) -> Array:
@@ -371,23 +381,20 @@ def clip_fractions(
     `low`: ratio below 1 - epsilon_low and A < 0; `high`: ratio above 1 + epsilon_high and A > 0; `region`: either. This
     is TRL's `clip_ratio/*`; `region` is also verl's `pg_clipfrac`, since the clipped branch is the larger loss on just
     those tokens. `signed=False` drops the condition on A. `dual` (verl's `pg_clipfrac_lower`): A < 0 and ratio above
-    `dual_clip`, zero without it. `level="sequence"` uses the ratio of `gspo` and `"sequence_sum"` that of `rloo`, the
-    same for a whole row; both need `mask`. Raises ValueError for an unknown level and for these without a mask.
+    `dual_clip`, zero without it. `level` is that of the ratio: see `log_ratio_at`, which raises ValueError.
     """
     _, log_ratio, advantages = _prepare(logps, old_logps, advantages, mask)
-    if level in ("sequence", "sequence_sum") and mask is not None:
-        over_row = masked_mean if level == "sequence" else masked_sum
-        log_ratio = jnp.broadcast_to(over_row(log_ratio, mask, axis=-1, keepdims=True), log_ratio.shape)
-    elif level != "token":
-        raise ValueError(
-            f"clip fractions know level 'token', and 'sequence' and 'sequence_sum' together with a mask; got {level!r}"
-        )
-    ratio = jnp.exp(jax.lax.stop_gradient(log_ratio))
+    ratio = jnp.exp(jax.lax.stop_gradient(log_ratio_at(level, log_ratio, mask)))
     low, high = ratio < 1.0 - epsilon_low, ratio > 1.0 + epsilon_high
     if signed:
         low, high = low & (advantages < 0), high & (advantages > 0)
     dual = jnp.zeros_like(low) if dual_clip is None else (ratio > dual_clip) & (advantages < 0)
     return ClipFractions(*(x.astype(jnp.float32) for x in (low, high, low | high, dual)))
+
+
+def _mean_of(level: str) -> str:
+    """Returns the reduction of an indicator of clipped ratios: of rows where the ratio is a row's."""
+    return "mean" if level == "token" else "row_mean"
 
 
 def _clip_metrics(
@@ -401,7 +408,7 @@ def _clip_metrics(
     mask = jnp.ones_like(clipped.low) if mask is None else mask
     low, high = (masked_mean(x, mask, axis=-1) for x in (clipped.low, clipped.high))
     live = as_mask(mask).any(axis=-1)
-    mean = "mean" if level == "token" else "row_mean"
+    mean = _mean_of(level)
     metrics = {
         "clip_ratio/low_mean": Metric(clipped.low, mean),
         "clip_ratio/high_mean": Metric(clipped.high, mean),

@@ -10,6 +10,8 @@ EVALUATION = 2**31 - 1
 DROPOUT = 2**31 - 3
 ADAPTERS = 2**31 - 4
 VALUE_HEAD = 2**31 - 5
+ROUNDING = 2**31 - 6  # of parameters, by the number of updates made
+MOMENT_ROUNDING = 2**31 - 7
 
 # Folded into the key of a step. REPLAY may equal EVALUATION: it is never folded into the same key.
 REPLAY = 2**31 - 1

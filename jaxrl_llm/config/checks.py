@@ -110,6 +110,12 @@ def _online(config: ConfigDict) -> Iterator[str]:
                     f"algorithm.{key} is {algorithm[key]}, but algorithm.beta is 0 and there is no KL term: set beta, "
                     f"or {key} to {value}"
                 )
+    if algorithm.reward_beta and (algorithm.beta == 0 or algorithm.kl_in_reward):
+        yield (
+            f"algorithm.reward_beta is {algorithm.reward_beta}, for a KL in the reward besides that in the loss, but "
+            f"beta is {algorithm.beta} and kl_in_reward {algorithm.kl_in_reward}: set beta and not kl_in_reward for "
+            "both, or beta and kl_in_reward without reward_beta for the reward alone"
+        )
     if algorithm.kl_bias_correction and algorithm.kl_in_reward:
         yield "algorithm.kl_bias_correction is for a KL term in the loss: set it or algorithm.kl_in_reward to false"
     if algorithm.old_logps == "sampler" and algorithm.importance_correction != "none":

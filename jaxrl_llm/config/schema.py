@@ -175,7 +175,9 @@ KEYS = (
     Setting("model.dtype", "auto",
         "Compute type of the network; auto is float32 on CPU and bfloat16 on accelerators.",
         choices=("auto", *DTYPES)),
-    Setting("model.param_dtype", "float32", "Storage type of the trained parameters.", choices=DTYPES),
+    Setting("model.param_dtype", "float32",
+        "Storage type of the trained parameters; fewer bits are rounded to stochastically in each update.",
+        choices=DTYPES),
     Setting("model.allow_pickle", False,
         "Read pytorch_model.bin where a model has no safetensors. Only tensors are read; no code in the file runs.",
         bool),
@@ -332,9 +334,9 @@ KEYS = (
         "Advantage estimate: built-in name, `module:function` or `path/to/file.py:function`; options in brackets, "
         "`rloo(normalize=True)`."),
     Setting("algorithm.loss", "auto",
-        "Policy, preference or reward-model loss: built-in name, `module:function` or `path/to/file.py:function`, with "
-        "options in brackets, `sapo(temperature_negative=1.1)`; preference losses may be a mixture, `dpo+bco_pair`. "
-        "auto is ppo_clip, dpo or bradley_terry."),
+        "Policy, sft, preference or reward-model loss: built-in name, `module:function` or `path/to/file.py:function`, "
+        "with options in brackets, `sapo(temperature_negative=1.1)`; preference losses may be a mixture, "
+        "`dpo+bco_pair`. auto is ppo_clip, nll, dpo or bradley_terry."),
     Setting("algorithm.aggregation", "sequence",
         "How token losses are averaged: over each row's tokens, then over rows (sequence); over all tokens (token); "
         "over rows x rollout.max_completion_length (constant); row sums over rows (sequence_sum); "
@@ -352,6 +354,10 @@ KEYS = (
     Setting("algorithm.kl_in_reward", False,
         "Subtract beta x KL from the rewards (of each token, or summed from the score) in place of adding it to the "
         "loss.", bool),
+    Setting("algorithm.reward_beta", 0.0,
+        "Weight of a KL penalty in the rewards besides the term in the loss, whose weight is beta; 0 is off. An "
+        "adaptive controller moves it, and beta stays.", float, minimum=0),
+    Setting("algorithm.reward_kl", "k1", "Estimator of the penalty of reward_beta.", choices=("k1", "k3", "abs", "k2")),
     Setting("algorithm.kl_bias_correction", False,
         "Multiply the KL term of the loss by the probability ratio: unbiased for samples of an older policy.", bool),
     Setting("algorithm.kl_controller", "fixed",
@@ -435,7 +441,9 @@ KEYS = (
         "The critic's gradients are scaled down to this norm; 0 is off.", float, minimum=0),
     Setting("critic.epsilon", 0.2,
         "Values are clipped to this distance from the old values; none is off.", float, above=0),
-    Setting("critic.warmup_steps", 0, "First training steps, in which only the critic is trained.", int, minimum=0),
+    Setting("critic.warmup_steps", 0,
+        "First training steps, in which only the critic is trained: no update of the policy is computed or logged.",
+        int, minimum=0),
 
     Setting("optimizer.name", "adamw",
         "Optimizer; muon is for the matrices of the layers, with adamw for the rest.",
@@ -456,7 +464,8 @@ KEYS = (
     Setting("optimizer.eps", 1e-8, "Added to the root of the second moment.", float, above=0),
     Setting("optimizer.weight_decay", 0.0, "Decoupled weight decay.", float, minimum=0),
     Setting("optimizer.no_decay", ("bias", "scale"), "Last names in the paths of parameters without weight decay."),
-    Setting("optimizer.moment_dtype", "float32", "Storage type of the optimizer's moments.", choices=DTYPES[:2]),
+    Setting("optimizer.moment_dtype", "float32",
+        "Storage type of the optimizer's moments; bfloat16 is rounded to stochastically.", choices=DTYPES[:2]),
     Setting("optimizer.offload", False,
         "Keep the moments in host memory; they move to the device for each update.", bool),
     Setting("optimizer.max_grad_norm", 1.0,

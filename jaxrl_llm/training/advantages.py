@@ -44,6 +44,7 @@ class AdvantageSpec:
     max_completion_length: int
     kl: str  # estimator
     kl_in_reward: bool
+    reward_beta: float  # above 0: there is a KL in the reward besides that in the loss
     reward_clip: tuple[float, ...]
     overlong_buffer: int
     missing_eos_penalty: float
@@ -117,9 +118,9 @@ class AdvantageStep:
             estimate = kl_estimate(logps, ref_logps, spec.kl)
             # The controller reads a mean over rows; the metric is a mean over tokens.
             kl = masked_mean(masked_mean(estimate, mask, axis=-1), mask.any(axis=-1))
-            if spec.kl_in_reward:
+            if spec.kl_in_reward or spec.reward_beta:
                 penalty = jnp.where(mask > 0, estimate, 0.0)
-                metrics["kl"] = masked_mean(estimate, mask)
+                metrics["reward_kl" if spec.reward_beta else "kl"] = masked_mean(estimate, mask)
         rewarded = mask * scorable[:, None]
         inputs = {
             "scores": scores if penalty is None else scores - kl_coef * masked_sum(penalty, mask, axis=-1),
@@ -127,7 +128,7 @@ class AdvantageStep:
             "weights": weights,
             "token_rewards": advantage_rules.token_rewards(scores, rewarded, penalty, kl_coef),
             "mask": rewarded,
-            "lengths": rollout.lengths,
+            "lengths": (rollout.mask > 0).sum(axis=1),  # without observation tokens, which rollout.lengths counts
             "finished": rollout.finished,
             "group_size": spec.group_size,
             "scale": spec.scale_rewards,
@@ -176,7 +177,7 @@ def advantage_step(spec: AdvantageSpec, reward_names: tuple[str, ...]) -> Advant
             "critic and an advantage rule that reads its values, such as ppo(gamma=1.0, lam=0.95), go together"
         )
     if not (step.asks_for("scores") or step.asks_for("token_rewards")):
-        for key in ("kl_in_reward", "reward_clip", "overlong_buffer", "missing_eos_penalty"):
+        for key in ("kl_in_reward", "reward_beta", "reward_clip", "overlong_buffer", "missing_eos_penalty"):
             if value := getattr(spec, key):
                 raise ConfigError(
                     f"algorithm.{key} is {value}, but algorithm.advantage = {spec.advantage!r} reads the rewards one "
@@ -242,6 +243,10 @@ def _reward_metrics(scores, rewards, names: tuple[str, ...], group_size: int) ->
         "frac_reward_zero_std": advantage_rules.frac_zero_std(scores, group_size),
         "unscorable_rows": advantage_rules.unscorable_rows(rewards).sum(),
     }
+    if group_size > 1:
+        grouped = scores.reshape(-1, group_size)
+        valid = ~jnp.isnan(grouped)
+        metrics["reward_group_std"] = masked_mean(jnp.sqrt(masked_var(grouped, valid, axis=1)), valid.sum(axis=1) > 1)
     for i, name in enumerate(names):
         applies = ~jnp.isnan(rewards[:, i])
         metrics[f"rewards/{name}/mean"] = masked_mean(rewards[:, i], applies)

@@ -220,6 +220,7 @@ class LearnerSpec:
     old_logps: str  # whom the ratio compares with: trainer (computed), sampler, or policy (itself: nothing to compute)
     temperature: float
     kl_in_reward: bool
+    reward_beta: float  # above 0: there is a KL in the reward besides that in the loss
     mask_truncated: bool
     aggregation: str
     draws_seeds: bool  # the loss draws random numbers
@@ -262,7 +263,7 @@ class Learner:
         # to move its coefficient; else after the replay, which exchanges rows.
         old_logps = rollout.sample_logps if spec.old_logps == "sampler" else None
         ref_logps = values = None
-        measures_kl = spec.kl_in_reward or controllers.is_kl_adaptive
+        measures_kl = spec.kl_in_reward or spec.reward_beta or controllers.is_kl_adaptive
         with self.stopwatch("logps"):
             if spec.old_logps == "trainer" or measures_kl or self.critic is not None:
                 inputs = self._inputs(rollout.tokens, rollout.segments, rollout.mask)
@@ -323,7 +324,7 @@ class Learner:
 
     def learn(self, metrics: dict[str, float]) -> None:
         """Move what follows the metrics of a step's updates."""
-        if self.controllers.entropy is not None:
+        if self.controllers.entropy is not None and "entropy" in metrics:  # not where only the critic was trained
             self.controllers = self.controllers.after_updates(metrics.get("entropy_kept", metrics["entropy"]))
 
     def get_arrays(self) -> dict[str, Any]:
@@ -357,8 +358,9 @@ class Learner:
         kl, entropy, tokens = self.controllers.kl.coef, self.controllers.entropy, None
         if self.spec.aggregation == "rollout_token":
             tokens = np.float32(float((batch.mask > 0).sum()) / self.batch.minibatches)
+        moves = in_loss and self.controllers.is_kl_adaptive and not self.spec.reward_beta
         return Scalars(
-            kl_coef=np.float32(kl) if in_loss and self.controllers.is_kl_adaptive else None,
+            kl_coef=np.float32(kl) if moves else None,
             entropy_coef=None if entropy is None else np.float32(entropy.applied),
             token_count=tokens,
         )

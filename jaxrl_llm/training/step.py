@@ -17,10 +17,13 @@ def improve(run: Run, state: State, batch: Batch) -> tuple[State, list[Metrics]]
     spec, updates = run.batch, []
     seed = (spec.seed, int(state.step)) if spec.shuffle else None
     indices = minibatch_indices(batch.rows, spec.group_size, spec.minibatches, spec.num_iterations, seed)
+    update = run.update
+    if run.warm_up is not None and int(state.step) < run.warmup_steps:
+        update = run.warm_up
     # All are laid out before the first update: the host does not wait for one to lay out the next.
     minibatches = [run.pack(batch if spec.minibatches == 1 else _take(batch, index, run.mesh)) for index in indices]
     for minibatch in minibatches:
-        state, metrics = run.update(state, minibatch, run.frozen)
+        state, metrics = update(state, minibatch, run.frozen)
         updates.append(metrics)
     return replace(state, step=state.step + 1), updates
 

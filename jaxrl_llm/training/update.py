@@ -15,12 +15,14 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxrl_llm.algorithms.batch import Batch
 from jaxrl_llm.algorithms.losses import MERGE, NEUTRAL, Metric, Metrics
-from jaxrl_llm.algorithms.random_streams import DROPOUT
+from jaxrl_llm.algorithms.random_streams import DROPOUT, ROUNDING
+from jaxrl_llm.algorithms.rounding import round_like
 from jaxrl_llm.distributed.sharding import on_device, on_host, row_shards, shardings
 from jaxrl_llm.models.lora import combine, has_adapters, with_dropout
 from jaxrl_llm.models.transformer import Params
 from jaxrl_llm.training.microbatch import map_microbatches, microbatches_of
 from jaxrl_llm.training.objectives.objective import Objective
+from jaxrl_llm.training.optimizers import updates_made
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,7 +34,6 @@ class UpdateSpec:
     offload: bool = False  # optimizer moments live in the host's memory
     dropout: float = 0.0  # of adapters
     seed: int = 0
-    critic_warmup_steps: int = 0  # training steps in which only the critic learns
 
 
 class Frozen(NamedTuple):
@@ -97,9 +98,8 @@ def make_update(
 ) -> Update:
     """The jitted `update(state, batch, frozen) -> (state, metrics)` of `optimizer_step`; the state is donated.
 
-    With a critic, `update_critic` is the optimizer step of `state.critic`; its metrics are named `critic/...`, and
-    during the first `critic.warmup_steps` training steps the policy stays as it is. Without one, the objective is of
-    the policy's and the critic's parameters together, and so is the optimizer.
+    With a critic, `update_critic` is the optimizer step of `state.critic`; its metrics are named `critic/...`. Without
+    one, the objective is of the policy's and the critic's parameters together, and so is the optimizer.
     """
     step = optimizer_step(objective, optimizer, spec, mesh)
 
@@ -110,17 +110,25 @@ def make_update(
 
     def with_critic(state: State, batch: Batch, frozen: Frozen = NOTHING) -> tuple[State, Metrics]:
         assert update_critic is not None
-        critic, critic_metrics = update_critic(state.critic, batch, Frozen(frozen.critic))
-        before = dataclasses.replace(state, critic=None)
-        after, metrics = step(before, batch, frozen)
-        after = _choose(state.step >= spec.critic_warmup_steps, after, before)
-        nonfinite = jnp.maximum(metrics["nonfinite_gradient"].value, critic_metrics.pop("nonfinite_gradient").value)
-        metrics["nonfinite_gradient"] = Metric(nonfinite, "sum")
-        metrics |= {f"critic/{name}": metric for name, metric in critic_metrics.items()}
-        return dataclasses.replace(after, critic=critic), metrics
+        state, critic_metrics = _critic_step(update_critic, state, batch, frozen)
+        after, metrics = step(dataclasses.replace(state, critic=None), batch, frozen)
+        nonfinite = jnp.maximum(metrics["nonfinite_gradient"].value, critic_metrics["nonfinite_gradient"].value)
+        metrics = critic_metrics | metrics | {"nonfinite_gradient": Metric(nonfinite, "sum")}
+        return dataclasses.replace(after, critic=state.critic), metrics
 
     chosen = step if not has_critic else with_shared_critic if update_critic is None else with_critic
     return jax.jit(chosen, donate_argnums=0)
+
+
+def make_critic_update(update_critic: Update) -> Update:
+    """The jitted `update(state, batch, frozen) -> (state, metrics)` of the critic alone; the state is donated."""
+    return jax.jit(functools.partial(_critic_step, update_critic), donate_argnums=0)
+
+
+def _critic_step(update_critic: Update, state: State, batch: Batch, frozen: Frozen = NOTHING) -> tuple[State, Metrics]:
+    critic, metrics = update_critic(state.critic, batch, Frozen(frozen.critic))
+    named = {name if name == "nonfinite_gradient" else f"critic/{name}": x for name, x in metrics.items()}
+    return dataclasses.replace(state, critic=critic), named
 
 
 def join_critic(state: State, critic: State) -> State:
@@ -141,13 +149,14 @@ def optimizer_step(
     """One optimizer step, `(state, batch, frozen) -> (state, metrics)`, to be jitted by `make_update`.
 
     The batch is one optimizer batch. It is weighed as a whole and then split into micro-batches, whose gradients add
-    up: the update does not depend on their number. A gradient that is not finite leaves parameters and optimizer as
-    they were and sets `nonfinite_gradient` to 1.
+    up in fp32: the update does not depend on their number. Parameters in fewer bits are rounded stochastically, by the
+    seed and the number of updates made. A gradient that is not finite leaves parameters and optimizer as they were and
+    sets `nonfinite_gradient` to 1.
     """
     shards = row_shards(mesh)
 
     def update(state: State, batch: Batch, frozen: Frozen = NOTHING) -> tuple[State, Metrics]:
-        updates = _updates_made(state)
+        updates = updates_made(state.opt_state)
         if batch.seeds is not None:  # a batch that is used again draws other numbers
             batch = batch.replace(seeds=batch.seeds + updates.astype(batch.seeds.dtype))
         count = (spec.microbatch_rows and batch.rows // spec.microbatch_rows) or 1
@@ -165,6 +174,7 @@ def optimizer_step(
         micro, zero = microbatches_of(batch, count, shards), jnp.zeros((), jnp.int32)
         if isinstance(micro.count, int) and micro.count == 1:
             (_, metrics), gradients = gradients_of(state.params, micro.take(0), zero)
+            gradients = jax.tree.map(lambda x: x.astype(jnp.float32), gradients)
         else:
             # One program, whatever their number: the loop's length may be known to the device alone.
             (_, metrics), gradients = jax.eval_shape(gradients_of, state.params, jax.eval_shape(micro.take, 0), zero)
@@ -173,7 +183,7 @@ def optimizer_step(
                 (_, metrics), gradients = gradients_of(state.params, micro.take(number), number)
                 return _merge(total[0], metrics), jax.tree.map(jnp.add, total[1], gradients)
 
-            zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), gradients)
+            zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), gradients)
             metrics, gradients = jax.lax.fori_loop(0, micro.count, add, (_neutral(metrics), zeros))
 
         if spec.offload:
@@ -181,7 +191,8 @@ def optimizer_step(
         norm = optax.tree.norm(gradients)
         finite = jnp.isfinite(norm)
         changes, opt_state = optimizer.update(gradients, state.opt_state, state.params)
-        params: Any = optax.apply_updates(state.params, changes)
+        key = jax.random.fold_in(jax.random.fold_in(jax.random.key(spec.seed), ROUNDING), updates)
+        params = round_like(jax.tree.map(jnp.add, state.params, changes), state.params, key)
         new = _choose(finite, State(state.step, params, opt_state), state)
         if spec.offload:
             new = dataclasses.replace(new, opt_state=on_host(new.opt_state))
@@ -222,11 +233,6 @@ def _prepare(objective: Objective, params: Params, batch: Batch, count: int, sha
     observed_rows = batch.with_layout(batch.observe_layout or layout)
     observed = map_microbatches(functools.partial(objective.observe, params), observed_rows, count, shards)
     return objective.prepare(batch.with_layout(None), observed).with_layout(layout)
-
-
-def _updates_made(state: State) -> jax.Array:
-    """Number of updates the optimizer has made: its parts, and its layers where they count apart, count the same."""
-    return optax.tree_utils.tree_get_all_with_path(state.opt_state, "count")[0][1].reshape(-1)[0]
 
 
 def _choose(condition, new, old):

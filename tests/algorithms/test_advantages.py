@@ -12,6 +12,7 @@ flat_groups = jax.jit(advantages.flat_groups, static_argnames="group_size")
 frac_zero_std = jax.jit(advantages.frac_zero_std, static_argnames="group_size")
 gae = jax.jit(advantages.gae)
 gdpo_advantages = jax.jit(advantages.gdpo_advantages, static_argnames=("group_size", "batch_normalize"))
+gpg_advantages = jax.jit(advantages.gpg_advantages, static_argnames="group_size")
 group_advantages = jax.jit(advantages.group_advantages, static_argnames=("group_size", "scale"))
 missing_eos_penalty = jax.jit(advantages.missing_eos_penalty)
 opo_advantages = jax.jit(advantages.opo_advantages, static_argnames="group_size")
@@ -276,6 +277,17 @@ def test_passk_rewards_only_the_best(x64):
 def test_opo_weighs_the_baseline_by_length(x64):
     result = opo_advantages([0.0, 1.0, 4.0, NAN], [1, 3, 10, 50], 2)
     np.testing.assert_allclose(result, [-0.75, 0.25, 0, 0], rtol=1e-12, atol=1e-12)
+
+
+def test_gpg_weighs_by_the_scores_that_are_not_zero(x64):
+    scores = np.array([1.0, 0.0, 0.0, 0.0, 2.0, 2.0])
+    expected = 6 / 3 * np.array([2 / 3, -1 / 3, -1 / 3, -4 / 3, 2 / 3, 2 / 3])
+    np.testing.assert_allclose(gpg_advantages(scores, 3), expected)
+    np.testing.assert_allclose(gpg_advantages(scores, 3, f_norm=4.0), expected / 4)
+    np.testing.assert_allclose(gpg_advantages(np.zeros(2), 2), 0)
+    # 4 scores apply, 3 of them are not 0.
+    some = np.array([1.0, NAN, 3.0, 1.0, 0.0, NAN])
+    np.testing.assert_allclose(gpg_advantages(some, 3), 4 / 3 * np.array([-1, 0, 1, 0.5, -0.5, 0]))
 
 
 def test_remax_subtracts_the_greedy_score_of_the_prompt():

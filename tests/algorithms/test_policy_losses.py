@@ -134,6 +134,21 @@ def test_luspo_is_gspo_times_length_and_gspo_under_sequence_sums(x64):
     )
 
 
+@pytest.mark.parametrize("level", ["sequence", "sequence_sum"])
+def test_cispo_and_sapo_of_whole_rows_by_hand(x64, level):
+    ratio = np.exp((-0.3 / 3) if level == "sequence" else -0.3)  # log-ratios 0.2, -0.5, 0
+    np.testing.assert_allclose(cispo(LOGPS, OLD, [2.0], 0.2, 5.0, mask=ONES, level=level), -2 * ratio * LOGPS)
+    expected = 2 * (4 / 1.05) / (1 + np.exp(-1.05 * (ratio - 1)))
+    np.testing.assert_allclose(sapo(LOGPS, OLD, [-2.0], mask=ONES, level=level), np.full((1, 3), expected))
+
+
+def test_an_unknown_level_and_one_without_a_mask():
+    with pytest.raises(ValueError, match=r"levels of a ratio are 'token', .*; got 'row'"):
+        sapo(LOGPS, OLD, [1.0], mask=ONES, level="row")
+    with pytest.raises(ValueError, match="together with a mask; got 'sequence'"):
+        sapo(LOGPS, OLD, [1.0], level="sequence")
+
+
 def test_vespo_by_hand(x64):
     w = np.exp(-0.3)
     for advantage, k, lam in ((1.0, 2.0, 3.0), (-1.0, 3.0, 2.0)):

@@ -166,6 +166,7 @@ def our_policy_loss(rows, name, aggregation, epsilons=(0.2, 0.2), beta=0.0, toke
     return loss
 
 
+ROWS = {"level": "sequence"}
 POLICY = [
     ("grpo", {}, "ppo_clip", "sequence", {}),
     ("bnpo", {}, "ppo_clip", "microbatch_token", {}),
@@ -181,6 +182,9 @@ POLICY = [
     ("grpo", {"level": "sequence", "epsilon_low": 0.05}, "gspo", "sequence", {"epsilons": (0.05, 0.2)}),
     ("luspo", {"level": "sequence"}, "luspo", "sequence", {}),
     ("luspo", {"level": "sequence", "beta": 0.04}, "gspo", "sequence_sum", {"beta": 0.04}),
+    ("luspo", {"beta": 0.04}, "ppo_clip", "sequence_sum", {"beta": 0.04}),
+    ("cispo", {**ROWS, "epsilon_high": 1.02}, "cispo", "token", {"epsilons": (0.2, 1.02), **ROWS}),
+    ("sapo", {**ROWS, "beta": 0.04}, "sapo", "sequence", {**ROWS, "beta": 0.04}),
 ]
 
 
@@ -189,6 +193,21 @@ def test_policy_losses(loss_type, settings, name, aggregation, options):
     rows = random_rows()
     ours = our_policy_loss(rows, name, aggregation, **options)
     assert_same(ours, trl_policy_loss(rows, loss_type, **settings), rows["logps"])
+
+
+def test_the_cispo_metric_of_rows():
+    from trl import GRPOTrainer
+
+    rows = random_rows()
+    trainer = grpo_stand_in(rows, double(rows["logps"]), "cispo", level="sequence", epsilon_high=1.02)
+    GRPOTrainer._compute_loss(trainer, None, grpo_inputs(rows))
+    arguments = (rows["logps"], rows["old"], rows["advantages"], 0.2, 1.02)
+    metric = policy_losses.cispo(*arguments, mask=rows["mask"], level="sequence")[1]["cispo_clip_ratio"]
+    weights = loss_weights(rows["mask"], "sequence")
+    assert metric.reduce == "row_mean"
+    (theirs,) = trainer._metrics["train"]["cispo_clip_ratio"]
+    assert theirs > 0
+    np.testing.assert_allclose((weights * metric.value).sum(), theirs, rtol=1e-6)
 
 
 def test_importance_corrected_kl():

@@ -251,6 +251,23 @@ CASES = [  # TRL's settings; ours; micro-batches of an optimizer step
         id="luspo",
     ),
     pytest.param(
+        {"loss_type": "luspo", "num_iterations": 2, "beta": 0.1},
+        {"aggregation": "sequence_sum", "beta": 0.1, "kl_bias_correction": True},
+        1,
+        marks=SLOW,
+        id="luspo of tokens",
+    ),
+    *(
+        pytest.param(
+            {"loss_type": loss, "importance_sampling_level": "sequence", "num_iterations": 2, "beta": 0.1, **cap},
+            {"aggregation": mode, "loss": f"{loss}(level='sequence')", "beta": 0.1, "kl_bias_correction": True, **cap},
+            1,
+            marks=SLOW,
+            id=f"{loss} of sequences",
+        )
+        for loss, mode, cap in (("cispo", "rollout_token", {"epsilon_high": 1.002}), ("sapo", "sequence", {}))
+    ),
+    pytest.param(
         {"loss_type": "grpo", "entropy_coef": 0.3, "top_entropy_quantile": 0.4, "num_iterations": 2},
         {"aggregation": "sequence", "entropy_coef": 0.3, "top_entropy_quantile": 0.4},
         1,

@@ -120,13 +120,17 @@ def compare(theirs, ours, without=()):
         np.testing.assert_allclose(tensor, parameters[name], rtol=1e-4, atol=1e-5, err_msg=name)
 
 
-@pytest.mark.parametrize("loss_on", ["completion", pytest.param("all", marks=pytest.mark.slow)])
-def test_sft(folder, tmp_path, loss_on):
+SLOW_SFT = [("all", "nll"), ("completion", "dft")]
+
+
+@pytest.mark.parametrize(
+    ("loss_on", "loss"), [("completion", "nll"), *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW_SFT)]
+)
+def test_sft(folder, tmp_path, loss_on, loss):
     rows = [{name: row[name] for name in ("prompt", "completion")} for row in tasks.generate("sort_demos", size=20)]
-    theirs = run_trl(
-        trl.SFTTrainer, trl.SFTConfig, folder, rows, tmp_path, completion_only_loss=loss_on == "completion"
-    )
-    compare(theirs, run_ours(folder, rows, tmp_path, loss_on=loss_on, name="sft"))
+    settings = {"completion_only_loss": loss_on == "completion", "loss_type": loss}
+    theirs = run_trl(trl.SFTTrainer, trl.SFTConfig, folder, rows, tmp_path, **settings)
+    compare(theirs, run_ours(folder, rows, tmp_path, loss_on=loss_on, name="sft", loss=loss))
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ from jaxrl_llm.tools.migrate import migrate
 from jaxrl_llm.tools.migrate.documentation import page
 from jaxrl_llm.tools.migrate.reading import parsed
 from jaxrl_llm.tools.migrate.table import defaults, find, names, table
-from jaxrl_llm.training.setup.objectives import preference_spec
+from jaxrl_llm.training.setup.objectives import policy_loss, preference_spec
 from tests.tools import migration_keys
 
 FILES = Path(__file__).parent / "migration_files"
@@ -183,19 +183,24 @@ def test_steps_of_trl_are_updates_and_ours_are_rollouts(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("loss_type", "loss", "aggregation"),
+    ("loss_type", "loss", "of_sequences", "aggregation"),
     [
-        ("grpo", "ppo_clip", "sequence"),
-        ("bnpo", "ppo_clip", "microbatch_token"),
-        ("dr_grpo", "ppo_clip", "constant"),
-        ("dapo", "ppo_clip", "token"),
-        ("cispo", "cispo", "token"),
-        ("luspo", "luspo", "sequence"),
-        ("vespo", "vespo", "token"),
-        ("sapo", "sapo(temperature_positive=1.0, temperature_negative=1.05)", "sequence"),
+        ("grpo", "ppo_clip", "gspo", "sequence"),
+        ("bnpo", "ppo_clip", "gspo", "microbatch_token"),
+        ("dr_grpo", "ppo_clip", "gspo", "constant"),
+        ("dapo", "ppo_clip", "gspo", "token"),
+        ("cispo", "cispo", "cispo(level='sequence')", "token"),
+        ("luspo", "ppo_clip", "gspo", "sequence_sum"),
+        ("vespo", "vespo", "vespo", "token"),
+        (
+            "sapo",
+            "sapo(temperature_positive=1.0, temperature_negative=1.05)",
+            "sapo(temperature_positive=1.0, temperature_negative=1.05, level='sequence')",
+            "sequence",
+        ),
     ],
 )
-def test_loss_types_of_trl(tmp_path, loss_type, loss, aggregation):
+def test_loss_types_of_trl(tmp_path, loss_type, loss, of_sequences, aggregation):
     said = {"loss_type": loss_type, "max_steps": 5, "num_generations": 4}
     config, _ = migrate(written(tmp_path, "a.json", {"output_dir": "o", **said}), trainer="grpo", devices=1)
     expect(config, algorithm={"loss": loss, "aggregation": aggregation, "beta": 0.0}, batch={"prompts": 2})
@@ -204,7 +209,21 @@ def test_loss_types_of_trl(tmp_path, loss_type, loss, aggregation):
         trainer="grpo",
         devices=1,
     )
-    assert config.algorithm.loss == ("gspo" if loss == "ppo_clip" else loss)
+    expect(config, algorithm={"loss": of_sequences, "aggregation": aggregation})
+    assert policy_loss(config).ratio == ("token" if loss_type == "vespo" else "sequence")
+
+
+def test_vespo_of_trl_with_a_kl_of_sequence_ratios_is_noted(tmp_path):
+    said = {"output_dir": "o", "loss_type": "vespo", "importance_sampling_level": "sequence", "max_steps": 5}
+    file = written(tmp_path, "a.json", {**said, "beta": 0.04, "num_generations": 4})
+    assert "with vespo it is of the KL term alone" in migrate(file, trainer="grpo", devices=1)[1]
+
+
+def test_dft_of_trl(tmp_path):
+    said = {"output_dir": "o", "dataset_name": "d", "max_steps": 5, "loss_type": "dft", "label_smoothing_factor": 0.1}
+    config, text = migrate(written(tmp_path, "a.json", said), trainer="sft", devices=1)
+    expect(config, algorithm={"name": "sft", "loss": "dft", "label_smoothing": 0.0})
+    assert "no equivalent in sft" not in text
 
 
 def test_the_older_trl_has_other_defaults(tmp_path):
@@ -455,6 +474,42 @@ def test_a_ppo_yaml_of_verl():
             "extremes": True,
         },
     )
+
+
+VERL = "data.train_files=t.parquet trainer.total_training_steps=5 actor_rollout_ref.rollout.n=4"
+
+
+def from_verl(tmp_path, *overrides):
+    estimator = "" if any("adv_estimator" in x for x in overrides) else "algorithm.adv_estimator=grpo"
+    said = f"python3 -m verl.trainer.main_ppo {VERL} {estimator} {' '.join(overrides)}"
+    return migrate(written(tmp_path, "run.sh", said))[0]
+
+
+@pytest.mark.parametrize("mode", ["gspo", "sapo", "geo_mean", "cispo"])
+def test_losses_of_verl_that_take_sequence_means(tmp_path, mode):
+    config = from_verl(tmp_path, f"actor_rollout_ref.actor.policy_loss.loss_mode={mode}")
+    expect(config, algorithm={"aggregation": "token" if mode == "cispo" else "sequence"})
+
+
+def test_gpg_of_verl(tmp_path):
+    config = from_verl(tmp_path, "algorithm.adv_estimator=gpg", "actor_rollout_ref.actor.policy_loss.loss_mode=gpg")
+    expect(config, algorithm={"advantage": "gpg", "loss": "reinforce"})
+
+
+def test_a_kl_of_verl_in_loss_and_reward(tmp_path):
+    both = ("actor_rollout_ref.actor.use_kl_loss=True", "algorithm.use_kl_in_reward=True")
+    coefs = ("actor_rollout_ref.actor.kl_loss_coef=0.002", "algorithm.kl_ctrl.kl_coef=0.05")
+    config = from_verl(tmp_path, *both, *coefs, "algorithm.kl_penalty=abs")
+    expect(
+        config,
+        algorithm={"beta": 0.002, "kl": "k3", "reward_beta": 0.05, "reward_kl": "abs", "kl_in_reward": False},
+    )
+    config = from_verl(tmp_path, *both, "actor_rollout_ref.actor.kl_loss_coef=0", coefs[1])
+    expect(config, algorithm={"beta": 0.05, "kl": "k1", "reward_beta": 0.0, "kl_in_reward": True})
+    config = from_verl(tmp_path, *both, coefs[0], "algorithm.kl_ctrl.kl_coef=0", "algorithm.kl_ctrl.type=adaptive")
+    expect(config, algorithm={"beta": 0.002, "reward_beta": 0.0, "kl_in_reward": False, "kl_controller": "fixed"})
+    with pytest.raises(ConfigError, match="kl_penalty is full, the KL over the whole vocabulary"):
+        from_verl(tmp_path, both[1], "algorithm.kl_penalty=full")
 
 
 def test_samples_in_fp8_of_verl(tmp_path):

@@ -6,7 +6,8 @@ import pytest
 from jaxrl_llm.config import ConfigError, default, validate
 from jaxrl_llm.rollout.engine import Rollout
 from jaxrl_llm.training.advantages import AdvantageStep, advantage_step
-from jaxrl_llm.training.setup.specs import advantage_spec
+from jaxrl_llm.training.setup.objectives import needs_reference, policy_spec
+from jaxrl_llm.training.setup.specs import advantage_spec, controllers_of, learner_spec, old_logps_of
 
 # Four rows, two groups of two; prompts of 2 tokens, completions of 3, 2, 4 and 1 (row 2 did not end).
 MASK = np.array([[0, 0, 1, 1, 1, 0], [0, 0, 1, 1, 0, 0], [0, 0, 1, 1, 1, 1], [0, 0, 1, 0, 0, 0]], np.float32)
@@ -105,6 +106,52 @@ def test_kl_in_the_reward_of_each_token():
     )
 
 
+def test_kl_in_the_reward_besides_the_loss():
+    config = configured(advantage="rloo", beta=0.01, reward_beta=0.5, reward_kl="k2")
+    coef = controllers_of(config).kl.coef
+    step, spec = step_of(config), learner_spec(config)
+    assert (coef, spec.kl_in_reward, spec.reward_beta) == (0.5, False, 0.5)
+    assert policy_spec(config).beta == 0.01 and policy_spec(config).kl == "k3" and needs_reference(config)
+    assert old_logps_of(config) == "trainer"  # which the penalty is measured by
+    rewards = np.array([[1], [0], [2], [1]], np.float32)
+    zeros = np.zeros_like(KL)
+    result = step(rollout(), MASK, rewards, np.ones(1, np.float32), logps=KL, ref_logps=zeros, kl_coef=coef)
+    scores = rewards[:, 0] - 0.5 * (0.5 * KL**2 * MASK).sum(1)
+    np.testing.assert_allclose(rows_of(result), scores - scores.reshape(2, 2)[:, ::-1].reshape(-1), rtol=1e-5)
+    np.testing.assert_allclose(result.metrics["reward_kl"], (0.5 * KL**2 * MASK).sum() / MASK.sum(), rtol=1e-6)
+    assert "kl" not in result.metrics  # the objective's
+
+
+@pytest.mark.parametrize("settings", [{"beta": 0.0}, {"beta": 0.1, "kl_in_reward": True}])
+def test_a_second_kl_needs_one_in_the_loss(settings):
+    with pytest.raises(ConfigError, match=r"algorithm\.reward_beta is 0\.1, .* set beta and not kl_in_reward"):
+        validate(configured(reward_beta=0.1, **settings))
+
+
+def test_std_within_groups():
+    result = advantages_of([1.0, 4.0, 2.0, NAN])
+    np.testing.assert_allclose(result.metrics["reward_group_std"], np.std([1, 4], ddof=1), rtol=1e-6)
+    result = advantages_of([1.0, 4.0, 2.0, 3.0])
+    expected = (np.std([1, 4], ddof=1) + np.std([2, 3], ddof=1)) / 2
+    np.testing.assert_allclose(result.metrics["reward_group_std"], expected, rtol=1e-6)
+    np.testing.assert_allclose(result.metrics["reward_std"], np.std([1, 4, 2, 3], ddof=1), rtol=1e-6)
+
+
+def test_opo_weighs_by_sampled_tokens_and_not_by_observations():
+    # Two rows of 4 sampled tokens; the first has 6 more that a tool wrote.
+    mask = np.zeros((2, 12), np.float32)
+    mask[0, [2, 3, 10, 11]] = mask[1, 2:6] = 1
+    segments = np.ones((2, 12), np.int32)
+    segments[1, 6:] = 0
+    lengths = np.array([10, 4], np.int32)
+    rows = Rollout(
+        np.zeros((2, 12), np.int32), segments, mask, np.zeros_like(mask), lengths, np.ones(2, bool), lengths * 1.0
+    )
+    rewards = np.array([[1], [0]], np.float32)
+    result = step_of(configured(advantage="opo"))(rows, mask, rewards, np.ones(1, np.float32))
+    np.testing.assert_allclose(result.advantages, mask * np.array([[0.5], [-0.5]]), rtol=1e-6)
+
+
 def test_kl_in_the_loss_changes_no_advantage():
     without = advantages_of([1, 0, 2, 1])
     measured = advantages_of([1, 0, 2, 1], logps=KL, ref_logps=np.zeros_like(KL), beta=0.5, kl="k1")
@@ -174,6 +221,7 @@ def test_flat_groups_of_each_rule():
         ({"advantage": "group(epsilon=1)"}, r"group has no option 'epsilon'; it takes eps$"),
         ({"advantage": "group(scale='none')"}, "group has no option 'scale'"),
         ({"advantage": "gdpo", "kl_in_reward": True, "beta": 0.1}, r"algorithm\.kl_in_reward is True.*gdpo"),
+        ({"advantage": "gdpo", "reward_beta": 0.1, "beta": 0.1}, r"algorithm\.reward_beta is 0\.1.*gdpo"),
         ({"advantage": "gdpo", "overlong_buffer": 2}, r"algorithm\.overlong_buffer is 2.*soft_overlong"),
         ({"advantage": "gdpo", "missing_eos_penalty": 1.0}, r"algorithm\.missing_eos_penalty is 1\.0"),
     ],

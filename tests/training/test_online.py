@@ -187,6 +187,37 @@ def test_vespo_gets_the_importance_weights():
     )
 
 
+def test_vespo_takes_the_ratio_of_a_row_once():
+    settings = {"loss": "vespo", "importance_correction": "sequence_truncate", "importance_max": 1.2}
+    weights = np.minimum(ROW_MISMATCH.max(1, keepdims=True), 1.2)
+    ratio = np.log(np.where(MASK > 0, RATIO, 1.0)).sum(1, keepdims=True)
+    log_w = np.clip(ratio + np.log(weights), np.log(1e-8), 20)
+    k, lam = np.where(ADVANTAGES >= 0, 2.0, 3.0), np.where(ADVANTAGES >= 0, 3.0, 2.0)
+    expected = -np.exp(lam + k * log_w - lam * np.exp(log_w)) * ADVANTAGES * LOGPS
+    np.testing.assert_allclose(
+        value(settings, BATCH.replace(ref_logps=None))[0], token_mean(np.asarray(expected)), rtol=1e-4
+    )
+
+
+@pytest.mark.parametrize(
+    ("loss", "log_ratio"),
+    [("rloo", "sum"), ("gspo", "mean"), ("cispo(level='sequence')", "mean"), ("sapo(level='sequence_sum')", "sum"),
+     ("sapo", "token")],
+)  # fmt: skip
+def test_the_kl_term_is_corrected_by_the_ratio_of_the_loss(loss, log_ratio):
+    settings = {"loss": loss, "beta": 0.3, "epsilon_high": 5.0}
+    tokens = np.log(np.where(MASK > 0, RATIO, 1.0))
+    rows = tokens.sum(1, keepdims=True)
+    ratio = np.exp({"token": tokens, "sum": rows, "mean": rows / LENGTHS}[log_ratio])
+    _, metrics = value(settings | {"kl_bias_correction": True}, BATCH)
+    np.testing.assert_allclose(metrics["kl"], token_mean(ratio * (np.exp(-K1) - 1 + K1)), rtol=1e-4)
+
+
+def test_an_unknown_level_is_refused():
+    with pytest.raises(ConfigError, match="level is 'row', but it takes one of token, sequence, sequence_sum"):
+        objective_of(configured({"loss": "sapo(level='row')"}), NET)
+
+
 @pytest.mark.parametrize(
     ("loss", "level"), [("gspo", "sequence"), ("gspo_token", "sequence"), ("luspo", "sequence"), ("rloo", "sum")]
 )

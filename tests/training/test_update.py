@@ -9,6 +9,7 @@ import pytest
 from jaxrl_llm.config import default
 from jaxrl_llm.distributed.sharding import make_mesh
 from jaxrl_llm.training.microbatch import split_rows
+from jaxrl_llm.training.objectives.objective import Objective
 from jaxrl_llm.training.optimizers import learning_rate_schedule
 from jaxrl_llm.training.setup.objectives import objective_of
 from jaxrl_llm.training.setup.run import make_optimizer
@@ -122,6 +123,49 @@ def test_offloaded_moments_change_nothing():
         kinds = {x.sharding.memory_kind for x in jax.tree.leaves(state.opt_state) if x.ndim}
         assert kinds == {"pinned_host"}
         assert {x.sharding.memory_kind for x in jax.tree.leaves(state.params)} == {"device"}
+
+
+def in_bfloat16(params):
+    return jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
+
+
+def test_parameters_in_bfloat16_move_as_those_in_fp32_do():
+    """At a rate of a hundredth of their spacing; rounded to the nearest, hardly any of them would move."""
+    start = {"w": 0.02 * jax.random.normal(jax.random.key(3), (20_000,))}
+    config = config_with(optimizer__learning_rate=1e-6, optimizer__eps=1e-8)
+    mesh = make_mesh(devices=jax.devices()[:1])
+    objective = Objective(lambda batch: batch, lambda params, batch: (params["w"].astype(jnp.float32).sum(), {}))
+
+    def moved(params, seed=0):
+        config.seed = seed
+        with jax.set_mesh(mesh):
+            optimizer = make_optimizer(config)
+            state = init_state(jax.tree.map(jnp.array, params), optimizer, mesh)
+            update = make_update(objective, optimizer, update_spec(config), mesh)
+            for _ in range(50):
+                state, _ = update(state, jax.tree.map(jnp.asarray, make_batch()))
+        return np.asarray(state.params["w"].astype(jnp.float32)) - np.asarray(params["w"].astype(jnp.float32))
+
+    exact, rounded = moved(start), moved(in_bfloat16(start))
+    np.testing.assert_allclose(exact.mean(), -5e-5, rtol=1e-3)
+    np.testing.assert_allclose(rounded.mean(), -5e-5, rtol=0.05)
+    np.testing.assert_array_equal(moved(in_bfloat16(start)), rounded)  # the draws come from the seed and the step
+    assert (moved(in_bfloat16(start), seed=1) != rounded).any()
+
+
+def test_gradients_of_microbatches_add_up_in_fp32():
+    """The norm of 128 equal gradients of 1 + 2^-7: in bfloat16 their sum would stop growing at 256."""
+    config = config_with(batch__microbatch_rows=1, optimizer__max_grad_norm=0.0)
+    mesh = make_mesh(devices=jax.devices()[:1])
+    objective = Objective(
+        lambda batch: batch, lambda params, batch: (params["w"].astype(jnp.float32).sum() * (1 + 2**-7) * 4, {})
+    )
+    with jax.set_mesh(mesh):
+        optimizer = make_optimizer(config)
+        state = init_state({"w": jnp.ones(1, jnp.bfloat16)}, optimizer, mesh)
+        update = make_update(objective, optimizer, update_spec(config), mesh)
+        _, metrics = update(state, jax.tree.map(jnp.asarray, make_batch(rows=129)))
+    np.testing.assert_allclose(metrics["grad_norm"].value, 129 * 4 * (1 + 2**-7), rtol=1e-6)
 
 
 def test_nonfinite_gradient_changes_nothing():

@@ -117,6 +117,11 @@ def kl_name(draft: Draft, key: str) -> str:
     """Return our estimator of verl's name."""
     known = {"kl": "k1", "k1": "k1", "abs": "abs", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
     name = draft.get(key)
+    if name == "full":
+        raise ConfigError(
+            f"{draft.source.path}: {key} is full, the KL over the whole vocabulary, which verl names and does not "
+            "compute (NotImplementedError), nor is it computed here: low_var_kl estimates it from the sampled tokens"
+        )
     if name not in known:
         raise ConfigError(
             f"{draft.source.path}: {key} is {name!r}, which has no equivalent; there are {', '.join(known)}"

@@ -27,7 +27,7 @@ TELLING = {
 MEANS = {
     "grpo": "sequence",
     "sapo": "sequence",
-    "luspo": "sequence",
+    "luspo": "sequence_sum",
     "bnpo": "microbatch_token",
     "dr_grpo": "constant",
 }
@@ -223,12 +223,18 @@ def _grpo(draft: Draft, trainer: str, devices: int) -> int:
             f"{draft.source.path}: loss_type is {kind!r}, which has no equivalent; there are {', '.join(MEANS)}, dapo, "
             "cispo, vespo"
         )
-    sequence = draft.get("importance_sampling_level") == "sequence"
-    loss = kind if kind in ("cispo", "luspo", "vespo", "sapo") else "gspo" if sequence else "ppo_clip"
-    if kind == "sapo":
-        keys = {"temperature_positive": "sapo_temperature_pos", "temperature_negative": "sapo_temperature_neg"}
-        loss = with_options("sapo", {option: draft.get(key) for option, key in keys.items()})
-        draft.use(*keys.values())
+    level = "importance_sampling_level"
+    sequence = draft.get(level) == "sequence"
+    loss = kind if kind == "vespo" else "gspo" if sequence else "ppo_clip"
+    if kind in ("cispo", "sapo"):
+        options = {"level": "sequence"} if sequence else {}
+        if kind == "sapo":
+            keys = {"temperature_positive": "sapo_temperature_pos", "temperature_negative": "sapo_temperature_neg"}
+            options = {option: draft.get(key) for option, key in keys.items()} | options
+            draft.use(*keys.values())
+        loss = with_options(kind, options)
+    elif kind == "vespo" and sequence and beta and draft.get("use_bias_correction_kl"):
+        draft.check(f"{level}: with vespo it is of the KL term alone in TRL, whose ratio is that of tokens here")
     set_loss(draft, [(loss, {"delta": "delta"})], "loss_type", "importance_sampling_level")
     token = "rollout_token" if draft.values["batch.minibatches"] > 1 else "token"
     draft.set("algorithm.aggregation", MEANS.get(kind, token), "loss_type", "steps_per_generation")
@@ -319,10 +325,15 @@ def _sft(draft: Draft) -> None:
             "(data.loss_on = all), but only the completion where rows have prompt and completion: set completion for "
             "these"
         )
-    if draft.get("loss_type") not in ("nll", "chunked_nll"):
-        draft.check(f"loss_type = {draft.get('loss_type')!r} has no equivalent in sft")
+    kind, smoothing = draft.get("loss_type"), "label_smoothing_factor"
+    if kind == "dft":  # of which TRL does not smooth the labels
+        draft.set("algorithm.loss", "dft", "loss_type")
+        draft.use(smoothing)
+        return
+    if kind not in ("nll", "chunked_nll"):
+        draft.check(f"loss_type = {kind!r} has no equivalent in sft")
     draft.use("loss_type")
-    draft.set("algorithm.label_smoothing", draft.get("label_smoothing_factor"), "label_smoothing_factor")
+    draft.set("algorithm.label_smoothing", draft.get(smoothing), smoothing)
 
 
 def _preference(draft: Draft, trainer: str) -> None:

@@ -208,8 +208,9 @@ def _loss(draft: Draft) -> None:
     means = draft.get(f"{A}.loss_agg_mode")
     if means not in MEANS:
         raise ConfigError(f"{draft.source.path}: {A}.loss_agg_mode is {means!r}, but there are {', '.join(MEANS)}")
-    # verl's gspo takes sequence means whatever is set.
-    draft.set("algorithm.aggregation", "sequence" if mode == "gspo" else MEANS[means], f"{A}.loss_agg_mode")
+    # These take sequence means in verl, whatever is set.
+    sequences = mode in ("gspo", "sapo", "geo_mean")
+    draft.set("algorithm.aggregation", "sequence" if sequences else MEANS[means], f"{A}.loss_agg_mode")
     if means == "seq-mean-token-sum-norm":
         draft.check(
             "verl's seq-mean-token-sum-norm does not divide by the rows; ours does, so the gradient is smaller by "
@@ -232,6 +233,7 @@ def _advantage(draft: Draft) -> None:
         "reinforce_plus_plus_baseline": "reinforce_plus_plus_baseline",
         "remax": "remax",
         "opo": "opo",
+        "gpg": "gpg",
     }
     if name not in known:
         raise ConfigError(
@@ -254,24 +256,25 @@ def _advantage(draft: Draft) -> None:
 
 
 def _divergence(draft: Draft) -> None:
-    """Set the KL from the reference, in the loss or in the reward."""
-    loss, reward = f"{A}.use_kl_loss", "algorithm.use_kl_in_reward"
+    """Set the KL from the reference, in the loss, in the reward, or in both."""
+    loss, reward, control = f"{A}.use_kl_loss", "algorithm.use_kl_in_reward", "algorithm.kl_ctrl"
     draft.use(loss, reward)
-    if draft.get(loss) and draft.get(reward):
-        draft.check("verl has a KL in the loss and in the reward; here there is one, and that of the loss is kept")
-    if draft.get(loss):
+    in_loss = draft.get(loss) and float(draft.get(f"{A}.kl_loss_coef")) > 0
+    in_reward = draft.get(reward) and float(draft.get(f"{control}.kl_coef")) > 0
+    if in_loss:
         draft.set("algorithm.beta", float(draft.get(f"{A}.kl_loss_coef")), loss, f"{A}.kl_loss_coef")
         draft.set("algorithm.kl", shared.kl_name(draft, f"{A}.kl_loss_type"), f"{A}.kl_loss_type")
-    elif draft.get(reward):
-        control = "algorithm.kl_ctrl"
-        draft.set("algorithm.beta", float(draft.get(f"{control}.kl_coef")), reward, f"{control}.kl_coef")
-        draft.set("algorithm.kl_in_reward", True, reward)
-        draft.set("algorithm.kl", shared.kl_name(draft, "algorithm.kl_penalty"), "algorithm.kl_penalty")
+    if in_reward:
+        beta, kl = ("reward_beta", "reward_kl") if in_loss else ("beta", "kl")
+        draft.set(f"algorithm.{beta}", float(draft.get(f"{control}.kl_coef")), reward, f"{control}.kl_coef")
+        draft.set(f"algorithm.{kl}", shared.kl_name(draft, "algorithm.kl_penalty"), "algorithm.kl_penalty")
+        if not in_loss:
+            draft.set("algorithm.kl_in_reward", True, reward)
         draft.set("algorithm.kl_controller", draft.get(f"{control}.type"), f"{control}.type")
         if draft.get(f"{control}.type") == "adaptive":
             draft.set("algorithm.kl_target", float(draft.get(f"{control}.target_kl")), f"{control}.target_kl")
             draft.set("algorithm.kl_horizon", float(draft.get(f"{control}.horizon")), f"{control}.horizon")
-    else:
+    elif not in_loss:
         draft.set("algorithm.beta", 0.0, loss, reward)
 
 

@@ -110,13 +110,15 @@ def trl_names(ppo: bool) -> MetricNames:
     return MetricNames(TRL_PPO if ppo else {})
 
 
-def verl_names(kl_in_reward: bool, data: str, samples: Mapping[str, int]) -> MetricNames:
+def verl_names(kl_in_reward: bool, kl_in_both: bool, data: str, samples: Mapping[str, int]) -> MetricNames:
     """verl's names; `data` and `samples` as `MetricNames` takes them.
 
-    The KL is a penalty on the reward (`kl_in_reward`) or a term of the loss.
+    The KL is a penalty on the reward (`kl_in_reward`), a term of the loss, or there is one of each (`kl_in_both`).
     """
+    penalty, coef = "actor/reward_kl_penalty", "actor/reward_kl_penalty_coeff"
+    kl = {"kl": "actor/kl_loss", "kl_coef": "actor/kl_coef"}
     if kl_in_reward:
-        kl = {"kl": "actor/reward_kl_penalty", "kl_coef": "actor/reward_kl_penalty_coeff"}
-    else:
-        kl = {"kl": "actor/kl_loss", "kl_coef": "actor/kl_coef"}
+        kl = {"kl": penalty, "kl_coef": coef}
+    elif kl_in_both:
+        kl |= {"reward_kl": penalty, "kl_coef": coef}
     return MetricNames({**VERL, **kl}, data, samples)

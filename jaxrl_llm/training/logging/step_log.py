@@ -83,18 +83,20 @@ class StepLog:
             updates = merge(step.updates)
             metrics = {name: float(value) for name, value in jax.device_get(step.metrics).items()} | updates
         trained = metrics["num_tokens"]
+        # While a critic is warmed up there is no loss but its own.
+        loss, norm = (name if name in metrics else f"critic/{name}" for name in ("loss", "grad_norm"))
         skipped = self.counts["skipped"] + 1 if metrics["nonfinite_gradient"] == 1 else 0
         if skipped > self._health.max_skipped_steps:
             raise ConfigError(
-                f"step {step.number}: the gradient is not finite (loss {metrics['loss']:g}, norm "
-                f"{metrics['grad_norm']:g}), {skipped} step{'s' if skipped > 1 else ''} in a row "
+                f"step {step.number}: the gradient is not finite (loss {metrics[loss]:g}, norm "
+                f"{metrics[norm]:g}), {skipped} step{'s' if skipped > 1 else ''} in a row "
                 f"(optimizer.max_skipped_steps = {self._health.max_skipped_steps}); the last checkpoint is intact. "
                 "Lower optimizer.learning_rate, or check the data and rewards of that step."
             )
         self.counts = {"num_tokens": self.counts["num_tokens"] + int(trained), "skipped": skipped}
         if skipped:
-            loss = f"(loss {metrics['loss']:g})"
-            self._logger.warn(f"step {step.number} changed nothing: its gradient is not finite {loss}")
+            shown = f"(loss {metrics[loss]:g})"
+            self._logger.warn(f"step {step.number} changed nothing: its gradient is not finite {shown}")
         else:
             self._learn(updates)
         # Steps overlap: the time of one starts where the one before it ended.

@@ -9,11 +9,10 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import Literal
 
-from jaxrl_llm.algorithms.aggregation import masked_mean
 from jaxrl_llm.algorithms.batch import Batch
 from jaxrl_llm.algorithms.controllers import top_entropy_mask
 from jaxrl_llm.algorithms.kl import kl_estimate
-from jaxrl_llm.algorithms.losses import Metric, Metrics, with_metrics
+from jaxrl_llm.algorithms.losses import Metric, Metrics, log_ratio_at, with_metrics
 from jaxrl_llm.algorithms.off_policy import importance_correction, mismatch_kl, off_policy_sequence_mask
 from jaxrl_llm.models.chunked_softmax import Slopes
 from jaxrl_llm.models.logprobs import token_logps, token_statistics
@@ -124,7 +123,9 @@ def policy_objective(spec: PolicySpec, logps, entropy, batch: Batch) -> tuple[ja
             old_logps, batch.sample_logps, mask, spec.importance_correction, spec.importance_max, spec.importance_min
         )
     if correction is not None and "importance_weights" in chosen.takes:
-        arguments["importance_weights"], correction = correction, None
+        # The ratio of a row stands on each of its tokens, and counts once.
+        once = spec.importance_correction.startswith("sequence")
+        arguments["importance_weights"], correction = correction[:, :1] if once else correction, None
     per_token, metrics = with_metrics(
         chosen.function(logps, old_logps, advantages, spec.epsilon_low, spec.epsilon_high, mask=mask, **arguments)
     )
@@ -149,10 +150,7 @@ def policy_objective(spec: PolicySpec, logps, entropy, batch: Batch) -> tuple[ja
     if batch.ref_logps is not None:
         ratio = None
         if spec.kl_bias_correction:
-            log_ratio = jnp.where(mask > 0, logps - old_logps, 0.0)
-            if chosen.ratio == "sequence":
-                log_ratio = masked_mean(log_ratio, mask, axis=-1, keepdims=True)
-            ratio = jnp.exp(log_ratio)
+            ratio = jnp.exp(log_ratio_at(chosen.ratio, jnp.where(mask > 0, logps - old_logps, 0.0), mask))
         kl = kl_estimate(logps, batch.ref_logps, spec.kl, ratio=ratio)
         metrics["kl"] = Metric(kl)
         per_token += (spec.beta if scalars.kl_coef is None else scalars.kl_coef) * kl

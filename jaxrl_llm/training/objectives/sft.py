@@ -1,12 +1,15 @@
-"""Supervised fine-tuning: the cross-entropy of the tokens in the mask."""
+"""Supervised fine-tuning: the cross-entropy of the tokens in the mask, or another loss of their log-probs."""
 
 import dataclasses
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jaxrl_llm.algorithms.batch import Batch
 from jaxrl_llm.algorithms.losses import Metric, Metrics
+from jaxrl_llm.algorithms.sft_losses import nll
 from jaxrl_llm.models.chunked_softmax import Slopes
 from jaxrl_llm.models.logprobs import token_statistics
 from jaxrl_llm.models.transformer import Net, Params
@@ -19,10 +22,11 @@ class SFTSpec:
 
     label_smoothing: float
     neftune_alpha: float
+    loss: Callable[..., Any] = nll  # of algorithms.sft_losses, or the user's own, with its options
 
 
 def sft(spec: SFTSpec, net: Net) -> Objective:
-    """Cross-entropy of the tokens in the mask, averaged over the tokens of the optimizer batch.
+    """The loss of the tokens in the mask, averaged over the tokens of the optimizer batch: cross-entropy, or DFT's.
 
     With `label_smoothing` the targets are smoothed (arXiv 1512.00567), and where the batch has seeds the embeddings get
     NEFTune's noise (arXiv 2310.05914): uniform in +- neftune_alpha / sqrt(tokens of the row x D).
@@ -35,10 +39,10 @@ def sft(spec: SFTSpec, net: Net) -> Objective:
         inputs = batch.inputs
         if batch.seeds is not None:
             inputs = inputs.replace(noise=neftune_noise(batch, net.config.width, spec.neftune_alpha))
-        slopes = Slopes(-batch.prepared.weights)
+        slopes = Slopes(-batch.prepared.weights) if spec.loss is nll else None
         tokens = token_statistics(net, params, inputs, smoothing=spec.label_smoothing, slopes=slopes)
         metrics = {"entropy": Metric(tokens.entropy), "mean_token_accuracy": Metric(tokens.is_top)}
-        return -(batch.prepared.weights * tokens.logps).sum(), token_metrics(metrics, batch)
+        return (batch.prepared.weights * spec.loss(tokens.logps)).sum(), token_metrics(metrics, batch)
 
     return Objective(prepare, loss)
 

@@ -2,10 +2,12 @@
 
 import inspect
 from collections.abc import Callable, Mapping
+from functools import partial
 from types import ModuleType
 from typing import Any
 
-from jaxrl_llm.algorithms import policy_losses, preference_losses
+from jaxrl_llm.algorithms import policy_losses, preference_losses, sft_losses
+from jaxrl_llm.algorithms.losses import LEVELS
 from jaxrl_llm.algorithms.preference_losses import bradley_terry
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.config.resolve import resolve_with_options, split_options
@@ -42,8 +44,8 @@ def objective_of(config, net: Net) -> Objective:
         )
     name = config.algorithm.name
     if name == "sft":
-        spec = SFTSpec(config.algorithm.label_smoothing, config.algorithm.neftune_alpha)
-        return with_router_loss(lambda net: sft(spec, net), net)
+        demonstrations = sft_spec(config)
+        return with_router_loss(lambda net: sft(demonstrations, net), net)
     if name == "preference":
         pairs = preference_spec(config)
         return with_router_loss(lambda net: preference(pairs, net), net)
@@ -83,13 +85,31 @@ def policy_spec(config) -> PolicySpec:
 def policy_loss(config) -> PolicyLoss:
     """The policy loss that `algorithm.loss` names; auto is ppo_clip."""
     function, options = _resolve(config, "ppo_clip", policy_losses, OF_POLICY_LOSSES)
+    level = getattr(function, "ratio", "token")
+    if level == "level":
+        level = options.get("level", "token")
+    if level not in LEVELS:
+        raise ConfigError(f"algorithm.loss: level is {level!r}, but it takes one of {', '.join(LEVELS)}")
     return PolicyLoss(
         function,
         options,
         takes=frozenset(inspect.signature(function).parameters),
-        ratio=getattr(function, "ratio", "token"),
+        ratio=level,
         select=getattr(function, "select", None),
     )
+
+
+def sft_spec(config) -> SFTSpec:
+    """The objective of supervised fine-tuning; the loss that `algorithm.loss` names, auto is nll."""
+    algorithm = config.algorithm
+    function, options = _resolve(config, "nll", sft_losses, ("logps",))
+    if algorithm.label_smoothing and function is not sft_losses.nll:
+        raise ConfigError(
+            f"algorithm.label_smoothing is {algorithm.label_smoothing}, but it smooths the targets of nll, and "
+            f"algorithm.loss is {algorithm.loss!r}: set it to 0"
+        )
+    loss = partial(function, **options) if options else function
+    return SFTSpec(algorithm.label_smoothing, algorithm.neftune_alpha, loss)
 
 
 def kl_estimator(config) -> str:

@@ -65,7 +65,8 @@ def metric_names(config) -> MetricNames:
     for entry in config.eval.sets:
         name, numbers, _ = eval_set(entry)
         samples[name] = numbers.get("samples", samples.get(name, config.eval.samples))
-    return verl_names(config.algorithm.kl_in_reward, config.data.eval_path or config.data.path, samples)
+    c = config.algorithm
+    return verl_names(c.kl_in_reward, c.reward_beta > 0, config.data.eval_path or config.data.path, samples)
 
 
 def health_spec(config) -> HealthSpec:

@@ -64,6 +64,7 @@ from jaxrl_llm.training.update import (
     State,
     Update,
     init_state,
+    make_critic_update,
     make_update,
     merge_frozen,
     optimizer_step,
@@ -82,6 +83,8 @@ class Run(NamedTuple):
     source: OnlineSource | OfflineSource
     frozen: Frozen
     update: Update
+    warm_up: Update | None  # of the critic alone, in the first `warmup_steps` training steps
+    warmup_steps: int
     evaluation: Evaluate | None
     state: State
     stopwatch: Stopwatch
@@ -140,6 +143,7 @@ def build(config, mesh: Mesh, train_dataset=None, eval_dataset=None, rewards=Non
         regression = value_regression(critic_spec(config), critic.net)
         update_critic = optimizer_step(regression, critic_optimizer, settings, mesh)
     update = make_update(objective, optimizer, update_spec(config), mesh, update_critic, algorithm.has_critic)
+    warm_up = make_critic_update(update_critic) if update_critic and config.critic.warmup_steps else None
     return Run(
         algorithm=algorithm,
         batch=batch_spec(config),
@@ -149,6 +153,8 @@ def build(config, mesh: Mesh, train_dataset=None, eval_dataset=None, rewards=Non
         source=source,
         frozen=Frozen(frozen, frozen_critic),
         update=update,
+        warm_up=warm_up,
+        warmup_steps=config.critic.warmup_steps,
         evaluation=evaluation,
         state=state,
         stopwatch=stopwatch,

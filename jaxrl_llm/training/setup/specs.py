@@ -144,6 +144,7 @@ def optimizer_spec(config) -> OptimizerSpec:
         moment_dtype=c.moment_dtype,
         max_grad_norm=c.max_grad_norm,
         freeze_router=config.model.freeze_router,
+        seed=config.seed,
     )
 
 
@@ -162,7 +163,6 @@ def update_spec(config) -> UpdateSpec:
         offload=config.optimizer.offload,
         dropout=config.lora.dropout,
         seed=config.seed,
-        critic_warmup_steps=config.critic.warmup_steps,
     )
 
 
@@ -175,9 +175,10 @@ def reference_spec(config) -> ReferenceSpec:
 def controllers_of(config) -> Controllers:
     """The controllers of the coefficients, as they start."""
     c = config.algorithm
-    kl, entropy = FixedKL(c.beta), None
+    beta = c.reward_beta or c.beta
+    kl, entropy = FixedKL(beta), None
     if c.kl_controller == "adaptive":
-        kl = AdaptiveKL(c.beta, c.kl_target, c.kl_horizon)
+        kl = AdaptiveKL(beta, c.kl_target, c.kl_horizon)
     if c.entropy_controller == "adaptive":
         entropy = AdaptiveEntropy(
             c.entropy_coef,
@@ -197,8 +198,9 @@ def advantage_spec(config) -> AdvantageSpec:
         scale_rewards=c.scale_rewards,
         group_size=config.rollout.group_size,
         max_completion_length=config.rollout.max_completion_length,
-        kl=kl_estimator(config),
+        kl=c.reward_kl if c.reward_beta else kl_estimator(config),
         kl_in_reward=c.kl_in_reward,
+        reward_beta=c.reward_beta,
         reward_clip=tuple(c.reward_clip),
         overlong_buffer=c.overlong_buffer,
         missing_eos_penalty=c.missing_eos_penalty,
@@ -225,6 +227,7 @@ def learner_spec(config) -> LearnerSpec:
         old_logps=old_logps_of(config),
         temperature=config.rollout.temperature,
         kl_in_reward=c.kl_in_reward,
+        reward_beta=c.reward_beta,
         mask_truncated=c.mask_truncated,
         aggregation=c.aggregation,
         draws_seeds="key" in policy_loss(config).takes,
@@ -248,7 +251,7 @@ def old_logps_of(config) -> str:
             )
         return "sampler"
     one_update = c.num_iterations == 1 and config.batch.minibatches == 1
-    measures_kl = c.kl_in_reward or c.kl_controller == "adaptive"
+    measures_kl = c.kl_in_reward or c.reward_beta or c.kl_controller == "adaptive"
     computed = c.old_logps == "trainer" or not one_update or c.replay_groups or measures_kl
     return "trainer" if computed else "policy"
 

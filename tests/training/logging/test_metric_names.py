@@ -100,6 +100,10 @@ def test_no_two_metrics_share_a_name():
             assert not set(shown.values()) & (TRL_GRPO - shown.keys())
     config.algorithm.kl_in_reward = True
     assert metric_names(config)["kl"] == "actor/reward_kl_penalty"
+    config.algorithm.kl_in_reward, config.algorithm.reward_beta = False, 0.1
+    assert metric_names(config)["kl"] == "actor/kl_loss"
+    assert metric_names(config)["reward_kl"] == "actor/reward_kl_penalty"
+    assert metric_names(config)["kl_coef"] == "actor/reward_kl_penalty_coeff"
 
 
 def test_the_page_names_them(root):

@@ -80,6 +80,36 @@ def test_neftune_noise_reaches_the_embeddings(params):
     assert abs(large - plain) > 1e-3
 
 
+def test_dft_weighs_each_token_by_its_probability(params):
+    batch = batch_of()
+    value, gradient = loss_and_gradient(config_of(loss="dft"), params, batch)
+    weights = batch.mask / batch.mask.sum()
+
+    def naive(p):
+        logits = NET.bind(p)(batch.inputs.tokens, batch.inputs.segments)
+        logps = jax.nn.log_softmax(logits)[:, :-1]
+        logps = jnp.take_along_axis(logps, batch.inputs.tokens[:, 1:, None], axis=-1)[..., 0]
+        return -(weights[:, 1:] * jax.lax.stop_gradient(jnp.exp(logps)) * logps).sum()
+
+    expected, by_params = jax.value_and_grad(naive)(params)
+    np.testing.assert_allclose(value, expected, rtol=1e-5)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), gradient, by_params)
+
+
+def test_losses_of_sft(params, tmp_path):
+    plain, gradient = loss_and_gradient(config_of(), params, batch_of())
+    (tmp_path / "own.py").write_text("def likelihood(logps, scale=1.0):\n    return -scale * logps\n")
+    own, its_gradient = loss_and_gradient(
+        config_of(loss=f"{tmp_path / 'own.py'}:likelihood(scale=1.0)"), params, batch_of()
+    )
+    np.testing.assert_allclose(own, plain, rtol=1e-6)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), its_gradient, gradient)
+    with pytest.raises(ConfigError, match=r"algorithm\.loss: .*'dtf'.* the closest is dft"):
+        objective_of(config_of(loss="dtf"), NET)
+    with pytest.raises(ConfigError, match="it smooths the targets of nll"):
+        objective_of(config_of(loss="dft", label_smoothing=0.1), NET)
+
+
 def test_neftune_is_for_sft():
     config = default()
     config.algorithm.neftune_alpha = 5.0

@@ -1,6 +1,7 @@
 """PPO's critic: values of the state before each token, its own update, its warm-up, and saving it."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -10,14 +11,19 @@ import pytest
 from jaxrl_llm.algorithms.batch import Batch, Inputs
 from jaxrl_llm.config import ConfigError, default
 from jaxrl_llm.config.flags import load_config_file
+from jaxrl_llm.distributed.sharding import make_mesh
 from jaxrl_llm.models.logprobs import token_values
 from jaxrl_llm.models.model import load_model
 from jaxrl_llm.models.transformer import ModelConfig, Net
 from jaxrl_llm.train import train
+from jaxrl_llm.training.algorithm import BatchSpec
 from jaxrl_llm.training.objectives.policy_gradient import policy_gradient
 from jaxrl_llm.training.objectives.value import value_regression
+from jaxrl_llm.training.optimizers import build_optimizer
 from jaxrl_llm.training.setup.objectives import critic_spec, objective_of, policy_spec
-from jaxrl_llm.training.setup.specs import critic_optimizer_spec
+from jaxrl_llm.training.setup.specs import critic_optimizer_spec, update_spec
+from jaxrl_llm.training.step import improve
+from jaxrl_llm.training.update import NOTHING, State, init_state, make_critic_update, optimizer_step
 
 NET = Net(
     ModelConfig(
@@ -86,6 +92,8 @@ def ppo(root, folder, steps: int, warmup: int = 0):
 def test_warm_up_moves_the_critic_only_and_a_resumed_run_equals_a_whole_one(root, tmp_path):
     start = load_model("embedded:sort").params
     first = train(ppo(root, tmp_path / "parts", 1, warmup=1))
+    assert {"critic/loss", "critic/lr"} <= first.metrics[-1].keys()
+    assert not {"loss", "grad_norm", "lr", "entropy", "policy_term"} & first.metrics[-1].keys()
     jax.tree.map(np.testing.assert_array_equal, first.model.params, start)
     critic = load_model(tmp_path / "parts/critic", head="score")
     assert critic.net.config.head == "score"
@@ -98,6 +106,45 @@ def test_warm_up_moves_the_critic_only_and_a_resumed_run_equals_a_whole_one(root
     a, b = (load_model(tmp_path / name / "critic", head="score").params for name in ("parts", "whole"))
     jax.tree.map(np.testing.assert_array_equal, a, b)
     assert {"critic/loss", "critic/grad_norm", "critic/explained_variance", "kl"} <= parts.metrics[-1].keys()
+
+
+def test_steps_that_warm_the_critic_up_leave_the_policy_out():
+    config, mesh = default(), make_mesh(devices=jax.devices()[:1])
+    config.critic.learning_rate = 1e-2
+    with jax.set_mesh(mesh):
+        regression = value_regression(critic_spec(config), NET)
+        optimizer = build_optimizer(critic_optimizer_spec(config))
+        critic = init_state(jax.tree.map(jnp.array, PARAMS), optimizer, mesh)
+        policy = {"w": jnp.ones(3)}
+        state = replace(init_state(policy, optimizer, mesh), critic=critic)
+        warm_up = make_critic_update(optimizer_step(regression, optimizer, update_spec(config), mesh))
+        state, metrics = warm_up(state, jax.tree.map(jnp.asarray, make_batch()), NOTHING)
+    np.testing.assert_array_equal(state.params["w"], np.ones(3))
+    assert set(metrics) == {"nonfinite_gradient"} | {
+        f"critic/{name}" for name in ("loss", "vpred_mean", "vf_clipfrac", "grad_norm", "lr")
+    }
+    layers = (state.critic.params["layers"], PARAMS["layers"])
+    assert all(jax.tree.leaves(jax.tree.map(lambda a, b: bool((a != b).any()), *layers)))
+
+
+def test_the_first_steps_warm_the_critic_up():
+    batch, called = make_batch(), []
+
+    def update(name):
+        def update(state, minibatch, frozen):
+            called.append(name)
+            return state, {}
+
+        return update
+
+    run = SimpleNamespace(
+        batch=BatchSpec(2, group_size=1, minibatches=1, microbatch_rows=0, num_iterations=1, shuffle=False, seed=0),
+        pack=lambda x: x, update=update("both"), warm_up=update("critic"), warmup_steps=2, frozen=None, mesh=None,
+    )  # fmt: skip
+    state = State(jnp.int32(0), {}, ())
+    for _ in range(3):
+        state, _ = improve(run, state, batch)
+    assert called == ["critic", "critic", "both"]
 
 
 def test_a_critic_and_a_rule_that_reads_values_go_together(root, tmp_path):
