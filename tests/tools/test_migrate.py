@@ -1,14 +1,19 @@
 """Configurations of TRL, verl, axolotl and Harmony become ours: values, units, defaults, and what has no equivalent."""
 
 import json
+import shutil
+import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
+import jaxrl_llm
 from jaxrl_llm.commands.migrate import main
-from jaxrl_llm.config import ConfigError, default, validate
+from jaxrl_llm.config import ConfigError, assign, default, validate
 from jaxrl_llm.config.flags import load_config_file
 from jaxrl_llm.config.schema import KEYS
+from jaxrl_llm.rewards.runner import load_rewards
 from jaxrl_llm.tools.migrate import migrate
 from jaxrl_llm.tools.migrate.documentation import page
 from jaxrl_llm.tools.migrate.reading import parsed
@@ -942,11 +947,195 @@ def test_trackers_projects_and_names_of_runs(tmp_path):
     assert found == ((), "c", None) and "there is no logging backend comet" in " ".join(text.split())
 
 
+# The examples of the libraries' pages.
+
+PAGES = FILES / "pages"
+AXOLOTL = list(yaml.safe_load_all((PAGES / "axolotl.yaml").read_text(encoding="utf-8")))
+BASE = {"base_model": "m", "learning_rate": 1e-4, "micro_batch_size": 8, "max_steps": 2, "sequence_len": 128}
+TINY = {
+    "total_steps": 2,
+    "model.path": "embedded:sort",
+    "model.dtype": "float32",
+    "model.param_dtype": "float32",
+    "data.max_length": 128,
+    "rollout.max_prompt_length": 64,
+    "rollout.max_completion_length": 8,
+    "rollout.group_size": 2,
+    "batch.prompts": 4,
+    "batch.minibatches": 1,
+    "batch.microbatch_rows": 0,
+    "optimizer.warmup_steps": 0,
+    "optimizer.warmup_ratio": 0.0,
+    "eval.every": -1,
+    "checkpoint.every": 0,
+    "logging.backends": ("jsonl",),
+}
+
+
+def rows_file(**columns):
+    """A file of rows of the sorting task, with other columns as given; a column of None is left out."""
+    known = {"prompt": "sort:21=", "question": "sort:21=", "answer": "12", "chosen": "12", "rejected": "21", **columns}
+    rows = [{key: value for key, value in known.items() if value is not None}] * 8
+    Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return "rows.jsonl"
+
+
+def trains(config, **settings):
+    """Two steps of a configuration, with the embedded model and small sizes."""
+    for key, value in (TINY | {key.replace("__", "."): value for key, value in settings.items()}).items():
+        assign(config, key, value)
+    return [line["step"] for line in jaxrl_llm.train(config).metrics] == [1, 2]
+
+
+def said(role, text):
+    """A message."""
+    return {"role": role, "content": text}
+
+
+def answers(**columns):
+    """Columns of two answers, each a conversation."""
+    return {name: [said("user", "q"), said("assistant", text)] for name, text in columns.items()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("number", "columns", "keys"),
+    [
+        (0, {"system": "S"}, {}),
+        (
+            1,
+            {"messages": [said("user", "q")], "chosen": said("assistant", "a"), "rejected": said("assistant", "b")},
+            {},
+        ),
+        (2, {"system": "S"}, {}),
+        (3, {}, {"datasets": [{"type": "chatml.prompt_pairs"}]}),
+        (4, answers(chosen="12", rejected="21"), {}),
+        (5, {"completion": "12", "label": True, "chosen": None, "rejected": None}, {}),
+        (6, {"completion": "12", "label": True, "chosen": None, "rejected": None}, {}),
+        (7, {}, {"trl": {"reward_funcs": ["rewards.rand_reward_func"]}}),
+        (8, {}, {}),
+        (10, {}, {"rl": "grpo", "datasets": [{}], "trl": {"reward_funcs": ["exact_match"]}}),
+        (11, {"answers": "12"}, {}),
+        (12, {}, {"datasets": [{}], "trl": {"reward_funcs": ["exact_match", "target_length"]}}),
+        (13, {}, {"datasets": [{}], "trl": {"reward_funcs": ["exact_match"]}}),
+        (14, {}, {"datasets": [{"type": "chatml.prompt_pairs"}]}),
+        (15, {"system": "S"}, {"rl": "dpo"}),
+        (
+            16,
+            {},
+            {"rl": "dpo", "adapter": "lora", "lora_target_linear": True, "datasets": [{"type": "chatml.prompt_pairs"}]},
+        ),
+    ],
+)
+def test_examples_of_axolotl_train(number, columns, keys, monkeypatch):
+    shutil.copy(PAGES / "rewards.py", "rewards.py")
+    monkeypatch.syspath_prepend(Path.cwd())
+    monkeypatch.delitem(sys.modules, "rewards", raising=False)
+    tree = {**BASE, **AXOLOTL[number], **keys}
+    if "trl" in keys:
+        tree["trl"] = {**AXOLOTL[number].get("trl", {}), **keys["trl"]}
+    sets = tree.get("datasets") or [{}]
+    tree["datasets"] = [{key: value for key, value in one.items() if key != "name"} for one in sets]
+    for one in tree["datasets"]:
+        one |= {"data_files": [rows_file(**columns)]} if "data_files" in one else {"path": rows_file(**columns)}
+    Path("page.yaml").write_text(yaml.safe_dump(tree))
+    config, _ = migrate("page.yaml")
+    assert trains(config, mesh__context=1, algorithm__importance_correction="none")
+
+
+def test_scripts_of_trl(monkeypatch):
+    """The quick start and the script for 72B on a cluster, with the defaults of their page."""
+    config, text = migrate(PAGES / "train_grpo.py", version="0.16", devices=8, output="quick.py")
+    expect(
+        config,
+        _={"output_dir": "Qwen2-0.5B-GRPO", "total_steps": 100},
+        model={"path": "Qwen/Qwen2-0.5B-Instruct"},
+        data={"path": "trl-lib/tldr", "split": "train"},
+        rollout={"group_size": 8, "temperature": 0.9, "max_completion_length": 256},
+        rewards={"functions": ("quick_functions.py:reward_len",)},
+        algorithm={"beta": 0.04, "aggregation": "token"},
+        batch={"prompts": 8},
+    )
+    assert "add --rows=N" in text and "trl" not in Path("quick_functions.py").read_text()
+    assert load_rewards("quick_functions.py:reward_len")(["p"], ["x" * 18], [[1]], {}).tolist() == [[-2.0]]
+    config, text = migrate(PAGES / "cluster/job.sh", version="0.16", rows=116722, output="job.py")
+    expect(
+        config,
+        model={"path": "Qwen/Qwen2.5-72B", "dtype": "bfloat16", "remat": "block"},
+        rewards={"functions": ("job_functions.py:reward_num_unique_chars",)},
+        batch={"prompts": 16},  # 4 completions x 32 devices / 8
+    )
+    assert "nodelist" not in text and "vllm_server_host = ''" in text
+
+
+def test_a_recipe_of_harmony_with_arguments_by_position_and_by_default():
+    config, _ = migrate(PAGES / "harmony_grpo.py")
+    expect(
+        config,
+        model={"path": "Qwen/Qwen3-0.6B"},
+        optimizer={"learning_rate": 2e-6},
+        algorithm={"beta": 0.02, "scale_rewards": "none"},
+        rollout={"group_size": 8},
+        mesh={"tensor": -1, "data": 1},
+    )
+
+
+def test_files_of_verl(tmp_path):
+    config, text = migrate(PAGES / "verl_ppo.yaml", rows=7473, version="0.3")
+    expect(
+        config,
+        batch={"prompts": 1024, "minibatches": 4},
+        algorithm={"epsilon_low": 0.2, "epsilon_high": 0.2},
+        rollout={
+            "max_prompt_length": 512,
+            "max_completion_length": 512,
+            "weights_dtype": "bfloat16",
+            "mesh": "tensor=2",
+        },
+        eval={"every": 2},
+        _={"total_steps": 30 * (7473 // 1024)},
+    )
+    assert "lr_decay_steps" not in text
+    tree = yaml.safe_load((PAGES / "verl_sft.yaml").read_text())
+    tree["data"] = {"train_files": rows_file(), "train_batch_size": 4, "max_length": 64, "response_key": "answer"}
+    config, _ = migrate(written(tmp_path, "sft.yaml", yaml.safe_dump(tree)), output="sft.py")
+    expect(config, _={"total_steps": 8}, data={"format": "sft_functions.py:columns"}, optimizer={"schedule": "cosine"})
+    with pytest.raises(ConfigError, match="jaxrl_llm evaluate --responses=/tmp/math_Qwen2"):
+        migrate(PAGES / "verl_evaluation.yaml")
+
+
+def test_a_mixture_of_verl_is_rewarded_by_data_source(tmp_path):
+    script = (
+        f"{VERL}algorithm.adv_estimator=grpo actor_rollout_ref.rollout.n=2 data.train_files=\"['gsm8k/a','math/a']\"\n"
+    )
+    config, _ = migrate(written(tmp_path, "run.sh", script), output="mixed.py")
+    assert config.rewards.functions == ("mixed_functions.py:by_data_source",)
+    columns = {"answer": ["4", "4"], "data_source": ["openai/gsm8k", "math"]}
+    got = load_rewards(config.rewards.functions[0])(["p"] * 2, ["#### 4", "\\boxed{4}"], [[1]] * 2, columns)
+    assert got.tolist() == [[1.0], [1.0]]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "version", "rewards"),
+    [
+        ("train_grpo.py", "0.16", {}),
+        ("cluster/job.sh", "0.16", {}),
+        ("harmony_grpo.py", "", {"rewards__functions": ("exact_match",)}),
+        ("verl_ppo.yaml", "0.3", {"rewards__functions": ("exact_match",)}),
+        ("verl_sft.yaml", "", {}),
+    ],
+)
+def test_examples_of_the_other_pages_train(name, version, rewards):
+    config, _ = migrate(PAGES / name, rows=1000, output="page.py", version=version)
+    data = {"data__path": rows_file(), "data__sources": (), "data__name": None, "data__eval_path": None}
+    mesh = {"mesh__fsdp": 1, "mesh__tensor": 1, "mesh__data": -1, "rollout__mesh": None}
+    assert trains(config, **data, **mesh, **rewards, rollout__weights_dtype="auto", critic__path=None)
+
+
 @pytest.mark.slow
 def test_a_migrated_run_trains(tmp_path, monkeypatch):
     """TRL's arguments, with the model, data and sizes of the embedded one, train two steps."""
-    import jaxrl_llm
-
     said = {
         "model_name_or_path": "embedded:sort",
         "dataset_name": "task:sort",

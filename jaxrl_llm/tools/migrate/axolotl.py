@@ -4,8 +4,9 @@ import math
 from typing import Any
 
 from jaxrl_llm.config.resolve import ConfigError
+from jaxrl_llm.data.formats.lookup import known
 from jaxrl_llm.tools.migrate import shared, trl
-from jaxrl_llm.tools.migrate.draft import Draft, Options, Source
+from jaxrl_llm.tools.migrate.draft import Draft, Options, Source, short
 from jaxrl_llm.tools.migrate.losses import with_options
 from jaxrl_llm.tools.migrate.table import CONVERT, defaults, rules, table
 
@@ -64,6 +65,9 @@ def _translated(yaml: dict[str, Any], trainer: str, kind: str | None) -> dict[st
         name = key.removeprefix("trl.") if key.startswith("trl.") else RULES["names"].get(key)
         if name is not None:
             theirs[name] = (key, value)
+    if "batch_size" in yaml and "gradient_accumulation_steps" not in yaml:
+        accumulated = max(1, int(yaml["batch_size"]) // int(yaml.get("micro_batch_size") or 1))
+        theirs["gradient_accumulation_steps"] = ("batch_size", accumulated)
     for key in ("orpo_alpha", "rl_beta", "trl.beta"):
         if key in yaml:
             theirs["beta"] = (key, yaml[key])
@@ -174,12 +178,30 @@ def _rest(draft: Draft, yaml: dict[str, Any], trainer: str) -> None:
             f"chat_template = {yaml['chat_template']}: the tokenizer's own template is used here; see that it is this "
             "one (python -m jaxrl_llm preview --config=... shows the rows)"
         )
-    if yaml.get("process_reward_model"):
-        draft.check("process_reward_model = True: there is no process reward model here, and sft is written")
-    if "pretraining_dataset" in yaml:
-        draft.check("pretraining_dataset has no equivalent: name its texts in data.path, with data.streaming=true")
     if not yaml.get("datasets"):
         draft.check("the file names no datasets: set data.path")
+
+
+def _format(draft: Draft, source: dict[str, Any], trainer: str) -> None:
+    """Name the format of a data set as here; what has none is noted."""
+    kind = source.get("type")
+    if trainer == "sft" and kind in (None, "chat_template", "completion"):
+        source.pop("type", None)
+        field, names = source.pop("field_messages", "messages"), source.pop("message_property_mappings", None) or {}
+        if field != "messages" or set(names.values()) - {"role", "content"}:
+            source |= {"type": "sharegpt", "field": field}
+        odd = [key for key in source if key not in ("path", "name", "split", "ds_type", "data_files", "type", "field")]
+        for key in odd:
+            draft.check(f"datasets: {key} = {short(source.pop(key))} has no equivalent for sft")
+        return
+    plain = str(kind).split(".", 1)
+    names = known({"sft": "completions", "kto": "labels"}.get(trainer, "pairs"))
+    theirs = isinstance(kind, str) and (len(plain) == 1 or plain[0] in RULES["formats"])  # no module of the user's
+    if theirs and kind not in names and plain[-1] not in names:
+        draft.check(
+            f"datasets: the type {kind} has no format here; name one of docs/data.md, or a function row -> dict (type: "
+            "file.py:function)"
+        )
 
 
 def _sources(draft: Draft, yaml: dict[str, Any], trainer: str) -> list[dict[str, Any]]:
@@ -191,8 +213,7 @@ def _sources(draft: Draft, yaml: dict[str, Any], trainer: str) -> list[dict[str,
     sources: list[dict[str, Any]] = []
     for dataset in yaml.get("datasets") or ():
         source = {key: value for key, value in dataset.items() if value is not None}
-        if trainer == "sft" and source.get("type") == "chat_template":
-            del source["type"]
+        _format(draft, source, trainer)
         split = str(source.get("split", "train"))
         if size > 0 and "[" in split:
             draft.check(

@@ -71,7 +71,8 @@ class Draft:
         self.companion = ""  # the file that they go to
         self.functions: list[str] = []  # the source of functions that the rules make
         for key, value in source.settings.items():
-            if opened := OPEN.findall(str(value)):
+            entry = find(table(source.library), key)
+            if (opened := OPEN.findall(str(value))) and (entry is None or entry.ours):
                 self.check(
                     f"{key} = {short(value)}: the file does not say what {', '.join(opened)} is; write its value"
                 )
@@ -83,6 +84,10 @@ class Draft:
     def first(self, *keys: str, default: Any = None) -> Any:
         """Return the value of the first of their keys that is not None, or `default`."""
         return next((value for key in keys if (value := self.get(key)) is not None), default)
+
+    def named(self, key: str) -> str:
+        """Return the name that a key of the rules has in the file."""
+        return self.names.get(key, key)
 
     def sets(self, key: str) -> bool:
         """Return True when the file sets the key."""
@@ -171,9 +176,11 @@ class Draft:
         """Note what may keep the run from starting: the model's architecture, adapters, names of rewards."""
         known, model = rules("warnings"), str(self.values.get("model.path", ""))
         kinds = {kind: re.search(known[kind], model, re.IGNORECASE) for kind in ("known", "vision", "other")}
-        if kinds["vision"]:
-            self.check(f"model.path is {model}, whose name speaks of images or sound: models read text only here")
-        elif kinds["other"] or not (kinds["known"] or model in ("", "MODEL")):
+        data = (str(self.values.get("data.path", "")), *(str(one) for one in self.values.get("data.sources", ())))
+        for name in (model, *data):
+            if re.search(known["vision"], name, re.IGNORECASE):
+                self.check(f"{name} speaks of images or sound: models read text only here")
+        if kinds["other"] or not (kinds["known"] or kinds["vision"] or model in ("", "MODEL")):
             self.check(
                 f"model.path is {model}: see that docs/models.md has its architecture (model_type in config.json)"
             )
@@ -203,8 +210,9 @@ class Draft:
                 missing.append(f"{shown}: an unknown key; the closest is {near}")
                 self.check(f"{key} is no known key; the closest is {near}")
                 continue
+            ours = ", ".join(entry.ours.split())
             part = "part of" if key in self.used else "has no part in"
-            missing.append(f"{shown}: {'; '.join(filter(None, (entry.ours and f'{part} {entry.ours}', entry.note)))}")
+            missing.append(f"{shown}: {'; '.join(filter(None, (entry.ours and f'{part} {ours}', entry.note)))}")
             matters = rules("warnings")["matters"]
             if not entry.ours and key in matters and value not in (None, matters[key]):
                 self.check(f"{shown} has no equivalent: {entry.note}")

@@ -20,7 +20,7 @@ def convert(source: Source, options: Options) -> Draft:
         value = draft.get(key)
         if isinstance(value, str) and not value.startswith("<"):
             draft.set(ours, value.rpartition("://")[2], key)
-            if "://" in value:
+            if "://" in value and not value.startswith("hf://"):
                 draft.check(f"{key} is {value}: set {ours} to its Hugging Face id or folder")
         elif value is not None:
             draft.set(ours, "MODEL", key)

@@ -19,6 +19,7 @@ NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)[eE][+-]?\d+")  # YAML 1.1 takes 1e-
 SHELL = ("", ".sh", ".bash", ".slurm", ".sbatch", ".txt")
 TRL_COMMANDS = ("grpo", "rloo", "ppo", "sft", "dpo", "kto", "orpo", "cpo", "reward")
 LAUNCHERS = ("accelerate", "torchrun", "deepspeed", "trl", "axolotl", "uv")
+DEVICES = {"--nproc_per_node": "trainer.n_gpus_per_node", "--nproc-per-node": "trainer.n_gpus_per_node"}
 TREES = (".yaml", ".yml", ".json")
 # Names of projects and runs are environment variables of the trackers, which scripts set in these ways:
 # `export NAME=value`, `NAME=value command`, `os.environ["NAME"] = "value"`.
@@ -150,7 +151,7 @@ def _resolved(settings: dict[str, Any]) -> dict[str, Any]:
         if alone and alone[1] in settings:
             return value_of(settings[alone[1]], depth + 1)
         filled = re.sub(r"\$\{([^${}]+)\}", looked_up, value)
-        return value if filled == value else value_of(filled, depth + 1)
+        return value if filled == value else value_of(parsed(filled), depth + 1)
 
     values = {key: value_of(value) for key, value in settings.items()}
     return {key: value for key, value in values.items() if value is not None and key != "defaults"}
@@ -169,6 +170,8 @@ def _read_shell(text: str, path: str, system: str, trainer: str, companion: str)
     words, checks = trains[0], ()
     if len(trains) > 1:
         checks = (f"the file has {len(trains)} commands that train, and the first is written",)
+    if str(Path.home()) in " ".join(words) and "HOME" in text:
+        checks = (*checks, f"$HOME is {Path.home()} in the paths below, as on this machine")
     starts = (i for i, word in enumerate(words) if Path(word).name in LAUNCHERS or "python" in Path(word).name)
     words = [word for word in words[next(starts, 0) :] if word]  # without srun and its flags
     line = " ".join(words)
@@ -176,7 +179,10 @@ def _read_shell(text: str, path: str, system: str, trainer: str, companion: str)
     if system == "verl" or (system == "auto" and (overrides or "verl.trainer" in line)):
         pairs = (word.lstrip("+").partition("=") for word in overrides)
         settings = flat({key: parsed(value) for key, _, value in pairs})
-        settings |= dict(word.split("=", 1) for word in words if re.match(r"--config-\w+=", word))
+        flags = dict(word.split("=", 1) for word in words if re.match(r"--[\w-]+=", word))
+        settings |= {flag: value for flag, value in flags.items() if flag.startswith("--config-")}
+        settings |= {key: parsed(flags[flag]) for flag, key in DEVICES.items() if flag in flags and key not in settings}
+        settings = {key: value for key, value in settings.items() if value is not None}
         return Source("verl", trainer or ("sft" if "sft_trainer" in line else ""), _resolved(settings), path, checks)
 
     def beside(ends: tuple[str, ...]) -> Path | None:
@@ -189,14 +195,16 @@ def _read_shell(text: str, path: str, system: str, trainer: str, companion: str)
     source = _read_flags(words, path, trainer)
     if (file := beside((".py",))) and re.search(r"\btrl\b|adaptive_harmony", code := file.read_text(encoding="utf-8")):
         script = read_script(code, str(file), system, trainer, companion, source.settings)
-        source = script._replace(path=path, settings={**source.settings, **script.settings})
+        source = script._replace(path=path)
     return source._replace(checks=(*checks, *source.checks))
 
 
 def _trains(words: Sequence[str]) -> bool:
     """Return True for the words of a command that trains."""
     line = " ".join(words)
-    if "vllm-serve" in line or not words or words[0] in ("pip", "echo", "set", "cd", "ray"):
+    if "vllm-serve" in line or not words or words[0] in ("pip", "echo", "set", "cd"):
+        return False
+    if words[0] == "ray" and not any("python" in word for word in words):
         return False
     if "verl.trainer" in line or "verl/trainer" in line:
         return True

@@ -31,6 +31,7 @@ ENVIRONMENT = ("os.environ.get", "os.getenv", "environ.get", "getenv")
 PLAIN = {"str": str, "int": int, "float": float, "bool": bool, "Path": str, "len": len}
 METHODS = ("replace", "lower", "upper", "strip", "split", "rsplit", "format", "join", "removesuffix", "removeprefix")
 ROWS = ("select", "shuffle", "filter", "map", "remove_columns", "rename_column", "select_columns", "train_test_split")
+FOREIGN = {"trl", "unsloth", "verl", "adaptive_harmony", "harmony_client", "axolotl"}
 MOST = 12  # names that stand for names
 
 
@@ -71,17 +72,18 @@ def read_script(text: str, path: str, system: str, trainer: str, companion: str,
     if not harmony and adapters and settings.get("peft_config", True) is not None:
         settings |= script.arguments(adapters, ["model"]) | {"peft_config": _name(adapters)}
     if harmony:
-        if "CombinedGrader" in calls:
+        if "CombinedGrader" in calls and ".py:" not in str(settings.get("grader")):
             combined = script.arguments(calls["CombinedGrader"], [])
             settings |= {f"CombinedGrader.{key}": value for key, value in combined.items()}
         settings |= script.parallel(calls.get("tp"))
-    elif any(name in calls for name in PARSERS) and not any(name.endswith("Config") for name in present):
-        settings |= {key: value for key, value in script.flags.items() if key not in settings}
-        if not script.flags:
-            script.note(
-                "the script takes its arguments from the command line, and what it does not say itself is as in TRL by "
-                "default: migrate the shell script with its command, or its YAML, in place of it"
-            )
+    elif script.parsed and not script.flags and not any(name.endswith("Config") for name in present):
+        script.note(
+            "the script takes its arguments from the command line, and what it does not say itself is as in TRL by "
+            "default: migrate the shell script with its command, or its YAML, in place of it"
+        )
+    settings = {key: value for key, value in script.flags.items() if key not in script.options} | settings
+    if foreign := sorted(FOREIGN & {line.split()[1].partition(".")[0] for line in script.functions.imports.values()}):
+        script.note(f"the functions in {companion} import {', '.join(foreign)}, which must be installed where they run")
     if script.read:
         script.note(f"as its parser has them by default: {', '.join(dict.fromkeys(script.read))}")
     library = "harmony" if harmony else "trl"
@@ -112,7 +114,7 @@ class Script:
     """The syntax tree of a script, its names, and what could not be read."""
 
     def __init__(self, tree: ast.Module, text: str, path: str, companion: str, flags: dict[str, Any]):
-        self.path, self.flags = path, flags
+        self.path, self.flags, self.parsed = path, flags, any(parser in text for parser in PARSERS)
         self.unread: list[str] = []
         self.read: list[str] = []  # options of the parser whose default was taken
         self.functions = Functions(tree, text, companion)
@@ -147,6 +149,9 @@ class Script:
 
     def _assign(self, target: ast.expr, value: ast.expr) -> None:
         if isinstance(target, ast.Tuple):  # model, tokenizer = FastLanguageModel.from_pretrained(...)
+            for index, name in enumerate(target.elts[1:], 1):
+                part = ast.Subscript(value, ast.Constant(index), ast.Load())
+                self._assign(name, ast.fix_missing_locations(ast.copy_location(part, value)))
             target = target.elts[0]
         if isinstance(target, ast.Name):
             self.values.setdefault(target.id, []).append(value)
@@ -178,9 +183,30 @@ class Script:
                 value = self.value(node)
                 if isinstance(value, Unknown) and harmony and name in OBJECTS:
                     value = f"<{value.text}>"
+                parts = {part.id for part in ast.walk(node) if isinstance(part, ast.Name)}
+                if isinstance(value, Unknown) and self.parsed and any(part.endswith("args") for part in parts):
+                    continue  # of the command line: what that leaves out is as by default
                 if not (isinstance(value, Unknown) and name == "peft_config" and "LoraConfig" in self.imported):
                     settings[name] = value
+                if name in ("model", "model_name"):
+                    settings |= self._loading(node)
         return {name: value for name, value in settings.items() if value is not ...}
+
+    def _loading(self, node: ast.expr) -> dict[str, Any]:
+        """Return the options with which a model is loaded, those of its quantisation among them."""
+        for _ in range(MOST):
+            if isinstance(node, ast.Name) and (value := self.lookup(node)) is not None:
+                node = value
+            elif isinstance(node, ast.Call) and _name(node) == "get_peft_model" and node.args:
+                node = node.args[0]
+        settings = {}
+        for keyword in node.keywords if isinstance(node, ast.Call) and _name(node) == "from_pretrained" else ():
+            if keyword.arg == "quantization_config":
+                made = self.lookup(keyword.value) if isinstance(keyword.value, ast.Name) else keyword.value
+                settings |= self.arguments(made, []) if isinstance(made, ast.Call) else {}
+            elif keyword.arg and not keyword.arg.endswith("model_name"):
+                settings[keyword.arg] = self.value(keyword.value)
+        return settings
 
     def later(self, call: ast.Call) -> dict[str, Any]:
         """Return what is set on the object of a call afterwards: `args.max_steps = 5`."""
@@ -266,6 +292,8 @@ class Script:
         if called == "dict" and not node.args:
             return {keyword.arg: self.value(keyword.value, depth + 1) for keyword in node.keywords if keyword.arg}
         arguments = [self.value(argument, depth + 1) for argument in node.args]
+        if name in ("is_bf16_supported", "is_bfloat16_supported"):
+            return True
         if called in ENVIRONMENT and len(arguments) == 2:
             return arguments[1]
         if node.keywords or any(isinstance(argument, Unknown) for argument in arguments):
@@ -322,6 +350,8 @@ class Script:
         for _ in range(MOST):
             if isinstance(node, ast.Name) and (value := self.lookup(node)) is not None:
                 node = value
+            elif isinstance(node, ast.IfExp):
+                node = node.body
             elif isinstance(node, ast.Subscript):
                 node, split = node.value, self.value(node.slice) if split is None else split
             elif isinstance(node, ast.Call) and _name(node) in ROWS and isinstance(node.func, ast.Attribute):
@@ -351,12 +381,20 @@ class Script:
                 )
             return {}
         more = {keyword.arg: self.value(keyword.value) for keyword in node.keywords}
-        path, split = self.value(node.args[0]), more.get("split") if split is None else split
+        path, splits = self.value(node.args[0]), more.get("split")
+        if isinstance(splits, list):  # one data set for each
+            split = splits[split if isinstance(split, int) else 0]
+        split = splits if split is None else split
+        if isinstance(path, Unknown) and self.parsed:
+            return {}
         path = more.get("data_files", path) if path in ("json", "csv", "parquet") else path
-        path = path.get("train", path) if isinstance(path, dict) else path
+        if isinstance(path, dict):  # data_files by split; each file is one split, train
+            path, split = path.get(split, next(iter(path.values()))), "train"
         settings = {name: path, **{key: value for key, value in settings.items() if value and name == "train_dataset"}}
         if len(node.args) > 1 or "name" in more:
             settings["dataset_config"] = self.value(node.args[1]) if len(node.args) > 1 else more["name"]
+        if self.parsed:  # what the command line leaves out is as by default
+            settings = {key: value for key, value in settings.items() if not isinstance(value, Unknown)}
         if isinstance(split, str):
             settings["dataset_train_split" if name == "train_dataset" else "dataset_test_split"] = split
         return settings

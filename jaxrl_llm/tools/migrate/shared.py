@@ -41,8 +41,8 @@ def epochs(draft: Draft, per_epoch: int, count: float, key: str) -> None:
     steps = OURS["total_steps"].default
     draft.set("total_steps", steps, key)
     draft.check(
-        f"{key} = {count:g}, and the number of rows is not known: total_steps = {steps} is a placeholder for {count:g} "
-        f"x rows / {draft.values['batch.prompts']}; set it, or add --rows=N"
+        f"{draft.named(key)} = {count:g}, and the number of rows is not known: total_steps = {steps} is a "
+        f"placeholder for {count:g} x rows / {draft.values['batch.prompts']}; set it, or add --rows=N"
     )
 
 
@@ -56,8 +56,8 @@ def schedule(draft: Draft, name: str, key: str) -> str:
     ours = SCHEDULES.get(str(name))
     if ours is None:
         draft.check(
-            f"{key} = {name!r} has no equivalent; linear is written. There are constant, linear, cosine, inverse_sqrt "
-            "and wsd"
+            f"{draft.named(key)} = {name!r} has no equivalent; linear is written. There are constant, linear, cosine, "
+            "inverse_sqrt and wsd"
         )
     draft.set("optimizer.schedule", ours or "linear", key)
     return ours or "linear"
@@ -68,11 +68,11 @@ def optimizer(draft: Draft, name: str, key: str) -> None:
     plain = str(name).lower()
     ours = next((known for known in ("adafactor", "lion", "muon", "sgd") if known in plain), "adamw")
     if ours == "adamw" and "adam" not in plain:
-        draft.check(f"{key} = {name!r} has no equivalent; adamw is written")
+        draft.check(f"{draft.named(key)} = {name!r} has no equivalent; adamw is written")
     elif "8bit" in plain or "paged" in plain or "4bit" in plain:
         draft.check(
-            f"{key} = {name!r}: the moments are not quantised here; optimizer.moment_dtype and optimizer.offload save "
-            "memory"
+            f"{draft.named(key)} = {name!r}: the moments are not quantised here; optimizer.moment_dtype and "
+            "optimizer.offload save memory"
         )
     draft.set("optimizer.name", ours, key)
     if ours == "sgd":
@@ -122,7 +122,16 @@ def microbatch_rows(draft: Draft, rows: int, minibatch: int, *keys: str) -> None
 
 def kl_name(draft: Draft, key: str) -> str:
     """Return our estimator of verl's name."""
-    known = {"kl": "k1", "k1": "k1", "abs": "abs", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
+    known = {
+        "kl": "k1",
+        "k1": "k1",
+        "abs": "abs",
+        "mse": "k2",
+        "k2": "k2",
+        "low_var_kl": "k3",
+        "k3": "k3",
+        "full": "full",
+    }
     name = draft.get(key)
     if name not in known:
         raise ConfigError(f"{key} is {name!r}, which has no equivalent; there are {', '.join(known)}")
