@@ -93,6 +93,8 @@ class Functions:
         self.chosen[name] = ""  # a function may read itself
         missing = [other for part in sorted(self._free(statement) - {name}) for other in self._take(part)]
         del self.chosen[name]
+        if missing and name not in self.definitions:  # a value that cannot be made stops the whole file
+            return [name]
         self.chosen[name] = self._source(statement)
         return missing
 
@@ -133,7 +135,12 @@ def write(text: str, path: Path) -> None:
     """Write a file of functions; nothing where there are none. Raises ConfigError rather than replace another file."""
     if not text:
         return
-    text = text if text.startswith(MARK) else f"{MARK}\n\n{text}"
+    text = f"{MARK}\n\n{text}"
     if path.exists() and not path.read_text(encoding="utf-8").startswith(MARK):
         raise ConfigError(f"{path} is there already; rename it, or write the config under another name with --output")
-    path.write_text(text.rstrip() + "\n", encoding="utf-8")
+    try:
+        path.write_text(text.rstrip() + "\n", encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(
+            f"the functions cannot be written to {path} ({error}): choose a folder with --output"
+        ) from error

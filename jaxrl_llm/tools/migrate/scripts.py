@@ -14,6 +14,7 @@ from jaxrl_llm.tools.migrate.table import find, rules, table
 
 HARMONY_WORDS = ("adaptive_harmony", "harmony_client", "spawn_train", "StringThread")
 LOADERS = ("from_pretrained", "model")
+SAME = ("spawn_train", "spawn_inference", "tp", "into_scoring_model", "to", "cuda", "get_peft_model")
 PARSERS = ("HfArgumentParser", "TrlParser")
 FUNCTIONS = ("reward_funcs", "tools", "environment_factory", "rollout_func", "grader", "callbacks")
 SKIPPED = ("args", "processing_class", "tokenizer", "data_collator")
@@ -287,7 +288,7 @@ class Script:
     def _call(self, node: ast.Call, depth: int, unknown: Unknown) -> Any:
         """Return what a call gives that is plain, or the name that it loads."""
         called, name = ast.unparse(node.func), _name(node)
-        if (loaded := _loaded(node)) is not None:
+        if (loaded := self._loaded(node)) is not None:
             return self.value(loaded, depth + 1)
         if called == "dict" and not node.args:
             return {keyword.arg: self.value(keyword.value, depth + 1) for keyword in node.keywords if keyword.arg}
@@ -309,6 +310,23 @@ class Script:
         except (TypeError, ValueError):
             return unknown
         return unknown
+
+    def _loaded(self, node: ast.expr) -> ast.expr | None:
+        """Return the name that is loaded in a chain, `client.model("name").tp(8).spawn_train("policy")`."""
+        same = isinstance(node, ast.Call) and _name(node) in SAME  # gives the model itself, not something of it
+        for _ in range(2 * MOST):
+            if isinstance(node, ast.Call):
+                named = [keyword.value for keyword in node.keywords if str(keyword.arg).endswith("model_name")]
+                if _name(node) in LOADERS and (node.args or named):
+                    return (*node.args, *named)[0]
+                node = node.func
+            elif isinstance(node, ast.Attribute | ast.Await):
+                node = node.value
+            elif same and isinstance(node, ast.Name) and isinstance(value := self.lookup(node), ast.Call | ast.Await):
+                node = value
+            else:
+                return None
+        return None
 
     def lookup(self, node: ast.Name) -> ast.expr | None:
         """Return what a name stands for: its last value before that line, else its last."""
@@ -409,16 +427,3 @@ def _default(node: ast.expr | None) -> ast.expr | None:
     if isinstance(factory, ast.Lambda):
         return factory.body
     return given.get("default") or (node.args[0] if node.args else None)
-
-
-def _loaded(node: ast.expr) -> ast.expr | None:
-    """Return the name that is loaded in a chain, `client.model("name").tp(8).spawn_train("policy")`."""
-    while isinstance(node, ast.Call | ast.Attribute | ast.Await):
-        if isinstance(node, ast.Call):
-            named = [keyword.value for keyword in node.keywords if str(keyword.arg).endswith("model_name")]
-            if _name(node) in LOADERS and (node.args or named):
-                return (*node.args, *named)[0]
-            node = node.func
-        else:
-            node = node.value
-    return None

@@ -12,6 +12,7 @@ from jaxrl_llm.config.resolve import ConfigError
 SPACE = re.compile(r"(?:\\\r?\n|[ \t\r])+|#[^\n]*")
 REDIRECTION = re.compile(r"(?:\d*|&)(?:>>?|<)(&[\d-])?[ \t]*")
 DOCUMENT = re.compile(r"\d*<<-?\s*(['\"]?)(\w+)\1[^\n]*\n(?:.*?\n)??\s*\2(?=\s|$)", re.DOTALL)  # cat <<EOF
+OPEN = re.compile(r"(?:\$\([^()]*\)|\$\{[^{}]*\}|\S)+")
 ASSIGNED = re.compile(r"(\w+)\+?=(.*)", re.DOTALL)
 OPERATION = re.compile(r":?[-=+?]|##?|%%?|//?|\^\^|,,|:")
 # Words before a command, or before an assignment.
@@ -84,9 +85,8 @@ class Shell:
                 at, quoted = self._quotation(text, at + 1, parts), True
             elif sign in "$`":
                 value, at = self._expansion(text, at)
-                if isinstance(value, str):  # the shell splits a value at its spaces
-                    value = [value] if value.startswith("$") else value.split()
-                words = value
+                # The shell splits a value at its spaces; one that is not known stays whole.
+                words = OPEN.findall(value) if isinstance(value, str) else value
                 parts[-1] += words[0] if words else ""
                 parts += words[1:]
             else:
@@ -163,7 +163,7 @@ class Shell:
         if sign in (":+", "+"):
             return self.text(word) if value else ""
         if value is None:
-            return whole
+            return f"${name}" if "?" in sign else whole
         if sign in ("#", "##", "%", "%%"):
             return _trimmed(value, self.text(word), sign)
         if sign in ("/", "//"):
