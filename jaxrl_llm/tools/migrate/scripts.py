@@ -54,17 +54,18 @@ def read_script(text: str, path: str, system: str, trainer: str, companion: str,
         raise ConfigError(f"{path}:{error.lineno} is no Python: {error.msg}") from error
     harmony = system == "harmony" or (system == "auto" and any(name in text for name in HARMONY_WORDS))
     script = Script(tree, text, path, companion, flags or {})
-    calls = {_name(node): node for node in ast.walk(tree) if isinstance(node, ast.Call)}
+    nodes = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    calls = {_name(node): node for node in sorted(nodes, key=lambda node: node.lineno)}
     known = rules("scripts")["harmony" if harmony else "trl"]  # call -> its arguments by position
     present = [name for name in known if name in calls]
-    trainers = {_trainer(name) for name in present}
-    if trainer and not harmony:
+    trainers = sorted({_trainer(name) for name in present})
+    if len(trainers) > 1 and not trainer:
+        trainer = _trainer(max(present, key=lambda name: calls[name].lineno))
+        script.note(f"the script has {' and '.join(trainers)}, and {trainer} is written: --trainer is another")
+    if trainer:
         present = [name for name in present if _trainer(name) == trainer]
-    if not present or (len(trainers) > 1 and not trainer):
-        raise ConfigError(
-            f"{path} has {'several of' if present else 'no call of'} {', '.join(present or known)}"
-            + (": say which with --trainer" if present else ", and so it configures no trainer that is known")
-        )
+    if not present:
+        raise ConfigError(f"{path} has no call of {', '.join(known)}, and so it configures no trainer that is known")
     settings: dict[str, Any] = {}
     for name in present:
         settings |= script.arguments(calls[name], known[name].split(), harmony)

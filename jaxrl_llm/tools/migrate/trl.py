@@ -7,24 +7,12 @@ from jaxrl_llm.config.resolve import ConfigError, closest
 from jaxrl_llm.tools.migrate import shared, trl_run
 from jaxrl_llm.tools.migrate.draft import Draft, Options, RefusedError, Source
 from jaxrl_llm.tools.migrate.losses import set_loss, with_options
-from jaxrl_llm.tools.migrate.table import defaults
+from jaxrl_llm.tools.migrate.table import defaults, rules
 
+NAMES = rules("trl")["names"]
 VERSIONS = ("1.16", "0.16")  # newest first
 ROWS = ("per_device_train_batch_size", "gradient_accumulation_steps")
-ALIASES = {"per_gpu_train_batch_size": "per_device_train_batch_size", "max_seq_length": "max_length"}
 TYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-# TRL's own reward functions, by the names of ours.
-REWARDS = {"accuracy_reward": "math_accuracy", "think_format_reward": "think_format"}
-# Keys that only one trainer has.
-TELLING = {
-    "grpo": ("num_generations", "scale_rewards", "multi_objective_aggregation"),
-    "ppo": ("num_ppo_epochs", "cliprange", "reward_model_path"),
-    "kto": ("desirable_weight", "undesirable_weight"),
-    "cpo": ("simpo_gamma", "cpo_alpha"),
-    "reward": ("center_rewards_coefficient",),
-    "dpo": ("f_divergence_type", "ld_alpha", "use_weighting", "precompute_ref_log_probs"),
-    "sft": ("packing", "completion_only_loss", "assistant_only_loss"),
-}
 # Our aggregation of a loss_type of GRPO; the others are token means.
 MEANS = {
     "grpo": "sequence",
@@ -33,23 +21,13 @@ MEANS = {
     "bnpo": "microbatch_token",
     "dr_grpo": "constant",
 }
-# Options of preference losses, and the keys of TRL that set them. It applies label_smoothing in some losses alone.
-OPTIONS = {
-    "divergence": "f_divergence_type",
-    "temperature": "discopop_tau",
-    "gamma": "simpo_gamma",
-    "desirable_weight": "desirable_weight",
-    "undesirable_weight": "undesirable_weight",
-}
-SMOOTHED = ("robust", "exo_pair", "aot", "aot_unpaired", "cpo", "simpo", "alphapo")
-DIVERGENCES = ("reverse_kl", "forward_kl", "js_divergence", "alpha_divergence")
 
 
 def convert(source: Source, options: Options) -> Draft:
     """Return our settings for a TRL script, command line or file of arguments."""
     trainer = source.trainer
     if not trainer:
-        fitting = [name for name, keys in TELLING.items() if any(key in source.settings for key in keys)]
+        fitting = [name for name, keys in NAMES["telling"].items() if any(key in source.settings for key in keys)]
         if len(fitting) != 1:
             raise RefusedError(
                 f"{source.path} does not say which trainer of TRL it is for; add --trainer, one of {', '.join(RULES)}"
@@ -67,7 +45,7 @@ def convert(source: Source, options: Options) -> Draft:
         raise RefusedError(f"--version is 0.16, whose defaults are known for grpo, and the trainer is {trainer}")
     title = f"{trainer.upper()}, from FILE of TRL; what that leaves out is as in TRL {version}."
     theirs = defaults("trl", "grpo_0.16" if version == "0.16" else trainer)
-    named = {ALIASES.get(key, key): (key, value) for key, value in source.settings.items()}
+    named = {NAMES["aliases"].get(key, key): (key, value) for key, value in source.settings.items()}
     return apply(Draft(source, title, theirs, named), trainer, options)
 
 
@@ -220,7 +198,7 @@ def _reward(draft: Draft, name: str) -> str:
     plain = name.rpartition(":")[2].rpartition(".")[2]
     if ".py:" in name:
         return name
-    return REWARDS.get(plain) or (f"model:{name}" if "/" in name and ":" not in name else name)
+    return NAMES["rewards"].get(plain) or (f"model:{name}" if "/" in name and ":" not in name else name)
 
 
 def _grpo(draft: Draft, trainer: str, devices: int) -> int:
@@ -341,21 +319,21 @@ def _preference(draft: Draft, trainer: str) -> None:
         kinds = [trainer if name == "sigmoid" else name for name in kinds]
     elif trainer == "orpo":
         kinds = ["orpo"]
-    options = {**OPTIONS, "alpha": "f_alpha_divergence_coef"}
-    if draft.sets(key := "f_divergence_type") and draft.get(key) not in DIVERGENCES:
-        raise ConfigError(f"{key} is {draft.get(key)!r}, but there are {', '.join(DIVERGENCES)}")
+    options = {**NAMES["options"], "alpha": "f_alpha_divergence_coef"}
+    if draft.sets(key := "f_divergence_type") and draft.get(key) not in NAMES["divergences"]:
+        raise ConfigError(f"{key} is {draft.get(key)!r}, but there are {', '.join(NAMES['divergences'])}")
     rpo = ("rpo_alpha",) if draft.sets("rpo_alpha") else ()
     if trainer == "dpo" and draft.get("rpo_alpha") is not None:
         kinds, weights = [*kinds, "sft"], [*(weights or [1.0] * len(kinds)), float(draft.get("rpo_alpha"))]
     elif trainer == "cpo" and kinds[0] in ("hinge", "ipo"):
         kinds = [kinds[0], "sft"]
         draft.set("algorithm.reference_free", True, "loss_type")
-    if draft.get("label_smoothing") and not set(SMOOTHED) & set(kinds):
+    if draft.get("label_smoothing") and not set(NAMES["smoothed"]) & set(kinds):
         draft.check("label_smoothing is ignored by TRL for this loss; dpo(label_smoothing=...) would be cDPO")
     losses = []
     for name in kinds:
         keys = dict(options)
-        if name in SMOOTHED:
+        if name in NAMES["smoothed"]:
             keys["label_smoothing"] = "label_smoothing"
         if name == "alphapo":  # TRL leaves its likelihood term out, whatever cpo_alpha is
             keys["alpha"] = "alpha"

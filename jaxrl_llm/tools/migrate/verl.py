@@ -6,7 +6,7 @@ from jaxrl_llm.config.resolve import ConfigError
 from jaxrl_llm.tools.migrate import shared, verl_run
 from jaxrl_llm.tools.migrate.draft import Draft, Options, RefusedError, Source
 from jaxrl_llm.tools.migrate.losses import set_loss, with_options
-from jaxrl_llm.tools.migrate.table import defaults
+from jaxrl_llm.tools.migrate.table import defaults, rules
 
 A, R, M = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
 VERSIONS = ("0.8", "0.3")  # newest first
@@ -17,26 +17,6 @@ MEANS = {
     "seq-mean-token-sum": "sequence_sum",
     "seq-mean-token-sum-norm": "constant",
 }
-
-
-# Rewards of a mixture, for the file beside the config.
-BY_SOURCE = '''\
-from jaxrl_llm.rewards.functions import gsm8k_accuracy
-from jaxrl_llm.rewards.math import math_accuracy
-
-
-def by_data_source(completions, answer, data_source, **columns):
-    """Score rows of gsm8k by their last number, and the others, MATH among them, by their boxed answer."""
-    scores = gsm8k_accuracy(completions, answer), math_accuracy(completions, answer)
-    return [gsm8k if "gsm8k" in source else other for gsm8k, other, source in zip(*scores, data_source, strict=True)]'''
-COLUMNS = '''\
-def columns(row):
-    """Return the turns of a row for supervised fine-tuning, from the columns that verl's keys name."""
-    prompt, response = row{prompt}, row{response}
-    return {{
-        "prompt": [{{"role": "user", "content": prompt}}],
-        "completion": [{{"role": "assistant", "content": response}}],
-    }}'''
 
 
 def convert(source: Source, options: Options) -> Draft:
@@ -339,7 +319,7 @@ def _rewards(draft: Draft) -> None:
         files = str(draft.get("data.train_files")).lower()
         guess = "gsm8k_accuracy" if "gsm8k" in files else "math_accuracy" if "math" in files else "exact_match"
         if "gsm8k" in files and len(draft.values.get("data.sources", ())) > 1:
-            draft.functions.append(BY_SOURCE)
+            draft.functions.append(rules("verl")["functions"]["by_data_source"])
             guess = f"{draft.companion}:by_data_source"
         draft.set("rewards.functions", (guess,))
         draft.check(
@@ -378,5 +358,6 @@ def _sft(draft: Draft, gpus: int) -> None:
     for key, inner, unset in ((names[0], names[2], "question"), (names[1], names[3], "answer")):
         path = [draft.first(key, default=unset), *(draft.get(inner) or ())]
         columns.append("".join(f'["{name}"]' for name in path))
-    draft.functions.append(COLUMNS.format(prompt=columns[0], response=columns[1]))
+    text = rules("verl")["functions"]["columns"]
+    draft.functions.append(text.replace("PROMPT", columns[0]).replace("RESPONSE", columns[1]))
     draft.set("data.format", f"{draft.companion}:columns", *names)
