@@ -12,6 +12,7 @@ import jaxrl_llm
 from jaxrl_llm.commands.migrate import main
 from jaxrl_llm.config import ConfigError, assign, default, validate
 from jaxrl_llm.config.flags import load_config_file
+from jaxrl_llm.config.resolve import resolve
 from jaxrl_llm.config.schema import KEYS
 from jaxrl_llm.rewards.runner import load_rewards
 from jaxrl_llm.tools.migrate import migrate
@@ -839,6 +840,107 @@ python3 -m verl.trainer.main_ppo "${DATA[@]}" $LIST data.max_response_length=$an
         algorithm={"advantage": "group(eps=1e-06)"},
         rollout={"max_prompt_length": 20, "max_completion_length": 2048, "group_size": 4},
     )
+
+
+def test_expansions_of_a_shell_script(tmp_path):
+    """Nested defaults, parts of names, outputs of commands; what the script does not say stays and is noted."""
+    script = r"""
+B=${B:-"/base"}; A=${A:-"${B}/models/Qwen3-0.6B"}
+NAME=$(basename "$A" -0.6B)_${A##*/}  # it's a comment
+FILES="['$B/a.parquet', '${B%/}/b.parquet']"
+N=(1 2 3); SIZE=$(((8 + 8) / 4))
+if [ -z "$1" ]; then GPUS=2; fi
+cat <<END
+don't read this
+END
+srun --nodes=2 python -m verl.trainer.main_ppo actor_rollout_ref.model.path="$A" trainer.experiment_name=$NAME \
+    data.train_files="$FILES" trainer.project_name=${2:-mine} trainer.default_local_dir=$B/$(date +%s)/$3 \
+    trainer.n_gpus_per_node=$GPUS trainer.total_training_steps=${N[1]} \
+    actor_rollout_ref.rollout.n=$SIZE "$@" 2>&1 | tee log
+"""
+    config, text = migrate(written(tmp_path, "run.sh", script))
+    expect(
+        config,
+        _={"total_steps": 2, "output_dir": "/base/$(date +%s)/$3"},
+        model={"path": "/base/models/Qwen3-0.6B"},
+        rollout={"group_size": 4},
+        data={"sources": tuple({"path": f"/base/{name}.parquet", "split": "train"} for name in "ab")},
+    )
+    flat = " ".join(text.split())
+    assert "does not say what $(date +%s), $3 is" in flat and "Qwen3_Qwen3-0.6B" in flat and '"mine"' in flat
+
+
+SCRIPT = """
+from dataclasses import dataclass, field
+from trl import DPOConfig, DPOTrainer, SFTTrainer
+
+@dataclass
+class Arguments:
+    model: str = "Qwen/Qwen3-0.6B"
+    rate: float = field(default=3e-6)
+
+arguments = HfArgumentParser(Arguments).parse_args_into_dataclasses()[0]
+train, test = load_dataset("json", split=["train", "test"], data_files={"train": "a.jsonl", "test": "b.jsonl"})
+
+def pairs(row):
+    return {"prompt": TEMPLATE.format(row["q"]), "chosen": row["a"], "rejected": row["b"]}
+
+TEMPLATE = "Q: {}"
+train = train.map(pairs)
+config = DPOConfig(f"out/{arguments.model.split('/')[-1]}", learning_rate=arguments.rate, max_steps=4 * 2)
+config.beta = 0.3
+DPOTrainer(arguments.model, None, config, None, train, peft_config=None).train()
+"""
+
+
+def test_a_script_is_read_without_running_it(tmp_path):
+    """Defaults of its parser, f-strings, later assignments, arguments by position, and the function of its rows."""
+    config, text = migrate(written(tmp_path, "dpo.py", SCRIPT))
+    expect(
+        config,
+        _={"output_dir": "out/Qwen3-0.6B", "total_steps": 8},
+        model={"path": "Qwen/Qwen3-0.6B"},
+        optimizer={"learning_rate": 3e-6},
+        algorithm={"beta": 0.3, "loss": "dpo"},
+        lora={"rank": 0},
+        data={"path": "a.jsonl", "format": f"{tmp_path}/dpo_functions.py:pairs"},
+    )
+    assert "as its parser has them by default: model, rate" in text
+    row = {"q": "1", "a": "2", "b": "3"}
+    assert resolve(config.data.format, {})(row) == {"prompt": "Q: 1", "chosen": "2", "rejected": "3"}
+
+
+def test_the_command_in_the_text_of_a_script_says_its_arguments(tmp_path):
+    script = r"""'''
+# trains well
+accelerate launch \
+    sft.py \
+    --model_name_or_path Qwen/Qwen3-0.6B --dataset_name org/rows \
+    --learning_rate 2.0e-5 --max_steps 7
+'''
+script_args, training_args, model_args = TrlParser((ScriptArguments, SFTConfig, ModelConfig)).parse_args_and_config()
+data = load_dataset(script_args.dataset_name, name=script_args.dataset_config)
+SFTTrainer(model=model_args.model_name_or_path, args=training_args, train_dataset=data[script_args.dataset_train_split])
+"""
+    config, text = migrate(written(tmp_path, "sft.py", script))
+    expect(config, _={"total_steps": 7}, model={"path": "Qwen/Qwen3-0.6B"}, data={"path": "org/rows", "name": None})
+    assert "those of the first command in its text" in text and "known only when" not in text
+
+
+@pytest.mark.parametrize("name", ["axolotl_dpo.yaml", "axolotl_grpo.yaml", "trl_sft.json", "verl_ppo.yaml"])
+def test_no_value_stops_a_migration(name):
+    """Each key of a file in turn has a value of another kind: it is named, and the rest is migrated."""
+    tree = yaml.safe_load((FILES / name).read_text(encoding="utf-8"))
+
+    def leaves(node):
+        for key, value in node.items():
+            yield from leaves(value) if isinstance(value, dict) else [(node, key)]
+
+    for node, key in list(leaves(tree)):
+        kept, node[key] = node[key], "junk"
+        Path("odd.yaml").write_text(yaml.safe_dump(tree))
+        assert key in migrate("odd.yaml", trainer="sft" if "sft" in name else "", output="config.py")[1]
+        node[key] = kept
 
 
 def test_values_on_command_lines():

@@ -70,12 +70,11 @@ def _documented(text: str) -> list[str] | None:
     """Return the words of the command in the docstring of a script that reads its arguments from a command line."""
     if not any(parser in text for parser in PARSERS):
         return None
-    found = re.search(
-        r"^[ \t#]*((?:[A-Z_]+=\S+ +)*(?:accelerate|python3?|torchrun|trl|uv)\b.*\.py(?:.*\\\n)*.*)", text, re.MULTILINE
-    )
+    launched = r"(?m)^[ \t#]*((?:[A-Z_]+=\S+ +)*(?:accelerate|python3?|torchrun|trl|uv)\b(?:.*\\\n)*.*)"
+    found = next((match[1] for match in re.finditer(launched, text) if ".py" in match[1]), "")
     try:
-        words = commands(re.sub(r"(?m)^[ \t]*#", "", found[1]), "its command")[0] if found else []
-    except (ConfigError, IndexError):
+        words = next(iter(commands(re.sub(r"(?m)^[ \t]*#", "", found), "its command")), [])
+    except ConfigError:
         return None
     return words if any(word.startswith("--") for word in words) else None
 
