@@ -185,12 +185,15 @@ def _rest(draft: Draft, yaml: dict[str, Any], trainer: str) -> None:
 def _format(draft: Draft, source: dict[str, Any], trainer: str) -> None:
     """Name the format of a data set as here; what has none is noted."""
     kind = source.get("type")
-    if trainer == "sft" and kind in (None, "chat_template", "completion"):
+    if trainer == "sft" and (kind in (None, "chat_template", "completion") or isinstance(kind, dict)):
+        if isinstance(kind, dict):
+            draft.check(f"datasets: the type {short(kind)} has no format for sft; write a function row -> dict")
         source.pop("type", None)
         field, names = source.pop("field_messages", "messages"), source.pop("message_property_mappings", None) or {}
         if field != "messages" or set(names.values()) - {"role", "content"}:
             source |= {"type": "sharegpt", "field": field}
-        odd = [key for key in source if key not in ("path", "name", "split", "ds_type", "data_files", "type", "field")]
+        plain = ("path", "name", "split", "ds_type", "data_files", *(("type", "field") if "type" in source else ()))
+        odd = [key for key in source if key not in plain]
         for key in odd:
             draft.check(f"datasets: {key} = {short(source.pop(key))} has no equivalent for sft")
         return

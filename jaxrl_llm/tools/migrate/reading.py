@@ -190,7 +190,9 @@ def _read_shell(text: str, path: str, system: str, trainer: str, companion: str)
         return next((file for file in files if file.is_file()), None)
 
     if "axolotl" in line and (file := beside(TREES)):
-        return _read_tree(_load(file.read_text(encoding="utf-8"), str(file), file.suffix), path, "axolotl", trainer)
+        source = _read_tree(_load(file.read_text(encoding="utf-8"), str(file), file.suffix), path, "axolotl", trainer)
+        flags = _read_flags([word for word in words if word != str(file)], path, trainer).settings
+        return source._replace(settings={**source.settings, **flags}, checks=(*checks, *source.checks))
     source = _read_flags(words, path, trainer)
     if (file := beside((".py",))) and re.search(r"\btrl\b|adaptive_harmony", code := file.read_text(encoding="utf-8")):
         script = read_script(code, str(file), system, trainer, companion, source.settings)
