@@ -1,45 +1,23 @@
 """Python scripts of TRL and Harmony, read from their syntax tree: a script is not run."""
 
 import ast
-import operator
 import re
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from jaxrl_llm.config.resolve import ConfigError
 from jaxrl_llm.tools.migrate.draft import Source
 from jaxrl_llm.tools.migrate.functions import Functions
 from jaxrl_llm.tools.migrate.table import find, rules, table
+from jaxrl_llm.tools.migrate.values import MOST, Unknown, Values, call_name
 
 HARMONY_WORDS = ("adaptive_harmony", "harmony_client", "spawn_train", "StringThread")
-LOADERS = ("from_pretrained", "model")
-SAME = ("spawn_train", "spawn_inference", "tp", "into_scoring_model", "to", "cuda", "get_peft_model")
 PARSERS = ("HfArgumentParser", "TrlParser")
 FUNCTIONS = ("reward_funcs", "tools", "environment_factory", "rollout_func", "grader", "callbacks")
 SKIPPED = ("args", "processing_class", "tokenizer", "data_collator")
 OBJECTS = ("dataset", "model", "policy_model", "value_model")  # of a recipe, which makes them
-ARITHMETIC = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.FloorDiv: operator.floordiv,
-    ast.Div: operator.truediv,
-    ast.Mod: operator.mod,
-    ast.Pow: operator.pow,
-}
-ENVIRONMENT = ("os.environ.get", "os.getenv", "environ.get", "getenv")
-PLAIN = {"str": str, "int": int, "float": float, "bool": bool, "Path": str, "len": len}
-METHODS = ("replace", "lower", "upper", "strip", "split", "rsplit", "format", "join", "removesuffix", "removeprefix")
 ROWS = ("select", "shuffle", "filter", "map", "remove_columns", "rename_column", "select_columns", "train_test_split")
 FOREIGN = {"trl", "unsloth", "verl", "adaptive_harmony", "harmony_client", "axolotl"}
-MOST = 12  # names that stand for names
-
-
-class Unknown(NamedTuple):
-    """A value that only running the script would tell."""
-
-    text: str
 
 
 def read_script(text: str, path: str, system: str, trainer: str, companion: str, flags: Any = None) -> Source:
@@ -55,7 +33,7 @@ def read_script(text: str, path: str, system: str, trainer: str, companion: str,
     harmony = system == "harmony" or (system == "auto" and any(name in text for name in HARMONY_WORDS))
     script = Script(tree, text, path, companion, flags or {})
     nodes = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
-    calls = {_name(node): node for node in sorted(nodes, key=lambda node: node.lineno)}
+    calls = {call_name(node): node for node in sorted(nodes, key=lambda node: node.lineno)}
     known = rules("scripts")["harmony" if harmony else "trl"]  # call -> its arguments by position
     present = [name for name in known if name in calls]
     trainers = sorted({_trainer(name) for name in present})
@@ -72,7 +50,7 @@ def read_script(text: str, path: str, system: str, trainer: str, companion: str,
         settings |= script.later(calls[name])
     adapters = next((calls[name] for name in ("LoraConfig", "get_peft_model") if name in calls), None)
     if not harmony and adapters and settings.get("peft_config", True) is not None:
-        settings |= script.arguments(adapters, ["model"]) | {"peft_config": _name(adapters)}
+        settings |= script.arguments(adapters, ["model"]) | {"peft_config": call_name(adapters)}
     if harmony:
         if "CombinedGrader" in calls and ".py:" not in str(settings.get("grader")):
             combined = script.arguments(calls["CombinedGrader"], [])
@@ -108,57 +86,14 @@ def _trainer(name: str) -> str:
     return re.sub("Trainer$|Config$", "", name).lower()
 
 
-def _name(call: ast.Call) -> str:
-    return getattr(call.func, "attr", getattr(call.func, "id", ""))
-
-
-class Script:
-    """The syntax tree of a script, its names, and what could not be read."""
+class Script(Values):
+    """The syntax tree of a script, what its calls are given, and what could not be read."""
 
     def __init__(self, tree: ast.Module, text: str, path: str, companion: str, flags: dict[str, Any]):
-        self.path, self.flags, self.parsed = path, flags, any(parser in text for parser in PARSERS)
+        super().__init__(tree, path, flags)
+        self.parsed = any(parser in text for parser in PARSERS)
         self.unread: list[str] = []
-        self.read: list[str] = []  # options of the parser whose default was taken
         self.functions = Functions(tree, text, companion)
-        self.imported: dict[str, str] = {}
-        self.values: dict[str, list[ast.expr]] = {}  # each name's values, in the order of the script
-        self.options: dict[str, ast.expr | None] = {}  # of parsers and classes of arguments, with their defaults
-        self.changed: list[tuple[str, str, ast.expr]] = []  # object.attribute = value
-        for node in sorted(ast.walk(tree), key=lambda node: getattr(node, "lineno", 0)):
-            if isinstance(node, ast.ImportFrom):
-                module = str(Path(path).with_name(f"{node.module}.py")) if node.level else node.module
-                for alias in node.names:
-                    self.imported[alias.asname or alias.name] = f"{module}:{alias.name}"
-            elif isinstance(node, ast.Assign):
-                self._assign(node.targets[-1], node.value)
-            elif isinstance(node, ast.AnnAssign) and node.value:
-                self._assign(node.target, node.value)
-            elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                names = node.args.args[len(node.args.args) - len(node.args.defaults) :]
-                for name, value in zip(names, node.args.defaults, strict=True):
-                    self.values.setdefault(name.arg, []).append(value)
-            elif isinstance(node, ast.ClassDef):
-                for field in node.body:
-                    if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
-                        self.options[field.target.id] = _default(field.value)
-            elif isinstance(node, ast.Call) and _name(node) == "add_argument":
-                names = [str(name.value).lstrip("-") for name in node.args if isinstance(name, ast.Constant)]
-                given = {keyword.arg: keyword.value for keyword in node.keywords}
-                dest = getattr(given.get("dest"), "value", max(names, key=len))
-                action = getattr(given.get("action"), "value", "")
-                unset = ast.Constant(action == "store_false") if "store_" in str(action) else None
-                self.options[str(dest).replace("-", "_")] = given.get("default", unset)
-
-    def _assign(self, target: ast.expr, value: ast.expr) -> None:
-        if isinstance(target, ast.Tuple):  # model, tokenizer = FastLanguageModel.from_pretrained(...)
-            for index, name in enumerate(target.elts[1:], 1):
-                part = ast.Subscript(value, ast.Constant(index), ast.Load())
-                self._assign(name, ast.fix_missing_locations(ast.copy_location(part, value)))
-            target = target.elts[0]
-        if isinstance(target, ast.Name):
-            self.values.setdefault(target.id, []).append(value)
-        elif isinstance(target, ast.Attribute) and isinstance(target.value, ast.Name):
-            self.changed.append((target.value.id, target.attr, value))
 
     def note(self, text: str) -> None:
         """Note something that the user should look at."""
@@ -199,10 +134,10 @@ class Script:
         for _ in range(MOST):
             if isinstance(node, ast.Name) and (value := self.lookup(node)) is not None:
                 node = value
-            elif isinstance(node, ast.Call) and _name(node) == "get_peft_model" and node.args:
+            elif isinstance(node, ast.Call) and call_name(node) == "get_peft_model" and node.args:
                 node = node.args[0]
         settings = {}
-        for keyword in node.keywords if isinstance(node, ast.Call) and _name(node) == "from_pretrained" else ():
+        for keyword in node.keywords if isinstance(node, ast.Call) and call_name(node) == "from_pretrained" else ():
             if keyword.arg == "quantization_config":
                 made = self.lookup(keyword.value) if isinstance(keyword.value, ast.Name) else keyword.value
                 settings |= self.arguments(made, []) if isinstance(made, ast.Call) else {}
@@ -221,119 +156,6 @@ class Script:
             return {}
         size = self.value(call.args[0])
         return {"tp": -1 if isinstance(size, Unknown) and "world_size" in size.text else size}
-
-    def value(self, node: ast.expr, depth: int = 0) -> Any:
-        """Return the value of an expression of constants, names of constants and options; `Unknown` otherwise."""
-        unknown = Unknown(ast.unparse(node))
-        if depth > MOST:
-            return unknown
-
-        def inner(child: ast.expr) -> Any:
-            return self.value(child, depth + 1)
-
-        match node:
-            case ast.Constant():
-                return node.value
-            case ast.Name() if (value := self.lookup(node)) is not None:
-                return inner(value)
-            case ast.Await():
-                return inner(node.value)
-            case ast.Attribute(value=ast.Name(id="torch")):
-                return node.attr
-            case ast.Attribute() if node.attr in self.flags:
-                return self.flags[node.attr]
-            case ast.Attribute() if self.options.get(node.attr) is not None and isinstance(node.value, ast.Name):
-                self.read.append(node.attr)
-                return inner(self.options[node.attr])  # pyright: ignore[reportArgumentType]
-            case ast.UnaryOp(op=ast.USub()) if isinstance(number := inner(node.operand), int | float):
-                return -number
-            case ast.UnaryOp(op=ast.Not()) if not isinstance(value := inner(node.operand), Unknown):
-                return not value
-            case ast.Dict():
-                pairs = [(inner(key), inner(value)) for key, value in zip(node.keys, node.values, strict=True) if key]
-                return {
-                    key: getattr(value, "text", value) for key, value in pairs if not isinstance(key, Unknown | list)
-                }
-            case ast.List() | ast.Tuple():
-                items = [inner(item) for item in node.elts]
-                return unknown if any(isinstance(item, Unknown) for item in items) else items
-            case ast.JoinedStr():
-                parts = [inner(part.value if isinstance(part, ast.FormattedValue) else part) for part in node.values]
-                return unknown if any(isinstance(part, Unknown) for part in parts) else "".join(map(str, parts))
-            case ast.BoolOp():
-                values = [inner(value) for value in node.values]
-                if not any(isinstance(value, Unknown) for value in values):
-                    stops = isinstance(node.op, ast.Or)
-                    return next((value for value in values[:-1] if bool(value) == stops), values[-1])
-            case ast.IfExp() if not isinstance(test := inner(node.test), Unknown):
-                return inner(node.body if test else node.orelse)
-            case ast.BinOp() if type(node.op) in ARITHMETIC:
-                left, right = inner(node.left), inner(node.right)
-                if (
-                    isinstance(left, int | float)
-                    and isinstance(right, int | float)
-                    and (right or type(node.op) is not ast.Div)
-                ):
-                    return ARITHMETIC[type(node.op)](left, right)
-                if isinstance(left, str) and isinstance(right, str) and isinstance(node.op, ast.Add | ast.Div):
-                    return left + right if isinstance(node.op, ast.Add) else f"{left}/{right}"  # Path(a) / b
-            case ast.Subscript() if isinstance(whole := inner(node.value), dict | list | str):
-                try:
-                    return whole[inner(node.slice)]
-                except (KeyError, IndexError, TypeError):
-                    return unknown
-            case ast.Call():
-                return self._call(node, depth, unknown)
-        return unknown
-
-    def _call(self, node: ast.Call, depth: int, unknown: Unknown) -> Any:
-        """Return what a call gives that is plain, or the name that it loads."""
-        called, name = ast.unparse(node.func), _name(node)
-        if (loaded := self._loaded(node)) is not None:
-            return self.value(loaded, depth + 1)
-        if called == "dict" and not node.args:
-            return {keyword.arg: self.value(keyword.value, depth + 1) for keyword in node.keywords if keyword.arg}
-        arguments = [self.value(argument, depth + 1) for argument in node.args]
-        if name in ("is_bf16_supported", "is_bfloat16_supported"):
-            return True
-        if called in ENVIRONMENT and len(arguments) == 2:
-            return arguments[1]
-        if node.keywords or any(isinstance(argument, Unknown) for argument in arguments):
-            return unknown
-        try:
-            if called == "os.path.join":
-                return "/".join(arguments)
-            if called in PLAIN and len(arguments) == 1:
-                return PLAIN[called](arguments[0])
-            if isinstance(node.func, ast.Attribute) and name in METHODS:
-                owner = self.value(node.func.value, depth + 1)
-                return getattr(owner, name)(*arguments) if isinstance(owner, str) else unknown
-        except (TypeError, ValueError):
-            return unknown
-        return unknown
-
-    def _loaded(self, node: ast.expr) -> ast.expr | None:
-        """Return the name that is loaded in a chain, `client.model("name").tp(8).spawn_train("policy")`."""
-        same = isinstance(node, ast.Call) and _name(node) in SAME  # gives the model itself, not something of it
-        for _ in range(2 * MOST):
-            if isinstance(node, ast.Call):
-                named = [keyword.value for keyword in node.keywords if str(keyword.arg).endswith("model_name")]
-                if _name(node) in LOADERS and (node.args or named):
-                    return (*node.args, *named)[0]
-                node = node.func
-            elif isinstance(node, ast.Attribute | ast.Await):
-                node = node.value
-            elif same and isinstance(node, ast.Name) and isinstance(value := self.lookup(node), ast.Call | ast.Await):
-                node = value
-            else:
-                return None
-        return None
-
-    def lookup(self, node: ast.Name) -> ast.expr | None:
-        """Return what a name stands for: its last value before that line, else its last."""
-        values = self.values.get(node.id, [])
-        before = [value for value in values if getattr(value, "end_lineno", 0) < getattr(node, "lineno", 1 << 30)]
-        return (before or values or [None])[-1]
 
     def _functions(self, key: str, node: ast.expr) -> Any:
         """Return functions and models by name, as the configuration names them; those of the script are copied."""
@@ -373,17 +195,17 @@ class Script:
                 node = node.body
             elif isinstance(node, ast.Subscript):
                 node, split = node.value, self.value(node.slice) if split is None else split
-            elif isinstance(node, ast.Call) and _name(node) in ROWS and isinstance(node.func, ast.Attribute):
+            elif isinstance(node, ast.Call) and call_name(node) in ROWS and isinstance(node.func, ast.Attribute):
                 batched = any(keyword.arg == "batched" for keyword in node.keywords)
-                if _name(node) == "map" and node.args and not batched and "dataset.map" not in settings:
+                if call_name(node) == "map" and node.args and not batched and "dataset.map" not in settings:
                     settings["dataset.map"] = self.functions.add(node.args[0])
-                if _name(node) not in ("shuffle", "remove_columns", "select_columns") and not settings.get(
+                if call_name(node) not in ("shuffle", "remove_columns", "select_columns") and not settings.get(
                     "dataset.map"
                 ):
-                    changes.append(f"{_name(node)}({', '.join(map(ast.unparse, (*node.args, *node.keywords)))})")
+                    changes.append(f"{call_name(node)}({', '.join(map(ast.unparse, (*node.args, *node.keywords)))})")
                 node = node.func.value
             elif isinstance(node, ast.Call) and isinstance(
-                made := self.functions.definitions.get(_name(node)), ast.FunctionDef
+                made := self.functions.definitions.get(call_name(node)), ast.FunctionDef
             ):
                 returned = [part.value for part in ast.walk(made) if isinstance(part, ast.Return) and part.value]
                 node = returned[-1] if returned else node
@@ -391,7 +213,7 @@ class Script:
                 break
         if changes:
             self.note(f"{name}: the script changes its rows, which is not done here: {', '.join(changes)[:160]}")
-        if not (isinstance(node, ast.Call) and _name(node) == "load_dataset" and node.args):
+        if not (isinstance(node, ast.Call) and call_name(node) == "load_dataset" and node.args):
             text = ast.unparse(node)
             if not (isinstance(node, ast.Constant) and node.value is None) and not text.startswith("None"):
                 self.note(
@@ -417,14 +239,3 @@ class Script:
         if isinstance(split, str):
             settings["dataset_train_split" if name == "train_dataset" else "dataset_test_split"] = split
         return settings
-
-
-def _default(node: ast.expr | None) -> ast.expr | None:
-    """Return the default of a field of a class: `1e-6`, `field(default=1e-6)`, `Field(1e-6)`, `default_factory=...`."""
-    if not (isinstance(node, ast.Call) and _name(node) in ("field", "Field")):
-        return node
-    given = {keyword.arg: keyword.value for keyword in node.keywords}
-    factory = given.get("default_factory")
-    if isinstance(factory, ast.Lambda):
-        return factory.body
-    return given.get("default") or (node.args[0] if node.args else None)
