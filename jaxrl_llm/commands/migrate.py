@@ -60,6 +60,8 @@ def main(argv: Sequence[str]) -> None:
     output = Path(options["output"])
     if options["output"] and output.exists():
         raise ConfigError(f"{output} is there already; name another file with --output, or remove it")
+    if options["output"]:
+        output.parent.mkdir(parents=True, exist_ok=True)
     said = {name: options[name] for name in ("system", "trainer", "devices", "rows", "version", "output")}
     _, text = migrate(files[0], **said)
     if not options["output"]:
