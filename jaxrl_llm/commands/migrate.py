@@ -6,7 +6,8 @@ FILE is a YAML of axolotl; a YAML of verl, or a shell script with its overrides 
 key=value ...`); a Python script, a JSON or YAML file, or a shell script with the arguments of TRL's trainers; or a
 recipe of Harmony. Each key is written beside the one it comes from. A default of the source is written where ours
 differs, so that the run is the same. Keys without an equivalent are named in comments, and the points to check are
-listed at the top of the file. docs/migrating.md has every key; `--tables` prints that page.
+listed at the top of the file. Rewards and other functions that FILE defines are copied to my_config_functions.py.
+docs/migrating.md has every key; `--tables` prints that page.
 """
 
 import sys
@@ -46,19 +47,25 @@ FLAGS = (
 
 def main(argv: Sequence[str]) -> None:
     """Run the command line: see `--help`."""
-    files = [argument for argument in argv if not argument.startswith("--")]
-    options = load_options([argument for argument in argv if argument.startswith("--")], __doc__ or "", FLAGS)
+    files, flags = [], []
+    for argument in argv:
+        value = bool(flags) and flags[-1].startswith("--") and "=" not in flags[-1] and flags[-1] != "--tables"
+        (flags if argument.startswith("-") or value else files).append(argument)
+    options = load_options(flags, __doc__ or "", FLAGS)
     if options["tables"]:
         sys.stdout.write(page())
         return
     if len(files) != 1:
-        raise ConfigError("give one file: python -m jaxrl_llm migrate FILE; values of flags are written --name=value")
-    _, text = migrate(files[0], **{name: options[name] for name in ("system", "trainer", "devices", "rows", "version")})
+        raise ConfigError("give one file: python -m jaxrl_llm migrate FILE --output=my_config.py")
+    output = Path(options["output"])
+    if options["output"] and output.exists():
+        raise ConfigError(f"{output} is there already; name another file with --output, or remove it")
+    if options["output"]:
+        output.parent.mkdir(parents=True, exist_ok=True)
+    said = {name: options[name] for name in ("system", "trainer", "devices", "rows", "version", "output")}
+    _, text = migrate(files[0], **said)
     if not options["output"]:
         sys.stdout.write(text)
         return
-    output = Path(options["output"])
-    if output.exists():
-        raise ConfigError(f"{output} is there already; name another file with --output, or remove it")
     output.write_text(text.replace("THIS_FILE", str(output)), encoding="utf-8")
     print(f"wrote {output}; its first lines say what to look at")

@@ -1,61 +1,17 @@
 """The rules for axolotl, which trains with TRL: its YAML becomes TRL's keys with axolotl's defaults, and these ours."""
 
+import math
 from typing import Any
 
 from jaxrl_llm.config.resolve import ConfigError
+from jaxrl_llm.data.formats.lookup import known
 from jaxrl_llm.tools.migrate import shared, trl
-from jaxrl_llm.tools.migrate.draft import Draft, Options, Source
+from jaxrl_llm.tools.migrate.draft import Draft, Options, Source, short
 from jaxrl_llm.tools.migrate.losses import with_options
-from jaxrl_llm.tools.migrate.table import CONVERT, defaults, table
+from jaxrl_llm.tools.migrate.table import CONVERT, defaults, rules, table
 
-# Keys that axolotl hands to TRL, under the same name or another; those of the section trl have TRL's own names.
-SAME = """trust_remote_code gradient_accumulation_steps max_steps learning_rate lr_scheduler_kwargs warmup_steps
-    warmup_ratio weight_decay adam_beta1 adam_beta2 adam_epsilon max_grad_norm seed output_dir save_steps save_strategy
-    save_total_limit eval_steps eval_strategy logging_steps gradient_checkpointing bf16 fp16 simpo_gamma cpo_alpha
-    precompute_ref_log_probs center_rewards_coefficient neftune_noise_alpha lora_r lora_alpha lora_dropout load_in_8bit
-    load_in_4bit resume_from_checkpoint fsdp fsdp_config deepspeed"""
-TRL_NAMES = {name: name for name in SAME.split()} | {
-    "base_model": "model_name_or_path",
-    "micro_batch_size": "per_device_train_batch_size",
-    "num_epochs": "num_train_epochs",
-    "lr_scheduler": "lr_scheduler_type",
-    "optimizer": "optim",
-    "sequence_len": "max_length",
-    "sample_packing": "packing",
-    "kto_desirable_weight": "desirable_weight",
-    "kto_undesirable_weight": "undesirable_weight",
-    "dpo_loss_type": "loss_type",
-    "dpo_loss_weights": "loss_weights",
-    "dpo_label_smoothing": "label_smoothing",
-    "dpo_use_weighting": "use_weighting",
-    "peft_use_rslora": "use_rslora",
-}
-DEFAULTS = {
-    "output_dir": "model-out",
-    "per_device_train_batch_size": 1,
-    "num_train_epochs": 1.0,
-    "lr_scheduler_type": "cosine",
-    "save_strategy": "epoch",
-    "save_total_limit": 4,
-    "max_length": 512,
-    "ref_model_mixup_alpha": 0.9,
-    "ref_model_sync_steps": 64,
-    "scale_rewards": True,
-    "gradient_checkpointing": False,
-    "bf16": None,
-    "lora_dropout": 0.0,
-}
-TRAINERS = {"dpo": "dpo", "ipo": "dpo", "kto": "kto", "orpo": "orpo", "simpo": "cpo", "grpo": "grpo", "gdpo": "grpo"}
-LOSSES = {"dpo": "sigmoid", "kto": "kto", "ipo": ["ipo"], "simpo": "simpo"}
-# The trackers, and the key that switches each on beside use_NAME.
-TRACKERS = {
-    "wandb": "wandb_project",
-    "mlflow": "mlflow_experiment_name",
-    "tensorboard": "",
-    "comet": "comet_project_name",
-    "trackio": "trackio_project_name",
-    "swanlab": "",
-}
+RULES = rules("axolotl")
+TRACKERS = RULES["trackers"]
 PROJECTS = (*filter(None, TRACKERS.values()), "swanlab_project")
 RUN_NAMES = ("wandb_name", "mlflow_run_name", "trackio_run_name", "swanlab_experiment_name", "swanlab_run_name")
 OVERLONG = {"drop": "filter", "truncate": "truncate_right", "raise": "error"}
@@ -65,36 +21,58 @@ WARMUP_RATIO, WARMUP_MOST = 0.03, 100  # of the steps, where the file sets no wa
 def convert(source: Source, options: Options) -> Draft:
     """Return our settings for an axolotl YAML."""
     yaml = source.settings
-    kind = yaml.get("rl")
-    if kind is not None and kind not in TRAINERS:
-        raise ConfigError(f"{source.path}: rl is {kind!r}, which has no equivalent; there are {', '.join(TRAINERS)}")
-    trainer = TRAINERS[kind] if kind else "reward" if yaml.get("reward_model") else "sft"
-    if "learning_rate" not in yaml:
-        raise ConfigError(f"{source.path}: learning_rate is missing, and axolotl has no default for it")
-    theirs = {**defaults("trl", trainer), **DEFAULTS}
+    kind, trainers = yaml.get("rl"), RULES["trainers"]
+    if kind is not None and kind not in trainers:
+        raise ConfigError(f"rl is {kind!r}, which has no equivalent; there are {', '.join(trainers)}")
+    trainer = trainers[kind] if kind else "reward" if yaml.get("reward_model") else "sft"
+    theirs = {**defaults("trl", trainer), **RULES["defaults"]}
     if trainer == "grpo":
         del theirs["max_length"]
+    options = options._replace(rows=_rows(yaml, options), devices=_replicas(yaml, options))
     title = (
         f"{f'rl: {kind}' if kind else trainer}, from FILE of axolotl; what that leaves out is as in axolotl and TRL."
     )
     draft = Draft(source, title, theirs, _translated(yaml, trainer, kind))
+    if "learning_rate" not in yaml:
+        draft.check("learning_rate is missing, and axolotl has no default for it: set optimizer.learning_rate")
     trl.apply(draft, trainer, options)
     _rest(draft, yaml, trainer)
     return draft
+
+
+def _rows(yaml: dict[str, Any], options: Options) -> int:
+    """Return the rows that are trained on: without those that val_set_size holds out; 0 where they are unknown."""
+    none = options._replace(rows=0)
+    counts = [
+        shared.known_rows(none, one.get("data_files") or one.get("path"), one.get("split") or "train")
+        for one in yaml.get("datasets") or ()
+    ]
+    rows = options.rows or (sum(counts) if all(counts) else 0)
+    held = float(yaml.get("val_set_size") or 0)
+    return max(rows - math.ceil(rows * held if held < 1 else held), 0)
+
+
+def _replicas(yaml: dict[str, Any], options: Options) -> int:
+    """Return the devices that have rows of their own: context and tensor parallel ones share theirs."""
+    sizes = (yaml.get(key) for key in ("context_parallel_size", "sequence_parallel_degree", "tensor_parallel_size"))
+    return max(options.devices // math.prod(int(size or 1) for size in sizes), bool(options.devices))
 
 
 def _translated(yaml: dict[str, Any], trainer: str, kind: str | None) -> dict[str, tuple[str, Any]]:
     """Return TRL's key -> (axolotl's key, value)."""
     theirs: dict[str, tuple[str, Any]] = {}
     for key, value in yaml.items():
-        name = key.removeprefix("trl.") if key.startswith("trl.") else TRL_NAMES.get(key)
+        name = key.removeprefix("trl.") if key.startswith("trl.") else RULES["names"].get(key)
         if name is not None:
             theirs[name] = (key, value)
+    if "batch_size" in yaml and "gradient_accumulation_steps" not in yaml:
+        accumulated = max(1, int(yaml["batch_size"]) // int(yaml.get("micro_batch_size") or 1))
+        theirs["gradient_accumulation_steps"] = ("batch_size", accumulated)
     for key in ("orpo_alpha", "rl_beta", "trl.beta"):
         if key in yaml:
             theirs["beta"] = (key, yaml[key])
-    if kind in LOSSES and ("loss_type" not in theirs or kind in ("ipo", "simpo")):
-        theirs["loss_type"] = ("rl", LOSSES[kind])
+    if kind in (losses := RULES["losses"]) and ("loss_type" not in theirs or kind in ("ipo", "simpo")):
+        theirs["loss_type"] = ("rl", losses[kind])
     if kind == "gdpo":
         theirs.setdefault("multi_objective_aggregation", ("rl", "normalize_then_sum"))
     if kind != "dpo":
@@ -122,7 +100,8 @@ def _translated(yaml: dict[str, Any], trainer: str, kind: str | None) -> dict[st
     if "cosine_min_lr_ratio" in yaml:
         theirs["lr_scheduler_kwargs"] = ("cosine_min_lr_ratio", {"min_lr_rate": yaml["cosine_min_lr_ratio"]})
     dataset = (yaml.get("datasets") or [{}])[0]
-    theirs["dataset_name"] = ("datasets", dataset.get("data_files") or dataset.get("path"))
+    path = dataset.get("path") or dataset.get("data_files")
+    theirs["dataset_name"] = ("datasets", path[0] if isinstance(path, list) else path)
     if yaml.get("hub_model_id"):
         hub = {"push_to_hub": True, "hub_model_id": yaml["hub_model_id"], "hub_private_repo": True}
         theirs |= {key: ("hub_model_id", value) for key, value in hub.items()}
@@ -140,14 +119,14 @@ def _rest(draft: Draft, yaml: dict[str, Any], trainer: str) -> None:
             if entry.direct and key in yaml:
                 draft.set(entry.ours, CONVERT.get(key, lambda value: value)(yaml[key]), key)
     draft.drop("data.path")
-    draft.set("data.sources", tuple(_sources(yaml, trainer)) or None, "datasets", "val_set_size")
+    draft.set("data.sources", tuple(_sources(draft, yaml, trainer)) or None, "datasets", "val_set_size")
     tests = yaml.get("test_datasets")
     if tests:
         draft.set("data.eval_path", tests[0].get("data_files") or tests[0].get("path"), "test_datasets")
         draft.set("data.eval_split", tests[0].get("split", "train"), "test_datasets")
         if len(tests) > 1:
             draft.check("test_datasets: the first is evaluated on")
-    if not tests and not yaml.get("val_set_size"):
+    if not tests and not any("eval_split" in one for one in draft.values.get("data.sources", ())):
         draft.set("eval.every", -1, "val_set_size")
     elif draft.values.get("eval.every") == -1 and not yaml.get("eval_strategy"):
         draft.set("eval.every", 0, "val_set_size")
@@ -166,7 +145,7 @@ def _rest(draft: Draft, yaml: dict[str, Any], trainer: str) -> None:
         draft.set("model.param_dtype", "bfloat16", "bf16")
     shared.tracked(draft, yaml, PROJECTS, RUN_NAMES)
     switches = (f"use_{name}" for name in TRACKERS)
-    draft.use("val_set_size", "bf16", "rl", "reward_model", "adapter", "chat_template", *switches)
+    draft.use("val_set_size", "bf16", "rl", "reward_model", "adapter", *switches)
     if yaml.get("lora_model_dir"):
         draft.set("lora.path", yaml["lora_model_dir"], "lora_model_dir")
         draft.drop("lora.rank", "lora.alpha", "lora.targets", "lora.rslora")
@@ -179,7 +158,7 @@ def _rest(draft: Draft, yaml: dict[str, Any], trainer: str) -> None:
     if not ({"warmup_steps", "warmup_ratio"} & set(yaml)):
         draft.set("optimizer.warmup_steps", min(int(WARMUP_RATIO * total), WARMUP_MOST), "warmup_steps")
     for key, ours in (("saves_per_epoch", "checkpoint.every"), ("evals_per_epoch", "eval.every")):
-        if yaml.get(key):
+        if yaml.get(key) and draft.values[ours] != -1:
             draft.set(ours, max(1, round(total / (float(yaml.get("num_epochs", 1)) * yaml[key]))), key)
     if patience := yaml.get("early_stopping_patience"):
         metric = (
@@ -199,21 +178,51 @@ def _rest(draft: Draft, yaml: dict[str, Any], trainer: str) -> None:
             f"chat_template = {yaml['chat_template']}: the tokenizer's own template is used here; see that it is this "
             "one (python -m jaxrl_llm preview --config=... shows the rows)"
         )
+    if not yaml.get("datasets"):
+        draft.check("the file names no datasets: set data.path")
 
 
-def _sources(yaml: dict[str, Any], trainer: str) -> list[dict[str, Any]]:
+def _format(draft: Draft, source: dict[str, Any], trainer: str) -> None:
+    """Name the format of a data set as here; what has none is noted."""
+    kind = source.get("type")
+    if trainer == "sft" and (kind in (None, "chat_template", "completion") or isinstance(kind, dict)):
+        if isinstance(kind, dict):
+            draft.check(f"datasets: the type {short(kind)} has no format for sft; write a function row -> dict")
+        source.pop("type", None)
+        field, names = source.pop("field_messages", "messages"), source.pop("message_property_mappings", None) or {}
+        if field != "messages" or set(names.values()) - {"role", "content"}:
+            source |= {"type": "sharegpt", "field": field}
+        plain = ("path", "name", "split", "ds_type", "data_files", *(("type", "field") if "type" in source else ()))
+        odd = [key for key in source if key not in plain]
+        for key in odd:
+            draft.check(f"datasets: {key} = {short(source.pop(key))} has no equivalent for sft")
+        return
+    plain = str(kind).split(".", 1)
+    names = known({"sft": "completions", "kto": "labels"}.get(trainer, "pairs"))
+    theirs = isinstance(kind, str) and (len(plain) == 1 or plain[0] in RULES["formats"])  # no module of the user's
+    if theirs and kind not in names and plain[-1] not in names:
+        draft.check(
+            f"datasets: the type {kind} has no format here; name one of docs/data.md, or a function row -> dict (type: "
+            "file.py:function)"
+        )
+
+
+def _sources(draft: Draft, yaml: dict[str, Any], trainer: str) -> list[dict[str, Any]]:
     """Return `data.sources` of the datasets; what is held out is a slice of each split."""
     size = float(yaml.get("val_set_size") or 0)
     end = str(int(size))
     if size < 1:  # a fraction; slices are in whole percent
         end = f"{size * 100:g}%" if size * 100 == int(size * 100) else f"{max(1, round(size * 100))}%"
-    sources = []
+    sources: list[dict[str, Any]] = []
     for dataset in yaml.get("datasets") or ():
         source = {key: value for key, value in dataset.items() if value is not None}
-        if trainer == "sft" and source.get("type") == "chat_template":
-            del source["type"]
-        if size > 0:
-            split = source.get("split", "train")
+        _format(draft, source, trainer)
+        split = str(source.get("split", "train"))
+        if size > 0 and "[" in split:
+            draft.check(
+                f"val_set_size: rows of {split}, a part of a split, are not held out; set eval_split in data.sources"
+            )
+        elif size > 0:
             source |= {"split": f"{split}[{end}:]", "eval_split": f"{split}[:{end}]"}
         sources.append(source)
     return sources

@@ -1,34 +1,23 @@
 """A configuration in the making: our values with the keys they come from, what has no equivalent, what to look at."""
 
+import re
 import textwrap
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxrl_llm.config import ConfigDict, assign, default, validate
-from jaxrl_llm.config.resolve import ConfigError, closest
+from jaxrl_llm.config.resolve import ConfigError, closest, split_options
 from jaxrl_llm.config.schema import KEYS
-from jaxrl_llm.tools.migrate.table import CONVERT, find, names, table
+from jaxrl_llm.rewards.built_in import BUILT_IN
+from jaxrl_llm.tools.migrate.table import CONVERT, find, names, rules, table
 
 OURS = {key.name: key for key in KEYS}
-# Keys without an equivalent that change what is learned, unless they have this value.
-MATTERS: dict[str, Any] = {
-    "repetition_penalty": 1.0,
-    "trl.repetition_penalty": 1.0,
-    "generation_kwargs": None,
-    "trl.generation_kwargs": None,
-    "vllm_guided_decoding_regex": None,
-    "trl.vllm_guided_decoding_regex": None,
-    "vllm_structured_outputs_regex": None,
-    "optim_args": None,
-    "use_dora": False,
-    "lora_modules_to_save": None,
-    "stop_token": "eos",
-    "eval_packing": None,
-    "actor_rollout_ref.rollout.do_sample": True,
-    "actor_rollout_ref.rollout.ignore_eos": False,
-    "algorithm.use_pf_ppo": False,
-}
+OPEN = re.compile(r"\$\{[^{}]*\}|\$\([^()]*\)|\$[\w@]+")  # what a shell or a YAML would fill in
+
+
+class RefusedError(ConfigError):
+    """A file that no key is to blame for: it does not train, or what the user says of it is wrong."""
 
 
 class Source(NamedTuple):
@@ -39,6 +28,11 @@ class Source(NamedTuple):
     settings: dict[str, Any]
     path: str
     checks: tuple[str, ...] = ()  # what could not be read
+    functions: str = ""  # the source of functions that the file defines
+
+    def without(self, key: str) -> "Source":
+        """Return the source without a key."""
+        return self._replace(settings={name: value for name, value in self.settings.items() if name != key})
 
 
 class Options(NamedTuple):
@@ -47,6 +41,7 @@ class Options(NamedTuple):
     devices: int = 0  # processes that trained there; 0: as the file says, or 1
     rows: int = 0  # rows of the training data; 0: unknown
     version: str = ""  # whose defaults; empty: the newest
+    companion: str = ""  # the file for functions
 
 
 class Draft:
@@ -73,6 +68,14 @@ class Draft:
         self.origins: dict[str, str] = {}
         self.used: set[str] = set()
         self.checks: list[str] = list(source.checks)
+        self.companion = ""  # the file that they go to
+        self.functions: list[str] = []  # the source of functions that the rules make
+        for key, value in source.settings.items():
+            entry = find(table(source.library), key)
+            if (opened := OPEN.findall(str(value))) and (entry is None or entry.ours):
+                self.check(
+                    f"{key} = {short(value)}: the file does not say what {', '.join(opened)} is; write its value"
+                )
 
     def get(self, key: str) -> Any:
         """Return the value of a key of theirs, as set in the file or else its default there."""
@@ -81,6 +84,10 @@ class Draft:
     def first(self, *keys: str, default: Any = None) -> Any:
         """Return the value of the first of their keys that is not None, or `default`."""
         return next((value for key in keys if (value := self.get(key)) is not None), default)
+
+    def named(self, key: str) -> str:
+        """Return the name that a key of the rules has in the file."""
+        return self.names.get(key, key)
 
     def sets(self, key: str) -> bool:
         """Return True when the file sets the key."""
@@ -106,6 +113,7 @@ class Draft:
         self.values[ours] = value
         in_file = [self.names.get(key, key) for key in theirs if key in self.settings or key in self.source.settings]
         unset = next((name for name in theirs if name in self.defaults), theirs[0] if theirs else "")
+        self.used |= set(in_file)
         self.origins[ours] = ", ".join(dict.fromkeys(in_file)) or (f"{unset}, by default" if unset else "")
 
     def drop(self, *ours: str) -> None:
@@ -130,6 +138,7 @@ class Draft:
 
         Keys that the source leaves at its default are in the file where ours is another.
         """
+        self._doubts()
         missing = self._missing()
         config = default()
         for key, value in self.values.items():
@@ -145,35 +154,68 @@ class Draft:
                 lines += textwrap.wrap(_escaped(check), 118, initial_indent="- ", subsequent_indent="  ")
         lines += ['"""', "", "from jaxrl_llm.config import default", "", "", 'def get_config(arg: str = ""):']
         lines += ["    config = default()"]
-        for name, key in OURS.items():
-            if name in self.values:
-                origin = self.origins[name]
-                if (origin and not origin.endswith("by default")) or self.values[name] != key.default:
-                    lines += _assignment(name, self.values[name], origin)
+        for name in self._written():
+            lines += _assignment(name, self.values[name], self.origins[name])
         if missing:
-            lines += ["", "    # Nothing here does what these did:"]
+            lines += ["", "    # Keys without a setting of their own:"]
             for text in missing:
                 text = " ".join(text.split())
                 lines += textwrap.wrap(text, 120, initial_indent="    # - ", subsequent_indent="    #   ")
         return config, "\n".join([*lines, "    return config", ""])
 
+    def _written(self) -> list[str]:
+        """Return the keys of ours that stand in the file: those it sets there, and defaults there that differ here."""
+        stated = [name for name, origin in self.origins.items() if origin and not origin.endswith("by default")]
+        return [
+            name
+            for name, key in OURS.items()
+            if name in self.values and (name in stated or self.values[name] != key.default)
+        ]
+
+    def _doubts(self) -> None:
+        """Note what may keep the run from starting: the model's architecture, adapters, names of rewards."""
+        known, model = rules("warnings"), str(self.values.get("model.path", ""))
+        kinds = {kind: re.search(known[kind], model, re.IGNORECASE) for kind in ("known", "vision", "other")}
+        data = (str(self.values.get("data.path", "")), *(str(one) for one in self.values.get("data.sources", ())))
+        for name in (model, *data):
+            if re.search(known["vision"], name, re.IGNORECASE):
+                self.check(f"{name} speaks of images or sound: models read text only here")
+        if kinds["other"] or not (kinds["known"] or kinds["vision"] or model in ("", "MODEL")):
+            self.check(
+                f"model.path is {model}: see that docs/models.md has its architecture (model_type in config.json)"
+            )
+        targets = self.values.get("lora.targets", ())
+        if self.values.get("lora.rank") and (odd := [name for name in targets if name not in known["adapters"]]):
+            names = tuple(name for name in targets if name in known["adapters"]) or ("all-linear",)
+            self.check(
+                f"lora.targets: {', '.join(odd)[:200]} are no modules with adapters here; {', '.join(names)} is written"
+            )
+            self.values["lora.targets"] = names
+        for name in self.values.get("rewards.functions", ()):
+            if not re.search(r"[:.]", name) and name != "REWARD" and split_options(name)[0] not in BUILT_IN:
+                self.check(
+                    f"rewards.functions: there is no reward {name} here; name one of docs/rewards.md or your own"
+                )
+
     def _missing(self) -> list[str]:
-        """Return a line for each key of the file that had no effect; those that matter are also noted."""
+        """Return a line for each key of the file that is in no setting; those that matter are noted."""
         entries, missing = table(self.source.library), []
+        written = {key for name in self._written() for key in self.origins[name].split(", ")}
         for key, value in self.source.settings.items():
-            if key in self.used:
+            if key in written:
                 continue
             shown, entry = f"{key} = {short(value)}", find(entries, key)
             if entry is None:
                 near = closest(key, [name for name in names(entries) if not name.endswith("*")])
                 missing.append(f"{shown}: an unknown key; the closest is {near}")
                 self.check(f"{key} is no known key; the closest is {near}")
-            elif entry.ours:
-                missing.append(f"{shown}: without effect there, as the other keys are")
-            else:
-                missing.append(f"{shown}: {entry.note}")
-                if key in MATTERS and value != MATTERS[key]:
-                    self.check(f"{shown} has no equivalent: {entry.note}")
+                continue
+            ours = ", ".join(entry.ours.split())
+            part = "part of" if key in self.used else "has no part in"
+            missing.append(f"{shown}: {'; '.join(filter(None, (entry.ours and f'{part} {ours}', entry.note)))}")
+            matters = rules("warnings")["matters"]
+            if not entry.ours and key in matters and value not in (None, matters[key]):
+                self.check(f"{shown} has no equivalent: {entry.note}")
         return missing
 
 

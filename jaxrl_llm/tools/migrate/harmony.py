@@ -3,7 +3,8 @@
 from typing import Any
 
 from jaxrl_llm.config.resolve import ConfigError
-from jaxrl_llm.tools.migrate.draft import Draft, Options, Source
+from jaxrl_llm.tools.migrate import shared
+from jaxrl_llm.tools.migrate.draft import OURS, Draft, Options, Source
 
 
 def convert(source: Source, options: Options) -> Draft:
@@ -19,7 +20,7 @@ def convert(source: Source, options: Options) -> Draft:
         value = draft.get(key)
         if isinstance(value, str) and not value.startswith("<"):
             draft.set(ours, value.rpartition("://")[2], key)
-            if "://" in value:
+            if "://" in value and not value.startswith("hf://"):
                 draft.check(f"{key} is {value}: set {ours} to its Hugging Face id or folder")
         elif value is not None:
             draft.set(ours, "MODEL", key)
@@ -37,12 +38,14 @@ def convert(source: Source, options: Options) -> Draft:
             "train_dataset=...)"
         )
     _graders(draft)
+    if draft.get("tp") is not None:
+        draft.set("mesh.tensor", int(draft.get("tp")), "tp")
+        if int(draft.get("tp")) < 0:
+            draft.set("mesh.data", 1, "tp")
     samples, mini = draft.get("samples_per_batch"), draft.get("samples_per_mini_batch")
     if isinstance(samples, int) and isinstance(mini, int):
         if samples % mini:
-            raise ConfigError(
-                f"{source.path}: samples_per_mini_batch = {mini} does not divide samples_per_batch = {samples}"
-            )
+            raise ConfigError(f"samples_per_mini_batch = {mini} does not divide samples_per_batch = {samples}")
         draft.set("batch.minibatches", samples // mini, "samples_per_mini_batch")
     if trainer == "ppo":
         draft.set("algorithm.name", "ppo")
@@ -66,12 +69,11 @@ def convert(source: Source, options: Options) -> Draft:
         if trainer == "ppo":
             draft.set("algorithm.kl_in_reward", float(draft.get("kl_beta")) > 0, "kl_beta")
     if "total_steps" not in draft.values:
-        if not options.rows:
-            raise ConfigError(
-                f"{source.path} goes over its data set once, and here a run has a number of steps: add --rows=N, the "
-                "number of rows"
-            )
-        draft.set("total_steps", max(1, options.rows // draft.values.get("batch.prompts", 32)))
+        draft.values.setdefault("batch.prompts", OURS["batch.prompts"].default)
+        draft.origins.setdefault("batch.prompts", "")
+        rows = shared.known_rows(options, draft.values["data.path"], "train")
+        shared.epochs(draft, rows // draft.values["batch.prompts"], 1, "passes over the data set")
+        draft.origins["total_steps"] = "one pass over the data set"
     return draft
 
 

@@ -17,7 +17,7 @@ def with_options(name: str, options: Mapping[str, Any]) -> str:
 def set_loss(draft: Draft, losses: Sequence[tuple[str, Mapping[str, str]]], *theirs: str) -> None:
     """Set `algorithm.loss` to the sum of `losses`: names, each with {option: the key of theirs that has its value}.
 
-    A loss gets the options that it takes, without those that the file does not set and that it has by default.
+    A loss gets the options that it takes, without those that it has by default.
     `theirs` are the keys that chose the losses. `bradley_terry`, the one loss of reward_model, is written for an option
     alone. Raises ConfigError for an option that is no number and should be one.
     """
@@ -35,9 +35,10 @@ def set_loss(draft: Draft, losses: Sequence[tuple[str, Mapping[str, str]]], *the
                 continue
             default = defaults[option]
             if not isinstance(default, str) and (isinstance(value, bool) or not isinstance(value, int | float)):
-                raise ConfigError(f"{draft.source.path}: {key} is {value!r}, but {option} of {name} takes a number")
-            if draft.sets(key) or value != default:
+                raise ConfigError(f"{key} is {value!r}, but {option} of {name} takes a number")
+            if value != default:
                 values[option] = value if isinstance(default, str) else float(value)
+            if draft.sets(key) or value != default:
                 used.append(key)
         terms.append(with_options(name, values))
     if terms != ["bradley_terry"]:

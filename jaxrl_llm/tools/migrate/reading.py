@@ -12,12 +12,15 @@ import yaml
 from jaxrl_llm.config import flat
 from jaxrl_llm.config.resolve import ConfigError
 from jaxrl_llm.tools.migrate.draft import Source
-from jaxrl_llm.tools.migrate.scripts import read_script
+from jaxrl_llm.tools.migrate.scripts import PARSERS, read_script
 from jaxrl_llm.tools.migrate.shell import commands
 
 NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)[eE][+-]?\d+")  # YAML 1.1 takes 1e-6 for a text
 SHELL = ("", ".sh", ".bash", ".slurm", ".sbatch", ".txt")
 TRL_COMMANDS = ("grpo", "rloo", "ppo", "sft", "dpo", "kto", "orpo", "cpo", "reward")
+LAUNCHERS = ("accelerate", "torchrun", "deepspeed", "trl", "axolotl", "uv")
+DEVICES = {"--nproc_per_node": "trainer.n_gpus_per_node", "--nproc-per-node": "trainer.n_gpus_per_node"}
+TREES = (".yaml", ".yml", ".json")
 # Names of projects and runs are environment variables of the trackers, which scripts set in these ways:
 # `export NAME=value`, `NAME=value command`, `os.environ["NAME"] = "value"`.
 TRACKED = (
@@ -29,27 +32,51 @@ VARIABLE = re.compile(rf"""\b({TRACKED})\b["'\]]*\s*[=,]\s*["']?([^\s"'$)]+)""")
 WHOLE = ("lr_scheduler_kwargs", "gradient_checkpointing_kwargs", "fsdp_config")
 
 
-def read(path: str, system: str = "auto", trainer: str = "") -> Source:
+def read(path: str, system: str = "auto", trainer: str = "", companion: str = "functions.py") -> Source:
     """Return the content of a file; `system` is trl, verl, axolotl, harmony or auto, which looks at its keys.
 
-    Raises ConfigError: a missing file, one of another kind, or one that cannot be read.
+    Functions that the file defines are named as those of the file `companion`. Raises ConfigError: a missing file, one
+    of another kind, or one that cannot be read.
     """
     file = Path(path).expanduser()
     if not file.is_file():
         raise ConfigError(f"there is no file {path} (looked in {Path.cwd()})")
     kind, text = file.suffix.lower(), file.read_text(encoding="utf-8")
-    if kind in (".yaml", ".yml", ".json"):
+    if kind in TREES:
         return _read_tree(_load(text, path, kind), path, system, trainer)
     if kind == ".py":
-        source = read_script(text, path, system, trainer)
+        source = read_script(text, path, system, trainer, companion)
+        if (command := _documented(text)) and not source.settings.keys() & {
+            "max_steps",
+            "learning_rate",
+            "dataset_name",
+        }:
+            flags = _read_flags(command, path, trainer)
+            source = read_script(text, path, system, trainer or flags.trainer, companion, flags.settings)
+            source = source._replace(
+                checks=(*source.checks, "the arguments are those of the first command in its text")
+            )
     elif kind in SHELL:
-        source = _read_shell(text, path, system, trainer)
+        source = _read_shell(text, path, system, trainer, companion)
     else:
         raise ConfigError(f"{path} is no .yaml, .json, .py or .sh file")
     if source.library != "trl":  # verl has keys for the names of projects and runs
         return source
     lines = "\n".join(line for line in text.splitlines() if not line.lstrip().startswith("#"))
     return source._replace(settings={**dict(VARIABLE.findall(lines)), **source.settings})
+
+
+def _documented(text: str) -> list[str] | None:
+    """Return the words of the command in the docstring of a script that reads its arguments from a command line."""
+    if not any(parser in text for parser in PARSERS):
+        return None
+    launched = r"(?m)^[ \t#]*((?:[A-Z_]+=\S+ +)*(?:accelerate|python3?|torchrun|trl|uv)\b(?:.*\\\n)*.*)"
+    found = next((match[1] for match in re.finditer(launched, text) if ".py" in match[1]), "")
+    try:
+        words = next(iter(commands(re.sub(r"(?m)^[ \t]*#", "", found), "its command")), [])
+    except ConfigError:
+        return None
+    return words if any(word.startswith("--") for word in words) else None
 
 
 def _load(text: str, path: str, kind: str) -> dict[str, Any]:
@@ -97,53 +124,97 @@ def _read_tree(tree: dict[str, Any], path: str, system: str, trainer: str) -> So
                 settings[key] = value
         return Source(library, trainer, {key: value for key, value in settings.items() if value is not None}, path)
     named = str(tree.pop("trainer", "")) if library == "trl" else ""
-    return Source(library, trainer or named, tree, path)
+    checks = ()
+    if library == "trl" and not (trainer or named):  # recipes/NAME/dpo/config.yaml
+        words = [word for word in re.split(r"[\W_]+", path.lower()) if word in TRL_COMMANDS]
+        named = words[-1] if words else ""
+        checks = (f"the trainer is {named}, by the name of the file: --trainer is another",) if words else ()
+    return Source(library, trainer or named, tree, path, checks)
 
 
 def _resolved(settings: dict[str, Any]) -> dict[str, Any]:
-    """Return verl's values with `${other.key}` looked up; those that are null are left out."""
+    """Return verl's values with `${other.key}` and `${oc.env:NAME,default}` looked up, without those that are null."""
+
+    def looked_up(match: re.Match[str]) -> str:
+        kind, _, rest = match[1].rpartition(":")
+        name, comma, unset = rest.partition(",")
+        if kind == "oc.env":
+            return str(Path.home()) if name == "HOME" else unset.strip() if comma else match[0]
+        value = settings.get(name)
+        return str(value) if kind in ("", "oc.select") and value is not None else unset.strip() if comma else match[0]
 
     def value_of(value: Any, depth: int = 0) -> Any:
         if not isinstance(value, str) or "${" not in value or depth > 8:
             return value
         alone = re.fullmatch(r"\$\{([\w.]+)\}", value)
-        if alone:
-            return value_of(settings.get(alone[1]), depth + 1)
-        return re.sub(r"\$\{([\w.]+)\}", lambda name: str(value_of(settings.get(name[1], ""), depth + 1)), value)
+        if alone and alone[1] in settings:
+            return value_of(settings[alone[1]], depth + 1)
+        filled = re.sub(r"\$\{([^${}]+)\}", looked_up, value)
+        return value if filled == value else value_of(parsed(filled), depth + 1)
 
     values = {key: value_of(value) for key, value in settings.items()}
     return {key: value for key, value in values.items() if value is not None and key != "defaults"}
 
 
-def _read_shell(text: str, path: str, system: str, trainer: str) -> Source:
-    """Return the flags or overrides of the one command of a shell script that trains."""
-    trains = [words for words in commands(text, path) if _trains(words)]
-    trains = [words for words in trains if "verl.trainer.main" in " ".join(words)] or trains  # others prepare data
-    if len(trains) != 1:
+def _read_shell(text: str, path: str, system: str, trainer: str, companion: str) -> Source:
+    """Return the flags or overrides of the first command of a shell script that trains, and of the file it names."""
+    found = commands(text, path)
+    trains = [words for words in found if _trains(words)]
+    trains = [words for words in trains if "verl.trainer" in " ".join(words)] or trains  # others prepare data
+    if not trains:
         raise ConfigError(
-            f"{path} has {len(trains)} commands that train, and one is needed: `trl grpo ...`, `accelerate launch "
-            "FILE.py ...`, `python -m verl.trainer.main_ppo a=b ...`"
+            f"{path} has 0 commands that train, and one is needed: `trl grpo ...`, `accelerate launch FILE.py ...`, "
+            "`python -m verl.trainer.main_ppo a=b ...`, `axolotl train FILE.yml`"
         )
-    words = trains[0]
+    words, checks = trains[0], ()
+    if len(trains) > 1:
+        checks = (f"the file has {len(trains)} commands that train, and the first is written",)
+    if str(Path.home()) in " ".join(words) and "HOME" in text:
+        checks = (*checks, f"$HOME is {Path.home()} in the paths below, as on this machine")
+    starts = (i for i, word in enumerate(words) if Path(word).name in LAUNCHERS or "python" in Path(word).name)
+    words = [word for word in words[next(starts, 0) :] if word]  # without srun and its flags
+    line = " ".join(words)
     overrides = [word for word in words if re.fullmatch(r"\+{0,2}[A-Za-z_]\w*\.[\w.]*=.*", word, re.DOTALL)]
-    if system == "verl" or (system == "auto" and overrides):
+    if system == "verl" or (system == "auto" and (overrides or "verl.trainer" in line)):
         pairs = (word.lstrip("+").partition("=") for word in overrides)
-        settings = _resolved(flat({key: parsed(value) for key, _, value in pairs}))
-        return Source("verl", trainer or ("sft" if "sft_trainer" in " ".join(words) else ""), settings, path)
-    return _read_flags(words, path, trainer)
+        settings = flat({key: parsed(value) for key, _, value in pairs})
+        flags = dict(word.split("=", 1) for word in words if re.match(r"--[\w-]+=", word))
+        settings |= {flag: value for flag, value in flags.items() if flag.startswith("--config-")}
+        settings |= {key: parsed(flags[flag]) for flag, key in DEVICES.items() if flag in flags and key not in settings}
+        settings = {key: value for key, value in settings.items() if value is not None}
+        return Source("verl", trainer or ("sft" if "sft_trainer" in line else ""), _resolved(settings), path, checks)
+
+    def beside(ends: tuple[str, ...]) -> Path | None:
+        names = [word for word in words if word.endswith(ends) and not word.startswith("--")]
+        files = (file for name in names for file in (Path(path).parent / name, Path(name)))
+        return next((file for file in files if file.is_file()), None)
+
+    if "axolotl" in line and (file := beside(TREES)):
+        source = _read_tree(_load(file.read_text(encoding="utf-8"), str(file), file.suffix), path, "axolotl", trainer)
+        flags = _read_flags([word for word in words if word != str(file)], path, trainer).settings
+        return source._replace(settings={**source.settings, **flags}, checks=(*checks, *source.checks))
+    source = _read_flags(words, path, trainer)
+    if (file := beside((".py",))) and re.search(r"\btrl\b|adaptive_harmony", code := file.read_text(encoding="utf-8")):
+        script = read_script(code, str(file), system, trainer, companion, source.settings)
+        source = script._replace(path=path)
+    return source._replace(checks=(*checks, *source.checks))
 
 
 def _trains(words: Sequence[str]) -> bool:
     """Return True for the words of a command that trains."""
     line = " ".join(words)
-    if "vllm-serve" in line or words[0] in ("pip", "echo", "set", "cd", "ray"):
+    if "vllm-serve" in line or not words or words[0] in ("pip", "echo", "set", "cd"):
+        return False
+    if words[0] == "ray" and not any("python" in word for word in words):
         return False
     if "verl.trainer" in line or "verl/trainer" in line:
         return True
     if any(re.fullmatch(r"[\w.]+\.[\w.]+=.*", word, re.DOTALL) for word in words):
         return True
-    if any(word.endswith(".py") for word in words) and "--" in line:
-        return True
+    if any(word.endswith(".py") for word in words) and any("python" in word or word in LAUNCHERS for word in words):
+        return "--" in line or "accelerate" in line or "torchrun" in line
+    if "axolotl" in line and any(word.endswith(TREES) for word in words):
+        return "preprocess" not in words
     return "trl" in [Path(word).name for word in words] and any(word in TRL_COMMANDS for word in words)
 
 
@@ -186,12 +257,13 @@ def _read_flags(words: Sequence[str], path: str, trainer: str) -> Source:
             several = [parsed(value) for value in values]
             settings[key] = several[0] if len(several) == 1 else several or True
     # `--config FILE` of TRL's command line holds more of the same.
-    more = settings.pop("config", None)
+    more, checks = settings.pop("config", None), ()
     if isinstance(more, str):
         file = Path(more) if Path(more).is_file() else Path(path).parent / more
-        if not file.is_file():
-            raise ConfigError(f"{path} reads {more}, which is not there")
-        settings = {**_load(file.read_text(encoding="utf-8"), str(file), ".yaml"), **settings}
+        if file.is_file():
+            settings = {**_load(file.read_text(encoding="utf-8"), str(file), ".yaml"), **settings}
+        else:
+            checks = (f"the command reads --config {more}, which is not there: its keys are missing",)
     if isinstance(settings.get("reward_funcs"), str):
         settings["reward_funcs"] = [settings["reward_funcs"]]
-    return Source("trl", trainer, settings, path)
+    return Source("trl", trainer, settings, path, checks)

@@ -1,175 +1,241 @@
 """Python scripts of TRL and Harmony, read from their syntax tree: a script is not run."""
 
 import ast
-import operator
-from typing import Any, NamedTuple
+import re
+from collections.abc import Sequence
+from typing import Any
 
 from jaxrl_llm.config.resolve import ConfigError
 from jaxrl_llm.tools.migrate.draft import Source
+from jaxrl_llm.tools.migrate.functions import Functions
+from jaxrl_llm.tools.migrate.table import find, rules, table
+from jaxrl_llm.tools.migrate.values import MOST, Unknown, Values, call_name
 
-NAMES = ("GRPO", "RLOO", "PPO", "SFT", "DPO", "KTO", "ORPO", "CPO", "Reward")
-TRL = {f"{name}{kind}": name.lower() for kind in ("Trainer", "Config") for name in NAMES}
-HARMONY = {"SFT": "sft", "PPO": "ppo", "GRPO": "grpo", "DPO": "dpo"}
 HARMONY_WORDS = ("adaptive_harmony", "harmony_client", "spawn_train", "StringThread")
-LOADERS = ("from_pretrained", "model")
-FUNCTIONS = ("reward_funcs", "tools", "environment_factory", "rollout_func", "grader")
-SKIPPED = ("args", "processing_class", "tokenizer")
-ARITHMETIC = {ast.Mult: operator.mul, ast.FloorDiv: operator.floordiv, ast.Div: operator.truediv}
-MOST = 8  # names that stand for names
+PARSERS = ("HfArgumentParser", "TrlParser")
+FUNCTIONS = ("reward_funcs", "tools", "environment_factory", "rollout_func", "grader", "callbacks")
+SKIPPED = ("args", "processing_class", "tokenizer", "data_collator")
+OBJECTS = ("dataset", "model", "policy_model", "value_model")  # of a recipe, which makes them
+ROWS = ("select", "shuffle", "filter", "map", "remove_columns", "rename_column", "select_columns", "train_test_split")
+FOREIGN = {"trl", "unsloth", "verl", "adaptive_harmony", "harmony_client", "axolotl"}
 
 
-class Unknown(NamedTuple):
-    """A value that only running the script would tell."""
+def read_script(text: str, path: str, system: str, trainer: str, companion: str, flags: Any = None) -> Source:
+    """Return the keys that a script's calls set, and the functions that it defines for them, for the file `companion`.
 
-    text: str
-
-
-def read_script(text: str, path: str, system: str, trainer: str) -> Source:
-    """Return the keys that a script's calls set; raises ConfigError when it configures no trainer that is known."""
+    `flags` are those of the command that starts the script: they replace the defaults of its parser. Raises ConfigError
+    when it configures no trainer that is known.
+    """
     try:
         tree = ast.parse(text, filename=path)
     except SyntaxError as error:
         raise ConfigError(f"{path}:{error.lineno} is no Python: {error.msg}") from error
     harmony = system == "harmony" or (system == "auto" and any(name in text for name in HARMONY_WORDS))
-    script = Script(tree, path)
-    calls = {_name(node): node for node in ast.walk(tree) if isinstance(node, ast.Call)}
-    known = HARMONY if harmony else TRL
+    script = Script(tree, text, path, companion, flags or {})
+    nodes = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    calls = {call_name(node): node for node in sorted(nodes, key=lambda node: node.lineno)}
+    known = rules("scripts")["harmony" if harmony else "trl"]  # call -> its arguments by position
     present = [name for name in known if name in calls]
-    trainers = {known[name] for name in present}
-    if trainer and not harmony:
-        present = [name for name in present if known[name] == trainer]
-    if not present or (len(trainers) > 1 and not trainer):
-        raise ConfigError(
-            f"{path} has {'several of' if present else 'no call of'} {', '.join(present or known)}"
-            + (": say which with --trainer" if present else ", and so it configures no trainer that is known")
-        )
+    trainers = sorted({_trainer(name) for name in present})
+    if len(trainers) > 1 and not trainer:
+        trainer = _trainer(max(present, key=lambda name: calls[name].lineno))
+        script.note(f"the script has {' and '.join(trainers)}, and {trainer} is written: --trainer is another")
+    if trainer:
+        present = [name for name in present if _trainer(name) == trainer]
+    if not present:
+        raise ConfigError(f"{path} has no call of {', '.join(known)}, and so it configures no trainer that is known")
     settings: dict[str, Any] = {}
     for name in present:
-        settings |= script.keywords(calls[name], harmony)
-    if not harmony and "LoraConfig" in calls:
-        settings |= script.keywords(calls["LoraConfig"])
-        settings["peft_config"] = "LoraConfig"
-    if harmony and "CombinedGrader" in calls:
-        combined = script.keywords(calls["CombinedGrader"])
-        settings |= {f"CombinedGrader.{key}": value for key, value in combined.items()}
+        settings |= script.arguments(calls[name], known[name].split(), harmony)
+        settings |= script.later(calls[name])
+    adapters = next((calls[name] for name in ("LoraConfig", "get_peft_model") if name in calls), None)
+    if not harmony and adapters and settings.get("peft_config", True) is not None:
+        settings |= script.arguments(adapters, ["model"]) | {"peft_config": call_name(adapters)}
+    if harmony:
+        if "CombinedGrader" in calls and ".py:" not in str(settings.get("grader")):
+            combined = script.arguments(calls["CombinedGrader"], [])
+            settings |= {f"CombinedGrader.{key}": value for key, value in combined.items()}
+        settings |= script.parallel(calls.get("tp"))
+    elif script.parsed and not script.flags and not any(name.endswith("Config") for name in present):
+        script.note(
+            "the script takes its arguments from the command line, and what it does not say itself is as in TRL by "
+            "default: migrate the shell script with its command, or its YAML, in place of it"
+        )
+    settings = {key: value for key, value in script.flags.items() if key not in script.options} | settings
+    if foreign := sorted(FOREIGN & {line.split()[1].partition(".")[0] for line in script.functions.imports.values()}):
+        script.note(f"the functions in {companion} import {', '.join(foreign)}, which must be installed where they run")
+    if script.read:
+        script.note(f"as its parser has them by default: {', '.join(dict.fromkeys(script.read))}")
     library = "harmony" if harmony else "trl"
-    return Source(library, trainer or known[present[0]], settings, path, tuple(script.unread))
+    for key, value in tuple(settings.items()):
+        if isinstance(value, Unknown):
+            entry = find(table(library), key)
+            if entry and not entry.ours:
+                settings[key] = f"<{value.text}>"
+                continue
+            del settings[key]
+            ours = f" {entry.ours}" if entry else " it"
+            script.note(f"{key} = {value.text} is known only when the script runs: set{ours}")
+    for name, missing in script.functions.missing.items():
+        script.note(f"{name} reads {', '.join(missing)}, which only the script makes: define it in {companion}")
+    trainer = trainer or _trainer(present[0])
+    return Source(library, trainer, settings, path, tuple(script.unread), script.functions.source())
 
 
-def _name(call: ast.Call) -> str:
-    return getattr(call.func, "attr", getattr(call.func, "id", ""))
+def _trainer(name: str) -> str:
+    return re.sub("Trainer$|Config$", "", name).lower()
 
 
-class Script:
-    """The syntax tree of a script, its names, and what could not be read."""
+class Script(Values):
+    """The syntax tree of a script, what its calls are given, and what could not be read."""
 
-    def __init__(self, tree: ast.Module, path: str):
-        self.path, self.unread = path, []
-        definitions = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
-        self.functions = {node.name for node in tree.body if isinstance(node, definitions)}
-        self.imported: dict[str, str] = {}
-        self.values: dict[str, ast.expr] = {}
-        for node in ast.walk(tree):
-            if isinstance(node, ast.ImportFrom) and node.module:
-                for alias in node.names:
-                    self.imported[alias.asname or alias.name] = f"{node.module}:{alias.name}"
-            elif isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Name):
-                self.values[node.targets[0].id] = node.value
+    def __init__(self, tree: ast.Module, text: str, path: str, companion: str, flags: dict[str, Any]):
+        super().__init__(tree, path, flags)
+        self.parsed = any(parser in text for parser in PARSERS)
+        self.unread: list[str] = []
+        self.functions = Functions(tree, text, companion)
 
-    def keywords(self, call: ast.Call, harmony: bool = False) -> dict[str, Any]:
-        """Return the keyword arguments of a call; data and models by what they were loaded from."""
+    def note(self, text: str) -> None:
+        """Note something that the user should look at."""
+        self.unread.append(text)
+
+    def arguments(self, call: ast.Call, names: Sequence[str], harmony: bool = False) -> dict[str, Any]:
+        """Return the arguments of a call, those by position by `names`; data and models by what they load."""
         settings: dict[str, Any] = {}
-        for keyword in call.keywords:
+        for position, node in enumerate(call.args[len(names) :], len(names)):
+            self.note(f"line {call.lineno}: argument {position + 1}, {ast.unparse(node)}, is not read")
+        for keyword in (*map(ast.keyword, names, call.args), *call.keywords):
             name, node = keyword.arg, keyword.value
             if name is None:
-                self.unread.append(f"line {call.lineno}: {ast.unparse(node)} is not read")
-            elif name in FUNCTIONS:
-                settings[name] = self._functions(node)
+                more = self.value(node)
+                if isinstance(more, dict):
+                    settings |= more
+                else:
+                    self.note(f"line {call.lineno}: {ast.unparse(node)} is not read")
+            elif name in FUNCTIONS and not (isinstance(node, ast.Constant) and node.value is None):
+                settings[name] = self._functions(name, node)
             elif name in ("train_dataset", "eval_dataset"):
                 settings |= self._dataset(name, node)
             elif name not in SKIPPED:
                 value = self.value(node)
-                if not isinstance(value, Unknown):
+                if isinstance(value, Unknown) and harmony and name in OBJECTS:
+                    value = f"<{value.text}>"
+                parts = {part.id for part in ast.walk(node) if isinstance(part, ast.Name)}
+                if isinstance(value, Unknown) and self.parsed and any(part.endswith("args") for part in parts):
+                    continue  # of the command line: what that leaves out is as by default
+                if not (isinstance(value, Unknown) and name == "peft_config" and "LoraConfig" in self.imported):
                     settings[name] = value
-                elif harmony:
-                    settings[name] = f"<{value.text}>"
-                elif name != "peft_config":
-                    self.unread.append(f"{name} = {value.text} is known only when the script runs: set it")
+                if name in ("model", "model_name"):
+                    settings |= self._loading(node)
+        return {name: value for name, value in settings.items() if value is not ...}
+
+    def _loading(self, node: ast.expr) -> dict[str, Any]:
+        """Return the options with which a model is loaded, those of its quantisation among them."""
+        for _ in range(MOST):
+            if isinstance(node, ast.Name) and (value := self.lookup(node)) is not None:
+                node = value
+            elif isinstance(node, ast.Call) and call_name(node) == "get_peft_model" and node.args:
+                node = node.args[0]
+        settings = {}
+        for keyword in node.keywords if isinstance(node, ast.Call) and call_name(node) == "from_pretrained" else ():
+            if keyword.arg == "quantization_config":
+                made = self.lookup(keyword.value) if isinstance(keyword.value, ast.Name) else keyword.value
+                settings |= self.arguments(made, []) if isinstance(made, ast.Call) else {}
+            elif keyword.arg and not keyword.arg.endswith("model_name"):
+                settings[keyword.arg] = self.value(keyword.value)
         return settings
 
-    def value(self, node: ast.expr, depth: int = 0) -> Any:
-        """Return the value of an expression of constants and names of constants; `Unknown` otherwise."""
-        if isinstance(node, ast.Name) and node.id in self.values and depth < MOST:
-            return self.value(self.values[node.id], depth + 1)
-        if isinstance(node, ast.Await):
-            return self.value(node.value, depth)
-        if isinstance(node, ast.Call):
-            if (loaded := _loaded(node)) is not None:
-                return self.value(loaded, depth + 1)
-            if _name(node) == "dict" and not node.args:
-                return {keyword.arg: self.value(keyword.value, depth + 1) for keyword in node.keywords if keyword.arg}
-        if isinstance(node, ast.Attribute) and getattr(node.value, "id", "") == "torch":
-            return node.attr
-        if isinstance(node, ast.Dict):
-            pairs = zip(node.keys, node.values, strict=True)
-            return {ast.literal_eval(key): self.value(value, depth + 1) for key, value in pairs if key is not None}
-        if isinstance(node, ast.List | ast.Tuple):
-            items = [self.value(item, depth + 1) for item in node.elts]
-            return next((item for item in items if isinstance(item, Unknown)), items)
-        try:
-            return ast.literal_eval(node)
-        except ValueError:
-            if isinstance(node, ast.BinOp) and type(node.op) in ARITHMETIC:  # `8 * 1024` and the like
-                left, right = self.value(node.left, depth + 1), self.value(node.right, depth + 1)
-                if isinstance(left, int | float) and isinstance(right, int | float) and right:
-                    return ARITHMETIC[type(node.op)](left, right)
-            return Unknown(ast.unparse(node))
+    def later(self, call: ast.Call) -> dict[str, Any]:
+        """Return what is set on the object of a call afterwards: `args.max_steps = 5`."""
+        names = [name for name, values in self.values.items() if call in values]
+        return {attribute: self.value(value) for name, attribute, value in self.changed if name in names}
 
-    def _functions(self, node: ast.expr) -> Any:
-        """Return functions and models by name, as the configuration names them."""
-        if isinstance(node, ast.Name) and node.id in self.values:
-            return self._functions(self.values[node.id])
+    def parallel(self, call: ast.Call | None) -> dict[str, Any]:
+        """Return the devices of `.tp(2)`; `ctx.world_size` is all."""
+        if call is None or not call.args:
+            return {}
+        size = self.value(call.args[0])
+        return {"tp": -1 if isinstance(size, Unknown) and "world_size" in size.text else size}
+
+    def _functions(self, key: str, node: ast.expr) -> Any:
+        """Return functions and models by name, as the configuration names them; those of the script are copied."""
         if isinstance(node, ast.List | ast.Tuple):
-            return [self._functions(item) for item in node.elts]
+            return [name for item in node.elts if (name := self._functions(key, item)) is not ...] or ...
+        if isinstance(node, ast.Name) and node.id not in self.functions.definitions:
+            if node.id in self.imported:
+                return self.imported[node.id]
+            value = self.lookup(node)
+            if isinstance(value, ast.List | ast.Tuple | ast.Constant | ast.Name | ast.Attribute):
+                return self._functions(key, value)
         value = self.value(node)
         if isinstance(value, str):
             return f"model:{value}"
-        name = ast.unparse(node)
-        return f"{self.path}:{name}" if name in self.functions else self.imported.get(name, name)
+        if key == "grader" and not isinstance(node, ast.Name):
+            return ast.unparse(node)
+        if isinstance(node, ast.Attribute):  # rewards.format_reward of a module
+            return ast.unparse(node)
+        name = self.functions.add(node)
+        if name is None:
+            if key == "grader":
+                return ast.unparse(node)
+            self.note(f"{key}: {ast.unparse(node)[:80]} is made when the script runs: name a function")
+            return ...
+        return name
 
     def _dataset(self, name: str, node: ast.expr) -> dict[str, Any]:
-        """Return the path, configuration and split of `load_dataset(path, name, split=...)["split"]`."""
-        split, depth = None, 0
-        while depth < MOST:
-            if isinstance(node, ast.Name) and node.id in self.values:
-                node, depth = self.values[node.id], depth + 1
-            elif isinstance(node, ast.Subscript) and split is None:
-                node, split = node.value, self.value(node.slice)
+        """Return the path, configuration and split of `load_dataset(path, name, split=...)["split"]`.
+
+        A function of a row that the script maps is the format of the rows.
+        """
+        split, settings, changes = None, {}, []
+        for _ in range(MOST):
+            if isinstance(node, ast.Name) and (value := self.lookup(node)) is not None:
+                node = value
+            elif isinstance(node, ast.IfExp):
+                node = node.body
+            elif isinstance(node, ast.Subscript):
+                node, split = node.value, self.value(node.slice) if split is None else split
+            elif isinstance(node, ast.Call) and call_name(node) in ROWS and isinstance(node.func, ast.Attribute):
+                batched = any(keyword.arg == "batched" for keyword in node.keywords)
+                if call_name(node) == "map" and node.args and not batched and "dataset.map" not in settings:
+                    settings["dataset.map"] = self.functions.add(node.args[0])
+                if call_name(node) not in ("shuffle", "remove_columns", "select_columns") and not settings.get(
+                    "dataset.map"
+                ):
+                    changes.append(f"{call_name(node)}({', '.join(map(ast.unparse, (*node.args, *node.keywords)))})")
+                node = node.func.value
+            elif isinstance(node, ast.Call) and isinstance(
+                made := self.functions.definitions.get(call_name(node)), ast.FunctionDef
+            ):
+                returned = [part.value for part in ast.walk(made) if isinstance(part, ast.Return) and part.value]
+                node = returned[-1] if returned else node
             else:
                 break
-        if not (isinstance(node, ast.Call) and _name(node) == "load_dataset" and node.args):
-            self.unread.append(
-                f"{name} = {ast.unparse(node)[:60]} is known only when the script runs: write its rows to a file for "
-                "data.path, or call train(config, train_dataset=...)"
-            )
+        if changes:
+            self.note(f"{name}: the script changes its rows, which is not done here: {', '.join(changes)[:160]}")
+        if not (isinstance(node, ast.Call) and call_name(node) == "load_dataset" and node.args):
+            text = ast.unparse(node)
+            if not (isinstance(node, ast.Constant) and node.value is None) and not text.startswith("None"):
+                self.note(
+                    f"{name} = {text[:60]} is known only when the script runs: write its rows to a file for "
+                    "data.path, or call train(config, train_dataset=...)"
+                )
             return {}
-        path, more = self.value(node.args[0]), {keyword.arg: self.value(keyword.value) for keyword in node.keywords}
-        split = more.get("split") if split is None else split
-        settings = {name: more.get("data_files", path) if path in ("json", "csv", "parquet") else path}
+        more = {keyword.arg: self.value(keyword.value) for keyword in node.keywords}
+        path, splits = self.value(node.args[0]), more.get("split")
+        if isinstance(splits, list):  # one data set for each
+            split = splits[split if isinstance(split, int) else 0]
+        split = splits if split is None else split
+        if isinstance(path, Unknown) and self.parsed:
+            return {}
+        path = more.get("data_files", path) if path in ("json", "csv", "parquet") else path
+        if isinstance(path, dict):  # data_files by split; each file is one split, train
+            path, split = path.get(split, next(iter(path.values()))), "train"
+        settings = {name: path, **{key: value for key, value in settings.items() if value and name == "train_dataset"}}
         if len(node.args) > 1 or "name" in more:
             settings["dataset_config"] = self.value(node.args[1]) if len(node.args) > 1 else more["name"]
+        if self.parsed:  # what the command line leaves out is as by default
+            settings = {key: value for key, value in settings.items() if not isinstance(value, Unknown)}
         if isinstance(split, str):
             settings["dataset_train_split" if name == "train_dataset" else "dataset_test_split"] = split
         return settings
-
-
-def _loaded(node: ast.expr) -> ast.expr | None:
-    """Return the name that is loaded in a chain, `client.model("name").tp(8).spawn_train("policy")`."""
-    while isinstance(node, ast.Call | ast.Attribute | ast.Await):
-        if isinstance(node, ast.Call):
-            if _name(node) in LOADERS and node.args:
-                return node.args[0]
-            node = node.func
-        else:
-            node = node.value
-    return None

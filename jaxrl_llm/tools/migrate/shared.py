@@ -1,5 +1,6 @@
 """Rules that several libraries share: length of a run, schedules, optimizers, trackers, rows of a micro-batch."""
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -24,19 +25,25 @@ def known_rows(options: Options, path: Any, split: str) -> int:
     files = [str(file) for file in path] if isinstance(path, list | tuple) else [str(path)]
     if options.rows or not all(file.endswith(LOCAL) and Path(file).expanduser().is_file() for file in files):
         return options.rows
-    return len(load(files, split))  # pyright: ignore[reportArgumentType]
+    return _counted(tuple((file, Path(file).expanduser().stat().st_mtime_ns) for file in files), split)
 
 
-def needed_rows(draft: Draft, options: Options, path: Any, split: str, epochs: float, key: str) -> int:
-    """Return the rows of the training data; raises ConfigError where they are unknown, as epochs need them."""
-    rows = known_rows(options, path, split)
-    if not rows:
-        shown = path[0] if isinstance(path, list | tuple) else path
-        raise ConfigError(
-            f"{draft.source.path} trains for {epochs:g} epochs ({key}), and here a run has a number of steps: add "
-            f"--rows=N, the number of rows of its training data ({shown})"
-        )
-    return rows
+@functools.cache
+def _counted(files: tuple[tuple[str, int], ...], split: str) -> int:
+    return len(load([file for file, _ in files], split or "train"))  # pyright: ignore[reportArgumentType]
+
+
+def epochs(draft: Draft, per_epoch: int, count: float, key: str) -> None:
+    """Set the steps of so many epochs of `per_epoch` steps each; 0 where the rows are unknown, which is noted."""
+    if per_epoch:
+        draft.set("total_steps", max(1, math.ceil(per_epoch * count)), key)
+        return
+    steps = OURS["total_steps"].default
+    draft.set("total_steps", steps, key)
+    draft.check(
+        f"{draft.named(key)} = {count:g}, and the number of rows is not known: total_steps = {steps} is a "
+        f"placeholder for {count:g} x rows / {draft.values['batch.prompts']}; set it, or add --rows=N"
+    )
 
 
 def divided(value: float, by: int) -> int:
@@ -49,8 +56,8 @@ def schedule(draft: Draft, name: str, key: str) -> str:
     ours = SCHEDULES.get(str(name))
     if ours is None:
         draft.check(
-            f"{key} = {name!r} has no equivalent; linear is written. There are constant, linear, cosine, inverse_sqrt "
-            "and wsd"
+            f"{draft.named(key)} = {name!r} has no equivalent; linear is written. There are constant, linear, cosine, "
+            "inverse_sqrt and wsd"
         )
     draft.set("optimizer.schedule", ours or "linear", key)
     return ours or "linear"
@@ -61,11 +68,11 @@ def optimizer(draft: Draft, name: str, key: str) -> None:
     plain = str(name).lower()
     ours = next((known for known in ("adafactor", "lion", "muon", "sgd") if known in plain), "adamw")
     if ours == "adamw" and "adam" not in plain:
-        draft.check(f"{key} = {name!r} has no equivalent; adamw is written")
+        draft.check(f"{draft.named(key)} = {name!r} has no equivalent; adamw is written")
     elif "8bit" in plain or "paged" in plain or "4bit" in plain:
         draft.check(
-            f"{key} = {name!r}: the moments are not quantised here; optimizer.moment_dtype and optimizer.offload save "
-            "memory"
+            f"{draft.named(key)} = {name!r}: the moments are not quantised here; optimizer.moment_dtype and "
+            "optimizer.offload save memory"
         )
     draft.set("optimizer.name", ours, key)
     if ours == "sgd":
@@ -115,7 +122,16 @@ def microbatch_rows(draft: Draft, rows: int, minibatch: int, *keys: str) -> None
 
 def kl_name(draft: Draft, key: str) -> str:
     """Return our estimator of verl's name."""
-    known = {"kl": "k1", "k1": "k1", "abs": "abs", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
+    known = {
+        "kl": "k1",
+        "k1": "k1",
+        "abs": "abs",
+        "mse": "k2",
+        "k2": "k2",
+        "low_var_kl": "k3",
+        "k3": "k3",
+        "full": "full",
+    }
     name = draft.get(key)
     if name == "full":
         raise ConfigError(
@@ -123,7 +139,5 @@ def kl_name(draft: Draft, key: str) -> str:
             "compute (NotImplementedError), nor is it computed here: low_var_kl estimates it from the sampled tokens"
         )
     if name not in known:
-        raise ConfigError(
-            f"{draft.source.path}: {key} is {name!r}, which has no equivalent; there are {', '.join(known)}"
-        )
+        raise ConfigError(f"{key} is {name!r}, which has no equivalent; there are {', '.join(known)}")
     return known[name]

@@ -1,94 +1,246 @@
-"""Shell scripts as the words of their commands, with variables, arrays and sums filled in; nothing is run."""
+"""Shell scripts as the words of their commands, with variables, defaults, arrays and sums filled in; nothing is run."""
 
 import ast
+import fnmatch
 import operator
 import re
-import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
+from pathlib import Path, PurePath
 
 from jaxrl_llm.config.resolve import ConfigError
 
+SPACE = re.compile(r"(?:\\\r?\n|[ \t\r])+|#[^\n]*")
+REDIRECTION = re.compile(r"(?:\d*|&)(?:>>?|<)(&[\d-])?[ \t]*")
+DOCUMENT = re.compile(r"\d*<<-?\s*(['\"]?)(\w+)\1[^\n]*\n(?:.*?\n)??\s*\2(?=\s|$)", re.DOTALL)  # cat <<EOF
+OPEN = re.compile(r"(?:\$\([^()]*\)|\$\{[^{}]*\}|\S)+")
+ASSIGNED = re.compile(r"(\w+)\+?=(.*)", re.DOTALL)
+OPERATION = re.compile(r":?[-=+?]|##?|%%?|//?|\^\^|,,|:")
+# Words before a command, or before an assignment.
+PREFIXES = re.compile(r"if|then|else|elif|do|while|until|!|time|\{|export|local|declare|readonly|typeset|-[axrg]")
 SUMS = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
     ast.Mult: operator.mul,
     ast.Div: operator.floordiv,
     ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
 }
 
 
 def commands(text: str, path: str) -> list[list[str]]:
-    """Return the words of each command; variables that the script does not set stay as they are written.
+    """Return the words of each command. What the script does not tell, `$1` or `$(date)`, stays as it is written.
 
-    Raises ConfigError for a quotation or an array that does not end.
+    Raises ConfigError for a quotation, bracket or array that does not end.
     """
-    variables: dict[str, str] = {}
-    arrays: dict[str, list[str]] = {}
-    lines = []
-    for line in _lines(text, path):
-        array = re.match(r"\s*(?:export\s+|declare -a\s+)?(\w+)\+?=\((.*)\)\s*(?:#.*)?$", line, re.DOTALL)
-        if array:
-            arrays.setdefault(array[1], []).extend(_words(array[2], variables, arrays))
-            continue
-        words = _words(line, variables, arrays)
-        while words and (words[0] in ("export", "local") or re.fullmatch(r"\w+=.*", words[0], re.DOTALL)):
-            name, equals, value = words.pop(0).partition("=")
-            if equals:
-                variables[name] = value
-        if words:
-            lines.append([word for word in words if word != "&"])
-    return lines
+    return list(Shell(path).commands(text))
 
 
-def _lines(text: str, path: str) -> Iterator[str]:
-    """Yield the script's lines, joined where one ends in a backslash, or within a quotation or an array."""
-    held = ""
-    for line in text.replace("\\\r\n", " ").replace("\\\n", " ").splitlines():
-        if not held and line.lstrip().startswith("#"):
-            continue
-        held = f"{held}\n{line}" if held else line
+class Shell:
+    """The variables and arrays of a script while its commands are read; HOME is that of this machine, PWD is `.`."""
+
+    def __init__(self, path: str):
+        self.path = path
+        self.variables = {"HOME": str(Path.home()), "PWD": "."}
+        self.arrays: dict[str, list[str]] = {"@": [], "*": []}  # the arguments of the script
+
+    def commands(self, text: str) -> Iterator[list[str]]:
+        """Yield the words of each command; assignments have their effect on the commands after them."""
+        for words in self._lines(text):
+            while words and (PREFIXES.fullmatch(words[0]) or ASSIGNED.fullmatch(words[0])):
+                if match := ASSIGNED.fullmatch(words.pop(0)):
+                    self.variables[match[1]] = match[2]
+            if words[:1] == ["for"] and words[2:3] == ["in"] and len(words) > 3:
+                self.variables[words[1]] = words[3]  # the first round of a loop
+            elif words:
+                yield words
+
+    def _lines(self, text: str) -> Iterator[list[str]]:
+        at, words = 0, []
+        while at < len(text):
+            if match := SPACE.match(text, at) or DOCUMENT.match(text, at):
+                at = match.end()
+            elif match := REDIRECTION.match(text, at):
+                at = match.end() if match[1] else self._word(text, match.end())[1]
+            elif text[at] in "\n;&|()":
+                yield words
+                at, words = at + 1, []
+            else:
+                more, at = self._word(text, at)
+                words += more
+        yield words
+
+    def _word(self, text: str, at: int) -> tuple[list[str], int]:
+        """Return the words that the word at a position becomes, and the position behind it."""
+        parts, quoted = [""], False
+        while at < len(text) and text[at] not in " \t\r\n;&|()":
+            sign = text[at]
+            if sign == "\\":
+                parts[-1] += text[at + 1 : at + 2].strip("\n")
+                at += 2
+            elif sign == "'":
+                end = self._end(text, at, "'")
+                parts[-1] += text[at + 1 : end]
+                at, quoted = end + 1, True
+            elif sign == '"':
+                at, quoted = self._quotation(text, at + 1, parts), True
+            elif sign in "$`":
+                value, at = self._expansion(text, at)
+                # The shell splits a value at its spaces; one that is not known stays whole.
+                words = OPEN.findall(value) if isinstance(value, str) else value
+                parts[-1] += words[0] if words else ""
+                parts += words[1:]
+            else:
+                parts[-1] += sign
+                at += 1
+        if text[at : at + 1] == "(" and (match := ASSIGNED.fullmatch(parts[0])):
+            end = self._close(text, at)
+            items = [word for words in self._lines(text[at + 1 : end]) for word in words]
+            self.arrays[match[1]] = [*(self.arrays.get(match[1], []) if "+=" in parts[0] else []), *items]
+            return [], end + 1
+        return (parts if quoted or any(parts) else []), at
+
+    def _quotation(self, text: str, at: int, parts: list[str]) -> int:
+        """Add what stands in double quotes to the last of the parts; return the position behind it."""
+        began = at
+        while at < len(text) and text[at] != '"':
+            if text[at] == "\\" and text[at + 1 : at + 2] in ('"', "\\", "$", "`", "\n"):
+                parts[-1] += text[at + 1].strip("\n")
+                at += 2
+            elif text[at] in "$`":
+                value, at = self._expansion(text, at)
+                words = [value] if isinstance(value, str) else value
+                parts[-1] += words[0] if words else ""
+                parts += words[1:]
+            else:
+                parts[-1] += text[at]
+                at += 1
+        if at >= len(text):
+            self._endless(text, began - 1)
+        return at + 1
+
+    def _expansion(self, text: str, at: int) -> tuple[str | list[str], int]:
+        """Return what `$NAME`, `${NAME...}`, `$(command)` or `$((sum))` stands for, and the position behind it."""
+        if text[at] == "`":
+            end = self._end(text, at, "`")
+            return self._output(text[at + 1 : end], text[at : end + 1]), end + 1
+        if text.startswith(("$(", "${"), at):
+            end = self._close(text, at + 1)
+            whole = text[at : end + 1]
+            if text[at + 1] == "{":
+                return self._parameter(whole[2:-1], whole), end + 1
+            if whole.startswith("$((") and whole.endswith("))"):
+                return self._sum(whole), end + 1
+            return self._output(whole[2:-1], whole), end + 1
+        match = re.compile(r"\$([A-Za-z_]\w*|[\d@*#?$!])").match(text, at)
+        if not match:
+            return "$", at + 1
+        if match[1] in self.arrays:
+            return self.arrays[match[1]], match.end()
+        return self.variables.get(match[1], match[0]), match.end()
+
+    def _parameter(self, inner: str, whole: str) -> str | list[str]:
+        match = re.fullmatch(r"(\w+|[@*])(?:\[([^]]*)\])?(.*)", inner, re.DOTALL)
+        if not match:
+            return whole
+        name, index, rest = match[1], match[2], match[3]
+        sign = found[0] if (found := OPERATION.match(rest)) else ""
+        word = rest[len(sign) :]
+        if index in ("@", "*") or (name in "@*" and sign == ":"):
+            items = self.arrays.get(name)
+            if items is None:
+                return whole
+            bounds = [int(part) for part in word.split(":") if part.strip().isdigit()] if sign == ":" else []
+            return items[bounds[0] :][: bounds[1] if bounds[1:] else None] if bounds else items
+        value = self.variables.get(name)
+        if index is not None:
+            items = self.arrays.get(name, [])
+            value = items[int(index)] if index.isdigit() and int(index) < len(items) else None
+        if sign in (":-", "-", ":=", "="):
+            value = value if value or (value is not None and ":" not in sign) else self.text(word)
+            if "=" in sign:
+                self.variables[name] = value
+            return value
+        if sign in (":+", "+"):
+            return self.text(word) if value else ""
+        if value is None:
+            return f"${name}" if "?" in sign else whole
+        if sign in ("#", "##", "%", "%%"):
+            return _trimmed(value, self.text(word), sign)
+        if sign in ("/", "//"):
+            old, _, new = self.text(word).partition("/")
+            return value.replace(old, new, -1 if sign == "//" else 1)
+        if sign == ":":
+            bounds = [int(part) for part in word.split(":") if re.fullmatch(r"\s*-?\d+\s*", part)]
+            return value[bounds[0] :][: bounds[1] if bounds[1:] else None] if bounds else whole
+        return {"^^": value.upper(), ",,": value.lower()}.get(sign, value)
+
+    def text(self, text: str) -> str:
+        """Return a text with its quotations and expansions replaced."""
+        return " ".join(word for words in self._lines(text) for word in words)
+
+    def _output(self, command: str, whole: str) -> str:
+        """Return what a command within a command writes, of those that need nothing but their arguments."""
+        words = [word for words in self._lines(command) for word in words]
+        if words[:1] == ["pwd"]:
+            return "."
+        if len(words) < 2 or any("$" in word for word in words):
+            return whole
+        if words[0] == "basename":
+            return PurePath(words[1]).name.removesuffix(words[2] if words[2:] else "")
+        if words[0] in ("dirname", "realpath", "readlink", "echo"):
+            values = [word for word in words[1:] if not word.startswith("-")]
+            return str(PurePath(values[0]).parent) if words[0] == "dirname" else " ".join(values)
+        return whole
+
+    def _sum(self, whole: str) -> str:
+        inner = re.sub(r"\$\{(\w+)\}|\$(\w+)", lambda name: name[1] or name[2], whole[3:-2])
+        named = re.sub(r"\b[A-Za-z_]\w*\b", lambda name: self.variables.get(name[0], name[0]), inner)
         try:
-            shlex.split(held, comments=True)
-        except ValueError:
-            continue
-        opened = re.match(r"\s*(?:export\s+|declare -a\s+)?\w+\+?=\(", held)
-        if opened and held.count("(") > held.count(")"):
-            continue
-        yield held
-        held = ""
-    if held.strip():
-        raise ConfigError(f"{path}: a quotation or array that begins with {held.strip()[:60]!r} does not end")
-
-
-def _words(line: str, variables: Mapping[str, str], arrays: Mapping[str, list[str]]) -> list[str]:
-    words = []
-    for word in shlex.split(_expanded(line, variables), comments=True):
-        array = re.fullmatch(r"\$\{(\w+)\[@\]\}", word)
-        words += arrays.get(array[1], [word]) if array else [word]
-    return words
-
-
-def _expanded(line: str, variables: Mapping[str, str]) -> str:
-    """Return the line with known variables filled in and sums of numbers computed."""
-
-    def value(match: re.Match[str]) -> str:
-        name, _, other = (match[1] or match[2]).partition(":-")
-        return variables.get(name, other or match[0])
-
-    def computed(match: re.Match[str]) -> str:
-        named = re.sub(r"\b[A-Za-z_]\w*\b", lambda name: variables.get(name[0], name[0]), match[1])
-        try:
-            return str(_sum(ast.parse(named.strip(), mode="eval").body))
+            return str(_computed(ast.parse(named.strip(), mode="eval").body))
         except (SyntaxError, ValueError, ZeroDivisionError):
-            return match[0]
+            return whole
 
-    line = re.sub(r"\$\{(\w+(?::-[^}]*)?)\}|\$(\w+)", value, line)
-    return re.sub(r"\$\(\((.*?)\)\)(?!\))", computed, line)
+    def _close(self, text: str, at: int) -> int:
+        """Return the position of the bracket that closes the one at a position."""
+        opening, closing, depth, place = text[at], {"(": ")", "{": "}"}[text[at]], 0, at
+        while place < len(text):
+            if text[place] == "\\":
+                place += 1
+            elif text[place] == "'" and closing == ")":
+                place = self._end(text, place, "'")
+            elif closing == ")" and text[place] == "#" and text[place - 1] in " \t\n(":
+                place = text.find("\n", place) if "\n" in text[place:] else len(text)
+            else:
+                depth += (text[place] == opening) - (text[place] == closing)
+                if not depth:
+                    return place
+            place += 1
+        return self._endless(text, at)
+
+    def _end(self, text: str, at: int, sign: str) -> int:
+        end = text.find(sign, at + 1)
+        return end if end >= 0 else self._endless(text, at)
+
+    def _endless(self, text: str, at: int) -> int:
+        shown = " ".join(text[max(text.rfind("\n", 0, at), 0) :][:60].split())
+        raise ConfigError(f"{self.path}: a quotation, bracket or array in {shown!r} does not end")
 
 
-def _sum(node: ast.expr) -> int:
+def _trimmed(value: str, pattern: str, sign: str) -> str:
+    """Return a value without its beginning (#) or end (%) of that pattern, the longest where the sign is double."""
+    sizes = range(len(value) + 1) if len(sign) == 1 else range(len(value), -1, -1)
+    for size in sizes:
+        start = sign[0] == "#"
+        if fnmatch.fnmatchcase(value[:size] if start else value[len(value) - size :], pattern):
+            return value[size:] if start else value[: len(value) - size]
+    return value
+
+
+def _computed(node: ast.expr) -> int:
     if isinstance(node, ast.Constant) and isinstance(node.value, int):
         return node.value
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+        return -_computed(node.operand)
     if isinstance(node, ast.BinOp) and type(node.op) in SUMS:
-        return SUMS[type(node.op)](_sum(node.left), _sum(node.right))
+        return SUMS[type(node.op)](_computed(node.left), _computed(node.right))
     raise ValueError(f"{ast.unparse(node)} is no sum of numbers")

@@ -72,7 +72,12 @@ def names(entries: Sequence[Entry]) -> list[str]:
 
 
 @functools.cache
+def rules(name: str) -> dict[str, Any]:
+    """Return the file defaults/NAME.yaml."""
+    text = files("jaxrl_llm.tools.migrate").joinpath("defaults", f"{name}.yaml").read_text(encoding="utf-8")
+    return yaml.safe_load(text)
+
+
 def defaults(library: str, name: str) -> dict[str, Any]:
     """Return what `library` (trl or verl) does with keys that are not set, by a section of defaults/LIBRARY.yaml."""
-    text = files("jaxrl_llm.tools.migrate").joinpath("defaults", f"{library}.yaml").read_text(encoding="utf-8")
-    return {key: value for key, value in yaml.safe_load(text)[name].items() if value is not None}
+    return {key: value for key, value in rules(library)[name].items() if value is not None}

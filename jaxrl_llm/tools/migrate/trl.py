@@ -1,28 +1,18 @@
 """The rules for TRL: its keys that make one of ours together, and its trainers."""
 
+import math
 from collections.abc import Callable
 
 from jaxrl_llm.config.resolve import ConfigError, closest
 from jaxrl_llm.tools.migrate import shared, trl_run
-from jaxrl_llm.tools.migrate.draft import Draft, Options, Source
+from jaxrl_llm.tools.migrate.draft import Draft, Options, RefusedError, Source
 from jaxrl_llm.tools.migrate.losses import set_loss, with_options
-from jaxrl_llm.tools.migrate.table import defaults
+from jaxrl_llm.tools.migrate.table import defaults, rules
 
+NAMES = rules("trl")["names"]
 VERSIONS = ("1.16", "0.16")  # newest first
 ROWS = ("per_device_train_batch_size", "gradient_accumulation_steps")
 TYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-# TRL's own reward functions, by the names of ours.
-REWARDS = {"accuracy_reward": "math_accuracy", "think_format_reward": "think_format"}
-# Keys that only one trainer has.
-TELLING = {
-    "grpo": ("num_generations", "scale_rewards", "multi_objective_aggregation"),
-    "ppo": ("num_ppo_epochs", "cliprange", "reward_model_path"),
-    "kto": ("desirable_weight", "undesirable_weight"),
-    "cpo": ("simpo_gamma", "cpo_alpha"),
-    "reward": ("center_rewards_coefficient",),
-    "dpo": ("f_divergence_type", "ld_alpha", "use_weighting", "precompute_ref_log_probs"),
-    "sft": ("packing", "completion_only_loss", "assistant_only_loss"),
-}
 # Our aggregation of a loss_type of GRPO; the others are token means.
 MEANS = {
     "grpo": "sequence",
@@ -31,41 +21,32 @@ MEANS = {
     "bnpo": "microbatch_token",
     "dr_grpo": "constant",
 }
-# Options of preference losses, and the keys of TRL that set them. It applies label_smoothing in some losses alone.
-OPTIONS = {
-    "divergence": "f_divergence_type",
-    "temperature": "discopop_tau",
-    "gamma": "simpo_gamma",
-    "desirable_weight": "desirable_weight",
-    "undesirable_weight": "undesirable_weight",
-}
-SMOOTHED = ("robust", "exo_pair", "aot", "aot_unpaired", "cpo", "simpo", "alphapo")
-DIVERGENCES = ("reverse_kl", "forward_kl", "js_divergence", "alpha_divergence")
 
 
 def convert(source: Source, options: Options) -> Draft:
     """Return our settings for a TRL script, command line or file of arguments."""
     trainer = source.trainer
     if not trainer:
-        fitting = [name for name, keys in TELLING.items() if any(key in source.settings for key in keys)]
+        fitting = [name for name, keys in NAMES["telling"].items() if any(key in source.settings for key in keys)]
         if len(fitting) != 1:
-            raise ConfigError(
+            raise RefusedError(
                 f"{source.path} does not say which trainer of TRL it is for; add --trainer, one of {', '.join(RULES)}"
             )
         trainer = fitting[0]
     if trainer not in RULES:
-        raise ConfigError(
+        raise RefusedError(
             f"{source.path}: the trainer is {trainer!r}, but known are {', '.join(RULES)}; the closest is "
             f"{closest(trainer, RULES)}: set --trainer"
         )
     version = options.version or VERSIONS[0]
     if version not in VERSIONS:
-        raise ConfigError(f"--version is {version!r}, but TRL's are {', '.join(VERSIONS)}")
+        raise RefusedError(f"--version is {version!r}, but TRL's are {', '.join(VERSIONS)}")
     if version == "0.16" and trainer != "grpo":
-        raise ConfigError(f"--version is 0.16, whose defaults are known for grpo, and the trainer is {trainer}")
+        raise RefusedError(f"--version is 0.16, whose defaults are known for grpo, and the trainer is {trainer}")
     title = f"{trainer.upper()}, from FILE of TRL; what that leaves out is as in TRL {version}."
     theirs = defaults("trl", "grpo_0.16" if version == "0.16" else trainer)
-    return apply(Draft(source, title, theirs), trainer, options)
+    named = {NAMES["aliases"].get(key, key): (key, value) for key, value in source.settings.items()}
+    return apply(Draft(source, title, theirs, named), trainer, options)
 
 
 def apply(draft: Draft, trainer: str, options: Options) -> Draft:
@@ -105,7 +86,7 @@ def _model(draft: Draft) -> None:
     if "model.path" not in draft.values:
         draft.set("model.path", "MODEL")
         draft.check("the file names no model: set model.path")
-    peft = draft.sets("r") or draft.sets("peft_config")
+    peft = draft.sets("r") or draft.get("peft_config")
     if peft or draft.get("use_peft"):
         rank, alpha, dropout = (8, 8, 0.0) if peft else (16, 32, 0.05)
         draft.set("lora.rank", draft.first("r", "lora_r", default=rank), "r", "lora_r", "use_peft", "peft_config")
@@ -173,11 +154,13 @@ def _online(draft: Draft, devices: int) -> int:
     rows = int(size) if size else per_device * devices * int(per_generation or accumulation)
     update = per_device * devices * accumulation
     if rows % group or rows % update:
-        raise ConfigError(
-            f"{draft.source.path}: a generation batch has {rows} completions (per_device_train_batch_size x devices x "
-            f"steps_per_generation, with {devices} devices), which {group} of a prompt (num_generations) and {update} "
-            "of an update do not divide; set --devices to what it ran on"
+        draft.check(
+            f"a generation batch has {rows} completions (per_device_train_batch_size x devices x steps_per_generation, "
+            f"with {devices} devices), which {group} of a prompt (num_generations) and {update} of an update do not "
+            "divide: --devices is what it ran on"
         )
+        update = math.lcm(update, group)
+        rows = -(-rows // update) * update
     keys = (*ROWS, "num_generations", "generation_batch_size", "steps_per_generation")
     draft.set("batch.prompts", rows // group, *keys)
     draft.set("batch.minibatches", rows // update, "generation_batch_size", "steps_per_generation")
@@ -206,13 +189,16 @@ def _rewards(draft: Draft) -> None:
         draft.set("rewards.functions", ("REWARD",))
         draft.check("the file names no reward function: set rewards.functions, or call train(config, rewards=...)")
         return
-    functions = tuple(REWARDS.get(name.rpartition(":")[2].rpartition(".")[2], name) for name in functions)
+    functions = tuple(_reward(draft, name) for name in functions)
     draft.set("rewards.functions", functions, "reward_funcs", "reward_model_path")
-    if any(".py:" in name for name in functions):
-        draft.check(
-            "naming a function by its file imports the file: move reward functions out of a script that trains when "
-            "it is imported"
-        )
+
+
+def _reward(draft: Draft, name: str) -> str:
+    """Return the name of a reward here: TRL's own by ours, a path or hub id as a reward model."""
+    plain = name.rpartition(":")[2].rpartition(".")[2]
+    if ".py:" in name:
+        return name
+    return NAMES["rewards"].get(plain) or (f"model:{name}" if "/" in name and ":" not in name else name)
 
 
 def _grpo(draft: Draft, trainer: str, devices: int) -> int:
@@ -220,8 +206,7 @@ def _grpo(draft: Draft, trainer: str, devices: int) -> int:
     kind, beta = draft.get("loss_type"), bool(draft.get("beta"))
     if kind not in (*MEANS, "dapo", "cispo", "vespo"):
         raise ConfigError(
-            f"{draft.source.path}: loss_type is {kind!r}, which has no equivalent; there are {', '.join(MEANS)}, dapo, "
-            "cispo, vespo"
+            f"loss_type is {kind!r}, which has no equivalent; there are {', '.join(MEANS)}, dapo, cispo, vespo"
         )
     level = "importance_sampling_level"
     sequence = draft.get(level) == "sequence"
@@ -237,9 +222,11 @@ def _grpo(draft: Draft, trainer: str, devices: int) -> int:
         draft.check(f"{level}: with vespo it is of the KL term alone in TRL, whose ratio is that of tokens here")
     set_loss(draft, [(loss, {"delta": "delta"})], "loss_type", "importance_sampling_level")
     token = "rollout_token" if draft.values["batch.minibatches"] > 1 else "token"
-    draft.set("algorithm.aggregation", MEANS.get(kind, token), "loss_type", "steps_per_generation")
+    means = MEANS.get(kind, token)
     if kind == "bnpo" and devices > 1:
-        draft.check("bnpo is a mean over each device's micro-batch there, over that of all devices here")
+        means = "token"  # a micro-batch here is of all devices
+        draft.check("loss_type bnpo is a mean over the tokens of each device's micro-batch there, over all tokens here")
+    draft.set("algorithm.aggregation", means, "loss_type", "steps_per_generation")
     if draft.get("multi_objective_aggregation") == "normalize_then_sum":
         draft.set("algorithm.advantage", "gdpo", "multi_objective_aggregation")
     draft.use("multi_objective_aggregation")
@@ -343,21 +330,21 @@ def _preference(draft: Draft, trainer: str) -> None:
         kinds = [trainer if name == "sigmoid" else name for name in kinds]
     elif trainer == "orpo":
         kinds = ["orpo"]
-    options = {**OPTIONS, "alpha": "f_alpha_divergence_coef"}
-    if draft.sets(key := "f_divergence_type") and draft.get(key) not in DIVERGENCES:
-        raise ConfigError(f"{draft.source.path}: {key} is {draft.get(key)!r}, but there are {', '.join(DIVERGENCES)}")
+    options = {**NAMES["options"], "alpha": "f_alpha_divergence_coef"}
+    if draft.sets(key := "f_divergence_type") and draft.get(key) not in NAMES["divergences"]:
+        raise ConfigError(f"{key} is {draft.get(key)!r}, but there are {', '.join(NAMES['divergences'])}")
     rpo = ("rpo_alpha",) if draft.sets("rpo_alpha") else ()
     if trainer == "dpo" and draft.get("rpo_alpha") is not None:
         kinds, weights = [*kinds, "sft"], [*(weights or [1.0] * len(kinds)), float(draft.get("rpo_alpha"))]
     elif trainer == "cpo" and kinds[0] in ("hinge", "ipo"):
         kinds = [kinds[0], "sft"]
         draft.set("algorithm.reference_free", True, "loss_type")
-    if draft.get("label_smoothing") and not set(SMOOTHED) & set(kinds):
+    if draft.get("label_smoothing") and not set(NAMES["smoothed"]) & set(kinds):
         draft.check("label_smoothing is ignored by TRL for this loss; dpo(label_smoothing=...) would be cDPO")
     losses = []
     for name in kinds:
         keys = dict(options)
-        if name in SMOOTHED:
+        if name in NAMES["smoothed"]:
             keys["label_smoothing"] = "label_smoothing"
         if name == "alphapo":  # TRL leaves its likelihood term out, whatever cpo_alpha is
             keys["alpha"] = "alpha"

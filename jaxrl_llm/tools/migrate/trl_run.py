@@ -20,8 +20,7 @@ def length(draft: Draft, trainer: str, updates: int, options: Options) -> None:
     elif most > 0:
         draft.set("total_steps", shared.divided(most, updates), "max_steps")
     else:
-        shared.needed_rows(draft, options, path, split, epochs, "num_train_epochs")
-        draft.set("total_steps", max(1, math.ceil(per_epoch * epochs)), "num_train_epochs")
+        shared.epochs(draft, per_epoch, float(epochs), "num_train_epochs")
     total = draft.values["total_steps"]
     for name, ours, never in (("save", "checkpoint.every", 0), ("eval", "eval.every", -1)):
         key, steps = f"{name}_strategy", f"{name}_steps"
@@ -32,7 +31,7 @@ def length(draft: Draft, trainer: str, updates: int, options: Options) -> None:
         elif strategy == "epoch":
             draft.set(ours, per_epoch or total, key)
             if not per_epoch:
-                draft.check(f"{key} is epoch, and the rows are not known: add --rows=N, or set {ours}")
+                draft.check(f"{key} is epoch, and the number of rows is not known: set {ours}, or add --rows=N")
         else:
             every = every * total if every < 1 else every / updates
             draft.set(ours, max(1, math.ceil(every)), steps, key)

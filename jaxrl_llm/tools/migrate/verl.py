@@ -4,9 +4,9 @@ from typing import Any
 
 from jaxrl_llm.config.resolve import ConfigError
 from jaxrl_llm.tools.migrate import shared, verl_run
-from jaxrl_llm.tools.migrate.draft import Draft, Options, Source
+from jaxrl_llm.tools.migrate.draft import Draft, Options, RefusedError, Source
 from jaxrl_llm.tools.migrate.losses import set_loss, with_options
-from jaxrl_llm.tools.migrate.table import defaults
+from jaxrl_llm.tools.migrate.table import defaults, rules
 
 A, R, M = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
 VERSIONS = ("0.8", "0.3")  # newest first
@@ -21,14 +21,17 @@ MEANS = {
 
 def convert(source: Source, options: Options) -> Draft:
     """Return our settings for a verl YAML or list of overrides."""
+    if "data.response_key" in source.settings and not any(key.startswith((R, M, "model.")) for key in source.settings):
+        raise RefusedError(_evaluation(source))
     version = options.version or VERSIONS[0]
     if version not in VERSIONS:
-        raise ConfigError(f"--version is {version!r}, but verl's are {', '.join(VERSIONS)}")
+        raise RefusedError(f"--version is {version!r}, but verl's are {', '.join(VERSIONS)}")
     trainer = source.trainer or ("sft" if "model.partial_pretrain" in source.settings else "ppo")
     theirs = defaults("verl", "sft" if trainer == "sft" else version)
     estimator = source.settings.get("algorithm.adv_estimator", theirs.get("algorithm.adv_estimator"))
     algorithm = "SFT" if trainer == "sft" else "PPO" if estimator == "gae" else estimator
     draft = Draft(source, f"{algorithm}, from FILE of verl; what that leaves out is as in verl {version}.", theirs)
+    draft.companion = options.companion
     draft.set_direct("verl")
     _data(draft)
     _model(draft)
@@ -38,6 +41,23 @@ def convert(source: Source, options: Options) -> Draft:
     verl_run.trainer(draft, options)
     verl_run.learning_rate(draft, "optim" if trainer == "sft" else f"{A}.optim")
     return draft
+
+
+def _evaluation(source: Source) -> str:
+    """Return what to run in place of verl's main_eval, which scores given responses."""
+    keys = {
+        "path": "responses",
+        **{key: key for key in ("prompt_key", "response_key", "data_source_key", "reward_model_key")},
+    }
+    flags = [
+        f"--{ours}={source.settings[f'data.{key}']}" for key, ours in keys.items() if f"data.{key}" in source.settings
+    ]
+    path, name = (source.settings.get(f"custom_reward_function.{key}") for key in ("path", "name"))
+    reward = f" --config.rewards.functions={path}:{name or 'compute_score'}" if path else ""
+    return (
+        f"{source.path} scores responses that are given, and trains nothing. The command for that is `python -m "
+        f"jaxrl_llm evaluate {' '.join(flags)}{reward}`, or jaxrl_llm.evaluate_responses in Python"
+    )
 
 
 def _data(draft: Draft) -> None:
@@ -110,10 +130,12 @@ def _online(draft: Draft, gpus: int) -> None:
     prompts, mini = int(draft.get("data.train_batch_size")), int(draft.get(f"{A}.ppo_mini_batch_size"))
     group = int(draft.get(f"{R}.n"))
     if prompts % mini:
-        raise ConfigError(
-            f"{draft.source.path}: {A}.ppo_mini_batch_size is {mini}, which does not divide data.train_batch_size = "
-            f"{prompts} (prompts both)"
+        fitting = max(size for size in range(1, min(mini, prompts) + 1) if prompts % size == 0)
+        draft.check(
+            f"{A}.ppo_mini_batch_size is {mini}, which does not divide data.train_batch_size = {prompts} (prompts "
+            f"both): {fitting} is taken"
         )
+        mini = fitting
     draft.set("batch.minibatches", prompts // mini, f"{A}.ppo_mini_batch_size")
     # Rows of a micro-batch: those of a GPU times the GPUs.
     rows = (f"{A}.ppo_micro_batch_size_per_gpu", f"{A}.ppo_micro_batch_size")
@@ -127,13 +149,10 @@ def _online(draft: Draft, gpus: int) -> None:
     draft.set("optimizer.no_decay", (), f"{A}.optim.weight_decay")
     for side in ("low", "high"):
         key, both = f"{A}.clip_ratio_{side}", f"{A}.clip_ratio"
-        keys = (key,) if draft.get(key) is not None else (key, both)
-        draft.set(f"algorithm.epsilon_{side}", float(draft.first(key, both)), *keys)
-    if draft.sets(f"{A}.clip_ratio") and f"{A}.clip_ratio" not in draft.used:
-        draft.check(
-            f"{A}.clip_ratio alone has no effect in verl now: clip_ratio_low and clip_ratio_high are read, 0.2 unless "
-            "set. --version=0.3 reads it"
-        )
+        keys = (key, both) if draft.sets(key) else (both, key)
+        draft.set(f"algorithm.epsilon_{side}", float(draft.first(*keys)), *keys)
+    if draft.sets(f"{A}.clip_ratio") and f"{A}.clip_ratio_low" in draft.defaults:
+        draft.check(f"{A}.clip_ratio is written; verl itself reads clip_ratio_low and clip_ratio_high alone by now")
     _loss(draft)
     _advantage(draft)
     _divergence(draft)
@@ -151,6 +170,14 @@ def _online(draft: Draft, gpus: int) -> None:
     if correction := draft.get(key := "algorithm.rollout_correction.rollout_is"):
         draft.set("algorithm.importance_correction", f"{correction}_truncate", key)
         draft.set("algorithm.importance_max", float(draft.get(f"{key}_threshold") or 2.0), f"{key}_threshold")
+    if draft.sets(key := f"{R}.dtype"):
+        dtype = {"half": "float16", "fp16": "float16", "bf16": "bfloat16", "fp32": "float32", "float": "float32"}
+        dtype = dtype.get(str(draft.get(key)), str(draft.get(key)))
+        draft.set("rollout.weights_dtype", dtype, key)
+        draft.set("model.dtype", dtype if dtype == "bfloat16" else None, key)
+    if int(draft.get(key := f"{R}.tensor_model_parallel_size") or 1) > 1:
+        draft.set("rollout.mesh", f"tensor={int(draft.get(key))}", key)
+        draft.check(f"{key} = {draft.get(key)}: rollout.mesh needs a multiple of so many devices; unset, it needs none")
     kind = draft.get(key := f"{R}.quantization")
     draft.use(key)
     if kind == "fp8":
@@ -191,10 +218,7 @@ def _loss(draft: Draft) -> None:
         ),
     }
     if mode not in losses:
-        raise ConfigError(
-            f"{draft.source.path}: {section}.loss_mode is {mode!r}, which has no equivalent; there are "
-            f"{', '.join(losses)}"
-        )
+        raise ConfigError(f"{section}.loss_mode is {mode!r}, which has no equivalent; there are {', '.join(losses)}")
     loss, keys = losses[mode]
     options = {option: draft.first(key, default=default) for option, (key, default) in keys.items()}
     draft.use(f"{A}.tau_pos", f"{A}.tau_neg", *(key for key, _ in keys.values()))
@@ -207,7 +231,7 @@ def _loss(draft: Draft) -> None:
         draft.set("algorithm.loss", with_options(loss, options), f"{section}.loss_mode")
     means = draft.get(f"{A}.loss_agg_mode")
     if means not in MEANS:
-        raise ConfigError(f"{draft.source.path}: {A}.loss_agg_mode is {means!r}, but there are {', '.join(MEANS)}")
+        raise ConfigError(f"{A}.loss_agg_mode is {means!r}, but there are {', '.join(MEANS)}")
     # These take sequence means in verl, whatever is set.
     sequences = mode in ("gspo", "sapo", "geo_mean")
     draft.set("algorithm.aggregation", "sequence" if sequences else MEANS[means], f"{A}.loss_agg_mode")
@@ -236,10 +260,7 @@ def _advantage(draft: Draft) -> None:
         "gpg": "gpg",
     }
     if name not in known:
-        raise ConfigError(
-            f"{draft.source.path}: algorithm.adv_estimator is {name!r}, which has no equivalent; there are "
-            f"{', '.join(known)}"
-        )
+        raise ConfigError(f"algorithm.adv_estimator is {name!r}, which has no equivalent; there are {', '.join(known)}")
     if name == "gae":
         draft.set("algorithm.name", "ppo", "algorithm.adv_estimator")
     keys = (f"algorithm.{key}" for key in ("adv_estimator", "gamma", "gemma", "lam"))
@@ -296,6 +317,9 @@ def _rewards(draft: Draft) -> None:
     else:
         files = str(draft.get("data.train_files")).lower()
         guess = "gsm8k_accuracy" if "gsm8k" in files else "math_accuracy" if "math" in files else "exact_match"
+        if "gsm8k" in files and len(draft.values.get("data.sources", ())) > 1:
+            draft.functions.append(rules("verl")["functions"]["by_data_source"])
+            guess = f"{draft.companion}:by_data_source"
         draft.set("rewards.functions", (guess,))
         draft.check(
             f"the file names no reward function, so verl chooses one by data_source; {guess} is written: see that it "
@@ -324,10 +348,15 @@ def _sft(draft: Draft, gpus: int) -> None:
     shared.microbatch_rows(draft, int(draft.get(keys[0])) * gpus, rows, *keys)
     draft.set("optimizer.no_decay", (), "optim.weight_decay")
     shared.betas(draft, "optim.betas")
-    if draft.sets("data.response_key") or draft.get("data.prompt_key") != "prompt":
-        draft.check(
-            f"the rows have the columns {draft.get('data.prompt_key')} and {draft.get('data.response_key') or 'answer'}"
-            ": name them prompt and completion, or give a format (data.format=file.py:function)"
-        )
-        draft.drop("data.prompt_key")
-    draft.use("data.response_key", "data.multiturn.enable", "data.multiturn.messages_key")
+    draft.drop("data.prompt_key")
+    if draft.get("data.multiturn.enable"):
+        draft.use("data.multiturn.enable", "data.multiturn.messages_key")
+        return
+    names = ("data.prompt_key", "data.response_key", "data.prompt_dict_keys", "data.response_dict_keys")
+    columns = []
+    for key, inner, unset in ((names[0], names[2], "question"), (names[1], names[3], "answer")):
+        path = [draft.first(key, default=unset), *(draft.get(inner) or ())]
+        columns.append("".join(f'["{name}"]' for name in path))
+    text = rules("verl")["functions"]["columns"]
+    draft.functions.append(text.replace("PROMPT", columns[0]).replace("RESPONSE", columns[1]))
+    draft.set("data.format", f"{draft.companion}:columns", *names)

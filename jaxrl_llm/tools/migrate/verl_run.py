@@ -6,12 +6,12 @@ from jaxrl_llm.tools.migrate.draft import Draft, Options
 
 def trainer(draft: Draft, options: Options) -> None:
     """Set what verl's sections trainer and val_kwargs say."""
-    steps = draft.get("trainer.total_training_steps")
-    if not steps:
-        files, epochs = draft.get("data.train_files"), draft.get("trainer.total_epochs")
-        rows = shared.needed_rows(draft, options, files, "train", float(epochs), "trainer.total_epochs")
-        steps = max(1, rows // draft.values["batch.prompts"]) * int(epochs)
-    draft.set("total_steps", int(steps), "trainer.total_training_steps", "trainer.total_epochs")
+    if steps := draft.get("trainer.total_training_steps"):
+        draft.set("total_steps", int(steps), "trainer.total_training_steps")
+    else:
+        rows = shared.known_rows(options, draft.get("data.train_files"), "train")
+        per_epoch = max(1, rows // draft.values["batch.prompts"]) if rows else 0
+        shared.epochs(draft, per_epoch, float(draft.get("trainer.total_epochs")), "trainer.total_epochs")
     names = ("trainer.project_name", "trainer.experiment_name")
     folder = draft.get("trainer.default_local_dir") or "/".join(
         ("checkpoints", *(str(draft.get(key)) for key in names))
@@ -24,6 +24,10 @@ def trainer(draft: Draft, options: Options) -> None:
     if draft.values["eval.every"] >= 0:
         draft.set("eval.at_start", before, "trainer.val_before_train")
         draft.set("eval.at_end", every > 0, "trainer.test_freq")
+        rows = shared.known_rows(options._replace(rows=0), draft.get("data.val_files"), "train")
+        draft.set("eval.prompts", rows or None, "data.val_files")
+        if not rows:
+            draft.check("data.val_files: verl evaluates on all its rows, here on eval.prompts of them, 128 unless set")
     if draft.get("actor_rollout_ref.rollout.val_kwargs.n"):
         _validation(draft, "actor_rollout_ref.rollout.val_kwargs")
     keys = [f"trainer.{key}" for key in ("max_actor_ckpt_to_keep", "max_ckpt_to_keep", "remove_previous_ckpt_in_save")]
