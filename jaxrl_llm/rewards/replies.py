@@ -1,6 +1,7 @@
 """Parsers of a judge's reply: a number, a rubric's numbers, or the better of two answers."""
 
 import json
+import math
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -63,12 +64,16 @@ def read_winner(text: str) -> float:
 
 
 def json_objects(text: str) -> Iterator[dict[str, Any]]:
-    """Every JSON object in a text, without those inside another one."""
-    decoder, start = json.JSONDecoder(), text.find("{")
-    while start >= 0:
+    """Every JSON object in a text, without those inside another one; those that are nested too deep are passed over.
+
+    The search ends where a text of many beginnings without an end would take time that is quadratic in its length.
+    """
+    decoder, start, work = json.JSONDecoder(), text.find("{"), 10**6 + 20 * len(text)
+    while start >= 0 and work > 0:
         try:
             tree, end = decoder.raw_decode(text, start)
-        except ValueError:
+        except (ValueError, RecursionError) as error:
+            work -= error.pos - start if isinstance(error, json.JSONDecodeError) else 50_000
             end = start + 1
         else:
             if isinstance(tree, dict):
@@ -81,8 +86,10 @@ def _scaled(value: Any, scale: tuple[float, float] | None, text: str) -> float:
         if isinstance(value, bool):
             raise TypeError
         number = float(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         raise ReplyError(f"the score {value!r} is no number: {shorten(text)}") from None
+    if not math.isfinite(number):
+        raise ReplyError(f"the score {number} is not finite: {shorten(text)}")
     if scale is None:
         return number
     low, high = scale

@@ -16,6 +16,7 @@ from jaxrl_llm.algorithms.sample_statistics import (
     passes_at_k,
     worst_of_k,
 )
+from jaxrl_llm.config.user_code import contained
 from jaxrl_llm.rewards.signatures import RewardError
 
 SOURCE = "data_source"  # the column that names the source of a row
@@ -49,7 +50,8 @@ class EvalMetrics:
         answers = []
         for row, text in enumerate(texts):
             try:
-                answer = self.answer(text)
+                with contained():
+                    answer = self.answer(text)
             except Exception as error:
                 raise RewardError(f"eval.answer raised {type(error).__name__}: {error}, on completion {row}") from error
             answers.append(None if answer is None else str(answer))
