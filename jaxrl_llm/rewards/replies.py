@@ -8,6 +8,7 @@ from typing import Any
 
 from jaxrl_llm.rewards.signatures import RewardError, shorten
 
+OBJECT = re.compile(r'\{\s*["}]')
 NUMBER = r"[-+]?\d+(?:\.\d+)?"
 
 
@@ -68,17 +69,19 @@ def json_objects(text: str) -> Iterator[dict[str, Any]]:
 
     The search ends where a text of many beginnings without an end would take time that is quadratic in its length.
     """
-    decoder, start, work = json.JSONDecoder(), text.find("{"), 10**6 + 20 * len(text)
-    while start >= 0 and work > 0:
+    decoder, position, work = json.JSONDecoder(), 0, 10**6 + 20 * len(text)
+    while work > 0 and (start := OBJECT.search(text, position)) is not None:
         try:
-            tree, end = decoder.raw_decode(text, start)
-        except (ValueError, RecursionError) as error:
-            work -= error.pos - start if isinstance(error, json.JSONDecodeError) else 50_000
-            end = start + 1
+            tree, position = decoder.raw_decode(text, start.start())
+        except json.JSONDecodeError as error:
+            position = start.start() + 1
+            work -= error.pos - position + error.pos // 64  # the error counts the lines before it
+        except (ValueError, RecursionError):  # an integer of too many digits, or too deep
+            position = start.start() + 1
+            work -= 50_000
         else:
             if isinstance(tree, dict):
                 yield tree
-        start = text.find("{", end)
 
 
 def _scaled(value: Any, scale: tuple[float, float] | None, text: str) -> float:
