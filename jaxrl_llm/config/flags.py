@@ -24,7 +24,7 @@ from jaxrl_llm.config import ConfigDict, assign, check_keys, default, validate
 from jaxrl_llm.config.resolve import ConfigError, closest, exit_code, import_file, path_and_line
 from jaxrl_llm.config.schema import BY_NAME, FORMER, KEYS, SECTIONS, Setting, unknown_key
 from jaxrl_llm.config.secrets import masked
-from jaxrl_llm.config.user_code import contained, foreign_exit
+from jaxrl_llm.config.user_code import contained, is_own_exit, place
 from jaxrl_llm.config.version import __version__
 
 CONFIG_FILE = Setting(
@@ -63,8 +63,8 @@ def run(main: Callable[[list[str]], None]) -> NoReturn:
         code = exit_code(error)
     except SystemExit as exit_:
         code = exit_.code
-        if caller := foreign_exit(exit_):
-            print(f"error: {caller} called sys.exit({exit_.code!r}), which ends nothing but the run", file=sys.stderr)
+        if not is_own_exit(exit_):
+            print(f"error: sys.exit({exit_.code!r}) was called in {place(exit_)}", file=sys.stderr)
             code = exit_.code or 1
     if (processes := _processes()) is not None:
         processes.end(code)

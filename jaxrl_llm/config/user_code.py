@@ -22,7 +22,7 @@ class LeftError(Exception):
 def contained() -> Iterator[None]:
     """Raise LeftError for what a function raises beside ordinary errors.
 
-    Ctrl-C passes, and so does the cancellation of the coroutine that this is in.
+    Ctrl-C passes, and so do this package's own exits and the cancellation of the coroutine that this is in.
     """
     try:
         yield
@@ -32,17 +32,17 @@ def contained() -> Iterator[None]:
         if _comes_from_outside(error):
             raise
         said = f"it called sys.exit({error.code!r})" if isinstance(error, SystemExit) else f"it raised {error!r}"
-        raise LeftError(said).with_traceback(error.__traceback__) from error
+        raise LeftError(f"{said}, in {place(error)}").with_traceback(error.__traceback__) from error
 
 
 def _comes_from_outside(error: BaseException) -> bool:
-    if isinstance(error, GeneratorExit):
-        return True
+    if isinstance(error, SystemExit):
+        return is_own_exit(error)
     if isinstance(error, asyncio.CancelledError):
         with contextlib.suppress(RuntimeError):  # there is no running event loop
             task = asyncio.current_task()
             return task is not None and task.cancelling() > 0
-    return isinstance(error, KeyboardInterrupt) and is_ctrl_c(error)
+    return isinstance(error, GeneratorExit) or (isinstance(error, KeyboardInterrupt) and is_ctrl_c(error))
 
 
 def is_ctrl_c(error: KeyboardInterrupt) -> bool:
@@ -57,12 +57,18 @@ def is_ctrl_c(error: KeyboardInterrupt) -> bool:
     return not raised or frame.f_globals.get("__name__", "").startswith("asyncio.")
 
 
-def foreign_exit(error: SystemExit) -> str | None:
-    """`file:line` of the call of `sys.exit` that is not this package's own, None where it is."""
+def is_own_exit(error: SystemExit) -> bool:
+    """True for an exit that this package raised itself: after --help, and of a run that is preempted."""
     traceback, package = _innermost(error), __name__.partition(".")[0]
-    if traceback is None or traceback.tb_frame.f_globals.get("__name__", "").partition(".")[0] == package:
-        return None
-    return f"{traceback.tb_frame.f_code.co_filename}:{traceback.tb_lineno}"
+    return traceback is None or traceback.tb_frame.f_globals.get("__name__", "").partition(".")[0] == package
+
+
+def place(error: BaseException) -> str:
+    """The function in which an error was raised, with file and line."""
+    if (traceback := _innermost(error)) is None:
+        return "an unknown place"
+    code = traceback.tb_frame.f_code
+    return f"{code.co_qualname} ({code.co_filename}:{traceback.tb_lineno})"
 
 
 def _innermost(error: BaseException) -> TracebackType | None:

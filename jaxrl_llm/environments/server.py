@@ -10,6 +10,7 @@ import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
+from urllib.parse import urlsplit
 
 from jaxrl_llm.config.http_client import HttpClient, RequestError
 from jaxrl_llm.environments.protocol import EpisodeError
@@ -25,7 +26,8 @@ def server(url: str, model: str, *, timeout: float = 120.0, api_key: str = "OPEN
     key, if there is one. The server must return token ids (`return_token_ids`, vLLM 0.10.2 or later) and log-probs.
     Raises EpisodeError when it does not answer in time, answers with an error, or leaves those out.
     """
-    endpoint = f"{url.rstrip('/')}/completions"
+    address = urlsplit(url)
+    endpoint = address._replace(path=f"{address.path.rstrip('/')}/completions").geturl()
 
     def choices(client: HttpClient, headers: dict[str, str], prompt: list[int], trainer: Any) -> list[dict[str, Any]]:
         args = trainer.args

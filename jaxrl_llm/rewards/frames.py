@@ -19,17 +19,13 @@ class Frames:
     """One end of a pipe that carries messages with `mark`."""
 
     def __init__(self, pipe: socket.socket, mark: bytes):
-        self.pipe, self.mark = pipe, mark
+        self.socket, self.mark = pipe, mark
         self.received = bytearray()
-
-    def fileno(self) -> int:
-        """The pipe's file descriptor, to wait for."""
-        return self.pipe.fileno()
 
     def send(self, message: bytes) -> None:
         """Send a message; raises OSError when nobody reads any more."""
-        self.pipe.sendall(self.mark + len(message).to_bytes(LENGTH_BYTES, "big"))
-        self.pipe.sendall(message)
+        self.socket.sendall(self.mark + len(message).to_bytes(LENGTH_BYTES, "big"))
+        self.socket.sendall(message)
 
     def receive(self) -> bytes:
         """Wait for a message; raises EOFError when the pipe is closed."""
@@ -45,7 +41,7 @@ class Frames:
         messages = self._complete(most)
         if messages:
             return messages
-        data = self.pipe.recv(2**20)
+        data = self.socket.recv(2**20)
         if not data:
             raise EOFError
         self.received += data

@@ -55,7 +55,7 @@ class Worker:
     def wait_until_ready(self) -> None:
         """Return when the process takes tasks. Raises RewardError when it does not start."""
         with contextlib.suppress(EOFError, OSError):
-            if wait([self.pipe], START_SECONDS):
+            if wait([self.pipe.socket], START_SECONDS):
                 self.pipe.receive()
                 return
         self.kill()
@@ -80,7 +80,7 @@ class Worker:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
-        self.pipe.pipe.close()
+        self.pipe.socket.close()
 
 
 @dataclass(eq=False)
@@ -164,8 +164,8 @@ class Workers:
 
                 first = min(job.began for job, _ in busy.values())
                 seconds = None if timeout is None else max(first + timeout - time.monotonic(), 0.0)
-                readable = wait([worker.pipe for worker in busy], seconds)
-                for worker in [worker for worker in busy if worker.pipe in readable]:
+                readable = wait([worker.pipe.socket for worker in busy], seconds)
+                for worker in [worker for worker in busy if worker.pipe.socket in readable]:
                     job, keys = busy[worker]
                     try:
                         for message in worker.pipe.read():
