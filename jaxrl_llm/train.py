@@ -21,6 +21,7 @@ from jaxrl_llm.commands.welcome import welcome
 from jaxrl_llm.config import to_json, validate
 from jaxrl_llm.config.flags import load_flags, run
 from jaxrl_llm.config.schema import Setting
+from jaxrl_llm.config.user_code import contained
 from jaxrl_llm.distributed import processes
 from jaxrl_llm.distributed.compilation_cache import keep_compiled
 from jaxrl_llm.models.model import Model
@@ -74,7 +75,7 @@ def train(
         "environment": environment,
         "tools": tools,
     }
-    with contextlib.ExitStack() as stack:
+    with contained(), contextlib.ExitStack() as stack:
         run, state, log, logger, checkpoints, hooks = _start(config, given, callbacks, stack)
         folder = Path(config.output_dir)
         root, stopwatch, step = jax.random.key(config.seed), run.stopwatch, int(state.step)

@@ -23,6 +23,8 @@ from typing import Any, NamedTuple, NoReturn
 from jaxrl_llm.config import ConfigDict, assign, check_keys, default, validate
 from jaxrl_llm.config.resolve import ConfigError, closest, exit_code, import_file, path_and_line
 from jaxrl_llm.config.schema import BY_NAME, FORMER, KEYS, SECTIONS, Setting, unknown_key
+from jaxrl_llm.config.secrets import masked
+from jaxrl_llm.config.user_code import contained, is_own_exit, place
 from jaxrl_llm.config.version import __version__
 
 CONFIG_FILE = Setting(
@@ -57,10 +59,13 @@ def run(main: Callable[[list[str]], None]) -> NoReturn:
     except (Exception, KeyboardInterrupt) as error:
         processes = _processes()
         if processes is None or not processes.report(error):
-            print(f"error: {_message(error)}", file=sys.stderr)
+            print(f"error: {masked(_message(error))}", file=sys.stderr)
         code = exit_code(error)
     except SystemExit as exit_:
         code = exit_.code
+        if not is_own_exit(exit_):
+            print(f"error: sys.exit({exit_.code!r}) was called in {place(exit_)}", file=sys.stderr)
+            code = exit_.code or 1
     if (processes := _processes()) is not None:
         processes.end(code)
     sys.exit(code)
@@ -82,7 +87,7 @@ def _message(error: BaseException) -> str:
     file = folder / "error.txt" if folder is not None and folder.is_dir() else Path("jaxrl_llm_error.txt")
     versions = f"jaxrl_llm {__version__}, Python {platform.python_version()}, {platform.platform()}"
     try:
-        file.write_text(f"{sys.orig_argv}\n{versions}\n\n{report}", encoding="utf-8")
+        file.write_text(masked(f"{sys.orig_argv}\n{versions}\n\n{report}"), encoding="utf-8")
     except OSError as refused:
         return f"{report}(it could not be written to {file}: {refused})"
     message = str(error).strip()
@@ -211,7 +216,8 @@ def load_config_file(spec: str) -> ConfigDict:
         signature = f"get_config{inspect.signature(get_config)}"
         raise ConfigError(f"--config is {spec!r}, but {path} defines {signature}: {error}") from error
     try:
-        config = get_config(*arguments)
+        with contained():
+            config = get_config(*arguments)
     except ConfigError:
         raise
     except Exception as error:

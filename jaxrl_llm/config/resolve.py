@@ -13,11 +13,20 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from jaxrl_llm.config.secrets import masked
+from jaxrl_llm.config.user_code import contained
+
 
 class ConfigError(ValueError):
-    """A user error: one readable message that names the setting or thing, its value and the fix."""
+    """A user error: one readable message that names the setting or thing, its value and the fix.
+
+    The secrets of addresses in it are masked.
+    """
 
     code = 2  # the exit code of a command
+
+    def __init__(self, *arguments: Any):
+        super().__init__(*map(masked, arguments))
 
 
 def exit_code(error: BaseException) -> int:
@@ -118,7 +127,8 @@ def _attribute(name: str, module: ModuleType, attribute: str) -> Any:
 
 def _import_module(where: str, name: str) -> ModuleType:
     try:
-        return importlib.import_module(where)
+        with contained():
+            return importlib.import_module(where)
     except ModuleNotFoundError as error:
         if error.name is None or not (where == error.name or where.startswith(error.name + ".")):
             raise ConfigError(f"importing {where!r} for {name!r} failed: {error}") from error
@@ -150,7 +160,8 @@ def import_file(path: str | Path) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     try:
-        spec.loader.exec_module(module)
+        with contained():
+            spec.loader.exec_module(module)
     except ConfigError:
         del sys.modules[name]
         raise

@@ -299,7 +299,8 @@ KEYS = (
         "docs/rewards.md."),
     Setting("rewards.weights", (), "Weight of each reward function; empty is 1 for all.", float),
     Setting("rewards.timeout", None,
-        "Seconds each reward function may take for one batch; none is no limit.", float, above=0),
+        "Seconds each reward function may take for one batch; none is no limit. With a limit a function that is named "
+        "by module or file runs in a process, which is killed when it is late.", float, above=0),
     Setting("rewards.on_timeout", "stop",
         "Reward of rows that a function has not finished within rewards.timeout: stop (an error), none (no reward), or "
         "a number."),

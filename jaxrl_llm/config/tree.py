@@ -9,6 +9,7 @@ from ml_collections.config_dict import placeholder
 from jaxrl_llm.config.checks import contradictions
 from jaxrl_llm.config.resolve import ConfigError, split_options
 from jaxrl_llm.config.schema import BY_NAME, KEYS, LOSS_OPTIONS, OFFLINE, RENAMED, SECTIONS, ConfigDict, unknown_key
+from jaxrl_llm.config.secrets import masked
 
 
 def default() -> ConfigDict:
@@ -43,8 +44,8 @@ def check_keys(config: ConfigDict) -> None:
 
 
 def to_json(config: ConfigDict) -> str:
-    """The configuration as JSON text, one key a line; `from_json` gives it back."""
-    return json.dumps(config.to_dict(), indent=2, allow_nan=False) + "\n"
+    """The configuration as JSON text, one key a line, secrets of addresses masked; `from_json` gives the rest back."""
+    return json.dumps(masked(config.to_dict()), indent=2, allow_nan=False) + "\n"
 
 
 def from_json(text: str) -> ConfigDict:

@@ -18,6 +18,7 @@ import datasets
 from tqdm import tqdm
 
 from jaxrl_llm.config.resolve import ConfigError, closest, split_options
+from jaxrl_llm.config.user_code import contained
 from jaxrl_llm.data import Row, cache, sources
 from jaxrl_llm.data.formats.lookup import Example, Format, code_of, find, fitting
 from jaxrl_llm.data.pipeline import Stream, StreamSource
@@ -180,7 +181,8 @@ def examples(source: DataSource, kind: str) -> Iterator[tuple[str, Example]]:
 def formatted(form: Format, row: Mapping[str, Any], kind: str) -> list[Example]:
     """The examples of one row; raises ConfigError when a user's format fails."""
     try:
-        example = form(row)
+        with contained():
+            example = form(row)
     except ConfigError:
         raise
     except Exception as error:

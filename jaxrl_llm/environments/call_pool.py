@@ -11,8 +11,10 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, NamedTuple
+
+from jaxrl_llm.config.user_code import contained, run_forever
 
 Call = Callable[[], Any]  # returns a result, or an awaitable of it
 
@@ -96,10 +98,11 @@ class CallPool:
 
     def _run(self, future: concurrent.futures.Future, call: Call) -> None:
         try:
-            result = call()
+            with contained():
+                result = call()
             if inspect.isawaitable(result):
                 # Cancelled at the limit too, or an abandoned coroutine would keep its socket or its lock.
-                limited = asyncio.wait_for(result, self.timeout)
+                limited = asyncio.wait_for(_contained(result), self.timeout)
                 result = asyncio.run_coroutine_threadsafe(limited, self._event_loop()).result()
             future.set_result(result)
         except Exception as error:
@@ -109,5 +112,10 @@ class CallPool:
         with self._lock:  # several threads may see the first coroutine at once
             if self._loop is None:
                 self._loop = asyncio.new_event_loop()
-                threading.Thread(target=self._loop.run_forever, daemon=True, name="async environments").start()
+                threading.Thread(target=run_forever, args=(self._loop,), daemon=True, name="async environments").start()
             return self._loop
+
+
+async def _contained(result: Awaitable[Any]) -> Any:
+    with contained():
+        return await result

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 from jaxrl_llm.config.resolve import closest, resolve, resolve_with_options
+from jaxrl_llm.config.user_code import contained
 from jaxrl_llm.environments.call_pool import CallPool
 from jaxrl_llm.environments.episode import Episode, Row
 from jaxrl_llm.environments.games import SortThenSmallest
@@ -110,7 +111,8 @@ class Environments:
             return None
         title = name or name_of(factory)
         try:
-            environment = factory()
+            with contained():
+                environment = factory()
         except Exception as error:
             raise EpisodeError(f"making the environment {title!r} raised {type(error).__name__}: {error}") from error
         if not callable(getattr(environment, "reset", None)):

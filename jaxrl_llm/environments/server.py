@@ -4,28 +4,32 @@ The server samples with the weights it was started with: its policy stays while 
 `algorithm.importance_correction` has to weigh its rows.
 """
 
+import contextlib
+import json
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
+from urllib.parse import urlsplit
 
-import httpx
-
+from jaxrl_llm.config.http_client import HttpClient, RequestError
 from jaxrl_llm.environments.protocol import EpisodeError
 
 CONCURRENT_REQUESTS = 16
+BYTES_PER_TOKEN = 4096  # of a reply, at most: a token's id and text, its log-prob, and those of others
 
 
 def server(url: str, model: str, *, timeout: float = 120.0, api_key: str = "OPENAI_API_KEY") -> Callable[..., Any]:
     """A rollout function of TRL's form that asks `{url}/completions` for the completions of each prompt.
 
-    url ends in /v1. timeout: seconds for each request. api_key: environment variable with the key, if there is one. The
-    server must return token ids (`return_token_ids`, vLLM 0.10.2 or later) and log-probs.
+    url ends in /v1. timeout: seconds for each request, to the reply's last byte. api_key: environment variable with the
+    key, if there is one. The server must return token ids (`return_token_ids`, vLLM 0.10.2 or later) and log-probs.
     Raises EpisodeError when it does not answer in time, answers with an error, or leaves those out.
     """
-    endpoint = f"{url.rstrip('/')}/completions"
+    address = urlsplit(url)
+    endpoint = address._replace(path=f"{address.path.rstrip('/')}/completions").geturl()
 
-    def choices(client: httpx.Client, prompt: list[int], trainer: Any) -> list[dict[str, Any]]:
+    def choices(client: HttpClient, headers: dict[str, str], prompt: list[int], trainer: Any) -> list[dict[str, Any]]:
         args = trainer.args
         body = {
             "model": model,
@@ -39,21 +43,26 @@ def server(url: str, model: str, *, timeout: float = 120.0, api_key: str = "OPEN
             **({"top_k": args.top_k} if args.top_k else {}),
             **({"min_p": args.min_p} if args.min_p else {}),
         }
+        largest = 2**20 + BYTES_PER_TOKEN * trainer.num_generations * args.max_completion_length
         try:
-            response = client.post(endpoint, json=body)
-        except (httpx.RequestError, httpx.InvalidURL) as error:  # refused, unknown host, timed out
+            reply = client.post(endpoint, json.dumps(body).encode(), headers, timeout, largest)
+        except RequestError as error:  # refused, unknown host, timed out, too large
             raise EpisodeError(
-                f"{endpoint} did not answer within {timeout:g} seconds ({type(error).__name__}: {error}); start the "
+                f"{endpoint} did not answer within {timeout:g} seconds ({error}); start the "
                 "server, or change url or timeout of environment.rollout_func"
             ) from error
-        if not response.is_success:
+        if not reply.ok:
             raise EpisodeError(
-                f"{endpoint} answered {response.status_code} {response.reason_phrase}: {response.text[:300]}"
+                f"{endpoint} answered {reply.status} {reply.reason}: {reply.data[:300].decode('utf-8', 'replace')}"
             )
         try:
-            answers = response.json().get("choices", [])
-        except ValueError as error:
+            answers = json.loads(reply.data)["choices"]
+            if not isinstance(answers, list) or not all(isinstance(answer, dict) for answer in answers):
+                raise TypeError("choices is no list of objects")
+        except (ValueError, RecursionError) as error:
             raise EpisodeError(f"{endpoint} answered with something that is not JSON: {error}") from error
+        except (KeyError, TypeError) as error:
+            raise EpisodeError(f"{endpoint} answered without a list of choices: {reply.data[:300]!r}") from error
         if len(answers) != trainer.num_generations:
             raise EpisodeError(f"{url} returned {len(answers)} choices of the {trainer.num_generations} asked for")
         return answers
@@ -68,9 +77,12 @@ def server(url: str, model: str, *, timeout: float = 120.0, api_key: str = "OPEN
 
     def sample(prompts: list[Any], trainer: Any) -> dict[str, Any]:
         ids, key = trainer.tokenize(prompts), os.environ.get(api_key)
-        headers = {"Authorization": f"Bearer {key}"} if key else {}
-        with httpx.Client(timeout=timeout, headers=headers) as client, ThreadPoolExecutor(CONCURRENT_REQUESTS) as pool:
-            groups = list(pool.map(lambda prompt: choices(client, prompt, trainer), ids))
+        headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
+        with (
+            contextlib.closing(HttpClient(CONCURRENT_REQUESTS)) as client,
+            ThreadPoolExecutor(CONCURRENT_REQUESTS) as pool,
+        ):
+            groups = list(pool.map(lambda prompt: choices(client, headers, prompt, trainer), ids))
         rows = [choice for group in groups for choice in group]
         return {
             "prompt_ids": [prompt for prompt in ids for _ in range(trainer.num_generations)],

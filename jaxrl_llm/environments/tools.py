@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from transformers.utils import get_json_schema
 
+from jaxrl_llm.config.user_code import contained
 from jaxrl_llm.environments.protocol import EpisodeError
 
 Tool = Callable[..., Any]
@@ -85,7 +86,8 @@ def call_tool(call: ToolCall, tools: Mapping[str, Tool]) -> ToolResult | Awaitab
         return _tool_result(call, {"error": error}, failed=True)
     try:
         inspect.signature(tool).bind(**call.arguments)
-        result = tool(**call.arguments)
+        with contained():
+            result = tool(**call.arguments)
     except Exception as error:
         return _tool_result(call, {"error": f"{type(error).__name__}: {error}"}, failed=True)
     if not inspect.isawaitable(result):
@@ -93,7 +95,8 @@ def call_tool(call: ToolCall, tools: Mapping[str, Tool]) -> ToolResult | Awaitab
 
     async def awaited() -> ToolResult:
         try:
-            return _tool_result(call, await result)
+            with contained():
+                return _tool_result(call, await result)
         except Exception as error:
             return _tool_result(call, {"error": f"{type(error).__name__}: {error}"}, failed=True)
 

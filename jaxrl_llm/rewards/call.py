@@ -1,14 +1,16 @@
 """One call of a reward with a batch: its arguments, what it logs, and its results as one number for each completion."""
 
+import copy
 import math
 import numbers
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from jaxrl_llm.config.user_code import contained
 from jaxrl_llm.rewards.signatures import (
     RewardError,
     RowGrader,
@@ -69,6 +71,8 @@ class Log:
 class Call:
     """One reward function with its arguments, a list of N values each, and its log.
 
+    The function gets copies of the arguments (see `copied`): what it changes in them, no other function sees.
+    A function that calls `sys.exit` or the like has raised LeftError.
     `services` are arguments other than columns and log; `row_numbers` are the rows' indices in the batch, and
     `memory` is the function's own dictionary for this batch. Rows of a `rowwise` call are computed one by one.
     """
@@ -104,8 +108,9 @@ class Call:
             for name, service in offered.items()
             if name in names or (any_name and name not in BY_NAME_ONLY)
         }
-        # The lists are copied, so that a function that changes them does not change what the next one sees.
-        return self.function(**taken, **{name: list(values) for name, values in self.arguments.items()})
+        with contained():
+            results = self.function(**taken, **{name: copied(values) for name, values in self.arguments.items()})
+        return _contained(results) if self.is_async else results
 
     def subset(self, rows: Sequence[int]) -> "Call":
         """The same call with some of its rows, and a log of its own."""
@@ -118,9 +123,11 @@ class Call:
         """The result of a RowGrader for one row, or the results of a batch function; a coroutine when it is async."""
         if not isinstance(self.function, RowGrader):
             return self()
-        values = {name: values[key] for name, values in self.arguments.items()}
+        values = {name: copied(values[key]) for name, values in self.arguments.items()}
         prompt, completion, ids = (values.pop(name) for name in ("prompts", "completions", "completion_ids"))
-        return self.function.grade(Sample(prompt, completion, ids, values))
+        with contained():
+            result = self.function.grade(Sample(prompt, completion, ids, values))
+        return _contained(result) if self.is_async else result
 
     async def run_async(self, key: int, log: Log) -> Any:
         """The same for an async function, rowwise functions that are no RowGrader included; those log to `log`.
@@ -132,7 +139,7 @@ class Call:
         call = self.subset([key])
         call.log = log
         results = await call()
-        if not isinstance(results, Collection) or isinstance(results, (str, bytes, Mapping)) or len(results) != 1:
+        if not _is_list(results) or len(results) != 1:
             raise RewardError(
                 f"reward {self.name!r} is called with single rows (by_row), and returned {shorten(results)} for one; "
                 "it returns a list of one number"
@@ -142,6 +149,27 @@ class Call:
     def describe(self, row: int) -> str:
         """The row's arguments, shortened for an error message."""
         return shorten({name: values[row] for name, values in self.arguments.items() if name != "completion_ids"})
+
+
+async def _contained(results: Coroutine[Any, Any, Any]) -> Any:
+    with contained():
+        return await results
+
+
+PLAIN = frozenset((str, int, float, bool, type(None), bytes))
+
+
+def copied(value: Any) -> Any:
+    """A copy of lists, dictionaries, tuples, sets and arrays at every depth; other objects (an environment) as is."""
+    if type(value) is list:  # token ids are long: what holds plain values alone is copied at once
+        return value.copy() if PLAIN.issuperset(map(type, value)) else [copied(each) for each in value]
+    if type(value) is dict:
+        return {key: copied(each) for key, each in value.items()}
+    if type(value) is tuple:
+        return tuple(copied(each) for each in value)
+    if isinstance(value, (list, dict, set, bytearray, np.ndarray)):
+        return copy.deepcopy(value)
+    return value
 
 
 @dataclass
@@ -172,8 +200,7 @@ def read_results(name: str, results: Any, rows: int) -> Scores:
 
     Raises RewardError, naming function and row: results that are not one for each row, or not finite numbers.
     """
-    is_scalar = not hasattr(results, "__len__") or getattr(results, "ndim", 1) == 0
-    if is_scalar or isinstance(results, (str, bytes, Mapping)):
+    if not _is_list(results):
         raise RewardError(f"reward {name!r} returned {shorten(results)}; it returns a list of {rows} numbers")
     if len(results) != rows:
         raise RewardError(
@@ -200,6 +227,12 @@ def read_results(name: str, results: Any, rows: int) -> Scores:
     return Scores(scores, extras)
 
 
+def _is_list(results: Any) -> bool:
+    """True for values in an order; False for a number, a text, a mapping, or a set, whose order is chance."""
+    is_scalar = not hasattr(results, "__len__") or getattr(results, "ndim", 1) == 0
+    return not is_scalar and not isinstance(results, (str, bytes, bytearray, Mapping, Set))
+
+
 def mean_extras(name: str, extras: Mapping[str, list[Any]]) -> dict[str, float]:
     """`rewards/<name>/<key>`: the mean of each extra entry that holds numbers, over the rows that have it."""
     means = {}
@@ -214,8 +247,9 @@ def _finite(name: str, row: int, value: Any) -> float:
     try:
         if isinstance(value, (str, bytes)):
             raise TypeError
-        number = float(value)
-    except (TypeError, ValueError, OverflowError):
+        with contained():
+            number = float(value)
+    except Exception:  # also of a user's own __float__
         number = math.nan
     # Compared after rounding to float32, in which 1e39 is infinite.
     with np.errstate(over="ignore"):

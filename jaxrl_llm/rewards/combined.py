@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxrl_llm.config.user_code import contained
 from jaxrl_llm.rewards.call import Call, mean_extras, read_results
 from jaxrl_llm.rewards.signatures import RewardError, RowGrader, accepted, as_grader, reward_name
 
@@ -88,5 +89,8 @@ class CombinedGrader:
 async def call_if_present(grader: Any, method: str) -> None:
     """Call `grader.<method>()`, async or not, when there is one."""
     function = getattr(grader, method, None)
-    if callable(function) and inspect.isawaitable(outcome := function()):
-        await outcome
+    if callable(function):
+        with contained():
+            outcome = function()
+            if inspect.isawaitable(outcome):
+                await outcome

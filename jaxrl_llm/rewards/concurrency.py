@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Coroutine
 from typing import Any
 
+from jaxrl_llm.config.user_code import run_forever
 from jaxrl_llm.rewards.call import Call, Log, Outcome
 
 GRACE_SECONDS = 1.0  # cancelled coroutines get this long to end before the event loop counts as blocked
@@ -66,7 +67,7 @@ class EventLoop:
         """The future of a coroutine that starts now."""
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
-            threading.Thread(target=self._loop.run_forever, daemon=True, name="async rewards").start()
+            threading.Thread(target=run_forever, args=(self._loop,), daemon=True, name="async rewards").start()
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
     def wait(self, future: concurrent.futures.Future, seconds: float | None) -> bool:

@@ -1,7 +1,7 @@
 """A client of an OpenAI-compatible chat endpoint: retries, rate and concurrency limits, a cache on disk, and spend.
 
-Redirects are not followed, for they would carry the key to another host. The key is read from the environment when a
-request is sent, and is in no message, cache entry or attribute.
+The key is read from the environment when a request is sent, and is in no message, cache entry or attribute; neither are
+user, password and keys in the address.
 """
 
 import asyncio
@@ -11,7 +11,6 @@ import hashlib
 import json
 import os
 import random
-import ssl
 import tempfile
 import time
 from collections import Counter
@@ -20,14 +19,16 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
+from urllib.parse import parse_qsl, urlsplit
 
-import httpx
-
+from jaxrl_llm.config.http_client import HttpClient, RequestError, TooLargeError
 from jaxrl_llm.config.resolve import ConfigError
+from jaxrl_llm.config.secrets import masked
 from jaxrl_llm.rewards.signatures import RewardError, shorten
 
 RETRIED = (408, 409, 425, 429, 500, 502, 503, 504, 529)
 LONGEST_WAIT = 60.0  # seconds between two attempts, whatever Retry-After says
+LARGEST_REPLY = 16 * 2**20  # bytes
 DEFAULT_KEY = "OPENAI_API_KEY"
 
 
@@ -48,11 +49,11 @@ class EndpointSpec:
     """Settings of an endpoint: the model `model` at `url` (".../v1"), limits and cache.
 
     `parameters` are sent with every request (max_tokens, ...; temperature is 0 unless given there). `timeout` is the
-    seconds of one attempt, `attempts` their number, `concurrency` the requests at once, `per_minute` the requests a
-    minute (0: any number). The pause after attempt i is `backoff` * 2^i seconds, times 0.5 to 1 by chance, or what
-    Retry-After says; at most 60. `cache` is a folder; entries are found by url, model, messages and parameters. `key`
-    names the environment variable that holds the key; a request goes without when it is not set, unless `key` was
-    changed from its default.
+    seconds of one attempt, from connecting to the reply's last byte, `attempts` their number, `concurrency` the
+    requests at once, `per_minute` the requests a minute (0: any number). The pause after attempt i is `backoff` * 2^i
+    seconds, times 0.5 to 1 by chance, or what Retry-After says; at most 60. `cache` is a folder; entries are found by
+    url, model, messages and parameters. `key` names the environment variable that holds the key; a request goes without
+    when it is not set, unless `key` was changed from its default.
     """
 
     url: str
@@ -90,19 +91,17 @@ class Endpoint:
         if spec.key != DEFAULT_KEY and spec.key not in os.environ:
             raise ConfigError(f"the judge's key is in the environment variable {spec.key}, which is not set; export it")
         self.spec = spec
-        base = spec.url.rstrip("/")
-        self.url = base if base.endswith("/chat/completions") else f"{base}/chat/completions"
+        address = urlsplit(spec.url)
+        path = address.path.rstrip("/").removesuffix("/chat/completions") + "/chat/completions"
+        self.url = address._replace(path=path).geturl()
+        known = [address.username, address.password, *(value for _, value in parse_qsl(address.query))]
+        self.secrets = [text for text in known if text and text not in masked(self.url)]
         self.parameters = {"temperature": 0.0, **(spec.parameters or {})}
         self.cache = None if spec.cache is None else Path(spec.cache).expanduser()
         self.counts: Counter[str] = Counter()
-        # Threads rather than an async client: a client of an event loop would end with it, a judge may outlive it.
+        # Threads, and a client with an event loop of its own: a judge may outlive the caller's event loop.
         self.threads = ThreadPoolExecutor(spec.concurrency, "judge")
-        self.client = httpx.Client(
-            timeout=spec.timeout,
-            # Idle connections are closed before common servers do it, after 5 seconds: no request meets a closed one.
-            limits=httpx.Limits(max_connections=spec.concurrency, keepalive_expiry=3.0),
-            verify=ssl.create_default_context(),  # the machine's certificates, a company's own among them
-        )
+        self.client = HttpClient(spec.concurrency)
         self.next_start = 0.0
 
     async def ask(
@@ -171,18 +170,23 @@ class Endpoint:
         key = os.environ.get(self.spec.key, "").strip()
         headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
 
-        def without_key(text: str) -> str:
-            return text.replace(key, "[key]") if key else text
+        def without_secrets(text: str) -> str:
+            text = text.replace(key, "[key]") if key else text
+            for secret in self.secrets:
+                text = text.replace(secret, "[secret]")
+            return masked(text)
 
         try:
-            response = self.client.post(self.url, content=json.dumps(body).encode(), headers=headers)
-        except (httpx.RequestError, httpx.InvalidURL, OSError) as error:
-            raise RetryError(without_key(f"{type(error).__name__}: {error}")) from None
-        status, data = response.status_code, response.content
-        if not response.is_success:
-            problem = f"HTTP {status}: {without_key(shorten(data[:1000].decode('utf-8', 'replace')))}"
+            reply = self.client.post(self.url, json.dumps(body).encode(), headers, self.spec.timeout, LARGEST_REPLY)
+        except TooLargeError as error:
+            raise EndpointError(f"{self.url}: {error}") from None
+        except RequestError as error:
+            raise RetryError(without_secrets(str(error))) from None
+        status, data = reply.status, reply.data
+        if not reply.ok:
+            problem = f"HTTP {status}: {without_secrets(shorten(data[:1000].decode('utf-8', 'replace')))}"
             if status in RETRIED:
-                raise RetryError(problem, _retry_after(response.headers.get("Retry-After")))
+                raise RetryError(problem, _retry_after(reply.headers.get("Retry-After")))
             raise EndpointError(f"{self.url} answered {problem}")
         try:
             tree = json.loads(data)
@@ -191,8 +195,9 @@ class Endpoint:
             if not isinstance(text, str):
                 raise TypeError
             return Answer(text, int(usage.get("prompt_tokens", 0)), int(usage.get("completion_tokens", 0)), False)
-        except (ValueError, KeyError, IndexError, TypeError):  # servers under load send such replies
-            raise RetryError(f"the reply is no chat completion: {shorten(data)}") from None
+        # Servers under load send such replies; RecursionError is of JSON that is nested too deep.
+        except (ValueError, KeyError, IndexError, TypeError, AttributeError, OverflowError, RecursionError):
+            raise RetryError(without_secrets(f"the reply is no chat completion: {shorten(data[:1000])}")) from None
 
     def _read(self, name: str) -> Answer | None:
         if self.cache is None:

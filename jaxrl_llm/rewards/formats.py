@@ -3,14 +3,21 @@
 import functools
 import json
 import re
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jsonschema import Draft202012Validator, validators
 from jsonschema_specifications import REGISTRY
 
+from jaxrl_llm.rewards.bounded import LATE, run_bounded
 from jaxrl_llm.rewards.replies import json_objects
-from jaxrl_llm.rewards.signatures import RewardError, text_of
+from jaxrl_llm.rewards.signatures import RewardError, shorten, text_of
+
+ROW_SECONDS = 3.0  # for a regular expression, or a schema that may take long, on one completion
+LONG_TEXT = 100_000  # characters from which on any schema may take long
+# What takes more than linear time in some values.
+LONG_SCHEMA = re.compile(r'"(?:pattern|patternProperties|uniqueItems|unevaluated\w+|\$ref|\$dynamicRef|contains)"')
 
 # NaN is no JSON, but Python's parser takes it: it is a number that fits no schema of numbers.
 _is_number = Draft202012Validator.TYPE_CHECKER.is_type
@@ -33,25 +40,52 @@ STRICT_SCHEMA = {
 def think_answer_format(completions: Sequence[Any], **columns: Any) -> list[float]:
     """1.0 where the completion is `<think>...</think>` and then `<answer>...</answer>`, once each, else 0.0.
 
-    White space around and between the two is free.
+    White space around and between the two is free; neither is empty.
     """
-    pattern = re.compile(r"\s*<think>(.*?)</think>\s*<answer>(.*?)</answer>\s*", re.DOTALL)
+    pattern = re.compile(r"<think>(.*)</think>\s*<answer>(.*)</answer>", re.DOTALL)
     tags = ("<think>", "</think>", "<answer>", "</answer>")
-    texts = [text_of(completion) for completion in completions]
-    return [float(bool(pattern.fullmatch(t)) and all(t.count(tag) == 1 for tag in tags)) for t in texts]
+    rewards = []
+    for text in map(text_of, completions):
+        match = pattern.fullmatch(text.strip()) if all(text.count(tag) == 1 for tag in tags) else None
+        rewards.append(float(match is not None and all(part.strip() for part in match.groups())))
+    return rewards
 
 
 def regex_match(completions: Sequence[Any], *, pattern: str, whole: bool = False, **columns: Any) -> list[float]:
     """1.0 where the regular expression `pattern` is found in the completion (with `whole`: is all of it), else 0.0.
 
-    The dot matches line ends too. Raises RewardError for a pattern that is none.
+    The dot matches line ends too. The pattern runs in a process of its own: a completion on which it takes more than 3
+    seconds scores 0.0, with a warning. Raises RewardError for a pattern that is none.
     """
     try:
-        compiled = re.compile(pattern, re.DOTALL)
-    except re.error as error:
+        re.compile(pattern, re.DOTALL)
+    except (re.error, RecursionError, OverflowError) as error:
         raise RewardError(f"regex_match: {pattern!r} is no regular expression: {error}") from error
-    find = compiled.fullmatch if whole else compiled.search
-    return [float(find(text_of(completion)) is not None) for completion in completions]
+    texts = [text_of(completion) for completion in completions]
+    rows = len(texts)
+    arguments = {"texts": texts, "patterns": [pattern] * rows, "wholes": [whole] * rows}
+    return _in_time(f"regex_match: the pattern {pattern!r}", "matches", arguments)
+
+
+def matches(texts: Sequence[str], patterns: Sequence[str], wholes: Sequence[bool]) -> list[float]:
+    """The rewards of `regex_match` without its time limit."""
+    rewards = []
+    for text, pattern, whole in zip(texts, patterns, wholes, strict=True):
+        compiled = re.compile(pattern, re.DOTALL)
+        rewards.append(float((compiled.fullmatch if whole else compiled.search)(text) is not None))
+    return rewards
+
+
+def _in_time(title: str, function: str, arguments: dict[str, list[Any]]) -> list[float]:
+    """The rewards that a function of this module gives in time; 0.0 with a warning where it does not."""
+    if not arguments["texts"]:
+        return []
+    results = run_bounded(title.partition(":")[0], f"{__name__}:{function}", arguments, ROW_SECONDS)
+    for text, result in zip(arguments["texts"], results, strict=True):
+        if result is LATE:
+            shown = f"{shorten(text, 100)} ({len(text)} characters)"
+            warnings.warn(f"{title} takes more than {ROW_SECONDS:g} seconds on {shown}: it scores 0", stacklevel=3)
+    return [0.0 if result is LATE else result for result in results]
 
 
 def length_range(
@@ -75,7 +109,8 @@ def json_schema(
 
     The JSON is the whole completion, or the last object in it (a fenced block, say). `schema` is the same for all rows;
     without it, the data set's `column` has one for each, itself or as JSON text. Schemas are those of JSON Schema,
-    draft 2020-12, without references to other documents. Raises RewardError: a schema that is none, unknown keywords
+    draft 2020-12, without references to other documents. JSON that is nested too deep to be read fits none, nor does
+    what takes more than 3 seconds to check, with a warning. Raises RewardError: a schema that is none, unknown keywords
     included, which a validator would pass over.
     """
     if schema is None and column not in columns:
@@ -83,18 +118,38 @@ def json_schema(
             f"json_schema needs the option schema, or the column {column!r}, which the data does not have"
         )
     schemas = [schema] * len(completions) if schema is not None else columns[column]
-    rewards: list[float | None] = []
-    for completion, wanted in zip(completions, schemas, strict=True):
+    rewards: list[float | None] = [None] * len(completions)
+    late: dict[str, list[Any]] = {"texts": [], "schemas": []}
+    rows = []
+    for row, (completion, wanted) in enumerate(zip(completions, schemas, strict=True)):
         wanted = json.loads(wanted) if isinstance(wanted, str) else wanted
         if wanted is None:
-            rewards.append(None)
             continue
-        validator, text = schema_validator(json.dumps(wanted)), text_of(completion)
+        text, shape = text_of(completion), json.dumps(wanted)
+        schema_validator(shape)
+        if len(text) > LONG_TEXT or LONG_SCHEMA.search(shape):
+            rows.append(row)
+            late["texts"].append(text)
+            late["schemas"].append(shape)
+        else:
+            rewards[row] = fits([text], [shape])[0]
+    for row, reward in zip(rows, _in_time("json_schema: the schema", "fits", late), strict=True):
+        rewards[row] = reward
+    return rewards
+
+
+def fits(texts: Sequence[str], schemas: Sequence[str]) -> list[float]:
+    """The rewards of `json_schema` without its time limit, for schemas as JSON text."""
+    rewards = []
+    for text, schema in zip(texts, schemas, strict=True):
         try:
             values = [json.loads(text)]
-        except ValueError:
+        except (ValueError, RecursionError):
             values = list(json_objects(text))
-        rewards.append(float(bool(values) and validator.is_valid(values[-1])))
+        try:
+            rewards.append(float(bool(values) and schema_validator(schema).is_valid(values[-1])))
+        except (RecursionError, OverflowError):  # of a value that is too deep, or a number that is too large
+            rewards.append(0.0)
     return rewards
 
 

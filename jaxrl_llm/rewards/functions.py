@@ -7,23 +7,24 @@ messages of which the last one's content is read. Options are keyword-only: name
 """
 
 import math
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxrl_llm.rewards.signatures import text_of
+from jaxrl_llm.rewards.values import after_hashes, boxed_content, leading_quantity, same
 
 Completion = str | Sequence[Mapping[str, Any]]
 
-# A comma counts as a thousands separator only: 1,2 is a pair and not the number 12.
-NUMBER = re.compile(r"[+-]?(\d{1,3}(,\d{3})+|\d+)?(\.\d+)?(?<=\d)")
-
 
 def exact_match(completions: Sequence[Completion], answer: Sequence[Any], **columns: Any) -> list[float | None]:
-    """1.0 where the completion is `answer`, white space around both aside, else 0.0; None where answer is None."""
+    """1.0 where the completion is `answer`, white space around both aside, else 0.0; None where answer is None.
+
+    An empty completion is no answer: 0.0.
+    """
+    texts = [text_of(completion).strip() for completion in completions]
     return [
-        None if wanted is None else float(text_of(completion).strip() == str(wanted).strip())
-        for completion, wanted in zip(completions, answer, strict=True)
+        None if wanted is None else float(bool(text) and text == str(wanted).strip())
+        for text, wanted in zip(texts, answer, strict=True)
     ]
 
 
@@ -38,21 +39,27 @@ def target_length(completions: Sequence[Completion], *, target: int = 20, **colu
 
 
 def think_format(completions: Sequence[Completion], **columns: Any) -> list[float]:
-    """1.0 where the completion opens with one `<think>` and closes it with `</think>`, else 0.0."""
-    pattern = re.compile(r"^<think>(?!.*<think>)(.*?)</think>.*$", re.DOTALL | re.MULTILINE)
-    return [float(pattern.match(text_of(completion)) is not None) for completion in completions]
+    """1.0 where the completion opens with its one `<think>` and has its one `</think>` behind some text, else 0.0."""
+    rewards = []
+    for text in map(text_of, completions):
+        thought, _, _ = text.removeprefix("<think>").partition("</think>")
+        once = text.startswith("<think>") and text.count("<think>") == 1 and text.count("</think>") == 1
+        rewards.append(float(once and bool(thought.strip())))
+    return rewards
 
 
 def boxed_accuracy(completions: Sequence[Completion], answer: Sequence[Any], **columns: Any) -> list[float | None]:
     r"""1.0 where the last `\boxed{...}` of the completion holds `answer`, else 0.0; None where answer is None.
 
-    Both are compared without white space, dollar signs and a final full stop, numbers by value (`1,000` is `1000.0`).
-    An answer may itself be written in `\boxed{}`.
+    `\fbox{5}` and `\boxed 5` are boxes too, and an answer may itself be written in one. Numbers are compared by their
+    exact values: `1,000` is `1000.0`, `\dfrac12` is `0.5`, and a percent sign, a currency or a unit may be left out
+    (`5\%` and `5 cm` are 5, but not `5 m`). Other answers are compared as texts, without white space, dollar signs, a
+    final full stop, and the LaTeX of text and spaces (`\text{A}` and `(A)` are A); `x = 5` is 5.
     """
     return [
         None
         if wanted is None
-        else float(_same(boxed_content(text_of(completion)), boxed_content(str(wanted)) or str(wanted)))
+        else float(same(boxed_content(text_of(completion)), boxed_content(str(wanted)) or str(wanted)))
         for completion, wanted in zip(completions, answer, strict=True)
     ]
 
@@ -60,15 +67,22 @@ def boxed_accuracy(completions: Sequence[Completion], answer: Sequence[Any], **c
 def gsm8k_accuracy(completions: Sequence[Completion], answer: Sequence[Any], **columns: Any) -> list[float | None]:
     """1.0 where the number after the completion's last `####` is that of `answer`, else 0.0; None where answer is None.
 
-    `answer` is the number itself or a GSM8K solution that ends in `#### number`. Numbers are compared by value, without
-    thousands separators and dollar signs.
+    `answer` is the number itself or a GSM8K solution that ends in `#### number`. Numbers are compared by their exact
+    values, without thousands separators, currency, percent sign, bold type and the words that follow; several numbers,
+    as in `5 or 6`, are none.
     """
-    return [
-        None
-        if wanted is None
-        else float(_same(after_hashes(text_of(completion)), after_hashes(str(wanted)) or str(wanted)))
-        for completion, wanted in zip(completions, answer, strict=True)
-    ]
+    rewards: list[float | None] = []
+    for completion, wanted in zip(completions, answer, strict=True):
+        if wanted is None:
+            rewards.append(None)
+            continue
+        line, right = after_hashes(text_of(completion)), after_hashes(str(wanted)) or str(wanted)
+        number, expected = leading_quantity(line), leading_quantity(right)
+        if number is not None and expected is not None:
+            rewards.append(float(number.matches(expected)))
+        else:
+            rewards.append(float(expected is None and same(line, right)))
+    return rewards
 
 
 def cosine_scaled(
@@ -128,29 +142,3 @@ def soft_overlong(
         0.0 if len(ids) <= free else (free - len(ids)) / cache if len(ids) <= max_length else -1.0
         for ids in completion_ids
     ]
-
-
-def boxed_content(text: str) -> str:
-    r"""The content of the last complete `\boxed{...}`, its braces balanced; empty when there is none."""
-    start = text.rfind(r"\boxed{")
-    while start >= 0:
-        depth = 0
-        for index in range(start + len(r"\boxed"), len(text)):
-            depth += {"{": 1, "}": -1}.get(text[index], 0)
-            if depth == 0:
-                return text[start + len(r"\boxed{") : index]
-        start = text.rfind(r"\boxed{", 0, start)
-    return ""
-
-
-def after_hashes(text: str) -> str:
-    """The number after the last `####`; empty when there is none."""
-    numbers = re.findall(r"####\s*(-?\$?[\d.,]*\d)", text)
-    return numbers[-1] if numbers else ""
-
-
-def _same(answer: str, wanted: str) -> bool:
-    answer, wanted = re.sub(r"[\s$]", "", answer).removesuffix("."), re.sub(r"[\s$]", "", wanted).removesuffix(".")
-    if NUMBER.fullmatch(answer) and NUMBER.fullmatch(wanted):
-        return float(answer.replace(",", "")) == float(wanted.replace(",", ""))
-    return bool(answer) and answer == wanted

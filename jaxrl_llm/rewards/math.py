@@ -1,74 +1,121 @@
 """Built-in rewards for mathematical answers that need more than comparing texts: equal values, equal expressions."""
 
 import importlib.util
-import logging
+import itertools
 import re
-import threading
+import warnings
 from collections.abc import Sequence
+from fractions import Fraction
 from typing import Any
 
-from jaxrl_llm.rewards.signatures import RewardError, text_of
+from jaxrl_llm.rewards.bounded import LATE, run_bounded
+from jaxrl_llm.rewards.signatures import RewardError, shorten, text_of
+from jaxrl_llm.rewards.values import boxed_content, last_number, plain
 
-PLAIN_NUMBER = re.compile(r"[-+]?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?(?:[eE][-+]?\d+)?|[-+]?\.\d+")
-SECONDS = 5  # for parsing or comparing one expression
+SECONDS = 5  # for parsing or comparing one expression, by math-verify's own clock
+ROW_SECONDS = 12.0  # for all of a completion, by ours
+LONGEST = 1000  # characters of an expression
 
 
 def numeric_answer(
     completions: Sequence[Any], answer: Sequence[Any], *, tolerance: float = 1e-6, **columns: Any
 ) -> list[float | None]:
-    """1.0 where the completion's last number is `answer`'s last number, else 0.0; None where answer is None.
+    r"""1.0 where the completion's last number is `answer`'s last number, else 0.0; None where answer is None.
 
-    They may differ by `tolerance` times the larger of 1 and |answer|. Raises RewardError: an answer without a number.
+    They may differ by `tolerance` times the larger of 1 and |answer|; with 0 they are compared exactly. `1/2`,
+    `\frac{1}{2}`, `1 1/2`, `1,234.5`, `2 million` and `3 \times 10^8` are one number each, `50%` is 50 or 0.5; the
+    minus of `10-5` is no sign. A last number that is a part of a version, a date, a root, of `5 or 6` or of ±5 is none.
+    Raises RewardError: an answer without a number, or a tolerance that is negative or not finite.
     """
+    if not 0 <= tolerance < float("inf"):
+        raise RewardError(f"numeric_answer: tolerance is {tolerance}; it is a number of at least 0")
     rewards: list[float | None] = []
     for row, (completion, wanted) in enumerate(zip(completions, answer, strict=True)):
         if wanted is None:
             rewards.append(None)
             continue
-        right, number = _last_number(str(wanted)), _last_number(text_of(completion))
+        right, number = last_number(str(wanted)), last_number(text_of(completion))
         if right is None:
             raise RewardError(f"numeric_answer: the answer of row {row}, {wanted!r}, holds no number")
-        rewards.append(float(number is not None and abs(number - right) <= tolerance * max(1.0, abs(right))))
+        allowed = Fraction(tolerance) * max(Fraction(1), abs(right.value))
+        rewards.append(float(number is not None and number.matches(right, allowed)))
     return rewards
 
 
 def math_accuracy(completions: Sequence[Any], answer: Sequence[Any], **columns: Any) -> list[float | None]:
-    r"""1.0 where the completion's LaTeX answer, `\boxed{}` first, equals `answer` as mathematics, else 0.0.
+    r"""1.0 where the completion's LaTeX answer, its last `\boxed{}` first, equals `answer` as mathematics, else 0.0.
 
-    None where answer is None or cannot be parsed. It needs the package math-verify (`pip install jaxrl_llm[math]`); an
-    expression gets 5 seconds in the main thread or a worker process, and no limit of its own in another thread.
+    None where answer is None or cannot be parsed. Of an equation the right-hand side counts, unless its sides are two
+    different numbers (`41=42`); several answers (`42 or 43`) equal none. It needs the package math-verify
+    (`pip install jaxrl_llm[math]`), which runs in processes of its own: a completion that takes more than 12 seconds,
+    or whose answer has more than 1000 characters, scores 0.0, the former with a warning.
     """
     if importlib.util.find_spec("math_verify") is None:
         raise RewardError("math_accuracy needs the package math-verify: pip install math-verify")
+    texts = [text_of(completion) for completion in completions]
+    rows = [row for row, wanted in enumerate(answer) if wanted is not None]
+    arguments = {"texts": [texts[row] for row in rows], "answers": [str(answer[row]) for row in rows]}
+    rewards: list[float | None] = [None] * len(texts)
+    if not rows:
+        return rewards
+    for row, reward in zip(
+        rows, run_bounded("math_accuracy", f"{__name__}:verified", arguments, ROW_SECONDS), strict=True
+    ):
+        if reward is LATE:
+            shown = shorten(boxed_content(texts[row]) or texts[row], 100)
+            warnings.warn(f"math_accuracy: {shown} takes more than {ROW_SECONDS:g} seconds: it scores 0", stacklevel=2)
+        rewards[row] = 0.0 if reward is LATE else reward
+    return rewards
+
+
+def verified(texts: Sequence[str], answers: Sequence[str]) -> list[float | None]:
+    """The rewards of `math_accuracy` without its time limit: math-verify keeps time by signals, if code lets it."""
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 
-    # math-verify keeps time with signals, which only the main thread gets; it warns of every call without.
-    seconds = SECONDS if threading.current_thread() is threading.main_thread() else None
-    if seconds is None:
-        for name in ("math_verify.parser", "math_verify.grader"):
-            logging.getLogger(name).setLevel(logging.ERROR)
     # Without these, any number or letter of the text would count as the completion's answer.
     targets = [
         LatexExtractionConfig(boxed_match_priority=0, try_extract_without_anchor=False),
         ExprExtractionConfig(try_extract_without_anchor=False),
     ]
+
+    def parsed(expression: str, **options: Any) -> list[Any]:
+        return parse(expression, parsing_timeout=SECONDS, **options) if expression else []
+
     rewards: list[float | None] = []
-    for completion, wanted in zip(completions, answer, strict=True):
-        gold = [] if wanted is None else parse(_delimited(str(wanted)), parsing_timeout=seconds)  # type: ignore[arg-type]
+    for text, wanted in zip(texts, answers, strict=True):
+        gold = parsed(_delimited(wanted))
         if not gold:
             rewards.append(None)
             continue
-        text = text_of(completion)
-        parsed = parse(text, targets, extraction_mode="first_match", parsing_timeout=seconds)  # type: ignore[arg-type]
-        rewards.append(float(verify(gold, parsed, timeout_seconds=seconds)))
+        box, right = boxed_content(text), boxed_content(wanted) or wanted
+        sides = [side.strip() for side in box.split("=")] if "=" not in right else [box]
+        # The side of an unknown aside, x = 42, sides that are numbers are equal to each other.
+        known = sides[1:] if re.search(r"[A-Za-z]", re.sub(r"\\[A-Za-z]+", "", sides[0])) else sides
+        if (
+            len(box) > LONGEST
+            or (several(box) and not several(right))
+            or (
+                len(known) > 1
+                and not all(
+                    verify(parsed(_delimited(one)), parsed(_delimited(other)), timeout_seconds=SECONDS)
+                    for one, other in itertools.pairwise(known)
+                )
+            )
+        ):
+            rewards.append(0.0)
+        else:
+            answer = parsed(
+                f"\\boxed{{{box}}}" if box else text, extraction_config=targets, extraction_mode="first_match"
+            )
+            rewards.append(float(verify(gold, answer, timeout_seconds=SECONDS)))
     return rewards
+
+
+def several(expression: str) -> bool:
+    """True for an expression that names several answers in words or by ±; sets and lists do not."""
+    return bool(re.search(r"\b(?:or|and)\b|±|\\pm(?![A-Za-z])|\\(?:lor|vee)(?![A-Za-z])", plain(expression)))
 
 
 def _delimited(answer: str) -> str:
     r"""An answer with LaTeX delimiters, without which the parser takes `\frac{1}{2}` for text."""
     return answer if re.search(r"\$|\\boxed|\\\(|\\\[", answer) else f"${answer}$"
-
-
-def _last_number(text: str) -> float | None:
-    numbers = PLAIN_NUMBER.findall(text)
-    return float(numbers[-1].replace(",", "")) if numbers else None

@@ -10,6 +10,7 @@ import inspect
 import math
 import os
 import pickle
+import secrets
 import signal
 import socket
 import subprocess
@@ -19,17 +20,19 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import wait
 
 from jaxrl_llm.rewards.call import Call, Outcome
+from jaxrl_llm.rewards.frames import MARK_BYTES, Frames, SpoiledError
 from jaxrl_llm.rewards.signatures import RewardError
 
+END_SECONDS = 2.0  # for a worker whose pipe has closed to end by itself, so that its exit code is known
 START_SECONDS = 120.0  # for a worker to start; it counts for no function
 TASKS_PER_WORKER = 4  # a row grader's rows are split finer than workers, so that none waits long for the slowest
 
 
 class WorkerDiedError(Exception):
-    """The worker process of a call ended in the middle of it."""
+    """The worker process of a call ended in the middle of it, or its pipe was spoiled."""
 
 
 class Worker:
@@ -46,23 +49,38 @@ class Worker:
             env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
         )
         theirs.close()
-        self.pipe = Connection(ours.detach())
+        self.pipe = Frames(ours, secrets.token_bytes(MARK_BYTES))
+        ours.sendall(self.pipe.mark)
 
     def wait_until_ready(self) -> None:
         """Return when the process takes tasks. Raises RewardError when it does not start."""
-        with contextlib.suppress(EOFError, ConnectionResetError):
-            if self.pipe.poll(START_SECONDS):
-                self.pipe.recv_bytes()
+        with contextlib.suppress(EOFError, OSError):
+            if wait([self.pipe.socket], START_SECONDS):
+                self.pipe.receive()
                 return
         self.kill()
         raise RewardError(f"a worker process for rewards did not start (exit code {self.process.returncode})")
+
+    def died(self, error: Exception) -> WorkerDiedError:
+        """The error of the function that was running when the pipe failed with `error`; ends the process."""
+        if isinstance(error, SpoiledError):
+            self.kill()
+            return WorkerDiedError(f"{error} of its worker process; a function must leave that alone")
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(END_SECONDS)
+        code = self.process.poll()
+        self.kill()
+        if code is None:
+            return WorkerDiedError("it closed the pipe of its worker process")
+        cause = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        return WorkerDiedError(f"its worker process ended with {cause}")
 
     def kill(self) -> None:
         """End the process and every process of its group."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
-        self.pipe.close()
+        self.pipe.socket.close()
 
 
 @dataclass(eq=False)
@@ -141,33 +159,31 @@ class Workers:
                     busy[worker] = job, keys
                     message = job.message(keys)
                     job.began = min(job.began, time.monotonic())
-                    with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # its death is seen below
-                        worker.pipe.send_bytes(message)
+                    with contextlib.suppress(OSError):  # its death is seen below
+                        worker.pipe.send(message)
 
                 first = min(job.began for job, _ in busy.values())
                 seconds = None if timeout is None else max(first + timeout - time.monotonic(), 0.0)
-                readable = wait([worker.pipe for worker in busy], seconds)
-                for worker in [worker for worker in busy if worker.pipe in readable]:
+                readable = wait([worker.pipe.socket for worker in busy], seconds)
+                for worker in [worker for worker in busy if worker.pipe.socket in readable]:
                     job, keys = busy[worker]
                     try:
-                        kind, *content = pickle.loads(worker.pipe.recv_bytes())
-                    except (EOFError, ConnectionResetError):
-                        del busy[worker]
-                        worker.kill()
+                        for message in worker.pipe.read():
+                            kind, *content = pickle.loads(message)
+                            if kind == "end":
+                                job.call.log.extend(content[0])
+                                self.idle.append(worker)
+                                del busy[worker]
+                            else:
+                                key, value = content
+                                (job.outcome.results if kind == "result" else job.outcome.errors)[key] = value
+                    except Exception as error:  # of the pipe, or of reading a result in this process
+                        busy.pop(worker, None)
+                        died = worker.died(error)
                         # The row that the worker was at has failed; the rows after it go to another worker.
                         if missing := job.outcome.missing(keys):
-                            code = worker.process.returncode
-                            cause = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-                            job.outcome.errors[missing[0]] = WorkerDiedError(f"its worker process ended with {cause}")
+                            job.outcome.errors[missing[0]] = died
                             waiting += [(job, missing[1:])] if missing[1:] else []
-                        continue
-                    if kind == "end":
-                        job.call.log.extend(content[0])
-                        self.idle.append(worker)
-                        del busy[worker]
-                    else:
-                        key, value = content
-                        (job.outcome.results if kind == "result" else job.outcome.errors)[key] = value
 
                 # Killing is the only way to stop a function; the worker is replaced when one is needed.
                 for worker in [worker for worker, (job, _) in busy.items() if job.is_late(timeout)]:

@@ -4,7 +4,6 @@ import functools
 import importlib
 import importlib.util
 import json
-import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,8 +22,10 @@ def reasoning_gym_score(completions: Sequence[Any], reasoning_gym: Sequence[str]
     for completion, reference in zip(completions, reasoning_gym, strict=True):
         entry = json.loads(reference)
         dataset = _dataset(json.dumps(entry["config"], sort_keys=True))
-        answers = re.findall(r"<answer>(.*?)</answer>", text_of(completion), re.DOTALL)
-        answer = (answers[-1] if answers else text_of(completion)).strip()
+        text = text_of(completion)
+        end = text.rfind("</answer>")
+        start = text.rfind("<answer>", 0, max(end, 0))
+        answer = (text[start + len("<answer>") : end] if start >= 0 else text).strip()
         scores.append(float(dataset.score_answer(answer, dataset[entry["index"]])))
     return scores
 

@@ -1,12 +1,14 @@
 """Parsers of a judge's reply: a number, a rubric's numbers, or the better of two answers."""
 
 import json
+import math
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from jaxrl_llm.rewards.signatures import RewardError, shorten
 
+OBJECT = re.compile(r'\{\s*["}]')
 NUMBER = r"[-+]?\d+(?:\.\d+)?"
 
 
@@ -63,17 +65,23 @@ def read_winner(text: str) -> float:
 
 
 def json_objects(text: str) -> Iterator[dict[str, Any]]:
-    """Every JSON object in a text, without those inside another one."""
-    decoder, start = json.JSONDecoder(), text.find("{")
-    while start >= 0:
+    """Every JSON object in a text, without those inside another one; those that are nested too deep are passed over.
+
+    The search ends where a text of many beginnings without an end would take time that is quadratic in its length.
+    """
+    decoder, position, work = json.JSONDecoder(), 0, 10**6 + 20 * len(text)
+    while work > 0 and (start := OBJECT.search(text, position)) is not None:
         try:
-            tree, end = decoder.raw_decode(text, start)
-        except ValueError:
-            end = start + 1
+            tree, position = decoder.raw_decode(text, start.start())
+        except json.JSONDecodeError as error:
+            position = start.start() + 1
+            work -= error.pos - position + error.pos // 64  # the error counts the lines before it
+        except (ValueError, RecursionError):  # an integer of too many digits, or too deep
+            position = start.start() + 1
+            work -= 50_000
         else:
             if isinstance(tree, dict):
                 yield tree
-        start = text.find("{", end)
 
 
 def _scaled(value: Any, scale: tuple[float, float] | None, text: str) -> float:
@@ -81,8 +89,10 @@ def _scaled(value: Any, scale: tuple[float, float] | None, text: str) -> float:
         if isinstance(value, bool):
             raise TypeError
         number = float(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         raise ReplyError(f"the score {value!r} is no number: {shorten(text)}") from None
+    if not math.isfinite(number):
+        raise ReplyError(f"the score {number} is not finite: {shorten(text)}")
     if scale is None:
         return number
     low, high = scale

@@ -16,6 +16,7 @@ import contextlib
 import functools
 import inspect
 import math
+import pickle
 import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -24,12 +25,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxrl_llm.config.resolve import ConfigError, resolve, resolve_with_options
+from jaxrl_llm.config.user_code import contained
 from jaxrl_llm.rewards.built_in import BUILT_IN
 from jaxrl_llm.rewards.call import SERVICES, Call, Outcome, Scores, mean_extras, read_results
 from jaxrl_llm.rewards.combined import CombinedGrader, call_if_present
 from jaxrl_llm.rewards.concurrency import AsyncCall, EventLoop, TimeUpError, run_here, within
 from jaxrl_llm.rewards.process_pool import WorkerDiedError, Workers, travels
-from jaxrl_llm.rewards.signatures import RewardError, accepted, as_grader, is_async, is_rowwise, reward_name
+from jaxrl_llm.rewards.signatures import RewardError, accepted, as_grader, is_async, is_rowwise, reward_name, shorten
 
 SETUP_SECONDS = 600.0
 SEARCH_SECONDS = 10.0  # to find the rows on which a batch function fails
@@ -108,11 +110,23 @@ def _resolve(spec: str | RewardFunction) -> RewardFunction:
         return functools.partial(function, **options) if options else function
     if function is CombinedGrader:
         options["graders"] = [_resolve(each) for each in options.get("graders", ())]
+    with contextlib.suppress(ValueError):  # of a class that is written in C, whose signature cannot be read
+        try:
+            inspect.signature(function).bind(**options)
+        except TypeError as error:
+            raise RewardError(
+                f"the reward {spec!r}: {error}; write {spec.partition('(')[0]}(name=value, ...)"
+            ) from None
     try:
-        inspect.signature(function).bind(**options)
-    except TypeError as error:
-        raise RewardError(f"the reward {spec!r}: {error}; write {spec.partition('(')[0]}(name=value, ...)") from None
-    return function(**options)
+        with contained():
+            made = function(**options)
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise RewardError(f"the reward {spec!r} cannot be made: {type(error).__name__}: {error}") from error
+    if not callable(made) and not hasattr(made, "grade"):
+        raise RewardError(f"the reward {spec!r} is a class, and what it makes, {shorten(made, 60)}, cannot be called")
+    return made
 
 
 class Rewards:
@@ -120,10 +134,11 @@ class Rewards:
 
     `names` are the functions' names made unique, in order; `weights` is float32 [F], ones unless given.
 
-    Async functions of a batch run at the same time. With `workers`, the others run in that many processes; without,
-    one after the other in the caller's thread, or with `timeout` in a thread of their own. `timeout` is the seconds
-    each function has for a batch; `on_timeout` is what late rows get: "stop" (an error), None or a number; `on_error`
-    is what rows get on which a function raises: "stop" (an error) or None.
+    Async functions of a batch run at the same time. With `workers`, the others run in that many processes; without, one
+    after the other in the caller's thread, or with `timeout` in a process, for nothing else ends code that holds
+    Python's lock. There, built-in functions and those that have no name or cannot travel run in a thread. `timeout` is
+    the seconds each function has for a batch; `on_timeout` is what late rows get: "stop" (an error), None or a number;
+    `on_error` is what rows get on which a function raises: "stop" (an error) or None.
 
     Raises RewardError: no function, weights that are not one finite number for each function, or a wrong setting.
     """
@@ -167,7 +182,12 @@ class Rewards:
                     f"rewards.on_timeout is {on_timeout!r}; it is stop, none, or the number that late rows get"
                 )
         self.loop = EventLoop()
-        self.workers = Workers(workers) if workers else None
+        self.in_workers = [
+            travels(function) and not is_async(grader) and (bool(workers) or (timeout is not None and _is_own(spec)))
+            for function, grader, spec in zip(self.functions, self.graders, self.specs, strict=True)
+        ]
+        self.must_travel = bool(workers)
+        self.workers = Workers(workers or 1) if any(self.in_workers) else None
         self.is_set_up = False
 
     def __call__(
@@ -254,9 +274,8 @@ class Pending:
 
     def __init__(self, rewards: Rewards, calls: list[Call], inputs: dict[str, list[Any]]):
         self.rewards, self.calls, self.inputs = rewards, calls, inputs
-        pool = rewards.workers
         self.asynchronous = {i: AsyncCall(rewards.loop, c, rewards.timeout) for i, c in enumerate(calls) if c.is_async}
-        self.sent = [i for i, call in enumerate(calls) if pool and not call.is_async and travels(rewards.functions[i])]
+        self.sent = [i for i in range(len(calls)) if rewards.in_workers[i]]
         self.from_workers: concurrent.futures.Future[list[Outcome]] | None = None
 
     def give(self, row: int, completion: Any, ids: Sequence[int]) -> None:
@@ -269,6 +288,8 @@ class Pending:
         """Start async functions and workers, once every row is given; time limits count from here."""
         for call in self.asynchronous.values():
             call.start()
+        if not self.rewards.must_travel:
+            self.sent = [i for i in self.sent if _travels(self.calls[i].arguments)]
         if self.rewards.workers is not None and self.sent:
             work = [(self.calls[i], self.rewards.specs[i]) for i in self.sent]
             self.from_workers = self.rewards.workers.start(work, self.rewards.timeout)
@@ -399,6 +420,19 @@ def _collect(logged: Logged, call: Call, scores: Scores, taken: tuple[str, ...])
         if column in logged.columns or column in taken:
             raise RewardError(f"reward {call.name!r} gave log_extra the column {column!r}, which is taken; rename it")
         logged.columns[column] = list(values)
+
+
+def _is_own(spec: str | None) -> bool:
+    """True for the name of a user's function."""
+    return spec is not None and spec.partition("(")[0] not in BUILT_IN
+
+
+def _travels(arguments: Mapping[str, Any]) -> bool:
+    try:
+        pickle.dumps(arguments)
+    except Exception:
+        return False
+    return True
 
 
 def _unique(names: Sequence[str]) -> tuple[str, ...]:

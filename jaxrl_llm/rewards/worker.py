@@ -7,23 +7,24 @@ import contextlib
 import os
 import pickle
 import signal
+import socket
 import sys
 import threading
 import time
-from multiprocessing.connection import Connection
 from typing import Any
 
 from jaxrl_llm.rewards.call import Call, Log
+from jaxrl_llm.rewards.frames import MARK_BYTES, Frames
 from jaxrl_llm.rewards.runner import load_grader
 
 
-def serve(pipe: Connection) -> None:
+def serve(frames: Frames) -> None:
     """Take tasks from the pipe, and send each row's result or error and then the log, until the pipe closes."""
     functions: dict[Any, Any] = {}
-    pipe.send_bytes(b"ready")
-    with contextlib.suppress(EOFError, KeyboardInterrupt, BrokenPipeError):
+    frames.send(b"ready")
+    with contextlib.suppress(EOFError, KeyboardInterrupt, OSError):
         while True:
-            spec, pickled, name, arguments, services, keys = pickle.loads(pipe.recv_bytes())
+            spec, pickled, name, arguments, services, keys = pickle.loads(frames.receive())
             identity, call = spec or pickled, None
             for key in keys:
                 try:
@@ -31,19 +32,19 @@ def serve(pipe: Connection) -> None:
                         if identity not in functions:
                             functions[identity] = load_grader(spec) if spec is not None else pickle.loads(pickled)
                         call = Call(name, functions[identity], arguments, services)
-                    _send(pipe, ("result", key, call.run(key)))
+                    _send(frames, ("result", key, call.run(key)))
                 except Exception as error:
-                    _send(pipe, ("error", key, error))
-            _send(pipe, ("end", Log() if call is None else call.log))
+                    _send(frames, ("error", key, error))
+            _send(frames, ("end", Log() if call is None else call.log))
 
 
-def _send(pipe: Connection, message: tuple[Any, ...]) -> None:
+def _send(frames: Frames, message: tuple[Any, ...]) -> None:
     try:
         data = pickle.dumps(message)
         pickle.loads(data)  # some errors can be pickled and not unpickled
     except Exception:
         data = pickle.dumps((*message[:2], RuntimeError(f"{type(message[-1]).__name__}: {message[-1]}")))
-    pipe.send_bytes(data)
+    frames.send(data)
 
 
 def end_with(parent: int) -> None:
@@ -55,4 +56,5 @@ def end_with(parent: int) -> None:
 
 if __name__ == "__main__":
     threading.Thread(target=end_with, args=(os.getppid(),), daemon=True).start()
-    serve(Connection(int(sys.argv[1])))
+    pipe = socket.socket(fileno=int(sys.argv[1]))
+    serve(Frames(pipe, pipe.recv(MARK_BYTES, socket.MSG_WAITALL)))

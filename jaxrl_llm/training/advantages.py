@@ -112,7 +112,7 @@ class AdvantageStep:
         scorable = ~jnp.isnan(raw)
         metrics = _reward_metrics(raw, rewards, self.reward_names, spec.group_size) | _length_metrics(rollout)
         if spec.overlong_buffer or spec.missing_eos_penalty or spec.reward_clip:
-            metrics["reward_shaping"] = masked_mean(scores - raw, scorable)
+            metrics["reward_shaping"] = _mean(scores - raw, scorable)
         kl = penalty = None
         if ref_logps is not None:
             estimate = kl_estimate(logps, ref_logps, spec.kl)
@@ -198,8 +198,12 @@ def advantage_rule(name: str) -> tuple[Callable[..., jax.Array], dict[str, Any]]
 
 
 def explained_variance(values, returns, mask) -> jax.Array:
-    """`1 - var(returns - values) / var(returns)` over the mask: 1 for a perfect critic, 0 for a constant one."""
-    return 1.0 - masked_var(returns - values, mask) / jnp.maximum(masked_var(returns, mask), 1e-8)
+    """`1 - var(returns - values) / var(returns)` over the mask: 1 for a perfect critic, 0 for a constant one.
+
+    NaN where the mask is empty.
+    """
+    explained = 1.0 - masked_var(returns - values, mask) / jnp.maximum(masked_var(returns, mask), 1e-8)
+    return jnp.where((mask > 0).any(), explained, jnp.nan)
 
 
 def _priority(columns, advantages, mask, group_size: int) -> jax.Array:
@@ -211,22 +215,31 @@ def _priority(columns, advantages, mask, group_size: int) -> jax.Array:
     return jnp.where(flat, 0.0, spread * size)
 
 
+def _mean(x, mask) -> jax.Array:
+    """The mean over the mask for a metric: NaN, which is written as null, where the mask is empty."""
+    return jnp.where((mask > 0).any(), masked_mean(x, mask), jnp.nan)
+
+
+def _std(x, mask) -> jax.Array:
+    return jnp.where((mask > 0).any(), jnp.sqrt(masked_var(x, mask)), jnp.nan)
+
+
 def _spread(name: str, x, mask) -> dict[str, jax.Array]:
-    """Mean, maximum and minimum over the mask; 0 where it is empty."""
+    """Mean, maximum and minimum over the mask; NaN where it is empty."""
     live = mask > 0
     extremes = {"max": jnp.where(live, x, -jnp.inf).max(), "min": jnp.where(live, x, jnp.inf).min()}
-    extremes = {f"{name}/{kind}": jnp.where(live.any(), value, 0.0) for kind, value in extremes.items()}
-    return {f"{name}/mean": masked_mean(x, mask), **extremes}
+    extremes = {f"{name}/{kind}": jnp.where(live.any(), value, jnp.nan) for kind, value in extremes.items()}
+    return {f"{name}/mean": _mean(x, mask), **extremes}
 
 
 def _objective_metrics(scores, mask, logps, penalty, kl_coef, rollout: Rollout) -> dict[str, jax.Array]:
     """TRL's metrics of PPO: means over rows of their sums over tokens."""
     scorable = ~jnp.isnan(scores)
-    metrics = {"val/num_eos_tokens": rollout.finished.sum(), "objective/rlhf_reward": masked_mean(scores, scorable)}
+    metrics = {"val/num_eos_tokens": rollout.finished.sum(), "objective/rlhf_reward": _mean(scores, scorable)}
     if logps is not None:
-        metrics["objective/entropy"] = masked_mean(masked_sum(-logps, mask, axis=-1), scorable)
+        metrics["objective/entropy"] = _mean(masked_sum(-logps, mask, axis=-1), scorable)
     if penalty is not None:
-        kl = masked_mean(masked_sum(penalty, mask, axis=-1), scorable)
+        kl = _mean(masked_sum(penalty, mask, axis=-1), scorable)
         metrics |= {"objective/kl": kl, "objective/non_score_reward": -kl_coef * kl}
         metrics["objective/rlhf_reward"] -= kl_coef * kl
     return metrics
@@ -239,7 +252,7 @@ def _reward_metrics(scores, rewards, names: tuple[str, ...], group_size: int) ->
         "reward": spread["reward/mean"],
         "reward_max": spread["reward/max"],
         "reward_min": spread["reward/min"],
-        "reward_std": jnp.sqrt(masked_var(scores, scorable)),
+        "reward_std": _std(scores, scorable),
         "frac_reward_zero_std": advantage_rules.frac_zero_std(scores, group_size),
         "unscorable_rows": advantage_rules.unscorable_rows(rewards).sum(),
     }
@@ -249,14 +262,15 @@ def _reward_metrics(scores, rewards, names: tuple[str, ...], group_size: int) ->
         metrics["reward_group_std"] = masked_mean(jnp.sqrt(masked_var(grouped, valid, axis=1)), valid.sum(axis=1) > 1)
     for i, name in enumerate(names):
         applies = ~jnp.isnan(rewards[:, i])
-        metrics[f"rewards/{name}/mean"] = masked_mean(rewards[:, i], applies)
-        metrics[f"rewards/{name}/std"] = jnp.sqrt(masked_var(rewards[:, i], applies))
+        metrics[f"rewards/{name}/mean"] = _mean(rewards[:, i], applies)
+        metrics[f"rewards/{name}/std"] = _std(rewards[:, i], applies)
     return metrics
 
 
 def _length_metrics(rollout: Rollout) -> dict[str, jax.Array]:
     lengths, ended = rollout.lengths, rollout.finished
     prompts = (rollout.segments > 0).sum(axis=1) - lengths
+    terminated = _spread("terminated", lengths, ended)
     return {
         "prompts/mean_length": prompts.mean(),
         "prompts/min_length": prompts.min(),
@@ -264,9 +278,9 @@ def _length_metrics(rollout: Rollout) -> dict[str, jax.Array]:
         "completions/mean_length": lengths.mean(),
         "completions/min_length": lengths.min(),
         "completions/max_length": lengths.max(),
-        "completions/mean_terminated_length": masked_mean(lengths, ended),
-        "completions/min_terminated_length": jnp.where(ended.any(), jnp.where(ended, lengths, lengths.max()).min(), 0),
-        "completions/max_terminated_length": jnp.where(ended, lengths, 0).max(),
+        "completions/mean_terminated_length": terminated["terminated/mean"],
+        "completions/min_terminated_length": terminated["terminated/min"],
+        "completions/max_terminated_length": terminated["terminated/max"],
         "completions/clipped_ratio": 1.0 - ended.mean(),
         "num_tokens": rollout.segments.sum(),
     }

@@ -21,6 +21,7 @@ from jax.sharding import Mesh
 
 from jaxrl_llm.algorithms.batch import Inputs
 from jaxrl_llm.config.resolve import ConfigError, resolve, resolve_with_options
+from jaxrl_llm.config.user_code import contained
 from jaxrl_llm.data.collate import pad_prompts
 from jaxrl_llm.data.templates import chat_ids, is_conversational, render_prompt
 from jaxrl_llm.distributed.sharding import local_rows, row_shards, rows_to_global
@@ -206,10 +207,11 @@ def call_rollout_function(
     count = trainer.num_generations
     rows, is_axolotl = len(prompts) * count, len(inspect.signature(function).parameters) > 2
     try:
-        if is_axolotl:
-            returned = function(trainer, trainer.processing_class, list(prompts), trainer.args)
-        else:
-            returned = function(list(prompts), trainer)
+        with contained():
+            if is_axolotl:
+                returned = function(trainer, trainer.processing_class, list(prompts), trainer.args)
+            else:
+                returned = function(list(prompts), trainer)
     except ConfigError:
         raise
     except Exception as error:

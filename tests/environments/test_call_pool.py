@@ -1,9 +1,11 @@
 """Concurrent calls: their number at once, their time limit, and late results."""
 
 import asyncio
+import sys
 import threading
 import time
 
+from jaxrl_llm.config.user_code import LeftError
 from jaxrl_llm.environments.call_pool import CallPool
 
 
@@ -39,6 +41,34 @@ def test_a_late_call_is_abandoned():
     assert [result.result for result in pool.poll(wait=True)] == ["again"]
     time.sleep(0.02)
     assert pool.poll(wait=False) == [] and pool.poll(wait=True) == []
+
+
+def test_calls_that_leave_are_errors_and_the_pool_goes_on():
+    def leave():
+        sys.exit(0)
+
+    def interrupt():
+        raise KeyboardInterrupt
+
+    async def leave_async():
+        sys.exit(0)
+
+    async def leave_in_a_task():
+        await asyncio.gather(leave_async(), asyncio.sleep(5))
+
+    async def cancel():
+        raise asyncio.CancelledError
+
+    async def fine():
+        await asyncio.sleep(0.01)
+        return 3
+
+    pool = CallPool(8, 20.0)
+    calls = dict(enumerate((leave, interrupt, leave_async, leave_in_a_task, cancel, fine)))
+    results = pool.run(calls)
+    assert [type(results[i].error) for i in range(5)] == [LeftError] * 5 and results[5].result == 3
+    assert pool.run({0: fine})[0].result == 3
+    pool.close()
 
 
 def test_async_calls_share_a_loop():

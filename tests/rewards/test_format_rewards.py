@@ -20,6 +20,8 @@ from jaxrl_llm.rewards.signatures import RewardError
         ("<think>a<think>b</think></think><answer>c</answer>", 0.0),
         ("<think>a</think><answer>b</answer><answer>c</answer>", 0.0),
         ("<answer>b</answer><think>a</think>", 0.0),
+        ("<think> </think><answer>b</answer>", 0.0),
+        ("<think>a</think><answer></answer>", 0.0),
     ],
 )
 def test_think_answer_format(text, reward):
@@ -31,6 +33,24 @@ def test_regex_match():
     assert f.regex_match(["xay", "a"], pattern="a", whole=True) == [0.0, 1.0]
     with pytest.raises(RewardError, match=r"regex_match: '\(' is no regular expression"):
         f.regex_match(["a"], pattern="(")
+
+
+def test_a_pattern_that_takes_for_ever_scores_zero_with_a_warning(monkeypatch):
+    monkeypatch.setattr(f, "ROW_SECONDS", 0.5)
+    texts = ["aaa", "a" * 40 + "!", "aa"]
+    with pytest.warns(UserWarning, match=r"the pattern '\^\(a\+\)\+\$' takes more than 0.5 seconds on 'aaa"):
+        assert f.regex_match(texts, pattern="^(a+)+$") == [1.0, 0.0, 1.0]
+    schema = {"type": "string", "pattern": "^(a+)+$"}
+    with pytest.warns(UserWarning, match="json_schema: the schema takes more than"):
+        assert f.json_schema([json.dumps(text) for text in texts], schema=schema) == [1.0, 0.0, 1.0]
+
+
+def test_json_that_is_nested_too_deep_fits_nothing():
+    deep = ["[" * 100_000, "[" * 900 + "]" * 900, '{"a":' * 5000, '{"a":' * 900 + "1" + "}" * 900]
+    tree = {"$defs": {"tree": {"items": {"$ref": "#/$defs/tree"}}}, "$ref": "#/$defs/tree", "type": "array"}
+    for schema in ({"type": "integer"}, tree):
+        assert f.json_schema([*deep, "[[]]"], schema=schema)[::2] == [0.0, 0.0, float(schema is tree)]
+    assert f.json_schema(["1" + "0" * 400], schema={"multipleOf": 0.5}) == [0.0]
 
 
 def test_lengths_count_tokens():
@@ -153,6 +173,10 @@ def test_math_accuracy():
     # A word is a product of variables to the parser, which 3 is not.
     assert math_accuracy(completions, answers) == [1.0, 1.0, 0.0, 0.0, None, 0.0]
     assert math_accuracy([r"\boxed{x^2 + 2x + 1}"], [r"$(x+1)^2$"]) == [1.0]
+    boxes = ["41=42", "x=42", "2+40=42", "42 or 43", r"42 \text{ or } 43", r"\pm 42", "42} or \\boxed{43", "1" * 2000]
+    completions = [rf"\boxed{{{box}}}" for box in boxes]
+    assert math_accuracy(completions, ["42"] * 8) == [0.0, 1.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0]
+    assert math_accuracy([r"\boxed{42} \boxed{43}", r"\boxed{x = \pm 1}"], ["43", r"x = \pm 1"]) == [1.0, 1.0]
 
 
 def test_math_accuracy_in_a_thread():

@@ -38,7 +38,7 @@ THOUGHTS = [
 
 
 def test_think_format():
-    assert f.think_format(completions=THOUGHTS) == [1.0, 0.0, 1.0, 0.0, 0.0, 0.0, 0.0, 1.0]
+    assert f.think_format(completions=THOUGHTS) == [1.0, 0.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0]
     assert f.think_format(completions=[messages(text) for text in THOUGHTS]) == f.think_format(completions=THOUGHTS)
 
 
@@ -120,7 +120,7 @@ def test_soft_overlong_counts_tokens():
 
 def test_parity_with_trl():
     rewards = pytest.importorskip("trl.rewards")
-    conversations = [messages(text) for text in THOUGHTS]
+    conversations = [messages(text) for text in THOUGHTS if text != "<think></think>"]  # theirs takes no thought too
     assert f.think_format(completions=conversations) == rewards.think_format_reward(conversations)
 
     ids = [[7] * count for count in range(0, 60, 7)] + [list(range(9)), [1, 2, 1, 2, 1, 2, 3]]

@@ -1,5 +1,6 @@
 """Judges against a real HTTP server on this machine."""
 
+import contextlib
 import json
 import random
 import re
@@ -7,6 +8,8 @@ import subprocess
 import sys
 import threading
 import time
+import warnings
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import numpy as np
 import pytest
@@ -265,6 +268,94 @@ def test_slow_answers_run_into_the_attempts_limit():
         release.set()
     assert graded.rewards.tolist() == [[-0.5]]
     assert graded.logged.totals["judge/failures"] == graded.logged.totals["judge/failed_rows"] == 1
+
+
+class Slow:
+    """A reply of one byte each 20 ms, without an end."""
+
+    def reply(self, write):
+        while True:
+            write(b" ")
+            time.sleep(0.02)
+
+
+class Huge:
+    def reply(self, write):
+        for _ in range(4000):
+            write(b"x" * 2**20)
+
+
+class SlowHead:
+    """Not even the headers end."""
+
+    def reply(self, write):
+        write(b"HTTP/1.1 200 OK\r\n")
+        while True:
+            write(b"A: b\r\n")
+            time.sleep(0.02)
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        (Slow, "timed out: there was no complete reply"),
+        (SlowHead, "timed out"),
+        (Huge, "more than 16777216 b"),
+    ],
+)
+def test_replies_without_an_end(kind, said):
+    sent = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self):
+            self.rfile.read(int(self.headers["Content-Length"]))
+            if kind is not SlowHead:
+                self.send_response(200)
+                self.end_headers()
+
+            def write(data):
+                self.wfile.write(data)
+                sent.append(len(data))
+
+            with contextlib.suppress(OSError):
+                kind().reply(write)
+
+        def log_message(self, *args):
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.daemon_threads = True
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        url = f"http://127.0.0.1:{server.server_port}/v1"
+        judge = Judge(url, "m", timeout=0.5 if kind is not Huge else 20, attempts=1, on_failure="none")
+        began = time.monotonic()
+        with pytest.warns(UserWarning, match=said):
+            assert np.isnan(ask(judge, ["a"]).rewards).all()
+        assert time.monotonic() - began < 15 and sum(sent) < 200 * 2**20
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"score":' * 50_000, "1" * 5000, '{"score": 1e999}', "1e999999"])
+@pytest.mark.parametrize("scale", [(0, 10), None])
+def test_replies_that_are_nested_too_deep_or_too_large_fail_their_row(text, scale):
+    bodies = [(200, {}, completion(text))] * 2
+    with JudgeServer(lambda _: bodies.pop()) as server, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        reward = ask(Judge(server.url, "m", scale=scale, on_failure="none"), ["a"]).rewards[0, 0]
+    assert np.isnan(reward) or (scale is None and np.isfinite(reward)) or text == "1e999999"
+
+
+def test_secrets_of_an_address_are_in_no_message():
+    with JudgeServer(lambda body: (400, {}, b"no user hunter2 with sk-query")) as server:
+        url = server.url.replace("://", "://me:hunter2@") + "?api-version=3&api_key=sk-query"
+        with pytest.raises(RewardError) as raised:
+            ask(Judge(url, "m", attempts=1), ["a"])
+        assert server.headers[0]["Authorization"].startswith("Basic")
+    message = str(raised.value)
+    assert "hunter2" not in message and "sk-query" not in message and "api-version=3" in message
 
 
 def test_a_server_that_is_not_there():

@@ -1,7 +1,10 @@
 import asyncio
+import copy
 import functools
 import math
 import re
+import signal
+import sys
 import threading
 import time
 
@@ -10,6 +13,7 @@ import pytest
 
 from jaxrl_llm.config.resolve import ConfigError
 from jaxrl_llm.rewards import functions
+from jaxrl_llm.rewards.combined import CombinedGrader
 from jaxrl_llm.rewards.runner import Rewards, load_rewards
 from jaxrl_llm.rewards.signatures import RewardError
 
@@ -236,12 +240,138 @@ def test_a_failure_of_the_batch_names_all_rows():
         grade(whole_batch_only, list("abc"))
 
 
-def test_an_exit_in_a_reward_is_not_swallowed():
-    def leave(completions, **_):
-        raise SystemExit(3)
+def leave(completions, **_):
+    sys.exit(0)
 
-    with pytest.raises(SystemExit):
-        grade(leave, ["a"], timeout=5.0)
+
+def interrupt(completions, **_):
+    raise KeyboardInterrupt
+
+
+async def leave_async(completions, **_):
+    sys.exit(0)
+
+
+async def cancel(completions, **_):
+    raise asyncio.CancelledError
+
+
+async def leave_in_a_task(completions, **_):
+    await asyncio.gather(leave_async(completions))
+
+
+def recurse(completions, **_):
+    return recurse(completions)
+
+
+class Leaver:
+    name = "leave_by_row"
+
+    def grade(self, sample):
+        sys.exit(1)
+
+
+class AsyncLeaver:
+    name = "leave_by_row"
+
+    async def grade(self, sample):
+        sys.exit(1)
+
+
+@pytest.mark.parametrize(
+    ("reward", "name", "said"),
+    [
+        (leave, "leave", r"LeftError: it called sys.exit\(0\)"),
+        (interrupt, "interrupt", r"LeftError: it raised KeyboardInterrupt"),
+        (leave_async, "leave_async", r"LeftError: it called sys.exit\(0\)"),
+        (cancel, "cancel", r"LeftError: it raised CancelledError"),
+        (leave_in_a_task, "leave_in_a_task", r"LeftError: it called sys.exit\(0\)"),
+        (recurse, "recurse", "RecursionError"),
+        (Leaver(), "leave_by_row", r"LeftError: it called sys.exit\(1\)"),
+        (AsyncLeaver(), "leave_by_row", r"LeftError: it called sys.exit\(1\)"),
+        (CombinedGrader([leave_async, leave]), "combined", r"LeftError: it called sys.exit\(0\)"),
+    ],
+)
+@pytest.mark.parametrize("timeout", [None, 20.0])
+def test_a_reward_that_leaves_is_an_error_with_its_name(reward, name, said, timeout):
+    with pytest.raises(RewardError, match=f"reward {name!r} raised {said}"):
+        grade(reward, ["a"], timeout=timeout)
+
+
+@pytest.mark.parametrize("method", ["setup", "close"])
+@pytest.mark.parametrize("is_async", [False, True])
+def test_setup_and_close_that_leave(method, is_async):
+    class Grader:
+        def grade(self, sample):
+            return 0.0
+
+    async def leaves_async(self):
+        sys.exit(0)
+
+    setattr(Grader, method, leaves_async if is_async else lambda self: sys.exit(0))
+    rewards = load_rewards(Grader())
+    if method == "close":
+        rewards.setup()
+    with pytest.raises(RewardError, match=rf"{method}\(\) of reward 'Grader' raised LeftError"):
+        getattr(rewards, method)()
+
+
+def test_ctrl_c_in_a_reward_stops_the_run():
+    def pressed(completions, **_):
+        signal.raise_signal(signal.SIGINT)
+        time.sleep(5)
+
+    for function in (pressed, lambda completions, **_: asyncio.run(asyncio.to_thread(pressed, completions))):
+        with pytest.raises(KeyboardInterrupt):
+            load_rewards(function, on_error="none")(["p"], ["a"], [[1]], {})
+
+
+def test_arguments_are_copies_at_every_depth():
+    def spoils(prompts, completions, completion_ids, tags, **_):
+        prompts[0][0]["content"] = completions[0] = "spoiled"
+        completion_ids[0].clear()
+        tags[0]["deep"].append(3)
+        return [0.0]
+
+    class SpoilingGrader:
+        def grade(self, sample):
+            sample.columns["tags"]["deep"].clear()
+            return 0.0
+
+    seen = []
+    tags = [{"deep": [1, 2]}]
+
+    def sees(**columns):
+        seen.append(copy.deepcopy(columns))
+        return [0.0]
+
+    prompt = [{"role": "user", "content": "a"}]
+    load_rewards([spoils, SpoilingGrader(), sees])([prompt], ["b"], [[1, 2]], {"tags": tags})
+    assert seen[0]["prompts"] == [[{"role": "user", "content": "a"}]] and seen[0]["completion_ids"] == [[1, 2]]
+    assert seen[0]["completions"] == ["b"] and seen[0]["tags"] == tags == [{"deep": [1, 2]}]
+
+
+@pytest.mark.parametrize(
+    "results", [{1.0, 2.0}, frozenset((1.0, 2.0)), {1.0: 1, 2.0: 2}.keys(), iter([1.0, 2.0]), b"ab"]
+)
+def test_results_without_an_order_are_refused(results):
+    with pytest.raises(RewardError, match=r"reward 'grade' returned .*; it returns a list of 2 numbers"):
+        grade_results(results)
+
+
+def grade_results(results):
+    def grade(completions, **_):
+        return results
+
+    return load_rewards(grade)(["p"] * 2, ["a", "b"], [[1]] * 2, {})
+
+
+@pytest.mark.parametrize(
+    "name", ["int", "float", "dict", "len", "print", "exit", "open", "object", "sorted", "Exception"]
+)
+def test_functions_that_are_no_rewards(name):
+    with pytest.raises(RewardError, match=name):
+        load_rewards(f"builtins:{name}")(["p"], ["a"], [[1]], {})
 
 
 @pytest.mark.parametrize(

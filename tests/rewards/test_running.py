@@ -3,6 +3,7 @@
 import asyncio
 import os
 import signal
+import threading
 import time
 
 import numpy as np
@@ -185,7 +186,7 @@ def test_submit_starts_async_functions():
 # --- worker processes -------------------------------------------------------------------------------------------------
 
 WORKER_FILE = """
-import os, signal, time
+import os, re, signal, sys, time
 
 def process(completions, **kwargs):
     return [float(os.getpid())] * len(completions)
@@ -208,6 +209,23 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 
 def hang(completions, **kwargs):
     time.sleep(60)
+
+def leave(completions, **kwargs):
+    sys.exit(0)
+
+def junk(completions, **kwargs):
+    os.write(int(sys.argv[1]), b"garbage" * 1000)
+    return [1.0] * len(completions)
+
+def closed(completions, **kwargs):
+    os.close(int(sys.argv[1]))
+    time.sleep(0.1)
+
+def pattern(completions, **kwargs):
+    re.match("(a+)+$", "a" * 40 + "!")
+
+def interrupt(completions, **kwargs):
+    raise KeyboardInterrupt
 """
 
 
@@ -250,6 +268,35 @@ def test_a_worker_that_hangs_is_killed(worker_file):
     with pytest.raises(RewardError, match=r"reward 'hang' took more than rewards.timeout=1.5 seconds"):
         submit(f"{worker_file}:hang", ["a"], workers=1, timeout=1.5)
     assert time.monotonic() - started < 10
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("leave", r"raised LeftError: it called sys.exit\(0\)"),
+        ("interrupt", r"raised LeftError: it raised KeyboardInterrupt"),
+        ("junk", "raised WorkerDiedError: something else than messages came through the pipe of its worker process"),
+        ("closed", "raised WorkerDiedError: it"),
+    ],
+)
+def test_a_worker_that_is_left_or_spoiled(worker_file, name, said):
+    rewards = load_rewards([f"{worker_file}:{name}"], workers=1)
+    with pytest.raises(RewardError, match=f"reward '{name}' {said}"):
+        rewards(["p"], ["a"], [[1]], {})
+    rewards.close()
+
+
+def test_a_time_limit_holds_for_a_pattern_without_workers(worker_file):
+    """A function with a name runs in a process when there is a limit, for a thread cannot be ended."""
+    started = time.monotonic()
+    with pytest.raises(RewardError, match=r"reward 'pattern' took more than rewards.timeout=1.0 seconds"):
+        submit(f"{worker_file}:pattern", ["a"], timeout=1.0)
+    assert time.monotonic() - started < 30
+    assert numbers(f"{worker_file}:process", ["a"]).tolist() == [os.getpid()]
+    assert numbers(f"{worker_file}:process", ["a"], {"lock": [threading.Lock()]}, timeout=60.0).tolist() == [
+        os.getpid()
+    ]
+    assert numbers(f"{worker_file}:process", ["a"], timeout=60.0).tolist() != [os.getpid()]
 
 
 def test_functions_that_cannot_travel_are_named():

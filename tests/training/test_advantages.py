@@ -63,6 +63,15 @@ def test_unscorable_rows_move_no_baseline():
     np.testing.assert_allclose(result.priority, [0.0, np.std([3.5, 1.0], ddof=1) * 1.25], rtol=1e-5)
 
 
+def test_means_over_no_rows_are_nan():
+    metrics = advantages_of([[NAN, 1.0]] * 2 + [[NAN, 3.0]] * 2, weights=(1.0, 1.0)).metrics
+    assert np.isnan(metrics["rewards/r0/mean"]) and np.isnan(metrics["rewards/r0/std"])
+    assert metrics["rewards/r1/mean"] == metrics["reward"] == 2.0
+    metrics = advantages_of([NAN] * 4).metrics
+    assert all(np.isnan(metrics[name]) for name in ("reward", "reward_std", "reward_max", "reward_min"))
+    assert metrics["unscorable_rows"] == 4 and metrics["advantages/mean"] == 0
+
+
 def test_unscorable_rows_stay_out_of_whitening():
     result = advantages_of([1.0, NAN, 3.0, 0.0], advantage="reinforce_plus_plus")
     values = np.asarray(result.advantages)

@@ -2,6 +2,7 @@
 
 import http.server
 import json
+import sys
 import threading
 import types
 
@@ -135,6 +136,8 @@ def test_what_a_function_may_not_return(rollout, said, message):
 def test_errors_of_functions(rollout):
     with pytest.raises(ConfigError, match="rollout_func raised ZeroDivisionError"):
         rollout(lambda prompts, trainer: 1 / 0)
+    with pytest.raises(ConfigError, match=r"rollout_func raised LeftError: it called sys.exit\(0\)"):
+        rollout(lambda prompts, trainer: sys.exit(0))
     with pytest.raises(ConfigError, match="must return a list of 4 texts"):
         rollout(lambda model, processing_class, prompts, generation_config: ["a"])
     with pytest.raises(ConfigError, match="generate got temperature; how the policy is sampled"):
@@ -196,6 +199,11 @@ def test_a_server_that_fails_is_named(rollout, monkeypatch):
         rollout(served(server))
     strip = lambda answer: {"choices": [{**c, "token_ids": None} for c in answer["choices"]]}  # noqa: E731
     with Server(strip) as server, pytest.raises(ConfigError, match=r"returned no token_ids.*return_token_ids"):
+        rollout(served(server))
+    for change in (lambda answer: [1], lambda answer: {"choices": [1, 2]}, lambda answer: {"choices": None}):
+        with Server(change) as server, pytest.raises(ConfigError, match="answered without a list of choices"):
+            rollout(served(server))
+    with Server(lambda answer: "x" * 3_000_000) as server, pytest.raises(ConfigError, match="the reply has more than"):
         rollout(served(server))
     away = types.SimpleNamespace(url="http://127.0.0.1:9/v1")
     with pytest.raises(ConfigError, match=r"did not answer within 2 seconds.*start the server"):

@@ -16,6 +16,7 @@ from jaxrl_llm.algorithms.sample_statistics import (
     passes_at_k,
     worst_of_k,
 )
+from jaxrl_llm.config.user_code import contained
 from jaxrl_llm.rewards.signatures import RewardError
 
 SOURCE = "data_source"  # the column that names the source of a row
@@ -31,6 +32,7 @@ class PromptResult(NamedTuple):
     correct: np.ndarray  # [n] bool
     answers: Answers = None  # n
     source: str | None = None
+    graded: bool = True  # the first reward applies to one of them at least
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,8 @@ class EvalMetrics:
         answers = []
         for row, text in enumerate(texts):
             try:
-                answer = self.answer(text)
+                with contained():
+                    answer = self.answer(text)
             except Exception as error:
                 raise RewardError(f"eval.answer raised {type(error).__name__}: {error}, on completion {row}") from error
             answers.append(None if answer is None else str(answer))
@@ -67,7 +70,8 @@ def prompt_results(
     """The result of each prompt, whose `counts` completions are adjacent rows.
 
     `rewards [N, F]` (nan where one does not apply) and `answers` are of the completions, `sources` of the prompts. A
-    completion is correct when its first reward is at least `correct_at`.
+    completion is correct when its first reward is at least `correct_at`; a prompt to whose completions it never applies
+    has no accuracy.
     """
     combined = np.asarray(combine_rewards(rewards, weights))
     correct, ends = rewards[:, 0] >= correct_at, np.cumsum(counts)
@@ -77,6 +81,7 @@ def prompt_results(
             correct[end - count : end],
             None if answers is None else answers[end - count : end],
             None if source is None else str(source),
+            not np.isnan(rewards[end - count : end, 0]).all(),
         )
         for count, end, source in zip(counts, ends, sources, strict=True)
     ]
@@ -96,22 +101,24 @@ def summary(
 ) -> dict[str, float]:
     """`reward`, `accuracy`, `greedy_accuracy`, `pass@k`, and the optional ones of `metrics`: means over prompts.
 
-    k is every power of two up to the number of samples (the fewest of any prompt), and that number; from 2 on for
-    `maj@k`, `best@k` and `worst@k`. With an interval `reward`, the accuracies, and `pass@k` and `maj@k` of the largest
-    k have `_low` and `_high` too.
+    A mean over no prompt, where the first reward applies to none or no reward does, is nan. k is every power of two up
+    to the number of samples (the fewest of any prompt), and that number; from 2 on for `maj@k`, `best@k` and `worst@k`.
+    With an interval `reward`, the accuracies, and `pass@k` and `maj@k` of the largest k have `_low` and `_high` too.
     """
     rewards, correct = [result.rewards for result in results], [result.correct for result in results]
     ks, estimate = counts_of_k(min(map(len, correct))), metrics.estimate
     by_prompt: dict[str, Any] = {
         "reward": [mean_of(row) for row in rewards],
-        "accuracy": [row.mean() for row in correct],
+        "accuracy": _of_graded([row.mean() for row in correct], results),
     }
     if greedy is not None:
-        by_prompt["greedy_accuracy"] = [result.correct.mean() for result in greedy]
-    by_prompt |= {f"pass@{k}": passes_at_k(correct, k, estimate) for k in ks}
+        by_prompt["greedy_accuracy"] = _of_graded([result.correct.mean() for result in greedy], greedy)
+    by_prompt |= {f"pass@{k}": _of_graded(passes_at_k(correct, k, estimate), results) for k in ks}
     answers = [result.answers for result in results if result.answers is not None]
     if len(answers) == len(results):
-        by_prompt |= {f"maj@{k}": majority_of_k(answers, correct, k, estimate) for k in ks if k > 1}
+        by_prompt |= {
+            f"maj@{k}": _of_graded(majority_of_k(answers, correct, k, estimate), results) for k in ks if k > 1
+        }
     if metrics.extremes:
         by_prompt |= {f"best@{k}": best_of_k(rewards, k, estimate) for k in ks if k > 1}
         by_prompt |= {f"worst@{k}": worst_of_k(rewards, k, estimate) for k in ks if k > 1}
@@ -122,3 +129,8 @@ def summary(
                 interval = bootstrap_interval(by_prompt[name], metrics.interval)
                 values[f"{name}_low"], values[f"{name}_high"] = interval
     return values
+
+
+def _of_graded(values: Any, results: Sequence[PromptResult]) -> np.ndarray:
+    """The values of prompts `[B]`, nan for those that are not graded."""
+    return np.where([result.graded for result in results], values, np.nan)

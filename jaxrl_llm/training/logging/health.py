@@ -49,10 +49,10 @@ def health_warnings(spec: HealthSpec, metrics: Mapping[str, float]) -> dict[str,
         )
     if not math.isfinite(metrics.get("loss", 0.0)):
         warnings["nonfinite_loss"] = f"the loss is {metrics['loss']:g}: look for a rate that is too high, or bad rows"
-    if not math.isfinite(metrics.get("reward", 0.0)):
-        warnings["nonfinite_reward"] = f"the mean reward is {metrics['reward']:g}: no completion could be graded"
-    elif metrics.get("unscorable_rows", 0):
+    if metrics.get("unscorable_rows", 0):
         warnings["unscorable_rows"] = f"{metrics['unscorable_rows']:g} completions have no reward, and teach nothing"
+    elif not math.isfinite(metrics.get("reward", 0.0)):
+        warnings["nonfinite_reward"] = f"the mean reward is {metrics['reward']:g}: no completion could be graded"
     return warnings
 
 

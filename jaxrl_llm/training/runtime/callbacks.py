@@ -17,6 +17,7 @@ from typing import Any, Protocol
 
 from jaxrl_llm.config import ConfigDict, ConfigError, from_json
 from jaxrl_llm.config.resolve import closest, resolve_with_options
+from jaxrl_llm.config.user_code import contained
 from jaxrl_llm.distributed.processes import all_or_none, gather
 from jaxrl_llm.models.model import Model
 
@@ -214,7 +215,8 @@ def _load(spec: str) -> Any:
     except TypeError as error:
         raise ConfigError(f"the callback {spec!r}: {error}; write {spec.partition('(')[0]}(name=value, ...)") from None
     try:
-        return make(**options)
+        with contained():
+            return make(**options)
     except ConfigError:
         raise
     except Exception as error:
@@ -232,7 +234,8 @@ def _hook(callback: Any, name: str) -> Callable[[Moment], Any] | None:
 def _naming(name: str, hook: str, step: int):
     """Turns the errors of a callback into CallbackError, with its name, the hook and the step."""
     try:
-        yield
+        with contained():
+            yield
     except ConfigError as error:
         raise CallbackError(f"the callback {name}, {hook} at step {step}: {error}") from error
     except Exception as error:

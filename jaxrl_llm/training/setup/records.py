@@ -4,6 +4,7 @@ from pathlib import Path
 
 from jaxrl_llm.config import default, eval_set, flat
 from jaxrl_llm.config.schema import KEYS, OFFLINE
+from jaxrl_llm.config.secrets import masked
 from jaxrl_llm.training.checkpoint.manager import CheckpointSpec, Keep
 from jaxrl_llm.training.checkpoint.object_store import path_of
 from jaxrl_llm.training.logging.health import HealthSpec
@@ -35,7 +36,7 @@ def logging_spec(config) -> LoggingSpec:
         total_steps=config.total_steps,
         progress=progress,
         settings=shown_settings(config),
-        all_settings=flat(config.to_dict()),
+        all_settings=masked(flat(config.to_dict())),
         names=metric_names(config),
         project=c.project,
         run_name=c.run_name,
@@ -53,7 +54,7 @@ def shown_settings(config) -> dict[str, str]:
         value, usual = ((tree[section] if section else tree)[leaf] for tree in (config, defaults))
         applies = section != "rollout" or config.algorithm.name not in OFFLINE
         if value != usual or (key.name in SHOWN_SETTINGS and applies):
-            shown[key.name] = key.show(value)
+            shown[key.name] = masked(key.show(value))
     return shown
 
 

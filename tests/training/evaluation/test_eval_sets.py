@@ -15,7 +15,7 @@ from jaxrl_llm.distributed.sharding import make_mesh
 from jaxrl_llm.models.model import load_model
 from jaxrl_llm.rollout.sampling import SamplingParams
 from jaxrl_llm.training.evaluation import metrics
-from jaxrl_llm.training.evaluation.metrics import EvalMetrics, PromptResult, summary
+from jaxrl_llm.training.evaluation.metrics import EvalMetrics, PromptResult, prompt_results, summary
 from jaxrl_llm.training.evaluation.run import check_best, named_sets
 from jaxrl_llm.training.logging.console import evaluation_line
 from jaxrl_llm.training.setup.evaluation import build_evaluations, eval_metrics, eval_parts, eval_spec
@@ -60,6 +60,16 @@ def test_a_summary_by_hand():
     })  # fmt: skip
 
 
+def test_prompts_that_the_first_reward_leaves_out_have_no_accuracy():
+    rewards = np.array([[1.0], [0.0], [np.nan], [np.nan]], np.float32)
+    results = prompt_results(rewards, np.ones(1, np.float32), [2, 2], 1.0, ["4", "5", "4", "4"], ["a", "b"])
+    metrics = EvalMetrics(interval=0.9)
+    assert summary(results, metrics) == pytest.approx(summary(results[:1], metrics))
+    empty = summary(results[1:], metrics, results[1:])
+    assert set(empty) >= {"reward", "accuracy", "greedy_accuracy", "pass@1", "maj@2", "accuracy_low"}
+    assert np.isnan(list(empty.values())).all()
+
+
 def test_a_summary_with_everything():
     rows = [result_of([1, 1, 0], ["4", "4", "5"]), result_of([0, 0, 1], ["7", "7", "8"])]
     found = summary(rows, EvalMetrics(extremes=True, interval=0.9))
@@ -83,7 +93,7 @@ def test_no_majority_without_all_answers():
 @pytest.mark.parametrize(
     ("name", "text", "answer"),
     [
-        ("boxed", r"so \boxed{ \frac{1}{2} }.", r"\frac{1}{2}"), ("boxed", "so 2", None),
+        ("boxed", r"so \boxed{ \frac{1}{2} }.", "0.5"), ("boxed", "so 2", None),
         ("number", "1,000.0 it is", "1000"), ("number", "none", None),
         ("hashes", "12\n#### $1,250", "1250"), ("hashes", "12", None), ("text", " 12 ", "12"), ("text", " ", None),
     ],

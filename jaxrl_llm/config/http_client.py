@@ -1,0 +1,101 @@
+"""HTTP requests that end: with a limit on their whole time, and on the size of a reply."""
+
+import asyncio
+import os
+import ssl
+import threading
+from typing import NamedTuple
+
+import httpx
+
+from jaxrl_llm.config.user_code import run_forever
+
+
+class Reply(NamedTuple):
+    """A reply: its status and reason, its headers, and its bytes."""
+
+    status: int
+    reason: str
+    headers: httpx.Headers
+    data: bytes
+
+    @property
+    def ok(self) -> bool:
+        """True for a status of success; redirects are none."""
+        return 200 <= self.status < 300
+
+
+class RequestError(Exception):
+    """A request without a reply: no connection, or no complete reply in time."""
+
+
+class TooLargeError(RequestError):
+    """A reply that is larger than its reader takes."""
+
+
+class HttpClient:
+    """A client whose `post` may be called from any thread, `connections` at once.
+
+    It does not follow redirects, for they would carry a key to another host. Its event loop, in a thread of its own, is
+    what can end a request at any point: a socket's own timeout begins anew with each byte.
+    """
+
+    def __init__(self, connections: int):
+        self.loop = asyncio.new_event_loop()
+        self.client = httpx.AsyncClient(
+            timeout=None,
+            # Idle connections are closed before common servers do it, after 5 seconds: no request meets a closed one.
+            limits=httpx.Limits(max_connections=connections, keepalive_expiry=3.0),
+            verify=ssl.create_default_context(),  # the machine's certificates, a company's own among them
+        )
+        threading.Thread(target=self._serve, daemon=True, name="requests").start()
+
+    def post(self, url: str, content: bytes, headers: dict[str, str], seconds: float, largest: int) -> Reply:
+        """The reply to a request, in `seconds` from connecting to the last byte.
+
+        Raises RequestError; TooLargeError for a reply of more than `largest` bytes.
+        """
+        request = self._post(url, content, headers, seconds, largest)
+        try:
+            return asyncio.run_coroutine_threadsafe(request, self.loop).result()
+        except TimeoutError:
+            raise RequestError(f"timed out: there was no complete reply within {seconds:g} seconds") from None
+        except (httpx.RequestError, httpx.InvalidURL, OSError) as error:
+            cause: BaseException = error
+            while (earlier := cause.__cause__ or cause.__context__) is not None:
+                cause = earlier
+            number = getattr(cause, "errno", None)
+            reason = os.strerror(number) if isinstance(number, int) else str(cause)
+            raise RequestError(
+                f"{type(error).__name__}: {error}{'' if reason in str(error) else f' ({reason})'}"
+            ) from error
+
+    async def _post(self, url: str, content: bytes, headers: dict[str, str], seconds: float, largest: int) -> Reply:
+        async with (
+            asyncio.timeout(seconds),
+            self.client.stream("POST", url, content=content, headers=headers) as response,
+        ):
+            data = bytearray()
+            async for chunk in response.aiter_bytes():
+                data += chunk
+                if len(data) > largest:
+                    raise TooLargeError(f"the reply has more than {largest} bytes")
+            return Reply(response.status_code, response.reason_phrase, response.headers, bytes(data))
+
+    def close(self) -> None:
+        """Cancel the requests that still run, close the connections, and end the thread."""
+
+        async def stop() -> None:
+            requests = asyncio.all_tasks() - {asyncio.current_task()}
+            for request in requests:
+                request.cancel()
+            await asyncio.gather(*requests, return_exceptions=True)
+            await self.client.aclose()
+            self.loop.stop()
+
+        if not self.loop.is_closed():
+            asyncio.run_coroutine_threadsafe(stop(), self.loop)
+
+    def _serve(self) -> None:
+        run_forever(self.loop)
+        self.loop.close()

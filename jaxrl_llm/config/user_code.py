@@ -1,0 +1,89 @@
+"""Calls of users' functions: whatever such a function does to leave, `sys.exit` included, it ends in an error.
+
+with contained():
+    results = function(completions)  # raises an Exception, or Ctrl-C and nothing else
+"""
+
+import asyncio
+import contextlib
+import dis
+import threading
+from collections.abc import Iterator
+from types import TracebackType
+
+RAISE = dis.opmap["RAISE_VARARGS"]
+
+
+class LeftError(Exception):
+    """A function that called `sys.exit`, or raised another exception that would have ended its process or thread."""
+
+
+@contextlib.contextmanager
+def contained() -> Iterator[None]:
+    """Raise LeftError for what a function raises beside ordinary errors.
+
+    Ctrl-C passes, and so do this package's own exits and the cancellation of the coroutine that this is in.
+    """
+    try:
+        yield
+    except Exception:
+        raise
+    except BaseException as error:
+        if _comes_from_outside(error):
+            raise
+        said = f"it called sys.exit({error.code!r})" if isinstance(error, SystemExit) else f"it raised {error!r}"
+        raise LeftError(f"{said}, in {place(error)}").with_traceback(error.__traceback__) from error
+
+
+def _comes_from_outside(error: BaseException) -> bool:
+    if isinstance(error, SystemExit):
+        return is_own_exit(error)
+    if isinstance(error, asyncio.CancelledError):
+        with contextlib.suppress(RuntimeError):  # there is no running event loop
+            task = asyncio.current_task()
+            return task is not None and task.cancelling() > 0
+    return isinstance(error, GeneratorExit) or (isinstance(error, KeyboardInterrupt) and is_ctrl_c(error))
+
+
+def is_ctrl_c(error: KeyboardInterrupt) -> bool:
+    """True unless a function raised the KeyboardInterrupt itself; only the main thread gets those of Ctrl-C."""
+    if threading.current_thread() is not threading.main_thread():
+        return False
+    if (traceback := _innermost(error)) is None:
+        return True
+    # Python raises that of a signal between two instructions; asyncio.run passes it on by a statement of its own.
+    frame = traceback.tb_frame
+    raised = frame.f_code.co_code[traceback.tb_lasti] == RAISE
+    return not raised or frame.f_globals.get("__name__", "").startswith("asyncio.")
+
+
+def is_own_exit(error: SystemExit) -> bool:
+    """True for an exit that this package raised itself: after --help, and of a run that is preempted."""
+    traceback, package = _innermost(error), __name__.partition(".")[0]
+    return traceback is None or traceback.tb_frame.f_globals.get("__name__", "").partition(".")[0] == package
+
+
+def place(error: BaseException) -> str:
+    """The function in which an error was raised, with file and line."""
+    if (traceback := _innermost(error)) is None:
+        return "an unknown place"
+    code = traceback.tb_frame.f_code
+    return f"{code.co_qualname} ({code.co_filename}:{traceback.tb_lineno})"
+
+
+def _innermost(error: BaseException) -> TracebackType | None:
+    """The traceback's last entry: where the error was raised first."""
+    traceback = error.__traceback__
+    while traceback is not None and traceback.tb_next is not None:
+        traceback = traceback.tb_next
+    return traceback
+
+
+def run_forever(loop: asyncio.AbstractEventLoop) -> None:
+    """Run an event loop until it is stopped, past tasks that call `sys.exit`, whose errors their futures hold."""
+    while True:
+        try:
+            loop.run_forever()
+            return
+        except (SystemExit, KeyboardInterrupt):
+            continue

@@ -1,0 +1,104 @@
+"""What users' functions do to leave, and what comes from outside."""
+
+import asyncio
+import signal
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from jaxrl_llm.config.flags import load_config_file
+from jaxrl_llm.config.http_client import HttpClient, RequestError
+from jaxrl_llm.config.resolve import ConfigError, import_file
+from jaxrl_llm.config.secrets import masked
+from jaxrl_llm.config.user_code import LeftError, contained
+
+
+def raised_in(function):
+    with contained():
+        return function()
+
+
+def leave(error):
+    raise error
+
+
+@pytest.mark.parametrize("error", [SystemExit(0), KeyboardInterrupt(), asyncio.CancelledError(), BaseException("own")])
+def test_leaving_is_an_error_that_names_the_function(error):
+    with pytest.raises(LeftError, match=r"in leave \(.*test_user_code.py:\d+\)"):
+        raised_in(lambda: leave(error))
+
+
+def test_errors_results_and_ctrl_c_pass():
+    assert raised_in(lambda: 3) == 3
+    with pytest.raises(KeyError):
+        raised_in(lambda: {}["a"])
+    with pytest.raises(KeyboardInterrupt):
+        raised_in(lambda: signal.raise_signal(signal.SIGINT))
+    outcome = []
+
+    def in_a_thread():
+        try:
+            raised_in(lambda: leave(KeyboardInterrupt()))
+        except LeftError as error:
+            outcome.append(error)
+
+    thread = threading.Thread(target=in_a_thread)
+    thread.start()
+    thread.join()
+    assert len(outcome) == 1
+
+
+def test_a_cancellation_from_outside_passes():
+    async def waits():
+        with contained():
+            await asyncio.sleep(60)
+
+    async def cancels():
+        task = asyncio.create_task(waits())
+        await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(cancels())
+
+
+def test_files_that_leave_when_they_are_read(tmp_path):
+    (tmp_path / "leaves.py").write_text("import sys\nsys.exit(0)\n")
+    with pytest.raises(ConfigError, match=r"leaves.py:2: LeftError: it called sys.exit\(0\)"):
+        import_file(tmp_path / "leaves.py")
+    (tmp_path / "config.py").write_text("import sys\ndef get_config():\n    sys.exit()\n")
+    with pytest.raises(ConfigError, match=r"config.py:3: LeftError: it called sys.exit\(None\)"):
+        load_config_file(str(tmp_path / "config.py"))
+
+
+def test_a_command_never_ends_well_by_an_exit_of_somebody_else(tmp_path):
+    code = "import sys\nfrom jaxrl_llm.config.flags import run\ndef leaves(_): sys.exit(0)\nrun(leaves)"
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60)
+    assert ended.returncode == 1 and "error: sys.exit(0) was called in leaves (<string>:3)" in ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("judge(url='http://me:hunter2@host/v1')", "judge(url='http://***@host/v1')"),
+        ("https://token@host?a=1&api_key=sk-1&b=2#c", "https://***@host?a=1&api_key=***&b=2#c"),
+        ("https://host/v1?key=AIza 'x'", "https://host/v1?key=*** 'x'"),
+        ("https://host/?access_token=1;Signature=2", "https://host/?access_token=***;Signature=***"),
+        ("https://host/a@b?monkeys=3", "https://host/a@b?monkeys=***"),
+        ("me@host.org and a?key=b", "me@host.org and a?key=b"),
+    ],
+)
+def test_masked(text, shown):
+    assert masked(text) == shown
+    assert masked({"a": (text, [text], 3)}) == {"a": (shown, [shown], 3)}
+    assert str(ConfigError(f"{text}!")) == f"{shown}!".replace("***!", "***")
+
+
+def test_a_closed_client_refuses_requests():
+    client = HttpClient(1)
+    with pytest.raises(RequestError, match="Connection refused"):
+        client.post("http://127.0.0.1:9/", b"", {}, 5.0, 10)
+    client.close()
