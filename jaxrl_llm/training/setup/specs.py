@@ -366,8 +366,8 @@ def device_memory(mesh: Mesh) -> float:
     devices = mesh.devices.flat
     if devices[0].platform == "cpu":  # they share that of their machine
         return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")) * jax.process_count()
-    limits = [(device.memory_stats() or {}).get("bytes_limit") for device in jax.local_devices()]
-    return math.inf if None in limits else float(sum(limits)) * jax.process_count()
+    limits = [(device.memory_stats() or {}).get("bytes_limit", math.inf) for device in jax.local_devices()]
+    return float(sum(limits)) * jax.process_count()
 
 
 def check_correction(config, engine: Engine) -> None:
