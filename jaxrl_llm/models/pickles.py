@@ -136,8 +136,11 @@ class PickleFile:
         self.archive.close()
 
 
-class _Reader(pickle.Unpickler):
-    """Unpickles tensors, and names in its refusal whatever else the file asks for."""
+class _Reader(pickle._Unpickler):  # pyright: ignore[reportAttributeAccessIssue]
+    """Unpickles tensors, and names in its refusal whatever else the file asks for.
+
+    It is the one in Python: that in C takes as much memory as a wrong index in a file says.
+    """
 
     def __init__(self, owner: PickleFile, data: io.BytesIO):
         super().__init__(data)

@@ -4,6 +4,7 @@ import io
 import os
 import pickle
 import random
+import resource
 import types
 import zipfile
 
@@ -212,6 +213,19 @@ def test_offsets_shapes_and_strides_are_counts(tmp_path, wrong):
                 reader._rebuild(storage, offset, shape, stride)
     with pytest.raises(ValueError, match="not as many strides"):
         reader._rebuild(storage, 0, (1, 1), (1,))
+
+
+def test_a_wrong_index_takes_no_memory(small):
+    """LONG_BINPUT with the largest index, for which the reader in C asks for tens of gigabytes."""
+    path, _ = small
+    pickled = b"\x80\x02}r\xff\xff\xff\xff."
+    path.write_bytes(rezipped(path, lambda name, data: pickled if name.endswith("data.pkl") else data))
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    try:
+        resource.setrlimit(resource.RLIMIT_AS, (2**34, limits[1]))
+        assert contents(path) == {}
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, limits)
 
 
 def test_compressed_and_big_endian_files_are_refused(small):

@@ -139,7 +139,7 @@ def test_rows_beyond_the_positions_of_the_model(root, tmp_path, name, settings, 
 
 
 def test_rows_beyond_the_memory(root, tmp_path, monkeypatch):
-    monkeypatch.setattr(specs, "device_memory", lambda mesh: 1e5)
+    monkeypatch.setattr(specs, "device_memory", lambda mesh: 1e4)
     with pytest.raises(
         ConfigError, match=r"rollout\.max_completion_length is 100, .* more than the 0 GB of the devices"
     ):
