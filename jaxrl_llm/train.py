@@ -200,7 +200,10 @@ def _changes(config, checkpoints: Checkpoints) -> Changes:
     Raises ConfigError, before anything is loaded, for those that would make it another run.
     """
     resume, changes = config.checkpoint.resume, {}
-    own = resume == "auto" or (resume != "never" and path_of(resume).is_relative_to(checkpoints.folder))
+    own = resume == "auto"
+    if resume not in ("auto", "never"):
+        path = path_of(resume)
+        own = checkpoints.folder in (path, path.parent, path / "checkpoints")
     with processes.all_or_none():
         if jax.process_index() == 0 and own and checkpoints.steps():
             changes = changed_settings(Path(config.output_dir), config)

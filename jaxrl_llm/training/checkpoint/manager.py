@@ -33,6 +33,7 @@ from jaxrl_llm.distributed.sharding import shardings
 from jaxrl_llm.models.transformer import Params
 from jaxrl_llm.training.checkpoint import checksums
 from jaxrl_llm.training.checkpoint.object_store import is_remote, path_of
+from jaxrl_llm.training.runtime.preemption import Preempted
 from jaxrl_llm.training.update import State
 
 ARRAYS = ("reference", "replay")  # optional trees of a checkpoint, each in a folder of its own
@@ -132,7 +133,7 @@ class Checkpoints:
             self._manager.close()
             if not self._reason:
                 sys.unraisablehook = self._hook
-            if isinstance(exception, SystemExit) and jax.process_index() == 0:  # the last line of a preempted run
+            if isinstance(exception, Preempted) and jax.process_index() == 0:  # its notes are the last line
                 exception.add_note(self.outcome())
             return
         if exception is None:
@@ -144,9 +145,12 @@ class Checkpoints:
         """What is saved, in words: the save that failed, the newest checkpoint, and the model that was written."""
         self.wait()
         found = [] if self._failed is None else [self._reason]
-        newest = max(ocp.utils.checkpoint_steps(self.folder), default=None)
-        step = "there is no checkpoint" if newest is None else f"the newest checkpoint is of step {newest},"
-        found.append(f"{step} in {self.folder}")
+        try:
+            newest = max(ocp.utils.checkpoint_steps(self.folder), default=None)
+            step = "there is no checkpoint" if newest is None else f"the newest checkpoint is of step {newest},"
+            found.append(f"{step} in {self.folder}")
+        except self._failures as error:
+            found.append(f"what is in {self.folder} cannot be read: {_words(error)}")
         if self.exported is not None:
             found.append(f"the trained model is in {self.exported}")
         return "; ".join(found)
