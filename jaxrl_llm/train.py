@@ -29,13 +29,16 @@ from jaxrl_llm.rollout.resharded import ReshardedEngine
 from jaxrl_llm.tools.cards.card import write_cards
 from jaxrl_llm.tools.cards.hub import check_push, push_run
 from jaxrl_llm.training.checkpoint.manager import Checkpoints, find, free
+from jaxrl_llm.training.checkpoint.object_store import is_remote, path_of
 from jaxrl_llm.training.checkpoint.outputs import check_outputs, check_writable, export_run, write_given
+from jaxrl_llm.training.checkpoint.settings import Changes, changed_settings, check_changes, start_record
 from jaxrl_llm.training.evaluation.run import check_best
 from jaxrl_llm.training.logging.backends import check_installed
 from jaxrl_llm.training.logging.logger import Logger
 from jaxrl_llm.training.logging.step_log import Metrics, Step, StepLog
 from jaxrl_llm.training.online import OnlineSource
 from jaxrl_llm.training.runtime.callbacks import Callbacks, load_callbacks
+from jaxrl_llm.training.runtime.lock import RunLock
 from jaxrl_llm.training.runtime.preemption import Notices, Preempted
 from jaxrl_llm.training.runtime.profiler import Profiler
 from jaxrl_llm.training.runtime.watchdog import Watchdog
@@ -76,7 +79,9 @@ def train(
         "tools": tools,
     }
     with contained(), contextlib.ExitStack() as stack:
-        run, state, log, logger, checkpoints, hooks = _start(config, given, callbacks, stack)
+        notices = stack.enter_context(Notices())
+        with notices.ending("before the first step"):
+            run, state, log, logger, checkpoints, hooks, locks = _start(config, given, callbacks, stack)
         folder = Path(config.output_dir)
         root, stopwatch, step = jax.random.key(config.seed), run.stopwatch, int(state.step)
         # Where nobody looks at each step, its metrics are read while the next one is computed.
@@ -90,7 +95,7 @@ def train(
             check_best(config.checkpoint.best, metrics)
             return metrics
 
-        with Notices() as notices, Profiler(config.logging.profile_steps, folder, stopwatch, logger.note) as profiler:
+        with Profiler(config.logging.profile_steps, folder, stopwatch, logger.note) as profiler:
             if step == 0 and run.evaluation is not None and config.eval.at_start:
                 log.log(0, {}, evaluate)
                 hooks("on_evaluate", 0, log.newest, model)
@@ -118,17 +123,20 @@ def train(
                 if saves or last:
                     hooks("on_checkpoint", step, log.newest, model)
                     with stopwatch("checkpoint"):
+                        _check_locks(locks)
                         host = {**run.source.get_state(), **log.counts, "callbacks": hooks.get_state(step)}
                         arrays = run.source.get_arrays()
                         checkpoints.save(step, state, host, arrays, log.newest, final=last or leaves)
                 log.warn(checkpoints.warnings())
                 profiler.end(step, state)
                 if leaves and not last:
-                    raise Preempted(step)
+                    raise Preempted(step, f"after step {step} of {config.total_steps}")
 
-        with stopwatch("export"):
+        with notices.ending("after the last step, while the model was written"), stopwatch("export"):
             trained, critic = finished_models(config, run, state)
-            export_run(folder, checkpoints.folder, trained, critic, logger.note)
+            _check_locks(locks)
+            export_run(folder, checkpoints.outcome, trained, critic, logger.note)
+            checkpoints.exported = folder / "hf"
             with processes.all_or_none():
                 if jax.process_index() == 0:
                     write_cards(folder, int(state.step), config.export.push_to_hub)
@@ -140,12 +148,14 @@ def train(
 
 def _start(
     config, given: dict[str, Any], callbacks: Sequence[Any], stack: contextlib.ExitStack
-) -> tuple[Run, State, StepLog, Logger, Checkpoints, Callbacks]:
+) -> tuple[Run, State, StepLog, Logger, Checkpoints, Callbacks, list[RunLock]]:
     """Everything that a run needs, on a mesh that is set; `stack` closes it. A resumed run starts at its checkpoint."""
     folder, mesh, kept = Path(config.output_dir), build_mesh(config), checkpoint_spec(config)
     check_writable(folder)
+    locks = _lock(folder, kept.folder, stack)
     stack.enter_context(jax.set_mesh(mesh))
     checkpoints = stack.enter_context(Checkpoints(kept.folder, kept.keep))
+    changes = _changes(config, checkpoints)
     closing = stack.enter_context(contextlib.ExitStack())
     stack.enter_context(processes.reporting())
     if jax.process_index() == 0:
@@ -158,15 +168,50 @@ def _start(
         closing.callback(run.environments.close)
     state, counts, resumed, problems = _resume(config, run, checkpoints, hooks)
     logger = stack.enter_context(Logger(logging_spec(config), folder, resumed))
-    if jax.process_index() == 0:
-        (folder / "config.json").write_text(to_json(config))
-        write_given(folder, given)
+    told: list[str] = []
+    with processes.all_or_none():
+        if jax.process_index() == 0:
+            told = start_record(folder, config, changes, resumed)
+            write_given(folder, given)
     logger.start(_describe(run, int(state.step)))
     log = StepLog(health_spec(config), run.source.learn, run.stopwatch, logger, counts)
-    log.warn(problems)
+    log.warn([*told, *problems])
     hooks.note = logger.note
     stack.enter_context(Watchdog(config.watch.hang_seconds, run.stopwatch, folder))
-    return run, state, log, logger, checkpoints, hooks
+    return run, state, log, logger, checkpoints, hooks, locks
+
+
+def _lock(folder: Path, checkpoints: Any, stack: contextlib.ExitStack) -> list[RunLock]:
+    """The locks on the folders that the run writes to, which process 0 holds for all."""
+    locks = []
+    with processes.all_or_none():
+        if jax.process_index() == 0:
+            locks.append(stack.enter_context(RunLock(folder)))
+            if is_remote(checkpoints) or not checkpoints.is_relative_to(folder.absolute()):
+                locks.append(stack.enter_context(RunLock(checkpoints, "checkpoint.folder")))
+    return locks
+
+
+def _check_locks(locks: list[RunLock]) -> None:
+    for lock in locks:
+        lock.check()
+
+
+def _changes(config, checkpoints: Checkpoints) -> Changes:
+    """The settings that differ from those of the run in output_dir, where this one goes on from its checkpoints.
+
+    Raises ConfigError, before anything is loaded, for those that would make it another run.
+    """
+    resume, changes = config.checkpoint.resume, {}
+    own = resume == "auto"
+    if resume not in ("auto", "never"):
+        path = path_of(resume)
+        own = checkpoints.folder in (path, path.parent, path / "checkpoints")
+    with processes.all_or_none():
+        if jax.process_index() == 0 and own and checkpoints.steps():
+            changes = changed_settings(Path(config.output_dir), config)
+            check_changes(Path(config.output_dir), changes, tuple(config.checkpoint.accept_changes))
+    return changes
 
 
 def _due(step: int, every: int) -> bool:

@@ -24,7 +24,7 @@ from jaxrl_llm.data.templates import Prompt, decode_completion, is_conversationa
 from jaxrl_llm.distributed import processes
 from jaxrl_llm.distributed.compilation_cache import keep_compiled
 from jaxrl_llm.distributed.sharding import make_mesh, row_shards, rows_to_global
-from jaxrl_llm.models.model import Model, load_model
+from jaxrl_llm.models.model import Model, check_positions, load_model
 from jaxrl_llm.rollout.engine import Engine
 from jaxrl_llm.rollout.sampling import SamplingParams
 from jaxrl_llm.training.evaluation.run import full_batches
@@ -96,6 +96,8 @@ def generate(
     ids = prompt_ids(model, prompts)
     if not ids:
         return []
+    longest = max(map(len, ids))
+    check_positions(model, longest + max_new_tokens, f"{longest} of a prompt, and max_new_tokens = {max_new_tokens}")
     sampling = SamplingParams(temperature, top_p, top_k, min_p)
     engine = Engine(model.net, sampling, samples, max_new_tokens, eos_ids(model))
     texts = [str(decode_completion(model.tokenizer, row, False)) for row in sample_ids(model, engine, ids, seed)]

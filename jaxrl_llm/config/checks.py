@@ -7,8 +7,8 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from jaxrl_llm.config.resolve import ConfigError, resolve, split_options
-from jaxrl_llm.config.schema import OFFLINE, ConfigDict
+from jaxrl_llm.config.resolve import ConfigError, closest, resolve, split_options
+from jaxrl_llm.config.schema import BY_NAME, IDENTITY, OFFLINE, ConfigDict
 
 
 def preference_losses(config: ConfigDict) -> dict[str, str]:
@@ -338,6 +338,22 @@ def _lora(config: ConfigDict) -> Iterator[str]:
 
 def _checkpoint(config: ConfigDict) -> Iterator[str]:
     checkpoint, best, every = config.checkpoint, config.checkpoint.best, config.eval.every
+    if not config.output_dir.strip():
+        yield (
+            "output_dir is empty (is it an unset variable of the shell?), but it takes a folder; the current one is "
+            "written '.'"
+        )
+    for name in checkpoint.accept_changes:
+        if name not in IDENTITY:
+            near = closest(name, IDENTITY)
+            yield (
+                f"checkpoint.accept_changes names {name!r}, which "
+                + (
+                    "may change without it: leave it out"
+                    if name in BY_NAME
+                    else f"is no setting; the closest is {near}"
+                )
+            )
     if "://" in config.output_dir:
         yield (
             f"output_dir is {config.output_dir!r}, but it is a local folder; checkpoints alone go to an object store: "

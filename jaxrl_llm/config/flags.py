@@ -59,6 +59,7 @@ def run(main: Callable[[list[str]], None]) -> NoReturn:
     except (Exception, KeyboardInterrupt) as error:
         processes = _processes()
         if processes is None or not processes.report(error):
+            sys.stdout.flush()
             print(f"error: {masked(_message(error))}", file=sys.stderr)
         code = exit_code(error)
     except SystemExit as exit_:
@@ -66,6 +67,9 @@ def run(main: Callable[[list[str]], None]) -> NoReturn:
         if not is_own_exit(exit_):
             print(f"error: sys.exit({exit_.code!r}) was called in {place(exit_)}", file=sys.stderr)
             code = exit_.code or 1
+        elif notes := getattr(exit_, "__notes__", ()):  # of a run that was preempted
+            sys.stdout.flush()
+            print("; ".join(notes), file=sys.stderr, flush=True)
     if (processes := _processes()) is not None:
         processes.end(code)
     sys.exit(code)
@@ -79,7 +83,7 @@ def _processes() -> ModuleType | None:
 def _message(error: BaseException) -> str:
     """The message for the error that ends a command; the traceback of an unexpected one is written to a file."""
     if isinstance(error, ConfigError):
-        return str(error)
+        return "; ".join((str(error), *getattr(error, "__notes__", ())))
     if isinstance(error, KeyboardInterrupt):
         return "stopped by Ctrl-C; a run goes on from its newest checkpoint when the same command is started again"
     report = "".join(traceback.format_exception(error))
@@ -90,7 +94,7 @@ def _message(error: BaseException) -> str:
         file.write_text(masked(f"{sys.orig_argv}\n{versions}\n\n{report}"), encoding="utf-8")
     except OSError as refused:
         return f"{report}(it could not be written to {file}: {refused})"
-    message = str(error).strip()
+    message = "; ".join((str(error).strip(), *getattr(error, "__notes__", ()))).strip("; ")
     return f"{type(error).__name__}{': ' if message else ''}{message}\nThe full traceback is in {file.absolute()}"
 
 

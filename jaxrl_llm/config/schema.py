@@ -4,7 +4,7 @@
 `config.validate()`, the command line with its `--help` (flags.py), and docs/configuration.md.
 """
 
-import math
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -80,7 +80,7 @@ class Setting:
         if self.kind not in (int, float):
             return True
         return (
-            math.isfinite(value)
+            abs(value) <= (LARGEST if self.kind is float else sys.maxsize)  # False for nan
             and (self.minimum is None or value >= self.minimum)
             and (self.maximum is None or value <= self.maximum)
             and (self.above is None or value > self.above)
@@ -131,6 +131,7 @@ def _split_list(text: str) -> list[str]:
     return items
 
 
+LARGEST = 1e15  # of numbers that enter float32 computations, where larger ones overflow
 ALGORITHMS = ("grpo", "ppo", "sft", "preference", "reward_model")
 OFFLINE = ("sft", "preference", "reward_model")
 DTYPES = ("float32", "bfloat16", "float16")
@@ -435,7 +436,7 @@ KEYS = (
         "Make the critic a second head of the policy, trained by the policy's optimizer: of the other keys of critic "
         "only coef and epsilon apply.", bool),
     Setting("critic.coef", 0.1, "Weight of the value loss of a shared critic.", float, above=0),
-    Setting("critic.learning_rate", 1e-5, "Peak learning rate of the critic.", float, minimum=0),
+    Setting("critic.learning_rate", 1e-5, "Peak learning rate of the critic.", float, minimum=0, maximum=100),
     Setting("critic.schedule", "constant", "Learning rate schedule of the critic; it has no warm-up.",
         choices=("constant", "linear", "cosine", "inverse_sqrt")),
     Setting("critic.max_grad_norm", 1.0,
@@ -449,7 +450,7 @@ KEYS = (
     Setting("optimizer.name", "adamw",
         "Optimizer; muon is for the matrices of the layers, with adamw for the rest.",
         choices=("adamw", "adafactor", "lion", "sgd", "muon")),
-    Setting("optimizer.learning_rate", 1e-6, "Peak learning rate.", float, minimum=0),
+    Setting("optimizer.learning_rate", 1e-6, "Peak learning rate.", float, minimum=0, maximum=100),
     Setting("optimizer.schedule", "constant", "Learning rate schedule after warm-up; wsd is constant and then decays.",
         choices=("constant", "linear", "cosine", "inverse_sqrt", "wsd")),
     Setting("optimizer.warmup_steps", 0, "Training steps over which the learning rate rises from 0.", int, minimum=0),
@@ -528,6 +529,9 @@ KEYS = (
     Setting("checkpoint.resume", "auto",
         "`auto` resumes from the newest intact checkpoint of the run if there is one, `never` starts anew and deletes "
         "them; anything else is the path of a checkpoint to resume from."),
+    Setting("checkpoint.accept_changes", (),
+        "Settings that a resumed run may change although they say what the run is, "
+        "`algorithm.loss,rewards.functions`. See docs/reliability.md."),
 
     Setting("eval.every", 25,
         "Steps between evaluations; 0 evaluates only before and after training, -1 never.", int, minimum=-1),
@@ -597,6 +601,21 @@ KEYS = (
 # fmt: on
 
 BY_NAME = {key.name: key for key in KEYS}
+
+# What a run is: the model, the data and their order, the objective. A resumed run keeps these settings unless
+# checkpoint.accept_changes names them; what else has changed is told, and kept in config_history/.
+IDENTITY = (
+    "seed", "model.path", "model.random_init", "model.freeze_router", "model.quantize", "lora.rank", "lora.alpha",
+    "lora.rslora", "lora.targets", "lora.path", "lora.reference", "data.path", "data.name", "data.sources",
+    "data.format", "data.streaming", "data.shuffle", "data.shuffle_buffer", "data.split", "data.prompt_key",
+    "data.chat_template_kwargs", "data.overlong", "data.max_length", "data.loss_on", "data.packing",
+    "rollout.group_size", "rollout.max_prompt_length", "rewards.functions", "rewards.weights", "environment.name",
+    "environment.tools", "environment.rollout_func", "algorithm.name", "algorithm.advantage", "algorithm.loss",
+    "algorithm.aggregation", "algorithm.loss_weights", "algorithm.reference_free", "critic.path", "critic.shared",
+    "optimizer.name", "optimizer.moment_dtype",
+)  # fmt: skip
+# Settings of a single start, of no meaning for the run.
+OF_A_START = ("output_dir", "compilation_cache", "checkpoint.resume", "checkpoint.accept_changes")
 
 # Keys of earlier versions, and the key that replaces each one with the same meaning.
 RENAMED = {

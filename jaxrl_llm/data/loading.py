@@ -212,7 +212,7 @@ def token_rows(source: DataSource, kind: str, tokenize: RowTokenizer, workers: i
     `workers` threads tokenise, which the tokenizers of Hugging Face do at the same time; the order stays.
     """
 
-    def convert(located: tuple[str, Example]) -> tuple[str, Row]:
+    def convert(located: tuple[str, Example]) -> tuple[str, Row | None]:
         location, example = located
         try:
             return location, tokenize.token_row(example)

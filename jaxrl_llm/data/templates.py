@@ -45,7 +45,7 @@ def plain_ids(tokenizer: Any, text: str) -> list[int]:
     bos, eos = tokenizer.bos_token, tokenizer.eos_token
     # Text that a chat template or a format has rendered may bring its own beginning: two would be out of distribution.
     opened = bool(bos) and text.startswith(bos)
-    ids = list(tokenizer(text, add_special_tokens=not opened)["input_ids"])
+    ids = _ids(tokenizer, text, not opened)
     # Tokenizers like T5's end every text, but a prompt goes on.
     if eos and ids and ids[-1] == tokenizer.eos_token_id and not text.endswith(eos):
         ids.pop()
@@ -54,7 +54,19 @@ def plain_ids(tokenizer: Any, text: str) -> list[int]:
 
 def chat_ids(tokenizer: Any, text: str) -> list[int]:
     """Token ids of text that already carries its special tokens, or of the middle of a row."""
-    return list(tokenizer(text, add_special_tokens=False)["input_ids"]) if text else []
+    return _ids(tokenizer, text, False) if text else []
+
+
+def _ids(tokenizer: Any, text: str, add_special_tokens: bool) -> list[int]:
+    ids = list(tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"])
+    missing = getattr(tokenizer, "without_embedding", frozenset())  # set when the model is loaded
+    if not missing.isdisjoint(ids):
+        index = next(index for index in ids if index in missing)
+        raise ConfigError(
+            f"a text contains {tokenizer.convert_ids_to_tokens(index)}, token {index}, for which the model has no "
+            "embedding; remove it from the data"
+        )
+    return ids
 
 
 def render_chat(

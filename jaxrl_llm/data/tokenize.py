@@ -29,6 +29,8 @@ TRUNCATE: dict[str, Callable[[Ids, int], Ids]] = {
     "truncate_right": lambda ids, length: ids[:length],
     "truncate_middle": lambda ids, length: ids[: length // 2] + ids[len(ids) - (length - length // 2) :],
 }
+TEXTS = ("prompt", "completion", "messages", "text", "chosen", "rejected")  # columns that a row is made of
+HOPELESS = 100_000  # letters from which on a text may be too long to be tokenised at all
 OVERLONG = ("error", "filter", *TRUNCATE)
 LOSS_ON = ("completion", "last_turn", "all")
 # The columns of token ids that the rows of each kind have, and those of their masks.
@@ -72,6 +74,7 @@ class RowTokenizer:
     long: int = 0  # longer than the limit
     unlearnable: int = 0  # dropped, as no learned token is left
     lengths: list[int] = field(default_factory=list)  # tokens of all examples, before any is truncated
+    _longest: int | None = None  # letters of the longest token
 
     def __post_init__(self):
         choices = (("data.overlong", self.overlong, OVERLONG), ("data.loss_on", self.loss_on, LOSS_ON))
@@ -83,11 +86,14 @@ class RowTokenizer:
         """The token row of the next example, or None when it is dropped."""
         return self.apply_limit(self.token_row(example))
 
-    def token_row(self, example: Mapping[str, Any]) -> Row:
+    def token_row(self, example: Mapping[str, Any]) -> Row | None:
         """The token row of an example, of any length; it counts nothing, so threads may share this.
 
+        None for a text so long that tokenising it, which may take minutes, can give nothing but a row over the limit.
         Raises ConfigError: a column is missing or of another type, or the chat template refuses the messages.
         """
+        if self.overlong in ("error", "filter") and self._is_hopeless(example):
+            return None
         tokenizer, options = self.tokenizer, template_options(example, self.template_kwargs)
         if self.kind == "completions":
             ids, mask = completion_row(example, tokenizer, options, self.loss_on == "last_turn")
@@ -113,20 +119,41 @@ class RowTokenizer:
         ids, mask = prompt_and_completion(tokenizer, example["prompt"], example["completion"], options)
         return {"ids": ids, "mask": mask, "label": bool(example["label"])}
 
-    def apply_limit(self, row: Row) -> Row | None:
-        """The row of the next example under the length rule, or None when that drops it.
+    def _is_hopeless(self, example: Mapping[str, Any]) -> bool:
+        """True when the text of the example has more letters than `limit` tokens can hold, however it is read.
+
+        White space is not counted, as some tokenizers join it, and the longest token is taken four times as long, as
+        some normalise letters.
+        """
+        columns = (self.prompt_key,) if self.kind == "prompts" else TEXTS
+        if self.limit is None or (size := sum(_size(example.get(name)) for name in columns)) < HOPELESS:
+            return False
+        if self._longest is None:
+            self._longest = max(map(len, self.tokenizer.get_vocab()), default=1)
+        return size > 4 * self._longest * self.limit
+
+    def apply_limit(self, row: Row | None) -> Row | None:
+        """The row of the next example (None: hopelessly long) under the length rule, or None when that drops it.
 
         Raises ConfigError for a row over the limit where `overlong` is "error".
         """
         self.read += 1
+        prompts = self.kind == "prompts"
+        noun, key = ("prompt", "rollout.max_prompt_length") if prompts else ("row", "data.max_length")
+        if row is None:
+            if self.overlong == "error":
+                raise ConfigError(
+                    f"the {noun} has many times more text than {key}={self.limit} tokens hold; drop it, or set "
+                    "data.overlong to filter"
+                )
+            self.long += 1
+            return None
         ids, masks = COLUMNS[self.kind]
         longest = max(len(row[name]) for name in ids)
         if self.measure:
             self.lengths.append(longest)
         if self.limit is not None and longest > self.limit:
             if self.overlong == "error":
-                prompts = self.kind == "prompts"
-                noun, key = ("prompt", "rollout.max_prompt_length") if prompts else ("row", "data.max_length")
                 raise ConfigError(
                     f"the {noun} has {longest} tokens, more than {key}={self.limit}; raise that or set data.overlong "
                     f"to filter, {', '.join(TRUNCATE)}"
@@ -150,9 +177,13 @@ class RowTokenizer:
         noun = "a prompt of " if self.kind == "prompts" else ""
         overlong = f"{noun}more than {self.limit} tokens"
         if not kept:
-            raise ConfigError(
-                f"no row is left to train on ({self.long} had {overlong}); check the data and the length limit"
-            )
+            reasons = [f"{self.long} had {overlong}"] if self.long else []
+            if self.unlearnable:
+                reasons.append(
+                    f"{self.unlearnable} have no token to learn, as no turn of the assistant is left in them"
+                )
+            words = "; ".join(reasons) or "there is none"
+            raise ConfigError(f"no row is left to train on ({words}); check the data and the length limit")
         if self.unlearnable:
             log.warning("dropped %d rows in which no token is learned", self.unlearnable)
         if self.long:
@@ -177,6 +208,11 @@ def completion_row(
             raise ConfigError(f"column 'text' is {type(example['text']).__name__}, but it takes text")
         ids = ended(tokenizer, plain_ids(tokenizer, example["text"]), example["text"])
         return ids, [1] * len(ids)
+    if empty := [name for name in ("prompt", "completion", "messages", "text") if name in example.keys() - present]:
+        raise ConfigError(
+            f"column {' and column '.join(map(repr, empty))} is None in this row; supervised fine-tuning reads prompt "
+            "and completion, or messages, or text: fill it, or drop the row"
+        )
     raise ConfigError(
         f"the row has the columns {', '.join(example)}; supervised fine-tuning reads prompt and completion, "
         "or messages, or text; rename them, or name their format with data.format"
@@ -246,6 +282,15 @@ def conversation(
         done = answered
     rest = chat_ids(tokenizer, rendered[len(done) :])
     return ids + rest, mask + [0] * len(rest)
+
+
+def _size(text: Any) -> int:
+    """Letters of a text, or of the contents of messages, white space left out."""
+    if isinstance(text, str):
+        return len(text) if len(text) < HOPELESS else len("".join(text.split()))
+    if isinstance(text, Mapping):
+        return _size(text.get("content"))
+    return sum(map(_size, text)) if isinstance(text, list | tuple) else 0
 
 
 def split_pair(example: Mapping[str, Any]) -> tuple[Any, Any, Any]:

@@ -132,10 +132,9 @@ def load(
         new_head = net.config.head == "score" and "score.weight" not in files.where
         if new_head:
             tensors = [tensor for tensor in tensors if tensor.leaf != "score/kernel"]
-        files.check(
-            tensors,
-            {"lm_head.weight", "language_model.lm_head.weight"} if net.config.tie_embeddings or new_head else set(),
-        )
+        files.check(tensors, set(safetensors.HEADS) if net.config.tie_embeddings or new_head else set())
+        if net.config.tie_embeddings and net.config.head == "lm":
+            files.check_tied(next(tensor.name for tensor in tensors if tensor.leaf == "embed/weight"))
         return net, safetensors.read_params(net, files, tensors, mesh, seed)
 
 

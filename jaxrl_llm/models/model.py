@@ -15,6 +15,7 @@ from jaxrl_llm.config import ConfigError
 from jaxrl_llm.distributed.sharding import shardings
 from jaxrl_llm.models import hf, lora, peft
 from jaxrl_llm.models.families import family_for, family_of
+from jaxrl_llm.models.families.rotary import max_positions
 from jaxrl_llm.models.model_config import ModelConfig
 from jaxrl_llm.models.quantize import KINDS
 from jaxrl_llm.models.safetensors import read_json
@@ -111,7 +112,61 @@ def describe(
     check_attention(net.config, jax.default_backend())
     tokenizer = hf.load_tokenizer(folder, trust_remote_code) if hf.has_tokenizer(folder) else None
     generation = read_json(folder / "generation_config.json")
-    return Model(net, net.shapes(), tokenizer, hf.read_config(folder), generation, os.fspath(path))
+    model = Model(net, net.shapes(), tokenizer, hf.read_config(folder), generation, os.fspath(path))
+    if tokenizer is not None:
+        _check_ids(model)
+    return model
+
+
+def _check_ids(model: Model) -> None:
+    """Raises ConfigError for tokens without a row in the embedding, which would be read as other tokens.
+
+    Special tokens that nothing names (Gemma 3 1B has one, of images) may be there: texts with them are refused (see
+    `data/templates.py`).
+    """
+    tokenizer, size = model.tokenizer, model.net.config.vocab_size
+    beyond = {index: token for token, index in tokenizer.get_vocab().items() if index >= size}
+    named: dict[str, int] = {}
+    for role in ("eos_token_id", "bos_token_id", "pad_token_id"):
+        given = (model.generation or {}).get(role)
+        for index in (getattr(tokenizer, role), *(given if isinstance(given, list) else [given])):
+            named |= {} if index is None else {f"{role} = {index}": index}
+    wrong = [name for name, index in named.items() if index >= size]
+    special = {index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
+    if wrong or set(beyond) - special:
+        tokens = [f"{token!r} {index}" for index, token in sorted(beyond.items())]
+        examples = [*wrong, *tokens[:2], *(["..."] if len(tokens) > 3 else []), *tokens[2:][-1:]]
+        raise ConfigError(
+            f"{model.path}: the embedding has {size} rows (vocab_size of config.json), but the tokenizer has ids up to "
+            f"{max([*named.values(), *beyond])}: {', '.join(examples)}. Use the model's own tokenizer, or give "
+            "the embedding rows for its tokens"
+        )
+    if beyond:
+        tokenizer.without_embedding = frozenset(beyond)
+
+
+def check_same_vocabulary(model: Model, other: Model, role: str) -> None:
+    """Raises ConfigError unless every token id of `model` means the same in `other`, which is fed with them."""
+    ids, others = model.tokenizer.get_vocab(), other.tokenizer.get_vocab()
+    taken, size = set(others.values()), other.net.config.vocab_size
+    for token, index in ids.items():
+        if others.get(token) == index or (token not in others and index not in taken and index < size):
+            continue
+        theirs = next((name for name, at in others.items() if at == index), None)
+        raise ConfigError(
+            f"{role} {other.path} reads the token ids of {model.path}, but has another vocabulary: id {index} is "
+            f"{token!r} there and {theirs!r} here; use a model with the same tokenizer"
+        )
+
+
+def check_positions(model: Model, length: int, cause: str) -> None:
+    """Raises ConfigError where rows of `length` tokens, because of `cause`, exceed the positions of the model."""
+    most = max_positions(model.hf_config or {})
+    if most is not None and length > most:
+        raise ConfigError(
+            f"rows would have up to {length} tokens ({cause}), but {model.path} has positions for {most} "
+            "(max_position_embeddings of config.json): use shorter ones, or a model for longer rows"
+        )
 
 
 def _base_and_adapter(path: str | os.PathLike[str], adapter: str | os.PathLike[str] | None) -> tuple[Any, Any]:

@@ -97,7 +97,7 @@ def read_config(folder: str | os.PathLike[str]) -> AdapterConfig:
 def read(folder: str | os.PathLike[str], net: Net, family, mesh: Mesh | None) -> Params:
     """The adapters in a PEFT folder, and its score head if it has one, as parameters of `net` sharded over `mesh`.
 
-    Raises ConfigError for tensors that are missing, unexpected or of another shape than the net's.
+    Raises ConfigError for tensors that are missing, unexpected, of another shape than the net's, or not finite.
     """
     folder = Path(folder).expanduser()
     shapes = split(net.shapes())[1]
@@ -113,6 +113,8 @@ def read(folder: str | os.PathLike[str], net: Net, family, mesh: Mesh | None) ->
     def leaf(path, x):
         layers = [found[name].T for name in wanted[path_name(path)]]
         value = (np.stack(layers) if x.ndim == 3 else layers[0]).astype(x.dtype)
+        for name, layer in zip(wanted[path_name(path)], layers, strict=True):
+            safetensors.check_finite(layer, folder, name)
         if value.shape != x.shape:
             raise ConfigError(
                 f"{folder / TENSORS}: {wanted[path_name(path)][0]} has shape {layers[0].shape[::-1]}, but this model "

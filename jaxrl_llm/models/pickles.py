@@ -6,7 +6,9 @@ to call; the reader here knows only what rebuilds tensors and refuses everything
 
 import io
 import pickle
+import struct
 import zipfile
+import zlib
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,6 +30,13 @@ STORAGES = {
 }
 
 
+# What zipfile, zlib and pickle raise for wrong bytes; a pickle of wrong bytes can raise nearly anything.
+DAMAGE = (
+    zipfile.BadZipFile, zlib.error, pickle.UnpicklingError, struct.error, EOFError, ValueError, LookupError, TypeError,
+    AttributeError, ArithmeticError, MemoryError, RuntimeError, OSError,
+)  # fmt: skip
+
+
 class Kind(NamedTuple):
     """The numbers of a storage."""
 
@@ -35,12 +44,20 @@ class Kind(NamedTuple):
     name: str  # as safetensors calls it
 
 
+class Storage(NamedTuple):
+    """The numbers that tensors are views of, and their place in the archive."""
+
+    entry: str
+    kind: Kind
+    size: int  # in numbers
+
+
 class Tensor(NamedTuple):
     """A tensor that is read when it is indexed; it has the interface of a safetensors slice."""
 
+    file: Path
     archive: zipfile.ZipFile
-    entry: str
-    kind: Kind
+    storage: Storage
     offset: int
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -51,12 +68,21 @@ class Tensor(NamedTuple):
 
     def get_dtype(self) -> str:
         """The type, in the words of safetensors."""
-        return self.kind.name
+        return self.storage.kind.name
+
+    @property
+    def end(self) -> int:
+        """One more than the last number of the storage that the tensor takes."""
+        steps = zip(self.shape, self.stride, strict=True)
+        return self.offset + (sum((size - 1) * step for size, step in steps) + 1 if all(self.shape) else 0)
 
     def __getitem__(self, index) -> np.ndarray:
-        storage = np.frombuffer(self.archive.read(self.entry), self.kind.dtype)
-        size = storage.itemsize
-        strides = [step * size for step in self.stride]
+        try:
+            storage = np.frombuffer(self.archive.read(self.storage.entry), self.storage.kind.dtype)
+        except DAMAGE as error:
+            raise ConfigError(f"{self.file} is damaged: {self.storage.entry}: {error}") from error
+        # `PickleFile.get_slice` has checked that the view ends within the storage.
+        strides = [step * storage.itemsize for step in self.stride]
         return np.lib.stride_tricks.as_strided(storage[self.offset :], self.shape, strides, writeable=False)[index]
 
 
@@ -72,12 +98,20 @@ class PickleFile:
             self.archive = zipfile.ZipFile(file)
             (entry,) = (name for name in self.archive.namelist() if name.endswith("/data.pkl"))
             self.folder = entry.rpartition("/")[0]
+            order = f"{self.folder}/byteorder"
+            if order in self.archive.namelist() and self.archive.read(order) != b"little":
+                raise ValueError(f"its bytes are in the order {self.archive.read(order)!r}, supported is little")
             found = _Reader(self, io.BytesIO(self.archive.read(entry))).load()
         except FileNotFoundError as error:
             raise ConfigError(f"{file} is missing, though the index names it.") from error
-        except (zipfile.BadZipFile, ValueError, EOFError, pickle.UnpicklingError) as error:
+        except ConfigError:
+            raise
+        except DAMAGE as error:
             raise ConfigError(f"{file} is damaged, or no checkpoint of torch 1.6 or later: {error}") from error
-        if not isinstance(found, dict) or not all(isinstance(x, Tensor) for x in found.values()):
+        named = isinstance(found, dict) and all(
+            isinstance(name, str) and isinstance(x, Tensor) for name, x in found.items()
+        )
+        if not named:
             raise ConfigError(f"{file} must hold tensors by name, as `torch.save(model.state_dict())` writes them.")
         self.tensors: dict[str, Tensor] = found
 
@@ -86,8 +120,14 @@ class PickleFile:
         return list(self.tensors)
 
     def get_slice(self, name: str) -> Tensor:
-        """The tensor of that name, not read yet."""
-        return self.tensors[name]
+        """The tensor of that name, not read yet; raises ConfigError for one that is larger than its storage."""
+        tensor = self.tensors[name]
+        if tensor.end > tensor.storage.size:
+            raise ConfigError(
+                f"{self.file}: tensor {name} of shape {tensor.shape} is larger than its storage: it would take numbers "
+                f"up to {tensor.end}, and there are {tensor.storage.size}"
+            )
+        return tensor
 
     def __enter__(self) -> "PickleFile":
         return self
@@ -96,8 +136,11 @@ class PickleFile:
         self.archive.close()
 
 
-class _Reader(pickle.Unpickler):
-    """Unpickles tensors, and names in its refusal whatever else the file asks for."""
+class _Reader(pickle._Unpickler):  # pyright: ignore[reportAttributeAccessIssue]
+    """Unpickles tensors, and names in its refusal whatever else the file asks for.
+
+    It is the one in Python: that in C takes as much memory as a wrong index in a file says.
+    """
 
     def __init__(self, owner: PickleFile, data: io.BytesIO):
         super().__init__(data)
@@ -116,10 +159,24 @@ class _Reader(pickle.Unpickler):
             f"{self.owner.file} asks to run {module}.{name}, and a checkpoint needs tensors alone: it is not read."
         )
 
-    def persistent_load(self, pid: Any) -> tuple[str, Kind]:
-        _, kind, key, *_ = pid
-        return f"{self.owner.folder}/data/{key}", kind
+    def persistent_load(self, pid: Any) -> Storage:
+        _, kind, key, _, size, *_ = pid
+        if not (isinstance(kind, Kind) and isinstance(key, str) and _is_count(size)):
+            raise ValueError(f"{pid!r:.80} is no storage")
+        entry = f"{self.owner.folder}/data/{key}"
+        info = self.owner.archive.getinfo(entry)
+        if info.compress_type != zipfile.ZIP_STORED or info.file_size != size * np.dtype(kind.dtype).itemsize:
+            raise ValueError(f"{entry} has {info.file_size} bytes, and should hold {size} numbers of {kind.name}")
+        return Storage(entry, kind, size)
 
     def _rebuild(self, storage, offset: int, shape, stride, *_: Any) -> Tensor:
-        entry, kind = storage
-        return Tensor(self.owner.archive, entry, kind, offset, tuple(shape), tuple(stride))
+        shape, stride = tuple(shape), tuple(stride)
+        if not (isinstance(storage, Storage) and len(shape) == len(stride)):
+            raise ValueError("a tensor has no storage, or not as many strides as dimensions")
+        if not all(map(_is_count, (offset, *shape, *stride))):
+            raise ValueError(f"a tensor has offset {offset!r}, shape {shape} and strides {stride}")
+        return Tensor(self.owner.file, self.owner.archive, storage, offset, shape, stride)
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0

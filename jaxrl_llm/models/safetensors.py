@@ -27,6 +27,9 @@ INDEX = "model.safetensors.index.json"
 PICKLE = "pytorch_model.bin"
 PICKLE_INDEX = "pytorch_model.bin.index.json"
 FLOATS = ("F64", "F32", "F16", "BF16")
+HEADS = ("lm_head.weight", "language_model.lm_head.weight")
+ROWS = 4096  # of a head and an embedding that are compared, at a time
+CHUNK = 1 << 16  # numbers whose exponents are looked at, at a time: they stay in the processor's cache
 # Buffers that some checkpoints carry and the network computes itself, and the vision part of models that have one.
 IGNORED = re.compile(r"rotary_emb\.inv_freq$|^(model\.)?(vision_tower|multi_modal_projector)\.")
 
@@ -170,14 +173,56 @@ class Files:
                 )
 
     def read(self, tensor: Stored, index: tuple[slice, ...], dtype) -> np.ndarray:
-        """The slice `index` (in the parameter's orientation) of a tensor, as a fresh array."""
+        """The slice `index` (in the parameter's orientation) of a tensor, as a fresh array.
+
+        Raises ConfigError for numbers that are not finite.
+        """
         rows, *rest = index[::-1] if tensor.transpose else index
         start, stop, _ = rows.indices(tensor.shape[0])
         rows = slice(tensor.first_row + start, tensor.first_row + stop)
         lead = [slice(tensor.expert, tensor.expert + 1)] if tensor.one_expert and tensor.expert is not None else []
         part = self.where[tensor.name].get_slice(tensor.name)[(*lead, rows, *rest)]
         part = part[0] if lead else part
-        return np.array(part.T if tensor.transpose else part, dtype=dtype, order="C")
+        array = np.array(part.T if tensor.transpose else part, dtype=dtype, order="C")
+        check_finite(array, self.folder, tensor.name)
+        return array
+
+    def check_tied(self, embedding: str) -> None:
+        """Raises ConfigError where a separate head is stored that is not the embedding, though the two are tied."""
+        heads = [name for name in HEADS if name in self.where]
+        if not heads or embedding not in self.where:
+            return
+        head, embed = (self.where[name].get_slice(name) for name in (heads[0], embedding))
+        rows = embed.get_shape()[0]
+        parts = [slice(start, min(start + ROWS, rows)) for start in range(0, rows, ROWS)]
+        same = head.get_shape() == embed.get_shape() and all(np.array_equal(head[part], embed[part]) for part in parts)
+        if not same:
+            raise ConfigError(
+                f"{self.folder}: config.json says tie_word_embeddings, but the files hold a {heads[0]} with other "
+                f"numbers than {embedding}; set tie_word_embeddings to false, or remove the tensor"
+            )
+
+
+def all_finite(x: np.ndarray) -> bool:
+    """True when no number is NaN or infinite; one pass over the memory, without a copy of its size."""
+    x = x.reshape(-1)
+    if x.dtype.itemsize == 2:  # bfloat16 and float16: all bits of the exponent set
+        exponent = 0x7F80 if x.dtype != np.float16 else 0x7C00
+        bits = x.view(np.uint16)
+        return all(np.bitwise_and(bits[i : i + CHUNK], 0x7FFF).max() < exponent for i in range(0, bits.size, CHUNK))
+    with np.errstate(all="ignore"):
+        # A sum is finite unless a term is not, or it overflows: then each number is looked at.
+        return bool(np.isfinite(x.sum()) or np.isfinite(x).all())
+
+
+def check_finite(x: np.ndarray, folder: Path, name: str) -> None:
+    """Raises ConfigError, naming the tensor, when a number of it is NaN or infinite."""
+    if not all_finite(x):
+        bad = x[~np.isfinite(x)]
+        raise ConfigError(
+            f"{folder}: tensor {name} has {bad.size} numbers of {x.size} that are not finite ({float(bad[0])}, ...): "
+            "the file is damaged, or the training that wrote it had diverged"
+        )
 
 
 def some(names: list[str]) -> str:

@@ -119,6 +119,46 @@ def test_prompt_errors(tokenizer):
         tokenized("prompts", [{"prompt": "ab", "tools": "{"}], tokenizer, 5)
 
 
+class Slow:
+    """A tokenizer that must not be asked for long texts."""
+
+    def __init__(self, tokenizer):
+        self.tokenizer = tokenizer
+
+    def __getattr__(self, name):
+        return getattr(self.tokenizer, name)
+
+    def __call__(self, text, **options):
+        assert len(text) < 1e6
+        return self.tokenizer(text, **options)
+
+
+@pytest.mark.parametrize(
+    ("kind", "row"),
+    [
+        ("prompts", {"prompt": "9" * 10**7}),
+        ("prompts", {"prompt": [user("9" * 10**7)]}),
+        ("completions", {"prompt": "a", "completion": "9" * 10**7}),
+        ("completions", {"messages": [user("9" * 10**7), assistant("b")]}),
+        ("pairs", {"prompt": "a", "chosen": "b", "rejected": "9" * 10**7}),
+    ],
+)
+def test_a_hopelessly_long_text_is_not_tokenised(tokenizer, kind, row):
+    with pytest.raises(ConfigError, match=r"row 0: the (prompt|row) has many times more text than .*=8 tokens hold"):
+        tokenized(kind, [row], Slow(tokenizer), 8)
+    with pytest.raises(ConfigError, match=r"no row is left to train on \(1 had "):
+        tokenized(kind, [row], Slow(tokenizer), 8, "filter")
+    spaces = RowTokenizer("prompts", tokenizer, 8)
+    assert not spaces._is_hopeless({"prompt": " " * 10**7}) and not spaces._is_hopeless({"prompt": "9" * 9})
+
+
+def test_what_is_wrong_with_rows_is_named(tokenizer):
+    with pytest.raises(ConfigError, match=r"\(1 have no token to learn, as no turn of the assistant is left in them\)"):
+        tokenized("completions", [{"messages": [user("a")]}], tokenizer, 64)
+    with pytest.raises(ConfigError, match="row 0: column 'completion' is None in this row"):
+        tokenized("completions", [{"prompt": "a", "completion": None}], tokenizer, 64)
+
+
 # --- completions ------------------------------------------------------------------------------------------------------
 
 

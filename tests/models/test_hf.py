@@ -14,8 +14,9 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForSequenceClassification, LlamaConfig, PreTrainedTokenizerFast
 
 from jaxrl_llm.config import ConfigError
-from jaxrl_llm.models import hf
-from jaxrl_llm.models.model import load_model, save_hf
+from jaxrl_llm.data.templates import plain_ids
+from jaxrl_llm.models import hf, safetensors
+from jaxrl_llm.models.model import check_positions, check_same_vocabulary, load_model, save_hf
 from jaxrl_llm.models.transformer import ModelConfig, Net
 from tests.models.conftest import SHAPE, make_oracle
 
@@ -140,6 +141,35 @@ CONFIG_FAULTS = {
     "missing entry": ({"intermediate_size": "remove"}, "no entry intermediate_size"),
     "wrong entry": ({"num_hidden_layers": "two"}, "num_hidden_layers = 'two' .* integers from 1"),
     "kv heads": ({"num_key_value_heads": 3}, "num_key_value_heads = 3 .* divisors of num_attention_heads = 4"),
+    "eps": ({"rms_norm_eps": float("nan")}, "rms_norm_eps = nan is not supported; supported: numbers from 0"),
+    "eps as text": ({"rms_norm_eps": "1e-6"}, "rms_norm_eps = '1e-6'"),
+    "negative eps": ({"rms_norm_eps": -1e-6}, "rms_norm_eps = -1e-06"),
+    "init": ({"initializer_range": float("inf")}, "initializer_range = inf"),
+    **{
+        f"theta {theta}": ({"rope_parameters": "remove", "rope_theta": theta}, f"rope_theta = {theta} .* above 1")
+        for theta in (0, -1, 1, float("nan"), float("inf"))
+    },
+    "theta of parameters": ({"rope_parameters": {"rope_type": "default", "rope_theta": 0.0}}, "rope_theta = 0.0"),
+    "rope factor": (
+        {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 0}},
+        "factor = 0 is not supported; supported: numbers above 0",
+    ),
+    "original positions": (
+        {"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 0}},
+        "original_max_position_embeddings = 0",
+    ),
+    "llama3 frequencies": (
+        {
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "factor": 2.0,
+                "low_freq_factor": 4.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 8,
+            }
+        },
+        "low_freq_factor = 4.0 .* below high_freq_factor = 4",
+    ),
     "width": ({"head_dim": None, "hidden_size": 30}, "hidden_size = 30 .* multiples of num_attention_heads"),
 }
 
@@ -206,6 +236,35 @@ def test_a_tied_head_on_disk_is_ignored(tmp_path):
     before = hf.load(tmp_path)[1]
     edit_tensors(tmp_path, lambda tensors: tensors.update({"lm_head.weight": tensors["model.embed_tokens.weight"]}))
     assert equal(hf.load(tmp_path)[1], before)
+
+
+def test_a_head_that_is_not_the_embedding_cannot_be_tied(copy, tmp_path):
+    edit_config(copy, tie_word_embeddings=True)
+    with pytest.raises(ConfigError, match=r"says tie_word_embeddings, but the files hold a lm_head\.weight with other"):
+        hf.load(copy)
+    hf.load(copy, head="score")  # which reads no head of tokens
+
+
+@pytest.mark.parametrize("param_dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("name", [UP, "model.embed_tokens.weight", "model.norm.weight"])
+def test_weights_that_are_not_finite_are_named(copy, name, value, param_dtype):
+    def spoil(tensors):
+        tensors[name] = tensors[name].copy()
+        tensors[name].flat[-1] = value
+
+    edit_tensors(copy, spoil)
+    with pytest.raises(ConfigError, match=rf"tensor {name} has 1 numbers of \d+ that are not finite \({value}"):
+        hf.load(copy, param_dtype=param_dtype)
+
+
+def test_large_weights_are_finite():
+    for dtype in (np.float32, np.float64, jnp.bfloat16, np.float16):
+        most = np.full((3, 70_000), jnp.finfo(dtype).max, dtype)  # whose sum overflows
+        assert safetensors.all_finite(most) and safetensors.all_finite(-most) and safetensors.all_finite(most[:, ::2].T)
+        most[-1, -1] = np.inf
+        assert not safetensors.all_finite(most)
+    assert safetensors.all_finite(np.zeros((0, 4), np.float32)) and safetensors.all_finite(np.zeros(0, jnp.bfloat16))
 
 
 def test_truncated_file_is_named(copy):
@@ -346,6 +405,59 @@ def test_tokenizer_template_and_generation_config_come_back(copy, tmp_path):
     chat = [{"role": "user", "content": "two plus"}]
     assert again.tokenizer.apply_chat_template(chat, tokenize=False) == "two plus<eos>"
     assert again.net == model.net
+
+
+def test_every_token_has_an_embedding(copy):
+    size = SHAPE["vocab_size"]
+    tokenizer = make_tokenizer()
+    tokenizer.add_tokens([f"word{i}" for i in range(size - len(tokenizer))])
+    tokenizer.save_pretrained(copy)
+    load_model(copy)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]})
+    tokenizer.save_pretrained(copy)
+    model = load_model(copy)  # a special token that nothing names does no harm, unless a text has it
+    assert plain_ids(model.tokenizer, "two")
+    with pytest.raises(
+        ConfigError, match=f"a text contains <image>, token {size}, for which the model has no embedding"
+    ):
+        plain_ids(model.tokenizer, "two <image>")
+    (copy / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, size]}))
+    with pytest.raises(ConfigError, match=rf"embedding has {size} rows .* ids up to {size}: eos_token_id = {size}"):
+        load_model(copy)
+    (copy / "generation_config.json").unlink()
+    tokenizer.add_tokens(["more"])
+    tokenizer.save_pretrained(copy)
+    with pytest.raises(ConfigError, match=rf"ids up to {size + 1}: '<image>' {size}, 'more' {size + 1}\."):
+        load_model(copy)
+
+
+def test_a_model_that_reads_the_ids_of_another_has_its_vocabulary(copy, llama_folder, tmp_path):
+    other = shutil.copytree(copy, tmp_path / "other")
+    tokenizer = make_tokenizer()
+    tokenizer.save_pretrained(copy)
+    tokenizer.save_pretrained(other)
+    check_same_vocabulary(load_model(copy), load_model(other), "critic")
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<new>"]})  # it has an embedding there too
+    tokenizer.save_pretrained(copy)
+    check_same_vocabulary(load_model(copy), load_model(other), "critic")
+    text = (other / "tokenizer.json").read_text()
+    (other / "tokenizer.json").write_text(text.replace('"two"', '"2"'))
+    with pytest.raises(
+        ConfigError, match=r"critic .*other reads the token ids of .*: id 3 is 'two' there and '2' here"
+    ):
+        check_same_vocabulary(load_model(copy), load_model(other), "critic")
+
+
+def test_rows_longer_than_the_positions(copy):
+    edit_config(copy, max_position_embeddings=64)
+    model = load_model(copy)
+    check_positions(model, 64, "this")
+    with pytest.raises(ConfigError, match=r"up to 65 tokens \(this\), but .* has positions for 64"):
+        check_positions(model, 65, "this")
+    edit_config(copy, rope_parameters={"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64})
+    check_positions(load_model(copy), 256, "this")
+    edit_config(copy, max_position_embeddings="remove", rope_parameters="remove")
+    check_positions(load_model(copy), 10**9, "this")
 
 
 def test_tokenizer_faults_are_named(copy):

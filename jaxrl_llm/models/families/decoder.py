@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.models.families import rotary
-from jaxrl_llm.models.families.entries import positive, refuse
+from jaxrl_llm.models.families.entries import number, positive, refuse
 from jaxrl_llm.models.transformer import ModelConfig
 
 
@@ -135,10 +135,10 @@ def to_config(
         "kv_heads": kv_heads,
         "head_dim": sizes["width"] // heads if hf.get("head_dim") is None else positive(hf, "head_dim"),
         "activation": _activation(hf, activations),
-        "norm_eps": float(hf.get("rms_norm_eps", 1e-6)),
+        "norm_eps": number("rms_norm_eps", hf.get("rms_norm_eps", 1e-6)),
         **rotary.read(hf, **rope or {}),
         "tie_embeddings": bool(hf.get("tie_word_embeddings", False)),
-        "init_scale": float(hf.get("initializer_range", 0.02)),
+        "init_scale": number("initializer_range", hf.get("initializer_range", 0.02)),
         "head": _head(hf, family, overrides.get("head")),
         **own,
     }

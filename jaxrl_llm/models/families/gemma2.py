@@ -4,6 +4,7 @@ from typing import Any
 
 from jaxrl_llm.models.families import decoder, gemma, layer_types
 from jaxrl_llm.models.families.decoder import LAYER, TensorName
+from jaxrl_llm.models.families.entries import number
 from jaxrl_llm.models.transformer import ModelConfig
 
 MODEL_TYPE = "gemma2"
@@ -28,12 +29,12 @@ ACTIVATIONS = {"gelu_pytorch_tanh": "gelu_tanh"}
 
 def common(hf: dict[str, Any]) -> dict[str, Any]:
     """The ModelConfig fields that Gemma 2 and 3 share."""
-    caps = {"attention_softcap": hf["attn_logit_softcapping"], "logit_softcap": hf["final_logit_softcapping"]}
+    caps = {"attention_softcap": "attn_logit_softcapping", "logit_softcap": "final_logit_softcapping"}
     return {
         **gemma.common(hf),
-        **{name: None if cap is None else float(cap) for name, cap in caps.items()},
+        **{name: None if hf[cap] is None else number(cap, hf[cap], above=0) for name, cap in caps.items()},
         "norms": "both",
-        "query_scale": float(hf["query_pre_attn_scalar"]) ** -0.5,
+        "query_scale": number("query_pre_attn_scalar", hf["query_pre_attn_scalar"], above=0) ** -0.5,
     }
 
 

@@ -50,8 +50,10 @@ def text_part(hf: dict[str, Any]) -> dict[str, Any]:
 def _rope_parameters(hf: dict[str, Any]) -> dict[str, Any]:
     """The rotary parameters of both types of layers; files of transformers 4 have a base and a scaling of one each."""
     given = hf.get("rope_parameters") or {}
-    full = {"rope_theta": hf.get("rope_theta") or BASES["full_attention"], **(hf.get("rope_scaling") or {})}
-    local = {"rope_theta": hf.get("rope_local_base_freq") or BASES["sliding_attention"]}
+    names = {"full_attention": "rope_theta", "sliding_attention": "rope_local_base_freq"}
+    bases = {kind: BASES[kind] if hf.get(name) is None else hf[name] for kind, name in names.items()}
+    full = {"rope_theta": bases["full_attention"], **(hf.get("rope_scaling") or {})}
+    local = {"rope_theta": bases["sliding_attention"]}
     return {
         "full_attention": full | (given.get("full_attention") or {}),
         "sliding_attention": local | (given.get("sliding_attention") or {}),

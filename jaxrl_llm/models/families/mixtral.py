@@ -3,7 +3,7 @@
 from typing import Any
 
 from jaxrl_llm.models.families import decoder, layer_types
-from jaxrl_llm.models.families.entries import positive, refuse
+from jaxrl_llm.models.families.entries import number, positive, refuse
 from jaxrl_llm.models.transformer import ModelConfig
 
 MODEL_TYPE = "mixtral"
@@ -35,7 +35,7 @@ def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
         "experts_per_token": chosen,
         "expert_ffn": positive(hf, "intermediate_size"),
         "normalize_top_k": True,
-        "router_aux_loss_coef": float(hf["router_aux_loss_coef"]),
+        "router_aux_loss_coef": number("router_aux_loss_coef", hf["router_aux_loss_coef"]),
     }
     return decoder.to_config(hf, ARCHITECTURE, own, overrides, rope={"theta": THETA})
 

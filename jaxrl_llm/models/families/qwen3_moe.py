@@ -3,7 +3,7 @@
 from typing import Any
 
 from jaxrl_llm.models.families import decoder, layer_types
-from jaxrl_llm.models.families.entries import positive, refuse
+from jaxrl_llm.models.families.entries import number, positive, refuse
 from jaxrl_llm.models.transformer import ModelConfig
 
 MODEL_TYPE = "qwen3_moe"
@@ -50,7 +50,7 @@ def _experts(hf: dict[str, Any]) -> dict[str, Any]:
         "expert_ffn": positive(hf, "moe_intermediate_size"),
         "normalize_top_k": bool(hf["norm_topk_prob"]),
         "dense_layers": dense,
-        "router_aux_loss_coef": float(hf["router_aux_loss_coef"]),
+        "router_aux_loss_coef": number("router_aux_loss_coef", hf["router_aux_loss_coef"]),
     }
 
 

@@ -4,10 +4,11 @@ import math
 from typing import Any
 
 from jaxrl_llm.config import ConfigError
-from jaxrl_llm.models.families.entries import refuse
+from jaxrl_llm.models.families.entries import number, refuse
 from jaxrl_llm.models.rope import KINDS, Rope
 
 ENTRIES = ("rope_parameters", "rope_scaling", "rope_theta", "rope_local_base_freq", "partial_rotary_factor")
+MOST = "max_position_embeddings"
 TYPES = ("full_attention", "sliding_attention")
 
 
@@ -19,7 +20,7 @@ def read(hf: dict[str, Any], theta: float = 10000.0, partial: bool = False, by_t
     """
     parameters = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
     per_type = {name: value for name, value in parameters.items() if isinstance(value, dict)}
-    base = float(hf.get("rope_theta") or theta)
+    base = theta if hf.get("rope_theta") is None else number("rope_theta", hf["rope_theta"], above=1)
     if not per_type:
         fraction = parameters.get("partial_rotary_factor", hf.get("partial_rotary_factor"))
         return {"rope": _rope(parameters, hf, base), "rotary_fraction": _fraction(fraction, partial)}
@@ -33,6 +34,21 @@ def read(hf: dict[str, Any], theta: float = 10000.0, partial: bool = False, by_t
     if "dynamic" in (local.kind, full.kind):
         refuse("rope_type", "dynamic", "dynamic with one set of parameters for all layers")
     return {"rope": full, "local_rope": None if local == full else local}
+
+
+def max_positions(hf: dict[str, Any]) -> int | None:
+    """The longest rows that a config.json is made for, those that its scaling stretches to; None where it is silent."""
+    most = hf.get(MOST)
+    if most is None:
+        return None
+    given = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
+    ropes = [given, *(value for value in given.values() if isinstance(value, dict))]
+    stretched = [
+        (rope.get("factor") or 1) * (rope.get("original_max_position_embeddings") or most)
+        for rope in ropes
+        if rope.get("rope_type", rope.get("type", "default")) != "default"
+    ]
+    return int(max([most, *stretched]))
 
 
 def write(config) -> dict[str, Any]:
@@ -62,41 +78,46 @@ def _rope(parameters: dict[str, Any], hf: dict[str, Any], theta: float) -> Rope:
     kind = parameters.get("rope_type", parameters.get("type", "default"))
     if kind not in KINDS:
         refuse("rope_type", kind, ", ".join(KINDS))
-    theta = float(parameters.get("rope_theta") or theta)
+    if parameters.get("rope_theta") is not None:
+        theta = number("rope_theta", parameters["rope_theta"], above=1)
     if kind == "default":
         return Rope(theta)
 
-    def number(entry: str, default: float | None = None) -> float:
+    def scaling(entry: str, default: float | None = None) -> float:
         value = parameters.get(entry)
         value = default if value is None else value
         if value is None:
             raise ConfigError(f"config.json: rope_type {kind} needs the entry {entry!r}, which is missing.")
-        return float(value)
+        return number(entry, value, above=0)
 
-    original = parameters.get("original_max_position_embeddings") or hf.get("original_max_position_embeddings")
+    name = "original_max_position_embeddings"
+    original = hf.get(name) if parameters.get(name) is None else parameters[name]
+    original = None if original is None else int(number(name, original, above=0))
     if kind == "linear":
-        return Rope(theta, kind, number("factor"))
-    most = hf.get("max_position_embeddings")
+        return Rope(theta, kind, scaling("factor"))
+    most = None if hf.get(MOST) is None else int(number(MOST, hf[MOST], above=0))
     if kind == "dynamic":
         if most is None:
             raise ConfigError("config.json: rope_type dynamic needs the entry 'max_position_embeddings'.")
-        return Rope(theta, kind, number("factor"), int(most))
+        return Rope(theta, kind, scaling("factor"), most)
     if original is None and most is None:
         raise ConfigError(
             f"config.json: rope_type {kind} needs the entry 'original_max_position_embeddings', which is missing."
         )
-    original = int(original or most or 0)
+    original = original or most or 0
     if kind == "llama3":
-        factors = (number("factor"), original, number("low_freq_factor"), number("high_freq_factor"))
+        factors = (scaling("factor"), original, scaling("low_freq_factor"), scaling("high_freq_factor"))
+        if factors[2] >= factors[3]:
+            refuse("low_freq_factor", factors[2], f"numbers below high_freq_factor = {factors[3]:g}")
         return Rope(theta, kind, *factors)
-    factor = number("factor", None if most is None else most / original)
+    factor = scaling("factor", None if most is None else most / original)
     return Rope(
         theta,
         kind,
         factor,
         original,
-        beta_fast=number("beta_fast", 32.0),
-        beta_slow=number("beta_slow", 1.0),
+        beta_fast=scaling("beta_fast", 32.0),
+        beta_slow=scaling("beta_slow", 1.0),
         attention_factor=_attention_factor(parameters, factor),
         truncate=bool(parameters.get("truncate", True)),
     )
@@ -109,7 +130,7 @@ def _attention_factor(parameters: dict[str, Any], factor: float) -> float:
         return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
     if parameters.get("attention_factor") is not None:
-        return float(parameters["attention_factor"])
+        return number("attention_factor", parameters["attention_factor"], above=0)
     if parameters.get("mscale") and parameters.get("mscale_all_dim"):
         return scale(parameters["mscale"]) / scale(parameters["mscale_all_dim"])
     return scale(1.0)

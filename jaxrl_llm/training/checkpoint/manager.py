@@ -8,7 +8,11 @@ Before a checkpoint becomes final the hashes of its files are written beside the
 is used: one that is torn or has changed is named, and the one before it is used.
 """
 
+import logging
 import math
+import os
+import re
+import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -29,12 +33,17 @@ from jaxrl_llm.distributed.sharding import shardings
 from jaxrl_llm.models.transformer import Params
 from jaxrl_llm.training.checkpoint import checksums
 from jaxrl_llm.training.checkpoint.object_store import is_remote, path_of
+from jaxrl_llm.training.runtime.preemption import Preempted
 from jaxrl_llm.training.update import State
 
 ARRAYS = ("reference", "replay")  # optional trees of a checkpoint, each in a folder of its own
 FAILURES = (OSError, ValueError)  # raised by Orbax and its array storage when a disk is full, or gone
 RETRY_SECONDS = 30.0
 FINAL_TRIES = 3
+
+# Orbax logs each failure several times with its traceback, and raises it; `Checkpoints` tells it in a line.
+logging.getLogger("absl").addFilter(lambda record: record.levelno < logging.ERROR or "orbax" not in record.pathname)
+logging.getLogger("asyncio").addFilter(lambda record: "orbax" not in record.getMessage())
 
 
 class Keep(NamedTuple):
@@ -79,6 +88,8 @@ class Checkpoints:
         self._saving: int | None = None  # the step of the save under way
         self._failed: int | None = None  # the step of a save that failed, until one succeeds
         self._reason, self._tried = "", 0.0
+        self._gives_up = False  # the save under way is the last try
+        self.exported: Path | None = None  # the model of the last step, once it is written
         self._warnings: list[str] = []
         try:
             self._manager = self._open()
@@ -107,16 +118,42 @@ class Checkpoints:
         return ocp.CheckpointManager(self.folder, options=options, item_handlers={**trees, **json_parts})
 
     def __enter__(self) -> "Checkpoints":
+        self._hook = sys.unraisablehook
+        sys.unraisablehook = self._show
         return self
+
+    def _show(self, unraisable: "sys.UnraisableHookArgs") -> None:
+        """Shows an exception that nothing can catch, save those of TensorStore's threads after a failed save."""
+        if str(unraisable.exc_value) != "Event loop is closed":
+            self._hook(unraisable)
 
     def __exit__(self, kind: object, exception: BaseException | None, trace: object) -> None:
         self.wait()
         if self._failed is None:
             self._manager.close()
+            if not self._reason:
+                sys.unraisablehook = self._hook
+            if isinstance(exception, Preempted) and jax.process_index() == 0:  # its notes are the last line
+                exception.add_note(self.outcome())
             return
         if exception is None:
-            raise ConfigError(self._reason)
-        exception.add_note(self._reason)
+            raise ConfigError(self.outcome())
+        if self._reason not in str(exception):
+            exception.add_note(self.outcome())
+
+    def outcome(self) -> str:
+        """What is saved, in words: the save that failed, the newest checkpoint, and the model that was written."""
+        self.wait()
+        found = [] if self._failed is None else [self._reason]
+        try:
+            newest = max(ocp.utils.checkpoint_steps(self.folder), default=None)
+            step = "there is no checkpoint" if newest is None else f"the newest checkpoint is of step {newest},"
+            found.append(f"{step} in {self.folder}")
+        except self._failures as error:
+            found.append(f"what is in {self.folder} cannot be read: {_words(error)}")
+        if self.exported is not None:
+            found.append(f"the trained model is in {self.exported}")
+        return "; ".join(found)
 
     def steps(self) -> list[int]:
         """The steps that were saved completely, oldest first. An interrupted save leaves no step behind."""
@@ -192,6 +229,7 @@ class Checkpoints:
             if attempt:
                 time.sleep(RETRY_SECONDS)
             self.wait()
+            self._gives_up = final and attempt == FINAL_TRIES - 1
             self._start(step, ocp.args.Composite(**items), ranked)
             if final:
                 self.wait()
@@ -232,10 +270,11 @@ class Checkpoints:
 
     def _fail(self, error: Exception) -> None:
         step, self._failed, self._saving = self._saving, self._saving, None
-        self._reason = f"the checkpoint of step {step} could not be written to {self.folder}: {error}"
+        self._reason = f"the checkpoint of step {step} could not be written to {self.folder}: {_words(error)}"
         if jax.process_count() > 1:  # the others wait for this one's share
             raise ConfigError(self._reason) from error
-        self._warnings.append(f"{self._reason}. The run goes on, and tries again after {RETRY_SECONDS:g} s")
+        again = "" if self._gives_up else f". The run goes on, and tries again after {RETRY_SECONDS:g} s"
+        self._warnings.append(f"{self._reason}{again}")
 
     def _seal(self) -> None:
         """Called when all files of a save are there, before its folder gets its final name."""
@@ -356,6 +395,14 @@ def _preservation_policy(keep: Keep) -> policies.PreservationPolicy | None:
     if keep.best:
         rules.append(policies.BestN(get_metric_fn=keep.rank, n=1, keep_checkpoints_without_metrics=False))
     return policies.AnyPreservationPolicy(rules)
+
+
+def _words(error: Exception) -> str:
+    """The reason of a failed save in a line."""
+    code = re.search(r"os_error_code='(\d+)'", str(error))  # TensorStore's messages name long paths before it
+    if code:
+        return f"[Errno {code[1]}] {os.strerror(int(code[1]))}"
+    return " ".join(str(error).split())[:400] or type(error).__name__
 
 
 def free(state: State) -> None:

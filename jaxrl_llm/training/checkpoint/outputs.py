@@ -71,10 +71,12 @@ def _words(value: Any) -> str:
     return f"{len(value)} rows in memory" if hasattr(value, "__len__") else type(value).__name__
 
 
-def export_run(folder: Path, checkpoints: Any, model: Model, critic: Model | None, note: Callable[[str], None]) -> None:
+def export_run(
+    folder: Path, saved: Callable[[], str], model: Model, critic: Model | None, note: Callable[[str], None]
+) -> None:
     """Writes the trained model to `folder/hf`, its adapters to `folder/adapter` and the critic to `folder/critic`.
 
-    `checkpoints` is the folder that an error names, `note` shows a line. Raises ConfigError when a folder cannot be
+    `saved` says which checkpoint an error can point to, `note` shows a line. Raises ConfigError when a folder cannot be
     written.
     """
     try:
@@ -87,6 +89,6 @@ def export_run(folder: Path, checkpoints: Any, model: Model, critic: Model | Non
             save_hf(critic, folder / "critic")
     except (OSError, SafetensorError) as error:
         raise ConfigError(
-            f"the trained model could not be written to {folder}: {error}; its checkpoint is in {checkpoints}. "
-            "Start the same command again when there is room, or write it elsewhere with python -m jaxrl_llm export"
+            f"the trained model could not be written to {folder}: {error}; {saved()}. Start the same command again "
+            "when there is room"
         ) from error

@@ -29,6 +29,7 @@ from jaxrl_llm.training.logging.records import (
 
 CONTENTS = {
     "config.json": "the configuration of the run",
+    "config_history": "the configurations before it went on with others",
     "given.json": "the arguments of train beside it, in words",
     METRICS: "one object a step",
     COMPLETIONS: "prompts, completions, rewards and advantages",

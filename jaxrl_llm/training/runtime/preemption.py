@@ -5,8 +5,10 @@ SIGUSR2 ahead of the time limit. The code is not 0, so that a job manager starts
 one that SIGTERM itself would leave.
 """
 
+import contextlib
 import signal
 import threading
+from collections.abc import Iterator
 from types import FrameType
 
 import jax
@@ -18,11 +20,17 @@ SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGUSR1", "SIGUSR
 
 
 class Preempted(SystemExit):
-    """Raised by a preempted run after it has saved its state; ends the process with code 143."""
+    """Raised by a preempted run after it has saved its state; ends the process with code 143.
 
-    def __init__(self, step: int):
+    `step` is the last one that was made, None where the run was not between two steps. Its notes are the last line of
+    the command, which process 0 writes.
+    """
+
+    def __init__(self, step: int | None, where: str):
         super().__init__(EXIT_CODE)
         self.step = step
+        if jax.process_index() == 0:
+            self.add_note(f"stopped by a signal {where}: start the same command again to go on")
 
 
 class Notices:
@@ -34,6 +42,7 @@ class Notices:
 
     def __init__(self) -> None:
         self.signal: int | None = None
+        self._where: str | None = None
         self._previous: dict[int, object] = {}
 
     def __enter__(self) -> "Notices":
@@ -48,6 +57,20 @@ class Notices:
     def _take(self, number: int, frame: FrameType | None) -> None:
         del frame
         self.signal = number
+        if self._where is not None:
+            raise Preempted(None, self._where)
+
+    @contextlib.contextmanager
+    def ending(self, where: str) -> Iterator[None]:
+        """While the block runs, a signal ends it at once: there is no step to finish. `where` says so in the message.
+
+        With several processes such a signal is noted like others: one alone would leave the rest in a collective.
+        """
+        self._where = where if jax.process_count() == 1 else None
+        try:
+            yield
+        finally:
+            self._where = None
 
     def reached(self, step: int) -> bool:
         """True when any process has been preempted. All processes call it after each step, and get one answer."""

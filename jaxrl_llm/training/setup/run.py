@@ -18,7 +18,7 @@ from jaxrl_llm.data.pipeline import Pipeline
 from jaxrl_llm.distributed.sharding import make_mesh, row_shards
 from jaxrl_llm.environments.factory import Environments, load_environments
 from jaxrl_llm.models.lora import LoraConfig, has_adapters, parse_targets, split
-from jaxrl_llm.models.model import Model, add_adapters, load_model
+from jaxrl_llm.models.model import Model, add_adapters, check_positions, check_same_vocabulary, load_model
 from jaxrl_llm.models.peft import read_config
 from jaxrl_llm.rewards.functions import environment as environment_reward
 from jaxrl_llm.rewards.runner import Rewards, load_rewards
@@ -256,7 +256,9 @@ def build_critic(config, policy: Model, mesh: Mesh) -> Model:
         own.lora.rank, own.lora.alpha, own.lora.rslora, own.lora.targets = (
             shape.rank, shape.alpha, shape.rslora, shape.targets
         )  # fmt: skip
-    return build_model(own, mesh, head="score")
+    critic = build_model(own, mesh, head="score")
+    check_same_vocabulary(policy, critic, f"critic.path = {own.model.path!r}:")
+    return critic
 
 
 def build_rewards(config, rewards=None) -> Rewards:
@@ -342,6 +344,7 @@ def _offline(
         margins = any("margin" in loading.columns(source) for source in data)
         as_example = partial(offline.as_example, margins=margins)
         pipeline = loading.stream(data_spec(config), data, algorithm.data, model.tokenizer, as_example)
+        check_positions(model, c.max_length, "data.max_length, as rows are streamed")
         spec = offline_spec(config, c.max_length)
         if algorithm.needs_reference:
             ref_params = start_reference(reference_spec(config), model.params, model.net.config.lora)
@@ -352,7 +355,11 @@ def _offline(
             options = preference_spec(config).losses[0].options
             weights = options.get("desirable_weight", 1.0), options.get("undesirable_weight", 1.0)
             offline.check_balance(examples, *weights)
-        width = padded_width(offline.longest(examples, algorithm.mismatched), c.max_length)
+        longest = offline.longest(examples, algorithm.mismatched)
+        check_positions(model, longest, "the longest of the data, up to data.max_length")
+        if c.packing:
+            check_positions(model, c.max_length, "data.max_length, which data.packing fills")
+        width = padded_width(longest, c.max_length)
         spec = offline_spec(config, c.max_length if c.packing else width)
         if algorithm.needs_reference:
             kept = not c.precompute_reference

@@ -4,11 +4,13 @@ Beside them stands what several commands build from a configuration and a model:
 """
 
 import math
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import jax
 from jax.sharding import Mesh
 
 from jaxrl_llm.algorithms.batch import Inputs
@@ -24,7 +26,7 @@ from jaxrl_llm.environments.batch import EpisodeBatch
 from jaxrl_llm.environments.factory import Environments, EnvironmentSpec
 from jaxrl_llm.environments.protocol import EpisodeError
 from jaxrl_llm.models.cast import draws_from_another
-from jaxrl_llm.models.model import Model
+from jaxrl_llm.models.model import Model, check_positions
 from jaxrl_llm.models.transformer import Params
 from jaxrl_llm.rewards.runner import Rewards
 from jaxrl_llm.rollout.engine import Engine, RolloutSpec
@@ -326,7 +328,15 @@ def build_worker(
     engine_mesh = rollout_mesh(mesh, c.mesh, model.net.config.kv_heads)
     if engine_mesh != mesh:
         engine = ReshardedEngine(**vars(engine), mesh=engine_mesh, train_mesh=mesh, watch=stopwatch)
-    width = limit if examples is None else padded_width(max(len(row["prompt_ids"]) for row in examples), limit)
+    longest = limit if examples is None else max(len(row["prompt_ids"]) for row in examples)
+    cause = "prompts, up to rollout.max_prompt_length" if examples is None else "the longest prompt"
+    check_positions(
+        model,
+        longest + c.max_completion_length,
+        f"{longest} of {cause}, and rollout.max_completion_length = {c.max_completion_length}",
+    )
+    width = limit if examples is None else padded_width(longest, limit)
+    check_memory(config, model, engine, width, mesh)
     function = load_rollout_function(config.environment.rollout_func)
     if function is not None:
         width = limit  # what a function returns as prompts is its own
@@ -336,6 +346,31 @@ def build_worker(
 
         external = ExternalRollout(function, engine, model.tokenizer, mesh, width, policy_logps)
     return RolloutWorker(engine, rewards, model.tokenizer, mesh, width, stopwatch, open_episodes, external)
+
+
+def check_memory(config, model: Model, engine: Engine, width: int, mesh: Mesh) -> None:
+    """Raises ConfigError where one row's keys and values, or the tokens of all rows, exceed the devices' memory.
+
+    A bound from below, by far: it is for lengths that can be nothing but mistakes.
+    """
+    net, length = model.net.config, width + engine.max_completion_length
+    rows = config.batch.prompts * engine.group_size
+    layers = sum(kind.window is None for kind in net.layer_configs)
+    needed = 2 * layers * net.kv_heads * net.head_dim * length + 4 * rows * length  # bytes, of a byte a number
+    if needed > (memory := device_memory(mesh)):
+        raise ConfigError(
+            f"rollout.max_completion_length is {engine.max_completion_length}, with which the rows alone take "
+            f"{needed / 1e9:.0f} GB, more than the {memory / 1e9:.0f} GB of the devices: use shorter rows, or fewer"
+        )
+
+
+def device_memory(mesh: Mesh) -> float:
+    """The memory of the mesh's devices in bytes; infinite where they do not tell."""
+    devices = mesh.devices.flat
+    if devices[0].platform == "cpu":  # they share that of their machine
+        return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")) * jax.process_count()
+    limits = [(device.memory_stats() or {}).get("bytes_limit", math.inf) for device in jax.local_devices()]
+    return float(sum(limits)) * jax.process_count()
 
 
 def check_correction(config, engine: Engine) -> None:

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import random
+import resource
 import shutil
 import subprocess
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 
 import jaxrl_llm
 from jaxrl_llm.config import ConfigError, from_json
+from jaxrl_llm.config.flags import run
 from jaxrl_llm.distributed.sharding import make_mesh
 from jaxrl_llm.training.checkpoint import manager
 from jaxrl_llm.training.checkpoint.manager import Checkpoints, Keep, find
@@ -208,6 +210,43 @@ def test_a_full_disk_is_reported_and_tried_again(small_disk, monkeypatch):
         assert not checkpoints.retry_due and checkpoints.warnings() == []
         assert checkpoints.steps() == [3] and checkpoints.damage(3) is None
         assert sorted(path.name for path in (small_disk / "checkpoints").iterdir()) == ["3"]  # no remains
+
+
+def test_a_failed_save_is_told_in_a_line(tmp_path, monkeypatch, capfd):
+    """What is true is said: why it failed, and which checkpoint is there; Orbax's tracebacks are not shown."""
+    monkeypatch.setattr(manager, "RETRY_SECONDS", 0.0)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    checkpoints = Checkpoints(tmp_path / "checkpoints")
+    reason = rf"the checkpoint of step 2 could not be written to {tmp_path}/checkpoints: \[Errno 27\] File too large"
+    there = rf"the newest checkpoint is of step 1, in {tmp_path}/checkpoints"
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(pytest.raises(ConfigError, match=f"^{reason}; {there}; the trained model is in hf$"))
+        stack.enter_context(checkpoints)
+        save(checkpoints, 1)
+        assert checkpoints.outcome() == f"the newest checkpoint is of step 1, in {tmp_path}/checkpoints"
+        try:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
+            save(checkpoints, 2, final=True)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        told = checkpoints.warnings()
+        assert len(told) == manager.FINAL_TRIES and told[-1].endswith("File too large")  # the last is not tried again
+        assert "tries again" in told[0]
+        checkpoints.exported = "hf"
+    assert "Traceback" not in "".join(capfd.readouterr())
+
+
+def test_an_error_has_what_is_saved_in_its_message(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["train"])
+
+    def fails(arguments):
+        error = ConfigError("it failed")
+        error.add_note("there is no checkpoint")
+        raise error
+
+    with pytest.raises(SystemExit):
+        run(fails)
+    assert capsys.readouterr().err == "error: it failed; there is no checkpoint\n"
 
 
 def test_a_read_only_disk_keeps_its_checkpoint(small_disk, monkeypatch):

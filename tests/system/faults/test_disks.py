@@ -1,6 +1,7 @@
 """Runs whose disk is full for a while, and where their checkpoints are kept."""
 
 import json
+import math
 import shutil
 
 import pytest
@@ -103,6 +104,12 @@ def test_what_a_run_keeps_and_where(root, tmp_path):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
+        ({"output_dir": ""}, r"output_dir is empty \(is it an unset variable"),
+        ({"output_dir": " "}, "output_dir is empty"),
+        ({"optimizer.learning_rate": 1e30}, r"optimizer\.learning_rate is 1e\+30, but it takes .* <= 100"),
+        ({"optimizer.learning_rate": math.nan}, r"optimizer\.learning_rate is nan"),
+        ({"algorithm.beta": 1e30}, r"algorithm\.beta is 1e\+30"),
+        ({"batch.prompts": 10**30}, r"batch\.prompts is 1000000"),
         ({"output_dir": "gs://bucket/run"}, r"output_dir is 'gs://bucket/run'.*set checkpoint\.folder"),
         ({"checkpoint.best": "reward", "checkpoint.every": 0}, r"only the last step is saved: set checkpoint\.every"),
         ({"checkpoint.best": "eval/reward", "eval.every": 0}, r"not those that are evaluated \(eval\.every = 0\)"),

@@ -9,6 +9,7 @@ import pytest
 import jaxrl_llm
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.config.flags import load_config_file
+from jaxrl_llm.training.setup import specs
 
 PROMPTS = [{"prompt": f"sort:{n}=", "answer": "1"} for n in (31, 21, 52, 47)]
 
@@ -121,6 +122,28 @@ def test_data_that_ends_the_run_before_it_starts(root, tmp_path, content, messag
     with pytest.raises(ConfigError, match=message):
         run_on(root, tmp_path, content)
     assert not (tmp_path / "run/metrics.jsonl").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "message"),
+    [
+        ("grpo", {"rollout__max_completion_length": 10**9}, r"up to 10000000\d\d tokens .* has positions for 2048"),
+        ("grpo", {"rollout__max_completion_length": 2040}, r"the longest prompt, and rollout\.max_completion_length"),
+        ("sft", {"data__max_length": 4096, "data__packing": True}, r"data\.max_length, which data\.packing fills"),
+        ("sft", {"data__max_length": 4096, "data__streaming": True}, r"data\.max_length, as rows are streamed"),
+    ],
+)
+def test_rows_beyond_the_positions_of_the_model(root, tmp_path, name, settings, message):
+    with pytest.raises(ConfigError, match=message):
+        jaxrl_llm.train(configured(root, tmp_path, name, **settings))
+
+
+def test_rows_beyond_the_memory(root, tmp_path, monkeypatch):
+    monkeypatch.setattr(specs, "device_memory", lambda mesh: 1e4)
+    with pytest.raises(
+        ConfigError, match=r"rollout\.max_completion_length is 100, .* more than the 0 GB of the devices"
+    ):
+        jaxrl_llm.train(configured(root, tmp_path, rollout__max_completion_length=100))
 
 
 @pytest.mark.slow

@@ -38,6 +38,18 @@ def test_another_thread_leaves_the_handlers_alone():
     assert found == [(True, False)]
 
 
+def test_where_there_is_no_step_to_finish_a_signal_ends_at_once():
+    with Notices() as notices:
+        with pytest.raises(Preempted) as raised, notices.ending("before the first step"):
+            os.kill(os.getpid(), signal.SIGTERM)
+        assert raised.value.code == 143 and raised.value.step is None
+        assert raised.value.__notes__ == [
+            "stopped by a signal before the first step: start the same command again to go on"
+        ]
+        os.kill(os.getpid(), signal.SIGTERM)  # which is noted again
+        assert notices.reached(1)
+
+
 @pytest.mark.slow
 def test_a_preempted_run_saves_and_goes_on(tiny_run, root, tmp_path):
     config = load_config_file(f"{root}/configs/grpo.py:tiny")
@@ -86,6 +98,10 @@ def test_a_signal_ends_with_143_and_resumes(run_python, root, tmp_path, number):
     left = start("left")
     assert left.returncode == 143, left.stderr
     assert max(int(path.name) for path in (tmp_path / "left/checkpoints").iterdir()) == 5
+    assert left.stderr.splitlines()[-1] == (
+        "stopped by a signal after step 5 of 9: start the same command again to go on; the newest checkpoint is of "
+        f"step 5, in {tmp_path / 'left/checkpoints'}"
+    )
     again = start("left")
     assert again.returncode == 0 and "going on after step 5" in again.stdout, again.stderr
     assert start("whole").returncode == 0

@@ -1,0 +1,77 @@
+"""The settings of a run that goes on: compared with those it had, refused where they would make it another run.
+
+`config_history/` in the folder of the run keeps each former configuration, with the step it ended at and what changed.
+"""
+
+import json
+import shutil
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from jaxrl_llm.config import ConfigDict, ConfigError, flat, from_json, to_json
+from jaxrl_llm.config.schema import BY_NAME, IDENTITY, OF_A_START
+
+CONFIG = "config.json"
+HISTORY = "config_history"
+
+Changes = dict[str, tuple[Any, Any]]  # by key, the former value and the present one
+
+
+def changed_settings(folder: Path, config: ConfigDict) -> Changes:
+    """The settings in `config` that differ from those in the folder's config.json, none where that cannot be read."""
+    try:
+        former = from_json((folder / CONFIG).read_text(encoding="utf-8"))
+    except (OSError, ConfigError):  # it is no part of the run's state, which goes on without it
+        return {}
+    old, new = (flat(x.to_dict()) for x in (former, from_json(to_json(config))))
+    return {
+        name: (old[name], value)
+        for name, value in new.items()
+        if name in BY_NAME and name not in OF_A_START and old.get(name) != value
+    }
+
+
+def check_changes(folder: Path, changes: Changes, accepted: tuple[str, ...]) -> None:
+    """Raises ConfigError for changed settings that say what the run is, unless they are `accepted`."""
+    refused = [name for name in changes if name in IDENTITY and name not in accepted]
+    if refused:
+        names = ",".join(dict.fromkeys((*accepted, *refused)))
+        raise ConfigError(
+            f"the run in {folder} would go on as another one: {'; '.join(_words(x, changes[x]) for x in refused)}. Set "
+            "them back, start a new run (another output_dir, or checkpoint.resume=never), or change them all the same "
+            f"with checkpoint.accept_changes={names}"
+        )
+
+
+def start_record(folder: Path, config: ConfigDict, changes: Changes, step: int | None) -> list[str]:
+    """Writes config.json, and returns a line for each of `changes` after `step`; None: the run starts.
+
+    With changes the former config.json goes to config_history/.
+    """
+    told: list[str] = []
+    if step is None:
+        shutil.rmtree(folder / HISTORY, ignore_errors=True)  # of a run that this one takes the place of
+    elif changes:
+        told = _keep_former(folder, changes, step)
+    (folder / CONFIG).write_text(to_json(config), encoding="utf-8")
+    return told
+
+
+def _keep_former(folder: Path, changes: Changes, step: int) -> list[str]:
+    (folder / HISTORY).mkdir(exist_ok=True)
+    taken = len(list((folder / HISTORY).glob(f"until_step_{step:05d}*.json")))
+    file = folder / HISTORY / f"until_step_{step:05d}{f'_{taken + 1}' if taken else ''}.json"
+    entries = {
+        "until_step": step,
+        "time": datetime.now().astimezone().isoformat(" ", "seconds"),
+        "changes": changes,
+        "config": json.loads((folder / CONFIG).read_text(encoding="utf-8")),
+    }
+    file.write_text(json.dumps(entries, indent=2) + "\n", encoding="utf-8")
+    return [f"changed after step {step}: {_words(name, change)}" for name, change in changes.items()]
+
+
+def _words(name: str, change: tuple[Any, Any]) -> str:
+    old, new = (BY_NAME[name].show(value) or "(empty)" for value in change)
+    return f"{name}: {old} -> {new}"

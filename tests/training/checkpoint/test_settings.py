@@ -1,0 +1,101 @@
+"""Settings that change when a run goes on: told, kept, or refused."""
+
+import json
+import shutil
+
+import pytest
+
+import jaxrl_llm
+from jaxrl_llm.config import ConfigError, default, from_json, to_json
+from jaxrl_llm.config.schema import BY_NAME, IDENTITY, OF_A_START
+from jaxrl_llm.training.checkpoint.settings import HISTORY, changed_settings, check_changes, start_record
+
+
+@pytest.fixture
+def former(tmp_path):
+    config = default()
+    start_record(tmp_path, config, {}, None)
+    return config
+
+
+def test_the_settings_of_a_run_are_settings():
+    assert set(IDENTITY) | set(OF_A_START) <= set(BY_NAME)
+    assert not set(IDENTITY) & set(OF_A_START)
+
+
+def test_changes_are_told_and_kept(tmp_path, former):
+    assert changed_settings(tmp_path, default()) == {}
+    config = default()
+    config.optimizer.learning_rate, config.total_steps, config.output_dir = 0.5, 200, "elsewhere"
+    config.eval.every, config.callbacks = -1, ("early_stopping(metric='reward')",)
+    changes = changed_settings(tmp_path, config)
+    assert changes["optimizer.learning_rate"] == (1e-6, 0.5)
+    assert changes.keys() == {"optimizer.learning_rate", "total_steps", "eval.every", "callbacks"}
+    check_changes(tmp_path, changes, ())
+    told = start_record(tmp_path, config, changes, 7)
+    assert "changed after step 7: optimizer.learning_rate: 1e-06 -> 0.5" in told and len(told) == 4
+    assert "changed after step 7: callbacks: (empty) -> early_stopping(metric='reward')" in told
+    kept = json.loads((tmp_path / HISTORY / "until_step_00007.json").read_text())
+    assert from_json(json.dumps(kept["config"])) == from_json(to_json(former))
+    assert kept["changes"]["total_steps"] == [100, 200] and kept["until_step"] == 7
+    # A second change at the same step has its own file; a new run forgets them.
+    start_record(tmp_path, former, changed_settings(tmp_path, former), 7)
+    assert {path.name for path in (tmp_path / HISTORY).iterdir()} == {
+        "until_step_00007.json",
+        "until_step_00007_2.json",
+    }
+    assert changed_settings(tmp_path, former) == {}
+    start_record(tmp_path, former, {}, None)
+    assert not (tmp_path / HISTORY).exists()
+
+
+@pytest.mark.parametrize("name", IDENTITY)
+def test_what_a_run_is_does_not_change_unasked(tmp_path, name):
+    changes = {name: ("a", "b"), "optimizer.learning_rate": (1.0, 2.0)}
+    with pytest.raises(ConfigError, match=rf"would go on as another one: {name}: a -> b\. .*accept_changes={name}$"):
+        check_changes(tmp_path, changes, ())
+    check_changes(tmp_path, changes, (name,))
+
+
+def test_every_refused_setting_is_named_at_once(tmp_path):
+    changes = {"rollout.group_size": (8, 4), "algorithm.loss": ("auto", "gspo")}
+    with pytest.raises(ConfigError, match=r"rollout\.group_size: 8 -> 4; algorithm\.loss: auto -> gspo"):
+        check_changes(tmp_path, changes, ())
+    with pytest.raises(
+        ConfigError, match=r"one: algorithm\.loss: .*accept_changes=rollout\.group_size,algorithm\.loss$"
+    ):
+        check_changes(tmp_path, changes, ("rollout.group_size",))
+
+
+@pytest.mark.parametrize("text", ["garbage", "{}\n[", '{"no_such_key": 1}'])
+def test_a_record_that_cannot_be_read_is_no_obstacle(tmp_path, former, text):
+    (tmp_path / "config.json").write_text(text)
+    assert changed_settings(tmp_path, former) == {}
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [("optimizer.learning_rate", "may change without it"), ("algorithm.los", "the closest is algorithm.loss")],
+)
+def test_only_what_is_refused_can_be_accepted(name, message):
+    config = default()
+    config.checkpoint.accept_changes = (name,)
+    with pytest.raises(ConfigError, match=f"accept_changes names '{name}', which .*{message}"):
+        jaxrl_llm.train(config)
+
+
+def test_in_a_run(tiny_run, tmp_path, capsys):
+    run = shutil.copytree(tiny_run.output_dir, tmp_path / "run")
+    config = from_json((run / "config.json").read_text())
+    config.output_dir, config.rollout.group_size = str(run), 2
+    with pytest.raises(ConfigError, match=r"rollout\.group_size: 4 -> 2"):
+        jaxrl_llm.train(config)
+    config.rollout.group_size, config.optimizer.learning_rate = 4, 0.123
+    jaxrl_llm.train(config)
+    assert "changed after step 2: optimizer.learning_rate: 0.0003 -> 0.123" in capsys.readouterr().err
+    assert (
+        json.loads((run / HISTORY / "until_step_00002.json").read_text())["config"]["optimizer"]["learning_rate"]
+        == 3e-4
+    )
+    assert json.loads((run / "config.json").read_text())["optimizer"]["learning_rate"] == 0.123
+    assert not (run / ".lock").exists()
