@@ -9,45 +9,33 @@ Tests are a column of the data set, each value in one of these forms, itself or 
 | `[{"input": "3\\n", "output": "6\\n"}, ...]` | what the program prints for a standard input |
 | `{"inputs": ["3\\n"], "outputs": ["6\\n"]}` | the same |
 | `{"fn_name": "f", "inputs": [[1]], "outputs": [2]}` | what a function returns for arguments |
+| `{"fn_name": "f", "inputs": ["[1, 2]\\n3"], "outputs": ["4"]}` | the same, an argument in JSON a line (LiveCodeBench) |
+
+A function may be a method of a class Solution. Values are compared as Python's `==` compares them, lists and tuples as
+one. Tests in Python run in a process of their own, in which the program's functions are calls into the program's.
 """
 
+import ast
+import builtins
 import contextlib
 import functools
+import importlib
 import json
 import os
 import re
-import secrets
+import sys
 import warnings
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from jaxrl_llm.rewards.sandbox import Limits, missing_walls, run_program
+from jaxrl_llm.rewards.sandbox import Limits, missing_walls, run_program, run_tests
 from jaxrl_llm.rewards.signatures import RewardError, shorten, text_of
 
-# The program and its tests come through standard input, and each test that passes is answered with a mark that the
-# program does not know: one that exits early, or prints what it likes, passes nothing.
-DRIVER = """\
-import io, json, sys
-job = json.loads(sys.stdin.read())
-sys.stdin = io.StringIO("")
-space = {"__name__": "__main__"}
-say, write, flush = job.pop("mark"), sys.stdout.write, sys.stdout.flush
-try:
-    exec(compile(job["program"], "program", "exec"), space)
-except SystemExit:
-    pass
-for index, test in enumerate(job["tests"]):
-    try:
-        if isinstance(test, dict):
-            assert space[test["function"]](*test["arguments"]) == test["result"]
-        else:
-            exec(compile(test, "test", "exec"), space)
-    except BaseException:
-        continue
-    write("\\n" + say + str(index) + "\\n")
-    flush()
-"""
+# Tests use what these define without importing it, for the programs of their data sets import it.
+LIBRARY = ("math", "collections", "itertools", "functools", "typing", "heapq", "bisect", "operator", "statistics",
+           "string", "random", "re", "copy")  # fmt: skip
+MODULES = {"np": "numpy", "pd": "pandas"} | {name: name for name in ("numpy", "pandas", *sys.stdlib_module_names)}
 
 
 def code_tests(
@@ -65,14 +53,14 @@ def code_tests(
     """1.0 where the completion's program passes all `tests`, else 0.0; with `partial` the share that it passes.
 
     The program is the last fenced code block of the completion, or all of it; None where tests is None. `seconds`,
-    `memory_mb` and `processes` limit it (per standard input; together for tests in Python); `at_once` programs run
-    at the same time (0: as many as processors). Where the machine lacks the isolation layers (walls) that keep programs
-    from network and files, there is a warning, or an error with `require_walls`.
+    `memory_mb` and `processes` limit it (per standard input; together for tests in Python and of a function);
+    `at_once` programs run at the same time (0: as many as processors). Where the machine lacks isolation layers (walls)
+    that keep programs from network, files and other processes, there is a warning, or an error with `require_walls`.
 
-    Raises RewardError: tests that have none of the forms of this module.
+    Raises RewardError: tests that have none of the forms of this module, a limit that is not above 0.
     """
-    _check_walls(require_walls)
     limits = Limits(seconds, memory_mb, processes)
+    _check_walls(require_walls)
     parsed = [None if test is None else _parse(row, test) for row, test in enumerate(tests)]
     sources = [program_of(text_of(completion)) for completion in completions]
     with ThreadPoolExecutor(at_once or os.cpu_count() or 1) as threads:
@@ -93,10 +81,10 @@ def _share(source: str, tests: list[Any] | None, limits: Limits) -> float | None
     if isinstance(tests[0], tuple):
         passed = sum(_prints(source, stdin, output, limits) for stdin, output in tests)
     else:
-        mark = secrets.token_hex(16)
-        stdin = json.dumps({"program": source, "tests": tests, "mark": mark})
-        output = run_program(DRIVER, stdin, limits).output
-        passed = len(set(re.findall(rf"^{mark}(\d+)$", output, re.MULTILINE)))
+        sources = tuple(test for test in tests if isinstance(test, str))
+        library, shadowed = _origins(sources)
+        job = {"tests": tests, "library": library, "shadowed": shadowed}
+        passed = len(run_tests(source, job, limits).passed)
     return passed / len(tests)
 
 
@@ -120,7 +108,7 @@ def _parse(row: int, tests: Any) -> list[Any]:
     if isinstance(tests, dict) and len(tests.get("inputs") or ()) == len(tests.get("outputs") or ()) > 0:
         if name := tests.get("fn_name"):
             pairs = zip(tests["inputs"], tests["outputs"], strict=True)
-            return [{"function": name, "arguments": list(i), "result": o} for i, o in pairs]
+            return [_call(row, name, *pair) for pair in pairs]
         return [(_as_text(i), _as_text(o)) for i, o in zip(tests["inputs"], tests["outputs"], strict=True)]
     if isinstance(tests, (list, tuple)) and tests:
         if all(isinstance(test, str) for test in tests):
@@ -131,6 +119,58 @@ def _parse(row: int, tests: Any) -> list[Any]:
         f"code_tests cannot read the tests of row {row}: {shorten(tests)}; they are Python code, a list of it, a list "
         "of {'input', 'output'}, or {'inputs', 'outputs'} of equal length with or without 'fn_name'"
     )
+
+
+def _call(row: int, name: str, arguments: Any, result: Any) -> dict[str, Any]:
+    """The test that a function returns `result`; arguments in one text are JSON, a line each, and so is the result."""
+    if isinstance(arguments, str):
+        try:
+            arguments = [json.loads(line) for line in arguments.split("\n")]
+            result = json.loads(result) if isinstance(result, str) else result
+        except ValueError as error:
+            raise RewardError(
+                f"code_tests cannot read the call of {name} of row {row}: {shorten(arguments)} gives {shorten(result)}; "
+                f"arguments are a list, or a text with one in JSON a line ({error})"
+            ) from None
+    return {"function": name, "arguments": list(arguments), "result": result}
+
+
+@functools.lru_cache(maxsize=4096)  # completions of one prompt share their tests
+def _origins(sources: tuple[str, ...]) -> tuple[dict[str, str], list[str]]:
+    """Names that tests use: those of Python's library with their origin, and the builtins that the program defines.
+
+    What the tests do not define is the program's, but only as far as needed: a program that answers `isclose` or `abs`
+    itself would judge itself. So names of the library and builtins are Python's own where a test also calls something
+    else, and the program's where there is nothing else that could be: `assert gcd(4, 6) == 2`, `assert sum(1, 2) == 3`.
+    """
+    used, bound, called, modules = set(), set(), set(), set()
+    for source in sources:
+        with contextlib.suppress(SyntaxError, ValueError, RecursionError):  # it passes for no program
+            for node in ast.walk(ast.parse(source)):
+                match node:
+                    case ast.Name():
+                        (used if isinstance(node.ctx, ast.Load) else bound).add(node.id)
+                    case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef() | ast.ExceptHandler():
+                        bound.add(node.name)
+                    case ast.arg():
+                        bound.add(node.arg)
+                    case ast.alias():
+                        bound.add((node.asname or node.name).partition(".")[0])
+                    case ast.Call(func=ast.Name()):
+                        called.add(node.func.id)
+                    case ast.Attribute(value=ast.Name()):
+                        modules.add(node.value.id)
+    unknown = used - bound - vars(builtins).keys()
+    library = {name: MODULES[name] for name in unknown & modules if name in MODULES}
+    if len(unknown) > 1:
+        for name in unknown - library.keys():
+            if module := next((each for each in LIBRARY if hasattr(importlib.import_module(each), name)), None):
+                library[name] = f"{module}:{name}"
+    if unknown and unknown == library.keys():
+        library = {name: origin for name, origin in library.items() if ":" not in origin}
+    elif not unknown and len(called - bound) == 1:
+        return {}, sorted(called - bound)
+    return library, []
 
 
 def _as_text(value: Any) -> str:

@@ -91,10 +91,13 @@ def json_schema(
             continue
         validator, text = schema_validator(json.dumps(wanted)), text_of(completion)
         try:
-            values = [json.loads(text)]
-        except ValueError:
-            values = list(json_objects(text))
-        rewards.append(float(bool(values) and validator.is_valid(values[-1])))
+            try:
+                values = [json.loads(text)]
+            except ValueError:
+                values = list(json_objects(text))
+            rewards.append(float(bool(values) and validator.is_valid(values[-1])))
+        except RecursionError:  # nested deeper than any JSON that is meant
+            rewards.append(0.0)
     return rewards
 
 

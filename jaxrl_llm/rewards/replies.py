@@ -70,6 +70,8 @@ def json_objects(text: str) -> Iterator[dict[str, Any]]:
             tree, end = decoder.raw_decode(text, start)
         except ValueError:
             end = start + 1
+        except RecursionError:  # thousands of brackets, which no reply means
+            return
         else:
             if isinstance(tree, dict):
                 yield tree
