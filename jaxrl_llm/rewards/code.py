@@ -9,7 +9,7 @@ Tests are a column of the data set, each value in one of these forms, itself or 
 | `[{"input": "3\\n", "output": "6\\n"}, ...]` | what the program prints for a standard input |
 | `{"inputs": ["3\\n"], "outputs": ["6\\n"]}` | the same |
 | `{"fn_name": "f", "inputs": [[1]], "outputs": [2]}` | what a function returns for arguments |
-| `{"fn_name": "f", "inputs": ["[1, 2]\\n3"], "outputs": ["4"]}` | the same, an argument in JSON a line (LiveCodeBench) |
+| `{"fn_name": "f", "inputs": ["[1, 2]\\n3"], "outputs": ["4"]}` | the same, arguments as lines of JSON (LiveCodeBench) |
 
 A function may be a method of a class Solution. Values are compared as Python's `==` compares them, lists and tuples as
 one. Tests in Python run in a process of their own, in which the program's functions are calls into the program's.
@@ -19,22 +19,24 @@ import ast
 import builtins
 import contextlib
 import functools
-import importlib
 import json
+import marshal
 import os
 import re
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from jaxrl_llm.rewards.sandbox import Limits, missing_walls, run_program, run_tests
 from jaxrl_llm.rewards.signatures import RewardError, shorten, text_of
 
-# Tests use what these define without importing it, for the programs of their data sets import it.
-LIBRARY = ("math", "collections", "itertools", "functools", "typing", "heapq", "bisect", "operator", "statistics",
-           "string", "random", "re", "copy")  # fmt: skip
+# What tests use without importing it, for the programs of their data sets import it.
+HELPERS = {"isclose": "math:isclose", "inf": "math:inf", "nan": "math:nan", "approx": "pytest:approx",
+           "allclose": "numpy:allclose", "Decimal": "decimal:Decimal", "Fraction": "fractions:Fraction"} | {
+    name: f"collections:{name}" for name in ("Counter", "OrderedDict", "defaultdict", "deque", "namedtuple")
+}  # fmt: skip
 MODULES = {"np": "numpy", "pd": "pandas"} | {name: name for name in ("numpy", "pandas", *sys.stdlib_module_names)}
 
 
@@ -57,11 +59,13 @@ def code_tests(
     `at_once` programs run at the same time (0: as many as processors). Where the machine lacks isolation layers (walls)
     that keep programs from network, files and other processes, there is a warning, or an error with `require_walls`.
 
+    HumanEval's tests, which define `check(candidate)` and leave the call out, are called with the function that the
+    column `entry_point` names; LiveCodeBench's of the type functional call the `func_name` of the column `metadata`.
     Raises RewardError: tests that have none of the forms of this module, a limit that is not above 0.
     """
     limits = Limits(seconds, memory_mb, processes)
     _check_walls(require_walls)
-    parsed = [None if test is None else _parse(row, test) for row, test in enumerate(tests)]
+    parsed = [None if test is None else _parse(row, test, _entry_point(columns, row)) for row, test in enumerate(tests)]
     sources = [program_of(text_of(completion)) for completion in completions]
     with ThreadPoolExecutor(at_once or os.cpu_count() or 1) as threads:
         shares = list(threads.map(functools.partial(_share, limits=limits), sources, parsed))
@@ -98,13 +102,30 @@ def _lines(text: str) -> list[str]:
     return [line.rstrip() for line in text.rstrip().split("\n")]
 
 
-def _parse(row: int, tests: Any) -> list[Any]:
+def _entry_point(columns: Mapping[str, Any], row: int) -> str | None:
+    """The name of the function that a row asks for, in HumanEval's or LiveCodeBench's column."""
+    if names := columns.get("entry_point"):
+        return names[row]
+    metadata = (columns.get("metadata") or {row: None})[row]
+    with contextlib.suppress(ValueError):
+        metadata = json.loads(metadata) if isinstance(metadata, str) else metadata
+    return metadata.get("func_name") if isinstance(metadata, dict) else None
+
+
+def _parse(row: int, tests: Any, name: str | None = None) -> list[Any]:
     """Tests as a list of Python texts, of calls of a function, or of (input, output) pairs."""
     if isinstance(tests, str) and tests.lstrip().startswith(("{", "[")):
         with contextlib.suppress(ValueError):  # Python code may start like this too
             tests = json.loads(tests)
     if isinstance(tests, str) and tests.strip():
-        return [tests]
+        if not re.search(r"^def check\(", tests, re.MULTILINE) or len(re.findall(r"\bcheck\(", tests)) > 1:
+            return [tests]
+        if name is None:
+            raise RewardError(
+                f"the tests of row {row} define check(candidate) and never call it: end them with check(NAME), or give "
+                "the name of the function in the column entry_point"
+            )
+        return [f"{tests}\n\ncheck({name})\n"]
     if isinstance(tests, dict) and len(tests.get("inputs") or ()) == len(tests.get("outputs") or ()) > 0:
         if name := tests.get("fn_name"):
             pairs = zip(tests["inputs"], tests["outputs"], strict=True)
@@ -114,6 +135,8 @@ def _parse(row: int, tests: Any) -> list[Any]:
         if all(isinstance(test, str) for test in tests):
             return list(tests)
         if all(isinstance(test, dict) and {"input", "output"} <= test.keys() for test in tests):
+            if name and all(test.get("testtype") == "functional" for test in tests):
+                return [_call(row, name, test["input"], test["output"]) for test in tests]
             return [(_as_text(test["input"]), _as_text(test["output"])) for test in tests]
     raise RewardError(
         f"code_tests cannot read the tests of row {row}: {shorten(tests)}; they are Python code, a list of it, a list "
@@ -123,27 +146,29 @@ def _parse(row: int, tests: Any) -> list[Any]:
 
 def _call(row: int, name: str, arguments: Any, result: Any) -> dict[str, Any]:
     """The test that a function returns `result`; arguments in one text are JSON, a line each, and so is the result."""
-    if isinstance(arguments, str):
-        try:
-            arguments = [json.loads(line) for line in arguments.split("\n")]
+    try:
+        if isinstance(arguments, str):
+            arguments = [json.loads(line) for line in arguments.split("\n") if line.strip()]
             result = json.loads(result) if isinstance(result, str) else result
-        except ValueError as error:
-            raise RewardError(
-                f"code_tests cannot read the call of {name} of row {row}: {shorten(arguments)} gives {shorten(result)}; "
-                f"arguments are a list, or a text with one in JSON a line ({error})"
-            ) from None
-    return {"function": name, "arguments": list(arguments), "result": result}
+        test = {"function": name, "arguments": list(arguments), "result": result}
+        marshal.dumps(test)
+    except (ValueError, TypeError, RecursionError) as error:
+        raise RewardError(
+            f"code_tests cannot read the call of {name} of row {row}: {shorten(arguments)} gives {shorten(result)}; "
+            f"arguments are a list of plain values, or a text with one in JSON a line ({error})"
+        ) from None
+    return test
 
 
 @functools.lru_cache(maxsize=4096)  # completions of one prompt share their tests
 def _origins(sources: tuple[str, ...]) -> tuple[dict[str, str], list[str]]:
-    """Names that tests use: those of Python's library with their origin, and the builtins that the program defines.
+    """Names of Python and its library in tests: the origin of those to import, and the builtins that are the program's.
 
-    What the tests do not define is the program's, but only as far as needed: a program that answers `isclose` or `abs`
-    itself would judge itself. So names of the library and builtins are Python's own where a test also calls something
-    else, and the program's where there is nothing else that could be: `assert gcd(4, 6) == 2`, `assert sum(1, 2) == 3`.
+    Names that tests do not define are the program's. But a program that answers `abs` or `isclose` itself would be its
+    own judge, so helpers are Python's, save one that some assertion calls alone: `assert sum(1, 2) == 3`.
     """
-    used, bound, called, modules = set(), set(), set(), set()
+    used, bound, bases = set(), set(), set()
+    together, alone = set(), set()
     for source in sources:
         with contextlib.suppress(SyntaxError, ValueError, RecursionError):  # it passes for no program
             for node in ast.walk(ast.parse(source)):
@@ -156,21 +181,14 @@ def _origins(sources: tuple[str, ...]) -> tuple[dict[str, str], list[str]]:
                         bound.add(node.arg)
                     case ast.alias():
                         bound.add((node.asname or node.name).partition(".")[0])
-                    case ast.Call(func=ast.Name()):
-                        called.add(node.func.id)
-                    case ast.Attribute(value=ast.Name()):
-                        modules.add(node.value.id)
-    unknown = used - bound - vars(builtins).keys()
-    library = {name: MODULES[name] for name in unknown & modules if name in MODULES}
-    if len(unknown) > 1:
-        for name in unknown - library.keys():
-            if module := next((each for each in LIBRARY if hasattr(importlib.import_module(each), name)), None):
-                library[name] = f"{module}:{name}"
-    if unknown and unknown == library.keys():
-        library = {name: origin for name, origin in library.items() if ":" not in origin}
-    elif not unknown and len(called - bound) == 1:
-        return {}, sorted(called - bound)
-    return library, []
+                    case ast.Attribute(value=ast.Name(id=base)):
+                        bases.add(base)
+                    case ast.Assert():
+                        names = {each.id for each in ast.walk(node.test) if isinstance(each, ast.Name)}
+                        (alone if len(names) == 1 else together).update(names)
+    modules = {name: MODULES[name] for name in (used & bases & MODULES.keys()) - bound}
+    helpers = {name: HELPERS[name] for name in (used & HELPERS.keys()) - bound - (alone - together)}
+    return modules | helpers, sorted((alone - together - bound) & vars(builtins).keys())
 
 
 def _as_text(value: Any) -> str:

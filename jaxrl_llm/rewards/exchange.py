@@ -8,19 +8,22 @@ Standard library only: jail.py and the jailed interpreter run it without this pa
 `python -I exchange.py READ WRITE [GUARD FOLDER]` is the program's side, of `program.py` in the working folder.
 """
 
+from __future__ import annotations
+
 import builtins
 import contextlib
-import functools
 import importlib
-import importlib.util
 import json
 import operator
 import os
 import sys
 import threading
 import types
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:  # a jailed interpreter starts sooner without
+    from collections.abc import Callable, Mapping, Sequence
+    from typing import Any
 
 LONGEST = 2**26  # bytes of a line
 CONTAINERS = (tuple, list, dict, set, frozenset)
@@ -194,7 +197,6 @@ class Peer:
         raise ValueError(f"no value: {name!r}")
 
 
-@functools.cache
 def _maker(name: str) -> Callable[..., Any]:
     module, _, attribute = name.rpartition(".")
     return getattr(importlib.import_module(module), attribute)
@@ -339,15 +341,12 @@ def serve(read: int, write: int, guard: Sequence[str] = ()) -> None:
     sys.argv = ["program.py"]
     if guard:
         path, folder = guard
-        spec = importlib.util.spec_from_file_location("guard", path)
-        assert spec is not None and spec.loader is not None
-        hook = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(hook)
-        hook.guard(folder)
-    try:
-        exec(compile(source, "program.py", "exec"), space)
-    except SystemExit:
-        pass  # what it has defined until then is there
+        hook: dict[str, Any] = {"__name__": "guard"}
+        with open(path, "rb") as file:  # noqa: PTH123
+            exec(compile(file.read(), path, "exec"), hook)
+        hook["guard"](folder)
+    with contextlib.suppress(SystemExit):  # what it has defined until then is there
+        exec(compile(source, "program.py", "exec", dont_inherit=True), space)
     peer.send("ready")
     while True:
         peer.answer(*peer.receive()[1:])
@@ -357,16 +356,24 @@ def serve(read: int, write: int, guard: Sequence[str] = ()) -> None:
 
 
 class Names(dict):
-    """The builtins of tests; a name that is unknown is the program's."""
+    """The builtins of tests; a name that is unknown is the program's, and one of `shadowed` if the program has it."""
 
-    def __init__(self, peer: Peer, names: Mapping[str, Any]):
-        super().__init__(names)
-        self.peer = peer
+    def __init__(self, peer: Peer, shadowed: Sequence[str]):
+        super().__init__(vars(builtins))
+        self.peer, self.shadowed = peer, {name: self.pop(name) for name in shadowed}
 
     def __missing__(self, name: str) -> Any:
         if name.startswith("__"):
             raise KeyError(name)
-        return self.peer.ask("name", name)
+        try:
+            value = self.peer.ask("name", name)
+        except NameError:
+            if name not in self.shadowed:
+                raise
+            return self.shadowed[name]
+        if isinstance(value, type) and issubclass(AssertionError, value):
+            raise TypeError(f"{name} is {value.__name__}: `except {name}` would catch a failed assertion")
+        return value
 
 
 class LatePackages:
@@ -375,15 +382,15 @@ class LatePackages:
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
         sys.meta_path.remove(self)
         importlib.import_module("site").main()
-        return importlib.util.find_spec(name)
+        return importlib.import_module("importlib.util").find_spec(name)
 
 
 def run_tests(job: Mapping[str, Any], read: int, write: int, passed: Callable[[int], None]) -> None:
     """Run the tests of a job, and call `passed` with the index of each that passes.
 
     A test is Python code, or a mapping with `function`, `arguments` and `result`. `library` has the modules and
-    attributes of modules that tests use without importing them ("math", "math:sqrt"), `shadowed` the builtins that are
-    functions of the program.
+    attributes of modules that tests use without importing them ("math", "math:inf"), `shadowed` the builtins that the
+    program may define.
     """
     sys.set_int_max_str_digits(0)
     sys.meta_path.append(LatePackages())
@@ -410,7 +417,7 @@ def run_tests(job: Mapping[str, Any], read: int, write: int, passed: Callable[[i
             return
     except BaseException:  # a program that ends while it is loaded passes nothing
         return
-    space["__builtins__"] = Names(peer, {k: v for k, v in vars(builtins).items() if k not in job["shadowed"]})
+    space["__builtins__"] = Names(peer, job["shadowed"])
     for name, origin in job["library"].items():
         module, _, attribute = origin.partition(":")
         with contextlib.suppress(ImportError):
@@ -422,7 +429,7 @@ def run_tests(job: Mapping[str, Any], read: int, write: int, passed: Callable[[i
                 answer = peer.ask("call", peer.ask("function", test["function"]), test["arguments"], {})
                 holds = (as_lists(answer) == as_lists(test["result"])) is True
             else:
-                exec(compile(test, "test", "exec"), space)
+                exec(compile(test, "test", "exec", dont_inherit=True), space)
                 holds = True
         except BaseException:
             continue

@@ -1,24 +1,28 @@
 """The supervisor of a sandboxed program: `python -I -S jail.py SETTINGS`, started by sandbox.py.
 
 Its child puts the walls (isolation layers) up and becomes the program; with tests, a second child puts up walls of its
-own and runs them (exchange.py). Standard library only: it runs without this package. It reports lines of JSON: the walls
-that are up, each test that passed, and the end. Each wall is tried by itself, because kernels, containers and users
-differ in what they allow.
+own and runs them (exchange.py). Standard library only: it runs without this package. It reports lines of Python
+literals: the walls that are up, each test that passed, and the end. Each wall is tried by itself, because kernels,
+containers and users differ in what they allow.
 """
-# It loads no more modules than it needs, hence no pathlib.
-# ruff: noqa: PTH103, PTH112, PTH116, PTH118, PTH119, PTH120, PTH123, PTH208
+# It starts once for each program, so it loads no more modules than it needs: no pathlib, no typing, no json.
+# ruff: noqa: PTH103, PTH110, PTH112, PTH116, PTH120, PTH123
+
+from __future__ import annotations
 
 import contextlib
 import ctypes
-import json
+import marshal
 import os
 import resource
 import signal
 import sys
 import time
-from collections.abc import Callable
-from importlib.util import module_from_spec, spec_from_file_location
-from typing import NoReturn
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import NoReturn
 
 # Linux numbers: prctl options, clone flags, mount flags, Landlock.
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_CAPBSET_DROP = 1, 4, 22, 24
@@ -331,22 +335,23 @@ def become_program(settings: dict, up: list[str], pipe: tuple[int, int] | None) 
 def run_tests(settings: dict, up: list[str], pipe: tuple[int, int]) -> None:
     """Put up the last walls and run the tests that standard input has."""
     with open(0, "rb", closefd=False) as file:
-        job = json.loads(file.read())
+        job = marshal.loads(file.read())
     null = os.open(os.devnull, os.O_RDWR)
     for handle in range(3):
         os.dup2(null, handle)
     if sys.platform == "linux":
         prctl(PR_SET_DUMPABLE, 0)  # no other process of the user may look into this one
     last_walls(settings, up)
-    spec = spec_from_file_location("exchange", settings["exchange"])
-    assert spec is not None and spec.loader is not None
-    exchange = module_from_spec(spec)
-    spec.loader.exec_module(exchange)
-    exchange.run_tests(job, *pipe, lambda index: report(settings, passed=index))
+    with open(settings["exchange"], "rb") as file:
+        code = file.read()
+    exchange: dict = {"__name__": "exchange"}
+    compiled = settings["exchange"].endswith(".pyc")  # 16 bytes of header, and the code
+    exec(marshal.loads(code[16:]) if compiled else compile(code, settings["exchange"], "exec"), exchange)
+    exchange["run_tests"](job, *pipe, lambda index: report(settings, passed=index))
 
 
 def report(settings: dict, **line: object) -> None:
-    os.write(settings["status"], json.dumps(line).encode() + b"\n")
+    os.write(settings["status"], f"{line!r}\n".encode())
 
 
 def end_of(child: int) -> tuple[str, int]:
@@ -459,6 +464,6 @@ def supervise(settings: dict) -> None:
 
 
 if __name__ == "__main__":
-    arguments = json.loads(sys.argv[1])
+    arguments = marshal.loads(bytes.fromhex(sys.argv[1]))
     os.set_inheritable(arguments["status"], False)
     supervise(arguments)

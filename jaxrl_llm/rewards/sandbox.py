@@ -11,8 +11,9 @@ the kernel is a way out, the limits of memory hold for each process, and the int
 does not reach the tests.
 """
 
+import ast
 import functools
-import json
+import marshal
 import math
 import os
 import py_compile
@@ -22,7 +23,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,9 +45,10 @@ class SandboxError(RewardError):
 class Limits:
     """The resources of a program: wall-clock seconds, MB of address space a process, processes, MB of each file.
 
-    Processor time is limited to the wall-clock seconds. Output beyond `output_kb` is dropped. `folder_mb` bounds all its
-    files together where its folder is in memory (the wall "files namespace"). Raises RewardError: a limit that is not
-    above 0.
+    Processor time is limited to the wall-clock seconds. Output beyond `output_kb` is dropped. `folder_mb` bounds all
+    files together where the folder is in memory (the wall "files namespace").
+
+    Raises RewardError: a limit that is not above 0.
     """
 
     seconds: float = 10.0
@@ -89,19 +90,19 @@ def run_program(source: str, stdin: str = "", limits: Limits | None = None) -> F
     Its folder, its environment and its home are empty; the packages of this Python environment can be imported.
     Raises SandboxError when it cannot be run.
     """
-    return _run(source, stdin, limits or Limits(), with_tests=False)
+    return _run(source, stdin.encode("utf-8", "replace"), limits or Limits(), with_tests=False)
 
 
-def run_tests(source: str, job: Mapping[str, Any], limits: Limits | None = None) -> Finished:
+def run_tests(source: str, job: dict[str, Any], limits: Limits | None = None) -> Finished:
     """Run a Python program and, in another process, the tests of a job (`exchange.run_tests`) that call it.
 
     The program gets what tests call it with, and answers with data; the tests hold what they expect.
     Raises SandboxError when they cannot be run.
     """
-    return _run(source, json.dumps(job), limits or Limits(), with_tests=True)
+    return _run(source, marshal.dumps(job), limits or Limits(), with_tests=True)
 
 
-def _run(source: str, stdin: str, limits: Limits, with_tests: bool) -> Finished:
+def _run(source: str, stdin: bytes, limits: Limits, with_tests: bool) -> Finished:
     outer = Path(tempfile.mkdtemp(prefix="sandbox-"))
     try:
         outer.chmod(0o711)  # the program's user is another one than this process's when that is root
@@ -116,10 +117,10 @@ def _run(source: str, stdin: str, limits: Limits, with_tests: bool) -> Finished:
             tempfile.TemporaryFile() as errors,
             tempfile.TemporaryFile() as status,
         ):
-            given.write(stdin.encode("utf-8", "replace"))
+            given.write(stdin)
             given.seek(0)
             process = subprocess.Popen(
-                [sys.executable, "-I", "-S", _compiled(JAIL), json.dumps(_settings(outer, limits, status, with_tests))],
+                [sys.executable, "-I", "-S", _compiled(JAIL), _settings(outer, limits, status, with_tests)],
                 stdin=given,
                 stdout=output,
                 stderr=errors,
@@ -138,7 +139,10 @@ def _run(source: str, stdin: str, limits: Limits, with_tests: bool) -> Finished:
             texts = [os.pread(file.fileno(), most, 0).decode("utf-8", "replace") for file in (output, errors)]
             return _finished(_whole(status), texts, process.returncode)
     finally:
-        _remove(outer)
+        # Some file systems take milliseconds for a folder, and a program makes thousands where its folder is on a disk.
+        cleaner = threading.Thread(target=_remove, args=(outer,))
+        cleaner.start()
+        cleaner.join(PATIENCE / 5)
 
 
 @functools.cache
@@ -176,11 +180,11 @@ def _compiled(path: Path) -> str:
         return str(path)
 
 
-def _settings(outer: Path, limits: Limits, status: IO[bytes], with_tests: bool) -> Mapping[str, Any]:
+def _settings(outer: Path, limits: Limits, status: IO[bytes], with_tests: bool) -> str:
     exchange, folder = _compiled(EXCHANGE), str(outer / "work")
     prefixes = {sys.prefix, sys.base_prefix, sys.exec_prefix, sys.base_exec_prefix, str(GUARD), exchange}
     links = {str(Path(sys.executable).resolve().parent), str(Path(sys.executable).parent)}
-    return {
+    settings = {
         "status": status.fileno(),
         "root": str(outer / "root"),
         "folder": folder,
@@ -205,6 +209,7 @@ def _settings(outer: Path, limits: Limits, status: IO[bytes], with_tests: bool) 
         "file_mb": limits.file_mb,
         "folder_mb": limits.folder_mb,
     }
+    return marshal.dumps(settings).hex()
 
 
 def _kill(process: subprocess.Popen) -> None:
@@ -222,7 +227,7 @@ def _finished(status: bytes, texts: list[str], code: int) -> Finished:
     report: dict[str, Any] = {}
     passed = set()
     for line in status.splitlines():
-        entry = json.loads(line)
+        entry = ast.literal_eval(line.decode())
         report |= entry
         passed |= {entry["passed"]} if "passed" in entry else set()
     if "failed" in report or not report:
