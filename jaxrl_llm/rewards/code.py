@@ -9,7 +9,7 @@ Tests are a column of the data set, each value in one of these forms, itself or 
 | `[{"input": "3\\n", "output": "6\\n"}, ...]` | what the program prints for a standard input |
 | `{"inputs": ["3\\n"], "outputs": ["6\\n"]}` | the same |
 | `{"fn_name": "f", "inputs": [[1]], "outputs": [2]}` | what a function returns for arguments |
-| `{"fn_name": "f", "inputs": ["[1, 2]\\n3"], "outputs": ["4"]}` | the same, arguments as lines of JSON (LiveCodeBench) |
+| `{"fn_name": "f", "inputs": ["[1, 2]\\n3"], "outputs": ["4"]}` | the same, in lines of JSON (LiveCodeBench) |
 
 A function may be a method of a class Solution. Values are compared as Python's `==` compares them, lists and tuples as
 one. Tests in Python run in a process of their own, in which the program's functions are calls into the program's.

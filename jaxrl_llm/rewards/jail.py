@@ -429,25 +429,26 @@ def _children(processes: int) -> list[int]:
 
 def supervise(settings: dict) -> None:
     """Run the program, and its tests, and report the end; none of the processes is left when this returns."""
-    up, processes = [], None
+    up, processes, private = [], None, []
     os.umask(0o022)
     if sys.platform == "linux":
         prctl(PR_SET_CHILD_SUBREAPER, 1)
         with contextlib.suppress(OSError):
             processes = os.open("/proc", os.O_RDONLY | os.O_DIRECTORY)
+            private.append(processes)
         up = separate(settings)
         prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if settings["exchange"]:
         (from_tests, to_program), (from_program, to_tests) = os.pipe(), os.pipe()
         ours, theirs = (from_tests, to_tests), (from_program, to_program)
         children = [
-            start(settings, up, [*theirs], lambda up: become_program(settings, up, ours)),
-            start(settings, up, [*ours], lambda up: run_tests(settings, up, theirs)),
+            start(settings, up, [*private, *theirs], lambda up: become_program(settings, up, ours)),
+            start(settings, up, [*private, *ours], lambda up: run_tests(settings, up, theirs)),
         ]
         for handle in (*ours, *theirs):
             os.close(handle)
     else:
-        children = [start(settings, up, [], lambda up: become_program(settings, up, None))]
+        children = [start(settings, up, private, lambda up: become_program(settings, up, None))]
 
     def late(*_: object) -> NoReturn:
         raise TimeoutError
