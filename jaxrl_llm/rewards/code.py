@@ -86,9 +86,7 @@ def _share(source: str, tests: list[Any] | None, limits: Limits) -> float | None
         passed = sum(_prints(source, stdin, output, limits) for stdin, output in tests)
     else:
         sources = tuple(test for test in tests if isinstance(test, str))
-        library, shadowed = _origins(sources)
-        job = {"tests": tests, "library": library, "shadowed": shadowed}
-        passed = len(run_tests(source, job, limits).passed)
+        passed = len(run_tests(source, {"tests": tests, **_names(sources)}, limits).passed)
     return passed / len(tests)
 
 
@@ -161,17 +159,19 @@ def _call(row: int, name: str, arguments: Any, result: Any) -> dict[str, Any]:
 
 
 @functools.lru_cache(maxsize=4096)  # completions of one prompt share their tests
-def _origins(sources: tuple[str, ...]) -> tuple[dict[str, str], list[str]]:
-    """Names of Python and its library in tests: the origin of those to import, and the builtins that are the program's.
+def _names(sources: tuple[str, ...]) -> dict[str, Any]:
+    """Names in tests as `exchange.run_tests` reads them: `library`, `shadowed` and `uncalled`.
 
     Names that tests do not define are the program's. But a program that answers `abs` or `isclose` itself would be its
     own judge, so helpers are Python's, save one that some assertion calls alone: `assert sum(1, 2) == 3`.
     """
-    used, bound, bases = set(), set(), set()
+    used, bound, bases, defined = set(), set(), set(), []
     together, alone = set(), set()
     for source in sources:
         with contextlib.suppress(SyntaxError, ValueError, RecursionError):  # it passes for no program
-            for node in ast.walk(ast.parse(source)):
+            tree = ast.parse(source)
+            defined += [node.name for node in tree.body if isinstance(node, (ast.FunctionDef, ast.ClassDef))]
+            for node in ast.walk(tree):
                 match node:
                     case ast.Name():
                         (used if isinstance(node.ctx, ast.Load) else bound).add(node.id)
@@ -188,7 +188,11 @@ def _origins(sources: tuple[str, ...]) -> tuple[dict[str, str], list[str]]:
                         (alone if len(names) == 1 else together).update(names)
     modules = {name: MODULES[name] for name in (used & bases & MODULES.keys()) - bound}
     helpers = {name: HELPERS[name] for name in (used & HELPERS.keys()) - bound - (alone - together)}
-    return modules | helpers, sorted((alone - together - bound) & vars(builtins).keys())
+    return {
+        "library": modules | helpers,
+        "shadowed": sorted((alone - together - bound) & vars(builtins).keys()),
+        "uncalled": [name for name in defined if name not in used],
+    }
 
 
 def _as_text(value: Any) -> str:

@@ -139,8 +139,7 @@ class Peer:
             error = made(*self.decode(arguments))
         except Exception:
             error = RuntimeError(made.__name__)
-        if isinstance(remote, Remote):
-            error.__dict__["_remote"] = remote
+        error.__dict__["_remote"] = remote
         return error
 
     def encode(self, value: Any) -> Any:
@@ -211,7 +210,7 @@ def _error_class(name: str, base: str) -> type:
 
 
 def _of(error: BaseException) -> Any:
-    if "_remote" not in error.__dict__:
+    if not isinstance(error.__dict__.get("_remote"), Remote):
         raise AttributeError(type(error).__name__)
     return error.__dict__["_remote"]
 
@@ -365,6 +364,9 @@ class Names(dict):
     def __missing__(self, name: str) -> Any:
         if name.startswith("__"):
             raise KeyError(name)
+        return self.of_program(name)
+
+    def of_program(self, name: str) -> Any:
         try:
             value = self.peer.ask("name", name)
         except NameError:
@@ -388,13 +390,16 @@ class LatePackages:
 def run_tests(job: Mapping[str, Any], read: int, write: int, passed: Callable[[int], None]) -> None:
     """Run the tests of a job, and call `passed` with the index of each that passes.
 
-    A test is Python code, or a mapping with `function`, `arguments` and `result`. `library` has the modules and
+    A test is Python code, or a mapping with `function`, `arguments` and `result`. `uncalled` names functions and
+    classes that tests define and do not use: those of pytest and unittest are run. `library` has the modules and
     attributes of modules that tests use without importing them ("math", "math:inf"), `shadowed` the builtins that the
     program may define.
     """
     sys.set_int_max_str_digits(0)
     sys.meta_path.append(LatePackages())
-    space: dict[str, Any] = {"__name__": "__main__"}
+    module, solution = types.ModuleType("__main__"), types.ModuleType("solution")  # for unittest.main(); for KodCode
+    sys.modules.update(__main__=module, solution=solution)
+    space, sys.argv = vars(module), ["tests"]
 
     def perform(operation: str, value: Any, *rest: Any) -> Any:
         """What a program may do with an object that a test gave it: call it, iterate, use what its class defines."""
@@ -417,7 +422,14 @@ def run_tests(job: Mapping[str, Any], read: int, write: int, passed: Callable[[i
             return
     except BaseException:  # a program that ends while it is loaded passes nothing
         return
-    space["__builtins__"] = Names(peer, job["shadowed"])
+    names = space["__builtins__"] = Names(peer, job["shadowed"])
+
+    def imported(name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return names.of_program(name)
+
+    vars(solution)["__getattr__"] = imported
     for name, origin in job["library"].items():
         module, _, attribute = origin.partition(":")
         with contextlib.suppress(ImportError):
@@ -429,12 +441,34 @@ def run_tests(job: Mapping[str, Any], read: int, write: int, passed: Callable[[i
                 answer = peer.ask("call", peer.ask("function", test["function"]), test["arguments"], {})
                 holds = (as_lists(answer) == as_lists(test["result"])) is True
             else:
+                before = dict(space)
                 exec(compile(test, "test", "exec", dont_inherit=True), space)
+                for name in job["uncalled"]:
+                    if name in space and space[name] is not before.get(name):
+                        run_defined(name, space[name])
                 holds = True
+        except SystemExit as end:  # of unittest.main(), but not of the program
+            holds = not end.code and "_remote" not in vars(end)
         except BaseException:
             continue
         if holds and not peer.is_gone:
             passed(index)
+
+
+def run_defined(name: str, value: Any) -> None:
+    """Run what pytest or unittest would run: a test function, the test methods of a class."""
+    if isinstance(value, types.FunctionType) and name.startswith("test") and not value.__code__.co_argcount:
+        value()
+    elif isinstance(value, type):
+        unittest = sys.modules.get("unittest")
+        if unittest is not None and issubclass(value, unittest.TestCase):
+            result = unittest.TestResult()
+            unittest.defaultTestLoader.loadTestsFromTestCase(value).run(result)
+            if not result.wasSuccessful():
+                raise AssertionError(name)
+        elif name.startswith("Test"):
+            for method in filter(lambda key: key.startswith("test"), vars(value)):
+                getattr(value(), method)()
 
 
 def as_lists(value: Any) -> Any:

@@ -138,6 +138,22 @@ def test_calls_of_humaneval_and_livecodebench():
             code_tests(["x"], [{"fn_name": "f", "inputs": [arguments], "outputs": [1]}])
 
 
+@pytest.mark.parametrize(
+    "tests",
+    [
+        "from solution import f\n\ndef test_one():\n    assert f(1) == 2\n\ndef test_two():\n    assert f(2) == 3\n",
+        "class TestF:\n    def test_one(self):\n        assert f(1) == 2\n",
+        "import unittest\nclass Tests(unittest.TestCase):\n    def test_one(self): self.assertEqual(f(1), 2)\n",
+        "import unittest\nclass Tests(unittest.TestCase):\n    def test_one(self): self.assertEqual(f(1), 2)\n"
+        "if __name__ == '__main__':\n    unittest.main()",
+        "count = 0\ndef test():\n    global count\n    count += 1\n    assert f(count) == 2\ntest()\n",
+    ],
+)
+def test_tests_of_pytest_and_unittest_are_run(tests):
+    programs = ["def f(x): return x + 1", "def f(x): return x", "def f(x): raise SystemExit(0)"]
+    assert code_tests(programs, [tests] * 3) == [1.0, 0.0, 0.0]
+
+
 @pytest.mark.parametrize("seconds", [0, -1, float("nan"), float("inf")])
 def test_limits_are_above_0(seconds):
     with pytest.raises(RewardError, match="limit seconds is a number above 0"):
