@@ -9,45 +9,35 @@ Tests are a column of the data set, each value in one of these forms, itself or 
 | `[{"input": "3\\n", "output": "6\\n"}, ...]` | what the program prints for a standard input |
 | `{"inputs": ["3\\n"], "outputs": ["6\\n"]}` | the same |
 | `{"fn_name": "f", "inputs": [[1]], "outputs": [2]}` | what a function returns for arguments |
+| `{"fn_name": "f", "inputs": ["[1, 2]\\n3"], "outputs": ["4"]}` | the same, in lines of JSON (LiveCodeBench) |
+
+A function may be a method of a class Solution. Values are compared as Python's `==` compares them, lists and tuples as
+one. Tests in Python run in a process of their own, in which the program's functions are calls into the program's.
 """
 
+import ast
+import builtins
 import contextlib
 import functools
 import json
+import marshal
 import os
 import re
-import secrets
+import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from jaxrl_llm.rewards.sandbox import Limits, missing_walls, run_program
+from jaxrl_llm.rewards.sandbox import Limits, missing_walls, run_program, run_tests
 from jaxrl_llm.rewards.signatures import RewardError, shorten, text_of
 
-# The program and its tests come through standard input, and each test that passes is answered with a mark that the
-# program does not know: one that exits early, or prints what it likes, passes nothing.
-DRIVER = """\
-import io, json, sys
-job = json.loads(sys.stdin.read())
-sys.stdin = io.StringIO("")
-space = {"__name__": "__main__"}
-say, write, flush = job.pop("mark"), sys.stdout.write, sys.stdout.flush
-try:
-    exec(compile(job["program"], "program", "exec"), space)
-except SystemExit:
-    pass
-for index, test in enumerate(job["tests"]):
-    try:
-        if isinstance(test, dict):
-            assert space[test["function"]](*test["arguments"]) == test["result"]
-        else:
-            exec(compile(test, "test", "exec"), space)
-    except BaseException:
-        continue
-    write("\\n" + say + str(index) + "\\n")
-    flush()
-"""
+# What tests use without importing it, for the programs of their data sets import it.
+HELPERS = {"isclose": "math:isclose", "inf": "math:inf", "nan": "math:nan", "approx": "pytest:approx",
+           "allclose": "numpy:allclose", "Decimal": "decimal:Decimal", "Fraction": "fractions:Fraction"} | {
+    name: f"collections:{name}" for name in ("Counter", "OrderedDict", "defaultdict", "deque", "namedtuple")
+}  # fmt: skip
+MODULES = {"np": "numpy", "pd": "pandas"} | {name: name for name in ("numpy", "pandas", *sys.stdlib_module_names)}
 
 
 def code_tests(
@@ -65,15 +55,17 @@ def code_tests(
     """1.0 where the completion's program passes all `tests`, else 0.0; with `partial` the share that it passes.
 
     The program is the last fenced code block of the completion, or all of it; None where tests is None. `seconds`,
-    `memory_mb` and `processes` limit it (per standard input; together for tests in Python); `at_once` programs run
-    at the same time (0: as many as processors). Where the machine lacks the isolation layers (walls) that keep programs
-    from network and files, there is a warning, or an error with `require_walls`.
+    `memory_mb` and `processes` limit it (per standard input; together for tests in Python and of a function);
+    `at_once` programs run at the same time (0: as many as processors). Where the machine lacks isolation layers (walls)
+    that keep programs from network, files and other processes, there is a warning, or an error with `require_walls`.
 
-    Raises RewardError: tests that have none of the forms of this module.
+    HumanEval's tests, which define `check(candidate)` and leave the call out, are called with the function that the
+    column `entry_point` names; LiveCodeBench's of the type functional call the `func_name` of the column `metadata`.
+    Raises RewardError: tests that have none of the forms of this module, a limit that is not above 0.
     """
-    _check_walls(require_walls)
     limits = Limits(seconds, memory_mb, processes)
-    parsed = [None if test is None else _parse(row, test) for row, test in enumerate(tests)]
+    _check_walls(require_walls)
+    parsed = [None if test is None else _parse(row, test, _entry_point(columns, row)) for row, test in enumerate(tests)]
     sources = [program_of(text_of(completion)) for completion in completions]
     with ThreadPoolExecutor(at_once or os.cpu_count() or 1) as threads:
         shares = list(threads.map(functools.partial(_share, limits=limits), sources, parsed))
@@ -93,10 +85,8 @@ def _share(source: str, tests: list[Any] | None, limits: Limits) -> float | None
     if isinstance(tests[0], tuple):
         passed = sum(_prints(source, stdin, output, limits) for stdin, output in tests)
     else:
-        mark = secrets.token_hex(16)
-        stdin = json.dumps({"program": source, "tests": tests, "mark": mark})
-        output = run_program(DRIVER, stdin, limits).output
-        passed = len(set(re.findall(rf"^{mark}(\d+)$", output, re.MULTILINE)))
+        sources = tuple(test for test in tests if isinstance(test, str))
+        passed = len(run_tests(source, {"tests": tests, **_names(sources)}, limits).passed)
     return passed / len(tests)
 
 
@@ -110,27 +100,99 @@ def _lines(text: str) -> list[str]:
     return [line.rstrip() for line in text.rstrip().split("\n")]
 
 
-def _parse(row: int, tests: Any) -> list[Any]:
+def _entry_point(columns: Mapping[str, Any], row: int) -> str | None:
+    """The name of the function that a row asks for, in HumanEval's or LiveCodeBench's column."""
+    if names := columns.get("entry_point"):
+        return names[row]
+    metadata = (columns.get("metadata") or {row: None})[row]
+    with contextlib.suppress(ValueError):
+        metadata = json.loads(metadata) if isinstance(metadata, str) else metadata
+    return metadata.get("func_name") if isinstance(metadata, dict) else None
+
+
+def _parse(row: int, tests: Any, name: str | None = None) -> list[Any]:
     """Tests as a list of Python texts, of calls of a function, or of (input, output) pairs."""
     if isinstance(tests, str) and tests.lstrip().startswith(("{", "[")):
         with contextlib.suppress(ValueError):  # Python code may start like this too
             tests = json.loads(tests)
     if isinstance(tests, str) and tests.strip():
-        return [tests]
+        if not re.search(r"^def check\(", tests, re.MULTILINE) or len(re.findall(r"\bcheck\(", tests)) > 1:
+            return [tests]
+        if name is None:
+            raise RewardError(
+                f"the tests of row {row} define check(candidate) and never call it: end them with check(NAME), or give "
+                "the name of the function in the column entry_point"
+            )
+        return [f"{tests}\n\ncheck({name})\n"]
     if isinstance(tests, dict) and len(tests.get("inputs") or ()) == len(tests.get("outputs") or ()) > 0:
         if name := tests.get("fn_name"):
             pairs = zip(tests["inputs"], tests["outputs"], strict=True)
-            return [{"function": name, "arguments": list(i), "result": o} for i, o in pairs]
+            return [_call(row, name, *pair) for pair in pairs]
         return [(_as_text(i), _as_text(o)) for i, o in zip(tests["inputs"], tests["outputs"], strict=True)]
     if isinstance(tests, (list, tuple)) and tests:
         if all(isinstance(test, str) for test in tests):
             return list(tests)
         if all(isinstance(test, dict) and {"input", "output"} <= test.keys() for test in tests):
+            if name and all(test.get("testtype") == "functional" for test in tests):
+                return [_call(row, name, test["input"], test["output"]) for test in tests]
             return [(_as_text(test["input"]), _as_text(test["output"])) for test in tests]
     raise RewardError(
         f"code_tests cannot read the tests of row {row}: {shorten(tests)}; they are Python code, a list of it, a list "
         "of {'input', 'output'}, or {'inputs', 'outputs'} of equal length with or without 'fn_name'"
     )
+
+
+def _call(row: int, name: str, arguments: Any, result: Any) -> dict[str, Any]:
+    """The test that a function returns `result`; arguments in one text are JSON, a line each, and so is the result."""
+    try:
+        if isinstance(arguments, str):
+            arguments = [json.loads(line) for line in arguments.split("\n") if line.strip()]
+            result = json.loads(result) if isinstance(result, str) else result
+        test = {"function": name, "arguments": list(arguments), "result": result}
+        marshal.dumps(test)
+    except (ValueError, TypeError, RecursionError) as error:
+        raise RewardError(
+            f"code_tests cannot read the call of {name} of row {row}: {shorten(arguments)} gives {shorten(result)}; "
+            f"arguments are a list of plain values, or a text with one in JSON a line ({error})"
+        ) from None
+    return test
+
+
+@functools.lru_cache(maxsize=4096)  # completions of one prompt share their tests
+def _names(sources: tuple[str, ...]) -> dict[str, Any]:
+    """Names in tests as `exchange.run_tests` reads them: `library`, `shadowed` and `uncalled`.
+
+    Names that tests do not define are the program's. But a program that answers `abs` or `isclose` itself would be its
+    own judge, so helpers are Python's, save one that some assertion calls alone: `assert sum(1, 2) == 3`.
+    """
+    used, bound, bases, defined = set(), set(), set(), []
+    together, alone = set(), set()
+    for source in sources:
+        with contextlib.suppress(SyntaxError, ValueError, RecursionError):  # it passes for no program
+            tree = ast.parse(source)
+            defined += [node.name for node in tree.body if isinstance(node, (ast.FunctionDef, ast.ClassDef))]
+            for node in ast.walk(tree):
+                match node:
+                    case ast.Name():
+                        (used if isinstance(node.ctx, ast.Load) else bound).add(node.id)
+                    case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef() | ast.ExceptHandler():
+                        bound.add(node.name)
+                    case ast.arg():
+                        bound.add(node.arg)
+                    case ast.alias():
+                        bound.add((node.asname or node.name).partition(".")[0])
+                    case ast.Attribute(value=ast.Name(id=base)):
+                        bases.add(base)
+                    case ast.Assert():
+                        names = {each.id for each in ast.walk(node.test) if isinstance(each, ast.Name)}
+                        (alone if len(names) == 1 else together).update(names)
+    modules = {name: MODULES[name] for name in (used & bases & MODULES.keys()) - bound}
+    helpers = {name: HELPERS[name] for name in (used & HELPERS.keys()) - bound - (alone - together)}
+    return {
+        "library": modules | helpers,
+        "shadowed": sorted((alone - together - bound) & vars(builtins).keys()),
+        "uncalled": [name for name in defined if name not in used],
+    }
 
 
 def _as_text(value: Any) -> str:

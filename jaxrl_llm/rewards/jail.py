@@ -1,49 +1,96 @@
-"""The supervisor of a sandboxed program: `python -I jail.py SETTINGS`, started by sandbox.py.
+"""The supervisor of a sandboxed program: `python -I -S jail.py SETTINGS`, started by sandbox.py.
 
-Its child puts the walls (isolation layers) up and becomes the program. Standard library only: it runs without this
-package. The first line that it writes to the status pipe lists the walls that are up, the second the program's end.
-Each wall is tried by itself, because kernels, containers and users differ in what they allow.
+Its child puts the walls (isolation layers) up and becomes the program; with tests, a second child puts up walls of its
+own and runs them (exchange.py). Standard library only: it runs without this package. It reports lines of Python
+literals: the walls that are up, each test that passed, and the end. Each wall is tried by itself, because kernels,
+containers and users differ in what they allow.
 """
-# It loads no more modules than it needs, hence no pathlib.
-# ruff: noqa: PTH112, PTH116, PTH120, PTH123, PTH208
+# It starts once for each program, so it loads no more modules than it needs: no pathlib, no typing, no json.
+# ruff: noqa: PTH103, PTH110, PTH112, PTH116, PTH120, PTH123
+
+from __future__ import annotations
 
 import contextlib
 import ctypes
-import json
+import marshal
 import os
-import platform
 import resource
 import signal
 import sys
 import time
 
-# Linux numbers: prctl options, clone flags, Landlock.
-PR_SET_PDEATHSIG, PR_SET_NO_NEW_PRIVS, PR_SET_SECCOMP, PR_SET_CHILD_SUBREAPER = 1, 38, 22, 36
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import NoReturn
+
+# Linux numbers: prctl options, clone flags, mount flags, Landlock.
+PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_CAPBSET_DROP = 1, 4, 22, 24
+PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 36, 38
 NEW_USER, NEW_PID, NEW_NET, NEW_IPC, NEW_MOUNT_NS = 0x10000000, 0x20000000, 0x40000000, 0x08000000, 0x00020000
+MS_NOSUID, MS_NODEV, MS_BIND, MS_REC, MS_PRIVATE, MNT_DETACH = 1 << 1, 1 << 2, 1 << 12, 1 << 14, 1 << 18, 1 << 1
+MOUNT_SETATTR, AT_FDCWD, AT_RECURSIVE, MOUNT_READ_ONLY = 442, -100, 0x8000, 1
 LANDLOCK_CREATE, LANDLOCK_ADD, LANDLOCK_RESTRICT = 444, 445, 446
 READ_FILE, WRITE_FILE, READ_DIR, EXECUTE = 1 << 2, 1 << 1, 1 << 3, 1 << 0
 ALL_FILE_RIGHTS = {1: 13, 2: 14, 3: 15, 4: 15, 5: 16}  # number of file rights by Landlock version
+DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom", "/dev/random")
 NOBODY = 65534
 
 # (x86_64, aarch64) numbers of the system calls that a program has no use for; None where there is none.
 REFUSED = {
+    # network, other processes, namespaces, mounts
     "socket": (41, 198), "connect": (42, 203), "bind": (49, 200), "listen": (50, 201), "ptrace": (101, 117),
-    "process_vm_readv": (310, 270), "process_vm_writev": (311, 271), "pidfd_getfd": (438, 438),
-    "unshare": (272, 97), "setns": (308, 268), "mount": (165, 40), "umount2": (166, 39), "pivot_root": (155, 41),
-    "chroot": (161, 51), "open_tree": (428, 428), "move_mount": (429, 429), "fsopen": (430, 430),
-    "mount_setattr": (442, 442), "bpf": (321, 280), "perf_event_open": (298, 241), "userfaultfd": (323, 282),
-    "keyctl": (250, 219), "add_key": (248, 217), "request_key": (249, 218), "io_uring_setup": (425, 425),
-    "io_uring_enter": (426, 426), "io_uring_register": (427, 427), "init_module": (175, 105),
-    "finit_module": (313, 273), "delete_module": (176, 106), "kexec_load": (246, 104), "reboot": (169, 142),
-    "swapon": (167, 224), "swapoff": (168, 225), "open_by_handle_at": (304, 265), "personality": (135, 92),
-    "sched_setscheduler": (144, 119), "setpriority": (141, 140), "shmget": (29, 194), "msgget": (68, 186),
-    "semget": (64, 190), "quotactl": (179, 60), "syslog": (103, 116), "acct": (163, 89), "settimeofday": (164, 170),
-    "clock_settime": (227, 112), "sethostname": (170, 161), "setdomainname": (171, 162),
+    "process_vm_readv": (310, 270), "process_vm_writev": (311, 271), "pidfd_getfd": (438, 438), "kcmp": (312, 272),
+    "process_madvise": (440, 440), "process_mrelease": (448, 448), "migrate_pages": (256, 238),
+    "move_pages": (279, 239), "unshare": (272, 97), "setns": (308, 268), "mount": (165, 40), "umount2": (166, 39),
+    "pivot_root": (155, 41), "chroot": (161, 51), "open_tree": (428, 428), "move_mount": (429, 429),
+    "fsopen": (430, 430), "fsconfig": (431, 431), "fsmount": (432, 432), "fspick": (433, 433),
+    "mount_setattr": (442, 442),
+    # the kernel and the machine
+    "bpf": (321, 280), "perf_event_open": (298, 241), "userfaultfd": (323, 282), "keyctl": (250, 219),
+    "add_key": (248, 217), "request_key": (249, 218), "io_uring_setup": (425, 425), "io_uring_enter": (426, 426),
+    "io_uring_register": (427, 427), "init_module": (175, 105), "finit_module": (313, 273),
+    "delete_module": (176, 106), "kexec_load": (246, 104), "kexec_file_load": (320, 294), "reboot": (169, 142),
+    "swapon": (167, 224), "swapoff": (168, 225), "open_by_handle_at": (304, 265), "name_to_handle_at": (303, 264),
+    "fanotify_init": (300, 262), "personality": (135, 92), "quotactl": (179, 60), "quotactl_fd": (443, 443),
+    "syslog": (103, 116), "acct": (163, 89), "vhangup": (153, 58), "iopl": (172, None), "ioperm": (173, None),
+    "settimeofday": (164, 170), "clock_settime": (227, 112), "adjtimex": (159, 171), "clock_adjtime": (305, 266),
+    "sethostname": (170, 161), "setdomainname": (171, 162),
+    # scheduling
+    "sched_setscheduler": (144, 119), "sched_setparam": (142, 118), "sched_setattr": (314, 274),
+    "setpriority": (141, 140), "ioprio_set": (251, 30),
+    # System V and POSIX messages, shared memory and semaphores
+    "shmget": (29, 194), "shmat": (30, 196), "shmctl": (31, 195), "msgget": (68, 186), "msgsnd": (69, 189),
+    "msgrcv": (70, 188), "msgctl": (71, 187), "semget": (64, 190), "semop": (65, 193), "semctl": (66, 191),
+    "semtimedop": (220, 192), "mq_open": (240, 180),
+    # modes, owners, times and attributes of files, for which Landlock has no right
+    "chmod": (90, None), "fchmod": (91, 52), "fchmodat": (268, 53), "fchmodat2": (452, 452), "chown": (92, None),
+    "fchown": (93, 55), "lchown": (94, None), "fchownat": (260, 54), "utime": (132, None), "utimes": (235, None),
+    "futimesat": (261, None), "utimensat": (280, 88), "setxattr": (188, 5), "lsetxattr": (189, 6),
+    "fsetxattr": (190, 7), "removexattr": (197, 14), "lremovexattr": (198, 15), "fremovexattr": (199, 16),
+    "setxattrat": (463, 463), "removexattrat": (466, 466), "file_setattr": (469, 469),
 }  # fmt: skip
-SIGNALS = {"kill": (62, 129), "tkill": (200, 130), "pidfd_send_signal": (424, 424), "rt_sigqueueinfo": (129, 138)}
+# Without a process namespace: other processes of the user could be signalled.
+SIGNALS = {"tkill": (200, 130), "pidfd_send_signal": (424, 424)}
 FORKS = {"fork": (57, None), "vfork": (58, None)}
+# Calls of which an argument decides: (numbers, argument, values, whether these are the allowed ones). SELF is this
+# process's id; 0 means the same in the first two.
+SELF = -1
+BY_ARGUMENT = {
+    "prlimit64": ((302, 261), 0, (0, SELF), True),
+    "sched_setaffinity": ((203, 122), 0, (0, SELF), True),
+    "ioctl": ((16, 29), 1, (0x40086602, 0x401C5820, 0x40087602), False),  # attributes of files
+}
+SIGNALS_BY_ARGUMENT = {
+    "kill": ((62, 129), 0, (SELF,), True),
+    "tgkill": ((234, 131), 0, (SELF,), True),
+    "rt_sigqueueinfo": ((129, 138), 0, (SELF,), True),
+    "rt_tgsigqueueinfo": ((297, 240), 0, (SELF,), True),
+    "fcntl": ((72, 25), 1, (8, 10, 15), False),  # F_SETOWN, F_SETSIG, F_SETOWN_EX: signals when a file is ready
+}
 CLONE, CLONE3 = (56, 220), (435, 435)
 CLONE_THREAD = 0x00010000
+PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
 ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
 
 libc = ctypes.CDLL(None, use_errno=True)
@@ -95,21 +142,76 @@ def _parents(path: str) -> list[str]:
     return parents
 
 
+def mount(source: str, target: str, kind: str | None, flags: int, options: str = "") -> None:
+    texts = (source.encode(), target.encode(), kind.encode() if kind else None)
+    checked(libc.mount(*texts, ctypes.c_ulong(flags), options.encode()))
+
+
+def separate(settings: dict) -> list[str]:
+    """Enter namespaces of the network, IPC and mounts, which the program and its tests share; returns the walls."""
+    flags, user = NEW_NET | NEW_IPC | NEW_MOUNT_NS, os.getuid()
+    group = os.getgid()
+    if libc.unshare(flags) != 0:  # not root
+        if libc.unshare(flags | NEW_USER) != 0:
+            return []
+        for name, text in (("setgroups", "deny"), ("uid_map", f"{user} {user} 1"), ("gid_map", f"{group} {group} 1")):
+            with contextlib.suppress(OSError), open(f"/proc/self/{name}", "w") as file:
+                file.write(text)
+    return ["network namespace", *(["files namespace"] if own_root(settings) else [])]
+
+
+def own_root(settings: dict) -> bool:
+    """Replace the file system by one that has the interpreter, read-only, and a folder in memory for the program."""
+    root, folder = settings["root"], settings["folder"]
+    try:
+        mount("none", "/", None, MS_REC | MS_PRIVATE)
+        mount("tmpfs", root, "tmpfs", MS_NOSUID, "size=1m,mode=755")
+        shown: list[str] = []
+        for path in sorted((*settings["read"], *DEVICES)):
+            if any(path.startswith(f"{above}/") for above in shown) or not os.path.exists(path):
+                continue
+            if os.path.isdir(path):
+                os.makedirs(root + path, exist_ok=True)
+            else:
+                os.makedirs(os.path.dirname(root + path), exist_ok=True)
+                os.close(os.open(root + path, os.O_CREAT | os.O_EXCL))
+            mount(path, root + path, None, MS_BIND | MS_REC)
+            shown.append(path)
+        os.makedirs(root + folder, exist_ok=True)
+        attributes = (ctypes.c_uint64 * 4)(MOUNT_READ_ONLY, 0, 0, 0)
+        where = (ctypes.c_int(AT_FDCWD), root.encode(), ctypes.c_uint(AT_RECURSIVE))
+        checked(libc.syscall(MOUNT_SETATTR, *where, ctypes.byref(attributes), ctypes.c_size_t(32)))
+        most = f"size={settings['folder_mb']}m,nr_inodes=20000,mode=777"
+        mount("tmpfs", root + folder, "tmpfs", MS_NOSUID | MS_NODEV, most)
+        with open("program.py", "rb") as old, open(f"{root}{folder}/program.py", "wb") as new:
+            new.write(old.read())
+        os.chdir(root)
+        checked(libc.syscall(PIVOT_ROOT[os.uname().machine], b".", b"."))
+        checked(libc.umount2(b".", MNT_DETACH))
+    except (OSError, KeyError):
+        return False
+    os.chdir(folder)
+    return True
+
+
 def become_nobody(settings: dict) -> bool:
     """Give up root's rights, where the interpreter can be read without them."""
     if os.getuid() != 0 or not readable_by_others(settings["read"]):
         return False
-    os.setgroups([])
-    os.setresgid(NOBODY, NOBODY, NOBODY)
-    os.setresuid(NOBODY, NOBODY, NOBODY)
+    try:
+        os.setgroups([])
+        os.setresgid(NOBODY, NOBODY, NOBODY)
+        os.setresuid(NOBODY, NOBODY, NOBODY)
+    except OSError:  # in a user namespace that has no other user
+        return False
     return True
 
 
-def own_namespaces() -> list[str]:
-    """Enter new network, process, IPC and user namespaces; returns the names of those that are walls."""
-    if libc.unshare(NEW_USER | NEW_PID | NEW_NET | NEW_IPC) == 0:
-        return ["network", "processes"]
-    return []
+def drop_capabilities() -> None:
+    """Give up what root may do, for this process and what it executes."""
+    for number in range(64):
+        libc.prctl(PR_CAPBSET_DROP, ctypes.c_ulong(number), 0, 0, 0)
+    libc.capset((ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)())
 
 
 def limit(settings: dict) -> None:
@@ -135,7 +237,7 @@ def limit_processes(most: int) -> None:
 
 
 def restrict_files(settings: dict) -> bool:
-    """Allow reading in the interpreter's folders and writing in the program's folder, nothing else (Landlock)."""
+    """Allow reading in the interpreter's folders, executing it, and writing in the program's folder (Landlock)."""
     version = libc.syscall(LANDLOCK_CREATE, None, ctypes.c_size_t(0), ctypes.c_uint32(1))
     if version < 1:
         return False
@@ -143,9 +245,8 @@ def restrict_files(settings: dict) -> bool:
     ruleset = Ruleset(every, 3 if version >= 4 else 0, 3 if version >= 6 else 0)
     size = 24 if version >= 6 else 16 if version >= 4 else 8
     handle = checked(libc.syscall(LANDLOCK_CREATE, ctypes.byref(ruleset), ctypes.c_size_t(size), ctypes.c_uint32(0)))
-    reading = READ_FILE | READ_DIR | EXECUTE
-    devices = ("/dev/null", "/dev/zero", "/dev/urandom", "/dev/random")
-    rights = dict.fromkeys(settings["read"], reading) | dict.fromkeys(devices, READ_FILE | WRITE_FILE)
+    rights = dict.fromkeys(settings["read"], READ_FILE | READ_DIR) | dict.fromkeys(DEVICES, READ_FILE | WRITE_FILE)
+    rights |= dict.fromkeys(settings["execute"], READ_FILE | EXECUTE)
     rights[settings["folder"]] = every
     for path, allowed in rights.items():
         with contextlib.suppress(FileNotFoundError):
@@ -162,9 +263,9 @@ def restrict_files(settings: dict) -> bool:
 
 def refuse_system_calls(may_signal: bool, may_fork: bool) -> bool:
     """Let the system calls of REFUSED fail with "operation not permitted" (seccomp)."""
-    if platform.machine() not in ARCHITECTURES:
+    if os.uname().machine not in ARCHITECTURES:
         return False
-    column, architecture = ARCHITECTURES[platform.machine()]
+    column, architecture = ARCHITECTURES[os.uname().machine]
     names = REFUSED | ({} if may_signal else SIGNALS) | ({} if may_fork else FORKS)
     numbers = [pair[column] for pair in names.values() if pair[column] is not None]
     load, equal, at_least, test, give = 0x20, 0x15, 0x35, 0x45, 0x06
@@ -173,6 +274,12 @@ def refuse_system_calls(may_signal: bool, may_fork: bool) -> bool:
     steps += [(at_least, 0, 1, 0x40000000), (give, 0, 0, kill)]  # the x32 twins of the calls
     for number in numbers:
         steps += [(equal, 0, 1, number), (give, 0, 0, error | 1)]
+    for pair, argument, values, allowed in (BY_ARGUMENT | ({} if may_signal else SIGNALS_BY_ARGUMENT)).values():
+        values = [os.getpid() if value == SELF else value for value in values]
+        verdicts = [allow, error | 1] if allowed else [error | 1, allow]
+        steps += [(equal, 0, len(values) + 3, pair[column]), (load, 0, 0, 16 + 8 * argument)]
+        steps += [(equal, len(values) - index, 0, value) for index, value in enumerate(values)]
+        steps += [(give, 0, 0, verdicts[1]), (give, 0, 0, verdicts[0])]
     # The C library falls back from clone3, whose flags a filter cannot read, to clone.
     steps += [(equal, 0, 1, CLONE3[column]), (give, 0, 0, error | 38)]
     if not may_fork:
@@ -188,106 +295,176 @@ def put_walls_up(settings: dict) -> list[str]:
     limit(settings)
     if sys.platform != "linux":
         return up
+    processes = libc.unshare(NEW_PID) == 0  # where separate() left the rights to
     up += ["user"] if become_nobody(settings) else []
-    root = os.getuid() == 0  # asked here: in a user namespace the answer is another
-    namespaces = own_namespaces()
-    up += [f"{name} namespace" for name in namespaces]
+    root = os.getuid() == 0
+    user = libc.unshare(NEW_USER | (0 if processes else NEW_PID)) == 0
+    up += ["processes namespace"] if processes or user else []
     prctl(PR_SET_NO_NEW_PRIVS, 1)
     # The kernel counts no processes of root, and outside a user namespace all those of a user.
-    counts = bool(namespaces) and not root
-    return [*up, *(["files"] if restrict_files(settings) else []), *(["process count"] if counts else [])]
+    up += ["process count"] if user and not root else []
+    return [*up, *(["files"] if restrict_files(settings) else [])]
 
 
-def become(settings: dict, up: list[str], status: int) -> None:
-    """Put up the last walls and replace this process by the program."""
+def last_walls(settings: dict, up: list[str]) -> None:
+    """Put up the walls that leave nothing more to arrange."""
     counted = "process count" in up
     if counted:
         limit_processes(settings["processes"] + 2)  # this process and the namespace's first
-    if sys.platform == "linux" and refuse_system_calls("processes namespace" in up, counted):
-        up += ["system calls"]
-    os.write(status, json.dumps(up).encode() + b"\n")
+    if sys.platform == "linux":
+        drop_capabilities()
+        up += ["system calls"] if refuse_system_calls("processes namespace" in up, counted) else []
+
+
+def become_program(settings: dict, up: list[str], pipe: tuple[int, int] | None) -> NoReturn:
+    """Put up the last walls and replace this process by the program; `pipe` joins it to its tests."""
     command = list(settings["command"])
-    if "files" not in up or "system calls" not in up:
-        command = [command[0], "-I", settings["guard"], settings["folder"], *command[1:]]
+    if pipe:
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # what stands there is the tests
+        for end in pipe:
+            os.set_inheritable(end, True)
+        command[-1:] = [settings["exchange"], *map(str, pipe)]
+    last_walls(settings, up)
+    report(settings, walls=up)
+    if not ("files" in up or "files namespace" in up) or "system calls" not in up:
+        guard = [settings["guard"], settings["folder"]]
+        command = [*command, *guard] if pipe else [command[0], "-I", *guard, *command[1:]]
     os.execve(command[0], command, settings["environment"])
 
 
-def wait_for(child: int, deadline: float) -> tuple[str, int]:
-    """The end of a child process: (exit, code), (signal, number) or (timeout, 0)."""
-    while True:
-        ended, status = os.waitpid(child, os.WNOHANG)
-        if ended == child:
-            return ("signal", os.WTERMSIG(status)) if os.WIFSIGNALED(status) else ("exit", os.WEXITSTATUS(status))
-        if time.monotonic() > deadline:
-            return "timeout", 0
-        time.sleep(0.002)
+def run_tests(settings: dict, up: list[str], pipe: tuple[int, int]) -> None:
+    """Put up the last walls and run the tests that standard input has."""
+    with open(0, "rb", closefd=False) as file:
+        job = marshal.loads(file.read())
+    null = os.open(os.devnull, os.O_RDWR)
+    for handle in range(3):
+        os.dup2(null, handle)
+    if sys.platform == "linux":
+        prctl(PR_SET_DUMPABLE, 0)  # no other process of the user may look into this one
+    last_walls(settings, up)
+    with open(settings["exchange"], "rb") as file:
+        code = file.read()
+    exchange: dict = {"__name__": "exchange"}
+    compiled = settings["exchange"].endswith(".pyc")  # 16 bytes of header, and the code
+    exec(marshal.loads(code[16:]) if compiled else compile(code, settings["exchange"], "exec"), exchange)
+    exchange["run_tests"](job, *pipe, lambda index: report(settings, passed=index))
 
 
-def kill_children() -> None:
-    """Kill every descendant of this process, those that left their parents among them."""
-    for _ in range(1000):
-        with contextlib.suppress(ChildProcessError):
-            while os.waitpid(-1, os.WNOHANG)[0]:
-                pass
-        children = _children()
-        if not children:
-            return
-        for child in children:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(child, signal.SIGKILL)
-        time.sleep(0.002)
+def report(settings: dict, **line: object) -> None:
+    os.write(settings["status"], f"{line!r}\n".encode())
 
 
-def _children() -> list[int]:
-    children = []
-    with contextlib.suppress(FileNotFoundError):  # without /proc the process group is all there is
-        for entry in os.listdir("/proc"):
-            if entry.isdigit():
-                with contextlib.suppress(OSError):
-                    with open(f"/proc/{entry}/stat", "rb") as file:
-                        parent = int(file.read().rpartition(b")")[2].split()[1])
-                    if parent == os.getpid():
-                        children.append(int(entry))
-    return children
+def end_of(child: int) -> tuple[str, int]:
+    """The end of a child process: (exit, code) or (signal, number)."""
+    status = os.waitpid(child, 0)[1]
+    if os.WIFSIGNALED(status):
+        return "signal", os.WTERMSIG(status)
+    code = os.WEXITSTATUS(status)  # a process that waits for another one ends with 128 + its signal
+    return ("signal", code - 128) if code > 128 else ("exit", code)
 
 
-def run_first(settings: dict, up: list[str], status: int) -> None:
-    """The first process of a namespace: when it ends, the kernel ends all the others in it."""
-    child = os.fork()
-    if child == 0:
-        become(settings, up, status)
-    kind, number = wait_for(child, time.monotonic() + settings["seconds"] + 60)
+def end_with(child: int) -> NoReturn:
+    kind, number = end_of(child)
     os._exit(128 + number if kind == "signal" else number)
 
 
-def supervise(settings: dict, status: int) -> None:
-    """Run the program and report its end; none of its processes is left when this returns."""
+def start(settings: dict, up: list[str], unused: list[int], leaf: Callable[[list[str]], None]) -> int:
+    """The id of a new process, in which, or in a descendant of which, `leaf` runs behind walls."""
+    supervisor, child = os.getpid(), os.fork()
+    if child:
+        return child
+    try:
+        for handle in unused:
+            os.close(handle)
+        up = [*up, *put_walls_up(settings)]
+        if sys.platform == "linux":
+            prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+            if os.getppid() != supervisor:
+                os._exit(125)
+        if "processes namespace" in up:
+            if first := os.fork():
+                end_with(first)
+            # The first process of a namespace: when it ends, the kernel ends all the others in it. Its group is its
+            # own, for a signal to a group reaches beyond the namespace.
+            os.setsid()
+            prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+            if program := os.fork():
+                end_with(program)
+        leaf(up)
+        os._exit(0)
+    except BaseException as error:
+        report(settings, failed=f"{type(error).__name__}: {error}")
+        os._exit(125)
+
+
+def kill_children(known: list[int], processes: int | None) -> None:
+    """Kill every descendant of this process, those that left their parents among them; `processes` is /proc, opened."""
+    for child in known:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(child, signal.SIGKILL)
+    for turn in range(1000):
+        try:
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        except ChildProcessError:
+            return
+        if turn > 10 and processes is not None:  # where no namespace ends with its first process
+            for child in _children(processes):
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.kill(child, signal.SIGKILL)
+        time.sleep(0.001)
+
+
+def _children(processes: int) -> list[int]:
+    children = []
+    for entry in filter(str.isdigit, os.listdir(processes)):
+        with contextlib.suppress(OSError):
+            handle = os.open(f"{entry}/stat", os.O_RDONLY, dir_fd=processes)
+            with os.fdopen(handle, "rb") as file:
+                parent = int(file.read().rpartition(b")")[2].split()[1])
+            if parent == os.getpid():
+                children.append(int(entry))
+    return children
+
+
+def supervise(settings: dict) -> None:
+    """Run the program, and its tests, and report the end; none of the processes is left when this returns."""
+    up, processes, private = [], None, []
+    os.umask(0o022)
     if sys.platform == "linux":
         prctl(PR_SET_CHILD_SUBREAPER, 1)
+        with contextlib.suppress(OSError):
+            processes = os.open("/proc", os.O_RDONLY | os.O_DIRECTORY)
+            private.append(processes)
+        up = separate(settings)
         prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    deadline = time.monotonic() + settings["seconds"]
-    child = os.fork()
-    if child == 0:
-        try:
-            up = put_walls_up(settings)
-            first = os.fork() if "processes namespace" in up else 0
-            if first == 0:
-                if sys.platform == "linux":
-                    prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-                run_first(settings, up, status) if "processes namespace" in up else become(settings, up, status)
-            kind, number = wait_for(first, deadline + 60)
-            os._exit(128 + number if kind == "signal" else number)
-        except BaseException as error:
-            os.write(status, json.dumps(f"{type(error).__name__}: {error}").encode() + b"\n")
-            os._exit(125)
-    kind, number = wait_for(child, deadline)
-    if kind == "exit" and number > 128:
-        kind, number = "signal", number - 128
-    kill_children()
-    os.write(status, json.dumps([kind, number]).encode() + b"\n")
+    if settings["exchange"]:
+        (from_tests, to_program), (from_program, to_tests) = os.pipe(), os.pipe()
+        ours, theirs = (from_tests, to_tests), (from_program, to_program)
+        children = [
+            start(settings, up, [*private, *theirs], lambda up: become_program(settings, up, ours)),
+            start(settings, up, [*private, *ours], lambda up: run_tests(settings, up, theirs)),
+        ]
+        for handle in (*ours, *theirs):
+            os.close(handle)
+    else:
+        children = [start(settings, up, private, lambda up: become_program(settings, up, None))]
+
+    def late(*_: object) -> NoReturn:
+        raise TimeoutError
+
+    signal.signal(signal.SIGALRM, late)
+    signal.setitimer(signal.ITIMER_REAL, settings["seconds"])
+    try:
+        end = end_of(children[-1])
+    except TimeoutError:
+        end = ("timeout", 0)
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    kill_children(children, processes)
+    report(settings, ended=end)
 
 
 if __name__ == "__main__":
-    arguments = json.loads(sys.argv[1])
+    arguments = marshal.loads(bytes.fromhex(sys.argv[1]))
     os.set_inheritable(arguments["status"], False)
-    supervise(arguments, arguments["status"])
+    supervise(arguments)

@@ -1,31 +1,39 @@
 """Execution of untrusted Python programs: in a process of their own, with limits, without network or secrets.
 
-On Linux the program runs as its own user and in its own network, process and IPC namespaces where the kernel allows
-it, may write in its temporary folder and read the interpreter (Landlock), and is refused the system calls that reach
-beyond them (seccomp); it has limits of memory, processor time, file size, processes and open files, and is killed with
-all its descendants when it ends or its time is up. These isolation layers are called walls; `walls()` lists those that
-this machine offers. It is no virtual machine: a hole in the kernel is a way out, the limits of memory and files hold
-for each process and each file, and the interpreter's own folders can be read.
+On Linux the program runs as its own user and in its own network, process, IPC and mount namespaces where the kernel
+allows it: it sees the interpreter and a folder in memory. It may write in that folder and read the interpreter
+(Landlock), and is refused the system calls that reach beyond them (seccomp); it has limits of memory, processor time,
+file size, processes and open files, and is killed with all its descendants when it ends or its time is up. These
+isolation layers are called walls; `walls()` lists those that this machine offers. It is no virtual machine: a hole in
+the kernel is a way out, the limits of memory hold for each process, and the interpreter's own folders can be read.
+
+`run_tests` runs a program and its tests in two such processes (exchange.py): what a program does to its interpreter
+does not reach the tests.
 """
 
-import contextlib
+import ast
 import functools
-import json
+import marshal
+import math
 import os
+import py_compile
+import secrets
 import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+import threading
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from jaxrl_llm.rewards.signatures import RewardError
 
-JAIL, GUARD = Path(__file__).with_name("jail.py"), Path(__file__).with_name("guard.py")
+JAIL, GUARD, EXCHANGE = (Path(__file__).with_name(name) for name in ("jail.py", "guard.py", "exchange.py"))
 # Beyond the interpreter's own folders: libraries, and what the dynamic linker and time zones read.
 READABLE = ("/usr", "/lib", "/lib64", "/bin", "/etc/ld.so.cache", "/etc/localtime")
+LINKERS = [str(path.resolve()) for pattern in ("lib*/ld-*", "lib/*/ld-*") for path in Path("/").glob(pattern)]
 PATIENCE = 10.0  # seconds that the supervisor has beyond the program's time
 
 
@@ -37,7 +45,10 @@ class SandboxError(RewardError):
 class Limits:
     """The resources of a program: wall-clock seconds, MB of address space a process, processes, MB of each file.
 
-    Processor time is limited to the wall-clock seconds. Output beyond `output_kb` is dropped.
+    Processor time is limited to the wall-clock seconds. Output beyond `output_kb` is dropped. `folder_mb` bounds all
+    files together where the folder is in memory (the wall "files namespace").
+
+    Raises RewardError: a limit that is not above 0.
     """
 
     seconds: float = 10.0
@@ -45,17 +56,27 @@ class Limits:
     processes: int = 16
     file_mb: int = 16
     output_kb: int = 256
+    folder_mb: int = 64
+
+    def __post_init__(self):
+        for name, value in vars(self).items():
+            if not (math.isfinite(value) and value > 0):
+                raise RewardError(f"a program's limit {name} is a number above 0, not {value!r}")
 
 
 @dataclass(frozen=True)
 class Finished:
-    """The end and output of a program: `ended` is "exit", "signal" or "timeout", `code` the exit code or signal."""
+    """The end and output of a program: `ended` is "exit", "signal" or "timeout", `code` the exit code or signal.
+
+    `passed` has the indices of the tests that passed; with tests the end is theirs.
+    """
 
     ended: str
     code: int
     output: str
     errors: str
     walls: tuple[str, ...]
+    passed: frozenset[int] = frozenset()
 
     @property
     def succeeded(self) -> bool:
@@ -69,72 +90,114 @@ def run_program(source: str, stdin: str = "", limits: Limits | None = None) -> F
     Its folder, its environment and its home are empty; the packages of this Python environment can be imported.
     Raises SandboxError when it cannot be run.
     """
-    limits = limits or Limits()
-    with tempfile.TemporaryDirectory(prefix="sandbox-", ignore_cleanup_errors=True) as outer:
-        folder = Path(outer) / "work"
-        folder.mkdir()
-        (Path(outer) / "stdin").write_text(stdin, encoding="utf-8", errors="replace")
+    return _run(source, stdin.encode("utf-8", "replace"), limits or Limits(), with_tests=False)
+
+
+def run_tests(source: str, job: dict[str, Any], limits: Limits | None = None) -> Finished:
+    """Run a Python program and, in another process, the tests of a job (`exchange.run_tests`) that call it.
+
+    The program gets what tests call it with, and answers with data; the tests hold what they expect.
+    Raises SandboxError when they cannot be run.
+    """
+    return _run(source, marshal.dumps(job), limits or Limits(), with_tests=True)
+
+
+def _run(source: str, stdin: bytes, limits: Limits, with_tests: bool) -> Finished:
+    outer = Path(tempfile.mkdtemp(prefix="sandbox-"))
+    try:
+        outer.chmod(0o711)  # the program's user is another one than this process's when that is root
+        (outer / "root").mkdir()
+        (folder := outer / "work").mkdir()
+        folder.chmod(0o777)
         (folder / "program.py").write_text(source, encoding="utf-8", errors="replace")
-        _open_to_all(Path(outer), folder)
-        reader, writer = os.pipe()
-        try:
-            settings = json.dumps(_settings(folder, limits, writer))
-            with (
-                (Path(outer) / "stdin").open("rb") as input_file,
-                (folder / ".output").open("wb") as output,
-                (folder / ".errors").open("wb") as errors,
-            ):
-                process = subprocess.Popen(
-                    [sys.executable, "-I", "-S", str(JAIL), settings],
-                    stdin=input_file,
-                    stdout=output,
-                    stderr=errors,
-                    pass_fds=[writer],
-                    cwd=folder,
-                    env={},
-                    start_new_session=True,
-                )
-            _wait(process, limits.seconds + PATIENCE)
-            os.set_blocking(reader, False)
-            walls, (ended, code) = _status(reader, process)
-        finally:
-            os.close(reader)
-            os.close(writer)
-        most = limits.output_kb * 1024
-        texts = [_head(folder / name, most) for name in (".output", ".errors")]
-    return Finished(ended, code, *texts, walls=tuple(walls))
+        # Files without a name: no program can replace or reach them.
+        with (
+            tempfile.TemporaryFile() as given,
+            tempfile.TemporaryFile() as output,
+            tempfile.TemporaryFile() as errors,
+            tempfile.TemporaryFile() as status,
+        ):
+            given.write(stdin)
+            given.seek(0)
+            process = subprocess.Popen(
+                [sys.executable, "-I", "-S", _compiled(JAIL), _settings(outer, limits, status, with_tests)],
+                stdin=given,
+                stdout=output,
+                stderr=errors,
+                pass_fds=[status.fileno()],
+                cwd=folder,
+                env={},
+                start_new_session=True,
+            )
+            killer = threading.Timer(limits.seconds + PATIENCE, _kill, [process])
+            killer.daemon = True
+            killer.start()
+            process.wait()
+            killer.cancel()
+            _kill(process)
+            most = limits.output_kb * 1024
+            texts = [os.pread(file.fileno(), most, 0).decode("utf-8", "replace") for file in (output, errors)]
+            return _finished(_whole(status), texts, process.returncode)
+    finally:
+        # Some file systems take milliseconds for a folder, and a program makes thousands where its folder is on a disk.
+        cleaner = threading.Thread(target=_remove, args=(outer,))
+        cleaner.start()
+        cleaner.join(PATIENCE / 5)
 
 
 @functools.cache
 def walls() -> tuple[str, ...]:
     """The isolation layers of this machine.
 
-    Of "limits", "user" (not root), "network namespace", "processes namespace", "process count", "files" (Landlock) and
-    "system calls" (seccomp). Without the last two, an audit hook inside Python stands in for them.
+    Of "limits", "user" (not root), "network namespace", "processes namespace", "files namespace" (nothing but the
+    interpreter and the folder is there), "process count", "files" (Landlock) and "system calls" (seccomp). Without the
+    last, or without either of files, an audit hook inside Python stands in for them.
     """
     return run_program("pass").walls
 
 
 def missing_walls() -> tuple[str, ...]:
-    """The resources that only the audit hook protects on this machine: of "network" and "files"."""
-    up = walls()
-    network = "network namespace" in up or "system calls" in up
-    return (*(() if network else ("network",)), *(() if "files" in up else ("files",)))
+    """What nothing but the audit hook keeps programs from here: of "network", "files", "processes", "system calls".
+
+    "processes" are those of the same user, which a process namespace hides; "system calls" those of `jail.REFUSED`.
+    """
+    up = set(walls())
+    keepers = {
+        "network": {"network namespace", "system calls"},
+        "files": {"files", "files namespace"},
+        "processes": {"processes namespace"},
+        "system calls": {"system calls"},
+    }
+    return tuple(name for name, keeping in keepers.items() if not keeping & up)
 
 
-def _settings(folder: Path, limits: Limits, status: int) -> Mapping[str, Any]:
-    prefixes = {sys.prefix, sys.base_prefix, sys.exec_prefix, sys.base_exec_prefix, str(GUARD)}
+@functools.cache
+def _compiled(path: Path) -> str:
+    """The path of the byte code of a file, or of the file where that cannot be written: it starts a few ms sooner."""
+    try:
+        return py_compile.compile(str(path), doraise=True) or str(path)
+    except (OSError, py_compile.PyCompileError):
+        return str(path)
+
+
+def _settings(outer: Path, limits: Limits, status: IO[bytes], with_tests: bool) -> str:
+    exchange, folder = _compiled(EXCHANGE), str(outer / "work")
+    prefixes = {sys.prefix, sys.base_prefix, sys.exec_prefix, sys.base_exec_prefix, str(GUARD), exchange}
     links = {str(Path(sys.executable).resolve().parent), str(Path(sys.executable).parent)}
-    return {
-        "status": status,
-        "folder": str(folder),
+    settings = {
+        "status": status.fileno(),
+        "root": str(outer / "root"),
+        "folder": folder,
         "command": [sys.executable, "-I", "-B", "program.py"],
+        "exchange": exchange if with_tests else None,
         "guard": str(GUARD),
+        # No program of the system but the interpreter, and the linker that loads it.
+        "execute": [str(Path(sys.executable).resolve()), *LINKERS],
         "read": sorted(path for path in (*prefixes, *links, *READABLE) if Path(path).exists()),
         "environment": {
             "PATH": "/usr/bin:/bin",
-            "HOME": str(folder),
-            "TMPDIR": str(folder),
+            "HOME": folder,
+            "TMPDIR": folder,
             "LANG": "C.UTF-8",
             "OMP_NUM_THREADS": "1",
             "OPENBLAS_NUM_THREADS": "1",
@@ -144,51 +207,51 @@ def _settings(folder: Path, limits: Limits, status: int) -> Mapping[str, Any]:
         "memory_mb": limits.memory_mb,
         "processes": limits.processes,
         "file_mb": limits.file_mb,
+        "folder_mb": limits.folder_mb,
     }
+    return marshal.dumps(settings).hex()
 
 
-def _open_to_all(outer: Path, folder: Path) -> None:
-    """Give the program's user access to its folder; it is another user than this process's when that is root."""
-    outer.chmod(0o711)
-    folder.chmod(0o777)
+def _kill(process: subprocess.Popen) -> None:
+    """Kill the supervisor's process group."""
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
 
 
-def _wait(process: subprocess.Popen, seconds: float) -> None:
-    """Wait for the supervisor, and kill its process group when it ends or exceeds its time."""
-    try:
-        process.wait(seconds)
-    except subprocess.TimeoutExpired:
-        pass
-    finally:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+def _whole(file: IO[bytes]) -> bytes:
+    return os.pread(file.fileno(), os.fstat(file.fileno()).st_size, 0)
 
 
-def _status(reader: int, process: subprocess.Popen) -> tuple[list[str], tuple[str, int]]:
-    """The walls and the end that the supervisor reports. Raises SandboxError when it reports something else."""
-    try:
-        lines = os.read(reader, 65536).decode().splitlines()
-    except BlockingIOError:
-        lines = []
-    reports = [json.loads(line) for line in lines]
-    failures = [report for report in reports if isinstance(report, str)]
-    if failures or not reports or len(reports) > 2:
-        raise SandboxError(
-            f"the sandbox failed ({'; '.join(failures) or f'its supervisor ended with {process.returncode}'})"
-        )
-    if len(reports) == 1:
-        return (
-            ([], tuple(reports[0])) if reports[0][0] in ("exit", "signal", "timeout") else (reports[0], ("timeout", 0))
-        )
-    return reports[0], tuple(reports[1])
+def _finished(status: bytes, texts: list[str], code: int) -> Finished:
+    """What the supervisor reports. Raises SandboxError where it did not get as far as to start the program."""
+    report: dict[str, Any] = {}
+    passed = set()
+    for line in status.splitlines():
+        entry = ast.literal_eval(line.decode())
+        report |= entry
+        passed |= {entry["passed"]} if "passed" in entry else set()
+    if "failed" in report or not report:
+        cause = report.get("failed") or f"its supervisor ended with {code}: {texts[1].strip()[-300:]}"
+        raise SandboxError(f"the sandbox failed ({cause})")
+    ended, number = report.get("ended", ("timeout", 0))
+    return Finished(ended, number, *texts, walls=tuple(report.get("walls", ())), passed=frozenset(passed))
 
 
-def _head(path: Path, size: int) -> str:
-    """The first `size` bytes of a file that the program may have replaced: a link or a device is not followed."""
-    try:
-        handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-    except OSError:
-        return ""
-    with os.fdopen(handle, "rb") as file:
-        return file.read(size).decode("utf-8", "replace")
+def _remove(folder: Path) -> None:
+    """Delete a folder in which a program made what it liked, such as folders of any depth and without rights."""
+    waiting = [folder]
+    with suppress(OSError):
+        while waiting:
+            each = waiting.pop()
+            for entry in list(os.scandir(each)):
+                if not entry.is_dir(follow_symlinks=False):
+                    os.unlink(entry.path)  # noqa: PTH108
+                    continue
+                # To the top, and under a short name: a path as deep as its own might be too long for the system.
+                os.chmod(entry.path, 0o700)  # noqa: PTH101
+                waiting.append(
+                    Path(entry.path).rename(folder / secrets.token_hex(8)) if each != folder else Path(entry)
+                )
+            if each != folder:
+                each.rmdir()
+        folder.rmdir()

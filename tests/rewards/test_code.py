@@ -9,6 +9,7 @@ from jaxrl_llm.rewards import code
 from jaxrl_llm.rewards.code import code_tests, program_of
 from jaxrl_llm.rewards.runner import load_rewards
 from jaxrl_llm.rewards.signatures import RewardError
+from tests.rewards.programs import ASSERTIONS, RIGHT, WRONG
 
 ADD = "Here it is:\n```python\ndef add(a, b):\n    return a + b\n```\nDone."
 SUBTRACT = "```python\ndef add(a, b):\n    return a - b\n```"
@@ -92,3 +93,68 @@ def test_missing_walls_are_reported(monkeypatch):
         assert code_tests([ADD], [["assert add(1, 1) == 2"]]) == [1.0]
     with pytest.raises(RewardError, match="nothing but Python itself"):
         code_tests([ADD], [["assert add(1, 1) == 2"]], require_walls=True)
+
+
+def scores(cases):
+    got = code_tests([case[0] for case in cases.values()], [case[1] for case in cases.values()], seconds=20)
+    return dict(zip(cases, got, strict=True))
+
+
+def test_right_programs_of_every_kind_score_1():
+    assert scores(RIGHT) == dict.fromkeys(RIGHT, 1.0)
+
+
+def test_programs_that_cheat_score_0():
+    assert scores(WRONG) == dict.fromkeys(WRONG, 0.0)
+
+
+def test_programs_that_take_all_they_can_score_0():
+    programs = [
+        "import sys\ndef double(x):\n    while True: sys.stdout.write('x' * 2**20)",
+        "import os\nfor fd in range(3, 20):\n    try:\n        while True: os.write(fd, b'x' * 2**20)\n"
+        "    except OSError: pass",
+        "def double(x): return 'x' * 2**27",
+        "from decimal import Decimal\ndef double(x): return Decimal('1e999999999')",
+        "def double(x):\n    a = []\n    for _ in range(10**5): a = [a]\n    return a",
+        "import os\nfor fd in range(3, 20):\n    try: os.write(fd, b'[' * 10**5 + bytes(range(256)))\n"
+        "    except OSError: pass",
+    ]
+    assert code_tests(programs, [ASSERTIONS] * len(programs), seconds=2.0) == [0.0] * len(programs)
+
+
+def test_calls_of_humaneval_and_livecodebench():
+    check = "METADATA = {}\n\ndef check(candidate):\n    assert candidate(1) == 2\n"
+    programs = ["def f(x): return x + 1", "def f(x): return x"]
+    assert code_tests(programs, [check] * 2, entry_point=["f"] * 2) == [1.0, 0.0]
+    assert code_tests(programs, [check + "check(f)"] * 2) == [1.0, 0.0]
+    with pytest.raises(RewardError, match="never call it: end them with check"):
+        code_tests(programs, [check] * 2)
+
+    programs = ["class Solution:\n    def g(self, a, b): return sum(a) + b", "def g(a, b): return 7"]
+    functional = json.dumps([{"input": "[1, 2]\n3", "output": "6", "testtype": "functional"}])
+    assert code_tests(programs, [functional] * 2, metadata=['{"func_name": "g"}'] * 2) == [1.0, 0.0]
+    for arguments in ("[1", [object()]):
+        with pytest.raises(RewardError, match="cannot read the call of f of row 0"):
+            code_tests(["x"], [{"fn_name": "f", "inputs": [arguments], "outputs": [1]}])
+
+
+@pytest.mark.parametrize(
+    "tests",
+    [
+        "from solution import f\n\ndef test_one():\n    assert f(1) == 2\n\ndef test_two():\n    assert f(2) == 3\n",
+        "class TestF:\n    def test_one(self):\n        assert f(1) == 2\n",
+        "import unittest\nclass Tests(unittest.TestCase):\n    def test_one(self): self.assertEqual(f(1), 2)\n",
+        "import unittest\nclass Tests(unittest.TestCase):\n    def test_one(self): self.assertEqual(f(1), 2)\n"
+        "if __name__ == '__main__':\n    unittest.main()",
+        "count = 0\ndef test():\n    global count\n    count += 1\n    assert f(count) == 2\ntest()\n",
+    ],
+)
+def test_tests_of_pytest_and_unittest_are_run(tests):
+    programs = ["def f(x): return x + 1", "def f(x): return x", "def f(x): raise SystemExit(0)"]
+    assert code_tests(programs, [tests] * 3) == [1.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize("seconds", [0, -1, float("nan"), float("inf")])
+def test_limits_are_above_0(seconds):
+    with pytest.raises(RewardError, match="limit seconds is a number above 0"):
+        code_tests(["x"], [["assert x"]], seconds=seconds)

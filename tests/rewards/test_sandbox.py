@@ -129,10 +129,10 @@ def test_a_flood_of_output_is_truncated():
     assert len(finished.output) == 4096 and not finished.succeeded
 
 
-def test_the_output_file_cannot_be_replaced():
-    finished = run("import os\nos.remove('.output')\nos.symlink('/etc/passwd', '.output')")
-    assert finished.output == ""
-    assert run("import os\nos.remove('.output')\nos.mkfifo('.output')").output == ""
+def test_the_output_is_no_file_of_the_folder():
+    assert run("import os\nos.rename('program.py', 'x')\nos.mkdir('program.py')\nprint(os.listdir())").output == (
+        "['program.py', 'x']\n"
+    )
 
 
 @pytest.mark.parametrize(
@@ -234,8 +234,169 @@ def test_every_wall_that_this_machine_offers_is_up():
         assert "files" in walls()
     if subprocess.run(["unshare", "--user", "--net", "--pid", "--fork", "true"], check=False).returncode == 0:
         assert {"network namespace", "processes namespace"} <= set(walls())
-    expected = [name for name, wall in (("network", "system calls"), ("files", "files")) if wall not in walls()]
-    assert "network namespace" in walls() or list(sandbox.missing_walls()) == expected
+    if os.getuid() == 0 and "network namespace" in walls():
+        assert "user" in walls(), "the interpreter can be read in the file system of the program"
+
+
+@pytest.mark.parametrize(
+    ("up", "missing"),
+    [
+        (("limits",), ("network", "files", "processes", "system calls")),
+        (("limits", "files", "system calls"), ("processes",)),
+        (("limits", "network namespace", "processes namespace", "files namespace"), ("system calls",)),
+        (("limits", "processes namespace", "files", "system calls"), ()),
+    ],
+)
+def test_missing_walls(monkeypatch, up, missing):
+    monkeypatch.setattr(sandbox, "walls", lambda: up)
+    assert sandbox.missing_walls() == missing
+
+
+@linux
+def test_a_program_sees_the_interpreter_and_its_folder_alone(tmp_path):
+    needs("files namespace")
+    source = f"""
+    import os
+    def seen(path):
+        try: return bool(os.stat(path))
+        except OSError: return False
+    print([path for path in ({str(tmp_path)!r}, {__file__!r}, "/etc/passwd", "/proc/1", "/home", "/var") if seen(path)])
+    print(sorted(os.listdir(".")), seen({sys.executable!r}))
+    """
+    assert run(source).output == "[]\n['program.py'] True\n"
+
+
+# Reaches for files and processes of the same user, by Python and by system call; what succeeds prints ESCAPED.
+REACHING = """
+import ctypes, os, resource
+libc = ctypes.CDLL(None, use_errno=True)
+def tried(name, function, *arguments):
+    try:
+        if function(*arguments) != -1: print("ESCAPED", name)
+    except OSError: pass
+for path in ("FILE", os.path.realpath(os.__file__)):
+    tried("chmod", os.chmod, path, 0o777)
+    tried("utime", os.utime, path, (1, 1))
+    tried("chown", os.chown, path, os.getuid(), os.getgid())
+    tried("setxattr", os.setxattr, path, "user.x", b"1")
+    tried("link", os.link, path, "linked")
+handle = os.open(os.path.realpath(os.__file__), os.O_RDONLY)
+tried("fchmod", os.fchmod, handle, 0o777)
+tried("attributes", libc.ioctl, handle, 0x40086602, ctypes.byref(ctypes.c_long(0)))
+if os.uname().machine == "x86_64":
+    for number in (234, 200, 129): tried(number, libc.syscall, number, OTHER, OTHER, 10)
+    tried("kexec_file_load", libc.syscall, 320, 0, 0, 0, 0, 0)
+    tried("ioprio_set", libc.syscall, 251, 1, OTHER, 0)
+tried("kill", os.kill, OTHER, 10)
+tried("prlimit", resource.prlimit, OTHER, resource.RLIMIT_FSIZE, (100, 100))
+tried("processors", os.sched_setaffinity, OTHER, [0])
+tried("priority", os.setpriority, os.PRIO_PROCESS, OTHER, 19)
+tried("scheduler", os.sched_setscheduler, OTHER, os.SCHED_BATCH, os.sched_param(0))
+own = resource.getrlimit(resource.RLIMIT_FSIZE)
+resource.setrlimit(resource.RLIMIT_FSIZE, own)
+os.sched_setaffinity(0, os.sched_getaffinity(0))
+import numpy, tempfile, threading
+with tempfile.NamedTemporaryFile() as file: pass
+threading.Thread(target=print, args=("done",)).start()
+"""
+
+# Runs programs where unshare() fails, as in a container that forbids namespaces.
+WITHOUT_NAMESPACES = """
+import ctypes, subprocess, sys, warnings
+from jaxrl_llm.rewards import jail, sandbox
+from jaxrl_llm.rewards.code import code_tests
+jail.prctl(jail.PR_SET_NO_NEW_PRIVS, 1)
+jail.REFUSED, jail.BY_ARGUMENT = {"unshare": jail.REFUSED["unshare"]}, {}
+assert jail.refuse_system_calls(True, True)
+print(sandbox.missing_walls())
+finished = sandbox.run_program(PROGRAM)
+print(finished.output, finished.errors)
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    print(code_tests(["def f(x): return x", "def f(x): return 1"], [["assert f(2) == 2"]] * 2), len(caught))
+try:
+    code_tests(["x"], [["assert x"]], require_walls=True)
+except sandbox.RewardError as error:
+    print(error)
+"""
+
+
+@linux
+@pytest.mark.parametrize("namespaces", [True, False])
+def test_files_and_processes_of_the_user_are_out_of_reach(tmp_path, namespaces):
+    needs("system calls", "files")
+    (target := tmp_path / "key").write_text("secret")
+    target.chmod(0o640)
+    before = target.stat()
+    other = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    try:
+        program = REACHING.replace("FILE", str(target)).replace("OTHER", str(other.pid))
+        if namespaces:
+            finished = run(program)
+            assert finished.output == "done\n", finished.errors
+        else:
+            script = WITHOUT_NAMESPACES.replace("PROGRAM", repr(program))
+            result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+            missing, output, _, graded, refusal = result.stdout.splitlines()
+            assert (missing, output, graded) == ("('processes',)", "done", "[1.0, 0.0] 1"), (
+                result.stdout + result.stderr
+            )
+            assert "nothing but Python itself keeps programs from processes" in refusal
+        assert other.poll() is None
+        after = target.stat()
+        assert (after.st_mode, after.st_mtime, after.st_uid) == (before.st_mode, before.st_mtime, before.st_uid)
+    finally:
+        other.kill()
+        other.wait()
+
+
+@linux
+def test_programs_of_the_system_are_not_started():
+    needs("files")
+    finished = run("import subprocess\nsubprocess.run(['/usr/bin/env'], check=True)")
+    assert "PermissionError" in finished.errors
+
+
+@linux
+def test_capabilities_are_gone():
+    source = """
+    import ctypes
+    libc, data = ctypes.CDLL(None), (ctypes.c_uint32 * 6)()
+    libc.capget((ctypes.c_uint32 * 2)(0x20080522, 0), data)
+    print(sum(data), sum(libc.prctl(23, number, 0, 0, 0) for number in range(41)))
+    """
+    assert run(source).output == "0 0\n"
+
+
+@linux
+def test_files_are_bounded_together():
+    needs("files namespace")
+    source = "for i in range(20):\n    with open(str(i), 'wb') as file: file.write(bytes(10**6))"
+    finished = run(source, limits=Limits(seconds=20, folder_mb=8))
+    assert "No space left on device" in finished.errors
+
+
+def test_folders_of_any_depth_and_without_rights_are_deleted(tmp_path):
+    top, here = tmp_path / "top", Path.cwd()
+    (top / "work").mkdir(parents=True)
+    try:
+        os.chdir(top / "work")
+        for _ in range(1200):
+            os.mkdir("a" * 10)  # noqa: PTH102
+            os.chdir("a" * 10)
+        os.symlink("/etc", "link")  # noqa: PTH211
+        Path("file").touch(mode=0)
+    finally:
+        os.chdir(here)
+    (top / "work").chmod(0)
+    sandbox._remove(top)
+    assert not top.exists()
+
+
+def test_a_program_that_ends_its_supervisor_has_failed(monkeypatch):
+    status = b"{'walls': ['limits']}\n{'passed': 1}\n"
+    finished = sandbox._finished(status, ["", ""], -9)
+    assert not finished.succeeded and finished.ended == "timeout"
 
 
 def test_a_sandbox_that_cannot_start_says_so(monkeypatch):
