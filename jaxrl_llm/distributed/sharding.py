@@ -188,16 +188,19 @@ def shardings(tree, mesh: Mesh):
 
 def on_host(tree) -> Any:
     """The arrays in the host's memory, with their sharding; scalars stay on the device. Works under jit."""
-    return _moved(tree, jax.memory.Space.Host)
+    return jax.tree.map(lambda x: jax.device_put(x, jax.memory.Space.Host) if x.ndim else x, tree)
 
 
 def on_device(tree) -> Any:
-    """The arrays in the device's memory; those that are there already are not copied. Works under jit."""
-    return _moved(tree, jax.memory.Space.Device)
+    """The arrays in the device's memory; those that are there already stay as they are. Works under jit."""
 
+    def moved(x):
+        is_there = x.ndim == 0 or (
+            not isinstance(x, jax.core.Tracer) and getattr(x.sharding, "memory_kind", None) != "pinned_host"
+        )
+        return x if is_there else jax.device_put(x, jax.memory.Space.Device)
 
-def _moved(tree, space) -> Any:
-    return jax.tree.map(lambda x: jax.device_put(x, space) if x.ndim else x, tree)
+    return jax.tree.map(moved, tree)
 
 
 def constrain(x, *dims: str | None):
