@@ -19,6 +19,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.core import Tracer
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxrl_llm.config import ConfigError
@@ -195,9 +196,7 @@ def on_device(tree) -> Any:
     """The arrays in the device's memory; those that are there already stay as they are. Works under jit."""
 
     def moved(x):
-        is_there = x.ndim == 0 or (
-            not isinstance(x, jax.core.Tracer) and getattr(x.sharding, "memory_kind", None) != "pinned_host"
-        )
+        is_there = x.ndim == 0 or (not isinstance(x, Tracer) and x.sharding.memory_kind != "pinned_host")
         return x if is_there else jax.device_put(x, jax.memory.Space.Device)
 
     return jax.tree.map(moved, tree)
