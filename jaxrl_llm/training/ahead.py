@@ -13,12 +13,12 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxrl_llm.algorithms.batch import Batch, Inputs
-from jaxrl_llm.distributed.sharding import on_device, row_shards, rows_to_global
+from jaxrl_llm.distributed.sharding import row_shards, rows_to_global
 from jaxrl_llm.training.online import OnlineSource, scored_logps
 from jaxrl_llm.training.packing.planner import sampled_rows
 from jaxrl_llm.training.setup.run import Run
 from jaxrl_llm.training.step import minibatches_of
-from jaxrl_llm.training.update import State
+from jaxrl_llm.training.update import State, merge_frozen
 
 
 def compilations(run: Run, state: State) -> Iterator[Callable[[], object]]:
@@ -40,12 +40,16 @@ def compilations(run: Run, state: State) -> Iterator[Callable[[], object]]:
 
     def logps(params) -> Callable[[], object]:
         arguments = (inputs, spec.temperature, run.batch.forward_rows, row_shards(mesh))
-        return lambda: scored_logps.lower(learner.net, params, *arguments).compile()
+        return lambda: scored_logps.lower(learner.net, jax.tree.map(on_device, params), *arguments).compile()
+
+    def on_device(x: jax.Array) -> jax.ShapeDtypeStruct:
+        """The shape of an array that is moved to the device, where it may be in the host's memory now."""
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding.with_memory_kind("device"))
 
     if spec.old_logps == "trainer":
-        yield logps(run.model.params)
+        yield logps(merge_frozen(state, run.frozen).params)
     if reference is not None:
-        yield logps(on_device(reference.params))
+        yield logps(reference.params)
     batch = Batch(
         Inputs(tokens, segments, prompt_width=learner.prompt_width),
         mask=mask,
