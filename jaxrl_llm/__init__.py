@@ -8,6 +8,7 @@ The functions below are the whole Python interface; each is imported when it is 
 """
 
 import importlib
+import os
 import sys
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -26,6 +27,10 @@ if TYPE_CHECKING:
     from jaxrl_llm.models.model import save_adapter as save_adapter
     from jaxrl_llm.models.model import save_hf as save_hf
     from jaxrl_llm.train import train as train
+
+# XLA's log holds what is for its developers, such as an alarm about compilations of more than two minutes: errors come
+# as exceptions. It is read once, when jax is imported.
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 __all__ = (
     "ConfigError",

@@ -28,6 +28,7 @@ from jaxrl_llm.models.model import Model
 from jaxrl_llm.rollout.resharded import ReshardedEngine
 from jaxrl_llm.tools.cards.card import write_cards
 from jaxrl_llm.tools.cards.hub import check_push, push_run
+from jaxrl_llm.training.ahead import CompiledAhead, compilations
 from jaxrl_llm.training.checkpoint.manager import Checkpoints, find, free
 from jaxrl_llm.training.checkpoint.object_store import is_remote, path_of
 from jaxrl_llm.training.checkpoint.outputs import check_outputs, check_writable, export_run, write_given
@@ -38,6 +39,7 @@ from jaxrl_llm.training.logging.logger import Logger
 from jaxrl_llm.training.logging.step_log import Metrics, Step, StepLog
 from jaxrl_llm.training.online import OnlineSource
 from jaxrl_llm.training.runtime.callbacks import Callbacks, load_callbacks
+from jaxrl_llm.training.runtime.compiling import CompileStatus
 from jaxrl_llm.training.runtime.lock import RunLock
 from jaxrl_llm.training.runtime.preemption import Notices, Preempted
 from jaxrl_llm.training.runtime.profiler import Profiler
@@ -178,6 +180,10 @@ def _start(
     log.warn([*told, *problems])
     hooks.note = logger.note
     stack.enter_context(Watchdog(config.watch.hang_seconds, run.stopwatch, folder))
+    stack.enter_context(CompileStatus(logger.status, logger.note))
+    if isinstance(run.source, OnlineSource) and int(state.step) < config.total_steps:
+        ahead = stack.enter_context(CompiledAhead(compilations(run, state), mesh))
+        run = run._replace(source=replace(run.source, wait=ahead.wait))
     return run, state, log, logger, checkpoints, hooks, locks
 
 

@@ -13,6 +13,7 @@ from packaging.version import Version
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "1")  # checks read XLA's warnings, which the package turns off
 
 ROOT = Path(__file__).parent.parent
 # Libraries that tests compare with; without one its tests are skipped, and on CI the whole run fails.

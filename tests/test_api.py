@@ -35,6 +35,14 @@ def small_config(tmp_path, **values):
 # --- names ---
 
 
+def test_xla_keeps_its_alarms_to_itself_unless_asked(run_python, monkeypatch):
+    code = "import os, jaxrl_llm; print(os.environ['TF_CPP_MIN_LOG_LEVEL'])"
+    monkeypatch.delenv("TF_CPP_MIN_LOG_LEVEL", raising=False)  # importing jax sets it in this process
+    assert run_python("-c", code).stdout == "3\n"
+    monkeypatch.setenv("TF_CPP_MIN_LOG_LEVEL", "0")
+    assert run_python("-c", code).stdout == "0\n"
+
+
 def test_importing_the_package_imports_nothing_else(run_python):
     code = (
         "import sys, jaxrl_llm; print(jaxrl_llm.__version__); print({'jax', 'flax', 'transformers'} & {*sys.modules})"

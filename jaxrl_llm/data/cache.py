@@ -15,11 +15,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import datasets
 import numpy as np
 
 from jaxrl_llm.config.resolve import ConfigError
-from jaxrl_llm.data import Row
+from jaxrl_llm.data import Row, sources
 from jaxrl_llm.data.tokenize import COLUMNS, RowTokenizer
 
 log = logging.getLogger(__name__)
@@ -34,7 +33,7 @@ def file_of(setting: str, rows: Any, format_key: Any, code: bytes | None, tokeni
     `format_key` identifies the format, and `code` is the text of the user's own; without it nothing is kept.
     `setting` is `auto` (large sources only, in $JAXRL_LLM_CACHE or ~/.cache/jaxrl_llm), a folder, or `none`.
     """
-    if setting == "none" or code is None or not isinstance(rows, datasets.Dataset):
+    if setting == "none" or code is None or not sources.is_table(rows):
         return None
     if setting == "auto" and len(rows) < LARGE:
         return None

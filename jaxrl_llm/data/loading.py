@@ -14,12 +14,11 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any, NamedTuple
 
-import datasets
 from tqdm import tqdm
 
 from jaxrl_llm.config.resolve import ConfigError, closest, split_options
 from jaxrl_llm.config.user_code import contained
-from jaxrl_llm.data import Row, cache, sources
+from jaxrl_llm.data import Row, cache, sources, tasks
 from jaxrl_llm.data.formats.lookup import Example, Format, code_of, find, fitting
 from jaxrl_llm.data.pipeline import Stream, StreamSource
 from jaxrl_llm.data.tokenize import RowTokenizer, split_pair
@@ -67,7 +66,7 @@ class DataSource(NamedTuple):
     """One opened source."""
 
     name: str  # in errors; empty for data given in Python
-    rows: sources.Rows
+    rows: "sources.Rows | list[Row]"
     form: Format
     format_key: Any  # identifies the format, its options, and the kind
     code: bytes | None  # of a format of the user's own; None where it cannot be found
@@ -153,7 +152,11 @@ def _open(entry: Mapping[str, Any], spec: DataSpec, held_out: bool, purpose: str
             )
     # axolotl also writes the type of the files in the place of the path.
     path_type = entry.get("path") if entry.get("data_files") and entry.get("path") in sources.READERS.values() else None
-    rows = sources.load(path, split, entry.get("name"), spec.streaming, entry.get("ds_type") or path_type)
+    rows: sources.Rows | list[Row]
+    if isinstance(path, str) and path.startswith("task:") and not spec.streaming:
+        rows = tasks.generate(path.removeprefix("task:"), split)  # as they are: a table would take `datasets`
+    else:
+        rows = sources.load(path, split, entry.get("name"), spec.streaming, entry.get("ds_type") or path_type)
     format_key = (format_spec if isinstance(format_spec, str | Mapping) else repr(format_spec), options, spec.kind)
     return DataSource(name, rows, form, format_key, code_of(format_spec, spec.kind), entry.get("weight"))
 
@@ -163,7 +166,8 @@ def examples(source: DataSource, kind: str) -> Iterator[tuple[str, Example]]:
 
     Raises ConfigError, naming the source and the row, for one that cannot be read.
     """
-    rows, index = iter(source.rows), 0
+    rows: Iterator[Any] = iter(source.rows)
+    index = 0
     while True:
         location = f"{source.name} row {index}".strip()
         try:
@@ -248,7 +252,7 @@ def tokenized(spec: DataSpec, opened: Sequence[DataSource], kind: str, tokenizer
         if file is not None:
             made = cache.load(file, tokenize, (example for _, example in examples(source, kind)))
         if made is None:
-            total = len(source.rows) if isinstance(source.rows, datasets.Dataset) else None
+            total = None if sources.is_stream(source.rows) else len(source.rows)
             small = total is not None and total <= CHUNK and not spec.workers
             workers = 1 if small else spec.workers or min(os.cpu_count() or 1, MOST_WORKERS)
             progress = tqdm(
@@ -297,7 +301,7 @@ def stream(
     streamed = [
         StreamSource(source.name, source.rows, converter(source), source.weight or 1.0)
         for source in opened
-        if isinstance(source.rows, datasets.IterableDataset)
+        if sources.is_stream(source.rows)
     ]
     return Stream(streamed, spec.batch_size, spec.seed, spec.shuffle_buffer, spec.shuffle, process_index, process_count)
 
@@ -306,19 +310,19 @@ def first_rows(opened: Sequence[DataSource], count: int) -> list[DataSource]:
     """The sources with their first rows only: `count` in all, from each alike."""
     limited, left = [], count
     for index, source in enumerate(opened):
-        size = len(source.rows) if isinstance(source.rows, datasets.Dataset) else left
-        take = min(size, -(-left // (len(opened) - index)))
+        rows = source.rows
+        take = min(left if sources.is_stream(rows) else len(rows), -(-left // (len(opened) - index)))
         left -= take
-        if isinstance(source.rows, datasets.IterableDataset):
-            limited.append(source._replace(rows=source.rows.take(take)))
+        if sources.is_stream(rows):
+            limited.append(source._replace(rows=rows.take(take)))
         elif take:
-            limited.append(source._replace(rows=source.rows.select(range(take))))
+            limited.append(source._replace(rows=rows.select(range(take)) if sources.is_table(rows) else rows[:take]))
     return limited
 
 
 def columns(source: DataSource) -> dict[str, Any]:
     """The columns of the source's first example, with their values; raises ConfigError when it cannot be read."""
-    row = next(iter(source.rows), None)
+    row: Any = next(iter(source.rows), None)
     if row is None:
         raise ConfigError(f"{source.name or 'the data'} has no rows")
     with _located(f"{source.name} row 0".strip()):

@@ -7,12 +7,14 @@ number of processes. The position is small and JSON-able, and a checkpoint holds
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from copy import deepcopy
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import datasets
 import numpy as np
 
 from jaxrl_llm.config.resolve import ConfigError
+
+if TYPE_CHECKING:
+    import datasets
 
 
 class Pipeline:
@@ -93,7 +95,7 @@ class StreamSource(NamedTuple):
     """A source of a `Stream`."""
 
     name: str  # in errors
-    rows: datasets.IterableDataset
+    rows: "datasets.IterableDataset"
     convert: Callable[[Mapping[str, Any]], list[Any]]  # a row to token rows: none where it is dropped, two of a pair
     weight: float  # share of the rows of the stream
 

@@ -1,11 +1,11 @@
 """Sources of rows: the Hugging Face hub, files here or in a bucket, Python objects, and the built-in tasks."""
 
 import inspect
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
-import datasets
 import fsspec
 
 from jaxrl_llm.config.resolve import ConfigError, resolve
@@ -13,8 +13,12 @@ from jaxrl_llm.data import tasks
 from jaxrl_llm.data.diagnose import content_fault, encoding_fault
 from jaxrl_llm.data.formats.native import as_rows
 
-Rows = datasets.Dataset | datasets.IterableDataset
-Source = str | Path | Sequence[Any] | Rows | datasets.DatasetDict
+if TYPE_CHECKING:
+    import datasets  # slow to import: only the functions that make such rows do so
+    from typing_extensions import TypeIs
+
+Rows: TypeAlias = "datasets.Dataset | datasets.IterableDataset"
+Source: TypeAlias = "str | Path | Sequence[Any] | Rows | datasets.DatasetDict"
 
 READERS = {".parquet": "parquet", ".jsonl": "json", ".json": "json", ".csv": "csv", ".arrow": "arrow"}
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
@@ -51,22 +55,43 @@ def load(
         rows, shown = _load_files(files, split, streaming, ds_type), ", ".join(files)
     elif isinstance(path, str | Path):
         rows, shown = _load_path(str(path), split, name, streaming, ds_type), str(path)
-    elif isinstance(path, datasets.DatasetDict | datasets.IterableDatasetDict):
+    elif is_splits(path):
         rows, shown = _pick(path, split, "the data set"), "the data set"
-    elif isinstance(path, datasets.Dataset | datasets.IterableDataset):
+    elif is_table(path) or is_stream(path):
         rows, shown = path, "the data set"
     else:
         rows, shown = _from_list(path), "the list"
-    if isinstance(rows, datasets.IterableDataset):
+    if is_stream(rows):
         return rows
     if len(rows) == 0:
         raise ConfigError(f"{shown} has no rows in split {split!r}; choose another split or check how it was made")
     return rows.to_iterable_dataset() if streaming else rows
 
 
+def is_table(rows: object) -> "TypeIs[datasets.Dataset]":
+    """True for a `datasets.Dataset`."""
+    return _is(rows, "Dataset")
+
+
+def is_stream(rows: object) -> "TypeIs[datasets.IterableDataset]":
+    """True for a `datasets.IterableDataset`, whose rows are read as they are needed."""
+    return _is(rows, "IterableDataset")
+
+
+def is_splits(rows: object) -> "TypeIs[datasets.DatasetDict | datasets.IterableDatasetDict]":
+    """True for the splits of a data set by their names."""
+    return _is(rows, "DatasetDict", "IterableDatasetDict")
+
+
+def _is(value: object, *classes: str) -> bool:
+    """True for an instance of one of these classes of `datasets`: nothing is one before that is imported."""
+    module = sys.modules.get("datasets")
+    return module is not None and isinstance(value, tuple(getattr(module, name) for name in classes))
+
+
 def _load_path(path: str, split: str, name: str | None, streaming: bool, ds_type: str | None) -> Rows:
     if path.startswith("task:"):
-        return datasets.Dataset.from_list(tasks.generate(path.removeprefix("task:"), split))
+        return _from_list(tasks.generate(path.removeprefix("task:"), split))
     if ".py:" in path:
         return _call_function(path, split, name)
     if "://" in path:
@@ -76,6 +101,8 @@ def _load_path(path: str, split: str, name: str | None, streaming: bool, ds_type
         return _load_files([str(local)], split, streaming, ds_type)
     if local.is_dir():
         return _load_folder(str(local), split, name, streaming)
+    import datasets
+
     # What looks like a path is not asked of the hub, whose error would hide the misspelling.
     if path.startswith(("/", ".", "~")) or _reader(path) or path.count("/") > 1:
         raise ConfigError(
@@ -107,12 +134,16 @@ def _load_files(files: list[str], split: str, streaming: bool, ds_type: str | No
             raise ConfigError(f"cannot load {file}: {fault}")
 
     def read() -> Rows:
+        import datasets
+
         return datasets.load_dataset(reader, data_files=files, split=split, streaming=streaming)  # pyright: ignore
 
     return _read(shown, read, files)
 
 
 def _load_folder(folder: str, split: str, name: str | None, streaming: bool) -> Any:
+    import datasets
+
     fs, inner = fsspec.url_to_fs(folder)
     files = [str(file) for file in fs.find(inner)]
     if any(file.removeprefix(inner).strip("/") in SAVED for file in files):
@@ -128,8 +159,7 @@ def _load_folder(folder: str, split: str, name: str | None, streaming: bool) -> 
             ):
                 raise ConfigError(f"cannot load {file}: {fault}")
         loaded = _read(folder, lambda: datasets.load_dataset(folder, name, streaming=streaming), files)
-    splits = isinstance(loaded, datasets.DatasetDict | datasets.IterableDatasetDict)
-    return _pick(loaded, split, folder) if splits else loaded
+    return _pick(loaded, split, folder) if is_splits(loaded) else loaded
 
 
 def _load_remote(path: str, split: str, name: str | None, streaming: bool, ds_type: str | None) -> Rows:
@@ -154,9 +184,9 @@ def _call_function(path: str, split: str, name: str | None) -> Rows:
     function = resolve(path, {})
     accepted = inspect.signature(function).parameters
     made = function(**{key: value for key, value in (("split", split), ("name", name)) if key in accepted})
-    if isinstance(made, datasets.DatasetDict | datasets.IterableDatasetDict):
+    if is_splits(made):
         return _pick(made, split, path)
-    if isinstance(made, datasets.Dataset | datasets.IterableDataset):
+    if is_table(made) or is_stream(made):
         return made
     if not hasattr(made, "__iter__") and not (hasattr(made, "__len__") and hasattr(made, "__getitem__")):
         raise ConfigError(f"{path} gave {type(made).__name__}; it must give rows: a list, a sequence or a Dataset")
@@ -192,7 +222,9 @@ def _pick(splits: Mapping[Any, Any], split: str, shown: str) -> Any:
     return splits[split]
 
 
-def _from_list(items: Any) -> datasets.Dataset:
+def _from_list(items: Any) -> "datasets.Dataset":
+    import datasets
+
     if isinstance(items, Mapping) or not isinstance(items, Sequence):
         raise ConfigError("data given as a Python object is a list of dictionaries, one for each row, or of threads")
     if not items:

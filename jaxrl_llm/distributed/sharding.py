@@ -20,6 +20,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.core import Tracer
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxrl_llm.config import ConfigError
@@ -198,16 +199,17 @@ def shardings(tree, mesh: Mesh):
 
 def on_host(tree) -> Any:
     """The arrays in the host's memory, with their sharding; scalars stay on the device. Works under jit."""
-    return _moved(tree, jax.memory.Space.Host)
+    return jax.tree.map(lambda x: jax.device_put(x, jax.memory.Space.Host) if x.ndim else x, tree)
 
 
 def on_device(tree) -> Any:
-    """The arrays in the device's memory; those that are there already are not copied. Works under jit."""
-    return _moved(tree, jax.memory.Space.Device)
+    """The arrays in the device's memory; those that are there already stay as they are. Works under jit."""
 
+    def moved(x):
+        is_there = x.ndim == 0 or (not isinstance(x, Tracer) and x.sharding.memory_kind != "pinned_host")
+        return x if is_there else jax.device_put(x, jax.memory.Space.Device)
 
-def _moved(tree, space) -> Any:
-    return jax.tree.map(lambda x: jax.device_put(x, space) if x.ndim else x, tree)
+    return jax.tree.map(moved, tree)
 
 
 def constrain(x, *dims: str | EllipsisType | None):

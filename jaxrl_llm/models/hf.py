@@ -97,12 +97,31 @@ def load_tokenizer(folder: str | os.PathLike[str], trust_remote_code: bool = Fal
     if not has_tokenizer(folder):
         raise ConfigError(f"{folder} has no tokenizer (none of {', '.join(TOKENIZER_FILES)}).")
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # the advice is to install torch
-    from transformers import AutoTokenizer  # seconds to import
-
     try:
+        if _is_generic_tokenizer(Path(folder)):
+            from transformers import PreTrainedTokenizerFast
+
+            return PreTrainedTokenizerFast.from_pretrained(os.fspath(folder))
+        from transformers import AutoTokenizer  # seconds to import: it imports torch where that is installed
+
         return AutoTokenizer.from_pretrained(os.fspath(folder), trust_remote_code=trust_remote_code)
     except Exception as error:
         raise ConfigError(f"the tokenizer in {folder} cannot be read: {error}") from error
+
+
+def _is_generic_tokenizer(folder: Path) -> bool:
+    """True where `AutoTokenizer` would choose the class that is made of tokenizer.json alone.
+
+    For models of other types it may choose a class of theirs, whatever tokenizer_config.json says.
+    """
+    settings = safetensors.read_json(folder / "tokenizer_config.json") or {}
+    model = safetensors.read_json(folder / "config.json") or {}
+    return (
+        settings.get("tokenizer_class") in ("PreTrainedTokenizerFast", "TokenizersBackend")
+        and model.get("model_type") in ("llama", "smollm3")
+        and "auto_map" not in settings
+        and (folder / "tokenizer.json").is_file()
+    )
 
 
 def load(

@@ -136,7 +136,12 @@ def without_adapters(params: Params) -> Params:
 def copied(params: Params) -> Params:
     """The parameters with arrays of their own for what is trainable: those of a state are donated."""
     frozen, trainable = split(params)
-    return combine(frozen, jax.tree.map(jnp.copy, trainable))
+    return combine(frozen, _copies(trainable))
+
+
+@jax.jit
+def _copies(params: Params) -> Params:
+    return jax.tree.map(jnp.copy, params)
 
 
 def with_dropout(params: Params, key) -> Params:

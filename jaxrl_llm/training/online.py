@@ -266,7 +266,7 @@ class Learner:
         measures_kl = spec.kl_in_reward or spec.reward_beta or controllers.is_kl_adaptive
         with self.stopwatch("logps"):
             if spec.old_logps == "trainer" or measures_kl or self.critic is not None:
-                inputs = self._inputs(rollout.tokens, rollout.segments, rollout.mask)
+                inputs = self.inputs(rollout.tokens, rollout.segments, rollout.mask)
                 if spec.old_logps == "trainer":
                     old_logps = self._logps(state.params, inputs)
                 if measures_kl:
@@ -311,10 +311,10 @@ class Learner:
         if in_loss:
             with self.stopwatch("logps"):
                 if ref_logps is None:
-                    inputs = self._inputs(batch.inputs.tokens, batch.inputs.segments, batch.mask)
+                    inputs = self.inputs(batch.inputs.tokens, batch.inputs.segments, batch.mask)
                     ref_logps = self._reference_logps(inputs)
                 batch = batch.replace(ref_logps=ref_logps)
-        batch = batch.replace(scalars=self._scalars(batch, in_loss))
+        batch = batch.replace(scalars=self.scalars(batch, in_loss))
         if spec.draws_seeds:
             batch = batch.replace(seeds=_row_seeds(batch.rows, key, self.mesh))
 
@@ -340,7 +340,7 @@ class Learner:
         if self.replay is not None and "replay" in arrays:
             self.replay = replay_buffer.with_arrays(self.replay, arrays["replay"])
 
-    def _inputs(self, tokens, segments, mask) -> Inputs:
+    def inputs(self, tokens, segments, mask) -> Inputs:
         """The rows as a network reads them for the log-probs or values of the tokens in the mask."""
         layout = self.pack.passing(tokens, segments, mask)
         return Inputs(tokens, segments, layout=layout, prompt_width=self.prompt_width)
@@ -353,7 +353,7 @@ class Learner:
         assert self.reference is not None  # the settings that read it need algorithm.beta
         return self._logps(on_device(self.reference.params), inputs)
 
-    def _scalars(self, batch: Batch, in_loss: bool) -> Scalars:
+    def scalars(self, batch: Batch, in_loss: bool) -> Scalars:
         """The coefficients that move, and the tokens of an average optimizer batch where the weights divide by them."""
         kl, entropy, tokens = self.controllers.kl.coef, self.controllers.entropy, None
         if self.spec.aggregation == "rollout_token":
@@ -382,14 +382,19 @@ class Learner:
 
 @dataclasses.dataclass(frozen=True)
 class OnlineSource:
-    """Batches of sampled and rewarded completions: a producer and a learner, run in turn."""
+    """Batches of sampled and rewarded completions: a producer and a learner, run in turn.
+
+    `wait` is called between the two: for programs of the learner that are still compiled elsewhere.
+    """
 
     producer: Producer
     learner: Learner
+    wait: Callable[[], None] = lambda: None
 
     def next(self, state: State, key) -> Experience:
         """The batch of one step, sampled from `state.params`."""
         rollouts = self.producer.produce(state.params, int(state.step), key)
+        self.wait()
         return self.learner.prepare(rollouts, state, key)
 
     def learn(self, metrics: dict[str, float]) -> None:
@@ -474,7 +479,8 @@ def scored_logps(net: Net, params: Params, inputs: Inputs, temperature: float, r
     """Log-probs `[N,T]` without gradients, computed `rows` rows at a time or as the layout says."""
     batch = Batch(inputs, mask=None)
     count = batch.rows // rows
-    return map_microbatches(lambda x: token_logps(net, params, x.inputs, temperature)[0], batch, count, shards)
+    logps = map_microbatches(lambda x: token_logps(net, params, x.inputs, temperature)[0], batch, count, shards)
+    return constrain(logps, "rows", None)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 3, 4))

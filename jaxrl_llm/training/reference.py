@@ -77,7 +77,7 @@ def start_reference(spec: ReferenceSpec, params: Params, lora: LoraConfig | None
         return without_adapters(params) if spec.adapters == "base" else params
     keep = on_host if spec.offload_reference else lambda params: params
     if not has_adapters(params):
-        return keep(jax.tree.map(jnp.copy, params))
+        return keep(copied(params))
     if spec.adapters == "copy":
         return keep(jax.jit(lambda params: jax.tree.map(jnp.copy, merge(params, lora)))(params))
     own = copied(params)

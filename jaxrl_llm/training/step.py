@@ -14,18 +14,21 @@ from jaxrl_llm.training.update import State
 
 def improve(run: Run, state: State, batch: Batch) -> tuple[State, list[Metrics]]:
     """The state after every minibatch of every iteration, one step further, and the metrics of each update."""
-    spec, updates = run.batch, []
-    seed = (spec.seed, int(state.step)) if spec.shuffle else None
-    indices = minibatch_indices(batch.rows, spec.group_size, spec.minibatches, spec.num_iterations, seed)
-    update = run.update
-    if run.warm_up is not None and int(state.step) < run.warmup_steps:
-        update = run.warm_up
+    seed = (run.batch.seed, int(state.step)) if run.batch.shuffle else None
+    warms_up = run.warm_up is not None and int(state.step) < run.warmup_steps
+    update, updates = run.warm_up if warms_up else run.update, []
     # All are laid out before the first update: the host does not wait for one to lay out the next.
-    minibatches = [run.pack(batch if spec.minibatches == 1 else _take(batch, index, run.mesh)) for index in indices]
-    for minibatch in minibatches:
+    for minibatch in minibatches_of(run, batch, seed):
         state, metrics = update(state, minibatch, run.frozen)
         updates.append(metrics)
     return replace(state, step=state.step + 1), updates
+
+
+def minibatches_of(run: Run, batch: Batch, seed: tuple[int, int] | None) -> list[Batch]:
+    """The minibatches of a batch, packed, in the order of the updates, which is drawn from `seed` unless None."""
+    spec = run.batch
+    indices = minibatch_indices(batch.rows, spec.group_size, spec.minibatches, spec.num_iterations, seed)
+    return [run.pack(batch if spec.minibatches == 1 else _take(batch, index, run.mesh)) for index in indices]
 
 
 @functools.partial(jax.jit, static_argnames="mesh")

@@ -16,7 +16,6 @@ from jaxrl_llm.algorithms.batch import Inputs
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.distributed.sharding import (
     AXES,
-    constrain,
     local_rows,
     make_mesh,
     path_name,
@@ -25,7 +24,7 @@ from jaxrl_llm.distributed.sharding import (
     rows_to_global,
     shardings,
 )
-from jaxrl_llm.models import hf, moe, transformer
+from jaxrl_llm.models import hf, moe
 from jaxrl_llm.models.attention import Attention, KeyValues
 from jaxrl_llm.models.fused_attention import splash_attention
 from jaxrl_llm.models.logprobs import token_logps
@@ -197,10 +196,16 @@ def test_nothing_is_rematerialized_in_full(params, rows, capfd, sizes, tied):
     assert "involuntary full rematerialization" not in capfd.readouterr().err.lower()
 
 
-def test_the_rematerialization_check_can_fail(net, params, rows, capfd, monkeypatch):
-    """Without the constraint on the embedding table the warning comes, so its absence above means something."""
-    monkeypatch.setattr(transformer, "constrain", lambda x, *dims: x if "vocab" in dims else constrain(x, *dims))
-    compiled_text(net, params, rows, mesh_of(2, 2, 2))
+def test_the_rematerialization_check_can_fail(capfd):
+    """An array that goes from sharded rows to sharded columns brings the warning: its absence above means something."""
+    mesh = mesh_of(2, 2, 2)
+    rows, columns = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in ((("data", "fsdp"), None), (None, "tensor")))
+
+    def reshard(x):
+        x = jax.lax.with_sharding_constraint(jax.lax.sin(x), rows)
+        return 2 * jax.lax.with_sharding_constraint(x, columns)
+
+    jax.jit(reshard).lower(jax.ShapeDtypeStruct((8, 8), np.float32, sharding=rows)).compile()
     assert "involuntary full rematerialization" in capfd.readouterr().err.lower()
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.numpy import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoModelForSequenceClassification, LlamaConfig, PreTrainedTokenizerFast
+from transformers import AutoModelForSequenceClassification, AutoTokenizer, LlamaConfig, PreTrainedTokenizerFast
 
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.data.templates import plain_ids
@@ -389,6 +389,31 @@ def make_tokenizer():
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
     fast.chat_template = "{% for m in messages %}{{ m['content'] }}{{ eos_token }}{% endfor %}"
     return fast
+
+
+@pytest.mark.parametrize("tokenizer_class", ["PreTrainedTokenizerFast", "TokenizersBackend"])
+def test_a_generic_tokenizer_is_the_one_of_transformers(copy, tokenizer_class):
+    """It is loaded without `AutoTokenizer`, whose import takes seconds where torch is installed."""
+    make_tokenizer().save_pretrained(copy)
+    settings = json.loads((copy / "tokenizer_config.json").read_text()) | {"tokenizer_class": tokenizer_class}
+    (copy / "tokenizer_config.json").write_text(json.dumps(settings))
+    ours, theirs = hf.load_tokenizer(copy), AutoTokenizer.from_pretrained(copy)
+    assert hf._is_generic_tokenizer(copy)
+    assert type(ours) is type(theirs)
+    assert ours.backend_tokenizer.to_str() == theirs.backend_tokenizer.to_str()
+    assert ours.init_kwargs == theirs.init_kwargs and ours.special_tokens_map == theirs.special_tokens_map
+    assert ours.chat_template == theirs.chat_template
+
+
+def test_the_embedded_model_loads_without_torch_and_datasets(run_python):
+    code = (
+        "import sys, jaxrl_llm.train, jaxrl_llm\n"
+        "jaxrl_llm.load_model('embedded:sort')\n"
+        "print(*({'torch', 'accelerate', 'datasets', 'pandas'} & set(sys.modules)))"
+    )
+    result = run_python("-c", code)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.strip() == ""
 
 
 def test_tokenizer_template_and_generation_config_come_back(copy, tmp_path):

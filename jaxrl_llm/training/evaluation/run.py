@@ -5,13 +5,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import datasets
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
 from jaxrl_llm.algorithms.random_streams import EVALUATION
 from jaxrl_llm.config.resolve import ConfigError, closest
+from jaxrl_llm.data.sources import is_splits
 from jaxrl_llm.distributed.processes import all_or_none, gather
 from jaxrl_llm.distributed.sharding import row_shards
 from jaxrl_llm.models.transformer import Params
@@ -57,8 +57,7 @@ class EvalSpec:
 
 def named_sets(spec: EvalSpec, eval_dataset: Any = None) -> list[NamedSet]:
     """The sets to evaluate on: `eval_dataset` (rows, or a dictionary of rows by set), else those of `spec`."""
-    splits = isinstance(eval_dataset, datasets.DatasetDict | datasets.IterableDatasetDict)
-    if isinstance(eval_dataset, Mapping) and not splits:
+    if isinstance(eval_dataset, Mapping) and not is_splits(eval_dataset):
         return [NamedSet(str(name), rows, None, spec.prompts, spec.samples) for name, rows in eval_dataset.items()]
     if eval_dataset is not None:
         return [NamedSet("", eval_dataset, None, spec.prompts, spec.samples)]

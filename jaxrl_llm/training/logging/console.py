@@ -107,6 +107,10 @@ class Screen:
         quiet = self._clock() - self._last_line >= QUIET_SECONDS
         return step in EARLY_STEPS or step % every == 0 or step == self.total or quiet
 
+    def status(self, text: str) -> None:
+        """Shows a text beside the bar until the next step, or the next text; without a terminal nothing."""
+        self._metrics.plain = self._clean(text)
+
     def note(self, message: str) -> None:
         """Shows a line."""
         self._line(message)

@@ -213,6 +213,11 @@ class Logger:
         if self._screen and due:
             self._screen.completions(step, [rows[i * len(rows) // shown] for i in range(shown)])
 
+    def status(self, text: str) -> None:
+        """Shows a text beside the progress bar, until the next step."""
+        if self._screen:
+            self._screen.status(text)
+
     def note(self, message: str) -> None:
         """Shows a line above the progress bar."""
         if self._screen:

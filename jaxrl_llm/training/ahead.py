@@ -1,0 +1,94 @@
+"""The learner's programs, compiled while the first evaluation and the first rollout sample.
+
+Rows of the same shapes and shardings stand for the batch that is not there yet. Compiling fills the caches of the
+jitted functions, in which the first step then finds its programs.
+"""
+
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from jaxrl_llm.algorithms.batch import Batch, Inputs
+from jaxrl_llm.distributed.sharding import row_shards, rows_to_global
+from jaxrl_llm.training.online import OnlineSource, scored_logps
+from jaxrl_llm.training.packing.planner import sampled_rows
+from jaxrl_llm.training.setup.run import Run
+from jaxrl_llm.training.step import minibatches_of
+from jaxrl_llm.training.update import State, merge_frozen
+
+
+def compilations(run: Run, state: State) -> Iterator[Callable[[], object]]:
+    """Functions that compile a program each, in the order in which a step needs them.
+
+    None for what is not known to have these shardings: several processes, a critic, a replay buffer, offline batches.
+    """
+    source = run.source
+    if jax.process_count() > 1 or not isinstance(source, OnlineSource):
+        return
+    learner, spec, reference = source.learner, source.learner.spec, source.learner.reference
+    if learner.critic is not None or learner.replay is not None:
+        return
+    engine, count, mesh = source.producer.worker.engine, run.batch.rows, run.mesh
+    sample = sampled_rows(count, engine.group_size, learner.prompt_width, engine.max_completion_length)
+    tokens, segments, mask = rows_to_global((sample.tokens, sample.segments, sample.mask), mesh)
+    inputs = learner.inputs(tokens, segments, mask)
+    in_loss = reference is not None and not spec.kl_in_reward
+
+    def logps(params) -> Callable[[], object]:
+        arguments = (inputs, spec.temperature, run.batch.forward_rows, row_shards(mesh))
+        return lambda: scored_logps.lower(learner.net, jax.tree.map(on_device, params), *arguments).compile()
+
+    def on_device(x: jax.Array) -> jax.ShapeDtypeStruct:
+        """The shape of an array that is moved to the device, where it may be in the host's memory now."""
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding.with_memory_kind("device"))
+
+    if spec.old_logps == "trainer":
+        yield logps(merge_frozen(state, run.frozen).params)
+    if reference is not None:
+        yield logps(reference.params)
+    batch = Batch(
+        Inputs(tokens, segments, prompt_width=learner.prompt_width),
+        mask=mask,
+        sample_logps=mask,
+        old_logps=None if spec.old_logps == "policy" else mask,
+        ref_logps=mask if in_loss else None,
+        advantages=mask,
+        seeds=rows_to_global(np.zeros(count, np.uint32), mesh) if spec.draws_seeds else None,
+    )
+    batch = batch.replace(scalars=learner.scalars(batch, in_loss))
+    update: Any = run.update
+    yield lambda: update.lower(state, minibatches_of(run, batch, None)[0], run.frozen).compile()
+
+
+class CompiledAhead:
+    """A context manager that compiles in a thread; `wait` is for before the first of the programs is called.
+
+    An error is dropped: the call meets it again, in its place.
+    """
+
+    def __init__(self, functions: Iterator[Callable[[], object]], mesh: Mesh):
+        self._functions, self._mesh = functions, mesh
+        self._thread = threading.Thread(target=self._compile, name="compile ahead")
+
+    def __enter__(self) -> "CompiledAhead":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.wait()
+
+    def wait(self) -> None:
+        """Wait until all is compiled."""
+        self._thread.join()
+
+    def _compile(self) -> None:
+        with jax.set_mesh(self._mesh):
+            try:
+                for function in self._functions:
+                    function()
+            except Exception:
+                return

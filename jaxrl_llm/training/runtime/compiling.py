@@ -1,0 +1,66 @@
+"""`CompileStatus`: what XLA compiles at the moment, and lines about the programs that take long."""
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+EVENT = "/jax/core/compile/backend_compile_duration"  # a scalar where a compilation begins, a duration where it ends
+LONG = 5.0  # seconds of a compilation that is worth a line
+
+
+class CompileStatus:
+    """A context manager that calls `show` with the programs that are compiled now (an empty text: none), and `note`
+    with a line when one has taken `LONG` seconds, and another when that one is done.
+
+    Both are called on the threads that compile, and `note` on one of its own.
+    """
+
+    def __init__(self, show: Callable[[str], None], note: Callable[[str], None]):
+        self._show, self._note = show, note
+        self._lock = threading.Lock()
+        self._running: dict[tuple[int, str], tuple[float, threading.Timer]] = {}
+
+    def __enter__(self) -> "CompileStatus":
+        jax.monitoring.register_scalar_listener(self._begin)
+        jax.monitoring.register_event_duration_secs_listener(self._end)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        jax.monitoring.unregister_scalar_listener(self._begin)
+        jax.monitoring.unregister_event_duration_listener(self._end)
+        for began_and_timer in self._running.values():
+            began_and_timer[1].cancel()
+
+    def _begin(self, event: str, value: float, **facts: Any) -> None:
+        if event != EVENT:
+            return
+        name = _name(facts)
+        timer = threading.Timer(LONG, self._note, (f"compiling {name} ...",))
+        timer.daemon = True
+        with self._lock:
+            self._running[threading.get_ident(), name] = time.monotonic(), timer
+            self._show(self._text())
+        timer.start()
+
+    def _end(self, event: str, duration_secs: float, **facts: Any) -> None:
+        key = threading.get_ident(), _name(facts)
+        if event != EVENT or key not in self._running:
+            return
+        with self._lock:
+            began, timer = self._running.pop(key)
+            self._show(self._text())
+        timer.cancel()
+        if (seconds := time.monotonic() - began) > LONG:
+            self._note(f"compiled {key[1]} in {seconds:.0f} s")
+
+    def _text(self) -> str:
+        names = [name for _, name in self._running]
+        return f"compiling {', '.join(names)}" if names else ""
+
+
+def _name(facts: dict[str, Any]) -> str:
+    """The name of the function that is compiled: JAX says `jit(update)`."""
+    return str(facts.get("fun_name", "a program")).removeprefix("jit(").removesuffix(")")

@@ -1,0 +1,56 @@
+"""Programs that are compiled ahead are those of the first step: nothing is compiled twice."""
+
+import threading
+from collections import Counter
+
+import jax
+import pytest
+
+from jaxrl_llm.config.flags import load_config_file
+from jaxrl_llm.train import train
+from jaxrl_llm.training import ahead
+from jaxrl_llm.training.runtime.compiling import EVENT
+
+AHEAD = ("jit(scored_logps)", "jit(update)")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"batch.minibatches": 2, "algorithm.beta": 0.0},
+        {"batch.packing": "false", "algorithm.old_logps": "sampler"},
+    ],
+    ids=["reference", "minibatches", "sampler"],
+)
+def test_the_first_step_finds_its_programs(root, tmp_path, changes):
+    config = load_config_file(f"{root / 'configs' / 'grpo.py'}:tiny")
+    config.update_from_flattened_dict(
+        {"output_dir": str(tmp_path), "total_steps": 1, "eval.every": -1, "rollout.max_completion_length": 9, **changes}
+    )
+    compiled = Counter()  # no other test has rows of this length, so nothing is compiled before
+
+    def listen(event, duration_secs, fun_name="", **_):
+        if event == EVENT and fun_name in AHEAD:
+            compiled[fun_name, threading.current_thread().name] += 1
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        train(config)
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+    assert compiled == {(name, "compile ahead"): 1 for name in AHEAD}
+
+
+def test_an_error_is_left_to_the_call():
+    calls = []
+
+    def fails():
+        calls.append("compiled")
+        raise ValueError("no memory")
+
+    mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    with ahead.CompiledAhead(iter([fails, fails]), mesh) as programs:
+        programs.wait()
+    assert calls == ["compiled"], "the others wait for what failed"
