@@ -115,10 +115,10 @@ class Attention(nnx.Module):
         q, k, v = (a.reshape(*inputs.length.shape, -1, *a.shape[3:]) for a in (q, k, v))  # [G,R,W,J,...]
         cache = _write(cache, k, v, inputs.length)
         by_head = q.swapaxes(2, 3)  # [G,R,J,W,H/J,d]
-        if jax.default_backend() == "gpu" and q.dtype.itemsize == 2:
-            stored = (KeyValues(*(quantize.as_fp8(x) for x in each)) for each in (prompt, cache))
-            start = inputs.prompt_mask.shape[1] - inputs.prompt_mask.sum(-1)
-            out = decode_attention(by_head, *stored, start, inputs.length, arrays.window, self.config.attention_softcap)
+        if self.config.attention != "xla" and jax.default_backend() == "gpu" and q.dtype.itemsize == 2:
+            in_fp8 = functools.partial(jax.tree.map, quantize.as_fp8)
+            start, softcap = inputs.prompt_mask.shape[1] - inputs.prompt_mask.sum(-1), self.config.attention_softcap
+            out = decode_attention(by_head, in_fp8(prompt), in_fp8(cache), start, inputs.length, arrays.window, softcap)
             return self.o(out.swapaxes(2, 3).reshape(*x.shape[:-1], -1)), cache
         q = by_head.reshape(*by_head.shape[:3], -1, by_head.shape[-1])
         in_prompt = _einsum("gkjrd,gjpd->gkjrp", q, prompt.k)

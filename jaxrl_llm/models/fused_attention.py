@@ -57,7 +57,7 @@ def flash_attention(q, k, v, segments, interpret: bool = False) -> jax.Array:
             jnp.pad(x, ((0, 0), (0, extra), *((0, 0),) * (x.ndim - 2)))
             for x in (q.reshape(*q.shape[:2], -1, q.shape[-1]), k, v, segments.astype(jnp.int32))
         )
-        out = gpu.mha(q_, k, v, ids, 1.0, True, blocks, interpret=interpret)
+        out: Any = gpu.mha(q_, k, v, ids, 1.0, True, blocks, interpret=interpret)
         return out[:, : q.shape[1]].reshape(q.shape)
 
     if not is_sharded():

@@ -15,8 +15,9 @@ from jaxrl_llm.training.update import State
 def improve(run: Run, state: State, batch: Batch) -> tuple[State, list[Metrics]]:
     """The state after every minibatch of every iteration, one step further, and the metrics of each update."""
     seed = (run.batch.seed, int(state.step)) if run.batch.shuffle else None
-    warms_up = run.warm_up is not None and int(state.step) < run.warmup_steps
-    update, updates = run.warm_up if warms_up else run.update, []
+    update, updates = run.update, []
+    if run.warm_up is not None and int(state.step) < run.warmup_steps:
+        update = run.warm_up
     # All are laid out before the first update: the host does not wait for one to lay out the next.
     for minibatch in minibatches_of(run, batch, seed):
         state, metrics = update(state, minibatch, run.frozen)
