@@ -195,8 +195,8 @@ KEYS = (
     Setting("model.attention", "auto",
         "Attention over whole rows: xla; or kernels that keep no scores in memory: cudnn on NVIDIA GPUs (in 16 bits), "
         "flash there too (no mask in memory either), splash on TPUs. auto: splash on TPUs; on GPUs cudnn, for rows of "
-        "more than 4096 tokens flash; xla where these cannot be had, and on CPU. Decoding on GPUs, in 16 bits, has a kernel of its own unless this is "
-        "xla.",
+        "more than 4096 tokens flash; xla where these cannot be had, and on CPU. Decoding on GPUs, in 16 bits, has a "
+        "kernel of its own unless this is xla.",
         choices=("auto", "xla", "cudnn", "flash", "splash")),
     Setting("model.fp32_head", False, "Compute the logits in float32, whatever model.dtype is.", bool),
     Setting("model.router_aux_loss_coef", None,

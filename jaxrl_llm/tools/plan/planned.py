@@ -12,7 +12,7 @@ from jaxrl_llm.models.model import check_attention
 from jaxrl_llm.tools.plan.compiler import ProgramStats
 from jaxrl_llm.tools.plan.programs import compile_step, held_bytes
 from jaxrl_llm.tools.plan.shapes import Shapes, bytes_on_device, describe
-from jaxrl_llm.tools.plan.topology import Target, target
+from jaxrl_llm.tools.plan.topology import Target, target, traced_as_on
 from jaxrl_llm.training.packing.planner import Packer
 from jaxrl_llm.training.setup.run import check_rows
 
@@ -86,11 +86,11 @@ def make_plan(
 
 def _compiled(config, target_: Target, widths: tuple[int, int], only: str, packer: Packer | None) -> Plan:
     note = ""
-    if config.model.attention != "xla" and not target_.exact:
+    if config.model.attention not in ("auto", "xla") and not target_.exact:
         note = f"planned with model.attention=xla, which needs more: simulated devices have no {config.model.attention}"
         config = config.copy_and_resolve_references()
         config.model.attention = "xla"
-    with jax.set_mesh(target_.mesh):
+    with jax.set_mesh(target_.mesh), traced_as_on(target_):
         shapes = describe_for(config, target_)
         programs, rollout = compile_step(config, shapes, target_.mesh, widths, target_.scanned, only, packer)
     state, frozen, reference = shapes.state, shapes.frozen, shapes.own_reference

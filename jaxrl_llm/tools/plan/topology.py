@@ -4,6 +4,7 @@ import contextlib
 import importlib.util
 import math
 import os
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -59,6 +60,20 @@ def target(config, name: str, count: int, simulate: bool = False) -> Target:
         return Target(device, mesh, f"CPU compiler, {count} simulated devices", False, "bfloat16", True)
     mesh = make_mesh(**mesh.shape, devices=chips)
     return Target(device, mesh, "TPU compiler", True, "bfloat16", True)
+
+
+@contextlib.contextmanager
+def traced_as_on(target: Target) -> Iterator[None]:
+    """Programs are traced as a process on the target would: what asks for the backend is told the target's.
+
+    Those of simulated devices are traced as what they are, programs of CPUs.
+    """
+    here, own = jax.default_backend, target.mesh.devices.flat[0].platform
+    jax.default_backend = lambda: own
+    try:
+        yield
+    finally:
+        jax.default_backend = here
 
 
 def tpu_chips(version: str, count: int) -> list[Any] | None:
