@@ -6,7 +6,8 @@ from string import ascii_letters
 import numpy as np
 
 PROMPT = 64  # tokens of every prompt
-VOCABULARY = 49152  # ids that appear in prompts and rows; a model may have more
+VOCABULARY = 49152  # ids of the tokenizer; a model may have more
+WORDS = VOCABULARY - 1250  # ids that appear in prompts and rows; those behind are parts of words, see folders.py
 FIRST_WORD = 16  # smaller ids are special, or could be
 OURS, TRL, TUNIX, LIMIT = "jaxrl_llm", "trl", "tunix", "limit"
 LIBRARIES = (OURS, TRL, TUNIX, LIMIT)
@@ -96,12 +97,12 @@ def usual_dtype(device: str) -> str:
 
 def prompts(shape: Shape) -> np.ndarray:
     """Token ids `[B, PROMPT]`."""
-    return np.random.default_rng(0).integers(FIRST_WORD, VOCABULARY, (shape.prompts, PROMPT))
+    return np.random.default_rng(0).integers(FIRST_WORD, WORDS, (shape.prompts, PROMPT))
 
 
 def texts(count: int, length: int) -> np.ndarray:
     """Token ids `[count, length]` of given rows."""
-    return np.random.default_rng(2).integers(FIRST_WORD, VOCABULARY, (count, length))
+    return np.random.default_rng(2).integers(FIRST_WORD, WORDS, (count, length))
 
 
 def lengths(shape: Shape) -> np.ndarray:

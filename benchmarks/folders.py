@@ -8,7 +8,7 @@ from string import ascii_letters
 
 import numpy as np
 
-from benchmarks.cases import SHAPES, VOCABULARY, word
+from benchmarks.cases import SHAPES, WORDS, word
 
 SPECIAL = {"<pad>": 0, "<bos>": 1, "</s>": 2}
 
@@ -84,9 +84,9 @@ def _tokenizer(folder: Path) -> None:
     for left, right in _halves():
         merges.append([left, right])
         rest[left + right] = None
-    words = {word(i): i for i in range(len(SPECIAL), VOCABULARY)}
+    words = {word(i): i for i in range(len(SPECIAL), WORDS)}
     merges += [[text[:2], text[2:]] for text in words]
-    vocabulary = SPECIAL | words | {text: VOCABULARY + i for i, text in enumerate(rest)}
+    vocabulary = SPECIAL | words | {text: WORDS + i for i, text in enumerate(rest)}
     added = [
         {"id": i, "content": token, "single_word": False, "lstrip": False, "rstrip": False, "normalized": False,
          "special": True}

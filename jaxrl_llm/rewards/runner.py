@@ -110,13 +110,12 @@ def _resolve(spec: str | RewardFunction) -> RewardFunction:
         return functools.partial(function, **options) if options else function
     if function is CombinedGrader:
         options["graders"] = [_resolve(each) for each in options.get("graders", ())]
-    with contextlib.suppress(ValueError):  # of a class that is written in C, whose signature cannot be read
-        try:
-            inspect.signature(function).bind(**options)
-        except TypeError as error:
-            raise RewardError(
-                f"the reward {spec!r}: {error}; write {spec.partition('(')[0]}(name=value, ...)"
-            ) from None
+    try:
+        inspect.signature(function).bind(**options)
+    except TypeError as error:
+        raise RewardError(f"the reward {spec!r}: {error}; write {spec.partition('(')[0]}(name=value, ...)") from None
+    except ValueError:  # of a class that is written in C, whose signature cannot be read
+        pass
     try:
         with contained():
             made = function(**options)

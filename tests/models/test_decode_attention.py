@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl_llm.models import attention, decode_attention
+from jaxrl_llm.models import attention, decode_attention, transformer
 from jaxrl_llm.models.transformer import ModelConfig, Net
 from tests.models.decoding import continued_logits
 
@@ -75,6 +75,8 @@ def test_accelerators_decode_the_same(backend, at_once, monkeypatch):
     expected = continued_logits(Net(config), params, tokens, segments, continuations, at_once)
     kernel = functools.partial(decode_attention.decode_attention, interpret=True)
     monkeypatch.setattr(attention, "decode_attention", kernel)
+    for module in (attention, transformer):  # prompts have no kernel that runs here
+        monkeypatch.setattr(module, "implementation", lambda *_: "xla")
     monkeypatch.setattr(jax, "default_backend", lambda: backend)
     jax.clear_caches()
     found = continued_logits(Net(config), params, tokens, segments, continuations, at_once)

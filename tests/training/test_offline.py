@@ -147,7 +147,7 @@ def test_a_reference_is_kept_only_when_it_is_read():
         (config_of("preference", "dpo"), True),
         (config_of("preference", "simpo"), False),
         (config_of("preference", "dpo", reference_free=True), False),
-        (config_of("sft", task="sort_demos"), False),
+        (config_of("sft", "nll", task="sort_demos"), False),
     ):
         source = built(config).source
         assert (source.ref_params is not None) == kept, config.algorithm.loss

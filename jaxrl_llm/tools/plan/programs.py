@@ -89,7 +89,7 @@ def compile_step(
     online = config.algorithm.name not in OFFLINE
     params = merge_frozen(shapes.state, shapes.frozen).params
     if online and only in ("", "rollout"):
-        rollout = compile_rollout(config, make_engine(config, shapes.net, scanned), params, mesh, widths[0], compiler)
+        rollout = compile_rollout(config, make_engine(config, shapes.net, simulated), params, mesh, widths[0], compiler)
     objective = objective_of(config, shapes.net)
     layouts = make_layouts(config, shapes.net, mesh, objective, widths, scanned, packer)
     if only in ("", "logps"):
@@ -119,11 +119,11 @@ def compile_step(
 
 
 class ScannedEngine(Engine):
-    """An engine whose decoder scans its layers, as it does on accelerators; this process runs on CPU."""
+    """An engine whose decoder scans its layers: simulated devices compile it sooner, and it needs no less."""
 
     @property
     def decoder(self):
-        return in_precision(self.net, self.weights_dtype)
+        return in_precision(self.net, self.weights_dtype).scanned()
 
 
 def make_engine(config, net: Net, scanned: bool) -> Engine:
