@@ -59,8 +59,11 @@ def is_ctrl_c(error: KeyboardInterrupt) -> bool:
 
 def is_own_exit(error: SystemExit) -> bool:
     """True for an exit that this package raised itself: after --help, and of a run that is preempted."""
-    traceback, package = _innermost(error), __name__.partition(".")[0]
-    return traceback is None or traceback.tb_frame.f_globals.get("__name__", "").partition(".")[0] == package
+    if (traceback := _innermost(error)) is None:
+        return True
+    # By its package: the name of a module that runs as a command is __main__.
+    package = traceback.tb_frame.f_globals.get("__package__") or ""
+    return package.partition(".")[0] == __name__.partition(".")[0]
 
 
 def place(error: BaseException) -> str:

@@ -12,7 +12,7 @@ from jaxrl_llm.config.flags import load_config_file
 from jaxrl_llm.config.http_client import HttpClient, RequestError
 from jaxrl_llm.config.resolve import ConfigError, import_file
 from jaxrl_llm.config.secrets import masked
-from jaxrl_llm.config.user_code import LeftError, contained
+from jaxrl_llm.config.user_code import LeftError, contained, is_own_exit
 
 
 def raised_in(function):
@@ -102,3 +102,15 @@ def test_a_closed_client_refuses_requests():
     with pytest.raises(RequestError, match="Connection refused"):
         client.post("http://127.0.0.1:9/", b"", {}, 5.0, 10)
     client.close()
+
+
+@pytest.mark.parametrize(
+    ("package", "own"), [("jaxrl_llm", True), ("jaxrl_llm.config", True), ("", False), (None, False)]
+)
+def test_an_exit_of_this_package_also_when_its_module_runs_as_a_command(package, own):
+    """`python -m jaxrl_llm.train` is the module __main__ of the package jaxrl_llm; a user's file is in none."""
+    with pytest.raises(SystemExit) as caught:
+        exec("raise SystemExit(143)", {"__name__": "__main__", "__package__": package})
+    raised = caught.value
+    raised.__traceback__ = raised.__traceback__.tb_next
+    assert is_own_exit(raised) == own
