@@ -35,7 +35,8 @@ def over_rows(x, y) -> jax.Array:
     if not _is_special(x):
         return jnp.einsum("...i,...j->ij", x, y, preferred_element_type=jnp.float32)
     x, y = (jnp.pad(a, ((0, len(a) % 2), (0, 0))) for a in (x, y))
-    return _einsum("in,nj->ij", _transposed(x), y)
+    # A transposition of the result would be merged into the matmul, in a layout that XLA's CPU backend has no code for.
+    return jax.lax.optimization_barrier(_einsum("in,nj->ij", _transposed(x), y))
 
 
 @jax.custom_vjp

@@ -63,3 +63,11 @@ def test_no_product_is_left_to_converted_copies():
         pytest.skip("this release of XLA needs no special forms, or this CPU has no products of 16 bits")
     found = in_16_bits(gradients(cpu_matmul.matmul), x, kernel)
     assert found and all(found)
+
+
+def test_a_sum_over_rows_may_be_transposed():
+    """As the head does with the gradient of its table."""
+    rng = np.random.default_rng(0)
+    x, y = (jnp.asarray(rng.normal(size=(160, size)), jnp.bfloat16) for size in (320, 96))
+    found = jax.jit(lambda x, y: cpu_matmul.over_rows(x, y).T)(x, y)
+    np.testing.assert_allclose(found, np.asarray(y, np.float32).T @ np.asarray(x, np.float32), rtol=1e-2, atol=0.1)
