@@ -302,8 +302,6 @@ def _eval(config: ConfigDict, online: bool) -> Iterator[str]:
 
 def _optimizer(config: ConfigDict) -> Iterator[str]:
     c, steps = config.optimizer, config.total_steps
-    if c.warmup_steps > steps:
-        yield f"optimizer.warmup_steps is {c.warmup_steps}, more than total_steps = {steps}"
     if c.warmup_steps and c.warmup_ratio:
         yield f"optimizer.warmup_steps is {c.warmup_steps} and warmup_ratio {c.warmup_ratio}: set one of the two"
     if (c.schedule == "wsd") != (c.decay_steps > 0) or c.decay_steps > steps:

@@ -150,7 +150,6 @@ def test_validate_names_unknown_and_missing_keys():
         ({"rewards__weights": (1.0, 2.0)}, ["rewards.weights has 2", "1 rewards.functions"]),
         ({"rewards__functions": ()}, ["rewards.functions is empty", "grpo"]),
         ({"mesh__data": 0}, ["mesh.data is 0", "-1"]),
-        ({"optimizer__warmup_steps": 101}, ["warmup_steps is 101", "total_steps = 100"]),
         ({"algorithm__name": "sft", "batch__minibatches": 64}, ["must divide the 32 rows (batch.prompts)"]),
     ],
 )

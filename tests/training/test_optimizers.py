@@ -277,12 +277,19 @@ def test_warmup_ratio_counts_updates():
         ({"schedule": "wsd"}, "optimizer.decay_steps is 0"),
         ({"decay_steps": 3}, "schedule constant"),
         ({"schedule": "wsd", "decay_steps": 21}, "total_steps = 20"),
-        ({"warmup_steps": 21}, "more than total_steps = 20"),
     ],
 )
 def test_contradictions_are_named(keys, words):
     with pytest.raises(ConfigError, match=words):
         validate(config_of(**keys))
+
+
+def test_the_warm_up_of_a_short_run_is_all_of_it():
+    """`--config.total_steps=3` starts with any config; the rate rises to its peak after the last step."""
+    spec = optimizer_spec(config_of(warmup_steps=50))
+    assert (spec.warmup_steps, spec.total_steps) == (20, 20)
+    schedule = learning_rate_schedule(spec)
+    np.testing.assert_allclose([float(schedule(i)) for i in (0, 10, 20)], np.array([0, 0.5, 1]) * spec.learning_rate)
 
 
 def test_adafactor_statistics_are_replicated():

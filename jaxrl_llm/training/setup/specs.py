@@ -133,7 +133,7 @@ def optimizer_spec(config) -> OptimizerSpec:
         schedule=c.schedule,
         total_steps=config.total_steps,
         updates_per_step=config.batch.minibatches * config.algorithm.num_iterations,
-        warmup_steps=c.warmup_steps or math.ceil(c.warmup_ratio * config.total_steps),
+        warmup_steps=min(c.warmup_steps, config.total_steps) or math.ceil(c.warmup_ratio * config.total_steps),
         min_lr_ratio=c.min_lr_ratio,
         cycles=c.cycles,
         decay_steps=c.decay_steps,
