@@ -201,7 +201,8 @@ def read_results(name: str, results: Any, rows: int) -> Scores:
     Raises RewardError, naming function and row: results that are not one for each row, or not finite numbers.
     """
     if not _is_list(results):
-        raise RewardError(f"reward {name!r} returned {shorten(results)}; it returns a list of {rows} numbers")
+        said = f"reward {name!r} returned {shorten(results)}; it returns a list of {rows} numbers"
+        raise RewardError(f"{said}: a set has no order" if isinstance(results, Set) else said)
     if len(results) != rows:
         raise RewardError(
             f"reward {name!r} returned {len(results)} results for {rows} completions; return one for each"
