@@ -6,7 +6,7 @@ literals: the walls that are up, each test that passed, and the end. Each wall i
 containers and users differ in what they allow.
 """
 # It starts once for each program, so it loads no more modules than it needs: no pathlib, no typing, no json.
-# ruff: noqa: PTH103, PTH110, PTH112, PTH116, PTH120, PTH123
+# ruff: noqa: PTH103, PTH110, PTH112, PTH114, PTH115, PTH116, PTH120, PTH123, PTH208, PTH211
 
 from __future__ import annotations
 
@@ -126,12 +126,13 @@ def prctl(option: int, value: int) -> None:
 
 def readable_by_others(paths: list[str]) -> bool:
     """True when a user without rights of its own can reach and read the paths."""
-    for path in paths:
-        for each in [path, *_parents(path)]:
-            mode = os.stat(each).st_mode
-            if not mode & (0o001 if each != path or os.path.isdir(each) else 0o004):
-                return False
-    return True
+    return all(is_open(path) and all(os.stat(above).st_mode & 0o001 for above in _parents(path)) for path in paths)
+
+
+def is_open(path: str) -> bool:
+    """True when the rights of a file or folder itself let every user read it."""
+    needed = 0o005 if os.path.isdir(path) else 0o004
+    return os.stat(path).st_mode & needed == needed
 
 
 def _parents(path: str) -> list[str]:
@@ -167,16 +168,25 @@ def own_root(settings: dict) -> bool:
         mount("none", "/", None, MS_REC | MS_PRIVATE)
         mount("tmpfs", root, "tmpfs", MS_NOSUID, "size=1m,mode=755")
         shown: list[str] = []
-        for path in sorted((*settings["read"], *DEVICES)):
-            if any(path.startswith(f"{above}/") for above in shown) or not os.path.exists(path):
+        waiting = sorted((*settings["read"], *DEVICES), reverse=True)
+        while waiting:
+            path = waiting.pop()
+            if any(f"{path}/".startswith(f"{above}/") for above in shown) or not os.path.exists(path):
                 continue
-            if os.path.isdir(path):
-                os.makedirs(root + path, exist_ok=True)
-            else:
-                os.makedirs(os.path.dirname(root + path), exist_ok=True)
-                os.close(os.open(root + path, os.O_CREAT | os.O_EXCL))
-            mount(path, root + path, None, MS_BIND | MS_REC)
             shown.append(path)
+            entries = (
+                [] if is_open(path) or not os.path.isdir(path) else [f"{path}/{name}" for name in os.listdir(path)]
+            )
+            if entries and all(os.path.exists(entry) and is_open(entry) for entry in entries):
+                # A private folder of public files, as mkdtemp's: its entries are shown in a folder that is open.
+                os.makedirs(root + path, exist_ok=True)
+                for entry in entries:
+                    if os.path.islink(entry):
+                        os.symlink(os.readlink(entry), root + entry)
+                    else:
+                        show(root, entry)
+                continue
+            show(root, path)
         os.makedirs(root + folder, exist_ok=True)
         attributes = (ctypes.c_uint64 * 4)(MOUNT_READ_ONLY, 0, 0, 0)
         where = (ctypes.c_int(AT_FDCWD), root.encode(), ctypes.c_uint(AT_RECURSIVE))
@@ -192,6 +202,16 @@ def own_root(settings: dict) -> bool:
         return False
     os.chdir(folder)
     return True
+
+
+def show(root: str, path: str) -> None:
+    """Mount a file or folder at its own path below `root`."""
+    if os.path.isdir(path):
+        os.makedirs(root + path, exist_ok=True)
+    else:
+        os.makedirs(os.path.dirname(root + path), exist_ok=True)
+        os.close(os.open(root + path, os.O_CREAT | os.O_EXCL))
+    mount(path, root + path, None, MS_BIND | MS_REC)
 
 
 def become_nobody(settings: dict) -> bool:
