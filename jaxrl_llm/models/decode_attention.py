@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jaxrl_llm.distributed.sharding import activation_spec, is_sharded
 
 BLOCK = 64  # keys that are read at once
-LEAST_QUERIES = 16  # rows of the smallest matmul tile; fewer queries are padded to it
+LEAST = 16  # rows and columns of the smallest matmul tile, whose sizes are powers of two; the rest of a tile is zeros
 PROGRAMS = 256  # that fill a GPU; fewer are split, up to SPLITS times
 SPLITS = 16
 MASKED = -1e30
@@ -51,13 +51,14 @@ def _attend(q, prompt, cache, prompt_start, length, window, softcap: float | Non
 
     g, r, j, w, per_token, d = q.shape
     queries = w * per_token
-    tile = max(LEAST_QUERIES, 2 ** math.ceil(math.log2(queries)))
+    tile, width = (max(LEAST, 2 ** math.ceil(math.log2(size))) for size in (queries, d))
     splits = min(SPLITS, max(1, 2 ** int(math.log2(PROGRAMS / min(g * r * j, PROGRAMS)))))
     sizes = prompt[0].shape[-2], cache[0].shape[-2]
 
     def kernel(q_ref, prompt_k, prompt_v, row_k, row_v, start_ref, length_ref, window_ref, *out_refs):
         number = jnp.arange(tile)
-        is_query = (number < queries)[:, None]
+        is_number = jnp.arange(width)[None] < d
+        is_query = (number < queries)[:, None] & is_number
         queries_ = triton.load(q_ref, mask=is_query, other=0.0)
         start, length, window = start_ref[0], length_ref[0], window_ref[0]
         in_row = length + number // per_token  # the place of each query's token in the row's cache
@@ -77,7 +78,7 @@ def _attend(q, prompt, cache, prompt_start, length, window, softcap: float | Non
                 place = (first + block) * BLOCK + jnp.arange(BLOCK)
                 at = pl.ds((first + block) * BLOCK, BLOCK)
                 k, v = (
-                    triton.load(x.at[at, :], mask=(place < size)[:, None], other=0.0).astype(queries_.dtype)
+                    triton.load(x.at[at, :], mask=(place < size)[:, None] & is_number, other=0.0).astype(queries_.dtype)
                     for x in (keys, values)
                 )
                 scores = triton.dot(queries_, k.T)
@@ -91,7 +92,7 @@ def _attend(q, prompt, cache, prompt_start, length, window, softcap: float | Non
 
             return jax.lax.fori_loop(low, high, body, state)
 
-        state = (jnp.zeros((tile, d), jnp.float32), jnp.full((tile,), MASKED, jnp.float32), jnp.zeros((tile,)))
+        state = (jnp.zeros((tile, width), jnp.float32), jnp.full((tile,), MASKED, jnp.float32), jnp.zeros((tile,)))
 
         def in_prompt(place):
             return (place >= start) & (sizes[0] - place + in_row[:, None] < window)
@@ -115,15 +116,15 @@ def _attend(q, prompt, cache, prompt_start, length, window, softcap: float | Non
     def spec(shape, index) -> Any:
         return pl.BlockSpec(shape, index)
 
-    of_queries = spec((None, None, None, tile, d), lambda g, r, j, s: (g, r, j, 0, 0))
-    of_prompt = spec((None, None, sizes[0], d), lambda g, r, j, s: (g, j, 0, 0))
-    of_row = spec((None, None, None, sizes[1], d), lambda g, r, j, s: (g, r, j, 0, 0))
+    of_queries = spec((None, None, None, tile, width), lambda g, r, j, s: (g, r, j, 0, 0))
+    of_prompt = spec((None, None, sizes[0], width), lambda g, r, j, s: (g, j, 0, 0))
+    of_row = spec((None, None, None, sizes[1], width), lambda g, r, j, s: (g, r, j, 0, 0))
     if splits == 1:
         shapes, out_specs = (jax.ShapeDtypeStruct((g, r, j, queries, d), q.dtype),), (of_queries,)
     else:
         lead = (splits, g, r, j, queries)
         shapes = tuple(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((*lead, d), lead, lead))
-        wide = spec((None, None, None, None, tile, d), lambda g, r, j, s: (s, g, r, j, 0, 0))
+        wide = spec((None, None, None, None, tile, width), lambda g, r, j, s: (s, g, r, j, 0, 0))
         narrow = spec((None, None, None, None, tile), lambda g, r, j, s: (s, g, r, j, 0))
         out_specs = (wide, narrow, narrow)
     found = pl.pallas_call(

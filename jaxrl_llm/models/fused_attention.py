@@ -32,7 +32,12 @@ def implementation(config, length: int, by_mask: bool) -> str:
     if jax.default_backend() != "gpu" or config.dtype == "float32" or config.attention_softcap is not None:
         return "xla"
     needs_mask = by_mask or not whole_rows or config.sliding_window is not None
-    return "cudnn" if needs_mask or length <= MASKED_LENGTH else "flash"
+    if not needs_mask and length > MASKED_LENGTH:
+        return "flash"
+    # cuDNN takes heads of up to 256 numbers from Hopper on.
+    capability = getattr(jax.local_devices()[0], "compute_capability", "0")
+    largest = 256 if float(capability) >= 9 else 128
+    return "cudnn" if config.head_dim % 8 == 0 and config.head_dim <= largest else "xla"
 
 
 def flash_attention(q, k, v, segments, interpret: bool = False) -> jax.Array:
@@ -71,11 +76,16 @@ def fused_attention(q, k, v, mask, implementation: Literal["xla", "cudnn"]) -> j
     """`[N,t,J,H/J,d]`: attention of (scaled) queries `[N,t,J,H/J,d]` to keys and values `[N,s,J,d]`, mask `[N,t,s]`.
 
     By `jax.nn.dot_product_attention`, whose implementation `cudnn` runs on NVIDIA GPUs, in bfloat16 or float16. jax
-    raises an error for shapes that it does not take.
+    raises an error for heads that it does not take.
     """
     heads = q.reshape(*q.shape[:2], -1, q.shape[-1])
-    out = jax.nn.dot_product_attention(heads, k, v, mask=mask[:, None], scale=1.0, implementation=implementation)
-    return out.reshape(q.shape)
+    # With a mask, cuDNN has gradients of rows of even length alone.
+    odd_queries, odd_keys = q.shape[1] % 2, k.shape[1] % 2
+    heads = jnp.pad(heads, ((0, 0), (0, odd_queries), (0, 0), (0, 0)))
+    k, v = (jnp.pad(x, ((0, 0), (0, odd_keys), (0, 0), (0, 0))) for x in (k, v))
+    mask = jnp.pad(mask, ((0, 0), (0, odd_queries), (0, odd_keys)))[:, None]
+    out = jax.nn.dot_product_attention(heads, k, v, mask=mask, scale=1.0, implementation=implementation)
+    return out[:, : q.shape[1]].reshape(q.shape)
 
 
 def splash_attention(

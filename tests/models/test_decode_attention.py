@@ -40,6 +40,8 @@ def attended(q, prompt, cache, start, length, window, softcap):
         ((2, 3, 2, 1, 2, 16), (70, 96), None, None),  # no multiple of a block
         ((2, 2, 1, 3, 4, 16), (128, 64), None, 5.0),  # several tokens at once
         ((1, 2, 2, 2, 1, 16), (200, 300), 100, None),  # blocks before the window are not read
+        ((2, 2, 2, 1, 2, 24), (70, 96), None, None),  # heads that are no power of two
+        ((1, 2, 1, 1, 2, 8), (70, 96), None, None),  # or smaller than a tile
     ],
 )
 @pytest.mark.parametrize("programs", [1, 256])

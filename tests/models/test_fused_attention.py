@@ -107,6 +107,9 @@ def test_flash_attention_of_gpus(heads):
         ("gpu", {"dtype": "bfloat16", "sliding_window": None}, 4097, True, "cudnn"),
         ("gpu", {"dtype": "bfloat16"}, 4097, False, "cudnn"),
         ("gpu", {"dtype": "bfloat16", "attention_softcap": 30.0}, 100, False, "xla"),
+        ("gpu", {"dtype": "bfloat16", "head_dim": 80}, 100, False, "cudnn"),
+        ("gpu", {"dtype": "bfloat16", "head_dim": 20}, 100, False, "xla"),
+        ("gpu", {"dtype": "bfloat16", "head_dim": 256}, 100, False, "xla"),  # before Hopper
         ("gpu", {"attention": "splash"}, 100, False, "splash"),
     ],
 )
