@@ -51,6 +51,8 @@ from jaxrl_llm.training.update import State, merge_frozen
 
 DRY_RUN = Setting("dry_run", False, "Show the data, the plan and the time of a step, write nothing, and end.", bool)
 
+FOLLOWED_RATE = 5e-6  # the smallest learning rate at which 16-bit parameters were seen to follow float32 ones
+
 
 class Result(NamedTuple):
     """Result of `train`: the trained model, the metrics of each logged step, and the folder with the files."""
@@ -177,6 +179,13 @@ def _start(
             write_given(folder, given)
     logger.start(_describe(run, int(state.step)))
     log = StepLog(health_spec(config), run.source.learn, run.stopwatch, logger, counts)
+    rate = config.optimizer.learning_rate
+    if rate < FOLLOWED_RATE and any(x.dtype.itemsize == 2 for x in jax.tree.leaves(state.params)):
+        told.append(
+            f"model.param_dtype = {config.model.param_dtype!r} keeps updates at optimizer.learning_rate = {rate:g} on "
+            f"average alone: most are lost and some are a hundred times too large. float32 was followed down to "
+            f"{FOLLOWED_RATE:g} (docs/scaling.md); below, keep parameters in float32."
+        )
     log.warn([*told, *problems])
     hooks.note = logger.note
     stack.enter_context(Watchdog(config.watch.hang_seconds, run.stopwatch, folder))

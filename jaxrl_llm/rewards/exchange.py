@@ -317,9 +317,8 @@ def _plain(value: Any) -> Any:
 def serve(read: int, write: int, guard: Sequence[str] = ()) -> None:
     """Run program.py as a module of its own, and answer calls of what it defines until the tests are over."""
     sys.set_int_max_str_digits(0)
-    module = types.ModuleType(
-        "program"
-    )  # not __main__: what a program does when it is run as a script is not asked for
+    # Not __main__: what a program does when it is run as a script is not asked for.
+    module = types.ModuleType("program")
     sys.modules["program"] = module
     space = vars(module)
 

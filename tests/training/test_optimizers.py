@@ -201,17 +201,23 @@ def test_training_in_bfloat16_follows_fp32(root, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_resumed_run_in_bfloat16_equals_a_whole_one(root, tmp_path):
+def test_a_resumed_run_in_bfloat16_equals_a_whole_one(root, tmp_path, capsys):
+    """At a rate at which rounding is noise, of which it warns."""
+
     def run(name, steps):
         config = load_config_file(f"{root / 'configs' / 'sft.py'}:tiny")
         config.output_dir, config.total_steps = str(tmp_path / name), steps
         config.optimizer.schedule, config.optimizer.warmup_steps = "constant", 0
         config.model.dtype = config.model.param_dtype = config.optimizer.moment_dtype = "bfloat16"
-        config.eval.every, config.checkpoint.every, config.logging.backends = -1, 1, ("jsonl",)
+        config.optimizer.learning_rate = 1e-6
+        config.eval.every, config.checkpoint.every, config.logging.backends = -1, 1, ("console", "jsonl")
         return jaxrl_llm.train(config).model.params
 
     run("parts", 2)
     parts, whole = run("parts", 4), run("whole", 4)
+    assert "keeps updates at optimizer.learning_rate = 1e-06 on average alone" in " ".join(
+        capsys.readouterr().out.split()
+    )
     jax.tree.map(np.testing.assert_array_equal, parts, whole)
     assert {str(x.dtype) for x in jax.tree.leaves(whole)} == {"bfloat16"}
 
