@@ -21,6 +21,8 @@ ORACLES = {"torch": "2", "trl": "1.16", "peft": "0.18", "math_verify": "0.8"}
 
 # Most of the suite's time is compilation: LLVM does not optimise, and what tests and their processes compile is kept.
 OPTIMIZATION = "--xla_backend_optimization_level=0"
+if Version(importlib.metadata.version("jaxlib")) < Version("0.11"):  # later ones do not know the flag, which is fatal
+    OPTIMIZATION += " --xla_cpu_use_fusion_emitters=false"  # takes half of the compiler's time away
 os.environ.setdefault("XLA_FLAGS", OPTIMIZATION)
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(ROOT / ".pytest_cache" / "jax"))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.2")
