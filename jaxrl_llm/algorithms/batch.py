@@ -65,12 +65,16 @@ class Inputs:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Scalars:
-    """Numbers `[]` of a whole batch, which all its micro-batches share; None: the setting of that name."""
+    """Numbers `[]` of a whole batch, which all its micro-batches share; None: the setting of that name.
+
+    The reference's head goes with them.
+    """
 
     kl_coef: Array = None  # weight of the KL term
     entropy_coef: Array = None  # weight of the entropy bonus
     token_count: Array = None  # tokens of the rollout divided by its optimizer batches
     reward_shift: Array = None  # mean of all rewards so far, which bco_pair subtracts
+    ref_head: Array = None  # [D,V] of the reference policy, where its whole distributions are read
 
 
 @jax.tree_util.register_dataclass
@@ -105,6 +109,7 @@ class Batch:
     sample_logps: Array = None  # [N,T] of the sampler
     old_logps: Array = None  # [N,T] of the policy that the ratio compares with; None: the policy itself
     ref_logps: Array = None  # [N,T] of the reference policy
+    ref_hidden: Array = None  # [N,T,D] what its head reads, where its whole distributions are read
     advantages: Array = None  # [N,T]
     values: Array = None  # [N,T] of the critic that starts this step
     returns: Array = None  # [N,T]

@@ -116,6 +116,17 @@ def _online(config: ConfigDict) -> Iterator[str]:
             f"beta is {algorithm.beta} and kl_in_reward {algorithm.kl_in_reward}: set beta and not kl_in_reward for "
             "both, or beta and kl_in_reward without reward_beta for the reward alone"
         )
+    if algorithm.kl == "full":
+        estimates = {
+            "kl_in_reward": algorithm.kl_in_reward,
+            "kl_bias_correction": algorithm.kl_bias_correction,
+            "kl_controller='adaptive'": algorithm.kl_controller == "adaptive" and not algorithm.reward_beta,
+        }
+        for name in (name for name, on in estimates.items() if on):
+            yield (
+                f"algorithm.kl is 'full', but algorithm.{name} reads an estimate from sampled tokens: set kl to k1 or "
+                "k3"
+            )
     if algorithm.kl_bias_correction and algorithm.kl_in_reward:
         yield "algorithm.kl_bias_correction is for a KL term in the loss: set it or algorithm.kl_in_reward to false"
     if algorithm.old_logps == "sampler" and algorithm.importance_correction != "none":

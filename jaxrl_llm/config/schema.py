@@ -352,8 +352,10 @@ KEYS = (
     Setting("algorithm.beta", 0.0,
         "Weight of the KL term against the reference policy; 0 is off and keeps no reference. Preference losses: their "
         "beta (ORPO's lambda).", float, minimum=0),
-    Setting("algorithm.kl", "auto", "Estimator of the KL term; auto is k1 in the reward and k3 in the loss.",
-        choices=("auto", "k3", "k1", "abs", "k2")),
+    Setting("algorithm.kl", "auto",
+        "Estimator of the KL term; auto is k1 in the reward and k3 in the loss. full, in the loss, is no estimate but "
+        "the sum over the vocabulary; it keeps what the reference's head reads, a vector a token.",
+        choices=("auto", "k3", "k1", "abs", "k2", "full")),
     Setting("algorithm.kl_in_reward", False,
         "Subtract beta x KL from the rewards (of each token, or summed from the score) in place of adding it to the "
         "loss.", bool),

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from jaxrl_llm.algorithms.batch import Inputs, PackedLayout
 from jaxrl_llm.distributed.sharding import constrain
-from jaxrl_llm.models.chunked_softmax import Slopes, chunked_logps, log_sum_squares
+from jaxrl_llm.models.chunked_softmax import Distributions, Slopes, chunked_kl, chunked_logps, log_sum_squares
 from jaxrl_llm.models.transformer import Net, Params, Transformer
 
 
@@ -27,6 +27,7 @@ class TokenStatistics(NamedTuple):
     mean_logit: jax.Array | None = None  # over the vocabulary; no gradient
     log_sum_squares: jax.Array | None = None  # log sum_v p_v^2; no gradient
     values: jax.Array | None = None  # of a value head on the same hidden states
+    kl: jax.Array | None = None  # KL(policy || reference) over the vocabulary
 
 
 def token_logps(net: Net, params: Params, inputs: Inputs, temperature: float = 1.0) -> tuple[jax.Array, jax.Array]:
@@ -46,12 +47,14 @@ def token_statistics(
     mean_logit: bool = False,
     squares: bool = False,
     value_head: Params | None = None,
+    reference: Distributions | None = None,
 ) -> TokenStatistics:
     """`TokenStatistics` of the tokens at `temperature`.
 
     smoothing: of the log-probs, see `chunked_logps`. slopes: the derivative of the caller's loss by each log-prob,
     where it is known beforehand; the head's gradient is then formed along with the log-probs, from the same logits, and
     the gradient that arrives at them is not read, nor one at the entropies. value_head: `{"kernel": [D,1]}`.
+    reference: `head_inputs` `[N,T,D]` of the reference, and its head, for `kl`.
     """
     model = net.bind(params)
     positions = _predicting(model, inputs)
@@ -75,7 +78,18 @@ def token_statistics(
     if value_head is not None:
         values = jnp.matmul(hidden.astype(jnp.float32), value_head["kernel"].astype(jnp.float32))[..., 0]
         statistics = statistics._replace(values=positions.at_tokens(values))
+    if reference is not None:
+        reference = Distributions(positions.picks(reference.hidden), reference.kernel)
+        kl = chunked_kl(hidden, model.head_kernel(), reference, temperature, softcap, positions.count)
+        statistics = statistics._replace(kl=positions.at_tokens(kl))
     return statistics
+
+
+def head_inputs(net: Net, params: Params, inputs: Inputs) -> jax.Array:
+    """What the head reads `[N,T,D]` to predict each token: logits are that times `head_kernel`."""
+    model = net.bind(params)
+    positions = _predicting(model, inputs)
+    return positions.at_tokens(model.head_input(positions.hidden))
 
 
 def token_values(net: Net, params: Params, inputs: Inputs) -> jax.Array:
@@ -106,9 +120,9 @@ class _Positions(NamedTuple):
     hidden: jax.Array
     targets: jax.Array
     count: jax.Array | None  # [] how many of the X are in use, in the fullest shard
-    at_tokens: Callable[[jax.Array], jax.Array]  # numbers [Z,X] as [N,T], 0 where nothing is read
+    at_tokens: Callable[[jax.Array], jax.Array]  # numbers [Z,X,...] as [N,T,...], 0 where nothing is read
     sums: Callable[[jax.Array], jax.Array]  # its transpose: [N,T] as [Z,X], summed where rows share a token
-    picks: Callable[[jax.Array], jax.Array]  # [N,T], alike for all rows that share a token, as [Z,X]
+    picks: Callable[[jax.Array], jax.Array]  # [N,T,...], alike for all rows that share a token, as [Z,X,...]
 
 
 def _predicting(model: Transformer, inputs: Inputs) -> _Positions:
@@ -119,11 +133,14 @@ def _predicting(model: Transformer, inputs: Inputs) -> _Positions:
     first = max(inputs.prompt_width, 1)
     predicted = (segments[:, first:] == segments[:, first - 1 : -1]) & (segments[:, first:] != 0)
 
+    def where_predicted(x):
+        return jnp.where(predicted.reshape(*predicted.shape, *(1,) * (x.ndim - 2)), x, jnp.zeros((), x.dtype))
+
     def at_tokens(x):
-        return jnp.pad(jnp.where(predicted, x, 0.0), ((0, 0), (first, 0)))
+        return jnp.pad(where_predicted(x), ((0, 0), (first, 0), *((0, 0),) * (x.ndim - 2)))
 
     def columns(x):
-        return jnp.where(predicted, x[:, first:], 0.0)
+        return where_predicted(x[:, first:])
 
     hidden = model.hidden(inputs)[:, first - 1 : -1]
     return _Positions(hidden, tokens[:, first:], None, at_tokens, columns, columns)
@@ -132,15 +149,18 @@ def _predicting(model: Transformer, inputs: Inputs) -> _Positions:
 def _predicting_packed(model: Transformer, tokens, layout: PackedLayout) -> _Positions:
     shards, width = layout.hidden_idx.shape
 
-    def take(x, index):  # each shard from its own rows, so that no data moves between devices
-        return jnp.take_along_axis(x.reshape(shards, -1), index.reshape(shards, -1), axis=1)
+    def take(x, index):  # of x [Z,M,...]; each shard from its own rows, so that no data moves between devices
+        index = index.reshape(shards, -1, *(1,) * (x.ndim - 2))
+        return jnp.take_along_axis(x, index, axis=1)
 
     def rows(x):
         return constrain(x.reshape(-1, x.shape[-1]), "rows", None)
 
     def at_tokens(x):
-        padded = constrain(jnp.pad(x, ((0, 0), (0, 1))), "rows", None)  # the last entry is that of tokens not read
-        return rows(take(padded, layout.logp_idx).reshape(*layout.logp_idx.shape))
+        tail, free = x.shape[2:], (None,) * (x.ndim - 2)
+        padded = jnp.pad(x, ((0, 0), (0, 1), *((0, 0),) * len(tail)))  # the last entry is that of tokens not read
+        taken = take(constrain(padded, "rows", None, *free), layout.logp_idx)
+        return constrain(taken.reshape(-1, layout.logp_idx.shape[-1], *tail), "rows", None, *free)
 
     def sums(x):
         # A token of a shared prefix is read by several rows: its slope is the sum of theirs, which is what the
@@ -149,10 +169,10 @@ def _predicting_packed(model: Transformer, tokens, layout: PackedLayout) -> _Pos
         return jax.linear_transpose(at_tokens, empty)(x.astype(jnp.float32))[0]
 
     def picks(x):
-        return take(x, layout.target_idx)
+        return take(x.reshape(shards, -1, *x.shape[2:]), layout.target_idx)
 
     packed = Inputs(
-        tokens=rows(take(tokens, layout.token_idx).reshape(layout.token_idx.shape)),
+        tokens=rows(take(tokens.reshape(shards, -1), layout.token_idx).reshape(layout.token_idx.shape)),
         segments=rows(layout.segments),
         positions=rows(layout.positions),
         prefix_segments=rows(layout.prefix_segments),

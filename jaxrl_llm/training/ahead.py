@@ -24,13 +24,14 @@ from jaxrl_llm.training.update import State, merge_frozen
 def compilations(run: Run, state: State) -> Iterator[Callable[[], object]]:
     """Functions that compile a program each, in the order in which a step needs them.
 
-    None for what is not known to have these shardings: several processes, a critic, a replay buffer, offline batches.
+    None for what is not known to have these shardings: several processes, a critic, a replay buffer, a full KL, offline
+    batches.
     """
     source = run.source
     if jax.process_count() > 1 or not isinstance(source, OnlineSource):
         return
     learner, spec, reference = source.learner, source.learner.spec, source.learner.reference
-    if learner.critic is not None or learner.replay is not None:
+    if learner.critic is not None or learner.replay is not None or spec.full_kl:
         return
     engine, count, mesh = source.producer.worker.engine, run.batch.rows, run.mesh
     sample = sampled_rows(count, engine.group_size, learner.prompt_width, engine.max_completion_length)

@@ -36,7 +36,7 @@ from jaxrl_llm.data.templates import decode_completion, is_conversational
 from jaxrl_llm.distributed.processes import all_or_none, gather
 from jaxrl_llm.distributed.sharding import constrain, local_rows, on_device, row_shards, rows_to_global
 from jaxrl_llm.environments.batch import EpisodeBatch
-from jaxrl_llm.models.logprobs import token_logps, token_values
+from jaxrl_llm.models.logprobs import head_inputs, token_logps, token_values
 from jaxrl_llm.models.transformer import Net, Params
 from jaxrl_llm.rewards.runner import NOTHING_LOGGED, Logged, Rewards, TrainerState
 from jaxrl_llm.rewards.streaming import StreamingRewards
@@ -221,6 +221,7 @@ class LearnerSpec:
     temperature: float
     kl_in_reward: bool
     reward_beta: float  # above 0: there is a KL in the reward besides that in the loss
+    full_kl: bool  # that in the loss sums over the vocabulary
     mask_truncated: bool
     aggregation: str
     draws_seeds: bool  # the loss draws random numbers
@@ -262,7 +263,7 @@ class Learner:
         # 4 log-probs. The reference's are needed before the advantages for a KL in the reward, or one that is measured
         # to move its coefficient; else after the replay, which exchanges rows.
         old_logps = rollout.sample_logps if spec.old_logps == "sampler" else None
-        ref_logps = values = None
+        ref_logps = ref_head = values = None
         measures_kl = spec.kl_in_reward or spec.reward_beta or controllers.is_kl_adaptive
         with self.stopwatch("logps"):
             if spec.old_logps == "trainer" or measures_kl or self.critic is not None:
@@ -310,11 +311,14 @@ class Learner:
             )
         if in_loss:
             with self.stopwatch("logps"):
-                if ref_logps is None:
+                if spec.full_kl or ref_logps is None:
                     inputs = self.inputs(batch.inputs.tokens, batch.inputs.segments, batch.mask)
-                    ref_logps = self._reference_logps(inputs)
-                batch = batch.replace(ref_logps=ref_logps)
-        batch = batch.replace(scalars=self.scalars(batch, in_loss))
+                if spec.full_kl:
+                    ref_hidden, ref_head = self.reference_distributions(inputs)
+                    batch = batch.replace(ref_hidden=ref_hidden)
+                else:
+                    batch = batch.replace(ref_logps=self._reference_logps(inputs) if ref_logps is None else ref_logps)
+        batch = batch.replace(scalars=self.scalars(batch, in_loss, ref_head))
         if spec.draws_seeds:
             batch = batch.replace(seeds=_row_seeds(batch.rows, key, self.mesh))
 
@@ -353,7 +357,13 @@ class Learner:
         assert self.reference is not None  # the settings that read it need algorithm.beta
         return self._logps(on_device(self.reference.params), inputs)
 
-    def scalars(self, batch: Batch, in_loss: bool) -> Scalars:
+    def reference_distributions(self, inputs: Inputs) -> tuple[jax.Array, jax.Array]:
+        """What the reference's head reads `[N,T,D]`, and that head `[D,V]`, in the type that it computes in."""
+        assert self.reference is not None
+        rows, shards = self.batch.forward_rows, row_shards(self.mesh)
+        return scored_distributions(self.net, on_device(self.reference.params), inputs, rows, shards)
+
+    def scalars(self, batch: Batch, in_loss: bool, ref_head=None) -> Scalars:
         """The coefficients that move, and the tokens of an average optimizer batch where the weights divide by them."""
         kl, entropy, tokens = self.controllers.kl.coef, self.controllers.entropy, None
         if self.spec.aggregation == "rollout_token":
@@ -363,6 +373,7 @@ class Learner:
             kl_coef=np.float32(kl) if moves else None,
             entropy_coef=None if entropy is None else np.float32(entropy.applied),
             token_count=tokens,
+            ref_head=ref_head,
         )
 
     def _table(self, rollouts: Rollouts, advantages, mask) -> list[Row]:
@@ -481,6 +492,14 @@ def scored_logps(net: Net, params: Params, inputs: Inputs, temperature: float, r
     count = batch.rows // rows
     logps = map_microbatches(lambda x: token_logps(net, params, x.inputs, temperature)[0], batch, count, shards)
     return constrain(logps, "rows", None)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 3, 4))
+def scored_distributions(net: Net, params: Params, inputs: Inputs, rows: int, shards: int):
+    """The distributions of every token without gradients: what the head reads `[N,T,D]`, and the head `[D,V]`."""
+    batch = Batch(inputs, mask=None)
+    hidden = map_microbatches(lambda x: head_inputs(net, params, x.inputs), batch, batch.rows // rows, shards)
+    return constrain(hidden, "rows", None, None), net.bind(params).head_kernel().astype(hidden.dtype)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 3, 4))

@@ -3,7 +3,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl_llm.algorithms.kl import KINDS, AdaptiveKL, FixedKL, kl_estimate
+from jaxrl_llm.algorithms.kl import KINDS, AdaptiveKL, FixedKL, full_kl, kl_estimate
 
 LOGPS, REF = np.array([-1.0, -2.0, -0.5]), np.array([-1.3, -1.9, -0.7])
 
@@ -15,6 +15,17 @@ def test_estimates_by_hand(x64):
     np.testing.assert_allclose(kl_estimate(LOGPS, REF, "k2"), [0.045, 0.005, 0.02], rtol=1e-12)
     np.testing.assert_allclose(kl_estimate(LOGPS, REF, "k3"), np.exp(-k1) - 1 + k1, rtol=1e-12)
     assert float(kl_estimate(0.3, 0.0, "k3")) == pytest.approx(0.040818, abs=5e-7)
+
+
+def test_the_full_kl_is_what_k1_and_k3_estimate(x64):
+    """By hand, by torch, and as the mean of each estimate over the tokens that the policy draws."""
+    policy, reference = np.log([0.7, 0.2, 0.1]), np.log([0.5, 0.3, 0.2])
+    by_hand = 0.7 * np.log(7 / 5) + 0.2 * np.log(2 / 3) + 0.1 * np.log(1 / 2)
+    np.testing.assert_allclose(full_kl(policy, reference), by_hand, rtol=1e-12)
+    for kind in ("k1", "k3"):
+        mean = (np.exp(policy) * kl_estimate(policy, reference, kind)).sum()
+        np.testing.assert_allclose(mean, by_hand, rtol=1e-12)
+    assert float(full_kl(policy, policy)) == 0
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -32,6 +32,32 @@ def test_soft_cap_by_hand():
     assert float(soft_cap(jnp.array(3.0), 2.0)) == pytest.approx(2 * np.tanh(1.5), rel=1e-6)
 
 
+@pytest.mark.parametrize("softcap", [None, 2.0])
+def test_the_kl_of_whole_distributions(monkeypatch, softcap):
+    """Values and gradients equal torch's of the logits formed whole; the reference has another head."""
+    torch = pytest.importorskip("torch")
+    monkeypatch.setattr(chunked_softmax, "LOGITS_IN_FLIGHT", 2 * 2 * 31)  # two columns at a time
+    rng = np.random.default_rng(0)
+    arrays = [rng.normal(size=size).astype(np.float32) for size in ((2, 5, 16), (16, 31)) * 2]
+    weights = rng.normal(size=(2, 5)).astype(np.float32)
+
+    def weighed(hidden, kernel):
+        reference = chunked_softmax.Distributions(*map(jnp.asarray, arrays[2:]))
+        kl = chunked_softmax.chunked_kl(hidden, kernel, reference, 0.7, softcap)
+        return (weights * kl).sum(), kl
+
+    (_, found), gradients = jax.jit(jax.value_and_grad(weighed, (0, 1), has_aux=True))(*map(jnp.asarray, arrays[:2]))
+    hidden, kernel, *reference = (torch.tensor(x, requires_grad=True) for x in arrays)
+    logits = [h @ k for h, k in ((hidden, kernel), reference)]
+    logits = [x if softcap is None else softcap * torch.tanh(x / softcap) for x in logits]
+    policy, other = (torch.log_softmax(x / 0.7, -1) for x in logits)
+    kl = torch.nn.functional.kl_div(other, policy, reduction="none", log_target=True).sum(-1)
+    (torch.tensor(weights) * kl).sum().backward()
+    expected = (x.detach().numpy() for x in (kl, hidden.grad, kernel.grad))
+    for a, b in zip((found, *gradients), expected, strict=True):
+        np.testing.assert_allclose(a, b, atol=3e-5)
+
+
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_chunked_log_probs_go_through_the_cap(monkeypatch, temperature):
     """Values and gradients of log-probs and entropy equal those of the logits formed whole."""

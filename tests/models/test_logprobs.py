@@ -148,7 +148,7 @@ def test_statistics_and_the_log_of_the_sum_of_squared_probabilities():
     tokens, segments = (jnp.asarray(x) for x in packed())
     inputs = Inputs(tokens, segments)
     found = jax.jit(lambda p: token_statistics(net, p, inputs, mean_logit=True, squares=True))(params)
-    logps, entropy, likeliest, mean_logits, squares, _ = found
+    logps, entropy, likeliest, mean_logits, squares, *_ = found
     logits = np.asarray(jax.jit(lambda p: net.bind(p)(tokens, segments))(params), np.float64)[:, :-1]
     probs = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
     right = logits.argmax(-1) == np.asarray(tokens)[:, 1:]

@@ -521,9 +521,11 @@ def test_a_kl_of_verl_in_loss_and_reward(tmp_path):
     expect(config, algorithm={"beta": 0.05, "kl": "k1", "reward_beta": 0.0, "kl_in_reward": True})
     config = from_verl(tmp_path, *both, coefs[0], "algorithm.kl_ctrl.kl_coef=0", "algorithm.kl_ctrl.type=adaptive")
     expect(config, algorithm={"beta": 0.002, "reward_beta": 0.0, "kl_in_reward": False, "kl_controller": "fixed"})
+    expect(from_verl(tmp_path, both[0], "actor_rollout_ref.actor.kl_loss_type=full"), algorithm={"kl": "full"})
     said = f"python3 -m verl.trainer.main_ppo {VERL} algorithm.adv_estimator=grpo {both[1]} algorithm.kl_penalty=full"
-    _, text = migrate(written(tmp_path, "full.sh", said))
-    assert "kl_penalty is full, the KL over the whole vocabulary" in " ".join(text.replace("#", "").split())
+    config, text = migrate(written(tmp_path, "full.sh", said))
+    assert "kl_penalty is full, which verl names and does not compute" in " ".join(text.replace("#", "").split())
+    expect(config, algorithm={"kl": "k1", "kl_in_reward": True})
 
 
 def test_samples_in_fp8_of_verl(tmp_path):
@@ -1288,7 +1290,7 @@ def test_a_mixture_of_verl_is_rewarded_by_data_source(tmp_path):
 def test_examples_of_the_other_pages_train(name, version, rewards):
     config, _ = migrate(PAGES / name, rows=1000, output="page.py", version=version)
     data = {"data__path": rows_file(), "data__sources": (), "data__name": None, "data__eval_path": None}
-    mesh = {"mesh__fsdp": 1, "mesh__tensor": 1, "mesh__data": -1, "rollout__mesh": None}
+    mesh = {"mesh__fsdp": 1, "mesh__tensor": 1, "mesh__data": -1, "rollout__mesh": "auto"}
     assert trains(config, **data, **mesh, **rewards, rollout__weights_dtype="auto", critic__path=None)
 
 

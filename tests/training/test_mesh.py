@@ -32,7 +32,7 @@ def reward(completions, answer, **kwargs):
         return [float(sum(map(ord, c)) % 13 == 0) for c in completions]
     return [len(set(c) & set(a)) - 0.1 * len(c) for c, a in zip(completions, answer)]
 
-def step(microbatch_rows=0, rollout=None, **sizes):
+def step(microbatch_rows=0, rollout="auto", **sizes):
     config.batch.microbatch_rows, config.rollout.mesh = microbatch_rows, rollout
     mesh = make_mesh(**sizes, devices=jax.devices()[: math.prod(sizes.values())])
     with jax.set_mesh(mesh):
@@ -48,7 +48,7 @@ def step(microbatch_rows=0, rollout=None, **sizes):
         metrics = merge(updates)
         changed = jax.tree.map(lambda a, b: np.abs(a - b).max(), jax.device_get(state.params), before)
         assert min(jax.tree.leaves(changed)) > 0
-        moved = mesh.shape["context"] > 1 or rollout is not None
+        moved = mesh.shape["context"] > 1 or rollout != "auto"
         assert ("reshard" in run.stopwatch.totals) == moved
         return jax.device_get((experience.batch.inputs.tokens, state.params)), metrics, sizes
 

@@ -8,7 +8,7 @@ import pytest
 import jaxrl_llm
 from jaxrl_llm.algorithms.batch import Batch, Inputs
 from jaxrl_llm.algorithms.kl import AdaptiveKL
-from jaxrl_llm.config import default
+from jaxrl_llm.config import ConfigError, default, validate
 from jaxrl_llm.config.flags import load_config_file
 from jaxrl_llm.distributed.sharding import make_mesh
 from jaxrl_llm.rollout.engine import Rollout
@@ -204,3 +204,33 @@ def test_offloaded_reference_changes_nothing(root, tmp_path):
     online = {"beta": 0.5, "ref_sync_steps": 1}
     assert losses("a", "grpo.py", offload_reference=True, **online) == losses("b", "grpo.py", **online)
     assert losses("c", "dpo.py", offload_reference=True) == losses("d", "dpo.py")
+
+
+@pytest.mark.slow
+def test_a_full_kl_does_not_depend_on_packing_or_the_parts_of_a_batch(root, tmp_path):
+    """Rows that move, in a run whose minibatches and micro-batches each take their rows of the reference's vectors."""
+
+    def run(packing, rows):
+        config = load_config_file(f"{root / 'configs' / 'grpo.py'}:tiny")
+        config.output_dir, config.total_steps = str(tmp_path / f"{packing}{rows}"), 3
+        config.algorithm.kl, config.algorithm.beta, config.algorithm.num_iterations = "full", 0.5, 2
+        config.optimizer.learning_rate, config.eval.every = 3e-3, -1
+        config.batch.minibatches, config.batch.packing, config.batch.microbatch_rows = 2, packing, rows
+        config.logging.backends = ("jsonl",)
+        return jaxrl_llm.train(config)
+
+    packed, rows, parts = run("true", 0), run("false", 0), run("false", 4)
+    for other in (rows, parts):
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), packed.model.params, other.model.params)
+    assert packed.metrics[-1]["kl"] > 0.01
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("kl_in_reward", True), ("kl_bias_correction", True), ("kl_controller", "adaptive")]
+)
+def test_what_needs_an_estimate_of_the_kl_has_none_of_the_full_one(name, value):
+    config = default()
+    config.algorithm.kl, config.algorithm.beta = "full", 0.1
+    config.algorithm[name] = value
+    with pytest.raises(ConfigError, match=rf"algorithm\.kl is 'full', but algorithm\.{name}.* set kl to k1 or k3"):
+        validate(config)

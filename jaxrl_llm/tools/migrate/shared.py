@@ -133,11 +133,6 @@ def kl_name(draft: Draft, key: str) -> str:
         "full": "full",
     }
     name = draft.get(key)
-    if name == "full":
-        raise ConfigError(
-            f"{draft.source.path}: {key} is full, the KL over the whole vocabulary, which verl names and does not "
-            "compute (NotImplementedError), nor is it computed here: low_var_kl estimates it from the sampled tokens"
-        )
     if name not in known:
         raise ConfigError(f"{key} is {name!r}, which has no equivalent; there are {', '.join(known)}")
     return known[name]

@@ -177,7 +177,7 @@ def _online(draft: Draft, gpus: int) -> None:
         draft.set("model.dtype", dtype if dtype == "bfloat16" else None, key)
     if int(draft.get(key := f"{R}.tensor_model_parallel_size") or 1) > 1:
         draft.set("rollout.mesh", f"tensor={int(draft.get(key))}", key)
-        draft.check(f"{key} = {draft.get(key)}: rollout.mesh needs a multiple of so many devices; unset, it needs none")
+        draft.check(f"{key} = {draft.get(key)}: rollout.mesh needs a multiple of so many devices; auto needs none")
     kind = draft.get(key := f"{R}.quantization")
     draft.use(key)
     if kind == "fp8":
@@ -288,7 +288,14 @@ def _divergence(draft: Draft) -> None:
     if in_reward:
         beta, kl = ("reward_beta", "reward_kl") if in_loss else ("beta", "kl")
         draft.set(f"algorithm.{beta}", float(draft.get(f"{control}.kl_coef")), reward, f"{control}.kl_coef")
-        draft.set(f"algorithm.{kl}", shared.kl_name(draft, "algorithm.kl_penalty"), "algorithm.kl_penalty")
+        name = shared.kl_name(draft, "algorithm.kl_penalty")
+        if name == "full":
+            draft.check(
+                "algorithm.kl_penalty is full, which verl names and does not compute (NotImplementedError). Here the "
+                "sum over the vocabulary is a term of the loss alone; the reward gets k1"
+            )
+            name = "k1"
+        draft.set(f"algorithm.{kl}", name, "algorithm.kl_penalty")
         if not in_loss:
             draft.set("algorithm.kl_in_reward", True, reward)
         draft.set("algorithm.kl_controller", draft.get(f"{control}.type"), f"{control}.type")

@@ -26,7 +26,7 @@ from jaxrl_llm.tools.plan.compiler import Compiler, ProgramStats, Trips
 from jaxrl_llm.tools.plan.shapes import Shapes, bytes_on_device, placed
 from jaxrl_llm.training.objectives.objective import Objective
 from jaxrl_llm.training.objectives.value import critic_params, value_regression
-from jaxrl_llm.training.online import scored_logps, values_before
+from jaxrl_llm.training.online import scored_distributions, scored_logps, values_before
 from jaxrl_llm.training.optimizers import build_optimizer, learning_rate_schedule
 from jaxrl_llm.training.packing import planner
 from jaxrl_llm.training.packing.layout import Sizes, plan
@@ -103,7 +103,7 @@ def compile_step(
             update_critic = optimizer_step(regression, build_optimizer(settings), spec, mesh)
         has_critic = shapes.critic is not None
         update = make_update(objective, make_optimizer(config), update_spec(config), mesh, update_critic, has_critic)
-        batch = update_batch(config, mesh, widths[1], widths[0] if online else 0)
+        batch = update_batch(config, shapes.net, mesh, widths[1], widths[0] if online else 0)
         batch = batch.with_layout(layouts.update, layouts.observed)
         minibatches = config.batch.minibatches
         compiler.add(
@@ -185,7 +185,11 @@ def compile_logps(
         memory = jax.tree.map(lambda x: x.sharding.with_memory_kind("device"), shapes.reference)
         reference = placed(moved, memory)
         on_devices = shapes.reference if not config.algorithm.offload_reference else ()
-        compiler.add("reference", scored_logps, (shapes.net, reference, *arguments), of_run=on_devices, trips=trips)
+        if online and config.algorithm.kl == "full":
+            arguments_, program = (inputs, microbatch, shards), scored_distributions
+        else:
+            arguments_, program = arguments, scored_logps
+        compiler.add("reference", program, (shapes.net, reference, *arguments_), of_run=on_devices, trips=trips)
     if shapes.critic is not None:
         critic = critic_params(critic_spec(config), merge_frozen(shapes.state, shapes.frozen))
         compiler.add(
@@ -198,7 +202,7 @@ def rows_shape(mesh: Mesh, shape: tuple[int, ...], dtype) -> jax.ShapeDtypeStruc
     return jax.ShapeDtypeStruct(shape, dtype, sharding=row_sharding(mesh))
 
 
-def update_batch(config, mesh: Mesh, width: int, prompt_width: int) -> Batch:
+def update_batch(config, net: Net, mesh: Mesh, width: int, prompt_width: int) -> Batch:
     """Return the batch of one update as shapes, with the fields that the configured objective reads."""
     rows = batch_rows(config) // config.batch.minibatches
     algorithm = config.algorithm
@@ -211,9 +215,14 @@ def update_batch(config, mesh: Mesh, width: int, prompt_width: int) -> Batch:
     if algorithm.name not in OFFLINE:
         fields = dict.fromkeys(("sample_logps", "advantages"), tokens)
         fields |= dict.fromkeys(("old_logps",) if old_logps_of(config) != "policy" else (), tokens)
-        fields |= dict.fromkeys(
-            ("ref_logps",) if needs_reference(config) and not algorithm.kl_in_reward else (), tokens
-        )
+        if needs_reference(config) and not algorithm.kl_in_reward:
+            if algorithm.kl == "full":
+                size, dtype = net.config.width, net.config.dtype
+                fields |= {"ref_hidden": rows_shape(mesh, (rows, width, size), dtype)}
+                head = NamedSharding(mesh, PartitionSpec())
+                scalars |= {"ref_head": jax.ShapeDtypeStruct((size, net.config.vocab_size), dtype, sharding=head)}
+            else:
+                fields |= {"ref_logps": tokens}
         fields |= dict.fromkeys(("values", "returns") if algorithm.name == "ppo" else (), tokens)
         fields |= {"seeds": seeds} if "key" in policy_loss(config).takes else {}
         scalars |= {"kl_coef": number} if algorithm.kl_controller == "adaptive" and "ref_logps" in fields else {}

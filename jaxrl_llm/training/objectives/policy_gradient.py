@@ -14,7 +14,7 @@ from jaxrl_llm.algorithms.controllers import top_entropy_mask
 from jaxrl_llm.algorithms.kl import kl_estimate
 from jaxrl_llm.algorithms.losses import Metric, Metrics, log_ratio_at, with_metrics
 from jaxrl_llm.algorithms.off_policy import importance_correction, mismatch_kl, off_policy_sequence_mask
-from jaxrl_llm.models.chunked_softmax import Slopes
+from jaxrl_llm.models.chunked_softmax import Distributions, Slopes
 from jaxrl_llm.models.logprobs import token_logps, token_statistics
 from jaxrl_llm.models.transformer import Net, Params
 from jaxrl_llm.training.objectives.objective import Objective, token_metrics, weigh
@@ -95,17 +95,23 @@ def policy_gradient(spec: PolicySpec, net: Net) -> Objective:
         )
 
     def loss(params: Params, batch: Batch) -> tuple[jax.Array, Metrics]:
-        slopes = known_slopes(spec, batch) if ratio_alone else None
-        tokens = token_statistics(net, params, batch.inputs, spec.temperature, slopes=slopes)
-        return policy_objective(spec, tokens.logps, tokens.entropy, batch)
+        slopes, reference = known_slopes(spec, batch) if ratio_alone else None, reference_of(batch)
+        tokens = token_statistics(net, params, batch.inputs, spec.temperature, slopes=slopes, reference=reference)
+        return policy_objective(spec, tokens.logps, tokens.entropy, batch, tokens.kl)
 
     observes = spec.top_entropy_quantile < 1 or select is not None
     return Objective(prepare, loss, observe if observes else None)
 
 
-def policy_objective(spec: PolicySpec, logps, entropy, batch: Batch) -> tuple[jax.Array, Metrics]:
+def reference_of(batch: Batch) -> Distributions | None:
+    """The reference's distributions, where the KL term sums over them."""
+    return None if batch.ref_hidden is None else Distributions(batch.ref_hidden, batch.scalars.ref_head)
+
+
+def policy_objective(spec: PolicySpec, logps, entropy, batch: Batch, kl=None) -> tuple[jax.Array, Metrics]:
     """The loss of a prepared batch in terms of its tokens' log-probs and entropies `[N,T]`, and its metrics.
 
+    `kl` `[N,T]` is the KL to the reference where it is not estimated from log-probs (`algorithm.kl=full`).
     The policy loss is multiplied, in this order, by the off-policy sequence mask, by the top-entropy mask and by the
     importance weights of the sampler, which a loss that takes `importance_weights` gets instead.
     """
@@ -152,6 +158,7 @@ def policy_objective(spec: PolicySpec, logps, entropy, batch: Batch) -> tuple[ja
         if spec.kl_bias_correction:
             ratio = jnp.exp(log_ratio_at(chosen.ratio, jnp.where(mask > 0, logps - old_logps, 0.0), mask))
         kl = kl_estimate(logps, batch.ref_logps, spec.kl, ratio=ratio)
+    if kl is not None:
         metrics["kl"] = Metric(kl)
         per_token += (spec.beta if scalars.kl_coef is None else scalars.kl_coef) * kl
     value = (prepared.weights * per_token).sum()

@@ -230,6 +230,7 @@ def learner_spec(config) -> LearnerSpec:
         temperature=config.rollout.temperature,
         kl_in_reward=c.kl_in_reward,
         reward_beta=c.reward_beta,
+        full_kl=c.kl == "full",
         mask_truncated=c.mask_truncated,
         aggregation=c.aggregation,
         draws_seeds="key" in policy_loss(config).takes,

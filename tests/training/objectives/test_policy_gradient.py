@@ -5,10 +5,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl_llm.algorithms.batch import Batch, Inputs
+from jaxrl_llm.algorithms.batch import Batch, Inputs, Scalars
 from jaxrl_llm.config import ConfigError, default
 from jaxrl_llm.models.transformer import ModelConfig, Net
 from jaxrl_llm.training.objectives import policy_gradient
+from jaxrl_llm.training.online import scored_distributions
 from jaxrl_llm.training.setup.objectives import objective_of, policy_spec
 
 NET = Net(ModelConfig(vocab_size=31, width=16, layers=2, heads=2, kv_heads=1, head_dim=8, ffn=24, init_scale=0.3))
@@ -80,6 +81,34 @@ def test_grpo_loss_is_the_formula(aggregation, beta, temperature):
     difference = np.abs(batch.old_logps - batch.sample_logps)[mask > 0]
     np.testing.assert_allclose(metrics["sampling/sampling_logp_difference/mean"], difference.mean(), rtol=1e-5)
     np.testing.assert_allclose(metrics["sampling/sampling_logp_difference/max"], difference.max(), rtol=1e-5)
+
+
+def test_the_full_kl_is_that_of_the_networks_logits():
+    """By the log-probs of the whole vocabulary; on policy, where the slopes of the policy loss are known, and off."""
+    config, batch = default(), make_batch().replace(ref_logps=None)
+    config.algorithm.aggregation, config.algorithm.kl, config.algorithm.beta = "token", "full", 0.3
+    reference = NET.init(jax.random.key(1))
+    tokens, segments = batch.inputs.tokens, batch.inputs.segments
+    logps = [jax.nn.log_softmax(NET.bind(params)(tokens, segments)) for params in (PARAMS, reference)]
+    kl = jnp.pad((jnp.exp(logps[0]) * (logps[0] - logps[1])).sum(-1)[:, :-1], ((0, 0), (1, 0)))
+    expected = float((kl * batch.mask).sum() / batch.mask.sum())
+    hidden, head = scored_distributions(NET, reference, batch.inputs, 2, 1)
+    for old_logps in (batch.old_logps, None):
+        one = batch.replace(old_logps=old_logps)
+        both = one.replace(ref_hidden=hidden, scalars=Scalars(ref_head=head))
+        objective = objective_of(config, NET)
+
+        def loss(params, batch, objective=objective):
+            return objective.loss(params, objective.prepare(batch))[0]
+
+        def kl_term(params):
+            found = jax.nn.log_softmax(NET.bind(params)(tokens, segments))
+            by_token = (jnp.exp(found) * (found - logps[1])).sum(-1)[:, :-1]
+            return 0.3 * (by_token * batch.mask[:, 1:]).sum() / batch.mask.sum()
+
+        assert float(value(config, both)[1]["kl"]) == pytest.approx(expected, rel=1e-5)
+        gradient = jax.tree.map(jnp.subtract, jax.grad(loss)(PARAMS, both), jax.grad(loss)(PARAMS, one))
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-6), gradient, jax.grad(kl_term)(PARAMS))
 
 
 def test_without_old_logps_the_ratio_is_one_and_the_gradient_is_that_of_reinforce():
