@@ -35,67 +35,6 @@ def log_sum_squares(hidden, kernel, softcap: float | None = None, count=None):
     return _over_chunks(chunk, hidden, table, count)[0][0]
 
 
-class Distributions(NamedTuple):
-    """Distributions over the vocabulary as a network's head forms them, of a policy that is not trained."""
-
-    hidden: jax.Array  # [N,X,D] what the head reads
-    kernel: jax.Array  # [D,V]
-
-
-def chunked_kl(
-    hidden, kernel, reference: Distributions, temperature: float, softcap: float | None = None, count=None
-) -> jax.Array:
-    """`full_kl` `[N,X]` of softmax(logits / temperature) and that of the reference; arguments as in `chunked_logps`.
-
-    Both logits are formed for a chunk of columns at a time, in fp32, and again in the backward pass.
-    """
-    kl: Any = _chunked_kl((float(temperature), softcap), hidden, kernel, reference, count)
-    return kl
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _chunked_kl(options: tuple[float, float | None], hidden, kernel, reference: Distributions, count):
-    return _kl_forward(options, hidden, kernel, reference, count)[0]
-
-
-def _kl_forward(options, hidden, kernel, reference: Distributions, count):
-    tables = _table(hidden, kernel), _table(reference.hidden, reference.kernel)
-
-    def chunk(columns):
-        policy, other = _pair_of_log_probs(options, columns, hidden, reference, tables)
-        return (full_kl(policy, other),)
-
-    (kl,), _ = _over_chunks(chunk, hidden, tables[0], count)
-    return kl, (hidden, kernel, reference, count)
-
-
-def _pair_of_log_probs(options, columns, hidden, reference: Distributions, tables):
-    """The log-probs `[N,s,V]` of the policy and of the reference in some columns."""
-    pairs = zip((hidden, reference.hidden), tables, strict=True)
-    return (jax.nn.log_softmax(_logits(columns(h), table, *options), axis=-1) for h, table in pairs)
-
-
-def _kl_backward(options, residuals, gradient):
-    hidden, kernel, reference, count = residuals
-    (temperature, softcap), tables = options, (_table(hidden, kernel), _table(reference.hidden, reference.kernel))
-
-    def chunk(columns, d_table):
-        policy, other = _pair_of_log_probs(options, columns, hidden, reference, tables)
-        kl = full_kl(policy, other)
-        d = columns(gradient)[..., None] * jnp.exp(policy) * (policy - other - kl[..., None]) / temperature
-        h = columns(hidden)
-        if softcap is not None:
-            d *= 1.0 - (_logits(h, tables[0], *options) * (temperature / softcap)) ** 2
-        d_hidden, d_table = _by_hidden_and_table(d, h, tables[0], d_table)
-        return (d_hidden,), d_table
-
-    (d_hidden,), d_table = _over_chunks(chunk, hidden, tables[0], count, _totals(hidden, tables[0]))
-    return d_hidden.astype(hidden.dtype), d_table.sum((0, 1)).T.astype(kernel.dtype), None, None
-
-
-_chunked_kl.defvjp(_kl_forward, _kl_backward)
-
-
 class Slopes(NamedTuple):
     """The derivative of a loss by each log-prob: `constant + kl_weights * d kl_estimate(logp, ref_logp, kl)`."""
 
@@ -391,3 +330,64 @@ def _backward(options: _Options, residuals: _Residuals | _Gradients, gradients):
 
 
 _chunked_logps.defvjp(_forward_with_gradients, _backward)
+
+
+class Distributions(NamedTuple):
+    """Distributions over the vocabulary as a network's head forms them, of a policy that is not trained."""
+
+    hidden: jax.Array  # [N,X,D] what the head reads
+    kernel: jax.Array  # [D,V]
+
+
+def chunked_kl(
+    hidden, kernel, reference: Distributions, temperature: float, softcap: float | None = None, count=None
+) -> jax.Array:
+    """`full_kl` `[N,X]` of softmax(logits / temperature) and that of the reference; arguments as in `chunked_logps`.
+
+    Both logits are formed for a chunk of columns at a time, in fp32, and again in the backward pass.
+    """
+    kl: Any = _chunked_kl((float(temperature), softcap), hidden, kernel, reference, count)
+    return kl
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _chunked_kl(options: tuple[float, float | None], hidden, kernel, reference: Distributions, count):
+    return _kl_forward(options, hidden, kernel, reference, count)[0]
+
+
+def _kl_forward(options, hidden, kernel, reference: Distributions, count):
+    tables = _table(hidden, kernel), _table(reference.hidden, reference.kernel)
+
+    def chunk(columns):
+        policy, other = _pair_of_log_probs(options, columns, hidden, reference, tables)
+        return (full_kl(policy, other),)
+
+    (kl,), _ = _over_chunks(chunk, hidden, tables[0], count)
+    return kl, (hidden, kernel, reference, count)
+
+
+def _pair_of_log_probs(options, columns, hidden, reference: Distributions, tables):
+    """The log-probs `[N,s,V]` of the policy and of the reference in some columns."""
+    pairs = zip((hidden, reference.hidden), tables, strict=True)
+    return (jax.nn.log_softmax(_logits(columns(h), table, *options), axis=-1) for h, table in pairs)
+
+
+def _kl_backward(options, residuals, gradient):
+    hidden, kernel, reference, count = residuals
+    (temperature, softcap), tables = options, (_table(hidden, kernel), _table(reference.hidden, reference.kernel))
+
+    def chunk(columns, d_table):
+        policy, other = _pair_of_log_probs(options, columns, hidden, reference, tables)
+        kl = full_kl(policy, other)
+        d = columns(gradient)[..., None] * jnp.exp(policy) * (policy - other - kl[..., None]) / temperature
+        h = columns(hidden)
+        if softcap is not None:
+            d *= 1.0 - (_logits(h, tables[0], *options) * (temperature / softcap)) ** 2
+        d_hidden, d_table = _by_hidden_and_table(d, h, tables[0], d_table)
+        return (d_hidden,), d_table
+
+    (d_hidden,), d_table = _over_chunks(chunk, hidden, tables[0], count, _totals(hidden, tables[0]))
+    return d_hidden.astype(hidden.dtype), d_table.sum((0, 1)).T.astype(kernel.dtype), None, None
+
+
+_chunked_kl.defvjp(_kl_forward, _kl_backward)
