@@ -35,9 +35,11 @@ from jaxrl_llm.training.checkpoint.outputs import check_outputs, check_writable,
 from jaxrl_llm.training.checkpoint.settings import Changes, changed_settings, check_changes, start_record
 from jaxrl_llm.training.evaluation.run import check_best
 from jaxrl_llm.training.logging.backends import check_installed
+from jaxrl_llm.training.logging.console import stdout_console, waiting
 from jaxrl_llm.training.logging.logger import Logger
+from jaxrl_llm.training.logging.origin import write_start
 from jaxrl_llm.training.logging.step_log import Metrics, Step, StepLog
-from jaxrl_llm.training.online import OnlineSource
+from jaxrl_llm.training.online import OnlineSource, Row
 from jaxrl_llm.training.runtime.callbacks import Callbacks, load_callbacks
 from jaxrl_llm.training.runtime.compiling import CompileStatus
 from jaxrl_llm.training.runtime.lock import RunLock
@@ -73,6 +75,7 @@ def train(
     goes on where its newest checkpoint left it (`checkpoint.resume`). Raises ConfigError on user errors.
     """
     validate(config)
+    keep_compiled(config.compilation_cache)
     given = {
         "train_dataset": train_dataset,
         "eval_dataset": eval_dataset,
@@ -93,7 +96,10 @@ def train(
             return replace(run.model, params=merge_frozen(state, run.frozen).params)
 
         def evaluate() -> Metrics:
-            metrics = run.evaluation(model().params, root) if run.evaluation else {}
+            table: list[Row] = []
+            metrics = run.evaluation(model().params, root, table) if run.evaluation else {}
+            if table:
+                logger.completions(step, table, held_out=True)
             check_best(config.checkpoint.best, metrics)
             return metrics
 
@@ -104,11 +110,11 @@ def train(
             while step < min(config.total_steps, hooks.end):
                 step += 1
                 profiler.begin(step)
-                began = time.perf_counter()
+                began, compiled = time.perf_counter(), stopwatch.totals["compile"]
                 experience = run.source.next(merge_frozen(state, run.frozen), jax.random.fold_in(root, step))
                 with stopwatch("update"):
                     state, updates = improve(run, state, experience.batch)
-                log.add(Step(step, began, experience.metrics, updates, experience.table))
+                log.add(Step(step, began, experience.metrics, updates, experience.table, compiled))
 
                 if hooks.every_step:
                     hooks("on_step", step, log.read(), model)
@@ -143,7 +149,7 @@ def train(
                 if jax.process_index() == 0:
                     write_cards(folder, int(state.step), config.export.push_to_hub)
         hooks("on_end", int(state.step), log.newest, lambda: trained)
-        logger.finish(seconds=stopwatch.totals)
+        logger.finish(stopwatch.totals, checkpoints.outcome())
         push_run(config)
     return Result(trained, log.history, folder)
 
@@ -164,7 +170,9 @@ def _start(
         check_installed(config.logging.backends)
     check_push(config)
     hooks = Callbacks(load_callbacks((*config.callbacks, *callbacks)), to_json(config), folder)
-    run = build(config, mesh, **given)
+    shows = jax.process_index() == 0 and "console" in config.logging.backends
+    with waiting(f"loading {config.model.path} and the data", stdout_console()) if shows else contextlib.nullcontext():
+        run = build(config, mesh, **given)
     closing.callback(run.rewards.close)
     if run.environments is not None:
         closing.callback(run.environments.close)
@@ -174,15 +182,16 @@ def _start(
     with processes.all_or_none():
         if jax.process_index() == 0:
             told = start_record(folder, config, changes, resumed)
+            write_start(folder, resumed)
             write_given(folder, given)
     logger.start(_describe(run, int(state.step)))
     log = StepLog(health_spec(config), run.source.learn, run.stopwatch, logger, counts)
     log.warn([*told, *problems])
     hooks.note = logger.note
     stack.enter_context(Watchdog(config.watch.hang_seconds, run.stopwatch, folder))
-    stack.enter_context(CompileStatus(logger.status, logger.note))
+    stack.enter_context(CompileStatus(logger.status, logger.note, run.stopwatch))
     if isinstance(run.source, OnlineSource) and int(state.step) < config.total_steps:
-        ahead = stack.enter_context(CompiledAhead(compilations(run, state), mesh))
+        ahead = stack.enter_context(CompiledAhead(compilations(run, state), mesh, run.stopwatch))
         run = run._replace(source=replace(run.source, wait=ahead.wait))
     return run, state, log, logger, checkpoints, hooks, locks
 
@@ -274,7 +283,6 @@ def main(argv: list[str]) -> None:
     config, options = load_flags(argv, __doc__ or "", (DRY_RUN,))
     processes.join(config)
     if not options["dry_run"]:
-        keep_compiled(config.compilation_cache)
         train(config)
         return
     from jaxrl_llm.commands.dry_run import dry_run  # here, as it imports what only plans need

@@ -28,9 +28,9 @@ def logging_spec(config) -> LoggingSpec:
     """The records and the console of a run."""
     c = config.logging
     if config.algorithm.name in OFFLINE:
-        progress = ("loss", "rewards/accuracies", "accuracy", "grad_norm", "lr", "tokens_per_second")
+        progress = ("epoch", "loss", "rewards/accuracies", "accuracy", "grad_norm", "lr", "tokens_per_second")
     else:
-        progress = ("reward", "kl", "entropy", "completions/mean_length", "tokens_per_second")
+        progress = ("epoch", "reward", "kl", "entropy", "completions/mean_length", "tokens_per_second")
     return LoggingSpec(
         backends=tuple(c.backends),
         total_steps=config.total_steps,

@@ -24,7 +24,9 @@ def command(root: Path, name: str, folder: Path, *flags: str) -> list[str]:
 
 def same_numbers(one: dict, other: dict, where: str):
     """Both hold the same keys, and numbers that agree as far as sums in another order do."""
-    one, other = ({k: v for k, v in x.items() if k not in TIMES and not k.startswith("time")} for x in (one, other))
+    one, other = (
+        {k: v for k, v in x.items() if k not in TIMES and not k.startswith(("time", "machine/"))} for x in (one, other)
+    )
     assert one.keys() == other.keys(), where
     for name, value in one.items():
         if name.endswith("rewards/accuracies") and abs(one[name.replace("accuracies", "margins")]) < 3e-5:
