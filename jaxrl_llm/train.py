@@ -31,7 +31,7 @@ from jaxrl_llm.tools.cards.hub import check_push, push_run
 from jaxrl_llm.training.ahead import CompiledAhead, compilations
 from jaxrl_llm.training.checkpoint.manager import Checkpoints, find, free
 from jaxrl_llm.training.checkpoint.object_store import is_remote, path_of
-from jaxrl_llm.training.checkpoint.outputs import check_outputs, check_writable, export_run, write_given
+from jaxrl_llm.training.checkpoint.outputs import check_outputs, check_writable, export_run, in_words, write_given
 from jaxrl_llm.training.checkpoint.settings import Changes, changed_settings, check_changes, start_record
 from jaxrl_llm.training.evaluation.run import check_best
 from jaxrl_llm.training.logging.backends import check_installed
@@ -177,7 +177,7 @@ def _start(
     if run.environments is not None:
         closing.callback(run.environments.close)
     state, counts, resumed, problems = _resume(config, run, checkpoints, hooks)
-    logger = stack.enter_context(Logger(logging_spec(config), folder, resumed))
+    logger = stack.enter_context(Logger(logging_spec(config, in_words(given)), folder, resumed))
     told: list[str] = []
     with processes.all_or_none():
         if jax.process_index() == 0:

@@ -96,8 +96,8 @@ class Evaluation:
         """The metrics of `summary`, `mean_length` (tokens) and `clipped_ratio` of the samples, and the totals that
         reward functions log (a judge's requests and tokens), of greedy completions too.
 
-        `table` gets a row for each completion: prompt, completion, `decoding` (sampled or greedy), the name of the set,
-        rewards and what reward functions log of it.
+        `table` gets a row for each completion: prompt, completion, `evaluation` (sampled or greedy), `set` (where sets
+        have names), rewards and what reward functions log of it.
         """
         key = jax.random.fold_in(key, EVALUATION)
         samples = self._sample(self.sampled, params, key, "sampled", table)
@@ -115,7 +115,7 @@ class Evaluation:
 
     def _sample(self, sampler: RolloutWorker, params: Params, key, decoding: str, table: list[Row] | None) -> Samples:
         """The graded completions of all examples, `prompts_at_once` prompts at a time."""
-        fixed = {"decoding": decoding} | ({"set": self.name} if self.name else {})
+        fixed = {"evaluation": decoding} | ({"set": self.name} if self.name else {})
         batches, answers, totals = [], [], NOTHING_LOGGED
         for start, count, examples in full_batches(self.examples, self.prompts_at_once, row_shards(sampler.mesh)):
             # Keyed by the position in this set alone: other sets, and the training step, change no sample.

@@ -203,6 +203,11 @@ def stdout_console() -> Console:
     return Console(file=sys.stdout, force_terminal=sys.stdout.isatty(), force_jupyter=False)
 
 
+def stderr_console() -> Console:
+    """A console on standard error, for what is not the result of a command; a terminal where that is one."""
+    return Console(file=sys.stderr, force_terminal=sys.stderr.isatty(), force_jupyter=False)
+
+
 @contextlib.contextmanager
 def waiting(what: str, console: Console, lines: bool = True) -> Iterator[None]:
     """Shows what the block does: on a terminal with the seconds so far, in a line that goes when it is over.
@@ -215,8 +220,12 @@ def waiting(what: str, console: Console, lines: bool = True) -> Iterator[None]:
         def picture() -> Text:
             return Text(f"{what}  {duration(time.monotonic() - began)}", no_wrap=True, overflow="ellipsis")
 
-        # Progress bars of downloads write to standard error: they stay as they are.
-        with Live(get_renderable=picture, console=console, refresh_per_second=2, transient=True, redirect_stderr=False):
+        own = console.file is sys.stdout
+        # Progress bars of downloads write to standard error, results of commands to standard output: they stay there.
+        with Live(
+            get_renderable=picture, console=console, refresh_per_second=2, transient=True, redirect_stderr=False,
+            redirect_stdout=own,
+        ):  # fmt: skip
             yield
         return
     if lines:

@@ -38,6 +38,7 @@ CONTENTS = {
     COMPLETIONS: "prompts, completions, rewards and advantages",
     "checkpoints": "states the run can go on from",
     "hf": "the trained model",
+    "report.html": "curves and completions, by the command report",
     "adapter": "its adapters, as PEFT keeps them",
     "critic": "PPO's critic",
     "tensorboard": "the event files of TensorBoard",

@@ -26,13 +26,14 @@ def write_start(folder: Path, step: int | None) -> None:
     repository) and versions. A line of the command shows no password of an address.
     """
     starts = [] if step is None else read_starts(folder)
-    devices = jax.devices()
+    devices, processes = jax.devices(), jax.process_count()
+    of_processes = f" of {processes} processes" if processes > 1 else ""
     starts.append(
         {
             "time": datetime.now().astimezone().isoformat(" ", "seconds"),
             "step": step or 0,
             "host": platform.node(),
-            "devices": f"{len(devices)} {devices[0].device_kind}, {jax.process_count()} process(es)",
+            "devices": f"{len(devices)} {devices[0].device_kind}{of_processes}",
             "command": " ".join(shlex.quote(masked(word)) for word in sys.orig_argv),
             "commit": _commit(),
             "versions": {

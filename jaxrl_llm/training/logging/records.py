@@ -4,7 +4,7 @@ The layout under output_dir:
 
     metrics.jsonl                          one JSON object a step: {"step": 3, "time": 1767225600.0, "reward": 0.5, ...}
     completions/completions_00010.parquet  one row per completion: step, prompt, completion, each reward, advantage, ...
-    completions/evaluation_00025.parquet   the same of an evaluation, and decoding (sampled or greedy); no advantage
+    completions/evaluation_00025.parquet   the same of an evaluation, and evaluation (sampled or greedy), no advantage
 """
 
 import json

@@ -119,14 +119,14 @@ def test_evaluations_have_samples_as_training_has(tmp_path):
     """At the steps that logging.completions_every divides, 0 among them, and after the last one; all are in a file."""
     config, console = default(), pipe()
     config.total_steps, config.logging.completions_every, config.logging.completions_shown = 7, 4, 1
-    rows = [{"prompt": "ask", "completion": "held", "decoding": "greedy", "exact_match": 1.0}]
+    rows = [{"prompt": "ask", "completion": "held", "evaluation": "greedy", "exact_match": 1.0}]
     with Logger(logging_spec(config), tmp_path, console=console) as logger:
         for step in (0, 2, 4, 6, 7):
             logger.completions(step, rows, held_out=True)
         logger.completions(7, rows)
     titles = [line for line in text_of(console).splitlines() if line.startswith("step ")]
     assert titles == [*(f"step {step}  held-out completion 1 of 1" for step in (0, 4, 7)), "step 7  completion 1 of 1"]
-    assert "  decoding 'greedy'  exact_match 1.000" in text_of(console)
+    assert "  evaluation 'greedy'  exact_match 1.000" in text_of(console)
     expected = [f"evaluation_{step:05d}.parquet" for step in (0, 2, 4, 6, 7)]
     assert files(tmp_path / "completions") == ["completions_00007.parquet", *expected]
     Logger(quiet_spec(), tmp_path, resume_step=4).close()
