@@ -53,6 +53,7 @@ def write_run(folder: Path, steps: int = 6, rate: float = 1e-6, names: str = "tr
                     "reward": gain * step / 10,
                     "kl": 0.01 * step,
                     "entropy": 1.0 / step,
+                    "sampling/importance_sampling_ratio/mean": 1 + 0.01 * step,
                     "num_tokens": 100 * step,
                     "time/rollout": 3.0,
                     "time/update": 1.0,
@@ -291,6 +292,7 @@ def test_pictures(tmp_path):
 
 # In a browser
 
+SAMPLER = "Sampler against trainer"
 needs_browser = pytest.mark.skipif(executable() is None, reason="no Chromium on PATH: apt-get install chromium")
 COUNT = "document.getElementById('count').textContent"
 
@@ -380,7 +382,7 @@ def test_a_phone_shows_all_without_scrolling_sideways(browser, tmp_path):
 @needs_browser
 def test_all_metrics_are_grouped_and_what_never_changes_is_a_line(browser):
     groups = browser.run("[...document.querySelectorAll('#all summary b')].map((node) => node.textContent)")
-    assert groups == ["Evaluation", "Health", "Reward", "Loss and gradient", "Policy", "Speed"]
+    assert groups == ["Evaluation", "Health", "Reward", "Loss and gradient", "Policy", SAMPLER, "Speed"]
     words = browser.run("[...document.querySelectorAll('#all span[data-metric]')].map((node) => node.textContent)")
     assert "time/rollout 3" in words and not any(word.startswith("reward") for word in words)
     type_into(browser, "#metric", "time/")

@@ -81,7 +81,8 @@ class Chart {
       explanation ? make("p", { className: "quiet explanation", textContent: explanation }) : null, this.plot);
     this.plot.onpointermove = this.plot.onpointerdown = (event) => this.hover(event);
     this.plot.onpointerleave = () => { view.hover = null; byId("tip").hidden = true; drawHovers(); };
-    this.plot.onclick = () => view.hover !== null && this.nearestStep() !== null && showStep(this.nearestStep(), this.sparse);
+    // A tap shows the tooltip, and stays where it is.
+    this.plot.onclick = (event) => event.pointerType !== "touch" && view.hover !== null && this.nearestStep() !== null && showStep(this.nearestStep(), this.sparse);
     this.visible = false;
     charts.push(this);
     watcher.observe(this.figure);
@@ -134,7 +135,7 @@ class Chart {
       first = Math.min(first, one.xs[0]); last = Math.max(last, one.xs[one.xs.length - 1]);
     }
     if (!this.drawn.length) [low, high, first, last] = [0, 1, 0, 1];
-    if (high - low < 1e-12 * Math.max(1, Math.abs(high))) { const room = Math.abs(high) * 0.1 || 1; low -= room; high += room; }
+    if (high - low < 1e-12 * Math.max(1, Math.abs(high))) { const room = Math.abs(high) * 0.1; low -= room; high += room || 1; }
     if (last === first) last = first + 1;
     const room = (high - low) * 0.05;
     low -= room; high += room;
