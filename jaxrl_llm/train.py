@@ -184,7 +184,7 @@ def _start(
             told = start_record(folder, config, changes, resumed)
             write_start(folder, resumed)
             write_given(folder, given)
-    logger.start(_describe(run, int(state.step)))
+    logger.start(_describe(run, int(state.step)), run.stopwatch)
     log = StepLog(health_spec(config), run.source.learn, run.stopwatch, logger, counts)
     log.warn([*told, *problems])
     hooks.note = logger.note

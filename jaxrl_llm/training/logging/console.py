@@ -20,6 +20,8 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
+from jaxrl_llm.training.logging.stopwatch import Stopwatch
+
 LABELS = {"tokens_per_second": "tokens/s", "completions/mean_length": "length", "grad_norm": "grad norm"}
 EARLY_STEPS = (1, 2, 5)
 QUIET_SECONDS = 10.0
@@ -56,6 +58,7 @@ class Screen:
         self._recent: deque[tuple[int, float]] = deque(maxlen=STEPS_FOR_SPEED + 1)  # (step, when it was over)
         self._metrics = ""
         self._status: tuple[str, float] | None = None  # what is waited for, and since when
+        self.watch: Stopwatch | None = None
         self._progress = Progress(
             TextColumn("step {task.completed}/{task.total}"),
             BarColumn(bar_width=None),
@@ -81,8 +84,13 @@ class Screen:
         self._live.stop()
 
     def _picture(self) -> Group:
-        """The bar, and below it what is waited for and for how long, or the newest metrics."""
-        status, below = self._status, self._metrics
+        """The bar, and below it what is waited for and for how long, or the newest metrics.
+
+        Until there are metrics it is the phase that is open in `watch`.
+        """
+        status, below, watch = self._status, self._metrics, self.watch
+        if status is None and not below and watch is not None and (phases := watch.phases[-1:]):
+            status = phases[0], watch.changed
         if status is not None:
             below = f"{status[0]}  {duration(self._clock() - status[1])}"
         return Group(self._progress, Text(below, no_wrap=True, overflow="ellipsis"))
@@ -118,12 +126,12 @@ class Screen:
         quiet = self._clock() - self._last_line >= QUIET_SECONDS
         return step in EARLY_STEPS or step % every == 0 or step == self.total or quiet
 
-    def status(self, text: str) -> None:
-        """Shows a text and for how long it holds below the bar, until the next step or text; an empty one ends it.
+    def status(self, text: str, began: float) -> None:
+        """Shows a text and the seconds since `began` below the bar, until the next step or text; an empty one ends it.
 
         Without a terminal there is nothing to show it on.
         """
-        self._status = (self._clean(text), self._clock()) if text else None
+        self._status = (self._clean(text), began) if text else None
 
     def note(self, message: str) -> None:
         """Shows a line."""

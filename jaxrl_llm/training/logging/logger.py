@@ -28,6 +28,7 @@ from jaxrl_llm.training.logging.records import (
     trim_metrics,
     write_completions,
 )
+from jaxrl_llm.training.logging.stopwatch import Stopwatch
 
 CONTENTS = {
     "config.json": "the configuration of the run",
@@ -138,9 +139,13 @@ class Logger:
         while self._deliveries:
             self._deliveries.pop().close(failed)
 
-    def start(self, facts: Mapping[str, object]) -> None:
-        """Shows `facts` (devices, parameters, ...) and the main settings of the run, and starts the progress bar."""
+    def start(self, facts: Mapping[str, object], watch: Stopwatch | None = None) -> None:
+        """Shows `facts` (devices, parameters, ...) and the main settings of the run, and starts the progress bar.
+
+        Until the first step the open phase of `watch` is shown below it.
+        """
         if self._screen:
+            self._screen.watch = watch
             self._screen.table("settings", {**facts, **self.spec.settings}, str(self.folder))
             if self._resume_step is not None:
                 self._screen.note(f"going on after step {self._resume_step}")
@@ -220,10 +225,10 @@ class Logger:
         if self._screen and due:
             self._screen.completions(step, [rows[i * len(rows) // shown] for i in range(shown)], held_out)
 
-    def status(self, text: str) -> None:
-        """Shows a text and for how long it holds below the progress bar, until the next one; an empty one ends it."""
+    def status(self, text: str, began: float) -> None:
+        """Shows a text and the seconds since `began` (time.monotonic()) below the bar; an empty one ends it."""
         if self._screen:
-            self._screen.status(text)
+            self._screen.status(text, began)
 
     def note(self, message: str) -> None:
         """Shows a line above the progress bar."""

@@ -13,6 +13,7 @@ from jaxrl_llm.config import default
 from jaxrl_llm.training.logging import console as console_module
 from jaxrl_llm.training.logging.console import Screen, duration, evaluation_line, show, waiting
 from jaxrl_llm.training.logging.logger import Logger
+from jaxrl_llm.training.logging.stopwatch import Stopwatch
 from jaxrl_llm.training.setup.records import logging_spec, shown_settings
 from tests.training.logging.common import ROWS, files, pipe, quiet_spec, steps, terminal, text_of
 
@@ -154,9 +155,14 @@ def test_a_wait_is_shown_with_its_seconds(monkeypatch):
 def test_the_status_has_its_seconds_and_goes_with_the_next_step(monkeypatch):
     now, console = [0.0], terminal(monkeypatch)
     screen = Screen(("loss",), 100, console=console, clock=lambda: now[0])
+    screen.watch = Stopwatch()
     screen.begin()
+    with screen.watch("evaluation"):
+        screen.watch.changed, now[0] = 5.0, 25.0
+        screen._live.refresh()
+        assert "evaluation  0:00:20" in text_of(console), "before the first step the phase is shown"
     screen.step(1, {"loss": 0.5})
-    screen.status("compiling update")
+    screen.status("compiling update", 25.0)
     now[0] += 90.0
     screen._live.refresh()
     assert "compiling update  0:01:30" in text_of(console)
@@ -164,8 +170,8 @@ def test_the_status_has_its_seconds_and_goes_with_the_next_step(monkeypatch):
     screen.step(2, {"loss": 0.25})
     screen._live.refresh()
     assert "loss 0.250" in text_of(console)[seen:]
-    screen.status("compiling decode")
-    screen.status("")
+    screen.status("compiling decode", 115.0)
+    screen.status("", 115.0)
     seen = len(text_of(console))
     screen._live.refresh()
     screen.close()
@@ -384,6 +390,8 @@ def test_settings_shown():
     config = default()
     config.algorithm.name = "sft"
     assert "rollout.group_size" not in shown_settings(config)
+    shown = logging_spec(config, {"train_dataset": "64 rows in memory", "rewards": "mine"}).settings
+    assert shown["data.path"] == "64 rows in memory (train_dataset)" and shown["rewards.functions"] == "mine (rewards)"
 
 
 @pytest.mark.parametrize(

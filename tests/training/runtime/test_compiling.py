@@ -19,10 +19,12 @@ def test_what_is_compiled_is_shown(monkeypatch):
         return jnp.sort(jnp.cos(x)) @ x
 
     watch = Stopwatch()
-    with CompileStatus(shown.append, notes.append, watch), watch("update"):
+    with CompileStatus(lambda text, began: shown.append((text, began)), notes.append, watch), watch("update"):
         jax.jit(slowly)(jnp.ones(7))
     jax.jit(lambda x: x + 1)(jnp.ones(9))
-    assert "compiling slowly" in shown and shown[-1] == ""
+    texts, began = zip(*shown, strict=True)
+    assert "compiling slowly" in texts and texts[-1] == ""
+    assert all(0 < time.monotonic() - moment < 60 for moment in began)
     assert "compiling slowly ..." in notes
     assert [note.rpartition(" in ")[0] for note in notes if note.startswith("compiled")][-1] == "compiled slowly"
 
@@ -39,7 +41,7 @@ def test_the_time_to_compile_is_a_phase_of_its_own():
         return inner(x) @ inner(2 * x)
 
     watch = Stopwatch()
-    with CompileStatus(lambda text: None, lambda text: None, watch):
+    with CompileStatus(lambda text, began: None, lambda text: None, watch):
         began = time.perf_counter()
         with watch("update"):
             jax.jit(outer)(jnp.ones(11)).block_until_ready()
