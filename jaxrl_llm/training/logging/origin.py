@@ -44,7 +44,9 @@ def write_start(folder: Path, step: int | None) -> None:
             },
         }
     )
-    (folder / STARTS).write_text(json.dumps(starts, indent=2) + "\n", encoding="utf-8")
+    unfinished = folder / f".{STARTS}.part"  # a kill leaves the file as it was
+    unfinished.write_text(json.dumps(starts, indent=2) + "\n", encoding="utf-8")
+    unfinished.replace(folder / STARTS)
 
 
 def read_starts(folder: Path) -> list[dict[str, Any]]:
