@@ -264,7 +264,7 @@ def _describe(run: Run, start: int) -> dict[str, Any]:
     """Facts of a run for the console, beside its settings."""
     count = sum(x.size for x in jax.tree.leaves(run.model.net.plain.shapes()))
     trained = sum(x.size for x in jax.tree.leaves(run.state.params))
-    of_these = f", {trained / 1e6:.2f} M trained beside them" if trained != count else ""
+    of_these = f", {trained / 1e6:.2f} M trainable" if trained != count else ""
     devices = jax.devices()
     engine = run.source.producer.worker.engine if isinstance(run.source, OnlineSource) else None
     sampling = f", sampling on {dict(engine.mesh.shape)}" if isinstance(engine, ReshardedEngine) else ""

@@ -99,7 +99,8 @@ class Screen:
         """Shows the metrics of a step: beside the bar, or in a line when one is due; an evaluation always."""
         evaluation = {name[5:]: value for name, value in metrics.items() if name.startswith("eval/")}
         if len(evaluation) < len(metrics):
-            self._recent.append((step, self._clock()))
+            if step:  # an evaluation before the first step is none
+                self._recent.append((step, self._clock()))
             words = [f"{LABELS.get(name, name)} {show(metrics[name])}" for name in self._shown if name in metrics]
             if self.fancy:
                 self._metrics, self._status = "  ".join(words), None
@@ -264,7 +265,7 @@ def evaluation_line(evaluation: Mapping[str, float]) -> str:
 
 
 def show(value: object) -> str:
-    """A short text of a value: 0.512, 1.25e-06, 12,345; texts in one short line, None as `-`."""
+    """A short text of a value: 0.512, 116.3, 1.25e-06, 12,345; texts in one short line, None as `-`."""
     if value is None:
         return "-"
     value = value.item() if getattr(value, "shape", None) == () else value  # pyright: ignore[reportAttributeAccessIssue]
@@ -273,7 +274,7 @@ def show(value: object) -> str:
     if not isinstance(value, float):
         return shorten(repr(value) if isinstance(value, str) else str(value), 80)
     if value == 0 or 0.001 <= abs(value) < 1000:
-        return f"{value:.3f}"
+        return f"{value:.3f}" if abs(value) < 100 else f"{value:.1f}"
     return f"{value:,.0f}" if 1000 <= abs(value) < 1e9 else f"{value:.3g}"
 
 

@@ -238,6 +238,7 @@ def test_time_left_follows_the_last_steps():
     now, console = [0.0], pipe()
     screen = Screen(("loss",), 100, console=console, clock=lambda: now[0])
     screen.begin()
+    screen.step(0, {"eval/loss": 1.0, "time/evaluation": 3.0})
     now[0] = 300.0  # compilation
     screen.step(1, {"loss": 1.0})
     assert screen.remaining(1) == "-"
@@ -400,6 +401,7 @@ def test_settings_shown():
         (0.5124, "0.512"),
         (0.0, "0.000"),
         (-0.25, "-0.250"),
+        (116.981, "117.0"),
         (1.25e-6, "1.25e-06"),
         (12345.6, "12,346"),
         (12345, "12,345"),
