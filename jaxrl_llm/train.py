@@ -35,7 +35,7 @@ from jaxrl_llm.training.checkpoint.outputs import check_outputs, check_writable,
 from jaxrl_llm.training.checkpoint.settings import Changes, changed_settings, check_changes, start_record
 from jaxrl_llm.training.evaluation.run import check_best
 from jaxrl_llm.training.logging.backends import check_installed
-from jaxrl_llm.training.logging.console import stdout_console, waiting
+from jaxrl_llm.training.logging.console import stderr_console, stdout_console, waiting
 from jaxrl_llm.training.logging.logger import Logger
 from jaxrl_llm.training.logging.origin import write_start
 from jaxrl_llm.training.logging.step_log import Metrics, Step, StepLog
@@ -287,7 +287,8 @@ def main(argv: list[str]) -> None:
         return
     from jaxrl_llm.commands.dry_run import dry_run  # here, as it imports what only plans need
 
-    report = dry_run(config, colour=sys.stdout.isatty())
+    with waiting("reading the data, then compiling and timing two steps", stderr_console(), lines=False):
+        report = dry_run(config, colour=sys.stdout.isatty())
     print(report if jax.process_index() == 0 else "", end="")
 
 
