@@ -31,13 +31,15 @@ from jaxrl_llm.tools.cards.hub import check_push, push_run
 from jaxrl_llm.training.ahead import CompiledAhead, compilations
 from jaxrl_llm.training.checkpoint.manager import Checkpoints, find, free
 from jaxrl_llm.training.checkpoint.object_store import is_remote, path_of
-from jaxrl_llm.training.checkpoint.outputs import check_outputs, check_writable, export_run, write_given
+from jaxrl_llm.training.checkpoint.outputs import check_outputs, check_writable, export_run, in_words, write_given
 from jaxrl_llm.training.checkpoint.settings import Changes, changed_settings, check_changes, start_record
 from jaxrl_llm.training.evaluation.run import check_best
 from jaxrl_llm.training.logging.backends import check_installed
+from jaxrl_llm.training.logging.console import stderr_console, stdout_console, waiting
 from jaxrl_llm.training.logging.logger import Logger
+from jaxrl_llm.training.logging.origin import write_start
 from jaxrl_llm.training.logging.step_log import Metrics, Step, StepLog
-from jaxrl_llm.training.online import OnlineSource
+from jaxrl_llm.training.online import OnlineSource, Row
 from jaxrl_llm.training.runtime.callbacks import Callbacks, load_callbacks
 from jaxrl_llm.training.runtime.compiling import CompileStatus
 from jaxrl_llm.training.runtime.lock import RunLock
@@ -75,6 +77,7 @@ def train(
     goes on where its newest checkpoint left it (`checkpoint.resume`). Raises ConfigError on user errors.
     """
     validate(config)
+    keep_compiled(config.compilation_cache)
     given = {
         "train_dataset": train_dataset,
         "eval_dataset": eval_dataset,
@@ -95,7 +98,10 @@ def train(
             return replace(run.model, params=merge_frozen(state, run.frozen).params)
 
         def evaluate() -> Metrics:
-            metrics = run.evaluation(model().params, root) if run.evaluation else {}
+            table: list[Row] = []
+            metrics = run.evaluation(model().params, root, table) if run.evaluation else {}
+            if table:
+                logger.completions(step, table, held_out=True)
             check_best(config.checkpoint.best, metrics)
             return metrics
 
@@ -106,11 +112,11 @@ def train(
             while step < min(config.total_steps, hooks.end):
                 step += 1
                 profiler.begin(step)
-                began = time.perf_counter()
+                began, compiled = time.perf_counter(), stopwatch.totals["compile"]
                 experience = run.source.next(merge_frozen(state, run.frozen), jax.random.fold_in(root, step))
                 with stopwatch("update"):
                     state, updates = improve(run, state, experience.batch)
-                log.add(Step(step, began, experience.metrics, updates, experience.table))
+                log.add(Step(step, began, experience.metrics, updates, experience.table, compiled))
 
                 if hooks.every_step:
                     hooks("on_step", step, log.read(), model)
@@ -145,7 +151,7 @@ def train(
                 if jax.process_index() == 0:
                     write_cards(folder, int(state.step), config.export.push_to_hub)
         hooks("on_end", int(state.step), log.newest, lambda: trained)
-        logger.finish(seconds=stopwatch.totals)
+        logger.finish(stopwatch.totals, checkpoints.outcome())
         push_run(config)
     return Result(trained, log.history, folder)
 
@@ -166,18 +172,21 @@ def _start(
         check_installed(config.logging.backends)
     check_push(config)
     hooks = Callbacks(load_callbacks((*config.callbacks, *callbacks)), to_json(config), folder)
-    run = build(config, mesh, **given)
+    shows = jax.process_index() == 0 and "console" in config.logging.backends
+    with waiting(f"loading {config.model.path} and the data", stdout_console()) if shows else contextlib.nullcontext():
+        run = build(config, mesh, **given)
     closing.callback(run.rewards.close)
     if run.environments is not None:
         closing.callback(run.environments.close)
     state, counts, resumed, problems = _resume(config, run, checkpoints, hooks)
-    logger = stack.enter_context(Logger(logging_spec(config), folder, resumed))
+    logger = stack.enter_context(Logger(logging_spec(config, in_words(given)), folder, resumed))
     told: list[str] = []
     with processes.all_or_none():
         if jax.process_index() == 0:
             told = start_record(folder, config, changes, resumed)
+            write_start(folder, resumed)
             write_given(folder, given)
-    logger.start(_describe(run, int(state.step)))
+    logger.start(_describe(run, int(state.step)), run.stopwatch)
     log = StepLog(health_spec(config), run.source.learn, run.stopwatch, logger, counts)
     rate = config.optimizer.learning_rate
     if rate < FOLLOWED_RATE and any(x.dtype.itemsize == 2 for x in jax.tree.leaves(state.params)):
@@ -189,9 +198,9 @@ def _start(
     log.warn([*told, *problems])
     hooks.note = logger.note
     stack.enter_context(Watchdog(config.watch.hang_seconds, run.stopwatch, folder))
-    stack.enter_context(CompileStatus(logger.status, logger.note))
+    stack.enter_context(CompileStatus(logger.status, logger.note, run.stopwatch))
     if isinstance(run.source, OnlineSource) and int(state.step) < config.total_steps:
-        ahead = stack.enter_context(CompiledAhead(compilations(run, state), mesh))
+        ahead = stack.enter_context(CompiledAhead(compilations(run, state), mesh, run.stopwatch))
         run = run._replace(source=replace(run.source, wait=ahead.wait))
     return run, state, log, logger, checkpoints, hooks, locks
 
@@ -264,7 +273,7 @@ def _describe(run: Run, start: int) -> dict[str, Any]:
     """Facts of a run for the console, beside its settings."""
     count = sum(x.size for x in jax.tree.leaves(run.model.net.plain.shapes()))
     trained = sum(x.size for x in jax.tree.leaves(run.state.params))
-    of_these = f", {trained / 1e6:.2f} M trained beside them" if trained != count else ""
+    of_these = f", {trained / 1e6:.2f} M trainable" if trained != count else ""
     devices = jax.devices()
     engine = run.source.producer.worker.engine if isinstance(run.source, OnlineSource) else None
     sampling = f", sampling on {dict(engine.mesh.shape)}" if isinstance(engine, ReshardedEngine) else ""
@@ -283,12 +292,12 @@ def main(argv: list[str]) -> None:
     config, options = load_flags(argv, __doc__ or "", (DRY_RUN,))
     processes.join(config)
     if not options["dry_run"]:
-        keep_compiled(config.compilation_cache)
         train(config)
         return
     from jaxrl_llm.commands.dry_run import dry_run  # here, as it imports what only plans need
 
-    report = dry_run(config, colour=sys.stdout.isatty())
+    with waiting("reading the data, then compiling and timing two steps", stderr_console(), lines=False):
+        report = dry_run(config, colour=sys.stdout.isatty())
     print(report if jax.process_index() == 0 else "", end="")
 
 

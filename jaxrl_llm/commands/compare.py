@@ -30,7 +30,7 @@ from jaxrl_llm.rewards.judge import shown
 from jaxrl_llm.rewards.runner import Rewards, load_rewards
 from jaxrl_llm.rewards.signatures import text_of
 from jaxrl_llm.training.evaluation.run import completions_of
-from jaxrl_llm.training.logging.console import show
+from jaxrl_llm.training.logging.console import show, stderr_console, waiting
 from jaxrl_llm.training.setup.evaluation import build_evaluations
 from jaxrl_llm.training.setup.run import build_mesh, build_model, build_rewards
 
@@ -197,7 +197,8 @@ def main(argv: list[str]) -> None:
     for name, path in files.items():
         if not path.parent.is_dir():
             raise ConfigError(f"--{name}: there is no folder {path.parent}; make it first")
-    comparison = compare(config, options["a"], options["b"], tie=options["tie"], level=options["level"])
+    with waiting(f"comparing {options['a']} with {options['b']}", stderr_console(), lines=False):
+        comparison = compare(config, options["a"], options["b"], tie=options["tie"], level=options["level"])
     if jax.process_index() > 0:
         return
     rows = {"a": options["a"], "b": options["b"], **comparison.metrics}

@@ -25,7 +25,7 @@ from jaxrl_llm.distributed.compilation_cache import keep_compiled
 from jaxrl_llm.environments.factory import load_environments
 from jaxrl_llm.training.evaluation.responses import grade, metrics_of, read_responses, tokenizer_for
 from jaxrl_llm.training.evaluation.run import Evaluations
-from jaxrl_llm.training.logging.console import show
+from jaxrl_llm.training.logging.console import show, stderr_console, waiting
 from jaxrl_llm.training.setup.evaluation import build_evaluations, eval_metrics
 from jaxrl_llm.training.setup.run import build_mesh, build_model, build_rewards
 from jaxrl_llm.training.setup.specs import environment_spec
@@ -116,7 +116,8 @@ def main(argv: list[str]) -> None:
     elif changed := [flag.name for flag in FLAGS if flag.name.endswith("_key") and options[flag.name] != flag.default]:
         raise ConfigError(f"--{changed[0]} is of a file of responses: name it with --responses=FILE")
     else:
-        prompts, metrics = _measure(config)
+        with waiting(f"evaluating {config.model.path}; the first time programs are compiled", stderr_console(), False):
+            prompts, metrics = _measure(config)
         report = {"model": config.model.path}
         if isinstance(prompts, dict):
             report["sets"] = prompts

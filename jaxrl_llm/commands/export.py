@@ -27,6 +27,7 @@ from jaxrl_llm.models.model import Model, describe, save_adapter, save_hf
 from jaxrl_llm.tools.cards import hub
 from jaxrl_llm.tools.cards.card import write_card
 from jaxrl_llm.training.checkpoint.manager import Checkpoints
+from jaxrl_llm.training.logging.console import stderr_console, waiting
 from jaxrl_llm.training.setup.records import checkpoint_spec
 from jaxrl_llm.training.setup.run import build_model
 
@@ -159,6 +160,7 @@ def main(argv: list[str]) -> None:
             raise ConfigError(f"--{name} is missing; write --{name}=FOLDER")
     if private and not repo:
         raise ConfigError("--private is of a repository: write --push_to_hub=OWNER/NAME too")
-    destination = push(repo=repo, private=private, **options) if repo else export(**options)
+    with waiting(f"exporting {options['run']}", stderr_console(), lines=False):
+        destination = push(repo=repo, private=private, **options) if repo else export(**options)
     if jax.process_index() == 0:
         print(destination)

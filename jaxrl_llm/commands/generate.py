@@ -28,6 +28,7 @@ from jaxrl_llm.models.model import Model, check_positions, load_model
 from jaxrl_llm.rollout.engine import Engine
 from jaxrl_llm.rollout.sampling import SamplingParams
 from jaxrl_llm.training.evaluation.run import full_batches
+from jaxrl_llm.training.logging.console import stderr_console, waiting
 from jaxrl_llm.training.setup.specs import WIDTH_MULTIPLE, eos_ids
 
 ROWS_AT_ONCE = 256  # bounds the memory that many prompts take
@@ -175,8 +176,10 @@ def main(argv: list[str]) -> None:
     if not options["model"]:
         raise ConfigError("--model is missing; write --model=PATH, such as embedded:sort or RUN/hf")
     prompts = read_prompts(options["prompt"], options["prompts_file"], options["chat"])
-    model = load_model(options["model"], options["dtype"], mesh=make_mesh(tensor=options["tensor"]))
-    completions = generate(model, prompts, **{flag.name: options[flag.name] for flag in (*SAMPLING, SAMPLES)})
+    with waiting(f"loading {options['model']}", stderr_console(), lines=False):
+        model = load_model(options["model"], options["dtype"], mesh=make_mesh(tensor=options["tensor"]))
+    with waiting("sampling; the first time its programs are compiled", stderr_console(), lines=False):
+        completions = generate(model, prompts, **{flag.name: options[flag.name] for flag in (*SAMPLING, SAMPLES)})
     if jax.process_index() > 0:
         return
     if len(completions) == 1 and isinstance(completions[0], str):

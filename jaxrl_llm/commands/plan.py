@@ -17,6 +17,7 @@ from jaxrl_llm.tools.plan.devices import DEVICES, named
 from jaxrl_llm.tools.plan.planned import Plan, make_plan
 from jaxrl_llm.tools.plan.text import lines
 from jaxrl_llm.tools.plan.topology import target
+from jaxrl_llm.training.logging.console import stderr_console, waiting
 
 FLAGS = (
     Setting("device", "h100", f"Device type: {', '.join(device.name for device in DEVICES)}, or cpu (this machine)."),
@@ -45,8 +46,9 @@ def plan(config, device: str = "h100", devices: int = 1, simulate: bool = False)
 def main(argv: list[str]) -> None:
     """The command line: see `--help`."""
     config, options = load_flags(argv, __doc__ or "", FLAGS)
-    planned = plan(config, options["device"], options["devices"], options["simulate"])
-    tight = bool(planned.target.device.memory) and planned.peak.peak > planned.capacity
-    wanted = options["advice"] == "always" or (tight and options["advice"] == "auto")
-    advised = advice(planned, compiled=wanted) if wanted else []
+    with waiting(f"compiling the programs of {config.model.path}, minutes for large models", stderr_console(), False):
+        planned = plan(config, options["device"], options["devices"], options["simulate"])
+        tight = bool(planned.target.device.memory) and planned.peak.peak > planned.capacity
+        wanted = options["advice"] == "always" or (tight and options["advice"] == "auto")
+        advised = advice(planned, compiled=wanted) if wanted else []
     sys.stdout.write("\n".join(lines(planned, advised)) + "\n")

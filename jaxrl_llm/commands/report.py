@@ -3,12 +3,15 @@
     python -m jaxrl_llm report RUN [RUN ...]
 
 RUN is the output_dir of a run, finished or not. The page needs no network: the curves of all runs in the same plots,
-time by phase, warnings, settings that differ, and a table of completions to sort, search and filter.
+time by phase, warnings, settings that differ, and a table of completions to sort, search and filter. With --watch=30 it
+is written anew every 30 seconds, and an open page follows, until the runs are finished or Ctrl-C is pressed.
 """
 
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from jaxrl_llm.config.flags import load_options
 from jaxrl_llm.config.resolve import ConfigError
@@ -40,6 +43,7 @@ FLAGS = (
         int,
         minimum=100,
     ),
+    Setting("watch", 0, "Seconds between updates of the page while the runs go on; 0 writes it once.", int, minimum=0),
 )
 
 
@@ -50,8 +54,11 @@ def report(
     smoothing: float = 0.6,
     completions: int = 100_000,
     characters: int = 4000,
+    reload_seconds: int = 0,
 ) -> list[Path]:
     """Writes the page, and PNGs when `png` is a folder for them, and returns the paths of all files.
+
+    With `reload_seconds` the page loads itself again so often, as long as one of the runs is not finished.
 
     Raises ConfigError for a folder without a run, a file that cannot be read or written, and PNGs without matplotlib.
     """
@@ -61,13 +68,15 @@ def report(
         check_pictures()
     runs = read_runs(folders)
     path = Path(output) if output else (runs[0].folder if len(runs) == 1 else Path()) / "report.html"
-    total = sum(count_rows(file) for run in runs for file in (run.folder / COMPLETIONS).glob("completions_*.parquet"))
+    files = (file for run in runs for file in (run.folder / COMPLETIONS).glob("*_*.parquet"))
+    total = sum(count_rows(file) for file in files if file.name.startswith(("completions_", "evaluation_")))
+    reload_seconds = 0 if all(run.is_finished for run in runs) else reload_seconds
     note = f"A part of {total:,} completions: --completions takes more." if total > completions else ""
     unfinished = path.with_name(f".{path.name}.part")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with unfinished.open("w", encoding="utf-8") as file:
-            write_page(file, runs, chunks_of(runs, completions, characters), smoothing, note)
+            write_page(file, runs, chunks_of(runs, completions, characters), smoothing, note, reload_seconds)
         unfinished.replace(path)
         return [path, *(write_pictures(runs, Path(png), smoothing) if png is not None else ())]
     except OSError as error:
@@ -75,6 +84,26 @@ def report(
     finally:
         if unfinished.exists():
             unfinished.unlink()
+
+
+def watch(folders: Sequence[str | Path], seconds: int, **options: Any) -> None:
+    """Writes the page anew every `seconds`, until all runs are finished or KeyboardInterrupt; prints its path once.
+
+    The last page no longer loads itself again. `options` are those of `report`.
+    """
+    shown = False
+    try:
+        while True:
+            finished = all(run.is_finished for run in read_runs(folders))
+            paths = report(folders, **options, reload_seconds=0 if finished else seconds)
+            if not shown:
+                print(f"{paths[0]}  (updated every {seconds} s; Ctrl-C ends that)", flush=True)
+                shown = True
+            if finished:
+                return
+            time.sleep(seconds)
+    except KeyboardInterrupt:
+        report(folders, **options)
 
 
 def split_runs(argv: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -91,4 +120,7 @@ def main(argv: list[str]) -> None:
     """The command line: see `--help`."""
     runs, flags = split_runs(argv)
     options = load_options(flags, __doc__ or "", FLAGS)
+    if seconds := options.pop("watch"):
+        watch(runs, seconds, **options)
+        return
     sys.stdout.write("".join(f"{path}\n" for path in report(runs, **options)))

@@ -164,7 +164,7 @@ KEYS = (
     Setting("seed", 0, "Root of every random number of the run.", int, minimum=0),
     Setting("total_steps", 100, "Number of training steps.", int, minimum=0),
     Setting("compilation_cache", "auto",
-        "Folder for compiled programs, which later commands reuse; auto is $JAX_COMPILATION_CACHE_DIR or "
+        "Folder for compiled programs, which later runs and commands reuse; auto is $JAX_COMPILATION_CACHE_DIR or "
         "~/.cache/jaxrl_llm/compiled, none is off."),
 
     Setting("callbacks", (),
@@ -278,7 +278,8 @@ KEYS = (
         int, minimum=0),
     Setting("rollout.shrink", 0.5,
         "Reduce the slots by this factor once the running completions fit and none waits. 0.85 leaves fewer slots idle "
-        "than 0.5, and compiles more programs.", float, above=0, below=1),
+        "than 0.5, and compiles more programs. Where little can be saved (small models, short completions) the slots "
+        "stay as they are.", float, above=0, below=1),
     Setting("rollout.speculative_tokens", 0,
         "Speculative tokens per row and decoding step, proposed by prompt lookup and verified in that step. Samples "
         "stay the same; it pays where text repeats itself. 0 is off.", int, minimum=0),
@@ -584,8 +585,9 @@ KEYS = (
         "Completions in a table sent there, evenly spaced, at the steps of logging.completions_every.",
         int, minimum=1),
     Setting("logging.names", "trl", "Naming scheme of the metrics in metrics.jsonl.", choices=("trl", "verl")),
-    Setting("logging.completions_every", 10,
-        "Steps between samples of completions in the log; 0 logs none.", int, minimum=0),
+    Setting("logging.completions_every", 50,
+        "Steps between samples of completions on the console and in trackers, of training and of evaluations; the last "
+        "step has one too. 0 shows none; output_dir/completions has them all.", int, minimum=0),
     Setting("logging.completions_shown", 3, "Completions in each sample.", int, minimum=1),
     Setting("logging.profile_steps", None,
         "Training steps to profile, `4` or `3-5`: a JAX trace and a table of seconds by phase in output_dir/profile."),

@@ -81,6 +81,11 @@ class Pipeline:
         """The number of times that all examples have been seen."""
         return self._position // self._identity["examples"]
 
+    @property
+    def epochs(self) -> float:
+        """The examples that were drawn, as a multiple of all there are."""
+        return self._position / self._identity["examples"]
+
     def get_state(self) -> dict[str, Any]:
         """The position in the stream, as a JSON-able dictionary; the same on every process."""
         return {"position": self._position, **self._identity}
@@ -160,6 +165,10 @@ class Stream:
             self._used += len(rows)
             batch += rows
         return batch[self._local]
+
+    @property
+    def epochs(self) -> None:
+        """Nothing: how many rows there are is not known before all are read."""
 
     def get_state(self) -> dict[str, Any]:
         """The position in the stream, as a JSON-able dictionary; the same on every process."""

@@ -56,6 +56,8 @@ from jaxrl_llm.rollout.speculative import prompt_lookup
 from jaxrl_llm.rollout.streaming import FinishedRows, OnFinished
 
 READ = 64  # the most observation tokens of a row that are read at once
+# Programs of one more grid compile in seconds: a few tenths of a second (on CPUs) in each rollout are worth that.
+COMPILE_WORK = 2e9
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,6 +73,7 @@ class RolloutSpec:
     shrink: float = 0.5
     weights_dtype: str | None = None
     speculative_tokens: int = 0
+    compile_work: float = COMPILE_WORK
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,6 +85,7 @@ class Engine:
     is the decoder's. shrink: the slot grid is replaced when the rows that are left, with none waiting, fit into this
     share of it. weights_dtype: of the matrices, see `cast.in_precision`; None is the net's. speculative_tokens: tokens
     of a row that are proposed and verified beside its newest one; samples are the same, and right ones come at once.
+    compile_work: multiply-adds that a smaller grid must be able to save in a rollout, to be worth compiling.
     """
 
     net: Net
@@ -95,6 +99,7 @@ class Engine:
     shrink: float = 0.5
     weights_dtype: str | None = None
     speculative_tokens: int = 0
+    compile_work: float = 0.0
 
     @classmethod
     def of(cls, spec: RolloutSpec, net: Net, eos: tuple[int, ...]) -> "Engine":
@@ -148,6 +153,7 @@ class Engine:
         turns = None if turn_server is None else TurnTracker(turn_server, count * shards, longest)
         finished_rows = FinishedRows(on_finished if turns is None else None, count * shards)
         grid, executed = scheduler.grid, 0
+        parameters = sum(x.size for x in jax.tree.leaves(params))
         grid_prompts, slots = assign(self, all_prompts, rows, keys, None, grid, None, min(self.chunk, longest))
         while True:
             # The only wait for the devices: the host plans on the numbers of the chunk before.
@@ -166,7 +172,9 @@ class Engine:
                     executed += reading.size * width
                     continue
                 busy = live | turns.waiting_slots(grid)
-            following = scheduler.next(busy) if scheduler.waiting.size or busy.any() else None
+            left = longest - int(lengths.reshape(busy.shape)[busy].max()) if busy.any() else 0
+            shrinks = left * grid.slots * (1 - self.shrink) * parameters > self.compile_work
+            following = scheduler.next(busy) if scheduler.waiting.size or shrinks else None
             if following is not None:
                 executed += int(steps) * grid.slots
                 rows = collect(rows, slots, grid, shards)
@@ -178,7 +186,7 @@ class Engine:
                 slots = self._with_room(slots, reached + 1)
                 ahead = min(self.chunk, slots.capacity - reached)
                 # For what is left of the last chunk a smaller grid saves less than its program costs to compile.
-                pauses = turns is None and (longest - reached >= self.chunk or scheduler.waiting.size)
+                pauses = turns is None and ((shrinks and longest - reached >= self.chunk) or scheduler.waiting.size)
                 pause_at = scheduler.pause_at(live) if pauses else 0
                 slots = decode_chunk(self, params, grid_prompts, slots, np.int32(ahead), np.int32(pause_at))
             finished_rows.report(collected)

@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 
 from jaxrl_llm.algorithms.batch import Batch, Inputs
 from jaxrl_llm.distributed.sharding import row_shards, rows_to_global
+from jaxrl_llm.training.logging.stopwatch import Stopwatch
 from jaxrl_llm.training.online import OnlineSource, scored_logps
 from jaxrl_llm.training.packing.planner import sampled_rows
 from jaxrl_llm.training.setup.run import Run
@@ -68,11 +69,11 @@ def compilations(run: Run, state: State) -> Iterator[Callable[[], object]]:
 class CompiledAhead:
     """A context manager that compiles in a thread; `wait` is for before the first of the programs is called.
 
-    An error is dropped: the call meets it again, in its place.
+    What is waited counts in `watch` as the phase compile. An error is dropped: the call meets it again, in its place.
     """
 
-    def __init__(self, functions: Iterator[Callable[[], object]], mesh: Mesh):
-        self._functions, self._mesh = functions, mesh
+    def __init__(self, functions: Iterator[Callable[[], object]], mesh: Mesh, watch: Stopwatch):
+        self._functions, self._mesh, self._watch = functions, mesh, watch
         self._thread = threading.Thread(target=self._compile, name="compile ahead")
 
     def __enter__(self) -> "CompiledAhead":
@@ -84,7 +85,9 @@ class CompiledAhead:
 
     def wait(self) -> None:
         """Wait until all is compiled."""
-        self._thread.join()
+        if self._thread.is_alive():
+            with self._watch("compile"):
+                self._thread.join()
 
     def _compile(self) -> None:
         with jax.set_mesh(self._mesh):

@@ -85,7 +85,8 @@ class OfflineSource:
         segments = batch.inputs.segments
         # Mismatches hold the prompts and completions of the rows before them a second time.
         seen = segments[::2] if spec.mismatched else segments
-        return Experience(batch, {"num_tokens": (seen != 0).sum()}, [])
+        epochs = self.pipeline.epochs
+        return Experience(batch, {"num_tokens": (seen != 0).sum()} | ({} if epochs is None else {"epoch": epochs}), [])
 
     def with_baseline(self, batch: Batch) -> Batch:
         """The batch with the mean of all rewards so far, where a loss subtracts it."""
@@ -124,9 +125,9 @@ class HeldOut:
     source: OfflineSource | None  # whose running mean a loss may read
     name: str = ""
 
-    def __call__(self, params: Params, key) -> dict[str, float]:
-        """The metrics, named `eval/...`; nothing is random."""
-        del key
+    def __call__(self, params: Params, key, table: list[Row] | None = None) -> dict[str, float]:
+        """The metrics, named `eval/...`; nothing is random, and there are no completions for `table`."""
+        del key, table
         batch = self.batch if self.source is None else self.source.with_baseline(self.batch)
         prefix = f"eval/{self.name}/" if self.name else "eval/"
         return {f"{prefix}{name}": float(x) for name, x in jax.device_get(self.measure(params, batch)).items()}

@@ -56,10 +56,10 @@ Row = dict[str, Any]
 
 
 class Experience(NamedTuple):
-    """One step's batch, its metrics (device scalars) and, online, a table of all completions."""
+    """One step's batch, its metrics (scalars, most of them on the device) and, online, a table of all completions."""
 
     batch: Batch
-    metrics: dict[str, jax.Array]
+    metrics: dict[str, Any]
     table: list[Row]
 
 
@@ -406,7 +406,8 @@ class OnlineSource:
         """The batch of one step, sampled from `state.params`."""
         rollouts = self.producer.produce(state.params, int(state.step), key)
         self.wait()
-        return self.learner.prepare(rollouts, state, key)
+        experience, epochs = self.learner.prepare(rollouts, state, key), self.producer.pipeline.epochs
+        return experience if epochs is None else experience._replace(metrics=experience.metrics | {"epoch": epochs})
 
     def learn(self, metrics: dict[str, float]) -> None:
         """Take notice of the metrics of a step's updates."""

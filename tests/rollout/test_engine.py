@@ -264,6 +264,23 @@ def test_a_row_does_not_depend_on_its_slot(params, setting, useful):
     assert useful < (rollout.lengths - 1).sum() / rollout.steps.sum() <= 1
 
 
+def test_a_grid_that_saves_little_is_not_compiled(params, monkeypatch):
+    """All rows stay in the first grid while what another one could save is less than `compile_work`; samples do too."""
+    shapes, real = set(), engine_module.decode_chunk
+
+    def decode_chunk(engine, params, prompts, slots, steps, pause_at):
+        shapes.add(slots.rows.length.shape)
+        return real(engine, params, prompts, slots, steps, pause_at)
+
+    monkeypatch.setattr(engine_module, "decode_chunk", decode_chunk)
+    shrinking, _ = generate(dataclasses.replace(ENGINE, chunk=1), params)
+    assert len(shapes) > 1
+    shapes.clear()
+    still, _ = generate(dataclasses.replace(ENGINE, chunk=1, compile_work=1e12), params)
+    assert len(shapes) == 1
+    np.testing.assert_array_equal(still.tokens, shrinking.tokens)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "setting", [{"speculative_tokens": 2, "slots": 6, "chunk": 2}, {"speculative_tokens": 5, "chunk": 3}], ids=str

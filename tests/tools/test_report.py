@@ -11,13 +11,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from jaxrl_llm.commands import report as command
 from jaxrl_llm.commands.report import report, split_runs
 from jaxrl_llm.config import ConfigError, default, to_json
-from jaxrl_llm.tools.report.page import headlines
+from jaxrl_llm.tools.report.groups import GROUPS, OTHER, grouped, unit_of
+from jaxrl_llm.tools.report.page import EXPLAINED, HEADLINES, headlines
 from jaxrl_llm.tools.report.pictures import smoothed
 from jaxrl_llm.tools.report.runs import ReportedRun, differences, read_runs, short_names
 from jaxrl_llm.tools.report.samples import chunks_of, picked_files
 from jaxrl_llm.training.logging.logger import Logger
+from jaxrl_llm.training.logging.origin import write_start
 from jaxrl_llm.training.logging.records import write_completions
 from jaxrl_llm.training.setup.records import logging_spec
 from tests.tools.headless_browser import Browser, executable
@@ -50,6 +53,7 @@ def write_run(folder: Path, steps: int = 6, rate: float = 1e-6, names: str = "tr
                     "reward": gain * step / 10,
                     "kl": 0.01 * step,
                     "entropy": 1.0 / step,
+                    "sampling/importance_sampling_ratio/mean": 1 + 0.01 * step,
                     "num_tokens": 100 * step,
                     "time/rollout": 3.0,
                     "time/update": 1.0,
@@ -143,6 +147,82 @@ def test_completions_are_of_evenly_spaced_steps_and_long_texts_lose_their_middle
     assert piece["columns"]["r"] == [None] * 13
 
 
+def test_evaluations_have_a_share_of_the_completions(tmp_path):
+    folder = write_run(tmp_path / "run", steps=10)
+    row = {"prompt": "p", "completion": "held", "evaluation": "greedy", "exact_match": 1.0}
+    for step in (0, 5, 10):
+        write_completions(folder / "completions", step, [row] * 4, held_out=True)
+    (piece,) = chunks_of(read_runs([folder]), 1000, 100)
+    names = [None if i is None else piece["texts"][i] for i in piece["columns"]["evaluation"]]
+    assert names == [None] * 40 + ["greedy"] * 12
+    assert piece["columns"]["step"][-12::4] == [0, 5, 10]
+    (piece,) = chunks_of(read_runs([folder]), 20, 100)
+    assert piece["rows"] <= 20 and piece["columns"]["step"][-1] == 10
+    assert piece["texts"][piece["columns"]["evaluation"][-1]] == "greedy"
+
+
+def test_the_page_says_where_a_run_comes_from(tmp_path, monkeypatch):
+    run = write_run(tmp_path / "run")
+    monkeypatch.setattr(sys, "orig_argv", ["python", "-m", "jaxrl_llm.train", "--url=http://me:secret@host/x", "a b"])
+    write_start(run, None)
+    write_start(run, 3)
+    (path,) = report([run])
+    (curves,) = unpacked(path.read_text(encoding="utf-8"), "curves")
+    first, second = curves["runs"][0]["starts"]
+    assert (first["step"], second["step"]) == (0, 3)
+    assert first["command"] == "python -m jaxrl_llm.train '--url=http://***@host/x' 'a b'"
+    assert first.keys() == {"time", "step", "host", "devices", "command", "commit", "versions"}
+    assert second["versions"].keys() == {"jaxrl_llm", "jax", "jaxlib", "python"} and "1 cpu" in second["devices"]
+    write_start(run, None)
+    assert len(read_runs([run])[0].starts) == 1, "a run that starts anew has no past"
+    (run / "starts.json").write_text("[1]")
+    with pytest.raises(ConfigError, match=r"starts\.json is not a list of objects"):
+        report([run])
+
+
+def test_metrics_are_in_groups_that_the_docs_explain(root):
+    page = (root / "docs/metrics.md").read_text(encoding="utf-8")
+    for group in (*GROUPS, OTHER):
+        assert f"| {group.title} | {group.explanation} |" in page
+    names = {"reward", "rewards/chosen", "rewards/f/mean", "eval/rewards/chosen", "loss", "mine", "critic/loss"}
+    found = {group.title: metrics for group, metrics in grouped(names)}
+    assert found == {
+        "Evaluation": ["eval/rewards/chosen"],
+        "Preferences": ["rewards/chosen"],
+        "Reward": ["reward", "rewards/f/mean"],
+        "Loss and gradient": ["loss"],
+        "Critic": ["critic/loss"],
+        "Other": ["mine"],
+    }
+    units = {"time/update": "s", "eval/accuracy": "share", "completions/mean_length": "tokens", "reward": ""}
+    assert {name: unit_of(name) for name in units} == units
+    assert EXPLAINED.keys() == {title for title, _ in HEADLINES}
+
+
+def test_a_page_follows_runs_until_they_are_finished(tmp_path, monkeypatch, capsys):
+    """It is written with each look, loads itself again while a run goes on, and no more once it is finished."""
+    run = write_run(tmp_path / "run", steps=6)
+    seen = []
+
+    def sleep(seconds):
+        (curves,) = unpacked((run / "report.html").read_text(encoding="utf-8"), "curves")
+        seen.append((seconds, curves["reload"], curves["runs"][0]["steps"][-1]))
+        with (run / "metrics.jsonl").open("a") as file:
+            file.write(json.dumps({"step": 99 + len(seen) // 2, "time": 1.0, "reward": 1.0}) + "\n")
+
+    monkeypatch.setattr(command.time, "sleep", sleep)
+    command.main([str(run), "--watch=7"])
+    assert seen == [(7, 7, 6), (7, 7, 99)]
+    (curves,) = unpacked((run / "report.html").read_text(encoding="utf-8"), "curves")
+    assert curves["reload"] == 0 and curves["runs"][0]["steps"][-1] == 100
+    assert capsys.readouterr().out == f"{run / 'report.html'}  (updated every 7 s; Ctrl-C ends that)\n"
+    monkeypatch.setattr(command.time, "sleep", lambda seconds: (_ for _ in ()).throw(KeyboardInterrupt))
+    other = write_run(tmp_path / "other")
+    command.main([str(other), "--watch=7"])
+    (curves,) = unpacked((other / "report.html").read_text(encoding="utf-8"), "curves")
+    assert curves["reload"] == 0, "a page that nobody writes any more stays as it is"
+
+
 def test_smoothing_has_no_bias():
     assert smoothed([2.0, 2.0, 2.0], 0.9) == pytest.approx([2.0, 2.0, 2.0])
     assert smoothed([1.0, 4.0], 0.5) == pytest.approx([1.0, 3.0])  # (0.5 * 0.5 * 1 + 0.5 * 4) / 0.75
@@ -212,6 +292,7 @@ def test_pictures(tmp_path):
 
 # In a browser
 
+SAMPLER = "Sampler against trainer"
 needs_browser = pytest.mark.skipif(executable() is None, reason="no Chromium on PATH: apt-get install chromium")
 COUNT = "document.getElementById('count').textContent"
 
@@ -280,6 +361,38 @@ def test_the_page_shows_curves_warnings_times_and_settings(browser):
 
 
 @needs_browser
+def test_a_phone_shows_all_without_scrolling_sideways(browser, tmp_path):
+    browser.send(
+        "Emulation.setDeviceMetricsOverride", {"width": 360, "height": 780, "deviceScaleFactor": 1, "mobile": True}
+    )
+    browser.run("dispatchEvent(new Event('resize'))")
+    assert browser.run("[innerWidth, document.documentElement.scrollWidth]") == [360, 360]
+    outside = (
+        "[...document.querySelectorAll('main *, header *')].filter((node) => !node.closest('#table')"
+        " && node.getBoundingClientRect().right > 361).map((node) => node.outerHTML.slice(0, 80))"
+    )
+    assert browser.run(outside) == []
+    settings = "document.querySelector('#settings td:last-child').getBoundingClientRect()"
+    assert browser.run(f"{settings}.right <= 360 && {settings}.width > 0"), "the run's own value is in sight"
+    assert browser.run("getComputedStyle(document.querySelector('header')).position") == "static"
+    browser.send("Emulation.clearDeviceMetricsOverride")
+    browser.run("dispatchEvent(new Event('resize'))")
+
+
+@needs_browser
+def test_all_metrics_are_grouped_and_what_never_changes_is_a_line(browser):
+    groups = browser.run("[...document.querySelectorAll('#all summary b')].map((node) => node.textContent)")
+    assert groups == ["Evaluation", "Health", "Reward", "Loss and gradient", "Policy", SAMPLER, "Speed"]
+    words = browser.run("[...document.querySelectorAll('#all span[data-metric]')].map((node) => node.textContent)")
+    assert "time/rollout 3" in words and not any(word.startswith("reward") for word in words)
+    type_into(browser, "#metric", "time/")
+    browser.wait("document.querySelector('#all figure[data-metric=\"reward\"]').hidden")
+    assert browser.run("!document.querySelector('#all span[data-metric=\"time/rollout\"]').hidden")
+    type_into(browser, "#metric", "")
+    assert "not recorded" in browser.run("document.getElementById('origin').textContent")
+
+
+@needs_browser
 def test_completions_are_searched_filtered_and_sorted(browser):
     assert browser.run(COUNT).startswith("60 completions · mean exact_match 0.500")
     type_into(browser, "#search", "OF STEP 7")
@@ -325,11 +438,12 @@ def test_a_click_on_a_curve_shows_the_completions_of_that_step(browser):
     place = {"x": x + width - 9, "y": y + 60, "button": "left", "clickCount": 1}
     browser.send("Input.dispatchMouseEvent", {"type": "mouseMoved", **place})
     tip = browser.wait("!document.getElementById('tip').hidden && document.getElementById('tip').textContent")
-    assert "first0.600" in tip and "second1.800" in tip
+    assert tip.startswith("reward") and "secondstep 91.800 (smoothed 1." in tip
+    assert "firstnone: it ended at step 6" in tip and "0.600" not in tip, "a run that ended has no value there"
     for kind in ("mousePressed", "mouseReleased"):
         browser.send("Input.dispatchMouseEvent", {"type": kind, **place})
     browser.wait(f"{COUNT}.includes(' of 60')")
-    assert set(first_cells(browser, "step")) <= {"6", "9"}
+    assert set(first_cells(browser, "step")) == {"9"}
     browser.run("document.getElementById('clear').click()")
 
 

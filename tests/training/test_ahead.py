@@ -9,6 +9,7 @@ import pytest
 from jaxrl_llm.config.flags import load_config_file
 from jaxrl_llm.train import train
 from jaxrl_llm.training import ahead
+from jaxrl_llm.training.logging.stopwatch import Stopwatch
 from jaxrl_llm.training.runtime.compiling import EVENT
 
 AHEAD = ("jit(scored_logps)", "jit(update)")
@@ -51,6 +52,6 @@ def test_an_error_is_left_to_the_call():
         raise ValueError("no memory")
 
     mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
-    with ahead.CompiledAhead(iter([fails, fails]), mesh) as programs:
+    with ahead.CompiledAhead(iter([fails, fails]), mesh, Stopwatch()) as programs:
         programs.wait()
     assert calls == ["compiled"], "the others wait for what failed"

@@ -85,7 +85,7 @@ def push_run(config: ConfigDict) -> None:
             except ConfigError as error:
                 raise ConfigError(
                     f"{error}. The run is complete, and its model is in {folder / 'hf'}; push it with python -m "
-                    f"jaxrl_llm.export --run={folder} --push_to_hub={export.push_to_hub}"
+                    f"jaxrl_llm export --run={folder} --push_to_hub={export.push_to_hub}"
                 ) from error
 
 

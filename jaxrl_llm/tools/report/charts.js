@@ -1,5 +1,5 @@
 const COLOURS = ["#2563eb", "#ea580c", "#059669", "#c026d3", "#ca8a04", "#0891b2", "#dc2626", "#6d28d9"];
-const view = { smoothing: 0.6, axis: "step", log: false, hidden: new Set(), hover: null };
+const view = { smoothing: 0.6, axis: "step", log: false, hidden: new Set(), hover: null, units: {} };
 const charts = [];
 
 const byId = (id) => document.getElementById(id);
@@ -64,7 +64,7 @@ const quantile = (sorted, part) => sorted[Math.min(sorted.length - 1, Math.floor
 
 /** One metric of all runs over each other. */
 class Chart {
-  constructor(runs, metric, title) {
+  constructor(runs, metric, title, explanation = "") {
     this.runs = runs;
     this.metric = metric;
     this.sparse = metric.startsWith("eval/");
@@ -77,10 +77,12 @@ class Chart {
     save.onclick = () => this.save();
     const caption = make("figcaption", {}, make("b", { textContent: title || metric }),
       make("span", { className: "name", textContent: title && title !== metric ? metric : "" }), save);
-    this.figure = make("figure", { "data-metric": metric }, caption, this.plot);
-    this.plot.onpointermove = (event) => this.hover(event);
+    this.figure = make("figure", { "data-metric": metric }, caption,
+      explanation ? make("p", { className: "quiet explanation", textContent: explanation }) : null, this.plot);
+    this.plot.onpointermove = this.plot.onpointerdown = (event) => this.hover(event);
     this.plot.onpointerleave = () => { view.hover = null; byId("tip").hidden = true; drawHovers(); };
-    this.plot.onclick = () => view.hover !== null && this.nearestStep() !== null && showStep(this.nearestStep());
+    // A tap shows the tooltip, and stays where it is.
+    this.plot.onclick = (event) => event.pointerType !== "touch" && view.hover !== null && this.nearestStep() !== null && showStep(this.nearestStep(), this.sparse);
     this.visible = false;
     charts.push(this);
     watcher.observe(this.figure);
@@ -133,7 +135,7 @@ class Chart {
       first = Math.min(first, one.xs[0]); last = Math.max(last, one.xs[one.xs.length - 1]);
     }
     if (!this.drawn.length) [low, high, first, last] = [0, 1, 0, 1];
-    if (high - low < 1e-12 * Math.max(1, Math.abs(high))) { const room = Math.abs(high) * 0.1 || 1; low -= room; high += room; }
+    if (high - low < 1e-12 * Math.max(1, Math.abs(high))) { const room = Math.abs(high) * 0.1; low -= room; high += room || 1; }
     if (last === first) last = first + 1;
     const room = (high - low) * 0.05;
     low -= room; high += room;
@@ -175,22 +177,31 @@ class Chart {
     const box = this.plot.getBoundingClientRect();
     view.hover = this.first + (event.clientX - box.left - this.left) / (box.width - this.left - 8) * (this.last - this.first);
     drawHovers();
-    const near = this.drawn.map((one) => ({ one, i: nearest(one.xs, view.hover) }));
-    const tip = byId("tip");
-    tip.replaceChildren();
-    if (near.length) tip.append(make("div", { className: "quiet", textContent: `step ${show(near[0].one.steps[near[0].i])}` }));
-    for (const { one, i } of near) {
-      const value = view.log ? 10 ** one.ys[i] : one.ys[i];
-      tip.append(make("div", {}, dot(one.number), one.run.name, make("span", { className: "value", textContent: show(value) })));
+    const tip = byId("tip"), unit = view.units[this.metric], plain = (y) => show(view.log ? 10 ** y : y);
+    tip.replaceChildren(make("div", { className: "quiet", textContent: unit ? `${this.metric}, ${unit}` : this.metric }));
+    for (const one of this.drawn) {
+      const i = this.point(one), last = one.steps.length - 1;
+      const smooth = i !== null && one.smooth !== one.ys ? ` (smoothed ${plain(one.smooth[i])})` : "";
+      const step = i !== null ? `step ${show(one.steps[i])}` : `none: it ${view.hover > one.xs[last] ? `ended at step ${show(one.steps[last])}` : `began at step ${show(one.steps[0])}`}`;
+      tip.append(make("div", {}, dot(one.number), one.run.name, make("span", { className: "quiet", textContent: step }),
+        i === null ? null : make("span", { className: "value", textContent: plain(one.ys[i]) }), make("span", { className: "quiet", textContent: smooth })));
     }
-    tip.hidden = !near.length;
+    tip.hidden = !this.drawn.length;
     const left = event.clientX + 16 + tip.offsetWidth > innerWidth ? event.clientX - tip.offsetWidth - 12 : event.clientX + 16;
-    Object.assign(tip.style, { left: `${left}px`, top: `${Math.min(event.clientY + 12, innerHeight - tip.offsetHeight - 8)}px` });
+    Object.assign(tip.style, { left: `${Math.max(8, left)}px`, top: `${Math.min(event.clientY + 12, innerHeight - tip.offsetHeight - 8)}px` });
   }
 
+  /** The index of a run's point under the cursor; null where the run has none there: it began later, or has ended. */
+  point(one) {
+    const i = nearest(one.xs, view.hover), last = one.xs.length - 1;
+    const gap = Math.max(last ? (one.xs[last] - one.xs[0]) / last : 0, (this.last - this.first) / 40);
+    return Math.abs(one.xs[i] - view.hover) > gap && (view.hover < one.xs[0] || view.hover > one.xs[last]) ? null : i;
+  }
+
+  /** The step of the first run that has a point under the cursor. */
   nearestStep() {
-    const one = this.drawn[0];
-    return one ? one.steps[nearest(one.xs, view.hover)] : null;
+    const one = this.drawn.find((run) => this.point(run) !== null);
+    return one ? one.steps[this.point(one)] : null;
   }
 
   drawHover() {
@@ -204,7 +215,8 @@ class Chart {
     pen.beginPath(); pen.moveTo(this.x(view.hover), 4); pen.lineTo(this.x(view.hover), this.plot.clientHeight - 24); pen.stroke();
     pen.setLineDash([]);
     for (const one of this.drawn) {
-      const i = nearest(one.xs, view.hover);
+      const i = this.point(one);
+      if (i === null) continue;
       pen.fillStyle = colourOf(one.number);
       pen.beginPath(); pen.arc(this.x(one.xs[i]), this.y(one.smooth[i]), 3.5, 0, 7); pen.fill();
     }

@@ -29,14 +29,20 @@ function change(run, metric) {
   return `${show(mean(values.slice(0, size)))} → ${show(mean(values.slice(-size)))}`;
 }
 
+/** `30`, or `12 of 30` while a run goes on or where it was ended early. */
+function progress(run) {
+  const last = run.steps[run.steps.length - 1] ?? 0;
+  return run.total > last ? `${show(last)} of ${show(run.total)}` : show(last);
+}
+
 function makeRuns({ runs, headlines }) {
   const online = headlines.some(([title]) => title === "Reward");
   const metrics = headlines.filter(([title]) => ["Held-out", "Length", online ? "Reward" : "Loss"].includes(title));
-  const head = ["run", "algorithm", "model", "steps", "time", "tokens", ...metrics.map(([, metric]) => metric)];
+  const head = ["run", "algorithm", "model", "steps", "epochs", "time", "tokens", ...metrics.map(([, metric]) => metric)];
   const rows = runs.map((run, number) => make("tr", {},
     make("td", {}, make("span", { className: "chip", style: { padding: 0 } }, dot(number), make("b", { textContent: run.name }))),
-    ...[run.algorithm ?? "-", run.model ?? "-", show(run.steps[run.steps.length - 1]), duration(run.times.length ? run.times[run.times.length - 1] - run.times[0] : 0),
-      show(known(run, "num_tokens").pop()), ...metrics.map(([, metric]) => change(run, metric))].map((text) => make("td", { textContent: text }))));
+    ...[run.algorithm ?? "-", run.model ?? "-", progress(run), show(known(run, "epoch").pop()), duration(run.times.length ? run.times[run.times.length - 1] - run.times[0] : 0),
+      show(known(run, "num_tokens").pop()), ...metrics.map(([, metric]) => change(run, metric))].map((text, i) => make("td", { textContent: text, "data-label": head[i + 1] }))));
   byId("runs").firstChild.append(make("tr", {}, ...head.map((text) => make("th", { textContent: text }))), ...rows);
 }
 
@@ -93,18 +99,56 @@ function makeSettings({ runs, differences }) {
   if (!differences.length) { body.append(make("span", { className: "quiet", textContent: "All as their defaults." })); return; }
   const head = make("tr", {}, ...["key", "default", ...runs.map((run) => run.name)].map((text) => make("th", { textContent: text })));
   const rows = differences.map(({ key, default: usual, values, differs }) => make("tr", {},
-    make("td", { className: "key", textContent: key }), make("td", { className: "quiet", textContent: usual ?? "-" }),
-    ...values.map((value) => make("td", { className: differs ? "other" : "", textContent: value ?? "-" }))));
+    make("td", { className: "key", textContent: key }), make("td", { className: "quiet", textContent: usual ?? "-", "data-label": "default" }),
+    ...values.map((value, i) => make("td", { className: differs ? "other" : "", textContent: value ?? "-", "data-label": runs[i].name }))));
   body.append(make("p", { className: "quiet", textContent: runs.length > 1 ? "Where runs differ (marked), then what is not as its default." : "What is not as its default." }),
     make("table", {}, head, ...rows));
 }
 
-function makeCharts({ runs, headlines }) {
-  byId("headlines").append(...headlines.map(([title, metric]) => new Chart(runs, metric, title).figure));
-  const names = [...new Set(runs.flatMap((run) => Object.keys(run.metrics)))].sort();
-  const all = names.map((metric) => new Chart(runs, metric, "").figure);
-  byId("all").querySelector(".grid").append(...all);
-  byId("metric").oninput = soon(() => all.forEach((figure) => { figure.hidden = !figure.dataset.metric.includes(byId("metric").value.trim()); }));
+/** When, where and by which command each run was started; the newest start in full, the others by their time. */
+function makeOrigin(runs) {
+  const line = (name, value) => [make("dt", { textContent: name }), make("dd", { textContent: value ?? "-" })];
+  byId("origin").querySelector(".body").append(...runs.map((run, number) => {
+    const start = run.starts[run.starts.length - 1], last = run.times[run.times.length - 1];
+    const lines = [...line("folder", run.folder), ...line("last record", last ? new Date(last * 1000).toLocaleString() : "-")];
+    if (!start) lines.push(...line("start", "not recorded"));
+    else {
+      const others = run.starts.slice(0, -1).map((one) => `${one.time} (after step ${one.step})`);
+      lines.push(...line("started", start.time + (start.step ? `, after step ${start.step}` : "")));
+      if (others.length) lines.push(...line("before that", others.join("; ")));
+      lines.push(...line("host", start.host), ...line("devices", start.devices), ...line("command", start.command),
+        ...line("commit", start.commit), ...line("versions", Object.entries(start.versions ?? {}).map((pair) => pair.join(" ")).join(", ")));
+    }
+    return make("div", { className: "origin" }, make("span", { className: "chip", style: { padding: 0 } }, dot(number), make("b", { textContent: run.name })), make("dl", {}, ...lines));
+  }));
+}
+
+/** The value of a metric that is the same wherever it was recorded, at least twice; null for any other. */
+function constant(runs, metric) {
+  const values = runs.flatMap((run) => known(run, metric));
+  return values.length > 1 && values.every((value) => value === values[0]) ? values[0] : null;
+}
+
+function makeCharts({ runs, headlines, explained, groups }) {
+  byId("headlines").append(...headlines.map(([title, metric]) => new Chart(runs, metric, title, explained[title]).figure));
+  const all = [];
+  byId("all").querySelector(".groups").append(...groups.map(({ title, explanation, metrics }) => {
+    const still = metrics.filter((metric) => constant(runs, metric) !== null);
+    const figures = metrics.filter((metric) => !still.includes(metric)).map((metric) => new Chart(runs, metric, "").figure);
+    const words = still.map((metric) => make("span", { "data-metric": metric, textContent: `${metric} ${show(constant(runs, metric))}` }));
+    all.push(...figures, ...words);
+    return make("details", { open: true }, make("summary", {}, make("b", { textContent: title }), make("span", { className: "quiet", textContent: ` ${explanation}` })),
+      make("div", { className: "grid" }, ...figures),
+      words.length ? make("div", { className: "keys" }, make("span", { textContent: "The same wherever it was recorded:" }), ...words) : null);
+  }));
+  byId("metric").oninput = soon(() => all.forEach((node) => { node.hidden = !node.dataset.metric.includes(byId("metric").value.trim()); }));
+}
+
+/** Loads the page again every few seconds while runs go on, but not while somebody reads a completion or has a filter. */
+function reload({ written, reload: seconds }) {
+  byId("written").textContent = `Written ${written}${seconds ? `; it follows the runs every ${seconds} s` : ""}.`;
+  const busy = () => !byId("detail").hidden || [...document.querySelectorAll("input[type=search], #head input")].some((input) => input.value);
+  if (seconds) setInterval(() => { if (!busy()) location.reload(); }, seconds * 1000);
 }
 
 function setTheme(theme) {
@@ -154,12 +198,15 @@ async function main() {
     const start = run.times[0];
     run.axes = { step: run.steps, time: run.times.map((time) => (time - start) / 3600), tokens: run.metrics.num_tokens || run.steps.map(() => null) };
   }
+  view.units = content.units;
+  reload(content);
   makeLegend(content.runs);
   makeRuns(content);
   makeControls(content);
   makeCharts(content);
   makeWarnings(content.runs);
   makePhases(content.runs);
+  makeOrigin(content.runs);
   makeSettings(content);
   await makeTable(content);
   document.body.dataset.ready = "true";

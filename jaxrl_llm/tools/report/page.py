@@ -6,11 +6,13 @@ import html
 import json
 import re
 from collections.abc import Iterable, Sequence
+from datetime import datetime
 from importlib.resources import files
 from string import Template
 from typing import IO, Any
 
 from jaxrl_llm.config import default
+from jaxrl_llm.tools.report.groups import grouped, unit_of
 from jaxrl_llm.tools.report.runs import ReportedRun, differences
 
 # Curves at the top of the page: a title, and the metrics that may stand under it, of which a report shows those it has.
@@ -27,7 +29,26 @@ HEADLINES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("Margin", ("rewards/margins", "margin")),
     ("Accuracy", ("rewards/accuracies", "accuracy", "mean_token_accuracy")),
     ("Gradient", ("grad_norm",)),
+    ("Speed", ("tokens_per_second",)),
+    ("Memory", ("machine/device_memory_peak_gib", "machine/host_memory_peak_gib")),
 )
+# What the curves at the top say, by title.
+EXPLAINED = {
+    "Reward": "mean score of the completions of a step",
+    "Held-out": "on prompts or rows that are not trained on",
+    "KL": "distance from the reference policy, or from the one that sampled",
+    "Entropy": "how undecided the policy is; near 0 all samples are alike",
+    "Length": "tokens of a completion",
+    "Truncated": "share of completions that were cut off",
+    "Clip": "share of tokens whose ratio was clipped; 0 is usual with one update a step",
+    "Mismatch": "log-probs of sampler and trainer; near 0 is right",
+    "Loss": "what is minimised",
+    "Margin": "reward of what was chosen above that of what was rejected",
+    "Accuracy": "share of right choices, or of right tokens",
+    "Gradient": "norm before clipping",
+    "Speed": "trained tokens a second, without compiling",
+    "Memory": "peak since the start, of the fullest device or of the process",
+}
 MOST_SETS = 6  # named sets with a curve at the top
 
 
@@ -67,13 +88,29 @@ def algorithm_of(run: ReportedRun) -> str | None:
 
 
 def write_page(
-    file: IO[str], runs: Sequence[ReportedRun], chunks: Iterable[dict[str, Any]], smoothing: float, note: str
+    file: IO[str],
+    runs: Sequence[ReportedRun],
+    chunks: Iterable[dict[str, Any]],
+    smoothing: float,
+    note: str,
+    reload_seconds: int = 0,
 ) -> None:
-    """Writes the page. Data stands in it as Base64 of gzipped JSON, so that no text in it can be read as HTML."""
+    """Writes the page. Data stands in it as Base64 of gzipped JSON, so that no text in it can be read as HTML.
+
+    The page loads itself again every `reload_seconds`; 0 is never.
+    """
     title = "jaxrl_llm: " + ", ".join(run.name for run in runs)
     template = Template(_part("page.html"))
     curves = {
         "headlines": headlines(runs),
+        "explained": EXPLAINED,
+        "groups": [
+            {"title": group.title, "explanation": group.explanation, "metrics": names}
+            for group, names in grouped({name for run in runs for name in run.metrics})
+        ],
+        "units": {name: unit for run in runs for name in run.metrics if (unit := unit_of(name))},
+        "written": datetime.now().astimezone().isoformat(" ", "seconds"),
+        "reload": reload_seconds,
         "smoothing": smoothing,
         "note": note,
         "differences": differences(runs),
@@ -86,6 +123,8 @@ def write_page(
                 "metrics": run.metrics,
                 "algorithm": algorithm_of(run),
                 "model": run.settings.get("model.path"),
+                "total": run.settings.get("total_steps"),
+                "starts": run.starts,
             }
             for run in runs
         ],

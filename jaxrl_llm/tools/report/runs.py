@@ -1,13 +1,14 @@
 """`ReportedRun`: the records of one run, with the names that metrics have within it."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxrl_llm.config import default, flat
 from jaxrl_llm.config.resolve import ConfigError
 from jaxrl_llm.training.logging.metric_names import MetricNames
+from jaxrl_llm.training.logging.origin import read_starts
 from jaxrl_llm.training.logging.records import METRICS, read_metrics
 
 
@@ -15,6 +16,7 @@ class ReportedRun(NamedTuple):
     """One run: its name in the report, its folder, its settings by full key, and its metrics as columns.
 
     Columns have one length, that of `steps` and `times` (seconds since 1970); None where a step has no such metric.
+    `starts` say when, where and by which command it was started (`read_starts`), empty where it did not record that.
     """
 
     name: str
@@ -23,6 +25,13 @@ class ReportedRun(NamedTuple):
     steps: list[int]
     times: list[float]
     metrics: dict[str, list[float | None]]
+    starts: Sequence[Mapping[str, Any]] = ()
+
+    @property
+    def is_finished(self) -> bool:
+        """True once the last step is recorded."""
+        total = self.settings.get("total_steps")
+        return total is not None and bool(self.steps) and self.steps[-1] >= total
 
 
 def read_runs(folders: Sequence[str | Path]) -> list[ReportedRun]:
@@ -69,7 +78,7 @@ def run_of(folder: Path, name: str | None = None) -> ReportedRun:
             if shown not in ("step", "time"):
                 metrics.setdefault(names.internal(shown), [None] * len(records))[number] = value
     steps, times = [record["step"] for record in records], [record.get("time", 0.0) for record in records]
-    return ReportedRun(name or folder.resolve().name, folder, settings, steps, times, metrics)
+    return ReportedRun(name or folder.resolve().name, folder, settings, steps, times, metrics, read_starts(folder))
 
 
 def _settings(folder: Path) -> dict[str, Any]:

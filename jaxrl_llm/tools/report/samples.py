@@ -20,12 +20,15 @@ def chunks_of(runs: Sequence[ReportedRun], rows: int, characters: int) -> Iterat
     """Pieces of the table of completions: {"rows", "run", "texts", "columns": {name: values}}, of about CHUNK rows.
 
     `run` is a run's number, columns of texts hold indices into `texts`, those of numbers have six digits. At most
-    `rows` completions in all (a step whole or not at all), and `characters` of each text.
+    `rows` completions in all (a step whole or not at all), and `characters` of each text. Those of evaluations, known
+    by their column evaluation, are a quarter of them at most.
     """
     piece = _Piece(characters)
     share = rows // len(runs)
     for number, run in enumerate(runs):
-        for path in picked_files(run.folder / COMPLETIONS, share):
+        held_out = picked_files(run.folder / COMPLETIONS, share // 4, "evaluation")
+        left = share - sum(map(count_rows, held_out))
+        for path in (*picked_files(run.folder / COMPLETIONS, left), *held_out):
             try:
                 table = pq.read_table(path).to_pydict()
             except (OSError, ValueError) as error:
@@ -38,9 +41,12 @@ def chunks_of(runs: Sequence[ReportedRun], rows: int, characters: int) -> Iterat
         yield piece.content()
 
 
-def picked_files(folder: Path, rows: int) -> list[Path]:
-    """Files of completions with at most `rows` rows together, evenly spaced, the last among them where it fits."""
-    paths = sorted(folder.glob("completions_*.parquet"), key=lambda path: int(path.stem.rpartition("_")[2]))
+def picked_files(folder: Path, rows: int, kind: str = "completions") -> list[Path]:
+    """Files of completions (or, as `kind` says, of an evaluation's) with at most `rows` rows together, evenly spaced.
+
+    The last is among them where it fits.
+    """
+    paths = sorted(folder.glob(f"{kind}_*.parquet"), key=lambda path: int(path.stem.rpartition("_")[2]))
     counts = {path: count_rows(path) for path in paths}
     every = max(1, math.ceil(sum(counts.values()) / max(1, rows)))
     while paths and sum(counts[path] for path in paths[::-1][::every]) > rows and every < len(paths):

@@ -29,12 +29,14 @@ function asText(value) {
 const textOf = (column, row) => (column.values[row] === null ? "" : table.texts[column.values[row]]);
 
 function makeHead() {
-  const first = table.runs.length > 1 ? ["run"] : [];
-  table.names = [...first, ...table.columns.keys()];
+  const first = table.runs.length > 1 ? ["run"] : [], names = [...first, ...table.columns.keys()];
+  // On a phone the completion is what is in sight; the other columns are beside it.
+  const narrow = innerWidth < 640;
+  table.names = narrow ? ["completion", ...names.filter((name) => name !== "completion")] : names;
   const widths = table.names.map((name) => {
     if (name === "run") return "150px";
     if (name === "prompt") return "minmax(200px, 2fr)";
-    if (name === "completion") return "minmax(280px, 4fr)";
+    if (name === "completion") return narrow ? "62vw" : "minmax(280px, 4fr)";
     return table.columns.get(name).kind === "text" ? "160px" : `${Math.max(78, Math.min(220, name.length * 8 + 58))}px`;
   });
   byId("table").style.setProperty("--columns", widths.join(" "));
@@ -221,8 +223,10 @@ function setFilter(name, value) {
   byId("table").scrollTop = 0;
 }
 
-function showStep(step) {
+/** The completions of a step: those of its evaluation where the curve is one. */
+function showStep(step, heldOut) {
   if (!table.rows) return;
+  setFilter("evaluation", heldOut ? "/./" : "");
   setFilter("step", String(step));
   byId("completions").scrollIntoView({ behavior: "smooth" });
 }

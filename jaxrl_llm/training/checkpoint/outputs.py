@@ -43,15 +43,19 @@ def check_outputs(folder: Path, resume: str, goes_on: bool) -> None:
 
 def write_given(folder: Path, given: Mapping[str, Any]) -> None:
     """Writes given.json: the arguments of `train` that replace names in its configuration, in words."""
-    words = {
+    if words := in_words(given):
+        (folder / GIVEN).write_text(json.dumps(words, indent=2) + "\n", encoding="utf-8")
+    else:
+        (folder / GIVEN).unlink(missing_ok=True)
+
+
+def in_words(given: Mapping[str, Any]) -> dict[str, str]:
+    """The arguments of `train` that were given, in words."""
+    return {
         name: _words(value)
         for name, value in given.items()
         if value is not None and not (isinstance(value, tuple | list) and not value)
     }
-    if words:
-        (folder / GIVEN).write_text(json.dumps(words, indent=2) + "\n", encoding="utf-8")
-    else:
-        (folder / GIVEN).unlink(missing_ok=True)
 
 
 def given_to(run: Path) -> dict[str, str]:

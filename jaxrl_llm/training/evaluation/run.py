@@ -27,10 +27,11 @@ from jaxrl_llm.training.evaluation.metrics import (
     prompts_by_source,
     summary,
 )
-from jaxrl_llm.training.logging.reward_metrics import add_totals, over_processes
+from jaxrl_llm.training.logging.reward_metrics import add_totals, over_processes, table_value
 from jaxrl_llm.training.online import Rollouts, RolloutWorker, Row
 
-Evaluate = Callable[[Params, jax.Array], dict[str, float]]  # (parameters, key) -> metrics named eval/...
+# (parameters, key[, table]) -> metrics named eval/...; `table` gets a row for each completion.
+Evaluate = Callable[..., dict[str, float]]
 
 
 class NamedSet(NamedTuple):
@@ -91,12 +92,16 @@ class Evaluation:
     metrics: EvalMetrics
     name: str = ""
 
-    def __call__(self, params: Params, key) -> dict[str, float]:
+    def __call__(self, params: Params, key, table: list[Row] | None = None) -> dict[str, float]:
         """The metrics of `summary`, `mean_length` (tokens) and `clipped_ratio` of the samples, and the totals that
-        reward functions log (a judge's requests and tokens), of greedy completions too."""
+        reward functions log (a judge's requests and tokens), of greedy completions too.
+
+        `table` gets a row for each completion: prompt, completion, `evaluation` (sampled or greedy), `set` (where sets
+        have names), rewards and what reward functions log of it.
+        """
         key = jax.random.fold_in(key, EVALUATION)
-        samples = self._sample(self.sampled, params, key)
-        greedy = None if self.greedy is None else self._sample(self.greedy, params, key)
+        samples = self._sample(self.sampled, params, key, "sampled", table)
+        greedy = None if self.greedy is None else self._sample(self.greedy, params, key, "greedy", table)
         totals = samples.totals if greedy is None else add_totals(samples.totals, greedy.totals)
         group_size, prefix = self.sampled.engine.group_size, f"eval/{self.name}/" if self.name else "eval/"
         metrics = {prefix + name: float(total) for name, total in over_processes(totals).items()}
@@ -108,8 +113,9 @@ class Evaluation:
             metrics |= {f"{prefix}{source}/{name}" if source else prefix + name: x for name, x in values.items()}
         return metrics
 
-    def _sample(self, sampler: RolloutWorker, params: Params, key) -> Samples:
+    def _sample(self, sampler: RolloutWorker, params: Params, key, decoding: str, table: list[Row] | None) -> Samples:
         """The graded completions of all examples, `prompts_at_once` prompts at a time."""
+        fixed = {"evaluation": decoding} | ({"set": self.name} if self.name else {})
         batches, answers, totals = [], [], NOTHING_LOGGED
         for start, count, examples in full_batches(self.examples, self.prompts_at_once, row_shards(sampler.mesh)):
             # Keyed by the position in this set alone: other sets, and the training step, change no sample.
@@ -118,6 +124,17 @@ class Evaluation:
             rows = count * sampler.engine.group_size  # the rest are of examples that fill up the batch
             batches.append(tuple(x[:rows] for x in multihost_utils.process_allgather(arrays, tiled=True)))
             totals = add_totals(totals, out.logged)
+            if table is not None:
+                names, columns = sampler.rewards.names, out.logged.columns
+                local = [
+                    {"prompt": prompt, "completion": completion, **fixed}
+                    | dict(zip(names, map(float, values), strict=True))
+                    | {name: table_value(column[row]) for name, column in columns.items()}
+                    for row, (prompt, completion, values) in enumerate(
+                        zip(out.prompts, out.completions, out.rewards, strict=True)
+                    )
+                ]
+                table += [row for process in gather(local) for row in process][:rows]
             by_process = gather(self._answers(sampler, out))
             known = None not in by_process
             answers.append([answer for process in by_process for answer in process][:rows] if known else None)
@@ -144,9 +161,9 @@ class Evaluations:
 
     sets: tuple[Evaluate, ...]
 
-    def __call__(self, params: Params, key) -> dict[str, float]:
-        """The metrics of all sets."""
-        return {name: value for evaluate in self.sets for name, value in evaluate(params, key).items()}
+    def __call__(self, params: Params, key, table: list[Row] | None = None) -> dict[str, float]:
+        """The metrics of all sets; `table` gets a row for each completion."""
+        return {name: value for evaluate in self.sets for name, value in evaluate(params, key, table).items()}
 
 
 def completions_of(evaluation: Evaluation, params: Params, key) -> list[list[Any]]:

@@ -5,10 +5,11 @@ are escaped. On a terminal, everything appears above a progress bar. Anywhere el
 there are only lines, with one for a few steps.
 """
 
+import contextlib
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -19,9 +20,12 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
+from jaxrl_llm.training.logging.stopwatch import Stopwatch
+
 LABELS = {"tokens_per_second": "tokens/s", "completions/mean_length": "length", "grad_norm": "grad norm"}
 EARLY_STEPS = (1, 2, 5)
 QUIET_SECONDS = 10.0
+LONG_SECONDS = 5.0  # of a wait whose end is worth a line
 STEPS_FOR_SPEED = 20
 PROMPT_CHARACTERS = 400
 COMPLETION_CHARACTERS = 1200
@@ -52,7 +56,9 @@ class Screen:
         self._began = self._clock()
         self._last_line = float("-inf")
         self._recent: deque[tuple[int, float]] = deque(maxlen=STEPS_FOR_SPEED + 1)  # (step, when it was over)
-        self._metrics = Text("", no_wrap=True, overflow="ellipsis")
+        self._metrics = ""
+        self._status: tuple[str, float] | None = None  # what is waited for, and since when
+        self.watch: Stopwatch | None = None
         self._progress = Progress(
             TextColumn("step {task.completed}/{task.total}"),
             BarColumn(bar_width=None),
@@ -63,7 +69,7 @@ class Screen:
         )
         self._task = self._progress.add_task("", total=total, completed=done, eta="-")
         # The display is drawn by its own thread, so a step costs only the update of its numbers.
-        self._live = Live(Group(self._progress, self._metrics), console=self.console, refresh_per_second=2)
+        self._live = Live(get_renderable=self._picture, console=self.console, refresh_per_second=2)
 
     def begin(self) -> None:
         """Starts the progress bar."""
@@ -74,16 +80,30 @@ class Screen:
 
     def close(self) -> None:
         """Ends the progress bar, leaving its last state on the screen."""
+        self._status = None
         self._live.stop()
+
+    def _picture(self) -> Group:
+        """The bar, and below it what is waited for and for how long, or the newest metrics.
+
+        Until there are metrics it is the phase that is open in `watch`.
+        """
+        status, below, watch = self._status, self._metrics, self.watch
+        if status is None and not below and watch is not None and (phases := watch.phases[-1:]):
+            status = phases[0], watch.changed
+        if status is not None:
+            below = f"{status[0]}  {duration(self._clock() - status[1])}"
+        return Group(self._progress, Text(below, no_wrap=True, overflow="ellipsis"))
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Shows the metrics of a step: beside the bar, or in a line when one is due; an evaluation always."""
         evaluation = {name[5:]: value for name, value in metrics.items() if name.startswith("eval/")}
         if len(evaluation) < len(metrics):
-            self._recent.append((step, self._clock()))
+            if step:  # an evaluation before the first step is none
+                self._recent.append((step, self._clock()))
             words = [f"{LABELS.get(name, name)} {show(metrics[name])}" for name in self._shown if name in metrics]
             if self.fancy:
-                self._metrics.plain = "  ".join(words)
+                self._metrics, self._status = "  ".join(words), None
                 self._progress.update(self._task, completed=step, eta=self.remaining(step))
             elif self._due(step):
                 self._last_line = self._clock()
@@ -107,9 +127,12 @@ class Screen:
         quiet = self._clock() - self._last_line >= QUIET_SECONDS
         return step in EARLY_STEPS or step % every == 0 or step == self.total or quiet
 
-    def status(self, text: str) -> None:
-        """Shows a text beside the bar until the next step, or the next text; without a terminal nothing."""
-        self._metrics.plain = self._clean(text)
+    def status(self, text: str, began: float) -> None:
+        """Shows a text and the seconds since `began` below the bar, until the next step or text; an empty one ends it.
+
+        Without a terminal there is nothing to show it on.
+        """
+        self._status = (self._clean(text), began) if text else None
 
     def note(self, message: str) -> None:
         """Shows a line."""
@@ -119,14 +142,14 @@ class Screen:
         """Shows a warning."""
         self._line(f"warning: {message}", "bold yellow")
 
-    def completions(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+    def completions(self, step: int, rows: Sequence[Mapping[str, Any]], held_out: bool = False) -> None:
         """Shows completions: the end of the prompt, the completion, and the other columns in one line."""
         for number, row in enumerate(rows, 1):
             scores = "  ".join(
                 f"{name} {show(value)}" for name, value in row.items() if name not in ("prompt", "completion")
             )
             prompt, completion = shorten_start(as_text(row["prompt"])), shorten(as_text(row["completion"]))
-            title = f"step {step}  completion {number} of {len(rows)}"
+            title = f"step {step}  {'held-out ' * held_out}completion {number} of {len(rows)}"
             if self.fancy:
                 body = Text.assemble(
                     (self._clean(prompt), "dim"), "\n", self._clean(completion), "\n", (self._clean(scores), "cyan")
@@ -170,7 +193,7 @@ class Screen:
 
     def _line(self, text: str, style: str = "") -> None:
         if self.fancy:
-            self.console.print(Text(self._clean(text), style))
+            self.console.print(Text(self._clean(text), style), soft_wrap=True)  # a command is copied from one line
         else:
             self._plain(text)
 
@@ -187,6 +210,38 @@ class Screen:
 def stdout_console() -> Console:
     """A console on standard output that is a terminal only where standard output is one, whatever FORCE_COLOR says."""
     return Console(file=sys.stdout, force_terminal=sys.stdout.isatty(), force_jupyter=False)
+
+
+def stderr_console() -> Console:
+    """A console on standard error, for what is not the result of a command; a terminal where that is one."""
+    return Console(file=sys.stderr, force_terminal=sys.stderr.isatty(), force_jupyter=False)
+
+
+@contextlib.contextmanager
+def waiting(what: str, console: Console, lines: bool = True) -> Iterator[None]:
+    """Shows what the block does: on a terminal with the seconds so far, in a line that goes when it is over.
+
+    Elsewhere there is a line at its start and, when it took long, one at its end, or with `lines` off nothing.
+    """
+    began = time.monotonic()
+    if console.is_interactive and not console.is_dumb_terminal:
+
+        def picture() -> Text:
+            return Text(f"{what}  {duration(time.monotonic() - began)}", no_wrap=True, overflow="ellipsis")
+
+        own = console.file is sys.stdout
+        # Progress bars of downloads write to standard error, results of commands to standard output: they stay there.
+        with Live(
+            get_renderable=picture, console=console, refresh_per_second=2, transient=True, redirect_stderr=False,
+            redirect_stdout=own,
+        ):  # fmt: skip
+            yield
+        return
+    if lines:
+        print(f"{what} ...", file=console.file, flush=True)
+    yield
+    if lines and time.monotonic() - began > LONG_SECONDS:
+        print(f"{what}: done in {duration(time.monotonic() - began)}", file=console.file, flush=True)
 
 
 def evaluation_line(evaluation: Mapping[str, float]) -> str:
@@ -210,7 +265,7 @@ def evaluation_line(evaluation: Mapping[str, float]) -> str:
 
 
 def show(value: object) -> str:
-    """A short text of a value: 0.512, 1.25e-06, 12,345; texts in one short line, None as `-`."""
+    """A short text of a value: 0.512, 116.3, 1.25e-06, 12,345; texts in one short line, None as `-`."""
     if value is None:
         return "-"
     value = value.item() if getattr(value, "shape", None) == () else value  # pyright: ignore[reportAttributeAccessIssue]
@@ -219,7 +274,7 @@ def show(value: object) -> str:
     if not isinstance(value, float):
         return shorten(repr(value) if isinstance(value, str) else str(value), 80)
     if value == 0 or 0.001 <= abs(value) < 1000:
-        return f"{value:.3f}"
+        return f"{value:.3f}" if abs(value) < 100 else f"{value:.1f}"
     return f"{value:,.0f}" if 1000 <= abs(value) < 1e9 else f"{value:.3g}"
 
 

@@ -2,6 +2,7 @@
 
 import math
 import operator
+import shlex
 import sys
 import time
 from collections import defaultdict
@@ -17,6 +18,7 @@ from jaxrl_llm.training.logging.backends import Identity
 from jaxrl_llm.training.logging.backends.delivery import Delivery, deliveries, table_of
 from jaxrl_llm.training.logging.console import Screen
 from jaxrl_llm.training.logging.metric_names import MetricNames
+from jaxrl_llm.training.logging.origin import STARTS
 from jaxrl_llm.training.logging.records import (
     COMPLETIONS,
     METRICS,
@@ -26,15 +28,18 @@ from jaxrl_llm.training.logging.records import (
     trim_metrics,
     write_completions,
 )
+from jaxrl_llm.training.logging.stopwatch import Stopwatch
 
 CONTENTS = {
     "config.json": "the configuration of the run",
     "config_history": "the configurations before it went on with others",
     "given.json": "the arguments of train beside it, in words",
     METRICS: "one object a step",
+    STARTS: "when, where and by which command it was started",
     COMPLETIONS: "prompts, completions, rewards and advantages",
     "checkpoints": "states the run can go on from",
     "hf": "the trained model",
+    "report.html": "curves and completions, by the command report",
     "adapter": "its adapters, as PEFT keeps them",
     "critic": "PPO's critic",
     "tensorboard": "the event files of TensorBoard",
@@ -134,12 +139,18 @@ class Logger:
         while self._deliveries:
             self._deliveries.pop().close(failed)
 
-    def start(self, facts: Mapping[str, object]) -> None:
-        """Shows `facts` (devices, parameters, ...) and the main settings of the run, and starts the progress bar."""
+    def start(self, facts: Mapping[str, object], watch: Stopwatch | None = None) -> None:
+        """Shows `facts` (devices, parameters, ...) and the main settings of the run, and starts the progress bar.
+
+        Until the first step the open phase of `watch` is shown below it.
+        """
         if self._screen:
+            self._screen.watch = watch
             self._screen.table("settings", {**facts, **self.spec.settings}, str(self.folder))
             if self._resume_step is not None:
                 self._screen.note(f"going on after step {self._resume_step}")
+            if not self._screen.fancy and self._file:
+                self._screen.note(f"steps are shown now and then; {self.folder / METRICS} has all of them")
             self._screen.begin()
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
@@ -194,29 +205,30 @@ class Logger:
         if evaluation:
             self._evaluations[1:] = [(record["step"], evaluation)]
 
-    def completions(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+    def completions(self, step: int, rows: Sequence[Mapping[str, Any]], held_out: bool = False) -> None:
         """Writes one file of completions (see `write_completions`) and, when one is due, shows a sample of them.
 
         `completions_shown` rows, evenly spaced so that they have different prompts, are shown at the steps that
-        `completions_every` divides; a table of `table_rows` goes to the other backends then.
+        `completions_every` divides and after the last one; a table of `table_rows` goes to the other backends then,
+        unless they are of an evaluation (`held_out`).
         """
         if not self._main:
             return
         try:
-            write_completions(self.folder / COMPLETIONS, step, rows)
+            write_completions(self.folder / COMPLETIONS, step, rows, held_out)
         except OSError as error:
             self.warn(f"the completions of step {step} are left out: {error}")
         every, shown = self.spec.completions_every, min(self.spec.completions_shown, len(rows))
-        due = every and step % every == 0
-        for delivery in self._deliveries if due else ():
+        due = every and (step % every == 0 or step == self.spec.total_steps)
+        for delivery in self._deliveries if due and not held_out else ():
             delivery.table(step, table_of(rows, self.spec.table_rows))
         if self._screen and due:
-            self._screen.completions(step, [rows[i * len(rows) // shown] for i in range(shown)])
+            self._screen.completions(step, [rows[i * len(rows) // shown] for i in range(shown)], held_out)
 
-    def status(self, text: str) -> None:
-        """Shows a text beside the progress bar, until the next step."""
+    def status(self, text: str, began: float) -> None:
+        """Shows a text and the seconds since `began` (time.monotonic()) below the bar; an empty one ends it."""
         if self._screen:
-            self._screen.status(text)
+            self._screen.status(text, began)
 
     def note(self, message: str) -> None:
         """Shows a line above the progress bar."""
@@ -230,10 +242,11 @@ class Logger:
         else:
             print(f"process {jax.process_index()}: warning: {message}", file=sys.stderr, flush=True)
 
-    def finish(self, seconds: Mapping[str, float] | None = None) -> dict[str, Any]:
+    def finish(self, seconds: Mapping[str, float] | None = None, outcome: str = "") -> dict[str, Any]:
         """The summary of the run, which is also shown: evaluation before and after, time by phase, files.
 
-        `seconds` by phase is the sum of the logged `time/<phase>` unless given
+        Last come the steps that were made, `outcome` (where model and checkpoints are) and the commands that go on from
+        here. `seconds` by phase is the sum of the logged `time/<phase>` unless given
         (`Stopwatch.totals`); "other" is the rest since the Logger was made: loading, compilation, checkpoints.
         Times are of this process, evaluations of the complete run.
 
@@ -251,8 +264,22 @@ class Logger:
             self._screen.evaluations(self._evaluations)
             self._screen.phases(phases)
             self._screen.table("files", files)
+            for line in self._closing(outcome):
+                self._screen.note(line)
         first, last = (self._evaluations[0][1], self._evaluations[-1][1]) if self._evaluations else ({}, {})
         return {"before": dict(first), "after": dict(last), "seconds": phases, "files": files}
+
+    def _closing(self, outcome: str) -> list[str]:
+        """The last lines of a run: what was done and where it is, and the commands that show it."""
+        done, total = self._last_step or 0, self.spec.total_steps
+        lines = [f"finished after step {done}{f' of {total}' if done < total else ''}{outcome and f': {outcome}'}"]
+        folder = shlex.quote(str(self.folder))
+        if self._file:
+            lines.append(f"  curves and completions:  python -m jaxrl_llm report {folder}")
+        if (self.folder / "hf" / "config.json").is_file() and (self.folder / "hf" / "generation_config.json").is_file():
+            model = shlex.quote(str(self.folder / "hf"))
+            lines.append(f"  completions of a prompt: python -m jaxrl_llm generate --model={model} --prompt=TEXT")
+        return lines
 
 
 def _number(name: str, value: Any) -> int | float:

@@ -38,6 +38,7 @@ VERL: Mapping[str, str] = {
     **{f"prompts/{kind}_length": f"prompt_length/{kind}" for kind in SPREAD},
     "step_time": "perf/time_per_step",
     "tokens_per_second": "perf/throughput",
+    "machine/device_memory_peak_gib": "perf/max_memory_allocated_gb",
     **{f"time/{phase}": f"timing_s/{verl}" for phase, verl in PHASES.items()},
 }
 TRL_PPO: Mapping[str, str] = {

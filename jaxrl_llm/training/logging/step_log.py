@@ -3,6 +3,8 @@
 The loop may dispatch a step before the one before it is settled, so that the device does not wait for the host.
 """
 
+import resource
+import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
@@ -26,6 +28,7 @@ class Step(NamedTuple):
     metrics: dict[str, Any]  # of the experience
     updates: list[Any]  # the metrics of each minibatch
     table: list[dict[str, Any]]  # a row per completion
+    compiled: float = 0.0  # seconds of compilation in the stopwatch before its batch was made
 
 
 class StepLog:
@@ -54,6 +57,8 @@ class StepLog:
         self._pending: Step | None = None
         self._pending_metrics: Metrics | None = None  # once they have been read
         self._finished = 0.0  # time.perf_counter() when the newest step was
+        self._compiled = 0.0  # seconds of compilation in the stopwatch then
+        self._machine = Machine()
 
     def add(self, step: Step) -> None:
         """Takes a step, after the one before is settled."""
@@ -102,13 +107,16 @@ class StepLog:
         # Steps overlap: the time of one starts where the one before it ended.
         now = time.perf_counter()
         seconds, self._finished = now - max(step.began, self._finished), now
+        compiled = self._watch.totals["compile"]
+        working, self._compiled = seconds - (compiled - max(step.compiled, self._compiled)), compiled
         warnings = health_warnings(self._health, metrics)
         self.warn(self._warnings.due(step.number, warnings))
         metrics |= {
             **{f"warning/{name}": 1.0 for name in warnings},
             "num_tokens": self.counts["num_tokens"],
             "step_time": seconds,
-            "tokens_per_second": trained / seconds,
+            "tokens_per_second": trained / working,
+            **self._machine.metrics(),
         } | self._watch.take()
         if step.table:
             self._logger.completions(step.number, step.table)
@@ -119,7 +127,8 @@ class StepLog:
         if evaluate is not None:
             with self._watch("evaluation"):
                 metrics = metrics | evaluate()
-            metrics |= self._watch.take()
+            for name, seconds in self._watch.take().items():  # both the step and its evaluation may have compiled
+                metrics[name] = metrics.get(name, 0.0) + seconds
         self._logger.log(step, metrics)
         self.history.append({"step": step, **metrics})
 
@@ -132,6 +141,37 @@ class StepLog:
         """Shows warnings."""
         for line in lines:
             self._logger.warn(line)
+
+
+class Machine:
+    """Memory and processors of this process, as metrics `machine/...`; memory is in GiB (2^30 bytes).
+
+    Of accelerators the memory in use and its peak since the start, of the fullest device of this process, where the
+    backend counts them (CPUs do not); the peak of the process's resident memory; and the processor cores that the
+    process kept busy, on average since the last call.
+    """
+
+    def __init__(self) -> None:
+        self._since = time.perf_counter(), _cpu_seconds()
+
+    def metrics(self) -> Metrics:
+        """The metrics of now."""
+        (then, used), self._since = self._since, (time.perf_counter(), _cpu_seconds())
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)  # bytes
+        metrics = {
+            "machine/host_memory_peak_gib": peak / 2**30,
+            "machine/cpu_cores": (self._since[1] - used) / (self._since[0] - then),
+        }
+        devices = [stats for device in jax.local_devices() if (stats := device.memory_stats())]
+        for name, key in (("memory", "bytes_in_use"), ("memory_peak", "peak_bytes_in_use")):
+            if found := [stats[key] for stats in devices if key in stats]:
+                metrics[f"machine/device_{name}_gib"] = max(found) / 2**30
+        return metrics
+
+
+def _cpu_seconds() -> float:
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return usage.ru_utime + usage.ru_stime
 
 
 def merge(updates: list[Mapping[str, Any]]) -> Metrics:

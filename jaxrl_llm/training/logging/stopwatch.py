@@ -41,6 +41,12 @@ class Stopwatch:
             self.totals[phase] += elapsed - self._inner
             self._inner = before + elapsed
 
+    def charge(self, phase: str, seconds: float) -> None:
+        """Counts `seconds` that have just passed as `phase` and not as the one that is open."""
+        self._since_take[phase] += seconds
+        self.totals[phase] += seconds
+        self._inner += seconds
+
     def _sign_of_life(self) -> None:
         self.changed = time.monotonic()
         if self._within is not None:

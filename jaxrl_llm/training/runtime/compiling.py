@@ -1,4 +1,4 @@
-"""`CompileStatus`: what XLA compiles at the moment, and lines about the programs that take long."""
+"""`CompileStatus`: what XLA compiles at the moment, lines about the programs that take long, and the time it took."""
 
 import threading
 import time
@@ -7,19 +7,26 @@ from typing import Any
 
 import jax
 
+from jaxrl_llm.training.logging.stopwatch import Stopwatch
+
 EVENT = "/jax/core/compile/backend_compile_duration"  # a scalar where a compilation begins, a duration where it ends
+STAGES = (EVENT, "/jax/core/compile/jaxpr_trace_duration", "/jax/core/compile/jaxpr_to_mlir_module_duration")
 LONG = 5.0  # seconds of a compilation that is worth a line
 
 
 class CompileStatus:
-    """A context manager that calls `show` with the programs that are compiled now (an empty text: none), and `note`
-    with a line when one has taken `LONG` seconds, and another when that one is done.
+    """A context manager that calls `show` with the programs that are compiled now (an empty text: none) and the
+    time.monotonic() at which the oldest of them began, and `note` with a line when one has taken `LONG` seconds, and
+    another when that one is done.
 
-    Both are called on the threads that compile, and `note` on one of its own.
+    Both are called on the threads that compile, and `note` on one of its own. What tracing and compiling takes on the
+    thread that made this counts in `watch` as the phase compile; programs that others compile hold nobody up.
     """
 
-    def __init__(self, show: Callable[[str], None], note: Callable[[str], None]):
-        self._show, self._note = show, note
+    def __init__(self, show: Callable[[str, float], None], note: Callable[[str], None], watch: Stopwatch):
+        self._show, self._note, self._watch = show, note, watch
+        self._thread = threading.get_ident()
+        self._counted: list[tuple[float, float]] = []  # (begin, seconds) of stages, of which later ones may hold some
         self._lock = threading.Lock()
         self._running: dict[tuple[int, str], tuple[float, threading.Timer]] = {}
 
@@ -42,23 +49,29 @@ class CompileStatus:
         timer.daemon = True
         with self._lock:
             self._running[threading.get_ident(), name] = time.monotonic(), timer
-            self._show(self._text())
+            self._show_running()
         timer.start()
 
     def _end(self, event: str, duration_secs: float, **facts: Any) -> None:
+        if event in STAGES and threading.get_ident() == self._thread:
+            begin, inside = time.perf_counter() - duration_secs, 0.0
+            while self._counted and self._counted[-1][0] >= begin:  # a function that is traced within another one
+                inside += self._counted.pop()[1]
+            self._counted.append((begin, duration_secs))
+            self._watch.charge("compile", max(duration_secs - inside, 0.0))
         key = threading.get_ident(), _name(facts)
         if event != EVENT or key not in self._running:
             return
         with self._lock:
             began, timer = self._running.pop(key)
-            self._show(self._text())
+            self._show_running()
         timer.cancel()
         if (seconds := time.monotonic() - began) > LONG:
             self._note(f"compiled {key[1]} in {seconds:.0f} s")
 
-    def _text(self) -> str:
-        names = [name for _, name in self._running]
-        return f"compiling {', '.join(names)}" if names else ""
+    def _show_running(self) -> None:
+        names, began = [name for _, name in self._running], [began for began, _ in self._running.values()]
+        self._show(f"compiling {', '.join(names)}" if names else "", min(began, default=time.monotonic()))
 
 
 def _name(facts: dict[str, Any]) -> str:

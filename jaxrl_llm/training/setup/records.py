@@ -1,6 +1,8 @@
 """From the configuration to what a run records of itself: its log, the limits of its health, its checkpoints."""
 
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 from jaxrl_llm.config import default, eval_set, flat
 from jaxrl_llm.config.schema import KEYS, OFFLINE
@@ -24,18 +26,28 @@ SHOWN_SETTINGS = (
 )
 
 
-def logging_spec(config) -> LoggingSpec:
-    """The records and the console of a run."""
+# Arguments of `train`, and the settings that they take the place of.
+REPLACED = {
+    "train_dataset": "data.path",
+    "eval_dataset": "data.eval_path",
+    "rewards": "rewards.functions",
+    "environment": "environment.name",
+    "tools": "environment.tools",
+}
+
+
+def logging_spec(config, given: Mapping[str, str] = MappingProxyType({})) -> LoggingSpec:
+    """The records and the console of a run; `given` are arguments of `train`, in words."""
     c = config.logging
     if config.algorithm.name in OFFLINE:
-        progress = ("loss", "rewards/accuracies", "accuracy", "grad_norm", "lr", "tokens_per_second")
+        progress = ("epoch", "loss", "rewards/accuracies", "accuracy", "grad_norm", "lr", "tokens_per_second")
     else:
-        progress = ("reward", "kl", "entropy", "completions/mean_length", "tokens_per_second")
+        progress = ("epoch", "reward", "kl", "entropy", "completions/mean_length", "tokens_per_second")
     return LoggingSpec(
         backends=tuple(c.backends),
         total_steps=config.total_steps,
         progress=progress,
-        settings=shown_settings(config),
+        settings=shown_settings(config) | {REPLACED[name]: f"{words} ({name})" for name, words in given.items()},
         all_settings=masked(flat(config.to_dict())),
         names=metric_names(config),
         project=c.project,

@@ -15,7 +15,9 @@ CLOCKS = {"tokens_per_second", "step_time"}
 def metrics(path: Path) -> list[dict]:
     """The lines of metrics.jsonl without what a clock measured."""
     lines = [json.loads(line) for line in path.read_text().splitlines()]
-    return [{k: v for k, v in line.items() if not k.startswith("time") and k not in CLOCKS} for line in lines]
+    return [
+        {k: v for k, v in line.items() if not k.startswith(("time", "machine/")) and k not in CLOCKS} for line in lines
+    ]
 
 
 def assert_same_run(one: Path, other: Path) -> None:

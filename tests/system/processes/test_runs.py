@@ -24,7 +24,9 @@ def command(root: Path, name: str, folder: Path, *flags: str) -> list[str]:
 
 def same_numbers(one: dict, other: dict, where: str):
     """Both hold the same keys, and numbers that agree as far as sums in another order do."""
-    one, other = ({k: v for k, v in x.items() if k not in TIMES and not k.startswith("time")} for x in (one, other))
+    one, other = (
+        {k: v for k, v in x.items() if k not in TIMES and not k.startswith(("time", "machine/"))} for x in (one, other)
+    )
     assert one.keys() == other.keys(), where
     for name, value in one.items():
         if name.endswith("rewards/accuracies") and abs(one[name.replace("accuracies", "margins")]) < 3e-5:
@@ -44,10 +46,11 @@ def same_runs(one: Path, other: Path, evaluations: bool = True):
         lines = [[{k: v for k, v in x.items() if "eval" not in k} for x in run if x["step"]] for run in lines]
     for first, second in zip(*lines, strict=True):
         same_numbers(first, second, f"step {first['step']}")
-    for folder in ("completions", "hf", "critic"):
-        names = [sorted(path.name for path in (run / folder).glob("*")) for run in (one, other)]
+    kinds = "*" if evaluations else "completions_*"
+    for folder, pattern in (("completions", kinds), ("hf", "*"), ("critic", "*")):
+        names = [sorted(path.name for path in (run / folder).glob(pattern)) for run in (one, other)]
         assert names[0] == names[1]
-    for table in (one / "completions").glob("*"):
+    for table in (one / "completions").glob(kinds):
         rows = [pq.read_table(run / "completions" / table.name).to_pylist() for run in (one, other)]
         for number, (first, second) in enumerate(zip(*rows, strict=True)):
             same_numbers(first, second, f"{table.name} row {number}")

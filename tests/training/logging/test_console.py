@@ -10,8 +10,10 @@ import numpy as np
 import pytest
 
 from jaxrl_llm.config import default
-from jaxrl_llm.training.logging.console import Screen, duration, evaluation_line, show
+from jaxrl_llm.training.logging import console as console_module
+from jaxrl_llm.training.logging.console import Screen, duration, evaluation_line, show, waiting
 from jaxrl_llm.training.logging.logger import Logger
+from jaxrl_llm.training.logging.stopwatch import Stopwatch
 from jaxrl_llm.training.setup.records import logging_spec, shown_settings
 from tests.training.logging.common import ROWS, files, pipe, quiet_spec, steps, terminal, text_of
 
@@ -97,11 +99,13 @@ def test_offline_runs_show_loss_and_learning_rate(tmp_path):
 
 def test_completions_shown_are_spaced(tmp_path):
     config, console = default(), pipe()
+    config.logging.completions_every = 10
     rows = [{"prompt": f"prompt {i // 8}", "completion": f"row {i}", "exact_match": i / 64} for i in range(64)]
     with Logger(logging_spec(config), tmp_path, console=console) as logger:
         logger.completions(9, rows)
         assert text_of(console) == ""
         logger.completions(10, rows)
+    assert default().logging.completions_every == 50, "few samples by default"
     config.logging.completions_every = 0
     with Logger(logging_spec(config), tmp_path, resume_step=10, console=console) as logger:
         logger.completions(20, rows)
@@ -110,6 +114,89 @@ def test_completions_shown_are_spaced(tmp_path):
     assert len({line for line in text.splitlines() if "prompt " in line}) == 3
     assert "exact_match 0.328" in text and "step 20" not in text
     assert len(files(tmp_path / "completions")) == 3
+
+
+def test_evaluations_have_samples_as_training_has(tmp_path):
+    """At the steps that logging.completions_every divides, 0 among them, and after the last one; all are in a file."""
+    config, console = default(), pipe()
+    config.total_steps, config.logging.completions_every, config.logging.completions_shown = 7, 4, 1
+    rows = [{"prompt": "ask", "completion": "held", "evaluation": "greedy", "exact_match": 1.0}]
+    with Logger(logging_spec(config), tmp_path, console=console) as logger:
+        for step in (0, 2, 4, 6, 7):
+            logger.completions(step, rows, held_out=True)
+        logger.completions(7, rows)
+    titles = [line for line in text_of(console).splitlines() if line.startswith("step ")]
+    assert titles == [*(f"step {step}  held-out completion 1 of 1" for step in (0, 4, 7)), "step 7  completion 1 of 1"]
+    assert "  evaluation 'greedy'  exact_match 1.000" in text_of(console)
+    expected = [f"evaluation_{step:05d}.parquet" for step in (0, 2, 4, 6, 7)]
+    assert files(tmp_path / "completions") == ["completions_00007.parquet", *expected]
+    Logger(quiet_spec(), tmp_path, resume_step=4).close()
+    assert files(tmp_path / "completions") == expected[:3]
+
+
+def test_a_wait_is_shown_with_its_seconds(monkeypatch):
+    """On a terminal in a line that goes, elsewhere in a line at the start, and at the end if it was long."""
+    console, now = terminal(monkeypatch), [0.0]
+    monkeypatch.setattr(console_module.time, "monotonic", lambda: now[0])
+    with waiting("loading MODEL", console):
+        now[0] += 42.0
+    text = text_of(console)
+    assert "loading MODEL  0:00:42" in text and text.rindex("\x1b[?25h") > text.rindex("\x1b[?25l")
+    console = pipe()
+    with waiting("loading MODEL", console):
+        now[0] += 42.0
+    with waiting("reading", console):
+        now[0] += 1.0
+    with waiting("nothing", console, lines=False):
+        now[0] += 42.0
+    assert text_of(console).splitlines() == ["loading MODEL ...", "loading MODEL: done in 0:00:42", "reading ..."]
+
+
+def test_the_status_has_its_seconds_and_goes_with_the_next_step(monkeypatch):
+    now, console = [0.0], terminal(monkeypatch)
+    screen = Screen(("loss",), 100, console=console, clock=lambda: now[0])
+    screen.watch = Stopwatch()
+    screen.begin()
+    with screen.watch("evaluation"):
+        screen.watch.changed, now[0] = 5.0, 25.0
+        screen._live.refresh()
+        assert "evaluation  0:00:20" in text_of(console), "before the first step the phase is shown"
+    screen.step(1, {"loss": 0.5})
+    screen.status("compiling update", 25.0)
+    now[0] += 90.0
+    screen._live.refresh()
+    assert "compiling update  0:01:30" in text_of(console)
+    seen = len(text_of(console))
+    screen.step(2, {"loss": 0.25})
+    screen._live.refresh()
+    assert "loss 0.250" in text_of(console)[seen:]
+    screen.status("compiling decode", 115.0)
+    screen.status("", 115.0)
+    seen = len(text_of(console))
+    screen._live.refresh()
+    screen.close()
+    assert "loss 0.250" in text_of(console)[seen:] and "compiling decode" not in text_of(console)[seen:]
+
+
+def test_the_last_lines_say_what_is_true(tmp_path):
+    config, console, folder = default(), pipe(), tmp_path / "my run"
+    config.total_steps = 5
+    with Logger(logging_spec(config), folder, console=console) as logger:
+        logger.log(3, {"reward": 1.0})
+        (folder / "hf").mkdir()
+        for name in ("config.json", "generation_config.json"):
+            (folder / "hf" / name).write_text("{}")
+        logger.finish(outcome="the newest checkpoint is of step 3")
+    assert text_of(console).splitlines()[-3:] == [
+        "finished after step 3 of 5: the newest checkpoint is of step 3",
+        f"  curves and completions:  python -m jaxrl_llm report '{folder}'",
+        f"  completions of a prompt: python -m jaxrl_llm generate --model='{folder}/hf' --prompt=TEXT",
+    ]
+    config.logging.backends, console = ("console",), pipe()
+    with Logger(logging_spec(config), tmp_path / "other", console=console) as logger:
+        logger.log(5, {"reward": 1.0})
+        logger.finish()
+    assert text_of(console).splitlines()[-1] == "finished after step 5"
 
 
 def test_long_texts_are_shortened(tmp_path):
@@ -151,6 +238,7 @@ def test_time_left_follows_the_last_steps():
     now, console = [0.0], pipe()
     screen = Screen(("loss",), 100, console=console, clock=lambda: now[0])
     screen.begin()
+    screen.step(0, {"eval/loss": 1.0, "time/evaluation": 3.0})
     now[0] = 300.0  # compilation
     screen.step(1, {"loss": 1.0})
     assert screen.remaining(1) == "-"
@@ -177,7 +265,7 @@ def test_a_terminal_has_a_bar_below_everything(tmp_path, monkeypatch):
         logger.log(0, {"eval/accuracy": 0.25})
         for step in range(1, 12):
             logger.log(step, {"reward": step / 10, "kl": 0.25, "entropy": 1.5, "tokens_per_second": 4321.0})
-        logger.completions(10, [{"prompt": "ask", "completion": HOSTILE, "exact_match": 1.0}])
+        logger.completions(50, [{"prompt": "ask", "completion": HOSTILE, "exact_match": 1.0}])
         logger.warn(HOSTILE)
         result = logger.finish()
     text = text_of(console)
@@ -227,7 +315,7 @@ from jaxrl_llm.training.setup.records import logging_spec
 with Logger(logging_spec(default()), {str(tmp_path)!r}) as logger:
     logger.start({{"devices": "1 cpu"}})
     logger.log(1, {{"reward": 0.5}})
-    logger.completions(10, [{{"prompt": "a", "completion": {HOSTILE!r}}}])
+    logger.completions(50, [{{"prompt": "a", "completion": {HOSTILE!r}}}])
     logger.finish()
 """
     for name, value in {
@@ -303,6 +391,8 @@ def test_settings_shown():
     config = default()
     config.algorithm.name = "sft"
     assert "rollout.group_size" not in shown_settings(config)
+    shown = logging_spec(config, {"train_dataset": "64 rows in memory", "rewards": "mine"}).settings
+    assert shown["data.path"] == "64 rows in memory (train_dataset)" and shown["rewards.functions"] == "mine (rewards)"
 
 
 @pytest.mark.parametrize(
@@ -311,6 +401,7 @@ def test_settings_shown():
         (0.5124, "0.512"),
         (0.0, "0.000"),
         (-0.25, "-0.250"),
+        (116.981, "117.0"),
         (1.25e-6, "1.25e-06"),
         (12345.6, "12,346"),
         (12345, "12,345"),

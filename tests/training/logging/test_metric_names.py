@@ -114,3 +114,10 @@ def test_the_page_names_them(root):
     for ours, theirs in EVALUATIONS.items():
         assert f"| `eval/{ours}` | `{theirs}` |" in page
     assert not [name for name in TRL_GRPO if name.partition("/")[0] not in page]
+
+
+def test_the_page_names_what_every_run_has(tiny_run, root):
+    page = (root / "docs/metrics.md").read_text(encoding="utf-8")
+    named = {name for name in tiny_run.metrics[1] if name.startswith("machine/") or name in ("epoch", "step_time")}
+    assert {"machine/host_memory_peak_gib", "machine/cpu_cores", "epoch", "step_time"} <= named
+    assert not [name for name in named if f"`{name}`" not in page]

@@ -1,0 +1,87 @@
+"""The metrics that the log adds to those of a step: speed, memory, processors; and what a real run records of them."""
+
+import json
+import time
+from types import SimpleNamespace
+
+import jax
+import pyarrow.parquet as pq
+import pytest
+
+from jaxrl_llm.algorithms.losses import Metric
+from jaxrl_llm.training.logging.health import HealthSpec
+from jaxrl_llm.training.logging.logger import Logger
+from jaxrl_llm.training.logging.step_log import Machine, Step, StepLog
+from jaxrl_llm.training.logging.stopwatch import Stopwatch
+from tests.training.logging.common import quiet_spec
+
+
+def test_speed_leaves_out_compilation(tmp_path, monkeypatch):
+    """100 s of a step, of which 60 s were compilation, as were 7 s before it began: 4000 tokens are 100 a second."""
+    now = [0.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    watch = Stopwatch(lambda: now[0])
+    update = {"loss": Metric(1.0, "sum"), "grad_norm": Metric(1.0, "sum"), "nonfinite_gradient": Metric(0.0, "sum")}
+    with Logger(quiet_spec(), tmp_path) as logger:
+        log = StepLog(HealthSpec(), lambda metrics: None, watch, logger, {"num_tokens": 0, "skipped": 0})
+        now[0] += 7.0
+        watch.charge("compile", 7.0)
+        for number, compiled, passed in ((1, 60.0, 100.0), (2, 0.0, 10.0)):
+            began, before = now[0], watch.totals["compile"]
+            with watch("update"):
+                now[0] += passed
+                watch.charge("compile", compiled)
+            log.add(Step(number, began, {"num_tokens": 4000}, [update], [], before))
+            log.settle()
+    first, second = log.history
+    assert first["step_time"] == 100.0 and first["tokens_per_second"] == 4000 / 40
+    assert first["time/compile"] == 67.0 and first["time/update"] == 40.0
+    assert second["tokens_per_second"] == 400.0 and "time/compile" in second
+
+
+def test_an_evaluation_adds_to_the_phases_of_its_step(tmp_path):
+    watch = Stopwatch()
+    with Logger(quiet_spec(), tmp_path) as logger:
+        log = StepLog(HealthSpec(), lambda metrics: None, watch, logger, {"num_tokens": 0, "skipped": 0})
+
+        def evaluate():
+            watch.charge("compile", 2.0)
+            return {"eval/reward": 1.0}
+
+        log.log(1, {"time/compile": 3.0}, evaluate)
+    assert log.newest["time/compile"] == pytest.approx(5.0) and log.newest["eval/reward"] == 1.0
+
+
+def test_memory_is_that_of_the_fullest_device(monkeypatch):
+    def device(**stats):
+        return SimpleNamespace(memory_stats=lambda: stats or None)
+
+    devices = [device(bytes_in_use=2**30, peak_bytes_in_use=3 * 2**30), device(bytes_in_use=2**31), device()]
+    monkeypatch.setattr(jax, "local_devices", lambda: devices)
+    machine = Machine()
+    end = time.process_time() + 0.05
+    while time.process_time() < end:
+        pass
+    metrics = machine.metrics()
+    assert metrics["machine/device_memory_gib"] == 2.0 and metrics["machine/device_memory_peak_gib"] == 3.0
+    assert 0.01 < metrics["machine/host_memory_peak_gib"] < 1000
+    assert metrics["machine/cpu_cores"] > 0
+    monkeypatch.setattr(jax, "local_devices", lambda: [device()])
+    assert machine.metrics().keys() == {"machine/host_memory_peak_gib", "machine/cpu_cores"}
+
+
+def test_a_run_records_its_evaluations_and_where_it_ran(tiny_run):
+    folder = tiny_run.output_dir
+    (start,) = json.loads((folder / "starts.json").read_text())
+    assert start["step"] == 0 and start["host"] and start["versions"]["jax"] == jax.__version__
+    first, last = tiny_run.metrics[0], tiny_run.metrics[-1]
+    table = pq.read_table(folder / "completions" / "evaluation_00000.parquet").to_pylist()
+    sampled = [row["exact_match"] for row in table if row["evaluation"] == "sampled"]
+    greedy = [row["exact_match"] for row in table if row["evaluation"] == "greedy"]
+    assert len(sampled) == 4 * len(greedy) > 0 and len(sampled) + len(greedy) == len(table)
+    assert sum(sampled) / len(sampled) == pytest.approx(first["eval/reward"])
+    assert sum(greedy) / len(greedy) == pytest.approx(first["eval/greedy_accuracy"])
+    assert {"prompt", "completion", "step"} <= table[0].keys() and not table[0]["step"]
+    assert (folder / "completions" / "evaluation_00002.parquet").is_file()
+    assert last["epoch"] == pytest.approx(2 * tiny_run.metrics[1]["epoch"]) and last["epoch"] > 0
+    assert last["machine/cpu_cores"] > 0
