@@ -255,8 +255,22 @@ def _environment(config: ConfigDict) -> Iterator[str]:
 
 
 def _data(config: ConfigDict) -> Iterator[str]:
-    data = config.data
+    data, model = config.data, config.model
+    split_options(f"model.overrides({model.overrides})")
     split_options(f"data.chat_template_kwargs({data.chat_template_kwargs})")  # raises for options it cannot read
+    if data.streaming and config.num_epochs is not None:
+        yield (
+            f"num_epochs is {config.num_epochs}, but data.streaming is true, and streamed rows are not counted: set "
+            "total_steps, or data.streaming to false"
+        )
+    if config.eval.fraction and (data.streaming or data.eval_path is not None or data.eval_split is not None):
+        other = next(key for key in ("streaming", "eval_path", "eval_split") if data[key])
+        yield (
+            f"eval.fraction is {config.eval.fraction}, to hold training rows out, but data.{other} is {data[other]!r}: "
+            "set one of the two"
+        )
+    if config.eval.fraction and config.eval.sets:
+        yield f"eval.fraction is {config.eval.fraction}, but eval.sets names what is evaluated on: set one of the two"
     for key in ("packing", "precompute_reference"):
         if data.streaming and data[key]:
             yield f"data.{key} needs all rows before training, and data.streaming is true: set one to false"
@@ -304,7 +318,8 @@ def _optimizer(config: ConfigDict) -> Iterator[str]:
     c, steps = config.optimizer, config.total_steps
     if c.warmup_steps and c.warmup_ratio:
         yield f"optimizer.warmup_steps is {c.warmup_steps} and warmup_ratio {c.warmup_ratio}: set one of the two"
-    if (c.schedule == "wsd") != (c.decay_steps > 0) or c.decay_steps > steps:
+    known = config.num_epochs is None  # else they are counted with the rows, and this is checked again
+    if (c.schedule == "wsd") != (c.decay_steps > 0) or (known and c.decay_steps > steps):
         yield (
             f"optimizer.decay_steps is {c.decay_steps} with schedule {c.schedule}: wsd takes 1 to total_steps = "
             f"{steps}, the others 0"

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple, NoReturn
 
 from jaxrl_llm.config import ConfigDict, assign, check_keys, default, validate
 from jaxrl_llm.config.resolve import ConfigError, closest, exit_code, import_file, path_and_line
-from jaxrl_llm.config.schema import BY_NAME, FORMER, KEYS, SECTIONS, Setting, unknown_key
+from jaxrl_llm.config.schema import BY_NAME, FORMER, KEYS, SECTIONS, Setting, SettingError, nearest, unknown_key
 from jaxrl_llm.config.secrets import masked
 from jaxrl_llm.config.user_code import contained, is_own_exit, place
 from jaxrl_llm.config.version import __version__
@@ -163,7 +163,7 @@ def _split(argv: Sequence[str], flags: dict[str, Setting]) -> dict[str, str]:
             if key != name and key in FORMER and CONFIG_FILE.name in flags:
                 raise ConfigError(f"unknown flag --{name}: {unknown_key(key)}")
             known = {flag.removeprefix("config."): flag for flag in flags}
-            raise ConfigError(f"unknown flag --{name}; the closest is --{known[closest(key, known)]}; see --help")
+            raise ConfigError(f"unknown flag --{name}; the closest is --{known[nearest(key, known)]}; see --help")
         if name in texts:
             raise ConfigError(f"--{name} is given twice: {texts[name]!r} and {text or flag!r}; keep one")
         if not equals and arguments and not arguments[0].startswith("--"):
@@ -226,6 +226,8 @@ def load_config_file(spec: str) -> ConfigDict:
     try:
         with contained():
             config = get_config(*arguments)
+    except SettingError as error:
+        raise ConfigError(f"{path_and_line(error, path)}: {error}") from error
     except ConfigError:
         raise
     except Exception as error:
@@ -240,7 +242,7 @@ def load_config_file(spec: str) -> ConfigDict:
 
 
 def _explain(error: Exception) -> str:
-    """The message for an error in a config file, with full names and ranges of keys where the tree refused a change."""
+    """The message for an error in a config file, with the full name of the key where the tree has none of that name."""
     message = str(error)
     # A locked ConfigDict names only the last part of the key, and lists its neighbours as objects.
     unknown = re.search(r"""Key "(\w+)" does not exist|^(?:"'|'\\')(\w+)\\?'""", message)
@@ -248,11 +250,7 @@ def _explain(error: Exception) -> str:
         leaf = unknown[1] or unknown[2]
         if former := [name for name in FORMER if name.rpartition(".")[2] == leaf]:
             return "; ".join(unknown_key(name) for name in former)
-        return f"there is no key {leaf}; the closest is {closest(leaf, [*SECTIONS, *BY_NAME])}"
-    refused = re.search(r"override field '(\w+)' \(reference\)\. (.*) is of original type", message, re.DOTALL)
-    if isinstance(error, TypeError) and refused:
-        keys = [key for key in KEYS if key.name.rpartition(".")[2] == refused[1]]
-        return f"{refused[1]} is {refused[2]!r}, but " + "; ".join(f"{key.name} takes {key.allowed}" for key in keys)
+        return f"there is no key {leaf}; the closest is {nearest(leaf, [*SECTIONS, *BY_NAME])}"
     return f"{type(error).__name__}: {message}"
 
 

@@ -8,7 +8,18 @@ from ml_collections.config_dict import placeholder
 
 from jaxrl_llm.config.checks import contradictions
 from jaxrl_llm.config.resolve import ConfigError, split_options
-from jaxrl_llm.config.schema import BY_NAME, KEYS, LOSS_OPTIONS, OFFLINE, RENAMED, SECTIONS, ConfigDict, unknown_key
+from jaxrl_llm.config.schema import (
+    BY_NAME,
+    KEYS,
+    LOSS_OPTIONS,
+    OFFLINE,
+    RENAMED,
+    SECTIONS,
+    ConfigDict,
+    Tree,
+    plain,
+    unknown_key,
+)  # fmt: skip
 from jaxrl_llm.config.secrets import masked
 
 
@@ -19,7 +30,7 @@ def default() -> ConfigDict:
         section, _, leaf = key.name.rpartition(".")
         node = tree.setdefault(section, {}) if section else tree
         node[leaf] = placeholder(key.kind) if key.default is None else key.default
-    config = ConfigDict(tree)
+    config = Tree({name: Tree(node) if isinstance(node, dict) else node for name, node in tree.items()})
     config.lock()
     return config
 
@@ -107,6 +118,7 @@ def assign(config: ConfigDict, name: str, value: Any) -> None:
     """Sets the key with the full name `name`; raises ConfigError for an unknown key or a value it does not take."""
     if name not in BY_NAME:
         raise ConfigError(unknown_key(name))
+    value = plain(value)
     BY_NAME[name].check(value)
     section, _, leaf = name.rpartition(".")
     (config[section] if section else config)[leaf] = value

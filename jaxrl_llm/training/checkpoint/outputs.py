@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import optax
 from safetensors import SafetensorError
 
 from jaxrl_llm.config import ConfigError
@@ -41,13 +42,17 @@ def check_outputs(folder: Path, resume: str, goes_on: bool) -> None:
         )
 
 
-def write_given(folder: Path, given: Mapping[str, Any]) -> None:
-    """Writes given.json: the arguments of `train` that replace names in its configuration, in words."""
-    words = {
+def in_words(given: Mapping[str, Any]) -> dict[str, str]:
+    """The arguments of `train` that replace names in its configuration, in words."""
+    return {
         name: _words(value)
         for name, value in given.items()
         if value is not None and not (isinstance(value, tuple | list) and not value)
     }
+
+
+def write_given(folder: Path, words: Mapping[str, str]) -> None:
+    """Writes given.json: the arguments of `train` that replace names in its configuration, in words."""
     if words:
         (folder / GIVEN).write_text(json.dumps(words, indent=2) + "\n", encoding="utf-8")
     else:
@@ -62,6 +67,10 @@ def given_to(run: Path) -> dict[str, str]:
 def _words(value: Any) -> str:
     if isinstance(value, str):
         return value
+    if isinstance(value, Model):
+        return f"{value.path or 'a model'}, in memory"
+    if isinstance(value, optax.GradientTransformation):
+        return "an optimizer of optax"
     if callable(value):
         return getattr(value, "__name__", type(value).__name__)
     if isinstance(value, Mapping):

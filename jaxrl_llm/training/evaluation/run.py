@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import jax
@@ -11,6 +11,7 @@ from jax.experimental import multihost_utils
 
 from jaxrl_llm.algorithms.random_streams import EVALUATION
 from jaxrl_llm.config.resolve import ConfigError, closest
+from jaxrl_llm.config.user_code import contained
 from jaxrl_llm.data.sources import is_splits
 from jaxrl_llm.distributed.processes import all_or_none, gather
 from jaxrl_llm.distributed.sharding import row_shards
@@ -31,6 +32,26 @@ from jaxrl_llm.training.logging.reward_metrics import add_totals, over_processes
 from jaxrl_llm.training.online import Rollouts, RolloutWorker, Row
 
 Evaluate = Callable[[Params, jax.Array], dict[str, float]]  # (parameters, key) -> metrics named eval/...
+
+
+class Predictions(NamedTuple):
+    """The argument of `compute_metrics`: the completions of an evaluation, one a row, and what is known of them.
+
+    Iterating gives predictions and label_ids, as over transformers' EvalPrediction.
+    """
+
+    predictions: list[Any]  # completions, texts or lists of messages
+    label_ids: list[Any] | None  # the column answer, ground_truth, solution, completion or label, the first there is
+    inputs: list[Any]  # prompts
+    rewards: np.ndarray  # [N, F], NaN where a function does not apply
+    columns: dict[str, list[Any]]  # the other columns of the data
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter((self.predictions, self.label_ids))
+
+
+LABELS = ("answer", "ground_truth", "solution", "completion", "label")
+Compute = Callable[[Predictions], Mapping[str, float]]
 
 
 class NamedSet(NamedTuple):
@@ -90,12 +111,16 @@ class Evaluation:
     prompts_at_once: int
     metrics: EvalMetrics
     name: str = ""
+    compute: Compute | None = None  # more metrics, of the samples
+    table: list[Row] = field(default_factory=list)  # the newest samples: prompt, completion, rewards
 
     def __call__(self, params: Params, key) -> dict[str, float]:
         """The metrics of `summary`, `mean_length` (tokens) and `clipped_ratio` of the samples, and the totals that
         reward functions log (a judge's requests and tokens), of greedy completions too."""
         key = jax.random.fold_in(key, EVALUATION)
+        self.table.clear()
         samples = self._sample(self.sampled, params, key)
+        computed = {} if self.compute is None else self._computed(self.compute)
         greedy = None if self.greedy is None else self._sample(self.greedy, params, key)
         totals = samples.totals if greedy is None else add_totals(samples.totals, greedy.totals)
         group_size, prefix = self.sampled.engine.group_size, f"eval/{self.name}/" if self.name else "eval/"
@@ -106,7 +131,28 @@ class Evaluation:
             values["mean_length"] = float(samples.lengths.reshape(-1, group_size)[prompts].mean())
             values["clipped_ratio"] = float(1.0 - samples.ended.reshape(-1, group_size)[prompts].mean())
             metrics |= {f"{prefix}{source}/{name}" if source else prefix + name: x for name, x in values.items()}
-        return metrics
+        return metrics | {prefix + name.removeprefix("eval_"): value for name, value in computed.items()}
+
+    def _computed(self, compute: Compute) -> dict[str, float]:
+        """The metrics that the user's function makes of the samples, on every process alike."""
+        group_size, names = self.sampled.engine.group_size, self.sampled.rewards.names
+        rows = [example for example in self.examples for _ in range(group_size)]
+        columns = {name: [row.get(name) for row in rows] for name in rows[0] if name not in ("prompt", "prompt_ids")}
+        label = next((columns[name] for name in LABELS if name in columns), None)
+        rewards = np.array([[row[name] for name in names] for row in self.table], np.float32)
+        prompts, completions = ([row[name] for row in self.table] for name in ("prompt", "completion"))
+        found: Any = None
+        with all_or_none():
+            try:
+                with contained():
+                    found = compute(Predictions(completions, label, prompts, rewards, columns))
+                return {str(name): float(value) for name, value in found.items()}
+            except Exception as error:
+                got = f"; it gave {found!r:.80}" if found is not None else ""
+                raise ConfigError(
+                    f"compute_metrics raised {type(error).__name__}: {error}{got}; it takes the completions "
+                    "(predictions, label_ids, inputs, rewards, columns) and returns numbers by name"
+                ) from error
 
     def _sample(self, sampler: RolloutWorker, params: Params, key) -> Samples:
         """The graded completions of all examples, `prompts_at_once` prompts at a time."""
@@ -116,6 +162,8 @@ class Evaluation:
             out = sampler(params, examples, jax.random.fold_in(key, start))
             arrays = (out.rewards, out.rollout.lengths, out.rollout.finished)
             rows = count * sampler.engine.group_size  # the rest are of examples that fill up the batch
+            if sampler is self.sampled:
+                self.table.extend(self._rows(sampler, out)[:rows])
             batches.append(tuple(x[:rows] for x in multihost_utils.process_allgather(arrays, tiled=True)))
             totals = add_totals(totals, out.logged)
             by_process = gather(self._answers(sampler, out))
@@ -128,6 +176,13 @@ class Evaluation:
         weights = sampler.rewards.weights
         results = prompt_results(rewards, weights, counts, self.metrics.correct_at, all_answers, sources)
         return Samples(results, lengths, ended, totals)
+
+    def _rows(self, sampler: RolloutWorker, out: Rollouts) -> list[Row]:
+        """The samples of a batch as rows of a table, of all processes."""
+        scores = [dict(zip(sampler.rewards.names, map(float, row), strict=True)) for row in out.rewards]
+        own = zip(out.prompts, out.completions, scores, strict=True)
+        made = [{"prompt": prompt, "completion": completion, **score} for prompt, completion, score in own]
+        return [row for process in gather(made) for row in process]
 
     def _answers(self, sampler: RolloutWorker, out: Rollouts) -> list[str | None] | None:
         """The answers in this process's completions, None where neither `eval.answer` nor a reward extracts them."""
@@ -143,6 +198,16 @@ class Evaluations:
     """The metrics of several evaluations, by their full names."""
 
     sets: tuple[Evaluate, ...]
+
+    @property
+    def tables(self) -> list[Row]:
+        """The newest samples of all sets, each row with the name of its set where sets have names."""
+        return [
+            {**row, "set": one.name} if one.name else row
+            for one in self.sets
+            if isinstance(one, Evaluation)
+            for row in one.table
+        ]
 
     def __call__(self, params: Params, key) -> dict[str, float]:
         """The metrics of all sets."""

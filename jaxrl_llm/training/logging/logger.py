@@ -194,22 +194,26 @@ class Logger:
         if evaluation:
             self._evaluations[1:] = [(record["step"], evaluation)]
 
-    def completions(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+    def completions(self, step: int, rows: Sequence[Mapping[str, Any]], evaluation: bool = False) -> None:
         """Writes one file of completions (see `write_completions`) and, when one is due, shows a sample of them.
 
+        Those of an `evaluation` have files of their own, and are shown at each unless completions_every is 0.
         `completions_shown` rows, evenly spaced so that they have different prompts, are shown at the steps that
         `completions_every` divides; a table of `table_rows` goes to the other backends then.
         """
         if not self._main:
             return
         try:
-            write_completions(self.folder / COMPLETIONS, step, rows)
+            kind = "eval_completions" if evaluation else "completions"
+            write_completions(self.folder / COMPLETIONS, step, rows, kind)
         except OSError as error:
             self.warn(f"the completions of step {step} are left out: {error}")
         every, shown = self.spec.completions_every, min(self.spec.completions_shown, len(rows))
-        due = every and step % every == 0
-        for delivery in self._deliveries if due else ():
+        due = every and (evaluation or step % every == 0)
+        for delivery in self._deliveries if due and not evaluation else ():
             delivery.table(step, table_of(rows, self.spec.table_rows))
+        if self._screen and due and evaluation:
+            self._screen.note(f"held-out completions after step {step}")
         if self._screen and due:
             self._screen.completions(step, [rows[i * len(rows) // shown] for i in range(shown)])
 

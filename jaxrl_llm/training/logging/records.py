@@ -94,8 +94,10 @@ def _line(record: Mapping[str, Any]) -> bytes:
     return json.dumps(record, allow_nan=False).encode() + b"\n"
 
 
-def write_completions(folder: Path, step: int, rows: Sequence[Mapping[str, Any]]) -> Path:
+def write_completions(folder: Path, step: int, rows: Sequence[Mapping[str, Any]], kind: str = "completions") -> Path:
     """Writes `completions_<step>.parquet` atomically: it is complete or not there. Returns its path.
+
+    `kind` is the beginning of the name: eval_completions for those of an evaluation.
 
     Each row is one completion: `prompt` and `completion` (texts; conversations are written as JSON), then a number for
     each reward function under its name, `advantage`, and any other columns. Columns are step, prompt, completion, and
@@ -115,7 +117,7 @@ def write_completions(folder: Path, step: int, rows: Sequence[Mapping[str, Any]]
         except pa.ArrowException as error:
             raise ValueError(f"the column {name!r} of completions does not hold one type of values: {error}") from error
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"completions_{step:05d}.parquet"
+    path = folder / f"{kind}_{step:05d}.parquet"
     unfinished = path.with_name(f".{path.name}.part")
     try:
         pq.write_table(pa.table(columns), unfinished)
@@ -135,6 +137,6 @@ def _parquet_cell(name: str, value: Any) -> Any:
 def remove_completions(folder: Path, last_step: int | None) -> None:
     """Removes the completions files of the steps after `last_step` (all when None), and unfinished ones."""
     for path in folder.glob("*completions_*.parquet*"):
-        match = re.fullmatch(r"(\.?)completions_(\d+)\.parquet(\.part)?", path.name)
+        match = re.fullmatch(r"(\.?)(?:eval_)?completions_(\d+)\.parquet(\.part)?", path.name)
         if match and (match[1] or match[3] or last_step is None or int(match[2]) > last_step):
             path.unlink()

@@ -1,6 +1,8 @@
 """From the configuration to what a run records of itself: its log, the limits of its health, its checkpoints."""
 
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 from jaxrl_llm.config import default, eval_set, flat
 from jaxrl_llm.config.schema import KEYS, OFFLINE
@@ -11,6 +13,18 @@ from jaxrl_llm.training.logging.health import HealthSpec
 from jaxrl_llm.training.logging.logger import LoggingSpec
 from jaxrl_llm.training.logging.metric_names import MetricNames, trl_names, verl_names
 
+# The keys that the arguments of `train` take the place of.
+GIVEN_KEYS = {
+    "train_dataset": "data.path",
+    "eval_dataset": "data.eval_path",
+    "rewards": "rewards.functions",
+    "environment": "environment.name",
+    "tools": "environment.tools",
+    "model": "model.path",
+    "tokenizer": "model.tokenizer",
+    "optimizer": "optimizer.name",
+    "schedule": "optimizer.schedule",
+}
 # Settings that the console shows even when they have their default.
 SHOWN_SETTINGS = (
     "model.path",
@@ -24,8 +38,8 @@ SHOWN_SETTINGS = (
 )
 
 
-def logging_spec(config) -> LoggingSpec:
-    """The records and the console of a run."""
+def logging_spec(config, given: Mapping[str, str] = MappingProxyType({})) -> LoggingSpec:
+    """The records and the console of a run; `given` says in words what stands in the place of names."""
     c = config.logging
     if config.algorithm.name in OFFLINE:
         progress = ("loss", "rewards/accuracies", "accuracy", "grad_norm", "lr", "tokens_per_second")
@@ -35,8 +49,8 @@ def logging_spec(config) -> LoggingSpec:
         backends=tuple(c.backends),
         total_steps=config.total_steps,
         progress=progress,
-        settings=shown_settings(config),
-        all_settings=masked(flat(config.to_dict())),
+        settings=shown_settings(config, given),
+        all_settings=masked(flat(config.to_dict()) | in_place(given)),
         names=metric_names(config),
         project=c.project,
         run_name=c.run_name,
@@ -46,7 +60,12 @@ def logging_spec(config) -> LoggingSpec:
     )
 
 
-def shown_settings(config) -> dict[str, str]:
+def in_place(given: Mapping[str, str]) -> dict[str, str]:
+    """The keys that objects given in Python take the place of, with the words for these."""
+    return {GIVEN_KEYS[name]: words for name, words in given.items() if name in GIVEN_KEYS}
+
+
+def shown_settings(config, given: Mapping[str, str] = MappingProxyType({})) -> dict[str, str]:
     """The settings that the console shows, `{key: text}`: the main ones, and those that differ from their default."""
     defaults, shown = default(), {}
     for key in KEYS:
@@ -55,7 +74,7 @@ def shown_settings(config) -> dict[str, str]:
         applies = section != "rollout" or config.algorithm.name not in OFFLINE
         if value != usual or (key.name in SHOWN_SETTINGS and applies):
             shown[key.name] = masked(key.show(value))
-    return shown
+    return shown | in_place(given)
 
 
 def metric_names(config) -> MetricNames:
