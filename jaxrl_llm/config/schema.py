@@ -746,7 +746,7 @@ def nearest(name: str, known: Iterable[str] = ()) -> str:
     `known` are all keys unless given.
     """
     known = tuple(known) or tuple(BY_NAME)
-    meant = SYNONYMS.get(name.rpartition(".")[2], "")
+    meant = SYNONYMS.get(name.rpartition(".")[2])
     return meant if meant in known else closest(name, known)
 
 

@@ -329,7 +329,7 @@ def test_edited_config_file_is_read_again(tmp_path):
         ("def get_config():\n    c = default()\n    c.algoritm.beta = 1\n", ["my.py:4", "algoritm", "is algorithm"]),
         (
             "def get_config():\n    c = default()\n    c.rollout.top_k = 'many'\n    return c\n",
-            ["my.py:4", "top_k is 'many'", "rollout.top_k takes an integer >= 0"],
+            ["my.py:4", "rollout.top_k is 'many', but it takes an integer >= 0"],
         ),
         (
             "def get_config():\n    c = default()\n    c.rollout.top_k = -4\n    return c\n",

@@ -102,7 +102,7 @@ def lora_settings(peft_config: Any) -> dict[str, Any]:
     Raises ConfigError for a field that is set and has no key.
     """
     is_data = dataclasses.is_dataclass(peft_config) and not isinstance(peft_config, type)
-    fields = dict(peft_config) if isinstance(peft_config, Mapping) else dict(vars(peft_config))
+    fields = dict(peft_config) if isinstance(peft_config, Mapping) else dict(getattr(peft_config, "__dict__", {}))
     usual = {x.name: x.default_factory() if callable(x.default_factory) else x.default for x in _fields(peft_config)}
     if "r" not in fields:
         raise ConfigError(f"peft_config is {_kind(peft_config)}, but it takes PEFT's LoraConfig, or set lora.rank")
