@@ -211,7 +211,7 @@ def _start(
             write_given(folder, words)
     logger.start(_describe(run, int(state.step)))
     log = StepLog(health_spec(config), run.source.learn, run.stopwatch, logger, counts)
-    log.warn([*told, *problems])
+    log.warn([*told, *problems, *run.warnings])
     for note in run.notes:
         logger.note(note)
     hooks.note = logger.note

@@ -137,6 +137,20 @@ def _online(config: ConfigDict) -> Iterator[str]:
             f"algorithm.overlong_buffer is {algorithm.overlong_buffer}, longer than rollout.max_completion_length = "
             f"{rollout.max_completion_length}"
         )
+    if rollout.ignore_eos:
+        marks_the_end = {
+            "algorithm.mask_truncated": algorithm.mask_truncated,
+            "algorithm.missing_eos_penalty": algorithm.missing_eos_penalty,
+            "environment.name": config.environment.name,
+            "environment.tools": config.environment.tools,
+            "environment.rollout_func": config.environment.rollout_func,
+        }
+        for key, value in marks_the_end.items():
+            if value:
+                yield (
+                    f"rollout.ignore_eos is true, so that no completion ends by itself, but {key} is {value!r}: "
+                    "set one of the two"
+                )
     clip = algorithm.reward_clip
     if clip and not (len(clip) == 2 and clip[0] < clip[1]):
         yield f"algorithm.reward_clip is {tuple(clip)}: give the smallest and the largest score, or nothing"

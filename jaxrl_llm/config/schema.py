@@ -341,6 +341,9 @@ KEYS = (
     Setting("rollout.top_k", 0, "Sample from this many most likely tokens; 0 is off.", int, minimum=0),
     Setting("rollout.min_p", 0.0,
         "Drop tokens less likely than this fraction of the most likely one; 0 is off.", float, minimum=0, maximum=1),
+    Setting("rollout.ignore_eos", False,
+        "Sample rollout.max_completion_length tokens for every completion, past the end of text: for measurements, and "
+        "where length must not be learned.", bool),
     Setting("rollout.chunk", 32,
         "Most decoding steps between two checks by the host; decoding pauses earlier when slots can be reassigned.",
         int, minimum=1),

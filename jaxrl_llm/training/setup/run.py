@@ -72,6 +72,8 @@ from jaxrl_llm.training.update import (
     split_critic,
 )
 
+SMALL_RATE = 1e-5  # of updates, below which 16 bits hold few of them
+
 
 class Run(NamedTuple):
     """Everything that `train` drives."""
@@ -94,6 +96,7 @@ class Run(NamedTuple):
     pack: Packer
     config: ConfigDict  # with the number of steps, where num_epochs says it
     notes: list[str]  # lines on the data
+    warnings: list[str]
 
 
 def build_mesh(config) -> Mesh:
@@ -193,7 +196,20 @@ def build(
         pack=pack,
         config=config,
         notes=rows.notes,
+        warnings=narrow_updates(config, model),
     )
+
+
+def narrow_updates(config, model: Model) -> list[str]:
+    """A warning where updates are far smaller than the spacing of the numbers that they are added to."""
+    dtype, rate = config.model.param_dtype, config.optimizer.learning_rate
+    if dtype == "float32" or has_adapters(model.params) or rate >= SMALL_RATE:
+        return []
+    return [
+        f"model.param_dtype is {dtype} and optimizer.learning_rate {rate:g}: an update is far smaller than the spacing "
+        f"of {dtype}, so that most parameters stay and some, drawn at random, move a whole spacing: right on average, "
+        "and noisy. float32 is exact"
+    ]
 
 
 def make_optimizer(config) -> optax.GradientTransformation:

@@ -328,7 +328,8 @@ def build_worker(
         turns = TurnTokenizer(model.tokenizer, eos, limit, options)
         open_episodes = partial(EpisodeBatch.open, environments, turns)
         examples = None  # environments and tools may lengthen prompts
-    engine = Engine.of(replace(rollout_spec(config), sampling=sampling, group_size=group_size), model.net, eos)
+    ends = () if c.ignore_eos else eos
+    engine = Engine.of(replace(rollout_spec(config), sampling=sampling, group_size=group_size), model.net, ends)
     engine_mesh = rollout_mesh(mesh, c.mesh, model.net.config.kv_heads)
     if engine_mesh != mesh:
         engine = ReshardedEngine(**vars(engine), mesh=engine_mesh, train_mesh=mesh, watch=stopwatch)
