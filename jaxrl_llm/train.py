@@ -31,7 +31,14 @@ from jaxrl_llm.tools.cards.hub import check_push, push_run
 from jaxrl_llm.training.ahead import CompiledAhead, compilations
 from jaxrl_llm.training.checkpoint.manager import Checkpoints, find, free
 from jaxrl_llm.training.checkpoint.object_store import is_remote, path_of
-from jaxrl_llm.training.checkpoint.outputs import check_outputs, check_writable, export_run, in_words, write_given
+from jaxrl_llm.training.checkpoint.outputs import (
+    check_outputs,
+    check_writable,
+    export_run,
+    export_step,
+    in_words,
+    write_given,
+)
 from jaxrl_llm.training.checkpoint.settings import Changes, changed_settings, check_changes, start_record
 from jaxrl_llm.training.evaluation.run import check_best
 from jaxrl_llm.training.logging.backends import check_installed
@@ -159,7 +166,10 @@ def train(
                         _check_locks(locks)
                         host = {**run.source.get_state(), **log.counts, "callbacks": hooks.get_state(step)}
                         arrays = run.source.get_arrays()
-                        checkpoints.save(step, state, host, arrays, log.newest, final=last or leaves)
+                        if "state" in config.checkpoint.contents or leaves:
+                            checkpoints.save(step, state, host, arrays, log.newest, final=last or leaves)
+                        if "hf" in config.checkpoint.contents and not last:
+                            export_step(folder, step, current(), config.checkpoint.keep)
                     hooks("on_save", step, log.newest, current)
                 log.warn(checkpoints.warnings())
                 profiler.end(step, state)
@@ -167,6 +177,8 @@ def train(
                     raise Preempted(step, f"after step {step} of {config.total_steps}")
 
         with notices.ending("after the last step, while the model was written"), stopwatch("export"):
+            if config.export.best:
+                state = checkpoints.restore_best(state, run.mesh, logger.note)
             trained, critic = finished_models(config, run, state)
             _check_locks(locks)
             export_run(folder, checkpoints.outcome, trained, critic, logger.note)
@@ -174,7 +186,7 @@ def train(
             with processes.all_or_none():
                 if jax.process_index() == 0:
                     write_cards(folder, int(state.step), config.export.push_to_hub)
-        hooks("on_end", int(state.step), log.newest, lambda: trained)
+        hooks("on_end", step, log.newest, lambda: trained)
         logger.finish(seconds=stopwatch.totals)
         push_run(config)
     return Result(trained, log.history, folder)

@@ -154,6 +154,16 @@ def _online(config: ConfigDict) -> Iterator[str]:
     clip = algorithm.reward_clip
     if clip and not (len(clip) == 2 and clip[0] < clip[1]):
         yield f"algorithm.reward_clip is {tuple(clip)}: give the smallest and the largest score, or nothing"
+    if critic.num_iterations and critic.num_iterations < algorithm.num_iterations:
+        yield (
+            f"critic.num_iterations is {critic.num_iterations}, less than algorithm.num_iterations = "
+            f"{algorithm.num_iterations}: the critic makes as many passes as the policy, or more"
+        )
+    if critic.shared and (critic.num_iterations or critic.microbatch_rows):
+        yield (
+            f"critic.num_iterations is {critic.num_iterations} and critic.microbatch_rows {critic.microbatch_rows}, "
+            "but critic.shared is true, and both learn in one update: set them to 0"
+        )
     if critic.shared and (critic.path is not None or critic.warmup_steps):
         yield (
             f"critic.path is {critic.path} and critic.warmup_steps {critic.warmup_steps}, but critic.shared is true: "
@@ -214,7 +224,7 @@ def _offline(config: ConfigDict) -> Iterator[str]:
 
 def _batch(config: ConfigDict, online: bool) -> Iterator[str]:
     batch, rows = config.batch, batch_rows(config)
-    formula = "batch.prompts"
+    formula, critic_rows = "batch.prompts", config.critic.microbatch_rows
     if online:
         formula += f" x rollout.group_size = {batch.prompts} x {config.rollout.group_size}"
     elif rows_together(config) == 2:
@@ -222,6 +232,8 @@ def _batch(config: ConfigDict, online: bool) -> Iterator[str]:
     if rows % batch.minibatches:
         yield f"batch.minibatches is {batch.minibatches}, but it must divide the {rows} rows ({formula})"
     minibatch = rows // batch.minibatches
+    if critic_rows and minibatch % critic_rows:
+        yield f"critic.microbatch_rows is {critic_rows}, but it must divide the {minibatch} rows of a minibatch"
     if batch.microbatch_rows and minibatch % batch.microbatch_rows:
         yield (
             f"batch.microbatch_rows is {batch.microbatch_rows}, but it must divide the {minibatch} rows of a minibatch "
@@ -386,6 +398,15 @@ def _checkpoint(config: ConfigDict) -> Iterator[str]:
             f"output_dir is {config.output_dir!r}, but it is a local folder; checkpoints alone go to an object store: "
             "set checkpoint.folder"
         )
+    if not checkpoint.contents:
+        yield "checkpoint.contents is empty, but it takes state, hf, or both"
+    if best and "state" not in checkpoint.contents:
+        yield (
+            f"checkpoint.best is {best!r}, but checkpoint.contents is {','.join(checkpoint.contents)}, and the best of "
+            "the states is kept: add state"
+        )
+    if config.export.best and not best:
+        yield "export.best is true, but no metric says which checkpoint is best: set checkpoint.best"
     if best and checkpoint.every == 0:
         yield f"checkpoint.best is {best!r}, but only the last step is saved: set checkpoint.every"
     if best and best.startswith("eval/") and (every <= 0 or checkpoint.every % every):

@@ -541,8 +541,16 @@ KEYS = (
         "only coef and epsilon apply.", bool),
     Setting("critic.coef", 0.1, "Weight of the value loss of a shared critic.", float, above=0),
     Setting("critic.learning_rate", 1e-5, "Peak learning rate of the critic.", float, minimum=0, maximum=100),
-    Setting("critic.schedule", "constant", "Learning rate schedule of the critic; it has no warm-up.",
+    Setting("critic.schedule", "constant", "Learning rate schedule of the critic.",
         choices=("constant", "linear", "cosine", "inverse_sqrt")),
+    Setting("critic.lr_warmup_steps", 0,
+        "Training steps over which the critic's learning rate rises from 0, at most all of them.", int, minimum=0),
+    Setting("critic.weight_decay", None,
+        "Decoupled weight decay of the critic; none is optimizer.weight_decay.", float, minimum=0),
+    Setting("critic.num_iterations", 0,
+        "Passes of the critic over each batch, at least algorithm.num_iterations; 0 is as many.", int, minimum=0),
+    Setting("critic.microbatch_rows", 0,
+        "Rows of a micro-batch of the critic where rows are not packed; 0 is batch.microbatch_rows.", int, minimum=0),
     Setting("critic.max_grad_norm", 1.0,
         "The critic's gradients are scaled down to this norm; 0 is off.", float, minimum=0),
     Setting("critic.epsilon", 0.2,
@@ -596,6 +604,10 @@ KEYS = (
         int, minimum=0),
     Setting("checkpoint.keep_hours", 0.0, "Keep an older checkpoint for each period of so many hours; 0 keeps none.",
         float, minimum=0),
+    Setting("checkpoint.contents", ("state",),
+        "What is saved at each of these steps: state, all that the run needs to go on, in checkpoints/; hf, the "
+        "trained model as a Hugging Face folder, in hf_steps/. hf alone is the model only, and such a run is not gone on with, "
+        "save after a preemption, which saves the state.", choices=("state", "hf")),
     Setting("checkpoint.best", None,
         "Keep the best checkpoint by this metric, eval/reward for example, among the saved steps that have the metric.",
         ),
@@ -645,6 +657,8 @@ KEYS = (
         "Estimator of pass@k, maj@k, best@k and worst@k: over distinct samples of a prompt (unbiased), or verl's 1000 "
         "draws with replacement.", choices=("unbiased", "verl")),
 
+    Setting("export.best", False,
+        "Write the model of the best checkpoint (checkpoint.best) to hf/, in place of the last step's.", bool),
     Setting("export.push_to_hub", None,
         "Repository of the Hugging Face hub, OWNER/NAME, to which the trained model (hf/, adapters merged) is pushed "
         "at the end, with the token in the variable HF_TOKEN."),

@@ -1,11 +1,13 @@
 """The folder of a run: the checks before anything is written to it, and the export of the trained model."""
 
 import json
+import shutil
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import jax
 import optax
 from safetensors import SafetensorError
 
@@ -15,6 +17,7 @@ from jaxrl_llm.models.lora import has_adapters
 from jaxrl_llm.models.model import Model, has_peft_adapter, save_adapter, save_hf
 
 GIVEN = "given.json"
+STEPS = "hf_steps"
 
 
 def check_writable(folder: Path) -> None:
@@ -78,6 +81,21 @@ def _words(value: Any) -> str:
     if isinstance(value, tuple | list) and not isinstance(value[0], Mapping):
         return ", ".join(map(_words, value))
     return f"{len(value)} rows in memory" if hasattr(value, "__len__") else type(value).__name__
+
+
+def export_step(folder: Path, step: int, model: Model, keep: int) -> None:
+    """Writes the model of a step to `folder/hf_steps/STEP`, and removes all but the `keep` newest of them.
+
+    Raises ConfigError when it cannot be written.
+    """
+    steps = folder / STEPS
+    try:
+        save_hf(model, steps / f"{step:05d}")
+        if jax.process_index() == 0:
+            for old in sorted(path for path in steps.iterdir() if path.name.isdigit())[:-keep]:
+                shutil.rmtree(old)
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(f"the model of step {step} could not be written to {steps}: {error}; make room") from error
 
 
 def export_run(

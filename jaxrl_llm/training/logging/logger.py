@@ -35,6 +35,7 @@ CONTENTS = {
     COMPLETIONS: "prompts, completions, rewards and advantages",
     "checkpoints": "states the run can go on from",
     "hf": "the trained model",
+    "hf_steps": "the models of earlier steps",
     "adapter": "its adapters, as PEFT keeps them",
     "critic": "PPO's critic",
     "tensorboard": "the event files of TensorBoard",

@@ -86,8 +86,9 @@ class Run(NamedTuple):
     source: OnlineSource | OfflineSource
     frozen: Frozen
     update: Update
-    warm_up: Update | None  # of the critic alone, in the first `warmup_steps` training steps
+    warm_up: Update | None  # of the critic alone, in the first `warmup_steps` training steps and in its own passes
     warmup_steps: int
+    critic_passes: int  # over a batch, that the critic makes besides those of the policy
     evaluation: Evaluations | None
     state: State
     stopwatch: Stopwatch
@@ -171,12 +172,18 @@ def build(
         critic_optimizer = build_optimizer(critic_settings)
         frozen_critic, trainable = split(critic.params)
         state = replace(state, critic=init_state(trainable, critic_optimizer, mesh, config.optimizer.offload))
-        settings = replace(update_spec(config), schedule=learning_rate_schedule(critic_settings))
+        settings = replace(
+            update_spec(config),
+            schedule=learning_rate_schedule(critic_settings),
+            microbatch_rows=config.critic.microbatch_rows or config.batch.microbatch_rows,
+        )
         regression = value_regression(critic_spec(config), critic.net)
         update_critic = optimizer_step(regression, critic_optimizer, settings, mesh)
     updates = replace(update_spec(config), schedule=rate)
     update = make_update(objective, optimizer, updates, mesh, update_critic, algorithm.has_critic)
-    warm_up = make_critic_update(update_critic) if update_critic and config.critic.warmup_steps else None
+    critic_passes = max(config.critic.num_iterations - config.algorithm.num_iterations, 0) if update_critic else 0
+    alone = update_critic is not None and (config.critic.warmup_steps or critic_passes)
+    warm_up = make_critic_update(update_critic) if update_critic is not None and alone else None
     return Run(
         algorithm=algorithm,
         batch=batch_spec(config),
@@ -188,6 +195,7 @@ def build(
         update=update,
         warm_up=warm_up,
         warmup_steps=config.critic.warmup_steps,
+        critic_passes=critic_passes,
         evaluation=evaluation,
         state=state,
         stopwatch=stopwatch,

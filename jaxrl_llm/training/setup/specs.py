@@ -156,9 +156,16 @@ def optimizer_spec(config) -> OptimizerSpec:
 
 def critic_optimizer_spec(config) -> OptimizerSpec:
     """The optimizer of a critic that is a network of its own: what `critic` sets takes the place of `optimizer`."""
-    c = config.critic
-    settings = {"learning_rate": c.learning_rate, "max_grad_norm": c.max_grad_norm, "schedule": c.schedule}
-    return replace(optimizer_spec(config), warmup_steps=0, **settings)
+    c, policy = config.critic, optimizer_spec(config)
+    return replace(
+        policy,
+        learning_rate=c.learning_rate,
+        max_grad_norm=c.max_grad_norm,
+        schedule=c.schedule,
+        warmup_steps=min(c.lr_warmup_steps, config.total_steps),
+        weight_decay=policy.weight_decay if c.weight_decay is None else c.weight_decay,
+        updates_per_step=config.batch.minibatches * (c.num_iterations or config.algorithm.num_iterations),
+    )
 
 
 def update_spec(config) -> UpdateSpec:
