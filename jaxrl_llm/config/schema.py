@@ -606,8 +606,8 @@ KEYS = (
         float, minimum=0),
     Setting("checkpoint.contents", ("state",),
         "What is saved at each of these steps: state, all that the run needs to go on, in checkpoints/; hf, the "
-        "trained model as a Hugging Face folder, in hf_steps/. hf alone is the model only, and such a run is not gone on with, "
-        "save after a preemption, which saves the state.", choices=("state", "hf")),
+        "trained model as a Hugging Face folder, in hf_steps/. hf alone is the model only, and no run goes on from it; "
+        "a preemption saves the state all the same.", choices=("state", "hf")),
     Setting("checkpoint.best", None,
         "Keep the best checkpoint by this metric, eval/reward for example, among the saved steps that have the metric.",
         ),
