@@ -36,7 +36,7 @@ from jaxrl_llm.training.checkpoint.outputs import (
     check_writable,
     export_run,
     export_step,
-    in_words,
+    given_in_words,
     write_given,
 )
 from jaxrl_llm.training.checkpoint.settings import Changes, changed_settings, check_changes, start_record
@@ -209,7 +209,7 @@ def _start(
     check_push(config)
     named = load_callbacks((*config.callbacks, *(callbacks if isinstance(callbacks, list | tuple) else [callbacks])))
     run = build(config, mesh, *given)
-    config, words = run.config, in_words(given._asdict())
+    config, words = run.config, given_in_words(given._asdict())
     hooks = Callbacks(named, to_json(config), folder)
     closing.callback(run.rewards.close)
     if run.environments is not None:

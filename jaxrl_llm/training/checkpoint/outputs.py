@@ -45,7 +45,7 @@ def check_outputs(folder: Path, resume: str, goes_on: bool) -> None:
         )
 
 
-def in_words(given: Mapping[str, Any]) -> dict[str, str]:
+def given_in_words(given: Mapping[str, Any]) -> dict[str, str]:
     """The arguments of `train` that replace names in its configuration, in words."""
     return {
         name: _words(value)
