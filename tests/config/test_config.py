@@ -689,8 +689,9 @@ def test_parameters_of_a_config_file_are_flags(tmp_path):
             load_flags([spec, f"--config.{flag}"])
     with pytest.raises(ConfigError, match=r"unknown flag --config\.my_length"):
         load_flags(["--config.my_length=30"])
+    bad = write(tmp_path, OWN.replace('("a",)', "default"))
     with pytest.raises(ConfigError, match=r"the parameter names of the config file is <function"):
-        load_flags([f"--config={write(tmp_path, OWN.replace('("a",)', 'default'))}"])
+        load_flags([f"--config={bad}"])
 
 
 def test_numbers_of_numpy_are_numbers():
