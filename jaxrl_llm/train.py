@@ -31,7 +31,14 @@ from jaxrl_llm.tools.cards.hub import check_push, push_run
 from jaxrl_llm.training.ahead import CompiledAhead, compilations
 from jaxrl_llm.training.checkpoint.manager import Checkpoints, find, free
 from jaxrl_llm.training.checkpoint.object_store import is_remote, path_of
-from jaxrl_llm.training.checkpoint.outputs import check_outputs, check_writable, export_run, in_words, write_given
+from jaxrl_llm.training.checkpoint.outputs import (
+    check_outputs,
+    check_writable,
+    export_run,
+    export_step,
+    given_in_words,
+    write_given,
+)
 from jaxrl_llm.training.checkpoint.settings import Changes, changed_settings, check_changes, start_record
 from jaxrl_llm.training.evaluation.run import check_best
 from jaxrl_llm.training.logging.backends import check_installed
@@ -46,14 +53,13 @@ from jaxrl_llm.training.runtime.lock import RunLock
 from jaxrl_llm.training.runtime.preemption import Notices, Preempted
 from jaxrl_llm.training.runtime.profiler import Profiler
 from jaxrl_llm.training.runtime.watchdog import Watchdog
+from jaxrl_llm.training.setup.given import Given, take
 from jaxrl_llm.training.setup.records import checkpoint_spec, health_spec, logging_spec
 from jaxrl_llm.training.setup.run import Run, build, build_mesh, finished_models
 from jaxrl_llm.training.step import improve
 from jaxrl_llm.training.update import State, merge_frozen
 
 DRY_RUN = Setting("dry_run", False, "Show the data, the plan and the time of a step, write nothing, and end.", bool)
-
-FOLLOWED_RATE = 5e-6  # the smallest learning rate at which 16-bit parameters were seen to follow float32 ones
 
 
 class Result(NamedTuple):
@@ -65,7 +71,19 @@ class Result(NamedTuple):
 
 
 def train(
-    config, train_dataset=None, eval_dataset=None, rewards=None, environment=None, tools=(), callbacks=()
+    config,
+    train_dataset=None,
+    eval_dataset=None,
+    rewards=None,
+    environment=None,
+    tools=(),
+    callbacks=(),
+    model=None,
+    tokenizer=None,
+    peft_config=None,
+    optimizers=None,
+    compute_metrics=None,
+    **others,
 ) -> Result:
     """The trained model, after `config.total_steps` steps; files are left in `config.output_dir`.
 
@@ -73,42 +91,58 @@ def train(
     the names of sets) take the place of `data.path` and `data.eval_path`, and rewards (a function or a list of them)
     that of `rewards.functions`; with a train_dataset alone, and no `eval.sets`, nothing is evaluated. environment (what
     makes one, or a dictionary of such) takes the place of `environment.name`; tools (functions) come after those of
-    `environment.tools`, and callbacks (objects, see docs/callbacks.md) after those of `callbacks`. A run in output_dir
-    goes on where its newest checkpoint left it (`checkpoint.resume`). Raises ConfigError on user errors.
+    `environment.tools`, and callbacks (objects, see docs/callbacks.md) after those of `callbacks`.
+
+    model is one in memory (that of `load_model`, or of the Result of an earlier run), which stays as it is, or a path;
+    tokenizer one of transformers. peft_config (PEFT's LoraConfig) sets the keys of `lora`. optimizers is an optimizer
+    of optax, a schedule, or a pair of both. compute_metrics gets the completions of each evaluation
+    (`training.evaluation.run.Predictions`) and returns numbers by name. TRL's names reward_funcs and processing_class
+    are taken too. See docs/python.md.
+
+    A run in output_dir goes on where its newest checkpoint left it (`checkpoint.resume`). Raises ConfigError on user
+    errors.
     """
+    config, given = take(
+        config,
+        others,
+        peft_config,
+        optimizers,
+        train_dataset=train_dataset,
+        eval_dataset=eval_dataset,
+        rewards=rewards,
+        environment=environment,
+        tools=tools,
+        model=model,
+        tokenizer=tokenizer,
+        compute_metrics=compute_metrics,
+    )
     validate(config)
     keep_compiled(config.compilation_cache)
-    given = {
-        "train_dataset": train_dataset,
-        "eval_dataset": eval_dataset,
-        "rewards": rewards,
-        "environment": environment,
-        "tools": tools,
-    }
     with contained(), contextlib.ExitStack() as stack:
         notices = stack.enter_context(Notices())
         with notices.ending("before the first step"):
             run, state, log, logger, checkpoints, hooks, locks = _start(config, given, callbacks, stack)
-        folder = Path(config.output_dir)
+        config, folder = run.config, Path(config.output_dir)
         root, stopwatch, step = jax.random.key(config.seed), run.stopwatch, int(state.step)
         # Where nobody looks at each step, its metrics are read while the next one is computed.
         overlaps = not run.algorithm.online and not hooks.every_step
 
-        def model() -> Model:
+        def current() -> Model:
             return replace(run.model, params=merge_frozen(state, run.frozen).params)
 
         def evaluate() -> Metrics:
             table: list[Row] = []
-            metrics = run.evaluation(model().params, root, table) if run.evaluation else {}
+            metrics = run.evaluation(current().params, root, table) if run.evaluation else {}
             if table:
                 logger.completions(step, table, held_out=True)
             check_best(config.checkpoint.best, metrics)
             return metrics
 
         with Profiler(config.logging.profile_steps, folder, stopwatch, logger.note) as profiler:
+            hooks("on_begin", step, log.newest, current)
             if step == 0 and run.evaluation is not None and config.eval.at_start:
                 log.log(0, {}, evaluate)
-                hooks("on_evaluate", 0, log.newest, model)
+                hooks("on_evaluate", 0, log.newest, current)
             while step < min(config.total_steps, hooks.end):
                 step += 1
                 profiler.begin(step)
@@ -119,7 +153,7 @@ def train(
                 log.add(Step(step, began, experience.metrics, updates, experience.table, compiled))
 
                 if hooks.every_step:
-                    hooks("on_step", step, log.read(), model)
+                    hooks("on_step", step, log.read(), current)
                 last, leaves = step == min(config.total_steps, hooks.end), notices.reached(step)
                 evaluates = run.evaluation is not None and (
                     (last and config.eval.at_end) or _due(step, config.eval.every)
@@ -128,21 +162,27 @@ def train(
                 if saves or evaluates or not overlaps:
                     log.settle(evaluate if evaluates else None)
                 if evaluates:
-                    hooks("on_evaluate", step, log.newest, model)
+                    hooks("on_evaluate", step, log.newest, current)
                     last = last or step == hooks.end  # a hook may have ended the run
                 if saves or last:
-                    hooks("on_checkpoint", step, log.newest, model)
+                    hooks("on_checkpoint", step, log.newest, current)
                     with stopwatch("checkpoint"):
                         _check_locks(locks)
                         host = {**run.source.get_state(), **log.counts, "callbacks": hooks.get_state(step)}
                         arrays = run.source.get_arrays()
-                        checkpoints.save(step, state, host, arrays, log.newest, final=last or leaves)
+                        if "state" in config.checkpoint.contents or leaves:
+                            checkpoints.save(step, state, host, arrays, log.newest, final=last or leaves)
+                        if "hf" in config.checkpoint.contents and not last:
+                            export_step(folder, step, current(), config.checkpoint.keep)
+                    hooks("on_save", step, log.newest, current)
                 log.warn(checkpoints.warnings())
                 profiler.end(step, state)
                 if leaves and not last:
                     raise Preempted(step, f"after step {step} of {config.total_steps}")
 
         with notices.ending("after the last step, while the model was written"), stopwatch("export"):
+            if config.export.best:
+                state = checkpoints.restore_best(state, run.mesh, logger.note)
             trained, critic = finished_models(config, run, state)
             _check_locks(locks)
             export_run(folder, checkpoints.outcome, trained, critic, logger.note)
@@ -150,14 +190,14 @@ def train(
             with processes.all_or_none():
                 if jax.process_index() == 0:
                     write_cards(folder, int(state.step), config.export.push_to_hub)
-        hooks("on_end", int(state.step), log.newest, lambda: trained)
+        hooks("on_end", step, log.newest, lambda: trained)
         logger.finish(stopwatch.totals, checkpoints.outcome())
         push_run(config)
     return Result(trained, log.history, folder)
 
 
 def _start(
-    config, given: dict[str, Any], callbacks: Sequence[Any], stack: contextlib.ExitStack
+    config, given: Given, callbacks: Sequence[Any], stack: contextlib.ExitStack
 ) -> tuple[Run, State, StepLog, Logger, Checkpoints, Callbacks, list[RunLock]]:
     """Everything that a run needs, on a mesh that is set; `stack` closes it. A resumed run starts at its checkpoint."""
     folder, mesh, kept = Path(config.output_dir), build_mesh(config), checkpoint_spec(config)
@@ -171,31 +211,28 @@ def _start(
     if jax.process_index() == 0:
         check_installed(config.logging.backends)
     check_push(config)
-    hooks = Callbacks(load_callbacks((*config.callbacks, *callbacks)), to_json(config), folder)
+    named = load_callbacks((*config.callbacks, *(callbacks if isinstance(callbacks, list | tuple) else [callbacks])))
     shows = jax.process_index() == 0 and "console" in config.logging.backends
     with waiting(f"loading {config.model.path} and the data", stdout_console()) if shows else contextlib.nullcontext():
-        run = build(config, mesh, **given)
+        run = build(config, mesh, *given)
+    config, words = run.config, given_in_words(given._asdict())
+    hooks = Callbacks(named, to_json(config), folder)
     closing.callback(run.rewards.close)
     if run.environments is not None:
         closing.callback(run.environments.close)
     state, counts, resumed, problems = _resume(config, run, checkpoints, hooks)
-    logger = stack.enter_context(Logger(logging_spec(config, in_words(given)), folder, resumed))
+    logger = stack.enter_context(Logger(logging_spec(config, words), folder, resumed))
     told: list[str] = []
     with processes.all_or_none():
         if jax.process_index() == 0:
             told = start_record(folder, config, changes, resumed)
             write_start(folder, resumed)
-            write_given(folder, given)
+            write_given(folder, words)
     logger.start(_describe(run, int(state.step)), run.stopwatch)
     log = StepLog(health_spec(config), run.source.learn, run.stopwatch, logger, counts)
-    rate = config.optimizer.learning_rate
-    if rate < FOLLOWED_RATE and any(x.dtype.itemsize == 2 for x in jax.tree.leaves(state.params)):
-        told.append(
-            f"model.param_dtype = {config.model.param_dtype!r} keeps updates at optimizer.learning_rate = {rate:g} on "
-            f"average alone: most are lost and some are a hundred times too large. float32 was followed down to "
-            f"{FOLLOWED_RATE:g} (docs/scaling.md); below, keep parameters in float32."
-        )
-    log.warn([*told, *problems])
+    log.warn([*told, *problems, *run.warnings])
+    for note in run.notes:
+        logger.note(note)
     hooks.note = logger.note
     stack.enter_context(Watchdog(config.watch.hang_seconds, run.stopwatch, folder))
     stack.enter_context(CompileStatus(logger.status, logger.note, run.stopwatch))

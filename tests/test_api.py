@@ -145,7 +145,7 @@ def test_train_dataset_alone_is_not_evaluated(tmp_path):
     [
         ({"train_dataset": []}, "has no rows"),
         ({"eval_dataset": []}, "has no rows"),
-        ({"rewards": []}, "no reward function"),
+        ({"rewards": []}, "rewards is empty"),
         ({"train_dataset": [{"question": "x"}]}, "'prompt'"),
     ],
 )
@@ -162,6 +162,7 @@ def test_signatures_are_the_documented_ones():
         return list(inspect.signature(function).parameters)
 
     given = ["train_dataset", "eval_dataset", "rewards", "environment", "tools", "callbacks"]
+    given += ["model", "tokenizer", "peft_config", "optimizers", "compute_metrics", "others"]
     assert names(jaxrl_llm.train) == ["config", *given]
     assert names(jaxrl_llm.load_model)[:2] == ["path", "dtype"]
     assert names(jaxrl_llm.generate)[:2] == ["model", "prompts"]

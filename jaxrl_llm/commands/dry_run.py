@@ -29,6 +29,7 @@ def dry_run(config, colour: bool = False) -> str:
     target = at_hand_target(config)
     with jax.set_mesh(target.mesh):
         run = build(config, target.mesh)
+        config = run.config
         try:
             plan = make_plan(config, target, widths(run), packer=run.pack)
             tight = bool(target.device.memory) and plan.peak.peak > plan.capacity

@@ -123,7 +123,7 @@ def main(argv: list[str]) -> None:
             report["sets"] = prompts
         else:
             data = config.data
-            report |= {"data": data.eval_path or data.path, "split": data.eval_split, "prompts": prompts}
+            report |= {"data": data.eval_path or data.path, "split": data.eval_split or "test", "prompts": prompts}
         temperature = config.eval.temperature
         report["samples"] = config.eval.samples
         report["temperature"] = config.rollout.temperature if temperature is None else temperature

@@ -9,17 +9,15 @@ the lengths of the rows, and the numbers over the limit and dropped; for the tra
 import sys
 from collections.abc import Sequence
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
-from jaxrl_llm.config import ConfigError
 from jaxrl_llm.config.flags import load_flags
 from jaxrl_llm.config.schema import Setting
 from jaxrl_llm.data import loading
 from jaxrl_llm.data.loading import DataSource, DataSpec
 from jaxrl_llm.data.preview import boundary_merges, sections, statistics
-from jaxrl_llm.models import hf
 from jaxrl_llm.training.evaluation.run import named_sets
+from jaxrl_llm.training.setup.data import tokenizer_of
 from jaxrl_llm.training.setup.evaluation import eval_measure, eval_parts, eval_spec
 from jaxrl_llm.training.setup.specs import data_spec
 
@@ -33,13 +31,16 @@ JOINED = 200  # rows that are tokenised a second time, prompt and completion as 
 
 def preview(config, rows: int = 3, measure: int = 10_000, held_out: bool = True, colour: bool = False) -> str:
     """The report on the data of `config`; raises ConfigError for data that training could not read."""
-    tokenizer = load_tokenizer(config.model.path, config.model.trust_remote_code)
+    tokenizer = tokenizer_of(config)
     spec = data_spec(config)
     sources = loading.open_sources(spec, tokenizer)
     lines = report(spec, "trained on", spec.kind, sources, tokenizer, rows, measure, colour)
     if held_out and config.eval.every >= 0:
         for one in named_sets(eval_spec(config)):
             sources = eval_parts(config, tokenizer, one)
+            if not sources:
+                lines.append("=== nothing is evaluated on: the data has no split 'test', see data.eval_split")
+                continue
             use = f"evaluated on{f' as {one.name}' if one.name else ''}"
             # Rows to evaluate on may lack what is learned: then they serve as prompts.
             if spec.kind == "prompts" or eval_measure(config, sources) == "samples":
@@ -86,22 +87,6 @@ def report(
         width = max(map(len, values))
         lines += [f"{heading.ljust(width)}  {value}" for heading, value in values.items()]
     return lines
-
-
-def load_tokenizer(path: str, trust_remote_code: bool = False) -> Any:
-    """The tokenizer of a model, without its weights; raises ConfigError when there is none."""
-    if path.startswith("embedded:") or Path(path).expanduser().is_dir():
-        folder = hf.locate(path)
-        if not hf.has_tokenizer(folder):
-            raise ConfigError(f"model.path = {path!r} has no tokenizer files; add them to the folder")
-        return hf.load_tokenizer(folder, trust_remote_code)
-    from transformers import AutoTokenizer  # slow to import, and not needed for local folders
-
-    try:
-        return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
-    except Exception as error:
-        reason = " ".join(str(error).split())
-        raise ConfigError(f"cannot load the tokenizer of model.path = {path!r}: {reason}") from error
 
 
 def main(argv: list[str]) -> None:

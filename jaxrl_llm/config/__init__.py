@@ -10,6 +10,7 @@ from jaxrl_llm.config.tree import check_keys as check_keys
 from jaxrl_llm.config.tree import default as default
 from jaxrl_llm.config.tree import flat as flat
 from jaxrl_llm.config.tree import from_json as from_json
+from jaxrl_llm.config.tree import own_settings as own_settings
 from jaxrl_llm.config.tree import reference as reference
 from jaxrl_llm.config.tree import to_json as to_json
 from jaxrl_llm.config.tree import validate as validate

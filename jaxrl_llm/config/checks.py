@@ -148,9 +148,33 @@ def _online(config: ConfigDict) -> Iterator[str]:
             f"algorithm.overlong_buffer is {algorithm.overlong_buffer}, longer than rollout.max_completion_length = "
             f"{rollout.max_completion_length}"
         )
+    if rollout.ignore_eos:
+        marks_the_end = {
+            "algorithm.mask_truncated": algorithm.mask_truncated,
+            "algorithm.missing_eos_penalty": algorithm.missing_eos_penalty,
+            "environment.name": config.environment.name,
+            "environment.tools": config.environment.tools,
+            "environment.rollout_func": config.environment.rollout_func,
+        }
+        for key, value in marks_the_end.items():
+            if value:
+                yield (
+                    f"rollout.ignore_eos is true, so that no completion ends by itself, but {key} is {value!r}: "
+                    "set one of the two"
+                )
     clip = algorithm.reward_clip
     if clip and not (len(clip) == 2 and clip[0] < clip[1]):
         yield f"algorithm.reward_clip is {tuple(clip)}: give the smallest and the largest score, or nothing"
+    if critic.num_iterations and critic.num_iterations < algorithm.num_iterations:
+        yield (
+            f"critic.num_iterations is {critic.num_iterations}, less than algorithm.num_iterations = "
+            f"{algorithm.num_iterations}: the critic makes as many passes as the policy, or more"
+        )
+    if critic.shared and (critic.num_iterations or critic.microbatch_rows):
+        yield (
+            f"critic.num_iterations is {critic.num_iterations} and critic.microbatch_rows {critic.microbatch_rows}, "
+            "but critic.shared is true, and both learn in one update: set them to 0"
+        )
     if critic.shared and (critic.path is not None or critic.warmup_steps):
         yield (
             f"critic.path is {critic.path} and critic.warmup_steps {critic.warmup_steps}, but critic.shared is true: "
@@ -211,7 +235,7 @@ def _offline(config: ConfigDict) -> Iterator[str]:
 
 def _batch(config: ConfigDict, online: bool) -> Iterator[str]:
     batch, rows = config.batch, batch_rows(config)
-    formula = "batch.prompts"
+    formula, critic_rows = "batch.prompts", config.critic.microbatch_rows
     if online:
         formula += f" x rollout.group_size = {batch.prompts} x {config.rollout.group_size}"
     elif rows_together(config) == 2:
@@ -219,6 +243,8 @@ def _batch(config: ConfigDict, online: bool) -> Iterator[str]:
     if rows % batch.minibatches:
         yield f"batch.minibatches is {batch.minibatches}, but it must divide the {rows} rows ({formula})"
     minibatch = rows // batch.minibatches
+    if critic_rows and minibatch % critic_rows:
+        yield f"critic.microbatch_rows is {critic_rows}, but it must divide the {minibatch} rows of a minibatch"
     if batch.microbatch_rows and minibatch % batch.microbatch_rows:
         yield (
             f"batch.microbatch_rows is {batch.microbatch_rows}, but it must divide the {minibatch} rows of a minibatch "
@@ -266,8 +292,22 @@ def _environment(config: ConfigDict) -> Iterator[str]:
 
 
 def _data(config: ConfigDict) -> Iterator[str]:
-    data = config.data
+    data, model = config.data, config.model
+    split_options(f"model.overrides({model.overrides})")
     split_options(f"data.chat_template_kwargs({data.chat_template_kwargs})")  # raises for options it cannot read
+    if data.streaming and config.num_epochs is not None:
+        yield (
+            f"num_epochs is {config.num_epochs}, but data.streaming is true, and streamed rows are not counted: set "
+            "total_steps, or data.streaming to false"
+        )
+    if config.eval.fraction and (data.streaming or data.eval_path is not None or data.eval_split is not None):
+        other = next(key for key in ("streaming", "eval_path", "eval_split") if data[key])
+        yield (
+            f"eval.fraction is {config.eval.fraction}, to hold training rows out, but data.{other} is {data[other]!r}: "
+            "set one of the two"
+        )
+    if config.eval.fraction and config.eval.sets:
+        yield f"eval.fraction is {config.eval.fraction}, but eval.sets names what is evaluated on: set one of the two"
     for key in ("packing", "precompute_reference"):
         if data.streaming and data[key]:
             yield f"data.{key} needs all rows before training, and data.streaming is true: set one to false"
@@ -315,7 +355,8 @@ def _optimizer(config: ConfigDict) -> Iterator[str]:
     c, steps = config.optimizer, config.total_steps
     if c.warmup_steps and c.warmup_ratio:
         yield f"optimizer.warmup_steps is {c.warmup_steps} and warmup_ratio {c.warmup_ratio}: set one of the two"
-    if (c.schedule == "wsd") != (c.decay_steps > 0) or c.decay_steps > steps:
+    known = config.num_epochs is None  # else they are counted with the rows, and this is checked again
+    if (c.schedule == "wsd") != (c.decay_steps > 0) or (known and c.decay_steps > steps):
         yield (
             f"optimizer.decay_steps is {c.decay_steps} with schedule {c.schedule}: wsd takes 1 to total_steps = "
             f"{steps}, the others 0"
@@ -368,6 +409,15 @@ def _checkpoint(config: ConfigDict) -> Iterator[str]:
             f"output_dir is {config.output_dir!r}, but it is a local folder; checkpoints alone go to an object store: "
             "set checkpoint.folder"
         )
+    if not checkpoint.contents:
+        yield "checkpoint.contents is empty, but it takes state, hf, or both"
+    if best and "state" not in checkpoint.contents:
+        yield (
+            f"checkpoint.best is {best!r}, but checkpoint.contents is {','.join(checkpoint.contents)}, and the best of "
+            "the states is kept: add state"
+        )
+    if config.export.best and not best:
+        yield "export.best is true, but no metric says which checkpoint is best: set checkpoint.best"
     if best and checkpoint.every == 0:
         yield f"checkpoint.best is {best!r}, but only the last step is saved: set checkpoint.every"
     if best and best.startswith("eval/") and (every <= 0 or checkpoint.every % every):

@@ -17,13 +17,15 @@ import textwrap
 import traceback
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
+from functools import reduce
+from operator import getitem
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple, NoReturn
 
-from jaxrl_llm.config import ConfigDict, assign, check_keys, default, validate
+from jaxrl_llm.config import ConfigDict, assign, check_keys, default, own_settings, validate
 from jaxrl_llm.config.resolve import ConfigError, closest, exit_code, import_file, path_and_line
-from jaxrl_llm.config.schema import BY_NAME, FORMER, KEYS, SECTIONS, Setting, unknown_key
+from jaxrl_llm.config.schema import BY_NAME, FORMER, KEYS, SECTIONS, Setting, SettingError, nearest, unknown_key
 from jaxrl_llm.config.secrets import masked
 from jaxrl_llm.config.user_code import contained, is_own_exit, place
 from jaxrl_llm.config.version import __version__
@@ -108,7 +110,8 @@ def load_flags(argv: Sequence[str], usage: str = "", options: Sequence[Setting] 
     `--config=configs/grpo.py` reads a config file, `--config=configs/grpo.py:tiny` calls its `get_config("tiny")`, and
     `--config=grpo` finds the shipped file; without it the configuration is `jaxrl_llm.config.default()`.
     `--config.batch.prompts=8` changes one key, in any order; `--config.batch.prompts 8` too. A list is written `a,b`, a
-    missing optional value `none`; `--config.data.packing` alone is true. `options` are the command's own flags:
+    missing optional value `none`; `--config.data.packing` alone is true. Parameters that the config file
+    has added are flags too, `--config.my_length=30`. `options` are the command's own flags:
     `Setting("steps", 3, ...)` is `--steps`. `--help` prints the usage and exits, see `help_text`.
 
     Raises ConfigError for an unknown or repeated flag, a wrong value, or a bad config file.
@@ -116,18 +119,35 @@ def load_flags(argv: Sequence[str], usage: str = "", options: Sequence[Setting] 
     _exit_after_help(argv, usage, options, KEYS)
     flags = {CONFIG_FILE.name: CONFIG_FILE, **{f"config.{key.name}": key for key in KEYS}}
     flags |= {option.name: option for option in options}
+    spec = _value_of("config", argv)
+    config = default() if spec is None else load_config_file(spec)
+    own = own_settings(config)
+    flags |= {f"config.{name}": setting for name, setting in own.items()}
     texts = _split(argv, flags)
-    config = load_config_file(texts.pop("config")) if "config" in texts else default()
+    texts.pop("config", None)
     values = {option.name: option.default for option in options}
     for name, text in texts.items():
         value = flags[name].parse(text)
         if name in values:
             values[name] = value
+        elif flags[name].name in own:
+            *sections, leaf = flags[name].name.split(".")
+            reduce(getitem, sections, config)[leaf] = value
         else:
             assign(config, flags[name].name, value)
     validate(config)
     _run_folder.set(Path(config.output_dir))
     return Flags(config, values)
+
+
+def _value_of(flag: str, argv: Sequence[str]) -> str | None:
+    """The text of the first `--flag=TEXT` or `--flag TEXT`; None where there is none."""
+    for index, argument in enumerate(argv):
+        if argument.startswith(f"--{flag}="):
+            return argument.partition("=")[2]
+        if argument == f"--{flag}" and index + 1 < len(argv) and not argv[index + 1].startswith("--"):
+            return argv[index + 1]
+    return None
 
 
 def load_options(argv: Sequence[str], usage: str, options: Sequence[Setting]) -> dict[str, Any]:
@@ -163,7 +183,7 @@ def _split(argv: Sequence[str], flags: dict[str, Setting]) -> dict[str, str]:
             if key != name and key in FORMER and CONFIG_FILE.name in flags:
                 raise ConfigError(f"unknown flag --{name}: {unknown_key(key)}")
             known = {flag.removeprefix("config."): flag for flag in flags}
-            raise ConfigError(f"unknown flag --{name}; the closest is --{known[closest(key, known)]}; see --help")
+            raise ConfigError(f"unknown flag --{name}; the closest is --{known[nearest(key, known)]}; see --help")
         if name in texts:
             raise ConfigError(f"--{name} is given twice: {texts[name]!r} and {text or flag!r}; keep one")
         if not equals and arguments and not arguments[0].startswith("--"):
@@ -226,6 +246,8 @@ def load_config_file(spec: str) -> ConfigDict:
     try:
         with contained():
             config = get_config(*arguments)
+    except SettingError as error:
+        raise ConfigError(f"{path_and_line(error, path)}: {error}") from error
     except ConfigError:
         raise
     except Exception as error:
@@ -240,7 +262,7 @@ def load_config_file(spec: str) -> ConfigDict:
 
 
 def _explain(error: Exception) -> str:
-    """The message for an error in a config file, with full names and ranges of keys where the tree refused a change."""
+    """The message for an error in a config file, with the full name of the key where the tree has none of that name."""
     message = str(error)
     # A locked ConfigDict names only the last part of the key, and lists its neighbours as objects.
     unknown = re.search(r"""Key "(\w+)" does not exist|^(?:"'|'\\')(\w+)\\?'""", message)
@@ -248,11 +270,7 @@ def _explain(error: Exception) -> str:
         leaf = unknown[1] or unknown[2]
         if former := [name for name in FORMER if name.rpartition(".")[2] == leaf]:
             return "; ".join(unknown_key(name) for name in former)
-        return f"there is no key {leaf}; the closest is {closest(leaf, [*SECTIONS, *BY_NAME])}"
-    refused = re.search(r"override field '(\w+)' \(reference\)\. (.*) is of original type", message, re.DOTALL)
-    if isinstance(error, TypeError) and refused:
-        keys = [key for key in KEYS if key.name.rpartition(".")[2] == refused[1]]
-        return f"{refused[1]} is {refused[2]!r}, but " + "; ".join(f"{key.name} takes {key.allowed}" for key in keys)
+        return f"there is no key {leaf}; the closest is {nearest(leaf, [*SECTIONS, *BY_NAME])}"
     return f"{type(error).__name__}: {message}"
 
 

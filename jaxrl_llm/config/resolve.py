@@ -52,10 +52,10 @@ def resolve(name: str | Callable[..., Any], package: str | ModuleType | Mapping[
         return known[name]
     if ":" in name:
         where, _, attribute = name.partition(":")
-        return _attribute(name, import_file(where) if where.endswith(".py") else _import_module(where, name), attribute)
+        return _attribute(name, import_file(where) if where.endswith(".py") else import_module(where, name), attribute)
     if "." in name and not name.endswith(".py"):
         where, _, attribute = name.rpartition(".")
-        return _attribute(name, _import_module(where, name), attribute)
+        return _attribute(name, import_module(where, name), attribute)
     raise ConfigError(
         f"unknown name {name!r}; known are {', '.join(sorted(known)) or 'none'}"
         + (f"; the closest is {closest(name, known)}" if known else "")
@@ -125,7 +125,8 @@ def _attribute(name: str, module: ModuleType, attribute: str) -> Any:
     raise ConfigError(f"cannot find {name!r}: {module.__file__} has no {attribute!r}{near}")
 
 
-def _import_module(where: str, name: str) -> ModuleType:
+def import_module(where: str, name: str) -> ModuleType:
+    """The module `where`, for the setting or name `name`; raises ConfigError when it is missing or fails."""
     try:
         with contained():
             return importlib.import_module(where)

@@ -5,7 +5,7 @@
 """
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +23,59 @@ if TYPE_CHECKING:
         def __getitem__(self, key: str) -> Any: ...
 else:
     ConfigDict = ml_collections.ConfigDict
+
+
+class SettingError(ConfigError):
+    """A value that a key does not take: its type is another one."""
+
+
+class Tree(ConfigDict):
+    """The configuration, or a section of it. Scalars of numpy and JAX are taken for the numbers that they are.
+
+    Raises SettingError, which names the key, for a value of another type.
+    """
+
+    def __setitem__(self, key, value):
+        value = plain(value)
+        try:
+            super().__setitem__(key, value)
+        except TypeError as error:
+            setting = self._setting(key)
+            if setting is None:
+                raise
+            shown = f"{value!r}" if isinstance(value, str | int | float | list | tuple) else type(value).__name__
+            way_out = OBJECTS.get(setting.name, "")
+            raise SettingError(f"{setting.name} is {shown}, but it takes {setting.allowed}{way_out}") from error
+
+    def _setting(self, leaf: str) -> "Setting | None":
+        """The key of this name in the section that has these names."""
+        for key in KEYS:
+            section, _, name = key.name.rpartition(".")
+            if name == leaf and all(x.rpartition(".")[2] in self for x in BY_NAME if x.rpartition(".")[0] == section):
+                return key
+        return None
+
+
+# What takes an object where its key takes the name of one.
+OBJECTS = {
+    "model.path": ", a folder or a hub id; a model in memory is given to train(config, model=...)",
+    "model.tokenizer": ", a folder or a hub id; a tokenizer in memory is given to train(config, tokenizer=...)",
+    "data.path": "; rows in memory are given to train(config, train_dataset=...)",
+    "data.eval_path": "; rows in memory are given to train(config, eval_dataset=...)",
+    "data.format": "",
+    "rewards.functions": "; functions are given to train(config, rewards=[...])",
+    "optimizer.name": "; an optimizer of optax is given to train(config, optimizers=...)",
+    "environment.name": "; an environment is given to train(config, environment=...)",
+}
+
+
+def plain(value: Any) -> Any:
+    """The value with scalars of numpy and JAX, also those in a list, as Python's own."""
+    if isinstance(value, tuple | list):
+        return type(value)(map(plain, value)) if type(value) in (tuple, list) else value
+    if getattr(value, "shape", None) == () and hasattr(value, "item"):
+        return value.item()
+    return value
 
 
 @dataclass(frozen=True)
@@ -145,8 +198,8 @@ SECTIONS = {
     "environment": "Environments and tools, which answer the policy between its turns. See docs/environments.md.",
     "rewards": "Reward functions and how they run. See docs/rewards.md.",
     "algorithm": "The objective: advantages, losses, KL and entropy terms. `configs/` has a file for each algorithm.",
-    "critic": "Value network of PPO and its optimizer; other settings of it are those of `optimizer`.",
     "optimizer": "Optimizer and learning rate schedule.",
+    "critic": "Value network of PPO and its optimizer; other settings of it are those of `optimizer`.",
     "batch": "Rows of a step, minibatches, micro-batches and packing.",
     "mesh": "Axes of the device mesh; their sizes multiply to the number of devices. See docs/mesh.md.",
     "processes": "Rendezvous of the processes of a run on several machines; see docs/scaling.md. Detected under Slurm, "
@@ -163,6 +216,9 @@ KEYS = (
     Setting("output_dir", "runs/default", "Folder for checkpoints, metrics and the configuration of the run."),
     Setting("seed", 0, "Root of every random number of the run.", int, minimum=0),
     Setting("total_steps", 100, "Number of training steps.", int, minimum=0),
+    Setting("num_epochs", None,
+        "Passes over the training rows, from which total_steps is computed; none takes total_steps as it is.",
+        float, above=0),
     Setting("compilation_cache", "auto",
         "Folder for compiled programs, which later runs and commands reuse; auto is $JAX_COMPILATION_CACHE_DIR or "
         "~/.cache/jaxrl_llm/compiled, none is off."),
@@ -173,6 +229,14 @@ KEYS = (
 
     Setting("model.path", "embedded:sort",
         "Hugging Face hub id, local folder, or `embedded:<name>` for a model in the package."),
+    Setting("model.tokenizer", None,
+        "Folder or hub id of another tokenizer than that of model.path, for the same token ids; none is its own."),
+    Setting("model.revision", None, "Branch, tag or commit of a hub id; none is its main branch."),
+    Setting("model.overrides", "",
+        "Entries of config.json that take the place of the model's, `rope_theta=1e6, sliding_window=None`."),
+    Setting("model.register", (),
+        "Modules or files to import before the model is loaded, `path/to/family.py`; one with MODEL_TYPE is a family "
+        "of models, as those of models/families."),
     Setting("model.dtype", "auto",
         "Compute type of the network; auto is float32 on CPU and bfloat16 on accelerators.",
         choices=("auto", *DTYPES)),
@@ -238,8 +302,15 @@ KEYS = (
         "and hub data of 10000 rows or more; `none` is off."),
     Setting("data.split", "train", "Split to train on."),
     Setting("data.eval_path", None, "Data set to evaluate on; none is data.path."),
-    Setting("data.eval_split", "test", "Split to evaluate on."),
-    Setting("data.prompt_key", "prompt", "Column that holds the prompt."),
+    Setting("data.eval_split", None,
+        "Split to evaluate on; none is test and, where the data that is trained on has no such split, no evaluation."),
+    Setting("data.prompt_key", "prompt", "Column that holds the prompt, whatever the format."),
+    Setting("data.completion_key", "completion", "Column that holds the completion, whatever the format."),
+    Setting("data.label_key", "label", "Column that holds the label of a completion, whatever the format."),
+    Setting("data.system_prompt", None, "System message put before conversations that have none."),
+    Setting("data.chat_template", None,
+        "Chat template in place of the tokenizer's: chatml, gemma, llama2, llama3, mistral, phi3 or zephyr, a file, or "
+        "the text of a template. The trained model keeps it."),
     Setting("data.chat_template_kwargs", "",
         "Options of the chat template, `enable_thinking=False`; a column chat_template_kwargs of a row overrides them.",
         ),
@@ -270,6 +341,9 @@ KEYS = (
     Setting("rollout.top_k", 0, "Sample from this many most likely tokens; 0 is off.", int, minimum=0),
     Setting("rollout.min_p", 0.0,
         "Drop tokens less likely than this fraction of the most likely one; 0 is off.", float, minimum=0, maximum=1),
+    Setting("rollout.ignore_eos", False,
+        "Sample rollout.max_completion_length tokens for every completion, past the end of text: for measurements, and "
+        "where length must not be learned.", bool),
     Setting("rollout.chunk", 32,
         "Most decoding steps between two checks by the host; decoding pauses earlier when slots can be reassigned.",
         int, minimum=1),
@@ -434,23 +508,6 @@ KEYS = (
         "Weight of a pair's tokens beyond its shorter completion (LD-DPO); none is 1.", float, minimum=0, maximum=1),
     Setting("algorithm.use_weighting", False, "Weigh pairs by how likely the policy is to write them (WPO).", bool),
 
-    Setting("critic.path", None,
-        "Model the critic starts from, with a new score head if it has none; none is model.path."),
-    Setting("critic.shared", False,
-        "Make the critic a second head of the policy, trained by the policy's optimizer: of the other keys of critic "
-        "only coef and epsilon apply.", bool),
-    Setting("critic.coef", 0.1, "Weight of the value loss of a shared critic.", float, above=0),
-    Setting("critic.learning_rate", 1e-5, "Peak learning rate of the critic.", float, minimum=0, maximum=100),
-    Setting("critic.schedule", "constant", "Learning rate schedule of the critic; it has no warm-up.",
-        choices=("constant", "linear", "cosine", "inverse_sqrt")),
-    Setting("critic.max_grad_norm", 1.0,
-        "The critic's gradients are scaled down to this norm; 0 is off.", float, minimum=0),
-    Setting("critic.epsilon", 0.2,
-        "Values are clipped to this distance from the old values; none is off.", float, above=0),
-    Setting("critic.warmup_steps", 0,
-        "First training steps, in which only the critic is trained: no update of the policy is computed or logged.",
-        int, minimum=0),
-
     Setting("optimizer.name", "adamw",
         "Optimizer; muon is for the matrices of the layers, with adamw for the rest.",
         choices=("adamw", "adafactor", "lion", "sgd", "muon")),
@@ -479,6 +536,31 @@ KEYS = (
         "Gradients are scaled down to this global norm; 0 is off.", float, minimum=0),
     Setting("optimizer.max_skipped_steps", 3,
         "Consecutive steps that non-finite gradients may skip; one more stops the run.", int, minimum=0),
+
+    Setting("critic.path", None,
+        "Model the critic starts from, with a new score head if it has none; none is model.path."),
+    Setting("critic.shared", False,
+        "Make the critic a second head of the policy, trained by the policy's optimizer: of the other keys of critic "
+        "only coef and epsilon apply.", bool),
+    Setting("critic.coef", 0.1, "Weight of the value loss of a shared critic.", float, above=0),
+    Setting("critic.learning_rate", 1e-5, "Peak learning rate of the critic.", float, minimum=0, maximum=100),
+    Setting("critic.schedule", "constant", "Learning rate schedule of the critic.",
+        choices=("constant", "linear", "cosine", "inverse_sqrt")),
+    Setting("critic.lr_warmup_steps", 0,
+        "Training steps over which the critic's learning rate rises from 0, at most all of them.", int, minimum=0),
+    Setting("critic.weight_decay", None,
+        "Decoupled weight decay of the critic; none is optimizer.weight_decay.", float, minimum=0),
+    Setting("critic.num_iterations", 0,
+        "Passes of the critic over each batch, at least algorithm.num_iterations; 0 is as many.", int, minimum=0),
+    Setting("critic.microbatch_rows", 0,
+        "Rows of a micro-batch of the critic where rows are not packed; 0 is batch.microbatch_rows.", int, minimum=0),
+    Setting("critic.max_grad_norm", 1.0,
+        "The critic's gradients are scaled down to this norm; 0 is off.", float, minimum=0),
+    Setting("critic.epsilon", 0.2,
+        "Values are clipped to this distance from the old values; none is off.", float, above=0),
+    Setting("critic.warmup_steps", 0,
+        "First training steps, in which only the critic is trained: no update of the policy is computed or logged.",
+        int, minimum=0),
 
     Setting("batch.prompts", 32, "Prompts per step; data rows (a pair is one) for offline algorithms.", int, minimum=1),
     Setting("batch.minibatches", 1, "Optimizer updates per pass over the batch.", int, minimum=1),
@@ -525,6 +607,10 @@ KEYS = (
         int, minimum=0),
     Setting("checkpoint.keep_hours", 0.0, "Keep an older checkpoint for each period of so many hours; 0 keeps none.",
         float, minimum=0),
+    Setting("checkpoint.contents", ("state",),
+        "What is saved at each of these steps: state, all that the run needs to go on, in checkpoints/; hf, the "
+        "trained model as a Hugging Face folder, in hf_steps/. hf alone is the model only, and no run goes on from it; "
+        "a preemption saves the state all the same.", choices=("state", "hf")),
     Setting("checkpoint.best", None,
         "Keep the best checkpoint by this metric, eval/reward for example, among the saved steps that have the metric.",
         ),
@@ -550,6 +636,9 @@ KEYS = (
         "Several named sets in place of data.eval_path: each `name=path` or `name=path(split='test', samples=16)`, "
         "with the options of data.sources and its own prompts and samples; in a config file also a dictionary, with "
         "the name as `set`. Metrics are `eval/<name>/...`; entries of one name form one set.", dict),
+    Setting("eval.fraction", 0.0,
+        "Share of the training rows that is held out and evaluated on, drawn from seed; 0 holds none out.",
+        float, minimum=0, below=1),
     Setting("eval.prompts", 128, "Prompts, or rows, of each set in an evaluation.", int, minimum=1),
     Setting("eval.samples", 4, "Completions per prompt.", int, minimum=1),
     Setting("eval.temperature", None,
@@ -571,6 +660,8 @@ KEYS = (
         "Estimator of pass@k, maj@k, best@k and worst@k: over distinct samples of a prompt (unbiased), or verl's 1000 "
         "draws with replacement.", choices=("unbiased", "verl")),
 
+    Setting("export.best", False,
+        "Write the model of the best checkpoint (checkpoint.best) to hf/, in place of the last step's.", bool),
     Setting("export.push_to_hub", None,
         "Repository of the Hugging Face hub, OWNER/NAME, to which the trained model (hf/, adapters merged) is pushed "
         "at the end, with the token in the variable HF_TOKEN."),
@@ -614,11 +705,12 @@ IDENTITY = (
     "seed", "model.path", "model.random_init", "model.freeze_router", "model.quantize", "lora.rank", "lora.alpha",
     "lora.rslora", "lora.targets", "lora.path", "lora.reference", "data.path", "data.name", "data.sources",
     "data.format", "data.streaming", "data.shuffle", "data.shuffle_buffer", "data.split", "data.prompt_key",
-    "data.chat_template_kwargs", "data.overlong", "data.max_length", "data.loss_on", "data.packing",
-    "rollout.group_size", "rollout.max_prompt_length", "rewards.functions", "rewards.weights", "environment.name",
-    "environment.tools", "environment.rollout_func", "algorithm.name", "algorithm.advantage", "algorithm.loss",
-    "algorithm.aggregation", "algorithm.loss_weights", "algorithm.reference_free", "critic.path", "critic.shared",
-    "optimizer.name", "optimizer.moment_dtype",
+    "data.completion_key", "data.label_key", "data.system_prompt", "data.chat_template", "eval.fraction",
+    "model.tokenizer", "model.revision", "model.overrides", "data.chat_template_kwargs", "data.overlong",
+    "data.max_length", "data.loss_on", "data.packing", "rollout.group_size", "rollout.max_prompt_length",
+    "rewards.functions", "rewards.weights", "environment.name", "environment.tools", "environment.rollout_func",
+    "algorithm.name", "algorithm.advantage", "algorithm.loss", "algorithm.aggregation", "algorithm.loss_weights",
+    "algorithm.reference_free", "critic.path", "critic.shared", "optimizer.name", "optimizer.moment_dtype",
 )  # fmt: skip
 # Settings of a single start, of no meaning for the run.
 OF_A_START = ("output_dir", "compilation_cache", "checkpoint.resume", "checkpoint.accept_changes")
@@ -649,6 +741,35 @@ LOSS_OPTIONS: dict[str, tuple[Any, str, tuple[str, ...]]] = {
 }
 FORMER = (*RENAMED, *LOSS_OPTIONS)
 
+# What other libraries call a key, where no similarity of letters finds it.
+SYNONYMS = {
+    "max_steps": "total_steps", "total_training_steps": "total_steps", "num_train_epochs": "num_epochs",
+    "epochs": "num_epochs", "total_epochs": "num_epochs", "per_device_train_batch_size": "batch.prompts",
+    "train_batch_size": "batch.prompts", "batch_size": "batch.prompts", "micro_batch_size": "batch.microbatch_rows",
+    "gradient_accumulation_steps": "batch.microbatch_rows", "num_generations": "rollout.group_size",
+    "model_name_or_path": "model.path", "model_name": "model.path", "base_model": "model.path", "model": "model.path",
+    "dataset_name": "data.path", "dataset": "data.path", "train_files": "data.path", "val_files": "data.eval_path",
+    "max_seq_length": "data.max_length", "sequence_len": "data.max_length", "reward_funcs": "rewards.functions",
+    "reward_weights": "rewards.weights", "lr": "optimizer.learning_rate", "lr_scheduler_type": "optimizer.schedule",
+    "optim": "optimizer.name", "gradient_checkpointing": "model.remat", "bf16": "model.dtype", "fp16": "model.dtype",
+    "load_in_4bit": "model.quantize", "load_in_8bit": "model.quantize", "attn_implementation": "model.attention",
+    "use_peft": "lora.rank", "lora_r": "lora.rank", "lora_target_modules": "lora.targets", "report_to":
+    "logging.backends", "save_steps": "checkpoint.every", "eval_steps": "eval.every", "save_total_limit":
+    "checkpoint.keep", "resume_from_checkpoint": "checkpoint.resume", "processing_class": "model.tokenizer",
+    "val_set_size": "eval.fraction", "test_size": "eval.fraction", "hub_model_id": "export.push_to_hub",
+    "push_to_hub": "export.push_to_hub", "chat_template_path": "data.chat_template",
+}  # fmt: skip
+
+
+def nearest(name: str, known: Iterable[str] = ()) -> str:
+    """The key that a name most likely means: what another library calls so, else the most similar of `known`.
+
+    `known` are all keys unless given.
+    """
+    known = tuple(known) or tuple(BY_NAME)
+    meant = SYNONYMS.get(name.rpartition(".")[2])
+    return meant if meant in known else closest(name, known)
+
 
 def unknown_key(name: str) -> str:
     """The message for a name that is no key: what replaces it if it was one, else the closest key."""
@@ -657,4 +778,4 @@ def unknown_key(name: str) -> str:
     if name in LOSS_OPTIONS:
         _, option, losses = LOSS_OPTIONS[name]
         return f"there is no key {name} any more: write algorithm.loss='{losses[0]}({option}=...)'"
-    return f"there is no key {name}; the closest is {closest(name, BY_NAME)}"
+    return f"there is no key {name}; the closest is {nearest(name)}"

@@ -8,8 +8,22 @@ from ml_collections.config_dict import placeholder
 
 from jaxrl_llm.config.checks import contradictions
 from jaxrl_llm.config.resolve import ConfigError, split_options
-from jaxrl_llm.config.schema import BY_NAME, KEYS, LOSS_OPTIONS, OFFLINE, RENAMED, SECTIONS, ConfigDict, unknown_key
+from jaxrl_llm.config.schema import (
+    BY_NAME,
+    KEYS,
+    LOSS_OPTIONS,
+    OFFLINE,
+    RENAMED,
+    SECTIONS,
+    ConfigDict,
+    Setting,
+    Tree,
+    plain,
+    unknown_key,
+)  # fmt: skip
 from jaxrl_llm.config.secrets import masked
+
+OWN = "own"  # the entry of the JSON text with the parameters that a config file has added
 
 
 def default() -> ConfigDict:
@@ -19,7 +33,7 @@ def default() -> ConfigDict:
         section, _, leaf = key.name.rpartition(".")
         node = tree.setdefault(section, {}) if section else tree
         node[leaf] = placeholder(key.kind) if key.default is None else key.default
-    config = ConfigDict(tree)
+    config = Tree({name: Tree(node) if isinstance(node, dict) else node for name, node in tree.items()})
     config.lock()
     return config
 
@@ -31,11 +45,27 @@ def validate(config: ConfigDict) -> None:
         raise ConfigError(message)
 
 
+def own_settings(config: ConfigDict) -> dict[str, Setting]:
+    """The parameters that a config file has added, by name: at the top, or in a section of its own."""
+    known, own = {*SECTIONS, *(name.partition(".")[0] for name in BY_NAME)}, {}
+    for name, value in _settings(config).items():
+        if name.partition(".")[0] in known or name in (*RENAMED, *LOSS_OPTIONS):
+            continue
+        kind = type((*value, "")[0]) if isinstance(value, tuple | list) else str if value is None else type(value)
+        if kind not in (bool, int, float, str):
+            raise ConfigError(
+                f"the parameter {name} of the config file is {value!r:.80}, but it takes a text, a number, true or "
+                "false, or a list of these"
+            )
+        own[name] = Setting(name, tuple(value) if isinstance(value, list) else value, "Of the config file.", kind)
+    return own
+
+
 def check_keys(config: ConfigDict) -> None:
     """Raises ConfigError for the first unknown or missing key, or value that its key does not accept."""
-    values = _settings(config)
+    values, own = _settings(config), own_settings(config)
     for name in values:
-        if name not in BY_NAME:
+        if name not in BY_NAME and name not in own:
             raise ConfigError(unknown_key(name))
     for key in KEYS:
         if key.name not in values:
@@ -45,7 +75,11 @@ def check_keys(config: ConfigDict) -> None:
 
 def to_json(config: ConfigDict) -> str:
     """The configuration as JSON text, one key a line, secrets of addresses masked; `from_json` gives the rest back."""
-    return json.dumps(masked(config.to_dict()), indent=2, allow_nan=False) + "\n"
+    tree, own = config.to_dict(), own_settings(config)
+    if own:
+        tree = {name: value for name, value in tree.items() if name in SECTIONS or name in BY_NAME}
+        tree[OWN] = {name: flat(config)[name] for name in own}
+    return json.dumps(masked(tree), indent=2, allow_nan=False) + "\n"
 
 
 def from_json(text: str) -> ConfigDict:
@@ -62,6 +96,9 @@ def from_json(text: str) -> ConfigDict:
     if not isinstance(tree, dict):
         raise ConfigError(f"the configuration must be a JSON object, but is a {type(tree).__name__}")
     config = default()
+    with config.unlocked():
+        for name, value in tree.pop(OWN, {}).items():
+            _place(config, name, tuple(value) if isinstance(value, list) else value)
     options: dict[str, Any] = {}
     for name, value in _settings(tree).items():
         if name in LOSS_OPTIONS:
@@ -107,9 +144,19 @@ def assign(config: ConfigDict, name: str, value: Any) -> None:
     """Sets the key with the full name `name`; raises ConfigError for an unknown key or a value it does not take."""
     if name not in BY_NAME:
         raise ConfigError(unknown_key(name))
+    value = plain(value)
     BY_NAME[name].check(value)
-    section, _, leaf = name.rpartition(".")
-    (config[section] if section else config)[leaf] = value
+    _place(config, name, value)
+
+
+def _place(config: ConfigDict, name: str, value: Any) -> None:
+    """Sets the leaf of that full name; where the configuration is unlocked its sections are made."""
+    *sections, leaf = name.split(".")
+    for section in sections:
+        if section not in config:
+            config[section] = Tree()
+        config = config[section]
+    config[leaf] = value
 
 
 def reference() -> str:

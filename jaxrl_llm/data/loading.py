@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any, NamedTuple
 
+import numpy as np
 from tqdm import tqdm
 
 from jaxrl_llm.config.resolve import ConfigError, closest, split_options
@@ -21,11 +22,13 @@ from jaxrl_llm.config.user_code import contained
 from jaxrl_llm.data import Row, cache, sources, tasks
 from jaxrl_llm.data.formats.lookup import Example, Format, code_of, find, fitting
 from jaxrl_llm.data.pipeline import Stream, StreamSource
+from jaxrl_llm.data.templates import is_conversational
 from jaxrl_llm.data.tokenize import RowTokenizer, split_pair
 
 log = logging.getLogger(__name__)
 
 END_MARKS = {"chatml": "<|im_end|>", "llama3": "<|eot_id|>", "zephyr": "</s>"}  # end of a turn in fixed-text formats
+OPENERS = ("prompt", "messages", "chosen", "rejected", "text")  # columns that a row may begin with, by precedence
 CHUNK = 256  # examples that a thread tokenises before the next are read
 MOST_WORKERS = 16  # threads, unless data.workers says otherwise
 # The keys of a source dictionary that speak of the source; everything else is an option of its format.
@@ -46,8 +49,12 @@ class DataSpec:
     format: Any
     split: str
     eval_path: Any
-    eval_split: str
+    eval_split: str | None
+    eval_fraction: float  # eval.fraction: share of the training rows to evaluate on, and not to train on
     prompt_key: str
+    completion_key: str
+    label_key: str
+    system_prompt: str | None
     template_kwargs: Mapping[str, Any]  # data.chat_template_kwargs
     overlong: str
     loss_on: str
@@ -91,8 +98,10 @@ def open_sources(
 ) -> list[DataSource]:
     """The sources that are trained on or, with `held_out`, evaluated on; `dataset` or `named` take their place.
 
-    With `prompts` their examples serve as prompts whatever the algorithm learns from. Raises ConfigError for a source,
-    format or option that is wrong.
+    With `prompts` their examples serve as prompts whatever the algorithm learns from. To evaluate on the data that is
+    trained on, without saying on which split, sources without a split `test` are left out, which may leave none.
+
+    Raises ConfigError for a source, format or option that is wrong.
     """
     purpose = "prompts" if prompts else spec.kind
     if dataset is not None:
@@ -103,7 +112,14 @@ def open_sources(
         entries = [source_options(source) for source in spec.sources]
     else:
         entries = [{"path": spec.eval_path or spec.path if held_out else spec.path, "name": spec.name}]
-    return [_open(entry, spec, held_out, purpose, tokenizer) for entry in entries]
+    opened, unasked = [], held_out and named is None and spec.eval_path is None and spec.eval_split is None
+    for entry in entries:
+        try:
+            opened.append(_open(entry, spec, held_out, purpose, tokenizer))
+        except sources.SplitError:
+            if not unasked or entry.get("eval_split"):
+                raise
+    return opened
 
 
 def source_options(source: Any) -> dict[str, Any]:
@@ -125,7 +141,11 @@ def source_options(source: Any) -> dict[str, Any]:
 
 def _open(entry: Mapping[str, Any], spec: DataSpec, held_out: bool, purpose: str, tokenizer: Any) -> DataSource:
     path: Any = entry["dataset"] if "dataset" in entry else entry.get("data_files") or entry["path"]
-    split = (entry.get("eval_split") or spec.eval_split) if held_out else (entry.get("split") or spec.split)
+    shared = spec.eval_fraction > 0  # between training and evaluation
+    if held_out and not shared:
+        split = entry.get("eval_split") or spec.eval_split or "test"
+    else:
+        split = entry.get("split") or spec.split
     format_spec = entry.get("format") or entry.get("type") or spec.format
     options = {key: value for key, value in entry.items() if key not in (*SOURCE_KEYS, "dataset")}
     name = "" if "dataset" in entry else path if isinstance(path, str) else ", ".join(path)
@@ -157,8 +177,54 @@ def _open(entry: Mapping[str, Any], spec: DataSpec, held_out: bool, purpose: str
         rows = tasks.generate(path.removeprefix("task:"), split)  # as they are: a table would take `datasets`
     else:
         rows = sources.load(path, split, entry.get("name"), spec.streaming, entry.get("ds_type") or path_type)
-    format_key = (format_spec if isinstance(format_spec, str | Mapping) else repr(format_spec), options, spec.kind)
+    if shared:
+        if sources.is_stream(rows):
+            raise ConfigError(
+                f"eval.fraction is {spec.eval_fraction}, but rows that are streamed are not counted: set it to 0"
+            )
+        if len(rows) < 2:
+            raise ConfigError(f"eval.fraction is {spec.eval_fraction}, but {name or 'the data'} has only one row")
+        count = min(max(round(spec.eval_fraction * len(rows)), 1), len(rows) - 1)
+        order = np.random.default_rng(spec.seed).permutation(len(rows))
+        chosen = sorted(order[:count].tolist() if held_out else order[count:].tolist())
+        rows = [rows[index] for index in chosen] if isinstance(rows, list) else rows.select(chosen)
+    names = {"prompt": spec.prompt_key, "completion": spec.completion_key, "label": spec.label_key}
+    form = _adapted(form, {column: key for column, key in names.items() if key != column}, spec.system_prompt)
+    format_key = (
+        format_spec if isinstance(format_spec, str | Mapping) else repr(format_spec),
+        options, spec.kind, names, spec.system_prompt,
+    )  # fmt: skip
     return DataSource(name, rows, form, format_key, code_of(format_spec, spec.kind), entry.get("weight"))
+
+
+def _adapted(form: Format, names: Mapping[str, str], system_prompt: str | None) -> Format:
+    """The format, with the row's columns `names` under the names that formats know, and a system message put first."""
+
+    def adapted(row: Mapping[str, Any]) -> Example:
+        made = form({**row, **{column: row[key] for column, key in names.items() if key in row}})
+        made |= {column: made[key] for column, key in names.items() if key in made and key not in row}
+        for column, key in names.items():
+            if key not in row and key not in made:
+                raise ConfigError(
+                    f"the row has no column {key!r}, which data.{column}_key names; it has {', '.join(row)}"
+                )
+        if system_prompt is None:
+            return made
+        opened = [made[name] for name in OPENERS if made.get(name) is not None]
+        if not all(is_conversational(messages) for messages in opened[:1]):
+            raise ConfigError(
+                f"data.system_prompt is for conversations, but the row begins with {opened[0]!r:.80}, which is text: "
+                "give messages, or leave it out"
+            )
+        system = {"role": "system", "content": system_prompt}
+        first = [name for name in OPENERS if is_conversational(made.get(name))]
+        # The answers of a pair are conversations of their own where there is no prompt.
+        for name in first[:1] if first[:1] != ["chosen"] else first:
+            if made[name][0]["role"] != "system":
+                made[name] = [system, *made[name]]
+        return made
+
+    return adapted if names or system_prompt is not None else form
 
 
 def examples(source: DataSource, kind: str) -> Iterator[tuple[str, Example]]:
@@ -205,7 +271,6 @@ def row_tokenizer(spec: DataSpec, kind: str, tokenizer: Any) -> RowTokenizer:
         limit=spec.max_prompt_length if kind == "prompts" else spec.max_length,
         overlong=spec.overlong,
         loss_on=spec.loss_on,
-        prompt_key=spec.prompt_key,
         template_kwargs=spec.template_kwargs,
     )
 

@@ -21,12 +21,13 @@ class Pipeline:
     """An endless iterator over batches: lists of this process's examples.
 
     Global batch k holds the examples k*batch_size to (k+1)*batch_size of one stream, in which each epoch is a new
-    permutation of the examples (or their own order when `shuffle` is off); a batch may span two epochs, so no example
-    is ever skipped. With `shares`, (examples, weight) of each source in turn, the sources are mixed by weight: each has
-    its own epochs, and its share of the weights of any long stretch of the stream. Process p takes the p-th equal share
-    of every batch. The order is computed from (seed, position), so a restart costs no replay.
+    permutation of the examples (or their own order when `shuffle` is off); a batch may span two epochs (or more, of
+    few examples), so no example is ever skipped. With `shares`, (examples, weight) of each source in turn, the
+    sources are mixed by weight: each has its own epochs, and its share of the weights of any long stretch of the
+    stream. Process p takes the p-th equal share of every batch. The order is computed from (seed, position), so a
+    restart costs no replay.
 
-    Raises ConfigError: fewer examples than a batch, a batch that the processes cannot share equally, or a state that
+    Raises ConfigError: no examples, a batch that the processes cannot share equally, or a state that
     was saved over other data.
     """
 
@@ -44,11 +45,8 @@ class Pipeline:
         import grain
 
         self._batch_size, self._local = batch_size, _local_slice(batch_size, process_index, process_count)
-        if len(examples) < batch_size:
-            raise ConfigError(
-                f"the data has {len(examples)} examples, fewer than a batch of {batch_size}; "
-                "lower batch.prompts or give more data"
-            )
+        if not len(examples):
+            raise ConfigError("the data has no examples")
 
         def ordered(source: Sequence[Any], source_seed: int) -> Any:
             dataset = grain.MapDataset.source(source).seed(source_seed)

@@ -20,6 +20,11 @@ if TYPE_CHECKING:
 Rows: TypeAlias = "datasets.Dataset | datasets.IterableDataset"
 Source: TypeAlias = "str | Path | Sequence[Any] | Rows | datasets.DatasetDict"
 
+
+class SplitError(ConfigError):
+    """A split that a source does not have; the message lists those it has."""
+
+
 READERS = {".parquet": "parquet", ".jsonl": "json", ".json": "json", ".csv": "csv", ".arrow": "arrow"}
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
 SAVED = ("dataset_dict.json", "dataset_info.json")  # files of a folder that save_to_disk wrote
@@ -125,7 +130,7 @@ def _load_files(files: list[str], split: str, streaming: bool, ds_type: str | No
     if reader is None or reader not in READERS.values():
         raise ConfigError(f"{shown!r} is not a kind of file that can be read; those are {', '.join(READERS)}")
     if split.partition("[")[0] != "train":
-        raise ConfigError(
+        raise SplitError(
             f"{shown!r} is one file and has only the split 'train', not {split!r}; "
             "set the split to train, or name another file (data.eval_path for evaluation)"
         )
@@ -175,7 +180,7 @@ def _load_remote(path: str, split: str, name: str | None, streaming: bool, ds_ty
     readable = sorted(file for file in names if _reader(file))
     matching = [file for file in readable if split in Path(file).name] or (readable if split == "train" else [])
     if not matching:
-        raise ConfigError(f"the folder {path!r} has no file for the split {split!r}; it has {', '.join(sorted(names))}")
+        raise SplitError(f"the folder {path!r} has no file for the split {split!r}; it has {', '.join(sorted(names))}")
     return _load_files([f"{path.rstrip('/')}/{file}" for file in matching], "train", streaming, None)
 
 
@@ -213,12 +218,13 @@ def _read(shown: str, reader: Callable[[], Any], files: Sequence[str] = ()) -> A
             if (file_type := _reader(file)) and (fault := content_fault(file, file_type)):
                 reason = fault if len(files) == 1 else f"{file}: {fault}"
                 break
-        raise ConfigError(f"cannot load {shown}: {reason}; check data.path, data.name and the split") from error
+        kind = SplitError if isinstance(error, ValueError) and "Unknown split" in str(error) else ConfigError
+        raise kind(f"cannot load {shown}: {reason}; check data.path, data.name and the split") from error
 
 
 def _pick(splits: Mapping[Any, Any], split: str, shown: str) -> Any:
     if split not in splits:
-        raise ConfigError(f"{shown} has no split {split!r}; its splits are {', '.join(map(str, splits))}")
+        raise SplitError(f"{shown} has no split {split!r}; its splits are {', '.join(map(str, splits))}")
     return splits[split]
 
 

@@ -114,10 +114,13 @@ class RowTokenizer:
                 row |= {f"{name}_ids": ids, f"{name}_mask": mask}
             return row if example.get("margin") is None else {**row, "margin": float(example["margin"])}
         _check_columns(example, ("prompt", "completion", "label"), "data.format")
-        if example["label"] not in (0, 1):
-            raise ConfigError(f"label is {example['label']!r}; it is true (desirable) or false")
+        label = example["label"]
+        if isinstance(label, str):
+            label = {"true": True, "false": False}.get(label.strip().lower(), label)
+        if label not in (0, 1):
+            raise ConfigError(f"label is {label!r}; it is true (desirable) or false, or one of these words")
         ids, mask = prompt_and_completion(tokenizer, example["prompt"], example["completion"], options)
-        return {"ids": ids, "mask": mask, "label": bool(example["label"])}
+        return {"ids": ids, "mask": mask, "label": bool(label)}
 
     def _is_hopeless(self, example: Mapping[str, Any]) -> bool:
         """True when the text of the example has more letters than `limit` tokens can hold, however it is read.

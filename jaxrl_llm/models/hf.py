@@ -8,7 +8,7 @@ import contextlib
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
@@ -34,13 +34,18 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model",
 TEMPLATES = "additional_chat_templates"  # the one folder that a tokenizer writes
 
 
-def locate(path: str | os.PathLike[str], allow_pickle: bool = False, config_only: bool = False) -> Path:
+def locate(
+    path: str | os.PathLike[str], allow_pickle: bool = False, config_only: bool = False, revision: str | None = None
+) -> Path:
     """The folder of a model: `embedded:<name>` (comes with the package), a local folder, or a Hugging Face hub id.
 
-    A hub id (`Qwen/Qwen3-0.6B`) is downloaded once: only json, safetensors and tokenizer files, and pickles if allowed;
-    with `config_only` its config.json alone. Raises ConfigError when there is no such model.
+    A hub id (`Qwen/Qwen3-0.6B`) is downloaded once, of a `revision` (branch, tag or commit) if one is named: only json,
+    safetensors and tokenizer files, and pickles if allowed; with `config_only` its config.json alone. Raises
+    ConfigError when there is no such model, and for the revision of a folder.
     """
     name = os.fspath(path)
+    if revision is not None and (name.startswith("embedded:") or Path(name).expanduser().is_dir()):
+        raise ConfigError(f"model.revision is {revision!r}, but {name} is a folder here, which has no revisions")
     if name.startswith("embedded:"):
         folder = EMBEDDED / name.removeprefix("embedded:")
         if not (folder / "config.json").is_file():
@@ -56,32 +61,38 @@ def locate(path: str | os.PathLike[str], allow_pickle: bool = False, config_only
             "`embedded:<name>`."
         )
     if config_only:
-        return _download(name, ["config.json"])
-    return _download(name, [*DOWNLOADED, "pytorch_model*.bin"] if allow_pickle else DOWNLOADED)
+        return _download(name, ["config.json"], revision)
+    return _download(name, [*DOWNLOADED, "pytorch_model*.bin"] if allow_pickle else DOWNLOADED, revision)
 
 
-def _download(name: str, patterns: list[str]) -> Path:
+def _download(name: str, patterns: list[str], revision: str | None) -> Path:
     from huggingface_hub import snapshot_download  # slow to import, and of no use for local folders
 
     try:
-        return Path(snapshot_download(name, allow_patterns=patterns, ignore_patterns=["*/*", "consolidated*"]))
+        return Path(
+            snapshot_download(
+                name, revision=revision, allow_patterns=patterns, ignore_patterns=["*/*", "consolidated*"]
+            )
+        )
     except Exception as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ConfigError(
-            f"model path {name!r}: there is no such folder here, and the Hugging Face hub did not give it ({reason}). "
+            f"model path {name!r}{f', revision {revision!r}' if revision else ''}: there is no such folder here, and "
+            f"the Hugging Face hub did not give it ({reason}). "
             "Check the name and the connection (or HF_TOKEN, for a gated model)."
         ) from error
 
 
-def read_config(folder: str | os.PathLike[str]) -> dict[str, Any]:
+def read_config(folder: str | os.PathLike[str], entries: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """The entries of the folder's config.json, of a model with a vision part those of its text part.
 
+    `entries` take the place of those of the same name.
     Raises ConfigError when it is missing or no JSON object.
     """
     config = safetensors.read_json(Path(folder) / "config.json")
     if config is None:
         raise ConfigError(f"{folder} has no config.json: it is not a Hugging Face model folder.")
-    return text_part(config)
+    return {**text_part(config), **(entries or {})}
 
 
 def has_tokenizer(folder: str | os.PathLike[str]) -> bool:
@@ -109,6 +120,28 @@ def load_tokenizer(folder: str | os.PathLike[str], trust_remote_code: bool = Fal
         raise ConfigError(f"the tokenizer in {folder} cannot be read: {error}") from error
 
 
+def find_tokenizer(path: str, trust_remote_code: bool = False, revision: str | None = None) -> Any:
+    """The tokenizer of a model, or a folder or hub id of a tokenizer alone, without reading or downloading weights.
+
+    Raises ConfigError when there is none.
+    """
+    if path.startswith("embedded:") or Path(path).expanduser().is_dir():
+        folder = locate(path, revision=revision)
+        if not has_tokenizer(folder):
+            raise ConfigError(
+                f"model.path = {path!r} has no tokenizer files; add them to the folder, or name another with "
+                "model.tokenizer"
+            )
+        return load_tokenizer(folder, trust_remote_code)
+    from transformers import AutoTokenizer  # slow to import, and not needed for local folders
+
+    try:
+        return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code, revision=revision or "main")
+    except Exception as error:
+        reason = " ".join(str(error).split())
+        raise ConfigError(f"cannot load the tokenizer of model.path = {path!r}: {reason}") from error
+
+
 def _is_generic_tokenizer(folder: Path) -> bool:
     """True where `AutoTokenizer` would choose the class that is made of tokenizer.json alone.
 
@@ -131,20 +164,22 @@ def load(
     param_dtype: str = "float32",
     seed: int = 0,
     allow_pickle: bool = False,
+    entries: Mapping[str, Any] | None = None,
     **overrides,
 ) -> tuple[Net, Params]:
     """The net of a model folder and its parameters, each created already sharded over `mesh` (or on one device).
 
     `dtype` is that of the computation, `param_dtype` that of the parameters; `overrides` are other ModelConfig fields
-    (`remat="block"`, or `quantize="nf4"`, which stores the layers' matrices so). With `head="score"` a language
-    model's checkpoint gets a new score head, drawn from `seed`. Parameters of adapters are not here; see peft.py.
-    With `allow_pickle` a folder without safetensors is read from pytorch_model.bin; see pickles.py.
+    (`remat="block"`, or `quantize="nf4"`, which stores the layers' matrices so), `entries` those of config.json.
+    With `head="score"` a language model's checkpoint gets a new score head, drawn from `seed`. Parameters of
+    adapters are not here; see peft.py. With `allow_pickle` a folder without safetensors is read from
+    pytorch_model.bin; see pickles.py.
 
     Raises ConfigError, before any weight is read, for an unsupported model and for tensors that are missing, unexpected
     or of another shape than config.json says.
     """
     folder = Path(folder)
-    net = load_net(folder, dtype=dtype, param_dtype=param_dtype, **overrides)
+    net = load_net(folder, entries, dtype=dtype, param_dtype=param_dtype, **overrides)
     with contextlib.ExitStack() as stack:
         files = safetensors.Files(folder, stack, allow_pickle)
         tensors = files.stored_tensors(net, family_of(read_config(folder)))
@@ -157,9 +192,9 @@ def load(
         return net, safetensors.read_params(net, files, tensors, mesh, seed)
 
 
-def load_net(folder: str | os.PathLike[str], **overrides) -> Net:
+def load_net(folder: str | os.PathLike[str], entries: Mapping[str, Any] | None = None, **overrides) -> Net:
     """The net that the folder's config.json describes, with other ModelConfig fields as `overrides` say."""
-    hf = read_config(folder)
+    hf = read_config(folder, entries)
     return Net(family_of(hf).to_config(hf, **overrides))
 
 

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +60,9 @@ def load_model(
     adapter: str | os.PathLike[str] | None = None,
     allow_pickle: bool = False,
     trust_remote_code: bool = False,
+    revision: str | None = None,
+    tokenizer: Any = None,
+    entries: Mapping[str, Any] | None = None,
     **overrides,
 ) -> Model:
     """The model at `path`: `embedded:<name>`, a local folder or a Hugging Face hub id.
@@ -68,16 +72,20 @@ def load_model(
 
     dtype, of the computation: "auto" is float32 on CPU (where bfloat16 is slower) and bfloat16 on accelerators.
     param_dtype None is that of the computation; training keeps float32 parameters. With `init_key` the parameters are
-    drawn at random, and the folder needs no weights. `overrides` are other ModelConfig fields. The tokenizer is None
-    when the folder has none. `allow_pickle` reads pytorch_model.bin where there are no safetensors, and
+    drawn at random, and the folder needs no weights. `overrides` are other ModelConfig fields, `entries` take the place
+    of those of config.json, and `tokenizer` that of the folder's, which is None when it has none. `revision` is of a
+    hub id. `allow_pickle` reads pytorch_model.bin where there are no safetensors, and
     `trust_remote_code` runs a tokenizer's own code. Raises ConfigError; see `hf.locate`, `hf.load` and `peft.read`.
     """
     dtype = _compute_dtype(dtype)
-    model = describe(path, dtype, param_dtype, adapter, allow_pickle, trust_remote_code, **overrides)
-    path, adapter = _base_and_adapter(path, adapter)
+    model = describe(
+        path, dtype, param_dtype, adapter, allow_pickle, trust_remote_code, revision, tokenizer, entries, **overrides
+    )
+    path, adapter = base_and_adapter(path, adapter)
     if init_key is None:
         overrides |= {"dtype": dtype, "param_dtype": param_dtype or dtype, "head": model.net.config.head}
-        _, params = hf.load(hf.locate(path, allow_pickle), mesh, allow_pickle=allow_pickle, **overrides)
+        folder = hf.locate(path, allow_pickle, revision=revision)
+        _, params = hf.load(folder, mesh, allow_pickle=allow_pickle, entries=entries, **overrides)
     else:
         base = model.net.base
         params = base.init(init_key) if mesh is None else init_sharded(base, init_key, mesh)
@@ -94,6 +102,9 @@ def describe(
     adapter: str | os.PathLike[str] | None = None,
     allow_pickle: bool = False,
     trust_remote_code: bool = False,
+    revision: str | None = None,
+    tokenizer: Any = None,
+    entries: Mapping[str, Any] | None = None,
     **overrides,
 ) -> Model:
     """The model at `path` with shapes in place of parameters: all that is known without reading weights.
@@ -101,34 +112,33 @@ def describe(
     Arguments and errors as in `load_model`.
     """
     dtype = _compute_dtype(dtype)
-    path, adapter = _base_and_adapter(path, adapter)
+    path, adapter = base_and_adapter(path, adapter)
     if overrides.get("quantize", "none") not in KINDS:
         raise ConfigError(f"quantize = {overrides['quantize']!r} is not one of {', '.join(KINDS)}.")
     if adapter is not None:
         described = peft.read_config(adapter)
         overrides = {"head": described.head, **overrides, "lora": described.lora}
-    folder = hf.locate(path, allow_pickle)
-    net = hf.load_net(folder, dtype=dtype, param_dtype=param_dtype or dtype, **overrides)
+    folder = hf.locate(path, allow_pickle, revision=revision)
+    net = hf.load_net(folder, entries, dtype=dtype, param_dtype=param_dtype or dtype, **overrides)
     check_attention(net.config, jax.default_backend())
-    tokenizer = hf.load_tokenizer(folder, trust_remote_code) if hf.has_tokenizer(folder) else None
+    if tokenizer is None and hf.has_tokenizer(folder):
+        tokenizer = hf.load_tokenizer(folder, trust_remote_code)
     generation = read_json(folder / "generation_config.json")
-    model = Model(net, net.shapes(), tokenizer, hf.read_config(folder), generation, os.fspath(path))
     if tokenizer is not None:
-        _check_ids(model)
-    return model
+        check_ids(tokenizer, net.config.vocab_size, generation, os.fspath(path))
+    return Model(net, net.shapes(), tokenizer, hf.read_config(folder, entries), generation, os.fspath(path))
 
 
-def _check_ids(model: Model) -> None:
+def check_ids(tokenizer: Any, size: int, generation: Mapping[str, Any] | None, path: str | None) -> None:
     """Raises ConfigError for tokens without a row in the embedding, which would be read as other tokens.
 
     Special tokens that nothing names (Gemma 3 1B has one, of images) may be there: texts with them are refused (see
     `data/templates.py`).
     """
-    tokenizer, size = model.tokenizer, model.net.config.vocab_size
     beyond = {index: token for token, index in tokenizer.get_vocab().items() if index >= size}
     named: dict[str, int] = {}
     for role in ("eos_token_id", "bos_token_id", "pad_token_id"):
-        given = (model.generation or {}).get(role)
+        given = (generation or {}).get(role)
         for index in (getattr(tokenizer, role), *(given if isinstance(given, list) else [given])):
             named |= {} if index is None else {f"{role} = {index}": index}
     wrong = [name for name, index in named.items() if index >= size]
@@ -137,7 +147,7 @@ def _check_ids(model: Model) -> None:
         tokens = [f"{token!r} {index}" for index, token in sorted(beyond.items())]
         examples = [*wrong, *tokens[:2], *(["..."] if len(tokens) > 3 else []), *tokens[2:][-1:]]
         raise ConfigError(
-            f"{model.path}: the embedding has {size} rows (vocab_size of config.json), but the tokenizer has ids up to "
+            f"{path}: the embedding has {size} rows (vocab_size of config.json), but the tokenizer has ids up to "
             f"{max([*named.values(), *beyond])}: {', '.join(examples)}. Use the model's own tokenizer, or give "
             "the embedding rows for its tokens"
         )
@@ -148,7 +158,14 @@ def _check_ids(model: Model) -> None:
 def check_same_vocabulary(model: Model, other: Model, role: str) -> None:
     """Raises ConfigError unless every token id of `model` means the same in `other`, which is fed with them."""
     ids, others = model.tokenizer.get_vocab(), other.tokenizer.get_vocab()
-    taken, size = set(others.values()), other.net.config.vocab_size
+    taken, size, own_size = set(others.values()), other.net.config.vocab_size, model.net.config.vocab_size
+    # The embedding of the policy may have fewer rows than its tokenizer has tokens: those are in no text.
+    if (most := max(index for index in ids.values() if index < own_size)) >= size:
+        raise ConfigError(
+            f"{role} {other.path} has a vocabulary of {size} (vocab_size of its config.json), but reads the token ids "
+            f"of {model.path}, whose vocabulary is {own_size} and whose tokenizer has ids up to {most}; use a model "
+            "with the same tokenizer"
+        )
     for token, index in ids.items():
         if others.get(token) == index or (token not in others and index not in taken and index < size):
             continue
@@ -169,7 +186,7 @@ def check_positions(model: Model, length: int, cause: str) -> None:
         )
 
 
-def _base_and_adapter(path: str | os.PathLike[str], adapter: str | os.PathLike[str] | None) -> tuple[Any, Any]:
+def base_and_adapter(path: str | os.PathLike[str], adapter: str | os.PathLike[str] | None) -> tuple[Any, Any]:
     """The path of the model itself, and the folder of its adapter, None without one."""
     if adapter is not None or not peft.is_adapter(Path(path).expanduser()):
         return path, adapter
@@ -177,6 +194,52 @@ def _base_and_adapter(path: str | os.PathLike[str], adapter: str | os.PathLike[s
     if base is None:
         raise ConfigError(f"{os.fspath(path)}/{peft.CONFIG} names no base model: load that, with adapter={path!r}")
     return base, path
+
+
+def copied_model(
+    model: Model, mesh: Mesh, dtype: str = "auto", param_dtype: str = "float32", merge: bool = False, **overrides
+) -> Model:
+    """A copy of a model in memory, as `load_model` would give it: arrays of its own, sharded over `mesh`.
+
+    `overrides` are ModelConfig fields. With `merge` its adapters are merged into the matrices they belong to. A
+    language model that is to have a score head gets a new one.
+
+    Raises ConfigError for a model whose matrices are stored in other bits than asked for, and for adapters that cannot
+    be merged or a head that cannot be made.
+    """
+    config, params, name = model.net.config, model.params, model.path or "the model"
+    asked = overrides.pop("quantize", "none")
+    if asked not in ("none", config.quantize):
+        raise ConfigError(
+            f"model.quantize is {asked}, but {name} in memory stores its matrices as {config.quantize}: save it with "
+            "jaxrl_llm.save_hf and set model.path to the folder"
+        )
+    if merge and lora.has_adapters(params):
+        if config.quantize != "none":
+            raise ConfigError(
+                f"lora.rank is above 0, and {name} in memory has adapters on quantised matrices, which cannot be "
+                "merged: set lora.rank to 0 to train these on"
+            )
+        params, config = lora.merge(params, config.lora), dataclasses.replace(config, lora=None)
+    net = Net(dataclasses.replace(config, dtype=_compute_dtype(dtype), param_dtype=param_dtype, **overrides))
+    check_attention(net.config, jax.default_backend())
+    shapes = net.shapes()
+    if missing := [part for part in shapes if part not in params and part != "score"]:
+        raise ConfigError(f"{name} in memory has no {', '.join(missing)}: a model with a score head writes no text")
+    targets = shardings(shapes, mesh)
+    old = jax.device_put(
+        {part: params[part] for part in shapes if part in params}, {x: targets[x] for x in shapes if x in params}
+    )
+
+    @functools.partial(jax.jit, out_shardings=targets)
+    def copied(old: Params) -> Params:
+        new = {part: net.init(jax.random.key(0))[part] for part in shapes if part not in old}
+        return {
+            **jax.tree.map(lambda x, shape: jnp.copy(x).astype(shape.dtype), old, {x: shapes[x] for x in old}),
+            **new,
+        }
+
+    return dataclasses.replace(model, net=net, params=copied(old), mesh=mesh)
 
 
 def add_adapters(model: Model, config: lora.LoraConfig, key: jax.Array) -> Model:

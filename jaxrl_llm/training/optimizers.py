@@ -111,15 +111,26 @@ SHAPES: dict[str, Callable[..., Callable[[Any], Any]]] = {
 }
 
 
-def build_optimizer(spec: OptimizerSpec) -> optax.GradientTransformation:
-    """Clipping to the global norm, then the named optimizer.
+def build_optimizer(spec: OptimizerSpec, schedule: optax.Schedule | None = None) -> optax.GradientTransformation:
+    """Clipping to the global norm, then the named optimizer; `schedule` takes the place of that of `spec`.
 
     adamw (arXiv 1711.05101); adafactor with an explicit learning rate (arXiv 1804.04235), each layer by itself; lion
     (arXiv 2302.06675); sgd with momentum b1; muon (arXiv 2502.16982) for the matrices of the layers and adamw for the
     rest. Weight decay is decoupled and leaves out the parameters of `no_decay`. Moments are computed in fp32 and stored
     in `moment_dtype`, whatever the parameters' type. With `freeze_router` routers are left as they are.
     """
-    optimizer = stored_in(OPTIMIZERS[spec.name](spec, learning_rate_schedule(spec)), spec.moment_dtype, spec.seed)
+    rate = schedule or learning_rate_schedule(spec)
+    return wrapped_optimizer(spec, stored_in(OPTIMIZERS[spec.name](spec, rate), spec.moment_dtype, spec.seed))
+
+
+def own_optimizer(spec: OptimizerSpec, optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
+    """An optimizer of the user's own in place of the named one; the number of its updates is counted before it."""
+    counted = optax.chain(optax.scale_by_schedule(lambda _: 1.0), optimizer)
+    return wrapped_optimizer(spec, stored_in(counted, spec.moment_dtype, spec.seed))
+
+
+def wrapped_optimizer(spec: OptimizerSpec, optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
+    """The optimizer after clipping to the global norm, and without effect on routers where these are frozen."""
     if spec.freeze_router:  # their gradients are 0; this is about weight decay
         optimizer = optax.chain(optimizer, optax.masked(optax.set_to_zero(), _routers))
     return optax.chain(optax.clip_by_global_norm(spec.max_grad_norm), optimizer) if spec.max_grad_norm else optimizer

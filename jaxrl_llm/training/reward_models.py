@@ -5,6 +5,9 @@ reward_model run. It may be of another family than the policy and has its own to
 """
 
 import functools
+import os
+import re
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -18,7 +21,7 @@ from jaxrl_llm.data.templates import chat_ids, is_conversational, render_chat
 from jaxrl_llm.data.tokenize import ended
 from jaxrl_llm.distributed.sharding import make_mesh, row_sharding
 from jaxrl_llm.models.logprobs import last_scores
-from jaxrl_llm.models.model import Model, load_model
+from jaxrl_llm.models.model import Model, copied_model, load_model
 from jaxrl_llm.models.transformer import Net, Params
 
 PREFIX = "model:"
@@ -26,7 +29,7 @@ NARROWEST = 32  # rows are padded to this width or one of its doubles, so that f
 
 
 class RewardModel:
-    """A grader that gives the score of a reward model for each prompt with its completion.
+    """A grader that gives the score of a reward model, at a path or in memory, for each prompt with its completion.
 
     Messages are rendered with the reward model's own chat template, texts are joined, and either is tokenized by its
     own tokenizer without adding special tokens; the score is that of the last token. With `add_eos` an end-of-text
@@ -38,20 +41,20 @@ class RewardModel:
 
     def __init__(
         self,
-        path: str,
+        path: str | Model,
         max_length: int | None = None,
         rows: int = 32,
         add_eos: bool = False,
         dtype: str = "auto",
         name: str | None = None,
     ):
-        self.name = name or _short_name(path)
+        self.name = name or ("reward_model" if isinstance(path, Model) else _short_name(path))
         self.max_length, self.add_eos = max_length, add_eos
         self.mesh = make_mesh(data=1, fsdp=-1, devices=jax.local_devices())
         shards = self.mesh.shape["fsdp"]
         self.rows = -(-rows // shards) * shards
         with jax.set_mesh(self.mesh):
-            self.model = _load(path, dtype, self.mesh)
+            self.model = _copied(path, dtype, self.mesh) if isinstance(path, Model) else _load(path, dtype, self.mesh)
 
     def __call__(self, prompts: list[Any], completions: list[Any]) -> list[float]:
         """The score of each prompt with its completion."""
@@ -88,16 +91,24 @@ class RewardModel:
 
 
 def with_reward_models(specs: Any) -> Any:
-    """The reward specifications (one, or nested lists of them) with a `RewardModel` for each `model:<path>`.
+    """The reward specifications (one, or nested lists of them) with a `RewardModel` for each reward model.
 
-    Options are written in brackets: `model:runs/reward_model/hf(add_eos=True, max_length=512)`.
+    That is `model:<path>`, with options in brackets, `model:runs/reward_model/hf(add_eos=True, max_length=512)`; a bare
+    hub id, `owner/name`, or folder with a config.json, as in TRL; or a Model in memory. Raises ConfigError for a path
+    without a reward model.
     """
+    if isinstance(specs, Model):
+        return RewardModel(specs)
     if isinstance(specs, str):
-        if not specs.startswith(PREFIX):
-            return specs
         path, options = split_options(specs.removeprefix(PREFIX))
+        if not specs.startswith(PREFIX) and not _is_bare_path(path):
+            return specs
         try:
             return RewardModel(path, **options)
+        except ConfigError as error:
+            if specs.startswith(PREFIX):
+                raise
+            raise ConfigError(f"the reward {specs!r} was read as a reward model, model:{path}: {error}") from error
         except TypeError as error:
             raise ConfigError(
                 f"the options of {specs!r}: {error}; there are max_length, rows, add_eos, dtype and name"
@@ -105,6 +116,19 @@ def with_reward_models(specs: Any) -> Any:
     if isinstance(specs, list | tuple):
         return [with_reward_models(spec) for spec in specs]
     return specs
+
+
+def _is_bare_path(path: str) -> bool:
+    """True for a hub id and for the folder of a model, which no function is named like."""
+    return bool(re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", path) and not path.endswith(".py")) or (
+        os.sep in path and (Path(path).expanduser() / "config.json").is_file()
+    )
+
+
+def _copied(model: Model, dtype: str, mesh) -> Model:
+    if model.tokenizer is None:
+        raise ConfigError("the reward model in memory has no tokenizer: load it from a folder that has one")
+    return copied_model(model, mesh, dtype, merge=True, head="score")
 
 
 def _load(path: str, dtype: str, mesh) -> Model:

@@ -18,6 +18,10 @@ def improve(run: Run, state: State, batch: Batch) -> tuple[State, list[Metrics]]
     update, updates = run.update, []
     if run.warm_up is not None and int(state.step) < run.warmup_steps:
         update = run.warm_up
+    if run.warm_up is not None and run.critic_passes:  # the metrics logged are those of the passes that both make
+        own_seed = None if seed is None else (*seed, 1)
+        for minibatch in minibatches_of(run, batch, own_seed, run.critic_passes):
+            state, _ = run.warm_up(state, minibatch, run.frozen)
     # All are laid out before the first update: the host does not wait for one to lay out the next.
     for minibatch in minibatches_of(run, batch, seed):
         state, metrics = update(state, minibatch, run.frozen)
@@ -25,10 +29,13 @@ def improve(run: Run, state: State, batch: Batch) -> tuple[State, list[Metrics]]
     return replace(state, step=state.step + 1), updates
 
 
-def minibatches_of(run: Run, batch: Batch, seed: tuple[int, int] | None) -> list[Batch]:
-    """The minibatches of a batch, packed, in the order of the updates, which is drawn from `seed` unless None."""
+def minibatches_of(run: Run, batch: Batch, seed: tuple[int, ...] | None, passes: int = 0) -> list[Batch]:
+    """The minibatches of a batch, packed, in the order of the updates, which is drawn from `seed` unless None.
+
+    `passes` over the batch, 0 for those of the policy.
+    """
     spec = run.batch
-    indices = minibatch_indices(batch.rows, spec.group_size, spec.minibatches, spec.num_iterations, seed)
+    indices = minibatch_indices(batch.rows, spec.group_size, spec.minibatches, passes or spec.num_iterations, seed)
     return [run.pack(batch if spec.minibatches == 1 else _take(batch, index, run.mesh)) for index in indices]
 
 

@@ -30,7 +30,7 @@ class UpdateSpec:
     """Settings of an update besides its objective and its optimizer."""
 
     microbatch_rows: int  # 0: the whole optimizer batch at once
-    schedule: Callable[[Any], Any]  # learning rate by the number of updates made, for the metric
+    schedule: Callable[[Any], Any] | None  # learning rate by the number of updates made, for the metric; None: unknown
     offload: bool = False  # optimizer moments live in the host's memory
     dropout: float = 0.0  # of adapters
     seed: int = 0
@@ -196,7 +196,11 @@ def optimizer_step(
         new = _choose(finite, State(state.step, params, opt_state), state)
         if spec.offload:
             new = dataclasses.replace(new, opt_state=on_host(new.opt_state))
-        own = {"grad_norm": norm, "lr": jnp.asarray(spec.schedule(updates)), "nonfinite_gradient": 1.0 - finite}
+        own = {"grad_norm": norm, "nonfinite_gradient": 1.0 - finite}
+        if spec.schedule is not None:
+            own["lr"] = jnp.asarray(spec.schedule(updates))
+        elif (rate := optax.tree_utils.tree_get(opt_state, "learning_rate")) is not None:
+            own["lr"] = jnp.asarray(rate)  # of optax.inject_hyperparams
         return new, metrics | {name: Metric(value, "sum") for name, value in own.items()}
 
     return update

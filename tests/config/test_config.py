@@ -3,13 +3,15 @@
 import importlib
 import inspect
 import json
+import re
 import types
 
+import numpy as np
 import pytest
 
 from jaxrl_llm import __version__
 from jaxrl_llm.algorithms import policy_losses, preference_losses
-from jaxrl_llm.config import ConfigError, batch_rows, default, from_json, to_json, tree, validate
+from jaxrl_llm.config import ConfigError, assign, batch_rows, default, from_json, to_json, tree, validate
 from jaxrl_llm.config.flags import find_config, help_text, load_flags, load_options, shipped_configs
 from jaxrl_llm.config.resolve import closest, resolve
 from jaxrl_llm.config.schema import BY_NAME, FORMER, KEYS, LOSS_OPTIONS, RENAMED, SECTIONS, Setting
@@ -329,7 +331,7 @@ def test_edited_config_file_is_read_again(tmp_path):
         ("def get_config():\n    c = default()\n    c.algoritm.beta = 1\n", ["my.py:4", "algoritm", "is algorithm"]),
         (
             "def get_config():\n    c = default()\n    c.rollout.top_k = 'many'\n    return c\n",
-            ["my.py:4", "top_k is 'many'", "rollout.top_k takes an integer >= 0"],
+            ["my.py:4", "rollout.top_k is 'many', but it takes an integer >= 0"],
         ),
         (
             "def get_config():\n    c = default()\n    c.rollout.top_k = -4\n    return c\n",
@@ -657,3 +659,63 @@ def test_resolve_errors(tmp_path, monkeypatch, name, words):
 def test_closest_looks_at_the_last_part_too():
     assert closest("bta", ["batch", "algorithm.beta"]) == "algorithm.beta"
     assert closest("rollout.top_q", ["data.top", "rollout.top_p"]) == "rollout.top_p"
+
+
+OWN = """
+from jaxrl_llm.config import default
+
+def get_config():
+    config = default()
+    with config.unlocked():
+        config.my_length, config.names, config.mine = 20, ("a",), {"rate": 0.5, "note": None}
+    config.rollout.max_completion_length = config.get_oneway_ref("my_length") * 2
+    return config
+"""
+
+
+def test_parameters_of_a_config_file_are_flags(tmp_path):
+    spec = f"--config={write(tmp_path, OWN)}"
+    config = load_flags([spec]).config
+    assert (config.my_length, config.rollout.max_completion_length) == (20, 40)
+    config = load_flags(
+        ["--config.my_length=30", spec, "--config.names=b,c", "--config.mine.rate", "1", "--config.mine.note=x"]
+    ).config
+    assert (config.my_length, config.names, config.mine.rate, config.mine.note) == (30, ("b", "c"), 1.0, "x")
+    assert config.rollout.max_completion_length == 60  # what is computed of it follows
+    again = from_json(to_json(config))
+    assert again.to_dict() == config.to_dict()
+    for flag, words in (("my_length=hot", "my_length is 'hot', but it takes an integer"), ("my_lenght=3", "my_length")):
+        with pytest.raises(ConfigError, match=words):
+            load_flags([spec, f"--config.{flag}"])
+    with pytest.raises(ConfigError, match=r"unknown flag --config\.my_length"):
+        load_flags(["--config.my_length=30"])
+    bad = write(tmp_path, OWN.replace('("a",)', "default"))
+    with pytest.raises(ConfigError, match=r"the parameter names of the config file is <function"):
+        load_flags([f"--config={bad}"])
+
+
+def test_numbers_of_numpy_are_numbers():
+    config = default()
+    config.total_steps, config.optimizer.learning_rate = np.int64(7), np.float32(0.5)
+    config.rewards.weights, config.data.streaming = (np.float64(1.0),), np.bool_(True)
+    found = (config.total_steps, config.optimizer.learning_rate, config.rewards.weights, config.data.streaming)
+    assert found == (7, 0.5, (1.0,), True)
+    assert all(type(x) in (int, float, tuple, bool) for x in found)
+    assign(config, "batch.prompts", np.int32(4))
+    assert json.loads(to_json(config))["batch"]["prompts"] == 4
+    with pytest.raises(ConfigError, match=r"model\.path is .*, a folder or a hub id; .* is given to train"):
+        config.model.path = object()
+
+
+@pytest.mark.parametrize(
+    ("name", "key"),
+    [
+        ("learning_rate", "optimizer.learning_rate"), ("num_train_epochs", "num_epochs"),
+        ("num_generations", "rollout.group_size"), ("per_device_train_batch_size", "batch.prompts"),
+        ("config.max_steps", "total_steps"), ("max_grad_norm", "optimizer.max_grad_norm"), ("beta", "algorithm.beta"),
+        ("config.rollout.temprature", "rollout.temperature"),
+    ],
+)  # fmt: skip
+def test_flags_of_other_libraries_lead_to_the_key(name, key):
+    with pytest.raises(ConfigError, match=rf"the closest is --config\.{re.escape(key)};"):
+        load_flags([f"--{name}=1"])

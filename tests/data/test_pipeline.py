@@ -84,9 +84,17 @@ def test_it_is_an_iterator_over_any_sequence():
         break
 
 
+def test_a_batch_of_more_than_all_examples_spans_epochs():
+    assert next(Pipeline(range(3), 8, shuffle=False)) == [0, 1, 2, 0, 1, 2, 0, 1]
+    pipeline = Pipeline(range(3), 8)
+    batches = [next(pipeline) for _ in range(3)]
+    assert sorted(x for batch in batches for x in batch) == [0] * 8 + [1] * 8 + [2] * 8
+    assert pipeline.epoch == 8
+
+
 def test_errors():
-    with pytest.raises(ConfigError, match=r"has 10 examples, fewer than a batch of 16; lower batch.prompts"):
-        Pipeline(EXAMPLES, 16)
+    with pytest.raises(ConfigError, match="the data has no examples"):
+        Pipeline([], 16)
     with pytest.raises(ConfigError, match="a batch of 6 prompts cannot be shared by 4 processes"):
         Pipeline(EXAMPLES, 6, process_count=4)
     with pytest.raises(ConfigError, match="process 2 is not one of 2"):

@@ -16,7 +16,7 @@ from jaxrl_llm.tools.cards.clean import HIDDEN, in_words, shareable
 from jaxrl_llm.tools.cards.curves import curves_svg
 from jaxrl_llm.tools.cards.origin import base_of, datasets_of
 from jaxrl_llm.tools.report.runs import run_of
-from jaxrl_llm.training.checkpoint.outputs import check_outputs, given_to, write_given
+from jaxrl_llm.training.checkpoint.outputs import check_outputs, given_in_words, given_to, write_given
 
 LINES = [
     {"step": 0, "time": 1.0, "eval/accuracy": 0.25, "eval/pass@4": 0.5},
@@ -194,14 +194,13 @@ def test_what_was_given_in_memory(run):
         pass
 
     folder = run(data__path="openai/gsm8k")
-    write_given(
-        folder, {"train_dataset": [{"prompt": "a"}] * 3, "eval_dataset": None, "rewards": [my_reward], "tools": ()}
-    )
+    given = {"train_dataset": [{"prompt": "a"}] * 3, "eval_dataset": None, "rewards": [my_reward], "tools": ()}
+    write_given(folder, given_in_words(given))
     assert given_to(folder) == {"train_dataset": "3 rows in memory", "rewards": "my_reward"}
     card = card_of(folder)
     assert "| data | `3 rows in memory` |" in card.text and "| rewards | `my_reward` |" in card.text
     assert card.data.datasets is None
-    write_given(folder, {"train_dataset": None})
+    write_given(folder, given_in_words({"train_dataset": None}))
     assert given_to(folder) == {}
 
 

@@ -36,6 +36,19 @@ FAMILIES = {
 }  # fmt: skip
 
 
+def register(module: ModuleType) -> None:
+    """Adds a family of the user's own; raises ConfigError for a module without what a family needs."""
+    missing = [
+        name for name in ("MODEL_TYPE", "ARCHITECTURE", "KEYS", "to_config", "from_config") if not hasattr(module, name)
+    ]
+    if missing:
+        raise ConfigError(
+            f"{module.__file__} has MODEL_TYPE, as a family of models has, but no {', '.join(missing)}; see "
+            "jaxrl_llm/models/families/llama.py"
+        )
+    FAMILIES[module.MODEL_TYPE] = module
+
+
 def text_part(hf: dict[str, Any]) -> dict[str, Any]:
     """The config.json of the text part, of a model that has another part, else `hf` itself."""
     return gemma3_text.text_part(hf) if hf.get("model_type") == gemma3_text.WITH_VISION else hf

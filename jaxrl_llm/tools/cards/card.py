@@ -202,7 +202,7 @@ def _number(value: float | None) -> str:
 
 def _held_out(run: ReportedRun) -> dict[str, tuple[str, str | None]]:
     """The data sets that were evaluated on, and their splits, by the names of `eval.sets`; "" is the only one."""
-    split = run.settings["data.eval_split"]
+    split = run.settings["data.eval_split"] or "test"
     if given := given_to(run.folder).get("eval_dataset"):
         return {"": (given, None)}
     sets: dict[str, tuple[str, str | None]] = {}

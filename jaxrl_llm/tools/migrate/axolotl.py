@@ -4,6 +4,7 @@ import math
 from typing import Any
 
 from jaxrl_llm.config.resolve import ConfigError
+from jaxrl_llm.data.chat_templates import TEMPLATES
 from jaxrl_llm.data.formats.lookup import known
 from jaxrl_llm.tools.migrate import shared, trl
 from jaxrl_llm.tools.migrate.draft import Draft, Options, Source, short
@@ -173,10 +174,15 @@ def _rest(draft: Draft, yaml: dict[str, Any], trainer: str) -> None:
                 "early_stopping_patience: nothing is evaluated while it trains; set eval.every, and callbacks to "
                 f"({stopping!r},)"
             )
-    if yaml.get("chat_template") not in (None, "tokenizer_default"):
+    template, text = yaml.get("chat_template"), yaml.get("chat_template_jinja")
+    if template == "jinja" and text:
+        draft.set("data.chat_template", text, "chat_template_jinja", "chat_template")
+    elif str(template).removesuffix("_v1") in TEMPLATES:
+        draft.set("data.chat_template", str(template).removesuffix("_v1"), "chat_template")
+    elif template not in (None, "tokenizer_default"):
         draft.check(
-            f"chat_template = {yaml['chat_template']}: the tokenizer's own template is used here; see that it is this "
-            "one (python -m jaxrl_llm preview --config=... shows the rows)"
+            f"chat_template = {template}: the tokenizer's own template is used here; see that it is this one (python "
+            "-m jaxrl_llm preview --config=... shows the rows), or name another with data.chat_template"
         )
     if not yaml.get("datasets"):
         draft.check("the file names no datasets: set data.path")

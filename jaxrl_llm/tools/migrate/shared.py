@@ -34,15 +34,17 @@ def _counted(files: tuple[tuple[str, int], ...], split: str) -> int:
 
 
 def epochs(draft: Draft, per_epoch: int, count: float, key: str) -> None:
-    """Set the steps of so many epochs of `per_epoch` steps each; 0 where the rows are unknown, which is noted."""
+    """Set the steps of so many epochs of `per_epoch` steps each, or the epochs where the rows are unknown."""
     if per_epoch:
         draft.set("total_steps", max(1, math.ceil(per_epoch * count)), key)
         return
     steps = OURS["total_steps"].default
     draft.set("total_steps", steps, key)
+    draft.set("num_epochs", float(count), key)
     draft.check(
-        f"{draft.named(key)} = {count:g}, and the number of rows is not known: total_steps = {steps} is a "
-        f"placeholder for {count:g} x rows / {draft.values['batch.prompts']}; set it, or add --rows=N"
+        f"{draft.named(key)} = {count:g}, and the number of rows is not known: the run computes its steps from them "
+        f"(num_epochs). Warm-up, saves and evaluations that are shares of the steps are written for {steps}: set them, "
+        "or add --rows=N"
     )
 
 

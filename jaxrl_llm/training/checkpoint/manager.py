@@ -14,7 +14,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -319,6 +319,22 @@ class Checkpoints:
                 "folder; if it is of another model or optimizer, use another output_dir or checkpoint.resume=never."
             ) from error
         return State(**restored["state"]), restored["host"]
+
+    def restore_best(self, state: State, mesh: Mesh, note: Callable[[str], None]) -> State:
+        """The state of the best checkpoint, in place of `state`, whose arrays are freed; `note` shows which it is.
+
+        The state itself where no checkpoint has the metric, which is noted.
+        """
+        self.wait()
+        best = self._manager.best_step()
+        if best is None or best == int(state.step):
+            note(
+                f"hf/ is the model of step {int(state.step)}, the last, " + ("the best" if best else "as none is best")
+            )
+            return state
+        free(state)
+        note(f"hf/ is the model of step {best}, the best by {self._keep.best}")
+        return self.restore(best, state, mesh)[0]
 
     def host(self, step: int) -> dict[str, Any]:
         """The host part of a step alone."""

@@ -1,11 +1,14 @@
 """The folder of a run: the checks before anything is written to it, and the export of the trained model."""
 
 import json
+import shutil
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import jax
+import optax
 from safetensors import SafetensorError
 
 from jaxrl_llm.config import ConfigError
@@ -14,6 +17,7 @@ from jaxrl_llm.models.lora import has_adapters
 from jaxrl_llm.models.model import Model, has_peft_adapter, save_adapter, save_hf
 
 GIVEN = "given.json"
+STEPS = "hf_steps"
 
 
 def check_writable(folder: Path) -> None:
@@ -41,21 +45,21 @@ def check_outputs(folder: Path, resume: str, goes_on: bool) -> None:
         )
 
 
-def write_given(folder: Path, given: Mapping[str, Any]) -> None:
-    """Writes given.json: the arguments of `train` that replace names in its configuration, in words."""
-    if words := in_words(given):
-        (folder / GIVEN).write_text(json.dumps(words, indent=2) + "\n", encoding="utf-8")
-    else:
-        (folder / GIVEN).unlink(missing_ok=True)
-
-
-def in_words(given: Mapping[str, Any]) -> dict[str, str]:
-    """The arguments of `train` that were given, in words."""
+def given_in_words(given: Mapping[str, Any]) -> dict[str, str]:
+    """The arguments of `train` that replace names in its configuration, in words."""
     return {
         name: _words(value)
         for name, value in given.items()
         if value is not None and not (isinstance(value, tuple | list) and not value)
     }
+
+
+def write_given(folder: Path, words: Mapping[str, str]) -> None:
+    """Writes given.json: the arguments of `train` that replace names in its configuration, in words."""
+    if words:
+        (folder / GIVEN).write_text(json.dumps(words, indent=2) + "\n", encoding="utf-8")
+    else:
+        (folder / GIVEN).unlink(missing_ok=True)
 
 
 def given_to(run: Path) -> dict[str, str]:
@@ -66,6 +70,10 @@ def given_to(run: Path) -> dict[str, str]:
 def _words(value: Any) -> str:
     if isinstance(value, str):
         return value
+    if isinstance(value, Model):
+        return f"{value.path or 'a model'}, in memory"
+    if isinstance(value, optax.GradientTransformation):
+        return "an optimizer of optax"
     if callable(value):
         return getattr(value, "__name__", type(value).__name__)
     if isinstance(value, Mapping):
@@ -73,6 +81,21 @@ def _words(value: Any) -> str:
     if isinstance(value, tuple | list) and not isinstance(value[0], Mapping):
         return ", ".join(map(_words, value))
     return f"{len(value)} rows in memory" if hasattr(value, "__len__") else type(value).__name__
+
+
+def export_step(folder: Path, step: int, model: Model, keep: int) -> None:
+    """Writes the model of a step to `folder/hf_steps/STEP`, and removes all but the `keep` newest of them.
+
+    Raises ConfigError when it cannot be written.
+    """
+    steps = folder / STEPS
+    try:
+        save_hf(model, steps / f"{step:05d}")
+        if jax.process_index() == 0:
+            for old in sorted(path for path in steps.iterdir() if path.name.isdigit())[:-keep]:
+                shutil.rmtree(old)
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(f"the model of step {step} could not be written to {steps}: {error}; make room") from error
 
 
 def export_run(

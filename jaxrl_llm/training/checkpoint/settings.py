@@ -25,6 +25,8 @@ def changed_settings(folder: Path, config: ConfigDict) -> Changes:
     except (OSError, ConfigError):  # it is no part of the run's state, which goes on without it
         return {}
     old, new = (flat(x.to_dict()) for x in (former, from_json(to_json(config))))
+    if config.num_epochs is not None and old["num_epochs"] == config.num_epochs:
+        new["total_steps"] = old["total_steps"]  # it is computed from the data
     return {
         name: (old[name], value)
         for name, value in new.items()

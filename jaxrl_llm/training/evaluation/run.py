@@ -11,6 +11,7 @@ from jax.experimental import multihost_utils
 
 from jaxrl_llm.algorithms.random_streams import EVALUATION
 from jaxrl_llm.config.resolve import ConfigError, closest
+from jaxrl_llm.config.user_code import contained
 from jaxrl_llm.data.sources import is_splits
 from jaxrl_llm.distributed.processes import all_or_none, gather
 from jaxrl_llm.distributed.sharding import row_shards
@@ -32,6 +33,26 @@ from jaxrl_llm.training.online import Rollouts, RolloutWorker, Row
 
 # (parameters, key[, table]) -> metrics named eval/...; `table` gets a row for each completion.
 Evaluate = Callable[..., dict[str, float]]
+
+
+class Predictions(NamedTuple):
+    """The argument of `compute_metrics`: the completions of an evaluation, one a row, and what is known of them.
+
+    Iterating gives predictions and label_ids, as over transformers' EvalPrediction.
+    """
+
+    predictions: list[Any]  # completions, texts or lists of messages
+    label_ids: list[Any] | None  # the column answer, ground_truth, solution, completion or label, the first there is
+    inputs: list[Any]  # prompts
+    rewards: np.ndarray  # [N, F], NaN where a function does not apply
+    columns: dict[str, list[Any]]  # the other columns of the data
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter((self.predictions, self.label_ids))
+
+
+LABELS = ("answer", "ground_truth", "solution", "completion", "label")
+Compute = Callable[[Predictions], Mapping[str, float]]
 
 
 class NamedSet(NamedTuple):
@@ -91,6 +112,7 @@ class Evaluation:
     prompts_at_once: int
     metrics: EvalMetrics
     name: str = ""
+    compute: Compute | None = None  # more metrics, of the samples
 
     def __call__(self, params: Params, key, table: list[Row] | None = None) -> dict[str, float]:
         """The metrics of `summary`, `mean_length` (tokens) and `clipped_ratio` of the samples, and the totals that
@@ -100,8 +122,12 @@ class Evaluation:
         have names), rewards and what reward functions log of it.
         """
         key = jax.random.fold_in(key, EVALUATION)
-        samples = self._sample(self.sampled, params, key, "sampled", table)
-        greedy = None if self.greedy is None else self._sample(self.greedy, params, key, "greedy", table)
+        rows: list[Row] | None = None if table is None and self.compute is None else []
+        samples = self._sample(self.sampled, params, key, "sampled", rows)
+        computed = {} if self.compute is None or rows is None else self._computed(self.compute, rows)
+        greedy = None if self.greedy is None else self._sample(self.greedy, params, key, "greedy", rows)
+        if table is not None and rows is not None:
+            table += rows
         totals = samples.totals if greedy is None else add_totals(samples.totals, greedy.totals)
         group_size, prefix = self.sampled.engine.group_size, f"eval/{self.name}/" if self.name else "eval/"
         metrics = {prefix + name: float(total) for name, total in over_processes(totals).items()}
@@ -111,7 +137,28 @@ class Evaluation:
             values["mean_length"] = float(samples.lengths.reshape(-1, group_size)[prompts].mean())
             values["clipped_ratio"] = float(1.0 - samples.ended.reshape(-1, group_size)[prompts].mean())
             metrics |= {f"{prefix}{source}/{name}" if source else prefix + name: x for name, x in values.items()}
-        return metrics
+        return metrics | {prefix + name.removeprefix("eval_"): value for name, value in computed.items()}
+
+    def _computed(self, compute: Compute, table: list[Row]) -> dict[str, float]:
+        """The metrics that the user's function makes of the samples, on every process alike."""
+        group_size, names = self.sampled.engine.group_size, self.sampled.rewards.names
+        rows = [example for example in self.examples for _ in range(group_size)]
+        columns = {name: [row.get(name) for row in rows] for name in rows[0] if name not in ("prompt", "prompt_ids")}
+        label = next((columns[name] for name in LABELS if name in columns), None)
+        rewards = np.array([[row[name] for name in names] for row in table], np.float32)
+        prompts, completions = ([row[name] for row in table] for name in ("prompt", "completion"))
+        found: Any = None
+        with all_or_none():
+            try:
+                with contained():
+                    found = compute(Predictions(completions, label, prompts, rewards, columns))
+                return {str(name): float(value) for name, value in found.items()}
+            except Exception as error:
+                got = f"; it gave {found!r:.80}" if found is not None else ""
+                raise ConfigError(
+                    f"compute_metrics raised {type(error).__name__}: {error}{got}; it takes the completions "
+                    "(predictions, label_ids, inputs, rewards, columns) and returns numbers by name"
+                ) from error
 
     def _sample(self, sampler: RolloutWorker, params: Params, key, decoding: str, table: list[Row] | None) -> Samples:
         """The graded completions of all examples, `prompts_at_once` prompts at a time."""

@@ -40,6 +40,7 @@ CONTENTS = {
     "checkpoints": "states the run can go on from",
     "hf": "the trained model",
     "report.html": "curves and completions, by the command report",
+    "hf_steps": "the models of earlier steps",
     "adapter": "its adapters, as PEFT keeps them",
     "critic": "PPO's critic",
     "tensorboard": "the event files of TensorBoard",

@@ -1,11 +1,10 @@
 """User callbacks, which see a run as it goes and may end it early: `Callback`, and the built-in `early_stopping`.
 
-One step, with everything due: the update, `on_step`, the evaluation, `on_evaluate`, `on_checkpoint`, the save. After
-the last step the model is exported, and `on_end` is called.
+Before the first step comes `on_begin`. One step, with everything due: the update, `on_step`, the evaluation,
+`on_evaluate`, `on_checkpoint`, the save, `on_save`. After the last step the model is exported, and `on_end` is called.
 """
 
 import contextlib
-import dataclasses
 import inspect
 import json
 import math
@@ -15,49 +14,36 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Protocol
 
-from jaxrl_llm.config import ConfigDict, ConfigError, from_json
+from jaxrl_llm.config import ConfigError, from_json
 from jaxrl_llm.config.resolve import closest, resolve_with_options
 from jaxrl_llm.config.user_code import contained
 from jaxrl_llm.distributed.processes import all_or_none, gather
 from jaxrl_llm.models.model import Model
+from jaxrl_llm.training.runtime.moment import STOP, Moment
+from jaxrl_llm.training.runtime.trainer_callbacks import TrainerCallbackHooks, is_trainer_callback
 
-HOOKS = ("on_step", "on_evaluate", "on_checkpoint", "on_end")
-STOP = "stop"
+HOOKS = ("on_begin", "on_step", "on_evaluate", "on_checkpoint", "on_save", "on_end")
+LATE = ("on_begin", "on_checkpoint", "on_save")  # hooks that can end the run with the next step only
 
 
 class CallbackError(ConfigError):
     """A callback that raised, or gave an invalid answer or state; the message names it, the hook and the step."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Moment:
-    """The view of a run that a callback gets: the step, its metrics by name, the configuration and the folder."""
-
-    step: int
-    metrics: Mapping[str, float]  # those of an evaluation are named eval/...
-    config: ConfigDict  # a copy: changes have no effect
-    folder: Path  # output_dir
-    make_model: Callable[[], Model]
-
-    def model(self) -> Model:
-        """The current model. The next step reuses the memory of its parameters: copy those that you keep.
-
-        With several processes all must call it, and use the model alike.
-        """
-        return self.make_model()
-
-
 class Callback(Protocol):
     """The hooks and methods of a callback, all optional; a hook may also be None.
 
     A hook that returns "stop" ends the run: this step is then the last, with evaluation, checkpoint and export as any
-    last step has. In on_checkpoint it is too late for that, and the next step is the last; in on_end it has no effect.
+    last step has. In on_begin, on_checkpoint and on_save it is the next step that is the last; in on_end it has no
+    effect.
     With several processes every process calls its own hooks, and the answers of process 0 count.
     """
 
+    on_begin: Callable[[Moment], str | None] | None  # before the first step of this start
     on_step: Callable[[Moment], str | None] | None  # after each update
     on_evaluate: Callable[[Moment], str | None] | None  # after each evaluation, that of step 0 too
     on_checkpoint: Callable[[Moment], str | None] | None  # before the state of the step is saved
+    on_save: Callable[[Moment], str | None] | None  # once the state of the step is saved
     on_end: Callable[[Moment], str | None] | None  # once the trained model is in the folder
 
     def get_state(self) -> Any:
@@ -162,7 +148,7 @@ class Callbacks:
                         stopping.append(name)
         stopping = gather(stopping)[0]  # one answer for all processes: they end at the same step
         if stopping and self.stopped is None and hook != "on_end":
-            self.stopped, self.end = stopping[0], step + 1 if hook == "on_checkpoint" else step
+            self.stopped, self.end = stopping[0], step + (hook in LATE)
             self.note(f"{self.stopped} asked at step {step} to end the run")
 
     def get_state(self, step: int) -> dict[str, Any]:
@@ -193,12 +179,15 @@ class Callbacks:
 def load_callbacks(specs: Iterable[Any]) -> dict[str, Any]:
     """The callbacks of `specs` (`name(option=value)`, or objects), each under its own name, in order.
 
+    An object, or what a class makes, may be a TrainerCallback of transformers.
+
     Raises ConfigError for an unknown name or option, and for an object without any hook.
     """
     named: dict[str, Any] = {}
     for spec in specs:
-        callback = _load(spec) if isinstance(spec, str) else spec
-        name = spec if isinstance(spec, str) else type(spec).__name__
+        callback = _load(spec) if isinstance(spec, str) else spec() if isinstance(spec, type) else spec
+        name = spec if isinstance(spec, str) else type(callback).__name__
+        callback = TrainerCallbackHooks(callback) if is_trainer_callback(callback) else callback
         if not any(_hook(callback, hook) for hook in HOOKS):
             raise ConfigError(
                 f"the callback {name} has none of the methods {', '.join(HOOKS)}: it would never be called"

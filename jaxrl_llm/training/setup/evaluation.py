@@ -15,7 +15,7 @@ from jaxrl_llm.rewards.runner import Rewards
 from jaxrl_llm.rollout.sampling import SamplingParams
 from jaxrl_llm.training import offline
 from jaxrl_llm.training.evaluation.metrics import EvalMetrics
-from jaxrl_llm.training.evaluation.run import EvalSpec, Evaluate, Evaluation, Evaluations, NamedSet, named_sets
+from jaxrl_llm.training.evaluation.run import Compute, EvalSpec, Evaluate, Evaluation, Evaluations, NamedSet, named_sets
 from jaxrl_llm.training.logging.stopwatch import Stopwatch
 from jaxrl_llm.training.objectives.objective import Objective
 from jaxrl_llm.training.offline import HeldOut, OfflineSource
@@ -61,14 +61,18 @@ def eval_metrics(config) -> EvalMetrics:
 
 def eval_parts(config, tokenizer: Any, named: NamedSet, prompts: bool = False) -> list[DataSource]:
     """The first rows of a set, by source; with `prompts` they serve as prompts whatever the algorithm learns from."""
+    return loading.first_rows(open_eval(config, tokenizer, named, prompts), named.prompts)
+
+
+def open_eval(config, tokenizer: Any, named: NamedSet, prompts: bool = False) -> list[DataSource]:
+    """All rows of a set, by source; none where `loading.open_sources` finds nothing to evaluate on."""
     try:
-        parts = loading.open_sources(
+        return loading.open_sources(
             data_spec(config), tokenizer, named.rows, held_out=True, prompts=prompts, named=named.sources
         )
     except ConfigError as error:
         keys = f"eval.sets, {named.name}" if named.sources is not None else "data.eval_split, data.eval_path"
         raise ConfigError(f"for the evaluation: {error} ({keys}; eval.every=-1 is no evaluation)") from error
-    return loading.first_rows(parts, named.prompts)
 
 
 def eval_measure(config, parts: list[DataSource]) -> str:
@@ -85,21 +89,26 @@ def build_evaluate(
     grader: Rewards,
     objective: Objective,
     source: OnlineSource | OfflineSource,
-    eval_dataset,
+    held_out: list[tuple[NamedSet, list[DataSource]]],
     mesh: Mesh,
     environments: Environments | None,
     watch: Stopwatch,
-) -> Evaluate:
+    compute: Compute | None = None,
+) -> Evaluations:
     """The evaluation during training: each set by the loss on its rows, by samples for its prompts, or both."""
     by_loss: list[tuple[str, list[DataSource]]] = []
     by_samples: list[NamedSet] = []
-    for named in named_sets(eval_spec(config), eval_dataset):
-        parts = eval_parts(config, model.tokenizer, named)
+    for named, parts in held_out:
         measure = eval_measure(config, parts)
         if measure in ("loss", "both"):
             by_loss.append((named.name, parts))
         if measure in ("samples", "both"):
             by_samples.append(named)
+    if compute is not None and not by_samples:
+        raise ConfigError(
+            "compute_metrics reads completions, but the evaluation measures the loss alone: set eval.measure to "
+            "samples or both"
+        )
     evaluations: list[Evaluate] = []
     if by_loss:
         assert isinstance(source, OfflineSource)
@@ -118,7 +127,7 @@ def build_evaluate(
                 batch = offline.reference_logps(model.net, reference, batch, size, mesh)
             evaluations.append(HeldOut(make_measure(objective, size, mesh), batch, source, name))
     if by_samples:
-        evaluations += _sampled_evaluations(config, model, grader, by_samples, mesh, environments, watch)
+        evaluations += _sampled_evaluations(config, model, grader, by_samples, mesh, environments, watch, compute)
     return Evaluations(tuple(evaluations))
 
 
@@ -138,10 +147,16 @@ def _sampled_evaluations(
     mesh: Mesh,
     environments: Environments | None,
     watch: Stopwatch | None,
+    compute: Compute | None = None,
 ) -> list[Evaluation]:
     """The evaluation of each set by samples; `watch` sees its phases as signs of life."""
     spec, metrics = eval_spec(config), eval_metrics(config)
     parts = [eval_parts(config, model.tokenizer, named, prompts=True) for named in sets]
+    if not all(parts):
+        raise ConfigError(
+            f"there is nothing to evaluate on: {config.data.path} has no split 'test'; name a split with "
+            "data.eval_split, or other data with data.eval_path"
+        )
     rows = [loading.tokenized(data_spec(config), own, "prompts", model.tokenizer).rows for own in parts]
     every: list[Row] = [row for examples in rows for row in examples]
 
@@ -160,6 +175,7 @@ def _sampled_evaluations(
             max(spec.completions_at_once // named.samples, 1),
             metrics,
             named.name,
+            compute,
         )
         for named, examples in zip(sets, rows, strict=True)
     ]

@@ -13,6 +13,18 @@ from jaxrl_llm.training.logging.health import HealthSpec
 from jaxrl_llm.training.logging.logger import LoggingSpec
 from jaxrl_llm.training.logging.metric_names import MetricNames, trl_names, verl_names
 
+# The keys that the arguments of `train` take the place of.
+GIVEN_KEYS = {
+    "train_dataset": "data.path",
+    "eval_dataset": "data.eval_path",
+    "rewards": "rewards.functions",
+    "environment": "environment.name",
+    "tools": "environment.tools",
+    "model": "model.path",
+    "tokenizer": "model.tokenizer",
+    "optimizer": "optimizer.name",
+    "schedule": "optimizer.schedule",
+}
 # Settings that the console shows even when they have their default.
 SHOWN_SETTINGS = (
     "model.path",
@@ -26,18 +38,8 @@ SHOWN_SETTINGS = (
 )
 
 
-# Arguments of `train`, and the settings that they take the place of.
-REPLACED = {
-    "train_dataset": "data.path",
-    "eval_dataset": "data.eval_path",
-    "rewards": "rewards.functions",
-    "environment": "environment.name",
-    "tools": "environment.tools",
-}
-
-
 def logging_spec(config, given: Mapping[str, str] = MappingProxyType({})) -> LoggingSpec:
-    """The records and the console of a run; `given` are arguments of `train`, in words."""
+    """The records and the console of a run; `given` says in words what stands in the place of names."""
     c = config.logging
     if config.algorithm.name in OFFLINE:
         progress = ("epoch", "loss", "rewards/accuracies", "accuracy", "grad_norm", "lr", "tokens_per_second")
@@ -47,8 +49,8 @@ def logging_spec(config, given: Mapping[str, str] = MappingProxyType({})) -> Log
         backends=tuple(c.backends),
         total_steps=config.total_steps,
         progress=progress,
-        settings=shown_settings(config) | {REPLACED[name]: f"{words} ({name})" for name, words in given.items()},
-        all_settings=masked(flat(config.to_dict())),
+        settings=shown_settings(config, given),
+        all_settings=masked(flat(config.to_dict()) | in_place(given)),
         names=metric_names(config),
         project=c.project,
         run_name=c.run_name,
@@ -58,7 +60,12 @@ def logging_spec(config, given: Mapping[str, str] = MappingProxyType({})) -> Log
     )
 
 
-def shown_settings(config) -> dict[str, str]:
+def in_place(given: Mapping[str, str]) -> dict[str, str]:
+    """The keys that objects given in Python take the place of, with the words for these."""
+    return {GIVEN_KEYS[name]: words for name, words in given.items() if name in GIVEN_KEYS}
+
+
+def shown_settings(config, given: Mapping[str, str] = MappingProxyType({})) -> dict[str, str]:
     """The settings that the console shows, `{key: text}`: the main ones, and those that differ from their default."""
     defaults, shown = default(), {}
     for key in KEYS:
@@ -67,7 +74,7 @@ def shown_settings(config) -> dict[str, str]:
         applies = section != "rollout" or config.algorithm.name not in OFFLINE
         if value != usual or (key.name in SHOWN_SETTINGS and applies):
             shown[key.name] = masked(key.show(value))
-    return shown
+    return shown | in_place(given)
 
 
 def metric_names(config) -> MetricNames:

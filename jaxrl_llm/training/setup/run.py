@@ -11,14 +11,14 @@ import optax
 from jax.sharding import Mesh
 
 from jaxrl_llm.algorithms.random_streams import ADAPTERS, VALUE_HEAD
-from jaxrl_llm.config import ConfigError, batch_rows
+from jaxrl_llm.config import ConfigDict, ConfigError, batch_rows
 from jaxrl_llm.data import loading
-from jaxrl_llm.data.loading import DataSource
+from jaxrl_llm.data.loading import DataSource, Tokenized
 from jaxrl_llm.data.pipeline import Pipeline
 from jaxrl_llm.distributed.sharding import make_mesh, row_shards
 from jaxrl_llm.environments.factory import Environments, load_environments
 from jaxrl_llm.models.lora import LoraConfig, has_adapters, parse_targets, split
-from jaxrl_llm.models.model import Model, add_adapters, check_positions, check_same_vocabulary, load_model
+from jaxrl_llm.models.model import Model, add_adapters, check_positions, check_same_vocabulary, copied_model, load_model
 from jaxrl_llm.models.peft import read_config
 from jaxrl_llm.rewards.functions import environment as environment_reward
 from jaxrl_llm.rewards.runner import Rewards, load_rewards
@@ -26,17 +26,18 @@ from jaxrl_llm.rollout.sampling import SamplingParams
 from jaxrl_llm.training import offline
 from jaxrl_llm.training.advantages import advantage_step
 from jaxrl_llm.training.algorithm import Algorithm, BatchSpec
-from jaxrl_llm.training.evaluation.run import Evaluate
+from jaxrl_llm.training.evaluation.run import Evaluations
 from jaxrl_llm.training.logging.stopwatch import Stopwatch
 from jaxrl_llm.training.objectives.value import critic_params, shared_critic, value_regression
 from jaxrl_llm.training.offline import OfflineSource
 from jaxrl_llm.training.online import Critic, Learner, OnlineSource, Producer, RolloutWorker
-from jaxrl_llm.training.optimizers import build_optimizer, learning_rate_schedule
+from jaxrl_llm.training.optimizers import build_optimizer, learning_rate_schedule, own_optimizer
 from jaxrl_llm.training.packing.documents import first_fit
 from jaxrl_llm.training.packing.planner import Packer, Sample, make_packer, sampled_rows
 from jaxrl_llm.training.reference import Reference, start_reference
 from jaxrl_llm.training.replay import empty_replay
 from jaxrl_llm.training.reward_models import with_reward_models
+from jaxrl_llm.training.setup.data import model_entries, read_data, tokenizer_of
 from jaxrl_llm.training.setup.evaluation import build_evaluate
 from jaxrl_llm.training.setup.objectives import critic_spec, needs_reference, objective_of, preference_spec
 from jaxrl_llm.training.setup.specs import (
@@ -71,6 +72,8 @@ from jaxrl_llm.training.update import (
     split_critic,
 )
 
+SMALL_RATE = 5e-6  # the smallest at which 16-bit parameters were seen to follow float32 ones (docs/scaling.md)
+
 
 class Run(NamedTuple):
     """Everything that `train` drives."""
@@ -83,14 +86,18 @@ class Run(NamedTuple):
     source: OnlineSource | OfflineSource
     frozen: Frozen
     update: Update
-    warm_up: Update | None  # of the critic alone, in the first `warmup_steps` training steps
+    warm_up: Update | None  # of the critic alone, in the first `warmup_steps` training steps and in its own passes
     warmup_steps: int
-    evaluation: Evaluate | None
+    critic_passes: int  # over a batch, that the critic makes besides those of the policy
+    evaluation: Evaluations | None
     state: State
     stopwatch: Stopwatch
     rewards: Rewards
     environments: Environments | None
     pack: Packer
+    config: ConfigDict  # with the number of steps, where num_epochs says it
+    notes: list[str]  # lines on the data
+    warnings: list[str]
 
 
 def build_mesh(config) -> Mesh:
@@ -99,36 +106,62 @@ def build_mesh(config) -> Mesh:
     return make_mesh(c.data, c.fsdp, c.tensor, c.context, c.expert)
 
 
-def build(config, mesh: Mesh, train_dataset=None, eval_dataset=None, rewards=None, environment=None, tools=()) -> Run:
-    """The run of a configuration, on `mesh` (which must be set). Raises ConfigError for anything the user can fix."""
+def build(
+    config,
+    mesh: Mesh,
+    train_dataset=None,
+    eval_dataset=None,
+    rewards=None,
+    environment=None,
+    tools=(),
+    model: Model | None = None,
+    tokenizer=None,
+    optimizer: optax.GradientTransformation | None = None,
+    schedule: Callable[[Any], Any] | None = None,
+    compute_metrics: Callable[..., Any] | None = None,
+) -> Run:
+    """The run of a configuration, on `mesh` (which must be set), with the objects of `given.Given` in place of names.
+
+    Data is read before weights. Raises ConfigError for anything the user can fix.
+    """
     check_rows(config, batch_rows(config), mesh)
-    algorithm, stopwatch = algorithm_of(config), Stopwatch()
-    model, graders = build_model(config, mesh), build_rewards(config, rewards)
+    given_model, stopwatch = model, Stopwatch()
+    rows = read_data(config, train_dataset, eval_dataset, tokenizer, given_model)
+    config, data = rows.config, rows.sources
+    algorithm = algorithm_of(config)
+    model, graders = build_model(config, mesh, None, rows.tokenizer, given_model), build_rewards(config, rewards)
     environments = load_environments(environment_spec(config, environment, tools))
     if environment_reward in graders.functions and environments is None and config.environment.rollout_func is None:
         raise ConfigError("rewards.functions names environment, but there is none: set environment.name")
-    _check_trainable(config, model)
-    critic = build_critic(config, model, mesh) if algorithm.has_critic else None
+    if given_model is None:
+        _check_trainable(config, model)
+    critic = build_critic(config, model, mesh, given_model) if algorithm.has_critic else None
     objective = objective_of(config, model.net)
 
     def packer(sample: Sample | None) -> Packer:
         return make_packer(packing_spec(config), model.net.config, mesh, objective.positions, sample)
 
-    data = loading.open_sources(data_spec(config), model.tokenizer, train_dataset)
     if algorithm.online:
-        source = _online(config, model, critic, data, graders, mesh, stopwatch, environments, packer)
+        source = _online(config, model, critic, data, rows.tokens, graders, mesh, stopwatch, environments, packer)
         pack = source.learner.pack
     else:
-        source = _offline(config, algorithm, model, data, mesh, stopwatch, packer)
+        source = _offline(config, algorithm, model, data, rows.tokens, mesh, stopwatch, packer)
         pack = source.pack
     evaluation = None
-    if config.eval.every >= 0 and not (
-        train_dataset is not None and eval_dataset is None and config.data.eval_path is None and not config.eval.sets
-    ):
+    if rows.held_out:
         evaluation = build_evaluate(
-            config, model, graders, objective, source, eval_dataset, mesh, environments, stopwatch
+            config, model, graders, objective, source, rows.held_out, mesh, environments, stopwatch, compute_metrics
         )
-    optimizer, update_critic = make_optimizer(config), None
+    elif compute_metrics is not None:
+        raise ConfigError(
+            "compute_metrics is given, but nothing is evaluated: give eval_dataset, or set eval.fraction or eval.every"
+        )
+    update_critic, rate = None, schedule
+    if optimizer is not None:
+        optimizer = own_optimizer(optimizer_spec(config), optimizer)
+    else:
+        optimizer = build_optimizer(optimizer_spec(config), schedule)
+        rate = schedule or learning_rate_schedule(optimizer_spec(config))
     frozen, trainable = split(model.params)
     state, frozen_critic = init_state(trainable, optimizer, mesh, config.optimizer.offload), {}
     if critic is not None and config.critic.shared:
@@ -139,11 +172,18 @@ def build(config, mesh: Mesh, train_dataset=None, eval_dataset=None, rewards=Non
         critic_optimizer = build_optimizer(critic_settings)
         frozen_critic, trainable = split(critic.params)
         state = replace(state, critic=init_state(trainable, critic_optimizer, mesh, config.optimizer.offload))
-        settings = replace(update_spec(config), schedule=learning_rate_schedule(critic_settings))
+        settings = replace(
+            update_spec(config),
+            schedule=learning_rate_schedule(critic_settings),
+            microbatch_rows=config.critic.microbatch_rows or config.batch.microbatch_rows,
+        )
         regression = value_regression(critic_spec(config), critic.net)
         update_critic = optimizer_step(regression, critic_optimizer, settings, mesh)
-    update = make_update(objective, optimizer, update_spec(config), mesh, update_critic, algorithm.has_critic)
-    warm_up = make_critic_update(update_critic) if update_critic and config.critic.warmup_steps else None
+    updates = replace(update_spec(config), schedule=rate)
+    update = make_update(objective, optimizer, updates, mesh, update_critic, algorithm.has_critic)
+    critic_passes = max(config.critic.num_iterations - config.algorithm.num_iterations, 0) if update_critic else 0
+    alone = update_critic is not None and (config.critic.warmup_steps or critic_passes)
+    warm_up = make_critic_update(update_critic) if update_critic is not None and alone else None
     return Run(
         algorithm=algorithm,
         batch=batch_spec(config),
@@ -155,13 +195,29 @@ def build(config, mesh: Mesh, train_dataset=None, eval_dataset=None, rewards=Non
         update=update,
         warm_up=warm_up,
         warmup_steps=config.critic.warmup_steps,
+        critic_passes=critic_passes,
         evaluation=evaluation,
         state=state,
         stopwatch=stopwatch,
         rewards=graders,
         environments=environments,
         pack=pack,
+        config=config,
+        notes=rows.notes,
+        warnings=narrow_updates(config, model),
     )
+
+
+def narrow_updates(config, model: Model) -> list[str]:
+    """A warning where updates are far smaller than the spacing of the numbers that they are added to."""
+    dtype, rate = config.model.param_dtype, config.optimizer.learning_rate
+    if dtype == "float32" or has_adapters(model.params) or rate >= SMALL_RATE:
+        return []
+    return [
+        f"model.param_dtype is {dtype} and optimizer.learning_rate {rate:g}: an update is far smaller than the spacing "
+        f"of {dtype}, so that most parameters stay and some, drawn at random, move a whole spacing: right on average, "
+        "and noisy. float32 is exact (docs/scaling.md)"
+    ]
 
 
 def make_optimizer(config) -> optax.GradientTransformation:
@@ -193,20 +249,29 @@ def check_rows(config, rows: int, mesh: Mesh) -> None:
         )
 
 
-def build_model(config, mesh: Mesh, head: str | None = None) -> Model:
-    """The model of the configuration, sharded over `mesh`; raises ConfigError when it has no tokenizer."""
-    c = config.model
-    init_key = jax.random.key(config.seed) if c.random_init else None
-    model = load_model(
-        c.path, c.dtype, c.param_dtype, mesh, init_key, config.lora.path, c.allow_pickle, c.trust_remote_code,
-        **net_options(config, head),
-    )  # fmt: skip
+def build_model(
+    config, mesh: Mesh, head: str | None = None, tokenizer: Any = None, given: Model | None = None
+) -> Model:
+    """The model of the configuration, sharded over `mesh`, or a copy of one in memory that is `given`.
+
+    A model in memory that has adapters is trained on by them or, where `lora.rank` asks for new ones, with its own
+    merged. Raises ConfigError when there is no tokenizer.
+    """
+    c, options = config.model, net_options(config, head)
+    tokenizer = tokenizer_of(config, model=given) if tokenizer is None else tokenizer
+    if given is not None:
+        merge = bool(config.lora.rank)
+        model = replace(copied_model(given, mesh, c.dtype, c.param_dtype, merge, **options), tokenizer=tokenizer)
+    else:
+        init_key = jax.random.key(config.seed) if c.random_init else None
+        model = load_model(
+            c.path, c.dtype, c.param_dtype, mesh, init_key, config.lora.path, c.allow_pickle, c.trust_remote_code,
+            c.revision, tokenizer, model_entries(config), **options,
+        )  # fmt: skip
     if config.lora.rank:
         model = add_adapters(model, build_lora(config), jax.random.fold_in(jax.random.key(config.seed), ADAPTERS))
-    elif config.lora.path is not None and model.net.config.lora is not None:
+    elif (given is not None or config.lora.path is not None) and model.net.config.lora is not None:
         model = replace(model, net=model.net.with_lora(replace(model.net.config.lora, dropout=config.lora.dropout)))
-    if model.tokenizer is None:
-        raise ConfigError(f"model.path = {config.model.path!r} has no tokenizer files; add them to the folder")
     return model
 
 
@@ -243,20 +308,29 @@ def _check_trainable(config, model: Model) -> None:
         )
 
 
-def build_critic(config, policy: Model, mesh: Mesh) -> Model:
-    """PPO's critic: the model of critic.path (or model.path) with a score head, and new adapters where the policy has
-    adapters; or, with critic.shared, a score head on the policy's own network."""
+def build_critic(config, policy: Model, mesh: Mesh, given: Model | None = None) -> Model:
+    """PPO's critic: the model of critic.path (or model.path, or the one in memory that is `given`) with a score
+    head, and new adapters where the policy has adapters; or, with critic.shared, a score head on the policy's own
+    network."""
     if config.critic.shared:
         return shared_critic(policy, jax.random.fold_in(jax.random.key(config.seed), VALUE_HEAD), mesh)
     own = config.copy_and_resolve_references()
-    own.model.path = config.critic.path or config.model.path
+    if config.critic.path is not None:
+        own.model.path, own.model.revision, own.model.overrides, own.model.tokenizer = (
+            config.critic.path,
+            None,
+            "",
+            None,
+        )
+        own.data.chat_template, given = None, None
     if config.lora.path is not None:
         shape = read_config(config.lora.path).lora
         own.lora.path = None
         own.lora.rank, own.lora.alpha, own.lora.rslora, own.lora.targets = (
             shape.rank, shape.alpha, shape.rslora, shape.targets
         )  # fmt: skip
-    critic = build_model(own, mesh, head="score")
+    tokenizer = policy.tokenizer if config.critic.path is None else None
+    critic = build_model(own, mesh, "score", tokenizer, given)
     check_same_vocabulary(policy, critic, f"critic.path = {own.model.path!r}:")
     return critic
 
@@ -275,6 +349,7 @@ def _online(
     model: Model,
     critic: Model | None,
     data: list[DataSource],
+    tokens: Tokenized | None,
     rewards: Rewards,
     mesh: Mesh,
     stopwatch: Stopwatch,
@@ -285,11 +360,10 @@ def _online(
     advantages = advantage_step(advantage_spec(config), rewards.names)
     spec, rows, rollout = learner_spec(config), batch_spec(config), config.rollout
     process = jax.process_index(), jax.process_count()  # which share the prompts
-    if config.data.streaming:
+    if tokens is None:
         examples = None
         pipeline = loading.stream(data_spec(config), data, "prompts", model.tokenizer, lambda row: row, *process)
     else:
-        tokens = loading.tokenized(data_spec(config), data, "prompts", model.tokenizer)
         examples, shuffle = tokens.rows, config.data.shuffle
         pipeline = Pipeline(examples, rows.prompts, config.seed, shuffle, *process, tokens.shares)
 
@@ -333,6 +407,7 @@ def _offline(
     algorithm: Algorithm,
     model: Model,
     data: list[DataSource],
+    tokens: Tokenized | None,
     mesh: Mesh,
     stopwatch: Stopwatch,
     packer: Callable[[Sample | None], Packer],
@@ -340,7 +415,7 @@ def _offline(
     """The batches of an offline algorithm."""
     rows, c = batch_spec(config), config.data
     sample = ref_params = None
-    if c.streaming:
+    if tokens is None:
         margins = any("margin" in loading.columns(source) for source in data)
         as_example = partial(offline.as_example, margins=margins)
         pipeline = loading.stream(data_spec(config), data, algorithm.data, model.tokenizer, as_example)
@@ -349,7 +424,6 @@ def _offline(
         if algorithm.needs_reference:
             ref_params = start_reference(reference_spec(config), model.params, model.net.config.lora)
     else:
-        tokens = loading.tokenized(data_spec(config), data, algorithm.data, model.tokenizer)
         examples: list[Any] = offline.as_examples(tokens.rows)
         if algorithm.data == "labels":
             options = preference_spec(config).losses[0].options

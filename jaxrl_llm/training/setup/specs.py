@@ -79,7 +79,11 @@ def data_spec(config) -> DataSpec:
         split=c.split,
         eval_path=c.eval_path,
         eval_split=c.eval_split,
+        eval_fraction=config.eval.fraction,
         prompt_key=c.prompt_key,
+        completion_key=c.completion_key,
+        label_key=c.label_key,
+        system_prompt=c.system_prompt,
         template_kwargs=split_options(f"_({c.chat_template_kwargs})")[1],
         overlong=c.overlong,
         loss_on=c.loss_on,
@@ -152,9 +156,16 @@ def optimizer_spec(config) -> OptimizerSpec:
 
 def critic_optimizer_spec(config) -> OptimizerSpec:
     """The optimizer of a critic that is a network of its own: what `critic` sets takes the place of `optimizer`."""
-    c = config.critic
-    settings = {"learning_rate": c.learning_rate, "max_grad_norm": c.max_grad_norm, "schedule": c.schedule}
-    return replace(optimizer_spec(config), warmup_steps=0, **settings)
+    c, policy = config.critic, optimizer_spec(config)
+    return replace(
+        policy,
+        learning_rate=c.learning_rate,
+        max_grad_norm=c.max_grad_norm,
+        schedule=c.schedule,
+        warmup_steps=min(c.lr_warmup_steps, config.total_steps),
+        weight_decay=policy.weight_decay if c.weight_decay is None else c.weight_decay,
+        updates_per_step=config.batch.minibatches * (c.num_iterations or config.algorithm.num_iterations),
+    )
 
 
 def update_spec(config) -> UpdateSpec:
@@ -325,7 +336,8 @@ def build_worker(
         turns = TurnTokenizer(model.tokenizer, eos, limit, options)
         open_episodes = partial(EpisodeBatch.open, environments, turns)
         examples = None  # environments and tools may lengthen prompts
-    engine = Engine.of(replace(rollout_spec(config), sampling=sampling, group_size=group_size), model.net, eos)
+    ends = () if c.ignore_eos else eos
+    engine = Engine.of(replace(rollout_spec(config), sampling=sampling, group_size=group_size), model.net, ends)
     engine_mesh = rollout_mesh(mesh, c.mesh, model.net.config.kv_heads)
     if engine_mesh != mesh:
         engine = ReshardedEngine(**vars(engine), mesh=engine_mesh, train_mesh=mesh, watch=stopwatch)

@@ -209,7 +209,7 @@ def test_a_missing_metric_is_named():
         ("early_stopping(metric='loss', patience=0)", "patience 0"),
         ("early_stopping(metric='loss', mode='least')", "mode 'least'"),
         ("json:loads", "missing a required argument"),
-        ("collections:UserDict", "none of the methods on_step, on_evaluate, on_checkpoint, on_end"),
+        ("collections:UserDict", "none of the methods on_begin, on_step, on_evaluate, on_checkpoint, on_save, on_end"),
     ],
 )
 def test_specifications_that_lead_to_no_callback(spec, words):

@@ -1,0 +1,142 @@
+"""The data of a run, read before its weights: tokenizer, training rows, evaluation rows, and the number of steps."""
+
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from jaxrl_llm.config import ConfigDict, ConfigError, validate
+from jaxrl_llm.config.resolve import import_file, import_module, split_options
+from jaxrl_llm.data import loading
+from jaxrl_llm.data.chat_templates import with_chat_template
+from jaxrl_llm.data.loading import DataSource, Tokenized
+from jaxrl_llm.data.sources import is_stream
+from jaxrl_llm.models import families, hf
+from jaxrl_llm.models.model import Model, base_and_adapter, check_ids
+from jaxrl_llm.models.safetensors import read_json
+from jaxrl_llm.training.evaluation.run import NamedSet, named_sets
+from jaxrl_llm.training.packing.documents import first_fit
+from jaxrl_llm.training.setup.evaluation import eval_spec, open_eval
+from jaxrl_llm.training.setup.specs import algorithm_of, data_spec
+
+
+class RunData(NamedTuple):
+    """The data of a run."""
+
+    config: ConfigDict  # with the number of steps that `num_epochs` comes to
+    tokenizer: Any
+    sources: list[DataSource]
+    tokens: Tokenized | None  # None where rows are streamed
+    held_out: list[tuple[NamedSet, list[DataSource]]]  # empty: nothing is evaluated on
+    notes: list[str]  # lines on what is used of the data
+
+
+def read_data(config, train_dataset: Any, eval_dataset: Any, tokenizer: Any, model: Model | None) -> RunData:
+    """The rows of a run, and what follows from their number; `model` is one in memory.
+
+    Raises ConfigError for data that cannot be read, and for settings that need an evaluation where there is none.
+    """
+    tokenizer, spec, algorithm = tokenizer_of(config, tokenizer, model), data_spec(config), algorithm_of(config)
+    check_vocabulary(config, tokenizer, model)
+    sources, tokens = loading.open_sources(spec, tokenizer, train_dataset), None
+    notes: list[str] = []
+    if not spec.streaming:
+        tokens = loading.tokenized(spec, sources, "prompts" if algorithm.online else algorithm.data, tokenizer)
+        count, prompts = len(tokens.rows), config.batch.prompts
+        read, unit = sum(report.read for report in tokens.reports), "rows"
+        used = f"all {count}" if count == read else f"{count}"
+        if config.data.packing:
+            count, unit = (
+                len(first_fit([len(row["ids"]) for row in tokens.rows], config.data.max_length)),
+                "packed rows",
+            )
+        if config.num_epochs is not None:
+            config = config.copy_and_resolve_references()
+            config.total_steps = math.ceil(config.num_epochs * count / prompts)
+            checked = config.copy_and_resolve_references()
+            checked.num_epochs = None
+            validate(checked)
+        packed = f" as {count} packed rows" if config.data.packing else ""
+        steps, epochs = config.total_steps, config.total_steps * prompts / count
+        notes.append(
+            f"data: {read} rows, {used} used{packed}; {count / prompts:.4g} steps an epoch of {prompts} {unit}; "
+            f"{steps} steps are {epochs:.3g} epochs"
+        )
+        if count < prompts:
+            notes.append(f"data: a step takes {prompts} {unit}, more than there are, so that it has some of them twice")
+    held_out = []
+    nothing_asked = (
+        train_dataset is not None and eval_dataset is None and config.data.eval_path is None
+        and not config.eval.sets and not config.eval.fraction
+    )  # fmt: skip
+    if config.eval.fraction and eval_dataset is not None:
+        raise ConfigError(
+            f"eval.fraction is {config.eval.fraction}, to hold training rows out, but eval_dataset is given: use one"
+        )
+    if config.eval.every >= 0 and not nothing_asked:
+        rows = train_dataset if config.eval.fraction and eval_dataset is None else eval_dataset
+        for named in named_sets(eval_spec(config), rows):
+            parts = open_eval(config, tokenizer, named)
+            counts = [len(part.rows) for part in parts if not is_stream(part.rows)]
+            if len(counts) == len(parts) and (total := sum(counts)) > named.prompts:
+                of = f"{named.name}: " if named.name else ""
+                notes.append(f"evaluation: {of}the first {named.prompts} of {total} rows (eval.prompts)")
+            held_out += [(named, loading.first_rows(parts, named.prompts))] if parts else []
+        if not held_out:
+            notes.append(
+                f"no evaluation: {', '.join(source.name for source in sources)} has no split 'test'. Name what to "
+                "evaluate on with data.eval_path or data.eval_split, or hold rows out with eval.fraction"
+            )
+    if not held_out and config.eval.every > 0:
+        without = config.copy_and_resolve_references()
+        without.eval.every, without.num_epochs = -1, None
+        try:
+            validate(without)
+        except ConfigError as error:
+            raise ConfigError(f"there is no data to evaluate on (eval.fraction holds some out): {error}") from error
+    return RunData(config, tokenizer, sources, tokens, held_out, notes)
+
+
+def tokenizer_of(config, tokenizer: Any = None, model: Model | None = None) -> Any:
+    """The tokenizer of a run, with its chat template: one in memory, that of `model.tokenizer`, or the model's.
+
+    Raises ConfigError when there is none, and for one that does not fit the model.
+    """
+    c = config.model
+    register(c.register)
+    if tokenizer is None:
+        if c.tokenizer is not None:
+            tokenizer = hf.find_tokenizer(c.tokenizer, c.trust_remote_code)
+        elif model is not None:
+            tokenizer = model.tokenizer
+        else:
+            path, _ = base_and_adapter(c.path, None)
+            tokenizer = hf.find_tokenizer(path, c.trust_remote_code, c.revision)
+    if tokenizer is None:
+        raise ConfigError(f"the model in memory ({c.path}) has no tokenizer: give tokenizer, or set model.tokenizer")
+    if config.data.chat_template is not None:
+        tokenizer = with_chat_template(tokenizer, config.data.chat_template)
+    return tokenizer
+
+
+def model_entries(config) -> Mapping[str, Any]:
+    """The entries of `model.overrides`."""
+    return split_options(f"_({config.model.overrides})")[1]
+
+
+def register(names: Any) -> None:
+    """Imports the modules and files of `model.register`, and adds those that are families of models."""
+    for name in names:
+        module = import_file(name) if name.endswith(".py") else import_module(name, "model.register")
+        if hasattr(module, "MODEL_TYPE"):
+            families.register(module)
+
+
+def check_vocabulary(config, tokenizer: Any, model: Model | None) -> None:
+    """Raises ConfigError where the tokenizer has ids that the model's embedding has no row for."""
+    if model is not None:
+        check_ids(tokenizer, model.net.config.vocab_size, model.generation, model.path)
+        return
+    path, _ = base_and_adapter(config.model.path, None)
+    folder = hf.locate(path, revision=config.model.revision, config_only=True)
+    size = hf.load_net(folder, model_entries(config)).config.vocab_size
+    check_ids(tokenizer, size, read_json(folder / "generation_config.json"), path)

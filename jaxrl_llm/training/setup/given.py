@@ -1,0 +1,246 @@
+"""The objects that `train` is given in Python, in place of names in its configuration; those of TRL's users too."""
+
+import dataclasses
+import os
+import tempfile
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
+
+import optax
+
+from jaxrl_llm.config import ConfigDict, ConfigError
+from jaxrl_llm.config.resolve import closest
+from jaxrl_llm.models.model import Model, load_model
+from jaxrl_llm.rewards.signatures import reward_name
+
+# TRL's names of arguments, and their names here.
+ALIASES = {"reward_funcs": "rewards", "processing_class": "tokenizer"}
+# Arguments of TRL's trainers that have no counterpart among those of `train`, and what takes their place.
+ELSEWHERE = {
+    "args": "settings are the first argument, a ConfigDict; `python -m jaxrl_llm migrate SCRIPT` makes one of a script",
+    "ref_model": "the reference is the model as it starts, kept where algorithm.beta is above 0",
+    "reward_model": "give it in rewards: a model, or the name model:FOLDER",
+    "reward_processing_classes": "a reward model is scored with the tokenizer of its folder",
+    "value_model": "name it with critic.path",
+    "data_collator": "rows are batched by the library; data.format takes a function of a row",
+    "formatting_func": "data.format takes a function of a row, path/to/file.py:function",
+    "preprocess_logits_for_metrics": "compute_metrics reads completions, and no logits",
+    "optimizer_cls_and_kwargs": "give optimizers=(an optimizer of optax, its schedule)",
+    "model_init_kwargs": "they are the settings model.*",
+    "model_init": "give model, made already",
+    "rollout_func": "name it with environment.rollout_func",
+    "environment_factory": "it is environment here",
+    "config": "it is the first argument",
+}
+# Fields of PEFT's LoraConfig that say nothing of what is trained.
+NO_SETTINGS = (
+    "task_type", "peft_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode",
+    "megatron_core", "runtime_config", "qalora_group_size", "ensure_weight_tying",
+)  # fmt: skip
+LORA_FIELDS = {"r": 8, "lora_alpha": 8, "lora_dropout": 0.0, "target_modules": None, "use_rslora": False}
+
+
+class Given(NamedTuple):
+    """The arguments of `train` that take the place of names in its configuration, None where the name stands."""
+
+    train_dataset: Any = None
+    eval_dataset: Any = None
+    rewards: Any = None
+    environment: Any = None
+    tools: Any = ()
+    model: Model | None = None
+    tokenizer: Any = None
+    optimizer: optax.GradientTransformation | None = None
+    schedule: Callable[[Any], Any] | None = None
+    compute_metrics: Callable[..., Mapping[str, float]] | None = None
+
+
+def take(
+    config, others: Mapping[str, Any], peft_config: Any = None, optimizers: Any = None, **objects: Any
+) -> tuple[ConfigDict, Given]:
+    """The configuration with the settings that the arguments of `train` stand for, a copy, and the objects.
+
+    `others` are arguments by names that are not its own. Raises ConfigError, naming the argument and what to give, for
+    one that cannot be taken.
+    """
+    if not isinstance(config, ConfigDict):
+        raise ConfigError(
+            f"train takes a configuration first, jaxrl_llm.default_config() with changes, and not {_kind(config)}; "
+            + ("give a model with model=..." if _is_model(config) else ELSEWHERE["args"])
+        )
+    config = config.copy_and_resolve_references()
+    for name, value in others.items():
+        own = ALIASES.get(name)
+        if own is None:
+            known = (*objects, "peft_config", "optimizers", "callbacks")
+            where = ELSEWHERE.get(name) or f"the closest is {closest(name, known)}, of {', '.join(known)}"
+            raise ConfigError(f"train has no argument {name}: {where}")
+        if value is not None and objects[own] is not None:
+            raise ConfigError(f"train has {name} and {own}, which are one argument: give one")
+        objects[own] = value if objects[own] is None else objects[own]
+    objects["model"] = _model(config, objects["model"])
+    objects["tokenizer"] = _tokenizer(config, objects["tokenizer"])
+    if objects["rewards"] is not None:
+        objects["rewards"] = [_reward(spec) for spec in _flat(objects["rewards"])]
+        if not objects["rewards"]:
+            raise ConfigError("rewards is empty: give one function or more, or leave it out for rewards.functions")
+        config.rewards.functions = tuple(
+            spec if isinstance(spec, str) else "reward_model" if isinstance(spec, Model) else reward_name(spec)
+            for spec in objects["rewards"]
+        )
+    if peft_config is not None:
+        config.lora.update(lora_settings(peft_config))
+    if objects["compute_metrics"] is not None and not callable(objects["compute_metrics"]):
+        raise ConfigError(f"compute_metrics is {_kind(objects['compute_metrics'])}, but it takes a function")
+    optimizer, schedule = _optimizers(optimizers)
+    return config, Given(optimizer=optimizer, schedule=schedule, **objects)
+
+
+def lora_settings(peft_config: Any) -> dict[str, Any]:
+    """The keys of `lora` that PEFT's LoraConfig, or a dictionary of its fields, stands for.
+
+    Raises ConfigError for a field that is set and has no key.
+    """
+    is_data = dataclasses.is_dataclass(peft_config) and not isinstance(peft_config, type)
+    fields = dict(peft_config) if isinstance(peft_config, Mapping) else dict(getattr(peft_config, "__dict__", {}))
+    usual = {x.name: x.default_factory() if callable(x.default_factory) else x.default for x in _fields(peft_config)}
+    if "r" not in fields:
+        raise ConfigError(f"peft_config is {_kind(peft_config)}, but it takes PEFT's LoraConfig, or set lora.rank")
+    for name, value in fields.items():
+        if name in LORA_FIELDS or name in NO_SETTINGS or name.startswith("_"):
+            continue
+        if value != usual.get(name) if is_data else value:
+            raise ConfigError(
+                f"peft_config has {name} = {value!r}, which has no counterpart: adapters have rank, alpha, dropout, "
+                "targets and rslora, set by lora.rank and the other keys of lora"
+            )
+    found = LORA_FIELDS | {name: fields[name] for name in LORA_FIELDS if name in fields}
+    targets = found["target_modules"]
+    if targets is None:
+        targets = ("q_proj", "v_proj")  # what PEFT chooses for the families that are here
+    if isinstance(targets, str):
+        targets = (targets,)
+    return {
+        "rank": int(found["r"]), "alpha": float(found["lora_alpha"]), "dropout": float(found["lora_dropout"]),
+        "rslora": bool(found["use_rslora"]), "targets": tuple(sorted(targets)),
+    }  # fmt: skip
+
+
+def _fields(peft_config: Any) -> tuple[Any, ...]:
+    return dataclasses.fields(peft_config) if dataclasses.is_dataclass(peft_config) else ()
+
+
+def _model(config, model: Any) -> Model | None:
+    """The model in memory; the path of one becomes `model.path`."""
+    model = getattr(model, "model", model) if not _is_model(model) else model  # the Result of an earlier run
+    if model is None:
+        return None
+    if isinstance(model, str | os.PathLike):
+        config.model.path = os.fspath(model)
+        return None
+    if not isinstance(model, Model):
+        if not _is_torch_model(model):
+            raise ConfigError(
+                f"model is {_kind(model)}, but it takes a model of jaxrl_llm.load_model or of an earlier run, one of "
+                "transformers, or a path"
+            )
+        model = from_torch(model, config, "lm")
+    config.model.path = model.path or "a model in memory"
+    for key, usual in (("lora.path", None), ("model.random_init", False), ("model.revision", None),
+                       ("model.overrides", "")):  # fmt: skip
+        section, leaf = key.split(".")
+        if config[section][leaf] != usual:
+            raise ConfigError(
+                f"{key} is {config[section][leaf]!r}, but the model is given in memory, as it is: set {key} to "
+                f"{usual!r}, or name the model with model.path"
+            )
+    return model
+
+
+def from_torch(model: Any, config, head: str) -> Model:
+    """A model of transformers as one of this library; it goes through a temporary folder, in its own type.
+
+    Raises ConfigError for a model of PEFT, which has to be merged first.
+    """
+    name = getattr(model.config, "_name_or_path", "") or type(model).__name__
+    if hasattr(model, "peft_config"):
+        raise ConfigError(
+            f"{name} is a model of PEFT: give model.merge_and_unload(), or the folder of the adapter with lora.path"
+        )
+    with tempfile.TemporaryDirectory(prefix="jaxrl_llm_model_") as folder:
+        model.save_pretrained(folder)
+        loaded = load_model(folder, config.model.dtype, config.model.param_dtype, head=head)
+    return dataclasses.replace(loaded, path=name)
+
+
+def _tokenizer(config, tokenizer: Any) -> Any:
+    if isinstance(tokenizer, str | os.PathLike):
+        config.model.tokenizer = os.fspath(tokenizer)
+        return None
+    tokenizer = getattr(tokenizer, "tokenizer", tokenizer)  # that of a processor
+    if tokenizer is not None and not (callable(tokenizer) and hasattr(tokenizer, "get_vocab")):
+        raise ConfigError(
+            f"tokenizer (processing_class) is {_kind(tokenizer)}, but it takes a tokenizer of transformers, or the "
+            "path of one"
+        )
+    return tokenizer
+
+
+def _flat(rewards: Any) -> Iterable[Any]:
+    if isinstance(rewards, Iterable) and not isinstance(rewards, str) and not callable(rewards):
+        for each in rewards:
+            yield from _flat(each)
+    else:
+        yield rewards
+
+
+def _reward(spec: Any) -> Any:
+    """A reward as it is; refuses a model of transformers, whose tokenizer it does not hold."""
+    if _is_torch_model(spec):
+        name = getattr(spec.config, "_name_or_path", "") or "FOLDER"
+        raise ConfigError(
+            f"rewards has {_kind(spec)}, a model without its tokenizer: give the name model:{name}, with the folder or "
+            "hub id that it is saved under together with its tokenizer"
+        )
+    if isinstance(spec, Model) and spec.net.config.head != "score":
+        raise ConfigError(f"rewards has the model {spec.path}, which has no score head: give one of a reward_model run")
+    return spec
+
+
+def _optimizers(optimizers: Any) -> tuple[Any, Any]:
+    """The optimizer and the schedule, None where there is none."""
+    pair = optimizers
+    if optimizers is None:
+        return None, None
+    if isinstance(optimizers, optax.GradientTransformation):
+        pair = (optimizers, None)
+    elif callable(optimizers):
+        pair = (None, optimizers)
+    taken = isinstance(pair, tuple | list) and len(pair) == 2
+    if not taken or not (pair[0] is None or isinstance(pair[0], optax.GradientTransformation)):
+        raise ConfigError(
+            f"optimizers is {_kind(optimizers)}, but it takes an optimizer of optax (a GradientTransformation), a "
+            "schedule (a function of the number of updates), or a pair of both; an optimizer by name is optimizer.name"
+        )
+    if pair[1] is not None and not callable(pair[1]):
+        raise ConfigError(
+            f"the schedule of optimizers is {_kind(pair[1])}, but it takes a function of the number of updates, as "
+            "those of optax; one by name is optimizer.schedule"
+        )
+    return pair[0], pair[1]
+
+
+def _is_model(value: Any) -> bool:
+    return isinstance(value, Model) or _is_torch_model(value)
+
+
+def _is_torch_model(value: Any) -> bool:
+    """True for a model of transformers, without importing it."""
+    return hasattr(value, "save_pretrained") and hasattr(value, "state_dict") and hasattr(value, "config")
+
+
+def _kind(value: Any) -> str:
+    kind = type(value)
+    return (
+        f"{value!r:.80}" if kind.__module__ == "builtins" else f"a {kind.__module__.partition('.')[0]} {kind.__name__}"
+    )

@@ -1,0 +1,218 @@
+"""What `train` is given in Python: taken as it is, or refused by name; and a chain of runs in memory."""
+
+import dataclasses
+import json
+from dataclasses import dataclass, field
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+import jaxrl_llm
+from jaxrl_llm.config import ConfigError
+from jaxrl_llm.models.lora import has_adapters
+from jaxrl_llm.training.setup.given import lora_settings, take
+
+ROWS = [{"prompt": f"sort:{n}=", "answer": "".join(sorted(str(n)))} for n in range(100, 108)]
+OBJECTS = dict.fromkeys(
+    ("train_dataset", "eval_dataset", "rewards", "environment", "model", "tokenizer", "compute_metrics")
+) | {"tools": ()}
+
+
+def length(completions, **columns):
+    return [float(len(completion)) for completion in completions]
+
+
+def one(completions, **columns):
+    return [1.0] * len(completions)
+
+
+@dataclass
+class LoraConfig:
+    """As PEFT's, as far as it is read."""
+
+    r: int = 8
+    target_modules: set[str] | str | None = None
+    lora_alpha: int = 8
+    lora_dropout: float = 0.0
+    use_rslora: bool = False
+    use_dora: bool = False
+    rank_pattern: dict[str, int] = field(default_factory=dict)
+    task_type: str | None = "CAUSAL_LM"
+
+
+@pytest.fixture
+def config(tmp_path):
+    config = jaxrl_llm.default_config()
+    config.output_dir, config.total_steps, config.eval.every = str(tmp_path / "run"), 1, -1
+    config.rollout.max_completion_length, config.rollout.group_size = 4, 2
+    config.rollout.max_prompt_length, config.batch.prompts = 16, 2
+    config.checkpoint.every, config.logging.backends = 0, ("jsonl",)
+    return config
+
+
+def leaves(model):
+    return [np.asarray(x) for x in jax.tree.leaves(model.params)]
+
+
+# --- settings and refusals ---
+
+
+def test_fields_of_lora_config():
+    made = lora_settings(LoraConfig(4, {"v_proj", "q_proj"}, 32, 0.1, True))
+    assert made == {"rank": 4, "alpha": 32.0, "dropout": 0.1, "rslora": True, "targets": ("q_proj", "v_proj")}
+    assert lora_settings(LoraConfig(target_modules="all-linear"))["targets"] == ("all-linear",)
+    assert lora_settings({"r": 2})["alpha"] == 8.0  # PEFT's default, which is not the one here
+    for wrong, word in ((LoraConfig(use_dora=True), "use_dora"), (LoraConfig(rank_pattern={"q": 2}), "rank_pattern")):
+        with pytest.raises(ConfigError, match=f"{word} .* no counterpart"):
+            lora_settings(wrong)
+
+
+def test_pefts_own_lora_config():
+    peft = pytest.importorskip("peft")
+    made = lora_settings(peft.LoraConfig(r=4, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM"))
+    assert made == {"rank": 4, "alpha": 16.0, "dropout": 0.0, "rslora": False, "targets": ("all-linear",)}
+    with pytest.raises(ConfigError, match="modules_to_save"):
+        lora_settings(peft.LoraConfig(modules_to_save=["lm_head"]))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"ref_model": "x"}, "ref_model: the reference is"),
+        ({"reward": one}, "the closest is rewards"),
+        ({"reward_funcs": one, "rewards": one}, "reward_funcs and rewards, which are one argument"),
+        ({"model": 3}, "model is 3, but it takes"),
+        ({"tokenizer": 3}, "tokenizer .processing_class. is 3"),
+        ({"processing_class": object()}, "tokenizer .processing_class. is .*object"),
+        ({"optimizers": "adam"}, "optimizers is 'adam'.* optimizer.name"),
+        ({"optimizers": (None, 0.1)}, "the schedule of optimizers is 0.1"),
+        ({"peft_config": object()}, "lora.rank"),
+        ({"compute_metrics": {}}, "compute_metrics is {}"),
+        ({"rewards": [one, one], "weights": (1.0,) * 3}, "3 numbers for 2 rewards.functions"),
+        ({"rewards": "org/reward-model"}, "model:org/reward-model"),
+        ({"rewards": []}, "rewards is empty"),
+    ],
+)
+def test_what_cannot_be_taken_is_named(config, arguments, words):
+    config.rewards.weights = arguments.pop("weights", ())
+    with pytest.raises(ConfigError, match=words):
+        jaxrl_llm.train(config, **{"train_dataset": ROWS, **arguments})
+
+
+def test_a_configuration_comes_first(config):
+    with pytest.raises(ConfigError, match=r"jaxrl_llm\.default_config"):
+        jaxrl_llm.train({"total_steps": 1}, ROWS, rewards=one)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ConfigError, match=r"give a model with model=\.\.\."):
+        jaxrl_llm.train(jaxrl_llm.load_model("embedded:sort"))
+
+
+def test_the_callers_configuration_stays_as_it_is(config):
+    before = config.to_dict()
+    made, given = take(config, {"reward_funcs": [one, [length]]}, LoraConfig(4), **OBJECTS)
+    assert config.to_dict() == before
+    assert made.rewards.functions == ("one", "length")
+    assert made.lora.rank == 4
+    assert given.rewards == [one, length]
+
+
+# --- runs ---
+
+
+def test_a_model_in_memory_and_what_else_is_given(config, tiny_run):
+    """Everything at once: the next stage of a run, with objects for names."""
+    seen = {}
+
+    def metrics(prediction):
+        texts, answers = prediction
+        seen["columns"], seen["rewards"] = prediction.columns, prediction.rewards
+        return {"eval_hits": sum(text == answer for text, answer in zip(texts, answers, strict=True))}
+
+    config.eval.every, config.eval.samples, config.eval.greedy, config.eval.prompts = 1, 2, False, 4
+    config.rewards.weights, before = (1.0, 0.5), leaves(tiny_run.model)
+    schedule = optax.linear_schedule(0.5, 0.0, 4)
+    result = jaxrl_llm.train(
+        config,
+        ROWS,
+        ROWS,
+        reward_funcs=[length, one],
+        model=tiny_run,
+        processing_class=tiny_run.model.tokenizer,
+        optimizers=(optax.sgd(0.0), schedule),
+        compute_metrics=metrics,
+    )
+    last = result.metrics[-1]
+    assert last["reward"] == pytest.approx(last["rewards/length/mean"] + 0.5 * last["rewards/one/mean"], abs=1e-5)
+    assert last["lr"] == 0.5
+    assert 0 <= last["eval/hits"] <= 8
+    assert seen["columns"]["answer"][:3] == [ROWS[0]["answer"]] * 2 + [ROWS[1]["answer"]]
+    assert seen["rewards"].shape == (8, 2)
+    for old, kept, new in zip(before, leaves(tiny_run.model), leaves(result.model), strict=True):
+        np.testing.assert_array_equal(old, kept)  # the caller's model is the caller's
+        np.testing.assert_array_equal(old, new)  # a rate of 0 moved nothing
+    given = json.loads((result.output_dir / "given.json").read_text())
+    assert given["model"] == "embedded:sort, in memory"
+    assert given["optimizer"] == "an optimizer of optax"
+    record = json.loads((result.output_dir / "config.json").read_text())
+    assert record["rewards"]["functions"] == ["length", "one"]
+    assert (result.output_dir / "completions" / "evaluation_00001.parquet").is_file()
+
+
+def test_a_chain_of_adapters_in_memory(config, tmp_path):
+    """Adapters are trained on where no rank is asked for, and merged where new ones are."""
+    config.algorithm.name, config.optimizer.learning_rate = "sft", 0.1
+    rows = [{"prompt": row["prompt"], "completion": row["answer"]} for row in ROWS]
+    first = jaxrl_llm.train(config, rows, model="embedded:sort", peft_config=LoraConfig(2, "all-linear"))
+    config.output_dir = str(tmp_path / "on")
+    on = jaxrl_llm.train(config, rows, model=first.model)
+    assert on.model.net.config.lora.rank == 2
+    before, after = (x.params["layers"]["attention"]["q"] for x in (first.model, on.model))
+    np.testing.assert_array_equal(before["kernel"], after["kernel"])
+    assert np.abs(after["lora_b"] - before["lora_b"]).max() > 0
+    config.output_dir, config.lora.rank, config.total_steps = str(tmp_path / "anew"), 3, 0
+    anew = jaxrl_llm.train(config, rows, model=first)
+    assert has_adapters(anew.model.params)
+    assert anew.model.params["layers"]["attention"]["q"]["lora_a"].shape[-1] == 3
+    ids = anew.model.tokenizer([rows[0]["prompt"]])["input_ids"]
+    np.testing.assert_allclose(anew.model(ids), first.model(ids), atol=1e-4)
+
+
+def test_a_reward_model_in_memory(config, tmp_path):
+    policy = jaxrl_llm.load_model("embedded:sort")
+    with pytest.raises(ConfigError, match="has no score head"):
+        jaxrl_llm.train(config, ROWS, rewards=policy)
+    scorer = jaxrl_llm.load_model("embedded:sort", head="score")
+    config.total_steps = 0
+    jaxrl_llm.save_hf(scorer, tmp_path / "rm")
+    from jaxrl_llm.training.reward_models import with_reward_models
+
+    here, there, bare = with_reward_models([scorer, f"model:{tmp_path / 'rm'}", str(tmp_path / "rm")])
+    batch = [row["prompt"] for row in ROWS[:2]], ["12", "3"]
+    assert here(*batch) == there(*batch) == bare(*batch)
+
+
+def test_a_model_of_transformers(config):
+    torch = pytest.importorskip("torch")
+    from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
+
+    settings = LlamaConfig(vocab_size=320, hidden_size=32, intermediate_size=32, num_hidden_layers=1,
+                           num_attention_heads=2, pad_token_id=256, num_labels=1)  # fmt: skip
+    theirs = LlamaForCausalLM(settings)
+    made, given = take(config, {}, **{**OBJECTS, "model": theirs})
+    assert made.model.path == "LlamaForCausalLM"
+    ids = [[1, 2, 3]]
+    with torch.no_grad():
+        wanted = theirs(torch.tensor(ids)).logits.numpy()
+    np.testing.assert_allclose(given.model(ids), wanted, atol=1e-4)
+    with pytest.raises(ConfigError, match=r"give the name model:FOLDER"):
+        take(config, {}, **{**OBJECTS, "rewards": LlamaForSequenceClassification(settings)})
+
+
+def test_a_model_of_other_bits_is_refused(config):
+    model = jaxrl_llm.load_model("embedded:sort")
+    config.model.quantize, config.lora.rank = "nf4", 2
+    with pytest.raises(ConfigError, match=r"model\.quantize is nf4, but embedded:sort in memory stores"):
+        jaxrl_llm.train(config, ROWS, rewards=one, model=model)
+    with pytest.raises(ConfigError, match="has no tokenizer"):
+        jaxrl_llm.train(config, ROWS, rewards=one, model=dataclasses.replace(model, tokenizer=None))
