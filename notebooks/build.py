@@ -12,10 +12,13 @@ import json
 import re
 import sys
 import tempfile
+import tomllib
 from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent
+PROJECT = tomllib.loads((HERE.parent / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+REPOSITORY = PROJECT["urls"]["Repository"]
 MARKER = re.compile(r"^# %%(?P<markdown> \[markdown\])?$", re.MULTILINE)
 
 
@@ -43,16 +46,29 @@ def _cell(markdown: bool, source: str) -> dict[str, Any]:
     return {"cell_type": "code", "execution_count": None, **cell, "outputs": []}
 
 
-def notebook(text: str, old: dict[str, Any] | None = None) -> dict[str, Any]:
-    """The notebook (nbformat 4.5) of a text; code cells that `old` has too keep their outputs."""
+def badge(name: str) -> str:
+    """The Markdown that opens the notebook `name` of the repository's main branch in Colab."""
+    colab, repository = "https://colab.research.google.com", REPOSITORY.removeprefix("https://github.com/")
+    opened = f"{colab}/github/{repository}/blob/main/notebooks/{name}.ipynb"
+    return f"[![Open in Colab]({colab}/assets/colab-badge.svg)]({opened})"
+
+
+def notebook(text: str, old: dict[str, Any] | None = None, name: str = "") -> dict[str, Any]:
+    """The notebook (nbformat 4.5) of a text; code cells that `old` has too keep their outputs.
+
+    With a name its first cell ends in the badge that opens it in Colab, with a GPU.
+    """
     cells = cells_of(text)
+    if name:
+        cells[0]["source"] = f"{''.join(cells[0]['source'])}\n\n{badge(name)}".splitlines(keepends=True)
     known = {cell["id"]: cell for cell in (old or {}).get("cells", ())}
     for cell in cells:
         if cell["cell_type"] == "code" and cell["id"] in known:
             cell["outputs"] = known[cell["id"]]["outputs"]
             cell["execution_count"] = known[cell["id"]]["execution_count"]
     kernel = {"display_name": "Python 3", "language": "python", "name": "python3"}
-    metadata = {"kernelspec": kernel, "language_info": {"name": "python"}}
+    metadata: dict[str, Any] = {"kernelspec": kernel, "language_info": {"name": "python"}}
+    metadata |= {"accelerator": "GPU", "colab": {"gpuType": "T4", "provenance": []}}
     return {"cells": cells, "metadata": metadata, "nbformat": 4, "nbformat_minor": 5}
 
 
@@ -79,7 +95,7 @@ def main() -> None:
     for path in [path for path in texts() if path.stem in names or not names]:
         target = path.with_suffix(".ipynb")
         old = json.loads(target.read_text(encoding="utf-8")) if target.is_file() else None
-        made = notebook(path.read_text(encoding="utf-8"), old)
+        made = notebook(path.read_text(encoding="utf-8"), old, path.stem)
         if "--execute" in sys.argv[1:]:
             with tempfile.TemporaryDirectory() as folder:
                 made = execute(made, Path(folder))

@@ -9,18 +9,22 @@
 # %%
 import importlib.util
 import os
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 
-# Where jaxrl_llm is installed from, if it is not: this checkout. On Colab: "git+" and the address of the repository.
-SOURCE = ".."
+# jaxrl_llm, if it is not installed: from this checkout or, on Colab, its repository, for the accelerator that is here.
+REPOSITORY = "https://github.com/jaxrl-llm/jaxrl_llm"
 if importlib.util.find_spec("jaxrl_llm") is None:
-    subprocess.run([sys.executable, "-m", "pip", "install", "-q", SOURCE], check=True)
+    tpu = "TPU_ACCELERATOR_TYPE" in os.environ or any(Path("/dev").glob("accel*"))
+    extra = "[cuda12]" if shutil.which("nvidia-smi") else "[tpu]" if tpu else ""
+    source = f"..{extra}" if Path("../pyproject.toml").is_file() else f"jaxrl_llm{extra} @ git+{REPOSITORY}"
+    subprocess.run([sys.executable, "-m", "pip", "install", "-q", source], check=True)
 
 # %%
 import json
 import random
-from pathlib import Path
 
 import jax
 

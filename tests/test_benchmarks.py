@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from benchmarks import folders, limits, marks, meter, peaks, run, scaling, table
+from benchmarks import folders, limits, marks, meter, peaks, run, scaling, sizes, table
 from benchmarks.cases import PROMPT, SHAPES, lengths, prompts, texts, useful_tokens, word, words
 from benchmarks.ours import fit
 from jaxrl_llm.config import ConfigError
@@ -146,3 +146,37 @@ def test_tables_are_put_between_their_marks(tmp_path):
     assert found.endswith("| a run | 1 | 4 | 7 | 1 | 1 | 1.25 |\n")
     for module, name in ((peaks, "peaks"), (scaling, "scaling")):
         assert module.PAGE.read_text().count(f"<!-- end of {name} -->") == 1
+
+
+PLAN = """programs of a step, on each device (temporaries at most: they are those of the CPU compiler):
+  program         times  resident  arguments  results  temporaries     peak   FLOPs  sends
+  rollout: decode   512    7.9 GB    1.44 GB     88 B       861 MB  10.2 GB  68.9 B    0 B
+  update              1   1.98 GB    5.93 GB    612 B      6.22 GB  14.1 GB   180 T    0 B
+
+least time of a step: 456 ms
+  matmuls  99 GB 99 GB 99 GB 99 GB 99 GB 99 GB
+"""
+
+
+def test_sizes_are_read_from_a_plan():
+    """The largest peak, and the largest without temporaries, which is another program's."""
+    assert sizes.planned(PLAN) == pytest.approx((10.2 - 0.861, 14.1))
+    with pytest.raises(ValueError, match="no programs"):
+        sizes.planned("error: there is no model")
+
+
+def test_the_smallest_device():
+    assert sizes.devices_for({"1": [5.9, 10.9]}) == "16 GB (6 to 11)"
+    assert sizes.devices_for({"1": [15.7, 46.9]}) == "24 GB to 80 GB (16 to 47)"
+    assert sizes.devices_for({"1": [30.4, 90.7], "2": [15.0, 50.0]}) == "48 GB to 2 x 80 GB (30 to 91)"
+    assert sizes.devices_for({"2": [45.7, 88.9], "4": [23.0, 53.2]}) == "2 x 80 GB to 4 x 80 GB (46 to 89)"
+    assert sizes.devices_for({"8": [60.0, 90.0]}) == "8 x 80 GB to more (60 to 90)"
+
+
+def test_the_page_of_sizes_has_what_was_planned(tmp_path):
+    """And its models have as many parameters as their names say."""
+    page = tmp_path / "page.md"
+    page.write_text(sizes.PAGE.read_text())
+    marks.put(page, "sizes", sizes.tables(json.loads(sizes.STORE.read_text())))
+    assert page.read_text() == sizes.PAGE.read_text()
+    assert [round(sizes.parameters(name), 1) for name in sizes.MODELS] == [0.5, 1.5, 7.6, 14.8]

@@ -32,6 +32,7 @@ STANDS_FOR = {
 }
 NOT_RUN = {
     "--config.model.path=Qwen/Qwen3-8B": "reads config.json from the hub",
+    "--config.model.path=Qwen/Qwen2.5-7B": "reads config.json from the hub",
     "--config.model.path=meta-llama/Llama-3.1-70B-Instruct": "reads config.json from the hub",
     "--config.logging.backends=console,jsonl,wandb,tensorboard": "wandb asks for an account; test_loggers.py",
     "--push_to_hub=me/my-model": "asks for an account; tests/tools/test_hub.py",
@@ -254,7 +255,7 @@ def test_every_command_runs(number, runs):
 
 def shortened(argument: str, number: int) -> str:
     """The argument with what the reader would write in place of FOLDER, RUN and FILE, and the tiny configuration."""
-    if re.fullmatch(r"--config=configs/\w+\.py", argument):
+    if re.fullmatch(r"--config=(configs/\w+\.py|[a-z]\w*)", argument):
         return f"{argument}:tiny"
     known = {
         "--output=FOLDER": f"--output=exported_{number}",

@@ -4,6 +4,8 @@ import importlib.util
 import json
 import os
 import re
+import shutil
+import subprocess
 from pathlib import Path
 from types import ModuleType
 
@@ -56,10 +58,42 @@ def test_there_are_four():
 def test_notebook_agrees_with_its_text(name):
     """Run `python notebooks/build.py` after changing a text."""
     found, text = stored(name), (ROOT / "notebooks" / f"{name}.py").read_text(encoding="utf-8")
-    assert found == build.notebook(text, found)
+    assert found == build.notebook(text, found, name)
     nbformat.validate(nbformat.from_dict(found))
     assert len(found["cells"]) < 15
     assert found["cells"][0]["cell_type"] == "markdown" and found["cells"][0]["source"][0].startswith("# ")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_notebook_opens_in_colab(name):
+    found = stored(name)
+    repository = build.REPOSITORY.removeprefix("https://github.com/")
+    address = f"https://colab.research.google.com/github/{repository}/blob/main/notebooks/{name}.ipynb"
+    assert found["cells"][0]["source"][-1].endswith(f"({address})")
+    assert found["metadata"]["accelerator"] == "GPU" and found["metadata"]["colab"]["gpuType"] == "T4"
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    ("machine", "extra"), [(set(), ""), ({"nvidia-smi"}, "[cuda12]"), ({"TPU_ACCELERATOR_TYPE"}, "[tpu]")]
+)
+def test_the_first_cell_installs_for_the_accelerator(name, machine, extra, tmp_path, monkeypatch):
+    """Where jaxrl_llm is not installed: from the repository, or from the checkout that the notebook lies in."""
+    cells = build.cells_of((ROOT / "notebooks" / f"{name}.py").read_text(encoding="utf-8"))
+    cell = next("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")
+    installed = []
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
+    monkeypatch.setattr(shutil, "which", lambda program: program if program in machine else None)
+    monkeypatch.setattr(subprocess, "run", lambda command, check: installed.append(command[-1]))
+    monkeypatch.setattr(Path, "glob", lambda *_: iter(()))  # of /dev
+    monkeypatch.delenv("TPU_ACCELERATOR_TYPE", raising=False)
+    for variable in machine - {"nvidia-smi"}:
+        monkeypatch.setenv(variable, "v5litepod-1")
+    for folder in (tmp_path / "content", ROOT / "notebooks"):
+        folder.mkdir(exist_ok=True)
+        monkeypatch.chdir(folder)
+        exec(cell, {})
+    assert installed == [f"jaxrl_llm{extra} @ git+{build.REPOSITORY}", f"..{extra}"]
 
 
 @pytest.mark.parametrize("name", NAMES)
