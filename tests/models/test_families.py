@@ -222,7 +222,8 @@ def test_score_head_equals_a_sequence_classifier(variant, tmp_path, documents):
     np.testing.assert_allclose(found, expected, atol=TOLERANCE)
     save_hf(model, tmp_path / "out")
     again = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out", attn_implementation="eager").eval()
-    np.testing.assert_array_equal(oracle_logits(again, documents[0][None]), oracle_logits(oracle, documents[0][None]))
+    written, original = again.state_dict(), oracle.state_dict()
+    assert written.keys() == original.keys() and all(torch.equal(written[name], original[name]) for name in original)
 
 
 @pytest.mark.parametrize("prefix", ["language_model.model.", "model.language_model."])

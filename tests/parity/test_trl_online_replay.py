@@ -197,7 +197,7 @@ CASES = [  # TRL's settings; ours; micro-batches of an optimizer step
     pytest.param({"loss_type": "bnpo"}, {"aggregation": "microbatch_token"}, 2, marks=SLOW, id="bnpo"),
     pytest.param(
         {"loss_type": "dr_grpo", "scale_rewards": "none", "delta": 1.3, "num_iterations": 2},
-        {"aggregation": "constant", "delta": 1.3},
+        {"aggregation": "constant", "loss": "ppo_clip(delta=1.3)"},
         1,
         marks=SLOW,
         id="dr_grpo, two-sided",
