@@ -158,7 +158,8 @@ def compare(trainer, ours, accumulation: int, tmp_path):
     losses = np.reshape(trainer.losses[: STEPS * accumulation], (STEPS, accumulation)).sum(axis=1)
     np.testing.assert_allclose([line["loss"] for line in lines], losses, rtol=1e-4, atol=1e-5)
     norms = [float(entry["grad_norm"]) for entry in logged]
-    np.testing.assert_allclose([line["grad_norm"] for line in lines], norms, rtol=1e-4)
+    # Rounding grows from step to step, and how much of it there is depends on the compiler's settings.
+    np.testing.assert_allclose([line["grad_norm"] for line in lines], norms, rtol=3e-4)
     assert max(norms) > 0.01
     if accumulation == 1:  # TRL averages the metrics of micro-batches, whatever their tokens
         for name in METRICS:
