@@ -14,7 +14,7 @@ from jaxrl_llm.distributed.sharding import make_mesh
 from jaxrl_llm.training.step import improve
 from jaxrl_llm.training.setup.run import build
 from jaxrl_llm.training.logging.step_log import merge
-from jaxrl_llm.training.update import whole
+from jaxrl_llm.training.update import merge_frozen
 
 config = load_config_file({path!r})
 config.batch.prompts, config.eval.every = 8, -1
@@ -40,7 +40,7 @@ def step(microbatch_rows=0, rollout="auto", **sizes):
         before = jax.device_get(run.state.params)
         sizes = {{x.sharding.shard_shape(x.shape) for x in jax.tree.leaves(run.state.opt_state) if x.ndim == 3}}
         for seed in (4, 5) if coarse else (5,):  # what the first leaves in the replay buffer, the second may use
-            experience = run.source.next(whole(run.state, run.frozen), jax.random.key(seed))
+            experience = run.source.next(merge_frozen(run.state, run.frozen), jax.random.key(seed))
         if coarse:
             assert float(experience.metrics["rollout/resampled_groups"]) > 0
             assert float(experience.metrics["rollout/replayed_groups"]) > 0

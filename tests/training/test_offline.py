@@ -232,7 +232,7 @@ def test_what_is_measured():
         run = built(config)
         return set(run.evaluation(run.state.params, jax.random.key(0)))
 
-    demos = config_of("sft", task="sort_demos")
+    demos = config_of("sft", "nll", task="sort_demos")
     assert "eval/loss" in names(demos)
     demos.data.eval_path = "task:sort"  # prompts and answers, nothing to learn from
     assert not {"eval/loss"} & (found := names(demos)) and "eval/greedy_accuracy" in found
@@ -322,7 +322,7 @@ def test_a_reward_model_ranks_held_out_pairs(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("packing", [False, True])
 def test_sft_lowers_the_held_out_loss(tmp_path, packing):
-    config = config_of("sft", task="sort_demos")
+    config = config_of("sft", "nll", task="sort_demos")
     config.output_dir, config.total_steps, config.batch.prompts = str(tmp_path), 60, 32 if not packing else 8
     config.model.random_init, config.data.packing, config.data.max_length = True, packing, 128
     config.optimizer.learning_rate, config.optimizer.eps = 1e-3, 1e-8
