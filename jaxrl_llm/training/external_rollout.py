@@ -5,7 +5,8 @@
 | TRL | `f(prompts, trainer)` | `{"prompt_ids", "completion_ids", "logprobs"}`, N lists each; `env_mask` and columns |
 | axolotl | `f(model, processing_class, prompts, generation_config)` | N texts |
 
-Rows of a prompt are adjacent, `group_size` for each prompt. Texts are tokenised, and their log-probs are the policy's.
+Rows of a prompt are adjacent, `group_size` for each prompt. axolotl's form gets each prompt so often, as a dictionary:
+`{"messages": [...]}`, or `{"prompt": text}`. Texts are tokenised, and their log-probs are the policy's.
 """
 
 import inspect
@@ -18,6 +19,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 from jax.sharding import Mesh
+from transformers import BatchEncoding
 
 from jaxrl_llm.algorithms.batch import Inputs
 from jaxrl_llm.config.resolve import ConfigError, resolve, resolve_with_options
@@ -59,13 +61,21 @@ class RolloutTrainer:
         self.args = types.SimpleNamespace(**settings)
         self.num_generations = settings["num_generations"]
         self.state = state
+        self.device = "cpu"  # arrays are numpy's
 
     def generate(
-        self, prompts: Any = None, num_generations: int | None = None, *, input_ids: Any = None, **options: Any
+        self,
+        prompts: Any = None,
+        num_generations: int | None = None,
+        *,
+        input_ids: Any = None,
+        max_new_tokens: int | None = None,
+        **options: Any,
     ):
         """Completions of prompts, as a dictionary; of `input_ids`, as `transformers` has it: rows of whole sequences.
 
-        Raises ConfigError for options: lengths and sampling are the configuration's (rollout.*).
+        `max_new_tokens` cuts completions. Raises ConfigError for options: lengths and sampling are those of the
+        configuration (rollout.*).
         """
         options = {key: value for key, value in options.items() if key not in ("attention_mask", "generation_config")}
         if options:
@@ -75,14 +85,14 @@ class RolloutTrainer:
             )
         if input_ids is not None:
             prompt_ids = [[int(token) for token in row] for row in np.asarray(input_ids)]
-            completions, _ = self._generate(prompt_ids, 1)
+            completions = [row[:max_new_tokens] for row in self._generate(prompt_ids, 1)[0]]
             width = max(map(len, completions))
             pad = self.processing_class.pad_token_id or 0
             rows = [[*p, *c, *[pad] * (width - len(c))] for p, c in zip(prompt_ids, completions, strict=True)]
             return np.asarray(rows, np.int32)
         count = self.num_generations if num_generations is None else num_generations
         ids = self.tokenize(prompts)
-        completions, logprobs = self._generate(ids, count)
+        completions, logprobs = ([row[:max_new_tokens] for row in rows] for rows in self._generate(ids, count))
         prompt_ids = [prompt for prompt in ids for _ in range(count)]
         return {"prompt_ids": prompt_ids, "completion_ids": completions, "logprobs": logprobs}
 
@@ -94,6 +104,34 @@ class RolloutTrainer:
             else [int(token) for token in prompt]
             for prompt in prompts
         ]
+
+
+class Encoding(BatchEncoding):
+    """Token ids in numpy arrays, which are where the policy takes them."""
+
+    def to(self, device: Any, **_: Any) -> "Encoding":
+        """Itself."""
+        del device
+        return self
+
+
+class TokenizerWithoutTorch:
+    """A tokenizer as code that was written for torch calls it: the arrays that it returns are numpy's."""
+
+    def __init__(self, tokenizer: Any):
+        self._tokenizer = tokenizer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tokenizer, name)
+
+    def __call__(self, *texts: Any, return_tensors: str | None = None, **options: Any) -> Encoding:
+        return Encoding(dict(self._tokenizer(*texts, return_tensors=return_tensors and "np", **options)))
+
+    def apply_chat_template(self, messages: Any, *, return_tensors: str | None = None, **options: Any) -> Any:
+        """The text of messages, or their ids; axolotl's page says `processing_class=False` for `tokenize=False`."""
+        options = {"tokenize" if name == "processing_class" else name: value for name, value in options.items()}
+        found = self._tokenizer.apply_chat_template(messages, return_tensors=return_tensors and "np", **options)
+        return Encoding(dict(found)) if isinstance(found, BatchEncoding) else found
 
 
 @dataclass(frozen=True)
@@ -209,7 +247,12 @@ def call_rollout_function(
     try:
         with contained():
             if is_axolotl:
-                returned = function(trainer, trainer.processing_class, list(prompts), trainer.args)
+                given = [
+                    {"messages" if is_conversational(prompt) else "prompt": prompt}
+                    for prompt in prompts
+                    for _ in range(count)
+                ]
+                returned = function(trainer, TokenizerWithoutTorch(trainer.processing_class), given, trainer.args)
             else:
                 returned = function(list(prompts), trainer)
     except ConfigError:
@@ -231,8 +274,8 @@ def call_rollout_function(
 def _tokenized_texts(texts: Any, tokenizer: Any, rows: int) -> list[list[int]]:
     if not isinstance(texts, Sequence) or len(texts) != rows or not all(isinstance(text, str) for text in texts):
         raise ConfigError(
-            f"environment.rollout_func must return a list of {rows} texts, rollout.group_size for each prompt in "
-            f"order; it returned {_shorten(texts)}"
+            f"environment.rollout_func must return a list of {rows} texts, one for each prompt that it got; it "
+            f"returned {_shorten(texts)}"
         )
     return [[*chat_ids(tokenizer, text), tokenizer.eos_token_id] for text in texts]
 

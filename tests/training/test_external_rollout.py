@@ -99,8 +99,11 @@ def test_a_conversation_that_a_function_holds(model, rollout):
 
 def test_texts_get_the_log_probs_of_the_policy(model, rollout):
     def math_rollout(model, processing_class, prompts, generation_config=None):
-        ids = model.generate(input_ids=[processing_class(prompts[0])["input_ids"]], attention_mask=None)
-        assert ids.shape[0] == 1 and ids.shape[1] > len("sort:4821=")
+        assert [sorted(prompt) for prompt in prompts] == [["prompt"]] * 4 and prompts[0] == prompts[1] != prompts[2]
+        inputs = processing_class(prompts[0]["prompt"], return_tensors="pt").to(model.device)
+        ids = model.generate(**inputs, max_new_tokens=2, generation_config=generation_config)
+        assert ids.shape[0] == 1 and 0 < ids.shape[1] - inputs.input_ids.shape[1] <= 2
+        assert isinstance(processing_class.decode(ids[0][inputs.input_ids.shape[1] :]), str)
         assert generation_config.max_new_tokens == C
         return ["1248", "4821", "01399", "far too long to fit"]
 
