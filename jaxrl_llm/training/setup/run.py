@@ -126,11 +126,12 @@ def build(
     """
     check_rows(config, batch_rows(config), mesh)
     given_model, stopwatch = model, Stopwatch()
+    spec = environment_spec(config, environment, tools)  # refused before anything is read
     rows = read_data(config, train_dataset, eval_dataset, tokenizer, given_model)
     config, data = rows.config, rows.sources
     algorithm = algorithm_of(config)
     model, graders = build_model(config, mesh, None, rows.tokenizer, given_model), build_rewards(config, rewards)
-    environments = load_environments(environment_spec(config, environment, tools))
+    environments = load_environments(spec)
     if environment_reward in graders.functions and environments is None and config.environment.rollout_func is None:
         raise ConfigError("rewards.functions names environment, but there is none: set environment.name")
     if given_model is None:

@@ -244,7 +244,8 @@ def test_a_loss_of_ones_own(tmp_path):
         found[name] = jax.jit(jax.value_and_grad(objective.loss, has_aux=True))(PARAMS, objective.prepare(batch))
     (value, metrics), gradient = found["clipped"]
     (expected, _), expected_gradient = found["ppo_clip"]
-    np.testing.assert_array_equal(value, expected)
-    jax.tree.map(np.testing.assert_array_equal, gradient, expected_gradient)
+    np.testing.assert_allclose(value, expected, rtol=1e-6)
+    # Up to rounding: they are two programs.
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), gradient, expected_gradient)
     assert float(metrics["own/clipped"]) == 0 and not any(name.startswith("clip_ratio") for name in metrics)
     assert not any("clip" in name for name in found["plain"][0][1])

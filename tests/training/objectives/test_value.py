@@ -139,7 +139,8 @@ def test_the_first_steps_warm_the_critic_up():
 
     run = SimpleNamespace(
         batch=BatchSpec(2, group_size=1, minibatches=1, microbatch_rows=0, num_iterations=1, shuffle=False, seed=0),
-        pack=lambda x: x, update=update("both"), warm_up=update("critic"), warmup_steps=2, frozen=None, mesh=None,
+        pack=lambda x: x, update=update("both"), warm_up=update("critic"), warmup_steps=2, critic_passes=0, frozen=None,
+        mesh=None,
     )  # fmt: skip
     state = State(jnp.int32(0), {}, ())
     for _ in range(3):
