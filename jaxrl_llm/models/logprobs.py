@@ -86,7 +86,7 @@ def token_statistics(
 
 
 def head_inputs(net: Net, params: Params, inputs: Inputs) -> jax.Array:
-    """What the head reads `[N,T,D]` to predict each token: logits are that times `head_kernel`."""
+    """The vectors `[N,T,D]` that predict each token: times `head_kernel` they are its logits."""
     model = net.bind(params)
     positions = _predicting(model, inputs)
     return positions.at_tokens(model.head_input(positions.hidden))

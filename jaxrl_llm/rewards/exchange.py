@@ -401,7 +401,7 @@ def run_tests(job: Mapping[str, Any], read: int, write: int, passed: Callable[[i
     space, sys.argv = vars(module), ["tests"]
 
     def perform(operation: str, value: Any, *rest: Any) -> Any:
-        """What a program may do with an object that a test gave it: call it, iterate, use what its class defines."""
+        """The result of an operation on an object of a test that a program may do: a call, iteration, ...."""
         is_own = type(value).__module__ == "__main__"
         if operation == "call" and callable(value):
             return value(*rest[0], **rest[1])

@@ -157,7 +157,7 @@ def walls() -> tuple[str, ...]:
 
 
 def missing_walls() -> tuple[str, ...]:
-    """What nothing but the audit hook keeps programs from here: of "network", "files", "processes", "system calls".
+    """The dangers that nothing but the audit hook keeps off here: of "network", "files", "processes", "system calls".
 
     "processes" are those of the same user, which a process namespace hides; "system calls" those of `jail.REFUSED`.
     """
@@ -223,7 +223,7 @@ def _whole(file: IO[bytes]) -> bytes:
 
 
 def _finished(status: bytes, texts: list[str], code: int) -> Finished:
-    """What the supervisor reports. Raises SandboxError where it did not get as far as to start the program."""
+    """The supervisor's report. Raises SandboxError where it did not get as far as to start the program."""
     report: dict[str, Any] = {}
     passed = set()
     for line in status.splitlines():

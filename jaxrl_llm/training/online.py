@@ -358,7 +358,7 @@ class Learner:
         return self._logps(on_device(self.reference.params), inputs)
 
     def reference_distributions(self, inputs: Inputs) -> tuple[jax.Array, jax.Array]:
-        """What the reference's head reads `[N,T,D]`, and that head `[D,V]`, in the type that it computes in."""
+        """The vectors `[N,T,D]` that the reference's head multiplies, and that head `[D,V]`, in its type."""
         assert self.reference is not None
         rows, shards = self.batch.forward_rows, row_shards(self.mesh)
         return scored_distributions(self.net, on_device(self.reference.params), inputs, rows, shards)
@@ -497,7 +497,7 @@ def scored_logps(net: Net, params: Params, inputs: Inputs, temperature: float, r
 
 @functools.partial(jax.jit, static_argnums=(0, 3, 4))
 def scored_distributions(net: Net, params: Params, inputs: Inputs, rows: int, shards: int):
-    """The distributions of every token without gradients: what the head reads `[N,T,D]`, and the head `[D,V]`."""
+    """The distributions of every token without gradients: `head_inputs` `[N,T,D]`, and the head `[D,V]`."""
     batch = Batch(inputs, mask=None)
     hidden = map_microbatches(lambda x: head_inputs(net, params, x.inputs), batch, batch.rows // rows, shards)
     return constrain(hidden, "rows", None, None), net.bind(params).head_kernel().astype(hidden.dtype)

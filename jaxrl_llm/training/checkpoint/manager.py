@@ -142,7 +142,7 @@ class Checkpoints:
             exception.add_note(self.outcome())
 
     def outcome(self) -> str:
-        """What is saved, in words: the save that failed, the newest checkpoint, and the model that was written."""
+        """The state of the run's files, in words: a save that failed, the newest checkpoint, the model written."""
         self.wait()
         found = [] if self._failed is None else [self._reason]
         try:

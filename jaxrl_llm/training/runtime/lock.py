@@ -156,7 +156,7 @@ class RunLock:
 
 
 def _this_process() -> dict[str, Any]:
-    """What tells this process from any other, of this machine or another one."""
+    """The identity of this process among all of this machine and of others."""
     namespace = boot = ""
     with contextlib.suppress(OSError):
         namespace = str(Path("/proc/self/ns/pid").readlink())

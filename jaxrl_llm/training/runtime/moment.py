@@ -1,4 +1,4 @@
-"""What a callback is called with, and what it answers to end a run."""
+"""The argument of a callback, and its answer that ends a run."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
