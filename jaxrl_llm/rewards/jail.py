@@ -347,7 +347,7 @@ def become_program(settings: dict, up: list[str], pipe: tuple[int, int] | None) 
         command[-1:] = [settings["exchange"], *map(str, pipe)]
     last_walls(settings, up)
     report(settings, walls=up)
-    if not ("files" in up or "files namespace" in up) or "system calls" not in up:
+    if not {"files", "files namespace", "bubblewrap"} & set(up) or "system calls" not in up:
         guard = [settings["guard"], settings["folder"]]
         command = [*command, *guard] if pipe else [command[0], "-I", *guard, *command[1:]]
     os.execve(command[0], command, settings["environment"])
@@ -450,14 +450,14 @@ def _children(processes: int) -> list[int]:
 
 def supervise(settings: dict) -> None:
     """Run the program, and its tests, and report the end; none of the processes is left when this returns."""
-    up, processes, private = [], None, []
+    up, processes, private = ["bubblewrap"] if settings["bubblewrap"] else [], None, []
     os.umask(0o022)
     if sys.platform == "linux":
         prctl(PR_SET_CHILD_SUBREAPER, 1)
         with contextlib.suppress(OSError):
             processes = os.open("/proc", os.O_RDONLY | os.O_DIRECTORY)
             private.append(processes)
-        up = separate(settings)
+        up += separate(settings)
         prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if settings["exchange"]:
         (from_tests, to_program), (from_program, to_tests) = os.pipe(), os.pipe()

@@ -3,9 +3,10 @@
 On Linux the program runs as its own user and in its own network, process, IPC and mount namespaces where the kernel
 allows it: it sees the interpreter and a folder in memory. It may write in that folder and read the interpreter
 (Landlock), and is refused the system calls that reach beyond them (seccomp); it has limits of memory, processor time,
-file size, processes and open files, and is killed with all its descendants when it ends or its time is up. These
-isolation layers are called walls; `walls()` lists those that this machine offers. It is no virtual machine: a hole in
-the kernel is a way out, the limits of memory hold for each process, and the interpreter's own folders can be read.
+file size, processes and open files, and is killed with all its descendants when it ends or its time is up. Where
+bubblewrap is installed, all this stands in a sandbox of its making. These isolation layers are called walls; `walls()`
+lists those that this machine offers. It is no virtual machine: a hole in the kernel is a way out, the limits of memory
+hold for each process, and the interpreter's own folders can be read.
 
 `run_tests` runs a program and its tests in two such processes (exchange.py): what a program does to its interpreter
 does not reach the tests.
@@ -18,6 +19,7 @@ import math
 import os
 import py_compile
 import secrets
+import shutil
 import signal
 import subprocess
 import sys
@@ -28,12 +30,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
+from jaxrl_llm.rewards.jail import DEVICES
 from jaxrl_llm.rewards.signatures import RewardError
 
 JAIL, GUARD, EXCHANGE = (Path(__file__).with_name(name) for name in ("jail.py", "guard.py", "exchange.py"))
 # Beyond the interpreter's own folders: libraries, and what the dynamic linker and time zones read.
 READABLE = ("/usr", "/lib", "/lib64", "/bin", "/etc/ld.so.cache", "/etc/localtime")
 LINKERS = [str(path.resolve()) for pattern in ("lib*/ld-*", "lib/*/ld-*") for path in Path("/").glob(pattern)]
+# bubblewrap's namespaces: of the network, messages, processes and host names, and nothing of its own outlives ours.
+SEPARATE = ("--unshare-net", "--unshare-ipc", "--unshare-pid", "--unshare-uts", "--die-with-parent")
 PATIENCE = 10.0  # seconds that the supervisor has beyond the program's time
 
 
@@ -119,8 +124,12 @@ def _run(source: str, stdin: bytes, limits: Limits, with_tests: bool) -> Finishe
         ):
             given.write(stdin)
             given.seek(0)
+            settings = _settings(outer, limits, status.fileno(), with_tests)
+            command = [sys.executable, "-I", "-S", _compiled(JAIL), marshal.dumps(settings).hex()]
+            if bubblewrap():
+                command = [*_bubblewrap(settings), *command]
             process = subprocess.Popen(
-                [sys.executable, "-I", "-S", _compiled(JAIL), _settings(outer, limits, status, with_tests)],
+                command,
                 stdin=given,
                 stdout=output,
                 stderr=errors,
@@ -149,9 +158,9 @@ def _run(source: str, stdin: bytes, limits: Limits, with_tests: bool) -> Finishe
 def walls() -> tuple[str, ...]:
     """The isolation layers of this machine.
 
-    Of "limits", "user" (not root), "network namespace", "processes namespace", "files namespace" (nothing but the
-    interpreter and the folder is there), "process count", "files" (Landlock) and "system calls" (seccomp). Without the
-    last, or without either of files, an audit hook inside Python stands in for them.
+    Of "bubblewrap", "limits", "user" (not root), "network namespace", "processes namespace", "files namespace" (nothing
+    but the interpreter and the folder is there), "process count", "files" (Landlock) and "system calls" (seccomp).
+    Without the last, or without any that keeps files away, an audit hook inside Python stands in for them.
     """
     return run_program("pass").walls
 
@@ -163,9 +172,9 @@ def missing_walls() -> tuple[str, ...]:
     """
     up = set(walls())
     keepers = {
-        "network": {"network namespace", "system calls"},
-        "files": {"files", "files namespace"},
-        "processes": {"processes namespace"},
+        "network": {"network namespace", "system calls", "bubblewrap"},
+        "files": {"files", "files namespace", "bubblewrap"},
+        "processes": {"processes namespace", "bubblewrap"},
         "system calls": {"system calls"},
     }
     return tuple(name for name, keeping in keepers.items() if not keeping & up)
@@ -180,12 +189,35 @@ def _compiled(path: Path) -> str:
         return str(path)
 
 
-def _settings(outer: Path, limits: Limits, status: IO[bytes], with_tests: bool) -> str:
+@functools.cache
+def bubblewrap() -> str | None:
+    """The path of bubblewrap's command, None where it is not installed or this machine lets it make no sandbox."""
+    path = shutil.which("bwrap")
+    options = (*SEPARATE, "--ro-bind", "/", "/", "--size", "4096", "--perms", "0777", "--tmpfs", "/dev")
+    trial = [path or "", *options, sys.executable, "-I", "-S", "-c", ""]
+    return path if path and subprocess.run(trial, capture_output=True, check=False).returncode == 0 else None
+
+
+def _bubblewrap(settings: dict[str, Any]) -> list[str]:
+    """The command line before jail.py's that puts it into a sandbox of bubblewrap."""
+    folder, size = settings["folder"], str(settings["folder_mb"] * 2**20)
+    program = ["--ro-bind", f"{folder}/program.py", f"{folder}/program.py"]
+    shown = [word for path in (*settings["read"], _compiled(JAIL)) for word in ("--ro-bind", path, path)]
+    devices = [word for path in DEVICES for word in ("--dev-bind", path, path)]
+    # Root's rights are left to jail.py, which gives them up: it needs them to become another user.
+    rights = ["--cap-add", "ALL"] if os.getuid() == 0 else []
+    files = ["--size", size, "--perms", "0777", "--tmpfs", folder, *program]
+    last = ["--dir", settings["root"], "--remount-ro", "/", "--chdir", folder, "--"]
+    return [bubblewrap() or "", *SEPARATE, *rights, *shown, *devices, *files, *last]
+
+
+def _settings(outer: Path, limits: Limits, status: int, with_tests: bool) -> dict[str, Any]:
     exchange, folder = _compiled(EXCHANGE), str(outer / "work")
     prefixes = {sys.prefix, sys.base_prefix, sys.exec_prefix, sys.base_exec_prefix, str(GUARD), exchange}
     links = {str(Path(sys.executable).resolve().parent), str(Path(sys.executable).parent)}
-    settings = {
-        "status": status.fileno(),
+    return {
+        "status": status,
+        "bubblewrap": bubblewrap() is not None,
         "root": str(outer / "root"),
         "folder": folder,
         "command": [sys.executable, "-I", "-B", "program.py"],
@@ -209,7 +241,6 @@ def _settings(outer: Path, limits: Limits, status: IO[bytes], with_tests: bool) 
         "file_mb": limits.file_mb,
         "folder_mb": limits.folder_mb,
     }
-    return marshal.dumps(settings).hex()
 
 
 def _kill(process: subprocess.Popen) -> None:

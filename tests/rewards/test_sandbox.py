@@ -250,6 +250,45 @@ def test_an_environment_in_a_private_folder_takes_no_wall_away(tmp_path):
     assert result.stdout.strip() == str(walls()), result.stderr
 
 
+@pytest.mark.skipif(sandbox.bubblewrap() is None, reason="bubblewrap is not installed")
+def test_bubblewrap_takes_no_other_wall_away(monkeypatch):
+    name, *others = walls()
+    assert name == "bubblewrap"
+    monkeypatch.setattr(sandbox, "bubblewrap", lambda: None)
+    assert list(walls.__wrapped__()) == others
+
+
+@linux
+@pytest.mark.skipif(sandbox.bubblewrap() is None, reason="bubblewrap is not installed")
+def test_bubblewrap_alone_keeps_files_and_network_away(tmp_path):
+    """Where Landlock, seccomp and further namespaces are not to be had, it holds by itself."""
+    (tmp_path / "key").write_text("secret")
+    settings = {"read": sandbox.READABLE, "folder": str(tmp_path / "work"), "folder_mb": 1, "root": "/root"}
+    source = f"""
+import os, socket
+print(os.path.exists({str(tmp_path / "key")!r}), os.path.exists("/proc"), [name for _, name in socket.if_nameindex()])
+for path in ("/new", "/usr/new"):
+    try: open(path, "w")
+    except OSError as error: print(error.strerror)
+try: open("big", "w").write("x" * 2**21)
+except OSError as error: print(error.strerror)
+"""
+    (tmp_path / "work").mkdir()
+    (tmp_path / "work" / "program.py").write_text(source)
+    settings["read"] = [path for path in (*settings["read"], sys.base_prefix) if Path(path).exists()]
+    command = [*sandbox._bubblewrap(settings), str(Path(sys.executable).resolve()), "-I", "program.py"]
+    output = subprocess.run(command, capture_output=True, text=True, env={}, check=False)
+    refused = ["Read-only file system"] * 2
+    assert output.stdout.splitlines() == ["False False ['lo']", *refused, "No space left on device"], output.stderr
+
+
+def test_a_bubblewrap_that_this_machine_does_not_let_work_is_not_used(tmp_path, monkeypatch):
+    (tmp_path / "bwrap").write_text("#!/bin/sh\nexit 1\n")
+    (tmp_path / "bwrap").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert sandbox.bubblewrap.__wrapped__() is None
+
+
 @pytest.mark.parametrize(
     ("up", "missing"),
     [
@@ -257,6 +296,7 @@ def test_an_environment_in_a_private_folder_takes_no_wall_away(tmp_path):
         (("limits", "files", "system calls"), ("processes",)),
         (("limits", "network namespace", "processes namespace", "files namespace"), ("system calls",)),
         (("limits", "processes namespace", "files", "system calls"), ()),
+        (("bubblewrap", "limits"), ("system calls",)),
     ],
 )
 def test_missing_walls(monkeypatch, up, missing):
@@ -318,7 +358,7 @@ import ctypes, subprocess, sys, warnings
 from jaxrl_llm.rewards import jail, sandbox
 from jaxrl_llm.rewards.code import code_tests
 jail.prctl(jail.PR_SET_NO_NEW_PRIVS, 1)
-jail.REFUSED, jail.BY_ARGUMENT = {"unshare": jail.REFUSED["unshare"]}, {}
+jail.REFUSED, jail.BY_ARGUMENT = {name: jail.REFUSED[name] for name in ("unshare", "mount")}, {}
 assert jail.refuse_system_calls(True, True)
 print(sandbox.missing_walls())
 finished = sandbox.run_program(PROGRAM)

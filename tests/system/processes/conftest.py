@@ -5,6 +5,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
@@ -58,7 +59,9 @@ def start(
 def finish(processes: Sequence[subprocess.Popen[str]], timeout: float) -> list[Ended]:
     """The end of each process; raises TimeoutExpired, and kills all, when one still runs after `timeout` seconds."""
     try:
-        texts = [process.communicate(timeout=timeout) for process in processes]
+        # At once: a process whose output nobody reads waits when the pipe is full, and the others wait for it.
+        with ThreadPoolExecutor(len(processes)) as readers:
+            texts = list(readers.map(lambda process: process.communicate(timeout=timeout), processes))
     finally:
         for process in processes:
             process.kill()
