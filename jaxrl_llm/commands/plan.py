@@ -22,9 +22,7 @@ from jaxrl_llm.training.logging.console import stderr_console, waiting
 FLAGS = (
     Setting("device", "h100", f"Device type: {', '.join(device.name for device in DEVICES)}, or cpu (this machine)."),
     Setting("devices", 1, "Number of devices.", int, minimum=1),
-    Setting(
-        "simulate", False, "Compile with the CPU's compiler even where that of the TPU is installed: faster.", bool
-    ),
+    Setting("simulate", False, "Compile with the CPU's compiler even where the device's own is installed.", bool),
     Setting(
         "advice",
         "auto",

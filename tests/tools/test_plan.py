@@ -20,7 +20,7 @@ from jaxrl_llm.tools.plan.planned import describe_for, floors, make_plan
 from jaxrl_llm.tools.plan.programs import held_bytes
 from jaxrl_llm.tools.plan.shapes import bytes_on_device, describe
 from jaxrl_llm.tools.plan.text import lines, seconds, size
-from jaxrl_llm.tools.plan.topology import slice_shape, target
+from jaxrl_llm.tools.plan.topology import _cuda_folder, _described, slice_shape, target
 from jaxrl_llm.training.reference import start_reference
 from jaxrl_llm.training.setup.run import build_mesh, build_model, make_optimizer
 from jaxrl_llm.training.setup.specs import reference_spec
@@ -64,7 +64,7 @@ def small(folder):
 @pytest.fixture(scope="module")
 def planned(folder):
     config = small(folder)
-    return make_plan(config, target(config, "h100", 1))
+    return make_plan(config, target(config, "h100", 1, simulate=True))
 
 
 def test_what_is_held_all_the_time_is_exact(planned):
@@ -86,9 +86,9 @@ def test_sampling_in_eight_bits_is_planned(folder, planned):
     config.rollout.weights_dtype, config.rollout.cache_dtype = "int8", "fp8"
     config.model.scan_layers = "false"  # of the layers that are trained
     with pytest.raises(ConfigError, match=r"rollout.weights_dtype is int8, .* set token_truncate"):
-        make_plan(config, target(config, "h100", 1), only="rollout")
+        make_plan(config, target(config, "h100", 1, simulate=True), only="rollout")
     config.algorithm.importance_correction = "token_truncate"
-    found = make_plan(config, target(config, "h100", 1), only="rollout")
+    found = make_plan(config, target(config, "h100", 1, simulate=True), only="rollout")
     matrices = PARAMETERS - 64 * 32 - 5 * 32
     columns = 2 * (32 + 2 * 16 + 32 + 2 * 64 + 32)
     before, own = planned.sampling, found.sampling
@@ -188,7 +188,7 @@ def test_unknown_devices_and_meshes_that_do_not_fit(folder):
         target(config, "h100", 5)
     config.mesh.fsdp, config.model.path = 1, str(folder.parent)
     with pytest.raises(ConfigError, match=r"config\.json"):
-        make_plan(config, target(config, "h100", 1))
+        make_plan(config, target(config, "h100", 1, simulate=True))
 
 
 def test_device_rates_are_complete():
@@ -417,10 +417,39 @@ def test_the_tpu_compiler_plans_splash_attention(folder, packing):
     assert temporaries("auto") == by_splash  # traced as on a TPU
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(not _cuda_folder(), reason="the GPU compiler is not installed: pip install '.[plan-cuda]'")
+@pytest.mark.filterwarnings("ignore:Error reading persistent compilation cache")
+@pytest.mark.parametrize("case", ["grpo", "int8", "lora", "ppo", "dpo"])
+def test_what_simulated_devices_need_is_at_most_what_the_gpu_compiler_says(folder, case):
+    """In the same arguments and results; that compiler's peak is what it reports, program by program."""
+    config = small(folder)
+    config.rollout.max_prompt_length, config.rollout.max_completion_length = 256, 256
+    config.lora.rank = 4 if case == "lora" else 0
+    config.algorithm.name = case if case in ("ppo", "dpo") else "grpo"
+    if case == "int8":
+        config.rollout.weights_dtype, config.algorithm.importance_correction = "int8", "token_truncate"
+    exact, simulated = (make_plan(config, target(config, "h100", 1, simulate)) for simulate in (False, True))
+    assert (exact.target.compiler, exact.target.exact, simulated.target.exact) == ("GPU compiler", True, False)
+    assert [x.name for x in exact.programs] == [x.name for x in simulated.programs]
+    for own, other in zip(exact.programs, simulated.programs, strict=True):
+        assert own.arguments == other.arguments, own.name
+    assert exact.peak.peak <= 1.02 * simulated.peak.peak
+    update = next(x for x in exact.programs if x.name == "update")
+    assert update.flops == pytest.approx(next(x for x in simulated.programs if x.name == "update").flops, rel=0.2)
+
+
+def test_a_gpu_is_described_to_its_compiler_in_full():
+    text = _described(named("a100"), named("a100").gpu)
+    assert "cuda_compute_capability { major: 8 minor: 0 }" in text
+    assert "shared_memory_per_block_optin: 166912" in text  # 163 KiB: NVIDIA's guide of compute capability 8.0
+    assert 'device_description_str: "A100"' in text
+
+
 def test_attention_that_simulated_devices_lack_is_planned_without(folder):
     config = small(folder)
     config.model.attention = "cudnn"
-    found = make_plan(config, target(config, "h100", 1), only="logps")
+    found = make_plan(config, target(config, "h100", 1, simulate=True), only="logps")
     assert found.note.endswith("simulated devices have no cudnn")
     assert "planned with model.attention=xla, which needs more" in "\n".join(lines(found, []))
     with pytest.raises(ConfigError, match="'cudnn': it runs on NVIDIA GPUs, and this is a cpu"):

@@ -49,12 +49,13 @@ IN_LAYERS = {"xla_disable_hlo_passes": "while-loop-invariant-code-motion"}
 class Compiler:
     """Compiles programs one by one; `held` bytes are on every device all the time.
 
-    `simulated`: by the CPU's compiler, for other devices.
+    `simulated`: by the CPU's compiler, for other devices. `options` are the compiler's.
     """
 
     held: int
     devices: int
     simulated: bool = False
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)
     programs: list[ProgramStats] = dataclasses.field(default_factory=list)
 
     def add(
@@ -75,8 +76,8 @@ class Compiler:
         """
         began = time.perf_counter()
         traced = function.trace(*arguments)
-        options = IN_LAYERS if self.simulated and name.startswith("rollout") else None
-        compiled = traced.lower().compile(compiler_options=options)
+        options = self.options | (IN_LAYERS if self.simulated and name.startswith("rollout") else {})
+        compiled = traced.lower().compile(compiler_options=options or None)
         memory = compiled.memory_analysis()
         module = hlo.Module(compiled.as_text(), trips)
         leaves = (x for x in jax.tree.leaves(arguments) if isinstance(x, jax.ShapeDtypeStruct))
@@ -101,8 +102,8 @@ class Compiler:
 def traced_flops(jaxpr, trips: Trips = ()) -> float:
     """Return the operations of all matmuls in a (closed) jaxpr, on all devices together; in a loop once for each trip.
 
-    A loop of unknown length that `trips` leaves out counts once; of branches the heaviest
-    counts. The only Pallas kernels here are of causal attention, and skip half of their blocks.
+    A loop of unknown length that `trips` leaves out counts once; of branches the heaviest counts. The kernels here,
+    Pallas' and cuDNN's, are of causal attention and skip half of their blocks.
     """
     jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
     return sum(_flops(equation, trips) for equation in jaxpr.eqns)
@@ -124,6 +125,9 @@ def _flops(equation, trips: Trips) -> float:
         return (trips or (1.0,))[0] * sum(inside)
     if name == "pallas_call":
         return math.prod(params["grid_mapping"].grid) * sum(inside) / 2
+    if name.startswith("dot_product_attention"):  # cuDNN's: two matmuls forward, five backward
+        query, key = (x.aval.shape for x in equation.invars[:2])
+        return (5 if "bwd" in name else 2) * math.prod(query) * float(key[1 if params["layout"] == 0 else 2])
     if name == "cond":
         return max(inside)
     if name == "shard_map":

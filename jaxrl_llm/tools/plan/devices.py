@@ -6,6 +6,17 @@ from typing import NamedTuple
 from jaxrl_llm.config.resolve import ConfigError, closest
 
 
+class Gpu(NamedTuple):
+    """A GPU as its compiler wants it described: CUDA's device properties. `shared` is KiB of a multiprocessor."""
+
+    capability: tuple[int, int]
+    multiprocessors: int
+    units: int  # of float32, in a multiprocessor
+    shared: int
+    cache: int  # MiB, L2
+    clock: float  # GHz
+
+
 class Device(NamedTuple):
     """One accelerator: bytes, and operations or bytes a second. A rate of 0 is unknown."""
 
@@ -17,6 +28,7 @@ class Device(NamedTuple):
     node: int = 0  # devices that `interconnect` reaches; 0 is all
     network: float = 0.0  # out of one device to those of other nodes
     topology: str | None = None  # what the TPU compiler calls it
+    gpu: "Gpu | None" = None  # what the GPU compiler has to know of it
 
 
 NETWORK = 50e9  # one 400 Gb/s port for each GPU
@@ -25,10 +37,10 @@ GIB = 2**30
 # From data sheets: NVIDIA's of A100 80GB SXM, H100 SXM, H200 SXM and HGX B200; Google Cloud's pages of TPU versions.
 # NVLink counts one direction, half of what the sheets name.
 DEVICES = (
-    Device("a100", 80e9, 312e12, 2.039e12, 300e9, 8, NETWORK),
-    Device("h100", 80e9, 989e12, 3.35e12, 450e9, 8, NETWORK),
-    Device("h200", 141e9, 989e12, 4.8e12, 450e9, 8, NETWORK),
-    Device("b200", 180e9, 2250e12, 7.7e12, 900e9, 8, NETWORK),
+    Device("a100", 80e9, 312e12, 2.039e12, 300e9, 8, NETWORK, gpu=Gpu((8, 0), 108, 64, 164, 40, 1.41)),
+    Device("h100", 80e9, 989e12, 3.35e12, 450e9, 8, NETWORK, gpu=Gpu((9, 0), 132, 128, 228, 50, 1.98)),
+    Device("h200", 141e9, 989e12, 4.8e12, 450e9, 8, NETWORK, gpu=Gpu((9, 0), 132, 128, 228, 50, 1.98)),
+    Device("b200", 180e9, 2250e12, 7.7e12, 900e9, 8, NETWORK, gpu=Gpu((10, 0), 148, 128, 228, 126, 1.965)),
     Device("v4", 32 * GIB, 275e12, 1.2e12, 300e9, topology="v4"),
     Device("v5e", 16 * GIB, 197e12, 0.82e12, 200e9, topology="v5e"),
     Device("v5p", 95 * GIB, 459e12, 2.765e12, 600e9, topology="v5p"),

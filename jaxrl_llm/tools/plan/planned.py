@@ -92,7 +92,9 @@ def _compiled(config, target_: Target, widths: tuple[int, int], only: str, packe
         config.model.attention = "xla"
     with jax.set_mesh(target_.mesh), traced_as_on(target_):
         shapes = describe_for(config, target_)
-        programs, rollout = compile_step(config, shapes, target_.mesh, widths, target_.scanned, only, packer)
+        programs, rollout = compile_step(
+            config, shapes, target_.mesh, widths, target_.scanned, only, packer, dict(target_.options)
+        )
     state, frozen, reference = shapes.state, shapes.frozen, shapes.own_reference
     held = {
         "parameters, trained": bytes_on_device(state.params),

@@ -79,13 +79,15 @@ def compile_step(
     scanned: bool,
     only: str = "",
     packer: Packer | None = None,
+    options: dict[str, Any] | None = None,
 ) -> tuple[list[ProgramStats], Rollout | None]:
     """Return the programs of a step with rows of `widths` (prompt, total) tokens, and what sampling holds.
 
-    `only` names one phase: "rollout", "logps" or "update". Evaluation is not among them. `packer` is that of a run.
+    `only` names one phase: "rollout", "logps" or "update". Evaluation is not among them. `packer` is that of a run,
+    `options` are the compiler's.
     """
     simulated = scanned and mesh.devices.flat[0].platform == "cpu"
-    compiler, rollout = Compiler(held_bytes(shapes), mesh.size, simulated), None
+    compiler, rollout = Compiler(held_bytes(shapes), mesh.size, simulated, options or {}), None
     online = config.algorithm.name not in OFFLINE
     params = merge_frozen(shapes.state, shapes.frozen).params
     if online and only in ("", "rollout"):

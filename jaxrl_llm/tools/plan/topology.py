@@ -1,21 +1,27 @@
-"""Targets of compilation: a TPU by its name, with its own compiler, or simulated devices of this process."""
+"""Targets of compilation: a TPU or GPU by its name, with its own compiler, or simulated devices of this process."""
 
 import contextlib
 import importlib.util
 import math
 import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+from jax._src import xla_bridge
 from jax.experimental import topologies
 from jax.sharding import Mesh
 
 from jaxrl_llm.config.resolve import ConfigError
 from jaxrl_llm.distributed.sharding import make_mesh
-from jaxrl_llm.tools.plan.devices import Device, at_hand, named
+from jaxrl_llm.models import chunked_softmax
+from jaxrl_llm.tools.plan.devices import Device, Gpu, at_hand, named
 from jaxrl_llm.training.setup.run import build_mesh
 
+GPU_OPTIONS = (("xla_gpu_autotune_level", 0),)  # kernels are not tried: there is nothing to try them on
+NVCC = ("cuda_nvcc", "cu13")  # folders of the CUDA compiler in NVIDIA's wheels, of versions 12 and 13
+CUDA, CUDNN = (12, 9, 0), (9, 10, 0)  # versions that the GPU compiler is told of where it can ask no driver
 HOST = {1: (1, 1, 1), 2: (1, 2, 1)}  # chips of one host, where there are fewer than four
 
 
@@ -28,6 +34,7 @@ class Target(NamedTuple):
     exact: bool  # temporaries are those of the device's own compiler
     dtype: str  # that `model.dtype = "auto"` stands for
     scanned: bool  # layers are scanned where `model.scan_layers` is auto, as accelerators do
+    options: tuple[tuple[str, Any], ...] = ()  # of the compiler
 
 
 def at_hand_target(config) -> Target:
@@ -40,8 +47,9 @@ def at_hand_target(config) -> Target:
 def target(config, name: str, count: int, simulate: bool = False) -> Target:
     """`count` devices called `name`; this process must not have used jax's devices yet.
 
-    A TPU is compiled for by its own compiler where libtpu is installed, unless `simulate`; everything else by XLA's CPU
-    compiler, for `count` CPU devices. Raises ConfigError for an unknown device, and for a mesh of another size.
+    A TPU is compiled for by its own compiler where libtpu is installed, a GPU by its own where jax's CUDA plugin is,
+    unless `simulate`; everything else by XLA's CPU compiler, for `count` CPU devices. Raises ConfigError for an unknown
+    device, and for a mesh of another size.
     """
     device = named(name)
     jax.config.update("jax_platforms", "cpu")
@@ -55,25 +63,29 @@ def target(config, name: str, count: int, simulate: bool = False) -> Target:
     mesh = build_mesh(config)
     if device.name == "cpu":
         return Target(device, mesh, "CPU compiler", True, "float32", False)
-    chips = None if simulate or device.topology is None else tpu_chips(device.topology, count)
-    if chips is None:
-        return Target(device, mesh, f"CPU compiler, {count} simulated devices", False, "bfloat16", True)
-    mesh = make_mesh(**mesh.shape, devices=chips)
-    return Target(device, mesh, "TPU compiler", True, "bfloat16", True)
+    if not simulate and device.topology and (chips := tpu_chips(device.topology, count)) is not None:
+        return Target(device, make_mesh(**mesh.shape, devices=chips), "TPU compiler", True, "bfloat16", True)
+    if not simulate and device.gpu and (chips := gpu_chips(device, count)) is not None:
+        mesh, folder = make_mesh(**mesh.shape, devices=chips), _cuda_folder()
+        return Target(device, mesh, "GPU compiler", True, "bfloat16", True, (*GPU_OPTIONS, *folder.items()))
+    return Target(device, mesh, f"CPU compiler, {count} simulated devices", False, "bfloat16", True)
 
 
 @contextlib.contextmanager
 def traced_as_on(target: Target) -> Iterator[None]:
     """Programs are traced as a process on the target would: what asks for the backend is told the target's.
 
-    Those of simulated devices are traced as what they are, programs of CPUs.
+    Those of simulated devices are traced as what they are, programs of CPUs, but form as many logits at once.
     """
     here, own = jax.default_backend, target.mesh.devices.flat[0].platform
+    logits = chunked_softmax.LOGITS_IN_FLIGHT
     jax.default_backend = lambda: own
+    if target.scanned:
+        chunked_softmax.LOGITS_IN_FLIGHT = chunked_softmax.LOGITS_ON_ACCELERATORS
     try:
         yield
     finally:
-        jax.default_backend = here
+        jax.default_backend, chunked_softmax.LOGITS_IN_FLIGHT = here, logits
 
 
 def tpu_chips(version: str, count: int) -> list[Any] | None:
@@ -90,6 +102,48 @@ def tpu_chips(version: str, count: int) -> list[Any] | None:
         sizes = slice_shape(count, _axes(version))
     name = f"{version}:{'x'.join(map(str, sizes))}"
     return list(topologies.get_topology_desc(platform="tpu", topology_name=name, **options).devices)
+
+
+def gpu_chips(device: Device, count: int) -> list[Any] | None:
+    """GPUs of one host, for the compiler alone; None without jax's CUDA plugin."""
+    if device.gpu is None or importlib.util.find_spec("jax_plugins") is None or not _cuda_folder():
+        return None
+    # A topology is asked for by the name "cuda", while its devices say "gpu", which jax resolves by the GPUs it finds.
+    canonical = xla_bridge.canonicalize_platform
+    xla_bridge.canonicalize_platform = lambda platform: "cuda" if platform in ("gpu", "cuda") else canonical(platform)
+    description = _described(device, device.gpu)
+    found = topologies.get_topology_desc(platform="cuda", target_config=description, topology=f"1x1x{count}")
+    return list(found.devices)
+
+
+def _cuda_folder() -> dict[str, str]:
+    """The compiler option that says where the CUDA compiler of the plugin's wheels lies; empty without it."""
+    spec = importlib.util.find_spec("nvidia")
+    folders = [Path(base) / name for base in (spec and spec.submodule_search_locations) or () for name in NVCC]
+    return next(({"xla_gpu_cuda_data_dir": str(folder)} for folder in folders if folder.is_dir()), {})
+
+
+def _described(device: Device, gpu: Gpu) -> str:
+    """A GPU as the text of the message that XLA calls a target configuration."""
+    kib, (major, minor) = 2**10, gpu.capability
+    chip = {
+        "threads_per_block_limit": 1024, "threads_per_warp": 32, "threads_per_core_limit": 2048,
+        "shared_memory_per_block": 48 * kib, "shared_memory_per_block_optin": (gpu.shared - 1) * kib,
+        "shared_memory_per_core": gpu.shared * kib, "registers_per_block_limit": 2**16,
+        "registers_per_core_limit": 2**16,
+        "block_dim_limit_x": 2**31 - 1, "block_dim_limit_y": 2**16 - 1, "block_dim_limit_z": 2**16 - 1,
+        "core_count": gpu.multiprocessors, "fpus_per_core": gpu.units, "clock_rate_ghz": gpu.clock,
+        "l2_cache_size": gpu.cache * kib**2, "device_memory_size": int(device.memory),
+        "memory_bandwidth": int(device.bandwidth),
+    }  # fmt: skip
+    fields = [f"{name}: {value}" for name, value in chip.items()]
+    fields += [f"cuda_compute_capability {{ major: {major} minor: {minor} }}"]
+    versions = [
+        f"{name} {{ major: {x} minor: {y} patch: {z} }}"
+        for name, (x, y, z) in (("runtime_version", CUDA), ("dnn_version_info", CUDNN))
+    ]
+    named = ['platform_name: "CUDA"', f'device_description_str: "{device.name.upper()}"']
+    return "\n".join(["gpu_device_info {", *fields, "}", *versions, *named])
 
 
 def _axes(version: str) -> int:
