@@ -28,6 +28,8 @@ class ProgramStats(NamedTuple):
     collectives: list[hlo.Collective]
     largest: list[hlo.Tensor]
     seconds: float  # to compile
+    trips: Trips  # of its loops of unknown length
+    text: str  # the optimized program
 
     @property
     def peak(self) -> int:
@@ -79,7 +81,8 @@ class Compiler:
         options = self.options | (IN_LAYERS if self.simulated and name.startswith("rollout") else {})
         compiled = traced.lower().compile(compiler_options=options or None)
         memory = compiled.memory_analysis()
-        module = hlo.Module(compiled.as_text(), trips)
+        text = compiled.as_text()
+        module = hlo.Module(text, trips)
         leaves = (x for x in jax.tree.leaves(arguments) if isinstance(x, jax.ShapeDtypeStruct))
         arrays = [x for x in leaves if x.sharding is not None]
         stats = ProgramStats(
@@ -94,6 +97,8 @@ class Compiler:
             collectives=module.collectives(),
             largest=module.largest(12),
             seconds=time.perf_counter() - began,
+            trips=trips,
+            text=text,
         )
         self.programs.append(stats)
         return placed(function.eval_shape(*arguments), compiled.output_shardings)

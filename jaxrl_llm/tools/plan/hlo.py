@@ -2,7 +2,7 @@
 
 XLA's own cost analysis counts the body of a loop once. Here everything in a loop counts as often as the loop trips,
 which is read from the loop; `trips` are those of loops whose number is not known before (decoding, packed rows), the
-outer ones first.
+outer ones first. A tuple among them has the trips of loops that follow one another in the same place.
 
 Collectives are those that accelerators make of them. Compilers for these add up on each device what a loop adds up over
 devices, and reduce it once behind the loop; the CPU's reduces at every turn. Where each device needs a slice of a sum,
@@ -37,6 +37,9 @@ VIEWS = (
 VIEWED = ("copy", "bitcast", "reshape", "transpose")
 SHAPE = re.compile(r"\b([a-z]+[0-9]*[a-z0-9]*)\[([0-9,]*)\]")
 NAMES = re.compile(r"%([\w.\-]+)")
+
+
+Trips = tuple[float | tuple[float, ...], ...]
 
 
 class Instruction(NamedTuple):
@@ -75,35 +78,46 @@ class Tensor(NamedTuple):
 class Module:
     """A compiled program, parsed from `compiled.as_text()`."""
 
-    def __init__(self, text: str, trips: tuple[float, ...] = ()):
+    def __init__(self, text: str, trips: Trips = ()):
         self.unknown = trips
         self._readers: dict[int, dict[str, list[Instruction]]] = {}
         self.computations: dict[str, dict[str, Instruction]] = {}
-        self.entry = ""
+        self._roots: dict[str, str] = {}
+        self.entry = name = ""
         self.partitions = _number(r"num_partitions=(\d+)", text.partition("\n")[0], 1)
         current: dict[str, Instruction] = {}
         for line in text.splitlines():
             header = re.match(r"(ENTRY )?%?([\w.\-]+) \(.*\{$", line)
             if header:
-                current = self.computations.setdefault(header[2], {})
-                self.entry = header[2] if header[1] else self.entry
+                name = header[2]
+                current = self.computations.setdefault(name, {})
+                self.entry = name if header[1] else self.entry
             elif (found := _parsed(line)) is not None:
                 current[found.name] = found
+                if line.lstrip().startswith("ROOT "):
+                    self._roots[name] = found.name
+
+    def root(self, computation: str) -> Instruction:
+        """What a computation gives."""
+        return self.computations[computation][self._roots[computation]]
 
     @functools.cached_property
     def trips(self) -> dict[str, tuple[float, float]]:
         """The runs of each computation, those inside fusions too, and those of the loop that it is the body of."""
         found: dict[str, tuple[float, float]] = {}
 
-        def visit(name: str, times: float, loops: float, unknown: tuple[float, ...]) -> None:
+        def visit(name: str, times: float, loops: float, unknown: Trips) -> None:
             before = found.get(name, (0.0, 0.0))
             found[name] = before[0] + times, before[1] + loops
+            following = 0  # loops of unknown length so far
             for x in self.computations[name].values():
                 known = self._trip_count(x) if x.opcode == "while" else 1
-                repeats = known or (unknown or (1.0,))[0]
-                for called in _called(x):
+                here = (unknown or (1.0,))[0]
+                repeats = known or (here[min(following, len(here) - 1)] if isinstance(here, tuple) else here)
+                following += not known
+                for inner in called(x):
                     before_it = times if x.opcode == "while" else times * repeats
-                    visit(called, times * repeats, before_it, unknown if known else unknown[1:])
+                    visit(inner, times * repeats, before_it, unknown if known else unknown[1:])
 
         visit(self.entry, 1.0, 1.0, self.unknown)
         return found
@@ -111,12 +125,17 @@ class Module:
     def _trip_count(self, loop: Instruction) -> int | None:
         """The trips that XLA wrote beside the loop, or else the number that its counter is compared with."""
         known = _number(r'known_trip_count"?:\{"?n"?:"?(\d+)', loop.rest, 0)
-        condition = self.computations[re.findall(r"condition=%?([\w.\-]+)", loop.rest)[0]]
-        last = list(condition.values())[-1]
+        name = re.findall(r"condition=%?([\w.\-]+)", loop.rest)[0]
+        last, given = self.root(name), []
+        if last.opcode == "fusion":
+            given, name = [self.computations[name][operand] for operand in last.operands], called(last)[0]
+            last = self.root(name)
         if known or last.opcode != "compare" or "direction=LT" not in last.rest:
             return known or None
-        limits = [condition[name] for name in last.operands if condition[name].opcode == "constant"]
-        return int(limits[0].arguments) if limits else None
+        limit = self.computations[name][last.operands[1]]
+        if limit.opcode == "parameter" and given:
+            limit = given[int(limit.arguments)]
+        return int(limit.arguments) if limit.opcode == "constant" else None
 
     @functools.cached_property
     def buffers(self) -> set[str]:
@@ -129,7 +148,7 @@ class Module:
             seen.add(name)
             for instruction in self.computations[name].values():
                 if instruction.opcode in ("while", "conditional", "call", "async-start"):
-                    ahead += _called(instruction)
+                    ahead += called(instruction)
         return seen
 
     def _all(self) -> Iterator[tuple[tuple[float, float], dict[str, Instruction], Instruction]]:
@@ -168,7 +187,7 @@ class Module:
             return
         shares: dict[tuple[str, float], float] = {}
         for size, names in zip(sizes, self._names_of_results(x, body), strict=True):
-            users = [(name, user) for name in names for user in self._users(name, body)]
+            users = [(name, user) for name in names for user in self.users(name, body)]
             sliced = bool(users) and all(self._sliced(user, name, (body,)) for name, user in users)
             added = len(users) == 1 and self._adds_up(*users[0], body)
             if users and all(self._narrows(user, name, body) for name, user in users):
@@ -178,7 +197,7 @@ class Module:
         for (kind, often), size in shares.items():
             yield kind, often, size / group if kind == "reduce-scatter" else size, size
 
-    def _users(self, name: str, body: dict[str, Instruction]) -> list[Instruction]:
+    def users(self, name: str, body: dict[str, Instruction]) -> list[Instruction]:
         """The instructions that read a value."""
         if id(body) not in self._readers:
             readers = self._readers[id(body)] = {}
@@ -192,13 +211,13 @@ class Module:
         if len(x.operands) == 1:
             return [[x.name]]
         found: list[list[str]] = [[] for _ in x.operands]
-        for part in self._users(x.name, body):
+        for part in self.users(x.name, body):
             found[_number(r"index=(\d+)", part.rest, 0)].append(part.name)
         return found
 
     def _inside(self, fusion: Instruction, name: str) -> tuple[dict[str, Instruction], list[str]]:
         """The body of a fusion, and what it calls the value."""
-        body = self.computations[_called(fusion)[0]]
+        body = self.computations[called(fusion)[0]]
         places = {str(i) for i, operand in enumerate(fusion.operands) if operand == name}
         return body, [x.name for x in body.values() if x.opcode == "parameter" and x.arguments in places]
 
@@ -221,14 +240,14 @@ class Module:
                 names, bodies, fusions = [fusions[-1].name], bodies[:-1], fusions[:-1]
         else:
             return False
-        reads = [(each, x) for each in names for x in self._users(each, bodies[-1])]
+        reads = [(each, x) for each in names for x in self.users(each, bodies[-1])]
         return bool(reads) and all(self._sliced(x, each, bodies, fusions) for each, x in reads)
 
     def _narrows(self, user: Instruction, name: str, body: dict[str, Instruction]) -> bool:
         """True where the value is read as bfloat16: CPUs add up float32, accelerators what the program says."""
         if user.opcode == "fusion":
             body, names = self._inside(user, name)
-            users = [(each, x) for each in names for x in self._users(each, body)]
+            users = [(each, x) for each in names for x in self.users(each, body)]
             return bool(users) and all(self._narrows(x, each, body) for each, x in users)
         return user.opcode == "convert" and user.shape.startswith("bf16")
 
@@ -240,8 +259,8 @@ class Module:
         place = last.operands.index(user.name)
         totals = [body[other] for other in user.operands if other in body and other != name]
         carried = any(y.opcode == "get-tuple-element" and re.search(rf"index={place}\b", y.rest) for y in totals)
-        called = [list(self.computations[inner].values())[-1].opcode for inner in _called(user)]
-        return carried and (user.opcode == "add" or called == ["add"])
+        inside = [self.root(inner).opcode for inner in called(user)]
+        return carried and (user.opcode == "add" or inside == ["add"])
 
     def _exchanged_bytes(self, name: str, body: dict[str, Instruction]) -> float:
         """Bytes of a value that is exchanged: CPUs widen bfloat16 numbers for it, accelerators do not."""
@@ -252,7 +271,7 @@ class Module:
         if x is None or not x.shape.startswith("f32"):
             return False
         if x.opcode == "fusion":
-            inside = self.computations[_called(x)[0]]
+            inside = self.computations[called(x)[0]]
             return self._widened(list(inside)[-1], inside)
         if x.opcode == "convert":
             return body[x.operands[0]].shape.startswith("bf16")
@@ -304,7 +323,8 @@ def _closing(text: str) -> int:
     return len(text)
 
 
-def _called(x: Instruction) -> list[str]:
+def called(x: Instruction) -> list[str]:
+    """The computations that an instruction calls."""
     found = re.findall(r"(?:body|condition|calls|to_apply|true_computation|false_computation)=%?([\w.\-]+)", x.rest)
     branches = re.search(r"(?:branch_computations|called_computations)=\{([^}]*)\}", x.rest)
     return found + (NAMES.findall(branches[1]) if branches else [])

@@ -1,0 +1,188 @@
+"""What a step's programs move on accelerators, by their compilers, without having one: benchmarks/results/compiled.md.
+
+    python -m benchmarks.compiled                       # the cells that are missing, half an hour to hours
+    python -m benchmarks.compiled --only=0.6b,h100      # those whose names have all of these parts
+    python -m benchmarks.compiled --again               # anew
+    python -m benchmarks.compiled --page                # the page alone
+
+Wants `pip install "jaxrl_llm[plan-cuda]"` for GPUs and libtpu for TPUs (docs/plan.md); cells whose compiler is missing
+are left out. Each cell is a process of its own, which plans configs/grpo.py for the shape of a public model: 8 prompts
+of 512 tokens, 8 completions of 1024 tokens each, micro-batches of 8 rows, `model.remat=block`; everything else is the
+default. The bytes that a decode step must read are the sampler's parameters and all keys and values, once.
+"""
+
+import argparse
+import importlib.metadata
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from benchmarks.page import table
+
+ROOT = Path(__file__).parent.parent
+STORE, PAGE = (ROOT / "benchmarks" / "results" / f"compiled.{kind}" for kind in ("json", "md"))
+QWEN3 = {
+    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 151936, "head_dim": 128,
+    "num_key_value_heads": 8, "hidden_act": "silu", "rms_norm_eps": 1e-6, "rope_theta": 1e6,
+    "max_position_embeddings": 40960, "attention_bias": False,
+}  # fmt: skip
+LLAMA3 = QWEN3 | {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 128256, "rms_norm_eps": 1e-5,
+    "rope_theta": 5e5, "max_position_embeddings": 131072, "tie_word_embeddings": False,
+}  # fmt: skip
+
+
+def shape(family: dict[str, Any], width: int, layers: int, heads: int, hidden: int, **more: Any) -> dict[str, Any]:
+    """The config.json of a model."""
+    sizes = {"hidden_size": width, "num_hidden_layers": layers, "num_attention_heads": heads}
+    return {**family, **sizes, "intermediate_size": hidden, **more}
+
+
+MODELS = {
+    "0.6b": shape(QWEN3, 1024, 28, 16, 3072, tie_word_embeddings=True),  # Qwen3
+    "1.7b": shape(QWEN3, 2048, 28, 16, 6144, tie_word_embeddings=True),
+    "8b": shape(QWEN3, 4096, 36, 32, 12288, tie_word_embeddings=False),
+    "70b": shape(LLAMA3, 8192, 80, 64, 28672),  # Llama 3
+}
+DEVICES = ("h100", "v5e", "v5p", "v6e")
+# How many devices hold the training of a model, all of them by fsdp.
+COUNTS = {"0.6b": {"v5e": 1}, "1.7b": {}, "8b": dict.fromkeys(DEVICES, 8), "70b": {"h100": 64, "v5p": 64}}
+SETTINGS = {
+    "batch.prompts": 8, "rollout.group_size": 8, "rollout.max_prompt_length": 512,
+    "rollout.max_completion_length": 1024, "algorithm.beta": 0.0, "batch.microbatch_rows": 8, "model.remat": "block",
+}  # fmt: skip
+EIGHT_BITS = {
+    "rollout.weights_dtype": "int8", "rollout.cache_dtype": "fp8", "algorithm.importance_correction": "token_truncate"
+}  # fmt: skip
+# Each phase, the programs of it that are shown, and the settings beside the common ones.
+PHASES: dict[str, tuple[str, tuple[str, ...], dict[str, Any]]] = {
+    "rollout": ("rollout", ("rollout: prefill", "rollout: decode"), {}),
+    "rollout, int8 and fp8": ("rollout", ("rollout: decode",), EIGHT_BITS),
+    "update": ("update", ("update",), {}),
+    "logps": ("logps", ("reference",), {"algorithm.beta": 0.04}),
+}
+
+
+def cells() -> list[tuple[str, str, str]]:
+    """Model, device and phase of every cell."""
+    return [(m, d, p) for m in MODELS for d in (COUNTS[m] if m == "70b" else DEVICES) for p in PHASES]
+
+
+def measured(model: str, device: str, phase: str) -> dict[str, Any]:
+    """The programs of one cell: for each GB moved, kernels, GB of temporaries and arguments, seconds to compile."""
+    from benchmarks.traffic import step_and_rest, traffic
+    from jaxrl_llm.config import default
+    from jaxrl_llm.tools.plan.planned import make_plan
+    from jaxrl_llm.tools.plan.topology import target
+
+    only, names, more = PHASES[phase]
+    config, count = default(), COUNTS[model].get(device, 1)
+    for key, value in {**SETTINGS, **more}.items():
+        config.update_from_flattened_dict({key: value})
+    if count > 1:
+        config.mesh.fsdp, config.mesh.data = count, 1
+        config.batch.microbatch_rows = max(count, SETTINGS["batch.microbatch_rows"])
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(MODELS[model]))
+        config.model.path = folder
+        devices = target(config, device, count)
+        if not devices.exact:
+            return {"missing": devices.compiler}
+        plan = make_plan(config, devices, only=only)
+    found: dict[str, Any] = {"devices": count, "mesh": dict(plan.target.mesh.shape), "note": plan.note}
+    for program in plan.programs:
+        if program.name not in names or not plan.target.exact:
+            continue
+        row = {"temporaries": program.temporaries, "arguments": program.arguments, "seconds": round(program.seconds, 1)}
+        if program.name == "rollout: decode":
+            step, rest = step_and_rest(program.text)
+            of_config = MODELS[model]
+            table = 0 if of_config["tie_word_embeddings"] else of_config["vocab_size"] * of_config["hidden_size"] * 2
+            share = table * plan.sampling["the sampler's parameters"] / (2 * plan.parameters)
+            row |= step._asdict() | {"beside": rest.moved, "least": sum(plan.sampling.values()) - share}
+        else:  # of two loops over logits the second runs over what the first leaves
+            trips = (*program.trips[:-1], (program.trips[-1], 1.0)) if program.trips else ()
+            row |= traffic(program.text, trips)._asdict()
+        found[program.name] = row
+    return found
+
+
+def page(store: dict[str, Any]) -> str:
+    """The tables of all cells that were measured."""
+
+    def gb(size: float, digits: int) -> str:
+        return f"{size / 1e9:,.{digits}f}"
+
+    decode = [["model", "devices", "numbers", "GB moved", "over the least", "kernels", "temporaries, GB",
+               "beside the steps of a chunk, GB", "collectives, GB", "s to compile"]]  # fmt: skip
+    others = [["model", "devices", "program", "GB moved", "kernels", "temporaries, GB", "arguments, GB",
+               "collectives, GB", "s to compile"]]  # fmt: skip
+    refused = []
+    for name, cell in store["cells"].items():
+        model, device, phase = name.split(" | ")
+        on = f"{cell.get('devices', 1)} x {device}" if cell.get("devices", 1) > 1 else device
+        if cell.get("note"):
+            refused.append(f"- {model}, {on}, {phase}: {cell['note']}")
+        for program in (x for x in cell if isinstance(cell[x], dict) and "moved" in cell[x]):
+            row = cell[program]
+            if program == "rollout: decode":
+                bits = phase.partition(", ")[2] or "bfloat16"
+                ratio = row["moved"] / row["least"]
+                numbers = [gb(row["moved"], 2), f"{ratio:.2f}", f"{row['kernels']:.0f}", gb(row["temporaries"], 2)]
+                numbers += [gb(row["beside"], 2), gb(row["exchanged"], 3)]
+                decode.append([model, on, bits, *numbers, f"{row['seconds']:.0f}"])
+            else:
+                numbers = [gb(row["moved"], 0), f"{row['kernels']:,.0f}", gb(row["temporaries"], 1)]
+                numbers += [gb(row["arguments"], 1), gb(row["exchanged"], 1), f"{row['seconds']:.0f}"]
+                others.append([model, on, program.removeprefix("rollout: "), *numbers])
+    versions = ", ".join(f"{name} {number}" for name, number in store["versions"].items())
+    parts = ["# Compiled programs", "", f"By `python -m benchmarks.compiled`, of one device; {versions}.", ""]
+    parts += ["## A decode step", "", table(decode), "## Other programs, whole runs", "", table(others)]
+    parts += ["## Refused", "", *refused] if refused else []
+    return "\n".join(parts)
+
+
+def main() -> None:
+    """The command line: see above."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", help="parts of names, by commas")
+    parser.add_argument("--again", action="store_true")
+    parser.add_argument("--page", action="store_true")
+    parser.add_argument("--cell", help=argparse.SUPPRESS)  # the child's: model, device and phase
+    options = parser.parse_args()
+    if options.cell:
+        print("RESULT " + json.dumps(measured(*options.cell.split(" | "))))
+        return
+    store = json.loads(STORE.read_text()) if STORE.is_file() else {"versions": {}, "cells": {}}
+    for name in () if options.page else map(" | ".join, cells()):
+        wanted = all(part in name for part in options.only.split(","))
+        if not wanted or (name in store["cells"] and not options.again):
+            continue
+        line = [sys.executable, "-m", "benchmarks.compiled", f"--cell={name}"]
+        done = subprocess.run(line, capture_output=True, text=True, cwd=ROOT, check=False)
+        printed = next((x for x in done.stdout.splitlines() if x.startswith("RESULT ")), None)
+        if printed is None:
+            print(f"{name}: failed\n{done.stderr[-2000:]}", flush=True)
+            continue
+        found = json.loads(printed.removeprefix("RESULT "))
+        print(f"{name}: {found}", flush=True)
+        if "missing" not in found:
+            names = [x for x in ("jax", "jax-cuda12-plugin", "libtpu") if _version(x)]
+            store["versions"] |= {x: _version(x) for x in names}
+            store["cells"][name] = found
+            STORE.write_text(json.dumps(store, indent=1) + "\n")
+    PAGE.write_text(page(store))
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,104 @@
+"""Bytes counted from compiled programs are those that the programs must move."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from benchmarks import compiled
+from benchmarks.traffic import step_and_rest, traffic
+from jaxrl_llm.tools.plan.topology import _cuda_folder
+
+NUMBERS, LAYERS = 1 << 20, 16
+BIG, STACK, ONE = ((NUMBERS,), jnp.float32), ((LAYERS, NUMBERS), jnp.float32), ((1, NUMBERS), jnp.float32)
+INDEX = ((), jnp.int32)
+
+
+def place(x, y, i):
+    return jax.lax.dynamic_update_slice(x, y, (i, 0))
+
+
+def add_up(x):
+    return jax.lax.fori_loop(0, LAYERS, lambda i, total: jnp.sin(total) + x[i], jnp.zeros(NUMBERS))
+
+
+def until(x, n):
+    def step(at):
+        return at[0] + 1, jnp.sin(at[1]) + x[at[0] % LAYERS]
+
+    at = jax.lax.while_loop(lambda at: at[0] < n, step, (0, jnp.zeros(NUMBERS)))
+    return jax.lax.while_loop(lambda at: at[0] < n + 1, step, at)[1]
+
+
+@pytest.mark.parametrize(
+    ("function", "arguments", "donated", "trips", "numbers"),
+    [
+        (lambda x: x + 1, [BIG], (), (), 2),
+        (lambda x, y: jnp.sin(x) * x + y, [BIG, BIG], (), (), 3),  # one fusion
+        (lambda x, i: jnp.sin(x[i]), [STACK, INDEX], (), (), 2),  # one layer of all
+        (place, [STACK, ONE, INDEX], 0, (), 2),  # in place
+        (place, [STACK, ONE, INDEX], (), (), 2 * LAYERS + 2),  # the old one is kept: a copy of all
+        (add_up, [STACK], (), (), 3 * LAYERS + 1),
+        (until, [STACK, INDEX], (), ((5.0, 1.0),), 3 * 6 + 1),  # of two loops the second has one trip
+    ],
+)
+def test_bytes_of_small_programs(function, arguments, donated, trips, numbers):
+    shapes = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in arguments]
+    text = jax.jit(function, donate_argnums=donated).lower(*shapes).compile().as_text()
+    assert traffic(text, trips).moved == pytest.approx(4 * NUMBERS * numbers, rel=0.02)
+
+
+def test_a_turn_of_a_loop_apart_from_what_is_beside_it():
+    shapes = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in (STACK, INDEX)]
+    turn, rest = step_and_rest(jax.jit(until).lower(*shapes).compile().as_text())
+    assert turn.moved == pytest.approx(2 * 4 * NUMBERS * 3, rel=0.02)  # one of each loop
+    assert rest.moved < 1.1 * 4 * NUMBERS  # the zeros to begin with
+
+
+HAND_WRITTEN = """\
+HloModule hand_made, is_scheduled=true
+
+%update (p0: bf16[4,256], p1: bf16[1,256], p2: s32[]) -> bf16[4,256] {
+  %p0 = bf16[4,256]{1,0} parameter(0)
+  %p1 = bf16[1,256]{1,0} parameter(1)
+  %p2 = s32[] parameter(2)
+  %zero = s32[] constant(0)
+  ROOT %out = bf16[4,256]{1,0} dynamic-update-slice(%p0, %p1, %p2, %zero)
+}
+
+ENTRY %main (a: bf16[4,256], b: bf16[1,256], i: s32[]) -> bf16[4,256] {
+  %a = bf16[4,256]{1,0} parameter(0)
+  %b = bf16[1,256]{1,0} parameter(1)
+  %i = s32[] parameter(2)
+  %in_place = bf16[4,256]{1,0} fusion(%a, %b, %i), kind=kLoop, calls=%update
+  %start = (bf16[4,256]{1,0:T(8,128)(2,1)S(1)}, bf16[4,256]{1,0}, u32[]{:S(2)}) copy-start(%in_place)
+  %done = bf16[4,256]{1,0:T(8,128)(2,1)S(1)} copy-done(%start)
+  ROOT %again = bf16[4,256]{1,0} copy(%done)
+}
+"""
+
+
+def test_what_lies_on_the_chip_is_no_traffic():
+    row, whole = 2.0 * 256, 2.0 * 4 * 256
+    found = traffic(HAND_WRITTEN)
+    assert found.moved == (row + 4) + row + whole + whole  # in place; read to the chip; written from it
+    assert found.kernels == 3
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not _cuda_folder(), reason="the GPU compiler is not installed: pip install '.[plan-cuda]'")
+def test_a_decode_step_moves_little_more_than_it_must(monkeypatch):
+    """The default program of four layers of Qwen3-0.6B on an h100: no copy of a cache, few kernels a layer."""
+    monkeypatch.setitem(compiled.MODELS, "0.6b", compiled.MODELS["0.6b"] | {"num_hidden_layers": 4})
+    found = compiled.measured("0.6b", "h100", "rollout")["rollout: decode"]
+    assert found["moved"] <= 1.5 * found["least"]  # the head weighs more in four layers than in 28
+    assert found["kernels"] <= 4 * 15 + 40
+    assert found["temporaries"] <= 2e8
+    assert found["beside"] <= 1e7
+
+
+def test_the_page_of_what_was_measured():
+    store = json.loads(compiled.STORE.read_text())
+    assert compiled.PAGE.read_text() == compiled.page(store)
+    assert set(store["cells"]) <= {" | ".join(cell) for cell in compiled.cells()}
