@@ -24,6 +24,7 @@ from jaxrl_llm.config.schema import Setting
 from jaxrl_llm.config.user_code import contained
 from jaxrl_llm.distributed import processes
 from jaxrl_llm.distributed.compilation_cache import keep_compiled
+from jaxrl_llm.distributed.overlap import overlap_collectives, overlaps
 from jaxrl_llm.models.model import Model
 from jaxrl_llm.rollout.resharded import ReshardedEngine
 from jaxrl_llm.tools.cards.card import write_cards
@@ -117,6 +118,7 @@ def train(
         compute_metrics=compute_metrics,
     )
     validate(config)
+    overlap_collectives(config.overlap_collectives)
     keep_compiled(config.compilation_cache)
     with contained(), contextlib.ExitStack() as stack:
         notices = stack.enter_context(Notices())
@@ -314,9 +316,10 @@ def _describe(run: Run, start: int) -> dict[str, Any]:
     devices = jax.devices()
     engine = run.source.producer.worker.engine if isinstance(run.source, OnlineSource) else None
     sampling = f", sampling on {dict(engine.mesh.shape)}" if isinstance(engine, ReshardedEngine) else ""
+    overlapped = ", collectives overlap" if len(devices) > 1 and devices[0].platform == "tpu" and overlaps() else ""
     return {
         "model": f"{run.model.path}, {count / 1e6:.2f} M parameters{of_these}, {run.model.net.config.dtype}",
-        "devices": f"{len(devices)} {devices[0].platform}, mesh {dict(run.mesh.shape)}{sampling}",
+        "devices": f"{len(devices)} {devices[0].platform}, mesh {dict(run.mesh.shape)}{sampling}{overlapped}",
         "starts at step": start,
     }
 
@@ -327,6 +330,7 @@ def main(argv: list[str]) -> None:
         print(welcome(), end="")
         return
     config, options = load_flags(argv, __doc__ or "", (DRY_RUN,))
+    overlap_collectives(config.overlap_collectives)
     processes.join(config)
     if not options["dry_run"]:
         train(config)

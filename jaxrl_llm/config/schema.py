@@ -219,6 +219,9 @@ KEYS = (
     Setting("num_epochs", None,
         "Passes over the training rows, from which total_steps is computed; none takes total_steps as it is.",
         float, above=0),
+    Setting("overlap_collectives", True,
+        "On TPUs, ask the compiler to send between devices while they compute, by flags in LIBTPU_INIT_ARGS; what is "
+        "set there stays. GPUs do so in any case.", bool),
     Setting("compilation_cache", "auto",
         "Folder for compiled programs, which later runs and commands reuse; auto is $JAX_COMPILATION_CACHE_DIR or "
         "~/.cache/jaxrl_llm/compiled, none is off."),

@@ -14,6 +14,7 @@ from jax.experimental import topologies
 from jax.sharding import Mesh
 
 from jaxrl_llm.config.resolve import ConfigError
+from jaxrl_llm.distributed.overlap import overlap_collectives
 from jaxrl_llm.distributed.sharding import make_mesh
 from jaxrl_llm.models import chunked_softmax
 from jaxrl_llm.tools.plan.devices import Device, Gpu, at_hand, named
@@ -52,6 +53,8 @@ def target(config, name: str, count: int, simulate: bool = False) -> Target:
     device, and for a mesh of another size.
     """
     device = named(name)
+    if device.topology:
+        overlap_collectives(config.overlap_collectives)  # as a run does
     jax.config.update("jax_platforms", "cpu")
     with contextlib.suppress(RuntimeError):  # the devices are there already; their number is checked below
         jax.config.update("jax_num_cpu_devices", count)

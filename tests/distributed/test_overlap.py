@@ -1,0 +1,56 @@
+"""The flags of the TPU compiler are set before jax asks for devices, where libtpu is installed, over nobody's own."""
+
+import subprocess
+import sys
+
+import pytest
+
+SCRIPT = """
+import importlib.machinery, os, sys, types
+if INSTALLED:
+    sys.modules["libtpu"] = types.ModuleType("libtpu")
+    sys.modules["libtpu"].__spec__ = importlib.machinery.ModuleSpec("libtpu", None)
+else:
+    import importlib.util
+    found = importlib.util.find_spec
+    importlib.util.find_spec = lambda name, *more: None if name == "libtpu" else found(name, *more)
+import jax
+jax.config.update("jax_platforms", "cpu")
+from jaxrl_llm.distributed.overlap import overlap_collectives, overlaps
+if STARTED:
+    jax.devices()
+overlap_collectives(False)
+print(os.environ.get("LIBTPU_INIT_ARGS"))
+overlap_collectives(True)
+overlap_collectives(True)
+print(os.environ.get("LIBTPU_INIT_ARGS"), overlaps())
+"""
+FLAGS = (
+    "--xla_tpu_enable_async_collective_fusion=true --xla_tpu_enable_async_collective_fusion_fuse_all_gather=true "
+    "--xla_tpu_enable_async_collective_fusion_multiple_steps=true --xla_tpu_overlap_compute_collective_tc=true "
+    "--xla_enable_async_all_gather=true"
+)
+
+
+@pytest.mark.parametrize(
+    ("installed", "started", "given", "then"),
+    [
+        (True, False, None, f"{FLAGS} True"),
+        (False, False, None, "None False"),
+        (True, True, None, "None False"),  # too late: libtpu would not read them
+        (
+            True,
+            False,
+            "--xla_enable_async_all_gather=false --other=1",
+            f"--xla_enable_async_all_gather=false --other=1 {FLAGS.rpartition(' ')[0]} False",
+        ),
+    ],
+)
+def test_flags_of_the_tpu_compiler(monkeypatch, installed, started, given, then):
+    if given is None:
+        monkeypatch.delenv("LIBTPU_INIT_ARGS", raising=False)
+    else:
+        monkeypatch.setenv("LIBTPU_INIT_ARGS", given)
+    script = SCRIPT.replace("INSTALLED", str(installed)).replace("STARTED", str(started))
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert done.stdout.splitlines() == [str(given), then], done.stderr
