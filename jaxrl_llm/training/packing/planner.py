@@ -109,7 +109,7 @@ def make_packer(
     sample: Sample | None,
     backend: str | None = None,
 ) -> Packer:
-    """The packer of a run; without a sample, on several devices, or where nothing is saved, "auto" packs nothing.
+    """The packer of a run; without a sample, or where nothing is saved, "auto" packs nothing.
 
     `backend` is what the run computes on, this process's own unless given. Raises ConfigError where `packing` is true
     and cannot be, and for sizes that hold no row.
@@ -129,7 +129,7 @@ def make_packer(
     sizes, cost = packed_sizes(spec, net, mesh, positions, sample, fewest)
     if not forced:
         balances = net.experts and net.router_aux_loss_coef  # their evenness is asked of each micro-batch by itself
-        saves = mesh.size == 1 and cost <= LARGEST_SHARE * _unpacked_cost(net, positions, sample)
+        saves = cost <= LARGEST_SHARE * _unpacked_cost(net, positions, sample)
         if balances or not saves:
             return nothing
     return Packer(sizes, positions, mesh, len(sample.tokens))

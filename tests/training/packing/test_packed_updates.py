@@ -245,6 +245,9 @@ def test_auto_packs_where_rows_share_or_waste():
     assert packer(config, sampled_rows(64, 1, 8, 64, full=True)).sizes is None  # nothing is shared, no row is shorter
     assert packer(config, sampled_rows(64, GROUP, 256, 16), SPARSE).sizes is None  # balanced in each micro-batch
     assert packer(config, None).sizes is None
+    eight = jax.sharding.AbstractMesh((2, 4, 1, 1, 1), ("data", "fsdp", "context", "expert", "tensor"))
+    local = sampled_rows(8, GROUP, 256, 16, full=True)  # those of one of eight shards
+    assert packer_of(config, SHAPE, eight, objective_of(config, Net(SHAPE)), local).sizes is not None
     config.batch.packing = "false"
     assert packer(config, sampled_rows(64, GROUP, 256, 16)).sizes is None
 
