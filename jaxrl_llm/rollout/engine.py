@@ -32,6 +32,7 @@ from jaxrl_llm.models.quantize import BYTES, FP8, narrowed, quantized_as
 from jaxrl_llm.models.rope import check_length
 from jaxrl_llm.models.transformer import Net, Params, unstack
 from jaxrl_llm.rollout.multi_turn import TurnServer, TurnTracker, slots_to_read
+from jaxrl_llm.rollout.processors import processed_logits
 from jaxrl_llm.rollout.sampling import SamplingParams, sample
 from jaxrl_llm.rollout.scheduler import IDLE, Scheduler, SlotGrid
 from jaxrl_llm.rollout.slots import (
@@ -257,8 +258,8 @@ def prefill(engine: Engine, params, prompts, segments, keys) -> tuple[Prompts, R
         limit=jnp.full(shape, engine.max_completion_length, jnp.int32),
         finished=jnp.zeros(shape, bool),
     )
-    no_proposals = jnp.zeros((*shape, 0), jnp.int32)
-    return Prompts(cache, prompts, segments != 0), _append(engine, rows, keys.reshape(shape), logits, no_proposals, 0)
+    no_proposals, all_prompts = jnp.zeros((*shape, 0), jnp.int32), Prompts(cache, prompts, segments != 0)
+    return all_prompts, _append(engine, all_prompts, rows, keys.reshape(shape), logits, no_proposals, 0)
 
 
 @functools.partial(jax.jit, static_argnames=("engine", "capacity"))
@@ -312,7 +313,7 @@ def decode_chunk(engine: Engine, params, prompts: Prompts, slots: Slots, steps, 
         inputs = DecodeInputs(positions.reshape(by_prompt), prompts.mask, rows.length - 1)
         hidden, cache = model.decode(tokens.reshape(by_prompt), inputs, prompts.cache, slots.cache)
         logits = model.logits(hidden).reshape(*tokens.shape, -1)
-        rows = _append(engine, rows, slots.keys, logits, tokens[..., 1:], slots.capacity)
+        rows = _append(engine, prompts, rows, slots.keys, logits, tokens[..., 1:], slots.capacity)
         return Slots(cache, rows, slots.keys, slots.steps + 1, slots.capacity)
 
     def more(slots: Slots):
@@ -326,7 +327,7 @@ def decode_chunk(engine: Engine, params, prompts: Prompts, slots: Slots, steps, 
     return jax.lax.while_loop(more, step, slots)
 
 
-def _append(engine: Engine, rows: Rows, keys, logits, proposed, capacity: int) -> Rows:
+def _append(engine: Engine, prompts: Prompts, rows: Rows, keys, logits, proposed, capacity: int) -> Rows:
     """The rows with the tokens that follow in those that go on: observed ones, or drawn from logits `[G,R,W,V]`.
 
     The first of W always follows. Each other one was computed behind a proposed token, one of `[G,R,W-1]`, and follows
@@ -336,7 +337,10 @@ def _append(engine: Engine, rows: Rows, keys, logits, proposed, capacity: int) -
     places = rows.length[..., None] + jnp.arange(width)
     draw = jax.vmap(lambda key, place: jax.random.uniform(jax.random.fold_in(key, place)), (None, 0))
     uniforms = jax.vmap(draw)(keys.reshape(-1), places.reshape(-1, width))
-    drawn = sample(logits.reshape(-1, logits.shape[-1]), uniforms.reshape(-1), engine.sampling)
+    by_draw, processed = (-1, logits.shape[-1]), None
+    if engine.sampling.processes:
+        processed = processed_logits(logits, engine.sampling, prompts, rows, proposed, engine.eos).reshape(by_draw)
+    drawn = sample(logits.reshape(by_draw), uniforms.reshape(-1), engine.sampling, processed)
     tokens, logps = (x.reshape(places.shape) for x in drawn)
     observed = places < rows.known[..., None]
     ends = ~observed & jnp.isin(tokens, jnp.asarray(engine.eos, jnp.int32))
