@@ -74,5 +74,5 @@ def test_what_cannot_be_is_refused(tmp_path, options, message):
 def test_greedy_completions_cannot_be_told_apart(tmp_path):
     config = small_config(tmp_path, temperature=0.0)
     config.algorithm.dynamic_sampling = True
-    with pytest.raises(ConfigError, match="rollout.temperature is 0, with which the completions of a prompt are the"):
+    with pytest.raises(ConfigError, match="0, with which the completions of a prompt are the same"):
         jaxrl_llm.train(config, ROWS)
