@@ -181,7 +181,15 @@ def _online(config: ConfigDict) -> Iterator[str]:
             "rollout.temperature is 0, with which the completions of a prompt are the same and score alike, but "
             "algorithm.dynamic_sampling samples until they do not: set one of the two"
         )
-    if rollout.ignore_eos:
+    guides = [name for name in ("guided_regex", "guided_choice", "guided_json") if rollout[name]]
+    if guides:  # where all that a guide allows may be forbidden, nothing is left to sample
+        for name in ("ignore_eos", "bad_words", "min_completion_length"):
+            if rollout[name]:
+                yield (
+                    f"rollout.{guides[0]} is {rollout[guides[0]]!r}, and rollout.{name} = {rollout[name]!r} may forbid "
+                    "all that it allows: say it in the guide, and leave the other out"
+                )
+    if rollout.ignore_eos and not (rollout.stop or rollout.stop_token_ids):
         marks_the_end = {
             "algorithm.mask_truncated": algorithm.mask_truncated,
             "algorithm.missing_eos_penalty": algorithm.missing_eos_penalty,

@@ -355,9 +355,18 @@ KEYS = (
     Setting("rollout.bad_words", (), "Texts whose tokens are not sampled one after the other."),
     Setting("rollout.min_completion_length", 0,
         "Shortest completion, in tokens: no end before. 0 is off.", int, minimum=0),
+    Setting("rollout.stop", (),
+        "Texts that end a completion, with the token in which the first of them is complete; it stays in the "
+        "completion."),
+    Setting("rollout.stop_token_ids", (), "Tokens that end a completion beside the end of text.", int, minimum=0),
     Setting("rollout.ignore_eos", False,
-        "Sample rollout.max_completion_length tokens for every completion, past the end of text: for measurements, and "
-        "where length must not be learned.", bool),
+        "Sample past the end of text: rollout.max_completion_length tokens for every completion, or up to one of "
+        "rollout.stop and stop_token_ids. For measurements, and where length must not be learned.", bool),
+    Setting("rollout.guided_regex", "",
+        "Regular expression that whole completions match (syntax of Rust's regex: without look-around and "
+        "back-references); each guided_ key needs `pip install jaxrl_llm[guided]`."),
+    Setting("rollout.guided_choice", (), "Texts of which each completion is one."),
+    Setting("rollout.guided_json", "", "JSON schema, a file or the schema itself, that completions are values of."),
     Setting("rollout.chunk", 32,
         "Most decoding steps between two checks by the host; decoding pauses earlier when slots can be reassigned.",
         int, minimum=1),

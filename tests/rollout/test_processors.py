@@ -20,7 +20,7 @@ from jaxrl_llm.algorithms.batch import Inputs
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.models.logprobs import token_logps
 from jaxrl_llm.models.model import load_model
-from jaxrl_llm.rollout.constraints import bad_word_ids, check_biased_tokens
+from jaxrl_llm.rollout.constraints import bad_word_ids, check_tokens
 from jaxrl_llm.rollout.processors import processed_logits
 from jaxrl_llm.rollout.sampling import SamplingParams, sample
 from jaxrl_llm.rollout.slots import Prompts, Rows
@@ -161,5 +161,5 @@ def test_bad_words_as_token_ids():
         bad_word_ids("words", (" ",), tokenizer)
     with pytest.raises(ConfigError, match="no tokenizer"):
         bad_word_ids("words", ("a",), None)
-    with pytest.raises(ConfigError, match="bias has 29=1, but the model's tokens are 0 to 28"):
-        check_biased_tokens("bias", ((29, 1.0),), 29)
+    with pytest.raises(ConfigError, match="bias has token 29, but the model's tokens are 0 to 28"):
+        check_tokens("bias", (3, 29), 29)

@@ -1,5 +1,7 @@
 """Options of sampling in training: completions are as asked, and the ratio of trainer and sampler is 1 on policy."""
 
+import re
+
 import pytest
 
 import jaxrl_llm
@@ -10,8 +12,12 @@ OPTIONS = {
     "greedy": {"temperature": 0.0, "repetition_penalty": 1.2},
     "penalties": {"temperature": 0.8, "top_k": 40, **PENALTIES},
     "words": {"bad_words": ("12", "3"), "logit_bias": ("52=4", "53=-3.5"), "min_completion_length": 5},
+    "stop": {"stop": ("2", "77"), "stop_token_ids": (55,), "ignore_eos": True},
+    "choice": {"temperature": 0.7, "guided_choice": ("1234", "17", "no")},
+    "guided": {"guided_regex": "[2-9]{3}x?", **PENALTIES, "stop": ("44",), "speculative_tokens": 2, "slots": 4},
     "together": {"temperature": 1.3, "top_p": 0.9, **PENALTIES, "bad_words": ("12", "3"), "speculative_tokens": 2},
 }
+FIRST = ("together", "guided")  # the others are slow
 ROWS = [{"prompt": "sort:3124=", "answer": "1234"}, {"prompt": "sort:71=", "answer": "17"}] * 2
 
 
@@ -40,7 +46,10 @@ def train(config):
 
 @pytest.mark.parametrize(
     "options",
-    [pytest.param(x, marks=() if name == "together" else pytest.mark.slow, id=name) for name, x in OPTIONS.items()],
+    [
+        pytest.param(x, marks=() if name in ("together", "guided") else pytest.mark.slow, id=name)
+        for name, x in OPTIONS.items()
+    ],
 )
 def test_the_ratio_is_1_on_policy(tmp_path, options):
     completions, record = train(small_config(tmp_path, **options))
@@ -50,6 +59,13 @@ def test_the_ratio_is_1_on_policy(tmp_path, options):
     assert len(completions) == 8
     if options.get("bad_words"):
         assert not [text for text in completions if "12" in text or "3" in text]
+    for text in completions:
+        if "guided_regex" in options:
+            assert re.fullmatch("[2-9]{3}x?", text) or re.fullmatch("[2-9]?44", text)
+        if "guided_choice" in options:
+            assert text in options["guided_choice"]
+        if name := options.get("stop"):
+            assert not any(stop in text[:-1] for stop in name)
     assert record["completions/min_length"] >= options.get("min_completion_length", 1)
     if options.get("temperature") == 0:
         assert record["frac_reward_zero_std"] == 1 and len(set(completions)) == 2
@@ -62,7 +78,15 @@ def test_the_ratio_is_1_on_policy(tmp_path, options):
         ({"logit_bias": ("5:1",)}, "rollout.logit_bias has '5:1', but it takes ID=BIAS"),
         ({"logit_bias": ("5=inf",)}, "rollout.logit_bias has '5=inf', but it takes ID=BIAS"),
         ({"logit_bias": ("5=1", "5=2")}, "rollout.logit_bias has token 5 twice"),
-        ({"logit_bias": ("5000=1",)}, "rollout.logit_bias has 5000=1, but the model's tokens are 0 to"),
+        ({"logit_bias": ("5000=1",)}, "rollout.logit_bias has token 5000, but the model's tokens are 0 to"),
+        ({"stop_token_ids": (5000,)}, "rollout.stop_token_ids has token 5000, but the model's tokens are 0 to"),
+        ({"stop": ("",)}, "rollout.stop has an empty text"),
+        (
+            {"guided_regex": "a", "bad_words": ("a",)},
+            "rollout.guided_regex is 'a', and rollout.bad_words = .* may",
+        ),
+        ({"guided_choice": ("a",), "ignore_eos": True}, "and rollout.ignore_eos = True may forbid all that it allows"),
+        ({"guided_regex": "(a"}, "rollout.guided_regex cannot be compiled"),
         ({"bad_words": (" ",)}, "rollout.bad_words has ' ', which has no tokens"),
     ],
 )

@@ -30,7 +30,7 @@ from jaxrl_llm.models.cast import draws_from_another
 from jaxrl_llm.models.model import Model, check_positions
 from jaxrl_llm.models.transformer import Params
 from jaxrl_llm.rewards.runner import Rewards
-from jaxrl_llm.rollout.constraints import bad_word_ids, check_biased_tokens
+from jaxrl_llm.rollout.constraints import Guide, bad_word_ids, build_automata, check_tokens
 from jaxrl_llm.rollout.engine import Engine, RolloutSpec
 from jaxrl_llm.rollout.resharded import ReshardedEngine
 from jaxrl_llm.rollout.sampling import SamplingParams
@@ -341,13 +341,18 @@ def build_worker(
     open_episodes = external = None
     if environments is not None:
         options = split_options(f"_({config.data.chat_template_kwargs})")[1]
-        turns = TurnTokenizer(model.tokenizer, eos, limit, options)
+        turns = TurnTokenizer(model.tokenizer, eos, limit, options, stops=bool(c.stop or c.stop_token_ids))
         open_episodes = partial(EpisodeBatch.open, environments, turns)
         examples = None  # environments and tools may lengthen prompts
-    ends = () if c.ignore_eos else eos
+    vocab = model.net.config.vocab_size
+    check_tokens("rollout.logit_bias", [token for token, _ in sampling.logit_bias], vocab)
+    check_tokens("rollout.stop_token_ids", c.stop_token_ids, vocab)
+    ends = (*(() if c.ignore_eos else eos), *c.stop_token_ids)
     sampling = replace(sampling, bad_words=bad_word_ids("rollout.bad_words", c.bad_words, model.tokenizer))
-    check_biased_tokens("rollout.logit_bias", sampling.logit_bias, model.net.config.vocab_size)
-    engine = Engine.of(replace(rollout_spec(config), sampling=sampling, group_size=group_size), model.net, ends)
+    guide = Guide(c.guided_regex, tuple(c.guided_choice), c.guided_json)
+    automata = build_automata(c.stop, guide, model.tokenizer, vocab, ends)
+    spec = replace(rollout_spec(config), sampling=sampling, group_size=group_size)
+    engine = Engine.of(spec, model.net, ends, automata)
     engine_mesh = rollout_mesh(mesh, c.mesh, model.net.config.kv_heads)
     if engine_mesh != mesh:
         engine = ReshardedEngine(**vars(engine), mesh=engine_mesh, train_mesh=mesh, watch=stopwatch)
