@@ -59,6 +59,23 @@ def logit_bias(name: str, entries: Sequence[str]) -> tuple[tuple[int, float], ..
     return tuple(pairs)
 
 
+def check_structured(settings: Mapping[str, Any] | ConfigDict, prefix: str, shortest: str) -> None:
+    """Raises ConfigError for more than one structured_ setting, and beside one for what may leave nothing to sample.
+
+    `prefix` begins the settings' names, and `shortest` is that of the shortest completion.
+    """
+    guides = [name for name in ("structured_regex", "structured_choice", "structured_json") if settings[name]]
+    if len(guides) > 1:
+        names = " and ".join(f"{prefix}{name}" for name in guides)
+        raise ConfigError(f"{names} are set, and a completion follows one of them: set one")
+    for name in ("ignore_eos", "bad_words", shortest) if guides else ():
+        if settings[name]:
+            raise ConfigError(
+                f"{prefix}{guides[0]} is {settings[guides[0]]!r}, and {prefix}{name} = {settings[name]!r} may forbid "
+                "all that it allows: say it in the former, and leave the latter out"
+            )
+
+
 def eval_set(entry: Any) -> tuple[str, dict[str, int], dict[str, Any]]:
     """One entry of `eval.sets`: the name of its set, its own `prompts` and `samples`, and the options of its source.
 
@@ -181,14 +198,7 @@ def _online(config: ConfigDict) -> Iterator[str]:
             "rollout.temperature is 0, with which the completions of a prompt are the same and score alike, but "
             "algorithm.dynamic_sampling samples until they do not: set one of the two"
         )
-    guides = [name for name in ("guided_regex", "guided_choice", "guided_json") if rollout[name]]
-    if guides:  # where all that a guide allows may be forbidden, nothing is left to sample
-        for name in ("ignore_eos", "bad_words", "min_completion_length"):
-            if rollout[name]:
-                yield (
-                    f"rollout.{guides[0]} is {rollout[guides[0]]!r}, and rollout.{name} = {rollout[name]!r} may forbid "
-                    "all that it allows: say it in the guide, and leave the other out"
-                )
+    check_structured(rollout, "rollout.", "min_completion_length")
     if rollout.ignore_eos and not (rollout.stop or rollout.stop_token_ids):
         marks_the_end = {
             "algorithm.mask_truncated": algorithm.mask_truncated,

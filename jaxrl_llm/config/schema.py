@@ -362,11 +362,12 @@ KEYS = (
     Setting("rollout.ignore_eos", False,
         "Sample past the end of text: rollout.max_completion_length tokens for every completion, or up to one of "
         "rollout.stop and stop_token_ids. For measurements, and where length must not be learned.", bool),
-    Setting("rollout.guided_regex", "",
-        "Regular expression that whole completions match (syntax of Rust's regex: without look-around and "
-        "back-references); each guided_ key needs `pip install jaxrl_llm[guided]`."),
-    Setting("rollout.guided_choice", (), "Texts of which each completion is one."),
-    Setting("rollout.guided_json", "", "JSON schema, a file or the schema itself, that completions are values of."),
+    Setting("rollout.structured_regex", "",
+        "Regular expression that whole completions match (guided decoding), in the syntax of Rust's regex: without "
+        "look-around and back-references. Each structured_ key needs `pip install jaxrl_llm[structured]`."),
+    Setting("rollout.structured_choice", (), "Texts of which each completion is one."),
+    Setting("rollout.structured_json", "",
+        "JSON schema, a file or the schema itself, that completions are values of."),
     Setting("rollout.chunk", 32,
         "Most decoding steps between two checks by the host; decoding pauses earlier when slots can be reassigned.",
         int, minimum=1),

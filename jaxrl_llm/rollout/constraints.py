@@ -70,13 +70,11 @@ def build_automata(
     """The automata of stop strings and of a guide for `vocab` tokens, of which `eos` end a text.
 
     `prefix` begins the settings' names in messages. Raises ConfigError: an empty stop string, a tokenizer whose tokens
-    have no bytes, a guide that cannot be compiled, is too large or has no text, and more than one guide.
+    have no bytes, and a guide that cannot be compiled, is too large or has no text.
     """
     if "" in stop:
         raise ConfigError(f"{prefix}stop has an empty text, which ends every completion before it begins: leave it out")
-    names = [f"{prefix}guided_{name}" for name, value in guide._asdict().items() if value]
-    if len(names) > 1:
-        raise ConfigError(f"{' and '.join(names)} are set, and a completion follows one guide: set one of them")
+    names = [f"{prefix}structured_{name}" for name, value in guide._asdict().items() if value]
     if not stop and not names:
         return NO_AUTOMATA
     texts = token_bytes(tokenizer, vocab)
@@ -142,7 +140,7 @@ def guide_bytes(guide: Guide, name: str) -> ByteAutomaton:
     try:
         from outlines_core import Index, Vocabulary, json_schema
     except ImportError as error:
-        raise ConfigError(f"{name} needs the package outlines-core: pip install jaxrl_llm[guided]") from error
+        raise ConfigError(f"{name} needs the package outlines-core: pip install jaxrl_llm[structured]") from error
     try:
         pattern = guide.regex
         if guide.choice:  # letters by their code points: nothing in them is read as a pattern

@@ -202,14 +202,13 @@ def test_what_cannot_be_compiled_is_refused():
     pytest.importorskip("outlines_core")
     for arguments, message in (
         ({"stop": ("",)}, r"rollout.stop has an empty text"),
-        ({"regex": "a", "choice": ("b",)}, "rollout.guided_regex and rollout.guided_choice are set"),
-        ({"regex": "(?=a)b"}, "rollout.guided_regex cannot be compiled"),
-        ({"regex": "xyz"}, "rollout.guided_regex allows no text that the model's tokens can form"),
-        ({"json": '{"type": "object'}, "rollout.guided_json cannot be compiled"),
-        ({"json": "no_file.json"}, "rollout.guided_json cannot be compiled: .*no_file.json"),
+        ({"regex": "(?=a)b"}, "rollout.structured_regex cannot be compiled"),
+        ({"regex": "xyz"}, "rollout.structured_regex allows no text that the model's tokens can form"),
+        ({"json": '{"type": "object'}, "rollout.structured_json cannot be compiled"),
+        ({"json": "no_file.json"}, "rollout.structured_json cannot be compiled: .*no_file.json"),
     ):
         with pytest.raises(ConfigError, match=message):
             constrained(**arguments)
-    with pytest.raises(ConfigError, match=r"rollout.guided_regex has \d+ states, with the model's 300000 tokens"):
+    with pytest.raises(ConfigError, match=r"rollout.structured_regex has \d+ states, with the model's 300000 tokens"):
         build_automata((), Guide(regex="[abc]{2000}"), TOKENIZER, 300_000, (END,))
     assert constrained().automata == NO_AUTOMATA

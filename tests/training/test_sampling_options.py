@@ -13,8 +13,8 @@ OPTIONS = {
     "penalties": {"temperature": 0.8, "top_k": 40, **PENALTIES},
     "words": {"bad_words": ("12", "3"), "logit_bias": ("52=4", "53=-3.5"), "min_completion_length": 5},
     "stop": {"stop": ("2", "77"), "stop_token_ids": (55,), "ignore_eos": True},
-    "choice": {"temperature": 0.7, "guided_choice": ("1234", "17", "no")},
-    "guided": {"guided_regex": "[2-9]{3}x?", **PENALTIES, "stop": ("44",), "speculative_tokens": 2, "slots": 4},
+    "choice": {"temperature": 0.7, "structured_choice": ("1234", "17", "no")},
+    "guided": {"structured_regex": "[2-9]{3}x?", **PENALTIES, "stop": ("44",), "speculative_tokens": 2, "slots": 4},
     "together": {"temperature": 1.3, "top_p": 0.9, **PENALTIES, "bad_words": ("12", "3"), "speculative_tokens": 2},
 }
 FIRST = ("together", "guided")  # the others are slow
@@ -60,10 +60,10 @@ def test_the_ratio_is_1_on_policy(tmp_path, options):
     if options.get("bad_words"):
         assert not [text for text in completions if "12" in text or "3" in text]
     for text in completions:
-        if "guided_regex" in options:
+        if "structured_regex" in options:
             assert re.fullmatch("[2-9]{3}x?", text) or re.fullmatch("[2-9]?44", text)
-        if "guided_choice" in options:
-            assert text in options["guided_choice"]
+        if "structured_choice" in options:
+            assert text in options["structured_choice"]
         if name := options.get("stop"):
             assert not any(stop in text[:-1] for stop in name)
     assert record["completions/min_length"] >= options.get("min_completion_length", 1)
@@ -82,11 +82,18 @@ def test_the_ratio_is_1_on_policy(tmp_path, options):
         ({"stop_token_ids": (5000,)}, "rollout.stop_token_ids has token 5000, but the model's tokens are 0 to"),
         ({"stop": ("",)}, "rollout.stop has an empty text"),
         (
-            {"guided_regex": "a", "bad_words": ("a",)},
-            "rollout.guided_regex is 'a', and rollout.bad_words = .* may",
+            {"structured_regex": "a", "bad_words": ("a",)},
+            "rollout.structured_regex is 'a', and rollout.bad_words = .* may",
         ),
-        ({"guided_choice": ("a",), "ignore_eos": True}, "and rollout.ignore_eos = True may forbid all that it allows"),
-        ({"guided_regex": "(a"}, "rollout.guided_regex cannot be compiled"),
+        (
+            {"structured_choice": ("a",), "ignore_eos": True},
+            "rollout.ignore_eos = True may forbid all",
+        ),
+        (
+            {"structured_regex": "a", "structured_choice": ("b",)},
+            "rollout.structured_regex and rollout.str.* are set",
+        ),
+        ({"structured_regex": "(a"}, "rollout.structured_regex cannot be compiled"),
         ({"bad_words": (" ",)}, "rollout.bad_words has ' ', which has no tokens"),
     ],
 )

@@ -349,7 +349,7 @@ def build_worker(
     check_tokens("rollout.stop_token_ids", c.stop_token_ids, vocab)
     ends = (*(() if c.ignore_eos else eos), *c.stop_token_ids)
     sampling = replace(sampling, bad_words=bad_word_ids("rollout.bad_words", c.bad_words, model.tokenizer))
-    guide = Guide(c.guided_regex, tuple(c.guided_choice), c.guided_json)
+    guide = Guide(c.structured_regex, tuple(c.structured_choice), c.structured_json)
     automata = build_automata(c.stop, guide, model.tokenizer, vocab, ends)
     spec = replace(rollout_spec(config), sampling=sampling, group_size=group_size)
     engine = Engine.of(spec, model.net, ends, automata)
