@@ -212,3 +212,41 @@ def test_what_cannot_be_compiled_is_refused():
     with pytest.raises(ConfigError, match=r"rollout.structured_regex has \d+ states, with the model's 300000 tokens"):
         build_automata((), Guide(regex="[abc]{2000}"), TOKENIZER, 300_000, (END,))
     assert constrained().automata == NO_AUTOMATA
+
+
+ON_A_MESH = """
+import dataclasses, jax, numpy as np
+from jaxrl_llm.distributed.sharding import make_mesh, rows_to_global, shardings
+from jaxrl_llm.rollout.sampling import SamplingParams
+from tests.rollout.test_constraints import NET, constrained
+
+prompts = np.random.default_rng(0).integers(0, 20, (4, 6)).astype(np.int32)
+segments = np.ones((4, 6), np.int32)
+segments[1, :3] = 0
+mesh, key, params = make_mesh(2, 2, 2), jax.random.key(1), jax.jit(NET.init)(jax.random.key(0))
+sampling = SamplingParams(
+    0.9, repetition_penalty=1.2, presence_penalty=0.3, logit_bias=((3, 0.7),), bad_words=((0, 1), (2,)), min_tokens=3
+)
+guide = {"regex": "(ab|c{2,3}|1)+"}
+for engine in (
+    constrained(("ab", "2a"), sampling=sampling),
+    constrained(("ab1",), sampling=dataclasses.replace(sampling, bad_words=(), min_tokens=0), **guide),
+):
+    engine = dataclasses.replace(engine, group_size=2, chunk=4, slots=4, speculative_tokens=1)
+    one = engine.generate(params, prompts, segments, key)
+    with jax.set_mesh(mesh):
+        placed = jax.device_put(params, shardings(params, mesh))
+        many = engine.generate(placed, *rows_to_global((prompts, segments), mesh), key)
+    assert len(many.tokens.sharding.device_set) == 8
+    for name in ("tokens", "segments", "mask", "lengths", "finished"):
+        np.testing.assert_array_equal(getattr(many, name), getattr(one, name), err_msg=name)
+    np.testing.assert_allclose(many.sample_logps, one.sample_logps, atol=1e-5)
+print("same")
+"""
+
+
+@pytest.mark.slow
+def test_the_same_tokens_on_eight_devices(run_python):
+    pytest.importorskip("outlines_core")
+    done = run_python("-c", ON_A_MESH, devices=8)
+    assert done.returncode == 0 and done.stdout.strip() == "same", done.stdout + done.stderr

@@ -304,9 +304,17 @@ def training_sampling(config) -> SamplingParams:
 
 def eval_sampling(config) -> SamplingParams:
     """The sampling parameters of an evaluation: those of the run, save what `eval` sets itself."""
-    names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty")
-    own = {name: config.eval[name] for name in names if config.eval[name] is not None}
-    return replace(training_sampling(config), **own)
+    c = config.eval
+    own = {
+        "temperature": c.temperature,
+        "top_p": c.top_p,
+        "top_k": c.top_k,
+        "min_p": c.min_p,
+        "repetition_penalty": c.repetition_penalty,
+        "frequency_penalty": c.frequency_penalty,
+        "presence_penalty": c.presence_penalty,
+    }
+    return replace(training_sampling(config), **{name: value for name, value in own.items() if value is not None})
 
 
 def rollout_spec(config) -> RolloutSpec:
