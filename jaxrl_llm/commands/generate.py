@@ -29,6 +29,7 @@ from jaxrl_llm.distributed.sharding import make_mesh, row_shards, rows_to_global
 from jaxrl_llm.models.model import Model, check_positions, load_model
 from jaxrl_llm.rollout.constraints import Guide, bad_word_ids, build_automata, check_tokens
 from jaxrl_llm.rollout.engine import Engine
+from jaxrl_llm.rollout.grammar import build_grammar
 from jaxrl_llm.rollout.sampling import SamplingParams
 from jaxrl_llm.training.evaluation.run import full_batches
 from jaxrl_llm.training.logging.console import stderr_console, waiting
@@ -54,6 +55,7 @@ SAMPLING = (
     Setting("structured_regex", "", "Regular expression that whole completions match."),
     Setting("structured_choice", (), "Texts of which each completion is one."),
     Setting("structured_json", "", "JSON schema, a file or the schema itself, that completions are values of."),
+    Setting("structured_grammar", "", "Grammar that completions follow, a file or its text: Lark's syntax, or GBNF."),
     Setting("seed", 0, "Root of the random numbers.", int, minimum=0),
 )
 SAMPLES = Setting("samples", 1, "Completions per prompt.", int, minimum=1)
@@ -100,6 +102,7 @@ def generate(
     structured_regex: str = "",
     structured_choice: Sequence[str] = (),
     structured_json: str = "",
+    structured_grammar: str = "",
 ) -> list[str] | list[list[str]]:
     """The completion of each prompt, as text: one a prompt, or a list of `samples` of them when samples > 1.
 
@@ -148,7 +151,8 @@ def engine_of(model: Model, values: Mapping[str, Any], samples: int = 1) -> Engi
     )
     eos = (*(() if values["ignore_eos"] else eos_ids(model)), *values["stop_token_ids"])
     automata = build_automata(values["stop"], guide, model.tokenizer, vocab, eos, "")
-    return Engine(model.net, sampling, samples, values["max_new_tokens"], eos, automata=automata)
+    grammar = build_grammar(values["structured_grammar"], model.tokenizer, vocab, eos, "structured_grammar")
+    return Engine(model.net, sampling, samples, values["max_new_tokens"], eos, automata=automata, grammar=grammar)
 
 
 def prompt_ids(model: Model, prompts: Any) -> list[list[int]]:

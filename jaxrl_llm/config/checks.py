@@ -64,7 +64,8 @@ def check_structured(settings: Mapping[str, Any] | ConfigDict, prefix: str, shor
 
     `prefix` begins the settings' names, and `shortest` is that of the shortest completion.
     """
-    guides = [name for name in ("structured_regex", "structured_choice", "structured_json") if settings[name]]
+    names = ("structured_regex", "structured_choice", "structured_json", "structured_grammar")
+    guides = [name for name in names if settings[name]]
     if len(guides) > 1:
         names = " and ".join(f"{prefix}{name}" for name in guides)
         raise ConfigError(f"{names} are set, and a completion follows one of them: set one")
@@ -199,6 +200,19 @@ def _online(config: ConfigDict) -> Iterator[str]:
             "algorithm.dynamic_sampling samples until they do not: set one of the two"
         )
     check_structured(rollout, "rollout.", "min_completion_length")
+    if rollout.structured_grammar:
+        environment = config.environment
+        others = {
+            "rollout.speculative_tokens": rollout.speculative_tokens,
+            "environment.name": environment.name,
+            "environment.tools": environment.tools,
+        }
+        for key, value in others.items():
+            if value:
+                yield (
+                    f"rollout.structured_grammar is set, which the host follows by tokens, but {key} is {value!r}: "
+                    "leave one of them out, or write the grammar as a pattern (structured_regex)"
+                )
     if rollout.ignore_eos and not (rollout.stop or rollout.stop_token_ids):
         marks_the_end = {
             "algorithm.mask_truncated": algorithm.mask_truncated,

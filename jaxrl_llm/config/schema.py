@@ -368,6 +368,9 @@ KEYS = (
     Setting("rollout.structured_choice", (), "Texts of which each completion is one."),
     Setting("rollout.structured_json", "",
         "JSON schema, a file or the schema itself, that completions are values of."),
+    Setting("rollout.structured_grammar", "",
+        "Context-free grammar, a file or its text, in Lark's syntax or as GBNF: the host computes what may follow "
+        "before each step, which is slower than the other structured_ keys."),
     Setting("rollout.chunk", 32,
         "Most decoding steps between two checks by the host; decoding pauses earlier when slots can be reassigned.",
         int, minimum=1),

@@ -22,6 +22,16 @@ TOKENS_AT_ONCE = 4096
 DEAD = -1
 
 
+def setting_text(value: str, is_text: bool, name: str) -> str:
+    """The text of a setting that is a file or its text; raises ConfigError for a file that cannot be read."""
+    if is_text or not value:
+        return value
+    try:
+        return Path(value).expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{name} cannot be read: {' '.join(str(error).split())[:300]}") from error
+
+
 class Guide(NamedTuple):
     """What completions are: a regular expression, texts to choose from, or a JSON schema (a file, or itself)."""
 
@@ -146,12 +156,11 @@ def guide_bytes(guide: Guide, name: str) -> ByteAutomaton:
         if guide.choice:  # letters by their code points: nothing in them is read as a pattern
             pattern = "|".join("".join(f"\\x{{{ord(letter):x}}}" for letter in text) for text in guide.choice)
         if guide.json:
-            is_schema = guide.json.lstrip()[:1] in ("{", "")
-            schema = guide.json if is_schema else Path(guide.json).expanduser().read_text(encoding="utf-8")
+            schema = setting_text(guide.json, guide.json.lstrip().startswith("{"), name)
             pattern = json_schema.build_regex_from_schema(schema)
         end = 256  # a token behind those that stand for bytes
         index = Index(f"(?:{pattern})", Vocabulary(end, {bytes([byte]): [byte] for byte in range(256)}))
-    except (ValueError, TypeError, OSError) as error:
+    except (ValueError, TypeError) as error:
         raise ConfigError(f"{name} cannot be compiled: {' '.join(str(error).split())[:300]}") from error
     transitions, finals = index.get_transitions(), index.get_final_states()
     first = index.get_initial_state()
@@ -200,7 +209,8 @@ def _of_tokens(automaton: ByteAutomaton, texts: Sequence[bytes | None], name: st
     if states * len(texts) > MOST_TRANSITIONS:
         raise ConfigError(
             f"{name} has {states} states, with the model's {len(texts)} tokens {states * len(texts):,} transitions, "
-            f"more than {MOST_TRANSITIONS:,}: make it simpler, with fewer and smaller bounds of repetition"
+            f"more than {MOST_TRANSITIONS:,}: make it simpler, with fewer and smaller bounds of repetition, or write "
+            "it as structured_grammar"
         )
     # A row more, of the state from which nothing leads anywhere.
     following = np.concatenate([automaton.next, np.full((1, 256), DEAD, np.int32)])

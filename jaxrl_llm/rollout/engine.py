@@ -24,6 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxrl_llm.config import ConfigError
 from jaxrl_llm.distributed.sharding import path_name, row_shards
 from jaxrl_llm.models.cast import in_precision
 from jaxrl_llm.models.lora import merge
@@ -32,6 +33,7 @@ from jaxrl_llm.models.quantize import BYTES, FP8, narrowed, quantized_as
 from jaxrl_llm.models.rope import check_length
 from jaxrl_llm.models.transformer import Net, Params, unstack
 from jaxrl_llm.rollout.automata import NO_AUTOMATA, Automata
+from jaxrl_llm.rollout.grammar import Grammar, GrammarRows
 from jaxrl_llm.rollout.multi_turn import TurnServer, TurnTracker, slots_to_read
 from jaxrl_llm.rollout.processors import processed_logits
 from jaxrl_llm.rollout.sampling import SamplingParams, sample
@@ -46,7 +48,9 @@ from jaxrl_llm.rollout.slots import (
     finish,
     flat,
     insert_observations,
+    newest_tokens,
     next_tokens,
+    number_states,
     observations_to_come,
     put,
     row_keys,
@@ -89,6 +93,7 @@ class Engine:
     of a row that are proposed and verified beside its newest one; samples are the same, and right ones come at once.
     compile_work: multiply-adds that a smaller grid must be able to save in a rollout, to be worth compiling. automata:
     of stop strings and guided decoding; arguments of the programs, which take no part in what the engine equals.
+    grammar: what completions follow; each step then waits for the host.
     """
 
     net: Net
@@ -104,11 +109,12 @@ class Engine:
     speculative_tokens: int = 0
     compile_work: float = 0.0
     automata: Automata = dataclasses.field(default=NO_AUTOMATA, compare=False)
+    grammar: Grammar | None = dataclasses.field(default=None, compare=False)
 
     @classmethod
-    def of(cls, spec: RolloutSpec, net: Net, eos: tuple[int, ...], automata: Automata = NO_AUTOMATA) -> "Engine":
-        """The engine of the net with these settings."""
-        return cls(net=net, eos=eos, automata=automata, **vars(spec))
+    def of(cls, spec: RolloutSpec, net: Net, eos: tuple[int, ...], **constraints: Any) -> "Engine":
+        """The engine of the net with these settings; `constraints` are its fields automata and grammar."""
+        return cls(net=net, eos=eos, **vars(spec), **constraints)
 
     @property
     def decoder(self) -> Net:
@@ -147,7 +153,12 @@ class Engine:
         shards, longest = _shards(), self.max_completion_length
         params = self.decoding_params(params)
         keys = row_keys(key, np.uint32(first_row), prompts.shape[0] * self.group_size)
-        all_prompts, rows = prefill(self, params, prompts, segments, keys, self.automata)
+        automata, in_grammar = self.automata, None
+        if self.grammar is not None:
+            self._check_grammar(turn_server)
+            in_grammar = GrammarRows(self.grammar, prompts.shape[0] * self.group_size)
+            automata = automata._replace(guide=in_grammar.start())
+        all_prompts, rows = prefill(self, params, prompts, segments, keys, automata)
         if limits is not None:
             rows = rows._replace(limit=jnp.minimum(rows.limit, np.asarray(limits).reshape(rows.limit.shape)))
         local = prompts.shape[0] // shards
@@ -192,12 +203,27 @@ class Engine:
                 # For what is left of the last chunk a smaller grid saves less than its program costs to compile.
                 pauses = turns is None and ((shrinks and longest - reached >= self.chunk) or scheduler.waiting.size)
                 pause_at = scheduler.pause_at(live) if pauses else 0
+                if in_grammar is not None:
+                    ahead, guide = 1, in_grammar.next(grid, newest_tokens(slots), lengths, live)
+                    grid_prompts = grid_prompts._replace(automata=automata._replace(guide=guide))
+                    slots = number_states(slots)
                 slots = decode_chunk(self, params, grid_prompts, slots, np.int32(ahead), np.int32(pause_at))
             finished_rows.report(collected)
             if following is None and not busy.any():
                 break
         executed += int(steps) * grid.slots
         return finish(prompts, segments, collect(rows, slots, grid, shards), np.float32(executed))
+
+    def _check_grammar(self, turn_server: TurnServer | None) -> None:
+        """Raises ConfigError for what cannot be together with a grammar, which is followed a token at a time."""
+        others = {
+            "rollout.speculative_tokens": self.speculative_tokens,
+            "an environment": turn_server is not None,
+            "a run of several processes": jax.process_count() > 1,
+        }
+        for name, value in others.items():
+            if value:
+                raise ConfigError(f"a grammar (structured_grammar) is not followed with {name}: leave one of them out")
 
     def _with_room(self, slots: Slots, needed: int) -> Slots:
         """The slots, whose row caches are doubled until they have room for `needed` tokens."""

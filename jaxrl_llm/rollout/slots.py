@@ -160,6 +160,20 @@ def status(slots: Slots):
 
 
 @jax.jit
+def newest_tokens(slots: Slots):
+    """The last token `[G,R]` of each row."""
+    return next_tokens(slots.rows, 1)[1][..., 0]
+
+
+@functools.partial(jax.jit, donate_argnames="slots")
+def number_states(slots: Slots) -> Slots:
+    """The slots, each in the state of a guide that has its number."""
+    shape = slots.rows.length.shape
+    states = jnp.arange(shape[0] * shape[1], dtype=jnp.int32).reshape(shape)
+    return slots.replace(rows=slots.rows._replace(guide_state=states))
+
+
+@jax.jit
 def finish(prompts, segments, rows: Rows, executed) -> Rollout:
     """The `Rollout` of prompts `[B,P]` and all rows; `executed` are the decode steps of all slots."""
     batch, k, c = rows.tokens.shape

@@ -19,6 +19,7 @@ from jaxrl_llm.models.logprobs import token_logps
 from jaxrl_llm.models.transformer import Net
 from jaxrl_llm.rollout.automata import NO_AUTOMATA
 from jaxrl_llm.rollout.constraints import Guide, build_automata, token_bytes
+from jaxrl_llm.rollout.grammar import build_grammar
 from jaxrl_llm.rollout.multi_turn import TurnServer
 from jaxrl_llm.rollout.sampling import SamplingParams
 from tests.rollout.test_engine import CONFIG, ENGINE, generate
@@ -205,7 +206,7 @@ def test_what_cannot_be_compiled_is_refused():
         ({"regex": "(?=a)b"}, "rollout.structured_regex cannot be compiled"),
         ({"regex": "xyz"}, "rollout.structured_regex allows no text that the model's tokens can form"),
         ({"json": '{"type": "object'}, "rollout.structured_json cannot be compiled"),
-        ({"json": "no_file.json"}, "rollout.structured_json cannot be compiled: .*no_file.json"),
+        ({"json": "no_file.json"}, "rollout.structured_json cannot be read: .*no_file.json"),
     ):
         with pytest.raises(ConfigError, match=message):
             constrained(**arguments)
@@ -218,7 +219,7 @@ ON_A_MESH = """
 import dataclasses, jax, numpy as np
 from jaxrl_llm.distributed.sharding import make_mesh, rows_to_global, shardings
 from jaxrl_llm.rollout.sampling import SamplingParams
-from tests.rollout.test_constraints import NET, constrained
+from tests.rollout.test_constraints import BRACKETS, END, NET, TOKENIZER, VOCAB, build_grammar, constrained
 
 prompts = np.random.default_rng(0).integers(0, 20, (4, 6)).astype(np.int32)
 segments = np.ones((4, 6), np.int32)
@@ -228,11 +229,15 @@ sampling = SamplingParams(
     0.9, repetition_penalty=1.2, presence_penalty=0.3, logit_bias=((3, 0.7),), bad_words=((0, 1), (2,)), min_tokens=3
 )
 guide = {"regex": "(ab|c{2,3}|1)+"}
+grammar = build_grammar(BRACKETS, TOKENIZER, VOCAB, (END,), "grammar")
 for engine in (
+    dataclasses.replace(constrained(("cb",)), grammar=grammar),
     constrained(("ab", "2a"), sampling=sampling),
     constrained(("ab1",), sampling=dataclasses.replace(sampling, bad_words=(), min_tokens=0), **guide),
 ):
-    engine = dataclasses.replace(engine, group_size=2, chunk=4, slots=4, speculative_tokens=1)
+    engine = dataclasses.replace(engine, group_size=2, chunk=4, slots=4)
+    if engine.grammar is None:
+        engine = dataclasses.replace(engine, speculative_tokens=1)
     one = engine.generate(params, prompts, segments, key)
     with jax.set_mesh(mesh):
         placed = jax.device_put(params, shardings(params, mesh))
@@ -250,3 +255,41 @@ def test_the_same_tokens_on_eight_devices(run_python):
     pytest.importorskip("outlines_core")
     done = run_python("-c", ON_A_MESH, devices=8)
     assert done.returncode == 0 and done.stdout.strip() == "same", done.stdout + done.stderr
+
+
+BRACKETS = 'start: "a" start "b" | "c" | "é"'  # as many a as b: no pattern says that
+
+
+@pytest.mark.parametrize("changes", [{}, pytest.param({"slots": 4}, marks=pytest.mark.slow)], ids=str)
+def test_rows_follow_a_grammar(params, changes):
+    pytest.importorskip("llguidance")
+    grammar = build_grammar(BRACKETS, TOKENIZER, VOCAB, (END,), "grammar")
+    engine = dataclasses.replace(PLAIN, grammar=grammar, sampling=SamplingParams(0.9, presence_penalty=0.2), **changes)
+    rollout, width = generate(engine, params, PROMPTS)
+    depths = set()
+    for row, finished in zip(completions(rollout, width), rollout.finished, strict=True):
+        match = re.fullmatch("(a*)(c|é)(b*)", text_of(row)) if finished else re.match("a*", text_of(row))
+        assert match is not None
+        if finished:
+            assert len(match[1]) == len(match[3]) and row[-1] == END
+            depths.add(len(match[1]))
+    assert len(depths) > 1
+    inputs = Inputs(jnp.asarray(rollout.tokens), jnp.asarray(rollout.segments), prompt_width=width)
+    logps, _ = token_logps(NET, params, inputs, 0.9)
+    np.testing.assert_allclose(rollout.sample_logps, logps * rollout.mask, atol=1e-4)
+
+
+def test_grammars_that_cannot_be_followed(params, tmp_path):
+    pytest.importorskip("llguidance")
+    file = tmp_path / "rules.lark"
+    file.write_text(BRACKETS)
+    grammar = build_grammar(str(file), TOKENIZER, VOCAB, (END,), "grammar")
+    assert grammar is not None and build_grammar("", None, VOCAB, (END,), "grammar") is None
+    assert grammar.allowed(grammar.start).tolist() == [1 << 0 | 1 << 2 | 1 << 15 | 1 << 16]  # a, c, é, its byte
+    gbnf = build_grammar('root ::= "a" root "b" | "c"', TOKENIZER, VOCAB, (END,), "grammar")
+    assert gbnf is not None and gbnf.allowed(gbnf.start).tolist() == [1 << 0 | 1 << 2]
+    for text, message in (("start: missing", "grammar cannot be compiled"), ("no.lark", "grammar cannot be read")):
+        with pytest.raises(ConfigError, match=message):
+            build_grammar(text, TOKENIZER, VOCAB, (END,), "grammar")
+    with pytest.raises(ConfigError, match=r"structured_grammar\) is not followed with rollout.speculative_tokens"):
+        generate(dataclasses.replace(PLAIN, grammar=grammar, speculative_tokens=2), params, PROMPTS)

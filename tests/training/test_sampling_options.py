@@ -15,6 +15,7 @@ OPTIONS = {
     "stop": {"stop": ("2", "77"), "stop_token_ids": (55,), "ignore_eos": True},
     "choice": {"temperature": 0.7, "structured_choice": ("1234", "17", "no")},
     "guided": {"structured_regex": "[2-9]{3}x?", **PENALTIES, "stop": ("44",), "speculative_tokens": 2, "slots": 4},
+    "grammar": {"structured_grammar": 'start: "1" start "2" | "3"', "min_p": 0.01, "slots": 4},
     "together": {"temperature": 1.3, "top_p": 0.9, **PENALTIES, "bad_words": ("12", "3"), "speculative_tokens": 2},
 }
 FIRST = ("together", "guided")  # the others are slow
@@ -62,6 +63,9 @@ def test_the_ratio_is_1_on_policy(tmp_path, options):
     for text in completions:
         if "structured_regex" in options:
             assert re.fullmatch("[2-9]{3}x?", text) or re.fullmatch("[2-9]?44", text)
+        if "structured_grammar" in options:
+            match = re.fullmatch("(1*)(3?)(2*)", text)
+            assert match and (len(text) == 8 or len(match[1]) == len(match[3]))
         if "structured_choice" in options:
             assert text in options["structured_choice"]
         if name := options.get("stop"):
@@ -93,6 +97,8 @@ def test_the_ratio_is_1_on_policy(tmp_path, options):
             {"structured_regex": "a", "structured_choice": ("b",)},
             "rollout.structured_regex and rollout.str.* are set",
         ),
+        ({"structured_grammar": "start: (", "speculative_tokens": 1}, "structured_grammar is set, which the host foll"),
+        ({"structured_grammar": "start: ("}, "rollout.structured_grammar cannot be compiled"),
         ({"structured_regex": "(a"}, "rollout.structured_regex cannot be compiled"),
         ({"bad_words": (" ",)}, "rollout.bad_words has ' ', which has no tokens"),
     ],

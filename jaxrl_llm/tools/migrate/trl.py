@@ -37,6 +37,7 @@ GENERATION = {name: f"rollout.{name}" for name in SAME} | {
     "structured_outputs.regex": "rollout.structured_regex",
     "structured_outputs.choice": "rollout.structured_choice",
     "structured_outputs.json": "rollout.structured_json",
+    "structured_outputs.grammar": "rollout.structured_grammar",
 }
 
 

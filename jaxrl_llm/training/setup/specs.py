@@ -32,6 +32,7 @@ from jaxrl_llm.models.transformer import Params
 from jaxrl_llm.rewards.runner import Rewards
 from jaxrl_llm.rollout.constraints import Guide, bad_word_ids, build_automata, check_tokens
 from jaxrl_llm.rollout.engine import Engine, RolloutSpec
+from jaxrl_llm.rollout.grammar import build_grammar
 from jaxrl_llm.rollout.resharded import ReshardedEngine
 from jaxrl_llm.rollout.sampling import SamplingParams
 from jaxrl_llm.training.advantages import AdvantageSpec
@@ -360,7 +361,8 @@ def build_worker(
     guide = Guide(c.structured_regex, tuple(c.structured_choice), c.structured_json)
     automata = build_automata(c.stop, guide, model.tokenizer, vocab, ends)
     spec = replace(rollout_spec(config), sampling=sampling, group_size=group_size)
-    engine = Engine.of(spec, model.net, ends, automata)
+    grammar = build_grammar(c.structured_grammar, model.tokenizer, vocab, ends, "rollout.structured_grammar")
+    engine = Engine.of(spec, model.net, ends, automata=automata, grammar=grammar)
     engine_mesh = rollout_mesh(mesh, c.mesh, model.net.config.kv_heads)
     if engine_mesh != mesh:
         engine = ReshardedEngine(**vars(engine), mesh=engine_mesh, train_mesh=mesh, watch=stopwatch)
