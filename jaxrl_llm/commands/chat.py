@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from jaxrl_llm.commands.generate import MODEL, SAMPLING, prompt_ids, sample_ids
+from jaxrl_llm.commands.generate import MODEL, SAMPLING, engine_of, prompt_ids, sample_ids
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.config.flags import load_options
 from jaxrl_llm.config.schema import Setting
@@ -28,9 +28,6 @@ from jaxrl_llm.distributed import processes
 from jaxrl_llm.distributed.compilation_cache import keep_compiled
 from jaxrl_llm.distributed.sharding import make_mesh
 from jaxrl_llm.models.model import Model, load_model
-from jaxrl_llm.rollout.engine import Engine
-from jaxrl_llm.rollout.sampling import SamplingParams
-from jaxrl_llm.training.setup.specs import eos_ids
 
 HELP = "/reset starts a new conversation, /quit or the end of the input leaves"
 SMALLEST = 64  # tokens of the narrowest prompt that a program is compiled for; wider ones double
@@ -139,22 +136,15 @@ def bucket(length: int) -> int:
     return max(SMALLEST, 1 << (length - 1).bit_length())
 
 
-def answerer(
-    model: Model,
-    max_new_tokens: int = 128,
-    temperature: float = 1.0,
-    top_p: float = 1.0,
-    top_k: int = 0,
-    min_p: float = 0.0,
-    seed: int = 0,
-) -> Callable[[Prompt, int], str]:
+def answerer(model: Model, **settings: Any) -> Callable[[Prompt, int], str]:
     """A function (prompt, turn) that returns the text after a prompt; the settings are those of `generate`.
 
     Turns count from 1 and draw their own random numbers. Prompts are padded to the widths of `bucket`: a conversation
     compiles one program for each width and not one for each turn. The function raises ConfigError for a prompt that is
     with its completion longer than the model's positions.
     """
-    engine = Engine(model.net, SamplingParams(temperature, top_p, top_k, min_p), 1, max_new_tokens, eos_ids(model))
+    engine, seed = engine_of(model, settings), settings.get("seed", 0)
+    max_new_tokens = engine.max_completion_length
     positions = (model.hf_config or {}).get("max_position_embeddings")
 
     def answer(prompt: Prompt, turn: int) -> str:

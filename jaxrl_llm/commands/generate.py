@@ -8,7 +8,7 @@ One completion is printed as it is; several as JSON, one object {"prompt", "comp
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,8 @@ import jax
 from jax.experimental import multihost_utils
 
 from jaxrl_llm.config import ConfigError
+from jaxrl_llm.config.checks import check_structured
+from jaxrl_llm.config.checks import logit_bias as read_logit_bias
 from jaxrl_llm.config.flags import load_options
 from jaxrl_llm.config.schema import Setting
 from jaxrl_llm.data import sources
@@ -25,7 +27,9 @@ from jaxrl_llm.distributed import processes
 from jaxrl_llm.distributed.compilation_cache import keep_compiled
 from jaxrl_llm.distributed.sharding import make_mesh, row_shards, rows_to_global
 from jaxrl_llm.models.model import Model, check_positions, load_model
+from jaxrl_llm.rollout.constraints import Guide, bad_word_ids, build_automata, check_tokens
 from jaxrl_llm.rollout.engine import Engine
+from jaxrl_llm.rollout.grammar import build_grammar
 from jaxrl_llm.rollout.sampling import SamplingParams
 from jaxrl_llm.training.evaluation.run import full_batches
 from jaxrl_llm.training.logging.console import stderr_console, waiting
@@ -39,6 +43,19 @@ SAMPLING = (
     Setting("top_p", 1.0, "Sample from the smallest set of tokens with this probability.", float, above=0, maximum=1),
     Setting("top_k", 0, "Sample from this many most likely tokens; 0 is off.", int, minimum=0),
     Setting("min_p", 0.0, "Drop tokens less likely than this fraction of the likeliest.", float, minimum=0, maximum=1),
+    Setting("repetition_penalty", 1.0, "Penalty on tokens of prompt and completion; 1 is off.", float, above=0),
+    Setting("frequency_penalty", 0.0, "Penalty for each time a token was sampled.", float, minimum=-2, maximum=2),
+    Setting("presence_penalty", 0.0, "Penalty on tokens that were sampled.", float, minimum=-2, maximum=2),
+    Setting("logit_bias", (), "Numbers added to the logits of tokens, each `ID=BIAS`."),
+    Setting("bad_words", (), "Texts that are not sampled."),
+    Setting("min_new_tokens", 0, "Shortest completion, in tokens.", int, minimum=0),
+    Setting("stop", (), "Texts that end a completion, and stay in it."),
+    Setting("stop_token_ids", (), "Tokens that end a completion beside the end of text.", int, minimum=0),
+    Setting("ignore_eos", False, "Sample past the end of text.", bool),
+    Setting("structured_regex", "", "Regular expression that whole completions match."),
+    Setting("structured_choice", (), "Texts of which each completion is one."),
+    Setting("structured_json", "", "JSON schema, a file or the schema itself, that completions are values of."),
+    Setting("structured_grammar", "", "Grammar that completions follow, a file or its text: Lark's syntax, or GBNF."),
     Setting("seed", 0, "Root of the random numbers.", int, minimum=0),
 )
 SAMPLES = Setting("samples", 1, "Completions per prompt.", int, minimum=1)
@@ -73,36 +90,69 @@ def generate(
     min_p: float = 0.0,
     samples: int = 1,
     seed: int = 0,
+    repetition_penalty: float = 1.0,
+    frequency_penalty: float = 0.0,
+    presence_penalty: float = 0.0,
+    logit_bias: Sequence[str] = (),
+    bad_words: Sequence[str] = (),
+    min_new_tokens: int = 0,
+    stop: Sequence[str] = (),
+    stop_token_ids: Sequence[int] = (),
+    ignore_eos: bool = False,
+    structured_regex: str = "",
+    structured_choice: Sequence[str] = (),
+    structured_json: str = "",
+    structured_grammar: str = "",
 ) -> list[str] | list[list[str]]:
     """The completion of each prompt, as text: one a prompt, or a list of `samples` of them when samples > 1.
 
     A prompt is text, or a list of messages, which the tokenizer's chat template renders; the completion is then the
     assistant's message. Special tokens are left out. temperature 0 is greedy. A completion ends with an end-of-text
-    token or after max_new_tokens. Completion i of all draws from `fold_in(key(seed), i)`: the same arguments give the
-    same texts. In a run of several processes all pass the same prompts, share the work and get all texts.
+    token or after max_new_tokens; docs/sampling.md explains the other settings. Completion i of all draws from
+    `fold_in(key(seed), i)`: the same arguments give the same texts. In a run of several processes all pass the same
+    prompts, share the work and get all texts.
 
-    Raises ConfigError: no list of prompts, a setting out of range, or a model without tokenizer.
+    Raises ConfigError: no list of prompts, settings out of range or against each other, or a model without tokenizer.
     """
-    values = {
-        "max_new_tokens": max_new_tokens,
-        "temperature": temperature,
-        "top_p": top_p,
-        "top_k": top_k,
-        "min_p": min_p,
-        "samples": samples,
-        "seed": seed,
-    }
+    values = dict(locals())
     for setting in (*SAMPLING, SAMPLES):
         setting.check(values[setting.name])
     ids = prompt_ids(model, prompts)
     if not ids:
         return []
+    engine = engine_of(model, values, samples)
     longest = max(map(len, ids))
     check_positions(model, longest + max_new_tokens, f"{longest} of a prompt, and max_new_tokens = {max_new_tokens}")
-    sampling = SamplingParams(temperature, top_p, top_k, min_p)
-    engine = Engine(model.net, sampling, samples, max_new_tokens, eos_ids(model))
     texts = [str(decode_completion(model.tokenizer, row, False)) for row in sample_ids(model, engine, ids, seed)]
     return texts if samples == 1 else [texts[i : i + samples] for i in range(0, len(texts), samples)]
+
+
+def engine_of(model: Model, values: Mapping[str, Any], samples: int = 1) -> Engine:
+    """The engine that samples with these values of `SAMPLING`, or its defaults, `samples` completions a prompt.
+
+    Raises ConfigError for settings that contradict each other, or that the model's tokens cannot meet.
+    """
+    values = {setting.name: setting.default for setting in SAMPLING} | dict(values)
+    if values["min_new_tokens"] > values["max_new_tokens"]:
+        raise ConfigError(
+            f"min_new_tokens is {values['min_new_tokens']}, more than max_new_tokens = {values['max_new_tokens']}"
+        )
+    check_structured(values, "", "min_new_tokens")
+    guide = Guide(values["structured_regex"], tuple(values["structured_choice"]), values["structured_json"])
+    bias, vocab = read_logit_bias("logit_bias", values["logit_bias"]), model.net.config.vocab_size
+    check_tokens("logit_bias", [token for token, _ in bias], vocab)
+    check_tokens("stop_token_ids", values["stop_token_ids"], vocab)
+    names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty")
+    sampling = SamplingParams(
+        **{name: values[name] for name in names},
+        logit_bias=bias,
+        bad_words=bad_word_ids("bad_words", values["bad_words"], model.tokenizer),
+        min_tokens=values["min_new_tokens"],
+    )
+    eos = (*(() if values["ignore_eos"] else eos_ids(model)), *values["stop_token_ids"])
+    automata = build_automata(values["stop"], guide, model.tokenizer, vocab, eos, "")
+    grammar = build_grammar(values["structured_grammar"], model.tokenizer, vocab, eos, "structured_grammar")
+    return Engine(model.net, sampling, samples, values["max_new_tokens"], eos, automata=automata, grammar=grammar)
 
 
 def prompt_ids(model: Model, prompts: Any) -> list[list[int]]:

@@ -4,7 +4,7 @@ import inspect
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from jaxrl_llm.config.resolve import ConfigError, closest, resolve, split_options
@@ -35,6 +35,46 @@ def rows_together(config: ConfigDict) -> int:
 def batch_rows(config: ConfigDict) -> int:
     """Rows N of one step: batch.prompts x rollout.group_size, or x rows per data row for offline algorithms."""
     return config.batch.prompts * rows_together(config)
+
+
+def logit_bias(name: str, entries: Sequence[str]) -> tuple[tuple[int, float], ...]:
+    """The pairs (token id, number added to its logit) of the setting `name`, whose entries are `ID=BIAS`.
+
+    Raises ConfigError for an entry of another form, and for a token that has two.
+    """
+    pairs = []
+    for entry in entries:
+        token, _, bias = entry.partition("=")
+        try:
+            pairs.append((int(token), float(bias)))
+        except ValueError:
+            pairs.append((-1, math.nan))
+        if pairs[-1][0] < 0 or not math.isfinite(pairs[-1][1]):
+            raise ConfigError(
+                f"{name} has {entry!r}, but it takes ID=BIAS, a token id and a finite number; bad_words forbids tokens"
+            )
+    if len(ids := [token for token, _ in pairs]) > len(set(ids)):
+        twice = next(token for token in ids if ids.count(token) > 1)
+        raise ConfigError(f"{name} has token {twice} twice: give each token one bias")
+    return tuple(pairs)
+
+
+def check_structured(settings: Mapping[str, Any] | ConfigDict, prefix: str, shortest: str) -> None:
+    """Raises ConfigError for more than one structured_ setting, and beside one for what may leave nothing to sample.
+
+    `prefix` begins the settings' names, and `shortest` is that of the shortest completion.
+    """
+    names = ("structured_regex", "structured_choice", "structured_json", "structured_grammar")
+    guides = [name for name in names if settings[name]]
+    if len(guides) > 1:
+        names = " and ".join(f"{prefix}{name}" for name in guides)
+        raise ConfigError(f"{names} are set, and a completion follows one of them: set one")
+    for name in ("ignore_eos", "bad_words", shortest) if guides else ():
+        if settings[name]:
+            raise ConfigError(
+                f"{prefix}{guides[0]} is {settings[guides[0]]!r}, and {prefix}{name} = {settings[name]!r} may forbid "
+                "all that it allows: say it in the former, and leave the latter out"
+            )
 
 
 def eval_set(entry: Any) -> tuple[str, dict[str, int], dict[str, Any]]:
@@ -148,7 +188,32 @@ def _online(config: ConfigDict) -> Iterator[str]:
             f"algorithm.overlong_buffer is {algorithm.overlong_buffer}, longer than rollout.max_completion_length = "
             f"{rollout.max_completion_length}"
         )
-    if rollout.ignore_eos:
+    if rollout.min_completion_length > rollout.max_completion_length:
+        yield (
+            f"rollout.min_completion_length is {rollout.min_completion_length}, more than "
+            f"rollout.max_completion_length = {rollout.max_completion_length}"
+        )
+    logit_bias("rollout.logit_bias", rollout.logit_bias)  # refuses what cannot be read
+    if rollout.temperature == 0 and algorithm.dynamic_sampling:
+        yield (
+            "rollout.temperature is 0, with which the completions of a prompt are the same and score alike, but "
+            "algorithm.dynamic_sampling samples until they do not: set one of the two"
+        )
+    check_structured(rollout, "rollout.", "min_completion_length")
+    if rollout.structured_grammar:
+        environment = config.environment
+        others = {
+            "rollout.speculative_tokens": rollout.speculative_tokens,
+            "environment.name": environment.name,
+            "environment.tools": environment.tools,
+        }
+        for key, value in others.items():
+            if value:
+                yield (
+                    f"rollout.structured_grammar is set, which the host follows by tokens, but {key} is {value!r}: "
+                    "leave one of them out, or write the grammar as a pattern (structured_regex)"
+                )
+    if rollout.ignore_eos and not (rollout.stop or rollout.stop_token_ids):
         marks_the_end = {
             "algorithm.mask_truncated": algorithm.mask_truncated,
             "algorithm.missing_eos_penalty": algorithm.missing_eos_penalty,

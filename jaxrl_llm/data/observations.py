@@ -18,21 +18,29 @@ QUESTION, TURN, OBSERVATION = "the-question", "the-turn-of-the-assistant", "the-
 class TurnTokenizer:
     """Tokenizes the prompts and observations of episodes.
 
-    eos: ids that end a turn. max_prompt_length: tokens. template_kwargs: options of the chat template. A row gives its
-    prompt, and its own options in the columns tools and chat_template_kwargs.
+    eos: ids that end a turn. max_prompt_length: tokens. template_kwargs: options of the chat template. stops: turns end
+    otherwise too, with stop strings or tokens. A row gives its prompt, and its own options in the columns tools and
+    chat_template_kwargs.
     """
 
     tokenizer: Any
     eos: tuple[int, ...]
     max_prompt_length: int
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    stops: bool = False
 
     def prompt_ids(self, row: Mapping[str, Any], prompt: Any, tools: list[Any]) -> list[int]:
         """The ids of `prompt`, which opens the episode of a row and shows tools (JSON schemas).
 
-        Raises ConfigError for a prompt that is too long, or plain text where there are tools; warns of a template that
+        Raises ConfigError for a prompt that is too long, plain text where there are tools, or messages where turns end
+        with stop strings; warns of a template that
         does not show them.
         """
+        if self.stops and is_conversational(prompt):
+            raise ConfigError(
+                "rollout.stop and stop_token_ids end turns otherwise than the chat template does, which goes on behind "
+                "the end of text: give environments prompts that are plain text, or leave these settings out"
+            )
         options = self._options(row, tools)
         if tools and not is_conversational(prompt):
             raise ConfigError(

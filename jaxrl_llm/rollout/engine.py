@@ -24,6 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxrl_llm.config import ConfigError
 from jaxrl_llm.distributed.sharding import path_name, row_shards
 from jaxrl_llm.models.cast import in_precision
 from jaxrl_llm.models.lora import merge
@@ -31,7 +32,10 @@ from jaxrl_llm.models.mixer import DecodeInputs
 from jaxrl_llm.models.quantize import BYTES, FP8, narrowed, quantized_as
 from jaxrl_llm.models.rope import check_length
 from jaxrl_llm.models.transformer import Net, Params, unstack
+from jaxrl_llm.rollout.automata import NO_AUTOMATA, Automata
+from jaxrl_llm.rollout.grammar import Grammar, GrammarRows
 from jaxrl_llm.rollout.multi_turn import TurnServer, TurnTracker, slots_to_read
+from jaxrl_llm.rollout.processors import processed_logits
 from jaxrl_llm.rollout.sampling import SamplingParams, sample
 from jaxrl_llm.rollout.scheduler import IDLE, Scheduler, SlotGrid
 from jaxrl_llm.rollout.slots import (
@@ -44,7 +48,9 @@ from jaxrl_llm.rollout.slots import (
     finish,
     flat,
     insert_observations,
+    newest_tokens,
     next_tokens,
+    number_states,
     observations_to_come,
     put,
     row_keys,
@@ -85,7 +91,9 @@ class Engine:
     is the decoder's. shrink: the slot grid is replaced when the rows that are left, with none waiting, fit into this
     share of it. weights_dtype: of the matrices, see `cast.in_precision`; None is the net's. speculative_tokens: tokens
     of a row that are proposed and verified beside its newest one; samples are the same, and right ones come at once.
-    compile_work: multiply-adds that a smaller grid must be able to save in a rollout, to be worth compiling.
+    compile_work: multiply-adds that a smaller grid must be able to save in a rollout, to be worth compiling. automata:
+    of stop strings and guided decoding; arguments of the programs, which take no part in what the engine equals.
+    grammar: what completions follow; each step then waits for the host.
     """
 
     net: Net
@@ -100,11 +108,13 @@ class Engine:
     weights_dtype: str | None = None
     speculative_tokens: int = 0
     compile_work: float = 0.0
+    automata: Automata = dataclasses.field(default=NO_AUTOMATA, compare=False)
+    grammar: Grammar | None = dataclasses.field(default=None, compare=False)
 
     @classmethod
-    def of(cls, spec: RolloutSpec, net: Net, eos: tuple[int, ...]) -> "Engine":
-        """The engine of the net with these settings."""
-        return cls(net=net, eos=eos, **vars(spec))
+    def of(cls, spec: RolloutSpec, net: Net, eos: tuple[int, ...], **constraints: Any) -> "Engine":
+        """The engine of the net with these settings; `constraints` are its fields automata and grammar."""
+        return cls(net=net, eos=eos, **vars(spec), **constraints)
 
     @property
     def decoder(self) -> Net:
@@ -143,7 +153,12 @@ class Engine:
         shards, longest = _shards(), self.max_completion_length
         params = self.decoding_params(params)
         keys = row_keys(key, np.uint32(first_row), prompts.shape[0] * self.group_size)
-        all_prompts, rows = prefill(self, params, prompts, segments, keys)
+        automata, in_grammar = self.automata, None
+        if self.grammar is not None:
+            self._check_grammar(turn_server)
+            in_grammar = GrammarRows(self.grammar, prompts.shape[0] * self.group_size)
+            automata = automata._replace(guide=in_grammar.start())
+        all_prompts, rows = prefill(self, params, prompts, segments, keys, automata)
         if limits is not None:
             rows = rows._replace(limit=jnp.minimum(rows.limit, np.asarray(limits).reshape(rows.limit.shape)))
         local = prompts.shape[0] // shards
@@ -188,12 +203,27 @@ class Engine:
                 # For what is left of the last chunk a smaller grid saves less than its program costs to compile.
                 pauses = turns is None and ((shrinks and longest - reached >= self.chunk) or scheduler.waiting.size)
                 pause_at = scheduler.pause_at(live) if pauses else 0
+                if in_grammar is not None:
+                    ahead, guide = 1, in_grammar.next(grid, newest_tokens(slots), lengths, live)
+                    grid_prompts = grid_prompts._replace(automata=automata._replace(guide=guide))
+                    slots = number_states(slots)
                 slots = decode_chunk(self, params, grid_prompts, slots, np.int32(ahead), np.int32(pause_at))
             finished_rows.report(collected)
             if following is None and not busy.any():
                 break
         executed += int(steps) * grid.slots
         return finish(prompts, segments, collect(rows, slots, grid, shards), np.float32(executed))
+
+    def _check_grammar(self, turn_server: TurnServer | None) -> None:
+        """Raises ConfigError for what cannot be together with a grammar, which is followed a token at a time."""
+        others = {
+            "rollout.speculative_tokens": self.speculative_tokens,
+            "an environment": turn_server is not None,
+            "a run of several processes": jax.process_count() > 1,
+        }
+        for name, value in others.items():
+            if value:
+                raise ConfigError(f"a grammar (structured_grammar) is not followed with {name}: leave one of them out")
 
     def _with_room(self, slots: Slots, needed: int) -> Slots:
         """The slots, whose row caches are doubled until they have room for `needed` tokens."""
@@ -235,7 +265,7 @@ def decoding_params(params: Params, decoder: Net) -> Params:
 
 
 @functools.partial(jax.jit, static_argnames="engine")
-def prefill(engine: Engine, params, prompts, segments, keys) -> tuple[Prompts, Rows]:
+def prefill(engine: Engine, params, prompts, segments, keys, automata: Automata = NO_AUTOMATA) -> tuple[Prompts, Rows]:
     """The prompts' caches, and all rows `[B,K]` with their first token, from one forward pass per prompt."""
     shape = (prompts.shape[0], engine.group_size)
     model = engine.decoder.bind(params)
@@ -256,9 +286,11 @@ def prefill(engine: Engine, params, prompts, segments, keys) -> tuple[Prompts, R
         known=jnp.zeros(shape, jnp.int32),
         limit=jnp.full(shape, engine.max_completion_length, jnp.int32),
         finished=jnp.zeros(shape, bool),
+        stop_state=None if automata.stop is None else jnp.zeros(shape, jnp.int32),
+        guide_state=None if automata.guide is None else jnp.zeros(shape, jnp.int32),
     )
-    no_proposals = jnp.zeros((*shape, 0), jnp.int32)
-    return Prompts(cache, prompts, segments != 0), _append(engine, rows, keys.reshape(shape), logits, no_proposals, 0)
+    no_proposals, all_prompts = jnp.zeros((*shape, 0), jnp.int32), Prompts(cache, prompts, segments != 0, automata)
+    return all_prompts, _append(engine, all_prompts, rows, keys.reshape(shape), logits, no_proposals, 0)
 
 
 @functools.partial(jax.jit, static_argnames=("engine", "capacity"))
@@ -275,7 +307,8 @@ def assign(
     prompts = all_prompts
     if not everyone:  # of all rows at once the caches of the prompts are read where they are
         cache = jax.tree.map(lambda x: take(x, grid.prompt, axis), all_prompts.cache)
-        prompts = Prompts(cache, *(take(x, grid.prompt, 0) for x in (all_prompts.tokens, all_prompts.mask)))
+        tokens, mask = (take(x, grid.prompt, 0) for x in (all_prompts.tokens, all_prompts.mask))
+        prompts = all_prompts._replace(cache=cache, tokens=tokens, mask=mask)
     if slots is None:
         cache = engine.decoder.empty_caches(prompts.cache, r, capacity)
     else:
@@ -289,7 +322,7 @@ def assign(
     def assigned(x):
         return take(x, jnp.maximum(grid.row, 0).reshape(shards, -1), 0).reshape(shards * g, r, *x.shape[1:])
 
-    grid_rows = Rows(*(assigned(flat(x, 0)) for x in rows))
+    grid_rows = jax.tree.map(lambda x: assigned(flat(x, 0)), rows)
     grid_rows = grid_rows._replace(finished=grid_rows.finished | (grid.row == IDLE).reshape(shards * g, r))
     return prompts, Slots(cache, grid_rows, assigned(keys), jnp.zeros((), jnp.int32), capacity)
 
@@ -312,7 +345,7 @@ def decode_chunk(engine: Engine, params, prompts: Prompts, slots: Slots, steps, 
         inputs = DecodeInputs(positions.reshape(by_prompt), prompts.mask, rows.length - 1)
         hidden, cache = model.decode(tokens.reshape(by_prompt), inputs, prompts.cache, slots.cache)
         logits = model.logits(hidden).reshape(*tokens.shape, -1)
-        rows = _append(engine, rows, slots.keys, logits, tokens[..., 1:], slots.capacity)
+        rows = _append(engine, prompts, rows, slots.keys, logits, tokens[..., 1:], slots.capacity)
         return Slots(cache, rows, slots.keys, slots.steps + 1, slots.capacity)
 
     def more(slots: Slots):
@@ -326,7 +359,7 @@ def decode_chunk(engine: Engine, params, prompts: Prompts, slots: Slots, steps, 
     return jax.lax.while_loop(more, step, slots)
 
 
-def _append(engine: Engine, rows: Rows, keys, logits, proposed, capacity: int) -> Rows:
+def _append(engine: Engine, prompts: Prompts, rows: Rows, keys, logits, proposed, capacity: int) -> Rows:
     """The rows with the tokens that follow in those that go on: observed ones, or drawn from logits `[G,R,W,V]`.
 
     The first of W always follows. Each other one was computed behind a proposed token, one of `[G,R,W-1]`, and follows
@@ -336,10 +369,27 @@ def _append(engine: Engine, rows: Rows, keys, logits, proposed, capacity: int) -
     places = rows.length[..., None] + jnp.arange(width)
     draw = jax.vmap(lambda key, place: jax.random.uniform(jax.random.fold_in(key, place)), (None, 0))
     uniforms = jax.vmap(draw)(keys.reshape(-1), places.reshape(-1, width))
-    drawn = sample(logits.reshape(-1, logits.shape[-1]), uniforms.reshape(-1), engine.sampling)
+    by_draw, automata, processed = (-1, logits.shape[-1]), prompts.automata, None
+    if engine.sampling.processes:
+        processed = processed_logits(logits, engine.sampling, prompts, rows, proposed, engine.eos)
+    guide_states = stop_states = None
+    if automata.guide is not None:
+        guide_states = automata.guide.before(rows.guide_state, proposed, places < rows.known[..., None])
+        allowed = automata.guide.allows(guide_states, logits.shape[-1])
+        processed = jnp.where(allowed, logits.astype(jnp.float32) if processed is None else processed, -jnp.inf)
+    if processed is not None:
+        processed = processed.reshape(by_draw)
+    drawn = sample(logits.reshape(by_draw), uniforms.reshape(-1), engine.sampling, processed)
     tokens, logps = (x.reshape(places.shape) for x in drawn)
     observed = places < rows.known[..., None]
     ends = ~observed & jnp.isin(tokens, jnp.asarray(engine.eos, jnp.int32))
+    if automata.stop is not None:
+        stop_states = automata.stop.before(rows.stop_state, proposed, observed)
+        stop_states = automata.stop.step(stop_states, tokens)
+        ends |= ~observed & (stop_states < 0) & (places + 1 >= engine.sampling.min_tokens)
+        stop_states = automata.stop.behind(stop_states, observed)
+    if automata.guide is not None:
+        guide_states = automata.guide.behind(automata.guide.step(guide_states, tokens), observed)
     right = (observed[..., :-1] | (tokens[..., :-1] == proposed)) & ~ends[..., :-1]
     fits = (places < rows.limit[..., None]) & (places <= capacity)
     follows = [~ended(rows)]
@@ -347,11 +397,22 @@ def _append(engine: Engine, rows: Rows, keys, logits, proposed, capacity: int) -
         follows.append(follows[-1] & right[..., number - 1] & fits[..., number])
     follows = jnp.stack(follows, axis=-1)
     written = jnp.where(follows & ~observed, places, rows.tokens.shape[-1])  # past the end: dropped
+
+    def state(before, behind):
+        """The state behind the last token that follows."""
+        if behind is None:
+            return None
+        count = follows.sum(-1, keepdims=True)
+        last = jnp.take_along_axis(behind, jnp.maximum(count - 1, 0), axis=-1)
+        return jnp.where(count > 0, last, before[..., None])[..., 0]
+
     return rows._replace(
         tokens=set_places(rows.tokens, written, tokens),
         logps=set_places(rows.logps, written, logps),
         length=rows.length + follows.sum(-1),
         finished=rows.finished | (follows & ends).any(-1),
+        stop_state=state(rows.stop_state, stop_states),
+        guide_state=state(rows.guide_state, guide_states),
     )
 
 
@@ -365,7 +426,7 @@ def read_observations(engine: Engine, params, prompts: Prompts, slots: Slots, in
     g, r = slots.rows.length.shape
     # One row of each of m prompts: slots that read, and whose prompts are taken along, are few.
     index_in = jnp.minimum(index, g * r // shards - 1)
-    rows = Rows(*(take(flat(x, 0), index_in, 0) for x in slots.rows))
+    rows = jax.tree.map(lambda x: take(flat(x, 0), index_in, 0), slots.rows)
     prompt = jax.tree.map(lambda x: take(x, index_in // r, axis), prompts.cache)
     cache = jax.tree.map(lambda x: jnp.expand_dims(take(flat(x, axis), index_in, axis), axis + 1), slots.cache)
     mask, (places, tokens) = take(prompts.mask, index_in // r, 0), next_tokens(rows, width)

@@ -10,27 +10,57 @@ BLOCK = 128  # tokens per block of the two-level inverse CDF
 
 @dataclasses.dataclass(frozen=True)
 class SamplingParams:
-    """Temperature and filters, which act in the order temperature, top_k, top_p, min_p; temperature 0 is greedy."""
+    """Temperature and filters, which act in the order temperature, top_k, top_p, min_p; temperature 0 is greedy.
+
+    The others act on the logits before (processors.py). logit_bias: pairs of a token id and what is added to its logit.
+    bad_words: sequences of token ids that are not sampled. min_tokens: tokens of a completion before it may end.
+    """
 
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
     min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    min_tokens: int = 0
+
+    @property
+    def greedy(self) -> "SamplingParams":
+        """The same of the likeliest tokens: temperature 0, at which no filter changes anything."""
+        return dataclasses.replace(self, temperature=0.0, top_p=1.0, top_k=0, min_p=0.0)
+
+    @property
+    def logps_temperature(self) -> float:
+        """The temperature of log-probs, the sampler's and the trainer's: 1 where sampling is greedy."""
+        return self.temperature or 1.0
+
+    @property
+    def processes(self) -> bool:
+        """True where logits are changed before the temperature."""
+        penalties = (self.repetition_penalty, self.frequency_penalty, self.presence_penalty)
+        return penalties != (1.0, 0.0, 0.0) or bool(self.logit_bias or self.bad_words or self.min_tokens)
 
 
-def sample(logits, uniforms, sampling: SamplingParams):
+def sample(logits, uniforms, sampling: SamplingParams, processed=None):
     """Tokens `[M]` and their fp32 log-probs `[M]`, from logits `[M,V]` and one uniform number in [0,1) per row.
 
-    The log-prob is over the full vocabulary at the sampling temperature, also under a filter, so that it is the number
-    a trainer computes (greedy: temperature 1).
+    The log-prob is over the full vocabulary at the sampling temperature, also under a filter and where tokens are drawn
+    from `processed` logits, so that it is the number a trainer computes (greedy: temperature 1).
     """
-    logits = logits.astype(jnp.float32) / (sampling.temperature or 1.0)
+    logits = logits.astype(jnp.float32) / sampling.logps_temperature
     top = logits.max(-1, keepdims=True)
     shares = jnp.exp(logits - top)  # the only exponentials over the vocabulary: nothing below needs them to sum to 1
+    drawn_from, drawn_shares = logits, shares
+    if processed is not None:
+        drawn_from = processed / sampling.logps_temperature
+        drawn_shares = jnp.exp(drawn_from - drawn_from.max(-1, keepdims=True))
     if sampling.temperature == 0:
-        tokens = jnp.argmax(logits, axis=-1)
+        tokens = jnp.argmax(drawn_from, axis=-1)
     else:
-        tokens = inverse_cdf(kept_shares(shares, sampling), uniforms)
+        tokens = inverse_cdf(kept_shares(drawn_shares, sampling), uniforms)
     chosen = jnp.take_along_axis(logits, tokens[:, None], axis=-1) - top
     return tokens.astype(jnp.int32), chosen[:, 0] - jnp.log(_blocks(shares).sum(-1).sum(-1))
 

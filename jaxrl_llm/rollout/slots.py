@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from jaxrl_llm.distributed.sharding import constrain
+from jaxrl_llm.rollout.automata import NO_AUTOMATA, Automata
 from jaxrl_llm.rollout.scheduler import IDLE, SlotGrid
 
 
@@ -22,6 +23,7 @@ class Prompts(NamedTuple):
     cache: Any  # the mixers' caches, a tuple of one a run of layers
     tokens: jax.Array  # [G,P]
     mask: jax.Array  # [G,P] False on padding
+    automata: Automata = NO_AUTOMATA  # that every row is read by
 
 
 class Rows(NamedTuple):
@@ -33,7 +35,9 @@ class Rows(NamedTuple):
     length: jax.Array  # tokens so far
     known: jax.Array  # tokens so far, and the observation tokens that come next
     limit: jax.Array  # the most tokens
-    finished: jax.Array  # ended with an end-of-text token
+    finished: jax.Array  # ended with an end-of-text token, or a stop string
+    stop_state: jax.Array | None = None  # of the automaton for stop strings, where there is one
+    guide_state: jax.Array | None = None
 
 
 @functools.partial(
@@ -62,7 +66,7 @@ class Rollout(NamedTuple):
     mask: jax.Array  # [N,T] float32, 1 on sampled tokens, the end-of-text token included
     sample_logps: jax.Array  # [N,T], 0 outside the mask
     lengths: jax.Array  # [N] tokens of the completion, sampled or observed
-    finished: jax.Array  # [N] ended with an end-of-text token (not truncated at max_completion_length)
+    finished: jax.Array  # [N] ended with an end-of-text token or stop string (not truncated at max_completion_length)
     steps: jax.Array  # [N] float32, the decode steps of all slots, idle ones included, in equal shares
 
 
@@ -140,6 +144,8 @@ def insert_observations(slots: Slots, tokens, counts, truncated) -> Slots:
         known=jnp.where(counts > 0, rows.length + counts, rows.known),
         limit=jnp.where(truncated, rows.length, rows.limit),
         finished=rows.finished & (counts == 0) & ~truncated,
+        stop_state=None if rows.stop_state is None else jnp.where(counts > 0, 0, rows.stop_state),
+        guide_state=None if rows.guide_state is None else jnp.where(counts > 0, 0, rows.guide_state),
     )
     return slots.replace(rows=rows)
 
@@ -151,6 +157,20 @@ def status(slots: Slots):
     if jax.sharding.get_abstract_mesh().empty:
         return numbers
     return jax.lax.with_sharding_constraint(numbers, PartitionSpec())
+
+
+@jax.jit
+def newest_tokens(slots: Slots):
+    """The last token `[G,R]` of each row."""
+    return next_tokens(slots.rows, 1)[1][..., 0]
+
+
+@functools.partial(jax.jit, donate_argnames="slots")
+def number_states(slots: Slots) -> Slots:
+    """The slots, each in the state of a guide that has its number."""
+    shape = slots.rows.length.shape
+    states = jnp.arange(shape[0] * shape[1], dtype=jnp.int32).reshape(shape)
+    return slots.replace(rows=slots.rows._replace(guide_state=states))
 
 
 @jax.jit

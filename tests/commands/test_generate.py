@@ -60,6 +60,27 @@ def test_defaults_are_those_of_the_flags():
     assert {flag.name: flag.default for flag in (*module.SAMPLING, module.SAMPLES)} == dict(list(defaults.items())[2:])
 
 
+@pytest.mark.slow
+def test_penalties_and_guides(model):
+    assert jaxrl_llm.generate(model, PROMPTS[:1], 12, temperature=0, stop_token_ids=(ord("2"),)) == ["12"]
+    (text,) = jaxrl_llm.generate(model, PROMPTS[:1], 12, temperature=0, bad_words=("24",), frequency_penalty=2.0)
+    assert text.startswith("12") and "24" not in text
+    biased = {"logit_bias": (f"{ord('7')}=100",), "min_new_tokens": 3}
+    (text,) = jaxrl_llm.generate(model, PROMPTS[:1], 12, temperature=0, **biased)
+    assert text.startswith("777")
+    schema = '{"type": "array", "items": {"enum": [7, 12]}, "maxItems": 2, "minItems": 1}'
+    (text,) = jaxrl_llm.generate(model, PROMPTS[:1], 40, temperature=0, structured_json=schema)
+    assert set(json.loads(text)) <= {7, 12}
+
+
+def test_a_stop_string_and_settings_against_each_other(model):
+    assert jaxrl_llm.generate(model, PROMPTS[:1], 12, temperature=0, stop=("24",)) == ["124"]  # without it 1248
+    with pytest.raises(ConfigError, match="min_new_tokens is 5, more than max_new_tokens = 4"):
+        jaxrl_llm.generate(model, PROMPTS, 4, min_new_tokens=5)
+    with pytest.raises(ConfigError, match="structured_regex is 'a', and ignore_eos = True may forbid"):
+        jaxrl_llm.generate(model, PROMPTS, structured_regex="a", ignore_eos=True)
+
+
 def test_samples_are_lists_and_depend_on_the_seed_only(model):
     texts = jaxrl_llm.generate(model, PROMPTS, 8, samples=3, seed=1)
     assert [len(group) for group in texts] == [3, 3, 3, 3]

@@ -80,7 +80,9 @@ def test_allowed_in_words(key, allowed):
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("rollout.temperature", 0.0),
+        ("rollout.temperature", -0.5),
+        ("rollout.repetition_penalty", 0.0),
+        ("rollout.presence_penalty", 2.5),
         ("rollout.temperature", float("nan")),
         ("rollout.temperature", float("inf")),
         ("rollout.temperature", "hot"),
@@ -253,7 +255,7 @@ def test_override(arguments, name, value):
         (["--config.temperature=1"], ["closest is --config.rollout.temperature"]),
         (["--config.foo.bar=1"], ["unknown flag --config.foo.bar", "closest is --config."]),
         (["--temperature=1"], ["closest is --config.rollout.temperature"]),
-        (["--config.rollout.temperature=hot"], ["rollout.temperature is 'hot'", "a number > 0"]),
+        (["--config.rollout.temperature=hot"], ["rollout.temperature is 'hot'", "a number >= 0"]),
         (["--config.rollout.top_k=1.5"], ["rollout.top_k is '1.5'", "an integer >= 0"]),
         (["--config.data.shuffle=maybe"], ["data.shuffle is 'maybe'", "true or false"]),
         (["--config.algorithm.kl=k9"], ["'k9'", "k3, k1, abs, k2"]),

@@ -628,12 +628,47 @@ def test_kto_and_grpo_of_axolotl():
             "ref_mixup_alpha": 0.9,
             "importance_correction": "sequence_mask",
         },
-        rollout={"group_size": 4, "max_completion_length": 256},
+        rollout={"group_size": 4, "max_completion_length": 256, "repetition_penalty": 1.1},
         rewards={"functions": ("rewards.format_reward", "rewards.correctness_reward"), "weights": (1.0, 2.0)},
         batch={"prompts": 8, "microbatch_rows": 8},
         data={"sources": ({"path": "openai/gsm8k", "name": "main", "type": "rewards.oai_gsm8k_transform"},)},
     )
-    assert "trl.repetition_penalty = 1.1 has no equivalent" in text
+    assert "repetition_penalty" in text and "has no equivalent" not in text
+
+
+def test_sampling_of_trl_verl_and_axolotl(tmp_path):
+    """generation_kwargs under the names of transformers and vLLM, patterns, and greedy training."""
+    keys = {"model_name_or_path": "m", "dataset_name": "d", "reward_funcs": ["r"], "num_generations": 4}
+    said = {
+        **{"presence_penalty": 0.5, "stop": "</s>", "stop_token_ids": [3], "min_new_tokens": 4, "bad_words": ["no"]},
+        **{"logit_bias": {"7": -2.5}, "do_sample": False, "best_of": 2},
+    }
+    file = written(tmp_path, "one.json", keys | {"repetition_penalty": 1.2, "generation_kwargs": said})
+    config, text = migrate(file, trainer="grpo", devices=1)
+    expect(
+        config,
+        rollout={
+            "repetition_penalty": 1.2,
+            "presence_penalty": 0.5,
+            "stop": ("</s>",),
+            "stop_token_ids": (3,),
+            "min_completion_length": 4,
+            "logit_bias": ("7=-2.5",),
+            "bad_words": ("no",),
+            "temperature": 0.0,
+        },
+    )
+    assert "generation_kwargs: best_of = 2 has no equivalent" in text
+    schema = {"structured_outputs": {"json": {"type": "integer"}}}
+    config, _ = migrate(written(tmp_path, "two.json", keys | {"generation_kwargs": schema}), trainer="grpo", devices=1)
+    assert config.rollout.structured_json == '{"type": "integer"}'
+    pattern = written(tmp_path, "three.json", keys | {"vllm_structured_outputs_regex": "[ab]{3}"})
+    assert migrate(pattern, trainer="grpo", devices=1)[0].rollout.structured_regex == "[ab]{3}"
+    axolotl = (FILES / "axolotl_grpo.yaml").read_text(encoding="utf-8")
+    more = "trl:\n  generation_kwargs: {frequency_penalty: 0.2}\n  vllm_guided_decoding_regex: 'a+'\n"
+    file = written(tmp_path, "four.yaml", axolotl.replace("trl:\n", more))
+    expect(migrate(file, devices=2)[0], rollout={"frequency_penalty": 0.2, "structured_regex": "a+"})
+    assert from_verl(tmp_path, "actor_rollout_ref.rollout.do_sample=False").rollout.temperature == 0
 
 
 @pytest.mark.parametrize(

@@ -39,12 +39,20 @@ MEMORY = (
     "algorithm.entropy_controller=adaptive", "algorithm.entropy_target=5", "algorithm.dynamic_sampling=true",
     "algorithm.max_sampling_rounds=2", "algorithm.replay_groups=3", "algorithm.loss=clip_cov(lower=0.01, fraction=0.1)",
 )  # fmt: skip
+SAMPLING = (
+    *PLAIN, "rollout.repetition_penalty=1.2", "rollout.presence_penalty=0.2", "rollout.stop=77",
+    "rollout.structured_regex=[0-9]{2,7}", "rollout.speculative_tokens=1",
+)  # fmt: skip
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "kill_at"),
-    [pytest.param(PLAIN, 11, id="plain"), pytest.param(MEMORY, 21, id="memory")],
+    [
+        pytest.param(SAMPLING, 11, id="sampling"),
+        pytest.param(PLAIN, 11, id="plain"),
+        pytest.param(MEMORY, 21, id="memory"),
+    ],
 )
 def test_killed_and_resumed_equals_undisturbed(run_python, root, tmp_path, monkeypatch, arguments, kill_at):
     (tmp_path / "rewards.py").write_text(REWARDS)

@@ -22,6 +22,7 @@ CONVERT: dict[str, Callable[[Any], Any]] = {
     "gradient_checkpointing": lambda on: "block" if on else "none",
     "chat_template_kwargs": lambda options: ", ".join(f"{name}={value!r}" for name, value in options.items()),
     "top_k": _top_k,
+    "stop_token_id": lambda token: (int(token),),
     "actor_rollout_ref.rollout.top_k": _top_k,
     "reward_weights": tuple,
     "loss_weights": tuple,

@@ -1,11 +1,12 @@
 """The rules for TRL: its keys that make one of ours together, and its trainers."""
 
+import json
 import math
 from collections.abc import Callable
 
 from jaxrl_llm.config.resolve import ConfigError, closest
 from jaxrl_llm.tools.migrate import shared, trl_run
-from jaxrl_llm.tools.migrate.draft import Draft, Options, RefusedError, Source
+from jaxrl_llm.tools.migrate.draft import OURS, Draft, Options, RefusedError, Source, short
 from jaxrl_llm.tools.migrate.losses import set_loss, with_options
 from jaxrl_llm.tools.migrate.table import defaults, rules
 
@@ -20,6 +21,23 @@ MEANS = {
     "luspo": "sequence_sum",
     "bnpo": "microbatch_token",
     "dr_grpo": "constant",
+}
+
+SAME = (
+    "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty",
+    "bad_words", "stop", "stop_token_ids", "ignore_eos",
+)  # fmt: skip
+# Entries of generation_kwargs whose value is that of a key of ours.
+GENERATION = {name: f"rollout.{name}" for name in SAME} | {
+    "stop_strings": "rollout.stop",
+    "min_tokens": "rollout.min_completion_length",
+    "min_new_tokens": "rollout.min_completion_length",
+    "max_tokens": "rollout.max_completion_length",
+    "max_new_tokens": "rollout.max_completion_length",
+    "structured_outputs.regex": "rollout.structured_regex",
+    "structured_outputs.choice": "rollout.structured_choice",
+    "structured_outputs.json": "rollout.structured_json",
+    "structured_outputs.grammar": "rollout.structured_grammar",
 }
 
 
@@ -52,6 +70,8 @@ def convert(source: Source, options: Options) -> Draft:
 def apply(draft: Draft, trainer: str, options: Options) -> Draft:
     """Return the draft with everything that TRL's keys say, for one of its trainers."""
     draft.set_direct("trl")
+    if draft.get("generation_kwargs") and "rollout.group_size" in draft.values:
+        _generation(draft, "generation_kwargs")
     _model(draft)
     _data(draft, trainer)
     devices = options.devices or int(draft.get("num_processes") or 0)
@@ -63,6 +83,33 @@ def apply(draft: Draft, trainer: str, options: Options) -> Draft:
     trl_run.length(draft, trainer, updates, options)
     trl_run.learning_rate(draft, updates)
     return draft
+
+
+def _generation(draft: Draft, key: str) -> None:
+    """Set how completions are sampled from a dictionary under the names of transformers and of vLLM."""
+    values = draft.get(key)
+    entries = dict(values) if isinstance(values, dict) else {}
+    if not entries:
+        draft.check(f"{key} = {short(values)} is no dictionary that the file spells out: set rollout.* as it says")
+    for name in ("guided_decoding", "structured_outputs"):
+        nested = entries.pop(name, None)
+        entries |= (
+            {f"structured_outputs.{kind}": value for kind, value in nested.items()} if isinstance(nested, dict) else {}
+        )
+    for name, value in entries.items():
+        ours = GENERATION.get(name)
+        if name == "do_sample":
+            draft.set("rollout.temperature", None if value else 0.0, key)
+        elif name == "logit_bias":
+            draft.set("rollout.logit_bias", tuple(f"{token}={bias}" for token, bias in value.items()), key)
+        elif ours is None:
+            draft.check(f"{key}: {name} = {short(value)} has no equivalent")
+        elif OURS[ours].many:
+            draft.set(ours, tuple(value) if isinstance(value, list | tuple) else (value,), key)
+        elif ours == "rollout.structured_json":
+            draft.set(ours, value if isinstance(value, str) else json.dumps(value), key)
+        else:
+            draft.set(ours, max(value, 0) if name == "top_k" else value, key)
 
 
 def _model(draft: Draft) -> None:

@@ -157,6 +157,8 @@ def _online(draft: Draft, gpus: int) -> None:
     _advantage(draft)
     _divergence(draft)
     _rewards(draft)
+    if draft.sets(key := f"{R}.do_sample"):
+        draft.set("rollout.temperature", None if draft.get(key) else 0.0, key)
     if draft.sets(key := f"{R}.max_num_seqs") and draft.get(key):
         draft.use(key)
         slots = int(draft.get(key)) * gpus

@@ -177,7 +177,7 @@ def compile_logps(
     online, rows = config.algorithm.name not in OFFLINE, batch_rows(config)
     ints = rows_shape(mesh, (rows, widths[1]), jnp.int32)
     microbatch, shards = config.batch.microbatch_rows or rows // config.batch.minibatches, row_shards(mesh)
-    first, temperature = (widths[0], config.rollout.temperature) if online else (0, 1.0)
+    first, temperature = (widths[0], config.rollout.temperature or 1.0) if online else (0, 1.0)
     inputs = Inputs(ints, ints, layout=layouts.forward, prompt_width=first)
     arguments, trips = (inputs, temperature, microbatch, shards), layouts.forward_trips
     if (online and old_logps_of(config) == "trainer") or offline_spec(config, widths[1]).running_mean:

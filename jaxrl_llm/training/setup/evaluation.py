@@ -164,7 +164,7 @@ def _sampled_evaluations(
         stopwatch = Stopwatch(within=watch)
         return build_worker(config, model, grader, mesh, sampling, group_size, every, stopwatch, environments)
 
-    greedy = sampler(SamplingParams(temperature=0.0), 1) if spec.greedy else None
+    greedy = sampler(spec.sampling.greedy, 1) if spec.greedy else None
     # Sets with as many samples share a sampler, and its compiled program.
     sampled = {count: sampler(spec.sampling, count) for count in {named.samples for named in sets}}
     return [

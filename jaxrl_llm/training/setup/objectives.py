@@ -76,7 +76,7 @@ def policy_spec(config) -> PolicySpec:
         importance_max=algorithm.importance_max,
         importance_min=algorithm.importance_min,
         off_policy_mask_threshold=algorithm.off_policy_mask_threshold,
-        temperature=rollout.temperature,
+        temperature=rollout.temperature or 1.0,  # greedy samples have log-probs too
         max_completion_length=rollout.max_completion_length,
         microbatch_rows=config.batch.microbatch_rows,
     )

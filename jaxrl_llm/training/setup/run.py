@@ -373,7 +373,7 @@ def _online(
 
     worker = worker_of(training_sampling(config), rollout.group_size)
     check_correction(config, worker.engine)
-    greedy = worker_of(SamplingParams(temperature=0.0), 1) if advantages.asks_for("greedy_scores") else None
+    greedy = worker_of(training_sampling(config).greedy, 1) if advantages.asks_for("greedy_scores") else None
     reference = replay = None
     if needs_reference(config):
         settings, lora = reference_spec(config), model.net.config.lora

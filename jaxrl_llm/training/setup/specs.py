@@ -17,6 +17,7 @@ from jaxrl_llm.algorithms.batch import Inputs
 from jaxrl_llm.algorithms.controllers import AdaptiveEntropy, Controllers
 from jaxrl_llm.algorithms.kl import AdaptiveKL, FixedKL
 from jaxrl_llm.config import ConfigError, rows_together
+from jaxrl_llm.config.checks import logit_bias
 from jaxrl_llm.config.resolve import split_options
 from jaxrl_llm.config.schema import OFFLINE
 from jaxrl_llm.data.loading import DataSpec
@@ -29,7 +30,9 @@ from jaxrl_llm.models.cast import draws_from_another
 from jaxrl_llm.models.model import Model, check_positions
 from jaxrl_llm.models.transformer import Params
 from jaxrl_llm.rewards.runner import Rewards
+from jaxrl_llm.rollout.constraints import Guide, bad_word_ids, build_automata, check_tokens
 from jaxrl_llm.rollout.engine import Engine, RolloutSpec
+from jaxrl_llm.rollout.grammar import build_grammar
 from jaxrl_llm.rollout.resharded import ReshardedEngine
 from jaxrl_llm.rollout.sampling import SamplingParams
 from jaxrl_llm.training.advantages import AdvantageSpec
@@ -238,7 +241,7 @@ def learner_spec(config) -> LearnerSpec:
     c = config.algorithm
     return LearnerSpec(
         old_logps=old_logps_of(config),
-        temperature=config.rollout.temperature,
+        temperature=training_sampling(config).logps_temperature,
         kl_in_reward=c.kl_in_reward,
         reward_beta=c.reward_beta,
         full_kl=c.kl == "full",
@@ -287,18 +290,32 @@ def offline_spec(config, width: int) -> OfflineSpec:
 def training_sampling(config) -> SamplingParams:
     """The sampling parameters of the run."""
     c = config.rollout
-    return SamplingParams(c.temperature, c.top_p, c.top_k, c.min_p)
+    return SamplingParams(
+        temperature=c.temperature,
+        top_p=c.top_p,
+        top_k=c.top_k,
+        min_p=c.min_p,
+        repetition_penalty=c.repetition_penalty,
+        frequency_penalty=c.frequency_penalty,
+        presence_penalty=c.presence_penalty,
+        logit_bias=logit_bias("rollout.logit_bias", c.logit_bias),
+        min_tokens=c.min_completion_length,
+    )
 
 
 def eval_sampling(config) -> SamplingParams:
     """The sampling parameters of an evaluation: those of the run, save what `eval` sets itself."""
-    c, run = config.eval, training_sampling(config)
-    return SamplingParams(
-        run.temperature if c.temperature is None else c.temperature,
-        run.top_p if c.top_p is None else c.top_p,
-        run.top_k if c.top_k is None else c.top_k,
-        run.min_p,
-    )
+    c = config.eval
+    own = {
+        "temperature": c.temperature,
+        "top_p": c.top_p,
+        "top_k": c.top_k,
+        "min_p": c.min_p,
+        "repetition_penalty": c.repetition_penalty,
+        "frequency_penalty": c.frequency_penalty,
+        "presence_penalty": c.presence_penalty,
+    }
+    return replace(training_sampling(config), **{name: value for name, value in own.items() if value is not None})
 
 
 def rollout_spec(config) -> RolloutSpec:
@@ -333,11 +350,19 @@ def build_worker(
     open_episodes = external = None
     if environments is not None:
         options = split_options(f"_({config.data.chat_template_kwargs})")[1]
-        turns = TurnTokenizer(model.tokenizer, eos, limit, options)
+        turns = TurnTokenizer(model.tokenizer, eos, limit, options, stops=bool(c.stop or c.stop_token_ids))
         open_episodes = partial(EpisodeBatch.open, environments, turns)
         examples = None  # environments and tools may lengthen prompts
-    ends = () if c.ignore_eos else eos
-    engine = Engine.of(replace(rollout_spec(config), sampling=sampling, group_size=group_size), model.net, ends)
+    vocab = model.net.config.vocab_size
+    check_tokens("rollout.logit_bias", [token for token, _ in sampling.logit_bias], vocab)
+    check_tokens("rollout.stop_token_ids", c.stop_token_ids, vocab)
+    ends = (*(() if c.ignore_eos else eos), *c.stop_token_ids)
+    sampling = replace(sampling, bad_words=bad_word_ids("rollout.bad_words", c.bad_words, model.tokenizer))
+    guide = Guide(c.structured_regex, tuple(c.structured_choice), c.structured_json)
+    automata = build_automata(c.stop, guide, model.tokenizer, vocab, ends)
+    spec = replace(rollout_spec(config), sampling=sampling, group_size=group_size)
+    grammar = build_grammar(c.structured_grammar, model.tokenizer, vocab, ends, "rollout.structured_grammar")
+    engine = Engine.of(spec, model.net, ends, automata=automata, grammar=grammar)
     engine_mesh = rollout_mesh(mesh, c.mesh, model.net.config.kv_heads)
     if engine_mesh != mesh:
         engine = ReshardedEngine(**vars(engine), mesh=engine_mesh, train_mesh=mesh, watch=stopwatch)
@@ -355,7 +380,8 @@ def build_worker(
         width = limit  # what a function returns as prompts is its own
 
         def policy_logps(params: Params, inputs: Inputs):
-            return scored_logps(engine.net, params, inputs, c.temperature, len(inputs.tokens), row_shards(mesh))
+            temperature = training_sampling(config).logps_temperature
+            return scored_logps(engine.net, params, inputs, temperature, len(inputs.tokens), row_shards(mesh))
 
         external = ExternalRollout(function, engine, model.tokenizer, mesh, width, policy_logps)
     return RolloutWorker(engine, rewards, model.tokenizer, mesh, width, stopwatch, open_episodes, external)

@@ -1,0 +1,243 @@
+"""What completions must and may not contain, from texts of the configuration to tokens; host side.
+
+Stop strings and guides become automata over bytes, and these, with the bytes of each token, automata over tokens: a
+stop string is found and a guide is kept to however the text is cut into tokens. Guides are compiled by outlines-core
+(Apache 2.0, no further packages, wheels for each Python and system; the DFA is that of Rust's regex-automata).
+"""
+
+import functools
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+from jaxrl_llm.config import ConfigError
+from jaxrl_llm.rollout.automata import NO_AUTOMATA, Automata, Automaton
+
+MOST_TRANSITIONS = 1 << 28  # states x tokens of an automaton: 32 MB of bits, some seconds of work
+TOKENS_AT_ONCE = 4096
+DEAD = -1
+
+
+def setting_text(value: str, is_text: bool, name: str) -> str:
+    """The text of a setting that is a file or its text; raises ConfigError for a file that cannot be read."""
+    if is_text or not value:
+        return value
+    try:
+        return Path(value).expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{name} cannot be read: {' '.join(str(error).split())[:300]}") from error
+
+
+class Guide(NamedTuple):
+    """What completions are: a regular expression, texts to choose from, or a JSON schema (a file, or itself)."""
+
+    regex: str = ""
+    choice: tuple[str, ...] = ()
+    json: str = ""
+
+
+class ByteAutomaton(NamedTuple):
+    """Transitions of S states by bytes; state 0 is the first."""
+
+    next: np.ndarray  # [S,256] DEAD where there is none
+    found: np.ndarray  # [S,256] True where a stop string ends
+    final: np.ndarray  # [S] True where a text may end
+
+
+def bad_word_ids(name: str, words: Sequence[str], tokenizer: Any) -> tuple[tuple[int, ...], ...]:
+    """The token ids of each of the `words` of the setting `name`: at the start of a text, and behind a space.
+
+    The second only where the space changes the first token and adds none, as in vLLM. Another tokenization of the same
+    text is not forbidden. Raises ConfigError for a word without tokens, and without a tokenizer.
+    """
+    if words and tokenizer is None:
+        raise ConfigError(f"{name} is {tuple(words)}, but the model has no tokenizer to read it with")
+    sequences: list[tuple[int, ...]] = []
+    for word in words:
+        alone, behind = (tuple(tokenizer.encode(lead + word.lstrip(), add_special_tokens=False)) for lead in ("", " "))
+        if not word.strip() or not alone:
+            raise ConfigError(f"{name} has {word!r}, which has no tokens of its own: give words")
+        sequences.append(alone)
+        if behind[0] != alone[0] and len(behind) == len(alone):
+            sequences.append(behind)
+    return tuple(dict.fromkeys(sequences))
+
+
+def check_tokens(name: str, ids: Sequence[int], vocab: int) -> None:
+    """Raises ConfigError where the setting `name` has a token that is not among the model's `vocab`."""
+    for token in ids:
+        if not 0 <= token < vocab:
+            raise ConfigError(f"{name} has token {token}, but the model's tokens are 0 to {vocab - 1}")
+
+
+def build_automata(
+    stop: Sequence[str], guide: Guide, tokenizer: Any, vocab: int, eos: Sequence[int], prefix: str = "rollout."
+) -> Automata:
+    """The automata of stop strings and of a guide for `vocab` tokens, of which `eos` end a text.
+
+    `prefix` begins the settings' names in messages. Raises ConfigError: an empty stop string, a tokenizer whose tokens
+    have no bytes, and a guide that cannot be compiled, is too large or has no text.
+    """
+    if "" in stop:
+        raise ConfigError(f"{prefix}stop has an empty text, which ends every completion before it begins: leave it out")
+    names = [f"{prefix}structured_{name}" for name, value in guide._asdict().items() if value]
+    if not stop and not names:
+        return NO_AUTOMATA
+    texts = token_bytes(tokenizer, vocab)
+    automata = NO_AUTOMATA
+    if stop:
+        searched = [b"" if text is None else text for text in texts]  # a special token has no text, and leaves it as is
+        automata = Automata(stop=_of_tokens(stop_strings(stop), searched, f"{prefix}stop"))
+    if names:
+        automata = automata._replace(guide=guided(guide_bytes(guide, names[0]), texts, eos, names[0]))
+    return automata
+
+
+def token_bytes(tokenizer: Any, vocab: int) -> list[bytes | None]:
+    """The bytes that each of `vocab` tokens adds to a text; None for special tokens, and for ids without a token.
+
+    Raises ConfigError for tokenizers other than byte-level BPE, and those with ▁ for a space (with byte fallback).
+    """
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    decoder = {} if backend is None else json.loads(backend.to_str())["decoder"] or {}
+    kinds = {part["type"] for part in decoder.get("decoders", [decoder]) if "type" in part}
+    if not kinds & {"ByteLevel", "Metaspace", "ByteFallback"}:
+        raise ConfigError(
+            f"stop strings and guided decoding need the bytes of each token, which the tokenizer does not tell (it "
+            f"decodes by {', '.join(sorted(kinds)) or 'its own code'}): use rollout.stop_token_ids"
+        )
+    of_letter = {letter: byte for byte, letter in bytes_to_unicode().items()}
+    special = set(tokenizer.all_special_ids)
+    added = {token: entry.content for token, entry in tokenizer.added_tokens_decoder.items()}
+    special |= {token for token, entry in tokenizer.added_tokens_decoder.items() if entry.special}
+    texts: list[bytes | None] = [None] * vocab
+    for piece, token in tokenizer.get_vocab().items():
+        if token >= vocab or token in special:
+            continue
+        if token in added:
+            texts[token] = added[token].encode()
+        elif "ByteLevel" in kinds:
+            texts[token] = bytes(of_letter[letter] for letter in piece) if set(piece) <= set(of_letter) else None
+        elif len(piece) == 6 and piece.startswith("<0x") and piece.endswith(">"):
+            texts[token] = bytes([int(piece[3:5], 16)])
+        else:
+            texts[token] = piece.replace("▁", " ").encode()
+    return texts
+
+
+def stop_strings(strings: Sequence[str]) -> ByteAutomaton:
+    """The automaton that finds any of the strings in a text (Aho and Corasick, 1975); its states are beginnings."""
+    patterns = [text.encode() for text in strings]
+    beginnings = sorted({text[:size] for text in patterns for size in range(len(text))}, key=len)
+    number = {text: state for state, text in enumerate(beginnings)}
+    following = np.zeros((len(beginnings), 256), np.int32)
+    found = np.zeros(following.shape, bool)
+    for state, beginning in enumerate(beginnings):
+        for byte in range(256):
+            text = beginning + bytes([byte])
+            found[state, byte] = any(text.endswith(pattern) for pattern in patterns)
+            following[state, byte] = next(number[text[i:]] for i in range(len(text) + 1) if text[i:] in number)
+    return ByteAutomaton(following, found, np.ones(len(beginnings), bool))
+
+
+@functools.lru_cache(maxsize=16)
+def guide_bytes(guide: Guide, name: str) -> ByteAutomaton:
+    """The automaton of a guide over bytes; raises ConfigError, with `name`, where it cannot be compiled."""
+    try:
+        from outlines_core import Index, Vocabulary, json_schema
+    except ImportError as error:
+        raise ConfigError(f"{name} needs the package outlines-core: pip install jaxrl_llm[structured]") from error
+    try:
+        pattern = guide.regex
+        if guide.choice:  # letters by their code points: nothing in them is read as a pattern
+            pattern = "|".join("".join(f"\\x{{{ord(letter):x}}}" for letter in text) for text in guide.choice)
+        if guide.json:
+            schema = setting_text(guide.json, guide.json.lstrip().startswith("{"), name)
+            pattern = json_schema.build_regex_from_schema(schema)
+        end = 256  # a token behind those that stand for bytes
+        index = Index(f"(?:{pattern})", Vocabulary(end, {bytes([byte]): [byte] for byte in range(256)}))
+    except (ValueError, TypeError) as error:
+        raise ConfigError(f"{name} cannot be compiled: {' '.join(str(error).split())[:300]}") from error
+    transitions, finals = index.get_transitions(), index.get_final_states()
+    first = index.get_initial_state()
+    states = sorted({first, *transitions, *finals} | {s for row in transitions.values() for s in row.values()})
+    number = {state: i for i, state in enumerate([first, *(state for state in states if state != first)])}
+    following = np.full((len(number), 256), DEAD, np.int32)
+    for state, row in transitions.items():
+        for byte, other in row.items():
+            if byte != end:
+                following[number[state], byte] = number[other]
+    final = np.zeros(len(number), bool)
+    final[[number[state] for state in finals]] = True
+    return ByteAutomaton(following, np.zeros(following.shape, bool), final)
+
+
+def guided(automaton: ByteAutomaton, texts: Sequence[bytes | None], eos: Sequence[int], name: str) -> Automaton:
+    """The automaton over tokens: those after which the text can still be completed, and the end where it may end.
+
+    Raises ConfigError, with the setting's `name`, where the tokens form no such text.
+    """
+    texts = [None if text == b"" else text for text in texts]  # tokens that say nothing would never come to an end
+    tokens = _of_tokens(automaton, texts, name)
+    completes, before = automaton.final.copy(), None
+    while before is None or (before != completes).any():  # backwards from final states
+        before = completes
+        completes = completes | ((tokens.next != DEAD) & completes[tokens.next]).any(-1)
+    if not completes[0]:
+        raise ConfigError(f"{name} allows no text that the model's tokens can form")
+    following = np.where(completes[tokens.next], tokens.next, DEAD)
+    # A class more, of the tokens that end the text.
+    following = np.concatenate([following, np.where(automaton.final, 0, DEAD)[:, None].astype(np.int32)], axis=1)
+    classes = tokens.classes.copy()
+    classes[list(eos)] = following.shape[1] - 1
+    words = -(-len(classes) // 32)
+    allowed = np.zeros((len(following), words), np.uint32)
+    for state, row in enumerate(following):
+        bits = np.zeros(words * 32, bool)
+        bits[: len(classes)] = row[classes] != DEAD
+        allowed[state] = np.packbits(bits, bitorder="little").view("<u4")
+    return Automaton(following, classes, allowed)
+
+
+def _of_tokens(automaton: ByteAutomaton, texts: Sequence[bytes | None], name: str) -> Automaton:
+    """The automaton over tokens with these bytes; None leads nowhere. Raises ConfigError where it is too large."""
+    states = len(automaton.next)
+    if states * len(texts) > MOST_TRANSITIONS:
+        raise ConfigError(
+            f"{name} has {states} states, with the model's {len(texts)} tokens {states * len(texts):,} transitions, "
+            f"more than {MOST_TRANSITIONS:,}: make it simpler, with fewer and smaller bounds of repetition, or write "
+            "it as structured_grammar"
+        )
+    # A row more, of the state from which nothing leads anywhere.
+    following = np.concatenate([automaton.next, np.full((1, 256), DEAD, np.int32)])
+    found = np.concatenate([automaton.found, np.zeros((1, 256), bool)])
+    columns: dict[bytes, int] = {}
+    kept, classes = [], np.zeros(len(texts), np.int32)
+    order = sorted(range(len(texts)), key=lambda token: len(texts[token] or b""))
+    for start in range(0, len(order), TOKENS_AT_ONCE):
+        some = order[start : start + TOKENS_AT_ONCE]
+        lengths = np.array([len(texts[token] or b"") for token in some])
+        data = np.zeros((len(some), max(lengths.max(), 1)), np.uint8)
+        for row, token in zip(data, some, strict=True):
+            text = texts[token] or b""
+            row[: len(text)] = np.frombuffer(text, np.uint8)
+        reached = np.broadcast_to(np.arange(states, dtype=np.int32)[:, None], (states, len(some))).copy()
+        reached[:, [texts[token] is None for token in some]] = DEAD
+        ends = np.zeros(reached.shape, bool)
+        for place in range(lengths.max()):
+            active = np.searchsorted(lengths, place, side="right")  # the tokens from there on are longer
+            states_now, bytes_now = reached[:, active:], data[active:, place]
+            ends[:, active:] |= found[states_now, bytes_now]
+            reached[:, active:] = following[states_now, bytes_now]
+        transitions = np.where(ends, ~reached, reached).T
+        for token, column in zip(some, np.ascontiguousarray(transitions), strict=True):
+            key = column.tobytes()
+            if key not in columns:
+                columns[key] = len(kept)
+                kept.append(column)
+            classes[token] = columns[key]
+    return Automaton(np.stack(kept, axis=1), classes)

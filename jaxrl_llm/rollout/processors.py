@@ -1,0 +1,78 @@
+"""Logits processors: what changes the logits of a row before it draws, by the tokens that the row has so far.
+
+They act in the order of transformers' `generate` and of vLLM, before the temperature and the filters: logit bias,
+repetition penalty, frequency and presence penalties, bad words, minimum length. Nothing is kept from step to step:
+tokens are counted anew from the row, which costs a scatter of as many numbers as attention reads keys. So rows that
+move between slots, turns and speculative tokens need nothing of their own.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxrl_llm.rollout.sampling import SamplingParams
+from jaxrl_llm.rollout.slots import Prompts, Rows, set_places
+
+
+def processed_logits(logits, sampling: SamplingParams, prompts: Prompts, rows: Rows, proposed, eos: tuple[int, ...]):
+    """The fp32 logits `[G,R,W,V]` that rows draw from, of those `[G,R,W,V]` of the policy.
+
+    Draw w of a row is for its place `length + w`, behind its tokens so far and w of `proposed` `[G,R,W-1]`. Repetition
+    is of all text, the prompt's too (transformers, vLLM); frequency and presence are of the tokens that the row has
+    sampled (OpenAI, vLLM), in all its turns. `eos` are the tokens that the minimum length forbids.
+    """
+    logits, vocab = logits.astype(jnp.float32), logits.shape[-1]
+    places = rows.length[..., None] + jnp.arange(logits.shape[-2])
+    text = set_places(rows.tokens, places[..., :-1], proposed) if proposed.shape[-1] else rows.tokens
+    before = jnp.arange(text.shape[-1]) < places[..., None]  # [G,R,W,C]
+    if sampling.logit_bias:
+        ids, biases = zip(*sampling.logit_bias, strict=True)
+        logits = logits.at[..., np.asarray(ids)].add(np.asarray(biases, np.float32))
+    if sampling.repetition_penalty != 1.0:
+        in_prompt = jax.vmap(lambda ids, real: _counts(ids, real, vocab))(prompts.tokens, prompts.mask)
+        seen = _counts_of_rows(text, before, vocab) + in_prompt[:, None, None] > 0
+        penalised = jnp.where(logits < 0, logits * sampling.repetition_penalty, logits / sampling.repetition_penalty)
+        logits = jnp.where(seen, penalised, logits)
+    if sampling.frequency_penalty or sampling.presence_penalty:
+        counts = _counts_of_rows(text, before & ~rows.observed[..., None, :], vocab)
+        logits -= sampling.frequency_penalty * counts
+        logits -= sampling.presence_penalty * (counts > 0)
+    if sampling.bad_words:
+        logits = _without_bad_words(logits, sampling.bad_words, prompts, text, places)
+    if sampling.min_tokens and eos:
+        early = (places < sampling.min_tokens)[..., None]
+        ends = np.isin(np.arange(vocab), eos)
+        logits = jnp.where(early & ends, -jnp.inf, logits)
+    return logits
+
+
+def _counts(ids, real, vocab: int):
+    """How often each token `[V]` is among ids `[C]` that are real."""
+    return jnp.zeros(vocab, jnp.float32).at[ids].add(real.astype(jnp.float32))
+
+
+def _counts_of_rows(text, real, vocab: int):
+    """Those `[G,R,W,V]` of text `[G,R,C]`, where `real` `[G,R,W,C]`; mapped, so that every device counts its rows."""
+    of_row = jax.vmap(lambda ids, masks: jax.vmap(lambda real: _counts(ids, real, vocab))(masks))
+    return jax.vmap(of_row)(text, real)
+
+
+def _without_bad_words(logits, bad_words: tuple[tuple[int, ...], ...], prompts: Prompts, text, places):
+    """The logits with -inf for each token that would complete one of the sequences, in prompt and completion."""
+    width = max(map(len, bad_words)) - 1
+    if width:
+        prompt_shape = (*text.shape[:2], prompts.tokens.shape[-1])
+        whole = jnp.concatenate([jnp.broadcast_to(prompts.tokens[:, None], prompt_shape), text], axis=-1)
+        in_prompt = jnp.broadcast_to(prompts.mask[:, None], prompt_shape)
+        is_token = jnp.concatenate([in_prompt, jnp.ones(text.shape, bool)], axis=-1)
+        whole = jnp.where(is_token, whole, -1)
+        index = prompt_shape[-1] + places[..., None] - width + jnp.arange(width)  # [G,R,W,width]
+        recent = jnp.take_along_axis(whole[:, :, None], jnp.clip(index, 0, whole.shape[-1] - 1), axis=-1)
+        recent = jnp.where(index < 0, -1, recent)
+    else:
+        recent = jnp.zeros((*places.shape, 0), jnp.int32)
+    anything = -2
+    prefixes = np.array([(anything,) * (width + 1 - len(word)) + word[:-1] for word in bad_words], np.int32)
+    completes = ((recent[..., None, :] == prefixes) | (prefixes == anything)).all(-1)  # [G,R,W,words]
+    last = np.asarray([word[-1] for word in bad_words])
+    return logits.at[..., last].min(jnp.where(completes, -jnp.inf, jnp.inf))
