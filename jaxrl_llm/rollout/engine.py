@@ -32,7 +32,7 @@ from jaxrl_llm.models.quantize import BYTES, FP8, narrowed, quantized_as
 from jaxrl_llm.models.rope import check_length
 from jaxrl_llm.models.transformer import Net, Params, unstack
 from jaxrl_llm.rollout.multi_turn import TurnServer, TurnTracker, slots_to_read
-from jaxrl_llm.rollout.sampling import SamplingParams, sample
+from jaxrl_llm.rollout.sampling import RowSampling, SamplingParams, sample, sample_by_row
 from jaxrl_llm.rollout.scheduler import IDLE, Scheduler, SlotGrid
 from jaxrl_llm.rollout.slots import (
     Prompts,
@@ -235,8 +235,13 @@ def decoding_params(params: Params, decoder: Net) -> Params:
 
 
 @functools.partial(jax.jit, static_argnames="engine")
-def prefill(engine: Engine, params, prompts, segments, keys) -> tuple[Prompts, Rows]:
-    """The prompts' caches, and all rows `[B,K]` with their first token, from one forward pass per prompt."""
+def prefill(
+    engine: Engine, params, prompts, segments, keys, sampling: RowSampling | None = None
+) -> tuple[Prompts, Rows]:
+    """The prompts' caches, and all rows `[B,K]` with their first token, from one forward pass per prompt.
+
+    `sampling` are settings of each row, in the place of the engine's.
+    """
     shape = (prompts.shape[0], engine.group_size)
     model = engine.decoder.bind(params)
     hidden, cache = model.prefill(prompts, segments)
@@ -256,6 +261,7 @@ def prefill(engine: Engine, params, prompts, segments, keys) -> tuple[Prompts, R
         known=jnp.zeros(shape, jnp.int32),
         limit=jnp.full(shape, engine.max_completion_length, jnp.int32),
         finished=jnp.zeros(shape, bool),
+        sampling=sampling,
     )
     no_proposals = jnp.zeros((*shape, 0), jnp.int32)
     return Prompts(cache, prompts, segments != 0), _append(engine, rows, keys.reshape(shape), logits, no_proposals, 0)
@@ -289,7 +295,7 @@ def assign(
     def assigned(x):
         return take(x, jnp.maximum(grid.row, 0).reshape(shards, -1), 0).reshape(shards * g, r, *x.shape[1:])
 
-    grid_rows = Rows(*(assigned(flat(x, 0)) for x in rows))
+    grid_rows = jax.tree.map(lambda x: assigned(flat(x, 0)), rows)
     grid_rows = grid_rows._replace(finished=grid_rows.finished | (grid.row == IDLE).reshape(shards * g, r))
     return prompts, Slots(cache, grid_rows, assigned(keys), jnp.zeros((), jnp.int32), capacity)
 
@@ -336,10 +342,18 @@ def _append(engine: Engine, rows: Rows, keys, logits, proposed, capacity: int) -
     places = rows.length[..., None] + jnp.arange(width)
     draw = jax.vmap(lambda key, place: jax.random.uniform(jax.random.fold_in(key, place)), (None, 0))
     uniforms = jax.vmap(draw)(keys.reshape(-1), places.reshape(-1, width))
-    drawn = sample(logits.reshape(-1, logits.shape[-1]), uniforms.reshape(-1), engine.sampling)
+    of_all, own = logits.reshape(-1, logits.shape[-1]), rows.sampling
+    if own is None:
+        drawn = sample(of_all, uniforms.reshape(-1), engine.sampling)
+    else:
+        of_tokens = RowSampling(*(jnp.repeat(x.reshape(-1, *x.shape[2:]), width, axis=0) for x in own[:5]))
+        drawn = sample_by_row(of_all, uniforms.reshape(-1), of_tokens)
     tokens, logps = (x.reshape(places.shape) for x in drawn)
     observed = places < rows.known[..., None]
-    ends = ~observed & jnp.isin(tokens, jnp.asarray(engine.eos, jnp.int32))
+    if own is None:
+        ends = ~observed & jnp.isin(tokens, jnp.asarray(engine.eos, jnp.int32))
+    else:
+        ends = ~observed & (tokens[..., None] == own.ends[..., None, :]).any(-1)
     right = (observed[..., :-1] | (tokens[..., :-1] == proposed)) & ~ends[..., :-1]
     fits = (places < rows.limit[..., None]) & (places <= capacity)
     follows = [~ended(rows)]
@@ -347,11 +361,20 @@ def _append(engine: Engine, rows: Rows, keys, logits, proposed, capacity: int) -
         follows.append(follows[-1] & right[..., number - 1] & fits[..., number])
     follows = jnp.stack(follows, axis=-1)
     written = jnp.where(follows & ~observed, places, rows.tokens.shape[-1])  # past the end: dropped
+    if own is not None and own.top_ids is not None and own.top_logps is not None:
+        highest, top_ids = jax.lax.top_k(logits.astype(jnp.float32), own.top_ids.shape[-1])
+        of_token = jnp.take_along_axis(logits.astype(jnp.float32), tokens[..., None], axis=-1)
+        temperature = jnp.where(own.temperature == 0, 1.0, own.temperature)[..., None, None]
+        top_logps = (highest - of_token) / temperature + logps[..., None]
+        own = own._replace(
+            top_ids=set_places(own.top_ids, written, top_ids), top_logps=set_places(own.top_logps, written, top_logps)
+        )
     return rows._replace(
         tokens=set_places(rows.tokens, written, tokens),
         logps=set_places(rows.logps, written, logps),
         length=rows.length + follows.sum(-1),
         finished=rows.finished | (follows & ends).any(-1),
+        sampling=own,
     )
 
 
@@ -365,7 +388,7 @@ def read_observations(engine: Engine, params, prompts: Prompts, slots: Slots, in
     g, r = slots.rows.length.shape
     # One row of each of m prompts: slots that read, and whose prompts are taken along, are few.
     index_in = jnp.minimum(index, g * r // shards - 1)
-    rows = Rows(*(take(flat(x, 0), index_in, 0) for x in slots.rows))
+    rows = jax.tree.map(lambda x: take(flat(x, 0), index_in, 0), slots.rows)
     prompt = jax.tree.map(lambda x: take(x, index_in // r, axis), prompts.cache)
     cache = jax.tree.map(lambda x: jnp.expand_dims(take(flat(x, axis), index_in, axis), axis + 1), slots.cache)
     mask, (places, tokens) = take(prompts.mask, index_in // r, 0), next_tokens(rows, width)

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from jaxrl_llm.distributed.sharding import constrain
+from jaxrl_llm.rollout.sampling import RowSampling
 from jaxrl_llm.rollout.scheduler import IDLE, SlotGrid
 
 
@@ -34,6 +35,7 @@ class Rows(NamedTuple):
     known: jax.Array  # tokens so far, and the observation tokens that come next
     limit: jax.Array  # the most tokens
     finished: jax.Array  # ended with an end-of-text token
+    sampling: RowSampling | None = None  # settings of each row; None: those of the engine
 
 
 @functools.partial(
