@@ -1,0 +1,108 @@
+"""`jaxrl-llm serve`: a process of its own that listens, answers, drains on SIGTERM, and refuses what it cannot serve."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx
+import pytest
+
+import jaxrl_llm
+from jaxrl_llm.__main__ import main
+from jaxrl_llm.commands.serve import load_served, served_name
+from jaxrl_llm.config import ConfigError
+from jaxrl_llm.distributed.sharding import make_mesh
+from jaxrl_llm.models.model import load_model
+
+pytest.importorskip("uvicorn")
+
+
+@pytest.fixture
+def process(root):
+    """Starts `python -m jaxrl_llm serve` with these arguments: the process and its address, when it listens."""
+    started = []
+
+    def start(*arguments: str, **environment: str) -> tuple[subprocess.Popen, str]:
+        command = [sys.executable, "-m", "jaxrl_llm", "serve", *arguments, "--port=0"]
+        path = os.pathsep.join(filter(None, (str(root), os.environ.get("PYTHONPATH"))))
+        server = subprocess.Popen(
+            command, stderr=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": path} | environment
+        )
+        started.append(server)
+        timer = threading.Timer(240, server.kill)
+        timer.start()
+        for line in server.stderr:
+            if found := re.search(r"at (http://\S+)/v1", line):
+                timer.cancel()
+                return server, found[1]
+        raise AssertionError(f"it ended with {server.wait()} and did not listen")
+
+    yield start
+    for server in started:
+        server.kill()
+        server.wait()
+        server.stderr.close()
+
+
+def test_it_answers_and_drains(process):
+    """SIGTERM while an answer is under way: this one is given, new ones are not, and the process ends with 0."""
+    server, url = process("embedded:sort", "--slots=2", "--max_length=512", JAXRL_LLM_API_KEY="sesame")
+    with httpx.Client(base_url=url, headers={"Authorization": "Bearer sesame"}, timeout=240) as web:
+        assert web.get("/v1/models").json()["data"][0]["id"] == "embedded:sort"
+        body = {"prompt": "sort:4821=", "temperature": 0}
+        assert web.post("/v1/completions", json=body).json()["choices"][0]["text"] == "1248"
+        with ThreadPoolExecutor() as pool:
+            endless = {"prompt": "x", "max_tokens": 500, "ignore_eos": True, "n": 4}
+            answer = pool.submit(web.post, "/v1/completions", json=endless)
+            while "jaxrl_llm_running 2" not in httpx.get(f"{url}/metrics").text:
+                time.sleep(0.01)
+            server.send_signal(signal.SIGTERM)
+            usage = answer.result().json()["usage"]
+    assert usage["completion_tokens"] == 2000
+    assert server.wait(60) == 0
+    with pytest.raises(httpx.TransportError):
+        httpx.get(f"{url}/health")
+
+
+def test_a_run_is_served_by_its_checkpoint(tiny_run, tmp_path):
+    """The folder of a run, of one of its checkpoints, and its model folder: the same tokens where these are the same."""
+    mesh = make_mesh()
+    run = tiny_run.output_dir
+    for path, expected in ((run, run / "hf"), (run / "checkpoints" / "2", run / "hf")):
+        served, exported = load_served(str(path), "auto", mesh), load_model(expected)
+        texts = jaxrl_llm.generate(exported, ["sort:4821=", "x"], 8)
+        assert jaxrl_llm.generate(served, ["sort:4821=", "x"], 8) == texts
+    first = load_served(str(run / "checkpoints" / "1"), "auto", mesh)
+    leaves = [model.params["embed"]["weight"] for model in (first, served)]
+    assert (leaves[0] != leaves[1]).any()
+    assert served_name(str(run)) == served_name(str(run / "hf")) == run.name
+    assert served_name("embedded:sort") == "embedded:sort"
+    with pytest.raises(ConfigError, match="there is no checkpoint of step 7"):
+        load_served(str(run / "checkpoints" / "7"), "auto", mesh)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "the model is missing"),
+        (["embedded:sort", "--max_length=4000"], "has positions for 2048"),
+        (["embedded:sort", "--tensor=64"], "--tensor is 64, but there are"),
+        (["embedded:sort", "--host=203.0.113.1"], "cannot listen on 203.0.113.1:8000"),
+        (["embedded:sort", "--slot=4"], "the closest is --slots"),
+        (["embedded:sort", "--slots=0"], "slots is 0"),
+    ],
+)
+def test_what_cannot_be_served(arguments, message):
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        main(["serve", *arguments])
+
+
+def test_it_says_what_is_missing(monkeypatch):
+    monkeypatch.setitem(sys.modules, "uvicorn", None)
+    with pytest.raises(ConfigError, match=r'pip install "jaxrl_llm\[serve\]"'):
+        main(["serve", "embedded:sort"])
