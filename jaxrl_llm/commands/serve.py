@@ -1,4 +1,4 @@
-"""Serve a model over HTTP, to any client of OpenAI's API.
+"""Serve a model over HTTP, to any client of the OpenAI API.
 
     jaxrl-llm serve runs/grpo
     jaxrl-llm serve embedded:sort --port=8000 --slots=16

@@ -1,4 +1,4 @@
-"""`jaxrl-llm serve`: a process of its own that listens, answers, drains on SIGTERM, and refuses what it cannot serve."""
+"""`jaxrl-llm serve`: its process listens, answers, drains on SIGTERM, and refuses what it cannot serve."""
 
 import os
 import re
@@ -70,7 +70,7 @@ def test_it_answers_and_drains(process):
 
 
 def test_a_run_is_served_by_its_checkpoint(tiny_run, tmp_path):
-    """The folder of a run, of one of its checkpoints, and its model folder: the same tokens where these are the same."""
+    """The folder of a run and that of its last checkpoint give the tokens of its model folder."""
     mesh = make_mesh()
     run = tiny_run.output_dir
     for path, expected in ((run, run / "hf"), (run / "checkpoints" / "2", run / "hf")):
