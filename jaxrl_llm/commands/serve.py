@@ -13,12 +13,12 @@ answers under way end. Needs `pip install "jaxrl_llm[serve]"`. See docs/serving.
 
 import asyncio
 import contextlib
+import dataclasses
 import importlib.util
 import os
 import signal
 import socket
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -33,8 +33,10 @@ from jaxrl_llm.distributed import processes
 from jaxrl_llm.distributed.compilation_cache import keep_compiled
 from jaxrl_llm.distributed.sharding import make_mesh
 from jaxrl_llm.models.families.rotary import max_positions
+from jaxrl_llm.models.lora import has_adapters, merge
 from jaxrl_llm.models.model import Model, compute_dtype, load_model
 from jaxrl_llm.models.rope import check_length
+from jaxrl_llm.models.transformer import Params
 from jaxrl_llm.rollout.engine import Engine
 from jaxrl_llm.rollout.sampling import SamplingParams
 from jaxrl_llm.training.logging.console import stderr_console, waiting
@@ -55,6 +57,7 @@ FLAGS = (
             minimum=1),
     Setting("cache_dtype", None, "Type of the keys and values; none is that of the computation.",
             choices=("float32", "bfloat16", "float16", "fp8")),
+    Setting("weight_updates", False, "Let requests replace the weights by those of a folder on this machine.", bool),
     Setting("max_requests", 256, "Requests that are answered at once; further ones get status 429.", int, minimum=1),
     Setting("max_waiting", 1024, "Completions that wait for a slot, or are asked for at once.", int, minimum=1),
     Setting("max_body_bytes", 4 * 2**20, "Largest body of a request.", int, minimum=1),
@@ -72,6 +75,7 @@ def serve(
     max_length: int = 0,
     chunk: int = 8,
     cache_dtype: str | None = None,
+    weight_updates: bool = False,
     max_requests: int = 256,
     max_waiting: int = 1024,
     max_body_bytes: int = 4 * 2**20,
@@ -89,6 +93,7 @@ def serve(
 
     from jaxrl_llm.serving.app import Limits, Server
     from jaxrl_llm.serving.queue import RequestQueue
+    from jaxrl_llm.serving.trainers import ROUTES
 
     if model.tokenizer is None:
         raise ConfigError(
@@ -99,6 +104,7 @@ def serve(
     if positions is not None and length > positions:
         raise ConfigError(f"--max_length is {length}, but {model.path} has positions for {positions}: give fewer")
     check_length(model.net.config.rope, length)
+    model = merged(model)
     engine = Engine(model.net, SamplingParams(), 1, length, (), chunk, cache_dtype=cache_dtype)
     listener = socket.socket()
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -111,7 +117,18 @@ def serve(
     queue = RequestQueue(engine, model.params, slots, model.mesh)
     limits = Limits(length, max_body_bytes, max_requests, max_waiting, timeout)
     names = [name or served_name(model.path or "model")]
-    server = Server(queue, model.tokenizer, names, eos_ids(model), model.net.config.vocab_size, limits, api_key)
+    shapes, config, mesh = jax.eval_shape(lambda: model.params), model.net.config, model.mesh
+
+    def load(path: str) -> Params:
+        loaded = merged(load_served(path, config.dtype, mesh or make_mesh(devices=jax.devices()[:1])))
+        if dataclasses.replace(loaded.net.config, param_dtype=config.param_dtype) != config:
+            raise ConfigError(f"{path} is another network than the one that is served")
+        return jax.tree.map(lambda x, like: x.astype(like.dtype), loaded.params, shapes)
+
+    server = Server(
+        queue, model.tokenizer, names, eos_ids(model), config.vocab_size, limits, api_key, ROUTES,
+        load if weight_updates else None,
+    )  # fmt: skip
 
     class Uvicorn(uvicorn.Server):
         @contextlib.contextmanager
@@ -134,7 +151,7 @@ def serve(
         async def on_tick(self, counter: int) -> bool:
             return await super().on_tick(counter) or queue.failure is not None
 
-    config = uvicorn.Config(
+    web = uvicorn.Config(
         server.app, log_level="warning", access_log=False, timeout_graceful_shutdown=int(drain), server_header=False,
         lifespan="off",
     )  # fmt: skip
@@ -147,7 +164,7 @@ def serve(
         highlight=False,
     )
     try:
-        asyncio.run(Uvicorn(config).serve(sockets=[listener]))
+        asyncio.run(Uvicorn(web).serve(sockets=[listener]))
     finally:
         queue.stop(0 if queue.failure is not None else 5)
     if queue.failure is not None:
@@ -160,6 +177,14 @@ def served_name(path: str) -> str:
         return path
     parts = [part for part in Path(path).absolute().parts if part not in ("hf", "/")]
     return parts[-1] if parts else "model"
+
+
+def merged(model: Model) -> Model:
+    """The model with its adapters in the matrices they belong to; on quantised matrices they stay beside them."""
+    config = model.net.config
+    if not has_adapters(model.params) or config.quantize != "none":
+        return model
+    return dataclasses.replace(model, net=model.net.base, params=merge(model.params, config.lora))
 
 
 def load_served(path: str, dtype: str, mesh: Mesh) -> Model:
@@ -179,7 +204,7 @@ def load_served(path: str, dtype: str, mesh: Mesh) -> Model:
     if config.algorithm.name == "reward_model":
         raise ConfigError(f"{run} trained a reward model, which writes no text")
     model, step = checkpoint_model(run, config, step, mesh, compute_dtype(dtype))
-    return replace(model, path=str(run))
+    return dataclasses.replace(model, path=str(run))
 
 
 def main(argv: list[str]) -> None:

@@ -56,24 +56,25 @@ class Server:
         vocabulary: int,
         limits: Limits,
         api_key: str = "",
-        routes: Sequence[tuple[str, Callable[..., Awaitable[Response]]]] = (),
+        routes: Sequence[tuple[str, str, Callable[..., Awaitable[Response]]]] = (),
+        load: Callable[[str], Any] | None = None,
     ):
+        """`routes` are further ones: path, method, and a function of server and request. `load` gives the parameters of
+        a path, where weights may be replaced."""
         self.queue, self.tokenizer, self.names, self.eos = queue, tokenizer, tuple(names), eos
         self.vocabulary, self.limits, self.api_key = vocabulary, limits, api_key
+        self.load, self.loading = load, asyncio.Lock()
         self.metrics, self.created, self.active, self.draining = Metrics(), int(time.time()), 0, False
-        posts = {
-            "/v1/chat/completions": functools.partial(self.complete, chat=True),
-            "/v1/completions": functools.partial(self.complete, chat=False),
-        }
-        gets = {"/v1/models": self.models, "/v1/models/{name:path}": self.model}
+        own = (
+            ("/v1/chat/completions", "POST", functools.partial(self.complete, chat=True)),
+            ("/v1/completions", "POST", functools.partial(self.complete, chat=False)),
+            ("/v1/models", "GET", self.models),
+            ("/v1/models/{name:path}", "GET", self.model),
+            *((path, method, functools.partial(handler, self)) for path, method, handler in routes),
+        )
+        guarded = (Route(path, self._guarded(path, handler), methods=[method]) for path, method, handler in own)
         self.app = Starlette(
-            routes=[
-                Route("/health", self.health),
-                Route("/metrics", self.prometheus),
-                *(Route(path, self._guarded(path, handler), methods=["GET"]) for path, handler in gets.items()),
-                *(Route(path, self._guarded(path, handler), methods=["POST"]) for path, handler in posts.items()),
-                *(Route(path, self._guarded(path, handler), methods=["GET", "POST"]) for path, handler in routes),
-            ],
+            routes=[Route("/health", self.health), Route("/metrics", self.prometheus), *guarded],
             exception_handlers={HTTPException: _http_error},
         )
 

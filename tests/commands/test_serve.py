@@ -1,5 +1,6 @@
 """`jaxrl-llm serve`: its process listens, answers, drains on SIGTERM, and refuses what it cannot serve."""
 
+import dataclasses
 import os
 import re
 import signal
@@ -10,14 +11,17 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
+import jax
+import numpy as np
 import pytest
 
 import jaxrl_llm
 from jaxrl_llm.__main__ import main
-from jaxrl_llm.commands.serve import load_served, served_name
+from jaxrl_llm.commands.serve import load_served, merged, served_name
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.distributed.sharding import make_mesh
-from jaxrl_llm.models.model import load_model
+from jaxrl_llm.models.lora import LoraConfig, adapters_of, combine
+from jaxrl_llm.models.model import add_adapters, load_model
 
 pytest.importorskip("uvicorn")
 
@@ -49,13 +53,25 @@ def process(root):
         server.stderr.close()
 
 
-def test_it_answers_and_drains(process):
-    """SIGTERM while an answer is under way: this one is given, new ones are not, and the process ends with 0."""
-    server, url = process("embedded:sort", "--slots=2", "--max_length=512", JAXRL_LLM_API_KEY="sesame")
+def test_it_answers_and_drains(process, tiny_run):
+    """SIGTERM while an answer is under way: this one is given, new ones are not, and the process ends with 0.
+
+    Before that, its weights are replaced by those of a run that trained the same model, and not by those of another.
+    """
+    flags = ("--slots=2", "--max_length=512", "--weight_updates")
+    server, url = process("embedded:sort", *flags, JAXRL_LLM_API_KEY="sesame")
     with httpx.Client(base_url=url, headers={"Authorization": "Bearer sesame"}, timeout=240) as web:
         assert web.get("/v1/models").json()["data"][0]["id"] == "embedded:sort"
         body = {"prompt": "sort:4821=", "temperature": 0}
         assert web.post("/v1/completions", json=body).json()["choices"][0]["text"] == "1248"
+        (text,) = jaxrl_llm.generate(tiny_run.model, ["x"], 16, seed=2)
+        body = {"prompt": "x", "seed": 2}
+        assert web.post("/v1/completions", json=body).json()["choices"][0]["text"] != text
+        answer = web.post("/update_weights_from_disk", json={"model_path": str(tiny_run.output_dir)})
+        assert answer.json()["weight_version"] == 1
+        assert web.post("/v1/completions", json=body).json()["choices"][0]["text"] == text
+        answer = web.post("/update_weights_from_disk", json={"model_path": str(tiny_run.output_dir / "other")})
+        assert answer.status_code == 400 and "other" in answer.json()["error"]["message"]
         with ThreadPoolExecutor() as pool:
             endless = {"prompt": "x", "max_tokens": 500, "ignore_eos": True, "n": 4}
             answer = pool.submit(web.post, "/v1/completions", json=endless)
@@ -84,6 +100,20 @@ def test_a_run_is_served_by_its_checkpoint(tiny_run, tmp_path):
     assert served_name("embedded:sort") == "embedded:sort"
     with pytest.raises(ConfigError, match="there is no checkpoint of step 7"):
         load_served(str(run / "checkpoints" / "7"), "auto", mesh)
+
+
+def test_adapters_are_merged():
+    """A model with adapters becomes one of the served net, whose parameters a server can replace."""
+    model = load_model("embedded:sort")
+    adapted = add_adapters(model, LoraConfig(4, 8.0, ("q", "v")), jax.random.key(0))
+    params = jax.tree.map(lambda x: x + 0.01 if x.ndim else x, adapters_of(adapted.params))
+    adapted = dataclasses.replace(adapted, params=combine(model.params, params))
+    plain = merged(adapted)
+    assert plain.net == model.net and jax.tree.structure(plain.params) == jax.tree.structure(model.params)
+    tokens = np.arange(40, 60)[None]
+    np.testing.assert_allclose(plain(tokens), adapted(tokens), atol=1e-3)
+    assert np.abs(np.asarray(plain(tokens)) - np.asarray(model(tokens))).max() > 0.1
+    assert merged(model) is model
 
 
 @pytest.mark.parametrize(

@@ -39,14 +39,15 @@ def listening(sorter):
     """Starts a server: `listening(limits=..., api_key=...)`."""
     uvicorn = pytest.importorskip("uvicorn")
     from jaxrl_llm.serving.app import Limits, Server
+    from jaxrl_llm.serving.trainers import ROUTES
 
     started = []
 
-    def start(limits=None, api_key: str = "", size: int = SLOTS, params=None) -> Running:
+    def start(limits=None, api_key: str = "", size: int = SLOTS, load=None) -> Running:
         engine = Engine(sorter.net, SamplingParams(), 1, LONGEST, (), CHUNK)
-        queue = RequestQueue(engine, params or sorter.params, size)
+        queue = RequestQueue(engine, sorter.params, size)
         limits = limits or Limits(LONGEST, body=100_000)
-        server = Server(queue, sorter.tokenizer, ["sorter"], eos_ids(sorter), 320, limits, api_key)
+        server = Server(queue, sorter.tokenizer, ["sorter"], eos_ids(sorter), 320, limits, api_key, ROUTES, load)
         listener = socket.create_server(("127.0.0.1", 0))
         web = uvicorn.Server(uvicorn.Config(server.app, log_level="warning", lifespan="off"))
         thread = threading.Thread(target=web.run, kwargs={"sockets": [listener]}, daemon=True)
