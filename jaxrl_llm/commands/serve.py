@@ -20,6 +20,7 @@ import signal
 import socket
 from collections.abc import Iterator
 from pathlib import Path
+from queue import SimpleQueue
 
 import jax
 from jax.sharding import Mesh
@@ -92,7 +93,8 @@ def serve(
     import uvicorn
 
     from jaxrl_llm.serving.app import Limits, Server
-    from jaxrl_llm.serving.queue import RequestQueue
+    from jaxrl_llm.serving.grid import RowRequest
+    from jaxrl_llm.serving.queue import Counts, Handle, RequestQueue, Tokens
     from jaxrl_llm.serving.trainers import ROUTES
 
     if model.tokenizer is None:
@@ -155,8 +157,17 @@ def serve(
         server.app, log_level="warning", access_log=False, timeout_graceful_shutdown=int(drain), server_header=False,
         lifespan="off",
     )  # fmt: skip
-    listener.listen(2048)
     queue.start()
+    # A first row compiles what the next ones need, and shows before anyone asks that the model runs here.
+    first: SimpleQueue[Tokens | BaseException] = SimpleQueue()
+    queue.submit([Handle(RowRequest([0], 2, SamplingParams(), (), 0), first.put)])
+    with waiting("compiling", stderr_console(), lines=False):
+        while not isinstance(told := first.get(), BaseException) and told.finish_reason is None:
+            pass
+    if isinstance(told, BaseException):
+        raise told
+    queue.counts = Counts()
+    listener.listen(2048)
     address, actual = listener.getsockname()[:2]
     stderr_console().print(
         f"{names[0]}: {slots} slots of up to {length} tokens, at http://{address}:{actual}/v1",

@@ -247,6 +247,9 @@ class Answer:
             with contextlib.suppress(RuntimeError):  # the loop has ended, and nobody waits
                 loop.call_soon_threadsafe(self.inbox.put_nowait, (choice, tokens))
 
+        scored = asked.prompt_logprobs
+        if asked.echo and asked.logprobs is not None:
+            scored = max(scored or 0, asked.logprobs)
         self.choices = [
             Choice(index * asked.n + number, asked, server.tokenizer, prompt)
             for index, prompt in enumerate(asked.prompts)
@@ -256,7 +259,7 @@ class Answer:
             prompt = choice.index // asked.n
             request = RowRequest(
                 choice.prompt, asked.limits[prompt], asked.sampling, asked.ends, seed, choice.index,
-                asked.logprobs or 0,
+                asked.logprobs or 0, scored,
             )  # fmt: skip
             choice.handle = Handle(request, functools.partial(deliver, choice))
         self.going = set(self.choices)
@@ -267,7 +270,9 @@ class Answer:
         end, first = self.started + self.server.limits.seconds, True
         while self.going:
             try:
-                choice, tokens = await asyncio.wait_for(self.inbox.get(), end - time.monotonic())
+                left = end - time.monotonic()
+                waits = self.inbox.empty() or left <= 0
+                choice, tokens = await asyncio.wait_for(self.inbox.get(), left) if waits else self.inbox.get_nowait()
             except TimeoutError:
                 seconds = self.server.limits.seconds
                 raise BadRequestError(f"the answer took more than {seconds:g} seconds", 408) from None
@@ -318,6 +323,14 @@ class Answer:
             else:
                 shown["text"] = choice.text
             shown |= {"logprobs": choice.logprobs(everything), "finish_reason": choice.finish_reason}
+            if self.asked.echo:
+                text, before = choice.echoed()
+                shown["text"] = text + choice.text
+                if before is not None:
+                    after = {**shown["logprobs"], "text_offset": [len(text) + at for at in choice.starts]}
+                    shown["logprobs"] = {name: before[name] + after[name] for name in before}
+            if self.asked.prompt_logprobs is not None:
+                shown["prompt_logprobs"] = choice.prompt_logprobs()
             if self.asked.return_token_ids:
                 shown["token_ids"] = choice.ids
                 if not self.asked.chat:

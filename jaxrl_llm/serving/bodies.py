@@ -15,7 +15,7 @@ from jaxrl_llm.config.resolve import closest
 from jaxrl_llm.config.schema import Setting
 from jaxrl_llm.data.templates import is_conversational, render_prompt
 from jaxrl_llm.rollout.sampling import SamplingParams
-from jaxrl_llm.serving.grid import MOST_ENDS, MOST_TOP
+from jaxrl_llm.serving.grid import MOST_ENDS, MOST_PROMPT_TOP, MOST_TOP
 
 MOST_STOPS = 16  # stop strings of a request
 DEFAULT_TOKENS = 16  # of a text completion that says no max_tokens, as OpenAI has it
@@ -34,14 +34,15 @@ SETTINGS = {
         Setting("stream", False, "", bool),
         Setting("ignore_eos", False, "", bool),
         Setting("skip_special_tokens", True, "", bool),
+        Setting("echo", False, "", bool),
         Setting("include_stop_str_in_output", False, "", bool),
         Setting("return_token_ids", False, "", bool),
         Setting("return_tokens_as_token_ids", False, "", bool),
     )
 }
 CHAT = {"messages", "tools", "tool_choice", "chat_template_kwargs", "logprobs", "top_logprobs"}
-TEXT = {"prompt", "logprobs"}
-COMMON = {"model", "stop", "stop_token_ids", "stream_options", *SETTINGS}
+TEXT = {"prompt", "logprobs", "echo", "prompt_logprobs"}
+COMMON = {"model", "stop", "stop_token_ids", "stream_options", *SETTINGS} - {"echo"}
 # They say who asks, and how the answer is billed and kept: no answer depends on them.
 WITHOUT_EFFECT = {"user", "metadata", "safety_identifier", "prompt_cache_key", "service_tier", "request_id", "priority"}
 # The value of a field at which it asks for nothing; another one is refused.
@@ -53,7 +54,6 @@ NEUTRAL = {
     "logit_bias": {},
     "min_tokens": 0,
     "best_of": 1,
-    "echo": False,
     "suffix": "",
     "store": False,
     "use_beam_search": False,
@@ -64,7 +64,6 @@ NEUTRAL = {
     "guided_regex": None,
     "guided_choice": None,
     "guided_grammar": None,
-    "prompt_logprobs": None,
     "modalities": ["text"],
     "reasoning_effort": None,
     "chat_template": None,
@@ -109,6 +108,8 @@ class Asked:
     include_stop: bool
     return_token_ids: bool
     tokens_as_ids: bool
+    echo: bool = False  # the prompt stands before its completion
+    prompt_logprobs: int | None = None  # so many likeliest tokens at each place of the prompt
 
 
 def parse_json(data: bytes) -> dict[str, Any]:
@@ -176,12 +177,15 @@ def parse(
             param="stop_token_ids",
         )
     tools = False
+    prompt_logprobs = None
     if chat:
         prompts, tools = [_chat_prompt(body, tokenizer)], bool(body.get("tools")) and body.get("tool_choice") != "none"
         logprobs = _top_logprobs(body)
     else:
         prompts = _text_prompts(body, tokenizer, vocabulary)
-        logprobs = _count(body, "logprobs", MOST_TOP)
+        logprobs, prompt_logprobs = _count(body, "logprobs", MOST_TOP), _count(body, "prompt_logprobs", MOST_PROMPT_TOP)
+        if values["stream"] and (values["echo"] or prompt_logprobs is not None):
+            raise BadRequestError("echo and prompt_logprobs are not for streams", code="unsupported", param="stream")
     asked_tokens = values["max_completion_tokens"] or values["max_tokens"]
     limits = []
     for prompt in prompts:
@@ -202,7 +206,7 @@ def parse(
         SamplingParams(values["temperature"], values["top_p"], max(values["top_k"], 0), values["min_p"]),
         values["seed"], ends, tuple(stop), logprobs, values["stream"], bool(options.get("include_usage")), tools,
         values["skip_special_tokens"], values["include_stop_str_in_output"], values["return_token_ids"],
-        values["return_tokens_as_token_ids"],
+        values["return_tokens_as_token_ids"], values["echo"], prompt_logprobs,
     )  # fmt: skip
 
 

@@ -6,6 +6,7 @@ import uuid
 from typing import Any
 
 from jaxrl_llm.environments.tools import parse_tool_calls
+from jaxrl_llm.models.logprobs import Likeliest
 from jaxrl_llm.serving.bodies import Asked
 from jaxrl_llm.serving.queue import Handle, Tokens
 
@@ -49,6 +50,9 @@ class Choice:
         first = len(self.ids)
         ended_by_id = tokens.finish_reason == "stop" and not self.asked.include_stop
         last = len(tokens.ids) - 1
+        # Token by token only where a stop string must not be missed, or each token's place in the text is told; of an
+        # answer that is given as a whole, at the end.
+        each = self.asked.stop or not (self.asked.chat or self.asked.logprobs is None)
         top = list(zip(tokens.top_ids, tokens.top_logps, strict=True)) or [([], [])] * len(tokens.ids)
         for number, (index, logp) in enumerate(zip(tokens.ids, tokens.logps, strict=True)):
             self.ids.append(index)
@@ -57,9 +61,7 @@ class Choice:
             self.starts.append(len(self.text))
             if ended_by_id and number == last:
                 break  # the text of an id that ends the row is not shown
-            # Token by token only where a stop string must not be missed, or each token's place in the text is told.
-            each = self.asked.stop or not (self.asked.chat or self.asked.logprobs is None)
-            if (each or number == last) and self._extend(final=False):
+            if (each or (number == last and self.asked.stream)) and self._extend(final=False):
                 self.finish_reason = "stop"
                 break
         if self.finish_reason is None and tokens.finish_reason is not None:
@@ -154,6 +156,50 @@ class Choice:
             ],
             "refusal": None,
         }
+
+    def echoed(self) -> tuple[str, dict[str, Any] | None]:
+        """The prompt's text, and its log-probs in the form of a text completion; the first token has none."""
+        text = self.tokenizer.decode(self.prompt, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        scores, count = self._scores(), self.asked.logprobs
+        if scores is None or count is None:
+            return text, None
+        names, starts = [self._name(index) for index in self.prompt], []
+        for number in range(len(self.prompt)):
+            starts.append(min(len(text), (starts[-1] + len(names[number - 1])) if number else 0))
+        logps, top = scores.logps.tolist(), self._top_of(scores, count)
+        places = [
+            {**{self._name(index): logp for index, logp in likeliest}, name: logp}
+            for name, logp, likeliest in zip(names, logps, top, strict=True)
+        ]
+        return text, {
+            "tokens": names,
+            "token_logprobs": [None, *logps[1:]],
+            "top_logprobs": [None, *places[1:]],
+            "text_offset": starts,
+        }
+
+    def prompt_logprobs(self) -> list[dict[str, Any] | None] | None:
+        """The likeliest tokens at each place of the prompt as vLLM tells them, the token itself among them."""
+        scores, count = self._scores(), self.asked.prompt_logprobs
+        if scores is None or count is None:
+            return None
+        found: list[dict[str, Any] | None] = [None]
+        places = zip(self.prompt, scores.logps.tolist(), scores.rank.tolist(), self._top_of(scores, count), strict=True)
+        for index, logp, rank, likeliest in list(places)[1:]:
+            ranked = [(*pair, 1 + number) for number, pair in enumerate(likeliest)]
+            told = {str(each): {"logprob": value, "rank": place} for each, value, place in ranked}
+            told |= {str(index): {"logprob": logp, "rank": rank}}
+            found.append({each: {**entry, "decoded_token": self._name(int(each))} for each, entry in told.items()})
+        return found
+
+    def _scores(self) -> Likeliest | None:
+        return None if self.handle is None else self.handle.scores
+
+    @staticmethod
+    def _top_of(scores: Likeliest, count: int) -> list[list[tuple[int, float]]]:
+        """Ids and log-probs of the `count` likeliest at each place."""
+        ids, logps = scores.top_ids[:, :count].tolist(), scores.top_logps[:, :count].tolist()
+        return [list(zip(*place, strict=True)) for place in zip(ids, logps, strict=True)]
 
     def _name(self, index: int) -> str:
         return f"token_id:{index}" if self.asked.tokens_as_ids else self.tokenizer.decode([index])

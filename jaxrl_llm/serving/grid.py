@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrl_llm.data.collate import pad_prompts
+from jaxrl_llm.models.logprobs import Likeliest, likeliest
 from jaxrl_llm.rollout.engine import Engine, prefill
 from jaxrl_llm.rollout.sampling import RowSampling, SamplingParams
 from jaxrl_llm.rollout.slots import Prompts, Rows, Slots, ended
@@ -26,7 +27,8 @@ from jaxrl_llm.rollout.slots import Prompts, Rows, Slots, ended
 SMALLEST = 64  # tokens of the narrowest prompt that a program is compiled for
 CAPACITY = 32  # tokens that the row caches of a new grid have room for
 MOST_ENDS = 16  # ids that may end a row
-MOST_TOP = 20  # likeliest tokens of a place that a request may ask for
+MOST_TOP = 20  # likeliest tokens of a sampled place that a request may ask for
+MOST_PROMPT_TOP = 128  # and of a place of its prompt
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -44,6 +46,7 @@ class RowRequest:
     seed: int
     number: int = 0
     top_logprobs: int = 0
+    prompt_logprobs: int | None = None  # so many likeliest tokens at each place of the prompt; None: it is not scored
 
 
 class Grid(NamedTuple):
@@ -110,6 +113,23 @@ def prefill_requests(engine: Engine, params, requests: Sequence[RowRequest], top
     new_prompts, rows = prefill(engine, params, prompts, segments, keys, sampling)
     rows = rows._replace(limit=limits[:, None].astype(np.int32))
     return new_prompts, rows, keys[:, None]
+
+
+def score_prompts(engine: Engine, params, requests: Sequence[RowRequest]) -> list[Likeliest]:
+    """The log-probs of the tokens of prompts, which have one bucket: numpy arrays `[P]` and `[P,A]` of each."""
+    prompts, segments = pad_prompts([list(r.prompt) for r in requests], bucket(max(len(r.prompt) for r in requests)))
+    temperature = np.asarray([r.sampling.temperature or 1.0 for r in requests], np.float32)
+    count = min(bucket(max(r.prompt_logprobs or 0 for r in requests), MOST_TOP), engine.net.config.vocab_size)
+    found = jax.device_get(_likeliest(engine, params, prompts, segments, temperature, count))
+    width = prompts.shape[1]
+    return [
+        jax.tree.map(lambda x, row=row, r=r: x[row, width - len(r.prompt) :], found) for row, r in enumerate(requests)
+    ]
+
+
+@functools.partial(jax.jit, static_argnames=("engine", "count"))
+def _likeliest(engine: Engine, params, prompts, segments, temperature, count: int) -> Likeliest:
+    return likeliest(engine.decoder.bind(params), prompts, segments, temperature, count)
 
 
 @jax.jit

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from jaxrl_llm.models.logprobs import Likeliest
 from jaxrl_llm.rollout.engine import Engine, decode_chunk
 from jaxrl_llm.serving.grid import (
     CAPACITY,
@@ -28,6 +29,7 @@ from jaxrl_llm.serving.grid import (
     newest,
     prefill_requests,
     resized,
+    score_prompts,
     widened,
     with_top,
 )
@@ -59,6 +61,7 @@ class Handle:
     asked: float = dataclasses.field(default_factory=time.monotonic)
     slot: int | None = None
     cancelled: bool = False
+    scores: Likeliest | None = None  # of the prompt's tokens, where they were asked for, before the first token comes
 
 
 @dataclasses.dataclass
@@ -249,6 +252,10 @@ class RequestQueue:
                 if prompts.tokens.shape[1] != grid.width:
                     prompts = widened(self.engine, self._params, prompts, grid.width)
                 grid = join(self.engine, grid, prompts, rows, keys, np.asarray([handle.slot for handle in some]))
+                if scored := [handle for handle in some if handle.request.prompt_logprobs is not None]:
+                    found = score_prompts(self.engine, self._params, [handle.request for handle in scored])
+                    for handle, scores in zip(scored, found, strict=True):
+                        handle.scores = scores
                 self.counts.prompt_tokens += sum(len(handle.request.prompt) for handle in some)
         self._grid = grid
 

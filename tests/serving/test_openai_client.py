@@ -77,6 +77,33 @@ def test_log_probs_are_the_trainers(client, sorter):
     assert logprobs.text_offset[0] == 0 and len(logprobs.token_logprobs) == len(logprobs.tokens)
 
 
+def test_prompts_are_scored(client, sorter):
+    """What lm-eval asks for: `echo` with log-probs; a token is greedy where its number is the largest of its place."""
+    texts = ["sort:4821=1248", "sort:90817=019"]
+    ids = [render_prompt(sorter.tokenizer, text) for text in texts]
+    answer = client.completions.create(
+        model="sorter", prompt=ids, max_tokens=1, temperature=0, echo=True, logprobs=1, seed=1234,
+        extra_body={"prompt_logprobs": 3},
+    )  # fmt: skip
+    for text, row, choice in zip(texts, ids, answer.choices, strict=True):
+        logits = np.asarray(sorter(np.asarray([row])))[0].astype(np.float64)
+        logps = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+        found = choice.logprobs
+        assert choice.text.startswith(text) and found.tokens[: len(row)] == list(text)
+        assert len(found.token_logprobs) == len(found.top_logprobs) == len(found.text_offset) == len(row) + 1
+        assert found.token_logprobs[0] is found.top_logprobs[0] is choice.prompt_logprobs[0] is None
+        assert found.text_offset == list(range(len(row) + 1))
+        for place in range(1, len(row)):
+            before = logps[place - 1]
+            assert found.token_logprobs[place] == pytest.approx(before[row[place]], abs=1e-4)
+            is_greedy = found.token_logprobs[place] == max(found.top_logprobs[place].values())
+            assert is_greedy == (before.argmax() == row[place])
+            told = choice.prompt_logprobs[place]
+            assert told[str(row[place])]["rank"] == 1 + (before > before[row[place]]).sum()
+            by_rank = sorted(told.items(), key=lambda entry: entry[1]["rank"])[:3]
+            assert [int(index) for index, _ in by_rank] == np.argsort(-before)[:3].tolist()
+
+
 @pytest.mark.parametrize("chat", [True, False], ids=["chat", "text"])
 def test_a_stream_adds_up_to_the_answer(client, chat):
     """Texts, ids and log-probs of the pieces are those of the whole, and usage comes last."""

@@ -89,6 +89,7 @@ def random_requests(count: int, seed: int, ends: tuple[int, ...]) -> list[RowReq
     ]
 
 
+@pytest.mark.slow
 def test_a_row_is_that_of_generate(queue, model):
     """Greedy and drawn, of the seed and the number that `generate` gives its rows."""
     (ids,) = prompt_ids(model, ["sort:90817="])

@@ -51,6 +51,16 @@ def test_trls_client_samples(trl_client, sorter, chat, logprobs):
             assert near == sorted(near, reverse=True)
 
 
+def test_trls_client_scores_a_students_rows(trl_client, sorter):
+    """Distillation of TRL: log-probs of given rows, of a teacher that is served."""
+    rows = [render_prompt(sorter.tokenizer, text) for text in ("sort:4821=1248", "sort:90817=019")]
+    found = trl_client.get_sequence_logprobs(rows, [10, 11], top_logprobs=5, temperature=0.5)
+    for row, length, own, top in zip(rows, (10, 11), found["actual_logprobs"], found["logprobs"], strict=True):
+        logps = likely(sorter, row[:length], row[length:], 0.5)
+        np.testing.assert_allclose(np.ravel(own), logps[range(len(own)), row[length:]], atol=1e-4)
+        np.testing.assert_allclose(top, -np.sort(-logps)[:, :5], atol=1e-4)
+
+
 def test_trls_client_learns_that_weights_come_by_files(trl_client):
     with pytest.raises(RuntimeError, match="no weight-transfer engine"):
         trl_client.init_communicator()
