@@ -86,33 +86,56 @@ def bucket(length: int, smallest: int = SMALLEST) -> int:
 def prefill_requests(engine: Engine, params, requests: Sequence[RowRequest], top: bool) -> tuple[Prompts, Rows, Any]:
     """Caches and first tokens of requests, whose prompts have one bucket, and the keys `[B,1]` of their rows.
 
-    `top` is whether the grid they join keeps the likeliest tokens.
+    Where all have the same prompt (the same object) it is computed once. `top` is whether the grid they join keeps the
+    likeliest tokens.
     """
-    prompts, segments = pad_prompts([list(r.prompt) for r in requests], bucket(max(len(r.prompt) for r in requests)))
+    rows, own = len(requests), [requests[0]] if shares_prompt(requests) else requests
+    prompts, segments = pad_prompts([list(r.prompt) for r in own], bucket(max(len(r.prompt) for r in own)))
+    shape = (len(own), rows // len(own))
 
     def column(values, dtype) -> np.ndarray:
-        return np.asarray(list(values), dtype)[:, None]
+        return np.asarray(list(values), dtype).reshape(shape)
 
-    ends = np.full((len(requests), 1, MOST_ENDS), -1, np.int32)
-    for row, request in zip(ends[:, 0], requests, strict=True):
+    ends = np.full((rows, MOST_ENDS), -1, np.int32)
+    for row, request in zip(ends, requests, strict=True):
         row[: len(request.ends)] = request.ends
-    places = (len(requests), 1, engine.max_completion_length, MOST_TOP)
+    places = (*shape, engine.max_completion_length, MOST_TOP)
     sampling = RowSampling(
         column((r.sampling.temperature for r in requests), np.float32),
         column((r.sampling.top_p for r in requests), np.float32),
         column((r.sampling.top_k for r in requests), np.int32),
         column((r.sampling.min_p for r in requests), np.float32),
-        ends,
+        ends.reshape(*shape, MOST_ENDS),
         np.zeros(places, np.int32) if top else None,
         np.zeros(places, np.float32) if top else None,
     )
-    seeds, numbers, limits = (
-        np.asarray([getattr(r, name) & 0xFFFFFFFF for r in requests], np.uint32) for name in ("seed", "number", "limit")
+    seeds, numbers = (
+        np.asarray([getattr(r, name) & 0xFFFFFFFF for r in requests], np.uint32) for name in ("seed", "number")
     )
     keys = _keys(seeds, numbers)
-    new_prompts, rows = prefill(engine, params, prompts, segments, keys, sampling)
-    rows = rows._replace(limit=limits[:, None].astype(np.int32))
-    return new_prompts, rows, keys[:, None]
+    group = dataclasses.replace(engine, group_size=shape[1])
+    new_prompts, new_rows = prefill(group, params, prompts, segments, keys, sampling)
+    new_rows = new_rows._replace(limit=column((r.limit for r in requests), np.int32))
+    if shape[1] > 1:
+        new_prompts, new_rows = _each_alone(engine, new_prompts, new_rows)
+    return new_prompts, new_rows, keys[:, None]
+
+
+def shares_prompt(requests: Sequence[RowRequest]) -> bool:
+    """Whether all requests have the same prompt, as the choices of one answer do."""
+    return all(request.prompt is requests[0].prompt for request in requests)
+
+
+@functools.partial(jax.jit, static_argnames="engine")
+def _each_alone(engine: Engine, prompts: Prompts, rows: Rows) -> tuple[Prompts, Rows]:
+    """One prompt `[1,...]` and its rows `[1,K]` as K prompts with a row each: in a grid every row leaves by itself."""
+    count = rows.length.size
+    axis = 1 if engine.decoder.config.scan_layers else 0
+    alone = Prompts(
+        jax.tree.map(lambda x: jnp.repeat(x, count, axis=axis), prompts.cache),
+        *(jnp.repeat(x, count, axis=0) for x in prompts[1:]),
+    )
+    return alone, jax.tree.map(lambda x: x.reshape(count, 1, *x.shape[2:]), rows)
 
 
 def score_prompts(engine: Engine, params, requests: Sequence[RowRequest]) -> list[Likeliest]:

@@ -9,8 +9,8 @@ import contextlib
 import dataclasses
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -238,25 +238,17 @@ class RequestQueue:
             handle.slot = next(slots)
             self._rows[handle.slot] = handle
             self._lengths[handle.slot] = 0
-        by_width: dict[int, list[Handle]] = {}
-        for handle in joining:
-            by_width.setdefault(bucket(len(handle.request.prompt)), []).append(handle)
-        for handles in by_width.values():
-            while handles:
-                # In powers of two: few programs, and no row is computed for nothing.
-                count = min(PREFILL_ROWS, 1 << (len(handles).bit_length() - 1))
-                some, handles = handles[:count], handles[count:]
-                prompts, rows, keys = prefill_requests(
-                    self.engine, self._params, [handle.request for handle in some], top
-                )
-                if prompts.tokens.shape[1] != grid.width:
-                    prompts = widened(self.engine, self._params, prompts, grid.width)
-                grid = join(self.engine, grid, prompts, rows, keys, np.asarray([handle.slot for handle in some]))
-                if scored := [handle for handle in some if handle.request.prompt_logprobs is not None]:
-                    found = score_prompts(self.engine, self._params, [handle.request for handle in scored])
-                    for handle, scores in zip(scored, found, strict=True):
-                        handle.scores = scores
-                self.counts.prompt_tokens += sum(len(handle.request.prompt) for handle in some)
+        for some in _batches(joining):
+            requests = [handle.request for handle in some]
+            prompts, rows, keys = prefill_requests(self.engine, self._params, requests, top)
+            if prompts.tokens.shape[1] != grid.width:
+                prompts = widened(self.engine, self._params, prompts, grid.width)
+            grid = join(self.engine, grid, prompts, rows, keys, np.asarray([handle.slot for handle in some]))
+            if scored := [handle for handle in some if handle.request.prompt_logprobs is not None]:
+                found = score_prompts(self.engine, self._params, [handle.request for handle in scored])
+                for handle, scores in zip(scored, found, strict=True):
+                    handle.scores = scores
+            self.counts.prompt_tokens += sum(len(request.prompt) for request in requests)
         self._grid = grid
 
     def _dispatch(self) -> bool:
@@ -307,3 +299,20 @@ class RequestQueue:
                 self.counts.finished_rows += 1
             if count or reason is not None:
                 self._collected.append((handle, new))
+
+
+def _batches(handles: Sequence[Handle]) -> Iterator[list[Handle]]:
+    """The rows that are prefilled together: those of one prompt, and the others of one bucket.
+
+    In powers of two: few programs are compiled, and no row is computed for nothing.
+    """
+    rows_of, batches = Counter(id(handle.request.prompt) for handle in handles), {}
+    for handle in handles:
+        prompt = handle.request.prompt
+        key = ("prompt", id(prompt)) if rows_of[id(prompt)] > 1 else ("bucket", bucket(len(prompt)))
+        batches.setdefault(key, []).append(handle)
+    for batch in batches.values():
+        while batch:
+            count = min(PREFILL_ROWS, 1 << (len(batch).bit_length() - 1))
+            yield batch[:count]
+            batch = batch[count:]

@@ -183,10 +183,11 @@ def test_limits(listening):
         busy = [answer for answer in found if answer.status_code == 429]
         assert busy and all(refused(answer, 429)["type"] == "rate_limit_error" for answer in busy)
         assert busy[0].headers["retry-after"] == "1"
-        deadline = time.monotonic() + 30
-        while running.server.queue.counts.running and time.monotonic() < deadline:
-            time.sleep(0.02)
-        assert web.post(TEXT, json={"prompt": "sort:1=", "max_tokens": 3}).status_code == 200
+        # Slots are free again; on a busy machine the first answers may wait for a program longer than they may take.
+        deadline, small = time.monotonic() + 60, {"prompt": "sort:1=", "max_tokens": 3}
+        while (answer := web.post(TEXT, json=small)).status_code == 408 and time.monotonic() < deadline:
+            pass
+        assert answer.status_code == 200
 
 
 def test_clients_that_break_off(running):

@@ -163,6 +163,26 @@ def test_the_likeliest_tokens(queue, model):
         np.testing.assert_allclose(row.logps[place], logps[place][row.ids[place]], atol=1e-4)
 
 
+def test_a_prompt_of_several_rows_is_computed_once(queue, model, monkeypatch):
+    """Choices of one answer share the prefill, whatever their settings; each is what it is alone."""
+    from jaxrl_llm.serving import grid
+
+    widths = []
+    pad = grid.pad_prompts
+    monkeypatch.setattr(grid, "pad_prompts", lambda prompts, width: widths.append(len(prompts)) or pad(prompts, width))
+    (ids,) = prompt_ids(model, ["sort:90817="])
+    settings = [SamplingParams(), SamplingParams(0.0), SamplingParams(1.5, top_k=4), SamplingParams(top_p=0.5)]
+    requests = [RowRequest(ids, 5 + number, each, (), 3, number) for number, each in enumerate(settings)]
+    together = ask(queue, *requests)
+    for row in together:
+        row.wait()
+    assert widths == [1]
+    for row in together:
+        (alone,) = ask(queue, row.handle.request)
+        assert alone.wait() == row.ids and len(row.ids) == row.handle.request.limit
+    assert widths == [1] * 5
+
+
 def test_a_cancelled_row_leaves_its_slot(queue):
     endless = [RowRequest([40 + i], LONGEST, SamplingParams(), (), i) for i in range(12)]
     rows = ask(queue, *endless)
