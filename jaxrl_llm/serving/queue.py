@@ -120,7 +120,12 @@ class RequestQueue:
         with self._condition:
             for handle in handles:
                 handle.cancelled = True
-            self._cancelled.extend(handles)
+                try:
+                    self._waiting.remove(handle)
+                    self.counts.cancelled_rows += 1
+                except ValueError:  # it has a slot, or gets one now
+                    self._cancelled.append(handle)
+            self.counts.waiting = len(self._waiting)
             self._condition.notify()
 
     def set_params(self, params: Any, done: Callable[[BaseException | None], None]) -> None:
@@ -185,10 +190,6 @@ class RequestQueue:
             cancelled, self._cancelled = self._cancelled, []
             calls = list(self._calls)
             self._calls.clear()
-            for handle in cancelled:
-                with contextlib.suppress(ValueError):
-                    self._waiting.remove(handle)
-                    self.counts.cancelled_rows += 1
         for call, done in calls:
             try:
                 call()
