@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from benchmarks import folders, limits, marks, meter, peaks, run, scaling, sizes, table
+from benchmarks import folders, limits, marks, meter, peaks, run, scaling, serving, sizes, table
 from benchmarks.cases import PROMPT, SHAPES, lengths, prompts, texts, useful_tokens, word, words
 from benchmarks.ours import fit
 from jaxrl_llm.config import ConfigError
@@ -180,3 +180,15 @@ def test_the_page_of_sizes_has_what_was_planned(tmp_path):
     marks.put(page, "sizes", sizes.tables(json.loads(sizes.STORE.read_text())))
     assert page.read_text() == sizes.PAGE.read_text()
     assert [round(sizes.parameters(name), 1) for name in sizes.MODELS] == [0.5, 1.5, 7.6, 14.8]
+
+
+@pytest.mark.slow
+def test_the_benchmark_of_serving(capfd):
+    """Every answer under load is the one that comes alone, and the ratios are of one run."""
+    pytest.importorskip("uvicorn")
+    serving.main(["embedded:sort", "--requests=60", "--clients=12", "--slots=8", "--prompt=64", "--longest=32"])
+    numbers = json.loads(capfd.readouterr().out.splitlines()[-1])
+    assert numbers["different_alone"] == numbers["exit"] == 0
+    assert 0 < numbers["p50"] <= numbers["p95"]
+    own = numbers["engine_tokens_per_second"]
+    assert numbers["server_ratio"] == pytest.approx(numbers["tokens_per_second"] / own, abs=2e-3)

@@ -21,6 +21,7 @@ LAYERS = {
     "rewards": 3,
     "environments": 3,
     "training": 4,
+    "serving": 4,
     "tools": 5,
     "commands": 6,
     "train": 6,
@@ -163,6 +164,13 @@ def edges(name: str, path: Path, modules: dict[str, Path]) -> set[str]:
 def test_training_does_not_import_tools():
     above = [path for path in FILES if part(module_name(path)) in ("training", "rollout", "models", "data", "rewards")]
     assert not [path for path in above if any(".tools" in name for name in imports(parse(path)))]
+
+
+def test_serving_and_training_stand_beside_each_other():
+    for room, other in (("training", "serving"), ("serving", "training")):
+        files = [path for path in FILES if part(module_name(path)) == room]
+        assert files
+        assert not [path for path in files if any(f".{other}" in name for name in imports(parse(path)))]
 
 
 def test_the_root_holds_the_loop_and_rooms():

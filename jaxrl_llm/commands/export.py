@@ -68,20 +68,31 @@ def export(
     """
     output = Path(output).expanduser()
     folder = Path(run).expanduser()
-    config = _config_of(folder)
+    config = config_of(folder)
     _check_free(output, overwrite)
     mesh = make_mesh(data=1, fsdp=-1)
-    with jax.set_mesh(mesh), Checkpoints(checkpoint_spec(config, folder).folder, read_only=True) as checkpoints:
-        step = _step(checkpoints, step)
-        model = _untrained(config, mesh)
-        frozen, shapes = split(model.params)
-        params = combine(frozen, checkpoints.restore_params(step, shapes, mesh))
-        model = replace(model, params=params, mesh=mesh)
+    with jax.set_mesh(mesh):
+        model, step = checkpoint_model(folder, config, step, mesh)
         save_adapter(model, output) if adapter else save_hf(model, output, dtype)
         with processes.all_or_none():
             if jax.process_index() == 0:
                 write_card(output, folder, step, repo)
     return output
+
+
+def checkpoint_model(
+    folder: Path, config: ConfigDict, step: int | None, mesh: Mesh, dtype: str = "float32"
+) -> tuple[Model, int]:
+    """The policy of a checkpoint, None for the newest, of the run in `folder`, sharded over `mesh`; and its step.
+
+    `dtype` is that of the computation. Raises ConfigError for a step that is not there.
+    """
+    with jax.set_mesh(mesh), Checkpoints(checkpoint_spec(config, folder).folder, read_only=True) as checkpoints:
+        step = _step(checkpoints, step)
+        model = _untrained(config, mesh, dtype)
+        frozen, shapes = split(model.params)
+        params = combine(frozen, checkpoints.restore_params(step, shapes, mesh))
+        return replace(model, params=params, mesh=mesh), step
 
 
 def push(run: str | Path, repo: str, output: str | Path = "", private: bool = False, **options: Any) -> str:
@@ -94,7 +105,7 @@ def push(run: str | Path, repo: str, output: str | Path = "", private: bool = Fa
     folder = Path(output).expanduser() if output else Path(run).expanduser() / PUSHED
     with processes.all_or_none():
         if jax.process_index() == 0:
-            _config_of(Path(run).expanduser())
+            config_of(Path(run).expanduser())
             hub.check(repo, private, overwrite)
             if not output:
                 shutil.rmtree(folder, ignore_errors=True)  # left by a push that was killed
@@ -117,16 +128,17 @@ def _check_free(output: Path, overwrite: bool) -> None:
         )
 
 
-def _untrained(config: ConfigDict, mesh: Mesh) -> Model:
+def _untrained(config: ConfigDict, mesh: Mesh, dtype: str) -> Model:
     """The model at the start of the run; without adapters its shapes suffice, as all parameters are restored."""
     if config.lora.rank or config.lora.path:
         return build_model(config, mesh)
     head = "score" if config.algorithm.name == "reward_model" else "lm"
     c = config.model
-    return describe(c.path, "float32", c.param_dtype, trust_remote_code=c.trust_remote_code, head=head)
+    return describe(c.path, dtype, c.param_dtype, trust_remote_code=c.trust_remote_code, head=head)
 
 
-def _config_of(folder: Path) -> ConfigDict:
+def config_of(folder: Path) -> ConfigDict:
+    """The configuration of the run in a folder; raises ConfigError where there is none with checkpoints."""
     file = folder / "config.json"
     config = from_json(file.read_text(encoding="utf-8")) if file.is_file() else None
     if config is None or not checkpoint_spec(config, folder).folder.is_dir():

@@ -12,6 +12,7 @@ COMMANDS = {
     "train": "Train a language model.",
     "generate": "Sample completions of prompts.",
     "chat": "Talk to a model, or to two side by side.",
+    "serve": "Serve a model over HTTP, to any client of the OpenAI API.",
     "evaluate": "Measure a model on held-out prompts, or the responses in a file.",
     "compare": "Compare two models on the same prompts.",
     "export": "Write a checkpoint as a Hugging Face folder, and push it to the hub.",

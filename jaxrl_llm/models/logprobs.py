@@ -17,6 +17,8 @@ from jaxrl_llm.distributed.sharding import constrain
 from jaxrl_llm.models.chunked_softmax import Distributions, Slopes, chunked_kl, chunked_logps, log_sum_squares
 from jaxrl_llm.models.transformer import Net, Params, Transformer
 
+LIKELIEST_BLOCK = 64  # positions whose logits are formed at once
+
 
 class TokenStatistics(NamedTuple):
     """Numbers `[N,T]` about each token, given the tokens before it in its segment; None: not asked for."""
@@ -28,6 +30,40 @@ class TokenStatistics(NamedTuple):
     log_sum_squares: jax.Array | None = None  # log sum_v p_v^2; no gradient
     values: jax.Array | None = None  # of a value head on the same hidden states
     kl: jax.Array | None = None  # KL(policy || reference) over the vocabulary
+
+
+class Likeliest(NamedTuple):
+    """Each token `[N,T]` among those that could have been there, and the A likeliest `[N,T,A]`, the first one first."""
+
+    logps: jax.Array
+    rank: jax.Array  # 1 is the likeliest
+    top_ids: jax.Array
+    top_logps: jax.Array
+
+
+def likeliest(model: Transformer, tokens, segments, temperature, count: int) -> Likeliest:
+    """`Likeliest` of tokens `[N,T]` at `temperature` `[N]`, with `count` likeliest; no meaning on the first of a row.
+
+    Positions are read in blocks, so that `[N,T,V]` never exists.
+    """
+    hidden, _ = model.prefill(tokens, segments)
+    targets = jnp.roll(tokens, -1, axis=1)
+    size = min(LIKELIEST_BLOCK, tokens.shape[1])
+    blocks = -(-tokens.shape[1] // size)
+
+    def split(x):  # [N,T,...] -> [blocks,N,size,...]
+        x = jnp.pad(x, ((0, 0), (0, blocks * size - x.shape[1]), *((0, 0),) * (x.ndim - 2)))
+        return x.reshape(len(x), blocks, size, *x.shape[2:]).swapaxes(0, 1)
+
+    def of_block(block) -> Likeliest:
+        logits = model.logits(block[0]) / temperature[:, None, None]
+        logps = logits - jax.nn.logsumexp(logits, axis=-1, keepdims=True)
+        own = jnp.take_along_axis(logps, block[1][..., None], axis=-1)
+        return Likeliest(own[..., 0], 1 + (logps > own).sum(-1), *jax.lax.top_k(logps, count)[::-1])
+
+    found = jax.lax.map(of_block, (split(hidden), split(targets)))
+    joined = jax.tree.map(lambda x: x.swapaxes(0, 1).reshape(len(tokens), blocks * size, *x.shape[3:]), found)
+    return jax.tree.map(lambda x: jnp.roll(x, 1, axis=1)[:, : tokens.shape[1]], joined)
 
 
 def token_logps(net: Net, params: Params, inputs: Inputs, temperature: float = 1.0) -> tuple[jax.Array, jax.Array]:

@@ -77,7 +77,7 @@ def load_model(
     hub id. `allow_pickle` reads pytorch_model.bin where there are no safetensors, and
     `trust_remote_code` runs a tokenizer's own code. Raises ConfigError; see `hf.locate`, `hf.load` and `peft.read`.
     """
-    dtype = _compute_dtype(dtype)
+    dtype = compute_dtype(dtype)
     model = describe(
         path, dtype, param_dtype, adapter, allow_pickle, trust_remote_code, revision, tokenizer, entries, **overrides
     )
@@ -111,7 +111,7 @@ def describe(
 
     Arguments and errors as in `load_model`.
     """
-    dtype = _compute_dtype(dtype)
+    dtype = compute_dtype(dtype)
     path, adapter = base_and_adapter(path, adapter)
     if overrides.get("quantize", "none") not in KINDS:
         raise ConfigError(f"quantize = {overrides['quantize']!r} is not one of {', '.join(KINDS)}.")
@@ -221,7 +221,7 @@ def copied_model(
                 "merged: set lora.rank to 0 to train these on"
             )
         params, config = lora.merge(params, config.lora), dataclasses.replace(config, lora=None)
-    net = Net(dataclasses.replace(config, dtype=_compute_dtype(dtype), param_dtype=param_dtype, **overrides))
+    net = Net(dataclasses.replace(config, dtype=compute_dtype(dtype), param_dtype=param_dtype, **overrides))
     check_attention(net.config, jax.default_backend())
     shapes = net.shapes()
     if missing := [part for part in shapes if part not in params and part != "score"]:
@@ -286,7 +286,8 @@ def check_attention(config: ModelConfig, backend: str) -> None:
         raise ConfigError(f"model.attention = {config.attention!r}: {'; '.join(holding)}. Use 'xla'.")
 
 
-def _compute_dtype(dtype: str) -> str:
+def compute_dtype(dtype: str) -> str:
+    """The type of the computation: for "auto" that of the machine."""
     if dtype != "auto":
         return dtype
     return "float32" if jax.default_backend() == "cpu" else "bfloat16"

@@ -36,7 +36,7 @@ from jaxrl_llm.rollout.automata import NO_AUTOMATA, Automata
 from jaxrl_llm.rollout.grammar import Grammar, GrammarRows
 from jaxrl_llm.rollout.multi_turn import TurnServer, TurnTracker, slots_to_read
 from jaxrl_llm.rollout.processors import processed_logits
-from jaxrl_llm.rollout.sampling import SamplingParams, sample
+from jaxrl_llm.rollout.sampling import RowSampling, SamplingParams, sample, sample_by_row
 from jaxrl_llm.rollout.scheduler import IDLE, Scheduler, SlotGrid
 from jaxrl_llm.rollout.slots import (
     Prompts,
@@ -265,8 +265,19 @@ def decoding_params(params: Params, decoder: Net) -> Params:
 
 
 @functools.partial(jax.jit, static_argnames="engine")
-def prefill(engine: Engine, params, prompts, segments, keys, automata: Automata = NO_AUTOMATA) -> tuple[Prompts, Rows]:
-    """The prompts' caches, and all rows `[B,K]` with their first token, from one forward pass per prompt."""
+def prefill(
+    engine: Engine,
+    params,
+    prompts,
+    segments,
+    keys,
+    automata: Automata = NO_AUTOMATA,
+    sampling: RowSampling | None = None,
+) -> tuple[Prompts, Rows]:
+    """The prompts' caches, and all rows `[B,K]` with their first token, from one forward pass per prompt.
+
+    `sampling` are settings of each row, in the place of the engine's.
+    """
     shape = (prompts.shape[0], engine.group_size)
     model = engine.decoder.bind(params)
     hidden, cache = model.prefill(prompts, segments)
@@ -288,6 +299,7 @@ def prefill(engine: Engine, params, prompts, segments, keys, automata: Automata 
         finished=jnp.zeros(shape, bool),
         stop_state=None if automata.stop is None else jnp.zeros(shape, jnp.int32),
         guide_state=None if automata.guide is None else jnp.zeros(shape, jnp.int32),
+        sampling=sampling,
     )
     no_proposals, all_prompts = jnp.zeros((*shape, 0), jnp.int32), Prompts(cache, prompts, segments != 0, automata)
     return all_prompts, _append(engine, all_prompts, rows, keys.reshape(shape), logits, no_proposals, 0)
@@ -369,7 +381,7 @@ def _append(engine: Engine, prompts: Prompts, rows: Rows, keys, logits, proposed
     places = rows.length[..., None] + jnp.arange(width)
     draw = jax.vmap(lambda key, place: jax.random.uniform(jax.random.fold_in(key, place)), (None, 0))
     uniforms = jax.vmap(draw)(keys.reshape(-1), places.reshape(-1, width))
-    by_draw, automata, processed = (-1, logits.shape[-1]), prompts.automata, None
+    by_draw, automata, own, processed = (-1, logits.shape[-1]), prompts.automata, rows.sampling, None
     if engine.sampling.processes:
         processed = processed_logits(logits, engine.sampling, prompts, rows, proposed, engine.eos)
     guide_states = stop_states = None
@@ -379,10 +391,17 @@ def _append(engine: Engine, prompts: Prompts, rows: Rows, keys, logits, proposed
         processed = jnp.where(allowed, logits.astype(jnp.float32) if processed is None else processed, -jnp.inf)
     if processed is not None:
         processed = processed.reshape(by_draw)
-    drawn = sample(logits.reshape(by_draw), uniforms.reshape(-1), engine.sampling, processed)
+    if own is None:
+        drawn = sample(logits.reshape(by_draw), uniforms.reshape(-1), engine.sampling, processed)
+    else:
+        of_tokens = RowSampling(*(jnp.repeat(x.reshape(-1, *x.shape[2:]), width, axis=0) for x in own[:5]))
+        drawn = sample_by_row(logits.reshape(by_draw), uniforms.reshape(-1), of_tokens)
     tokens, logps = (x.reshape(places.shape) for x in drawn)
     observed = places < rows.known[..., None]
-    ends = ~observed & jnp.isin(tokens, jnp.asarray(engine.eos, jnp.int32))
+    if own is None:
+        ends = ~observed & jnp.isin(tokens, jnp.asarray(engine.eos, jnp.int32))
+    else:
+        ends = ~observed & (tokens[..., None] == own.ends[..., None, :]).any(-1)
     if automata.stop is not None:
         stop_states = automata.stop.before(rows.stop_state, proposed, observed)
         stop_states = automata.stop.step(stop_states, tokens)
@@ -397,6 +416,14 @@ def _append(engine: Engine, prompts: Prompts, rows: Rows, keys, logits, proposed
         follows.append(follows[-1] & right[..., number - 1] & fits[..., number])
     follows = jnp.stack(follows, axis=-1)
     written = jnp.where(follows & ~observed, places, rows.tokens.shape[-1])  # past the end: dropped
+    if own is not None and own.top_ids is not None and own.top_logps is not None:
+        highest, top_ids = jax.lax.top_k(logits.astype(jnp.float32), own.top_ids.shape[-1])
+        of_token = jnp.take_along_axis(logits.astype(jnp.float32), tokens[..., None], axis=-1)
+        temperature = jnp.where(own.temperature == 0, 1.0, own.temperature)[..., None, None]
+        top_logps = (highest - of_token) / temperature + logps[..., None]
+        own = own._replace(
+            top_ids=set_places(own.top_ids, written, top_ids), top_logps=set_places(own.top_logps, written, top_logps)
+        )
 
     def state(before, behind):
         """The state behind the last token that follows."""
@@ -413,6 +440,7 @@ def _append(engine: Engine, prompts: Prompts, rows: Rows, keys, logits, proposed
         finished=rows.finished | (follows & ends).any(-1),
         stop_state=state(rows.stop_state, stop_states),
         guide_state=state(rows.guide_state, guide_states),
+        sampling=own,
     )
 
 

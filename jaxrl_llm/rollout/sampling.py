@@ -1,6 +1,7 @@
 """From logits to tokens: filters (top-k, top-p, min-p) and one-uniform inverse-CDF sampling."""
 
 import dataclasses
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -44,6 +45,46 @@ class SamplingParams:
         return penalties != (1.0, 0.0, 0.0) or bool(self.logit_bias or self.bad_words or self.min_tokens)
 
 
+class RowSampling(NamedTuple):
+    """Settings of rows `[...]` that differ from row to row, in the place of one `SamplingParams` and the engine's eos.
+
+    Rows of a rollout have none; those that are served each have their own.
+    """
+
+    temperature: Any  # [...]
+    top_p: Any
+    top_k: Any
+    min_p: Any
+    ends: Any  # [...,E] ids that end the row; -1 is none
+    top_ids: Any = None  # [...,C,A] the likeliest tokens at each place; None where no row asks for them
+    top_logps: Any = None
+
+
+def sample_by_row(logits, uniforms, rows: RowSampling):
+    """`sample` with settings of each row, `[M]`: bit for bit the tokens that a batch of rows like it would get."""
+    temperature = jnp.where(rows.temperature == 0, 1.0, rows.temperature)[:, None]
+    logits = logits.astype(jnp.float32) / temperature
+    top = logits.max(-1, keepdims=True)
+    shares = jnp.exp(logits - top)
+    filtered = (rows.top_k > 0) | (rows.top_p < 1) | (rows.min_p > 0)
+
+    def kept(probs):
+        # One filter for a row, none for its neighbour: each is computed for all and taken where it is asked for.
+        count = jnp.minimum(rows.top_k, probs.shape[-1])[:, None]
+        enough = _threshold(probs, jnp.ones_like(probs), count.astype(jnp.float32))
+        probs = jnp.where((probs >= enough) | (count == 0), probs, 0.0)
+        top_p = rows.top_p[:, None]
+        mass = top_p * probs.sum(-1, keepdims=True)
+        probs = jnp.where((probs >= _threshold(probs, probs, mass)) | (top_p >= 1), probs, 0.0)
+        min_p = rows.min_p[:, None]
+        return jnp.where((probs >= min_p * probs.max(-1, keepdims=True)) | (min_p <= 0), probs, 0.0)
+
+    probs = jax.lax.cond(filtered.any(), kept, lambda probs: probs, shares)
+    tokens = jnp.where(rows.temperature == 0, jnp.argmax(logits, axis=-1), inverse_cdf(probs, uniforms))
+    chosen = jnp.take_along_axis(logits, tokens[:, None], axis=-1) - top
+    return tokens.astype(jnp.int32), chosen[:, 0] - jnp.log(_blocks(shares).sum(-1).sum(-1))
+
+
 def sample(logits, uniforms, sampling: SamplingParams, processed=None):
     """Tokens `[M]` and their fp32 log-probs `[M]`, from logits `[M,V]` and one uniform number in [0,1) per row.
 
@@ -75,24 +116,25 @@ def kept_shares(probs, sampling: SamplingParams):
         kth = jax.lax.top_k(probs, min(sampling.top_k, probs.shape[-1]))[0].min(-1, keepdims=True)
         probs = jnp.where(probs >= kth, probs, 0.0)
     if sampling.top_p < 1.0:
-        probs = jnp.where(probs >= _top_p_threshold(probs, sampling.top_p), probs, 0.0)
+        goal = sampling.top_p * probs.sum(-1, keepdims=True)
+        probs = jnp.where(probs >= _threshold(probs, probs, goal), probs, 0.0)
     if sampling.min_p > 0.0:
         probs = jnp.where(probs >= sampling.min_p * probs.max(-1, keepdims=True), probs, 0.0)
     return probs
 
 
-def _top_p_threshold(probs, top_p: float):
-    """The smallest probability `[M,1]` in the nucleus: the fewest likeliest tokens that hold `top_p` of the mass.
+def _threshold(probs, amounts, goal):
+    """The largest probability `[M,1]` such that the tokens of at least as much have together the `goal` `[M,1]`.
 
-    Found by halving over the bit patterns of floats, which are ordered as positive floats are: exact in 31 sums over
-    the vocabulary, where sorting it costs 15 times more. The likeliest token is always kept.
+    With probabilities as `amounts` it is the edge of the nucleus, with ones the k-th largest. Found by halving over
+    the bit patterns of floats, which are ordered as positive floats are: exact in 31 sums over the vocabulary, where
+    sorting it costs 15 times more. The likeliest token is always kept.
     """
-    goal = top_p * probs.sum(-1, keepdims=True)
 
     def halve(_, bounds):
         low, high = bounds  # the tokens of at least `low` hold the goal, those of at least `high` do not
         middle = low + (high - low) // 2
-        kept = jnp.where(probs >= jax.lax.bitcast_convert_type(middle, jnp.float32), probs, 0.0)
+        kept = jnp.where(probs >= jax.lax.bitcast_convert_type(middle, jnp.float32), amounts, 0.0)
         enough = kept.sum(-1, keepdims=True) >= goal
         return jnp.where(enough, middle, low), jnp.where(enough, high, middle)
 

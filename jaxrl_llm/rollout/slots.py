@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec
 
 from jaxrl_llm.distributed.sharding import constrain
 from jaxrl_llm.rollout.automata import NO_AUTOMATA, Automata
+from jaxrl_llm.rollout.sampling import RowSampling
 from jaxrl_llm.rollout.scheduler import IDLE, SlotGrid
 
 
@@ -38,6 +39,7 @@ class Rows(NamedTuple):
     finished: jax.Array  # ended with an end-of-text token, or a stop string
     stop_state: jax.Array | None = None  # of the automaton for stop strings, where there is one
     guide_state: jax.Array | None = None
+    sampling: RowSampling | None = None  # settings of each row; None: those of the engine
 
 
 @functools.partial(

@@ -14,7 +14,15 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from jaxrl_llm.rollout.sampling import BLOCK, SamplingParams, inverse_cdf, kept_shares, sample
+from jaxrl_llm.rollout.sampling import (
+    BLOCK,
+    RowSampling,
+    SamplingParams,
+    inverse_cdf,
+    kept_shares,
+    sample,
+    sample_by_row,
+)
 
 VOCABULARIES = [2, 7, BLOCK - 1, BLOCK, BLOCK + 1, 300, 5000]
 LARGEST_UNIFORM = 1 - 2.0**-24
@@ -206,3 +214,19 @@ def test_bfloat16_logits_give_float32_log_probs():
         logps, np.take_along_axis(np.asarray(expected), np.asarray(tokens)[:, None], 1)[:, 0], rtol=1e-6
     )
     assert logps.dtype == jnp.float32
+
+
+def test_settings_by_row_are_those_of_each_row():
+    """Rows of different settings in one batch: tokens and log-probs of each are, bit for bit, those of `sample`."""
+    settings = [SamplingParams(), SamplingParams(temperature=0), *(SamplingParams(**filters) for filters in FILTERS)]
+    logits, draws = random_logits(1, 300, 3.0)[0], 50
+    uniforms = np.random.default_rng(1).random(draws).astype(np.float32)
+    rows = [setting for setting in settings for _ in range(draws)]
+    columns = (np.asarray([getattr(row, name) for row in rows]) for name in ("temperature", "top_p", "top_k", "min_p"))
+    by_row = RowSampling(*(x.astype(np.int32 if x.dtype == int else np.float32) for x in columns), np.empty((0, 1)))
+    tokens, logps = jax.jit(sample_by_row)(np.tile(logits, (len(rows), 1)), np.tile(uniforms, len(settings)), by_row)
+    for number, setting in enumerate(settings):
+        alone = jax.jit(sample, static_argnums=2)(np.tile(logits, (draws, 1)), uniforms, setting)
+        part = slice(number * draws, (number + 1) * draws)
+        np.testing.assert_array_equal(tokens[part], alone[0])
+        np.testing.assert_allclose(logps[part], alone[1], rtol=1e-6)

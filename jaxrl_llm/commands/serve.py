@@ -1,0 +1,240 @@
+"""Serve a model over HTTP, to any client of the OpenAI API.
+
+    jaxrl-llm serve runs/grpo
+    jaxrl-llm serve embedded:sort --port=8000 --slots=16
+    curl localhost:8000/v1/chat/completions -H 'Content-Type: application/json' \\
+        -d '{"model": "grpo", "messages": [{"role": "user", "content": "sort:4821="}]}'
+
+MODEL is a Hugging Face folder or hub id, `embedded:<name>`, the folder of a run (its newest checkpoint) or of one of
+its checkpoints. Endpoints: /v1/chat/completions, /v1/completions, /v1/models, /health, /metrics, and those of TRL's and
+axolotl's servers. With a key in the variable JAXRL_LLM_API_KEY requests must bring it. SIGTERM and Ctrl-C let the
+answers under way end. Needs `pip install "jaxrl_llm[serve]"`. See docs/serving.md.
+"""
+
+import asyncio
+import contextlib
+import dataclasses
+import importlib.util
+import os
+import signal
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from queue import SimpleQueue
+
+import jax
+from jax.sharding import Mesh
+
+from jaxrl_llm.commands.export import checkpoint_model, config_of
+from jaxrl_llm.commands.generate import MODEL
+from jaxrl_llm.config import ConfigError
+from jaxrl_llm.config.flags import load_options
+from jaxrl_llm.config.schema import Setting
+from jaxrl_llm.distributed import processes
+from jaxrl_llm.distributed.compilation_cache import keep_compiled
+from jaxrl_llm.distributed.sharding import make_mesh
+from jaxrl_llm.models.families.rotary import max_positions
+from jaxrl_llm.models.lora import has_adapters, merge
+from jaxrl_llm.models.model import Model, compute_dtype, load_model
+from jaxrl_llm.models.rope import check_length
+from jaxrl_llm.models.transformer import Params
+from jaxrl_llm.rollout.engine import Engine
+from jaxrl_llm.rollout.sampling import SamplingParams
+from jaxrl_llm.training.logging.console import stderr_console, waiting
+from jaxrl_llm.training.setup.specs import eos_ids
+
+KEY_VARIABLE = "JAXRL_LLM_API_KEY"
+DEFAULT_LENGTH = 4096
+
+FLAGS = (
+    *MODEL,
+    Setting("host", "127.0.0.1", "Address to listen on; 0.0.0.0 is all of this machine's, for other machines."),
+    Setting("port", 8000, "Port to listen on; 0 takes a free one.", int, minimum=0, maximum=65535),
+    Setting("name", "", "Name of the model in requests; none given: the last part of its path."),
+    Setting("slots", 16, "Rows that are decoded side by side; others wait.", int, minimum=1),
+    Setting("max_length", 0, "Most tokens of a prompt and its completion; 0 is the model's, up to 4096.", int,
+            minimum=0),
+    Setting("chunk", 8, "Decode steps between two looks at the requests: fewer answer sooner, more cost less.", int,
+            minimum=1),
+    Setting("cache_dtype", None, "Type of the keys and values; none is that of the computation.",
+            choices=("float32", "bfloat16", "float16", "fp8")),
+    Setting("weight_updates", False, "Let requests replace the weights by those of a folder on this machine.", bool),
+    Setting("max_requests", 256, "Requests that are answered at once; further ones get status 429.", int, minimum=1),
+    Setting("max_waiting", 1024, "Completions that wait for a slot, or are asked for at once.", int, minimum=1),
+    Setting("max_body_bytes", 4 * 2**20, "Largest body of a request.", int, minimum=1),
+    Setting("timeout", 600.0, "Seconds for an answer.", float, above=0),
+    Setting("drain", 60.0, "Seconds that answers have after SIGTERM or Ctrl-C.", float, minimum=0),
+)  # fmt: skip
+
+
+def serve(
+    model: Model,
+    host: str = "127.0.0.1",
+    port: int = 8000,
+    name: str = "",
+    slots: int = 16,
+    max_length: int = 0,
+    chunk: int = 8,
+    cache_dtype: str | None = None,
+    weight_updates: bool = False,
+    max_requests: int = 256,
+    max_waiting: int = 1024,
+    max_body_bytes: int = 4 * 2**20,
+    timeout: float = 600.0,
+    drain: float = 60.0,
+    api_key: str = "",
+) -> None:
+    """Serves a model until SIGTERM or Ctrl-C; the arguments are the flags of `jaxrl-llm serve`.
+
+    Raises ConfigError before it listens: a model without tokenizer, a length beyond its positions, an address in use.
+    Must be called in the main thread.
+    """
+    # Imported here: other commands need no server.
+    import uvicorn
+
+    from jaxrl_llm.serving.app import Limits, Server
+    from jaxrl_llm.serving.grid import RowRequest
+    from jaxrl_llm.serving.queue import Counts, Handle, RequestQueue, Tokens
+    from jaxrl_llm.serving.trainers import ROUTES
+
+    if model.tokenizer is None:
+        raise ConfigError(
+            f"the model {model.path} has no tokenizer, so it cannot read text; add its files to the folder"
+        )
+    positions = max_positions(model.hf_config or {})
+    length = max_length or min(positions or DEFAULT_LENGTH, DEFAULT_LENGTH)
+    if positions is not None and length > positions:
+        raise ConfigError(f"--max_length is {length}, but {model.path} has positions for {positions}: give fewer")
+    check_length(model.net.config.rope, length)
+    model = merged(model)
+    engine = Engine(model.net, SamplingParams(), 1, length, (), chunk, cache_dtype=cache_dtype)
+    listener = socket.socket()
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+    except OSError as error:
+        raise ConfigError(
+            f"cannot listen on {host}:{port}: {error.strerror}; choose another --host or --port"
+        ) from None
+    queue = RequestQueue(engine, model.params, slots, model.mesh)
+    limits = Limits(length, max_body_bytes, max_requests, max_waiting, timeout)
+    names = [name or served_name(model.path or "model")]
+    shapes, config, mesh = jax.eval_shape(lambda: model.params), model.net.config, model.mesh
+
+    def load(path: str) -> Params:
+        loaded = merged(load_served(path, config.dtype, mesh or make_mesh(devices=jax.devices()[:1])))
+        if dataclasses.replace(loaded.net.config, param_dtype=config.param_dtype) != config:
+            raise ConfigError(f"{path} is another network than the one that is served")
+        return jax.tree.map(lambda x, like: x.astype(like.dtype), loaded.params, shapes)
+
+    server = Server(
+        queue, model.tokenizer, names, eos_ids(model), config.vocab_size, limits, api_key, ROUTES,
+        load if weight_updates else None,
+    )  # fmt: skip
+
+    class Uvicorn(uvicorn.Server):
+        @contextlib.contextmanager
+        def capture_signals(self) -> Iterator[None]:
+            """SIGTERM and SIGINT drain; a second one ends at once. The process then exits as any command does."""
+            loop = asyncio.get_running_loop()
+
+            def stop() -> None:
+                self.force_exit = self.should_exit
+                self.should_exit = server.draining = True
+
+            for number in (signal.SIGTERM, signal.SIGINT):
+                loop.add_signal_handler(number, stop)
+            try:
+                yield
+            finally:
+                for number in (signal.SIGTERM, signal.SIGINT):
+                    loop.remove_signal_handler(number)
+
+        async def on_tick(self, counter: int) -> bool:
+            return await super().on_tick(counter) or queue.failure is not None
+
+    web = uvicorn.Config(
+        server.app, log_level="warning", access_log=False, timeout_graceful_shutdown=int(drain), server_header=False,
+        lifespan="off",
+    )  # fmt: skip
+    queue.start()
+    # A first row compiles what the next ones need, and shows before anyone asks that the model runs here.
+    first: SimpleQueue[Tokens | BaseException] = SimpleQueue()
+    queue.submit([Handle(RowRequest([0], 2, SamplingParams(), (), 0), first.put)])
+    with waiting("compiling", stderr_console(), lines=False):
+        while not isinstance(told := first.get(), BaseException) and told.finish_reason is None:
+            pass
+    if isinstance(told, BaseException):
+        raise told
+    queue.counts = Counts()
+    listener.listen(2048)
+    address, actual = listener.getsockname()[:2]
+    stderr_console().print(
+        f"{names[0]}: {slots} slots of up to {length} tokens, at http://{address}:{actual}/v1",
+        markup=False,
+        highlight=False,
+    )
+    try:
+        asyncio.run(Uvicorn(web).serve(sockets=[listener]))
+    finally:
+        queue.stop(0 if queue.failure is not None else 5)
+    if queue.failure is not None:
+        raise queue.failure
+
+
+def served_name(path: str) -> str:
+    """The name of a model in requests: the last part of its path, or that before `hf`."""
+    if path.startswith("embedded:"):
+        return path
+    parts = [part for part in Path(path).absolute().parts if part not in ("hf", "/")]
+    return parts[-1] if parts else "model"
+
+
+def merged(model: Model) -> Model:
+    """The model with its adapters in the matrices they belong to; on quantised matrices they stay beside them."""
+    config = model.net.config
+    if not has_adapters(model.params) or config.quantize != "none":
+        return model
+    return dataclasses.replace(model, net=model.net.base, params=merge(model.params, config.lora))
+
+
+def load_served(path: str, dtype: str, mesh: Mesh) -> Model:
+    """The model at `path` as `load_model` takes it, or of a run: RUN is its newest checkpoint, or RUN/checkpoints/STEP.
+
+    A run that keeps no states, or has lost them, is served from RUN/hf. Raises ConfigError as `load_model` and `export`
+    do.
+    """
+    folder = Path(path).expanduser()
+    step = int(folder.name) if folder.name.isdigit() and folder.parent.name == "checkpoints" else None
+    run = folder if step is None else folder.parent.parent
+    if not (run / "checkpoints").is_dir():
+        return load_model(path, dtype, mesh=mesh)
+    if step is None and (run / "hf").is_dir() and not any(x.name.isdigit() for x in (run / "checkpoints").iterdir()):
+        return load_model(run / "hf", dtype, mesh=mesh)
+    config = config_of(run)
+    if config.algorithm.name == "reward_model":
+        raise ConfigError(f"{run} trained a reward model, which writes no text")
+    model, step = checkpoint_model(run, config, step, mesh, compute_dtype(dtype))
+    return dataclasses.replace(model, path=str(run))
+
+
+def main(argv: list[str]) -> None:
+    """The command line: see `--help`."""
+    if argv and not argv[0].startswith("-"):
+        argv = [f"--model={argv[0]}", *argv[1:]]
+    options = load_options(argv, __doc__ or "", FLAGS)
+    processes.join()
+    keep_compiled()
+    path, dtype, tensor = (options.pop(name) for name in ("model", "dtype", "tensor"))
+    if not path:
+        raise ConfigError("the model is missing; write jaxrl-llm serve MODEL, such as embedded:sort or RUN")
+    missing = [package for package in ("starlette", "uvicorn") if importlib.util.find_spec(package) is None]
+    if missing:
+        raise ConfigError(f'{" and ".join(missing)} are not installed: pip install "jaxrl_llm[serve]"')
+    if jax.process_count() > 1:
+        raise ConfigError("serve is for one process: start it once, with --tensor for several devices")
+    if tensor > len(jax.devices()):
+        raise ConfigError(f"--tensor is {tensor}, but there are {len(jax.devices())} devices")
+    with waiting(f"loading {path}", stderr_console(), lines=False):
+        model = load_served(path, dtype, make_mesh(tensor=tensor, devices=jax.devices()[:tensor]))
+    serve(model, api_key=os.environ.get(KEY_VARIABLE, ""), **options)

@@ -1,0 +1,375 @@
+"""The HTTP interface: OpenAI's endpoints over a `RequestQueue`, as an ASGI application.
+
+A handler parses a body, hands rows to the queue's thread, and collects their tokens on the event loop. A client that
+leaves, a stop string and the time limit cancel the rows, which frees their slots.
+"""
+
+import asyncio
+import contextlib
+import dataclasses
+import functools
+import hmac
+import json
+import secrets
+import time
+import traceback
+import uuid
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.routing import Route
+
+from jaxrl_llm.serving.bodies import Asked, BadRequestError, parse, parse_json
+from jaxrl_llm.serving.choice import Choice, Piece
+from jaxrl_llm.serving.grid import RowRequest
+from jaxrl_llm.serving.metrics import Metrics
+from jaxrl_llm.serving.queue import Handle, RequestQueue, StoppedError, Tokens
+
+LEFT = 499  # the status that is counted for a client which left
+
+
+@dataclasses.dataclass(frozen=True)
+class Limits:
+    """What a server takes."""
+
+    tokens: int  # of a prompt and its completion
+    body: int = 4 * 2**20  # bytes
+    requests: int = 256  # that are answered at once
+    rows: int = 1024  # that are asked for in one request, or wait for a slot
+    seconds: float = 600.0  # for a whole answer
+    body_seconds: float = 30.0  # for a request's body to come
+
+
+class Server:
+    """The application `app` that serves one model from a queue."""
+
+    def __init__(
+        self,
+        queue: RequestQueue,
+        tokenizer: Any,
+        names: Sequence[str],
+        eos: tuple[int, ...],
+        vocabulary: int,
+        limits: Limits,
+        api_key: str = "",
+        routes: Sequence[tuple[str, str, Callable[..., Awaitable[Response]]]] = (),
+        load: Callable[[str], Any] | None = None,
+    ):
+        """`routes` are further ones: path, method, and a function of server and request. `load` gives the parameters of
+        a path, where weights may be replaced."""
+        self.queue, self.tokenizer, self.names, self.eos = queue, tokenizer, tuple(names), eos
+        self.vocabulary, self.limits, self.api_key = vocabulary, limits, api_key
+        self.load, self.loading = load, asyncio.Lock()
+        self.metrics, self.created, self.active, self.draining = Metrics(), int(time.time()), 0, False
+        own = (
+            ("/v1/chat/completions", "POST", functools.partial(self.complete, chat=True)),
+            ("/v1/completions", "POST", functools.partial(self.complete, chat=False)),
+            ("/v1/models", "GET", self.models),
+            ("/v1/models/{name:path}", "GET", self.model),
+            *((path, method, functools.partial(handler, self)) for path, method, handler in routes),
+        )
+        guarded = (Route(path, self._guarded(path, handler), methods=[method]) for path, method, handler in own)
+        self.app = Starlette(
+            routes=[Route("/health", self.health), Route("/metrics", self.prometheus), *guarded],
+            exception_handlers={HTTPException: _http_error},
+        )
+
+    def _guarded(self, path: str, handler: Callable[..., Awaitable[Response]]) -> Callable[..., Any]:
+        """The handler behind the key, the limits and the errors that every endpoint has."""
+
+        async def endpoint(request: Request) -> Response:
+            try:
+                self._authorise(request)
+                if self.active >= self.limits.requests:
+                    raise BadRequestError(f"{self.active} requests are being answered; ask again later", 429)
+                self.active += 1
+                try:
+                    response = await handler(request)
+                finally:
+                    self.active -= 1
+            except BadRequestError as error:
+                headers = {"Retry-After": "1"} if error.status == 429 else {}
+                if error.status == 408:  # clients ask again by themselves, and would wait as long
+                    headers["x-should-retry"] = "false"
+                response = JSONResponse(error.body(), error.status, headers)
+            except StoppedError as error:
+                response = JSONResponse(BadRequestError(str(error), 503).body(), 503)
+            except ClientDisconnect:
+                response = Response(status_code=LEFT)
+            except Exception:
+                traceback.print_exc()
+                response = JSONResponse(BadRequestError("the server failed on this request", 500).body(), 500)
+            self.metrics.requests[path, response.status_code] += 1
+            return response
+
+        return endpoint
+
+    def _authorise(self, request: Request) -> None:
+        given = request.headers.get("authorization", "")
+        if self.api_key and not hmac.compare_digest(given.encode(), f"Bearer {self.api_key}".encode()):
+            raise BadRequestError("the API key is missing or wrong: send it as Authorization: Bearer KEY", 401,
+                                  "invalid_api_key")  # fmt: skip
+
+    async def body(self, request: Request) -> dict[str, Any]:
+        """The JSON object that a request brings; raises BadRequestError where it is too large, too slow or none."""
+        most, data = self.limits.body, bytearray()
+        try:
+            async with asyncio.timeout(self.limits.body_seconds):
+                async for chunk in request.stream():
+                    data += chunk
+                    if len(data) > most:
+                        raise BadRequestError(f"the body has more than {most} bytes", 413, "request_too_large")
+        except TimeoutError:
+            raise BadRequestError(f"the body did not come within {self.limits.body_seconds:g} seconds", 408) from None
+        return parse_json(bytes(data))
+
+    async def health(self, request: Request) -> Response:
+        """200 while requests are taken."""
+        if self.queue.failure is not None:
+            return PlainTextResponse(f"failed: {type(self.queue.failure).__name__}", 503)
+        return PlainTextResponse("draining", 503) if self.draining else PlainTextResponse("ok")
+
+    async def prometheus(self, request: Request) -> Response:
+        """The numbers of `metrics.py`."""
+        text = self.metrics.text(self.queue.counts, self.queue.size)
+        return PlainTextResponse(text, media_type="text/plain; version=0.0.4")
+
+    def _described(self, name: str) -> dict[str, Any]:
+        return {"id": name, "object": "model", "created": self.created, "owned_by": "jaxrl_llm",
+                "max_model_len": self.limits.tokens}  # fmt: skip
+
+    async def models(self, request: Request) -> Response:
+        """The names of the model."""
+        return JSONResponse({"object": "list", "data": [self._described(name) for name in self.names]})
+
+    async def model(self, request: Request) -> Response:
+        """One of them."""
+        name = request.path_params["name"]
+        if name not in self.names:
+            raise BadRequestError(f"there is no model {name!r:.100}", 404, "model_not_found", "model")
+        return JSONResponse(self._described(name))
+
+    async def complete(self, request: Request, chat: bool) -> Response:
+        """The completions of a request, at once or as a stream of events."""
+        body = await self.body(request)
+        asked = parse(body, chat, self.tokenizer, self.names, self.eos, self.limits.tokens, self.vocabulary)
+        answer = Answer(self, asked)
+        if asked.stream:
+            return EventStream(answer, self)
+        try:
+            return JSONResponse(await self.unless_left(request, answer.whole()))
+        finally:
+            answer.close()
+
+    async def unless_left(self, request: Request, work: Any) -> Any:
+        """The result of a coroutine, which is cancelled when the client leaves. Raises ClientDisconnect then."""
+        task, left = asyncio.ensure_future(work), asyncio.ensure_future(_left(request.receive))
+        try:
+            await asyncio.wait({task, left}, return_when=asyncio.FIRST_COMPLETED)
+            if not task.done():
+                raise ClientDisconnect
+            return task.result()
+        finally:
+            for each in (task, left):
+                each.cancel()
+            await asyncio.gather(task, left, return_exceptions=True)
+
+
+async def _left(receive: Callable[[], Awaitable[Any]]) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _http_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    message = f"{request.method} {request.url.path}: {error.detail}"
+    return JSONResponse(BadRequestError(message, error.status_code).body(), error.status_code, error.headers)
+
+
+class EventStream(Response):
+    """An answer as server-sent events, until its end, or until the client leaves or reads too slowly."""
+
+    def __init__(self, answer: "Answer", server: "Server"):
+        super().__init__(media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+        del self.headers["content-length"]
+        self.answer, self.server = answer, server
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        async def sent() -> None:
+            async def write(data: str, more: bool = True) -> None:
+                await send({"type": "http.response.body", "body": f"data: {data}\n\n".encode(), "more_body": more})
+
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            try:
+                async for event in self.answer.events():
+                    await write(json.dumps(event, ensure_ascii=False))
+            except BadRequestError as error:
+                await write(json.dumps(error.body()))
+            await write("[DONE]", more=False)
+
+        self.server.active += 1
+        tasks = [asyncio.ensure_future(sent()), asyncio.ensure_future(_left(receive))]
+        try:
+            # The answer has a time limit of its own; behind it a client is not reading.
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED, timeout=self.server.limits.seconds + 1)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            self.answer.close()
+            self.server.active -= 1
+
+
+class Answer:
+    """The choices of a request, from the queue's tokens to OpenAI's objects. Its rows are asked for when it is made.
+
+    Raises BadRequestError when too many rows wait already.
+    """
+
+    def __init__(self, server: Server, asked: Asked):
+        self.server, self.asked, self.started = server, asked, time.monotonic()
+        self.id = f"{'chatcmpl' if asked.chat else 'cmpl'}-{uuid.uuid4().hex}"
+        self.created = int(time.time())
+        rows = len(asked.prompts) * asked.n
+        if rows > server.limits.rows:
+            raise BadRequestError(f"a request has up to {server.limits.rows} completions, not {rows}", param="n")
+        if server.queue.counts.waiting + rows > server.limits.rows:
+            raise BadRequestError(f"{server.queue.counts.waiting} completions wait already; ask again later", 429)
+        self.inbox: asyncio.Queue[tuple[Choice, Tokens | BaseException]] = asyncio.Queue()
+        seed = secrets.randbits(31) if asked.seed is None else asked.seed
+        loop = asyncio.get_running_loop()
+
+        def deliver(choice: Choice, tokens: Tokens | BaseException) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop has ended, and nobody waits
+                loop.call_soon_threadsafe(self.inbox.put_nowait, (choice, tokens))
+
+        scored = asked.prompt_logprobs
+        if asked.echo and asked.logprobs is not None:
+            scored = max(scored or 0, asked.logprobs)
+        self.choices = [
+            Choice(index * asked.n + number, asked, server.tokenizer, prompt)
+            for index, prompt in enumerate(asked.prompts)
+            for number in range(asked.n)
+        ]
+        for choice in self.choices:
+            prompt = choice.index // asked.n
+            request = RowRequest(
+                choice.prompt, asked.limits[prompt], asked.sampling, asked.ends, seed, choice.index,
+                asked.logprobs or 0, scored,
+            )  # fmt: skip
+            choice.handle = Handle(request, functools.partial(deliver, choice))
+        self.going = set(self.choices)
+        server.queue.submit([choice.handle for choice in self.choices if choice.handle is not None])
+
+    async def pieces(self) -> AsyncGenerator[tuple[Choice, Piece], None]:
+        """What the choices get until all have ended. Raises BadRequestError when the time is over or decoding fails."""
+        end, first = self.started + self.server.limits.seconds, True
+        while self.going:
+            try:
+                left = end - time.monotonic()
+                waits = self.inbox.empty() or left <= 0
+                choice, tokens = await asyncio.wait_for(self.inbox.get(), left) if waits else self.inbox.get_nowait()
+            except TimeoutError:
+                seconds = self.server.limits.seconds
+                raise BadRequestError(f"the answer took more than {seconds:g} seconds", 408) from None
+            if isinstance(tokens, BaseException):
+                raise BadRequestError(f"decoding failed: {type(tokens).__name__}", 500)
+            if choice not in self.going:
+                continue
+            if first:
+                self.server.metrics.first_token.add(time.monotonic() - self.started)
+                first = False
+            piece = choice.add(tokens)
+            if choice.finish_reason is not None:
+                self.going.remove(choice)
+                if tokens.finish_reason is None and choice.handle is not None:  # at a stop string
+                    self.server.queue.cancel([choice.handle])
+            yield choice, piece
+
+    def close(self) -> None:
+        """Cancels the rows that have not ended."""
+        self.server.metrics.latency.add(time.monotonic() - self.started)
+        self.server.queue.cancel([choice.handle for choice in self.going if choice.handle is not None])
+        self.going.clear()
+
+    def _object(self, choices: list[dict[str, Any]], streamed: bool, **others: Any) -> dict[str, Any]:
+        kind = "text_completion" if not self.asked.chat else "chat.completion" + (".chunk" if streamed else "")
+        return {"id": self.id, "object": kind, "created": self.created, "model": self.asked.model, "choices": choices,
+                **others}  # fmt: skip
+
+    def usage(self) -> dict[str, int]:
+        """Tokens of the prompts, and of all completions."""
+        prompts, completions = sum(map(len, self.asked.prompts)), sum(len(choice.ids) for choice in self.choices)
+        return {"prompt_tokens": prompts, "completion_tokens": completions, "total_tokens": prompts + completions}
+
+    async def whole(self) -> dict[str, Any]:
+        """The answer, when all choices have ended."""
+        async for _ in self.pieces():
+            pass
+        choices = []
+        for choice in self.choices:
+            everything = Piece(choice.text, choice.ids, choice.logps, choice.top, 0)
+            shown: dict[str, Any] = {"index": choice.index}
+            if self.asked.chat:
+                text = choice.text[: choice.given]
+                message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
+                if choice.calls:
+                    message |= {"content": text.strip() or None, "tool_calls": choice.calls}
+                shown["message"] = message
+            else:
+                shown["text"] = choice.text
+            shown |= {"logprobs": choice.logprobs(everything), "finish_reason": choice.finish_reason}
+            if self.asked.echo:
+                text, before = choice.echoed()
+                shown["text"] = text + choice.text
+                if before is not None:
+                    after = {**shown["logprobs"], "text_offset": [len(text) + at for at in choice.starts]}
+                    shown["logprobs"] = {name: before[name] + after[name] for name in before}
+            if self.asked.prompt_logprobs is not None:
+                shown["prompt_logprobs"] = choice.prompt_logprobs()
+            if self.asked.return_token_ids:
+                shown["token_ids"] = choice.ids
+                if not self.asked.chat:
+                    shown["prompt_token_ids"] = choice.prompt
+            choices.append(shown)
+        others: dict[str, Any] = {"usage": self.usage()}
+        if self.asked.return_token_ids and self.asked.chat:
+            others["prompt_token_ids"] = self.asked.prompts[0]
+        return self._object(choices, False, **others)
+
+    async def events(self) -> AsyncGenerator[dict[str, Any], None]:
+        """The answer in pieces, as they come."""
+        seen: set[Choice] = set()
+        async for choice, piece in self.pieces():
+            first, last = choice not in seen, choice.finish_reason is not None
+            logprobs = choice.logprobs(piece)
+            if not (first or last or piece.text or logprobs or self.asked.return_token_ids):
+                continue  # its text is not certain yet
+            seen.add(choice)
+            shown: dict[str, Any] = {"index": choice.index}
+            if self.asked.chat:
+                delta: dict[str, Any] = {"role": "assistant"} if first else {}
+                if piece.text or first:
+                    delta["content"] = piece.text
+                if last and choice.calls:
+                    delta["tool_calls"] = [{"index": number, **call} for number, call in enumerate(choice.calls)]
+                shown["delta"] = delta
+            else:
+                shown["text"] = piece.text
+            shown |= {"logprobs": logprobs, "finish_reason": choice.finish_reason}
+            others: dict[str, Any] = {}
+            if self.asked.return_token_ids:
+                shown["token_ids"] = piece.ids
+                if first and not self.asked.chat:
+                    shown["prompt_token_ids"] = choice.prompt
+                if first and self.asked.chat:
+                    others["prompt_token_ids"] = choice.prompt
+            if self.asked.include_usage:
+                others["usage"] = None
+            yield self._object([shown], True, **others)
+        if self.asked.include_usage:
+            yield self._object([], True, usage=self.usage())

@@ -1,0 +1,317 @@
+"""What a request asks for: the JSON bodies of OpenAI's chat and text completions, checked field by field.
+
+Fields of vLLM that its clients send are known too. A field that is not known, or that asks for something that is not
+there, is refused by its name: an answer that leaves out a wish would look as if it had followed it.
+"""
+
+import dataclasses
+import inspect
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jaxrl_llm.config import ConfigError
+from jaxrl_llm.config.resolve import closest
+from jaxrl_llm.config.schema import Setting
+from jaxrl_llm.data.templates import is_conversational, render_prompt
+from jaxrl_llm.rollout.sampling import SamplingParams
+from jaxrl_llm.serving.grid import MOST_ENDS, MOST_PROMPT_TOP, MOST_TOP
+
+MOST_STOPS = 16  # stop strings of a request
+DEFAULT_TOKENS = 16  # of a text completion that says no max_tokens, as OpenAI has it
+
+SETTINGS = {
+    setting.name: setting
+    for setting in (
+        Setting("n", 1, "", int, minimum=1, maximum=128),
+        Setting("temperature", 1.0, "", float, minimum=0),
+        Setting("top_p", 1.0, "", float, above=0, maximum=1),
+        Setting("top_k", 0, "", int, minimum=-1),
+        Setting("min_p", 0.0, "", float, minimum=0, maximum=1),
+        Setting("seed", None, "", int),
+        Setting("max_tokens", None, "", int, minimum=1),
+        Setting("max_completion_tokens", None, "", int, minimum=1),
+        Setting("stream", False, "", bool),
+        Setting("ignore_eos", False, "", bool),
+        Setting("skip_special_tokens", True, "", bool),
+        Setting("echo", False, "", bool),
+        Setting("include_stop_str_in_output", False, "", bool),
+        Setting("return_token_ids", False, "", bool),
+        Setting("return_tokens_as_token_ids", False, "", bool),
+    )
+}
+CHAT = {"messages", "tools", "tool_choice", "chat_template_kwargs", "logprobs", "top_logprobs"}
+TEXT = {"prompt", "logprobs", "echo", "prompt_logprobs"}
+COMMON = {"model", "stop", "stop_token_ids", "stream_options", *SETTINGS} - {"echo"}
+# They say who asks, and how the answer is billed and kept: no answer depends on them.
+WITHOUT_EFFECT = {"user", "metadata", "safety_identifier", "prompt_cache_key", "service_tier", "request_id", "priority"}
+# The value of a field at which it asks for nothing; another one is refused.
+NEUTRAL = {
+    "frequency_penalty": 0,
+    "presence_penalty": 0,
+    "repetition_penalty": 1,
+    "length_penalty": 1,
+    "logit_bias": {},
+    "min_tokens": 0,
+    "best_of": 1,
+    "suffix": "",
+    "store": False,
+    "use_beam_search": False,
+    "parallel_tool_calls": True,
+    "response_format": {"type": "text"},
+    "structured_outputs": None,
+    "guided_json": None,
+    "guided_regex": None,
+    "guided_choice": None,
+    "guided_grammar": None,
+    "modalities": ["text"],
+    "reasoning_effort": None,
+    "chat_template": None,
+    "functions": None,
+    "function_call": None,
+    "truncate_prompt_tokens": None,
+}
+
+
+class BadRequestError(Exception):
+    """A request that is refused, with the HTTP status, and OpenAI's code and parameter."""
+
+    def __init__(self, message: str, status: int = 400, code: str | None = None, param: str | None = None):
+        super().__init__(message)
+        self.status, self.code, self.param = status, code, param
+
+    def body(self) -> dict[str, Any]:
+        """The error as OpenAI's servers write it."""
+        kinds = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+        kind = kinds.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
+        return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
+
+
+@dataclasses.dataclass(frozen=True)
+class Asked:
+    """A request: its prompts as token ids, and how each is to be completed and shown."""
+
+    prompts: list[list[int]]
+    chat: bool
+    model: str
+    limits: list[int]  # the most tokens of a completion of each prompt
+    n: int
+    sampling: SamplingParams
+    seed: int | None
+    ends: tuple[int, ...]
+    stop: tuple[str, ...]
+    logprobs: int | None  # of so many likeliest tokens beside the sampled one; None: no log-probs
+    stream: bool
+    include_usage: bool
+    tools: bool  # calls are looked for in the answer
+    skip_special_tokens: bool
+    include_stop: bool
+    return_token_ids: bool
+    tokens_as_ids: bool
+    echo: bool = False  # the prompt stands before its completion
+    prompt_logprobs: int | None = None  # so many likeliest tokens at each place of the prompt
+
+
+def parse_json(data: bytes) -> dict[str, Any]:
+    """The object that a body holds. Raises BadRequestError."""
+    try:
+        body = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise BadRequestError(f"the body is not JSON: {error}") from None
+    if not isinstance(body, dict):
+        raise BadRequestError(f"the body is a JSON {type(body).__name__}; it must be an object")
+    try:
+        json.dumps(body, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise BadRequestError(
+            f"the body has text that is no Unicode: half of a surrogate pair, {error.reason}"
+        ) from None
+    return body
+
+
+def parse(
+    body: Mapping[str, Any], chat: bool, tokenizer: Any, models: Sequence[str], eos: tuple[int, ...], longest: int,
+    vocabulary: int,
+) -> Asked:  # fmt: skip
+    """The checked request of a body. Raises BadRequestError, which names the field.
+
+    longest: the most tokens of a prompt and its completion; vocabulary: token ids are below it.
+    """
+    known = COMMON | (CHAT if chat else TEXT)
+    for name, value in body.items():
+        if name in known or name in WITHOUT_EFFECT or value is None:
+            continue
+        if name not in NEUTRAL:
+            raise BadRequestError(f"there is no field {name!r}; the closest is {closest(name, known)}", param=name)
+        if value != NEUTRAL[name] and not (name == "best_of" and value == body.get("n", 1)):
+            raise BadRequestError(
+                f"{name} is {value!r:.100}, but this server has no {name}: leave it out", code="unsupported", param=name
+            )
+    model = body.get("model") or models[0]
+    if model not in models:
+        raise BadRequestError(
+            f"there is no model {model!r:.100}; this server has {', '.join(models)}", 404, "model_not_found", "model"
+        )
+    values = {name: setting.default for name, setting in SETTINGS.items()}
+    for name, setting in SETTINGS.items():
+        if body.get(name) is not None:
+            try:
+                setting.check(body[name])
+            except ConfigError as error:
+                raise BadRequestError(str(error), param=name) from None
+            values[name] = body[name]
+    options = body.get("stream_options") or {}
+    if not isinstance(options, Mapping) or set(options) - {"include_usage", "include_obfuscation"}:
+        raise BadRequestError(f"stream_options is {options!r:.100}; it takes include_usage", param="stream_options")
+    stop = body.get("stop")
+    stop = [] if stop is None else [stop] if isinstance(stop, str) else stop
+    if not _is_list(stop, str) or len(stop) > MOST_STOPS or "" in stop:
+        raise BadRequestError(f"stop takes a text or up to {MOST_STOPS} texts, none of them empty", param="stop")
+    ends = body.get("stop_token_ids") or []
+    if not _is_list(ends, int) or not all(0 <= index < vocabulary for index in ends):
+        raise BadRequestError(f"stop_token_ids takes a list of ids below {vocabulary}", param="stop_token_ids")
+    ends = tuple(dict.fromkeys((*ends, *(() if values["ignore_eos"] else eos))))
+    if len(ends) > MOST_ENDS:
+        raise BadRequestError(
+            f"a row ends with up to {MOST_ENDS} ids, the model's own among them; there are {len(ends)}",
+            param="stop_token_ids",
+        )
+    tools = False
+    prompt_logprobs = None
+    if chat:
+        prompts, tools = [_chat_prompt(body, tokenizer)], bool(body.get("tools")) and body.get("tool_choice") != "none"
+        logprobs = _top_logprobs(body)
+    else:
+        prompts = _text_prompts(body, tokenizer, vocabulary)
+        logprobs, prompt_logprobs = _count(body, "logprobs", MOST_TOP), _count(body, "prompt_logprobs", MOST_PROMPT_TOP)
+        if values["stream"] and (values["echo"] or prompt_logprobs is not None):
+            raise BadRequestError("echo and prompt_logprobs are not for streams", code="unsupported", param="stream")
+    asked_tokens = values["max_completion_tokens"] or values["max_tokens"]
+    limits = []
+    for prompt in prompts:
+        room = longest - len(prompt)
+        if not prompt:
+            raise BadRequestError("the prompt has no tokens", param="messages" if chat else "prompt")
+        limit = asked_tokens or (max(room, 1) if chat else DEFAULT_TOKENS)
+        if limit > room:
+            raise BadRequestError(
+                f"this model's rows have {longest} tokens; the prompt has {len(prompt)}, and {limit} are asked for as "
+                "its completion",
+                code="context_length_exceeded",
+                param="messages" if chat else "prompt",
+            )
+        limits.append(limit)
+    return Asked(
+        prompts, chat, model, limits, values["n"],
+        SamplingParams(values["temperature"], values["top_p"], max(values["top_k"], 0), values["min_p"]),
+        values["seed"], ends, tuple(stop), logprobs, values["stream"], bool(options.get("include_usage")), tools,
+        values["skip_special_tokens"], values["include_stop_str_in_output"], values["return_token_ids"],
+        values["return_tokens_as_token_ids"], values["echo"], prompt_logprobs,
+    )  # fmt: skip
+
+
+def _is_list(value: Any, kind: type) -> bool:
+    return isinstance(value, list) and all(isinstance(x, kind) and not isinstance(x, bool) for x in value)
+
+
+def _count(body: Mapping[str, Any], name: str, most: int) -> int | None:
+    value = body.get(name)
+    if value is not None and (not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= most):
+        raise BadRequestError(f"{name} is {value!r:.100}; it takes a number from 0 to {most}", param=name)
+    return value
+
+
+def _top_logprobs(body: Mapping[str, Any]) -> int | None:
+    wanted, top = body.get("logprobs"), _count(body, "top_logprobs", MOST_TOP)
+    if wanted is not None and not isinstance(wanted, bool):
+        raise BadRequestError(f"logprobs is {wanted!r:.100}; in a chat it takes true or false", param="logprobs")
+    if top and not wanted:
+        raise BadRequestError("top_logprobs is given without logprobs=true", param="top_logprobs")
+    return (top or 0) if wanted else None
+
+
+def _text_prompts(body: Mapping[str, Any], tokenizer: Any, vocabulary: int) -> list[list[int]]:
+    """The prompts of a text completion: a text or token ids, or a list of such."""
+    prompt = body.get("prompt")
+    prompts = [prompt] if isinstance(prompt, str) or (prompt and _is_list(prompt, int)) else prompt
+    if not isinstance(prompts, list) or not prompts:
+        raise BadRequestError("prompt takes a text, token ids, or a list of texts or of token ids", param="prompt")
+    rows = []
+    for each in prompts:
+        if isinstance(each, str):
+            try:
+                rows.append(render_prompt(tokenizer, each))
+            except ConfigError as error:
+                raise BadRequestError(str(error), param="prompt") from None
+        elif _is_list(each, int) and all(0 <= index < vocabulary for index in each):
+            rows.append(each)
+        else:
+            raise BadRequestError(f"prompt has {each!r:.100}, which is no text and no list of ids below {vocabulary}",
+                                  param="prompt")  # fmt: skip
+    return rows
+
+
+def _chat_prompt(body: Mapping[str, Any], tokenizer: Any) -> list[int]:
+    """The token ids of the messages in the model's chat template."""
+    messages = body.get("messages")
+    if not isinstance(messages, list) or not is_conversational(messages):
+        raise BadRequestError(
+            "messages takes a list of messages, each an object with role and content", param="messages"
+        )
+    choice = body.get("tool_choice")
+    if choice not in (None, "auto", "none"):
+        raise BadRequestError(
+            f"tool_choice is {choice!r:.100}; this server takes auto and none", code="unsupported", param="tool_choice"
+        )
+    tools = body.get("tools") or None
+    if tools is not None and (
+        not _is_list(tools, dict) or not all(isinstance(tool.get("function"), Mapping) for tool in tools)
+    ):
+        raise BadRequestError('tools takes a list of {"type": "function", "function": {...}}', param="tools")
+    options = body.get("chat_template_kwargs") or {}
+    # Arguments of the renderer itself: who asks must not change how the text becomes tokens.
+    reserved = {"messages", *inspect.signature(tokenizer.apply_chat_template).parameters}
+    if not isinstance(options, Mapping) or reserved & set(options):
+        wrong = sorted(reserved & set(options)) if isinstance(options, Mapping) else [repr(options)[:100]]
+        raise BadRequestError(
+            f"chat_template_kwargs takes an object of the template's own variables, not {', '.join(wrong)}",
+            param="chat_template_kwargs",
+        )
+    try:
+        # With tool_choice none the model sees them still, as with vLLM: the answer is not searched for calls.
+        return render_prompt(tokenizer, [_message(message) for message in messages], tools, options)
+    except ConfigError as error:
+        raise BadRequestError(str(error), param="messages") from None
+
+
+def _message(message: Mapping[str, Any]) -> dict[str, Any]:
+    """A message as chat templates read it: parts of text joined, the arguments of calls as objects."""
+    role, content = message["role"], message.get("content")
+    if not isinstance(role, str):
+        raise BadRequestError(f"messages has the role {role!r:.100}, which is no text", param="messages")
+    if isinstance(content, list):
+        for part in content:
+            if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+                kind = part.get("type") if isinstance(part, Mapping) else part
+                raise BadRequestError(f"messages has a part {kind!r:.100}; this model reads text", param="messages")
+        content = "".join(part["text"] for part in content)
+    if content is not None and not isinstance(content, str):
+        raise BadRequestError(f"messages has the content {content!r:.100}, which is no text", param="messages")
+    if content is None and not message.get("tool_calls"):
+        raise BadRequestError("messages has one without content", param="messages")
+    read: dict[str, Any] = {**message, "role": role, "content": content}
+    if calls := message.get("tool_calls"):
+        read["tool_calls"] = []
+        for call in calls if isinstance(calls, list) else [None]:
+            function = call.get("function") if isinstance(call, Mapping) else None
+            if not isinstance(function, Mapping):
+                raise BadRequestError("tool_calls takes a list of calls with function", param="messages")
+            assert isinstance(call, Mapping)
+            arguments = function.get("arguments")
+            if isinstance(arguments, str):
+                try:
+                    arguments = json.loads(arguments or "{}")
+                except (ValueError, RecursionError):
+                    raise BadRequestError("tool_calls has arguments that are not JSON", param="messages") from None
+            read["tool_calls"].append({**call, "function": {**function, "arguments": arguments}})
+    return read

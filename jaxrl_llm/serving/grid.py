@@ -1,0 +1,276 @@
+"""The slot grid of requests: S slots with a prompt and a row each, which requests join and leave between chunks.
+
+    prefill_requests(requests, ...)          -> Prompts, Rows    # their prompts' caches and first tokens (engine.py)
+    join(grid, Prompts, Rows, slots)         -> Grid             # they take slots whose rows have ended
+    decode_chunk(params, Prompts, Slots)     -> Slots            # the engine's
+    newest(Slots, starts)                    -> Newest           # what the host reads after a chunk
+
+The caches of the grid are as wide as its longest prompt and its longest completion need, in powers of two. How the
+caches of a mixer are laid out is its own matter: which axis holds the tokens is seen from the shapes at two widths.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxrl_llm.data.collate import pad_prompts
+from jaxrl_llm.models.logprobs import Likeliest, likeliest
+from jaxrl_llm.rollout.engine import Engine, prefill
+from jaxrl_llm.rollout.sampling import RowSampling, SamplingParams
+from jaxrl_llm.rollout.slots import Prompts, Rows, Slots, ended
+
+SMALLEST = 64  # tokens of the narrowest prompt that a program is compiled for
+CAPACITY = 32  # tokens that the row caches of a new grid have room for
+MOST_ENDS = 16  # ids that may end a row
+MOST_TOP = 20  # likeliest tokens of a sampled place that a request may ask for
+MOST_PROMPT_TOP = 128  # and of a place of its prompt
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class RowRequest:
+    """One completion of a prompt: the ids, the most tokens, how they are drawn, and the ids that end it.
+
+    The row draws from `fold_in(key(seed), number)`, as row `number` of `generate` does. `top_logprobs` of the
+    likeliest tokens are reported at each place.
+    """
+
+    prompt: Sequence[int]
+    limit: int
+    sampling: SamplingParams
+    ends: tuple[int, ...]
+    seed: int
+    number: int = 0
+    top_logprobs: int = 0
+    prompt_logprobs: int | None = None  # so many likeliest tokens at each place of the prompt; None: it is not scored
+
+
+class Grid(NamedTuple):
+    """The prompts and rows of S slots, on the devices."""
+
+    prompts: Prompts
+    slots: Slots
+
+    @property
+    def width(self) -> int:
+        """Tokens that the caches of prompts have room for."""
+        return self.prompts.tokens.shape[1]
+
+    @property
+    def top(self) -> bool:
+        """Whether the likeliest tokens of each place are kept."""
+        return self.slots.rows.sampling is not None and self.slots.rows.sampling.top_ids is not None
+
+
+class Newest(NamedTuple):
+    """What the host reads of each slot: the row's length and end, and its tokens since the last time."""
+
+    length: Any  # [S]
+    ended: Any  # [S]
+    finished: Any  # [S] with one of its ids; else at its limit
+    tokens: Any  # [S,W] from the place `starts` of each on
+    logps: Any  # [S,W]
+    top_ids: Any  # [S,W,A], or None
+    top_logps: Any
+
+
+def bucket(length: int, smallest: int = SMALLEST) -> int:
+    """The least power of two from `smallest` on that holds so many tokens."""
+    return max(smallest, 1 << (length - 1).bit_length())
+
+
+def prefill_requests(engine: Engine, params, requests: Sequence[RowRequest], top: bool) -> tuple[Prompts, Rows, Any]:
+    """Caches and first tokens of requests, whose prompts have one bucket, and the keys `[B,1]` of their rows.
+
+    Where all have the same prompt (the same object) it is computed once. `top` is whether the grid they join keeps the
+    likeliest tokens.
+    """
+    rows, own = len(requests), [requests[0]] if shares_prompt(requests) else requests
+    prompts, segments = pad_prompts([list(r.prompt) for r in own], bucket(max(len(r.prompt) for r in own)))
+    shape = (len(own), rows // len(own))
+
+    def column(values, dtype) -> np.ndarray:
+        return np.asarray(list(values), dtype).reshape(shape)
+
+    ends = np.full((rows, MOST_ENDS), -1, np.int32)
+    for row, request in zip(ends, requests, strict=True):
+        row[: len(request.ends)] = request.ends
+    places = (*shape, engine.max_completion_length, MOST_TOP)
+    sampling = RowSampling(
+        column((r.sampling.temperature for r in requests), np.float32),
+        column((r.sampling.top_p for r in requests), np.float32),
+        column((r.sampling.top_k for r in requests), np.int32),
+        column((r.sampling.min_p for r in requests), np.float32),
+        ends.reshape(*shape, MOST_ENDS),
+        np.zeros(places, np.int32) if top else None,
+        np.zeros(places, np.float32) if top else None,
+    )
+    seeds, numbers = (
+        np.asarray([getattr(r, name) & 0xFFFFFFFF for r in requests], np.uint32) for name in ("seed", "number")
+    )
+    keys = _keys(seeds, numbers)
+    group = dataclasses.replace(engine, group_size=shape[1])
+    new_prompts, new_rows = prefill(group, params, prompts, segments, keys, sampling=sampling)
+    new_rows = new_rows._replace(limit=column((r.limit for r in requests), np.int32))
+    if shape[1] > 1:
+        new_prompts, new_rows = _each_alone(engine, new_prompts, new_rows)
+    return new_prompts, new_rows, keys[:, None]
+
+
+def shares_prompt(requests: Sequence[RowRequest]) -> bool:
+    """Whether all requests have the same prompt, as the choices of one answer do."""
+    return all(request.prompt is requests[0].prompt for request in requests)
+
+
+@functools.partial(jax.jit, static_argnames="engine")
+def _each_alone(engine: Engine, prompts: Prompts, rows: Rows) -> tuple[Prompts, Rows]:
+    """One prompt `[1,...]` and its rows `[1,K]` as K prompts with a row each: in a grid every row leaves by itself."""
+    count = rows.length.size
+    axis = 1 if engine.decoder.config.scan_layers else 0
+    alone = Prompts(
+        jax.tree.map(lambda x: jnp.repeat(x, count, axis=axis), prompts.cache),
+        *(jnp.repeat(x, count, axis=0) for x in prompts[1:]),
+    )
+    return alone, jax.tree.map(lambda x: x.reshape(count, 1, *x.shape[2:]), rows)
+
+
+def score_prompts(engine: Engine, params, requests: Sequence[RowRequest]) -> list[Likeliest]:
+    """The log-probs of the tokens of prompts, which have one bucket: numpy arrays `[P]` and `[P,A]` of each."""
+    prompts, segments = pad_prompts([list(r.prompt) for r in requests], bucket(max(len(r.prompt) for r in requests)))
+    temperature = np.asarray([r.sampling.temperature or 1.0 for r in requests], np.float32)
+    count = min(bucket(max(r.prompt_logprobs or 0 for r in requests), MOST_TOP), engine.net.config.vocab_size)
+    found = jax.device_get(_likeliest(engine, params, prompts, segments, temperature, count))
+    width = prompts.shape[1]
+    return [
+        jax.tree.map(lambda x, row=row, r=r: x[row, width - len(r.prompt) :], found) for row, r in enumerate(requests)
+    ]
+
+
+@functools.partial(jax.jit, static_argnames=("engine", "count"))
+def _likeliest(engine: Engine, params, prompts, segments, temperature, count: int) -> Likeliest:
+    return likeliest(engine.decoder.bind(params), prompts, segments, temperature, count)
+
+
+@jax.jit
+def _keys(seeds, numbers):
+    return jax.vmap(lambda seed, number: jax.random.fold_in(jax.random.key(seed), number))(seeds, numbers)
+
+
+def empty_grid(engine: Engine, params, size: int, width: int, top: bool) -> Grid:
+    """A grid of `size` slots in which no row goes on; `top`: with room for the likeliest tokens of each place."""
+
+    def shapes():
+        prompts = jnp.zeros((size, width), jnp.int32)
+        keys = _keys(*(jnp.zeros(size, jnp.uint32),) * 2)
+        places = (size, 1, engine.max_completion_length, MOST_TOP)
+        numbers, counts = jnp.zeros((size, 1)), jnp.zeros((size, 1), jnp.int32)
+        ends = jnp.zeros((size, 1, MOST_ENDS), jnp.int32)
+        top_ids, top_logps = (jnp.zeros(places, x) if top else None for x in (jnp.int32, jnp.float32))
+        sampling = RowSampling(numbers, numbers, counts, numbers, ends, top_ids, top_logps)
+        new_prompts, rows = prefill(engine, params, prompts, prompts, keys, sampling=sampling)
+        cache = engine.decoder.empty_caches(new_prompts.cache, 1, min(CAPACITY, engine.max_completion_length))
+        return new_prompts, rows, cache, keys[:, None]
+
+    def zeros(x):
+        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+            return _keys(*(np.zeros(x.size, np.uint32),) * 2).reshape(x.shape)
+        return jnp.zeros(x.shape, x.dtype)
+
+    # Rows at their limit, which is 0, go on no further.
+    prompts, rows, cache, keys = jax.tree.map(zeros, jax.eval_shape(shapes))
+    capacity = min(CAPACITY, engine.max_completion_length)
+    return Grid(prompts, Slots(cache, rows, keys, jnp.zeros((), jnp.int32), capacity))
+
+
+def _fitted(x, like: tuple[int, ...], left: bool):
+    """x with zeros added, or entries left out, on one side of the axes on which it differs from the shape `like`."""
+    for axis, size in enumerate(like):
+        more = size - x.shape[axis]
+        if more > 0:
+            x = jnp.pad(x, [((more, 0) if left else (0, more)) if i == axis else (0, 0) for i in range(x.ndim)])
+        elif more < 0:
+            x = jax.lax.slice_in_dim(x, -more if left else 0, x.shape[axis] if left else size, axis=axis)
+    return x
+
+
+def with_top(grid: Grid) -> Grid:
+    """The grid with room for the likeliest tokens of each place."""
+    rows = grid.slots.rows
+    if grid.top or rows.sampling is None:
+        return grid
+    places = (*rows.tokens.shape, MOST_TOP)
+    top = {"top_ids": jnp.zeros(places, jnp.int32), "top_logps": jnp.zeros(places, jnp.float32)}
+    return grid._replace(slots=grid.slots.replace(rows=rows._replace(sampling=rows.sampling._replace(**top))))
+
+
+@functools.partial(jax.jit, static_argnames=("engine", "width"))
+def widened(engine: Engine, params, prompts: Prompts, width: int) -> Prompts:
+    """The prompts in caches of `width` tokens, more or fewer than they had: what is left out must be padding."""
+    count = len(prompts.tokens)
+
+    def of_width():
+        tokens = jnp.zeros((count, width), jnp.int32)
+        keys = _keys(*(jnp.zeros(count, jnp.uint32),) * 2)
+        return prefill(engine, params, tokens, tokens, keys)[0]
+
+    return jax.tree.map(lambda x, like: _fitted(x, like.shape, True), prompts, jax.eval_shape(of_width))
+
+
+@functools.partial(jax.jit, static_argnames=("engine", "capacity"))
+def resized(engine: Engine, prompts: Prompts, slots: Slots, capacity: int) -> Slots:
+    """The slots with room for `capacity` tokens in the row caches, of which rows that go on must need no more."""
+    shapes = jax.eval_shape(lambda: engine.decoder.empty_caches(prompts.cache, 1, capacity))
+    cache = jax.tree.map(lambda x, like: _fitted(x, like.shape, False), slots.cache, shapes)
+    return slots.replace(cache=cache, capacity=capacity)
+
+
+@functools.partial(jax.jit, static_argnames="engine", donate_argnames="grid")
+def join(engine: Engine, grid: Grid, prompts: Prompts, rows: Rows, keys, index) -> Grid:
+    """The grid with new prompts, of its width, and rows at the slots `index` `[B]`."""
+    axis = 1 if engine.decoder.config.scan_layers else 0
+
+    def put(old, new):
+        return old.at[(slice(None),) * axis + (index,)].set(new.astype(old.dtype))
+
+    def put_rows(old, new):
+        return old.at[index].set(new)
+
+    slots = grid.slots
+    cache = engine.decoder.empty_caches(prompts.cache, 1, slots.capacity)
+    return Grid(
+        Prompts(
+            jax.tree.map(put, grid.prompts.cache, prompts.cache),
+            put_rows(grid.prompts.tokens, prompts.tokens),
+            put_rows(grid.prompts.mask, prompts.mask),
+        ),
+        slots.replace(
+            cache=jax.tree.map(put, slots.cache, cache),
+            rows=jax.tree.map(put_rows, slots.rows, rows),
+            keys=put_rows(slots.keys, keys),
+        ),
+    )
+
+
+@functools.partial(jax.jit, donate_argnames="slots")
+def end_rows(slots: Slots, gone) -> Slots:
+    """The slots in which the rows `gone` `[S]` go on no further."""
+    return slots.replace(rows=slots.rows._replace(limit=jnp.where(gone[:, None], 0, slots.rows.limit)))
+
+
+@functools.partial(jax.jit, static_argnames="width")
+def newest(slots: Slots, starts, width: int) -> Newest:
+    """What the rows have become, with `width` tokens from the place `starts` `[S]` of each on."""
+    rows = jax.tree.map(lambda x: x[:, 0], slots.rows)
+    places = jnp.minimum(starts[:, None] + jnp.arange(width), rows.tokens.shape[1] - 1)
+
+    def window(x):
+        return jnp.take_along_axis(x, places.reshape(*places.shape, *(1,) * (x.ndim - 2)), axis=1)
+
+    top = (None, None)
+    if rows.sampling is not None and rows.sampling.top_ids is not None:
+        top = (window(rows.sampling.top_ids), window(rows.sampling.top_logps))
+    return Newest(rows.length, ended(rows), rows.finished, window(rows.tokens), window(rows.logps), *top)

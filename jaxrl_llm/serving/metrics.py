@@ -1,0 +1,62 @@
+"""The numbers of `/metrics`, in the text format of Prometheus."""
+
+import bisect
+from collections import Counter
+
+from jaxrl_llm.serving.queue import Counts
+
+SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
+PREFIX = "jaxrl_llm_"
+OF_QUEUE = {
+    "prompt_tokens": ("counter", "Tokens of prompts that were prefilled."),
+    "generated_tokens": ("counter", "Tokens that were sampled."),
+    "finished_rows": ("counter", "Completions that have ended."),
+    "cancelled_rows": ("counter", "Completions whose client left, or whose stop string came."),
+    "decode_steps": ("counter", "Decode steps of the slot grid."),
+    "weight_version": ("gauge", "Updates of the weights since the start."),
+    "running": ("gauge", "Rows in slots."),
+    "waiting": ("gauge", "Rows that wait for a slot."),
+}
+
+
+class Histogram:
+    """Seconds, counted in the buckets of `SECONDS`."""
+
+    def __init__(self, name: str, text: str):
+        self.name, self.text, self.counts, self.sum = f"{PREFIX}{name}", text, [0] * (len(SECONDS) + 1), 0.0
+
+    def add(self, seconds: float) -> None:
+        """Counts a value."""
+        self.counts[bisect.bisect_left(SECONDS, seconds)] += 1
+        self.sum += seconds
+
+    def lines(self) -> list[str]:
+        """The lines of the text format."""
+        lines, total = [f"# HELP {self.name} {self.text}", f"# TYPE {self.name} histogram"], 0
+        for edge, count in zip((*SECONDS, "+Inf"), self.counts, strict=True):
+            total += count
+            lines.append(f'{self.name}_bucket{{le="{edge}"}} {total}')
+        return [*lines, f"{self.name}_sum {self.sum}", f"{self.name}_count {total}"]
+
+
+class Metrics:
+    """What the HTTP side counts; `text` adds the numbers of the queue."""
+
+    def __init__(self) -> None:
+        self.requests: Counter[tuple[str, int]] = Counter()  # by path and HTTP status; 499: the client left
+        self.first_token = Histogram("time_to_first_token_seconds", "From a request to its first token.")
+        self.latency = Histogram("request_seconds", "From a request to the end of its answer.")
+
+    def text(self, counts: Counts, slots: int) -> str:
+        """The page."""
+        lines = [
+            f"# HELP {PREFIX}requests_total Requests by path and status.",
+            f"# TYPE {PREFIX}requests_total counter",
+        ]
+        for (path, status), count in sorted(self.requests.items()):
+            lines.append(f'{PREFIX}requests_total{{path="{path}",status="{status}"}} {count}')
+        for name, (kind, text) in OF_QUEUE.items():
+            full = f"{PREFIX}{name}{'_total' if kind == 'counter' else ''}"
+            lines += [f"# HELP {full} {text}", f"# TYPE {full} {kind}", f"{full} {getattr(counts, name)}"]
+        lines += [f"# HELP {PREFIX}slots Slots.", f"# TYPE {PREFIX}slots gauge", f"{PREFIX}slots {slots}"]
+        return "\n".join([*lines, *self.first_token.lines(), *self.latency.lines(), ""])

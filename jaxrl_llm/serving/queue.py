@@ -1,0 +1,319 @@
+"""The request queue: one thread that owns the devices, and decodes whatever rows are asked for at the time.
+
+Between two chunks of decode steps it ends rows that were cancelled, prefills those that wait (first come, first served)
+and lets them join the slot grid. What a row is given depends on its request alone, never on who else is served, up to
+the rounding of programs of another size.
+"""
+
+import contextlib
+import dataclasses
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from jaxrl_llm.models.logprobs import Likeliest
+from jaxrl_llm.rollout.engine import Engine, decode_chunk
+from jaxrl_llm.serving.grid import (
+    CAPACITY,
+    Grid,
+    RowRequest,
+    bucket,
+    empty_grid,
+    end_rows,
+    join,
+    newest,
+    prefill_requests,
+    resized,
+    score_prompts,
+    widened,
+    with_top,
+)
+
+PREFILL_ROWS = 8  # prompts that are prefilled in one program
+PREFILL_TOKENS = 8192  # that are prefilled between two chunks, so that rows which decode do not wait long
+
+
+class Tokens(NamedTuple):
+    """Tokens of a row since the last time. `finish_reason` is "stop" with one of its ids, "length", or None."""
+
+    ids: list[int]
+    logps: list[float]
+    top_ids: list[list[int]]  # the likeliest at each place; empty where they were not asked for
+    top_logps: list[list[float]]
+    finish_reason: str | None
+
+
+class StoppedError(Exception):
+    """The queue takes no requests any more, or has failed."""
+
+
+@dataclasses.dataclass(eq=False)
+class Handle:
+    """A row that was asked for: `deliver` gets its tokens, or the error that ended the queue, in the queue's thread."""
+
+    request: RowRequest
+    deliver: Callable[[Tokens | BaseException], None]
+    asked: float = dataclasses.field(default_factory=time.monotonic)
+    slot: int | None = None
+    cancelled: bool = False
+    scores: Likeliest | None = None  # of the prompt's tokens, where they were asked for, before the first token comes
+
+
+@dataclasses.dataclass
+class Counts:
+    """Totals since the start, and what is so at the moment; the numbers of `/metrics`."""
+
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+    finished_rows: int = 0
+    cancelled_rows: int = 0
+    decode_steps: int = 0
+    weight_version: int = 0
+    running: int = 0
+    waiting: int = 0
+
+
+class RequestQueue:
+    """Rows that come and go, decoded side by side in `size` slots.
+
+    `params` are those of the engine's net. The engine has group_size 1; its max_completion_length bounds every row, and
+    its sampling and eos do not matter: each request brings its own.
+    """
+
+    def __init__(self, engine: Engine, params: Any, size: int, mesh: Any = None):
+        self.engine, self.size, self.mesh, self.counts = engine, size, mesh, Counts()
+        with self._on_mesh():
+            self._params = engine.decoding_params(params)
+        self._condition = threading.Condition()
+        self._waiting: deque[Handle] = deque()
+        self._calls: deque[tuple[Callable[[], Any], Any]] = deque()
+        self._cancelled: list[Handle] = []
+        self._stopping = False
+        self.failure: BaseException | None = None
+        self._rows: list[Handle | None] = [None] * size
+        self._lengths = np.zeros(size, np.int64)
+        self._grid: Grid | None = None
+        self._steps = 0  # decode steps of the grid that are counted
+        self._collected: list[tuple[Handle, Tokens]] = []  # that were read, and are delivered beside the next chunk
+        self._thread = threading.Thread(target=self._run, name="decoding", daemon=True)
+
+    def start(self) -> None:
+        """Starts the thread."""
+        self._thread.start()
+
+    def submit(self, handles: Sequence[Handle]) -> None:
+        """Adds rows to those that wait; raises StoppedError when the queue is stopped or has failed."""
+        with self._condition:
+            if self._stopping or self.failure is not None:
+                raise StoppedError("the server is stopping" if self.failure is None else f"it failed: {self.failure}")
+            self._waiting.extend(handles)
+            self.counts.waiting = len(self._waiting)
+            self._condition.notify()
+
+    def cancel(self, handles: Sequence[Handle]) -> None:
+        """Ends rows before their end: they get no more tokens, and leave their slots before the next chunk."""
+        with self._condition:
+            for handle in handles:
+                handle.cancelled = True
+                try:
+                    self._waiting.remove(handle)
+                    self.counts.cancelled_rows += 1
+                except ValueError:  # it has a slot, or gets one now
+                    self._cancelled.append(handle)
+            self.counts.waiting = len(self._waiting)
+            self._condition.notify()
+
+    def set_params(self, params: Any, done: Callable[[BaseException | None], None]) -> None:
+        """Other parameters of the same net, from the next chunk on; `done` is called when they are in place.
+
+        Rows that go on keep the caches of the earlier ones: a version of weights is `counts.weight_version`.
+        """
+
+        def replace() -> None:
+            self._params = self.engine.decoding_params(params)
+            self.counts.weight_version += 1
+
+        with self._condition:
+            self._calls.append((replace, done))
+            self._condition.notify()
+
+    def stop(self, wait: float | None = None) -> None:
+        """Takes no more requests; returns when the rows that were asked for have ended, or after `wait` seconds."""
+        with self._condition:
+            self._stopping = True
+            self._condition.notify()
+        if self._thread.is_alive():
+            self._thread.join(wait)
+
+    def _on_mesh(self) -> Any:
+        return contextlib.nullcontext() if self.mesh is None else jax.set_mesh(self.mesh)
+
+    def _run(self) -> None:
+        try:
+            with self._on_mesh():
+                self._loop()
+        except BaseException as error:
+            with self._condition:
+                self.failure = error
+                pending = [*(h for h in self._rows if h is not None), *self._waiting]
+                self._waiting.clear()
+            self._deliver()
+            for handle in pending:
+                handle.deliver(error)
+            raise
+
+    def _loop(self) -> None:
+        while self._take_requests():
+            decoding = self._dispatch()
+            self._deliver()  # while the devices compute
+            if decoding:
+                self._collect()
+
+    def _deliver(self) -> None:
+        collected, self._collected = self._collected, []
+        for handle, tokens in collected:
+            if not handle.cancelled:
+                handle.deliver(tokens)
+
+    def _take_requests(self) -> bool:
+        """Lets cancelled rows go and waiting ones join; False when the queue is stopped and nothing is left to do."""
+        with self._condition:
+            while not (self._collected or self._waiting or self._cancelled or self._calls or any(self._rows)):
+                if self._stopping:
+                    return False
+                self._condition.wait()
+            cancelled, self._cancelled = self._cancelled, []
+            calls = list(self._calls)
+            self._calls.clear()
+        for call, done in calls:
+            try:
+                call()
+                done(None)
+            except Exception as error:
+                done(error)
+        gone = [h.slot for h in cancelled if h.slot is not None and self._rows[h.slot] is h]
+        if gone and self._grid is not None:
+            mask = np.zeros(self.size, bool)
+            mask[gone] = True
+            self._grid = self._grid._replace(slots=end_rows(self._grid.slots, mask))
+            for slot in gone:
+                self._rows[slot] = None
+            self.counts.cancelled_rows += len(gone)
+        free = [slot for slot, handle in enumerate(self._rows) if handle is None]
+        joining, prompt_tokens = [], 0
+        with self._condition:
+            while self._waiting and len(joining) < len(free):
+                width = bucket(len(self._waiting[0].request.prompt))
+                if joining and prompt_tokens + width > PREFILL_TOKENS:
+                    break
+                prompt_tokens += width
+                joining.append(self._waiting.popleft())
+            self.counts.waiting = len(self._waiting)
+        if joining:
+            self._join(joining, free)
+        self.counts.running = sum(handle is not None for handle in self._rows)
+        return True
+
+    def _join(self, joining: list[Handle], free: list[int]) -> None:
+        """Prefills the rows, those of one bucket together, and gives them slots."""
+        top = any(handle.request.top_logprobs for handle in joining)
+        live = [handle for handle in self._rows if handle is not None]
+        width = max(bucket(len(handle.request.prompt)) for handle in (*live, *joining))
+        grid = self._grid
+        if grid is None or not live:  # an empty grid is as small as these rows allow
+            if grid is None or grid.width != width or grid.top != top or grid.slots.capacity > CAPACITY:
+                grid, self._steps = empty_grid(self.engine, self._params, self.size, width, top), 0
+        else:
+            if grid.width < width or grid.width > 2 * width:
+                grid = grid._replace(prompts=widened(self.engine, self._params, grid.prompts, width))
+            grid = with_top(grid) if top else grid
+        top = grid.top
+        # At once: if the programs fail (no memory), the rows are among those that are told.
+        slots = iter(free)
+        for handle in joining:
+            handle.slot = next(slots)
+            self._rows[handle.slot] = handle
+            self._lengths[handle.slot] = 0
+        for some in _batches(joining):
+            requests = [handle.request for handle in some]
+            prompts, rows, keys = prefill_requests(self.engine, self._params, requests, top)
+            if prompts.tokens.shape[1] != grid.width:
+                prompts = widened(self.engine, self._params, prompts, grid.width)
+            grid = join(self.engine, grid, prompts, rows, keys, np.asarray([handle.slot for handle in some]))
+            if scored := [handle for handle in some if handle.request.prompt_logprobs is not None]:
+                found = score_prompts(self.engine, self._params, [handle.request for handle in scored])
+                for handle, scores in zip(scored, found, strict=True):
+                    handle.scores = scores
+            self.counts.prompt_tokens += sum(len(request.prompt) for request in requests)
+        self._grid = grid
+
+    def _dispatch(self) -> bool:
+        """Starts a chunk of decode steps; False where no row goes on."""
+        live = [slot for slot, handle in enumerate(self._rows) if handle is not None]
+        if not live or self._grid is None:
+            return False
+        # A row that was prefilled has a token that the host has not seen yet.
+        reached = max(1, int(self._lengths[live].max()))
+        slots, capacity = self._grid.slots, self._grid.slots.capacity
+        longest = self.engine.max_completion_length
+        while capacity < reached + 1:
+            capacity *= 2
+        if min(capacity, longest) != slots.capacity:
+            slots = resized(self.engine, self._grid.prompts, slots, min(capacity, longest))
+        ahead = max(1, min(self.engine.chunk, slots.capacity - reached))
+        # With others waiting, an eighth of the slots is refilled as soon as it is free.
+        pause_at = max(0, len(live) - max(1, self.size // 8)) if self._waiting else 0
+        slots = decode_chunk(self.engine, self._params, self._grid.prompts, slots, np.int32(ahead), np.int32(pause_at))
+        self._grid = self._grid._replace(slots=slots)
+        return True
+
+    def _collect(self) -> None:
+        """Reads what rows have got, when the chunk has ended; rows that have ended leave their slots."""
+        assert self._grid is not None
+        slots = self._grid.slots
+        starts = self._lengths.astype(np.int32)
+        found, total = jax.device_get((newest(slots, starts, self.engine.chunk + 1), slots.steps))
+        self.counts.decode_steps += int(total) - self._steps
+        self._steps = int(total)
+        for slot, handle in enumerate(self._rows):
+            if handle is None:
+                continue
+            count = int(found.length[slot] - self._lengths[slot])
+            self._lengths[slot] = found.length[slot]
+            top = handle.request.top_logprobs
+            reason = ("stop" if found.finished[slot] else "length") if found.ended[slot] else None
+            new = Tokens(
+                found.tokens[slot, :count].tolist(),
+                found.logps[slot, :count].tolist(),
+                found.top_ids[slot, :count, :top].tolist() if top else [],
+                found.top_logps[slot, :count, :top].tolist() if top else [],
+                reason,
+            )
+            self.counts.generated_tokens += count
+            if reason is not None:
+                self._rows[slot] = None
+                self.counts.finished_rows += 1
+            if count or reason is not None:
+                self._collected.append((handle, new))
+
+
+def _batches(handles: Sequence[Handle]) -> Iterator[list[Handle]]:
+    """The rows that are prefilled together: those of one prompt, and the others of one bucket.
+
+    In powers of two: few programs are compiled, and no row is computed for nothing.
+    """
+    rows_of, batches = Counter(id(handle.request.prompt) for handle in handles), {}
+    for handle in handles:
+        prompt = handle.request.prompt
+        key = ("prompt", id(prompt)) if rows_of[id(prompt)] > 1 else ("bucket", bucket(len(prompt)))
+        batches.setdefault(key, []).append(handle)
+    for batch in batches.values():
+        while batch:
+            count = min(PREFILL_ROWS, 1 << (len(batch).bit_length() - 1))
+            yield batch[:count]
+            batch = batch[count:]

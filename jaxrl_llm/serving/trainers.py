@@ -1,0 +1,168 @@
+"""What trainers expect of a rollout server besides OpenAI's endpoints: those of TRL's and axolotl's, and new weights.
+
+TRL 1.16 samples by `/v1/completions`, earlier versions and axolotl by `/generate/` and `/chat/`. They push weights by
+NCCL, which is refused here by name: weights come by files, `/update_weights_from_disk` as in SGLang.
+"""
+
+import asyncio
+import dataclasses
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from jaxrl_llm.config import ConfigError
+from jaxrl_llm.serving.app import Answer, Server
+from jaxrl_llm.serving.bodies import BadRequestError, parse
+from jaxrl_llm.serving.choice import Choice
+
+# Fields of `/generate/` and `/chat/` that have another name in a completion.
+REGEX = ("structured_outputs_regex", "guided_decoding_regex")
+BY_NCCL = (
+    "/init_communicator/",
+    "/update_named_param/",
+    "/batch_update_named_params/",
+    "/close_communicator/",
+    "/init_weight_transfer_engine",
+    "/start_weight_update",
+    "/update_weights",
+    "/finish_weight_update",
+)
+
+
+async def _sampled(server: Server, request: Request, chat: bool) -> Response:
+    """The answer of TRL's own server: `prompt_ids`, `completion_ids` and their log-probs, rows of a prompt adjacent.
+
+    With `logprobs` in the request they are lists of the likeliest, as TRL 1.0 to 1.15 read them, with the sampled token
+    among them; without it one number a token, as earlier versions.
+    """
+    body = await server.body(request)
+    nested = "logprobs" in body
+    further = body.pop("generation_kwargs", None) or {}
+    if not isinstance(further, dict):
+        raise BadRequestError("generation_kwargs takes an object", param="generation_kwargs")
+    body |= further
+    if body.pop("images", None):
+        raise BadRequestError("images is given; this model reads text", param="images")
+    for name in REGEX:
+        if body.pop(name, None) is not None:
+            raise BadRequestError(f"{name} is given, but this server has none", code="unsupported", param=name)
+    asked_logprobs = body.pop("logprobs", 0)
+    name = "messages" if chat else "prompts"
+    given = body.pop(name, None)
+    if not isinstance(given, list) or not given:
+        raise BadRequestError(f"{name} takes a list", param=name)
+    if chat:
+        logprobs = {"logprobs": asked_logprobs is not None, "top_logprobs": asked_logprobs}
+        bodies = [{"messages": messages, **logprobs, **body} for messages in given]
+    else:
+        bodies = [{"prompt": given, "logprobs": asked_logprobs, **body}]
+    each = [
+        parse({"max_tokens": 16, **body}, chat, server.tokenizer, server.names, server.eos, server.limits.tokens,
+              server.vocabulary)
+        for body in bodies
+    ]  # fmt: skip
+    prompts, limits = ([x for asked in each for x in getattr(asked, name)] for name in ("prompts", "limits"))
+    answer = Answer(server, dataclasses.replace(each[0], prompts=prompts, limits=limits, tools=False))
+    try:
+        await server.unless_left(request, answer.whole())
+    finally:
+        answer.close()
+    choices, found = answer.choices, None
+    if asked_logprobs is not None:
+        found = [_likeliest(choice) if nested else [([], choice.logps)] for choice in choices]
+    return JSONResponse(
+        {
+            "prompt_ids": prompts,
+            "completion_ids": [choice.ids for choice in choices],
+            "logprobs": found and [[logps for _, logps in row] if nested else row[0][1] for row in found],
+            "logprob_token_ids": found and ([[ids for ids, _ in row] for row in found] if nested else None),
+        }
+    )
+
+
+def _likeliest(choice: Choice) -> list[tuple[list[int], list[float]]]:
+    """Ids and log-probs at each place, likeliest first, the sampled token among them."""
+    rows = []
+    for index, logp, (ids, logps) in zip(choice.ids, choice.logps, choice.top, strict=True):
+        both = sorted({**dict(zip(ids, logps, strict=True)), index: logp}.items(), key=lambda pair: -pair[1])
+        rows.append(([index for index, _ in both], [logp for _, logp in both]))
+    return rows
+
+
+async def generate(server: Server, request: Request) -> Response:
+    """Completions of texts or token ids."""
+    return await _sampled(server, request, chat=False)
+
+
+async def chat(server: Server, request: Request) -> Response:
+    """Completions of conversations."""
+    return await _sampled(server, request, chat=True)
+
+
+async def world_size(server: Server, request: Request) -> Response:
+    """One worker."""
+    return JSONResponse({"world_size": 1})
+
+
+async def server_info(server: Server, request: Request) -> Response:
+    """What TRL asks before it opens a group for weights: there is none here."""
+    config = {"weight_transfer_config": None, "max_model_len": server.limits.tokens}
+    return JSONResponse({"vllm_config": config, "weight_version": server.queue.counts.weight_version})
+
+
+async def reset_prefix_cache(server: Server, request: Request) -> Response:
+    """No prefix outlives its row here, so none is of earlier weights."""
+    return JSONResponse({"success": True, "message": "there is no prefix cache"})
+
+
+async def by_nccl(server: Server, request: Request) -> Response:
+    """Always an error that says how weights come here."""
+    raise BadRequestError(
+        f"{request.url.path} is for weights by NCCL, which this server has not: save the model to a folder that both "
+        "see, and POST its path to /update_weights_from_disk as model_path",
+        501,
+        "unsupported",
+    )
+
+
+async def update_weights(server: Server, request: Request) -> Response:
+    """Replaces the weights by those of a folder, from the next chunk of steps on; answers when they are in place.
+
+    Rows under way go on, with the caches of the earlier weights.
+    """
+    body = await server.body(request)
+    path = body.get("model_path")
+    if unknown := sorted(set(body) - {"model_path"}):
+        raise BadRequestError(f"there is no field {unknown[0]!r}; it takes model_path", param=unknown[0])
+    if not isinstance(path, str) or not path:
+        raise BadRequestError("model_path takes the path of a model's folder", param="model_path")
+    if server.load is None:
+        raise BadRequestError("weights stay as they are: start the server with --weight_updates", 403, "unsupported")
+    loop, done = asyncio.get_running_loop(), asyncio.Event()
+    errors: list[BaseException | None] = []
+
+    def placed(error: BaseException | None) -> None:
+        errors.append(error)
+        loop.call_soon_threadsafe(done.set)
+
+    async with server.loading:  # one at a time, in the order in which they were asked for
+        try:
+            server.queue.set_params(await asyncio.to_thread(server.load, path), placed)
+        except ConfigError as error:
+            raise BadRequestError(str(error), param="model_path") from None
+        await done.wait()
+        if errors[0] is not None:
+            raise errors[0]
+        version = server.queue.counts.weight_version
+    return JSONResponse({"success": True, "message": f"weights of {path}", "weight_version": version})
+
+
+ROUTES = (
+    ("/generate/", "POST", generate),
+    ("/chat/", "POST", chat),
+    ("/get_world_size", "GET", world_size),
+    ("/server_info", "GET", server_info),
+    ("/reset_prefix_cache", "POST", reset_prefix_cache),
+    ("/update_weights_from_disk", "POST", update_weights),
+    *((path, "POST", by_nccl) for path in BY_NCCL),
+)

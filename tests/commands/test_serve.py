@@ -1,0 +1,138 @@
+"""`jaxrl-llm serve`: its process listens, answers, drains on SIGTERM, and refuses what it cannot serve."""
+
+import dataclasses
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx
+import jax
+import numpy as np
+import pytest
+
+import jaxrl_llm
+from jaxrl_llm.__main__ import main
+from jaxrl_llm.commands.serve import load_served, merged, served_name
+from jaxrl_llm.config import ConfigError
+from jaxrl_llm.distributed.sharding import make_mesh
+from jaxrl_llm.models.lora import LoraConfig, adapters_of, combine
+from jaxrl_llm.models.model import add_adapters, load_model
+
+pytest.importorskip("uvicorn")
+
+
+@pytest.fixture
+def process(root):
+    """Starts `python -m jaxrl_llm serve` with these arguments: the process and its address, when it listens."""
+    started = []
+
+    def start(*arguments: str, **environment: str) -> tuple[subprocess.Popen, str]:
+        command = [sys.executable, "-m", "jaxrl_llm", "serve", *arguments, "--port=0"]
+        path = os.pathsep.join(filter(None, (str(root), os.environ.get("PYTHONPATH"))))
+        server = subprocess.Popen(
+            command, stderr=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": path} | environment
+        )
+        started.append(server)
+        timer = threading.Timer(240, server.kill)
+        timer.start()
+        for line in server.stderr:
+            if found := re.search(r"at (http://\S+)/v1", line):
+                timer.cancel()
+                return server, found[1]
+        raise AssertionError(f"it ended with {server.wait()} and did not listen")
+
+    yield start
+    for server in started:
+        server.kill()
+        server.wait()
+        server.stderr.close()
+
+
+def test_it_answers_and_drains(process, tiny_run):
+    """SIGTERM while an answer is under way: this one is given, new ones are not, and the process ends with 0.
+
+    Before that, its weights are replaced by those of a run that trained the same model, and not by those of another.
+    """
+    flags = ("--slots=2", "--max_length=512", "--weight_updates")
+    server, url = process("embedded:sort", *flags, JAXRL_LLM_API_KEY="sesame")
+    with httpx.Client(base_url=url, headers={"Authorization": "Bearer sesame"}, timeout=240) as web:
+        assert web.get("/v1/models").json()["data"][0]["id"] == "embedded:sort"
+        body = {"prompt": "sort:4821=", "temperature": 0}
+        assert web.post("/v1/completions", json=body).json()["choices"][0]["text"] == "1248"
+        (text,) = jaxrl_llm.generate(tiny_run.model, ["x"], 16, seed=2)
+        body = {"prompt": "x", "seed": 2}
+        assert web.post("/v1/completions", json=body).json()["choices"][0]["text"] != text
+        answer = web.post("/update_weights_from_disk", json={"model_path": str(tiny_run.output_dir)})
+        assert answer.json()["weight_version"] == 1
+        assert web.post("/v1/completions", json=body).json()["choices"][0]["text"] == text
+        answer = web.post("/update_weights_from_disk", json={"model_path": str(tiny_run.output_dir / "other")})
+        assert answer.status_code == 400 and "other" in answer.json()["error"]["message"]
+        with ThreadPoolExecutor() as pool:
+            endless = {"prompt": "x", "max_tokens": 500, "ignore_eos": True, "n": 4}
+            answer = pool.submit(web.post, "/v1/completions", json=endless)
+            while "jaxrl_llm_running 2" not in httpx.get(f"{url}/metrics").text:
+                time.sleep(0.01)
+            server.send_signal(signal.SIGTERM)
+            usage = answer.result().json()["usage"]
+    assert usage["completion_tokens"] == 2000
+    assert server.wait(60) == 0
+    with pytest.raises(httpx.TransportError):
+        httpx.get(f"{url}/health")
+
+
+def test_a_run_is_served_by_its_checkpoint(tiny_run, tmp_path):
+    """The folder of a run and that of its last checkpoint give the tokens of its model folder."""
+    mesh = make_mesh()
+    run = tiny_run.output_dir
+    for path, expected in ((run, run / "hf"), (run / "checkpoints" / "2", run / "hf")):
+        served, exported = load_served(str(path), "auto", mesh), load_model(expected)
+        texts = jaxrl_llm.generate(exported, ["sort:4821=", "x"], 8)
+        assert jaxrl_llm.generate(served, ["sort:4821=", "x"], 8) == texts
+    first = load_served(str(run / "checkpoints" / "1"), "auto", mesh)
+    leaves = [model.params["embed"]["weight"] for model in (first, served)]
+    assert (leaves[0] != leaves[1]).any()
+    assert served_name(str(run)) == served_name(str(run / "hf")) == run.name
+    assert served_name("embedded:sort") == "embedded:sort"
+    with pytest.raises(ConfigError, match="there is no checkpoint of step 7"):
+        load_served(str(run / "checkpoints" / "7"), "auto", mesh)
+
+
+def test_adapters_are_merged():
+    """A model with adapters becomes one of the served net, whose parameters a server can replace."""
+    model = load_model("embedded:sort")
+    adapted = add_adapters(model, LoraConfig(4, 8.0, ("q", "v")), jax.random.key(0))
+    params = jax.tree.map(lambda x: x + 0.01 if x.ndim else x, adapters_of(adapted.params))
+    adapted = dataclasses.replace(adapted, params=combine(model.params, params))
+    plain = merged(adapted)
+    assert plain.net == model.net and jax.tree.structure(plain.params) == jax.tree.structure(model.params)
+    tokens = np.arange(40, 60)[None]
+    np.testing.assert_allclose(plain(tokens), adapted(tokens), atol=1e-3)
+    assert np.abs(np.asarray(plain(tokens)) - np.asarray(model(tokens))).max() > 0.1
+    assert merged(model) is model
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "the model is missing"),
+        (["embedded:sort", "--max_length=4000"], "has positions for 2048"),
+        (["embedded:sort", "--tensor=64"], "--tensor is 64, but there are"),
+        (["embedded:sort", "--host=203.0.113.1"], "cannot listen on 203.0.113.1:8000"),
+        (["embedded:sort", "--slot=4"], "the closest is --slots"),
+        (["embedded:sort", "--slots=0"], "slots is 0"),
+    ],
+)
+def test_what_cannot_be_served(arguments, message):
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        main(["serve", *arguments])
+
+
+def test_it_says_what_is_missing(monkeypatch):
+    monkeypatch.setitem(sys.modules, "uvicorn", None)
+    with pytest.raises(ConfigError, match=r'pip install "jaxrl_llm\[serve\]"'):
+        main(["serve", "embedded:sort"])

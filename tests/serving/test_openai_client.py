@@ -1,0 +1,265 @@
+"""OpenAI's own client against the server: answers are those of `generate`, and their parts fit together."""
+
+import json
+import time
+
+import numpy as np
+import pytest
+
+import jaxrl_llm
+from jaxrl_llm.data.templates import render_prompt
+
+openai = pytest.importorskip("openai")
+
+CHAT = [{"role": "user", "content": "sort:90817="}]
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "description": "Adds.",
+        "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}},
+    },
+}
+
+
+def test_a_chat_is_that_of_generate(client, sorter):
+    (texts,) = jaxrl_llm.generate(sorter, [CHAT], 12, samples=3, seed=7)
+    answer = client.chat.completions.create(model="sorter", messages=CHAT, max_tokens=12, n=3, seed=7)
+    assert [choice.message.content for choice in answer.choices] == texts
+    assert [choice.index for choice in answer.choices] == [0, 1, 2] and len(set(texts)) > 1
+    assert answer.object == "chat.completion" and answer.model == "sorter"
+    usage = answer.usage
+    assert usage.prompt_tokens == len(render_prompt(sorter.tokenizer, CHAT))
+    assert usage.total_tokens == usage.prompt_tokens + usage.completion_tokens
+    again = client.chat.completions.create(model="sorter", messages=CHAT, max_tokens=12, n=3, seed=7)
+    assert [choice.message.content for choice in again.choices] == texts
+
+
+def test_texts_and_ids_are_completed_alike(client, sorter):
+    prompts = ["sort:4821=", "sort:90817="]
+    texts = jaxrl_llm.generate(sorter, prompts, 12, temperature=0)
+    ids = [render_prompt(sorter.tokenizer, prompt) for prompt in prompts]
+    for prompt in (prompts, ids):
+        answer = client.completions.create(
+            model="sorter", prompt=prompt, max_tokens=12, temperature=0, extra_body={"return_token_ids": True}
+        )
+        assert [choice.text for choice in answer.choices] == texts
+        assert [choice.finish_reason for choice in answer.choices] == ["stop", "stop"]
+        assert [choice.prompt_token_ids for choice in answer.choices] == ids
+        decode = sorter.tokenizer.decode
+        assert [decode(choice.token_ids, skip_special_tokens=True) for choice in answer.choices] == texts
+    one = client.completions.create(model="sorter", prompt=ids[0], max_tokens=2, temperature=0)
+    assert one.choices[0].text == texts[0][:2] and one.choices[0].finish_reason == "length"
+
+
+def test_log_probs_are_the_trainers(client, sorter):
+    """Of the sampled tokens at the sampling temperature, whatever is filtered: those of the network on the same ids."""
+    ids = render_prompt(sorter.tokenizer, CHAT)
+    answer = client.chat.completions.create(
+        model="sorter", messages=CHAT, max_tokens=8, seed=3, temperature=0.7, top_p=0.9, logprobs=True, top_logprobs=3,
+        extra_body={"return_token_ids": True, "top_k": 20},
+    )  # fmt: skip
+    (choice,) = answer.choices
+    assert answer.prompt_token_ids == ids
+    row = np.asarray([ids + choice.token_ids])
+    logits = np.asarray(sorter(row))[0, len(ids) - 1 : row.shape[1] - 1].astype(np.float64) / 0.7
+    logps = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    entries = choice.logprobs.content
+    assert len(entries) == len(choice.token_ids)
+    for place, entry in enumerate(entries):
+        assert entry.logprob == pytest.approx(logps[place, choice.token_ids[place]], abs=1e-4)
+        likeliest = np.sort(logps[place])[::-1][:3]
+        np.testing.assert_allclose([top.logprob for top in entry.top_logprobs], likeliest, atol=1e-4)
+        assert entry.token == sorter.tokenizer.decode([choice.token_ids[place]])
+    text = client.completions.create(model="sorter", prompt="sort:4821=", max_tokens=4, seed=1, logprobs=0)
+    logprobs = text.choices[0].logprobs
+    assert "".join(logprobs.tokens).startswith(text.choices[0].text)
+    assert logprobs.text_offset[0] == 0 and len(logprobs.token_logprobs) == len(logprobs.tokens)
+
+
+def test_prompts_are_scored(client, sorter):
+    """What lm-eval asks for: `echo` with log-probs; a token is greedy where its number is the largest of its place."""
+    texts = ["sort:4821=1248", "sort:90817=019"]
+    ids = [render_prompt(sorter.tokenizer, text) for text in texts]
+    answer = client.completions.create(
+        model="sorter", prompt=ids, max_tokens=1, temperature=0, echo=True, logprobs=1, seed=1234,
+        extra_body={"prompt_logprobs": 3},
+    )  # fmt: skip
+    for text, row, choice in zip(texts, ids, answer.choices, strict=True):
+        logits = np.asarray(sorter(np.asarray([row])))[0].astype(np.float64)
+        logps = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+        found = choice.logprobs
+        assert choice.text.startswith(text) and found.tokens[: len(row)] == list(text)
+        assert len(found.token_logprobs) == len(found.top_logprobs) == len(found.text_offset) == len(row) + 1
+        assert found.token_logprobs[0] is found.top_logprobs[0] is choice.prompt_logprobs[0] is None
+        assert found.text_offset == list(range(len(row) + 1))
+        for place in range(1, len(row)):
+            before = logps[place - 1]
+            assert found.token_logprobs[place] == pytest.approx(before[row[place]], abs=1e-4)
+            is_greedy = found.token_logprobs[place] == max(found.top_logprobs[place].values())
+            assert is_greedy == (before.argmax() == row[place])
+            told = choice.prompt_logprobs[place]
+            assert told[str(row[place])]["rank"] == 1 + (before > before[row[place]]).sum()
+            by_rank = sorted(told.items(), key=lambda entry: entry[1]["rank"])[:3]
+            assert [int(index) for index, _ in by_rank] == np.argsort(-before)[:3].tolist()
+
+
+@pytest.mark.parametrize("chat", [True, False], ids=["chat", "text"])
+def test_a_stream_adds_up_to_the_answer(client, chat):
+    """Texts, ids and log-probs of the pieces are those of the whole, and usage comes last."""
+    options = {"model": "sorter", "max_tokens": 30, "seed": 11, "n": 2, "temperature": 1.3}
+    options["extra_body"] = {"return_token_ids": True, "ignore_eos": True, "skip_special_tokens": False}
+    if chat:
+        create, options = client.chat.completions.create, {**options, "messages": CHAT, "logprobs": True}
+    else:
+        create, options = client.completions.create, {**options, "prompt": "sort:3=", "logprobs": 1}
+    whole = create(**options)
+    texts, ids, logps, reasons, usages, pieces = ["", ""], [[], []], [[], []], [None, None], [], 0
+    for event in create(**options, stream=True, stream_options={"include_usage": True}):
+        if event.usage is not None:
+            usages.append(event.usage)
+        for choice in event.choices:
+            assert reasons[choice.index] is None, "nothing follows the end of a choice"
+            pieces += 1
+            texts[choice.index] += (choice.delta.content or "") if chat else choice.text
+            ids[choice.index] += choice.token_ids
+            new = choice.logprobs.content if chat else choice.logprobs.token_logprobs
+            logps[choice.index] += [entry.logprob for entry in new] if chat else new
+            reasons[choice.index] = choice.finish_reason
+    assert texts == [choice.message.content if chat else choice.text for choice in whole.choices]
+    assert ids == [choice.token_ids for choice in whole.choices]
+    assert [len(row) for row in logps] == [len(row) for row in ids] == [30, 30]
+    assert reasons == ["length", "length"] and pieces > 6
+    assert [usage.completion_tokens for usage in usages] == [60]
+
+
+def test_stop_strings(client, sorter):
+    """The text ends before the string, or behind it; tokens behind the one that completed it are left out."""
+    ask = {"model": "sorter", "prompt": "sort:4821=", "max_tokens": 12, "temperature": 0}
+    whole = client.completions.create(**ask).choices[0].text
+    assert whole == "1248"
+    for stop, kept in (("24", "1"), (["48", "2"], "1"), ("8", "124"), ("x", "1248"), ("481", "1248")):
+        (choice,) = client.completions.create(**ask, stop=stop, extra_body={"return_token_ids": True}).choices
+        assert (choice.text, choice.finish_reason) == (kept, "stop")
+        events = client.completions.create(**ask, stop=stop, stream=True)
+        assert "".join(event.choices[0].text for event in events) == kept
+    (choice,) = client.completions.create(
+        **ask, stop="24", extra_body={"include_stop_str_in_output": True, "return_token_ids": True}
+    ).choices
+    assert choice.text == "124" and sorter.tokenizer.decode(choice.token_ids) == "124"
+    ends = sorter.tokenizer.encode("4")
+    (choice,) = client.completions.create(**ask, extra_body={"stop_token_ids": ends}).choices
+    assert (choice.text, choice.finish_reason) == ("12", "stop")
+
+
+def test_models(client):
+    assert [model.id for model in client.models.list()] == ["sorter"]
+    assert client.models.retrieve("sorter").max_model_len == 128
+    with pytest.raises(openai.NotFoundError, match="there is no model 'other'"):
+        client.completions.create(model="other", prompt="x")
+
+
+def test_a_client_that_leaves_frees_its_slots(client, running):
+    """Of a stream, and of an answer that it waits for; what was asked meanwhile by others is what it is alone."""
+    queue = running.server.queue
+    cancelled = queue.counts.cancelled_rows
+    endless = {"model": "sorter", "prompt": "x", "max_tokens": 120, "extra_body": {"ignore_eos": True}, "n": 4}
+    stream = client.completions.create(**endless, stream=True)
+    next(iter(stream))
+    stream.close()
+    with pytest.raises(openai.APITimeoutError):
+        client.with_options(timeout=0.02).completions.create(**endless)
+    (other,) = client.completions.create(model="sorter", prompt="sort:4821=", max_tokens=8, temperature=0).choices
+    assert other.text == "1248"
+    deadline = time.monotonic() + 30
+    while queue.counts.running + queue.counts.waiting and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert queue.counts.running + queue.counts.waiting == 0
+    assert cancelled < queue.counts.cancelled_rows <= cancelled + 8
+
+
+class Told:
+    """A queue whose rows say what they are told, in the place of a model."""
+
+    def __init__(self, queue, ids):
+        self.queue, self.ids = queue, ids
+
+    def submit(self, handles):
+        from jaxrl_llm.serving.queue import Tokens
+
+        for handle in handles:
+            for start in range(0, len(self.ids), 3):
+                part = self.ids[start : start + 3]
+                last = start + 3 >= len(self.ids)
+                handle.deliver(Tokens(part, [-1.0] * len(part), [], [], "stop" if last else None))
+
+    def __getattr__(self, name):
+        return getattr(self.queue, name)
+
+
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 3}}\n</tool_call>'
+
+
+@pytest.mark.parametrize(
+    ("text", "content", "arguments"),
+    [
+        (f"Let me see. {CALL}", "Let me see.", [{"a": 3}]),
+        (f"{CALL}\n{CALL}", None, [{"a": 3}, {"a": 3}]),
+        ('{"name": "add", "parameters": {"a": 3}}', None, [{"a": 3}]),
+        ('{"sum": 3} is <tool> it', '{"sum": 3} is <tool> it', []),
+        ("<tool_call>add(3)</tool_call>", "<tool_call>add(3)</tool_call>", []),
+        ("a < b and <tool_", "a < b and <tool_", []),
+    ],
+)
+def test_tool_calls(client, running, sorter, monkeypatch, text, content, arguments):
+    """Calls of the families' forms become `tool_calls`, whole and in a stream; what is no call is text as it stands."""
+    ids = [*sorter.tokenizer.encode(text), sorter.tokenizer.eos_token_id]
+    monkeypatch.setattr(running.server, "queue", Told(running.server.queue, ids))
+    ask = {"model": "sorter", "messages": CHAT, "tools": [TOOL]}
+    (choice,) = client.chat.completions.create(**ask).choices
+    calls = choice.message.tool_calls or []
+    assert choice.message.content == content
+    assert [json.loads(call.function.arguments) for call in calls] == arguments
+    assert choice.finish_reason == ("tool_calls" if arguments else "stop")
+    streamed, told, reason = "", [], None
+    for event in client.chat.completions.create(**ask, stream=True):
+        delta = event.choices[0].delta
+        streamed += delta.content or ""
+        told += delta.tool_calls or []
+        reason = event.choices[0].finish_reason
+    assert (streamed.strip() or None) == content and reason == choice.finish_reason
+    assert [json.loads(call.function.arguments) for call in told] == arguments
+    assert [call.index for call in told] == list(range(len(told)))
+    (plain,) = client.chat.completions.create(**ask, tool_choice="none").choices
+    assert plain.message.tool_calls is None and plain.message.content == text
+
+
+def test_characters_come_whole(client, running, sorter, monkeypatch):
+    """A character of several tokens is in one piece of a stream."""
+    text = "é is 私, not 👍🏽."
+    ids = [*sorter.tokenizer.encode(text), sorter.tokenizer.eos_token_id]
+    assert len(ids) > len(text) + 5
+    monkeypatch.setattr(running.server, "queue", Told(running.server.queue, ids))
+    events = client.chat.completions.create(model="sorter", messages=CHAT, stream=True)
+    pieces = [event.choices[0].delta.content or "" for event in events]
+    assert "".join(pieces) == text and not any("\ufffd" in piece for piece in pieces)
+    (choice,) = client.chat.completions.create(model="sorter", messages=CHAT, stop=["👍"]).choices
+    assert choice.message.content == "é is 私, not "
+
+
+def test_the_client_of_the_environments_room(running, sorter):
+    """`environment.rollout_func = server(...)` samples from it: ids and log-probs as training wants them."""
+    from types import SimpleNamespace
+
+    from jaxrl_llm.environments.server import server
+
+    ids = render_prompt(sorter.tokenizer, "sort:4821=")
+    trainer = SimpleNamespace(
+        args=SimpleNamespace(max_completion_length=6, temperature=1.0, top_p=1.0, top_k=5, min_p=None),
+        num_generations=2,
+        tokenize=lambda prompts: [ids for _ in prompts],
+    )
+    rows = server(f"{running.url}/v1", "sorter")(["sort:4821=", "sort:4821="], trainer)
+    assert rows["prompt_ids"] == [ids] * 4
+    assert [len(row) for row in rows["logprobs"]] == [len(row) for row in rows["completion_ids"]]
+    assert all(1 <= len(row) <= 6 for row in rows["completion_ids"])

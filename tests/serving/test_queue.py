@@ -1,0 +1,227 @@
+"""The request queue: rows come, go and are cancelled, and each gets what it gets alone."""
+
+import threading
+
+import jax
+import numpy as np
+import pytest
+
+import jaxrl_llm
+from jaxrl_llm.commands.generate import prompt_ids
+from jaxrl_llm.rollout.engine import Engine
+from jaxrl_llm.rollout.sampling import SamplingParams
+from jaxrl_llm.serving.grid import RowRequest
+from jaxrl_llm.serving.queue import Handle, RequestQueue, StoppedError, Tokens
+from jaxrl_llm.training.setup.specs import eos_ids
+
+LONGEST = 40
+
+
+@pytest.fixture(scope="module")
+def model():
+    return jaxrl_llm.load_model("embedded:sort")
+
+
+@pytest.fixture
+def queue(model):
+    engine = Engine(model.net, SamplingParams(), 1, LONGEST, (), chunk=4)
+    queue = RequestQueue(engine, model.params, 4)
+    queue.start()
+    yield queue
+    queue.stop(60)
+    assert queue.failure is None
+
+
+class Collected:
+    """The tokens of a row, as they are delivered."""
+
+    def __init__(self, request: RowRequest):
+        self.handle = Handle(request, self.deliver)
+        self.done, self.ids, self.logps, self.top = threading.Event(), [], [], []
+        self.reason = self.error = None
+
+    def deliver(self, tokens: Tokens | BaseException) -> None:
+        assert not self.done.is_set(), "nothing follows the end"
+        if isinstance(tokens, BaseException):
+            self.error = tokens
+        else:
+            self.ids += tokens.ids
+            self.logps += tokens.logps
+            self.top += list(zip(tokens.top_ids, tokens.top_logps, strict=True))
+            self.reason = tokens.finish_reason
+        if self.error is not None or self.reason is not None:
+            self.done.set()
+
+    def wait(self) -> list[int]:
+        assert self.done.wait(120) and self.error is None
+        return self.ids
+
+
+def ask(queue: RequestQueue, *requests: RowRequest) -> list[Collected]:
+    rows = [Collected(request) for request in requests]
+    queue.submit([row.handle for row in rows])
+    return rows
+
+
+def random_requests(count: int, seed: int, ends: tuple[int, ...]) -> list[RowRequest]:
+    """Prompts of any length (of three buckets), limits and settings; some are greedy, some filtered, some neither."""
+    draw = np.random.default_rng(seed)
+    settings = [
+        SamplingParams(),
+        SamplingParams(temperature=0),
+        SamplingParams(temperature=1.5),
+        SamplingParams(top_k=5),
+        SamplingParams(top_p=0.8),
+        SamplingParams(min_p=0.05),
+        SamplingParams(0.7, top_p=0.9, top_k=20, min_p=0.01),
+    ]
+    return [
+        RowRequest(
+            prompt=draw.integers(32, 127, int(draw.choice([1, 9, 60, 100, 200]))).tolist(),
+            limit=int(draw.integers(1, LONGEST + 1)),
+            sampling=settings[draw.integers(len(settings))],
+            ends=ends if draw.random() < 0.7 else (),
+            seed=int(draw.integers(2**31)),
+            number=int(draw.integers(3)),
+            top_logprobs=int(draw.choice([0, 0, 0, 2])),
+        )
+        for _ in range(count)
+    ]
+
+
+@pytest.mark.slow
+def test_a_row_is_that_of_generate(queue, model):
+    """Greedy and drawn, of the seed and the number that `generate` gives its rows."""
+    (ids,) = prompt_ids(model, ["sort:90817="])
+    for temperature in (0.0, 1.0):
+        (texts,) = jaxrl_llm.generate(model, ["sort:90817="], 12, temperature, samples=3, seed=5)
+        sampling = SamplingParams(temperature)
+        rows = ask(queue, *(RowRequest(ids, 12, sampling, eos_ids(model), 5, number) for number in range(3)))
+        assert [model.tokenizer.decode(row.wait(), skip_special_tokens=True) for row in rows] == texts
+    assert len(set(map(tuple, (row.ids for row in rows)))) > 1
+
+
+@pytest.mark.slow
+def test_rows_of_any_settings_are_those_of_the_engine(queue, model):
+    """Tokens and log-probs of every setting: the engine's program of that setting alone is the oracle."""
+    for request in random_requests(8, 3, eos_ids(model)):
+        (row,) = ask(queue, request)
+        engine = Engine(model.net, request.sampling, 1, request.limit, request.ends)
+        prompts = np.asarray([request.prompt], np.int32)
+        key = jax.random.key(request.seed)
+        rollout = engine.generate(model.params, prompts, np.ones_like(prompts), key, first_row=request.number)
+        expected = np.asarray(rollout.tokens)[0, prompts.shape[1] :][: int(rollout.lengths[0])].tolist()
+        assert row.wait() == expected, request
+        assert row.reason == ("stop" if bool(rollout.finished[0]) else "length")
+        logps = np.asarray(rollout.sample_logps)[0, prompts.shape[1] :][: len(expected)]
+        np.testing.assert_allclose(row.logps, logps, atol=2e-4)
+
+
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)])
+def test_every_row_gets_what_it_gets_alone(queue, model, seed):
+    """Random arrivals and cancellations: the tokens and log-probs that come are those of the same row, asked alone."""
+    draw = np.random.default_rng(100 + seed)
+    requests = random_requests(16, seed, eos_ids(model))
+    together, cancelled = [], []
+    while len(together) < len(requests):
+        count = int(draw.integers(1, 6))
+        together += ask(queue, *requests[len(together) : len(together) + count])
+        if draw.random() < 0.3:
+            row = together[int(draw.integers(len(together)))]
+            queue.cancel([row.handle])
+            cancelled.append(row)
+        if draw.random() < 0.5:
+            together[int(draw.integers(len(together)))].done.wait(draw.random() * 0.2)
+    for row in together:
+        if row not in cancelled:
+            row.wait()
+    for row in together:
+        (alone,) = ask(queue, row.handle.request)
+        alone.wait()
+        if row in cancelled:
+            assert alone.ids[: len(row.ids)] == row.ids
+            continue
+        assert (row.ids, row.reason) == (alone.ids, alone.reason)
+        np.testing.assert_allclose(row.logps, alone.logps, atol=1e-4)
+        assert len(row.top) == (len(row.ids) if row.handle.request.top_logprobs else 0)
+
+
+def test_the_likeliest_tokens(queue, model):
+    """The sampled token's log-prob is the one among the likeliest, which are sorted and full-vocabulary."""
+    (ids,) = prompt_ids(model, ["sort:4821="])
+    (row,) = ask(queue, RowRequest(ids, 8, SamplingParams(0.5), (), 1, top_logprobs=3))
+    row.wait()
+    logits = np.asarray(model(np.asarray([ids + row.ids])))[0, len(ids) - 1 : -1] / 0.5
+    logps = (
+        logits
+        - np.log(np.exp(logits - logits.max(-1, keepdims=True)).sum(-1, keepdims=True))
+        - logits.max(-1, keepdims=True)
+    )
+    for place, (top_ids, top_logps) in enumerate(row.top):
+        assert top_ids == np.argsort(-logps[place], kind="stable")[:3].tolist()
+        np.testing.assert_allclose(top_logps, logps[place][top_ids], atol=1e-4)
+        np.testing.assert_allclose(row.logps[place], logps[place][row.ids[place]], atol=1e-4)
+
+
+def test_a_prompt_of_several_rows_is_computed_once(queue, model, monkeypatch):
+    """Choices of one answer share the prefill, whatever their settings; each is what it is alone."""
+    from jaxrl_llm.serving import grid
+
+    widths = []
+    pad = grid.pad_prompts
+    monkeypatch.setattr(grid, "pad_prompts", lambda prompts, width: widths.append(len(prompts)) or pad(prompts, width))
+    (ids,) = prompt_ids(model, ["sort:90817="])
+    settings = [SamplingParams(), SamplingParams(0.0), SamplingParams(1.5, top_k=4), SamplingParams(top_p=0.5)]
+    requests = [RowRequest(ids, 5 + number, each, (), 3, number) for number, each in enumerate(settings)]
+    together = ask(queue, *requests)
+    for row in together:
+        row.wait()
+    assert widths == [1]
+    for row in together:
+        (alone,) = ask(queue, row.handle.request)
+        assert alone.wait() == row.ids and len(row.ids) == row.handle.request.limit
+    assert widths == [1] * 5
+
+
+def test_a_cancelled_row_leaves_its_slot(queue):
+    endless = [RowRequest([40 + i], LONGEST, SamplingParams(), (), i) for i in range(12)]
+    rows = ask(queue, *endless)
+    queue.cancel([row.handle for row in rows])
+    (last,) = ask(queue, RowRequest([50], 3, SamplingParams(), (), 1))
+    assert len(last.wait()) == 3
+    assert queue.counts.cancelled_rows >= 8  # some may have ended before they were cancelled
+    assert sum(row.done.is_set() for row in rows) <= 4
+
+
+def test_new_parameters_count_from_the_next_chunk(queue, model):
+    (ids,) = prompt_ids(model, ["sort:4821="])
+    request = RowRequest(ids, 6, SamplingParams(0.0), (), 0)
+    (before,) = ask(queue, request)
+    before.wait()
+    done = threading.Event()
+    queue.set_params(jax.tree.map(lambda x: x * 0.5, model.params), lambda error: done.set())
+    assert done.wait(60) and queue.counts.weight_version == 1
+    (after,) = ask(queue, request)
+    assert after.wait() != before.ids
+
+
+def test_a_stopped_queue_ends_its_rows_and_takes_no_more(queue):
+    rows = ask(queue, *(RowRequest([60 + i], 20, SamplingParams(), (), i) for i in range(9)))
+    queue.stop(60)
+    assert all(len(row.wait()) == 20 for row in rows)
+    with pytest.raises(StoppedError):
+        ask(queue, rows[0].handle.request)
+
+
+def test_a_failure_is_given_to_every_row(queue, monkeypatch):
+    def no_memory(*_):
+        raise MemoryError("none left")
+
+    monkeypatch.setattr("jaxrl_llm.serving.queue.decode_chunk", no_memory)
+    monkeypatch.setattr(threading, "excepthook", lambda _: None)
+    rows = ask(queue, *(RowRequest([60 + i], 20, SamplingParams(), (), i) for i in range(9)))
+    for row in rows:
+        assert row.done.wait(60) and isinstance(row.error, MemoryError)
+    with pytest.raises(StoppedError, match="none left"):
+        ask(queue, rows[0].handle.request)
+    queue.failure = None  # which the fixture looks at
