@@ -133,7 +133,8 @@ def _each_alone(engine: Engine, prompts: Prompts, rows: Rows) -> tuple[Prompts, 
     axis = 1 if engine.decoder.config.scan_layers else 0
     alone = Prompts(
         jax.tree.map(lambda x: jnp.repeat(x, count, axis=axis), prompts.cache),
-        *(jnp.repeat(x, count, axis=0) for x in prompts[1:]),
+        jnp.repeat(prompts.tokens, count, axis=0),
+        jnp.repeat(prompts.mask, count, axis=0),
     )
     return alone, jax.tree.map(lambda x: x.reshape(count, 1, *x.shape[2:]), rows)
 
