@@ -210,7 +210,7 @@ def test_what_cannot_be_compiled_is_refused():
     ):
         with pytest.raises(ConfigError, match=message):
             constrained(**arguments)
-    with pytest.raises(ConfigError, match="rollout.structured_json cannot be read: .*no_file.json"):
+    with pytest.raises(ConfigError, match=r"rollout.structured_json cannot be read: .*no_file.json"):
         Guide.of("", (), "no_file.json")
     with pytest.raises(ConfigError, match=r"rollout.structured_regex has \d+ states, with the model's 300000 tokens"):
         build_automata((), Guide(regex="[abc]{2000}"), TOKENIZER, 300_000, (END,))
