@@ -138,7 +138,7 @@ def engine_of(model: Model, values: Mapping[str, Any], samples: int = 1) -> Engi
             f"min_new_tokens is {values['min_new_tokens']}, more than max_new_tokens = {values['max_new_tokens']}"
         )
     check_structured(values, "", "min_new_tokens")
-    guide = Guide(values["structured_regex"], tuple(values["structured_choice"]), values["structured_json"])
+    guide = Guide.of(*(values[f"structured_{kind}"] for kind in ("regex", "choice", "json")), prefix="")
     bias, vocab = read_logit_bias("logit_bias", values["logit_bias"]), model.net.config.vocab_size
     check_tokens("logit_bias", [token for token, _ in bias], vocab)
     check_tokens("stop_token_ids", values["stop_token_ids"], vocab)
@@ -150,7 +150,7 @@ def engine_of(model: Model, values: Mapping[str, Any], samples: int = 1) -> Engi
         min_tokens=values["min_new_tokens"],
     )
     eos = (*(() if values["ignore_eos"] else eos_ids(model)), *values["stop_token_ids"])
-    automata = build_automata(values["stop"], guide, model.tokenizer, vocab, eos, "")
+    automata = build_automata(tuple(values["stop"]), guide, model.tokenizer, vocab, eos, "")
     grammar = build_grammar(values["structured_grammar"], model.tokenizer, vocab, eos, "structured_grammar")
     return Engine(model.net, sampling, samples, values["max_new_tokens"], eos, automata=automata, grammar=grammar)
 

@@ -20,6 +20,12 @@ from jaxrl_llm.rollout.automata import NO_AUTOMATA, Automata, Automaton
 MOST_TRANSITIONS = 1 << 28  # states x tokens of an automaton: 32 MB of bits, some seconds of work
 TOKENS_AT_ONCE = 4096
 DEAD = -1
+# What outlines-core keeps of a JSON schema; it passes over other keywords without a word.
+KEYWORDS = {
+    *("type", "properties", "required", "additionalProperties", "items", "prefixItems", "minItems", "maxItems"),
+    *("enum", "const", "anyOf", "pattern", "format", "minLength", "maxLength", "$ref", "$defs", "definitions"),
+    *("title", "description", "default", "examples", "$schema", "$id", "$comment"),
+}
 
 
 def setting_text(value: str, is_text: bool, name: str) -> str:
@@ -33,11 +39,17 @@ def setting_text(value: str, is_text: bool, name: str) -> str:
 
 
 class Guide(NamedTuple):
-    """What completions are: a regular expression, texts to choose from, or a JSON schema (a file, or itself)."""
+    """What completions are: a regular expression, texts to choose from, or values of a JSON schema."""
 
     regex: str = ""
     choice: tuple[str, ...] = ()
     json: str = ""
+
+    @classmethod
+    def of(cls, regex: str, choice: Sequence[str], schema: str, prefix: str = "rollout.") -> "Guide":
+        """The guide of three settings; a schema is a file, or its text. Raises ConfigError for a missing file."""
+        text = setting_text(schema, schema.lstrip().startswith("{"), f"{prefix}structured_json")
+        return cls(regex, tuple(choice), text)
 
 
 class ByteAutomaton(NamedTuple):
@@ -74,8 +86,9 @@ def check_tokens(name: str, ids: Sequence[int], vocab: int) -> None:
             raise ConfigError(f"{name} has token {token}, but the model's tokens are 0 to {vocab - 1}")
 
 
+@functools.lru_cache(maxsize=4)  # a run's samplers of training and evaluation have the same
 def build_automata(
-    stop: Sequence[str], guide: Guide, tokenizer: Any, vocab: int, eos: Sequence[int], prefix: str = "rollout."
+    stop: tuple[str, ...], guide: Guide, tokenizer: Any, vocab: int, eos: tuple[int, ...], prefix: str = "rollout."
 ) -> Automata:
     """The automata of stop strings and of a guide for `vocab` tokens, of which `eos` end a text.
 
@@ -156,10 +169,12 @@ def guide_bytes(guide: Guide, name: str) -> ByteAutomaton:
         if guide.choice:  # letters by their code points: nothing in them is read as a pattern
             pattern = "|".join("".join(f"\\x{{{ord(letter):x}}}" for letter in text) for text in guide.choice)
         if guide.json:
-            schema = setting_text(guide.json, guide.json.lstrip().startswith("{"), name)
-            pattern = json_schema.build_regex_from_schema(schema)
+            check_keywords(json.loads(guide.json), name)
+            pattern = json_schema.build_regex_from_schema(guide.json)
         end = 256  # a token behind those that stand for bytes
         index = Index(f"(?:{pattern})", Vocabulary(end, {bytes([byte]): [byte] for byte in range(256)}))
+    except ConfigError:
+        raise
     except (ValueError, TypeError) as error:
         raise ConfigError(f"{name} cannot be compiled: {' '.join(str(error).split())[:300]}") from error
     transitions, finals = index.get_transitions(), index.get_final_states()
@@ -174,6 +189,25 @@ def guide_bytes(guide: Guide, name: str) -> ByteAutomaton:
     final = np.zeros(len(number), bool)
     final[[number[state] for state in finals]] = True
     return ByteAutomaton(following, np.zeros(following.shape, bool), final)
+
+
+def check_keywords(schema: Any, name: str) -> None:
+    """Raises ConfigError, with the setting's `name`, for a keyword of a JSON schema that its pattern would not keep."""
+    if isinstance(schema, list):
+        for one in schema:
+            check_keywords(one, name)
+    if not isinstance(schema, dict):
+        return
+    for keyword, value in schema.items():
+        if keyword not in KEYWORDS:
+            raise ConfigError(
+                f"{name} has the keyword {keyword!r}, which becomes no pattern: leave it out, or set "
+                "structured_grammar to 'start: %json {...}' with the schema in it"
+            )
+        if keyword in ("properties", "$defs", "definitions"):
+            value = list(value.values())
+        if keyword not in ("enum", "const", "default", "examples"):
+            check_keywords(value, name)
 
 
 def guided(automaton: ByteAutomaton, texts: Sequence[bytes | None], eos: Sequence[int], name: str) -> Automaton:

@@ -205,11 +205,13 @@ def test_what_cannot_be_compiled_is_refused():
         ({"stop": ("",)}, r"rollout.stop has an empty text"),
         ({"regex": "(?=a)b"}, "rollout.structured_regex cannot be compiled"),
         ({"regex": "xyz"}, "rollout.structured_regex allows no text that the model's tokens can form"),
+        ({"json": '{"items": {"maximum": 9}}'}, "^rollout.structured_json has the keyword 'maximum', which becomes no"),
         ({"json": '{"type": "object'}, "rollout.structured_json cannot be compiled"),
-        ({"json": "no_file.json"}, "rollout.structured_json cannot be read: .*no_file.json"),
     ):
         with pytest.raises(ConfigError, match=message):
             constrained(**arguments)
+    with pytest.raises(ConfigError, match=r"rollout.structured_json cannot be read: .*no_file.json"):
+        Guide.of("", (), "no_file.json")
     with pytest.raises(ConfigError, match=r"rollout.structured_regex has \d+ states, with the model's 300000 tokens"):
         build_automata((), Guide(regex="[abc]{2000}"), TOKENIZER, 300_000, (END,))
     assert constrained().automata == NO_AUTOMATA
