@@ -58,6 +58,8 @@ FLAGS = (
             minimum=1),
     Setting("cache_dtype", None, "Type of the keys and values; none is that of the computation.",
             choices=("float32", "bfloat16", "float16", "fp8")),
+    Setting("speculative_tokens", 0, "Tokens of a row that are proposed and verified at once; samples stay the same.",
+            int, minimum=0),
     Setting("weight_updates", False, "Let requests replace the weights by those of a folder on this machine.", bool),
     Setting("max_requests", 256, "Requests that are answered at once; further ones get status 429.", int, minimum=1),
     Setting("max_waiting", 1024, "Completions that wait for a slot, or are asked for at once.", int, minimum=1),
@@ -76,6 +78,7 @@ def serve(
     max_length: int = 0,
     chunk: int = 8,
     cache_dtype: str | None = None,
+    speculative_tokens: int = 0,
     weight_updates: bool = False,
     max_requests: int = 256,
     max_waiting: int = 1024,
@@ -107,7 +110,8 @@ def serve(
         raise ConfigError(f"--max_length is {length}, but {model.path} has positions for {positions}: give fewer")
     check_length(model.net.config.rope, length)
     model = merged(model)
-    engine = Engine(model.net, SamplingParams(), 1, length, (), chunk, cache_dtype=cache_dtype)
+    engine = Engine(model.net, SamplingParams(), 1, length, (), chunk, cache_dtype=cache_dtype,
+                    speculative_tokens=speculative_tokens)  # fmt: skip
     listener = socket.socket()
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:

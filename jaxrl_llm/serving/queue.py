@@ -277,7 +277,9 @@ class RequestQueue:
         assert self._grid is not None
         slots = self._grid.slots
         starts = self._lengths.astype(np.int32)
-        found, total = jax.device_get((newest(slots, starts, self.engine.chunk + 1), slots.steps))
+        # A chunk's tokens, where every speculative one is right, and the one of the prefill.
+        most = 1 + self.engine.chunk * (1 + self.engine.speculative_tokens)
+        found, total = jax.device_get((newest(slots, starts, most), slots.steps))
         self.counts.decode_steps += int(total) - self._steps
         self._steps = int(total)
         for slot, handle in enumerate(self._rows):

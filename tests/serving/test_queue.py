@@ -1,5 +1,6 @@
 """The request queue: rows come, go and are cancelled, and each gets what it gets alone."""
 
+import dataclasses
 import threading
 
 import jax
@@ -8,6 +9,8 @@ import pytest
 
 import jaxrl_llm
 from jaxrl_llm.commands.generate import prompt_ids
+from jaxrl_llm.models.quantize import quantized_as
+from jaxrl_llm.models.transformer import ModelConfig, Net
 from jaxrl_llm.rollout.engine import Engine
 from jaxrl_llm.rollout.sampling import SamplingParams
 from jaxrl_llm.serving.grid import RowRequest
@@ -225,3 +228,40 @@ def test_a_failure_is_given_to_every_row(queue, monkeypatch):
     with pytest.raises(StoppedError, match="none left"):
         ask(queue, rows[0].handle.request)
     queue.failure = None  # which the fixture looks at
+
+
+CONFIG = ModelConfig(vocab_size=97, width=16, layers=3, heads=4, kv_heads=2, head_dim=8, ffn=24, init_scale=0.4)
+KINDS = {
+    "sliding": (dataclasses.replace(CONFIG, sliding_window=20, sliding_layers=(0, 1)), {}),
+    "quantised": (dataclasses.replace(CONFIG, quantize="int8"), {}),
+    "scanned": (dataclasses.replace(CONFIG, quantize="int8", scan_layers=True), {"cache_dtype": "bfloat16"}),
+    "fp8 caches": (CONFIG, {"cache_dtype": "fp8"}),
+    "speculative": (CONFIG, {"speculative_tokens": 2}),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_of_cache(kind):
+    """Caches that are widened, shrunk and grown under rows that go on: the tokens are those of the engine."""
+    config, options = KINDS[kind]
+    net = Net(config)
+    params = jax.jit(Net(dataclasses.replace(config, quantize="none")).init)(jax.random.key(0))
+    if config.quantize != "none":
+        params = quantized_as(params, net.base.shapes(), config.quantize)
+    queue = RequestQueue(Engine(net, SamplingParams(), 1, 80, (), 4, **options), params, 3)
+    queue.start()
+    draw = np.random.default_rng(1)
+    requests = [
+        RowRequest(draw.integers(0, 97, size).tolist(), limit, SamplingParams(), (5,), seed)
+        for seed, (size, limit) in enumerate([(10, 70), (40, 30), (150, 20), (300, 5), (12, 78), (9, 3), (70, 40)])
+    ]
+    rows = ask(queue, *requests)
+    for row, request in zip(rows, requests, strict=True):
+        engine = Engine(net, SamplingParams(), 1, 80, request.ends, **options)
+        prompts = np.asarray([request.prompt], np.int32)
+        limits = np.asarray([request.limit])
+        rollout = engine.generate(params, prompts, np.ones_like(prompts), jax.random.key(request.seed), limits=limits)
+        expected = np.asarray(rollout.tokens)[0, prompts.shape[1] :][: int(rollout.lengths[0])].tolist()
+        assert row.wait() == expected
+    queue.stop(60)
