@@ -509,6 +509,49 @@ def test_gpg_of_verl(tmp_path):
     expect(config, algorithm={"advantage": "gpg", "loss": "reinforce"})
 
 
+def test_critic_checkpoints_and_subsets_of_verl(tmp_path):
+    """The critic's own optimizer and passes, what a checkpoint holds, the first rows, and entries of config.json."""
+    config = from_verl(
+        tmp_path,
+        "algorithm.adv_estimator=gae trainer.n_gpus_per_node=2 critic.optim.weight_decay=0.2 critic.ppo_epochs=3",
+        "critic.ppo_micro_batch_size_per_gpu=16 critic.optim.lr_warmup_steps_ratio=0.5",
+        "actor_rollout_ref.actor.checkpoint.save_contents=[model,optimizer,extra,hf_model]",
+        "data.train_max_samples=100 data.val_max_samples=7 data.chat_template=chatml",
+        "actor_rollout_ref.model.override_config.rope_theta=1e6 "
+        "actor_rollout_ref.model.override_config.attention_dropout=0.1",
+    )
+    expect(
+        config,
+        critic={"weight_decay": 0.2, "num_iterations": 3, "microbatch_rows": 32, "lr_warmup_steps": 1},
+        checkpoint={"contents": ("state", "hf")},
+        data={"split": "train[:100]", "chat_template": "chatml"},
+        eval={"prompts": 7},
+        model={"overrides": "rope_theta=1000000.0"},
+    )
+    alone = "actor_rollout_ref.actor.checkpoint.save_contents=['model']"
+    model_only = from_verl(tmp_path, "algorithm.adv_estimator=gae", alone)
+    expect(model_only, checkpoint={"contents": ("hf",)}, critic={"weight_decay": 0.01, "num_iterations": 0})
+
+
+def test_the_model_alone_and_the_best_model_of_trl_and_axolotl(tmp_path):
+    script = (
+        "trl dpo --model_name_or_path m --dataset_name d --max_steps 8 --eval_strategy steps --eval_steps 2 "
+        "--save_steps 2 --model_revision v2 --save_only_model True"
+    )
+    config, _ = migrate(written(tmp_path, "only.sh", script))
+    expect(config, model={"revision": "v2"}, checkpoint={"contents": ("hf",)}, export={"best": False})
+    config, _ = migrate(written(tmp_path, "best.sh", f"{script} --load_best_model_at_end True"))
+    expect(config, checkpoint={"contents": ("state", "hf"), "best": "eval/loss"}, export={"best": True})
+    tree = {
+        "base_model": "m", "datasets": [{"path": "d", "type": "chatml.intel"}], "rl": "dpo", "learning_rate": 1e-5,
+        "max_steps": 2, "tokenizer_config": "t", "revision_of_model": "v2", "save_only_model": True,
+        "overrides_of_model_config": {"rope_theta": 10000},
+    }  # fmt: skip
+    config, _ = migrate(written(tmp_path, "a.yaml", yaml.safe_dump(tree)))
+    wanted = {"tokenizer": "t", "revision": "v2", "overrides": "rope_theta=10000"}
+    expect(config, model=wanted, checkpoint={"contents": ("hf",)})
+
+
 def test_a_kl_of_verl_in_loss_and_reward(tmp_path):
     both = ("actor_rollout_ref.actor.use_kl_loss=True", "algorithm.use_kl_in_reward=True")
     coefs = ("actor_rollout_ref.actor.kl_loss_coef=0.002", "algorithm.kl_ctrl.kl_coef=0.05")

@@ -65,9 +65,12 @@ def _saved(draft: Draft) -> None:
         greater = draft.first("greater_is_better", default=not name.endswith("loss"))
         draft.set("checkpoint.best", f"eval/{name}", *keys)
         draft.set("checkpoint.best_mode", "max" if greater else "min", "greater_is_better", *keys)
-        draft.check(
-            "the best checkpoint is kept, and hf is the model of the last step: jaxrl_llm.export writes the best"
-        )
+        draft.set("export.best", bool(draft.get("load_best_model_at_end")), "load_best_model_at_end")
+    if draft.get("save_only_model"):
+        draft.set("checkpoint.contents", ("hf",), "save_only_model")
+        if "checkpoint.best" in draft.values:
+            draft.set("checkpoint.contents", ("state", "hf"), "save_only_model")
+    draft.use("save_only_model")
     if draft.get("push_to_hub"):
         keys = ("push_to_hub", "hub_model_id", "push_to_hub_model_id")
         name = draft.first(*keys[1:], default="")
