@@ -84,11 +84,6 @@ def contradictions(config: ConfigDict) -> Iterator[str]:
     yield from _lora(config)
     yield from _checkpoint(config)
     yield from _export(config.export)
-    if algorithm.neftune_alpha and algorithm.name != "sft":
-        yield (
-            f"algorithm.neftune_alpha is {algorithm.neftune_alpha}, but only sft adds noise to its embeddings, and "
-            f"algorithm.name is {algorithm.name!r}: set it to 0"
-        )
     if algorithm.label_smoothing and algorithm.name != "sft":
         yield (
             f"algorithm.label_smoothing is {algorithm.label_smoothing}, but only sft reads it, and algorithm.name is "

@@ -503,7 +503,7 @@ KEYS = (
         "sft: share of the target that is spread over the vocabulary; preference losses take it in brackets.",
         float, minimum=0, below=0.5),
     Setting("algorithm.neftune_alpha", 0.0,
-        "Size of NEFTune's noise on the embeddings in sft; 0 is off.", float, minimum=0),
+        "Size of NEFTune's noise on the embeddings in updates, of any algorithm; 0 is off.", float, minimum=0),
     Setting("algorithm.ld_alpha", None,
         "Weight of a pair's tokens beyond its shorter completion (LD-DPO); none is 1.", float, minimum=0, maximum=1),
     Setting("algorithm.use_weighting", False, "Weigh pairs by how likely the policy is to write them (WPO).", bool),

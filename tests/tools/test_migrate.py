@@ -850,12 +850,6 @@ VERL = "python -m verl.trainer.main_ppo trainer.total_training_steps=2 actor_rol
             {"trainer": "dpo"},
             ["max_steps = 'x' is", "learning_rate = 'y' is", "beta = 'z' is"],
         ),
-        (
-            "a.json",
-            {"neftune_noise_alpha": 5, "output_dir": "o", "max_steps": 2},
-            {"trainer": "grpo"},
-            ["only sft adds"],
-        ),
         ("a.sh", f"{VERL}algorithm.adv_estimator=grop\n", {}, ["adv_estimator = 'grop' is left out"]),
         ("a.sh", f"{VERL}actor_rollout_ref.actor.ppo_mini_batch_size=300\n", {}, ["does not divide", "256 is taken"]),
         (

@@ -244,7 +244,7 @@ def learner_spec(config) -> LearnerSpec:
         full_kl=c.kl == "full",
         mask_truncated=c.mask_truncated,
         aggregation=c.aggregation,
-        draws_seeds="key" in policy_loss(config).takes,
+        draws_seeds="key" in policy_loss(config).takes or c.neftune_alpha > 0,
     )
 
 
@@ -277,7 +277,7 @@ def offline_spec(config, width: int) -> OfflineSpec:
         mismatched=algorithm_of(config).mismatched,
         packed=config.data.packing,
         width=width,
-        draws_seeds=c.name == "sft" and c.neftune_alpha > 0,
+        draws_seeds=c.neftune_alpha > 0,
         running_mean=c.name == "preference" and any(x.running_mean for x in preference_spec(config).losses),
         beta=c.beta,
         ld_alpha=c.ld_alpha,
