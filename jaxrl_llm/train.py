@@ -140,7 +140,7 @@ def train(
 
         with Profiler(config.logging.profile_steps, folder, stopwatch, logger.note) as profiler:
             hooks("on_begin", step, log.newest, current)
-            if step == 0 and run.evaluation is not None and config.eval.at_start:
+            if step == 0 and run.evaluation is not None and config.eval.at_start and not config.eval.start:
                 log.log(0, {}, evaluate)
                 hooks("on_evaluate", 0, log.newest, current)
             while step < min(config.total_steps, hooks.end):
@@ -156,7 +156,7 @@ def train(
                     hooks("on_step", step, log.read(), current)
                 last, leaves = step == min(config.total_steps, hooks.end), notices.reached(step)
                 evaluates = run.evaluation is not None and (
-                    (last and config.eval.at_end) or _due(step, config.eval.every)
+                    (last and config.eval.at_end) or (step >= config.eval.start and _due(step, config.eval.every))
                 )
                 saves = last or leaves or checkpoints.retry_due or _due(step, config.checkpoint.every)
                 if saves or evaluates or not overlaps:

@@ -77,7 +77,7 @@ def export(
         frozen, shapes = split(model.params)
         params = combine(frozen, checkpoints.restore_params(step, shapes, mesh))
         model = replace(model, params=params, mesh=mesh)
-        save_adapter(model, output) if adapter else save_hf(model, output, dtype)
+        save_adapter(model, output) if adapter else save_hf(model, output, dtype, overwrite=True)
         with processes.all_or_none():
             if jax.process_index() == 0:
                 write_card(output, folder, step, repo)

@@ -341,6 +341,11 @@ def _eval(config: ConfigDict, online: bool) -> Iterator[str]:
         yield f"eval.measure is {measure}, but {config.algorithm.name} learns from samples: set auto"
     if config.algorithm.name == "reward_model" and measure in ("samples", "both"):
         yield f"eval.measure is {measure}, but a reward model writes nothing: set auto or loss"
+    if config.num_epochs is None and config.eval.start > config.total_steps:
+        yield (
+            f"eval.start is {config.eval.start}, but the run has total_steps = {config.total_steps}: give a smaller "
+            "one, or set eval.every to -1"
+        )
     for entry in config.eval.sets:
         name, _, options = eval_set(entry)
         yield from _unwritable(f"eval.sets, {name}", options)
@@ -350,6 +355,13 @@ def _optimizer(config: ConfigDict) -> Iterator[str]:
     c, steps = config.optimizer, config.total_steps
     if c.warmup_steps and c.warmup_ratio:
         yield f"optimizer.warmup_steps is {c.warmup_steps} and warmup_ratio {c.warmup_ratio}: set one of the two"
+    if c.warmup_init and not (c.warmup_steps or c.warmup_ratio):
+        yield f"optimizer.warmup_init is {c.warmup_init:g}, but there is no warm-up: set warmup_steps, or it to 0"
+    if c.warmup_init > c.learning_rate:
+        yield (
+            f"optimizer.warmup_init is {c.warmup_init:g}, but warm-up rises to learning_rate = {c.learning_rate:g}: "
+            "give a smaller one"
+        )
     known = config.num_epochs is None  # else they are counted with the rows, and this is checked again
     if (c.schedule == "wsd") != (c.decay_steps > 0) or (known and c.decay_steps > steps):
         yield (

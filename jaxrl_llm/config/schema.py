@@ -515,7 +515,8 @@ KEYS = (
     Setting("optimizer.schedule", "constant", "Learning rate schedule after warm-up; wsd is constant and then decays.",
         choices=("constant", "linear", "cosine", "inverse_sqrt", "wsd")),
     Setting("optimizer.warmup_steps", 0,
-        "Training steps over which the learning rate rises from 0, at most all of them.", int, minimum=0),
+        "Training steps over which the learning rate rises from warmup_init, at most all of them.", int, minimum=0),
+    Setting("optimizer.warmup_init", 0.0, "Learning rate that warm-up starts at.", float, minimum=0, maximum=100),
     Setting("optimizer.warmup_ratio", 0.0, "Warm-up as a share of total_steps.", float, minimum=0, maximum=1),
     Setting("optimizer.min_lr_ratio", 0.0,
         "Lowest learning rate after warm-up as a fraction of the peak.", float, minimum=0, maximum=1),
@@ -527,6 +528,9 @@ KEYS = (
     Setting("optimizer.b2", 0.999, "Decay of the second moment.", float, minimum=0, below=1),
     Setting("optimizer.eps", 1e-8, "Added to the root of the second moment.", float, above=0),
     Setting("optimizer.weight_decay", 0.0, "Decoupled weight decay.", float, minimum=0),
+    Setting("optimizer.weight_decay_end", None,
+        "Weight decay at the end of the run, to which it moves from weight_decay; none is constant.", float, minimum=0),
+    Setting("optimizer.weight_decay_shape", "linear", "How it moves there.", choices=("linear", "cosine")),
     Setting("optimizer.no_decay", ("bias", "scale"), "Last names in the paths of parameters without weight decay."),
     Setting("optimizer.moment_dtype", "float32",
         "Storage type of the optimizer's moments; bfloat16 is rounded to stochastically.", choices=DTYPES[:2]),
@@ -631,6 +635,8 @@ KEYS = (
         "algorithms, and for offline ones the loss where the rows have completions.",
         choices=("auto", "loss", "samples", "both")),
     Setting("eval.at_start", True, "Evaluate before the first step.", bool),
+    Setting("eval.start", 0, "First training step after which an evaluation may be; above 0 also none is before "
+        "training.", int, minimum=0),
     Setting("eval.at_end", True, "Evaluate after the last step, even where it is no multiple of eval.every.", bool),
     Setting("eval.sets", (),
         "Several named sets in place of data.eval_path: each `name=path` or `name=path(split='test', samples=16)`, "

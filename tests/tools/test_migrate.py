@@ -552,6 +552,21 @@ def test_the_model_alone_and_the_best_model_of_trl_and_axolotl(tmp_path):
     expect(config, model=wanted, checkpoint={"contents": ("hf",)})
 
 
+def test_warm_up_and_weight_decay_of_megatron(tmp_path):
+    optim = "actor_rollout_ref.actor.optim"
+    said = f"{optim}.lr_warmup_init=1e-7 {optim}.lr_warmup_steps=2 {optim}.weight_decay_incr_style=cosine"
+    config = from_verl(tmp_path, said)
+    expect(config, optimizer={"warmup_init": 1e-7, "weight_decay_shape": "cosine", "weight_decay_end": None})
+
+
+def test_evaluations_of_trl_that_start_late(tmp_path):
+    said = "trl sft --model_name_or_path m --dataset_name d --max_steps 90 --eval_delay "
+    config, _ = migrate(written(tmp_path, "a.sh", f"{said}30 --eval_strategy steps --eval_steps 10"))
+    expect(config, eval={"every": 10, "start": 30})
+    config, _ = migrate(written(tmp_path, "a.sh", f"{said}1.5 --eval_strategy epoch"), rows=80)  # 10 updates an epoch
+    expect(config, eval={"every": 10, "start": 15})
+
+
 def test_a_kl_of_verl_in_loss_and_reward(tmp_path):
     both = ("actor_rollout_ref.actor.use_kl_loss=True", "algorithm.use_kl_in_reward=True")
     coefs = ("actor_rollout_ref.actor.kl_loss_coef=0.002", "algorithm.kl_ctrl.kl_coef=0.05")

@@ -35,7 +35,10 @@ def length(draft: Draft, trainer: str, updates: int, options: Options) -> None:
         else:
             every = every * total if every < 1 else every / updates
             draft.set(ours, max(1, math.ceil(every)), steps, key)
-    draft.use("evaluation_strategy", "eval_steps", "save_steps", "do_eval", "eval_on_start")
+    if (delay := float(draft.get("eval_delay") or 0)) and draft.values["eval.every"] > 0:
+        by_epoch = draft.first("evaluation_strategy", "eval_strategy", default="no") == "epoch"
+        draft.set("eval.start", math.ceil(delay * (per_epoch or total) if by_epoch else delay / updates), "eval_delay")
+    draft.use("eval_delay", "evaluation_strategy", "eval_steps", "save_steps", "do_eval", "eval_on_start")
     if draft.values["eval.every"] >= 0:
         draft.set("eval.at_start", bool(draft.get("eval_on_start")), "eval_on_start")
     _saved(draft)

@@ -83,6 +83,13 @@ def learning_rate(draft: Draft, at: str) -> None:
         draft.set("optimizer.warmup_steps", int(steps), f"{at}.lr_warmup_steps")
     elif ratio:
         draft.set("optimizer.warmup_ratio", float(ratio), *ratios)
+    first = float(draft.get(f"{at}.lr_warmup_init") or 0)
+    if first and ("optimizer.warmup_steps" in draft.values or "optimizer.warmup_ratio" in draft.values):
+        draft.set("optimizer.warmup_init", first, f"{at}.lr_warmup_init")
+    style = draft.get(f"{at}.weight_decay_incr_style")
+    if style in ("linear", "cosine"):
+        draft.set("optimizer.weight_decay_shape", style, f"{at}.weight_decay_incr_style")
+    draft.use(f"{at}.lr_warmup_init", f"{at}.weight_decay_incr_style")
     lowest = draft.get(f"{at}.min_lr")
     if lowest:
         draft.set("optimizer.min_lr_ratio", float(lowest) / float(draft.get(f"{at}.lr")), f"{at}.min_lr")

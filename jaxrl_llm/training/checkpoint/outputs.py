@@ -90,7 +90,7 @@ def export_step(folder: Path, step: int, model: Model, keep: int) -> None:
     """
     steps = folder / STEPS
     try:
-        save_hf(model, steps / f"{step:05d}")
+        save_hf(model, steps / f"{step:05d}", overwrite=True)
         if jax.process_index() == 0:
             for old in sorted(path for path in steps.iterdir() if path.name.isdigit())[:-keep]:
                 shutil.rmtree(old)
@@ -107,13 +107,13 @@ def export_run(
     written.
     """
     try:
-        save_hf(model, folder / "hf")
+        save_hf(model, folder / "hf", overwrite=True)
         if has_peft_adapter(model):
             save_adapter(model, folder / "adapter")
         elif has_adapters(model.params):
             note("hf/ has the adapters merged; this family's fused tensors leave no PEFT folder")
         if critic is not None:
-            save_hf(critic, folder / "critic")
+            save_hf(critic, folder / "critic", overwrite=True)
     except (OSError, SafetensorError) as error:
         raise ConfigError(
             f"the trained model could not be written to {folder}: {error}; {saved()}. Start the same command again "

@@ -138,6 +138,7 @@ def optimizer_spec(config) -> OptimizerSpec:
         total_steps=config.total_steps,
         updates_per_step=config.batch.minibatches * config.algorithm.num_iterations,
         warmup_steps=min(c.warmup_steps, config.total_steps) or math.ceil(c.warmup_ratio * config.total_steps),
+        warmup_init=c.warmup_init,
         min_lr_ratio=c.min_lr_ratio,
         cycles=c.cycles,
         decay_steps=c.decay_steps,
@@ -146,6 +147,8 @@ def optimizer_spec(config) -> OptimizerSpec:
         b2=c.b2,
         eps=c.eps,
         weight_decay=c.weight_decay,
+        weight_decay_end=c.weight_decay_end,
+        weight_decay_shape=c.weight_decay_shape,
         no_decay=tuple(c.no_decay),
         moment_dtype=c.moment_dtype,
         max_grad_norm=c.max_grad_norm,
@@ -163,7 +166,9 @@ def critic_optimizer_spec(config) -> OptimizerSpec:
         max_grad_norm=c.max_grad_norm,
         schedule=c.schedule,
         warmup_steps=min(c.lr_warmup_steps, config.total_steps),
+        warmup_init=0.0,
         weight_decay=policy.weight_decay if c.weight_decay is None else c.weight_decay,
+        weight_decay_end=policy.weight_decay_end if c.weight_decay is None else None,
         updates_per_step=config.batch.minibatches * (c.num_iterations or config.algorithm.num_iterations),
     )
 
