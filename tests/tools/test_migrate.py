@@ -552,6 +552,12 @@ def test_the_model_alone_and_the_best_model_of_trl_and_axolotl(tmp_path):
     expect(config, model=wanted, checkpoint={"contents": ("hf",)})
 
 
+def test_a_data_set_class_of_verl(tmp_path):
+    said = "data.train_files=t.parquet data.custom_cls.path=own.py data.custom_cls.name=Own data.val_files=v.parquet"
+    data = {"path": "own.py:Own(data_files='t.parquet')", "eval_path": "own.py:Own(data_files='v.parquet')"}
+    expect(from_verl(tmp_path, said), data=data)
+
+
 def test_warm_up_and_weight_decay_of_megatron(tmp_path):
     optim = "actor_rollout_ref.actor.optim"
     said = f"{optim}.lr_warmup_init=1e-7 {optim}.lr_warmup_steps=2 {optim}.weight_decay_incr_style=cosine"

@@ -67,8 +67,8 @@ def _data(draft: Draft) -> None:
     custom = [f"{at}custom_cls.{key}" for key in ("path", "name") for at in ("data.", "")]
     path, name = (draft.get(pair[0]) or draft.get(pair[1]) for pair in (custom[:2], custom[2:]))
     if path:
-        draft.set("data.path", f"{path}:{name}", *custom)
-        draft.use("data.train_files")
+        draft.set("data.path", with_options(f"{path}:{name}", {"data_files": files}), *custom, "data.train_files")
+        held_out = with_options(f"{path}:{name}", {"data_files": held_out}) if held_out else None
     elif isinstance(files, list) and len(files) > 1:
         draft.set("data.sources", tuple({"path": file, "split": "train"} for file in files), "data.train_files")
     else:

@@ -96,7 +96,37 @@ def data_spec(config) -> DataSpec:
         batch_size=config.batch.prompts,
         workers=c.workers,
         cache=c.cache,
+        settings=_by_other_names(config),
     )
+
+
+def _by_other_names(config) -> dict[str, Any]:
+    """Settings by the names of axolotl and verl, for functions and classes on rows that were written for these."""
+    c, algorithm = config.data, config.algorithm
+    methods = {"grpo": "grpo", "ppo": "ppo"}
+    if algorithm.name == "preference":
+        methods["preference"] = preference_spec(config).losses[0].name
+    return {
+        "rl": methods.get(algorithm.name),
+        "reward_model": algorithm.name == "reward_model",
+        "base_model": config.model.path,
+        "sequence_len": c.max_length,
+        "max_length": c.max_length,
+        "max_prompt_length": config.rollout.max_prompt_length,
+        "max_response_length": config.rollout.max_completion_length,
+        "chat_template": c.chat_template,
+        "train_on_inputs": c.loss_on == "all",
+        "sample_packing": c.packing,
+        "prompt_key": c.prompt_key,
+        "response_key": c.completion_key,
+        "truncation": c.overlong,
+        "shuffle": c.shuffle,
+        "seed": config.seed,
+        "learning_rate": config.optimizer.learning_rate,
+        "max_steps": config.total_steps,
+        "num_epochs": config.num_epochs,
+        "lora_r": config.lora.rank or None,
+    }
 
 
 def batch_spec(config) -> BatchSpec:
