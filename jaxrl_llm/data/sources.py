@@ -49,7 +49,8 @@ def load(
     - any of these in a bucket: `gs://`, `s3://`, or another protocol of fsspec;
     - a hub id (`name` chooses its configuration);
     - `path/to/file.py:function_or_class`, called with those of `split`, `name`, `arguments` and the options in brackets
-      that it has as arguments (data_files and processor, which verl's have, are None unless given so); it gives rows: a list of dictionaries, a sequence with `__len__` and `__getitem__`, or a `datasets.Dataset`;
+      that it has as arguments (data_files and processor, which verl's have, are None unless given so); it gives rows:
+      a list of dictionaries, a sequence with `__len__` and `__getitem__`, or a `datasets.Dataset`;
     - a list of dictionaries, of threads (lists of turns), or of tuples (preferred, dispreferred); or a
       `datasets.Dataset`.
 
@@ -205,8 +206,8 @@ def _call_function(path: str, split: str, name: str | None, arguments: Mapping[s
     if lacking or (unknown := [key for key in options if key not in parameters]):
         asks = f"asks for {', '.join(lacking)}" if lacking else f"has no argument {unknown[0]!r}"
         raise ConfigError(
-            f"data.path: {name_of_it} {asks}; it gets those of {', '.join(sorted(filled))} that it names, and others in "
-            f"brackets, {name_of_it}(data_files='rows.parquet')"
+            f"data.path: {name_of_it} {asks}; it gets those of {', '.join(sorted(filled))} that it names, and others "
+            f"in brackets, {name_of_it}(data_files='rows.parquet')"
         )
     made = function(**{key: value for key, value in filled.items() if key in parameters})
     if is_splits(made):

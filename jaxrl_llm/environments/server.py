@@ -36,9 +36,10 @@ def server(
     """A rollout function of TRL's form that asks `{url}/completions` for the completions of each prompt.
 
     url ends in /v1. timeout: seconds for each request, to the reply's last byte. wait_for_server: seconds within which
-    the server comes up, from the first request on; once it has answered, it is not waited for again. api_key: environment variable with the
-    key, if there is one. The server must return token ids (`return_token_ids`, vLLM 0.10.2 or later) and log-probs.
-    Raises EpisodeError when it does not answer in time, answers with an error, or leaves those out.
+    the server comes up, from the first request on; once it has answered, it is not waited for again. api_key:
+    environment variable with the key, if there is one. The server must return token ids (`return_token_ids`, vLLM
+    0.10.2 or later) and log-probs. Raises EpisodeError when it is not there or does not answer in time, answers with an
+    error, or leaves those out.
     """
     address = urlsplit(url)
     endpoint = address._replace(path=f"{address.path.rstrip('/')}/completions").geturl()

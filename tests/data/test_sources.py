@@ -214,7 +214,8 @@ def test_a_class_with_the_signature_of_verl(tmp_path):
     (tmp_path / "own.py").write_text(
         "class Own:\n"
         "    def __init__(self, data_files, tokenizer, config, processor=None, max_samples=-1):\n"
-        '        self.said = f\'{data_files} {tokenizer} {config.prompt_key} {config.get("cache_dir", "c")} {processor}\'\n'
+        "        cache = config.get('cache_dir', 'c')\n"
+        "        self.said = f'{data_files} {tokenizer} {config.prompt_key} {cache} {processor}'\n"
         "    def __len__(self):\n        return 2\n"
         "    def __getitem__(self, index):\n        return {'prompt': f'{self.said} {index}'}\n"
         "def ids(tokenizer):\n    return [{'input_ids': [1, 2], 'loss_mask': [0, 1]}]\n"
