@@ -27,7 +27,7 @@ from jaxrl_llm.distributed.compilation_cache import keep_compiled
 from jaxrl_llm.models.model import Model
 from jaxrl_llm.rollout.resharded import ReshardedEngine
 from jaxrl_llm.tools.cards.card import write_cards
-from jaxrl_llm.tools.cards.hub import check_push, push_run
+from jaxrl_llm.tools.cards.hub import check_push, push_run, push_step
 from jaxrl_llm.training.ahead import CompiledAhead, compilations
 from jaxrl_llm.training.checkpoint.manager import Checkpoints, find, free
 from jaxrl_llm.training.checkpoint.object_store import is_remote, path_of
@@ -173,7 +173,9 @@ def train(
                         if "state" in config.checkpoint.contents or leaves:
                             checkpoints.save(step, state, host, arrays, log.newest, final=last or leaves)
                         if "hf" in config.checkpoint.contents and not last:
-                            export_step(folder, step, current(), config.checkpoint.keep)
+                            written = export_step(folder, step, current(), config.checkpoint.keep)
+                            if problem := push_step(config, written, step):
+                                log.warn([problem])
                     hooks("on_save", step, log.newest, current)
                 log.warn(checkpoints.warnings())
                 profiler.end(step, state)

@@ -83,7 +83,7 @@ def contradictions(config: ConfigDict) -> Iterator[str]:
     yield from _optimizer(config)
     yield from _lora(config)
     yield from _checkpoint(config)
-    yield from _export(config.export)
+    yield from _export(config.export, config.checkpoint)
     if algorithm.label_smoothing and algorithm.name != "sft":
         yield (
             f"algorithm.label_smoothing is {algorithm.label_smoothing}, but only sft reads it, and algorithm.name is "
@@ -441,10 +441,19 @@ def _checkpoint(config: ConfigDict) -> Iterator[str]:
             )
 
 
-def _export(export: ConfigDict) -> Iterator[str]:
+def _export(export: ConfigDict, checkpoint: ConfigDict) -> Iterator[str]:
     repo = export.push_to_hub
     if repo is None and (export.private or export.overwrite):
         key = "private" if export.private else "overwrite"
         yield f"export.{key} is true, but nothing is pushed: set export.push_to_hub, or it to false"
+    if export.strategy == "every_save":
+        needed = {
+            "export.push_to_hub": (repo is not None, "name a repository"),
+            "checkpoint.contents": ("hf" in checkpoint.contents, "let it have hf, the model that is pushed"),
+            "export.overwrite": (export.overwrite, "set it to true, as each push replaces the one before"),
+        }
+        for key, (is_set, way_out) in needed.items():
+            if not is_set:
+                yield f"export.strategy is every_save, but {key} does not go with it: {way_out}, or set strategy to end"
     if repo is not None and not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", repo):
         yield f"export.push_to_hub is {repo!r}, but it takes a repository of the hub: OWNER/NAME"

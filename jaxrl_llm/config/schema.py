@@ -671,6 +671,12 @@ KEYS = (
     Setting("export.push_to_hub", None,
         "Repository of the Hugging Face hub, OWNER/NAME, to which the trained model (hf/, adapters merged) is pushed "
         "at the end, with the token in the variable HF_TOKEN."),
+    Setting("export.strategy", "end",
+        "When it is pushed: at the end, or also at each checkpoint, for which checkpoint.contents needs hf and "
+        "export.overwrite is true, as each push replaces the one before. A push that fails on the way is a warning.",
+        choices=("end", "every_save")),
+    Setting("export.title", None, "Title of the model card; none is the repository's name, or the run's."),
+    Setting("export.tags", (), "Tags of the model card besides those of the library and the algorithm."),
     Setting("export.private", False, "Create that repository as a private one.", bool),
     Setting("export.overwrite", False, "Replace a model that the repository already holds.", bool),
 

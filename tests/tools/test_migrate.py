@@ -558,6 +558,18 @@ def test_a_data_set_class_of_verl(tmp_path):
     expect(from_verl(tmp_path, said), data=data)
 
 
+def test_pushes_of_trl_at_saves(tmp_path):
+    said = "trl sft --model_name_or_path m --dataset_name d --max_steps 9 --push_to_hub --hub_model_id me/m --tags a"
+    config, _ = migrate(written(tmp_path, "a.sh", f"{said} --hub_strategy every_save"))
+    wanted = {"push_to_hub": "me/m", "strategy": "every_save", "overwrite": True, "tags": ("a",)}
+    expect(config, export=wanted, checkpoint={"contents": ("state", "hf")})
+    config, text = migrate(written(tmp_path, "a.sh", f"{said} --hub_strategy all_checkpoints"))
+    expect(config, export=wanted)
+    assert "its optimizer not" in " ".join(text.split())
+    config, _ = migrate(written(tmp_path, "a.sh", f"{said} --hub_strategy end"))
+    expect(config, export={"strategy": "end", "overwrite": False}, checkpoint={"contents": ("state",)})
+
+
 def test_warm_up_and_weight_decay_of_megatron(tmp_path):
     optim = "actor_rollout_ref.actor.optim"
     said = f"{optim}.lr_warmup_init=1e-7 {optim}.lr_warmup_steps=2 {optim}.weight_decay_incr_style=cosine"

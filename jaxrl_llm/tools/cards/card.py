@@ -95,6 +95,7 @@ def _front_matter(folder: Path, run: ReportedRun, base: Base, step: int) -> str:
         kind = rest if rest and first in held_out else name.removeprefix("eval/")
         results.append(EvalResult(task, path, path, kind, float(f"{value:.6g}"), dataset_split=split, metric_name=name))
     algorithm = str(run.settings["algorithm.name"])
+    adapters = ["lora"] if run.settings.get("lora.rank") or run.settings.get("lora.path") else []
     licence: dict[str, Any] = dict(base.license) or {"license": "unknown"}
     data = ModelCardData(
         base_model=base.hub_id,
@@ -102,7 +103,7 @@ def _front_matter(folder: Path, run: ReportedRun, base: Base, step: int) -> str:
         datasets=None if "train_dataset" in given_to(run.folder) else datasets_of(run.settings) or None,
         library_name="peft" if adapter else library,
         pipeline_tag=task,
-        tags=[TAG, algorithm, *(["lora"] if run.settings.get("lora.rank") or run.settings.get("lora.path") else [])],
+        tags=list(dict.fromkeys([TAG, algorithm, *adapters, *run.settings.get("export.tags", ())])),
         model_name=run.name if results else None,
         eval_results=results or None,
         **licence,
@@ -112,7 +113,7 @@ def _front_matter(folder: Path, run: ReportedRun, base: Base, step: int) -> str:
 
 def _body(folder: Path, run: ReportedRun, base: Base, step: int, curves: bool, repo: str | None) -> str:
     parts = [
-        f"# {(repo or run.name).rpartition('/')[2]}\n",
+        f"# {run.settings.get('export.title') or (repo or run.name).rpartition('/')[2]}\n",
         f"{_what(folder, run)} made from {_linked(base)} by {step} step{'' if step == 1 else 's'} of "
         f"{algorithm_of(run)} with jaxrl_llm {__version__}.\n",
         table(("", ""), _facts(run, base)),

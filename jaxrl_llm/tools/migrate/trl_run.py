@@ -73,12 +73,23 @@ def _saved(draft: Draft) -> None:
         draft.set("checkpoint.contents", ("hf",), "save_only_model")
         if "checkpoint.best" in draft.values:
             draft.set("checkpoint.contents", ("state", "hf"), "save_only_model")
-    draft.use("save_only_model")
+    draft.use("save_only_model", "hub_strategy")
+    tags = draft.get("tags")
+    draft.set("export.tags", (tags,) if isinstance(tags, str) else tags and tuple(tags), "tags")
+    title = draft.get("model_name")
+    draft.set("export.title", title if isinstance(title, str) else None, "model_name")
     if draft.get("push_to_hub"):
         keys = ("push_to_hub", "hub_model_id", "push_to_hub_model_id")
         name = draft.first(*keys[1:], default="")
         if "/" in name:
             draft.set("export.push_to_hub", name, *keys)
+            if (strategy := draft.get("hub_strategy")) not in (None, "end"):
+                contents = draft.values.get("checkpoint.contents", ("state",))
+                draft.set("export.strategy", "every_save", "hub_strategy")
+                draft.set("export.overwrite", True, "hub_strategy")
+                draft.set("checkpoint.contents", tuple(dict.fromkeys((*contents, "hf"))), "hub_strategy")
+                if strategy != "every_save":
+                    draft.check(f"hub_strategy is {strategy}: each checkpoint's model is pushed, its optimizer not")
         else:
             draft.check(
                 "push_to_hub without an owner's name goes to the account of the token: set export.push_to_hub to "

@@ -83,8 +83,8 @@ def _words(value: Any) -> str:
     return f"{len(value)} rows in memory" if hasattr(value, "__len__") else type(value).__name__
 
 
-def export_step(folder: Path, step: int, model: Model, keep: int) -> None:
-    """Writes the model of a step to `folder/hf_steps/STEP`, and removes all but the `keep` newest of them.
+def export_step(folder: Path, step: int, model: Model, keep: int) -> Path:
+    """The folder `folder/hf_steps/STEP`, to which the model of a step is written; all but the `keep` newest go.
 
     Raises ConfigError when it cannot be written.
     """
@@ -96,6 +96,7 @@ def export_step(folder: Path, step: int, model: Model, keep: int) -> None:
                 shutil.rmtree(old)
     except (OSError, SafetensorError) as error:
         raise ConfigError(f"the model of step {step} could not be written to {steps}: {error}; make room") from error
+    return steps / f"{step:05d}"
 
 
 def export_run(
