@@ -235,6 +235,13 @@ def _batch(config: ConfigDict, online: bool) -> Iterator[str]:
         formula += f" x rollout.group_size = {batch.prompts} x {config.rollout.group_size}"
     elif rows_together(config) == 2:
         formula += " x 2"
+    packs = {"batch.packing": batch.packing == "true", "batch.microbatch_tokens": batch.microbatch_tokens}
+    for key in (key for key, is_set in packs.items() if is_set and config.mesh.context > 1):
+        yield (
+            f"{key} is {config.batch[key.rpartition('.')[2]]}, but mesh.context = {config.mesh.context} shards the "
+            "positions of each row, and a packed row would be cut within its documents: set mesh.context to 1 (with "
+            "mesh.fsdp or mesh.tensor in its place), or batch.packing to false and batch.microbatch_rows"
+        )
     if rows % batch.minibatches:
         yield f"batch.minibatches is {batch.minibatches}, but it must divide the {rows} rows ({formula})"
     minibatch = rows // batch.minibatches
@@ -374,7 +381,16 @@ def _lora(config: ConfigDict) -> Iterator[str]:
     lora, algorithm = config.lora, config.algorithm
     if lora.path is not None and lora.rank:
         yield f"lora.rank is {lora.rank}, but the adapter of lora.path has a rank already: set rank to 0"
+    if lora.dora and lora.path is not None:
+        yield "lora.dora is true, but the adapter of lora.path has its own form, DoRA or not: set it to false"
+    if lora.dora and config.model.quantize != "none":
+        yield (
+            f"lora.dora is true, and model.quantize {config.model.quantize}, but DoRA measures the matrices in every "
+            "forward pass, and none are kept as numbers: set one of the two off"
+        )
     if not (lora.rank or lora.path):
+        if lora.dora:
+            yield "lora.dora is true, but there are no adapters: set lora.rank, 16 for example, or it to false"
         return
     if algorithm.ref_sync_steps and lora.reference == "base":
         yield (
@@ -455,5 +471,9 @@ def _export(export: ConfigDict, checkpoint: ConfigDict) -> Iterator[str]:
         for key, (is_set, way_out) in needed.items():
             if not is_set:
                 yield f"export.strategy is every_save, but {key} does not go with it: {way_out}, or set strategy to end"
+    if export.title is not None and not export.title.strip():
+        yield "export.title is empty, but it takes the title of the model card, or none"
+    if not all(tag.strip() for tag in export.tags):
+        yield f"export.tags has an empty tag: {tuple(export.tags)}"
     if repo is not None and not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", repo):
         yield f"export.push_to_hub is {repo!r}, but it takes a repository of the hub: OWNER/NAME"

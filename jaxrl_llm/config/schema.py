@@ -274,12 +274,15 @@ KEYS = (
     Setting("lora.rank", 0, "Rank of the adapters; 0 trains the whole model.", int, minimum=0),
     Setting("lora.alpha", 16.0, "Adapters are scaled by alpha / rank.", float, above=0),
     Setting("lora.rslora", False, "Scale by alpha / sqrt(rank) instead.", bool),
+    Setting("lora.dora", False,
+        "Also learn the lengths of the matrices' columns (DoRA): more like training all of them, and slower.", bool),
     Setting("lora.dropout", 0.0, "Dropout rate on the inputs of adapters while training.",
         float, minimum=0, below=1),
     Setting("lora.targets", ("all-linear",),
         "Linear layers with an adapter: all-linear (without heads and experts), or some of q_proj, k_proj, v_proj, "
         "o_proj, gate_proj, up_proj, down_proj."),
-    Setting("lora.path", None, "PEFT folder of an adapter to continue from; it sets rank, alpha, rslora and targets."),
+    Setting("lora.path", None,
+        "PEFT folder of an adapter to continue from; it sets rank, alpha, rslora, dora and targets."),
     Setting("lora.reference", "base",
         "Reference policy: the model without adapters (base), with its initial adapters (start), or a merged copy of "
         "the whole model (copy), which ref_mixup_alpha below 1 needs.", choices=("base", "start", "copy")),
@@ -715,7 +718,7 @@ BY_NAME = {key.name: key for key in KEYS}
 # checkpoint.accept_changes names them; what else has changed is told, and kept in config_history/.
 IDENTITY = (
     "seed", "model.path", "model.random_init", "model.freeze_router", "model.quantize", "lora.rank", "lora.alpha",
-    "lora.rslora", "lora.targets", "lora.path", "lora.reference", "data.path", "data.name", "data.sources",
+    "lora.rslora", "lora.dora", "lora.targets", "lora.path", "lora.reference", "data.path", "data.name", "data.sources",
     "data.format", "data.streaming", "data.shuffle", "data.shuffle_buffer", "data.split", "data.prompt_key",
     "data.completion_key", "data.label_key", "data.system_prompt", "data.chat_template", "eval.fraction",
     "model.tokenizer", "model.revision", "model.overrides", "data.chat_template_kwargs", "data.overlong",
@@ -773,6 +776,29 @@ SYNONYMS = {
 }  # fmt: skip
 
 
+# Settings of other libraries that have no key, by the last part of their names: why, and what to do.
+REFUSED = {
+    "gpu_memory_utilization": "the sampler reads the policy's own parameters and reserves nothing; its memory is that "
+    "of the keys and values of its slots: set rollout.slots, and python -m jaxrl_llm plan says what fits",
+    "group_by_length": "it saves padding, of which packed rows have none: leave batch.packing at auto, or set it to "
+    "true (data.packing for sft)",
+    "param_offload": "parameters stay on the devices: shard them over more (mesh.fsdp), and offload the moments "
+    "(optimizer.offload), the reference (algorithm.offload_reference) or activations (model.remat=offload)",
+    "modules_to_save": "beside adapters a score head alone is trained whole: train the whole model (lora.rank=0), or "
+    "adapters on all linear maps (lora.targets=all-linear)",
+    "log_prob_micro_batch_size_per_gpu": "passes without gradient take the micro-batches of the update: set "
+    "batch.microbatch_rows or batch.microbatch_tokens, which change no result",
+}
+REFUSED |= {
+    "vllm_gpu_memory_utilization": REFUSED["gpu_memory_utilization"],
+    "cpu_offload": REFUSED["param_offload"],
+    "offload_params": REFUSED["param_offload"],
+    "lora_modules_to_save": REFUSED["modules_to_save"],
+    "log_prob_micro_batch_size": REFUSED["log_prob_micro_batch_size_per_gpu"],
+    "log_prob_max_token_len_per_gpu": REFUSED["log_prob_micro_batch_size_per_gpu"],
+}
+
+
 def nearest(name: str, known: Iterable[str] = ()) -> str:
     """The key that a name most likely means: what another library calls so, else the most similar of `known`.
 
@@ -790,4 +816,6 @@ def unknown_key(name: str) -> str:
     if name in LOSS_OPTIONS:
         _, option, losses = LOSS_OPTIONS[name]
         return f"there is no key {name} any more: write algorithm.loss='{losses[0]}({option}=...)'"
+    if (reason := REFUSED.get(name.rpartition(".")[2])) is not None:
+        return f"there is no key {name}: {reason}"
     return f"there is no key {name}; the closest is {nearest(name)}"

@@ -256,7 +256,12 @@ def add_adapters(model: Model, config: lora.LoraConfig, key: jax.Array) -> Model
             f"lora.targets are {', '.join(config.targets)}, but outside its experts this model has none of them"
         )
     targets = None if model.mesh is None else shardings(shapes, model.mesh)
-    adapters = jax.jit(lambda key: lora.adapters_of(net.init(key)), out_shardings=targets)(key)
+
+    def drawn(key, params: Params) -> Params:
+        adapters = lora.adapters_of(net.init(key))
+        return lora.adapters_of(lora.with_magnitudes(lora.combine(params, adapters))) if config.dora else adapters
+
+    adapters = jax.jit(drawn, out_shardings=targets)(key, model.params if config.dora else {})
     return dataclasses.replace(model, net=net, params=lora.combine(_fp32_score(model.params), adapters))
 
 

@@ -570,6 +570,26 @@ def test_pushes_of_trl_at_saves(tmp_path):
     expect(config, export={"strategy": "end", "overwrite": False}, checkpoint={"contents": ("state",)})
 
 
+def test_dora_of_trl_and_axolotl(tmp_path):
+    said = "trl sft --model_name_or_path m --dataset_name d --max_steps 9 --use_peft --use_dora True"
+    expect(migrate(written(tmp_path, "a.sh", said))[0], lora={"rank": 16, "dora": True})
+    config, text = migrate(written(tmp_path, "a.sh", f"{said} --load_in_4bit True"))
+    expect(config, lora={"dora": False}, model={"quantize": "nf4"})
+    assert "use_dora is left out" in " ".join(text.split())
+    tree = {"base_model": "m", "datasets": [{"path": "d"}], "learning_rate": 1e-5, "max_steps": 2, "adapter": "lora"}
+    tree |= {"lora_r": 8, "peft_use_dora": True}
+    expect(migrate(written(tmp_path, "a.yaml", yaml.safe_dump(tree)))[0], lora={"rank": 8, "dora": True})
+
+
+def test_a_token_budget_of_verl_with_sequence_parallelism(tmp_path):
+    """Rows of 512 + 512 tokens: 2 devices x 8192 tokens hold 16 of them."""
+    actor = "actor_rollout_ref.actor"
+    said = f"{actor}.use_dynamic_bsz=True {actor}.ppo_max_token_len_per_gpu=8192"
+    group = "algorithm.adv_estimator=grpo actor_rollout_ref.rollout.n=4 trainer.n_gpus_per_node=2"
+    config = from_verl(tmp_path, group, said, f"{actor}.ulysses_sequence_parallel_size=2")
+    expect(config, mesh={"context": 2}, batch={"microbatch_rows": 16, "microbatch_tokens": 0})
+
+
 def test_warm_up_and_weight_decay_of_megatron(tmp_path):
     optim = "actor_rollout_ref.actor.optim"
     said = f"{optim}.lr_warmup_init=1e-7 {optim}.lr_warmup_steps=2 {optim}.weight_decay_incr_style=cosine"
