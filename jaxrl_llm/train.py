@@ -191,7 +191,7 @@ def train(
             checkpoints.exported = folder / "hf"
             with processes.all_or_none():
                 if jax.process_index() == 0:
-                    write_cards(folder, int(state.step), config.export.push_to_hub)
+                    write_cards(folder, int(state.step), config.export)
         hooks("on_end", step, log.newest, lambda: trained)
         logger.finish(stopwatch.totals, checkpoints.outcome())
         push_run(config)

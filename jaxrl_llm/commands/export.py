@@ -80,7 +80,7 @@ def export(
         save_adapter(model, output) if adapter else save_hf(model, output, dtype, overwrite=True)
         with processes.all_or_none():
             if jax.process_index() == 0:
-                write_card(output, folder, step, repo)
+                write_card(output, folder, step, repo, config.export.title, config.export.tags)
     return output
 
 

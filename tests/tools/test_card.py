@@ -184,7 +184,7 @@ def test_an_adapter(run):
 
 
 def test_a_title_and_tags_of_ones_own(run):
-    card = card_of(run(export__title="Sorter: the third", export__tags=("maths", "grpo")), repo="me/sorter")
+    card = card_of(run(), repo="me/sorter", title="Sorter: the third", tags=("maths", "grpo"))
     assert card.data.tags == ["jaxrl_llm", "grpo", "maths"] and "# Sorter: the third\n" in card.text
 
 

@@ -72,7 +72,7 @@ def test_fields_of_lora_config():
     assert lora_settings(LoraConfig(target_modules="all-linear"))["targets"] == ("all-linear",)
     assert lora_settings({"r": 2})["alpha"] == 8.0  # PEFT's default, which is not the one here
     assert lora_settings(LoraConfig(use_dora=True))["dora"] is True
-    with pytest.raises(ConfigError, match="rank_pattern .* no counterpart"):
+    with pytest.raises(ConfigError, match=r"rank_pattern .* no counterpart"):
         lora_settings(LoraConfig(rank_pattern={"q": 2}))
 
 
