@@ -28,7 +28,7 @@ from jaxrl_llm.distributed.overlap import overlap_collectives, overlaps
 from jaxrl_llm.models.model import Model
 from jaxrl_llm.rollout.resharded import ReshardedEngine
 from jaxrl_llm.tools.cards.card import write_cards
-from jaxrl_llm.tools.cards.hub import check_push, push_run
+from jaxrl_llm.tools.cards.hub import check_push, push_run, push_step
 from jaxrl_llm.training.ahead import CompiledAhead, compilations
 from jaxrl_llm.training.checkpoint.manager import Checkpoints, find, free
 from jaxrl_llm.training.checkpoint.object_store import is_remote, path_of
@@ -142,7 +142,7 @@ def train(
 
         with Profiler(config.logging.profile_steps, folder, stopwatch, logger.note) as profiler:
             hooks("on_begin", step, log.newest, current)
-            if step == 0 and run.evaluation is not None and config.eval.at_start:
+            if step == 0 and run.evaluation is not None and config.eval.at_start and not config.eval.start:
                 log.log(0, {}, evaluate)
                 hooks("on_evaluate", 0, log.newest, current)
             while step < min(config.total_steps, hooks.end):
@@ -158,7 +158,7 @@ def train(
                     hooks("on_step", step, log.read(), current)
                 last, leaves = step == min(config.total_steps, hooks.end), notices.reached(step)
                 evaluates = run.evaluation is not None and (
-                    (last and config.eval.at_end) or _due(step, config.eval.every)
+                    (last and config.eval.at_end) or (step >= config.eval.start and _due(step, config.eval.every))
                 )
                 saves = last or leaves or checkpoints.retry_due or _due(step, config.checkpoint.every)
                 if saves or evaluates or not overlaps:
@@ -175,7 +175,9 @@ def train(
                         if "state" in config.checkpoint.contents or leaves:
                             checkpoints.save(step, state, host, arrays, log.newest, final=last or leaves)
                         if "hf" in config.checkpoint.contents and not last:
-                            export_step(folder, step, current(), config.checkpoint.keep)
+                            written = export_step(folder, step, current(), config.checkpoint.keep)
+                            if problem := push_step(config, written, step):
+                                log.warn([problem])
                     hooks("on_save", step, log.newest, current)
                 log.warn(checkpoints.warnings())
                 profiler.end(step, state)
@@ -191,7 +193,7 @@ def train(
             checkpoints.exported = folder / "hf"
             with processes.all_or_none():
                 if jax.process_index() == 0:
-                    write_cards(folder, int(state.step), config.export.push_to_hub)
+                    write_cards(folder, int(state.step), config.export)
         hooks("on_end", step, log.newest, lambda: trained)
         logger.finish(stopwatch.totals, checkpoints.outcome())
         push_run(config)

@@ -189,6 +189,9 @@ def test_saved_model_is_loaded_bit_for_bit(tiny_run, tmp_path):
     jaxrl_llm.save_hf(tiny_run.model, tmp_path / "copy")
     again = jaxrl_llm.load_model(tmp_path / "copy")
     jax.tree.map(np.testing.assert_array_equal, again.params, tiny_run.model.params)
+    with pytest.raises(ConfigError, match="copy holds a model already"):
+        jaxrl_llm.save_hf(tiny_run.model, tmp_path / "copy")
+    jaxrl_llm.save_hf(again, tmp_path / "copy", overwrite=True)
 
 
 def test_trained_model_is_the_hf_folder(tiny_run):

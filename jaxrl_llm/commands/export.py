@@ -73,10 +73,10 @@ def export(
     mesh = make_mesh(data=1, fsdp=-1)
     with jax.set_mesh(mesh):
         model, step = checkpoint_model(folder, config, step, mesh)
-        save_adapter(model, output) if adapter else save_hf(model, output, dtype)
+        save_adapter(model, output) if adapter else save_hf(model, output, dtype, overwrite=True)
         with processes.all_or_none():
             if jax.process_index() == 0:
-                write_card(output, folder, step, repo)
+                write_card(output, folder, step, repo, config.export.title, config.export.tags)
     return output
 
 

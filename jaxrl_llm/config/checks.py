@@ -123,12 +123,7 @@ def contradictions(config: ConfigDict) -> Iterator[str]:
     yield from _optimizer(config)
     yield from _lora(config)
     yield from _checkpoint(config)
-    yield from _export(config.export)
-    if algorithm.neftune_alpha and algorithm.name != "sft":
-        yield (
-            f"algorithm.neftune_alpha is {algorithm.neftune_alpha}, but only sft adds noise to its embeddings, and "
-            f"algorithm.name is {algorithm.name!r}: set it to 0"
-        )
+    yield from _export(config.export, config.checkpoint)
     if algorithm.label_smoothing and algorithm.name != "sft":
         yield (
             f"algorithm.label_smoothing is {algorithm.label_smoothing}, but only sft reads it, and algorithm.name is "
@@ -305,6 +300,13 @@ def _batch(config: ConfigDict, online: bool) -> Iterator[str]:
         formula += f" x rollout.group_size = {batch.prompts} x {config.rollout.group_size}"
     elif rows_together(config) == 2:
         formula += " x 2"
+    packs = {"batch.packing": batch.packing == "true", "batch.microbatch_tokens": batch.microbatch_tokens}
+    for key in (key for key, is_set in packs.items() if is_set and config.mesh.context > 1):
+        yield (
+            f"{key} is {config.batch[key.rpartition('.')[2]]}, but mesh.context = {config.mesh.context} shards the "
+            "positions of each row, and a packed row would be cut within its documents: set mesh.context to 1 (with "
+            "mesh.fsdp or mesh.tensor in its place), or batch.packing to false and batch.microbatch_rows"
+        )
     if rows % batch.minibatches:
         yield f"batch.minibatches is {batch.minibatches}, but it must divide the {rows} rows ({formula})"
     minibatch = rows // batch.minibatches
@@ -411,6 +413,11 @@ def _eval(config: ConfigDict, online: bool) -> Iterator[str]:
         yield f"eval.measure is {measure}, but {config.algorithm.name} learns from samples: set auto"
     if config.algorithm.name == "reward_model" and measure in ("samples", "both"):
         yield f"eval.measure is {measure}, but a reward model writes nothing: set auto or loss"
+    if config.num_epochs is None and config.eval.start > config.total_steps:
+        yield (
+            f"eval.start is {config.eval.start}, but the run has total_steps = {config.total_steps}: give a smaller "
+            "one, or set eval.every to -1"
+        )
     for entry in config.eval.sets:
         name, _, options = eval_set(entry)
         yield from _unwritable(f"eval.sets, {name}", options)
@@ -420,6 +427,13 @@ def _optimizer(config: ConfigDict) -> Iterator[str]:
     c, steps = config.optimizer, config.total_steps
     if c.warmup_steps and c.warmup_ratio:
         yield f"optimizer.warmup_steps is {c.warmup_steps} and warmup_ratio {c.warmup_ratio}: set one of the two"
+    if c.warmup_init and not (c.warmup_steps or c.warmup_ratio):
+        yield f"optimizer.warmup_init is {c.warmup_init:g}, but there is no warm-up: set warmup_steps, or it to 0"
+    if c.warmup_init > c.learning_rate:
+        yield (
+            f"optimizer.warmup_init is {c.warmup_init:g}, but warm-up rises to learning_rate = {c.learning_rate:g}: "
+            "give a smaller one"
+        )
     known = config.num_epochs is None  # else they are counted with the rows, and this is checked again
     if (c.schedule == "wsd") != (c.decay_steps > 0) or (known and c.decay_steps > steps):
         yield (
@@ -432,7 +446,16 @@ def _lora(config: ConfigDict) -> Iterator[str]:
     lora, algorithm = config.lora, config.algorithm
     if lora.path is not None and lora.rank:
         yield f"lora.rank is {lora.rank}, but the adapter of lora.path has a rank already: set rank to 0"
+    if lora.dora and lora.path is not None:
+        yield "lora.dora is true, but the adapter of lora.path has its own form, DoRA or not: set it to false"
+    if lora.dora and config.model.quantize != "none":
+        yield (
+            f"lora.dora is true, and model.quantize {config.model.quantize}, but DoRA measures the matrices in every "
+            "forward pass, and none are kept as numbers: set one of the two off"
+        )
     if not (lora.rank or lora.path):
+        if lora.dora:
+            yield "lora.dora is true, but there are no adapters: set lora.rank, 16 for example, or it to false"
         return
     if algorithm.ref_sync_steps and lora.reference == "base":
         yield (
@@ -499,10 +522,23 @@ def _checkpoint(config: ConfigDict) -> Iterator[str]:
             )
 
 
-def _export(export: ConfigDict) -> Iterator[str]:
+def _export(export: ConfigDict, checkpoint: ConfigDict) -> Iterator[str]:
     repo = export.push_to_hub
     if repo is None and (export.private or export.overwrite):
         key = "private" if export.private else "overwrite"
         yield f"export.{key} is true, but nothing is pushed: set export.push_to_hub, or it to false"
+    if export.strategy == "every_save":
+        needed = {
+            "export.push_to_hub": (repo is not None, "name a repository"),
+            "checkpoint.contents": ("hf" in checkpoint.contents, "let it have hf, the model that is pushed"),
+            "export.overwrite": (export.overwrite, "set it to true, as each push replaces the one before"),
+        }
+        for key, (is_set, way_out) in needed.items():
+            if not is_set:
+                yield f"export.strategy is every_save, but {key} does not go with it: {way_out}, or set strategy to end"
+    if export.title is not None and not export.title.strip():
+        yield "export.title is empty, but it takes the title of the model card, or none"
+    if not all(tag.strip() for tag in export.tags):
+        yield f"export.tags has an empty tag: {tuple(export.tags)}"
     if repo is not None and not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", repo):
         yield f"export.push_to_hub is {repo!r}, but it takes a repository of the hub: OWNER/NAME"

@@ -25,7 +25,17 @@ from typing import Any, NamedTuple, NoReturn
 
 from jaxrl_llm.config import ConfigDict, assign, check_keys, default, own_settings, validate
 from jaxrl_llm.config.resolve import ConfigError, closest, exit_code, import_file, path_and_line
-from jaxrl_llm.config.schema import BY_NAME, FORMER, KEYS, SECTIONS, Setting, SettingError, nearest, unknown_key
+from jaxrl_llm.config.schema import (
+    BY_NAME,
+    FORMER,
+    KEYS,
+    REFUSED,
+    SECTIONS,
+    Setting,
+    SettingError,
+    nearest,
+    unknown_key,
+)
 from jaxrl_llm.config.secrets import masked
 from jaxrl_llm.config.user_code import contained, is_own_exit, place
 from jaxrl_llm.config.version import __version__
@@ -180,7 +190,8 @@ def _split(argv: Sequence[str], flags: dict[str, Setting]) -> dict[str, str]:
         name, equals, text = flag[2:].partition("=")
         if name not in flags:
             key = name.removeprefix("config.")
-            if key != name and key in FORMER and CONFIG_FILE.name in flags:
+            meant = key in FORMER or key.rpartition(".")[2] in REFUSED
+            if key != name and meant and CONFIG_FILE.name in flags:
                 raise ConfigError(f"unknown flag --{name}: {unknown_key(key)}")
             known = {flag.removeprefix("config."): flag for flag in flags}
             raise ConfigError(f"unknown flag --{name}; the closest is --{known[nearest(key, known)]}; see --help")
@@ -270,6 +281,8 @@ def _explain(error: Exception) -> str:
         leaf = unknown[1] or unknown[2]
         if former := [name for name in FORMER if name.rpartition(".")[2] == leaf]:
             return "; ".join(unknown_key(name) for name in former)
+        if leaf in REFUSED:
+            return unknown_key(leaf)
         return f"there is no key {leaf}; the closest is {nearest(leaf, [*SECTIONS, *BY_NAME])}"
     return f"{type(error).__name__}: {message}"
 

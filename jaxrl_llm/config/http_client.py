@@ -29,6 +29,10 @@ class RequestError(Exception):
     """A request without a reply: no connection, or no complete reply in time."""
 
 
+class UnreachableError(RequestError):
+    """No connection: nothing listens there, or the host is unknown."""
+
+
 class TooLargeError(RequestError):
     """A reply that is larger than its reader takes."""
 
@@ -53,7 +57,8 @@ class HttpClient:
     def post(self, url: str, content: bytes, headers: dict[str, str], seconds: float, largest: int) -> Reply:
         """The reply to a request, in `seconds` from connecting to the last byte.
 
-        Raises RequestError; TooLargeError for a reply of more than `largest` bytes.
+        Raises RequestError: UnreachableError without a connection, TooLargeError for a reply of more than `largest`
+        bytes.
         """
         request = self._post(url, content, headers, seconds, largest)
         try:
@@ -66,7 +71,7 @@ class HttpClient:
                 cause = earlier
             number = getattr(cause, "errno", None)
             reason = os.strerror(number) if isinstance(number, int) else str(cause)
-            raise RequestError(
+            raise (UnreachableError if isinstance(error, httpx.ConnectError) else RequestError)(
                 f"{type(error).__name__}: {error}{'' if reason in str(error) else f' ({reason})'}"
             ) from error
 

@@ -277,12 +277,15 @@ KEYS = (
     Setting("lora.rank", 0, "Rank of the adapters; 0 trains the whole model.", int, minimum=0),
     Setting("lora.alpha", 16.0, "Adapters are scaled by alpha / rank.", float, above=0),
     Setting("lora.rslora", False, "Scale by alpha / sqrt(rank) instead.", bool),
+    Setting("lora.dora", False,
+        "Also learn the lengths of the matrices' columns (DoRA): more like training all of them, and slower.", bool),
     Setting("lora.dropout", 0.0, "Dropout rate on the inputs of adapters while training.",
         float, minimum=0, below=1),
     Setting("lora.targets", ("all-linear",),
         "Linear layers with an adapter: all-linear (without heads and experts), or some of q_proj, k_proj, v_proj, "
         "o_proj, gate_proj, up_proj, down_proj."),
-    Setting("lora.path", None, "PEFT folder of an adapter to continue from; it sets rank, alpha, rslora and targets."),
+    Setting("lora.path", None,
+        "PEFT folder of an adapter to continue from; it sets rank, alpha, rslora, dora and targets."),
     Setting("lora.reference", "base",
         "Reference policy: the model without adapters (base), with its initial adapters (start), or a merged copy of "
         "the whole model (copy), which ref_mixup_alpha below 1 needs.", choices=("base", "start", "copy")),
@@ -533,7 +536,7 @@ KEYS = (
         "sft: share of the target that is spread over the vocabulary; preference losses take it in brackets.",
         float, minimum=0, below=0.5),
     Setting("algorithm.neftune_alpha", 0.0,
-        "Size of NEFTune's noise on the embeddings in sft; 0 is off.", float, minimum=0),
+        "Size of NEFTune's noise on the embeddings in updates, of any algorithm; 0 is off.", float, minimum=0),
     Setting("algorithm.ld_alpha", None,
         "Weight of a pair's tokens beyond its shorter completion (LD-DPO); none is 1.", float, minimum=0, maximum=1),
     Setting("algorithm.use_weighting", False, "Weigh pairs by how likely the policy is to write them (WPO).", bool),
@@ -545,7 +548,8 @@ KEYS = (
     Setting("optimizer.schedule", "constant", "Learning rate schedule after warm-up; wsd is constant and then decays.",
         choices=("constant", "linear", "cosine", "inverse_sqrt", "wsd")),
     Setting("optimizer.warmup_steps", 0,
-        "Training steps over which the learning rate rises from 0, at most all of them.", int, minimum=0),
+        "Training steps over which the learning rate rises from warmup_init, at most all of them.", int, minimum=0),
+    Setting("optimizer.warmup_init", 0.0, "Learning rate that warm-up starts at.", float, minimum=0, maximum=100),
     Setting("optimizer.warmup_ratio", 0.0, "Warm-up as a share of total_steps.", float, minimum=0, maximum=1),
     Setting("optimizer.min_lr_ratio", 0.0,
         "Lowest learning rate after warm-up as a fraction of the peak.", float, minimum=0, maximum=1),
@@ -557,6 +561,9 @@ KEYS = (
     Setting("optimizer.b2", 0.999, "Decay of the second moment.", float, minimum=0, below=1),
     Setting("optimizer.eps", 1e-8, "Added to the root of the second moment.", float, above=0),
     Setting("optimizer.weight_decay", 0.0, "Decoupled weight decay.", float, minimum=0),
+    Setting("optimizer.weight_decay_end", None,
+        "Weight decay at the end of the run, to which it moves from weight_decay; none is constant.", float, minimum=0),
+    Setting("optimizer.weight_decay_shape", "linear", "How it moves there.", choices=("linear", "cosine")),
     Setting("optimizer.no_decay", ("bias", "scale"), "Last names in the paths of parameters without weight decay."),
     Setting("optimizer.moment_dtype", "float32",
         "Storage type of the optimizer's moments; bfloat16 is rounded to stochastically.", choices=DTYPES[:2]),
@@ -661,6 +668,8 @@ KEYS = (
         "algorithms, and for offline ones the loss where the rows have completions.",
         choices=("auto", "loss", "samples", "both")),
     Setting("eval.at_start", True, "Evaluate before the first step.", bool),
+    Setting("eval.start", 0, "First training step after which an evaluation may be; above 0 also none is before "
+        "training.", int, minimum=0),
     Setting("eval.at_end", True, "Evaluate after the last step, even where it is no multiple of eval.every.", bool),
     Setting("eval.sets", (),
         "Several named sets in place of data.eval_path: each `name=path` or `name=path(split='test', samples=16)`, "
@@ -704,6 +713,12 @@ KEYS = (
     Setting("export.push_to_hub", None,
         "Repository of the Hugging Face hub, OWNER/NAME, to which the trained model (hf/, adapters merged) is pushed "
         "at the end, with the token in the variable HF_TOKEN."),
+    Setting("export.strategy", "end",
+        "When it is pushed: at the end, or also at each checkpoint, for which checkpoint.contents needs hf and "
+        "export.overwrite is true, as each push replaces the one before. A push that fails on the way is a warning.",
+        choices=("end", "every_save")),
+    Setting("export.title", None, "Title of the model card; none is the repository's name, or the run's."),
+    Setting("export.tags", (), "Tags of the model card besides those of the library and the algorithm."),
     Setting("export.private", False, "Create that repository as a private one.", bool),
     Setting("export.overwrite", False, "Replace a model that the repository already holds.", bool),
 
@@ -742,7 +757,7 @@ BY_NAME = {key.name: key for key in KEYS}
 # checkpoint.accept_changes names them; what else has changed is told, and kept in config_history/.
 IDENTITY = (
     "seed", "model.path", "model.random_init", "model.freeze_router", "model.quantize", "lora.rank", "lora.alpha",
-    "lora.rslora", "lora.targets", "lora.path", "lora.reference", "data.path", "data.name", "data.sources",
+    "lora.rslora", "lora.dora", "lora.targets", "lora.path", "lora.reference", "data.path", "data.name", "data.sources",
     "data.format", "data.streaming", "data.shuffle", "data.shuffle_buffer", "data.split", "data.prompt_key",
     "data.completion_key", "data.label_key", "data.system_prompt", "data.chat_template", "eval.fraction",
     "model.tokenizer", "model.revision", "model.overrides", "data.chat_template_kwargs", "data.overlong",
@@ -800,6 +815,29 @@ SYNONYMS = {
 }  # fmt: skip
 
 
+# Settings of other libraries that have no key, by the last part of their names: why, and what to do.
+REFUSED = {
+    "gpu_memory_utilization": "the sampler reads the policy's own parameters and reserves nothing; its memory is that "
+    "of the keys and values of its slots: set rollout.slots, and python -m jaxrl_llm plan says what fits",
+    "group_by_length": "it saves padding, of which packed rows have none: leave batch.packing at auto, or set it to "
+    "true (data.packing for sft)",
+    "param_offload": "parameters stay on the devices: shard them over more (mesh.fsdp), and offload the moments "
+    "(optimizer.offload), the reference (algorithm.offload_reference) or activations (model.remat=offload)",
+    "modules_to_save": "beside adapters a score head alone is trained whole: train the whole model (lora.rank=0), or "
+    "adapters on all linear maps (lora.targets=all-linear)",
+    "log_prob_micro_batch_size_per_gpu": "passes without gradient take the micro-batches of the update: set "
+    "batch.microbatch_rows or batch.microbatch_tokens, which change no result",
+}
+REFUSED |= {
+    "vllm_gpu_memory_utilization": REFUSED["gpu_memory_utilization"],
+    "cpu_offload": REFUSED["param_offload"],
+    "offload_params": REFUSED["param_offload"],
+    "lora_modules_to_save": REFUSED["modules_to_save"],
+    "log_prob_micro_batch_size": REFUSED["log_prob_micro_batch_size_per_gpu"],
+    "log_prob_max_token_len_per_gpu": REFUSED["log_prob_micro_batch_size_per_gpu"],
+}
+
+
 def nearest(name: str, known: Iterable[str] = ()) -> str:
     """The key that a name most likely means: what another library calls so, else the most similar of `known`.
 
@@ -817,4 +855,6 @@ def unknown_key(name: str) -> str:
     if name in LOSS_OPTIONS:
         _, option, losses = LOSS_OPTIONS[name]
         return f"there is no key {name} any more: write algorithm.loss='{losses[0]}({option}=...)'"
+    if (reason := REFUSED.get(name.rpartition(".")[2])) is not None:
+        return f"there is no key {name}: {reason}"
     return f"there is no key {name}; the closest is {nearest(name)}"

@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -20,7 +20,7 @@ from tqdm import tqdm
 from jaxrl_llm.config.resolve import ConfigError, closest, split_options
 from jaxrl_llm.config.user_code import contained
 from jaxrl_llm.data import Row, cache, sources, tasks
-from jaxrl_llm.data.formats.lookup import Example, Format, code_of, find, fitting
+from jaxrl_llm.data.formats.lookup import Example, FactoryOptions, Format, code_of, find, fitting
 from jaxrl_llm.data.pipeline import Stream, StreamSource
 from jaxrl_llm.data.templates import is_conversational
 from jaxrl_llm.data.tokenize import RowTokenizer, split_pair
@@ -67,6 +67,7 @@ class DataSpec:
     batch_size: int  # batch.prompts: examples of a batch
     workers: int
     cache: str
+    settings: Mapping[str, Any] = field(default_factory=dict)  # of the run, by axolotl's and verl's names
 
 
 class DataSource(NamedTuple):
@@ -150,7 +151,7 @@ def _open(entry: Mapping[str, Any], spec: DataSpec, held_out: bool, purpose: str
     options = {key: value for key, value in entry.items() if key not in (*SOURCE_KEYS, "dataset")}
     name = "" if "dataset" in entry else path if isinstance(path, str) else ", ".join(path)
     try:
-        form = find(format_spec, spec.kind, tokenizer, options, purpose)
+        form = find(format_spec, spec.kind, tokenizer, options, purpose, spec.settings)
     except ConfigError as error:
         if options and "has no option" in str(error):
             near = closest(next(iter(options)), SOURCE_KEYS)
@@ -172,11 +173,14 @@ def _open(entry: Mapping[str, Any], spec: DataSpec, held_out: bool, purpose: str
             )
     # axolotl also writes the type of the files in the place of the path.
     path_type = entry.get("path") if entry.get("data_files") and entry.get("path") in sources.READERS.values() else None
+    arguments = {"tokenizer": tokenizer, "config": FactoryOptions(spec.settings)}
     rows: sources.Rows | list[Row]
     if isinstance(path, str) and path.startswith("task:") and not spec.streaming:
         rows = tasks.generate(path.removeprefix("task:"), split)  # as they are: a table would take `datasets`
     else:
-        rows = sources.load(path, split, entry.get("name"), spec.streaming, entry.get("ds_type") or path_type)
+        rows = sources.load(
+            path, split, entry.get("name"), spec.streaming, entry.get("ds_type") or path_type, arguments
+        )
     if shared:
         if sources.is_stream(rows):
             raise ConfigError(
@@ -192,7 +196,7 @@ def _open(entry: Mapping[str, Any], spec: DataSpec, held_out: bool, purpose: str
     form = _adapted(form, {column: key for column, key in names.items() if key != column}, spec.system_prompt)
     format_key = (
         format_spec if isinstance(format_spec, str | Mapping) else repr(format_spec),
-        options, spec.kind, names, spec.system_prompt,
+        options, spec.kind, names, spec.system_prompt, spec.settings if code_of(format_spec, spec.kind) else {},
     )  # fmt: skip
     return DataSource(name, rows, form, format_key, code_of(format_spec, spec.kind), entry.get("weight"))
 

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import fsspec
 
-from jaxrl_llm.config.resolve import ConfigError, resolve
+from jaxrl_llm.config.resolve import ConfigError, resolve, split_options
 from jaxrl_llm.data import tasks
 from jaxrl_llm.data.diagnose import content_fault, encoding_fault
-from jaxrl_llm.data.formats.native import as_rows
+from jaxrl_llm.data.formats.native import CONTENT, as_rows
 
 if TYPE_CHECKING:
     import datasets  # slow to import: only the functions that make such rows do so
@@ -31,7 +31,12 @@ SAVED = ("dataset_dict.json", "dataset_info.json")  # files of a folder that sav
 
 
 def load(
-    path: Source, split: str = "train", name: str | None = None, streaming: bool = False, ds_type: str | None = None
+    path: Source,
+    split: str = "train",
+    name: str | None = None,
+    streaming: bool = False,
+    ds_type: str | None = None,
+    arguments: Mapping[str, Any] | None = None,
 ) -> Rows:
     """The rows of one split.
 
@@ -43,8 +48,9 @@ def load(
     - a folder that `save_to_disk` wrote, or a folder of such files (their names tell the split);
     - any of these in a bucket: `gs://`, `s3://`, or another protocol of fsspec;
     - a hub id (`name` chooses its configuration);
-    - `path/to/file.py:function_or_class`, called with those of `split` and `name` that it has as arguments; it gives
-      rows: a list of dictionaries, a sequence with `__len__` and `__getitem__`, or a `datasets.Dataset`;
+    - `path/to/file.py:function_or_class`, called with those of `split`, `name`, `arguments` and the options in brackets
+      that it has as arguments (data_files and processor, which verl's have, are None unless given so); it gives rows:
+      a list of dictionaries, a sequence with `__len__` and `__getitem__`, or a `datasets.Dataset`;
     - a list of dictionaries, of threads (lists of turns), or of tuples (preferred, dispreferred); or a
       `datasets.Dataset`.
 
@@ -59,7 +65,7 @@ def load(
         files = [str(file) for file in path]
         rows, shown = _load_files(files, split, streaming, ds_type), ", ".join(files)
     elif isinstance(path, str | Path):
-        rows, shown = _load_path(str(path), split, name, streaming, ds_type), str(path)
+        rows, shown = _load_path(str(path), split, name, streaming, ds_type, arguments or {}), str(path)
     elif is_splits(path):
         rows, shown = _pick(path, split, "the data set"), "the data set"
     elif is_table(path) or is_stream(path):
@@ -94,11 +100,13 @@ def _is(value: object, *classes: str) -> bool:
     return module is not None and isinstance(value, tuple(getattr(module, name) for name in classes))
 
 
-def _load_path(path: str, split: str, name: str | None, streaming: bool, ds_type: str | None) -> Rows:
+def _load_path(
+    path: str, split: str, name: str | None, streaming: bool, ds_type: str | None, arguments: Mapping[str, Any]
+) -> Rows:
     if path.startswith("task:"):
         return _from_list(tasks.generate(path.removeprefix("task:"), split))
     if ".py:" in path:
-        return _call_function(path, split, name)
+        return _call_function(path, split, name, arguments)
     if "://" in path:
         return _load_remote(path, split, name, streaming, ds_type)
     local = Path(path).expanduser()
@@ -184,11 +192,24 @@ def _load_remote(path: str, split: str, name: str | None, streaming: bool, ds_ty
     return _load_files([f"{path.rstrip('/')}/{file}" for file in matching], "train", streaming, None)
 
 
-def _call_function(path: str, split: str, name: str | None) -> Rows:
-    """The rows that a user's function, or the instance of a user's class, gives."""
-    function = resolve(path, {})
-    accepted = inspect.signature(function).parameters
-    made = function(**{key: value for key, value in (("split", split), ("name", name)) if key in accepted})
+def _call_function(path: str, split: str, name: str | None, arguments: Mapping[str, Any]) -> Rows:
+    """The rows that a user's function, or the instance of a user's class, gives: it is called with what it names."""
+    name_of_it, options = split_options(path)
+    function = resolve(name_of_it, {})
+    parameters = inspect.signature(function).parameters
+    filled = {**arguments, "split": split, "name": name, "data_files": None, "processor": None, **options}
+    lacking = [
+        key
+        for key, parameter in parameters.items()
+        if key not in filled and parameter.default is parameter.empty and "VAR" not in parameter.kind.name
+    ]
+    if lacking or (unknown := [key for key in options if key not in parameters]):
+        asks = f"asks for {', '.join(lacking)}" if lacking else f"has no argument {unknown[0]!r}"
+        raise ConfigError(
+            f"data.path: {name_of_it} {asks}; it gets those of {', '.join(sorted(filled))} that it names, and others "
+            f"in brackets, {name_of_it}(data_files='rows.parquet')"
+        )
+    made = function(**{key: value for key, value in filled.items() if key in parameters})
     if is_splits(made):
         return _pick(made, split, path)
     if is_table(made) or is_stream(made):
@@ -197,7 +218,13 @@ def _call_function(path: str, split: str, name: str | None) -> Rows:
         raise ConfigError(f"{path} gave {type(made).__name__}; it must give rows: a list, a sequence or a Dataset")
     if hasattr(made, "__len__") and hasattr(made, "__getitem__") and not isinstance(made, list | tuple):
         made = [made[index] for index in range(len(made))]
-    return _from_list(list(made))
+    rows = list(made)
+    if rows and isinstance(rows[0], Mapping) and "input_ids" in rows[0] and not set(CONTENT) & set(rows[0]):
+        raise ConfigError(
+            f"{path} gives token ids (input_ids), but rows are tokenised here: let it give texts, under "
+            f"{', '.join(CONTENT)}"
+        )
+    return _from_list(rows)
 
 
 def _read(shown: str, reader: Callable[[], Any], files: Sequence[str] = ()) -> Any:

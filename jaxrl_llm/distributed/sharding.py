@@ -40,7 +40,7 @@ PARAMETERS = (
     (r"(q|k|v|gate|up)/lora_b$", (None, "tensor")),
     (r"(o|down)/lora_a$", ("tensor", None)),
     (r"(o|down)/lora_b$", (None, FSDP)),
-    (r"(q|k|v|gate|up)/bias$", ("tensor",)),
+    (r"(q|k|v|gate|up)/(bias|lora_m)$", ("tensor",)),
     (r"head/kernel$", (FSDP, "tensor")),
     (r"(score|router)/kernel$", (FSDP, None)),
 )

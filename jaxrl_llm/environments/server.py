@@ -6,28 +6,63 @@ The server samples with the weights it was started with: its policy stays while 
 
 import contextlib
 import json
+import logging
 import os
+import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from urllib.parse import urlsplit
 
-from jaxrl_llm.config.http_client import HttpClient, RequestError
+from jaxrl_llm.config.http_client import HttpClient, Reply, RequestError, UnreachableError
 from jaxrl_llm.environments.protocol import EpisodeError
 
+log = logging.getLogger(__name__)
+
 CONCURRENT_REQUESTS = 16
+COMING_UP = (502, 503, 504)  # a proxy's answers for a server that is not there yet
 BYTES_PER_TOKEN = 4096  # of a reply, at most: a token's id and text, its log-prob, and those of others
 
 
-def server(url: str, model: str, *, timeout: float = 120.0, api_key: str = "OPENAI_API_KEY") -> Callable[..., Any]:
+def server(
+    url: str,
+    model: str,
+    *,
+    timeout: float = 120.0,
+    wait_for_server: float = 240.0,
+    api_key: str = "OPENAI_API_KEY",
+) -> Callable[..., Any]:
     """A rollout function of TRL's form that asks `{url}/completions` for the completions of each prompt.
 
-    url ends in /v1. timeout: seconds for each request, to the reply's last byte. api_key: environment variable with the
-    key, if there is one. The server must return token ids (`return_token_ids`, vLLM 0.10.2 or later) and log-probs.
-    Raises EpisodeError when it does not answer in time, answers with an error, or leaves those out.
+    url ends in /v1. timeout: seconds for each request, to the reply's last byte. wait_for_server: seconds within which
+    the server comes up, from the first request on; once it has answered, it is not waited for again. api_key:
+    environment variable with the key, if there is one. The server must return token ids (`return_token_ids`, vLLM
+    0.10.2 or later) and log-probs. Raises EpisodeError when it is not there or does not answer in time, answers with an
+    error, or leaves those out.
     """
     address = urlsplit(url)
     endpoint = address._replace(path=f"{address.path.rstrip('/')}/completions").geturl()
+    is_up, first = threading.Event(), threading.Lock()
+
+    def asked(client: HttpClient, headers: dict[str, str], content: bytes, largest: int) -> Reply:
+        """The reply to a request; until there was one, only one is made, again and again for `wait_for_server`."""
+        with contextlib.nullcontext() if is_up.is_set() else first:
+            deadline = time.monotonic() + (0 if is_up.is_set() else wait_for_server)
+            while True:
+                try:
+                    reply = client.post(endpoint, content, headers, timeout, largest)
+                except UnreachableError as error:
+                    if time.monotonic() >= deadline:
+                        raise
+                    reason = str(error)
+                else:
+                    if reply.status not in COMING_UP or time.monotonic() >= deadline:
+                        is_up.set()
+                        return reply
+                    reason = f"{reply.status} {reply.reason}"
+                log.warning("%s is not up (%s); %.0f s left", url, reason, max(deadline - time.monotonic(), 0))
+                time.sleep(min(2.0, max(deadline - time.monotonic(), 0)))
 
     def choices(client: HttpClient, headers: dict[str, str], prompt: list[int], trainer: Any) -> list[dict[str, Any]]:
         args = trainer.args
@@ -45,8 +80,13 @@ def server(url: str, model: str, *, timeout: float = 120.0, api_key: str = "OPEN
         }
         largest = 2**20 + BYTES_PER_TOKEN * trainer.num_generations * args.max_completion_length
         try:
-            reply = client.post(endpoint, json.dumps(body).encode(), headers, timeout, largest)
-        except RequestError as error:  # refused, unknown host, timed out, too large
+            reply = asked(client, headers, json.dumps(body).encode(), largest)
+        except UnreachableError as error:
+            raise EpisodeError(
+                f"{endpoint} was not there within {wait_for_server:g} seconds ({error}); start the server, or change "
+                "url or wait_for_server of environment.rollout_func"
+            ) from error
+        except RequestError as error:  # timed out, too large
             raise EpisodeError(
                 f"{endpoint} did not answer within {timeout:g} seconds ({error}); start the "
                 "server, or change url or timeout of environment.rollout_func"

@@ -30,6 +30,7 @@ class Linear(nnx.Module):
         self.lora = adapter = config.lora if config.lora is not None and name in config.lora.targets else None
         self.lora_a = nnx.Param(lora.init_a(rngs.lora(), d_in, adapter.rank)) if adapter else None
         self.lora_b = nnx.Param(jnp.zeros((adapter.rank, d_out), jnp.float32)) if adapter else None
+        self.lora_m = nnx.Param(lora.column_norms(kernel)) if adapter and adapter.dora else None
         self.lora_key = nnx.Param(jnp.zeros((2,), jnp.uint32)) if adapter and adapter.dropout else None
 
     def __call__(self, x):
@@ -41,8 +42,15 @@ class Linear(nnx.Module):
         matmul = quantize.frozen_matmul if self.lora is not None or not is_array else quantize.matmul
         y: jax.Array = matmul(rows, kernel, self.quantize)
         if self.lora is not None and self.lora_a is not None and self.lora_b is not None:
+            a, b = self.lora_a[...], self.lora_b[...]
             key_data = None if self.lora_key is None else self.lora_key[...]
-            y += lora.delta(rows, self.lora_a[...], self.lora_b[...], self.lora, key_data)
+            if self.lora_m is None:
+                y += lora.delta(rows, a, b, self.lora, key_data)
+            else:
+                inputs = lora.dropped(rows, self.lora, key_data)
+                factors = lora.rescaling(kernel, a, b, self.lora_m[...], self.lora).astype(y.dtype)
+                base = y if key_data is None else matmul(inputs, kernel, self.quantize)
+                y += (factors - 1) * base + factors * lora.delta(inputs, a, b, self.lora)
         y = y.reshape(*x.shape[:-1], -1)
         return y if self.bias is None else y + self.bias[...].astype(x.dtype)
 

@@ -1,7 +1,8 @@
 """LoRA (arXiv 2106.09685): trained matrices of low rank beside frozen ones. Parameter trees in, parameter trees out.
 
 A linear map with an adapter holds `lora_a [in, r]` and `lora_b [r, out]` beside its kernel and computes
-`x W + scale (dropout(x) A) B`. With B = 0, as it starts, that is the map without adapter, bit for bit.
+`x W + scale (dropout(x) A) B`. With B = 0, as it starts, that is the map without adapter, bit for bit. With DoRA
+(arXiv 2402.09353) it also holds `lora_m [out]`, the lengths of the columns, and these are rescaled to them.
 
 What a net computes follows from what its parameters hold: without adapters it is the base model, and dropout is where
 `with_dropout` has put keys.
@@ -27,7 +28,7 @@ HF_NAMES = {
     "down": "down_proj",
 }  # fmt: skip
 TARGETS = tuple(HF_NAMES)
-ADAPTER = ("lora_a", "lora_b")
+ADAPTER = ("lora_a", "lora_b", "lora_m")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,6 +40,7 @@ class LoraConfig:
     dropout: float = 0.0
     targets: tuple[str, ...] = TARGETS
     rslora: bool = False
+    dora: bool = False
 
     @property
     def scale(self) -> float:
@@ -67,12 +69,29 @@ def init_a(key, d_in: int, rank: int) -> jax.Array:
     return jax.random.uniform(key, (d_in, rank), jnp.float32, -1.0, 1.0) / math.sqrt(d_in)
 
 
+def dropped(x, config: LoraConfig, key_data=None) -> jax.Array:
+    """The inputs `[n, in]` of an adapter: x, of which entries are dropped with `key_data`."""
+    if key_data is None:
+        return x
+    keep = jax.random.bernoulli(jax.random.wrap_key_data(key_data), 1.0 - config.dropout, x.shape)
+    return jnp.where(keep, x / (1.0 - config.dropout), 0.0).astype(x.dtype)
+
+
 def delta(x, a, b, config: LoraConfig, key_data=None) -> jax.Array:
     """The output `[n, out]` of an adapter, of x `[n, in]`; with `key_data` inputs are dropped."""
-    if key_data is not None:
-        keep = jax.random.bernoulli(jax.random.wrap_key_data(key_data), 1.0 - config.dropout, x.shape)
-        x = jnp.where(keep, x / (1.0 - config.dropout), 0.0).astype(x.dtype)
+    x = dropped(x, config, key_data)
     return (x @ a.astype(x.dtype)) @ b.astype(x.dtype) * config.scale
+
+
+def column_norms(matrix) -> jax.Array:
+    """The lengths `[..., out]` of the columns of a kernel `[..., in, out]`, in fp32."""
+    return jnp.linalg.norm(matrix.astype(jnp.float32), axis=-2)
+
+
+def rescaling(kernel, a, b, m, config: LoraConfig) -> jax.Array:
+    """DoRA's factors `[out]`: m over the column lengths of W + scale A B, of which no gradient is taken, as in PEFT."""
+    matrix = kernel.astype(jnp.float32) + config.scale * (a.astype(jnp.float32) @ b.astype(jnp.float32))
+    return m / jax.lax.stop_gradient(column_norms(matrix))
 
 
 def has_adapters(params: Params) -> bool:
@@ -98,6 +117,12 @@ def split(params: Params) -> tuple[Params, Params]:
 
 def _is_trainable(path: tuple[Any, ...]) -> bool:
     return path[-1] in ADAPTER or path[0] == "score"
+
+
+def with_magnitudes(params: Params) -> Params:
+    """The parameters with each `lora_m` as it starts: the column lengths of its kernel, so that nothing is rescaled."""
+    found = {name: with_magnitudes(value) if isinstance(value, dict) else value for name, value in params.items()}
+    return {**found, "lora_m": column_norms(params["kernel"])} if "lora_m" in params else found
 
 
 def _select(tree: Params, wanted: Callable[[tuple[Any, ...]], bool], path: tuple[Any, ...] = ()) -> Params:
@@ -161,13 +186,15 @@ def with_dropout(params: Params, key) -> Params:
 def merged_kernel(linear: Params, lora: LoraConfig | None, quantized: str = "none") -> jax.Array:
     """The kernel `[..., in, out]` of a linear map with its adapter in it: W + scale A B, computed in fp32.
 
-    It has the dtype of W; fp32 where W is quantised.
+    With DoRA its columns have the lengths that were learned. It has the dtype of W; fp32 where W is quantised.
     """
     kernel = linear["kernel"]
     matrix = as_matrix(kernel, quantized, jnp.float32)
     if "lora_a" in linear and lora is not None:
-        a, b = (linear[name].astype(jnp.float32) for name in ADAPTER)
+        a, b = (linear[name].astype(jnp.float32) for name in ("lora_a", "lora_b"))
         matrix += lora.scale * jnp.matmul(a, b, precision=jax.lax.Precision.HIGHEST)
+        if "lora_m" in linear:
+            matrix *= (linear["lora_m"] / column_norms(matrix))[..., None, :]
     return matrix if isinstance(kernel, dict) else matrix.astype(kernel.dtype)
 
 
@@ -177,5 +204,5 @@ def merge(params: Params, lora: LoraConfig | None) -> Params:
     if "lora_a" in params and not isinstance(params["kernel"], dict):
         found["kernel"] = merged_kernel(params, lora)
         for name in ADAPTER:
-            del found[name]
+            found.pop(name, None)
     return found

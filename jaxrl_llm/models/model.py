@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jaxrl_llm.config import ConfigError
+from jaxrl_llm.distributed.processes import all_or_none
 from jaxrl_llm.distributed.sharding import shardings
 from jaxrl_llm.models import hf, lora, peft
 from jaxrl_llm.models.families import family_for, family_of
@@ -255,7 +256,12 @@ def add_adapters(model: Model, config: lora.LoraConfig, key: jax.Array) -> Model
             f"lora.targets are {', '.join(config.targets)}, but outside its experts this model has none of them"
         )
     targets = None if model.mesh is None else shardings(shapes, model.mesh)
-    adapters = jax.jit(lambda key: lora.adapters_of(net.init(key)), out_shardings=targets)(key)
+
+    def drawn(key, params: Params) -> Params:
+        adapters = lora.adapters_of(net.init(key))
+        return lora.adapters_of(lora.with_magnitudes(lora.combine(params, adapters))) if config.dora else adapters
+
+    adapters = jax.jit(drawn, out_shardings=targets)(key, model.params if config.dora else {})
     return dataclasses.replace(model, net=net, params=lora.combine(_fp32_score(model.params), adapters))
 
 
@@ -293,13 +299,25 @@ def compute_dtype(dtype: str) -> str:
     return "float32" if jax.default_backend() == "cpu" else "bfloat16"
 
 
-def save_hf(model: Model, path: str | os.PathLike[str], dtype: str | None = None, max_shard_bytes: float = 5e9) -> None:
+def save_hf(
+    model: Model,
+    path: str | os.PathLike[str],
+    dtype: str | None = None,
+    max_shard_bytes: float = 5e9,
+    *,
+    overwrite: bool = False,
+) -> None:
     """Writes the model as a Hugging Face folder that transformers and vLLM load; see `hf.save`.
 
     Adapters are merged into the matrices. A model without generation_config.json gets one that names the tokenizer's
     end-of-text and padding tokens; the config.json of a score model names the padding token, which transformers needs
-    to find the last token of each row.
+    to find the last token of each row. Raises ConfigError where the folder holds a model already, unless `overwrite`.
     """
+    with all_or_none():  # of many processes the first looks, before any writes
+        if jax.process_index() == 0 and not overwrite and (Path(path) / "config.json").is_file():
+            raise ConfigError(
+                f"{path} holds a model already: save to another folder, or replace it with save_hf(..., overwrite=True)"
+            )
     generation = model.generation
     if generation is None and model.tokenizer is not None:
         generation = {name: getattr(model.tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}

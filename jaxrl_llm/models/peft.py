@@ -14,7 +14,7 @@ from safetensors.numpy import save_file
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.distributed.sharding import path_name, shardings
 from jaxrl_llm.models import safetensors
-from jaxrl_llm.models.lora import ADAPTER, HF_NAMES, LoraConfig, Params, adapters_of, parse_targets, split
+from jaxrl_llm.models.lora import HF_NAMES, LoraConfig, Params, adapters_of, parse_targets, split
 from jaxrl_llm.models.transformer import Net
 
 CONFIG = "adapter_config.json"
@@ -25,7 +25,6 @@ TASKS = {"lm": "CAUSAL_LM", "score": "SEQ_CLS"}
 PLAIN: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
     "bias": (None, "none"),
-    "use_dora": (None, False),
     "use_qalora": (None, False),
     "use_bdlora": (None, False),
     "alora_invocation_tokens": (None, []),
@@ -89,6 +88,7 @@ def read_config(folder: str | os.PathLike[str]) -> AdapterConfig:
         dropout=float(entries.get("lora_dropout", 0.0)),
         targets=parse_targets(modules),
         rslora=bool(entries.get("use_rslora")),
+        dora=bool(entries.get("use_dora")),
     )
     head = "score" if entries.get("task_type") == TASKS["score"] else "lm"
     return AdapterConfig(lora, entries.get("base_model_name_or_path"), head)
@@ -112,13 +112,14 @@ def read(folder: str | os.PathLike[str], net: Net, family, mesh: Mesh | None) ->
 
     def leaf(path, x):
         layers = [found[name].T for name in wanted[path_name(path)]]
-        value = (np.stack(layers) if x.ndim == 3 else layers[0]).astype(x.dtype)
+        stacked = x.ndim == 3 or path[-1].key == "lora_m"
+        value = (np.stack(layers) if stacked else layers[0]).astype(x.dtype)
         for name, layer in zip(wanted[path_name(path)], layers, strict=True):
             safetensors.check_finite(layer, folder, name)
         if value.shape != x.shape:
             raise ConfigError(
                 f"{folder / TENSORS}: {wanted[path_name(path)][0]} has shape {layers[0].shape[::-1]}, but this model "
-                f"and r = {net.config.lora and net.config.lora.rank} need {x.shape[-2:][::-1]}"
+                f"and r = {net.config.lora and net.config.lora.rank} need {x.shape[1 if stacked else 0 :][::-1]}"
             )
         return value
 
@@ -152,7 +153,7 @@ def write(folder: Path, net: Net, family, params: Params, base: str | None) -> N
     arrays: dict[str, np.ndarray] = {}
     for path, names in _tensors(net, family).items():
         value = safetensors.on_host(leaves[path]).astype(np.float32)
-        layers = value if value.ndim == 3 else value[None]
+        layers = value if value.ndim == 3 or path.endswith("lora_m") else value[None]
         arrays |= {name: np.ascontiguousarray(x.T) for name, x in zip(names, layers, strict=True)}
     entries = {
         "peft_type": "LORA",
@@ -163,6 +164,7 @@ def write(folder: Path, net: Net, family, params: Params, base: str | None) -> N
         "lora_dropout": lora.dropout,
         "target_modules": [HF_NAMES[name] for name in lora.targets if name in present],
         "use_rslora": lora.rslora,
+        "use_dora": lora.dora,
         "bias": "none",
         "fan_in_fan_out": False,
         "modules_to_save": ["score"] if net.config.head == "score" else None,
@@ -190,8 +192,8 @@ def _tensors(net: Net, family) -> dict[str, list[str]]:
     for path, _ in jax.tree_util.tree_leaves_with_path(split(net.shapes())[1]):
         name = path_name(path)
         module, _, leaf = name.rpartition("/")
-        matrix = f".lora_{leaf[-1].upper()}" if leaf in ADAPTER else ""
-        found[name] = [f"{PREFIX}{tensor}{matrix}.weight" for tensor in stored[f"{module}/kernel"]]
+        kept = {"lora_a": ".lora_A.weight", "lora_b": ".lora_B.weight", "lora_m": ".lora_magnitude_vector"}
+        found[name] = [f"{PREFIX}{tensor}{kept.get(leaf, '.weight')}" for tensor in stored[f"{module}/kernel"]]
     return found
 
 

@@ -27,6 +27,7 @@ class OptimizerSpec:
     total_steps: int
     updates_per_step: int
     warmup_steps: int
+    warmup_init: float
     min_lr_ratio: float
     cycles: float
     decay_steps: int
@@ -35,6 +36,8 @@ class OptimizerSpec:
     b2: float
     eps: float
     weight_decay: float
+    weight_decay_end: float | None
+    weight_decay_shape: str
     no_decay: tuple[str, ...]
     moment_dtype: str
     max_grad_norm: float
@@ -45,8 +48,9 @@ class OptimizerSpec:
 def learning_rate_schedule(spec: OptimizerSpec) -> optax.Schedule:
     """The learning rate of each optimizer update, `[]` of its count.
 
-    Warm-up rises linearly from 0 and reaches the peak after `warmup_steps`; as in transformers its first update has
-    rate 0. Then, with p from 0 to 1 over the rest and m = `min_lr_ratio`, the peak is multiplied by
+    Warm-up rises linearly from `warmup_init` and reaches the peak after `warmup_steps`; as in transformers its first
+    update has the rate that it starts at. Then, with p from 0 to 1 over the rest and m = `min_lr_ratio`, the peak is
+    multiplied by
 
         constant      1
         linear        1 - (1 - m) p
@@ -61,7 +65,7 @@ def learning_rate_schedule(spec: OptimizerSpec) -> optax.Schedule:
     warmup = spec.warmup_steps * updates
     after_warmup = max(spec.total_steps * updates - warmup, 1)
     shape = SHAPES[spec.schedule](spec, warmup, after_warmup, spec.decay_steps * updates)
-    rises = optax.linear_schedule(0.0, spec.learning_rate, warmup)
+    rises = optax.linear_schedule(spec.warmup_init, spec.learning_rate, warmup)
 
     def schedule(count):
         after = spec.learning_rate * shape(jnp.maximum(count - warmup, 0))
@@ -116,8 +120,9 @@ def build_optimizer(spec: OptimizerSpec, schedule: optax.Schedule | None = None)
 
     adamw (arXiv 1711.05101); adafactor with an explicit learning rate (arXiv 1804.04235), each layer by itself; lion
     (arXiv 2302.06675); sgd with momentum b1; muon (arXiv 2502.16982) for the matrices of the layers and adamw for the
-    rest. Weight decay is decoupled and leaves out the parameters of `no_decay`. Moments are computed in fp32 and stored
-    in `moment_dtype`, whatever the parameters' type. With `freeze_router` routers are left as they are.
+    rest. Weight decay is decoupled (`weight_decay_of`) and leaves out the parameters of `no_decay`. Moments are
+    computed in fp32 and stored in `moment_dtype`, whatever the parameters' type. With `freeze_router` routers are left
+    as they are.
     """
     rate = schedule or learning_rate_schedule(spec)
     return wrapped_optimizer(spec, stored_in(OPTIMIZERS[spec.name](spec, rate), spec.moment_dtype, spec.seed))
@@ -136,6 +141,24 @@ def wrapped_optimizer(spec: OptimizerSpec, optimizer: optax.GradientTransformati
     return optax.chain(optax.clip_by_global_norm(spec.max_grad_norm), optimizer) if spec.max_grad_norm else optimizer
 
 
+def weight_decay_of(spec: OptimizerSpec) -> optax.ScalarOrSchedule:
+    """The weight decay: a number, or that of each update where it moves to `weight_decay_end` over the run.
+
+    It goes there by p, the share of the updates that were made (linear), or by (1 - cos(pi p)) / 2 (cosine): Megatron's
+    weight_decay_incr_style.
+    """
+    if spec.weight_decay_end is None:
+        return spec.weight_decay
+    start, change = spec.weight_decay, spec.weight_decay_end - spec.weight_decay
+    total = max(spec.total_steps * spec.updates_per_step, 1)
+
+    def schedule(count):
+        p = jnp.minimum(count / total, 1.0)
+        return start + change * (p if spec.weight_decay_shape == "linear" else 0.5 * (1 - jnp.cos(jnp.pi * p)))
+
+    return schedule
+
+
 def decayed(spec: OptimizerSpec) -> Callable[[Any], Any]:
     """The mask of the parameters that weight decay applies to, of a tree of parameters."""
     return lambda params: jax.tree_util.tree_map_with_path(
@@ -144,26 +167,26 @@ def decayed(spec: OptimizerSpec) -> Callable[[Any], Any]:
 
 
 def _adamw(spec: OptimizerSpec, rate: optax.Schedule) -> optax.GradientTransformation:
-    return optax.adamw(rate, spec.b1, spec.b2, spec.eps, weight_decay=spec.weight_decay, mask=decayed(spec))
+    return optax.adamw(rate, spec.b1, spec.b2, spec.eps, weight_decay=weight_decay_of(spec), mask=decayed(spec))
 
 
 def _adafactor(spec: OptimizerSpec, rate: optax.Schedule) -> optax.GradientTransformation:
     statistics = optax.chain(optax.scale_by_factored_rms(min_dim_size_to_factor=2), optax.clip_by_block_rms(1.0))
     return optax.chain(
         per_layer(statistics),
-        optax.add_decayed_weights(spec.weight_decay, decayed(spec)),
+        optax.add_decayed_weights(weight_decay_of(spec), decayed(spec)),
         optax.scale_by_learning_rate(rate),
     )
 
 
 def _lion(spec: OptimizerSpec, rate: optax.Schedule) -> optax.GradientTransformation:
-    return optax.lion(rate, spec.b1, spec.b2, weight_decay=spec.weight_decay, mask=decayed(spec))
+    return optax.lion(rate, spec.b1, spec.b2, weight_decay=weight_decay_of(spec), mask=decayed(spec))
 
 
 def _sgd(spec: OptimizerSpec, rate: optax.Schedule) -> optax.GradientTransformation:
     momentum = [optax.trace(spec.b1)] if spec.b1 else []
     return optax.chain(
-        *momentum, optax.add_decayed_weights(spec.weight_decay, decayed(spec)), optax.scale_by_learning_rate(rate)
+        *momentum, optax.add_decayed_weights(weight_decay_of(spec), decayed(spec)), optax.scale_by_learning_rate(rate)
     )
 
 
@@ -177,9 +200,10 @@ def _muon(spec: OptimizerSpec, rate: optax.Schedule) -> optax.GradientTransforma
     def last_two(params):  # the leading dimensions (layers, experts) are a batch of matrices
         return jax.tree.map(lambda _: MuonDimensionNumbers(-2, -1), params)
 
+    decay: Any = weight_decay_of(spec)  # its signature names numbers alone, and takes schedules all the same
     matrices = muon(
         rate,
-        weight_decay=spec.weight_decay,
+        weight_decay=decay,
         weight_decay_mask=decayed(spec),
         muon_weight_dimension_numbers=last_two,
         consistent_rms=MUON_RMS,

@@ -4,10 +4,12 @@ import re
 
 import pytest
 
+from jaxrl_llm.config import default
 from jaxrl_llm.config.resolve import ConfigError
 from jaxrl_llm.data.formats.lookup import COMMON, LABELS, PAIRS, find
 from jaxrl_llm.data.formats.native import thread_messages
 from jaxrl_llm.data.tokenize import RowTokenizer
+from jaxrl_llm.training.setup.specs import data_spec
 from tests.data.format_table import SAMPLES
 
 CHATML_PROMPT = "<|im_start|>system\nS<|im_end|>\n<|im_start|>user\nQ<|im_end|>\n<|im_start|>assistant\n"
@@ -345,6 +347,18 @@ def own(tmp_path, monkeypatch):
     (tmp_path / "installed" / "my_package_formats.py").write_text(OWN)
     monkeypatch.syspath_prepend(str(tmp_path / "installed"))
     return tmp_path
+
+
+def test_a_factory_reads_the_settings_of_the_run(own):
+    """By axolotl's names; options take their place, and what is not set is None."""
+    config = default()
+    config.algorithm.name, config.algorithm.loss, config.data.max_length = "preference", "ipo", 77
+    (own / "cfg.py").write_text(
+        "def made(cfg):\n    return lambda row: {'prompt': f'{cfg.sequence_len} {cfg[\"rl\"]} {cfg[\"x\"]}'}\n"
+    )
+    settings = data_spec(config).settings
+    assert find("cfg.py:made", settings=settings)({})["prompt"] == "77 ipo None"
+    assert find("cfg.py:made(rl='y')", settings=settings)({})["prompt"] == "77 y None"
 
 
 def test_functions_from_a_file(own):

@@ -8,6 +8,7 @@ import pytest
 from jaxrl_llm.config.resolve import ConfigError
 from jaxrl_llm.data import tasks
 from jaxrl_llm.data.diagnose import content_fault
+from jaxrl_llm.data.formats.lookup import FactoryOptions
 from jaxrl_llm.data.sources import load
 
 ROWS = [{"prompt": "a", "answer": "1"}, {"prompt": "b", "answer": "2"}]
@@ -207,6 +208,28 @@ def test_a_function_or_class_from_a_file(tmp_path):
     assert load(f"{tmp_path}/own.py:rows", "dev", "main")["prompt"][:] == ["main"]
     with pytest.raises(ConfigError, match=r"own.py:number gave int; it must give rows"):
         load(f"{tmp_path}/own.py:number")
+
+
+def test_a_class_with_the_signature_of_verl(tmp_path):
+    (tmp_path / "own.py").write_text(
+        "class Own:\n"
+        "    def __init__(self, data_files, tokenizer, config, processor=None, max_samples=-1):\n"
+        "        cache = config.get('cache_dir', 'c')\n"
+        "        self.said = f'{data_files} {tokenizer} {config.prompt_key} {cache} {processor}'\n"
+        "    def __len__(self):\n        return 2\n"
+        "    def __getitem__(self, index):\n        return {'prompt': f'{self.said} {index}'}\n"
+        "def ids(tokenizer):\n    return [{'input_ids': [1, 2], 'loss_mask': [0, 1]}]\n"
+        "def other(session):\n    return []\n"
+    )
+    arguments = {"tokenizer": "T", "config": FactoryOptions(prompt_key="question")}
+    rows = load(f"{tmp_path}/own.py:Own(data_files='a.parquet')", arguments=arguments)
+    assert rows["prompt"][:] == ["a.parquet T question c None 0", "a.parquet T question c None 1"]
+    with pytest.raises(ConfigError, match=r"gives token ids \(input_ids\), but rows are tokenised here"):
+        load(f"{tmp_path}/own.py:ids", arguments=arguments)
+    with pytest.raises(ConfigError, match=r"own.py:other asks for session; it gets those of config, data_files"):
+        load(f"{tmp_path}/own.py:other", arguments=arguments)
+    with pytest.raises(ConfigError, match=r"own.py:Own has no argument 'file'"):
+        load(f"{tmp_path}/own.py:Own(file='a')", arguments=arguments)
 
 
 @pytest.mark.parametrize(

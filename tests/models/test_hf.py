@@ -276,7 +276,7 @@ def test_truncated_file_is_named(copy):
 
 def test_damaged_shards_are_named(copy):
     model = load_model(copy)
-    save_hf(model, copy, max_shard_bytes=20_000)
+    save_hf(model, copy, max_shard_bytes=20_000, overwrite=True)
     shards = sorted(copy.glob("model-*.safetensors"))
     index = json.loads((copy / "model.safetensors.index.json").read_text())
     assert len(shards) > 2

@@ -109,6 +109,75 @@ def test_peft_gives_the_same_logits_and_gradients(llama_folder, adapter, adapted
     assert compared == 2 * 2 * 5  # layers, A and B, targets
 
 
+def test_dora_is_that_of_peft(llama_folder, base, tmp_path):
+    """Logits, gradients of A, B and the magnitudes, the merged matrices, and folders in both directions."""
+    shape = dataclasses.replace(SHAPE, dora=True)
+    new = add_adapters(base, shape, jax.random.key(0))
+    np.testing.assert_allclose(new(TOKENS), base(TOKENS), atol=1e-5)  # factors of 1
+    model = shaken(new)
+    save_adapter(model, tmp_path / "adapter")
+    assert json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())["use_dora"] is True
+    again = load_model(llama_folder, adapter=tmp_path / "adapter")
+    assert again.net.config.lora == shape
+    jax.tree.map(np.testing.assert_array_equal, again.params, model.params)
+
+    oracle = in_peft(llama_folder, tmp_path / "adapter")
+    for name, parameter in oracle.named_parameters():
+        parameter.requires_grad_("lora_" in name)
+    tokens = torch.tensor(TOKENS)
+    logits = oracle(tokens).logits
+    np.testing.assert_allclose(model(TOKENS), logits.detach().numpy(), atol=1e-4)
+    torch.log_softmax(logits, -1)[:, :-1].gather(-1, tokens[:, 1:, None]).sum().backward()
+    frozen, trainable = lora.split(model.params)
+
+    def loss(trainable):
+        inputs = Inputs(TOKENS, np.ones_like(TOKENS))
+        return token_logps(model.net, lora.combine(frozen, trainable), inputs)[0].sum()
+
+    gradients = jax.jit(jax.grad(loss))(trainable)["layers"]
+    kinds = {"lora_A": "lora_a", "lora_B": "lora_b", "lora_magnitude_vector": "lora_m"}
+    compared = 0
+    for name, parameter in oracle.named_parameters():
+        if parameter.grad is None:
+            continue
+        _, _, _, _, layer, part, module, matrix, *_ = name.split(".")
+        part = {"self_attn": "attention", "mlp": "mlp"}[part]
+        own = gradients[part][module.removesuffix("_proj")][kinds[matrix]][int(layer)]
+        np.testing.assert_allclose(own, parameter.grad.numpy().T, atol=1e-4, rtol=1e-4, err_msg=name)
+        compared += 1
+    assert compared == 2 * 3 * 5  # layers; A, B and magnitudes; targets
+
+    save_hf(model, tmp_path / "merged")
+    theirs = oracle.merge_and_unload().state_dict()
+    ours = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").state_dict()
+    for name, value in theirs.items():
+        np.testing.assert_allclose(ours[name], value.detach(), atol=1e-5, err_msg=name)
+
+
+def test_dora_that_peft_wrote_loads(llama_folder, tmp_path):
+    shape = {"r": 2, "lora_alpha": 3, "target_modules": ["q_proj", "up_proj"], "use_dora": True}
+    made = peft.get_peft_model(
+        AutoModelForCausalLM.from_pretrained(llama_folder),
+        peft.LoraConfig(**shape, init_lora_weights=False, task_type="CAUSAL_LM"),
+    ).eval()
+    made.save_pretrained(tmp_path / "adapter")
+    model = load_model(llama_folder, adapter=tmp_path / "adapter")
+    assert model.net.config.lora == LoraConfig(2, 3.0, 0.0, ("q", "up"), dora=True)
+    with torch.no_grad():
+        np.testing.assert_allclose(model(TOKENS), made(torch.tensor(TOKENS)).logits.numpy(), atol=1e-4)
+
+
+def test_dropout_of_dora_drops_what_its_adapter_adds(base):
+    """As in PEFT: y + (f - 1) drop(x) W + f scale drop(x) A B; at factors f of 1 and B of 0 nothing is left of it."""
+    shape = dataclasses.replace(SHAPE, dora=True, dropout=0.5)
+    model = add_adapters(base, shape, jax.random.key(0))
+    dropped = dataclasses.replace(model, params=lora.with_dropout(model.params, jax.random.key(1)))
+    np.testing.assert_allclose(dropped(TOKENS), base(TOKENS), atol=1e-4)
+    moved = shaken(model)
+    dropped = dataclasses.replace(moved, params=lora.with_dropout(moved.params, jax.random.key(1)))
+    assert np.abs(dropped(TOKENS) - moved(TOKENS)).max() > 0.01
+
+
 def test_an_adapter_folder_loads_back(llama_folder, adapter, adapted):
     for model in (load_model(llama_folder, adapter=adapter), load_model(adapter)):  # the folder names its base
         assert model.net.config.lora == SHAPE
@@ -176,7 +245,7 @@ def test_unknown_targets_are_refused():
 
 
 FAULTS = {
-    "dora": ({"use_dora": True}, "use_dora = True is not supported"),
+    "dora": ({"use_dora": True}, "lacks tensors that the model needs: .*lora_magnitude_vector"),
     "ranks": ({"rank_pattern": {"q_proj": 8}}, "rank_pattern"),
     "pissa": ({"init_lora_weights": "pissa"}, "init_lora_weights = 'pissa'"),
     "not lora": ({"peft_type": "IA3"}, "peft_type = 'IA3'"),

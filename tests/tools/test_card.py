@@ -183,6 +183,11 @@ def test_an_adapter(run):
     assert "AutoPeftModelForCausalLM" in card.text and "adapters of rank 8" in card.text
 
 
+def test_a_title_and_tags_of_ones_own(run):
+    card = card_of(run(), repo="me/sorter", title="Sorter: the third", tags=("maths", "grpo"))
+    assert card.data.tags == ["jaxrl_llm", "grpo", "maths"] and "# Sorter: the third\n" in card.text
+
+
 def test_a_reward_model(run):
     card = card_of(run(algorithm__name="reward_model"), repo="me/judge")
     assert card.data.pipeline_tag == "text-classification"

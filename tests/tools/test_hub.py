@@ -145,6 +145,8 @@ def test_command_errors(arguments, words, hub, tmp_path, monkeypatch):
         ({"push_to_hub": "no-owner"}, "takes a repository of the hub: OWNER/NAME"),
         ({"private": True}, "export.private is true, but nothing is pushed"),
         ({"overwrite": True}, "export.overwrite is true, but nothing is pushed"),
+        ({"strategy": "every_save"}, "export.push_to_hub does not go with it: name a repository"),
+        ({"strategy": "every_save", "push_to_hub": "me/m"}, "checkpoint.contents does not go with it: let it have hf"),
     ],
 )
 def test_configurations_that_push_nowhere(keys, words):
@@ -168,6 +170,22 @@ def test_the_end_of_a_run(hub, config, capsys):
     assert hub.repos["me/mine"]["files"] == contents(folder / "hf")
     assert b'from_pretrained("me/mine")' in hub.repos["me/mine"]["files"]["README.md"]
     assert f"pushed to {hub.url}/me/mine" in capsys.readouterr().out
+
+
+def test_a_push_at_each_checkpoint(hub, config, capsys):
+    """The second step's push fails, which is a warning; the end pushes the last model."""
+    config.total_steps, config.checkpoint.every, config.checkpoint.contents = 3, 1, ("hf",)
+    config.export.strategy, config.export.overwrite = "every_save", True
+
+    class Away:
+        def on_save(self, info):
+            hub.fails = {"/commit": 500} if info.step == 1 else {}
+
+    result = jaxrl_llm.train(config, callbacks=[Away()])
+    commits, files = (hub.repos["me/mine"][name] for name in ("commits", "files"))
+    assert commits[0] == "Step 1" and len(commits) == 2
+    assert files["model.safetensors"] == (result.output_dir / "hf/model.safetensors").read_bytes()
+    assert "the model of step 2 was not pushed" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -509,6 +509,102 @@ def test_gpg_of_verl(tmp_path):
     expect(config, algorithm={"advantage": "gpg", "loss": "reinforce"})
 
 
+def test_critic_checkpoints_and_subsets_of_verl(tmp_path):
+    """The critic's own optimizer and passes, what a checkpoint holds, the first rows, and entries of config.json."""
+    config = from_verl(
+        tmp_path,
+        "algorithm.adv_estimator=gae trainer.n_gpus_per_node=2 critic.optim.weight_decay=0.2 critic.ppo_epochs=3",
+        "critic.ppo_micro_batch_size_per_gpu=16 critic.optim.lr_warmup_steps_ratio=0.5",
+        "actor_rollout_ref.actor.checkpoint.save_contents=[model,optimizer,extra,hf_model]",
+        "data.train_max_samples=100 data.val_max_samples=7 data.chat_template=chatml",
+        "actor_rollout_ref.model.override_config.rope_theta=1e6 "
+        "actor_rollout_ref.model.override_config.attention_dropout=0.1",
+    )
+    expect(
+        config,
+        critic={"weight_decay": 0.2, "num_iterations": 3, "microbatch_rows": 32, "lr_warmup_steps": 1},
+        checkpoint={"contents": ("state", "hf")},
+        data={"split": "train[:100]", "chat_template": "chatml"},
+        eval={"prompts": 7},
+        model={"overrides": "rope_theta=1000000.0"},
+    )
+    alone = "actor_rollout_ref.actor.checkpoint.save_contents=['model']"
+    model_only = from_verl(tmp_path, "algorithm.adv_estimator=gae", alone)
+    expect(model_only, checkpoint={"contents": ("hf",)}, critic={"weight_decay": 0.01, "num_iterations": 0})
+
+
+def test_the_model_alone_and_the_best_model_of_trl_and_axolotl(tmp_path):
+    script = (
+        "trl dpo --model_name_or_path m --dataset_name d --max_steps 8 --eval_strategy steps --eval_steps 2 "
+        "--save_steps 2 --model_revision v2 --save_only_model True"
+    )
+    config, _ = migrate(written(tmp_path, "only.sh", script))
+    expect(config, model={"revision": "v2"}, checkpoint={"contents": ("hf",)}, export={"best": False})
+    config, _ = migrate(written(tmp_path, "best.sh", f"{script} --load_best_model_at_end True"))
+    expect(config, checkpoint={"contents": ("state", "hf"), "best": "eval/loss"}, export={"best": True})
+    tree = {
+        "base_model": "m", "datasets": [{"path": "d", "type": "chatml.intel"}], "rl": "dpo", "learning_rate": 1e-5,
+        "max_steps": 2, "tokenizer_config": "t", "revision_of_model": "v2", "save_only_model": True,
+        "overrides_of_model_config": {"rope_theta": 10000},
+    }  # fmt: skip
+    config, _ = migrate(written(tmp_path, "a.yaml", yaml.safe_dump(tree)))
+    wanted = {"tokenizer": "t", "revision": "v2", "overrides": "rope_theta=10000"}
+    expect(config, model=wanted, checkpoint={"contents": ("hf",)})
+
+
+def test_a_data_set_class_of_verl(tmp_path):
+    said = "data.train_files=t.parquet data.custom_cls.path=own.py data.custom_cls.name=Own data.val_files=v.parquet"
+    data = {"path": "own.py:Own(data_files='t.parquet')", "eval_path": "own.py:Own(data_files='v.parquet')"}
+    expect(from_verl(tmp_path, said), data=data)
+
+
+def test_pushes_of_trl_at_saves(tmp_path):
+    said = "trl sft --model_name_or_path m --dataset_name d --max_steps 9 --push_to_hub --hub_model_id me/m --tags a"
+    config, _ = migrate(written(tmp_path, "a.sh", f"{said} --hub_strategy every_save"))
+    wanted = {"push_to_hub": "me/m", "strategy": "every_save", "overwrite": True, "tags": ("a",)}
+    expect(config, export=wanted, checkpoint={"contents": ("state", "hf")})
+    config, text = migrate(written(tmp_path, "a.sh", f"{said} --hub_strategy all_checkpoints"))
+    expect(config, export=wanted)
+    assert "its optimizer not" in " ".join(text.split())
+    config, _ = migrate(written(tmp_path, "a.sh", f"{said} --hub_strategy end"))
+    expect(config, export={"strategy": "end", "overwrite": False}, checkpoint={"contents": ("state",)})
+
+
+def test_dora_of_trl_and_axolotl(tmp_path):
+    said = "trl sft --model_name_or_path m --dataset_name d --max_steps 9 --use_peft --use_dora True"
+    expect(migrate(written(tmp_path, "a.sh", said))[0], lora={"rank": 16, "dora": True})
+    config, text = migrate(written(tmp_path, "a.sh", f"{said} --load_in_4bit True"))
+    expect(config, lora={"dora": False}, model={"quantize": "nf4"})
+    assert "use_dora is left out" in " ".join(text.split())
+    tree = {"base_model": "m", "datasets": [{"path": "d"}], "learning_rate": 1e-5, "max_steps": 2, "adapter": "lora"}
+    tree |= {"lora_r": 8, "peft_use_dora": True}
+    expect(migrate(written(tmp_path, "a.yaml", yaml.safe_dump(tree)))[0], lora={"rank": 8, "dora": True})
+
+
+def test_a_token_budget_of_verl_with_sequence_parallelism(tmp_path):
+    """Rows of 512 + 512 tokens: 2 devices x 8192 tokens hold 16 of them."""
+    actor = "actor_rollout_ref.actor"
+    said = f"{actor}.use_dynamic_bsz=True {actor}.ppo_max_token_len_per_gpu=8192"
+    group = "algorithm.adv_estimator=grpo actor_rollout_ref.rollout.n=4 trainer.n_gpus_per_node=2"
+    config = from_verl(tmp_path, group, said, f"{actor}.ulysses_sequence_parallel_size=2")
+    expect(config, mesh={"context": 2}, batch={"microbatch_rows": 16, "microbatch_tokens": 0})
+
+
+def test_warm_up_and_weight_decay_of_megatron(tmp_path):
+    optim = "actor_rollout_ref.actor.optim"
+    said = f"{optim}.lr_warmup_init=1e-7 {optim}.lr_warmup_steps=2 {optim}.weight_decay_incr_style=cosine"
+    config = from_verl(tmp_path, said)
+    expect(config, optimizer={"warmup_init": 1e-7, "weight_decay_shape": "cosine", "weight_decay_end": None})
+
+
+def test_evaluations_of_trl_that_start_late(tmp_path):
+    said = "trl sft --model_name_or_path m --dataset_name d --max_steps 90 --eval_delay "
+    config, _ = migrate(written(tmp_path, "a.sh", f"{said}30 --eval_strategy steps --eval_steps 10"))
+    expect(config, eval={"every": 10, "start": 30})
+    config, _ = migrate(written(tmp_path, "a.sh", f"{said}1.5 --eval_strategy epoch"), rows=80)  # 10 updates an epoch
+    expect(config, eval={"every": 10, "start": 15})
+
+
 def test_a_kl_of_verl_in_loss_and_reward(tmp_path):
     both = ("actor_rollout_ref.actor.use_kl_loss=True", "algorithm.use_kl_in_reward=True")
     coefs = ("actor_rollout_ref.actor.kl_loss_coef=0.002", "algorithm.kl_ctrl.kl_coef=0.05")
@@ -841,12 +937,6 @@ VERL = "python -m verl.trainer.main_ppo trainer.total_training_steps=2 actor_rol
             {"max_steps": "x", "learning_rate": "y", "beta": "z", "output_dir": "o"},
             {"trainer": "dpo"},
             ["max_steps = 'x' is", "learning_rate = 'y' is", "beta = 'z' is"],
-        ),
-        (
-            "a.json",
-            {"neftune_noise_alpha": 5, "output_dir": "o", "max_steps": 2},
-            {"trainer": "grpo"},
-            ["only sft adds"],
         ),
         ("a.sh", f"{VERL}algorithm.adv_estimator=grop\n", {}, ["adv_estimator = 'grop' is left out"]),
         ("a.sh", f"{VERL}actor_rollout_ref.actor.ppo_mini_batch_size=300\n", {}, ["does not divide", "256 is taken"]),

@@ -152,6 +152,7 @@ class Server:
 
     def __init__(self, change=lambda answer: answer, status=200):
         bodies = self.bodies = []
+        self.status, outer = status, self
 
         class Handler(http.server.BaseHTTPRequestHandler):
             def do_POST(self):
@@ -162,7 +163,7 @@ class Server:
                     for i in range(body["n"])
                 ]
                 data = json.dumps(change({"choices": choices})).encode()
-                self.send_response(status)
+                self.send_response(outer.status)
                 self.end_headers()
                 self.wfile.write(data)
 
@@ -209,8 +210,35 @@ def test_a_server_that_fails_is_named(rollout, monkeypatch):
     with Server(lambda answer: "x" * 3_000_000) as server, pytest.raises(ConfigError, match="the reply has more than"):
         rollout(served(server))
     away = types.SimpleNamespace(url="http://127.0.0.1:9/v1")
-    with pytest.raises(ConfigError, match=r"did not answer within 2 seconds.*start the server"):
-        rollout(served(away, timeout=2))
+    with pytest.raises(ConfigError, match=r"was not there within 0\.5 seconds.*start the server"):
+        rollout(served(away, wait_for_server=0.5))
+
+
+def test_a_server_that_comes_up_is_waited_for(rollout, monkeypatch):
+    """First nothing listens, then a proxy says that nothing is there; once it has answered nothing is waited for."""
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    monkeypatch.setattr("jaxrl_llm.environments.server.time.sleep", lambda seconds: None)
+    late, refusals = Server(status=503), []
+    port = late.http.server_port
+    late.http.server_close()
+
+    def warned(text, *values):
+        refusals.append(values[1])
+        if len(refusals) == 2:  # now something listens
+            late.http = http.server.ThreadingHTTPServer(("127.0.0.1", port), late.http.RequestHandlerClass)
+            threading.Thread(target=late.http.serve_forever, daemon=True).start()
+        if len(refusals) == 4:
+            late.status = 200
+
+    monkeypatch.setattr("jaxrl_llm.environments.server.log.warning", warned)
+    function = served(late)
+    made, _ = rollout(function)
+    assert made.finished.all() and ["Connect" in text for text in refusals] == [True, True, False, False]
+    late.status = 503
+    with pytest.raises(ConfigError, match="answered 503"):
+        rollout(function)
+    late.http.shutdown()
+    late.http.server_close()
 
 
 @pytest.mark.parametrize(

@@ -75,6 +75,15 @@ def test_only_adapters_are_trained():
     assert count < sum(x.size for x in jax.tree.leaves(frozen)) / 4
 
 
+def test_magnitudes_of_dora_are_trained():
+    net = NET.with_lora(LoraConfig(rank=2, alpha=4.0, targets=("q", "down"), dora=True))
+    state, *_ = run_update(config_with(), net, steps=2)
+    before = start(net)[1]
+    changes = jax.tree_util.tree_leaves_with_path(jax.tree.map(np.subtract, state.params, before))
+    assert {path[-1].key for path, _ in changes} == {"lora_a", "lora_b", "lora_m"}
+    assert all(np.abs(change).max() > 1e-4 for _, change in changes)
+
+
 def test_the_base_has_no_gradient():
     """The whole model's update multiplies into arrays of the shapes of its matrices; that of adapters does not."""
 
@@ -179,6 +188,9 @@ def test_contradictions_are_refused():
         "lora.rank is 2, but the adapter of lora.path has a rank": {"lora__path": "somewhere"},
         "lora.reference = 'base' never moves": {"algorithm__ref_sync_steps": 2},
         "a mean of adapters is no mean": {"algorithm__ref_sync_steps": 2, "lora__reference": "start"},
+        "lora.dora is true, but the adapter of lora.path": {"lora__dora": True, "lora__path": "x", "lora__rank": 0},
+        "lora.dora is true, and model.quantize nf4": {"lora__dora": True, "model__quantize": "nf4"},
+        "lora.dora is true, but there are no adapters": {"lora__dora": True, "lora__rank": 0},
         "lora.reference is copy, but the matrices are quant": {"lora__reference": "copy", "model__quantize": "nf4"},
     }
     for message, changes in cases.items():
@@ -212,6 +224,23 @@ def test_run_leaves_adapter_and_merged_model(run):
     assert np.abs(adapted(tokens) - base(tokens)).max() > 1e-2
     for line in run.metrics:
         assert line["sampling/sampling_logp_difference/max"] < 1e-4  # the sampler merges, the trainer does not
+
+
+@pytest.mark.slow
+def test_a_run_with_dora(root, tmp_path):
+    """The sampler's merged matrices are what the trainer computes, and the folder of PEFT is what was trained."""
+    made = tiny(root, tmp_path / "run", lora__dora=True, optimizer__warmup_steps=0)
+    result = jaxrl_llm.train(made)
+    for line in result.metrics:
+        assert line["sampling/sampling_logp_difference/max"] < 1e-4
+    adapted, merged = (jaxrl_llm.load_model(result.output_dir / name) for name in ("adapter", "hf"))
+    assert adapted.net.config.lora.dora
+    jax.tree.map(np.testing.assert_array_equal, adapted.params, result.model.params)
+    tokens = np.arange(97, 109)[None]
+    np.testing.assert_allclose(adapted(tokens), merged(tokens), atol=1e-3)
+    base = jaxrl_llm.load_model("embedded:sort")
+    lengths = lora.column_norms(base.params["layers"]["attention"]["q"]["kernel"])
+    assert np.abs(adapted.params["layers"]["attention"]["q"]["lora_m"] - lengths).max() > 1e-4
 
 
 def test_checkpoints_hold_adapters_alone(run, tmp_path):

@@ -12,7 +12,7 @@ import jaxrl_llm
 from jaxrl_llm.config import ConfigError, default, validate
 from jaxrl_llm.config.flags import load_config_file
 from jaxrl_llm.distributed.sharding import parameter_spec
-from jaxrl_llm.training.optimizers import learning_rate_schedule
+from jaxrl_llm.training.optimizers import learning_rate_schedule, weight_decay_of
 from jaxrl_llm.training.setup.run import make_optimizer
 from jaxrl_llm.training.setup.specs import optimizer_spec
 
@@ -230,6 +230,27 @@ def test_no_decay_names_what_is_not_decayed():
     assert not np.allclose(plain["layers"]["q"]["kernel"], without["layers"]["q"]["kernel"])
 
 
+@pytest.mark.parametrize("name", ["adamw", "adafactor", "lion", "sgd", "muon"])
+@pytest.mark.parametrize("shape", ["linear", "cosine"])
+def test_weight_decay_moves_to_its_end(name, shape):
+    """Without gradients each update multiplies by 1 - rate x decay, whatever the optimizer."""
+    config = config_of(name=name, weight_decay=0.2, weight_decay_end=1.0, weight_decay_shape=shape)
+    config.batch.minibatches = 2  # 40 updates
+    optimizer, params = make_optimizer(config), jax.tree.map(jnp.asarray, parameters())
+    still, state, before = jax.tree.map(jnp.zeros_like, params), optimizer.init(params), params
+    expected = 1.0
+    for count in range(3):
+        changes, state = optimizer.update(still, state, params)
+        params = optax.apply_updates(params, changes)
+        p = count / 40
+        expected *= 1 - 0.01 * (0.2 + 0.8 * (p if shape == "linear" else 0.5 * (1 - np.cos(np.pi * p))))
+    kernel = before["layers"]["q"]["kernel"] * expected
+    np.testing.assert_allclose(params["layers"]["q"]["kernel"], kernel, rtol=1e-6)
+    np.testing.assert_array_equal(params["layers"]["q"]["bias"], before["layers"]["q"]["bias"])
+    decay = weight_decay_of(optimizer_spec(config))
+    np.testing.assert_allclose([float(decay(count)) for count in (0, 20, 40, 90)], [0.2, 0.6, 1.0, 1.0], rtol=1e-6)
+
+
 SCHEDULES = {
     "linear": ({"schedule": "linear"}, ("linear", {})),
     "cosine": ({"schedule": "cosine"}, ("cosine", {})),
@@ -269,6 +290,12 @@ def test_wsd_falls_exponentially():
     np.testing.assert_allclose(rates, [0.01, 0.01, 0.01 * (2 * 0.5**0.5 - 1), 0.0, 0.0], rtol=1e-5, atol=1e-9)
 
 
+def test_warm_up_starts_where_it_is_told():
+    schedule = learning_rate_schedule(optimizer_spec(config_of(warmup_steps=4, warmup_init=0.002)))
+    rates = [float(schedule(step)) for step in (0, 1, 2, 4, 9)]
+    np.testing.assert_allclose(rates, [0.002, 0.004, 0.006, 0.01, 0.01], rtol=1e-6)
+
+
 def test_warmup_ratio_counts_updates():
     config = config_of(warmup_ratio=0.12)  # 2.4 of 20 steps: 3
     config.batch.minibatches = 2
@@ -280,6 +307,8 @@ def test_warmup_ratio_counts_updates():
     ("keys", "words"),
     [
         ({"warmup_steps": 2, "warmup_ratio": 0.1}, "set one"),
+        ({"warmup_init": 0.001}, "there is no warm-up"),
+        ({"warmup_init": 0.1, "warmup_steps": 2}, "give a smaller one"),
         ({"schedule": "wsd"}, "optimizer.decay_steps is 0"),
         ({"decay_steps": 3}, "schedule constant"),
         ({"schedule": "wsd", "decay_steps": 21}, "total_steps = 20"),

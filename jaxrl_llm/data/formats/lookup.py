@@ -30,7 +30,10 @@ MAP_OPTIONS = ("remove_columns", "num_proc", "desc", "load_from_cache_file", "ke
 
 
 class FactoryOptions(dict[str, Any]):
-    """The options as an axolotl factory reads them: `cfg["name"]` or `cfg.name`, None where there is none."""
+    """Settings as axolotl's factories and verl's classes read them: `cfg["name"]` or `cfg.name`, None without one."""
+
+    def __missing__(self, name: str) -> None:
+        return None
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -44,6 +47,7 @@ def find(
     tokenizer: Any = None,
     options: Mapping[str, Any] | None = None,
     purpose: str | None = None,
+    settings: Mapping[str, Any] | None = None,
 ) -> Format:
     """The function `row -> Example` of a format, for data of one kind: prompts, completions, pairs or labels.
 
@@ -55,7 +59,7 @@ def find(
     A name that pairs and labels share means the kind's own; formats of pairs serve every kind. Other columns of the row
     stay, but of those with text (prompt, messages, chosen, ...) only what the format returns. A function whose first
     argument is called `cfg` or `config` is one of axolotl's factories: `fn(cfg)` gives the function of a row, or that
-    and `{"remove_columns": [...]}`.
+    and `{"remove_columns": [...]}`; cfg has the `settings` of the run, by axolotl's names, and the options.
 
     Raises ConfigError: an unknown name or option, listing those there are.
     """
@@ -69,7 +73,7 @@ def find(
         name, function, options = getattr(spec, "__name__", "the format"), spec, dict(options or {})
     removed: tuple[str, ...] = ()
     if next(iter(inspect.signature(function).parameters), None) in ("cfg", "config"):
-        function, removed = _call_factory(function, name, options)
+        function, removed = _call_factory(function, name, {**(settings or {}), **options})
     else:
         _check_options(name, function, options)
         function = functools.partial(function, **options)

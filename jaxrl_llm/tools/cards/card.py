@@ -4,11 +4,11 @@ import importlib.metadata
 import json
 import math
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxrl_llm.config import ConfigError, default, flat
+from jaxrl_llm.config import ConfigDict, ConfigError, default, flat
 from jaxrl_llm.config.resolve import split_options
 from jaxrl_llm.config.schema import KEYS, OFFLINE
 from jaxrl_llm.config.version import __version__
@@ -40,24 +40,33 @@ LIBRARIES = {
 }
 
 
-def write_cards(run: str | Path, step: int, repo: str | None = None) -> None:
-    """Writes the cards of the folders `hf`, which goes to `repo` on the hub, and `adapter` of a run of `step` steps."""
-    for name, place in (("hf", repo), ("adapter", None)):
+def write_cards(run: str | Path, step: int, export: ConfigDict) -> None:
+    """Writes the cards of the folders `hf` and `adapter` of a run of `step` steps, with what `export` says of them."""
+    for name, place in (("hf", export.push_to_hub), ("adapter", None)):
         if (Path(run) / name).is_dir():
-            write_card(Path(run) / name, run, step, place)
+            write_card(Path(run) / name, run, step, place, export.title, export.tags)
 
 
-def write_card(folder: str | Path, run: str | Path, step: int, repo: str | None = None) -> None:
+def write_card(
+    folder: str | Path,
+    run: str | Path,
+    step: int,
+    repo: str | None = None,
+    title: str | None = None,
+    tags: Sequence[str] = (),
+) -> None:
     """Writes README.md, curves.svg and the base's LICENSE into an exported folder of a run's `step`.
 
-    The folder holds the merged model, or an adapter as PEFT reads it. `repo` is where on the hub it will be. What the
-    card says is taken from config.json and metrics.jsonl of the run, of these up to `step`; without metrics.jsonl it
-    has neither results nor curves. Raises ConfigError when it cannot be written.
+    The folder holds the merged model, or an adapter as PEFT reads it. `repo` is where on the hub it will be, `title`
+    the card's own, and `tags` are added to those of the algorithm. What the card says is taken from config.json and
+    metrics.jsonl of the run, of these up to `step`; without metrics.jsonl it has neither results nor curves. Raises
+    ConfigError when it cannot be written.
     """
     folder, found = Path(folder), run_of(Path(run))
     base = base_of(str(found.settings["model.path"]))
     svg = curves_svg(found, step)
-    text = f"---\n{_front_matter(folder, found, base, step)}---\n\n{_body(folder, found, base, step, bool(svg), repo)}"
+    body = _body(folder, found, base, step, bool(svg), repo, title)
+    text = f"---\n{_front_matter(folder, found, base, step, tags)}---\n\n{body}"
     try:
         if base.text is not None:
             shutil.copyfile(base.text, folder / "LICENSE")
@@ -83,7 +92,7 @@ def evaluations(run: ReportedRun, last_step: int) -> list[tuple[int, dict[str, f
     return found
 
 
-def _front_matter(folder: Path, run: ReportedRun, base: Base, step: int) -> str:
+def _front_matter(folder: Path, run: ReportedRun, base: Base, step: int, tags: Sequence[str]) -> str:
     from huggingface_hub import EvalResult, ModelCardData  # slow to import
 
     adapter = peft.is_adapter(folder)
@@ -95,6 +104,7 @@ def _front_matter(folder: Path, run: ReportedRun, base: Base, step: int) -> str:
         kind = rest if rest and first in held_out else name.removeprefix("eval/")
         results.append(EvalResult(task, path, path, kind, float(f"{value:.6g}"), dataset_split=split, metric_name=name))
     algorithm = str(run.settings["algorithm.name"])
+    adapters = ["lora"] if run.settings.get("lora.rank") or run.settings.get("lora.path") else []
     licence: dict[str, Any] = dict(base.license) or {"license": "unknown"}
     data = ModelCardData(
         base_model=base.hub_id,
@@ -102,7 +112,7 @@ def _front_matter(folder: Path, run: ReportedRun, base: Base, step: int) -> str:
         datasets=None if "train_dataset" in given_to(run.folder) else datasets_of(run.settings) or None,
         library_name="peft" if adapter else library,
         pipeline_tag=task,
-        tags=[TAG, algorithm, *(["lora"] if run.settings.get("lora.rank") or run.settings.get("lora.path") else [])],
+        tags=list(dict.fromkeys([TAG, algorithm, *adapters, *tags])),
         model_name=run.name if results else None,
         eval_results=results or None,
         **licence,
@@ -110,9 +120,11 @@ def _front_matter(folder: Path, run: ReportedRun, base: Base, step: int) -> str:
     return data.to_yaml() + "\n"
 
 
-def _body(folder: Path, run: ReportedRun, base: Base, step: int, curves: bool, repo: str | None) -> str:
+def _body(
+    folder: Path, run: ReportedRun, base: Base, step: int, curves: bool, repo: str | None, title: str | None
+) -> str:
     parts = [
-        f"# {(repo or run.name).rpartition('/')[2]}\n",
+        f"# {title or (repo or run.name).rpartition('/')[2]}\n",
         f"{_what(folder, run)} made from {_linked(base)} by {step} step{'' if step == 1 else 's'} of "
         f"{algorithm_of(run)} with jaxrl_llm {__version__}.\n",
         table(("", ""), _facts(run, base)),

@@ -75,18 +75,33 @@ def check_push(config: ConfigDict) -> None:
 
 def push_run(config: ConfigDict) -> None:
     """Pushes the folder hf of the run to `export.push_to_hub`, where that is set; raises ConfigError when it fails."""
-    export, folder = config.export, Path(config.output_dir)
-    if export.push_to_hub is None:
+    folder, repo = Path(config.output_dir), config.export.push_to_hub
+    if repo is None:
         return
     with all_or_none():
         if jax.process_index() == 0:
             try:
-                print(f"pushed to {push(folder / 'hf', export.push_to_hub, export.private, export.overwrite)}")
+                print(f"pushed to {push(folder / 'hf', repo, config.export.private, config.export.overwrite)}")
             except ConfigError as error:
                 raise ConfigError(
                     f"{error}. The run is complete, and its model is in {folder / 'hf'}; push it with python -m "
-                    f"jaxrl_llm export --run={folder} --push_to_hub={export.push_to_hub}"
+                    f"jaxrl_llm export --run={folder} --push_to_hub={repo}"
                 ) from error
+
+
+def push_step(config: ConfigDict, folder: Path, step: int) -> str | None:
+    """What went wrong as the model of a step was pushed, where `export.strategy` asks for it; None where nothing did.
+
+    The run goes on all the same: its model is in `folder`, and a later push takes the place of this one.
+    """
+    export = config.export
+    if export.strategy != "every_save" or jax.process_index():
+        return None
+    try:
+        push(folder, export.push_to_hub, export.private, export.overwrite, f"Step {step}")
+    except ConfigError as error:
+        return f"the model of step {step} was not pushed: {error}; it is in {folder}"
+    return None
 
 
 def _api() -> Any:

@@ -119,6 +119,11 @@ def _rest(draft: Draft, yaml: dict[str, Any], trainer: str) -> None:
         for key in entry.keys:
             if entry.direct and key in yaml:
                 draft.set(entry.ours, CONVERT.get(key, lambda value: value)(yaml[key]), key)
+    section = "overrides_of_model_config."
+    entries = {key: value for key, value in yaml.items() if key.startswith(section)}
+    if entries:
+        written = ", ".join(f"{key.removeprefix(section)}={value!r}" for key, value in entries.items())
+        draft.set("model.overrides", written, *entries)
     draft.drop("data.path")
     draft.set("data.sources", tuple(_sources(draft, yaml, trainer)) or None, "datasets", "val_set_size")
     tests = yaml.get("test_datasets")

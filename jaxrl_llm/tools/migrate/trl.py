@@ -140,6 +140,10 @@ def _model(draft: Draft) -> None:
         draft.set("lora.alpha", draft.first("lora_alpha", default=alpha), "lora_alpha")
         draft.set("lora.dropout", draft.first("lora_dropout", default=dropout), "lora_dropout")
         draft.set("lora.rslora", bool(draft.get("use_rslora")), "use_rslora")
+        dora, quantized = bool(draft.get("use_dora")), draft.get("load_in_4bit") or draft.get("load_in_8bit")
+        draft.set("lora.dora", dora and not quantized, "use_dora")
+        if dora and quantized:
+            draft.check("use_dora is left out: adapters on quantised matrices are plain LoRA here (lora.dora)")
         targets = draft.first("target_modules", "lora_target_modules")
         if targets is None:
             targets = ("q_proj", "v_proj")

@@ -35,7 +35,10 @@ def length(draft: Draft, trainer: str, updates: int, options: Options) -> None:
         else:
             every = every * total if every < 1 else every / updates
             draft.set(ours, max(1, math.ceil(every)), steps, key)
-    draft.use("evaluation_strategy", "eval_steps", "save_steps", "do_eval", "eval_on_start")
+    if (delay := float(draft.get("eval_delay") or 0)) and draft.values["eval.every"] > 0:
+        by_epoch = draft.first("evaluation_strategy", "eval_strategy", default="no") == "epoch"
+        draft.set("eval.start", math.ceil(delay * (per_epoch or total) if by_epoch else delay / updates), "eval_delay")
+    draft.use("eval_delay", "evaluation_strategy", "eval_steps", "save_steps", "do_eval", "eval_on_start")
     if draft.values["eval.every"] >= 0:
         draft.set("eval.at_start", bool(draft.get("eval_on_start")), "eval_on_start")
     _saved(draft)
@@ -65,14 +68,28 @@ def _saved(draft: Draft) -> None:
         greater = draft.first("greater_is_better", default=not name.endswith("loss"))
         draft.set("checkpoint.best", f"eval/{name}", *keys)
         draft.set("checkpoint.best_mode", "max" if greater else "min", "greater_is_better", *keys)
-        draft.check(
-            "the best checkpoint is kept, and hf is the model of the last step: jaxrl_llm.export writes the best"
-        )
+        draft.set("export.best", bool(draft.get("load_best_model_at_end")), "load_best_model_at_end")
+    if draft.get("save_only_model"):
+        draft.set("checkpoint.contents", ("hf",), "save_only_model")
+        if "checkpoint.best" in draft.values:
+            draft.set("checkpoint.contents", ("state", "hf"), "save_only_model")
+    draft.use("save_only_model", "hub_strategy")
+    tags = draft.get("tags")
+    draft.set("export.tags", (tags,) if isinstance(tags, str) else tags and tuple(tags), "tags")
+    title = draft.get("model_name")
+    draft.set("export.title", title if isinstance(title, str) else None, "model_name")
     if draft.get("push_to_hub"):
         keys = ("push_to_hub", "hub_model_id", "push_to_hub_model_id")
         name = draft.first(*keys[1:], default="")
         if "/" in name:
             draft.set("export.push_to_hub", name, *keys)
+            if (strategy := draft.get("hub_strategy")) not in (None, "end"):
+                contents = draft.values.get("checkpoint.contents", ("state",))
+                draft.set("export.strategy", "every_save", "hub_strategy")
+                draft.set("export.overwrite", True, "hub_strategy")
+                draft.set("checkpoint.contents", tuple(dict.fromkeys((*contents, "hf"))), "hub_strategy")
+                if strategy != "every_save":
+                    draft.check(f"hub_strategy is {strategy}: each checkpoint's model is pushed, its optimizer not")
         else:
             draft.check(
                 "push_to_hub without an owner's name goes to the account of the token: set export.push_to_hub to "

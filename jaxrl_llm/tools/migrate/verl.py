@@ -1,5 +1,6 @@
 """The rules for verl: its keys that make one of ours together."""
 
+import re
 from typing import Any
 
 from jaxrl_llm.config.resolve import ConfigError
@@ -66,8 +67,8 @@ def _data(draft: Draft) -> None:
     custom = [f"{at}custom_cls.{key}" for key in ("path", "name") for at in ("data.", "")]
     path, name = (draft.get(pair[0]) or draft.get(pair[1]) for pair in (custom[:2], custom[2:]))
     if path:
-        draft.set("data.path", f"{path}:{name}", *custom)
-        draft.use("data.train_files")
+        draft.set("data.path", with_options(f"{path}:{name}", {"data_files": files}), *custom, "data.train_files")
+        held_out = with_options(f"{path}:{name}", {"data_files": held_out}) if held_out else None
     elif isinstance(files, list) and len(files) > 1:
         draft.set("data.sources", tuple({"path": file, "split": "train"} for file in files), "data.train_files")
     else:
@@ -86,6 +87,10 @@ def _data(draft: Draft) -> None:
     if columns:
         draft.set("data.format", with_options("verl", columns), *(f"data.{key}" for key in columns))
     draft.use(*(f"data.{key}" for key in names))
+    most = int(draft.get("data.train_max_samples") or -1)
+    if most > 0:
+        draft.set("data.split", f"train[:{most}]", "data.train_max_samples")
+    draft.use("data.train_max_samples")
     template = _below(draft, "data.apply_chat_template_kwargs")
     if template:
         options = ", ".join(f"{key}={value!r}" for key, value in template.items())
@@ -106,6 +111,14 @@ def _model(draft: Draft) -> None:
     keys = (*keys, "model.enable_gradient_checkpointing")
     remat = "block" if draft.get(keys[0]) or draft.get(keys[2]) else "none"
     draft.set("model.remat", "offload" if draft.get(keys[1]) else remat, *keys)
+    entries = _below(draft, f"{M}.override_config")
+    if isinstance(inner := entries.pop("model_config", None), dict):
+        entries |= inner
+    entries = {key: value for key, value in entries.items() if not re.search("drop|moe_router", key)}
+    if entries:
+        written = ", ".join(f"{key}={value!r}" for key, value in entries.items())
+        draft.set("model.overrides", written, f"{M}.override_config", f"{M}.override_config.model_config")
+        draft.use(*(f"{M}.override_config.{key}" for key in entries))
     if "model.path" not in draft.values:
         draft.set("model.path", "MODEL")
         draft.check("the file names no model: set model.path")
@@ -141,7 +154,16 @@ def _online(draft: Draft, gpus: int) -> None:
     rows = (f"{A}.ppo_micro_batch_size_per_gpu", f"{A}.ppo_micro_batch_size")
     tokens = (f"{A}.use_dynamic_bsz", f"{A}.ppo_max_token_len_per_gpu")
     each, total = (draft.get(key) for key in rows)
-    if draft.get(tokens[0]):
+    if draft.get(tokens[0]) and draft.values.get("mesh.context", 1) > 1:
+        length = sum(int(draft.get(f"data.max_{part}_length")) for part in ("prompt", "response"))
+        fitting = max(1, int(draft.get(tokens[1]) or 16384) * gpus // length)
+        shared.microbatch_rows(draft, fitting, mini * group, *tokens)
+        draft.use(*rows)
+        draft.check(
+            f"{tokens[0]} with {A}.ulysses_sequence_parallel_size: packed rows are not sharded by position here, so "
+            "micro-batches have as many whole rows as fit (batch.microbatch_rows)"
+        )
+    elif draft.get(tokens[0]):
         draft.set("batch.microbatch_tokens", int(draft.get(tokens[1]) or 16384) * gpus, *tokens)
         draft.use(*rows)
     elif each or total:
@@ -154,7 +176,7 @@ def _online(draft: Draft, gpus: int) -> None:
     if draft.sets(f"{A}.clip_ratio") and f"{A}.clip_ratio_low" in draft.defaults:
         draft.check(f"{A}.clip_ratio is written; verl itself reads clip_ratio_low and clip_ratio_high alone by now")
     _loss(draft)
-    _advantage(draft)
+    _advantage(draft, gpus, mini * group)
     _divergence(draft)
     _rewards(draft)
     if draft.sets(key := f"{R}.do_sample"):
@@ -244,8 +266,8 @@ def _loss(draft: Draft) -> None:
         )
 
 
-def _advantage(draft: Draft) -> None:
-    """Set the advantages, and the critic where there is one."""
+def _advantage(draft: Draft, gpus: int, minibatch: int) -> None:
+    """Set the advantages, and the critic where there is one; a minibatch has so many rows."""
     name, gamma, lam = (draft.get(f"algorithm.{key}") for key in ("adv_estimator", "gamma", "lam"))
     gamma = draft.settings.get("algorithm.gemma", gamma)
     known = {
@@ -273,9 +295,24 @@ def _advantage(draft: Draft) -> None:
     if name == "gae":
         warmup = int(draft.get("trainer.critic_warmup") or 0)
         draft.set("critic.warmup_steps", max(warmup - 1, 0), "trainer.critic_warmup")
+        _critic(draft, gpus, minibatch)
     else:
         draft.drop(*[key for key in draft.values if key.startswith("critic.")])
         draft.use("trainer.critic_warmup")
+
+
+def _critic(draft: Draft, gpus: int, minibatch: int) -> None:
+    """Set the passes and the micro-batches of the critic."""
+    passes, policy = int(draft.get("critic.ppo_epochs") or 0), int(draft.get(f"{A}.ppo_epochs"))
+    if passes > policy:
+        draft.set("critic.num_iterations", passes, "critic.ppo_epochs")
+    elif passes and passes < policy:
+        draft.check(f"critic.ppo_epochs is {passes}, fewer than the policy's {policy}: here it makes as many")
+    rows = ("critic.ppo_micro_batch_size_per_gpu", "critic.ppo_micro_batch_size")
+    each, total = (draft.get(key) for key in rows)
+    if (each or total) and not draft.values.get("batch.microbatch_tokens"):
+        shared.microbatch_rows(draft, int(each) * gpus if each else int(total), minibatch, *rows, ours="critic")
+    draft.use("critic.ppo_epochs", *rows)
 
 
 def _divergence(draft: Draft) -> None:

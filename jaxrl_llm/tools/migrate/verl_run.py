@@ -18,6 +18,12 @@ def trainer(draft: Draft, options: Options) -> None:
     )
     draft.set("output_dir", folder, "trainer.default_local_dir", *names)
     draft.set("checkpoint.every", max(int(draft.get("trainer.save_freq")), 0), "trainer.save_freq")
+    at = ("actor_rollout_ref.actor.checkpoint", "trainer.checkpoint")
+    names_of = [f"{section}.{name}" for section in at for name in ("save_contents", "contents")]
+    if contents := draft.first(*names_of):
+        state = ("state",) if "optimizer" in contents else ()
+        hf = ("hf",) if "hf_model" in contents or not state else ()
+        draft.set("checkpoint.contents", state + hf, *names_of)
     every, before = int(draft.get("trainer.test_freq")), bool(draft.get("trainer.val_before_train"))
     frequency = every if every > 0 else 0 if before else -1
     draft.set("eval.every", frequency, "trainer.test_freq", "trainer.val_before_train")
@@ -26,7 +32,10 @@ def trainer(draft: Draft, options: Options) -> None:
         draft.set("eval.at_end", every > 0, "trainer.test_freq")
         rows = shared.known_rows(options._replace(rows=0), draft.get("data.val_files"), "train")
         draft.set("eval.prompts", rows or None, "data.val_files")
-        if not rows:
+        most = int(draft.get("data.val_max_samples") or -1)
+        if most > 0:
+            draft.set("eval.prompts", min(most, rows or most), "data.val_max_samples", "data.val_files")
+        elif not rows:
             draft.check("data.val_files: verl evaluates on all its rows, here on eval.prompts of them, 128 unless set")
     if draft.get("actor_rollout_ref.rollout.val_kwargs.n"):
         _validation(draft, "actor_rollout_ref.rollout.val_kwargs")
@@ -74,10 +83,26 @@ def learning_rate(draft: Draft, at: str) -> None:
         draft.set("optimizer.warmup_steps", int(steps), f"{at}.lr_warmup_steps")
     elif ratio:
         draft.set("optimizer.warmup_ratio", float(ratio), *ratios)
+    first = float(draft.get(f"{at}.lr_warmup_init") or 0)
+    if first and ("optimizer.warmup_steps" in draft.values or "optimizer.warmup_ratio" in draft.values):
+        draft.set("optimizer.warmup_init", first, f"{at}.lr_warmup_init")
+    style = draft.get(f"{at}.weight_decay_incr_style")
+    if style in ("linear", "cosine"):
+        draft.set("optimizer.weight_decay_shape", style, f"{at}.weight_decay_incr_style")
+    draft.use(f"{at}.lr_warmup_init", f"{at}.weight_decay_incr_style")
     lowest = draft.get(f"{at}.min_lr")
     if lowest:
         draft.set("optimizer.min_lr_ratio", float(lowest) / float(draft.get(f"{at}.lr")), f"{at}.min_lr")
     draft.use(f"{at}.lr_warmup_steps", *ratios, f"{at}.min_lr")
+    if draft.values.get("algorithm.name") == "ppo":
+        keys = [f"critic.optim.{name}" for name in ("lr_warmup_steps", "lr_warmup_steps_ratio")]
+        steps, ratio = draft.get(keys[0]), draft.get(keys[1])
+        steps = (
+            int(steps)
+            if steps is not None and int(steps) >= 0
+            else int(float(ratio or 0) * draft.values["total_steps"])
+        )
+        draft.set("critic.lr_warmup_steps", steps or None, *keys)
     if draft.sets(f"{at}.betas"):
         shared.betas(draft, f"{at}.betas")
     if draft.sets(f"{at}.optimizer"):

@@ -226,7 +226,7 @@ def update_batch(config, net: Net, mesh: Mesh, width: int, prompt_width: int) ->
             else:
                 fields |= {"ref_logps": tokens}
         fields |= dict.fromkeys(("values", "returns") if algorithm.name == "ppo" else (), tokens)
-        fields |= {"seeds": seeds} if "key" in policy_loss(config).takes else {}
+        fields |= {"seeds": seeds} if "key" in policy_loss(config).takes or algorithm.neftune_alpha else {}
         scalars |= {"kl_coef": number} if algorithm.kl_controller == "adaptive" and "ref_logps" in fields else {}
         scalars |= {"entropy_coef": number} if algorithm.entropy_controller == "adaptive" else {}
         scalars |= {"token_count": number} if algorithm.aggregation == "rollout_token" else {}
@@ -235,6 +235,7 @@ def update_batch(config, net: Net, mesh: Mesh, width: int, prompt_width: int) ->
         fields = {"seeds": seeds} if algorithm.neftune_alpha else {}
     else:
         fields = {"ref_logps": tokens} if needs_reference(config) else {}
+        fields |= {"seeds": seeds} if algorithm.neftune_alpha else {}
         fields |= {"labels": single} if algorithm_of(config).data == "labels" else {}
         scalars |= {"reward_shift": number} if offline_spec(config, width).running_mean else {}
     return Batch(Inputs(**ints, prompt_width=prompt_width), mask=tokens, scalars=Scalars(**scalars), **fields)

@@ -83,19 +83,20 @@ def _words(value: Any) -> str:
     return f"{len(value)} rows in memory" if hasattr(value, "__len__") else type(value).__name__
 
 
-def export_step(folder: Path, step: int, model: Model, keep: int) -> None:
-    """Writes the model of a step to `folder/hf_steps/STEP`, and removes all but the `keep` newest of them.
+def export_step(folder: Path, step: int, model: Model, keep: int) -> Path:
+    """The folder `folder/hf_steps/STEP`, to which the model of a step is written; all but the `keep` newest go.
 
     Raises ConfigError when it cannot be written.
     """
     steps = folder / STEPS
     try:
-        save_hf(model, steps / f"{step:05d}")
+        save_hf(model, steps / f"{step:05d}", overwrite=True)
         if jax.process_index() == 0:
             for old in sorted(path for path in steps.iterdir() if path.name.isdigit())[:-keep]:
                 shutil.rmtree(old)
     except (OSError, SafetensorError) as error:
         raise ConfigError(f"the model of step {step} could not be written to {steps}: {error}; make room") from error
+    return steps / f"{step:05d}"
 
 
 def export_run(
@@ -107,13 +108,13 @@ def export_run(
     written.
     """
     try:
-        save_hf(model, folder / "hf")
+        save_hf(model, folder / "hf", overwrite=True)
         if has_peft_adapter(model):
             save_adapter(model, folder / "adapter")
         elif has_adapters(model.params):
             note("hf/ has the adapters merged; this family's fused tensors leave no PEFT folder")
         if critic is not None:
-            save_hf(critic, folder / "critic")
+            save_hf(critic, folder / "critic", overwrite=True)
     except (OSError, SafetensorError) as error:
         raise ConfigError(
             f"the trained model could not be written to {folder}: {error}; {saved()}. Start the same command again "

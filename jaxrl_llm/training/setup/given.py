@@ -37,7 +37,14 @@ NO_SETTINGS = (
     "task_type", "peft_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode",
     "megatron_core", "runtime_config", "qalora_group_size", "ensure_weight_tying",
 )  # fmt: skip
-LORA_FIELDS = {"r": 8, "lora_alpha": 8, "lora_dropout": 0.0, "target_modules": None, "use_rslora": False}
+LORA_FIELDS = {
+    "r": 8,
+    "lora_alpha": 8,
+    "lora_dropout": 0.0,
+    "target_modules": None,
+    "use_rslora": False,
+    "use_dora": False,
+}
 
 
 class Given(NamedTuple):
@@ -112,7 +119,7 @@ def lora_settings(peft_config: Any) -> dict[str, Any]:
         if value != usual.get(name) if is_data else value:
             raise ConfigError(
                 f"peft_config has {name} = {value!r}, which has no counterpart: adapters have rank, alpha, dropout, "
-                "targets and rslora, set by lora.rank and the other keys of lora"
+                "targets, rslora and dora, set by lora.rank and the other keys of lora"
             )
     found = LORA_FIELDS | {name: fields[name] for name in LORA_FIELDS if name in fields}
     targets = found["target_modules"]
@@ -122,7 +129,7 @@ def lora_settings(peft_config: Any) -> dict[str, Any]:
         targets = (targets,)
     return {
         "rank": int(found["r"]), "alpha": float(found["lora_alpha"]), "dropout": float(found["lora_dropout"]),
-        "rslora": bool(found["use_rslora"]), "targets": tuple(sorted(targets)),
+        "rslora": bool(found["use_rslora"]), "dora": bool(found["use_dora"]), "targets": tuple(sorted(targets)),
     }  # fmt: skip
 
 

@@ -13,6 +13,7 @@ from jaxrl_llm.config import ConfigError
 from jaxrl_llm.config.resolve import resolve_with_options, split_options
 from jaxrl_llm.config.schema import OFFLINE
 from jaxrl_llm.models.transformer import Net
+from jaxrl_llm.training.objectives.neftune import with_neftune
 from jaxrl_llm.training.objectives.objective import Objective
 from jaxrl_llm.training.objectives.policy_gradient import PolicyLoss, PolicySpec, policy_gradient
 from jaxrl_llm.training.objectives.preference import PreferenceLoss, PreferenceSpec, preference
@@ -33,7 +34,8 @@ OF_SCORE_LOSSES = ("chosen_scores", "rejected_scores", "margin")
 
 
 def objective_of(config, net: Net) -> Objective:
-    """The objective that the configuration's algorithm minimises, with the router's loss of a mixture of experts.
+    """The objective that the configuration's algorithm minimises, with the router's loss of a mixture of experts and,
+    in training, NEFTune's noise.
 
     Raises ConfigError for an unknown loss, options that it does not have, or settings of experts for a dense net.
     """
@@ -42,20 +44,23 @@ def objective_of(config, net: Net) -> Objective:
             "model.router_aux_loss_coef and model.freeze_router are of mixtures of experts, and "
             f"{config.model.path} has no experts: leave them at their defaults"
         )
-    name = config.algorithm.name
+    name, alpha = config.algorithm.name, config.algorithm.neftune_alpha
     if name == "sft":
         demonstrations = sft_spec(config)
-        return with_router_loss(lambda net: sft(demonstrations, net), net)
-    if name == "preference":
+        objective = with_router_loss(lambda net: sft(demonstrations, net), net)
+    elif name == "preference":
         pairs = preference_spec(config)
-        return with_router_loss(lambda net: preference(pairs, net), net)
-    if name == "reward_model":
+        objective = with_router_loss(lambda net: preference(pairs, net), net)
+    elif name == "reward_model":
         scores = reward_model_spec(config)
-        return with_router_loss(lambda net: reward_model(scores, net), net)
-    policy, critic = policy_spec(config), critic_spec(config)
-    if name == "ppo" and critic.shared:
-        return with_router_loss(lambda net: policy_and_values(policy, critic, net), net)
-    return with_router_loss(lambda net: policy_gradient(policy, net), net)
+        objective = with_router_loss(lambda net: reward_model(scores, net), net)
+    else:
+        policy, critic = policy_spec(config), critic_spec(config)
+        if name == "ppo" and critic.shared:
+            objective = with_router_loss(lambda net: policy_and_values(policy, critic, net), net)
+        else:
+            objective = with_router_loss(lambda net: policy_gradient(policy, net), net)
+    return with_neftune(objective, alpha, net.config.width) if alpha else objective
 
 
 def policy_spec(config) -> PolicySpec:
@@ -109,7 +114,7 @@ def sft_spec(config) -> SFTSpec:
             f"algorithm.loss is {algorithm.loss!r}: set it to 0"
         )
     loss = partial(function, **options) if options else function
-    return SFTSpec(algorithm.label_smoothing, algorithm.neftune_alpha, loss)
+    return SFTSpec(algorithm.label_smoothing, loss)
 
 
 def kl_estimator(config) -> str:

@@ -291,7 +291,7 @@ def net_options(config, head: str | None = None) -> dict[str, Any]:
 def build_lora(config) -> LoraConfig:
     """The adapters that the configuration asks for; raises ConfigError for an unknown target."""
     c = config.lora
-    return LoraConfig(c.rank, c.alpha, c.dropout, parse_targets(c.targets), c.rslora)
+    return LoraConfig(c.rank, c.alpha, c.dropout, parse_targets(c.targets), c.rslora, c.dora)
 
 
 def _check_trainable(config, model: Model) -> None:
@@ -301,6 +301,12 @@ def _check_trainable(config, model: Model) -> None:
         raise ConfigError(
             f"model.path = {config.model.path!r} is an adapter. Set lora.path to it and model.path to {model.path!r} "
             "to train it on; or merge it first, with jaxrl_llm.save_hf(jaxrl_llm.load_model(path), folder)"
+        )
+    adapters = model.net.config.lora
+    if adapters is not None and adapters.dora and config.model.quantize != "none":
+        raise ConfigError(
+            "the adapter of lora.path is a DoRA, which measures the matrices in every forward pass, and model.quantize "
+            f"= {config.model.quantize!r} keeps none as numbers: set it to none"
         )
     if config.model.quantize != "none" and not has_adapters(model.params):
         raise ConfigError(
@@ -327,9 +333,8 @@ def build_critic(config, policy: Model, mesh: Mesh, given: Model | None = None) 
     if config.lora.path is not None:
         shape = read_config(config.lora.path).lora
         own.lora.path = None
-        own.lora.rank, own.lora.alpha, own.lora.rslora, own.lora.targets = (
-            shape.rank, shape.alpha, shape.rslora, shape.targets
-        )  # fmt: skip
+        for name in ("rank", "alpha", "rslora", "dora", "targets"):
+            own.lora[name] = getattr(shape, name)
     tokenizer = policy.tokenizer if config.critic.path is None else None
     critic = build_model(own, mesh, "score", tokenizer, given)
     check_same_vocabulary(policy, critic, f"critic.path = {own.model.path!r}:")

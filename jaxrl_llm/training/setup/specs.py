@@ -99,7 +99,37 @@ def data_spec(config) -> DataSpec:
         batch_size=config.batch.prompts,
         workers=c.workers,
         cache=c.cache,
+        settings=_by_other_names(config),
     )
+
+
+def _by_other_names(config) -> dict[str, Any]:
+    """Settings by the names of axolotl and verl, for functions and classes on rows that were written for these."""
+    c, algorithm = config.data, config.algorithm
+    methods = {"grpo": "grpo", "ppo": "ppo"}
+    if algorithm.name == "preference":
+        methods["preference"] = preference_spec(config).losses[0].name
+    return {
+        "rl": methods.get(algorithm.name),
+        "reward_model": algorithm.name == "reward_model",
+        "base_model": config.model.path,
+        "sequence_len": c.max_length,
+        "max_length": c.max_length,
+        "max_prompt_length": config.rollout.max_prompt_length,
+        "max_response_length": config.rollout.max_completion_length,
+        "chat_template": c.chat_template,
+        "train_on_inputs": c.loss_on == "all",
+        "sample_packing": c.packing,
+        "prompt_key": c.prompt_key,
+        "response_key": c.completion_key,
+        "truncation": c.overlong,
+        "shuffle": c.shuffle,
+        "seed": config.seed,
+        "learning_rate": config.optimizer.learning_rate,
+        "max_steps": config.total_steps,
+        "num_epochs": config.num_epochs,
+        "lora_r": config.lora.rank or None,
+    }
 
 
 def batch_spec(config) -> BatchSpec:
@@ -141,6 +171,7 @@ def optimizer_spec(config) -> OptimizerSpec:
         total_steps=config.total_steps,
         updates_per_step=config.batch.minibatches * config.algorithm.num_iterations,
         warmup_steps=min(c.warmup_steps, config.total_steps) or math.ceil(c.warmup_ratio * config.total_steps),
+        warmup_init=c.warmup_init,
         min_lr_ratio=c.min_lr_ratio,
         cycles=c.cycles,
         decay_steps=c.decay_steps,
@@ -149,6 +180,8 @@ def optimizer_spec(config) -> OptimizerSpec:
         b2=c.b2,
         eps=c.eps,
         weight_decay=c.weight_decay,
+        weight_decay_end=c.weight_decay_end,
+        weight_decay_shape=c.weight_decay_shape,
         no_decay=tuple(c.no_decay),
         moment_dtype=c.moment_dtype,
         max_grad_norm=c.max_grad_norm,
@@ -166,7 +199,9 @@ def critic_optimizer_spec(config) -> OptimizerSpec:
         max_grad_norm=c.max_grad_norm,
         schedule=c.schedule,
         warmup_steps=min(c.lr_warmup_steps, config.total_steps),
+        warmup_init=0.0,
         weight_decay=policy.weight_decay if c.weight_decay is None else c.weight_decay,
+        weight_decay_end=policy.weight_decay_end if c.weight_decay is None else None,
         updates_per_step=config.batch.minibatches * (c.num_iterations or config.algorithm.num_iterations),
     )
 
@@ -247,7 +282,7 @@ def learner_spec(config) -> LearnerSpec:
         full_kl=c.kl == "full",
         mask_truncated=c.mask_truncated,
         aggregation=c.aggregation,
-        draws_seeds="key" in policy_loss(config).takes,
+        draws_seeds="key" in policy_loss(config).takes or c.neftune_alpha > 0,
     )
 
 
@@ -280,7 +315,7 @@ def offline_spec(config, width: int) -> OfflineSpec:
         mismatched=algorithm_of(config).mismatched,
         packed=config.data.packing,
         width=width,
-        draws_seeds=c.name == "sft" and c.neftune_alpha > 0,
+        draws_seeds=c.neftune_alpha > 0,
         running_mean=c.name == "preference" and any(x.running_mean for x in preference_spec(config).losses),
         beta=c.beta,
         ld_alpha=c.ld_alpha,

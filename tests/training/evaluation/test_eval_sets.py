@@ -218,16 +218,18 @@ def evaluated_steps(result) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("every", "start", "end", "steps"),
+    ("every", "start", "end", "first", "steps"),
     [
-        (2, False, False, [2]),
-        pytest.param(0, False, True, [3], marks=pytest.mark.slow),
-        pytest.param(2, True, True, [0, 2, 3], marks=pytest.mark.slow),
+        (1, True, False, 2, [2, 3]),
+        pytest.param(0, False, True, 0, [3], marks=pytest.mark.slow),
+        pytest.param(2, True, True, 0, [0, 2, 3], marks=pytest.mark.slow),
+        pytest.param(2, False, False, 0, [2], marks=pytest.mark.slow),
     ],
 )
-def test_when_evaluations_happen(every, start, end, steps, config, tmp_path):
+def test_when_evaluations_happen(every, start, end, first, steps, config, tmp_path):
     config.output_dir, config.total_steps, config.eval.prompts = str(tmp_path), 3, 4
     config.eval.every, config.eval.at_start, config.eval.at_end, config.eval.greedy = every, start, end, False
+    config.eval.start = first
     assert evaluated_steps(jaxrl_llm.train(config)) == steps
 
 

@@ -27,7 +27,7 @@ CONFIG = ModelConfig(
 
 
 def plain_sft(net):
-    return sft(SFTSpec(0.0, 0.0), net)
+    return sft(SFTSpec(0.0), net)
 
 
 @pytest.fixture(scope="module")

@@ -61,18 +61,32 @@ def leaves(model):
 
 def test_fields_of_lora_config():
     made = lora_settings(LoraConfig(4, {"v_proj", "q_proj"}, 32, 0.1, True))
-    assert made == {"rank": 4, "alpha": 32.0, "dropout": 0.1, "rslora": True, "targets": ("q_proj", "v_proj")}
+    assert made == {
+        "rank": 4,
+        "alpha": 32.0,
+        "dropout": 0.1,
+        "rslora": True,
+        "dora": False,
+        "targets": ("q_proj", "v_proj"),
+    }
     assert lora_settings(LoraConfig(target_modules="all-linear"))["targets"] == ("all-linear",)
     assert lora_settings({"r": 2})["alpha"] == 8.0  # PEFT's default, which is not the one here
-    for wrong, word in ((LoraConfig(use_dora=True), "use_dora"), (LoraConfig(rank_pattern={"q": 2}), "rank_pattern")):
-        with pytest.raises(ConfigError, match=f"{word} .* no counterpart"):
-            lora_settings(wrong)
+    assert lora_settings(LoraConfig(use_dora=True))["dora"] is True
+    with pytest.raises(ConfigError, match=r"rank_pattern .* no counterpart"):
+        lora_settings(LoraConfig(rank_pattern={"q": 2}))
 
 
 def test_pefts_own_lora_config():
     peft = pytest.importorskip("peft")
     made = lora_settings(peft.LoraConfig(r=4, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM"))
-    assert made == {"rank": 4, "alpha": 16.0, "dropout": 0.0, "rslora": False, "targets": ("all-linear",)}
+    assert made == {
+        "rank": 4,
+        "alpha": 16.0,
+        "dropout": 0.0,
+        "rslora": False,
+        "dora": False,
+        "targets": ("all-linear",),
+    }
     with pytest.raises(ConfigError, match="modules_to_save"):
         lora_settings(peft.LoraConfig(modules_to_save=["lm_head"]))
 
