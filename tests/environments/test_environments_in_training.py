@@ -102,7 +102,7 @@ def sample(prompts, trainer):
     return {**trainer.generate(prompts), "words": ["x"] * (len(prompts) * trainer.num_generations)}
 
 def sorts(model, processing_class, prompts, generation_config):
-    return ["".join(sorted(prompt[5:-1])) for prompt in prompts for _ in range(generation_config.num_generations)]
+    return ["".join(sorted(prompt["prompt"][5:-1])) for prompt in prompts]
 """
 
 

@@ -267,7 +267,8 @@ def test_a_training_run_is_logged_and_reported(tmp_path, run_python, root):
     titles = dict(curves["headlines"])
     assert {"Reward", "Held-out", "KL", "Entropy", "Length", "Truncated", "Clip", "Mismatch"} <= titles.keys()
     assert {row["key"] for row in curves["differences"]} >= {"optimizer.learning_rate", "algorithm.beta"}
-    assert piece["rows"] == 32 and {"exact_match", "advantage"} <= piece["columns"].keys()
+    assert piece["rows"] == 2 * 16 + 2 * 40  # of two steps, and of the evaluations before and after them
+    assert {"exact_match", "advantage", "evaluation"} <= piece["columns"].keys()
 
 
 def test_the_command_line(tmp_path, run_python):

@@ -71,6 +71,7 @@ def test_a_model_that_cannot_be_exported(root, small_disk, tmp_path):  # noqa: F
     with pytest.raises(ConfigError, match=r"model could not be written to .*run.*Start the same command again"):
         jaxrl_llm.train(config, rewards=filling)
     (small_disk / "filler").unlink()
+    config.checkpoint.accept_changes = ("rewards.functions",)
     result = jaxrl_llm.train(config, rewards=lengths)
     assert (result.output_dir / "hf/model.safetensors").is_file()
 
