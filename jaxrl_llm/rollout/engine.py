@@ -35,7 +35,7 @@ from jaxrl_llm.models.transformer import Net, Params, unstack
 from jaxrl_llm.rollout.automata import NO_AUTOMATA, Automata
 from jaxrl_llm.rollout.grammar import Grammar, GrammarRows
 from jaxrl_llm.rollout.multi_turn import TurnServer, TurnTracker, slots_to_read
-from jaxrl_llm.rollout.processors import processed_logits
+from jaxrl_llm.rollout.processors import penalised_by_row, processed_logits
 from jaxrl_llm.rollout.sampling import RowSampling, SamplingParams, sample, sample_by_row
 from jaxrl_llm.rollout.scheduler import IDLE, Scheduler, SlotGrid
 from jaxrl_llm.rollout.slots import (
@@ -394,8 +394,10 @@ def _append(engine: Engine, prompts: Prompts, rows: Rows, keys, logits, proposed
     if own is None:
         drawn = sample(logits.reshape(by_draw), uniforms.reshape(-1), engine.sampling, processed)
     else:
+        if own.repetition_penalty is not None:
+            processed = penalised_by_row(logits, own, prompts, rows, proposed).reshape(by_draw)
         of_tokens = RowSampling(*(jnp.repeat(x.reshape(-1, *x.shape[2:]), width, axis=0) for x in own[:5]))
-        drawn = sample_by_row(logits.reshape(by_draw), uniforms.reshape(-1), of_tokens)
+        drawn = sample_by_row(logits.reshape(by_draw), uniforms.reshape(-1), of_tokens, processed)
     tokens, logps = (x.reshape(places.shape) for x in drawn)
     observed = places < rows.known[..., None]
     if own is None:

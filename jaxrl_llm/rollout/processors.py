@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrl_llm.rollout.sampling import SamplingParams
+from jaxrl_llm.rollout.sampling import RowSampling, SamplingParams
 from jaxrl_llm.rollout.slots import Prompts, Rows, set_places
 
 
@@ -22,17 +22,12 @@ def processed_logits(logits, sampling: SamplingParams, prompts: Prompts, rows: R
     sampled (OpenAI, vLLM), in all its turns. `eos` are the tokens that the minimum length forbids.
     """
     logits, vocab = logits.astype(jnp.float32), logits.shape[-1]
-    places = rows.length[..., None] + jnp.arange(logits.shape[-2])
-    text = set_places(rows.tokens, places[..., :-1], proposed) if proposed.shape[-1] else rows.tokens
-    before = jnp.arange(text.shape[-1]) < places[..., None]  # [G,R,W,C]
+    places, text, before = _text(logits, rows, proposed)
     if sampling.logit_bias:
         ids, biases = zip(*sampling.logit_bias, strict=True)
         logits = logits.at[..., np.asarray(ids)].add(np.asarray(biases, np.float32))
     if sampling.repetition_penalty != 1.0:
-        in_prompt = jax.vmap(lambda ids, real: _counts(ids, real, vocab))(prompts.tokens, prompts.mask)
-        seen = _counts_of_rows(text, before, vocab) + in_prompt[:, None, None] > 0
-        penalised = jnp.where(logits < 0, logits * sampling.repetition_penalty, logits / sampling.repetition_penalty)
-        logits = jnp.where(seen, penalised, logits)
+        logits = _less_repeated(logits, sampling.repetition_penalty, prompts, text, before)
     if sampling.frequency_penalty or sampling.presence_penalty:
         counts = _counts_of_rows(text, before & ~rows.observed[..., None, :], vocab)
         logits -= sampling.frequency_penalty * counts
@@ -44,6 +39,37 @@ def processed_logits(logits, sampling: SamplingParams, prompts: Prompts, rows: R
         ends = np.isin(np.arange(vocab), eos)
         logits = jnp.where(early & ends, -jnp.inf, logits)
     return logits
+
+
+def penalised_by_row(logits, sampling: RowSampling, prompts: Prompts, rows: Rows, proposed):
+    """`processed_logits` with the penalties of each row `[G,R]`; those of rows without any stay bit for bit."""
+    repetition, frequency, presence = sampling.repetition_penalty, sampling.frequency_penalty, sampling.presence_penalty
+    logits = logits.astype(jnp.float32)
+
+    def penalised(logits):
+        _, text, before = _text(logits, rows, proposed)
+        logits = _less_repeated(logits, repetition[..., None, None], prompts, text, before)
+        counts = _counts_of_rows(text, before & ~rows.observed[..., None, :], logits.shape[-1])
+        return logits - frequency[..., None, None] * counts - presence[..., None, None] * (counts > 0)
+
+    wanted = (repetition != 1) | (frequency != 0) | (presence != 0)
+    return jax.lax.cond(wanted.any(), penalised, lambda logits: logits, logits)
+
+
+def _text(logits, rows: Rows, proposed):
+    """Places `[G,R,W]` that are drawn for, the text `[G,R,C]` with what is proposed, and what is before each place."""
+    places = rows.length[..., None] + jnp.arange(logits.shape[-2])
+    text = set_places(rows.tokens, places[..., :-1], proposed) if proposed.shape[-1] else rows.tokens
+    return places, text, jnp.arange(text.shape[-1]) < places[..., None]
+
+
+def _less_repeated(logits, penalty, prompts: Prompts, text, before):
+    """The logits, those of tokens that prompt and text have made less by the repetition penalty."""
+    vocab = logits.shape[-1]
+    in_prompt = jax.vmap(lambda ids, real: _counts(ids, real, vocab))(prompts.tokens, prompts.mask)
+    seen = _counts_of_rows(text, before, vocab) + in_prompt[:, None, None] > 0
+    penalised = jnp.where(logits < 0, logits * penalty, logits / penalty)
+    return jnp.where(seen, penalised, logits)
 
 
 def _counts(ids, real, vocab: int):

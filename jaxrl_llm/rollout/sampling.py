@@ -56,16 +56,23 @@ class RowSampling(NamedTuple):
     top_k: Any
     min_p: Any
     ends: Any  # [...,E] ids that end the row; -1 is none
+    repetition_penalty: Any = None  # [...]; None where no row may have a penalty
+    frequency_penalty: Any = None
+    presence_penalty: Any = None
     top_ids: Any = None  # [...,C,A] the likeliest tokens at each place; None where no row asks for them
     top_logps: Any = None
 
 
-def sample_by_row(logits, uniforms, rows: RowSampling):
+def sample_by_row(logits, uniforms, rows: RowSampling, processed=None):
     """`sample` with settings of each row, `[M]`: bit for bit the tokens that a batch of rows like it would get."""
     temperature = jnp.where(rows.temperature == 0, 1.0, rows.temperature)[:, None]
     logits = logits.astype(jnp.float32) / temperature
     top = logits.max(-1, keepdims=True)
     shares = jnp.exp(logits - top)
+    drawn_from, drawn_shares = logits, shares
+    if processed is not None:
+        drawn_from = processed / temperature
+        drawn_shares = jnp.exp(drawn_from - drawn_from.max(-1, keepdims=True))
     filtered = (rows.top_k > 0) | (rows.top_p < 1) | (rows.min_p > 0)
 
     def kept(probs):
@@ -79,8 +86,8 @@ def sample_by_row(logits, uniforms, rows: RowSampling):
         min_p = rows.min_p[:, None]
         return jnp.where((probs >= min_p * probs.max(-1, keepdims=True)) | (min_p <= 0), probs, 0.0)
 
-    probs = jax.lax.cond(filtered.any(), kept, lambda probs: probs, shares)
-    tokens = jnp.where(rows.temperature == 0, jnp.argmax(logits, axis=-1), inverse_cdf(probs, uniforms))
+    probs = jax.lax.cond(filtered.any(), kept, lambda probs: probs, drawn_shares)
+    tokens = jnp.where(rows.temperature == 0, jnp.argmax(drawn_from, axis=-1), inverse_cdf(probs, uniforms))
     chosen = jnp.take_along_axis(logits, tokens[:, None], axis=-1) - top
     return tokens.astype(jnp.int32), chosen[:, 0] - jnp.log(_blocks(shares).sum(-1).sum(-1))
 

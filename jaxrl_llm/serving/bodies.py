@@ -28,6 +28,9 @@ SETTINGS = {
         Setting("top_p", 1.0, "", float, above=0, maximum=1),
         Setting("top_k", 0, "", int, minimum=-1),
         Setting("min_p", 0.0, "", float, minimum=0, maximum=1),
+        Setting("repetition_penalty", 1.0, "", float, above=0),
+        Setting("frequency_penalty", 0.0, "", float, minimum=-2, maximum=2),
+        Setting("presence_penalty", 0.0, "", float, minimum=-2, maximum=2),
         Setting("seed", None, "", int),
         Setting("max_tokens", None, "", int, minimum=1),
         Setting("max_completion_tokens", None, "", int, minimum=1),
@@ -40,6 +43,7 @@ SETTINGS = {
         Setting("return_tokens_as_token_ids", False, "", bool),
     )
 }
+SAMPLING = ("temperature", "top_p", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty")
 CHAT = {"messages", "tools", "tool_choice", "chat_template_kwargs", "logprobs", "top_logprobs"}
 TEXT = {"prompt", "logprobs", "echo", "prompt_logprobs"}
 COMMON = {"model", "stop", "stop_token_ids", "stream_options", *SETTINGS} - {"echo"}
@@ -47,9 +51,6 @@ COMMON = {"model", "stop", "stop_token_ids", "stream_options", *SETTINGS} - {"ec
 WITHOUT_EFFECT = {"user", "metadata", "safety_identifier", "prompt_cache_key", "service_tier", "request_id", "priority"}
 # The value of a field at which it asks for nothing; another one is refused.
 NEUTRAL = {
-    "frequency_penalty": 0,
-    "presence_penalty": 0,
-    "repetition_penalty": 1,
     "length_penalty": 1,
     "logit_bias": {},
     "min_tokens": 0,
@@ -203,7 +204,7 @@ def parse(
         limits.append(limit)
     return Asked(
         prompts, chat, model, limits, values["n"],
-        SamplingParams(values["temperature"], values["top_p"], max(values["top_k"], 0), values["min_p"]),
+        SamplingParams(top_k=max(values["top_k"], 0), **{name: values[name] for name in SAMPLING}),
         values["seed"], ends, tuple(stop), logprobs, values["stream"], bool(options.get("include_usage")), tools,
         values["skip_special_tokens"], values["include_stop_str_in_output"], values["return_token_ids"],
         values["return_tokens_as_token_ids"], values["echo"], prompt_logprobs,

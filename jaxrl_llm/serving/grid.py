@@ -106,6 +106,9 @@ def prefill_requests(engine: Engine, params, requests: Sequence[RowRequest], top
         column((r.sampling.top_k for r in requests), np.int32),
         column((r.sampling.min_p for r in requests), np.float32),
         ends.reshape(*shape, MOST_ENDS),
+        column((r.sampling.repetition_penalty for r in requests), np.float32),
+        column((r.sampling.frequency_penalty for r in requests), np.float32),
+        column((r.sampling.presence_penalty for r in requests), np.float32),
         np.zeros(places, np.int32) if top else None,
         np.zeros(places, np.float32) if top else None,
     )
@@ -171,7 +174,7 @@ def empty_grid(engine: Engine, params, size: int, width: int, top: bool) -> Grid
         numbers, counts = jnp.zeros((size, 1)), jnp.zeros((size, 1), jnp.int32)
         ends = jnp.zeros((size, 1, MOST_ENDS), jnp.int32)
         top_ids, top_logps = (jnp.zeros(places, x) if top else None for x in (jnp.int32, jnp.float32))
-        sampling = RowSampling(numbers, numbers, counts, numbers, ends, top_ids, top_logps)
+        sampling = RowSampling(numbers, numbers, counts, numbers, ends, numbers, numbers, numbers, top_ids, top_logps)
         new_prompts, rows = prefill(engine, params, prompts, prompts, keys, sampling=sampling)
         cache = engine.decoder.empty_caches(new_prompts.cache, 1, min(CAPACITY, engine.max_completion_length))
         return new_prompts, rows, cache, keys[:, None]

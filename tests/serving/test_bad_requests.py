@@ -80,7 +80,7 @@ def test_what_is_no_object_of_json(web, body):
         (TEXT, {"prompt": "x", "prompt_logprobs": 129}, "prompt_logprobs"),
         (CHAT, {"messages": MESSAGES, "echo": True}, "echo"),
         (TEXT, {"prompt": "x", "best_of": 2}, "best_of"),
-        (TEXT, {"prompt": "x", "frequency_penalty": 0.5}, "frequency_penalty"),
+        (TEXT, {"prompt": "x", "frequency_penalty": 2.5}, "frequency_penalty"),
         (TEXT, {"prompt": "x", "logit_bias": {"5": 1}}, "logit_bias"),
         (TEXT, {"prompt": "x", "max_token": 3}, "max_token"),
         (TEXT, {"prompt": "x", "messages": MESSAGES}, "messages"),

@@ -263,3 +263,17 @@ def test_the_client_of_the_environments_room(running, sorter):
     assert rows["prompt_ids"] == [ids] * 4
     assert [len(row) for row in rows["logprobs"]] == [len(row) for row in rows["completion_ids"]]
     assert all(1 <= len(row) <= 6 for row in rows["completion_ids"])
+
+
+def test_penalties_are_those_of_generate(client, sorter):
+    """Of one row among others that have none, by the fields of OpenAI and of vLLM."""
+    prompt, settings = "sort:48210=", {"repetition_penalty": 20.0, "frequency_penalty": 2.0, "presence_penalty": 1.0}
+    plain, *expected = (jaxrl_llm.generate(sorter, [prompt], 12, 0.0, **given)[0] for given in ({}, settings))
+    penalties = {name: value for name, value in settings.items() if name != "repetition_penalty"}
+    more = {"repetition_penalty": settings["repetition_penalty"]}
+    found = [
+        client.completions.create(model="sorter", prompt=prompt, max_tokens=12, temperature=0, extra_body=body, **given)
+        for body, given in (({}, {}), (more, penalties))
+    ]
+    assert [one.choices[0].text for one in found] == [plain, *expected]
+    assert plain != expected[0]

@@ -77,6 +77,8 @@ def random_requests(count: int, seed: int, ends: tuple[int, ...]) -> list[RowReq
         SamplingParams(top_p=0.8),
         SamplingParams(min_p=0.05),
         SamplingParams(0.7, top_p=0.9, top_k=20, min_p=0.01),
+        SamplingParams(repetition_penalty=1.3),
+        SamplingParams(0.8, top_k=30, frequency_penalty=0.7, presence_penalty=0.4),
     ]
     return [
         RowRequest(
@@ -107,7 +109,7 @@ def test_a_row_is_that_of_generate(queue, model):
 @pytest.mark.slow
 def test_rows_of_any_settings_are_those_of_the_engine(queue, model):
     """Tokens and log-probs of every setting: the engine's program of that setting alone is the oracle."""
-    for request in random_requests(8, 3, eos_ids(model)):
+    for request in random_requests(12, 3, eos_ids(model)):
         (row,) = ask(queue, request)
         engine = Engine(model.net, request.sampling, 1, request.limit, request.ends)
         prompts = np.asarray([request.prompt], np.int32)
