@@ -26,6 +26,8 @@ ROOT = Path(__file__).parent.parent
 ORACLES = {"torch": "2", "trl": "1.16", "peft": "0.18", "math_verify": "0.8", "openai": "1.60"}
 ORACLES |= {"starlette": "0.40", "uvicorn": "0.30", "outlines_core": "0.2.11", "llguidance": "1.0"}
 
+MOST_MAPS = 30_000  # of memory, behind which compiled programs are freed
+
 # Most of the suite's time is compilation: LLVM does not optimise, and what tests and their processes compile is kept.
 OPTIMIZATION = "--xla_backend_optimization_level=0"
 if Version(importlib.metadata.version("jaxlib")) < Version("0.11"):  # later ones do not know the flag, which is fatal
@@ -47,6 +49,17 @@ def _installed(name: str, oldest: str) -> bool:
         return Version(importlib.metadata.version(name)) >= Version(oldest)
     except importlib.metadata.PackageNotFoundError:
         return False
+
+
+@pytest.fixture(autouse=True, scope="module")
+def room_for_programs():
+    """Frees compiled programs: each takes maps of memory, of which Linux gives a process 65,530 before it crashes."""
+    yield
+    maps = Path("/proc/self/maps")
+    if maps.exists() and maps.read_text().count("\n") > MOST_MAPS:
+        import jax  # not above: it reads the variables that are set there
+
+        jax.clear_caches()
 
 
 @pytest.fixture(scope="session")
