@@ -56,6 +56,9 @@ ACTIVATIONS = {
     "spread_heads": ("tensor", "context"),
     "ffn": ("tensor",),
     "vocab": ("tensor",),
+    "copies": ("data",),  # rows, where all devices that share parameters work on the same
+    "width": FSDP,
+    "spread_vocab": ("tensor", *FSDP),
 }
 
 

@@ -91,10 +91,18 @@ def _chunked_logps(options: _Options, hidden, kernel, targets, slopes, count):
     return _forward(options, hidden, kernel, targets, count, keep=False)[0]
 
 
-def _logits(hidden, table, temperature: float, softcap: float | None):
-    table = table.astype(hidden.dtype)
-    logits = jnp.einsum("...d,vd->...v", _flat(hidden), table, preferred_element_type=jnp.float32)
-    logits = constrain(logits.reshape(*hidden.shape[:-1], -1), "rows", "positions", "vocab")
+class _Table(NamedTuple):
+    """The head's matrix `[V,D]`, and the names in ACTIVATIONS of the logits' rows and vocabulary."""
+
+    matrix: jax.Array
+    rows: str
+    vocab: str
+
+
+def _logits(hidden, table: _Table, temperature: float, softcap: float | None):
+    matrix = table.matrix.astype(hidden.dtype)
+    logits = jnp.einsum("...d,vd->...v", _flat(hidden), matrix, preferred_element_type=jnp.float32)
+    logits = constrain(logits.reshape(*hidden.shape[:-1], -1), table.rows, "positions", table.vocab)
     return soft_cap(logits, softcap) / temperature
 
 
@@ -103,20 +111,26 @@ def _flat(x):
     return x.reshape(-1, x.shape[-1]) if context_shards() == 1 else x
 
 
-def _table(hidden, kernel):
-    """The head's matrix `[V,D]`; gathered, where the mesh shards it, and converted here once, not for every chunk.
+def _table(hidden, kernel) -> _Table:
+    """The head's matrix for these hidden states, converted here once, not for every chunk.
 
-    CPUs convert it as they read it: their matmuls have copies of their own.
+    Where the mesh shards its width, either each device gathers it for its own rows, or it takes a part of the
+    vocabulary for the rows of all devices that share the parameters: whichever has fewer numbers moves. CPUs convert
+    it as they read it: their matmuls have copies of their own.
     """
-    if is_sharded():
-        return constrain(kernel.T.astype(hidden.dtype), "vocab", None)
-    return kernel.T if jax.default_backend() == "cpu" else kernel.T.astype(hidden.dtype)
+    rows, vocab = "rows", "vocab"
+    if not is_sharded():
+        return _Table(kernel.T if jax.default_backend() == "cpu" else kernel.T.astype(hidden.dtype), rows, vocab)
+    shape = jax.sharding.get_abstract_mesh().shape
+    if shape["context"] == 1 and hidden.shape[0] * hidden.shape[1] < kernel.shape[1] * shape["data"]:
+        rows, vocab = "copies", "spread_vocab"
+    return _Table(constrain(kernel.T.astype(hidden.dtype), vocab, None), rows, vocab)
 
 
-def _width(hidden, table) -> int:
+def _width(hidden, table: _Table) -> int:
     rows, length = hidden.shape[:2]
     shards = context_shards()  # which share the columns of a chunk
-    return min(-(-columns_at_once(rows, table.shape[0]) // shards), -(-length // shards)) * shards
+    return min(-(-columns_at_once(rows, len(table.matrix)) // shards), -(-length // shards)) * shards
 
 
 def columns_at_once(rows: int, vocabulary: int) -> int:
@@ -263,8 +277,7 @@ def _forward_with_gradients(options: _Options, hidden, kernel, targets, slopes, 
         return (*numbers, d_hidden), d_table
 
     (*numbers, d_hidden), d_table = _over_chunks(chunk, hidden, table, count, _totals(hidden, table))
-    d_kernel = d_table.sum((0, 1)).T
-    return tuple(numbers), _Gradients(d_hidden.astype(hidden.dtype), d_kernel.astype(kernel.dtype))
+    return tuple(numbers), _Gradients(d_hidden.astype(hidden.dtype), _by_kernel(d_table, kernel))
 
 
 def _by_logits(options: _Options, logits, shares, total, targets, slope, bonus=None):
@@ -287,25 +300,32 @@ def _by_logits(options: _Options, logits, shares, total, targets, slope, bonus=N
     return d if temperature == 1.0 else d / temperature
 
 
-def _by_hidden_and_table(d, h, table, d_table):
+def _by_hidden_and_table(d, h, table: _Table, d_table):
     """The gradient by hidden states, and that by the table added to what it was: see `_totals`."""
     parts, d = d_table.shape[:2], d.astype(h.dtype)
-    d_hidden = cpu_matmul.matmul(_flat(d), table).reshape(h.shape)
+    d_hidden = cpu_matmul.matmul(_flat(d), table.matrix).reshape(h.shape)
     if parts == (1, 1):
         return d_hidden, d_table + cpu_matmul.over_rows(_flat(d), _flat(h))
     d, own = (x.reshape(parts[0], -1, parts[1], x.shape[1] // parts[1], x.shape[-1]) for x in (d, h))
     product = jnp.einsum("rncsv,rncsd->rcvd", d, own, preferred_element_type=jnp.float32)
-    return d_hidden, constrain(d_table + product, "rows", "positions", "vocab", None)
+    return d_hidden, constrain(d_table + product, table.rows, "positions", table.vocab, None)
 
 
-def _totals(hidden, table):
+def _totals(hidden, table: _Table):
     """Zeros `[R,S,V,D]` for the gradient by the table `[V,D]` of each part that the mesh cuts rows and positions into.
 
     Each device adds up that of its own tokens, and they are summed once, behind the loop over chunks, not in each.
     """
     mesh: Any = jax.sharding.get_abstract_mesh()
-    rows = 1 if mesh.empty or hidden.shape[0] % row_shards(mesh) else row_shards(mesh)
-    return constrain(jnp.zeros((rows, context_shards(), *table.shape), jnp.float32), "rows", "positions", "vocab", None)
+    rows = 1 if mesh.empty else mesh.shape["data"] if table.rows == "copies" else row_shards(mesh)
+    rows = 1 if hidden.shape[0] % rows else rows
+    zeros = jnp.zeros((rows, context_shards(), *table.matrix.shape), jnp.float32)
+    return constrain(zeros, table.rows, "positions", table.vocab, None)
+
+
+def _by_kernel(d_table, kernel):
+    """The gradient by the kernel `[D,V]`, of parts `[R,S,V,D]`, sharded as it is."""
+    return constrain(d_table.sum((0, 1)).T.astype(kernel.dtype), "width", "vocab")
 
 
 def _backward(options: _Options, residuals: _Residuals | _Gradients, gradients):
@@ -326,7 +346,7 @@ def _backward(options: _Options, residuals: _Residuals | _Gradients, gradients):
         return (d_hidden,), d_table
 
     (d_hidden,), d_table = _over_chunks(chunk, hidden, table, count, _totals(hidden, table))
-    return d_hidden.astype(hidden.dtype), d_table.sum((0, 1)).T.astype(kernel.dtype), None, None, None
+    return d_hidden.astype(hidden.dtype), _by_kernel(d_table, kernel), None, None, None
 
 
 _chunked_logps.defvjp(_forward_with_gradients, _backward)
@@ -387,7 +407,7 @@ def _kl_backward(options, residuals, gradient):
         return (d_hidden,), d_table
 
     (d_hidden,), d_table = _over_chunks(chunk, hidden, tables[0], count, _totals(hidden, tables[0]))
-    return d_hidden.astype(hidden.dtype), d_table.sum((0, 1)).T.astype(kernel.dtype), None, None
+    return d_hidden.astype(hidden.dtype), _by_kernel(d_table, kernel), None, None
 
 
 _chunked_kl.defvjp(_kl_forward, _kl_backward)

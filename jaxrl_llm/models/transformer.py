@@ -51,8 +51,11 @@ class Embed(nnx.Module):
         self.weight = nnx.Param(jax.random.normal(rngs.params(), shape, config.param_dtype) * config.init_scale)
 
     def __call__(self, tokens, dtype):
-        # Gathering from a table sharded along its width would make every device rebuild it: shard by vocabulary only.
-        return constrain(self.weight[...], "vocab", None)[tokens].astype(dtype)
+        if context_shards() > 1:  # XLA cannot exchange parts of the width for rows and positions at once
+            return constrain(self.weight[...], "vocab", None)[tokens].astype(dtype)
+        # Each device looks up its part of the width for the tokens of all devices that share the table: these are
+        # fewer bytes than the table, whose gradient then needs no sum over them.
+        return constrain(self.weight[tokens].astype(dtype), "copies", None, "width")
 
 
 class Block(nnx.Module):
