@@ -103,8 +103,10 @@ def with_lora(model: Model) -> Model:
     return dataclasses.replace(model, params=jax.tree_util.tree_map_with_path(leaf, model.params))
 
 
-def score_error(variant: str, folder: Path) -> float:
-    """Of scores, against a sequence classifier of transformers."""
+def score_error(variant: str, folder: Path) -> float | None:
+    """Of scores, against a sequence classifier of transformers, where it has one."""
+    if variant in oracles.NO_CLASSIFIER:
+        return None
     config = oracles.VARIANTS[variant]()
     config.num_labels = 1
     torch.manual_seed(0)
@@ -140,7 +142,7 @@ def row(variant: str, folder: Path) -> list[str]:
         "8-device shard": shard_error(model, folder / "model"),
     }
     shown = [numbers[name] for name in COLUMNS]
-    return [f"`{variant}`", *(x if isinstance(x, str) else f"{x:.1e}" for x in shown)]
+    return [f"`{variant}`", *("none" if x is None else x if isinstance(x, str) else f"{x:.1e}" for x in shown)]
 
 
 TEXT = """# Models
@@ -159,27 +161,43 @@ caps low enough to bind, dense layers among those with experts. Numbers are the 
 - gradients: of the mean cross-entropy, against torch autograd, over every parameter.
 - export: logits of the exported folder in transformers, against ours.
 - LoRA: the same with random adapters on every linear map, merged by the export. Experts and routers have none.
-- score head: `{{Family}}ForSequenceClassification` with one label, against ours (`head="score"`).
+- score head: `{{Family}}ForSequenceClassification` with one label, against ours (`head="score"`);
+  transformers has none of Granite and OLMoE.
 - 8-device shard: logits on a mesh (data, fsdp, tensor) = (2, 2, 2), against one device.
 
 ## What is computed
 
 - Rotary positions: {kinds}; the entries of transformers 4
-  (`rope_theta`, `rope_scaling`) and 5 (`rope_parameters`), also one set for each type of layer (Gemma 3), a part of
-  each head (Phi-3), and layers without (SmolLM3). With `dynamic`, rows longer than `max_position_embeddings` are scored
-  and trained on, but not sampled.
+  (`rope_theta`, `rope_scaling`) and 5 (`rope_parameters`), also one set for each type of layer (Gemma 3, OLMo 3), a
+  part of each head (Phi-3), neighbouring dimensions together (GLM), and layers without (SmolLM3). With `dynamic`, rows
+  longer than `max_position_embeddings` are scored and trained on, but not sampled.
 - Windows (`sliding_window`) in all layers, in some (`layer_types`, `max_window_layers`, `sliding_window_pattern`), in
   training, prefill and decoding. The cache keeps all tokens.
+- Attention sinks (gpt-oss). They are computed by `model.attention=xla`, on every backend.
 - Soft caps on attention scores and logits, wherever logits are formed. `model.fp32_head` forms them in float32.
-- Mixtures of experts: no token is dropped. On accelerators tokens are sorted by expert and multiplied in groups; on CPU
-  every expert computes every token. Checkpoints are read with each expert's matrices apart or stacked, and written
-  apart, as on the hub. `model.router_aux_loss_coef` and `model.freeze_router` are in docs/configuration.md.
+- Multipliers of embeddings, attention scores, residuals and logits (Granite).
+- Mixtures of experts, with a shared expert where the family has one (Qwen2-MoE): no token is dropped. On accelerators
+  tokens are sorted by expert and multiplied in groups; on CPU every expert computes every token. Checkpoints are read
+  with each expert's matrices apart or stacked, and written apart, as on the hub. gpt-oss's are read from MXFP4 too, as
+  the numbers that they stand for, and written as floats, so that they can be trained. `model.router_aux_loss_coef` and
+  `model.freeze_router` are in docs/configuration.md.
 
 Weights are safetensors. With `model.allow_pickle` a folder without them is read from `pytorch_model.bin`, by a reader
 that knows tensors only and runs nothing. Code that a tokenizer's folder brings is run with `model.trust_remote_code`
 only.
 
 Of a Gemma 3 with vision (`gemma3`) the text part is loaded, and exported as a text model (`gemma3_text`).
+
+## A family of your own
+
+A family is a file: names of tensors, and what entries of config.json mean for a `ModelConfig` (models/model_config.py
+has all its fields). With `--config.model.register=seed_oss.py` a run knows this one, which is not in the package:
+
+```python
+{example}```
+
+Everything follows from it: training, sampling, adapters, sharding, export. A file without one of these names, and an
+entry that means nothing here, are refused by name. In Python it is `jaxrl_llm.models.families.register(module)`.
 
 ## A new kind of layer
 
@@ -190,8 +208,49 @@ Another one is a class with this protocol in a file of its own, and a family tha
 `ModelConfig.mixers` and its tensors in `KEYS`, as `layers/<path>/...`. Layers of one mixer are stacked, and consecutive
 ones run in one scan. `tests/models/test_mixer.py` has a recurrent one, and samples with it.
 
-Not supported: Phi-3's `longrope`, images, quantized checkpoints, bidirectional attention.
+Not supported: Phi-3's `longrope`, images, checkpoints quantized otherwise, bidirectional attention.
 """
+
+EXAMPLE = '''"""Seed-OSS (ByteDance): Llama's shape with biases on queries, keys and values."""
+
+from jaxrl_llm.models.families import decoder
+from jaxrl_llm.models.families.decoder import LAYER, TensorName, linear
+
+MODEL_TYPE = "seed_oss"  # of config.json
+ARCHITECTURE = "SeedOss"  # its architectures begin with this
+KEYS = (  # where each parameter is in the files; decoder.KEYS is the same table
+    *decoder.ENDS,  # embedding, last norm, heads
+    TensorName("layers/input_norm/scale", f"{LAYER}input_layernorm.weight"),
+    TensorName("layers/post_attention_norm/scale", f"{LAYER}post_attention_layernorm.weight"),
+    *linear("layers/attention/q", f"{LAYER}self_attn.q_proj"),  # a matrix, and a bias if the model has one
+    *linear("layers/attention/k", f"{LAYER}self_attn.k_proj"),
+    *linear("layers/attention/v", f"{LAYER}self_attn.v_proj"),
+    *linear("layers/attention/o", f"{LAYER}self_attn.o_proj"),
+    *decoder.FEED_FORWARD,
+)
+DEFAULTS = {"head_dim": 128, "attention_bias": True}  # what entries mean that are left out
+
+
+def to_config(hf, **overrides):
+    """The ModelConfig of a config.json."""
+    hf = DEFAULTS | hf
+    own = {
+        "attention_bias": hf["attention_bias"],
+        "attention_output_bias": hf.get("attention_out_bias", False),
+        "mlp_bias": hf.get("mlp_bias", False),
+    }
+    return decoder.to_config(hf, ARCHITECTURE, own, overrides)
+
+
+def from_config(config, base):
+    """The config.json of a net, over the entries of `base`, those it was loaded from."""
+    own = {
+        "attention_bias": config.attention_bias,
+        "attention_out_bias": config.attention_output_bias,
+        "mlp_bias": config.mlp_bias,
+    }
+    return decoder.from_config(config, base, ARCHITECTURE, MODEL_TYPE, own)
+'''
 
 
 def main() -> None:
@@ -203,7 +262,7 @@ def main() -> None:
         print(*rows[-1], flush=True)
     text = TEXT.format(
         jax=jax.__version__, transformers=transformers.__version__, window=oracles.WINDOW, table=table(rows),
-        steps=STEPS, kinds=", ".join(KINDS),
+        steps=STEPS, example=EXAMPLE, kinds=", ".join(KINDS),
     )  # fmt: skip
     (ROOT / "docs" / "models.md").write_text(text, encoding="utf-8")
 

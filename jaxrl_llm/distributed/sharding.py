@@ -33,6 +33,9 @@ FSDP = ("fsdp", "context", "expert")  # the axes that shard parameters and all-g
 PARAMETERS = (
     (r"experts/(gate|up)/kernel$", ("expert", ("fsdp", "context"), "tensor")),
     (r"experts/down/kernel$", ("expert", "tensor", ("fsdp", "context"))),
+    (r"experts/(gate|up)/bias$", ("expert", "tensor")),
+    (r"experts/down/bias$", ("expert", None)),
+    (r"attention/sinks$", ("tensor",)),
     (r"embed/weight$", ("tensor", FSDP)),
     (r"(q|k|v|gate|up)/kernel(/codes|/absmax)?$", (FSDP, "tensor")),
     (r"(o|down)/kernel(/codes|/absmax)?$", ("tensor", FSDP)),

@@ -59,6 +59,7 @@ class Attention(nnx.Module):
         self.v = Linear(c.width, c.kv_heads * c.head_dim, c, rngs, c.attention_bias, "v")
         self.o = Linear(c.heads * c.head_dim, c.width, c, rngs, c.attention_output_bias, "o")
         heads = (c.heads, c.kv_heads) if c.qk_norm_whole else (1, 1)
+        self.sinks = nnx.Param(jnp.zeros((c.heads,), c.param_dtype)) if c.attention_sinks else None
         self.q_norm = RMSNorm(heads[0] * c.head_dim, c, rngs) if c.qk_norm else None
         self.k_norm = RMSNorm(heads[1] * c.head_dim, c, rngs) if c.qk_norm else None
 
@@ -115,7 +116,8 @@ class Attention(nnx.Module):
         q, k, v = (a.reshape(*inputs.length.shape, -1, *a.shape[3:]) for a in (q, k, v))  # [G,R,W,J,...]
         cache = _write(cache, k, v, inputs.length)
         by_head = q.swapaxes(2, 3)  # [G,R,J,W,H/J,d]
-        if self.config.attention != "xla" and jax.default_backend() == "gpu" and q.dtype.itemsize == 2:
+        on_gpu = jax.default_backend() == "gpu" and q.dtype.itemsize == 2
+        if on_gpu and self.config.attention != "xla" and self.sinks is None:
             in_fp8 = functools.partial(jax.tree.map, quantize.as_fp8)
             start, softcap = inputs.prompt_mask.shape[1] - inputs.prompt_mask.sum(-1), self.config.attention_softcap
             out = decode_attention(by_head, in_fp8(prompt), in_fp8(cache), start, inputs.length, arrays.window, softcap)
@@ -137,8 +139,12 @@ class Attention(nnx.Module):
         in_row = jnp.where(row_seen, in_row, MASKED)
         # The softmax over both by hand: concatenated, the scores of the prompt would be copied every step.
         top = jnp.maximum(in_prompt.max(-1, keepdims=True), in_row.max(-1, keepdims=True))
+        if self.sinks is not None:  # of the queries [J,W*H/J,1]
+            sinks = jnp.tile(self._sinks(), (1, by_head.shape[3]))[..., None]
+            top = jnp.maximum(top, sinks)
         in_prompt, in_row = jnp.exp(in_prompt - top), jnp.exp(in_row - top)
         total = in_prompt.sum(-1, keepdims=True) + in_row.sum(-1, keepdims=True)
+        total = total if self.sinks is None else total + jnp.exp(sinks - top)
         in_prompt, in_row = ((shares / total).astype(v.dtype) for shares in (in_prompt, in_row))
         # With the weights as the rows of the matmul: as its columns, CPUs take three times as long.
         of_prompt = _einsum("gjkrp,gjpd->gjkrd", in_prompt.swapaxes(1, 2), prompt.v).swapaxes(1, 2)
@@ -178,9 +184,14 @@ class Attention(nnx.Module):
         q, k, v = (a.reshape(*x.shape[:-1], -1, c.head_dim) for a in (q, k, v))
         if self.q_norm is not None and self.k_norm is not None and not c.qk_norm_whole:
             q, k = self.q_norm(q), self.k_norm(k)
-        q, k = (rotate(a, positions, arrays.inv_freq, arrays.scale) for a in (q, k))
+        q, k = (rotate(a, positions, arrays.inv_freq, arrays.scale, c.rope_interleaved) for a in (q, k))
         q = q.reshape(*x.shape[:-1], c.kv_heads, c.heads // c.kv_heads, c.head_dim)
         return q * (c.head_dim**-0.5 if c.query_scale is None else c.query_scale), k, v
+
+    def _sinks(self):
+        """The scores `[J,H/J]` of the sinks, in fp32."""
+        sinks = jnp.zeros(self.config.heads) if self.sinks is None else self.sinks[...]
+        return sinks.astype(jnp.float32).reshape(self.config.kv_heads, -1)
 
     def _in_blocks(self, q, k, v, mask):
         # A block of queries sees no key behind it: of a long row, half of the scores are never formed.
@@ -192,7 +203,11 @@ class Attention(nnx.Module):
             queries, keys, values, seen = q[:, start:end], k[:, :end], v[:, :end], mask[:, start:end, :end]
             scores = jnp.einsum("ntjrd,nsjd->njrts", queries, keys, preferred_element_type=jnp.float32)
             scores = soft_cap(scores, self.config.attention_softcap)
-            weights = jax.nn.softmax(jnp.where(seen[:, None, None], scores, MASKED), axis=-1)
+            scores = jnp.where(seen[:, None, None], scores, MASKED)
+            if self.sinks is not None:  # one more score each, whose weight is left out
+                sinks = jnp.broadcast_to(self._sinks()[..., None, None], (*scores.shape[:-1], 1))
+                scores = jnp.concatenate([scores, sinks], axis=-1)
+            weights = jax.nn.softmax(scores, axis=-1)[..., :end]
             blocks.append(jnp.einsum("njrts,nsjd->ntjrd", weights.astype(values.dtype), values))
         return jnp.concatenate(blocks, axis=1)
 

@@ -26,6 +26,8 @@ def implementation(config, length: int, by_mask: bool) -> str:
     """
     if config.attention != "auto":
         return config.attention
+    if config.attention_sinks:
+        return "xla"
     whole_rows = not is_sharded() or len(set(attention_dims(config.kv_heads))) == 1
     if jax.default_backend() == "tpu":
         return "splash" if whole_rows else "xla"

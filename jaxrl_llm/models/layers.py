@@ -69,6 +69,18 @@ class RMSNorm(nnx.Module):
         return (x32 * (scale + self.offset if self.offset else scale)).astype(x.dtype)
 
 
+def gated(config, gate, up):
+    """What a gated feed-forward hands to its last map: `activation(gate) * up` (arXiv 2002.05202).
+
+    With a `swiglu_limit` both are clipped, and it is `gate * sigmoid(swiglu_alpha * gate) * (up + 1)` (gpt-oss).
+    """
+    if config.swiglu_limit is None:
+        return ACTIVATIONS[config.activation](gate) * up
+    gate = jnp.minimum(gate, config.swiglu_limit)
+    up = jnp.clip(up, -config.swiglu_limit, config.swiglu_limit)
+    return gate * jax.nn.sigmoid(config.swiglu_alpha * gate) * (up + 1)
+
+
 def soft_cap(x, cap: float | None):
     """`cap * tanh(x / cap)`, within +-cap; x itself without a cap (arXiv 2408.00118, section 2)."""
     return x if cap is None else cap * jnp.tanh(x / cap)
@@ -77,10 +89,11 @@ def soft_cap(x, cap: float | None):
 class FeedForward(nnx.Module):
     """`down(activation(gate(x)) * up(x))` (arXiv 2002.05202)."""
 
-    def __init__(self, config, rngs: nnx.Rngs):
-        self.gate = Linear(config.width, config.ffn, config, rngs, config.mlp_bias, "gate")
-        self.up = Linear(config.width, config.ffn, config, rngs, config.mlp_bias, "up")
-        self.down = Linear(config.ffn, config.width, config, rngs, config.mlp_bias, "down")
+    def __init__(self, config, rngs: nnx.Rngs, channels: int | None = None):
+        channels = config.ffn if channels is None else channels
+        self.gate = Linear(config.width, channels, config, rngs, config.mlp_bias, "gate")
+        self.up = Linear(config.width, channels, config, rngs, config.mlp_bias, "up")
+        self.down = Linear(channels, config.width, config, rngs, config.mlp_bias, "down")
         self.activation = ACTIVATIONS[config.activation]
 
     def __call__(self, x):

@@ -277,7 +277,9 @@ def _family(model: Model):
 def check_attention(config: ModelConfig, backend: str) -> None:
     """Raises ConfigError where attention is asked for that programs compiled for the backend cannot have."""
     here = f"this is a {backend}"
+    sinks = {"it has no sinks, as this model has": config.attention_sinks}
     on_gpus = {
+        **sinks,
         f"it runs on NVIDIA GPUs, and {here}": backend != "gpu",
         f"it takes bfloat16 or float16, and model.dtype is {config.dtype}": config.dtype == "float32",
         "it does not cap scores, as this model does": config.attention_softcap is not None,
@@ -285,7 +287,7 @@ def check_attention(config: ModelConfig, backend: str) -> None:
     reasons = {
         "cudnn": on_gpus,
         "flash": {**on_gpus, "it has no sliding window, as this model has": config.sliding_window is not None},
-        "splash": {f"it runs on TPUs, and {here}": backend != "tpu"},
+        "splash": {**sinks, f"it runs on TPUs, and {here}": backend != "tpu"},
     }
     holding = [reason for reason, holds in reasons.get(config.attention, {}).items() if holds]
     if holding:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxrl_llm.distributed.sharding import activation_spec, is_sharded, parameter_spec
-from jaxrl_llm.models.layers import ACTIVATIONS, Linear
+from jaxrl_llm.models.layers import FeedForward, Linear, gated
 
 
 class Routing(NamedTuple):
@@ -33,12 +33,12 @@ def balance_loss(routing: Routing):
 
 
 class Experts(nnx.Module):
-    """The stacked feed-forward networks: gate and up `[E,D,f]`, down `[E,f,D]`."""
+    """The stacked feed-forward networks: gate and up `[E,D,f]`, down `[E,f,D]`, and biases where they have some."""
 
     def __init__(self, config, rngs: nnx.Rngs):
         self.gate, self.up = (_Kernels(config.experts, config.width, config.expert_ffn, config, rngs) for _ in "gu")
         self.down = _Kernels(config.experts, config.expert_ffn, config.width, config, rngs)
-        self.activation = ACTIVATIONS[config.activation]
+        self.config = config
 
     def __call__(self, x, weights, chosen):
         """`sum_i weights_i * expert_{chosen_i}(x)` `[...,D]` of tokens x `[...,D]`; weights and chosen `[...,k]`.
@@ -51,23 +51,36 @@ class Experts(nnx.Module):
     def compute(self, method, x, weights, chosen):
         """The same, by the method `dense` or `grouped`, on each device for the experts and tokens it has."""
         kernels = Kernels(*(kernels.value(x.dtype) for kernels in (self.gate, self.up, self.down)))
-        return across_devices(functools.partial(method, activation=self.activation), kernels, x, weights, chosen)
+        kernels = kernels._replace(gate_bias=self.gate.added(x.dtype), up_bias=self.up.added(x.dtype))
+        activation = functools.partial(gated, self.config)
+        out = across_devices(functools.partial(method, activation=activation), kernels, x, weights, chosen)
+        if (bias := self.down.added(x.dtype)) is not None:  # here, where no device has a share of it only
+            out += _shares(weights, chosen, self.config.experts).astype(x.dtype) @ bias
+        return out
 
 
 class Kernels(NamedTuple):
-    """The matrices of experts."""
+    """The matrices of experts, and the biases of their inner channels."""
 
     gate: jax.Array  # [E,D,f]
     up: jax.Array  # [E,D,f]
     down: jax.Array  # [E,f,D]
+    gate_bias: jax.Array | None = None  # [E,f]
+    up_bias: jax.Array | None = None
+
+
+def _shares(weights, chosen, experts: int):
+    """The weight of each expert `[...,E]` from those of the chosen ones `[...,k]`."""
+    return jnp.einsum("...k,...ke->...e", weights, jax.nn.one_hot(chosen, experts, dtype=weights.dtype))
 
 
 def dense(kernels: Kernels, x, weights, chosen, activation):
     """`[M,D]`, from all experts for all tokens, weighted. Numbers in `chosen` that are no expert's add nothing."""
-    experts = kernels.gate.shape[0]
-    share = jnp.einsum("mk,mke->me", weights, jax.nn.one_hot(chosen, experts, dtype=weights.dtype))
+    share = _shares(weights, chosen, kernels.gate.shape[0])
     gate, up = (jnp.einsum("md,edf->emf", x, kernel) for kernel in kernels[:2])
-    hidden = activation(gate) * up * share.T[..., None].astype(x.dtype)
+    if kernels.gate_bias is not None and kernels.up_bias is not None:
+        gate, up = gate + kernels.gate_bias[:, None], up + kernels.up_bias[:, None]
+    hidden = activation(gate, up) * share.T[..., None].astype(x.dtype)
     return jnp.einsum("emf,efd->md", hidden, kernels.down)
 
 
@@ -80,7 +93,11 @@ def grouped(kernels: Kernels, x, weights, chosen, activation):
     here = (jnp.arange(order.size) < sizes.sum())[:, None]  # copies after the last group are of no expert
     matmul = functools.partial(jax.lax.ragged_dot, group_sizes=sizes)
     copies = x[order // k]
-    hidden = activation(matmul(copies, kernels.gate)) * matmul(copies, kernels.up)
+    gate, up = matmul(copies, kernels.gate), matmul(copies, kernels.up)
+    if kernels.gate_bias is not None and kernels.up_bias is not None:
+        expert = jnp.minimum(numbers[order], experts - 1)
+        gate, up = gate + kernels.gate_bias[expert], up + kernels.up_bias[expert]
+    hidden = activation(gate, up)
     # Rows behind the last group hold whatever the kernel left there.
     out = jnp.where(here, matmul(jnp.where(here, hidden, 0), kernels.down), 0)
     out = out * weights.reshape(-1)[order][:, None].astype(x.dtype)
@@ -101,14 +118,17 @@ def across_devices(compute, kernels: Kernels, x, weights, chosen):
     if not is_sharded():
         return compute(kernels, *flat(x, weights, chosen)).reshape(x.shape)
     mesh: Any = jax.sharding.get_abstract_mesh()
-    specs = Kernels._make(parameter_spec(f"experts/{n}/kernel", w.shape, mesh) for n, w in kernels._asdict().items())
+    paths = [f"experts/{n}/kernel" for n in ("gate", "up", "down")] + ["experts/gate/bias", "experts/up/bias"]
+    specs = Kernels._make(
+        None if w is None else parameter_spec(path, w.shape, mesh) for path, w in zip(paths, kernels, strict=True)
+    )
     tokens = activation_spec(x.shape, *("rows", "positions")[: x.ndim - 1], *(None,) * max(x.ndim - 2, 1))
     exchanged = "expert" in jax.tree.leaves(tuple(tokens))  # else each device has all tokens
 
     def local(kernels, x, weights, chosen):
         shape = x.shape
         x, weights, chosen = flat(x, weights, chosen)
-        kernels = Kernels(*(_gathered(w, spec) for w, spec in zip(kernels, specs, strict=True)))
+        kernels = Kernels(*(w if w is None else _gathered(w, spec) for w, spec in zip(kernels, specs, strict=True)))
         if exchanged:
             x, weights, chosen = (jax.lax.all_gather(a, "expert", axis=0, tiled=True) for a in (x, weights, chosen))
         if specs.gate[0] is not None:  # as numbers among the experts of this device
@@ -139,21 +159,28 @@ class _Kernels(nnx.Module):
     def __init__(self, experts: int, d_in: int, d_out: int, config, rngs: nnx.Rngs):
         shape = (experts, d_in, d_out)
         self.kernel = nnx.Param(jax.random.normal(rngs.params(), shape, config.param_dtype) * config.init_scale)
+        self.bias = nnx.Param(jnp.zeros((experts, d_out), config.param_dtype)) if config.expert_bias else None
 
     def value(self, dtype):
         return self.kernel[...].astype(dtype)
+
+    def added(self, dtype):
+        return None if self.bias is None else self.bias[...].astype(dtype)
 
 
 class MixtureOfExperts(nnx.Module):
     """A feed-forward layer of E experts, of which each token uses the k with the largest router probabilities.
 
-    Their outputs are weighted by the probabilities, which sum to 1 over the chosen ones with `normalize_top_k`.
+    Their outputs are weighted by the probabilities, which sum to 1 over the chosen ones with `normalize_top_k`. Every
+    token may use one more, the shared expert (arXiv 2401.06066), times the sigmoid of its gate where that has one.
     """
 
     def __init__(self, config, rngs: nnx.Rngs):
         self.config = config
-        self.router = Linear(config.width, config.experts, config, rngs)
+        self.router = Linear(config.width, config.experts, config, rngs, config.expert_bias)
         self.experts = Experts(config, rngs)
+        self.shared = FeedForward(config, rngs, config.shared_expert_ffn) if config.shared_expert_ffn else None
+        self.shared_gate = Linear(config.width, 1, config, rngs) if config.shared_expert_gate else None
 
     def __call__(self, x, counted=None):
         """Output `[...,D]` of x `[...,D]` and, where `counted` `[...]` says how often tokens count, the `Routing`."""
@@ -163,6 +190,9 @@ class MixtureOfExperts(nnx.Module):
         if c.normalize_top_k:
             weights = weights / weights.sum(-1, keepdims=True)
         out = self.experts(x, weights, chosen)
+        if self.shared is not None:
+            shared = self.shared(x)
+            out += shared if self.shared_gate is None else jax.nn.sigmoid(self.shared_gate(x)) * shared
         if counted is None:
             return out, None
         live = counted[..., None].astype(jnp.float32)
@@ -172,4 +202,6 @@ class MixtureOfExperts(nnx.Module):
     def _route(self, x):
         if not self.config.freeze_router:
             return self.router(x)
-        return x @ jax.lax.stop_gradient(self.router.kernel[...]).astype(x.dtype)
+        logits = x @ jax.lax.stop_gradient(self.router.kernel[...]).astype(x.dtype)
+        bias = self.router.bias
+        return logits if bias is None else logits + jax.lax.stop_gradient(bias[...]).astype(x.dtype)

@@ -98,8 +98,10 @@ def check_length(rope: Rope, length: int) -> None:
         )
 
 
-def rotate(x, positions, inv_freq, scale=1.0):
+def rotate(x, positions, inv_freq, scale=1.0, interleaved: bool = False):
     """x `[..., t, h, d]` rotated at positions `[..., t]`: its first r dimensions, as two halves; the others stay.
+
+    With `interleaved` neighbours are rotated together: dimensions 2i and 2i + 1, not i and i + r/2.
 
     inv_freq `[r/2]`, or one set a token `[..., t, r/2]`; a frequency of 0 rotates nothing. The rotated dimensions are
     multiplied by `scale`. Angles, cosines and sines are fp32.
@@ -107,7 +109,10 @@ def rotate(x, positions, inv_freq, scale=1.0):
     size = 2 * inv_freq.shape[-1]
     angles = (positions[..., None].astype(jnp.float32) * inv_freq)[..., None, :]
     cos, sin = jnp.cos(angles) * scale, jnp.sin(angles) * scale
-    x1, x2 = jnp.split(x[..., :size].astype(jnp.float32), 2, axis=-1)
+    rotated = x[..., :size].astype(jnp.float32)
+    x1, x2 = (rotated[..., ::2], rotated[..., 1::2]) if interleaved else jnp.split(rotated, 2, axis=-1)
     rotated = [x1 * cos - x2 * sin, x2 * cos + x1 * sin]
+    if interleaved:
+        rotated = [jnp.stack(rotated, axis=-1).reshape(*x.shape[:-1], size)]
     rest = [x[..., size:].astype(jnp.float32)] if size < x.shape[-1] else []
     return jnp.concatenate(rotated + rest, axis=-1).astype(x.dtype)

@@ -17,6 +17,7 @@ from safetensors.numpy import save_file
 
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.distributed.sharding import parameter_spec, path_name, shardings
+from jaxrl_llm.models import mxfp4
 from jaxrl_llm.models.lora import merged_kernel
 from jaxrl_llm.models.pickles import PickleFile
 from jaxrl_llm.models.quantize import quantize
@@ -77,6 +78,7 @@ class Stored(NamedTuple):
     full_shape: tuple[int, ...] = ()  # of the tensor in the files, of which this may be a range of rows
     first_row: int = 0
     one_expert: bool = False  # an expert of a tensor that is stacked over experts
+    every: int = 0  # this is every n-th number of the last dimension, from number first_row on; 0: a range of rows
 
     @property
     def at(self) -> tuple[int, ...]:
@@ -103,6 +105,7 @@ def stored_tensors(net: Net, family, table=None) -> list[Stored]:
         for (index, layer), expert in itertools.product(layers, experts):
             tensor = Stored(name.tensor.format(layer=layer, expert=expert), shape, name.transpose, leaf_path, index)
             tensor = tensor._replace(expert=expert, one_expert=expert is not None and "{expert}" not in name.tensor)
+            tensor = tensor._replace(every=int(name.interleaved))  # how many there are is counted below
             rank = -1 if leaf_path == "embed/weight" else config.layers if layer is None else layer
             tensors.append((rank, order, expert or 0, tensor))
     # Parameters of one tensor are ranges of its rows, one after another.
@@ -111,11 +114,16 @@ def stored_tensors(net: Net, family, table=None) -> list[Stored]:
     for *_, tensor in sorted(tensors, key=lambda item: item[:3]):
         key = (tensor.name, tensor.one_expert and tensor.expert)
         ranges.append((key, tensor._replace(first_row=rows.get(key, 0))))
-        rows[key] = rows.get(key, 0) + tensor.shape[0]
-    return [
-        tensor._replace(full_shape=(*([config.experts] if tensor.one_expert else []), rows[key], *tensor.shape[1:]))
-        for key, tensor in ranges
-    ]
+        rows[key] = rows.get(key, 0) + (1 if tensor.every else tensor.shape[0])
+
+    def placed(tensor: Stored, count: int) -> Stored:
+        lead = [config.experts] if tensor.one_expert else []
+        if tensor.every:
+            full = (*lead, *tensor.shape[:-1], count * tensor.shape[-1])
+            return tensor._replace(full_shape=full, every=count)
+        return tensor._replace(full_shape=(*lead, count, *tensor.shape[1:]))
+
+    return [placed(tensor, rows[key]) for key, tensor in ranges]
 
 
 class Files:
@@ -134,7 +142,9 @@ class Files:
         for name in names:
             handle = stack.enter_context(open_file(folder / name))
             self.where |= dict.fromkeys(handle.keys(), handle)
-        if index is not None and (lost := sorted(set(index["weight_map"]) - set(self.where))):
+        held = set(self.where)
+        self.where = mxfp4.with_matrices(self.where)
+        if index is not None and (lost := sorted(set(index["weight_map"]) - held)):
             raise ConfigError(f"{folder / index_name} names tensors that no file holds: {some(lost)}.")
 
     def _advice(self, allow_pickle: bool) -> str:
@@ -177,12 +187,17 @@ class Files:
 
         Raises ConfigError for numbers that are not finite.
         """
-        rows, *rest = index[::-1] if tensor.transpose else index
-        start, stop, _ = rows.indices(tensor.shape[0])
-        rows = slice(tensor.first_row + start, tensor.first_row + stop)
+        index = index[::-1] if tensor.transpose else index
+        if tensor.every:
+            start, stop, _ = index[-1].indices(tensor.shape[-1])
+            index = (*index[:-1], slice(start * tensor.every, stop * tensor.every))
+        else:
+            start, stop, _ = index[0].indices(tensor.shape[0])
+            index = (slice(tensor.first_row + start, tensor.first_row + stop), *index[1:])
         lead = [slice(tensor.expert, tensor.expert + 1)] if tensor.one_expert and tensor.expert is not None else []
-        part = self.where[tensor.name].get_slice(tensor.name)[(*lead, rows, *rest)]
+        part = self.where[tensor.name].get_slice(tensor.name)[(*lead, *index)]
         part = part[0] if lead else part
+        part = part[..., tensor.first_row :: tensor.every] if tensor.every else part
         array = np.array(part.T if tensor.transpose else part, dtype=dtype, order="C")
         check_finite(array, self.folder, tensor.name)
         return array
@@ -288,13 +303,24 @@ def write(folder: Path, net: Net, family, params: Params, dtype: str, max_shard_
     shards = list(_shards(stored_tensors(net, family), itemsize, max_shard_bytes))
     for number, shard in enumerate(shards, start=1):
         arrays = {
-            parts[0].name: np.concatenate([_gather(leaves[part.leaf], part, dtype, net) for part in parts])
+            parts[0].name: _joined(parts, [_gather(leaves[part.leaf], part, dtype, net) for part in parts])
             for parts in shard
         }
         if jax.process_index() == 0:
             save_file(arrays, folder / _shard_name(number, len(shards)), metadata={"format": "pt"})
     if len(shards) > 1 and jax.process_index() == 0:
         write_json(folder / INDEX, _index(shards, itemsize))
+
+
+def _joined(parts: list[Stored], arrays: list[np.ndarray]) -> np.ndarray:
+    """A tensor of the files from its parts: ranges of rows, or numbers in turn, of each expert where it has all."""
+    stacked = parts[0].one_expert
+    if stacked:  # the experts of a parameter are next to each other
+        experts = parts[0].full_shape[0]
+        arrays = [np.stack(arrays[first : first + experts]) for first in range(0, len(arrays), experts)]
+    if parts[0].every:
+        return np.stack(arrays, axis=-1).reshape(*arrays[0].shape[:-1], -1)
+    return np.concatenate(arrays, axis=int(stacked))
 
 
 def _leaves(params: Params, path: str = "") -> dict[str, Any]:

@@ -65,6 +65,7 @@ class Block(nnx.Module):
         def norm(*kinds: str):
             return RMSNorm(config.width, config, rngs) if config.norms in kinds else None
 
+        self.residual_scale = config.residual_scale
         self.input_norm = norm("pre", "both")
         self.mixer_path = layer.mixer.path  # the mixer's own name, which parameters and checkpoints have
         setattr(self, layer.mixer.path, layer.mixer(config, rngs))
@@ -93,13 +94,17 @@ class Block(nnx.Module):
         return self._feed_forward(x, mixed)[0], cache
 
     def _feed_forward(self, x, mixed, counted=None) -> tuple[jax.Array, Routing | None]:
-        x = constrain(x + _normed(self.attention_out_norm, mixed), "rows", "positions", None)
+        x = self._added(x, _normed(self.attention_out_norm, mixed))
         out, routing = _normed(self.post_attention_norm, x), None
         if isinstance(self.mlp, MixtureOfExperts):
             out, routing = self.mlp(out, counted)
         else:
             out = self.mlp(out)
-        return constrain(x + _normed(self.mlp_out_norm, out), "rows", "positions", None), routing
+        return self._added(x, _normed(self.mlp_out_norm, out)), routing
+
+    def _added(self, x, out):
+        out = out if self.residual_scale == 1.0 else out * self.residual_scale
+        return constrain(x + out, "rows", "positions", None)
 
 
 def _normed(norm: RMSNorm | None, x):
@@ -178,8 +183,9 @@ class Transformer(nnx.Module):
         return soft_cap(logits, self.config.logit_softcap)
 
     def head_input(self, hidden):
-        """Hidden states in the dtype that their matmul with `head_kernel` is computed in."""
-        return hidden.astype(jnp.float32) if self.config.fp32_head else hidden
+        """Hidden states as their matmul with `head_kernel` takes them: in its dtype, and divided as logits are."""
+        hidden = hidden.astype(jnp.float32) if self.config.fp32_head else hidden
+        return hidden if self.config.logit_divisor == 1.0 else hidden / self.config.logit_divisor
 
     def scores(self, hidden):
         """One number a token `[...]` in fp32, from the score head."""

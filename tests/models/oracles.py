@@ -14,12 +14,19 @@ from transformers import (
     Gemma2Config,
     Gemma3TextConfig,
     GemmaConfig,
+    Glm4Config,
+    GlmConfig,
+    GptOssConfig,
+    GraniteConfig,
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
     Olmo2Config,
+    Olmo3Config,
+    OlmoeConfig,
     Phi3Config,
     Qwen2Config,
+    Qwen2MoeConfig,
     Qwen3Config,
     Qwen3MoeConfig,
     SmolLM3Config,
@@ -55,6 +62,10 @@ LLAMA3_ROPE = {
 YARN_ROPE = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
 GEMMA3_ROPE = {
     "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1_000_000.0},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+}
+OLMO3_ROPE = {
+    "full_attention": YARN_ROPE,
     "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
 }
 CAPS = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0, "query_pre_attn_scalar": 16}
@@ -101,7 +112,27 @@ VARIANTS = {
         **SHAPE, no_rope_layers=[1, 0], use_sliding_window=True, sliding_window=WINDOW
     ),
     "olmo2": lambda: Olmo2Config(**SHAPE),
+    "olmo3": lambda: Olmo3Config(
+        **SHAPE, sliding_window=WINDOW, layer_types=["sliding_attention", "full_attention"],
+        rope_parameters=OLMO3_ROPE,
+    ),
+    "granite": lambda: GraniteConfig(
+        **SHAPE, embedding_multiplier=6.0, attention_multiplier=0.5, residual_multiplier=0.25, logits_scaling=3.0,
+        attention_bias=True,
+    ),
+    "glm": lambda: GlmConfig(**SHAPE, head_dim=16),
+    "glm4": lambda: Glm4Config(**SHAPE, head_dim=8, attention_bias=False),
+    "olmoe": lambda: OlmoeConfig(**SHAPE, **EXPERTS, num_experts=4),
+    "qwen2_moe": lambda: Qwen2MoeConfig(
+        **SHAPE | {"num_hidden_layers": 3}, **EXPERTS, moe_intermediate_size=16, num_experts=4,
+        shared_expert_intermediate_size=20, mlp_only_layers=[1], use_sliding_window=True, sliding_window=WINDOW,
+    ),
+    "gpt_oss": lambda: GptOssConfig(
+        **SHAPE, **EXPERTS, head_dim=8, sliding_window=WINDOW, num_local_experts=4, swiglu_limit=0.5,
+        rope_parameters=YARN_ROPE | {"truncate": False},
+    ),
 }  # fmt: skip
+NO_CLASSIFIER = ("granite", "olmoe")  # transformers has no sequence classifier of these families
 FAMILIES = [name for name in VARIANTS if "-" not in name and name != "llama3"]
 
 
@@ -111,7 +142,7 @@ def make_oracle(variant: str, seed: int = 0):
     oracle = AutoModelForCausalLM.from_config(VARIANTS[variant](), attn_implementation="eager").eval()
     with torch.no_grad():
         for name, parameter in oracle.named_parameters():
-            if "norm" in name or name.endswith("bias"):
+            if "norm" in name or name.endswith(("bias", "sinks")):
                 parameter.add_(torch.randn_like(parameter) * 0.3)
     return oracle
 
@@ -158,7 +189,7 @@ def in_files(oracle, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     for name, x in arrays.items():
         name = name.replace(".mlp.", f".{block}.") if mixtral else name
         start, stacked, part = name.partition(".experts.")
-        if not stacked:
+        if not stacked or oracle.config.model_type == "gpt_oss":
             found[name] = x
             continue
         halves = np.split(x, 2, axis=1) if part == "gate_up_proj" else [x]
@@ -189,4 +220,7 @@ def in_parameters(tensor: Stored, arrays: dict[str, np.ndarray]) -> np.ndarray:
 
 def of_files(tensor: Stored, arrays: dict[str, np.ndarray]) -> np.ndarray:
     """The tensor in arrays by the names of files, or its part where it is one with others."""
-    return arrays[tensor.name][tensor.first_row : tensor.first_row + tensor.shape[0]]
+    whole = arrays[tensor.name][tensor.expert] if tensor.one_expert else arrays[tensor.name]
+    if tensor.every:
+        return whole[..., tensor.first_row :: tensor.every]
+    return whole[tensor.first_row : tensor.first_row + tensor.shape[0]]

@@ -14,12 +14,19 @@ from jaxrl_llm.models.families import (
     gemma,
     gemma2,
     gemma3_text,
+    glm,
+    glm4,
+    gpt_oss,
+    granite,
     llama,
     mistral,
     mixtral,
     olmo2,
+    olmo3,
+    olmoe,
     phi3,
     qwen2,
+    qwen2_moe,
     qwen3,
     qwen3_moe,
     smollm3,
@@ -32,6 +39,7 @@ FAMILIES = {
     module.MODEL_TYPE: module
     for module in (
         llama, qwen2, qwen3, mistral, gemma, gemma2, gemma3_text, phi3, qwen3_moe, mixtral, smollm3, olmo2,
+        olmo3, granite, glm, glm4, olmoe, qwen2_moe, gpt_oss,
     )
 }  # fmt: skip
 

@@ -19,22 +19,23 @@ KEYS = (
 DEFAULTS = {"rms_norm_eps": 1e-5}  # what entries mean that are left out
 
 
+def common(hf: dict[str, Any]) -> dict[str, Any]:
+    """The ModelConfig fields that OLMo 2 and 3 share."""
+    bias = bool(hf.get("attention_bias", False))
+    biases = {"attention_bias": bias, "attention_output_bias": bias}
+    return {"norms": "post", "qk_norm": True, "qk_norm_whole": True, **biases}
+
+
+def own_entries(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:
+    """The entries of config.json that `common` reads, and the ids whose defaults small vocabularies do not have."""
+    return {"attention_bias": config.attention_bias, **({} if base is not None else {"pad_token_id": None})}
+
+
 def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
     """The ModelConfig of a config.json; raises ConfigError for what the network does not compute."""
-    bias = bool(hf.get("attention_bias", False))
-    own = {
-        "norms": "post",
-        "qk_norm": True,
-        "qk_norm_whole": True,
-        "attention_bias": bias,
-        "attention_output_bias": bias,
-    }
-    return decoder.to_config(DEFAULTS | hf, ARCHITECTURE, own, overrides)
+    return decoder.to_config(DEFAULTS | hf, ARCHITECTURE, common(hf), overrides)
 
 
 def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:
     """The config.json of a net, over the entries of `base`."""
-    own: dict[str, Any] = {"attention_bias": config.attention_bias}
-    if base is None:
-        own["pad_token_id"] = None
-    return decoder.from_config(config, base, ARCHITECTURE, MODEL_TYPE, own)
+    return decoder.from_config(config, base, ARCHITECTURE, MODEL_TYPE, own_entries(config, base))

@@ -30,22 +30,23 @@ def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
         "attention_bias": bias,
         "attention_output_bias": bias,
         **layer_types.read_uniform({**hf, "sliding_window": window}),
-        **_experts(hf),
+        **experts(hf),
     }
     return decoder.to_config(hf, ARCHITECTURE, own, overrides)
 
 
-def _experts(hf: dict[str, Any]) -> dict[str, Any]:
+def experts(hf: dict[str, Any]) -> dict[str, Any]:
+    """The ModelConfig fields of the experts."""
     layers, step = positive(hf, "num_hidden_layers"), hf.get("decoder_sparse_step") or 1
     dense = tuple(n for n in range(layers) if n in (hf.get("mlp_only_layers") or ()) or (n + 1) % step)
-    experts = _number(hf)
+    number_of_experts = _number(hf)
     if len(dense) == layers:
         refuse("mlp_only_layers", hf.get("mlp_only_layers"), "lists that leave some layers their experts")
     chosen = positive(hf, "num_experts_per_tok")
-    if chosen > experts:
-        refuse("num_experts_per_tok", chosen, f"up to num_experts = {experts}")
+    if chosen > number_of_experts:
+        refuse("num_experts_per_tok", chosen, f"up to num_experts = {number_of_experts}")
     return {
-        "experts": experts,
+        "experts": number_of_experts,
         "experts_per_token": chosen,
         "expert_ffn": positive(hf, "moe_intermediate_size"),
         "normalize_top_k": bool(hf["norm_topk_prob"]),
@@ -59,21 +60,23 @@ def _number(hf: dict[str, Any]) -> int:
     return positive(hf, "num_local_experts" if "num_experts" not in hf and "num_local_experts" in hf else "num_experts")
 
 
-def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:
-    """The config.json of a net, over the entries of `base`."""
-    own = {
-        "attention_bias": config.attention_bias,
+def expert_entries(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:
+    """The entries of config.json that `experts` reads."""
+    entries: dict[str, Any] = {
         "moe_intermediate_size": config.expert_ffn,
         "num_experts_per_tok": config.experts_per_token,
         "norm_topk_prob": config.normalize_top_k,
         "router_aux_loss_coef": config.router_aux_loss_coef,
     }
     if base is None:
-        own |= {
-            "num_experts": config.experts,
-            "decoder_sparse_step": 1,
-            "mlp_only_layers": list(config.dense_layers),
-            "use_sliding_window": bool(config.sliding_layers),
-            "sliding_window": config.sliding_window,
-        }
+        dense = list(config.dense_layers)
+        entries |= {"num_experts": config.experts, "decoder_sparse_step": 1, "mlp_only_layers": dense}
+    return entries
+
+
+def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:
+    """The config.json of a net, over the entries of `base`."""
+    own = {"attention_bias": config.attention_bias, **expert_entries(config, base)}
+    if base is None:
+        own |= {"use_sliding_window": bool(config.sliding_layers), "sliding_window": config.sliding_window}
     return decoder.from_config(config, base, ARCHITECTURE, MODEL_TYPE, own)

@@ -236,7 +236,7 @@ def _token_cost(net: ModelConfig, length: int) -> float:
     """Floating-point operations of the layers for a token of a row of `length`, forward and backward."""
     attention = net.width * net.head_dim * 2 * (net.heads + net.kv_heads)
     dense = 3 * net.width * net.ffn
-    experts = 3 * net.width * net.expert_ffn * net.experts_per_token
+    experts = 3 * net.width * (net.expert_ffn * net.experts_per_token + net.shared_expert_ffn)
     sparse = sum(kind.experts for kind in net.layer_configs)
     matmuls = net.layers * attention + sparse * experts + (net.layers - sparse) * dense
     return 6.0 * matmuls + ATTENTION_COST * 12.0 * net.layers * length * net.heads * net.head_dim

@@ -1,0 +1,45 @@
+"""GLM-4 of 2024 (arXiv 2406.12793): half of each head rotated, neighbours together; gate and up in one tensor."""
+
+from typing import Any
+
+from jaxrl_llm.models.families import decoder
+from jaxrl_llm.models.families.decoder import LAYER, TensorName
+from jaxrl_llm.models.transformer import ModelConfig
+
+MODEL_TYPE = "glm"
+ARCHITECTURE = "Glm"
+FEED_FORWARD = (
+    *(TensorName(f"layers/mlp/{name}/kernel", f"{LAYER}mlp.gate_up_proj.weight", True) for name in ("gate", "up")),
+    TensorName("layers/mlp/down/kernel", f"{LAYER}mlp.down_proj.weight", True),
+)
+KEYS = (*decoder.ENDS, *decoder.PRE_NORMS, *decoder.ATTENTION, *FEED_FORWARD)
+DEFAULTS = {
+    "num_key_value_heads": 2,
+    "head_dim": 128,
+    "partial_rotary_factor": 0.5,
+    "attention_bias": True,
+    "rms_norm_eps": 1.5625e-07,
+}  # what entries mean that are left out
+
+
+def read(hf: dict[str, Any], family: str, overrides: dict[str, Any], **own) -> ModelConfig:
+    """The ModelConfig of a `family` with the shape of GLM and fields of its `own`."""
+    hf = DEFAULTS | hf
+    own |= {"rope_interleaved": True, "attention_bias": bool(hf["attention_bias"])}
+    return decoder.to_config(hf, family, own, overrides, rope={"partial": True})
+
+
+def own_entries(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:
+    """The entries of config.json that `read` reads, and the ids whose defaults small vocabularies do not have."""
+    own: dict[str, Any] = {"attention_bias": config.attention_bias}
+    return own if base is not None else own | dict.fromkeys(("pad_token_id", "eos_token_id"))
+
+
+def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
+    """The ModelConfig of a config.json; raises ConfigError for what the network does not compute."""
+    return read(hf, ARCHITECTURE, overrides)
+
+
+def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:
+    """The config.json of a net, over the entries of `base`."""
+    return decoder.from_config(config, base, ARCHITECTURE, MODEL_TYPE, own_entries(config, base))

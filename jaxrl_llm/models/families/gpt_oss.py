@@ -1,0 +1,96 @@
+"""gpt-oss (arXiv 2508.10925): attention sinks, a window in every other layer, experts with biases, clipped swiglu.
+
+The experts' matrices are read from MXFP4 or from floats, and written as floats.
+"""
+
+from typing import Any
+
+from jaxrl_llm.models.families import decoder, layer_types
+from jaxrl_llm.models.families.decoder import LAYER, TensorName, linear
+from jaxrl_llm.models.families.entries import number, positive, refuse
+from jaxrl_llm.models.transformer import ModelConfig
+
+MODEL_TYPE = "gpt_oss"
+ARCHITECTURE = "GptOss"
+EXPERTS = f"{LAYER}mlp.experts."
+KEYS = (
+    *decoder.ENDS,
+    *decoder.PRE_NORMS,
+    *decoder.ATTENTION,
+    TensorName("layers/attention/sinks", f"{LAYER}self_attn.sinks"),
+    *linear("layers/mlp/router", f"{LAYER}mlp.router"),
+    TensorName("layers/mlp/experts/gate/kernel", f"{EXPERTS}gate_up_proj", interleaved=True),
+    TensorName("layers/mlp/experts/gate/bias", f"{EXPERTS}gate_up_proj_bias", interleaved=True),
+    TensorName("layers/mlp/experts/up/kernel", f"{EXPERTS}gate_up_proj", interleaved=True),
+    TensorName("layers/mlp/experts/up/bias", f"{EXPERTS}gate_up_proj_bias", interleaved=True),
+    TensorName("layers/mlp/experts/down/kernel", f"{EXPERTS}down_proj"),
+    TensorName("layers/mlp/experts/down/bias", f"{EXPERTS}down_proj_bias"),
+)
+YARN = {"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_position_embeddings": 4096}
+DEFAULTS = {
+    "num_local_experts": 128,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "sliding_window": 128,
+    "rms_norm_eps": 1e-5,
+    "num_experts_per_tok": 4,
+    "swiglu_alpha": 1.702,
+    "swiglu_limit": 7.0,
+    "router_aux_loss_coef": 0.001,
+    "attention_bias": True,
+}  # what entries mean that are left out
+THETA = 150_000.0
+
+
+def _with_rope(hf: dict[str, Any]) -> dict[str, Any]:
+    """The entries with the scaling of rotary positions that is meant where none is given."""
+    return hf if hf.get("rope_parameters") or hf.get("rope_scaling") else {**hf, "rope_parameters": YARN}
+
+
+def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
+    """The ModelConfig of a config.json; raises ConfigError for what the network does not compute."""
+    hf = _with_rope(DEFAULTS | hf)
+    if (hf.get("quantization_config") or {}).get("quant_method") == "mxfp4":
+        hf["quantization_config"] = None
+    experts, chosen = positive(hf, "num_local_experts"), positive(hf, "num_experts_per_tok")
+    if chosen > experts:
+        refuse("num_experts_per_tok", chosen, f"up to num_local_experts = {experts}")
+    bias = bool(hf["attention_bias"])
+    own = {
+        "attention_bias": bias,
+        "attention_output_bias": bias,
+        "attention_sinks": True,
+        **layer_types.read(hf, lambda layer: layer % 2 == 0),
+        "experts": experts,
+        "experts_per_token": chosen,
+        "expert_ffn": positive(hf, "intermediate_size"),
+        "expert_bias": True,
+        "swiglu_limit": number("swiglu_limit", hf["swiglu_limit"], above=0),
+        "swiglu_alpha": number("swiglu_alpha", hf["swiglu_alpha"], above=0),
+        "normalize_top_k": True,
+        "router_aux_loss_coef": number("router_aux_loss_coef", hf["router_aux_loss_coef"]),
+    }
+    return decoder.to_config(hf, ARCHITECTURE, own, overrides, rope={"theta": THETA})
+
+
+def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:
+    """The config.json of a net, over the entries of `base`."""
+    own = {
+        "attention_bias": config.attention_bias,
+        "num_local_experts": config.experts,
+        "num_experts_per_tok": config.experts_per_token,
+        "swiglu_limit": config.swiglu_limit,
+        "router_aux_loss_coef": config.router_aux_loss_coef,
+    }
+    if config.sliding_layers:
+        own["sliding_window"] = config.sliding_window
+    if base is None:
+        own |= {"swiglu_alpha": config.swiglu_alpha, **layer_types.write(config)}
+    else:  # the matrices are written as floats
+        base = {name: value for name, value in base.items() if name != "quantization_config"}
+    rope = (
+        None
+        if base is None or base.get("rope_parameters") or base.get("rope_scaling")
+        else {**base, "rope_parameters": YARN}
+    )
+    return decoder.from_config(config, base, ARCHITECTURE, MODEL_TYPE, own, rope=rope)

@@ -1,0 +1,38 @@
+"""Granite (IBM, 3.0 to 4.0 dense): Llama's shape with four multipliers in the manner of muP (arXiv 2203.03466)."""
+
+from typing import Any
+
+from jaxrl_llm.models.families import decoder
+from jaxrl_llm.models.families.entries import number
+from jaxrl_llm.models.transformer import ModelConfig
+
+MODEL_TYPE = "granite"
+ARCHITECTURE = "Granite"
+KEYS = decoder.KEYS
+MULTIPLIERS = {
+    "embed_scale": "embedding_multiplier",
+    "query_scale": "attention_multiplier",
+    "residual_scale": "residual_multiplier",
+    "logit_divisor": "logits_scaling",
+}
+
+
+def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
+    """The ModelConfig of a config.json; raises ConfigError for what the network does not compute."""
+    bias = bool(hf.get("attention_bias", False))
+    own = {
+        "attention_bias": bias,
+        "attention_output_bias": bias,
+        "mlp_bias": bool(hf.get("mlp_bias", False)),
+        **{field: number(entry, hf.get(entry, 1.0), above=0) for field, entry in MULTIPLIERS.items()},
+    }
+    return decoder.to_config(hf, ARCHITECTURE, own, overrides)
+
+
+def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:
+    """The config.json of a net, over the entries of `base`."""
+    own: dict[str, Any] = {"attention_bias": config.attention_bias, "mlp_bias": config.mlp_bias}
+    own |= {entry: getattr(config, field) for field, entry in MULTIPLIERS.items()}
+    if config.query_scale is None:
+        own["attention_multiplier"] = config.head_dim**-0.5
+    return decoder.from_config(config, base, ARCHITECTURE, MODEL_TYPE, own)

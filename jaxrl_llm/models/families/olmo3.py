@@ -1,0 +1,43 @@
+"""OLMo 3 (arXiv 2512.13961): OLMo 2 with a window in three of four layers, whose rotary positions are never scaled."""
+
+import dataclasses
+from typing import Any
+
+from jaxrl_llm.models.families import decoder, layer_types, olmo2, rotary
+from jaxrl_llm.models.transformer import ModelConfig
+
+MODEL_TYPE = "olmo3"
+ARCHITECTURE = "Olmo3"
+KEYS = olmo2.KEYS
+DEFAULTS = {**olmo2.DEFAULTS, "sliding_window": 4096, "rope_theta": 500_000.0}  # what entries mean that are left out
+
+
+def _rope_parameters(hf: dict[str, Any]) -> dict[str, Any]:
+    """The rotary parameters of both types of layers; files of transformers 4 scale those without a window."""
+    given = hf.get("rope_parameters") or {}
+    base = {"rope_theta": hf.get("rope_theta") or DEFAULTS["rope_theta"]}
+    full = {**base, **(hf.get("rope_scaling") or {}), **(given.get("full_attention") or {})}
+    return {"full_attention": full, "sliding_attention": {**base, **(given.get("sliding_attention") or {})}}
+
+
+def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
+    """The ModelConfig of a config.json; raises ConfigError for what the network does not compute."""
+    hf = DEFAULTS | hf
+    hf |= {"rope_parameters": _rope_parameters(hf)}
+    own = olmo2.common(hf) | layer_types.read(hf, lambda layer: (layer + 1) % 4 != 0)
+    return decoder.to_config(hf, ARCHITECTURE, own, overrides, rope={"by_type": True})
+
+
+def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:
+    """The config.json of a net, over the entries of `base`."""
+    rope = None if base is None else {**base, "rope_parameters": _rope_parameters(base)}
+    own = olmo2.own_entries(config, base)
+    if config.sliding_layers:
+        own["sliding_window"] = config.sliding_window
+    if base is None:
+        own |= layer_types.write(config)
+    hf = decoder.from_config(config, base, ARCHITECTURE, MODEL_TYPE, own, rope=rope)
+    if base is None:  # transformers takes one base for all layers for that of the layers without a window
+        both = dataclasses.replace(config, local_rope=config.local_rope or config.rope)
+        hf = {name: value for name, value in hf.items() if name not in rotary.ENTRIES} | rotary.write(both)
+    return hf

@@ -1,0 +1,46 @@
+"""OLMoE (arXiv 2409.02060): experts in every layer, norms over all queries and all keys."""
+
+from typing import Any
+
+from jaxrl_llm.models.families import decoder, qwen3_moe
+from jaxrl_llm.models.families.entries import refuse
+from jaxrl_llm.models.transformer import ModelConfig
+
+MODEL_TYPE = "olmoe"
+ARCHITECTURE = "Olmoe"
+KEYS, OTHER_KEYS = qwen3_moe.KEYS, qwen3_moe.OTHER_KEYS
+DEFAULTS = {
+    "rms_norm_eps": 1e-5,
+    "num_experts_per_tok": 8,
+    "norm_topk_prob": False,
+    "router_aux_loss_coef": 0.01,
+}  # what entries mean that are left out
+
+
+def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
+    """The ModelConfig of a config.json; raises ConfigError for what the network does not compute."""
+    hf = DEFAULTS | hf
+    if hf.get("clip_qkv") is not None:
+        refuse("clip_qkv", hf["clip_qkv"], "null")
+    bias = bool(hf.get("attention_bias", False))
+    own = {
+        "qk_norm": True,
+        "qk_norm_whole": True,
+        "attention_bias": bias,
+        "attention_output_bias": bias,
+        **qwen3_moe.experts({**hf, "moe_intermediate_size": hf.get("intermediate_size")}),
+    }
+    return decoder.to_config(hf, ARCHITECTURE, own, overrides)
+
+
+def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:
+    """The config.json of a net, over the entries of `base`."""
+    own: dict[str, Any] = {
+        "attention_bias": config.attention_bias,
+        "num_experts_per_tok": config.experts_per_token,
+        "norm_topk_prob": config.normalize_top_k,
+        "router_aux_loss_coef": config.router_aux_loss_coef,
+    }
+    if base is None:
+        own |= {"num_experts": config.experts, **dict.fromkeys(("pad_token_id", "eos_token_id"))}
+    return decoder.from_config(config, base, ARCHITECTURE, MODEL_TYPE, own)

@@ -1,0 +1,61 @@
+"""Qwen 1.5 and 2 mixtures of experts (arXiv 2407.10671): Qwen2 with experts, one of them for every token."""
+
+from typing import Any
+
+from jaxrl_llm.models.families import decoder, layer_types, qwen3_moe
+from jaxrl_llm.models.families.decoder import LAYER, TensorName, linear
+from jaxrl_llm.models.families.entries import positive
+from jaxrl_llm.models.transformer import ModelConfig
+
+MODEL_TYPE = "qwen2_moe"
+ARCHITECTURE = "Qwen2Moe"
+SHARED = (
+    *linear("layers/mlp/shared/gate", f"{LAYER}mlp.shared_expert.gate_proj"),
+    *linear("layers/mlp/shared/up", f"{LAYER}mlp.shared_expert.up_proj"),
+    *linear("layers/mlp/shared/down", f"{LAYER}mlp.shared_expert.down_proj"),
+    TensorName("layers/mlp/shared_gate/kernel", f"{LAYER}mlp.shared_expert_gate.weight", True),
+)
+_COMMON = (*decoder.KEYS, *SHARED)
+KEYS = (*_COMMON, *decoder.experts("mlp", "gate_proj", "up_proj", "down_proj"))
+OTHER_KEYS = ((*_COMMON, *decoder.stacked_experts("mlp")),)
+DEFAULTS = {
+    "num_key_value_heads": 16,
+    "moe_intermediate_size": 1408,
+    "shared_expert_intermediate_size": 5632,
+    "num_experts_per_tok": 4,
+    "norm_topk_prob": False,
+    "router_aux_loss_coef": 0.001,
+    "max_window_layers": 28,
+    "qkv_bias": True,
+}  # what entries mean that are left out
+
+
+def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
+    """The ModelConfig of a config.json; raises ConfigError for what the network does not compute."""
+    hf = DEFAULTS | hf
+    window = hf.get("sliding_window", 4096) if hf.get("use_sliding_window", False) else None
+    own = {
+        "attention_bias": bool(hf["qkv_bias"]),
+        "shared_expert_ffn": positive(hf, "shared_expert_intermediate_size"),
+        "shared_expert_gate": True,
+        **layer_types.read(
+            {**hf, "sliding_window": window},
+            lambda layer: window is not None and layer % 2 == 0 and layer < hf["max_window_layers"],
+        ),
+        **qwen3_moe.experts(hf),
+    }
+    return decoder.to_config(hf, ARCHITECTURE, own, overrides)
+
+
+def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:
+    """The config.json of a net, over the entries of `base`."""
+    own = {
+        "qkv_bias": config.attention_bias,
+        "shared_expert_intermediate_size": config.shared_expert_ffn,
+        **qwen3_moe.expert_entries(config, base),
+    }
+    if config.sliding_layers:
+        own["sliding_window"] = config.sliding_window
+    if base is None:
+        own |= {"use_sliding_window": bool(config.sliding_layers), **layer_types.write(config)}
+    return decoder.from_config(config, base, ARCHITECTURE, MODEL_TYPE, own)

@@ -1,0 +1,42 @@
+"""Matrices of experts in MXFP4 against what transformers makes of the same bytes."""
+
+import json
+
+import numpy as np
+import torch
+from safetensors.numpy import load_file, save_file
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+from jaxrl_llm.models.model import load_model, save_hf
+from tests.models.oracles import VARIANTS, make_oracle, oracle_logits
+
+
+def test_a_model_in_mxfp4_is_read_as_numbers(tmp_path, monkeypatch):
+    """All 16 codes and scales of 2^-6 to 2^2; the model computes as transformers does with the numbers."""
+    monkeypatch.setitem(VARIANTS, "wide", lambda: VARIANTS["gpt_oss"]().__class__(**{
+        **VARIANTS["gpt_oss"]().to_dict(), "intermediate_size": 64, "hidden_size": 32
+    }))  # fmt: skip
+    oracle = make_oracle("wide")
+    oracle.save_pretrained(tmp_path / "model")
+    tensors, rng = load_file(tmp_path / "model/model.safetensors"), np.random.default_rng(0)
+    for name in [name for name in tensors if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+        experts, d_in, d_out = tensors.pop(name).shape
+        blocks = rng.integers(0, 256, (experts, d_out, d_in // 32, 16), np.uint8)
+        scales = rng.integers(121, 126, (experts, d_out, d_in // 32), np.uint8)
+        tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+        numbers = convert_moe_packed_tensors(torch.tensor(blocks), torch.tensor(scales), dtype=torch.float32)
+        oracle.get_parameter(name).data.copy_(numbers)
+    save_file(tensors, tmp_path / "model/model.safetensors")
+    file = tmp_path / "model/config.json"
+    entries = json.loads(file.read_text()) | {"quantization_config": {"quant_method": "mxfp4"}}
+    file.write_text(json.dumps(entries))
+    model = load_model(tmp_path / "model")
+    gate, up = (model.params["layers"]["mlp"]["experts"][part]["kernel"][1] for part in ("gate", "up"))
+    whole = oracle.model.layers[1].mlp.experts.gate_up_proj.detach().numpy()
+    np.testing.assert_array_equal(gate, whole[..., ::2])
+    np.testing.assert_array_equal(up, whole[..., 1::2])
+    tokens = rng.integers(0, 97, (1, 9))
+    np.testing.assert_allclose(model(tokens), oracle_logits(oracle, tokens), atol=1e-4)
+    save_hf(model, tmp_path / "out")
+    assert "quantization_config" not in json.loads((tmp_path / "out/config.json").read_text())
+    np.testing.assert_array_equal(load_model(tmp_path / "out")(tokens), model(tokens))
