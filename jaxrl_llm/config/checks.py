@@ -456,7 +456,17 @@ def _lora(config: ConfigDict) -> Iterator[str]:
     if not (lora.rank or lora.path):
         if lora.dora:
             yield "lora.dora is true, but there are no adapters: set lora.rank, 16 for example, or it to false"
+        if lora.modules_to_save:
+            yield (
+                f"lora.modules_to_save is {', '.join(lora.modules_to_save)}, but there are no adapters, and all of the "
+                "model is trained: set lora.rank, 16 for example, or leave it empty"
+            )
         return
+    if lora.modules_to_save and lora.path is not None:
+        yield (
+            f"lora.modules_to_save is {', '.join(lora.modules_to_save)}, but the adapter of lora.path names its own: "
+            "leave it empty"
+        )
     if algorithm.ref_sync_steps and lora.reference == "base":
         yield (
             f"algorithm.ref_sync_steps is {algorithm.ref_sync_steps}, but lora.reference = 'base' never moves: set "

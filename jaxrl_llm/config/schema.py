@@ -284,8 +284,11 @@ KEYS = (
     Setting("lora.targets", ("all-linear",),
         "Linear layers with an adapter: all-linear (without heads and experts), or some of q_proj, k_proj, v_proj, "
         "o_proj, gate_proj, up_proj, down_proj."),
+    Setting("lora.modules_to_save", (),
+        "Modules trained whole beside the adapters, by the ends of their names as in PEFT: embed_tokens, lm_head, norm "
+        "(all norms), ... Where head and embedding are one, either name is both."),
     Setting("lora.path", None,
-        "PEFT folder of an adapter to continue from; it sets rank, alpha, rslora, dora and targets."),
+        "PEFT folder of an adapter to continue from; it sets rank, alpha, rslora, dora, targets and modules_to_save."),
     Setting("lora.reference", "base",
         "Reference policy: the model without adapters (base), with its initial adapters (start), or a merged copy of "
         "the whole model (copy), which ref_mixup_alpha below 1 needs.", choices=("base", "start", "copy")),
@@ -757,7 +760,8 @@ BY_NAME = {key.name: key for key in KEYS}
 # checkpoint.accept_changes names them; what else has changed is told, and kept in config_history/.
 IDENTITY = (
     "seed", "model.path", "model.random_init", "model.freeze_router", "model.quantize", "lora.rank", "lora.alpha",
-    "lora.rslora", "lora.dora", "lora.targets", "lora.path", "lora.reference", "data.path", "data.name", "data.sources",
+    "lora.rslora", "lora.dora", "lora.targets", "lora.modules_to_save", "lora.path",
+    "lora.reference", "data.path", "data.name", "data.sources",
     "data.format", "data.streaming", "data.shuffle", "data.shuffle_buffer", "data.split", "data.prompt_key",
     "data.completion_key", "data.label_key", "data.system_prompt", "data.chat_template", "eval.fraction",
     "model.tokenizer", "model.revision", "model.overrides", "data.chat_template_kwargs", "data.overlong",
@@ -807,7 +811,8 @@ SYNONYMS = {
     "reward_weights": "rewards.weights", "lr": "optimizer.learning_rate", "lr_scheduler_type": "optimizer.schedule",
     "optim": "optimizer.name", "gradient_checkpointing": "model.remat", "bf16": "model.dtype", "fp16": "model.dtype",
     "load_in_4bit": "model.quantize", "load_in_8bit": "model.quantize", "attn_implementation": "model.attention",
-    "use_peft": "lora.rank", "lora_r": "lora.rank", "lora_target_modules": "lora.targets", "report_to":
+    "use_peft": "lora.rank", "lora_r": "lora.rank", "lora_target_modules": "lora.targets",
+    "lora_modules_to_save": "lora.modules_to_save", "report_to":
     "logging.backends", "save_steps": "checkpoint.every", "eval_steps": "eval.every", "save_total_limit":
     "checkpoint.keep", "resume_from_checkpoint": "checkpoint.resume", "processing_class": "model.tokenizer",
     "val_set_size": "eval.fraction", "test_size": "eval.fraction", "hub_model_id": "export.push_to_hub",
@@ -823,8 +828,6 @@ REFUSED = {
     "true (data.packing for sft)",
     "param_offload": "parameters stay on the devices: shard them over more (mesh.fsdp), and offload the moments "
     "(optimizer.offload), the reference (algorithm.offload_reference) or activations (model.remat=offload)",
-    "modules_to_save": "beside adapters a score head alone is trained whole: train the whole model (lora.rank=0), or "
-    "adapters on all linear maps (lora.targets=all-linear)",
     "log_prob_micro_batch_size_per_gpu": "passes without gradient take the micro-batches of the update: set "
     "batch.microbatch_rows or batch.microbatch_tokens, which change no result",
 }
@@ -832,7 +835,6 @@ REFUSED |= {
     "vllm_gpu_memory_utilization": REFUSED["gpu_memory_utilization"],
     "cpu_offload": REFUSED["param_offload"],
     "offload_params": REFUSED["param_offload"],
-    "lora_modules_to_save": REFUSED["modules_to_save"],
     "log_prob_micro_batch_size": REFUSED["log_prob_micro_batch_size_per_gpu"],
     "log_prob_max_token_len_per_gpu": REFUSED["log_prob_micro_batch_size_per_gpu"],
 }

@@ -4,6 +4,9 @@ A linear map with an adapter holds `lora_a [in, r]` and `lora_b [r, out]` beside
 `x W + scale (dropout(x) A) B`. With B = 0, as it starts, that is the map without adapter, bit for bit. With DoRA
 (arXiv 2402.09353) it also holds `lora_m [out]`, the lengths of the columns, and these are rescaled to them.
 
+Modules that are trained whole beside the adapters (PEFT's modules_to_save) stay as they are in the tree; their trained
+copies are under `saved`, at the same paths, and the net computes with those.
+
 What a net computes follows from what its parameters hold: without adapters it is the base model, and dropout is where
 `with_dropout` has put keys.
 """
@@ -29,6 +32,7 @@ HF_NAMES = {
 }  # fmt: skip
 TARGETS = tuple(HF_NAMES)
 ADAPTER = ("lora_a", "lora_b", "lora_m")
+SAVED = "saved"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,6 +45,7 @@ class LoraConfig:
     targets: tuple[str, ...] = TARGETS
     rslora: bool = False
     dora: bool = False
+    saved: tuple[str, ...] = ()  # paths of the parameters that are trained whole, see `peft.saved_paths`
 
     @property
     def scale(self) -> float:
@@ -109,14 +114,35 @@ def _holds(params: Params, name: str) -> bool:
 
 
 def split(params: Params) -> tuple[Params, Params]:
-    """The frozen and the trainable parameters: of a model with adapters those and a score head are trainable."""
+    """The frozen and the trainable parameters: of a model with adapters those, whole modules and a score head are
+    trainable."""
     if not has_adapters(params):
         return {}, params
     return _select(params, lambda path: not _is_trainable(path)), _select(params, _is_trainable)
 
 
 def _is_trainable(path: tuple[Any, ...]) -> bool:
-    return path[-1] in ADAPTER or path[0] == "score"
+    return path[-1] in ADAPTER or path[0] in ("score", SAVED)
+
+
+def with_saved(params: Params, config: LoraConfig | None) -> Params:
+    """The parameters, or their shapes, with a copy in fp32 of those that `config` trains whole."""
+    if config is None or not config.saved:
+        return params
+
+    def copy(x):
+        shape = jax.ShapeDtypeStruct(x.shape, jnp.float32)
+        return shape if isinstance(x, jax.ShapeDtypeStruct) else jnp.array(x, jnp.float32, copy=True)
+
+    chosen = _select(params, lambda path: "/".join(path) in config.saved)
+    return {**params, SAVED: jax.tree.map(copy, chosen)}
+
+
+def overlaid(params: Params) -> Params:
+    """The parameters that the net computes with: modules trained whole in place of those they started from."""
+    if SAVED not in params:
+        return params
+    return combine({name: x for name, x in params.items() if name != SAVED}, params[SAVED])
 
 
 def with_magnitudes(params: Params) -> Params:
@@ -155,7 +181,7 @@ def combine(frozen: Params, trainable: Params) -> Params:
 
 def without_adapters(params: Params) -> Params:
     """The base model's parameters, not copied."""
-    return _select(params, lambda path: path[-1] not in (*ADAPTER, "lora_key"))
+    return _select(params, lambda path: path[-1] not in (*ADAPTER, "lora_key") and path[0] != SAVED)
 
 
 def copied(params: Params) -> Params:
@@ -199,7 +225,11 @@ def merged_kernel(linear: Params, lora: LoraConfig | None, quantized: str = "non
 
 
 def merge(params: Params, lora: LoraConfig | None) -> Params:
-    """The parameters without adapters, in which kernels W became W + scale A B; those on quantised kernels stay."""
+    """The parameters without adapters, in which kernels W became W + scale A B; those on quantised kernels stay.
+
+    Modules that were trained whole take the place of those they started from.
+    """
+    params = overlaid(params)
     found = {name: merge(value, lora) if isinstance(value, dict) else value for name, value in params.items()}
     if "lora_a" in params and not isinstance(params["kernel"], dict):
         found["kernel"] = merged_kernel(params, lora)

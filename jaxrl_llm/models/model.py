@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -121,6 +121,8 @@ def describe(
         overrides = {"head": described.head, **overrides, "lora": described.lora}
     folder = hf.locate(path, allow_pickle, revision=revision)
     net = hf.load_net(folder, entries, dtype=dtype, param_dtype=param_dtype or dtype, **overrides)
+    if adapter is not None:
+        net = peft.with_adapter_modules(net, family_of(hf.read_config(folder, entries)), adapter)
     check_attention(net.config, jax.default_backend())
     if tokenizer is None and hf.has_tokenizer(folder):
         tokenizer = hf.load_tokenizer(folder, trust_remote_code)
@@ -243,13 +245,14 @@ def copied_model(
     return dataclasses.replace(model, net=net, params=copied(old), mesh=mesh)
 
 
-def add_adapters(model: Model, config: lora.LoraConfig, key: jax.Array) -> Model:
+def add_adapters(model: Model, config: lora.LoraConfig, key: jax.Array, modules_to_save: Iterable[str] = ()) -> Model:
     """The model with new adapters (A random, B zero): what it computes stays the same, bit for bit.
 
-    The arrays of the model are shared, not copied; a score head becomes fp32, as it is trained with them. Raises
-    ConfigError when the model has no linear map that `config` names: those of experts have no adapters.
+    The arrays of the model are shared, not copied; a score head becomes fp32, as it is trained with them, and so are
+    the copies of the modules that are to be trained whole (see `peft.with_modules`). Raises ConfigError when the model
+    has no linear map that `config` names, for those of experts have no adapters, and for unknown modules.
     """
-    net = model.net.with_lora(config)
+    net = peft.with_modules(model.net.with_lora(config), _family(model), modules_to_save, "lora.modules_to_save")
     shapes = lora.adapters_of(net.shapes())
     if not shapes:
         raise ConfigError(
@@ -258,11 +261,12 @@ def add_adapters(model: Model, config: lora.LoraConfig, key: jax.Array) -> Model
     targets = None if model.mesh is None else shardings(shapes, model.mesh)
 
     def drawn(key, params: Params) -> Params:
-        adapters = lora.adapters_of(net.init(key))
+        adapters = lora.adapters_of(model.net.with_lora(config).init(key))
         return lora.adapters_of(lora.with_magnitudes(lora.combine(params, adapters))) if config.dora else adapters
 
     adapters = jax.jit(drawn, out_shardings=targets)(key, model.params if config.dora else {})
-    return dataclasses.replace(model, net=net, params=lora.combine(_fp32_score(model.params), adapters))
+    params = lora.with_saved(lora.combine(_fp32_score(model.params), adapters), net.config.lora)
+    return dataclasses.replace(model, net=net, params=params)
 
 
 def _fp32_score(params: Params) -> Params:

@@ -1,7 +1,9 @@
 """Adapters as files: the folders of Hugging Face PEFT, `adapter_config.json` and `adapter_model.safetensors`."""
 
 import contextlib
+import dataclasses
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,14 +14,17 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from jaxrl_llm.config import ConfigError
+from jaxrl_llm.config.resolve import closest
 from jaxrl_llm.distributed.sharding import path_name, shardings
 from jaxrl_llm.models import safetensors
-from jaxrl_llm.models.lora import HF_NAMES, LoraConfig, Params, adapters_of, parse_targets, split
+from jaxrl_llm.models.lora import HF_NAMES, SAVED, LoraConfig, Params, adapters_of, parse_targets, split
 from jaxrl_llm.models.transformer import Net
 
 CONFIG = "adapter_config.json"
 TENSORS = "adapter_model.safetensors"
 PREFIX = "base_model.model."
+EMBEDDING, LM_HEAD = "embed_tokens", "lm_head"
+HEADS = ("score", "classifier")  # PEFT names both for models with a score head
 TASKS = {"lm": "CAUSAL_LM", "score": "SEQ_CLS"}
 # Entries of adapter_config.json, and the values with which the adapter is what `lora.delta` computes.
 PLAIN: dict[str, tuple[Any, ...]] = {
@@ -38,16 +43,26 @@ PLAIN: dict[str, tuple[Any, ...]] = {
     "layers_to_transform": (None, []),
     "layer_replication": (None, []),
     "target_parameters": (None, []),
-    "modules_to_save": (None, [], ["score"], ["classifier", "score"], ["score", "classifier"]),
 }
 
 
 class AdapterConfig(NamedTuple):
-    """The contents of adapter_config.json: the shape, the base model's name or path (None: not named), the head."""
+    """The contents of adapter_config.json: the shape, the base model's name or path (None: not named), the head, and
+    the modules besides the head that are trained whole."""
 
     lora: LoraConfig
     base: str | None
     head: str
+    modules_to_save: tuple[str, ...] = ()
+    ties: bool = False  # a module that the model ties to another stays so
+
+
+class Tensors(NamedTuple):
+    """The tensors of one parameter in the file, and how they make it up."""
+
+    names: list[str]  # one a layer where it is stacked
+    transpose: bool
+    stacked: bool
 
 
 def is_adapter(folder: str | os.PathLike[str]) -> bool:
@@ -91,7 +106,74 @@ def read_config(folder: str | os.PathLike[str]) -> AdapterConfig:
         dora=bool(entries.get("use_dora")),
     )
     head = "score" if entries.get("task_type") == TASKS["score"] else "lm"
-    return AdapterConfig(lora, entries.get("base_model_name_or_path"), head)
+    saved = tuple(name for name in entries.get("modules_to_save") or () if name not in HEADS)
+    return AdapterConfig(
+        lora, entries.get("base_model_name_or_path"), head, saved, bool(entries.get("ensure_weight_tying"))
+    )
+
+
+def with_modules(net: Net, family, names: Iterable[str], key: str) -> Net:
+    """The net, which has adapters, with the modules trained whole that PEFT's `modules_to_save` names.
+
+    A name is the end of those of its modules, as in PEFT: `embed_tokens`, `lm_head`, `model.norm`, and `norm` for every
+    norm. Where the head is the embedding either name means both; without a language-model head `lm_head` means nothing.
+    Raises ConfigError, with `key` for what names them, for modules that have no parameters of their own, that are
+    experts or quantised, or that have adapters.
+    """
+    lora, scores = net.config.lora, net.config.head == "score"
+    assert lora is not None
+    modules = _modules(net, family)
+    quantized, adapted = safetensors.quantized_kernels(net, None), {HF_NAMES[name] for name in lora.targets}
+    barred = {
+        module
+        for module, tensors in modules.items()
+        if module.split(".")[-1] in (*adapted, *HEADS)
+        or any(x.expert is not None or x.full_shape != x.shape or x.leaf in quantized for x in tensors)
+    }
+    found = set[str]()
+    for name in names:
+        if scores and name in (*HEADS, LM_HEAD):
+            continue
+        meant = EMBEDDING if name == LM_HEAD and net.config.tie_embeddings else name
+        matching = {module for module in modules if module.endswith(meant)}
+        if not matching or matching & barred:
+            known = sorted({module.split(".")[-1] for module in modules.keys() - barred})
+            raise ConfigError(
+                f"{key} names {name!r}, but the modules of this model that can be trained whole beside its adapters "
+                f"are {', '.join(known)}; the closest is {closest(name, known)}"
+            )
+        found |= {tensor.leaf for module in matching for tensor in modules[module]}
+    return net.with_lora(dataclasses.replace(lora, saved=tuple(sorted(found))))
+
+
+def _modules(net: Net, family) -> dict[str, list[safetensors.Stored]]:
+    """The tensors of each module of the family's files that has parameters, by its name."""
+    modules: dict[str, list[safetensors.Stored]] = {}
+    for tensor in safetensors.stored_tensors(net, family):
+        modules.setdefault(tensor.name.rpartition(".")[0], []).append(tensor)
+    return modules
+
+
+def with_adapter_modules(net: Net, family, folder: str | os.PathLike[str]) -> Net:
+    """The net with the modules trained whole that the PEFT folder of its adapter names.
+
+    Raises ConfigError as `with_modules`, and where embedding and head, which the model has as one, were trained apart.
+    """
+    described = read_config(folder)
+    net = with_modules(net, family, described.modules_to_save, f"{folder}/{CONFIG}: modules_to_save")
+    if is_tied(net) and not described.ties:
+        raise ConfigError(
+            f"{folder}/{CONFIG}: modules_to_save = {list(described.modules_to_save)} without ensure_weight_tying "
+            "trained an embedding apart from the head, and this model has one matrix for both (tie_word_embeddings): "
+            "merge the adapter with PEFT's merge_and_unload into a model without tied weights"
+        )
+    return net
+
+
+def is_tied(net: Net) -> bool:
+    """True when a module that is trained whole is the embedding of a model whose head is that too."""
+    lora = net.config.lora
+    return lora is not None and net.config.tie_embeddings and net.config.head == "lm" and "embed/weight" in lora.saved
 
 
 def read(folder: str | os.PathLike[str], net: Net, family, mesh: Mesh | None) -> Params:
@@ -108,18 +190,21 @@ def read(folder: str | os.PathLike[str], net: Net, family, mesh: Mesh | None) ->
     if "score" in shapes and f"{PREFIX}score.weight" not in found:  # a language model's adapter under a new head
         shapes = {name: tree for name, tree in shapes.items() if name != "score"}
         wanted.pop("score/kernel")
-    _check(folder, found, [name for names in wanted.values() for name in names])
+    if is_tied(net):
+        found.pop(f"{PREFIX}{LM_HEAD}.weight", None)
+    _check(folder, found, [name for tensors in wanted.values() for name in tensors.names])
 
     def leaf(path, x):
-        layers = [found[name].T for name in wanted[path_name(path)]]
-        stacked = x.ndim == 3 or path[-1].key == "lora_m"
+        names, transpose, stacked = wanted[path_name(path)]
+        layers = [found[name].T if transpose else found[name] for name in names]
         value = (np.stack(layers) if stacked else layers[0]).astype(x.dtype)
-        for name, layer in zip(wanted[path_name(path)], layers, strict=True):
+        for name, layer in zip(names, layers, strict=True):
             safetensors.check_finite(layer, folder, name)
         if value.shape != x.shape:
+            shape = x.shape[1 if stacked else 0 :]
             raise ConfigError(
-                f"{folder / TENSORS}: {wanted[path_name(path)][0]} has shape {layers[0].shape[::-1]}, but this model "
-                f"and r = {net.config.lora and net.config.lora.rank} need {x.shape[1 if stacked else 0 :][::-1]}"
+                f"{folder / TENSORS}: {names[0]} has shape {found[names[0]].shape}, but this model and "
+                f"r = {net.config.lora and net.config.lora.rank} need {shape[::-1] if transpose else shape}"
             )
         return value
 
@@ -151,10 +236,21 @@ def write(folder: Path, net: Net, family, params: Params, base: str | None) -> N
     leaves = {path_name(path): x for path, x in jax.tree_util.tree_leaves_with_path(split(params)[1])}
     present = {path.split("/")[-2] for path in leaves}
     arrays: dict[str, np.ndarray] = {}
-    for path, names in _tensors(net, family).items():
+    for path, (names, transpose, stacked) in _tensors(net, family).items():
         value = safetensors.on_host(leaves[path]).astype(np.float32)
-        layers = value if value.ndim == 3 or path.endswith("lora_m") else value[None]
-        arrays |= {name: np.ascontiguousarray(x.T) for name, x in zip(names, layers, strict=True)}
+        layers = value if stacked else value[None]
+        arrays |= {name: np.ascontiguousarray(x.T if transpose else x) for name, x in zip(names, layers, strict=True)}
+    modules = _modules(net, family)
+    whole = {name for name, tensors in modules.items() if {x.leaf for x in tensors} & {*lora.saved, "score/kernel"}}
+    # Each by its last word where no other module ends with that.
+    short = {name: name.split(".")[-1] for name in whole}
+    ambiguous = {word for word in short.values() if any(name.endswith(word) for name in modules.keys() - whole)}
+    saved = sorted({name if word in ambiguous else word for name, word in short.items()})
+    tied = {}
+    if is_tied(net):  # PEFT reads the head beside the embedding that it is
+        embedding = next(name for name in whole if name.endswith(EMBEDDING))
+        arrays[f"{PREFIX}{LM_HEAD}.weight"] = arrays[f"{PREFIX}{embedding}.weight"].copy()
+        tied = {"ensure_weight_tying": True}
     entries = {
         "peft_type": "LORA",
         "task_type": TASKS[net.config.head],
@@ -167,16 +263,17 @@ def write(folder: Path, net: Net, family, params: Params, base: str | None) -> N
         "use_dora": lora.dora,
         "bias": "none",
         "fan_in_fan_out": False,
-        "modules_to_save": ["score"] if net.config.head == "score" else None,
+        "modules_to_save": saved or None,
         "inference_mode": True,
+        **tied,
     }
     if jax.process_index() == 0:
         save_file(arrays, folder / TENSORS, metadata={"format": "pt"})
         safetensors.write_json(folder / CONFIG, entries)
 
 
-def _tensors(net: Net, family) -> dict[str, list[str]]:
-    """The names in the file of each trainable parameter's tensors, one a layer where it is stacked.
+def _tensors(net: Net, family) -> dict[str, Tensors]:
+    """The tensors in the file of each trainable parameter.
 
     Raises ConfigError where the family keeps several linear maps in one tensor.
     """
@@ -185,15 +282,17 @@ def _tensors(net: Net, family) -> dict[str, list[str]]:
             f"a {family.MODEL_TYPE} keeps {name} as one tensor of several linear maps, for which PEFT has no adapters "
             "of this shape: train with lora.targets that leave it out, or use the merged model"
         )
-    stored: dict[str, list[str]] = {}
+    stored: dict[str, list[safetensors.Stored]] = {}
     for tensor in safetensors.stored_tensors(net, family):
-        stored.setdefault(tensor.leaf, []).append(tensor.name.removesuffix(".weight"))
-    found: dict[str, list[str]] = {}
+        stored.setdefault(tensor.leaf, []).append(tensor)
+    kept = {"lora_a": ".lora_A.weight", "lora_b": ".lora_B.weight", "lora_m": ".lora_magnitude_vector"}
+    found: dict[str, Tensors] = {}
     for path, _ in jax.tree_util.tree_leaves_with_path(split(net.shapes())[1]):
         name = path_name(path)
-        module, _, leaf = name.rpartition("/")
-        kept = {"lora_a": ".lora_A.weight", "lora_b": ".lora_B.weight", "lora_m": ".lora_magnitude_vector"}
-        found[name] = [f"{PREFIX}{tensor}{kept.get(leaf, '.weight')}" for tensor in stored[f"{module}/kernel"]]
+        module, _, leaf = name.removeprefix(f"{SAVED}/").rpartition("/")
+        parts = stored[f"{module}/kernel" if leaf in kept else f"{module}/{leaf}"]
+        names = [part.name.removesuffix(".weight") + kept[leaf] if leaf in kept else part.name for part in parts]
+        found[name] = Tensors([f"{PREFIX}{x}" for x in names], parts[0].transpose, parts[0].layer is not None)
     return found
 
 

@@ -18,7 +18,7 @@ from safetensors.numpy import save_file
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.distributed.sharding import parameter_spec, path_name, shardings
 from jaxrl_llm.models import mxfp4
-from jaxrl_llm.models.lora import merged_kernel
+from jaxrl_llm.models.lora import merged_kernel, overlaid
 from jaxrl_llm.models.pickles import PickleFile
 from jaxrl_llm.models.quantize import quantize
 from jaxrl_llm.models.transformer import Net, Params
@@ -298,7 +298,7 @@ def write(folder: Path, net: Net, family, params: Params, dtype: str, max_shard_
 
     Adapters are merged, and quantised kernels dequantised, one tensor at a time.
     """
-    leaves = _leaves(params)
+    leaves = _leaves(overlaid(params))
     itemsize = jnp.dtype(dtype).itemsize
     shards = list(_shards(stored_tensors(net, family), itemsize, max_shard_bytes))
     for number, shard in enumerate(shards, start=1):

@@ -20,7 +20,7 @@ from jaxrl_llm.config import ConfigError
 from jaxrl_llm.distributed.sharding import constrain, context_shards
 from jaxrl_llm.models.fused_attention import implementation
 from jaxrl_llm.models.layers import FeedForward, Linear, RMSNorm, soft_cap
-from jaxrl_llm.models.lora import LoraConfig, has_adapters, has_dropout
+from jaxrl_llm.models.lora import LoraConfig, has_adapters, has_dropout, overlaid, with_saved
 from jaxrl_llm.models.mixer import AttentionInputs, DecodeInputs, LayerConfig, Mixer
 from jaxrl_llm.models.model_config import LayerRun, ModelConfig
 from jaxrl_llm.models.moe import MixtureOfExperts, Routing
@@ -312,6 +312,7 @@ class Net:
         Where they hold no adapters it is the base model; where they hold no keys of dropout nothing is dropped.
         """
         net = self if has_dropout(params) else self.steady if has_adapters(params) else self.base
+        params = overlaid(params)
         return nnx.merge(net.graph, params if self.config.scan_layers else unstack(params, self.config))
 
     def empty_caches(self, prompts, rows: int, size: int) -> tuple:
@@ -328,7 +329,7 @@ class Net:
 
     def shapes(self) -> Params:
         """The parameters as ShapeDtypeStructs."""
-        return nnx.to_pure_dict(nnx.split(self.steady.scanned().abstract)[1])
+        return with_saved(nnx.to_pure_dict(nnx.split(self.steady.scanned().abstract)[1]), self.config.lora)
 
     def init(self, key) -> Params:
         """Random parameters: normal(0, init_scale) matrices, zero biases, unit norm scales.
@@ -336,7 +337,8 @@ class Net:
         Adapters are drawn apart, so that the others are those of the net without adapters.
         """
         rngs = nnx.Rngs(params=key, lora=jax.random.fold_in(key, 1))
-        return nnx.to_pure_dict(nnx.state(Transformer(self.steady.scanned().config, rngs), nnx.Param))
+        params = nnx.to_pure_dict(nnx.state(Transformer(self.steady.scanned().config, rngs), nnx.Param))
+        return with_saved(params, self.config.lora)
 
     @functools.cached_property
     def base(self) -> "Net":

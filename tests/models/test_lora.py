@@ -10,7 +10,7 @@ import peft
 import pytest
 import torch
 from safetensors.numpy import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from jaxrl_llm.algorithms.batch import Inputs
 from jaxrl_llm.config import ConfigError
@@ -165,6 +165,96 @@ def test_dora_that_peft_wrote_loads(llama_folder, tmp_path):
     assert model.net.config.lora == LoraConfig(2, 3.0, 0.0, ("q", "up"), dora=True)
     with torch.no_grad():
         np.testing.assert_allclose(model(TOKENS), made(torch.tensor(TOKENS)).logits.numpy(), atol=1e-4)
+
+
+MODULES = {
+    "embed_tokens": "embed/weight", "lm_head": "head/kernel", "model.norm": "norm/scale",
+    "input_layernorm": "layers/input_norm/scale", "k_proj": "layers/attention/k/kernel",
+}  # fmt: skip
+
+
+def test_modules_trained_whole_are_those_of_peft(llama_folder, base, tmp_path):
+    """Logits, gradients, the merged matrices, and folders in both directions; embedding, head, norms, a linear map."""
+    new = add_adapters(base, SHAPE, jax.random.key(0), MODULES)
+    assert new.net.config.lora.saved == tuple(sorted(MODULES.values()))
+    np.testing.assert_array_equal(new(TOKENS), base(TOKENS))
+    model = shaken(new)
+    frozen, trainable = lora.split(model.params)
+    jax.tree.map(np.testing.assert_array_equal, lora.without_adapters(frozen), base.params)
+    off = dataclasses.replace(model, params=lora.without_adapters(model.params))
+    np.testing.assert_array_equal(off(TOKENS), base(TOKENS))  # a reference policy is the model before both
+    save_adapter(model, tmp_path / "adapter")
+    entries = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    assert sorted(entries["modules_to_save"]) == sorted(MODULES)
+    again = load_model(llama_folder, adapter=tmp_path / "adapter")
+    assert again.net.config.lora == new.net.config.lora
+    jax.tree.map(np.testing.assert_array_equal, again.params, model.params)
+
+    oracle = in_peft(llama_folder, tmp_path / "adapter")
+    for name, parameter in oracle.named_parameters():
+        parameter.requires_grad_("lora_" in name or "modules_to_save" in name)
+    tokens = torch.tensor(TOKENS)
+    logits = oracle(tokens).logits
+    np.testing.assert_allclose(model(TOKENS), logits.detach().numpy(), atol=1e-4)
+    torch.log_softmax(logits, -1)[:, :-1].gather(-1, tokens[:, 1:, None]).sum().backward()
+
+    def loss(trainable):
+        inputs = Inputs(TOKENS, np.ones_like(TOKENS))
+        return token_logps(model.net, lora.combine(frozen, trainable), inputs)[0].sum()
+
+    gradients = jax.jit(jax.grad(loss))(trainable)["saved"]
+    compared = 0
+    for name, parameter in oracle.named_parameters():
+        if "modules_to_save" not in name:
+            continue
+        before, _, rest = name.partition(".modules_to_save")
+        own = gradients
+        for part in next(path for name, path in MODULES.items() if before.endswith(name)).split("/"):
+            own = own[part]
+        own = own[int(before.split(".")[4])] if ".layers." in before else own
+        own = own.T if before.endswith(("lm_head", "k_proj")) else own
+        np.testing.assert_allclose(own, parameter.grad.numpy(), atol=1e-4, rtol=1e-4, err_msg=rest)
+        compared += 1
+    assert compared == 3 + 2 * 2
+
+    save_hf(model, tmp_path / "merged")
+    theirs = oracle.merge_and_unload().state_dict()
+    ours = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").state_dict()
+    for name, value in theirs.items():
+        np.testing.assert_allclose(ours[name], value.detach(), atol=1e-5, err_msg=name)
+
+
+@pytest.mark.parametrize("named", [["embed_tokens"], ["lm_head"]])
+def test_an_embedding_that_is_the_head_stays_so(llama_folder, tmp_path, named):
+    """Either name is both, as with PEFT's ensure_weight_tying; a folder that trained them apart is refused."""
+    folder = tmp_path / "tied"
+    config = AutoConfig.from_pretrained(llama_folder, tie_word_embeddings=True)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    model = shaken(add_adapters(load_model(folder), SHAPE, jax.random.key(0), named))
+    assert model.net.config.lora.saved == ("embed/weight",)
+    save_adapter(model, tmp_path / "adapter")
+    jax.tree.map(np.testing.assert_array_equal, load_model(folder, adapter=tmp_path / "adapter").params, model.params)
+    oracle = in_peft(folder, tmp_path / "adapter")
+    with torch.no_grad():
+        np.testing.assert_allclose(model(TOKENS), oracle(torch.tensor(TOKENS)).logits.numpy(), atol=1e-4)
+    oracle.save_pretrained(tmp_path / "theirs")
+    jax.tree.map(np.testing.assert_array_equal, load_model(folder, adapter=tmp_path / "theirs").params, model.params)
+
+    entries = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text()) | {"ensure_weight_tying": False}
+    (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps(entries))
+    with pytest.raises(ConfigError, match="without ensure_weight_tying trained an embedding apart from the head"):
+        load_model(folder, adapter=tmp_path / "adapter")
+
+
+def test_the_end_of_a_name_is_that_of_every_module_with_it(base):
+    saved = add_adapters(base, SHAPE, jax.random.key(0), ["norm"]).net.config.lora.saved
+    assert saved == ("layers/input_norm/scale", "layers/post_attention_norm/scale", "norm/scale")
+
+
+@pytest.mark.parametrize("name", ["q_proj", "proj", "mlp", "lm_heads", "score"])
+def test_modules_that_cannot_be_trained_whole_are_refused(base, name):
+    with pytest.raises(ConfigError, match=rf"lora.modules_to_save names '{name}', but .*embed_tokens, .*closest is"):
+        add_adapters(base, SHAPE, jax.random.key(0), [name])
 
 
 def test_dropout_of_dora_drops_what_its_adapter_adds(base):

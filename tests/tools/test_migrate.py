@@ -577,8 +577,11 @@ def test_dora_of_trl_and_axolotl(tmp_path):
     expect(config, lora={"dora": False}, model={"quantize": "nf4"})
     assert "use_dora is left out" in " ".join(text.split())
     tree = {"base_model": "m", "datasets": [{"path": "d"}], "learning_rate": 1e-5, "max_steps": 2, "adapter": "lora"}
-    tree |= {"lora_r": 8, "peft_use_dora": True}
-    expect(migrate(written(tmp_path, "a.yaml", yaml.safe_dump(tree)))[0], lora={"rank": 8, "dora": True})
+    tree |= {"lora_r": 8, "peft_use_dora": True, "lora_modules_to_save": ["embed_tokens", "lm_head"]}
+    wanted = {"rank": 8, "dora": True, "modules_to_save": ("embed_tokens", "lm_head")}
+    expect(migrate(written(tmp_path, "a.yaml", yaml.safe_dump(tree)))[0], lora=wanted)
+    said = f"{said} --lora_modules_to_save lm_head"
+    expect(migrate(written(tmp_path, "a.sh", said))[0], lora={"modules_to_save": ("lm_head",)})
 
 
 def test_a_token_budget_of_verl_with_sequence_parallelism(tmp_path):

@@ -191,6 +191,12 @@ def test_contradictions_are_refused():
         "lora.dora is true, but the adapter of lora.path": {"lora__dora": True, "lora__path": "x", "lora__rank": 0},
         "lora.dora is true, and model.quantize nf4": {"lora__dora": True, "model__quantize": "nf4"},
         "lora.dora is true, but there are no adapters": {"lora__dora": True, "lora__rank": 0},
+        "lora.modules_to_save is lm_head, but the adapter": {
+            "lora__modules_to_save": ("lm_head",),
+            "lora__path": "x",
+            "lora__rank": 0,
+        },
+        "lora.modules_to_save is norm, but there are no": {"lora__modules_to_save": ("norm",), "lora__rank": 0},
         "lora.reference is copy, but the matrices are quant": {"lora__reference": "copy", "model__quantize": "nf4"},
     }
     for message, changes in cases.items():
@@ -241,6 +247,27 @@ def test_a_run_with_dora(root, tmp_path):
     base = jaxrl_llm.load_model("embedded:sort")
     lengths = lora.column_norms(base.params["layers"]["attention"]["q"]["kernel"])
     assert np.abs(adapted.params["layers"]["attention"]["q"]["lora_m"] - lengths).max() > 1e-4
+
+
+@pytest.mark.slow
+def test_a_run_with_modules_trained_whole(root, tmp_path):
+    """The sampler has them merged, the reference is the model before, a resumed run equals it, PEFT's folder has it."""
+    changes = {"lora__modules_to_save": ("embed_tokens", "norm"), "optimizer__warmup_steps": 0, "algorithm__beta": 0.1}
+    result = jaxrl_llm.train(tiny(root, tmp_path / "run", **changes, checkpoint__every=1))
+    for line in result.metrics:
+        assert line["sampling/sampling_logp_difference/max"] < 1e-4
+    assert abs(result.metrics[0]["kl"]) < 1e-6 < result.metrics[1]["kl"]
+    base = jaxrl_llm.load_model("embedded:sort")
+    saved = result.model.params["saved"]
+    assert np.abs(saved["embed"]["weight"] - base.params["embed"]["weight"]).max() > 1e-4
+    assert np.abs(saved["norm"]["scale"] - base.params["norm"]["scale"]).max() > 1e-4
+    jax.tree.map(np.testing.assert_array_equal, lora.without_adapters(result.model.params), base.params)
+    adapted, merged = (jaxrl_llm.load_model(result.output_dir / name) for name in ("adapter", "hf"))
+    jax.tree.map(np.testing.assert_array_equal, adapted.params, result.model.params)
+    tokens = np.arange(97, 109)[None]
+    np.testing.assert_allclose(adapted(tokens), merged(tokens), atol=1e-3)
+    again = tiny(root, tmp_path / "again", **changes, checkpoint__resume=str(result.output_dir / "checkpoints/1"))
+    jax.tree.map(np.testing.assert_array_equal, jaxrl_llm.train(again).model.params, result.model.params)
 
 
 def test_checkpoints_hold_adapters_alone(run, tmp_path):

@@ -152,6 +152,9 @@ def _model(draft: Draft) -> None:
             )
         targets = (targets,) if isinstance(targets, str) else tuple(targets)
         draft.set("lora.targets", targets, "target_modules", "lora_target_modules")
+        if modules := draft.first("modules_to_save", "lora_modules_to_save"):
+            modules = (modules,) if isinstance(modules, str) else tuple(modules)
+            draft.set("lora.modules_to_save", modules, "modules_to_save", "lora_modules_to_save")
     sharded = [key for key in ("fsdp", "fsdp_config", "deepspeed") if draft.get(key)]
     if sharded:
         draft.set("mesh.fsdp", -1, *sharded)

@@ -12,6 +12,7 @@ from jaxrl_llm.config import ConfigError
 from jaxrl_llm.config.schema import OFFLINE
 from jaxrl_llm.distributed.sharding import shardings
 from jaxrl_llm.models import hf, peft
+from jaxrl_llm.models.families import family_of
 from jaxrl_llm.models.lora import has_adapters, split
 from jaxrl_llm.models.transformer import Net, Params
 from jaxrl_llm.training.objectives.value import HEAD
@@ -68,7 +69,11 @@ def describe_net(config, dtype: str, scan: bool, head: str | None = None) -> Net
     if not (folder / "config.json").is_file():
         raise ConfigError(f"model.path = {path!r} has no config.json; a plan needs that one file")
     net = hf.load_net(folder, **options | {"dtype": dtype, "param_dtype": c.param_dtype, "scan_layers": scan})
-    return net.with_lora(build_lora(config)) if config.lora.rank else net
+    family = family_of(hf.read_config(folder))
+    if config.lora.rank:
+        net = net.with_lora(build_lora(config))
+        return peft.with_modules(net, family, config.lora.modules_to_save, "lora.modules_to_save")
+    return net if config.lora.path is None else peft.with_adapter_modules(net, family, config.lora.path)
 
 
 def describe(config, mesh: Mesh, dtype: str, scan: bool) -> Shapes:

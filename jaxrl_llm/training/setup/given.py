@@ -44,6 +44,7 @@ LORA_FIELDS = {
     "target_modules": None,
     "use_rslora": False,
     "use_dora": False,
+    "modules_to_save": None,
 }
 
 
@@ -119,7 +120,7 @@ def lora_settings(peft_config: Any) -> dict[str, Any]:
         if value != usual.get(name) if is_data else value:
             raise ConfigError(
                 f"peft_config has {name} = {value!r}, which has no counterpart: adapters have rank, alpha, dropout, "
-                "targets, rslora and dora, set by lora.rank and the other keys of lora"
+                "targets, rslora, dora and modules_to_save, set by lora.rank and the other keys of lora"
             )
     found = LORA_FIELDS | {name: fields[name] for name in LORA_FIELDS if name in fields}
     targets = found["target_modules"]
@@ -130,6 +131,7 @@ def lora_settings(peft_config: Any) -> dict[str, Any]:
     return {
         "rank": int(found["r"]), "alpha": float(found["lora_alpha"]), "dropout": float(found["lora_dropout"]),
         "rslora": bool(found["use_rslora"]), "dora": bool(found["use_dora"]), "targets": tuple(sorted(targets)),
+        "modules_to_save": tuple(sorted(found["modules_to_save"] or ())),
     }  # fmt: skip
 
 

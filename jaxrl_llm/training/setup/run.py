@@ -270,7 +270,8 @@ def build_model(
             c.revision, tokenizer, model_entries(config), **options,
         )  # fmt: skip
     if config.lora.rank:
-        model = add_adapters(model, build_lora(config), jax.random.fold_in(jax.random.key(config.seed), ADAPTERS))
+        key = jax.random.fold_in(jax.random.key(config.seed), ADAPTERS)
+        model = add_adapters(model, build_lora(config), key, config.lora.modules_to_save)
     elif (given is not None or config.lora.path is not None) and model.net.config.lora is not None:
         model = replace(model, net=model.net.with_lora(replace(model.net.config.lora, dropout=config.lora.dropout)))
     return model
@@ -331,8 +332,8 @@ def build_critic(config, policy: Model, mesh: Mesh, given: Model | None = None) 
         )
         own.data.chat_template, given = None, None
     if config.lora.path is not None:
-        shape = read_config(config.lora.path).lora
-        own.lora.path = None
+        adapter = read_config(config.lora.path)
+        shape, own.lora.path, own.lora.modules_to_save = adapter.lora, None, adapter.modules_to_save
         for name in ("rank", "alpha", "rslora", "dora", "targets"):
             own.lora[name] = getattr(shape, name)
     tokenizer = policy.tokenizer if config.critic.path is None else None

@@ -68,6 +68,7 @@ def test_fields_of_lora_config():
         "rslora": True,
         "dora": False,
         "targets": ("q_proj", "v_proj"),
+        "modules_to_save": (),
     }
     assert lora_settings(LoraConfig(target_modules="all-linear"))["targets"] == ("all-linear",)
     assert lora_settings({"r": 2})["alpha"] == 8.0  # PEFT's default, which is not the one here
@@ -86,9 +87,11 @@ def test_pefts_own_lora_config():
         "rslora": False,
         "dora": False,
         "targets": ("all-linear",),
+        "modules_to_save": (),
     }
-    with pytest.raises(ConfigError, match="modules_to_save"):
-        lora_settings(peft.LoraConfig(modules_to_save=["lm_head"]))
+    assert lora_settings(peft.LoraConfig(modules_to_save=["lm_head"]))["modules_to_save"] == ("lm_head",)
+    with pytest.raises(ConfigError, match="layers_to_transform"):
+        lora_settings(peft.LoraConfig(layers_to_transform=[1]))
 
 
 @pytest.mark.parametrize(
