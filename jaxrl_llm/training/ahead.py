@@ -14,9 +14,11 @@ from jax.sharding import Mesh
 
 from jaxrl_llm.algorithms.batch import Batch, Inputs
 from jaxrl_llm.distributed.sharding import row_shards, rows_to_global
+from jaxrl_llm.models.transformer import Net
 from jaxrl_llm.training.logging.stopwatch import Stopwatch
-from jaxrl_llm.training.online import OnlineSource, scored_logps
+from jaxrl_llm.training.online import OnlineSource
 from jaxrl_llm.training.packing.planner import sampled_rows
+from jaxrl_llm.training.passes import scored_logps
 from jaxrl_llm.training.setup.run import Run
 from jaxrl_llm.training.step import minibatches_of
 from jaxrl_llm.training.update import State, merge_frozen
@@ -40,9 +42,9 @@ def compilations(run: Run, state: State) -> Iterator[Callable[[], object]]:
     inputs = learner.inputs(tokens, segments, mask)
     in_loss = reference is not None and not spec.kl_in_reward
 
-    def logps(params) -> Callable[[], object]:
+    def logps(params, net: Net = learner.net) -> Callable[[], object]:
         arguments = (inputs, spec.temperature, run.batch.forward_rows, row_shards(mesh))
-        return lambda: scored_logps.lower(learner.net, jax.tree.map(on_device, params), *arguments).compile()
+        return lambda: scored_logps.lower(net, jax.tree.map(on_device, params), *arguments).compile()
 
     def on_device(x: jax.Array) -> jax.ShapeDtypeStruct:
         """The shape of an array that is moved to the device, where it may be in the host's memory now."""
@@ -52,6 +54,8 @@ def compilations(run: Run, state: State) -> Iterator[Callable[[], object]]:
         yield logps(merge_frozen(state, run.frozen).params)
     if reference is not None:
         yield logps(reference.params)
+    if learner.teacher is not None:
+        yield logps(learner.teacher.params, learner.teacher.net)
     batch = Batch(
         Inputs(tokens, segments, prompt_width=learner.prompt_width),
         mask=mask,

@@ -24,9 +24,10 @@ from jaxrl_llm.distributed.sharding import on_device, row_shards, rows_to_global
 from jaxrl_llm.models.transformer import Net, Params
 from jaxrl_llm.training.algorithm import BatchSpec
 from jaxrl_llm.training.logging.stopwatch import Stopwatch
-from jaxrl_llm.training.online import Experience, Row, scored_logps
+from jaxrl_llm.training.online import Experience, Row
 from jaxrl_llm.training.packing.documents import pad_groups
 from jaxrl_llm.training.packing.planner import Packer, Sample
+from jaxrl_llm.training.passes import scored_logps
 from jaxrl_llm.training.update import State
 
 log = logging.getLogger(__name__)
