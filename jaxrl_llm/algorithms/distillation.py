@@ -1,6 +1,7 @@
-"""Distillation: what a teacher says of a policy's tokens, as an advantage."""
+"""Distillation: the distance of a policy from its teacher, by sampled tokens or by whole distributions."""
 
 import jax
+import jax.numpy as jnp
 
 from jaxrl_llm.algorithms.aggregation import as_float
 
@@ -17,3 +18,36 @@ def distilled_advantages(advantages, logps, teacher_logps, mask, coef: float = 1
     """
     log_ratio = jax.lax.stop_gradient(as_float(logps) - as_float(teacher_logps))
     return (as_float(advantages) - coef * log_ratio) * (as_float(mask) > 0)
+
+
+def generalized_jsd(log_probs, teacher_log_probs, beta: float) -> Array:
+    """Returns the generalised Jensen-Shannon divergence `[...]` of distributions `[..., V]`, in nats.
+
+    With P the teacher and Q the policy: KL(P || Q) for `beta` 0, KL(Q || P) for 1, and between them
+    `beta KL(P || M) + (1 - beta) KL(Q || M)` with the mixture `M = beta P + (1 - beta) Q`. It is 0 where both are the
+    same. `log_probs, teacher_log_probs` are normalised; gradients flow to both. Between the ends it is small near them,
+    and does not go over into the KLs: divided by beta it approaches KL(P || Q) as beta goes to 0.
+    Source: GKD, arXiv 2306.13649, eq. 1.
+    """
+    policy, teacher = as_float(log_probs), as_float(teacher_log_probs)
+    if beta == 0:
+        return _kl(teacher, policy)
+    if beta == 1:
+        return _kl(policy, teacher)
+    mixture = jnp.logaddexp(policy + jnp.log1p(-beta), teacher + jnp.log(beta))
+    return beta * _kl(teacher, mixture) + (1.0 - beta) * _kl(policy, mixture)
+
+
+def _kl(p, q) -> Array:
+    return (jnp.exp(p) * (p - q)).sum(-1)
+
+
+def with_tail(log_probs) -> Array:
+    """Returns log-probs `[..., k + 1]`: those of k tokens `[..., k]`, and that of all other tokens together.
+
+    A divergence of these is a lower bound of that of the whole distributions, near it where the k tokens have most of
+    the mass. A tail of less than 1e-7 counts as that: float32 has no digits for it.
+    """
+    log_probs = as_float(log_probs)
+    mass = jnp.minimum(jax.nn.logsumexp(log_probs, axis=-1, keepdims=True), -1e-7)
+    return jnp.concatenate([log_probs, jnp.log(-jnp.expm1(mass))], axis=-1)

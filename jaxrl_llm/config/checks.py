@@ -379,11 +379,30 @@ def _teacher(config: ConfigDict, online: bool) -> Iterator[str]:
                 "algorithm.advantage is 'zero', which learns from no reward, and there is no teacher: set another "
                 "rule, or teacher.path"
             )
-    elif not online:
+        return
+    name = config.algorithm.name
+    if not online and (name != "sft" or teacher.form != "divergence"):
         yield (
-            f"teacher.path is {teacher.path!r}, but algorithm.name = {config.algorithm.name!r} samples nothing that a "
-            "teacher could rate: use grpo or ppo"
+            f"teacher.path is {teacher.path!r}, but algorithm.name = {name!r} samples nothing that a teacher could "
+            "rate: use grpo or ppo; or sft with teacher.form = divergence, to learn its distributions of given rows"
         )
+    if not online and config.algorithm.loss not in ("auto", "nll"):
+        yield (
+            f"algorithm.loss is {config.algorithm.loss!r}, but with a teacher sft learns its distributions in place of "
+            "the rows' tokens: set it to auto"
+        )
+    if not online and config.algorithm.label_smoothing:
+        yield (
+            f"algorithm.label_smoothing is {config.algorithm.label_smoothing}, but with a teacher sft learns its "
+            "distributions in place of the rows' tokens: set it to 0"
+        )
+    if teacher.form != "divergence":
+        for key, default in (("beta", 1.0), ("top_k", 0), ("temperature", None)):
+            if teacher[key] != default:
+                yield (
+                    f"teacher.{key} is {teacher[key]}, which is of teacher.form = divergence, and teacher.form is "
+                    f"{teacher.form}: set the one, or leave out the other"
+                )
 
 
 def _environment(config: ConfigDict) -> Iterator[str]:

@@ -543,12 +543,23 @@ KEYS = (
     Setting("algorithm.use_weighting", False, "Weigh pairs by how likely the policy is to write them (WPO).", bool),
 
     Setting("teacher.path", None,
-        "Teacher of an online algorithm: hub id, folder (the hf/ of a run) or `embedded:<name>`, of any size and "
-        "family, with the policy's tokenizer; none is no teacher. Each step takes one forward pass of it."),
+        "Teacher: hub id, folder (the hf/ of a run) or `embedded:<name>`, of any size and family, with the policy's "
+        "tokenizer; none is no teacher. Each step takes one forward pass of it."),
     Setting("teacher.revision", None, "Branch, tag or commit of a hub id; none is its main branch."),
-    Setting("teacher.coef", 1.0,
-        "Weight of the teacher: coef x (log-prob of the token under the policy - under the teacher) is subtracted from "
-        "its advantage.", float, above=0),
+    Setting("teacher.form", "advantage",
+        "What is learned from: the log-prob of each sampled token under the teacher minus that under the policy, added "
+        "to its advantage (advantage), or the divergence of whole distributions at every token, added to the loss "
+        "(divergence), which sft takes in place of its own.", choices=("advantage", "divergence")),
+    Setting("teacher.coef", 1.0, "Weight of what is added.", float, above=0),
+    Setting("teacher.beta", 1.0,
+        "Divergence: 0 is KL(teacher || policy), 1 is KL(policy || teacher), and between them the generalised "
+        "Jensen-Shannon divergence.", float, minimum=0, maximum=1),
+    Setting("teacher.top_k", 0,
+        "Read the divergence off the teacher's so many likeliest tokens and one entry for all others, which keeps two "
+        "numbers for each in place of a vector a token; 0 is the whole vocabulary.", int, minimum=0),
+    Setting("teacher.temperature", None,
+        "Temperature of both distributions in the divergence; none is that of the samples, rollout.temperature.",
+        float, above=0),
     Setting("teacher.dtype", "auto", "Type that the teacher is stored and computed in; auto is model.dtype.",
         choices=("auto", *DTYPES)),
     Setting("teacher.quantize", "none", "Store the matrices of the teacher's layers in 8 or 4 bits.",

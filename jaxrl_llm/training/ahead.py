@@ -27,14 +27,17 @@ from jaxrl_llm.training.update import State, merge_frozen
 def compilations(run: Run, state: State) -> Iterator[Callable[[], object]]:
     """Functions that compile a program each, in the order in which a step needs them.
 
-    None for what is not known to have these shardings: several processes, a critic, a replay buffer, a full KL, offline
-    batches.
+    None for what is not known to have these shardings: several processes, a critic, a replay buffer, a full KL, a
+    teacher's distributions, offline batches.
     """
     source = run.source
     if jax.process_count() > 1 or not isinstance(source, OnlineSource):
         return
     learner, spec, reference = source.learner, source.learner.spec, source.learner.reference
+    teacher = learner.teacher
     if learner.critic is not None or learner.replay is not None or spec.full_kl:
+        return
+    if teacher is not None and teacher.spec.divergence:
         return
     engine, count, mesh = source.producer.worker.engine, run.batch.rows, run.mesh
     sample = sampled_rows(count, engine.group_size, learner.prompt_width, engine.max_completion_length)
@@ -54,8 +57,8 @@ def compilations(run: Run, state: State) -> Iterator[Callable[[], object]]:
         yield logps(merge_frozen(state, run.frozen).params)
     if reference is not None:
         yield logps(reference.params)
-    if learner.teacher is not None:
-        yield logps(learner.teacher.params, learner.teacher.net)
+    if teacher is not None:
+        yield logps(teacher.params, teacher.net)
     batch = Batch(
         Inputs(tokens, segments, prompt_width=learner.prompt_width),
         mask=mask,

@@ -265,8 +265,9 @@ class Learner:
         old_logps = rollout.sample_logps if spec.old_logps == "sampler" else None
         ref_logps = ref_head = values = teacher_logps = None
         measures_kl = spec.kl_in_reward or spec.reward_beta or controllers.is_kl_adaptive
+        rates = self.teacher is not None and not self.teacher.spec.divergence  # sampled tokens, in the advantages
         with self.stopwatch("logps"):
-            if spec.old_logps == "trainer" or measures_kl or self.critic is not None or self.teacher is not None:
+            if spec.old_logps == "trainer" or measures_kl or self.critic is not None or rates:
                 inputs = self.inputs(rollout.tokens, rollout.segments, rollout.mask)
                 if spec.old_logps == "trainer":
                     old_logps = self._logps(state.params, inputs)
@@ -275,8 +276,8 @@ class Learner:
                 if self.critic is not None:
                     params, shards = self.critic.params(state), row_shards(self.mesh)
                     values = values_before(self.critic.net, params, inputs, self.batch.forward_rows, shards)
-                if self.teacher is not None:
-                    teacher_logps = self.teacher.logps(inputs, spec.temperature, self.batch.forward_rows)
+                if self.teacher is not None and rates:
+                    teacher_logps = self.teacher.logps(inputs, self.batch.forward_rows)
 
         # 5 advantages, of rewards that may hold the KL penalty, and of what the teacher says of each token.
         greedy = rollouts.greedy
@@ -322,6 +323,10 @@ class Learner:
                 else:
                     batch = batch.replace(ref_logps=self._reference_logps(inputs) if ref_logps is None else ref_logps)
         batch = batch.replace(scalars=self.scalars(batch, in_loss, ref_head))
+        if self.teacher is not None and not rates:
+            with self.stopwatch("logps"):
+                inputs = self.inputs(batch.inputs.tokens, batch.inputs.segments, batch.mask)
+                batch = self.teacher.with_distributions(batch, inputs, self.batch.forward_rows)
         if spec.draws_seeds:
             batch = batch.replace(seeds=_row_seeds(batch.rows, key, self.mesh))
 

@@ -6,7 +6,8 @@ import jax
 
 from jaxrl_llm.algorithms.batch import Batch, Inputs
 from jaxrl_llm.distributed.sharding import constrain
-from jaxrl_llm.models.logprobs import head_inputs, token_logps, token_values
+from jaxrl_llm.models.chunked_softmax import TopTokens
+from jaxrl_llm.models.logprobs import head_inputs, token_logps, token_values, top_tokens
 from jaxrl_llm.models.transformer import Net, Params
 from jaxrl_llm.training.microbatch import map_microbatches
 
@@ -26,6 +27,20 @@ def scored_distributions(net: Net, params: Params, inputs: Inputs, rows: int, sh
     batch = Batch(inputs, mask=None)
     hidden = map_microbatches(lambda x: head_inputs(net, params, x.inputs), batch, batch.rows // rows, shards)
     return constrain(hidden, "rows", None, None), net.bind(params).head_kernel().astype(hidden.dtype)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 3, 4, 5, 6, 7))
+def scored_top(
+    net: Net, params: Params, inputs: Inputs, temperature: float, k: int, vocab: int, rows: int, shards: int
+) -> TopTokens:
+    """The k likeliest of the first `vocab` tokens where each token is: ids and log-probs `[N,T,k]`, no gradients."""
+    batch = Batch(inputs, mask=None)
+
+    def of_rows(x: Batch):
+        return top_tokens(net, params, x.inputs, temperature, k, vocab)
+
+    found = map_microbatches(of_rows, batch, batch.rows // rows, shards)
+    return jax.tree.map(lambda x: constrain(x, "rows", None, None), found)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 3, 4))

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxrl_llm.algorithms.distillation import generalized_jsd, with_tail
 from jaxrl_llm.config import ConfigError, default, validate
 from jaxrl_llm.data import tasks
 from jaxrl_llm.distributed.sharding import make_mesh
@@ -117,6 +118,11 @@ def test_a_teacher_with_another_vocabulary_is_refused(tmp_path):
         ({"teacher__path": None, "teacher__coef": 0.5}, "teacher.coef is 0.5, but there is no teacher"),
         ({"teacher__path": None, "algorithm__advantage": "zero"}, "there is no teacher: set another"),
         ({"algorithm__name": "sft"}, "samples nothing that a teacher could rate"),
+        (
+            {"algorithm__name": "sft", "teacher__form": "divergence", "algorithm__loss": "dft"},
+            "is 'dft', but with",
+        ),
+        ({"teacher__beta": 0.5}, "teacher.beta is 0.5, which is of teacher.form = divergence"),
         ({"rewards__functions": (), "algorithm__dynamic_sampling": True}, "algorithm.dynamic_sampling is True, which"),
         ({"rewards__functions": (), "algorithm__name": "ppo", "algorithm__advantage": "ppo"}, "name is 'ppo', which"),
         ({"rewards__functions": (), "eval__every": 0}, "cannot be graded, but eval.every is 0: set it to -1"),
@@ -138,3 +144,62 @@ def test_quantised_and_offloaded_teachers():
     plain = rated()
     assert rated(teacher__offload=True) == plain
     assert 0 < abs(rated(teacher__quantize="int8") - plain) < 0.05
+
+
+def log_probs_by(path, batch, temperature=1.0):
+    """Log-probs `[N,T,V]` of what could have been each token, by a model's whole logits; 0 for the first."""
+    logits = load_model(path)(batch.inputs.tokens, batch.inputs.segments) / temperature
+    return jnp.pad(jax.nn.log_softmax(logits)[:, :-1], ((0, 0), (1, 0), (0, 0)))
+
+
+DIVERGENCES = {
+    "beside rewards": ({}, {}),
+    "packed": ({}, {"batch__packing": "true"}),
+    "alone": ({"algorithm__advantage": "zero"}, {}),
+    "alone, packed, its likeliest tokens": (
+        {"algorithm__advantage": "zero", "teacher__top_k": 5}, {"batch__packing": "true"},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DIVERGENCES)
+def test_the_divergence_in_the_loss(teacher, name):
+    """By the whole logits of both models, at a temperature of its own; without rewards nothing else is in the loss."""
+    learned, computed = DIVERGENCES[name]
+    settings = {"teacher__form": "divergence", "teacher__beta": 0.3, "teacher__coef": 0.5, "teacher__temperature": 0.8}
+    batch, metrics, updates = first_batch(config_of(teacher, **settings, **learned, **computed))
+    own, theirs = (log_probs_by(path, batch, 0.8) for path in ("embedded:sort", teacher))
+    if k := learned.get("teacher__top_k"):
+        top, ids = jax.lax.top_k(theirs, k)
+        own, theirs = with_tail(jnp.take_along_axis(own, ids, -1)), with_tail(top)
+    mask = np.asarray(batch.mask)
+    expected = (np.asarray(generalized_jsd(own, theirs, 0.3)) * mask).sum() / mask.sum()
+    np.testing.assert_allclose(updates[0]["teacher/divergence"].value, expected, rtol=1e-4)
+    assert "teacher/kl" not in metrics
+    loss = float(updates[0]["loss"].value)
+    if learned:
+        np.testing.assert_allclose(loss, 0.5 * expected, rtol=1e-4)
+    else:
+        np.testing.assert_allclose(loss, updates[0]["policy_term"].value + 0.5 * expected, rtol=1e-4)
+    assert updates[0]["grad_norm"].value > 0.01
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_given_rows_are_learned_from_by_the_teachers_distributions(teacher, packed):
+    """sft with a teacher: offline distillation, here by the forward KL, and the same measure on held-out rows."""
+    settings = {"algorithm__name": "sft", "teacher__form": "divergence", "teacher__beta": 0.0, "data__packing": packed}
+    config = config_of(teacher, **settings, data__max_length=64, eval__every=0)
+    rows = tasks.generate("sort_demos", size=16)
+    with jax.set_mesh(MESH):
+        run = build(config, MESH, train_dataset=rows, eval_dataset=rows[:6])
+        experience = run.source.next(run.state, jax.random.key(1))
+        assert run.evaluation is not None
+        held_out = run.evaluation(run.state.params, jax.random.key(0))
+        _, updates = improve(run, run.state, experience.batch)
+    batch, mask = experience.batch, np.asarray(experience.batch.mask)
+    divergence = generalized_jsd(log_probs_by("embedded:sort", batch), log_probs_by(teacher, batch), 0.0)
+    expected = (np.asarray(divergence) * mask).sum() / mask.sum()
+    np.testing.assert_allclose(updates[0]["loss"].value, expected, rtol=1e-4)
+    np.testing.assert_allclose(updates[0]["teacher/divergence"].value, expected, rtol=1e-4)
+    np.testing.assert_allclose(held_out["eval/loss"], held_out["eval/teacher/divergence"], rtol=1e-5)
+    assert 0.3 * expected < held_out["eval/loss"] < 3 * expected

@@ -57,6 +57,7 @@ from jaxrl_llm.training.setup.specs import (
     padded_width,
     producer_spec,
     reference_spec,
+    teacher_spec,
     training_sampling,
     update_spec,
 )
@@ -342,8 +343,8 @@ def build_critic(config, policy: Model, mesh: Mesh, given: Model | None = None) 
     return critic
 
 
-def build_teacher(config, policy: Model, mesh: Mesh, length: int) -> Teacher | None:
-    """The teacher of the configuration, for rows of up to `length` tokens; None without one.
+def build_teacher(config, policy: Model, mesh: Mesh, length: int, cause: str) -> Teacher | None:
+    """The teacher of the configuration, for rows of up to `length` tokens because of `cause`; None without one.
 
     Raises ConfigError for a model that has no head for tokens, too few positions, or another vocabulary.
     """
@@ -358,8 +359,12 @@ def build_teacher(config, policy: Model, mesh: Mesh, length: int) -> Teacher | N
     if model.tokenizer is None:
         raise ConfigError(f"teacher.path = {c.path!r} has no tokenizer, by which its vocabulary could be compared")
     check_same_vocabulary(policy, model, f"teacher.path = {c.path!r}:")
-    check_positions(model, length, "the longest prompt and rollout.max_completion_length")
-    return Teacher.of(model, mesh, c.offload)
+    check_positions(model, length, cause)
+    if c.top_k >= model.net.config.vocab_size:
+        raise ConfigError(
+            f"teacher.top_k is {c.top_k}, but {c.path} has {model.net.config.vocab_size} tokens: 0 is all of them"
+        )
+    return Teacher.of(teacher_spec(config), model, mesh, policy.net.config.vocab_size)
 
 
 def build_rewards(config, rewards=None) -> Rewards:
@@ -429,7 +434,13 @@ def _online(
             controllers=controllers_of(config),
             replay=replay,
             critic=None if critic is None else Critic(critic.net, partial(critic_params, critic_spec(config))),
-            teacher=build_teacher(config, model, mesh, width + rollout.max_completion_length),
+            teacher=build_teacher(
+                config,
+                model,
+                mesh,
+                width + rollout.max_completion_length,
+                "the longest prompt and rollout.max_completion_length",
+            ),
         ),
     )
 
@@ -480,7 +491,8 @@ def _offline(
             sample = offline.sample_rows(spec, examples, shard_rows(config, mesh), rows.group_size)
         # Every process reads whole batches: kto pairs the rows of one with each other.
         pipeline = Pipeline(examples, rows.prompts, config.seed, c.shuffle, shares=tokens.shares)
-    return OfflineSource(spec, rows, model.net, pipeline, mesh, packer(sample), stopwatch, ref_params)
+    teacher = build_teacher(config, model, mesh, spec.width, "the longest of the data, up to data.max_length")
+    return OfflineSource(spec, rows, model.net, pipeline, mesh, packer(sample), stopwatch, ref_params, teacher=teacher)
 
 
 def finished_models(config, run: Run, state: State) -> tuple[Model, Model | None]:
