@@ -67,6 +67,11 @@ def _batch_std(scores: Array) -> Array:
     return jnp.sqrt(masked_var(scores, ~jnp.isnan(scores), ddof=1))
 
 
+def zero_advantages(scores) -> Array:
+    """Returns advantages `[N]` of 0: scores are measured, and a teacher alone is learned from (distillation)."""
+    return jnp.zeros_like(as_float(scores))
+
+
 def group_advantages(scores, group_size: int, scale: str = "group", eps: float = 1e-4) -> Array:
     """Returns advantages `[N]`: each score minus its group's mean, divided by a standard deviation.
 

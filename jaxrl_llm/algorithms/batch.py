@@ -67,7 +67,7 @@ class Inputs:
 class Scalars:
     """Numbers `[]` of a whole batch, which all its micro-batches share; None: the setting of that name.
 
-    The reference's head goes with them.
+    The heads of the reference and of the teacher go with them.
     """
 
     kl_coef: Array = None  # weight of the KL term
@@ -75,6 +75,8 @@ class Scalars:
     token_count: Array = None  # tokens of the rollout divided by its optimizer batches
     reward_shift: Array = None  # mean of all rewards so far, which bco_pair subtracts
     ref_head: Array = None  # [D,V] of the reference policy, where its whole distributions are read
+    teacher_head: Array = None  # [D,V] of the teacher, where its whole distributions are read
+    teacher_softcap: Array = None  # of the teacher's logits; None: they are not capped
 
 
 @jax.tree_util.register_dataclass
@@ -110,6 +112,9 @@ class Batch:
     old_logps: Array = None  # [N,T] of the policy that the ratio compares with; None: the policy itself
     ref_logps: Array = None  # [N,T] of the reference policy
     ref_hidden: Array = None  # [N,T,D] what its head reads, where its whole distributions are read
+    teacher_hidden: Array = None  # [N,T,D] what the teacher's head reads, where its whole distributions are read
+    teacher_ids: Array = None  # [N,T,k] its likeliest tokens, where it is known by these
+    teacher_top_logps: Array = None  # [N,T,k] and their log-probs
     advantages: Array = None  # [N,T]
     values: Array = None  # [N,T] of the critic that starts this step
     returns: Array = None  # [N,T]

@@ -117,6 +117,7 @@ def contradictions(config: ConfigDict) -> Iterator[str]:
         yield from _offline(config)
     yield from _batch(config, online)
     yield from _rewards(config, online)
+    yield from _teacher(config, online)
     yield from _environment(config)
     yield from _data(config)
     yield from _eval(config, online)
@@ -336,7 +337,72 @@ def _rewards(config: ConfigDict, online: bool) -> Iterator[str]:
         if not valid:
             yield f"rewards.on_timeout is {rewards.on_timeout!r}, but it takes stop, none or a number"
     if online and not rewards.functions:
-        yield f"rewards.functions is empty, but algorithm.name = {config.algorithm.name!r} needs one or more"
+        yield from _without_rewards(config)
+
+
+def _without_rewards(config: ConfigDict) -> Iterator[str]:
+    """Messages for an online algorithm that has no reward function, which only a teacher can take the place of."""
+    algorithm = config.algorithm
+    if config.teacher.path is None:
+        yield (
+            f"rewards.functions is empty, but algorithm.name = {algorithm.name!r} needs one or more, or a teacher "
+            "(teacher.path)"
+        )
+    reads_rewards = {
+        "algorithm.name": algorithm.name == "ppo",
+        "algorithm.dynamic_sampling": algorithm.dynamic_sampling,
+        "algorithm.replay_groups": algorithm.replay_groups,
+        "algorithm.kl_in_reward": algorithm.kl_in_reward,
+        "algorithm.reward_beta": algorithm.reward_beta,
+    }
+    for key in (key for key, reads in reads_rewards.items() if reads):
+        yield (
+            f"rewards.functions is empty, so that the policy learns from teacher.path alone, but {key} is "
+            f"{config.algorithm[key.rpartition('.')[2]]!r}, which reads rewards: name a function, or change {key}"
+        )
+    if config.eval.every >= 0:
+        yield (
+            f"rewards.functions is empty, so that samples cannot be graded, but eval.every is {config.eval.every}: set "
+            "it to -1; or name a function, and set algorithm.advantage to zero, with which it is measured and not "
+            "learned from"
+        )
+
+
+def _teacher(config: ConfigDict, online: bool) -> Iterator[str]:
+    teacher = config.teacher
+    if teacher.path is None:
+        for key, value in teacher.items():
+            if value != BY_NAME[f"teacher.{key}"].default:
+                yield f"teacher.{key} is {value!r}, but there is no teacher: set teacher.path, or leave it out"
+        if config.algorithm.advantage == "zero":
+            yield (
+                "algorithm.advantage is 'zero', which learns from no reward, and there is no teacher: set another "
+                "rule, or teacher.path"
+            )
+        return
+    name = config.algorithm.name
+    if not online and (name != "sft" or teacher.form != "divergence"):
+        yield (
+            f"teacher.path is {teacher.path!r}, but algorithm.name = {name!r} samples nothing that a teacher could "
+            "rate: use grpo or ppo; or sft with teacher.form = divergence, to learn its distributions of given rows"
+        )
+    if not online and config.algorithm.loss not in ("auto", "nll"):
+        yield (
+            f"algorithm.loss is {config.algorithm.loss!r}, but with a teacher sft learns its distributions in place of "
+            "the rows' tokens: set it to auto"
+        )
+    if not online and config.algorithm.label_smoothing:
+        yield (
+            f"algorithm.label_smoothing is {config.algorithm.label_smoothing}, but with a teacher sft learns its "
+            "distributions in place of the rows' tokens: set it to 0"
+        )
+    if teacher.form != "divergence":
+        for key, default in (("beta", 1.0), ("top_k", 0), ("temperature", None)):
+            if teacher[key] != default:
+                yield (
+                    f"teacher.{key} is {teacher[key]}, which is of teacher.form = divergence, and teacher.form is "
+                    f"{teacher.form}: set the one, or leave out the other"
+                )
 
 
 def _environment(config: ConfigDict) -> Iterator[str]:

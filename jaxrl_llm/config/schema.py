@@ -198,6 +198,7 @@ SECTIONS = {
     "environment": "Environments and tools, which answer the policy between its turns. See docs/environments.md.",
     "rewards": "Reward functions and how they run. See docs/rewards.md.",
     "algorithm": "The objective: advantages, losses, KL and entropy terms. `configs/` has a file for each algorithm.",
+    "teacher": "A model that the policy learns from besides rewards, or in their place. See docs/distillation.md.",
     "optimizer": "Optimizer and learning rate schedule.",
     "critic": "Value network of PPO and its optimizer; other settings of it are those of `optimizer`.",
     "batch": "Rows of a step, minibatches, micro-batches and packing.",
@@ -544,6 +545,31 @@ KEYS = (
         "Weight of a pair's tokens beyond its shorter completion (LD-DPO); none is 1.", float, minimum=0, maximum=1),
     Setting("algorithm.use_weighting", False, "Weigh pairs by how likely the policy is to write them (WPO).", bool),
 
+    Setting("teacher.path", None,
+        "Teacher: hub id, folder (the hf/ of a run) or `embedded:<name>`, of any size and family, with the policy's "
+        "tokenizer; none is no teacher. Each step takes one forward pass of it."),
+    Setting("teacher.revision", None, "Branch, tag or commit of a hub id; none is its main branch."),
+    Setting("teacher.form", "advantage",
+        "What is learned from: the log-prob of each sampled token under the teacher minus that under the policy, added "
+        "to its advantage (advantage), or the divergence of whole distributions at every token, added to the loss "
+        "(divergence), which sft takes in place of its own.", choices=("advantage", "divergence")),
+    Setting("teacher.coef", 1.0, "Weight of what is added.", float, above=0),
+    Setting("teacher.beta", 1.0,
+        "Divergence: 0 is KL(teacher || policy), 1 is KL(policy || teacher), and between them the generalised "
+        "Jensen-Shannon divergence.", float, minimum=0, maximum=1),
+    Setting("teacher.top_k", 0,
+        "Read the divergence off the teacher's so many likeliest tokens and one entry for all others, which keeps two "
+        "numbers for each in place of a vector a token; 0 is the whole vocabulary.", int, minimum=0),
+    Setting("teacher.temperature", None,
+        "Temperature of both distributions in the divergence; none is that of the samples, rollout.temperature.",
+        float, above=0),
+    Setting("teacher.dtype", "auto", "Type that the teacher is stored and computed in; auto is model.dtype.",
+        choices=("auto", *DTYPES)),
+    Setting("teacher.quantize", "none", "Store the matrices of the teacher's layers in 8 or 4 bits.",
+        choices=("none", "int8", "fp8", "int4", "nf4")),
+    Setting("teacher.offload", False,
+        "Keep the teacher in the host's memory; it visits the device for its log-probs.", bool),
+
     Setting("optimizer.name", "adamw",
         "Optimizer; muon is for the matrices of the layers, with adamw for the rest.",
         choices=("adamw", "adafactor", "lion", "sgd", "muon")),
@@ -769,6 +795,7 @@ IDENTITY = (
     "rewards.functions", "rewards.weights", "environment.name", "environment.tools", "environment.rollout_func",
     "algorithm.name", "algorithm.advantage", "algorithm.loss", "algorithm.aggregation", "algorithm.loss_weights",
     "algorithm.reference_free", "critic.path", "critic.shared", "optimizer.name", "optimizer.moment_dtype",
+    "teacher.path", "teacher.revision",
 )  # fmt: skip
 # Settings of a single start, of no meaning for the run.
 OF_A_START = ("output_dir", "compilation_cache", "checkpoint.resume", "checkpoint.accept_changes")

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jaxrl_llm.algorithms.distillation import generalized_jsd, with_tail
 from jaxrl_llm.algorithms.kl import full_kl, kl_estimate
 from jaxrl_llm.distributed.sharding import constrain, context_shards, is_sharded, row_shards
 from jaxrl_llm.models import cpu_matmul
@@ -98,12 +99,20 @@ class _Table(NamedTuple):
     rows: str
     vocab: str
 
+    def first(self, words: int) -> "_Table":
+        """The table of the first words."""
+        return self._replace(matrix=self.matrix[:words])
 
-def _logits(hidden, table: _Table, temperature: float, softcap: float | None):
+
+def _logits(hidden, table: _Table, temperature: float, softcap):
+    return soft_cap(_products(hidden, table), softcap) / temperature
+
+
+def _products(hidden, table: _Table):
+    """The products `[N,s,V]` of the columns with the table, which are the logits unless these are capped."""
     matrix = table.matrix.astype(hidden.dtype)
-    logits = jnp.einsum("...d,vd->...v", _flat(hidden), matrix, preferred_element_type=jnp.float32)
-    logits = constrain(logits.reshape(*hidden.shape[:-1], -1), table.rows, "positions", table.vocab)
-    return soft_cap(logits, softcap) / temperature
+    products = jnp.einsum("...d,vd->...v", _flat(hidden), matrix, preferred_element_type=jnp.float32)
+    return constrain(products.reshape(*hidden.shape[:-1], -1), table.rows, "positions", table.vocab)
 
 
 def _flat(x):
@@ -357,6 +366,14 @@ class Distributions(NamedTuple):
 
     hidden: jax.Array  # [N,X,D] what the head reads
     kernel: jax.Array  # [D,V]
+    softcap: jax.Array | None = None  # [] of its logits, where it is another network
+
+
+class TopTokens(NamedTuple):
+    """The k likeliest tokens of distributions over the vocabulary."""
+
+    ids: jax.Array  # [N,X,k] int32
+    logps: jax.Array  # [N,X,k]
 
 
 def chunked_kl(
@@ -411,3 +428,101 @@ def _kl_backward(options, residuals, gradient):
 
 
 _chunked_kl.defvjp(_kl_forward, _kl_backward)
+
+
+def chunked_divergence(
+    hidden,
+    kernel,
+    teacher: Distributions | TopTokens,
+    temperature: float,
+    beta: float,
+    softcap: float | None = None,
+    count=None,
+) -> jax.Array:
+    """`generalized_jsd` `[N,X]` of softmax(logits / temperature) and a teacher; other arguments as in `chunked_logps`.
+
+    Of a teacher's whole distributions both logits are formed for a chunk of columns at a time, in fp32, and again in
+    the backward pass; tokens that one of the two heads lacks are in neither distribution. Of a teacher's likeliest
+    tokens, the divergence is over these and one entry for all others (`with_tail`); theirs are log-probs at this
+    temperature already.
+    """
+    options = float(temperature), softcap, float(beta)
+    divergence: Any = _chunked_divergence(options, hidden, kernel, teacher, count)
+    return divergence
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _chunked_divergence(options: tuple[float, float | None, float], hidden, kernel, teacher, count):
+    return _divergence_forward(options, hidden, kernel, teacher, count)[0]
+
+
+def _divergence_forward(options, hidden, kernel, teacher: Distributions | TopTokens, count):
+    table = _shared_table(hidden, kernel, teacher)
+    divergence_of = _divergence_by_products(options, teacher)
+
+    def chunk(columns):
+        return (divergence_of(columns)(_products(columns(hidden), table)),)
+
+    (divergence,), _ = _over_chunks(chunk, hidden, table, count)
+    return divergence, (hidden, kernel, teacher, count)
+
+
+def _shared_table(hidden, kernel, teacher: Distributions | TopTokens) -> _Table:
+    """The head's matrix `[V,D]`, of the tokens that the teacher has too."""
+    table = _table(hidden, kernel)
+    return table.first(teacher.kernel.shape[1]) if isinstance(teacher, Distributions) else table
+
+
+def _divergence_by_products(options, teacher: Distributions | TopTokens):
+    """A function of columns, which gives the divergence `[N,s]` as a function of the policy's products there."""
+    temperature, softcap, beta = options
+
+    def policy(products):
+        return jax.nn.log_softmax(soft_cap(products, softcap) / temperature, axis=-1)
+
+    if isinstance(teacher, TopTokens):
+
+        def of_top(columns, products):
+            own = jnp.take_along_axis(policy(products), columns(teacher.ids), axis=-1)
+            return generalized_jsd(with_tail(own), with_tail(columns(teacher.logps)), beta)
+
+        return lambda columns: functools.partial(of_top, columns)
+    table = _table(teacher.hidden, teacher.kernel)
+
+    def of_all(columns, products):
+        logits = _logits(columns(teacher.hidden), table.first(products.shape[-1]), temperature, teacher.softcap)
+        return generalized_jsd(policy(products), jax.nn.log_softmax(logits, axis=-1), beta)
+
+    return lambda columns: functools.partial(of_all, columns)
+
+
+def _divergence_backward(options, residuals, gradient):
+    hidden, kernel, teacher, count = residuals
+    table = _shared_table(hidden, kernel, teacher)
+    divergence_of = _divergence_by_products(options, teacher)
+
+    def chunk(columns, d_table):
+        h = columns(hidden)
+        _, by_products = jax.vjp(divergence_of(columns), _products(h, table))
+        (d,) = by_products(columns(gradient))
+        d_hidden, d_table = _by_hidden_and_table(d, h, table, d_table)
+        return (d_hidden,), d_table
+
+    (d_hidden,), d_table = _over_chunks(chunk, hidden, table, count, _totals(hidden, table))
+    d_table = jnp.pad(d_table, ((0, 0), (0, 0), (0, kernel.shape[1] - len(table.matrix)), (0, 0)))
+    return d_hidden.astype(hidden.dtype), _by_kernel(d_table, kernel), None, None
+
+
+_chunked_divergence.defvjp(_divergence_forward, _divergence_backward)
+
+
+def chunked_top(hidden, kernel, temperature: float, k: int, softcap: float | None = None, count=None) -> TopTokens:
+    """The k likeliest tokens of softmax(logits / temperature), the first one first; arguments as in `chunked_logps`."""
+    table = _table(hidden, kernel)
+
+    def chunk(columns):
+        logps = jax.nn.log_softmax(_logits(columns(hidden), table, temperature, softcap), axis=-1)
+        return jax.lax.top_k(logps, k)
+
+    (logps, ids), _ = _over_chunks(chunk, hidden, table, count)
+    return TopTokens(ids, logps)

@@ -14,7 +14,16 @@ import jax.numpy as jnp
 
 from jaxrl_llm.algorithms.batch import Inputs, PackedLayout
 from jaxrl_llm.distributed.sharding import constrain
-from jaxrl_llm.models.chunked_softmax import Distributions, Slopes, chunked_kl, chunked_logps, log_sum_squares
+from jaxrl_llm.models.chunked_softmax import (
+    Distributions,
+    Slopes,
+    TopTokens,
+    chunked_divergence,
+    chunked_kl,
+    chunked_logps,
+    chunked_top,
+    log_sum_squares,
+)
 from jaxrl_llm.models.transformer import Net, Params, Transformer
 
 LIKELIEST_BLOCK = 64  # positions whose logits are formed at once
@@ -30,6 +39,18 @@ class TokenStatistics(NamedTuple):
     log_sum_squares: jax.Array | None = None  # log sum_v p_v^2; no gradient
     values: jax.Array | None = None  # of a value head on the same hidden states
     kl: jax.Array | None = None  # KL(policy || reference) over the vocabulary
+    divergence: jax.Array | None = None  # from the teacher
+
+
+class TeacherRows(NamedTuple):
+    """A teacher's distributions of each token, and the divergence from them (see `chunked_divergence`)."""
+
+    rows: Distributions | TopTokens  # [N,T,...]
+    temperature: float
+    beta: float
+
+
+PER_TOKEN = ("hidden", "ids", "logps")  # fields of a teacher's rows
 
 
 class Likeliest(NamedTuple):
@@ -84,13 +105,16 @@ def token_statistics(
     squares: bool = False,
     value_head: Params | None = None,
     reference: Distributions | None = None,
+    teacher: TeacherRows | None = None,
+    measured: bool = False,
 ) -> TokenStatistics:
     """`TokenStatistics` of the tokens at `temperature`.
 
     smoothing: of the log-probs, see `chunked_logps`. slopes: the derivative of the caller's loss by each log-prob,
     where it is known beforehand; the head's gradient is then formed along with the log-probs, from the same logits, and
     the gradient that arrives at them is not read, nor one at the entropies. value_head: `{"kernel": [D,1]}`.
-    reference: `head_inputs` `[N,T,D]` of the reference, and its head, for `kl`.
+    reference: `head_inputs` `[N,T,D]` of the reference, and its head, for `kl`. teacher: for `divergence`.
+    measured: log-probs and entropies have no gradient, for a loss of the divergence alone.
     """
     model = net.bind(params)
     positions = _predicting(model, inputs)
@@ -102,8 +126,9 @@ def token_statistics(
             None if slopes.ref_logps is None else positions.picks(slopes.ref_logps),
             slopes.kl,
         )
+    read, kernel = jax.lax.stop_gradient((hidden, model.head_kernel())) if measured else (hidden, model.head_kernel())
     found = chunked_logps(
-        hidden, model.head_kernel(), positions.targets, temperature, slopes=slopes, mean_logit=mean_logit,
+        read, kernel, positions.targets, temperature, slopes=slopes, mean_logit=mean_logit,
         softcap=softcap, smoothing=smoothing, count=positions.count,
     )  # fmt: skip
     statistics = TokenStatistics(*(positions.at_tokens(x) for x in found))
@@ -118,6 +143,13 @@ def token_statistics(
         reference = Distributions(positions.picks(reference.hidden), reference.kernel)
         kl = chunked_kl(hidden, model.head_kernel(), reference, temperature, softcap, positions.count)
         statistics = statistics._replace(kl=positions.at_tokens(kl))
+    if teacher is not None:
+        rows = teacher.rows
+        theirs = rows._replace(**{name: positions.picks(x) for name, x in rows._asdict().items() if name in PER_TOKEN})
+        divergence = chunked_divergence(
+            hidden, model.head_kernel(), theirs, teacher.temperature, teacher.beta, softcap, positions.count
+        )
+        statistics = statistics._replace(divergence=positions.at_tokens(divergence))
     return statistics
 
 
@@ -126,6 +158,15 @@ def head_inputs(net: Net, params: Params, inputs: Inputs) -> jax.Array:
     model = net.bind(params)
     positions = _predicting(model, inputs)
     return positions.at_tokens(model.head_input(positions.hidden))
+
+
+def top_tokens(net: Net, params: Params, inputs: Inputs, temperature: float, k: int, vocab: int) -> TopTokens:
+    """The k likeliest `[N,T,k]` among the first `vocab` tokens where each token is, and their log-probs there."""
+    model = net.bind(params)
+    positions = _predicting(model, inputs)
+    hidden, kernel = model.head_input(positions.hidden), model.head_kernel()[:, :vocab]
+    found = chunked_top(hidden, kernel, temperature, k, net.config.logit_softcap, positions.count)
+    return TopTokens(*(positions.at_tokens(x) for x in found))
 
 
 def token_values(net: Net, params: Params, inputs: Inputs) -> jax.Array:

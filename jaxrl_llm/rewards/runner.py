@@ -139,7 +139,8 @@ class Rewards:
     the seconds each function has for a batch; `on_timeout` is what late rows get: "stop" (an error), None or a number;
     `on_error` is what rows get on which a function raises: "stop" (an error) or None.
 
-    Raises RewardError: no function, weights that are not one finite number for each function, or a wrong setting.
+    Raises RewardError: no function where one is `required`, weights that are not one finite number for each function,
+    or a wrong setting.
     """
 
     def __init__(
@@ -151,12 +152,13 @@ class Rewards:
         on_error: str | None = "stop",
         workers: int = 0,
         specs: Sequence[str | None] | None = None,
+        required: bool = True,
     ):
         self.functions = tuple(functions)
         self.graders = [as_grader(function) for function in functions]
         self.specs = [None] * len(self.functions) if specs is None else list(specs)
         self.names = _unique([reward_name(function) for function in self.functions])
-        if not self.names:
+        if required and not self.names:
             raise RewardError("there is no reward function; name one in rewards.functions, such as exact_match")
         weights = [1.0] * len(self.names) if weights is None or len(weights) == 0 else weights
         if len(weights) != len(self.names):
@@ -307,7 +309,7 @@ class Pending:
         outcomes |= {index: call.outcome() for index, call in self.asynchronous.items()}
         if self.from_workers is not None:
             outcomes |= dict(zip(self.sent, self.from_workers.result(), strict=True))
-        rewards = np.empty((self.calls[0].rows, len(self.calls)), np.float32)
+        rewards = np.empty((len(self.inputs["prompts"]), len(self.calls)), np.float32)
         logged = Logged({}, {}, {})
         for index, call in enumerate(self.calls):
             scores = self._scores(call, outcomes[index])

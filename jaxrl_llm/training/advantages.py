@@ -1,4 +1,4 @@
-"""Step 5, from rewards to advantages: shaping, the KL penalty, the rule of `algorithm.advantage`, and metrics."""
+"""Step 5, from rewards to advantages: shaping, KL penalty, the rule of `algorithm.advantage`, teacher, metrics."""
 
 import functools
 import inspect
@@ -12,6 +12,7 @@ import numpy as np
 
 from jaxrl_llm.algorithms import advantages as advantage_rules
 from jaxrl_llm.algorithms.aggregation import masked_mean, masked_sum, masked_var
+from jaxrl_llm.algorithms.distillation import distilled_advantages
 from jaxrl_llm.algorithms.kl import kl_estimate
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.config.resolve import resolve_with_options
@@ -49,6 +50,7 @@ class AdvantageSpec:
     overlong_buffer: int
     missing_eos_penalty: float
     has_critic: bool
+    teacher_coef: float = 1.0
 
 
 class Advantages(NamedTuple):
@@ -94,6 +96,7 @@ class AdvantageStep:
         *,
         logps=None,
         ref_logps=None,
+        teacher_logps=None,
         kl_coef=0.0,
         values=None,
         greedy_rewards=None,
@@ -102,7 +105,8 @@ class AdvantageStep:
         """The advantages of `rewards [N,F]` over `mask [N,T]`, and the step's reward and length metrics of all
         processes.
 
-        `logps` and `ref_logps` `[N,T]` are of the policy and the reference. For a rule that asks for them, `values
+        `logps`, `ref_logps` and `teacher_logps` `[N,T]` are of the policy, the reference and the teacher; without
+        `logps` the policy is compared with the teacher by the sampler's. For a rule that asks for them, `values
         [N,T]` are of the critic, and `greedy_rewards [B,F]` and `greedy_rollout` of one greedy completion of each
         prompt.
         """
@@ -110,7 +114,9 @@ class AdvantageStep:
         raw = advantage_rules.combine_rewards(rewards, weights)
         scores = self._shape(raw, rollout)
         scorable = ~jnp.isnan(raw)
-        metrics = _reward_metrics(raw, rewards, self.reward_names, spec.group_size) | _length_metrics(rollout)
+        metrics = _length_metrics(rollout)
+        if self.reward_names:
+            metrics |= _reward_metrics(raw, rewards, self.reward_names, spec.group_size)
         if spec.overlong_buffer or spec.missing_eos_penalty or spec.reward_clip:
             metrics["reward_shaping"] = _mean(scores - raw, scorable)
         kl = penalty = None
@@ -141,6 +147,11 @@ class AdvantageStep:
         result = self.rule(**{name: inputs[name] for name in inputs if self.asks_for(name)}, **dict(self.options))
         advantages, returns = result if isinstance(result, tuple) else (result, None)
         advantages = mask * (advantages if advantages.ndim == 2 else advantages[:, None])
+        if teacher_logps is not None:
+            own = rollout.sample_logps if logps is None else logps
+            advantages = distilled_advantages(advantages, own, teacher_logps, mask, spec.teacher_coef)
+            metrics["teacher/kl"] = _mean(own - teacher_logps, mask)
+            metrics["teacher/logp"] = _mean(teacher_logps, mask)
         metrics |= _spread("advantages", advantages, mask)
         if returns is not None:
             metrics |= _spread("returns", returns, rewarded) | _spread("values", values, rewarded)

@@ -14,9 +14,11 @@ from jax.sharding import Mesh
 
 from jaxrl_llm.algorithms.batch import Batch, Inputs
 from jaxrl_llm.distributed.sharding import row_shards, rows_to_global
+from jaxrl_llm.models.transformer import Net
 from jaxrl_llm.training.logging.stopwatch import Stopwatch
-from jaxrl_llm.training.online import OnlineSource, scored_logps
+from jaxrl_llm.training.online import OnlineSource
 from jaxrl_llm.training.packing.planner import sampled_rows
+from jaxrl_llm.training.passes import scored_logps
 from jaxrl_llm.training.setup.run import Run
 from jaxrl_llm.training.step import minibatches_of
 from jaxrl_llm.training.update import State, merge_frozen
@@ -25,14 +27,17 @@ from jaxrl_llm.training.update import State, merge_frozen
 def compilations(run: Run, state: State) -> Iterator[Callable[[], object]]:
     """Functions that compile a program each, in the order in which a step needs them.
 
-    None for what is not known to have these shardings: several processes, a critic, a replay buffer, a full KL, offline
-    batches.
+    None for what is not known to have these shardings: several processes, a critic, a replay buffer, a full KL, a
+    teacher's distributions, offline batches.
     """
     source = run.source
     if jax.process_count() > 1 or not isinstance(source, OnlineSource):
         return
     learner, spec, reference = source.learner, source.learner.spec, source.learner.reference
+    teacher = learner.teacher
     if learner.critic is not None or learner.replay is not None or spec.full_kl:
+        return
+    if teacher is not None and teacher.spec.divergence:
         return
     engine, count, mesh = source.producer.worker.engine, run.batch.rows, run.mesh
     sample = sampled_rows(count, engine.group_size, learner.prompt_width, engine.max_completion_length)
@@ -40,9 +45,9 @@ def compilations(run: Run, state: State) -> Iterator[Callable[[], object]]:
     inputs = learner.inputs(tokens, segments, mask)
     in_loss = reference is not None and not spec.kl_in_reward
 
-    def logps(params) -> Callable[[], object]:
+    def logps(params, net: Net = learner.net) -> Callable[[], object]:
         arguments = (inputs, spec.temperature, run.batch.forward_rows, row_shards(mesh))
-        return lambda: scored_logps.lower(learner.net, jax.tree.map(on_device, params), *arguments).compile()
+        return lambda: scored_logps.lower(net, jax.tree.map(on_device, params), *arguments).compile()
 
     def on_device(x: jax.Array) -> jax.ShapeDtypeStruct:
         """The shape of an array that is moved to the device, where it may be in the host's memory now."""
@@ -52,6 +57,8 @@ def compilations(run: Run, state: State) -> Iterator[Callable[[], object]]:
         yield logps(merge_frozen(state, run.frozen).params)
     if reference is not None:
         yield logps(reference.params)
+    if teacher is not None:
+        yield logps(teacher.params, teacher.net)
     batch = Batch(
         Inputs(tokens, segments, prompt_width=learner.prompt_width),
         mask=mask,

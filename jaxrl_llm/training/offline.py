@@ -24,9 +24,11 @@ from jaxrl_llm.distributed.sharding import on_device, row_shards, rows_to_global
 from jaxrl_llm.models.transformer import Net, Params
 from jaxrl_llm.training.algorithm import BatchSpec
 from jaxrl_llm.training.logging.stopwatch import Stopwatch
-from jaxrl_llm.training.online import Experience, Row, scored_logps
+from jaxrl_llm.training.online import Experience, Row
 from jaxrl_llm.training.packing.documents import pad_groups
 from jaxrl_llm.training.packing.planner import Packer, Sample
+from jaxrl_llm.training.passes import scored_logps
+from jaxrl_llm.training.teacher import Teacher
 from jaxrl_llm.training.update import State
 
 log = logging.getLogger(__name__)
@@ -60,6 +62,7 @@ class OfflineSource:
     stopwatch: Stopwatch
     ref_params: Params | None = None
     mean_reward: RunningMean = dataclasses.field(default_factory=RunningMean)  # so far, for running_mean
+    teacher: Teacher | None = None
 
     def next(self, state: State, key) -> Experience:
         """The batch of one step; the key gives its seeds, where the objective draws random numbers."""
@@ -78,6 +81,8 @@ class OfflineSource:
         with self.stopwatch("logps"):
             if self.ref_params is not None:
                 batch = reference_logps(self.net, on_device(self.ref_params), batch, rows, mesh, self.pack)
+            if self.teacher is not None:
+                batch = self.teacher.with_distributions(batch, _inputs(batch, self.pack), rows)
             if spec.running_mean:
                 logps = _logps(self.net, state.params, batch, rows, mesh, self.pack)
                 self.mean_reward = self.mean_reward.update(_rewards(spec, logps, batch))
@@ -244,10 +249,15 @@ def reference_logps(net: Net, params: Params, batch: Batch, rows: int, mesh: Mes
 
 
 def _logps(net: Net, params: Params, batch: Batch, rows: int, mesh: Mesh, pack: Packer | None = None) -> jax.Array:
+    return scored_logps(net, params, _inputs(batch, pack), 1.0, rows, row_shards(mesh))
+
+
+def _inputs(batch: Batch, pack: Packer | None) -> Inputs:
+    """The rows as a network reads them for what it says of the tokens in the mask."""
     inputs = Inputs(batch.inputs.tokens, batch.inputs.segments)
     if pack is not None:
         inputs = inputs.replace(layout=pack.passing(inputs.tokens, inputs.segments, batch.mask))
-    return scored_logps(net, params, inputs, 1.0, rows, row_shards(mesh))
+    return inputs
 
 
 def _rewards(spec: OfflineSpec, logps, batch: Batch) -> jax.Array:

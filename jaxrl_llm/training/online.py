@@ -5,8 +5,8 @@
 | `Producer` | 1 prompts | resumable iterator -> examples |
 | | 2 rollout | policy version, prompts, a key per row -> tokens, segments, mask, sample_logps `[N,T]` |
 | | 3 reward | texts, ids, columns -> rewards `[N,F]`, NaN where a function does not apply; overlaps with 2 |
-| `Learner` | 4 log-probs | of the old policy, of the reference, values: `[N,T]`, each only where it is needed |
-| | 5 advantages | rewards, mask, values -> advantages `[N,T]` |
+| `Learner` | 4 log-probs | of the old policy, the reference, the teacher; values: `[N,T]`, each where it is needed |
+| | 5 advantages | rewards, mask, values, teacher's log-probs -> advantages `[N,T]` |
 | (step.py) | 6 update | minibatches x micro-batches -> state, metrics |
 
 The producer reads a version of the policy and touches no training state: its state is the position in the data. The
@@ -15,7 +15,6 @@ each batch is sampled from the policy that it updates.
 """
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -36,7 +35,6 @@ from jaxrl_llm.data.templates import decode_completion, is_conversational
 from jaxrl_llm.distributed.processes import all_or_none, gather
 from jaxrl_llm.distributed.sharding import constrain, local_rows, on_device, row_shards, rows_to_global
 from jaxrl_llm.environments.batch import EpisodeBatch
-from jaxrl_llm.models.logprobs import head_inputs, token_logps, token_values
 from jaxrl_llm.models.transformer import Net, Params
 from jaxrl_llm.rewards.runner import NOTHING_LOGGED, Logged, Rewards, TrainerState
 from jaxrl_llm.rewards.streaming import StreamingRewards
@@ -46,10 +44,11 @@ from jaxrl_llm.training.advantages import AdvantageStep
 from jaxrl_llm.training.algorithm import BatchSpec
 from jaxrl_llm.training.logging.reward_metrics import add_totals, join, over_processes, table_value
 from jaxrl_llm.training.logging.stopwatch import Stopwatch
-from jaxrl_llm.training.microbatch import map_microbatches
 from jaxrl_llm.training.packing.planner import Packer
+from jaxrl_llm.training.passes import scored_distributions, scored_logps, values_before
 from jaxrl_llm.training.reference import Reference
 from jaxrl_llm.training.replay import Replay
+from jaxrl_llm.training.teacher import Teacher
 from jaxrl_llm.training.update import State
 
 Row = dict[str, Any]
@@ -251,6 +250,7 @@ class Learner:
     reference: Reference | None = None
     replay: Replay | None = None
     critic: Critic | None = None
+    teacher: Teacher | None = None
 
     def prepare(self, rollouts: Rollouts, state: State, key) -> Experience:
         """The batch with everything that its objective reads, and the metrics and table of the rollouts."""
@@ -263,10 +263,11 @@ class Learner:
         # 4 log-probs. The reference's are needed before the advantages for a KL in the reward, or one that is measured
         # to move its coefficient; else after the replay, which exchanges rows.
         old_logps = rollout.sample_logps if spec.old_logps == "sampler" else None
-        ref_logps = ref_head = values = None
+        ref_logps = ref_head = values = teacher_logps = None
         measures_kl = spec.kl_in_reward or spec.reward_beta or controllers.is_kl_adaptive
+        rates = self.teacher is not None and not self.teacher.spec.divergence  # sampled tokens, in the advantages
         with self.stopwatch("logps"):
-            if spec.old_logps == "trainer" or measures_kl or self.critic is not None:
+            if spec.old_logps == "trainer" or measures_kl or self.critic is not None or rates:
                 inputs = self.inputs(rollout.tokens, rollout.segments, rollout.mask)
                 if spec.old_logps == "trainer":
                     old_logps = self._logps(state.params, inputs)
@@ -275,8 +276,10 @@ class Learner:
                 if self.critic is not None:
                     params, shards = self.critic.params(state), row_shards(self.mesh)
                     values = values_before(self.critic.net, params, inputs, self.batch.forward_rows, shards)
+                if self.teacher is not None and rates:
+                    teacher_logps = self.teacher.logps(inputs, self.batch.forward_rows)
 
-        # 5 advantages, of rewards that may hold the KL penalty.
+        # 5 advantages, of rewards that may hold the KL penalty, and of what the teacher says of each token.
         greedy = rollouts.greedy
         result = self.advantages(
             rollout,
@@ -285,6 +288,7 @@ class Learner:
             self.reward_weights,
             logps=old_logps,
             ref_logps=ref_logps,
+            teacher_logps=teacher_logps,
             kl_coef=controllers.kl.coef,
             values=values,
             greedy_rewards=None if greedy is None else rows_to_global(greedy.rewards, self.mesh),
@@ -319,6 +323,10 @@ class Learner:
                 else:
                     batch = batch.replace(ref_logps=self._reference_logps(inputs) if ref_logps is None else ref_logps)
         batch = batch.replace(scalars=self.scalars(batch, in_loss, ref_head))
+        if self.teacher is not None and not rates:
+            with self.stopwatch("logps"):
+                inputs = self.inputs(batch.inputs.tokens, batch.inputs.segments, batch.mask)
+                batch = self.teacher.with_distributions(batch, inputs, self.batch.forward_rows)
         if spec.draws_seeds:
             batch = batch.replace(seeds=_row_seeds(batch.rows, key, self.mesh))
 
@@ -484,27 +492,3 @@ def _row_seeds(rows: int, key, mesh: Mesh) -> jax.Array:
     seeds = np.random.default_rng([first, 0]).integers(2**32, size=rows, dtype=np.uint32)
     start = jax.process_index() * local
     return rows_to_global(seeds[start : start + local], mesh)
-
-
-@functools.partial(jax.jit, static_argnums=(0, 3, 4, 5))
-def scored_logps(net: Net, params: Params, inputs: Inputs, temperature: float, rows: int, shards: int) -> jax.Array:
-    """Log-probs `[N,T]` without gradients, computed `rows` rows at a time or as the layout says."""
-    batch = Batch(inputs, mask=None)
-    count = batch.rows // rows
-    logps = map_microbatches(lambda x: token_logps(net, params, x.inputs, temperature)[0], batch, count, shards)
-    return constrain(logps, "rows", None)
-
-
-@functools.partial(jax.jit, static_argnums=(0, 3, 4))
-def scored_distributions(net: Net, params: Params, inputs: Inputs, rows: int, shards: int):
-    """The distributions of every token without gradients: `head_inputs` `[N,T,D]`, and the head `[D,V]`."""
-    batch = Batch(inputs, mask=None)
-    hidden = map_microbatches(lambda x: head_inputs(net, params, x.inputs), batch, batch.rows // rows, shards)
-    return constrain(hidden, "rows", None, None), net.bind(params).head_kernel().astype(hidden.dtype)
-
-
-@functools.partial(jax.jit, static_argnums=(0, 3, 4))
-def values_before(net: Net, params: Params, inputs: Inputs, rows: int, shards: int) -> jax.Array:
-    """A critic's values `[N,T]` without gradients, computed `rows` rows at a time or as the layout says."""
-    batch = Batch(inputs, mask=None)
-    return map_microbatches(lambda x: token_values(net, params, x.inputs), batch, batch.rows // rows, shards)

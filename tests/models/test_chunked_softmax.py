@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from jaxrl_llm.algorithms.batch import Inputs
+from jaxrl_llm.algorithms.distillation import generalized_jsd, with_tail
 from jaxrl_llm.distributed.sharding import path_name
 from jaxrl_llm.models import chunked_softmax
 from jaxrl_llm.models.layers import soft_cap
@@ -123,3 +124,44 @@ def test_an_fp32_head_multiplies_unrounded_numbers(params):
         chunked_softmax = "embed/weight" if tied else "head/kernel"
         assert dtypes.pop(chunked_softmax) == jnp.float32
         assert {dtype for path, dtype in dtypes.items() if not path.endswith("scale")} == {jnp.dtype("bfloat16")}
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize("top_k", [0, 4])
+def test_the_divergence_of_a_teacher(monkeypatch, beta, top_k):
+    """Values and gradients are those of both logits formed whole; the teacher's are capped and of more tokens."""
+    monkeypatch.setattr(chunked_softmax, "LOGITS_IN_FLIGHT", 2 * 2 * 31)  # two columns at a time
+    rng = np.random.default_rng(0)
+    sizes = (2, 5, 16), (16, 31), (2, 5, 8), (8, 33), (2, 5)
+    hidden, kernel, other, head, weights = (jnp.asarray(rng.normal(size=size), jnp.float32) for size in sizes)
+    theirs = jax.nn.log_softmax(soft_cap((other @ head)[..., :31], 1.5) / 0.7)
+
+    def whole(hidden, kernel):
+        own = jax.nn.log_softmax(soft_cap(hidden @ kernel, 2.0) / 0.7)
+        if top_k:
+            logps, ids = jax.lax.top_k(theirs, top_k)
+            return generalized_jsd(with_tail(jnp.take_along_axis(own, ids, -1)), with_tail(logps), beta)
+        return generalized_jsd(own, theirs, beta)
+
+    def chunked(hidden, kernel):
+        teacher = chunked_softmax.Distributions(other, head, jnp.float32(1.5))
+        if top_k:
+            teacher = chunked_softmax.chunked_top(other, head[:, :31], 0.7, top_k, 1.5)
+        return chunked_softmax.chunked_divergence(hidden, kernel, teacher, 0.7, beta, 2.0)
+
+    def run(function):
+        def weighed(*arguments):
+            return (weights * (divergence := function(*arguments))).sum(), divergence
+
+        return jax.jit(jax.value_and_grad(weighed, argnums=(0, 1), has_aux=True))(hidden, kernel)
+
+    found, expected = run(chunked), run(whole)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), found, expected)
+    assert np.abs(expected[1][1]).max() > 0.01
+    if not top_k:  # a policy with more tokens than its teacher
+        narrow = chunked_softmax.Distributions(other, head[:, :29])
+        own = jax.nn.log_softmax((hidden @ kernel)[..., :29])
+        by_hand = generalized_jsd(own, jax.nn.log_softmax(other @ head[:, :29]), beta)
+        np.testing.assert_allclose(
+            chunked_softmax.chunked_divergence(hidden, kernel, narrow, 1.0, beta), by_hand, atol=1e-5
+        )

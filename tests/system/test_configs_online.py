@@ -28,6 +28,7 @@ CONFIGS = {
     "passk": ("-kl", "clip_ratio/region_mean"),
     "clip_cov": ("-kl", "clip_ratio/region_mean"),
     "kl_cov": ("-kl", "-clip_ratio/region_mean"),
+    "distill": ("teacher/kl", "teacher/logp", "-kl"),
     "environment": ("kl", "environment/turns", "environment/failures", "-tools/call_frequency"),
 }
 # Each has a test of its formulas; these three differ in the parts that a run is made of.

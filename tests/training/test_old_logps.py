@@ -8,7 +8,7 @@ from jaxrl_llm.algorithms.aggregation import loss_weights
 from jaxrl_llm.config import ConfigError, default, validate
 from jaxrl_llm.data import tasks
 from jaxrl_llm.distributed.sharding import make_mesh
-from jaxrl_llm.training.online import scored_logps
+from jaxrl_llm.training.passes import scored_logps
 from jaxrl_llm.training.setup.objectives import objective_of
 from jaxrl_llm.training.setup.run import build
 from jaxrl_llm.training.setup.specs import old_logps_of

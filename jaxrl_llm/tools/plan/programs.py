@@ -26,11 +26,11 @@ from jaxrl_llm.tools.plan.compiler import Compiler, ProgramStats, Trips
 from jaxrl_llm.tools.plan.shapes import Shapes, bytes_on_device, placed
 from jaxrl_llm.training.objectives.objective import Objective
 from jaxrl_llm.training.objectives.value import critic_params, value_regression
-from jaxrl_llm.training.online import scored_distributions, scored_logps, values_before
 from jaxrl_llm.training.optimizers import build_optimizer, learning_rate_schedule
 from jaxrl_llm.training.packing import planner
 from jaxrl_llm.training.packing.layout import Sizes, plan
 from jaxrl_llm.training.packing.planner import Packer, Sample, make_packer
+from jaxrl_llm.training.passes import scored_distributions, scored_logps, values_before
 from jaxrl_llm.training.setup.objectives import critic_spec, needs_reference, objective_of, policy_loss
 from jaxrl_llm.training.setup.run import make_optimizer, shard_rows
 from jaxrl_llm.training.setup.specs import (

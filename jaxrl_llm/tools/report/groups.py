@@ -36,6 +36,7 @@ GROUPS = (
         "How far training moves the policy: KL in nats, shares of clipped tokens. Entropy near 0 samples alike.",
         r"kl|\w+_kl|kl_coef|entropy|entropy_\w+|clip_ratio/.+|cispo_clip_ratio|ratio/.+|advantages/.+|objective/.+",
     ),
+    Group("Teacher", "How far the policy is from its teacher: 0 is there.", r"teacher/.+"),
     Group(
         "Critic",
         "PPO's value network: its loss, and its values against the returns.",
@@ -71,7 +72,7 @@ UNITS = (
     (r"machine/\w+_gib", "GiB"),
     (r"machine/cpu_cores", "cores"),
     (r"epoch", "epochs"),
-    (r"(eval/(.+/)?)?(kl|entropy)|ratio/kl|rollout_corr/kl|sampling/sampling_logp_difference/\w+", "nats"),
+    (r"(eval/(.+/)?)?(kl|entropy)|ratio/kl|teacher/kl|rollout_corr/kl|sampling/sampling_logp_difference/\w+", "nats"),
     (r".*(accuracy|accuracies|clipped_ratio|clip_ratio/\w+|(pass|maj)@\d+)|frac_reward_zero_std", "share"),
     (r"environment/turns", "turns"),
     (r"unscorable_rows|environment/failures", "rows"),

@@ -15,8 +15,9 @@ from jaxrl_llm.algorithms.kl import kl_estimate
 from jaxrl_llm.algorithms.losses import Metric, Metrics, log_ratio_at, with_metrics
 from jaxrl_llm.algorithms.off_policy import importance_correction, mismatch_kl, off_policy_sequence_mask
 from jaxrl_llm.models.chunked_softmax import Distributions, Slopes
-from jaxrl_llm.models.logprobs import token_logps, token_statistics
+from jaxrl_llm.models.logprobs import TokenStatistics, token_logps, token_statistics
 from jaxrl_llm.models.transformer import Net, Params
+from jaxrl_llm.training.objectives.distillation import DivergenceSpec, teacher_of
 from jaxrl_llm.training.objectives.objective import Objective, token_metrics, weigh
 
 
@@ -52,10 +53,11 @@ class PolicySpec:
     temperature: float
     max_completion_length: int
     microbatch_rows: int
+    divergence: DivergenceSpec | None = None  # from the teacher, where it is in the loss
 
 
 def policy_gradient(spec: PolicySpec, net: Net) -> Objective:
-    """`policy loss + beta * KL` per token, minus `entropy_coef` x the mean entropy of a token.
+    """`policy loss + beta * KL + coef * divergence` per token, minus `entropy_coef` x the mean entropy of a token.
 
     The entropy bonus is that of the tokens whose policy term counts, the same in every aggregation mode. Without
     `batch.old_logps` the policy that is updated is the one that sampled, and the ratio is 1. The KL term is masked by
@@ -96,8 +98,11 @@ def policy_gradient(spec: PolicySpec, net: Net) -> Objective:
 
     def loss(params: Params, batch: Batch) -> tuple[jax.Array, Metrics]:
         slopes, reference = known_slopes(spec, batch) if ratio_alone else None, reference_of(batch)
-        tokens = token_statistics(net, params, batch.inputs, spec.temperature, slopes=slopes, reference=reference)
-        return policy_objective(spec, tokens.logps, tokens.entropy, batch, tokens.kl)
+        tokens = token_statistics(
+            net, params, batch.inputs, spec.temperature, slopes=slopes, reference=reference,
+            teacher=teacher_of(spec.divergence, batch),
+        )  # fmt: skip
+        return policy_objective(spec, tokens, batch)
 
     observes = spec.top_entropy_quantile < 1 or select is not None
     return Objective(prepare, loss, observe if observes else None)
@@ -108,14 +113,14 @@ def reference_of(batch: Batch) -> Distributions | None:
     return None if batch.ref_hidden is None else Distributions(batch.ref_hidden, batch.scalars.ref_head)
 
 
-def policy_objective(spec: PolicySpec, logps, entropy, batch: Batch, kl=None) -> tuple[jax.Array, Metrics]:
+def policy_objective(spec: PolicySpec, tokens: TokenStatistics, batch: Batch) -> tuple[jax.Array, Metrics]:
     """The loss of a prepared batch in terms of its tokens' log-probs and entropies `[N,T]`, and its metrics.
 
-    `kl` `[N,T]` is the KL to the reference where it is not estimated from log-probs (`algorithm.kl=full`).
-    The policy loss is multiplied, in this order, by the off-policy sequence mask, by the top-entropy mask and by the
+    `tokens.kl` is the KL to the reference where it is not estimated from log-probs (`algorithm.kl=full`). The policy
+    loss is multiplied, in this order, by the off-policy sequence mask, by the top-entropy mask and by the
     importance weights of the sampler, which a loss that takes `importance_weights` gets instead.
     """
-    chosen, prepared, scalars = spec.loss, batch.prepared, batch.scalars
+    chosen, prepared, scalars, logps, kl = spec.loss, batch.prepared, batch.scalars, tokens.logps, tokens.kl
     mask, advantages = batch.mask, batch.advantages
     old_logps = jax.lax.stop_gradient(logps) if batch.old_logps is None else batch.old_logps
     arguments = dict(chosen.options)
@@ -138,7 +143,7 @@ def policy_objective(spec: PolicySpec, logps, entropy, batch: Batch, kl=None) ->
     # How far the policy is from the one that it is compared with: both KL estimates, and the ratio itself.
     change = jax.lax.stop_gradient(jnp.where(mask > 0, logps - old_logps, 0.0))
     metrics = {
-        "entropy": Metric(entropy),
+        "entropy": Metric(tokens.entropy),
         **metrics,
         "ratio/kl": Metric(-change),
         "ratio/squared": Metric(0.5 * jnp.square(change)),
@@ -161,11 +166,14 @@ def policy_objective(spec: PolicySpec, logps, entropy, batch: Batch, kl=None) ->
     if kl is not None:
         metrics["kl"] = Metric(kl)
         per_token += (spec.beta if scalars.kl_coef is None else scalars.kl_coef) * kl
+    if tokens.divergence is not None and spec.divergence is not None:
+        metrics["teacher/divergence"] = Metric(tokens.divergence)
+        per_token += spec.divergence.coef * tokens.divergence
     value = (prepared.weights * per_token).sum()
 
     if spec.entropy_coef or scalars.entropy_coef is not None:
         coef = spec.entropy_coef if scalars.entropy_coef is None else scalars.entropy_coef
-        bonus = entropy * (prepared.token_share if prepared.entropy_share is None else prepared.entropy_share)
+        bonus = tokens.entropy * (prepared.token_share if prepared.entropy_share is None else prepared.entropy_share)
         metrics["policy_loss"] = Metric(value, "sum")
         if prepared.keep is not None:
             metrics["entropy_kept"] = Metric(bonus, "sum")
@@ -198,7 +206,7 @@ def known_slopes(spec: PolicySpec, batch: Batch) -> Slopes | None:
 
     zeros = jnp.zeros(batch.mask.shape)
     on_policy = batch.replace(old_logps=zeros, ref_logps=None)
-    constant = jax.grad(lambda logps: policy_objective(spec, logps, zeros, on_policy)[0])(zeros)
+    constant = jax.grad(lambda logps: policy_objective(spec, TokenStatistics(logps, zeros, zeros), on_policy)[0])(zeros)
     if batch.ref_logps is None:
         return Slopes(constant)
     coef = spec.beta if scalars.kl_coef is None else scalars.kl_coef

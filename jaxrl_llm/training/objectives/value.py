@@ -17,6 +17,7 @@ from jaxrl_llm.distributed.sharding import shardings
 from jaxrl_llm.models.logprobs import token_statistics, token_values
 from jaxrl_llm.models.model import Model
 from jaxrl_llm.models.transformer import Net, Params
+from jaxrl_llm.training.objectives.distillation import teacher_of
 from jaxrl_llm.training.objectives.objective import Objective, token_metrics
 from jaxrl_llm.training.objectives.policy_gradient import PolicySpec, policy_gradient, policy_objective, reference_of
 from jaxrl_llm.training.update import State
@@ -78,9 +79,9 @@ def policy_and_values(policy_spec: PolicySpec, spec: CriticSpec, net: Net) -> Ob
     def loss(params: Params, batch: Batch) -> tuple[jax.Array, Metrics]:
         tokens = token_statistics(
             net, without_head(params), batch.inputs, policy_spec.temperature,
-            value_head=params[HEAD], reference=reference_of(batch),
+            value_head=params[HEAD], reference=reference_of(batch), teacher=teacher_of(policy_spec.divergence, batch),
         )  # fmt: skip
-        value, metrics = policy_objective(policy_spec, tokens.logps, tokens.entropy, batch, tokens.kl)
+        value, metrics = policy_objective(policy_spec, tokens, batch)
         error, critic_metrics = _value_loss(spec, tokens.values, batch)
         critic_metrics = {"loss": Metric(error, "sum"), **critic_metrics}
         metrics |= {f"critic/{name}": metric for name, metric in critic_metrics.items()}

@@ -125,6 +125,8 @@ def build_evaluate(
             batch, size = offline.held_out_batch(spec, batch_spec(config), rows, mesh)
             if reference is not None:
                 batch = offline.reference_logps(model.net, reference, batch, size, mesh)
+            if source.teacher is not None:
+                batch = source.teacher.with_distributions(batch, batch.inputs, size)
             evaluations.append(HeldOut(make_measure(objective, size, mesh), batch, source, name))
     if by_samples:
         evaluations += _sampled_evaluations(config, model, grader, by_samples, mesh, environments, watch, compute)

@@ -13,6 +13,7 @@ from jaxrl_llm.config import ConfigError
 from jaxrl_llm.config.resolve import resolve_with_options, split_options
 from jaxrl_llm.config.schema import OFFLINE
 from jaxrl_llm.models.transformer import Net
+from jaxrl_llm.training.objectives.distillation import DivergenceSpec, distillation
 from jaxrl_llm.training.objectives.neftune import with_neftune
 from jaxrl_llm.training.objectives.objective import Objective
 from jaxrl_llm.training.objectives.policy_gradient import PolicyLoss, PolicySpec, policy_gradient
@@ -45,7 +46,12 @@ def objective_of(config, net: Net) -> Objective:
             f"{config.model.path} has no experts: leave them at their defaults"
         )
     name, alpha = config.algorithm.name, config.algorithm.neftune_alpha
-    if name == "sft":
+    teacher = divergence_spec(config)
+    if teacher is not None and learns_from_teacher_alone(config):
+        mode = "token" if name == "sft" else config.algorithm.aggregation
+        longest, rows = config.rollout.max_completion_length, config.batch.microbatch_rows
+        objective = with_router_loss(lambda net: distillation(teacher, mode, longest, rows, net), net)
+    elif name == "sft":
         demonstrations = sft_spec(config)
         objective = with_router_loss(lambda net: sft(demonstrations, net), net)
     elif name == "preference":
@@ -84,7 +90,30 @@ def policy_spec(config) -> PolicySpec:
         temperature=rollout.temperature or 1.0,  # greedy samples have log-probs too
         max_completion_length=rollout.max_completion_length,
         microbatch_rows=config.batch.microbatch_rows,
+        divergence=divergence_spec(config),
     )
+
+
+def divergence_spec(config) -> DivergenceSpec | None:
+    """The divergence from the teacher, where it is in the loss."""
+    c = config.teacher
+    if c.path is None or c.form != "divergence":
+        return None
+    return DivergenceSpec(c.coef, c.beta, divergence_temperature(config))
+
+
+def divergence_temperature(config) -> float:
+    """The temperature of both distributions in the divergence from the teacher."""
+    return config.teacher.temperature or config.rollout.temperature or 1.0
+
+
+def learns_from_teacher_alone(config) -> bool:
+    """True where the divergence from the teacher is all of the loss."""
+    c = config.algorithm
+    if c.name == "sft":
+        return True
+    others = c.beta or c.entropy_coef or c.entropy_controller != "fixed" or c.name == "ppo"
+    return not others and (c.advantage == "zero" or not config.rewards.functions)
 
 
 def policy_loss(config) -> PolicyLoss:

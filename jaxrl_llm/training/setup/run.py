@@ -57,9 +57,11 @@ from jaxrl_llm.training.setup.specs import (
     padded_width,
     producer_spec,
     reference_spec,
+    teacher_spec,
     training_sampling,
     update_spec,
 )
+from jaxrl_llm.training.teacher import Teacher
 from jaxrl_llm.training.update import (
     Frozen,
     State,
@@ -342,13 +344,41 @@ def build_critic(config, policy: Model, mesh: Mesh, given: Model | None = None) 
     return critic
 
 
+def build_teacher(config, policy: Model, mesh: Mesh, length: int, cause: str) -> Teacher | None:
+    """The teacher of the configuration, for rows of up to `length` tokens because of `cause`; None without one.
+
+    Raises ConfigError for a model that has no head for tokens, too few positions, or another vocabulary.
+    """
+    c, own = config.teacher, config.model
+    if c.path is None:
+        return None
+    scan = net_options(config)["scan_layers"]
+    model = load_model(
+        c.path, own.dtype if c.dtype == "auto" else c.dtype, mesh=mesh, allow_pickle=own.allow_pickle,
+        trust_remote_code=own.trust_remote_code, revision=c.revision, head="lm", scan_layers=scan, quantize=c.quantize,
+    )  # fmt: skip
+    if model.tokenizer is None:
+        raise ConfigError(f"teacher.path = {c.path!r} has no tokenizer, by which its vocabulary could be compared")
+    check_same_vocabulary(policy, model, f"teacher.path = {c.path!r}:")
+    check_positions(model, length, cause)
+    if c.top_k >= model.net.config.vocab_size:
+        raise ConfigError(
+            f"teacher.top_k is {c.top_k}, but {c.path} has {model.net.config.vocab_size} tokens: 0 is all of them"
+        )
+    return Teacher.of(teacher_spec(config), model, mesh, policy.net.config.vocab_size)
+
+
 def build_rewards(config, rewards=None) -> Rewards:
-    """The graders of `rewards` (a function, a name, or a list of them), or else of the configuration."""
+    """The graders of `rewards` (a function, a name, or a list of them), or else of the configuration.
+
+    There may be none where a teacher is learned from.
+    """
     c = config.rewards
     functions = with_reward_models(c.functions if rewards is None else rewards)
     return load_rewards(
-        functions, c.weights, c.timeout, on_timeout=c.on_timeout, on_error=c.on_error, workers=c.workers
-    )
+        functions, c.weights, c.timeout, on_timeout=c.on_timeout, on_error=c.on_error, workers=c.workers,
+        required=config.teacher.path is None,
+    )  # fmt: skip
 
 
 def _online(
@@ -405,6 +435,13 @@ def _online(
             controllers=controllers_of(config),
             replay=replay,
             critic=None if critic is None else Critic(critic.net, partial(critic_params, critic_spec(config))),
+            teacher=build_teacher(
+                config,
+                model,
+                mesh,
+                width + rollout.max_completion_length,
+                "the longest prompt and rollout.max_completion_length",
+            ),
         ),
     )
 
@@ -455,7 +492,8 @@ def _offline(
             sample = offline.sample_rows(spec, examples, shard_rows(config, mesh), rows.group_size)
         # Every process reads whole batches: kto pairs the rows of one with each other.
         pipeline = Pipeline(examples, rows.prompts, config.seed, c.shuffle, shares=tokens.shares)
-    return OfflineSource(spec, rows, model.net, pipeline, mesh, packer(sample), stopwatch, ref_params)
+    teacher = build_teacher(config, model, mesh, spec.width, "the longest of the data, up to data.max_length")
+    return OfflineSource(spec, rows, model.net, pipeline, mesh, packer(sample), stopwatch, ref_params, teacher=teacher)
 
 
 def finished_models(config, run: Run, state: State) -> tuple[Model, Model | None]:

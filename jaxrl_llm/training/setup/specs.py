@@ -40,11 +40,19 @@ from jaxrl_llm.training.algorithm import Algorithm, BatchSpec
 from jaxrl_llm.training.external_rollout import ExternalRollout, load_rollout_function
 from jaxrl_llm.training.logging.stopwatch import Stopwatch
 from jaxrl_llm.training.offline import OfflineSpec
-from jaxrl_llm.training.online import LearnerSpec, ProducerSpec, RolloutWorker, Row, scored_logps
+from jaxrl_llm.training.online import LearnerSpec, ProducerSpec, RolloutWorker, Row
 from jaxrl_llm.training.optimizers import OptimizerSpec, learning_rate_schedule
 from jaxrl_llm.training.packing.planner import PackingSpec
+from jaxrl_llm.training.passes import scored_logps
 from jaxrl_llm.training.reference import ReferenceSpec
-from jaxrl_llm.training.setup.objectives import kl_estimator, needs_reference, policy_loss, preference_spec
+from jaxrl_llm.training.setup.objectives import (
+    divergence_temperature,
+    kl_estimator,
+    needs_reference,
+    policy_loss,
+    preference_spec,
+)
+from jaxrl_llm.training.teacher import TeacherSpec
 from jaxrl_llm.training.update import UpdateSpec
 
 WIDTH_MULTIPLE = 8  # rows are padded to a multiple, so that similar data compiles to the same shapes
@@ -223,6 +231,13 @@ def reference_spec(config) -> ReferenceSpec:
     return ReferenceSpec(config.lora.reference, c.offload_reference, c.ref_sync_steps, c.ref_mixup_alpha)
 
 
+def teacher_spec(config) -> TeacherSpec:
+    """The teacher of a run."""
+    c, divergence = config.teacher, config.teacher.form == "divergence"
+    temperature = divergence_temperature(config) if divergence else training_sampling(config).logps_temperature
+    return TeacherSpec(divergence, temperature, c.top_k, c.offload)
+
+
 def controllers_of(config) -> Controllers:
     """The controllers of the coefficients, as they start."""
     c = config.algorithm
@@ -256,6 +271,7 @@ def advantage_spec(config) -> AdvantageSpec:
         overlong_buffer=c.overlong_buffer,
         missing_eos_penalty=c.missing_eos_penalty,
         has_critic=c.name == "ppo",
+        teacher_coef=config.teacher.coef,
     )
 
 
@@ -304,7 +320,10 @@ def old_logps_of(config) -> str:
         return "sampler"
     one_update = c.num_iterations == 1 and config.batch.minibatches == 1
     measures_kl = c.kl_in_reward or c.reward_beta or c.kl_controller == "adaptive"
-    computed = c.old_logps == "trainer" or not one_update or c.replay_groups or measures_kl
+    # A teacher rates the policy by the sampler's log-probs, where these are the policy's own.
+    of_tokens = config.teacher.path is not None and config.teacher.form == "advantage"
+    rates = of_tokens and c.importance_correction != "none"
+    computed = c.old_logps == "trainer" or not one_update or c.replay_groups or measures_kl or rates
     return "trainer" if computed else "policy"
 
 

@@ -9,7 +9,7 @@ from jaxrl_llm.algorithms.batch import Batch, Inputs, Scalars
 from jaxrl_llm.config import ConfigError, default
 from jaxrl_llm.models.transformer import ModelConfig, Net
 from jaxrl_llm.training.objectives import policy_gradient
-from jaxrl_llm.training.online import scored_distributions
+from jaxrl_llm.training.passes import scored_distributions
 from jaxrl_llm.training.setup.objectives import objective_of, policy_spec
 
 NET = Net(ModelConfig(vocab_size=31, width=16, layers=2, heads=2, kv_heads=1, head_dim=8, ffn=24, init_scale=0.3))

@@ -15,9 +15,9 @@ from jaxrl_llm.models.rope import Rope
 from jaxrl_llm.models.transformer import ModelConfig, Net
 from jaxrl_llm.training.objectives.objective import Positions
 from jaxrl_llm.training.objectives.value import value_regression
-from jaxrl_llm.training.online import scored_logps
 from jaxrl_llm.training.packing import planner
 from jaxrl_llm.training.packing.planner import Packer, Sample, make_packer, sampled_rows
+from jaxrl_llm.training.passes import scored_logps
 from jaxrl_llm.training.setup.objectives import critic_spec, objective_of
 from jaxrl_llm.training.setup.run import make_optimizer
 from jaxrl_llm.training.setup.specs import packing_spec, update_spec

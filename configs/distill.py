@@ -1,0 +1,26 @@
+"""On-policy distillation: the embedded model learns from a teacher's log-probs of its own samples, and from no reward.
+
+    python -m jaxrl_llm.train --config=configs/grpo.py
+    python -m jaxrl_llm.train --config=configs/distill.py
+
+The first command makes the teacher, `runs/grpo/hf`; `--config.teacher.path` names another. Rewards are measured all the
+same: `algorithm.advantage = "zero"` learns nothing from them (docs/distillation.md).
+"""
+
+from pathlib import Path
+
+from jaxrl_llm.config.resolve import import_file
+
+
+def get_config(arg: str = ""):
+    """`tiny`: two steps, with the embedded model as its own teacher, for a test."""
+    config = import_file(Path(__file__).with_name("grpo.py")).get_config(arg)
+    config.output_dir = "runs/distill"
+    config.total_steps = min(config.total_steps, 25)
+    config.teacher.path = "embedded:sort" if arg == "tiny" else "runs/grpo/hf"
+    config.algorithm.advantage = "zero"
+    config.algorithm.beta = 0.0
+    config.optimizer.learning_rate = 1e-3
+    config.optimizer.warmup_steps = min(config.optimizer.warmup_steps, 2)
+    config.eval.every = 5
+    return config

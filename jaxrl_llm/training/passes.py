@@ -1,0 +1,50 @@
+"""Passes of a network over the rows of a batch without gradients: log-probs, distributions, values."""
+
+import functools
+
+import jax
+
+from jaxrl_llm.algorithms.batch import Batch, Inputs
+from jaxrl_llm.distributed.sharding import constrain
+from jaxrl_llm.models.chunked_softmax import TopTokens
+from jaxrl_llm.models.logprobs import head_inputs, token_logps, token_values, top_tokens
+from jaxrl_llm.models.transformer import Net, Params
+from jaxrl_llm.training.microbatch import map_microbatches
+
+
+@functools.partial(jax.jit, static_argnums=(0, 3, 4, 5))
+def scored_logps(net: Net, params: Params, inputs: Inputs, temperature: float, rows: int, shards: int) -> jax.Array:
+    """Log-probs `[N,T]` without gradients, computed `rows` rows at a time or as the layout says."""
+    batch = Batch(inputs, mask=None)
+    count = batch.rows // rows
+    logps = map_microbatches(lambda x: token_logps(net, params, x.inputs, temperature)[0], batch, count, shards)
+    return constrain(logps, "rows", None)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 3, 4))
+def scored_distributions(net: Net, params: Params, inputs: Inputs, rows: int, shards: int):
+    """The distributions of every token without gradients: `head_inputs` `[N,T,D]`, and the head `[D,V]`."""
+    batch = Batch(inputs, mask=None)
+    hidden = map_microbatches(lambda x: head_inputs(net, params, x.inputs), batch, batch.rows // rows, shards)
+    return constrain(hidden, "rows", None, None), net.bind(params).head_kernel().astype(hidden.dtype)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 3, 4, 5, 6, 7))
+def scored_top(
+    net: Net, params: Params, inputs: Inputs, temperature: float, k: int, vocab: int, rows: int, shards: int
+) -> TopTokens:
+    """The k likeliest of the first `vocab` tokens where each token is: ids and log-probs `[N,T,k]`, no gradients."""
+    batch = Batch(inputs, mask=None)
+
+    def of_rows(x: Batch):
+        return top_tokens(net, params, x.inputs, temperature, k, vocab)
+
+    found = map_microbatches(of_rows, batch, batch.rows // rows, shards)
+    return jax.tree.map(lambda x: constrain(x, "rows", None, None), found)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 3, 4))
+def values_before(net: Net, params: Params, inputs: Inputs, rows: int, shards: int) -> jax.Array:
+    """A critic's values `[N,T]` without gradients, computed `rows` rows at a time or as the layout says."""
+    batch = Batch(inputs, mask=None)
+    return map_microbatches(lambda x: token_values(net, params, x.inputs), batch, batch.rows // rows, shards)

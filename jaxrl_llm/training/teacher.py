@@ -1,0 +1,58 @@
+"""The teacher of a run: a model of any size and family, which the policy learns from by its log-probs of tokens."""
+
+import dataclasses
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from jaxrl_llm.algorithms.batch import Batch, Inputs
+from jaxrl_llm.distributed.sharding import on_device, on_host, row_shards
+from jaxrl_llm.models.model import Model
+from jaxrl_llm.models.transformer import Net, Params
+from jaxrl_llm.training.passes import scored_distributions, scored_logps, scored_top
+
+
+@dataclasses.dataclass(frozen=True)
+class TeacherSpec:
+    """Settings of a teacher, from `teacher`."""
+
+    divergence: bool  # its distributions are in the loss, and not its log-probs of sampled tokens in the advantages
+    temperature: float
+    top_k: int  # of the distributions; 0: the whole vocabulary
+    offload: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Teacher:
+    """A teacher with the tokens of the policy. Its parameters may be in the host's memory."""
+
+    spec: TeacherSpec
+    net: Net
+    params: Params
+    mesh: Mesh
+    vocab: int  # tokens that the policy's head has
+
+    @classmethod
+    def of(cls, spec: TeacherSpec, model: Model, mesh: Mesh, vocab: int) -> "Teacher":
+        """The teacher that a model is; with `offload` its parameters visit the device for each pass."""
+        return cls(spec, model.net, on_host(model.params) if spec.offload else model.params, mesh, vocab)
+
+    def logps(self, inputs: Inputs, rows: int) -> jax.Array:
+        """Log-probs `[N,T]` of the tokens, by one forward pass, `rows` rows at a time or as the layout says."""
+        params, temperature = on_device(self.params), self.spec.temperature
+        return scored_logps(self.net, params, inputs, temperature, rows, row_shards(self.mesh))
+
+    def with_distributions(self, batch: Batch, inputs: Inputs, rows: int) -> Batch:
+        """The batch with the teacher's distributions of its tokens: the whole, or their likeliest tokens."""
+        params, shards, spec = on_device(self.params), row_shards(self.mesh), self.spec
+        if spec.top_k:
+            vocab = min(self.vocab, self.net.config.vocab_size)
+            top = scored_top(self.net, params, inputs, spec.temperature, spec.top_k, vocab, rows, shards)
+            return batch.replace(teacher_ids=top.ids, teacher_top_logps=top.logps)
+        hidden, head = scored_distributions(self.net, params, inputs, rows, shards)
+        cap = self.net.config.logit_softcap
+        scalars = dataclasses.replace(
+            batch.scalars, teacher_head=head, teacher_softcap=None if cap is None else np.float32(cap)
+        )
+        return batch.replace(teacher_hidden=hidden, scalars=scalars)
