@@ -132,7 +132,7 @@ def test_every_row_gets_what_it_gets_alone(queue, model, seed):
 
 
 def test_every_row_of_a_small_grid_gets_what_it_gets_alone(model):
-    """The same with two slots, two buckets of prompts and caches of one capacity, for which few programs are compiled."""
+    """The same with two slots, two buckets of prompts and one capacity, for which few programs are compiled."""
     queue = RequestQueue(Engine(model.net, SamplingParams(), 1, CAPACITY, (), chunk=4), model.params, 2)
     queue.start()
     compare_with_alone(queue, random_requests(12, 0, eos_ids(model), (1, 9, 60, 100), CAPACITY), 0)
