@@ -243,6 +243,19 @@ def copied_model(
     return dataclasses.replace(model, net=net, params=copied(old), mesh=mesh)
 
 
+def load_adapter(model: Model, folder: str | os.PathLike[str]) -> tuple[lora.LoraConfig, Params]:
+    """The configuration and the parameters of a PEFT adapter of the model, which stays as it is.
+
+    Raises ConfigError as `peft.read_config` and `peft.read` do, for quantised matrices, and for another head.
+    """
+    described, config = peft.read_config(folder), model.net.config
+    if config.quantize != "none":
+        raise ConfigError(f"{model.path} stores its matrices as {config.quantize}: no adapter can be merged into them")
+    if described.head != config.head:
+        raise ConfigError(f"{os.fspath(folder)} has the head {described.head}, and {model.path} {config.head}")
+    return described.lora, peft.read(folder, model.net.with_lora(described.lora), _family(model), model.mesh)
+
+
 def add_adapters(model: Model, config: lora.LoraConfig, key: jax.Array) -> Model:
     """The model with new adapters (A random, B zero): what it computes stays the same, bit for bit.
 

@@ -61,8 +61,10 @@ class Server:
         routes: Sequence[tuple[str, str, Callable[..., Awaitable[Response]]]] = (),
         load: Callable[[str], Any] | None = None,
     ):
-        """`routes` are further ones: path, method, and a function of server and request. `load` gives the parameters of
-        a path, where weights may be replaced."""
+        """The model is the first of `names`, the others are the queue's adapters. `routes` are further ones: path,
+        method, and a function of server and request. `load` gives the parameters of a path, where weights may be
+        replaced.
+        """
         self.queue, self.tokenizer, self.names, self.eos = queue, tokenizer, tuple(names), eos
         self.vocabulary, self.limits, self.api_key = vocabulary, limits, api_key
         self.load, self.loading = load, asyncio.Lock()
@@ -142,11 +144,12 @@ class Server:
         return PlainTextResponse(text, media_type="text/plain; version=0.0.4")
 
     def _described(self, name: str) -> dict[str, Any]:
-        return {"id": name, "object": "model", "created": self.created, "owned_by": "jaxrl_llm",
+        return {"id": name, "object": "model", "created": self.created, "owned_by": "jaxrl_llm", "root": name,
+                "parent": self.names[0] if name in self.queue.adapters else None,
                 "max_model_len": self.limits.tokens}  # fmt: skip
 
     async def models(self, request: Request) -> Response:
-        """The names of the model."""
+        """The model, and its adapters."""
         return JSONResponse({"object": "list", "data": [self._described(name) for name in self.names]})
 
     async def model(self, request: Request) -> Response:
@@ -265,7 +268,7 @@ class Answer:
             prompt = choice.index // asked.n
             request = RowRequest(
                 choice.prompt, asked.limits[prompt], asked.sampling, asked.ends, seed, choice.index,
-                asked.logprobs or 0, scored, grammar,
+                asked.logprobs or 0, scored, grammar, asked.model if asked.model in server.queue.adapters else "",
             )  # fmt: skip
             choice.handle = Handle(request, functools.partial(deliver, choice))
         self.going = set(self.choices)

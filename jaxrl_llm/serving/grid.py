@@ -52,6 +52,7 @@ class RowRequest:
     top_logprobs: int = 0
     prompt_logprobs: int | None = None  # so many likeliest tokens at each place of the prompt; None: it is not scored
     grammar: Grammar | None = None
+    adapter: str = ""  # the name of one of the queue's; none is the model itself
 
 
 class Grid(NamedTuple):

@@ -3,6 +3,9 @@
 Between two chunks of decode steps it ends rows that were cancelled, prefills those that wait (first come, first served)
 and lets them join the slot grid. What a row is given depends on its request alone, never on who else is served, up to
 the rounding of programs of another size.
+
+The grid decodes with one adapter at a time: a turn of an adapter takes the rows that had been asked for when it began,
+and further ones while nobody waits for another.
 """
 
 import contextlib
@@ -10,7 +13,7 @@ import dataclasses
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -18,7 +21,8 @@ import numpy as np
 
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.models.logprobs import Likeliest
-from jaxrl_llm.rollout.engine import Engine, decode_chunk
+from jaxrl_llm.models.lora import LoraConfig, combine
+from jaxrl_llm.rollout.engine import Engine, decode_chunk, decoding_params
 from jaxrl_llm.rollout.grammar import GrammarRow
 from jaxrl_llm.serving.grid import (
     CAPACITY,
@@ -90,10 +94,19 @@ class RequestQueue:
     its sampling and eos do not matter: each request brings its own.
     """
 
-    def __init__(self, engine: Engine, params: Any, size: int, mesh: Any = None):
+    def __init__(
+        self,
+        engine: Engine,
+        params: Any,
+        size: int,
+        mesh: Any = None,
+        adapters: Mapping[str, tuple[LoraConfig, Any]] | None = None,
+    ):
+        """`adapters` of the net are what `models.model.load_adapter` gives, by the names that requests call them."""
         self.engine, self.size, self.mesh, self.counts = engine, size, mesh, Counts()
-        with self._on_mesh():
-            self._params = engine.decoding_params(params)
+        self.adapters = dict(adapters or {})
+        self._adapter, self._turn = "", 0.0  # that the grid decodes with, and when its turn began
+        self._set(params)
         self._condition = threading.Condition()
         self._waiting: deque[Handle] = deque()
         self._calls: deque[tuple[Callable[[], Any], Any]] = deque()
@@ -140,12 +153,25 @@ class RequestQueue:
         """
 
         def replace() -> None:
-            self._params = self.engine.decoding_params(params)
+            self._set(params)
             self.counts.weight_version += 1
 
         with self._condition:
             self._calls.append((replace, done))
             self._condition.notify()
+
+    def _set(self, params: Any) -> None:
+        """Takes other parameters of the net."""
+        self._base = params if self.adapters else None  # adapters are merged into it when their turn comes
+        self._params = self._merged(params)
+
+    def _merged(self, params: Any) -> Any:
+        """What the grid decodes with, of parameters of the net."""
+        with self._on_mesh():
+            if not self._adapter:
+                return self.engine.decoding_params(params)
+            config, adapter = self.adapters[self._adapter]
+            return decoding_params(combine(params, adapter), self.engine.decoder.with_lora(config))
 
     def stop(self, wait: float | None = None) -> None:
         """Takes no more requests; returns when the rows that were asked for have ended, or after `wait` seconds."""
@@ -205,13 +231,25 @@ class RequestQueue:
         free = [slot for slot, handle in enumerate(self._rows) if handle is None]
         joining, prompt_tokens = [], 0
         with self._condition:
-            while self._waiting and len(joining) < len(free):
-                width = bucket(len(self._waiting[0].request.prompt))
+            adapter, own = self._adapter, [h for h in self._waiting if h.request.adapter == self._adapter]
+            if len(own) == len(self._waiting) or (not any(self._rows) and own[:1] == [self._waiting[0]]):
+                self._turn = time.monotonic()
+            elif not any(self._rows):
+                adapter, self._turn = self._waiting[0].request.adapter, time.monotonic()
+                own = [h for h in self._waiting if h.request.adapter == adapter]
+            for handle in own:
+                width = bucket(len(handle.request.prompt))
+                if len(joining) == len(free) or handle.asked > self._turn:
+                    break
                 if joining and prompt_tokens + width > PREFILL_TOKENS:
                     break
                 prompt_tokens += width
-                joining.append(self._waiting.popleft())
+                self._waiting.remove(handle)
+                joining.append(handle)
             self.counts.waiting = len(self._waiting)
+        if adapter != self._adapter:
+            self._adapter, self._params = adapter, None  # there is room for one copy of the matrices
+            self._params = self._merged(self._base)
         if joining:
             self._join(joining, free)
         self.counts.running = sum(handle is not None for handle in self._rows)

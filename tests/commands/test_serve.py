@@ -105,7 +105,7 @@ def test_a_run_is_served_by_its_checkpoint(tiny_run, tmp_path):
 def test_adapters_are_merged():
     """A model with adapters becomes one of the served net, whose parameters a server can replace."""
     model = load_model("embedded:sort")
-    adapted = add_adapters(model, LoraConfig(4, 8.0, ("q", "v")), jax.random.key(0))
+    adapted = add_adapters(model, LoraConfig(4, 8.0, targets=("q", "v")), jax.random.key(0))
     params = jax.tree.map(lambda x: x + 0.01 if x.ndim else x, adapters_of(adapted.params))
     adapted = dataclasses.replace(adapted, params=combine(model.params, params))
     plain = merged(adapted)

@@ -272,9 +272,11 @@ def test_settings_of_logits_are_those_of_generate(client, sorter):
     asked = (  # OpenAI's arguments, further fields of the body, and the arguments of generate
         ({}, {}, {}),
         (penalties, {"repetition_penalty": 20.0}, {"repetition_penalty": 20.0, **penalties}),
-        ({"logit_bias": {"48": -100, "65": 9.5}}, {}, {"logit_bias": ("48=-100", "65=9.5")}),
-        ({}, {"bad_words": ["01", "4"]}, {"bad_words": ("01", "4")}),
-        ({}, {"min_tokens": 9}, {"min_new_tokens": 9}),
+        (
+            {"logit_bias": {"49": -100, "65": 9.5}},
+            {"bad_words": ["02", "4"], "min_tokens": 9},
+            {"logit_bias": ("49=-100", "65=9.5"), "bad_words": ("02", "4"), "min_new_tokens": 9},
+        ),
     )
     expected = [jaxrl_llm.generate(sorter, [prompt], 12, 0.0, **own)[0] for _, _, own in asked]
     assert len(set(expected)) == len(asked)
