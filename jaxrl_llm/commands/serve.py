@@ -18,7 +18,7 @@ import importlib.util
 import os
 import signal
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from queue import SimpleQueue
 
@@ -35,7 +35,7 @@ from jaxrl_llm.distributed.compilation_cache import keep_compiled
 from jaxrl_llm.distributed.sharding import make_mesh
 from jaxrl_llm.models.families.rotary import max_positions
 from jaxrl_llm.models.lora import has_adapters, merge
-from jaxrl_llm.models.model import Model, compute_dtype, load_model
+from jaxrl_llm.models.model import Model, compute_dtype, load_adapter, load_model
 from jaxrl_llm.models.rope import check_length
 from jaxrl_llm.models.transformer import Params
 from jaxrl_llm.rollout.engine import Engine
@@ -51,6 +51,7 @@ FLAGS = (
     Setting("host", "127.0.0.1", "Address to listen on; 0.0.0.0 is all of this machine's, for other machines."),
     Setting("port", 8000, "Port to listen on; 0 takes a free one.", int, minimum=0, maximum=65535),
     Setting("name", "", "Name of the model in requests; none given: the last part of its path."),
+    Setting("lora", (), "Adapters that are further models, each `NAME=FOLDER` of a PEFT adapter."),
     Setting("slots", 16, "Rows that are decoded side by side; others wait.", int, minimum=1),
     Setting("max_length", 0, "Most tokens of a prompt and its completion; 0 is the model's, up to 4096.", int,
             minimum=0),
@@ -74,6 +75,7 @@ def serve(
     host: str = "127.0.0.1",
     port: int = 8000,
     name: str = "",
+    lora: Sequence[str] = (),
     slots: int = 16,
     max_length: int = 0,
     chunk: int = 8,
@@ -110,6 +112,14 @@ def serve(
         raise ConfigError(f"--max_length is {length}, but {model.path} has positions for {positions}: give fewer")
     check_length(model.net.config.rope, length)
     model = merged(model)
+    names = [name or served_name(model.path or "model")]
+    adapters = {}
+    for entry in lora:
+        adapter, _, folder = entry.partition("=")
+        if not adapter or not folder or adapter in (*names, *adapters):
+            raise ConfigError(f"--lora has {entry!r}; it takes NAME=FOLDER, each name once and none {names[0]!r}")
+        adapters[adapter] = load_adapter(model, folder)
+    names += adapters
     engine = Engine(model.net, SamplingParams(), 1, length, (), chunk, cache_dtype=cache_dtype,
                     speculative_tokens=speculative_tokens)  # fmt: skip
     listener = socket.socket()
@@ -120,9 +130,8 @@ def serve(
         raise ConfigError(
             f"cannot listen on {host}:{port}: {error.strerror}; choose another --host or --port"
         ) from None
-    queue = RequestQueue(engine, model.params, slots, model.mesh)
+    queue = RequestQueue(engine, model.params, slots, model.mesh, adapters)
     limits = Limits(length, max_body_bytes, max_requests, max_waiting, timeout)
-    names = [name or served_name(model.path or "model")]
     shapes, config, mesh = jax.eval_shape(lambda: model.params), model.net.config, model.mesh
 
     def load(path: str) -> Params:
@@ -174,7 +183,7 @@ def serve(
     listener.listen(2048)
     address, actual = listener.getsockname()[:2]
     stderr_console().print(
-        f"{names[0]}: {slots} slots of up to {length} tokens, at http://{address}:{actual}/v1",
+        f"{', '.join(names)}: {slots} slots of up to {length} tokens, at http://{address}:{actual}/v1",
         markup=False,
         highlight=False,
     )

@@ -245,6 +245,21 @@ def copied_model(
     return dataclasses.replace(model, net=net, params=copied(old), mesh=mesh)
 
 
+def load_adapter(model: Model, folder: str | os.PathLike[str]) -> tuple[lora.LoraConfig, Params]:
+    """The configuration and the parameters of a PEFT adapter of the model, which stays as it is.
+
+    Raises ConfigError as `peft.with_adapter_modules` and `peft.read` do, for quantised matrices, and for another head.
+    """
+    described, config = peft.read_config(folder), model.net.config
+    if config.quantize != "none":
+        raise ConfigError(f"{model.path} stores its matrices as {config.quantize}: no adapter can be merged into them")
+    if described.head != config.head:
+        raise ConfigError(f"{os.fspath(folder)} has the head {described.head}, and {model.path} {config.head}")
+    net = peft.with_adapter_modules(model.net.with_lora(described.lora), _family(model), folder)
+    assert net.config.lora is not None
+    return net.config.lora, peft.read(folder, net, _family(model), model.mesh)
+
+
 def add_adapters(model: Model, config: lora.LoraConfig, key: jax.Array, modules_to_save: Iterable[str] = ()) -> Model:
     """The model with new adapters (A random, B zero): what it computes stays the same, bit for bit.
 

@@ -25,9 +25,7 @@ class Automaton(NamedTuple):
 
     def allows(self, states, vocab: int):
         """The tokens `[..., V]` that the states allow."""
-        words = self.allowed[states]
-        bits = words[..., None] >> jnp.arange(32, dtype=jnp.uint32) & 1
-        return bits.reshape(*words.shape[:-1], -1)[..., :vocab] == 1
+        return unpacked(self.allowed[states], vocab)
 
     def before(self, states, proposed, observed):
         """The states `[G,R,W]` in front of W draws, from those `[G,R]` in front of the first.
@@ -46,6 +44,12 @@ class Automaton(NamedTuple):
         A transition that there is not belongs to a wrong proposal, and where it leads is never read.
         """
         return jnp.where(observed, 0, jnp.maximum(transitions, ~transitions))
+
+
+def unpacked(words, vocab: int):
+    """The booleans `[..., V]` that the bits of uint32 words `[..., V/32]` are."""
+    bits = words[..., None] >> jnp.arange(32, dtype=jnp.uint32) & 1
+    return bits.reshape(*words.shape[:-1], -1)[..., :vocab] == 1
 
 
 class Automata(NamedTuple):

@@ -32,10 +32,10 @@ from jaxrl_llm.models.mixer import DecodeInputs
 from jaxrl_llm.models.quantize import BYTES, FP8, narrowed, quantized_as
 from jaxrl_llm.models.rope import check_length
 from jaxrl_llm.models.transformer import Net, Params, unstack
-from jaxrl_llm.rollout.automata import NO_AUTOMATA, Automata
+from jaxrl_llm.rollout.automata import NO_AUTOMATA, Automata, unpacked
 from jaxrl_llm.rollout.grammar import Grammar, GrammarRows
 from jaxrl_llm.rollout.multi_turn import TurnServer, TurnTracker, slots_to_read
-from jaxrl_llm.rollout.processors import penalised_by_row, processed_logits
+from jaxrl_llm.rollout.processors import processed_by_row, processed_logits
 from jaxrl_llm.rollout.sampling import RowSampling, SamplingParams, sample, sample_by_row
 from jaxrl_llm.rollout.scheduler import IDLE, Scheduler, SlotGrid
 from jaxrl_llm.rollout.slots import (
@@ -395,7 +395,10 @@ def _append(engine: Engine, prompts: Prompts, rows: Rows, keys, logits, proposed
         drawn = sample(logits.reshape(by_draw), uniforms.reshape(-1), engine.sampling, processed)
     else:
         if own.repetition_penalty is not None:
-            processed = penalised_by_row(logits, own, prompts, rows, proposed).reshape(by_draw)
+            processed = processed_by_row(logits, own, prompts, rows, proposed)
+            if own.allowed is not None:  # of the next token alone: nothing is proposed then
+                processed = jnp.where(unpacked(own.allowed, logits.shape[-1])[..., None, :], processed, -jnp.inf)
+            processed = processed.reshape(by_draw)
         of_tokens = RowSampling(*(jnp.repeat(x.reshape(-1, *x.shape[2:]), width, axis=0) for x in own[:5]))
         drawn = sample_by_row(logits.reshape(by_draw), uniforms.reshape(-1), of_tokens, processed)
     tokens, logps = (x.reshape(places.shape) for x in drawn)

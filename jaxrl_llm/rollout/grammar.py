@@ -15,50 +15,94 @@ from jaxrl_llm.rollout.constraints import setting_text, token_bytes
 from jaxrl_llm.rollout.scheduler import IDLE, SlotGrid
 
 
-class Grammar:
-    """A grammar for a model's tokens, of which `eos` end a text: in Lark's syntax, or EBNF as GBNF writes it.
+class Vocabulary:
+    """The tokens of a model as llguidance reads them; `eos` end a text.
 
-    Raises ConfigError, with the setting's `name`: a grammar that cannot be compiled, a tokenizer whose tokens have no
-    bytes, and without the package.
+    Raises ConfigError, with the setting's `name`: a tokenizer whose tokens have no bytes, and without the package.
     """
 
-    def __init__(self, text: str, tokenizer: Any, vocab: int, eos: Sequence[int], name: str):
-        try:
-            from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
-            from llguidance.gbnf_to_lark import any_to_lark
-        except ImportError as error:
-            raise ConfigError(f"{name} needs the package llguidance: pip install jaxrl_llm[structured]") from error
+    def __init__(self, tokenizer: Any, vocab: int, eos: Sequence[int], name: str):
+        package = _llguidance(name)
         texts = token_bytes(tokenizer, vocab)
-        wrapped = _Tokenizer(texts, eos[0], tokenizer)
-        self.tokenizer = LLTokenizer(TokenizerWrapper(wrapped), n_vocab=vocab, eos_token=list(eos))
-        try:
-            self.text = LLMatcher.grammar_from_lark(any_to_lark(text))
-            self.start = LLMatcher(self.tokenizer, self.text)
-            problem = self.start.get_error()
-        except ValueError as error:
-            problem = str(error)
-        if problem:
+        wrapped = package.TokenizerWrapper(_Tokenizer(texts, eos[0], tokenizer))
+        self.tokenizer = package.LLTokenizer(wrapped, n_vocab=vocab, eos_token=list(eos))
+        forbidden = np.array([text is None or text == b"" for text in texts])
+        forbidden[list(eos)] = False
+        self.size, self.permitted = vocab, _packed(~forbidden)
+
+
+class Grammar:
+    """A compiled grammar in Lark's syntax; raises ConfigError, with the setting's `name`, where that cannot be.
+
+    llguidance computes states as a row comes to them, and bounds what a grammar, and each step in it, may cost.
+    """
+
+    def __init__(self, text: str, vocabulary: Vocabulary, name: str):
+        matcher = _llguidance(name).LLMatcher
+        self.vocabulary = vocabulary
+        self.start = matcher(vocabulary.tokenizer, matcher.grammar_from_lark(text), log_level=0)
+        if problem := self.start.get_error():
             raise ConfigError(f"{name} cannot be compiled: {' '.join(problem.split())[:300]}")
-        self.forbidden = np.array([text is None or text == b"" for text in texts])
-        self.forbidden[list(eos)] = False
 
     def allowed(self, matcher: Any) -> np.ndarray:
         """The bits `[V/32]` uint32 of the tokens that may follow; raises ConfigError where there are none."""
-        bits = np.frombuffer(matcher.compute_bitmask(), np.uint8)
-        kept = np.unpackbits(bits, bitorder="little")[: len(self.forbidden)].astype(bool) & ~self.forbidden
-        if not kept.any():
+        bits = np.frombuffer(matcher.compute_bitmask(), "<u4")[: len(self.vocabulary.permitted)]
+        bits = bits & self.vocabulary.permitted
+        if not bits.any():
             raise ConfigError(
                 f"the grammar leaves no token to go on with ({matcher.get_error() or matcher.stop_reason()}): it has "
                 "texts that the model's tokens cannot form"
             )
-        padded = np.pad(kept, (0, -len(kept) % 32))
-        return np.packbits(padded, bitorder="little").view("<u4")
+        return bits
 
 
 def build_grammar(text: str, tokenizer: Any, vocab: int, eos: Sequence[int], name: str) -> Grammar | None:
-    """The grammar of a setting, a file or its text (which has `:` in its rules); None where it is not set."""
+    """The grammar of a setting, a file or its text (which has `:` in its rules); None where it is not set.
+
+    In Lark's syntax, or EBNF as GBNF writes it. Raises ConfigError as `Vocabulary` and `Grammar` do.
+    """
     text = setting_text(text, ":" in text, name)
-    return Grammar(text, tokenizer, vocab, eos, name) if text else None
+    if not text:
+        return None
+    vocabulary = Vocabulary(tokenizer, vocab, eos, name)
+    return Grammar(as_lark(text, name), vocabulary, name)
+
+
+def as_lark(text: str, name: str) -> str:
+    """A grammar in Lark's syntax, of one in that or in GBNF. Raises ConfigError, with the setting's `name`."""
+    _llguidance(name)
+    from llguidance.gbnf_to_lark import any_to_lark
+
+    try:
+        return any_to_lark(text)
+    except ValueError as error:
+        raise ConfigError(f"{name} cannot be compiled: {' '.join(str(error).split())[:300]}") from error
+
+
+def pattern_as_lark(pattern: str, name: str) -> str:
+    """A regular expression as a grammar in Lark's syntax. Raises ConfigError, with the setting's `name`."""
+    return f"start: /{_llguidance(name).regex_to_lark(pattern)}/"
+
+
+def _llguidance(name: str) -> Any:
+    try:
+        import llguidance
+    except ImportError as error:
+        raise ConfigError(f"{name} needs the package llguidance: pip install jaxrl_llm[structured]") from error
+    return llguidance
+
+
+class GrammarRow:
+    """How far a row is in a grammar: `bits` `[V/32]` uint32 are the tokens that may follow."""
+
+    def __init__(self, grammar: Grammar):
+        self.grammar, self.matcher = grammar, grammar.start.deep_copy()
+        self.bits = grammar.allowed(self.matcher)
+
+    def consume(self, tokens: Sequence[int]) -> None:
+        """Goes on by tokens, none of which ends the text; raises ConfigError where nothing can follow them."""
+        self.matcher.consume_tokens(list(tokens))
+        self.bits = self.grammar.allowed(self.matcher)
 
 
 class GrammarRows:
@@ -66,13 +110,12 @@ class GrammarRows:
 
     def __init__(self, grammar: Grammar, rows: int):
         self.grammar = grammar
-        self.matchers: list[Any] = [None] * rows
-        self.bits = np.zeros((rows, -(-len(grammar.forbidden) // 32)), np.uint32)
+        self.rows: list[GrammarRow | None] = [None] * rows
         self.lengths = np.zeros(rows, np.int64)  # tokens that each has been told
 
     def start(self) -> Automaton:
         """What the first token of every row may be, in the place of a guide's table: one state."""
-        return _table(self.grammar.allowed(self.grammar.start)[None], len(self.grammar.forbidden))
+        return _table(self.grammar.allowed(self.grammar.start)[None], self.grammar.vocabulary.size)
 
     def next(self, grid: SlotGrid, newest, lengths, live) -> Automaton:
         """What the next token of each slot may be: a state for each, in the order of slots.
@@ -80,18 +123,24 @@ class GrammarRows:
         newest `[G,R]` is the last token of each row, of so many `lengths`; `live` rows go on. They are asked for after
         each token.
         """
-        numbers = grid.numbers(len(self.matchers)).ravel()
+        numbers = grid.numbers(len(self.rows)).ravel()
         newest, lengths, live = (np.asarray(x).ravel() for x in (newest, lengths, live))
-        allowed = np.zeros((len(numbers), self.bits.shape[1]), np.uint32)
+        vocabulary = self.grammar.vocabulary
+        allowed = np.zeros((len(numbers), len(vocabulary.permitted)), np.uint32)
         for slot, row in enumerate(numbers):
             if row == IDLE or not live[slot]:
                 continue
+            in_grammar = self.rows[row] = self.rows[row] or GrammarRow(self.grammar)
             if self.lengths[row] < lengths[slot]:
-                matcher = self.matchers[row] = self.matchers[row] or self.grammar.start.deep_copy()
-                matcher.consume_token(int(newest[slot]))
-                self.bits[row], self.lengths[row] = self.grammar.allowed(matcher), lengths[slot]
-            allowed[slot] = self.bits[row]
-        return _table(allowed, len(self.grammar.forbidden))
+                in_grammar.consume([int(newest[slot])])
+                self.lengths[row] = lengths[slot]
+            allowed[slot] = in_grammar.bits
+        return _table(allowed, vocabulary.size)
+
+
+def _packed(kept: np.ndarray) -> np.ndarray:
+    """Booleans `[V]` as the bits of uint32 words `[V/32]`."""
+    return np.packbits(np.pad(kept, (0, -len(kept) % 32)), bitorder="little").view("<u4")
 
 
 def _table(allowed: np.ndarray, vocab: int) -> Automaton:

@@ -6,12 +6,16 @@ tokens are counted anew from the row, which costs a scatter of as many numbers a
 move between slots, turns and speculative tokens need nothing of their own.
 """
 
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jaxrl_llm.rollout.sampling import RowSampling, SamplingParams
 from jaxrl_llm.rollout.slots import Prompts, Rows, set_places
+
+ANYTHING = -2  # in a sequence: any token, or none
 
 
 def processed_logits(logits, sampling: SamplingParams, prompts: Prompts, rows: Rows, proposed, eos: tuple[int, ...]):
@@ -41,19 +45,48 @@ def processed_logits(logits, sampling: SamplingParams, prompts: Prompts, rows: R
     return logits
 
 
-def penalised_by_row(logits, sampling: RowSampling, prompts: Prompts, rows: Rows, proposed):
-    """`processed_logits` with the penalties of each row `[G,R]`; those of rows without any stay bit for bit."""
+def processed_by_row(logits, sampling: RowSampling, prompts: Prompts, rows: Rows, proposed):
+    """`processed_logits` with the settings of each row `[G,R]`; those of rows without any stay bit for bit.
+
+    Settings that are sequences must be there; what `min_tokens` forbids are the row's own `ends`.
+    """
     repetition, frequency, presence = sampling.repetition_penalty, sampling.frequency_penalty, sampling.presence_penalty
-    logits = logits.astype(jnp.float32)
+    logits, vocab = logits.astype(jnp.float32), logits.shape[-1]
+    is_early = rows.length < sampling.min_tokens
 
-    def penalised(logits):
-        _, text, before = _text(logits, rows, proposed)
+    def put(logits, ids, values, how: str):
+        """The logits `[G,R,W,V]` with values `[G,R,W,E]` added, or as least ones, at ids `[G,R,E]` of each row."""
+        of_draw = jax.vmap(lambda x, at, value: getattr(x.at[at], how)(value, mode="drop"), (0, None, 0))
+        return jax.vmap(jax.vmap(of_draw))(logits, ids, jnp.broadcast_to(values, (*logits.shape[:3], ids.shape[-1])))
+
+    def processed(logits):
+        places, text, before = _text(logits, rows, proposed)
+        logits = put(logits, sampling.bias_ids, sampling.biases[..., None, :], "add")
         logits = _less_repeated(logits, repetition[..., None, None], prompts, text, before)
-        counts = _counts_of_rows(text, before & ~rows.observed[..., None, :], logits.shape[-1])
-        return logits - frequency[..., None, None] * counts - presence[..., None, None] * (counts > 0)
+        counts = _counts_of_rows(text, before & ~rows.observed[..., None, :], vocab)
+        logits = logits - frequency[..., None, None] * counts - presence[..., None, None] * (counts > 0)
+        words = sampling.bad_words
+        completes = _completes(_recent(words.shape[-1] - 1, prompts, text, places), words[..., None, :, :-1])
+        logits = put(logits, words[..., -1], jnp.where(completes, -jnp.inf, jnp.inf), "min")
+        early = places < sampling.min_tokens[..., None]
+        ends = jnp.where(sampling.ends < 0, vocab, sampling.ends)
+        return put(logits, ends, jnp.where(early, -jnp.inf, jnp.inf)[..., None], "min")
 
-    wanted = (repetition != 1) | (frequency != 0) | (presence != 0)
-    return jax.lax.cond(wanted.any(), penalised, lambda logits: logits, logits)
+    wanted = (repetition != 1) | (frequency != 0) | (presence != 0) | is_early
+    wanted |= (sampling.bias_ids < vocab).any(-1) | (sampling.bad_words[..., -1] < vocab).any(-1)
+    return jax.lax.cond(wanted.any(), processed, lambda logits: logits, logits)
+
+
+def padded_words(words: Sequence[Sequence[int]], count: int, length: int, vocab: int) -> np.ndarray:
+    """Sequences of token ids as one array `[count, length]`, in which places before a shorter one are ANYTHING.
+
+    A last id of `vocab` is no sequence.
+    """
+    padded = np.full((count, length), ANYTHING, np.int32)
+    padded[:, -1] = vocab
+    for row, word in zip(padded, words, strict=False):
+        row[length - len(word) :] = word
+    return padded
 
 
 def _text(logits, rows: Rows, proposed):
@@ -85,20 +118,25 @@ def _counts_of_rows(text, real, vocab: int):
 
 def _without_bad_words(logits, bad_words: tuple[tuple[int, ...], ...], prompts: Prompts, text, places):
     """The logits with -inf for each token that would complete one of the sequences, in prompt and completion."""
-    width = max(map(len, bad_words)) - 1
-    if width:
-        prompt_shape = (*text.shape[:2], prompts.tokens.shape[-1])
-        whole = jnp.concatenate([jnp.broadcast_to(prompts.tokens[:, None], prompt_shape), text], axis=-1)
-        in_prompt = jnp.broadcast_to(prompts.mask[:, None], prompt_shape)
-        is_token = jnp.concatenate([in_prompt, jnp.ones(text.shape, bool)], axis=-1)
-        whole = jnp.where(is_token, whole, -1)
-        index = prompt_shape[-1] + places[..., None] - width + jnp.arange(width)  # [G,R,W,width]
-        recent = jnp.take_along_axis(whole[:, :, None], jnp.clip(index, 0, whole.shape[-1] - 1), axis=-1)
-        recent = jnp.where(index < 0, -1, recent)
-    else:
-        recent = jnp.zeros((*places.shape, 0), jnp.int32)
-    anything = -2
-    prefixes = np.array([(anything,) * (width + 1 - len(word)) + word[:-1] for word in bad_words], np.int32)
-    completes = ((recent[..., None, :] == prefixes) | (prefixes == anything)).all(-1)  # [G,R,W,words]
-    last = np.asarray([word[-1] for word in bad_words])
-    return logits.at[..., last].min(jnp.where(completes, -jnp.inf, jnp.inf))
+    words = padded_words(bad_words, len(bad_words), max(map(len, bad_words)), logits.shape[-1])
+    completes = _completes(_recent(words.shape[-1] - 1, prompts, text, places), words[..., :-1])
+    return logits.at[..., words[:, -1]].min(jnp.where(completes, -jnp.inf, jnp.inf))
+
+
+def _recent(width: int, prompts: Prompts, text, places):
+    """The tokens `[G,R,W,width]` in front of each place, in prompt and completion; -1 where there are none."""
+    if not width:
+        return jnp.zeros((*places.shape, 0), jnp.int32)
+    prompt_shape = (*text.shape[:2], prompts.tokens.shape[-1])
+    whole = jnp.concatenate([jnp.broadcast_to(prompts.tokens[:, None], prompt_shape), text], axis=-1)
+    in_prompt = jnp.broadcast_to(prompts.mask[:, None], prompt_shape)
+    is_token = jnp.concatenate([in_prompt, jnp.ones(text.shape, bool)], axis=-1)
+    whole = jnp.where(is_token, whole, -1)
+    index = prompt_shape[-1] + places[..., None] - width + jnp.arange(width)
+    recent = jnp.take_along_axis(whole[:, :, None], jnp.clip(index, 0, whole.shape[-1] - 1), axis=-1)
+    return jnp.where(index < 0, -1, recent)
+
+
+def _completes(recent, prefixes):
+    """Whether the tokens `[G,R,W,width]` in front of a place are each of the prefixes `[..., words, width]`."""
+    return ((recent[..., None, :] == prefixes) | (prefixes == ANYTHING)).all(-1)

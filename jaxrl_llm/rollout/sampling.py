@@ -59,6 +59,11 @@ class RowSampling(NamedTuple):
     repetition_penalty: Any = None  # [...]; None where no row may have a penalty
     frequency_penalty: Any = None
     presence_penalty: Any = None
+    bias_ids: Any = None  # [...,E] ids whose logits are changed, and by what; the vocabulary's size is none
+    biases: Any = None  # [...,E]
+    bad_words: Any = None  # [...,W,L] sequences that are not sampled (processors.padded_words)
+    min_tokens: Any = None  # [...] tokens before the row may end
+    allowed: Any = None  # [...,V/32] uint32, a bit for each token that may come next; None where no row is guided
     top_ids: Any = None  # [...,C,A] the likeliest tokens at each place; None where no row asks for them
     top_logps: Any = None
 

@@ -23,9 +23,11 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
+from jaxrl_llm.config import ConfigError
 from jaxrl_llm.serving.bodies import Asked, BadRequestError, parse, parse_json
 from jaxrl_llm.serving.choice import Choice, Piece
 from jaxrl_llm.serving.grid import RowRequest
+from jaxrl_llm.serving.guides import Guides
 from jaxrl_llm.serving.metrics import Metrics
 from jaxrl_llm.serving.queue import Handle, RequestQueue, StoppedError, Tokens
 
@@ -59,11 +61,14 @@ class Server:
         routes: Sequence[tuple[str, str, Callable[..., Awaitable[Response]]]] = (),
         load: Callable[[str], Any] | None = None,
     ):
-        """`routes` are further ones: path, method, and a function of server and request. `load` gives the parameters of
-        a path, where weights may be replaced."""
+        """The model is the first of `names`, the others are the queue's adapters. `routes` are further ones: path,
+        method, and a function of server and request. `load` gives the parameters of a path, where weights may be
+        replaced.
+        """
         self.queue, self.tokenizer, self.names, self.eos = queue, tokenizer, tuple(names), eos
         self.vocabulary, self.limits, self.api_key = vocabulary, limits, api_key
         self.load, self.loading = load, asyncio.Lock()
+        self.guides = Guides(tokenizer, vocabulary, eos)
         self.metrics, self.created, self.active, self.draining = Metrics(), int(time.time()), 0, False
         own = (
             ("/v1/chat/completions", "POST", functools.partial(self.complete, chat=True)),
@@ -139,11 +144,12 @@ class Server:
         return PlainTextResponse(text, media_type="text/plain; version=0.0.4")
 
     def _described(self, name: str) -> dict[str, Any]:
-        return {"id": name, "object": "model", "created": self.created, "owned_by": "jaxrl_llm",
+        return {"id": name, "object": "model", "created": self.created, "owned_by": "jaxrl_llm", "root": name,
+                "parent": self.names[0] if name in self.queue.adapters else None,
                 "max_model_len": self.limits.tokens}  # fmt: skip
 
     async def models(self, request: Request) -> Response:
-        """The names of the model."""
+        """The model, and its adapters."""
         return JSONResponse({"object": "list", "data": [self._described(name) for name in self.names]})
 
     async def model(self, request: Request) -> Response:
@@ -157,6 +163,8 @@ class Server:
         """The completions of a request, at once or as a stream of events."""
         body = await self.body(request)
         asked = parse(body, chat, self.tokenizer, self.names, self.eos, self.limits.tokens, self.vocabulary)
+        if asked.guide is not None:  # the first time it takes a moment, in which others are answered
+            await asyncio.to_thread(self.guides.grammar, *asked.guide)
         answer = Answer(self, asked)
         if asked.stream:
             return EventStream(answer, self)
@@ -239,6 +247,7 @@ class Answer:
             raise BadRequestError(f"a request has up to {server.limits.rows} completions, not {rows}", param="n")
         if server.queue.counts.waiting + rows > server.limits.rows:
             raise BadRequestError(f"{server.queue.counts.waiting} completions wait already; ask again later", 429)
+        grammar = None if asked.guide is None else server.guides.grammar(*asked.guide)
         self.inbox: asyncio.Queue[tuple[Choice, Tokens | BaseException]] = asyncio.Queue()
         seed = secrets.randbits(31) if asked.seed is None else asked.seed
         loop = asyncio.get_running_loop()
@@ -259,7 +268,7 @@ class Answer:
             prompt = choice.index // asked.n
             request = RowRequest(
                 choice.prompt, asked.limits[prompt], asked.sampling, asked.ends, seed, choice.index,
-                asked.logprobs or 0, scored,
+                asked.logprobs or 0, scored, grammar, asked.model if asked.model in server.queue.adapters else "",
             )  # fmt: skip
             choice.handle = Handle(request, functools.partial(deliver, choice))
         self.going = set(self.choices)
@@ -276,6 +285,8 @@ class Answer:
             except TimeoutError:
                 seconds = self.server.limits.seconds
                 raise BadRequestError(f"the answer took more than {seconds:g} seconds", 408) from None
+            if isinstance(tokens, ConfigError) and self.asked.guide is not None:
+                raise BadRequestError(f"{self.asked.guide[1]}: {tokens}", param=self.asked.guide[1])
             if isinstance(tokens, BaseException):
                 raise BadRequestError(f"decoding failed: {type(tokens).__name__}", 500)
             if choice not in self.going:

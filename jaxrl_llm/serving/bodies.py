@@ -7,6 +7,7 @@ there, is refused by its name: an answer that leaves out a wish would look as if
 import dataclasses
 import inspect
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,8 +15,11 @@ from jaxrl_llm.config import ConfigError
 from jaxrl_llm.config.resolve import closest
 from jaxrl_llm.config.schema import Setting
 from jaxrl_llm.data.templates import is_conversational, render_prompt
+from jaxrl_llm.rollout.constraints import bad_word_ids
 from jaxrl_llm.rollout.sampling import SamplingParams
-from jaxrl_llm.serving.grid import MOST_ENDS, MOST_PROMPT_TOP, MOST_TOP
+from jaxrl_llm.serving.errors import BadRequestError
+from jaxrl_llm.serving.grid import LONGEST_WORD, MOST_BIASES, MOST_ENDS, MOST_PROMPT_TOP, MOST_TOP, MOST_WORDS
+from jaxrl_llm.serving.guides import guide_of
 
 MOST_STOPS = 16  # stop strings of a request
 DEFAULT_TOKENS = 16  # of a text completion that says no max_tokens, as OpenAI has it
@@ -31,6 +35,7 @@ SETTINGS = {
         Setting("repetition_penalty", 1.0, "", float, above=0),
         Setting("frequency_penalty", 0.0, "", float, minimum=-2, maximum=2),
         Setting("presence_penalty", 0.0, "", float, minimum=-2, maximum=2),
+        Setting("min_tokens", 0, "", int, minimum=0),
         Setting("seed", None, "", int),
         Setting("max_tokens", None, "", int, minimum=1),
         Setting("max_completion_tokens", None, "", int, minimum=1),
@@ -43,28 +48,23 @@ SETTINGS = {
         Setting("return_tokens_as_token_ids", False, "", bool),
     )
 }
-SAMPLING = ("temperature", "top_p", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty")
-CHAT = {"messages", "tools", "tool_choice", "chat_template_kwargs", "logprobs", "top_logprobs"}
+PENALTIES = ("repetition_penalty", "frequency_penalty", "presence_penalty")
+SAMPLING = ("temperature", "top_p", "min_p", "min_tokens", *PENALTIES)
+CHAT = {"messages", "tools", "tool_choice", "parallel_tool_calls", "chat_template_kwargs", "logprobs", "top_logprobs"}
 TEXT = {"prompt", "logprobs", "echo", "prompt_logprobs"}
-COMMON = {"model", "stop", "stop_token_ids", "stream_options", *SETTINGS} - {"echo"}
+GUIDES = {"response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"}
+COMMON = {"model", "stop", "stop_token_ids", "stream_options", "logit_bias", "bad_words", *GUIDES, *SETTINGS} - {"echo"}
 # They say who asks, and how the answer is billed and kept: no answer depends on them.
 WITHOUT_EFFECT = {"user", "metadata", "safety_identifier", "prompt_cache_key", "service_tier", "request_id", "priority"}
 # The value of a field at which it asks for nothing; another one is refused.
 NEUTRAL = {
     "length_penalty": 1,
-    "logit_bias": {},
-    "min_tokens": 0,
     "best_of": 1,
     "suffix": "",
     "store": False,
     "use_beam_search": False,
-    "parallel_tool_calls": True,
-    "response_format": {"type": "text"},
-    "structured_outputs": None,
-    "guided_json": None,
-    "guided_regex": None,
-    "guided_choice": None,
-    "guided_grammar": None,
+    "guided_decoding_backend": None,
+    "guided_whitespace_pattern": None,
     "modalities": ["text"],
     "reasoning_effort": None,
     "chat_template": None,
@@ -72,20 +72,6 @@ NEUTRAL = {
     "function_call": None,
     "truncate_prompt_tokens": None,
 }
-
-
-class BadRequestError(Exception):
-    """A request that is refused, with the HTTP status, and OpenAI's code and parameter."""
-
-    def __init__(self, message: str, status: int = 400, code: str | None = None, param: str | None = None):
-        super().__init__(message)
-        self.status, self.code, self.param = status, code, param
-
-    def body(self) -> dict[str, Any]:
-        """The error as OpenAI's servers write it."""
-        kinds = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
-        kind = kinds.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
-        return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,6 +97,7 @@ class Asked:
     tokens_as_ids: bool
     echo: bool = False  # the prompt stands before its completion
     prompt_logprobs: int | None = None  # so many likeliest tokens at each place of the prompt
+    guide: tuple[str, str] | None = None  # a grammar that the answer follows (guides.py), and the field that asked
 
 
 def parse_json(data: bytes) -> dict[str, Any]:
@@ -177,16 +164,22 @@ def parse(
             f"a row ends with up to {MOST_ENDS} ids, the model's own among them; there are {len(ends)}",
             param="stop_token_ids",
         )
-    tools = False
+    tools: list[dict[str, Any]] = []
     prompt_logprobs = None
     if chat:
-        prompts, tools = [_chat_prompt(body, tokenizer)], bool(body.get("tools")) and body.get("tool_choice") != "none"
+        tools = _callable_tools(body)
+        prompts = [_chat_prompt(body, tokenizer)]
         logprobs = _top_logprobs(body)
     else:
         prompts = _text_prompts(body, tokenizer, vocabulary)
         logprobs, prompt_logprobs = _count(body, "logprobs", MOST_TOP), _count(body, "prompt_logprobs", MOST_PROMPT_TOP)
         if values["stream"] and (values["echo"] or prompt_logprobs is not None):
             raise BadRequestError("echo and prompt_logprobs are not for streams", code="unsupported", param="stream")
+    guide = guide_of(body, tools, str(getattr(tokenizer, "chat_template", None) or ""))
+    sampling = SamplingParams(
+        top_k=max(values["top_k"], 0), logit_bias=_biases(body, vocabulary), bad_words=_bad_words(body, tokenizer),
+        **{name: values[name] for name in SAMPLING},
+    )  # fmt: skip
     asked_tokens = values["max_completion_tokens"] or values["max_tokens"]
     limits = []
     for prompt in prompts:
@@ -203,11 +196,10 @@ def parse(
             )
         limits.append(limit)
     return Asked(
-        prompts, chat, model, limits, values["n"],
-        SamplingParams(top_k=max(values["top_k"], 0), **{name: values[name] for name in SAMPLING}),
-        values["seed"], ends, tuple(stop), logprobs, values["stream"], bool(options.get("include_usage")), tools,
+        prompts, chat, model, limits, values["n"], sampling,
+        values["seed"], ends, tuple(stop), logprobs, values["stream"], bool(options.get("include_usage")), bool(tools),
         values["skip_special_tokens"], values["include_stop_str_in_output"], values["return_token_ids"],
-        values["return_tokens_as_token_ids"], values["echo"], prompt_logprobs,
+        values["return_tokens_as_token_ids"], values["echo"], prompt_logprobs, guide,
     )  # fmt: skip
 
 
@@ -220,6 +212,68 @@ def _count(body: Mapping[str, Any], name: str, most: int) -> int | None:
     if value is not None and (not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= most):
         raise BadRequestError(f"{name} is {value!r:.100}; it takes a number from 0 to {most}", param=name)
     return value
+
+
+def _biases(body: Mapping[str, Any], vocabulary: int) -> tuple[tuple[int, float], ...]:
+    """`logit_bias`: an object of token ids, as texts of JSON are, and what is added to their logits."""
+    given: Any = body.get("logit_bias") or {}
+    found: dict[int, float] = {}
+    for token, bias in given.items() if isinstance(given, Mapping) else [("", 0)]:
+        is_number = isinstance(bias, int | float) and not isinstance(bias, bool) and abs(bias) <= 100
+        if not is_number or not re.fullmatch("[0-9]{1,9}", token) or int(token) >= vocabulary:
+            raise BadRequestError(
+                f"logit_bias takes an object of token ids below {vocabulary} and numbers from -100 to 100, not "
+                f"{given!r:.100}",
+                param="logit_bias",
+            )
+        found[int(token)] = float(bias)
+    if len(found) > MOST_BIASES:
+        raise BadRequestError(f"logit_bias has {len(found)} tokens; up to {MOST_BIASES} are taken", param="logit_bias")
+    return tuple(found.items())
+
+
+def _bad_words(body: Mapping[str, Any], tokenizer: Any) -> tuple[tuple[int, ...], ...]:
+    """The token sequences of `bad_words`, as `constraints.bad_word_ids` reads them."""
+    words = body.get("bad_words") or []
+    if not _is_list(words, str) or len(words) > MOST_WORDS:
+        raise BadRequestError(f"bad_words takes a list of up to {MOST_WORDS} texts", param="bad_words")
+    try:
+        found = bad_word_ids("bad_words", words, tokenizer)
+    except ConfigError as error:
+        raise BadRequestError(str(error), param="bad_words") from None
+    if len(found) > MOST_WORDS or any(len(word) > LONGEST_WORD for word in found):
+        raise BadRequestError(
+            f"bad_words are up to {MOST_WORDS} sequences of up to {LONGEST_WORD} tokens", param="bad_words"
+        )
+    return found
+
+
+def _callable_tools(body: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The tools that the answer may call: all, the named one, or none."""
+    tools, choice = body.get("tools") or [], body.get("tool_choice")
+    functions = [tool.get("function") for tool in tools] if _is_list(tools, dict) else [None]
+    if not all(isinstance(function, Mapping) and isinstance(function.get("name"), str) for function in functions):
+        raise BadRequestError('tools takes a list of {"type": "function", "function": {"name": ...}}', param="tools")
+    if body.get("parallel_tool_calls") is False and choice in (None, "auto") and tools:
+        raise BadRequestError(
+            "parallel_tool_calls=false needs tool_choice=required or a named tool: an answer with tool_choice=auto is "
+            "not guided",
+            code="unsupported",
+            param="parallel_tool_calls",
+        )
+    names = [tool["function"].get("name") for tool in tools]
+    if isinstance(choice, Mapping):
+        function = choice.get("function")
+        named = function.get("name") if choice.get("type") == "function" and isinstance(function, Mapping) else None
+        if named is None or named not in names:
+            raise BadRequestError(f"tool_choice is {choice!r:.100}, which names none of the tools", param="tool_choice")
+        return [tool for tool in tools if tool["function"].get("name") == named]
+    if choice not in (None, "auto", "none", "required") or (choice == "required" and not tools):
+        raise BadRequestError(
+            f"tool_choice is {choice!r:.100}; it takes auto, none, and where there are tools required or one of them",
+            param="tool_choice",
+        )
+    return [] if choice == "none" else tools
 
 
 def _top_logprobs(body: Mapping[str, Any]) -> int | None:
@@ -259,16 +313,7 @@ def _chat_prompt(body: Mapping[str, Any], tokenizer: Any) -> list[int]:
         raise BadRequestError(
             "messages takes a list of messages, each an object with role and content", param="messages"
         )
-    choice = body.get("tool_choice")
-    if choice not in (None, "auto", "none"):
-        raise BadRequestError(
-            f"tool_choice is {choice!r:.100}; this server takes auto and none", code="unsupported", param="tool_choice"
-        )
     tools = body.get("tools") or None
-    if tools is not None and (
-        not _is_list(tools, dict) or not all(isinstance(tool.get("function"), Mapping) for tool in tools)
-    ):
-        raise BadRequestError('tools takes a list of {"type": "function", "function": {...}}', param="tools")
     options = body.get("chat_template_kwargs") or {}
     # Arguments of the renderer itself: who asks must not change how the text becomes tokens.
     reserved = {"messages", *inspect.signature(tokenizer.apply_chat_template).parameters}

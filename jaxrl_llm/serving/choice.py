@@ -90,7 +90,7 @@ class Choice:
         if final or not text.endswith(REPLACEMENT):
             self.text += text[len(known) :]
             self._decoded, self._read = self._read, len(ids)
-        for stop in self.asked.stop:
+        for stop in self.asked.stop if len(ids) >= self.asked.sampling.min_tokens else ():
             at = self.text.find(stop, max(0, before - len(stop) + 1))
             if at >= 0:
                 self.text = self.text[: at + (len(stop) if self.asked.include_stop else 0)]

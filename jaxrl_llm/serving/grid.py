@@ -21,12 +21,16 @@ import numpy as np
 from jaxrl_llm.data.collate import pad_prompts
 from jaxrl_llm.models.logprobs import Likeliest, likeliest
 from jaxrl_llm.rollout.engine import Engine, prefill
+from jaxrl_llm.rollout.grammar import Grammar
+from jaxrl_llm.rollout.processors import padded_words
 from jaxrl_llm.rollout.sampling import RowSampling, SamplingParams
 from jaxrl_llm.rollout.slots import Prompts, Rows, Slots, ended
 
 SMALLEST = 64  # tokens of the narrowest prompt that a program is compiled for
 CAPACITY = 32  # tokens that the row caches of a new grid have room for
 MOST_ENDS = 16  # ids that may end a row
+MOST_BIASES = 1024  # tokens whose logits a request may change
+MOST_WORDS, LONGEST_WORD = 64, 16  # sequences of tokens that it may forbid, and their tokens
 MOST_TOP = 20  # likeliest tokens of a sampled place that a request may ask for
 MOST_PROMPT_TOP = 128  # and of a place of its prompt
 
@@ -36,7 +40,7 @@ class RowRequest:
     """One completion of a prompt: the ids, the most tokens, how they are drawn, and the ids that end it.
 
     The row draws from `fold_in(key(seed), number)`, as row `number` of `generate` does. `top_logprobs` of the
-    likeliest tokens are reported at each place.
+    likeliest tokens are reported at each place. `grammar` is what the completion follows.
     """
 
     prompt: Sequence[int]
@@ -47,6 +51,8 @@ class RowRequest:
     number: int = 0
     top_logprobs: int = 0
     prompt_logprobs: int | None = None  # so many likeliest tokens at each place of the prompt; None: it is not scored
+    grammar: Grammar | None = None
+    adapter: str = ""  # the name of one of the queue's; none is the model itself
 
 
 class Grid(NamedTuple):
@@ -64,6 +70,11 @@ class Grid(NamedTuple):
     def top(self) -> bool:
         """Whether the likeliest tokens of each place are kept."""
         return self.slots.rows.sampling is not None and self.slots.rows.sampling.top_ids is not None
+
+    @property
+    def guided(self) -> bool:
+        """Whether rows may be guided."""
+        return self.slots.rows.sampling is not None and self.slots.rows.sampling.allowed is not None
 
 
 class Newest(NamedTuple):
@@ -83,45 +94,59 @@ def bucket(length: int, smallest: int = SMALLEST) -> int:
     return max(smallest, 1 << (length - 1).bit_length())
 
 
-def prefill_requests(engine: Engine, params, requests: Sequence[RowRequest], top: bool) -> tuple[Prompts, Rows, Any]:
+def prefill_requests(
+    engine: Engine, params, requests: Sequence[RowRequest], top: bool, allowed: np.ndarray | None
+) -> tuple[Prompts, Rows, Any]:
     """Caches and first tokens of requests, whose prompts have one bucket, and the keys `[B,1]` of their rows.
 
     Where all have the same prompt (the same object) it is computed once. `top` is whether the grid they join keeps the
-    likeliest tokens.
+    likeliest tokens, `allowed` `[B,V/32]` what the first tokens may be, in a grid with guided rows.
     """
     rows, own = len(requests), [requests[0]] if shares_prompt(requests) else requests
     prompts, segments = pad_prompts([list(r.prompt) for r in own], bucket(max(len(r.prompt) for r in own)))
     shape = (len(own), rows // len(own))
-
-    def column(values, dtype) -> np.ndarray:
-        return np.asarray(list(values), dtype).reshape(shape)
-
-    ends = np.full((rows, MOST_ENDS), -1, np.int32)
-    for row, request in zip(ends, requests, strict=True):
-        row[: len(request.ends)] = request.ends
-    places = (*shape, engine.max_completion_length, MOST_TOP)
-    sampling = RowSampling(
-        column((r.sampling.temperature for r in requests), np.float32),
-        column((r.sampling.top_p for r in requests), np.float32),
-        column((r.sampling.top_k for r in requests), np.int32),
-        column((r.sampling.min_p for r in requests), np.float32),
-        ends.reshape(*shape, MOST_ENDS),
-        column((r.sampling.repetition_penalty for r in requests), np.float32),
-        column((r.sampling.frequency_penalty for r in requests), np.float32),
-        column((r.sampling.presence_penalty for r in requests), np.float32),
-        np.zeros(places, np.int32) if top else None,
-        np.zeros(places, np.float32) if top else None,
-    )
+    sampling = row_sampling(engine, requests, shape, top, allowed)
     seeds, numbers = (
         np.asarray([getattr(r, name) & 0xFFFFFFFF for r in requests], np.uint32) for name in ("seed", "number")
     )
     keys = _keys(seeds, numbers)
     group = dataclasses.replace(engine, group_size=shape[1])
     new_prompts, new_rows = prefill(group, params, prompts, segments, keys, sampling=sampling)
-    new_rows = new_rows._replace(limit=column((r.limit for r in requests), np.int32))
+    new_rows = new_rows._replace(limit=np.asarray([r.limit for r in requests], np.int32).reshape(shape))
     if shape[1] > 1:
         new_prompts, new_rows = _each_alone(engine, new_prompts, new_rows)
     return new_prompts, new_rows, keys[:, None]
+
+
+def row_sampling(
+    engine: Engine, requests: Sequence[RowRequest], shape: tuple[int, int], top: bool, allowed: np.ndarray | None
+) -> RowSampling:
+    """The settings of requests as arrays `[*shape, ...]`."""
+    vocab = engine.net.config.vocab_size
+    ends = np.full((len(requests), MOST_ENDS), -1, np.int32)
+    bias_ids, biases = np.full((len(requests), MOST_BIASES), vocab, np.int32), np.zeros((len(requests), MOST_BIASES))
+    for row, request in enumerate(requests):
+        ends[row, : len(request.ends)] = request.ends
+        for place, (token, bias) in enumerate(request.sampling.logit_bias):
+            bias_ids[row, place], biases[row, place] = token, bias
+    words = [padded_words(r.sampling.bad_words, MOST_WORDS, LONGEST_WORD, vocab) for r in requests]
+    places = (*shape, engine.max_completion_length, MOST_TOP)
+
+    def of(name: str, dtype: type = np.float32) -> np.ndarray:
+        return np.asarray([getattr(r.sampling, name) for r in requests], dtype).reshape(shape)
+
+    def each(values: Any, dtype: Any) -> np.ndarray:
+        values = np.asarray(values, dtype)
+        return values.reshape(*shape, *values.shape[1:])
+
+    return RowSampling(
+        of("temperature"), of("top_p"), of("top_k", np.int32), of("min_p"), each(ends, np.int32),
+        of("repetition_penalty"), of("frequency_penalty"), of("presence_penalty"),
+        each(bias_ids, np.int32), each(biases, np.float32), each(words, np.int32), of("min_tokens", np.int32),
+        None if allowed is None else each(allowed, np.uint32),
+        np.zeros(places, np.int32) if top else None,
+        np.zeros(places, np.float32) if top else None,
+    )  # fmt: skip
 
 
 def shares_prompt(requests: Sequence[RowRequest]) -> bool:
@@ -164,17 +189,19 @@ def _keys(seeds, numbers):
     return jax.vmap(lambda seed, number: jax.random.fold_in(jax.random.key(seed), number))(seeds, numbers)
 
 
-def empty_grid(engine: Engine, params, size: int, width: int, top: bool) -> Grid:
+def everything(engine: Engine, rows: int) -> np.ndarray:
+    """The bits `[rows, V/32]` with which every token may come next."""
+    return np.full((rows, -(-engine.net.config.vocab_size // 32)), 0xFFFFFFFF, np.uint32)
+
+
+def empty_grid(engine: Engine, params, size: int, width: int, top: bool, guided: bool) -> Grid:
     """A grid of `size` slots in which no row goes on; `top`: with room for the likeliest tokens of each place."""
+    nothing = [RowRequest((0,), 0, SamplingParams(), (), 0)] * size
+    sampling = row_sampling(engine, nothing, (size, 1), top, everything(engine, size) if guided else None)
 
     def shapes():
         prompts = jnp.zeros((size, width), jnp.int32)
         keys = _keys(*(jnp.zeros(size, jnp.uint32),) * 2)
-        places = (size, 1, engine.max_completion_length, MOST_TOP)
-        numbers, counts = jnp.zeros((size, 1)), jnp.zeros((size, 1), jnp.int32)
-        ends = jnp.zeros((size, 1, MOST_ENDS), jnp.int32)
-        top_ids, top_logps = (jnp.zeros(places, x) if top else None for x in (jnp.int32, jnp.float32))
-        sampling = RowSampling(numbers, numbers, counts, numbers, ends, numbers, numbers, numbers, top_ids, top_logps)
         new_prompts, rows = prefill(engine, params, prompts, prompts, keys, sampling=sampling)
         cache = engine.decoder.empty_caches(new_prompts.cache, 1, min(CAPACITY, engine.max_completion_length))
         return new_prompts, rows, cache, keys[:, None]
@@ -209,6 +236,15 @@ def with_top(grid: Grid) -> Grid:
     places = (*rows.tokens.shape, MOST_TOP)
     top = {"top_ids": jnp.zeros(places, jnp.int32), "top_logps": jnp.zeros(places, jnp.float32)}
     return grid._replace(slots=grid.slots.replace(rows=rows._replace(sampling=rows.sampling._replace(**top))))
+
+
+def with_allowed(grid: Grid, allowed: np.ndarray | None) -> Grid:
+    """The grid whose rows may go on with the tokens `allowed` `[S,V/32]`; None: with any."""
+    rows = grid.slots.rows
+    if rows.sampling is None or (allowed is None and not grid.guided):
+        return grid
+    sampling = rows.sampling._replace(allowed=None if allowed is None else jnp.asarray(allowed[:, None]))
+    return grid._replace(slots=grid.slots.replace(rows=rows._replace(sampling=sampling)))
 
 
 @functools.partial(jax.jit, static_argnames=("engine", "width"))

@@ -3,6 +3,9 @@
 Between two chunks of decode steps it ends rows that were cancelled, prefills those that wait (first come, first served)
 and lets them join the slot grid. What a row is given depends on its request alone, never on who else is served, up to
 the rounding of programs of another size.
+
+The grid decodes with one adapter at a time: a turn of an adapter takes the rows that had been asked for when it began,
+and further ones while nobody waits for another.
 """
 
 import contextlib
@@ -10,14 +13,17 @@ import dataclasses
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
+from jaxrl_llm.config import ConfigError
 from jaxrl_llm.models.logprobs import Likeliest
-from jaxrl_llm.rollout.engine import Engine, decode_chunk
+from jaxrl_llm.models.lora import LoraConfig, combine
+from jaxrl_llm.rollout.engine import Engine, decode_chunk, decoding_params
+from jaxrl_llm.rollout.grammar import GrammarRow
 from jaxrl_llm.serving.grid import (
     CAPACITY,
     Grid,
@@ -25,12 +31,14 @@ from jaxrl_llm.serving.grid import (
     bucket,
     empty_grid,
     end_rows,
+    everything,
     join,
     newest,
     prefill_requests,
     resized,
     score_prompts,
     widened,
+    with_allowed,
     with_top,
 )
 
@@ -54,7 +62,7 @@ class StoppedError(Exception):
 
 @dataclasses.dataclass(eq=False)
 class Handle:
-    """A row that was asked for: `deliver` gets its tokens, or the error that ended the queue, in the queue's thread."""
+    """A row that was asked for: `deliver` gets its tokens, or the error that ended it, in the queue's thread."""
 
     request: RowRequest
     deliver: Callable[[Tokens | BaseException], None]
@@ -62,6 +70,7 @@ class Handle:
     slot: int | None = None
     cancelled: bool = False
     scores: Likeliest | None = None  # of the prompt's tokens, where they were asked for, before the first token comes
+    in_grammar: GrammarRow | None = None  # how far it is in its grammar
 
 
 @dataclasses.dataclass
@@ -85,10 +94,19 @@ class RequestQueue:
     its sampling and eos do not matter: each request brings its own.
     """
 
-    def __init__(self, engine: Engine, params: Any, size: int, mesh: Any = None):
+    def __init__(
+        self,
+        engine: Engine,
+        params: Any,
+        size: int,
+        mesh: Any = None,
+        adapters: Mapping[str, tuple[LoraConfig, Any]] | None = None,
+    ):
+        """`adapters` of the net are what `models.model.load_adapter` gives, by the names that requests call them."""
         self.engine, self.size, self.mesh, self.counts = engine, size, mesh, Counts()
-        with self._on_mesh():
-            self._params = engine.decoding_params(params)
+        self.adapters = dict(adapters or {})
+        self._adapter, self._turn = "", 0.0  # that the grid decodes with, and when its turn began
+        self._set(params)
         self._condition = threading.Condition()
         self._waiting: deque[Handle] = deque()
         self._calls: deque[tuple[Callable[[], Any], Any]] = deque()
@@ -99,7 +117,7 @@ class RequestQueue:
         self._lengths = np.zeros(size, np.int64)
         self._grid: Grid | None = None
         self._steps = 0  # decode steps of the grid that are counted
-        self._collected: list[tuple[Handle, Tokens]] = []  # that were read, and are delivered beside the next chunk
+        self._collected: list[tuple[Handle, Tokens | ConfigError]] = []  # read, and delivered beside the next chunk
         self._thread = threading.Thread(target=self._run, name="decoding", daemon=True)
 
     def start(self) -> None:
@@ -135,12 +153,25 @@ class RequestQueue:
         """
 
         def replace() -> None:
-            self._params = self.engine.decoding_params(params)
+            self._set(params)
             self.counts.weight_version += 1
 
         with self._condition:
             self._calls.append((replace, done))
             self._condition.notify()
+
+    def _set(self, params: Any) -> None:
+        """Takes other parameters of the net."""
+        self._base = params if self.adapters else None  # adapters are merged into it when their turn comes
+        self._params = self._merged(params)
+
+    def _merged(self, params: Any) -> Any:
+        """What the grid decodes with, of parameters of the net."""
+        with self._on_mesh():
+            if not self._adapter:
+                return self.engine.decoding_params(params)
+            config, adapter = self.adapters[self._adapter]
+            return decoding_params(combine(params, adapter), self.engine.decoder.with_lora(config))
 
     def stop(self, wait: float | None = None) -> None:
         """Takes no more requests; returns when the rows that were asked for have ended, or after `wait` seconds."""
@@ -196,7 +227,36 @@ class RequestQueue:
                 done(None)
             except Exception as error:
                 done(error)
-        gone = [h.slot for h in cancelled if h.slot is not None and self._rows[h.slot] is h]
+        self._end([h.slot for h in cancelled if h.slot is not None and self._rows[h.slot] is h])
+        free = [slot for slot, handle in enumerate(self._rows) if handle is None]
+        joining, prompt_tokens = [], 0
+        with self._condition:
+            adapter, own = self._adapter, [h for h in self._waiting if h.request.adapter == self._adapter]
+            if len(own) == len(self._waiting) or (not any(self._rows) and own[:1] == [self._waiting[0]]):
+                self._turn = time.monotonic()
+            elif not any(self._rows):
+                adapter, self._turn = self._waiting[0].request.adapter, time.monotonic()
+                own = [h for h in self._waiting if h.request.adapter == adapter]
+            for handle in own:
+                width = bucket(len(handle.request.prompt))
+                if len(joining) == len(free) or handle.asked > self._turn:
+                    break
+                if joining and prompt_tokens + width > PREFILL_TOKENS:
+                    break
+                prompt_tokens += width
+                self._waiting.remove(handle)
+                joining.append(handle)
+            self.counts.waiting = len(self._waiting)
+        if adapter != self._adapter:
+            self._adapter, self._params = adapter, None  # there is room for one copy of the matrices
+            self._params = self._merged(self._base)
+        if joining:
+            self._join(joining, free)
+        self.counts.running = sum(handle is not None for handle in self._rows)
+        return True
+
+    def _end(self, gone: list[int]) -> None:
+        """Frees slots whose rows are to go on no further."""
         if gone and self._grid is not None:
             mask = np.zeros(self.size, bool)
             mask[gone] = True
@@ -204,35 +264,28 @@ class RequestQueue:
             for slot in gone:
                 self._rows[slot] = None
             self.counts.cancelled_rows += len(gone)
-        free = [slot for slot, handle in enumerate(self._rows) if handle is None]
-        joining, prompt_tokens = [], 0
-        with self._condition:
-            while self._waiting and len(joining) < len(free):
-                width = bucket(len(self._waiting[0].request.prompt))
-                if joining and prompt_tokens + width > PREFILL_TOKENS:
-                    break
-                prompt_tokens += width
-                joining.append(self._waiting.popleft())
-            self.counts.waiting = len(self._waiting)
-        if joining:
-            self._join(joining, free)
-        self.counts.running = sum(handle is not None for handle in self._rows)
-        return True
 
     def _join(self, joining: list[Handle], free: list[int]) -> None:
         """Prefills the rows, those of one bucket together, and gives them slots."""
+        joining = [handle for handle in joining if self._begins(handle)]
+        if not joining:
+            return
         top = any(handle.request.top_logprobs for handle in joining)
+        guided = any(handle.in_grammar is not None for handle in joining)
         live = [handle for handle in self._rows if handle is not None]
         width = max(bucket(len(handle.request.prompt)) for handle in (*live, *joining))
         grid = self._grid
         if grid is None or not live:  # an empty grid is as small as these rows allow
-            if grid is None or grid.width != width or grid.top != top or grid.slots.capacity > CAPACITY:
-                grid, self._steps = empty_grid(self.engine, self._params, self.size, width, top), 0
+            kind = (width, top, guided)
+            if grid is None or (grid.width, grid.top, grid.guided) != kind or grid.slots.capacity > CAPACITY:
+                grid, self._steps = empty_grid(self.engine, self._params, self.size, *kind), 0
         else:
             if grid.width < width or grid.width > 2 * width:
                 grid = grid._replace(prompts=widened(self.engine, self._params, grid.prompts, width))
             grid = with_top(grid) if top else grid
-        top = grid.top
+            if guided and not grid.guided:
+                grid = with_allowed(grid, everything(self.engine, self.size))
+        top, guided = grid.top, grid.guided
         # At once: if the programs fail (no memory), the rows are among those that are told.
         slots = iter(free)
         for handle in joining:
@@ -241,7 +294,8 @@ class RequestQueue:
             self._lengths[handle.slot] = 0
         for some in _batches(joining):
             requests = [handle.request for handle in some]
-            prompts, rows, keys = prefill_requests(self.engine, self._params, requests, top)
+            allowed = self._allowed(some) if guided else None
+            prompts, rows, keys = prefill_requests(self.engine, self._params, requests, top, allowed)
             if prompts.tokens.shape[1] != grid.width:
                 prompts = widened(self.engine, self._params, prompts, grid.width)
             grid = join(self.engine, grid, prompts, rows, keys, np.asarray([handle.slot for handle in some]))
@@ -252,11 +306,35 @@ class RequestQueue:
             self.counts.prompt_tokens += sum(len(request.prompt) for request in requests)
         self._grid = grid
 
+    def _begins(self, handle: Handle) -> bool:
+        """Whether a row can start in its grammar; it is told the error where it cannot."""
+        try:
+            if handle.request.grammar is not None:
+                handle.in_grammar = GrammarRow(handle.request.grammar)
+        except ConfigError as error:
+            handle.deliver(error)
+            return False
+        return True
+
+    def _allowed(self, handles: Sequence[Handle | None]) -> np.ndarray:
+        """The bits `[B,V/32]` of the tokens with which rows may go on."""
+        allowed = everything(self.engine, len(handles))
+        for bits, handle in zip(allowed, handles, strict=True):
+            if handle is not None and handle.in_grammar is not None:
+                bits[:] = handle.in_grammar.bits
+        return allowed
+
     def _dispatch(self) -> bool:
         """Starts a chunk of decode steps; False where no row goes on."""
+        engine, guided = self.engine, any(handle is not None and handle.in_grammar for handle in self._rows)
+        if guided:  # one step behind tokens that the host has seen; samples are the same without proposals
+            engine = dataclasses.replace(engine, speculative_tokens=0)
+            if any(h is not None and h.in_grammar and not self._lengths[slot] for slot, h in enumerate(self._rows)):
+                self._collect()
         live = [slot for slot, handle in enumerate(self._rows) if handle is not None]
         if not live or self._grid is None:
             return False
+        self._grid = with_allowed(self._grid, self._allowed(self._rows) if guided else None)
         # A row that was prefilled has a token that the host has not seen yet.
         reached = max(1, int(self._lengths[live].max()))
         slots, capacity = self._grid.slots, self._grid.slots.capacity
@@ -265,10 +343,10 @@ class RequestQueue:
             capacity *= 2
         if min(capacity, longest) != slots.capacity:
             slots = resized(self.engine, self._grid.prompts, slots, min(capacity, longest))
-        ahead = max(1, min(self.engine.chunk, slots.capacity - reached))
+        ahead = 1 if guided else max(1, min(self.engine.chunk, slots.capacity - reached))
         # With others waiting, an eighth of the slots is refilled as soon as it is free.
         pause_at = max(0, len(live) - max(1, self.size // 8)) if self._waiting else 0
-        slots = decode_chunk(self.engine, self._params, self._grid.prompts, slots, np.int32(ahead), np.int32(pause_at))
+        slots = decode_chunk(engine, self._params, self._grid.prompts, slots, np.int32(ahead), np.int32(pause_at))
         self._grid = self._grid._replace(slots=slots)
         return True
 
@@ -302,6 +380,12 @@ class RequestQueue:
                 self.counts.finished_rows += 1
             if count or reason is not None:
                 self._collected.append((handle, new))
+            if handle.in_grammar is not None and reason is None:
+                try:
+                    handle.in_grammar.consume(new.ids)
+                except ConfigError as error:
+                    self._collected.append((handle, error))
+                    self._end([slot])
 
 
 def _batches(handles: Sequence[Handle]) -> Iterator[list[Handle]]:

@@ -44,8 +44,8 @@ async def _sampled(server: Server, request: Request, chat: bool) -> Response:
     if body.pop("images", None):
         raise BadRequestError("images is given; this model reads text", param="images")
     for name in REGEX:
-        if body.pop(name, None) is not None:
-            raise BadRequestError(f"{name} is given, but this server has none", code="unsupported", param=name)
+        if (pattern := body.pop(name, None)) is not None:
+            body["guided_regex"] = pattern
     asked_logprobs = body.pop("logprobs", 0)
     name = "messages" if chat else "prompts"
     given = body.pop(name, None)

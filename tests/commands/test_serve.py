@@ -58,7 +58,7 @@ def test_it_answers_and_drains(process, tiny_run):
 
     Before that, its weights are replaced by those of a run that trained the same model, and not by those of another.
     """
-    flags = ("--slots=2", "--max_length=512", "--weight_updates")
+    flags = ("--slots=2", "--max_length=128", "--weight_updates")
     server, url = process("embedded:sort", *flags, JAXRL_LLM_API_KEY="sesame")
     with httpx.Client(base_url=url, headers={"Authorization": "Bearer sesame"}, timeout=240) as web:
         assert web.get("/v1/models").json()["data"][0]["id"] == "embedded:sort"
@@ -73,13 +73,13 @@ def test_it_answers_and_drains(process, tiny_run):
         answer = web.post("/update_weights_from_disk", json={"model_path": str(tiny_run.output_dir / "other")})
         assert answer.status_code == 400 and "other" in answer.json()["error"]["message"]
         with ThreadPoolExecutor() as pool:
-            endless = {"prompt": "x", "max_tokens": 500, "ignore_eos": True, "n": 4}
+            endless = {"prompt": "x", "max_tokens": 30, "ignore_eos": True, "n": 128}  # in two slots
             answer = pool.submit(web.post, "/v1/completions", json=endless)
             while "jaxrl_llm_running 2" not in httpx.get(f"{url}/metrics").text:
                 time.sleep(0.01)
             server.send_signal(signal.SIGTERM)
             usage = answer.result().json()["usage"]
-    assert usage["completion_tokens"] == 2000
+    assert usage["completion_tokens"] == 30 * 128
     assert server.wait(60) == 0
     with pytest.raises(httpx.TransportError):
         httpx.get(f"{url}/health")
@@ -105,7 +105,7 @@ def test_a_run_is_served_by_its_checkpoint(tiny_run, tmp_path):
 def test_adapters_are_merged():
     """A model with adapters becomes one of the served net, whose parameters a server can replace."""
     model = load_model("embedded:sort")
-    adapted = add_adapters(model, LoraConfig(4, 8.0, ("q", "v")), jax.random.key(0))
+    adapted = add_adapters(model, LoraConfig(4, 8.0, targets=("q", "v")), jax.random.key(0))
     params = jax.tree.map(lambda x: x + 0.01 if x.ndim else x, adapters_of(adapted.params))
     adapted = dataclasses.replace(adapted, params=combine(model.params, params))
     plain = merged(adapted)

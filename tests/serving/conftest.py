@@ -43,11 +43,13 @@ def listening(sorter):
 
     started = []
 
-    def start(limits=None, api_key: str = "", size: int = SLOTS, load=None) -> Running:
+    def start(limits=None, api_key: str = "", size: int = SLOTS, load=None, adapters=None) -> Running:
         engine = Engine(sorter.net, SamplingParams(), 1, LONGEST, (), CHUNK)
-        queue = RequestQueue(engine, sorter.params, size)
+        queue = RequestQueue(engine, sorter.params, size, adapters=adapters)
         limits = limits or Limits(LONGEST, body=100_000)
-        server = Server(queue, sorter.tokenizer, ["sorter"], eos_ids(sorter), 320, limits, api_key, ROUTES, load)
+        server = Server(
+            queue, sorter.tokenizer, ["sorter", *(adapters or {})], eos_ids(sorter), 320, limits, api_key, ROUTES, load
+        )
         listener = socket.create_server(("127.0.0.1", 0))
         web = uvicorn.Server(uvicorn.Config(server.app, log_level="warning", lifespan="off"))
         thread = threading.Thread(target=web.run, kwargs={"sockets": [listener]}, daemon=True)

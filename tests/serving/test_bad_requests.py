@@ -12,6 +12,7 @@ pytest.importorskip("starlette")
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 MESSAGES = [{"role": "user", "content": "sort:1="}]
+TOOL = {"type": "function", "function": {"name": "add"}}
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +82,16 @@ def test_what_is_no_object_of_json(web, body):
         (CHAT, {"messages": MESSAGES, "echo": True}, "echo"),
         (TEXT, {"prompt": "x", "best_of": 2}, "best_of"),
         (TEXT, {"prompt": "x", "frequency_penalty": 2.5}, "frequency_penalty"),
-        (TEXT, {"prompt": "x", "logit_bias": {"5": 1}}, "logit_bias"),
+        (TEXT, {"prompt": "x", "logit_bias": {"320": 1}}, "logit_bias"),
+        (TEXT, {"prompt": "x", "logit_bias": {"-1": 1}}, "logit_bias"),
+        (TEXT, {"prompt": "x", "logit_bias": {"²": 1}}, "logit_bias"),
+        (TEXT, {"prompt": "x", "logit_bias": {"5": 101}}, "logit_bias"),
+        (TEXT, {"prompt": "x", "logit_bias": [5, 1]}, "logit_bias"),
+        (TEXT, {"prompt": "x", "bad_words": "a"}, "bad_words"),
+        (TEXT, {"prompt": "x", "bad_words": [" "]}, "bad_words"),
+        (TEXT, {"prompt": "x", "bad_words": ["a" * 17]}, "bad_words"),
+        (TEXT, {"prompt": "x", "bad_words": ["a"] * 65}, "bad_words"),
+        (TEXT, {"prompt": "x", "min_tokens": -1}, "min_tokens"),
         (TEXT, {"prompt": "x", "max_token": 3}, "max_token"),
         (TEXT, {"prompt": "x", "messages": MESSAGES}, "messages"),
         (TEXT, {"prompt": "x", "stream_options": {"usage": True}}, "stream_options"),
@@ -98,12 +108,13 @@ def test_what_is_no_object_of_json(web, body):
         (CHAT, {"messages": MESSAGES, "top_logprobs": 3}, "top_logprobs"),
         (CHAT, {"messages": MESSAGES, "tools": ["add"]}, "tools"),
         (CHAT, {"messages": MESSAGES, "tool_choice": "required"}, "tool_choice"),
-        (CHAT, {"messages": MESSAGES, "response_format": {"type": "json_object"}}, "response_format"),
+        (CHAT, {"messages": MESSAGES, "tools": [TOOL], "tool_choice": {"type": "function"}}, "tool_choice"),
+        (CHAT, {"messages": MESSAGES, "tools": [TOOL], "tool_choice": "any"}, "tool_choice"),
         (CHAT, {"messages": MESSAGES, "chat_template": "{{ 1 }}"}, "chat_template"),
         (CHAT, {"messages": MESSAGES, "chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs"),
         (CHAT, {"messages": MESSAGES, "chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
         (CHAT, {"messages": MESSAGES, "chat_template_kwargs": [1]}, "chat_template_kwargs"),
-        (CHAT, {"messages": MESSAGES, "parallel_tool_calls": False}, "parallel_tool_calls"),
+        (CHAT, {"messages": MESSAGES, "tools": [TOOL], "parallel_tool_calls": False}, "parallel_tool_calls"),
     ],
 )
 def test_wrong_fields_are_named(web, path, body, param):

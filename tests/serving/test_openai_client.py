@@ -2,6 +2,7 @@
 
 import json
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -265,15 +266,28 @@ def test_the_client_of_the_environments_room(running, sorter):
     assert all(1 <= len(row) <= 6 for row in rows["completion_ids"])
 
 
-def test_penalties_are_those_of_generate(client, sorter):
-    """Of one row among others that have none, by the fields of OpenAI and of vLLM."""
-    prompt, settings = "sort:48210=", {"repetition_penalty": 20.0, "frequency_penalty": 2.0, "presence_penalty": 1.0}
-    plain, *expected = (jaxrl_llm.generate(sorter, [prompt], 12, 0.0, **given)[0] for given in ({}, settings))
-    penalties = {name: value for name, value in settings.items() if name != "repetition_penalty"}
-    more = {"repetition_penalty": settings["repetition_penalty"]}
-    found = [
-        client.completions.create(model="sorter", prompt=prompt, max_tokens=12, temperature=0, extra_body=body, **given)
-        for body, given in (({}, {}), (more, penalties))
-    ]
-    assert [one.choices[0].text for one in found] == [plain, *expected]
-    assert plain != expected[0]
+def test_settings_of_logits_are_those_of_generate(client, sorter):
+    """Of rows among others that have none, by the fields of OpenAI and of vLLM."""
+    prompt, penalties = "sort:48210=", {"frequency_penalty": 2.0, "presence_penalty": 1.0}
+    asked = (  # OpenAI's arguments, further fields of the body, and the arguments of generate
+        ({}, {}, {}),
+        (penalties, {"repetition_penalty": 20.0}, {"repetition_penalty": 20.0, **penalties}),
+        (
+            {"logit_bias": {"49": -100, "65": 9.5}},
+            {"bad_words": ["02", "4"], "min_tokens": 9},
+            {"logit_bias": ("49=-100", "65=9.5"), "bad_words": ("02", "4"), "min_new_tokens": 9},
+        ),
+    )
+    expected = [jaxrl_llm.generate(sorter, [prompt], 12, 0.0, **own)[0] for _, _, own in asked]
+    assert len(set(expected)) == len(asked)
+    ask = {"model": "sorter", "prompt": prompt, "max_tokens": 12, "temperature": 0}
+    with ThreadPoolExecutor(len(asked)) as pool:
+        found = list(pool.map(lambda x: client.completions.create(**ask, **x[0], extra_body=x[1]), asked))
+    assert [one.choices[0].text for one in found] == expected
+
+
+def test_a_stop_string_counts_from_the_fewest_tokens_on(client):
+    ask = {"model": "sorter", "prompt": "sort:4214=", "max_tokens": 12, "temperature": 0, "stop": ["1", "4"]}
+    for fewest, text in ((0, ""), (2, "12"), (3, "12")):
+        (choice,) = client.completions.create(**ask, extra_body={"min_tokens": fewest}).choices
+        assert choice.text == text, fewest

@@ -13,7 +13,7 @@ from jaxrl_llm.models.quantize import quantized_as
 from jaxrl_llm.models.transformer import ModelConfig, Net
 from jaxrl_llm.rollout.engine import Engine
 from jaxrl_llm.rollout.sampling import SamplingParams
-from jaxrl_llm.serving.grid import RowRequest
+from jaxrl_llm.serving.grid import CAPACITY, RowRequest
 from jaxrl_llm.serving.queue import Handle, RequestQueue, StoppedError, Tokens
 from jaxrl_llm.training.setup.specs import eos_ids
 
@@ -66,7 +66,9 @@ def ask(queue: RequestQueue, *requests: RowRequest) -> list[Collected]:
     return rows
 
 
-def random_requests(count: int, seed: int, ends: tuple[int, ...]) -> list[RowRequest]:
+def random_requests(
+    count: int, seed: int, ends: tuple[int, ...], sizes: tuple[int, ...] = (1, 9, 60, 100, 200), most: int = LONGEST
+) -> list[RowRequest]:
     """Prompts of any length (of three buckets), limits and settings; some are greedy, some filtered, some neither."""
     draw = np.random.default_rng(seed)
     settings = [
@@ -82,8 +84,8 @@ def random_requests(count: int, seed: int, ends: tuple[int, ...]) -> list[RowReq
     ]
     return [
         RowRequest(
-            prompt=draw.integers(32, 127, int(draw.choice([1, 9, 60, 100, 200]))).tolist(),
-            limit=int(draw.integers(1, LONGEST + 1)),
+            prompt=draw.integers(32, 127, int(draw.choice(sizes))).tolist(),
+            limit=int(draw.integers(1, most + 1)),
             sampling=settings[draw.integers(len(settings))],
             ends=ends if draw.random() < 0.7 else (),
             seed=int(draw.integers(2**31)),
@@ -122,11 +124,23 @@ def test_rows_of_any_settings_are_those_of_the_engine(queue, model):
         np.testing.assert_allclose(row.logps, logps, atol=2e-4)
 
 
-@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [0, 1, 2])
 def test_every_row_gets_what_it_gets_alone(queue, model, seed):
     """Random arrivals and cancellations: the tokens and log-probs that come are those of the same row, asked alone."""
+    compare_with_alone(queue, random_requests(16, seed, eos_ids(model)), seed)
+
+
+def test_every_row_of_a_small_grid_gets_what_it_gets_alone(model):
+    """The same with two slots, two buckets of prompts and one capacity, for which few programs are compiled."""
+    queue = RequestQueue(Engine(model.net, SamplingParams(), 1, CAPACITY, (), chunk=4), model.params, 2)
+    queue.start()
+    compare_with_alone(queue, random_requests(12, 0, eos_ids(model), (1, 9, 60, 100), CAPACITY), 0)
+    queue.stop(60)
+
+
+def compare_with_alone(queue: RequestQueue, requests: list[RowRequest], seed: int) -> None:
     draw = np.random.default_rng(100 + seed)
-    requests = random_requests(16, seed, eos_ids(model))
     together, cancelled = [], []
     while len(together) < len(requests):
         count = int(draw.integers(1, 6))

@@ -100,7 +100,7 @@ def test_the_endpoints_of_earlier_versions(running, sorter, chat, nested):
     [
         ("/generate/", {"prompts": []}, 400),
         ("/generate/", {"prompts": PROMPTS, "images": ["x", "y"]}, 400),
-        ("/generate/", {"prompts": PROMPTS, "guided_decoding_regex": "a*"}, 400),
+        ("/generate/", {"prompts": PROMPTS, "guided_decoding_regex": "(a"}, 400),
         ("/generate/", {"prompts": PROMPTS, "repetition_penalty": 0}, 400),
         ("/generate/", {"prompts": PROMPTS, "generation_kwargs": [1]}, 400),
         ("/chat/", {"messages": "hello"}, 400),

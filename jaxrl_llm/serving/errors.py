@@ -1,0 +1,17 @@
+"""The error that a request is answered with."""
+
+from typing import Any
+
+
+class BadRequestError(Exception):
+    """A request that is refused, with the HTTP status, and OpenAI's code and parameter."""
+
+    def __init__(self, message: str, status: int = 400, code: str | None = None, param: str | None = None):
+        super().__init__(message)
+        self.status, self.code, self.param = status, code, param
+
+    def body(self) -> dict[str, Any]:
+        """The error as OpenAI's servers write it."""
+        kinds = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+        kind = kinds.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
+        return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}

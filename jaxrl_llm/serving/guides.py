@@ -1,0 +1,178 @@
+"""What an answer must look like: response formats, vLLM's guides and forced tool calls, as grammars.
+
+All become one grammar in Lark's syntax, which llguidance compiles in milliseconds and follows on the host: requests are
+of strangers, and no table of the states of a pattern is bounded by its length.
+"""
+
+import functools
+import json
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from jaxrl_llm.config import ConfigError
+from jaxrl_llm.rollout.grammar import Grammar, Vocabulary, as_lark, pattern_as_lark
+from jaxrl_llm.serving.errors import BadRequestError
+
+MOST_CHARACTERS = 65_536  # of a grammar: a schema of a thousand properties compiles in a sixth of a second
+KEPT = 128  # compiled grammars
+# Between the tokens of JSON: room for a pretty print, and none for a model that never comes to an end.
+WHITESPACE = {"whitespace_pattern": "[ \\n]{1,20}"}
+STRUCTURED = ("json", "regex", "choice", "grammar", "json_object")
+
+
+class Guides:
+    """The compiled grammars of a served model, of which the latest are kept."""
+
+    def __init__(self, tokenizer: Any, vocabulary: int, eos: tuple[int, ...]):
+        self._model, self._lock = (tokenizer, vocabulary, eos), threading.Lock()
+        self._vocabulary: Vocabulary | None = None
+        self._compiled: Callable[[str, str], Grammar] = functools.lru_cache(KEPT)(self._compile)
+
+    def grammar(self, text: str, param: str) -> Grammar:
+        """The compiled grammar of a text in Lark's syntax; raises BadRequestError, which names the field `param`."""
+        try:
+            return self._compiled(text, param)
+        except ConfigError as error:
+            raise BadRequestError(str(error), param=param) from None
+
+    def _compile(self, text: str, param: str) -> Grammar:
+        with self._lock:
+            if not self._model[2]:
+                raise ConfigError(f"{param} needs a model with an end of text, without which no answer would end")
+            self._vocabulary = self._vocabulary or Vocabulary(*self._model, param)
+        return Grammar(text, self._vocabulary, param)
+
+
+def guide_of(body: Mapping[str, Any], tools: Sequence[Mapping[str, Any]], template: str) -> tuple[str, str] | None:
+    """The grammar that a body asks for, in Lark's syntax, and the field that asked; None for an answer of any kind.
+
+    `tools` are those that the answer may call, in the form that the chat template shows. Raises BadRequestError, which
+    names the field: two guides, a form that there is not, a text that is too long.
+    """
+    found = _named_guides(body)
+    choice = body.get("tool_choice")
+    if tools and choice not in (None, "auto", "none"):
+        found["tool_choice"] = ("call", choice)
+    if len(found) > 1:
+        raise BadRequestError(f"{' and '.join(sorted(found))} are given; an answer has one guide", param=min(found))
+    for param, (kind, value) in found.items():
+        try:
+            if kind == "call":
+                several = value == "required" and body.get("parallel_tool_calls") is not False
+                text = f"start: {'calls' if several else 'call'}\n{_calls(tools, template)}"
+            else:
+                text = _lark(param, kind, value, tools, template)
+        except ConfigError as error:
+            raise BadRequestError(str(error), param=param) from None
+        except RecursionError:
+            raise BadRequestError(f"{param} is nested too deeply", param=param) from None
+        if text is None:
+            raise BadRequestError(f"{param} is {value!r:.100}, which is no {kind}", param=param)
+        if len(text) > MOST_CHARACTERS:
+            raise BadRequestError(
+                f"{param} has {len(text):,} characters as a grammar; up to {MOST_CHARACTERS:,} are taken", param=param
+            )
+        if isinstance(body.get("ignore_eos"), bool) and body["ignore_eos"]:
+            raise BadRequestError(f"ignore_eos and {param} contradict each other: leave one out", param="ignore_eos")
+        for name in ("bad_words", "min_tokens"):
+            if body.get(name):
+                raise BadRequestError(f"{name} may forbid all that {param} allows: leave one of them out", param=name)
+        return text, param
+    return None
+
+
+def _named_guides(body: Mapping[str, Any]) -> dict[str, tuple[str, Any]]:
+    """The kind and the value of each guide in a body, by its field."""
+    found: dict[str, tuple[str, Any]] = {}
+    response = body.get("response_format")
+    if response is not None:
+        kind = response.get("type") if isinstance(response, Mapping) else None
+        inner = response.get("json_schema") if kind == "json_schema" else {}
+        if kind not in ("text", "json_object", "json_schema") or not isinstance(inner, Mapping):
+            raise BadRequestError(
+                f"response_format is {response!r:.100}; its type is text, json_object, or json_schema with "
+                '{"name": ..., "schema": {...}} as json_schema',
+                param="response_format",
+            )
+        if kind != "text":
+            schema = {"type": "object"} if kind == "json_object" else inner.get("schema")
+            found["response_format"] = ("json", schema)
+    for kind in ("json", "regex", "choice", "grammar"):
+        if body.get(f"guided_{kind}") is not None:
+            found[f"guided_{kind}"] = (kind, body[f"guided_{kind}"])
+    structured = body.get("structured_outputs")
+    if structured is not None:
+        given = {k: v for k, v in structured.items() if v not in (None, False)} if _is_object(structured) else {}
+        if not _is_object(structured) or set(given) - set(STRUCTURED) or len(given) > 1:
+            raise BadRequestError(
+                f"structured_outputs is {structured!r:.100}; it takes one of {', '.join(STRUCTURED)}",
+                param="structured_outputs",
+            )
+        for kind, value in given.items():
+            found["structured_outputs"] = ("json", {"type": "object"}) if kind == "json_object" else (kind, value)
+    return found
+
+
+def _lark(param: str, kind: str, value: Any, tools: Sequence[Mapping[str, Any]], template: str) -> str | None:
+    """The grammar of a guide; None where the value is not of the kind."""
+    if kind == "json":
+        if isinstance(value, str):
+            try:
+                value = json.loads(value)
+            except (ValueError, RecursionError):
+                return None
+        if not _is_object(value):
+            return None
+        answer = f"%json {json.dumps({**value, 'x-guidance': WHITESPACE})}"
+        if tools:  # the model may call one first, as with a text
+            return f"start: answer | calls\nanswer: {answer}\n{_calls(tools, template)}"
+        return f"start: {answer}"
+    if kind == "choice":
+        is_list = isinstance(value, Sequence) and not isinstance(value, str)
+        if not is_list or not value or not all(isinstance(text, str) and text for text in value):
+            return None
+        return f"start: {' | '.join(json.dumps(text, ensure_ascii=False) for text in value)}"
+    if not isinstance(value, str) or not value:
+        return None
+    if kind == "regex":
+        return pattern_as_lark(value, param)
+    return as_lark(value, param)
+
+
+def _calls(tools: Sequence[Mapping[str, Any]], template: str) -> str:
+    """The rules `call` and `calls`, of one of the tools and of several: as Hermes and Qwen write them, or Llama 3."""
+    as_llama = "parameters" in template and "<tool_call>" not in template
+    rules = []
+    for tool in tools:
+        function, arguments = tool["function"], "parameters" if as_llama else "arguments"
+        schema = _moved(function.get("parameters") or {"type": "object"}, f"#/properties/{arguments}")
+        called = {
+            "type": "object",
+            "properties": {"name": {"const": function["name"]}, arguments: schema},
+            "required": ["name", arguments],
+            "additionalProperties": False,
+            "x-guidance": WHITESPACE,
+        }
+        rules.append(f"tool_{len(rules)}: %json {json.dumps(called)}")
+    names = " | ".join(f"tool_{number}" for number in range(len(rules)))
+    forms = ['calls: call ("; " call)*', "call: tool"]
+    if not as_llama:
+        forms = [r'calls: call ("\n" call)*', r'call: "<tool_call>\n" tool "\n</tool_call>"']
+    return "\n".join([*forms, f"tool: {names}", *rules])
+
+
+def _moved(schema: Any, to: str) -> Any:
+    """A schema whose references to its own parts are right where it is a part of another, at `to`."""
+    if isinstance(schema, list):
+        return [_moved(each, to) for each in schema]
+    if not _is_object(schema):
+        return schema
+    moved = {key: _moved(value, to) for key, value in schema.items()}
+    if isinstance(schema.get("$ref"), str) and schema["$ref"].startswith("#"):
+        moved["$ref"] = to + schema["$ref"][1:]
+    return moved
+
+
+def _is_object(value: Any) -> bool:
+    return isinstance(value, Mapping)

@@ -1,0 +1,101 @@
+"""Adapters as further models: each answers as the merged model does, whoever else is served."""
+
+import dataclasses
+import re
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx
+import jax
+import pytest
+
+import jaxrl_llm
+from jaxrl_llm.__main__ import main
+from jaxrl_llm.config import ConfigError
+from jaxrl_llm.models.lora import LoraConfig, adapters_of, combine
+from jaxrl_llm.models.model import add_adapters, load_adapter, save_adapter
+from jaxrl_llm.rollout.sampling import SamplingParams
+from jaxrl_llm.serving.grid import RowRequest
+from jaxrl_llm.serving.queue import Handle
+
+pytest.importorskip("starlette")
+CONFIGS = {
+    "poet": LoraConfig(2, 8.0, targets=("q", "v")),
+    "clerk": LoraConfig(4, 4.0, targets=("o", "gate", "up", "down"), dora=True),
+}
+
+
+@pytest.fixture(scope="module")
+def folders(sorter, tmp_path_factory):
+    """PEFT folders of adapters that change what the model says, and the adapted models."""
+    found = {}
+    for number, (name, config) in enumerate(CONFIGS.items()):
+        adapted = add_adapters(sorter, config, jax.random.key(number))
+        moved = jax.tree.map(lambda x: x + 0.02 if x.ndim else x, adapters_of(adapted.params))
+        adapted = dataclasses.replace(adapted, params=combine(sorter.params, moved))
+        folder = tmp_path_factory.mktemp("adapters") / name
+        save_adapter(adapted, folder)
+        found[name] = (folder, adapted)
+    return found
+
+
+@pytest.fixture(scope="module")
+def serving(listening, folders, sorter):
+    return listening(adapters={name: load_adapter(sorter, folder) for name, (folder, _) in folders.items()})
+
+
+def test_each_model_answers_as_alone(serving, folders, sorter):
+    """Requests of three models, mixed: texts are those of `generate` with the merged adapter."""
+    models = {"sorter": sorter, **{name: adapted for name, (_, adapted) in folders.items()}}
+    prompts = ["sort:4821=", "x"]
+    expected = {name: jaxrl_llm.generate(model, prompts, 10, seed=3) for name, model in models.items()}
+    assert len(set(map(tuple, expected.values()))) == 3
+    with httpx.Client(base_url=serving.url, timeout=240) as web:
+
+        def one(name: str) -> list[str]:
+            body = {"model": name, "prompt": prompts, "max_tokens": 10, "seed": 3}
+            return [choice["text"] for choice in web.post("/v1/completions", json=body).json()["choices"]]
+
+        with ThreadPoolExecutor(9) as pool:
+            names = [*models] * 3
+            assert list(pool.map(one, names)) == [expected[name] for name in names]
+        listed = {model["id"]: model["parent"] for model in web.get("/v1/models").json()["data"]}
+        assert listed == {"sorter": None, "poet": "sorter", "clerk": "sorter"}
+        assert web.get("/v1/models/poet").json()["id"] == "poet"
+        answer = web.post("/v1/completions", json={"model": "pirate", "prompt": "x"})
+        assert answer.status_code == 404 and "sorter, poet, clerk" in answer.json()["error"]["message"]
+
+
+def test_no_model_waits_for_more_than_a_turn_of_another(serving):
+    """A row of another adapter is answered before rows that were asked for later, however many these are."""
+    order, done = [], threading.Event()
+
+    def row(name: str, number: int) -> Handle:
+        def deliver(tokens) -> None:
+            if tokens.finish_reason is not None:
+                order.append((name, number))
+                if len(order) == 41:
+                    done.set()
+
+        return Handle(RowRequest([65], 8, SamplingParams(), (), number, adapter=name), deliver)
+
+    first = [row("poet", number) for number in range(20)]
+    other, later = row("clerk", 0), [row("poet", number) for number in range(20, 40)]
+    for handle in (*first, other, *later):
+        serving.server.queue.submit([handle])
+    assert done.wait(120)
+    assert order.index(("clerk", 0)) < min(order.index(("poet", number)) for number in range(24, 40))
+    assert sorted(order) == sorted([("clerk", 0), *(("poet", number) for number in range(40))])
+
+
+@pytest.mark.parametrize(
+    ("lora", "message"),
+    [
+        ("poet", "--lora has 'poet'; it takes NAME=FOLDER"),
+        ("embedded:sort=x", "--lora has 'embedded:sort=x'"),
+        ("a=/nowhere", "/nowhere has no adapter_config.json"),
+    ],
+)
+def test_adapters_that_are_refused(lora, message):
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        main(["serve", "embedded:sort", f"--lora={lora}"])
