@@ -12,7 +12,7 @@ import pytest
 import jaxrl_llm
 from jaxrl_llm.__main__ import main
 from jaxrl_llm.config import ConfigError
-from jaxrl_llm.models.lora import LoraConfig, adapters_of, combine
+from jaxrl_llm.models.lora import LoraConfig, combine, split
 from jaxrl_llm.models.model import add_adapters, load_adapter, save_adapter
 from jaxrl_llm.rollout.sampling import SamplingParams
 from jaxrl_llm.serving.grid import RowRequest
@@ -27,11 +27,11 @@ CONFIGS = {
 
 @pytest.fixture(scope="module")
 def folders(sorter, tmp_path_factory):
-    """PEFT folders of adapters that change what the model says, and the adapted models."""
+    """PEFT folders of adapters that change what the model says, and the adapted models; one trained norms whole."""
     found = {}
     for number, (name, config) in enumerate(CONFIGS.items()):
-        adapted = add_adapters(sorter, config, jax.random.key(number))
-        moved = jax.tree.map(lambda x: x + 0.02 if x.ndim else x, adapters_of(adapted.params))
+        adapted = add_adapters(sorter, config, jax.random.key(number), ["norm"] if config.dora else ())
+        moved = jax.tree.map(lambda x: x + 0.02 if x.ndim else x, split(adapted.params)[1])
         adapted = dataclasses.replace(adapted, params=combine(sorter.params, moved))
         folder = tmp_path_factory.mktemp("adapters") / name
         save_adapter(adapted, folder)
