@@ -157,6 +157,7 @@ def serve(
 
             for number in (signal.SIGTERM, signal.SIGINT):
                 loop.add_signal_handler(number, stop)
+            stderr_console().print(ready, markup=False, highlight=False)  # who reads it may end the server at once
             try:
                 yield
             finally:
@@ -182,11 +183,7 @@ def serve(
     queue.counts = Counts()
     listener.listen(2048)
     address, actual = listener.getsockname()[:2]
-    stderr_console().print(
-        f"{', '.join(names)}: {slots} slots of up to {length} tokens, at http://{address}:{actual}/v1",
-        markup=False,
-        highlight=False,
-    )
+    ready = f"{', '.join(names)}: {slots} slots of up to {length} tokens, at http://{address}:{actual}/v1"
     try:
         asyncio.run(Uvicorn(web).serve(sockets=[listener]))
     finally:
