@@ -195,7 +195,7 @@ def chunked_delta_rule(q, k, v, g, beta, segments, chunk: int = CHUNK) -> tuple[
     state solves a triangular system, as in section 3.2 of arXiv 2406.06484, with decays as in arXiv 2412.06464. Tokens
     of other segments neither decay nor see each other.
     """
-    rows, length = segments.shape
+    (rows, length), segments = segments.shape, jnp.asarray(segments, jnp.int32)
     extra = -length % chunk  # before the row, so that the last state is that of its last token
 
     def chunks(x, value=0):
@@ -232,6 +232,6 @@ def chunked_delta_rule(q, k, v, g, beta, segments, chunk: int = CHUNK) -> tuple[
 
     ids = chunks(segments, NO_SEGMENT)
     start = jnp.zeros((rows, *v.shape[2:4], k.shape[-1], v.shape[-1]), jnp.float32)
-    start = (_sharded(start, 1), jnp.full((rows,), NO_SEGMENT, segments.dtype))
+    start = (_sharded(start, 1), jnp.full((rows,), NO_SEGMENT, jnp.int32))
     (state, _), out = jax.lax.scan(step, start, (*(chunks(a) for a in (q, k, v, g, beta)), ids))
     return jnp.moveaxis(out, 0, 1).reshape(rows, -1, *out.shape[3:])[:, extra:], state
