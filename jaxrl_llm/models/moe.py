@@ -128,7 +128,7 @@ def across_devices(compute, kernels: Kernels, x, weights, chosen):
     def local(kernels, x, weights, chosen):
         shape = x.shape
         x, weights, chosen = flat(x, weights, chosen)
-        kernels = Kernels(*(w if w is None else _gathered(w, spec) for w, spec in zip(kernels, specs, strict=True)))
+        kernels = Kernels._make(w if w is None else _gathered(w, spec) for w, spec in zip(kernels, specs, strict=True))
         if exchanged:
             x, weights, chosen = (jax.lax.all_gather(a, "expert", axis=0, tiled=True) for a in (x, weights, chosen))
         if specs.gate[0] is not None:  # as numbers among the experts of this device
