@@ -26,6 +26,7 @@ from jaxrl_llm.distributed.sharding import rollout_mesh, row_shards
 from jaxrl_llm.environments.batch import EpisodeBatch
 from jaxrl_llm.environments.factory import Environments, EnvironmentSpec
 from jaxrl_llm.environments.protocol import EpisodeError
+from jaxrl_llm.models.attention import Attention
 from jaxrl_llm.models.cast import draws_from_another
 from jaxrl_llm.models.model import Model, check_positions
 from jaxrl_llm.models.transformer import Params
@@ -448,7 +449,7 @@ def check_memory(config, model: Model, engine: Engine, width: int, mesh: Mesh) -
     """
     net, length = model.net.config, width + engine.max_completion_length
     rows = config.batch.prompts * engine.group_size
-    layers = sum(kind.window is None for kind in net.layer_configs)
+    layers = sum(kind.window is None and kind.mixer is Attention for kind in net.layer_configs)
     needed = 2 * layers * net.kv_heads * net.head_dim * length + 4 * rows * length  # bytes, of a byte a number
     if needed > (memory := device_memory(mesh)):
         raise ConfigError(
