@@ -77,7 +77,7 @@ class OfflineSource:
             batch = _to_devices(batch, mesh)
         with self.stopwatch("logps"):
             if self.ref_params is not None:
-                batch = reference_logps(self.net, on_device(self.ref_params), batch, rows, mesh, self.pack)
+                batch = reference_logps(self.net, self.ref_params, batch, rows, mesh, self.pack)
             if spec.running_mean:
                 logps = _logps(self.net, state.params, batch, rows, mesh, self.pack)
                 self.mean_reward = self.mean_reward.update(_rewards(spec, logps, batch))
@@ -130,7 +130,8 @@ class HeldOut:
         del key, table
         batch = self.batch if self.source is None else self.source.with_baseline(self.batch)
         prefix = f"eval/{self.name}/" if self.name else "eval/"
-        return {f"{prefix}{name}": float(x) for name, x in jax.device_get(self.measure(params, batch)).items()}
+        measured = jax.device_get(self.measure(on_device(params), batch))
+        return {f"{prefix}{name}": float(x) for name, x in measured.items()}
 
 
 def as_examples(rows: list[Row]) -> list[Example]:
@@ -247,7 +248,7 @@ def _logps(net: Net, params: Params, batch: Batch, rows: int, mesh: Mesh, pack: 
     inputs = Inputs(batch.inputs.tokens, batch.inputs.segments)
     if pack is not None:
         inputs = inputs.replace(layout=pack.passing(inputs.tokens, inputs.segments, batch.mask))
-    return scored_logps(net, params, inputs, 1.0, rows, row_shards(mesh))
+    return scored_logps(net, on_device(params), inputs, 1.0, rows, row_shards(mesh))
 
 
 def _rewards(spec: OfflineSpec, logps, batch: Batch) -> jax.Array:
