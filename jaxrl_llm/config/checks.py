@@ -301,13 +301,6 @@ def _batch(config: ConfigDict, online: bool) -> Iterator[str]:
         formula += f" x rollout.group_size = {batch.prompts} x {config.rollout.group_size}"
     elif rows_together(config) == 2:
         formula += " x 2"
-    packs = {"batch.packing": batch.packing == "true", "batch.microbatch_tokens": batch.microbatch_tokens}
-    for key in (key for key, is_set in packs.items() if is_set and config.mesh.context > 1):
-        yield (
-            f"{key} is {config.batch[key.rpartition('.')[2]]}, but mesh.context = {config.mesh.context} shards the "
-            "positions of each row, and a packed row would be cut within its documents: set mesh.context to 1 (with "
-            "mesh.fsdp or mesh.tensor in its place), or batch.packing to false and batch.microbatch_rows"
-        )
     if rows % batch.minibatches:
         yield f"batch.minibatches is {batch.minibatches}, but it must divide the {rows} rows ({formula})"
     minibatch = rows // batch.minibatches
@@ -426,6 +419,15 @@ def _environment(config: ConfigDict) -> Iterator[str]:
 
 def _data(config: ConfigDict) -> Iterator[str]:
     data, model = config.data, config.model
+    easy, hard = data.curriculum_easy, data.curriculum_hard
+    for key in (key for key in ("easy", "hard") if data[f"curriculum_{key}"] is not None):
+        if data.streaming or config.algorithm.name in OFFLINE:
+            reason = (
+                "streams rows, which come once" if data.streaming else "samples nothing, so that no prompt is solved"
+            )
+            yield f"data.curriculum_{key} is {data[f'curriculum_{key}']:g}, but this run {reason}: set it to none"
+    if easy is not None and hard is not None and hard >= easy:
+        yield f"data.curriculum_hard is {hard:g}, but it must be below data.curriculum_easy = {easy:g}"
     split_options(f"model.overrides({model.overrides})")
     split_options(f"data.chat_template_kwargs({data.chat_template_kwargs})")  # raises for options it cannot read
     if data.streaming and config.num_epochs is not None:
@@ -495,7 +497,15 @@ def _optimizer(config: ConfigDict) -> Iterator[str]:
         yield f"optimizer.warmup_steps is {c.warmup_steps} and warmup_ratio {c.warmup_ratio}: set one of the two"
     if c.warmup_init and not (c.warmup_steps or c.warmup_ratio):
         yield f"optimizer.warmup_init is {c.warmup_init:g}, but there is no warm-up: set warmup_steps, or it to 0"
-    if c.warmup_init > c.learning_rate:
+    if c.learning_rate == "auto":
+        if config.algorithm.name in ("preference", "reward_model"):
+            yield (
+                "optimizer.learning_rate is auto, a rule for sft and for algorithms that sample, but algorithm.name is "
+                f"{config.algorithm.name}: set a number, 1e-6 for example, or 1e-5 for adapters"
+            )
+        if c.warmup_init:
+            yield f"optimizer.warmup_init is {c.warmup_init:g}, and learning_rate auto: give a number for both"
+    elif c.warmup_init > c.learning_rate:
         yield (
             f"optimizer.warmup_init is {c.warmup_init:g}, but warm-up rises to learning_rate = {c.learning_rate:g}: "
             "give a smaller one"

@@ -43,6 +43,9 @@ class Tree(ConfigDict):
             setting = self._setting(key)
             if setting is None:
                 raise
+            if setting.words and setting.accepts(value):  # a word in place of a number, or a number again
+                with self.ignore_type():
+                    return super().__setitem__(key, value if value in setting.words else setting.kind(value))
             shown = f"{value!r}" if isinstance(value, str | int | float | list | tuple) else type(value).__name__
             way_out = OBJECTS.get(setting.name, "")
             raise SettingError(f"{setting.name} is {shown}, but it takes {setting.allowed}{way_out}") from error
@@ -91,6 +94,7 @@ class Setting:
     maximum: float | None = None
     above: float | None = None  # exclusive
     below: float | None = None  # exclusive
+    words: tuple[str, ...] = ()  # that stand for a number
 
     @property
     def many(self) -> bool:
@@ -108,6 +112,7 @@ class Setting:
             )
         bounds = ((">", self.above), (">=", self.minimum), ("<", self.below), ("<=", self.maximum))
         text += " and".join(f" {sign} {bound:g}" for sign, bound in bounds if bound is not None)
+        text += "".join(f", or {word}" for word in self.words)
         if self.many:
             text = f"a list, each {text}"
         return f"{text}, or none" if self.default is None else text
@@ -125,6 +130,8 @@ class Setting:
         return (value is None and self.default is None) or self._accepts_one(value)
 
     def _accepts_one(self, value: Any) -> bool:
+        if value in self.words:
+            return True
         kinds = {float: (int, float), dict: (str, Mapping)}.get(self.kind, self.kind)
         if not isinstance(value, kinds) or (isinstance(value, bool) and self.kind is not bool):
             return False
@@ -270,6 +277,9 @@ KEYS = (
     Setting("model.router_aux_loss_coef", None,
         "Weight of the load-balancing loss of a mixture of experts; none is router_aux_loss_coef of its config.json, 0 "
         "is off.", float, minimum=0),
+    Setting("model.offload", False,
+        "Keep the parameters, and the critic's, in the host's memory between uses: each pass has them on the device, "
+        "and sampling its copy in model.dtype alone.", bool),
     Setting("model.freeze_router", False, "Do not train the routers of a mixture of experts.", bool),
     Setting("model.quantize", "none",
         "Store the matrices of the layers in 8 or 4 bits and train adapters only (QLoRA).",
@@ -329,6 +339,18 @@ KEYS = (
         "stop with an error, drop them, or truncate their start, end or middle.",
         choices=("error", "filter", "truncate_left", "truncate_right", "truncate_middle")),
     Setting("data.shuffle", True, "Reshuffle the rows every epoch.", bool),
+    Setting("data.curriculum_easy", None,
+        "Running success rate from which on a prompt is passed over; none passes over none. A completion succeeds by "
+        "eval.correct_at.", float, above=0, maximum=1),
+    Setting("data.curriculum_hard", None,
+        "Running success rate up to which a prompt is passed over; none passes over none.", float, minimum=0, below=1),
+    Setting("data.curriculum_revisit", 0.1,
+        "Share of the turns of a prompt that is passed over in which it is taken all the same, and may come back.",
+        float, minimum=0, maximum=1),
+    Setting("data.curriculum_visits", 1, "Times a prompt is taken before it can be passed over.", int, minimum=1),
+    Setting("data.curriculum_decay", 0.5,
+        "Weight of the former rate in the running success rate; 0 is the newest success alone.",
+        float, minimum=0, below=1),
     Setting("data.max_length", 1024,
         "Tokens in a row of an offline algorithm, prompt and completion together.", int, minimum=1),
     Setting("data.loss_on", "completion",
@@ -573,7 +595,9 @@ KEYS = (
     Setting("optimizer.name", "adamw",
         "Optimizer; muon is for the matrices of the layers, with adamw for the rest.",
         choices=("adamw", "adafactor", "lion", "sgd", "muon")),
-    Setting("optimizer.learning_rate", 1e-6, "Peak learning rate.", float, minimum=0, maximum=100),
+    Setting("optimizer.learning_rate", 1e-6,
+        "Peak learning rate. auto is 5e-5, ten times that for adapters, times a power of 2000 / width; for llama and "
+        "qwen models, in sft and algorithms that sample.", float, minimum=0, maximum=100, words=("auto",)),
     Setting("optimizer.schedule", "constant", "Learning rate schedule after warm-up; wsd is constant and then decays.",
         choices=("constant", "linear", "cosine", "inverse_sqrt", "wsd")),
     Setting("optimizer.warmup_steps", 0,
@@ -838,6 +862,7 @@ SYNONYMS = {
     "reward_weights": "rewards.weights", "lr": "optimizer.learning_rate", "lr_scheduler_type": "optimizer.schedule",
     "optim": "optimizer.name", "gradient_checkpointing": "model.remat", "bf16": "model.dtype", "fp16": "model.dtype",
     "load_in_4bit": "model.quantize", "load_in_8bit": "model.quantize", "attn_implementation": "model.attention",
+    "param_offload": "model.offload", "cpu_offload": "model.offload", "offload_params": "model.offload",
     "use_peft": "lora.rank", "lora_r": "lora.rank", "lora_target_modules": "lora.targets",
     "lora_modules_to_save": "lora.modules_to_save", "report_to":
     "logging.backends", "save_steps": "checkpoint.every", "eval_steps": "eval.every", "save_total_limit":
@@ -853,15 +878,11 @@ REFUSED = {
     "of the keys and values of its slots: set rollout.slots, and python -m jaxrl_llm plan says what fits",
     "group_by_length": "it saves padding, of which packed rows have none: leave batch.packing at auto, or set it to "
     "true (data.packing for sft)",
-    "param_offload": "parameters stay on the devices: shard them over more (mesh.fsdp), and offload the moments "
-    "(optimizer.offload), the reference (algorithm.offload_reference) or activations (model.remat=offload)",
     "log_prob_micro_batch_size_per_gpu": "passes without gradient take the micro-batches of the update: set "
     "batch.microbatch_rows or batch.microbatch_tokens, which change no result",
 }
 REFUSED |= {
     "vllm_gpu_memory_utilization": REFUSED["gpu_memory_utilization"],
-    "cpu_offload": REFUSED["param_offload"],
-    "offload_params": REFUSED["param_offload"],
     "log_prob_micro_batch_size": REFUSED["log_prob_micro_batch_size_per_gpu"],
     "log_prob_max_token_len_per_gpu": REFUSED["log_prob_micro_batch_size_per_gpu"],
 }

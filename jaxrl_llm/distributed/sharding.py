@@ -210,6 +210,11 @@ def on_host(tree) -> Any:
     return jax.tree.map(lambda x: jax.device_put(x, jax.memory.Space.Host) if x.ndim else x, tree)
 
 
+def has_host_memory() -> bool:
+    """True when the devices read and write pinned memory of the host."""
+    return all("pinned_host" in {memory.kind for memory in x.addressable_memories()} for x in jax.local_devices())
+
+
 def on_device(tree) -> Any:
     """The arrays in the device's memory; those that are there already stay as they are. Works under jit."""
 

@@ -25,7 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrl_llm.config import ConfigError
-from jaxrl_llm.distributed.sharding import path_name, row_shards
+from jaxrl_llm.distributed.sharding import on_device, path_name, row_shards
 from jaxrl_llm.models.cast import in_precision
 from jaxrl_llm.models.lora import merge
 from jaxrl_llm.models.mixer import DecodeInputs
@@ -128,7 +128,7 @@ class Engine:
 
     def decoding_params(self, params: Params) -> Params:
         """The parameters that the decoder computes with."""
-        return decoding_params(params, self.decoder)
+        return decoding_params(on_device(params), self.decoder)
 
     def generate(
         self,

@@ -80,7 +80,7 @@ class OfflineSource:
             batch = _to_devices(batch, mesh)
         with self.stopwatch("logps"):
             if self.ref_params is not None:
-                batch = reference_logps(self.net, on_device(self.ref_params), batch, rows, mesh, self.pack)
+                batch = reference_logps(self.net, self.ref_params, batch, rows, mesh, self.pack)
             if self.teacher is not None:
                 batch = self.teacher.with_distributions(batch, _inputs(batch, self.pack), rows)
             if spec.running_mean:
@@ -135,7 +135,8 @@ class HeldOut:
         del key, table
         batch = self.batch if self.source is None else self.source.with_baseline(self.batch)
         prefix = f"eval/{self.name}/" if self.name else "eval/"
-        return {f"{prefix}{name}": float(x) for name, x in jax.device_get(self.measure(params, batch)).items()}
+        measured = jax.device_get(self.measure(on_device(params), batch))
+        return {f"{prefix}{name}": float(x) for name, x in measured.items()}
 
 
 def as_examples(rows: list[Row]) -> list[Example]:
@@ -249,7 +250,7 @@ def reference_logps(net: Net, params: Params, batch: Batch, rows: int, mesh: Mes
 
 
 def _logps(net: Net, params: Params, batch: Batch, rows: int, mesh: Mesh, pack: Packer | None = None) -> jax.Array:
-    return scored_logps(net, params, _inputs(batch, pack), 1.0, rows, row_shards(mesh))
+    return scored_logps(net, on_device(params), _inputs(batch, pack), 1.0, rows, row_shards(mesh))
 
 
 def _inputs(batch: Batch, pack: Packer | None) -> Inputs:

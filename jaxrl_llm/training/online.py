@@ -15,6 +15,7 @@ each batch is sampled from the policy that it updates.
 """
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -30,6 +31,7 @@ from jaxrl_llm.algorithms.controllers import Controllers
 from jaxrl_llm.algorithms.random_streams import REPLAY, ROW_SEEDS
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.data.collate import pad_prompts
+from jaxrl_llm.data.curriculum import Curriculum
 from jaxrl_llm.data.pipeline import Pipeline, Stream
 from jaxrl_llm.data.templates import decode_completion, is_conversational
 from jaxrl_llm.distributed.processes import all_or_none, gather
@@ -158,6 +160,7 @@ class ProducerSpec:
     dynamic_sampling: bool
     max_sampling_rounds: int
     replay_groups: int
+    correct_at: float  # a completion is solved when its first reward is at least this; for a curriculum
 
 
 @dataclasses.dataclass(frozen=True)
@@ -170,7 +173,7 @@ class Producer:
     spec: ProducerSpec
     worker: RolloutWorker
     greedy: RolloutWorker | None
-    pipeline: Pipeline | Stream
+    pipeline: Pipeline | Stream | Curriculum
     flat_groups: Callable[[np.ndarray, Any], np.ndarray]
 
     def produce(self, params: Params, step: int, key) -> Rollouts:
@@ -180,7 +183,7 @@ class Producer:
         when some are left after the last round, and no replay buffer fills up.
         """
         spec, state = self.spec, TrainerState(step, self.spec.total_steps)
-        rollouts = self.worker(params, self._prompts(), key, state=state)
+        rollouts = self._sample(params, key, 0, state)
         if spec.dynamic_sampling:
             weights, resampled = self.worker.rewards.weights, 0
             flat, rows = self.flat_groups(rollouts.rewards, weights), len(rollouts.rewards) * jax.process_count()
@@ -190,7 +193,7 @@ class Producer:
                     break
                 resampled += missing
                 # Later rounds count their rows on, so that no two rows of a step draw the same numbers.
-                fresh = self.worker(params, self._prompts(), key, sampling_round * rows, state)
+                fresh = self._sample(params, key, sampling_round * rows, state)
                 fresh_flat = self.flat_groups(fresh.rewards, weights)
                 rollouts, flat = fill(rollouts, flat, fresh, fresh_flat, self.worker.mesh)
             missing = _sum_over_processes(flat)
@@ -207,9 +210,15 @@ class Producer:
             rollouts = rollouts._replace(greedy=greedy, logged=add_totals(rollouts.logged, greedy.logged))
         return rollouts
 
-    def _prompts(self) -> list[Row]:
+    def _sample(self, params: Params, key, first_row: int, state: TrainerState) -> Rollouts:
+        """The rollouts of the next prompts, of which a curriculum learns how often they are solved."""
         with all_or_none():
-            return next(self.pipeline)
+            examples = next(self.pipeline)
+        rollouts = self.worker(params, examples, key, first_row, state)
+        if isinstance(self.pipeline, Curriculum):
+            own = success_rates(rollouts.rewards, len(examples), self.spec.correct_at)
+            self.pipeline.observe([rate for process in gather(own) for rate in process])
+        return rollouts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -274,7 +283,7 @@ class Learner:
                 if measures_kl:
                     ref_logps = self._reference_logps(inputs)
                 if self.critic is not None:
-                    params, shards = self.critic.params(state), row_shards(self.mesh)
+                    params, shards = on_device(self.critic.params(state)), row_shards(self.mesh)
                     values = values_before(self.critic.net, params, inputs, self.batch.forward_rows, shards)
                 if self.teacher is not None and rates:
                     teacher_logps = self.teacher.logps(inputs, self.batch.forward_rows)
@@ -359,11 +368,11 @@ class Learner:
 
     def _logps(self, params: Params, inputs: Inputs) -> jax.Array:
         rows, shards = self.batch.forward_rows, row_shards(self.mesh)
-        return scored_logps(self.net, params, inputs, self.spec.temperature, rows, shards)
+        return scored_logps(self.net, on_device(params), inputs, self.spec.temperature, rows, shards)
 
     def _reference_logps(self, inputs: Inputs) -> jax.Array:
         assert self.reference is not None  # the settings that read it need algorithm.beta
-        return self._logps(on_device(self.reference.params), inputs)
+        return self._logps(self.reference.params, inputs)
 
     def reference_distributions(self, inputs: Inputs) -> tuple[jax.Array, jax.Array]:
         """The vectors `[N,T,D]` that the reference's head multiplies, and that head `[D,V]`, in its type."""
@@ -414,7 +423,10 @@ class OnlineSource:
         """The batch of one step, sampled from `state.params`."""
         rollouts = self.producer.produce(state.params, int(state.step), key)
         self.wait()
-        experience, epochs = self.learner.prepare(rollouts, state, key), self.producer.pipeline.epochs
+        experience, pipeline = self.learner.prepare(rollouts, state, key), self.producer.pipeline
+        if isinstance(pipeline, Curriculum):
+            experience = experience._replace(metrics=experience.metrics | pipeline.metrics())
+        epochs = pipeline.epochs
         return experience if epochs is None else experience._replace(metrics=experience.metrics | {"epoch": epochs})
 
     def learn(self, metrics: dict[str, float]) -> None:
@@ -433,6 +445,15 @@ class OnlineSource:
         """Go on where `get_state` and `get_arrays` were called."""
         self.producer.pipeline.set_state(state["pipeline"])
         self.learner.restore(state["memory"], arrays)
+
+
+def success_rates(rewards: np.ndarray, prompts: int, correct_at: float) -> list[float]:
+    """The share of each prompt's completions whose first reward is at least `correct_at`, of rewards `[N,F]`; NaN
+    where it has none."""
+    first = rewards[:, 0].reshape(prompts, -1)
+    scored = ~np.isnan(first)
+    solved = (first >= correct_at).sum(axis=1)
+    return [float(x) / int(n) if n else math.nan for x, n in zip(solved, scored.sum(axis=1), strict=True)]
 
 
 def fill(

@@ -39,15 +39,6 @@ def test_a_setting_of_others_without_a_key_is_refused_with_the_way_out(name):
         load_flags(["--config=configs/grpo.py", f"--config.rollout.{name}=1"], "")
 
 
-@pytest.mark.parametrize("values", [{"packing": "true"}, {"microbatch_tokens": 128}])
-def test_packed_rows_are_not_sharded_by_position(values):
-    config = default()
-    config.mesh.context = 2
-    config.batch.update(values)
-    with pytest.raises(ConfigError, match=rf"batch\.{next(iter(values))} is .* mesh\.context = 2 shards the positions"):
-        validate(config)
-
-
 def test_table_is_consistent():
     resolve = [key.name for key in KEYS]
     assert len(set(resolve)) == len(resolve)

@@ -585,12 +585,12 @@ def test_dora_of_trl_and_axolotl(tmp_path):
 
 
 def test_a_token_budget_of_verl_with_sequence_parallelism(tmp_path):
-    """Rows of 512 + 512 tokens: 2 devices x 8192 tokens hold 16 of them."""
+    """The tokens of a GPU, times the GPUs: those that share rows have their budgets together."""
     actor = "actor_rollout_ref.actor"
     said = f"{actor}.use_dynamic_bsz=True {actor}.ppo_max_token_len_per_gpu=8192"
     group = "algorithm.adv_estimator=grpo actor_rollout_ref.rollout.n=4 trainer.n_gpus_per_node=2"
     config = from_verl(tmp_path, group, said, f"{actor}.ulysses_sequence_parallel_size=2")
-    expect(config, mesh={"context": 2}, batch={"microbatch_rows": 16, "microbatch_tokens": 0})
+    expect(config, mesh={"context": 2}, batch={"microbatch_rows": 0, "microbatch_tokens": 16384})
 
 
 def test_warm_up_and_weight_decay_of_megatron(tmp_path):

@@ -13,9 +13,10 @@ from jax.sharding import Mesh
 from jaxrl_llm.algorithms.random_streams import ADAPTERS, VALUE_HEAD
 from jaxrl_llm.config import ConfigDict, ConfigError, batch_rows
 from jaxrl_llm.data import loading
+from jaxrl_llm.data.curriculum import Curriculum
 from jaxrl_llm.data.loading import DataSource, Tokenized
 from jaxrl_llm.data.pipeline import Pipeline
-from jaxrl_llm.distributed.sharding import make_mesh, row_shards
+from jaxrl_llm.distributed.sharding import has_host_memory, make_mesh, on_host, row_shards
 from jaxrl_llm.environments.factory import Environments, load_environments
 from jaxrl_llm.models.lora import LoraConfig, has_adapters, parse_targets, split
 from jaxrl_llm.models.model import Model, add_adapters, check_positions, check_same_vocabulary, copied_model, load_model
@@ -39,6 +40,7 @@ from jaxrl_llm.training.replay import empty_replay
 from jaxrl_llm.training.reward_models import with_reward_models
 from jaxrl_llm.training.setup.data import model_entries, read_data, tokenizer_of
 from jaxrl_llm.training.setup.evaluation import build_evaluate
+from jaxrl_llm.training.setup.learning_rate import with_learning_rate
 from jaxrl_llm.training.setup.objectives import critic_spec, needs_reference, objective_of, preference_spec
 from jaxrl_llm.training.setup.specs import (
     advantage_spec,
@@ -48,6 +50,7 @@ from jaxrl_llm.training.setup.specs import (
     check_correction,
     controllers_of,
     critic_optimizer_spec,
+    curriculum_spec,
     data_spec,
     environment_spec,
     learner_spec,
@@ -97,8 +100,8 @@ class Run(NamedTuple):
     rewards: Rewards
     environments: Environments | None
     pack: Packer
-    config: ConfigDict  # with the number of steps, where num_epochs says it
-    notes: list[str]  # lines on the data
+    config: ConfigDict  # with the number of steps, where num_epochs says it, and the learning rate
+    notes: list[str]  # lines on the data and the learning rate
     warnings: list[str]
 
 
@@ -139,6 +142,16 @@ def build(
     if given_model is None:
         _check_trainable(config, model)
     critic = build_critic(config, model, mesh, given_model) if algorithm.has_critic else None
+    model_type = (model.hf_config or {}).get("model_type", "model without config.json")
+    config, told = with_learning_rate(config, model_type, model.net.config.width, has_adapters(model.params))
+    if config.model.offload:
+        if not has_host_memory():
+            raise ConfigError(
+                f"model.offload is true, but the memory of a {jax.default_backend()} here has no part in the host's "
+                "(pinned_host): set it to false, and shard the parameters over more devices (mesh.fsdp)"
+            )
+        model = replace(model, params=on_host(model.params))
+        critic = critic and replace(critic, params=on_host(critic.params))
     objective = objective_of(config, model.net)
 
     def packer(sample: Sample | None) -> Packer:
@@ -206,7 +219,7 @@ def build(
         environments=environments,
         pack=pack,
         config=config,
-        notes=rows.notes,
+        notes=[*rows.notes, *told],
         warnings=narrow_updates(config, model),
     )
 
@@ -401,8 +414,12 @@ def _online(
         examples = None
         pipeline = loading.stream(data_spec(config), data, "prompts", model.tokenizer, lambda row: row, *process)
     else:
-        examples, shuffle = tokens.rows, config.data.shuffle
-        pipeline = Pipeline(examples, rows.prompts, config.seed, shuffle, *process, tokens.shares)
+        examples, curriculum = tokens.rows, curriculum_spec(config)
+        order = (config.seed, config.data.shuffle, *process, tokens.shares)
+        if curriculum is None:
+            pipeline = Pipeline(examples, rows.prompts, *order)
+        else:
+            pipeline = Curriculum(examples, rows.prompts, curriculum, *order)
 
     def worker_of(sampling: SamplingParams, group_size: int) -> RolloutWorker:
         return build_worker(config, model, rewards, mesh, sampling, group_size, examples, stopwatch, environments)

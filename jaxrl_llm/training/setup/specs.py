@@ -20,9 +20,10 @@ from jaxrl_llm.config import ConfigError, rows_together
 from jaxrl_llm.config.checks import logit_bias
 from jaxrl_llm.config.resolve import split_options
 from jaxrl_llm.config.schema import OFFLINE
+from jaxrl_llm.data.curriculum import CurriculumSpec
 from jaxrl_llm.data.loading import DataSpec
 from jaxrl_llm.data.observations import TurnTokenizer
-from jaxrl_llm.distributed.sharding import rollout_mesh, row_shards
+from jaxrl_llm.distributed.sharding import on_device, rollout_mesh, row_shards
 from jaxrl_llm.environments.batch import EpisodeBatch
 from jaxrl_llm.environments.factory import Environments, EnvironmentSpec
 from jaxrl_llm.environments.protocol import EpisodeError
@@ -221,6 +222,7 @@ def update_spec(config) -> UpdateSpec:
         microbatch_rows=config.batch.microbatch_rows,
         schedule=learning_rate_schedule(optimizer_spec(config)),
         offload=config.optimizer.offload,
+        offload_params=config.model.offload,
         dropout=config.lora.dropout,
         seed=config.seed,
     )
@@ -285,6 +287,17 @@ def producer_spec(config) -> ProducerSpec:
         dynamic_sampling=c.dynamic_sampling,
         max_sampling_rounds=c.max_sampling_rounds,
         replay_groups=c.replay_groups,
+        correct_at=config.eval.correct_at,
+    )
+
+
+def curriculum_spec(config) -> CurriculumSpec | None:
+    """The curriculum of the configuration, None where no prompt is passed over."""
+    c = config.data
+    if c.curriculum_easy is None and c.curriculum_hard is None:
+        return None
+    return CurriculumSpec(
+        c.curriculum_easy, c.curriculum_hard, c.curriculum_revisit, c.curriculum_visits, c.curriculum_decay
     )
 
 
@@ -435,7 +448,7 @@ def build_worker(
         width = limit  # what a function returns as prompts is its own
 
         def policy_logps(params: Params, inputs: Inputs):
-            temperature = training_sampling(config).logps_temperature
+            params, temperature = on_device(params), training_sampling(config).logps_temperature
             return scored_logps(engine.net, params, inputs, temperature, len(inputs.tokens), row_shards(mesh))
 
         external = ExternalRollout(function, engine, model.tokenizer, mesh, width, policy_logps)
