@@ -48,6 +48,7 @@ from jaxrl_llm.training.packing.planner import Packer
 from jaxrl_llm.training.passes import scored_distributions, scored_logps, values_before
 from jaxrl_llm.training.reference import Reference
 from jaxrl_llm.training.replay import Replay
+from jaxrl_llm.training.served_teacher import ServedTeacher
 from jaxrl_llm.training.teacher import Teacher
 from jaxrl_llm.training.update import State
 
@@ -250,7 +251,7 @@ class Learner:
     reference: Reference | None = None
     replay: Replay | None = None
     critic: Critic | None = None
-    teacher: Teacher | None = None
+    teacher: Teacher | ServedTeacher | None = None
 
     def prepare(self, rollouts: Rollouts, state: State, key) -> Experience:
         """The batch with everything that its objective reads, and the metrics and table of the rollouts."""
