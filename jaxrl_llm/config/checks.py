@@ -403,6 +403,15 @@ def _teacher(config: ConfigDict, online: bool) -> Iterator[str]:
                     f"teacher.{key} is {teacher[key]}, which is of teacher.form = divergence, and teacher.form is "
                     f"{teacher.form}: set the one, or leave out the other"
                 )
+    for entry in teacher.others:
+        value, _, path = entry.partition("=")
+        if not value or not path:
+            yield f"teacher.others has {entry!r}, but it takes VALUE=PATH, `math=runs/math/hf`"
+    if teacher.others and teacher.form != "advantage":
+        yield (
+            f"teacher.others is {tuple(teacher.others)}, but teacher.form = {teacher.form} reads the distributions of "
+            "one teacher: set form to advantage, or leave others out"
+        )
     if split_options(teacher.path)[0] == "server":
         sampling = teacher.temperature or config.rollout.temperature or 1.0
         unfit = {

@@ -546,6 +546,10 @@ KEYS = (
         "Teacher: hub id, folder (the hf/ of a run) or `embedded:<name>`, of any size and family, with the policy's "
         "tokenizer; or `server(url='http://localhost:8000/v1', model='m')`. none is no teacher."),
     Setting("teacher.revision", None, "Branch, tag or commit of a hub id; none is its main branch."),
+    Setting("teacher.others", (),
+        "Further teachers, each `VALUE=PATH`: one rates the rows whose column teacher.column has that value, and "
+        "teacher.path the others."),
+    Setting("teacher.column", "teacher", "Column of the data that names a teacher of teacher.others."),
     Setting("teacher.form", "advantage",
         "What is learned from: the log-prob of each sampled token under the teacher minus that under the policy, added "
         "to its advantage (advantage), or the divergence of whole distributions at every token, added to the loss "
@@ -794,7 +798,7 @@ IDENTITY = (
     "rewards.functions", "rewards.weights", "environment.name", "environment.tools", "environment.rollout_func",
     "algorithm.name", "algorithm.advantage", "algorithm.loss", "algorithm.aggregation", "algorithm.loss_weights",
     "algorithm.reference_free", "critic.path", "critic.shared", "optimizer.name", "optimizer.moment_dtype",
-    "teacher.path", "teacher.revision",
+    "teacher.path", "teacher.revision", "teacher.others", "teacher.column",
 )  # fmt: skip
 # Settings of a single start, of no meaning for the run.
 OF_A_START = ("output_dir", "compilation_cache", "checkpoint.resume", "checkpoint.accept_changes")

@@ -87,7 +87,8 @@ class ServedTeacher:
             ThreadPoolExecutor(CONCURRENT_REQUESTS) as pool,
         ):
             rows = [own[where].tolist() for own, where in zip(tokens, columns, strict=True)]
-            answers = list(pool.map(lambda ids: self._asked(client, headers, ids, k), rows))
+            # A row without tokens is another teacher's.
+            answers = list(pool.map(lambda ids: self._asked(client, headers, ids, k) if len(ids) > 1 else [], rows))
         for row, (where, ids, answer) in enumerate(zip(columns, rows, answers, strict=True)):
             for column, token, entries in zip(where[1:], ids[1:], answer[1:], strict=True):
                 yield row, int(column), str(token), entries

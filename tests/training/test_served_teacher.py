@@ -90,6 +90,10 @@ def test_log_probs_of_the_tokens():
         expected[row, column] = distribution(before)[TOKENS[row, column]]
     np.testing.assert_allclose(found, expected, atol=1e-6)
     assert sorted(body["prompt"] for body in bodies) == [[3, 5, 7, 2], [4, 4, 9, 1]]
+    with serving() as (url, bodies), jax.set_mesh(MESH):  # rows of another teacher are padding to this one
+        read = inputs().replace(segments=jnp.asarray(SEGMENTS * [[0], [1]]))
+        np.testing.assert_array_equal(teacher_at(url).logps(read, 1), found * [[0], [1]])
+    assert [body["prompt"] for body in bodies] == [[4, 4, 9, 1]]
     assert all(body["model"] == "m" and body["temperature"] == 1.0 for body in bodies)
 
 

@@ -64,7 +64,7 @@ def logps_by(path, batch, temperature=1.0):
     return np.pad(np.asarray(logps), ((0, 0), (1, 0)))
 
 
-@pytest.mark.parametrize("packing", ["false", "true"])
+@pytest.mark.parametrize("packing", ["false", pytest.param("true", marks=pytest.mark.slow)])
 def test_teacher_in_the_advantages(teacher, packing):
     """A teacher of another family and size, at the sampling temperature, beside rewards."""
     settings = {"rollout__temperature": 0.7, "batch__packing": packing}
@@ -123,6 +123,8 @@ def test_a_teacher_with_another_vocabulary_is_refused(tmp_path):
             "is 'dft', but with",
         ),
         ({"teacher__form": "divergence", "teacher__on_policy": 0.5}, "and algorithm.advantage is 'group': use grpo"),
+        ({"teacher__others": ("b",)}, "teacher.others has 'b', but it takes VALUE=PATH"),
+        ({"teacher__others": ("b=x",), "teacher__form": "divergence"}, "reads the distributions of one teacher"),
         ({"teacher__beta": 0.5}, "teacher.beta is 0.5, which is of teacher.form = divergence"),
         ({"rewards__functions": (), "algorithm__dynamic_sampling": True}, "algorithm.dynamic_sampling is True, which"),
         ({"rewards__functions": (), "algorithm__name": "ppo", "algorithm__advantage": "ppo"}, "name is 'ppo', which"),
@@ -163,7 +165,9 @@ DIVERGENCES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", DIVERGENCES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(x, marks=pytest.mark.slow if x == "packed" else ()) for x in DIVERGENCES]
+)
 def test_the_divergence_in_the_loss(teacher, name):
     """By the whole logits of both models, at a temperature of its own; without rewards nothing else is in the loss."""
     learned, computed = DIVERGENCES[name]
@@ -185,7 +189,7 @@ def test_the_divergence_in_the_loss(teacher, name):
     assert updates[0]["grad_norm"].value > 0.01
 
 
-@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("packed", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_given_rows_are_learned_from_by_the_teachers_distributions(teacher, packed):
     """sft with a teacher: offline distillation, here by the forward KL, and the same measure on held-out rows."""
     settings = {"algorithm__name": "sft", "teacher__form": "divergence", "teacher__beta": 0.0, "data__packing": packed}
@@ -245,3 +249,18 @@ def test_samples_and_given_rows_by_turns(packing):
         for step in range(3, 6):
             again = resumed.next(dataclasses.replace(state, step=jnp.int32(step)), jax.random.key(step))
             np.testing.assert_array_equal(again.batch.inputs.tokens, batches[step].inputs.tokens)
+
+
+@pytest.mark.parametrize("packing", ["false", pytest.param("true", marks=pytest.mark.slow)])
+def test_a_teacher_for_some_rows(teacher, packing):
+    """Rows whose column names a further teacher are rated by that one, the others by teacher.path."""
+    rows = [{**row, "teacher": name} for row, name in zip(tasks.generate("sort", size=4), "abca", strict=True)]
+    settings = {"algorithm__advantage": "zero", "data__shuffle": False, "batch__packing": packing}
+    config = config_of("embedded:sort", teacher__others=(f"b={teacher}",), **settings)
+    with jax.set_mesh(MESH):
+        run = build(config, MESH, train_dataset=rows, rewards=length)
+        batch = run.source.next(run.state, jax.random.key(1)).batch
+    mask, of_b = np.asarray(batch.mask) > 0, np.repeat([False, True, False, False], 4)[:, None]
+    expected = np.where(of_b, logps_by(teacher, batch) - logps_by("embedded:sort", batch), 0.0)
+    np.testing.assert_allclose(np.asarray(batch.advantages)[mask], expected[mask], atol=2e-4)
+    assert np.abs(expected[mask]).mean() > 0.1

@@ -346,35 +346,38 @@ def build_critic(config, policy: Model, mesh: Mesh, given: Model | None = None) 
     return critic
 
 
-def build_teacher(config, policy: Model, mesh: Mesh, length: int, cause: str) -> Teacher | ServedTeacher | None:
-    """The teacher of the configuration, for rows of up to `length` tokens because of `cause`; None without one.
+def build_teacher(
+    config, policy: Model, mesh: Mesh, length: int, cause: str, path: str | None = None
+) -> Teacher | ServedTeacher | None:
+    """The teacher of the configuration, or that at `path`, for rows of up to `length` tokens because of `cause`.
 
-    Raises ConfigError for a model that has no head for tokens, too few positions, or another vocabulary.
+    None without one. Raises ConfigError for a model that has no head for tokens, too few positions, or another
+    vocabulary.
     """
-    c, own = config.teacher, config.model
-    if c.path is None:
+    c, own, path = config.teacher, config.model, path or config.teacher.path
+    if path is None:
         return None
-    name, options = split_options(c.path)
+    name, options = split_options(path)
     if name == "server":
         try:
             return ServedTeacher(teacher_spec(config), Server(**options), mesh)
         except TypeError as error:
             raise ConfigError(
-                f"teacher.path = {c.path!r}: {error}; write server(url='http://localhost:8000/v1', model='m'), with "
+                f"teacher.path = {path!r}: {error}; write server(url='http://localhost:8000/v1', model='m'), with "
                 "timeout and api_key (a variable's name) where they differ"
             ) from None
     scan = net_options(config)["scan_layers"]
     model = load_model(
-        c.path, own.dtype if c.dtype == "auto" else c.dtype, mesh=mesh, allow_pickle=own.allow_pickle,
+        path, own.dtype if c.dtype == "auto" else c.dtype, mesh=mesh, allow_pickle=own.allow_pickle,
         trust_remote_code=own.trust_remote_code, revision=c.revision, head="lm", scan_layers=scan, quantize=c.quantize,
     )  # fmt: skip
     if model.tokenizer is None:
-        raise ConfigError(f"teacher.path = {c.path!r} has no tokenizer, by which its vocabulary could be compared")
-    check_same_vocabulary(policy, model, f"teacher.path = {c.path!r}:")
+        raise ConfigError(f"teacher.path = {path!r} has no tokenizer, by which its vocabulary could be compared")
+    check_same_vocabulary(policy, model, f"teacher.path = {path!r}:")
     check_positions(model, length, cause)
     if c.top_k >= model.net.config.vocab_size:
         raise ConfigError(
-            f"teacher.top_k is {c.top_k}, but {c.path} has {model.net.config.vocab_size} tokens: 0 is all of them"
+            f"teacher.top_k is {c.top_k}, but {path} has {model.net.config.vocab_size} tokens: 0 is all of them"
         )
     return Teacher.of(teacher_spec(config), model, mesh, policy.net.config.vocab_size)
 
@@ -430,6 +433,11 @@ def _online(
         row_width = width + rollout.max_completion_length
         replay = empty_replay(config.algorithm.replay_groups, rollout.group_size, row_width, width, mesh)
     sample = sampled_rows(shard_rows(config, mesh), rollout.group_size, width, rollout.max_completion_length)
+
+    def teacher_at(path: str | None) -> Any:
+        length = width + rollout.max_completion_length
+        return build_teacher(config, model, mesh, length, "the longest prompt and rollout.max_completion_length", path)
+
     return OnlineSource(
         Producer(producer_spec(config), worker, greedy, pipeline, advantages.flat_groups),
         Learner(
@@ -446,13 +454,10 @@ def _online(
             controllers=controllers_of(config),
             replay=replay,
             critic=None if critic is None else Critic(critic.net, partial(critic_params, critic_spec(config))),
-            teacher=build_teacher(
-                config,
-                model,
-                mesh,
-                width + rollout.max_completion_length,
-                "the longest prompt and rollout.max_completion_length",
-            ),
+            teacher=teacher_at(None),
+            other_teachers={
+                value: teacher_at(path) for value, _, path in (entry.partition("=") for entry in config.teacher.others)
+            },
         ),
     )
 
