@@ -11,6 +11,7 @@ from jaxrl_llm.tools.plan.advice import advice
 from jaxrl_llm.tools.plan.planned import make_plan
 from jaxrl_llm.tools.plan.text import lines, seconds
 from jaxrl_llm.tools.plan.topology import at_hand_target
+from jaxrl_llm.training.mixed import MixedSource
 from jaxrl_llm.training.online import OnlineSource
 from jaxrl_llm.training.setup.run import Run, build
 from jaxrl_llm.training.step import improve
@@ -44,7 +45,7 @@ def dry_run(config, colour: bool = False) -> str:
 
 def widths(run: Run) -> tuple[int, int]:
     """Tokens of the prompts and rows that the run's data need."""
-    source = run.source
+    source = run.source.online if isinstance(run.source, MixedSource) else run.source
     if isinstance(source, OnlineSource):
         worker = source.producer.worker
         return worker.prompt_width, worker.prompt_width + worker.engine.max_completion_length

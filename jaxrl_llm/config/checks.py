@@ -390,12 +390,56 @@ def _teacher(config: ConfigDict, online: bool) -> Iterator[str]:
             "distributions in place of the rows' tokens: set it to 0"
         )
     if teacher.form != "divergence":
-        for key, default in (("beta", 1.0), ("top_k", 0), ("temperature", None)):
+        for key, default in (("beta", 1.0), ("top_k", 0), ("temperature", None), ("on_policy", 1.0)):
             if teacher[key] != default:
                 yield (
                     f"teacher.{key} is {teacher[key]}, which is of teacher.form = divergence, and teacher.form is "
                     f"{teacher.form}: set the one, or leave out the other"
                 )
+    for entry in teacher.others:
+        value, _, path = entry.partition("=")
+        if not value or not path:
+            yield f"teacher.others has {entry!r}, but it takes VALUE=PATH, `math=runs/math/hf`"
+    if teacher.others and teacher.form != "advantage":
+        yield (
+            f"teacher.others is {tuple(teacher.others)}, but teacher.form = {teacher.form} reads the distributions of "
+            "one teacher: set form to advantage, or leave others out"
+        )
+    if split_options(teacher.path)[0] == "server":
+        sampling = teacher.temperature or config.rollout.temperature or 1.0
+        unfit = {
+            "teacher.dtype": teacher.dtype != "auto",
+            "teacher.quantize": teacher.quantize != "none",
+            "teacher.offload": teacher.offload,
+            "teacher.revision": teacher.revision is not None,
+            "teacher.top_k": teacher.form == "divergence" and not teacher.top_k,
+        }
+        for key in (key for key, is_set in unfit.items() if is_set):
+            yield (
+                f"{key} is {teacher[key.rpartition('.')[2]]!r}, but teacher.path is a server, which holds the model "
+                "itself and gives log-probs of likeliest tokens at most: leave it out, or set teacher.top_k (up to 128)"
+            )
+        if sampling != 1.0:
+            yield (
+                f"rollout.temperature (or teacher.temperature) is {sampling:g}, but the server of teacher.path gives "
+                "log-probs at temperature 1: set it to 1, or name a folder"
+            )
+    if teacher.on_policy < 1:
+        c = config.algorithm
+        others = {
+            "algorithm.name": not online or name == "ppo",
+            "algorithm.advantage": bool(config.rewards.functions) and c.advantage != "zero",
+            "algorithm.beta": c.beta,
+            "algorithm.entropy_coef": c.entropy_coef,
+            "algorithm.entropy_controller": c.entropy_controller != "fixed",
+            "algorithm.aggregation": c.aggregation == "rollout_token",
+        }
+        for key in (key for key, is_set in others.items() if is_set):
+            yield (
+                f"teacher.on_policy is {teacher.on_policy:g}, but steps that take given rows have the teacher's "
+                f"divergence alone, and {key} is {c[key.rpartition('.')[2]]!r}: use grpo with advantage = zero, "
+                "without beta and entropy_coef, and aggregation = token; or set on_policy to 1"
+            )
 
 
 def _environment(config: ConfigDict) -> Iterator[str]:

@@ -569,8 +569,12 @@ KEYS = (
 
     Setting("teacher.path", None,
         "Teacher: hub id, folder (the hf/ of a run) or `embedded:<name>`, of any size and family, with the policy's "
-        "tokenizer; none is no teacher. Each step takes one forward pass of it."),
+        "tokenizer; or `server(url='http://localhost:8000/v1', model='m')`. none is no teacher."),
     Setting("teacher.revision", None, "Branch, tag or commit of a hub id; none is its main branch."),
+    Setting("teacher.others", (),
+        "Further teachers, each `VALUE=PATH`: one rates the rows whose column teacher.column has that value, and "
+        "teacher.path the others."),
+    Setting("teacher.column", "teacher", "Column of the data that names a teacher of teacher.others."),
     Setting("teacher.form", "advantage",
         "What is learned from: the log-prob of each sampled token under the teacher minus that under the policy, added "
         "to its advantage (advantage), or the divergence of whole distributions at every token, added to the loss "
@@ -585,6 +589,9 @@ KEYS = (
     Setting("teacher.temperature", None,
         "Temperature of both distributions in the divergence; none is that of the samples, rollout.temperature.",
         float, above=0),
+    Setting("teacher.on_policy", 1.0,
+        "Share of the steps that learn from the policy's samples (GKD's lambda), drawn from seed; the others take the "
+        "completions of the data, rows of prompt and completion.", float, above=0, maximum=1),
     Setting("teacher.dtype", "auto", "Type that the teacher is stored and computed in; auto is model.dtype.",
         choices=("auto", *DTYPES)),
     Setting("teacher.quantize", "none", "Store the matrices of the teacher's layers in 8 or 4 bits.",
@@ -819,7 +826,7 @@ IDENTITY = (
     "rewards.functions", "rewards.weights", "environment.name", "environment.tools", "environment.rollout_func",
     "algorithm.name", "algorithm.advantage", "algorithm.loss", "algorithm.aggregation", "algorithm.loss_weights",
     "algorithm.reference_free", "critic.path", "critic.shared", "optimizer.name", "optimizer.moment_dtype",
-    "teacher.path", "teacher.revision",
+    "teacher.path", "teacher.revision", "teacher.others", "teacher.column",
 )  # fmt: skip
 # Settings of a single start, of no meaning for the run.
 OF_A_START = ("output_dir", "compilation_cache", "checkpoint.resume", "checkpoint.accept_changes")

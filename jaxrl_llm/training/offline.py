@@ -28,6 +28,7 @@ from jaxrl_llm.training.online import Experience, Row
 from jaxrl_llm.training.packing.documents import pad_groups
 from jaxrl_llm.training.packing.planner import Packer, Sample
 from jaxrl_llm.training.passes import scored_logps
+from jaxrl_llm.training.served_teacher import ServedTeacher
 from jaxrl_llm.training.teacher import Teacher
 from jaxrl_llm.training.update import State
 
@@ -62,7 +63,7 @@ class OfflineSource:
     stopwatch: Stopwatch
     ref_params: Params | None = None
     mean_reward: RunningMean = dataclasses.field(default_factory=RunningMean)  # so far, for running_mean
-    teacher: Teacher | None = None
+    teacher: Teacher | ServedTeacher | None = None
 
     def next(self, state: State, key) -> Experience:
         """The batch of one step; the key gives its seeds, where the objective draws random numbers."""

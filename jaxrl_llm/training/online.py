@@ -16,7 +16,7 @@ each batch is sampled from the policy that it updates.
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -50,6 +50,7 @@ from jaxrl_llm.training.packing.planner import Packer
 from jaxrl_llm.training.passes import scored_distributions, scored_logps, values_before
 from jaxrl_llm.training.reference import Reference
 from jaxrl_llm.training.replay import Replay
+from jaxrl_llm.training.served_teacher import ServedTeacher
 from jaxrl_llm.training.teacher import Teacher
 from jaxrl_llm.training.update import State
 
@@ -259,7 +260,9 @@ class Learner:
     reference: Reference | None = None
     replay: Replay | None = None
     critic: Critic | None = None
-    teacher: Teacher | None = None
+    teacher: Teacher | ServedTeacher | None = None
+    # By the value of the column that names them.
+    other_teachers: Mapping[str, Teacher | ServedTeacher] = dataclasses.field(default_factory=dict)
 
     def prepare(self, rollouts: Rollouts, state: State, key) -> Experience:
         """The batch with everything that its objective reads, and the metrics and table of the rollouts."""
@@ -286,7 +289,7 @@ class Learner:
                     params, shards = on_device(self.critic.params(state)), row_shards(self.mesh)
                     values = values_before(self.critic.net, params, inputs, self.batch.forward_rows, shards)
                 if self.teacher is not None and rates:
-                    teacher_logps = self.teacher.logps(inputs, self.batch.forward_rows)
+                    teacher_logps = self._teacher_logps(rollouts, inputs)
 
         # 5 advantages, of rewards that may hold the KL penalty, and of what the teacher says of each token.
         greedy = rollouts.greedy
@@ -373,6 +376,24 @@ class Learner:
     def _reference_logps(self, inputs: Inputs) -> jax.Array:
         assert self.reference is not None  # the settings that read it need algorithm.beta
         return self._logps(self.reference.params, inputs)
+
+    def _teacher_logps(self, rollouts: Rollouts, inputs: Inputs) -> jax.Array:
+        """Log-probs `[N,T]` of the teacher, and on rows that name another teacher those of that one.
+
+        Each teacher reads its own rows; the others are padding to it, of which packed rows have none.
+        """
+        assert self.teacher is not None
+        rows, column = self.batch.forward_rows, self.teacher.spec.column
+        if not self.other_teachers:
+            return self.teacher.logps(inputs, rows)
+        names = [str(example.get(column)) for example in rollouts.examples for _ in range(self.batch.group_size)]
+        total, rollout = jnp.zeros(rollouts.rollout.mask.shape), rollouts.rollout
+        for name, teacher in [(None, self.teacher), *self.other_teachers.items()]:
+            own = [other == name if name is not None else other not in self.other_teachers for other in names]
+            mine = rows_to_global(np.array(own, np.int32), self.mesh)[:, None]
+            read = self.inputs(rollout.tokens, rollout.segments * mine, rollout.mask * mine)
+            total += teacher.logps(read, rows)  # 0 on the rows of others
+        return total
 
     def reference_distributions(self, inputs: Inputs) -> tuple[jax.Array, jax.Array]:
         """The vectors `[N,T,D]` that the reference's head multiplies, and that head `[D,V]`, in its type."""

@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 
 from jaxrl_llm.algorithms.random_streams import ADAPTERS, VALUE_HEAD
 from jaxrl_llm.config import ConfigDict, ConfigError, batch_rows
+from jaxrl_llm.config.resolve import split_options
 from jaxrl_llm.data import loading
 from jaxrl_llm.data.curriculum import Curriculum
 from jaxrl_llm.data.loading import DataSource, Tokenized
@@ -29,6 +30,7 @@ from jaxrl_llm.training.advantages import advantage_step
 from jaxrl_llm.training.algorithm import Algorithm, BatchSpec
 from jaxrl_llm.training.evaluation.run import Evaluations
 from jaxrl_llm.training.logging.stopwatch import Stopwatch
+from jaxrl_llm.training.mixed import MixedSource
 from jaxrl_llm.training.objectives.value import critic_params, shared_critic, value_regression
 from jaxrl_llm.training.offline import OfflineSource
 from jaxrl_llm.training.online import Critic, Learner, OnlineSource, Producer, RolloutWorker
@@ -38,6 +40,7 @@ from jaxrl_llm.training.packing.planner import Packer, Sample, make_packer, samp
 from jaxrl_llm.training.reference import Reference, start_reference
 from jaxrl_llm.training.replay import empty_replay
 from jaxrl_llm.training.reward_models import with_reward_models
+from jaxrl_llm.training.served_teacher import ServedTeacher, Server
 from jaxrl_llm.training.setup.data import model_entries, read_data, tokenizer_of
 from jaxrl_llm.training.setup.evaluation import build_evaluate
 from jaxrl_llm.training.setup.learning_rate import with_learning_rate
@@ -88,7 +91,7 @@ class Run(NamedTuple):
     model: Model
     critic: Model | None
     mesh: Mesh
-    source: OnlineSource | OfflineSource
+    source: OnlineSource | OfflineSource | MixedSource
     frozen: Frozen
     update: Update
     warm_up: Update | None  # of the critic alone, in the first `warmup_steps` training steps and in its own passes
@@ -206,7 +209,7 @@ def build(
         model=model,
         critic=critic,
         mesh=mesh,
-        source=source,
+        source=_mixed(config, source, model, train_dataset) if isinstance(source, OnlineSource) else source,
         frozen=Frozen(frozen, frozen_critic),
         update=update,
         warm_up=warm_up,
@@ -357,26 +360,38 @@ def build_critic(config, policy: Model, mesh: Mesh, given: Model | None = None) 
     return critic
 
 
-def build_teacher(config, policy: Model, mesh: Mesh, length: int, cause: str) -> Teacher | None:
-    """The teacher of the configuration, for rows of up to `length` tokens because of `cause`; None without one.
+def build_teacher(
+    config, policy: Model, mesh: Mesh, length: int, cause: str, path: str | None = None
+) -> Teacher | ServedTeacher | None:
+    """The teacher of the configuration, or that at `path`, for rows of up to `length` tokens because of `cause`.
 
-    Raises ConfigError for a model that has no head for tokens, too few positions, or another vocabulary.
+    None without one. Raises ConfigError for a model that has no head for tokens, too few positions, or another
+    vocabulary.
     """
-    c, own = config.teacher, config.model
-    if c.path is None:
+    c, own, path = config.teacher, config.model, path or config.teacher.path
+    if path is None:
         return None
+    name, options = split_options(path)
+    if name == "server":
+        try:
+            return ServedTeacher(teacher_spec(config), Server(**options), mesh)
+        except TypeError as error:
+            raise ConfigError(
+                f"teacher.path = {path!r}: {error}; write server(url='http://localhost:8000/v1', model='m'), with "
+                "timeout and api_key (a variable's name) where they differ"
+            ) from None
     scan = net_options(config)["scan_layers"]
     model = load_model(
-        c.path, own.dtype if c.dtype == "auto" else c.dtype, mesh=mesh, allow_pickle=own.allow_pickle,
+        path, own.dtype if c.dtype == "auto" else c.dtype, mesh=mesh, allow_pickle=own.allow_pickle,
         trust_remote_code=own.trust_remote_code, revision=c.revision, head="lm", scan_layers=scan, quantize=c.quantize,
     )  # fmt: skip
     if model.tokenizer is None:
-        raise ConfigError(f"teacher.path = {c.path!r} has no tokenizer, by which its vocabulary could be compared")
-    check_same_vocabulary(policy, model, f"teacher.path = {c.path!r}:")
+        raise ConfigError(f"teacher.path = {path!r} has no tokenizer, by which its vocabulary could be compared")
+    check_same_vocabulary(policy, model, f"teacher.path = {path!r}:")
     check_positions(model, length, cause)
     if c.top_k >= model.net.config.vocab_size:
         raise ConfigError(
-            f"teacher.top_k is {c.top_k}, but {c.path} has {model.net.config.vocab_size} tokens: 0 is all of them"
+            f"teacher.top_k is {c.top_k}, but {path} has {model.net.config.vocab_size} tokens: 0 is all of them"
         )
     return Teacher.of(teacher_spec(config), model, mesh, policy.net.config.vocab_size)
 
@@ -436,6 +451,11 @@ def _online(
         row_width = width + rollout.max_completion_length
         replay = empty_replay(config.algorithm.replay_groups, rollout.group_size, row_width, width, mesh)
     sample = sampled_rows(shard_rows(config, mesh), rollout.group_size, width, rollout.max_completion_length)
+
+    def teacher_at(path: str | None) -> Any:
+        length = width + rollout.max_completion_length
+        return build_teacher(config, model, mesh, length, "the longest prompt and rollout.max_completion_length", path)
+
     return OnlineSource(
         Producer(producer_spec(config), worker, greedy, pipeline, advantages.flat_groups),
         Learner(
@@ -452,15 +472,34 @@ def _online(
             controllers=controllers_of(config),
             replay=replay,
             critic=None if critic is None else Critic(critic.net, partial(critic_params, critic_spec(config))),
-            teacher=build_teacher(
-                config,
-                model,
-                mesh,
-                width + rollout.max_completion_length,
-                "the longest prompt and rollout.max_completion_length",
-            ),
+            teacher=teacher_at(None),
+            other_teachers={
+                value: teacher_at(path) for value, _, path in (entry.partition("=") for entry in config.teacher.others)
+            },
         ),
     )
+
+
+def _mixed(config, online: OnlineSource, model: Model, train_dataset: Any) -> OnlineSource | MixedSource:
+    """The source with batches of the data's rows between those of samples, where `teacher.on_policy` asks for them.
+
+    A batch of given rows has as many rows, of the same width, as one of samples.
+    """
+    if config.teacher.on_policy == 1:
+        return online
+    learner, given = online.learner, config.copy_and_resolve_references()
+    width = learner.prompt_width + config.rollout.max_completion_length
+    given.algorithm.name, given.batch.prompts, given.teacher.path = "sft", batch_rows(config), None
+    given.data.max_length = width
+    spec, tokens = data_spec(given), None
+    data = loading.open_sources(spec, model.tokenizer, train_dataset)
+    if not spec.streaming:
+        tokens = loading.tokenized(spec, data, "completions", model.tokenizer)
+    rows = _offline(
+        given, algorithm_of(given), model, data, tokens, learner.mesh, learner.stopwatch, lambda _: learner.pack
+    )
+    rows = replace(rows, spec=replace(rows.spec, width=width), teacher=learner.teacher)
+    return MixedSource(online, rows, config.teacher.on_policy, config.seed)
 
 
 def _offline(

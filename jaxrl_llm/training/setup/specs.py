@@ -238,7 +238,7 @@ def teacher_spec(config) -> TeacherSpec:
     """The teacher of a run."""
     c, divergence = config.teacher, config.teacher.form == "divergence"
     temperature = divergence_temperature(config) if divergence else training_sampling(config).logps_temperature
-    return TeacherSpec(divergence, temperature, c.top_k, c.offload)
+    return TeacherSpec(divergence, temperature, c.top_k, c.offload, c.column)
 
 
 def controllers_of(config) -> Controllers:
