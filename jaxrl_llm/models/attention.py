@@ -153,6 +153,21 @@ class Attention(nnx.Module):
 
         return KeyValues(*(grown(x, dims) for x, dims in zip(cache, _row_dims(), strict=True)))
 
+    @staticmethod
+    def prompt_cache(prompt: KeyValues, row: KeyValues | None, end, size: int) -> KeyValues:
+        """Prompt caches of `size` tokens: those before the place `end` of prompts with their only rows behind them."""
+
+        def cut(x, own, dims: str):
+            if own is not None:
+                own = own.squeeze(own.ndim - 4)
+                lead = own.ndim - 3
+                own = own.transpose(*range(lead), *(lead + dims.index(dim) for dim in "jcd"))
+                x = jnp.concatenate([x, own], axis=-2)
+            padded = jnp.pad(x, [(size if axis == x.ndim - 2 else 0, 0) for axis in range(x.ndim)])
+            return jax.lax.dynamic_slice_in_dim(padded, end, size, axis=x.ndim - 2)
+
+        return KeyValues(*(cut(*args) for args in zip(prompt, row or (None, None), _row_dims(), strict=True)))
+
     def _project(self, x, positions, arrays: AttentionArrays):
         """Queries `[..., t, J, H/J, d]` (scaled), keys and values `[..., t, J, d]`, gates `[..., t, H*d]` of x."""
         c = self.config

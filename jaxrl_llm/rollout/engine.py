@@ -278,7 +278,6 @@ def prefill(
 
     `sampling` are settings of each row, in the place of the engine's.
     """
-    shape = (prompts.shape[0], engine.group_size)
     model = engine.decoder.bind(params)
     hidden, cache = model.prefill(prompts, segments)
     if engine.cache_dtype is not None:
@@ -287,7 +286,16 @@ def prefill(
             dtype = FP8 if jax.default_backend() == "tpu" else BYTES["fp8"][0]
         dtype = jnp.dtype(dtype)
         cache = jax.tree.map(lambda x: narrowed(x, dtype), cache)
-    logits = jnp.repeat(model.logits(hidden[:, -1]), engine.group_size, axis=0).reshape(*shape, 1, -1)
+    return first_tokens(engine, cache, prompts, segments, model.logits(hidden[:, -1]), keys, automata, sampling)
+
+
+def first_tokens(
+    engine: Engine, cache, prompts, segments, logits, keys, automata: Automata = NO_AUTOMATA,
+    sampling: RowSampling | None = None,
+) -> tuple[Prompts, Rows]:  # fmt: skip
+    """The result of `prefill`, of the prompts' caches and the logits `[B,V]` behind them."""
+    shape = (prompts.shape[0], engine.group_size)
+    logits = jnp.repeat(logits, engine.group_size, axis=0).reshape(*shape, 1, -1)
     tokens_shape = (*shape, engine.max_completion_length)
     rows = Rows(
         tokens=jnp.zeros(tokens_shape, jnp.int32),

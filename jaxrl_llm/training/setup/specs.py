@@ -29,7 +29,7 @@ from jaxrl_llm.environments.factory import Environments, EnvironmentSpec
 from jaxrl_llm.environments.protocol import EpisodeError
 from jaxrl_llm.models.attention import Attention
 from jaxrl_llm.models.cast import draws_from_another
-from jaxrl_llm.models.model import Model, check_positions
+from jaxrl_llm.models.model import Model, check_positions, save_hf
 from jaxrl_llm.models.transformer import Params
 from jaxrl_llm.rewards.runner import Rewards
 from jaxrl_llm.rollout.constraints import Guide, bad_word_ids, build_automata, check_tokens
@@ -451,7 +451,10 @@ def build_worker(
             params, temperature = on_device(params), training_sampling(config).logps_temperature
             return scored_logps(engine.net, params, inputs, temperature, len(inputs.tokens), row_shards(mesh))
 
-        external = ExternalRollout(function, engine, model.tokenizer, mesh, width, policy_logps)
+        def save(params: Params, path: str) -> None:
+            save_hf(replace(model, params=params), path, overwrite=True)
+
+        external = ExternalRollout(function, engine, model.tokenizer, mesh, width, policy_logps, save)
     return RolloutWorker(engine, rewards, model.tokenizer, mesh, width, stopwatch, open_episodes, external)
 
 
