@@ -37,6 +37,7 @@ from jaxrl_llm.training.packing.planner import Packer, Sample, make_packer, samp
 from jaxrl_llm.training.reference import Reference, start_reference
 from jaxrl_llm.training.replay import empty_replay
 from jaxrl_llm.training.reward_models import with_reward_models
+from jaxrl_llm.training.rollout_queue import RolloutQueue
 from jaxrl_llm.training.setup.data import model_entries, read_data, tokenizer_of
 from jaxrl_llm.training.setup.evaluation import build_evaluate
 from jaxrl_llm.training.setup.objectives import critic_spec, needs_reference, objective_of, preference_spec
@@ -373,8 +374,15 @@ def _online(
         examples, shuffle = tokens.rows, config.data.shuffle
         pipeline = Pipeline(examples, rows.prompts, config.seed, shuffle, *process, tokens.shares)
 
+    if rollout.staleness and jax.process_count() > 1:
+        raise ConfigError(
+            f"rollout.staleness is {rollout.staleness}, but the run has {jax.process_count()} processes, whose threads "
+            "would meet in another order: set it to 0"
+        )
+    watch = Stopwatch(within=stopwatch) if rollout.staleness else stopwatch  # a thread of its own has its own
+
     def worker_of(sampling: SamplingParams, group_size: int) -> RolloutWorker:
-        return build_worker(config, model, rewards, mesh, sampling, group_size, examples, stopwatch, environments)
+        return build_worker(config, model, rewards, mesh, sampling, group_size, examples, watch, environments)
 
     worker = worker_of(training_sampling(config), rollout.group_size)
     check_correction(config, worker.engine)
@@ -388,8 +396,20 @@ def _online(
         row_width = width + rollout.max_completion_length
         replay = empty_replay(config.algorithm.replay_groups, rollout.group_size, row_width, width, mesh)
     sample = sampled_rows(shard_rows(config, mesh), rollout.group_size, width, rollout.max_completion_length)
+    producer = Producer(producer_spec(config), worker, greedy, pipeline, advantages.flat_groups)
+    queue = RolloutQueue(
+        producer.produce,
+        rollout.staleness,
+        config.total_steps,
+        key_of=partial(jax.random.fold_in, jax.random.key(config.seed)),
+        publish=worker.copy_policy,
+        mesh=mesh,
+        shares=True,
+        watch=stopwatch,
+        own_watch=watch,
+    )
     return OnlineSource(
-        Producer(producer_spec(config), worker, greedy, pipeline, advantages.flat_groups),
+        producer,
         Learner(
             spec=spec,
             batch=rows,
@@ -405,6 +425,7 @@ def _online(
             replay=replay,
             critic=None if critic is None else Critic(critic.net, partial(critic_params, critic_spec(config))),
         ),
+        queue,
     )
 
 
