@@ -398,7 +398,7 @@ class OnlineSource:
 
     def next(self, state: State, key) -> Experience:
         """The batch of one step; with a queue of length 0, sampled from `state.params`."""
-        rollouts, metrics = self.queue.take(state.params, int(state.step), key)
+        rollouts, metrics = self.queue.take(self.producer.produce, state.params, int(state.step), key)
         self.wait()
         experience = self.learner.prepare(rollouts, state, key)
         if rollouts.epochs is not None:

@@ -22,6 +22,8 @@ from jaxrl_llm.models.transformer import Params
 from jaxrl_llm.training.logging.stopwatch import Stopwatch
 from jaxrl_llm.training.rollouts import Rollouts, pack, unpack
 
+Produce = Callable[[Params, int, int, Any], Rollouts]
+
 
 class Made(NamedTuple):
     """A batch of the queue, and where the seconds of the thread that made it went, as metrics."""
@@ -33,18 +35,16 @@ class Made(NamedTuple):
 class RolloutQueue:
     """The rollouts of each step in turn; a context manager, which ends the thread.
 
-    produce: `(params, version, step, key) -> Rollouts`, the batch of a step by the policy of `version` steps.
     staleness: updates between the policy that samples a batch and the one that is updated with it; with 0 `take` makes
     each batch itself, and there is no thread. last_step: of the run. key_of: the key of a step. publish: the policy's
     parameters in arrays that no update donates. mesh: that samples, and `shares` is true where others compute on its
     devices. watch: of the thread that takes. own_watch: of the one that makes.
 
-    An error of `produce` is raised by the `take` or `rest` that meets it, and no further batch is made.
+    An error of what makes a batch is raised by the `take` or `rest` that meets it, and no further batch is made.
     """
 
     def __init__(
         self,
-        produce: Callable[[Params, int, int, Any], Rollouts],
         staleness: int,
         last_step: int,
         key_of: Callable[[int], Any],
@@ -55,7 +55,7 @@ class RolloutQueue:
         own_watch: Stopwatch,
     ):
         self.staleness = staleness
-        self._produce, self._last_step, self._key_of, self._publish = produce, last_step, key_of, publish
+        self._last_step, self._key_of, self._publish = last_step, key_of, publish
         self._mesh, self._watch, self._own_watch = mesh, watch, own_watch
         self._queue: deque[Future[Made]] = deque()  # the batches of the next steps, in order
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rollouts")  # starts with the first batch
@@ -71,18 +71,19 @@ class RolloutQueue:
         self._turn.__exit__(None, None, None)
         self._thread.shutdown(cancel_futures=True)
 
-    def take(self, params: Params, version: int, key) -> tuple[Rollouts, dict[str, Any]]:
+    def take(self, produce: Produce, params: Params, version: int, key) -> tuple[Rollouts, dict[str, Any]]:
         """The batch of step `version + 1`, and metrics of the queue; `params` are those after `version` steps.
 
-        Those of the steps up to `version + 1 + staleness` are made of them from now on, unless they are in the queue.
+        `produce(params, version, step, key)` makes the batch of a step by the policy of `version` steps. Those of the
+        steps up to `version + 1 + staleness` are made of these parameters, unless they are in the queue.
         """
         if not self.staleness and not self._queue:
-            return self._produce(params, version, version + 1, key), {}
+            return produce(params, version, version + 1, key), {}
         newest, last = version + len(self._queue), min(version + 1 + self.staleness, self._last_step)
         if newest < last:
             params = self._publish(params)
             self._queue.extend(
-                self._thread.submit(self._make, params, version, step) for step in range(newest + 1, last + 1)
+                self._thread.submit(self._make, produce, params, version, step) for step in range(newest + 1, last + 1)
             )
         ready = sum(future.done() for future in self._queue)
         with self._watch("rollout_wait"), yielded():
@@ -112,13 +113,13 @@ class RolloutQueue:
             future.set_result(Made(rollouts, {}))
             self._queue.append(future)
 
-    def _make(self, params: Params, version: int, step: int) -> Made:
+    def _make(self, produce: Produce, params: Params, version: int, step: int) -> Made:
         if self._error is not None:  # the data is behind a batch that failed
             raise self._error
         waited = 0.0 if self._idle_since is None else time.perf_counter() - self._idle_since
         try:
             with jax.set_mesh(self._mesh):
-                rollouts = self._produce(params, version, step, self._key_of(step))
+                rollouts = produce(params, version, step, self._key_of(step))
         except BaseException as error:
             self._error = error
             raise

@@ -50,19 +50,19 @@ class Produced:
         return rollouts_of(step, version)
 
 
-def queue_of(produce, staleness: int, last_step: int = 6) -> RolloutQueue:
+def queue_of(staleness: int, last_step: int = 6) -> RolloutQueue:
     watch = Stopwatch()
     return RolloutQueue(
-        produce, staleness, last_step, "key {}".format, "copy of {}".format, MESH, True, watch, Stopwatch(within=watch)
+        staleness, last_step, "key {}".format, "copy of {}".format, MESH, True, watch, Stopwatch(within=watch)
     )
 
 
 @pytest.mark.parametrize("staleness", [0, 1, 2, 9])
 def test_each_batch_is_of_the_policy_so_many_updates_before(staleness):
     produce = Produced()
-    with queue_of(produce, staleness) as queue:
+    with queue_of(staleness) as queue:
         for step in range(1, 7):
-            rollouts, metrics = queue.take(f"policy {step - 1}", step - 1, f"key {step}")
+            rollouts, metrics = queue.take(produce, f"policy {step - 1}", step - 1, f"key {step}")
             version = max(0, step - 1 - staleness)
             assert (rollouts.rollout.tokens[0, 0], rollouts.version) == (step, version)
             assert metrics.get("rollout/age") == (step - 1 - version if staleness else None)
@@ -76,26 +76,26 @@ def test_each_batch_is_of_the_policy_so_many_updates_before(staleness):
 
 def test_an_error_reaches_the_step_that_meets_it_and_ends_the_queue():
     produce = Produced(fails=3)
-    with queue_of(produce, 4) as queue:
+    with queue_of(4) as queue:
         for step in (1, 2):
-            queue.take("policy", step - 1, None)
+            queue.take(produce, "policy", step - 1, None)
         with pytest.raises(ValueError, match="step 3") as caught:
-            queue.take("policy", 2, None)
+            queue.take(produce, "policy", 2, None)
         assert caught.traceback[-1].name == "__call__"  # where it was raised
     assert [call[2] for call in produce.calls] == [1, 2, 3]
 
 
 def test_a_resumed_queue_goes_on_with_the_batches_that_were_saved():
     produce = Produced()
-    with queue_of(produce, 2) as queue:
-        queue.take("policy 0", 0, None)
+    with queue_of(2) as queue:
+        queue.take(produce, "policy 0", 0, None)
         arrays = queue.get_arrays()
         assert [call[2] for call in produce.calls] == [1, 2, 3]  # it has waited for them
-        expected = [queue.take(f"policy {step - 1}", step - 1, None)[0] for step in range(2, 7)]
+        expected = [queue.take(produce, f"policy {step - 1}", step - 1, None)[0] for step in range(2, 7)]
     again = Produced()
-    with queue_of(again, 2) as queue, jax.set_mesh(MESH):
+    with queue_of(2) as queue, jax.set_mesh(MESH):
         queue.restore(arrays, MESH)
-        got = [queue.take(f"policy {step - 1}", step - 1, None)[0] for step in range(2, 7)]
+        got = [queue.take(again, f"policy {step - 1}", step - 1, None)[0] for step in range(2, 7)]
     assert again.calls == produce.calls[3:]
     assert [x.version for x in got] == [x.version for x in expected] == [0, 0, 1, 2, 3]
     jax.tree.map(np.testing.assert_array_equal, [x.rollout for x in got], [x.rollout for x in expected])

@@ -398,7 +398,6 @@ def _online(
     sample = sampled_rows(shard_rows(config, mesh), rollout.group_size, width, rollout.max_completion_length)
     producer = Producer(producer_spec(config), worker, greedy, pipeline, advantages.flat_groups)
     queue = RolloutQueue(
-        producer.produce,
         rollout.staleness,
         config.total_steps,
         key_of=partial(jax.random.fold_in, jax.random.key(config.seed)),
