@@ -1,5 +1,6 @@
 """`train --dry_run`: show the data, the plan for the local devices and the time of a step; write nothing."""
 
+import contextlib
 import time
 from typing import Any
 
@@ -35,7 +36,8 @@ def dry_run(config, colour: bool = False) -> str:
             plan = make_plan(config, target, widths(run), packer=run.pack)
             tight = bool(target.device.memory) and plan.peak.peak > plan.capacity
             report += [*lines(plan, advice(plan, compiled=False) if tight else ())]
-            report += ["", *_timed(config, run)]
+            with run.source.queue if isinstance(run.source, OnlineSource) else contextlib.nullcontext():
+                report += ["", *_timed(config, run)]
         finally:
             run.rewards.close()
             if run.environments is not None:

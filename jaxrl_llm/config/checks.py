@@ -118,6 +118,8 @@ def contradictions(config: ConfigDict) -> Iterator[str]:
     yield from _batch(config, online)
     yield from _rewards(config, online)
     yield from _teacher(config, online)
+    if online:
+        yield from _staleness(config)
     yield from _environment(config)
     yield from _data(config)
     yield from _eval(config, online)
@@ -359,6 +361,18 @@ def _without_rewards(config: ConfigDict) -> Iterator[str]:
             "it to -1; or name a function, and set algorithm.advantage to zero, with which it is measured and not "
             "learned from"
         )
+
+
+def _staleness(config: ConfigDict) -> Iterator[str]:
+    """Messages for what reads a batch's prompts, or the policy's success on them, in the step that trains on it."""
+    keys = ("data.curriculum_easy", "data.curriculum_hard", "teacher.others", "teacher.on_policy")
+    for key in keys if config.rollout.staleness else ():
+        section, _, name = key.partition(".")
+        if config[section][name] != BY_NAME[key].default:
+            yield (
+                f"rollout.staleness is {config.rollout.staleness}, but {key} is {config[section][name]!r}, which needs "
+                "batches that are sampled and trained on in turn: set the one to 0, or leave out the other"
+            )
 
 
 def _teacher(config: ConfigDict, online: bool) -> Iterator[str]:

@@ -428,6 +428,10 @@ KEYS = (
         "are 1, data takes the remaining devices. Parameters are resharded for each rollout. none is the train mesh, "
         "its context axis joined to fsdp; auto is that too but, on accelerators with fsdp or context, a mesh with "
         "tensor in their place: no token gathers the parameters."),
+    Setting("rollout.staleness", 0,
+        "Updates between the policy that samples a batch and the one that is updated with it. 0 samples, grades and "
+        "updates in turn; with 1 or more a thread samples and grades the batches of the next steps meanwhile. Needs "
+        "algorithm.importance_correction, or old_logps=sampler. See docs/asynchronous.md.", int, minimum=0),
 
     Setting("rewards.functions", ("exact_match",),
         "Reward functions: built-in name, `module:function` or `path/to/file.py:function`, each with options in "

@@ -29,6 +29,10 @@ class MixedSource:
         experience = (self.online if samples else self.offline).next(state, key)
         return experience._replace(metrics=experience.metrics | {"teacher/on_policy": float(samples)})
 
+    def rest(self) -> None:
+        """Wait until nothing is sampled or graded in the background."""
+        self.online.rest()
+
     def learn(self, metrics: dict[str, float]) -> None:
         """Take notice of the metrics of a step's updates."""
         self.online.learn(metrics)

@@ -103,6 +103,9 @@ class OfflineSource:
     def learn(self, metrics: dict[str, float]) -> None:
         """Nothing: no setting here follows the metrics of updates."""
 
+    def rest(self) -> None:
+        """Nothing: no batch is made in the background."""
+
     def get_state(self) -> dict[str, Any]:
         """The numbers that a resumed run needs besides the training state."""
         seen = {"mean": float(self.mean_reward.mean), "count": float(self.mean_reward.count)}

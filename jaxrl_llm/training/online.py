@@ -10,8 +10,8 @@
 | (step.py) | 6 update | minibatches x micro-batches -> state, metrics |
 
 The producer reads a version of the policy and touches no training state: its state is the position in the data. The
-learner's is the reference, the replay buffer and the controllers. `OnlineSource` joins the two by a queue of length 0:
-each batch is sampled from the policy that it updates.
+learner's is the reference, the replay buffer and the controllers. `OnlineSource` joins the two by a queue: of length 0,
+each batch is sampled from the policy that it updates; of more (`rollout.staleness`), a thread makes batches ahead.
 """
 
 import dataclasses
@@ -36,9 +36,11 @@ from jaxrl_llm.data.pipeline import Pipeline, Stream
 from jaxrl_llm.data.templates import decode_completion, is_conversational
 from jaxrl_llm.distributed.processes import all_or_none, gather
 from jaxrl_llm.distributed.sharding import constrain, local_rows, on_device, row_shards, rows_to_global
+from jaxrl_llm.distributed.turns import turn, yielded
 from jaxrl_llm.environments.batch import EpisodeBatch
+from jaxrl_llm.models.lora import copied
 from jaxrl_llm.models.transformer import Net, Params
-from jaxrl_llm.rewards.runner import NOTHING_LOGGED, Logged, Rewards, TrainerState
+from jaxrl_llm.rewards.runner import Logged, Rewards, TrainerState
 from jaxrl_llm.rewards.streaming import StreamingRewards
 from jaxrl_llm.rollout.engine import Engine, Rollout
 from jaxrl_llm.training import replay as replay_buffer
@@ -50,11 +52,11 @@ from jaxrl_llm.training.packing.planner import Packer
 from jaxrl_llm.training.passes import scored_distributions, scored_logps, values_before
 from jaxrl_llm.training.reference import Reference
 from jaxrl_llm.training.replay import Replay
+from jaxrl_llm.training.rollout_queue import RolloutQueue
+from jaxrl_llm.training.rollouts import Rollouts, Row
 from jaxrl_llm.training.served_teacher import ServedTeacher
 from jaxrl_llm.training.teacher import Teacher
 from jaxrl_llm.training.update import State
-
-Row = dict[str, Any]
 
 
 class Experience(NamedTuple):
@@ -63,20 +65,6 @@ class Experience(NamedTuple):
     batch: Batch
     metrics: dict[str, Any]
     table: list[Row]
-
-
-class Rollouts(NamedTuple):
-    """Completions of some prompts with their rewards: arrays of all rows on the device, the rest of this process's."""
-
-    rollout: Rollout
-    examples: list[Row]
-    prompts: list[Any]
-    completions: list[Any]
-    rewards: np.ndarray  # [rows of this process, F], NaN where a function does not apply
-    logged: Logged = NOTHING_LOGGED  # by the reward functions
-    version: int = 0  # training steps of the policy that sampled
-    resampled_groups: int | None = None  # None without dynamic sampling
-    greedy: "Rollouts | None" = None  # a greedy completion of each example, for a rule that compares with it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,7 +96,7 @@ class RolloutWorker:
         Row i draws its random numbers from `fold_in(key, first_row + i)`.
         """
         group_size, width = self.engine.group_size, self.prompt_width
-        with self.stopwatch("rollout"):
+        with self.stopwatch("rollout"), turn():
             episodes = None if self.open_episodes is None else self.open_episodes(examples, group_size)
             opened = examples if episodes is None else episodes.examples
             rows = [example for example in opened for _ in range(group_size)]
@@ -135,7 +123,7 @@ class RolloutWorker:
                     params, tokens, segments, key, first_row, episodes, on_finished=streaming
                 )
             tokens, lengths = local_rows((rollout.tokens, rollout.lengths))
-        with self.stopwatch("reward"), all_or_none():
+        with self.stopwatch("reward"), yielded(), all_or_none():
             ids = [row[width : width + length].tolist() for row, length in zip(tokens, lengths, strict=True)]
             texts = None
             if episodes is not None:
@@ -149,7 +137,11 @@ class RolloutWorker:
                 logged = graded.logged
                 logged = Logged(logged.metrics | metrics, logged.totals | totals, logged.columns | table)
                 graded = graded._replace(logged=logged)
-            return Rollouts(rollout, examples, prompts, texts, graded.rewards, graded.logged, state.global_step)
+            return Rollouts(rollout, examples, prompts, texts, graded.rewards, graded.logged)
+
+    def copy_policy(self, params: Params) -> Params:
+        """The policy's parameters in arrays that no update donates, from which the same is sampled."""
+        return copied(params) if self.external is not None else self.engine.policy_copy(params)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -177,13 +169,13 @@ class Producer:
     pipeline: Pipeline | Stream | Curriculum
     flat_groups: Callable[[np.ndarray, Any], np.ndarray]
 
-    def produce(self, params: Params, step: int, key) -> Rollouts:
-        """The rollouts of one step by the policy of that many training steps.
+    def produce(self, params: Params, version: int, step: int, key) -> Rollouts:
+        """The rollouts of a step, by the policy of `version` training steps.
 
         With `dynamic_sampling`, flat groups are sampled again for other prompts, until none is left. Raises ConfigError
         when some are left after the last round, and no replay buffer fills up.
         """
-        spec, state = self.spec, TrainerState(step, self.spec.total_steps)
+        spec, state = self.spec, TrainerState(step - 1, self.spec.total_steps)
         rollouts = self._sample(params, key, 0, state)
         if spec.dynamic_sampling:
             weights, resampled = self.worker.rewards.weights, 0
@@ -196,7 +188,8 @@ class Producer:
                 # Later rounds count their rows on, so that no two rows of a step draw the same numbers.
                 fresh = self._sample(params, key, sampling_round * rows, state)
                 fresh_flat = self.flat_groups(fresh.rewards, weights)
-                rollouts, flat = fill(rollouts, flat, fresh, fresh_flat, self.worker.mesh)
+                with turn():
+                    rollouts, flat = fill(rollouts, flat, fresh, fresh_flat, self.worker.mesh)
             missing = _sum_over_processes(flat)
             if missing and not spec.replay_groups:
                 raise ConfigError(
@@ -209,7 +202,7 @@ class Producer:
         if self.greedy is not None:
             greedy = self.greedy(params, rollouts.examples, key)
             rollouts = rollouts._replace(greedy=greedy, logged=add_totals(rollouts.logged, greedy.logged))
-        return rollouts
+        return rollouts._replace(version=version, epochs=self.pipeline.epochs)
 
     def _sample(self, params: Params, key, first_row: int, state: TrainerState) -> Rollouts:
         """The rollouts of the next prompts, of which a curriculum learns how often they are solved."""
@@ -431,24 +424,30 @@ class Learner:
 
 @dataclasses.dataclass(frozen=True)
 class OnlineSource:
-    """Batches of sampled and rewarded completions: a producer and a learner, run in turn.
+    """Batches of sampled and rewarded completions: a producer and a learner, joined by a queue.
 
     `wait` is called between the two: for programs of the learner that are still compiled elsewhere.
     """
 
     producer: Producer
     learner: Learner
+    queue: RolloutQueue
     wait: Callable[[], None] = lambda: None
 
     def next(self, state: State, key) -> Experience:
-        """The batch of one step, sampled from `state.params`."""
-        rollouts = self.producer.produce(state.params, int(state.step), key)
+        """The batch of one step; with a queue of length 0, sampled from `state.params`."""
+        rollouts, metrics = self.queue.take(self.producer.produce, state.params, int(state.step), key)
         self.wait()
         experience, pipeline = self.learner.prepare(rollouts, state, key), self.producer.pipeline
         if isinstance(pipeline, Curriculum):
-            experience = experience._replace(metrics=experience.metrics | pipeline.metrics())
-        epochs = pipeline.epochs
-        return experience if epochs is None else experience._replace(metrics=experience.metrics | {"epoch": epochs})
+            metrics = pipeline.metrics() | metrics
+        if rollouts.epochs is not None:
+            metrics = {"epoch": rollouts.epochs} | metrics
+        return experience._replace(metrics=experience.metrics | metrics)
+
+    def rest(self) -> None:
+        """Wait until nothing is sampled or graded in the background."""
+        self.queue.rest()
 
     def learn(self, metrics: dict[str, float]) -> None:
         """Take notice of the metrics of a step's updates."""
@@ -456,16 +455,18 @@ class OnlineSource:
 
     def get_state(self) -> dict[str, Any]:
         """The numbers that a resumed run needs besides the training state and `get_arrays`."""
+        self.rest()
         return {"pipeline": self.producer.pipeline.get_state(), "memory": self.learner.controllers.get_state()}
 
     def get_arrays(self) -> dict[str, Any]:
         """The trees of arrays, by name, that a resumed run needs besides the training state."""
-        return self.learner.get_arrays()
+        return self.learner.get_arrays() | self.queue.get_arrays()
 
     def set_state(self, state: dict[str, Any], arrays: dict[str, Any]) -> None:
         """Go on where `get_state` and `get_arrays` were called."""
         self.producer.pipeline.set_state(state["pipeline"])
         self.learner.restore(state["memory"], arrays)
+        self.queue.restore(arrays, self.learner.mesh)
 
 
 def success_rates(rewards: np.ndarray, prompts: int, correct_at: float) -> list[float]:

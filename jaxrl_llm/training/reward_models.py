@@ -21,6 +21,7 @@ from jaxrl_llm.data.collate import pad_rows
 from jaxrl_llm.data.templates import chat_ids, is_conversational, render_chat
 from jaxrl_llm.data.tokenize import ended
 from jaxrl_llm.distributed.sharding import has_host_memory, make_mesh, on_device, on_host, row_sharding
+from jaxrl_llm.distributed.turns import turn
 from jaxrl_llm.models.logprobs import last_scores
 from jaxrl_llm.models.model import Model, copied_model, load_model
 from jaxrl_llm.models.transformer import Net, Params
@@ -71,7 +72,7 @@ class RewardModel:
         ids = [self._ids(prompt, completion) for prompt, completion in zip(prompts, completions, strict=True)]
         order = sorted(range(len(ids)), key=lambda row: len(ids[row]))  # rows of similar length waste little padding
         scores = np.zeros(len(ids))
-        with jax.set_mesh(self.mesh):
+        with jax.set_mesh(self.mesh), turn():
             params = on_device(self.model.params)
             for start in range(0, len(order), self.rows):
                 chunk = order[start : start + self.rows]

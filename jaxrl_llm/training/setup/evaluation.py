@@ -19,8 +19,9 @@ from jaxrl_llm.training.evaluation.run import Compute, EvalSpec, Evaluate, Evalu
 from jaxrl_llm.training.logging.stopwatch import Stopwatch
 from jaxrl_llm.training.objectives.objective import Objective
 from jaxrl_llm.training.offline import HeldOut, OfflineSource
-from jaxrl_llm.training.online import OnlineSource, RolloutWorker, Row
+from jaxrl_llm.training.online import OnlineSource, RolloutWorker
 from jaxrl_llm.training.reference import start_reference
+from jaxrl_llm.training.rollouts import Row
 from jaxrl_llm.training.setup.specs import (
     algorithm_of,
     batch_spec,

@@ -40,6 +40,7 @@ from jaxrl_llm.training.packing.planner import Packer, Sample, make_packer, samp
 from jaxrl_llm.training.reference import Reference, start_reference
 from jaxrl_llm.training.replay import empty_replay
 from jaxrl_llm.training.reward_models import with_reward_models
+from jaxrl_llm.training.rollout_queue import RolloutQueue
 from jaxrl_llm.training.served_teacher import ServedTeacher, Server
 from jaxrl_llm.training.setup.data import model_entries, read_data, tokenizer_of
 from jaxrl_llm.training.setup.evaluation import build_evaluate
@@ -436,8 +437,15 @@ def _online(
         else:
             pipeline = Curriculum(examples, rows.prompts, curriculum, *order)
 
+    if rollout.staleness and jax.process_count() > 1:
+        raise ConfigError(
+            f"rollout.staleness is {rollout.staleness}, but the run has {jax.process_count()} processes, whose threads "
+            "would meet in another order: set it to 0"
+        )
+    watch = Stopwatch(within=stopwatch) if rollout.staleness else stopwatch  # a thread of its own has its own
+
     def worker_of(sampling: SamplingParams, group_size: int) -> RolloutWorker:
-        return build_worker(config, model, rewards, mesh, sampling, group_size, examples, stopwatch, environments)
+        return build_worker(config, model, rewards, mesh, sampling, group_size, examples, watch, environments)
 
     worker = worker_of(training_sampling(config), rollout.group_size)
     check_correction(config, worker.engine)
@@ -456,8 +464,19 @@ def _online(
         length = width + rollout.max_completion_length
         return build_teacher(config, model, mesh, length, "the longest prompt and rollout.max_completion_length", path)
 
+    producer = Producer(producer_spec(config), worker, greedy, pipeline, advantages.flat_groups)
+    queue = RolloutQueue(
+        rollout.staleness,
+        config.total_steps,
+        key_of=partial(jax.random.fold_in, jax.random.key(config.seed)),
+        publish=worker.copy_policy,
+        mesh=mesh,
+        shares=True,
+        watch=stopwatch,
+        own_watch=watch,
+    )
     return OnlineSource(
-        Producer(producer_spec(config), worker, greedy, pipeline, advantages.flat_groups),
+        producer,
         Learner(
             spec=spec,
             batch=rows,
@@ -477,6 +496,7 @@ def _online(
                 value: teacher_at(path) for value, _, path in (entry.partition("=") for entry in config.teacher.others)
             },
         ),
+        queue,
     )
 
 

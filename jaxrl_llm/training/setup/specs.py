@@ -42,11 +42,12 @@ from jaxrl_llm.training.algorithm import Algorithm, BatchSpec
 from jaxrl_llm.training.external_rollout import ExternalRollout, load_rollout_function
 from jaxrl_llm.training.logging.stopwatch import Stopwatch
 from jaxrl_llm.training.offline import OfflineSpec
-from jaxrl_llm.training.online import LearnerSpec, ProducerSpec, RolloutWorker, Row
+from jaxrl_llm.training.online import LearnerSpec, ProducerSpec, RolloutWorker
 from jaxrl_llm.training.optimizers import OptimizerSpec, learning_rate_schedule
 from jaxrl_llm.training.packing.planner import PackingSpec
 from jaxrl_llm.training.passes import scored_logps
 from jaxrl_llm.training.reference import ReferenceSpec
+from jaxrl_llm.training.rollouts import Row
 from jaxrl_llm.training.setup.objectives import (
     divergence_temperature,
     kl_estimator,
@@ -484,8 +485,10 @@ def device_memory(mesh: Mesh) -> float:
 
 
 def check_correction(config, engine: Engine) -> None:
-    """Raises ConfigError where the engine samples in fewer bits than are trained, and nothing corrects for it."""
+    """Raises ConfigError where the engine samples from another policy than is trained, and nothing corrects for it."""
     lossy = []
+    if config.rollout.staleness:
+        lossy.append(f"rollout.staleness is {config.rollout.staleness}")
     if draws_from_another(engine.decoder, engine.net):
         lossy.append(f"rollout.weights_dtype is {engine.weights_dtype}")
     if engine.cache_dtype == "fp8":
@@ -493,7 +496,8 @@ def check_correction(config, engine: Engine) -> None:
     if lossy and config.algorithm.importance_correction == "none" and old_logps_of(config) != "sampler":
         raise ConfigError(
             f"{lossy[0]}, so completions are not drawn from the policy that is trained, but algorithm."
-            "importance_correction is none: set token_truncate, which weighs each token by the ratio of the two"
+            "importance_correction is none: set token_truncate, which weighs each token by the ratio of the two, or "
+            "algorithm.old_logps=sampler, whose ratio is clipped"
         )
 
 
