@@ -109,6 +109,8 @@ class RequestQueue:
     def submit(self, handles: Sequence[Handle]) -> None:
         """Adds rows to those that wait; raises StoppedError when the queue is stopped or has failed."""
         with self._condition:
+            if self._params is None:
+                raise StoppedError("there are no weights at the moment")
             if self._stopping or self.failure is not None:
                 raise StoppedError("the server is stopping" if self.failure is None else f"it failed: {self.failure}")
             self._waiting.extend(handles)
@@ -140,6 +142,22 @@ class RequestQueue:
 
         with self._condition:
             self._calls.append((replace, done))
+            self._condition.notify()
+
+    def release(self, done: Callable[[BaseException | None], None]) -> None:
+        """Lets the parameters and all caches go until the next `set_params`; rows that have not ended get no more."""
+
+        def drop() -> None:
+            with self._condition:
+                self._params = self._grid = None
+                for handle in (*self._rows, *self._waiting):
+                    if handle is not None:
+                        handle.cancelled = True
+                self._rows = [None] * self.size
+                self._waiting.clear()
+
+        with self._condition:
+            self._calls.append((drop, done))
             self._condition.notify()
 
     def stop(self, wait: float | None = None) -> None:

@@ -29,6 +29,7 @@ CONFIGS = {
     "clip_cov": ("-kl", "clip_ratio/region_mean"),
     "kl_cov": ("-kl", "-clip_ratio/region_mean"),
     "environment": ("kl", "environment/turns", "environment/failures", "-tools/call_frequency"),
+    "agent": ("kl", "environment/turns", "environment/calls", "environment/failures", "environment/forks"),
 }
 # Each has a test of its formulas; these three differ in the parts that a run is made of.
 QUICK = ("grpo", "gdpo", "ppo")
