@@ -41,7 +41,7 @@ class AgentSpec:
     """The settings of `environment.*` that agents need.
 
     agent: a function or its name, or a command line. workers: agents that run at once. timeout: seconds of each. calls:
-    of a session; tokens: that it samples, None without a limit.
+    of a session; tokens: that it samples, None without a limit. on_error: stop (the run) when one fails, or end.
     """
 
     agent: str | Callable[..., Any]
@@ -49,6 +49,7 @@ class AgentSpec:
     timeout: float = 600.0
     calls: int = 10
     tokens: int | None = None
+    on_error: str = "end"
 
 
 @dataclasses.dataclass(frozen=True)

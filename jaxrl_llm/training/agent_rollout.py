@@ -117,7 +117,7 @@ class AgentRollout:
     def __call__(self, params: Params, examples: Sequence[Row], key) -> tuple[Rollout, AgentEpisodes]:
         """The rows of the step, those of an example adjacent, and their sessions; row i draws from `fold_in(key, i)`.
 
-        Raises EpisodeError when every agent has failed.
+        Raises EpisodeError when every agent has failed, or one where `environment.on_error` is stop.
         """
         spec, engine = self.agents.spec, self.engine
         gateway = self._gateway(params)
@@ -147,9 +147,12 @@ class AgentRollout:
                 gateway.end(session, "the step is over")
             _wait(gateway.queue, gateway.queue.release)
         episodes = AgentEpisodes(self.turns, sessions, outcomes, seconds)
-        if episodes.failed.all():
-            raise EpisodeError(f"all {len(tasks)} agents of the step failed (environment.agent); the first: "
-                               f"{episodes.reasons[0]}")  # fmt: skip
+        failed = int(episodes.failed.sum())
+        if failed == len(tasks) or (failed and spec.on_error == "stop"):
+            raise EpisodeError(
+                f"{'all' if failed == len(tasks) else failed} of the step's {len(tasks)} agents failed "
+                f"(environment.agent); the first: {episodes.reasons[int(episodes.failed.argmax())]}"
+            )
         branches = episodes.rows()
         # A session without a call has a row too, of which nothing is in the mask.
         rows = ExternalRows(

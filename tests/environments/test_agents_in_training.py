@@ -120,8 +120,10 @@ def test_agents_that_fail(play):
     assert totals["environment/failures"] == 6 and totals["environment/forks"] == 6
     assert columns["environment/turn_rewards"][2] == [0.25, 0.5] and columns["environment/turns"][2] == 1
     assert rollout.tokens[2].tolist()[:WIDTH][-8:] == list(b"sort:43=")  # the last call's
-    with pytest.raises(ConfigError, match=r"all 2 agents of the step failed .*; the first: RuntimeError: zero"):
+    with pytest.raises(ConfigError, match=r"all of the step's 2 agents failed .*; the first: RuntimeError: zero"):
         play(sometimes, tasks[:1])
+    with pytest.raises(ConfigError, match=r"2 of the step's 4 agents failed .*; the first: RuntimeError: zero"):
+        play(sometimes, tasks[:2], on_error="stop")
 
 
 def tiny(root, folder, **settings):
