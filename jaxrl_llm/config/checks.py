@@ -218,6 +218,7 @@ def _online(config: ConfigDict) -> Iterator[str]:
             "environment.name": config.environment.name,
             "environment.tools": config.environment.tools,
             "environment.rollout_func": config.environment.rollout_func,
+            "environment.agent": config.environment.agent,
         }
         for key, value in marks_the_end.items():
             if value:
@@ -364,8 +365,8 @@ def _without_rewards(config: ConfigDict) -> Iterator[str]:
 
 
 def _staleness(config: ConfigDict) -> Iterator[str]:
-    """Messages for what reads a batch's prompts, or the policy's success on them, in the step that trains on it."""
-    keys = ("data.curriculum_easy", "data.curriculum_hard", "teacher.others", "teacher.on_policy")
+    """Messages for what takes part in a batch both when it is sampled and when it is trained on."""
+    keys = ("data.curriculum_easy", "data.curriculum_hard", "teacher.others", "teacher.on_policy", "environment.agent")
     for key in keys if config.rollout.staleness else ():
         section, _, name = key.partition(".")
         if config[section][name] != BY_NAME[key].default:
@@ -458,10 +459,20 @@ def _teacher(config: ConfigDict, online: bool) -> Iterator[str]:
 
 def _environment(config: ConfigDict) -> Iterator[str]:
     c, algorithm = config.environment, config.algorithm
-    named = [f"environment.{key}" for key in ("name", "tools", "rollout_func") if c[key]]
+    named = [f"environment.{key}" for key in ("name", "tools", "rollout_func", "agent") if c[key]]
     if named and algorithm.name in OFFLINE:
         yield f"{named[0]} is set, but algorithm.name = {algorithm.name!r} samples nothing: leave it out"
-    if c.rollout_func is None:
+    if c.agent is not None:
+        if len(named) > 1:
+            yield (f"environment.agent and {named[0]} are both set, but an agent holds its own conversations: set one")
+        own = ("stop", "stop_token_ids", "logit_bias", "bad_words", "min_completion_length", "structured_regex")
+        for key in (*own, "structured_choice", "structured_json", "structured_grammar"):
+            if config.rollout[key]:
+                yield (
+                    f"rollout.{key} is {config.rollout[key]!r}, which the endpoint of environment.agent has not: leave "
+                    "it out, or let the agent ask for it"
+                )
+    if c.rollout_func is None or c.agent is not None:
         return
     if len(named) > 1:
         yield (

@@ -69,6 +69,7 @@ OBJECTS = {
     "rewards.functions": "; functions are given to train(config, rewards=[...])",
     "optimizer.name": "; an optimizer of optax is given to train(config, optimizers=...)",
     "environment.name": "; an environment is given to train(config, environment=...)",
+    "environment.agent": ", path/to/file.py:run or my_module:run",
 }
 
 
@@ -467,6 +468,14 @@ KEYS = (
     Setting("environment.rollout_func", None,
         "Function that samples in place of the engine, `path/to/file.py:function`, or an OpenAI-compatible server, "
         "`server(url='http://localhost:8000/v1', model='m')`."),
+    Setting("environment.agent", None,
+        "Agent: a program that talks to an endpoint of the run by any client of OpenAI's API, `path/to/file.py:run` "
+        "or a command line. Its calls are sampled and learned from. See docs/agents.md."),
+    Setting("environment.agent_timeout", 600.0,
+        "Most seconds that an agent takes for a row, which is left out then.", float, above=0),
+    Setting("environment.agent_tokens", None,
+        "Most tokens that an agent samples for a row, over all its calls; none is as many as they ask for.", int,
+        minimum=1),
 
     Setting("algorithm.name", "grpo",
         "What is trained: grpo samples and scores completions, sft learns given ones, preference learns from pairs or "
@@ -828,9 +837,9 @@ IDENTITY = (
     "model.tokenizer", "model.revision", "model.overrides", "data.chat_template_kwargs", "data.overlong",
     "data.max_length", "data.loss_on", "data.packing", "rollout.group_size", "rollout.max_prompt_length",
     "rewards.functions", "rewards.weights", "environment.name", "environment.tools", "environment.rollout_func",
-    "algorithm.name", "algorithm.advantage", "algorithm.loss", "algorithm.aggregation", "algorithm.loss_weights",
-    "algorithm.reference_free", "critic.path", "critic.shared", "optimizer.name", "optimizer.moment_dtype",
-    "teacher.path", "teacher.revision", "teacher.others", "teacher.column",
+    "environment.agent", "algorithm.name", "algorithm.advantage", "algorithm.loss", "algorithm.aggregation",
+    "algorithm.loss_weights", "algorithm.reference_free", "critic.path", "critic.shared", "optimizer.name",
+    "optimizer.moment_dtype", "teacher.path", "teacher.revision", "teacher.others", "teacher.column",
 )  # fmt: skip
 # Settings of a single start, of no meaning for the run.
 OF_A_START = ("output_dir", "compilation_cache", "checkpoint.resume", "checkpoint.accept_changes")

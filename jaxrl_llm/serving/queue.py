@@ -138,6 +138,8 @@ class RequestQueue:
     def submit(self, handles: Sequence[Handle]) -> None:
         """Adds rows to those that wait; raises StoppedError when the queue is stopped or has failed."""
         with self._condition:
+            if self._released:
+                raise StoppedError("there are no weights at the moment")
             if self._stopping or self.failure is not None:
                 raise StoppedError("the server is stopping" if self.failure is None else f"it failed: {self.failure}")
             self._waiting.extend(handles)
@@ -182,7 +184,7 @@ class RequestQueue:
         """Takes other parameters of the net."""
         self._prefixes.clear()
         self._base = params if self.adapters else None  # adapters are merged into it when their turn comes
-        self._params = self._merged(params)
+        self._params, self._released = self._merged(params), False
 
     def _merged(self, params: Any) -> Any:
         """What the grid decodes with, of parameters of the net."""
@@ -191,6 +193,22 @@ class RequestQueue:
                 return self.engine.decoding_params(params)
             config, adapter = self.adapters[self._adapter]
             return decoding_params(combine(params, adapter), self.engine.decoder.with_lora(config))
+
+    def release(self, done: Callable[[BaseException | None], None]) -> None:
+        """Lets the parameters and all caches go until the next `set_params`; rows that have not ended get no more."""
+
+        def drop() -> None:
+            with self._condition:
+                self._released = True
+                self._params = self._base = self._grid = None
+                self._prefixes.clear()
+                for handle in (*self._rows, *self._waiting):
+                    if handle is not None:
+                        handle.cancelled = True
+                self._rows = [None] * self.size
+                self._waiting.clear()
+
+        self._call(drop, done)
 
     def stop(self, wait: float | None = None) -> None:
         """Takes no more requests; returns when the rows that were asked for have ended, or after `wait` seconds."""

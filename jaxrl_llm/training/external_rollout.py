@@ -217,30 +217,39 @@ class ExternalRollout:
                 f"environment.rollout_func returned prompt_ids of {min(map(len, rows.prompt_ids))} to {longest} "
                 f"tokens, but they have 1 to rollout.max_prompt_length = {width}"
             )
-        count, limit = len(rows.completion_ids), self.engine.max_completion_length
-        prompt_tokens, prompt_segments = pad_prompts(rows.prompt_ids, width)
-        tokens, segments = np.zeros((count, limit), np.int32), np.zeros((count, limit), prompt_segments.dtype)
-        mask, logps = np.zeros((2, count, limit), np.float32)
-        lengths, finished = np.zeros(count, np.int32), np.zeros(count, bool)
-        for row, ids in enumerate(rows.completion_ids):
-            n = lengths[row] = min(len(ids), limit)
-            tokens[row, :n], segments[row, :n], mask[row, :n] = ids[:n], 1, rows.mask[row][:n]
-            if rows.logprobs is not None:
-                logps[row, :n] = np.asarray(rows.logprobs[row][:n]) * mask[row, :n]
-            finished[row] = n == len(ids) and ids[-1] in self.engine.eos
-        if not np.isfinite(logps).all():
+        if rows.logprobs is not None and not all(np.isfinite(logps).all() for logps in rows.logprobs):
             raise ConfigError("environment.rollout_func returned logprobs that are not finite")
-        no_prompt = np.zeros((count, width), np.float32)
-        arrays = {
-            "tokens": np.concatenate([prompt_tokens, tokens], 1),
-            "segments": np.concatenate([prompt_segments, segments], 1),
-            "mask": np.concatenate([no_prompt, mask], 1),
-            "sample_logps": np.concatenate([no_prompt, logps], 1),
-            "lengths": lengths,
-            "finished": finished,
-            "steps": lengths.astype(np.float32),
-        }
-        return Rollout(**rows_to_global(arrays, self.mesh))
+        finished = [ids[-1] in self.engine.eos for ids in rows.completion_ids]
+        return as_rollout(rows, finished, width, self.engine.max_completion_length, self.mesh)
+
+
+def as_rollout(rows: ExternalRows, finished: Sequence[bool], width: int, limit: int, mesh: Mesh) -> Rollout:
+    """The arrays that the engine would have returned, with prompts of `width` tokens.
+
+    A completion of more than `limit` tokens is truncated, and then has not finished.
+    """
+    count = len(rows.completion_ids)
+    prompt_tokens, prompt_segments = pad_prompts(rows.prompt_ids, width)
+    tokens, segments = np.zeros((count, limit), np.int32), np.zeros((count, limit), prompt_segments.dtype)
+    mask, logps = np.zeros((2, count, limit), np.float32)
+    lengths, has_finished = np.zeros(count, np.int32), np.zeros(count, bool)
+    for row, ids in enumerate(rows.completion_ids):
+        n = lengths[row] = min(len(ids), limit)
+        tokens[row, :n], segments[row, :n], mask[row, :n] = ids[:n], 1, rows.mask[row][:n]
+        if rows.logprobs is not None:
+            logps[row, :n] = np.asarray(rows.logprobs[row][:n]) * mask[row, :n]
+        has_finished[row] = n == len(ids) and finished[row]
+    no_prompt = np.zeros((count, width), np.float32)
+    arrays = {
+        "tokens": np.concatenate([prompt_tokens, tokens], 1),
+        "segments": np.concatenate([prompt_segments, segments], 1),
+        "mask": np.concatenate([no_prompt, mask], 1),
+        "sample_logps": np.concatenate([no_prompt, logps], 1),
+        "lengths": lengths,
+        "finished": has_finished,
+        "steps": lengths.astype(np.float32),
+    }
+    return Rollout(**rows_to_global(arrays, mesh))
 
 
 def load_rollout_function(name: str | None) -> Callable[..., Any] | None:

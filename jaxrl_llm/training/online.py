@@ -45,6 +45,7 @@ from jaxrl_llm.rewards.streaming import StreamingRewards
 from jaxrl_llm.rollout.engine import Engine, Rollout
 from jaxrl_llm.training import replay as replay_buffer
 from jaxrl_llm.training.advantages import AdvantageStep
+from jaxrl_llm.training.agent_rollout import AgentRollout
 from jaxrl_llm.training.algorithm import BatchSpec
 from jaxrl_llm.training.logging.reward_metrics import add_totals, join, over_processes, table_value
 from jaxrl_llm.training.logging.stopwatch import Stopwatch
@@ -71,7 +72,8 @@ class Experience(NamedTuple):
 class RolloutWorker:
     """Steps 2 and 3: `group_size` completions of each prompt, and their rewards.
 
-    With `open_episodes` rows are episodes of environments; `external` samples in place of the engine.
+    With `open_episodes` rows are episodes of environments; `external` samples in place of the engine, and `agents` run
+    the programs whose sessions are the rows.
     """
 
     engine: Engine
@@ -82,6 +84,7 @@ class RolloutWorker:
     stopwatch: Stopwatch
     open_episodes: Callable[[list[Row], int], EpisodeBatch] | None = None
     external: Callable[..., tuple[Rollout, dict[str, list[Any]]]] | None = None
+    agents: AgentRollout | None = None
 
     def __call__(
         self,
@@ -110,11 +113,15 @@ class RolloutWorker:
 
             streaming = None
             # Rows are graded while others are still sampled, unless their rewards need the whole conversation.
-            if episodes is None and self.external is None and self.rewards.takes_rows:
+            others = (episodes, self.external, self.agents)
+            if not any(x is not None for x in others) and self.rewards.takes_rows:
                 with all_or_none():
                     streaming = StreamingRewards(self.rewards.open(prompts, columns, state), decode)
             results: dict[str, list[Any]] = {}  # columns for rewards that come with the rollout
-            if self.external is not None:
+            sessions = None
+            if self.agents is not None:
+                rollout, sessions = self.agents(params, opened, jax.random.fold_in(key, first_row))
+            elif self.external is not None:
                 rollout, results = self.external(params, opened, jax.random.fold_in(key, first_row), state)
             else:
                 padded = pad_prompts([example["prompt_ids"] for example in opened], width)
@@ -128,12 +135,16 @@ class RolloutWorker:
             texts = None
             if episodes is not None:
                 texts, results = episodes.finish(ids, self.rewards.workers is None)
+            elif sessions is not None:
+                texts, results = sessions.finish(prompts, ids)
             if streaming is None:
                 streaming = StreamingRewards(self.rewards.open(prompts, columns | results, state), decode)
             texts = streaming.finish(ids, texts)
             graded = streaming.pending.result()
-            if episodes is not None:
-                metrics, totals, table = episodes.release()
+            if sessions is not None:  # whatever else rewards say: nothing is learned from a session that failed
+                graded = graded._replace(rewards=np.where(sessions.failed[:, None], np.float32(np.nan), graded.rewards))
+            if (played := episodes or sessions) is not None:
+                metrics, totals, table = played.release()
                 logged = graded.logged
                 logged = Logged(logged.metrics | metrics, logged.totals | totals, logged.columns | table)
                 graded = graded._replace(logged=logged)

@@ -18,6 +18,7 @@ from jaxrl_llm.data.curriculum import Curriculum
 from jaxrl_llm.data.loading import DataSource, Tokenized
 from jaxrl_llm.data.pipeline import Pipeline
 from jaxrl_llm.distributed.sharding import has_host_memory, make_mesh, on_host, row_shards
+from jaxrl_llm.environments.agents import Agents
 from jaxrl_llm.environments.factory import Environments, load_environments
 from jaxrl_llm.models.lora import LoraConfig, has_adapters, parse_targets, split
 from jaxrl_llm.models.model import Model, add_adapters, check_positions, check_same_vocabulary, copied_model, load_model
@@ -102,7 +103,7 @@ class Run(NamedTuple):
     state: State
     stopwatch: Stopwatch
     rewards: Rewards
-    environments: Environments | None
+    environments: Environments | Agents | None
     pack: Packer
     config: ConfigDict  # with the number of steps, where num_epochs says it, and the learning rate
     notes: list[str]  # lines on the data and the learning rate
@@ -142,7 +143,7 @@ def build(
     model, graders = build_model(config, mesh, None, rows.tokenizer, given_model), build_rewards(config, rewards)
     environments = load_environments(spec)
     if environment_reward in graders.functions and environments is None and config.environment.rollout_func is None:
-        raise ConfigError("rewards.functions names environment, but there is none: set environment.name")
+        raise ConfigError("rewards.functions names environment, but there is none: set environment.name or agent")
     if given_model is None:
         _check_trainable(config, model)
     critic = build_critic(config, model, mesh, given_model) if algorithm.has_critic else None
@@ -419,7 +420,7 @@ def _online(
     rewards: Rewards,
     mesh: Mesh,
     stopwatch: Stopwatch,
-    environments: Environments | None,
+    environments: Environments | Agents | None,
     packer: Callable[[Sample | None], Packer],
 ) -> OnlineSource:
     """The producer and the learner of an online algorithm."""

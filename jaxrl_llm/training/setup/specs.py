@@ -3,6 +3,7 @@
 Beside them stands what several commands build from a configuration and a model: the rollout worker.
 """
 
+import importlib.util
 import math
 import os
 from collections.abc import Sequence
@@ -24,6 +25,7 @@ from jaxrl_llm.data.curriculum import CurriculumSpec
 from jaxrl_llm.data.loading import DataSpec
 from jaxrl_llm.data.observations import TurnTokenizer
 from jaxrl_llm.distributed.sharding import on_device, rollout_mesh, row_shards
+from jaxrl_llm.environments.agents import Agents, AgentSpec
 from jaxrl_llm.environments.batch import EpisodeBatch
 from jaxrl_llm.environments.factory import Environments, EnvironmentSpec
 from jaxrl_llm.environments.protocol import EpisodeError
@@ -38,6 +40,7 @@ from jaxrl_llm.rollout.grammar import build_grammar
 from jaxrl_llm.rollout.resharded import ReshardedEngine
 from jaxrl_llm.rollout.sampling import SamplingParams
 from jaxrl_llm.training.advantages import AdvantageSpec
+from jaxrl_llm.training.agent_rollout import AgentRollout
 from jaxrl_llm.training.algorithm import Algorithm, BatchSpec
 from jaxrl_llm.training.external_rollout import ExternalRollout, load_rollout_function
 from jaxrl_llm.training.logging.stopwatch import Stopwatch
@@ -412,16 +415,17 @@ def build_worker(
     group_size: int,
     examples: list[Row] | None,
     stopwatch: Stopwatch,
-    environments: Environments | None = None,
+    environments: Environments | Agents | None = None,
 ) -> RolloutWorker:
     """A rollout worker wide enough for the prompts of `examples` or, where they are not known before, for any."""
     c, eos, limit = config.rollout, eos_ids(model), config.rollout.max_prompt_length
-    open_episodes = external = None
+    open_episodes = external = agents = None
+    options = split_options(f"_({config.data.chat_template_kwargs})")[1]
+    turns = TurnTokenizer(model.tokenizer, eos, limit, options, stops=bool(c.stop or c.stop_token_ids))
     if environments is not None:
-        options = split_options(f"_({config.data.chat_template_kwargs})")[1]
-        turns = TurnTokenizer(model.tokenizer, eos, limit, options, stops=bool(c.stop or c.stop_token_ids))
-        open_episodes = partial(EpisodeBatch.open, environments, turns)
-        examples = None  # environments and tools may lengthen prompts
+        if isinstance(environments, Environments):
+            open_episodes = partial(EpisodeBatch.open, environments, turns)
+        examples = None  # environments, tools and agents may lengthen prompts
     vocab = model.net.config.vocab_size
     check_tokens("rollout.logit_bias", [token for token, _ in sampling.logit_bias], vocab)
     check_tokens("rollout.stop_token_ids", c.stop_token_ids, vocab)
@@ -456,7 +460,14 @@ def build_worker(
             save_hf(replace(model, params=params), path, overwrite=True)
 
         external = ExternalRollout(function, engine, model.tokenizer, mesh, width, policy_logps, save)
-    return RolloutWorker(engine, rewards, model.tokenizer, mesh, width, stopwatch, open_episodes, external)
+    if isinstance(environments, Agents):
+        if engine_mesh != mesh:
+            raise EpisodeError("environment.agent is sampled on the mesh of training: set rollout.mesh to none, and "
+                               "mesh.context to 1")  # fmt: skip
+        shards = row_shards(mesh)
+        slots = c.slots or min(environments.spec.workers, config.batch.prompts * config.rollout.group_size)
+        agents = AgentRollout(environments, engine, turns, mesh, width, -(-slots // shards) * shards)
+    return RolloutWorker(engine, rewards, model.tokenizer, mesh, width, stopwatch, open_episodes, external, agents)
 
 
 def check_memory(config, model: Model, engine: Engine, width: int, mesh: Mesh) -> None:
@@ -515,12 +526,25 @@ def padded_width(longest: int, limit: int) -> int:
     return min(-(-longest // WIDTH_MULTIPLE) * WIDTH_MULTIPLE, limit)
 
 
-def environment_spec(config, environment: Any = None, tools: Sequence[Any] = ()) -> EnvironmentSpec:
-    """The environments of the configuration, or of `environment` (a factory, a dictionary of them, or a name).
+def environment_spec(config, environment: Any = None, tools: Sequence[Any] = ()) -> EnvironmentSpec | AgentSpec:
+    """The environments of the configuration, or of `environment` (a factory, a dictionary of them, or a name); or its
+    agents.
 
-    `tools` are added to the configuration's. Raises EpisodeError for an algorithm that samples nothing.
+    `tools` are added to the configuration's. Raises EpisodeError for an algorithm that samples nothing, and for agents
+    together with an environment, without the packages of their endpoint or in a run of several processes.
     """
     c, name = config.environment, config.algorithm.name
+    if c.agent is not None:
+        if environment is not None or tools:
+            raise EpisodeError("environment.agent is set, but an environment or tools are given too: leave one out")
+        missing = [package for package in ("starlette", "uvicorn") if importlib.util.find_spec(package) is None]
+        if missing:
+            raise EpisodeError(
+                f'environment.agent needs {" and ".join(missing)} for its endpoint: pip install "jaxrl_llm[serve]"'
+            )
+        if jax.process_count() > 1:
+            raise EpisodeError("environment.agent is for one process, but this run has several")
+        return AgentSpec(c.agent, c.workers, c.agent_timeout, c.max_turns, c.agent_tokens, c.on_error)
     spec = EnvironmentSpec(
         environment=c.name if environment is None else environment,
         tools=(*c.tools, *tools),
