@@ -915,7 +915,7 @@ def nearest(name: str, known: Iterable[str] = ()) -> str:
     """
     known = tuple(known) or tuple(BY_NAME)
     meant = SYNONYMS.get(name.rpartition(".")[2])
-    return meant if meant in known else closest(name, known)
+    return meant if meant is not None and meant in known else closest(name, known)
 
 
 def unknown_key(name: str) -> str:

@@ -37,7 +37,7 @@ def pack(batches: Sequence[Rollouts]) -> np.ndarray:
     Examples are left out: nobody reads those of a batch that is made. Cells of the table of completions are kept as the
     table shows them.
     """
-    arrays: dict[str, np.ndarray] = {}
+    arrays: dict[str, Any] = {}
 
     def texts_of(batch: Rollouts, name: str) -> dict[str, Any]:
         arrays.update({f"{name}/{key}": x for key, x in local_rows(batch.rollout)._asdict().items()})
