@@ -214,7 +214,7 @@ def test_a_full_disk_is_reported_and_tried_again(small_disk, monkeypatch):
 
 def test_a_failed_save_is_told_in_a_line(tmp_path, monkeypatch, capfd):
     """What is true is said: why it failed, and which checkpoint is there; Orbax's tracebacks are not shown."""
-    monkeypatch.setattr(manager, "RETRY_SECONDS", 0.0)
+    monkeypatch.setattr(manager, "RETRY_SECONDS", 0.5)  # writes of the failed try end before the next
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     checkpoints = Checkpoints(tmp_path / "checkpoints")
     reason = rf"the checkpoint of step 2 could not be written to {tmp_path}/checkpoints: \[Errno 27\] File too large"
