@@ -19,6 +19,7 @@ COMMANDS = {
     "stages": "Train in stages, each from the model of an earlier one.",
     "preview": "Show the data of a run as the model will see it.",
     "plan": "Plan the memory, time and traffic of a run on devices that are not at hand.",
+    "verify": "Verify that the numbers of a run do not depend on how they are computed.",
     "report": "Write an HTML page of one or several runs.",
     "migrate": "Convert a configuration of TRL, verl, axolotl or Harmony.",
 }

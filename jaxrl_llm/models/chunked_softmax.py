@@ -206,8 +206,11 @@ def _numbers(logits, targets, mean_logit: bool, smoothing: float):
 
 
 def _two_sums(x, y):
-    """The sums over the last axis of x and of x * y: on CPUs by a product of matrices, as XLA's own loop is slow."""
-    if jax.default_backend() == "cpu":
+    """The sums over the last axis of x and of x * y: on CPUs by a product of matrices, as XLA's own loop is slow.
+
+    Not on meshes: XLA's partitioner adds up that product wrongly where experts and tensor both cut the last axis.
+    """
+    if jax.default_backend() == "cpu" and not is_sharded():
         return x.sum(-1), jnp.einsum("...v,...v->...", x, y)
     zero = jnp.zeros((), x.dtype)
     return jax.lax.reduce((x, x * y), (zero, zero), lambda a, b: (a[0] + b[0], a[1] + b[1]), (x.ndim - 1,))

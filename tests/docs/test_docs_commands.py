@@ -8,6 +8,7 @@ import shlex
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -55,6 +56,9 @@ class Command(NamedTuple):
         """The arguments that are flags, as parsed: without what only stands for something."""
         given = [STANDS_FOR.get(argument, argument) for argument in self.arguments]
         return [argument for argument in given if argument.startswith("--")]
+
+
+SERVER = "http://localhost:8000/v1"  # of our own, which the test starts
 
 
 def lines_of_shell(text: str) -> list[str]:
@@ -147,21 +151,24 @@ def shell(folder: Path, *arguments: str, devices: int = 1) -> str:
     return done.stdout
 
 
-def served(folder: Path, *arguments: str) -> str:
+@contextlib.contextmanager
+def served(folder: Path, *arguments: str) -> Iterator[str]:
     """The line in which `python ARGUMENTS` in `folder` says where it listens; told to end, it must end well."""
     environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
     with subprocess.Popen(
         [sys.executable, *arguments], cwd=folder, env=environment, stderr=subprocess.PIPE, text=True
     ) as server:
-        timer = threading.Timer(300, server.kill)
+        timer = threading.Timer(600, server.kill)
         timer.start()
         assert server.stderr is not None
         line = next((line for line in server.stderr if re.search(r"at http://\S+/v1", line)), "")
-        server.terminate()
-        rest = server.stderr.read()
-    timer.cancel()
+        try:
+            yield line
+        finally:
+            server.terminate()
+            rest = server.stderr.read()
+            timer.cancel()
     assert server.returncode == 0, line + rest
-    return line
 
 
 # --- parsed ---
@@ -268,10 +275,15 @@ def test_every_command_runs(number, runs):
     if command.module not in {"train", *NO_FLAGS}:
         module = ("jaxrl_llm", command.module)
     if command.module == "serve":
-        printed = served(runs, "-m", *module, *arguments)
-    else:
-        printed = shell(runs, "-m", *module, *arguments, devices=8 if meshed else 1)
-    assert printed.strip()
+        with served(runs, "-m", *module, *arguments) as line:
+            assert line
+        return
+    with contextlib.ExitStack() as stack:
+        if any(SERVER in argument for argument in arguments):
+            line = stack.enter_context(served(runs, "-m", "jaxrl_llm", "serve", "runs/grpo", "--port=0"))
+            (found,) = re.findall(r"http://\S+/v1", line)
+            arguments = [argument.replace(SERVER, found) for argument in arguments]
+        assert shell(runs, "-m", *module, *arguments, devices=8 if meshed else 1).strip()
 
 
 def shortened(argument: str, number: int) -> str:

@@ -1,0 +1,203 @@
+"""Verify that the numbers of a run do not depend on how they are computed: the exactness report.
+
+    python -m jaxrl_llm verify --config=configs/grpo.py
+
+Makes the first step of the configuration, on this machine and with its own model, data and rewards, several times: as
+it is, and with another number of decode slots, other micro-batches, packed or not, on every other mesh of the devices
+at hand; and two steps of it, with and without a checkpoint between them. Prints how far the sampler's log-probs are
+from the trainer's, whether the samples are the same tokens, and whether the parameters after the step are the same
+bits, or else how far apart the updates are, relative to the length of the update. The learning rate is that after the
+warm-up. Writes nothing.
+"""
+
+import contextlib
+import json
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from jaxrl_llm.config import ConfigError, batch_rows, validate
+from jaxrl_llm.config.flags import load_flags
+from jaxrl_llm.config.schema import Setting
+from jaxrl_llm.distributed.compilation_cache import keep_compiled
+from jaxrl_llm.training.checkpoint.manager import Checkpoints, free
+from jaxrl_llm.training.logging.console import show, stderr_console, waiting
+from jaxrl_llm.training.online import OnlineSource
+from jaxrl_llm.training.setup.run import Run, build, build_mesh, shard_rows
+from jaxrl_llm.training.step import improve
+from jaxrl_llm.training.update import State, merge_frozen
+
+FLAGS = (Setting("output", "", "JSON file for the report, which is also printed."),)
+AXES = ("data", "fsdp", "tensor", "context")
+EQUAL = "bit for bit"
+
+
+class Made(NamedTuple):
+    """What steps leave: the tokens of the last one's rows (None where they are read and not sampled), its metrics, and
+    the trained parameters."""
+
+    tokens: np.ndarray | None
+    metrics: dict[str, float]
+    params: Any
+
+
+class Check(NamedTuple):
+    """One way to compute the step, compared with the run's own."""
+
+    name: str
+    samples: str  # "equal", how many rows differ, or "" where nothing is sampled
+    update: str  # EQUAL, a relative difference in words, or the reason why it cannot be computed so
+    difference: float | None  # 0 is bit for bit; None where nothing was compared
+
+
+class Report(NamedTuple):
+    """The largest and mean absolute difference of the sampler's and the trainer's log-probs, in nats, and the checks.
+
+    The differences are None for algorithms that sample nothing.
+    """
+
+    logp_difference_max: float | None
+    logp_difference_mean: float | None
+    checks: list[Check]
+
+
+def verify(config) -> Report:
+    """The exactness report of a configuration. Raises ConfigError as training does, and for several processes."""
+    validate(config)
+    if jax.process_count() > 1:
+        raise ConfigError("verify compares whole arrays, so it runs in one process: leave processes.* out")
+    if config.get("rollout") is not None and config.rollout.staleness:
+        raise ConfigError(
+            f"rollout.staleness is {config.rollout.staleness}: the first step of such a run is that of 0, verify that: "
+            "--config.rollout.staleness=0"
+        )
+    config = config.copy_and_resolve_references()
+    config.optimizer.schedule, config.optimizer.warmup_steps, config.optimizer.warmup_ratio = "constant", 0, 0.0
+    with _run(config) as run:
+        start = jax.device_get(run.state.params)
+        variants = list(_variants(config, run))
+        with tempfile.TemporaryDirectory() as folder:
+            state = run.state
+            own, state = _step(config, run, state)
+            with Checkpoints(Path(folder)) as checkpoints:
+                checkpoints.save(1, state, run.source.get_state(), run.source.get_arrays(), final=True)
+                second, _ = _step(config, run, state)
+                free(state)
+                with _run(config) as again:
+                    resumed, host = checkpoints.restore(1, again.state, again.mesh)
+                    arrays = checkpoints.restore_arrays(1, {"queue": None, **again.source.get_arrays()}, again.mesh)
+                    again.source.set_state(host, arrays)
+                    went_on, _ = _step(config, again, resumed)
+    checks = []
+    for name, changes in [("the same again", {}), *variants]:
+        changed = config.copy_and_resolve_references()
+        changed.update_from_flattened_dict(changes)
+        try:
+            with _run(changed) as other:
+                checks.append(_compared(name, start, own, _step(changed, other, other.state)[0]))
+        except ConfigError as error:
+            checks.append(Check(name, "", f"cannot be: {error}", None))
+    checks.insert(1, _compared("step 2, resumed after step 1", own.params, second, went_on))
+    mean, largest = (own.metrics.get(f"sampling/sampling_logp_difference/{kind}") for kind in ("mean", "max"))
+    return Report(largest, mean, checks)
+
+
+@contextlib.contextmanager
+def _run(config) -> Iterator[Run]:
+    mesh = build_mesh(config)
+    with jax.set_mesh(mesh), contextlib.ExitStack() as stack:
+        run = build(config, mesh)
+        stack.callback(run.rewards.close)
+        if run.environments is not None:
+            stack.callback(run.environments.close)
+        if isinstance(run.source, OnlineSource):
+            stack.enter_context(run.source.queue)
+        yield run
+
+
+def _step(config, run: Run, state: State) -> tuple[Made, State]:
+    """One step of a run, from `state`, whose memory it takes."""
+    key = jax.random.fold_in(jax.random.key(config.seed), int(state.step) + 1)
+    batch = run.source.next(merge_frozen(state, run.frozen), key).batch
+    tokens = np.asarray(batch.inputs.tokens) if run.algorithm.online else None
+    state, updates = improve(run, state, batch)
+    return Made(tokens, {name: float(value) for name, value in updates[0].items()}, jax.device_get(state.params)), state
+
+
+def _variants(config, run: Run) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Other ways to compute the same step: a name, and the settings by which it differs."""
+    if run.algorithm.online:
+        slots = config.rollout.slots or batch_rows(config)
+        if slots > 1:
+            yield f"{max(slots // 2, 1)} decode slots for {slots}", {"rollout.slots": max(slots // 2, 1)}
+    rows = config.batch.microbatch_rows or batch_rows(config) // config.batch.minibatches
+    halves = {"batch.microbatch_rows": rows // 2}
+    if config.batch.microbatch_tokens:
+        halves["batch.microbatch_tokens"] = config.batch.microbatch_tokens // 2
+    if rows > 1:
+        yield f"micro-batches of {rows // 2} rows for {rows}", halves
+    packed = run.pack.sizes is not None
+    yield ("rows not packed" if packed else "packed rows"), {"batch.packing": "false" if packed else "true"}
+    devices, own = jax.device_count(), dict(run.mesh.shape)
+    for axis in AXES:
+        if devices > 1 and own[axis] != devices:
+            sizes = {f"mesh.{name}": 1 for name in own} | {f"mesh.{axis}": devices}
+            yield f"mesh of {axis} {devices}", sizes
+
+
+def _compared(name: str, start: Any, own: Made, other: Made) -> Check:
+    """How `other` differs from `own`, whose parameters were `start` before."""
+    samples = ""
+    if own.tokens is not None and other.tokens is not None:
+        same = own.tokens.shape == other.tokens.shape
+        rows = int(np.any(own.tokens != other.tokens, axis=1).sum()) if same else len(own.tokens)
+        samples = f"{rows} of {len(own.tokens)} rows differ" if rows else "equal"
+    apart = length = 0.0
+    for before, a, b in zip(*map(jax.tree.leaves, (start, own.params, other.params)), strict=True):
+        before, a, b = (np.asarray(x, np.float64) for x in (before, a, b))
+        apart, length = apart + np.square(a - b).sum(), length + np.square(a - before).sum()
+    if not length:
+        return Check(name, samples, "no parameter moves in this step: take another seed or more rows", None)
+    difference = float(np.sqrt(apart / length))
+    norms = [made.metrics["grad_norm"] for made in (own, other)]
+    words = f"differs by {difference:.1e} of its length, the gradient's norm by {abs(norms[1] / norms[0] - 1):.1e}"
+    return Check(name, samples, words if difference else EQUAL, difference)
+
+
+def lines(report: Report) -> list[str]:
+    """The report as a table in text."""
+    told = []
+    if report.logp_difference_max is not None:
+        told = [
+            "log-probs of the sampler against the trainer's: at most "
+            f"{show(report.logp_difference_max)} nats apart, {show(report.logp_difference_mean)} in the mean",
+            "",
+        ]
+    heads = ("the step computed with", "samples", "update")
+    rows = [heads, *((check.name, check.samples, check.update) for check in report.checks)]
+    first, second = (max(len(row[column]) for row in rows) for column in (0, 1))
+    told += [f"{row[0]:<{first}}  {row[1]:<{second}}  {row[2]}" if second else f"{row[0]:<{first}}  {row[2]}"
+             for row in rows]  # fmt: skip
+    if jax.device_count() == 1:
+        told += ["", "One device is here: XLA_FLAGS=--xla_force_host_platform_device_count=8 makes eight of a CPU."]
+    return told
+
+
+def main(argv: list[str]) -> None:
+    """The command line: see `--help`."""
+    config, options = load_flags(argv, __doc__ or "", FLAGS)
+    keep_compiled(config.compilation_cache)
+    output = Path(options["output"]).expanduser() if options["output"] else None
+    if output is not None and not output.parent.is_dir():
+        raise ConfigError(f"--output: there is no folder {output.parent}; make it first")
+    with waiting("making the first step in several ways", stderr_console(), lines=False):
+        report = verify(config)
+    sys.stdout.write("\n".join(lines(report)) + "\n")
+    if output is not None:
+        checks = [check._asdict() for check in report.checks]
+        output.write_text(json.dumps({**report._asdict(), "checks": checks}, indent=2) + "\n", encoding="utf-8")

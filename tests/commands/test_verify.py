@@ -1,0 +1,71 @@
+"""The exactness report: what it compares, and that it sees what depends on how a step is computed."""
+
+import json
+import random
+
+import numpy as np
+import pytest
+
+from jaxrl_llm.commands import verify as command
+from jaxrl_llm.commands.verify import EQUAL, Made, _compared, verify
+from jaxrl_llm.config import ConfigError
+from jaxrl_llm.config.flags import load_config_file
+
+
+@pytest.fixture
+def config(root, tmp_path):
+    made = load_config_file(f"{root / 'configs' / 'grpo.py'}:tiny")
+    made.output_dir, made.eval.every = str(tmp_path / "run"), 0
+    return made
+
+
+def made(params, tokens=((1, 2), (3, 4)), norm=2.0):
+    return Made(np.array(tokens), {"grad_norm": norm}, {"w": np.array(params, np.float32)})
+
+
+def test_updates_are_compared_by_their_length():
+    start = {"w": np.zeros(2, np.float32)}
+    assert _compared("again", start, made([3, 4]), made([3, 4]))[1:] == ("equal", EQUAL, 0.0)
+    far = _compared("far", start, made([3, 4]), made([3, 4.5], tokens=((1, 2), (3, 5)), norm=2.5))
+    assert far.samples == "1 of 2 rows differ" and far.difference == pytest.approx(0.1)
+    assert far.update == "differs by 1.0e-01 of its length, the gradient's norm by 2.5e-01"
+    still = _compared("still", start, made([0, 0]), made([0, 0]))
+    assert still.difference is None and still.update.startswith("no parameter moves")
+
+
+def test_it_runs_in_one_process_and_in_step(config, monkeypatch):
+    config.rollout.staleness = 1
+    with pytest.raises(ConfigError, match=r"rollout.staleness is 1.*--config.rollout.staleness=0"):
+        verify(config)
+    monkeypatch.setattr(command.jax, "process_count", lambda: 2)
+    with pytest.raises(ConfigError, match="runs in one process"):
+        verify(config)
+
+
+@pytest.mark.slow
+def test_a_step_does_not_depend_on_how_it_is_computed(root, tmp_path, capsys):
+    output = tmp_path / "report.json"
+    run = f"--config.output_dir={tmp_path / 'run'}"
+    command.main([f"--config={root / 'configs' / 'grpo.py'}:tiny", run, f"--output={output}"])
+    report = json.loads(output.read_text())
+    assert 0 <= report["logp_difference_mean"] <= report["logp_difference_max"] <= 1e-4
+    checks = {check["name"]: check for check in report["checks"]}
+    assert all(check["samples"] == "equal" for check in checks.values())
+    for name in ("the same again", "step 2, resumed after step 1", "8 decode slots for 16"):
+        assert checks[name]["update"] == EQUAL, name
+    assert checks["micro-batches of 8 rows for 16"]["difference"] <= 1e-3
+    assert 0 < checks["rows not packed"]["difference"] <= 1e-3
+    text = capsys.readouterr().out
+    assert all(name in text for name in checks) and "nats apart" in text
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
+def test_rewards_that_draw_lots_are_seen(config, tmp_path):
+    (tmp_path / "lots.py").write_text(
+        "import random\n\ndef lots(completions, **columns):\n    return [random.random() for _ in completions]\n"
+    )
+    config.rewards.functions = (f"{tmp_path / 'lots.py'}:lots",)
+    random.seed(0)
+    checks = {check.name: check for check in verify(config).checks}
+    assert checks["the same again"].samples == "equal" and checks["the same again"].difference > 0.1
