@@ -26,7 +26,6 @@ from jaxrl_llm.distributed import processes
 from jaxrl_llm.distributed.compilation_cache import keep_compiled
 from jaxrl_llm.distributed.overlap import overlap_collectives, overlaps
 from jaxrl_llm.models.model import Model
-from jaxrl_llm.rollout.resharded import ReshardedEngine
 from jaxrl_llm.tools.cards.card import write_cards
 from jaxrl_llm.tools.cards.hub import check_push, push_run, push_step
 from jaxrl_llm.training.ahead import CompiledAhead, compilations
@@ -320,8 +319,11 @@ def _describe(run: Run, start: int) -> dict[str, Any]:
     trained = sum(x.size for x in jax.tree.leaves(run.state.params))
     of_these = f", {trained / 1e6:.2f} M trainable" if trained != count else ""
     devices = jax.devices()
-    engine = run.source.producer.worker.engine if isinstance(run.source, OnlineSource) else None
-    sampling = f", sampling on {dict(engine.mesh.shape)}" if isinstance(engine, ReshardedEngine) else ""
+    worker = run.source.producer.worker if isinstance(run.source, OnlineSource) else None
+    own_mesh = None if worker is None else getattr(worker.engine, "mesh", worker.mesh)
+    apart = worker is not None and worker.mesh != run.mesh
+    sampling = f", sampling on {dict(own_mesh.shape)}" if own_mesh is not None and own_mesh != run.mesh else ""
+    sampling += f" of {own_mesh.size} other devices" if own_mesh is not None and apart else ""
     overlapped = ", collectives overlap" if len(devices) > 1 and devices[0].platform == "tpu" and overlaps() else ""
     return {
         "model": f"{run.model.path}, {count / 1e6:.2f} M parameters{of_these}, {run.model.net.config.dtype}",

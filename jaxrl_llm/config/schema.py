@@ -429,6 +429,10 @@ KEYS = (
         "are 1, data takes the remaining devices. Parameters are resharded for each rollout. none is the train mesh, "
         "its context axis joined to fsdp; auto is that too but, on accelerators with fsdp or context, a mesh with "
         "tensor in their place: no token gathers the parameters."),
+    Setting("rollout.devices", 0,
+        "Devices that sample and do nothing else, the last of those at hand; mesh is of the others, and rollout.mesh "
+        "of these (data=-1 unless it is set). 0: all devices do both. With rollout.staleness above 0 both work at "
+        "once. See docs/asynchronous.md.", int, minimum=0),
     Setting("rollout.staleness", 0,
         "Updates between the policy that samples a batch and the one that is updated with it. 0 samples, grades and "
         "updates in turn; with 1 or more a thread samples and grades the batches of the next steps meanwhile. Needs "

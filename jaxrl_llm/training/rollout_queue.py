@@ -15,12 +15,14 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jaxrl_llm.distributed.sharding import shardings
 from jaxrl_llm.distributed.turns import held, yielded
+from jaxrl_llm.models.lora import combine, split
 from jaxrl_llm.models.transformer import Params
 from jaxrl_llm.training.logging.stopwatch import Stopwatch
-from jaxrl_llm.training.rollouts import Rollouts, pack, unpack
+from jaxrl_llm.training.rollouts import Rollouts, on_mesh, pack, unpack
 
 Produce = Callable[[Params, int, int, Any], Rollouts]
 
@@ -37,8 +39,9 @@ class RolloutQueue:
 
     staleness: updates between the policy that samples a batch and the one that is updated with it; with 0 `take` makes
     each batch itself, and there is no thread. last_step: of the run. key_of: the key of a step. publish: the policy's
-    parameters in arrays that no update donates. mesh: that samples, and `shares` is true where others compute on its
-    devices. watch: of the thread that takes. own_watch: of the one that makes.
+    parameters in arrays that no update donates. mesh: that samples. train_mesh: that trains, the same or one of other
+    devices; then each policy is moved to `mesh` in the type that decodes, and its rows are moved back. watch: of the
+    thread that takes. own_watch: of the one that makes.
 
     An error of what makes a batch is raised by the `take` or `rest` that meets it, and no further batch is made.
     """
@@ -50,18 +53,20 @@ class RolloutQueue:
         key_of: Callable[[int], Any],
         publish: Callable[[Params], Params],
         mesh: Mesh,
-        shares: bool,
+        train_mesh: Mesh,
         watch: Stopwatch,
         own_watch: Stopwatch,
     ):
         self.staleness = staleness
         self._last_step, self._key_of, self._publish = last_step, key_of, publish
-        self._mesh, self._watch, self._own_watch = mesh, watch, own_watch
+        self._mesh, self._train_mesh, self._watch, self._own_watch = mesh, train_mesh, watch, own_watch
+        self._apart = mesh.device_ids.tolist() != train_mesh.device_ids.tolist()
+        self._frozen: Params | None = None  # on the mesh that samples
         self._queue: deque[Future[Made]] = deque()  # the batches of the next steps, in order
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rollouts")  # starts with the first batch
         self._error: BaseException | None = None  # of the thread
         self._idle_since: float | None = None
-        self._turn = held() if staleness and shares and mesh.size > 1 else contextlib.nullcontext()
+        self._turn = held() if staleness and not self._apart and mesh.size > 1 else contextlib.nullcontext()
 
     def __enter__(self) -> "RolloutQueue":
         self._turn.__enter__()
@@ -78,10 +83,12 @@ class RolloutQueue:
         steps up to `version + 1 + staleness` are made of these parameters, unless they are in the queue.
         """
         if not self.staleness and not self._queue:
-            return produce(params, version, version + 1, key), {}
+            if self._apart:
+                params = self._published(params)
+            return self._rollouts(produce, params, version, version + 1, key), {}
         newest, last = version + len(self._queue), min(version + 1 + self.staleness, self._last_step)
         if newest < last:
-            params = self._publish(params)
+            params = self._published(params)
             self._queue.extend(
                 self._thread.submit(self._make, produce, params, version, step) for step in range(newest + 1, last + 1)
             )
@@ -113,13 +120,29 @@ class RolloutQueue:
             future.set_result(Made(rollouts, {}))
             self._queue.append(future)
 
+    def _published(self, params: Params) -> Params:
+        """The parameters in arrays of their own, on the mesh that samples; what is frozen is moved there once."""
+        params = self._publish(params)
+        if not self._apart:
+            return params
+        frozen, trained = split(params)
+        if self._frozen is None:
+            self._frozen = jax.device_put(frozen, shardings(frozen, self._mesh))
+        return combine(self._frozen, jax.device_put(trained, shardings(trained, self._mesh)))
+
+    def _rollouts(self, produce: Produce, params: Params, version: int, step: int, key) -> Rollouts:
+        if self._apart:
+            key = jax.device_put(key, NamedSharding(self._mesh, PartitionSpec()))
+        with jax.set_mesh(self._mesh):
+            rollouts = produce(params, version, step, key)
+        return on_mesh(rollouts, self._train_mesh) if self._apart else rollouts
+
     def _make(self, produce: Produce, params: Params, version: int, step: int) -> Made:
         if self._error is not None:  # the data is behind a batch that failed
             raise self._error
         waited = 0.0 if self._idle_since is None else time.perf_counter() - self._idle_since
         try:
-            with jax.set_mesh(self._mesh):
-                rollouts = produce(params, version, step, self._key_of(step))
+            rollouts = self._rollouts(produce, params, version, step, self._key_of(step))
         except BaseException as error:
             self._error = error
             raise

@@ -5,10 +5,11 @@ import json
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxrl_llm.distributed.sharding import local_rows, rows_to_global
+from jaxrl_llm.distributed.sharding import local_rows, row_sharding, rows_to_global
 from jaxrl_llm.rewards.runner import NOTHING_LOGGED, Logged
 from jaxrl_llm.rollout.engine import Rollout
 from jaxrl_llm.training.logging.reward_metrics import table_value
@@ -29,6 +30,12 @@ class Rollouts(NamedTuple):
     resampled_groups: int | None = None  # None without dynamic sampling
     greedy: "Rollouts | None" = None  # a greedy completion of each example, for a rule that compares with it
     epochs: float | None = None  # of the data, once these prompts were drawn; None for streams
+
+
+def on_mesh(batch: Rollouts, mesh: Mesh) -> Rollouts:
+    """The batch with its arrays on other devices, sharded by rows over `mesh`."""
+    greedy = None if batch.greedy is None else on_mesh(batch.greedy, mesh)
+    return batch._replace(rollout=jax.device_put(batch.rollout, row_sharding(mesh)), greedy=greedy)
 
 
 def pack(batches: Sequence[Rollouts]) -> np.ndarray:

@@ -53,7 +53,7 @@ class Produced:
 def queue_of(staleness: int, last_step: int = 6) -> RolloutQueue:
     watch = Stopwatch()
     return RolloutQueue(
-        staleness, last_step, "key {}".format, "copy of {}".format, MESH, True, watch, Stopwatch(within=watch)
+        staleness, last_step, "key {}".format, "copy of {}".format, MESH, MESH, watch, Stopwatch(within=watch)
     )
 
 
@@ -205,3 +205,65 @@ def test_a_slow_reward_overlaps_with_the_update(tmp_path):
     alone = steps_in("alone", 0, 0.0)
     pause = max(alone, 1.0)
     assert steps_in("turns", 0, pause) / steps_in("ahead", 1, pause) > 1.6
+
+
+TWO_MESHES = """
+import jax, numpy as np
+from jaxrl_llm.config import ConfigError
+from jaxrl_llm.data import tasks
+from jaxrl_llm.distributed.sharding import make_mesh
+from jaxrl_llm.training.setup.run import build, build_mesh
+from jaxrl_llm.training.step import improve
+from jaxrl_llm.training.update import merge_frozen
+from tests.training.test_rollout_queue import config_of, digits
+
+def steps(mesh, config):
+    rows, seen = tasks.generate("sort", size=16), []
+    with jax.set_mesh(mesh):
+        run = build(config, mesh, train_dataset=rows, rewards=digits)
+        state, root = run.state, jax.random.key(config.seed)
+        with run.source.queue:
+            for step in range(1, 4):
+                batch, metrics, _ = run.source.next(merge_frozen(state, run.frozen), jax.random.fold_in(root, step))
+                assert batch.inputs.tokens.sharding.mesh == mesh
+                seen.append(jax.device_get((batch.inputs.tokens, batch.sample_logps, batch.advantages)))
+                state, _ = improve(run, state, batch)
+    return run, seen, jax.device_get(state.params)
+
+config = config_of(0)
+config.algorithm.importance_correction = "token_truncate"
+config.lora.rank = LORA
+_, seen, params = steps(make_mesh(devices=jax.devices()[:4]), config)
+config.rollout.devices = 4
+for mesh_text in ("auto", "tensor=2"):
+    config.rollout.mesh = mesh_text
+    run, own_seen, own_params = steps(build_mesh(config), config)
+    worker = run.source.producer.worker
+    assert set(worker.mesh.devices.flat) == set(jax.devices()[4:]) and run.mesh.size == 4
+    for one, other in zip(seen, own_seen):
+        np.testing.assert_array_equal(one[0], other[0])
+        equal = np.testing.assert_array_equal if mesh_text == "auto" else np.testing.assert_allclose
+        jax.tree.map(lambda a, b: equal(a, b, **({} if mesh_text == "auto" else {"atol": 1e-4})), one, other)
+    if mesh_text == "auto":
+        jax.tree.map(np.testing.assert_array_equal, params, own_params)
+config.rollout.staleness, config.rollout.mesh = 1, "auto"
+ahead, again = (steps(build_mesh(config), config) for _ in range(2))
+jax.tree.map(np.testing.assert_array_equal, ahead[1:], again[1:])  # whatever the timing
+np.testing.assert_array_equal(ahead[1][0][0], seen[0][0])  # both of the policy of the start
+assert (ahead[1][2][1] != seen[2][1]).any()
+config.rollout.devices = 8
+try:
+    build_mesh(config)
+except ConfigError as error:
+    assert "rollout.devices is 8, of 8 devices" in str(error)
+else:
+    raise AssertionError("no device is left to train")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 4])
+def test_two_meshes_equal_one(run_python, rank):
+    """Four devices that train and four that sample: bit for bit what four do in turn, where meshes are alike."""
+    done = run_python("-c", TWO_MESHES.replace("LORA", str(rank)), devices=8, timeout=1500)
+    assert done.returncode == 0, done.stderr

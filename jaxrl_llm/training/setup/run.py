@@ -13,11 +13,12 @@ from jax.sharding import Mesh
 from jaxrl_llm.algorithms.random_streams import ADAPTERS, VALUE_HEAD
 from jaxrl_llm.config import ConfigDict, ConfigError, batch_rows
 from jaxrl_llm.config.resolve import split_options
+from jaxrl_llm.config.schema import OFFLINE
 from jaxrl_llm.data import loading
 from jaxrl_llm.data.curriculum import Curriculum
 from jaxrl_llm.data.loading import DataSource, Tokenized
 from jaxrl_llm.data.pipeline import Pipeline
-from jaxrl_llm.distributed.sharding import has_host_memory, make_mesh, on_host, row_shards
+from jaxrl_llm.distributed.sharding import has_host_memory, make_mesh, on_host, rollout_mesh, row_shards
 from jaxrl_llm.environments.agents import Agents
 from jaxrl_llm.environments.factory import Environments, load_environments
 from jaxrl_llm.models.lora import LoraConfig, has_adapters, parse_targets, split
@@ -111,9 +112,29 @@ class Run(NamedTuple):
 
 
 def build_mesh(config) -> Mesh:
-    """The mesh of the configuration."""
-    c = config.mesh
-    return make_mesh(c.data, c.fsdp, c.tensor, c.context, c.expert)
+    """The mesh of the configuration, over the devices that do not only sample. Raises ConfigError without one."""
+    c, devices = config.mesh, jax.devices()
+    if count := sampling_devices(config):
+        if jax.process_count() > 1 or count >= len(devices):
+            raise ConfigError(
+                f"rollout.devices is {count}, of {len(devices)} devices in {jax.process_count()} processes, but it "
+                "takes fewer than there are, of one process: set it to 0, and all devices sample and train"
+            )
+        devices = devices[:-count]
+    return make_mesh(c.data, c.fsdp, c.tensor, c.context, c.expert, devices)
+
+
+def sampling_mesh(config, mesh: Mesh, kv_heads: int) -> Mesh:
+    """The mesh of the devices that only sample; `mesh`, that of training, where there are none."""
+    count = sampling_devices(config)
+    if not count:
+        return mesh
+    return rollout_mesh(make_mesh(devices=jax.devices()[-count:]), config.rollout.mesh, kv_heads)
+
+
+def sampling_devices(config) -> int:
+    """The number of devices that only sample."""
+    return 0 if config.algorithm.name in OFFLINE else config.rollout.devices
 
 
 def build(
@@ -444,9 +465,10 @@ def _online(
             "would meet in another order: set it to 0"
         )
     watch = Stopwatch(within=stopwatch) if rollout.staleness else stopwatch  # a thread of its own has its own
+    own_mesh = sampling_mesh(config, mesh, model.net.config.kv_heads)
 
     def worker_of(sampling: SamplingParams, group_size: int) -> RolloutWorker:
-        return build_worker(config, model, rewards, mesh, sampling, group_size, examples, watch, environments)
+        return build_worker(config, model, rewards, own_mesh, sampling, group_size, examples, watch, environments)
 
     worker = worker_of(training_sampling(config), rollout.group_size)
     check_correction(config, worker.engine)
@@ -471,8 +493,8 @@ def _online(
         config.total_steps,
         key_of=partial(jax.random.fold_in, jax.random.key(config.seed)),
         publish=worker.copy_policy,
-        mesh=mesh,
-        shares=True,
+        mesh=own_mesh,
+        train_mesh=mesh,
         watch=stopwatch,
         own_watch=watch,
     )
