@@ -206,6 +206,14 @@ def test_unknown_devices_and_meshes_that_do_not_fit(folder):
         make_plan(config, target(config, "h100", 1, simulate=True))
 
 
+def test_two_halves_are_planned_apart(folder):
+    config = small(folder)
+    plan = target(config, "h100", 1, simulate=True)
+    config.rollout.devices = 1
+    with pytest.raises(ConfigError, match="rollout.devices is 1: a plan is of devices that do all"):
+        make_plan(config, plan)
+
+
 def test_device_rates_are_complete():
     for device in DEVICES:
         assert device.memory > 1e9 and device.flops > 1e14 and device.bandwidth > 1e11 and device.interconnect > 1e11

@@ -14,7 +14,7 @@ from jaxrl_llm.tools.plan.programs import compile_step, held_bytes
 from jaxrl_llm.tools.plan.shapes import Shapes, bytes_on_device, describe
 from jaxrl_llm.tools.plan.topology import Target, target, traced_as_on
 from jaxrl_llm.training.packing.planner import Packer
-from jaxrl_llm.training.setup.run import check_rows
+from jaxrl_llm.training.setup.run import check_rows, sampling_devices
 
 HEADROOM = 0.1  # of a device's memory that a plan leaves free: fragments, and what the runtime keeps for itself
 
@@ -67,6 +67,11 @@ def make_plan(
     "rollout", "logps" or "update". Where the TPU compiler refuses a program that does not fit, the plan is that of
     simulated devices and says so. Raises ConfigError as training would.
     """
+    if sampling_devices(config):
+        raise ConfigError(
+            f"rollout.devices is {config.rollout.devices}: a plan is of devices that do all. Plan each half with "
+            "rollout.devices=0, and read the update of the one and the rollout of the other"
+        )
     check_rows(config, batch_rows(config), target_.mesh)
     if config.optimizer.learning_rate == "auto":  # no size and no time depends on the number
         config = config.copy_and_resolve_references()
