@@ -126,9 +126,10 @@ class RolloutQueue:
         if not self._apart:
             return params
         frozen, trained = split(params)
-        if self._frozen is None:
-            self._frozen = jax.device_put(frozen, shardings(frozen, self._mesh))
-        return combine(self._frozen, jax.device_put(trained, shardings(trained, self._mesh)))
+        here = self._frozen
+        if here is None:
+            here = self._frozen = jax.device_put(frozen, shardings(frozen, self._mesh))
+        return combine(here, jax.device_put(trained, shardings(trained, self._mesh)))
 
     def _rollouts(self, produce: Produce, params: Params, version: int, step: int, key) -> Rollouts:
         if self._apart:

@@ -210,7 +210,7 @@ def test_two_halves_are_planned_apart(folder):
     config = small(folder)
     plan = target(config, "h100", 1, simulate=True)
     config.rollout.devices = 1
-    with pytest.raises(ConfigError, match="rollout.devices is 1: a plan is of devices that do all"):
+    with pytest.raises(ConfigError, match=r"rollout\.devices is 1: a plan is of devices that do all"):
         make_plan(config, plan)
 
 

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jaxrl_llm.config import ConfigDict, batch_rows
+from jaxrl_llm.config import ConfigDict, ConfigError, batch_rows
 from jaxrl_llm.config.schema import OFFLINE
 from jaxrl_llm.models.model import check_attention
 from jaxrl_llm.tools.plan.compiler import ProgramStats
