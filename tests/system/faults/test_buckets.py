@@ -81,7 +81,7 @@ def train(root: Path, folder: Path, checkpoints: str, *flags: str, count: int = 
         "--config.logging.backends=jsonl", "--config.eval.every=-1", *flags,
     ]  # fmt: skip
     alone = [{"JAXRL_PROCESS_COUNT": "1"}] if count == 1 else None
-    ended = finish(start(count, folder.parent, command, alone), timeout=300)
+    ended = finish(start(count, folder.parent, command, alone), timeout=900)
     assert all(process.code == 0 for process in ended), "\n".join(process.err[-3000:] for process in ended)
 
 
