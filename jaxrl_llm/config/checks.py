@@ -472,6 +472,16 @@ def _environment(config: ConfigDict) -> Iterator[str]:
                     f"rollout.{key} is {config.rollout[key]!r}, which the endpoint of environment.agent has not: leave "
                     "it out, or let the agent ask for it"
                 )
+    values = set()
+    for entry in c.agents:
+        value, _, agent = entry.partition("=")
+        if not value or not agent:
+            yield f"environment.agents has {entry!r}, but it takes VALUE=AGENT, `coder=agents.py:code`"
+        if value in values:
+            yield f"environment.agents has {value!r} twice: give each agent a value of its own"
+        values.add(value)
+    if c.agents and c.agent is None:
+        yield f"environment.agents is {tuple(c.agents)}, but environment.agent, of the other rows, is none: set it"
     if c.rollout_func is None or c.agent is not None:
         return
     if len(named) > 1:

@@ -475,6 +475,9 @@ KEYS = (
     Setting("environment.agent", None,
         "Agent: a program that talks to an endpoint of the run by any client of OpenAI's API, `path/to/file.py:run` "
         "or a command line. Its calls are sampled and learned from. See docs/agents.md."),
+    Setting("environment.agents", (),
+        "Further agents, each `VALUE=AGENT`: one runs for the rows whose column agent has that value, and "
+        "environment.agent for those without a value."),
     Setting("environment.agent_timeout", 600.0,
         "Most seconds that an agent takes for a row, which is left out then.", float, above=0),
     Setting("environment.agent_tokens", None,
@@ -841,7 +844,8 @@ IDENTITY = (
     "model.tokenizer", "model.revision", "model.overrides", "data.chat_template_kwargs", "data.overlong",
     "data.max_length", "data.loss_on", "data.packing", "rollout.group_size", "rollout.max_prompt_length",
     "rewards.functions", "rewards.weights", "environment.name", "environment.tools", "environment.rollout_func",
-    "environment.agent", "algorithm.name", "algorithm.advantage", "algorithm.loss", "algorithm.aggregation",
+    "environment.agent", "environment.agents", "algorithm.name", "algorithm.advantage", "algorithm.loss",
+    "algorithm.aggregation",
     "algorithm.loss_weights", "algorithm.reference_free", "critic.path", "critic.shared", "optimizer.name",
     "optimizer.moment_dtype", "teacher.path", "teacher.revision", "teacher.others", "teacher.column",
 )  # fmt: skip

@@ -42,6 +42,7 @@ class AgentSpec:
 
     agent: a function or its name, or a command line. workers: agents that run at once. timeout: seconds of each. calls:
     of a session; tokens: that it samples, None without a limit. on_error: stop (the run) when one fails, or end.
+    others: further agents by the values of the column `agent`.
     """
 
     agent: str | Callable[..., Any]
@@ -50,6 +51,7 @@ class AgentSpec:
     calls: int = 10
     tokens: int | None = None
     on_error: str = "end"
+    others: Mapping[str, str | Callable[..., Any]] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,10 +80,8 @@ class Agents:
     def __init__(self, spec: AgentSpec):
         self.spec, self.pool = spec, CallPool(spec.workers, spec.timeout)
         self.closing: list[Callable[[], Any]] = []  # what else ends with them
-        if isinstance(spec.agent, str) and not FUNCTION.fullmatch(spec.agent):
-            self.start = _command(spec.agent)
-        else:
-            self.start = _function(spec.agent)
+        self.starts: dict[str | None, Start] = {None: _start("environment.agent", spec.agent)}
+        self.starts |= {value: _start("environment.agents", agent) for value, agent in spec.others.items()}
 
     def run(
         self,
@@ -89,9 +89,12 @@ class Agents:
         tasks: Sequence[Mapping[str, Any]],
         ended: Callable[[int, Outcome], None],
     ) -> None:
-        """Run an agent for every task; `ended(number, outcome)` is called at the end of each, in this thread."""
+        """Run an agent for every task; `ended(number, outcome)` is called at the end of each, in this thread.
+
+        Raises EpisodeError for a task that names an agent which there is not.
+        """
         for number, (connection, task) in enumerate(zip(connections, tasks, strict=True)):
-            self.pool.submit(number, functools.partial(self._checked, connection, task))
+            self.pool.submit(number, functools.partial(self._checked, self._start_of(task), connection, task))
         left = len(tasks)
         while left:
             for result in self.pool.poll(wait=True):
@@ -110,8 +113,19 @@ class Agents:
         self.closing.clear()
         self.pool.close()
 
-    def _checked(self, connection: Connection, task: Mapping[str, Any]) -> Outcome | Awaitable[Outcome]:
-        returned = self.start(connection, task)
+    def _start_of(self, task: Mapping[str, Any]) -> Start:
+        value = task.get("agent") if self.spec.others else None
+        if value not in self.starts:
+            known = ", ".join(map(repr, self.spec.others))
+            raise EpisodeError(
+                f"the row's column agent is {value!r}; environment.agents has {known}, and a row without a value is of "
+                "environment.agent"
+            )
+        return self.starts[value]
+
+    @staticmethod
+    def _checked(start: Start, connection: Connection, task: Mapping[str, Any]) -> Outcome | Awaitable[Outcome]:
+        returned = start(connection, task)
         if not inspect.isawaitable(returned):
             return Outcome(read_reward(returned))
 
@@ -121,7 +135,14 @@ class Agents:
         return awaited()
 
 
-def _function(agent: str | Callable[..., Any]) -> Start:
+def _start(key: str, agent: str | Callable[..., Any]) -> Start:
+    """How the agent of a key is run."""
+    if isinstance(agent, str) and not FUNCTION.fullmatch(agent):
+        return _command(key, agent)
+    return _function(key, agent)
+
+
+def _function(key: str, agent: str | Callable[..., Any]) -> Start:
     """A call of the function of an agent with what it names."""
     options: dict[str, Any] = {}
     if isinstance(agent, str):
@@ -134,9 +155,7 @@ def _function(agent: str | Callable[..., Any]) -> Start:
     named = {x.name for x in parameters if x.kind in (x.POSITIONAL_OR_KEYWORD, x.KEYWORD_ONLY)}
     required = {x.name for x in parameters if x.name in named and x.default is x.empty}
     if unknown := sorted(required - given - options.keys()):
-        raise ConfigError(
-            f"environment.agent = {agent!r} asks for {unknown[0]}; an agent is given {', '.join(sorted(given))}"
-        )
+        raise ConfigError(f"{key} = {agent!r} asks for {unknown[0]}; an agent is given {', '.join(sorted(given))}")
     wanted = given if takes_all else given & named
 
     def start(connection: Connection, task: Mapping[str, Any]) -> Any:
@@ -146,15 +165,15 @@ def _function(agent: str | Callable[..., Any]) -> Start:
     return start
 
 
-def _command(line: str) -> Start:
+def _command(key: str, line: str) -> Start:
     """A function that runs a command line to its end; raises EpisodeError when it fails."""
     try:
         words = shlex.split(line)
     except ValueError as error:
-        raise ConfigError(f"environment.agent = {line!r} cannot be read as a command line: {error}") from None
+        raise ConfigError(f"{key} = {line!r} cannot be read as a command line: {error}") from None
     if not words or shutil.which(words[0]) is None:
         raise ConfigError(
-            f"environment.agent = {line!r} is no command that is found and may be run; a function is written "
+            f"{key} = {line!r} is no command that is found and may be run; a function is written "
             "path/to/file.py:function or my_module:function"
         )
 

@@ -211,27 +211,21 @@ def everything(engine: Engine, rows: int) -> np.ndarray:
     return np.full((rows, -(-engine.net.config.vocab_size // 32)), 0xFFFFFFFF, np.uint32)
 
 
+@functools.partial(jax.jit, static_argnames=("engine", "size", "width", "top", "guided"))
 def empty_grid(engine: Engine, params, size: int, width: int, top: bool, guided: bool) -> Grid:
     """A grid of `size` slots in which no row goes on; `top`: with room for the likeliest tokens of each place."""
     nothing = [RowRequest((0,), 0, SamplingParams(), (), 0)] * size
     sampling = row_sampling(engine, nothing, (size, 1), top, everything(engine, size) if guided else None)
+    keys, capacity = _keys(*(jnp.zeros(size, jnp.uint32),) * 2), min(CAPACITY, engine.max_completion_length)
 
     def shapes():
         prompts = jnp.zeros((size, width), jnp.int32)
-        keys = _keys(*(jnp.zeros(size, jnp.uint32),) * 2)
         new_prompts, rows = prefill(engine, params, prompts, prompts, keys, sampling=sampling)
-        cache = engine.decoder.empty_caches(new_prompts.cache, 1, min(CAPACITY, engine.max_completion_length))
-        return new_prompts, rows, cache, keys[:, None]
-
-    def zeros(x):
-        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-            return _keys(*(np.zeros(x.size, np.uint32),) * 2).reshape(x.shape)
-        return jnp.zeros(x.shape, x.dtype)
+        return new_prompts, rows, engine.decoder.empty_caches(new_prompts.cache, 1, capacity)
 
     # Rows at their limit, which is 0, go on no further.
-    prompts, rows, cache, keys = jax.tree.map(zeros, jax.eval_shape(shapes))
-    capacity = min(CAPACITY, engine.max_completion_length)
-    return Grid(prompts, Slots(cache, rows, keys, jnp.zeros((), jnp.int32), capacity))
+    prompts, rows, cache = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(shapes))
+    return Grid(prompts, Slots(cache, rows, keys[:, None], jnp.zeros((), jnp.int32), capacity))
 
 
 def _fitted(x, like: tuple[int, ...], left: bool):

@@ -1,6 +1,7 @@
 """`jaxrl-llm serve`: its process listens, answers, drains on SIGTERM, and refuses what it cannot serve."""
 
 import dataclasses
+import json
 import os
 import re
 import signal
@@ -19,6 +20,7 @@ import jaxrl_llm
 from jaxrl_llm.__main__ import main
 from jaxrl_llm.commands.serve import load_served, merged, served_name
 from jaxrl_llm.config import ConfigError
+from jaxrl_llm.config.flags import load_config_file
 from jaxrl_llm.distributed.sharding import make_mesh
 from jaxrl_llm.models.lora import LoraConfig, adapters_of, combine
 from jaxrl_llm.models.model import add_adapters, load_model
@@ -83,6 +85,23 @@ def test_it_answers_and_drains(process, tiny_run):
     assert server.wait(60) == 0
     with pytest.raises(httpx.TransportError):
         httpx.get(f"{url}/health")
+
+
+@pytest.mark.slow
+def test_a_run_samples_from_another_process(process, root, tmp_path):
+    """It pushes its policy before each rollout: rows are on policy, though another process sampled them."""
+    _, url = process("embedded:sort", "--name=policy", "--slots=4", "--max_length=128", "--weight_updates")
+    config = load_config_file(f"{root / 'configs' / 'grpo.py'}:tiny")
+    weights = str(tmp_path / "policy")
+    config.environment.rollout_func = f"server(url={url + '/v1'!r}, model='policy', weights={weights!r}, timeout=240)"
+    config.algorithm.importance_correction = "token_truncate"
+    config.output_dir, config.logging.backends, config.total_steps = str(tmp_path / "run"), ("jsonl",), 3
+    jaxrl_llm.train(config)
+    assert httpx.get(f"{url}/server_info").json()["weight_version"] == 3
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    name = "sampling/sampling_logp_difference/max"
+    found = [row[name] for row in rows if name in row]
+    assert len(found) == 3 and 0 < max(found) < 1e-3
 
 
 def test_a_run_is_served_by_its_checkpoint(tiny_run, tmp_path):

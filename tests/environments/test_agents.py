@@ -9,6 +9,7 @@ import pytest
 from jaxrl_llm.config import ConfigError, default, validate
 from jaxrl_llm.config.schema import KEYS
 from jaxrl_llm.environments.agents import Agents, AgentSpec, Connection, Outcome
+from jaxrl_llm.environments.protocol import EpisodeError
 from tests.conftest import ROOT
 
 CONNECTION = Connection("http://127.0.0.1:1/session/1-0/v1", "key", "policy", "http://127.0.0.1:1/r", "1-0", 5.0)
@@ -45,6 +46,24 @@ def test_failures_are_told_and_end_nothing_else():
     said = [outcome.failure or "" for outcome in run(agent, [{"n": n} for n in range(6)])]
     assert said[0] == "ValueError: no luck" and "sys.exit(3)" in said[1] and said[5] == ""
     assert all("return a finite number" in failure for failure in said[2:5])
+
+
+def test_rows_name_their_agent():
+    """Each row's agent is the one of its column, and failures stay with it; a row without a value has the first."""
+
+    def broken():
+        raise ValueError("no luck")
+
+    others = {"two": lambda task: task["n"] * 2, "broken": broken}
+    tasks = [{"n": 1}, {"n": 2, "agent": "two"}, {"n": 3, "agent": None}, {"n": 4, "agent": "broken"}]
+    outcomes = run(lambda task: task["n"], tasks, others=others)
+    assert [outcome.reward for outcome in outcomes] == [1.0, 4.0, 3.0, None]
+    assert outcomes[3].failure == "ValueError: no luck"
+    with pytest.raises(EpisodeError, match=r"the row's column agent is 'tow'; environment.agents has 'two', 'broken'"):
+        run(lambda: 0, [{"agent": "tow"}], others=others)
+    assert run(lambda task: len(task), [{"agent": "tow"}]) == [Outcome(1.0)]  # a column like any other
+    with pytest.raises(ConfigError, match=r"environment.agents = 'no-such-command' is no command"):
+        run(lambda: 0, others={"x": "no-such-command"})
 
 
 def test_late_agents_fail():
@@ -92,6 +111,9 @@ def test_agents_that_cannot_be_started(agent, message):
         ({"algorithm.name": "sft"}, "samples nothing"),
         ({"rollout.stop": ("x",)}, "rollout.stop is .*let the agent ask for it"),
         ({"rollout.bad_words": ("x",)}, "rollout.bad_words"),
+        ({"environment.agents": ("b.py:run",)}, "environment.agents has 'b.py:run', but it takes VALUE=AGENT"),
+        ({"environment.agents": ("x=a", "x=b")}, "environment.agents has 'x' twice"),
+        ({"environment.agents": ("x=a",), "environment.agent": None}, "environment.agent, of the other rows, is none"),
     ],
 )
 def test_settings_that_do_not_go_together(settings, message):

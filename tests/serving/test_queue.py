@@ -202,6 +202,20 @@ def test_a_prompt_of_several_rows_is_computed_once(queue, model, monkeypatch):
     assert widths == [1] * 5
 
 
+def test_an_empty_grid_is_traced_once(model, monkeypatch):
+    """A queue makes one whenever it was idle: each trace would stay in memory."""
+    from jaxrl_llm.serving import grid
+
+    traced, prefill = [], grid.prefill
+    monkeypatch.setattr(grid, "prefill", lambda *args, **kwargs: traced.append(args) or prefill(*args, **kwargs))
+    params = jax.jit(model.net.init)(jax.random.key(0))
+    for number, width in enumerate((64, 128, 64, 128, 64)):
+        engine = Engine(model.net, SamplingParams(), 1, 7, (), chunk=5)  # another object that is equal
+        empty = grid.empty_grid(engine, engine.decoding_params(params), 2, width, False, False)
+        assert empty.width == width and not np.asarray(empty.slots.rows.limit).any()
+        assert len(traced) == min(number + 1, 2)
+
+
 def test_a_cancelled_row_leaves_its_slot(queue):
     endless = [RowRequest([40 + i], LONGEST, SamplingParams(), (), i) for i in range(12)]
     rows = ask(queue, *endless)
