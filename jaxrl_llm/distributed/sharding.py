@@ -47,7 +47,7 @@ PARAMETERS = (
     (r"/(o|out|down)/lora_b$", (None, FSDP)),
     (r"/(q|k|v|q_b|kv_b|qkvz|gate|up)/(bias|lora_m)$", ("tensor",)),
     (r"head/kernel$", (FSDP, "tensor")),
-    (r"(score|router)/kernel$", (FSDP, None)),
+    (r"(score|router|shared_gate)/kernel$", (FSDP, None)),
 )
 
 # Adafactor's statistics of rows and columns: small, and of another shape than the parameter they belong to.
