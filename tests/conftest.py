@@ -104,6 +104,8 @@ def run_python(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]
             "JAX_PLATFORMS": "cpu",
             "XLA_FLAGS": f"{OPTIMIZATION} --xla_force_host_platform_device_count={devices}",
         }
+        if devices > 1:  # threads of XLA's pool, else one a core: devices that wait for others would hold all of them
+            environment["NPROC"] = str(2 * devices)
         command = [sys.executable, *arguments]
         return subprocess.run(
             command, cwd=tmp_path, env=environment, text=True, capture_output=True, timeout=timeout, check=False

@@ -296,7 +296,8 @@ def test_a_run_goes_on_from_an_adapter(root, run, tmp_path):
     made.lora.rank, made.total_steps = 0, 1
     result = jaxrl_llm.train(made)
     assert abs(result.metrics[0]["kl"]) < 1e-6  # the reference starts where the policy does
-    assert result.model.net.config.lora == LoraConfig(16, 32.0)
+    own = ("q", "k", "v", "o", "gate", "up", "down")  # of the maps that adapters can have, those that this model has
+    assert result.model.net.config.lora == LoraConfig(16, 32.0, targets=own)
     with pytest.raises(ConfigError, match=r"is an adapter. Set lora.path to it and model.path to 'embedded:sort'"):
         jaxrl_llm.train(tiny_without_lora(root, tmp_path / "other", model__path=path))
 
