@@ -313,3 +313,10 @@ def test_wrong_rejection_names_its_key(changes, message):
     config.algorithm.update(changes)
     with pytest.raises(ConfigError, match=message):
         policy_spec(config)
+
+
+def test_a_loss_without_a_public_formula_is_refused():
+    config = default()
+    config.algorithm.loss = "stable_reinforce"
+    with pytest.raises(ConfigError, match="whose formula is not public"):
+        policy_spec(config)
