@@ -173,6 +173,13 @@ caps low enough to bind, dense layers among those with experts. Numbers are the 
   longer than `max_position_embeddings` are scored and trained on, but not sampled.
 - Windows (`sliding_window`) in all layers, in some (`layer_types`, `max_window_layers`, `sliding_window_pattern`), in
   training, prefill and decoding. The cache keeps all tokens.
+- Latent attention (DeepSeek-V3, Moonlight): the cache of a token is its latent, `kv_lora_rank + qk_rope_head_dim`
+  numbers a layer, and decoding reads nothing else. Of the router's groups, scores and correction
+  (`e_score_correction_bias`) all is computed; training keeps the correction as it is. Folders with layers for
+  multi-token prediction and weights in fp8 are refused.
+- Gated delta nets with short convolutions, beside gated attention (Qwen3-Next). Rows are computed in chunks of 64
+  tokens, with memory linear in their length; a state starts anew with each document of a packed row. A row's cache is
+  its state and the inputs of its latest tokens, whatever its length. Layers for multi-token prediction are left out.
 - Attention sinks (gpt-oss). They are computed by `model.attention=xla`, on every backend.
 - Soft caps on attention scores and logits, wherever logits are formed. `model.fp32_head` forms them in float32.
 - Multipliers of embeddings, attention scores, residuals and logits (Granite).

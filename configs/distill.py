@@ -20,7 +20,6 @@ def get_config(arg: str = ""):
     config.teacher.path = "embedded:sort" if arg == "tiny" else "runs/grpo/hf"
     config.algorithm.advantage = "zero"
     config.algorithm.beta = 0.0
-    config.optimizer.learning_rate = 1e-3
     config.optimizer.warmup_steps = min(config.optimizer.warmup_steps, 2)
     config.eval.every = 5
     return config

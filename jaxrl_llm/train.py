@@ -47,7 +47,8 @@ from jaxrl_llm.training.logging.console import stderr_console, stdout_console, w
 from jaxrl_llm.training.logging.logger import Logger
 from jaxrl_llm.training.logging.origin import write_start
 from jaxrl_llm.training.logging.step_log import Metrics, Step, StepLog
-from jaxrl_llm.training.online import OnlineSource, Row
+from jaxrl_llm.training.online import OnlineSource
+from jaxrl_llm.training.rollouts import Row
 from jaxrl_llm.training.runtime.callbacks import Callbacks, load_callbacks
 from jaxrl_llm.training.runtime.compiling import CompileStatus
 from jaxrl_llm.training.runtime.lock import RunLock
@@ -134,6 +135,7 @@ def train(
 
         def evaluate() -> Metrics:
             table: list[Row] = []
+            run.source.rest()  # rewards and environments are called by one thread at a time
             metrics = run.evaluation(current().params, root, table) if run.evaluation else {}
             if table:
                 logger.completions(step, table, held_out=True)
@@ -241,6 +243,7 @@ def _start(
     stack.enter_context(Watchdog(config.watch.hang_seconds, run.stopwatch, folder))
     stack.enter_context(CompileStatus(logger.status, logger.note, run.stopwatch))
     if isinstance(run.source, OnlineSource) and int(state.step) < config.total_steps:
+        stack.enter_context(run.source.queue)
         ahead = stack.enter_context(CompiledAhead(compilations(run, state), mesh, run.stopwatch))
         run = run._replace(source=replace(run.source, wait=ahead.wait))
     return run, state, log, logger, checkpoints, hooks, locks
@@ -303,7 +306,8 @@ def _resume(
         return run.state, {"num_tokens": 0, "skipped": 0}, None, problems
     free(run.state)
     state, host = source.restore(step, run.state, run.mesh)
-    run.source.set_state(host, source.restore_arrays(step, run.source.get_arrays(), run.mesh))
+    like = {"queue": None, **run.source.get_arrays()}
+    run.source.set_state(host, source.restore_arrays(step, like, run.mesh))
     if "callbacks" in host:
         hooks.set_state(host["callbacks"], step, goes_on=own is not None)
     checkpoints.discard_after(own)

@@ -67,7 +67,7 @@ def compare(
     for name, path in (("a", a), ("b", b)):
         if not path:
             raise ConfigError(f"--{name} is missing; name two models, --a=RUN/hf --b=embedded:sort")
-    for key in ("name", "tools", "rollout_func"):
+    for key in ("name", "tools", "rollout_func", "agent"):
         if config.environment[key]:
             raise ConfigError(f"environment.{key} is set, but a comparison is of single completions: leave it out")
     mesh = build_mesh(config)

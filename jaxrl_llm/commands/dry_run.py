@@ -1,5 +1,6 @@
 """`train --dry_run`: show the data, the plan for the local devices and the time of a step; write nothing."""
 
+import contextlib
 import time
 from typing import Any
 
@@ -11,6 +12,7 @@ from jaxrl_llm.tools.plan.advice import advice
 from jaxrl_llm.tools.plan.planned import make_plan
 from jaxrl_llm.tools.plan.text import lines, seconds
 from jaxrl_llm.tools.plan.topology import at_hand_target
+from jaxrl_llm.training.mixed import MixedSource
 from jaxrl_llm.training.online import OnlineSource
 from jaxrl_llm.training.setup.run import Run, build
 from jaxrl_llm.training.step import improve
@@ -34,7 +36,8 @@ def dry_run(config, colour: bool = False) -> str:
             plan = make_plan(config, target, widths(run), packer=run.pack)
             tight = bool(target.device.memory) and plan.peak.peak > plan.capacity
             report += [*lines(plan, advice(plan, compiled=False) if tight else ())]
-            report += ["", *_timed(config, run)]
+            with run.source.queue if isinstance(run.source, OnlineSource) else contextlib.nullcontext():
+                report += ["", *_timed(config, run)]
         finally:
             run.rewards.close()
             if run.environments is not None:
@@ -44,7 +47,7 @@ def dry_run(config, colour: bool = False) -> str:
 
 def widths(run: Run) -> tuple[int, int]:
     """Tokens of the prompts and rows that the run's data need."""
-    source = run.source
+    source = run.source.online if isinstance(run.source, MixedSource) else run.source
     if isinstance(source, OnlineSource):
         worker = source.producer.worker
         return worker.prompt_width, worker.prompt_width + worker.engine.max_completion_length

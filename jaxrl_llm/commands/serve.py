@@ -59,6 +59,8 @@ FLAGS = (
             minimum=1),
     Setting("cache_dtype", None, "Type of the keys and values; none is that of the computation.",
             choices=("float32", "bfloat16", "float16", "fp8")),
+    Setting("prefix_cache_gb", 1.0, "Memory for texts that were computed, for requests that go on with them; 0: none.",
+            float, minimum=0),
     Setting("speculative_tokens", 0, "Tokens of a row that are proposed and verified at once; samples stay the same.",
             int, minimum=0),
     Setting("weight_updates", False, "Let requests replace the weights by those of a folder on this machine.", bool),
@@ -80,6 +82,7 @@ def serve(
     max_length: int = 0,
     chunk: int = 8,
     cache_dtype: str | None = None,
+    prefix_cache_gb: float = 1.0,
     speculative_tokens: int = 0,
     weight_updates: bool = False,
     max_requests: int = 256,
@@ -130,7 +133,7 @@ def serve(
         raise ConfigError(
             f"cannot listen on {host}:{port}: {error.strerror}; choose another --host or --port"
         ) from None
-    queue = RequestQueue(engine, model.params, slots, model.mesh, adapters)
+    queue = RequestQueue(engine, model.params, slots, model.mesh, adapters, int(prefix_cache_gb * 1e9))
     limits = Limits(length, max_body_bytes, max_requests, max_waiting, timeout)
     shapes, config, mesh = jax.eval_shape(lambda: model.params), model.net.config, model.mesh
 
@@ -157,6 +160,7 @@ def serve(
 
             for number in (signal.SIGTERM, signal.SIGINT):
                 loop.add_signal_handler(number, stop)
+            stderr_console().print(ready, markup=False, highlight=False)  # who reads it may end the server at once
             try:
                 yield
             finally:
@@ -182,11 +186,7 @@ def serve(
     queue.counts = Counts()
     listener.listen(2048)
     address, actual = listener.getsockname()[:2]
-    stderr_console().print(
-        f"{', '.join(names)}: {slots} slots of up to {length} tokens, at http://{address}:{actual}/v1",
-        markup=False,
-        highlight=False,
-    )
+    ready = f"{', '.join(names)}: {slots} slots of up to {length} tokens, at http://{address}:{actual}/v1"
     try:
         asyncio.run(Uvicorn(web).serve(sockets=[listener]))
     finally:

@@ -118,6 +118,8 @@ def contradictions(config: ConfigDict) -> Iterator[str]:
     yield from _batch(config, online)
     yield from _rewards(config, online)
     yield from _teacher(config, online)
+    if online:
+        yield from _staleness(config)
     yield from _environment(config)
     yield from _data(config)
     yield from _eval(config, online)
@@ -223,6 +225,7 @@ def _online(config: ConfigDict) -> Iterator[str]:
             "environment.name": config.environment.name,
             "environment.tools": config.environment.tools,
             "environment.rollout_func": config.environment.rollout_func,
+            "environment.agent": config.environment.agent,
         }
         for key, value in marks_the_end.items():
             if value:
@@ -308,13 +311,6 @@ def _batch(config: ConfigDict, online: bool) -> Iterator[str]:
         formula += f" x rollout.group_size = {batch.prompts} x {config.rollout.group_size}"
     elif rows_together(config) == 2:
         formula += " x 2"
-    packs = {"batch.packing": batch.packing == "true", "batch.microbatch_tokens": batch.microbatch_tokens}
-    for key in (key for key, is_set in packs.items() if is_set and config.mesh.context > 1):
-        yield (
-            f"{key} is {config.batch[key.rpartition('.')[2]]}, but mesh.context = {config.mesh.context} shards the "
-            "positions of each row, and a packed row would be cut within its documents: set mesh.context to 1 (with "
-            "mesh.fsdp or mesh.tensor in its place), or batch.packing to false and batch.microbatch_rows"
-        )
     if rows % batch.minibatches:
         yield f"batch.minibatches is {batch.minibatches}, but it must divide the {rows} rows ({formula})"
     minibatch = rows // batch.minibatches
@@ -375,6 +371,18 @@ def _without_rewards(config: ConfigDict) -> Iterator[str]:
         )
 
 
+def _staleness(config: ConfigDict) -> Iterator[str]:
+    """Messages for what takes part in a batch both when it is sampled and when it is trained on."""
+    keys = ("data.curriculum_easy", "data.curriculum_hard", "teacher.others", "teacher.on_policy", "environment.agent")
+    for key in keys if config.rollout.staleness else ():
+        section, _, name = key.partition(".")
+        if config[section][name] != BY_NAME[key].default:
+            yield (
+                f"rollout.staleness is {config.rollout.staleness}, but {key} is {config[section][name]!r}, which needs "
+                "batches that are sampled and trained on in turn: set the one to 0, or leave out the other"
+            )
+
+
 def _teacher(config: ConfigDict, online: bool) -> Iterator[str]:
     teacher = config.teacher
     if teacher.path is None:
@@ -404,20 +412,74 @@ def _teacher(config: ConfigDict, online: bool) -> Iterator[str]:
             "distributions in place of the rows' tokens: set it to 0"
         )
     if teacher.form != "divergence":
-        for key, default in (("beta", 1.0), ("top_k", 0), ("temperature", None)):
+        for key, default in (("beta", 1.0), ("top_k", 0), ("temperature", None), ("on_policy", 1.0)):
             if teacher[key] != default:
                 yield (
                     f"teacher.{key} is {teacher[key]}, which is of teacher.form = divergence, and teacher.form is "
                     f"{teacher.form}: set the one, or leave out the other"
                 )
+    for entry in teacher.others:
+        value, _, path = entry.partition("=")
+        if not value or not path:
+            yield f"teacher.others has {entry!r}, but it takes VALUE=PATH, `math=runs/math/hf`"
+    if teacher.others and teacher.form != "advantage":
+        yield (
+            f"teacher.others is {tuple(teacher.others)}, but teacher.form = {teacher.form} reads the distributions of "
+            "one teacher: set form to advantage, or leave others out"
+        )
+    if split_options(teacher.path)[0] == "server":
+        sampling = teacher.temperature or config.rollout.temperature or 1.0
+        unfit = {
+            "teacher.dtype": teacher.dtype != "auto",
+            "teacher.quantize": teacher.quantize != "none",
+            "teacher.offload": teacher.offload,
+            "teacher.revision": teacher.revision is not None,
+            "teacher.top_k": teacher.form == "divergence" and not teacher.top_k,
+        }
+        for key in (key for key, is_set in unfit.items() if is_set):
+            yield (
+                f"{key} is {teacher[key.rpartition('.')[2]]!r}, but teacher.path is a server, which holds the model "
+                "itself and gives log-probs of likeliest tokens at most: leave it out, or set teacher.top_k (up to 128)"
+            )
+        if sampling != 1.0:
+            yield (
+                f"rollout.temperature (or teacher.temperature) is {sampling:g}, but the server of teacher.path gives "
+                "log-probs at temperature 1: set it to 1, or name a folder"
+            )
+    if teacher.on_policy < 1:
+        c = config.algorithm
+        others = {
+            "algorithm.name": not online or name == "ppo",
+            "algorithm.advantage": bool(config.rewards.functions) and c.advantage != "zero",
+            "algorithm.beta": c.beta,
+            "algorithm.entropy_coef": c.entropy_coef,
+            "algorithm.entropy_controller": c.entropy_controller != "fixed",
+            "algorithm.aggregation": c.aggregation == "rollout_token",
+        }
+        for key in (key for key, is_set in others.items() if is_set):
+            yield (
+                f"teacher.on_policy is {teacher.on_policy:g}, but steps that take given rows have the teacher's "
+                f"divergence alone, and {key} is {c[key.rpartition('.')[2]]!r}: use grpo with advantage = zero, "
+                "without beta and entropy_coef, and aggregation = token; or set on_policy to 1"
+            )
 
 
 def _environment(config: ConfigDict) -> Iterator[str]:
     c, algorithm = config.environment, config.algorithm
-    named = [f"environment.{key}" for key in ("name", "tools", "rollout_func") if c[key]]
+    named = [f"environment.{key}" for key in ("name", "tools", "rollout_func", "agent") if c[key]]
     if named and algorithm.name in OFFLINE:
         yield f"{named[0]} is set, but algorithm.name = {algorithm.name!r} samples nothing: leave it out"
-    if c.rollout_func is None:
+    if c.agent is not None:
+        if len(named) > 1:
+            yield (f"environment.agent and {named[0]} are both set, but an agent holds its own conversations: set one")
+        own = ("stop", "stop_token_ids", "logit_bias", "bad_words", "min_completion_length", "structured_regex")
+        for key in (*own, "structured_choice", "structured_json", "structured_grammar"):
+            if config.rollout[key]:
+                yield (
+                    f"rollout.{key} is {config.rollout[key]!r}, which the endpoint of environment.agent has not: leave "
+                    "it out, or let the agent ask for it"
+                )
+    if c.rollout_func is None or c.agent is not None:
         return
     if len(named) > 1:
         yield (
@@ -433,6 +495,15 @@ def _environment(config: ConfigDict) -> Iterator[str]:
 
 def _data(config: ConfigDict) -> Iterator[str]:
     data, model = config.data, config.model
+    easy, hard = data.curriculum_easy, data.curriculum_hard
+    for key in (key for key in ("easy", "hard") if data[f"curriculum_{key}"] is not None):
+        if data.streaming or config.algorithm.name in OFFLINE:
+            reason = (
+                "streams rows, which come once" if data.streaming else "samples nothing, so that no prompt is solved"
+            )
+            yield f"data.curriculum_{key} is {data[f'curriculum_{key}']:g}, but this run {reason}: set it to none"
+    if easy is not None and hard is not None and hard >= easy:
+        yield f"data.curriculum_hard is {hard:g}, but it must be below data.curriculum_easy = {easy:g}"
     split_options(f"model.overrides({model.overrides})")
     split_options(f"data.chat_template_kwargs({data.chat_template_kwargs})")  # raises for options it cannot read
     if data.streaming and config.num_epochs is not None:
@@ -502,7 +573,15 @@ def _optimizer(config: ConfigDict) -> Iterator[str]:
         yield f"optimizer.warmup_steps is {c.warmup_steps} and warmup_ratio {c.warmup_ratio}: set one of the two"
     if c.warmup_init and not (c.warmup_steps or c.warmup_ratio):
         yield f"optimizer.warmup_init is {c.warmup_init:g}, but there is no warm-up: set warmup_steps, or it to 0"
-    if c.warmup_init > c.learning_rate:
+    if c.learning_rate == "auto":
+        if config.algorithm.name in ("preference", "reward_model"):
+            yield (
+                "optimizer.learning_rate is auto, a rule for sft and for algorithms that sample, but algorithm.name is "
+                f"{config.algorithm.name}: set a number, 1e-6 for example, or 1e-5 for adapters"
+            )
+        if c.warmup_init:
+            yield f"optimizer.warmup_init is {c.warmup_init:g}, and learning_rate auto: give a number for both"
+    elif c.warmup_init > c.learning_rate:
         yield (
             f"optimizer.warmup_init is {c.warmup_init:g}, but warm-up rises to learning_rate = {c.learning_rate:g}: "
             "give a smaller one"

@@ -213,7 +213,10 @@ def shipped_configs() -> dict[str, Path]:
     They lie in the package of an installed wheel, and beside it in a checkout.
     """
     folder = PACKAGE / "configs" if (PACKAGE / "configs").is_dir() else PACKAGE.parent / "configs"
-    return {path.relative_to(folder).with_suffix("").as_posix(): path for path in sorted(folder.rglob("*.py"))}
+    paths = [
+        path for path in sorted(folder.rglob("*.py")) if path.parent.name != "agents"
+    ]  # those are no configurations
+    return {path.relative_to(folder).with_suffix("").as_posix(): path for path in paths}
 
 
 def find_config(spec: str, flag: str = "--config") -> tuple[Path, str | None]:

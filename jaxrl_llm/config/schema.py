@@ -43,6 +43,9 @@ class Tree(ConfigDict):
             setting = self._setting(key)
             if setting is None:
                 raise
+            if setting.words and setting.accepts(value):  # a word in place of a number, or a number again
+                with self.ignore_type():
+                    return super().__setitem__(key, value if value in setting.words else setting.kind(value))
             shown = f"{value!r}" if isinstance(value, str | int | float | list | tuple) else type(value).__name__
             way_out = OBJECTS.get(setting.name, "")
             raise SettingError(f"{setting.name} is {shown}, but it takes {setting.allowed}{way_out}") from error
@@ -66,6 +69,7 @@ OBJECTS = {
     "rewards.functions": "; functions are given to train(config, rewards=[...])",
     "optimizer.name": "; an optimizer of optax is given to train(config, optimizers=...)",
     "environment.name": "; an environment is given to train(config, environment=...)",
+    "environment.agent": ", path/to/file.py:run or my_module:run",
 }
 
 
@@ -91,6 +95,7 @@ class Setting:
     maximum: float | None = None
     above: float | None = None  # exclusive
     below: float | None = None  # exclusive
+    words: tuple[str, ...] = ()  # that stand for a number
 
     @property
     def many(self) -> bool:
@@ -108,6 +113,7 @@ class Setting:
             )
         bounds = ((">", self.above), (">=", self.minimum), ("<", self.below), ("<=", self.maximum))
         text += " and".join(f" {sign} {bound:g}" for sign, bound in bounds if bound is not None)
+        text += "".join(f", or {word}" for word in self.words)
         if self.many:
             text = f"a list, each {text}"
         return f"{text}, or none" if self.default is None else text
@@ -125,6 +131,8 @@ class Setting:
         return (value is None and self.default is None) or self._accepts_one(value)
 
     def _accepts_one(self, value: Any) -> bool:
+        if value in self.words:
+            return True
         kinds = {float: (int, float), dict: (str, Mapping)}.get(self.kind, self.kind)
         if not isinstance(value, kinds) or (isinstance(value, bool) and self.kind is not bool):
             return False
@@ -270,6 +278,9 @@ KEYS = (
     Setting("model.router_aux_loss_coef", None,
         "Weight of the load-balancing loss of a mixture of experts; none is router_aux_loss_coef of its config.json, 0 "
         "is off.", float, minimum=0),
+    Setting("model.offload", False,
+        "Keep the parameters, and the critic's, in the host's memory between uses: each pass has them on the device, "
+        "and sampling its copy in model.dtype alone.", bool),
     Setting("model.freeze_router", False, "Do not train the routers of a mixture of experts.", bool),
     Setting("model.quantize", "none",
         "Store the matrices of the layers in 8 or 4 bits and train adapters only (QLoRA).",
@@ -329,6 +340,18 @@ KEYS = (
         "stop with an error, drop them, or truncate their start, end or middle.",
         choices=("error", "filter", "truncate_left", "truncate_right", "truncate_middle")),
     Setting("data.shuffle", True, "Reshuffle the rows every epoch.", bool),
+    Setting("data.curriculum_easy", None,
+        "Running success rate from which on a prompt is passed over; none passes over none. A completion succeeds by "
+        "eval.correct_at.", float, above=0, maximum=1),
+    Setting("data.curriculum_hard", None,
+        "Running success rate up to which a prompt is passed over; none passes over none.", float, minimum=0, below=1),
+    Setting("data.curriculum_revisit", 0.1,
+        "Share of the turns of a prompt that is passed over in which it is taken all the same, and may come back.",
+        float, minimum=0, maximum=1),
+    Setting("data.curriculum_visits", 1, "Times a prompt is taken before it can be passed over.", int, minimum=1),
+    Setting("data.curriculum_decay", 0.5,
+        "Weight of the former rate in the running success rate; 0 is the newest success alone.",
+        float, minimum=0, below=1),
     Setting("data.max_length", 1024,
         "Tokens in a row of an offline algorithm, prompt and completion together.", int, minimum=1),
     Setting("data.loss_on", "completion",
@@ -406,6 +429,10 @@ KEYS = (
         "are 1, data takes the remaining devices. Parameters are resharded for each rollout. none is the train mesh, "
         "its context axis joined to fsdp; auto is that too but, on accelerators with fsdp or context, a mesh with "
         "tensor in their place: no token gathers the parameters."),
+    Setting("rollout.staleness", 0,
+        "Updates between the policy that samples a batch and the one that is updated with it. 0 samples, grades and "
+        "updates in turn; with 1 or more a thread samples and grades the batches of the next steps meanwhile. Needs "
+        "algorithm.importance_correction, or old_logps=sampler. See docs/asynchronous.md.", int, minimum=0),
 
     Setting("rewards.functions", ("exact_match",),
         "Reward functions: built-in name, `module:function` or `path/to/file.py:function`, each with options in "
@@ -441,6 +468,14 @@ KEYS = (
     Setting("environment.rollout_func", None,
         "Function that samples in place of the engine, `path/to/file.py:function`, or an OpenAI-compatible server, "
         "`server(url='http://localhost:8000/v1', model='m')`."),
+    Setting("environment.agent", None,
+        "Agent: a program that talks to an endpoint of the run by any client of OpenAI's API, `path/to/file.py:run` "
+        "or a command line. Its calls are sampled and learned from. See docs/agents.md."),
+    Setting("environment.agent_timeout", 600.0,
+        "Most seconds that an agent takes for a row, which is left out then.", float, above=0),
+    Setting("environment.agent_tokens", None,
+        "Most tokens that an agent samples for a row, over all its calls; none is as many as they ask for.", int,
+        minimum=1),
 
     Setting("algorithm.name", "grpo",
         "What is trained: grpo samples and scores completions, sft learns given ones, preference learns from pairs or "
@@ -557,8 +592,12 @@ KEYS = (
 
     Setting("teacher.path", None,
         "Teacher: hub id, folder (the hf/ of a run) or `embedded:<name>`, of any size and family, with the policy's "
-        "tokenizer; none is no teacher. Each step takes one forward pass of it."),
+        "tokenizer; or `server(url='http://localhost:8000/v1', model='m')`. none is no teacher."),
     Setting("teacher.revision", None, "Branch, tag or commit of a hub id; none is its main branch."),
+    Setting("teacher.others", (),
+        "Further teachers, each `VALUE=PATH`: one rates the rows whose column teacher.column has that value, and "
+        "teacher.path the others."),
+    Setting("teacher.column", "teacher", "Column of the data that names a teacher of teacher.others."),
     Setting("teacher.form", "advantage",
         "What is learned from: the log-prob of each sampled token under the teacher minus that under the policy, added "
         "to its advantage (advantage), or the divergence of whole distributions at every token, added to the loss "
@@ -573,6 +612,9 @@ KEYS = (
     Setting("teacher.temperature", None,
         "Temperature of both distributions in the divergence; none is that of the samples, rollout.temperature.",
         float, above=0),
+    Setting("teacher.on_policy", 1.0,
+        "Share of the steps that learn from the policy's samples (GKD's lambda), drawn from seed; the others take the "
+        "completions of the data, rows of prompt and completion.", float, above=0, maximum=1),
     Setting("teacher.dtype", "auto", "Type that the teacher is stored and computed in; auto is model.dtype.",
         choices=("auto", *DTYPES)),
     Setting("teacher.quantize", "none", "Store the matrices of the teacher's layers in 8 or 4 bits.",
@@ -583,7 +625,9 @@ KEYS = (
     Setting("optimizer.name", "adamw",
         "Optimizer; muon is for the matrices of the layers, with adamw for the rest.",
         choices=("adamw", "adafactor", "lion", "sgd", "muon")),
-    Setting("optimizer.learning_rate", 1e-6, "Peak learning rate.", float, minimum=0, maximum=100),
+    Setting("optimizer.learning_rate", 1e-6,
+        "Peak learning rate. auto is 5e-5, ten times that for adapters, times a power of 2000 / width; for llama and "
+        "qwen models, in sft and algorithms that sample.", float, minimum=0, maximum=100, words=("auto",)),
     Setting("optimizer.schedule", "constant", "Learning rate schedule after warm-up; wsd is constant and then decays.",
         choices=("constant", "linear", "cosine", "inverse_sqrt", "wsd")),
     Setting("optimizer.warmup_steps", 0,
@@ -803,9 +847,9 @@ IDENTITY = (
     "model.tokenizer", "model.revision", "model.overrides", "data.chat_template_kwargs", "data.overlong",
     "data.max_length", "data.loss_on", "data.packing", "rollout.group_size", "rollout.max_prompt_length",
     "rewards.functions", "rewards.weights", "environment.name", "environment.tools", "environment.rollout_func",
-    "algorithm.name", "algorithm.advantage", "algorithm.loss", "algorithm.aggregation", "algorithm.loss_weights",
-    "algorithm.reference_free", "critic.path", "critic.shared", "optimizer.name", "optimizer.moment_dtype",
-    "teacher.path", "teacher.revision",
+    "environment.agent", "algorithm.name", "algorithm.advantage", "algorithm.loss", "algorithm.aggregation",
+    "algorithm.loss_weights", "algorithm.reference_free", "critic.path", "critic.shared", "optimizer.name",
+    "optimizer.moment_dtype", "teacher.path", "teacher.revision", "teacher.others", "teacher.column",
 )  # fmt: skip
 # Settings of a single start, of no meaning for the run.
 OF_A_START = ("output_dir", "compilation_cache", "checkpoint.resume", "checkpoint.accept_changes")
@@ -848,6 +892,7 @@ SYNONYMS = {
     "reward_weights": "rewards.weights", "lr": "optimizer.learning_rate", "lr_scheduler_type": "optimizer.schedule",
     "optim": "optimizer.name", "gradient_checkpointing": "model.remat", "bf16": "model.dtype", "fp16": "model.dtype",
     "load_in_4bit": "model.quantize", "load_in_8bit": "model.quantize", "attn_implementation": "model.attention",
+    "param_offload": "model.offload", "cpu_offload": "model.offload", "offload_params": "model.offload",
     "use_peft": "lora.rank", "lora_r": "lora.rank", "lora_target_modules": "lora.targets",
     "lora_modules_to_save": "lora.modules_to_save", "report_to":
     "logging.backends", "save_steps": "checkpoint.every", "eval_steps": "eval.every", "save_total_limit":
@@ -863,15 +908,11 @@ REFUSED = {
     "of the keys and values of its slots: set rollout.slots, and python -m jaxrl_llm plan says what fits",
     "group_by_length": "it saves padding, of which packed rows have none: leave batch.packing at auto, or set it to "
     "true (data.packing for sft)",
-    "param_offload": "parameters stay on the devices: shard them over more (mesh.fsdp), and offload the moments "
-    "(optimizer.offload), the reference (algorithm.offload_reference) or activations (model.remat=offload)",
     "log_prob_micro_batch_size_per_gpu": "passes without gradient take the micro-batches of the update: set "
     "batch.microbatch_rows or batch.microbatch_tokens, which change no result",
 }
 REFUSED |= {
     "vllm_gpu_memory_utilization": REFUSED["gpu_memory_utilization"],
-    "cpu_offload": REFUSED["param_offload"],
-    "offload_params": REFUSED["param_offload"],
     "log_prob_micro_batch_size": REFUSED["log_prob_micro_batch_size_per_gpu"],
     "log_prob_max_token_len_per_gpu": REFUSED["log_prob_micro_batch_size_per_gpu"],
 }
@@ -884,7 +925,7 @@ def nearest(name: str, known: Iterable[str] = ()) -> str:
     """
     known = tuple(known) or tuple(BY_NAME)
     meant = SYNONYMS.get(name.rpartition(".")[2])
-    return meant if meant in known else closest(name, known)
+    return meant if meant is not None and meant in known else closest(name, known)
 
 
 def unknown_key(name: str) -> str:

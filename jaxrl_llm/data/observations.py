@@ -57,8 +57,10 @@ class TurnTokenizer:
             )
         return ids
 
-    def observation_ids(self, row: Mapping[str, Any], observation: Any, tools: Sequence[Any] = ()) -> list[int]:
-        """The ids that follow a turn which ended with one of `eos`.
+    def observation_ids(
+        self, row: Mapping[str, Any], observation: Any, tools: Sequence[Any] = (), ended: bool = True
+    ) -> list[int]:
+        """The ids that follow a turn; it `ended` with one of `eos`, or else is ended by the chat template here.
 
         Where the row's prompt is plain text, an observation is text and these are its ids. Where it is a conversation,
         an observation is messages (text is a user's message); the chat template renders them after a stand-in for the
@@ -76,9 +78,9 @@ class TurnTokenizer:
             raise ConfigError(f"the observation is {observation!r}; give text, or messages with role and content")
         options = self._options(row, tools)
         try:
-            return self._after_turn(list(messages), options)
+            return self._after_turn(list(messages), options, ended)
         except ConfigError:
-            if messages[0]["role"] != "tool":
+            if messages[0]["role"] != "tool" or not ended:
                 raise
             return self._after_call(list(messages), options)
 
@@ -106,7 +108,7 @@ class TurnTokenizer:
     def _rendered(self, messages: Any, options: dict[str, Any], opens_turn: bool = True) -> str:
         return render_chat(self.tokenizer, messages, opens_turn, **options)
 
-    def _after_turn(self, messages: list, options: dict[str, Any]) -> list[int]:
+    def _after_turn(self, messages: list, options: dict[str, Any], ended: bool) -> list[int]:
         question, turn = {"role": "user", "content": QUESTION}, {"role": "assistant", "content": TURN}
         before = self._rendered([question], options, opens_turn=False)
         text = self._rendered([question, turn, *messages], options)
@@ -118,7 +120,8 @@ class TurnTokenizer:
                 "they are"
             )
         ids = chat_ids(self.tokenizer, text[text.find(TURN) + len(TURN) :])
-        return ids[1:] if ids and ids[0] in self.eos else ids  # the policy has sampled the end of its turn itself
+        # The policy has sampled the end of its turn itself.
+        return ids[1:] if ended and ids and ids[0] in self.eos else ids
 
     def _after_call(self, messages: list, options: dict[str, Any]) -> list[int]:
         """The same for templates that take results of tools only after a message with tool calls (Mistral's)."""

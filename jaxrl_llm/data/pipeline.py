@@ -44,7 +44,7 @@ class Pipeline:
         # grain imports jax, and everything else in this package loads without it.
         import grain
 
-        self._batch_size, self._local = batch_size, _local_slice(batch_size, process_index, process_count)
+        self._batch_size, self._local = batch_size, local_slice(batch_size, process_index, process_count)
         if not len(examples):
             raise ConfigError("the data has no examples")
 
@@ -73,6 +73,11 @@ class Pipeline:
         start = self._position
         self._position += self._batch_size
         return [self._stream[index] for index in range(start + self._local.start, start + self._local.stop)]
+
+    @property
+    def position(self) -> int:
+        """The number of examples that were drawn."""
+        return self._position
 
     @property
     def epoch(self) -> int:
@@ -134,7 +139,7 @@ class Stream:
         process_index: int = 0,
         process_count: int = 1,
     ):
-        self._batch_size, self._local = batch_size, _local_slice(batch_size, process_index, process_count)
+        self._batch_size, self._local = batch_size, local_slice(batch_size, process_index, process_count)
         self._readers = [_Reader(source) for source in sources]
         self._weights = [source.weight for source in sources]
         self._seed, self._buffer, self._shuffle = seed, buffer, shuffle
@@ -261,7 +266,7 @@ class _Reader:
         self._rows = iter(self._source)
 
 
-def _local_slice(batch_size: int, process_index: int, process_count: int) -> slice:
+def local_slice(batch_size: int, process_index: int, process_count: int) -> slice:
     """The rows of a global batch that are this process's."""
     if batch_size < 1 or batch_size % process_count:
         raise ConfigError(

@@ -36,14 +36,16 @@ PARAMETERS = (
     (r"experts/(gate|up)/bias$", ("expert", "tensor")),
     (r"experts/down/bias$", ("expert", None)),
     (r"attention/sinks$", ("tensor",)),
+    (r"delta/conv$", (FSDP, None, None)),
     (r"embed/weight$", ("tensor", FSDP)),
-    (r"(q|k|v|gate|up)/kernel(/codes|/absmax)?$", (FSDP, "tensor")),
-    (r"(o|down)/kernel(/codes|/absmax)?$", ("tensor", FSDP)),
-    (r"(q|k|v|gate|up)/lora_a$", (FSDP, None)),
-    (r"(q|k|v|gate|up)/lora_b$", (None, "tensor")),
-    (r"(o|down)/lora_a$", ("tensor", None)),
-    (r"(o|down)/lora_b$", (None, FSDP)),
-    (r"(q|k|v|gate|up)/(bias|lora_m)$", ("tensor",)),
+    (r"/(q_a|kv_a|ba)/(kernel(/codes|/absmax)?|lora_a)$", (FSDP, None)),
+    (r"/(q|k|v|q_b|kv_b|qkvz|gate|up)/kernel(/codes|/absmax)?$", (FSDP, "tensor")),
+    (r"/(o|out|down)/kernel(/codes|/absmax)?$", ("tensor", FSDP)),
+    (r"/(q|k|v|q_b|kv_b|qkvz|gate|up)/lora_a$", (FSDP, None)),
+    (r"/(q|k|v|q_b|kv_b|qkvz|gate|up)/lora_b$", (None, "tensor")),
+    (r"/(o|out|down)/lora_a$", ("tensor", None)),
+    (r"/(o|out|down)/lora_b$", (None, FSDP)),
+    (r"/(q|k|v|q_b|kv_b|qkvz|gate|up)/(bias|lora_m)$", ("tensor",)),
     (r"head/kernel$", (FSDP, "tensor")),
     (r"(score|router)/kernel$", (FSDP, None)),
 )
@@ -206,6 +208,11 @@ def shardings(tree, mesh: Mesh):
 def on_host(tree) -> Any:
     """The arrays in the host's memory, with their sharding; scalars stay on the device. Works under jit."""
     return jax.tree.map(lambda x: jax.device_put(x, jax.memory.Space.Host) if x.ndim else x, tree)
+
+
+def has_host_memory() -> bool:
+    """True when the devices read and write pinned memory of the host."""
+    return all("pinned_host" in {memory.kind for memory in x.addressable_memories()} for x in jax.local_devices())
 
 
 def on_device(tree) -> Any:

@@ -9,6 +9,7 @@ from typing import Any
 
 from jaxrl_llm.config.resolve import closest, resolve, resolve_with_options
 from jaxrl_llm.config.user_code import contained
+from jaxrl_llm.environments.agents import Agents, AgentSpec
 from jaxrl_llm.environments.call_pool import CallPool
 from jaxrl_llm.environments.episode import Episode, Row
 from jaxrl_llm.environments.games import SortThenSmallest
@@ -137,8 +138,10 @@ class Environments:
                 self.pool.run({0: close})
 
 
-def load_environments(spec: EnvironmentSpec) -> Environments | None:
-    """The environments of a spec, None where it has neither an environment nor tools; errors as of `Environments`."""
+def load_environments(spec: EnvironmentSpec | AgentSpec) -> Environments | Agents | None:
+    """The environments or agents of a spec, None where it has neither an environment nor tools; errors as theirs."""
+    if isinstance(spec, AgentSpec):
+        return Agents(spec)
     return None if spec.environment is None and not spec.tools else Environments(spec)
 
 

@@ -1,6 +1,6 @@
 """Sampling from a server of the OpenAI kind, such as vLLM's: `environment.rollout_func="server(url=..., model=...)"`.
 
-The server samples with the weights it was started with: its policy stays while the trained one moves on, so
+Without `weights` the server samples with those it was started with: its policy stays while the trained one moves on, so
 `algorithm.importance_correction` has to weigh its rows.
 """
 
@@ -32,26 +32,32 @@ def server(
     timeout: float = 120.0,
     wait_for_server: float = 240.0,
     api_key: str = "OPENAI_API_KEY",
+    weights: str = "",
 ) -> Callable[..., Any]:
     """A rollout function of TRL's form that asks `{url}/completions` for the completions of each prompt.
 
     url ends in /v1. timeout: seconds for each request, to the reply's last byte. wait_for_server: seconds within which
     the server comes up, from the first request on; once it has answered, it is not waited for again. api_key:
-    environment variable with the key, if there is one. The server must return token ids (`return_token_ids`, vLLM
-    0.10.2 or later) and log-probs. Raises EpisodeError when it is not there or does not answer in time, answers with an
-    error, or leaves those out.
+    environment variable with the key, if there is one. weights: a folder that the server sees too, in which it gets the
+    policy before each rollout, by /update_weights_from_disk (`jaxrl-llm serve --weight_updates`, SGLang); where its
+    answers name the version of their weights, those of another are refused.
+
+    The server must return token ids (`return_token_ids`, vLLM 0.10.2 or later) and log-probs. Raises EpisodeError when
+    it is not there or does not answer in time, answers with an error, or leaves those out.
     """
     address = urlsplit(url)
+    root = address.path.rstrip("/").removesuffix("/v1")
+    update = address._replace(path=f"{root}/update_weights_from_disk").geturl()
     endpoint = address._replace(path=f"{address.path.rstrip('/')}/completions").geturl()
     is_up, first = threading.Event(), threading.Lock()
 
-    def asked(client: HttpClient, headers: dict[str, str], content: bytes, largest: int) -> Reply:
+    def asked(client: HttpClient, at: str, headers: dict[str, str], content: bytes, largest: int) -> Reply:
         """The reply to a request; until there was one, only one is made, again and again for `wait_for_server`."""
         with contextlib.nullcontext() if is_up.is_set() else first:
             deadline = time.monotonic() + (0 if is_up.is_set() else wait_for_server)
             while True:
                 try:
-                    reply = client.post(endpoint, content, headers, timeout, largest)
+                    reply = client.post(at, content, headers, timeout, largest)
                 except UnreachableError as error:
                     if time.monotonic() >= deadline:
                         raise
@@ -64,7 +70,42 @@ def server(
                 log.warning("%s is not up (%s); %.0f s left", url, reason, max(deadline - time.monotonic(), 0))
                 time.sleep(min(2.0, max(deadline - time.monotonic(), 0)))
 
-    def choices(client: HttpClient, headers: dict[str, str], prompt: list[int], trainer: Any) -> list[dict[str, Any]]:
+    def answered(
+        client: HttpClient, at: str, headers: dict[str, str], body: dict[str, Any], largest: int
+    ) -> dict[str, Any]:
+        """The object that is answered to a body."""
+        try:
+            reply = asked(client, at, headers, json.dumps(body).encode(), largest)
+        except UnreachableError as error:
+            raise EpisodeError(
+                f"{at} was not there within {wait_for_server:g} seconds ({error}); start the server, or change url or "
+                "wait_for_server of environment.rollout_func"
+            ) from error
+        except RequestError as error:  # timed out, too large
+            raise EpisodeError(
+                f"{at} did not answer within {timeout:g} seconds ({error}); start the server, or change url or timeout "
+                "of environment.rollout_func"
+            ) from error
+        if not reply.ok:
+            raise EpisodeError(
+                f"{at} answered {reply.status} {reply.reason}: {reply.data[:300].decode('utf-8', 'replace')}"
+            )
+        try:
+            return json.loads(reply.data)
+        except (ValueError, RecursionError) as error:
+            raise EpisodeError(f"{at} answered with something that is not JSON: {error}") from error
+
+    def pushed(client: HttpClient, headers: dict[str, str], trainer: Any) -> int | None:
+        """The version of the server's weights, which are the policy's now; None where it names none."""
+        trainer.save_model(weights)
+        answer = answered(client, update, headers, {"model_path": os.path.abspath(weights)}, 2**20)  # noqa: PTH100
+        if not isinstance(answer, dict) or answer.get("success") is not True:
+            raise EpisodeError(f"{update} did not take the weights in {weights}: {str(answer)[:300]}")
+        return answer.get("weight_version")
+
+    def choices(
+        client: HttpClient, headers: dict[str, str], version: int | None, prompt: list[int], trainer: Any
+    ) -> list[dict[str, Any]]:
         args = trainer.args
         body = {
             "model": model,
@@ -79,30 +120,18 @@ def server(
             **({"min_p": args.min_p} if args.min_p else {}),
         }
         largest = 2**20 + BYTES_PER_TOKEN * trainer.num_generations * args.max_completion_length
+        answer = answered(client, endpoint, headers, body, largest)
         try:
-            reply = asked(client, headers, json.dumps(body).encode(), largest)
-        except UnreachableError as error:
-            raise EpisodeError(
-                f"{endpoint} was not there within {wait_for_server:g} seconds ({error}); start the server, or change "
-                "url or wait_for_server of environment.rollout_func"
-            ) from error
-        except RequestError as error:  # timed out, too large
-            raise EpisodeError(
-                f"{endpoint} did not answer within {timeout:g} seconds ({error}); start the "
-                "server, or change url or timeout of environment.rollout_func"
-            ) from error
-        if not reply.ok:
-            raise EpisodeError(
-                f"{endpoint} answered {reply.status} {reply.reason}: {reply.data[:300].decode('utf-8', 'replace')}"
-            )
-        try:
-            answers = json.loads(reply.data)["choices"]
+            answers = answer["choices"]
             if not isinstance(answers, list) or not all(isinstance(answer, dict) for answer in answers):
                 raise TypeError("choices is no list of objects")
-        except (ValueError, RecursionError) as error:
-            raise EpisodeError(f"{endpoint} answered with something that is not JSON: {error}") from error
         except (KeyError, TypeError) as error:
-            raise EpisodeError(f"{endpoint} answered without a list of choices: {reply.data[:300]!r}") from error
+            raise EpisodeError(f"{endpoint} answered without a list of choices: {str(answer)[:300]!r}") from error
+        if version is not None and answer.get("weight_version", version) != version:
+            raise EpisodeError(
+                f"{endpoint} sampled with version {answer['weight_version']} of its weights, but those of the policy "
+                f"are version {version}: let nobody else push weights to it"
+            )
         if len(answers) != trainer.num_generations:
             raise EpisodeError(f"{url} returned {len(answers)} choices of the {trainer.num_generations} asked for")
         return answers
@@ -122,7 +151,8 @@ def server(
             contextlib.closing(HttpClient(CONCURRENT_REQUESTS)) as client,
             ThreadPoolExecutor(CONCURRENT_REQUESTS) as pool,
         ):
-            groups = list(pool.map(lambda prompt: choices(client, headers, prompt, trainer), ids))
+            version = pushed(client, headers, trainer) if weights else None
+            groups = list(pool.map(lambda prompt: choices(client, headers, version, prompt, trainer), ids))
         rows = [choice for group in groups for choice in group]
         return {
             "prompt_ids": [prompt for prompt in ids for _ in range(trainer.num_generations)],

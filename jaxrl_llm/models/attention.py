@@ -54,7 +54,8 @@ class Attention(nnx.Module):
     def __init__(self, config, rngs: nnx.Rngs):
         c = config
         self.config = c
-        self.q = Linear(c.width, c.heads * c.head_dim, c, rngs, c.attention_bias, "q")
+        queries = c.heads * c.head_dim * (1 + c.attention_gate)
+        self.q = Linear(c.width, queries, c, rngs, c.attention_bias, "q")
         self.k = Linear(c.width, c.kv_heads * c.head_dim, c, rngs, c.attention_bias, "k")
         self.v = Linear(c.width, c.kv_heads * c.head_dim, c, rngs, c.attention_bias, "v")
         self.o = Linear(c.heads * c.head_dim, c.width, c, rngs, c.attention_output_bias, "o")
@@ -81,28 +82,10 @@ class Attention(nnx.Module):
         """Output `[N,T,D]` and the keys and values `[N,J,T,d]`."""
         if inputs.inv_freq is not None:  # a layer without rotary positions has none in long rows either
             arrays = arrays._replace(inv_freq=jnp.where(arrays.inv_freq == 0, 0.0, inputs.inv_freq))
-        q, k, v = self._project(x, inputs.positions, arrays)
-        # From positions sharded over `context` to heads sharded over it, in two steps that XLA turns into an exchange.
-        q, k, v = (constrain(a, "rows", "positions", "heads", *(None,) * (a.ndim - 3)) for a in (q, k, v))
-        query_dims, key_dims = attention_dims(self.config.kv_heads)
-        q = constrain(q, "rows", *query_dims, None, None)
-        k, v = (constrain(a, "rows", *key_dims, None) for a in (k, v))
-        mask = inputs.mask
-        if arrays.window is not None and mask is not None:
-            mask = mask & (inputs.positions[:, :, None] - inputs.positions[:, None, :] < arrays.window)
-        by = implementation(self.config, x.shape[1], inputs.by_mask)
-        if by == "splash":
-            out = self._splash(q, k, v, inputs.segments, mask, arrays.window)
-        elif by == "flash":
-            out = flash_attention(q, k, v, inputs.segments)
-        elif by == "cudnn":
-            out = fused_attention(q, k, v, mask, "cudnn")
-        else:
-            out = self._in_blocks(q, k, v, mask)
-        out = constrain(out, "rows", *query_dims, None, None)
-        out = constrain(out, "rows", "positions", "heads", None, None)
+        q, k, v, gate = self._project(x, inputs.positions, arrays)
+        out = attend(self.config, q, k, v, inputs, arrays.window, self._sinks())
         cache = KeyValues(*(constrain(a.swapaxes(1, 2), "rows", "heads", None, None) for a in (k, v)))
-        return self.o(out.reshape(*x.shape[:-1], -1)), cache
+        return self._output(out, gate, x), cache
 
     def decode(
         self, x, inputs: DecodeInputs, prompt: KeyValues, cache: KeyValues, arrays: AttentionArrays
@@ -112,7 +95,7 @@ class Attention(nnx.Module):
         `prompt` `[G,J,P,d]` is stored once per prompt and read by its R rows, never copied for them; `cache`, made by
         `empty_cache`, is each row's own. One softmax runs over both.
         """
-        q, k, v = self._project(x[:, :, None], inputs.positions[:, :, None], arrays)
+        q, k, v, gate = self._project(x[:, :, None], inputs.positions[:, :, None], arrays)
         q, k, v = (a.reshape(*inputs.length.shape, -1, *a.shape[3:]) for a in (q, k, v))  # [G,R,W,J,...]
         cache = _write(cache, k, v, inputs.length)
         by_head = q.swapaxes(2, 3)  # [G,R,J,W,H/J,d]
@@ -121,11 +104,11 @@ class Attention(nnx.Module):
             in_fp8 = functools.partial(jax.tree.map, quantize.as_fp8)
             start, softcap = inputs.prompt_mask.shape[1] - inputs.prompt_mask.sum(-1), self.config.attention_softcap
             out = decode_attention(by_head, in_fp8(prompt), in_fp8(cache), start, inputs.length, arrays.window, softcap)
-            return self.o(out.swapaxes(2, 3).reshape(*x.shape[:-1], -1)), cache
+            return self._output(out.swapaxes(2, 3), gate, x), cache
         q = by_head.reshape(*by_head.shape[:3], -1, by_head.shape[-1])
-        in_prompt = _einsum("gkjrd,gjpd->gkjrp", q, prompt.k)
+        in_prompt = einsum("gkjrd,gjpd->gkjrp", q, prompt.k)
         of_keys, of_values = _row_dims()
-        in_row = _einsum(f"gkjrd,gk{of_keys}->gkjrc", q, cache.k)
+        in_row = einsum(f"gkjrd,gk{of_keys}->gkjrc", q, cache.k)
         in_prompt, in_row = (soft_cap(scores, self.config.attention_softcap) for scores in (in_prompt, in_row))
         index = jnp.arange(in_row.shape[-1])
         place = (inputs.length[:, :, None] + jnp.arange(by_head.shape[3]))[..., None]  # [G,R,W,1]
@@ -137,20 +120,15 @@ class Attention(nnx.Module):
         prompt_seen, row_seen = (_for_heads(mask, by_head.shape[4]) for mask in (prompt_seen, row_seen))
         in_prompt = jnp.where(prompt_seen, in_prompt, MASKED)
         in_row = jnp.where(row_seen, in_row, MASKED)
-        # The softmax over both by hand: concatenated, the scores of the prompt would be copied every step.
-        top = jnp.maximum(in_prompt.max(-1, keepdims=True), in_row.max(-1, keepdims=True))
-        if self.sinks is not None:  # of the queries [J,W*H/J,1]
-            sinks = jnp.tile(self._sinks(), (1, by_head.shape[3]))[..., None]
-            top = jnp.maximum(top, sinks)
-        in_prompt, in_row = jnp.exp(in_prompt - top), jnp.exp(in_row - top)
-        total = in_prompt.sum(-1, keepdims=True) + in_row.sum(-1, keepdims=True)
-        total = total if self.sinks is None else total + jnp.exp(sinks - top)
-        in_prompt, in_row = ((shares / total).astype(v.dtype) for shares in (in_prompt, in_row))
+        sinks = self._sinks()
+        if sinks is not None:  # of the queries [J,W*H/J,1]
+            sinks = jnp.tile(sinks, (1, by_head.shape[3]))[..., None]
+        in_prompt, in_row = (a.astype(v.dtype) for a in combined_softmax(in_prompt, in_row, sinks))
         # With the weights as the rows of the matmul: as its columns, CPUs take three times as long.
-        of_prompt = _einsum("gjkrp,gjpd->gjkrd", in_prompt.swapaxes(1, 2), prompt.v).swapaxes(1, 2)
-        out = of_prompt + _einsum(f"gkjrc,gk{of_values}->gkjrd", in_row, cache.v)
+        of_prompt = einsum("gjkrp,gjpd->gjkrd", in_prompt.swapaxes(1, 2), prompt.v).swapaxes(1, 2)
+        out = of_prompt + einsum(f"gkjrc,gk{of_values}->gkjrd", in_row, cache.v)
         out = out.reshape(by_head.shape).swapaxes(2, 3)  # [G,R,W,J,H/J,d]
-        return self.o(out.astype(v.dtype).reshape(*x.shape[:-1], -1)), cache
+        return self._output(out.astype(v.dtype), gate, x), cache
 
     @staticmethod
     def empty_cache(prompt: KeyValues, rows: int, size: int) -> KeyValues:
@@ -175,10 +153,28 @@ class Attention(nnx.Module):
 
         return KeyValues(*(grown(x, dims) for x, dims in zip(cache, _row_dims(), strict=True)))
 
+    @staticmethod
+    def prompt_cache(prompt: KeyValues, row: KeyValues | None, end, size: int) -> KeyValues:
+        """Prompt caches of `size` tokens: those before the place `end` of prompts with their only rows behind them."""
+
+        def cut(x, own, dims: str):
+            if own is not None:
+                own = own.squeeze(own.ndim - 4)
+                lead = own.ndim - 3
+                own = own.transpose(*range(lead), *(lead + dims.index(dim) for dim in "jcd"))
+                x = jnp.concatenate([x, own], axis=-2)
+            padded = jnp.pad(x, [(size if axis == x.ndim - 2 else 0, 0) for axis in range(x.ndim)])
+            return jax.lax.dynamic_slice_in_dim(padded, end, size, axis=x.ndim - 2)
+
+        return KeyValues(*(cut(*args) for args in zip(prompt, row or (None, None), _row_dims(), strict=True)))
+
     def _project(self, x, positions, arrays: AttentionArrays):
-        """Queries `[..., t, J, H/J, d]` (scaled) and keys, values `[..., t, J, d]` of x `[..., t, D]`."""
+        """Queries `[..., t, J, H/J, d]` (scaled), keys and values `[..., t, J, d]`, gates `[..., t, H*d]` of x."""
         c = self.config
-        q, k, v = self.q(x), self.k(x), self.v(x)
+        q, k, v, gate = self.q(x), self.k(x), self.v(x), None
+        if c.attention_gate:
+            q, gate = jnp.split(q.reshape(*x.shape[:-1], c.heads, -1), 2, axis=-1)
+            q, gate = (a.reshape(*x.shape[:-1], -1) for a in (q, gate))
         if self.q_norm is not None and self.k_norm is not None and c.qk_norm_whole:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k, v = (a.reshape(*x.shape[:-1], -1, c.head_dim) for a in (q, k, v))
@@ -186,39 +182,85 @@ class Attention(nnx.Module):
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = (rotate(a, positions, arrays.inv_freq, arrays.scale, c.rope_interleaved) for a in (q, k))
         q = q.reshape(*x.shape[:-1], c.kv_heads, c.heads // c.kv_heads, c.head_dim)
-        return q * (c.head_dim**-0.5 if c.query_scale is None else c.query_scale), k, v
+        return q * (c.head_dim**-0.5 if c.query_scale is None else c.query_scale), k, v, gate
+
+    def _output(self, out, gate, x):
+        out = out.reshape(*x.shape[:-1], -1)
+        return self.o(out if gate is None else out * jax.nn.sigmoid(gate.reshape(out.shape)))
 
     def _sinks(self):
-        """The scores `[J,H/J]` of the sinks, in fp32."""
-        sinks = jnp.zeros(self.config.heads) if self.sinks is None else self.sinks[...]
-        return sinks.astype(jnp.float32).reshape(self.config.kv_heads, -1)
+        """The scores `[J,H/J]` of the sinks in fp32, None without sinks."""
+        if self.sinks is None:
+            return None
+        return self.sinks[...].astype(jnp.float32).reshape(self.config.kv_heads, -1)
 
-    def _in_blocks(self, q, k, v, mask):
-        # A block of queries sees no key behind it: of a long row, half of the scores are never formed.
-        length = q.shape[1]
-        size = length if context_shards() > 1 else max(-(-length // QUERY_BLOCKS), SMALLEST_BLOCK)
-        blocks = []
-        for start in range(0, length, size):
-            end = min(start + size, length)
-            queries, keys, values, seen = q[:, start:end], k[:, :end], v[:, :end], mask[:, start:end, :end]
-            scores = jnp.einsum("ntjrd,nsjd->njrts", queries, keys, preferred_element_type=jnp.float32)
-            scores = soft_cap(scores, self.config.attention_softcap)
-            scores = jnp.where(seen[:, None, None], scores, MASKED)
-            if self.sinks is not None:  # one more score each, whose weight is left out
-                sinks = jnp.broadcast_to(self._sinks()[..., None, None], (*scores.shape[:-1], 1))
-                scores = jnp.concatenate([scores, sinks], axis=-1)
-            weights = jax.nn.softmax(scores, axis=-1)[..., :end]
-            blocks.append(jnp.einsum("njrts,nsjd->ntjrd", weights.astype(values.dtype), values))
-        return jnp.concatenate(blocks, axis=1)
 
-    def _splash(self, q, k, v, segments, mask, window):
-        attend = functools.partial(splash_attention, softcap=self.config.attention_softcap)
-        if mask is not None or window is None:
-            return attend(q, k, v, segments, mask)
-        sliding = functools.partial(attend, window=self.config.sliding_window)
-        if isinstance(window, jax.Array):  # of a layer in a scan over layers, some of which slide
-            return jax.lax.cond(window == self.config.sliding_window, sliding, attend, q, k, v, segments)
-        return (sliding if window == self.config.sliding_window else attend)(q, k, v, segments)
+def attend(config, q, k, v, inputs: AttentionInputs, window=None, sinks=None) -> jax.Array:
+    """`[N,T,J,H/J,d]`: attention of whole rows, of queries `[N,T,J,H/J,d]` (scaled) to keys and values `[N,T,J,d]`.
+
+    `sinks` `[J,H/J]` are scores of one more token each, which has no value. Values may be smaller than keys.
+    """
+    # From positions sharded over `context` to heads sharded over it, in two steps that XLA turns into an exchange.
+    q, k, v = (constrain(a, "rows", "positions", "heads", *(None,) * (a.ndim - 3)) for a in (q, k, v))
+    query_dims, key_dims = attention_dims(config.kv_heads)
+    q = constrain(q, "rows", *query_dims, None, None)
+    k, v = (constrain(a, "rows", *key_dims, None) for a in (k, v))
+    mask = inputs.mask
+    if window is not None and mask is not None:
+        mask = mask & (inputs.positions[:, :, None] - inputs.positions[:, None, :] < window)
+    by, size = implementation(config, q.shape[1], inputs.by_mask), v.shape[-1]
+    if by != "xla" and size < k.shape[-1]:  # kernels take values of the size of keys
+        v = jnp.pad(v, ((0, 0),) * 3 + ((0, k.shape[-1] - size),))
+    if by == "splash":
+        out = _splash(config, q, k, v, inputs.segments, mask, window)
+    elif by == "flash":
+        out = flash_attention(q, k, v, inputs.segments)
+    elif by == "cudnn":
+        out = fused_attention(q, k, v, mask, "cudnn")
+    else:
+        out = _in_blocks(config, q, k, v, mask, sinks)
+    out = constrain(out[..., :size], "rows", *query_dims, None, None)
+    return constrain(out, "rows", "positions", "heads", None, None)
+
+
+def _in_blocks(config, q, k, v, mask, sinks):
+    # A block of queries sees no key behind it: of a long row, half of the scores are never formed.
+    length = q.shape[1]
+    size = length if context_shards() > 1 else max(-(-length // QUERY_BLOCKS), SMALLEST_BLOCK)
+    blocks = []
+    for start in range(0, length, size):
+        end = min(start + size, length)
+        queries, keys, values, seen = q[:, start:end], k[:, :end], v[:, :end], mask[:, start:end, :end]
+        scores = jnp.einsum("ntjrd,nsjd->njrts", queries, keys, preferred_element_type=jnp.float32)
+        scores = soft_cap(scores, config.attention_softcap)
+        scores = jnp.where(seen[:, None, None], scores, MASKED)
+        if sinks is not None:
+            one = jnp.broadcast_to(sinks[..., None, None], (*scores.shape[:-1], 1))
+            scores = jnp.concatenate([scores, one], axis=-1)
+        weights = jax.nn.softmax(scores, axis=-1)[..., :end]
+        blocks.append(jnp.einsum("njrts,nsjd->ntjrd", weights.astype(values.dtype), values))
+    return jnp.concatenate(blocks, axis=1)
+
+
+def _splash(config, q, k, v, segments, mask, window):
+    attend = functools.partial(splash_attention, softcap=config.attention_softcap)
+    if mask is not None or window is None:
+        return attend(q, k, v, segments, mask)
+    sliding = functools.partial(attend, window=config.sliding_window)
+    if isinstance(window, jax.Array):  # of a layer in a scan over layers, some of which slide
+        return jax.lax.cond(window == config.sliding_window, sliding, attend, q, k, v, segments)
+    return (sliding if window == config.sliding_window else attend)(q, k, v, segments)
+
+
+def combined_softmax(in_prompt, in_row, sinks=None) -> tuple[jax.Array, jax.Array]:
+    """The softmax over the last dimensions of both and, where given, of `sinks` `[...,1]`, whose share is left out."""
+    # By hand: concatenated, the scores of the prompt would be copied every step.
+    top = jnp.maximum(in_prompt.max(-1, keepdims=True), in_row.max(-1, keepdims=True))
+    top = top if sinks is None else jnp.maximum(top, sinks)
+    in_prompt, in_row = jnp.exp(in_prompt - top), jnp.exp(in_row - top)
+    total = in_prompt.sum(-1, keepdims=True) + in_row.sum(-1, keepdims=True)
+    total = total if sinks is None else total + jnp.exp(sinks - top)
+    return in_prompt / total, in_row / total
 
 
 def _row_dims() -> tuple[str, str]:
@@ -231,31 +273,36 @@ def _for_heads(mask, heads: int):
     return (mask if mask.shape[2] == 1 else jnp.repeat(mask, heads, axis=2))[:, :, None]
 
 
-def _einsum(dims: str, x, stored) -> jax.Array:
+def einsum(dims: str, x, stored) -> jax.Array:
     """The einsum, in fp32, of x and of keys or values, which may be stored in another type."""
     return jnp.einsum(dims, x, quantize.widened(stored, x.dtype), preferred_element_type=jnp.float32)
 
 
 def _write(cache: KeyValues, k, v, length) -> KeyValues:
     """The row caches with k and v `[G,R,W,J,d]` from the place `length` `[G,R]` of each row on."""
+    parts = zip(cache, (k, v), _row_dims(), strict=True)
+    return KeyValues(*(write_tokens(stored, new, length, dims) for stored, new, dims in parts))
 
-    def write(stored, new, dims: str):
-        # 16-bit floats as integers: XLA's CPU backend would widen the caches, write, and narrow them again. On TPUs
-        # integers are laid out otherwise.
-        as_bits = stored.dtype.itemsize == 2 and jax.default_backend() == "cpu"
-        bits = "uint16" if as_bits else stored.dtype
-        axis = dims.index("c")
 
-        def write_row(row, new, length):
-            at: tuple = (slice(None),) * axis
-            if len(new) == 1:
-                return row.at[(*at, length)].set(new[0], mode="drop")
-            new = new.transpose(["cjd".index(dim) for dim in dims])
-            return row.at[(*at, length + jnp.arange(new.shape[axis]))].set(new, mode="drop")
+def write_tokens(stored, new, length, dims: str, sharded: bool = True) -> jax.Array:
+    """Row caches `[G,R,*dims]` with `new` `[G,R,W,J,d]` from the place `length` `[G,R]` of each row on.
 
-        old, new = (jax.lax.bitcast_convert_type(x, bits) for x in (stored, quantize.narrowed(new, stored.dtype)))
-        # A device writes its own rows. With their numbers among the indices, devices send each other all of k and v.
-        written = jax.lax.bitcast_convert_type(jax.vmap(jax.vmap(write_row))(old, new, length), stored.dtype)
-        return constrain(written, "rows", None, *("heads" if dim == "j" else None for dim in dims))
+    `dims` orders positions c, heads j, which are `sharded` or not, and numbers d.
+    """
+    # 16-bit floats as integers: XLA's CPU backend would widen the caches, write, and narrow them again. On TPUs
+    # integers are laid out otherwise.
+    as_bits = stored.dtype.itemsize == 2 and jax.default_backend() == "cpu"
+    bits = "uint16" if as_bits else stored.dtype
+    axis = dims.index("c")
 
-    return KeyValues(*(write(*args) for args in zip(cache, (k, v), _row_dims(), strict=True)))
+    def write_row(row, new, length):
+        at: tuple = (slice(None),) * axis
+        if len(new) == 1:
+            return row.at[(*at, length)].set(new[0], mode="drop")
+        new = new.transpose(["cjd".index(dim) for dim in dims])
+        return row.at[(*at, length + jnp.arange(new.shape[axis]))].set(new, mode="drop")
+
+    old, new = (jax.lax.bitcast_convert_type(x, bits) for x in (stored, quantize.narrowed(new, stored.dtype)))
+    # A device writes its own rows. With their numbers among the indices, devices send each other all of k and v.
+    written = jax.lax.bitcast_convert_type(jax.vmap(jax.vmap(write_row))(old, new, length), stored.dtype)
+    return constrain(written, "rows", None, *("heads" if dim == "j" and sharded else None for dim in dims))

@@ -23,6 +23,7 @@ class Linear(nnx.Module):
 
     def __init__(self, d_in: int, d_out: int, config, rngs: nnx.Rngs, bias: bool = False, name: str = ""):
         kernel = jax.random.normal(rngs.params(), (d_in, d_out), config.param_dtype) * config.init_scale
+        self.d_in = d_in
         self.quantize = config.quantize if name else "none"
         stored = kernel if self.quantize == "none" else quantize.quantize(kernel, self.quantize)
         self.kernel = nnx.Dict(jax.tree.map(nnx.Param, stored)) if isinstance(stored, dict) else nnx.Param(stored)
@@ -53,6 +54,12 @@ class Linear(nnx.Module):
                 y += (factors - 1) * base + factors * lora.delta(inputs, a, b, self.lora)
         y = y.reshape(*x.shape[:-1], -1)
         return y if self.bias is None else y + self.bias[...].astype(x.dtype)
+
+    def matrix(self, dtype):
+        """The matrix `[in, out]` that inputs are multiplied with, of a map without bias, its adapter in it."""
+        if isinstance(self.kernel, nnx.Param) and self.lora_a is None:
+            return self.kernel[...].astype(dtype)
+        return self(jnp.eye(self.d_in, dtype=dtype))
 
 
 class RMSNorm(nnx.Module):

@@ -28,7 +28,8 @@ Params = dict[str, Any]
 # The linear maps of a layer, and what Hugging Face calls them. Heads, embeddings and experts have no adapters.
 HF_NAMES = {
     "q": "q_proj", "k": "k_proj", "v": "v_proj", "o": "o_proj", "gate": "gate_proj", "up": "up_proj",
-    "down": "down_proj",
+    "down": "down_proj", "q_a": "q_a_proj", "q_b": "q_b_proj", "kv_a": "kv_a_proj_with_mqa", "kv_b": "kv_b_proj",
+    "qkvz": "in_proj_qkvz", "ba": "in_proj_ba", "out": "out_proj",
 }  # fmt: skip
 TARGETS = tuple(HF_NAMES)
 ADAPTER = ("lora_a", "lora_b", "lora_m")

@@ -82,3 +82,11 @@ class Mixer(Protocol):
     def grow_cache(cache, size: int) -> Any:
         """The row caches with room for `size` tokens; caches of layers may be stacked."""
         ...
+
+    @staticmethod
+    def prompt_cache(prompt, row, end, size: int) -> Any:
+        """Prompt caches of `size` tokens: those before the place `end` of prompts with their only rows behind them.
+
+        `row` None: of the prompts alone. Caches of layers may be stacked.
+        """
+        ...

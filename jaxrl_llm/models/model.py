@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.distributed.processes import all_or_none
-from jaxrl_llm.distributed.sharding import shardings
+from jaxrl_llm.distributed.sharding import on_device, shardings
 from jaxrl_llm.models import hf, lora, peft
 from jaxrl_llm.models.families import family_for, family_of
 from jaxrl_llm.models.families.rotary import max_positions
@@ -44,7 +44,7 @@ class Model:
         """
         rows = jax.tree.map(jnp.asarray, (tokens, segments, positions), is_leaf=lambda x: isinstance(x, list))
         with jax.set_mesh(self.mesh) if self.mesh is not None else contextlib.nullcontext():
-            return _apply(self.net, self.params, *rows)
+            return _apply(self.net, on_device(self.params), *rows)
 
 
 @functools.partial(jax.jit, static_argnames="net")

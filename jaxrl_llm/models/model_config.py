@@ -46,6 +46,7 @@ class ModelConfig:
     rope: Rope = DEFAULT_ROPE
     local_rope: Rope | None = None  # of the sliding layers, where it is another
     rotary_fraction: float = 1.0  # of each head's dimensions, the first ones
+    rotary_head_dim: int = 0  # dimensions that are rotated; 0: as rotary_fraction says
     rope_interleaved: bool = False  # neighbouring dimensions are rotated together, not those of two halves
     unrotated_layers: tuple[int, ...] = ()
     sliding_window: int | None = None  # tokens that a sliding layer sees, the current one included
@@ -57,14 +58,30 @@ class ModelConfig:
     tie_embeddings: bool = False
     attention_bias: bool = False
     attention_output_bias: bool = False
+    query_rank: int = 0  # of latent attention, as the next two; 0: queries come from the hidden states themselves
+    latent_size: int = 0
+    value_head_dim: int = 0
+    attention_gate: bool = False  # queries come with numbers whose sigmoids multiply the heads' outputs
     attention_sinks: bool = False  # a number a head that takes part in the softmax of its scores, and has no value
     mlp_bias: bool = False
     qk_norm: bool = False
     qk_norm_whole: bool = False  # over all heads at once, not each
+    delta_key_heads: int = 0  # of gated delta nets, as the next four; see delta_net.GatedDeltaNet
+    delta_value_heads: int = 0
+    delta_key_dim: int = 0
+    delta_value_dim: int = 0
+    delta_conv: int = 0  # tokens that are convolved, the current one included
     experts: int = 0  # 0: every layer is dense
     experts_per_token: int = 0
     expert_ffn: int = 0
     expert_bias: bool = False  # of experts and router
+    router_sigmoid: bool = False  # each expert's probability by itself; False: a softmax
+    router_correction: bool = (
+        False  # a number an expert that the choice adds to its probability, and the weight does not
+    )
+    router_groups: int = 1  # experts are in so many groups, of which a token uses `router_top_groups`
+    router_top_groups: int = 1
+    routed_scale: float = 1.0  # of what the chosen experts add
     swiglu_limit: float | None = None  # of gate and up of experts; see layers.gated
     swiglu_alpha: float = 1.702
     normalize_top_k: bool = False
@@ -88,7 +105,7 @@ class ModelConfig:
     @property
     def rotated_size(self) -> int:
         """Dimensions of each head that are rotated."""
-        return int(self.head_dim * self.rotary_fraction)
+        return self.rotary_head_dim or int(self.head_dim * self.rotary_fraction)
 
     @functools.cached_property
     def layer_configs(self) -> tuple[LayerConfig, ...]:

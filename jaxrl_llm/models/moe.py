@@ -128,7 +128,7 @@ def across_devices(compute, kernels: Kernels, x, weights, chosen):
     def local(kernels, x, weights, chosen):
         shape = x.shape
         x, weights, chosen = flat(x, weights, chosen)
-        kernels = Kernels(*(w if w is None else _gathered(w, spec) for w, spec in zip(kernels, specs, strict=True)))
+        kernels = Kernels._make(w if w is None else _gathered(w, spec) for w, spec in zip(kernels, specs, strict=True))
         if exchanged:
             x, weights, chosen = (jax.lax.all_gather(a, "expert", axis=0, tiled=True) for a in (x, weights, chosen))
         if specs.gate[0] is not None:  # as numbers among the experts of this device
@@ -178,6 +178,8 @@ class MixtureOfExperts(nnx.Module):
     def __init__(self, config, rngs: nnx.Rngs):
         self.config = config
         self.router = Linear(config.width, config.experts, config, rngs, config.expert_bias)
+        zeros = jnp.zeros((config.experts,), config.param_dtype)
+        self.correction = nnx.Param(zeros) if config.router_correction else None
         self.experts = Experts(config, rngs)
         self.shared = FeedForward(config, rngs, config.shared_expert_ffn) if config.shared_expert_ffn else None
         self.shared_gate = Linear(config.width, 1, config, rngs) if config.shared_expert_gate else None
@@ -185,10 +187,17 @@ class MixtureOfExperts(nnx.Module):
     def __call__(self, x, counted=None):
         """Output `[...,D]` of x `[...,D]` and, where `counted` `[...]` says how often tokens count, the `Routing`."""
         c = self.config
-        probabilities = jax.nn.softmax(self._route(x).astype(jnp.float32), axis=-1)
-        weights, chosen = jax.lax.top_k(probabilities, c.experts_per_token)
+        if c.router_sigmoid:
+            probabilities = jax.nn.sigmoid(self._route(x.astype(jnp.float32)))
+            chosen = self._chosen(probabilities)
+            weights = jnp.take_along_axis(probabilities, chosen, axis=-1)
+            probabilities /= probabilities.sum(-1, keepdims=True)  # as the loss that balances experts takes them
+        else:
+            probabilities = jax.nn.softmax(self._route(x).astype(jnp.float32), axis=-1)
+            weights, chosen = jax.lax.top_k(probabilities, c.experts_per_token)
         if c.normalize_top_k:
             weights = weights / weights.sum(-1, keepdims=True)
+        weights = weights if c.routed_scale == 1.0 else weights * c.routed_scale
         out = self.experts(x, weights, chosen)
         if self.shared is not None:
             shared = self.shared(x)
@@ -198,6 +207,19 @@ class MixtureOfExperts(nnx.Module):
         live = counted[..., None].astype(jnp.float32)
         used = (jax.nn.one_hot(chosen, c.experts, dtype=jnp.float32) * live[..., None]).reshape(-1, c.experts).sum(0)
         return out, Routing(used, (probabilities * live).reshape(-1, c.experts).sum(0), live.sum())
+
+    def _chosen(self, probabilities):
+        """The experts `[...,k]` of the best groups, where a group is as good as its two best experts together."""
+        c = self.config
+        ranks = jax.lax.stop_gradient(probabilities)
+        if self.correction is not None:
+            ranks += jax.lax.stop_gradient(self.correction[...]).astype(jnp.float32)
+        if c.router_groups > 1:
+            groups = ranks.reshape(*ranks.shape[:-1], c.router_groups, -1)
+            best = jax.lax.top_k(jax.lax.top_k(groups, 2)[0].sum(-1), c.router_top_groups)[1]
+            allowed = jax.nn.one_hot(best, c.router_groups, dtype=bool).any(-2)
+            ranks = jnp.where(allowed[..., None], groups, -jnp.inf).reshape(ranks.shape)
+        return jax.lax.top_k(ranks, c.experts_per_token)[1]
 
     def _route(self, x):
         if not self.config.freeze_router:

@@ -30,6 +30,7 @@ class Rope(NamedTuple):
     beta_slow: float = 1.0
     attention_factor: float = 1.0
     truncate: bool = True
+    mscale_all_dim: float = 0.0  # of attention scores, where the layer takes them; see latent_attention.score_scale
 
 
 def frequencies(rope: Rope, size: int) -> np.ndarray:

@@ -323,6 +323,11 @@ class Net:
         """The row caches with room for `size` tokens."""
         return tuple(mixer.grow_cache(cache, size) for mixer, cache in self._with_mixers(caches))
 
+    def prompt_caches(self, prompts, rows, end, size: int) -> tuple:
+        """Prompt caches of `size` tokens: those before the place `end` of prompts with their only rows behind them."""
+        pairs = zip(self._with_mixers(prompts), rows, strict=True)
+        return tuple(mixer.prompt_cache(prompt, row, end, size) for (mixer, prompt), row in pairs)
+
     def _with_mixers(self, caches) -> list[tuple[type[Mixer], Any]]:
         kinds = [self.config.layer_configs[run.layers[0]] for run in self.config.layer_runs]
         return [(kind.mixer, cache) for kind, cache in zip(kinds, caches, strict=True)]

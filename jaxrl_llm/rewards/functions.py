@@ -28,9 +28,16 @@ def exact_match(completions: Sequence[Completion], answer: Sequence[Any], **colu
     ]
 
 
-def environment(environment_reward: Sequence[float | None], **columns: Any) -> list[float | None]:
-    """The environment's reward: the sum of its steps' rewards, or its `get_reward()`; None where it failed."""
-    return list(environment_reward)
+def environment(
+    environment_reward: Sequence[float | None],
+    environment_rewards: Sequence[Mapping[str, float]] = (),
+    *,
+    name: str | None = None,
+    **columns: Any,
+) -> list[float | None]:
+    """The environment's or the agent's reward: the sum of its steps' rewards, or its `get_reward()`; None where it
+    failed. With `name`, the one that an agent gave this name, None where it gave none."""
+    return list(environment_reward) if name is None else [rewards.get(name) for rewards in environment_rewards]
 
 
 def target_length(completions: Sequence[Completion], *, target: int = 20, **columns: Any) -> list[float]:

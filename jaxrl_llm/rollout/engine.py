@@ -25,9 +25,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrl_llm.config import ConfigError
-from jaxrl_llm.distributed.sharding import path_name, row_shards
+from jaxrl_llm.distributed.sharding import on_device, path_name, row_shards
 from jaxrl_llm.models.cast import in_precision
-from jaxrl_llm.models.lora import merge
+from jaxrl_llm.models.lora import copied, has_adapters, merge
 from jaxrl_llm.models.mixer import DecodeInputs
 from jaxrl_llm.models.quantize import BYTES, FP8, narrowed, quantized_as
 from jaxrl_llm.models.rope import check_length
@@ -128,7 +128,17 @@ class Engine:
 
     def decoding_params(self, params: Params) -> Params:
         """The parameters that the decoder computes with."""
-        return decoding_params(params, self.decoder)
+        return decoding_params(on_device(params), self.decoder)
+
+    def policy_copy(self, params: Params) -> Params:
+        """A copy that no update donates, of which `decoding_params` makes the same parameters.
+
+        It is in the type that decodes already, unless adapters are merged or matrices quantised before: then what is
+        trained is copied as it is, and what is frozen shared.
+        """
+        if has_adapters(params) or self.decoder.config.quantize != "none":
+            return copied(params)
+        return _copied_to_decode(params, self.decoder)
 
     def generate(
         self,
@@ -254,14 +264,23 @@ def decoding_params(params: Params, decoder: Net) -> Params:
     params = merge(params, decoder.config.lora)
     if decoder.config.quantize != "none":
         params = quantized_as(params, decoder.base.shapes(), decoder.config.quantize)
+    params = _in_decoding_dtype(params, decoder)
+    return params if decoder.config.scan_layers else unstack(params, decoder.config)
+
+
+@functools.partial(jax.jit, static_argnames="decoder")
+def _copied_to_decode(params: Params, decoder: Net) -> Params:
+    return jax.tree.map(jnp.copy, _in_decoding_dtype(params, decoder))
+
+
+def _in_decoding_dtype(params: Params, decoder: Net) -> Params:
     head = "embed/weight" if decoder.config.tie_embeddings else "head/kernel"
     kept = ("scale", "codes", "absmax", *([head] if decoder.config.fp32_head else []))
 
     def leaf(path, x):
         return x if path_name(path).endswith(kept) else x.astype(decoder.config.dtype)
 
-    params = jax.tree_util.tree_map_with_path(leaf, params)
-    return params if decoder.config.scan_layers else unstack(params, decoder.config)
+    return jax.tree_util.tree_map_with_path(leaf, params)
 
 
 @functools.partial(jax.jit, static_argnames="engine")
@@ -278,7 +297,6 @@ def prefill(
 
     `sampling` are settings of each row, in the place of the engine's.
     """
-    shape = (prompts.shape[0], engine.group_size)
     model = engine.decoder.bind(params)
     hidden, cache = model.prefill(prompts, segments)
     if engine.cache_dtype is not None:
@@ -287,7 +305,16 @@ def prefill(
             dtype = FP8 if jax.default_backend() == "tpu" else BYTES["fp8"][0]
         dtype = jnp.dtype(dtype)
         cache = jax.tree.map(lambda x: narrowed(x, dtype), cache)
-    logits = jnp.repeat(model.logits(hidden[:, -1]), engine.group_size, axis=0).reshape(*shape, 1, -1)
+    return first_tokens(engine, cache, prompts, segments, model.logits(hidden[:, -1]), keys, automata, sampling)
+
+
+def first_tokens(
+    engine: Engine, cache, prompts, segments, logits, keys, automata: Automata = NO_AUTOMATA,
+    sampling: RowSampling | None = None,
+) -> tuple[Prompts, Rows]:  # fmt: skip
+    """The result of `prefill`, of the prompts' caches and the logits `[B,V]` behind them."""
+    shape = (prompts.shape[0], engine.group_size)
+    logits = jnp.repeat(logits, engine.group_size, axis=0).reshape(*shape, 1, -1)
     tokens_shape = (*shape, engine.max_completion_length)
     rows = Rows(
         tokens=jnp.zeros(tokens_shape, jnp.int32),

@@ -12,9 +12,9 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxrl_llm.config import ConfigError
-from jaxrl_llm.distributed.sharding import row_sharding, row_shards, shardings
+from jaxrl_llm.distributed.sharding import on_device, row_sharding, row_shards, shardings
 from jaxrl_llm.models.transformer import Params
-from jaxrl_llm.rollout.engine import Engine, Rollout
+from jaxrl_llm.rollout.engine import Engine, Rollout, decoding_params
 from jaxrl_llm.rollout.multi_turn import TurnServer
 from jaxrl_llm.rollout.streaming import OnFinished
 
@@ -34,7 +34,9 @@ class ReshardedEngine(Engine):
     def decoding_params(self, params: Params) -> Params:
         """The parameters that the decoder computes with, sharded over `mesh`."""
         with jax.set_mesh(self.train_mesh), self.watch("reshard"):
-            targets = shardings(jax.eval_shape(super().decoding_params, params), self.mesh)
+            params = on_device(params)
+            shapes = jax.eval_shape(functools.partial(decoding_params, decoder=self.decoder), params)
+            targets = shardings(shapes, self.mesh)
             return jax.block_until_ready(_resharding(_decoding_params, targets, engine=self)(params))
 
     def generate(
@@ -102,7 +104,7 @@ def _compiled(function, structure, targets: tuple, options: tuple):
 
 
 def _decoding_params(params: Params, engine: Engine) -> Params:
-    return Engine.decoding_params(engine, params)
+    return decoding_params(params, engine.decoder)
 
 
 def _same(arrays):

@@ -309,8 +309,9 @@ class Answer:
 
     def _object(self, choices: list[dict[str, Any]], streamed: bool, **others: Any) -> dict[str, Any]:
         kind = "text_completion" if not self.asked.chat else "chat.completion" + (".chunk" if streamed else "")
+        versions = [choice.handle.version for choice in self.choices if choice.handle is not None]
         return {"id": self.id, "object": kind, "created": self.created, "model": self.asked.model, "choices": choices,
-                **others}  # fmt: skip
+                "weight_version": min(versions), **others}  # fmt: skip
 
     def usage(self) -> dict[str, int]:
         """Tokens of the prompts, and of all completions."""

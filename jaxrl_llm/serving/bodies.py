@@ -5,10 +5,11 @@ there, is refused by its name: an answer that leaves out a wish would look as if
 """
 
 import dataclasses
+import functools
 import inspect
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jaxrl_llm.config import ConfigError
@@ -119,12 +120,14 @@ def parse_json(data: bytes) -> dict[str, Any]:
 
 def parse(
     body: Mapping[str, Any], chat: bool, tokenizer: Any, models: Sequence[str], eos: tuple[int, ...], longest: int,
-    vocabulary: int,
+    vocabulary: int, render: Callable[..., list[int]] | None = None,
 ) -> Asked:  # fmt: skip
     """The checked request of a body. Raises BadRequestError, which names the field.
 
-    longest: the most tokens of a prompt and its completion; vocabulary: token ids are below it.
+    longest: the most tokens of a prompt and its completion; vocabulary: token ids are below it. `render(prompt, tools,
+    options)` makes token ids of a text, or of messages, in place of `render_prompt`.
     """
+    render = render or functools.partial(render_prompt, tokenizer)
     known = COMMON | (CHAT if chat else TEXT)
     for name, value in body.items():
         if name in known or name in WITHOUT_EFFECT or value is None:
@@ -168,10 +171,10 @@ def parse(
     prompt_logprobs = None
     if chat:
         tools = _callable_tools(body)
-        prompts = [_chat_prompt(body, tokenizer)]
+        prompts = [_chat_prompt(body, tokenizer, render)]
         logprobs = _top_logprobs(body)
     else:
-        prompts = _text_prompts(body, tokenizer, vocabulary)
+        prompts = _text_prompts(body, vocabulary, render)
         logprobs, prompt_logprobs = _count(body, "logprobs", MOST_TOP), _count(body, "prompt_logprobs", MOST_PROMPT_TOP)
         if values["stream"] and (values["echo"] or prompt_logprobs is not None):
             raise BadRequestError("echo and prompt_logprobs are not for streams", code="unsupported", param="stream")
@@ -285,7 +288,7 @@ def _top_logprobs(body: Mapping[str, Any]) -> int | None:
     return (top or 0) if wanted else None
 
 
-def _text_prompts(body: Mapping[str, Any], tokenizer: Any, vocabulary: int) -> list[list[int]]:
+def _text_prompts(body: Mapping[str, Any], vocabulary: int, render: Callable[..., list[int]]) -> list[list[int]]:
     """The prompts of a text completion: a text or token ids, or a list of such."""
     prompt = body.get("prompt")
     prompts = [prompt] if isinstance(prompt, str) or (prompt and _is_list(prompt, int)) else prompt
@@ -295,7 +298,7 @@ def _text_prompts(body: Mapping[str, Any], tokenizer: Any, vocabulary: int) -> l
     for each in prompts:
         if isinstance(each, str):
             try:
-                rows.append(render_prompt(tokenizer, each))
+                rows.append(render(each))
             except ConfigError as error:
                 raise BadRequestError(str(error), param="prompt") from None
         elif _is_list(each, int) and all(0 <= index < vocabulary for index in each):
@@ -306,7 +309,7 @@ def _text_prompts(body: Mapping[str, Any], tokenizer: Any, vocabulary: int) -> l
     return rows
 
 
-def _chat_prompt(body: Mapping[str, Any], tokenizer: Any) -> list[int]:
+def _chat_prompt(body: Mapping[str, Any], tokenizer: Any, render: Callable[..., list[int]]) -> list[int]:
     """The token ids of the messages in the model's chat template."""
     messages = body.get("messages")
     if not isinstance(messages, list) or not is_conversational(messages):
@@ -325,7 +328,7 @@ def _chat_prompt(body: Mapping[str, Any], tokenizer: Any) -> list[int]:
         )
     try:
         # With tool_choice none the model sees them still, as with vLLM: the answer is not searched for calls.
-        return render_prompt(tokenizer, [_message(message) for message in messages], tools, options)
+        return render([_message(message) for message in messages], tools, options)
     except ConfigError as error:
         raise BadRequestError(str(error), param="messages") from None
 

@@ -43,6 +43,7 @@ class Choice:
         self.given = 0  # characters of the text that were given out
         self.finish_reason: str | None = None
         self.calls: list[dict[str, Any]] = []
+        self.call_ids = uuid.uuid4().hex[:16]  # how the ids of its calls begin
         self._decoded = self._read = 0  # tokens whose text is settled; those that are in the text
 
     def add(self, tokens: Tokens) -> Piece:
@@ -121,11 +122,11 @@ class Choice:
             return
         self.calls = [
             {
-                "id": f"call_{uuid.uuid4().hex[:24]}",
+                "id": f"call_{self.call_ids}{number:08x}",
                 "type": "function",
                 "function": {"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)},
             }
-            for call in calls
+            for number, call in enumerate(calls)
         ]
         if self.finish_reason == "stop":
             self.finish_reason = "tool_calls"

@@ -20,11 +20,12 @@ import numpy as np
 
 from jaxrl_llm.data.collate import pad_prompts
 from jaxrl_llm.models.logprobs import Likeliest, likeliest
-from jaxrl_llm.rollout.engine import Engine, prefill
+from jaxrl_llm.rollout.engine import READ, Engine, prefill
 from jaxrl_llm.rollout.grammar import Grammar
 from jaxrl_llm.rollout.processors import padded_words
 from jaxrl_llm.rollout.sampling import RowSampling, SamplingParams
 from jaxrl_llm.rollout.slots import Prompts, Rows, Slots, ended
+from jaxrl_llm.serving.prefixes import Prefix, resume
 
 SMALLEST = 64  # tokens of the narrowest prompt that a program is compiled for
 CAPACITY = 32  # tokens that the row caches of a new grid have room for
@@ -95,12 +96,18 @@ def bucket(length: int, smallest: int = SMALLEST) -> int:
 
 
 def prefill_requests(
-    engine: Engine, params, requests: Sequence[RowRequest], top: bool, allowed: np.ndarray | None
+    engine: Engine,
+    params,
+    requests: Sequence[RowRequest],
+    top: bool,
+    allowed: np.ndarray | None,
+    found: tuple[Prefix, int] | None = None,
 ) -> tuple[Prompts, Rows, Any]:
     """Caches and first tokens of requests, whose prompts have one bucket, and the keys `[B,1]` of their rows.
 
     Where all have the same prompt (the same object) it is computed once. `top` is whether the grid they join keeps the
-    likeliest tokens, `allowed` `[B,V/32]` what the first tokens may be, in a grid with guided rows.
+    likeliest tokens, `allowed` `[B,V/32]` what the first tokens may be, in a grid with guided rows. `found` is a kept
+    text and how many of its tokens the one prompt begins with.
     """
     rows, own = len(requests), [requests[0]] if shares_prompt(requests) else requests
     prompts, segments = pad_prompts([list(r.prompt) for r in own], bucket(max(len(r.prompt) for r in own)))
@@ -111,7 +118,17 @@ def prefill_requests(
     )
     keys = _keys(seeds, numbers)
     group = dataclasses.replace(engine, group_size=shape[1])
-    new_prompts, new_rows = prefill(group, params, prompts, segments, keys, sampling=sampling)
+    if found is None:
+        new_prompts, new_rows = prefill(group, params, prompts, segments, keys, sampling=sampling)
+    else:
+        prefix, common = found
+        behind = list(requests[0].prompt[common:])
+        suffix = np.zeros((1, bucket(len(behind), READ)), np.int32)
+        suffix[0, : len(behind)] = behind
+        new_prompts, new_rows = resume(
+            group, params, prefix.cache, np.int32(len(prefix.tokens)), np.int32(common), suffix, prompts, segments,
+            keys, sampling, prefix.width,
+        )  # fmt: skip
     new_rows = new_rows._replace(limit=np.asarray([r.limit for r in requests], np.int32).reshape(shape))
     if shape[1] > 1:
         new_prompts, new_rows = _each_alone(engine, new_prompts, new_rows)

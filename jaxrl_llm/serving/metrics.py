@@ -9,6 +9,9 @@ SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 1
 PREFIX = "jaxrl_llm_"
 OF_QUEUE = {
     "prompt_tokens": ("counter", "Tokens of prompts that were prefilled."),
+    "prefix_hits": ("counter", "Prompts that began with a text that was kept."),
+    "prefix_tokens": ("counter", "Their tokens that were not computed again."),
+    "prefix_bytes": ("gauge", "Bytes of the texts that are kept."),
     "generated_tokens": ("counter", "Tokens that were sampled."),
     "finished_rows": ("counter", "Completions that have ended."),
     "cancelled_rows": ("counter", "Completions whose client left, or whose stop string came."),

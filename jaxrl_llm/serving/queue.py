@@ -13,7 +13,7 @@ import dataclasses
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -41,6 +41,7 @@ from jaxrl_llm.serving.grid import (
     with_allowed,
     with_top,
 )
+from jaxrl_llm.serving.prefixes import Prefix, PrefixCache, kept_cache
 
 PREFILL_ROWS = 8  # prompts that are prefilled in one program
 PREFILL_TOKENS = 8192  # that are prefilled between two chunks, so that rows which decode do not wait long
@@ -71,6 +72,8 @@ class Handle:
     cancelled: bool = False
     scores: Likeliest | None = None  # of the prompt's tokens, where they were asked for, before the first token comes
     in_grammar: GrammarRow | None = None  # how far it is in its grammar
+    ids: list[int] = dataclasses.field(default_factory=list)  # its tokens so far
+    version: int = 0  # of the weights that its prompt was computed with
 
 
 @dataclasses.dataclass
@@ -78,6 +81,9 @@ class Counts:
     """Totals since the start, and what is so at the moment; the numbers of `/metrics`."""
 
     prompt_tokens: int = 0
+    prefix_hits: int = 0
+    prefix_tokens: int = 0
+    prefix_bytes: int = 0
     generated_tokens: int = 0
     finished_rows: int = 0
     cancelled_rows: int = 0
@@ -101,8 +107,13 @@ class RequestQueue:
         size: int,
         mesh: Any = None,
         adapters: Mapping[str, tuple[LoraConfig, Any]] | None = None,
+        prefix_bytes: int = 0,
     ):
-        """`adapters` of the net are what `models.model.load_adapter` gives, by the names that requests call them."""
+        """`adapters` of the net are what `models.model.load_adapter` gives, by the names that requests call them.
+
+        Texts that were computed are kept for those that go on with them, in so many bytes.
+        """
+        self._prefixes = PrefixCache(prefix_bytes)
         self.engine, self.size, self.mesh, self.counts = engine, size, mesh, Counts()
         self.adapters = dict(adapters or {})
         self._adapter, self._turn = "", 0.0  # that the grid decodes with, and when its turn began
@@ -127,6 +138,8 @@ class RequestQueue:
     def submit(self, handles: Sequence[Handle]) -> None:
         """Adds rows to those that wait; raises StoppedError when the queue is stopped or has failed."""
         with self._condition:
+            if self._released:
+                raise StoppedError("there are no weights at the moment")
             if self._stopping or self.failure is not None:
                 raise StoppedError("the server is stopping" if self.failure is None else f"it failed: {self.failure}")
             self._waiting.extend(handles)
@@ -156,14 +169,22 @@ class RequestQueue:
             self._set(params)
             self.counts.weight_version += 1
 
+        self._call(replace, done)
+
+    def clear_prefixes(self, done: Callable[[BaseException | None], None]) -> None:
+        """Forgets the texts that are kept; `done` is called when that is so."""
+        self._call(self._prefixes.clear, done)
+
+    def _call(self, call: Callable[[], Any], done: Callable[[BaseException | None], None]) -> None:
         with self._condition:
-            self._calls.append((replace, done))
+            self._calls.append((call, done))
             self._condition.notify()
 
     def _set(self, params: Any) -> None:
         """Takes other parameters of the net."""
+        self._prefixes.clear()
         self._base = params if self.adapters else None  # adapters are merged into it when their turn comes
-        self._params = self._merged(params)
+        self._params, self._released = self._merged(params), False
 
     def _merged(self, params: Any) -> Any:
         """What the grid decodes with, of parameters of the net."""
@@ -172,6 +193,22 @@ class RequestQueue:
                 return self.engine.decoding_params(params)
             config, adapter = self.adapters[self._adapter]
             return decoding_params(combine(params, adapter), self.engine.decoder.with_lora(config))
+
+    def release(self, done: Callable[[BaseException | None], None]) -> None:
+        """Lets the parameters and all caches go until the next `set_params`; rows that have not ended get no more."""
+
+        def drop() -> None:
+            with self._condition:
+                self._released = True
+                self._params = self._base = self._grid = None
+                self._prefixes.clear()
+                for handle in (*self._rows, *self._waiting):
+                    if handle is not None:
+                        handle.cancelled = True
+                self._rows = [None] * self.size
+                self._waiting.clear()
+
+        self._call(drop, done)
 
     def stop(self, wait: float | None = None) -> None:
         """Takes no more requests; returns when the rows that were asked for have ended, or after `wait` seconds."""
@@ -262,6 +299,7 @@ class RequestQueue:
             mask[gone] = True
             self._grid = self._grid._replace(slots=end_rows(self._grid.slots, mask))
             for slot in gone:
+                self._keep_row(slot)
                 self._rows[slot] = None
             self.counts.cancelled_rows += len(gone)
 
@@ -292,10 +330,16 @@ class RequestQueue:
             handle.slot = next(slots)
             self._rows[handle.slot] = handle
             self._lengths[handle.slot] = 0
-        for some in _batches(joining):
+        begun = {id(prompt): self._prefixes.find(prompt, self._adapter) for prompt in _prompts(joining)}
+        for some in _batches(joining, {key for key, found in begun.items() if found is not None}):
             requests = [handle.request for handle in some]
-            allowed = self._allowed(some) if guided else None
-            prompts, rows, keys = prefill_requests(self.engine, self._params, requests, top, allowed)
+            allowed, found = self._allowed(some) if guided else None, begun[id(requests[0].prompt)]
+            prompts, rows, keys = prefill_requests(self.engine, self._params, requests, top, allowed, found)
+            if found is not None:
+                self.counts.prefix_hits += 1
+                self.counts.prefix_tokens += found[1]
+            for index, prompt in enumerate(_prompts(some)):
+                self._keep(prompt, prompts.cache, tuple(None for _ in prompts.cache), index, prompts.tokens.shape[1])
             if prompts.tokens.shape[1] != grid.width:
                 prompts = widened(self.engine, self._params, prompts, grid.width)
             grid = join(self.engine, grid, prompts, rows, keys, np.asarray([handle.slot for handle in some]))
@@ -303,8 +347,25 @@ class RequestQueue:
                 found = score_prompts(self.engine, self._params, [handle.request for handle in scored])
                 for handle, scores in zip(scored, found, strict=True):
                     handle.scores = scores
+            for handle in some:
+                handle.version = self.counts.weight_version
             self.counts.prompt_tokens += sum(len(request.prompt) for request in requests)
         self._grid = grid
+
+    def _keep_row(self, slot: int) -> None:
+        """Keeps the text of a row that has ended; its newest token is not in its cache."""
+        handle, grid = self._rows[slot], self._grid
+        if handle is not None and grid is not None and handle.ids and handle.version == self.counts.weight_version:
+            text = [*handle.request.prompt, *handle.ids[:-1]]
+            self._keep(text, grid.prompts.cache, grid.slots.cache, slot, grid.width + len(handle.ids) - 1)
+
+    def _keep(self, tokens: Sequence[int], prompts: Any, rows: Any, slot: int, end: int) -> None:
+        """Keeps a text whose last token is before the place `end` of the caches of a prompt and a row."""
+        if self._prefixes.wants(tokens, self._adapter):
+            width = bucket(len(tokens))
+            cache = kept_cache(self.engine, prompts, rows, np.int32(slot), np.int32(end), width)
+            self._prefixes.add(Prefix(np.asarray(tokens, np.int32), self._adapter, cache, width))
+            self.counts.prefix_bytes = self._prefixes.bytes
 
     def _begins(self, handle: Handle) -> bool:
         """Whether a row can start in its grammar; it is told the error where it cannot."""
@@ -375,7 +436,9 @@ class RequestQueue:
                 reason,
             )
             self.counts.generated_tokens += count
+            handle.ids += new.ids
             if reason is not None:
+                self._keep_row(slot)
                 self._rows[slot] = None
                 self.counts.finished_rows += 1
             if count or reason is not None:
@@ -388,15 +451,23 @@ class RequestQueue:
                     self._end([slot])
 
 
-def _batches(handles: Sequence[Handle]) -> Iterator[list[Handle]]:
+def _prompts(handles: Sequence[Handle]) -> list[Sequence[int]]:
+    """The prompts, each once."""
+    return list({id(handle.request.prompt): handle.request.prompt for handle in handles}.values())
+
+
+def _batches(handles: Sequence[Handle], begun: Collection[int]) -> Iterator[list[Handle]]:
     """The rows that are prefilled together: those of one prompt, and the others of one bucket.
+
+    `begun` are the ids of prompts of which a part is kept: each is by itself.
 
     In powers of two: few programs are compiled, and no row is computed for nothing.
     """
     rows_of, batches = Counter(id(handle.request.prompt) for handle in handles), {}
     for handle in handles:
         prompt = handle.request.prompt
-        key = ("prompt", id(prompt)) if rows_of[id(prompt)] > 1 else ("bucket", bucket(len(prompt)))
+        by_prompt = rows_of[id(prompt)] > 1 or id(prompt) in begun
+        key = ("prompt", id(prompt)) if by_prompt else ("bucket", bucket(len(prompt)))
         batches.setdefault(key, []).append(handle)
     for batch in batches.values():
         while batch:

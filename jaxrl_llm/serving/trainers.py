@@ -111,8 +111,9 @@ async def server_info(server: Server, request: Request) -> Response:
 
 
 async def reset_prefix_cache(server: Server, request: Request) -> Response:
-    """No prefix outlives its row here, so none is of earlier weights."""
-    return JSONResponse({"success": True, "message": "there is no prefix cache"})
+    """Forgets the texts that are kept; new weights do so by themselves."""
+    server.queue.clear_prefixes(lambda error: None)
+    return JSONResponse({"success": True, "message": "no texts are kept"})
 
 
 async def by_nccl(server: Server, request: Request) -> Response:

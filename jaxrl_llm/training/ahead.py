@@ -21,6 +21,7 @@ from jaxrl_llm.training.packing.planner import sampled_rows
 from jaxrl_llm.training.passes import scored_logps
 from jaxrl_llm.training.setup.run import Run
 from jaxrl_llm.training.step import minibatches_of
+from jaxrl_llm.training.teacher import Teacher
 from jaxrl_llm.training.update import State, merge_frozen
 
 
@@ -57,7 +58,7 @@ def compilations(run: Run, state: State) -> Iterator[Callable[[], object]]:
         yield logps(merge_frozen(state, run.frozen).params)
     if reference is not None:
         yield logps(reference.params)
-    if teacher is not None:
+    if isinstance(teacher, Teacher):
         yield logps(teacher.params, teacher.net)
     batch = Batch(
         Inputs(tokens, segments, prompt_width=learner.prompt_width),

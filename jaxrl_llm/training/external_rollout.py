@@ -14,6 +14,7 @@ import itertools
 import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -55,8 +56,15 @@ class RolloutTrainer:
     returns `prompt_ids`, `completion_ids` and `logprobs`, the rows of a prompt adjacent.
     """
 
-    def __init__(self, generate: Generate, tokenizer: Any, settings: Mapping[str, Any], state: Any):
-        self._generate = generate
+    def __init__(
+        self,
+        generate: Generate,
+        tokenizer: Any,
+        settings: Mapping[str, Any],
+        state: Any,
+        save: Callable[[str], None] | None = None,
+    ):
+        self._generate, self._save = generate, save
         self.processing_class = tokenizer
         self.args = types.SimpleNamespace(**settings)
         self.num_generations = settings["num_generations"]
@@ -95,6 +103,15 @@ class RolloutTrainer:
         completions, logprobs = ([row[:max_new_tokens] for row in rows] for rows in self._generate(ids, count))
         prompt_ids = [prompt for prompt in ids for _ in range(count)]
         return {"prompt_ids": prompt_ids, "completion_ids": completions, "logprobs": logprobs}
+
+    def save_model(self, output_dir: str) -> None:
+        """Writes the policy as a Hugging Face folder, in the place of an earlier one; for one process.
+
+        Raises ConfigError in a run of several processes.
+        """
+        if self._save is None or jax.process_count() > 1:
+            raise ConfigError("a rollout function saves the policy in runs of one process alone")
+        self._save(output_dir)
 
     def tokenize(self, prompts: Sequence[Any]) -> list[list[int]]:
         """The token ids of prompts (text, messages, or ids already), as the engine has them."""
@@ -138,7 +155,8 @@ class TokenizerWithoutTorch:
 class ExternalRollout:
     """Calls a rollout function with the policy, in place of `Engine.generate`.
 
-    policy_logps: `(params, inputs) -> [N,T]`, the log-probs of the policy for rows whose function returns none.
+    policy_logps: `(params, inputs) -> [N,T]`, the log-probs of the policy for rows whose function returns none. save:
+    writes parameters as a model's folder, for functions that hand the policy to a server.
     """
 
     function: Callable[..., Any]
@@ -147,6 +165,7 @@ class ExternalRollout:
     mesh: Mesh
     prompt_width: int
     policy_logps: Callable[[Params, Inputs], Any]
+    save: Callable[[Params, str], None] | None = None
 
     def __call__(
         self, params: Params, examples: Sequence[Mapping[str, Any]], key, state: Any
@@ -161,7 +180,8 @@ class ExternalRollout:
             "max_new_tokens": self.engine.max_completion_length,
             **asdict(self.engine.sampling),
         }
-        trainer = RolloutTrainer(self._generate(params, key), self.tokenizer, settings, state)
+        save = None if self.save is None else partial(self.save, params)
+        trainer = RolloutTrainer(self._generate(params, key), self.tokenizer, settings, state, save)
         ids = [example["prompt_ids"] for example in examples]
         rows = call_rollout_function(self.function, [example["prompt"] for example in examples], ids, trainer)
         rollout = self._rollout(rows)
@@ -197,30 +217,39 @@ class ExternalRollout:
                 f"environment.rollout_func returned prompt_ids of {min(map(len, rows.prompt_ids))} to {longest} "
                 f"tokens, but they have 1 to rollout.max_prompt_length = {width}"
             )
-        count, limit = len(rows.completion_ids), self.engine.max_completion_length
-        prompt_tokens, prompt_segments = pad_prompts(rows.prompt_ids, width)
-        tokens, segments = np.zeros((count, limit), np.int32), np.zeros((count, limit), prompt_segments.dtype)
-        mask, logps = np.zeros((2, count, limit), np.float32)
-        lengths, finished = np.zeros(count, np.int32), np.zeros(count, bool)
-        for row, ids in enumerate(rows.completion_ids):
-            n = lengths[row] = min(len(ids), limit)
-            tokens[row, :n], segments[row, :n], mask[row, :n] = ids[:n], 1, rows.mask[row][:n]
-            if rows.logprobs is not None:
-                logps[row, :n] = np.asarray(rows.logprobs[row][:n]) * mask[row, :n]
-            finished[row] = n == len(ids) and ids[-1] in self.engine.eos
-        if not np.isfinite(logps).all():
+        if rows.logprobs is not None and not all(np.isfinite(logps).all() for logps in rows.logprobs):
             raise ConfigError("environment.rollout_func returned logprobs that are not finite")
-        no_prompt = np.zeros((count, width), np.float32)
-        arrays = {
-            "tokens": np.concatenate([prompt_tokens, tokens], 1),
-            "segments": np.concatenate([prompt_segments, segments], 1),
-            "mask": np.concatenate([no_prompt, mask], 1),
-            "sample_logps": np.concatenate([no_prompt, logps], 1),
-            "lengths": lengths,
-            "finished": finished,
-            "steps": lengths.astype(np.float32),
-        }
-        return Rollout(**rows_to_global(arrays, self.mesh))
+        finished = [ids[-1] in self.engine.eos for ids in rows.completion_ids]
+        return as_rollout(rows, finished, width, self.engine.max_completion_length, self.mesh)
+
+
+def as_rollout(rows: ExternalRows, finished: Sequence[bool], width: int, limit: int, mesh: Mesh) -> Rollout:
+    """The arrays that the engine would have returned, with prompts of `width` tokens.
+
+    A completion of more than `limit` tokens is truncated, and then has not finished.
+    """
+    count = len(rows.completion_ids)
+    prompt_tokens, prompt_segments = pad_prompts(rows.prompt_ids, width)
+    tokens, segments = np.zeros((count, limit), np.int32), np.zeros((count, limit), prompt_segments.dtype)
+    mask, logps = np.zeros((2, count, limit), np.float32)
+    lengths, has_finished = np.zeros(count, np.int32), np.zeros(count, bool)
+    for row, ids in enumerate(rows.completion_ids):
+        n = lengths[row] = min(len(ids), limit)
+        tokens[row, :n], segments[row, :n], mask[row, :n] = ids[:n], 1, rows.mask[row][:n]
+        if rows.logprobs is not None:
+            logps[row, :n] = np.asarray(rows.logprobs[row][:n]) * mask[row, :n]
+        has_finished[row] = n == len(ids) and finished[row]
+    no_prompt = np.zeros((count, width), np.float32)
+    arrays = {
+        "tokens": np.concatenate([prompt_tokens, tokens], 1),
+        "segments": np.concatenate([prompt_segments, segments], 1),
+        "mask": np.concatenate([no_prompt, mask], 1),
+        "sample_logps": np.concatenate([no_prompt, logps], 1),
+        "lengths": lengths,
+        "finished": has_finished,
+        "steps": lengths.astype(np.float32),
+    }
+    return Rollout(**rows_to_global(arrays, mesh))
 
 
 def load_rollout_function(name: str | None) -> Callable[..., Any] | None:

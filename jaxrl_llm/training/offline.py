@@ -28,6 +28,7 @@ from jaxrl_llm.training.online import Experience, Row
 from jaxrl_llm.training.packing.documents import pad_groups
 from jaxrl_llm.training.packing.planner import Packer, Sample
 from jaxrl_llm.training.passes import scored_logps
+from jaxrl_llm.training.served_teacher import ServedTeacher
 from jaxrl_llm.training.teacher import Teacher
 from jaxrl_llm.training.update import State
 
@@ -62,7 +63,7 @@ class OfflineSource:
     stopwatch: Stopwatch
     ref_params: Params | None = None
     mean_reward: RunningMean = dataclasses.field(default_factory=RunningMean)  # so far, for running_mean
-    teacher: Teacher | None = None
+    teacher: Teacher | ServedTeacher | None = None
 
     def next(self, state: State, key) -> Experience:
         """The batch of one step; the key gives its seeds, where the objective draws random numbers."""
@@ -80,7 +81,7 @@ class OfflineSource:
             batch = _to_devices(batch, mesh)
         with self.stopwatch("logps"):
             if self.ref_params is not None:
-                batch = reference_logps(self.net, on_device(self.ref_params), batch, rows, mesh, self.pack)
+                batch = reference_logps(self.net, self.ref_params, batch, rows, mesh, self.pack)
             if self.teacher is not None:
                 batch = self.teacher.with_distributions(batch, _inputs(batch, self.pack), rows)
             if spec.running_mean:
@@ -101,6 +102,9 @@ class OfflineSource:
 
     def learn(self, metrics: dict[str, float]) -> None:
         """Nothing: no setting here follows the metrics of updates."""
+
+    def rest(self) -> None:
+        """Nothing: no batch is made in the background."""
 
     def get_state(self) -> dict[str, Any]:
         """The numbers that a resumed run needs besides the training state."""
@@ -135,7 +139,8 @@ class HeldOut:
         del key, table
         batch = self.batch if self.source is None else self.source.with_baseline(self.batch)
         prefix = f"eval/{self.name}/" if self.name else "eval/"
-        return {f"{prefix}{name}": float(x) for name, x in jax.device_get(self.measure(params, batch)).items()}
+        measured = jax.device_get(self.measure(on_device(params), batch))
+        return {f"{prefix}{name}": float(x) for name, x in measured.items()}
 
 
 def as_examples(rows: list[Row]) -> list[Example]:
@@ -249,7 +254,7 @@ def reference_logps(net: Net, params: Params, batch: Batch, rows: int, mesh: Mes
 
 
 def _logps(net: Net, params: Params, batch: Batch, rows: int, mesh: Mesh, pack: Packer | None = None) -> jax.Array:
-    return scored_logps(net, params, _inputs(batch, pack), 1.0, rows, row_shards(mesh))
+    return scored_logps(net, on_device(params), _inputs(batch, pack), 1.0, rows, row_shards(mesh))
 
 
 def _inputs(batch: Batch, pack: Packer | None) -> Inputs:

@@ -10,12 +10,13 @@
 | (step.py) | 6 update | minibatches x micro-batches -> state, metrics |
 
 The producer reads a version of the policy and touches no training state: its state is the position in the data. The
-learner's is the reference, the replay buffer and the controllers. `OnlineSource` joins the two by a queue of length 0:
-each batch is sampled from the policy that it updates.
+learner's is the reference, the replay buffer and the controllers. `OnlineSource` joins the two by a queue: of length 0,
+each batch is sampled from the policy that it updates; of more (`rollout.staleness`), a thread makes batches ahead.
 """
 
 import dataclasses
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -30,17 +31,21 @@ from jaxrl_llm.algorithms.controllers import Controllers
 from jaxrl_llm.algorithms.random_streams import REPLAY, ROW_SEEDS
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.data.collate import pad_prompts
+from jaxrl_llm.data.curriculum import Curriculum
 from jaxrl_llm.data.pipeline import Pipeline, Stream
 from jaxrl_llm.data.templates import decode_completion, is_conversational
 from jaxrl_llm.distributed.processes import all_or_none, gather
 from jaxrl_llm.distributed.sharding import constrain, local_rows, on_device, row_shards, rows_to_global
+from jaxrl_llm.distributed.turns import turn, yielded
 from jaxrl_llm.environments.batch import EpisodeBatch
+from jaxrl_llm.models.lora import copied
 from jaxrl_llm.models.transformer import Net, Params
-from jaxrl_llm.rewards.runner import NOTHING_LOGGED, Logged, Rewards, TrainerState
+from jaxrl_llm.rewards.runner import Logged, Rewards, TrainerState
 from jaxrl_llm.rewards.streaming import StreamingRewards
 from jaxrl_llm.rollout.engine import Engine, Rollout
 from jaxrl_llm.training import replay as replay_buffer
 from jaxrl_llm.training.advantages import AdvantageStep
+from jaxrl_llm.training.agent_rollout import AgentRollout
 from jaxrl_llm.training.algorithm import BatchSpec
 from jaxrl_llm.training.logging.reward_metrics import add_totals, join, over_processes, table_value
 from jaxrl_llm.training.logging.stopwatch import Stopwatch
@@ -48,10 +53,11 @@ from jaxrl_llm.training.packing.planner import Packer
 from jaxrl_llm.training.passes import scored_distributions, scored_logps, values_before
 from jaxrl_llm.training.reference import Reference
 from jaxrl_llm.training.replay import Replay
+from jaxrl_llm.training.rollout_queue import RolloutQueue
+from jaxrl_llm.training.rollouts import Rollouts, Row
+from jaxrl_llm.training.served_teacher import ServedTeacher
 from jaxrl_llm.training.teacher import Teacher
 from jaxrl_llm.training.update import State
-
-Row = dict[str, Any]
 
 
 class Experience(NamedTuple):
@@ -62,25 +68,12 @@ class Experience(NamedTuple):
     table: list[Row]
 
 
-class Rollouts(NamedTuple):
-    """Completions of some prompts with their rewards: arrays of all rows on the device, the rest of this process's."""
-
-    rollout: Rollout
-    examples: list[Row]
-    prompts: list[Any]
-    completions: list[Any]
-    rewards: np.ndarray  # [rows of this process, F], NaN where a function does not apply
-    logged: Logged = NOTHING_LOGGED  # by the reward functions
-    version: int = 0  # training steps of the policy that sampled
-    resampled_groups: int | None = None  # None without dynamic sampling
-    greedy: "Rollouts | None" = None  # a greedy completion of each example, for a rule that compares with it
-
-
 @dataclasses.dataclass(frozen=True)
 class RolloutWorker:
     """Steps 2 and 3: `group_size` completions of each prompt, and their rewards.
 
-    With `open_episodes` rows are episodes of environments; `external` samples in place of the engine.
+    With `open_episodes` rows are episodes of environments; `external` samples in place of the engine, and `agents` run
+    the programs whose sessions are the rows.
     """
 
     engine: Engine
@@ -91,6 +84,7 @@ class RolloutWorker:
     stopwatch: Stopwatch
     open_episodes: Callable[[list[Row], int], EpisodeBatch] | None = None
     external: Callable[..., tuple[Rollout, dict[str, list[Any]]]] | None = None
+    agents: AgentRollout | None = None
 
     def __call__(
         self,
@@ -105,7 +99,7 @@ class RolloutWorker:
         Row i draws its random numbers from `fold_in(key, first_row + i)`.
         """
         group_size, width = self.engine.group_size, self.prompt_width
-        with self.stopwatch("rollout"):
+        with self.stopwatch("rollout"), turn():
             episodes = None if self.open_episodes is None else self.open_episodes(examples, group_size)
             opened = examples if episodes is None else episodes.examples
             rows = [example for example in opened for _ in range(group_size)]
@@ -119,11 +113,15 @@ class RolloutWorker:
 
             streaming = None
             # Rows are graded while others are still sampled, unless their rewards need the whole conversation.
-            if episodes is None and self.external is None and self.rewards.takes_rows:
+            others = (episodes, self.external, self.agents)
+            if not any(x is not None for x in others) and self.rewards.takes_rows:
                 with all_or_none():
                     streaming = StreamingRewards(self.rewards.open(prompts, columns, state), decode)
             results: dict[str, list[Any]] = {}  # columns for rewards that come with the rollout
-            if self.external is not None:
+            sessions = None
+            if self.agents is not None:
+                rollout, sessions = self.agents(params, opened, jax.random.fold_in(key, first_row))
+            elif self.external is not None:
                 rollout, results = self.external(params, opened, jax.random.fold_in(key, first_row), state)
             else:
                 padded = pad_prompts([example["prompt_ids"] for example in opened], width)
@@ -132,21 +130,29 @@ class RolloutWorker:
                     params, tokens, segments, key, first_row, episodes, on_finished=streaming
                 )
             tokens, lengths = local_rows((rollout.tokens, rollout.lengths))
-        with self.stopwatch("reward"), all_or_none():
+        with self.stopwatch("reward"), yielded(), all_or_none():
             ids = [row[width : width + length].tolist() for row, length in zip(tokens, lengths, strict=True)]
             texts = None
             if episodes is not None:
                 texts, results = episodes.finish(ids, self.rewards.workers is None)
+            elif sessions is not None:
+                texts, results = sessions.finish(prompts, ids)
             if streaming is None:
                 streaming = StreamingRewards(self.rewards.open(prompts, columns | results, state), decode)
             texts = streaming.finish(ids, texts)
             graded = streaming.pending.result()
-            if episodes is not None:
-                metrics, totals, table = episodes.release()
+            if sessions is not None:  # whatever else rewards say: nothing is learned from a session that failed
+                graded = graded._replace(rewards=np.where(sessions.failed[:, None], np.float32(np.nan), graded.rewards))
+            if (played := episodes or sessions) is not None:
+                metrics, totals, table = played.release()
                 logged = graded.logged
                 logged = Logged(logged.metrics | metrics, logged.totals | totals, logged.columns | table)
                 graded = graded._replace(logged=logged)
-            return Rollouts(rollout, examples, prompts, texts, graded.rewards, graded.logged, state.global_step)
+            return Rollouts(rollout, examples, prompts, texts, graded.rewards, graded.logged)
+
+    def copy_policy(self, params: Params) -> Params:
+        """The policy's parameters in arrays that no update donates, from which the same is sampled."""
+        return copied(params) if self.external is not None else self.engine.policy_copy(params)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -158,6 +164,7 @@ class ProducerSpec:
     dynamic_sampling: bool
     max_sampling_rounds: int
     replay_groups: int
+    correct_at: float  # a completion is solved when its first reward is at least this; for a curriculum
 
 
 @dataclasses.dataclass(frozen=True)
@@ -170,17 +177,17 @@ class Producer:
     spec: ProducerSpec
     worker: RolloutWorker
     greedy: RolloutWorker | None
-    pipeline: Pipeline | Stream
+    pipeline: Pipeline | Stream | Curriculum
     flat_groups: Callable[[np.ndarray, Any], np.ndarray]
 
-    def produce(self, params: Params, step: int, key) -> Rollouts:
-        """The rollouts of one step by the policy of that many training steps.
+    def produce(self, params: Params, version: int, step: int, key) -> Rollouts:
+        """The rollouts of a step, by the policy of `version` training steps.
 
         With `dynamic_sampling`, flat groups are sampled again for other prompts, until none is left. Raises ConfigError
         when some are left after the last round, and no replay buffer fills up.
         """
-        spec, state = self.spec, TrainerState(step, self.spec.total_steps)
-        rollouts = self.worker(params, self._prompts(), key, state=state)
+        spec, state = self.spec, TrainerState(step - 1, self.spec.total_steps)
+        rollouts = self._sample(params, key, 0, state)
         if spec.dynamic_sampling:
             weights, resampled = self.worker.rewards.weights, 0
             flat, rows = self.flat_groups(rollouts.rewards, weights), len(rollouts.rewards) * jax.process_count()
@@ -190,9 +197,10 @@ class Producer:
                     break
                 resampled += missing
                 # Later rounds count their rows on, so that no two rows of a step draw the same numbers.
-                fresh = self.worker(params, self._prompts(), key, sampling_round * rows, state)
+                fresh = self._sample(params, key, sampling_round * rows, state)
                 fresh_flat = self.flat_groups(fresh.rewards, weights)
-                rollouts, flat = fill(rollouts, flat, fresh, fresh_flat, self.worker.mesh)
+                with turn():
+                    rollouts, flat = fill(rollouts, flat, fresh, fresh_flat, self.worker.mesh)
             missing = _sum_over_processes(flat)
             if missing and not spec.replay_groups:
                 raise ConfigError(
@@ -205,11 +213,17 @@ class Producer:
         if self.greedy is not None:
             greedy = self.greedy(params, rollouts.examples, key)
             rollouts = rollouts._replace(greedy=greedy, logged=add_totals(rollouts.logged, greedy.logged))
-        return rollouts
+        return rollouts._replace(version=version, epochs=self.pipeline.epochs)
 
-    def _prompts(self) -> list[Row]:
+    def _sample(self, params: Params, key, first_row: int, state: TrainerState) -> Rollouts:
+        """The rollouts of the next prompts, of which a curriculum learns how often they are solved."""
         with all_or_none():
-            return next(self.pipeline)
+            examples = next(self.pipeline)
+        rollouts = self.worker(params, examples, key, first_row, state)
+        if isinstance(self.pipeline, Curriculum):
+            own = success_rates(rollouts.rewards, len(examples), self.spec.correct_at)
+            self.pipeline.observe([rate for process in gather(own) for rate in process])
+        return rollouts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -250,7 +264,9 @@ class Learner:
     reference: Reference | None = None
     replay: Replay | None = None
     critic: Critic | None = None
-    teacher: Teacher | None = None
+    teacher: Teacher | ServedTeacher | None = None
+    # By the value of the column that names them.
+    other_teachers: Mapping[str, Teacher | ServedTeacher] = dataclasses.field(default_factory=dict)
 
     def prepare(self, rollouts: Rollouts, state: State, key) -> Experience:
         """The batch with everything that its objective reads, and the metrics and table of the rollouts."""
@@ -274,10 +290,10 @@ class Learner:
                 if measures_kl:
                     ref_logps = self._reference_logps(inputs)
                 if self.critic is not None:
-                    params, shards = self.critic.params(state), row_shards(self.mesh)
+                    params, shards = on_device(self.critic.params(state)), row_shards(self.mesh)
                     values = values_before(self.critic.net, params, inputs, self.batch.forward_rows, shards)
                 if self.teacher is not None and rates:
-                    teacher_logps = self.teacher.logps(inputs, self.batch.forward_rows)
+                    teacher_logps = self._teacher_logps(rollouts, inputs)
 
         # 5 advantages, of rewards that may hold the KL penalty, and of what the teacher says of each token.
         greedy = rollouts.greedy
@@ -359,11 +375,29 @@ class Learner:
 
     def _logps(self, params: Params, inputs: Inputs) -> jax.Array:
         rows, shards = self.batch.forward_rows, row_shards(self.mesh)
-        return scored_logps(self.net, params, inputs, self.spec.temperature, rows, shards)
+        return scored_logps(self.net, on_device(params), inputs, self.spec.temperature, rows, shards)
 
     def _reference_logps(self, inputs: Inputs) -> jax.Array:
         assert self.reference is not None  # the settings that read it need algorithm.beta
-        return self._logps(on_device(self.reference.params), inputs)
+        return self._logps(self.reference.params, inputs)
+
+    def _teacher_logps(self, rollouts: Rollouts, inputs: Inputs) -> jax.Array:
+        """Log-probs `[N,T]` of the teacher, and on rows that name another teacher those of that one.
+
+        Each teacher reads its own rows; the others are padding to it, of which packed rows have none.
+        """
+        assert self.teacher is not None
+        rows, column = self.batch.forward_rows, self.teacher.spec.column
+        if not self.other_teachers:
+            return self.teacher.logps(inputs, rows)
+        names = [str(example.get(column)) for example in rollouts.examples for _ in range(self.batch.group_size)]
+        total, rollout = jnp.zeros(rollouts.rollout.mask.shape), rollouts.rollout
+        for name, teacher in [(None, self.teacher), *self.other_teachers.items()]:
+            own = [other == name if name is not None else other not in self.other_teachers for other in names]
+            mine = rows_to_global(np.array(own, np.int32), self.mesh)[:, None]
+            read = self.inputs(rollout.tokens, rollout.segments * mine, rollout.mask * mine)
+            total += teacher.logps(read, rows)  # 0 on the rows of others
+        return total
 
     def reference_distributions(self, inputs: Inputs) -> tuple[jax.Array, jax.Array]:
         """The vectors `[N,T,D]` that the reference's head multiplies, and that head `[D,V]`, in its type."""
@@ -401,21 +435,30 @@ class Learner:
 
 @dataclasses.dataclass(frozen=True)
 class OnlineSource:
-    """Batches of sampled and rewarded completions: a producer and a learner, run in turn.
+    """Batches of sampled and rewarded completions: a producer and a learner, joined by a queue.
 
     `wait` is called between the two: for programs of the learner that are still compiled elsewhere.
     """
 
     producer: Producer
     learner: Learner
+    queue: RolloutQueue
     wait: Callable[[], None] = lambda: None
 
     def next(self, state: State, key) -> Experience:
-        """The batch of one step, sampled from `state.params`."""
-        rollouts = self.producer.produce(state.params, int(state.step), key)
+        """The batch of one step; with a queue of length 0, sampled from `state.params`."""
+        rollouts, metrics = self.queue.take(self.producer.produce, state.params, int(state.step), key)
         self.wait()
-        experience, epochs = self.learner.prepare(rollouts, state, key), self.producer.pipeline.epochs
-        return experience if epochs is None else experience._replace(metrics=experience.metrics | {"epoch": epochs})
+        experience, pipeline = self.learner.prepare(rollouts, state, key), self.producer.pipeline
+        if isinstance(pipeline, Curriculum):
+            metrics = pipeline.metrics() | metrics
+        if rollouts.epochs is not None:
+            metrics = {"epoch": rollouts.epochs} | metrics
+        return experience._replace(metrics=experience.metrics | metrics)
+
+    def rest(self) -> None:
+        """Wait until nothing is sampled or graded in the background."""
+        self.queue.rest()
 
     def learn(self, metrics: dict[str, float]) -> None:
         """Take notice of the metrics of a step's updates."""
@@ -423,16 +466,27 @@ class OnlineSource:
 
     def get_state(self) -> dict[str, Any]:
         """The numbers that a resumed run needs besides the training state and `get_arrays`."""
+        self.rest()
         return {"pipeline": self.producer.pipeline.get_state(), "memory": self.learner.controllers.get_state()}
 
     def get_arrays(self) -> dict[str, Any]:
         """The trees of arrays, by name, that a resumed run needs besides the training state."""
-        return self.learner.get_arrays()
+        return self.learner.get_arrays() | self.queue.get_arrays()
 
     def set_state(self, state: dict[str, Any], arrays: dict[str, Any]) -> None:
         """Go on where `get_state` and `get_arrays` were called."""
         self.producer.pipeline.set_state(state["pipeline"])
         self.learner.restore(state["memory"], arrays)
+        self.queue.restore(arrays, self.learner.mesh)
+
+
+def success_rates(rewards: np.ndarray, prompts: int, correct_at: float) -> list[float]:
+    """The share of each prompt's completions whose first reward is at least `correct_at`, of rewards `[N,F]`; NaN
+    where it has none."""
+    first = rewards[:, 0].reshape(prompts, -1)
+    scored = ~np.isnan(first)
+    solved = (first >= correct_at).sum(axis=1)
+    return [float(x) / int(n) if n else math.nan for x, n in zip(solved, scored.sum(axis=1), strict=True)]
 
 
 def fill(

@@ -46,9 +46,9 @@ class Reference:
         if not step or step % self.spec.ref_sync_steps:
             return
         if has_adapters(self.params):
-            self.params = copied(state.params)
+            self.params = copied(on_device(state.params))
         else:
-            policy = merge(state.params, self.lora)
+            policy = merge(on_device(state.params), self.lora)
             self._put(_mix(on_device(self.params), policy, self.spec.ref_mixup_alpha))
 
     def arrays(self) -> dict[str, Any]:
@@ -77,10 +77,11 @@ def start_reference(spec: ReferenceSpec, params: Params, lora: LoraConfig | None
         return without_adapters(params) if spec.adapters == "base" else params
     keep = on_host if spec.offload_reference else lambda params: params
     if not has_adapters(params):
-        return keep(copied(params))
+        return keep(copied(on_device(params)))
     if spec.adapters == "copy":
-        return keep(jax.jit(lambda params: jax.tree.map(jnp.copy, merge(params, lora)))(params))
-    own = copied(params)
+        return keep(jax.jit(lambda params: jax.tree.map(jnp.copy, merge(params, lora)))(on_device(params)))
+    frozen, trainable = split(params)
+    own = combine(frozen, copied(on_device(trainable)))
     return own if spec.adapters == "start" else without_adapters(own)
 
 

@@ -4,6 +4,7 @@ The path names a sequence classification model with one score: a Hugging Face fo
 reward_model run. It may be of another family than the policy and has its own tokenizer and chat template.
 """
 
+import dataclasses
 import functools
 import os
 import re
@@ -19,7 +20,8 @@ from jaxrl_llm.config.resolve import split_options
 from jaxrl_llm.data.collate import pad_rows
 from jaxrl_llm.data.templates import chat_ids, is_conversational, render_chat
 from jaxrl_llm.data.tokenize import ended
-from jaxrl_llm.distributed.sharding import make_mesh, row_sharding
+from jaxrl_llm.distributed.sharding import has_host_memory, make_mesh, on_device, on_host, row_sharding
+from jaxrl_llm.distributed.turns import turn
 from jaxrl_llm.models.logprobs import last_scores
 from jaxrl_llm.models.model import Model, copied_model, load_model
 from jaxrl_llm.models.transformer import Net, Params
@@ -35,8 +37,9 @@ class RewardModel:
     own tokenizer without adding special tokens; the score is that of the last token. With `add_eos` an end-of-text
     token closes plain texts, as it does in the rows that a reward_model run trains on. Rows of more than `max_length`
     tokens lose their beginning. `rows` are computed at a time, on this process's devices, which share the parameters.
+    With `offload` these wait in the host's memory between calls.
 
-    Raises ConfigError for a folder that holds no reward model with a tokenizer.
+    Raises ConfigError for a folder that holds no reward model with a tokenizer, and for devices without host memory.
     """
 
     def __init__(
@@ -47,6 +50,7 @@ class RewardModel:
         add_eos: bool = False,
         dtype: str = "auto",
         name: str | None = None,
+        offload: bool = False,
     ):
         self.name = name or ("reward_model" if isinstance(path, Model) else _short_name(path))
         self.max_length, self.add_eos = max_length, add_eos
@@ -55,16 +59,24 @@ class RewardModel:
         self.rows = -(-rows // shards) * shards
         with jax.set_mesh(self.mesh):
             self.model = _copied(path, dtype, self.mesh) if isinstance(path, Model) else _load(path, dtype, self.mesh)
+        if offload:
+            if not has_host_memory():
+                raise ConfigError(
+                    f"offload is true, but the memory of a {jax.default_backend()} here has no part in the host's "
+                    "(pinned_host): leave it out"
+                )
+            self.model = dataclasses.replace(self.model, params=on_host(self.model.params))
 
     def __call__(self, prompts: list[Any], completions: list[Any]) -> list[float]:
         """The score of each prompt with its completion."""
         ids = [self._ids(prompt, completion) for prompt, completion in zip(prompts, completions, strict=True)]
         order = sorted(range(len(ids)), key=lambda row: len(ids[row]))  # rows of similar length waste little padding
         scores = np.zeros(len(ids))
-        with jax.set_mesh(self.mesh):
+        with jax.set_mesh(self.mesh), turn():
+            params = on_device(self.model.params)
             for start in range(0, len(order), self.rows):
                 chunk = order[start : start + self.rows]
-                scores[chunk] = self._scores([ids[row] for row in chunk])
+                scores[chunk] = self._scores(params, [ids[row] for row in chunk])
         return scores.tolist()
 
     def _ids(self, prompt: Any, completion: Any) -> list[int]:
@@ -80,14 +92,14 @@ class RewardModel:
             raise ConfigError(f"reward model {self.name}: a prompt and its completion are empty, and have no score")
         return ids[-self.max_length :] if self.max_length else ids
 
-    def _scores(self, ids: list[list[int]]) -> np.ndarray:
+    def _scores(self, params: Params, ids: list[list[int]]) -> np.ndarray:
         width = NARROWEST
         while width < len(ids[-1]):
             width *= 2
         full = ids + ids[-1:] * (self.rows - len(ids))  # the last row again, so that every call has the same shape
         tokens, segments, _ = pad_rows([(row, [0.0] * len(row)) for row in full], width)
         rows = jax.device_put((tokens, segments), row_sharding(self.mesh))
-        return np.asarray(_score(self.model.net, self.model.params, *rows))[: len(ids)]
+        return np.asarray(_score(self.model.net, params, *rows))[: len(ids)]
 
 
 def with_reward_models(specs: Any) -> Any:
@@ -111,7 +123,7 @@ def with_reward_models(specs: Any) -> Any:
             raise ConfigError(f"the reward {specs!r} was read as a reward model, model:{path}: {error}") from error
         except TypeError as error:
             raise ConfigError(
-                f"the options of {specs!r}: {error}; there are max_length, rows, add_eos, dtype and name"
+                f"the options of {specs!r}: {error}; there are max_length, rows, add_eos, dtype, name and offload"
             ) from error
     if isinstance(specs, list | tuple):
         return [with_reward_models(spec) for spec in specs]

@@ -21,6 +21,7 @@ class TeacherSpec:
     temperature: float
     top_k: int  # of the distributions; 0: the whole vocabulary
     offload: bool = False
+    column: str = "teacher"  # of the data, which names another teacher
 
 
 @dataclasses.dataclass(frozen=True)

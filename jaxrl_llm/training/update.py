@@ -32,6 +32,7 @@ class UpdateSpec:
     microbatch_rows: int  # 0: the whole optimizer batch at once
     schedule: Callable[[Any], Any] | None  # learning rate by the number of updates made, for the metric; None: unknown
     offload: bool = False  # optimizer moments live in the host's memory
+    offload_params: bool = False  # and so do parameters, trained and frozen
     dropout: float = 0.0  # of adapters
     seed: int = 0
 
@@ -75,7 +76,7 @@ def init_state(params: Params, optimizer: optax.GradientTransformation, mesh: Me
     places = shardings(shapes, mesh)
     if offload:
         places = jax.tree.map(lambda x, s: s.with_memory_kind("pinned_host") if x.ndim else s, shapes, places)
-    opt_state = jax.jit(optimizer.init, out_shardings=places)(params)
+    opt_state = jax.jit(optimizer.init, out_shardings=places)(on_device(params))
     step = jax.device_put(jnp.zeros((), jnp.int32), NamedSharding(mesh, PartitionSpec()))
     return State(step, params, opt_state)
 
@@ -156,6 +157,8 @@ def optimizer_step(
     shards = row_shards(mesh)
 
     def update(state: State, batch: Batch, frozen: Frozen = NOTHING) -> tuple[State, Metrics]:
+        if spec.offload_params:
+            state, frozen = dataclasses.replace(state, params=on_device(state.params)), Frozen(on_device(frozen.params))
         updates = updates_made(state.opt_state)
         if batch.seeds is not None:  # a batch that is used again draws other numbers
             batch = batch.replace(seeds=batch.seeds + updates.astype(batch.seeds.dtype))
@@ -196,6 +199,8 @@ def optimizer_step(
         new = _choose(finite, State(state.step, params, opt_state), state)
         if spec.offload:
             new = dataclasses.replace(new, opt_state=on_host(new.opt_state))
+        if spec.offload_params:
+            new = dataclasses.replace(new, params=on_host(new.params))
         own = {"grad_norm": norm, "nonfinite_gradient": 1.0 - finite}
         if spec.schedule is not None:
             own["lr"] = jnp.asarray(spec.schedule(updates))

@@ -39,15 +39,6 @@ def test_a_setting_of_others_without_a_key_is_refused_with_the_way_out(name):
         load_flags(["--config=configs/grpo.py", f"--config.rollout.{name}=1"], "")
 
 
-@pytest.mark.parametrize("values", [{"packing": "true"}, {"microbatch_tokens": 128}])
-def test_packed_rows_are_not_sharded_by_position(values):
-    config = default()
-    config.mesh.context = 2
-    config.batch.update(values)
-    with pytest.raises(ConfigError, match=rf"batch\.{next(iter(values))} is .* mesh\.context = 2 shards the positions"):
-        validate(config)
-
-
 def test_table_is_consistent():
     resolve = [key.name for key in KEYS]
     assert len(set(resolve)) == len(resolve)
@@ -285,7 +276,7 @@ def test_override(arguments, name, value):
         (["--config.seed=1", "--config.seed=2"], ["--config.seed is given twice", "'1'", "'2'"]),
         (["train"], ["unexpected argument 'train'"]),
         (["--config.rollout.group_size=1"], ["rollout.group_size is 1"]),
-        (["--config=configs/grp"], ["configs/grp", "a Python file", "shipped one: alphapo", "closest is grpo"]),
+        (["--config=configs/grp"], ["configs/grp", "a Python file", "shipped one: agent, alphapo", "closest is grpo"]),
         (["--config.rollout.draft_tokens=2"], ["rollout.draft_tokens is now rollout.speculative_tokens"]),
         (["--config.processes.meet_seconds", "2"], ["meet_seconds is now processes.rendezvous_seconds"]),
         (["--rollout.draft_tokens=2"], ["unknown flag --rollout.draft_tokens; the closest is --config."]),

@@ -7,6 +7,7 @@ import re
 import shlex
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import NamedTuple
 
@@ -146,6 +147,23 @@ def shell(folder: Path, *arguments: str, devices: int = 1) -> str:
     return done.stdout
 
 
+def served(folder: Path, *arguments: str) -> str:
+    """The line in which `python ARGUMENTS` in `folder` says where it listens; told to end, it must end well."""
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+    with subprocess.Popen(
+        [sys.executable, *arguments], cwd=folder, env=environment, stderr=subprocess.PIPE, text=True
+    ) as server:
+        timer = threading.Timer(300, server.kill)
+        timer.start()
+        assert server.stderr is not None
+        line = next((line for line in server.stderr if re.search(r"at http://\S+/v1", line)), "")
+        server.terminate()
+        rest = server.stderr.read()
+    timer.cancel()
+    assert server.returncode == 0, line + rest
+    return line
+
+
 # --- parsed ---
 
 
@@ -249,7 +267,10 @@ def test_every_command_runs(number, runs):
     module = (f"jaxrl_llm.{command.module}",)
     if command.module not in {"train", *NO_FLAGS}:
         module = ("jaxrl_llm", command.module)
-    printed = shell(runs, "-m", *module, *arguments, devices=8 if meshed else 1)
+    if command.module == "serve":
+        printed = served(runs, "-m", *module, *arguments)
+    else:
+        printed = shell(runs, "-m", *module, *arguments, devices=8 if meshed else 1)
     assert printed.strip()
 
 
@@ -262,6 +283,7 @@ def shortened(argument: str, number: int) -> str:
         "--output=my_config.py": f"--output=migrated_{number}.py",  # there is one of the tutorial's
         "--run=RUN": "--run=runs/grpo_lora",
         "--config.model.path=FOLDER": "--config.model.path=runs/grpo/hf",
+        "--port=8000": "--port=0",  # any that is free
         "FILE": "FILE.py",
         "runs/gspo": "runs/grpo",
         "runs/dapo": "runs/grpo_lora",

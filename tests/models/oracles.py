@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    DeepseekV3Config,
     Gemma2Config,
     Gemma3TextConfig,
     GemmaConfig,
@@ -29,6 +30,7 @@ from transformers import (
     Qwen2MoeConfig,
     Qwen3Config,
     Qwen3MoeConfig,
+    Qwen3NextConfig,
     SmolLM3Config,
 )
 
@@ -131,7 +133,20 @@ VARIANTS = {
         **SHAPE, **EXPERTS, head_dim=8, sliding_window=WINDOW, num_local_experts=4, swiglu_limit=0.5,
         rope_parameters=YARN_ROPE | {"truncate": False},
     ),
+    "qwen3_next": lambda: Qwen3NextConfig(
+        **SHAPE | {"num_hidden_layers": 3}, **EXPERTS, head_dim=16, moe_intermediate_size=16, num_experts=4,
+        shared_expert_intermediate_size=20, linear_key_head_dim=6, linear_value_head_dim=10, linear_num_key_heads=2,
+        linear_num_value_heads=4, layer_types=["linear_attention", "full_attention", "linear_attention"],
+        rms_norm_eps=1e-3,  # heads whose queries and keys are nearly at right angles would amplify rounding errors
+    ),
+    "deepseek_v3": lambda: DeepseekV3Config(
+        **SHAPE | {"num_hidden_layers": 3, "num_key_value_heads": 4}, **EXPERTS, moe_intermediate_size=16,
+        n_routed_experts=8, n_group=4, topk_group=2, first_k_dense_replace=1, q_lora_rank=24, kv_lora_rank=16,
+        qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=6,
+        rope_parameters=YARN_ROPE | {"mscale_all_dim": 1.0, "mscale": 1.0},
+    ),
 }  # fmt: skip
+CORRECTION = "e_score_correction_bias"  # of routers, which no gradient trains
 NO_CLASSIFIER = ("granite", "olmoe")  # transformers has no sequence classifier of these families
 FAMILIES = [name for name in VARIANTS if "-" not in name and name != "llama3"]
 
@@ -144,6 +159,9 @@ def make_oracle(variant: str, seed: int = 0):
         for name, parameter in oracle.named_parameters():
             if "norm" in name or name.endswith(("bias", "sinks")):
                 parameter.add_(torch.randn_like(parameter) * 0.3)
+        for name, buffer in oracle.named_buffers():
+            if name.endswith(CORRECTION):
+                buffer.add_(torch.randn_like(buffer) * 0.1)
     return oracle
 
 
@@ -177,7 +195,8 @@ def oracle_gradients(oracle, tokens, segments) -> dict[str, np.ndarray]:
     weights = (mask[:, 1:] * mask[:, :-1]).float()
     oracle.zero_grad()
     (-(logps[:, :-1].gather(-1, targets)[..., 0] * weights).sum() / weights.sum()).backward()
-    return in_files(oracle, {name: x.grad.numpy() for name, x in oracle.named_parameters()})
+    untrained = {name: np.zeros(x.shape) for name, x in oracle.named_buffers() if name.endswith(CORRECTION)}
+    return in_files(oracle, {name: x.grad.numpy() for name, x in oracle.named_parameters()} | untrained)
 
 
 def in_files(oracle, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:

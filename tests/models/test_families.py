@@ -42,7 +42,7 @@ from tests.models.oracles import (
 
 TOLERANCE = 2e-5
 LENGTHS = (7, 12, 4)
-IN_SHORT = ("granite", "glm4", "qwen2_moe", "gpt_oss")
+IN_SHORT = ("granite", "glm4", "qwen2_moe", "gpt_oss", "deepseek_v3", "qwen3_next")
 
 
 @pytest.fixture(scope="module")
@@ -159,7 +159,7 @@ def test_gradients_equal_autograd_for_every_parameter(oracle, model, documents):
     for tensor in tensors:
         reference = of_files(tensor, expected)
         used = tensor.expert is None or np.abs(reference).max() > 0  # few tokens may leave an expert out
-        assert np.abs(reference).max() > 0 or not used, tensor.name
+        assert (np.abs(reference).max() > 0) != tensor.name.endswith(oracles.CORRECTION) or not used, tensor.name
         np.testing.assert_allclose(
             in_parameters(tensor, found), reference, atol=1e-5, rtol=1e-4, err_msg=f"{tensor.name} {tensor.leaf}"
         )

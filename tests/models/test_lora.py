@@ -281,7 +281,7 @@ def test_an_adapter_that_peft_wrote_loads(llama_folder, tmp_path):
     ).eval()
     made.save_pretrained(tmp_path / "adapter")
     model = load_model(llama_folder, adapter=tmp_path / "adapter")
-    assert model.net.config.lora == LoraConfig(2, 3.0)
+    assert model.net.config.lora == LoraConfig(2, 3.0, targets=("q", "k", "v", "o", "gate", "up", "down"))
     with torch.no_grad():
         np.testing.assert_allclose(model(TOKENS), made(torch.tensor(TOKENS)).logits.numpy(), atol=1e-4)
 

@@ -43,9 +43,9 @@ def listening(sorter):
 
     started = []
 
-    def start(limits=None, api_key: str = "", size: int = SLOTS, load=None, adapters=None) -> Running:
+    def start(limits=None, api_key: str = "", size: int = SLOTS, load=None, adapters=None, prefixes=0) -> Running:
         engine = Engine(sorter.net, SamplingParams(), 1, LONGEST, (), CHUNK)
-        queue = RequestQueue(engine, sorter.params, size, adapters=adapters)
+        queue = RequestQueue(engine, sorter.params, size, adapters=adapters, prefix_bytes=prefixes)
         limits = limits or Limits(LONGEST, body=100_000)
         server = Server(
             queue, sorter.tokenizer, ["sorter", *(adapters or {})], eos_ids(sorter), 320, limits, api_key, ROUTES, load

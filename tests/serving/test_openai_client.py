@@ -273,9 +273,9 @@ def test_settings_of_logits_are_those_of_generate(client, sorter):
         ({}, {}, {}),
         (penalties, {"repetition_penalty": 20.0}, {"repetition_penalty": 20.0, **penalties}),
         (
-            {"logit_bias": {"49": -100, "65": 9.5}},
-            {"bad_words": ["02", "4"], "min_tokens": 9},
-            {"logit_bias": ("49=-100", "65=9.5"), "bad_words": ("02", "4"), "min_new_tokens": 9},
+            {"logit_bias": {"48": -100, "50": 2.5}},  # without any of the three it is another text
+            {"bad_words": ["12", "8"], "min_tokens": 9},
+            {"logit_bias": ("48=-100", "50=2.5"), "bad_words": ("12", "8"), "min_new_tokens": 9},
         ),
     )
     expected = [jaxrl_llm.generate(sorter, [prompt], 12, 0.0, **own)[0] for _, _, own in asked]

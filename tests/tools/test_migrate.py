@@ -570,6 +570,24 @@ def test_pushes_of_trl_at_saves(tmp_path):
     expect(config, export={"strategy": "end", "overwrite": False}, checkpoint={"contents": ("state",)})
 
 
+def test_rollouts_ahead_of_axolotl(tmp_path):
+    trl = {"async_prefetch": True, "num_generations": 4, "reward_funcs": ["r.right"]}
+    tree = {
+        "base_model": "m",
+        "datasets": [{"path": "d"}],
+        "rl": "grpo",
+        "learning_rate": 1e-5,
+        "max_steps": 2,
+        "trl": trl,
+    }
+    config, text = migrate(written(tmp_path, "a.yaml", yaml.safe_dump(tree)))
+    expect(config, rollout={"staleness": 1}, algorithm={"importance_correction": "token_truncate"})
+    assert "corrected for here" in " ".join(text.split())
+    tree["trl"] = {**trl, "prefetch_depth": 3, "use_vllm": True, "vllm_importance_sampling_mode": "token_mask"}
+    config, text = migrate(written(tmp_path, "a.yaml", yaml.safe_dump(tree)))
+    expect(config, rollout={"staleness": 3}, algorithm={"importance_correction": "token_mask"})
+
+
 def test_dora_of_trl_and_axolotl(tmp_path):
     said = "trl sft --model_name_or_path m --dataset_name d --max_steps 9 --use_peft --use_dora True"
     expect(migrate(written(tmp_path, "a.sh", said))[0], lora={"rank": 16, "dora": True})
@@ -585,12 +603,12 @@ def test_dora_of_trl_and_axolotl(tmp_path):
 
 
 def test_a_token_budget_of_verl_with_sequence_parallelism(tmp_path):
-    """Rows of 512 + 512 tokens: 2 devices x 8192 tokens hold 16 of them."""
+    """The tokens of a GPU, times the GPUs: those that share rows have their budgets together."""
     actor = "actor_rollout_ref.actor"
     said = f"{actor}.use_dynamic_bsz=True {actor}.ppo_max_token_len_per_gpu=8192"
     group = "algorithm.adv_estimator=grpo actor_rollout_ref.rollout.n=4 trainer.n_gpus_per_node=2"
     config = from_verl(tmp_path, group, said, f"{actor}.ulysses_sequence_parallel_size=2")
-    expect(config, mesh={"context": 2}, batch={"microbatch_rows": 16, "microbatch_tokens": 0})
+    expect(config, mesh={"context": 2}, batch={"microbatch_rows": 0, "microbatch_tokens": 16384})
 
 
 def test_warm_up_and_weight_decay_of_megatron(tmp_path):

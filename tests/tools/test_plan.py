@@ -161,6 +161,21 @@ def test_shapes_are_those_of_a_real_run(change):
     )
 
 
+@pytest.mark.parametrize("rank", [0, 4])
+def test_offloaded_parameters_are_on_the_host(rank):
+    config = default()
+    config.lora.rank = rank
+    mesh = build_mesh(config)
+    with jax.set_mesh(mesh):
+        held = describe(config, mesh, "float32", False)
+        config.model.offload = True
+        shapes = describe(config, mesh, "float32", False)
+    parameters = held.state.params, held.frozen
+    assert bytes_on_device((shapes.state.params, shapes.frozen)) == 0
+    assert bytes_on_device((shapes.state, shapes.frozen), host=True) == bytes_on_device(parameters)
+    assert bytes_on_device(shapes.state) == bytes_on_device(held.state) - bytes_on_device(held.state.params)
+
+
 @pytest.mark.parametrize("name", ["dpo", "ppo", "grpo_lora"])
 def test_held_bytes_of_other_algorithms(name, root):
     from jaxrl_llm.config.flags import load_config_file

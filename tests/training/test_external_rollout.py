@@ -1,5 +1,6 @@
 """External rollouts: both forms of the function, its `trainer`, and the errors."""
 
+import dataclasses
 import http.server
 import json
 import sys
@@ -14,7 +15,7 @@ from jaxrl_llm.algorithms.batch import Inputs
 from jaxrl_llm.config import ConfigError, default, validate
 from jaxrl_llm.distributed.sharding import make_mesh
 from jaxrl_llm.models.logprobs import token_logps
-from jaxrl_llm.models.model import load_model
+from jaxrl_llm.models.model import load_model, save_hf
 from jaxrl_llm.rewards.runner import TrainerState
 from jaxrl_llm.rollout.engine import Engine
 from jaxrl_llm.rollout.sampling import SamplingParams
@@ -40,9 +41,12 @@ def rollout(model):
     def logps(params, inputs):
         return token_logps(model.net, params, inputs)[0]
 
+    def save(params, path):
+        save_hf(dataclasses.replace(model, params=params), path, overwrite=True)
+
     def run(function):
         with jax.set_mesh(mesh):
-            external = ExternalRollout(function, engine, model.tokenizer, mesh, WIDTH, logps)
+            external = ExternalRollout(function, engine, model.tokenizer, mesh, WIDTH, logps, save)
             made, columns = external(model.params, examples, jax.random.key(0), TrainerState(3, 9))
         return jax.tree.map(np.asarray, made), columns
 
@@ -160,7 +164,7 @@ class Server:
                 bodies.append((self.path, body))
                 choices = [
                     {"token_ids": [50 + i, 257], "logprobs": {"token_logprobs": [-0.5, -0.25]}}
-                    for i in range(body["n"])
+                    for i in range(body.get("n", 0))
                 ]
                 data = json.dumps(change({"choices": choices})).encode()
                 self.send_response(outer.status)
@@ -195,6 +199,38 @@ def test_a_server_samples(rollout, monkeypatch):
     assert made.sample_logps[:, WIDTH : WIDTH + 2].tolist() == [[-0.5, -0.25]] * 4
     path, body = server.bodies[0]
     assert path == "/v1/completions" and body["n"] == K and body["max_tokens"] == C and body["return_token_ids"] is True
+
+
+def test_a_server_gets_the_policy_first(rollout, model, monkeypatch, tmp_path):
+    """Each rollout saves it, lets the server take it, and refuses rows of other weights than those."""
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    taken = []
+
+    def change(answer):
+        if answer["choices"]:
+            return {**answer, "weight_version": len(taken) - late}
+        loaded = load_model(tmp_path / "policy", "float32")
+        assert jax.tree.all(jax.tree.map(lambda x, y: (x == y).all(), loaded.params, model.params))
+        taken.append(loaded)
+        return {"success": good, "weight_version": len(taken)}
+
+    late, good = 0, True
+    with Server(change) as server:
+        function = served(server, weights=str(tmp_path / "policy"))
+        for _ in range(2):
+            made, _ = rollout(function)
+            assert made.finished.all()
+        path, body = server.bodies[0]
+        assert path == "/update_weights_from_disk" and body == {"model_path": str(tmp_path / "policy")}
+        assert [path for path, _ in server.bodies].count(path) == len(taken) == 2
+        late = 1
+        with pytest.raises(
+            ConfigError, match="sampled with version 2 of its weights, but those of the policy are version 3"
+        ):
+            rollout(function)
+        good = False
+        with pytest.raises(ConfigError, match="did not take the weights"):
+            rollout(function)
 
 
 def test_a_server_that_fails_is_named(rollout, monkeypatch):

@@ -117,6 +117,21 @@ def test_adapters_on_a_mesh(run_python, root):
 
 
 @pytest.mark.slow
+def test_dora_on_a_mesh(run_python, root):
+    """Its lengths are of whole columns, also where the mesh cuts these."""
+    settings = {"lora.rank": 4, "lora.dora": True, "lora.modules_to_save": ("embed_tokens", "norm")}
+    shapes = [{"data": 2, "fsdp": 2, "tensor": 2}, {"data": 1, "context": 2, "tensor": 4}]
+    check(run_python, root, shapes, settings)
+
+
+@pytest.mark.slow
+def test_packed_rows_on_a_mesh(run_python, root):
+    """Also where it cuts them within their documents."""
+    shapes = [{"data": 2, "context": 2, "tensor": 2}, {"data": 1, "context": 8}]
+    check(run_python, root, shapes, {"batch.packing": "true"})
+
+
+@pytest.mark.slow
 def test_sampling_in_eight_bits_on_a_mesh(run_python, root):
     """Codes are made where the parameters are, or moved to where they are sampled with."""
     settings = {

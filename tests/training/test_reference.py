@@ -11,6 +11,7 @@ from jaxrl_llm.algorithms.kl import AdaptiveKL
 from jaxrl_llm.config import ConfigError, default, validate
 from jaxrl_llm.config.flags import load_config_file
 from jaxrl_llm.distributed.sharding import make_mesh
+from jaxrl_llm.models.model import load_model, save_hf
 from jaxrl_llm.rollout.engine import Rollout
 from jaxrl_llm.training.checkpoint.manager import Checkpoints
 from jaxrl_llm.training.online import Rollouts, fill
@@ -204,6 +205,42 @@ def test_offloaded_reference_changes_nothing(root, tmp_path):
     online = {"beta": 0.5, "ref_sync_steps": 1}
     assert losses("a", "grpo.py", offload_reference=True, **online) == losses("b", "grpo.py", **online)
     assert losses("c", "dpo.py", offload_reference=True) == losses("d", "dpo.py")
+
+
+OFFLOADED = {
+    "grpo": {"algorithm.beta": 0.5, "algorithm.ref_sync_steps": 1, "algorithm.num_iterations": 2, "eval.every": 2},
+    "grpo_lora": {"algorithm.beta": 0.5, "rewards.functions": ("target_length", "model:rm(offload=True)")},
+    "dpo": {"eval.every": 2},
+    "ppo": {"checkpoint.every": 1},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OFFLOADED)
+def test_offloaded_parameters_change_nothing(root, tmp_path, name, monkeypatch):
+    """The losses and the model of a run, of a resumed one too; the parameters wait in the host's memory."""
+    monkeypatch.chdir(tmp_path)
+    if name == "grpo_lora":
+        save_hf(load_model("embedded:sort", head="score"), tmp_path / "rm")
+
+    def run(folder, **more):
+        config = load_config_file(f"{root / 'configs' / name}.py:tiny")
+        config.output_dir, config.eval.every, config.logging.backends = folder, -1, ("jsonl",)
+        config.update_from_flattened_dict(OFFLOADED[name] | more)
+        return jaxrl_llm.train(config)
+
+    plain, offloaded = run("plain"), run("offloaded", **{"model.offload": True, "optimizer.offload": True})
+    assert {x.sharding.memory_kind for x in jax.tree.leaves(offloaded.model.params)} == {"pinned_host"}
+    for line, other in zip(plain.metrics, offloaded.metrics, strict=True):
+        for name in ("loss", "grad_norm", "kl", "reward", "eval/reward", "eval/loss", "critic/loss"):
+            assert line.get(name) == other.get(name)
+    jax.tree.map(np.testing.assert_array_equal, plain.model.params, offloaded.model.params)
+    if name == "ppo":
+        again = run("again", **{"model.offload": True, "checkpoint.resume": "offloaded/checkpoints/1"})
+        jax.tree.map(np.testing.assert_array_equal, plain.model.params, again.model.params)
+    text = jaxrl_llm.generate(offloaded.model, ["sort:4821="], max_new_tokens=4)
+    assert text == jaxrl_llm.generate(plain.model, ["sort:4821="], max_new_tokens=4)
+    np.testing.assert_array_equal(offloaded.model(np.arange(97, 109)[None]), plain.model(np.arange(97, 109)[None]))
 
 
 @pytest.mark.slow

@@ -64,7 +64,7 @@ def logps_by(path, batch, temperature=1.0):
     return np.pad(np.asarray(logps), ((0, 0), (1, 0)))
 
 
-@pytest.mark.parametrize("packing", ["false", "true"])
+@pytest.mark.parametrize("packing", ["false", pytest.param("true", marks=pytest.mark.slow)])
 def test_teacher_in_the_advantages(teacher, packing):
     """A teacher of another family and size, at the sampling temperature, beside rewards."""
     settings = {"rollout__temperature": 0.7, "batch__packing": packing}
@@ -122,6 +122,9 @@ def test_a_teacher_with_another_vocabulary_is_refused(tmp_path):
             {"algorithm__name": "sft", "teacher__form": "divergence", "algorithm__loss": "dft"},
             "is 'dft', but with",
         ),
+        ({"teacher__form": "divergence", "teacher__on_policy": 0.5}, "and algorithm.advantage is 'group': use grpo"),
+        ({"teacher__others": ("b",)}, "teacher.others has 'b', but it takes VALUE=PATH"),
+        ({"teacher__others": ("b=x",), "teacher__form": "divergence"}, "reads the distributions of one teacher"),
         ({"teacher__beta": 0.5}, "teacher.beta is 0.5, which is of teacher.form = divergence"),
         ({"rewards__functions": (), "algorithm__dynamic_sampling": True}, "algorithm.dynamic_sampling is True, which"),
         ({"rewards__functions": (), "algorithm__name": "ppo", "algorithm__advantage": "ppo"}, "name is 'ppo', which"),
@@ -162,7 +165,9 @@ DIVERGENCES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", DIVERGENCES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(x, marks=pytest.mark.slow if x == "packed" else ()) for x in DIVERGENCES]
+)
 def test_the_divergence_in_the_loss(teacher, name):
     """By the whole logits of both models, at a temperature of its own; without rewards nothing else is in the loss."""
     learned, computed = DIVERGENCES[name]
@@ -184,7 +189,7 @@ def test_the_divergence_in_the_loss(teacher, name):
     assert updates[0]["grad_norm"].value > 0.01
 
 
-@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("packed", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_given_rows_are_learned_from_by_the_teachers_distributions(teacher, packed):
     """sft with a teacher: offline distillation, here by the forward KL, and the same measure on held-out rows."""
     settings = {"algorithm__name": "sft", "teacher__form": "divergence", "teacher__beta": 0.0, "data__packing": packed}
@@ -203,3 +208,59 @@ def test_given_rows_are_learned_from_by_the_teachers_distributions(teacher, pack
     np.testing.assert_allclose(updates[0]["teacher/divergence"].value, expected, rtol=1e-4)
     np.testing.assert_allclose(held_out["eval/loss"], held_out["eval/teacher/divergence"], rtol=1e-5)
     assert 0.3 * expected < held_out["eval/loss"] < 3 * expected
+
+
+@pytest.mark.parametrize("packing", ["false", pytest.param("true", marks=pytest.mark.slow)])
+def test_samples_and_given_rows_by_turns(packing):
+    """A share of the steps, drawn from the seed, takes the data's completions; a resumed run goes on with the same."""
+    settings = {"teacher__form": "divergence", "algorithm__advantage": "zero", "teacher__on_policy": 0.5}
+    config = config_of("embedded:sort", **settings, batch__packing=packing, batch__prompts=2)
+    rows = tasks.generate("sort_demos", size=32)
+    texts = {row["prompt"] + row["completion"] for row in rows}
+
+    def source_and_state():
+        run = build(config, MESH, train_dataset=rows, rewards=length)
+        return run, run.source, run.state
+
+    def given(batch):
+        decode = run.model.tokenizer.decode
+        shown = [
+            decode(tokens[segments > 0], skip_special_tokens=True)
+            for tokens, segments in zip(*map(np.asarray, (batch.inputs.tokens, batch.inputs.segments)), strict=True)
+        ]
+        return all(text in texts for text in shown)
+
+    with jax.set_mesh(MESH):
+        run, source, state = source_and_state()
+        kinds, batches = [], []
+        for step in range(6):
+            if step == 3:
+                saved = source.get_state()
+            experience = source.next(dataclasses.replace(state, step=jnp.int32(step)), jax.random.key(step))
+            kinds.append(experience.metrics["teacher/on_policy"])
+            batches.append(experience.batch)
+            _, updates = improve(run, jax.tree.map(jnp.copy, state), experience.batch)
+            assert np.isfinite(updates[0]["loss"].value)
+            assert "teacher/divergence" in updates[0]
+        assert set(kinds) == {0.0, 1.0}
+        assert [given(batch) for batch in batches] == [kind == 0 for kind in kinds]
+        _, resumed, _ = source_and_state()
+        resumed.set_state(saved, {})
+        for step in range(3, 6):
+            again = resumed.next(dataclasses.replace(state, step=jnp.int32(step)), jax.random.key(step))
+            np.testing.assert_array_equal(again.batch.inputs.tokens, batches[step].inputs.tokens)
+
+
+@pytest.mark.parametrize("packing", ["false", pytest.param("true", marks=pytest.mark.slow)])
+def test_a_teacher_for_some_rows(teacher, packing):
+    """Rows whose column names a further teacher are rated by that one, the others by teacher.path."""
+    rows = [{**row, "teacher": name} for row, name in zip(tasks.generate("sort", size=4), "abca", strict=True)]
+    settings = {"algorithm__advantage": "zero", "data__shuffle": False, "batch__packing": packing}
+    config = config_of("embedded:sort", teacher__others=(f"b={teacher}",), **settings)
+    with jax.set_mesh(MESH):
+        run = build(config, MESH, train_dataset=rows, rewards=length)
+        batch = run.source.next(run.state, jax.random.key(1)).batch
+    mask, of_b = np.asarray(batch.mask) > 0, np.repeat([False, True, False, False], 4)[:, None]
+    expected = np.where(of_b, logps_by(teacher, batch) - logps_by("embedded:sort", batch), 0.0)
+    np.testing.assert_allclose(np.asarray(batch.advantages)[mask], expected[mask], atol=2e-4)
+    assert np.abs(expected[mask]).mean() > 0.1

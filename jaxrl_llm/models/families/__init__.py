@@ -11,6 +11,7 @@ from typing import Any
 
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.models.families import (
+    deepseek_v3,
     gemma,
     gemma2,
     gemma3_text,
@@ -29,6 +30,7 @@ from jaxrl_llm.models.families import (
     qwen2_moe,
     qwen3,
     qwen3_moe,
+    qwen3_next,
     smollm3,
 )
 from jaxrl_llm.models.families.decoder import settings
@@ -39,7 +41,8 @@ FAMILIES = {
     module.MODEL_TYPE: module
     for module in (
         llama, qwen2, qwen3, mistral, gemma, gemma2, gemma3_text, phi3, qwen3_moe, mixtral, smollm3, olmo2,
-        olmo3, granite, glm, glm4, olmoe, qwen2_moe, gpt_oss,
+        olmo3, granite, glm, glm4, olmoe, qwen2_moe, gpt_oss, deepseek_v3,
+        qwen3_next,
     )
 }  # fmt: skip
 

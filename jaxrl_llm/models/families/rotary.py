@@ -120,6 +120,7 @@ def _rope(parameters: dict[str, Any], hf: dict[str, Any], theta: float) -> Rope:
         beta_slow=scaling("beta_slow", 1.0),
         attention_factor=_attention_factor(parameters, factor),
         truncate=bool(parameters.get("truncate", True)),
+        mscale_all_dim=number("mscale_all_dim", parameters.get("mscale_all_dim") or 0.0),
     )
 
 
@@ -147,4 +148,5 @@ def _scaling(rope: Rope) -> dict[str, Any]:
     if rope.kind == "yarn":
         names = ("beta_fast", "beta_slow", "attention_factor", "truncate")
         entries |= {name: getattr(rope, name) for name in names}
+        entries |= {"mscale_all_dim": rope.mscale_all_dim} if rope.mscale_all_dim else {}
     return entries

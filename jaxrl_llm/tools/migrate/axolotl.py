@@ -119,6 +119,11 @@ def _rest(draft: Draft, yaml: dict[str, Any], trainer: str) -> None:
         for key in entry.keys:
             if entry.direct and key in yaml:
                 draft.set(entry.ours, CONVERT.get(key, lambda value: value)(yaml[key]), key)
+    if yaml.get(key := "trl.async_prefetch"):
+        draft.set("rollout.staleness", int(yaml.get("trl.prefetch_depth") or 1), key, "trl.prefetch_depth")
+        if "algorithm.importance_correction" not in draft.values:
+            draft.set("algorithm.importance_correction", "token_truncate", key)
+            draft.check(f"{key}: rows of an earlier policy are corrected for here, by token_truncate")
     section = "overrides_of_model_config."
     entries = {key: value for key, value in yaml.items() if key.startswith(section)}
     if entries:

@@ -154,16 +154,7 @@ def _online(draft: Draft, gpus: int) -> None:
     rows = (f"{A}.ppo_micro_batch_size_per_gpu", f"{A}.ppo_micro_batch_size")
     tokens = (f"{A}.use_dynamic_bsz", f"{A}.ppo_max_token_len_per_gpu")
     each, total = (draft.get(key) for key in rows)
-    if draft.get(tokens[0]) and draft.values.get("mesh.context", 1) > 1:
-        length = sum(int(draft.get(f"data.max_{part}_length")) for part in ("prompt", "response"))
-        fitting = max(1, int(draft.get(tokens[1]) or 16384) * gpus // length)
-        shared.microbatch_rows(draft, fitting, mini * group, *tokens)
-        draft.use(*rows)
-        draft.check(
-            f"{tokens[0]} with {A}.ulysses_sequence_parallel_size: packed rows are not sharded by position here, so "
-            "micro-batches have as many whole rows as fit (batch.microbatch_rows)"
-        )
-    elif draft.get(tokens[0]):
+    if draft.get(tokens[0]):
         draft.set("batch.microbatch_tokens", int(draft.get(tokens[1]) or 16384) * gpus, *tokens)
         draft.use(*rows)
     elif each or total:

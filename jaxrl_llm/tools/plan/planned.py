@@ -68,6 +68,9 @@ def make_plan(
     simulated devices and says so. Raises ConfigError as training would.
     """
     check_rows(config, batch_rows(config), target_.mesh)
+    if config.optimizer.learning_rate == "auto":  # no size and no time depends on the number
+        config = config.copy_and_resolve_references()
+        config.optimizer.learning_rate = 1e-4
     if widths is None:
         c = config.rollout
         online = c.max_prompt_length, c.max_prompt_length + c.max_completion_length

@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxrl_llm.algorithms.batch import Batch, Inputs, PackedLayout, Scalars
 from jaxrl_llm.config import batch_rows, rows_together
 from jaxrl_llm.config.schema import OFFLINE
-from jaxrl_llm.distributed.sharding import on_device, rollout_mesh, row_sharding, row_shards, shardings
+from jaxrl_llm.distributed.sharding import rollout_mesh, row_sharding, row_shards, shardings
 from jaxrl_llm.models.cast import in_precision
 from jaxrl_llm.models.chunked_softmax import columns_at_once
 from jaxrl_llm.models.transformer import Net
@@ -23,7 +23,7 @@ from jaxrl_llm.rollout import engine as engines
 from jaxrl_llm.rollout.engine import Engine
 from jaxrl_llm.rollout.scheduler import Scheduler
 from jaxrl_llm.tools.plan.compiler import Compiler, ProgramStats, Trips
-from jaxrl_llm.tools.plan.shapes import Shapes, bytes_on_device, placed
+from jaxrl_llm.tools.plan.shapes import Shapes, bytes_on_device, visiting
 from jaxrl_llm.training.objectives.objective import Objective
 from jaxrl_llm.training.objectives.value import critic_params, value_regression
 from jaxrl_llm.training.optimizers import build_optimizer, learning_rate_schedule
@@ -139,10 +139,11 @@ def compile_rollout(config, engine: Engine, params, mesh: Mesh, prompt_width: in
     """Compile the programs of the engine (cast, prefill, assign, decode); return what sampling holds."""
     k, longest = config.rollout.group_size, config.rollout.max_completion_length
     sampling_mesh = rollout_mesh(mesh, config.rollout.mesh, engine.net.config.kv_heads)
-    cast, arguments = engines.decoding_params, (params, engine.decoder)
+    on_devices = visiting(params)
+    cast, arguments = engines.decoding_params, (on_devices, engine.decoder)
     if sampling_mesh != mesh:
-        cast, arguments = functools.partial(engines.decoding_params, decoder=engine.decoder), (params,)
-        cast = jax.jit(cast, out_shardings=shardings(jax.eval_shape(cast, params), sampling_mesh))
+        cast, arguments = functools.partial(engines.decoding_params, decoder=engine.decoder), (on_devices,)
+        cast = jax.jit(cast, out_shardings=shardings(jax.eval_shape(cast, on_devices), sampling_mesh))
     sampled = compiler.add("rollout: cast", cast, arguments, of_run=params)
     with jax.set_mesh(sampling_mesh):
         shards = row_shards(sampling_mesh)
@@ -181,11 +182,9 @@ def compile_logps(
     inputs = Inputs(ints, ints, layout=layouts.forward, prompt_width=first)
     arguments, trips = (inputs, temperature, microbatch, shards), layouts.forward_trips
     if (online and old_logps_of(config) == "trainer") or offline_spec(config, widths[1]).running_mean:
-        compiler.add("log-probs", scored_logps, (shapes.net, params, *arguments), of_run=params, trips=trips)
+        compiler.add("log-probs", scored_logps, (shapes.net, visiting(params), *arguments), of_run=params, trips=trips)
     if shapes.reference is not None:
-        moved = jax.eval_shape(on_device, shapes.reference)
-        memory = jax.tree.map(lambda x: x.sharding.with_memory_kind("device"), shapes.reference)
-        reference = placed(moved, memory)
+        reference = visiting(shapes.reference)
         on_devices = shapes.reference if not config.algorithm.offload_reference else ()
         if online and config.algorithm.kl == "full":
             arguments_, program = (inputs, microbatch, shards), scored_distributions
@@ -194,9 +193,8 @@ def compile_logps(
         compiler.add("reference", program, (shapes.net, reference, *arguments_), of_run=on_devices, trips=trips)
     if shapes.critic is not None:
         critic = critic_params(critic_spec(config), merge_frozen(shapes.state, shapes.frozen))
-        compiler.add(
-            "values", values_before, (shapes.critic, critic, inputs, microbatch, shards), of_run=critic, trips=trips
-        )
+        arguments = (shapes.critic, visiting(critic), inputs, microbatch, shards)
+        compiler.add("values", values_before, arguments, of_run=critic, trips=trips)
 
 
 def rows_shape(mesh: Mesh, shape: tuple[int, ...], dtype) -> jax.ShapeDtypeStruct:

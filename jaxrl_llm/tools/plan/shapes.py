@@ -1,5 +1,6 @@
 """The arrays of a run as shapes with their places on a mesh: nothing is read but config.json, nothing is allocated."""
 
+import dataclasses
 from typing import Any, NamedTuple
 
 import jax
@@ -101,6 +102,8 @@ def describe(config, mesh: Mesh, dtype: str, scan: bool) -> Shapes:
             second = _state(trainable, build_optimizer(critic_optimizer_spec(config)), config.optimizer.offload, mesh)
             state = State(state.step, state.params, state.opt_state, second)
     reference, own_reference = _reference(config, net, params)
+    if config.model.offload:
+        state, (frozen, frozen_critic) = _offloaded(state), jax.tree.map(_on_host, (frozen, frozen_critic))
     return Shapes(net, critic, state, Frozen(frozen, frozen_critic), reference, own_reference)
 
 
@@ -136,6 +139,18 @@ def _reference(config, net: Net, params: Params) -> tuple[Params | None, Params 
     if not frozen or config.lora.reference == "copy":
         return reference, reference
     return reference, trainable if config.lora.reference == "start" else None
+
+
+def _offloaded(state: State) -> State:
+    critic = state.critic and _offloaded(state.critic)
+    return dataclasses.replace(state, params=jax.tree.map(_on_host, state.params), critic=critic)
+
+
+def visiting(tree) -> Any:
+    """The shapes on the devices, where they may wait in the host's memory otherwise."""
+    return jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding.with_memory_kind("device")), tree
+    )
 
 
 def _on_host(x):

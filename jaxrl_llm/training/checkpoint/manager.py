@@ -1,8 +1,8 @@
 """Saving and restoring a run: asynchronous, sharded, atomic Orbax checkpoints that are restored on any mesh.
 
 A checkpoint holds the `State` (parameters, optimizer, step), a small JSON part (the data position and the counters of
-the host) and, where a run has them, a reference that follows the policy and a replay buffer. Random numbers need no
-storage: every key is folded from the seed, the step and the row.
+the host) and, where a run has them, a reference that follows the policy, a replay buffer and rollouts that were made
+ahead. Random numbers need no storage: every key is folded from the seed, the step and the row.
 
 Before a checkpoint becomes final the hashes of its files are written beside them (`checksums`), and compared before it
 is used: one that is torn or has changed is named, and the one before it is used.
@@ -36,7 +36,7 @@ from jaxrl_llm.training.checkpoint.object_store import is_remote, path_of
 from jaxrl_llm.training.runtime.preemption import Preempted
 from jaxrl_llm.training.update import State
 
-ARRAYS = ("reference", "replay")  # optional trees of a checkpoint, each in a folder of its own
+ARRAYS = ("reference", "replay", "queue")  # optional trees of a checkpoint, each in a folder of its own
 FAILURES = (OSError, ValueError)  # raised by Orbax and its array storage when a disk is full, or gone
 RETRY_SECONDS = 30.0
 FINAL_TRIES = 3
@@ -343,13 +343,16 @@ class Checkpoints:
     def restore_arrays(self, step: int, like: dict[str, Any], mesh: Mesh) -> dict[str, Any]:
         """Those of the trees `like`, by name, that the step holds, sharded over `mesh`.
 
-        Raises ConfigError when one cannot be read or has other shapes.
+        None in place of a tree takes the one that was saved. Raises ConfigError when one cannot be read or has other
+        shapes.
         """
         named = {name: tree for name, tree in like.items() if (self.folder / str(step) / name).is_dir()}
         if not named:
             return {}
-        trees = {name: _sharded(jax.eval_shape(lambda tree=tree: tree), mesh) for name, tree in named.items()}
-        items = {name: ocp.args.StandardRestore(tree) for name, tree in trees.items()}
+        items = {
+            name: ocp.args.StandardRestore(tree and _sharded(jax.eval_shape(lambda tree=tree: tree), mesh))
+            for name, tree in named.items()
+        }
         try:
             restored = self._manager.restore(step, args=ocp.args.Composite(**items))
         except (ValueError, KeyError, OSError) as error:

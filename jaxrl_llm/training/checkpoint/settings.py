@@ -27,6 +27,8 @@ def changed_settings(folder: Path, config: ConfigDict) -> Changes:
     old, new = (flat(x.to_dict()) for x in (former, from_json(to_json(config))))
     if config.num_epochs is not None and old["num_epochs"] == config.num_epochs:
         new["total_steps"] = old["total_steps"]  # it is computed from the data
+    if config.optimizer.learning_rate == "auto":
+        new["optimizer.learning_rate"] = old["optimizer.learning_rate"]  # it follows from the model
     return {
         name: (old[name], value)
         for name, value in new.items()

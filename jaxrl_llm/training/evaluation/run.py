@@ -29,7 +29,8 @@ from jaxrl_llm.training.evaluation.metrics import (
     summary,
 )
 from jaxrl_llm.training.logging.reward_metrics import add_totals, over_processes, table_value
-from jaxrl_llm.training.online import Rollouts, RolloutWorker, Row
+from jaxrl_llm.training.online import RolloutWorker
+from jaxrl_llm.training.rollouts import Rollouts, Row
 
 # (parameters, key[, table]) -> metrics named eval/...; `table` gets a row for each completion.
 Evaluate = Callable[..., dict[str, float]]

@@ -13,6 +13,7 @@ import jax
 import numpy as np
 
 from jaxrl_llm.config import ConfigError
+from jaxrl_llm.distributed.turns import yielded
 from jaxrl_llm.training.logging.health import HealthSpec, HealthWarnings, health_warnings
 from jaxrl_llm.training.logging.logger import Logger
 from jaxrl_llm.training.logging.stopwatch import Stopwatch
@@ -84,7 +85,7 @@ class StepLog:
         return self._pending_metrics
 
     def _finish(self, step: Step) -> Metrics:
-        with self._watch("update"):
+        with self._watch("update"), yielded():
             updates = merge(step.updates)
             metrics = {name: float(value) for name, value in jax.device_get(step.metrics).items()} | updates
         trained = metrics["num_tokens"]

@@ -118,7 +118,9 @@ def make_packer(
     if spec.packing == "false":
         return nothing
     forced = spec.packing == "true" or spec.microbatch_tokens
-    reason = _obstacle(spec, net, mesh, sample)
+    if mesh.shape["context"] > 1 and not forced:  # what it saves is estimated for whole rows on a device
+        return nothing
+    reason = _obstacle(spec, net, sample)
     if reason is not None:
         if forced:
             wanted = "packing is true" if spec.packing == "true" else f"microbatch_tokens is {spec.microbatch_tokens}"
@@ -135,7 +137,7 @@ def make_packer(
     return Packer(sizes, positions, mesh, len(sample.tokens))
 
 
-def _obstacle(spec: PackingSpec, net: ModelConfig, mesh: Mesh, sample: Sample | None) -> str | None:
+def _obstacle(spec: PackingSpec, net: ModelConfig, sample: Sample | None) -> str | None:
     """The reason why rows cannot be packed, in words; None where they can."""
     if spec.documents:
         return "data.packing packs the rows already: set one of them to false"
@@ -143,8 +145,6 @@ def _obstacle(spec: PackingSpec, net: ModelConfig, mesh: Mesh, sample: Sample | 
         return "algorithm.neftune_alpha draws the noise of each row apart: set it to 0, or batch.packing to false"
     if net.lora is not None and net.lora.dropout:
         return "lora.dropout drops the tokens of each row apart: set it to 0, or batch.packing to false"
-    if mesh.shape["context"] > 1:
-        return "mesh.context cuts rows over devices: set it to 1, or batch.packing to false"
     if sample is None:
         return "with data.streaming the rows are not known before: set batch.packing to false"
     if net.rope.kind == "dynamic" and sample.tokens.shape[1] > net.rope.original_max_positions:

@@ -9,6 +9,7 @@ from jaxrl_llm.config.resolve import resolve
 from jaxrl_llm.config.schema import OFFLINE
 from jaxrl_llm.data import loading
 from jaxrl_llm.data.loading import DataSource
+from jaxrl_llm.environments.agents import Agents
 from jaxrl_llm.environments.factory import Environments
 from jaxrl_llm.models.model import Model
 from jaxrl_llm.rewards.runner import Rewards
@@ -19,8 +20,9 @@ from jaxrl_llm.training.evaluation.run import Compute, EvalSpec, Evaluate, Evalu
 from jaxrl_llm.training.logging.stopwatch import Stopwatch
 from jaxrl_llm.training.objectives.objective import Objective
 from jaxrl_llm.training.offline import HeldOut, OfflineSource
-from jaxrl_llm.training.online import OnlineSource, RolloutWorker, Row
+from jaxrl_llm.training.online import OnlineSource, RolloutWorker
 from jaxrl_llm.training.reference import start_reference
+from jaxrl_llm.training.rollouts import Row
 from jaxrl_llm.training.setup.specs import (
     algorithm_of,
     batch_spec,
@@ -91,7 +93,7 @@ def build_evaluate(
     source: OnlineSource | OfflineSource,
     held_out: list[tuple[NamedSet, list[DataSource]]],
     mesh: Mesh,
-    environments: Environments | None,
+    environments: Environments | Agents | None,
     watch: Stopwatch,
     compute: Compute | None = None,
 ) -> Evaluations:
@@ -134,7 +136,7 @@ def build_evaluate(
 
 
 def build_evaluations(
-    config, model: Model, grader: Rewards, eval_dataset, mesh: Mesh, environments: Environments | None = None
+    config, model: Model, grader: Rewards, eval_dataset, mesh: Mesh, environments: Environments | Agents | None = None
 ) -> tuple[Evaluation, ...]:
     """The evaluation by samples of every set, outside of training."""
     sets = named_sets(eval_spec(config), eval_dataset)
@@ -147,7 +149,7 @@ def _sampled_evaluations(
     grader: Rewards,
     sets: list[NamedSet],
     mesh: Mesh,
-    environments: Environments | None,
+    environments: Environments | Agents | None,
     watch: Stopwatch | None,
     compute: Compute | None = None,
 ) -> list[Evaluation]:

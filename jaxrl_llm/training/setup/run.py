@@ -12,10 +12,13 @@ from jax.sharding import Mesh
 
 from jaxrl_llm.algorithms.random_streams import ADAPTERS, VALUE_HEAD
 from jaxrl_llm.config import ConfigDict, ConfigError, batch_rows
+from jaxrl_llm.config.resolve import split_options
 from jaxrl_llm.data import loading
+from jaxrl_llm.data.curriculum import Curriculum
 from jaxrl_llm.data.loading import DataSource, Tokenized
 from jaxrl_llm.data.pipeline import Pipeline
-from jaxrl_llm.distributed.sharding import make_mesh, row_shards
+from jaxrl_llm.distributed.sharding import has_host_memory, make_mesh, on_host, row_shards
+from jaxrl_llm.environments.agents import Agents
 from jaxrl_llm.environments.factory import Environments, load_environments
 from jaxrl_llm.models.lora import LoraConfig, has_adapters, parse_targets, split
 from jaxrl_llm.models.model import Model, add_adapters, check_positions, check_same_vocabulary, copied_model, load_model
@@ -28,6 +31,7 @@ from jaxrl_llm.training.advantages import advantage_step
 from jaxrl_llm.training.algorithm import Algorithm, BatchSpec
 from jaxrl_llm.training.evaluation.run import Evaluations
 from jaxrl_llm.training.logging.stopwatch import Stopwatch
+from jaxrl_llm.training.mixed import MixedSource
 from jaxrl_llm.training.objectives.value import critic_params, shared_critic, value_regression
 from jaxrl_llm.training.offline import OfflineSource
 from jaxrl_llm.training.online import Critic, Learner, OnlineSource, Producer, RolloutWorker
@@ -37,8 +41,11 @@ from jaxrl_llm.training.packing.planner import Packer, Sample, make_packer, samp
 from jaxrl_llm.training.reference import Reference, start_reference
 from jaxrl_llm.training.replay import empty_replay
 from jaxrl_llm.training.reward_models import with_reward_models
+from jaxrl_llm.training.rollout_queue import RolloutQueue
+from jaxrl_llm.training.served_teacher import ServedTeacher, Server
 from jaxrl_llm.training.setup.data import model_entries, read_data, tokenizer_of
 from jaxrl_llm.training.setup.evaluation import build_evaluate
+from jaxrl_llm.training.setup.learning_rate import with_learning_rate
 from jaxrl_llm.training.setup.objectives import critic_spec, needs_reference, objective_of, preference_spec
 from jaxrl_llm.training.setup.specs import (
     advantage_spec,
@@ -48,6 +55,7 @@ from jaxrl_llm.training.setup.specs import (
     check_correction,
     controllers_of,
     critic_optimizer_spec,
+    curriculum_spec,
     data_spec,
     environment_spec,
     learner_spec,
@@ -85,7 +93,7 @@ class Run(NamedTuple):
     model: Model
     critic: Model | None
     mesh: Mesh
-    source: OnlineSource | OfflineSource
+    source: OnlineSource | OfflineSource | MixedSource
     frozen: Frozen
     update: Update
     warm_up: Update | None  # of the critic alone, in the first `warmup_steps` training steps and in its own passes
@@ -95,10 +103,10 @@ class Run(NamedTuple):
     state: State
     stopwatch: Stopwatch
     rewards: Rewards
-    environments: Environments | None
+    environments: Environments | Agents | None
     pack: Packer
-    config: ConfigDict  # with the number of steps, where num_epochs says it
-    notes: list[str]  # lines on the data
+    config: ConfigDict  # with the number of steps, where num_epochs says it, and the learning rate
+    notes: list[str]  # lines on the data and the learning rate
     warnings: list[str]
 
 
@@ -135,10 +143,20 @@ def build(
     model, graders = build_model(config, mesh, None, rows.tokenizer, given_model), build_rewards(config, rewards)
     environments = load_environments(spec)
     if environment_reward in graders.functions and environments is None and config.environment.rollout_func is None:
-        raise ConfigError("rewards.functions names environment, but there is none: set environment.name")
+        raise ConfigError("rewards.functions names environment, but there is none: set environment.name or agent")
     if given_model is None:
         _check_trainable(config, model)
     critic = build_critic(config, model, mesh, given_model) if algorithm.has_critic else None
+    model_type = (model.hf_config or {}).get("model_type", "model without config.json")
+    config, told = with_learning_rate(config, model_type, model.net.config.width, has_adapters(model.params))
+    if config.model.offload:
+        if not has_host_memory():
+            raise ConfigError(
+                f"model.offload is true, but the memory of a {jax.default_backend()} here has no part in the host's "
+                "(pinned_host): set it to false, and shard the parameters over more devices (mesh.fsdp)"
+            )
+        model = replace(model, params=on_host(model.params))
+        critic = critic and replace(critic, params=on_host(critic.params))
     objective = objective_of(config, model.net)
 
     def packer(sample: Sample | None) -> Packer:
@@ -193,7 +211,7 @@ def build(
         model=model,
         critic=critic,
         mesh=mesh,
-        source=source,
+        source=_mixed(config, source, model, train_dataset) if isinstance(source, OnlineSource) else source,
         frozen=Frozen(frozen, frozen_critic),
         update=update,
         warm_up=warm_up,
@@ -206,7 +224,7 @@ def build(
         environments=environments,
         pack=pack,
         config=config,
-        notes=rows.notes,
+        notes=[*rows.notes, *told],
         warnings=narrow_updates(config, model),
     )
 
@@ -344,26 +362,38 @@ def build_critic(config, policy: Model, mesh: Mesh, given: Model | None = None) 
     return critic
 
 
-def build_teacher(config, policy: Model, mesh: Mesh, length: int, cause: str) -> Teacher | None:
-    """The teacher of the configuration, for rows of up to `length` tokens because of `cause`; None without one.
+def build_teacher(
+    config, policy: Model, mesh: Mesh, length: int, cause: str, path: str | None = None
+) -> Teacher | ServedTeacher | None:
+    """The teacher of the configuration, or that at `path`, for rows of up to `length` tokens because of `cause`.
 
-    Raises ConfigError for a model that has no head for tokens, too few positions, or another vocabulary.
+    None without one. Raises ConfigError for a model that has no head for tokens, too few positions, or another
+    vocabulary.
     """
-    c, own = config.teacher, config.model
-    if c.path is None:
+    c, own, path = config.teacher, config.model, path or config.teacher.path
+    if path is None:
         return None
+    name, options = split_options(path)
+    if name == "server":
+        try:
+            return ServedTeacher(teacher_spec(config), Server(**options), mesh)
+        except TypeError as error:
+            raise ConfigError(
+                f"teacher.path = {path!r}: {error}; write server(url='http://localhost:8000/v1', model='m'), with "
+                "timeout and api_key (a variable's name) where they differ"
+            ) from None
     scan = net_options(config)["scan_layers"]
     model = load_model(
-        c.path, own.dtype if c.dtype == "auto" else c.dtype, mesh=mesh, allow_pickle=own.allow_pickle,
+        path, own.dtype if c.dtype == "auto" else c.dtype, mesh=mesh, allow_pickle=own.allow_pickle,
         trust_remote_code=own.trust_remote_code, revision=c.revision, head="lm", scan_layers=scan, quantize=c.quantize,
     )  # fmt: skip
     if model.tokenizer is None:
-        raise ConfigError(f"teacher.path = {c.path!r} has no tokenizer, by which its vocabulary could be compared")
-    check_same_vocabulary(policy, model, f"teacher.path = {c.path!r}:")
+        raise ConfigError(f"teacher.path = {path!r} has no tokenizer, by which its vocabulary could be compared")
+    check_same_vocabulary(policy, model, f"teacher.path = {path!r}:")
     check_positions(model, length, cause)
     if c.top_k >= model.net.config.vocab_size:
         raise ConfigError(
-            f"teacher.top_k is {c.top_k}, but {c.path} has {model.net.config.vocab_size} tokens: 0 is all of them"
+            f"teacher.top_k is {c.top_k}, but {path} has {model.net.config.vocab_size} tokens: 0 is all of them"
         )
     return Teacher.of(teacher_spec(config), model, mesh, policy.net.config.vocab_size)
 
@@ -390,7 +420,7 @@ def _online(
     rewards: Rewards,
     mesh: Mesh,
     stopwatch: Stopwatch,
-    environments: Environments | None,
+    environments: Environments | Agents | None,
     packer: Callable[[Sample | None], Packer],
 ) -> OnlineSource:
     """The producer and the learner of an online algorithm."""
@@ -401,11 +431,22 @@ def _online(
         examples = None
         pipeline = loading.stream(data_spec(config), data, "prompts", model.tokenizer, lambda row: row, *process)
     else:
-        examples, shuffle = tokens.rows, config.data.shuffle
-        pipeline = Pipeline(examples, rows.prompts, config.seed, shuffle, *process, tokens.shares)
+        examples, curriculum = tokens.rows, curriculum_spec(config)
+        order = (config.seed, config.data.shuffle, *process, tokens.shares)
+        if curriculum is None:
+            pipeline = Pipeline(examples, rows.prompts, *order)
+        else:
+            pipeline = Curriculum(examples, rows.prompts, curriculum, *order)
+
+    if rollout.staleness and jax.process_count() > 1:
+        raise ConfigError(
+            f"rollout.staleness is {rollout.staleness}, but the run has {jax.process_count()} processes, whose threads "
+            "would meet in another order: set it to 0"
+        )
+    watch = Stopwatch(within=stopwatch) if rollout.staleness else stopwatch  # a thread of its own has its own
 
     def worker_of(sampling: SamplingParams, group_size: int) -> RolloutWorker:
-        return build_worker(config, model, rewards, mesh, sampling, group_size, examples, stopwatch, environments)
+        return build_worker(config, model, rewards, mesh, sampling, group_size, examples, watch, environments)
 
     worker = worker_of(training_sampling(config), rollout.group_size)
     check_correction(config, worker.engine)
@@ -419,8 +460,24 @@ def _online(
         row_width = width + rollout.max_completion_length
         replay = empty_replay(config.algorithm.replay_groups, rollout.group_size, row_width, width, mesh)
     sample = sampled_rows(shard_rows(config, mesh), rollout.group_size, width, rollout.max_completion_length)
+
+    def teacher_at(path: str | None) -> Any:
+        length = width + rollout.max_completion_length
+        return build_teacher(config, model, mesh, length, "the longest prompt and rollout.max_completion_length", path)
+
+    producer = Producer(producer_spec(config), worker, greedy, pipeline, advantages.flat_groups)
+    queue = RolloutQueue(
+        rollout.staleness,
+        config.total_steps,
+        key_of=partial(jax.random.fold_in, jax.random.key(config.seed)),
+        publish=worker.copy_policy,
+        mesh=mesh,
+        shares=True,
+        watch=stopwatch,
+        own_watch=watch,
+    )
     return OnlineSource(
-        Producer(producer_spec(config), worker, greedy, pipeline, advantages.flat_groups),
+        producer,
         Learner(
             spec=spec,
             batch=rows,
@@ -435,15 +492,35 @@ def _online(
             controllers=controllers_of(config),
             replay=replay,
             critic=None if critic is None else Critic(critic.net, partial(critic_params, critic_spec(config))),
-            teacher=build_teacher(
-                config,
-                model,
-                mesh,
-                width + rollout.max_completion_length,
-                "the longest prompt and rollout.max_completion_length",
-            ),
+            teacher=teacher_at(None),
+            other_teachers={
+                value: teacher_at(path) for value, _, path in (entry.partition("=") for entry in config.teacher.others)
+            },
         ),
+        queue,
     )
+
+
+def _mixed(config, online: OnlineSource, model: Model, train_dataset: Any) -> OnlineSource | MixedSource:
+    """The source with batches of the data's rows between those of samples, where `teacher.on_policy` asks for them.
+
+    A batch of given rows has as many rows, of the same width, as one of samples.
+    """
+    if config.teacher.on_policy == 1:
+        return online
+    learner, given = online.learner, config.copy_and_resolve_references()
+    width = learner.prompt_width + config.rollout.max_completion_length
+    given.algorithm.name, given.batch.prompts, given.teacher.path = "sft", batch_rows(config), None
+    given.data.max_length = width
+    spec, tokens = data_spec(given), None
+    data = loading.open_sources(spec, model.tokenizer, train_dataset)
+    if not spec.streaming:
+        tokens = loading.tokenized(spec, data, "completions", model.tokenizer)
+    rows = _offline(
+        given, algorithm_of(given), model, data, tokens, learner.mesh, learner.stopwatch, lambda _: learner.pack
+    )
+    rows = replace(rows, spec=replace(rows.spec, width=width), teacher=learner.teacher)
+    return MixedSource(online, rows, config.teacher.on_policy, config.seed)
 
 
 def _offline(

@@ -3,6 +3,7 @@
 Beside them stands what several commands build from a configuration and a model: the rollout worker.
 """
 
+import importlib.util
 import math
 import os
 from collections.abc import Sequence
@@ -20,14 +21,17 @@ from jaxrl_llm.config import ConfigError, rows_together
 from jaxrl_llm.config.checks import logit_bias
 from jaxrl_llm.config.resolve import split_options
 from jaxrl_llm.config.schema import OFFLINE
+from jaxrl_llm.data.curriculum import CurriculumSpec
 from jaxrl_llm.data.loading import DataSpec
 from jaxrl_llm.data.observations import TurnTokenizer
-from jaxrl_llm.distributed.sharding import rollout_mesh, row_shards
+from jaxrl_llm.distributed.sharding import on_device, rollout_mesh, row_shards
+from jaxrl_llm.environments.agents import Agents, AgentSpec
 from jaxrl_llm.environments.batch import EpisodeBatch
 from jaxrl_llm.environments.factory import Environments, EnvironmentSpec
 from jaxrl_llm.environments.protocol import EpisodeError
+from jaxrl_llm.models.attention import Attention
 from jaxrl_llm.models.cast import draws_from_another
-from jaxrl_llm.models.model import Model, check_positions
+from jaxrl_llm.models.model import Model, check_positions, save_hf
 from jaxrl_llm.models.transformer import Params
 from jaxrl_llm.rewards.runner import Rewards
 from jaxrl_llm.rollout.constraints import Guide, bad_word_ids, build_automata, check_tokens
@@ -36,15 +40,17 @@ from jaxrl_llm.rollout.grammar import build_grammar
 from jaxrl_llm.rollout.resharded import ReshardedEngine
 from jaxrl_llm.rollout.sampling import SamplingParams
 from jaxrl_llm.training.advantages import AdvantageSpec
+from jaxrl_llm.training.agent_rollout import AgentRollout
 from jaxrl_llm.training.algorithm import Algorithm, BatchSpec
 from jaxrl_llm.training.external_rollout import ExternalRollout, load_rollout_function
 from jaxrl_llm.training.logging.stopwatch import Stopwatch
 from jaxrl_llm.training.offline import OfflineSpec
-from jaxrl_llm.training.online import LearnerSpec, ProducerSpec, RolloutWorker, Row
+from jaxrl_llm.training.online import LearnerSpec, ProducerSpec, RolloutWorker
 from jaxrl_llm.training.optimizers import OptimizerSpec, learning_rate_schedule
 from jaxrl_llm.training.packing.planner import PackingSpec
 from jaxrl_llm.training.passes import scored_logps
 from jaxrl_llm.training.reference import ReferenceSpec
+from jaxrl_llm.training.rollouts import Row
 from jaxrl_llm.training.setup.objectives import (
     divergence_temperature,
     kl_estimator,
@@ -221,6 +227,7 @@ def update_spec(config) -> UpdateSpec:
         microbatch_rows=config.batch.microbatch_rows,
         schedule=learning_rate_schedule(optimizer_spec(config)),
         offload=config.optimizer.offload,
+        offload_params=config.model.offload,
         dropout=config.lora.dropout,
         seed=config.seed,
     )
@@ -236,7 +243,7 @@ def teacher_spec(config) -> TeacherSpec:
     """The teacher of a run."""
     c, divergence = config.teacher, config.teacher.form == "divergence"
     temperature = divergence_temperature(config) if divergence else training_sampling(config).logps_temperature
-    return TeacherSpec(divergence, temperature, c.top_k, c.offload)
+    return TeacherSpec(divergence, temperature, c.top_k, c.offload, c.column)
 
 
 def controllers_of(config) -> Controllers:
@@ -285,6 +292,17 @@ def producer_spec(config) -> ProducerSpec:
         dynamic_sampling=c.dynamic_sampling,
         max_sampling_rounds=c.max_sampling_rounds,
         replay_groups=c.replay_groups,
+        correct_at=config.eval.correct_at,
+    )
+
+
+def curriculum_spec(config) -> CurriculumSpec | None:
+    """The curriculum of the configuration, None where no prompt is passed over."""
+    c = config.data
+    if c.curriculum_easy is None and c.curriculum_hard is None:
+        return None
+    return CurriculumSpec(
+        c.curriculum_easy, c.curriculum_hard, c.curriculum_revisit, c.curriculum_visits, c.curriculum_decay
     )
 
 
@@ -399,16 +417,17 @@ def build_worker(
     group_size: int,
     examples: list[Row] | None,
     stopwatch: Stopwatch,
-    environments: Environments | None = None,
+    environments: Environments | Agents | None = None,
 ) -> RolloutWorker:
     """A rollout worker wide enough for the prompts of `examples` or, where they are not known before, for any."""
     c, eos, limit = config.rollout, eos_ids(model), config.rollout.max_prompt_length
-    open_episodes = external = None
+    open_episodes = external = agents = None
+    options = split_options(f"_({config.data.chat_template_kwargs})")[1]
+    turns = TurnTokenizer(model.tokenizer, eos, limit, options, stops=bool(c.stop or c.stop_token_ids))
     if environments is not None:
-        options = split_options(f"_({config.data.chat_template_kwargs})")[1]
-        turns = TurnTokenizer(model.tokenizer, eos, limit, options, stops=bool(c.stop or c.stop_token_ids))
-        open_episodes = partial(EpisodeBatch.open, environments, turns)
-        examples = None  # environments and tools may lengthen prompts
+        if isinstance(environments, Environments):
+            open_episodes = partial(EpisodeBatch.open, environments, turns)
+        examples = None  # environments, tools and agents may lengthen prompts
     vocab = model.net.config.vocab_size
     check_tokens("rollout.logit_bias", [token for token, _ in sampling.logit_bias], vocab)
     check_tokens("rollout.stop_token_ids", c.stop_token_ids, vocab)
@@ -436,11 +455,21 @@ def build_worker(
         width = limit  # what a function returns as prompts is its own
 
         def policy_logps(params: Params, inputs: Inputs):
-            temperature = training_sampling(config).logps_temperature
+            params, temperature = on_device(params), training_sampling(config).logps_temperature
             return scored_logps(engine.net, params, inputs, temperature, len(inputs.tokens), row_shards(mesh))
 
-        external = ExternalRollout(function, engine, model.tokenizer, mesh, width, policy_logps)
-    return RolloutWorker(engine, rewards, model.tokenizer, mesh, width, stopwatch, open_episodes, external)
+        def save(params: Params, path: str) -> None:
+            save_hf(replace(model, params=params), path, overwrite=True)
+
+        external = ExternalRollout(function, engine, model.tokenizer, mesh, width, policy_logps, save)
+    if isinstance(environments, Agents):
+        if engine_mesh != mesh:
+            raise EpisodeError("environment.agent is sampled on the mesh of training: set rollout.mesh to none, and "
+                               "mesh.context to 1")  # fmt: skip
+        shards = row_shards(mesh)
+        slots = c.slots or min(environments.spec.workers, config.batch.prompts * config.rollout.group_size)
+        agents = AgentRollout(environments, engine, turns, mesh, width, -(-slots // shards) * shards)
+    return RolloutWorker(engine, rewards, model.tokenizer, mesh, width, stopwatch, open_episodes, external, agents)
 
 
 def check_memory(config, model: Model, engine: Engine, width: int, mesh: Mesh) -> None:
@@ -450,7 +479,7 @@ def check_memory(config, model: Model, engine: Engine, width: int, mesh: Mesh) -
     """
     net, length = model.net.config, width + engine.max_completion_length
     rows = config.batch.prompts * engine.group_size
-    layers = sum(kind.window is None for kind in net.layer_configs)
+    layers = sum(kind.window is None and kind.mixer is Attention for kind in net.layer_configs)
     needed = 2 * layers * net.kv_heads * net.head_dim * length + 4 * rows * length  # bytes, of a byte a number
     if needed > (memory := device_memory(mesh)):
         raise ConfigError(
@@ -469,8 +498,10 @@ def device_memory(mesh: Mesh) -> float:
 
 
 def check_correction(config, engine: Engine) -> None:
-    """Raises ConfigError where the engine samples in fewer bits than are trained, and nothing corrects for it."""
+    """Raises ConfigError where the engine samples from another policy than is trained, and nothing corrects for it."""
     lossy = []
+    if config.rollout.staleness:
+        lossy.append(f"rollout.staleness is {config.rollout.staleness}")
     if draws_from_another(engine.decoder, engine.net):
         lossy.append(f"rollout.weights_dtype is {engine.weights_dtype}")
     if engine.cache_dtype == "fp8":
@@ -478,7 +509,8 @@ def check_correction(config, engine: Engine) -> None:
     if lossy and config.algorithm.importance_correction == "none" and old_logps_of(config) != "sampler":
         raise ConfigError(
             f"{lossy[0]}, so completions are not drawn from the policy that is trained, but algorithm."
-            "importance_correction is none: set token_truncate, which weighs each token by the ratio of the two"
+            "importance_correction is none: set token_truncate, which weighs each token by the ratio of the two, or "
+            "algorithm.old_logps=sampler, whose ratio is clipped"
         )
 
 
@@ -496,12 +528,25 @@ def padded_width(longest: int, limit: int) -> int:
     return min(-(-longest // WIDTH_MULTIPLE) * WIDTH_MULTIPLE, limit)
 
 
-def environment_spec(config, environment: Any = None, tools: Sequence[Any] = ()) -> EnvironmentSpec:
-    """The environments of the configuration, or of `environment` (a factory, a dictionary of them, or a name).
+def environment_spec(config, environment: Any = None, tools: Sequence[Any] = ()) -> EnvironmentSpec | AgentSpec:
+    """The environments of the configuration, or of `environment` (a factory, a dictionary of them, or a name); or its
+    agents.
 
-    `tools` are added to the configuration's. Raises EpisodeError for an algorithm that samples nothing.
+    `tools` are added to the configuration's. Raises EpisodeError for an algorithm that samples nothing, and for agents
+    together with an environment, without the packages of their endpoint or in a run of several processes.
     """
     c, name = config.environment, config.algorithm.name
+    if c.agent is not None:
+        if environment is not None or tools:
+            raise EpisodeError("environment.agent is set, but an environment or tools are given too: leave one out")
+        missing = [package for package in ("starlette", "uvicorn") if importlib.util.find_spec(package) is None]
+        if missing:
+            raise EpisodeError(
+                f'environment.agent needs {" and ".join(missing)} for its endpoint: pip install "jaxrl_llm[serve]"'
+            )
+        if jax.process_count() > 1:
+            raise EpisodeError("environment.agent is for one process, but this run has several")
+        return AgentSpec(c.agent, c.workers, c.agent_timeout, c.max_turns, c.agent_tokens, c.on_error)
     spec = EnvironmentSpec(
         environment=c.name if environment is None else environment,
         tools=(*c.tools, *tools),

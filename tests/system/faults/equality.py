@@ -9,14 +9,15 @@ import orbax.checkpoint as ocp
 import pyarrow.parquet as pq
 from safetensors.numpy import load_file
 
-CLOCKS = {"tokens_per_second", "step_time"}
+CLOCKS = {"tokens_per_second", "step_time", "rollout/queue"}
 
 
 def metrics(path: Path) -> list[dict]:
     """The lines of metrics.jsonl without what a clock measured."""
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     return [
-        {k: v for k, v in line.items() if not k.startswith(("time", "machine/")) and k not in CLOCKS} for line in lines
+        {k: v for k, v in line.items() if not k.startswith(("time", "machine/", "producer/")) and k not in CLOCKS}
+        for line in lines
     ]
 
 
@@ -31,7 +32,7 @@ def assert_same_run(one: Path, other: Path) -> None:
     assert steps[0] == steps[1]
     folders = [run / "checkpoints" / str(steps[0]) for run in (one, other)]
     assert (folders[0] / "host/metadata").read_text() == (folders[1] / "host/metadata").read_text()
-    for name in ("state", "reference", "replay"):
+    for name in ("state", "reference", "replay", "queue"):
         if (folders[0] / name).is_dir():
             assert_same_tree(*(read(folder / name) for folder in folders))
     assert_same_tree(*(load_file(run / "hf/model.safetensors") for run in (one, other)))

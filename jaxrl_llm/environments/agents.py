@@ -1,0 +1,210 @@
+"""Agents: programs that talk to an endpoint of the run by any client, one session each, and end with a reward.
+
+| form of `environment.agent` | is run |
+|---|---|
+| `path/to/file.py:run`, `my_module:run` | as a function, in a thread or, where it is `async`, on an event loop |
+| anything else | as a command line, in a process of its own |
+
+A function is given what it names of `Connection` and `task`, and returns a reward, named rewards, or None where it has
+posted one. A command finds the same in its environment variables, and the task as JSON on its standard input.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import inspect
+import json
+import math
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import tempfile
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any
+
+from jaxrl_llm.config.resolve import ConfigError, resolve, resolve_with_options
+from jaxrl_llm.environments.call_pool import CallPool
+from jaxrl_llm.environments.protocol import EpisodeError
+
+FUNCTION = re.compile(r"[^\s:()]+:[A-Za-z_][\w.]*(\(.*\))?", re.DOTALL)
+LAST = 2000  # bytes of a failed command's output in its message
+
+Reward = float | dict[str, float]
+Start = Callable[["Connection", Mapping[str, Any]], Any]  # returns a reward, or an awaitable of it
+
+
+@dataclasses.dataclass(frozen=True)
+class AgentSpec:
+    """The settings of `environment.*` that agents need.
+
+    agent: a function or its name, or a command line. workers: agents that run at once. timeout: seconds of each. calls:
+    of a session; tokens: that it samples, None without a limit. on_error: stop (the run) when one fails, or end.
+    """
+
+    agent: str | Callable[..., Any]
+    workers: int = 16
+    timeout: float = 600.0
+    calls: int = 10
+    tokens: int | None = None
+    on_error: str = "end"
+
+
+@dataclasses.dataclass(frozen=True)
+class Connection:
+    """What an agent needs to talk to its session."""
+
+    base_url: str  # for clients of OpenAI's API
+    api_key: str
+    model: str
+    reward_url: str  # takes {"reward": 1.0} by POST, with the key
+    session: str
+    timeout: float  # seconds of the agent
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """The end of an agent: the reward that it returned, or why it failed."""
+
+    reward: Reward | None = None
+    failure: str | None = None
+
+
+class Agents:
+    """The agents of a spec. Raises ConfigError for a name, an option, an argument or a command that is wrong."""
+
+    def __init__(self, spec: AgentSpec):
+        self.spec, self.pool = spec, CallPool(spec.workers, spec.timeout)
+        self.closing: list[Callable[[], Any]] = []  # what else ends with them
+        if isinstance(spec.agent, str) and not FUNCTION.fullmatch(spec.agent):
+            self.start = _command(spec.agent)
+        else:
+            self.start = _function(spec.agent)
+
+    def run(
+        self,
+        connections: Sequence[Connection],
+        tasks: Sequence[Mapping[str, Any]],
+        ended: Callable[[int, Outcome], None],
+    ) -> None:
+        """Run an agent for every task; `ended(number, outcome)` is called at the end of each, in this thread."""
+        for number, (connection, task) in enumerate(zip(connections, tasks, strict=True)):
+            self.pool.submit(number, functools.partial(self._checked, connection, task))
+        left = len(tasks)
+        while left:
+            for result in self.pool.poll(wait=True):
+                left -= 1
+                outcome = result.result
+                if result.timed_out:
+                    outcome = Outcome(failure=f"it took more than environment.agent_timeout = {self.spec.timeout:g} s")
+                elif result.error is not None:
+                    outcome = Outcome(failure=f"{type(result.error).__name__}: {result.error}")
+                ended(result.key, outcome)
+
+    def close(self) -> None:
+        """End what belongs to the agents."""
+        for close in self.closing:
+            close()
+        self.closing.clear()
+        self.pool.close()
+
+    def _checked(self, connection: Connection, task: Mapping[str, Any]) -> Outcome | Awaitable[Outcome]:
+        returned = self.start(connection, task)
+        if not inspect.isawaitable(returned):
+            return Outcome(read_reward(returned))
+
+        async def awaited() -> Outcome:
+            return Outcome(read_reward(await returned))
+
+        return awaited()
+
+
+def _function(agent: str | Callable[..., Any]) -> Start:
+    """A call of the function of an agent with what it names."""
+    options: dict[str, Any] = {}
+    if isinstance(agent, str):
+        function, options = resolve_with_options(agent, {}) if agent.endswith(")") else (resolve(agent, {}), {})
+    else:
+        function = agent
+    given = {field.name for field in dataclasses.fields(Connection)} | {"task"}
+    parameters = inspect.signature(function).parameters.values()
+    takes_all = any(x.kind is x.VAR_KEYWORD for x in parameters)
+    named = {x.name for x in parameters if x.kind in (x.POSITIONAL_OR_KEYWORD, x.KEYWORD_ONLY)}
+    required = {x.name for x in parameters if x.name in named and x.default is x.empty}
+    if unknown := sorted(required - given - options.keys()):
+        raise ConfigError(
+            f"environment.agent = {agent!r} asks for {unknown[0]}; an agent is given {', '.join(sorted(given))}"
+        )
+    wanted = given if takes_all else given & named
+
+    def start(connection: Connection, task: Mapping[str, Any]) -> Any:
+        everything = dataclasses.asdict(connection) | {"task": dict(task)}
+        return function(**{name: everything[name] for name in wanted - options.keys()}, **options)
+
+    return start
+
+
+def _command(line: str) -> Start:
+    """A function that runs a command line to its end; raises EpisodeError when it fails."""
+    try:
+        words = shlex.split(line)
+    except ValueError as error:
+        raise ConfigError(f"environment.agent = {line!r} cannot be read as a command line: {error}") from None
+    if not words or shutil.which(words[0]) is None:
+        raise ConfigError(
+            f"environment.agent = {line!r} is no command that is found and may be run; a function is written "
+            "path/to/file.py:function or my_module:function"
+        )
+
+    def start(connection: Connection, task: Mapping[str, Any]) -> None:
+        text = json.dumps(dict(task), default=str)
+        variables = {
+            "OPENAI_BASE_URL": connection.base_url,
+            "OPENAI_API_KEY": connection.api_key,
+            "OPENAI_MODEL": connection.model,
+            "AGENT_REWARD_URL": connection.reward_url,
+            "AGENT_SESSION": connection.session,
+            "AGENT_TIMEOUT": f"{connection.timeout:g}",
+        }
+        with tempfile.TemporaryFile() as output:
+            process = subprocess.Popen(
+                words, stdin=subprocess.PIPE, stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
+                env=os.environ | variables,
+            )  # fmt: skip
+            try:
+                process.communicate(text.encode(), timeout=connection.timeout)
+            finally:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)  # what it has started too
+                process.wait()
+            if process.returncode:
+                output.seek(0, os.SEEK_END)
+                output.seek(max(output.tell() - LAST, 0))
+                said = output.read().decode(errors="replace").strip()
+                raise EpisodeError(f"{words[0]} ended with {process.returncode}: {said}")
+
+    return start
+
+
+def read_reward(returned: Any) -> Reward | None:
+    """The reward that an agent returned. Raises EpisodeError for anything but finite numbers."""
+
+    def number(value: Any) -> float:
+        try:
+            found = float(value)
+        except (TypeError, ValueError):
+            found = math.nan
+        if isinstance(value, str) or not math.isfinite(found):
+            raise EpisodeError(
+                f"the agent returned {returned!r:.200}; return a finite number, a dictionary of such, or None where "
+                "it has posted its reward"
+            )
+        return found
+
+    if returned is None:
+        return None
+    if isinstance(returned, Mapping) and returned:
+        return {str(name): number(value) for name, value in returned.items()}
+    return number(returned)

@@ -1,0 +1,237 @@
+"""Gated delta net as a mixer (arXiv 2412.06464): a state a head that each token decays, corrects and reads.
+
+For every value head, with keys and queries of unit length: `S <- exp(g) S`, then `S <- S + k (beta (v - k S))`, and the
+token's output is `q S / sqrt(d)`. Queries, keys and values come from a short convolution over the latest tokens.
+
+Letters: h key heads, r value heads of each, d numbers of a key, v of a value, m numbers that are convolved
+(queries, keys and values of a token), t tokens of a chunk.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxrl_llm.config import ConfigError
+from jaxrl_llm.distributed.sharding import constrain
+from jaxrl_llm.models import quantize
+from jaxrl_llm.models.layers import Linear
+from jaxrl_llm.models.mixer import AttentionInputs, DecodeInputs, LayerConfig
+
+CHUNK = 64  # tokens whose effect on the state is worked out together
+AT_ONCE = 64  # the most tokens of a row that one decode step takes
+NO_SEGMENT = -1  # of tokens before the row
+
+
+class PromptState(NamedTuple):
+    """What is kept of prompts: the state behind them, and what is convolved of their last tokens."""
+
+    state: jax.Array  # [...,G,h,r,d,v]
+    tail: jax.Array  # [...,G,K-1,m] of a convolution over K tokens; 0 before the prompt
+
+
+class RowState(NamedTuple):
+    """What is kept of rows: the state before token `place`, and all that later states follow from."""
+
+    state: jax.Array  # [...,G,R,h,r,d,v] fp32
+    place: jax.Array  # [...,G,R]
+    recent: jax.Array  # [...,G,R,S,m+2hr] of token i in i % S: what is convolved, beta's and g's inputs
+
+
+class GatedDeltaNet(nnx.Module):
+    """A gated delta net with a short convolution before it and a gated norm behind. A `Mixer`.
+
+    Whole rows are computed in chunks, one after another: memory and time are linear in T, and a state starts anew with
+    each segment. A decode step first brings the state to the row's length, from the inputs of the tokens that were
+    accepted since, and keeps it as it is there: tokens that prove wrong leave no trace.
+    """
+
+    path = "delta"
+    shares_prefixes = False
+
+    def __init__(self, config, rngs: nnx.Rngs):
+        self.config = c = config
+        values = c.delta_value_heads * c.delta_value_dim
+        self.mixed = 2 * c.delta_key_heads * c.delta_key_dim + values
+        self.qkvz = Linear(c.width, self.mixed + values, c, rngs, name="qkvz")
+        self.ba = Linear(c.width, 2 * c.delta_value_heads, c, rngs, name="ba")
+        conv = (self.mixed, 1, c.delta_conv)
+        self.conv = nnx.Param(jax.random.normal(rngs.params(), conv, c.param_dtype) * c.init_scale)
+        decays = jax.random.uniform(rngs.params(), (c.delta_value_heads,), jnp.float32, 0.01, 16.0)
+        self.log_decay = nnx.Param(jnp.log(decays).astype(c.param_dtype))
+        self.step_bias = nnx.Param(jnp.ones((c.delta_value_heads,), c.param_dtype))
+        self.norm_scale = nnx.Param(jnp.ones((c.delta_value_dim,), c.param_dtype))
+        self.out = Linear(values, c.width, c, rngs, name="out")
+
+    @staticmethod
+    def layer_arrays(config, layer: LayerConfig) -> tuple:
+        """Nothing: layers differ in their parameters alone."""
+        return ()
+
+    def apply(self, x, inputs: AttentionInputs, arrays) -> jax.Array:
+        """Output `[N,T,D]`."""
+        return self.prefill(x, inputs, arrays)[0]
+
+    def prefill(self, x, inputs: AttentionInputs, arrays) -> tuple[jax.Array, PromptState]:
+        """Output `[N,T,D]`, and the states behind rows that are padded on the left."""
+        mixed, z, ba = self._project(x)
+        mixed, ba, segments = (constrain(a, "rows", *(None,) * (a.ndim - 1)) for a in (mixed, ba, inputs.segments))
+        taps = self.conv.shape[-1]
+        before = jnp.pad(mixed, ((0, 0), (taps - 1, 0), (0, 0)))
+        ids = jnp.pad(segments, ((0, 0), (taps - 1, 0)), constant_values=NO_SEGMENT)
+        length = x.shape[1]
+        window = jnp.stack([before[:, tap : tap + length] for tap in range(taps)], axis=2)
+        same = jnp.stack([ids[:, tap : tap + length] == segments for tap in range(taps)], axis=2)
+        out, state = chunked_delta_rule(*self._heads(jnp.where(same[..., None], window, 0), ba), segments)
+        tail = jnp.where((ids[:, -taps + 1 :] == segments[:, -1:])[..., None], before[:, -taps + 1 :], 0)
+        return self._output(out, z), PromptState(_sharded(state, 1), constrain(tail, "rows", None, None))
+
+    def decode(self, x, inputs: DecodeInputs, prompt: PromptState, cache: RowState, arrays):
+        """The next W tokens of each row: output `[G,R*W,D]`, and the row's state before them with their inputs."""
+        length = inputs.length
+        mixed, z, ba = (a.reshape(*length.shape, -1, *a.shape[2:]) for a in self._project(x))
+        width = mixed.shape[2]
+        if width > AT_ONCE:
+            raise ConfigError(f"a gated delta net decodes up to {AT_ONCE} tokens of a row at once, and not {width}")
+        new = quantize.narrowed(jnp.concatenate([mixed, ba], axis=-1), cache.recent.dtype)
+        places = (length[..., None] + jnp.arange(width)) % cache.recent.shape[2]
+        recent = jax.vmap(jax.vmap(lambda row, at, new: row.at[at].set(new)))(cache.recent, places, new)
+        fresh = length == 0
+        first = quantize.widened(prompt.state, jnp.float32)[:, None]
+        state = jnp.where(fresh[..., None, None, None, None], first, cache.state)
+        place = jnp.where(fresh, 0, cache.place)
+
+        def step(state, place):
+            return delta_step(state, *self._heads(*self._at(place, recent, prompt.tail, x.dtype)))
+
+        def follow(number, state):
+            accepted = place + number < length
+            return jnp.where(accepted[..., None, None, None, None], step(state, place + number)[0], state)
+
+        state = _sharded(jax.lax.fori_loop(0, (length - place).max(), follow, state), 2)
+        _, out = jax.lax.scan(lambda state, number: step(state, length + number), state, jnp.arange(width))
+        out = self._output(jnp.moveaxis(out, 0, 2), z).reshape(x.shape)
+        return out, RowState(state, length, constrain(recent, "rows", None, None, None))
+
+    @staticmethod
+    def empty_cache(prompt: PromptState, rows: int, size: int) -> RowState:
+        """The states of rows, which are as large for any `size`."""
+        *lead, taps, mixed = prompt.tail.shape
+        numbers = mixed + 2 * prompt.state.shape[-4] * prompt.state.shape[-3]
+        stacked = (None,) * (len(lead) - 1)
+        # Tokens accepted since the state's place, the convolution before them, and the step's own.
+        recent = jnp.zeros((*lead, rows, 2 * AT_ONCE + taps, numbers), prompt.tail.dtype)
+        state = jnp.zeros((*lead, rows, *prompt.state.shape[-4:]), jnp.float32)
+        return RowState(
+            constrain(state, *stacked, "rows", None, "heads", None, None, None),
+            constrain(jnp.zeros((*lead, rows), jnp.int32), *stacked, "rows", None),
+            constrain(recent, *stacked, "rows", None, None, None),
+        )
+
+    @staticmethod
+    def grow_cache(cache: RowState, size: int) -> RowState:
+        """The row caches, which need no more room."""
+        return cache
+
+    def _project(self, x):
+        """Of x `[...,D]`: what is convolved `[...,m]`, the gates z `[...,h,r,v]`, inputs of beta and g `[...,h,2r]`."""
+        c = self.config
+        h, r = c.delta_key_heads, c.delta_value_heads // c.delta_key_heads
+        sizes = (c.delta_key_dim, c.delta_key_dim, r * c.delta_value_dim)
+        by_head = self.qkvz(x).reshape(*x.shape[:-1], h, -1)
+        *convolved, z = jnp.split(by_head, [sum(sizes[: n + 1]) for n in range(3)], axis=-1)
+        mixed = jnp.concatenate([a.reshape(*x.shape[:-1], -1) for a in convolved], axis=-1)
+        return mixed, z.reshape(*z.shape[:-1], r, -1), self.ba(x)
+
+    def _at(self, place, recent, tail, dtype):
+        """What is convolved for the tokens at `place` `[G,R]`, `[G,R,K,m]`, and their inputs of beta and g."""
+        taps = self.conv.shape[-1]
+        index = place[..., None] + jnp.arange(1 - taps, 1)
+        numbers = jnp.take_along_axis(recent, (index % recent.shape[2])[..., None], axis=2)
+        numbers = quantize.widened(numbers, dtype)
+        in_prompt = jnp.clip(index + taps - 1, 0, taps - 2)[..., None]
+        before = jnp.take_along_axis(quantize.widened(tail, dtype)[:, None], in_prompt, axis=2)
+        return jnp.where(index[..., None] < 0, before, numbers[..., : self.mixed]), numbers[..., -1, self.mixed :]
+
+    def _heads(self, window, ba):
+        """Queries and keys `[...,h,d]`, values `[...,h,r,v]`, log decays g and beta `[...,h,r]`, in fp32."""
+        c = self.config
+        h, r = c.delta_key_heads, c.delta_value_heads // c.delta_key_heads
+        mixed = jnp.einsum("...km,mk->...m", window, self.conv[..., 0, :].astype(window.dtype))
+        mixed = jax.nn.silu(mixed).astype(jnp.float32)
+        q, k, v = jnp.split(mixed, [h * c.delta_key_dim, 2 * h * c.delta_key_dim], axis=-1)
+        q, k = (a.reshape(*a.shape[:-1], h, -1) for a in (q, k))
+        q, k = (a * jax.lax.rsqrt((a * a).sum(-1, keepdims=True) + 1e-6) for a in (q, k))
+        b, a = jnp.split(ba.astype(jnp.float32).reshape(*ba.shape[:-1], h, 2 * r), 2, axis=-1)
+        step_bias, log_decay = (p[...].astype(jnp.float32).reshape(h, r) for p in (self.step_bias, self.log_decay))
+        g = -jnp.exp(log_decay) * jax.nn.softplus(a + step_bias)
+        v = v.reshape(*v.shape[:-1], h, r, c.delta_value_dim)
+        return q * c.delta_key_dim**-0.5, k, v, g, jax.nn.sigmoid(b)
+
+    def _output(self, out, z):
+        """The layer's output of the heads' `[...,h,r,v]`: normed, times silu(z), and mapped to `[...,D]`."""
+        normed = out * jax.lax.rsqrt((out * out).mean(-1, keepdims=True) + self.config.norm_eps)
+        normed = normed * self.norm_scale[...].astype(jnp.float32) * jax.nn.silu(z.astype(jnp.float32))
+        return self.out(normed.astype(z.dtype).reshape(*z.shape[:-3], -1))
+
+
+def _sharded(state, lead: int):
+    return constrain(state, "rows", *(None,) * (lead - 1), "heads", None, None, None)
+
+
+def delta_step(state, q, k, v, g, beta) -> tuple[jax.Array, jax.Array]:
+    """The states `[...,h,r,d,v]` behind one more token, and its outputs `[...,h,r,v]`."""
+    state = state * jnp.exp(g)[..., None, None]
+    missing = (v - jnp.einsum("...hrdv,...hd->...hrv", state, k)) * beta[..., None]
+    state = state + k[..., :, None, :, None] * missing[..., None, :]
+    return state, jnp.einsum("...hrdv,...hd->...hrv", state, q)
+
+
+def chunked_delta_rule(q, k, v, g, beta, segments, chunk: int = CHUNK) -> tuple[jax.Array, jax.Array]:
+    """Outputs `[N,T,h,r,v]` of `delta_step` for each token in turn, and the states `[N,h,r,d,v]` of the last segments.
+
+    q, k `[N,T,h,d]`, v `[N,T,h,r,v]`, g and beta `[N,T,h,r]`, segments `[N,T]`. Within a chunk what tokens add to the
+    state solves a triangular system, as in section 3.2 of arXiv 2406.06484, with decays as in arXiv 2412.06464. Tokens
+    of other segments neither decay nor see each other.
+    """
+    (rows, length), segments = segments.shape, jnp.asarray(segments, jnp.int32)
+    extra = -length % chunk  # before the row, so that the last state is that of its last token
+
+    def chunks(x, value=0):
+        x = jnp.pad(x, ((0, 0), (extra, 0), *((0, 0),) * (x.ndim - 2)), constant_values=value)
+        return jnp.moveaxis(x.reshape(rows, -1, chunk, *x.shape[2:]), 1, 0)
+
+    causal, later = (jnp.tril(jnp.ones((chunk, chunk), bool), -first) for first in (0, 1))
+
+    @jax.checkpoint  # the backward pass keeps the state before each chunk alone
+    def step(carry, inputs):
+        state, segment = carry  # the segment that the state is of
+        q, k, v, g, beta, ids = inputs
+        q, k = (a.transpose(0, 2, 1, 3) for a in (q, k))  # [N,h,t,d]
+        v, g, beta = (jnp.moveaxis(a, 1, 3) for a in (v, g, beta))  # [N,h,r,t,...]
+        total = jnp.cumsum(g, axis=-1)
+        seen = (causal & (ids[:, :, None] == ids[:, None, :]))[:, None, None]
+        # Summed from each token on: as differences of `total`, decays of long chunks would lose their digits.
+        between = jnp.cumsum(jnp.where(later, g[..., :, None], 0), axis=-2)
+        decay = jnp.exp(jnp.where(seen, between, -jnp.inf))
+        from_state = jnp.where((ids == segment[:, None])[:, None, None], jnp.exp(total), 0)
+        keys, queries = (jnp.einsum("nhtd,nhsd->nhts", a, k)[:, :, None] * decay for a in (k, q))
+        wanted = jnp.concatenate([v, from_state[..., None] * k[:, :, None]], axis=-1) * beta[..., None]
+        solved = jax.lax.linalg.triangular_solve(
+            keys * beta[..., None], wanted, left_side=True, lower=True, unit_diagonal=True
+        )
+        own, taken = jnp.split(solved, [v.shape[-1]], axis=-1)
+        added = own - jnp.einsum("nhrtd,nhrdv->nhrtv", taken, state)
+        out = jnp.einsum("nhrt,nhtd,nhrdv->nhrtv", from_state, q, state)
+        out += jnp.einsum("nhrts,nhrsv->nhrtv", queries, added)
+        last = ids[:, -1]
+        state = state * from_state[..., -1, None, None]
+        state += jnp.einsum("nhrs,nhsd,nhrsv->nhrdv", decay[..., -1, :], k, added)
+        return (state, last), jnp.moveaxis(out, 3, 1)
+
+    ids = chunks(segments, NO_SEGMENT)
+    start = jnp.zeros((rows, *v.shape[2:4], k.shape[-1], v.shape[-1]), jnp.float32)
+    start = (_sharded(start, 1), jnp.full((rows,), NO_SEGMENT, jnp.int32))
+    (state, _), out = jax.lax.scan(step, start, (*(chunks(a) for a in (q, k, v, g, beta)), ids))
+    return jnp.moveaxis(out, 0, 1).reshape(rows, -1, *out.shape[3:])[:, extra:], state

@@ -1,0 +1,145 @@
+"""The endpoint of agents that are trained: a base URL for each session, whose calls are sampled and kept.
+
+| path | |
+|---|---|
+| `/session/ID/v1/chat/completions`, `/session/ID/v1/completions` | as those of `app.py`, sampled as the run is |
+| `/session/ID/v1/models` | the model's name |
+| `/session/ID/reward`, `/session/ID/v1/reward` | `{"reward": 1.0}`: see `Session.set_reward` |
+"""
+
+import functools
+import secrets
+import socket
+import threading
+import time
+from collections.abc import AsyncGenerator, Sequence
+
+import uvicorn
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from jaxrl_llm.data.observations import TurnTokenizer
+from jaxrl_llm.serving.app import Answer, EventStream, Limits, Server
+from jaxrl_llm.serving.bodies import Asked, BadRequestError, parse
+from jaxrl_llm.serving.choice import Choice, Piece
+from jaxrl_llm.serving.queue import RequestQueue, StoppedError
+from jaxrl_llm.serving.sessions import MODEL, Call, Session, SessionSpec
+
+MANY = 2**20  # requests at once and rows that wait: as many as agents ask for
+ANY_LENGTH = 2**31  # sessions bound their rows themselves
+
+
+class Gateway:
+    """Sessions over a queue of the process, on a free port of this machine."""
+
+    def __init__(self, queue: RequestQueue, turns: TurnTokenizer, vocabulary: int, seconds: float):
+        """vocabulary: token ids are below it; seconds: for a whole answer."""
+        self.queue, self.turns, self.key = queue, turns, secrets.token_hex(16)
+        self.sessions: dict[str, Session] = {}
+        self.opened = 0
+        self.lock = threading.Lock()  # between the agents' requests and the end of their sessions
+        paths = (
+            ("chat/completions", "POST", functools.partial(self.complete, chat=True)),
+            ("completions", "POST", functools.partial(self.complete, chat=False)),
+            ("models", "GET", self.models),
+            ("reward", "POST", self.reward),
+        )
+        routes = [("/session/{id}/reward", "POST", self.reward)]
+        routes += [(f"/session/{{id}}/v1/{path}", method, handler) for path, method, handler in paths]
+        limits = Limits(ANY_LENGTH, requests=MANY, rows=MANY, seconds=seconds)
+        self.server = Server(queue, turns.tokenizer, [MODEL], turns.eos, vocabulary, limits, self.key, routes)
+        listener = socket.create_server(("127.0.0.1", 0), backlog=2048)
+        self.url = "http://{}:{}".format(*listener.getsockname())
+        config = uvicorn.Config(self.server.app, log_level="warning", access_log=False, lifespan="off")
+        self.web = uvicorn.Server(config)
+        self.thread = threading.Thread(
+            target=self.web.run, kwargs={"sockets": [listener]}, daemon=True, name="agents' endpoint"
+        )
+        self.thread.start()
+        while not self.web.started:
+            if not self.thread.is_alive():
+                raise RuntimeError(f"the endpoint of agents at {self.url} did not start; see the log above")
+            time.sleep(0.005)
+
+    def open(self, keys: Sequence[bytes], spec: SessionSpec) -> list[Session]:
+        """A session for each key."""
+        self.opened += 1
+        sessions = [Session(f"{self.opened}-{number}", key, spec, self.turns) for number, key in enumerate(keys)]
+        self.sessions |= {session.name: session for session in sessions}
+        return sessions
+
+    def base_url(self, session: Session) -> str:
+        """The address that clients of a session are given."""
+        return f"{self.url}/session/{session.name}/v1"
+
+    def end(self, session: Session, reason: str) -> None:
+        """Take no more calls of a session; those under way are cancelled."""
+        with self.lock:
+            session.over = session.over or reason
+            handles = list(session.handles)
+            self.queue.cancel(handles)
+            self.sessions.pop(session.name, None)
+        for handle in handles:
+            handle.deliver(StoppedError("the session is over"))
+
+    def close(self) -> None:
+        """End the endpoint."""
+        self.web.should_exit = self.web.force_exit = True
+        self.thread.join(10)
+
+    def _session(self, request: Request) -> Session:
+        name = request.path_params["id"]
+        if name not in self.sessions:
+            raise BadRequestError(f"there is no session {name!r:.100}: it is over", 403, "session_over")
+        return self.sessions[name]
+
+    async def complete(self, server: Server, request: Request, chat: bool) -> Response:
+        """The completions of a request, which its session keeps."""
+        session, body = self._session(request), await server.body(request)
+        call = Call(session)
+        asked = parse(body | {"model": MODEL}, chat, server.tokenizer, server.names, server.eos, ANY_LENGTH,
+                      server.vocabulary, call.render)  # fmt: skip
+        with self.lock:
+            session.check_open()
+            answer = KeptAnswer(server, call.bounded(asked), call)
+        if asked.stream:
+            return EventStream(answer, server)
+        try:
+            return JSONResponse(await server.unless_left(request, answer.whole()))
+        finally:
+            answer.close()
+
+    async def models(self, server: Server, request: Request) -> Response:
+        """The model's name."""
+        return await server.models(request)
+
+    async def reward(self, server: Server, request: Request) -> Response:
+        """Sets the reward of a session, or of one of its turns."""
+        session, body = self._session(request), await server.body(request)
+        with self.lock:
+            session.set_reward(body)
+        return JSONResponse({"success": True})
+
+
+class KeptAnswer(Answer):
+    """An answer that its session keeps when all of its choices have ended, before the client sees the end."""
+
+    def __init__(self, server: Server, asked: Asked, call: Call):
+        super().__init__(server, asked)
+        self.call = call
+        for choice in self.choices:  # the same in a run that is resumed, as some templates show them
+            choice.call_ids = f"{asked.seed or 0:08x}{choice.index:08x}"
+        self.handles = {choice.handle for choice in self.choices if choice.handle is not None}
+        call.session.handles |= self.handles
+
+    async def pieces(self) -> AsyncGenerator[tuple[Choice, Piece], None]:
+        """Those of `Answer`."""
+        async for piece in super().pieces():
+            if not self.going and self.call.session.over is None:
+                self.call.record(self.choices)
+            yield piece
+
+    def close(self) -> None:
+        """Cancels the rows that have not ended."""
+        super().close()
+        self.call.session.handles -= self.handles

@@ -1,0 +1,254 @@
+"""Sessions of agents: what one run of an agent has sampled, call by call, as rows of token ids.
+
+A call whose messages extend those of an earlier one goes on behind its tokens: the sampled ids stay as they are, and
+only the new messages are tokenised, between them. Any other call begins a row of its own: the session forks.
+"""
+
+import dataclasses
+import hashlib
+import json
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxrl_llm.config import ConfigError
+from jaxrl_llm.data.observations import TurnTokenizer
+from jaxrl_llm.data.templates import chat_ids, render_prompt
+from jaxrl_llm.rollout.sampling import SamplingParams
+from jaxrl_llm.serving.bodies import Asked, BadRequestError
+from jaxrl_llm.serving.choice import Choice
+from jaxrl_llm.serving.queue import Handle
+
+MODEL = "policy"  # whatever model a request names
+OVER, BUDGET, TOO_LONG = "session_over", "budget_exceeded", "context_length_exceeded"
+
+
+@dataclasses.dataclass(frozen=True)
+class SessionSpec:
+    """The bounds of sessions, and how they are sampled whatever a request asks for.
+
+    prompt, completion: tokens of a row before and from its first sampled one. calls, tokens: of a session in all.
+    """
+
+    sampling: SamplingParams
+    prompt: int
+    completion: int
+    calls: int
+    tokens: int | None = None
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Branch:
+    """A row up to the end of a sampled turn."""
+
+    prompt_ids: list[int]
+    completion_ids: list[int]
+    mask: list[int]  # 1 on sampled tokens
+    logps: list[float]  # 0 on others
+    turns: int
+    ended: bool  # with an end-of-text id
+    finished: bool  # so, or with a stop string: not at a limit
+    history: str | list[str] | list[int]  # the text, keys of the messages or ids that a call which goes on begins with
+    template: str  # tools and options with which messages were rendered
+    messages: list[dict[str, Any]]  # of the completion: answers, and what came between them
+    parent: "Branch | None"
+
+
+class Session:
+    """The calls of one run of an agent, and the reward that it posts.
+
+    `key` are bytes from which its samples are drawn: they depend on it, on a call's prompt and on how often that was
+    asked before.
+    """
+
+    def __init__(self, name: str, key: bytes, spec: SessionSpec, turns: TurnTokenizer):
+        self.name, self.key, self.spec, self.turns = name, key, spec, turns
+        self.branches: list[Branch] = []  # in the order in which their last turns ended
+        self.over: str | None = None  # why it takes no more calls
+        self.calls = self.sampled = self.retokenised = 0
+        self.asked: Counter[bytes] = Counter()  # calls by the digest of their prompts
+        self.handles: set[Handle] = set()  # of calls under way
+        self.reward: float | dict[str, float] | None = None
+        self.turn_rewards: dict[int, float] = {}
+
+    @property
+    def leaves(self) -> list[Branch]:
+        """The rows: branches that no call went on with. The last call's (its first choice's) comes last."""
+        parents = {id(branch.parent) for branch in self.branches}
+        return [branch for branch in self.branches if id(branch) not in parents]
+
+    def check_open(self) -> None:
+        """Raise BadRequestError where no call is taken any more."""
+        spec = self.spec
+        if self.over is not None:
+            raise BadRequestError(f"the session is over: {self.over}", 403, OVER)
+        if self.calls >= spec.calls:
+            raise BadRequestError(f"the session has made its {spec.calls} calls (environment.max_turns)", 403, BUDGET)
+        if spec.tokens is not None and self.sampled >= spec.tokens:
+            raise BadRequestError(f"the session has its {spec.tokens} tokens (environment.agent_tokens)", 403, BUDGET)
+
+    def set_reward(self, body: Mapping[str, Any]) -> None:
+        """Take `{"reward": 1.0}`, of named rewards `{"reward": {"right": 1.0}}`, or of a turn, with `"turn": 0`."""
+        reward, turn = body.get("reward"), body.get("turn")
+        if self.over is not None:
+            raise BadRequestError(f"the session is over: {self.over}", 403, OVER)
+        if unknown := sorted(body.keys() - {"reward", "turn"}):
+            raise BadRequestError(f"there is no field {unknown[0]!r}; it takes reward and turn", param=unknown[0])
+        named: dict[str, float] | None = dict(reward) if isinstance(reward, Mapping) and turn is None else None
+        values: list[Any] = [reward] if named is None else list(named.values())
+        if not values or not all(map(is_finite, values)):
+            raise BadRequestError(f"reward is {reward!r:.100}; it takes a finite number, or an object of numbers "
+                                  "by their names, without turn", param="reward")  # fmt: skip
+        if turn is None:
+            self.reward = float(values[0]) if named is None else named
+        elif isinstance(turn, int) and not isinstance(turn, bool) and turn >= 0:
+            self.turn_rewards[turn] = float(values[0])
+        else:
+            raise BadRequestError(f"turn is {turn!r:.100}; it takes a number of a call, from 0", param="turn")
+
+
+def is_finite(value: Any) -> bool:
+    """True for a finite number that is no bool."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+class Call:
+    """One request of a session: its prompt as token ids (`render`), its bounds (`bounded`), what came (`record`)."""
+
+    def __init__(self, session: Session):
+        self.session = session
+        self.before: Branch | None = None  # the branch that it goes on with
+        self.observed: list[int] = []  # ids between that and the answer
+        self.new: list[dict[str, Any]] = []  # messages between them
+        self.history: str | list[str] | list[int] = ""
+        self.template = ""
+
+    def render(
+        self, prompt: Any, tools: list[Any] | None = None, options: Mapping[str, Any] | None = None
+    ) -> list[int]:
+        """The token ids of a prompt: text, messages or ids. Raises ConfigError as `render_prompt` does."""
+        session, turns = self.session, self.session.turns
+        if isinstance(prompt, str):
+            self.history = prompt
+            self.before = self._longest()
+            if self.before is not None:
+                self.observed = chat_ids(turns.tokenizer, prompt[len(self.before.history) :])
+        elif all(isinstance(index, int) for index in prompt):
+            self.history = prompt
+            self.before = self._longest()
+            if self.before is not None:
+                self.observed = prompt[len(self.before.history) :]
+        else:
+            self.history, self.new = [message_key(message) for message in prompt], list(prompt)
+            self.template = json.dumps([tools, options], sort_keys=True, default=repr)
+            self.before = self._longest()
+            if self.before is not None:
+                new = self.new[len(self.before.history) :]
+                row = {"prompt": prompt, "chat_template_kwargs": options}
+                try:
+                    self.observed = turns.observation_ids(row, new, tools or (), self.before.ended) if new else []
+                    self.new = new
+                except ConfigError:  # the template rewrites what came before, so the row cannot go on
+                    session.retokenised += sum(self.before.mask)
+                    self.before = None
+        if self.before is not None:
+            return [*self.before.prompt_ids, *self.before.completion_ids, *self.observed]
+        if not isinstance(prompt, str) and not self.template:
+            return prompt
+        return render_prompt(turns.tokenizer, prompt, tools, {**turns.template_kwargs, **(options or {})})
+
+    def _longest(self) -> Branch | None:
+        """The branch with most tokens that the history goes on with; one that ended needs something new behind it."""
+        history, found = self.history, None
+        for branch in self.session.branches:
+            size = len(branch.history)
+            extends = type(branch.history) is type(history) and branch.template == self.template
+            if extends and history[:size] == branch.history and (len(history) > size or not branch.ended):
+                tokens = len(branch.completion_ids)
+                found = branch if found is None or tokens >= len(found.completion_ids) else found
+        return found
+
+    def bounded(self, asked: Asked) -> Asked:
+        """The request with the sampling, the seed and the limits of its session. Raises BadRequestError."""
+        session, spec = self.session, self.session.spec
+        if len(asked.prompts) > 1:
+            raise BadRequestError(
+                f"prompt has {len(asked.prompts)} prompts; a session takes one a call", param="prompt"
+            )
+        if not self.history:  # token ids, which nobody has rendered
+            asked.prompts[0] = self.render(asked.prompts[0])
+        prompt, room = asked.prompts[0], spec.completion
+        if self.before is not None:
+            room -= len(self.before.completion_ids) + len(self.observed)
+        elif len(prompt) > spec.prompt:
+            raise BadRequestError(f"the prompt has {len(prompt)} tokens, but rows begin with up to {spec.prompt} "
+                                  "(rollout.max_prompt_length)", code=TOO_LONG, param="messages")  # fmt: skip
+        if room < 1:
+            raise BadRequestError(f"the row has no room for an answer: behind its first prompt it has up to "
+                                  f"{spec.completion} tokens (rollout.max_completion_length)", code=TOO_LONG,
+                                  param="messages")  # fmt: skip
+        if spec.tokens is not None:
+            room = min(room, max((spec.tokens - session.sampled) // asked.n, 1))
+        digest = hashlib.blake2b(session.key + np.asarray(prompt, np.int32).tobytes(), digest_size=8).digest()
+        seed = hashlib.blake2b(digest + session.asked[digest].to_bytes(4), digest_size=4).digest()
+        session.asked[digest] += 1
+        session.calls += 1
+        return dataclasses.replace(
+            asked, limits=[min(asked.limits[0], room)], sampling=spec.sampling, seed=int.from_bytes(seed)
+        )
+
+    def record(self, choices: Sequence[Choice]) -> None:
+        """Add the branches of an answer, that of its first choice last."""
+        session, before = self.session, self.before
+        for choice in reversed(choices):
+            ids, logps, observed = list(choice.ids), list(choice.logps), self.observed
+            completion, mask, all_logps, messages, turns = ids, [1] * len(ids), logps, [], 0
+            if before is not None:
+                completion = [*before.completion_ids, *observed, *ids]
+                mask = [*before.mask, *[0] * len(observed), *mask]
+                all_logps = [*before.logps, *[0.0] * len(observed), *logps]
+                messages, turns = [*before.messages, *self.new], before.turns
+            answer, history = answer_message(choice), self.history
+            if isinstance(history, str):
+                history += choice.text
+            elif self.template:
+                history = [*history, message_key(answer)]
+            else:
+                history = [*history, *ids]
+            session.branches.append(
+                Branch(
+                    choice.prompt if before is None else before.prompt_ids, completion, mask, all_logps, turns + 1,
+                    bool(ids) and ids[-1] in session.turns.eos, choice.finish_reason != "length", history,
+                    self.template, [*messages, answer], before,
+                )
+            )  # fmt: skip
+            session.sampled += len(ids)
+
+
+def answer_message(choice: Choice) -> dict[str, Any]:
+    """The message of an answer that has ended, the arguments of its calls as objects."""
+    if not choice.calls:
+        return {"role": "assistant", "content": choice.text}
+    calls = [
+        {**call, "function": {**call["function"], "arguments": json.loads(call["function"]["arguments"])}}
+        for call in choice.calls
+    ]
+    return {"role": "assistant", "content": choice.text[: choice.given].strip(), "tool_calls": calls}
+
+
+def message_key(message: Mapping[str, Any]) -> str:
+    """A text that is the same for a message and what clients make of it.
+
+    Of an answer they may leave out the space around its text, empty fields and the ids of its calls.
+    """
+    kept = {name: value for name, value in message.items() if value not in (None, "", [], {}) and name != "refusal"}
+    if message["role"] == "assistant":
+        kept = {"role": "assistant", "content": (message.get("content") or "").strip()}
+        kept["calls"] = [
+            [call["function"].get("name"), call["function"].get("arguments")]
+            for call in message.get("tool_calls") or ()
+        ]
+    return json.dumps(kept, sort_keys=True, default=repr)

@@ -1,0 +1,51 @@
+"""Batches of two kinds in one run: the policy's own samples, or the rows of the data."""
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+
+from jaxrl_llm.algorithms.random_streams import MIXTURE
+from jaxrl_llm.training.offline import OfflineSource
+from jaxrl_llm.training.online import Experience, OnlineSource
+from jaxrl_llm.training.update import State
+
+
+@dataclasses.dataclass(frozen=True)
+class MixedSource:
+    """Samples of the policy with probability `on_policy`, else given rows (GKD's lambda, arXiv 2306.13649).
+
+    A step's kind is drawn from the seed and its number alone, so that a resumed run draws the same.
+    """
+
+    online: OnlineSource
+    offline: OfflineSource
+    on_policy: float
+    seed: int
+
+    def next(self, state: State, key) -> Experience:
+        """The batch of one step, with the metric `teacher/on_policy`, 1 or 0."""
+        samples = np.random.default_rng([self.seed, MIXTURE, int(state.step)]).random() < self.on_policy
+        experience = (self.online if samples else self.offline).next(state, key)
+        return experience._replace(metrics=experience.metrics | {"teacher/on_policy": float(samples)})
+
+    def rest(self) -> None:
+        """Wait until nothing is sampled or graded in the background."""
+        self.online.rest()
+
+    def learn(self, metrics: dict[str, float]) -> None:
+        """Take notice of the metrics of a step's updates."""
+        self.online.learn(metrics)
+
+    def get_state(self) -> dict[str, Any]:
+        """The numbers that a resumed run needs besides the training state and `get_arrays`."""
+        return {"online": self.online.get_state(), "offline": self.offline.get_state()}
+
+    def get_arrays(self) -> dict[str, Any]:
+        """The trees of arrays, by name, that a resumed run needs besides the training state."""
+        return self.online.get_arrays()
+
+    def set_state(self, state: dict[str, Any], arrays: dict[str, Any]) -> None:
+        """Go on where `get_state` and `get_arrays` were called."""
+        self.online.set_state(state["online"], arrays)
+        self.offline.set_state(state["offline"], {})

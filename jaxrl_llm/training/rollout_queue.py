@@ -1,0 +1,128 @@
+"""`RolloutQueue`: batches of rollouts that a thread makes while earlier ones are trained on.
+
+The schedule is fixed: the batch of step k is sampled from the policy of max(0, k - 1 - staleness) steps, however long
+anything takes. So a run has one result, whatever its timing, and a checkpoint needs no record of arrivals: it holds the
+batches that are made and not trained on yet. They are small beside the state, and what they cost (environments, judges)
+is not spent twice; sampling them again would take the policies that made them, which no longer exist.
+"""
+
+import contextlib
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from jaxrl_llm.distributed.turns import held, yielded
+from jaxrl_llm.models.transformer import Params
+from jaxrl_llm.training.logging.stopwatch import Stopwatch
+from jaxrl_llm.training.rollouts import Rollouts, pack, unpack
+
+Produce = Callable[[Params, int, int, Any], Rollouts]
+
+
+class Made(NamedTuple):
+    """A batch of the queue, and where the seconds of the thread that made it went, as metrics."""
+
+    rollouts: Rollouts
+    seconds: dict[str, float]
+
+
+class RolloutQueue:
+    """The rollouts of each step in turn; a context manager, which ends the thread.
+
+    staleness: updates between the policy that samples a batch and the one that is updated with it; with 0 `take` makes
+    each batch itself, and there is no thread. last_step: of the run. key_of: the key of a step. publish: the policy's
+    parameters in arrays that no update donates. mesh: that samples, and `shares` is true where others compute on its
+    devices. watch: of the thread that takes. own_watch: of the one that makes.
+
+    An error of what makes a batch is raised by the `take` or `rest` that meets it, and no further batch is made.
+    """
+
+    def __init__(
+        self,
+        staleness: int,
+        last_step: int,
+        key_of: Callable[[int], Any],
+        publish: Callable[[Params], Params],
+        mesh: Mesh,
+        shares: bool,
+        watch: Stopwatch,
+        own_watch: Stopwatch,
+    ):
+        self.staleness = staleness
+        self._last_step, self._key_of, self._publish = last_step, key_of, publish
+        self._mesh, self._watch, self._own_watch = mesh, watch, own_watch
+        self._queue: deque[Future[Made]] = deque()  # the batches of the next steps, in order
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rollouts")  # starts with the first batch
+        self._error: BaseException | None = None  # of the thread
+        self._idle_since: float | None = None
+        self._turn = held() if staleness and shares and mesh.size > 1 else contextlib.nullcontext()
+
+    def __enter__(self) -> "RolloutQueue":
+        self._turn.__enter__()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._turn.__exit__(None, None, None)
+        self._thread.shutdown(cancel_futures=True)
+
+    def take(self, produce: Produce, params: Params, version: int, key) -> tuple[Rollouts, dict[str, Any]]:
+        """The batch of step `version + 1`, and metrics of the queue; `params` are those after `version` steps.
+
+        `produce(params, version, step, key)` makes the batch of a step by the policy of `version` steps. Those of the
+        steps up to `version + 1 + staleness` are made of these parameters, unless they are in the queue.
+        """
+        if not self.staleness and not self._queue:
+            return produce(params, version, version + 1, key), {}
+        newest, last = version + len(self._queue), min(version + 1 + self.staleness, self._last_step)
+        if newest < last:
+            params = self._publish(params)
+            self._queue.extend(
+                self._thread.submit(self._make, produce, params, version, step) for step in range(newest + 1, last + 1)
+            )
+        ready = sum(future.done() for future in self._queue)
+        with self._watch("rollout_wait"), yielded():
+            made = self._queue[0].result()
+        self._queue.popleft()
+        age = np.float32(version - made.rollouts.version)
+        return made.rollouts, {"rollout/age": age, "rollout/queue": np.float32(ready), **made.seconds}
+
+    def rest(self) -> None:
+        """Wait until all batches are made that can be: from then to the next `take` only the caller's thread works."""
+        if self._queue:
+            with self._watch("rollout_wait"), yielded():
+                for future in self._queue:
+                    future.result()
+
+    def get_arrays(self) -> dict[str, Any]:
+        """The batches of the queue as the tree of arrays that a checkpoint holds, by name."""
+        self.rest()
+        batches = [future.result().rollouts for future in self._queue]
+        return {"queue": {"bytes": pack(batches)}} if batches else {}
+
+    def restore(self, arrays: dict[str, Any], mesh: Mesh) -> None:
+        """Take up the batches that `arrays` hold, their rows sharded over the mesh that trains."""
+        self._queue.clear()
+        for rollouts in unpack(np.asarray(arrays["queue"]["bytes"]), mesh) if "queue" in arrays else ():
+            future: Future[Made] = Future()
+            future.set_result(Made(rollouts, {}))
+            self._queue.append(future)
+
+    def _make(self, produce: Produce, params: Params, version: int, step: int) -> Made:
+        if self._error is not None:  # the data is behind a batch that failed
+            raise self._error
+        waited = 0.0 if self._idle_since is None else time.perf_counter() - self._idle_since
+        try:
+            with jax.set_mesh(self._mesh):
+                rollouts = produce(params, version, step, self._key_of(step))
+        except BaseException as error:
+            self._error = error
+            raise
+        self._idle_since = time.perf_counter()
+        phases = {name.removeprefix("time/"): seconds for name, seconds in self._own_watch.take().items()}
+        return Made(rollouts, {f"producer/{name}": x for name, x in {**phases, "wait": waited}.items()})

@@ -1,0 +1,163 @@
+"""Agents inside a run: programs with a client of their own, whose calls become the rows that are learned from."""
+
+import json
+import math
+import shutil
+
+import jax
+import numpy as np
+import pyarrow.parquet as parquet
+import pytest
+
+import jaxrl_llm
+from jaxrl_llm.algorithms.batch import Inputs
+from jaxrl_llm.config import ConfigError
+from jaxrl_llm.config.flags import load_config_file
+from jaxrl_llm.data.observations import TurnTokenizer
+from jaxrl_llm.distributed.sharding import make_mesh
+from jaxrl_llm.environments.agents import Agents, AgentSpec
+from jaxrl_llm.models.logprobs import token_logps
+from jaxrl_llm.rollout.engine import Engine
+from jaxrl_llm.rollout.sampling import SamplingParams
+from jaxrl_llm.training.agent_rollout import AgentRollout
+
+openai = pytest.importorskip("openai")
+pytest.importorskip("uvicorn")
+
+WIDTH, C, K = 24, 32, 2
+
+
+def two_turns(base_url, api_key, task):
+    """Asks twice, streams the second answer, and gives a reward by the length of what came."""
+    messages, said = [{"role": "user", "content": task["prompt"]}], []
+    with openai.OpenAI(base_url=base_url, api_key=api_key, timeout=1000) as client:
+        for stream in (False, True):
+            reply = client.chat.completions.create(
+                model="gpt", messages=messages, max_tokens=8, temperature=0.1, stream=stream
+            )
+            parts = [chunk.choices[0].delta for chunk in reply if chunk.choices] if stream else None
+            text = "".join(part.content or "" for part in parts) if parts else reply.choices[0].message.content
+            said.append(text)
+            messages += [{"role": "assistant", "content": text}, {"role": "user", "content": "least?"}]
+    return {"first": len(said[0]), "second": len(said[1]) / 10}
+
+
+def sometimes(base_url, api_key, reward_url, task):
+    """Fails, forks, posts its reward or forgets it, by the task's number."""
+    number = task["number"]
+    if number == 0:
+        raise RuntimeError("zero")
+    with openai.OpenAI(base_url=base_url, api_key=api_key, max_retries=0, timeout=1000) as client:
+        for prompt in ("sort:21=", "sort:43="):
+            client.completions.create(model="any", prompt=prompt, max_tokens=4)
+        if number == 1:
+            client.post("/reward", cast_to=object, body={"reward": 0.25, "turn": 0})
+            client.post("/reward", cast_to=object, body={"reward": 0.5, "turn": 1})
+        if number == 2:
+            client.completions.create(model="any", prompt="again", max_tokens=4)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return jaxrl_llm.load_model("embedded:sort", "float32")
+
+
+@pytest.fixture
+def play(model):
+    """`play(agent, tasks) -> (rollout, episodes)`."""
+    mesh = make_mesh(devices=jax.devices()[:1])
+    engine = Engine(model.net, SamplingParams(0.8), K, C, (257,), chunk=8)
+    turns = TurnTokenizer(model.tokenizer, (257,), WIDTH)
+    opened = []
+
+    def run(agent, tasks, key=0, **settings):
+        agents = Agents(AgentSpec(agent, calls=2, timeout=2000, **settings))
+        opened.append(agents)
+        examples = [{**task, "prompt_ids": model.tokenizer(task["prompt"])["input_ids"]} for task in tasks]
+        with jax.set_mesh(mesh):
+            rollout, episodes = AgentRollout(agents, engine, turns, mesh, WIDTH, 4)(
+                model.params, examples, jax.random.key(key)
+            )
+        return jax.tree.map(np.asarray, rollout), episodes
+
+    yield run
+    for agents in opened:
+        agents.close()
+
+
+def test_calls_are_rows_of_the_policy(model, play):
+    tasks = [{"prompt": "sort:4821="}, {"prompt": "sort:99310="}]
+    rollout, episodes = play(two_turns, tasks, workers=4)
+    logps, _ = token_logps(model.net, model.params, Inputs(rollout.tokens, rollout.segments, prompt_width=WIDTH), 0.8)
+    np.testing.assert_allclose(np.asarray(logps) * rollout.mask, rollout.sample_logps, atol=1e-4)
+    for row, branch in enumerate(episodes.rows()):
+        text = model.tokenizer.decode(rollout.tokens[row][rollout.segments[row] == 1])
+        said = [message["content"] for message in branch.messages]
+        assert text.startswith(f"<|user|>{tasks[row // K]['prompt']}<|end|><|assistant|>{said[0]}")
+        assert said[1] == "least?"
+        assert episodes.rewards[row] == {"first": len(said[0]), "second": len(said[2]) / 10}
+        assert rollout.mask[row].sum() == sum(branch.mask) <= 16 and branch.turns == 2
+    metrics, totals, columns = episodes.release()
+    assert set(totals.values()) == {0.0} and metrics["environment/calls"] == [2.0] * 4
+    assert columns["environment/ended"] == ["done"] * 4
+    _, results = episodes.finish([task["prompt"] for task in tasks for _ in range(K)], rollout.tokens[:, :0].tolist())
+    assert results["environment_reward"] == [sum(reward.values()) for reward in episodes.rewards]
+    # Neither the number of agents at once nor their order changes a sample.
+    again, _ = play(two_turns, tasks, workers=1)
+    np.testing.assert_array_equal(again.tokens, rollout.tokens)
+    np.testing.assert_allclose(again.sample_logps, rollout.sample_logps, atol=1e-5)
+    assert len({tuple(row) for row in rollout.tokens.tolist()}) == 4
+
+
+def test_agents_that_fail(play):
+    tasks = [{"prompt": "sort:1=", "number": number} for number in range(4)]
+    rollout, episodes = play(sometimes, tasks)
+    assert episodes.failed.tolist() == [True, True, False, False, True, True, True, True]
+    assert episodes.reasons[0] == "RuntimeError: zero" and "made its 2 calls" in episodes.reasons[4]
+    assert episodes.reasons[6] == "the agent gave no reward" and episodes.rewards[2] == 0.75
+    assert rollout.mask[:2].sum() == 0 and (rollout.lengths[:2] == 1).all()
+    _, totals, columns = episodes.release()
+    assert totals["environment/failures"] == 6 and totals["environment/forks"] == 6
+    assert columns["environment/turn_rewards"][2] == [0.25, 0.5] and columns["environment/turns"][2] == 1
+    assert rollout.tokens[2].tolist()[:WIDTH][-8:] == list(b"sort:43=")  # the last call's
+    with pytest.raises(ConfigError, match=r"all of the step's 2 agents failed .*; the first: RuntimeError: zero"):
+        play(sometimes, tasks[:1])
+    with pytest.raises(ConfigError, match=r"2 of the step's 4 agents failed .*; the first: RuntimeError: zero"):
+        play(sometimes, tasks[:2], on_error="stop")
+
+
+def tiny(root, folder, **settings):
+    config = load_config_file(f"{root / 'configs/agent.py'}:tiny")
+    config.output_dir, config.logging.backends, config.eval.every = str(folder), ("jsonl",), -1
+    config.update_from_flattened_dict(settings)
+    return config
+
+
+@pytest.mark.slow
+def test_a_run_that_was_killed_goes_on(root, tmp_path):
+    """Two steps, or one and after a new start the other: the same rows, and the same parameters."""
+    whole = jaxrl_llm.train(tiny(root, tmp_path / "whole", **{"checkpoint.every": 1}))
+    for line in whole.metrics:
+        assert all(math.isfinite(value) for value in line.values())
+        np.testing.assert_allclose(line["sampling/importance_sampling_ratio/mean"], 1.0, atol=1e-4)
+        assert line["environment/retokenised_tokens"] == line["environment/failures"] == 0
+    shutil.copytree(tmp_path / "whole", tmp_path / "cut")
+    shutil.rmtree(tmp_path / "cut/checkpoints/2")
+    shutil.rmtree(tmp_path / "cut/completions")
+    resumed = jaxrl_llm.train(tiny(root, tmp_path / "cut", **{"checkpoint.every": 1}))
+    tables = [parquet.read_table(tmp_path / run / "completions/completions_00002.parquet") for run in ("whole", "cut")]
+    assert tables[0].column("completion").to_pylist() == tables[1].column("completion").to_pylist()
+    jax.tree.map(np.testing.assert_array_equal, whole.model.params, resumed.model.params)
+
+
+@pytest.mark.slow
+def test_the_worked_example_learns(root, tmp_path):
+    config = load_config_file(str(root / "configs/agent.py"))
+    config.output_dir, config.logging.backends = str(tmp_path / "run"), ("jsonl",)
+    config.eval.every, config.eval.prompts, config.checkpoint.every = 0, 64, 0
+    result = jaxrl_llm.train(config)
+    assert result.metrics[0]["eval/accuracy"] < 0.15
+    assert result.metrics[-1]["eval/accuracy"] > 0.9
+    assert all(line["environment/retokenised_tokens"] == 0 for line in result.metrics[1:])
+    lines = (tmp_path / "run/metrics.jsonl").read_text().splitlines()
+    assert all(json.loads(line).get("environment/failures", 0) == 0 for line in lines)

@@ -1,0 +1,130 @@
+"""Kept texts: a request that goes on with one is answered as without, and computes less."""
+
+import threading
+
+import jax
+import numpy as np
+import pytest
+
+import jaxrl_llm
+from jaxrl_llm.models.quantize import quantized_as
+from jaxrl_llm.models.transformer import Net
+from jaxrl_llm.rollout.engine import Engine
+from jaxrl_llm.rollout.sampling import SamplingParams
+from jaxrl_llm.serving.grid import RowRequest
+from jaxrl_llm.serving.prefixes import Prefix, PrefixCache
+from jaxrl_llm.serving.queue import RequestQueue
+from tests.serving.test_queue import CONFIG, KINDS, ask
+
+LONGEST = 64
+
+
+@pytest.fixture(scope="module")
+def model():
+    return jaxrl_llm.load_model("embedded:sort")
+
+
+def started(net, params, prefix_bytes: int, **options) -> RequestQueue:
+    queue = RequestQueue(
+        Engine(net, SamplingParams(), 1, LONGEST, (), 4, **options), params, 2, prefix_bytes=prefix_bytes
+    )
+    queue.start()
+    return queue
+
+
+def compare(
+    queue: RequestQueue, plain: RequestQueue, requests: list[RowRequest], atol: float = 1e-4
+) -> list[list[int]]:
+    """The tokens of rows that are asked together; both queues give the same."""
+    rows, others = ask(queue, *requests), ask(plain, *requests)
+    for row, other in zip(rows, others, strict=True):
+        assert row.wait() == other.wait()
+        np.testing.assert_allclose(row.logps, other.logps, atol=atol)
+    return [row.ids for row in rows]
+
+
+def texts(count: int, vocabulary: int = 97) -> list[int]:
+    return np.random.default_rng(count).integers(0, vocabulary, count).tolist()
+
+
+def test_a_second_turn(model):
+    """It is answered as without kept texts, and only what is new is computed; other weights have none."""
+    queue, plain = (started(model.net, model.params, size) for size in (2**24, 0))
+    first, counts = texts(80), queue.counts
+    (answer,) = compare(queue, plain, [RowRequest(first, 12, SamplingParams(), (), 1)])
+    second = [*first, *answer, *texts(9)]
+    compare(queue, plain, [RowRequest(second, 12, SamplingParams(), (), 2)])
+    assert counts.prefix_hits == 1 and counts.prefix_tokens == 80 + 11  # the last token was never read
+    done = threading.Event()
+    queue.set_params(jax.tree.map(lambda x: x * 0.5, model.params), lambda error: done.set())
+    assert done.wait(60)
+    (row,) = ask(queue, RowRequest(second, 5, SamplingParams(), (), 5))
+    assert len(row.wait()) == 5 and counts.prefix_hits == 1
+    for each in (queue, plain):
+        each.stop(60)
+
+
+@pytest.mark.slow
+def test_turns_and_siblings(model):
+    """The second turn of a conversation, another request with its system prompt, several choices and a stopped row."""
+    queue, plain = (started(model.net, model.params, size) for size in (2**24, 0))
+    system, counts = texts(100), queue.counts
+    first = [*system, *texts(30)]
+    (answer,) = compare(queue, plain, [RowRequest(first, 20, SamplingParams(), (), 1)])
+    assert counts.prefix_hits == 0 and counts.prefix_bytes > 0
+    second = [*first, *answer, *texts(9)]
+    (answer,) = compare(queue, plain, [RowRequest(second, 20, SamplingParams(0.7, top_k=40), (), 2, top_logprobs=2)])
+    assert counts.prefix_hits == 1 and counts.prefix_tokens == len(first) + 19  # the last token was never read
+    third = [*second, *answer[:7], *texts(70)]  # what came behind is not in the text: a client stopped it there
+    compare(queue, plain, [RowRequest(third, 12, SamplingParams(), (), 3, number) for number in range(2)])
+    assert counts.prefix_hits == 2 and counts.prefix_tokens == len(first) + 19 + len(second) + 7
+    sibling = [*system, *texts(21)]
+    compare(
+        queue, plain, [RowRequest(sibling, 9, SamplingParams(), (), 4), RowRequest(third, 9, SamplingParams(), (), 5)]
+    )
+    assert counts.prefix_hits == 4 and counts.prefix_tokens == len(first) + 19 + len(second) + 7 + 100 + len(third) - 1
+    assert plain.counts.prefix_hits == plain.counts.prefix_bytes == 0
+    for each in (queue, plain):
+        each.stop(60)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_of_cache(kind):
+    config, options = KINDS[kind]
+    net = Net(config)
+    params = jax.jit(Net(CONFIG).init if config.quantize != "none" else net.init)(jax.random.key(0))
+    if config.quantize != "none":
+        params = quantized_as(params, net.base.shapes(), config.quantize)
+    queue, plain = (started(net, params, size, **options) for size in (2**24, 0))
+    atol = 2e-4 if "cache_dtype" not in options else 0.05  # a narrow cache is read where a prefill reads what it makes
+    text = texts(80)
+    for turn in range(3):
+        (answer,) = compare(queue, plain, [RowRequest(text, 12, SamplingParams(0.0), (), turn)], atol)
+        text = [*text, *answer, *texts(5 + 40 * turn)]
+    assert queue.counts.prefix_hits == 2
+    for each in (queue, plain):
+        each.stop(60)
+
+
+def test_the_least_recently_used_goes_first():
+    cache, size = PrefixCache(3000), 250  # numbers of 4 bytes: three texts
+
+    def prefix(start: int, count: int = 100, adapter: str = "") -> Prefix:
+        return Prefix(np.arange(start, start + count, dtype=np.int32), adapter, np.zeros(size, np.float32), 128)
+
+    for start in (0, 1000, 2000):
+        cache.add(prefix(start))
+    assert cache.bytes == 3000
+    found = cache.find([*range(80), 7], "")
+    assert found is not None and found[1] == 80
+    cache.add(prefix(3000))
+    assert cache.bytes == 3000 and cache.find(range(1000, 1100), "") is None
+    assert cache.find(range(100), "") is not None, "it was used"
+    assert cache.find(range(100), "poet") is None, "an adapter has its own"
+    assert cache.find([*range(70), *range(500, 600)], "") is None, "less than half"
+    cache.add(prefix(0, 120))  # in the place of its beginning
+    assert cache.bytes == 3000 and not cache.wants(range(110), "") and cache.wants(range(110), "poet")
+    assert not cache.wants(range(63), "poet") and not PrefixCache(0).wants(range(100), "")
+    cache.clear()
+    assert cache.bytes == 0 and cache.find(range(100), "") is None

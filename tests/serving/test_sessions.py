@@ -1,0 +1,162 @@
+"""Sessions of agents without a network: what goes on with a row, what forks, budgets, seeds and rewards."""
+
+import types
+
+import pytest
+
+from jaxrl_llm.data.observations import TurnTokenizer
+from jaxrl_llm.data.templates import render_prompt
+from jaxrl_llm.models.hf import find_tokenizer
+from jaxrl_llm.rollout.sampling import SamplingParams
+from jaxrl_llm.serving.bodies import BadRequestError, parse
+from jaxrl_llm.serving.sessions import MODEL, Branch, Call, Session, SessionSpec
+
+EOS = 257
+QUESTION = {"role": "user", "content": "sort:21="}
+
+
+@pytest.fixture(scope="module")
+def turns():
+    return TurnTokenizer(find_tokenizer("embedded:sort"), (EOS,), 64)
+
+
+def session_of(turns, key=b"key", **bounds) -> Session:
+    spec = {"sampling": SamplingParams(0.7), "prompt": 40, "completion": 60, "calls": 4} | bounds
+    return Session("1-0", key, SessionSpec(**spec), turns)
+
+
+def ask(session, text="12", reason="stop", calls=(), **body):
+    """A call of the session that is answered with `text`; returns the request and the branch that it made."""
+    call, chat = Call(session), "messages" in body
+    session.check_open()
+    asked = call.bounded(parse({"model": MODEL, **body}, chat, session.turns.tokenizer, [MODEL], (EOS,), 2**31, 320,
+                               call.render))  # fmt: skip
+    ids = [*session.turns.tokenizer(text, add_special_tokens=False)["input_ids"], *([EOS] if reason == "stop" else [])]
+    choice = types.SimpleNamespace(
+        ids=ids, logps=[-0.5] * len(ids), text=text, given=len(text), calls=list(calls), finish_reason=reason,
+        prompt=asked.prompts[0],
+    )  # fmt: skip
+    call.record([choice])
+    return asked, session.branches[-1]
+
+
+def checked(branch: Branch) -> Branch:
+    assert len(branch.completion_ids) == len(branch.mask) == len(branch.logps)
+    assert all((logp == -0.5) == (kept == 1) for logp, kept in zip(branch.logps, branch.mask, strict=True))
+    return branch
+
+
+def test_messages_that_extend_a_call_keep_its_tokens(turns):
+    session = session_of(turns)
+    first, one = ask(session, messages=[QUESTION])
+    assert first.prompts == [render_prompt(turns.tokenizer, [QUESTION])] and first.sampling == SamplingParams(0.7)
+    # As a client gives it back: space around the text, and fields without a value.
+    said = {"role": "assistant", "content": " 12\n", "refusal": None, "tool_calls": None}
+    second, two = ask(session, "1", messages=[QUESTION, said, {"role": "user", "content": "least?"}])
+    assert second.prompts[0][: len(one.prompt_ids) + 3] == [*one.prompt_ids, *one.completion_ids]
+    assert turns.tokenizer.decode(second.prompts[0]).endswith("12<|end|><|user|>least?<|end|><|assistant|>")
+    assert checked(two).prompt_ids == one.prompt_ids and two.turns == 2 and session.leaves == [two]
+    assert [x["content"] for x in two.messages] == ["12", "least?", "1"] and sum(two.mask) == 5
+    # The same conversation as one that the template renders as a whole.
+    whole = [QUESTION, {"role": "assistant", "content": "12"}, {"role": "user", "content": "least?"}]
+    assert second.prompts[0] == render_prompt(turns.tokenizer, whole)
+
+
+def test_a_turn_that_was_cut_off_is_ended_by_the_template(turns):
+    session = session_of(turns)
+    ask(session, "12", "length", messages=[QUESTION], max_tokens=2)
+    said = {"role": "assistant", "content": "12"}
+    _, two = ask(session, "1", messages=[QUESTION, said, QUESTION])
+    assert turns.tokenizer.decode(two.prompt_ids + two.completion_ids[:3]).endswith("12<|end|>")
+    assert checked(two).mask[:3] == [1, 1, 0]
+    # Or goes on where it was cut.
+    _, three = ask(session, "!", messages=[QUESTION, said])
+    assert three.mask == [1] * 4 and three.parent is session.branches[0]
+
+
+def test_a_history_that_was_rewritten_forks(turns):
+    session = session_of(turns)
+    _, one = ask(session, messages=[QUESTION])
+    other = [QUESTION, {"role": "assistant", "content": "21"}, {"role": "user", "content": "least?"}]
+    _, two = ask(session, "1", messages=other)
+    assert two.prompt_ids == render_prompt(turns.tokenizer, other) and two.parent is None and two.turns == 1
+    assert session.leaves == [one, two] and session.retokenised == 0
+    # What was offered besides is part of a history.
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    _, three = ask(session, messages=[QUESTION, {"role": "assistant", "content": "12"}, QUESTION], tools=tools)
+    assert three.parent is None and session.leaves == [one, two, three]
+
+
+def test_calls_of_tools_go_on(turns):
+    session = session_of(turns)
+    function = {"name": "add", "arguments": '{"a": 1}'}
+    calls = [{"id": "call_1", "type": "function", "function": function}]
+    tools = [{"type": "function", "function": {"name": "add"}}]
+    _, one = ask(session, '{"name": "add"}', "tool_calls", calls, messages=[QUESTION], tools=tools)
+    said = {"role": "assistant", "content": None, "tool_calls": [{**calls[0], "id": "mine"}]}
+    one = session.branches[0]
+    text = {"role": "assistant", "content": '{"name": "add"}', "tool_calls": said["tool_calls"]}
+    result = {"role": "tool", "tool_call_id": "mine", "content": "1"}
+    _, two = ask(session, "1", messages=[QUESTION, text, result], tools=tools)
+    assert two.parent is one and [x["role"] for x in two.messages] == ["assistant", "tool", "assistant"]
+
+
+def test_texts_and_ids_go_on(turns):
+    session = session_of(turns, calls=9)
+    _, one = ask(session, prompt="sort:21=")
+    second, two = ask(session, "1", prompt="sort:21=12sort:=")
+    assert two.parent is one and checked(two).mask == [1] * 3 + [0] * 6 + [1] * 2
+    third, three = ask(session, "9", prompt=[*second.prompts[0], *two.completion_ids[-2:], 65])
+    assert three.parent is None  # ids do not say where texts ended
+    fourth, four = ask(session, "7", prompt=[*third.prompts[0], *three.completion_ids, 66])
+    assert four.parent is three and fourth.prompts[0][-1] == 66 and four.mask == [1, 1, 0, 1, 1]
+    _, again = ask(session, prompt="sort:21=")
+    assert again.parent is None, "the same question is asked anew"
+
+
+def test_seeds_are_of_the_row_and_the_prompt(turns):
+    def seeds(key, prompts):
+        session = session_of(turns, key, calls=9)
+        return [ask(session, prompt=prompt)[0].seed for prompt in prompts]
+
+    one = seeds(b"a", ["x", "y", "x"])
+    assert len(set(one)) == 3 and all(0 <= seed < 2**32 for seed in one)
+    assert seeds(b"a", ["y", "x", "x"]) == [one[1], one[0], one[2]]  # whatever comes first
+    assert not set(seeds(b"b", ["x", "y", "x"])) & set(one)
+
+
+def test_budgets(turns):
+    session = session_of(turns, calls=2, tokens=5)
+    asked, _ = ask(session, prompt="sort:21=", max_tokens=50)
+    assert asked.limits == [5]
+    asked, _ = ask(session, prompt="x", max_tokens=50)
+    assert asked.limits == [2]
+    with pytest.raises(BadRequestError, match="made its 2 calls") as raised:
+        session.check_open()
+    assert raised.value.status == 403
+    full, short = session_of(turns, tokens=5), session_of(turns, completion=3)
+    full.sampled = 5
+    with pytest.raises(BadRequestError, match=r"its 5 tokens \(environment.agent_tokens"):
+        full.check_open()
+    with pytest.raises(BadRequestError, match=r"up to 40 \(rollout.max_prompt_length"):
+        ask(session_of(turns), prompt="x" * 41)
+    ask(short, prompt="sort:21=")
+    with pytest.raises(BadRequestError, match=r"up to 3 tokens \(rollout.max_completion_length"):
+        ask(short, prompt="sort:21=12x")
+    with pytest.raises(BadRequestError, match="one a call"):
+        ask(session_of(turns), prompt=["a", "b"])
+
+
+def test_rewards_that_are_posted(turns):
+    session = session_of(turns)
+    for body in ({"reward": 1}, {"reward": {"right": 1.0, "short": 0.5}}, {"reward": 0.25, "turn": 0}):
+        session.set_reward(body)
+    assert session.reward == {"right": 1.0, "short": 0.5} and session.turn_rewards == {0: 0.25}
+    wrong = ["1", float("nan"), True, {}, {"a": "b"}, None]
+    further = [{"reward": 1, "turn": -1}, {"reward": {"a": 1}, "turn": 1}, {"reward": 1, "why": 1}, {}]
+    for body in [*({"reward": value} for value in wrong), *further]:
+        with pytest.raises(BadRequestError):
+            session.set_reward(body)
+    session.over = "it took too long"
+    with pytest.raises(BadRequestError, match="it took too long"):
+        session.set_reward({"reward": 1})

@@ -1,0 +1,207 @@
+"""Rollouts that are made ahead: their schedule, their errors, and the bytes of them that a checkpoint holds."""
+
+import threading
+import time
+
+import jax
+import numpy as np
+import pytest
+
+import jaxrl_llm
+from jaxrl_llm.config import ConfigError, default
+from jaxrl_llm.data import tasks
+from jaxrl_llm.distributed.sharding import make_mesh
+from jaxrl_llm.distributed.turns import held, turn, yielded
+from jaxrl_llm.rewards.runner import Logged
+from jaxrl_llm.rollout.engine import Rollout
+from jaxrl_llm.training.logging.stopwatch import Stopwatch
+from jaxrl_llm.training.rollout_queue import RolloutQueue
+from jaxrl_llm.training.rollouts import Rollouts, pack, unpack
+from jaxrl_llm.training.setup.run import build
+from jaxrl_llm.training.step import improve
+
+MESH = make_mesh(devices=jax.devices()[:1])
+
+
+def rollouts_of(number: int, version: int = 0, greedy: Rollouts | None = None) -> Rollouts:
+    """A batch of two rows that are all `number`."""
+    numbers = np.full((2, 3), number, np.int32)
+    floats = numbers.astype(np.float32)
+    rollout = Rollout(numbers, numbers, floats, floats - 0.1, numbers[:, 0], floats[:, 0] > 0, floats[:, 0])
+    logged = Logged({"tries": [np.float32(0.1), 2]}, {"tokens": 3.0}, {"note": [np.int32(number), {"a": None}]})
+    messages = [{"role": "user", "content": "zwei"}]
+    rewards = np.array([[0.5, np.nan], [1.0, number]], np.float32)
+    return Rollouts(
+        jax.device_put(rollout), [{}], [messages, "é"], ["a", "b"], rewards, logged, version, 1, greedy, 0.25
+    )
+
+
+class Produced:
+    """A `produce` that notes its calls, and fails at the step `fails`."""
+
+    def __init__(self, fails: int = 0):
+        self.calls, self.threads, self.fails = [], set(), fails
+
+    def __call__(self, params, version, step, key):
+        self.calls.append((params, version, step, key))
+        self.threads.add(threading.current_thread().name)
+        if step == self.fails:
+            raise ValueError(f"step {step}")
+        return rollouts_of(step, version)
+
+
+def queue_of(staleness: int, last_step: int = 6) -> RolloutQueue:
+    watch = Stopwatch()
+    return RolloutQueue(
+        staleness, last_step, "key {}".format, "copy of {}".format, MESH, True, watch, Stopwatch(within=watch)
+    )
+
+
+@pytest.mark.parametrize("staleness", [0, 1, 2, 9])
+def test_each_batch_is_of_the_policy_so_many_updates_before(staleness):
+    produce = Produced()
+    with queue_of(staleness) as queue:
+        for step in range(1, 7):
+            rollouts, metrics = queue.take(produce, f"policy {step - 1}", step - 1, f"key {step}")
+            version = max(0, step - 1 - staleness)
+            assert (rollouts.rollout.tokens[0, 0], rollouts.version) == (step, version)
+            assert metrics.get("rollout/age") == (step - 1 - version if staleness else None)
+            assert {"producer/wait", "rollout/queue"} <= metrics.keys() or not staleness
+    versions = [max(0, step - 1 - staleness) for step in range(1, 7)]
+    name = "copy of policy {}" if staleness else "policy {}"
+    expected = [(name.format(v), v, step, f"key {step}") for step, v in enumerate(versions, 1)]
+    assert produce.calls == expected  # and none after the last step
+    assert (threading.current_thread().name in produce.threads) == (staleness == 0)
+
+
+def test_an_error_reaches_the_step_that_meets_it_and_ends_the_queue():
+    produce = Produced(fails=3)
+    with queue_of(4) as queue:
+        for step in (1, 2):
+            queue.take(produce, "policy", step - 1, None)
+        with pytest.raises(ValueError, match="step 3") as caught:
+            queue.take(produce, "policy", 2, None)
+        assert caught.traceback[-1].name == "__call__"  # where it was raised
+    assert [call[2] for call in produce.calls] == [1, 2, 3]
+
+
+def test_a_resumed_queue_goes_on_with_the_batches_that_were_saved():
+    produce = Produced()
+    with queue_of(2) as queue:
+        queue.take(produce, "policy 0", 0, None)
+        arrays = queue.get_arrays()
+        assert [call[2] for call in produce.calls] == [1, 2, 3]  # it has waited for them
+        expected = [queue.take(produce, f"policy {step - 1}", step - 1, None)[0] for step in range(2, 7)]
+    again = Produced()
+    with queue_of(2) as queue, jax.set_mesh(MESH):
+        queue.restore(arrays, MESH)
+        got = [queue.take(again, f"policy {step - 1}", step - 1, None)[0] for step in range(2, 7)]
+    assert again.calls == produce.calls[3:]
+    assert [x.version for x in got] == [x.version for x in expected] == [0, 0, 1, 2, 3]
+    jax.tree.map(np.testing.assert_array_equal, [x.rollout for x in got], [x.rollout for x in expected])
+
+
+def test_packed_rollouts_keep_every_bit():
+    batches = [rollouts_of(7, 4, greedy=rollouts_of(1)), rollouts_of(3)._replace(epochs=None, resampled_groups=None)]
+    packed = pack(batches)
+    np.testing.assert_array_equal(packed, pack(batches))
+    for got, batch in zip(unpack(packed, MESH), batches, strict=True):
+        jax.tree.map(np.testing.assert_array_equal, got.rollout, batch.rollout)
+        np.testing.assert_array_equal(got.rewards, batch.rewards)
+        assert got.rollout.finished.dtype == bool and got.rollout.tokens.sharding.mesh == MESH
+        names = ("prompts", "completions", "version", "resampled_groups", "epochs")
+        assert [getattr(got, name) for name in names] == [getattr(batch, name) for name in names]
+        assert got.logged == Logged(
+            {"tries": [float(np.float32(0.1)), 2.0]},
+            {"tokens": 3.0},
+            {"note": [int(got.rollout.tokens[0, 0]), '{"a": null}']},
+        )
+        assert (got.greedy is None) == (batch.greedy is None)
+    assert int(unpack(packed, MESH)[0].greedy.rollout.tokens[0, 0]) == 1
+
+
+def test_turns():
+    seen = []
+
+    def other():
+        with turn():
+            seen.append("other")
+
+    with held():
+        thread = threading.Thread(target=other)
+        thread.start()
+        time.sleep(0.05)
+        seen.append("held")
+        with yielded():
+            thread.join(10)
+        seen.append("again")
+    assert seen == ["held", "other", "again"]
+    with yielded(), turn():  # of a thread that holds nothing
+        assert not [x for x in seen if x == "other"][1:]
+
+
+def config_of(staleness: int):
+    config = default()
+    config.batch.prompts, config.batch.packing, config.eval.every, config.total_steps = 4, "false", -1, 4
+    config.rollout.group_size, config.rollout.max_prompt_length, config.rollout.max_completion_length = 4, 16, 8
+    config.optimizer.learning_rate, config.algorithm.aggregation = 1e-3, "token"
+    config.rollout.staleness = staleness
+    return config
+
+
+def digits(completions, **kwargs):
+    return [float(sum(map(ord, completion)) % 7) for completion in completions]
+
+
+def test_stale_rows_need_a_correction():
+    config = config_of(1)
+    with jax.set_mesh(MESH), pytest.raises(ConfigError, match=r"rollout\.staleness is 1, so .* token_truncate") as told:
+        build(config, MESH, train_dataset=tasks.generate("sort", size=16), rewards=digits)
+    assert "algorithm.old_logps=sampler" in str(told.value)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("algorithm", [{"importance_correction": "token_truncate"}, {"old_logps": "sampler"}])
+def test_rows_are_those_of_the_policy_they_are_said_to_be_of(algorithm):
+    config = config_of(2)
+    for name, value in algorithm.items():
+        config.algorithm[name] = value
+    with jax.set_mesh(MESH):
+        run = build(config, MESH, train_dataset=tasks.generate("sort", size=16), rewards=digits)
+        again = build(config, MESH, train_dataset=tasks.generate("sort", size=16), rewards=digits)
+        state, policies, root = run.state, [], jax.random.key(config.seed)
+        with run.source.queue:
+            for step in range(1, 5):
+                policies.append(jax.tree.map(np.array, state.params))
+                key, version = jax.random.fold_in(root, step), max(0, step - 3)
+                batch, metrics, _ = run.source.next(state, key)
+                policy = jax.device_put(policies[version], jax.tree.map(lambda x: x.sharding, state.params))
+                expected = again.source.producer.produce(policy, version, step, key).rollout
+                np.testing.assert_array_equal(batch.inputs.tokens, expected.tokens)
+                np.testing.assert_array_equal(batch.sample_logps, expected.sample_logps)
+                assert metrics["rollout/age"] == step - 1 - version
+                state, _ = improve(run, state, batch)
+    assert any((a != b).any() for a, b in zip(*map(jax.tree.leaves, policies[:2]), strict=True))
+
+
+@pytest.mark.slow
+def test_a_slow_reward_overlaps_with_the_update(tmp_path):
+    """A reward that takes as long as the rest of a step: 1.6 times as many steps a second, and more at best."""
+    config = config_of(0)
+    config.total_steps, config.algorithm.importance_correction, config.logging.backends = 6, "token_truncate", ()
+    config.checkpoint.every, config.batch.prompts, config.algorithm.num_iterations = 0, 32, 4
+    rows = tasks.generate("sort", size=64)
+
+    def steps_in(name: str, staleness: int, pause: float) -> float:
+        config.output_dir, config.rollout.staleness = str(tmp_path / name), staleness
+
+        def slow(completions, **kwargs):
+            time.sleep(pause)
+            return digits(completions)
+
+        result = jaxrl_llm.train(config, rows, rewards=slow)
+        return float(np.median([metrics["step_time"] for metrics in result.metrics[2:]]))
+
+    alone = steps_in("alone", 0, 0.0)
+    pause = max(alone, 1.0)
+    assert steps_in("turns", 0, pause) / steps_in("ahead", 1, pause) > 1.6
