@@ -160,6 +160,19 @@ def passk_advantages(scores, group_size: int, normalize: bool = True, eps: float
     return (jax.nn.one_hot(winner, group_size, dtype=gap.dtype) * gap[:, None]).reshape(-1)
 
 
+def maxrl_advantages(scores, group_size: int) -> Array:
+    """Returns advantages `[N]`: `(r - mean) / mean` of the group, 0 where the mean is not above 0.
+
+    Shapes: `scores [N]`, N = B * group_size, 0 or 1 each. NaN scores are left out and get 0. A prompt that is solved
+    seldom counts more; the expected gradient is that of the likelihood of success to the order group_size. Raises
+    ValueError when N is not a multiple of group_size. Source: MaxRL, arXiv 2602.02710.
+    """
+    grouped = _groups(scores, group_size)
+    mean = masked_mean(grouped, ~jnp.isnan(grouped), axis=1, keepdims=True)
+    advantages = jnp.where(mean > 0, _centered(grouped) / jnp.where(mean > 0, mean, 1.0), 0.0)
+    return jnp.nan_to_num(advantages.reshape(-1), nan=0.0)
+
+
 def opo_advantages(scores, lengths, group_size: int) -> Array:
     """Returns advantages `[N]`: each score minus the length-weighted mean score of its group.
 

@@ -89,6 +89,7 @@ class Prepared:
     token_share: Array = None  # [N,T] mask / tokens of the optimizer batch, for means over tokens
     entropy_share: Array = None  # [N,T] share of a token in the entropy bonus; None: token_share
     keep: Array = None  # [N,T] 1 on tokens whose policy term counts; None: all of the mask
+    mean_weight: Array = None  # [N] the mean importance weight of the batch, that weights are divided by
     selected: Array = None  # [N,T] 1 on the few tokens that the loss treats apart
     row_share: Array = None  # [N] 1 / rows with the same label, for means over those rows
     side_tokens: Array = None  # [N] tokens of all rows on this row's side, chosen or rejected

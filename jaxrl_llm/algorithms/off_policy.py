@@ -1,5 +1,8 @@
 """Corrections for samples that another policy drew: importance weights, and sequences to leave out."""
 
+import dataclasses
+import math
+
 import jax
 import jax.numpy as jnp
 
@@ -7,7 +10,23 @@ from jaxrl_llm.algorithms.aggregation import as_float, as_mask, masked_mean, mas
 
 Array = jax.Array
 
-MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
+MODES = (
+    "token_truncate", "token_mask", "sequence_truncate", "sequence_mask", "geometric_truncate", "geometric_mask",
+)  # fmt: skip
+CRITERIA = (
+    "token_k1", "token_k2", "token_k3", "seq_sum_k1", "seq_sum_k2", "seq_sum_k3", "seq_mean_k1", "seq_mean_k2",
+    "seq_mean_k3", "seq_max_k2", "seq_max_k3",
+)  # fmt: skip
+LARGEST_LOG_RATIO = 20.0  # of a token, in the divergences of rejection: exp(20) is 5e8
+
+
+@dataclasses.dataclass(frozen=True)
+class Criterion:
+    """A test that a token or a row must pass: its divergence is within [low, high]; of k1, the logs of the ratios."""
+
+    name: str
+    low: float
+    high: float
 
 
 def importance_correction(
@@ -17,8 +36,9 @@ def importance_correction(
 
     Shapes: `old_logps` (trainer), `sample_logps` (sampler), `mask` and both results `[N, T]`. The ratio is
     `exp(old_logps - sample_logps)` of each token, or of the whole row, `exp(sum_t(...))`, in the `sequence` modes (the
-    same number on every token). `truncate` clips the ratio to [minimum, maximum]; `mask` sets ratios outside it to 0.
-    None is no bound. A NaN difference (a token the sampler could not score) counts as ratio 1. No gradient flows.
+    same number on every token), or `exp(mean_t(...))` in the `geometric` ones. `truncate` clips the ratio to [minimum,
+    maximum]; `mask` sets ratios outside it to 0 (`token_mask` is IcePop, arXiv 2510.18855). None is no bound. A NaN
+    difference (a token the sampler could not score) counts as ratio 1. No gradient flows.
 
     Both sides must be log-probs of the same distribution: full vocabulary, same temperature. The sum over tokens makes
     long rows leave the range sooner. Raises ValueError for an unknown mode. Source: truncated importance sampling,
@@ -31,12 +51,83 @@ def importance_correction(
     difference = jnp.where(mask & ~jnp.isnan(difference), difference, 0.0)
     if mode.startswith("sequence"):
         difference = jnp.broadcast_to(difference.sum(axis=1, keepdims=True), mask.shape)
+    elif mode.startswith("geometric"):
+        difference = jnp.broadcast_to(masked_mean(difference, mask, axis=1, keepdims=True), mask.shape)
     ratio = jnp.exp(difference)
     if mode.endswith("truncate"):
         return jnp.clip(ratio, minimum, maximum), ratio
     lowest = -jnp.inf if minimum is None else minimum
     highest = jnp.inf if maximum is None else maximum
     return jnp.where((ratio >= lowest) & (ratio <= highest), ratio, 0.0), ratio
+
+
+def mean_weight(weights, mask, mode: str) -> Array:
+    """Returns the mean of the weights of a batch, a scalar, that dividing by makes 1 (batch normalisation).
+
+    Shapes: `weights [N, T]` of `importance_correction`, `mask [N, T]`. The mean is over tokens, or over rows that have
+    tokens in the `sequence` and `geometric` modes. 1 where all weights are 0. Source: verl's
+    `rollout_is_batch_normalize`.
+    """
+    if mode.startswith("token"):
+        mean = masked_mean(weights, mask)
+    else:
+        mean = masked_mean(masked_mean(weights, mask, axis=1), as_mask(mask, weights.shape).any(axis=1))
+    return jnp.where(mean > 1e-8, mean, 1.0)
+
+
+def rejection_criteria(names: str, bounds: str) -> tuple[Criterion, ...]:
+    """Reads criteria joined by commas, `"token_k2,seq_mean_k1"`, and the bounds of each, `"0.5,0.999_1.001"`.
+
+    One bound stands for all of them. `k1` has two, `low_high`, on the ratio; of one, `high`, the other is `1 / high`.
+    `k2` and `k3` have a largest divergence. Raises ValueError for an unknown criterion, one that is named twice, and
+    bounds that do not fit.
+    """
+    criteria, named = [], [name.strip() for name in names.split(",")]
+    given = [bound.strip() for bound in bounds.split(",")]
+    if len(given) not in (1, len(named)):
+        raise ValueError(f"{bounds!r} has {len(given)} bounds for {len(named)} criteria; give one, or one of each")
+    for name, bound in zip(named, given * len(named) if len(given) == 1 else given, strict=False):
+        if name not in CRITERIA or named.count(name) > 1:
+            fault = "is named twice" if name in CRITERIA else "is unknown"
+            raise ValueError(f"the criterion {name!r} {fault}; choose from {', '.join(CRITERIA)}")
+        try:
+            numbers = [float(number) for number in bound.split("_")]
+        except ValueError:
+            numbers = []
+        most = 2 if name.endswith("k1") else 1
+        if not 1 <= len(numbers) <= most or not all(0 < number < math.inf for number in numbers):
+            form = "low_high, two positive ratios" if most == 2 else "one positive number"
+            raise ValueError(f"{name} has the bound {bound!r}, but takes {form}")
+        low, high = (numbers[0], numbers[-1]) if len(numbers) == 2 else (1 / numbers[0], numbers[0])
+        if most == 2 and low > high:
+            raise ValueError(f"{name} has the bound {bound!r}: the first number is the smaller one")
+        criteria.append(Criterion(name, math.log(low), math.log(high)) if most == 2 else Criterion(name, 0.0, high))
+    return tuple(criteria)
+
+
+def rejection_mask(logps, sample_logps, mask, criteria: tuple[Criterion, ...]) -> Array:
+    """Returns 1.0 on tokens that pass every criterion and 0.0 on others, `[N, T]`; 1.0 outside the mask.
+
+    Shapes: all `[N, T]`. With `x = logps - sample_logps`, bounded to +-20: `k1 = -x`, so that its bounds are of the
+    sampler's probability over the trainer's, `k2 = x^2 / 2`, `k3 = exp(x) - 1 - x`; of each token, or the sum, the mean
+    (`seq_mean_k1`: the geometric mean of the ratios) or the maximum over the row, which is kept or dropped whole. NaN
+    differences count as 0. No gradient flows. Source: verl 0.9, `rollout_rs`; Liu et al., "When Speed Kills Stability".
+    """
+    x = jax.lax.stop_gradient(as_float(logps) - as_float(sample_logps))
+    mask = as_mask(mask, x.shape)
+    x = jnp.clip(jnp.where(mask & ~jnp.isnan(x), x, 0.0), -LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
+    keep = jnp.ones(x.shape, bool)
+    for criterion in criteria:
+        level, divergence = criterion.name.rsplit("_", 1)
+        values = {"k1": -x, "k2": 0.5 * jnp.square(x), "k3": jnp.expm1(x) - x}[divergence]
+        if level == "seq_sum":
+            values = masked_sum(values, mask, axis=1, keepdims=True)
+        elif level == "seq_mean":
+            values = masked_mean(values, mask, axis=1, keepdims=True)
+        elif level == "seq_max":  # never negative, and 0 outside the mask
+            values = values.max(axis=1, keepdims=True)
+        keep &= (values >= criterion.low) & (values <= criterion.high)
+    return jnp.where(mask, keep, True).astype(x.dtype)
 
 
 def off_policy_sequence_mask(advantages, sampling_logps, logps, mask, threshold) -> Array:

@@ -259,6 +259,67 @@ def dppo(logps, old_logps, advantages, epsilon_low=0.2, epsilon_high=0.2, *, mas
     return surrogate + kl_coef * jnp.square(log_ratio)
 
 
+@declare(old_logps="sampler")
+def dppo_tv(logps, old_logps, advantages, epsilon_low=0.2, epsilon_high=0.2, *, mask=None, maximum=20.0) -> Array:
+    """Returns verl's form of DPPO with total variation, `-keep stop(min(r, maximum)) A logps`, `[N, T]`.
+
+    Tokens are kept as by `dppo`; the ratio is a weight without gradient, and log r is bounded to +-20. `old_logps` are
+    the sampler's log-probs. Source: arXiv 2602.04879; verl 0.9, `dppo_tv`.
+    """
+    logps, log_ratio, advantages = _prepare(logps, old_logps, advantages, mask)
+    moved = jnp.exp(logps) - jnp.exp(logps - log_ratio)
+    keep = jnp.where(advantages > 0, moved <= epsilon_high, moved >= -epsilon_low)
+    return _kept_reinforce(logps, log_ratio, advantages, keep, maximum)
+
+
+@declare(old_logps="sampler")
+def dppo_kl(logps, old_logps, advantages, epsilon_low=0.2, epsilon_high=0.2, *, mask=None, maximum=20.0) -> Array:
+    """Returns verl's form of DPPO with a binary KL, `-keep stop(min(r, maximum)) A logps`, `[N, T]`.
+
+    With p and q the token's probability by the policy and by `old_logps` (the sampler's), the divergence is
+    `d = q log(q / p) + (1 - q) log((1 - q + 1e-8) / (1 - p + 1e-8))`. A token is dropped where A > 0, p > q and
+    d > epsilon_high, or A <= 0, p < q and d > epsilon_low. Source: arXiv 2602.04879; verl 0.9, `dppo_kl`.
+    """
+    logps, log_ratio, advantages = _prepare(logps, old_logps, advantages, mask)
+    p, q = jnp.exp(logps), jnp.exp(logps - log_ratio)
+    divergence = -q * log_ratio + (1.0 - q) * jnp.log((1.0 - q + 1e-8) / (1.0 - p + 1e-8))
+    rises = (divergence <= epsilon_high) | (p <= q)
+    falls = (divergence <= epsilon_low) | (p >= q)
+    return _kept_reinforce(logps, log_ratio, advantages, jnp.where(advantages > 0, rises, falls), maximum)
+
+
+def _kept_reinforce(logps: Array, log_ratio: Array, advantages: Array, keep: Array, maximum) -> Array:
+    """REINFORCE of the tokens that are kept, with the ratio, cut at `maximum`, as their weight."""
+    weights = jnp.where(keep, jnp.minimum(jnp.exp(jnp.clip(log_ratio, -20.0, 20.0)), maximum), 0.0)
+    return -jax.lax.stop_gradient(weights) * advantages * logps
+
+
+def dro(logps, old_logps, advantages, epsilon_low=None, epsilon_high=None, *, mask=None, beta=0.1) -> Array:
+    """Returns REINFORCE with a quadratic penalty, `-(A logps - beta / 2 (logps - old_logps)^2)`, `[N, T]`.
+
+    The epsilons are not read. Source: Direct Reward Optimisation, arXiv 2405.19107; verl 0.9, `dro`, which has no
+    default of beta.
+    """
+    del epsilon_low, epsilon_high
+    logps, log_ratio, advantages = _prepare(logps, old_logps, advantages, mask)
+    return 0.5 * beta * jnp.square(log_ratio) - advantages * logps
+
+
+@declare(old_logps="sampler")
+def topr(logps, old_logps, advantages, epsilon_low=None, epsilon_high=None, *, mask) -> Array:
+    """Returns tapered off-policy REINFORCE, `-w A logps` `[N, T]`: w is 1 where A >= 0, else the row's ratio up to 1.
+
+    Formula: `w = stop(min(1, exp(sum_t log-ratio)))` of rows with A < 0, so that what the policy has left already is
+    pushed away no further. `old_logps` are the sampler's log-probs; the epsilons are not read. Source: TOPR, arXiv
+    2503.14286.
+    """
+    del epsilon_low, epsilon_high
+    logps, log_ratio, advantages = _prepare(logps, old_logps, advantages, mask)
+    row = jnp.exp(jnp.minimum(log_ratio.sum(axis=1, keepdims=True), 0.0))
+    weights = jax.lax.stop_gradient(jnp.where(advantages >= 0, 1.0, row))
+    return -weights * advantages * logps
+
+
 def _covariance(logps: Array, advantages: Array, mask: Array) -> Array:
     """Returns each token's term of cov(advantage, log-prob) over the masked tokens, -inf outside; no gradient."""
     logps = jax.lax.stop_gradient(logps)

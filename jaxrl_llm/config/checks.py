@@ -178,6 +178,13 @@ def _online(config: ConfigDict) -> Iterator[str]:
             f"algorithm.importance_min is {algorithm.importance_min}, but importance_max = {algorithm.importance_max} "
             "must be larger"
         )
+    if algorithm.importance_normalize and algorithm.importance_correction == "none":
+        yield "algorithm.importance_normalize is true, but importance_correction is none: there are no weights; set one"
+    if (algorithm.rejection is None) != (algorithm.rejection_bounds is None):
+        yield (
+            f"algorithm.rejection is {algorithm.rejection} and rejection_bounds is {algorithm.rejection_bounds}: set "
+            "both, or neither"
+        )
     low, coef, high = algorithm.entropy_coef_min, algorithm.entropy_coef, algorithm.entropy_coef_max
     if algorithm.entropy_controller == "adaptive" and not low <= coef <= high:
         yield f"algorithm.entropy_coef is {coef}, outside entropy_coef_min = {low} to entropy_coef_max = {high}"

@@ -540,12 +540,22 @@ KEYS = (
         "loss that is defined so (dppo), and else trainer, computed only where they differ from the policy's own.",
         choices=("auto", "trainer", "sampler")),
     Setting("algorithm.importance_correction", "none",
-        "Weights that correct for a sampler that differs from the trainer: the ratio of each token or of the whole "
-        "row, cut to importance_min and importance_max (truncate), or 0 outside them (mask).",
-        choices=("none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask")),
+        "Weights that correct for a sampler that differs from the trainer: the ratio of each token, of the whole row, "
+        "or its geometric mean, cut to importance_min and importance_max (truncate), or 0 outside them (mask).",
+        choices=("none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask", "geometric_truncate",
+                 "geometric_mask")),
     Setting("algorithm.importance_max", 3.0, "Largest ratio of the importance correction.", float, above=0),
     Setting("algorithm.importance_min", None, "Smallest ratio of the importance correction; none is 0.",
         float, minimum=0),
+    Setting("algorithm.importance_normalize", False,
+        "Divide the weights of the importance correction by their mean over the optimizer batch.", bool),
+    Setting("algorithm.rejection", None,
+        "Leave tokens or rows out that sampler and trainer rate too differently: verl's criteria, joined by commas, "
+        "all of which must hold: token_k1 to token_k3, seq_sum_k1 to seq_sum_k3, seq_mean_k1 (the geometric mean) to "
+        "seq_mean_k3, seq_max_k2, seq_max_k3; none is off.", str),
+    Setting("algorithm.rejection_bounds", None,
+        "Bounds of algorithm.rejection, one for all criteria or one of each, joined by commas: low_high of the ratio "
+        "for k1 (`0.999_1.001`), the largest divergence for k2 and k3 (`0.01`).", str),
     Setting("algorithm.off_policy_mask_threshold", None,
         "Leave bad rows out whose mean log-prob fell by more than this since they were sampled; none is off.",
         float, minimum=0),

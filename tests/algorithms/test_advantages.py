@@ -428,3 +428,11 @@ def test_ppo_reward_whitening_keeps_the_mean():
     mask = jnp.ones((1, 3))
     _, returns = advantages.ppo_advantages(rewards, jnp.zeros((1, 3)), mask, lam=1.0, whiten_rewards=True)
     np.testing.assert_allclose(returns[0], [6.0, 5.0, 3.0], rtol=1e-6)  # rewards became 1, 2, 3
+
+
+def test_maxrl_divides_by_the_mean_of_the_group():
+    scores = [1.0, 0, 0, 0, 1, 1, 0, NAN, 0, 0, 0, 0]
+    expected = [3, -1, -1, -1, 0.5, 0.5, -1, 0, 0, 0, 0, 0]
+    np.testing.assert_allclose(advantages.maxrl_advantages(scores, 4), expected, rtol=1e-6)
+    with pytest.raises(ValueError, match="do not divide into groups"):
+        advantages.maxrl_advantages(scores, 5)

@@ -16,6 +16,7 @@ def value_of(name):
     return lambda *arguments, **options: with_metrics(getattr(policy_losses, name)(*arguments, **options))[0]
 
 
+dppo_kl, dppo_tv, dro, topr = map(value_of, ("dppo_kl", "dppo_tv", "dro", "topr"))
 cispo, clip_cov, dppo, gmpo, gspo, gspo_token, kl_cov, luspo, ppo_clip, reinforce, rloo, sapo, vespo = map(
     value_of,
     ("cispo", "clip_cov", "dppo", "gmpo", "gspo", "gspo_token", "kl_cov", "luspo", "ppo_clip", "reinforce", "rloo",
@@ -27,7 +28,7 @@ LOGPS, OLD = np.array([[-1.0, -2.0, -0.5]]), np.array([[-1.2, -1.5, -0.5]])
 RATIO = np.exp(LOGPS - OLD)
 ONES = np.ones((1, 3))
 LOSSES = ("ppo_clip", "gspo", "gspo_token", "luspo", "rloo", "gmpo", "cispo", "sapo", "reinforce", "vespo", "dppo")
-LOSSES += ("clip_cov", "kl_cov")
+LOSSES += ("clip_cov", "kl_cov", "dppo_kl", "dppo_tv", "dro", "topr")
 SEQUENCE_LEVEL = ("gspo", "luspo", "rloo", "gmpo")
 
 
@@ -169,6 +170,37 @@ def test_dppo_drops_tokens_by_probability_and_not_by_ratio(x64):
     np.testing.assert_allclose(dppo(new, old, [1.0]), -ratio * [[0, 1, 1]] + penalty, rtol=1e-12)
     np.testing.assert_allclose(dppo(new, old, [-1.0]), ratio + penalty, rtol=1e-12)
     np.testing.assert_allclose(dppo(new, old, [-1.0], 0.05), ratio * [[1, 1, 0]] + penalty, rtol=1e-12)
+
+
+@pytest.mark.parametrize("advantage", [1.5, -1.5])
+def test_verls_forms_of_dppo(x64, advantage):
+    rng = np.random.default_rng(0)
+    new, old = np.log(rng.uniform(0.001, 0.999, (2, 4, 30)))
+    p, q, ratio = np.exp(new), np.exp(old), np.exp(np.clip(new - old, -20, 20))
+    tv = p - q <= 0.3 if advantage > 0 else p - q >= -0.1
+    kl = q * (old - new) + (1 - q) * np.log((1 - q + 1e-8) / (1 - p + 1e-8))
+    kl = (kl <= 0.3) | (p <= q) if advantage > 0 else (kl <= 0.1) | (p >= q)
+    for loss, keep in ((dppo_tv, tv), (dppo_kl, kl)):
+        assert keep.any() and not keep.all()
+        gradient = jax.grad(lambda x, loss=loss: loss(x, old, [advantage] * 4, 0.1, 0.3, maximum=5.0).sum())(new)
+        expected = -advantage * np.minimum(ratio, 5) * keep
+        np.testing.assert_allclose(gradient, expected, rtol=1e-9, atol=1e-12)
+        np.testing.assert_allclose(loss(new, old, [advantage] * 4, 0.1, 0.3, maximum=5.0), expected * new, rtol=1e-9)
+
+
+def test_dro(x64):
+    expected = -(2 * LOGPS - 0.15 * np.square(LOGPS - OLD))
+    np.testing.assert_allclose(dro(LOGPS, OLD, [2.0], beta=0.3), expected, rtol=1e-12)
+
+
+def test_topr_tapers_bad_rows_alone(x64):
+    # log-ratios 0.2, -0.5, 0: the row's ratio is exp(-0.3), and exp(0.2) without its second token
+    mask = np.array([[1, 0, 1]])
+    np.testing.assert_allclose(topr(LOGPS, OLD, [2.0], mask=ONES), -2 * LOGPS, rtol=1e-12)
+    np.testing.assert_allclose(topr(LOGPS, OLD, [-2.0], mask=ONES), 2 * np.exp(-0.3) * LOGPS, rtol=1e-12)
+    np.testing.assert_allclose(topr(LOGPS, OLD, [-2.0], mask=mask)[:, ::2], 2 * LOGPS[:, ::2], rtol=1e-12)
+    gradient = jax.grad(lambda x: topr(x, OLD, [-2.0], mask=ONES).sum())(LOGPS)
+    np.testing.assert_allclose(gradient, 2 * np.exp(-0.3) * ONES, rtol=1e-12)
 
 
 def test_reinforce():

@@ -656,6 +656,23 @@ def test_samples_in_fp8_of_verl(tmp_path):
     assert "here it must be done" in " ".join(text.split())
     config, _ = migrate(written(tmp_path, "is.sh", f"{said}fp8 algorithm.rollout_correction.rollout_is=sequence"))
     assert config.algorithm.importance_correction == "sequence_truncate"
+    said_too = "rollout_is=token R.rollout_is_threshold=0.5_5.0 R.rollout_is_batch_normalize=True R.rollout_rs="
+    said_too = f"{said_too}seq_mean_k1 R.rollout_rs_threshold=0.999_1.001".replace(
+        "R.", "algorithm.rollout_correction."
+    )
+    said_too = f"algorithm.rollout_correction.{said_too}"
+    config, _ = migrate(written(tmp_path, "rs.sh", f"{said}fp8 {said_too}"))
+    expect(
+        config,
+        algorithm={
+            "importance_correction": "token_mask",
+            "importance_min": 0.5,
+            "importance_max": 5.0,
+            "importance_normalize": True,
+            "rejection": "seq_mean_k1",
+            "rejection_bounds": "0.999_1.001",
+        },
+    )
     config, text = migrate(written(tmp_path, "other.sh", said + "torchao"))
     assert config.rollout.weights_dtype == "auto" and "takes fp8 and int8" in " ".join(text.split())
 

@@ -183,8 +183,17 @@ def _online(draft: Draft, gpus: int) -> None:
         key = "algorithm.filter_groups.max_num_gen_batches"
         draft.set("algorithm.max_sampling_rounds", int(draft.get(key) or 0) or 1000, key)
     if correction := draft.get(key := "algorithm.rollout_correction.rollout_is"):
-        draft.set("algorithm.importance_correction", f"{correction}_truncate", key)
-        draft.set("algorithm.importance_max", float(draft.get(f"{key}_threshold") or 2.0), f"{key}_threshold")
+        # One number cuts the weights, `low_high` sets those outside to 0 (IcePop).
+        *low, high = str(draft.get(f"{key}_threshold") or 2.0).split("_")
+        draft.set("algorithm.importance_correction", f"{correction}_{'mask' if low else 'truncate'}", key)
+        draft.set("algorithm.importance_max", float(high), f"{key}_threshold")
+        draft.set("algorithm.importance_min", float(low[0]) if low else None, f"{key}_threshold")
+        normalize = f"{key}_batch_normalize"
+        draft.set("algorithm.importance_normalize", draft.get(normalize), normalize)
+    if criteria := draft.get(key := "algorithm.rollout_correction.rollout_rs"):
+        draft.set("algorithm.rejection", criteria, key)
+        bounds = draft.get(f"{key}_threshold")
+        draft.set("algorithm.rejection_bounds", None if bounds is None else str(bounds), f"{key}_threshold")
     if draft.sets(key := f"{R}.dtype"):
         dtype = {"half": "float16", "fp16": "float16", "bf16": "bfloat16", "fp32": "float32", "float": "float32"}
         dtype = dtype.get(str(draft.get(key)), str(draft.get(key)))

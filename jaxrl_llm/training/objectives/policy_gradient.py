@@ -13,7 +13,15 @@ from jaxrl_llm.algorithms.batch import Batch
 from jaxrl_llm.algorithms.controllers import top_entropy_mask
 from jaxrl_llm.algorithms.kl import kl_estimate
 from jaxrl_llm.algorithms.losses import Metric, Metrics, log_ratio_at, with_metrics
-from jaxrl_llm.algorithms.off_policy import importance_correction, mismatch_kl, off_policy_sequence_mask
+from jaxrl_llm.algorithms.off_policy import (
+    LARGEST_LOG_RATIO,
+    Criterion,
+    importance_correction,
+    mean_weight,
+    mismatch_kl,
+    off_policy_sequence_mask,
+    rejection_mask,
+)
 from jaxrl_llm.models.chunked_softmax import Distributions, Slopes
 from jaxrl_llm.models.logprobs import TokenStatistics, token_logps, token_statistics
 from jaxrl_llm.models.transformer import Net, Params
@@ -49,6 +57,9 @@ class PolicySpec:
     importance_correction: str
     importance_max: float
     importance_min: float | None
+    importance_normalize: bool
+    rejection: tuple[Criterion, ...]
+    old_logps_of_sampler: bool
     off_policy_mask_threshold: float | None
     temperature: float
     max_completion_length: int
@@ -87,6 +98,10 @@ def policy_gradient(spec: PolicySpec, net: Net) -> Objective:
                 logps, old_logps, batch.advantages, spec.epsilon_low, spec.epsilon_high, mask=batch.mask, **options
             )
             batch = batch.prepare(selected=selected.astype(jnp.float32))
+        if spec.importance_normalize:
+            weights, _ = _importance_weights(spec, batch.old_logps, batch)
+            mean = mean_weight(weights, batch.mask, spec.importance_correction)
+            batch = batch.prepare(mean_weight=jnp.full(batch.rows, mean))
         batch = batch.prepare(row_weights=jnp.full(batch.rows, 1.0 / batch.rows))
         return weigh(
             batch,
@@ -130,12 +145,12 @@ def policy_objective(spec: PolicySpec, tokens: TokenStatistics, batch: Batch) ->
         arguments |= _random(chosen, batch)
     correction = None
     if spec.importance_correction != "none":
-        correction, _ = importance_correction(
-            old_logps, batch.sample_logps, mask, spec.importance_correction, spec.importance_max, spec.importance_min
-        )
+        correction, _ = _importance_weights(spec, old_logps, batch)
+        if prepared.mean_weight is not None:
+            correction /= prepared.mean_weight[:, None]
     if correction is not None and "importance_weights" in chosen.takes:
         # The ratio of a row stands on each of its tokens, and counts once.
-        once = spec.importance_correction.startswith("sequence")
+        once = not spec.importance_correction.startswith("token")
         arguments["importance_weights"], correction = correction[:, :1] if once else correction, None
     per_token, metrics = with_metrics(
         chosen.function(logps, old_logps, advantages, spec.epsilon_low, spec.epsilon_high, mask=mask, **arguments)
@@ -152,6 +167,11 @@ def policy_objective(spec: PolicySpec, tokens: TokenStatistics, batch: Batch) ->
     if spec.off_policy_mask_threshold is not None:
         keep = off_policy_sequence_mask(advantages, batch.sample_logps, logps, mask, spec.off_policy_mask_threshold)
         per_token, metrics["off_policy_masked"] = per_token * keep, Metric(1.0 - keep)
+    if spec.rejection:
+        # Of the policy as it is where the old log-probs are the sampler's own, as there is no other to compare with.
+        against = logps if spec.old_logps_of_sampler else old_logps
+        keep = rejection_mask(against, batch.sample_logps, mask, spec.rejection)
+        per_token, metrics["rollout_corr/rejected"] = per_token * keep, Metric(1.0 - keep)
     if prepared.keep is not None:
         per_token *= prepared.keep
     if correction is not None:
@@ -181,6 +201,12 @@ def policy_objective(spec: PolicySpec, tokens: TokenStatistics, batch: Batch) ->
     return value, token_metrics(metrics | sampler_metrics(spec, old_logps, batch), batch)
 
 
+def _importance_weights(spec: PolicySpec, old_logps, batch: Batch) -> tuple[jax.Array, jax.Array]:
+    """The weights of the samples as `spec` wants them, and the ratios that they came from, `[N,T]`."""
+    mode, bounds = spec.importance_correction, (spec.importance_max, spec.importance_min)
+    return importance_correction(old_logps, batch.sample_logps, batch.mask, mode, *bounds)
+
+
 def _random(loss: PolicyLoss, batch: Batch) -> dict[str, Any]:
     """The random key of a loss that takes one."""
     return {"key": jax.random.key(batch.seeds[0])} if "key" in loss.takes else {}
@@ -197,6 +223,7 @@ def known_slopes(spec: PolicySpec, batch: Batch) -> Slopes | None:
     enters = (
         batch.old_logps is not None,
         spec.importance_correction != "none",
+        spec.rejection,
         spec.off_policy_mask_threshold is not None,
         spec.entropy_coef or scalars.entropy_coef is not None,
         spec.kl_bias_correction and batch.ref_logps is not None,
@@ -253,15 +280,38 @@ def reads_ratio_alone(loss: PolicyLoss) -> bool:
 def sampler_metrics(spec: PolicySpec, old_logps, batch: Batch) -> Metrics:
     """Distances of the sampler's log-probs from the trainer's, before any correction.
 
-    The ratio is that of whole rows where `importance_correction` is, else that of tokens.
+    The ratio is that of whole rows, or its geometric mean, where `importance_correction` is, else that of tokens. Only
+    with a correction or a rejection there are more: KL by its direct estimate, chi-squared divergences of tokens and of
+    rows, and of the weights that count their mean, their square, and the share of ratios outside the bounds.
     """
     live, share = batch.mask > 0, batch.prepared.token_share
     difference = jnp.where(live, jnp.abs(old_logps - batch.sample_logps), 0.0)
-    level = "sequence" if spec.importance_correction.startswith("sequence") else "token"
+    mode = spec.importance_correction
+    level = "token" if mode == "none" else mode.split("_")[0]
     _, ratio = importance_correction(old_logps, batch.sample_logps, batch.mask, f"{level}_truncate")
     # The mean over this micro-batch's tokens, times the share that they have in the optimizer batch.
     drift = mismatch_kl(old_logps, batch.sample_logps, batch.mask) * share.sum()
-    return {
+    metrics = {}
+    if mode != "none" or spec.rejection:
+        change = old_logps - batch.sample_logps
+        change = jnp.where(live & ~jnp.isnan(change), change, 0.0)
+        of_tokens = jnp.clip(change, -LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
+        of_rows = jnp.clip(change.sum(axis=1), -LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
+        metrics |= {
+            "rollout_corr/k1_kl": Metric(-change),
+            "rollout_corr/chi2_token": Metric(jnp.expm1(2.0 * of_tokens)),
+            "rollout_corr/chi2_sequence": Metric(batch.prepared.row_weights * jnp.expm1(2.0 * of_rows), "sum"),
+        }
+    if mode != "none":
+        weights, raw = _importance_weights(spec, old_logps, batch)
+        low = 0.0 if spec.importance_min is None else spec.importance_min
+        metrics |= {
+            "rollout_corr/weight": Metric(weights),
+            "rollout_corr/weight_squared": Metric(jnp.square(weights)),
+            "rollout_corr/fraction_high": Metric((raw > spec.importance_max).astype(raw.dtype)),
+            "rollout_corr/fraction_low": Metric((raw < low).astype(raw.dtype)),
+        }
+    return metrics | {
         "sampling/sampling_logp_difference/mean": Metric(difference),
         "sampling/sampling_logp_difference/max": Metric(difference, "max"),
         "sampling/importance_sampling_ratio/mean": Metric(ratio),

@@ -8,6 +8,7 @@ from typing import Any
 
 from jaxrl_llm.algorithms import policy_losses, preference_losses, sft_losses
 from jaxrl_llm.algorithms.losses import LEVELS
+from jaxrl_llm.algorithms.off_policy import Criterion, rejection_criteria
 from jaxrl_llm.algorithms.preference_losses import bradley_terry
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.config.resolve import resolve_with_options, split_options
@@ -86,12 +87,32 @@ def policy_spec(config) -> PolicySpec:
         importance_correction=algorithm.importance_correction,
         importance_max=algorithm.importance_max,
         importance_min=algorithm.importance_min,
+        importance_normalize=algorithm.importance_normalize,
+        rejection=rejection(config),
+        old_logps_of_sampler=old_logps_are_the_samplers(config),
         off_policy_mask_threshold=algorithm.off_policy_mask_threshold,
         temperature=rollout.temperature or 1.0,  # greedy samples have log-probs too
         max_completion_length=rollout.max_completion_length,
         microbatch_rows=config.batch.microbatch_rows,
         divergence=divergence_spec(config),
     )
+
+
+def rejection(config) -> tuple[Criterion, ...]:
+    """The criteria of `algorithm.rejection`; raises ConfigError for those that cannot be read."""
+    c = config.algorithm
+    if c.rejection is None:
+        return ()
+    try:
+        return rejection_criteria(c.rejection, c.rejection_bounds)
+    except ValueError as error:
+        raise ConfigError(f"algorithm.rejection is {c.rejection!r}: {error}") from error
+
+
+def old_logps_are_the_samplers(config) -> bool:
+    """True where the probability ratio compares with the log-probs that were recorded in sampling."""
+    declared = getattr(policy_loss(config).function, "old_logps", None)
+    return config.algorithm.old_logps == "sampler" or (config.algorithm.old_logps == "auto" and declared == "sampler")
 
 
 def divergence_spec(config) -> DivergenceSpec | None:
@@ -118,6 +139,11 @@ def learns_from_teacher_alone(config) -> bool:
 
 def policy_loss(config) -> PolicyLoss:
     """The policy loss that `algorithm.loss` names; auto is ppo_clip."""
+    if split_options(_written(config, "ppo_clip"))[0] == "stable_reinforce":
+        raise ConfigError(
+            "algorithm.loss is 'stable_reinforce', a name in Tinker's client whose formula is not public: use reinforce, "
+            "topr, dro or cispo"
+        )
     function, options = _resolve(config, "ppo_clip", policy_losses, OF_POLICY_LOSSES)
     level = getattr(function, "ratio", "token")
     if level == "level":

@@ -55,6 +55,7 @@ from jaxrl_llm.training.setup.objectives import (
     divergence_temperature,
     kl_estimator,
     needs_reference,
+    old_logps_are_the_samplers,
     policy_loss,
     preference_spec,
 )
@@ -327,8 +328,7 @@ def old_logps_of(config) -> str:
     and there is nothing to compute. Raises ConfigError for the sampler together with an importance correction.
     """
     c = config.algorithm
-    declared = getattr(policy_loss(config).function, "old_logps", None)
-    if c.old_logps == "sampler" or (c.old_logps == "auto" and declared == "sampler"):
+    if old_logps_are_the_samplers(config):
         if c.importance_correction != "none":
             raise ConfigError(
                 f"algorithm.importance_correction is {c.importance_correction}, but the ratio of algorithm.loss = "
@@ -341,7 +341,9 @@ def old_logps_of(config) -> str:
     # A teacher rates the policy by the sampler's log-probs, where these are the policy's own.
     of_tokens = config.teacher.path is not None and config.teacher.form == "advantage"
     rates = of_tokens and c.importance_correction != "none"
-    computed = c.old_logps == "trainer" or not one_update or c.replay_groups or measures_kl or rates
+    # The mean weight of a batch is taken before its micro-batches, where the policy's own are not yet known.
+    known = c.old_logps == "trainer" or c.importance_normalize
+    computed = known or not one_update or c.replay_groups or measures_kl or rates
     return "trainer" if computed else "policy"
 
 

@@ -249,3 +249,74 @@ def test_a_loss_of_ones_own(tmp_path):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), gradient, expected_gradient)
     assert float(metrics["own/clipped"]) == 0 and not any(name.startswith("clip_ratio") for name in metrics)
     assert not any("clip" in name for name in found["plain"][0][1])
+
+
+def test_rejected_tokens_and_normalised_weights():
+    """The policy term is `w / mean(w) x keep` of the uncorrected one, and what is rejected keeps its denominator."""
+    config, batch = default(), make_batch()
+    config.algorithm.update({"beta": 0.0, "loss": "reinforce"})
+    plain = policy_gradient.policy_gradient(policy_spec(config), NET)
+    mask, ratio = batch.mask > 0, np.exp(batch.old_logps - batch.sample_logps)
+    weights = np.minimum(ratio, 0.8)
+    config.algorithm.update(
+        {"importance_correction": "token_truncate", "importance_max": 0.8, "importance_normalize": True,
+         "rejection": "token_k1", "rejection_bounds": "0.2_3.0"}
+    )  # fmt: skip
+    objective = objective_of(config, NET)
+    inside = (1 / ratio >= 0.2) & (1 / ratio <= 3)
+    assert (mask & inside).any() and (mask & ~inside).any()
+    prepared = objective.prepare(batch)
+    scaled = batch.replace(advantages=batch.advantages * weights / weights[mask].mean() * inside)
+    expected, _ = plain.loss(PARAMS, plain.prepare(scaled))
+    loss, metrics = objective.loss(PARAMS, prepared)
+    np.testing.assert_allclose(loss, expected, rtol=1e-5)
+    values = {name: float(metric) for name, metric in metrics.items() if name.startswith("rollout_corr/")}
+    wanted = {
+        "rejected": (~inside)[mask].mean(),
+        "k1_kl": -np.log(ratio)[mask].mean(),
+        "chi2_token": (ratio**2)[mask].mean() - 1,
+        "chi2_sequence": np.mean([row[kept].prod() ** 2 for row, kept in zip(ratio, mask, strict=True)]) - 1,
+        "weight": weights[mask].mean(),
+        "weight_squared": (weights**2)[mask].mean(),
+        "fraction_high": (ratio > 0.8)[mask].mean(),
+        "fraction_low": 0.0,
+    }
+    for name, value in wanted.items():
+        np.testing.assert_allclose(values[f"rollout_corr/{name}"], value, rtol=1e-4, atol=1e-6, err_msg=name)
+
+
+def test_rejection_against_the_sampler_reads_the_policy_itself():
+    config, batch = default(), make_batch()
+    config.algorithm.update(
+        {"beta": 0.0, "old_logps": "sampler", "rejection": "token_k1", "rejection_bounds": "0.5_2.0"}
+    )
+    objective = objective_of(config, NET)
+    prepared = objective.prepare(batch.replace(old_logps=batch.sample_logps))
+    _, metrics = objective.loss(PARAMS, prepared)
+    change = naive_logps(batch, config.rollout.temperature)[batch.mask > 0] - batch.sample_logps[batch.mask > 0]
+    outside = (np.abs(change) > np.log(2)).mean()
+    assert outside > 0
+    np.testing.assert_allclose(metrics["rollout_corr/rejected"], outside, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"rejection": "token_k9", "rejection_bounds": "1"},
+            "algorithm.rejection is 'token_k9': the criterion 'token_k9'",
+        )
+    ],
+)
+def test_wrong_rejection_names_its_key(changes, message):
+    config = default()
+    config.algorithm.update(changes)
+    with pytest.raises(ConfigError, match=message):
+        policy_spec(config)
+
+
+def test_a_loss_without_a_public_formula_is_refused():
+    config = default()
+    config.algorithm.loss = "stable_reinforce"
+    with pytest.raises(ConfigError, match="whose formula is not public"):
+        policy_spec(config)
