@@ -23,7 +23,11 @@ from jaxrl_llm.tools.migrate.documentation import page
 FLAGS = (
     Setting("output", "", "File to write; empty prints the config file."),
     Setting("system", "auto", "Library that FILE is for; auto recognises it.", choices=("auto", *LIBRARIES)),
-    Setting("trainer", "", "Trainer, where FILE does not name it: grpo, rloo, ppo, sft, dpo, kto, orpo, cpo, reward."),
+    Setting(
+        "trainer",
+        "",
+        "Trainer, where FILE does not name it: grpo, rloo, ppo, sft, dpo, kto, orpo, cpo, reward, distillation, gkd.",
+    ),
     Setting(
         "devices",
         0,

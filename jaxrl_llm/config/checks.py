@@ -59,6 +59,28 @@ def logit_bias(name: str, entries: Sequence[str]) -> tuple[tuple[int, float], ..
     return tuple(pairs)
 
 
+def reward_scales(entries: Sequence[str]) -> dict[str, float]:
+    """The number of each environment of `environment.reward_scale`, whose entries are `NAME=NUMBER`.
+
+    Raises ConfigError for an entry of another form, and for an environment that has two.
+    """
+    scales: dict[str, float] = {}
+    for entry in entries:
+        name, _, number = entry.rpartition("=")
+        try:
+            scale = float(number)
+        except ValueError:
+            scale = math.nan
+        if not (name and 0 < scale < math.inf):
+            raise ConfigError(
+                f"environment.reward_scale has {entry!r}, but it takes NAME=NUMBER, an environment and a number above 0"
+            )
+        if name in scales:
+            raise ConfigError(f"environment.reward_scale has {name!r} twice: give each environment one number")
+        scales[name] = scale
+    return scales
+
+
 def check_structured(settings: Mapping[str, Any] | ConfigDict, prefix: str, shortest: str) -> None:
     """Raises ConfigError for more than one structured_ setting, and beside one for what may leave nothing to sample.
 
@@ -466,6 +488,7 @@ def _teacher(config: ConfigDict, online: bool) -> Iterator[str]:
 
 def _environment(config: ConfigDict) -> Iterator[str]:
     c, algorithm = config.environment, config.algorithm
+    reward_scales(c.reward_scale)  # refuses what cannot be read
     named = [f"environment.{key}" for key in ("name", "tools", "rollout_func", "agent") if c[key]]
     if named and algorithm.name in OFFLINE:
         yield f"{named[0]} is set, but algorithm.name = {algorithm.name!r} samples nothing: leave it out"

@@ -459,6 +459,8 @@ KEYS = (
         "Class or function that returns an environment (or an object whose methods are tools): built-in name, "
         "`module:Class` or `path/to/file.py:Class`, with options in brackets, `sort_then_smallest(first=0.2)`; or a "
         "dictionary of these by the values of the column environment."),
+    Setting("environment.reward_scale", (),
+        "Numbers that the rewards of some of several environments are multiplied by, each `NAME=NUMBER`, `maze=0.1`."),
     Setting("environment.tools", (), "Functions that the policy may call, `path/to/file.py:calculator`."),
     Setting("environment.max_turns", 10, "Most turns of the policy in an episode.", int, minimum=1),
     Setting("environment.max_tool_calls", None,

@@ -126,7 +126,10 @@ class EpisodeBatch:
             else self.tokenizer.decode(row_ids, True)
             for episode, row, row_ids in zip(self.episodes, self.rows, ids, strict=True)
         ]
-        columns: dict[str, list[Any]] = {"environment_reward": [episode.reward for episode in self.episodes]}
+        played = zip(self.rows, self.episodes, strict=True)
+        columns: dict[str, list[Any]] = {
+            "environment_reward": [self.environments.scaled(row, episode.reward) for row, episode in played]
+        }
         if instances:
             columns["environments"] = [episode.environment for episode in self.episodes]
         return completions, columns
@@ -139,6 +142,15 @@ class EpisodeBatch:
         self.environments.release(self.rows, self.episodes)
         metrics = {"environment/turns": [float(episode.turns) for episode in self.episodes]}
         totals = {"environment/failures": float(sum(episode.failed for episode in self.episodes))}
+        if self.environments.routed:
+            names = [self.environments.name(row) for row in self.rows]
+            for name in sorted({str(name) for name in names}):
+                own = [episode for episode, other in zip(self.episodes, names, strict=True) if other == name]
+                rewards = [episode.reward for episode in own if episode.reward is not None]
+                metrics |= {f"environment/{name}/reward": rewards}  # as it gave them, not scaled
+                metrics |= {f"environment/{name}/turns": [float(episode.turns) for episode in own]}
+                totals |= {f"environment/{name}/episodes": float(len(own))}
+                totals |= {f"environment/{name}/failures": float(sum(episode.failed for episode in own))}
         if any(self.environments.schemas.values()):
             metrics["tools/call_frequency"] = [float(episode.calls) for episode in self.episodes]
             metrics["tools/failure_frequency"] = [

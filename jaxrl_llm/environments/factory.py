@@ -3,7 +3,7 @@
 import contextlib
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -29,7 +29,8 @@ class EnvironmentSpec:
 
     environment: a class or function without arguments, a dictionary of such (the row's column `environment` names one),
     or a name of either; None where there are only tools. tools: functions or names of them. timeout: seconds for each
-    call; workers: calls at once. on_error: end (the episode) or stop (the run).
+    call; workers: calls at once. on_error: end (the episode) or stop (the run). reward_scales: what the rewards of some
+    of several environments are multiplied by.
     """
 
     environment: str | Factory | Mapping[str, str | Factory] | None = None
@@ -39,6 +40,7 @@ class EnvironmentSpec:
     workers: int = 16
     timeout: float | None = None
     on_error: str = "end"
+    reward_scales: Mapping[str, float] = field(default_factory=dict)
 
 
 class Environments:
@@ -62,6 +64,12 @@ class Environments:
                 f"environment.name is {spec.environment!r}, which is a {type(environment).__name__}; name a class or "
                 "function"
             )
+        if unknown := [name for name in spec.reward_scales if name not in self.factories]:
+            there = "there is one environment, which has no name: set rewards.weights"
+            if self.routed:
+                names = [str(name) for name in self.factories]
+                there = f"there are {', '.join(names)}; the closest is {closest(unknown[0], names)}"
+            raise EpisodeError(f"environment.reward_scale names {unknown[0]!r}, but {there}")
         self.pool = CallPool(spec.workers, spec.timeout)
         self.idle: dict[str | None, list[Any]] = defaultdict(list)
         self.schemas: dict[str | None, list[dict[str, Any]]] = {}
@@ -97,6 +105,11 @@ class Environments:
                 f"{', '.join(map(str, self.factories))}; the closest is {closest(str(name), map(str, self.factories))}"
             )
         return name
+
+    def scaled(self, row: Row, reward: float | None) -> float | None:
+        """The reward of a row's episode on the scale of its environment."""
+        scale = self.spec.reward_scales.get(self.name(row) or "", 1.0)
+        return None if reward is None else scale * reward
 
     def close(self) -> None:
         """Call `close()` of every environment that has one."""

@@ -293,12 +293,49 @@ def test_several_environments_by_column(tokenizer):
     ]
     batch, _, _, columns = play(tokenizer, environments, rows, [["done"], ["3", "5"]])
     assert columns["environment_reward"] == [0.2, 1.1]
+    metrics, totals, _ = batch.release()
+    assert metrics["environment/count/reward"] == [0.2] and metrics["environment/guess/reward"] == [1.1]
+    assert metrics["environment/guess/turns"] == [2.0] and metrics["environment/turns"] == [1.0, 2.0]
+    assert totals["environment/count/episodes"] == totals["environment/guess/episodes"] == 1.0
+    assert totals["environment/guess/failures"] == totals["environment/failures"] == 0.0
     prompts = [tokenizer.decode(example["prompt_ids"]) for example in batch.examples]
     assert prompts[0].startswith("<|system|>add,add_one<") and prompts[1].startswith("<|system|>add<")
     with pytest.raises(
         EpisodeError, match=r"column environment is 'gues'; there are count, guess; the closest is guess"
     ):
         play(tokenizer, environments, [{**rows[0], "environment": "gues"}], [["done"]])
+
+
+def test_environments_have_a_reward_scale_each(tokenizer):
+    """A failed episode stays without a reward, and metrics show what the environment gave."""
+    known = {"guess": Guess, "percent": Guess}
+    environments = environments_of(known, reward_scales={"percent": 0.5})
+    rows = [{"prompt": "x", "environment": name, "number": 5} for name in ("guess", "percent", "percent")]
+    batch, _, _, columns = play(tokenizer, environments, rows, [["3", "5"], ["5"], ["boom"]])
+    assert columns["environment_reward"] == [1.1, 0.5, None]
+    metrics, totals, _ = batch.release()
+    assert metrics["environment/percent/reward"] == [1.0]
+    assert (totals["environment/percent/failures"], totals["environment/guess/failures"]) == (1.0, 0.0)
+    with pytest.raises(EpisodeError, match=r"reward_scale names 'gues', but there are guess, percent; .* is guess"):
+        environments_of(known, reward_scales={"gues": 2.0})
+    with pytest.raises(EpisodeError, match=r"names 'guess', but there is one environment.*: set rewards.weights"):
+        environments_of(Guess, reward_scales={"guess": 2.0})
+
+
+@pytest.mark.parametrize(
+    ("scale", "message"),
+    [
+        (("maze=0.1",), "there is no environment: set environment.name"),
+        (("maze",), "has 'maze', but it takes NAME=NUMBER"),
+        (("maze=0",), "has 'maze=0', but it takes NAME=NUMBER, an environment and a number above 0"),
+        (("maze=1", "maze=2"), "has 'maze' twice"),
+    ],
+)
+def test_reward_scales_that_cannot_be_applied(scale, message):
+    config = default()
+    config.environment.reward_scale = scale
+    with pytest.raises(ConfigError, match=message):
+        environment_spec(config)
 
 
 def test_the_built_in_game():

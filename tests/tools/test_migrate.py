@@ -98,7 +98,8 @@ def test_trl_defaults_are_those_of_the_trl_that_is_installed():
 
     classes = {name: getattr(trl, f"{name.upper()}Config") for name in ("grpo", "rloo", "sft", "dpo", "kto")}
     classes["reward"] = trl.RewardConfig
-    for name in ("orpo", "cpo"):
+    classes["distillation"] = trl.DistillationConfig
+    for name in ("orpo", "cpo", "gkd"):
         module = importlib.import_module(f"trl.experimental.{name}")
         classes[name] = getattr(module, f"{name.upper()}Config")
     # The report goes nowhere by default, the names of optimizers are variants of one, and folders are ours to choose.
@@ -550,6 +551,68 @@ def test_the_model_alone_and_the_best_model_of_trl_and_axolotl(tmp_path):
     config, _ = migrate(written(tmp_path, "a.yaml", yaml.safe_dump(tree)))
     wanted = {"tokenizer": "t", "revision": "v2", "overrides": "rope_theta=10000"}
     expect(config, model=wanted, checkpoint={"contents": ("hf",)})
+
+
+def test_distillation_on_policy_of_trl(tmp_path):
+    script = """
+from trl import DistillationConfig, DistillationTrainer
+
+args = DistillationConfig(output_dir="out", max_steps=6, per_device_train_batch_size=4, beta=0.5, eval_strategy="steps",
+                          teacher_model_init_kwargs={"dtype": "bfloat16"}, teacher_model_revision="v2")
+trainer = DistillationTrainer("Qwen/Qwen3-0.6B", "Qwen/Qwen3-4B", args, dataset)
+trainer.train()
+"""
+    config, text = migrate(written(tmp_path, "distill.py", script), devices=2)
+    expect(
+        config,
+        model={"path": "Qwen/Qwen3-0.6B"},
+        teacher={"path": "Qwen/Qwen3-4B", "revision": "v2", "dtype": "bfloat16", "form": "divergence", "beta": 0.5},
+        rollout={"group_size": 1, "max_completion_length": 512, "temperature": 1.0},
+        batch={"prompts": 8, "minibatches": 1},
+        rewards={"functions": ()},
+        algorithm={"name": "grpo", "advantage": "zero", "aggregation": "token", "beta": 0.0},
+        eval={"every": -1},
+    )
+    assert "samples without rewards cannot be graded" in " ".join(text.split())
+
+
+def test_generalised_knowledge_distillation_of_trl(tmp_path):
+    said = "--model_name_or_path m --teacher_model_name_or_path t --dataset_name d --max_steps 4 --packing true"
+    config, text = migrate(written(tmp_path, "gkd.sh", f"accelerate launch gkd.py {said} --seq_kd true"), devices=1)
+    expect(
+        config,
+        teacher={"path": "t", "form": "divergence", "beta": 0.5, "on_policy": 0.5, "temperature": 1.0},
+        rollout={"max_completion_length": 128, "max_prompt_length": 896, "temperature": 0.9, "group_size": 1},
+        data={"max_length": 1024, "packing": False},
+        rewards={"functions": ()},
+    )
+    assert "seq_kd = True has no equivalent: completions of the teacher are made before" in " ".join(text.split())
+    given = migrate(written(tmp_path, "g.sh", f"accelerate launch gkd.py {said} --lmbda 0"), devices=1)[0]
+    expect(given, algorithm={"name": "sft"}, teacher={"beta": 0.5, "on_policy": 1.0}, data={"packing": True})
+
+
+def test_teachers_of_verl(tmp_path):
+    at = "distillation.distillation_loss"
+    one = "distillation.enabled=true distillation.teacher_models.teacher_model.model_path=t"
+    topk = f"{at}.loss_mode=forward_kl_topk {at}.topk=16 {at}.use_task_rewards=false"
+    config = from_verl(tmp_path, "algorithm.adv_estimator=gae actor_rollout_ref.actor.use_kl_loss=true", one, topk)
+    expect(
+        config,
+        teacher={"path": "t", "form": "divergence", "beta": 0.0, "top_k": 16, "coef": 1.0},
+        algorithm={"name": "grpo", "advantage": "zero", "beta": 0.0},
+    )
+    two = (
+        "distillation.enabled=true +distillation.teacher_models.a.model_path=ta "
+        "+distillation.teacher_models.a.key=gsm8k +distillation.teacher_models.b.model_path=tb "
+        "+distillation.teacher_models.b.key=math "
+        f"{at}.loss_mode=k1 {at}.use_policy_gradient=true {at}.distillation_loss_coef=0.5"
+    )
+    config = from_verl(tmp_path, "actor_rollout_ref.rollout.n=4", two)
+    teacher = {"path": "ta", "others": ("math=tb",), "column": "data_source", "form": "advantage", "coef": 0.5}
+    expect(config, teacher=teacher, algorithm={"advantage": "group(eps=1e-06)"})
+    config = from_verl(tmp_path, one, f"{at}.use_task_rewards=false")  # k3, its default
+    expect(config, teacher={"form": "divergence", "beta": 0.0, "top_k": 0})
+    expect(from_verl(tmp_path, "distillation.enabled=false"), teacher={"path": None})
 
 
 def test_a_data_set_class_of_verl(tmp_path):

@@ -176,6 +176,33 @@ def test_offloaded_parameters_are_on_the_host(rank):
     assert bytes_on_device(shapes.state) == bytes_on_device(held.state) - bytes_on_device(held.state.params)
 
 
+def test_teachers_are_held_and_rate_every_row(folder):
+    config = small(folder)
+    config.teacher.path, config.teacher.others = str(folder), (f"math={folder}",)
+    found = make_plan(config, target(config, "h100", 1, simulate=True), only="logps")
+    assert found.held["teachers"] == 2 * 2 * PARAMETERS  # two of them, in bfloat16
+    flops = {x.name: x.flops for x in found.programs}
+    assert flops["teacher"] == flops["teacher math"] == flops["reference"]
+    config.teacher.offload = True
+    shapes = describe_for(config, target(config, "h100", 1, simulate=True))
+    teachers = [teacher.params for teacher in shapes.teachers.values()]
+    assert (bytes_on_device(teachers), bytes_on_device(teachers, host=True)) == (0, 2 * 2 * PARAMETERS)
+    config.teacher.path, config.teacher.others = "server(url='http://localhost:8000/v1', model='m')", ()
+    assert not describe_for(config, target(config, "h100", 1, simulate=True)).teachers
+
+
+@pytest.mark.parametrize("top_k", [0, 4])
+def test_distributions_of_a_teacher_are_arguments_of_the_update(folder, top_k):
+    config = small(folder)
+    on = target(config, "h100", 1, simulate=True)
+    before = make_plan(config, on, only="update").programs[0].arguments
+    config.teacher.path, config.teacher.form, config.teacher.top_k = str(folder), "divergence", top_k
+    rows, width, vocab, size = 8, 16, 64, 32
+    whole = 2 * (rows * width * size + size * vocab)  # what its head reads, and the head, in bfloat16
+    likeliest = (4 + 4) * rows * width * top_k  # ids and log-probs
+    assert make_plan(config, on, only="update").programs[0].arguments - before == (likeliest if top_k else whole)
+
+
 @pytest.mark.parametrize("name", ["dpo", "ppo", "grpo_lora"])
 def test_held_bytes_of_other_algorithms(name, root):
     from jaxrl_llm.config.flags import load_config_file

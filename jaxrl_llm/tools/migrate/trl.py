@@ -5,7 +5,7 @@ import math
 from collections.abc import Callable
 
 from jaxrl_llm.config.resolve import ConfigError, closest
-from jaxrl_llm.tools.migrate import shared, trl_run
+from jaxrl_llm.tools.migrate import distillation, shared, trl_run
 from jaxrl_llm.tools.migrate.draft import OURS, Draft, Options, RefusedError, Source, short
 from jaxrl_llm.tools.migrate.losses import set_loss, with_options
 from jaxrl_llm.tools.migrate.table import defaults, rules
@@ -70,7 +70,7 @@ def convert(source: Source, options: Options) -> Draft:
 def apply(draft: Draft, trainer: str, options: Options) -> Draft:
     """Return the draft with everything that TRL's keys say, for one of its trainers."""
     draft.set_direct("trl")
-    if draft.get("generation_kwargs") and "rollout.group_size" in draft.values:
+    if draft.get("generation_kwargs") and "rollout.max_completion_length" in draft.values:
         _generation(draft, "generation_kwargs")
     _model(draft)
     _data(draft, trainer)
@@ -81,6 +81,7 @@ def apply(draft: Draft, trainer: str, options: Options) -> Draft:
         draft.check("one device is assumed: TRL counts batches per device, so add --devices=N if there were more")
     updates = RULES[trainer](draft, trainer, devices or 1)
     trl_run.length(draft, trainer, updates, options)
+    distillation.without_evaluation(draft)
     trl_run.learning_rate(draft, updates)
     return draft
 
@@ -180,10 +181,10 @@ def _data(draft: Draft, trainer: str) -> None:
     if isinstance(evaluation, str) and evaluation != path:
         draft.set("data.eval_path", evaluation, "eval_dataset")
     draft.use("eval_dataset")
-    key = "shuffle_dataset" if trainer in ("grpo", "rloo") else "train_sampling_strategy"
+    key = "shuffle_dataset" if trainer in ("grpo", "rloo", "distillation") else "train_sampling_strategy"
     draft.set("data.shuffle", draft.get(key) not in (False, "sequential"), key)
     draft.set("data.eval_split", draft.get("dataset_test_split"), "dataset_test_split", "eval_dataset")
-    if trainer not in ("grpo", "rloo", "ppo"):
+    if trainer not in ("grpo", "rloo", "ppo", "distillation"):
         side = "truncate_left" if draft.get("truncation_mode") == "keep_end" else "truncate_right"
         draft.set("data.overlong", side, "truncation_mode")
         if draft.get("max_length") is None:
@@ -410,9 +411,19 @@ def _preference(draft: Draft, trainer: str) -> None:
         draft.set("algorithm.loss_weights", tuple(float(weight) for weight in weights), "loss_weights", *rpo)
 
 
+def _distillation(draft: Draft, trainer: str, devices: int) -> int:
+    """Set the batch, one completion a prompt, and the teacher."""
+    per_device, accumulation = (int(draft.get(key)) for key in ROWS)
+    draft.set("batch.prompts", per_device * devices * accumulation, *ROWS)
+    shared.microbatch_rows(draft, per_device * devices, per_device * devices * accumulation, *ROWS)
+    distillation.of_trl(draft, trainer)
+    return 1
+
+
 RULES: dict[str, Callable[[Draft, str, int], int]] = {
     "grpo": _grpo,
     "rloo": _rloo,
     "ppo": _ppo,
     **dict.fromkeys(("sft", "dpo", "kto", "orpo", "cpo", "reward"), _offline),
+    **dict.fromkeys(("distillation", "gkd"), _distillation),
 }

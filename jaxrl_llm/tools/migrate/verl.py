@@ -4,7 +4,7 @@ import re
 from typing import Any
 
 from jaxrl_llm.config.resolve import ConfigError
-from jaxrl_llm.tools.migrate import shared, verl_run
+from jaxrl_llm.tools.migrate import distillation, shared, verl_run
 from jaxrl_llm.tools.migrate.draft import Draft, Options, RefusedError, Source
 from jaxrl_llm.tools.migrate.losses import set_loss, with_options
 from jaxrl_llm.tools.migrate.table import defaults, rules
@@ -170,6 +170,8 @@ def _online(draft: Draft, gpus: int) -> None:
     _advantage(draft, gpus, mini * group)
     _divergence(draft)
     _rewards(draft)
+    if draft.get("distillation.enabled"):
+        distillation.of_verl(draft)
     if draft.sets(key := f"{R}.do_sample"):
         draft.set("rollout.temperature", None if draft.get(key) else 0.0, key)
     if draft.sets(key := f"{R}.max_num_seqs") and draft.get(key):

@@ -23,14 +23,14 @@ from jaxrl_llm.rollout import engine as engines
 from jaxrl_llm.rollout.engine import Engine
 from jaxrl_llm.rollout.scheduler import Scheduler
 from jaxrl_llm.tools.plan.compiler import Compiler, ProgramStats, Trips
-from jaxrl_llm.tools.plan.shapes import Shapes, bytes_on_device, visiting
+from jaxrl_llm.tools.plan.shapes import Shapes, TeacherShapes, bytes_on_device, visiting
 from jaxrl_llm.training.objectives.objective import Objective
 from jaxrl_llm.training.objectives.value import critic_params, value_regression
 from jaxrl_llm.training.optimizers import build_optimizer, learning_rate_schedule
 from jaxrl_llm.training.packing import planner
 from jaxrl_llm.training.packing.layout import Sizes, plan
 from jaxrl_llm.training.packing.planner import Packer, Sample, make_packer
-from jaxrl_llm.training.passes import scored_distributions, scored_logps, values_before
+from jaxrl_llm.training.passes import scored_distributions, scored_logps, scored_top, values_before
 from jaxrl_llm.training.setup.objectives import critic_spec, needs_reference, objective_of, policy_loss
 from jaxrl_llm.training.setup.run import make_optimizer, shard_rows
 from jaxrl_llm.training.setup.specs import (
@@ -41,6 +41,7 @@ from jaxrl_llm.training.setup.specs import (
     old_logps_of,
     packing_spec,
     rollout_spec,
+    teacher_spec,
     update_spec,
 )
 from jaxrl_llm.training.update import make_update, merge_frozen, optimizer_step
@@ -68,7 +69,8 @@ class Rollout(NamedTuple):
 
 def held_bytes(shapes: Shapes) -> int:
     """Return the bytes on a device from the first step to the last."""
-    return bytes_on_device((shapes.state, shapes.frozen, shapes.own_reference))
+    teachers = [teacher.params for teacher in shapes.teachers.values()]
+    return bytes_on_device((shapes.state, shapes.frozen, shapes.own_reference, teachers))
 
 
 def compile_step(
@@ -105,7 +107,8 @@ def compile_step(
             update_critic = optimizer_step(regression, build_optimizer(settings), spec, mesh)
         has_critic = shapes.critic is not None
         update = make_update(objective, make_optimizer(config), update_spec(config), mesh, update_critic, has_critic)
-        batch = update_batch(config, shapes.net, mesh, widths[1], widths[0] if online else 0)
+        teacher = shapes.teachers.get("")
+        batch = update_batch(config, shapes.net, mesh, widths[1], widths[0] if online else 0, teacher)
         batch = batch.with_layout(layouts.update, layouts.observed)
         minibatches = config.batch.minibatches
         compiler.add(
@@ -174,7 +177,7 @@ def compile_rollout(config, engine: Engine, params, mesh: Mesh, prompt_width: in
 def compile_logps(
     config, shapes: Shapes, params, mesh: Mesh, widths: tuple[int, int], layouts: Layouts, compiler: Compiler
 ) -> None:
-    """Compile the passes before the update: log-probs of policy and reference, and the critic's values."""
+    """Compile the passes before the update: log-probs of policy, reference and teachers, and the critic's values."""
     online, rows = config.algorithm.name not in OFFLINE, batch_rows(config)
     ints = rows_shape(mesh, (rows, widths[1]), jnp.int32)
     microbatch, shards = config.batch.microbatch_rows or rows // config.batch.minibatches, row_shards(mesh)
@@ -195,6 +198,17 @@ def compile_logps(
         critic = critic_params(critic_spec(config), merge_frozen(shapes.state, shapes.frozen))
         arguments = (shapes.critic, visiting(critic), inputs, microbatch, shards)
         compiler.add("values", values_before, arguments, of_run=critic, trips=trips)
+    spec = teacher_spec(config)
+    for value, (net, params) in shapes.teachers.items():
+        program, settings = scored_logps, (spec.temperature,)
+        if spec.divergence and spec.top_k:
+            vocab = min(shapes.net.config.vocab_size, net.config.vocab_size)
+            program, settings = scored_top, (spec.temperature, spec.top_k, vocab)
+        elif spec.divergence:
+            program, settings = scored_distributions, ()
+        arguments = (net, visiting(params), inputs, *settings, microbatch, shards)
+        on_devices = () if spec.offload else params
+        compiler.add(f"teacher {value}".strip(), program, arguments, of_run=on_devices, trips=trips)
 
 
 def rows_shape(mesh: Mesh, shape: tuple[int, ...], dtype) -> jax.ShapeDtypeStruct:
@@ -202,7 +216,9 @@ def rows_shape(mesh: Mesh, shape: tuple[int, ...], dtype) -> jax.ShapeDtypeStruc
     return jax.ShapeDtypeStruct(shape, dtype, sharding=row_sharding(mesh))
 
 
-def update_batch(config, net: Net, mesh: Mesh, width: int, prompt_width: int) -> Batch:
+def update_batch(
+    config, net: Net, mesh: Mesh, width: int, prompt_width: int, teacher: TeacherShapes | None = None
+) -> Batch:
     """Return the batch of one update as shapes, with the fields that the configured objective reads."""
     rows = batch_rows(config) // config.batch.minibatches
     algorithm = config.algorithm
@@ -236,6 +252,16 @@ def update_batch(config, net: Net, mesh: Mesh, width: int, prompt_width: int) ->
         fields |= {"seeds": seeds} if algorithm.neftune_alpha else {}
         fields |= {"labels": single} if algorithm_of(config).data == "labels" else {}
         scalars |= {"reward_shift": number} if offline_spec(config, width).running_mean else {}
+    if config.teacher.path is not None and config.teacher.form == "divergence":
+        if k := config.teacher.top_k:
+            fields |= {"teacher_ids": rows_shape(mesh, (rows, width, k), jnp.int32)}
+            fields |= {"teacher_top_logps": rows_shape(mesh, (rows, width, k), jnp.float32)}
+        elif teacher is not None:
+            own = teacher.net.config
+            fields |= {"teacher_hidden": rows_shape(mesh, (rows, width, own.width), own.dtype)}
+            shape = (own.width, own.vocab_size)
+            scalars |= {"teacher_head": jax.ShapeDtypeStruct(shape, own.dtype, sharding=number.sharding)}
+            scalars |= {} if own.logit_softcap is None else {"teacher_softcap": number}
     return Batch(Inputs(**ints, prompt_width=prompt_width), mask=tokens, scalars=Scalars(**scalars), **fields)
 
 

@@ -10,11 +10,13 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxrl_llm.config import ConfigError
+from jaxrl_llm.config.resolve import split_options
 from jaxrl_llm.config.schema import OFFLINE
 from jaxrl_llm.distributed.sharding import shardings
 from jaxrl_llm.models import hf, peft
 from jaxrl_llm.models.families import family_of
 from jaxrl_llm.models.lora import has_adapters, split
+from jaxrl_llm.models.model import base_and_adapter
 from jaxrl_llm.models.transformer import Net, Params
 from jaxrl_llm.training.objectives.value import HEAD
 from jaxrl_llm.training.optimizers import build_optimizer
@@ -23,6 +25,13 @@ from jaxrl_llm.training.setup.objectives import needs_reference
 from jaxrl_llm.training.setup.run import build_lora, make_optimizer, net_options
 from jaxrl_llm.training.setup.specs import critic_optimizer_spec, reference_spec
 from jaxrl_llm.training.update import Frozen, State, split_critic
+
+
+class TeacherShapes(NamedTuple):
+    """A teacher that the run holds."""
+
+    net: Net
+    params: Params
 
 
 class Shapes(NamedTuple):
@@ -34,6 +43,7 @@ class Shapes(NamedTuple):
     frozen: Frozen
     reference: Params | None  # whole; it may share `frozen`
     own_reference: Params | None  # the part of it that nothing else holds
+    teachers: dict[str, TeacherShapes]  # by the value of the column that names them, "" for that of teacher.path
 
 
 def placed(tree, places) -> Any:
@@ -104,7 +114,29 @@ def describe(config, mesh: Mesh, dtype: str, scan: bool) -> Shapes:
     reference, own_reference = _reference(config, net, params)
     if config.model.offload:
         state, (frozen, frozen_critic) = _offloaded(state), jax.tree.map(_on_host, (frozen, frozen_critic))
-    return Shapes(net, critic, state, Frozen(frozen, frozen_critic), reference, own_reference)
+    teachers = _teachers(config, mesh, dtype, scan)
+    return Shapes(net, critic, state, Frozen(frozen, frozen_critic), reference, own_reference, teachers)
+
+
+def _teachers(config, mesh: Mesh, dtype: str, scan: bool) -> dict[str, TeacherShapes]:
+    """The teachers of the run; one behind a server takes nothing here."""
+    c, found = config.teacher, {}
+    paths = {} if c.path is None else {"": c.path}
+    paths |= {value: path for value, _, path in (entry.partition("=") for entry in c.others)}
+    dtype = dtype if c.dtype == "auto" else c.dtype
+    for value, path in paths.items():
+        if split_options(path)[0] == "server":
+            continue
+        path, adapter = base_and_adapter(path, None)
+        options = {} if adapter is None else {"lora": peft.read_config(adapter).lora}
+        folder = hf.locate(path, config_only=True, revision=c.revision)
+        types = {"dtype": dtype, "param_dtype": dtype, "quantize": c.quantize}
+        net = hf.load_net(folder, head="lm", scan_layers=scan, **types, **options)
+        if adapter is not None:
+            net = peft.with_adapter_modules(net, family_of(hf.read_config(folder)), adapter)
+        params = over(net.shapes(), mesh)
+        found[value] = TeacherShapes(net, jax.tree.map(_on_host, params) if c.offload else params)
+    return found
 
 
 def _trained_score_in_fp32(params: Params) -> Params:

@@ -74,8 +74,8 @@ UNITS = (
     (r"epoch", "epochs"),
     (r"(eval/(.+/)?)?(kl|entropy)|ratio/kl|teacher/kl|rollout_corr/kl|sampling/sampling_logp_difference/\w+", "nats"),
     (r".*(accuracy|accuracies|clipped_ratio|clip_ratio/\w+|(pass|maj)@\d+)|frac_reward_zero_std", "share"),
-    (r"environment/turns", "turns"),
-    (r"unscorable_rows|environment/failures", "rows"),
+    (r"environment/(.+/)?turns", "turns"),
+    (r"unscorable_rows|environment/(.+/)?(failures|episodes)", "rows"),
 )
 
 

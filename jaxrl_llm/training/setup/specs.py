@@ -18,7 +18,7 @@ from jaxrl_llm.algorithms.batch import Inputs
 from jaxrl_llm.algorithms.controllers import AdaptiveEntropy, Controllers
 from jaxrl_llm.algorithms.kl import AdaptiveKL, FixedKL
 from jaxrl_llm.config import ConfigError, rows_together
-from jaxrl_llm.config.checks import logit_bias
+from jaxrl_llm.config.checks import logit_bias, reward_scales
 from jaxrl_llm.config.resolve import split_options
 from jaxrl_llm.config.schema import OFFLINE
 from jaxrl_llm.data.curriculum import CurriculumSpec
@@ -538,6 +538,11 @@ def environment_spec(config, environment: Any = None, tools: Sequence[Any] = ())
     """
     c, name = config.environment, config.algorithm.name
     if c.agent is not None:
+        if c.reward_scale:
+            raise EpisodeError(
+                f"environment.reward_scale is {tuple(c.reward_scale)}, but agents return their rewards as they are to "
+                "be: scale them there"
+            )
         if environment is not None or tools:
             raise EpisodeError("environment.agent is set, but an environment or tools are given too: leave one out")
         missing = [package for package in ("starlette", "uvicorn") if importlib.util.find_spec(package) is None]
@@ -557,7 +562,12 @@ def environment_spec(config, environment: Any = None, tools: Sequence[Any] = ())
         workers=c.workers,
         timeout=c.timeout,
         on_error=c.on_error,
+        reward_scales=reward_scales(c.reward_scale),
     )
+    if spec.reward_scales and spec.environment is None:
+        raise EpisodeError(
+            f"environment.reward_scale is {tuple(c.reward_scale)}, but there is no environment: set environment.name"
+        )
     if name in OFFLINE and (spec.environment is not None or spec.tools):
         raise EpisodeError(f"there is an environment or a tool, but algorithm.name = {name!r} samples nothing")
     return spec

@@ -1,0 +1,124 @@
+"""The rules for teachers: TRL's DistillationTrainer and GKDTrainer, and verl's section `distillation`."""
+
+from jaxrl_llm.config.resolve import ConfigError
+from jaxrl_llm.tools.migrate.draft import Draft
+
+TYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+D, L = "distillation", "distillation.distillation_loss"
+
+
+def of_trl(draft: Draft, trainer: str) -> None:
+    """Set the teacher of a TRL trainer, `distillation` or `gkd`, and the samples that it rates."""
+    path = draft.get("teacher_model_name_or_path")
+    if not isinstance(path, str):
+        draft.check("the file names no teacher: set teacher.path")
+    draft.set("teacher.path", path if isinstance(path, str) else "TEACHER", "teacher_model_name_or_path")
+    options = draft.get("teacher_model_init_kwargs") or {}
+    if isinstance(options, dict) and (dtype := options.get("dtype", options.get("torch_dtype"))):
+        name = str(dtype).removeprefix("torch.")
+        draft.set("teacher.dtype", TYPES.get(name, name), "teacher_model_init_kwargs")
+    draft.set("teacher.form", "divergence")
+    draft.set("teacher.beta", float(draft.get("beta")), "beta")
+    if trainer == "gkd":
+        draft.set("teacher.temperature", 1.0)  # that of its samples is another
+        draft.check("GKDTrainer is experimental in TRL, which draws a step's kind by Python's random numbers")
+        if not (share := float(draft.get("lmbda"))):
+            draft.set("algorithm.name", "sft", "lmbda")
+            draft.drop("rollout.max_completion_length", "rollout.temperature")
+            return
+        draft.set("teacher.on_policy", share, "lmbda")
+        room = int(draft.get("max_length") or 1024) - draft.values["rollout.max_completion_length"]
+        draft.set("rollout.max_prompt_length", max(room, 1), "max_length", "max_new_tokens")
+        draft.drop("data.packing")
+    draft.set("rollout.group_size", 1)
+    draft.set("rewards.functions", ())
+    draft.set("algorithm.advantage", "zero")
+    draft.set("algorithm.aggregation", "token")
+    tools = draft.get("tools")
+    draft.set("environment.tools", tools, "tools")
+    if not tools:
+        draft.drop("environment.max_turns")
+
+
+def without_evaluation(draft: Draft) -> None:
+    """Switch evaluations off where samples have no reward that could grade them."""
+    if draft.values.get("rewards.functions") != ():
+        return
+    if draft.values["eval.every"] >= 0:
+        draft.check(
+            "samples without rewards cannot be graded, so there is no evaluation (eval.every=-1): to have one, name "
+            "rewards.functions and set algorithm.advantage to zero, with which they are not learned from"
+        )
+    draft.set("eval.every", -1, "eval_strategy", "eval_steps")
+    draft.drop("eval.at_start", "eval.start")
+
+
+def of_verl(draft: Draft) -> None:
+    """Set the teachers of verl's section `distillation`, and take back what its loss does without."""
+    prefix = f"{D}.teacher_models."
+    found = [key.removeprefix(prefix).partition(".")[0] for key in draft.settings if key.startswith(prefix)]
+    names = [name for name in dict.fromkeys(found) if draft.get(f"{prefix}{name}.model_path")]
+    if len(names) > 1 and "teacher_model" in names:
+        names.remove("teacher_model")
+        draft.check(f"{prefix}teacher_model is left out, as verl does where other teachers are named")
+    if not names:
+        draft.check(f"{D} names no teacher: set teacher.path")
+    paths = [str(draft.get(f"{prefix}{name}.model_path")) for name in names] or ["TEACHER"]
+    draft.set("teacher.path", paths[0], f"{D}.enabled", *(f"{prefix}{name}.model_path" for name in names[:1]))
+    draft.use(*(f"{prefix}{name}.key" for name in names))
+    _loss(draft)
+    if len(names) > 1 and draft.values["teacher.form"] == "divergence":
+        draft.check(f"several teachers rate sampled tokens alone here (teacher.form=advantage): {paths[0]} is written")
+    elif len(names) > 1:
+        others = tuple(f"{draft.get(f'{prefix}{name}.key')}={path}" for name, path in zip(names, paths, strict=True))
+        keys = [f"{prefix}{name}.{last}" for name in names[1:] for last in ("model_path", "key")]
+        draft.set("teacher.others", others[1:], *keys)
+        draft.set("teacher.column", draft.first(f"{D}.teacher_key", default="data_source"), f"{D}.teacher_key")
+        draft.check("teacher.path rates the rows of all keys that teacher.others does not name; verl refuses these")
+    for key in ("loss_max_clamp", "log_prob_min_clamp"):
+        if draft.get(f"{L}.{key}") is not None:
+            draft.check(f"{L}.{key} = {draft.get(f'{L}.{key}')}: nothing is clamped here")
+
+
+def _loss(draft: Draft) -> None:
+    """Set the form of the teacher's term, and whether rewards are learned from beside it."""
+    mode = draft.first(f"{L}.loss_mode", default="k3")
+    keys = (f"{L}.loss_mode", f"{L}.use_policy_gradient")
+    whole = {"forward_kl_topk": 0.0, "k3": 0.0, "low_var_kl": 0.0, "k2": 1.0, "mse": 1.0}
+    rewarded = draft.first(f"{L}.use_task_rewards", default=True)
+    if draft.get(f"{L}.use_policy_gradient"):
+        draft.set("teacher.form", "advantage", *keys)
+        if mode not in ("k1", "kl"):
+            draft.check(f"{L}.loss_mode is {mode}: advantages take the difference of the log-probs here, verl's k1")
+        if rewarded:
+            draft.check(
+                "verl adds a clipped loss of the teacher's advantages to that of the rewards'; here one loss has the "
+                "sum of both, which is the same where no ratio is clipped"
+            )
+    elif mode not in whole:
+        raise ConfigError(
+            f"{L}.loss_mode is {mode!r}, which has no equivalent without {L}.use_policy_gradient; there are "
+            f"{', '.join(whole)}"
+        )
+    else:
+        draft.set("teacher.form", "divergence", *keys)
+        draft.set("teacher.beta", whole[mode], f"{L}.loss_mode")
+        if mode == "forward_kl_topk":
+            draft.set("teacher.top_k", int(draft.first(f"{L}.topk", default=32)), f"{L}.topk")
+        else:
+            kind = "KL(policy || teacher)" if whole[mode] else "KL(teacher || policy)"
+            draft.check(
+                f"{L}.loss_mode is {mode}, whose gradient on samples is an estimate of that of {kind}; here it is that "
+                "of the whole distributions (teacher.form=divergence)"
+            )
+    if rewarded:
+        draft.set(
+            "teacher.coef",
+            float(draft.first(f"{L}.distillation_loss_coef", default=1.0)),
+            f"{L}.distillation_loss_coef",
+        )
+        return
+    draft.set("algorithm.advantage", "zero", f"{L}.use_task_rewards")
+    unread = ("name", "beta", "kl", "kl_in_reward", "reward_beta", "reward_kl", "kl_controller", "entropy_coef")
+    draft.drop(*(f"algorithm.{key}" for key in (*unread, "kl_target", "kl_horizon", "dynamic_sampling")))
+    draft.drop(*[key for key in draft.values if key.startswith("critic.")])
