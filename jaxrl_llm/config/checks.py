@@ -567,9 +567,10 @@ def _data(config: ConfigDict) -> Iterator[str]:
 
 def _compares_completions(rule: str) -> bool:
     """True for a built-in advantage rule that takes the completions of a prompt together."""
-    from jaxrl_llm.algorithms import advantages  # which imports jax: only for groups of one
+    from jaxrl_llm.algorithms import advantages, turn_advantages  # which import jax: only for groups of one
 
-    function = getattr(advantages, f"{rule}_advantages", None)
+    rules = {**vars(advantages), **vars(turn_advantages)}
+    function = rules.get(f"{rule}_advantages")
     return function is not None and "group_size" in inspect.signature(function).parameters
 
 

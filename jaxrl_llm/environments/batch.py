@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Protocol
 
+from jaxrl_llm.algorithms.turn_advantages import Turn
 from jaxrl_llm.config.resolve import ConfigError
 from jaxrl_llm.environments.call_pool import CallResult
 from jaxrl_llm.environments.episode import Episode
@@ -54,7 +55,6 @@ class EpisodeBatch:
     ):
         self.environments, self.tokenizer = environments, tokenizer
         self.examples, self.rows, self.episodes = list(examples), list(rows), list(episodes)
-        self._turn_ends: dict[int, int] = {}  # tokens in the completion of a row that waits for an observation
 
     @classmethod
     def open(
@@ -98,7 +98,7 @@ class EpisodeBatch:
         episode = self.episodes[row]
         turn = tokens[episode.observation_spans[-1][1] if episode.observation_spans else 0 :]
         episode.turns += 1
-        self._turn_ends[row] = len(tokens)
+        episode.turn_ends.append(len(tokens))
         text, raw = (self.tokenizer.decode(turn, skip_special_tokens) for skip_special_tokens in (True, False))
         self.environments.pool.submit(row, partial(episode.respond, text, raw))
 
@@ -133,6 +133,11 @@ class EpisodeBatch:
         if instances:
             columns["environments"] = [episode.environment for episode in self.episodes]
         return completions, columns
+
+    def turns(self, lengths: Sequence[int]) -> tuple[list[list[Turn]], int]:
+        """The turns of each row, of whose completion are `lengths` tokens, and how many a row may have."""
+        records = [episode.turn_records(length) for episode, length in zip(self.episodes, lengths, strict=True)]
+        return records, self.environments.spec.max_turns
 
     def release(self) -> tuple[dict[str, list[float]], dict[str, float], dict[str, list[Any]]]:
         """Free the environments for other rows; returns metrics (numbers to average), totals (to add up) and columns.
@@ -179,8 +184,9 @@ class EpisodeBatch:
         if not tokens:
             episode.stop_reason = "done"
             return None
-        start = self._turn_ends[row]
+        start, state = episode.turn_ends[-1], result.result.step.state
         episode.observations.append(observation)
+        episode.states.append(observation if state is None else state)
         episode.observation_spans.append((start, start + len(tokens)))
         return tokens
 

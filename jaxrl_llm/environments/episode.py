@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from jaxrl_llm.algorithms.turn_advantages import Turn
 from jaxrl_llm.environments.protocol import EpisodeError, Step, checked_step, is_messages
 from jaxrl_llm.environments.tools import Tool, ToolResult, call_tool, parse_tool_calls
 
@@ -28,7 +29,7 @@ class Episode:
 
     Rewards add up over the steps; `stop_reason` is done, answered (no tool call), max_turns, max_tool_calls, length,
     timeout, or the error of an environment that failed. `observation_spans` are (start, end) in the completion: the
-    loss mask is 0 there.
+    loss mask is 0 there. `turn_ends` and `turn_rewards` are of each turn, `states` of what each answered.
     """
 
     environment: Any
@@ -44,6 +45,9 @@ class Episode:
     failed: bool = False
     observations: list[Any] = field(default_factory=list)
     observation_spans: list[tuple[int, int]] = field(default_factory=list)
+    turn_ends: list[int] = field(default_factory=list)  # in tokens of the completion
+    turn_rewards: list[float] = field(default_factory=list)
+    states: list[Any] = field(default_factory=lambda: [None])  # None is the prompt
 
     @property
     def has_step(self) -> bool:
@@ -95,6 +99,7 @@ class Episode:
     def record(self, result: TurnResult) -> None:
         """Add up the rewards and calls of a turn, and note the end of the episode."""
         self.reward = (self.reward or 0.0) + result.step.reward
+        self.turn_rewards.append(result.step.reward)
         self.calls += result.calls
         self.failed_calls += result.failed_calls
         self.stop_reason = result.stop_reason
@@ -112,6 +117,14 @@ class Episode:
             self.observation_spans.pop()
             self.observations.pop()
         self.stop_reason = self.stop_reason or "length"
+
+    def turn_records(self, length: int) -> list[Turn]:
+        """The turns of a row whose completion has `length` tokens, once the episode is over."""
+        ends = [end for end in self.turn_ends if end <= length]
+        if length > max([0, *ends, *(end for _, end in self.observation_spans)]):
+            ends.append(length)  # a turn that reached the limit, which nobody answered
+        rewards = [*self.turn_rewards, *[0.0] * len(ends)]
+        return [Turn(*turn) for turn in zip(ends, rewards, self.states, strict=False)]
 
     def messages(self, ids: Sequence[int], decode: Decode) -> list[dict[str, Any]]:
         """The completion as messages: the assistant's turns, and the observations between them."""

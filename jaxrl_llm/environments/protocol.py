@@ -13,11 +13,16 @@ class EpisodeError(ConfigError):
 
 
 class Step(NamedTuple):
-    """The step result of a turn: an observation (text or messages), a reward, and whether the episode is done."""
+    """The step result of a turn: an observation (text or messages), a reward, and whether the episode is done.
+
+    state: what tells the state of the environment that the next turn answers, for advantages that compare turns in the
+    same state (`gigpo`); None: the observation does.
+    """
 
     observation: Messages | str | None
     reward: float = 0.0
     done: bool = False
+    state: Any = None
 
 
 class Environment(Protocol):
@@ -37,12 +42,12 @@ class Environment(Protocol):
 
 
 def checked_step(returned: Any, name: str) -> Step:
-    """The Step that the environment `name` returned, from itself or a tuple of up to three values.
+    """The Step that the environment `name` returned, from itself or a tuple of up to four values.
 
     Raises EpisodeError for anything else, for a reward that is no finite number, and for an observation that is neither
     text nor messages.
     """
-    if not isinstance(returned, tuple) or not 1 <= len(returned) <= 3:
+    if not isinstance(returned, tuple) or not 1 <= len(returned) <= 4:
         raise EpisodeError(f"{name}.step returned {returned!r}; return Step(observation, reward, done)")
     step = Step(*returned)
     if not isinstance(step.reward, int | float) and not hasattr(step.reward, "item"):
@@ -54,7 +59,7 @@ def checked_step(returned: Any, name: str) -> Step:
             f"{name}.step returned the observation {step.observation!r}; give text, messages with role and content, or "
             "None"
         )
-    return Step(step.observation, float(step.reward), bool(step.done))
+    return Step(step.observation, float(step.reward), bool(step.done), step.state)
 
 
 def is_messages(value: Any) -> bool:

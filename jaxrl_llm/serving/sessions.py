@@ -55,6 +55,7 @@ class Branch:
     template: str  # tools and options with which messages were rendered
     messages: list[dict[str, Any]]  # of the completion: answers, and what came between them
     parent: "Branch | None"
+    marks: tuple[tuple[int, int, tuple[int, ...]], ...] = ()  # of each turn: tokens up to its end, call, ids before it
 
 
 class Session:
@@ -125,6 +126,7 @@ class Call:
         self.new: list[dict[str, Any]] = []  # messages between them
         self.history: str | list[str] | list[int] = ""
         self.template = ""
+        self.number = 0  # among the calls of the session
 
     def render(
         self, prompt: Any, tools: list[Any] | None = None, options: Mapping[str, Any] | None = None
@@ -195,7 +197,7 @@ class Call:
         digest = hashlib.blake2b(session.key + np.asarray(prompt, np.int32).tobytes(), digest_size=8).digest()
         seed = hashlib.blake2b(digest + session.asked[digest].to_bytes(4), digest_size=4).digest()
         session.asked[digest] += 1
-        session.calls += 1
+        self.number, session.calls = session.calls, session.calls + 1
         return dataclasses.replace(
             asked, limits=[min(asked.limits[0], room)], sampling=spec.sampling, seed=int.from_bytes(seed)
         )
@@ -211,6 +213,8 @@ class Call:
                 mask = [*before.mask, *[0] * len(observed), *mask]
                 all_logps = [*before.logps, *[0.0] * len(observed), *logps]
                 messages, turns = [*before.messages, *self.new], before.turns
+            start = choice.prompt if before is None else observed
+            mark = (len(completion), self.number, tuple(start))
             answer, history = answer_message(choice), self.history
             if isinstance(history, str):
                 history += choice.text
@@ -222,7 +226,7 @@ class Call:
                 Branch(
                     choice.prompt if before is None else before.prompt_ids, completion, mask, all_logps, turns + 1,
                     bool(ids) and ids[-1] in session.turns.eos, choice.finish_reason != "length", history,
-                    self.template, [*messages, answer], before,
+                    self.template, [*messages, answer], before, (*(() if before is None else before.marks), mark),
                 )
             )  # fmt: skip
             session.sampled += len(ids)

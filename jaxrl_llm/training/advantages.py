@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrl_llm.algorithms import advantages as advantage_rules
+from jaxrl_llm.algorithms import turn_advantages as turn_rules
 from jaxrl_llm.algorithms.aggregation import masked_mean, masked_sum, masked_var
 from jaxrl_llm.algorithms.distillation import distilled_advantages
 from jaxrl_llm.algorithms.kl import kl_estimate
@@ -29,6 +30,7 @@ INPUTS = (
     "greedy_scores",  # [B] of one greedy completion of each prompt
     "mask",  # [N,T] tokens the loss reads, without the rows that no reward applies to
     "lengths",  # [N] sampled tokens
+    "turns",  # of episodes; their rewards [N,M] sum to the scores
     "finished",  # [N] ended with an end-of-text token
     "group_size",
     "scale",  # algorithm.scale_rewards
@@ -101,14 +103,15 @@ class AdvantageStep:
         values=None,
         greedy_rewards=None,
         greedy_rollout: Rollout | None = None,
+        turns: turn_rules.Turns | None = None,
     ) -> Advantages:
         """The advantages of `rewards [N,F]` over `mask [N,T]`, and the step's reward and length metrics of all
         processes.
 
         `logps`, `ref_logps` and `teacher_logps` `[N,T]` are of the policy, the reference and the teacher; without
         `logps` the policy is compared with the teacher by the sampler's. For a rule that asks for them, `values
-        [N,T]` are of the critic, and `greedy_rewards [B,F]` and `greedy_rollout` of one greedy completion of each
-        prompt.
+        [N,T]` are of the critic, `greedy_rewards [B,F]` and `greedy_rollout` of one greedy completion of each prompt,
+        and `turns` of rows that are episodes.
         """
         spec = self.spec
         raw = advantage_rules.combine_rewards(rewards, weights)
@@ -139,6 +142,13 @@ class AdvantageStep:
             "group_size": spec.group_size,
             "scale": spec.scale_rewards,
         }
+        if turns is not None:
+            # The environment gave these rewards, so they count as what it gave in all, the reward `environment`, does.
+            given = self.reward_names.index("environment") if "environment" in self.reward_names else None
+            weight = 0.0 if given is None else weights[given]
+            inputs["turns"] = turns = turn_rules.with_outcome(turns, inputs["scores"], weight)
+            metrics["turns/reward"] = _mean(turns.rewards, ~jnp.isnan(turns.rewards))
+            metrics["turns/shared_states"] = turn_rules.shared_states(turns, spec.group_size)
         if values is not None:
             inputs["values"] = values
         if greedy_rewards is not None:
@@ -202,7 +212,7 @@ def advantage_rule(name: str) -> tuple[Callable[..., jax.Array], dict[str, Any]]
     """The advantage function and the options of a name: `group(eps=1e-6)` is `advantages.group_advantages`."""
     rules: Mapping[str, Any] = {
         known.removesuffix("_advantages"): function
-        for known, function in vars(advantage_rules).items()
+        for known, function in {**vars(advantage_rules), **vars(turn_rules)}.items()
         if known.endswith("_advantages")
     }
     return resolve_with_options(name, rules, reserved=INPUTS)

@@ -16,6 +16,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from jaxrl_llm.algorithms.turn_advantages import Turn
 from jaxrl_llm.data.observations import TurnTokenizer
 from jaxrl_llm.data.templates import is_conversational
 from jaxrl_llm.environments.agents import Agents, Connection, Outcome, Reward
@@ -69,6 +70,16 @@ class AgentEpisodes:
             for reward, failed in zip(self.rewards, self.failed, strict=True)
         ]
         return completions, {"environment_reward": totals, "environment_rewards": named}
+
+    def turns(self, lengths: Sequence[int]) -> tuple[list[list[Turn]], int]:
+        """The turns of each row, which are calls of its session, and how many a row may have."""
+        records = [
+            []
+            if branch is None
+            else [Turn(end, session.turn_rewards.get(call, 0.0), before) for end, call, before in branch.marks]
+            for session, branch in zip(self.sessions, self.rows(), strict=True)
+        ]
+        return records, self.sessions[0].spec.calls
 
     def release(self) -> tuple[dict[str, list[float]], dict[str, float], dict[str, list[Any]]]:
         """Metrics (numbers to average), totals (to add up) and columns of the table."""

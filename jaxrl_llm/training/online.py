@@ -29,6 +29,7 @@ from jaxrl_llm.algorithms.aggregation import masked_mean
 from jaxrl_llm.algorithms.batch import Batch, Inputs, Scalars
 from jaxrl_llm.algorithms.controllers import Controllers
 from jaxrl_llm.algorithms.random_streams import REPLAY, ROW_SEEDS
+from jaxrl_llm.algorithms.turn_advantages import Turns, turn_table
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.data.collate import pad_prompts
 from jaxrl_llm.data.curriculum import Curriculum
@@ -143,12 +144,14 @@ class RolloutWorker:
             graded = streaming.pending.result()
             if sessions is not None:  # whatever else rewards say: nothing is learned from a session that failed
                 graded = graded._replace(rewards=np.where(sessions.failed[:, None], np.float32(np.nan), graded.rewards))
+            turns = None
             if (played := episodes or sessions) is not None:
+                turns = turn_table(*played.turns(lengths.tolist()), group_size, width)
                 metrics, totals, table = played.release()
                 logged = graded.logged
                 logged = Logged(logged.metrics | metrics, logged.totals | totals, logged.columns | table)
                 graded = graded._replace(logged=logged)
-            return Rollouts(rollout, examples, prompts, texts, graded.rewards, graded.logged)
+            return Rollouts(rollout, examples, prompts, texts, graded.rewards, graded.logged, turns=turns)
 
     def copy_policy(self, params: Params) -> Params:
         """The policy's parameters in arrays that no update donates, from which the same is sampled."""
@@ -309,6 +312,7 @@ class Learner:
             values=values,
             greedy_rewards=None if greedy is None else rows_to_global(greedy.rewards, self.mesh),
             greedy_rollout=None if greedy is None else greedy.rollout,
+            turns=rows_to_global(rollouts.turns, self.mesh) if self.advantages.asks_for("turns") else None,
         )
         metrics = dict(result.metrics)
         if rollouts.resampled_groups is not None:
@@ -517,6 +521,9 @@ def fill(
         completions=pick(held.completions, fresh.completions, index),
         rewards=np.concatenate([held.rewards, fresh.rewards])[index],
         logged=join(held.logged, fresh.logged, index, rows),
+        turns=None
+        if held.turns is None or fresh.turns is None
+        else Turns(*(np.concatenate(both)[index] for both in zip(held.turns, fresh.turns, strict=True))),
     )
     still_flat = flat.copy()
     still_flat[slots] = False

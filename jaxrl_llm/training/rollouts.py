@@ -9,6 +9,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from jaxrl_llm.algorithms.turn_advantages import Turns
 from jaxrl_llm.distributed.sharding import local_rows, row_sharding, rows_to_global
 from jaxrl_llm.rewards.runner import NOTHING_LOGGED, Logged
 from jaxrl_llm.rollout.engine import Rollout
@@ -30,6 +31,7 @@ class Rollouts(NamedTuple):
     resampled_groups: int | None = None  # None without dynamic sampling
     greedy: "Rollouts | None" = None  # a greedy completion of each example, for a rule that compares with it
     epochs: float | None = None  # of the data, once these prompts were drawn; None for streams
+    turns: Turns | None = None  # of the rows of this process, where they are episodes
 
 
 def on_mesh(batch: Rollouts, mesh: Mesh) -> Rollouts:
@@ -49,6 +51,8 @@ def pack(batches: Sequence[Rollouts]) -> np.ndarray:
     def texts_of(batch: Rollouts, name: str) -> dict[str, Any]:
         arrays.update({f"{name}/{key}": x for key, x in local_rows(batch.rollout)._asdict().items()})
         arrays[f"{name}/rewards"] = batch.rewards
+        if batch.turns is not None:
+            arrays.update({f"{name}/turns/{key}": x for key, x in batch.turns._asdict().items()})
         logged = batch.logged
         return {
             "prompts": batch.prompts,
@@ -75,11 +79,13 @@ def unpack(packed: np.ndarray, mesh: Mesh) -> list[Rollouts]:
 
     def batch_of(texts: dict[str, Any], name: str) -> Rollouts:
         rows = {key: arrays[f"{name}/{key}"] for key in Rollout._fields}
+        turns = {key: arrays[f"{name}/turns/{key}"] for key in Turns._fields if f"{name}/turns/{key}" in arrays}
         return Rollouts(
             rows_to_global(Rollout(**rows), mesh),
             [],
             rewards=arrays[f"{name}/rewards"],
             logged=Logged(texts["metrics"], texts["totals"], texts["columns"]),
+            turns=Turns(**turns) if turns else None,
             greedy=None if texts["greedy"] is None else batch_of(texts["greedy"], f"{name}/greedy"),
             **{key: texts[key] for key in ("prompts", "completions", "version", "resampled_groups", "epochs")},
         )

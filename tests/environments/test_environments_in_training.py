@@ -26,12 +26,15 @@ def tiny(root, tmp_path):
     ("algorithm", "functions", "environment", "message"),
     [
         ("grpo", ("environment",), None, "there is none: set environment.name"),
+        ("gigpo", ("exact_match",), None, "gives credit to the turns of episodes, but rows have one turn"),
         ("sft", ("exact_match",), SortThenSmallest, "algorithm.name = 'sft' samples nothing"),
     ],
 )
 def test_what_does_not_go_together(root, tmp_path, algorithm, functions, environment, message):
     config = tiny(root, tmp_path)
-    config.environment.name, config.rewards.functions, config.algorithm.name = None, functions, algorithm
+    config.environment.name, config.rewards.functions = None, functions
+    key = "advantage" if algorithm == "gigpo" else "name"
+    config.algorithm[key] = algorithm
     with pytest.raises(ConfigError, match=message):
         jaxrl_llm.train(config, environment=environment)
 
@@ -59,8 +62,19 @@ class Sometimes(SortThenSmallest):
         Sometimes.closed += 1
 
 
+NUMBERS = """
+import jax.numpy as jnp
+from jaxrl_llm.algorithms.turn_advantages import by_turn
+
+def numbers(scores, turns, mask):
+    return by_turn(jnp.broadcast_to(jnp.arange(1.0, turns.ends.shape[1] + 1), turns.ends.shape), turns, mask)
+"""
+
+
 def test_two_steps_with_an_environment(root, tmp_path):
+    (tmp_path / "rule.py").write_text(NUMBERS)
     config = tiny(root, tmp_path)
+    config.algorithm.advantage = f"{tmp_path / 'rule.py'}:numbers"  # those of the turns, from 1
     result = jaxrl_llm.train(config, environment=Sometimes)
     for line in result.metrics:
         assert all(math.isfinite(value) for value in line.values())
@@ -75,6 +89,8 @@ def test_two_steps_with_an_environment(root, tmp_path):
         elif row["environment/ended"] == "done":
             _, asked, answer = row["completion"].partition("sort:=")
             assert asked and row["environment"] == 0.5 + 0.25 * len(answer) and row["environment/turns"] == 2
+            sizes = np.array([len(row["completion"].partition("sort:=")[0]), len(answer)]) + 1  # with the end of text
+            np.testing.assert_allclose(row["advantage"], (sizes * [1, 2]).sum() / sizes.sum(), rtol=1e-5)
     assert Sometimes.closed == Sometimes.made >= 16
 
 

@@ -57,6 +57,9 @@ def test_messages_that_extend_a_call_keep_its_tokens(turns):
     assert turns.tokenizer.decode(second.prompts[0]).endswith("12<|end|><|user|>least?<|end|><|assistant|>")
     assert checked(two).prompt_ids == one.prompt_ids and two.turns == 2 and session.leaves == [two]
     assert [x["content"] for x in two.messages] == ["12", "least?", "1"] and sum(two.mask) == 5
+    # Each turn: its end, its call, and the ids that it answered.
+    between = tuple(second.prompts[0][len(one.prompt_ids) + 3 :])
+    assert two.marks == ((3, 0, tuple(one.prompt_ids)), (len(two.completion_ids), 1, between))
     # The same conversation as one that the template renders as a whole.
     whole = [QUESTION, {"role": "assistant", "content": "12"}, {"role": "user", "content": "least?"}]
     assert second.prompts[0] == render_prompt(turns.tokenizer, whole)

@@ -31,6 +31,7 @@ CONFIGS = {
     "kl_cov": ("-kl", "-clip_ratio/region_mean"),
     "distill": ("teacher/kl", "teacher/logp", "-kl"),
     "environment": ("kl", "environment/turns", "environment/failures", "-tools/call_frequency"),
+    "gigpo": ("kl", "turns/reward", "turns/shared_states", "environment/turns"),
     "agent": ("kl", "environment/turns", "environment/calls", "environment/failures", "environment/forks"),
 }
 # Each has a test of its formulas; these three differ in the parts that a run is made of.

@@ -8,6 +8,7 @@ import pytest
 import jaxrl_llm
 from jaxrl_llm.algorithms.batch import Batch, Inputs
 from jaxrl_llm.algorithms.kl import AdaptiveKL
+from jaxrl_llm.algorithms.turn_advantages import Turns
 from jaxrl_llm.config import ConfigError, default, validate
 from jaxrl_llm.config.flags import load_config_file
 from jaxrl_llm.distributed.sharding import make_mesh
@@ -165,7 +166,9 @@ def sampled_of(numbers) -> Rollouts:
     rollout = Rollout(rows, rows, rows.astype(np.float32), rows.astype(np.float32), one, one > 0, one)
     names = [str(n) for n in numbers]
     examples = [{"id": n // 10} for n in numbers[::2]]
-    return Rollouts(jax.tree.map(jnp.asarray, rollout), examples, names, names, np.float32(numbers)[:, None])
+    turns = Turns(*(np.array(numbers)[:, None] for _ in Turns._fields))
+    rewards = np.float32(numbers)[:, None]
+    return Rollouts(jax.tree.map(jnp.asarray, rollout), examples, names, names, rewards, turns=turns)
 
 
 @pytest.mark.parametrize(
@@ -184,6 +187,7 @@ def test_flat_groups_are_filled_with_fresh_ones(fresh_flat, expected, still):
     assert filled.completions == filled.prompts == [str(n) for n in expected]
     assert filled.examples == [{"id": n // 10} for n in expected[::2]]
     np.testing.assert_array_equal(filled.rewards[:, 0], expected)
+    assert all(x[:, 0].tolist() == expected for x in filled.turns)
     np.testing.assert_array_equal(filled.rollout.tokens, np.repeat(np.array(expected)[:, None], 3, axis=1))
     np.testing.assert_array_equal(filled.rollout.lengths, expected)
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import jaxrl_llm
+from jaxrl_llm.algorithms.turn_advantages import Turn, turn_table
 from jaxrl_llm.config import ConfigError, default
 from jaxrl_llm.data import tasks
 from jaxrl_llm.distributed.sharding import make_mesh
@@ -102,7 +103,11 @@ def test_a_resumed_queue_goes_on_with_the_batches_that_were_saved():
 
 
 def test_packed_rollouts_keep_every_bit():
-    batches = [rollouts_of(7, 4, greedy=rollouts_of(1)), rollouts_of(3)._replace(epochs=None, resampled_groups=None)]
+    turns = turn_table([[Turn(1, 0.5), Turn(2, 0.1, "x")], [Turn(2, 1.0)]], 3, 2, 1)
+    batches = [
+        rollouts_of(7, 4, rollouts_of(1))._replace(turns=turns),
+        rollouts_of(3)._replace(epochs=None, resampled_groups=None),
+    ]
     packed = pack(batches)
     np.testing.assert_array_equal(packed, pack(batches))
     for got, batch in zip(unpack(packed, MESH), batches, strict=True):
@@ -116,6 +121,7 @@ def test_packed_rollouts_keep_every_bit():
             {"tokens": 3.0},
             {"note": [int(got.rollout.tokens[0, 0]), '{"a": null}']},
         )
+        jax.tree.map(np.testing.assert_array_equal, got.turns, batch.turns)
         assert (got.greedy is None) == (batch.greedy is None)
     assert int(unpack(packed, MESH)[0].greedy.rollout.tokens[0, 0]) == 1
 

@@ -446,6 +446,11 @@ def _online(
 ) -> OnlineSource:
     """The producer and the learner of an online algorithm."""
     advantages = advantage_step(advantage_spec(config), rewards.names)
+    if advantages.asks_for("turns") and environments is None:
+        raise ConfigError(
+            f"algorithm.advantage is {config.algorithm.advantage!r}, which gives credit to the turns of episodes, but "
+            "rows have one turn: set environment.name, tools or agent, or another advantage"
+        )
     spec, rows, rollout = learner_spec(config), batch_spec(config), config.rollout
     process = jax.process_index(), jax.process_count()  # which share the prompts
     if tokens is None:
