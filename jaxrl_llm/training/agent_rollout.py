@@ -40,7 +40,7 @@ class AgentEpisodes:
     def __init__(
         self, turns: TurnTokenizer, sessions: Sequence[Session], outcomes: Sequence[Outcome], seconds: Sequence[float]
     ):
-        self.turns, self.sessions, self.seconds = turns, sessions, seconds
+        self.tokenizer, self.sessions, self.seconds = turns, sessions, seconds
         self.leaves = [session.leaves for session in sessions]
         self.rewards = [_reward(session, outcome) for session, outcome in zip(sessions, outcomes, strict=True)]
         self.reasons = [  # why a session has no reward
@@ -62,7 +62,7 @@ class AgentEpisodes:
             if branch is not None and branch.template and is_conversational(prompt):
                 completions.append(branch.messages)
             else:
-                text = self.turns.decode(row, True)
+                text = self.tokenizer.decode(row, True)
                 completions.append([{"role": "assistant", "content": text}] if is_conversational(prompt) else text)
         named = [dict(reward) if isinstance(reward, Mapping) else {} for reward in self.rewards]
         totals = [

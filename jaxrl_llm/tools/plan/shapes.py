@@ -128,10 +128,10 @@ def _teachers(config, mesh: Mesh, dtype: str, scan: bool) -> dict[str, TeacherSh
         if split_options(path)[0] == "server":
             continue
         path, adapter = base_and_adapter(path, None)
-        options = {} if adapter is None else {"lora": peft.read_config(adapter).lora}
+        lora = None if adapter is None else peft.read_config(adapter).lora
         folder = hf.locate(path, config_only=True, revision=c.revision)
         types = {"dtype": dtype, "param_dtype": dtype, "quantize": c.quantize}
-        net = hf.load_net(folder, head="lm", scan_layers=scan, **types, **options)
+        net = hf.load_net(folder, head="lm", scan_layers=scan, lora=lora, **types)
         if adapter is not None:
             net = peft.with_adapter_modules(net, family_of(hf.read_config(folder)), adapter)
         params = over(net.shapes(), mesh)
