@@ -21,7 +21,7 @@ from jaxrl_llm.config.resolve import ConfigError
 ROOT = Path(__file__).parent.parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 COMMAND = re.compile(r"(?:python -m jaxrl_llm[. ]|\bjaxrl-llm )(\w+(?:\.\w+)*)(?![\w.*])(.*)")
-WITH_CONFIG = {"train", "evaluate", "compare", "data", "preview", "plan"}
+WITH_CONFIG = {"train", "evaluate", "compare", "data", "preview", "plan", "verify"}
 NO_FLAGS = {"config", "rewards.built_in"}  # they print a page
 # What stands for something of the reader's.
 STANDS_FOR = {
