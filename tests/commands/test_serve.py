@@ -96,6 +96,7 @@ def test_a_run_samples_from_another_process(process, root, tmp_path):
     config.environment.rollout_func = f"server(url={url + '/v1'!r}, model='policy', weights={weights!r}, timeout=240)"
     config.algorithm.importance_correction = "token_truncate"
     config.output_dir, config.logging.backends, config.total_steps = str(tmp_path / "run"), ("jsonl",), 3
+    config.eval.every = -1  # evaluations push what they measure too
     jaxrl_llm.train(config)
     assert httpx.get(f"{url}/server_info").json()["weight_version"] == 3
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
