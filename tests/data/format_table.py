@@ -89,6 +89,8 @@ SAMPLES: list[tuple[str, str, Row]] = [
     ("pairs", "chat_template.default", {"messages": [ASK], "chosen": YES, "rejected": NO}),
     ("pairs", "chat_template.argilla_chat", CHATS),
     ("pairs", "chat_template.argilla", {"system": "Add.", **CHATS}),
+    ("completions", "alpaca", {"instruction": "Add.", "input": "2+2", "output": "4"}),
+    ("completions", "alpaca", {"instruction": "Add 2 and 2.", "input": "", "output": "4"}),
     ("pairs", "user_defined", {"system": "Add.", "prompt": "2+2?", **ANSWERS}),
     (
         "pairs",

@@ -881,6 +881,25 @@ def test_other_methods_of_axolotl(tmp_path, rl, loss, beta):
         expect(config, algorithm={"name": "preference", "loss": loss, "beta": beta})
 
 
+def test_what_public_examples_often_have(tmp_path):
+    """Alpaca's rows, streams and names with commas are taken over, and what there is needs no look."""
+    tree = {
+        "base_model": "openai/gpt-oss-20b", "datasets": [{"path": "d", "type": "alpaca"}], "learning_rate": 1e-5,
+        "max_steps": 2, "streaming": True, "bfloat16": True, "activation_offloading": True, "save_strategy": "no",
+    }  # fmt: skip
+    config, text = migrate(written(tmp_path, "a.yaml", yaml.safe_dump(tree)), devices=1)
+    assert config.data.streaming and config.data.sources[0]["type"] == "alpaca"
+    assert "Look at this first" not in text
+    tree |= {"reward_model": True, "num_labels": 1, "datasets": [{"path": "d", "type": "chatml.intel"}]}
+    assert "Look at this first" not in migrate(written(tmp_path, "r.yaml", yaml.safe_dump(tree)), devices=1)[1]
+    tree["base_model"] = "zai-org/GLM-4.1V-9B-Thinking"
+    assert "models read text only" in migrate(written(tmp_path, "v.yaml", yaml.safe_dump(tree)), devices=1)[1]
+    said = {"model_name_or_path": "m", "dataset_name": "d", "trainer": "dpo", "max_steps": 1, "use_peft": True}
+    said |= {"lora_target_modules": ["q_proj,", "v_proj"], "chat_template": "{{ messages }}"}
+    config, _ = migrate(written(tmp_path, "t.yaml", yaml.safe_dump(said)), devices=1)
+    expect(config, lora={"targets": ("q_proj", "v_proj")}, data={"chat_template": "{{ messages }}"})
+
+
 def test_a_rollout_function_of_axolotl(tmp_path):
     text = (
         "base_model: m\nlearning_rate: 1e-5\nmax_steps: 10\nrl: grpo\ndatasets: [{path: d, type: math_env.t}]\n"

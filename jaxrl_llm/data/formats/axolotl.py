@@ -1,9 +1,9 @@
-"""axolotl's preference formats.
+"""axolotl's preference formats, and its `alpaca` of instructions.
 
-They write with fixed texts (`chatml.*`, `llama3.*`, `zephyr.nectar`), with the user's (`user_defined.default`), or with
-the tokenizer's chat template (`chat_template.*`).
+Those of preferences write with fixed texts (`chatml.*`, `llama3.*`, `zephyr.nectar`), with the user's
+(`user_defined.default`), or with the tokenizer's chat template (`chat_template.*`).
 
-Source: axolotl's RLHF documentation (docs/rlhf.qmd), prompt_strategies/dpo, /kto and /orpo.
+Source: axolotl's RLHF documentation (docs/rlhf.qmd), prompt_strategies/dpo, /kto and /orpo, and its prompters.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -62,7 +62,25 @@ PAIR_FIELDS = {
     "ultra": Fields(("prompt",), chat=True),
 }
 LABEL_PROMPTS = {"argilla": "instruction", "intel": "question", "prompt_pairs": "prompt", "ultra": "prompt"}
+# Stanford Alpaca's texts, with an input column and without one.
+ALPACA = (
+    "Below is an instruction that describes a task, paired with an input that provides further context. Write a "
+    "response that appropriately completes the request.\n\n### Instruction:\n{instruction}\n\n### Input:\n{input}\n\n"
+    "### Response:\n"
+)
+ALPACA_WITHOUT_INPUT = (
+    "Below is an instruction that describes a task. Write a response that appropriately completes the request.\n\n"
+    "### Instruction:\n{instruction}\n\n### Response:\n"
+)
 ROLES = {"user": ["user"], "assistant": ["assistant"], "system": ["system"], "tool": ["tool"]}
+
+
+def alpaca(row: Mapping[str, Any]) -> Row:
+    """`instruction`, `output` and perhaps `input`, in Alpaca's texts."""
+    instruction, output = (text_column(row, (name,), "alpaca") for name in ("instruction", "output"))
+    given = row.get("input")
+    template = ALPACA if given else ALPACA_WITHOUT_INPUT
+    return {"prompt": template.format(instruction=instruction, input=given), "completion": output}
 
 
 def fixed_pairs(name: str, template: Template, fields: Fields) -> Callable[[Mapping[str, Any]], Row]:

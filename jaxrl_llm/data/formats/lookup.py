@@ -21,6 +21,7 @@ COMMON: Mapping[str, Callable[..., Any]] = {
     "harmony": native.harmony,
     "sharegpt": native.sharegpt,
     "stepwise": native.stepwise,
+    "alpaca": axolotl.alpaca,
 }
 PAIRS = axolotl.PAIRS
 LABELS = axolotl.LABELS

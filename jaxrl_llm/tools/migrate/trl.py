@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from collections.abc import Callable
 
 from jaxrl_llm.config.resolve import ConfigError, closest
@@ -151,7 +152,8 @@ def _model(draft: Draft) -> None:
             draft.check(
                 "PEFT chooses the target modules by architecture; q_proj and v_proj, which most have, are written"
             )
-        targets = (targets,) if isinstance(targets, str) else tuple(targets)
+        targets = (targets,) if isinstance(targets, str) else targets
+        targets = tuple(name for target in targets for name in re.split(r"[,\s]+", target) if name)
         draft.set("lora.targets", targets, "target_modules", "lora_target_modules")
         if modules := draft.first("modules_to_save", "lora_modules_to_save"):
             modules = (modules,) if isinstance(modules, str) else tuple(modules)
