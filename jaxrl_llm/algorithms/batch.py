@@ -43,10 +43,14 @@ class PackedLayout:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Images:
-    """The images of rows, as tiles of one height and width, in the order of the image tokens."""
+    """The images of rows, as tiles of one height and width, in the order of the image tokens.
+
+    Where `features` are known, `pixels` are not read.
+    """
 
     pixels: Array  # [N,K,H,W,C] as the model's image processor normalises them; K are the most tiles of a row
     count: Array  # [N] int32 tiles of each row; those behind are padding
+    features: Array = None  # [N,M,D] embeddings of the M tokens of K tiles, where what makes them is frozen
 
 
 @jax.tree_util.register_dataclass

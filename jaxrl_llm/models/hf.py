@@ -154,7 +154,7 @@ def _is_generic_tokenizer(folder: Path) -> bool:
     model = safetensors.read_json(folder / "config.json") or {}
     return (
         settings.get("tokenizer_class") in ("PreTrainedTokenizerFast", "TokenizersBackend")
-        and model.get("model_type") in ("llama", "smollm3")
+        and model.get("model_type") in ("llama", "smollm3", "smolvlm", "idefics3")
         and "auto_map" not in settings
         and (folder / "tokenizer.json").is_file()
     )

@@ -120,7 +120,7 @@ def describe(
         raise ConfigError(f"quantize = {overrides['quantize']!r} is not one of {', '.join(KINDS)}.")
     if adapter is not None:
         described = peft.read_config(adapter)
-        overrides = {"head": described.head, **overrides, "lora": described.lora}
+        overrides = {"head": described.head, **overrides, **described.fields}
     folder = hf.locate(path, allow_pickle, revision=revision)
     net = hf.load_net(folder, entries, dtype=dtype, param_dtype=param_dtype or dtype, **overrides)
     if adapter is not None:
@@ -257,7 +257,8 @@ def load_adapter(model: Model, folder: str | os.PathLike[str]) -> tuple[lora.Lor
         raise ConfigError(f"{model.path} stores its matrices as {config.quantize}: no adapter can be merged into them")
     if described.head != config.head:
         raise ConfigError(f"{os.fspath(folder)} has the head {described.head}, and {model.path} {config.head}")
-    net = peft.with_adapter_modules(model.net.with_lora(described.lora), _family(model), folder)
+    net = Net(dataclasses.replace(config, **described.fields))
+    net = peft.with_adapter_modules(net, _family(model), folder)
     assert net.config.lora is not None
     return net.config.lora, peft.read(folder, net, _family(model), model.mesh)
 

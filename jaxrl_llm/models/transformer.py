@@ -202,16 +202,26 @@ class Transformer(nnx.Module):
 
     def encode_images(self, tokens, segments, images: Images) -> ImageEmbeddings:
         """The images of rows as embeddings of their image tokens; raises ConfigError for a model without vision."""
+        features = self.image_features(images)
+        assert self.vision is not None
+        return self.vision.place(tokens, segments, features, images.count)
+
+    def image_features(self, images: Images) -> jax.Array:
+        """The embeddings `[N,M,D]` of the tokens of all tiles; raises ConfigError for a model without vision."""
         if self.vision is None:
-            raise ConfigError("rows have images, but this model reads text alone: leave them out, or use a model that "
-                              "has a vision part (docs/models.md)")  # fmt: skip
+            raise ConfigError(
+                "rows have images, but this model reads text alone: leave them out, or use a model that has a vision "
+                "part (docs/vision.md)"
+            )
+        if images.features is not None:
+            return images.features
 
         def checkpointed(step):
             if self.config.remat == "none":
                 return step
             return jax.checkpoint(step, prevent_cse=False, policy=REMAT[self.config.remat])
 
-        return self.vision(tokens, segments, images, jnp.dtype(self.config.dtype), checkpointed)
+        return self.vision.encode(images.pixels, jnp.dtype(self.config.dtype), checkpointed)
 
     def _embedded(self, tokens):
         x = constrain(self.embed(tokens, self.config.dtype), "rows", "positions", None)

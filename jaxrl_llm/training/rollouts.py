@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jax.sharding import Mesh
 
+from jaxrl_llm.algorithms.batch import Images
 from jaxrl_llm.distributed.sharding import local_rows, rows_to_global
 from jaxrl_llm.rewards.runner import NOTHING_LOGGED, Logged
 from jaxrl_llm.rollout.engine import Rollout
@@ -29,6 +30,7 @@ class Rollouts(NamedTuple):
     resampled_groups: int | None = None  # None without dynamic sampling
     greedy: "Rollouts | None" = None  # a greedy completion of each example, for a rule that compares with it
     epochs: float | None = None  # of the data, once these prompts were drawn; None for streams
+    images: Images | None = None  # of the prompts [B], on the device
 
 
 def pack(batches: Sequence[Rollouts]) -> np.ndarray:
@@ -42,6 +44,9 @@ def pack(batches: Sequence[Rollouts]) -> np.ndarray:
     def texts_of(batch: Rollouts, name: str) -> dict[str, Any]:
         arrays.update({f"{name}/{key}": x for key, x in local_rows(batch.rollout)._asdict().items()})
         arrays[f"{name}/rewards"] = batch.rewards
+        if batch.images is not None:
+            own = local_rows(batch.images)
+            arrays.update({f"{name}/pixels": own.pixels, f"{name}/tiles": own.count})
         logged = batch.logged
         return {
             "prompts": batch.prompts,
@@ -68,11 +73,15 @@ def unpack(packed: np.ndarray, mesh: Mesh) -> list[Rollouts]:
 
     def batch_of(texts: dict[str, Any], name: str) -> Rollouts:
         rows = {key: arrays[f"{name}/{key}"] for key in Rollout._fields}
+        images = None
+        if f"{name}/pixels" in arrays:
+            images = rows_to_global(Images(arrays[f"{name}/pixels"], arrays[f"{name}/tiles"]), mesh)
         return Rollouts(
             rows_to_global(Rollout(**rows), mesh),
             [],
             rewards=arrays[f"{name}/rewards"],
             logged=Logged(texts["metrics"], texts["totals"], texts["columns"]),
+            images=images,
             greedy=None if texts["greedy"] is None else batch_of(texts["greedy"], f"{name}/greedy"),
             **{key: texts[key] for key in ("prompts", "completions", "version", "resampled_groups", "epochs")},
         )

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxrl_llm.algorithms.batch import ImageEmbeddings, Images
+from jaxrl_llm.algorithms.batch import ImageEmbeddings
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.distributed.sharding import constrain
 from jaxrl_llm.models.vision.projector import ShuffleProjector
@@ -44,25 +44,31 @@ class Vision(nnx.Module):
         self.encoder = Siglip(config.encoder, own, rngs)
         self.projector = ShuffleProjector(config.encoder.width, net.width, config.shuffle, own, rngs)
 
-    def __call__(self, tokens, segments, images: Images, dtype, checkpointed) -> ImageEmbeddings:
-        """The embeddings of the rows' image tokens; segments 0 are padding, whatever the token.
+    def encode(self, pixels, dtype, checkpointed) -> jax.Array:
+        """The embeddings `[N,M,D]` of the M tokens of all tiles of a row, in order, of pixels `[N,K,H,W,C]`.
 
         Raises ConfigError for tiles of another shape than the model's.
         """
-        rows, _, *shape = images.pixels.shape
+        rows, _, *shape = pixels.shape
         if tuple(shape) != self.config.tile_shape:
             raise ConfigError(
                 f"tiles of images are {' x '.join(map(str, shape))} (height, width, channels), but this model reads "
                 f"{' x '.join(map(str, self.config.tile_shape))}: use the image processor of its folder"
             )
-        pixels = constrain(images.pixels.reshape(-1, *shape).astype(dtype), "rows", None, None, None)
+        pixels = constrain(pixels.reshape(-1, *shape).astype(dtype), "rows", None, None, None)
         values = self.projector(self.encoder(pixels, checkpointed))
-        values = constrain(values.reshape(rows, -1, values.shape[-1]), "rows", None, None)
+        return constrain(values.reshape(rows, -1, values.shape[-1]), "rows", None, None)
+
+    def place(self, tokens, segments, features, count) -> ImageEmbeddings:
+        """The embeddings of the rows' image tokens: `features` of the first `count` tiles of each row.
+
+        Segments 0 are padding, whatever the token.
+        """
         is_image = (tokens == self.config.image_token) & (segments != 0)
         # Image tokens behind those of a row's tiles (a completion may have some) keep the embedding of their id.
         place = jnp.cumsum(is_image, axis=1) - 1
-        in_tiles = is_image & (place < images.count[:, None] * self.config.tile_tokens)
-        return ImageEmbeddings(values, jnp.where(in_tiles, place, -1))
+        in_tiles = is_image & (place < count[:, None] * self.config.tile_tokens)
+        return ImageEmbeddings(features, jnp.where(in_tiles, place, -1))
 
 
 def with_images(x, images: ImageEmbeddings) -> jax.Array:

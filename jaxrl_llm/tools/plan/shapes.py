@@ -65,7 +65,7 @@ def describe_net(config, dtype: str, scan: bool, head: str | None = None) -> Net
     options = net_options(config, head)
     path = c.path
     if config.lora.path is not None:
-        options["lora"] = peft.read_config(config.lora.path).lora
+        options |= peft.read_config(config.lora.path).fields
     folder = hf.locate(path, config_only=True)
     if not (folder / "config.json").is_file():
         raise ConfigError(f"model.path = {path!r} has no config.json; a plan needs that one file")

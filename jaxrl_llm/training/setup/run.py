@@ -568,7 +568,7 @@ def _offline(
                 ref_params = None
         if c.packing:
             groups = first_fit([len(row["ids"]) for (row,) in examples], c.max_length)
-            examples = [[(examples[i][0]["ids"], examples[i][0]["mask"]) for i in group] for group in groups]
+            examples = [[examples[i][0] for i in group] for group in groups]
         else:
             sample = offline.sample_rows(spec, examples, shard_rows(config, mesh), rows.group_size)
         # Every process reads whole batches: kto pairs the rows of one with each other.
