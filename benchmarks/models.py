@@ -193,7 +193,8 @@ Weights are safetensors. With `model.allow_pickle` a folder without them is read
 that knows tensors only and runs nothing. Code that a tokenizer's folder brings is run with `model.trust_remote_code`
 only.
 
-Of a Gemma 3 with vision (`gemma3`) the text part is loaded, and exported as a text model (`gemma3_text`).
+`idefics3` and `smolvlm` read images: [vision](vision.md). Of a Gemma 3 with vision (`gemma3`) the text part is loaded,
+and exported as a text model (`gemma3_text`).
 
 ## A family of your own
 
@@ -215,7 +216,7 @@ Another one is a class with this protocol in a file of its own, and a family tha
 `ModelConfig.mixers` and its tensors in `KEYS`, as `layers/<path>/...`. Layers of one mixer are stacked, and consecutive
 ones run in one scan. `tests/models/test_mixer.py` has a recurrent one, and samples with it.
 
-Not supported: Phi-3's `longrope`, images, checkpoints quantized otherwise, bidirectional attention.
+Not supported: Phi-3's `longrope`, checkpoints quantized otherwise, bidirectional attention.
 """
 
 EXAMPLE = '''"""Seed-OSS (ByteDance): Llama's shape with biases on queries, keys and values."""

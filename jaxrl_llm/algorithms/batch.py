@@ -42,6 +42,31 @@ class PackedLayout:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
+class Images:
+    """The images of rows, as tiles of one height and width, in the order of the image tokens.
+
+    Where `features` are known, `pixels` are not read.
+    """
+
+    pixels: Array  # [N,K,H,W,C] as the model's image processor normalises them; K are the most tiles of a row
+    count: Array  # [N] int32 tiles of each row; those behind are padding
+    features: Array = None  # [N,M,D] embeddings of the M tokens of K tiles, where what makes them is frozen
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class ImageEmbeddings:
+    """The images of rows, encoded: what takes the place of the embeddings of image tokens.
+
+    Each of Z sources is for N / Z rows, one after another: a row by itself, or the packed rows of a shard.
+    """
+
+    values: Array  # [Z,M,D]
+    index: Array  # [N,T] int32 which of its source's M lies here; -1: none
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
 class Inputs:
     """Everything a network reads of rows of tokens; a new modality is a new field here and no new argument elsewhere.
 
@@ -52,6 +77,7 @@ class Inputs:
     segments: Array = None  # [N,T] int32; 0 is padding, other numbers tell documents apart; None: all 1
     positions: Array = None  # [N,T] int32; None: counted from 0 in each segment
     noise: Array = None  # [N,T,D] added to the embeddings
+    images: Images | ImageEmbeddings | None = None  # that image tokens stand for
     prefix_segments: Array = None  # [N,T] a segment that a token sees besides its own; None: none
     multiplicity: Array = None  # [N,T] how often a token counts in the routing to experts; None: once, padding never
     layout: PackedLayout | None = None

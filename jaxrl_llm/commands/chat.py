@@ -145,7 +145,8 @@ def answerer(model: Model, **settings: Any) -> Callable[[Prompt, int], str]:
     """
     engine, seed = engine_of(model, settings), settings.get("seed", 0)
     max_new_tokens = engine.max_completion_length
-    positions = (model.hf_config or {}).get("max_position_embeddings")
+    entries = model.hf_config or {}
+    positions = (entries.get("text_config") or entries).get("max_position_embeddings")
 
     def answer(prompt: Prompt, turn: int) -> str:
         (ids,) = prompt_ids(model, [prompt])

@@ -90,7 +90,7 @@ def checkpoint_model(
     with jax.set_mesh(mesh), Checkpoints(checkpoint_spec(config, folder).folder, read_only=True) as checkpoints:
         step = _step(checkpoints, step)
         model = _untrained(config, mesh, dtype)
-        frozen, shapes = split(model.params)
+        frozen, shapes = split(model.params, model.net.config.frozen)
         params = combine(frozen, checkpoints.restore_params(step, shapes, mesh))
         return replace(model, params=params, mesh=mesh), step
 

@@ -639,7 +639,14 @@ def _lora(config: ConfigDict) -> Iterator[str]:
             f"lora.dora is true, and model.quantize {config.model.quantize}, but DoRA measures the matrices in every "
             "forward pass, and none are kept as numbers: set one of the two off"
         )
+    if config.model.vision == "trained" and (lora.rank or lora.path):
+        yield (
+            "model.vision is trained, but beside adapters nothing is trained whole: set it to lora, for adapters on "
+            "the vision part too, or frozen; or name its modules in lora.modules_to_save"
+        )
     if not (lora.rank or lora.path):
+        if config.model.vision == "lora":
+            yield "model.vision is lora, but there are no adapters: set lora.rank, 16 for example, or it to trained"
         if lora.dora:
             yield "lora.dora is true, but there are no adapters: set lora.rank, 16 for example, or it to false"
         if lora.modules_to_save:

@@ -282,6 +282,10 @@ KEYS = (
         "Keep the parameters, and the critic's, in the host's memory between uses: each pass has them on the device, "
         "and sampling its copy in model.dtype alone.", bool),
     Setting("model.freeze_router", False, "Do not train the routers of a mixture of experts.", bool),
+    Setting("model.vision", "frozen",
+        "The vision part of a model that reads images, encoder and projector: frozen; trained, with the rest of the "
+        "model; or lora, by adapters on the encoder's linear layers beside the decoder's.",
+        choices=("frozen", "trained", "lora")),
     Setting("model.quantize", "none",
         "Store the matrices of the layers in 8 or 4 bits and train adapters only (QLoRA).",
         choices=("none", "int8", "fp8", "int4", "nf4")),
@@ -848,8 +852,8 @@ BY_NAME = {key.name: key for key in KEYS}
 # What a run is: the model, the data and their order, the objective. A resumed run keeps these settings unless
 # checkpoint.accept_changes names them; what else has changed is told, and kept in config_history/.
 IDENTITY = (
-    "seed", "model.path", "model.random_init", "model.freeze_router", "model.quantize", "lora.rank", "lora.alpha",
-    "lora.rslora", "lora.dora", "lora.targets", "lora.modules_to_save", "lora.path",
+    "seed", "model.path", "model.random_init", "model.freeze_router", "model.vision", "model.quantize", "lora.rank",
+    "lora.alpha", "lora.rslora", "lora.dora", "lora.targets", "lora.modules_to_save", "lora.path",
     "lora.reference", "data.path", "data.name", "data.sources",
     "data.format", "data.streaming", "data.shuffle", "data.shuffle_buffer", "data.split", "data.prompt_key",
     "data.completion_key", "data.label_key", "data.system_prompt", "data.chat_template", "eval.fraction",

@@ -23,7 +23,7 @@ from jaxrl_llm.data import Row, cache, sources, tasks
 from jaxrl_llm.data.formats.lookup import Example, FactoryOptions, Format, code_of, find, fitting
 from jaxrl_llm.data.pipeline import Stream, StreamSource
 from jaxrl_llm.data.templates import is_conversational
-from jaxrl_llm.data.tokenize import RowTokenizer, split_pair
+from jaxrl_llm.data.tokenize import PIXELS, RowTokenizer, split_pair
 
 log = logging.getLogger(__name__)
 
@@ -334,7 +334,7 @@ def tokenized(spec: DataSpec, opened: Sequence[DataSource], kind: str, tokenizer
             )
             kept = [(index, row) for index, row in enumerate(progress) if row is not None]
             made = [row for _, row in kept]
-            if file is not None:
+            if file is not None and not any(PIXELS in row for row in made):  # the file would hold no images
                 cache.save(file, tokenize, kept)
         tokenize.report(len(made))
         rows += made

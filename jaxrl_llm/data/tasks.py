@@ -9,6 +9,8 @@ CRC-32 of its text, so the splits are disjoint by construction, whatever the siz
 | 1 | `validation` | tuning settings |
 | 2 to 7 | `train` | training |
 
+`task:shapes` asks about images (shapes.py), and `task:shapes_blank` the same about grey ones.
+
 `task:reasoning_gym(leg_counting, size=1000)` is a task of the package reasoning-gym.
 """
 
@@ -21,7 +23,7 @@ import zlib
 from collections.abc import Callable, Iterator
 
 from jaxrl_llm.config.resolve import ConfigError, closest, split_options
-from jaxrl_llm.data import Row
+from jaxrl_llm.data import Row, shapes
 
 SPLITS = ("train", "validation", "test")
 SIZES = {"train": 16384, "validation": 1024, "test": 1024}
@@ -64,16 +66,18 @@ def generate(name: str, split: str = "train", size: int | None = None, seed: int
     """
     if name.startswith("reasoning_gym("):
         return reasoning_gym_rows(name, split)
-    if name not in TASKS:
+    if name not in (*TASKS, *shapes.NAMES):
         raise ConfigError(
-            f"there is no built-in task {name!r}; known are {', '.join(sorted(TASKS))}; "
-            f"the closest is {closest(name, TASKS)}"
+            f"there is no built-in task {name!r}; known are {', '.join(sorted((*TASKS, *shapes.NAMES)))}; "
+            f"the closest is {closest(name, (*TASKS, *shapes.NAMES))}"
         )
     if split not in SPLITS:
         raise ConfigError(f"task:{name} has no split {split!r}; its splits are {', '.join(SPLITS)}")
     size = SIZES[split] if size is None else size
     if not 1 <= size <= LARGEST:
         raise ConfigError(f"task:{name} cannot have {size} rows; ask for 1 to {LARGEST}")
+    if name in shapes.NAMES:
+        return shapes.rows(name, split, size, seed)
     draw = random.Random(f"{name}/{split}/{seed}")
     prompts = _sort_prompts(split, draw)
     return [TASKS[name](next(prompts), draw) for _ in range(size)]

@@ -29,6 +29,7 @@ TRUNCATE: dict[str, Callable[[Ids, int], Ids]] = {
     "truncate_right": lambda ids, length: ids[:length],
     "truncate_middle": lambda ids, length: ids[: length // 2] + ids[len(ids) - (length - length // 2) :],
 }
+PIXELS = "pixels"  # the tiles [tiles,H,W,C] of an example, float32, as the model's image processor makes them
 TEXTS = ("prompt", "completion", "messages", "text", "chosen", "rejected")  # columns that a row is made of
 HOPELESS = 100_000  # letters from which on a text may be too long to be tokenised at all
 OVERLONG = ("error", "filter", *TRUNCATE)
@@ -89,11 +90,16 @@ class RowTokenizer:
     def token_row(self, example: Mapping[str, Any]) -> Row | None:
         """The token row of an example, of any length; it counts nothing, so threads may share this.
 
-        None for a text so long that tokenising it, which may take minutes, can give nothing but a row over the limit.
+        It has the example's `pixels`, if that has any. None for a text so long that tokenising it, which may take
+        minutes, can give nothing but a row over the limit.
         Raises ConfigError: a column is missing or of another type, or the chat template refuses the messages.
         """
         if self.overlong in ("error", "filter") and self._is_hopeless(example):
             return None
+        row = self._token_row(example)
+        return {**row, PIXELS: example[PIXELS]} if PIXELS in example else row
+
+    def _token_row(self, example: Mapping[str, Any]) -> Row:
         tokenizer, options = self.tokenizer, template_options(example, self.template_kwargs)
         if self.kind == "completions":
             ids, mask = completion_row(example, tokenizer, options, self.loss_on == "last_turn")

@@ -84,15 +84,18 @@ def _download(name: str, patterns: list[str], revision: str | None) -> Path:
 
 
 def read_config(folder: str | os.PathLike[str], entries: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """The entries of the folder's config.json, of a model with a vision part those of its text part.
+    """The entries of the folder's config.json; where only the text part of a model is read, those of that part.
 
-    `entries` take the place of those of the same name.
+    `entries` take the place of those of the same name, which are the text part's.
     Raises ConfigError when it is missing or no JSON object.
     """
     config = safetensors.read_json(Path(folder) / "config.json")
     if config is None:
         raise ConfigError(f"{folder} has no config.json: it is not a Hugging Face model folder.")
-    return {**text_part(config), **(entries or {})}
+    config = text_part(config)
+    if entries and isinstance(config.get("text_config"), dict):  # of a model whose vision part is read too
+        return {**config, "text_config": {**config["text_config"], **entries}}
+    return {**config, **(entries or {})}
 
 
 def has_tokenizer(folder: str | os.PathLike[str]) -> bool:
@@ -151,7 +154,7 @@ def _is_generic_tokenizer(folder: Path) -> bool:
     model = safetensors.read_json(folder / "config.json") or {}
     return (
         settings.get("tokenizer_class") in ("PreTrainedTokenizerFast", "TokenizersBackend")
-        and model.get("model_type") in ("llama", "smollm3")
+        and model.get("model_type") in ("llama", "smollm3", "smolvlm", "idefics3")
         and "auto_map" not in settings
         and (folder / "tokenizer.json").is_file()
     )

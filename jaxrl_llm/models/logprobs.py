@@ -12,7 +12,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxrl_llm.algorithms.batch import Inputs, PackedLayout
+from jaxrl_llm.algorithms.batch import ImageEmbeddings, Images, Inputs, PackedLayout
 from jaxrl_llm.distributed.sharding import constrain
 from jaxrl_llm.models.chunked_softmax import (
     Distributions,
@@ -204,7 +204,7 @@ class _Positions(NamedTuple):
 
 def _predicting(model: Transformer, inputs: Inputs) -> _Positions:
     if inputs.layout is not None:
-        return _predicting_packed(model, inputs.tokens, inputs.layout)
+        return _predicting_packed(model, inputs, inputs.layout)
     tokens, segments = inputs.tokens, inputs.segments
     assert segments is not None
     first = max(inputs.prompt_width, 1)
@@ -223,8 +223,8 @@ def _predicting(model: Transformer, inputs: Inputs) -> _Positions:
     return _Positions(hidden, tokens[:, first:], None, at_tokens, columns, columns)
 
 
-def _predicting_packed(model: Transformer, tokens, layout: PackedLayout) -> _Positions:
-    shards, width = layout.hidden_idx.shape
+def _predicting_packed(model: Transformer, inputs: Inputs, layout: PackedLayout) -> _Positions:
+    tokens, (shards, width) = inputs.tokens, layout.hidden_idx.shape
 
     def take(x, index):  # of x [Z,M,...]; each shard from its own rows, so that no data moves between devices
         index = index.reshape(shards, -1, *(1,) * (x.ndim - 2))
@@ -248,7 +248,18 @@ def _predicting_packed(model: Transformer, tokens, layout: PackedLayout) -> _Pos
     def picks(x):
         return take(x.reshape(shards, -1, *x.shape[2:]), layout.target_idx)
 
+    images = inputs.images
+    if isinstance(images, Images):  # encoded as the rows have them; packed tokens find theirs in those of their shard
+        segments = jnp.ones_like(tokens) if inputs.segments is None else inputs.segments
+        images = model.encode_images(tokens, segments, images)
+        values = images.values.reshape(shards, -1, images.values.shape[-1])
+        first = jnp.arange(len(tokens) // shards) * images.values.shape[1]
+        index = images.index.reshape(shards, -1, tokens.shape[1])
+        index = jnp.where(index < 0, index, index + first[:, None]).reshape(shards, -1)
+        index = rows(take(index, layout.token_idx).reshape(layout.token_idx.shape))
+        images = ImageEmbeddings(constrain(values, "rows", None, None), index)
     packed = Inputs(
+        images=images,
         tokens=rows(take(tokens.reshape(shards, -1), layout.token_idx).reshape(layout.token_idx.shape)),
         segments=rows(layout.segments),
         positions=rows(layout.positions),

@@ -29,7 +29,7 @@ Params = dict[str, Any]
 HF_NAMES = {
     "q": "q_proj", "k": "k_proj", "v": "v_proj", "o": "o_proj", "gate": "gate_proj", "up": "up_proj",
     "down": "down_proj", "q_a": "q_a_proj", "q_b": "q_b_proj", "kv_a": "kv_a_proj_with_mqa", "kv_b": "kv_b_proj",
-    "qkvz": "in_proj_qkvz", "ba": "in_proj_ba", "out": "out_proj",
+    "qkvz": "in_proj_qkvz", "ba": "in_proj_ba", "out": "out_proj", "fc1": "fc1", "fc2": "fc2",
 }  # fmt: skip
 TARGETS = tuple(HF_NAMES)
 ADAPTER = ("lora_a", "lora_b", "lora_m")
@@ -114,11 +114,11 @@ def _holds(params: Params, name: str) -> bool:
     return any(path[-1].key == name for path, _ in jax.tree_util.tree_leaves_with_path(params))
 
 
-def split(params: Params) -> tuple[Params, Params]:
+def split(params: Params, parts: tuple[str, ...] = ()) -> tuple[Params, Params]:
     """The frozen and the trainable parameters: of a model with adapters those, whole modules and a score head are
-    trainable."""
+    trainable; of another one all but the frozen `parts` (`ModelConfig.frozen`)."""
     if not has_adapters(params):
-        return {}, params
+        return {x: params[x] for x in parts}, {name: x for name, x in params.items() if name not in parts}
     return _select(params, lambda path: not _is_trainable(path)), _select(params, _is_trainable)
 
 

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from jaxrl_llm.algorithms.batch import Images
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.distributed.processes import all_or_none
 from jaxrl_llm.distributed.sharding import on_device, shardings
@@ -36,20 +37,21 @@ class Model:
     path: str | None = None
     mesh: Mesh | None = None
 
-    def __call__(self, tokens, segments=None, positions=None) -> jax.Array:
+    def __call__(self, tokens, segments=None, positions=None, images: Images | None = None) -> jax.Array:
         """Logits `[N,T,V]` in fp32 of tokens `[N,T]` (scores `[N,T]` with the score head).
 
         segments `[N,T]`: 0 is padding, other numbers tell packed documents apart (default: all 1);
-        positions `[N,T]`: default counts from 0 in each segment.
+        positions `[N,T]`: default counts from 0 in each segment; images: what the rows' image tokens stand for.
         """
-        rows = jax.tree.map(jnp.asarray, (tokens, segments, positions), is_leaf=lambda x: isinstance(x, list))
+        rows = (tokens, segments, positions, images)
+        rows = jax.tree.map(jnp.asarray, rows, is_leaf=lambda x: isinstance(x, list))
         with jax.set_mesh(self.mesh) if self.mesh is not None else contextlib.nullcontext():
             return _apply(self.net, on_device(self.params), *rows)
 
 
 @functools.partial(jax.jit, static_argnames="net")
-def _apply(net: Net, params: Params, tokens, segments, positions):
-    return net.bind(params)(tokens, segments, positions)
+def _apply(net: Net, params: Params, tokens, segments, positions, images):
+    return net.bind(params)(tokens, segments, positions, images)
 
 
 def load_model(
@@ -118,7 +120,7 @@ def describe(
         raise ConfigError(f"quantize = {overrides['quantize']!r} is not one of {', '.join(KINDS)}.")
     if adapter is not None:
         described = peft.read_config(adapter)
-        overrides = {"head": described.head, **overrides, "lora": described.lora}
+        overrides = {"head": described.head, **overrides, **described.fields}
     folder = hf.locate(path, allow_pickle, revision=revision)
     net = hf.load_net(folder, entries, dtype=dtype, param_dtype=param_dtype or dtype, **overrides)
     if adapter is not None:
@@ -255,7 +257,8 @@ def load_adapter(model: Model, folder: str | os.PathLike[str]) -> tuple[lora.Lor
         raise ConfigError(f"{model.path} stores its matrices as {config.quantize}: no adapter can be merged into them")
     if described.head != config.head:
         raise ConfigError(f"{os.fspath(folder)} has the head {described.head}, and {model.path} {config.head}")
-    net = peft.with_adapter_modules(model.net.with_lora(described.lora), _family(model), folder)
+    net = Net(dataclasses.replace(config, **described.fields))
+    net = peft.with_adapter_modules(net, _family(model), folder)
     assert net.config.lora is not None
     return net.config.lora, peft.read(folder, net, _family(model), model.mesh)
 

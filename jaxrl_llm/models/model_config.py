@@ -13,6 +13,7 @@ from jaxrl_llm.models.attention import Attention
 from jaxrl_llm.models.lora import LoraConfig
 from jaxrl_llm.models.mixer import LayerConfig, Mixer
 from jaxrl_llm.models.rope import Rope
+from jaxrl_llm.models.vision.tower import VisionConfig
 
 DEFAULT_ROPE = Rope()
 
@@ -91,6 +92,8 @@ class ModelConfig:
     router_aux_loss_coef: float = 0.0
     freeze_router: bool = False
     head: str = "lm"  # or "score": one number a token, for reward models and critics
+    vision: VisionConfig | None = None  # what encodes images; None: the model reads text alone
+    vision_training: str = "frozen"  # or "trained", or "lora": by the adapters of its own linear maps
     mixers: tuple[type[Mixer], ...] = ()  # of each layer; (): attention in all of them
     init_scale: float = 0.02
     dtype: str = "float32"  # of the computation
@@ -146,6 +149,11 @@ class ModelConfig:
             return tuple(LayerRun((layer,), stack_of[layer], start[layer], False) for layer in range(self.layers))
         groups = [tuple(layers) for _, layers in itertools.groupby(range(self.layers), stack_of.__getitem__)]
         return tuple(LayerRun(layers, stack_of[layers[0]], start[layers[0]], True) for layers in groups)
+
+    @property
+    def frozen(self) -> tuple[str, ...]:
+        """The parts of the parameters that training leaves as they are, whatever it trains of the others."""
+        return ("vision",) if self.vision is not None and self.vision_training == "frozen" else ()
 
     @property
     def shares_prefixes(self) -> bool:

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import os
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,6 +24,7 @@ from jaxrl_llm.models.transformer import Net
 CONFIG = "adapter_config.json"
 TENSORS = "adapter_model.safetensors"
 PREFIX = "base_model.model."
+VISION = ".vision_model."  # in the names of modules of a vision part
 EMBEDDING, LM_HEAD = "embed_tokens", "lm_head"
 HEADS = ("score", "classifier")  # PEFT names both for models with a score head
 TASKS = {"lm": "CAUSAL_LM", "score": "SEQ_CLS"}
@@ -47,14 +49,20 @@ PLAIN: dict[str, tuple[Any, ...]] = {
 
 
 class AdapterConfig(NamedTuple):
-    """The contents of adapter_config.json: the shape, the base model's name or path (None: not named), the head, and
-    the modules besides the head that are trained whole."""
+    """The contents of adapter_config.json: the shape, the base model's name or path (None: not named), the head, the
+    modules besides the head that are trained whole, and whether there are adapters on a vision part."""
 
     lora: LoraConfig
     base: str | None
     head: str
     modules_to_save: tuple[str, ...] = ()
     ties: bool = False  # a module that the model ties to another stays so
+    vision: bool = False
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """The fields of a ModelConfig that say which adapters a net has."""
+        return {"lora": self.lora} | ({"vision_training": "lora"} if self.vision else {})
 
 
 class Tensors(NamedTuple):
@@ -89,8 +97,8 @@ def read_config(folder: str | os.PathLike[str]) -> AdapterConfig:
     if not isinstance(entries.get("r"), int) or entries["r"] < 1:
         raise ConfigError(f"{folder / CONFIG}: r = {entries.get('r')!r} is not the rank of an adapter")
     with contextlib.ExitStack() as stack:
-        names = _open(folder, stack).keys()
-        modules = {name.split(".")[-3] for name in names if name.endswith(".lora_A.weight")}
+        names = [name for name in _open(folder, stack).keys() if name.endswith(".lora_A.weight")]  # noqa: SIM118
+    modules = {name.split(".")[-3] for name in names}
     unknown = sorted(modules - set(HF_NAMES.values()))
     if unknown or not modules:
         raise ConfigError(
@@ -108,8 +116,9 @@ def read_config(folder: str | os.PathLike[str]) -> AdapterConfig:
     head = "score" if entries.get("task_type") == TASKS["score"] else "lm"
     saved = tuple(name for name in entries.get("modules_to_save") or () if name not in HEADS)
     return AdapterConfig(
-        lora, entries.get("base_model_name_or_path"), head, saved, bool(entries.get("ensure_weight_tying"))
-    )
+        lora, entries.get("base_model_name_or_path"), head, saved, bool(entries.get("ensure_weight_tying")),
+        vision=any(VISION in name for name in names),
+    )  # fmt: skip
 
 
 def with_modules(net: Net, family, names: Iterable[str], key: str) -> Net:
@@ -258,7 +267,7 @@ def write(folder: Path, net: Net, family, params: Params, base: str | None) -> N
         "r": lora.rank,
         "lora_alpha": int(lora.alpha) if float(lora.alpha).is_integer() else lora.alpha,
         "lora_dropout": lora.dropout,
-        "target_modules": [HF_NAMES[name] for name in lora.targets if name in present],
+        "target_modules": _target_modules(net, arrays, [HF_NAMES[name] for name in lora.targets if name in present]),
         "use_rslora": lora.rslora,
         "use_dora": lora.dora,
         "bias": "none",
@@ -270,6 +279,16 @@ def write(folder: Path, net: Net, family, params: Params, base: str | None) -> N
     if jax.process_index() == 0:
         save_file(arrays, folder / TENSORS, metadata={"format": "pt"})
         safetensors.write_json(folder / CONFIG, entries)
+
+
+def _target_modules(net: Net, arrays: Iterable[str], names: list[str]) -> list[str] | str:
+    """The modules with an adapter as PEFT finds them: by the ends of their names, or by a pattern where the vision part
+    of the model has modules of these names too, without adapters."""
+    if net.config.vision is None or net.config.vision_training == "lora":
+        return names
+    ending = ".lora_A.weight"
+    modules = [name.removeprefix(PREFIX).removesuffix(ending) for name in arrays if name.endswith(ending)]
+    return "|".join(sorted({re.sub(r"\\\.\d+\\\.", r"\\.\\d+\\.", re.escape(module)) for module in modules}))
 
 
 def _tensors(net: Net, family) -> dict[str, Tensors]:

@@ -93,13 +93,14 @@ def stored_tensors(net: Net, family, table=None) -> list[Stored]:
     `table` are the keys of another way to store the family's tensors.
     """
     config = net.config
+    stacks = config.stacks if config.vision is None else config.stacks | {"vision": range(config.vision.encoder.layers)}
     names = {name.path: (order, name) for order, name in enumerate(table or family.KEYS)}
     tensors = []
     for path, leaf in jax.tree_util.tree_leaves_with_path(net.plain.shapes()):
         leaf_path = path_name(path)
         stack, _, rest = leaf_path.partition("/")
         order, name = names[f"layers/{rest}" if stack in config.stacks else leaf_path]  # tables name no other stacks
-        layers = list(enumerate(config.stacks[stack])) if "{layer}" in name.tensor else [(None, None)]
+        layers = list(enumerate(stacks[stack])) if "{layer}" in name.tensor else [(None, None)]
         experts = range(config.experts) if "/experts/" in leaf_path else [None]
         shape = leaf.shape[(layers[0][0] is not None) + (experts[0] is not None) :]
         shape = shape[::-1] if name.transpose else shape
@@ -107,7 +108,8 @@ def stored_tensors(net: Net, family, table=None) -> list[Stored]:
             tensor = Stored(name.tensor.format(layer=layer, expert=expert), shape, name.transpose, leaf_path, index)
             tensor = tensor._replace(expert=expert, one_expert=expert is not None and "{expert}" not in name.tensor)
             tensor = tensor._replace(every=int(name.interleaved))  # how many there are is counted below
-            rank = -1 if leaf_path == "embed/weight" else config.layers if layer is None else layer
+            first = leaf_path == "embed/weight" or stack == "vision"
+            rank = -1 if first else config.layers if layer is None else layer
             tensors.append((rank, order, expert or 0, tensor))
     # Parameters of one tensor are ranges of its rows, one after another.
     rows: dict[tuple, int] = {}

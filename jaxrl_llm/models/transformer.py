@@ -15,7 +15,7 @@ import numpy as np
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxrl_llm.algorithms.batch import Inputs
+from jaxrl_llm.algorithms.batch import ImageEmbeddings, Images, Inputs
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.distributed.sharding import constrain, context_shards
 from jaxrl_llm.models.fused_attention import implementation
@@ -25,6 +25,7 @@ from jaxrl_llm.models.mixer import AttentionInputs, DecodeInputs, LayerConfig, M
 from jaxrl_llm.models.model_config import LayerRun, ModelConfig
 from jaxrl_llm.models.moe import MixtureOfExperts, Routing
 from jaxrl_llm.models.rope import long_row_frequencies
+from jaxrl_llm.models.vision.tower import Vision, with_images
 
 Params = dict[str, Any]
 
@@ -133,6 +134,7 @@ class Transformer(nnx.Module):
         # Beside adapters the score head is trained, and like them it is fp32 whatever the type of the frozen rest.
         trained = config if config.lora is None else dataclasses.replace(config, param_dtype="float32")
         self.score = Linear(config.width, 1, trained, rngs) if config.head == "score" else None
+        self.vision = None if config.vision is None else Vision(config.vision, config, rngs)
 
     def hidden(self, inputs: Inputs):
         """Hidden states `[N,T,D]` after the final norm, in the compute dtype.
@@ -151,9 +153,9 @@ class Transformer(nnx.Module):
             self.record(jax.tree.map(lambda *sums: sum(sums), *routings))
         return self.norm(x)[:, :length]
 
-    def prefill(self, tokens, segments):
+    def prefill(self, tokens, segments, images: Images | None = None):
         """Hidden states `[B,P,D]` of prompts padded on the left, and the mixers' caches, a tuple with one a run."""
-        mixed, x = self._embedded_rows(Inputs(tokens, segments))
+        mixed, x = self._embedded_rows(Inputs(tokens, segments, images=images))
         x, caches = self._through_layers(lambda block, x, _, arrays: block.prefill(x, mixed, arrays), x)
         return self.norm(x), caches
 
@@ -193,10 +195,33 @@ class Transformer(nnx.Module):
             raise ConfigError('this model has no score head: load it with head="score".')
         return self.score(hidden.astype(jnp.float32))[..., 0]
 
-    def __call__(self, tokens, segments=None, positions=None):
+    def __call__(self, tokens, segments=None, positions=None, images: Images | None = None):
         """Logits `[N,T,V]` in fp32 (or scores `[N,T]` with the score head)."""
-        hidden = self.hidden(Inputs(tokens, segments, positions))
+        hidden = self.hidden(Inputs(tokens, segments, positions, images=images))
         return self.scores(hidden) if self.score is not None else self.logits(hidden)
+
+    def encode_images(self, tokens, segments, images: Images) -> ImageEmbeddings:
+        """The images of rows as embeddings of their image tokens; raises ConfigError for a model without vision."""
+        features = self.image_features(images)
+        assert self.vision is not None
+        return self.vision.place(tokens, segments, features, images.count)
+
+    def image_features(self, images: Images) -> jax.Array:
+        """The embeddings `[N,M,D]` of the tokens of all tiles; raises ConfigError for a model without vision."""
+        if self.vision is None:
+            raise ConfigError(
+                "rows have images, but this model reads text alone: leave them out, or use a model that has a vision "
+                "part (docs/vision.md)"
+            )
+        if images.features is not None:
+            return images.features
+
+        def checkpointed(step):
+            if self.config.remat == "none":
+                return step
+            return jax.checkpoint(step, prevent_cse=False, policy=REMAT[self.config.remat])
+
+        return self.vision.encode(images.pixels, jnp.dtype(self.config.dtype), checkpointed)
 
     def _embedded(self, tokens):
         x = constrain(self.embed(tokens, self.config.dtype), "rows", "positions", None)
@@ -218,6 +243,9 @@ class Transformer(nnx.Module):
         inv_freq = long_row_frequencies(c.rope, c.rotated_size, segments, positions)
         x = self._embedded(tokens)
         x = x if inputs.noise is None else x + inputs.noise.astype(x.dtype)
+        if (images := inputs.images) is not None:
+            encoded = self.encode_images(tokens, segments, images) if isinstance(images, Images) else images
+            x = constrain(with_images(x, encoded), "rows", "positions", None)
         return AttentionInputs(positions, segments, mask, by_mask, inv_freq), x
 
     def _through_layers(self, body, x, caches=None) -> tuple[jax.Array, tuple]:
@@ -269,7 +297,10 @@ def _pad_for_context(inputs: Inputs) -> Inputs:
         return inputs
     if inputs.segments is None:  # without segments padding would count as tokens
         inputs = inputs.replace(segments=jnp.ones_like(inputs.tokens))
-    return jax.tree.map(lambda x: jnp.pad(x, ((0, 0), (0, extra), *((0, 0),) * (x.ndim - 2))), inputs)
+    padded = jax.tree.map(
+        lambda x: jnp.pad(x, ((0, 0), (0, extra), *((0, 0),) * (x.ndim - 2))), inputs.replace(images=None)
+    )
+    return padded.replace(images=inputs.images)
 
 
 def segment_positions(segments):

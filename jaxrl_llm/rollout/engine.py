@@ -24,6 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxrl_llm.algorithms.batch import Images
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.distributed.sharding import on_device, path_name, row_shards
 from jaxrl_llm.models.cast import in_precision
@@ -150,8 +151,9 @@ class Engine:
         turn_server: TurnServer | None = None,
         limits=None,
         on_finished: OnFinished | None = None,
+        images: Images | None = None,
     ) -> Rollout:
-        """Completions of prompts `[B,P]`, padded on the left, segments `[B,P]` 0 on padding.
+        """Completions of prompts `[B,P]`, padded on the left, segments `[B,P]` 0 on padding; `images` are the prompts'.
 
         Row i draws from `fold_in(key, first_row + i)`. A row whose observation tokens leave no room to sample one is
         truncated. `limits` `[N]` are the most tokens of each row, where that is less than max_completion_length.
@@ -168,7 +170,7 @@ class Engine:
             self._check_grammar(turn_server)
             in_grammar = GrammarRows(self.grammar, prompts.shape[0] * self.group_size)
             automata = automata._replace(guide=in_grammar.start())
-        all_prompts, rows = prefill(self, params, prompts, segments, keys, automata)
+        all_prompts, rows = prefill(self, params, prompts, segments, keys, automata, images=images)
         if limits is not None:
             rows = rows._replace(limit=jnp.minimum(rows.limit, np.asarray(limits).reshape(rows.limit.shape)))
         local = prompts.shape[0] // shards
@@ -275,7 +277,7 @@ def _copied_to_decode(params: Params, decoder: Net) -> Params:
 
 def _in_decoding_dtype(params: Params, decoder: Net) -> Params:
     head = "embed/weight" if decoder.config.tie_embeddings else "head/kernel"
-    kept = ("scale", "codes", "absmax", *([head] if decoder.config.fp32_head else []))
+    kept = ("scale", "shift", "codes", "absmax", *([head] if decoder.config.fp32_head else []))
 
     def leaf(path, x):
         return x if path_name(path).endswith(kept) else x.astype(decoder.config.dtype)
@@ -292,13 +294,14 @@ def prefill(
     keys,
     automata: Automata = NO_AUTOMATA,
     sampling: RowSampling | None = None,
+    images: Images | None = None,
 ) -> tuple[Prompts, Rows]:
     """The prompts' caches, and all rows `[B,K]` with their first token, from one forward pass per prompt.
 
     `sampling` are settings of each row, in the place of the engine's.
     """
     model = engine.decoder.bind(params)
-    hidden, cache = model.prefill(prompts, segments)
+    hidden, cache = model.prefill(prompts, segments, images)
     if engine.cache_dtype is not None:
         dtype = engine.cache_dtype
         if dtype == "fp8":  # TPUs would write a cache of bytes anew, as fp8, to read it

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jaxrl_llm.algorithms.batch import Images
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.distributed.sharding import on_device, row_sharding, row_shards, shardings
 from jaxrl_llm.models.transformer import Params
@@ -49,6 +50,7 @@ class ReshardedEngine(Engine):
         turn_server: TurnServer | None = None,
         limits=None,
         on_finished: OnFinished | None = None,
+        images: Images | None = None,
     ) -> Rollout:
         """As `Engine.generate`; arguments and the rollout are sharded over `train_mesh`.
 
@@ -68,7 +70,9 @@ class ReshardedEngine(Engine):
         if missing:
             limits = np.full(rows, self.max_completion_length) if limits is None else limits
             limits = np.pad(np.asarray(limits), (0, missing * self.group_size), constant_values=1)
-        prompts, segments = _resharding(_filled, row_sharding(self.mesh), missing=missing)((prompts, segments))
+        filled = _resharding(_filled, row_sharding(self.mesh), missing=missing)
+        prompts, segments = filled((prompts, segments))
+        images = None if images is None else filled(images)
         key = _resharding(_same, NamedSharding(self.mesh, PartitionSpec()))(key)
         calls_back = on_finished is not None and (same_rows or jax.process_count() == 1)
 
@@ -78,8 +82,9 @@ class ReshardedEngine(Engine):
 
         with jax.set_mesh(self.mesh):
             rollout = super().generate(
-                params, prompts, segments, key, first_row, turn_server, limits, on_wanted if calls_back else None
-            )
+                params, prompts, segments, key, first_row, turn_server, limits, on_wanted if calls_back else None,
+                images,
+            )  # fmt: skip
         return _resharding(_first_rows, row_sharding(self.train_mesh), rows=rows)(rollout)
 
 

@@ -29,7 +29,7 @@ def compilations(run: Run, state: State) -> Iterator[Callable[[], object]]:
     """Functions that compile a program each, in the order in which a step needs them.
 
     None for what is not known to have these shardings: several processes, a critic, a replay buffer, a full KL, a
-    teacher's distributions, offline batches.
+    teacher's distributions, rows that may have images, offline batches.
     """
     source = run.source
     if jax.process_count() > 1 or not isinstance(source, OnlineSource):
@@ -37,6 +37,8 @@ def compilations(run: Run, state: State) -> Iterator[Callable[[], object]]:
     learner, spec, reference = source.learner, source.learner.spec, source.learner.reference
     teacher = learner.teacher
     if learner.critic is not None or learner.replay is not None or spec.full_kl:
+        return
+    if learner.net.config.vision is not None:
         return
     if teacher is not None and teacher.spec.divergence:
         return

@@ -19,10 +19,12 @@ from jaxrl_llm.algorithms.batch import Batch, Inputs, Scalars
 from jaxrl_llm.algorithms.sequence_logps import RunningMean, length_desensitized_logps, sequence_logps
 from jaxrl_llm.data.collate import pad_rows
 from jaxrl_llm.data.pipeline import Pipeline, Stream
+from jaxrl_llm.data.tokenize import PIXELS
 from jaxrl_llm.distributed.processes import all_or_none
 from jaxrl_llm.distributed.sharding import on_device, row_shards, rows_to_global
 from jaxrl_llm.models.transformer import Net, Params
 from jaxrl_llm.training.algorithm import BatchSpec
+from jaxrl_llm.training.images import row_images
 from jaxrl_llm.training.logging.stopwatch import Stopwatch
 from jaxrl_llm.training.online import Experience, Row
 from jaxrl_llm.training.packing.documents import pad_groups
@@ -72,10 +74,13 @@ class OfflineSource:
             with all_or_none():
                 examples = next(self.pipeline)
             if spec.packed:
-                tokens, segments, positions, mask = pad_groups(examples, spec.width)
+                documents = [[(row["ids"], row["mask"]) for row in group] for group in examples]
+                tokens, segments, positions, mask = pad_groups(documents, spec.width)
                 batch = Batch(Inputs(tokens, segments, positions), mask)
+                batch = with_images(batch, [[_joined(group)] for group in examples], self.net)
             else:
-                batch = pad_examples(with_mismatches(spec, examples), spec.width)
+                examples = with_mismatches(spec, examples)
+                batch = with_images(pad_examples(examples, spec.width), examples, self.net)
             if spec.draws_seeds:
                 batch = batch.replace(seeds=np.asarray(jax.random.bits(key, (batch.rows,), np.uint32)))
             batch = _to_devices(batch, mesh)
@@ -153,7 +158,8 @@ def as_example(row: Row, margins: bool) -> Example:
     """The example of one token row."""
     if "chosen_ids" not in row:
         return [row]
-    more = {"margin": row.get("margin", 0.0)} if margins else {}
+    more: Row = {"margin": row.get("margin", 0.0)} if margins else {}
+    more |= {PIXELS: row[PIXELS]} if PIXELS in row else {}  # those of the prompt that both have
     return [{"ids": row[f"{name}_ids"], "mask": row[f"{name}_mask"], **more} for name in ("chosen", "rejected")]
 
 
@@ -194,7 +200,8 @@ def with_mismatches(spec: OfflineSpec, examples: list[Example]) -> list[Example]
     for row, other in zip(rows, rows[-1:] + rows[:-1], strict=True):
         prompt, completion = slice(_completion_start(row)), slice(_completion_start(other), None)
         joined = {name: (row[name][prompt] + other[name][completion])[: spec.width] for name in ("ids", "mask")}
-        pairs.append([row, {**joined, "label": row["label"]}])
+        images = {PIXELS: row[PIXELS]} if PIXELS in row else {}
+        pairs.append([row, {**joined, **images, "label": row["label"]}])
     return pairs
 
 
@@ -216,6 +223,20 @@ def pad_examples(examples: list[Example], width: int) -> Batch:
     return batch
 
 
+def with_images(batch: Batch, examples: list[Example], net: Net) -> Batch:
+    """The batch with the images of the examples' rows."""
+    rows = [row for example in examples for row in example]
+    tiles = [row.get(PIXELS) for row in rows]
+    images = row_images([row["ids"] for row in rows], tiles, net.config.vision)
+    return batch.replace(inputs=batch.inputs.replace(images=images))
+
+
+def _joined(rows: list[Row]) -> Row:
+    """The token ids and the tiles of rows that are packed into one."""
+    tiles = [tiles for row in rows if (tiles := row.get(PIXELS)) is not None]
+    return {"ids": [token for row in rows for token in row["ids"]], PIXELS: np.concatenate(tiles) if tiles else None}
+
+
 def sample_rows(spec: OfflineSpec, examples: list[Example], rows: int, group_size: int) -> Sample:
     """So many rows of examples that are drawn at random, always the same."""
     drawn = np.random.default_rng(0).integers(len(examples), size=max(rows // group_size, 1))
@@ -223,14 +244,17 @@ def sample_rows(spec: OfflineSpec, examples: list[Example], rows: int, group_siz
     return Sample(batch.inputs.tokens, batch.inputs.segments, batch.mask)
 
 
-def held_out_batch(spec: OfflineSpec, rows: BatchSpec, examples: list[Example], mesh: Mesh) -> tuple[Batch, int]:
+def held_out_batch(
+    spec: OfflineSpec, rows: BatchSpec, examples: list[Example], net: Net, mesh: Mesh
+) -> tuple[Batch, int]:
     """All examples as one batch, filled up with rows that do not count, and the rows of its micro-batches."""
     examples = with_mismatches(spec, examples)
     unit = row_shards(mesh) * rows.group_size
     size = min(rows.forward_rows, -(-len(examples) * rows.group_size // unit) * unit)
     blank = [{**row, "mask": [0] * len(row["ids"])} for row in examples[-1]]
     missing = (-len(examples) * rows.group_size % size) // rows.group_size
-    return _to_devices(pad_examples(examples + [blank] * missing, spec.width), mesh), size
+    examples = examples + [blank] * missing
+    return _to_devices(with_images(pad_examples(examples, spec.width), examples, net), mesh), size
 
 
 def with_reference(
@@ -242,7 +266,7 @@ def with_reference(
     for start in range(0, len(examples), size):
         chunk = examples[start : start + size]
         filled = chunk + chunk[-1:] * (size - len(chunk))  # one program for all chunks
-        batch = _to_devices(pad_examples(filled, width), mesh)
+        batch = _to_devices(with_images(pad_examples(filled, width), filled, net), mesh)
         logps = iter(multihost_utils.process_allgather(_logps(net, params, batch, size, mesh), tiled=True))
         result += [[{**row, "ref": np.array(next(logps)[: len(row["ids"])])} for row in example] for example in chunk]
     return result
@@ -259,7 +283,7 @@ def _logps(net: Net, params: Params, batch: Batch, rows: int, mesh: Mesh, pack: 
 
 def _inputs(batch: Batch, pack: Packer | None) -> Inputs:
     """The rows as a network reads them for what it says of the tokens in the mask."""
-    inputs = Inputs(batch.inputs.tokens, batch.inputs.segments)
+    inputs = Inputs(batch.inputs.tokens, batch.inputs.segments, images=batch.inputs.images)
     if pack is not None:
         inputs = inputs.replace(layout=pack.passing(inputs.tokens, inputs.segments, batch.mask))
     return inputs

@@ -26,7 +26,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
 from jaxrl_llm.algorithms.aggregation import masked_mean
-from jaxrl_llm.algorithms.batch import Batch, Inputs, Scalars
+from jaxrl_llm.algorithms.batch import Batch, Images, Inputs, Scalars
 from jaxrl_llm.algorithms.controllers import Controllers
 from jaxrl_llm.algorithms.random_streams import REPLAY, ROW_SEEDS
 from jaxrl_llm.algorithms.turn_advantages import Turns, turn_table
@@ -35,6 +35,7 @@ from jaxrl_llm.data.collate import pad_prompts
 from jaxrl_llm.data.curriculum import Curriculum
 from jaxrl_llm.data.pipeline import Pipeline, Stream
 from jaxrl_llm.data.templates import decode_completion, is_conversational
+from jaxrl_llm.data.tokenize import PIXELS
 from jaxrl_llm.distributed.processes import all_or_none, gather
 from jaxrl_llm.distributed.sharding import constrain, local_rows, on_device, row_shards, rows_to_global
 from jaxrl_llm.distributed.turns import turn, yielded
@@ -48,10 +49,11 @@ from jaxrl_llm.training import replay as replay_buffer
 from jaxrl_llm.training.advantages import AdvantageStep
 from jaxrl_llm.training.agent_rollout import AgentRollout
 from jaxrl_llm.training.algorithm import BatchSpec
+from jaxrl_llm.training.images import count_tiles, prompt_images
 from jaxrl_llm.training.logging.reward_metrics import add_totals, join, over_processes, table_value
 from jaxrl_llm.training.logging.stopwatch import Stopwatch
 from jaxrl_llm.training.packing.planner import Packer
-from jaxrl_llm.training.passes import scored_distributions, scored_logps, values_before
+from jaxrl_llm.training.passes import images_of_rows, scored_distributions, scored_logps, values_before
 from jaxrl_llm.training.reference import Reference
 from jaxrl_llm.training.replay import Replay
 from jaxrl_llm.training.rollout_queue import RolloutQueue
@@ -104,9 +106,8 @@ class RolloutWorker:
             episodes = None if self.open_episodes is None else self.open_episodes(examples, group_size)
             opened = examples if episodes is None else episodes.examples
             rows = [example for example in opened for _ in range(group_size)]
-            columns = {
-                name: [row[name] for row in rows] for name in examples[0] if name not in ("prompt", "prompt_ids")
-            }
+            own = ("prompt", "prompt_ids", PIXELS)
+            columns = {name: [row[name] for row in rows] for name in examples[0] if name not in own}
             prompts = [row["prompt"] for row in rows]
 
             def decode(row: int, tokens: list[int]) -> Any:
@@ -119,7 +120,12 @@ class RolloutWorker:
                 with all_or_none():
                     streaming = StreamingRewards(self.rewards.open(prompts, columns, state), decode)
             results: dict[str, list[Any]] = {}  # columns for rewards that come with the rollout
-            sessions = None
+            sessions = images = None
+            if (self.agents or self.external) is not None and any(count_tiles([row.get(PIXELS) for row in opened])):
+                raise ConfigError(
+                    "rows have images, which environment.agent and environment.rollout_func do not hand on: leave "
+                    "these unset, or use rows without images"
+                )
             if self.agents is not None:
                 rollout, sessions = self.agents(params, opened, jax.random.fold_in(key, first_row))
             elif self.external is not None:
@@ -127,8 +133,11 @@ class RolloutWorker:
             else:
                 padded = pad_prompts([example["prompt_ids"] for example in opened], width)
                 tokens, segments = rows_to_global(padded, self.mesh)
+                with all_or_none():
+                    images = prompt_images(opened, self.engine.net.config.vision)
+                images = None if images is None else rows_to_global(images, self.mesh)
                 rollout = self.engine.generate(
-                    params, tokens, segments, key, first_row, episodes, on_finished=streaming
+                    params, tokens, segments, key, first_row, episodes, on_finished=streaming, images=images
                 )
             tokens, lengths = local_rows((rollout.tokens, rollout.lengths))
         with self.stopwatch("reward"), yielded(), all_or_none():
@@ -151,7 +160,8 @@ class RolloutWorker:
                 logged = graded.logged
                 logged = Logged(logged.metrics | metrics, logged.totals | totals, logged.columns | table)
                 graded = graded._replace(logged=logged)
-            return Rollouts(rollout, examples, prompts, texts, graded.rewards, graded.logged, turns=turns)
+            logged = graded.logged
+            return Rollouts(rollout, examples, prompts, texts, graded.rewards, logged, turns=turns, images=images)
 
     def copy_policy(self, params: Params) -> Params:
         """The policy's parameters in arrays that no update donates, from which the same is sampled."""
@@ -278,6 +288,7 @@ class Learner:
             self.reference.sync(state)
         in_loss = self.reference is not None and not spec.kl_in_reward  # the KL term
         mask = rollout.mask * rollout.finished[:, None] if spec.mask_truncated else rollout.mask
+        images = self._images(rollouts, state)
 
         # 4 log-probs. The reference's are needed before the advantages for a KL in the reward, or one that is measured
         # to move its coefficient; else after the replay, which exchanges rows.
@@ -287,7 +298,7 @@ class Learner:
         rates = self.teacher is not None and not self.teacher.spec.divergence  # sampled tokens, in the advantages
         with self.stopwatch("logps"):
             if spec.old_logps == "trainer" or measures_kl or self.critic is not None or rates:
-                inputs = self.inputs(rollout.tokens, rollout.segments, rollout.mask)
+                inputs = self.inputs(rollout.tokens, rollout.segments, rollout.mask, images)
                 if spec.old_logps == "trainer":
                     old_logps = self._logps(state.params, inputs)
                 if measures_kl:
@@ -320,7 +331,7 @@ class Learner:
         metrics |= over_processes(rollouts.logged, result.metrics)
         metrics["rollout/useful_token_fraction"] = _useful(rollout.lengths, rollout.steps)
         batch = Batch(
-            Inputs(rollout.tokens, rollout.segments, prompt_width=self.prompt_width),
+            Inputs(rollout.tokens, rollout.segments, images=images, prompt_width=self.prompt_width),
             mask=result.mask,
             sample_logps=rollout.sample_logps,
             old_logps=old_logps,
@@ -336,7 +347,7 @@ class Learner:
         if in_loss:
             with self.stopwatch("logps"):
                 if spec.full_kl or ref_logps is None:
-                    inputs = self.inputs(batch.inputs.tokens, batch.inputs.segments, batch.mask)
+                    inputs = self.inputs(batch.inputs.tokens, batch.inputs.segments, batch.mask, images)
                 if spec.full_kl:
                     ref_hidden, ref_head = self.reference_distributions(inputs)
                     batch = batch.replace(ref_hidden=ref_hidden)
@@ -372,10 +383,24 @@ class Learner:
         if self.replay is not None and "replay" in arrays:
             self.replay = replay_buffer.with_arrays(self.replay, arrays["replay"])
 
-    def inputs(self, tokens, segments, mask) -> Inputs:
+    def inputs(self, tokens, segments, mask, images: Images | None = None) -> Inputs:
         """The rows as a network reads them for the log-probs or values of the tokens in the mask."""
         layout = self.pack.passing(tokens, segments, mask)
-        return Inputs(tokens, segments, layout=layout, prompt_width=self.prompt_width)
+        return Inputs(tokens, segments, images=images, layout=layout, prompt_width=self.prompt_width)
+
+    def _images(self, rollouts: Rollouts, state: State) -> Images | None:
+        """The images of the rows; raises ConfigError for settings that would lose them.
+
+        What encodes them is frozen, or each pass encodes anew. A critic has an encoder of its own.
+        """
+        if rollouts.images is None:
+            return None
+        for key, part in (("algorithm.replay_groups", self.replay), ("teacher.path", self.teacher)):
+            if part is not None:
+                raise ConfigError(f"{key} is set, but rows have images, which it does not keep: leave it unset")
+        encode, size = bool(self.net.config.frozen) and self.critic is None, self.batch.group_size
+        with self.stopwatch("logps"):
+            return images_of_rows(self.net, on_device(state.params), rollouts.images, size, encode)
 
     def _logps(self, params: Params, inputs: Inputs) -> jax.Array:
         rows, shards = self.batch.forward_rows, row_shards(self.mesh)
@@ -512,10 +537,17 @@ def fill(
         return [both[i] for i in where]
 
     rows, process, processes = groups * size, jax.process_index(), jax.process_count()
-    # The same in global rows, where all of held comes before all of fresh.
-    global_index = index + np.where(index < rows, process, process + processes - 1) * rows
+
+    def in_global(local: np.ndarray, own: int) -> np.ndarray:
+        """The same in global rows, where all of held comes before all of fresh."""
+        return (local + np.where(local < own, process, process + processes - 1) * own).astype(np.int32)
+
+    images = held.images
+    if images is not None and fresh.images is not None:
+        images = _pick_rows(*_as_wide(images, fresh.images), rows_to_global(in_global(source, groups), mesh))
     filled = held._replace(
-        rollout=_pick_rows(held.rollout, fresh.rollout, rows_to_global(global_index.astype(np.int32), mesh)),
+        rollout=_pick_rows(held.rollout, fresh.rollout, rows_to_global(in_global(index, rows), mesh)),
+        images=images,
         examples=pick(held.examples, fresh.examples, source),
         prompts=pick(held.prompts, fresh.prompts, index),
         completions=pick(held.completions, fresh.completions, index),
@@ -531,7 +563,20 @@ def fill(
 
 
 @jax.jit
-def _pick_rows(held: Rollout, fresh: Rollout, index) -> Rollout:
+def _as_wide(held: Images, fresh: Images) -> tuple[Images, Images]:
+    """The images of both with room for as many tiles."""
+    most = max(held.pixels.shape[1], fresh.pixels.shape[1])
+
+    def widened(images: Images) -> Images:
+        pixels = images.pixels
+        missing = ((0, 0), (0, most - pixels.shape[1]), *((0, 0),) * (pixels.ndim - 2))
+        return dataclasses.replace(images, pixels=jnp.pad(pixels, missing))
+
+    return widened(held), widened(fresh)
+
+
+@jax.jit
+def _pick_rows(held: Any, fresh: Any, index) -> Any:
     return jax.tree.map(
         lambda a, b: constrain(jnp.concatenate([a, b])[index], "rows", *(None,) * (a.ndim - 1)), held, fresh
     )

@@ -231,6 +231,9 @@ def _in_layers(path) -> bool:
     return "layers" in path_name(path)
 
 
+OWN_STACKS = {"dense": "dense_layers", "vision": "vision/"}
+
+
 def per_layer(transformation: optax.GradientTransformation) -> optax.GradientTransformation:
     """The transformation applied to every layer by itself, though parameters are stacked over layers."""
 
@@ -240,13 +243,15 @@ def per_layer(transformation: optax.GradientTransformation) -> optax.GradientTra
     stacked = optax.GradientTransformation(over_layers(transformation.init), over_layers(transformation.update))
 
     def label(path, _) -> str:
-        # Layers without experts, among layers with them, are a stack of their own.
-        return ("dense" if "dense_layers" in path_name(path) else "stacked") if _in_layers(path) else "whole"
+        # Layers without experts, among layers with them, are a stack of their own, and so are those of an encoder.
+        name = path_name(path)
+        own = next((kind for kind, part in OWN_STACKS.items() if part in name), "stacked")
+        return own if _in_layers(path) else "whole"
 
     def labels(params):
         return jax.tree_util.tree_map_with_path(label, params)
 
-    return optax.partition({"stacked": stacked, "dense": stacked, "whole": transformation}, labels)
+    return optax.partition({"stacked": stacked, **dict.fromkeys(OWN_STACKS, stacked), "whole": transformation}, labels)
 
 
 def stored_in(transformation: optax.GradientTransformation, dtype: str, seed: int) -> optax.GradientTransformation:

@@ -3,8 +3,9 @@
 import functools
 
 import jax
+import jax.numpy as jnp
 
-from jaxrl_llm.algorithms.batch import Batch, Inputs
+from jaxrl_llm.algorithms.batch import Batch, Images, Inputs
 from jaxrl_llm.distributed.sharding import constrain
 from jaxrl_llm.models.chunked_softmax import TopTokens
 from jaxrl_llm.models.logprobs import head_inputs, token_logps, token_values, top_tokens
@@ -19,6 +20,18 @@ def scored_logps(net: Net, params: Params, inputs: Inputs, temperature: float, r
     count = batch.rows // rows
     logps = map_microbatches(lambda x: token_logps(net, params, x.inputs, temperature)[0], batch, count, shards)
     return constrain(logps, "rows", None)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 3, 4))
+def images_of_rows(net: Net, params: Params, images: Images, group_size: int, encode: bool) -> Images:
+    """The images of prompts as those of their `group_size` rows each.
+
+    With `encode` they are encoded here, once for all rows and passes, and the rows are without pixels.
+    """
+    if encode:
+        features = net.bind(params).image_features(images)
+        images = Images(None, images.count, features)
+    return jax.tree.map(lambda x: constrain(jnp.repeat(x, group_size, axis=0), "rows", *(None,) * (x.ndim - 1)), images)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 3, 4))

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from jaxrl_llm.algorithms.batch import Images
 from jaxrl_llm.algorithms.turn_advantages import Turns
 from jaxrl_llm.distributed.sharding import local_rows, row_sharding, rows_to_global
 from jaxrl_llm.rewards.runner import NOTHING_LOGGED, Logged
@@ -32,12 +33,14 @@ class Rollouts(NamedTuple):
     greedy: "Rollouts | None" = None  # a greedy completion of each example, for a rule that compares with it
     epochs: float | None = None  # of the data, once these prompts were drawn; None for streams
     turns: Turns | None = None  # of the rows of this process, where they are episodes
+    images: Images | None = None  # of the prompts [B], on the device
 
 
 def on_mesh(batch: Rollouts, mesh: Mesh) -> Rollouts:
     """The batch with its arrays on other devices, sharded by rows over `mesh`."""
     greedy = None if batch.greedy is None else on_mesh(batch.greedy, mesh)
-    return batch._replace(rollout=jax.device_put(batch.rollout, row_sharding(mesh)), greedy=greedy)
+    rollout, images = jax.device_put((batch.rollout, batch.images), row_sharding(mesh))
+    return batch._replace(rollout=rollout, images=images, greedy=greedy)
 
 
 def pack(batches: Sequence[Rollouts]) -> np.ndarray:
@@ -53,6 +56,9 @@ def pack(batches: Sequence[Rollouts]) -> np.ndarray:
         arrays[f"{name}/rewards"] = batch.rewards
         if batch.turns is not None:
             arrays.update({f"{name}/turns/{key}": x for key, x in batch.turns._asdict().items()})
+        if batch.images is not None:
+            own = local_rows(batch.images)
+            arrays.update({f"{name}/pixels": own.pixels, f"{name}/tiles": own.count})
         logged = batch.logged
         return {
             "prompts": batch.prompts,
@@ -80,12 +86,16 @@ def unpack(packed: np.ndarray, mesh: Mesh) -> list[Rollouts]:
     def batch_of(texts: dict[str, Any], name: str) -> Rollouts:
         rows = {key: arrays[f"{name}/{key}"] for key in Rollout._fields}
         turns = {key: arrays[f"{name}/turns/{key}"] for key in Turns._fields if f"{name}/turns/{key}" in arrays}
+        images = None
+        if f"{name}/pixels" in arrays:
+            images = rows_to_global(Images(arrays[f"{name}/pixels"], arrays[f"{name}/tiles"]), mesh)
         return Rollouts(
             rows_to_global(Rollout(**rows), mesh),
             [],
             rewards=arrays[f"{name}/rewards"],
             logged=Logged(texts["metrics"], texts["totals"], texts["columns"]),
             turns=Turns(**turns) if turns else None,
+            images=images,
             greedy=None if texts["greedy"] is None else batch_of(texts["greedy"], f"{name}/greedy"),
             **{key: texts[key] for key in ("prompts", "completions", "version", "resampled_groups", "epochs")},
         )

@@ -30,7 +30,7 @@ def test_the_page(monkeypatch, tmp_path):
 
 def test_every_configuration_is_measured(root):
     # What makes the model, stages of others, other subjects.
-    others = {"sft_tiny", "rlhf", "grpo_lora", "async_grpo", "environment", "gigpo", "agent", "distill"}
+    others = {"sft_tiny", "rlhf", "grpo_lora", "async_grpo", "environment", "gigpo", "agent", "distill", "vision_grpo"}
     assert {path.stem for path in (root / "configs").glob("*.py")} - others == {*results.ONLINE, *results.OFFLINE}
 
 

@@ -8,12 +8,13 @@ import pytest
 from jaxrl_llm.distributed.sharding import make_mesh, path_name
 from jaxrl_llm.models import moe
 from jaxrl_llm.models.model import load_model
+from tests.models.images import image_documents, make_vision_oracle, padded_images
 from tests.models.oracles import FAMILIES, VARIANTS, make_oracle
 
 
-def logits_and_gradients(net, params, tokens, segments):
+def logits_and_gradients(net, params, tokens, segments, images=None):
     def loss(params):
-        logits = net.bind(params)(tokens, segments)
+        logits = net.bind(params)(tokens, segments, images=images)
         return (jax.nn.log_softmax(logits) ** 2).mean(), logits
 
     return jax.value_and_grad(loss, has_aux=True)(params)
@@ -45,3 +46,24 @@ def test_eight_devices_compute_the_same(variant, way, tmp_path, monkeypatch):
     assert matrices
     for path, x in matrices.items():
         assert x.sharding.shard_shape(x.shape) != x.shape, f"{path} is whole on every device"
+
+
+def test_eight_devices_compute_the_same_of_images(tmp_path):
+    """Rows and their tiles, the encoder's matrices and heads are sharded, and the positions of the decoder."""
+    make_vision_oracle("smolvlm").save_pretrained(tmp_path)
+    documents = image_documents((2, 1, 0, 1))
+    tokens, segments, images = padded_images(documents)
+    whole = load_model(tmp_path)
+    mesh = make_mesh(1, 2, 2, context=2)
+    cut = load_model(tmp_path, mesh=mesh)
+    run = jax.jit(logits_and_gradients, static_argnums=0)
+    (_, expected), gradients = run(whole.net, whole.params, tokens, segments, images)
+    with jax.set_mesh(mesh):
+        (_, found), cut_gradients = run(cut.net, cut.params, tokens, segments, images)
+    np.testing.assert_allclose(found, expected, atol=2e-5)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5, rtol=1e-4), cut_gradients, gradients)
+    tower = cut.params["vision"]
+    encoder, layers = tower["encoder"], tower["encoder"]["layers"]
+    for linear in (encoder["patch"], layers["attention"]["q"], layers["mlp"]["fc2"], tower["projector"]["proj"]):
+        x = linear["kernel"]
+        assert x.sharding.shard_shape(x.shape) != x.shape

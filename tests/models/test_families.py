@@ -29,6 +29,7 @@ from jaxrl_llm.training.setup.data import register
 from tests.models import oracles
 from tests.models.conftest import variants
 from tests.models.decoding import padded
+from tests.models.images import VISION
 from tests.models.oracles import (
     NO_CLASSIFIER,
     VARIANTS,
@@ -89,7 +90,7 @@ def test_a_family_in_short(variant, tmp_path, documents):
 
 
 def test_every_family_has_a_variant():
-    assert {make().model_type for make in VARIANTS.values()} == set(FAMILIES)
+    assert {make().model_type for make in (*VARIANTS.values(), *VISION.values())} == set(FAMILIES)
 
 
 @pytest.mark.parametrize("side", ["left", "right"])

@@ -19,6 +19,7 @@ from jaxrl_llm.models.families import (
     glm4,
     gpt_oss,
     granite,
+    idefics3,
     llama,
     mistral,
     mixtral,
@@ -32,6 +33,7 @@ from jaxrl_llm.models.families import (
     qwen3_moe,
     qwen3_next,
     smollm3,
+    smolvlm,
 )
 from jaxrl_llm.models.families.decoder import settings
 from jaxrl_llm.models.transformer import ModelConfig
@@ -42,7 +44,7 @@ FAMILIES = {
     for module in (
         llama, qwen2, qwen3, mistral, gemma, gemma2, gemma3_text, phi3, qwen3_moe, mixtral, smollm3, olmo2,
         olmo3, granite, glm, glm4, olmoe, qwen2_moe, gpt_oss, deepseek_v3,
-        qwen3_next,
+        qwen3_next, idefics3, smolvlm,
     )
 }  # fmt: skip
 

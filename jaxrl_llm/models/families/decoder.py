@@ -97,7 +97,8 @@ SIZES = {
 DTYPES = ("float32", "bfloat16", "float16")
 # Fields of a ModelConfig that config.json says nothing about.
 SETTINGS = (
-    "dtype", "param_dtype", "fp32_head", "freeze_router", "attention", "remat", "lora", "quantize", "scan_layers"
+    "dtype", "param_dtype", "fp32_head", "freeze_router", "attention", "remat", "lora", "quantize", "scan_layers",
+    "vision_training",
 )  # fmt: skip
 
 

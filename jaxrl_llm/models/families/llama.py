@@ -12,9 +12,13 @@ KEYS = decoder.KEYS
 
 def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
     """The ModelConfig of a config.json; raises ConfigError for what the network does not compute."""
+    return decoder.to_config(hf, ARCHITECTURE, own_fields(hf), overrides)
+
+
+def own_fields(hf: dict[str, Any]) -> dict[str, Any]:
+    """The ModelConfig fields of the family's own entries."""
     bias = bool(hf.get("attention_bias", False))
-    own = {"attention_bias": bias, "attention_output_bias": bias, "mlp_bias": bool(hf.get("mlp_bias", False))}
-    return decoder.to_config(hf, ARCHITECTURE, own, overrides)
+    return {"attention_bias": bias, "attention_output_bias": bias, "mlp_bias": bool(hf.get("mlp_bias", False))}
 
 
 def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:

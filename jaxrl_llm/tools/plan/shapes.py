@@ -75,7 +75,7 @@ def describe_net(config, dtype: str, scan: bool, head: str | None = None) -> Net
     options = net_options(config, head)
     path = c.path
     if config.lora.path is not None:
-        options["lora"] = peft.read_config(config.lora.path).lora
+        options |= peft.read_config(config.lora.path).fields
     folder = hf.locate(path, config_only=True)
     if not (folder / "config.json").is_file():
         raise ConfigError(f"model.path = {path!r} has no config.json; a plan needs that one file")
@@ -95,7 +95,7 @@ def describe(config, mesh: Mesh, dtype: str, scan: bool) -> Shapes:
         raise ConfigError(
             f"model.quantize is {config.model.quantize}, and quantised matrices are not trained: set lora.rank"
         )
-    frozen, trainable = split(params)
+    frozen, trainable = split(params, net.config.frozen)
     critic, frozen_critic = None, {}
     state = _state(trainable, make_optimizer(config), config.optimizer.offload, mesh)
     if config.algorithm.name == "ppo":
@@ -108,7 +108,7 @@ def describe(config, mesh: Mesh, dtype: str, scan: bool) -> Shapes:
             joint = _state({**trainable, **head}, make_optimizer(config), config.optimizer.offload, mesh)
             state = split_critic(joint, State(joint.step, head, ()))
         else:
-            frozen_critic, trainable = split(critic_params)
+            frozen_critic, trainable = split(critic_params, critic.config.frozen)
             second = _state(trainable, build_optimizer(critic_optimizer_spec(config)), config.optimizer.offload, mesh)
             state = State(state.step, state.params, state.opt_state, second)
     reference, own_reference = _reference(config, net, params)
@@ -161,14 +161,14 @@ def _reference(config, net: Net, params: Params) -> tuple[Params | None, Params 
     online = config.algorithm.name not in OFFLINE
     if not needs_reference(config) or (not online and config.data.precompute_reference):
         return None, None
-    frozen, trainable = split(params)
+    _, trainable = split(params, net.config.frozen)
     lora = net.config.lora
     shapes = jax.eval_shape(lambda params: start_reference(reference_spec(config), params, lora), params)
     mesh = jax.tree.leaves(params)[0].sharding.mesh
     reference = over(shapes, mesh)
     if config.algorithm.offload_reference:
         reference = jax.tree.map(lambda x: _on_host(x) if x.ndim else x, reference)
-    if not frozen or config.lora.reference == "copy":
+    if not has_adapters(params) or config.lora.reference == "copy":
         return reference, reference
     return reference, trainable if config.lora.reference == "start" else None
 

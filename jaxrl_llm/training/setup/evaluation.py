@@ -124,7 +124,7 @@ def build_evaluate(
         if algorithm.needs_reference:
             reference = start_reference(reference_spec(config), model.params, kept=False)
         for (name, _), rows in zip(by_loss, examples, strict=True):
-            batch, size = offline.held_out_batch(spec, batch_spec(config), rows, mesh)
+            batch, size = offline.held_out_batch(spec, batch_spec(config), rows, model.net, mesh)
             if reference is not None:
                 batch = offline.reference_logps(model.net, reference, batch, size, mesh)
             if source.teacher is not None:

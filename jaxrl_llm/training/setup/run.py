@@ -204,7 +204,7 @@ def build(
     else:
         optimizer = build_optimizer(optimizer_spec(config), schedule)
         rate = schedule or learning_rate_schedule(optimizer_spec(config))
-    frozen, trainable = split(model.params)
+    frozen, trainable = split(model.params, model.net.config.frozen)
     state, frozen_critic = init_state(trainable, optimizer, mesh, config.optimizer.offload), {}
     if critic is not None and config.critic.shared:
         joint = init_state({**trainable, **critic.params}, optimizer, mesh, config.optimizer.offload)
@@ -212,7 +212,7 @@ def build(
     elif critic is not None:
         critic_settings = critic_optimizer_spec(config)
         critic_optimizer = build_optimizer(critic_settings)
-        frozen_critic, trainable = split(critic.params)
+        frozen_critic, trainable = split(critic.params, critic.net.config.frozen)
         state = replace(state, critic=init_state(trainable, critic_optimizer, mesh, config.optimizer.offload))
         settings = replace(
             update_spec(config),
@@ -325,7 +325,7 @@ def net_options(config, head: str | None = None) -> dict[str, Any]:
     head = head or ("score" if config.algorithm.name == "reward_model" else "lm")
     options = {
         "remat": c.remat, "scan_layers": scan, "head": head, "quantize": c.quantize, "fp32_head": c.fp32_head,
-        "freeze_router": c.freeze_router, "attention": c.attention,
+        "freeze_router": c.freeze_router, "attention": c.attention, "vision_training": c.vision,
     }  # fmt: skip
     return options if c.router_aux_loss_coef is None else options | {"router_aux_loss_coef": c.router_aux_loss_coef}
 
@@ -343,6 +343,10 @@ def _check_trainable(config, model: Model) -> None:
         raise ConfigError(
             f"model.path = {config.model.path!r} is an adapter. Set lora.path to it and model.path to {model.path!r} "
             "to train it on; or merge it first, with jaxrl_llm.save_hf(jaxrl_llm.load_model(path), folder)"
+        )
+    if config.model.vision != "frozen" and model.net.config.vision is None:
+        raise ConfigError(
+            f"model.vision is {config.model.vision}, but {config.model.path} reads text alone: leave it at frozen"
         )
     adapters = model.net.config.lora
     if adapters is not None and adapters.dora and config.model.quantize != "none":
@@ -591,7 +595,7 @@ def _offline(
                 ref_params = None
         if c.packing:
             groups = first_fit([len(row["ids"]) for (row,) in examples], c.max_length)
-            examples = [[(examples[i][0]["ids"], examples[i][0]["mask"]) for i in group] for group in groups]
+            examples = [[examples[i][0] for i in group] for group in groups]
         else:
             sample = offline.sample_rows(spec, examples, shard_rows(config, mesh), rows.group_size)
         # Every process reads whole batches: kto pairs the rows of one with each other.

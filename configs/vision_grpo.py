@@ -1,0 +1,34 @@
+"""GRPO (arXiv 2402.03300) on images: the colour, number and place of drawn shapes, from random parameters.
+
+python -m jaxrl_llm.train --config=configs/vision_grpo.py
+"""
+
+from jaxrl_llm.config import default
+
+
+def get_config(arg: str = ""):
+    """`tiny`: two steps, for a test. `blank`: the same questions about grey images, the control."""
+    config = default()
+    config.output_dir = "runs/vision_grpo"
+    config.model.path = "embedded:shapes"
+    config.model.random_init = True
+    config.model.vision = "trained"
+    config.data.path = "task:shapes"
+    config.total_steps = 300
+    config.rollout.group_size = 8
+    config.rollout.max_prompt_length = 16
+    config.rollout.max_completion_length = 1
+    config.algorithm.aggregation = "token"
+    config.batch.prompts = 64
+    config.optimizer.learning_rate = 2e-3
+    config.optimizer.b2 = 0.99
+    config.optimizer.schedule = "cosine"
+    config.optimizer.warmup_steps = 10
+    config.eval.every = 50
+    config.eval.prompts = 256
+    if arg == "blank":
+        config.output_dir, config.data.path = "runs/vision_grpo_blank", "task:shapes_blank"
+    if arg == "tiny":
+        config.total_steps, config.batch.prompts, config.eval.prompts = 2, 4, 8
+        config.rollout.group_size, config.optimizer.warmup_steps = 4, 1
+    return config

@@ -1,0 +1,63 @@
+"""The images of rows on their way to a network: `Images`, of the tiles that each row of a batch brings."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxrl_llm.algorithms.batch import Images
+from jaxrl_llm.config import ConfigError
+from jaxrl_llm.data.tokenize import PIXELS
+from jaxrl_llm.distributed.processes import gather
+from jaxrl_llm.models.vision.tower import VisionConfig
+
+
+def row_images(
+    ids: Sequence[Sequence[int]], tiles: Sequence[np.ndarray | None], vision: VisionConfig | None, most: int = 0
+) -> Images | None:
+    """The images of rows with these token ids, on the host; None where no row has any.
+
+    There is room for the tiles of the row with most of them, and for `most`; powers of two, so that few programs are
+    compiled. Raises ConfigError for a model that reads text alone, for tiles of another shape, and for a row whose
+    image tokens are not those of its tiles, as one that was cut inside an image.
+    """
+    counts = count_tiles(tiles)
+    if vision is None:
+        if any(counts):
+            raise ConfigError(
+                "rows have images, but the model reads text alone: use one with a vision part (docs/vision.md), or "
+                "rows without images"
+            )
+        return None
+    for row, (own, count) in enumerate(zip(ids, counts, strict=True)):
+        found, wanted = sum(token == vision.image_token for token in own), count * vision.tile_tokens
+        if found != wanted:
+            raise ConfigError(
+                f"row {row} of a batch has {found} image tokens (id {vision.image_token}), but its {count} tiles stand "
+                f"for {wanted}, {vision.tile_tokens} each: expand each image of the text to its tokens, and cut no row "
+                "inside an image"
+            )
+    if not (most := max(most, *counts)):
+        return None
+    pixels = np.zeros((len(ids), 1 << (most - 1).bit_length(), *vision.tile_shape), np.float32)
+    for row, own in enumerate(tiles):
+        if counts[row] and own is not None:
+            if own.shape[1:] != vision.tile_shape:
+                raise ConfigError(
+                    f"row {row} of a batch has tiles of shape {own.shape[1:]} (height, width, channels), but this "
+                    f"model reads {vision.tile_shape}: use the image processor of its folder"
+                )
+            pixels[row, : counts[row]] = own
+    return Images(pixels, np.array(counts, np.int32))
+
+
+def prompt_images(examples: Sequence[dict[str, Any]], vision: VisionConfig | None) -> Images | None:
+    """`row_images` of the prompts of this process, with room for the tiles of those of all processes."""
+    tiles = [example.get(PIXELS) for example in examples]
+    most = 0 if vision is None else max(gather(max(count_tiles(tiles))))
+    return row_images([example["prompt_ids"] for example in examples], tiles, vision, most)
+
+
+def count_tiles(tiles: Sequence[np.ndarray | None]) -> list[int]:
+    """The number of tiles of each row."""
+    return [0 if own is None else len(own) for own in tiles]

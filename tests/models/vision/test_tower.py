@@ -1,0 +1,236 @@
+"""Models with vision against transformers: logits, gradients, layouts, decoding, export."""
+
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import load_file
+from transformers import AutoModelForImageTextToText
+
+from jaxrl_llm.algorithms.batch import Images, Inputs
+from jaxrl_llm.config import ConfigError
+from jaxrl_llm.distributed.sharding import path_name
+from jaxrl_llm.models.families import family_of
+from jaxrl_llm.models.logprobs import token_logps
+from jaxrl_llm.models.mixer import DecodeInputs
+from jaxrl_llm.models.model import describe, load_model, save_hf
+from jaxrl_llm.models.safetensors import stored_tensors
+from jaxrl_llm.models.transformer import Net
+from jaxrl_llm.rollout.engine import Engine
+from jaxrl_llm.rollout.sampling import SamplingParams
+from jaxrl_llm.training.packing.layout import Sizes, plan
+from jaxrl_llm.training.passes import scored_logps
+from tests.models.images import (
+    IMAGE_TOKEN,
+    TILE,
+    TILE_TOKENS,
+    as_torch,
+    image_documents,
+    make_vision_oracle,
+    padded_images,
+)
+from tests.models.oracles import in_parameters
+
+TOLERANCE = 2e-5
+
+
+@pytest.fixture(scope="module", params=["idefics3", "smolvlm"])
+def oracle(request):
+    return make_vision_oracle(request.param)
+
+
+@pytest.fixture(scope="module")
+def folder(oracle, tmp_path_factory):
+    path = tmp_path_factory.mktemp("vision")
+    oracle.save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def model(folder):
+    return load_model(folder)
+
+
+@pytest.fixture(scope="module")
+def documents():
+    return image_documents()
+
+
+@pytest.fixture(scope="module")
+def alone(oracle, documents):
+    """The oracle's logits of each document by itself."""
+    with torch.no_grad():
+        return [oracle(torch.tensor(ids)[None], **as_torch(tiles)).logits[0].numpy() for ids, tiles in documents]
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_rows_with_two_one_and_no_images(model, documents, alone, side):
+    tokens, segments, images = padded_images(documents, side)
+    logits = np.asarray(model(tokens, segments, images=images))
+    for row, expected in enumerate(alone):
+        np.testing.assert_allclose(logits[row][segments[row] > 0], expected, atol=TOLERANCE)
+    other = np.asarray(model(tokens, segments, images=dataclasses.replace(images, pixels=-images.pixels)))
+    last = segments.shape[1] - 1 if side == "left" else segments.sum(1) - 1
+    changed = np.abs(other - logits)[np.arange(3), last].max(axis=-1)
+    assert changed[0] > 1e-2 and changed[1] > 1e-2 and changed[2] == 0
+
+
+def test_packed_documents_have_their_own_tiles(model, documents, alone):
+    """Documents one behind another in a row: their tiles too."""
+    order = [2, 0, 1]
+    tokens = np.concatenate([documents[i].tokens for i in order])[None]
+    segments = np.concatenate([np.full(len(documents[i].tokens), 1 + i) for i in order])[None]
+    pixels = np.concatenate([documents[i].pixels for i in order])[None]
+    logits = np.asarray(model(tokens, segments, images=Images(pixels, np.array([3]))))[0]
+    for i in order:
+        np.testing.assert_allclose(logits[segments[0] == 1 + i], alone[i], atol=TOLERANCE)
+
+
+def test_gradients_of_all_parameters(oracle, model, documents):
+    tokens, segments, images = padded_images(documents)
+    oracle.zero_grad()
+    total = 0.0
+    for ids, tiles in documents:
+        logps = oracle(torch.tensor(ids)[None], **as_torch(tiles)).logits[0, :-1].log_softmax(-1)
+        total = total - logps.gather(-1, torch.tensor(ids)[1:, None]).sum()
+    (total / len(documents)).backward()
+    expected = {name: x.grad.numpy() for name, x in oracle.named_parameters()}
+
+    def loss(params):
+        inputs = Inputs(jnp.asarray(tokens), jnp.asarray(segments), images=jax.tree.map(jnp.asarray, images))
+        return -token_logps(model.net, params, inputs)[0].sum() / len(documents)
+
+    found = jax.tree_util.tree_leaves_with_path(jax.jit(jax.grad(loss))(model.params))
+    found = {path_name(path): np.asarray(x) for path, x in found}
+    tensors = stored_tensors(model.net, family_of(model.hf_config))
+    assert {tensor.name for tensor in tensors} == set(expected)
+    for tensor in tensors:
+        np.testing.assert_allclose(
+            in_parameters(tensor, found), expected[tensor.name], atol=1e-4, rtol=1e-4, err_msg=tensor.name
+        )
+
+
+def test_packed_rows_of_an_update_compute_the_same(model, documents):
+    """Rows of groups whose prompts have images, in packed rows that hold a prompt once, two shards of them."""
+    rows = [document for document in documents for _ in range(2)] + [documents[1]] * 2
+    tokens, segments, images = padded_images(rows)
+    tokens[1::2, -2:] = 7
+    mask = np.zeros(tokens.shape, np.float32)
+    mask[:, -3:] = 1
+    sizes = Sizes(length=tokens.shape[1] + 8, packed_rows=2, rows=4, microbatches=2, group_size=2)
+    layout = plan(tokens, segments, mask, sizes, shards=2)
+    assert (layout.multiplicity == 2).any()
+    inputs = jax.tree.map(jnp.asarray, Inputs(tokens, segments, images=images))
+    expected = np.asarray(token_logps(model.net, model.params, inputs)[0])
+    found = scored_logps(model.net, model.params, inputs.replace(layout=layout), 1.0, 8, 2)
+    np.testing.assert_allclose(np.asarray(found) * mask, expected * mask, atol=TOLERANCE)
+
+
+def test_greedy_text_is_that_of_transformers(oracle, model, documents):
+    tokens, segments, images = padded_images(documents[:2])
+    engine = Engine(model.net, SamplingParams(temperature=0.0), 2, 6, eos=(-1,), chunk=3)
+    rollout = engine.generate(
+        model.params, jnp.asarray(tokens), jnp.asarray(segments), jax.random.key(0),
+        images=jax.tree.map(jnp.asarray, images),
+    )  # fmt: skip
+    found = np.asarray(rollout.tokens)[:, tokens.shape[1] :].reshape(2, 2, 6)
+    for row, (ids, tiles) in enumerate(documents[:2]):
+        with torch.no_grad():
+            ids = torch.tensor(ids)[None]
+            expected = oracle.generate(
+                input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=6, do_sample=False, **as_torch(tiles)
+            )
+        np.testing.assert_array_equal(found[row], np.stack([expected[0, ids.shape[1] :].numpy()] * 2))
+
+
+def test_image_tokens_without_a_tile_keep_the_embedding_of_their_id(model, documents):
+    """As those that a completion may have: sampling, which sees tokens alone, and training agree on them."""
+    ids, tiles = documents[1]
+    tokens = np.append(ids, [IMAGE_TOKEN, 3])[None]
+    images = Images(np.concatenate([tiles, tiles])[None], np.array([1]))
+    segments = np.ones_like(tokens)
+    logits = np.asarray(model(tokens, segments, images=images))[0]
+    engine = Engine(model.net, SamplingParams(temperature=1.0), 1, 2, eos=(-1,))
+    prompt = jax.tree.map(jnp.asarray, (tokens[:, :-2], segments[:, :-2], images))
+
+    def decoded(net, params):
+        bound = net.bind(params)
+        _, caches = bound.prefill(*prompt)
+        cache = net.empty_caches(caches, 1, 2)
+        inputs = DecodeInputs(prompt[1].sum(1)[:, None] + jnp.arange(2), prompt[1] > 0, jnp.zeros((1, 1), jnp.int32))
+        return bound.logits(bound.decode(jnp.asarray(tokens[:, -2:]), inputs, caches, cache)[0])
+
+    found = jax.jit(decoded, static_argnums=0)(engine.decoder, engine.decoding_params(model.params))
+    np.testing.assert_allclose(found[0], logits[-2:], atol=TOLERANCE)
+
+
+def test_recomputing_gives_the_same_gradients(model, documents):
+    inputs = jax.tree.map(jnp.asarray, Inputs(*padded_images(documents)[:2], images=padded_images(documents)[2]))
+
+    def gradients(remat):
+        net = Net(dataclasses.replace(model.net.config, remat=remat))
+        return jax.jit(jax.grad(lambda params: token_logps(net, params, inputs)[0].mean()))(model.params)
+
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), gradients("none"), gradients("block"))
+
+
+def test_export_is_bit_for_bit_and_read_by_transformers(oracle, folder, model, documents, alone, tmp_path):
+    save_hf(model, tmp_path / "out")
+    stored, written = (load_file(path / "model.safetensors") for path in (folder, tmp_path / "out"))
+    assert stored.keys() == written.keys()
+    for name, x in stored.items():
+        np.testing.assert_array_equal(written[name], x, err_msg=name)
+    again, info = AutoModelForImageTextToText.from_pretrained(
+        tmp_path / "out", output_loading_info=True, attn_implementation="eager"
+    )
+    assert type(again) is type(oracle)
+    assert not any(info.values()), info
+    ids, tiles = documents[0]
+    with torch.no_grad():
+        np.testing.assert_array_equal(again(torch.tensor(ids)[None], **as_torch(tiles)).logits[0].numpy(), alone[0])
+    entries = [json.loads((path / "config.json").read_text()) for path in (folder, tmp_path / "out")]
+    for part in ("text_config", "vision_config"):
+        assert entries[1][part] == entries[1][part] | entries[0][part]
+
+
+def test_a_net_without_config_is_exported_with_its_vision(model, tmp_path):
+    save_hf(dataclasses.replace(model, hf_config=None, tokenizer=None), tmp_path / "new")
+    assert describe(tmp_path / "new").net.config == model.net.config
+    AutoModelForImageTextToText.from_pretrained(tmp_path / "new")
+
+
+def test_tiles_of_another_size_and_images_for_a_text_model_are_refused(model, documents):
+    tokens, segments, images = padded_images(documents)
+    small = dataclasses.replace(images, pixels=images.pixels[:, :, :20])
+    with pytest.raises(ConfigError, match=r"20 x 24 x 3 .* but this model reads 24 x 24 x 3"):
+        model(tokens, segments, images=small)
+    text = Net(dataclasses.replace(model.net.config, vision=None))
+    params = {name: x for name, x in model.params.items() if name != "vision"}
+    with pytest.raises(ConfigError, match="reads text alone"):
+        dataclasses.replace(model, net=text, params=params)(tokens, segments, images=images)
+
+
+@pytest.mark.parametrize(
+    ("part", "entry", "value", "message"),
+    [
+        ("text_config", "model_type", "mistral", "text_config.model_type = 'mistral' is not supported"),
+        ("vision_config", "hidden_act", "relu", "vision_config.hidden_act = 'relu'"),
+        ("vision_config", "image_size", 25, "vision_config.image_size = 25"),
+        (None, "scale_factor", 4, "scale_factor = 4 .* divisors of the 6 patches"),
+        (None, "image_token_id", 97, "image_token_id = 97"),
+    ],
+)
+def test_entries_that_mean_another_network_are_refused(model, part, entry, value, message):
+    hf = json.loads(json.dumps(model.hf_config))
+    (hf if part is None else hf[part])[entry] = value
+    with pytest.raises(ConfigError, match=message):
+        family_of(hf).to_config(hf)
+
+
+def test_sizes_of_a_tile(model):
+    assert model.net.config.vision.tile_tokens == TILE_TOKENS
+    assert model.net.config.vision.tile_shape == TILE

@@ -1,0 +1,185 @@
+"""Rows with images through online and offline training, on the embedded model and task of shapes."""
+
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxrl_llm
+from jaxrl_llm.algorithms.batch import Batch, Images, Inputs
+from jaxrl_llm.config import ConfigError
+from jaxrl_llm.config.flags import load_config_file
+from jaxrl_llm.data import shapes, tasks
+from jaxrl_llm.distributed.sharding import make_mesh
+from jaxrl_llm.models.lora import split
+from jaxrl_llm.models.model import describe
+from jaxrl_llm.training.images import prompt_images, row_images
+from jaxrl_llm.training.offline import as_examples, pad_examples, with_images
+from jaxrl_llm.training.passes import images_of_rows, scored_logps
+from jaxrl_llm.training.rollouts import Rollouts, pack, unpack
+
+PROMPT = "<|image|>" * shapes.IMAGE_TOKENS
+TILES = tasks.generate("shapes", size=4)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return describe("embedded:shapes")
+
+
+def configured(root, tmp_path, **changes):
+    config = load_config_file(f"{root / 'configs' / 'vision_grpo.py'}:tiny")
+    config.output_dir = str(tmp_path / "run")
+    config.checkpoint.every, config.eval.every, config.logging.backends = 1, 0, ("jsonl",)
+    config.update_from_flattened_dict(changes)
+    return config
+
+
+def leaves(params):
+    return {jax.tree_util.keystr(path): np.asarray(x) for path, x in jax.tree_util.tree_leaves_with_path(params)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("vision", ["trained", "frozen", "lora"])
+def test_grpo_steps_on_images(root, tmp_path, vision):
+    """Two steps, of which the second is resumed: the parameters that are to move do, and the others are the same."""
+    changes = {"model.vision": vision} | ({"lora.rank": 2} if vision == "lora" else {})
+    config = configured(root, tmp_path, **changes)
+    whole = jaxrl_llm.train(config)
+    config.output_dir, config.total_steps = str(tmp_path / "again"), 1
+    before = leaves(jaxrl_llm.train(config).model.params)
+    config.total_steps = 2
+    resumed, after = leaves(jaxrl_llm.train(config).model.params), leaves(whole.model.params)
+    for path, x in after.items():
+        np.testing.assert_array_equal(resumed[path], x, err_msg=path)
+    moved = {path for path, x in after.items() if not np.array_equal(x, before[path])}
+    in_tower = {path for path in moved if path.startswith("['vision']")}
+    assert moved - in_tower
+    assert bool(in_tower) == (vision != "frozen")
+    if vision == "lora":
+        assert all("lora_" in path for path in moved)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("packing", [False, True])
+def test_sft_steps_on_images(root, tmp_path, packing):
+    """A model that learns which answer goes with an image has a lower loss than one that is shown grey ones."""
+
+    def loss(task):
+        config = configured(root, tmp_path / task, **{"algorithm.name": "sft", "data.packing": packing})
+        config.batch.prompts, config.total_steps, config.data.max_length = 16, 12, 16
+        rows = [{**row, "completion": row["answer"]} for row in tasks.generate(task, size=8)]
+        jaxrl_llm.train(config, train_dataset=rows)
+        lines = [json.loads(line) for line in (tmp_path / task / "run" / "metrics.jsonl").read_text().splitlines()]
+        return [line["loss"] for line in lines if "loss" in line][-1]
+
+    assert loss("shapes") < loss("shapes_blank") - 0.05
+
+
+def test_the_task_is_answered_by_its_image_alone():
+    rows = tasks.generate("shapes", size=1200)
+    answers = {}
+    for row in rows:
+        answers.setdefault(row["prompt"].removeprefix(PROMPT), []).append(row["answer"])
+    assert set(answers) == {"colour", "count", "where"}
+    for given in answers.values():
+        assert len(set(given)) == 4
+        assert max(given.count(answer) for answer in set(given)) < 0.32 * len(given)
+    blank = tasks.generate("shapes_blank", size=1200)
+    assert [(row["prompt"], row["answer"]) for row in blank] == [(row["prompt"], row["answer"]) for row in rows]
+    assert len({row["pixels"].tobytes() for row in blank}) == 1
+    assert not {row["pixels"].tobytes() for row in rows} & {
+        row["pixels"].tobytes() for row in tasks.generate("shapes", "test", 50)
+    }
+
+
+def test_the_answers_are_what_is_drawn():
+    """Read off the image: the colour of its brightest pixels, the quadrant, and the cells with any of them."""
+    for row in tasks.generate("shapes", size=60):
+        image = (row["pixels"][0] + 1) * 127.5
+        lit = image.max(axis=-1) > 120
+        colour = image[lit].mean(axis=0)
+        nearest = min(shapes.COLOURS, key=lambda name: np.abs(colour - shapes.COLOURS[name]).sum())
+        cells = lit.reshape(4, 6, 4, 6).any(axis=(1, 3))
+        y, x = (int(index.mean() >= 2) for index in np.nonzero(cells))
+        found = {"colour": nearest, "count": str(cells.sum()), "where": shapes.QUADRANTS[2 * y + x]}
+        assert row["answer"] == found[row["prompt"].removeprefix(PROMPT)]
+
+
+def test_rows_are_padded_to_the_most_tiles(model):
+    vision = model.net.config.vision
+    tile, ids = TILES[0]["pixels"], [2] * 4
+    images = row_images([[*ids * 3, 5], [4], ids], [np.concatenate([tile] * 3), None, tile], vision)
+    assert images.pixels.shape == (3, 4, 24, 24, 3)
+    np.testing.assert_array_equal(images.count, [3, 0, 1])
+    np.testing.assert_array_equal(images.pixels[2, 0], tile[0])
+    assert row_images([[4], [5]], [None, tile[:0]], vision) is None
+    examples = [{"prompt_ids": [*ids, 5], "pixels": tile}, {"prompt_ids": [5]}]
+    np.testing.assert_array_equal(prompt_images(examples, vision).count, [1, 0])
+
+
+@pytest.mark.parametrize(
+    ("ids", "tiles", "message"),
+    [
+        ([2] * 3, TILES[0]["pixels"], "3 image tokens .*its 1 tiles stand for 4"),
+        ([2] * 4, None, "4 image tokens .*its 0 tiles stand for 0"),
+        ([2] * 4, TILES[0]["pixels"][:, :12], r"tiles of shape \(12, 24, 3\)"),
+    ],
+)
+def test_rows_whose_images_do_not_fit_are_refused(model, ids, tiles, message):
+    with pytest.raises(ConfigError, match=message):
+        row_images([ids], [tiles], model.net.config.vision)
+
+
+def test_images_for_a_text_model_are_refused():
+    with pytest.raises(ConfigError, match="the model reads text alone"):
+        row_images([[2] * 4], [TILES[0]["pixels"]], None)
+    assert row_images([[2] * 4], [None], None) is None
+
+
+def test_pairs_share_the_images_of_their_prompt(model):
+    row = {"chosen_ids": [2] * 4 + [5], "chosen_mask": [0] * 4 + [1], "pixels": TILES[0]["pixels"]}
+    row |= {"rejected_ids": [2] * 4 + [6], "rejected_mask": [0] * 4 + [1]}
+    examples = as_examples([row])
+    batch = with_images(pad_examples(examples, 8), examples, model.net)
+    np.testing.assert_array_equal(batch.inputs.images.count, [1, 1])
+    np.testing.assert_array_equal(batch.inputs.images.pixels[0], batch.inputs.images.pixels[1])
+    assert isinstance(batch, Batch)
+
+
+def test_rows_read_what_was_encoded_once(model):
+    """Log-probs of rows whose prompts were encoded once are those of rows that are encoded each."""
+    net, params = model.net, model.net.init(jax.random.key(0))
+    tokens = jnp.array([[2] * 4 + [3, 6], [2] * 4 + [3, 7], [0] * 4 + [3, 6], [0] * 4 + [3, 8]])
+    segments = (tokens != 0).astype(jnp.int32)
+    prompts = Images(jnp.asarray(np.stack([TILES[0]["pixels"], TILES[1]["pixels"]])), jnp.array([1, 0]))
+    given, encoded = (images_of_rows(net, params, prompts, 2, encode) for encode in (False, True))
+    assert given.pixels.shape[0] == 4 and encoded.pixels is None and encoded.features.shape == (4, 4, 64)
+    logps = [
+        np.asarray(scored_logps(net, params, Inputs(tokens, segments, images=images), 1.0, 2, 1))
+        for images in (given, encoded)
+    ]
+    np.testing.assert_allclose(logps[0], logps[1], atol=1e-6)
+    assert np.abs(logps[0][:2, -1]).min() > 0
+
+
+def test_what_is_frozen(model):
+    net = model.net
+    assert set(split(net.shapes(), net.config.frozen)[0]) == {"vision"}
+    trained = dataclasses.replace(net.config, vision_training="trained")
+    assert split(net.shapes(), trained.frozen) == ({}, net.shapes())
+
+
+def test_a_queue_keeps_the_images(model):
+    mesh = make_mesh()
+    images = Images(jnp.asarray(np.stack([TILES[0]["pixels"]])), jnp.array([1]))
+    from jaxrl_llm.rollout.engine import Rollout
+
+    rollout = Rollout(*(jnp.zeros((1, 2)) for _ in Rollout._fields))
+    rollouts = Rollouts(rollout, [], ["a"], ["b"], np.zeros((1, 1), np.float32), images=images)
+    (found,) = unpack(pack([rollouts]), mesh)
+    np.testing.assert_array_equal(found.images.pixels, images.pixels)
+    np.testing.assert_array_equal(found.images.count, images.count)
