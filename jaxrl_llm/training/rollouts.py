@@ -40,7 +40,7 @@ def pack(batches: Sequence[Rollouts]) -> np.ndarray:
     arrays: dict[str, Any] = {}
 
     def texts_of(batch: Rollouts, name: str) -> dict[str, Any]:
-        arrays.update({f"{name}/{key}": x for key, x in local_rows(batch.rollout)._asdict().items()})
+        arrays.update({f"{name}/{key}": x for key, x in local_rows(batch.rollout)._asdict().items() if x is not None})
         arrays[f"{name}/rewards"] = batch.rewards
         logged = batch.logged
         return {
@@ -67,7 +67,7 @@ def unpack(packed: np.ndarray, mesh: Mesh) -> list[Rollouts]:
         arrays = dict(file)
 
     def batch_of(texts: dict[str, Any], name: str) -> Rollouts:
-        rows = {key: arrays[f"{name}/{key}"] for key in Rollout._fields}
+        rows = {key: arrays[f"{name}/{key}"] for key in Rollout._fields if f"{name}/{key}" in arrays}
         return Rollouts(
             rows_to_global(Rollout(**rows), mesh),
             [],
