@@ -79,6 +79,9 @@ class Inputs:
     noise: Array = None  # [N,T,D] added to the embeddings
     images: Images | ImageEmbeddings | None = None  # that image tokens stand for
     prefix_segments: Array = None  # [N,T] a segment that a token sees besides its own; None: none
+    experts: Array = (
+        None  # [N,T,L,k] integers: the experts of tokens in the L layers that have some; -1: the router's own
+    )
     multiplicity: Array = None  # [N,T] how often a token counts in the routing to experts; None: once, padding never
     layout: PackedLayout | None = None
     prompt_width: int = dataclasses.field(default=0, metadata={"static": True})  # no earlier column is predicted

@@ -278,6 +278,18 @@ def _online(config: ConfigDict) -> Iterator[str]:
             f"algorithm.replay_groups is {algorithm.replay_groups}, but ppo's critic gives values for this step's rows "
             "only: set it to 0"
         )
+    if rollout.router_replay:
+        kept = {
+            "algorithm.replay_groups": algorithm.replay_groups,
+            "environment.rollout_func": config.environment.rollout_func,
+            "environment.agent": config.environment.agent,
+        }
+        for key, value in kept.items():
+            if value:
+                yield (
+                    f"rollout.router_replay is true, but {key} is {value!r}, whose rows have no experts recorded: "
+                    "leave one out"
+                )
     if (algorithm.dynamic_sampling or algorithm.replay_groups) and rollout.group_size < 2:
         yield (
             f"rollout.group_size is {rollout.group_size}, and a single completion always scores like itself: "

@@ -421,6 +421,10 @@ KEYS = (
     Setting("rollout.speculative_tokens", 0,
         "Speculative tokens per row and decoding step, proposed by prompt lookup and verified in that step. Samples "
         "stay the same; it pays where text repeats itself. 0 is off.", int, minimum=0),
+    Setting("rollout.router_replay", False,
+        "Send each token of the update to the experts that the sampler chose for it (R3). A sampler that rounds "
+        "otherwise (rollout.weights_dtype, cache_dtype) chooses others for some tokens, and log-probs differ.",
+        bool),
     Setting("rollout.weights_dtype", "auto",
         "Storage type of the matrices while sampling; auto is the compute type. int8 and fp8 store those of the layers "
         "(not of experts) in 8 bits, which halves their memory traffic against 16. Training with fewer bits than "

@@ -67,7 +67,7 @@ def likeliest(model: Transformer, tokens, segments, temperature, count: int) -> 
 
     Positions are read in blocks, so that `[N,T,V]` never exists.
     """
-    hidden, _ = model.prefill(tokens, segments)
+    hidden, _, _ = model.prefill(tokens, segments)
     targets = jnp.roll(tokens, -1, axis=1)
     size = min(LIKELIEST_BLOCK, tokens.shape[1])
     blocks = -(-tokens.shape[1] // size)
@@ -258,9 +258,16 @@ def _predicting_packed(model: Transformer, inputs: Inputs, layout: PackedLayout)
         index = jnp.where(index < 0, index, index + first[:, None]).reshape(shards, -1)
         index = rows(take(index, layout.token_idx).reshape(layout.token_idx.shape))
         images = ImageEmbeddings(constrain(values, "rows", None, None), index)
+
+    def in_packed_rows(x):  # of x [N,T,...]
+        tail = x.shape[2:]
+        taken = take(x.reshape(shards, -1, *tail), layout.token_idx)
+        return constrain(taken.reshape(-1, layout.token_idx.shape[-1], *tail), "rows", None, *(None,) * len(tail))
+
     packed = Inputs(
         images=images,
-        tokens=rows(take(tokens.reshape(shards, -1), layout.token_idx).reshape(layout.token_idx.shape)),
+        experts=None if inputs.experts is None else in_packed_rows(inputs.experts),
+        tokens=in_packed_rows(tokens),
         segments=rows(layout.segments),
         positions=rows(layout.positions),
         prefix_segments=rows(layout.prefix_segments),

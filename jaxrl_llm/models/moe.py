@@ -146,6 +146,11 @@ def across_devices(compute, kernels: Kernels, x, weights, chosen):
     return run(kernels, x, weights, chosen)
 
 
+def _replaced(chosen, replayed):
+    """The experts `[...,k]` with those that are replayed in their place; negative ones are none."""
+    return chosen if replayed is None else jnp.where(replayed < 0, chosen, replayed.astype(chosen.dtype))
+
+
 def _gathered(kernel, spec):
     """A kernel all-gathered along `fsdp` and `context`; along `expert` and `tensor` it stays sharded."""
     for dim, axes in enumerate(spec):
@@ -184,17 +189,25 @@ class MixtureOfExperts(nnx.Module):
         self.shared = FeedForward(config, rngs, config.shared_expert_ffn) if config.shared_expert_ffn else None
         self.shared_gate = Linear(config.width, 1, config, rngs) if config.shared_expert_gate else None
 
-    def __call__(self, x, counted=None):
-        """Output `[...,D]` of x `[...,D]` and, where `counted` `[...]` says how often tokens count, the `Routing`."""
+    def __call__(self, x, counted=None, replayed=None):
+        """Output `[...,D]` of x `[...,D]`, the experts `[...,k]` of each token and, where `counted` `[...]` says how
+        often tokens count, the `Routing`.
+
+        Tokens go to the experts `replayed` `[...,k]` where these are not negative, weighted by this router all the
+        same: rollout routing replay (R3), arXiv 2510.11370.
+        """
         c = self.config
         if c.router_sigmoid:
             probabilities = jax.nn.sigmoid(self._route(x.astype(jnp.float32)))
-            chosen = self._chosen(probabilities)
+            chosen = _replaced(self._chosen(probabilities), replayed)
             weights = jnp.take_along_axis(probabilities, chosen, axis=-1)
             probabilities /= probabilities.sum(-1, keepdims=True)  # as the loss that balances experts takes them
         else:
             probabilities = jax.nn.softmax(self._route(x).astype(jnp.float32), axis=-1)
             weights, chosen = jax.lax.top_k(probabilities, c.experts_per_token)
+            if replayed is not None:
+                chosen = _replaced(chosen, replayed)
+                weights = jnp.take_along_axis(probabilities, chosen, axis=-1)
         if c.normalize_top_k:
             weights = weights / weights.sum(-1, keepdims=True)
         weights = weights if c.routed_scale == 1.0 else weights * c.routed_scale
@@ -203,10 +216,10 @@ class MixtureOfExperts(nnx.Module):
             shared = self.shared(x)
             out += shared if self.shared_gate is None else jax.nn.sigmoid(self.shared_gate(x)) * shared
         if counted is None:
-            return out, None
+            return out, chosen, None
         live = counted[..., None].astype(jnp.float32)
         used = (jax.nn.one_hot(chosen, c.experts, dtype=jnp.float32) * live[..., None]).reshape(-1, c.experts).sum(0)
-        return out, Routing(used, (probabilities * live).reshape(-1, c.experts).sum(0), live.sum())
+        return out, chosen, Routing(used, (probabilities * live).reshape(-1, c.experts).sum(0), live.sum())
 
     def _chosen(self, probabilities):
         """The experts `[...,k]` of the best groups, where a group is as good as its two best experts together."""

@@ -80,28 +80,35 @@ class Block(nnx.Module):
         """The layer's mixer."""
         return getattr(self, self.mixer_path)
 
-    def apply(self, x, inputs: AttentionInputs, counted, arrays) -> tuple[jax.Array, Routing | None]:
-        """Hidden states after the layer; `counted` `[N,T]` is how often a token counts in the routing."""
-        return self._feed_forward(x, self.mixer.apply(_normed(self.input_norm, x), inputs, arrays), counted)
+    def apply(self, x, inputs: AttentionInputs, counted, replayed, arrays) -> tuple[jax.Array, Routing | None]:
+        """Hidden states after the layer; `counted` `[N,T]` is how often a token counts in the routing, `replayed`
+        `[N,T,k]` the experts that tokens go to, or None."""
+        mixed = self.mixer.apply(_normed(self.input_norm, x), inputs, arrays)
+        x, _, routing = self._feed_forward(x, mixed, counted, replayed)
+        return x, routing
 
-    def prefill(self, x, inputs: AttentionInputs, arrays) -> tuple[jax.Array, Any]:
-        """Hidden states after the layer, and the mixer's cache."""
+    def prefill(self, x, inputs: AttentionInputs, arrays) -> tuple[jax.Array, tuple[Any, jax.Array | None]]:
+        """Hidden states after the layer, and the mixer's cache and the experts `[N,T,k]` of each token."""
         mixed, cache = self.mixer.prefill(_normed(self.input_norm, x), inputs, arrays)
-        return self._feed_forward(x, mixed)[0], cache
+        x, experts, _ = self._feed_forward(x, mixed)
+        return x, (cache, experts)
 
-    def decode(self, x, inputs: DecodeInputs, prompt, cache, arrays) -> tuple[jax.Array, Any]:
-        """Hidden states of the next tokens after the layer, and the mixer's cache with them."""
+    def decode(self, x, inputs: DecodeInputs, prompt, cache, arrays) -> tuple[jax.Array, tuple[Any, jax.Array | None]]:
+        """Hidden states of the next tokens after the layer, and the mixer's cache with them and their experts."""
         mixed, cache = self.mixer.decode(_normed(self.input_norm, x), inputs, prompt, cache, arrays)
-        return self._feed_forward(x, mixed)[0], cache
+        x, experts, _ = self._feed_forward(x, mixed)
+        return x, (cache, experts)
 
-    def _feed_forward(self, x, mixed, counted=None) -> tuple[jax.Array, Routing | None]:
+    def _feed_forward(
+        self, x, mixed, counted=None, replayed=None
+    ) -> tuple[jax.Array, jax.Array | None, Routing | None]:
         x = self._added(x, _normed(self.attention_out_norm, mixed))
-        out, routing = _normed(self.post_attention_norm, x), None
+        out, experts, routing = _normed(self.post_attention_norm, x), None, None
         if isinstance(self.mlp, MixtureOfExperts):
-            out, routing = self.mlp(out, counted)
+            out, experts, routing = self.mlp(out, counted, replayed)
         else:
             out = self.mlp(out)
-        return self._added(x, _normed(self.mlp_out_norm, out)), routing
+        return self._added(x, _normed(self.mlp_out_norm, out)), experts, routing
 
     def _added(self, x, out):
         out = out if self.residual_scale == 1.0 else out * self.residual_scale
@@ -145,7 +152,10 @@ class Transformer(nnx.Module):
         inputs = _pad_for_context(inputs)
         mixed, x = self._embedded_rows(inputs)
         counted = mixed.segments != 0 if inputs.multiplicity is None else inputs.multiplicity
-        x, routings = self._through_layers(lambda block, x, _, arrays: block.apply(x, mixed, counted, arrays), x)
+        replayed = None if inputs.experts is None else self._by_run(inputs.experts)
+        x, routings = self._through_layers(
+            lambda block, x, experts, arrays: block.apply(x, mixed, counted, experts, arrays), x, replayed
+        )
         routings = [routing for routing in routings if routing is not None]
         if self.record is not None and routings:
             if self.config.scan_layers:  # each holds the sums of its layers, stacked
@@ -154,13 +164,14 @@ class Transformer(nnx.Module):
         return self.norm(x)[:, :length]
 
     def prefill(self, tokens, segments, images: Images | None = None):
-        """Hidden states `[B,P,D]` of prompts padded on the left, and the mixers' caches, a tuple with one a run."""
+        """Hidden states `[B,P,D]` of prompts padded on the left, the mixers' caches, a tuple with one a run, and the
+        experts `[B,P,L,k]` of each token in the L layers that have some (None: there are none)."""
         mixed, x = self._embedded_rows(Inputs(tokens, segments, images=images))
-        x, caches = self._through_layers(lambda block, x, _, arrays: block.prefill(x, mixed, arrays), x)
-        return self.norm(x), caches
+        x, outputs = self._through_layers(lambda block, x, _, arrays: block.prefill(x, mixed, arrays), x)
+        return self.norm(x), *_caches_and_experts(self.config, outputs)
 
     def decode(self, tokens, inputs: DecodeInputs, prompts, caches):
-        """Hidden states `[G,R*W,D]` of each row's next W tokens, and the row caches with them.
+        """Hidden states `[G,R*W,D]` of each row's next W tokens, the row caches with them, and their experts.
 
         `prompts` are the caches of `prefill` for the G prompts, `caches` those of `Net.empty_caches` for their rows.
         """
@@ -169,8 +180,8 @@ class Transformer(nnx.Module):
             prompt, cache = layer_caches
             return block.decode(x, inputs, prompt, cache, arrays)
 
-        x, caches = self._through_layers(body, self._embedded(tokens), tuple(zip(prompts, caches, strict=True)))
-        return self.norm(x), caches
+        x, outputs = self._through_layers(body, self._embedded(tokens), tuple(zip(prompts, caches, strict=True)))
+        return self.norm(x), *_caches_and_experts(self.config, outputs)
 
     def head_kernel(self):
         """The matrix `[D,V]` from hidden states to logits."""
@@ -248,6 +259,18 @@ class Transformer(nnx.Module):
             x = constrain(with_images(x, encoded), "rows", "positions", None)
         return AttentionInputs(positions, segments, mask, by_mask, inv_freq), x
 
+    def _by_run(self, experts) -> tuple:
+        """The experts `[N,T,L,k]` of all layers as those of each run: of a scanned one stacked, of a dense one None."""
+        parts, first = [], 0
+        for run in self.config.layer_runs:
+            if not self.config.layer_configs[run.layers[0]].experts:
+                parts.append(None)
+                continue
+            part = experts[..., first : first + len(run.layers), :]
+            parts.append(jnp.moveaxis(part, -2, 0) if run.scanned else part[..., 0, :])
+            first += len(run.layers)
+        return tuple(parts)
+
     def _through_layers(self, body, x, caches=None) -> tuple[jax.Array, tuple]:
         """x after every layer, and what `body(block, x, cache, arrays)` returned besides, one a run of layers."""
         stacks = {}
@@ -279,6 +302,17 @@ def _stacked_blocks(config: ModelConfig, layer: LayerConfig, count: int, rngs: n
     """Blocks of one kind whose parameters are stacked `[count, ...]`, drawn from one stream each."""
     make = nnx.vmap(lambda r: Block(config, layer, r), in_axes=0, out_axes=0)
     return nnx.split_rngs(splits=count)(make)(rngs)
+
+
+def _caches_and_experts(config: ModelConfig, outputs: tuple) -> tuple[tuple, jax.Array | None]:
+    """The caches of what `Block.prefill` or `decode` gave, one a run, and the experts `[N,T,L,k]` of all layers."""
+    caches = tuple(cache for cache, _ in outputs)
+    by_layer = [
+        jnp.moveaxis(experts, 0, -2) if run.scanned else experts[..., None, :]
+        for run, (_, experts) in zip(config.layer_runs, outputs, strict=True)
+        if experts is not None
+    ]
+    return caches, jnp.concatenate(by_layer, axis=-2) if by_layer else None
 
 
 def _layer_arrays(config: ModelConfig, run: LayerRun) -> tuple[Any, bool]:

@@ -81,6 +81,7 @@ class RolloutSpec:
     weights_dtype: str | None = None
     speculative_tokens: int = 0
     compile_work: float = COMPILE_WORK
+    record_experts: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,7 +93,8 @@ class Engine:
     is the decoder's. shrink: the slot grid is replaced when the rows that are left, with none waiting, fit into this
     share of it. weights_dtype: of the matrices, see `cast.in_precision`; None is the net's. speculative_tokens: tokens
     of a row that are proposed and verified beside its newest one; samples are the same, and right ones come at once.
-    compile_work: multiply-adds that a smaller grid must be able to save in a rollout, to be worth compiling. automata:
+    compile_work: multiply-adds that a smaller grid must be able to save in a rollout, to be worth compiling.
+    record_experts: keep which experts each token went to (see `Rollout.experts`). automata:
     of stop strings and guided decoding; arguments of the programs, which take no part in what the engine equals.
     grammar: what completions follow; each step then waits for the host.
     """
@@ -109,6 +111,7 @@ class Engine:
     weights_dtype: str | None = None
     speculative_tokens: int = 0
     compile_work: float = 0.0
+    record_experts: bool = False
     automata: Automata = dataclasses.field(default=NO_AUTOMATA, compare=False)
     grammar: Grammar | None = dataclasses.field(default=None, compare=False)
 
@@ -224,7 +227,8 @@ class Engine:
             if following is None and not busy.any():
                 break
         executed += int(steps) * grid.slots
-        return finish(prompts, segments, collect(rows, slots, grid, shards), np.float32(executed))
+        rows = collect(rows, slots, grid, shards)
+        return finish(prompts, segments, rows, np.float32(executed), all_prompts.experts)
 
     def _check_grammar(self, turn_server: TurnServer | None) -> None:
         """Raises ConfigError for what cannot be together with a grammar, which is followed a token at a time."""
@@ -301,14 +305,29 @@ def prefill(
     `sampling` are settings of each row, in the place of the engine's.
     """
     model = engine.decoder.bind(params)
-    hidden, cache = model.prefill(prompts, segments, images)
+    hidden, cache, experts = model.prefill(prompts, segments, images)
     if engine.cache_dtype is not None:
         dtype = engine.cache_dtype
         if dtype == "fp8":  # TPUs would write a cache of bytes anew, as fp8, to read it
             dtype = FP8 if jax.default_backend() == "tpu" else BYTES["fp8"][0]
         dtype = jnp.dtype(dtype)
         cache = jax.tree.map(lambda x: narrowed(x, dtype), cache)
-    return first_tokens(engine, cache, prompts, segments, model.logits(hidden[:, -1]), keys, automata, sampling)
+    made = first_tokens(engine, cache, prompts, segments, model.logits(hidden[:, -1]), keys, automata, sampling)
+    return made[0]._replace(experts=_recorded(engine, experts)), made[1]
+
+
+def _recorded(engine: Engine, experts) -> jax.Array | None:
+    """Experts in the least bits that hold their numbers, None where the engine does not record them."""
+    if not engine.record_experts or experts is None:
+        return None
+    return experts.astype(jnp.int8 if engine.net.config.experts <= 127 else jnp.int16)
+
+
+def _no_experts(engine: Engine, shape: tuple[int, ...]) -> jax.Array | None:
+    """-1 `[...,L,k]` for tokens `[...]` of which nothing is recorded yet."""
+    c = engine.net.config
+    layers = sum(kind.experts for kind in c.layer_configs)
+    return _recorded(engine, jnp.full((*shape, layers, c.experts_per_token), -1)) if layers else None
 
 
 def first_tokens(
@@ -330,6 +349,7 @@ def first_tokens(
         stop_state=None if automata.stop is None else jnp.zeros(shape, jnp.int32),
         guide_state=None if automata.guide is None else jnp.zeros(shape, jnp.int32),
         sampling=sampling,
+        experts=_no_experts(engine, tokens_shape),
     )
     no_proposals, all_prompts = jnp.zeros((*shape, 0), jnp.int32), Prompts(cache, prompts, segments != 0, automata)
     return all_prompts, _append(engine, all_prompts, rows, keys.reshape(shape), logits, no_proposals, 0)
@@ -344,7 +364,7 @@ def assign(
     `sources` `[shards, G*R]` are the slots that the grid's rows had before (`SlotGrid.slots_in`).
     """
     shards, g, r = grid.row.shape
-    axis = _prompt_axis(engine)
+    axis, all_prompts = _prompt_axis(engine), all_prompts._replace(experts=None)
     everyone = (shards * g, r) == rows.length.shape and slots is None
     prompts = all_prompts
     if not everyone:  # of all rows at once the caches of the prompts are read where they are
@@ -385,7 +405,8 @@ def decode_chunk(engine: Engine, params, prompts: Prompts, slots: Slots, steps, 
             tokens = jnp.where(is_held, tokens, jnp.concatenate([tokens[..., :1], proposed], axis=-1))
         positions, by_prompt = prompts.mask.sum(-1)[:, None, None] + places, (len(rows.length), -1)
         inputs = DecodeInputs(positions.reshape(by_prompt), prompts.mask, rows.length - 1)
-        hidden, cache = model.decode(tokens.reshape(by_prompt), inputs, prompts.cache, slots.cache)
+        hidden, cache, experts = model.decode(tokens.reshape(by_prompt), inputs, prompts.cache, slots.cache)
+        rows = _with_experts(engine, rows, places, experts)
         logits = model.logits(hidden).reshape(*tokens.shape, -1)
         rows = _append(engine, prompts, rows, slots.keys, logits, tokens[..., 1:], slots.capacity)
         return Slots(cache, rows, slots.keys, slots.steps + 1, slots.capacity)
@@ -399,6 +420,17 @@ def decode_chunk(engine: Engine, params, prompts: Prompts, slots: Slots, steps, 
         return go_on & (jnp.where(live, slots.rows.length, 0).max() <= slots.capacity)
 
     return jax.lax.while_loop(more, step, slots)
+
+
+def _with_experts(engine: Engine, rows: Rows, places, experts) -> Rows:
+    """The rows with the experts `[G,R*W,L,k]` of the tokens at places `[G,R,W]`, where the engine records them.
+
+    Those of a wrong proposal are written over once the token that is there in its stead is computed.
+    """
+    if rows.experts is None or (found := _recorded(engine, experts)) is None:
+        return rows
+    found = found.reshape(*places.shape, *found.shape[2:])
+    return rows._replace(experts=set_places(rows.experts, places, found))
 
 
 def _append(engine: Engine, prompts: Prompts, rows: Rows, keys, logits, proposed, capacity: int) -> Rows:
@@ -494,11 +526,15 @@ def read_observations(engine: Engine, params, prompts: Prompts, slots: Slots, in
     cache = jax.tree.map(lambda x: jnp.expand_dims(take(flat(x, axis), index_in, axis), axis + 1), slots.cache)
     mask, (places, tokens) = take(prompts.mask, index_in // r, 0), next_tokens(rows, width)
     inputs = DecodeInputs(mask.sum(-1)[:, None] + places, mask, places[:, :1])
-    _, cache = engine.decoder.bind(params).decode(tokens, inputs, prompt, cache)
+    _, cache, experts = engine.decoder.bind(params).decode(tokens, inputs, prompt, cache)
+    everyone = slots.rows
+    if rows.experts is not None:
+        read = _with_experts(engine, jax.tree.map(lambda x: x[:, None], rows), places[:, None], experts).experts
+        everyone = everyone._replace(experts=put(everyone.experts, index, read, 0))
     cache = jax.tree.map(lambda everyone, values: put(everyone, index, values, axis), slots.cache, cache)
     length = (rows.length + jnp.minimum(observations_to_come(rows), width))[:, None]
     length = put(slots.rows.length, index, length, 0)
-    return slots.replace(cache=cache, rows=slots.rows._replace(length=length))
+    return slots.replace(cache=cache, rows=everyone._replace(length=length))
 
 
 @functools.partial(jax.jit, static_argnames=("engine", "capacity"))

@@ -25,6 +25,7 @@ class Prompts(NamedTuple):
     tokens: jax.Array  # [G,P]
     mask: jax.Array  # [G,P] False on padding
     automata: Automata = NO_AUTOMATA  # that every row is read by
+    experts: jax.Array | None = None  # [G,P,L,k] of each token, where they are recorded
 
 
 class Rows(NamedTuple):
@@ -40,6 +41,7 @@ class Rows(NamedTuple):
     stop_state: jax.Array | None = None  # of the automaton for stop strings, where there is one
     guide_state: jax.Array | None = None
     sampling: RowSampling | None = None  # settings of each row; None: those of the engine
+    experts: jax.Array | None = None  # [..., C, L, k] of the tokens that entered the caches, where they are recorded
 
 
 @functools.partial(
@@ -70,6 +72,7 @@ class Rollout(NamedTuple):
     lengths: jax.Array  # [N] tokens of the completion, sampled or observed
     finished: jax.Array  # [N] ended with an end-of-text token or stop string (not truncated at max_completion_length)
     steps: jax.Array  # [N] float32, the decode steps of all slots, idle ones included, in equal shares
+    experts: jax.Array | None = None  # [N,T,L,k] of each token, where recorded; -1 on each row's last, and padding
 
 
 @functools.partial(jax.jit, static_argnames="count")
@@ -95,7 +98,7 @@ def next_tokens(rows: Rows, width: int):
 
 
 def set_places(rows, places, values):
-    """The rows `[G,R,C]` with values at places of each, both `[G,R,W]`; places past the end are dropped.
+    """The rows `[G,R,C,...]` with values `[G,R,W,...]` at places `[G,R,W]` of each; those past the end are dropped.
 
     Mapped over rows, so that no row number is among the indices: every device writes its own.
     """
@@ -176,14 +179,25 @@ def number_states(slots: Slots) -> Slots:
 
 
 @jax.jit
-def finish(prompts, segments, rows: Rows, executed) -> Rollout:
-    """The `Rollout` of prompts `[B,P]` and all rows; `executed` are the decode steps of all slots."""
+def finish(prompts, segments, rows: Rows, executed, prompt_experts=None) -> Rollout:
+    """The `Rollout` of prompts `[B,P]` and all rows; `executed` are the decode steps of all slots.
+
+    `prompt_experts` `[B,P,L,k]` are those of the prompts' tokens, where experts are recorded.
+    """
     batch, k, c = rows.tokens.shape
 
     def joined(of_prompts, of_completions):
         repeated = jnp.repeat(of_prompts, k, axis=0)
-        return constrain(jnp.concatenate([repeated, of_completions.reshape(batch * k, c)], axis=1), "rows", None)
+        completions = of_completions.reshape(batch * k, c, *of_completions.shape[3:])
+        joined = jnp.concatenate([repeated, completions], axis=1)
+        return constrain(joined, "rows", *(None,) * (joined.ndim - 1))
 
+    experts = None
+    if prompt_experts is not None and rows.experts is not None:
+        # The newest token of a row may have entered its cache or not, by when others ended: it has none.
+        entered = jnp.arange(c) < rows.length[..., None] - 1
+        of_prompts = jnp.where((segments != 0)[..., None, None], prompt_experts, -1)
+        experts = joined(of_prompts, jnp.where(entered[..., None, None], rows.experts, -1))
     present = jnp.arange(c) < rows.length[..., None]
     sampled = present & ~rows.observed
     return Rollout(
@@ -194,4 +208,5 @@ def finish(prompts, segments, rows: Rows, executed) -> Rollout:
         lengths=rows.length.reshape(-1),
         finished=rows.finished.reshape(-1),
         steps=constrain(jnp.full((batch * k,), executed / (batch * k)), "rows"),
+        experts=experts,
     )

@@ -113,7 +113,7 @@ def resume(
         rows, start = state[0], number * READ
         tokens = jax.lax.dynamic_slice_in_dim(suffix, start, READ, 1)
         inputs = DecodeInputs((common + start + jnp.arange(READ))[None], mask, jnp.full((1, 1), start))
-        hidden, rows = model.decode(tokens, inputs, begin, rows)
+        hidden, rows, _ = model.decode(tokens, inputs, begin, rows)
         return rows, jax.lax.dynamic_slice_in_dim(hidden, jnp.clip(count - 1 - start, 0, READ - 1), 1, 1)
 
     hidden = jnp.zeros((1, 1, engine.net.config.width), engine.decoder.config.dtype)

@@ -29,7 +29,7 @@ def compilations(run: Run, state: State) -> Iterator[Callable[[], object]]:
     """Functions that compile a program each, in the order in which a step needs them.
 
     None for what is not known to have these shardings: several processes, a critic, a replay buffer, a full KL, a
-    teacher's distributions, rows that may have images, offline batches.
+    teacher's distributions, rows that may have images, replayed experts, offline batches.
     """
     source = run.source
     if jax.process_count() > 1 or not isinstance(source, OnlineSource):
@@ -38,7 +38,7 @@ def compilations(run: Run, state: State) -> Iterator[Callable[[], object]]:
     teacher = learner.teacher
     if learner.critic is not None or learner.replay is not None or spec.full_kl:
         return
-    if learner.net.config.vision is not None:
+    if learner.net.config.vision is not None or source.producer.worker.engine.record_experts:
         return
     if teacher is not None and teacher.spec.divergence:
         return

@@ -300,7 +300,7 @@ class Learner:
             if spec.old_logps == "trainer" or measures_kl or self.critic is not None or rates:
                 inputs = self.inputs(rollout.tokens, rollout.segments, rollout.mask, images)
                 if spec.old_logps == "trainer":
-                    old_logps = self._logps(state.params, inputs)
+                    old_logps = self._logps(state.params, inputs.replace(experts=rollout.experts))
                 if measures_kl:
                     ref_logps = self._reference_logps(inputs)
                 if self.critic is not None:
@@ -331,7 +331,13 @@ class Learner:
         metrics |= over_processes(rollouts.logged, result.metrics)
         metrics["rollout/useful_token_fraction"] = _useful(rollout.lengths, rollout.steps)
         batch = Batch(
-            Inputs(rollout.tokens, rollout.segments, images=images, prompt_width=self.prompt_width),
+            Inputs(
+                rollout.tokens,
+                rollout.segments,
+                images=images,
+                experts=rollout.experts,
+                prompt_width=self.prompt_width,
+            ),
             mask=result.mask,
             sample_logps=rollout.sample_logps,
             old_logps=old_logps,

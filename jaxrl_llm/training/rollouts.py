@@ -52,7 +52,7 @@ def pack(batches: Sequence[Rollouts]) -> np.ndarray:
     arrays: dict[str, Any] = {}
 
     def texts_of(batch: Rollouts, name: str) -> dict[str, Any]:
-        arrays.update({f"{name}/{key}": x for key, x in local_rows(batch.rollout)._asdict().items()})
+        arrays.update({f"{name}/{key}": x for key, x in local_rows(batch.rollout)._asdict().items() if x is not None})
         arrays[f"{name}/rewards"] = batch.rewards
         if batch.turns is not None:
             arrays.update({f"{name}/turns/{key}": x for key, x in batch.turns._asdict().items()})
@@ -84,7 +84,7 @@ def unpack(packed: np.ndarray, mesh: Mesh) -> list[Rollouts]:
         arrays = dict(file)
 
     def batch_of(texts: dict[str, Any], name: str) -> Rollouts:
-        rows = {key: arrays[f"{name}/{key}"] for key in Rollout._fields}
+        rows = {key: arrays[f"{name}/{key}"] for key in Rollout._fields if f"{name}/{key}" in arrays}
         turns = {key: arrays[f"{name}/turns/{key}"] for key in Turns._fields if f"{name}/turns/{key}" in arrays}
         images = None
         if f"{name}/pixels" in arrays:

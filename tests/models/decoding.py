@@ -21,7 +21,7 @@ def padded(documents, side: str):
 
 @functools.partial(jax.jit, static_argnums=0)
 def prefill(net, params, tokens, segments):
-    hidden, prompt = net.bind(params).prefill(tokens, segments)
+    hidden, prompt, _ = net.bind(params).prefill(tokens, segments)
     return net.bind(params).logits(hidden), prompt
 
 
@@ -32,7 +32,7 @@ def decode(net, params, tokens, segments, prompt, rows, number):
     written = jnp.full((len(tokens), repeats), number)
     positions = segments.sum(1)[:, None] + jnp.tile(number + jnp.arange(width), repeats)
     inputs = DecodeInputs(positions, segments > 0, written)
-    hidden, rows = net.bind(params).decode(tokens.reshape(len(tokens), -1), inputs, prompt, rows)
+    hidden, rows, _ = net.bind(params).decode(tokens.reshape(len(tokens), -1), inputs, prompt, rows)
     return net.bind(params).logits(hidden).reshape(*tokens.shape, -1), rows
 
 

@@ -143,7 +143,7 @@ def test_a_net_is_the_same(interpreted, sliding, scan):
     @functools.partial(jax.jit, static_argnums=0)
     def found(net, params):
         def loss(params):
-            hidden, cache = net.bind(params).prefill(tokens, segments)
+            hidden, cache, _ = net.bind(params).prefill(tokens, segments)
             hidden = jnp.where(segments[..., None] != 0, hidden, 0.0)
             return jnp.sin(hidden).sum(), (hidden, cache)
 

@@ -145,7 +145,7 @@ def test_another_type(params):
     shapes = jax.eval_shape(engine.decoding_params, params)
     found = {path_name(path): x.dtype for path, x in jax.tree_util.tree_leaves_with_path(shapes)}
     assert {dtype for path, dtype in found.items() if not path.endswith("scale")} == {jnp.dtype("bfloat16")}
-    _, cache = jax.eval_shape(lambda p: engine.decoder.bind(p).prefill(TOKENS, SEGMENTS), shapes)
+    _, cache, _ = jax.eval_shape(lambda p: engine.decoder.bind(p).prefill(TOKENS, SEGMENTS), shapes)
     assert {x.dtype for x in jax.tree.leaves(cache)} == {jnp.dtype("bfloat16")}
     rollout = generate(engine, params)
     difference = np.abs(rollout.sample_logps - logps_of(NET, params, rollout)).max()

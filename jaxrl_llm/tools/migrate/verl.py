@@ -204,6 +204,12 @@ def _online(draft: Draft, gpus: int) -> None:
     if int(draft.get(key := f"{R}.tensor_model_parallel_size") or 1) > 1:
         draft.set("rollout.mesh", f"tensor={int(draft.get(key))}", key)
         draft.check(f"{key} = {draft.get(key)}: rollout.mesh needs a multiple of so many devices; auto needs none")
+    if mode := draft.get(key := f"{A}.router_replay.mode"):
+        draft.use(key)
+        if mode == "R3":
+            draft.set("rollout.router_replay", True, key)
+        elif mode != "disabled":
+            draft.check(f"{key} = {mode} has no equivalent: rollout.router_replay takes the sampler's experts, R3")
     kind = draft.get(key := f"{R}.quantization")
     draft.use(key)
     if kind == "fp8":

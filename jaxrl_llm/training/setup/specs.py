@@ -405,6 +405,7 @@ def rollout_spec(config) -> RolloutSpec:
         shrink=c.shrink,
         weights_dtype=None if c.weights_dtype == "auto" else c.weights_dtype,
         speculative_tokens=c.speculative_tokens,
+        record_experts=c.router_replay,
     )
 
 
@@ -428,6 +429,8 @@ def build_worker(
         if isinstance(environments, Environments):
             open_episodes = partial(EpisodeBatch.open, environments, turns)
         examples = None  # environments, tools and agents may lengthen prompts
+    if c.router_replay and not model.net.config.experts:
+        raise ConfigError(f"rollout.router_replay is true, but {model.path} has no experts: set it to false")
     vocab = model.net.config.vocab_size
     check_tokens("rollout.logit_bias", [token for token, _ in sampling.logit_bias], vocab)
     check_tokens("rollout.stop_token_ids", c.stop_token_ids, vocab)

@@ -159,7 +159,7 @@ def test_image_tokens_without_a_tile_keep_the_embedding_of_their_id(model, docum
 
     def decoded(net, params):
         bound = net.bind(params)
-        _, caches = bound.prefill(*prompt)
+        _, caches, _ = bound.prefill(*prompt)
         cache = net.empty_caches(caches, 1, 2)
         inputs = DecodeInputs(prompt[1].sum(1)[:, None] + jnp.arange(2), prompt[1] > 0, jnp.zeros((1, 1), jnp.int32))
         return bound.logits(bound.decode(jnp.asarray(tokens[:, -2:]), inputs, caches, cache)[0])
