@@ -1,4 +1,4 @@
-"""Training with the sampler's experts: a sampler in 8 bits is nearer to the trainer; refused where nothing is recorded."""
+"""Training with the sampler's experts: a sampler in 8 bits is nearer to the trainer; refused without a record."""
 
 import json
 import shutil
