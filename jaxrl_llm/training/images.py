@@ -41,7 +41,8 @@ def row_images(
         return None
     pixels = np.zeros((len(ids), 1 << (most - 1).bit_length(), *vision.tile_shape), np.float32)
     for row, own in enumerate(tiles):
-        if counts[row] and own is not None:
+        if counts[row]:
+            own = np.asarray(own, np.float32)  # a table of rows in memory keeps them as lists
             if own.shape[1:] != vision.tile_shape:
                 raise ConfigError(
                     f"row {row} of a batch has tiles of shape {own.shape[1:]} (height, width, channels), but this "

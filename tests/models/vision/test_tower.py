@@ -6,8 +6,10 @@ import json
 import jax
 import jax.numpy as jnp
 import numpy as np
+import peft
 import pytest
 import torch
+from peft.tuners.tuners_utils import check_target_module_exists
 from safetensors.numpy import load_file
 from transformers import AutoModelForImageTextToText
 
@@ -16,8 +18,10 @@ from jaxrl_llm.config import ConfigError
 from jaxrl_llm.distributed.sharding import path_name
 from jaxrl_llm.models.families import family_of
 from jaxrl_llm.models.logprobs import token_logps
+from jaxrl_llm.models.lora import LoraConfig
 from jaxrl_llm.models.mixer import DecodeInputs
-from jaxrl_llm.models.model import describe, load_model, save_hf
+from jaxrl_llm.models.model import add_adapters, describe, load_model, save_adapter, save_hf
+from jaxrl_llm.models.peft import TENSORS
 from jaxrl_llm.models.safetensors import stored_tensors
 from jaxrl_llm.models.transformer import Net
 from jaxrl_llm.rollout.engine import Engine
@@ -234,3 +238,23 @@ def test_entries_that_mean_another_network_are_refused(model, part, entry, value
 def test_sizes_of_a_tile(model):
     assert model.net.config.vision.tile_tokens == TILE_TOKENS
     assert model.net.config.vision.tile_shape == TILE
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("vision", ["frozen", "lora"])
+def test_adapters_are_where_peft_finds_them(oracle, folder, model, vision, tmp_path):
+    """On the decoder alone, or on the encoder too; and they come back."""
+    given = load_model(folder, vision_training=vision)
+    adapted = add_adapters(given, LoraConfig(rank=2), jax.random.key(0))
+    save_adapter(adapted, tmp_path / "adapter")
+    entries = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    config = peft.LoraConfig(r=2, target_modules=entries["target_modules"])
+    wanted = {name for name, x in oracle.named_modules() if isinstance(x, torch.nn.Linear) and "layers" in name}
+    wanted = {name for name in wanted if vision == "lora" or "text_model" in name}
+    assert {name for name, _ in oracle.named_modules() if check_target_module_exists(config, name)} == wanted
+    names = {name.removeprefix("base_model.model.") for name in load_file(tmp_path / "adapter" / TENSORS)}
+    assert names == {f"{name}.lora_{x}.weight" for name in wanted for x in "AB"}
+    again = load_model(folder, adapter=tmp_path / "adapter")
+    assert again.net.config.vision_training == vision
+    for x, y in zip(jax.tree.leaves(again.params), jax.tree.leaves(adapted.params), strict=True):
+        np.testing.assert_array_equal(x, y)
