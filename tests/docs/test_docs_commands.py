@@ -268,7 +268,8 @@ def test_every_command_runs(number, runs):
         arguments.append(f"--config.output_dir=runs/docs_{number}")
     if steps:
         arguments.append(f"--config.total_steps={steps}")
-    meshed = command.module == "train" and any(".mesh." in argument for argument in arguments)
+    several = (".mesh.", ".rollout.devices")
+    meshed = command.module == "train" and any(key in argument for argument in arguments for key in several)
     if meshed and not any("batch.prompts" in argument for argument in arguments):
         arguments.append("--config.batch.prompts=8")
     module = (f"jaxrl_llm.{command.module}",)
