@@ -117,6 +117,7 @@ class Prepared:
     row_weights: Array = None  # [N] the same for losses with one number a row, or a pair
     token_share: Array = None  # [N,T] mask / tokens of the optimizer batch, for means over tokens
     entropy_share: Array = None  # [N,T] share of a token in the entropy bonus; None: token_share
+    observed_share: Array = None  # [N,T] observed / observation tokens of the optimizer batch
     keep: Array = None  # [N,T] 1 on tokens whose policy term counts; None: all of the mask
     mean_weight: Array = None  # [N] the mean importance weight of the batch, that weights are divided by
     selected: Array = None  # [N,T] 1 on the few tokens that the loss treats apart
@@ -138,6 +139,7 @@ class Batch:
 
     inputs: Inputs
     mask: Array  # [N,T] float32; 1 on the tokens that the loss reads
+    observed: Array = None  # [N,T] float32; 1 on observation tokens, where the loss predicts them
     sample_logps: Array = None  # [N,T] of the sampler
     old_logps: Array = None  # [N,T] of the policy that the ratio compares with; None: the policy itself
     ref_logps: Array = None  # [N,T] of the reference policy

@@ -290,6 +290,17 @@ def _online(config: ConfigDict) -> Iterator[str]:
                     f"rollout.router_replay is true, but {key} is {value!r}, whose rows have no experts recorded: "
                     "leave one out"
                 )
+    if algorithm.observation_coef:
+        others = {
+            "algorithm.replay_groups": algorithm.replay_groups,
+            "teacher.form": config.teacher.path is not None and config.teacher.form == "divergence",
+        }
+        for key in (key for key, value in others.items() if value):
+            section, _, name = key.partition(".")
+            yield (
+                f"algorithm.observation_coef is {algorithm.observation_coef}, but {key} is {config[section][name]!r}, "
+                "which knows no observation tokens: set the one to 0, or leave out the other"
+            )
     if (algorithm.dynamic_sampling or algorithm.replay_groups) and rollout.group_size < 2:
         yield (
             f"rollout.group_size is {rollout.group_size}, and a single completion always scores like itself: "

@@ -572,6 +572,9 @@ KEYS = (
     Setting("algorithm.top_entropy_quantile", 1.0,
         "Share of the tokens, those of highest entropy, that the policy loss learns from.", float, above=0, maximum=1),
     Setting("algorithm.entropy_coef", 0.0, "Weight of the entropy bonus; 0 is off.", float, minimum=0),
+    Setting("algorithm.observation_coef", 0.0,
+        "Weight of the cross-entropy on observation tokens, which environments, tools and agents write (ECHO): "
+        "the policy learns to predict what its turns lead to. 0 is off.", float, minimum=0),
     Setting("algorithm.entropy_controller", "fixed",
         "Whether entropy_coef stays, or rises while the entropy is at or below entropy_target and falls otherwise; "
         "adaptive, it applies only at or below the target.", choices=("fixed", "adaptive")),

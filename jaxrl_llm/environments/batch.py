@@ -134,7 +134,7 @@ class EpisodeBatch:
             columns["environments"] = [episode.environment for episode in self.episodes]
         return completions, columns
 
-    def turns(self, lengths: Sequence[int]) -> tuple[list[list[Turn]], int]:
+    def turn_records(self, lengths: Sequence[int]) -> tuple[list[list[Turn]], int]:
         """The turns of each row, of whose completion are `lengths` tokens, and how many a row may have."""
         records = [episode.turn_records(length) for episode, length in zip(self.episodes, lengths, strict=True)]
         return records, self.environments.spec.max_turns

@@ -188,6 +188,57 @@ def delta_step(state, q, k, v, g, beta) -> tuple[jax.Array, jax.Array]:
     return state, jnp.einsum("...hrdv,...hd->...hrv", state, q)
 
 
+@jax.custom_vjp
+def _solved(lower, wanted):
+    """`(I + lower)^-1 wanted` of strictly lower triangular matrices `[...,C,C]`.
+
+    By the inverse, which the gradients need too, and products. Not by `lax.linalg.triangular_solve`: on CPUs each call
+    of it holds a thread of XLA's pool until others have computed its batch, so that two of them at once, on two cores,
+    wait for ever.
+    """
+    return _inverse(lower) @ wanted
+
+
+def _inverse(lower):
+    """The inverse of `I + lower`, from blocks on the diagonal that double their size:
+
+    `[[A, 0], [B, D]]^-1 = [[A^-1, 0], [-D^-1 B A^-1, D^-1]]`, as stable as substitution.
+    """
+    lead, size, block = lower.shape[:-2], lower.shape[-1], 1
+    whole = 2 ** (size - 1).bit_length()
+    lower = jnp.pad(lower, (*((0, 0),) * len(lead), (0, whole - size), (0, whole - size)))
+    inverse = jnp.ones((*lead, whole, 1, 1), lower.dtype)
+    while block < whole:
+        pairs = whole // (2 * block)
+        below = lower.reshape(*lead, pairs, 2, block, pairs, 2, block)[..., :, 1, :, :, 0, :]
+        below = jnp.moveaxis(jnp.diagonal(below, axis1=-4, axis2=-2), -1, -3)
+        first, second = jnp.moveaxis(inverse.reshape(*lead, pairs, 2, block, block), -3, 0)
+        corner = -_exact(_exact(second, below), first)
+        above = jnp.concatenate([first, jnp.zeros_like(first)], axis=-1)
+        inverse = jnp.concatenate([above, jnp.concatenate([corner, second], axis=-1)], axis=-2)
+        block *= 2
+    return inverse[..., 0, :size, :size]
+
+
+def _exact(a, b):
+    return jnp.matmul(a, b, precision="highest")  # TPUs round the factors of other products to bfloat16
+
+
+def _solved_forward(lower, wanted):
+    inverse = _inverse(lower)
+    solved = inverse @ wanted
+    return solved, (inverse, solved)
+
+
+def _solved_backward(residuals, gradient):
+    inverse, solved = residuals
+    by_wanted = inverse.swapaxes(-1, -2) @ gradient
+    return -by_wanted @ solved.swapaxes(-1, -2), by_wanted
+
+
+_solved.defvjp(_solved_forward, _solved_backward)
+
+
 def chunked_delta_rule(q, k, v, g, beta, segments, chunk: int = CHUNK) -> tuple[jax.Array, jax.Array]:
     """Outputs `[N,T,h,r,v]` of `delta_step` for each token in turn, and the states `[N,h,r,d,v]` of the last segments.
 
@@ -218,9 +269,7 @@ def chunked_delta_rule(q, k, v, g, beta, segments, chunk: int = CHUNK) -> tuple[
         from_state = jnp.where((ids == segment[:, None])[:, None, None], jnp.exp(total), 0)
         keys, queries = (jnp.einsum("nhtd,nhsd->nhts", a, k)[:, :, None] * decay for a in (k, q))
         wanted = jnp.concatenate([v, from_state[..., None] * k[:, :, None]], axis=-1) * beta[..., None]
-        solved = jax.lax.linalg.triangular_solve(
-            keys * beta[..., None], wanted, left_side=True, lower=True, unit_diagonal=True
-        )
+        solved = _solved(jnp.where(later, keys * beta[..., None], 0), wanted)
         own, taken = jnp.split(solved, [v.shape[-1]], axis=-1)
         added = own - jnp.einsum("nhrtd,nhrdv->nhrtv", taken, state)
         out = jnp.einsum("nhrt,nhtd,nhrdv->nhrtv", from_state, q, state)

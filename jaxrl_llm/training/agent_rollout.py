@@ -71,7 +71,7 @@ class AgentEpisodes:
         ]
         return completions, {"environment_reward": totals, "environment_rewards": named}
 
-    def turns(self, lengths: Sequence[int]) -> tuple[list[list[Turn]], int]:
+    def turn_records(self, lengths: Sequence[int]) -> tuple[list[list[Turn]], int]:
         """The turns of each row, which are calls of its session, and how many a row may have."""
         records = [
             []

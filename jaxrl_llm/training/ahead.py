@@ -69,6 +69,7 @@ def compilations(run: Run, state: State) -> Iterator[Callable[[], object]]:
         old_logps=None if spec.old_logps == "policy" else mask,
         ref_logps=mask if in_loss else None,
         advantages=mask,
+        observed=mask if spec.observations else None,
         seeds=rows_to_global(np.zeros(count, np.uint32), mesh) if spec.draws_seeds else None,
     )
     batch = batch.replace(scalars=learner.scalars(batch, in_loss))

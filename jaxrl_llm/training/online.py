@@ -155,7 +155,7 @@ class RolloutWorker:
                 graded = graded._replace(rewards=np.where(sessions.failed[:, None], np.float32(np.nan), graded.rewards))
             turns = None
             if (played := episodes or sessions) is not None:
-                turns = turn_table(*played.turns(lengths.tolist()), group_size, width)
+                turns = turn_table(*played.turn_records(lengths.tolist()), group_size, width)
                 metrics, totals, table = played.release()
                 logged = graded.logged
                 logged = Logged(logged.metrics | metrics, logged.totals | totals, logged.columns | table)
@@ -250,6 +250,7 @@ class LearnerSpec:
     full_kl: bool  # that in the loss sums over the vocabulary
     mask_truncated: bool
     aggregation: str
+    observations: bool  # the loss predicts observation tokens
     draws_seeds: bool  # the loss draws random numbers
 
 
@@ -345,6 +346,8 @@ class Learner:
             values=values,
             returns=result.returns,
         )
+        if spec.observations:
+            batch = batch.replace(observed=observation_mask(rollout, self.prompt_width))
         if self.replay is not None:
             ref_logps, group_size = None, self.batch.group_size  # the reference's are of the rows before the exchange
             self.replay, batch, metrics["rollout/replayed_groups"] = replay_buffer.exchange(
@@ -590,6 +593,13 @@ def _pick_rows(held: Any, fresh: Any, index) -> Any:
 
 def _sum_over_processes(flags: np.ndarray) -> int:
     return int(multihost_utils.process_allgather(np.int32(flags.sum())).sum())
+
+
+def observation_mask(rollout: Rollout, prompt_width: int) -> jax.Array:
+    """1 on the tokens `[N,T]` of completions that were not sampled; rows without sampled tokens have none."""
+    completion = (jnp.arange(rollout.tokens.shape[1]) >= prompt_width) & (rollout.segments > 0)
+    played = (rollout.mask > 0).any(axis=1, keepdims=True)
+    return (completion & played & (rollout.mask == 0)).astype(jnp.float32)
 
 
 @jax.jit

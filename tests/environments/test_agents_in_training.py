@@ -97,6 +97,9 @@ def test_calls_are_rows_of_the_policy(model, play):
         assert said[1] == "least?"
         assert episodes.rewards[row] == {"first": len(said[0]), "second": len(said[2]) / 10}
         assert rollout.mask[row].sum() == sum(branch.mask) <= 16 and branch.turns == 2
+    for turns, length, mask in zip(episodes.turn_records([])[0], rollout.lengths, rollout.mask, strict=True):
+        first, last = (turn.end for turn in turns)
+        assert mask[WIDTH : WIDTH + first].all() and not mask[WIDTH + first] and last == length
     metrics, totals, columns = episodes.release()
     assert set(totals.values()) == {0.0} and metrics["environment/calls"] == [2.0] * 4
     assert columns["environment/ended"] == ["done"] * 4
@@ -115,6 +118,8 @@ def test_agents_that_fail(play):
     assert episodes.failed.tolist() == [True, True, False, False, True, True, True, True]
     assert episodes.reasons[0] == "RuntimeError: zero" and "made its 2 calls" in episodes.reasons[4]
     assert episodes.reasons[6] == "the agent gave no reward" and episodes.rewards[2] == 0.75
+    records, most = episodes.turn_records(rollout.lengths.tolist())
+    assert most == 2 and records[0] == [] and [turn.reward for turn in records[2]] == [0.5]  # of the last call's row
     assert rollout.mask[:2].sum() == 0 and (rollout.lengths[:2] == 1).all()
     _, totals, columns = episodes.release()
     assert totals["environment/failures"] == 6 and totals["environment/forks"] == 6

@@ -26,6 +26,7 @@ def tiny(root, tmp_path):
     ("algorithm", "functions", "environment", "message"),
     [
         ("grpo", ("environment",), None, "there is none: set environment.name"),
+        ("observation_coef", ("exact_match",), None, "completions have no observation tokens"),
         ("gigpo", ("exact_match",), None, "gives credit to the turns of episodes, but rows have one turn"),
         ("sft", ("exact_match",), SortThenSmallest, "algorithm.name = 'sft' samples nothing"),
     ],
@@ -33,8 +34,10 @@ def tiny(root, tmp_path):
 def test_what_does_not_go_together(root, tmp_path, algorithm, functions, environment, message):
     config = tiny(root, tmp_path)
     config.environment.name, config.rewards.functions = None, functions
-    key = "advantage" if algorithm == "gigpo" else "name"
-    config.algorithm[key] = algorithm
+    if algorithm == "observation_coef":
+        config.algorithm.observation_coef = 0.1
+    else:
+        config.algorithm["advantage" if algorithm == "gigpo" else "name"] = algorithm
     with pytest.raises(ConfigError, match=message):
         jaxrl_llm.train(config, environment=environment)
 
@@ -75,9 +78,11 @@ def test_two_steps_with_an_environment(root, tmp_path):
     (tmp_path / "rule.py").write_text(NUMBERS)
     config = tiny(root, tmp_path)
     config.algorithm.advantage = f"{tmp_path / 'rule.py'}:numbers"  # those of the turns, from 1
+    config.algorithm.observation_coef = 0.1
     result = jaxrl_llm.train(config, environment=Sometimes)
     for line in result.metrics:
         assert all(math.isfinite(value) for value in line.values())
+        assert line["observations/nll"] > 0.1
         assert line["environment/turns"] > 1 and 0 < line["environment/failures"] < 16
         assert line["unscorable_rows"] == line["environment/failures"]
         # Tokens of the environment are in no mask: the trainer scores the sampled ones as the sampler did.
@@ -111,6 +116,17 @@ def test_credit_across_observations():
     spread = reinforce_plus_plus_advantages(rewards * mask, mask, 0.9)
     dense = reinforce_plus_plus_advantages(rewards[:, kept], np.ones((3, 4), np.float32), 0.9)
     np.testing.assert_allclose(np.asarray(spread)[:, kept], dense, rtol=1e-5)
+
+
+@pytest.mark.slow
+def test_observation_tokens_of_packed_rows(root, tmp_path):
+    values = []
+    for packing in ("false", "true"):
+        config = tiny(root, tmp_path / packing)
+        config.total_steps, config.batch.packing, config.algorithm.observation_coef = 1, packing, 0.1
+        line = jaxrl_llm.train(config, environment=Sometimes).metrics[-1]
+        values.append([line["observations/nll"], line["loss"], line["grad_norm"]])
+    np.testing.assert_allclose(*values, rtol=1e-4)
 
 
 ROLLOUT_FUNCTION = """

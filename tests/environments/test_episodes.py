@@ -133,7 +133,7 @@ def test_a_game_of_several_turns(tokenizer):
         {"role": "assistant", "content": "5"},
     ]
     assert isinstance(columns["environments"][0], Guess)
-    turns, most = batch.turns([*map(len, ids)])
+    turns, most = batch.turn_records([*map(len, ids)])
     assert turns[0] == [Turn(2, 0.1), Turn(len(ids[0]), 1.0, "higher")] and most == 3
     assert [[turn.reward for turn in row] for row in turns[1:5]] == [[0.1] * 3, [1.0], [0.0], [0.0]]
     metrics, totals, table = batch.release()
@@ -171,18 +171,18 @@ def test_episodes_without_room_end(tokenizer):
     assert columns["environment_reward"] == [0.1, 0.1, 0.0]
     # `3<end>higher5` would be 9 tokens: no room for the end; a truncated turn is not answered.
     assert completions == ["3higher5", "3higher5", "123456789"] and [len(x) for x in ids] == [9, 9, 9]
-    assert batch.turns([9] * 3)[0] == [[Turn(2, 0.1), Turn(9, 0.0, "higher")]] * 2 + [[Turn(9, 0.0)]]
+    assert batch.turn_records([9] * 3)[0] == [[Turn(2, 0.1), Turn(9, 0.0, "higher")]] * 2 + [[Turn(9, 0.0)]]
     batch, ids, completions, _ = play(
         tokenizer, environments, [{"prompt": user("Guess!"), "number": 5}], [["3", "5"]], limit=9
     )
     assert completions == [[{"role": "assistant", "content": "3"}]] and len(ids[0]) == 2
-    assert batch.turns([2])[0] == [[Turn(2, 0.1)]]
+    assert batch.turn_records([2])[0] == [[Turn(2, 0.1)]]
 
 
 def test_an_environment_names_its_state(tokenizer):
     turns = [["100", "5"], ["101", "5"], ["6", "5"]]
     batch, ids, *_ = play(tokenizer, environments_of(Guess), [{"prompt": "Guess!", "number": 5}] * 3, turns)
-    assert [row[1].state for row in batch.turns([*map(len, ids)])[0]] == [100, 101, "lower"]
+    assert [row[1].state for row in batch.turn_records([*map(len, ids)])[0]] == [100, 101, "lower"]
 
 
 def test_on_error_stop(tokenizer):

@@ -230,6 +230,7 @@ def update_batch(
     scalars: dict[str, Any] = {}
     if algorithm.name not in OFFLINE:
         fields = dict.fromkeys(("sample_logps", "advantages"), tokens)
+        fields |= {"observed": tokens} if algorithm.observation_coef else {}
         fields |= dict.fromkeys(("old_logps",) if old_logps_of(config) != "policy" else (), tokens)
         if needs_reference(config) and not algorithm.kl_in_reward:
             if algorithm.kl == "full":

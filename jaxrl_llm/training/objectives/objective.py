@@ -35,7 +35,9 @@ class Objective(NamedTuple):
 
 
 def weigh(batch: Batch, mode: str, **options) -> Batch:
-    """The batch with the weights of an aggregation mode (`loss_weights`), and each token's share in metrics."""
+    """The batch with the weights of an aggregation mode (`loss_weights`), and each token's share in means."""
+    if batch.observed is not None:
+        batch = batch.prepare(observed_share=batch.observed / jnp.maximum(batch.observed.sum(), 1.0))
     return batch.prepare(
         weights=loss_weights(batch.mask, mode, **options),
         token_share=batch.mask / jnp.maximum(batch.mask.sum(), 1.0),

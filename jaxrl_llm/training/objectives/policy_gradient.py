@@ -53,6 +53,7 @@ class PolicySpec:
     kl_in_reward: bool
     kl_bias_correction: bool
     entropy_coef: float
+    observation_coef: float
     top_entropy_quantile: float
     importance_correction: str
     importance_max: float
@@ -69,6 +70,9 @@ class PolicySpec:
 
 def policy_gradient(spec: PolicySpec, net: Net) -> Objective:
     """`policy loss + beta * KL + coef * divergence` per token, minus `entropy_coef` x the mean entropy of a token.
+
+    Where `batch.observed` marks observation tokens, `observation_coef` x their mean cross-entropy is added (ECHO, arXiv
+    2605.24517).
 
     The entropy bonus is that of the tokens whose policy term counts, the same in every aggregation mode. Without
     `batch.old_logps` the policy that is updated is the one that sampled, and the ratio is 1. The KL term is masked by
@@ -137,6 +141,9 @@ def policy_objective(spec: PolicySpec, tokens: TokenStatistics, batch: Batch) ->
     """
     chosen, prepared, scalars, logps, kl = spec.loss, batch.prepared, batch.scalars, tokens.logps, tokens.kl
     mask, advantages = batch.mask, batch.advantages
+    if batch.observed is not None:
+        # Nothing else has log-probs of observation tokens, so no other term may see the policy's.
+        observed, logps = logps, jnp.where(mask > 0, logps, 0.0)
     old_logps = jax.lax.stop_gradient(logps) if batch.old_logps is None else batch.old_logps
     arguments = dict(chosen.options)
     if chosen.select is not None:
@@ -198,6 +205,10 @@ def policy_objective(spec: PolicySpec, tokens: TokenStatistics, batch: Batch) ->
         if prepared.keep is not None:
             metrics["entropy_kept"] = Metric(bonus, "sum")
         value -= (coef * bonus).sum()
+    if batch.observed is not None:
+        error = -prepared.observed_share * observed
+        metrics["observations/nll"] = Metric(error, "sum")
+        value += spec.observation_coef * error.sum()
     return value, token_metrics(metrics | sampler_metrics(spec, old_logps, batch), batch)
 
 
@@ -227,6 +238,7 @@ def known_slopes(spec: PolicySpec, batch: Batch) -> Slopes | None:
         spec.off_policy_mask_threshold is not None,
         spec.entropy_coef or scalars.entropy_coef is not None,
         spec.kl_bias_correction and batch.ref_logps is not None,
+        batch.observed is not None and batch.ref_logps is not None,  # which has no log-probs of observation tokens
     )
     if any(enters):
         return None

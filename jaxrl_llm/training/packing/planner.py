@@ -68,7 +68,8 @@ class Packer:
         """The batch with its layouts, of all the tokens that the objective reads."""
         if self.sizes is None:
             return batch
-        tokens, segments, mask = local_rows((batch.inputs.tokens, batch.inputs.segments, batch.mask))
+        mask = batch.mask if batch.observed is None else batch.mask + batch.observed
+        tokens, segments, mask = local_rows((batch.inputs.tokens, batch.inputs.segments, mask))
         mask = segments != 0 if self.positions.unmasked else mask
         if not self.positions.alternate:
             return batch.with_layout(self._plan(tokens, segments, mask, self.sizes))

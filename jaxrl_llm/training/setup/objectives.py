@@ -83,6 +83,7 @@ def policy_spec(config) -> PolicySpec:
         kl_in_reward=algorithm.kl_in_reward,
         kl_bias_correction=algorithm.kl_bias_correction,
         entropy_coef=algorithm.entropy_coef,
+        observation_coef=algorithm.observation_coef,
         top_entropy_quantile=algorithm.top_entropy_quantile,
         importance_correction=algorithm.importance_correction,
         importance_max=algorithm.importance_max,
@@ -133,7 +134,7 @@ def learns_from_teacher_alone(config) -> bool:
     c = config.algorithm
     if c.name == "sft":
         return True
-    others = c.beta or c.entropy_coef or c.entropy_controller != "fixed" or c.name == "ppo"
+    others = c.beta or c.entropy_coef or c.observation_coef or c.entropy_controller != "fixed" or c.name == "ppo"
     return not others and (c.advantage == "zero" or not config.rewards.functions)
 
 

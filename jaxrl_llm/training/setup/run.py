@@ -456,6 +456,11 @@ def _online(
             "rows have one turn: set environment.name, tools or agent, or another advantage"
         )
     spec, rows, rollout = learner_spec(config), batch_spec(config), config.rollout
+    if spec.observations and environments is None and config.environment.rollout_func is None:
+        raise ConfigError(
+            f"algorithm.observation_coef is {config.algorithm.observation_coef}, but completions have no observation "
+            "tokens: set environment.name, tools, agent or rollout_func, or observation_coef to 0"
+        )
     process = jax.process_index(), jax.process_count()  # which share the prompts
     if tokens is None:
         examples = None

@@ -317,6 +317,7 @@ def learner_spec(config) -> LearnerSpec:
         full_kl=c.kl == "full",
         mask_truncated=c.mask_truncated,
         aggregation=c.aggregation,
+        observations=c.observation_coef > 0,
         draws_seeds="key" in policy_loss(config).takes or c.neftune_alpha > 0,
     )
 

@@ -138,6 +138,36 @@ def test_entropy_bonus_lowers_the_loss_by_the_mean_entropy():
     assert plain != without
 
 
+@pytest.mark.parametrize("beta", [0.0, 0.1])  # with and without slopes that are known before the log-probs are
+def test_observation_tokens_are_predicted(beta):
+    config = default()
+    config.algorithm.beta = beta
+    batch = make_batch().replace(old_logps=None)
+    observed = np.zeros_like(batch.mask)
+    observed[:2, PROMPT] = 1
+    mask = batch.mask * (1 - observed)
+    batch = jax.tree.map(jnp.asarray, batch.replace(mask=mask, ref_logps=batch.ref_logps * mask if beta else None))
+
+    def gradient(batch):
+        objective = objective_of(config, NET)
+        return jax.value_and_grad(objective.loss, has_aux=True)(PARAMS, objective.prepare(batch))
+
+    (plain, metrics), without = gradient(batch)
+    assert "observations/nll" not in metrics
+    config.algorithm.observation_coef = 0.5
+    (total, metrics), together = gradient(batch.replace(observed=jnp.asarray(observed)))
+    error = -(naive_logps(batch, 1.0) * observed).sum() / observed.sum()
+    np.testing.assert_allclose(metrics["observations/nll"].value, error, rtol=1e-5)
+    np.testing.assert_allclose(total, plain + 0.5 * error, rtol=1e-5)
+
+    def cross_entropy(params):
+        logps = jax.nn.log_softmax(NET.bind(params)(batch.inputs.tokens, batch.inputs.segments))
+        return -logps[jnp.arange(2), PROMPT - 1, batch.inputs.tokens[:2, PROMPT]].mean()
+
+    alone = jax.grad(cross_entropy)(PARAMS)
+    jax.tree.map(lambda a, b, c: np.testing.assert_allclose(a, b + 0.5 * c, atol=1e-5), together, without, alone)
+
+
 def test_masked_columns_do_not_matter():
     config, batch = default(), make_batch()
     loss, _ = value(config, batch)
