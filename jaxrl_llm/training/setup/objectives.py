@@ -141,8 +141,8 @@ def policy_loss(config) -> PolicyLoss:
     """The policy loss that `algorithm.loss` names; auto is ppo_clip."""
     if split_options(_written(config, "ppo_clip"))[0] == "stable_reinforce":
         raise ConfigError(
-            "algorithm.loss is 'stable_reinforce', a name in Tinker's client whose formula is not public: use reinforce, "
-            "topr, dro or cispo"
+            "algorithm.loss is 'stable_reinforce', a name in Tinker's client whose formula is not public: use "
+            "reinforce, topr, dro or cispo"
         )
     function, options = _resolve(config, "ppo_clip", policy_losses, OF_POLICY_LOSSES)
     level = getattr(function, "ratio", "token")
