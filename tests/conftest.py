@@ -51,7 +51,7 @@ def _installed(name: str, oldest: str) -> bool:
         return False
 
 
-@pytest.fixture(autouse=True, scope="module")
+@pytest.fixture(autouse=True)
 def room_for_programs():
     """Frees compiled programs: each takes maps of memory, of which Linux gives a process 65,530 before it crashes."""
     yield

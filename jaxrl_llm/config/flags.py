@@ -236,7 +236,8 @@ def find_config(spec: str, flag: str = "--config") -> tuple[Path, str | None]:
     if path is None:
         raise ConfigError(
             f"{flag} is {spec!r}, but it takes a Python file, path.py or path.py:argument, or the name of a shipped "
-            f"one: {', '.join(shipped)}" + (f"; the closest is {closest(name, shipped)}" if shipped else "")
+            f"one: {', '.join(shipped)}"
+            + (f"; the closest is {closest(name.removeprefix('configs/'), shipped)}" if shipped else "")
         )
     return path, argument if colon else None
 

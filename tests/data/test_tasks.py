@@ -80,7 +80,8 @@ def test_pairs_and_labels():
     [
         (
             ("sorts", "train"),
-            "no built-in task 'sorts'; known are sort, sort_demos, sort_labels, sort_pairs; the closest is sort",
+            "no built-in task 'sorts'; known are shapes, shapes_blank, sort, sort_demos, sort_labels, sort_pairs; "
+            "the closest is sort",
         ),
         (("sort", "dev"), "no split 'dev'; its splits are train, validation, test"),
         (("sort", "train", 0), "cannot have 0 rows"),
