@@ -70,13 +70,13 @@ def test_sft_steps_on_images(root, tmp_path, packing):
 
     def loss(task):
         config = configured(root, tmp_path / task, **{"algorithm.name": "sft", "data.packing": packing})
-        config.batch.prompts, config.total_steps, config.data.max_length = 16, 12, 16
+        config.batch.prompts, config.total_steps, config.data.max_length = 16, 40, 16
         rows = [{**row, "completion": row["answer"]} for row in tasks.generate(task, size=8)]
         jaxrl_llm.train(config, train_dataset=rows)
         lines = [json.loads(line) for line in (tmp_path / task / "run" / "metrics.jsonl").read_text().splitlines()]
         return [line["loss"] for line in lines if "loss" in line][-1]
 
-    assert loss("shapes") < loss("shapes_blank") - 0.05
+    assert loss("shapes") < 0.3 * loss("shapes_blank")  # 0.036 and 0.463
 
 
 def test_the_task_is_answered_by_its_image_alone():
