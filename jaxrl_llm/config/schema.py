@@ -493,6 +493,9 @@ KEYS = (
     Setting("environment.agent_tokens", None,
         "Most tokens that an agent samples for a row, over all its calls; none is as many as they ask for.", int,
         minimum=1),
+    Setting("environment.agent_branches", 8,
+        "Most branches of an agent's session that are learned from: that of its last call, and of forks and sub-agents "
+        "as many as rollout.max_completion_length has room for.", int, minimum=1),
 
     Setting("algorithm.name", "grpo",
         "What is trained: grpo samples and scores completions, sft learns given ones, preference learns from pairs or "

@@ -42,7 +42,7 @@ class AgentSpec:
 
     agent: a function or its name, or a command line. workers: agents that run at once. timeout: seconds of each. calls:
     of a session; tokens: that it samples, None without a limit. on_error: stop (the run) when one fails, or end.
-    others: further agents by the values of the column `agent`.
+    others: further agents by the values of the column `agent`. branches: of a session that are learned from, at most.
     """
 
     agent: str | Callable[..., Any]
@@ -52,6 +52,7 @@ class AgentSpec:
     tokens: int | None = None
     on_error: str = "end"
     others: Mapping[str, str | Callable[..., Any]] = dataclasses.field(default_factory=dict)
+    branches: int = 8
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,6 +5,7 @@
 | `/session/ID/v1/chat/completions`, `/session/ID/v1/completions` | as those of `app.py`, sampled as the run is |
 | `/session/ID/v1/models` | the model's name |
 | `/session/ID/reward`, `/session/ID/v1/reward` | `{"reward": 1.0}`: see `Session.set_reward` |
+| `/session/ID/v1/sub_agents` | `{"name": "searcher"}`: see `Session.open_sub_agent`; answers with its addresses |
 """
 
 import functools
@@ -43,6 +44,7 @@ class Gateway:
             ("completions", "POST", functools.partial(self.complete, chat=False)),
             ("models", "GET", self.models),
             ("reward", "POST", self.reward),
+            ("sub_agents", "POST", self.open_sub_agent),
         )
         routes = [("/session/{id}/reward", "POST", self.reward)]
         routes += [(f"/session/{{id}}/v1/{path}", method, handler) for path, method, handler in paths]
@@ -73,12 +75,14 @@ class Gateway:
         return f"{self.url}/session/{session.name}/v1"
 
     def end(self, session: Session, reason: str) -> None:
-        """Take no more calls of a session; those under way are cancelled."""
+        """Take no more calls of a session and its sub-agents; those under way are cancelled."""
         with self.lock:
-            session.over = session.over or reason
-            handles = list(session.handles)
+            handles = []
+            for one in session.family():
+                one.over = one.over or reason
+                handles += one.handles
+                self.sessions.pop(one.name, None)
             self.queue.cancel(handles)
-            self.sessions.pop(session.name, None)
         for handle in handles:
             handle.deliver(StoppedError("the session is over"))
 
@@ -119,6 +123,15 @@ class Gateway:
         with self.lock:
             session.set_reward(body)
         return JSONResponse({"success": True})
+
+    async def open_sub_agent(self, server: Server, request: Request) -> Response:
+        """Opens a sub-agent of a session: its name, and the addresses for its calls and its reward."""
+        session, body = self._session(request), await server.body(request)
+        with self.lock:
+            sub_agent = session.open_sub_agent(body)
+            self.sessions[sub_agent.name] = sub_agent
+        url = self.base_url(sub_agent)
+        return JSONResponse({"session": sub_agent.name, "base_url": url, "reward_url": f"{url}/reward"})
 
 
 class KeptAnswer(Answer):

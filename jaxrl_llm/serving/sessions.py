@@ -1,13 +1,15 @@
 """Sessions of agents: what one run of an agent has sampled, call by call, as rows of token ids.
 
 A call whose messages extend those of an earlier one goes on behind its tokens: the sampled ids stay as they are, and
-only the new messages are tokenised, between them. Any other call begins a row of its own: the session forks.
+only the new messages are tokenised, between them. Any other call begins a row of its own: the session forks. A session
+may open sub-agents: sessions with a name, limits and a reward of their own, whose calls are within its limits too.
 """
 
 import dataclasses
 import hashlib
 import json
 import math
+import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -24,6 +26,8 @@ from jaxrl_llm.serving.queue import Handle
 
 MODEL = "policy"  # whatever model a request names
 OVER, BUDGET, TOO_LONG = "session_over", "budget_exceeded", "context_length_exceeded"
+LIMITS = ("max_turns", "max_tokens", "seconds")  # of a sub-agent
+LONGEST_NAME = 100
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,6 +42,7 @@ class SessionSpec:
     completion: int
     calls: int
     tokens: int | None = None
+    end: float = math.inf  # of time.monotonic(), behind which no call is taken
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -59,14 +64,24 @@ class Branch:
 
 
 class Session:
-    """The calls of one run of an agent, and the reward that it posts.
+    """The calls of one run of an agent, or of its sub-agent `role`, and the reward that it posts.
 
     `key` are bytes from which its samples are drawn: they depend on it, on a call's prompt and on how often that was
     asked before.
     """
 
-    def __init__(self, name: str, key: bytes, spec: SessionSpec, turns: TurnTokenizer):
+    def __init__(
+        self,
+        name: str,
+        key: bytes,
+        spec: SessionSpec,
+        turns: TurnTokenizer,
+        parent: "Session | None" = None,
+        role: str | None = None,
+    ):
         self.name, self.key, self.spec, self.turns = name, key, spec, turns
+        self.parent, self.role = parent, role
+        self.sub_agents: list[Session] = []
         self.branches: list[Branch] = []  # in the order in which their last turns ended
         self.over: str | None = None  # why it takes no more calls
         self.calls = self.sampled = self.retokenised = 0
@@ -81,15 +96,63 @@ class Session:
         parents = {id(branch.parent) for branch in self.branches}
         return [branch for branch in self.branches if id(branch) not in parents]
 
+    def family(self) -> "list[Session]":
+        """The sessions of its sub-agents, and of theirs, and behind them itself."""
+        return [*(one for sub_agent in self.sub_agents for one in sub_agent.family()), self]
+
     def check_open(self) -> None:
         """Raise BadRequestError where no call is taken any more."""
-        spec = self.spec
+        if self.parent is not None:
+            self.parent.check_open()
+        spec, names = self.spec, ("environment.max_turns", "environment.agent_tokens")
+        who = "the session"
+        if self.role is not None:
+            who, names = f"the sub-agent {self.role!r}", LIMITS
         if self.over is not None:
-            raise BadRequestError(f"the session is over: {self.over}", 403, OVER)
-        if self.calls >= spec.calls:
-            raise BadRequestError(f"the session has made its {spec.calls} calls (environment.max_turns)", 403, BUDGET)
-        if spec.tokens is not None and self.sampled >= spec.tokens:
-            raise BadRequestError(f"the session has its {spec.tokens} tokens (environment.agent_tokens)", 403, BUDGET)
+            raise BadRequestError(f"{who} is over: {self.over}", 403, OVER)
+        if sum(one.calls for one in self.family()) >= spec.calls:
+            raise BadRequestError(f"{who} has made its {spec.calls} calls ({names[0]})", 403, BUDGET)
+        if self.tokens_left < 1:
+            raise BadRequestError(f"{who} has its {spec.tokens} tokens ({names[1]})", 403, BUDGET)
+        if time.monotonic() > spec.end:
+            raise BadRequestError(f"{who} has had its seconds", 403, BUDGET)
+
+    @property
+    def tokens_left(self) -> float:
+        """Tokens that the session and its sub-agents may still sample."""
+        limit = math.inf if self.spec.tokens is None else self.spec.tokens
+        return limit - sum(one.sampled for one in self.family())
+
+    def open_sub_agent(self, body: Mapping[str, Any]) -> "Session":
+        """A sub-agent as `{"name": "searcher", "max_turns": 3, "max_tokens": 100, "seconds": 60}` asks for it.
+
+        What it samples depends on the session's key, its name, and how many of that name there were before. Raises
+        BadRequestError for other fields and values, and where the session takes no calls.
+        """
+        self.check_open()
+        if unknown := sorted(body.keys() - {"name", *LIMITS}):
+            raise BadRequestError(
+                f"there is no field {unknown[0]!r}; it takes name, {', '.join(LIMITS)}", param=unknown[0]
+            )
+        role = body.get("name")
+        if not isinstance(role, str) or not 0 < len(role) <= LONGEST_NAME:
+            raise BadRequestError(
+                f"name is {role!r:.100}; it takes the sub-agent's name, of up to {LONGEST_NAME} characters",
+                param="name",
+            )
+        for name in LIMITS:
+            limit = body.get(name)
+            whole = isinstance(limit, int) or name == "seconds"
+            if limit is not None and not (is_finite(limit) and limit > 0 and whole):
+                raise BadRequestError(f"{name} is {limit!r:.100}; it takes a number above 0", param=name)
+        before = sum(other.role == role for other in self.sub_agents)
+        key = hashlib.blake2b(self.key + f"{role} {before}".encode(), digest_size=16).digest()
+        calls, tokens, seconds = (body.get(name) for name in LIMITS)
+        end = math.inf if seconds is None else time.monotonic() + seconds
+        spec = dataclasses.replace(self.spec, calls=calls or self.spec.calls, tokens=tokens, end=end)
+        sub_agent = Session(f"{self.name}.{len(self.sub_agents)}", key, spec, self.turns, self, role)
+        self.sub_agents.append(sub_agent)
+        return sub_agent
 
     def set_reward(self, body: Mapping[str, Any]) -> None:
         """Take `{"reward": 1.0}`, of named rewards `{"reward": {"right": 1.0}}`, or of a turn, with `"turn": 0`."""
@@ -192,8 +255,11 @@ class Call:
             raise BadRequestError(f"the row has no room for an answer: behind its first prompt it has up to "
                                   f"{spec.completion} tokens (rollout.max_completion_length)", code=TOO_LONG,
                                   param="messages")  # fmt: skip
-        if spec.tokens is not None:
-            room = min(room, max((spec.tokens - session.sampled) // asked.n, 1))
+        tokens, one = math.inf, session
+        while one is not None:
+            tokens, one = min(tokens, one.tokens_left), one.parent
+        if tokens < room * asked.n:
+            room = max(int(tokens) // asked.n, 1)
         digest = hashlib.blake2b(session.key + np.asarray(prompt, np.int32).tobytes(), digest_size=8).digest()
         seed = hashlib.blake2b(digest + session.asked[digest].to_bytes(4), digest_size=4).digest()
         session.asked[digest] += 1

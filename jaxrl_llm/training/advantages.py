@@ -104,6 +104,7 @@ class AdvantageStep:
         greedy_rewards=None,
         greedy_rollout: Rollout | None = None,
         turns: turn_rules.Turns | None = None,
+        parts: turn_rules.Turns | None = None,
     ) -> Advantages:
         """The advantages of `rewards [N,F]` over `mask [N,T]`, and the step's reward and length metrics of all
         processes.
@@ -111,7 +112,8 @@ class AdvantageStep:
         `logps`, `ref_logps` and `teacher_logps` `[N,T]` are of the policy, the reference and the teacher; without
         `logps` the policy is compared with the teacher by the sampler's. For a rule that asks for them, `values
         [N,T]` are of the critic, `greedy_rewards [B,F]` and `greedy_rollout` of one greedy completion of each prompt,
-        and `turns` of rows that are episodes.
+        and `turns` of rows that are episodes. `parts` are rows' parts with a reward of their own: the advantage of
+        their tokens is what it is above the mean of the group's parts of that name.
         """
         spec = self.spec
         raw = advantage_rules.combine_rewards(rewards, weights)
@@ -157,6 +159,10 @@ class AdvantageStep:
         result = self.rule(**{name: inputs[name] for name in inputs if self.asks_for(name)}, **dict(self.options))
         advantages, returns = result if isinstance(result, tuple) else (result, None)
         advantages = mask * (advantages if advantages.ndim == 2 else advantages[:, None])
+        if parts is not None:
+            apart = turn_rules.by_turn(~jnp.isnan(parts.rewards), parts, rewarded)
+            own = turn_rules.compared_in_state(parts.rewards, parts.states, spec.group_size, spec.scale_rewards, 1e-4)
+            advantages = jnp.where(apart > 0, turn_rules.by_turn(own, parts, rewarded), advantages)
         if teacher_logps is not None:
             own = rollout.sample_logps if logps is None else logps
             advantages = distilled_advantages(advantages, own, teacher_logps, mask, spec.teacher_coef)
@@ -303,5 +309,5 @@ def _length_metrics(rollout: Rollout) -> dict[str, jax.Array]:
         "completions/min_terminated_length": terminated["terminated/min"],
         "completions/max_terminated_length": terminated["terminated/max"],
         "completions/clipped_ratio": 1.0 - ended.mean(),
-        "num_tokens": rollout.segments.sum(),
+        "num_tokens": (rollout.segments > 0).sum(),
     }

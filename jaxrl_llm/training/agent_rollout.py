@@ -2,15 +2,16 @@
 
 For a step, sessions are opened (prompts x group_size), the request queue takes the policy's weights, agents run against
 their sessions' addresses, and what was sampled becomes the rows of the step. A session is one row whatever its agent
-does: the row of its last call. Rows of earlier forks are left out, and counted.
+does: its branches and those of its sub-agents lie in it one behind the other, as documents that do not see each other.
 """
 
 import contextlib
 import dataclasses
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from queue import Empty, SimpleQueue
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -34,74 +35,138 @@ CHUNK = 8  # decode steps, at most, behind which an answer that has ended is sen
 Row = dict[str, Any]
 
 
+class SessionRow(NamedTuple):
+    """A session as a row: the prompt of its first branch, and behind it all else.
+
+    A turn that several branches begin with is in the mask once.
+    """
+
+    prompt_ids: list[int]
+    completion_ids: list[int]
+    mask: list[int]  # 1 on sampled tokens
+    logps: list[float]  # 0 on others
+    segments: list[int]  # which branch a token of the completion is of, from 1
+    turns: list[Turn]
+    parts: list[Turn]  # of each session in the row: its end, its own reward (NaN without) and the name of a sub-agent
+    last: Branch  # that of the last call
+
+
+def session_row(session: Session, longest: int, most: int) -> SessionRow | None:
+    """The row of a session and its sub-agents, of `most` branches and `longest` tokens behind the first prompt at most.
+
+    The branch of the session's last call is always there; the others are taken from the latest to the first, and those
+    of sub-agents after its own. In the row they lie in their order, with sub-agents before the session that opened
+    them. None for a session without a call.
+    """
+    found = [(one, branch) for one in session.family() for branch in one.leaves]
+    if not found:
+        return None
+    kept: list[int] = []
+    for number in reversed(range(len(found))):
+        branches = [found[index][1] for index in [number, *kept]]
+        tokens = sum(len(x.prompt_ids) + len(x.completion_ids) for x in branches) - len(branches[0].prompt_ids)
+        if len(kept) < most and (not kept or tokens <= longest):
+            kept.insert(0, number)
+    row = SessionRow(found[kept[0]][1].prompt_ids, [], [], [], [], [], [], found[-1][1])
+    known: set[int] = set()  # turns that are in the row
+    for segment, (one, branch) in enumerate((found[number] for number in kept), start=1):
+        prompt = branch.prompt_ids if segment > 1 else []
+        first, mask, turn, chain = len(row.mask) + len(prompt), list(branch.mask), branch, []
+        while turn is not None:
+            chain.insert(0, turn)
+            turn = turn.parent
+        begin = 0
+        for turn, (end, call, before) in zip(chain, branch.marks, strict=True):
+            if id(turn) in known:
+                mask[begin:end] = [0] * (end - begin)
+            else:
+                row.turns.append(Turn(first + end, one.turn_rewards.get(call, 0.0), before))
+            known.add(id(turn))
+            begin = end
+        row.completion_ids.extend([*prompt, *branch.completion_ids])
+        row.mask.extend([*[0] * len(prompt), *mask])
+        row.logps.extend([*[0.0] * len(prompt), *branch.logps])
+        row.segments.extend([segment] * (len(prompt) + len(mask)))
+        own = _reward(one, Outcome()) if one is not session else None
+        part = Turn(len(row.mask), math.nan if own is None else _total(own), one.role)
+        if row.parts and one is found[kept[segment - 2]][0]:
+            row.parts.pop()
+        row.parts.append(part)
+    return row
+
+
 class AgentEpisodes:
-    """The sessions of a rollout batch that have ended; `RolloutWorker` asks them as it asks `EpisodeBatch`."""
+    """The sessions of a rollout batch that have ended; `RolloutWorker` asks them as it asks `EpisodeBatch`.
+
+    Rows have up to `branches` branches, and `longest` tokens behind their first prompt.
+    """
 
     def __init__(
-        self, turns: TurnTokenizer, sessions: Sequence[Session], outcomes: Sequence[Outcome], seconds: Sequence[float]
+        self,
+        turns: TurnTokenizer,
+        sessions: Sequence[Session],
+        outcomes: Sequence[Outcome],
+        seconds: Sequence[float],
+        longest: int,
+        branches: int,
     ):
-        self.tokenizer, self.sessions, self.seconds = turns, sessions, seconds
-        self.leaves = [session.leaves for session in sessions]
+        self.tokenizer, self.sessions, self.seconds, self.branches = turns, sessions, seconds, branches
+        self.rows = [session_row(session, longest, branches) for session in sessions]
         self.rewards = [_reward(session, outcome) for session, outcome in zip(sessions, outcomes, strict=True)]
         self.reasons = [  # why a session has no reward
-            outcome.failure or ("the agent made no call" if not leaves else "the agent gave no reward")
-            if reward is None or not leaves
+            outcome.failure or ("the agent made no call" if row is None else "the agent gave no reward")
+            if reward is None or row is None
             else None
-            for outcome, leaves, reward in zip(outcomes, self.leaves, self.rewards, strict=True)
+            for outcome, row, reward in zip(outcomes, self.rows, self.rewards, strict=True)
         ]
         self.failed = np.asarray([reason is not None for reason in self.reasons])
-
-    def rows(self) -> list[Branch | None]:
-        """The branch of each session that is its row; None where it made no call."""
-        return [leaves[-1] if leaves else None for leaves in self.leaves]
 
     def finish(self, prompts: Sequence[Any], ids: Sequence[Sequence[int]]) -> tuple[list[Any], dict[str, list[Any]]]:
         """Completions `[N]` (text, or messages where the row's prompt is messages) and the columns for rewards."""
         completions = []
-        for prompt, row, branch in zip(prompts, ids, self.rows(), strict=True):
-            if branch is not None and branch.template and is_conversational(prompt):
-                completions.append(branch.messages)
+        for prompt, own, row in zip(prompts, ids, self.rows, strict=True):
+            if row is not None and row.last.template and is_conversational(prompt):
+                completions.append(row.last.messages)
             else:
-                text = self.tokenizer.decode(row, True)
+                text = self.tokenizer.decode(own if row is None else row.last.completion_ids, True)
                 completions.append([{"role": "assistant", "content": text}] if is_conversational(prompt) else text)
         named = [dict(reward) if isinstance(reward, Mapping) else {} for reward in self.rewards]
         totals = [
-            None if failed or reward is None else sum(reward.values()) if isinstance(reward, Mapping) else reward
+            None if failed or reward is None else _total(reward)
             for reward, failed in zip(self.rewards, self.failed, strict=True)
         ]
         return completions, {"environment_reward": totals, "environment_rewards": named}
 
     def turn_records(self, lengths: Sequence[int]) -> tuple[list[list[Turn]], int]:
         """The turns of each row, which are calls of its session, and how many a row may have."""
-        records = [
-            []
-            if branch is None
-            else [Turn(end, session.turn_rewards.get(call, 0.0), before) for end, call, before in branch.marks]
-            for session, branch in zip(self.sessions, self.rows(), strict=True)
-        ]
-        return records, self.sessions[0].spec.calls
+        return [[] if row is None else row.turns for row in self.rows], self.sessions[0].spec.calls
+
+    def parts(self) -> tuple[list[list[Turn]], int]:
+        """Of each row its sub-agents and its session, with what is known of them; and how many a row may have."""
+        return [[] if row is None else row.parts for row in self.rows], self.branches
 
     def release(self) -> tuple[dict[str, list[float]], dict[str, float], dict[str, list[Any]]]:
         """Metrics (numbers to average), totals (to add up) and columns of the table."""
-        rows = self.rows()
-        turns = [0 if branch is None else branch.turns for branch in rows]
-        left_out = [
-            sum(sum(branch.mask) for branch in leaves[:-1]) for leaves in self.leaves
-        ]  # a token that two forks share counts in both
+        turns = [0 if row is None else len(row.turns) for row in self.rows]
+        families = [session.family() for session in self.sessions]
         names = sorted({name for reward in self.rewards if isinstance(reward, Mapping) for name in reward})
         metrics = {
             "environment/turns": [float(x) for x in turns],
-            "environment/calls": [float(session.calls) for session in self.sessions],
+            "environment/calls": [float(sum(one.calls for one in family)) for family in families],
+            "environment/branches": [float(0 if row is None else row.segments[-1]) for row in self.rows],
             "environment/seconds": list(self.seconds),
         }
+        for sub_agent in (one for family in families for one in family[:-1]):
+            if (reward := _reward(sub_agent, Outcome())) is not None:
+                metrics.setdefault(f"environment/sub_agents/{sub_agent.role}", []).append(_total(reward))
         for name in names:
             given = [reward[name] for reward in self.rewards if isinstance(reward, Mapping) and name in reward]
             metrics[f"environment/rewards/{name}"] = given
+        sampled = sum(one.sampled for family in families for one in family)
         totals = {
             "environment/failures": float(self.failed.sum()),
-            "environment/forks": float(sum(max(len(leaves) - 1, 0) for leaves in self.leaves)),
-            "environment/fork_tokens": float(sum(left_out)),
-            "environment/retokenised_tokens": float(sum(session.retokenised for session in self.sessions)),
+            "environment/left_out_tokens": float(sampled - sum(sum(row.mask) for row in self.rows if row is not None)),
+            "environment/retokenised_tokens": float(sum(one.retokenised for family in families for one in family)),
         }
         columns = {
             "environment/turns": turns,
@@ -133,7 +198,8 @@ class AgentRollout:
         spec, engine = self.agents.spec, self.engine
         gateway = self._gateway(params)
         tasks = [example for example in examples for _ in range(engine.group_size)]
-        bounds = SessionSpec(engine.sampling, self.prompt_width, engine.max_completion_length, spec.calls, spec.tokens)
+        longest = engine.max_completion_length
+        bounds = SessionSpec(engine.sampling, self.prompt_width, longest, spec.calls, spec.tokens)
         data = np.asarray(jax.random.key_data(row_keys(key, np.uint32(0), len(tasks))))
         sessions = gateway.open([row.tobytes() for row in data], bounds)
         connections = [
@@ -157,24 +223,25 @@ class AgentRollout:
             for session in sessions:
                 gateway.end(session, "the step is over")
             _wait(gateway.queue, gateway.queue.release)
-        episodes = AgentEpisodes(self.turns, sessions, outcomes, seconds)
+        episodes = AgentEpisodes(self.turns, sessions, outcomes, seconds, longest, spec.branches)
         failed = int(episodes.failed.sum())
         if failed == len(tasks) or (failed and spec.on_error == "stop"):
             raise EpisodeError(
                 f"{'all' if failed == len(tasks) else failed} of the step's {len(tasks)} agents failed "
                 f"(environment.agent); the first: {episodes.reasons[int(episodes.failed.argmax())]}"
             )
-        branches = episodes.rows()
+        found = episodes.rows
         # A session without a call has a row too, of which nothing is in the mask.
         rows = ExternalRows(
-            [task["prompt_ids"] if b is None else b.prompt_ids for task, b in zip(tasks, branches, strict=True)],
-            [[self.turns.eos[0]] if b is None else b.completion_ids for b in branches],
-            [[0] if b is None else b.mask for b in branches],
-            [[0.0] if b is None else b.logps for b in branches],
+            [task["prompt_ids"] if row is None else row.prompt_ids for task, row in zip(tasks, found, strict=True)],
+            [[self.turns.eos[0]] if row is None else row.completion_ids for row in found],
+            [[0] if row is None else row.mask for row in found],
+            [[0.0] if row is None else row.logps for row in found],
             {},
+            [[1] if row is None else row.segments for row in found],
         )
-        finished = [b is not None and b.finished for b in branches]
-        return as_rollout(rows, finished, self.prompt_width, engine.max_completion_length, self.mesh), episodes
+        finished = [row is not None and row.last.finished for row in found]
+        return as_rollout(rows, finished, self.prompt_width, longest, self.mesh), episodes
 
     def _gateway(self, params: Params) -> Any:
         """The endpoint, with these parameters."""
@@ -206,6 +273,10 @@ def _wait(queue: RequestQueue, ask: Callable[[Callable[[BaseException | None], N
                 raise error
             return
     raise queue.failure
+
+
+def _total(reward: Reward) -> float:
+    return sum(reward.values()) if isinstance(reward, Mapping) else reward
 
 
 def _reward(session: Session, outcome: Outcome) -> Reward | None:

@@ -47,6 +47,7 @@ class ExternalRows(NamedTuple):
     mask: list[list[int]]  # 1 on the policy's own tokens
     logprobs: list[list[float]] | None
     columns: dict[str, list[Any]]  # for rewards
+    segments: list[list[int]] | None = None  # of the completions' tokens, 1 for what goes on behind the prompt
 
 
 class RolloutTrainer:
@@ -235,7 +236,8 @@ def as_rollout(rows: ExternalRows, finished: Sequence[bool], width: int, limit: 
     lengths, has_finished = np.zeros(count, np.int32), np.zeros(count, bool)
     for row, ids in enumerate(rows.completion_ids):
         n = lengths[row] = min(len(ids), limit)
-        tokens[row, :n], segments[row, :n], mask[row, :n] = ids[:n], 1, rows.mask[row][:n]
+        tokens[row, :n], mask[row, :n] = ids[:n], rows.mask[row][:n]
+        segments[row, :n] = 1 if rows.segments is None else rows.segments[row][:n]
         if rows.logprobs is not None:
             logps[row, :n] = np.asarray(rows.logprobs[row][:n]) * mask[row, :n]
         has_finished[row] = n == len(ids) and finished[row]

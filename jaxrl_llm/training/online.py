@@ -153,7 +153,9 @@ class RolloutWorker:
             graded = streaming.pending.result()
             if sessions is not None:  # whatever else rewards say: nothing is learned from a session that failed
                 graded = graded._replace(rewards=np.where(sessions.failed[:, None], np.float32(np.nan), graded.rewards))
-            turns = None
+            turns = parts = None
+            if sessions is not None:
+                parts = turn_table(*sessions.parts(), group_size, width)
             if (played := episodes or sessions) is not None:
                 turns = turn_table(*played.turn_records(lengths.tolist()), group_size, width)
                 metrics, totals, table = played.release()
@@ -161,7 +163,9 @@ class RolloutWorker:
                 logged = Logged(logged.metrics | metrics, logged.totals | totals, logged.columns | table)
                 graded = graded._replace(logged=logged)
             logged = graded.logged
-            return Rollouts(rollout, examples, prompts, texts, graded.rewards, logged, turns=turns, images=images)
+            return Rollouts(
+                rollout, examples, prompts, texts, graded.rewards, logged, turns=turns, images=images, parts=parts
+            )
 
     def copy_policy(self, params: Params) -> Params:
         """The policy's parameters in arrays that no update donates, from which the same is sampled."""
@@ -310,6 +314,12 @@ class Learner:
                 if self.teacher is not None and rates:
                     teacher_logps = self._teacher_logps(rollouts, inputs)
 
+        if self.critic is not None and rollouts.parts is not None and not np.isnan(rollouts.parts.rewards).all():
+            raise ConfigError(
+                "a sub-agent was given a reward of its own, which is compared with its group's and with no critic: "
+                "leave that out, or train with algorithm.name=grpo"
+            )
+
         # 5 advantages, of rewards that may hold the KL penalty, and of what the teacher says of each token.
         greedy = rollouts.greedy
         result = self.advantages(
@@ -325,6 +335,7 @@ class Learner:
             greedy_rewards=None if greedy is None else rows_to_global(greedy.rewards, self.mesh),
             greedy_rollout=None if greedy is None else greedy.rollout,
             turns=rows_to_global(rollouts.turns, self.mesh) if self.advantages.asks_for("turns") else None,
+            parts=None if rollouts.parts is None else rows_to_global(rollouts.parts, self.mesh),
         )
         metrics = dict(result.metrics)
         if rollouts.resampled_groups is not None:
@@ -545,6 +556,11 @@ def fill(
         both = [*old, *new]
         return [both[i] for i in where]
 
+    def picked(old: Turns | None, new: Turns | None) -> Turns | None:
+        if old is None or new is None:
+            return None
+        return Turns(*(np.concatenate(both)[index] for both in zip(old, new, strict=True)))
+
     rows, process, processes = groups * size, jax.process_index(), jax.process_count()
 
     def in_global(local: np.ndarray, own: int) -> np.ndarray:
@@ -562,9 +578,8 @@ def fill(
         completions=pick(held.completions, fresh.completions, index),
         rewards=np.concatenate([held.rewards, fresh.rewards])[index],
         logged=join(held.logged, fresh.logged, index, rows),
-        turns=None
-        if held.turns is None or fresh.turns is None
-        else Turns(*(np.concatenate(both)[index] for both in zip(held.turns, fresh.turns, strict=True))),
+        turns=picked(held.turns, fresh.turns),
+        parts=picked(held.parts, fresh.parts),
     )
     still_flat = flat.copy()
     still_flat[slots] = False
@@ -596,10 +611,12 @@ def _sum_over_processes(flags: np.ndarray) -> int:
 
 
 def observation_mask(rollout: Rollout, prompt_width: int) -> jax.Array:
-    """1 on the tokens `[N,T]` of completions that were not sampled; rows without sampled tokens have none."""
-    completion = (jnp.arange(rollout.tokens.shape[1]) >= prompt_width) & (rollout.segments > 0)
-    played = (rollout.mask > 0).any(axis=1, keepdims=True)
-    return (completion & played & (rollout.mask == 0)).astype(jnp.float32)
+    """1 on the tokens `[N,T]` of completions that were not sampled, behind one of their document that was."""
+    segments, sampled = rollout.segments, rollout.mask > 0
+    completion = (jnp.arange(segments.shape[1]) >= prompt_width) & (segments > 0)
+    # Segments count up along a row, so the latest sampled token's is a token's own where its document has one before.
+    latest = jax.lax.cummax(jnp.where(sampled, segments, 0), axis=1)
+    return (completion & (latest == segments) & ~sampled).astype(jnp.float32)
 
 
 @jax.jit

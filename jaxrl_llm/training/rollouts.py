@@ -34,6 +34,7 @@ class Rollouts(NamedTuple):
     epochs: float | None = None  # of the data, once these prompts were drawn; None for streams
     turns: Turns | None = None  # of the rows of this process, where they are episodes
     images: Images | None = None  # of the prompts [B], on the device
+    parts: Turns | None = None  # of agents: each sub-agent in a row with its own reward, and the session behind them
 
 
 def on_mesh(batch: Rollouts, mesh: Mesh) -> Rollouts:
@@ -54,8 +55,9 @@ def pack(batches: Sequence[Rollouts]) -> np.ndarray:
     def texts_of(batch: Rollouts, name: str) -> dict[str, Any]:
         arrays.update({f"{name}/{key}": x for key, x in local_rows(batch.rollout)._asdict().items() if x is not None})
         arrays[f"{name}/rewards"] = batch.rewards
-        if batch.turns is not None:
-            arrays.update({f"{name}/turns/{key}": x for key, x in batch.turns._asdict().items()})
+        for table in ("turns", "parts"):
+            if (turns := getattr(batch, table)) is not None:
+                arrays.update({f"{name}/{table}/{key}": x for key, x in turns._asdict().items()})
         if batch.images is not None:
             own = local_rows(batch.images)
             arrays.update({f"{name}/pixels": own.pixels, f"{name}/tiles": own.count})
@@ -85,7 +87,11 @@ def unpack(packed: np.ndarray, mesh: Mesh) -> list[Rollouts]:
 
     def batch_of(texts: dict[str, Any], name: str) -> Rollouts:
         rows = {key: arrays[f"{name}/{key}"] for key in Rollout._fields if f"{name}/{key}" in arrays}
-        turns = {key: arrays[f"{name}/turns/{key}"] for key in Turns._fields if f"{name}/turns/{key}" in arrays}
+        tables = {
+            table: Turns(*(arrays[f"{name}/{table}/{key}"] for key in Turns._fields))
+            for table in ("turns", "parts")
+            if f"{name}/{table}/ends" in arrays
+        }
         images = None
         if f"{name}/pixels" in arrays:
             images = rows_to_global(Images(arrays[f"{name}/pixels"], arrays[f"{name}/tiles"]), mesh)
@@ -94,9 +100,9 @@ def unpack(packed: np.ndarray, mesh: Mesh) -> list[Rollouts]:
             [],
             rewards=arrays[f"{name}/rewards"],
             logged=Logged(texts["metrics"], texts["totals"], texts["columns"]),
-            turns=Turns(**turns) if turns else None,
             images=images,
             greedy=None if texts["greedy"] is None else batch_of(texts["greedy"], f"{name}/greedy"),
+            **tables,
             **{key: texts[key] for key in ("prompts", "completions", "version", "resampled_groups", "epochs")},
         )
 

@@ -78,7 +78,8 @@ class ServedTeacher:
     def _entries(self, inputs: Inputs, k: int) -> Iterable[tuple[int, int, str, dict[str, Any]]]:
         """(row, column, token id, log-probs by token id) of every token of this process that has tokens before it."""
         tokens, segments = local_rows((inputs.tokens, inputs.segments))
-        columns = [np.flatnonzero(row) for row in segments]
+        # Each document of a row by itself; a row without tokens is another teacher's.
+        places = [(row, np.flatnonzero(own == s)) for row, own in enumerate(segments) for s in np.unique(own[own > 0])]
         key = os.environ.get(self.server.api_key)
         headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
         with (
@@ -86,10 +87,9 @@ class ServedTeacher:
             contextlib.closing(HttpClient(CONCURRENT_REQUESTS)) as client,
             ThreadPoolExecutor(CONCURRENT_REQUESTS) as pool,
         ):
-            rows = [own[where].tolist() for own, where in zip(tokens, columns, strict=True)]
-            # A row without tokens is another teacher's.
-            answers = list(pool.map(lambda ids: self._asked(client, headers, ids, k) if len(ids) > 1 else [], rows))
-        for row, (where, ids, answer) in enumerate(zip(columns, rows, answers, strict=True)):
+            texts = [tokens[row, where].tolist() for row, where in places]
+            answers = list(pool.map(lambda ids: self._asked(client, headers, ids, k) if len(ids) > 1 else [], texts))
+        for (row, where), ids, answer in zip(places, texts, answers, strict=True):
             for column, token, entries in zip(where[1:], ids[1:], answer[1:], strict=True):
                 yield row, int(column), str(token), entries
 

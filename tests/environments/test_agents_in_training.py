@@ -20,6 +20,7 @@ from jaxrl_llm.models.logprobs import token_logps
 from jaxrl_llm.rollout.engine import Engine
 from jaxrl_llm.rollout.sampling import SamplingParams
 from jaxrl_llm.training.agent_rollout import AgentRollout
+from jaxrl_llm.training.packing.layout import Sizes, plan
 
 openai = pytest.importorskip("openai")
 pytest.importorskip("uvicorn")
@@ -71,7 +72,7 @@ def play(model):
     opened = []
 
     def run(agent, tasks, key=0, **settings):
-        agents = Agents(AgentSpec(agent, calls=2, timeout=2000, **settings))
+        agents = Agents(AgentSpec(agent, **{"calls": 2, "timeout": 2000} | settings))
         opened.append(agents)
         examples = [{**task, "prompt_ids": model.tokenizer(task["prompt"])["input_ids"]} for task in tasks]
         with jax.set_mesh(mesh):
@@ -90,7 +91,7 @@ def test_calls_are_rows_of_the_policy(model, play):
     rollout, episodes = play(two_turns, tasks, workers=4)
     logps, _ = token_logps(model.net, model.params, Inputs(rollout.tokens, rollout.segments, prompt_width=WIDTH), 0.8)
     np.testing.assert_allclose(np.asarray(logps) * rollout.mask, rollout.sample_logps, atol=1e-4)
-    for row, branch in enumerate(episodes.rows()):
+    for row, branch in enumerate(found.last for found in episodes.rows):
         text = model.tokenizer.decode(rollout.tokens[row][rollout.segments[row] == 1])
         said = [message["content"] for message in branch.messages]
         assert text.startswith(f"<|user|>{tasks[row // K]['prompt']}<|end|><|assistant|>{said[0]}")
@@ -112,19 +113,86 @@ def test_calls_are_rows_of_the_policy(model, play):
     assert len({tuple(row) for row in rollout.tokens.tolist()}) == 4
 
 
-def test_agents_that_fail(play):
+def team(base_url, api_key, task):
+    """Two solvers whose answers a third call takes up; solvers are rewarded by themselves, and one forks."""
+    with openai.OpenAI(base_url=base_url, api_key=api_key, max_retries=0, timeout=1000) as client:
+        answers = []
+        for number in range(2):
+            opened = client.post("/sub_agents", cast_to=dict, body={"name": "solver", "max_turns": 2})
+            with openai.OpenAI(base_url=opened["base_url"], api_key=api_key, timeout=1000) as solver:
+                calls = [solver.completions.create(model="any", prompt=task["prompt"], max_tokens=2) for _ in range(2)]
+                answers.append(calls[number].choices[0].text)
+                solver.post("/reward", cast_to=object, body={"reward": float(len(answers[-1]))})
+        last = client.completions.create(model="any", prompt="".join(answers) + "=", max_tokens=2).choices[0].text
+    return len(last) / 10
+
+
+def test_sub_agents_are_parts_of_the_row(model, play):
+    rollout, episodes = play(team, [{"prompt": "s:21="}], workers=2, calls=5, branches=5)
+    again, _ = play(team, [{"prompt": "s:21="}], workers=1, calls=5, branches=5)
+    np.testing.assert_array_equal(again.tokens, rollout.tokens)
+    assert rollout.segments.max(axis=1).tolist() == [5, 5] and not episodes.failed.any()
+    packed = plan(rollout.tokens, rollout.segments, rollout.mask, Sizes(96, 1, K, 1, group_size=K)).microbatch(0)
+    for layout, order in ((None, slice(None)), (packed, packed.row_idx[0])):
+        inputs = Inputs(rollout.tokens, rollout.segments, layout=layout, prompt_width=WIDTH)
+        logps, _ = token_logps(model.net, model.params, inputs, 0.8)
+        logps = np.asarray(logps) * rollout.mask[order]
+        np.testing.assert_allclose(logps, rollout.sample_logps[order], atol=1e-4)
+    (parts, _), (metrics, totals, _) = episodes.parts(), episodes.release()
+    for row, session in zip(parts, episodes.sessions, strict=True):
+        first, second, last = row
+        assert [part.state for part in row] == ["solver", "solver", None] and math.isnan(last.reward)
+        assert [first.reward, second.reward] == [one.reward for one in session.sub_agents]
+        assert first.end < second.end < last.end
+    assert metrics["environment/calls"] == [5.0] * 2 and len(metrics["environment/sub_agents/solver"]) == 4
+    assert totals["environment/left_out_tokens"] == 0
+
+
+def test_a_turn_that_two_branches_begin_with_is_learned_from_once(play):
+    def forks(base_url, api_key, task):
+        with openai.OpenAI(base_url=base_url, api_key=api_key, timeout=1000) as client:
+            first = client.completions.create(model="any", prompt=task["prompt"], max_tokens=3).choices[0].text
+            for more in ("a", "b"):
+                client.completions.create(model="any", prompt=task["prompt"] + first + more, max_tokens=2)
+        return 1.0
+
+    rollout, episodes = play(forks, [{"prompt": "s:21="}], calls=3)
+    for row, session, mask in zip(episodes.rows, episodes.sessions, rollout.mask, strict=True):
+        assert row.segments[-1] == 2 and len(row.turns) == 3
+        assert (
+            mask.sum()
+            == sum(row.mask)
+            == session.sampled
+            == sum(sum(x.mask) for x in session.branches) - 2 * sum(session.branches[0].mask)
+        )
+
+
+def test_agents_that_fail(model, play):
     tasks = [{"prompt": "sort:1=", "number": number} for number in range(4)]
     rollout, episodes = play(sometimes, tasks)
     assert episodes.failed.tolist() == [True, True, False, False, True, True, True, True]
     assert episodes.reasons[0] == "RuntimeError: zero" and "made its 2 calls" in episodes.reasons[4]
     assert episodes.reasons[6] == "the agent gave no reward" and episodes.rewards[2] == 0.75
     records, most = episodes.turn_records(rollout.lengths.tolist())
-    assert most == 2 and records[0] == [] and [turn.reward for turn in records[2]] == [0.5]  # of the last call's row
+    assert most == 2 and records[0] == [] and [turn.reward for turn in records[2]] == [0.25, 0.5]
     assert rollout.mask[:2].sum() == 0 and (rollout.lengths[:2] == 1).all()
-    _, totals, columns = episodes.release()
-    assert totals["environment/failures"] == 6 and totals["environment/forks"] == 6
-    assert columns["environment/turn_rewards"][2] == [0.25, 0.5] and columns["environment/turns"][2] == 1
-    assert rollout.tokens[2].tolist()[:WIDTH][-8:] == list(b"sort:43=")  # the last call's
+    metrics, totals, columns = episodes.release()
+    assert totals["environment/failures"] == 6 and totals["environment/left_out_tokens"] == 0
+    assert metrics["environment/branches"] == [0.0, 0.0, *[2.0] * 6]
+    assert columns["environment/turn_rewards"][2] == [0.25, 0.5] and columns["environment/turns"][2] == 2
+    # Both calls are in the row, and neither sees the other.
+    text = rollout.tokens[2].tolist()
+    assert text[:WIDTH][-8:] == list(b"sort:21=") and (rollout.segments[2, :WIDTH] > 0).sum() == 8
+    first, last = (turn.end for turn in records[2])
+    assert text[WIDTH + first :][:8] == list(b"sort:43=") and rollout.lengths[2] == last
+    assert rollout.segments[2, WIDTH:][:last].tolist() == [1] * first + [2] * (last - first)
+    assert rollout.mask[2, WIDTH:][:last].tolist() == [1] * first + [0] * 8 + [1] * (last - first - 8)
+    logps, _ = token_logps(model.net, model.params, Inputs(rollout.tokens, rollout.segments, prompt_width=WIDTH), 0.8)
+    np.testing.assert_allclose(np.asarray(logps) * rollout.mask, rollout.sample_logps, atol=1e-4)
+    # The last call's alone, where there is room for no other.
+    rollout, episodes = play(sometimes, tasks[1:2], branches=1)
+    assert rollout.tokens[0].tolist()[:WIDTH][-8:] == list(b"sort:43=") and rollout.segments.max() == 1
+    assert episodes.release()[1]["environment/left_out_tokens"] > 0
     with pytest.raises(ConfigError, match=r"all of the step's 2 agents failed .*; the first: RuntimeError: zero"):
         play(sometimes, tasks[:1])
     with pytest.raises(ConfigError, match=r"2 of the step's 4 agents failed .*; the first: RuntimeError: zero"):

@@ -1,5 +1,6 @@
 """Sessions of agents without a network: what goes on with a row, what forks, budgets, seeds and rewards."""
 
+import dataclasses
 import types
 
 import pytest
@@ -148,6 +149,52 @@ def test_budgets(turns):
         ask(short, prompt="sort:21=12x")
     with pytest.raises(BadRequestError, match="one a call"):
         ask(session_of(turns), prompt=["a", "b"])
+
+
+def test_sub_agents_have_names_keys_and_limits_of_their_own(turns):
+    session = session_of(turns, calls=4, tokens=12)
+    first, second = (session.open_sub_agent({"name": "searcher", "max_turns": 1, "max_tokens": 3}) for _ in range(2))
+    other = session.open_sub_agent({"name": "writer", "seconds": 100})
+    assert (first.role, first.name, other.name) == ("searcher", "1-0.0", "1-0.2")
+    assert len({one.key for one in session.family()}) == 4 and session.family() == [first, second, other, session]
+    # Keys depend on the name and how many had it, not on what else was opened.
+    alone = session_of(turns)
+    writer, searcher = (alone.open_sub_agent({"name": name}) for name in ("writer", "searcher"))
+    assert (writer.key, searcher.key) == (other.key, first.key)
+    asked, _ = ask(first, prompt="sort:21=", max_tokens=50)
+    assert asked.limits == [3]
+    with pytest.raises(BadRequestError, match=r"the sub-agent 'searcher' has made its 1 calls \(max_turns\)"):
+        first.check_open()
+    asked, _ = ask(other, "123", prompt="sort:21=", max_tokens=50)
+    assert asked.limits == [9]  # of the session's 12
+    asked, _ = ask(session, "123", prompt="sort:21=", max_tokens=50)
+    assert asked.limits == [5]
+    other.sampled += 1
+    with pytest.raises(BadRequestError, match=r"the session has its 12 tokens \(environment.agent_tokens"):
+        second.check_open()
+    second.spec = dataclasses.replace(second.spec, end=0.0)
+    other.sampled -= 1
+    with pytest.raises(BadRequestError, match="the sub-agent 'searcher' has had its seconds"):
+        second.check_open()
+    session.over = "its agent has ended"
+    with pytest.raises(BadRequestError, match="the session is over: its agent has ended"):
+        other.open_sub_agent({"name": "reader"})
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ({}, "name is None"),
+        ({"name": "x" * 101}, "up to 100 characters"),
+        ({"name": "a", "calls": 1}, "there is no field 'calls'; it takes name, max_turns, max_tokens, seconds"),
+        ({"name": "a", "max_turns": 1.5}, "max_turns is 1.5; it takes a number above 0"),
+        ({"name": "a", "seconds": float("inf")}, "seconds is inf"),
+        ({"name": "a", "max_tokens": 0}, "max_tokens is 0"),
+    ],
+)
+def test_sub_agents_that_cannot_be_opened(turns, body, message):
+    with pytest.raises(BadRequestError, match=message):
+        session_of(turns).open_sub_agent(body)
 
 
 def test_rewards_that_are_posted(turns):

@@ -32,7 +32,7 @@ CONFIGS = {
     "distill": ("teacher/kl", "teacher/logp", "-kl"),
     "environment": ("kl", "environment/turns", "environment/failures", "-tools/call_frequency"),
     "gigpo": ("kl", "turns/reward", "turns/shared_states", "environment/turns"),
-    "agent": ("kl", "environment/turns", "environment/calls", "environment/failures", "environment/forks"),
+    "agent": ("kl", "environment/turns", "environment/calls", "environment/failures", "environment/branches"),
 }
 # Each has a test of its formulas; these three differ in the parts that a run is made of.
 QUICK = ("grpo", "gdpo", "ppo")

@@ -1,8 +1,11 @@
 """From rewards to advantages inside a run: shaping, KL in the reward, rules and their options, by hand."""
 
+import math
+
 import numpy as np
 import pytest
 
+from jaxrl_llm.algorithms.turn_advantages import Turn, turn_table
 from jaxrl_llm.config import ConfigError, default, validate
 from jaxrl_llm.rollout.engine import Rollout
 from jaxrl_llm.training.advantages import AdvantageStep, advantage_step
@@ -173,6 +176,28 @@ def test_kl_in_the_loss_changes_no_advantage():
     )  # fmt: skip
     np.testing.assert_allclose(half.kl, rows[FINISHED].mean(), rtol=1e-6)  # a row that is left out is not a KL of 0
     assert "kl" not in measured.metrics  # the objective measures it
+
+
+def test_parts_with_rewards_of_their_own_are_compared_with_their_like():
+    """Two groups of two rows: sub-agents a and b, then the session; b has no reward in the last row."""
+    rewards = np.array([[1.0], [0.0], [1.0], [0.0]], np.float32)
+    parts = [
+        [Turn(2, 3.0, "a"), Turn(4, 1.0, "b"), Turn(6, math.nan)],
+        [Turn(1, 1.0, "a"), Turn(6, math.nan)],
+        [Turn(2, 5.0, "a"), Turn(3, 4.0, "b"), Turn(6, math.nan)],
+        [Turn(2, 5.0, "a"), Turn(4, math.nan, "b"), Turn(6, math.nan)],
+    ]
+    mask = np.ones((4, 6), np.float32)
+    mask[0, 2] = 0
+    step = step_of(configured(scale_rewards="none"))
+    result = step(rollout(), mask, rewards, np.ones(1, np.float32), parts=turn_table(parts, 4, 2, 0))
+    expected = [
+        [1, 1, 0, 0, 0.5, 0.5],  # a: 3 against 1; b by itself; the session
+        [-1, -0.5, -0.5, -0.5, -0.5, -0.5],
+        [0, 0, 0, 0.5, 0.5, 0.5],
+        [0, 0, -0.5, -0.5, -0.5, -0.5],  # b without a reward of its own has the session's
+    ]
+    np.testing.assert_allclose(result.advantages, expected, atol=1e-6)
 
 
 def test_remax_compares_with_greedy():

@@ -62,8 +62,9 @@ _Microbatch = list[tuple[_Cluster, list[_Placement]]]
 def plan(tokens, segments, mask, sizes: Sizes, shards: int = 1) -> PackedLayout:
     """The layout of rows `[N,T]`, with `Z = shards`, in which every token that is read is computed once.
 
-    A row is one run of tokens whose segment is not 0. Of a row are read the tokens of the `mask`; rows without any are
-    left out. It has as many micro-batches as the fullest shard needs.
+    A row is one run of tokens whose segment is not 0; where that changes, a document begins that sees none before it.
+    Of a row are read the tokens of the `mask`; rows without any are left out. It has as many micro-batches as the
+    fullest shard needs.
 
     Raises ValueError for a row that is longer than a packed row, or a group of more rows than a micro-batch has room
     for where they stay together.
@@ -119,7 +120,11 @@ class _Rows:
         index = np.minimum(self.start[:, None] + column, width - 1)
         self.tokens = np.where(column < length[:, None], np.take_along_axis(tokens, index, 1), -1)
         read = (np.take_along_axis(mask, index, 1) > 0) & (column < length[:, None])
-        read[:, 0] &= sizes.last  # nothing comes before the first token that could predict it
+        segments = np.take_along_axis(segments, index, 1)
+        begins = np.diff(segments, axis=1, prepend=-1) != 0
+        self.document = begins.cumsum(1) - 1  # which of a row's documents a token is of
+        self.position = column - np.maximum.accumulate(np.where(begins, column, 0), 1)  # in its document
+        read &= ~begins | sizes.last  # nothing comes before the first token of a document that could predict it
         live = read.any(1)
         if sizes.last:
             read = live[:, None] & (column == length[:, None] - 1)
@@ -131,11 +136,13 @@ class _Rows:
             raise ValueError(f"a row of {self.needed.max()} tokens is longer than packed rows, of {sizes.length}")
 
     def common_prefix(self, rows: Sequence[int]) -> int:
-        """The number of tokens that the rows have in common at their start, among those that all of them need."""
+        """The number of tokens that the rows have in common at their start, among those that all of them need, in
+        their first documents."""
         if len(rows) < 2:
             return 0
-        tokens = self.tokens[list(rows), : self.needed[list(rows)].min()]
-        return int(np.logical_and.accumulate((tokens == tokens[0]).all(0)).sum())
+        end = self.needed[list(rows)].min()
+        tokens, document = self.tokens[list(rows), :end], self.document[list(rows), :end]
+        return int(np.logical_and.accumulate((tokens == tokens[0]).all(0) & (document == 0).all(0)).sum())
 
 
 def _items(rows: _Rows, members: list[int], sizes: Sizes) -> list[_Item]:
@@ -253,19 +260,19 @@ def _fill_item(
 
     def write(row: int, begin: int, end: int, offset: int, segment: int, prefix_segment: int, multiplicity: int):
         where = (microbatch, packed_row, slice(offset, offset + end - begin))
+        document = rows.document[row, begin:end]
         out["token_idx"][where] = slots[row] * rows.width + rows.start[row] + np.arange(begin, end)
-        out["positions"][where] = np.arange(begin, end)
-        out["segments"][where] = segment
-        out["prefix_segments"][where] = prefix_segment
+        out["positions"][where] = rows.position[row, begin:end]
+        out["segments"][where] = segment + document
+        out["prefix_segments"][where] = np.where(document == 0, prefix_segment, segment + document)
         out["multiplicity"][where] = multiplicity
 
     write(item.rows[0], 0, prefix, start, segment, segment, len(item.rows))
-    offset = start + prefix
+    offset, own_segment = start + prefix, segment + bool(prefix)
     in_prefix = np.arange(rows.width) < prefix
     read_in_prefix = np.full(rows.width, -1)  # which of the X speaks of each token of the prefix, once one does
-    for number, row in enumerate(item.rows, start=1 if prefix else 0):
+    for row in item.rows:
         needed = int(rows.needed[row])
-        own_segment = segment + number
         write(row, prefix, needed, offset, own_segment, segment if prefix else own_segment, 1)
         read = np.flatnonzero(rows.read[row])
         # Tokens of the prefix that an earlier row of the item reads too have the same log-prob: it is computed once.
@@ -282,3 +289,4 @@ def _fill_item(
         out["logp_idx"][microbatch, slots[row], rows.start[row] + read] = logp_idx
         out["num_read"][microbatch] += len(fresh)
         offset += needed - prefix
+        own_segment += 1 + int(rows.document[row, max(needed - 1, 0)])

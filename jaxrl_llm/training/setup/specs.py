@@ -557,7 +557,9 @@ def environment_spec(config, environment: Any = None, tools: Sequence[Any] = ())
         if jax.process_count() > 1:
             raise EpisodeError("environment.agent is for one process, but this run has several")
         others = {value: agent for value, _, agent in (entry.partition("=") for entry in c.agents)}
-        return AgentSpec(c.agent, c.workers, c.agent_timeout, c.max_turns, c.agent_tokens, c.on_error, others)
+        return AgentSpec(
+            c.agent, c.workers, c.agent_timeout, c.max_turns, c.agent_tokens, c.on_error, others, c.agent_branches
+        )
     spec = EnvironmentSpec(
         environment=c.name if environment is None else environment,
         tools=(*c.tools, *tools),

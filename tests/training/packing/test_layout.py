@@ -77,6 +77,23 @@ def test_every_token_is_predicted_once(case, length, packed_rows, rows, left):
         assert target == tokens[row, t]
 
 
+@pytest.mark.parametrize("last", [[9, 9], [7, 8]])
+def test_documents_of_a_row_do_not_see_each_other(last):
+    """Rows of several documents, of which the first alone has what its group has in common."""
+    tokens, segments, mask = rows_of([[1, 2, 3]] * 4, [[5, 6, 7, 8], [5, 6, *last], [6, 6], [7, 7, 7, 7, 8]])
+    for row, begins in enumerate(([5], [5], [], [3, 6])):  # a document behind the prompt is in its place
+        for column in begins:
+            segments[row, column:] += segments[row, column:] > 0
+            mask[row, column] = 0
+    layout = plan(tokens, segments, mask, Sizes(24, 1, 4, 1, group_size=2))
+    found = contexts(layout, tokens, len(tokens))
+    assert set(found) == set(zip(*np.nonzero(mask), strict=True))
+    for (row, t), (seen, positions, target) in found.items():
+        own = np.flatnonzero(segments[row, :t] == segments[row, t])
+        assert seen == tokens[row, own].tolist() and positions == list(range(len(own))) and target == tokens[row, t]
+    assert (layout.multiplicity == 2).sum() == 5 + 3  # 1 2 3 5 6, and the prompt of the others
+
+
 def test_a_prompt_is_computed_once():
     tokens, segments, mask = rows_of([[1, 2, 3]] * 4, [[5, 6], [6, 6], [7, 6], [8, 6]])
     layout = plan(tokens, segments, mask, Sizes(16, 1, 4, 1, group_size=4))
