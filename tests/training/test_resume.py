@@ -23,7 +23,8 @@ def count_call():
     calls = pathlib.Path("calls")
     count = int(calls.read_text()) + 1 if calls.exists() else 1
     calls.write_text(str(count))
-    if count == int(os.environ.get("KILL_AT", 0)):
+    saved = pathlib.Path("killed/checkpoints/4").is_dir()  # which it is once the save in the background is complete
+    if saved and count >= int(os.environ.get("KILL_AT", 1000)):
         os.kill(os.getpid(), signal.SIGKILL)
 """
 
