@@ -105,7 +105,7 @@ def test_a_resumed_queue_goes_on_with_the_batches_that_were_saved():
 def test_packed_rollouts_keep_every_bit():
     turns = turn_table([[Turn(1, 0.5), Turn(2, 0.1, "x")], [Turn(2, 1.0)]], 3, 2, 1)
     batches = [
-        rollouts_of(7, 4, rollouts_of(1))._replace(turns=turns),
+        rollouts_of(7, 4, rollouts_of(1))._replace(turns=turns, parts=turns._replace(states=turns.states + 1)),
         rollouts_of(3)._replace(epochs=None, resampled_groups=None),
     ]
     packed = pack(batches)
@@ -121,7 +121,7 @@ def test_packed_rollouts_keep_every_bit():
             {"tokens": 3.0},
             {"note": [int(got.rollout.tokens[0, 0]), '{"a": null}']},
         )
-        jax.tree.map(np.testing.assert_array_equal, got.turns, batch.turns)
+        jax.tree.map(np.testing.assert_array_equal, (got.turns, got.parts), (batch.turns, batch.parts))
         assert (got.greedy is None) == (batch.greedy is None)
     assert int(unpack(packed, MESH)[0].greedy.rollout.tokens[0, 0]) == 1
 
