@@ -43,6 +43,7 @@ def start(recipe: str, arg: str, known: tuple[str, ...] = tuple(MODELS)):
     model, config = MODELS[name], default()
     config.output_dir = str(Path("runs/recipes") / recipe / arg.replace(",", "-"))
     config.model.remat = "block"
+    config.batch.microbatch_rows = 8
     config.optimizer.b2 = 0.99
     config.optimizer.weight_decay = 0.0
     if trained == "lora" or (model.lora and trained != "full"):
@@ -50,4 +51,5 @@ def start(recipe: str, arg: str, known: tuple[str, ...] = tuple(MODELS)):
         config.model.param_dtype = "bfloat16"  # of the base, which stays as it is
     elif model.lora:
         config.mesh.data, config.mesh.fsdp = 1, -1
+        config.batch.microbatch_rows = 16  # a pair, or two rows, on each of 8 devices
     return config, model

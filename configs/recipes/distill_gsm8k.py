@@ -9,9 +9,9 @@ data: `openai/gsm8k` of the hub; nothing to prepare.
 
 | argument | H100s | GB on each | status | published |
 |---|---|---|---|---|
-| qwen3-0.6b | 1 | - | planned | none of this size |
-| qwen3-1.7b | 1 | - | planned | none |
-| qwen3-8b,full | 8 | - | planned | AIME'24 74.4 % from 32B, other prompts (Qwen3, arXiv 2505.09388) |
+| qwen3-0.6b | 1 | 38 to 57 | planned | none of this size |
+| qwen3-1.7b | 1 | 54 to 70 | planned | none |
+| qwen3-8b,full | 8 | 25 to 39 | planned | AIME'24 74.4 % from 32B, other prompts (Qwen3, arXiv 2505.09388) |
 """
 
 from pathlib import Path

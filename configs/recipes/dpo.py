@@ -9,14 +9,14 @@ data: `HuggingFaceH4/ultrafeedback_binarized` of the hub, splits train_prefs and
 
 | argument | H100s | GB on each | status | published |
 |---|---|---|---|---|
-| smollm2-135m | 1 | - | planned | loss 0.674, accuracy 0.615, margin 0.269 (model card of SmolLM2-135M-Instruct) |
-| smollm2-1.7b | 1 | - | planned | loss 0.588, accuracy 0.675, margin 0.591 (model card of its DPO model) |
-| qwen3-0.6b | 1 | - | planned | none |
-| qwen3-1.7b | 1 | - | planned | none |
-| qwen3-8b | 1 | - | planned | none |
-| qwen3-8b,full | 8 | - | planned | none |
-| llama-3.2-1b | 1 | - | planned | none |
-| gemma-3-1b | 1 | - | planned | none |
+| smollm2-135m | 1 | 2 to 7 | planned | loss 0.674, accuracy 0.615, margin 0.269 (model card of SmolLM2-135M-Instruct) |
+| smollm2-1.7b | 1 | 21 to 41 | planned | loss 0.588, accuracy 0.675, margin 0.591 (model card of its DPO model) |
+| qwen3-0.6b | 1 | 7 to 21 | planned | none |
+| qwen3-1.7b | 1 | 21 to 45 | planned | none |
+| qwen3-8b | 1 | 17 to 62 | planned | none |
+| qwen3-8b,full | 8 | 12 to 26 | planned | none |
+| llama-3.2-1b | 1 | 15 to 33 | planned | none |
+| gemma-3-1b | 1 | 12 to 24 | planned | none |
 
 The published numbers start from models before their DPO, which are not on the hub: those here have seen these pairs.
 """
@@ -43,7 +43,6 @@ def get_config(arg: str = "smollm2-135m"):
     config.algorithm.beta = 0.5
     config.num_epochs = 2
     config.batch.prompts = 128
-    config.batch.microbatch_rows = 8
     config.optimizer.learning_rate = 1e-5 if config.lora.rank else 1e-6
     config.optimizer.schedule = "cosine"
     config.optimizer.warmup_ratio = 0.1

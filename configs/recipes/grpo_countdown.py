@@ -8,10 +8,10 @@ data: made by the package reasoning-gym (arXiv 2505.24760) as the run starts; it
 
 | argument | H100s | GB on each | status | published |
 |---|---|---|---|---|
-| qwen3-0.6b | 1 | - | planned | none |
-| qwen3-1.7b | 1 | - | planned | 0.45 -> 0.67 in 20 steps, 0.75 in 60, on rows of its own (kvfrans/lmpo, README) |
-| qwen3-8b | 1 | - | planned | none |
-| qwen3-8b,full | 8 | - | planned | none |
+| qwen3-0.6b | 1 | 26 to 57 | planned | none |
+| qwen3-1.7b | 1 | 41 to 72 | planned | 0.45 -> 0.67 in 20 steps, 0.75 in 60, on rows of its own (kvfrans/lmpo, README) |
+| qwen3-8b | 1 | 46 to 66 | planned | none |
+| qwen3-8b,full | 8 | 16 to 26 | planned | none |
 """
 
 from pathlib import Path
@@ -34,13 +34,12 @@ def get_config(arg: str = "qwen3-1.7b"):
     config.rollout.group_size = 8
     config.rollout.max_prompt_length = 256
     config.rollout.max_completion_length = 1024
-    config.rollout.slots = 128  # keys and values of so many completions; the others wait
+    config.rollout.slots = 64 if "8b" in arg else 128  # keys and values of so many completions; the others wait
     config.algorithm.scale_rewards = "none"
     config.algorithm.aggregation = "constant"
     config.algorithm.beta = 0.0
     config.algorithm.epsilon_high = 0.28
     config.batch.prompts = 64
-    config.batch.microbatch_rows = 8
     config.optimizer.learning_rate = 1e-5 if config.lora.rank else 1e-6
     config.optimizer.warmup_steps = 5
     config.eval.every = 20

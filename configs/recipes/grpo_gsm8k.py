@@ -10,14 +10,14 @@ test greedily.
 
 | argument | H100s | GB on each | status | published |
 |---|---|---|---|---|
-| smollm2-135m | 1 | - | planned | none |
-| smollm2-1.7b | 1 | - | planned | none |
-| qwen3-0.6b | 1 | - | planned | 31.1 % -> 57.1 % in 100 steps, from the base model (tt-metal PR 54390) |
-| qwen3-1.7b | 1 | - | planned | reward 0.808 after 100 steps (AI-Hypercomputer/maxtext PR 4015) |
-| qwen3-8b | 1 | - | planned | none |
-| qwen3-8b,full | 8 | - | planned | none |
-| llama-3.2-1b | 1 | - | planned | none |
-| gemma-3-1b | 1 | - | planned | none |
+| smollm2-135m | 1 | 4 to 7 | planned | none |
+| smollm2-1.7b | 1 | 45 to 72 | planned | none |
+| qwen3-0.6b | 1 | 21 to 36 | planned | 31.1 % -> 57.1 % in 100 steps, from the base model (tt-metal PR 54390) |
+| qwen3-1.7b | 1 | 36 to 52 | planned | reward 0.808 after 100 steps (AI-Hypercomputer/maxtext PR 4015) |
+| qwen3-8b | 1 | 49 to 70 | planned | none |
+| qwen3-8b,full | 8 | 16 to 25 | planned | none |
+| llama-3.2-1b | 1 | 21 to 33 | planned | none |
+| gemma-3-1b | 1 | 17 to 24 | planned | none |
 """
 
 from pathlib import Path
@@ -58,7 +58,6 @@ def get_config(arg: str = "qwen3-0.6b"):
     config.algorithm.beta = 0.0
     config.algorithm.epsilon_high = 0.28
     config.batch.prompts = 64
-    config.batch.microbatch_rows = 8
     config.optimizer.learning_rate = 1e-5 if config.lora.rank else 1e-6
     config.optimizer.warmup_steps = 5
     config.eval.every = 20
