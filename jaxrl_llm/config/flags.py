@@ -213,9 +213,9 @@ def shipped_configs() -> dict[str, Path]:
     They lie in the package of an installed wheel, and beside it in a checkout.
     """
     folder = PACKAGE / "configs" if (PACKAGE / "configs").is_dir() else PACKAGE.parent / "configs"
-    paths = [
-        path for path in sorted(folder.rglob("*.py")) if path.parent.name != "agents"
-    ]  # those are no configurations
+    # Agents, and what several recipes share, are no configurations.
+    found = sorted(folder.rglob("*.py"))
+    paths = [path for path in found if path.parent.name != "agents" and not path.name.startswith("_")]
     return {path.relative_to(folder).with_suffix("").as_posix(): path for path in paths}
 
 
@@ -231,8 +231,10 @@ def find_config(spec: str, flag: str = "--config") -> tuple[Path, str | None]:
     if path.suffix != ".py":
         candidates = [Path(f"{name}.py"), Path("configs", f"{name}.py")]
         path = next((file for file in candidates if file.is_file()), shipped.get(name))
-    elif not path.expanduser().is_file() and path.stem in shipped and path.parent == Path("configs"):
-        raise ConfigError(f"there is no file {path} (looked in {Path.cwd()}); the shipped one is {flag}={path.stem}")
+    elif not path.expanduser().is_file() and path.parts[0] == "configs":
+        name = path.relative_to("configs").with_suffix("").as_posix()
+        if name in shipped:
+            raise ConfigError(f"there is no file {path} (looked in {Path.cwd()}); the shipped one is {flag}={name}")
     if path is None:
         raise ConfigError(
             f"{flag} is {spec!r}, but it takes a Python file, path.py or path.py:argument, or the name of a shipped "
