@@ -259,7 +259,7 @@ np.testing.assert_array_equal(ahead[1][0][0], seen[0][0])  # both of the policy 
 assert (ahead[1][2][1] != seen[2][1]).any()
 config.rollout.staleness, config.rollout.partial_prompts, config.rollout.partial_tokens = 0, 4, 3
 _, seen, params = steps(build_mesh(config), config)
-for mesh_text, atol in (("none", 0), ("tensor=2", 1e-4)):
+for mesh_text, atol in ((None, 0), ("tensor=2", 1e-4)):
     config.rollout.devices, config.rollout.mesh = 0, mesh_text
     _, own_seen, own_params = steps(make_mesh(devices=jax.devices()[:4]), config)
     for one, other in zip(jax.tree.leaves((seen, params)), jax.tree.leaves((own_seen, own_params)), strict=True):
