@@ -305,7 +305,7 @@ def _resume(
         return run.state, {"num_tokens": 0, "skipped": 0}, None, problems
     free(run.state)
     state, host = source.restore(step, run.state, run.mesh)
-    like = {"queue": None, **run.source.get_arrays()}
+    like = {"queue": None, "partial": None, **run.source.get_arrays()}
     run.source.set_state(host, source.restore_arrays(step, like, run.mesh))
     if "callbacks" in host:
         hooks.set_state(host["callbacks"], step, goes_on=own is not None)

@@ -76,6 +76,11 @@ def verify(config) -> Report:
             f"rollout.staleness is {config.rollout.staleness}: the first step of such a run is that of 0, verify that: "
             "--config.rollout.staleness=0"
         )
+    if config.get("rollout") is not None and config.rollout.partial_prompts:
+        raise ConfigError(
+            f"rollout.partial_prompts is {config.rollout.partial_prompts}: verify the run whose completions are "
+            "sampled to their end at once: --config.rollout.partial_prompts=0"
+        )
     config = config.copy_and_resolve_references()
     config.optimizer.schedule, config.optimizer.warmup_steps, config.optimizer.warmup_ratio = "constant", 0, 0.0
     with _run(config) as run:

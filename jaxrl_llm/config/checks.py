@@ -142,6 +142,7 @@ def contradictions(config: ConfigDict) -> Iterator[str]:
     yield from _teacher(config, online)
     if online:
         yield from _staleness(config)
+        yield from _partial(config)
     yield from _environment(config)
     yield from _data(config)
     yield from _eval(config, online)
@@ -425,6 +426,35 @@ def _staleness(config: ConfigDict) -> Iterator[str]:
             yield (
                 f"rollout.staleness is {config.rollout.staleness}, but {key} is {config[section][name]!r}, which needs "
                 "batches that are sampled and trained on in turn: set the one to 0, or leave out the other"
+            )
+
+
+def _partial(config: ConfigDict) -> Iterator[str]:
+    """Messages for what needs completions that are sampled to their end at once."""
+    c, key = config.rollout, "rollout.partial_prompts"
+    if not c.partial_prompts:
+        if c.partial_tokens:
+            yield (
+                f"rollout.partial_tokens is {c.partial_tokens}, but {key} is 0, so that every completion is sampled to "
+                "its end: set both, or neither"
+            )
+        return
+    if c.partial_tokens >= c.max_completion_length:
+        yield (
+            f"rollout.partial_tokens is {c.partial_tokens}, but rollout.max_completion_length is "
+            f"{c.max_completion_length}, so that no completion would wait: set it lower, or {key} to 0"
+        )
+    others = (
+        "data.curriculum_easy", "data.curriculum_hard", "data.streaming", "teacher.on_policy", "environment.name",
+        "environment.tools", "environment.rollout_func", "environment.agent", "rollout.router_replay",
+        "rollout.structured_grammar",
+    )  # fmt: skip
+    for name in others:
+        section, _, leaf = name.partition(".")
+        if (value := config[section][leaf]) != BY_NAME[name].default:
+            yield (
+                f"{key} is {c.partial_prompts}, but {name} is {value!r}, which needs completions that are sampled to "
+                "their end at once: set the one to 0, or leave out the other"
             )
 
 

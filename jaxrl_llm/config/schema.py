@@ -445,6 +445,15 @@ KEYS = (
         "Updates between the policy that samples a batch and the one that is updated with it. 0 samples, grades and "
         "updates in turn; with 1 or more a thread samples and grades the batches of the next steps meanwhile. Needs "
         "algorithm.importance_correction, or old_logps=sampler. See docs/asynchronous.md.", int, minimum=0),
+    Setting("rollout.partial_prompts", 0,
+        "Prompts in flight beside the batch.prompts of a step: the step trains on the first of all these whose "
+        "completions have ended, and the others go on in the next step, by its policy. 0 samples every completion to "
+        "its end in one step. Needs algorithm.importance_correction, or old_logps=sampler. See docs/asynchronous.md.",
+        int, minimum=0),
+    Setting("rollout.partial_tokens", 0,
+        "Most tokens of a completion that are sampled before the step looks which prompts are complete, with "
+        "rollout.partial_prompts; again as many until batch.prompts are. 0 is a quarter of "
+        "rollout.max_completion_length.", int, minimum=0),
 
     Setting("rewards.functions", ("exact_match",),
         "Reward functions: built-in name, `module:function` or `path/to/file.py:function`, each with options in "

@@ -74,6 +74,10 @@ class Pipeline:
         self._position += self._batch_size
         return [self._stream[index] for index in range(start + self._local.start, start + self._local.stop)]
 
+    def example(self, number: int) -> Any:
+        """The example at a place of the stream, which is not drawn."""
+        return self._stream[number]
+
     @property
     def position(self) -> int:
         """The number of examples that were drawn."""

@@ -13,7 +13,7 @@ speculative tokens are computed beside it (speculative.py).
 
 With a `TurnServer` rows have several turns: a row that ends a turn waits for its observation tokens, and goes on behind
 them. These are in no mask. Many are read at once, rows that have them alone; few are decoded like others and cost a
-step each.
+step each. Rows that have `Begun` read what they have sampled before in the same way.
 """
 
 import dataclasses
@@ -35,11 +35,12 @@ from jaxrl_llm.models.rope import check_length
 from jaxrl_llm.models.transformer import Net, Params, unstack
 from jaxrl_llm.rollout.automata import NO_AUTOMATA, Automata, unpacked
 from jaxrl_llm.rollout.grammar import Grammar, GrammarRows
-from jaxrl_llm.rollout.multi_turn import TurnServer, TurnTracker, slots_to_read
+from jaxrl_llm.rollout.multi_turn import MIN_TOKENS, TurnServer, TurnTracker, slots_to_read
 from jaxrl_llm.rollout.processors import processed_by_row, processed_logits
 from jaxrl_llm.rollout.sampling import RowSampling, SamplingParams, sample, sample_by_row
 from jaxrl_llm.rollout.scheduler import IDLE, Scheduler, SlotGrid
 from jaxrl_llm.rollout.slots import (
+    Begun,
     Prompts,
     Rollout,
     Rows,
@@ -54,6 +55,7 @@ from jaxrl_llm.rollout.slots import (
     number_states,
     observations_to_come,
     put,
+    resumed,
     row_keys,
     set_places,
     status,
@@ -155,25 +157,32 @@ class Engine:
         limits=None,
         on_finished: OnFinished | None = None,
         images: Images | None = None,
+        begun: Begun | None = None,
     ) -> Rollout:
         """Completions of prompts `[B,P]`, padded on the left, segments `[B,P]` 0 on padding; `images` are the prompts'.
 
         Row i draws from `fold_in(key, first_row + i)`. A row whose observation tokens leave no room to sample one is
         truncated. `limits` `[N]` are the most tokens of each row, where that is less than max_completion_length.
         `on_finished` is called with every row of this process, from 0, and its tokens, soon after it ends, while others
-        are decoded; not with a `turn_server`. Raises ConfigError for rows that the model's rotary positions do not
-        allow to be sampled.
+        are decoded; not with a `turn_server`. Rows that have `begun` go on, by their own keys, and keep the log-probs
+        of what they have; not together with a `turn_server`, a grammar, or experts that are recorded. Raises
+        ConfigError for rows that the model's rotary positions do not allow to be sampled.
         """
         check_length(self.net.config.rope, prompts.shape[1] + self.max_completion_length)
         shards, longest = _shards(), self.max_completion_length
         params = self.decoding_params(params)
-        keys = row_keys(key, np.uint32(first_row), prompts.shape[0] * self.group_size)
+        if begun is None:
+            keys = row_keys(key, np.uint32(first_row), prompts.shape[0] * self.group_size)
+        else:
+            keys = jax.random.wrap_key_data(jnp.asarray(begun.keys), impl=jax.random.key_impl(key))
         automata, in_grammar = self.automata, None
         if self.grammar is not None:
             self._check_grammar(turn_server)
             in_grammar = GrammarRows(self.grammar, prompts.shape[0] * self.group_size)
             automata = automata._replace(guide=in_grammar.start())
         all_prompts, rows = prefill(self, params, prompts, segments, keys, automata, images=images)
+        if begun is not None:
+            rows = resumed(rows, begun, automata)
         if limits is not None:
             rows = rows._replace(limit=jnp.minimum(rows.limit, np.asarray(limits).reshape(rows.limit.shape)))
         local = prompts.shape[0] // shards
@@ -195,13 +204,15 @@ class Engine:
                 if observations is not None:
                     slots = insert_observations(slots, *observations)
                     continue
-                if (reading := slots_to_read(to_come.reshape(shards, -1))) is not None:
-                    width = min(READ, longest)
-                    slots = self._with_room(slots, int((lengths + np.minimum(to_come, width)).max()))
-                    slots = read_observations(self, params, grid_prompts, slots, reading, width)
-                    executed += reading.size * width
-                    continue
                 busy = live | turns.waiting_slots(grid)
+            # What a row has sampled before is never decoded: that would draw, and move the states of automata.
+            least = 1 if turns is None else MIN_TOKENS
+            if (reading := slots_to_read(to_come.reshape(shards, -1), least)) is not None:
+                width = min(READ, longest)
+                slots = self._with_room(slots, int((lengths + np.minimum(to_come, width)).max()))
+                slots = read_observations(self, params, grid_prompts, slots, reading, width)
+                executed += reading.size * width
+                continue
             left = longest - int(lengths.reshape(busy.shape)[busy].max()) if busy.any() else 0
             shrinks = left * grid.slots * (1 - self.shrink) * parameters > self.compile_work
             following = scheduler.next(busy) if scheduler.waiting.size or shrinks else None

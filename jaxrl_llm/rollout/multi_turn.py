@@ -89,13 +89,12 @@ class TurnTracker:
         return Observations(observed, counts, truncated) if counts.any() or truncated.any() else None
 
 
-def slots_to_read(counts: np.ndarray) -> np.ndarray | None:
+def slots_to_read(counts: np.ndarray, least: int = MIN_TOKENS) -> np.ndarray | None:
     """The slots `[shards, m]` that read next, by their `counts` `[shards, slots]` of observation tokens; None for none.
 
-    A slot with fewer than MIN_TOKENS decodes them instead. m is a power of two; entries without a slot are past the
-    end.
+    A slot with fewer than `least` decodes them instead. m is a power of two; entries without a slot are past the end.
     """
-    slots = [np.flatnonzero(shard >= MIN_TOKENS)[:MAX_ROWS] for shard in counts]
+    slots = [np.flatnonzero(shard >= least)[:MAX_ROWS] for shard in counts]
     most = max(map(len, slots))
     if not most:
         return None

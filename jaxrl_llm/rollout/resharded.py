@@ -17,6 +17,7 @@ from jaxrl_llm.distributed.sharding import on_device, row_sharding, row_shards, 
 from jaxrl_llm.models.transformer import Params
 from jaxrl_llm.rollout.engine import Engine, Rollout, decoding_params
 from jaxrl_llm.rollout.multi_turn import TurnServer
+from jaxrl_llm.rollout.slots import Begun
 from jaxrl_llm.rollout.streaming import OnFinished
 
 
@@ -51,6 +52,7 @@ class ReshardedEngine(Engine):
         limits=None,
         on_finished: OnFinished | None = None,
         images: Images | None = None,
+        begun: Begun | None = None,
     ) -> Rollout:
         """As `Engine.generate`; arguments and the rollout are sharded over `train_mesh`.
 
@@ -70,6 +72,7 @@ class ReshardedEngine(Engine):
         if missing:
             limits = np.full(rows, self.max_completion_length) if limits is None else limits
             limits = np.pad(np.asarray(limits), (0, missing * self.group_size), constant_values=1)
+            begun = None if begun is None else begun.padded(missing * self.group_size)
         filled = _resharding(_filled, row_sharding(self.mesh), missing=missing)
         prompts, segments = filled((prompts, segments))
         images = None if images is None else filled(images)
@@ -83,7 +86,7 @@ class ReshardedEngine(Engine):
         with jax.set_mesh(self.mesh):
             rollout = super().generate(
                 params, prompts, segments, key, first_row, turn_server, limits, on_wanted if calls_back else None,
-                images,
+                images, begun,
             )  # fmt: skip
         return _resharding(_first_rows, row_sharding(self.train_mesh), rows=rows)(rollout)
 

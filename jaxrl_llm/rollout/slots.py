@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import PartitionSpec
 
 from jaxrl_llm.distributed.sharding import constrain
@@ -62,6 +63,23 @@ class Slots:
         return dataclasses.replace(self, **changes)
 
 
+class Begun(NamedTuple):
+    """Completions of which something may be sampled already, on the host: rows `[N]` go on behind it."""
+
+    keys: np.ndarray  # [N,...] data of each row's own key
+    tokens: np.ndarray  # [N,C] so far, 0 behind them
+    logps: np.ndarray  # [N,C] as they were sampled
+    lengths: np.ndarray  # [N] tokens so far
+    finished: np.ndarray  # [N] ended with an end-of-text token or stop string
+
+    def padded(self, count: int) -> "Begun":
+        """The same with `count` rows more that are finished."""
+        grown = Begun(*(np.concatenate([x, np.repeat(x[-1:], count, axis=0)]) for x in self))
+        grown.finished[len(self.finished) :] = True
+        grown.lengths[len(self.finished) :] = 1
+        return grown
+
+
 class Rollout(NamedTuple):
     """Sampled rows: prompt padded on the left, completion on the right, rows of a prompt adjacent."""
 
@@ -79,6 +97,42 @@ class Rollout(NamedTuple):
 def row_keys(key, first_row, count: int):
     """The keys `[N]` of the rows: `fold_in(key, first_row + i)`."""
     return jax.vmap(lambda i: jax.random.fold_in(key, i))(first_row + jnp.arange(count, dtype=jnp.uint32))
+
+
+@jax.jit
+def resumed(rows: Rows, begun: Begun, automata: Automata) -> Rows:
+    """The rows of a prefill, those of which tokens are given with these in place of the one that was drawn.
+
+    Behind the first they are known, as observation tokens are, and still to be read; automata are in the state behind
+    them all. Rows that have ended are as they were.
+    """
+    shape = rows.length.shape
+    tokens, logps, lengths, finished = (
+        constrain(x.reshape(*shape, *x.shape[1:]), "rows", *(None,) * x.ndim) for x in map(jnp.asarray, begun[1:])
+    )
+    given, over = lengths > 0, finished | (lengths >= rows.limit)
+
+    def state(automaton, drawn):
+        """The state behind the given tokens, or that behind the one that was drawn."""
+        if automaton is None:
+            return None
+
+        def step(states, at):
+            place, newest = at
+            return jnp.where(place < lengths, automaton.behind(automaton.step(states, newest), False), states), None
+
+        read = jnp.arange(tokens.shape[-1]), jnp.moveaxis(tokens, -1, 0)
+        return jnp.where(given, jax.lax.scan(step, jnp.zeros_like(lengths), read)[0], drawn)
+
+    return rows._replace(
+        tokens=jnp.where(given[..., None], tokens, rows.tokens),
+        logps=jnp.where(given[..., None], logps, rows.logps),
+        length=jnp.where(given, jnp.where(over, lengths, 1), rows.length),
+        known=jnp.where(given, lengths, rows.known),
+        finished=jnp.where(given, finished, rows.finished),
+        stop_state=state(automata.stop, rows.stop_state),
+        guide_state=state(automata.guide, rows.guide_state),
+    )
 
 
 def ended(rows: Rows):

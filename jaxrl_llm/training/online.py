@@ -53,11 +53,12 @@ from jaxrl_llm.training.images import count_tiles, prompt_images
 from jaxrl_llm.training.logging.reward_metrics import add_totals, join, over_processes, table_value
 from jaxrl_llm.training.logging.stopwatch import Stopwatch
 from jaxrl_llm.training.packing.planner import Packer
+from jaxrl_llm.training.partial_rollouts import PartialRollouts
 from jaxrl_llm.training.passes import images_of_rows, scored_distributions, scored_logps, values_before
 from jaxrl_llm.training.reference import Reference
 from jaxrl_llm.training.replay import Replay
 from jaxrl_llm.training.rollout_queue import RolloutQueue
-from jaxrl_llm.training.rollouts import Rollouts, Row
+from jaxrl_llm.training.rollouts import Partial, Rollouts, Row
 from jaxrl_llm.training.served_teacher import ServedTeacher
 from jaxrl_llm.training.teacher import Teacher
 from jaxrl_llm.training.update import State
@@ -96,10 +97,11 @@ class RolloutWorker:
         key,
         first_row: int = 0,
         state: TrainerState = TrainerState(),  # noqa: B008 (immutable)
+        sampled: Rollout | None = None,
     ) -> Rollouts:
         """The completions of every example of this process, rows of a prompt adjacent.
 
-        Row i draws its random numbers from `fold_in(key, first_row + i)`.
+        Row i draws its random numbers from `fold_in(key, first_row + i)`. Rows that are `sampled` are graded alone.
         """
         group_size, width = self.engine.group_size, self.prompt_width
         with self.stopwatch("rollout"), turn():
@@ -115,7 +117,7 @@ class RolloutWorker:
 
             streaming = None
             # Rows are graded while others are still sampled, unless their rewards need the whole conversation.
-            others = (episodes, self.external, self.agents)
+            others = (episodes, self.external, self.agents, sampled)
             if not any(x is not None for x in others) and self.rewards.takes_rows:
                 with all_or_none():
                     streaming = StreamingRewards(self.rewards.open(prompts, columns, state), decode)
@@ -131,14 +133,16 @@ class RolloutWorker:
             elif self.external is not None:
                 rollout, results = self.external(params, opened, jax.random.fold_in(key, first_row), state)
             else:
-                padded = pad_prompts([example["prompt_ids"] for example in opened], width)
-                tokens, segments = rows_to_global(padded, self.mesh)
                 with all_or_none():
                     images = prompt_images(opened, self.engine.net.config.vision)
                 images = None if images is None else rows_to_global(images, self.mesh)
-                rollout = self.engine.generate(
-                    params, tokens, segments, key, first_row, episodes, on_finished=streaming, images=images
-                )
+                rollout = sampled
+                if rollout is None:
+                    padded = pad_prompts([example["prompt_ids"] for example in opened], width)
+                    tokens, segments = rows_to_global(padded, self.mesh)
+                    rollout = self.engine.generate(
+                        params, tokens, segments, key, first_row, episodes, on_finished=streaming, images=images
+                    )
             tokens, lengths = local_rows((rollout.tokens, rollout.lengths))
         with self.stopwatch("reward"), yielded(), all_or_none():
             ids = [row[width : width + length].tolist() for row, length in zip(tokens, lengths, strict=True)]
@@ -186,7 +190,8 @@ class ProducerSpec:
 
 @dataclasses.dataclass(frozen=True)
 class Producer:
-    """Steps 1 to 3. `greedy` samples the baseline of a rule that compares with it.
+    """Steps 1 to 3. `greedy` samples the baseline of a rule that compares with it; with `partial` rows are sampled over
+    several steps.
 
     `flat_groups(rewards, weights) -> [B]` is true for prompts whose completions all have the same reward.
     """
@@ -196,6 +201,7 @@ class Producer:
     greedy: RolloutWorker | None
     pipeline: Pipeline | Stream | Curriculum
     flat_groups: Callable[[np.ndarray, Any], np.ndarray]
+    partial: PartialRollouts | None = None
 
     def produce(self, params: Params, version: int, step: int, key) -> Rollouts:
         """The rollouts of a step, by the policy of `version` training steps.
@@ -204,7 +210,7 @@ class Producer:
         when some are left after the last round, and no replay buffer fills up.
         """
         spec, state = self.spec, TrainerState(step - 1, self.spec.total_steps)
-        rollouts = self._sample(params, key, 0, state)
+        rollouts = self._sample(params, version, key, 0, state)
         if spec.dynamic_sampling:
             weights, resampled = self.worker.rewards.weights, 0
             flat, rows = self.flat_groups(rollouts.rewards, weights), len(rollouts.rewards) * jax.process_count()
@@ -214,7 +220,7 @@ class Producer:
                     break
                 resampled += missing
                 # Later rounds count their rows on, so that no two rows of a step draw the same numbers.
-                fresh = self._sample(params, key, sampling_round * rows, state)
+                fresh = self._sample(params, version, key, sampling_round * rows, state)
                 fresh_flat = self.flat_groups(fresh.rewards, weights)
                 with turn():
                     rollouts, flat = fill(rollouts, flat, fresh, fresh_flat, self.worker.mesh)
@@ -232,8 +238,11 @@ class Producer:
             rollouts = rollouts._replace(greedy=greedy, logged=add_totals(rollouts.logged, greedy.logged))
         return rollouts._replace(version=version, epochs=self.pipeline.epochs)
 
-    def _sample(self, params: Params, key, first_row: int, state: TrainerState) -> Rollouts:
+    def _sample(self, params: Params, version: int, key, first_row: int, state: TrainerState) -> Rollouts:
         """The rollouts of the next prompts, of which a curriculum learns how often they are solved."""
+        if self.partial is not None:
+            examples, rollout, partial = self.partial.take(params, version)
+            return self.worker(params, examples, key, first_row, state, rollout)._replace(partial=partial)
         with all_or_none():
             examples = next(self.pipeline)
         rollouts = self.worker(params, examples, key, first_row, state)
@@ -499,6 +508,8 @@ class OnlineSource:
         rollouts, metrics = self.queue.take(self.producer.produce, state.params, int(state.step), key)
         self.wait()
         experience, pipeline = self.learner.prepare(rollouts, state, key), self.producer.pipeline
+        if rollouts.partial is not None:
+            metrics |= rollouts.partial.metrics(int(state.step))
         if isinstance(pipeline, Curriculum):
             metrics = pipeline.metrics() | metrics
         if rollouts.epochs is not None:
@@ -520,13 +531,16 @@ class OnlineSource:
 
     def get_arrays(self) -> dict[str, Any]:
         """The trees of arrays, by name, that a resumed run needs besides the training state."""
-        return self.learner.get_arrays() | self.queue.get_arrays()
+        partial = self.producer.partial
+        return self.learner.get_arrays() | self.queue.get_arrays() | ({} if partial is None else partial.get_arrays())
 
     def set_state(self, state: dict[str, Any], arrays: dict[str, Any]) -> None:
         """Go on where `get_state` and `get_arrays` were called."""
         self.producer.pipeline.set_state(state["pipeline"])
         self.learner.restore(state["memory"], arrays)
         self.queue.restore(arrays, self.learner.mesh)
+        if self.producer.partial is not None:
+            self.producer.partial.restore(arrays)
 
 
 def success_rates(rewards: np.ndarray, prompts: int, correct_at: float) -> list[float]:
@@ -567,12 +581,16 @@ def fill(
         """The same in global rows, where all of held comes before all of fresh."""
         return (local + np.where(local < own, process, process + processes - 1) * own).astype(np.int32)
 
-    images = held.images
+    images, partial = held.images, held.partial
+    if partial is not None and fresh.partial is not None:
+        versions = np.concatenate([partial.versions, fresh.partial.versions])[index]
+        partial = Partial(versions, fresh.partial.waiting, partial.rounds + fresh.partial.rounds)
     if images is not None and fresh.images is not None:
         images = _pick_rows(*_as_wide(images, fresh.images), rows_to_global(in_global(source, groups), mesh))
     filled = held._replace(
         rollout=_pick_rows(held.rollout, fresh.rollout, rows_to_global(in_global(index, rows), mesh)),
         images=images,
+        partial=partial,
         examples=pick(held.examples, fresh.examples, source),
         prompts=pick(held.prompts, fresh.prompts, index),
         completions=pick(held.completions, fresh.completions, index),

@@ -19,6 +19,27 @@ from jaxrl_llm.training.logging.reward_metrics import table_value
 Row = dict[str, Any]
 
 
+class Partial(NamedTuple):
+    """How rows came about that were sampled over several steps."""
+
+    versions: np.ndarray  # [rows of this process, C] training steps of the policy that sampled each token; -1: none
+    waiting: int  # rows of other prompts that are begun, and go on in the next step
+    rounds: int  # of sampling, for this step
+
+    def metrics(self, step: int) -> dict[str, np.float32]:
+        """The metrics of rows that are trained on after `step` training steps."""
+        sampled = self.versions >= 0
+        ages, newest = (step - self.versions)[sampled], self.versions.max(axis=1)
+        several = (sampled & (self.versions != newest[:, None])).any(axis=1)
+        return {
+            "rollout/age": np.float32(ages.mean()),
+            "rollout/age_max": np.float32(ages.max()),
+            "rollout/partial_rows": np.float32(several.mean()),
+            "rollout/waiting_rows": np.float32(self.waiting),
+            "rollout/rounds": np.float32(self.rounds),
+        }
+
+
 class Rollouts(NamedTuple):
     """Completions of some prompts with their rewards: arrays of all rows on the device, the rest of this process's."""
 
@@ -35,6 +56,7 @@ class Rollouts(NamedTuple):
     turns: Turns | None = None  # of the rows of this process, where they are episodes
     images: Images | None = None  # of the prompts [B], on the device
     parts: Turns | None = None  # of agents: each sub-agent in a row with its own reward, and the session behind them
+    partial: Partial | None = None  # of rows that were sampled over several steps
 
 
 def on_mesh(batch: Rollouts, mesh: Mesh) -> Rollouts:
@@ -61,6 +83,8 @@ def pack(batches: Sequence[Rollouts]) -> np.ndarray:
         if batch.images is not None:
             own = local_rows(batch.images)
             arrays.update({f"{name}/pixels": own.pixels, f"{name}/tiles": own.count})
+        if batch.partial is not None:
+            arrays.update({f"{name}/partial/{key}": x for key, x in batch.partial._asdict().items()})
         logged = batch.logged
         return {
             "prompts": batch.prompts,
@@ -92,6 +116,10 @@ def unpack(packed: np.ndarray, mesh: Mesh) -> list[Rollouts]:
             for table in ("turns", "parts")
             if f"{name}/{table}/ends" in arrays
         }
+        partial = None
+        if f"{name}/partial/versions" in arrays:
+            versions, *counts = (arrays[f"{name}/partial/{key}"] for key in Partial._fields)
+            partial = Partial(versions, *map(int, counts))
         images = None
         if f"{name}/pixels" in arrays:
             images = rows_to_global(Images(arrays[f"{name}/pixels"], arrays[f"{name}/tiles"]), mesh)
@@ -101,6 +129,7 @@ def unpack(packed: np.ndarray, mesh: Mesh) -> list[Rollouts]:
             rewards=arrays[f"{name}/rewards"],
             logged=Logged(texts["metrics"], texts["totals"], texts["columns"]),
             images=images,
+            partial=partial,
             greedy=None if texts["greedy"] is None else batch_of(texts["greedy"], f"{name}/greedy"),
             **tables,
             **{key: texts[key] for key in ("prompts", "completions", "version", "resampled_groups", "epochs")},

@@ -50,6 +50,13 @@ AHEAD = (
     "algorithm.dynamic_sampling=true", "algorithm.max_sampling_rounds=2", "algorithm.replay_groups=3",
 )  # fmt: skip
 
+# More prompts are in flight than a step takes, so that a kill finds rows that are half sampled, by several policies.
+PARTIAL = (
+    "rewards.functions=rewards.py:right_start", "rollout.partial_prompts=5", "rollout.partial_tokens=3",
+    "algorithm.importance_correction=token_truncate", "algorithm.dynamic_sampling=true",
+    "algorithm.max_sampling_rounds=2", "algorithm.replay_groups=3",
+)  # fmt: skip
+
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
@@ -57,6 +64,8 @@ AHEAD = (
     [
         pytest.param(AHEAD, 15, id="ahead"),
         pytest.param(AHEAD, 25, id="ahead, near the end"),
+        pytest.param(PARTIAL, 18, id="partial"),
+        pytest.param((*PARTIAL, "rollout.staleness=1"), 21, id="partial, ahead"),
         pytest.param(SAMPLING, 11, id="sampling"),
         pytest.param(PLAIN, 11, id="plain"),
         pytest.param(MEMORY, 21, id="memory"),

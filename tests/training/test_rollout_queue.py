@@ -257,7 +257,15 @@ ahead, again = (steps(build_mesh(config), config) for _ in range(2))
 jax.tree.map(np.testing.assert_array_equal, ahead[1:], again[1:])  # whatever the timing
 np.testing.assert_array_equal(ahead[1][0][0], seen[0][0])  # both of the policy of the start
 assert (ahead[1][2][1] != seen[2][1]).any()
-config.rollout.devices = 8
+config.rollout.staleness, config.rollout.partial_prompts, config.rollout.partial_tokens = 0, 4, 3
+_, seen, params = steps(build_mesh(config), config)
+for mesh_text, atol in ((None, 0), ("tensor=2", 1e-4)):
+    config.rollout.devices, config.rollout.mesh = 0, mesh_text
+    _, own_seen, own_params = steps(make_mesh(devices=jax.devices()[:4]), config)
+    for one, other in zip(jax.tree.leaves((seen, params)), jax.tree.leaves((own_seen, own_params)), strict=True):
+        np.testing.assert_allclose(one, other, rtol=0, atol=atol)
+config.rollout.devices, config.rollout.mesh, config.rollout.partial_prompts = 8, "auto", 0
+config.rollout.partial_tokens = 0
 try:
     build_mesh(config)
 except ConfigError as error:

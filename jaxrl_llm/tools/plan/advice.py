@@ -83,7 +83,8 @@ def _held(plan: Plan, change: str, values: dict[str, object], mesh: AbstractMesh
 def _slots(plan: Plan) -> list[Advice]:
     """Half as many completions at once: half the keys and values of completions."""
     config, caches = plan.config, plan.sampling.get("keys and values of completions", 0)
-    slots = config.rollout.slots or (batch_rows(config) if config.algorithm.name not in OFFLINE else 0)
+    waiting = config.rollout.partial_prompts * config.rollout.group_size
+    slots = config.rollout.slots or (batch_rows(config) + waiting if config.algorithm.name not in OFFLINE else 0)
     if not caches or slots // 2 < row_shards(plan.target.mesh):
         return []
     saves = caches // 2

@@ -150,7 +150,7 @@ def compile_rollout(config, engine: Engine, params, mesh: Mesh, prompt_width: in
     sampled = compiler.add("rollout: cast", cast, arguments, of_run=params)
     with jax.set_mesh(sampling_mesh):
         shards = row_shards(sampling_mesh)
-        prompts = -(-config.batch.prompts // shards) * shards
+        prompts = -(-(config.batch.prompts + config.rollout.partial_prompts) // shards) * shards
         ints = rows_shape(sampling_mesh, (prompts, prompt_width), jnp.int32)
         keys = jax.eval_shape(lambda: engines.row_keys(jax.random.key(0), jnp.uint32(0), prompts * k))
         keys = jax.ShapeDtypeStruct(keys.shape, keys.dtype, sharding=NamedSharding(sampling_mesh, PartitionSpec()))

@@ -39,6 +39,7 @@ from jaxrl_llm.training.online import Critic, Learner, OnlineSource, Producer, R
 from jaxrl_llm.training.optimizers import build_optimizer, learning_rate_schedule, own_optimizer
 from jaxrl_llm.training.packing.documents import first_fit
 from jaxrl_llm.training.packing.planner import Packer, Sample, make_packer, sampled_rows
+from jaxrl_llm.training.partial_rollouts import PartialRollouts
 from jaxrl_llm.training.reference import Reference, start_reference
 from jaxrl_llm.training.replay import empty_replay
 from jaxrl_llm.training.reward_models import with_reward_models
@@ -64,6 +65,7 @@ from jaxrl_llm.training.setup.specs import (
     optimizer_spec,
     packing_spec,
     padded_width,
+    partial_spec,
     producer_spec,
     reference_spec,
     teacher_spec,
@@ -478,6 +480,11 @@ def _online(
             f"rollout.staleness is {rollout.staleness}, but the run has {jax.process_count()} processes, whose threads "
             "would meet in another order: set it to 0"
         )
+    if rollout.partial_prompts and jax.process_count() > 1:
+        raise ConfigError(
+            f"rollout.partial_prompts is {rollout.partial_prompts}, but the run has {jax.process_count()} processes, "
+            "each of which would be done with other prompts: set it to 0"
+        )
     watch = Stopwatch(within=stopwatch) if rollout.staleness else stopwatch  # a thread of its own has its own
     own_mesh = sampling_mesh(config, mesh, model.net.config.kv_heads)
 
@@ -501,11 +508,27 @@ def _online(
         length = width + rollout.max_completion_length
         return build_teacher(config, model, mesh, length, "the longest prompt and rollout.max_completion_length", path)
 
-    producer = Producer(producer_spec(config), worker, greedy, pipeline, advantages.flat_groups)
+    key, partial_rollouts = jax.random.key(config.seed), None
+    if rollout.partial_prompts:
+        if greedy is not None:
+            raise ConfigError(
+                f"rollout.partial_prompts is {rollout.partial_prompts}, but algorithm.advantage = "
+                f"{config.algorithm.advantage!r} compares with a greedy completion of one policy: set the one to 0, or "
+                "another advantage"
+            )
+        settings, shards = partial_spec(config), row_shards(own_mesh)
+        if settings.in_flight % shards:
+            raise ConfigError(
+                f"batch.prompts + rollout.partial_prompts is {settings.in_flight}, which does not divide into the "
+                f"{shards} shards of rows of the mesh that samples: set rollout.partial_prompts to another number"
+            )
+        assert isinstance(pipeline, Pipeline)  # neither streams nor a curriculum: see config/checks.py
+        partial_rollouts = PartialRollouts(settings, worker.engine, pipeline, key, own_mesh, width, watch)
+    producer = Producer(producer_spec(config), worker, greedy, pipeline, advantages.flat_groups, partial_rollouts)
     queue = RolloutQueue(
         rollout.staleness,
         config.total_steps,
-        key_of=partial(jax.random.fold_in, jax.random.key(config.seed)),
+        key_of=partial(jax.random.fold_in, key),
         publish=worker.copy_policy,
         mesh=own_mesh,
         train_mesh=mesh,

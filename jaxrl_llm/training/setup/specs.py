@@ -48,6 +48,7 @@ from jaxrl_llm.training.offline import OfflineSpec
 from jaxrl_llm.training.online import LearnerSpec, ProducerSpec, RolloutWorker
 from jaxrl_llm.training.optimizers import OptimizerSpec, learning_rate_schedule
 from jaxrl_llm.training.packing.planner import PackingSpec
+from jaxrl_llm.training.partial_rollouts import PartialSpec
 from jaxrl_llm.training.passes import scored_logps
 from jaxrl_llm.training.reference import ReferenceSpec
 from jaxrl_llm.training.rollouts import Row
@@ -296,6 +297,16 @@ def producer_spec(config) -> ProducerSpec:
     )
 
 
+def partial_spec(config) -> PartialSpec:
+    """Rollouts over several steps."""
+    c, prompts = config.rollout, config.batch.prompts
+    return PartialSpec(
+        prompts=prompts,
+        in_flight=prompts + c.partial_prompts,
+        tokens=c.partial_tokens or -(-c.max_completion_length // 4),
+    )
+
+
 def curriculum_spec(config) -> CurriculumSpec | None:
     """The curriculum of the configuration, None where no prompt is passed over."""
     c = config.data
@@ -483,7 +494,7 @@ def check_memory(config, model: Model, engine: Engine, width: int, mesh: Mesh) -
     A bound from below, by far: it is for lengths that can be nothing but mistakes.
     """
     net, length = model.net.config, width + engine.max_completion_length
-    rows = config.batch.prompts * engine.group_size
+    rows = (config.batch.prompts + config.rollout.partial_prompts) * engine.group_size
     layers = sum(kind.window is None and kind.mixer is Attention for kind in net.layer_configs)
     needed = 2 * layers * net.kv_heads * net.head_dim * length + 4 * rows * length  # bytes, of a byte a number
     if needed > (memory := device_memory(mesh)):
@@ -507,6 +518,8 @@ def check_correction(config, engine: Engine) -> None:
     lossy = []
     if config.rollout.staleness:
         lossy.append(f"rollout.staleness is {config.rollout.staleness}")
+    if config.rollout.partial_prompts:
+        lossy.append(f"rollout.partial_prompts is {config.rollout.partial_prompts}")
     if draws_from_another(engine.decoder, engine.net):
         lossy.append(f"rollout.weights_dtype is {engine.weights_dtype}")
     if engine.cache_dtype == "fp8":

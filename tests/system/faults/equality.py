@@ -32,7 +32,7 @@ def assert_same_run(one: Path, other: Path) -> None:
     assert steps[0] == steps[1]
     folders = [run / "checkpoints" / str(steps[0]) for run in (one, other)]
     assert (folders[0] / "host/metadata").read_text() == (folders[1] / "host/metadata").read_text()
-    for name in ("state", "reference", "replay", "queue"):
+    for name in ("state", "reference", "replay", "queue", "partial"):
         if (folders[0] / name).is_dir():
             assert_same_tree(*(read(folder / name) for folder in folders))
     assert_same_tree(*(load_file(run / "hf/model.safetensors") for run in (one, other)))
