@@ -9,7 +9,7 @@ data: made by the package reasoning-gym (arXiv 2505.24760) as the run starts; it
 | argument | H100s | GB on each | status | published |
 |---|---|---|---|---|
 | qwen3-0.6b | 1 | 26 to 57 | planned | none |
-| qwen3-1.7b | 1 | 41 to 72 | planned | 0.45 -> 0.67 in 20 steps, 0.75 in 60, on rows of its own (kvfrans/lmpo, README) |
+| qwen3-1.7b | 1 | 41 to 72 | planned | 0.45 -> 0.67 in 20 steps, 0.75 in 60, on its own rows (kvfrans/lmpo, README) |
 | qwen3-8b | 1 | 46 to 66 | planned | none |
 | qwen3-8b,full | 8 | 16 to 26 | planned | none |
 """
