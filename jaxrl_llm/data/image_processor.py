@@ -29,6 +29,7 @@ class ImageProcessor:
     image_id: int  # token of one embedding of an image
     special_ids: frozenset[int]  # tokens that only images bring; none is ever learned
     expand: Callable[[int, int], str]  # height and width of an image -> the text in place of its placeholder
+    tile_count: Callable[[int, int], int]  # height and width of an image -> its tiles
     tiles: "Callable[[Image], np.ndarray]"  # an RGB image -> normalised pixels [tiles, H, W, C], fp32
     tile_size: tuple[int, int]  # H, W
 
@@ -102,17 +103,20 @@ def _idefics3(folder: Path, config: dict[str, Any], tokenizer: Any, smolvlm: boo
 
     def tiles(image: "Image") -> np.ndarray:
         pixels = processor(images=[[image]], do_pad=False, return_tensors="np")["pixel_values"][0]
-        rows, columns = grid(image.height, image.width)
-        if len(pixels) != rows * columns + 1:
+        if len(pixels) != (count := tile_count(image.height, image.width)):
             raise ConfigError(
                 f"an image of {image.width} x {image.height} pixels has {len(pixels)} tiles and tokens for "
-                f"{rows * columns + 1}: this version of transformers cuts images in another way than its text says"
+                f"{count}: this version of transformers cuts images in another way than its text says"
             )
         return np.moveaxis(np.asarray(pixels, np.float32), 1, -1)
 
+    def tile_count(height: int, width: int) -> int:
+        rows, columns = grid(height, width)
+        return rows * columns + 1
+
     tags = [f"<row_{row}_col_{column}>" for row in range(1, 7) for column in range(1, 7)]
     ids = _token_ids(tokenizer, (fake, token, whole, *tags), required=3)
-    return ImageProcessor(token, ids[1], frozenset(ids), expand, tiles, (edge, edge))
+    return ImageProcessor(token, ids[1], frozenset(ids), expand, tile_count, tiles, (edge, edge))
 
 
 def _gemma3(folder: Path, config: dict[str, Any], tokenizer: Any) -> ImageProcessor:
@@ -131,7 +135,9 @@ def _gemma3(folder: Path, config: dict[str, Any], tokenizer: Any) -> ImageProces
         return np.moveaxis(np.asarray(pixels, np.float32), 1, -1)
 
     size = (processor.size["height"], processor.size["width"])
-    return ImageProcessor(start, ids[1], frozenset(ids), lambda height, width: text, tiles, size)
+    return ImageProcessor(
+        start, ids[1], frozenset(ids), lambda height, width: text, lambda height, width: 1, tiles, size
+    )
 
 
 # By the model_type of config.json.

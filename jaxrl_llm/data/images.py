@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
 DEEP_MODES = ("I", "F")  # first letters of modes of 16 or 32 bits a channel, which Pillow clips to 8
 URL_SECONDS = 20.0
+THUMBNAIL = 64  # pixels of the longer side of what records show
 PLACEHOLDER = "<image>"  # in the text of verl's rows
 IMAGE_PART = {"type": "image"}
 PAYLOADS = ("image", "image_url", "url", "path", "bytes", "base64")  # keys of a content part that hold its image
@@ -42,22 +43,62 @@ class ImageLimits:
     urls: bool = False  # whether http(s) URLs are fetched
 
 
-def read_image(value: Any, limits: ImageLimits) -> "Image":
+@dataclass(frozen=True)
+class HeldImage:
+    """An image of a row as it is kept between the times that it is read: a file's bytes or path, or a PIL image."""
+
+    held: "bytes | Path | Image"
+    size: tuple[int, int]  # height and width
+    limits: ImageLimits
+
+    @classmethod
+    def of(cls, value: Any, limits: ImageLimits, folder: Path | None = None) -> "HeldImage":
+        """The image of a column or a content part, after it was read once; raises ConfigError as `read_image`."""
+        name, held = _held(value, limits, folder)
+        image = _decoded(name, held, limits)
+        return cls(held, (image.height, image.width), limits)
+
+    def read(self) -> "Image":
+        """The image in RGB; raises ConfigError where its file is no longer what it was."""
+        name = f"the image {self.held}" if isinstance(self.held, Path) else "an image"
+        image = _decoded(name, self.held, self.limits)
+        if (image.height, image.width) != self.size:
+            raise ConfigError(
+                f"{name} had {self.size[1]} x {self.size[0]} pixels when the rows were read, and "
+                f"now has {image.width} x {image.height}; leave the files of a run as they are"
+            )
+        return image
+
+
+def thumbnail(image: "Image") -> str:
+    """The image as a data: URL of a PNG with sides of at most THUMBNAIL pixels and 64 colours, a few kilobytes."""
+    small, file = image.copy(), io.BytesIO()
+    small.thumbnail((THUMBNAIL, THUMBNAIL))
+    small.quantize(64).save(file, "PNG", optimize=True)
+    return f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
+
+
+def read_image(value: Any, limits: ImageLimits, folder: Path | None = None) -> "Image":
     """The image of a column or a content part in RGB, turned as its EXIF orientation says.
 
-    A PIL image, the bytes of a file, a path, a data: URL, an http(s) URL where `limits.urls` allows it, or a dictionary
-    that has one of these under bytes, path, image, image_url, url or base64. Height and width are checked before any
-    pixel is decoded, so a decompression bomb costs its header.
+    A PIL image, the bytes of a file, a path (a relative one starts at `folder`, or else at the working directory), a
+    data: URL, an http(s) URL where `limits.urls` allows it, or a dictionary that has one of these under bytes, path,
+    image, image_url, url or base64. Height and width are checked before any pixel is decoded, so a decompression bomb
+    costs its header.
 
     Raises ConfigError, which names the image: of another type, over a bound, or of bytes that are broken, truncated, of
     no known format, or of 16 or 32 bits a channel.
     """
+    return _decoded(*_held(value, limits, folder), limits)
+
+
+def _decoded(name: str, held: "bytes | Path | Image", limits: ImageLimits) -> "Image":
     from PIL import Image, ImageOps
 
-    if isinstance(value, Image.Image):
-        name, image, turned = f"a PIL image of {value.width} x {value.height} pixels", value, False
+    if isinstance(held, Image.Image):
+        image, turned = held, False
     else:
-        name, data = _file(value, limits)
+        data = held if isinstance(held, bytes) else _file_bytes(name, held, limits)
         try:
             image, turned = Image.open(io.BytesIO(data), formats=FORMATS), True
         except Image.DecompressionBombError as error:
@@ -80,8 +121,12 @@ def read_image(value: Any, limits: ImageLimits) -> "Image":
         raise ConfigError(f"{name} is truncated or broken ({error}); replace the file, or remove the row") from error
 
 
-def _file(value: Any, limits: ImageLimits) -> tuple[str, bytes]:
-    """(name for errors, bytes) of an image that is not decoded; raises ConfigError as `read_image`."""
+def _held(value: Any, limits: ImageLimits, folder: Path | None) -> "tuple[str, bytes | Path | Image]":
+    """(name for errors, the image as a row keeps it until it is read again); raises ConfigError as `read_image`."""
+    from PIL import Image
+
+    if isinstance(value, Image.Image):
+        return f"a PIL image of {value.width} x {value.height} pixels", value
     if isinstance(value, Mapping):
         given = next(
             (value[key] for key in ("bytes", "image", "image_url", "url", "path", "base64") if value.get(key)), 0
@@ -90,9 +135,9 @@ def _file(value: Any, limits: ImageLimits) -> tuple[str, bytes]:
             raise ConfigError(f"an image is a dictionary of {', '.join(value) or 'nothing'}; give its bytes or path")
         if value.get("base64") is given and isinstance(given, str):
             given = f"data:;base64,{given}"
-        return _file(given, limits)
+        return _held(given, limits, folder)
     if isinstance(value, bytes | bytearray | memoryview):
-        return _bounded("an image", bytes(value), limits)
+        return "an image", _bounded("an image", bytes(value), limits)
     if isinstance(value, str) and value[:5].lower() == "data:":
         name, (head, comma, body) = f"the image {value[:40]}...", value[5:].partition(",")
         if not comma:
@@ -102,27 +147,39 @@ def _file(value: Any, limits: ImageLimits) -> tuple[str, bytes]:
             data = base64.b64decode(encoded, validate=True) if head.endswith(";base64") else encoded
         except binascii.Error as error:
             raise ConfigError(f"{name} is no base64 ({error}); write data:image/png;base64,...") from error
-        return _bounded(name, data, limits)
+        return name, _bounded(name, data, limits)
     if isinstance(value, str) and urlsplit(value[:10]).scheme.lower() in ("http", "https"):
         return f"the image {value:.200}", _fetch(value, limits)
     if isinstance(value, str | Path):
         path = Path(str(value).removeprefix("file://")).expanduser()
-        if not path.is_file():
-            raise ConfigError(f"the image {str(value)[:200]!r} is no file here; paths start at the working directory")
-        with path.open("rb") as opened:
-            return _bounded(f"the image {path}", opened.read(limits.bytes + 1), limits)
+        beside = path if folder is None else folder / path
+        found = next((each.absolute() for each in (beside, path) if each.is_file()), None)
+        if found is None:
+            where = "" if folder is None else f"at {folder}, where the data is, or else "
+            raise ConfigError(
+                f"the image {str(value)[:200]!r} is no file here; paths start {where}at the working directory"
+            )
+        return f"the image {found}", found
     raise ConfigError(
         f"an image is {type(value).__name__}; give bytes, a path, a data: URL, a PIL image, or a dictionary with bytes "
         "or path"
     )
 
 
-def _bounded(name: str, data: bytes, limits: ImageLimits) -> tuple[str, bytes]:
+def _file_bytes(name: str, path: Path, limits: ImageLimits) -> bytes:
+    try:
+        with path.open("rb") as opened:
+            return _bounded(name, opened.read(limits.bytes + 1), limits)
+    except OSError as error:
+        raise ConfigError(f"{name} cannot be read ({error.strerror}); restore the file, or remove the row") from error
+
+
+def _bounded(name: str, data: bytes, limits: ImageLimits) -> bytes:
     if len(data) > limits.bytes:
         raise ConfigError(
             f"{name} has more than data.image_bytes={limits.bytes} bytes; compress the image, or raise that"
         )
-    return name, data
+    return data
 
 
 def _fetch(url: str, limits: ImageLimits) -> bytes:
@@ -143,13 +200,17 @@ def _fetch(url: str, limits: ImageLimits) -> bytes:
                     raise ConfigError(f"the image {url:.200} took more than {URL_SECONDS:g} seconds; download it")
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise ConfigError(f"the image {url:.200} cannot be fetched: {type(error).__name__}: {error}") from error
-    return _bounded(f"the image {url:.200}", bytes(data), limits)[1]
+    return _bounded(f"the image {url:.200}", bytes(data), limits)
 
 
 def row_images(
-    example: Mapping[str, Any], columns: Sequence[str], key: str | None, limits: ImageLimits
-) -> tuple[dict[str, Any], list["Image"]]:
-    """(the example with its placeholders as parts, its images in their order).
+    example: Mapping[str, Any],
+    columns: Sequence[str],
+    key: str | None,
+    limits: ImageLimits,
+    folder: Path | None = None,
+) -> tuple[dict[str, Any], list["HeldImage"]]:
+    """(the example with its placeholders as parts, its images in their order); relative paths start at `folder`.
 
     `columns` are those that the row is made of, in the order of its tokens. The column of images is `key`, or else
     `images` or `image`: one, or a list. Placeholders are content parts of type image or image_url, and `<image>` in the
@@ -195,7 +256,7 @@ def row_images(
     images = []
     for index, value in enumerate(values):
         try:
-            images.append(read_image(value, limits))
+            images.append(HeldImage.of(value, limits, folder))
         except ConfigError as error:
             raise ConfigError(f"image {index}: {error}") from error
     return made, images

@@ -20,7 +20,7 @@ def png(color=RED, size=(4, 3), form="PNG"):
 
 
 def colors(images):
-    return [image.getpixel((0, 0)) for image in images]
+    return [image.read().getpixel((0, 0)) for image in images]
 
 
 def user(content):
