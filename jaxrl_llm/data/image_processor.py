@@ -46,7 +46,7 @@ def load(folder: str | Path, tokenizer: Any) -> ImageProcessor | None:
     or a tokenizer without the tokens of images.
     """
     folder = Path(folder)
-    config = _json(folder / "config.json")
+    config = read_json(folder / "config.json")
     model_type = config.get("model_type")
     if model_type in FAMILIES:
         files = ("preprocessor_config.json", "processor_config.json")
@@ -72,7 +72,7 @@ def _idefics3(folder: Path, config: dict[str, Any], tokenizer: Any, smolvlm: boo
     processor: Any = Processor.from_pretrained(folder)
     edge, longest = processor.max_image_size["longest_edge"], processor.size["longest_edge"]
     fake, token, whole = "<fake_token_around_image>", "<image>", "<global-img>"
-    embeddings = _json(folder / "processor_config.json").get("image_seq_len")
+    embeddings = read_json(folder / "processor_config.json").get("image_seq_len")
     if embeddings is None:
         side = config["vision_config"]["image_size"] // config["vision_config"]["patch_size"]
         embeddings = side**2 // config["scale_factor"] ** 2
@@ -124,7 +124,7 @@ def _gemma3(folder: Path, config: dict[str, Any], tokenizer: Any) -> ImageProces
     from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 
     processor: Any = Gemma3ImageProcessorPil.from_pretrained(folder)
-    embeddings = _json(folder / "processor_config.json").get("image_seq_length", config["mm_tokens_per_image"])
+    embeddings = read_json(folder / "processor_config.json").get("image_seq_length", config["mm_tokens_per_image"])
     names = ("<start_of_image>", "<image_soft_token>", "<end_of_image>")
     ids = _token_ids(tokenizer, names, required=3)
     start, token, end = names
@@ -159,7 +159,7 @@ def _token_ids(tokenizer: Any, names: tuple[str, ...], required: int) -> list[in
     return [vocabulary[name] for name in names if name in vocabulary]
 
 
-def _json(file: Path) -> dict[str, Any]:
+def read_json(file: Path) -> dict[str, Any]:
     """The contents of a JSON file; empty where there is none. Raises ConfigError for one that is no JSON object."""
     try:
         made = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}

@@ -92,6 +92,20 @@ class ImageReader:
         folder = getattr(self.tokenizer, "image_folder", None)
         return None if folder is None else image_processor.load(folder, self.tokenizer)
 
+    @functools.cached_property
+    def image_id(self) -> int | None:
+        """The image token of the model, None for one that reads text alone."""
+        folder = getattr(self.tokenizer, "image_folder", None)
+        return None if folder is None else image_processor.read_json(folder / "config.json").get("image_token_id")
+
+    def check_none(self, ids: Sequence[int]) -> None:
+        """Raises ConfigError for image tokens in the ids of a row without images."""
+        if self.image_id is not None and self.image_id in ids:
+            raise ConfigError(
+                f"the row has no images, and its text has {self.tokenizer.convert_ids_to_tokens(self.image_id)}, which "
+                "stands for one: name their column with data.image_key, or remove it from the text"
+            )
+
     def read(self, example: Mapping[str, Any], columns: Sequence[str]) -> tuple[Mapping[str, Any], ImageText | None]:
         """(the example as its text is rendered, its images, None where it has none).
 

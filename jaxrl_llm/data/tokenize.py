@@ -108,9 +108,11 @@ class RowTokenizer:
             return self._token_row(example, None)
         rendered, images = self.images.read(*self._rendered(example))
         row = self._token_row(rendered, images)
-        if images is None:
-            return row
         ids, masks = COLUMNS[self.kind]
+        if images is None:
+            for name in ids:
+                self.images.check_none(row[name])
+            return row
         for name in ids:
             images.check(row[name])
         for name, mask in zip(ids, masks, strict=False):  # prompts have no mask

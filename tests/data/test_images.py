@@ -1,6 +1,8 @@
 import base64
+import http.server
 import io
 import struct
+import threading
 import zlib
 
 import pytest
@@ -49,6 +51,39 @@ def test_every_form_of_an_image_is_read(tmp_path):
     for form in forms:
         image = read_image(form, LIMITS)
         assert (image.mode, image.size, image.getpixel((0, 0))) == ("RGB", (4, 3), RED), form
+
+
+@pytest.fixture
+def address():
+    """An HTTP server on loopback that gives a red image, and behind /moved redirects to it."""
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_response(302 if self.path == "/moved" else 200 if self.path == "/a.png" else 404)
+            self.send_header("Location", "/a.png")
+            self.end_headers()
+            self.wfile.write(png())
+
+        def log_message(self, *_):
+            """Nothing."""
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield "http://{}:{}".format(*server.server_address)
+    server.shutdown()
+    server.server_close()
+
+
+def test_urls_are_fetched_where_they_are_allowed(address):
+    allowed = ImageLimits(urls=True)
+    for path in ("a.png", "moved"):
+        assert read_image(f"{address}/{path}", allowed).getpixel((0, 0)) == RED
+    with pytest.raises(ConfigError, match=r"data\.image_bytes=20"):
+        read_image(f"{address}/a.png", ImageLimits(urls=True, bytes=20))
+    with pytest.raises(ConfigError, match="nowhere cannot be fetched: HTTPStatusError"):
+        read_image(f"{address}/nowhere", allowed)
+    with pytest.raises(ConfigError, match=r"is a URL, and data\.image_urls=False"):
+        read_image(f"{address}/a.png", LIMITS)
 
 
 def test_a_photograph_is_turned_as_its_file_says():

@@ -111,11 +111,25 @@ def test_trls_rows_are_learned(folder, tmp_path, algorithm):
             for image in pictures
         ]
         config = configured(folder, tmp_path / str(id(pictures)), **{"algorithm.name": algorithm, "total_steps": 2})
-        config.optimizer.learning_rate = 1e-2
+        config.optimizer.learning_rate, config.algorithm.beta = 1e-2, 0.1 if algorithm == "preference" else 0.0
         return [step["loss"] for step in jaxrl_llm.train(config, train_dataset=rows).metrics]
 
     losses, others = loss(PICTURES), loss([picture(20, 20, 9)] * 4)
     assert np.isfinite(losses).all() and len(losses) == 2 and losses[1] != others[1]
+
+
+@pytest.mark.slow
+def test_evaluation_sees_the_images(folder, tmp_path):
+    """Of rows in memory; a row is answered right where its image is the one that it was made with."""
+
+    def reward(completions, images, ground_truth, **kwargs):
+        known = [image.tobytes() for image in PICTURES]
+        return [float(sum(image.tobytes() in known for image in own) == int(truth))
+                for own, truth in zip(images, ground_truth, strict=True)]  # fmt: skip
+
+    config = configured(folder, tmp_path, **{"eval.samples": 2, "eval.prompts": 4})
+    metrics = jaxrl_llm.evaluate(config, eval_dataset=verl_rows(), rewards=reward)
+    assert metrics["eval/accuracy"] == 1.0
 
 
 def test_a_text_model_refuses_the_rows_before_it_is_loaded(tmp_path):
