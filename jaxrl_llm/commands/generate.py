@@ -2,6 +2,7 @@
 
     python -m jaxrl_llm generate --model=runs/grpo/hf --prompt="sort:4821="
     python -m jaxrl_llm generate --model=runs/grpo/hf --prompts_file=prompts.jsonl --samples=4
+    python -m jaxrl_llm generate --model=runs/vision/hf --prompt="How many?" --chat --image=circles.png
 
 One completion is printed as it is; several as JSON, one object {"prompt", "completion"} a line. To talk to a model, see
 `python -m jaxrl_llm chat`.
@@ -20,9 +21,12 @@ from jaxrl_llm.config.checks import check_structured
 from jaxrl_llm.config.checks import logit_bias as read_logit_bias
 from jaxrl_llm.config.flags import load_options
 from jaxrl_llm.config.schema import Setting
-from jaxrl_llm.data import sources
+from jaxrl_llm.data import Row, sources
 from jaxrl_llm.data.collate import pad_prompts
+from jaxrl_llm.data.image_rows import ImageReader
+from jaxrl_llm.data.images import HeldImage, ImageLimits
 from jaxrl_llm.data.templates import Prompt, decode_completion, is_conversational, render_prompt
+from jaxrl_llm.data.tokenize import PIXELS
 from jaxrl_llm.distributed import processes
 from jaxrl_llm.distributed.compilation_cache import keep_compiled
 from jaxrl_llm.distributed.sharding import make_mesh, row_shards, rows_to_global
@@ -32,6 +36,7 @@ from jaxrl_llm.rollout.engine import Engine
 from jaxrl_llm.rollout.grammar import build_grammar
 from jaxrl_llm.rollout.sampling import SamplingParams
 from jaxrl_llm.training.evaluation.run import full_batches
+from jaxrl_llm.training.images import IMAGES, prompt_images
 from jaxrl_llm.training.logging.console import stderr_console, waiting
 from jaxrl_llm.training.setup.specs import WIDTH_MULTIPLE, eos_ids
 
@@ -73,6 +78,9 @@ FLAGS = (
     *MODEL,
     Setting("prompt", "", "Text to continue."),
     Setting("prompts_file", "", "Prompts: .txt with one a line, or .jsonl, .json, .csv, .parquet with `prompt`."),
+    Setting(
+        "image", (), "Images of the prompt, files; `<image>` in it says where. Files of prompts have a column images."
+    ),
     Setting("chat", False, "Send each text as a user's message, in the model's chat template.", bool),
     *SAMPLING,
     SAMPLES,
@@ -103,27 +111,31 @@ def generate(
     structured_choice: Sequence[str] = (),
     structured_json: str = "",
     structured_grammar: str = "",
+    images: Sequence[Any] | None = None,
 ) -> list[str] | list[list[str]]:
     """The completion of each prompt, as text: one a prompt, or a list of `samples` of them when samples > 1.
 
     A prompt is text, or a list of messages, which the tokenizer's chat template renders; the completion is then the
     assistant's message. Special tokens are left out. temperature 0 is greedy. A completion ends with an end-of-text
-    token or after max_new_tokens; docs/sampling.md explains the other settings. Completion i of all draws from
-    `fold_in(key(seed), i)`: the same arguments give the same texts. In a run of several processes all pass the same
-    prompts, share the work and get all texts.
+    token or after max_new_tokens; docs/sampling.md explains the other settings. `images` has those of each prompt, a
+    list of paths, bytes or PIL images, as rows of data do (docs/vision.md); messages may have them in their parts.
+    Completion i of all draws from `fold_in(key(seed), i)`: the same arguments give the same texts. In a run of several
+    processes all pass the same prompts, share the work and get all texts.
 
     Raises ConfigError: no list of prompts, settings out of range or against each other, or a model without tokenizer.
     """
     values = dict(locals())
     for setting in (*SAMPLING, SAMPLES):
         setting.check(values[setting.name])
-    ids = prompt_ids(model, prompts)
-    if not ids:
+    rows = prompt_rows(model, prompts, images)
+    if not rows:
         return []
+    ids = [row["prompt_ids"] for row in rows]
     engine = engine_of(model, values, samples)
     longest = max(map(len, ids))
     check_positions(model, longest + max_new_tokens, f"{longest} of a prompt, and max_new_tokens = {max_new_tokens}")
-    texts = [str(decode_completion(model.tokenizer, row, False)) for row in sample_ids(model, engine, ids, seed)]
+    sampled = sample_ids(model, engine, ids, seed, tiles=[row.get(PIXELS) for row in rows])
+    texts = [str(decode_completion(model.tokenizer, row, False)) for row in sampled]
     return texts if samples == 1 else [texts[i : i + samples] for i in range(0, len(texts), samples)]
 
 
@@ -157,33 +169,64 @@ def engine_of(model: Model, values: Mapping[str, Any], samples: int = 1) -> Engi
 
 def prompt_ids(model: Model, prompts: Any) -> list[list[int]]:
     """The token ids of each prompt; raises ConfigError for a model without tokenizer and an empty prompt."""
+    return [row["prompt_ids"] for row in prompt_rows(model, prompts)]
+
+
+def prompt_rows(model: Model, prompts: Any, images: Sequence[Any] | None = None) -> list[Row]:
+    """The `prompt_ids` of each prompt and, where it has images, its tiles `pixels`.
+
+    Raises ConfigError: a model without tokenizer, an empty prompt, or images that it cannot be given.
+    """
     if model.tokenizer is None:
         raise ConfigError(
             f"the model {model.path} has no tokenizer, so it cannot read text; add its files to the folder"
         )
     if isinstance(prompts, str) or is_conversational(prompts):
         raise ConfigError("prompts is one prompt; it takes a list of them: generate(model, [prompt])")
-    ids = [render_prompt(model.tokenizer, prompt) for prompt in prompts]
-    if [] in ids:
-        raise ConfigError(f"prompt {ids.index([])} has no tokens; a completion needs something to continue")
-    return ids
+    if images is not None and len(images) != len(prompts):
+        raise ConfigError(f"images has {len(images)} entries for {len(prompts)} prompts; give a list for each")
+    reader, rows = ImageReader(model.tokenizer), []
+    for number, prompt in enumerate(prompts):
+        given = {} if images is None or not images[number] else {IMAGES: images[number]}
+        rendered, found = reader.read({"prompt": prompt, **given}, ("prompt",))
+        ids = render_prompt(model.tokenizer, rendered["prompt"], expand=None if found is None else found.expand)
+        if not ids:
+            raise ConfigError(f"prompt {number} has no tokens; a completion needs something to continue")
+        if found is not None:
+            found.check(ids)
+        rows.append({"prompt_ids": ids} | ({} if found is None else {PIXELS: found.tiles}))
+    return rows
 
 
 def sample_ids(
-    model: Model, engine: Engine, ids: list[list[int]], seed: int, width: int = 0, first_row: int = 0
+    model: Model,
+    engine: Engine,
+    ids: list[list[int]],
+    seed: int,
+    width: int = 0,
+    first_row: int = 0,
+    tiles: Sequence[Any] | None = None,
 ) -> list[list[int]]:
-    """The completion ids of each row, `engine.group_size` rows a prompt.
+    """The completion ids of each row, `engine.group_size` rows a prompt; `tiles` are of the images of each prompt.
 
     Prompts are padded to `width`, without it to the longest; row i draws from `fold_in(key(seed), first_row + i)`.
     """
     mesh = model.mesh or make_mesh(devices=jax.devices()[:1])
     width = width or -(-max(map(len, ids)) // WIDTH_MULTIPLE) * WIDTH_MULTIPLE
     completions = []
+    examples = [
+        {"prompt_ids": own, PIXELS: of_row} for own, of_row in zip(ids, tiles or [None] * len(ids), strict=True)
+    ]
     with jax.set_mesh(mesh):
-        for start, count, batch in full_batches(ids, ROWS_AT_ONCE // engine.group_size, row_shards(mesh)):
-            prompts, segments = rows_to_global(pad_prompts(batch, width), mesh)
+        for start, count, batch in full_batches(examples, ROWS_AT_ONCE // engine.group_size, row_shards(mesh)):
+            padded = pad_prompts([example["prompt_ids"] for example in batch], width)
+            prompts, segments = rows_to_global(padded, mesh)
+            images = prompt_images(batch, model.net.config.vision) if tiles is not None else None
+            images = None if images is None else rows_to_global(images, mesh)
             first = first_row + start * engine.group_size
-            rollout = engine.generate(model.params, prompts, segments, jax.random.key(seed), first_row=first)
+            rollout = engine.generate(
+                model.params, prompts, segments, jax.random.key(seed), first_row=first, images=images
+            )
             tokens, lengths = multihost_utils.process_allgather((rollout.tokens, rollout.lengths), tiled=True)
             rows = range(count * engine.group_size)
             completions += [tokens[row, width : width + lengths[row]].tolist() for row in rows]
@@ -215,6 +258,26 @@ def read_prompts(prompt: str, file: str, chat: bool) -> list[Any]:
     return [[{"role": "user", "content": p}] if chat and isinstance(p, str) else p for p in prompts]
 
 
+def read_images(given: Sequence[str], file: str) -> list[Any] | None:
+    """The images of the prompts of the command line: `given` are those of the one prompt, a file has a column of them.
+
+    Raises ConfigError for both. Paths in a file start beside it.
+    """
+    if not file:
+        return [list(given)] if given else None
+    path = Path(file).expanduser()
+    if given:
+        raise ConfigError("--image is of --prompt; a file of prompts has a column images")
+    if path.suffix == ".txt":
+        return None
+    rows = sources.load(path)
+    if IMAGES not in (rows.column_names or []):
+        return None
+    limits = ImageLimits()
+    listed = [own if isinstance(own, list) else [own] if own is not None else [] for own in rows[IMAGES]]
+    return [[HeldImage.of(value, limits, path.parent).held for value in own] for own in listed]
+
+
 def main(argv: list[str]) -> None:
     """The command line: see `--help`."""
     for argument in argv:
@@ -226,10 +289,12 @@ def main(argv: list[str]) -> None:
     if not options["model"]:
         raise ConfigError("--model is missing; write --model=PATH, such as embedded:sort or RUN/hf")
     prompts = read_prompts(options["prompt"], options["prompts_file"], options["chat"])
+    images = read_images(options["image"], options["prompts_file"])
     with waiting(f"loading {options['model']}", stderr_console(), lines=False):
         model = load_model(options["model"], options["dtype"], mesh=make_mesh(tensor=options["tensor"]))
     with waiting("sampling; the first time its programs are compiled", stderr_console(), lines=False):
-        completions = generate(model, prompts, **{flag.name: options[flag.name] for flag in (*SAMPLING, SAMPLES)})
+        settings = {flag.name: options[flag.name] for flag in (*SAMPLING, SAMPLES)}
+        completions = generate(model, prompts, **settings, images=images)
     if jax.process_index() > 0:
         return
     if len(completions) == 1 and isinstance(completions[0], str):

@@ -64,7 +64,7 @@ def report(
     """The lines on some sources: of each its first examples, then its statistics."""
     lines: list[str] = []
     for source in sources:
-        tokenize = loading.row_tokenizer(spec, kind, tokenizer)
+        tokenize = loading.row_tokenizer(spec, kind, tokenizer, source.folder)
         stops = tokenize.overlong == "error"
         if stops:  # a preview counts what training would stop at
             tokenize.overlong = "filter"

@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,6 +22,8 @@ from jaxrl_llm.config.resolve import ConfigError, closest, split_options
 from jaxrl_llm.config.user_code import contained
 from jaxrl_llm.data import Row, cache, sources, tasks
 from jaxrl_llm.data.formats.lookup import Example, FactoryOptions, Format, code_of, find, fitting
+from jaxrl_llm.data.image_rows import ImageReader
+from jaxrl_llm.data.images import ImageLimits
 from jaxrl_llm.data.pipeline import Stream, StreamSource
 from jaxrl_llm.data.templates import is_conversational
 from jaxrl_llm.data.tokenize import PIXELS, RowTokenizer, split_pair
@@ -55,6 +58,8 @@ class DataSpec:
     completion_key: str
     label_key: str
     system_prompt: str | None
+    image_key: str
+    image_limits: ImageLimits  # data.image_pixels, image_bytes, images_per_row, image_urls
     template_kwargs: Mapping[str, Any]  # data.chat_template_kwargs
     overlong: str
     loss_on: str
@@ -79,6 +84,7 @@ class DataSource(NamedTuple):
     format_key: Any  # identifies the format, its options, and the kind
     code: bytes | None  # of a format of the user's own; None where it cannot be found
     weight: float | None  # share of the rows; None: all of them once in an epoch
+    folder: Path | None = None  # of its files, where relative paths of images start
 
 
 class Tokenized(NamedTuple):
@@ -198,7 +204,8 @@ def _open(entry: Mapping[str, Any], spec: DataSpec, held_out: bool, purpose: str
         format_spec if isinstance(format_spec, str | Mapping) else repr(format_spec),
         options, spec.kind, names, spec.system_prompt, spec.settings if code_of(format_spec, spec.kind) else {},
     )  # fmt: skip
-    return DataSource(name, rows, form, format_key, code_of(format_spec, spec.kind), entry.get("weight"))
+    code = code_of(format_spec, spec.kind)
+    return DataSource(name, rows, form, format_key, code, entry.get("weight"), sources.folder_of(path))
 
 
 def _adapted(form: Format, names: Mapping[str, str], system_prompt: str | None) -> Format:
@@ -267,8 +274,8 @@ def formatted(form: Format, row: Mapping[str, Any], kind: str) -> list[Example]:
     return [{**example, "prompt": prompt, "completion": c, "label": i == 0} for i, c in enumerate(completions)]
 
 
-def row_tokenizer(spec: DataSpec, kind: str, tokenizer: Any) -> RowTokenizer:
-    """The tokenisation of examples of a kind under the limits and options of `spec`."""
+def row_tokenizer(spec: DataSpec, kind: str, tokenizer: Any, folder: Path | None = None) -> RowTokenizer:
+    """The tokenisation of examples of a kind under the limits and options of `spec`; images lie in `folder`."""
     return RowTokenizer(
         kind,
         tokenizer,
@@ -276,6 +283,7 @@ def row_tokenizer(spec: DataSpec, kind: str, tokenizer: Any) -> RowTokenizer:
         overlong=spec.overlong,
         loss_on=spec.loss_on,
         template_kwargs=spec.template_kwargs,
+        images=ImageReader(tokenizer, spec.image_key, spec.image_limits, folder),
     )
 
 
@@ -313,7 +321,7 @@ def tokenized(spec: DataSpec, opened: Sequence[DataSource], kind: str, tokenizer
     rows: list[Row] = []
     counts, reports = [], []
     for source in opened:
-        tokenize = row_tokenizer(spec, kind, tokenizer)
+        tokenize = row_tokenizer(spec, kind, tokenizer, source.folder)
         generated = not source.name or source.name.startswith("task:")
         folder = "none" if generated and spec.cache == "auto" else spec.cache
         file = cache.file_of(folder, source.rows, source.format_key, source.code, tokenize)
@@ -358,7 +366,7 @@ def stream(
     """The pipeline that reads the sources as it goes; `wrap` makes of each token row what a batch holds."""
 
     def converter(source: DataSource) -> Callable[[Mapping[str, Any]], list[Any]]:
-        tokenize = row_tokenizer(spec, kind, tokenizer)
+        tokenize = row_tokenizer(spec, kind, tokenizer, source.folder)
         tokenize.measure = False  # the lengths of an endless stream would fill the memory
 
         def convert(row: Mapping[str, Any]) -> list[Any]:

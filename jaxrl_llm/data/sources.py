@@ -72,11 +72,51 @@ def load(
         rows, shown = path, "the data set"
     else:
         rows, shown = _from_list(path), "the list"
+    rows = _undecoded(rows)
     if is_stream(rows):
         return rows
     if len(rows) == 0:
         raise ConfigError(f"{shown} has no rows in split {split!r}; choose another split or check how it was made")
     return rows.to_iterable_dataset() if streaming else rows
+
+
+def folder_of(path: Any) -> Path | None:
+    """The folder of files here that `path` names, None for other data."""
+    first = path[0] if isinstance(path, list | tuple) and path else path
+    if (
+        not isinstance(first, str | Path)
+        or "://" in str(first)
+        or str(first).startswith("task:")
+        or ".py:" in str(first)
+    ):
+        return None
+    local = Path(str(first).partition("*")[0] if "*" in str(first) else first).expanduser()
+    if local.is_dir():
+        return local
+    return local.parent if local.is_file() or "*" in str(first) else None
+
+
+def _undecoded(rows: Any) -> Any:
+    """The rows with images as the bytes or paths of their files: they are read within bounds, when they are needed."""
+    if not (is_table(rows) or is_stream(rows)) or rows.features is None:
+        return rows
+    import datasets
+
+    def plain(feature: Any) -> Any:
+        if isinstance(feature, datasets.Image):
+            return datasets.Image(mode=feature.mode, decode=False)
+        if isinstance(feature, dict):
+            return {name: plain(each) for name, each in feature.items()}
+        if isinstance(feature, datasets.List):
+            return datasets.List(plain(feature.feature), length=feature.length)
+        if isinstance(feature, datasets.LargeList):
+            return datasets.LargeList(plain(feature.feature))
+        return feature
+
+    for name, feature in rows.features.items():
+        if (undecoded := plain(feature)) != feature:
+            rows = rows.cast_column(name, undecoded)
+    return rows
 
 
 def is_table(rows: object) -> "TypeIs[datasets.Dataset]":

@@ -5,7 +5,7 @@ always tokenised without adding more; plain text gets the special tokens that th
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jaxrl_llm.config.resolve import ConfigError
@@ -26,6 +26,7 @@ def render_prompt(
     prompt: Prompt,
     tools: list[Any] | None = None,
     template_kwargs: Mapping[str, Any] | None = None,
+    expand: Callable[[str], str] | None = None,
 ) -> list[int]:
     """The token ids that a completion of `prompt` follows.
 
@@ -37,7 +38,7 @@ def render_prompt(
     """
     if isinstance(prompt, str):
         return plain_ids(tokenizer, prompt)
-    return chat_ids(tokenizer, render_chat(tokenizer, prompt, True, tools, template_kwargs))
+    return chat_ids(tokenizer, render_chat(tokenizer, prompt, True, tools, template_kwargs, expand))
 
 
 def plain_ids(tokenizer: Any, text: str) -> list[int]:
@@ -75,8 +76,9 @@ def render_chat(
     add_generation_prompt: bool,
     tools: list[Any] | None = None,
     template_kwargs: Mapping[str, Any] | None = None,
+    expand: Callable[[str], str] | None = None,
 ) -> str:
-    """The text of `messages` in the tokenizer's chat template.
+    """The text of `messages` in the tokenizer's chat template, after `expand`, which writes the tokens of images.
 
     With `add_generation_prompt` the text ends where the assistant goes on: after the opening of a new turn, or inside
     the last message when that is the assistant's.
@@ -96,8 +98,15 @@ def render_chat(
     continued = add_generation_prompt and messages[-1]["role"] == "assistant"
     # Arrow storage gives every message the keys of all others, set to None, and templates test for the key alone.
     present = [{k: v for k, v in message.items() if v is not None or k == "content"} for message in messages]
+    if _reads_parts_alone(tokenizer):
+        present = [
+            {**message, "content": [{"type": "text", "text": message["content"]}]}
+            if isinstance(message["content"], str)
+            else message
+            for message in present
+        ]
     try:
-        return tokenizer.apply_chat_template(
+        text = tokenizer.apply_chat_template(
             present,
             tools=tools,
             tokenize=False,
@@ -107,6 +116,26 @@ def render_chat(
         )
     except Exception as error:
         raise ConfigError(f"the chat template refused the messages {messages!r:.200}: {error}") from error
+    return text if expand is None else expand(text)
+
+
+def _reads_parts_alone(tokenizer: Any) -> bool:
+    """True for a chat template that loses a content which is text, as those of some models with images do."""
+    template = str(tokenizer.chat_template)
+    if template not in _PARTS_ALONE:
+        word = "probe"
+        try:
+            found = [
+                word in tokenizer.apply_chat_template([{"role": "user", "content": content}], tokenize=False)
+                for content in (word, [{"type": "text", "text": word}])
+            ]
+        except Exception:  # a template may ask for more than a message
+            found = [True]
+        _PARTS_ALONE[template] = found == [False, True]
+    return _PARTS_ALONE[template]
+
+
+_PARTS_ALONE: dict[str, bool] = {}  # by chat template
 
 
 def template_options(row: Mapping[str, Any], template_kwargs: Mapping[str, Any] | None = None) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from typing import Any
 
 from jaxrl_llm.config.resolve import ConfigError
 from jaxrl_llm.data import Row
+from jaxrl_llm.data.image_rows import ImageReader, ImageText, Tiles
 from jaxrl_llm.data.templates import (
     chat_ids,
     is_conversational,
@@ -29,7 +30,7 @@ TRUNCATE: dict[str, Callable[[Ids, int], Ids]] = {
     "truncate_right": lambda ids, length: ids[:length],
     "truncate_middle": lambda ids, length: ids[: length // 2] + ids[len(ids) - (length - length // 2) :],
 }
-PIXELS = "pixels"  # the tiles [tiles,H,W,C] of an example, float32, as the model's image processor makes them
+PIXELS = "pixels"  # the tiles [tiles,H,W,C] of an example, fp32, as the image processor makes them; or `Tiles` of them
 TEXTS = ("prompt", "completion", "messages", "text", "chosen", "rejected")  # columns that a row is made of
 HOPELESS = 100_000  # letters from which on a text may be too long to be tokenised at all
 OVERLONG = ("error", "filter", *TRUNCATE)
@@ -58,7 +59,9 @@ class RowTokenizer:
     start ("truncate_right") or both halves ("truncate_middle"); a pair is dropped when either of its rows is. A row
     without a learned token is dropped. With `loss_on="completion"` the tokens of completions, of all turns of the
     assistant or of plain text are learned; with "last_turn" the last of those turns; with "all" every token. The
-    columns `tools` and `chat_template_kwargs` of an example go to the chat template.
+    columns `tools` and `chat_template_kwargs` of an example go to the chat template. With `images` the text has the
+    tokens of an example's images, which are in no mask, and the row has their tiles; it is dropped where it would be
+    truncated inside its images.
 
     Raises ConfigError: an unknown `overlong` or `loss_on`.
     """
@@ -70,10 +73,12 @@ class RowTokenizer:
     loss_on: str = "completion"
     prompt_key: str = "prompt"
     template_kwargs: Mapping[str, Any] | None = None
+    images: ImageReader | None = None
     measure: bool = True  # keep the lengths
     read: int = 0
     long: int = 0  # longer than the limit
     unlearnable: int = 0  # dropped, as no learned token is left
+    split_images: int = 0  # dropped, as images would have been truncated
     lengths: list[int] = field(default_factory=list)  # tokens of all examples, before any is truncated
     _longest: int | None = None  # letters of the longest token
 
@@ -90,17 +95,48 @@ class RowTokenizer:
     def token_row(self, example: Mapping[str, Any]) -> Row | None:
         """The token row of an example, of any length; it counts nothing, so threads may share this.
 
-        It has the example's `pixels`, if that has any. None for a text so long that tokenising it, which may take
-        minutes, can give nothing but a row over the limit.
-        Raises ConfigError: a column is missing or of another type, or the chat template refuses the messages.
+        It has the example's `pixels`, or the tiles of its images, if that has any. None for a text so long that
+        tokenising it, which may take minutes, can give nothing but a row over the limit.
+        Raises ConfigError: a column is missing or of another type, the chat template refuses the messages, or an image
+        cannot be read.
         """
         if self.overlong in ("error", "filter") and self._is_hopeless(example):
             return None
-        row = self._token_row(example)
-        return {**row, PIXELS: example[PIXELS]} if PIXELS in example else row
+        if PIXELS in example:
+            return {**self._token_row(example, None), PIXELS: example[PIXELS]}
+        if self.images is None:
+            return self._token_row(example, None)
+        rendered, images = self.images.read(*self._rendered(example))
+        row = self._token_row(rendered, images)
+        ids, masks = COLUMNS[self.kind]
+        if images is None:
+            for name in ids:
+                self.images.check_none(row[name])
+            return row
+        for name in ids:
+            images.check(row[name])
+        for name, mask in zip(ids, masks, strict=False):  # prompts have no mask
+            special = images.tiles.processor.special_ids
+            row[mask] = [0 if token in special else on for token, on in zip(row[name], row[mask], strict=True)]
+        # The prompt of a conversation holds its images as parts; that which is text stays as the data has it.
+        prompt = example[self.prompt_key] if self.kind == "prompts" else None
+        return {**row, **({"prompt": prompt} if isinstance(prompt, str) else {}), PIXELS: images.tiles}
 
-    def _token_row(self, example: Mapping[str, Any]) -> Row:
+    def _rendered(self, example: Mapping[str, Any]) -> tuple[Mapping[str, Any], tuple[str, ...]]:
+        """The example, and those of its columns that a row is made of, as far as they may have images."""
+        if self.kind == "prompts":
+            return example, (self.prompt_key,)
+        if self.kind == "pairs" and example.get("chosen") is not None and example.get("rejected") is not None:
+            prompt, chosen, rejected = split_pair(example)
+            return {**example, "prompt": prompt, "chosen": chosen, "rejected": rejected}, ("prompt",)
+        if example.get("messages") is not None and self.kind == "completions":
+            return example, ("messages",)
+        return example, ("text",) if example.get("prompt") is None else ("prompt", "completion")
+
+    def _token_row(self, example: Mapping[str, Any], images: ImageText | None) -> Row:
         tokenizer, options = self.tokenizer, template_options(example, self.template_kwargs)
+        if images is not None:
+            options["expand"] = images.expand
         if self.kind == "completions":
             ids, mask = completion_row(example, tokenizer, options, self.loss_on == "last_turn")
             return {"ids": ids, "mask": [1] * len(ids) if self.loss_on == "all" else mask}
@@ -171,8 +207,16 @@ class RowTokenizer:
             if self.overlong == "filter":
                 return None
             truncate = TRUNCATE[self.overlong]
-            for name in (*ids, *masks):
-                row[name] = truncate(row[name], self.limit) if len(row[name]) > self.limit else row[name]
+            shorter = {
+                name: truncate(row[name], self.limit) if len(row[name]) > self.limit else row[name]
+                for name in (*ids, *masks)
+            }
+            if isinstance(tiles := row.get(PIXELS), Tiles):
+                special = tiles.processor.special_ids
+                if any(_count(special, shorter[name]) != _count(special, row[name]) for name in ids):
+                    self.split_images += 1
+                    return None
+            row |= shorter
         for name in masks:
             # Nothing predicts the first token, whatever is left of the row.
             row[name] = [0, *row[name][1:]] if row[name] else row[name]
@@ -187,6 +231,8 @@ class RowTokenizer:
         overlong = f"{noun}more than {self.limit} tokens"
         if not kept:
             reasons = [f"{self.long} had {overlong}"] if self.long else []
+            if self.split_images:
+                reasons.append(f"{self.split_images} of these would have been truncated inside their images")
             if self.unlearnable:
                 reasons.append(
                     f"{self.unlearnable} have no token to learn, as no turn of the assistant is left in them"
@@ -195,9 +241,11 @@ class RowTokenizer:
             raise ConfigError(f"no row is left to train on ({words}); check the data and the length limit")
         if self.unlearnable:
             log.warning("dropped %d rows in which no token is learned", self.unlearnable)
-        if self.long:
+        if self.split_images:
+            log.warning("dropped %d rows with %s, as images are not truncated", self.split_images, overlong)
+        if self.long > self.split_images:
             verb = "dropped" if self.overlong == "filter" else "truncated"
-            log.warning("%s %d rows with %s", verb, self.long, overlong)
+            log.warning("%s %d rows with %s", verb, self.long - self.split_images, overlong)
 
 
 def completion_row(
@@ -291,6 +339,10 @@ def conversation(
         done = answered
     rest = chat_ids(tokenizer, rendered[len(done) :])
     return ids + rest, mask + [0] * len(rest)
+
+
+def _count(special: frozenset[int], ids: Ids) -> int:
+    return sum(token in special for token in ids)
 
 
 def _size(text: Any) -> int:

@@ -31,6 +31,7 @@ EXPORTED = (
     "LICENSE*", "curves.svg", "*.vocab", "*.codes", "*.bpe", "*.spm", "*.dict",
 )  # fmt: skip
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 TEMPLATES = "additional_chat_templates"  # the one folder that a tokenizer writes
 
 
@@ -40,7 +41,8 @@ def locate(
     """The folder of a model: `embedded:<name>` (comes with the package), a local folder, or a Hugging Face hub id.
 
     A hub id (`Qwen/Qwen3-0.6B`) is downloaded once, of a `revision` (branch, tag or commit) if one is named: only json,
-    safetensors and tokenizer files, and pickles if allowed; with `config_only` its config.json alone. Raises
+    safetensors and tokenizer files, and pickles if allowed; with `config_only` its config.json and the settings of its
+    image processor alone. Raises
     ConfigError when there is no such model, and for the revision of a folder.
     """
     name = os.fspath(path)
@@ -61,7 +63,7 @@ def locate(
             "`embedded:<name>`."
         )
     if config_only:
-        return _download(name, ["config.json"], revision)
+        return _download(name, ["config.json", *PROCESSOR_FILES], revision)
     return _download(name, [*DOWNLOADED, "pytorch_model*.bin"] if allow_pickle else DOWNLOADED, revision)
 
 
@@ -101,6 +103,14 @@ def read_config(folder: str | os.PathLike[str], entries: Mapping[str, Any] | Non
 def has_tokenizer(folder: str | os.PathLike[str]) -> bool:
     """True when the folder has tokenizer files."""
     return any((Path(folder) / name).is_file() for name in TOKENIZER_FILES)
+
+
+def remember_images(tokenizer: Any, folder: str | os.PathLike[str]) -> None:
+    """Sets `tokenizer.image_folder`: the folder of the model, if that reads images, and so knows how they are tokens.
+
+    The texts that a tokenizer gets are made by `data/image_rows.py`, which reads it.
+    """
+    tokenizer.image_folder = Path(folder) if "vision_config" in read_config(folder) else None
 
 
 def load_tokenizer(folder: str | os.PathLike[str], trust_remote_code: bool = False):
@@ -234,6 +244,12 @@ def save(
                 safetensors.write_json(partial / "generation_config.json", generation)
             if tokenizer is not None:
                 tokenizer.save_pretrained(os.fspath(partial))
+                # What says how images become tokens goes where the tokenizer goes.
+                source = getattr(tokenizer, "image_folder", None)
+                if source is not None and net.config.vision is not None:
+                    for file in (source / name for name in PROCESSOR_FILES):
+                        if file.is_file():
+                            shutil.copyfile(file, partial / file.name)
 
 
 def _exported_config(net: Net, family, hf_config: dict[str, Any] | None, dtype: str | None) -> dict[str, Any]:

@@ -131,6 +131,7 @@ def describe(
     generation = read_json(folder / "generation_config.json")
     if tokenizer is not None:
         check_ids(tokenizer, net.config.vocab_size, generation, os.fspath(path))
+        hf.remember_images(tokenizer, folder)
     return Model(net, net.shapes(), tokenizer, hf.read_config(folder, entries), generation, os.fspath(path))
 
 

@@ -269,6 +269,7 @@ class Answer:
             request = RowRequest(
                 choice.prompt, asked.limits[prompt], asked.sampling, asked.ends, seed, choice.index,
                 asked.logprobs or 0, scored, grammar, asked.model if asked.model in server.queue.adapters else "",
+                asked.tiles,
             )  # fmt: skip
             choice.handle = Handle(request, functools.partial(deliver, choice))
         self.going = set(self.choices)

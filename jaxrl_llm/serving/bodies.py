@@ -15,6 +15,7 @@ from typing import Any
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.config.resolve import closest
 from jaxrl_llm.config.schema import Setting
+from jaxrl_llm.data.image_rows import ImageReader, Tiles
 from jaxrl_llm.data.templates import is_conversational, render_prompt
 from jaxrl_llm.rollout.constraints import bad_word_ids
 from jaxrl_llm.rollout.sampling import SamplingParams
@@ -99,6 +100,7 @@ class Asked:
     echo: bool = False  # the prompt stands before its completion
     prompt_logprobs: int | None = None  # so many likeliest tokens at each place of the prompt
     guide: tuple[str, str] | None = None  # a grammar that the answer follows (guides.py), and the field that asked
+    tiles: Tiles | None = None  # of the images of the one prompt of a chat
 
 
 def parse_json(data: bytes) -> dict[str, Any]:
@@ -127,6 +129,7 @@ def parse(
     longest: the most tokens of a prompt and its completion; vocabulary: token ids are below it. `render(prompt, tools,
     options)` makes token ids of a text, or of messages, in place of `render_prompt`.
     """
+    sees = render is None and getattr(tokenizer, "image_folder", None) is not None  # sessions keep text alone
     render = render or functools.partial(render_prompt, tokenizer)
     known = COMMON | (CHAT if chat else TEXT)
     for name, value in body.items():
@@ -168,10 +171,11 @@ def parse(
             param="stop_token_ids",
         )
     tools: list[dict[str, Any]] = []
-    prompt_logprobs = None
+    prompt_logprobs = tiles = None
     if chat:
         tools = _callable_tools(body)
-        prompts = [_chat_prompt(body, tokenizer, render)]
+        prompt, tiles = _chat_prompt(body, tokenizer, render, sees)
+        prompts = [prompt]
         logprobs = _top_logprobs(body)
     else:
         prompts = _text_prompts(body, vocabulary, render)
@@ -202,7 +206,7 @@ def parse(
         prompts, chat, model, limits, values["n"], sampling,
         values["seed"], ends, tuple(stop), logprobs, values["stream"], bool(options.get("include_usage")), bool(tools),
         values["skip_special_tokens"], values["include_stop_str_in_output"], values["return_token_ids"],
-        values["return_tokens_as_token_ids"], values["echo"], prompt_logprobs, guide,
+        values["return_tokens_as_token_ids"], values["echo"], prompt_logprobs, guide, tiles,
     )  # fmt: skip
 
 
@@ -309,8 +313,10 @@ def _text_prompts(body: Mapping[str, Any], vocabulary: int, render: Callable[...
     return rows
 
 
-def _chat_prompt(body: Mapping[str, Any], tokenizer: Any, render: Callable[..., list[int]]) -> list[int]:
-    """The token ids of the messages in the model's chat template."""
+def _chat_prompt(
+    body: Mapping[str, Any], tokenizer: Any, render: Callable[..., list[int]], sees: bool
+) -> tuple[list[int], Tiles | None]:
+    """The token ids of the messages in the model's chat template, and the tiles of their images, if it `sees` any."""
     messages = body.get("messages")
     if not isinstance(messages, list) or not is_conversational(messages):
         raise BadRequestError(
@@ -328,23 +334,54 @@ def _chat_prompt(body: Mapping[str, Any], tokenizer: Any, render: Callable[..., 
         )
     try:
         # With tool_choice none the model sees them still, as with vLLM: the answer is not searched for calls.
-        return render([_message(message) for message in messages], tools, options)
+        read = [_message(message, sees) for message in messages]
+        rendered, images = ImageReader(tokenizer).read({"messages": read}, ("messages",)) if sees else ({}, None)
+        if images is None:
+            return render(read, tools, options), None
+        ids = render(rendered["messages"], tools, options, images.expand)
+        images.check(ids)
+        return ids, images.tiles
     except ConfigError as error:
         raise BadRequestError(str(error), param="messages") from None
 
 
-def _message(message: Mapping[str, Any]) -> dict[str, Any]:
-    """A message as chat templates read it: parts of text joined, the arguments of calls as objects."""
+def _image_part(part: Any) -> Any:
+    """A part `image_url` as one of an image; other parts as they are.
+
+    Raises BadRequestError for an image that is not in the request itself: a server reads no files of its machine for
+    those who ask, and fetches nothing.
+    """
+    if not isinstance(part, Mapping) or part.get("type") not in ("image_url", "image"):
+        return part
+    url = part.get("image_url")
+    url = url.get("url") if isinstance(url, Mapping) else url
+    if not isinstance(url, str) or url[:5].lower() != "data:":
+        raise BadRequestError(
+            f"messages has the image_url {url!r:.100}; send the image itself, as data:image/png;base64,...",
+            param="messages",
+        )
+    return {"type": "image", "image": url}
+
+
+def _message(message: Mapping[str, Any], sees: bool) -> dict[str, Any]:
+    """A message as chat templates read it: parts of text joined, the arguments of calls as objects.
+
+    Where the model `sees` images, a content with some stays in parts.
+    """
     role, content = message["role"], message.get("content")
     if not isinstance(role, str):
         raise BadRequestError(f"messages has the role {role!r:.100}, which is no text", param="messages")
     if isinstance(content, list):
+        content = [_image_part(part) if sees else part for part in content]
+    if isinstance(content, list) and not any(
+        isinstance(part, Mapping) and part.get("type") == "image" for part in content
+    ):
         for part in content:
             if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
                 kind = part.get("type") if isinstance(part, Mapping) else part
                 raise BadRequestError(f"messages has a part {kind!r:.100}; this model reads text", param="messages")
         content = "".join(part["text"] for part in content)
-    if content is not None and not isinstance(content, str):
+    if content is not None and not isinstance(content, str | list):
         raise BadRequestError(f"messages has the content {content!r:.100}, which is no text", param="messages")
     if content is None and not message.get("tool_calls"):
         raise BadRequestError("messages has one without content", param="messages")

@@ -18,7 +18,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxrl_llm.algorithms.batch import Images
 from jaxrl_llm.data.collate import pad_prompts
+from jaxrl_llm.data.image_rows import Tiles
 from jaxrl_llm.models.logprobs import Likeliest, likeliest
 from jaxrl_llm.rollout.engine import READ, Engine, prefill
 from jaxrl_llm.rollout.grammar import Grammar
@@ -54,6 +56,7 @@ class RowRequest:
     prompt_logprobs: int | None = None  # so many likeliest tokens at each place of the prompt; None: it is not scored
     grammar: Grammar | None = None
     adapter: str = ""  # the name of one of the queue's; none is the model itself
+    tiles: Tiles | None = None  # of the images of the prompt
 
 
 class Grid(NamedTuple):
@@ -105,9 +108,9 @@ def prefill_requests(
 ) -> tuple[Prompts, Rows, Any]:
     """Caches and first tokens of requests, whose prompts have one bucket, and the keys `[B,1]` of their rows.
 
-    Where all have the same prompt (the same object) it is computed once. `top` is whether the grid they join keeps the
-    likeliest tokens, `allowed` `[B,V/32]` what the first tokens may be, in a grid with guided rows. `found` is a kept
-    text and how many of its tokens the one prompt begins with.
+    Where all have the same prompt (the same object) it is computed once; one with images is by itself. `top` is whether
+    the grid they join keeps the likeliest tokens, `allowed` `[B,V/32]` what the first tokens may be, in a grid with
+    guided rows. `found` is a kept text and how many of its tokens the one prompt begins with.
     """
     rows, own = len(requests), [requests[0]] if shares_prompt(requests) else requests
     prompts, segments = pad_prompts([list(r.prompt) for r in own], bucket(max(len(r.prompt) for r in own)))
@@ -119,7 +122,8 @@ def prefill_requests(
     keys = _keys(seeds, numbers)
     group = dataclasses.replace(engine, group_size=shape[1])
     if found is None:
-        new_prompts, new_rows = prefill(group, params, prompts, segments, keys, sampling=sampling)
+        images = None if requests[0].tiles is None else _images(requests[0].tiles)
+        new_prompts, new_rows = prefill(group, params, prompts, segments, keys, sampling=sampling, images=images)
     else:
         prefix, common = found
         behind = list(requests[0].prompt[common:])
@@ -133,6 +137,14 @@ def prefill_requests(
     if shape[1] > 1:
         new_prompts, new_rows = _each_alone(engine, new_prompts, new_rows)
     return new_prompts, new_rows, keys[:, None]
+
+
+def _images(tiles: Tiles) -> Images:
+    """The images of one prompt, with room for a power of two of tiles, so that few programs are compiled."""
+    read = np.asarray(tiles, np.float32)
+    pixels = np.zeros((1, bucket(len(read), 1), *read.shape[1:]), np.float32)
+    pixels[0, : len(read)] = read
+    return Images(pixels, np.asarray([len(read)], np.int32))
 
 
 def row_sampling(

@@ -330,15 +330,20 @@ class RequestQueue:
             handle.slot = next(slots)
             self._rows[handle.slot] = handle
             self._lengths[handle.slot] = 0
-        begun = {id(prompt): self._prefixes.find(prompt, self._adapter) for prompt in _prompts(joining)}
-        for some in _batches(joining, {key for key, found in begun.items() if found is not None}):
+        # Kept texts are found by their tokens, which do not tell images apart.
+        seeing = {id(handle.request.prompt) for handle in joining if handle.request.tiles is not None}
+        begun = {
+            id(prompt): None if id(prompt) in seeing else self._prefixes.find(prompt, self._adapter)
+            for prompt in _prompts(joining)
+        }
+        for some in _batches(joining, seeing | {key for key, found in begun.items() if found is not None}):
             requests = [handle.request for handle in some]
             allowed, found = self._allowed(some) if guided else None, begun[id(requests[0].prompt)]
             prompts, rows, keys = prefill_requests(self.engine, self._params, requests, top, allowed, found)
             if found is not None:
                 self.counts.prefix_hits += 1
                 self.counts.prefix_tokens += found[1]
-            for index, prompt in enumerate(_prompts(some)):
+            for index, prompt in enumerate(_prompts(some) if requests[0].tiles is None else ()):
                 self._keep(prompt, prompts.cache, tuple(None for _ in prompts.cache), index, prompts.tokens.shape[1])
             if prompts.tokens.shape[1] != grid.width:
                 prompts = widened(self.engine, self._params, prompts, grid.width)
@@ -355,6 +360,8 @@ class RequestQueue:
     def _keep_row(self, slot: int) -> None:
         """Keeps the text of a row that has ended; its newest token is not in its cache."""
         handle, grid = self._rows[slot], self._grid
+        if handle is not None and handle.request.tiles is not None:
+            return
         if handle is not None and grid is not None and handle.ids and handle.version == self.counts.weight_version:
             text = [*handle.request.prompt, *handle.ids[:-1]]
             self._keep(text, grid.prompts.cache, grid.slots.cache, slot, grid.width + len(handle.ids) - 1)
@@ -459,7 +466,7 @@ def _prompts(handles: Sequence[Handle]) -> list[Sequence[int]]:
 def _batches(handles: Sequence[Handle], begun: Collection[int]) -> Iterator[list[Handle]]:
     """The rows that are prefilled together: those of one prompt, and the others of one bucket.
 
-    `begun` are the ids of prompts of which a part is kept: each is by itself.
+    `begun` are the ids of prompts of which a part is kept, or that have images: each is by itself.
 
     In powers of two: few programs are compiled, and no row is computed for nothing.
     """

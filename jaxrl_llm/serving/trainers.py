@@ -42,7 +42,7 @@ async def _sampled(server: Server, request: Request, chat: bool) -> Response:
         raise BadRequestError("generation_kwargs takes an object", param="generation_kwargs")
     body |= further
     if body.pop("images", None):
-        raise BadRequestError("images is given; this model reads text", param="images")
+        raise BadRequestError("images is given; this endpoint takes text alone", param="images")
     for name in REGEX:
         if (pattern := body.pop(name, None)) is not None:
             body["guided_regex"] = pattern

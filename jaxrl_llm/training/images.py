@@ -1,5 +1,6 @@
 """The images of rows on their way to a network: `Images`, of the tiles that each row of a batch brings."""
 
+import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -7,9 +8,14 @@ import numpy as np
 
 from jaxrl_llm.algorithms.batch import Images
 from jaxrl_llm.config import ConfigError
+from jaxrl_llm.data.image_rows import Tiles
+from jaxrl_llm.data.images import thumbnail
 from jaxrl_llm.data.tokenize import PIXELS
 from jaxrl_llm.distributed.processes import gather
 from jaxrl_llm.models.vision.tower import VisionConfig
+
+IMAGES = "images"  # the column of rewards that holds a prompt's images, and that of records with their thumbnails
+SHOWN = 4  # thumbnails of a row, at most
 
 
 def row_images(
@@ -40,9 +46,12 @@ def row_images(
     if not (most := max(most, *counts)):
         return None
     pixels = np.zeros((len(ids), 1 << (most - 1).bit_length(), *vision.tile_shape), np.float32)
+    last: tuple[Any, Any] = (None, None)  # both rows of a pair have the same images, which are read once
     for row, own in enumerate(tiles):
         if counts[row]:
-            own = np.asarray(own, np.float32)  # a table of rows in memory keeps them as lists
+            # A table of rows in memory keeps them as lists; others are files, which are read here.
+            last = last if last[0] is own else (own, np.asarray(own, np.float32))
+            own = last[1]
             if own.shape[1:] != vision.tile_shape:
                 raise ConfigError(
                     f"row {row} of a batch has tiles of shape {own.shape[1:]} (height, width, channels), but this "
@@ -57,6 +66,24 @@ def prompt_images(examples: Sequence[dict[str, Any]], vision: VisionConfig | Non
     tiles = [example.get(PIXELS) for example in examples]
     most = 0 if vision is None else max(gather(max(count_tiles(tiles))))
     return row_images([example["prompt_ids"] for example in examples], tiles, vision, most)
+
+
+def shown_images(examples: Sequence[dict[str, Any]], group_size: int) -> tuple[list[Any], list[str | None]] | None:
+    """The images of the examples, for `group_size` rows each: lists of PIL images, and their thumbnails as JSON.
+
+    None where no example has images that are read from files; those whose data has `pixels` alone have none. Raises
+    ConfigError for a file that is no longer what it was.
+    """
+    if not any(isinstance(example.get(PIXELS), Tiles) for example in examples):
+        return None
+    images: list[Any] = []
+    thumbnails: list[str | None] = []
+    for example in examples:
+        tiles = example.get(PIXELS)
+        read = tiles.read() if isinstance(tiles, Tiles) else []
+        images += [read] * group_size
+        thumbnails += [json.dumps([thumbnail(image) for image in read[:SHOWN]]) if read else None] * group_size
+    return images, thumbnails
 
 
 def count_tiles(tiles: Sequence[np.ndarray | None]) -> list[int]:

@@ -49,7 +49,7 @@ from jaxrl_llm.training import replay as replay_buffer
 from jaxrl_llm.training.advantages import AdvantageStep
 from jaxrl_llm.training.agent_rollout import AgentRollout
 from jaxrl_llm.training.algorithm import BatchSpec
-from jaxrl_llm.training.images import count_tiles, prompt_images
+from jaxrl_llm.training.images import IMAGES, count_tiles, prompt_images, shown_images
 from jaxrl_llm.training.logging.reward_metrics import add_totals, join, over_processes, table_value
 from jaxrl_llm.training.logging.stopwatch import Stopwatch
 from jaxrl_llm.training.packing.planner import Packer
@@ -111,6 +111,9 @@ class RolloutWorker:
             own = ("prompt", "prompt_ids", PIXELS)
             columns = {name: [row[name] for row in rows] for name in examples[0] if name not in own}
             prompts = [row["prompt"] for row in rows]
+            with all_or_none():
+                shown = shown_images(opened, group_size)
+            columns |= {} if shown is None else {IMAGES: shown[0]}
 
             def decode(row: int, tokens: list[int]) -> Any:
                 return decode_completion(self.tokenizer, tokens, is_conversational(prompts[row]))
@@ -167,6 +170,8 @@ class RolloutWorker:
                 logged = Logged(logged.metrics | metrics, logged.totals | totals, logged.columns | table)
                 graded = graded._replace(logged=logged)
             logged = graded.logged
+            if shown is not None:
+                logged = logged._replace(columns={IMAGES: shown[1]} | logged.columns)
             return Rollouts(
                 rollout, examples, prompts, texts, graded.rewards, logged, turns=turns, images=images, parts=parts
             )

@@ -57,6 +57,7 @@ def test_greedy_text_of_a_run_is_that_of_transformers(tiny_run):
 
 def test_defaults_are_those_of_the_flags():
     defaults = {name: p.default for name, p in inspect.signature(jaxrl_llm.generate).parameters.items()}
+    assert defaults.pop("images") is None  # of many prompts; --image is of one
     assert {flag.name: flag.default for flag in (*module.SAMPLING, module.SAMPLES)} == dict(list(defaults.items())[2:])
 
 

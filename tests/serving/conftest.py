@@ -43,12 +43,15 @@ def listening(sorter):
 
     started = []
 
-    def start(limits=None, api_key: str = "", size: int = SLOTS, load=None, adapters=None, prefixes=0) -> Running:
-        engine = Engine(sorter.net, SamplingParams(), 1, LONGEST, (), CHUNK)
-        queue = RequestQueue(engine, sorter.params, size, adapters=adapters, prefix_bytes=prefixes)
+    def start(
+        limits=None, api_key: str = "", size: int = SLOTS, load=None, adapters=None, prefixes=0, model=None
+    ) -> Running:
+        model = model or sorter
+        engine = Engine(model.net, SamplingParams(), 1, LONGEST, (), CHUNK)
+        queue = RequestQueue(engine, model.params, size, adapters=adapters, prefix_bytes=prefixes)
         limits = limits or Limits(LONGEST, body=100_000)
         server = Server(
-            queue, sorter.tokenizer, ["sorter", *(adapters or {})], eos_ids(sorter), 320, limits, api_key, ROUTES, load
+            queue, model.tokenizer, ["sorter", *(adapters or {})], eos_ids(model), 320, limits, api_key, ROUTES, load
         )
         listener = socket.create_server(("127.0.0.1", 0))
         web = uvicorn.Server(uvicorn.Config(server.app, log_level="warning", lifespan="off"))

@@ -893,7 +893,7 @@ def test_what_public_examples_often_have(tmp_path):
     tree |= {"reward_model": True, "num_labels": 1, "datasets": [{"path": "d", "type": "chatml.intel"}]}
     assert "Look at this first" not in migrate(written(tmp_path, "r.yaml", yaml.safe_dump(tree)), devices=1)[1]
     tree["base_model"] = "zai-org/GLM-4.1V-9B-Thinking"
-    assert "models read text only" in migrate(written(tmp_path, "v.yaml", yaml.safe_dump(tree)), devices=1)[1]
+    assert "of models that read images" in migrate(written(tmp_path, "v.yaml", yaml.safe_dump(tree)), devices=1)[1]
     said = {"model_name_or_path": "m", "dataset_name": "d", "trainer": "dpo", "max_steps": 1, "use_peft": True}
     said |= {"lora_target_modules": ["q_proj,", "v_proj"], "chat_template": "{{ messages }}"}
     config, _ = migrate(written(tmp_path, "t.yaml", yaml.safe_dump(said)), devices=1)
@@ -1030,6 +1030,16 @@ def test_files_that_cannot_be_migrated_are_refused_with_the_fix(tmp_path, name, 
 
 
 VERL = "python -m verl.trainer.main_ppo trainer.total_training_steps=2 actor_rollout_ref.model.path=m "
+VERL_IMAGES = """
+data: {train_files: rows.parquet, image_key: photos}
+actor_rollout_ref: {model: {path: HuggingFaceTB/SmolVLM-256M-Instruct}}
+"""
+
+
+@pytest.mark.parametrize(("name", "key"), [("photos", "photos"), ("images", "auto")])
+def test_the_column_of_images_is_verls(tmp_path, name, key):
+    text = VERL_IMAGES.replace("photos", name)
+    assert migrate(written(tmp_path, "v.yaml", text), devices=1)[0].data.image_key == key
 
 
 @pytest.mark.parametrize(
@@ -1072,7 +1082,13 @@ VERL = "python -m verl.trainer.main_ppo trainer.total_training_steps=2 actor_rol
             {},
             ["falcon-7b: see that"],
         ),
-        ("a.yaml", "base_model: Qwen/Qwen2.5-VL-7B\nlearning_rate: 1\ndatasets: [{path: d}]\n", {}, ["read text only"]),
+        (
+            "a.yaml",
+            "base_model: Qwen/Qwen2.5-VL-7B\nlearning_rate: 1\ndatasets: [{path: d}]\n",
+            {},
+            ["models that read images"],
+        ),
+        ("v.yaml", VERL_IMAGES, {"devices": 1}, ["reads images: its encoder and projector are frozen unless"]),
         ("a.yaml", "base_model: m\nlearning_rate: 1\nprocess_reward_model: true\n", {}, ["process_reward_model"]),
         (
             "a.yaml",

@@ -161,6 +161,19 @@ def test_evaluations_have_a_share_of_the_completions(tmp_path):
     assert piece["texts"][piece["columns"]["evaluation"][-1]] == "greedy"
 
 
+def test_thumbnails_are_whole(tmp_path):
+    """However short texts are cut; those of one prompt are there once."""
+    shown = json.dumps(["data:image/png;base64," + "A" * 400])
+    folder = write_run(tmp_path / "run", steps=1)
+    prompt = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "what?"}]}]
+    rows = [{"prompt": prompt, "completion": f"{i}", "images": shown if i < 2 else None} for i in range(3)]
+    write_completions(folder / "completions", 2, rows)
+    (piece,) = chunks_of(read_runs([folder]), 100, 100)
+    cells = [None if i is None else piece["texts"][i] for i in piece["columns"]["images"][-3:]]
+    assert cells == [shown, shown, None] and piece["texts"].count(shown) == 1
+    assert piece["texts"][piece["columns"]["prompt"][-1]] == "user: [image]what?"
+
+
 def test_the_page_says_where_a_run_comes_from(tmp_path, monkeypatch):
     run = write_run(tmp_path / "run")
     monkeypatch.setattr(sys, "orig_argv", ["python", "-m", "jaxrl_llm.train", "--url=http://me:secret@host/x", "a b"])

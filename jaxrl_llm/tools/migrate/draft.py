@@ -176,10 +176,14 @@ class Draft:
         """Note what may keep the run from starting: the model's architecture, adapters, names of rewards."""
         known, model = rules("warnings"), str(self.values.get("model.path", ""))
         kinds = {kind: re.search(known[kind], model, re.IGNORECASE) for kind in ("known", "vision", "other")}
-        data = (str(self.values.get("data.path", "")), *(str(one) for one in self.values.get("data.sources", ())))
-        for name in (model, *data):
-            if re.search(known["vision"], name, re.IGNORECASE):
-                self.check(f"{name} speaks of images or sound: models read text only here")
+        if re.search(known["images"], model, re.IGNORECASE):
+            self.check(
+                f"{model} reads images: its encoder and projector are frozen unless model.vision is trained (or lora)"
+            )
+        elif kinds["vision"]:
+            self.check(
+                f"{model} speaks of images or sound: of models that read images, docs/vision.md names those here"
+            )
         if kinds["other"] or not (kinds["known"] or kinds["vision"] or model in ("", "MODEL")):
             self.check(
                 f"model.path is {model}: see that docs/models.md has its architecture (model_type in config.json)"

@@ -24,6 +24,7 @@ CONVERT: dict[str, Callable[[Any], Any]] = {
     "top_k": _top_k,
     "stop_token_id": lambda token: (int(token),),
     "actor_rollout_ref.rollout.top_k": _top_k,
+    "data.image_key": lambda name: "auto" if name == "images" else name,
     "reward_weights": tuple,
     "loss_weights": tuple,
     "reward_clip_range": tuple,

@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 
 from jaxrl_llm.config.resolve import ConfigError
 from jaxrl_llm.tools.report.runs import ReportedRun
-from jaxrl_llm.training.logging.console import as_text
+from jaxrl_llm.training.logging.console import as_text, is_pictures
 from jaxrl_llm.training.logging.records import COMPLETIONS
 
 CHUNK = 10_000  # completions decoded at a time by the page
@@ -89,6 +89,8 @@ class _Piece:
         self.rows += count
 
     def _text(self, name: str, cell: Any) -> int:
+        if is_pictures(cell):
+            return self._texts.setdefault(cell, len(self._texts))
         text = cell if isinstance(cell, str) else json.dumps(cell, ensure_ascii=False, default=str)
         if name in ("prompt", "completion"):
             text = _conversation(text)

@@ -29,7 +29,7 @@ function asText(value) {
 const textOf = (column, row) => (column.values[row] === null ? "" : table.texts[column.values[row]]);
 
 function makeHead() {
-  const first = table.runs.length > 1 ? ["run"] : [], names = [...first, ...table.columns.keys()];
+  const first = table.runs.length > 1 ? ["run"] : [], names = [...first, ...[...table.columns.keys()].filter((name) => name !== "images")];
   // On a phone the completion is what is in sight; the other columns are beside it.
   const narrow = innerWidth < 640;
   table.names = narrow ? ["completion", ...names.filter((name) => name !== "completion")] : names;
@@ -207,9 +207,12 @@ function detail() {
   same.onclick = () => { setFilter("prompt", prompt.length > 300 ? prompt.slice(0, 300) : prompt); };
   const close = make("button", { type: "button", textContent: "Close" });
   close.onclick = () => { box.hidden = true; table.selected = -1; drawRows(); };
+  const pictures = table.columns.has("images") ? textOf(table.columns.get("images"), row) : "";
+  // Records hold thumbnails alone; anything else of that name is text.
+  const images = pictures.startsWith('["data:image/png;base64,') ? JSON.parse(pictures).map((src) => make("img", { src, alt: "an image of the prompt" })) : [];
   box.replaceChildren(
     make("div", { className: "bar" }, make("b", { textContent: `${table.runs[table.run[row]].name}, step ${step}` }), make("div", { className: "keys" }, ...facts), same, close),
-    make("span", { className: "quiet", textContent: "prompt" }), make("pre", { textContent: prompt }),
+    make("span", { className: "quiet", textContent: "prompt" }), ...images, make("pre", { textContent: prompt }),
     make("span", { className: "quiet", textContent: "completion" }), make("pre", { textContent: textOf(table.columns.get("completion"), row) }),
   );
   box.hidden = false;

@@ -146,7 +146,9 @@ class Screen:
         """Shows completions: the end of the prompt, the completion, and the other columns in one line."""
         for number, row in enumerate(rows, 1):
             scores = "  ".join(
-                f"{name} {show(value)}" for name, value in row.items() if name not in ("prompt", "completion")
+                f"{name} {show(value)}"
+                for name, value in row.items()
+                if name not in ("prompt", "completion") and not is_pictures(value)
             )
             prompt, completion = shorten_start(as_text(row["prompt"])), shorten(as_text(row["completion"]))
             title = f"step {step}  {'held-out ' * held_out}completion {number} of {len(rows)}"
@@ -286,8 +288,22 @@ def duration(seconds: float) -> str:
 def as_text(value: object) -> str:
     """A text unchanged, a conversation as one `role: content` a line."""
     if isinstance(value, list | tuple):
-        return "\n".join(f"{turn['role']}: {turn['content']}" if "content" in turn else str(turn) for turn in value)
+        return "\n".join(
+            f"{turn['role']}: {_parts_text(turn['content'])}" if "content" in turn else str(turn) for turn in value
+        )
     return str(value)
+
+
+def _parts_text(content: object) -> object:
+    """The content of a message; of one in parts their texts, and the type of other parts in brackets."""
+    if not isinstance(content, list) or not all(isinstance(part, dict) and "type" in part for part in content):
+        return content
+    return "".join(str(part["text"]) if "text" in part else f"[{part['type']}]" for part in content)
+
+
+def is_pictures(value: object) -> bool:
+    """True for the cell of a table of completions that is thumbnails: JSON of a list of data: URLs."""
+    return isinstance(value, str) and value.startswith('["data:image/png;base64,')
 
 
 def shorten(text: str, limit: int = COMPLETION_CHARACTERS) -> str:

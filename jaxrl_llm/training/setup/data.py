@@ -115,6 +115,11 @@ def tokenizer_of(config, tokenizer: Any = None, model: Model | None = None) -> A
         raise ConfigError(f"the model in memory ({c.path}) has no tokenizer: give tokenizer, or set model.tokenizer")
     if config.data.chat_template is not None:
         tokenizer = with_chat_template(tokenizer, config.data.chat_template)
+    if model is not None:
+        tokenizer.image_folder = getattr(model.tokenizer, "image_folder", None)
+    else:
+        path, _ = base_and_adapter(c.path, None)
+        hf.remember_images(tokenizer, hf.locate(path, revision=c.revision, config_only=True))
     return tokenizer
 
 

@@ -22,6 +22,7 @@ from jaxrl_llm.config.checks import logit_bias, reward_scales
 from jaxrl_llm.config.resolve import split_options
 from jaxrl_llm.config.schema import OFFLINE
 from jaxrl_llm.data.curriculum import CurriculumSpec
+from jaxrl_llm.data.images import ImageLimits
 from jaxrl_llm.data.loading import DataSpec
 from jaxrl_llm.data.observations import TurnTokenizer
 from jaxrl_llm.distributed.sharding import on_device, rollout_mesh, row_shards
@@ -103,6 +104,8 @@ def data_spec(config) -> DataSpec:
         completion_key=c.completion_key,
         label_key=c.label_key,
         system_prompt=c.system_prompt,
+        image_key=c.image_key,
+        image_limits=ImageLimits(c.image_pixels, c.image_bytes, c.images_per_row, c.image_urls),
         template_kwargs=split_options(f"_({c.chat_template_kwargs})")[1],
         overlong=c.overlong,
         loss_on=c.loss_on,

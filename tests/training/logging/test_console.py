@@ -202,9 +202,11 @@ def test_the_last_lines_say_what_is_true(tmp_path):
 def test_long_texts_are_shortened(tmp_path):
     console = pipe()
     row = {"prompt": "START" + "p" * 5000 + "QUESTION", "completion": "ANSWER" + "c" * 5000 + "END"}
+    row["images"] = '["data:image/png;base64,AAAA"]'
     Screen((), 1, console=console).completions(1, [row])
     text = text_of(console)
     assert "QUESTION" in text and "START" not in text and "ANSWER" in text and "END" not in text
+    assert "data:" not in text
     assert "(4,613 characters before)" in text and "(3,809 more characters)" in text
 
 

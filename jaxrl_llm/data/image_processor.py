@@ -1,0 +1,170 @@
+"""Image processors of vision-language models: the text that stands for an image in a prompt, and its pixels.
+
+`load` reads the files of a model's folder. Resizing, tiling and normalising are those of transformers' processors on
+Pillow and numpy, which need no torch; the tokens are those that its classes `Idefics3Processor`, `SmolVLMProcessor` and
+`Gemma3Processor` write.
+"""
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from jaxrl_llm.config.resolve import ConfigError
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+
+@dataclass(frozen=True)
+class ImageProcessor:
+    """The images of one family of models: another family is another function that makes one of these (`FAMILIES`)."""
+
+    placeholder: str  # one for each image, in the text that the chat template writes
+    image_id: int  # token of one embedding of an image
+    special_ids: frozenset[int]  # tokens that only images bring; none is ever learned
+    expand: Callable[[int, int], str]  # height and width of an image -> the text in place of its placeholder
+    tile_count: Callable[[int, int], int]  # height and width of an image -> its tiles
+    tiles: "Callable[[Image], np.ndarray]"  # an RGB image -> normalised pixels [tiles, H, W, C], fp32
+    tile_size: tuple[int, int]  # H, W
+
+    def pixels(self, images: "list[Image]") -> np.ndarray:
+        """The tiles of the images of a row, in the order of their tokens, [tiles, H, W, C] fp32; 0 tiles of none."""
+        none = np.zeros((0, *self.tile_size, 3), np.float32)
+        return np.concatenate([none, *(self.tiles(image) for image in images)])
+
+
+def load(folder: str | Path, tokenizer: Any) -> ImageProcessor | None:
+    """The image processor of the model in `folder`, or None for a model that reads text alone.
+
+    Raises ConfigError: a family with images that is not known here, a missing or unreadable preprocessor_config.json,
+    or a tokenizer without the tokens of images.
+    """
+    folder = Path(folder)
+    config = read_json(folder / "config.json")
+    model_type = config.get("model_type")
+    if model_type in FAMILIES:
+        files = ("preprocessor_config.json", "processor_config.json")
+        if not any((folder / name).is_file() for name in files):
+            if model_type == "gemma3" and "vision_config" not in config:
+                return None
+            raise ConfigError(f"the model in {folder} reads images, and has no {files[0]}; copy that of the original")
+        return FAMILIES[model_type](folder, config, tokenizer)
+    if "vision_config" in config and (folder / "preprocessor_config.json").is_file():
+        raise ConfigError(f"images of model_type {model_type!r} are not read here; those of {', '.join(FAMILIES)} are")
+    return None
+
+
+def _idefics3(folder: Path, config: dict[str, Any], tokenizer: Any, smolvlm: bool = False) -> ImageProcessor:
+    """Idefics3's (arXiv 2408.12637) and SmolVLM's: an image is scaled to a longest edge, cut into square tiles, and
+    followed by a tile of the whole; each tile is `image_seq_len` tokens behind a tag of its row and column."""
+    if smolvlm:
+        from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil as Processor
+        from transformers.models.smolvlm.image_processing_pil_smolvlm import get_resize_output_image_size
+    else:
+        from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil as Processor
+        from transformers.models.idefics3.image_processing_pil_idefics3 import get_resize_output_image_size
+    processor: Any = Processor.from_pretrained(folder)
+    edge, longest = processor.max_image_size["longest_edge"], processor.size["longest_edge"]
+    fake, token, whole = "<fake_token_around_image>", "<image>", "<global-img>"
+    embeddings = read_json(folder / "processor_config.json").get("image_seq_len")
+    if embeddings is None:
+        side = config["vision_config"]["image_size"] // config["vision_config"]["patch_size"]
+        embeddings = side**2 // config["scale_factor"] ** 2
+
+    def grid(height: int, width: int) -> tuple[int, int]:
+        """Rows and columns of tiles beside the one of the whole image, (0, 0) where that is the only one."""
+        if not processor.do_image_splitting:
+            return 0, 0
+        if processor.do_resize:
+            height, width = get_resize_output_image_size(np.broadcast_to(np.uint8(0), (3, height, width)), longest)
+        # The arithmetic of `resize_for_vision_encoder`, its order of rounding included.
+        ratio = width / height
+        if width >= height:
+            width = math.ceil(width / edge) * edge
+            height = math.ceil(int(width / ratio) / edge) * edge
+        else:
+            height = math.ceil(height / edge) * edge
+            width = math.ceil(int(height * ratio) / edge) * edge
+        return (height // edge, width // edge) if max(height, width) > edge else (0, 0)
+
+    def expand(height: int, width: int) -> str:
+        rows, columns = grid(height, width)
+        tiles = ""
+        for row in range(1, rows + 1):
+            tiles += "".join(f"{fake}<row_{row}_col_{column}>{token * embeddings}" for column in range(1, columns + 1))
+            tiles += "\n"
+        return f"{tiles}{chr(10) if rows else ''}{fake}{whole}{token * embeddings}{fake}"
+
+    def tiles(image: "Image") -> np.ndarray:
+        pixels = processor(images=[[image]], do_pad=False, return_tensors="np")["pixel_values"][0]
+        if len(pixels) != (count := tile_count(image.height, image.width)):
+            raise ConfigError(
+                f"an image of {image.width} x {image.height} pixels has {len(pixels)} tiles and tokens for "
+                f"{count}: this version of transformers cuts images in another way than its text says"
+            )
+        return np.moveaxis(np.asarray(pixels, np.float32), 1, -1)
+
+    def tile_count(height: int, width: int) -> int:
+        rows, columns = grid(height, width)
+        return rows * columns + 1
+
+    tags = [f"<row_{row}_col_{column}>" for row in range(1, 7) for column in range(1, 7)]
+    ids = _token_ids(tokenizer, (fake, token, whole, *tags), required=3)
+    return ImageProcessor(token, ids[1], frozenset(ids), expand, tile_count, tiles, (edge, edge))
+
+
+def _gemma3(folder: Path, config: dict[str, Any], tokenizer: Any) -> ImageProcessor:
+    """Gemma 3's (arXiv 2503.19786): an image is one square tile and a fixed number of tokens; no pan and scan."""
+    from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+
+    processor: Any = Gemma3ImageProcessorPil.from_pretrained(folder)
+    embeddings = read_json(folder / "processor_config.json").get("image_seq_length", config["mm_tokens_per_image"])
+    names = ("<start_of_image>", "<image_soft_token>", "<end_of_image>")
+    ids = _token_ids(tokenizer, names, required=3)
+    start, token, end = names
+    text = f"\n\n{start}{token * embeddings}{end}\n\n"
+
+    def tiles(image: "Image") -> np.ndarray:
+        pixels = processor(images=[image], do_pan_and_scan=False, return_tensors="np")["pixel_values"]
+        return np.moveaxis(np.asarray(pixels, np.float32), 1, -1)
+
+    size = (processor.size["height"], processor.size["width"])
+    return ImageProcessor(
+        start, ids[1], frozenset(ids), lambda height, width: text, lambda height, width: 1, tiles, size
+    )
+
+
+# By the model_type of config.json.
+FAMILIES: dict[str, Callable[[Path, dict[str, Any], Any], ImageProcessor]] = {
+    "idefics3": _idefics3,
+    "smolvlm": partial(_idefics3, smolvlm=True),
+    "gemma3": _gemma3,
+}
+
+
+def _token_ids(tokenizer: Any, names: tuple[str, ...], required: int) -> list[int]:
+    """Ids of the tokens that the tokenizer has; raises ConfigError when one of the first `required` is missing."""
+    vocabulary = tokenizer.get_vocab()
+    missing = [name for name in names[:required] if name not in vocabulary]
+    if missing:
+        raise ConfigError(
+            f"the tokenizer has no token {missing[0]}, which the model reads images by; use the model's own"
+        )
+    return [vocabulary[name] for name in names if name in vocabulary]
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """The contents of a JSON file; empty where there is none. Raises ConfigError for one that is no JSON object."""
+    try:
+        made = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    except ValueError as error:
+        raise ConfigError(f"{file} is no JSON ({error}); copy that of the original model") from error
+    if not isinstance(made, dict):
+        raise ConfigError(f"{file} is no JSON object; copy that of the original model")
+    return made

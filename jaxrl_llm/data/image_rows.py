@@ -1,0 +1,170 @@
+"""Rows with images: their text with the tokens of the images, and their tiles, which are made when a batch needs them.
+
+`ImageReader` says how the images of a data source are read. A row keeps files and paths, not pixels: the tiles of one
+image may be fifty megabytes.
+"""
+
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from jaxrl_llm.config.resolve import ConfigError
+from jaxrl_llm.data import image_processor
+from jaxrl_llm.data.image_processor import ImageProcessor
+from jaxrl_llm.data.images import PLACEHOLDER, HeldImage, ImageLimits, row_images
+from jaxrl_llm.data.templates import chat_ids, is_conversational
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".ppm")
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """The tiles `[tiles, H, W, C]` of a row's images; they are read and processed whenever an array is asked for."""
+
+    images: tuple[HeldImage, ...]
+    processor: ImageProcessor
+    count: int
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        del copy  # it is always new
+        return self.processor.pixels(self.read()).astype(dtype or np.float32, copy=False)
+
+    def read(self) -> "list[Image]":
+        """The images in RGB, in the order of their tokens; raises ConfigError where a file is no longer what it was."""
+        return [image.read() for image in self.images]
+
+
+@dataclass(frozen=True)
+class ImageText:
+    """The images of a row in its text: `expand` puts their tokens in the place of the template's placeholders."""
+
+    tiles: Tiles
+    texts: tuple[str, ...]  # of each image
+    tokens: int  # image tokens of all
+
+    def expand(self, text: str) -> str:
+        """The text with the tokens of its first images; raises ConfigError where it has more placeholders than those.
+
+        The beginning of a conversation may have fewer.
+        """
+        first, *rest = text.split(self.tiles.processor.placeholder)
+        if len(rest) > len(self.texts):
+            raise ConfigError(
+                f"the chat template wrote {self.tiles.processor.placeholder} {len(rest)} times for a row of "
+                f"{len(self.texts)} images; remove that word from the text, and images from answers"
+            )
+        return first + "".join(image + part for image, part in zip(self.texts, rest, strict=False))
+
+    def check(self, ids: Sequence[int]) -> None:
+        """Raises ConfigError unless the ids have all tokens of the images, and no others."""
+        if (found := list(ids).count(self.tiles.processor.image_id)) != self.tokens:
+            raise ConfigError(
+                f"the row has {found} image tokens, and its {len(self.texts)} images are {self.tokens}: the chat "
+                "template leaves images out, or an answer has some; give the template of the model's own tokenizer"
+            )
+
+
+@dataclass(frozen=True)
+class ImageReader:
+    """How the images of the rows of a source are read, for the model whose tokenizer it has.
+
+    `tokenizer.image_folder` is the folder of a model that reads images (`models.model.reads_images`).
+    """
+
+    tokenizer: Any
+    key: str = "auto"  # data.image_key: a column; auto: images or image; none: rows have no images
+    limits: ImageLimits = field(default_factory=ImageLimits)
+    folder: Path | None = None  # that relative paths start at
+
+    @functools.cached_property
+    def processor(self) -> ImageProcessor | None:
+        """That of the model; None for one that reads text alone. Raises ConfigError as `image_processor.load`."""
+        folder = getattr(self.tokenizer, "image_folder", None)
+        return None if folder is None else image_processor.load(folder, self.tokenizer)
+
+    @functools.cached_property
+    def image_id(self) -> int | None:
+        """The image token of the model, None for one that reads text alone."""
+        folder = getattr(self.tokenizer, "image_folder", None)
+        return None if folder is None else image_processor.read_json(folder / "config.json").get("image_token_id")
+
+    def check_none(self, ids: Sequence[int]) -> None:
+        """Raises ConfigError for image tokens in the ids of a row without images."""
+        if self.image_id is not None and self.image_id in ids:
+            raise ConfigError(
+                f"the row has no images, and its text has {self.tokenizer.convert_ids_to_tokens(self.image_id)}, which "
+                "stands for one: name their column with data.image_key, or remove it from the text"
+            )
+
+    def read(self, example: Mapping[str, Any], columns: Sequence[str]) -> tuple[Mapping[str, Any], ImageText | None]:
+        """(the example as its text is rendered, its images, None where it has none).
+
+        `columns` are those that the row is made of, in the order of its tokens.
+        Raises ConfigError as `row_images`, and for images where the model reads text alone.
+        """
+        if self.key == "none":
+            return example, None
+        key = None if self.key == "auto" else self.key
+        if getattr(self.tokenizer, "image_folder", None) is None:
+            self._refuse(example, columns, key)
+            return example, None
+        made, images = row_images(example, columns, key, self.limits, self.folder)
+        if not images:
+            return made, None
+        processor = self.processor
+        if processor is None:
+            raise ConfigError(
+                f"the row has images, and the files of the model in {self.tokenizer.image_folder} say nothing of them; "
+                "copy preprocessor_config.json of the original model"
+            )
+        texts = tuple(processor.expand(*image.size) for image in images)
+        tokens, tiles = 0, 0
+        for text, image in zip(texts, images, strict=True):
+            tokens += chat_ids(self.tokenizer, text).count(processor.image_id)
+            tiles += processor.tile_count(*image.size)
+        found, used = ImageText(Tiles(tuple(images), processor, tiles), texts, tokens), 0
+        for name in columns:
+            if isinstance(text := made.get(name), str):
+                first, *rest = text.split(PLACEHOLDER)
+                made[name] = first + "".join(texts[used + index] + part for index, part in enumerate(rest))
+                used += len(rest)
+        return made, found
+
+    def _refuse(self, example: Mapping[str, Any], columns: Sequence[str], key: str | None) -> None:
+        names = [key] if key is not None else [name for name in ("images", "image") if _is_image(example.get(name))]
+        parts = [
+            part
+            for name in columns
+            if is_conversational(example.get(name))
+            for message in example[name]
+            if isinstance(message.get("content"), Sequence) and not isinstance(message["content"], str)
+            for part in message["content"]
+            if isinstance(part, Mapping) and part.get("type") in ("image", "image_url")
+        ]
+        if names or parts:
+            has = f"has images in column {names[0]!r}" if names else "has images in its messages"
+            raise ConfigError(
+                f"the row {has}, but the model reads text alone: use one that reads images (docs/vision.md), or set "
+                "data.image_key=none where they are no part of the prompt"
+            )
+
+
+def _is_image(value: Any) -> bool:
+    """True for what can only be an image or a list of them, which text such as a container's name is not."""
+    if isinstance(value, list | tuple | np.ndarray):
+        return len(value) > 0 and _is_image(value[0])
+    if isinstance(value, str | Path):
+        return str(value)[:11].lower() == "data:image/" or str(value).lower().endswith(SUFFIXES)
+    if isinstance(value, Mapping):
+        return any(value.get(name) for name in ("bytes", "path"))
+    return isinstance(value, bytes | bytearray) or type(value).__module__.startswith("PIL.")

@@ -1,0 +1,161 @@
+"""Tokens and pixels of images against transformers' own processors, and without torch."""
+
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+from transformers import AutoTokenizer
+from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+from transformers.models.gemma3.processing_gemma3 import Gemma3Processor
+from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
+from transformers.models.idefics3.processing_idefics3 import Idefics3Processor
+from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
+
+from jaxrl_llm.config import ConfigError
+from jaxrl_llm.data import image_processor
+
+TAGS = [f"<row_{row}_col_{column}>" for row in range(1, 7) for column in range(1, 7)]
+IDEFICS = ["<fake_token_around_image>", "<image>", "<global-img>", "<end_of_utterance>", *TAGS]
+GEMMA = ["<start_of_image>", "<image_soft_token>", "<end_of_image>"]
+# Width and height: square, wide, tall, tiny, larger than the longest edge, extreme, one that divides without rest.
+SIZES = [(40, 40), (50, 20), (17, 64), (1, 1), (300, 211), (200, 3), (64, 32), (16, 16), (63, 65)]
+
+
+def with_tokens(folder, names) -> Any:
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+    tokenizer.add_special_tokens({"additional_special_tokens": names})
+    return tokenizer
+
+
+def picture(width, height, seed=0):
+    noise = np.random.default_rng(seed).integers(0, 256, (height, width, 3), np.uint8)
+    return Image.fromarray(noise)
+
+
+def write(folder, processor, config, **settings):
+    folder.mkdir(exist_ok=True)
+    processor.save_pretrained(folder)
+    (folder / "config.json").write_text(json.dumps(config))
+    if settings:
+        (folder / "processor_config.json").write_text(json.dumps(settings))
+    return folder
+
+
+def expanded(own, text, images):
+    """The text with each placeholder replaced, as rows are rendered."""
+    first, *rest = text.split(own.placeholder)
+    return first + "".join(
+        own.expand(image.height, image.width) + part for image, part in zip(images, rest, strict=True)
+    )
+
+
+IDEFICS_CONFIG = {
+    "model_type": "idefics3",
+    "scale_factor": 2,
+    "vision_config": {"image_size": 16, "patch_size": 4},
+}
+
+
+@pytest.fixture
+def idefics3(tmp_path, tokenizer_folder):
+    """(our processor, transformers' own) with tiles of 16 x 16 pixels and 4 tokens."""
+    tokenizer = with_tokens(tokenizer_folder, IDEFICS)
+    pil = Idefics3ImageProcessorPil(size={"longest_edge": 64}, max_image_size={"longest_edge": 16})
+    write(tmp_path / "model", pil, IDEFICS_CONFIG)
+    own = image_processor.load(tmp_path / "model", tokenizer)
+    assert own is not None
+    return own, Idefics3Processor(pil, tokenizer, image_seq_len=4)
+
+
+@pytest.mark.parametrize("sizes", [*([size] for size in SIZES), [(40, 40), (1, 9), (300, 30)]], ids=str)
+def test_idefics3_writes_the_tokens_and_the_tiles_of_its_processor(idefics3, sizes):
+    own, theirs = idefics3
+    images = [picture(*size, seed) for seed, size in enumerate(sizes)]
+    text = "look\n" + "<image>\nand ".join([""] * (len(images) + 1)) + "say"
+    reference = theirs(text=text, images=[images], return_tensors="np")
+    ids = theirs.tokenizer(expanded(own, text, images), add_special_tokens=False)["input_ids"]
+    assert ids == reference["input_ids"][0].tolist()
+    pixels = own.pixels(images)
+    np.testing.assert_array_equal(pixels, np.moveaxis(reference["pixel_values"][0], 1, -1))
+    assert pixels.dtype == np.float32 and ids.count(own.image_id) == 4 * len(pixels)
+
+
+def test_smolvlm_tiles_are_those_of_its_processor(tmp_path, tokenizer_folder):
+    pil = SmolVLMImageProcessorPil(size={"longest_edge": 64}, max_image_size={"longest_edge": 16})
+    folder = write(tmp_path / "model", pil, {**IDEFICS_CONFIG, "model_type": "smolvlm"}, image_seq_len=5)
+    own = image_processor.load(folder, with_tokens(tokenizer_folder, IDEFICS))
+    assert own is not None
+    for size in SIZES:
+        image = picture(*size)
+        reference = pil(images=[[image]], return_row_col_info=True, return_tensors="np")
+        np.testing.assert_array_equal(own.pixels([image]), np.moveaxis(reference["pixel_values"][0], 1, -1))
+        rows, columns = reference["rows"][0][0], reference["cols"][0][0]
+        assert own.expand(image.height, image.width).count("<image>") == 5 * (rows * columns + 1)
+
+
+def test_an_image_that_is_not_split_is_one_tile(tmp_path, tokenizer_folder):
+    pil = Idefics3ImageProcessorPil(do_image_splitting=False, max_image_size={"longest_edge": 16})
+    own = image_processor.load(write(tmp_path / "model", pil, IDEFICS_CONFIG), with_tokens(tokenizer_folder, IDEFICS))
+    assert own is not None
+    assert own.pixels([picture(300, 20)]).shape == (1, 16, 16, 3)
+    tag = "<fake_token_around_image>"
+    assert own.expand(20, 300) == f"{tag}<global-img>{'<image>' * 4}{tag}"
+
+
+def test_gemma3_writes_the_tokens_and_the_pixels_of_its_processor(tmp_path, tokenizer_folder):
+    tokenizer = with_tokens(tokenizer_folder, GEMMA)
+    for name, token in zip(("boi", "image", "eoi"), GEMMA, strict=True):
+        setattr(tokenizer, f"{name}_token", token)
+        setattr(tokenizer, f"{name}_token_id", tokenizer.convert_tokens_to_ids(token))
+    pil = Gemma3ImageProcessorPil(size={"height": 16, "width": 16})
+    config = {"model_type": "gemma3", "mm_tokens_per_image": 4, "vision_config": {}}
+    own = image_processor.load(write(tmp_path / "model", pil, config), tokenizer)
+    assert own is not None
+    theirs = Gemma3Processor(pil, tokenizer, image_seq_length=4)
+    images = [picture(40, 40), picture(3, 90)]
+    text = "one <start_of_image> two\n<start_of_image>\nend"
+    reference = theirs(text=[text], images=[images], return_tensors="np")
+    ids = tokenizer(expanded(own, text, images), add_special_tokens=False)["input_ids"]
+    assert ids == reference["input_ids"][0].tolist()
+    np.testing.assert_array_equal(own.pixels(images), np.moveaxis(reference["pixel_values"], 1, -1))
+
+
+def test_a_row_without_images_has_no_tiles(idefics3):
+    assert idefics3[0].pixels([]).shape == (0, 16, 16, 3)
+
+
+def test_models_of_text_have_no_processor(tmp_path, tokenizer):
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    assert image_processor.load(tmp_path, tokenizer) is None
+
+
+def test_missing_files_and_tokens_are_named(tmp_path, tokenizer):
+    (tmp_path / "config.json").write_text(json.dumps(IDEFICS_CONFIG))
+    with pytest.raises(ConfigError, match=r"has no preprocessor_config\.json"):
+        image_processor.load(tmp_path, tokenizer)
+    Idefics3ImageProcessorPil().save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="the tokenizer has no token <fake_token_around_image>"):
+        image_processor.load(tmp_path, tokenizer)
+
+
+@pytest.mark.slow
+def test_images_are_processed_without_torch(tmp_path, tokenizer_folder):
+    pil = Idefics3ImageProcessorPil(size={"longest_edge": 64}, max_image_size={"longest_edge": 16})
+    write(tmp_path / "model", pil, IDEFICS_CONFIG)
+    with_tokens(tokenizer_folder, IDEFICS).save_pretrained(tmp_path / "model")
+    code = f"""
+import sys
+sys.modules["torch"] = sys.modules["torchvision"] = None
+from PIL import Image
+from transformers import AutoTokenizer
+from jaxrl_llm.data import image_processor
+own = image_processor.load({str(tmp_path / "model")!r}, AutoTokenizer.from_pretrained({str(tmp_path / "model")!r}))
+print(own.pixels([Image.new("RGB", (50, 20))]).shape)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=os.environ, check=False)
+    assert done.stdout.strip() == "(9, 16, 16, 3)", done.stderr

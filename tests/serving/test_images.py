@@ -1,0 +1,89 @@
+"""Images in requests: those of `data:` URLs are seen, as `generate` sees them, and others are refused."""
+
+import base64
+
+import httpx
+import jax
+import pytest
+
+import jaxrl_llm
+from jaxrl_llm.commands import generate as command
+from jaxrl_llm.config import ConfigError
+from jaxrl_llm.models.model import load_model
+from jaxrl_llm.serving.app import Limits
+from tests.data.smolvlm import picture, png, smolvlm_folder
+
+IMAGES = [picture(40, 20), picture(40, 20, 1)]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    folder = smolvlm_folder(tmp_path_factory.mktemp("model") / "smolvlm")
+    return load_model(folder, init_key=jax.random.key(0))
+
+
+def url_of(image):
+    return {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{base64.b64encode(png(image)).decode()}"}}
+
+
+def message(*parts):
+    return [{"role": "user", "content": [*parts, {"type": "text", "text": "what is this? " * 6}]}]
+
+
+@pytest.mark.slow
+def test_a_request_with_an_image_is_answered_as_generate_does(listening, model):
+    """With kept texts too: of two requests with the same tokens, the second has its own image."""
+    running = listening(Limits(300, body=100_000), model=model, prefixes=2**24)
+    answers = []
+    for image in IMAGES:
+        body = {"messages": message(url_of(image)), "temperature": 0, "max_tokens": 6, "logprobs": True, "n": 2}
+        reply = httpx.post(f"{running.url}/v1/chat/completions", json=body, timeout=300).raise_for_status().json()
+        (text,) = jaxrl_llm.generate(model, [message({"type": "image"})], 6, temperature=0, images=[[image]])
+        assert [choice["message"]["content"] for choice in reply["choices"]] == [text, text]
+        answers.append([token["logprob"] for token in reply["choices"][0]["logprobs"]["content"]])
+    assert answers[0][0] != answers[1][0]
+    assert running.server.queue.counts.prefix_hits == 0
+
+
+@pytest.mark.parametrize(
+    ("part", "words"),
+    [
+        ({"type": "image_url", "image_url": {"url": "https://example.com/a.png"}}, "send the image itself"),
+        ({"type": "image_url", "image_url": {"url": "/etc/passwd"}}, "send the image itself"),
+        ({"type": "image", "image": "/etc/passwd"}, "send the image itself"),
+        ({"type": "image_url", "image_url": {"url": "data:image/png;base64,YWJj"}}, "is no image that can be read"),
+    ],
+)
+def test_images_that_are_not_in_the_request_are_refused(listening, model, part, words):
+    running = listening(Limits(300, body=100_000), model=model)
+    reply = httpx.post(f"{running.url}/v1/chat/completions", json={"messages": message(part)}, timeout=60)
+    assert reply.status_code == 400 and words in reply.json()["error"]["message"]
+
+
+def test_a_text_model_refuses_images(listening):
+    reply = httpx.post(f"{listening().url}/v1/chat/completions", json={"messages": message(url_of(IMAGES[0]))})
+    assert reply.status_code == 400 and "this model reads text" in reply.json()["error"]["message"]
+
+
+@pytest.mark.slow
+def test_the_command_reads_files(model, tmp_path, capsys, monkeypatch):
+    IMAGES[0].save(tmp_path / "a.png")
+    monkeypatch.setattr(command, "load_model", lambda *_, **__: model)
+    given = ["--model=smolvlm", "--temperature=0", "--max_new_tokens=6"]
+    command.main([*given, "--prompt=see <image> and say", f"--image={tmp_path / 'a.png'}"])
+    printed = capsys.readouterr().out.removesuffix("\n")
+    (text,) = jaxrl_llm.generate(model, ["see <image> and say"], 6, temperature=0, images=[[IMAGES[0]]])
+    (other,) = jaxrl_llm.generate(model, ["see <image> and say"], 6, temperature=0, images=[[IMAGES[1]]])
+    assert printed == text and isinstance(other, str)
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "see <image> and say", "images": ["a.png"]}\n')
+    command.main([*given, f"--prompts_file={tmp_path / 'prompts.jsonl'}"])
+    assert capsys.readouterr().out.removesuffix("\n") == text
+
+
+def test_images_of_prompts_are_checked(model):
+    with pytest.raises(ConfigError, match="images has 1 entries for 2 prompts"):
+        jaxrl_llm.generate(model, ["a", "b"], images=[[IMAGES[0]]])
+    with pytest.raises(ConfigError, match=r"0 placeholders .* and 1 images"):
+        jaxrl_llm.generate(model, ["a"], images=[[IMAGES[0]]])
+    with pytest.raises(ConfigError, match="--image is of --prompt"):
+        command.read_images(["a.png"], "prompts.jsonl")

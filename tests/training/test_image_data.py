@@ -1,0 +1,149 @@
+"""Users' rows with images end to end: verl's parquet file through GRPO to a folder that transformers loads; pairs."""
+
+import json
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+import jaxrl_llm
+from jaxrl_llm.algorithms.batch import Images
+from jaxrl_llm.config import ConfigError, default
+from jaxrl_llm.data import image_processor
+from jaxrl_llm.data.image_rows import ImageReader
+from jaxrl_llm.data.tokenize import RowTokenizer
+from jaxrl_llm.training.images import shown_images
+from jaxrl_llm.training.setup.data import tokenizer_of
+from tests.data.smolvlm import picture, png, smolvlm_folder
+
+SIZES = [(40, 20), (16, 16), (9, 30), (30, 31)]
+PICTURES = [picture(*size, seed) for seed, size in enumerate(SIZES)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return smolvlm_folder(tmp_path_factory.mktemp("model") / "smolvlm")
+
+
+def verl_rows():
+    """One image, two images, and none."""
+    prompts = ["<image>what?", "<image><image>which?", "why?", "<image>where?"]
+    images = [PICTURES[:1], PICTURES[1:3], [], PICTURES[3:]]
+    return [
+        {
+            "data_source": "pictures",
+            "prompt": [{"role": "user", "content": prompt}],
+            "images": [{"bytes": png(image), "path": None} for image in own],
+            "reward_model": {"style": "rule", "ground_truth": str(len(own))},
+        }
+        for prompt, own in zip(prompts, images, strict=True)
+    ]
+
+
+def configured(folder, tmp_path, **changes):
+    config = default()
+    config.model.path, config.model.random_init, config.model.vision = str(folder), True, "trained"
+    config.output_dir, config.logging.backends = str(tmp_path / "run"), ("jsonl",)
+    config.total_steps, config.batch.prompts, config.rollout.group_size = 2, 4, 2
+    config.rollout.max_prompt_length, config.rollout.max_completion_length = 96, 4
+    config.data.max_length, config.eval.every, config.checkpoint.every = 112, -1, 0
+    config.update_from_flattened_dict(changes)
+    return config
+
+
+@pytest.mark.slow
+def test_verls_rows_to_a_folder_that_transformers_loads(folder, tmp_path):
+    """Two steps of GRPO; the reward sees the images; the exported model and transformers' give the same logits."""
+    torch = pytest.importorskip("torch")
+    from transformers import AutoModelForImageTextToText
+
+    pq.write_table(pa.Table.from_pylist(verl_rows()), tmp_path / "rows.parquet")
+    seen = {}
+
+    def reward(prompts, completions, images, ground_truth, **kwargs):
+        assert [str(len(own)) for own in images] == ground_truth
+        for prompt, own in zip(prompts, images, strict=True):
+            seen[json.dumps(prompt)] = [image.tobytes() for image in own]
+        return [float(len(completion[0]["content"]) % 3) for completion in completions]
+
+    config = configured(folder, tmp_path, **{"data.path": str(tmp_path / "rows.parquet")})
+    result = jaxrl_llm.train(config, rewards=reward)
+    assert len(seen) == 4 and sorted(map(len, seen.values())) == [0, 1, 1, 2]
+    assert [image.tobytes() for image in PICTURES[1:3]] in seen.values()
+    rows = pq.read_table(tmp_path / "run" / "completions" / "completions_00002.parquet").to_pylist()
+    shown = [json.loads(row["images"]) if row["images"] else [] for row in rows]
+    assert sorted(map(len, shown)) == [0, 0, 1, 1, 1, 1, 2, 2]
+    assert all(url.startswith("data:image/png;base64,") and len(url) < 8192 for urls in shown for url in urls)
+
+    out = tmp_path / "exported"
+    jaxrl_llm.save_hf(result.model, out)
+    assert image_processor.load(out, result.model.tokenizer) is not None
+    tokenize = RowTokenizer("prompts", result.model.tokenizer, images=ImageReader(result.model.tokenizer))
+    row = tokenize({"prompt": verl_rows()[1]["prompt"], "images": PICTURES[1:3]})
+    assert row is not None
+    pixels, ids = np.asarray(row["pixels"]), np.array([row["prompt_ids"]])
+    own = jaxrl_llm.load_model(out)(ids, images=Images(pixels[None], np.array([len(pixels)])))
+    theirs = AutoModelForImageTextToText.from_pretrained(out, attn_implementation="eager").eval()
+    values = torch.tensor(pixels.transpose(0, 3, 1, 2))[None]
+    with torch.no_grad():
+        logits = theirs(input_ids=torch.tensor(ids), pixel_values=values).logits
+        blank = theirs(input_ids=torch.tensor(ids), pixel_values=values * 0 + 0.5).logits
+    np.testing.assert_allclose(np.asarray(own), logits.numpy(), atol=2e-5)
+    assert np.abs(np.asarray(own) - blank.numpy()).max() > 1e-3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("algorithm", ["sft", "preference"])
+def test_trls_rows_are_learned(folder, tmp_path, algorithm):
+    """Losses of conversations and of pairs with images are finite, and those of other images are others."""
+
+    def loss(pictures):
+        prompt = [{"role": "user", "content": "what?"}]
+        answers = [[{"role": "assistant", "content": word}] for word in ("a cat", "a dog")]
+        rows = [
+            {"prompt": prompt, "images": [image]}
+            | (
+                {"completion": answers[0]}
+                if algorithm == "sft"
+                else dict(zip(("chosen", "rejected"), answers, strict=True))
+            )
+            for image in pictures
+        ]
+        config = configured(folder, tmp_path / str(id(pictures)), **{"algorithm.name": algorithm, "total_steps": 2})
+        config.optimizer.learning_rate, config.algorithm.beta = 1e-2, 0.1 if algorithm == "preference" else 0.0
+        return [step["loss"] for step in jaxrl_llm.train(config, train_dataset=rows).metrics]
+
+    losses, others = loss(PICTURES), loss([picture(20, 20, 9)] * 4)
+    assert np.isfinite(losses).all() and len(losses) == 2 and losses[1] != others[1]
+
+
+@pytest.mark.slow
+def test_evaluation_sees_the_images(folder, tmp_path):
+    """Of rows in memory; a row is answered right where its image is the one that it was made with."""
+
+    def reward(completions, images, ground_truth, **kwargs):
+        known = [image.tobytes() for image in PICTURES]
+        return [float(sum(image.tobytes() in known for image in own) == int(truth))
+                for own, truth in zip(images, ground_truth, strict=True)]  # fmt: skip
+
+    config = configured(folder, tmp_path, **{"eval.samples": 2, "eval.prompts": 4})
+    metrics = jaxrl_llm.evaluate(config, eval_dataset=verl_rows(), rewards=reward)
+    assert metrics["eval/accuracy"] == 1.0
+
+
+def test_a_text_model_refuses_the_rows_before_it_is_loaded(tmp_path):
+    config = configured("embedded:tiny", tmp_path)
+    config.model.path, config.model.vision = default().model.path, "frozen"
+    with pytest.raises(ConfigError, match=r"row 0: the row has images in column 'images', but the model reads text"):
+        jaxrl_llm.train(config, train_dataset=verl_rows(), rewards=lambda completions, **_: [0.0] * len(completions))
+
+
+def test_records_have_thumbnails(folder):
+    tokenizer = tokenizer_of(configured(folder, folder))
+    tokenize = RowTokenizer("prompts", tokenizer, images=ImageReader(tokenizer))
+    examples = [tokenize({"prompt": row["prompt"], "images": row["images"]}) for row in verl_rows()]
+    shown = shown_images([row for row in examples if row is not None], 2)
+    assert shown is not None
+    assert [len(own) for own in shown[0]] == [1, 1, 2, 2, 0, 0, 1, 1] and shown[1][4] is None
+    assert shown_images([{"prompt": "text"}], 2) is None
