@@ -218,26 +218,28 @@ def attend(config, q, k, v, inputs: AttentionInputs, window=None, sinks=None) ->
     elif by == "cudnn":
         out = fused_attention(q, k, v, mask, "cudnn")
     else:
-        out = _in_blocks(config, q, k, v, mask, sinks)
+        out = _in_blocks(config, q, k, v, mask, sinks, inputs.causal)
     out = constrain(out[..., :size], "rows", *query_dims, None, None)
     return constrain(out, "rows", "positions", "heads", None, None)
 
 
-def _in_blocks(config, q, k, v, mask, sinks):
-    # A block of queries sees no key behind it: of a long row, half of the scores are never formed.
+def _in_blocks(config, q, k, v, mask, sinks, causal: bool):
+    # A block of causal queries sees no key behind it: of a long row, half of the scores are never formed.
     length = q.shape[1]
     size = length if context_shards() > 1 else max(-(-length // QUERY_BLOCKS), SMALLEST_BLOCK)
     blocks = []
     for start in range(0, length, size):
         end = min(start + size, length)
-        queries, keys, values, seen = q[:, start:end], k[:, :end], v[:, :end], mask[:, start:end, :end]
+        size_seen = end if causal else length
+        queries, seen = q[:, start:end], mask[:, start:end, :size_seen]
+        keys, values = k[:, :size_seen], v[:, :size_seen]
         scores = jnp.einsum("ntjrd,nsjd->njrts", queries, keys, preferred_element_type=jnp.float32)
         scores = soft_cap(scores, config.attention_softcap)
         scores = jnp.where(seen[:, None, None], scores, MASKED)
         if sinks is not None:
             one = jnp.broadcast_to(sinks[..., None, None], (*scores.shape[:-1], 1))
             scores = jnp.concatenate([scores, one], axis=-1)
-        weights = jax.nn.softmax(scores, axis=-1)[..., :end]
+        weights = jax.nn.softmax(scores, axis=-1)[..., :size_seen]
         blocks.append(jnp.einsum("njrts,nsjd->ntjrd", weights.astype(values.dtype), values))
     return jnp.concatenate(blocks, axis=1)
 

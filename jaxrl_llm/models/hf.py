@@ -19,7 +19,7 @@ from jax.sharding import Mesh
 
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.models import safetensors
-from jaxrl_llm.models.families import family_for, family_of, text_part
+from jaxrl_llm.models.families import family_for, family_of
 from jaxrl_llm.models.families.decoder import DTYPES, settings
 from jaxrl_llm.models.transformer import Net, Params
 
@@ -86,15 +86,14 @@ def _download(name: str, patterns: list[str], revision: str | None) -> Path:
 
 
 def read_config(folder: str | os.PathLike[str], entries: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """The entries of the folder's config.json; where only the text part of a model is read, those of that part.
+    """The entries of the folder's config.json; `entries` take the place of those of the same name, of a model with a
+    vision part those of its text part.
 
-    `entries` take the place of those of the same name, which are the text part's.
     Raises ConfigError when it is missing or no JSON object.
     """
     config = safetensors.read_json(Path(folder) / "config.json")
     if config is None:
         raise ConfigError(f"{folder} has no config.json: it is not a Hugging Face model folder.")
-    config = text_part(config)
     if entries and isinstance(config.get("text_config"), dict):  # of a model whose vision part is read too
         return {**config, "text_config": {**config["text_config"], **entries}}
     return {**config, **(entries or {})}

@@ -30,6 +30,7 @@ class AttentionInputs(NamedTuple):
     segments: jax.Array  # [N,T] 0 is padding
     mask: jax.Array | None  # [N,T,T] (query, key) True where seen; None: a segment, up to the token itself
     by_mask: bool = False  # the mask says more than the segments
+    causal: bool = True  # no token sees one behind it
     inv_freq: jax.Array | None = None  # [N,T,r/2] rotary frequencies of each token, where they depend on its row
 
 

@@ -309,7 +309,13 @@ def check_attention(config: ModelConfig, backend: str) -> None:
     }
     reasons = {
         "cudnn": on_gpus,
-        "flash": {**on_gpus, "it has no sliding window, as this model has": config.sliding_window is not None},
+        "flash": {
+            **on_gpus,
+            "it has no sliding window, as this model has": config.sliding_window is not None,
+            "it is causal, and this model's images are seen in both directions": (
+                config.vision is not None and config.vision.bidirectional
+            ),
+        },
         "splash": {**sinks, f"it runs on TPUs, and {here}": backend != "tpu"},
     }
     holding = [reason for reason, holds in reasons.get(config.attention, {}).items() if holds]

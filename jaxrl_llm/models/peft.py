@@ -24,7 +24,7 @@ from jaxrl_llm.models.transformer import Net
 CONFIG = "adapter_config.json"
 TENSORS = "adapter_model.safetensors"
 PREFIX = "base_model.model."
-VISION = ".vision_model."  # in the names of modules of a vision part
+VISION = re.compile(r"\.(vision_model|vision_tower|visual)\.")  # in the names of modules of a vision part
 EMBEDDING, LM_HEAD = "embed_tokens", "lm_head"
 HEADS = ("score", "classifier")  # PEFT names both for models with a score head
 TASKS = {"lm": "CAUSAL_LM", "score": "SEQ_CLS"}
@@ -117,7 +117,7 @@ def read_config(folder: str | os.PathLike[str]) -> AdapterConfig:
     saved = tuple(name for name in entries.get("modules_to_save") or () if name not in HEADS)
     return AdapterConfig(
         lora, entries.get("base_model_name_or_path"), head, saved, bool(entries.get("ensure_weight_tying")),
-        vision=any(VISION in name for name in names),
+        vision=any(VISION.search(name) for name in names),
     )  # fmt: skip
 
 
@@ -155,10 +155,15 @@ def with_modules(net: Net, family, names: Iterable[str], key: str) -> Net:
     return net.with_lora(dataclasses.replace(lora, saved=tuple(sorted(found))))
 
 
+def _named_as_modules(net: Net, family) -> list[safetensors.Stored]:
+    """The tensors of the net under the names that they have in the family's class, which PEFT knows them by."""
+    return safetensors.stored_tensors(net, family, getattr(family, "MODULE_KEYS", None))
+
+
 def _modules(net: Net, family) -> dict[str, list[safetensors.Stored]]:
-    """The tensors of each module of the family's files that has parameters, by its name."""
+    """The tensors of each module of the family that has parameters, by its name."""
     modules: dict[str, list[safetensors.Stored]] = {}
-    for tensor in safetensors.stored_tensors(net, family):
+    for tensor in _named_as_modules(net, family):
         modules.setdefault(tensor.name.rpartition(".")[0], []).append(tensor)
     return modules
 
@@ -226,7 +231,7 @@ def fused(net: Net, family) -> str | None:
 
     PEFT has one adapter for such a tensor and not one for each map.
     """
-    stored = {tensor.leaf: tensor.name.removesuffix(".weight") for tensor in safetensors.stored_tensors(net, family)}
+    stored = {tensor.leaf: tensor.name.removesuffix(".weight") for tensor in _named_as_modules(net, family)}
     for path, _ in jax.tree_util.tree_leaves_with_path(adapters_of(net.shapes())):
         module = path_name(path).rpartition("/")[0]
         name = stored[f"{module}/kernel"]
@@ -302,7 +307,7 @@ def _tensors(net: Net, family) -> dict[str, Tensors]:
             "of this shape: train with lora.targets that leave it out, or use the merged model"
         )
     stored: dict[str, list[safetensors.Stored]] = {}
-    for tensor in safetensors.stored_tensors(net, family):
+    for tensor in _named_as_modules(net, family):
         stored.setdefault(tensor.leaf, []).append(tensor)
     kept = {"lora_a": ".lora_A.weight", "lora_b": ".lora_B.weight", "lora_m": ".lora_magnitude_vector"}
     found: dict[str, Tensors] = {}

@@ -31,9 +31,8 @@ FLOATS = ("F64", "F32", "F16", "BF16")
 HEADS = ("lm_head.weight", "language_model.lm_head.weight")
 ROWS = 4096  # of a head and an embedding that are compared, at a time
 CHUNK = 1 << 16  # numbers whose exponents are looked at, at a time: they stay in the processor's cache
-# Buffers that some checkpoints carry and the network computes itself, the vision part of models that have one, and
-# layers for multi-token prediction.
-IGNORED = re.compile(r"rotary_emb\.inv_freq$|^(model\.)?(vision_tower|multi_modal_projector)\.|^mtp\.")
+# Buffers that some checkpoints carry and the network computes itself, and layers for multi-token prediction.
+IGNORED = re.compile(r"rotary_emb\.inv_freq$|^mtp\.")
 
 
 def _open_safetensors(file: Path):

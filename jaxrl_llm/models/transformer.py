@@ -25,7 +25,7 @@ from jaxrl_llm.models.mixer import AttentionInputs, DecodeInputs, LayerConfig, M
 from jaxrl_llm.models.model_config import LayerRun, ModelConfig
 from jaxrl_llm.models.moe import MixtureOfExperts, Routing
 from jaxrl_llm.models.rope import long_row_frequencies
-from jaxrl_llm.models.vision.tower import Vision, with_images
+from jaxrl_llm.models.vision.tower import Vision, image_runs, with_images
 
 Params = dict[str, Any]
 
@@ -247,17 +247,26 @@ class Transformer(nnx.Module):
             )
         segments = jnp.ones_like(tokens) if inputs.segments is None else inputs.segments
         positions = segment_positions(segments) if inputs.positions is None else inputs.positions
-        by_mask = prefixes is not None
+        images, runs = inputs.images, None
+        if isinstance(images, Images):
+            images = self.encode_images(tokens, segments, images)
+        if images is not None and c.vision is not None and c.vision.bidirectional:
+            runs = image_runs(images.index, segments)
+        by_mask = prefixes is not None or runs is not None
         # Some kernels read segments, and a mask [N,T,T] only where segments do not say it all.
-        by_segments = implementation(c, tokens.shape[1], by_mask) in ("splash", "flash")
-        mask = None if by_segments and not by_mask else attention_mask(segments, prefixes)
+        kernel = implementation(c, tokens.shape[1], by_mask)
+        if kernel == "flash" and by_mask:
+            raise ConfigError(
+                "model.attention = 'flash' reads no mask, which rows that share a prefix (batch.packing) or whose "
+                "images are seen in both directions need: use 'auto', 'cudnn' or 'xla'"
+            )
+        mask = None if kernel in ("splash", "flash") and not by_mask else attention_mask(segments, prefixes, runs)
         inv_freq = long_row_frequencies(c.rope, c.rotated_size, segments, positions)
         x = self._embedded(tokens)
         x = x if inputs.noise is None else x + inputs.noise.astype(x.dtype)
-        if (images := inputs.images) is not None:
-            encoded = self.encode_images(tokens, segments, images) if isinstance(images, Images) else images
-            x = constrain(with_images(x, encoded), "rows", "positions", None)
-        return AttentionInputs(positions, segments, mask, by_mask, inv_freq), x
+        if images is not None:
+            x = constrain(with_images(x, images), "rows", "positions", None)
+        return AttentionInputs(positions, segments, mask, by_mask, runs is None, inv_freq), x
 
     def _by_run(self, experts) -> tuple:
         """The experts `[N,T,L,k]` of all layers as those of each run: of a scanned one stacked, of a dense one None."""
@@ -331,10 +340,14 @@ def _pad_for_context(inputs: Inputs) -> Inputs:
         return inputs
     if inputs.segments is None:  # without segments padding would count as tokens
         inputs = inputs.replace(segments=jnp.ones_like(inputs.tokens))
+    images = inputs.images
     padded = jax.tree.map(
         lambda x: jnp.pad(x, ((0, 0), (0, extra), *((0, 0),) * (x.ndim - 2))), inputs.replace(images=None)
     )
-    return padded.replace(images=inputs.images)
+    if isinstance(images, ImageEmbeddings):
+        index = jnp.pad(images.index, ((0, 0), (0, extra)), constant_values=-1)
+        images = dataclasses.replace(images, index=index)
+    return padded.replace(images=images)
 
 
 def segment_positions(segments):
@@ -345,13 +358,18 @@ def segment_positions(segments):
     return jnp.where(segments == 0, 0, index - start)
 
 
-def attention_mask(segments, prefixes=None):
-    """`[N,T,T]` (query, key), True: same segment or the query's prefix, no padding, and the key not after the query."""
+def attention_mask(segments, prefixes=None, runs=None):
+    """`[N,T,T]` (query, key), True: same segment or the query's prefix, no padding, and the key not after the query.
+
+    Tokens of one of the `runs` `[N,T]`, numbered from 1, see what is after them there too.
+    """
     same = segments[:, :, None] == segments[:, None, :]
     if prefixes is not None:
         same |= prefixes[:, :, None] == segments[:, None, :]
-    causal = jnp.tril(jnp.ones((segments.shape[1],) * 2, bool))
-    return same & causal & (segments != 0)[:, None, :]
+    seen = jnp.tril(jnp.ones((segments.shape[1],) * 2, bool))
+    if runs is not None:
+        seen |= (runs[:, :, None] == runs[:, None, :]) & (runs != 0)[:, None, :]
+    return same & seen & (segments != 0)[:, None, :]
 
 
 @dataclasses.dataclass(frozen=True)

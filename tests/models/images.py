@@ -6,12 +6,13 @@ import numpy as np
 import torch
 from transformers import (
     AutoModelForImageTextToText,
+    Gemma3Config,
     Idefics3Config,
     SmolVLMConfig,
 )
 
 from jaxrl_llm.algorithms.batch import Images
-from tests.models.oracles import SHAPE, VOCAB
+from tests.models.oracles import SHAPE, VARIANTS, VOCAB
 
 IMAGE_TOKEN = 90  # no document has it as text
 TILE = (24, 24, 3)
@@ -33,6 +34,12 @@ PARTS: dict[str, Any] = {
 VISION = {
     "idefics3": lambda: Idefics3Config(**PARTS, scale_factor=2),
     "smolvlm": lambda: SmolVLMConfig(**PARTS, scale_factor=2, tie_word_embeddings=True),
+    "gemma3": lambda: Gemma3Config(
+        text_config=VARIANTS["gemma3_text"]().to_dict(),
+        vision_config={**ENCODER, "model_type": "siglip_vision_model", "vision_use_head": False},
+        mm_tokens_per_image=TILE_TOKENS,
+        image_token_index=IMAGE_TOKEN,
+    ),
 }
 
 
@@ -51,6 +58,8 @@ def make_vision_oracle(family: str):
         for name, parameter in oracle.named_parameters():
             if "norm" in name or name.endswith("bias"):
                 parameter.add_(torch.randn_like(parameter) * 0.3)
+            elif not parameter.any():  # Gemma 3's projector starts from zeros
+                parameter.normal_(std=ENCODER["initializer_range"])
     return oracle
 
 
@@ -80,6 +89,13 @@ def padded_images(documents, side: str = "left") -> tuple[np.ndarray, np.ndarray
     return tokens, segments, Images(pixels, np.array([len(document.pixels) for document in documents], np.int32))
 
 
-def as_torch(pixels: np.ndarray) -> dict[str, torch.Tensor]:
-    """The argument of transformers for tiles of one row, none without."""
-    return {"pixel_values": torch.tensor(pixels.transpose(0, 3, 1, 2))[None]} if len(pixels) else {}
+def as_torch(oracle, document: Document) -> dict[str, torch.Tensor]:
+    """The arguments of transformers for a document as a row."""
+    ids = torch.tensor(document.tokens)[None]
+    found = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    pixels = torch.tensor(document.pixels.transpose(0, 3, 1, 2))
+    if oracle.config.model_type == "gemma3":
+        found["token_type_ids"] = (ids == IMAGE_TOKEN).long()
+    else:
+        pixels = pixels[None]
+    return found | ({"pixel_values": pixels} if len(document.pixels) else {})

@@ -8,7 +8,7 @@ import pytest
 from jaxrl_llm.distributed.sharding import make_mesh, path_name
 from jaxrl_llm.models import moe
 from jaxrl_llm.models.model import load_model
-from tests.models.images import image_documents, make_vision_oracle, padded_images
+from tests.models.images import VISION, image_documents, make_vision_oracle, padded_images
 from tests.models.oracles import FAMILIES, VARIANTS, make_oracle
 
 
@@ -49,9 +49,10 @@ def test_eight_devices_compute_the_same(variant, way, tmp_path, monkeypatch):
         assert x.sharding.shard_shape(x.shape) != x.shape, f"{path} is whole on every device"
 
 
-def test_eight_devices_compute_the_same_of_images(tmp_path):
+@pytest.mark.parametrize("family", sorted(VISION))
+def test_eight_devices_compute_the_same_of_images(family, tmp_path):
     """Rows and their tiles, the encoder's matrices and heads are sharded, and the positions of the decoder."""
-    make_vision_oracle("smolvlm").save_pretrained(tmp_path)
+    make_vision_oracle(family).save_pretrained(tmp_path)
     documents = image_documents((2, 1, 0, 1))
     tokens, segments, images = padded_images(documents)
     whole = load_model(tmp_path)

@@ -8,14 +8,10 @@ import jax
 import numpy as np
 import pytest
 import torch
-from safetensors.numpy import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
-    Gemma3Config,
-    Gemma3ForConditionalGeneration,
     SeedOssConfig,
-    SiglipVisionConfig,
 )
 
 from jaxrl_llm.algorithms.batch import Inputs
@@ -268,31 +264,6 @@ def test_score_head_equals_a_sequence_classifier(variant, tmp_path, documents):
     again = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out", attn_implementation="eager").eval()
     written, original = again.state_dict(), oracle.state_dict()
     assert written.keys() == original.keys() and all(torch.equal(written[name], original[name]) for name in original)
-
-
-@pytest.mark.parametrize("prefix", ["language_model.model.", "model.language_model."])
-def test_the_text_part_of_a_model_with_vision(tmp_path, documents, prefix):
-    """It is read from the whole model's folder, in both layouts of tensors, and written as a text model."""
-    text = VARIANTS["gemma3_text"]()
-    vision = SiglipVisionConfig(
-        hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, image_size=28, patch_size=14
-    )
-    torch.manual_seed(0)
-    config = Gemma3Config(
-        text_config=text, vision_config=vision, mm_tokens_per_image=4, image_token_index=96, boi_token_index=95,
-        eoi_token_index=94, attn_implementation="eager",
-    )  # fmt: skip
-    oracle = Gemma3ForConditionalGeneration(config).eval()
-    oracle.save_pretrained(tmp_path / "oracle")
-    file = tmp_path / "oracle/model.safetensors"
-    save_file({name.replace("language_model.model.", prefix): x for name, x in load_file(file).items()}, file)
-    model = load_model(tmp_path / "oracle")
-    tokens = documents[1][None] % 90  # no images
-    np.testing.assert_allclose(model(tokens), oracle_logits(oracle, tokens), atol=TOLERANCE)
-    save_hf(model, tmp_path / "out")
-    again = AutoModelForCausalLM.from_pretrained(tmp_path / "out", attn_implementation="eager").eval()
-    assert type(again).__name__ == "Gemma3ForCausalLM"
-    np.testing.assert_allclose(oracle_logits(again, tokens), oracle_logits(oracle, tokens), atol=1e-6)
 
 
 def test_the_family_in_the_documentation(tmp_path, root, documents, monkeypatch):

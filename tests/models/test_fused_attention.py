@@ -61,20 +61,21 @@ def dense(mask, softcap, q, k, v):
 
 
 @pytest.mark.parametrize(("window", "softcap"), [(None, None), (40, 2.0)])
-@pytest.mark.parametrize("by", ["segments", "mask"])
+@pytest.mark.parametrize("by", ["segments", "mask", "mask of images"])
 def test_outputs_and_gradients(by, window, softcap):
-    """Of packed documents, by their numbers; of completions that see their prompt, by a mask."""
+    """Of packed documents, by their numbers; of completions that see their prompt, and of images, by a mask."""
     segments, prefixes, positions = shared_prompts()
     if by == "segments":
         segments, prefixes = packed_segments(), None
         positions = np.asarray(segment_positions(segments))
-    mask = attention_mask(segments, prefixes)
+    runs = jnp.where((segments != 0) & (jnp.arange(segments.shape[1]) % 90 > 20), segments, 0)
+    mask = attention_mask(segments, prefixes, runs if by == "mask of images" else None)
     if window:
         mask &= positions[:, :, None] - positions[:, None, :] < window
     keys = jax.random.split(jax.random.key(0), 3)
     shapes = ((2, 2, 8), (2, 8), (2, 8))  # 4 query heads, 2 of keys
     q, k, v = (jax.random.normal(key, (*segments.shape, *shape)) for key, shape in zip(keys, shapes, strict=True))
-    options = {"mask": mask} if by == "mask" else {"window": window}
+    options = {"window": window} if by == "segments" else {"mask": mask}
     splash = functools.partial(splash_attention, segments=segments, softcap=softcap, interpret=True, **options)
     expected = outputs_and_gradients(functools.partial(dense, mask, softcap), q, k, v, segments != 0)
     found = outputs_and_gradients(splash, q, k, v, segments != 0)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -14,8 +15,10 @@ from jaxrl_llm.config import ConfigError
 from jaxrl_llm.config.flags import load_config_file
 from jaxrl_llm.data import shapes, tasks
 from jaxrl_llm.distributed.sharding import make_mesh
+from jaxrl_llm.models import hf
 from jaxrl_llm.models.lora import split
 from jaxrl_llm.models.model import describe
+from jaxrl_llm.models.safetensors import write_json
 from jaxrl_llm.training.images import prompt_images, row_images
 from jaxrl_llm.training.offline import as_examples, pad_examples, with_images
 from jaxrl_llm.training.passes import images_of_rows, scored_logps
@@ -77,6 +80,39 @@ def test_sft_steps_on_images(root, tmp_path, packing):
         return [line["loss"] for line in lines if "loss" in line][-1]
 
     assert loss("shapes") < 0.3 * loss("shapes_blank")  # 0.036 and 0.463
+
+
+@pytest.fixture
+def gemma3_folder(tmp_path):
+    """The shape of a Gemma 3 with the encoder and tokenizer of `embedded:shapes`, without weights."""
+    shutil.copytree(hf.EMBEDDED / "shapes", tmp_path / "gemma3")
+    entries = json.loads((tmp_path / "gemma3" / "config.json").read_text())
+    text = entries["text_config"] | {"model_type": "gemma3_text", "sliding_window": 3, "sliding_window_pattern": 2}
+    vision = entries["vision_config"] | {"model_type": "siglip_vision_model", "vision_use_head": False}
+    entries = {"model_type": "gemma3", "image_token_index": 2, "mm_tokens_per_image": 4, "text_config": text}
+    text["head_dim"], text["query_pre_attn_scalar"] = 16, 16
+    write_json(tmp_path / "gemma3" / "config.json", entries | {"vision_config": vision})
+    return str(tmp_path / "gemma3")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("algorithm", ["grpo", "sft"])
+def test_steps_of_a_gemma3_on_images(root, tmp_path, gemma3_folder, algorithm):
+    """All of it moves; and the sampler and the update, of packed rows, compute the same of a prompt with an image."""
+    config = configured(root, tmp_path, **{"model.path": gemma3_folder, "algorithm.name": algorithm})
+    config.batch.packing, config.data.max_length, config.total_steps = "true", 16, 1
+    rows = [{**row, "completion": row["answer"]} for row in tasks.generate("shapes", size=8)]
+    dataset = rows if algorithm == "sft" else None
+    first = jaxrl_llm.train(config, train_dataset=dataset).model
+    assert first.net.config.vision.bidirectional and first.net.config.sliding_layers == (0,)
+    before, config.total_steps = leaves(first.params), 2
+    for path, x in leaves(jaxrl_llm.train(config, train_dataset=dataset).model.params).items():
+        assert np.isfinite(x).all() and not np.array_equal(x, before[path]), path
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    lines = [line for line in lines if "loss" in line]
+    assert len(lines) == 2
+    if algorithm == "grpo":
+        assert max(line["sampling/sampling_logp_difference/max"] for line in lines) < 1e-5
 
 
 def test_the_task_is_answered_by_its_image_alone():

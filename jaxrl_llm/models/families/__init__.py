@@ -1,7 +1,8 @@
 """Model families: one file per Hugging Face `model_type`, with its config and its tensor names in both directions.
 
 A family is a module with `MODEL_TYPE`, `ARCHITECTURE`, `KEYS`, `to_config` and `from_config`; where checkpoints have
-other tensor names too, the tables of `OTHER_KEYS` are read as well, and never written.
+other tensor names too, the tables of `OTHER_KEYS` are read as well, and never written. `MODULE_KEYS` is the table of
+the names in transformers' class, where files have others: PEFT knows modules by them.
 """
 
 import contextlib
@@ -14,6 +15,7 @@ from jaxrl_llm.models.families import (
     deepseek_v3,
     gemma,
     gemma2,
+    gemma3,
     gemma3_text,
     glm,
     glm4,
@@ -44,7 +46,7 @@ FAMILIES = {
     for module in (
         llama, qwen2, qwen3, mistral, gemma, gemma2, gemma3_text, phi3, qwen3_moe, mixtral, smollm3, olmo2,
         olmo3, granite, glm, glm4, olmoe, qwen2_moe, gpt_oss, deepseek_v3,
-        qwen3_next, idefics3, smolvlm,
+        qwen3_next, idefics3, smolvlm, gemma3,
     )
 }  # fmt: skip
 
@@ -62,17 +64,11 @@ def register(module: ModuleType) -> None:
     FAMILIES[module.MODEL_TYPE] = module
 
 
-def text_part(hf: dict[str, Any]) -> dict[str, Any]:
-    """The config.json of the text part, of a model that has another part, else `hf` itself."""
-    return gemma3_text.text_part(hf) if hf.get("model_type") == gemma3_text.WITH_VISION else hf
-
-
 def family_of(hf: dict[str, Any]) -> ModuleType:
     """The family module of a config.json; raises ConfigError for an unsupported model_type."""
     model_type = hf.get("model_type")
     if model_type not in FAMILIES:
-        supported = ", ".join([*FAMILIES, f"{gemma3_text.WITH_VISION} (its text part)"])
-        raise ConfigError(f"model_type {model_type!r} is not supported; supported are {supported}.")
+        raise ConfigError(f"model_type {model_type!r} is not supported; supported are {', '.join(FAMILIES)}.")
     return FAMILIES[model_type]
 
 

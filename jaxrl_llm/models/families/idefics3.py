@@ -2,35 +2,17 @@
 
 from typing import Any
 
-from jaxrl_llm.models.families import decoder, llama
-from jaxrl_llm.models.families.decoder import TensorName, linear
-from jaxrl_llm.models.families.entries import number, positive, refuse
+from jaxrl_llm.models.families import decoder, llama, siglip
+from jaxrl_llm.models.families.decoder import linear
+from jaxrl_llm.models.families.entries import positive, refuse
 from jaxrl_llm.models.transformer import ModelConfig
 from jaxrl_llm.models.vision.siglip import SiglipConfig
 from jaxrl_llm.models.vision.tower import VisionConfig
 
 MODEL_TYPE = "idefics3"
 ARCHITECTURE = {"lm": "Idefics3ForConditionalGeneration", "score": "Idefics3ForSequenceClassification"}
-TOWER = "model.vision_model."
-LAYER = f"{TOWER}encoder.layers.{{layer}}."
-
-
-def _norm(path: str, tensor: str) -> tuple[TensorName, TensorName]:
-    return TensorName(f"{path}/scale", f"{tensor}.weight"), TensorName(f"{path}/shift", f"{tensor}.bias")
-
-
 VISION_KEYS = (
-    *linear("vision/encoder/patch", f"{TOWER}embeddings.patch_embedding"),
-    TensorName("vision/encoder/position/weight", f"{TOWER}embeddings.position_embedding.weight"),
-    *_norm("vision/encoder/layers/norm1", f"{LAYER}layer_norm1"),
-    *linear("vision/encoder/layers/attention/q", f"{LAYER}self_attn.q_proj"),
-    *linear("vision/encoder/layers/attention/k", f"{LAYER}self_attn.k_proj"),
-    *linear("vision/encoder/layers/attention/v", f"{LAYER}self_attn.v_proj"),
-    *linear("vision/encoder/layers/attention/out", f"{LAYER}self_attn.out_proj"),
-    *_norm("vision/encoder/layers/norm2", f"{LAYER}layer_norm2"),
-    *linear("vision/encoder/layers/mlp/fc1", f"{LAYER}mlp.fc1"),
-    *linear("vision/encoder/layers/mlp/fc2", f"{LAYER}mlp.fc2"),
-    *_norm("vision/encoder/norm", f"{TOWER}post_layernorm"),
+    *siglip.keys("model.vision_model."),
     *linear("vision/projector/proj", "model.connector.modality_projection.proj"),
 )
 KEYS = (
@@ -47,17 +29,6 @@ TEXT_SIZES = {
     "num_hidden_layers": 32,
     "num_attention_heads": 32,
 }
-# Fields of a SiglipConfig that are an integer each, and their entries.
-SIZES = {
-    "width": "hidden_size",
-    "layers": "num_hidden_layers",
-    "heads": "num_attention_heads",
-    "ffn": "intermediate_size",
-    "image_size": "image_size",
-    "patch_size": "patch_size",
-    "channels": "num_channels",
-}
-ACTIVATIONS = {"gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu"}
 
 
 def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
@@ -78,30 +49,12 @@ def config_of(hf: dict[str, Any], architecture: dict[str, str], overrides: dict[
         refuse("text_config.model_type", text["model_type"], TEXT)
     shared = ("architectures", "tie_word_embeddings", "quantization_config")
     text = {**TEXT_SIZES, **text, **{name: hf.get(name) for name in shared}}
-    vision = VisionConfig(_siglip(hf.get("vision_config") or {}), positive(hf, "scale_factor"), hf["image_token_id"])
-    if vision.encoder.side % vision.shuffle:
-        refuse("scale_factor", vision.shuffle, f"divisors of the {vision.encoder.side} patches along a side of a tile")
-    if not isinstance(vision.image_token, int) or not 0 <= vision.image_token < positive(text, "vocab_size"):
-        refuse("image_token_id", vision.image_token, "ids of tokens")
+    encoder = siglip.read(hf.get("vision_config") or {}, SiglipConfig())
+    factor = positive(hf, "scale_factor")
+    if encoder.side % factor:
+        refuse("scale_factor", factor, f"divisors of the {encoder.side} patches along a side of a tile")
+    vision = VisionConfig(encoder, factor, siglip.image_token(hf, "image_token_id", text))
     return decoder.to_config(text, architecture, {**llama.own_fields(text), "vision": vision}, overrides)
-
-
-def _siglip(hf: dict[str, Any]) -> SiglipConfig:
-    default = SiglipConfig()
-    hf = {entry: getattr(default, field) for field, entry in SIZES.items()} | hf
-    sizes = {field: positive(hf, entry) for field, entry in SIZES.items()}
-    for entry, divisor in (("image_size", "patch_size"), ("hidden_size", "num_attention_heads")):
-        if hf[entry] % hf[divisor]:
-            refuse(f"vision_config.{entry}", hf[entry], f"multiples of {divisor} = {hf[divisor]}")
-    activation = hf.get("hidden_act", "gelu_pytorch_tanh")
-    if activation not in ACTIVATIONS:
-        refuse("vision_config.hidden_act", activation, ", ".join(ACTIVATIONS))
-    return SiglipConfig(
-        **sizes,
-        norm_eps=number("vision_config.layer_norm_eps", hf.get("layer_norm_eps", default.norm_eps)),
-        activation=ACTIVATIONS[activation],
-        init_scale=number("vision_config.initializer_range", hf.get("initializer_range", default.init_scale)),
-    )
 
 
 def entries_of(
@@ -117,20 +70,13 @@ def entries_of(
     # Of these the whole model's are read, and its decoder's stay as they are.
     text = {name: x for name, x in text.items() if name not in ("architectures", "tie_word_embeddings")}
     text |= {name: x for name, x in (text_base or {}).items() if name not in text}
-    names = {name: entry for entry, name in ACTIVATIONS.items()}
-    encoder = {
-        **(base.get("vision_config") or {"model_type": f"{model_type}_vision"}),
-        **{entry: getattr(vision.encoder, field) for field, entry in SIZES.items()},
-        "layer_norm_eps": vision.encoder.norm_eps,
-        "hidden_act": names[vision.encoder.activation],
-        "initializer_range": vision.encoder.init_scale,
-    }
+    encoder = (base.get("vision_config") or {"model_type": f"{model_type}_vision"}) | siglip.write(vision.encoder)
     return {
         **base,
         "model_type": model_type,
         "architectures": [architecture[config.head]],
         "image_token_id": vision.image_token,
-        "scale_factor": vision.shuffle,
+        "scale_factor": vision.merge,
         "tie_word_embeddings": config.tie_embeddings,
         "text_config": text,
         "vision_config": encoder,

@@ -1,11 +1,13 @@
 """Projectors, from the patches of an encoder to embeddings of the decoder."""
 
+import dataclasses
 from typing import Any
 
 import jax
 from flax import nnx
 
-from jaxrl_llm.models.layers import Linear
+from jaxrl_llm.models.layers import Linear, RMSNorm
+from jaxrl_llm.models.vision.siglip import SiglipConfig
 
 
 def pixel_shuffle(x, factor: int) -> jax.Array:
@@ -19,9 +21,25 @@ def pixel_shuffle(x, factor: int) -> jax.Array:
 class ShuffleProjector(nnx.Module):
     """A linear map of squares of patches, that of Idefics3 and SmolVLM."""
 
-    def __init__(self, width: int, out: int, factor: int, net: Any, rngs: nnx.Rngs):
+    def __init__(self, encoder: SiglipConfig, factor: int, net: Any, rngs: nnx.Rngs):
         self.factor = factor
-        self.proj = Linear(width * factor**2, out, net, rngs)
+        self.proj = Linear(encoder.width * factor**2, net.width, net, rngs)
 
     def __call__(self, x):
         return self.proj(pixel_shuffle(x, self.factor))
+
+
+class AverageProjector(nnx.Module):
+    """A linear map of the means of squares of patches, behind a norm, that of Gemma 3."""
+
+    def __init__(self, encoder: SiglipConfig, factor: int, net: Any, rngs: nnx.Rngs):
+        self.factor = factor
+        self.norm = RMSNorm(encoder.width, dataclasses.replace(net, norm_eps=encoder.norm_eps), rngs)
+        self.proj = Linear(encoder.width, net.width, net, rngs)
+
+    def __call__(self, x):
+        squares = pixel_shuffle(x, self.factor)
+        return self.proj(self.norm(squares.reshape(*squares.shape[:2], self.factor**2, -1).mean(axis=2)))
+
+
+PROJECTORS = {"shuffle": ShuffleProjector, "average": AverageProjector}

@@ -10,7 +10,7 @@ from flax import nnx
 from jaxrl_llm.algorithms.batch import ImageEmbeddings
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.distributed.sharding import constrain
-from jaxrl_llm.models.vision.projector import ShuffleProjector
+from jaxrl_llm.models.vision.projector import PROJECTORS
 from jaxrl_llm.models.vision.siglip import Siglip, SiglipConfig
 
 
@@ -19,13 +19,15 @@ class VisionConfig:
     """The shape of a model's vision part. Hashable: it is part of a ModelConfig."""
 
     encoder: SiglipConfig
-    shuffle: int  # patches along each side of a square that becomes one token
+    merge: int  # patches along each side of a square that becomes one token
     image_token: int  # the token id whose embeddings the features of tiles replace
+    projector: str = "shuffle"  # one of projector.PROJECTORS
+    bidirectional: bool = False  # the decoder's tokens of an image see all of them
 
     @property
     def tile_tokens(self) -> int:
         """Tokens that a tile becomes."""
-        return (self.encoder.side // self.shuffle) ** 2
+        return (self.encoder.side // self.merge) ** 2
 
     @property
     def tile_shape(self) -> tuple[int, int, int]:
@@ -42,7 +44,7 @@ class Vision(nnx.Module):
         own = dataclasses.replace(net, lora=lora, quantize="none", init_scale=config.encoder.init_scale)
         self.config = config
         self.encoder = Siglip(config.encoder, own, rngs)
-        self.projector = ShuffleProjector(config.encoder.width, net.width, config.shuffle, own, rngs)
+        self.projector = PROJECTORS[config.projector](config.encoder, config.merge, own, rngs)
 
     def encode(self, pixels, dtype, checkpointed) -> jax.Array:
         """The embeddings `[N,M,D]` of the M tokens of all tiles of a row, in order, of pixels `[N,K,H,W,C]`.
@@ -74,7 +76,16 @@ class Vision(nnx.Module):
 def with_images(x, images: ImageEmbeddings) -> jax.Array:
     """Embeddings x `[R,W,D]`, in which those of image tokens are the images'."""
     index = images.index
-    index = jnp.pad(index, ((0, 0), (0, x.shape[1] - index.shape[1])), constant_values=-1)  # x may be padded
     by_source = jnp.maximum(index, 0).reshape(len(images.values), -1, 1)
     picked = jnp.take_along_axis(images.values, by_source, axis=1).reshape(x.shape)
     return jnp.where((index >= 0)[..., None], picked.astype(x.dtype), x)
+
+
+def image_runs(index, segments) -> jax.Array:
+    """A number `[N,T]`, from 1, of the run of image tokens that a token is in; 0: in none.
+
+    `index` `[N,T]` is -1 where no image is. Images with no token between them are one run, and a segment ends one.
+    """
+    segments = jnp.where(index >= 0, segments, 0)
+    changes = jnp.diff(segments, axis=1, prepend=0) != 0
+    return jnp.where(segments != 0, jnp.cumsum(changes, axis=1), 0)

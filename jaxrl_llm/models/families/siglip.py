@@ -1,0 +1,78 @@
+"""The common ground of families with a SigLIP encoder: its table of tensor names, and its entries of config.json."""
+
+from typing import Any
+
+from jaxrl_llm.models.families.decoder import TensorName, linear
+from jaxrl_llm.models.families.entries import number, positive, refuse
+from jaxrl_llm.models.vision.siglip import SiglipConfig
+
+# Fields of a SiglipConfig that are an integer each, and their entries.
+SIZES = {
+    "width": "hidden_size",
+    "layers": "num_hidden_layers",
+    "heads": "num_attention_heads",
+    "ffn": "intermediate_size",
+    "image_size": "image_size",
+    "patch_size": "patch_size",
+    "channels": "num_channels",
+}
+ACTIVATIONS = {"gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu"}
+
+
+def keys(tower: str) -> tuple[TensorName, ...]:
+    """The keys of an encoder whose tensors have names that begin with `tower`."""
+    layer = f"{tower}encoder.layers.{{layer}}."
+    return (
+        *linear("vision/encoder/patch", f"{tower}embeddings.patch_embedding"),
+        TensorName("vision/encoder/position/weight", f"{tower}embeddings.position_embedding.weight"),
+        *_norm("vision/encoder/layers/norm1", f"{layer}layer_norm1"),
+        *linear("vision/encoder/layers/attention/q", f"{layer}self_attn.q_proj"),
+        *linear("vision/encoder/layers/attention/k", f"{layer}self_attn.k_proj"),
+        *linear("vision/encoder/layers/attention/v", f"{layer}self_attn.v_proj"),
+        *linear("vision/encoder/layers/attention/out", f"{layer}self_attn.out_proj"),
+        *_norm("vision/encoder/layers/norm2", f"{layer}layer_norm2"),
+        *linear("vision/encoder/layers/mlp/fc1", f"{layer}mlp.fc1"),
+        *linear("vision/encoder/layers/mlp/fc2", f"{layer}mlp.fc2"),
+        *_norm("vision/encoder/norm", f"{tower}post_layernorm"),
+    )
+
+
+def _norm(path: str, tensor: str) -> tuple[TensorName, TensorName]:
+    return TensorName(f"{path}/scale", f"{tensor}.weight"), TensorName(f"{path}/shift", f"{tensor}.bias")
+
+
+def read(hf: dict[str, Any], default: SiglipConfig) -> SiglipConfig:
+    """The encoder of a `vision_config`, with `default` for what is left out; raises ConfigError for another network."""
+    hf = {entry: getattr(default, field) for field, entry in SIZES.items()} | hf
+    sizes = {field: positive(hf, entry) for field, entry in SIZES.items()}
+    for entry, divisor in (("image_size", "patch_size"), ("hidden_size", "num_attention_heads")):
+        if hf[entry] % hf[divisor]:
+            refuse(f"vision_config.{entry}", hf[entry], f"multiples of {divisor} = {hf[divisor]}")
+    activation = hf.get("hidden_act", "gelu_pytorch_tanh")
+    if activation not in ACTIVATIONS:
+        refuse("vision_config.hidden_act", activation, ", ".join(ACTIVATIONS))
+    return SiglipConfig(
+        **sizes,
+        norm_eps=number("vision_config.layer_norm_eps", hf.get("layer_norm_eps", default.norm_eps)),
+        activation=ACTIVATIONS[activation],
+        init_scale=number("vision_config.initializer_range", hf.get("initializer_range", default.init_scale)),
+    )
+
+
+def write(encoder: SiglipConfig) -> dict[str, Any]:
+    """The entries of a `vision_config` that `read` reads."""
+    names = {name: entry for entry, name in ACTIVATIONS.items()}
+    return {
+        **{entry: getattr(encoder, field) for field, entry in SIZES.items()},
+        "layer_norm_eps": encoder.norm_eps,
+        "hidden_act": names[encoder.activation],
+        "initializer_range": encoder.init_scale,
+    }
+
+
+def image_token(hf: dict[str, Any], entry: str, text: dict[str, Any]) -> int:
+    """The entry, an id of the vocabulary of `text`; raises ConfigError for anything else."""
+    token = hf[entry]
+    if not isinstance(token, int) or not 0 <= token < positive(text, "vocab_size"):
+        refuse(entry, token, "ids of tokens")
+    return token
