@@ -19,7 +19,7 @@ from jaxrl_llm.tools.report.runs import ReportedRun, differences
 HEADLINES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("Reward", ("reward",)),
     ("Held-out", ("eval/accuracy", "eval/reward", "eval/loss")),
-    ("KL", ("kl", "objective/kl", "ratio/kl")),
+    ("KL", ("kl", "objective/kl")),
     ("Entropy", ("entropy",)),
     ("Length", ("completions/mean_length",)),
     ("Truncated", ("completions/clipped_ratio",)),
@@ -36,7 +36,7 @@ HEADLINES: tuple[tuple[str, tuple[str, ...]], ...] = (
 EXPLAINED = {
     "Reward": "mean score of the completions of a step",
     "Held-out": "on prompts or rows that are not trained on",
-    "KL": "distance from the reference policy, or from the one that sampled",
+    "KL": "distance from the reference policy",
     "Entropy": "how undecided the policy is; near 0 all samples are alike",
     "Length": "tokens of a completion",
     "Truncated": "share of completions that were cut off",
@@ -84,7 +84,7 @@ def algorithm_of(run: ReportedRun) -> str | None:
     usual = default().algorithm
     found = {part: run.settings.get(f"algorithm.{part}") for part in ("name", "advantage", "loss")}
     words = [word for part, word in found.items() if word is not None and (part == "name" or word != usual[part])]
-    return " · ".join(map(str, words)) or None
+    return " · ".join(dict.fromkeys(map(str, words))) or None  # rloo is the name of both
 
 
 def write_page(
