@@ -1,7 +1,9 @@
 """The images of rows on their way to a network: `Images`, of the tiles that each row of a batch brings."""
 
 import json
+import os
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -16,6 +18,7 @@ from jaxrl_llm.models.vision.tower import VisionConfig
 
 IMAGES = "images"  # the column of rewards that holds a prompt's images, and that of records with their thumbnails
 SHOWN = 4  # thumbnails of a row, at most
+MOST_WORKERS = 16  # threads that read and resize images
 
 
 def row_images(
@@ -46,18 +49,25 @@ def row_images(
     if not (most := max(most, *counts)):
         return None
     pixels = np.zeros((len(ids), 1 << (most - 1).bit_length(), *vision.tile_shape), np.float32)
-    last: tuple[Any, Any] = (None, None)  # both rows of a pair have the same images, which are read once
+
+    def fill(rows: list[int]) -> None:
+        # A table of rows in memory keeps them as lists; others are files, which are read here.
+        own, row = np.asarray(tiles[rows[0]], np.float32), rows[0]
+        if own.shape[1:] != vision.tile_shape:
+            raise ConfigError(
+                f"row {row} of a batch has tiles of shape {own.shape[1:]} (height, width, channels), but this "
+                f"model reads {vision.tile_shape}: use the image processor of its folder"
+            )
+        for row in rows:
+            pixels[row, : counts[row]] = own
+
+    rows_of: dict[int, list[int]] = {}  # both rows of a pair have the same images, which are read once
     for row, own in enumerate(tiles):
         if counts[row]:
-            # A table of rows in memory keeps them as lists; others are files, which are read here.
-            last = last if last[0] is own else (own, np.asarray(own, np.float32))
-            own = last[1]
-            if own.shape[1:] != vision.tile_shape:
-                raise ConfigError(
-                    f"row {row} of a batch has tiles of shape {own.shape[1:]} (height, width, channels), but this "
-                    f"model reads {vision.tile_shape}: use the image processor of its folder"
-                )
-            pixels[row, : counts[row]] = own
+            rows_of.setdefault(id(own), []).append(row)
+    with ThreadPoolExecutor(min(len(rows_of), os.cpu_count() or 1, MOST_WORKERS), thread_name_prefix="images") as pool:
+        for _ in pool.map(fill, rows_of.values()):
+            pass
     return Images(pixels, np.array(counts, np.int32))
 
 

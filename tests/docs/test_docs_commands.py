@@ -37,6 +37,7 @@ NOT_RUN = {
     "--config.model.path=Qwen/Qwen2.5-7B": "reads config.json from the hub",
     "--config.model.path=meta-llama/Llama-3.1-70B-Instruct": "reads config.json from the hub",
     "--config.logging.backends=console,jsonl,wandb,tensorboard": "wandb asks for an account; test_loggers.py",
+    "--model=HuggingFaceTB/SmolVLM-256M-Instruct": "reads a model of the hub; tests/serving/test_images.py",
     "--push_to_hub=me/my-model": "asks for an account; tests/tools/test_hub.py",
     "--config.export.push_to_hub=me/my-model": "asks for an account; tests/tools/test_hub.py",
     "--png=pictures": "needs matplotlib, which is no dependency; tests/tools/test_report.py",
