@@ -6,8 +6,11 @@ part in baselines or standard deviations, and its advantage is 0. Outcome advant
 broadcast over its tokens); token-level ones are `[N, T]`.
 """
 
+import math
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxrl_llm.algorithms.aggregation import as_float, as_mask, masked_mean, masked_var, whiten
 
@@ -160,6 +163,36 @@ def passk_advantages(scores, group_size: int, normalize: bool = True, eps: float
     return (jax.nn.one_hot(winner, group_size, dtype=gap.dtype) * gap[:, None]).reshape(-1)
 
 
+def pkpo_advantages(scores, group_size: int, k: int = 4) -> Array:
+    """Returns advantages `[N]`: what each row adds, on average, to the best score of k rows of its group.
+
+    Shapes: `scores [N]`, N = B * group_size with the rows of a prompt adjacent; any numbers, for which the mean of the
+    policy gradient is that of the expected maximum of k samples. Formula, over all sets I of k of the group's n scores:
+    `s_i = sum_(I with i) (max(I) - max(I without i)) / C(n, k)`, summed in closed form over the scores in rising order.
+    With k = n it is `passk` without its division. NaN scores are left out and get 0, as do groups of fewer than k
+    scores. Raises ValueError where k is not 2 to group_size, or N not a multiple of it.
+    Source: PKPO (leave one out minus one), arXiv 2505.15201, eq. 33.
+    """
+    if not 2 <= k <= group_size:
+        raise ValueError(f"pkpo compares sets of k rows of a group: k is {k}, but takes 2 to group_size = {group_size}")
+    grouped = _groups(scores, group_size)
+    valid = ~jnp.isnan(grouped)
+    order = jnp.argsort(jnp.where(valid, grouped, jnp.inf), axis=1)  # those without a score behind
+    count = valid.sum(axis=1, keepdims=True)
+    place = jnp.arange(group_size)
+    # Less the lowest score, which changes no difference of two maxima, so that equal scores give exact zeros.
+    rising = jnp.nan_to_num(jnp.take_along_axis(grouped - jnp.nanmin(grouped, axis=1, keepdims=True), order, axis=1))
+    choose = np.array([[math.comb(n, r) for r in (k - 1, k - 2)] for n in range(group_size + 1)], np.float64)
+    total = jnp.asarray([math.comb(n, k) for n in range(group_size + 1)], rising.dtype)[count]
+    live = jnp.where(place < count, rising, 0.0)
+    # A row at place i, from 0, adds something to the C(i, k-1) sets of it and rows below it. The largest of those
+    # below is at place j in C(j, k-2) of the sets.
+    own, others = jnp.asarray(choose[:-1, 0], rising.dtype), jnp.asarray(choose[:-1, 1], rising.dtype)
+    below = jnp.cumsum(others * live, axis=1) - others * live
+    added = jnp.where((total > 0) & (place < count), (own * live - below) / jnp.maximum(total, 1), 0.0)
+    return jnp.take_along_axis(added, jnp.argsort(order, axis=1), axis=1).reshape(-1)
+
+
 def maxrl_advantages(scores, group_size: int) -> Array:
     """Returns advantages `[N]`: `(r - mean) / mean` of the group, 0 where the mean is not above 0.
 
@@ -243,7 +276,8 @@ def gae(token_rewards, values, mask, gamma=1.0, lam=1.0) -> tuple[Array, Array]:
     """Returns generalised advantage estimates and value targets, `(advantages [N, T], returns [N, T])`.
 
     Shapes: `token_rewards, values, mask [N, T]`; both results are zero outside the mask. Formula, from the right and
-    over masked tokens only: `delta_t = r_t + gamma * V_next - V_t`, `A_t = delta_t + gamma * lam * A_next`,
+    over masked tokens only: `delta_t = r_t + gamma * V_next - V_t`, `A_t = delta_t + gamma * lam * A_next`
+    (`lam` a number, or one for each row `[N]`),
     `returns = A + V`; the value after the last token is 0. Outside the mask A_next and V_next are carried through, so
     values and rewards on observation tokens have no effect. The advantages are not whitened.
     Source: GAE, arXiv 1506.02438.
@@ -275,6 +309,23 @@ def ppo_advantages(
     if whiten_rewards:
         token_rewards = whiten(token_rewards, mask, shift_mean=False)
     advantages, returns = gae(token_rewards, values, mask, gamma, lam)
+    return (whiten(advantages, mask) if whiten_advantages else advantages), returns
+
+
+def vapo_advantages(
+    token_rewards, values, mask, gamma=1.0, alpha=0.05, lam_critic=1.0, whiten_advantages=True
+) -> tuple[Array, Array]:
+    """Returns VAPO's advantages and value targets, `(advantages [N, T], returns [N, T])`, of two decays.
+
+    Shapes: `token_rewards, values, mask [N, T]`; zero outside the mask. The policy's decay grows with the l tokens of a
+    row, `lam = 1 - 1 / (alpha l)` and at least 0, so that what the last token is given reaches the first of long rows
+    too; the critic's targets have `lam_critic`, with 1 the plain returns. Source: VAPO (length-adaptive GAE), arXiv
+    2504.05118; decays apart, VC-PPO, arXiv 2503.01491.
+    """
+    length = as_mask(mask).sum(axis=1)
+    lam = jnp.maximum(1.0 - 1.0 / (alpha * jnp.maximum(length, 1)), 0.0)
+    advantages, _ = gae(token_rewards, values, mask, gamma, lam)
+    _, returns = gae(token_rewards, values, mask, gamma, lam_critic)
     return (whiten(advantages, mask) if whiten_advantages else advantages), returns
 
 

@@ -1,3 +1,6 @@
+import itertools
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -428,6 +431,61 @@ def test_ppo_reward_whitening_keeps_the_mean():
     mask = jnp.ones((1, 3))
     _, returns = advantages.ppo_advantages(rewards, jnp.zeros((1, 3)), mask, lam=1.0, whiten_rewards=True)
     np.testing.assert_allclose(returns[0], [6.0, 5.0, 3.0], rtol=1e-6)  # rewards became 1, 2, 3
+
+
+@pytest.mark.parametrize("k", [2, 3, 6])
+def test_pkpo_is_the_sum_over_all_sets(x64, k):
+    rng = np.random.default_rng(0)
+    scores = np.stack([rng.normal(size=6), [0, 0, 1, 1, 0, 1], np.ones(6), [2, np.nan, 1, 3, np.nan, 1]])
+    found = np.asarray(advantages.pkpo_advantages(scores.reshape(-1), 6, k)).reshape(4, 6)
+    for row, result in zip(scores, found, strict=True):
+        live = [i for i in range(6) if not np.isnan(row[i])]
+        expected = np.zeros(6)
+        for chosen in itertools.combinations(live, k):
+            for i in chosen:
+                others = [row[j] for j in chosen if j != i]
+                expected[i] += max(row[i], *others) - max(others)
+        np.testing.assert_allclose(result, expected / max(math.comb(len(live), k), 1), atol=1e-12)
+    if k == 6:
+        np.testing.assert_allclose(found[:3].reshape(-1), passk_advantages(scores[:3].reshape(-1), 6, normalize=False))
+    with pytest.raises(ValueError, match="k is 7, but takes 2 to group_size = 6"):
+        advantages.pkpo_advantages(scores.reshape(-1), 6, 7)
+
+
+def test_pkpo_is_the_gradient_of_the_best_of_k(x64):
+    """Over all outcomes of three samples of a policy of three actions, of which two count together."""
+    rewards, logits = np.array([0.0, 0.3, 1.0]), jnp.array([0.2, -0.4, 0.1])
+
+    def best_of_two(logits):
+        p = jax.nn.softmax(logits)
+        return sum(p[a] * p[b] * max(rewards[a], rewards[b]) for a in range(3) for b in range(3))
+
+    def surrogate(logits):
+        p, logps, total = jax.lax.stop_gradient(jax.nn.softmax(logits)), jax.nn.log_softmax(logits), 0.0
+        for outcome in itertools.product(range(3), repeat=3):
+            weights = advantages.pkpo_advantages(rewards[list(outcome)], 3, 2)
+            total += math.prod(p[a] for a in outcome) * sum(w * logps[a] for w, a in zip(weights, outcome, strict=True))
+        return total
+
+    np.testing.assert_allclose(jax.grad(surrogate)(logits), jax.grad(best_of_two)(logits), atol=1e-12)
+
+
+def test_vapo_has_a_decay_for_each_length(x64):
+    rng = np.random.default_rng(0)
+    rewards, values, mask = rng.normal(size=(2, 50)), rng.normal(size=(2, 50)), np.ones((2, 50))
+    mask[1, 30:] = 0
+    found, returns = advantages.vapo_advantages(rewards, values, mask, 0.9, alpha=0.1, whiten_advantages=False)
+    for row, length in enumerate((50, 30)):
+        expected, _ = gae(
+            rewards[row : row + 1], values[row : row + 1], mask[row : row + 1], 0.9, 1 - 1 / (0.1 * length)
+        )
+        np.testing.assert_allclose(found[row], expected[0], rtol=1e-12)
+    np.testing.assert_allclose(returns, gae(rewards, values, mask, 0.9, 1.0)[1], rtol=1e-12)
+    # A row of fewer than 1 / alpha tokens has no decay below 0.
+    short, _ = advantages.vapo_advantages(
+        rewards[:, :5], values[:, :5], mask[:, :5], alpha=0.1, whiten_advantages=False
+    )
+    np.testing.assert_allclose(short, gae(rewards[:, :5], values[:, :5], mask[:, :5], 1.0, 0.0)[0], rtol=1e-12)
 
 
 def test_maxrl_divides_by_the_mean_of_the_group():
