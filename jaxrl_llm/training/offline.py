@@ -234,7 +234,10 @@ def with_images(batch: Batch, examples: list[Example], net: Net) -> Batch:
 def _joined(rows: list[Row]) -> Row:
     """The token ids and the tiles of rows that are packed into one."""
     tiles = [tiles for row in rows if (tiles := row.get(PIXELS)) is not None]
-    return {"ids": [token for row in rows for token in row["ids"]], PIXELS: np.concatenate(tiles) if tiles else None}
+    return {
+        "ids": [token for row in rows for token in row["ids"]],
+        PIXELS: [tile for own in tiles for tile in own] or None,
+    }
 
 
 def sample_rows(spec: OfflineSpec, examples: list[Example], rows: int, group_size: int) -> Sample:

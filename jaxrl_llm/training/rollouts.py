@@ -59,6 +59,8 @@ def pack(batches: Sequence[Rollouts]) -> np.ndarray:
         if batch.images is not None:
             own = local_rows(batch.images)
             arrays.update({f"{name}/pixels": own.pixels, f"{name}/tiles": own.count})
+            if own.grids is not None:
+                arrays[f"{name}/grids"] = own.grids
         logged = batch.logged
         return {
             "prompts": batch.prompts,
@@ -88,7 +90,8 @@ def unpack(packed: np.ndarray, mesh: Mesh) -> list[Rollouts]:
         turns = {key: arrays[f"{name}/turns/{key}"] for key in Turns._fields if f"{name}/turns/{key}" in arrays}
         images = None
         if f"{name}/pixels" in arrays:
-            images = rows_to_global(Images(arrays[f"{name}/pixels"], arrays[f"{name}/tiles"]), mesh)
+            own = Images(arrays[f"{name}/pixels"], arrays[f"{name}/tiles"], grids=arrays.get(f"{name}/grids"))
+            images = rows_to_global(own, mesh)
         return Rollouts(
             rows_to_global(Rollout(**rows), mesh),
             [],
