@@ -43,7 +43,7 @@ class PackedLayout:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Images:
-    """The images of rows, as tiles of one height and width, in the order of the image tokens.
+    """The images of rows, in the order of the image tokens: tiles of one size or, with `grids`, patches of any images.
 
     Where `features` are known, `pixels` are not read.
     """
@@ -51,6 +51,7 @@ class Images:
     pixels: Array  # [N,K,H,W,C] as the model's image processor normalises them; K are the most tiles of a row
     count: Array  # [N] int32 tiles of each row; those behind are padding
     features: Array = None  # [N,M,D] embeddings of the M tokens of K tiles, where what makes them is frozen
+    grids: Array = None  # [N,K,2] int32 patches along height and width of each image; `pixels` are its patches [N,P,n]
 
 
 @jax.tree_util.register_dataclass
@@ -63,6 +64,7 @@ class ImageEmbeddings:
 
     values: Array  # [Z,M,D]
     index: Array  # [N,T] int32 which of its source's M lies here; -1: none
+    positions: Array = None  # [N,T,3] int32 in time, height and width, of models with positions of these axes
 
 
 @jax.tree_util.register_dataclass

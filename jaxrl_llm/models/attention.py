@@ -33,6 +33,14 @@ class KeyValues(NamedTuple):
     v: jax.Array
 
 
+class ShiftedKeyValues(NamedTuple):
+    """Those of a prompt behind which positions do not go on by one."""
+
+    k: jax.Array
+    v: jax.Array
+    shift: jax.Array  # [..., G] added to the positions of the tokens behind it
+
+
 class AttentionArrays(NamedTuple):
     """In what layers of attention differ besides their parameters; one layer's, or those of many, stacked."""
 
@@ -78,24 +86,33 @@ class Attention(nnx.Module):
         """Output `[N,T,D]`."""
         return self.prefill(x, inputs, arrays)[0]
 
-    def prefill(self, x, inputs: AttentionInputs, arrays: AttentionArrays) -> tuple[jax.Array, KeyValues]:
+    def prefill(
+        self, x, inputs: AttentionInputs, arrays: AttentionArrays
+    ) -> tuple[jax.Array, KeyValues | ShiftedKeyValues]:
         """Output `[N,T,D]` and the keys and values `[N,J,T,d]`."""
         if inputs.inv_freq is not None:  # a layer without rotary positions has none in long rows either
             arrays = arrays._replace(inv_freq=jnp.where(arrays.inv_freq == 0, 0.0, inputs.inv_freq))
-        q, k, v, gate = self._project(x, inputs.positions, arrays)
+        positions = inputs.positions if inputs.rotary is None else inputs.rotary
+        q, k, v, gate = self._project(x, positions, arrays)
         out = attend(self.config, q, k, v, inputs, arrays.window, self._sinks())
         cache = KeyValues(*(constrain(a.swapaxes(1, 2), "rows", "heads", None, None) for a in (k, v)))
+        if inputs.shift is not None:
+            cache = ShiftedKeyValues(*cache, inputs.shift)
         return self._output(out, gate, x), cache
 
     def decode(
-        self, x, inputs: DecodeInputs, prompt: KeyValues, cache: KeyValues, arrays: AttentionArrays
+        self, x, inputs: DecodeInputs, prompt: KeyValues | ShiftedKeyValues, cache: KeyValues, arrays: AttentionArrays
     ) -> tuple[jax.Array, KeyValues]:
         """The next W tokens of each row: output `[G,R*W,D]` and the row cache with their keys and values.
 
         `prompt` `[G,J,P,d]` is stored once per prompt and read by its R rows, never copied for them; `cache`, made by
         `empty_cache`, is each row's own. One softmax runs over both.
         """
-        q, k, v, gate = self._project(x[:, :, None], inputs.positions[:, :, None], arrays)
+        positions = inputs.positions[:, :, None]
+        if isinstance(prompt, ShiftedKeyValues):
+            positions += prompt.shift[:, None, None]
+            prompt = KeyValues(prompt.k, prompt.v)
+        q, k, v, gate = self._project(x[:, :, None], positions, arrays)
         q, k, v = (a.reshape(*inputs.length.shape, -1, *a.shape[3:]) for a in (q, k, v))  # [G,R,W,J,...]
         cache = _write(cache, k, v, inputs.length)
         by_head = q.swapaxes(2, 3)  # [G,R,J,W,H/J,d]
@@ -131,7 +148,7 @@ class Attention(nnx.Module):
         return self._output(out.astype(v.dtype), gate, x), cache
 
     @staticmethod
-    def empty_cache(prompt: KeyValues, rows: int, size: int) -> KeyValues:
+    def empty_cache(prompt: KeyValues | ShiftedKeyValues, rows: int, size: int) -> KeyValues:
         """Row caches with room for `size` tokens, for `rows` rows of each prompt `[..., J, P, d]`."""
         *lead, heads, _, d = prompt.k.shape
         sizes = {"j": heads, "c": size, "d": d}
@@ -154,7 +171,9 @@ class Attention(nnx.Module):
         return KeyValues(*(grown(x, dims) for x, dims in zip(cache, _row_dims(), strict=True)))
 
     @staticmethod
-    def prompt_cache(prompt: KeyValues, row: KeyValues | None, end, size: int) -> KeyValues:
+    def prompt_cache(
+        prompt: KeyValues | ShiftedKeyValues, row: KeyValues | None, end, size: int
+    ) -> KeyValues | ShiftedKeyValues:
         """Prompt caches of `size` tokens: those before the place `end` of prompts with their only rows behind them."""
 
         def cut(x, own, dims: str):
@@ -166,7 +185,9 @@ class Attention(nnx.Module):
             padded = jnp.pad(x, [(size if axis == x.ndim - 2 else 0, 0) for axis in range(x.ndim)])
             return jax.lax.dynamic_slice_in_dim(padded, end, size, axis=x.ndim - 2)
 
-        return KeyValues(*(cut(*args) for args in zip(prompt, row or (None, None), _row_dims(), strict=True)))
+        pair = zip((prompt.k, prompt.v), row or (None, None), _row_dims(), strict=True)
+        found = KeyValues(*(cut(*args) for args in pair))
+        return ShiftedKeyValues(*found, prompt.shift) if isinstance(prompt, ShiftedKeyValues) else found
 
     def _project(self, x, positions, arrays: AttentionArrays):
         """Queries `[..., t, J, H/J, d]` (scaled), keys and values `[..., t, J, d]`, gates `[..., t, H*d]` of x."""

@@ -248,6 +248,11 @@ def _predicting_packed(model: Transformer, inputs: Inputs, layout: PackedLayout)
     def picks(x):
         return take(x.reshape(shards, -1, *x.shape[2:]), layout.target_idx)
 
+    def in_packed_rows(x):  # of x [N,T,...]
+        tail = x.shape[2:]
+        taken = take(x.reshape(shards, -1, *tail), layout.token_idx)
+        return constrain(taken.reshape(-1, layout.token_idx.shape[-1], *tail), "rows", None, *(None,) * len(tail))
+
     images = inputs.images
     if isinstance(images, Images):  # encoded as the rows have them; packed tokens find theirs in those of their shard
         segments = jnp.ones_like(tokens) if inputs.segments is None else inputs.segments
@@ -257,12 +262,8 @@ def _predicting_packed(model: Transformer, inputs: Inputs, layout: PackedLayout)
         index = images.index.reshape(shards, -1, tokens.shape[1])
         index = jnp.where(index < 0, index, index + first[:, None]).reshape(shards, -1)
         index = rows(take(index, layout.token_idx).reshape(layout.token_idx.shape))
-        images = ImageEmbeddings(constrain(values, "rows", None, None), index)
-
-    def in_packed_rows(x):  # of x [N,T,...]
-        tail = x.shape[2:]
-        taken = take(x.reshape(shards, -1, *tail), layout.token_idx)
-        return constrain(taken.reshape(-1, layout.token_idx.shape[-1], *tail), "rows", None, *(None,) * len(tail))
+        places = None if images.positions is None else in_packed_rows(images.positions)
+        images = ImageEmbeddings(constrain(values, "rows", None, None), index, places)
 
     packed = Inputs(
         images=images,

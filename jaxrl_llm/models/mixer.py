@@ -32,6 +32,8 @@ class AttentionInputs(NamedTuple):
     by_mask: bool = False  # the mask says more than the segments
     causal: bool = True  # no token sees one behind it
     inv_freq: jax.Array | None = None  # [N,T,r/2] rotary frequencies of each token, where they depend on its row
+    rotary: jax.Array | None = None  # [N,T,r/2] the position that each frequency turns by, where they are of many axes
+    shift: jax.Array | None = None  # [N] what is added to the positions of tokens behind a prompt, with `rotary`
 
 
 class DecodeInputs(NamedTuple):

@@ -48,6 +48,7 @@ class ModelConfig:
     local_rope: Rope | None = None  # of the sliding layers, where it is another
     rotary_fraction: float = 1.0  # of each head's dimensions, the first ones
     rotary_head_dim: int = 0  # dimensions that are rotated; 0: as rotary_fraction says
+    rope_axes: tuple[int, ...] = ()  # of each rotary frequency: 0 time, 1 height, 2 width of images; (): time alone
     rope_interleaved: bool = False  # neighbouring dimensions are rotated together, not those of two halves
     unrotated_layers: tuple[int, ...] = ()
     sliding_window: int | None = None  # tokens that a sliding layer sees, the current one included

@@ -102,13 +102,16 @@ def check_length(rope: Rope, length: int) -> None:
 def rotate(x, positions, inv_freq, scale=1.0, interleaved: bool = False):
     """x `[..., t, h, d]` rotated at positions `[..., t]`: its first r dimensions, as two halves; the others stay.
 
+    Positions `[..., t, r/2]` are those of each frequency.
+
     With `interleaved` neighbours are rotated together: dimensions 2i and 2i + 1, not i and i + r/2.
 
     inv_freq `[r/2]`, or one set a token `[..., t, r/2]`; a frequency of 0 rotates nothing. The rotated dimensions are
     multiplied by `scale`. Angles, cosines and sines are fp32.
     """
     size = 2 * inv_freq.shape[-1]
-    angles = (positions[..., None].astype(jnp.float32) * inv_freq)[..., None, :]
+    positions = positions if positions.ndim == x.ndim - 1 else positions[..., None]
+    angles = (positions.astype(jnp.float32) * inv_freq)[..., None, :]
     cos, sin = jnp.cos(angles) * scale, jnp.sin(angles) * scale
     rotated = x[..., :size].astype(jnp.float32)
     x1, x2 = (rotated[..., ::2], rotated[..., 1::2]) if interleaved else jnp.split(rotated, 2, axis=-1)

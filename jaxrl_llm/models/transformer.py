@@ -215,7 +215,7 @@ class Transformer(nnx.Module):
         """The images of rows as embeddings of their image tokens; raises ConfigError for a model without vision."""
         features = self.image_features(images)
         assert self.vision is not None
-        return self.vision.place(tokens, segments, features, images.count)
+        return self.vision.place(tokens, segments, segment_positions(segments), features, images)
 
     def image_features(self, images: Images) -> jax.Array:
         """The embeddings `[N,M,D]` of the tokens of all tiles; raises ConfigError for a model without vision."""
@@ -232,7 +232,7 @@ class Transformer(nnx.Module):
                 return step
             return jax.checkpoint(step, prevent_cse=False, policy=REMAT[self.config.remat])
 
-        return self.vision.encode(images.pixels, jnp.dtype(self.config.dtype), checkpointed)
+        return self.vision.encode(images, jnp.dtype(self.config.dtype), checkpointed)
 
     def _embedded(self, tokens):
         x = constrain(self.embed(tokens, self.config.dtype), "rows", "positions", None)
@@ -261,12 +261,16 @@ class Transformer(nnx.Module):
                 "images are seen in both directions need: use 'auto', 'cudnn' or 'xla'"
             )
         mask = None if kernel in ("splash", "flash") and not by_mask else attention_mask(segments, prefixes, runs)
+        rotary, shift = None, None
+        if images is not None and images.positions is not None:
+            rotary = images.positions[..., jnp.array(c.rope_axes)]
+            shift = images.positions.max(axis=(1, 2)) + 1 - (segments != 0).sum(axis=1)
         inv_freq = long_row_frequencies(c.rope, c.rotated_size, segments, positions)
         x = self._embedded(tokens)
         x = x if inputs.noise is None else x + inputs.noise.astype(x.dtype)
         if images is not None:
             x = constrain(with_images(x, images), "rows", "positions", None)
-        return AttentionInputs(positions, segments, mask, by_mask, runs is None, inv_freq), x
+        return AttentionInputs(positions, segments, mask, by_mask, runs is None, inv_freq, rotary, shift), x
 
     def _by_run(self, experts) -> tuple:
         """The experts `[N,T,L,k]` of all layers as those of each run: of a scanned one stacked, of a dense one None."""
@@ -346,7 +350,9 @@ def _pad_for_context(inputs: Inputs) -> Inputs:
     )
     if isinstance(images, ImageEmbeddings):
         index = jnp.pad(images.index, ((0, 0), (0, extra)), constant_values=-1)
-        images = dataclasses.replace(images, index=index)
+        places = images.positions
+        places = None if places is None else jnp.pad(places, ((0, 0), (0, extra), (0, 0)))
+        images = dataclasses.replace(images, index=index, positions=places)
     return padded.replace(images=images)
 
 

@@ -322,7 +322,7 @@ def prefill(
         if dtype == "fp8":  # TPUs would write a cache of bytes anew, as fp8, to read it
             dtype = FP8 if jax.default_backend() == "tpu" else BYTES["fp8"][0]
         dtype = jnp.dtype(dtype)
-        cache = jax.tree.map(lambda x: narrowed(x, dtype), cache)
+        cache = jax.tree.map(lambda x: narrowed(x, dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x, cache)
     made = first_tokens(engine, cache, prompts, segments, model.logits(hidden[:, -1]), keys, automata, sampling)
     return made[0]._replace(experts=_recorded(engine, experts)), made[1]
 

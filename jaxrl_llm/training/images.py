@@ -14,6 +14,7 @@ from jaxrl_llm.data.image_rows import Tiles
 from jaxrl_llm.data.images import thumbnail
 from jaxrl_llm.data.tokenize import PIXELS
 from jaxrl_llm.distributed.processes import gather
+from jaxrl_llm.models.vision.patch_rows import PatchRowsConfig, patch_rows
 from jaxrl_llm.models.vision.tower import VisionConfig
 
 IMAGES = "images"  # the column of rewards that holds a prompt's images, and that of records with their thumbnails
@@ -22,13 +23,16 @@ MOST_WORKERS = 16  # threads that read and resize images
 
 
 def row_images(
-    ids: Sequence[Sequence[int]], tiles: Sequence[np.ndarray | None], vision: VisionConfig | None, most: int = 0
+    ids: Sequence[Sequence[int]],
+    tiles: Sequence[Sequence[np.ndarray] | None],
+    vision: VisionConfig | None,
+    most: tuple[int, int] = (0, 0),
 ) -> Images | None:
     """The images of rows with these token ids, on the host; None where no row has any.
 
-    There is room for the tiles of the row with most of them, and for `most`; powers of two, so that few programs are
-    compiled. Raises ConfigError for a model that reads text alone, for tiles of another shape, and for a row whose
-    image tokens are not those of its tiles, as one that was cut inside an image.
+    There is room for the tiles of the row with most of them, and for `most` tiles and patches; powers of two, so that
+    few programs are compiled. Raises ConfigError for a model that reads text alone, for tiles of another shape, and for
+    a row whose image tokens are not those of its tiles, as one that was cut inside an image.
     """
     counts = count_tiles(tiles)
     if vision is None:
@@ -38,17 +42,28 @@ def row_images(
                 "rows without images"
             )
         return None
+    encoder = vision.encoder if isinstance(vision.encoder, PatchRowsConfig) else None  # of images of any size
+    patches = [patch_rows(() if own is None else own, encoder) for own in tiles] if encoder else []
     for row, (own, count) in enumerate(zip(ids, counts, strict=True)):
-        found, wanted = sum(token == vision.image_token for token in own), count * vision.tile_tokens
+        found = sum(token == vision.image_token for token in own)
+        wanted = len(patches[row][0]) // vision.merge**2 if encoder else count * vision.tile_tokens
         if found != wanted:
+            each = "" if encoder else f", {vision.tile_tokens} each"
             raise ConfigError(
                 f"row {row} of a batch has {found} image tokens (id {vision.image_token}), but its {count} tiles stand "
-                f"for {wanted}, {vision.tile_tokens} each: expand each image of the text to its tokens, and cut no row "
-                "inside an image"
+                f"for {wanted}{each}: expand each image of the text to its tokens, and cut no row inside an image"
             )
-    if not (most := max(most, *counts)):
+    if not (tiles_of_row := max(most[0], *counts)):
         return None
-    pixels = np.zeros((len(ids), 1 << (most - 1).bit_length(), *vision.tile_shape), np.float32)
+    room, count = _power_of_two(tiles_of_row), np.array(counts, np.int32)
+    if encoder is not None:
+        size = vision.merge**2 * _power_of_two(max(most[1], *(len(own) for own, _ in patches)) // vision.merge**2)
+        pixels = np.zeros((len(ids), size, encoder.patch_numbers), np.float32)
+        grids = np.zeros((len(ids), room, 2), np.int32)
+        for row, (own, grid) in enumerate(patches):
+            pixels[row, : len(own)], grids[row, : len(grid)] = own, grid
+        return Images(pixels, count, grids=grids)
+    pixels = np.zeros((len(ids), room, *vision.tile_shape), np.float32)
 
     def fill(rows: list[int]) -> None:
         # A table of rows in memory keeps them as lists; others are files, which are read here.
@@ -65,16 +80,27 @@ def row_images(
     for row, own in enumerate(tiles):
         if counts[row]:
             rows_of.setdefault(id(own), []).append(row)
-    with ThreadPoolExecutor(min(len(rows_of), os.cpu_count() or 1, MOST_WORKERS), thread_name_prefix="images") as pool:
+    workers = min(max(len(rows_of), 1), os.cpu_count() or 1, MOST_WORKERS)
+    with ThreadPoolExecutor(workers, thread_name_prefix="images") as pool:
         for _ in pool.map(fill, rows_of.values()):
             pass
-    return Images(pixels, np.array(counts, np.int32))
+    return Images(pixels, count)
+
+
+def _power_of_two(least: int) -> int:
+    return 1 << (least - 1).bit_length()
 
 
 def prompt_images(examples: Sequence[dict[str, Any]], vision: VisionConfig | None) -> Images | None:
     """`row_images` of the prompts of this process, with room for the tiles of those of all processes."""
     tiles = [example.get(PIXELS) for example in examples]
-    most = 0 if vision is None else max(gather(max(count_tiles(tiles))))
+    most = (0, 0)
+    if vision is not None:
+        patches = 0
+        if isinstance(vision.encoder, PatchRowsConfig):
+            pixels = (sum(len(image) * len(image[0]) for image in own or ()) for own in tiles)
+            patches = max(pixels) // vision.encoder.patch_size**2
+        most = (max(gather(max(count_tiles(tiles)))), max(gather(patches)))
     return row_images([example["prompt_ids"] for example in examples], tiles, vision, most)
 
 
@@ -96,6 +122,6 @@ def shown_images(examples: Sequence[dict[str, Any]], group_size: int) -> tuple[l
     return images, thumbnails
 
 
-def count_tiles(tiles: Sequence[np.ndarray | None]) -> list[int]:
+def count_tiles(tiles: Sequence[Sequence[np.ndarray] | None]) -> list[int]:
     """The number of tiles of each row."""
     return [0 if own is None else len(own) for own in tiles]

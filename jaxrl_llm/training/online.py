@@ -612,14 +612,16 @@ def fill(
 @jax.jit
 def _as_wide(held: Images, fresh: Images) -> tuple[Images, Images]:
     """The images of both with room for as many tiles."""
-    most = max(held.pixels.shape[1], fresh.pixels.shape[1])
 
-    def widened(images: Images) -> Images:
-        pixels = images.pixels
-        missing = ((0, 0), (0, most - pixels.shape[1]), *((0, 0),) * (pixels.ndim - 2))
-        return dataclasses.replace(images, pixels=jnp.pad(pixels, missing))
+    def widened(own, other):
+        missing = max(other.shape[1] - own.shape[1], 0)
+        return jnp.pad(own, ((0, 0), (0, missing), *((0, 0),) * (own.ndim - 2)))
 
-    return widened(held), widened(fresh)
+    def as_wide(own: Images, other: Images) -> Images:
+        grids = None if own.grids is None else widened(own.grids, other.grids)
+        return dataclasses.replace(own, pixels=widened(own.pixels, other.pixels), grids=grids)
+
+    return as_wide(held, fresh), as_wide(fresh, held)
 
 
 @jax.jit

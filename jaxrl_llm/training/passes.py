@@ -1,5 +1,6 @@
 """Passes of a network over the rows of a batch without gradients: log-probs, distributions, values."""
 
+import dataclasses
 import functools
 
 import jax
@@ -30,7 +31,7 @@ def images_of_rows(net: Net, params: Params, images: Images, group_size: int, en
     """
     if encode:
         features = net.bind(params).image_features(images)
-        images = Images(None, images.count, features)
+        images = dataclasses.replace(images, pixels=None, features=features)
     return jax.tree.map(lambda x: constrain(jnp.repeat(x, group_size, axis=0), "rows", *(None,) * (x.ndim - 1)), images)
 
 

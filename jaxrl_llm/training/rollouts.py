@@ -83,6 +83,8 @@ def pack(batches: Sequence[Rollouts]) -> np.ndarray:
         if batch.images is not None:
             own = local_rows(batch.images)
             arrays.update({f"{name}/pixels": own.pixels, f"{name}/tiles": own.count})
+            if own.grids is not None:
+                arrays[f"{name}/grids"] = own.grids
         if batch.partial is not None:
             arrays.update({f"{name}/partial/{key}": x for key, x in batch.partial._asdict().items()})
         logged = batch.logged
@@ -122,7 +124,8 @@ def unpack(packed: np.ndarray, mesh: Mesh) -> list[Rollouts]:
             partial = Partial(versions, *map(int, counts))
         images = None
         if f"{name}/pixels" in arrays:
-            images = rows_to_global(Images(arrays[f"{name}/pixels"], arrays[f"{name}/tiles"]), mesh)
+            own = Images(arrays[f"{name}/pixels"], arrays[f"{name}/tiles"], grids=arrays.get(f"{name}/grids"))
+            images = rows_to_global(own, mesh)
         return Rollouts(
             rows_to_global(Rollout(**rows), mesh),
             [],

@@ -1,5 +1,6 @@
 """Tiny random models with vision, made by transformers, and rows with images for them."""
 
+import itertools
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -8,10 +9,12 @@ from transformers import (
     AutoModelForImageTextToText,
     Gemma3Config,
     Idefics3Config,
+    Qwen2_5_VLConfig,
     SmolVLMConfig,
 )
 
 from jaxrl_llm.algorithms.batch import Images
+from jaxrl_llm.models.vision.patch_rows import PatchRowsConfig, patch_rows
 from tests.models.oracles import SHAPE, VARIANTS, VOCAB
 
 IMAGE_TOKEN = 90  # no document has it as text
@@ -31,6 +34,20 @@ PARTS: dict[str, Any] = {
     "vision_config": ENCODER,
     "image_token_id": IMAGE_TOKEN,
 }
+# Two layers with windows of 2 x 2 tokens, and one in which patches see their image.
+ROW_ENCODER: dict[str, Any] = {
+    "hidden_size": 24,
+    "intermediate_size": 40,
+    "depth": 3,
+    "num_heads": 3,
+    "patch_size": 4,
+    "window_size": 16,
+    "fullatt_block_indexes": [1],
+    "out_hidden_size": SHAPE["hidden_size"],
+    "initializer_range": 0.15,
+}
+MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 2, 1]}
+SIZES = [(24, 40), (16, 24), (8, 32)]  # of images of any size: 15, 6 and 4 tokens
 VISION = {
     "idefics3": lambda: Idefics3Config(**PARTS, scale_factor=2),
     "smolvlm": lambda: SmolVLMConfig(**PARTS, scale_factor=2, tie_word_embeddings=True),
@@ -40,14 +57,22 @@ VISION = {
         mm_tokens_per_image=TILE_TOKENS,
         image_token_index=IMAGE_TOKEN,
     ),
+    "qwen2_5_vl": lambda: Qwen2_5_VLConfig(
+        text_config={**SHAPE, "rope_parameters": MROPE},
+        vision_config=ROW_ENCODER,
+        image_token_id=IMAGE_TOKEN,
+        video_token_id=91,
+        vision_start_token_id=92,
+        vision_end_token_id=93,
+    ),
 }
 
 
 class Document(NamedTuple):
-    """Token ids, and the tiles `[tiles, H, W, C]` that its image tokens stand for."""
+    """Token ids, and the tiles `[tiles, H, W, C]`, or images of any size, that its image tokens stand for."""
 
     tokens: np.ndarray
-    pixels: np.ndarray
+    pixels: Any
 
 
 def make_vision_oracle(family: str):
@@ -63,15 +88,18 @@ def make_vision_oracle(family: str):
     return oracle
 
 
-def image_documents(tiles=(2, 1, 0)) -> list[Document]:
+def image_documents(tiles=(2, 1, 0), family: str = "") -> list[Document]:
     """Documents of different lengths, with so many tiles each."""
     rng = np.random.default_rng(1)
     documents = []
+    sizes = itertools.cycle(SIZES if family == "qwen2_5_vl" else [TILE[:2]])
     for number, count in enumerate(tiles):
-        parts = [rng.integers(0, IMAGE_TOKEN, 3 + number)]
+        parts, pixels = [rng.integers(0, IMAGE_TOKEN, 3 + number)], []
         for _ in range(count):
-            parts += [np.full(TILE_TOKENS, IMAGE_TOKEN), rng.integers(0, IMAGE_TOKEN, 2)]
-        pixels = rng.normal(size=(count, *TILE)).astype(np.float32)
+            high, wide = next(sizes)
+            parts += [np.full(high * wide // 64, IMAGE_TOKEN), rng.integers(0, IMAGE_TOKEN, 2)]
+            pixels.append(rng.normal(size=(high, wide, 3)).astype(np.float32))
+        pixels = pixels if family == "qwen2_5_vl" else np.array(pixels, np.float32).reshape(count, *TILE)
         documents.append(Document(np.concatenate([*parts, rng.integers(0, IMAGE_TOKEN, 4)]), pixels))
     assert max(document.tokens.max() for document in documents) < VOCAB
     return documents
@@ -79,23 +107,61 @@ def image_documents(tiles=(2, 1, 0)) -> list[Document]:
 
 def padded_images(documents, side: str = "left") -> tuple[np.ndarray, np.ndarray, Images]:
     """Tokens and segments of the documents, padded with image tokens, and their images, padded with noise."""
-    width, most = max(len(document.tokens) for document in documents), max(len(x.pixels) for x in documents)
+    width = max(len(document.tokens) for document in documents)
     tokens = np.full((len(documents), width), IMAGE_TOKEN)
     segments = np.zeros_like(tokens)
-    pixels = np.random.default_rng(2).normal(size=(len(documents), most, *TILE)).astype(np.float32)
-    for row, (ids, tiles) in enumerate(documents):
+    for row, (ids, _) in enumerate(documents):
         place = slice(width - len(ids), width) if side == "left" else slice(0, len(ids))
-        tokens[row, place], segments[row, place], pixels[row, : len(tiles)] = ids, 1, tiles
-    return tokens, segments, Images(pixels, np.array([len(document.pixels) for document in documents], np.int32))
+        tokens[row, place], segments[row, place] = ids, 1
+    return tokens, segments, padded_pixels([document.pixels for document in documents])
+
+
+def joined(parts):
+    """The pixels of documents as those of one."""
+    return np.concatenate(parts) if isinstance(parts[0], np.ndarray) else [image for part in parts for image in part]
+
+
+def padded_pixels(rows) -> Images:
+    """The images of rows with these pixels, padded with noise."""
+    rng, most = np.random.default_rng(2), max(map(len, rows))
+    count = np.array([len(pixels) for pixels in rows], np.int32)
+    if any(isinstance(pixels, np.ndarray) for pixels in rows):
+        tiles = rng.normal(size=(len(rows), most, *TILE)).astype(np.float32)
+        for row, own in enumerate(rows):
+            tiles[row, : len(own)] = own
+        return Images(tiles, count)
+    config = PatchRowsConfig(patch_size=4)
+    made = [patch_rows(pixels, config) for pixels in rows]
+    patches = rng.normal(size=(len(rows), 8 + max(len(x) for x, _ in made), config.patch_numbers)).astype(np.float32)
+    grids = rng.integers(1, 9, (len(rows), most + 1, 2)).astype(np.int32)
+    for row, (own, grid) in enumerate(made):
+        patches[row, : len(own)], grids[row, : len(grid)] = own, grid
+    return Images(patches, count, grids=grids)
 
 
 def as_torch(oracle, document: Document) -> dict[str, torch.Tensor]:
     """The arguments of transformers for a document as a row."""
     ids = torch.tensor(document.tokens)[None]
     found = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    if oracle.config.model_type == "qwen2_5_vl":
+        found["mm_token_type_ids"] = (ids == IMAGE_TOKEN).int()
+        made = [qwen_patches(torch.tensor(image)) for image in document.pixels]
+        if not made:
+            return found
+        patches, grids = zip(*made, strict=True)
+        return found | {"pixel_values": torch.cat(patches), "image_grid_thw": torch.tensor(grids)}
     pixels = torch.tensor(document.pixels.transpose(0, 3, 1, 2))
     if oracle.config.model_type == "gemma3":
         found["token_type_ids"] = (ids == IMAGE_TOKEN).long()
     else:
         pixels = pixels[None]
     return found | ({"pixel_values": pixels} if len(document.pixels) else {})
+
+
+def qwen_patches(image: torch.Tensor, patch: int = 4, merge: int = 2, frames: int = 2):
+    """The patches and the grid of an image `[H,W,C]` as Qwen2-VL's image processor makes them."""
+    frame = image.permute(2, 0, 1)[None].repeat(frames, 1, 1, 1)
+    high, wide = image.shape[0] // patch, image.shape[1] // patch
+    x = frame.reshape(1, frames, 3, high // merge, merge, patch, wide // merge, merge, patch)
+    x = x.permute(0, 3, 6, 4, 7, 2, 1, 5, 8)
+    return x.reshape(high * wide, -1), (1, high, wide)

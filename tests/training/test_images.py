@@ -19,8 +19,10 @@ from jaxrl_llm.models import hf
 from jaxrl_llm.models.lora import split
 from jaxrl_llm.models.model import describe
 from jaxrl_llm.models.safetensors import write_json
+from jaxrl_llm.models.vision.patch_rows import PatchRowsConfig
 from jaxrl_llm.training.images import prompt_images, row_images
 from jaxrl_llm.training.offline import as_examples, pad_examples, with_images
+from jaxrl_llm.training.online import _as_wide
 from jaxrl_llm.training.passes import images_of_rows, scored_logps
 from jaxrl_llm.training.rollouts import Rollouts, pack, unpack
 
@@ -82,29 +84,41 @@ def test_sft_steps_on_images(root, tmp_path, packing):
     assert loss("shapes") < 0.3 * loss("shapes_blank")  # 0.036 and 0.463
 
 
-@pytest.fixture
-def gemma3_folder(tmp_path):
-    """The shape of a Gemma 3 with the encoder and tokenizer of `embedded:shapes`, without weights."""
-    shutil.copytree(hf.EMBEDDED / "shapes", tmp_path / "gemma3")
-    entries = json.loads((tmp_path / "gemma3" / "config.json").read_text())
-    text = entries["text_config"] | {"model_type": "gemma3_text", "sliding_window": 3, "sliding_window_pattern": 2}
-    vision = entries["vision_config"] | {"model_type": "siglip_vision_model", "vision_use_head": False}
-    entries = {"model_type": "gemma3", "image_token_index": 2, "mm_tokens_per_image": 4, "text_config": text}
-    text["head_dim"], text["query_pre_attn_scalar"] = 16, 16
-    write_json(tmp_path / "gemma3" / "config.json", entries | {"vision_config": vision})
-    return str(tmp_path / "gemma3")
+# What the config.json of a family has in place of that of `embedded:shapes`.
+FAMILIES = {
+    "gemma3": {
+        "text_config": {"model_type": "gemma3_text", "sliding_window": 3, "sliding_window_pattern": 2, "head_dim": 16},
+        "vision_config": {"model_type": "siglip_vision_model", "vision_use_head": False},
+        "image_token_index": 2,
+        "mm_tokens_per_image": 4,
+    },
+    "qwen2_5_vl": {
+        "text_config": {
+            "model_type": "qwen2_5_vl_text",
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]},
+        },
+        "vision_config": {"depth": 2, "num_heads": 4, "window_size": 12, "fullatt_block_indexes": [1]},
+        "image_token_id": 2,
+    },
+}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("algorithm", ["grpo", "sft"])
-def test_steps_of_a_gemma3_on_images(root, tmp_path, gemma3_folder, algorithm):
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_steps_of_other_families_on_images(root, tmp_path, family, algorithm):
     """All of it moves; and the sampler and the update, of packed rows, compute the same of a prompt with an image."""
-    config = configured(root, tmp_path, **{"model.path": gemma3_folder, "algorithm.name": algorithm})
+    shutil.copytree(hf.EMBEDDED / "shapes", tmp_path / family)
+    shapes = json.loads((tmp_path / family / "config.json").read_text())
+    entries = {"model_type": family, **FAMILIES[family]}
+    parts = {name: shapes[name] | entries[name] for name in ("text_config", "vision_config")}
+    write_json(tmp_path / family / "config.json", entries | parts)
+    config = configured(root, tmp_path, **{"model.path": str(tmp_path / family), "algorithm.name": algorithm})
     config.batch.packing, config.data.max_length, config.total_steps = "true", 16, 1
     rows = [{**row, "completion": row["answer"]} for row in tasks.generate("shapes", size=8)]
     dataset = rows if algorithm == "sft" else None
     first = jaxrl_llm.train(config, train_dataset=dataset).model
-    assert first.net.config.vision.bidirectional and first.net.config.sliding_layers == (0,)
+    assert first.net.config.vision.bidirectional == (family == "gemma3")
     before, config.total_steps = leaves(first.params), 2
     for path, x in leaves(jaxrl_llm.train(config, train_dataset=dataset).model.params).items():
         assert np.isfinite(x).all() and not np.array_equal(x, before[path]), path
@@ -155,6 +169,27 @@ def test_rows_are_padded_to_the_most_tiles(model):
     assert row_images([[4], [5]], [None, tile[:0]], vision) is None
     examples = [{"prompt_ids": [*ids, 5], "pixels": tile}, {"prompt_ids": [5]}]
     np.testing.assert_array_equal(prompt_images(examples, vision).count, [1, 0])
+
+
+def test_rows_of_images_of_any_size(model):
+    """Patches have room for the row with most of them, grids for that with most images; each for those of a queue."""
+    vision = dataclasses.replace(model.net.config.vision, encoder=PatchRowsConfig(patch_size=6))
+    wide, small = np.ones((12, 36, 3), np.float32), np.ones((12, 12, 3), np.float32)
+    images = row_images([[2] * 4, [5], [2, 5]], [[wide, small], None, [small.tolist()]], vision)
+    assert images.pixels.shape == (3, 16, 216)
+    np.testing.assert_array_equal(images.count, [2, 0, 1])
+    np.testing.assert_array_equal(images.grids, [[[2, 6], [2, 2]], [[0, 0], [0, 0]], [[2, 2], [0, 0]]])
+    assert images.pixels[0].all() and images.pixels[2, :4].all() and not images.pixels[2, 4:].any()
+    examples = [{"prompt_ids": [2] * 4, "pixels": [wide, small]}, {"prompt_ids": [5]}]
+    np.testing.assert_array_equal(prompt_images(examples, vision).grids, images.grids[:2])
+    with pytest.raises(ConfigError, match=r"4 image tokens .*its 1 tiles stand for 3: expand"):
+        row_images([[2] * 4], [[wide]], vision)
+    with pytest.raises(ConfigError, match=r"an image of shape \(12, 35, 3\) .* multiples of 12 pixels"):
+        row_images([[2] * 3], [[wide[:, 1:]]], vision)
+    few = jax.tree.map(jnp.asarray, row_images([[2]] * 3, [[small]] * 3, vision))
+    held, fresh = _as_wide(few, jax.tree.map(jnp.asarray, images))
+    assert jax.tree.map(jnp.shape, held) == jax.tree.map(jnp.shape, fresh)
+    np.testing.assert_array_equal(held.grids[:, 0], few.grids[:, 0])
 
 
 @pytest.mark.parametrize(
@@ -211,7 +246,7 @@ def test_what_is_frozen(model):
 
 def test_a_queue_keeps_the_images(model):
     mesh = make_mesh()
-    images = Images(jnp.asarray(np.stack([TILES[0]["pixels"]])), jnp.array([1]))
+    images = Images(jnp.asarray(np.stack([TILES[0]["pixels"]])), jnp.array([1]), grids=jnp.array([[[4, 4]]]))
     from jaxrl_llm.rollout.engine import Rollout
 
     rollout = Rollout(*(jnp.zeros((1, 2)) for _ in Rollout._fields))
@@ -219,3 +254,4 @@ def test_a_queue_keeps_the_images(model):
     (found,) = unpack(pack([rollouts]), mesh)
     np.testing.assert_array_equal(found.images.pixels, images.pixels)
     np.testing.assert_array_equal(found.images.count, images.count)
+    np.testing.assert_array_equal(found.images.grids, images.grids)

@@ -30,6 +30,7 @@ from jaxrl_llm.models.families import (
     olmoe,
     phi3,
     qwen2,
+    qwen2_5_vl,
     qwen2_moe,
     qwen3,
     qwen3_moe,
@@ -46,7 +47,7 @@ FAMILIES = {
     for module in (
         llama, qwen2, qwen3, mistral, gemma, gemma2, gemma3_text, phi3, qwen3_moe, mixtral, smollm3, olmo2,
         olmo3, granite, glm, glm4, olmoe, qwen2_moe, gpt_oss, deepseek_v3,
-        qwen3_next, idefics3, smolvlm, gemma3,
+        qwen3_next, idefics3, smolvlm, gemma3, qwen2_5_vl,
     )
 }  # fmt: skip
 

@@ -77,9 +77,7 @@ def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
 
 def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:
     """The config.json of a net, over the entries of `base`; raises ConfigError for one without vision."""
-    vision = config.vision
-    if vision is None:
-        refuse("vision_config", None, "models with a vision part")
+    vision = siglip.vision_of(config)
     base = base or {}
     given = base.get("text_config")
     text = gemma3_text.entries_of(config, None if given is None else TEXT_SIZES | given, ARCHITECTURE)
@@ -94,5 +92,5 @@ def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, A
         "image_token_index": vision.image_token,
         "mm_tokens_per_image": vision.tile_tokens,
         "text_config": text,
-        "vision_config": encoder | siglip.write(vision.encoder),
+        "vision_config": encoder | siglip.write(vision),
     }

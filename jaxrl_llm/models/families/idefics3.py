@@ -61,16 +61,14 @@ def entries_of(
     config: ModelConfig, base: dict[str, Any] | None, architecture: dict[str, str], model_type: str
 ) -> dict[str, Any]:
     """`from_config` of the families that have this shape."""
-    vision = config.vision
-    if vision is None:
-        refuse("vision_config", None, "models with a vision part")
+    vision = siglip.vision_of(config)
     base = base or {}
     text_base = base.get("text_config")
     text = llama.from_config(config, None if text_base is None else TEXT_SIZES | text_base)
     # Of these the whole model's are read, and its decoder's stay as they are.
     text = {name: x for name, x in text.items() if name not in ("architectures", "tie_word_embeddings")}
     text |= {name: x for name, x in (text_base or {}).items() if name not in text}
-    encoder = (base.get("vision_config") or {"model_type": f"{model_type}_vision"}) | siglip.write(vision.encoder)
+    encoder = (base.get("vision_config") or {"model_type": f"{model_type}_vision"}) | siglip.write(vision)
     return {
         **base,
         "model_type": model_type,

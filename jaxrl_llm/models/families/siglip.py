@@ -4,7 +4,9 @@ from typing import Any
 
 from jaxrl_llm.models.families.decoder import TensorName, linear
 from jaxrl_llm.models.families.entries import number, positive, refuse
+from jaxrl_llm.models.transformer import ModelConfig
 from jaxrl_llm.models.vision.siglip import SiglipConfig
+from jaxrl_llm.models.vision.tower import VisionConfig
 
 # Fields of a SiglipConfig that are an integer each, and their entries.
 SIZES = {
@@ -59,8 +61,17 @@ def read(hf: dict[str, Any], default: SiglipConfig) -> SiglipConfig:
     )
 
 
-def write(encoder: SiglipConfig) -> dict[str, Any]:
+def vision_of(config: ModelConfig) -> VisionConfig:
+    """The vision part of a net; raises ConfigError for one without, and for one with another encoder."""
+    if config.vision is None or not isinstance(config.vision.encoder, SiglipConfig):
+        refuse("vision_config", None, "models whose vision part has a SigLIP encoder")
+    return config.vision
+
+
+def write(vision: VisionConfig) -> dict[str, Any]:
     """The entries of a `vision_config` that `read` reads."""
+    encoder = vision.encoder
+    assert isinstance(encoder, SiglipConfig)
     names = {name: entry for entry, name in ACTIVATIONS.items()}
     return {
         **{entry: getattr(encoder, field) for field, entry in SIZES.items()},

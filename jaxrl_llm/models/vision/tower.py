@@ -7,9 +7,10 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxrl_llm.algorithms.batch import ImageEmbeddings
+from jaxrl_llm.algorithms.batch import ImageEmbeddings, Images
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.distributed.sharding import constrain
+from jaxrl_llm.models.vision.patch_rows import PatchRows, PatchRowsConfig, Tokens, token_grid
 from jaxrl_llm.models.vision.projector import PROJECTORS
 from jaxrl_llm.models.vision.siglip import Siglip, SiglipConfig
 
@@ -18,20 +19,22 @@ from jaxrl_llm.models.vision.siglip import Siglip, SiglipConfig
 class VisionConfig:
     """The shape of a model's vision part. Hashable: it is part of a ModelConfig."""
 
-    encoder: SiglipConfig
+    encoder: SiglipConfig | PatchRowsConfig  # of tiles of one size, or of images of any size
     merge: int  # patches along each side of a square that becomes one token
     image_token: int  # the token id whose embeddings the features of tiles replace
-    projector: str = "shuffle"  # one of projector.PROJECTORS
+    projector: str = "shuffle"  # one of projector.PROJECTORS; "": the encoder gives embeddings of the decoder
     bidirectional: bool = False  # the decoder's tokens of an image see all of them
 
     @property
     def tile_tokens(self) -> int:
         """Tokens that a tile becomes."""
+        assert isinstance(self.encoder, SiglipConfig)
         return (self.encoder.side // self.merge) ** 2
 
     @property
     def tile_shape(self) -> tuple[int, int, int]:
         """Height, width and channels of every tile."""
+        assert isinstance(self.encoder, SiglipConfig)
         return (self.encoder.image_size, self.encoder.image_size, self.encoder.channels)
 
 
@@ -43,34 +46,76 @@ class Vision(nnx.Module):
         lora = net.lora if net.vision_training == "lora" else None
         own = dataclasses.replace(net, lora=lora, quantize="none", init_scale=config.encoder.init_scale)
         self.config = config
-        self.encoder = Siglip(config.encoder, own, rngs)
-        self.projector = PROJECTORS[config.projector](config.encoder, config.merge, own, rngs)
+        if isinstance(config.encoder, PatchRowsConfig):
+            self.encoder = PatchRows(config.encoder, own, rngs)
+            self.projector = None
+        else:
+            self.encoder = Siglip(config.encoder, own, rngs)
+            self.projector = PROJECTORS[config.projector](config.encoder, config.merge, own, rngs)
 
-    def encode(self, pixels, dtype, checkpointed) -> jax.Array:
-        """The embeddings `[N,M,D]` of the M tokens of all tiles of a row, in order, of pixels `[N,K,H,W,C]`.
+    def encode(self, images: Images, dtype, checkpointed) -> jax.Array:
+        """The embeddings `[N,M,D]` of the M tokens of all images of a row, in order.
 
-        Raises ConfigError for tiles of another shape than the model's.
+        Raises ConfigError for pixels of another shape than the model's.
         """
+        pixels, encoder = images.pixels, self.config.encoder
+        if isinstance(self.encoder, PatchRows) and isinstance(encoder, PatchRowsConfig):
+            if pixels.ndim != 3 or pixels.shape[2] != encoder.patch_numbers or images.grids is None:
+                raise ConfigError(
+                    f"images have pixels of shape {pixels.shape} and grids {getattr(images.grids, 'shape', None)}, but "
+                    f"this model reads patches [rows, patches, {encoder.patch_numbers}] and grids [rows, images, 2]"
+                )
+            count = pixels.shape[1] // self.config.merge**2
+            return self.encoder(pixels.astype(dtype), self._tokens(images, count), checkpointed)
         rows, _, *shape = pixels.shape
-        if tuple(shape) != self.config.tile_shape:
+        if images.grids is not None or tuple(shape) != self.config.tile_shape:
             raise ConfigError(
                 f"tiles of images are {' x '.join(map(str, shape))} (height, width, channels), but this model reads "
                 f"{' x '.join(map(str, self.config.tile_shape))}: use the image processor of its folder"
             )
+        assert isinstance(self.encoder, Siglip)
+        assert self.projector is not None
         pixels = constrain(pixels.reshape(-1, *shape).astype(dtype), "rows", None, None, None)
         values = self.projector(self.encoder(pixels, checkpointed))
         return constrain(values.reshape(rows, -1, values.shape[-1]), "rows", None, None)
 
-    def place(self, tokens, segments, features, count) -> ImageEmbeddings:
-        """The embeddings of the rows' image tokens: `features` of the first `count` tiles of each row.
+    def _tokens(self, images: Images, count: int) -> Tokens:
+        return token_grid(images.grids, images.count, count, self.config.merge)
 
-        Segments 0 are padding, whatever the token.
+    def place(self, tokens, segments, positions, features, images: Images) -> ImageEmbeddings:
+        """The embeddings of the rows' image tokens: `features` of the images of each row.
+
+        Segments 0 are padding, whatever the token; `positions` `[N,T]` count from 0 in each segment.
         """
         is_image = (tokens == self.config.image_token) & (segments != 0)
-        # Image tokens behind those of a row's tiles (a completion may have some) keep the embedding of their id.
-        place = jnp.cumsum(is_image, axis=1) - 1
-        in_tiles = is_image & (place < count[:, None] * self.config.tile_tokens)
-        return ImageEmbeddings(features, jnp.where(in_tiles, place, -1))
+        # Image tokens behind those of a row's images (a completion may have some) keep the embedding of their id.
+        index = jnp.cumsum(is_image, axis=1) - 1
+        if images.grids is None:
+            known = images.count * self.config.tile_tokens
+            return ImageEmbeddings(features, jnp.where(is_image & (index < known[:, None]), index, -1))
+        grid = self._tokens(images, features.shape[1])
+        known = (grid.y < grid.high).sum(axis=1)
+        index = jnp.where(is_image & (index < known[:, None]), index, -1)
+        return ImageEmbeddings(features, index, image_positions(index, positions, grid))
+
+
+def image_positions(index, positions, grid: Tokens) -> jax.Array:
+    """Positions `[N,T,3]` of tokens in time, height and width (arXiv 2409.12191).
+
+    The tokens of an image have one time, and rows and columns that count from it; text behind an image goes on behind
+    the largest of these. `positions` `[N,T]` count from 0 in each segment, `index` is that of `ImageEmbeddings`.
+    """
+    is_image = index >= 0
+
+    def of_token(x):
+        return jnp.where(is_image, jnp.take_along_axis(x, jnp.maximum(index, 0), axis=1), 0)
+
+    count, most = of_token(grid.high * grid.wide), of_token(jnp.maximum(grid.high, grid.wide))
+    saved = jnp.where(is_image & (of_token(grid.place) == count - 1), count - most, 0)
+    before = jnp.cumsum(saved, axis=1) - saved
+    start = jnp.arange(index.shape[1]) - positions
+    time = positions - (before - jnp.take_along_axis(before, start, axis=1)) - of_token(grid.place)
+    return jnp.stack([time, time + of_token(grid.y), time + of_token(grid.x)], axis=-1)
 
 
 def with_images(x, images: ImageEmbeddings) -> jax.Array:

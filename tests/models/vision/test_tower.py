@@ -13,7 +13,7 @@ from peft.tuners.tuners_utils import check_target_module_exists
 from safetensors.numpy import load_file, save_file
 from transformers import AutoModelForImageTextToText, Gemma3ForSequenceClassification
 
-from jaxrl_llm.algorithms.batch import Images, Inputs
+from jaxrl_llm.algorithms.batch import Inputs
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.distributed.sharding import path_name
 from jaxrl_llm.models import attention
@@ -38,13 +38,15 @@ from tests.models.images import (
     VISION,
     as_torch,
     image_documents,
+    joined,
     make_vision_oracle,
     padded_images,
+    padded_pixels,
 )
-from tests.models.oracles import in_parameters
+from tests.models.oracles import in_parameters, of_files
 
 TOLERANCE = 2e-5
-QUICK = ("smolvlm", "gemma3")  # Idefics3 differs from SmolVLM in names
+QUICK = ("gemma3", "qwen2_5_vl")  # the tests of training have a SmolVLM
 
 
 @pytest.fixture(scope="module", params=variants(VISION, QUICK))
@@ -65,8 +67,8 @@ def model(folder):
 
 
 @pytest.fixture(scope="module")
-def documents():
-    return image_documents()
+def documents(oracle):
+    return image_documents(family=oracle.config.model_type)
 
 
 @pytest.fixture(scope="module")
@@ -102,8 +104,8 @@ def test_packed_documents_have_their_own_tiles(model, documents, alone):
     order = [2, 0, 1]
     tokens = np.concatenate([documents[i].tokens for i in order])[None]
     segments = np.concatenate([np.full(len(documents[i].tokens), 1 + i) for i in order])[None]
-    pixels = np.concatenate([documents[i].pixels for i in order])[None]
-    logits = np.asarray(model(tokens, segments, images=Images(pixels, np.array([3]))))[0]
+    images = padded_pixels([joined([documents[i].pixels for i in order])])
+    logits = np.asarray(model(tokens, segments, images=images))[0]
     for i in order:
         np.testing.assert_allclose(logits[segments[0] == 1 + i], alone[i], atol=TOLERANCE)
 
@@ -129,7 +131,7 @@ def test_gradients_of_all_parameters(oracle, model, documents):
     assert {tensor.name for tensor in tensors} == set(expected)
     for tensor in tensors:
         np.testing.assert_allclose(
-            in_parameters(tensor, found), expected[tensor.name], atol=1e-4, rtol=1e-4, err_msg=tensor.name
+            in_parameters(tensor, found), of_files(tensor, expected), atol=1e-4, rtol=1e-4, err_msg=tensor.name
         )
 
 
@@ -167,7 +169,7 @@ def test_image_tokens_without_a_tile_keep_the_embedding_of_their_id(model, docum
     """As those that a completion may have: sampling, which sees tokens alone, and training agree on them."""
     ids, tiles = documents[1]
     tokens = np.append(ids, [IMAGE_TOKEN, 3])[None]
-    images = Images(np.concatenate([tiles, tiles])[None], np.array([1]))
+    images = dataclasses.replace(padded_pixels([joined([tiles, tiles])]), count=np.array([1]))
     segments = np.ones_like(tokens)
     logits = np.asarray(model(tokens, segments, images=images))[0]
     engine = Engine(model.net, SamplingParams(temperature=1.0), 1, 2, eos=(-1,))
@@ -223,7 +225,9 @@ def test_a_net_without_config_is_exported_with_its_vision(model, tmp_path):
 def test_tiles_of_another_size_and_images_for_a_text_model_are_refused(model, documents):
     tokens, segments, images = padded_images(documents)
     small = dataclasses.replace(images, pixels=images.pixels[:, :, :20])
-    with pytest.raises(ConfigError, match=r"20 x 24 x 3 .* but this model reads 24 x 24 x 3"):
+    of_any_size = images.grids is not None
+    reads = r"patches \[rows, patches, 96\] and grids" if of_any_size else r"24 x 24 x 3: use the image processor"
+    with pytest.raises(ConfigError, match=rf"this model reads {reads}"):
         model(tokens, segments, images=small)
     text = Net(dataclasses.replace(model.net.config, vision=None))
     params = {name: x for name, x in model.params.items() if name != "vision"}
@@ -243,6 +247,12 @@ def test_tiles_of_another_size_and_images_for_a_text_model_are_refused(model, do
         ("gemma3", "vision_config", "vision_use_head", True, "vision_config.vision_use_head = True"),
         ("gemma3", None, "mm_tokens_per_image", 16, "mm_tokens_per_image = 16 .* divisors of the 6 patches"),
         ("gemma3", None, "image_token_index", 97, "image_token_index = 97"),
+        ("qwen2_5_vl", "text_config", "rope_parameters", {"mrope_section": [1, 1, 1]}, r"mrope_section = \[1, 1, 1\]"),
+        ("qwen2_5_vl", "text_config", "layer_types", ["sliding_attention"] * 2, "sliding_window = None"),
+        ("qwen2_5_vl", "vision_config", "out_hidden_size", 40, "vision_config.out_hidden_size = 40"),
+        ("qwen2_5_vl", "vision_config", "num_heads", 8, "vision_config.hidden_size = 24"),
+        ("qwen2_5_vl", "vision_config", "hidden_act", "gelu", "vision_config.hidden_act = 'gelu'"),
+        ("qwen2_5_vl", "vision_config", "window_size", 7, "vision_config.window_size = 7"),
     ],
 )
 def test_entries_that_mean_another_network_are_refused(family, part, entry, value, message):
@@ -251,6 +261,22 @@ def test_entries_that_mean_another_network_are_refused(family, part, entry, valu
     (hf if part is None else hf[part])[entry] = value
     with pytest.raises(ConfigError, match=message):
         family_of(hf).to_config(hf)
+
+
+def test_a_flat_config_of_qwen2_5_vl():
+    """Files of transformers 4 have the decoder's entries beside those of the whole, and name their rotary positions."""
+    nested = VISION["qwen2_5_vl"]().to_dict()
+    text = dict(nested.pop("text_config"))
+    given = text.pop("rope_parameters")
+    rope = {"type": "mrope", "mrope_section": given["mrope_section"]}
+    flat = {**text, **nested, "rope_theta": given["rope_theta"], "rope_scaling": rope, "model_type": "qwen2_5_vl"}
+    family = family_of(flat)
+    config = family.to_config(flat)
+    assert config == family.to_config(VISION["qwen2_5_vl"]().to_dict())
+    assert config.rope_axes == (0, 1, 1, 2)
+    written = family.from_config(config, flat)
+    assert written == written | {name: x for name, x in flat.items() if name not in ("architectures", "head_dim")}
+    assert "text_config" not in written
 
 
 @pytest.mark.parametrize("layout", ["of transformers", "of its class", "of its class, before version 5"])
@@ -267,7 +293,8 @@ def test_gemma3_is_read_under_all_names_of_its_tensors(tmp_path, layout):
 
 
 @pytest.mark.slow
-def test_a_gemma3_with_a_score_head(tmp_path, documents):
+def test_a_gemma3_with_a_score_head(tmp_path):
+    documents = image_documents()
     config = VISION["gemma3"]()
     config.num_labels, config.text_config.pad_token_id = 1, 0
     torch.manual_seed(0)
@@ -296,9 +323,11 @@ def test_runs_of_images():
     np.testing.assert_array_equal(image_runs(index, segments), [[0, 1, 1, 0, 3, 3, 4, 4, 0, 6]])
 
 
-def test_sizes_of_a_tile(model):
-    assert model.net.config.vision.tile_tokens == TILE_TOKENS
-    assert model.net.config.vision.tile_shape == TILE
+@pytest.mark.parametrize("family", ["idefics3", "smolvlm", "gemma3"])
+def test_sizes_of_a_tile(family):
+    config = family_of(hf := VISION[family]().to_dict()).to_config(hf)
+    assert config.vision.tile_tokens == TILE_TOKENS
+    assert config.vision.tile_shape == TILE
 
 
 @pytest.mark.slow
@@ -310,7 +339,9 @@ def test_adapters_are_where_peft_finds_them(oracle, folder, model, vision, tmp_p
     save_adapter(adapted, tmp_path / "adapter")
     entries = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
     config = peft.LoraConfig(r=2, target_modules=entries["target_modules"])
-    wanted = {name for name, x in oracle.named_modules() if isinstance(x, torch.nn.Linear) and "layers" in name}
+    wanted = {name for name, x in oracle.named_modules() if isinstance(x, torch.nn.Linear)}
+    # Of Qwen2.5-VL's encoder queries, keys and values are one matrix, and have no adapters.
+    wanted = {name for name in wanted if "layers" in name or ("blocks" in name and ".mlp." in name)}
     wanted = {name for name in wanted if vision == "lora" or "text_model" in name or "language_model" in name}
     assert {name for name, _ in oracle.named_modules() if check_target_module_exists(config, name)} == wanted
     names = {name.removeprefix("base_model.model.") for name in load_file(tmp_path / "adapter" / TENSORS)}
