@@ -193,6 +193,14 @@ class Engine:
         finished_rows = FinishedRows(on_finished if turns is None else None, count * shards)
         grid, executed = scheduler.grid, 0
         parameters = sum(x.size for x in jax.tree.leaves(params))
+        if begun is not None:  # rows that have ended before take no slot
+            over = (begun.finished | (begun.lengths >= longest)).reshape(shards, -1)
+            worth = self.compile_work < longest * grid.slots * (1 - self.shrink) * parameters
+            while worth or scheduler.waiting.size:
+                live = (grid.row != IDLE) & ~over[np.arange(shards)[:, None, None], grid.row]
+                if (following := scheduler.next(live)) is None:
+                    break
+                grid = following
         grid_prompts, slots = assign(self, all_prompts, rows, keys, None, grid, None, min(self.chunk, longest))
         while True:
             # The only wait for the devices: the host plans on the numbers of the chunk before.
