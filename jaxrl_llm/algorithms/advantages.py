@@ -11,6 +11,7 @@ import math
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 
 from jaxrl_llm.algorithms.aggregation import as_float, as_mask, masked_mean, masked_var, whiten
 
@@ -272,7 +273,7 @@ def discounted_returns(token_rewards, mask, gamma=1.0) -> Array:
     return jax.lax.scan(step, jnp.zeros_like(token_rewards[:, 0]), inputs, reverse=True)[1].T
 
 
-def gae(token_rewards, values, mask, gamma=1.0, lam=1.0) -> tuple[Array, Array]:
+def gae(token_rewards, values, mask, gamma=1.0, lam: ArrayLike = 1.0) -> tuple[Array, Array]:
     """Returns generalised advantage estimates and value targets, `(advantages [N, T], returns [N, T])`.
 
     Shapes: `token_rewards, values, mask [N, T]`; both results are zero outside the mask. Formula, from the right and

@@ -98,7 +98,7 @@ def prompt_images(examples: Sequence[dict[str, Any]], vision: VisionConfig | Non
     if vision is not None:
         patches = 0
         if isinstance(vision.encoder, PatchRowsConfig):
-            pixels = (sum(len(image) * len(image[0]) for image in own or ()) for own in tiles)
+            pixels = (sum(len(x) * len(x[0]) for x in (() if own is None else own)) for own in tiles)
             patches = max(pixels) // vision.encoder.patch_size**2
         most = (max(gather(max(count_tiles(tiles)))), max(gather(patches)))
     return row_images([example["prompt_ids"] for example in examples], tiles, vision, most)
