@@ -13,7 +13,7 @@ MEASURES = {
 }
 
 
-def page(runs: Runs, online: Iterable[str], offline: Iterable[str], control: str) -> str:
+def page(runs: Runs, online: Iterable[str], offline: Iterable[str], control: str, images: Iterable[str] = ()) -> str:
     """The page; configurations without runs are left out."""
     parts = [
         HEAD.format(machines="; ".join(sorted({run["machine"] for group in runs.values() for run in group.values()})))
@@ -26,6 +26,10 @@ def page(runs: Runs, online: Iterable[str], offline: Iterable[str], control: str
         parts.append("\n## Health of the GRPO run with seed 0\n\n" + table(_health(runs["grpo"][0])))
     if control in runs:
         parts.append(CONTROL.format(control=table(_control_rows(runs[control][0]))))
+    seen = [name for name in images if name in runs]
+    if seen:
+        parts.append(IMAGES + "\n" + table(_online_rows(runs, seen)) + "\nBy training step, seed 0:\n\n")
+        parts.append(table(_curves(runs, seen)))
     given = [name for name in offline if name in runs]
     if given:
         parts.append(
@@ -118,6 +122,13 @@ The shipped model goes on with the demonstrations it was made from (six in ten o
 {control}
 Samples stay about as mixed as the demonstrations, however long it goes on. Reinforcement removes the wrong behaviours,
 and repairs mistakes on the way. It does not teach the model to sort: the warm start already can, sometimes.
+"""
+IMAGES = """
+## Images
+
+`python -m jaxrl_llm.train --config=configs/vision_grpo.py`: the colour, the number or the place of drawn shapes,
+answered by a SmolVLM of 0.14 M parameters that starts from random ones ([vision](vision.md)). `vision_grpo_blank` is the
+control `configs/vision_grpo.py:blank`: the same questions and answers, and grey images. One in four is chance.
 """
 OFFLINE = """
 Held-out rows of the split `validation`, before -> after; accuracy is that of sampled and of greedy completions.

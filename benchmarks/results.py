@@ -33,6 +33,8 @@ ONLINE = (
     "passk", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "ppo",
 )  # fmt: skip
 OFFLINE = ("sft", "reward_model", "dpo", "ipo", "kto", "orpo", "cpo", "simpo", "alphapo")
+IMAGES = ("vision_grpo", "vision_grpo_blank")
+SPECS = {"vision_grpo_blank": "vision_grpo.py:blank"}  # where the name is not that of a file
 CONTROL = "sft_control"  # the time of a GRPO run spent on more supervised fine-tuning
 HEALTH = ("reward", "kl", "entropy", "completions/mean_length", "frac_reward_zero_std", "grad_norm")
 
@@ -40,9 +42,10 @@ Run = dict[str, Any]  # config, seed, seconds, steps, machine, and the logged li
 
 
 def train(config: str, seed: int, *flags: str) -> Run:
-    """One run of `configs/<config>.py`."""
+    """One run of `configs/<config>.py`, or of what SPECS has for it."""
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "jaxrl_llm.train", f"--config=configs/{config}.py", f"--config.seed={seed}"]
+        spec = SPECS.get(config, f"{config}.py")
+        command = [sys.executable, "-m", "jaxrl_llm.train", f"--config=configs/{spec}", f"--config.seed={seed}"]
         began = time.perf_counter()
         flags = (f"--config.output_dir={folder}", "--config.logging.names=trl", *flags)
         subprocess.run([*command, *flags], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
@@ -84,7 +87,7 @@ def store(name: str, run: Run) -> None:
 
 def stored() -> dict[str, dict[int, Run]]:
     """The runs that are kept, by configuration and seed, in the order of the page."""
-    found: dict[str, dict[int, Run]] = {name: {} for name in (*ONLINE, *OFFLINE, CONTROL)}
+    found: dict[str, dict[int, Run]] = {name: {} for name in (*ONLINE, *IMAGES, *OFFLINE, CONTROL)}
     for file in sorted(STORE.glob("*.json")):
         run = json.loads(file.read_text(encoding="utf-8"))
         found.setdefault(file.stem.rpartition("-")[0], {})[run["seed"]] = run
@@ -94,12 +97,12 @@ def stored() -> dict[str, dict[int, Run]]:
 def main(argv: list[str]) -> None:
     """The command line; see the module's text."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("configs", nargs="*", choices=[[], *ONLINE, *OFFLINE, CONTROL], metavar="CONFIG")
+    parser.add_argument("configs", nargs="*", choices=[[], *ONLINE, *IMAGES, *OFFLINE, CONTROL], metavar="CONFIG")
     parser.add_argument("--seeds", default=",".join(map(str, SEEDS)))
     parser.add_argument("--steps", type=int, help="training steps, in place of the configuration's")
     parser.add_argument("--page", action="store_true", help="only write the page")
     options = parser.parse_args(argv)
-    chosen = options.configs or (*ONLINE, *OFFLINE, CONTROL)
+    chosen = options.configs or (*ONLINE, *IMAGES, *OFFLINE, CONTROL)
     for name, seed in itertools.product([] if options.page else chosen, map(int, options.seeds.split(","))):
         known = stored()
         if (not options.configs and seed in known.get(name, {})) or (name == CONTROL and seed):
@@ -111,7 +114,7 @@ def main(argv: list[str]) -> None:
         else:
             run = train(name, seed, *([f"--config.total_steps={options.steps}"] if options.steps else []))
         store(f"{name}-{seed}", run)
-    PAGE.write_text(page(stored(), ONLINE, OFFLINE, CONTROL), encoding="utf-8")
+    PAGE.write_text(page(stored(), ONLINE, OFFLINE, CONTROL, IMAGES), encoding="utf-8")
 
 
 if __name__ == "__main__":
