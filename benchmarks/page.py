@@ -127,8 +127,8 @@ IMAGES = """
 ## Images
 
 `python -m jaxrl_llm.train --config=configs/vision_grpo.py`: the colour, the number or the place of drawn shapes,
-answered by a SmolVLM of 0.14 M parameters that starts from random ones ([vision](vision.md)). `vision_grpo_blank` is the
-control `configs/vision_grpo.py:blank`: the same questions and answers, and grey images. One in four is chance.
+answered by a SmolVLM of 0.14 M parameters that starts from random ones ([vision](vision.md)). `vision_grpo_blank` is
+the control `configs/vision_grpo.py:blank`: the same questions and answers, and grey images. One in four is chance.
 """
 OFFLINE = """
 Held-out rows of the split `validation`, before -> after; accuracy is that of sampled and of greedy completions.
