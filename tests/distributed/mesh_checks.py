@@ -32,7 +32,6 @@ from jaxrl_llm.models.model import Model, init_sharded, load_model, save_hf
 from jaxrl_llm.models.safetensors import Files
 from jaxrl_llm.models.transformer import ModelConfig, Net, attention_mask
 from jaxrl_llm.rollout import engine as engines
-from jaxrl_llm.rollout import multi_turn
 from jaxrl_llm.rollout.engine import Engine
 from jaxrl_llm.rollout.resharded import ReshardedEngine
 from jaxrl_llm.rollout.sampling import SamplingParams
@@ -560,7 +559,7 @@ def test_rows_are_written_where_they_are(net, params):
 @pytest.mark.slow
 def test_the_conversations_of_one_device(net, params, monkeypatch):
     """Observation tokens are read on the devices of their rows and heads."""
-    monkeypatch.setattr(multi_turn, "MIN_TOKENS", 2)
+    monkeypatch.setattr(engines, "MIN_TOKENS", 2)
     prompts, key = np.random.default_rng(3).integers(0, 64, (4, 6)).astype(np.int32), jax.random.key(2)
     segments, mesh = np.ones((4, 6), np.int32), make_mesh(2, 2, 2)
     engine = Engine(net, SamplingParams(), 3, 24, tuple(range(12)), chunk=4, slots=8)

@@ -97,7 +97,7 @@ def test_many_observation_tokens_are_read_at_once(params, kind, setting, monkeyp
     real, reads = engine_module.read_observations, []
     monkeypatch.setattr(engine_module, "read_observations", lambda *args: reads.append(args[4].shape[1]) or real(*args))
     monkeypatch.setattr(engine_module, "READ", 4)
-    monkeypatch.setattr(multi_turn, "MIN_TOKENS", 2)
+    monkeypatch.setattr(engine_module, "MIN_TOKENS", 2)
     monkeypatch.setattr(multi_turn, "MAX_ROWS", 4)
     at_once = sample_rows(params, Echo(words=9, slow=(1, 6)), kind, **setting)
     assert len(set(reads)) > 1
