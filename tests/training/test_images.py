@@ -76,6 +76,7 @@ def test_sft_steps_on_images(root, tmp_path, packing):
     def loss(task):
         config = configured(root, tmp_path / task, **{"algorithm.name": "sft", "data.packing": packing})
         config.batch.prompts, config.total_steps, config.data.max_length = 16, 40, 16
+        config.optimizer.learning_rate = 2e-3  # demonstrations bear more than samples do
         rows = [{**row, "completion": row["answer"]} for row in tasks.generate(task, size=8)]
         jaxrl_llm.train(config, train_dataset=rows)
         lines = [json.loads(line) for line in (tmp_path / task / "run" / "metrics.jsonl").read_text().splitlines()]
