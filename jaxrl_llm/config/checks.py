@@ -362,11 +362,12 @@ def _batch(config: ConfigDict, online: bool) -> Iterator[str]:
     minibatch = rows // batch.minibatches
     if critic_rows and minibatch % critic_rows:
         yield f"critic.microbatch_rows is {critic_rows}, but it must divide the {minibatch} rows of a minibatch"
-    if batch.microbatch_rows and minibatch % batch.microbatch_rows:
-        yield (
-            f"batch.microbatch_rows is {batch.microbatch_rows}, but it must divide the {minibatch} rows of a minibatch "
-            f"({formula}, divided by batch.minibatches = {batch.minibatches})"
-        )
+    for name in ("microbatch_rows", "logps_microbatch_rows"):
+        if batch[name] and minibatch % batch[name]:
+            yield (
+                f"batch.{name} is {batch[name]}, but it must divide the {minibatch} rows of a minibatch "
+                f"({formula}, divided by batch.minibatches = {batch.minibatches})"
+            )
 
 
 def _rewards(config: ConfigDict, online: bool) -> Iterator[str]:
@@ -605,7 +606,15 @@ def _data(config: ConfigDict) -> Iterator[str]:
         )
     if config.eval.fraction and config.eval.sets:
         yield f"eval.fraction is {config.eval.fraction}, but eval.sets names what is evaluated on: set one of the two"
-    for key in ("packing", "precompute_reference"):
+    if data.group_by_length:
+        others = {
+            f"algorithm.name is {config.algorithm.name}, which samples its rows": config.algorithm.name not in OFFLINE,
+            "data.packing is true": data.packing,
+            "batch.packing is true": config.batch.packing == "true" or config.batch.microbatch_tokens,
+        }
+        for reason in (reason for reason, holds in others.items() if holds):
+            yield f"data.group_by_length is true, to pad rows less, but {reason}: set it to false"
+    for key in ("packing", "precompute_reference", "group_by_length"):
         if data.streaming and data[key]:
             yield f"data.{key} needs all rows before training, and data.streaming is true: set one to false"
     for source in data.sources:

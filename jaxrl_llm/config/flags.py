@@ -29,7 +29,6 @@ from jaxrl_llm.config.schema import (
     BY_NAME,
     FORMER,
     KEYS,
-    REFUSED,
     SECTIONS,
     Setting,
     SettingError,
@@ -190,8 +189,7 @@ def _split(argv: Sequence[str], flags: dict[str, Setting]) -> dict[str, str]:
         name, equals, text = flag[2:].partition("=")
         if name not in flags:
             key = name.removeprefix("config.")
-            meant = key in FORMER or key.rpartition(".")[2] in REFUSED
-            if key != name and meant and CONFIG_FILE.name in flags:
+            if key != name and key in FORMER and CONFIG_FILE.name in flags:
                 raise ConfigError(f"unknown flag --{name}: {unknown_key(key)}")
             known = {flag.removeprefix("config."): flag for flag in flags}
             raise ConfigError(f"unknown flag --{name}; the closest is --{known[nearest(key, known)]}; see --help")
@@ -287,8 +285,6 @@ def _explain(error: Exception) -> str:
         leaf = unknown[1] or unknown[2]
         if former := [name for name in FORMER if name.rpartition(".")[2] == leaf]:
             return "; ".join(unknown_key(name) for name in former)
-        if leaf in REFUSED:
-            return unknown_key(leaf)
         return f"there is no key {leaf}; the closest is {nearest(leaf, [*SECTIONS, *BY_NAME])}"
     return f"{type(error).__name__}: {message}"
 

@@ -350,6 +350,9 @@ KEYS = (
         "stop with an error, drop them, or truncate their start, end or middle.",
         choices=("error", "filter", "truncate_left", "truncate_right", "truncate_middle")),
     Setting("data.shuffle", True, "Reshuffle the rows every epoch.", bool),
+    Setting("data.group_by_length", False,
+        "Batches of rows of like length, as wide as their own longest row: for given rows that are not packed, with "
+        "adapters that drop out, or NEFTune. 50 batches at a time are sorted, the longest first.", bool),
     Setting("data.curriculum_easy", None,
         "Running success rate from which on a prompt is passed over; none passes over none. A completion succeeds by "
         "eval.correct_at.", float, above=0, maximum=1),
@@ -420,6 +423,9 @@ KEYS = (
     Setting("rollout.slots", 0,
         "Decode slots over all devices; further completions wait for a free one. 0 is a slot for every completion.",
         int, minimum=0),
+    Setting("rollout.memory_fraction", None,
+        "Share of the devices' memory that sampling holds at most, parameters, keys and values together: as many slots "
+        "as fit. None is no bound.", float, above=0, maximum=1),
     Setting("rollout.shrink", 0.5,
         "Reduce the slots by this factor once the running completions fit and none waits. 0.85 leaves fewer slots idle "
         "than 0.5, and compiles more programs. Where little can be saved (small models, short completions) the slots "
@@ -734,8 +740,15 @@ KEYS = (
         int, minimum=0),
     Setting("batch.microbatch_tokens", 0,
         "Tokens of a micro-batch of packed rows, over all devices. 0 is the tokens of microbatch_rows rows of full "
-        "length or, where that is 0 too, an eighth of the minibatch, or more where that is few.",
+        "length or, where that is 0 too, an eighth of the minibatch, or more where that is few; on accelerators as "
+        "many as memory is left for.",
         int, minimum=0),
+    Setting("batch.logps_microbatch_rows", 0,
+        "Rows of a pass without gradients (log-probs of the old policy, the reference and teachers, values) where rows "
+        "are not packed; 0 is as many as a micro-batch of the update has.", int, minimum=0),
+    Setting("batch.logps_microbatch_tokens", 0,
+        "Tokens of such a pass of packed rows, over all devices, in whole micro-batches of the update; 0 is one of "
+        "these, on accelerators as many as memory is left for. No size changes a result.", int, minimum=0),
     Setting("batch.shuffle", False, "Shuffle rows before they are split into minibatches.", bool),
 
     Setting("mesh.data", -1,
@@ -925,6 +938,10 @@ SYNONYMS = {
     "max_steps": "total_steps", "total_training_steps": "total_steps", "num_train_epochs": "num_epochs",
     "epochs": "num_epochs", "total_epochs": "num_epochs", "per_device_train_batch_size": "batch.prompts",
     "train_batch_size": "batch.prompts", "batch_size": "batch.prompts", "micro_batch_size": "batch.microbatch_rows",
+    "log_prob_micro_batch_size_per_gpu": "batch.logps_microbatch_rows",
+    "log_prob_micro_batch_size": "batch.logps_microbatch_rows",
+    "log_prob_max_token_len_per_gpu": "batch.logps_microbatch_tokens",
+    "gpu_memory_utilization": "rollout.memory_fraction", "vllm_gpu_memory_utilization": "rollout.memory_fraction",
     "gradient_accumulation_steps": "batch.microbatch_rows", "num_generations": "rollout.group_size",
     "model_name_or_path": "model.path", "model_name": "model.path", "base_model": "model.path", "model": "model.path",
     "dataset_name": "data.path", "dataset": "data.path", "train_files": "data.path", "val_files": "data.eval_path",
@@ -940,22 +957,6 @@ SYNONYMS = {
     "val_set_size": "eval.fraction", "test_size": "eval.fraction", "hub_model_id": "export.push_to_hub",
     "push_to_hub": "export.push_to_hub", "chat_template_path": "data.chat_template",
 }  # fmt: skip
-
-
-# Settings of other libraries that have no key, by the last part of their names: why, and what to do.
-REFUSED = {
-    "gpu_memory_utilization": "the sampler reads the policy's own parameters and reserves nothing; its memory is that "
-    "of the keys and values of its slots: set rollout.slots, and python -m jaxrl_llm plan says what fits",
-    "group_by_length": "it saves padding, of which packed rows have none: leave batch.packing at auto, or set it to "
-    "true (data.packing for sft)",
-    "log_prob_micro_batch_size_per_gpu": "passes without gradient take the micro-batches of the update: set "
-    "batch.microbatch_rows or batch.microbatch_tokens, which change no result",
-}
-REFUSED |= {
-    "vllm_gpu_memory_utilization": REFUSED["gpu_memory_utilization"],
-    "log_prob_micro_batch_size": REFUSED["log_prob_micro_batch_size_per_gpu"],
-    "log_prob_max_token_len_per_gpu": REFUSED["log_prob_micro_batch_size_per_gpu"],
-}
 
 
 def nearest(name: str, known: Iterable[str] = ()) -> str:
@@ -975,6 +976,4 @@ def unknown_key(name: str) -> str:
     if name in LOSS_OPTIONS:
         _, option, losses = LOSS_OPTIONS[name]
         return f"there is no key {name} any more: write algorithm.loss='{losses[0]}({option}=...)'"
-    if (reason := REFUSED.get(name.rpartition(".")[2])) is not None:
-        return f"there is no key {name}: {reason}"
     return f"there is no key {name}; the closest is {nearest(name)}"

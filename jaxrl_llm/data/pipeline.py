@@ -16,6 +16,8 @@ from jaxrl_llm.config.resolve import ConfigError
 if TYPE_CHECKING:
     import datasets
 
+MEGABATCH = 50  # batches that are sorted by length together: transformers' number
+
 
 class Pipeline:
     """An endless iterator over batches: lists of this process's examples.
@@ -24,8 +26,9 @@ class Pipeline:
     permutation of the examples (or their own order when `shuffle` is off); a batch may span two epochs (or more, of
     few examples), so no example is ever skipped. With `shares`, (examples, weight) of each source in turn, the
     sources are mixed by weight: each has its own epochs, and its share of the weights of any long stretch of the
-    stream. Process p takes the p-th equal share of every batch. The order is computed from (seed, position), so a
-    restart costs no replay.
+    stream. With `lengths`, one of each example, the stream is sorted by them, the longest first, MEGABATCH batches at a
+    time. Process p takes the p-th equal share of every batch. The order is computed from (seed, position), so a restart
+    costs no replay.
 
     Raises ConfigError: no examples, a batch that the processes cannot share equally, or a state that
     was saved over other data.
@@ -40,6 +43,7 @@ class Pipeline:
         process_index: int = 0,
         process_count: int = 1,
         shares: Sequence[tuple[int, float]] | None = None,
+        lengths: Sequence[int] | None = None,
     ):
         # grain imports jax, and everything else in this package loads without it.
         import grain
@@ -48,22 +52,26 @@ class Pipeline:
         if not len(examples):
             raise ConfigError("the data has no examples")
 
-        def ordered(source: Sequence[Any], source_seed: int) -> Any:
-            dataset = grain.MapDataset.source(source).seed(source_seed)
+        def ordered(numbers: range, source_seed: int) -> Any:
+            dataset = grain.MapDataset.source(numbers).seed(source_seed)
             return (dataset.shuffle() if shuffle else dataset).repeat()
 
+        self._examples, self._lengths = examples, lengths
+        self._megabatch: tuple[int, list[int]] | None = None  # the newest that was sorted, with its number
         self._identity: dict[str, Any] = {"examples": len(examples), "seed": seed, "shuffle": shuffle}
         if shares is None:
-            self._stream: Any = ordered(examples, seed)
+            self._stream: Any = ordered(range(len(examples)), seed)  # of the examples' numbers
         else:
             ends = np.cumsum([count for count, _ in shares]).tolist()
             # Sources of one length would be shuffled alike by one seed.
             sources = [
-                ordered(examples[end - count : end], seed + 7919 * index)
+                ordered(range(end - count, end), seed + 7919 * index)
                 for index, ((count, _), end) in enumerate(zip(shares, ends, strict=True))
             ]
             self._stream = grain.MapDataset.mix(sources, [weight for _, weight in shares])
             self._identity["shares"] = [list(share) for share in shares]
+        if lengths is not None:
+            self._identity["megabatch"] = MEGABATCH * batch_size
         self._position = 0
 
     def __iter__(self) -> "Pipeline":
@@ -72,11 +80,17 @@ class Pipeline:
     def __next__(self) -> list[Any]:
         start = self._position
         self._position += self._batch_size
-        return [self._stream[index] for index in range(start + self._local.start, start + self._local.stop)]
+        return [self.example(place) for place in range(start + self._local.start, start + self._local.stop)]
 
-    def example(self, number: int) -> Any:
+    def example(self, place: int) -> Any:
         """The example at a place of the stream, which is not drawn."""
-        return self._stream[number]
+        if self._lengths is None:
+            return self._examples[self._stream[place]]
+        number, offset = divmod(place, size := MEGABATCH * self._batch_size)
+        if self._megabatch is None or self._megabatch[0] != number:
+            drawn = [self._stream[other] for other in range(number * size, (number + 1) * size)]
+            self._megabatch = number, sorted(drawn, key=self._lengths.__getitem__, reverse=True)
+        return self._examples[self._megabatch[1][offset]]
 
     @property
     def position(self) -> int:

@@ -226,6 +226,20 @@ def on_device(tree) -> Any:
     return jax.tree.map(moved, tree)
 
 
+def bytes_on_device(tree, host: bool = False) -> int:
+    """Bytes of a tree of arrays, or of placed shapes, on one device; with `host`, those that wait in the host's
+    memory."""
+
+    def item_size(dtype) -> int:
+        return 8 if jax.numpy.issubdtype(dtype, jax.dtypes.prng_key) else np.dtype(dtype).itemsize
+
+    return sum(
+        int(np.prod(x.sharding.shard_shape(x.shape), dtype=np.int64)) * item_size(x.dtype)
+        for x in jax.tree.leaves(tree)
+        if (x.sharding.memory_kind == "pinned_host") == host
+    )
+
+
 def constrain(x, *dims: str | EllipsisType | None):
     """`x` with its dimensions sharded by ACTIVATIONS, as XLA likes where it is `...`; unchanged without a mesh."""
     mesh = jax.sharding.get_abstract_mesh()

@@ -477,13 +477,24 @@ class RecordingNet(Net):
         return model
 
 
+@jax.custom_vjp
+def _apart(stack: jax.Array) -> tuple[jax.Array, ...]:
+    """The arrays of a stack. Their gradients are stacked again: those of indices are each padded with zeros to a whole
+    stack, and XLA's CPU compiler adds up one for each layer at every element."""
+    return tuple(stack[index] for index in range(len(stack)))
+
+
+_apart.defvjp(lambda stack: (_apart(stack), None), lambda _, gradients: (jnp.stack(gradients),))
+
+
 def unstack(params: Params, config: ModelConfig) -> Params:
     """The parameters with one dict a layer in place of stacked layers; unchanged when they are so already."""
     if 0 in params.get("layers", {}):
         return params
     layers: dict[int, Params] = {}
     for name, numbers in config.stacks.items():
-        for index, layer in enumerate(numbers):
-            layers[layer] = jax.tree.map(lambda x, index=index: x[index], params[name])
+        leaves, structure = jax.tree.flatten(params[name])
+        apart = [_apart(x) if jnp.issubdtype(x.dtype, jnp.floating) else [x[i] for i in range(len(x))] for x in leaves]
+        layers |= zip(numbers, map(structure.unflatten, zip(*apart, strict=True)), strict=True)
     others = {name: x for name, x in params.items() if name not in config.stacks}
     return {**others, "layers": {layer: layers[layer] for layer in sorted(layers)}}

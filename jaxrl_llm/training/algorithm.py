@@ -28,6 +28,7 @@ class BatchSpec:
     group_size: int
     minibatches: int
     microbatch_rows: int
+    logps_microbatch_rows: int
     num_iterations: int
     shuffle: bool
     seed: int
@@ -39,5 +40,5 @@ class BatchSpec:
 
     @property
     def forward_rows(self) -> int:
-        """Rows of one forward pass: a micro-batch, or a minibatch where it is not split."""
-        return self.microbatch_rows or self.rows // self.minibatches
+        """Rows of one pass without gradients: by default a micro-batch, or a minibatch where it is not split."""
+        return self.logps_microbatch_rows or self.microbatch_rows or self.rows // self.minibatches

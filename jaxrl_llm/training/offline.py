@@ -45,7 +45,8 @@ class OfflineSpec:
 
     mismatched: bool  # kto: each row is followed by its prompt with another row's completion
     packed: bool  # data.packing: examples are groups of documents
-    width: int  # T
+    width: int  # T, of the longest row
+    widths: tuple[int, ...]  # that batches may have, from the least; the last is `width`
     draws_seeds: bool  # the objective draws random numbers
     running_mean: bool  # a loss subtracts the mean of all rewards so far
     beta: float
@@ -80,7 +81,9 @@ class OfflineSource:
                 batch = with_images(batch, [[_joined(group)] for group in examples], self.net)
             else:
                 examples = with_mismatches(spec, examples)
-                batch = with_images(pad_examples(examples, spec.width), examples, self.net)
+                own = max(len(row["ids"]) for example in examples for row in example)
+                width = next(width for width in spec.widths if own <= width)
+                batch = with_images(pad_examples(examples, width), examples, self.net)
             if spec.draws_seeds:
                 batch = batch.replace(seeds=np.asarray(jax.random.bits(key, (batch.rows,), np.uint32)))
             batch = _to_devices(batch, mesh)

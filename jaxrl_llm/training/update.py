@@ -193,10 +193,17 @@ def optimizer_step(
             state = dataclasses.replace(state, opt_state=on_device(state.opt_state))
         norm = optax.tree.norm(gradients)
         finite = jnp.isfinite(norm)
-        changes, opt_state = optimizer.update(gradients, state.opt_state, state.params)
         key = jax.random.fold_in(jax.random.fold_in(jax.random.key(spec.seed), ROUNDING), updates)
-        params = round_like(jax.tree.map(jnp.add, state.params, changes), state.params, key)
-        new = _choose(finite, State(state.step, params, opt_state), state)
+
+        def step(state: State, gradients: Params) -> State:
+            changes, opt_state = optimizer.update(gradients, state.opt_state, state.params)
+            params = round_like(jax.tree.map(jnp.add, state.params, changes), state.params, key)
+            return State(state.step, params, opt_state)
+
+        if jax.default_backend() == "cpu":  # in place: to choose afterwards XLA's CPU compiler copies the old state
+            new = jax.lax.cond(finite, step, lambda state, _: state, state, gradients)
+        else:
+            new = jax.tree.map(functools.partial(jnp.where, finite), step(state, gradients), state)
         if spec.offload:
             new = dataclasses.replace(new, opt_state=on_host(new.opt_state))
         if spec.offload_params:
@@ -204,7 +211,7 @@ def optimizer_step(
         own = {"grad_norm": norm, "nonfinite_gradient": 1.0 - finite}
         if spec.schedule is not None:
             own["lr"] = jnp.asarray(spec.schedule(updates))
-        elif (rate := optax.tree_utils.tree_get(opt_state, "learning_rate")) is not None:
+        elif (rate := optax.tree_utils.tree_get(new.opt_state, "learning_rate")) is not None:
             own["lr"] = jnp.asarray(rate)  # of optax.inject_hyperparams
         return new, metrics | {name: Metric(value, "sum") for name, value in own.items()}
 
@@ -242,10 +249,6 @@ def _prepare(objective: Objective, params: Params, batch: Batch, count: int, sha
     observed_rows = batch.with_layout(batch.observe_layout or layout)
     observed = map_microbatches(functools.partial(objective.observe, params), observed_rows, count, shards)
     return objective.prepare(batch.with_layout(None), observed).with_layout(layout)
-
-
-def _choose(condition, new, old):
-    return jax.tree.map(lambda after, before: jnp.where(condition, after, before), new, old)
 
 
 def _neutral(metrics: Metrics) -> Metrics:

@@ -1,5 +1,6 @@
 import json
 
+import numpy as np
 import pytest
 
 from jaxrl_llm.config.resolve import ConfigError
@@ -24,6 +25,28 @@ def test_each_epoch_is_another_permutation():
 def test_the_order_depends_on_the_seed_alone():
     assert stream(Pipeline(EXAMPLES, 4, seed=1), 9) == stream(Pipeline(EXAMPLES, 2, seed=1), 18)
     assert stream(Pipeline(EXAMPLES, 4, seed=1), 9) != stream(Pipeline(EXAMPLES, 4, seed=2), 9)
+
+
+def test_rows_of_like_length_lie_in_a_batch():
+    """The stream sorted within every 50 batches; nothing is lost, and a position is all that a resumed run needs."""
+    lengths = [int(n) for n in np.random.default_rng(0).integers(1, 100, 230)]
+    examples = list(enumerate(lengths))
+    plain = Pipeline(examples, 2, seed=1)
+    drawn = [[example for _ in range(50) for example in next(plain)] for _ in range(3)]
+    grouped = Pipeline(examples, 2, seed=1, lengths=lengths)
+    for block in drawn:
+        assert [next(grouped) for _ in range(50)] == [
+            list(pair) for pair in zip(*[iter(sorted(block, key=lambda example: -example[1]))] * 2, strict=True)
+        ]
+    state, expected = grouped.get_state(), [next(grouped) for _ in range(60)]
+    other = Pipeline(examples, 2, seed=1, lengths=lengths)
+    other.set_state(state)
+    assert [next(other) for _ in range(60)] == expected
+    with pytest.raises(ConfigError, match="megabatch"):
+        other.set_state(plain.get_state())
+    halves = [Pipeline(examples, 2, 1, process_index=p, process_count=2, lengths=lengths) for p in (0, 1)]
+    whole = Pipeline(examples, 2, seed=1, lengths=lengths)
+    assert [next(halves[0]) + next(halves[1]) for _ in range(9)] == [next(whole) for _ in range(9)]
 
 
 def test_order_without_shuffling():

@@ -10,6 +10,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from jaxrl_llm.config import ConfigError, default
+from jaxrl_llm.distributed.sharding import bytes_on_device
 from jaxrl_llm.models.fused_attention import splash_attention
 from jaxrl_llm.models.lora import split
 from jaxrl_llm.tools.plan import hlo
@@ -18,7 +19,7 @@ from jaxrl_llm.tools.plan.compiler import traced_flops
 from jaxrl_llm.tools.plan.devices import DEVICES, named
 from jaxrl_llm.tools.plan.planned import describe_for, floors, make_plan
 from jaxrl_llm.tools.plan.programs import held_bytes
-from jaxrl_llm.tools.plan.shapes import bytes_on_device, describe
+from jaxrl_llm.tools.plan.shapes import describe
 from jaxrl_llm.tools.plan.text import lines, seconds, size
 from jaxrl_llm.tools.plan.topology import _cuda_folder, _described, slice_shape, target
 from jaxrl_llm.training.reference import start_reference

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxrl_llm.config import ConfigError, batch_rows, default
+from jaxrl_llm.config import ConfigError, batch_rows, default, validate
 from jaxrl_llm.data import loading, tasks
 from jaxrl_llm.distributed.sharding import make_mesh
 from jaxrl_llm.models.model import load_model
@@ -114,6 +114,46 @@ def test_rows_of_a_batch():
     assert batch_rows(config_of("sft")) == 4
 
 
+def test_batches_of_rows_of_like_length_are_as_wide_as_their_own(tmp_path):
+    """`data.group_by_length`: the loss of a batch is that of its rows in full width, and there are few widths."""
+    rows = [{"prompt": f"sort:{'3' * n}=", "completion": "3" * n} for n in range(1, 25)] * 4
+    config = config_of("sft", "nll", task="sort_demos")
+    config.data.eval_split, config.data.group_by_length, config.batch.prompts = None, True, 8
+    run = built(config, rows)
+    assert run.pack.sizes is None and 3 <= len(run.source.spec.widths) <= 6
+    seen = []
+    for _ in range(50):
+        batch = run.source.next(run.state, jax.random.key(0)).batch
+        used, width = int((batch.inputs.segments > 0).sum(1).max()), batch.inputs.tokens.shape[1]
+        assert width == min(x for x in run.source.spec.widths if x >= used)
+        seen.append(width)
+    assert len(set(seen)) > 1 and seen == sorted(seen, reverse=True)
+    with jax.set_mesh(run.mesh):
+        pad = run.source.spec.width - batch.inputs.tokens.shape[1]
+        wide = jax.tree.map(lambda x: np.pad(x, ((0, 0), (0, pad))) if np.ndim(x) == 2 else x, batch)
+        losses = [run.update(jax.tree.map(jax.numpy.copy, run.state), x, run.frozen)[1]["loss"].value
+                  for x in (batch, wide)]  # fmt: skip
+    assert pad > 0
+    np.testing.assert_allclose(*losses, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "value", "message"),
+    [
+        ("data", "packing", True, "data.packing is true"),
+        ("data", "streaming", True, "data.group_by_length needs all rows before training"),
+        ("batch", "packing", "true", "batch.packing is true"),
+        ("algorithm", "name", "grpo", "algorithm.name is grpo, which samples its rows"),
+    ],
+)
+def test_rows_of_like_length_where_that_saves_nothing(section, key, value, message):
+    config = config_of("sft", loss="auto")
+    config.data.group_by_length = True
+    config[section][key] = value
+    with pytest.raises(ConfigError, match=message):
+        validate(config)
+
+
 def test_data_of_another_kind_is_refused():
     with pytest.raises(ConfigError, match="chosen"):
         built(config_of("preference", "dpo", task="sort_demos"))
@@ -156,7 +196,7 @@ def test_a_reference_is_kept_only_when_it_is_read():
     rows = [{"prompt": f"sort:{a}1=", "chosen": f"1{a}", "rejected": f"{a}1"} for a in range(2, 8)]
     source = built(config, rows).source
     assert source.ref_params is None
-    assert "ref" in source.pipeline._stream[0][0]
+    assert "ref" in source.pipeline.example(0)[0]
 
 
 # --- running mean ---

@@ -113,16 +113,14 @@ def tracked(draft: Draft, settings: Mapping[str, Any], projects: Sequence[str], 
                 draft.check(f"{listed}: a run has one name, and its project too, in all trackers ({ours})")
 
 
-def microbatch_rows(draft: Draft, rows: int, minibatch: int, *keys: str, ours: str = "batch") -> None:
-    """Set the rows of a micro-batch: at most as many as there, and a divisor of the minibatch; all of it is 0.
-
-    `ours` is the section of the key: that of the critic has its own.
-    """
+def microbatch_rows(draft: Draft, rows: int, minibatch: int, *keys: str, ours: str = "batch.microbatch_rows") -> None:
+    """Set `ours`, the rows of a micro-batch: at most as many as there, and a divisor of the minibatch; all of it is
+    0."""
     if rows >= minibatch:
         draft.use(*keys)
         return
     fitting = max(size for size in range(1, rows + 1) if minibatch % size == 0)
-    draft.set(f"{ours}.microbatch_rows", fitting, *keys)
+    draft.set(ours, fitting, *keys)
 
 
 def kl_name(draft: Draft, key: str) -> str:

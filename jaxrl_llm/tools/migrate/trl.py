@@ -355,6 +355,12 @@ def _offline(draft: Draft, trainer: str, devices: int) -> int:
     else:
         draft.set("algorithm.beta", float(draft.get("beta")), "beta")
         _preference(draft, trainer)
+    if draft.get(key := "group_by_length"):
+        if draft.get("packing"):
+            draft.use(key)
+            draft.check(f"{key} is left out: it saves padding, of which packed rows have none")
+        else:
+            draft.set("data.group_by_length", True, key)
     if draft.get("sync_ref_model"):
         draft.check("sync_ref_model: the reference of a preference loss does not move here")
     return 1

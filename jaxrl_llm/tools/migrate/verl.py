@@ -10,6 +10,8 @@ from jaxrl_llm.tools.migrate.losses import set_loss, with_options
 from jaxrl_llm.tools.migrate.table import defaults, rules
 
 A, R, M = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
+PASSES = (R, "actor_rollout_ref.ref")  # that have sizes of their own; here they have the same, the first that is set
+PASS_SIZES = ("micro_batch_size_per_gpu", "micro_batch_size", "use_dynamic_bsz", "max_token_len_per_gpu")
 VERSIONS = ("0.8", "0.3")  # newest first
 OVERLONG = {"error": "error", "left": "truncate_left", "right": "truncate_right", "middle": "truncate_middle"}
 MEANS = {
@@ -159,6 +161,14 @@ def _online(draft: Draft, gpus: int) -> None:
         draft.use(*rows)
     elif each or total:
         shared.microbatch_rows(draft, int(each) * gpus if each else int(total), mini * group, *rows)
+    for keys in ([f"{part}.log_prob_{key}" for key in PASS_SIZES] for part in PASSES):
+        each, total, dynamic, most = (draft.get(key) for key in keys)
+        draft.use(*keys)
+        if dynamic and most and "batch.logps_microbatch_tokens" not in draft.values:
+            draft.set("batch.logps_microbatch_tokens", int(most) * gpus, keys[3])
+        elif not dynamic and (each or total) and "batch.logps_microbatch_rows" not in draft.values:
+            size, key = (int(each) * gpus, keys[0]) if each else (int(total), keys[1])
+            shared.microbatch_rows(draft, size, mini * group, key, ours="batch.logps_microbatch_rows")
     draft.set("optimizer.no_decay", (), f"{A}.optim.weight_decay")
     for side in ("low", "high"):
         key, both = f"{A}.clip_ratio_{side}", f"{A}.clip_ratio"
@@ -319,7 +329,9 @@ def _critic(draft: Draft, gpus: int, minibatch: int) -> None:
     rows = ("critic.ppo_micro_batch_size_per_gpu", "critic.ppo_micro_batch_size")
     each, total = (draft.get(key) for key in rows)
     if (each or total) and not draft.values.get("batch.microbatch_tokens"):
-        shared.microbatch_rows(draft, int(each) * gpus if each else int(total), minibatch, *rows, ours="critic")
+        shared.microbatch_rows(
+            draft, int(each) * gpus if each else int(total), minibatch, *rows, ours="critic.microbatch_rows"
+        )
     draft.use("critic.ppo_epochs", *rows)
 
 

@@ -8,10 +8,11 @@ import jax
 
 from jaxrl_llm.config import ConfigDict, ConfigError, batch_rows
 from jaxrl_llm.config.schema import OFFLINE
+from jaxrl_llm.distributed.sharding import bytes_on_device
 from jaxrl_llm.models.model import check_attention
 from jaxrl_llm.tools.plan.compiler import ProgramStats
 from jaxrl_llm.tools.plan.programs import compile_step, held_bytes
-from jaxrl_llm.tools.plan.shapes import Shapes, bytes_on_device, describe
+from jaxrl_llm.tools.plan.shapes import Shapes, describe
 from jaxrl_llm.tools.plan.topology import Target, target, traced_as_on
 from jaxrl_llm.training.packing.planner import Packer
 from jaxrl_llm.training.setup.run import check_rows, sampling_devices
@@ -98,10 +99,11 @@ def _compiled(config, target_: Target, widths: tuple[int, int], only: str, packe
         note = f"planned with model.attention=xla, which needs more: simulated devices have no {config.model.attention}"
         config = config.copy_and_resolve_references()
         config.model.attention = "xla"
+    memory = target_.device.memory
     with jax.set_mesh(target_.mesh), traced_as_on(target_):
         shapes = describe_for(config, target_)
         programs, rollout = compile_step(
-            config, shapes, target_.mesh, widths, target_.scanned, only, packer, dict(target_.options)
+            config, shapes, target_.mesh, widths, target_.scanned, only, packer, dict(target_.options), memory
         )
     state, frozen, reference = shapes.state, shapes.frozen, shapes.own_reference
     held = {

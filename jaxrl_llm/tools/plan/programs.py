@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxrl_llm.algorithms.batch import Batch, Inputs, PackedLayout, Scalars
 from jaxrl_llm.config import batch_rows, rows_together
 from jaxrl_llm.config.schema import OFFLINE
-from jaxrl_llm.distributed.sharding import rollout_mesh, row_sharding, row_shards, shardings
+from jaxrl_llm.distributed.sharding import bytes_on_device, rollout_mesh, row_sharding, row_shards, shardings
 from jaxrl_llm.models.cast import in_precision
 from jaxrl_llm.models.chunked_softmax import columns_at_once
 from jaxrl_llm.models.transformer import Net
@@ -23,7 +23,7 @@ from jaxrl_llm.rollout import engine as engines
 from jaxrl_llm.rollout.engine import Engine
 from jaxrl_llm.rollout.scheduler import Scheduler
 from jaxrl_llm.tools.plan.compiler import Compiler, ProgramStats, Trips
-from jaxrl_llm.tools.plan.shapes import Shapes, TeacherShapes, bytes_on_device, visiting
+from jaxrl_llm.tools.plan.shapes import Shapes, TeacherShapes, visiting
 from jaxrl_llm.training.objectives.objective import Objective
 from jaxrl_llm.training.objectives.value import critic_params, value_regression
 from jaxrl_llm.training.optimizers import build_optimizer, learning_rate_schedule
@@ -31,6 +31,7 @@ from jaxrl_llm.training.packing import planner
 from jaxrl_llm.training.packing.layout import Sizes, plan
 from jaxrl_llm.training.packing.planner import Packer, Sample, make_packer
 from jaxrl_llm.training.passes import scored_distributions, scored_logps, scored_top, values_before
+from jaxrl_llm.training.setup.memory import gradient_bytes, with_fitting_slots
 from jaxrl_llm.training.setup.objectives import critic_spec, needs_reference, objective_of, policy_loss
 from jaxrl_llm.training.setup.run import make_optimizer, shard_rows
 from jaxrl_llm.training.setup.specs import (
@@ -82,20 +83,29 @@ def compile_step(
     only: str = "",
     packer: Packer | None = None,
     options: dict[str, Any] | None = None,
+    memory: float | None = None,
 ) -> tuple[list[ProgramStats], Rollout | None]:
     """Return the programs of a step with rows of `widths` (prompt, total) tokens, and what sampling holds.
 
     `only` names one phase: "rollout", "logps" or "update". Evaluation is not among them. `packer` is that of a run,
-    `options` are the compiler's.
+    `options` are the compiler's, `memory` are the bytes of a device that a run may use, where it will be told.
     """
     simulated = scanned and mesh.devices.flat[0].platform == "cpu"
     compiler, rollout = Compiler(held_bytes(shapes), mesh.size, simulated, options or {}), None
     online = config.algorithm.name not in OFFLINE
     params = merge_frozen(shapes.state, shapes.frozen).params
     if online and only in ("", "rollout"):
-        rollout = compile_rollout(config, make_engine(config, shapes.net, simulated), params, mesh, widths[0], compiler)
-    objective = objective_of(config, shapes.net)
-    layouts = make_layouts(config, shapes.net, mesh, objective, widths, scanned, packer)
+        engine = make_engine(config, shapes.net, simulated)
+        sampling_mesh = rollout_mesh(mesh, config.rollout.mesh, shapes.net.config.kv_heads)
+        if config.rollout.memory_fraction is not None and memory:
+            share, prompts = config.rollout.memory_fraction, config.batch.prompts + config.rollout.partial_prompts
+            total = memory * (1 if mesh.devices.flat[0].platform == "cpu" and not scanned else mesh.size)
+            engine = with_fitting_slots(engine, visiting(params), share, total, prompts, widths[0], sampling_mesh)
+        rollout = compile_rollout(config, engine, params, mesh, sampling_mesh, widths[0], compiler)
+    objective, room = objective_of(config, shapes.net), None
+    if scanned and memory:  # of an accelerator
+        room = max(memory - held_bytes(shapes) - gradient_bytes(shapes.state.params), 0.0)
+    layouts = make_layouts(config, shapes.net, mesh, objective, widths, scanned, packer, room)
     if only in ("", "logps"):
         compile_logps(config, shapes, params, mesh, widths, layouts, compiler)
     if only in ("", "update"):
@@ -138,10 +148,11 @@ def make_engine(config, net: Net, scanned: bool) -> Engine:
     return engine
 
 
-def compile_rollout(config, engine: Engine, params, mesh: Mesh, prompt_width: int, compiler: Compiler) -> Rollout:
+def compile_rollout(
+    config, engine: Engine, params, mesh: Mesh, sampling_mesh: Mesh, prompt_width: int, compiler: Compiler
+) -> Rollout:
     """Compile the programs of the engine (cast, prefill, assign, decode); return what sampling holds."""
     k, longest = config.rollout.group_size, config.rollout.max_completion_length
-    sampling_mesh = rollout_mesh(mesh, config.rollout.mesh, engine.net.config.kv_heads)
     on_devices = visiting(params)
     cast, arguments = engines.decoding_params, (on_devices, engine.decoder)
     if sampling_mesh != mesh:
@@ -274,8 +285,12 @@ def make_layouts(
     widths: tuple[int, int],
     accelerator: bool,
     packer: Packer | None = None,
+    room: float | None = None,
 ) -> Layouts:
-    """Return the layouts of rows of `widths` (prompt, total) tokens, by `packer` or the one that a run would have."""
+    """Return the layouts of rows of `widths` (prompt, total) tokens, by `packer` or the one that a run would have.
+
+    `room` are the bytes that the run leaves free on a device, None where it does not know.
+    """
     rows, shards, (prompt, width) = shard_rows(config, mesh), row_shards(mesh), widths
     online = config.algorithm.name not in OFFLINE
 
@@ -298,7 +313,7 @@ def make_layouts(
     if packer is None:
         measured = planner.sampled_rows(rows, config.rollout.group_size, prompt, width - prompt) if online else sample
         backend = "accelerator" if accelerator else None
-        packer = make_packer(packing_spec(config), net.config, mesh, objective.positions, measured, backend)
+        packer = make_packer(packing_spec(config), net.config, mesh, objective.positions, measured, backend, room)
     if packer.sizes is None:
         return Layouts()
     mask, observed = sample.segments if packer.positions.unmasked else sample.mask, None

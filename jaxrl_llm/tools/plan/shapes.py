@@ -5,7 +5,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -54,19 +53,6 @@ def placed(tree, places) -> Any:
 def over(tree, mesh: Mesh) -> Any:
     """Shapes of parameters, or of an optimizer's state, sharded over the mesh."""
     return placed(tree, shardings(tree, mesh))
-
-
-def bytes_on_device(tree, host: bool = False) -> int:
-    """Bytes of a tree of placed shapes on one device; with `host`, those that wait in the host's memory."""
-    return sum(
-        int(np.prod(x.sharding.shard_shape(x.shape), dtype=np.int64)) * _item_size(x.dtype)
-        for x in jax.tree.leaves(tree)
-        if (x.sharding.memory_kind == "pinned_host") == host
-    )
-
-
-def _item_size(dtype) -> int:
-    return 8 if jnp.issubdtype(dtype, jax.dtypes.prng_key) else np.dtype(dtype).itemsize
 
 
 def describe_net(config, dtype: str, scan: bool, head: str | None = None) -> Net:

@@ -26,7 +26,9 @@ from jaxrl_llm.training.packing.layout import Sizes, longest_item, needs, plan
 FEWEST_TOKENS = {"cpu": 1024}
 FEWEST_TOKENS_ACCELERATOR = 8192
 MICROBATCHES = 8  # that a batch is split into where they stay larger than that; the last one is not full
+ROOM_SHARE = 0.5  # of the memory that is left which a micro-batch may take: what it takes is estimated
 ATTENTION_COST = 4.0  # of an operation of attention, with its softmax, in operations of other matmuls
+LAYER_RESULTS = 2.0  # bytes of all results of a layer, by those of its matmuls and of its norms
 LARGEST_SHARE = 0.85  # of the arithmetic that "auto" packs for: gathering tokens takes time too
 
 Arrays = tuple[np.ndarray, np.ndarray, np.ndarray]  # tokens, segments, mask of the rows of a shard
@@ -44,6 +46,7 @@ class PackingSpec:
     whole_groups: bool  # they stay in one micro-batch: the loss compares them
     documents: bool  # data.packing has packed the rows already
     noise: bool  # algorithm.neftune_alpha
+    logps_microbatch_tokens: int = 0
 
 
 class Sample(NamedTuple):
@@ -63,6 +66,8 @@ class Packer:
     positions: Positions
     mesh: Mesh
     rows: int = 0  # of the batches, in a shard
+    used: int = 1  # micro-batches that such a batch takes as a rule
+    at_once: int = 1  # of which a pass without gradients computes so many as one
 
     def __call__(self, batch: Batch) -> Batch:
         """The batch with its layouts, of all the tokens that the objective reads."""
@@ -88,8 +93,16 @@ class Packer:
     def passing_sizes(self, rows: int) -> Sizes:
         """The sizes of a pass over so many rows in a shard."""
         assert self.sizes is not None
-        count = self.sizes.microbatches * max(rows // self.rows, 1)
-        return self.sizes._replace(whole_groups=False, last=False, microbatches=count)
+        sizes, batches = self.sizes, max(rows // self.rows, 1)
+        used = self.used * batches
+        at_once = -(-used // -(-used // self.at_once))  # as even as can be: none is half empty
+        return sizes._replace(
+            whole_groups=False,
+            last=False,
+            packed_rows=sizes.packed_rows * at_once,
+            rows=min(sizes.rows * at_once, rows),
+            microbatches=-(-sizes.microbatches * batches // at_once),
+        )
 
     def _plan(self, tokens, segments, mask, sizes: Sizes) -> PackedLayout:
         shards = row_shards(self.mesh) // jax.process_count()
@@ -109,11 +122,13 @@ def make_packer(
     positions: Positions,
     sample: Sample | None,
     backend: str | None = None,
+    room: float | None = None,
 ) -> Packer:
     """The packer of a run; without a sample, or where nothing is saved, "auto" packs nothing.
 
-    `backend` is what the run computes on, this process's own unless given. Raises ConfigError where `packing` is true
-    and cannot be, and for sizes that hold no row.
+    `backend` is what the run computes on, this process's own unless given, and `room` the bytes that the run leaves
+    free on a device; None is unknown. Raises ConfigError where `packing` is true and cannot be, and for sizes that hold
+    no row.
     """
     nothing = Packer(None, positions, mesh)
     if spec.packing == "false":
@@ -129,13 +144,32 @@ def make_packer(
         return nothing
     assert sample is not None
     fewest = FEWEST_TOKENS.get(backend or jax.default_backend(), FEWEST_TOKENS_ACCELERATOR)
-    sizes, cost = packed_sizes(spec, net, mesh, positions, sample, fewest)
+    fit, fit_in_pass = (room and max(tokens_in(room, net, gradients), fewest) for gradients in (True, False))
+    sizes, cost = packed_sizes(spec, net, mesh, positions, sample, fewest, fit)
     if not forced:
         balances = net.experts and net.router_aux_loss_coef  # their evenness is asked of each micro-batch by itself
         saves = cost <= LARGEST_SHARE * _unpacked_cost(net, positions, sample)
         if balances or not saves:
             return nothing
-    return Packer(sizes, positions, mesh, len(sample.tokens))
+    wanted = spec.logps_microbatch_tokens // row_shards(mesh) or fit_in_pass or 0
+    at_once = max(int(wanted) // (sizes.packed_rows * sizes.length), 1)
+    used = needs(sample.tokens, sample.segments, sample.mask, sizes._replace(whole_groups=False, last=False))
+    return Packer(sizes, positions, mesh, len(sample.tokens), used.microbatches, at_once)
+
+
+def tokens_in(room: float, net: ModelConfig, gradients: bool) -> int:
+    """Tokens of a micro-batch of a shard that so many bytes of a device have room for, a power of two.
+
+    An estimate: with gradients each layer keeps what `remat` says, in the type of the network, and one layer's results
+    and their gradients exist at a time. A power of two is the same on devices whose memory differs a little.
+    """
+    size = np.dtype(net.dtype).itemsize
+    ffn = max(net.ffn, net.expert_ffn * net.experts_per_token + net.shared_expert_ffn)
+    products = 2 * net.head_dim * (net.heads + net.kv_heads) + net.width + 2 * ffn  # the results of matmuls
+    layer = LAYER_RESULTS * size * (products + 2 * net.width)
+    kept = {"none": layer, "dots": size * (products + net.width), "block": size * net.width, "offload": 0}[net.remat]
+    token = 2 * layer + net.layers * kept if gradients else layer
+    return 2 ** int(math.log2(max(ROOM_SHARE * room / token, 1)))
 
 
 def _obstacle(spec: PackingSpec, net: ModelConfig, sample: Sample | None) -> str | None:
@@ -154,11 +188,18 @@ def _obstacle(spec: PackingSpec, net: ModelConfig, sample: Sample | None) -> str
 
 
 def packed_sizes(
-    spec: PackingSpec, net: ModelConfig, mesh: Mesh, positions: Positions, sample: Sample, fewest: int
+    spec: PackingSpec,
+    net: ModelConfig,
+    mesh: Mesh,
+    positions: Positions,
+    sample: Sample,
+    fewest: int,
+    fit: float | None = None,
 ) -> tuple[Sizes, float]:
     """The sizes with which the rows of the sample take the least time, and that time in floating-point operations.
 
-    `fewest` are the packed tokens of a micro-batch where the settings do not say how many.
+    Where the settings do not say how many packed tokens a micro-batch has, it has `fit`, all that there is room for;
+    where that is not known, an eighth of the batch, or `fewest`.
     """
     rows, width = sample.tokens.shape
     group_size = math.gcd(spec.group_size, rows)
@@ -171,14 +212,14 @@ def packed_sizes(
     start = Sizes(0, 1, rows, 1, group_size, whole_groups, last=positions.last, unread=net.experts > 0)
     choices: list[tuple[float, Sizes]] = []
     for length in _lengths(spec, arrays, group_size, budget):
-        sizes, packed_rows, logits = _sizes_for_length(arrays, start._replace(length=length), budget, fewest)
+        sizes, packed_rows, logits = _sizes_for_length(arrays, start._replace(length=length), budget or fit, fewest)
         cost = packed_rows * length * _token_cost(net, length) + logits * _logit_cost(net, positions)
         choices.append((cost, sizes))
     cost, sizes = min(choices)
     return sizes, cost
 
 
-def _sizes_for_length(arrays: Arrays, sizes: Sizes, budget: int | None, fewest: int) -> tuple[Sizes, int, int]:
+def _sizes_for_length(arrays: Arrays, sizes: Sizes, budget: float | None, fewest: int) -> tuple[Sizes, int, int]:
     """The sizes for packed rows of that length, how many of those the arrays need, and their tokens that are read."""
     rows, width = arrays[0].shape
     # As if every packed row were a micro-batch of its own: how many of them first fit finds.

@@ -48,6 +48,7 @@ from jaxrl_llm.training.served_teacher import ServedTeacher, Server
 from jaxrl_llm.training.setup.data import model_entries, read_data, tokenizer_of
 from jaxrl_llm.training.setup.evaluation import build_evaluate
 from jaxrl_llm.training.setup.learning_rate import with_learning_rate
+from jaxrl_llm.training.setup.memory import microbatch_room
 from jaxrl_llm.training.setup.objectives import critic_spec, needs_reference, objective_of, preference_spec
 from jaxrl_llm.training.setup.specs import (
     advantage_spec,
@@ -183,7 +184,8 @@ def build(
     objective = objective_of(config, model.net)
 
     def packer(sample: Sample | None) -> Packer:
-        return make_packer(packing_spec(config), model.net.config, mesh, objective.positions, sample)
+        spec, room = packing_spec(config), microbatch_room(config, model, critic)
+        return make_packer(spec, model.net.config, mesh, objective.positions, sample, room=room)
 
     if algorithm.online:
         source = _online(config, model, critic, data, rows.tokens, graders, mesh, stopwatch, environments, packer)
@@ -282,15 +284,15 @@ def check_rows(config, rows: int, mesh: Mesh) -> None:
             "algorithm.aggregation = 'microbatch_token' is of adjacent rows, but a micro-batch takes rows of each of "
             f"the {row_shards(mesh)} shards of the mesh; use token, or mesh.data = mesh.fsdp = 1"
         )
-    microbatch = config.batch.microbatch_rows or rows // config.batch.minibatches
-    pairs = not algorithm.online and algorithm.group_size == 2
-    if microbatch % (row_shards(mesh) * (2 if pairs else 1)):
-        raise ConfigError(
-            "a micro-batch of "
-            f"{microbatch} rows does not divide into mesh.data x mesh.fsdp x mesh.expert = {row_shards(mesh)} parts"
-            f"{' of whole pairs' if pairs else ''}; "
-            "change batch.prompts, rollout.group_size, batch.minibatches, batch.microbatch_rows or the mesh"
-        )
+    pairs, batch = not algorithm.online and algorithm.group_size == 2, batch_spec(config)
+    for name, size in (("microbatch_rows", batch.microbatch_rows or rows // batch.minibatches),
+                       ("logps_microbatch_rows", batch.logps_microbatch_rows)):  # fmt: skip
+        if size % (row_shards(mesh) * (2 if pairs else 1)):
+            raise ConfigError(
+                f"a micro-batch of {size} rows does not divide into mesh.data x mesh.fsdp x mesh.expert = "
+                f"{row_shards(mesh)} parts{' of whole pairs' if pairs else ''}; change batch.prompts, "
+                f"rollout.group_size, batch.minibatches, batch.{name} or the mesh"
+            )
 
 
 def build_model(
@@ -624,10 +626,11 @@ def _offline(
         if c.packing:
             groups = first_fit([len(row["ids"]) for (row,) in examples], c.max_length)
             examples = [[examples[i][0] for i in group] for group in groups]
-        else:
+        elif not c.group_by_length:
             sample = offline.sample_rows(spec, examples, shard_rows(config, mesh), rows.group_size)
         # Every process reads whole batches: kto pairs the rows of one with each other.
-        pipeline = Pipeline(examples, rows.prompts, config.seed, c.shuffle, shares=tokens.shares)
+        lengths = [max(len(row["ids"]) for row in example) for example in examples] if c.group_by_length else None
+        pipeline = Pipeline(examples, rows.prompts, config.seed, c.shuffle, shares=tokens.shares, lengths=lengths)
     teacher = build_teacher(config, model, mesh, spec.width, "the longest of the data, up to data.max_length")
     return OfflineSource(spec, rows, model.net, pipeline, mesh, packer(sample), stopwatch, ref_params, teacher=teacher)
 

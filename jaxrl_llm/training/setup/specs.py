@@ -5,7 +5,6 @@ Beside them stands what several commands build from a configuration and a model:
 
 import importlib.util
 import math
-import os
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -30,7 +29,6 @@ from jaxrl_llm.environments.agents import Agents, AgentSpec
 from jaxrl_llm.environments.batch import EpisodeBatch
 from jaxrl_llm.environments.factory import Environments, EnvironmentSpec
 from jaxrl_llm.environments.protocol import EpisodeError
-from jaxrl_llm.models.attention import Attention
 from jaxrl_llm.models.cast import draws_from_another
 from jaxrl_llm.models.model import Model, check_positions, save_hf
 from jaxrl_llm.models.transformer import Params
@@ -53,6 +51,7 @@ from jaxrl_llm.training.partial_rollouts import PartialSpec
 from jaxrl_llm.training.passes import scored_logps
 from jaxrl_llm.training.reference import ReferenceSpec
 from jaxrl_llm.training.rollouts import Row
+from jaxrl_llm.training.setup.memory import check_memory, device_memory, with_fitting_slots
 from jaxrl_llm.training.setup.objectives import (
     divergence_temperature,
     kl_estimator,
@@ -65,6 +64,7 @@ from jaxrl_llm.training.teacher import TeacherSpec
 from jaxrl_llm.training.update import UpdateSpec
 
 WIDTH_MULTIPLE = 8  # rows are padded to a multiple, so that similar data compiles to the same shapes
+EIGHTHS = (1, 2, 3, 4, 6, 8)  # of the longest row, that batches of rows of like length are as wide as
 
 
 def algorithm_of(config) -> Algorithm:
@@ -159,6 +159,7 @@ def batch_spec(config) -> BatchSpec:
         group_size=rows_together(config),
         minibatches=c.minibatches,
         microbatch_rows=c.microbatch_rows,
+        logps_microbatch_rows=c.logps_microbatch_rows,
         num_iterations=config.algorithm.num_iterations,
         shuffle=c.shuffle,
         seed=config.seed,
@@ -173,6 +174,7 @@ def packing_spec(config) -> PackingSpec:
         pack_length=c.pack_length,
         microbatch_tokens=c.microbatch_tokens,
         microbatch_rows=c.microbatch_rows,
+        logps_microbatch_tokens=c.logps_microbatch_tokens,
         group_size=group_size,
         whole_groups=config.algorithm.name in OFFLINE and group_size > 1,
         documents=config.data.packing,
@@ -363,12 +365,14 @@ def old_logps_of(config) -> str:
 
 
 def offline_spec(config, width: int) -> OfflineSpec:
-    """The batches of given rows, of `width` tokens."""
+    """The batches of given rows, of `width` tokens at most."""
     c = config.algorithm
+    widths = {padded_width(math.ceil(width * eighths / 8), width) for eighths in EIGHTHS}
     return OfflineSpec(
         mismatched=algorithm_of(config).mismatched,
         packed=config.data.packing,
         width=width,
+        widths=tuple(sorted(widths)) if config.data.group_by_length else (width,),
         draws_seeds=c.neftune_alpha > 0,
         running_mean=c.name == "preference" and any(x.running_mean for x in preference_spec(config).losses),
         beta=c.beta,
@@ -469,6 +473,9 @@ def build_worker(
     )
     width = limit if examples is None else padded_width(longest, limit)
     check_memory(config, model, engine, width, mesh)
+    if c.memory_fraction is not None:
+        prompts, memory = config.batch.prompts + c.partial_prompts, device_memory(engine_mesh)
+        engine = with_fitting_slots(engine, model.params, c.memory_fraction, memory, prompts, width, engine_mesh)
     function = load_rollout_function(config.environment.rollout_func)
     if function is not None:
         width = limit  # what a function returns as prompts is its own
@@ -486,34 +493,9 @@ def build_worker(
             raise EpisodeError("environment.agent is sampled on the mesh of training: set rollout.mesh to none, and "
                                "mesh.context to 1")  # fmt: skip
         shards = row_shards(mesh)
-        slots = c.slots or min(environments.spec.workers, config.batch.prompts * config.rollout.group_size)
+        slots = engine.slots or min(environments.spec.workers, config.batch.prompts * config.rollout.group_size)
         agents = AgentRollout(environments, engine, turns, mesh, width, -(-slots // shards) * shards)
     return RolloutWorker(engine, rewards, model.tokenizer, mesh, width, stopwatch, open_episodes, external, agents)
-
-
-def check_memory(config, model: Model, engine: Engine, width: int, mesh: Mesh) -> None:
-    """Raises ConfigError where one row's keys and values, or the tokens of all rows, exceed the devices' memory.
-
-    A bound from below, by far: it is for lengths that can be nothing but mistakes.
-    """
-    net, length = model.net.config, width + engine.max_completion_length
-    rows = (config.batch.prompts + config.rollout.partial_prompts) * engine.group_size
-    layers = sum(kind.window is None and kind.mixer is Attention for kind in net.layer_configs)
-    needed = 2 * layers * net.kv_heads * net.head_dim * length + 4 * rows * length  # bytes, of a byte a number
-    if needed > (memory := device_memory(mesh)):
-        raise ConfigError(
-            f"rollout.max_completion_length is {engine.max_completion_length}, with which the rows alone take "
-            f"{needed / 1e9:.0f} GB, more than the {memory / 1e9:.0f} GB of the devices: use shorter rows, or fewer"
-        )
-
-
-def device_memory(mesh: Mesh) -> float:
-    """The memory of the mesh's devices in bytes; infinite where they do not tell."""
-    devices = mesh.devices.flat
-    if devices[0].platform == "cpu":  # they share that of their machine
-        return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")) * jax.process_count()
-    limits = [(device.memory_stats() or {}).get("bytes_limit", math.inf) for device in jax.local_devices()]
-    return float(sum(limits)) * jax.process_count()
 
 
 def check_correction(config, engine: Engine) -> None:

@@ -9,7 +9,7 @@ import pytest
 import jaxrl_llm
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.config.flags import load_config_file
-from jaxrl_llm.training.setup import specs
+from jaxrl_llm.training.setup import memory
 
 PROMPTS = [{"prompt": f"sort:{n}=", "answer": "1"} for n in (31, 21, 52, 47)]
 
@@ -139,7 +139,7 @@ def test_rows_beyond_the_positions_of_the_model(root, tmp_path, name, settings, 
 
 
 def test_rows_beyond_the_memory(root, tmp_path, monkeypatch):
-    monkeypatch.setattr(specs, "device_memory", lambda mesh: 1e4)
+    monkeypatch.setattr(memory, "device_memory", lambda mesh: 1e4)
     with pytest.raises(
         ConfigError, match=r"rollout\.max_completion_length is 100, .* more than the 0 GB of the devices"
     ):

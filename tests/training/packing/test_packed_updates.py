@@ -279,6 +279,51 @@ def test_micro_batches_leave_little_room():
     assert (sizes.length, sizes.packed_rows) == (192, 4)
 
 
+def test_micro_batches_are_as_large_as_memory_allows():
+    """By the bytes that are free on a device: from the fewest tokens to the whole batch, in powers of two."""
+    config = config_of("grpo", batch__microbatch_tokens=0, batch__pack_length=0, batch__packing="auto")
+    sample, mesh = sampled_rows(64, 8, 64, 192), make_mesh(devices=jax.devices()[:1])
+
+    def made(room, shape=SHAPE) -> Packer:
+        spec = dataclasses.replace(packing_spec(config), group_size=8)
+        return make_packer(spec, shape, mesh, Positions(), sample, "accelerator", room)
+
+    def tokens(packer: Packer) -> int:
+        assert packer.sizes is not None
+        return packer.sizes.packed_rows * packer.sizes.length
+
+    least, unknown = made(0.0), made(None)
+    assert tokens(least) <= planner.FEWEST_TOKENS_ACCELERATOR * 1.5
+    one = planner.tokens_in(1e9, SHAPE, gradients=True)
+    assert one == 2 ** int(np.log2(one)) == 2 * planner.tokens_in(0.5e9, SHAPE, gradients=True)
+    kept = [dataclasses.replace(SHAPE, layers=40, remat=remat) for remat in ("none", "dots", "block", "offload")]
+    assert [planner.tokens_in(1e9, shape, gradients=True) for shape in kept] == sorted(
+        planner.tokens_in(1e9, shape, gradients=True) for shape in kept
+    )
+    assert planner.tokens_in(1e9, SHAPE, gradients=False) > one
+    whole = made(1e12)
+    assert whole.used == 1 and tokens(whole) >= tokens(unknown) >= tokens(least) and least.used > 1
+
+
+def test_passes_of_several_micro_batches_give_the_same_log_probs():
+    """`batch.logps_microbatch_tokens` joins micro-batches of the update, evenly, where nothing is differentiated."""
+    mesh, batch = make_mesh(devices=jax.devices()[:1]), online_batch()
+    net = Net(SHAPE)
+    params, found = net.init(jax.random.key(0)), {}
+    for size in (0, 30, 1000):
+        config = config_of(
+            "grpo", batch__logps_microbatch_tokens=size, batch__microbatch_tokens=10, batch__pack_length=10
+        )
+        pack = packer_of(config, SHAPE, mesh, objective_of(config, net), sample_of(batch))
+        layout = pack.passing(batch.inputs.tokens, batch.inputs.segments, batch.mask)
+        inputs = batch.inputs.replace(layout=layout)
+        found[size] = int(layout.num_microbatches[0]), scored_logps(net, params, inputs, 1.0, ROWS, 1)
+    counts = [count for count, _ in found.values()]
+    assert counts[0] > counts[1] > counts[2] == 1
+    for _, logps in found.values():
+        np.testing.assert_allclose(logps * batch.mask, found[0][1] * batch.mask, atol=1e-5)
+
+
 def test_packed_update_memory_without_vocabulary(monkeypatch):
     """Temporary memory grows with the hidden states of one micro-batch, not with rows times vocabulary."""
     shape = dataclasses.replace(SHAPE, vocab_size=4096, tie_embeddings=True)

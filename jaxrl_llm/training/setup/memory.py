@@ -1,0 +1,108 @@
+"""What a run asks of the devices' memory before it starts: slots, micro-batches, and lengths that cannot be meant."""
+
+import math
+import os
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from jaxrl_llm.config import ConfigError
+from jaxrl_llm.distributed.processes import gather
+from jaxrl_llm.distributed.sharding import bytes_on_device, row_shards, shardings
+from jaxrl_llm.models.attention import Attention
+from jaxrl_llm.models.lora import has_adapters, split
+from jaxrl_llm.models.model import Model
+from jaxrl_llm.models.transformer import Params
+from jaxrl_llm.rollout.engine import Engine, decoding_params, prefill
+from jaxrl_llm.rollout.slots import row_keys
+from jaxrl_llm.training.setup.objectives import needs_reference
+
+
+def device_memory(mesh: Mesh) -> float:
+    """The memory of the mesh's devices in bytes; infinite where they do not tell."""
+    devices = mesh.devices.flat
+    if devices[0].platform == "cpu":  # they share that of their machine
+        return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")) * jax.process_count()
+    limits = [(device.memory_stats() or {}).get("bytes_limit", math.inf) for device in jax.local_devices()]
+    return float(sum(limits)) * jax.process_count()
+
+
+def check_memory(config, model: Model, engine: Engine, width: int, mesh: Mesh) -> None:
+    """Raises ConfigError where one row's keys and values, or the tokens of all rows, exceed the devices' memory.
+
+    A bound from below, by far: it is for lengths that can be nothing but mistakes.
+    """
+    net, length = model.net.config, width + engine.max_completion_length
+    rows = (config.batch.prompts + config.rollout.partial_prompts) * engine.group_size
+    layers = sum(kind.window is None and kind.mixer is Attention for kind in net.layer_configs)
+    needed = 2 * layers * net.kv_heads * net.head_dim * length + 4 * rows * length  # bytes, of a byte a number
+    if needed > (memory := device_memory(mesh)):
+        raise ConfigError(
+            f"rollout.max_completion_length is {engine.max_completion_length}, with which the rows alone take "
+            f"{needed / 1e9:.0f} GB, more than the {memory / 1e9:.0f} GB of the devices: use shorter rows, or fewer"
+        )
+
+
+def microbatch_room(config, model: Model, critic: Model | None) -> float | None:
+    """Bytes that a run leaves free on each device, for micro-batches; None where devices do not tell, as CPUs.
+
+    What is left beside parameters, gradients and moments, and a reference that is a copy. Teachers and reward models
+    are not counted: a micro-batch takes no more than a share of what is left.
+    """
+    limits = [(device.memory_stats() or {}).get("bytes_limit", 0) for device in jax.local_devices()]
+    memory = 0 if jax.default_backend() == "cpu" else min(gather(min(limits)))
+    if not memory:
+        return None
+    held, moment = bytes_on_device(model.params), np.dtype(config.optimizer.moment_dtype).itemsize
+    if needs_reference(config) and not config.algorithm.offload_reference:
+        shared = has_adapters(model.params) and config.lora.reference == "base"
+        held += 0 if shared else bytes_on_device(model.params)
+    own = critic is not None and not config.critic.shared
+    for part in (model, critic) if own else (model,):
+        _, trained = split(part.params, part.net.config.frozen)
+        gradients = gradient_bytes(trained)
+        held += gradients + (0 if config.optimizer.offload else gradients // 4 * 2 * moment)
+    return max(float(memory - held - (bytes_on_device(critic.params) if own else 0)), 0.0)
+
+
+def gradient_bytes(params: Any) -> int:
+    """Bytes of the float32 gradients of parameters on one device."""
+    return bytes_on_device(
+        jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, np.float32, sharding=x.sharding), params)
+    )
+
+
+def with_fitting_slots(
+    engine: Engine, params: Params, share: float, memory: float, prompts: int, width: int, mesh: Mesh
+) -> Engine:
+    """The engine with no more slots than keep what sampling holds within a `share` of `memory`, that of all devices.
+
+    It holds the parameters in the type that samples, and keys and values of `prompts` prompts of `width` tokens and of
+    the slots, at their longest. Raises ConfigError where not one slot for each row shard of `mesh` fits.
+    """
+    count, longest = prompts * engine.group_size, engine.max_completion_length
+    with jax.set_mesh(mesh):
+        shapes = jax.eval_shape(partial(decoding_params, decoder=engine.decoder), params)
+        places = shardings(shapes, mesh)
+        tokens = jax.ShapeDtypeStruct((prompts, width), np.int32)
+        keys = jax.eval_shape(lambda: row_keys(jax.random.key(0), np.uint32(0), count))
+        cached = jax.eval_shape(partial(prefill, engine), shapes, tokens, tokens, keys)[0].cache
+        rows = jax.eval_shape(lambda cached: engine.decoder.empty_caches(cached, 1, longest), cached)
+    placed = jax.tree.map(lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), shapes, places)
+    weights, shards = bytes_on_device(placed) * mesh.size, row_shards(mesh)
+    cached, row = (sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree)) for tree in (cached, rows))
+    row /= prompts
+    fitting = int(min((share * memory - weights - cached) / row, count)) // shards * shards
+    if fitting < shards:
+        least = (weights + cached + shards * row) / memory
+        raise ConfigError(
+            f"rollout.memory_fraction is {share}, of {memory / 1e9:.3g} GB, but the sampler's parameters are "
+            f"{weights / 1e9:.3g} GB, the keys and values of {prompts} prompts {cached / 1e9:.3g} GB and those of one "
+            f"row {row / 1e9:.3g} GB: set it to {min(math.ceil(100 * least) / 100, 1)} or more"
+            f"{', or take shorter rows or fewer prompts' if least > 1 else ''}"
+        )
+    return replace(engine, slots=min(engine.slots or count, fitting))

@@ -1,0 +1,95 @@
+"""What a run asks of the devices' memory: slots by a share of it, and what is left for micro-batches."""
+
+from types import SimpleNamespace
+
+import jax
+import numpy as np
+import pytest
+
+import jaxrl_llm
+from jaxrl_llm.config import ConfigError, default
+from jaxrl_llm.config.flags import load_config_file
+from jaxrl_llm.distributed.sharding import bytes_on_device, make_mesh
+from jaxrl_llm.models.model import load_model
+from jaxrl_llm.rollout.engine import Engine
+from jaxrl_llm.training.setup import memory, specs
+from jaxrl_llm.training.setup.specs import rollout_spec
+
+PROMPTS, WIDTH, LONGEST = 4, 16, 24
+
+
+@pytest.fixture(scope="module")
+def model():
+    return load_model("embedded:sort")
+
+
+def engine_of(model, slots=0) -> Engine:
+    config = default()
+    config.rollout.group_size, config.rollout.max_completion_length, config.rollout.slots = 4, LONGEST, slots
+    return Engine.of(rollout_spec(config), model.net, (0,))
+
+
+def held(model, slots: int) -> int:
+    """Bytes of the parameters in float32, and of the keys and values of prompts and slots."""
+    c = model.net.config
+    token = 2 * c.layers * c.kv_heads * c.head_dim * 4
+    return bytes_on_device(model.params) + token * (PROMPTS * WIDTH + slots * LONGEST)
+
+
+@pytest.mark.parametrize(("slots", "given"), [(1, 0), (5, 0), (16, 0), (5, 3)])
+def test_slots_by_a_share_of_the_memory(model, slots, given):
+    """As many as fit, at most one for each completion, and no more than rollout.slots."""
+    mesh, share = make_mesh(devices=jax.devices()[:1]), 0.5
+    room = (held(model, slots) + 100) / share
+    engine = engine_of(model, given)
+    found = memory.with_fitting_slots(engine, model.params, share, room, PROMPTS, WIDTH, mesh)
+    assert found.slots == (min(given, slots) if given else slots)
+    more = memory.with_fitting_slots(engine, model.params, 1.0, 1e15, PROMPTS, WIDTH, mesh)
+    assert more.slots == (given or 16)
+
+
+def test_too_little_memory_for_a_slot(model):
+    mesh = make_mesh(devices=jax.devices()[:1])
+    with pytest.raises(ConfigError, match=r"rollout\.memory_fraction is 0\.25, of .* set it to 0\.5\d or more$"):
+        memory.with_fitting_slots(engine_of(model), model.params, 0.25, 2 * held(model, 1) - 9, PROMPTS, WIDTH, mesh)
+    with pytest.raises(ConfigError, match="or take shorter rows or fewer prompts"):
+        memory.with_fitting_slots(engine_of(model), model.params, 1.0, 9.0, PROMPTS, WIDTH, mesh)
+
+
+def test_a_run_within_a_share_of_the_memory(root, tmp_path, monkeypatch, tiny_run):
+    """It samples what it samples with all slots: bit for bit the same metrics, by more decode steps."""
+    config = load_config_file(f"{root / 'configs' / 'grpo.py'}:tiny")
+    config.output_dir, config.logging.backends, config.total_steps = str(tmp_path / "run"), ("jsonl",), 1
+    config.rollout.memory_fraction, config.eval.every = 0.5, 0
+    c = load_model(config.model.path).net.config
+    token = 2 * c.layers * c.kv_heads * c.head_dim * 4
+    used, real = [], memory.with_fitting_slots
+
+    def watched(engine, params, share, total, prompts, width, mesh):
+        tokens = prompts * width + 9.5 * config.rollout.max_completion_length
+        total = 2 * (bytes_on_device(params) + token * tokens)
+        used.append(real(engine, params, share, total, prompts, width, mesh))
+        return used[-1]
+
+    monkeypatch.setattr(specs, "with_fitting_slots", watched)
+    metrics = jaxrl_llm.train(config).metrics, tiny_run.metrics
+    found, before = (next(record for record in records if "loss" in record) for records in metrics)
+    assert used[-1].slots == 9
+    for name in ("loss", "reward", "grad_norm", "completions/mean_length"):
+        assert found[name] == before[name]
+
+
+def test_what_a_run_leaves_free(model, monkeypatch):
+    """A device's memory without parameters, gradients and moments, and with a copy of the reference."""
+    config, size = default(), bytes_on_device(model.params)
+    assert memory.microbatch_room(config, model, None) is None  # a CPU does not tell
+    device = SimpleNamespace(memory_stats=lambda: {"bytes_limit": 10 * size})
+    monkeypatch.setattr(jax, "local_devices", lambda: [device])
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    config.algorithm.beta = 0.0
+    assert memory.microbatch_room(config, model, None) == 10 * size - 4 * size
+    config.optimizer.moment_dtype, config.algorithm.beta = "bfloat16", 0.1
+    assert memory.microbatch_room(config, model, None) == 10 * size - 4 * size
+    config.optimizer.offload = True
+    assert memory.microbatch_room(config, model, None) == 10 * size - 3 * size
+    assert np.isfinite(memory.microbatch_room(config, model, model))
