@@ -7,8 +7,9 @@
 
 Wants `pip install "jaxrl_llm[plan-cuda]"` for GPUs and libtpu for TPUs (docs/plan.md); cells whose compiler is missing
 are left out. Each cell is a process of its own, which plans configs/grpo.py for the shape of a public model: 8 prompts
-of 512 tokens, 8 completions of 1024 tokens each, micro-batches of 8 rows, `model.remat=block`; everything else is the
-default. The bytes that a decode step must read are the sampler's parameters and all keys and values, once.
+of 512 tokens, 8 completions of 1024 tokens each, `model.remat=block`; everything else is the default, so that
+micro-batches are as large as memory allows. The bytes that a decode step must read are the sampler's parameters and all
+keys and values, once.
 """
 
 import argparse
@@ -52,7 +53,7 @@ DEVICES = ("h100", "v5e", "v5p", "v6e")
 COUNTS = {"0.6b": {"v5e": 1}, "1.7b": {}, "8b": dict.fromkeys(DEVICES, 8), "70b": {"h100": 64, "v5p": 64}}
 SETTINGS = {
     "batch.prompts": 8, "rollout.group_size": 8, "rollout.max_prompt_length": 512,
-    "rollout.max_completion_length": 1024, "algorithm.beta": 0.0, "batch.microbatch_rows": 8, "model.remat": "block",
+    "rollout.max_completion_length": 1024, "algorithm.beta": 0.0, "model.remat": "block",
 }  # fmt: skip
 EIGHT_BITS = {
     "rollout.weights_dtype": "int8", "rollout.cache_dtype": "fp8", "algorithm.importance_correction": "token_truncate"
@@ -84,7 +85,6 @@ def measured(model: str, device: str, phase: str) -> dict[str, Any]:
         config.update_from_flattened_dict({key: value})
     if count > 1:
         config.mesh.fsdp, config.mesh.data = count, 1
-        config.batch.microbatch_rows = max(count, SETTINGS["batch.microbatch_rows"])
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(MODELS[model]))
         config.model.path = folder

@@ -31,9 +31,9 @@ from jaxrl_llm.training.packing import planner
 from jaxrl_llm.training.packing.layout import Sizes, plan
 from jaxrl_llm.training.packing.planner import Packer, Sample, make_packer
 from jaxrl_llm.training.passes import scored_distributions, scored_logps, scored_top, values_before
-from jaxrl_llm.training.setup.memory import gradient_bytes, with_fitting_slots
+from jaxrl_llm.training.setup.memory import fitting_rows, gradient_bytes, with_fitting_slots
 from jaxrl_llm.training.setup.objectives import critic_spec, needs_reference, objective_of, policy_loss
-from jaxrl_llm.training.setup.run import make_optimizer, shard_rows
+from jaxrl_llm.training.setup.run import make_optimizer, rows_of_shards, shard_rows
 from jaxrl_llm.training.setup.specs import (
     algorithm_of,
     check_correction,
@@ -109,14 +109,18 @@ def compile_step(
     if only in ("", "logps"):
         compile_logps(config, shapes, params, mesh, widths, layouts, compiler)
     if only in ("", "update"):
-        update_critic = None
+        update_critic, updates = None, update_spec(config)
+        if not updates.microbatch_rows:
+            rows, multiple = batch_rows(config) // config.batch.minibatches, rows_of_shards(algorithm_of(config), mesh)
+            fitting = fitting_rows(room, shapes.net.config, rows, widths[1], multiple, row_shards(mesh))
+            updates = dataclasses.replace(updates, microbatch_rows=fitting)
         if shapes.critic is not None and not config.critic.shared:
             settings = critic_optimizer_spec(config)
-            spec = dataclasses.replace(update_spec(config), schedule=learning_rate_schedule(settings))
+            spec = dataclasses.replace(updates, schedule=learning_rate_schedule(settings))
             regression = value_regression(critic_spec(config), shapes.critic)
             update_critic = optimizer_step(regression, build_optimizer(settings), spec, mesh)
         has_critic = shapes.critic is not None
-        update = make_update(objective, make_optimizer(config), update_spec(config), mesh, update_critic, has_critic)
+        update = make_update(objective, make_optimizer(config), updates, mesh, update_critic, has_critic)
         teacher = shapes.teachers.get("")
         batch = update_batch(config, shapes.net, mesh, widths[1], widths[0] if online else 0, teacher)
         batch = batch.with_layout(layouts.update, layouts.observed)

@@ -26,6 +26,7 @@ from jaxrl_llm.training.packing.layout import Sizes, longest_item, needs, plan
 FEWEST_TOKENS = {"cpu": 1024}
 FEWEST_TOKENS_ACCELERATOR = 8192
 MICROBATCHES = 8  # that a batch is split into where they stay larger than that; the last one is not full
+MICROBATCHES_ACCELERATOR = 3  # there, where memory allows: each gathers the parameters and adds to all gradients
 ROOM_SHARE = 0.5  # of the memory that is left which a micro-batch may take: what it takes is estimated
 ATTENTION_COST = 4.0  # of an operation of attention, with its softmax, in operations of other matmuls
 LAYER_RESULTS = 2.0  # bytes of all results of a layer, by those of its matmuls and of its norms
@@ -151,10 +152,10 @@ def make_packer(
         saves = cost <= LARGEST_SHARE * _unpacked_cost(net, positions, sample)
         if balances or not saves:
             return nothing
-    wanted = spec.logps_microbatch_tokens // row_shards(mesh) or fit_in_pass or 0
-    at_once = max(int(wanted) // (sizes.packed_rows * sizes.length), 1)
-    used = needs(sample.tokens, sample.segments, sample.mask, sizes._replace(whole_groups=False, last=False))
-    return Packer(sizes, positions, mesh, len(sample.tokens), used.microbatches, at_once)
+    used = needs(*sample[:3], sizes._replace(whole_groups=False, last=False)).microbatches
+    wanted, tokens = spec.logps_microbatch_tokens // row_shards(mesh), sizes.packed_rows * sizes.length
+    at_once = wanted // tokens if wanted else min((fit_in_pass or 0) // tokens, used // MICROBATCHES_ACCELERATOR)
+    return Packer(sizes, positions, mesh, len(sample.tokens), used, max(int(at_once), 1))
 
 
 def tokens_in(room: float, net: ModelConfig, gradients: bool) -> int:
@@ -198,8 +199,8 @@ def packed_sizes(
 ) -> tuple[Sizes, float]:
     """The sizes with which the rows of the sample take the least time, and that time in floating-point operations.
 
-    Where the settings do not say how many packed tokens a micro-batch has, it has `fit`, all that there is room for;
-    where that is not known, an eighth of the batch, or `fewest`.
+    Where the settings do not say how many packed tokens a micro-batch has, it has a part of the batch, and `fewest` at
+    least: an eighth or, where it is known that `fit` have room, a fourth, but no more than that.
     """
     rows, width = sample.tokens.shape
     group_size = math.gcd(spec.group_size, rows)
@@ -212,19 +213,22 @@ def packed_sizes(
     start = Sizes(0, 1, rows, 1, group_size, whole_groups, last=positions.last, unread=net.experts > 0)
     choices: list[tuple[float, Sizes]] = []
     for length in _lengths(spec, arrays, group_size, budget):
-        sizes, packed_rows, logits = _sizes_for_length(arrays, start._replace(length=length), budget or fit, fewest)
+        sizes, packed_rows, logits = _sizes_for_length(arrays, start._replace(length=length), budget, fewest, fit)
         cost = packed_rows * length * _token_cost(net, length) + logits * _logit_cost(net, positions)
         choices.append((cost, sizes))
     cost, sizes = min(choices)
     return sizes, cost
 
 
-def _sizes_for_length(arrays: Arrays, sizes: Sizes, budget: float | None, fewest: int) -> tuple[Sizes, int, int]:
+def _sizes_for_length(
+    arrays: Arrays, sizes: Sizes, budget: int | None, fewest: int, fit: float | None
+) -> tuple[Sizes, int, int]:
     """The sizes for packed rows of that length, how many of those the arrays need, and their tokens that are read."""
     rows, width = arrays[0].shape
     # As if every packed row were a micro-batch of its own: how many of them first fit finds.
     packed, most, read = needs(*arrays, sizes._replace(whole_groups=False))
-    tokens = budget or max(fewest, packed * sizes.length // MICROBATCHES)
+    part = packed * sizes.length / (MICROBATCHES if fit is None else MICROBATCHES_ACCELERATOR)
+    tokens = budget or max(fewest, min(part, math.inf if fit is None else fit))
     count = max(1, round(packed / max(tokens // sizes.length, 1)))
     count = min(count, count + 1, key=lambda number: number * -(-packed // number))  # the last one may be half empty
     packed_rows = max(-(-packed // count), 2 if sizes.whole_groups else 1)
@@ -234,8 +238,8 @@ def _sizes_for_length(arrays: Arrays, sizes: Sizes, budget: float | None, fewest
     sizes = sizes._replace(packed_rows=packed_rows, rows=min(_round_up(room, sizes.group_size), rows))
     used = needs(*arrays, sizes).microbatches * packed_rows
     # Rows of full length that share nothing need the most micro-batches.
-    fit = max(sizes.length // width, 1) * sizes.packed_rows
-    return sizes._replace(microbatches=-(-rows // min(fit, sizes.rows))), used, read
+    whole = max(sizes.length // width, 1) * sizes.packed_rows
+    return sizes._replace(microbatches=-(-rows // min(whole, sizes.rows))), used, read
 
 
 def _lengths(spec: PackingSpec, arrays: Arrays, group_size: int, budget: int | None) -> list[int]:

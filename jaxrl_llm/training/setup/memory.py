@@ -16,9 +16,11 @@ from jaxrl_llm.distributed.sharding import bytes_on_device, row_shards, sharding
 from jaxrl_llm.models.attention import Attention
 from jaxrl_llm.models.lora import has_adapters, split
 from jaxrl_llm.models.model import Model
+from jaxrl_llm.models.model_config import ModelConfig
 from jaxrl_llm.models.transformer import Params
 from jaxrl_llm.rollout.engine import Engine, decoding_params, prefill
 from jaxrl_llm.rollout.slots import row_keys
+from jaxrl_llm.training.packing.planner import tokens_in
 from jaxrl_llm.training.setup.objectives import needs_reference
 
 
@@ -74,6 +76,20 @@ def gradient_bytes(params: Any) -> int:
     return bytes_on_device(
         jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, np.float32, sharding=x.sharding), params)
     )
+
+
+def fitting_rows(room: float | None, net: ModelConfig, rows: int, width: int, multiple: int, shards: int) -> int:
+    """Rows of a micro-batch of `rows` rows of `width` tokens that are not packed: the most that there is room for.
+
+    They divide `rows` and are a multiple of `multiple`, the rows of all shards that stay together. 0, which is all
+    rows, where the room is not known, or where micro-batches are no matter of memory alone: the evenness of a router is
+    asked of each by itself.
+    """
+    if room is None or (net.experts and net.router_aux_loss_coef):
+        return 0
+    fit = tokens_in(room, net, gradients=True)
+    sizes = [size for size in range(multiple, rows + 1, multiple) if rows % size == 0]
+    return max([size for size in sizes if size // shards * width <= fit] or sizes[:1])
 
 
 def with_fitting_slots(

@@ -48,7 +48,7 @@ from jaxrl_llm.training.served_teacher import ServedTeacher, Server
 from jaxrl_llm.training.setup.data import model_entries, read_data, tokenizer_of
 from jaxrl_llm.training.setup.evaluation import build_evaluate
 from jaxrl_llm.training.setup.learning_rate import with_learning_rate
-from jaxrl_llm.training.setup.memory import microbatch_room
+from jaxrl_llm.training.setup.memory import fitting_rows, microbatch_room
 from jaxrl_llm.training.setup.objectives import critic_spec, needs_reference, objective_of, preference_spec
 from jaxrl_llm.training.setup.specs import (
     advantage_spec,
@@ -183,16 +183,22 @@ def build(
         critic = critic and replace(critic, params=on_host(critic.params))
     objective = objective_of(config, model.net)
 
+    net, room = model.net.config, microbatch_room(config, model, critic)
+
     def packer(sample: Sample | None) -> Packer:
-        spec, room = packing_spec(config), microbatch_room(config, model, critic)
-        return make_packer(spec, model.net.config, mesh, objective.positions, sample, room=room)
+        return make_packer(packing_spec(config), net, mesh, objective.positions, sample, room=room)
 
     if algorithm.online:
         source = _online(config, model, critic, data, rows.tokens, graders, mesh, stopwatch, environments, packer)
-        pack = source.learner.pack
+        pack, width = source.learner.pack, source.learner.prompt_width + config.rollout.max_completion_length
     else:
         source = _offline(config, algorithm, model, data, rows.tokens, mesh, stopwatch, packer)
-        pack = source.pack
+        pack, width = source.pack, source.spec.width
+    updates = update_spec(config)
+    if not updates.microbatch_rows:
+        minibatch, multiple = batch_rows(config) // config.batch.minibatches, rows_of_shards(algorithm, mesh)
+        fitting = fitting_rows(room, net, minibatch, width, multiple, row_shards(mesh))
+        updates = replace(updates, microbatch_rows=fitting)
     evaluation = None
     if rows.held_out:
         evaluation = build_evaluate(
@@ -219,13 +225,13 @@ def build(
         frozen_critic, trainable = split(critic.params, critic.net.config.frozen)
         state = replace(state, critic=init_state(trainable, critic_optimizer, mesh, config.optimizer.offload))
         settings = replace(
-            update_spec(config),
+            updates,
             schedule=learning_rate_schedule(critic_settings),
-            microbatch_rows=config.critic.microbatch_rows or config.batch.microbatch_rows,
+            microbatch_rows=config.critic.microbatch_rows or updates.microbatch_rows,
         )
         regression = value_regression(critic_spec(config), critic.net)
         update_critic = optimizer_step(regression, critic_optimizer, settings, mesh)
-    updates = replace(update_spec(config), schedule=rate)
+    updates = replace(updates, schedule=rate)
     update = make_update(objective, optimizer, updates, mesh, update_critic, algorithm.has_critic)
     critic_passes = max(config.critic.num_iterations - config.algorithm.num_iterations, 0) if update_critic else 0
     alone = update_critic is not None and (config.critic.warmup_steps or critic_passes)
@@ -276,6 +282,11 @@ def shard_rows(config, mesh: Mesh) -> int:
     return batch_rows(config) // config.batch.minibatches // row_shards(mesh)
 
 
+def rows_of_shards(algorithm: Algorithm, mesh: Mesh) -> int:
+    """The fewest rows that every row shard of the mesh has a part of: one each, or the two rows of a pair."""
+    return row_shards(mesh) * (2 if not algorithm.online and algorithm.group_size == 2 else 1)
+
+
 def check_rows(config, rows: int, mesh: Mesh) -> None:
     """Raises ConfigError unless every micro-batch divides into the mesh's row shards."""
     algorithm = algorithm_of(config)
@@ -284,14 +295,14 @@ def check_rows(config, rows: int, mesh: Mesh) -> None:
             "algorithm.aggregation = 'microbatch_token' is of adjacent rows, but a micro-batch takes rows of each of "
             f"the {row_shards(mesh)} shards of the mesh; use token, or mesh.data = mesh.fsdp = 1"
         )
-    pairs, batch = not algorithm.online and algorithm.group_size == 2, batch_spec(config)
+    batch, multiple = batch_spec(config), rows_of_shards(algorithm, mesh)
     for name, size in (("microbatch_rows", batch.microbatch_rows or rows // batch.minibatches),
                        ("logps_microbatch_rows", batch.logps_microbatch_rows)):  # fmt: skip
-        if size % (row_shards(mesh) * (2 if pairs else 1)):
+        if size % multiple:
             raise ConfigError(
                 f"a micro-batch of {size} rows does not divide into mesh.data x mesh.fsdp x mesh.expert = "
-                f"{row_shards(mesh)} parts{' of whole pairs' if pairs else ''}; change batch.prompts, "
-                f"rollout.group_size, batch.minibatches, batch.{name} or the mesh"
+                f"{row_shards(mesh)} parts{' of whole pairs' if multiple > row_shards(mesh) else ''}; change "
+                f"batch.prompts, rollout.group_size, batch.minibatches, batch.{name} or the mesh"
             )
 
 

@@ -1,5 +1,6 @@
 """What a run asks of the devices' memory: slots by a share of it, and what is left for micro-batches."""
 
+import dataclasses
 from types import SimpleNamespace
 
 import jax
@@ -12,6 +13,7 @@ from jaxrl_llm.config.flags import load_config_file
 from jaxrl_llm.distributed.sharding import bytes_on_device, make_mesh
 from jaxrl_llm.models.model import load_model
 from jaxrl_llm.rollout.engine import Engine
+from jaxrl_llm.training.packing.planner import tokens_in
 from jaxrl_llm.training.setup import memory, specs
 from jaxrl_llm.training.setup.specs import rollout_spec
 
@@ -93,3 +95,16 @@ def test_what_a_run_leaves_free(model, monkeypatch):
     config.optimizer.offload = True
     assert memory.microbatch_room(config, model, None) == 10 * size - 3 * size
     assert np.isfinite(memory.microbatch_room(config, model, model))
+
+
+def test_rows_of_a_micro_batch_that_are_not_packed(model):
+    """The most that fit, of those that divide the minibatch into whole shares of the shards."""
+    net, width = model.net.config, 100
+    rooms = [2.0**n for n in range(16, 40)]
+    found = [memory.fitting_rows(room, net, 24, width, multiple=4, shards=2) for room in rooms]
+    assert found == sorted(found) and set(found) == {4, 8, 12, 24}
+    for room, rows in zip(rooms, found, strict=True):
+        assert rows == 4 or rows // 2 * width <= tokens_in(room, net, gradients=True)
+    assert memory.fitting_rows(None, net, 24, width, 4, 2) == 0
+    balanced = dataclasses.replace(net, experts=4, experts_per_token=2, expert_ffn=8, router_aux_loss_coef=0.1)
+    assert memory.fitting_rows(1e6, balanced, 24, width, 4, 2) == 0
