@@ -28,10 +28,10 @@ class BatchSpec:
     group_size: int
     minibatches: int
     microbatch_rows: int
-    logps_microbatch_rows: int
     num_iterations: int
     shuffle: bool
     seed: int
+    logps_microbatch_rows: int = 0
 
     @property
     def rows(self) -> int:
