@@ -708,6 +708,33 @@ def test_a_kl_of_verl_in_loss_and_reward(tmp_path):
     expect(config, algorithm={"kl": "k1", "kl_in_reward": True})
 
 
+def test_sizes_of_passes_and_of_the_sampler_of_verl(tmp_path):
+    """Those of the log-probs, of all GPUs, and the share of memory; the sampler's come before the reference's."""
+    rollout, gpus = "actor_rollout_ref.rollout", "algorithm.adv_estimator=grpo trainer.n_gpus_per_node=2"
+    size, of_reference = (
+        f"{rollout}.log_prob_micro_batch_size_per_gpu=8",
+        "actor_rollout_ref.ref.log_prob_micro_batch_size=4",
+    )
+    many = "data.train_batch_size=64 actor_rollout_ref.actor.ppo_mini_batch_size=32 actor_rollout_ref.rollout.n=4"
+    config = from_verl(tmp_path, many, gpus, size, of_reference, f"{rollout}.gpu_memory_utilization=0.4")
+    expect(config, batch={"logps_microbatch_rows": 16}, rollout={"memory_fraction": 0.4})
+    assert from_verl(tmp_path, many, gpus, of_reference).batch.logps_microbatch_rows == 4
+    tokens = f"{rollout}.log_prob_use_dynamic_bsz=True {rollout}.log_prob_max_token_len_per_gpu=9000 {size}"
+    config = from_verl(tmp_path, many, gpus, tokens)
+    expect(config, batch={"logps_microbatch_tokens": 18000, "logps_microbatch_rows": 0})
+
+
+def test_rows_of_like_length_of_trl(tmp_path):
+    keys = {"model_name_or_path": "m", "dataset_name": "d", "group_by_length": True, "max_steps": 3}
+    config, _ = migrate(written(tmp_path, "plain.json", keys), trainer="sft", devices=1)
+    assert config.data.group_by_length
+    validate(config)
+    config, text = migrate(written(tmp_path, "packed.json", keys | {"packing": True}), trainer="sft", devices=1)
+    assert not config.data.group_by_length and "group_by_length is left out" in " ".join(text.split())
+    yaml = (FILES / "axolotl_dpo.yaml").read_text(encoding="utf-8") + "\ngroup_by_length: true\n"
+    assert migrate(written(tmp_path, "dpo.yaml", yaml), rows=900)[0].data.group_by_length
+
+
 def test_samples_in_fp8_of_verl(tmp_path):
     """Are corrected for, as they must be here; another kind has no equivalent."""
     said = (

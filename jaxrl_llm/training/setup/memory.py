@@ -59,16 +59,15 @@ def microbatch_room(config, model: Model, critic: Model | None) -> float | None:
     memory = 0 if jax.default_backend() == "cpu" else min(gather(min(limits)))
     if not memory:
         return None
-    held, moment = bytes_on_device(model.params), np.dtype(config.optimizer.moment_dtype).itemsize
+    held, moment = 0, np.dtype(config.optimizer.moment_dtype).itemsize
     if needs_reference(config) and not config.algorithm.offload_reference:
         shared = has_adapters(model.params) and config.lora.reference == "base"
         held += 0 if shared else bytes_on_device(model.params)
-    own = critic is not None and not config.critic.shared
-    for part in (model, critic) if own else (model,):
-        _, trained = split(part.params, part.net.config.frozen)
-        gradients = gradient_bytes(trained)
-        held += gradients + (0 if config.optimizer.offload else gradients // 4 * 2 * moment)
-    return max(float(memory - held - (bytes_on_device(critic.params) if own else 0)), 0.0)
+    for part in (model,) if critic is None or config.critic.shared else (model, critic):
+        gradients = gradient_bytes(split(part.params, part.net.config.frozen)[1])
+        moments = 0 if config.optimizer.offload else gradients // 4 * 2 * moment
+        held += bytes_on_device(part.params) + gradients + moments
+    return max(float(memory - held), 0.0)
 
 
 def gradient_bytes(params: Any) -> int:
