@@ -28,6 +28,7 @@ from jax.sharding import Mesh
 from jaxrl_llm.algorithms.aggregation import masked_mean
 from jaxrl_llm.algorithms.batch import Batch, Images, Inputs, Scalars
 from jaxrl_llm.algorithms.controllers import Controllers
+from jaxrl_llm.algorithms.off_policy import proximal_share
 from jaxrl_llm.algorithms.random_streams import REPLAY, ROW_SEEDS
 from jaxrl_llm.algorithms.turn_advantages import Turns, turn_table
 from jaxrl_llm.config import ConfigError
@@ -261,7 +262,7 @@ class Producer:
 class LearnerSpec:
     """The settings of a learner."""
 
-    old_logps: str  # whom the ratio compares with: trainer (computed), sampler, or policy (itself: nothing to compute)
+    old_logps: str  # whom the ratio compares with: trainer (computed), sampler, interpolated, or policy (itself)
     temperature: float
     kl_in_reward: bool
     reward_beta: float  # above 0: there is a KL in the reward besides that in the loss
@@ -371,6 +372,12 @@ class Learner:
             values=values,
             returns=result.returns,
         )
+        if spec.old_logps == "interpolated":
+            versions = np.full((len(rollouts.prompts), rollout.tokens.shape[1]), rollouts.version, np.int32)
+            if rollouts.partial is not None:
+                versions[:, self.prompt_width :] = rollouts.partial.versions
+            batch = batch.replace(proximal_share=proximal_share(rows_to_global(versions, self.mesh), int(state.step)))
+            metrics["rollout/proximal_share"] = masked_mean(batch.proximal_share, rollout.mask)
         if spec.observations:
             batch = batch.replace(observed=observation_mask(rollout, self.prompt_width))
         if self.replay is not None:

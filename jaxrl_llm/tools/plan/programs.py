@@ -231,7 +231,8 @@ def update_batch(
     if algorithm.name not in OFFLINE:
         fields = dict.fromkeys(("sample_logps", "advantages"), tokens)
         fields |= {"observed": tokens} if algorithm.observation_coef else {}
-        fields |= dict.fromkeys(("old_logps",) if old_logps_of(config) != "policy" else (), tokens)
+        kind = old_logps_of(config)
+        fields |= {"proximal_share" if kind == "interpolated" else "old_logps": tokens} if kind != "policy" else {}
         if needs_reference(config) and not algorithm.kl_in_reward:
             if algorithm.kl == "full":
                 size, dtype = net.config.width, net.config.dtype
