@@ -55,7 +55,13 @@ from jaxrl_llm.training.logging.reward_metrics import add_totals, join, over_pro
 from jaxrl_llm.training.logging.stopwatch import Stopwatch
 from jaxrl_llm.training.packing.planner import Packer
 from jaxrl_llm.training.partial_rollouts import PartialRollouts
-from jaxrl_llm.training.passes import images_of_rows, scored_distributions, scored_logps, values_before
+from jaxrl_llm.training.passes import (
+    images_of_rows,
+    scored_distributions,
+    scored_logps,
+    scored_norms,
+    values_before,
+)
 from jaxrl_llm.training.reference import Reference
 from jaxrl_llm.training.replay import Replay
 from jaxrl_llm.training.rollout_queue import RolloutQueue
@@ -313,13 +319,18 @@ class Learner:
         # 4 log-probs. The reference's are needed before the advantages for a KL in the reward, or one that is measured
         # to move its coefficient; else after the replay, which exchanges rows.
         old_logps = rollout.sample_logps if spec.old_logps == "sampler" else None
-        ref_logps = ref_head = values = teacher_logps = None
+        ref_logps = ref_head = values = logit_norms = teacher_logps = None
         measures_kl = spec.kl_in_reward or spec.reward_beta or controllers.is_kl_adaptive
         rates = self.teacher is not None and not self.teacher.spec.divergence  # sampled tokens, in the advantages
+        reads_norms = self.advantages.asks_for("logit_norms")
         with self.stopwatch("logps"):
-            if spec.old_logps == "trainer" or measures_kl or self.critic is not None or rates:
+            if spec.old_logps == "trainer" or measures_kl or self.critic is not None or rates or reads_norms:
                 inputs = self.inputs(rollout.tokens, rollout.segments, rollout.mask, images)
-                if spec.old_logps == "trainer":
+                if reads_norms:
+                    own = on_device(state.params), inputs.replace(experts=rollout.experts), spec.temperature
+                    logps, logit_norms = scored_norms(self.net, *own, self.batch.forward_rows, row_shards(self.mesh))
+                    old_logps = logps if spec.old_logps == "trainer" else old_logps
+                elif spec.old_logps == "trainer":
                     old_logps = self._logps(state.params, inputs.replace(experts=rollout.experts))
                 if measures_kl:
                     ref_logps = self._reference_logps(inputs)
@@ -347,6 +358,7 @@ class Learner:
             teacher_logps=teacher_logps,
             kl_coef=controllers.kl.coef,
             values=values,
+            logit_norms=logit_norms,
             greedy_rewards=None if greedy is None else rows_to_global(greedy.rewards, self.mesh),
             greedy_rollout=None if greedy is None else greedy.rollout,
             turns=rows_to_global(rollouts.turns, self.mesh) if self.advantages.asks_for("turns") else None,

@@ -571,7 +571,9 @@ def test_no_loss_or_advantage_of_verl_is_left_behind_silently(tmp_path):
         config = from_verl(tmp_path, f"actor_rollout_ref.actor.policy_loss.loss_mode={mode}", beta)
         assert policy_loss(config).function.__name__ in config.algorithm.loss
     estimators = "gae grpo reinforce_plus_plus reinforce_plus_plus_baseline remax rloo opo grpo_passk gpg"
-    for name in f"{estimators} rloo_vectorized grpo_vectorized".split():
+    for (
+        name
+    ) in f"{estimators} rloo_vectorized grpo_vectorized optimal_token_baseline tir_optimal_token_baseline".split():
         advantage_rule(from_verl(tmp_path, f"algorithm.adv_estimator={name}").algorithm.advantage)
     with pytest.raises(ConfigError, match=r"loss_mode is 'newer', which has no equivalent; there are vanilla"):
         from_verl(tmp_path, "actor_rollout_ref.actor.policy_loss.loss_mode=newer")

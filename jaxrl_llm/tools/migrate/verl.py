@@ -315,6 +315,8 @@ def _advantage(draft: Draft, gpus: int, minibatch: int) -> None:
         "opo": "opo",
         "gpg": "gpg",
         "gdpo": "gdpo(eps=1e-06)",
+        "optimal_token_baseline": "otb",
+        "tir_optimal_token_baseline": "otb",
     }
     if name not in known:
         raise ConfigError(f"algorithm.adv_estimator is {name!r}, which has no equivalent; there are {', '.join(known)}")
