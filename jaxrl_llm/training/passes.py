@@ -35,6 +35,7 @@ def scored_norms(
 
     def of_rows(x: Batch):
         tokens = token_statistics(net, params, x.inputs, temperature, squares=True)
+        assert tokens.log_sum_squares is not None
         return tokens.logps, 1.0 - 2.0 * jnp.exp(tokens.logps) + jnp.exp(tokens.log_sum_squares)
 
     found = map_microbatches(of_rows, batch, batch.rows // rows, shards)

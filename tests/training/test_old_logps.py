@@ -100,7 +100,7 @@ def test_correction_with_sampler_is_refused():
     assert old_logps_of(config_of(loss="reinforce", old_logps="sampler", importance_correction="sequence_mask"))
 
 
-@pytest.mark.parametrize("normalize", [False, True])
+@pytest.mark.parametrize("normalize", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_bypass_weighs_by_the_policy_itself(normalize):
     """In each update of a step `reinforce` is weighed by the ratio of the policy as it is then and the sampler."""
     config = config_of(rollout_correction="bypass_pg_is(threshold=1.05)", num_iterations=2)

@@ -157,7 +157,8 @@ def build(
 
     Data is read before weights. Raises ConfigError for anything the user can fix.
     """
-    config = with_correction(config)
+    if config.algorithm.rollout_correction is not None:
+        config = with_correction(config)
     check_rows(config, batch_rows(config), mesh)
     given_model, stopwatch = model, Stopwatch()
     spec = environment_spec(config, environment, tools)  # refused before anything is read
