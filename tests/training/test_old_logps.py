@@ -67,6 +67,21 @@ def test_dppo_drops_tokens_that_moved():
     assert abs(expected - (weights * surrogate).sum()) > 1e-4, "without the mask the loss is the same"
 
 
+def test_m2po_bounds_the_second_moment_of_an_update():
+    """Nothing is left out before the policy moves, and in the next update just so much that the bound holds."""
+    run, experience, state, (first,) = stepped(config_of(loss="m2po(threshold=1e-4)"))
+    batch = experience.batch
+    with jax.set_mesh(MESH):
+        logps = np.asarray(scored_logps(run.model.net, state.params, batch.inputs, 1.0, batch.rows, 1))
+        _, (second,) = improve(run, state, batch)
+    squares = np.square(logps - np.asarray(batch.sample_logps))[np.asarray(batch.mask) > 0]
+    left = sorted(squares)
+    while np.mean(left) > 1e-4:
+        left.pop()
+    assert float(first["m2po/masked"]) == 0 < len(left) < len(squares)
+    np.testing.assert_allclose(second["m2po/masked"], 1 - len(left) / len(squares), atol=0.02)
+
+
 @pytest.mark.parametrize("settings", [{}, {"kl_in_reward": True, "beta": 0.1, "advantage": "rloo"}], ids=["", "kl"])
 def test_sampler_and_trainer_agree_on_policy(settings):
     (_, ours, state, _), (_, theirs, other, _) = (
