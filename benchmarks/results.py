@@ -88,7 +88,7 @@ def store(name: str, run: Run) -> None:
 def stored() -> dict[str, dict[int, Run]]:
     """The runs that are kept, by configuration and seed, in the order of the page."""
     found: dict[str, dict[int, Run]] = {name: {} for name in (*ONLINE, *IMAGES, *OFFLINE, CONTROL)}
-    for file in sorted(STORE.glob("*.json")):
+    for file in sorted(STORE.glob("*-[0-9]*.json")):
         run = json.loads(file.read_text(encoding="utf-8"))
         found.setdefault(file.stem.rpartition("-")[0], {})[run["seed"]] = run
     return {name: runs for name, runs in found.items() if runs}

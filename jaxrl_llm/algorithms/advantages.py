@@ -256,6 +256,32 @@ def reinforce_plus_plus_baseline_advantages(scores, mask, group_size: int) -> Ar
     return whiten(jnp.broadcast_to(advantages[:, None], mask.shape), mask)
 
 
+def otb_advantages(token_rewards, logit_norms, mask, group_size: int, eps: float = 1e-8) -> Array:
+    """Returns advantages `[N, T]`: the reward to go of each token minus the baseline of least variance at its place.
+
+    Shapes: `token_rewards, logit_norms, mask [N, T]`, N = B * group_size with the rows of a prompt adjacent;
+    `logit_norms` are squared norms of the gradient of a token's log-prob by the logits, `1 - 2 p + sum_v p_v^2`.
+    Formula, with G_t the sum of a row's rewards from its t-th sampled token on and W_t that of its norms up to it, over
+    the rows of the group that have a t-th: `A_t = G_t - sum(G_t W_t) / (sum(W_t) + eps)`. Where no other row is as long
+    there is no baseline, `A_t = G_t`. Zero outside the mask. Raises ValueError when N is not a multiple of group_size.
+    Source: optimal token baseline, arXiv 2602.07078, as verl 0.9 (`tir_optimal_token_baseline` where
+    observations stand between tokens).
+    """
+    returns = discounted_returns(token_rewards, mask)
+    mask = as_mask(mask, returns.shape)
+    norms = jnp.cumsum(jnp.where(mask, as_float(logit_norms), 0.0), axis=1)
+    # Place t of a row is its t-th sampled token, whatever stands between.
+    order, live = jnp.argsort(~mask, axis=1, stable=True), jnp.sort(~mask, axis=1) == 0
+    returns, norms = (jnp.where(live, jnp.take_along_axis(x, order, axis=1), 0.0) for x in (returns, norms))
+    returns, norms, live = (_groups(x, group_size) for x in (returns, norms, live))
+    # Less the first that there is, so that equal returns give exact zeros.
+    shifted = returns - jnp.take_along_axis(returns, jnp.argmax(live, axis=1, keepdims=True), axis=1)
+    baseline = jnp.sum(shifted * norms, axis=1, keepdims=True) / (jnp.sum(norms, axis=1, keepdims=True) + eps)
+    advantages = jnp.where(live.sum(axis=1, keepdims=True) > 1, shifted - baseline, returns).reshape(mask.shape)
+    place = jnp.maximum(jnp.cumsum(mask, axis=1) - 1, 0)
+    return jnp.where(mask, jnp.take_along_axis(advantages, place, axis=1), 0.0)
+
+
 def discounted_returns(token_rewards, mask, gamma=1.0) -> Array:
     """Returns the discounted sum `[N, T]` of the rewards from each token on, carried across gaps of the mask.
 

@@ -144,6 +144,7 @@ class Batch:
     observed: Array = None  # [N,T] float32; 1 on observation tokens, where the loss predicts them
     sample_logps: Array = None  # [N,T] of the sampler
     old_logps: Array = None  # [N,T] of the policy that the ratio compares with; None: the policy itself
+    proximal_share: Array = None  # [N,T] how far old log-probs lie from the sampler's to the policy's, in place of them
     ref_logps: Array = None  # [N,T] of the reference policy
     ref_hidden: Array = None  # [N,T,D] what its head reads, where its whole distributions are read
     teacher_hidden: Array = None  # [N,T,D] what the teacher's head reads, where its whole distributions are read

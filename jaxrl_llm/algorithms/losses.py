@@ -55,7 +55,8 @@ def declare(**facts: Any) -> Callable[[F], F]:
       "token" (the default), "sequence", "sequence_sum", or "level", whatever its option of that name says;
     - `select`: a function of the same arguments that picks, over the whole optimizer batch, the few tokens `[N,T]`
       which the loss gets as `selected`;
-    - `old_logps`: "sampler" where its ratio compares with the sampler's log-probs by design.
+    - `old_logps`: "sampler" where its ratio compares with the sampler's log-probs by design, "unread" where its value
+      and its gradient do not depend on them.
 
     A preference loss may declare
 

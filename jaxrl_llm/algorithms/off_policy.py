@@ -130,6 +130,28 @@ def rejection_mask(logps, sample_logps, mask, criteria: tuple[Criterion, ...]) -
     return jnp.where(mask, keep, True).astype(x.dtype)
 
 
+def proximal_share(versions, version) -> Array:
+    """Returns how far the policy of `version` steps lies on the way from a token's sampler to the policy of the next.
+
+    Shapes: `versions` any, the training steps of the policies that sampled, negative where none did (the share is 0
+    there), the result the same. Formula: `a / (a + 1)` of the age `a = version - versions`. Source: A-3PO / AReaL,
+    `prox_logp_method=loglinear`, where the policy that is updated counts as one step further than the proximal one.
+    """
+    age = jnp.where(jnp.asarray(versions) < 0, 0, jnp.maximum(version - jnp.asarray(versions), 0)).astype(jnp.float32)
+    return age / (age + 1.0)
+
+
+def interpolated_logps(sample_logps, logps, share) -> Array:
+    """Returns log-probs between those of the sampler and those of the policy, `[N, T]`, without gradient.
+
+    Shapes: all `[N, T]`. Formula: `sample_logps + share * (logps - sample_logps)`, linear in the logarithms; the
+    policy's where the sampler's are NaN. Source: A-3PO / AReaL, the proximal policy of decoupled PPO without a pass.
+    """
+    logps = jax.lax.stop_gradient(as_float(logps))
+    between = as_float(sample_logps) + share * (logps - as_float(sample_logps))
+    return jnp.where(jnp.isnan(between), logps, between)
+
+
 def off_policy_sequence_mask(advantages, sampling_logps, logps, mask, threshold) -> Array:
     """Returns 1.0 on rows to keep and 0.0 on bad rows that the policy has moved away from, `[N, T]`.
 

@@ -198,6 +198,7 @@ def sapo(
     return -advantages * (4.0 / tau) * jax.nn.sigmoid(tau * (ratio - 1.0))
 
 
+@declare(old_logps="unread")
 def reinforce(logps, old_logps, advantages, epsilon_low=None, epsilon_high=None, *, mask=None) -> Array:
     """Returns `-A logps`, `[N, T]`; `old_logps` and the epsilons are not read.
 
@@ -399,6 +400,38 @@ def kl_cov(
     del epsilon_low, epsilon_high
     _, log_ratio, advantages = _prepare(logps, old_logps, advantages, mask)
     return -jnp.exp(log_ratio) * advantages + jnp.where(as_mask(selected), kl_coef * magnitude(log_ratio), 0.0)
+
+
+def m2po_tokens(logps, old_logps, advantages, epsilon_low=None, epsilon_high=None, *, mask, threshold=0.04) -> Array:
+    """Returns booleans `[N, T]`, true on the tokens that `m2po` takes out; see there."""
+    del epsilon_low, epsilon_high
+    _, log_ratio, _ = _prepare(logps, old_logps, advantages, mask)
+    mask = as_mask(mask, log_ratio.shape)
+    squares = jnp.where(mask, jnp.square(jax.lax.stop_gradient(log_ratio)), jnp.inf).reshape(-1)
+    order = jnp.argsort(squares)
+    # The mean of the smallest so far rises along the order, so that the tokens to keep come first.
+    kept = jnp.cumsum(squares[order]) <= threshold * jnp.arange(1, squares.size + 1)
+    return mask & ~jnp.zeros_like(kept).at[order].set(kept).reshape(mask.shape)
+
+
+@declare(select=m2po_tokens, old_logps="sampler")
+def m2po(
+    logps, old_logps, advantages, epsilon_low=None, epsilon_high=None, *, mask, threshold=0.04, selected=None
+) -> tuple[Array, Metrics]:
+    """Returns `-r A`, `[N, T]`, 0 on the tokens that moved farthest, so that the second moment of log r is bounded.
+
+    The tokens of the largest `(log r)^2` are taken out until the mean of the others over the masked tokens given is at
+    most `threshold`; `selected [N, T]`, `m2po_tokens` of a larger batch, may name them instead. `old_logps` are the
+    sampler's log-probs; the epsilons are not read. Source: M2PO, arXiv 2510.01161 (threshold 0.04); so AReaL's
+    `m2_threshold`, there within a micro-batch.
+    """
+    del epsilon_low, epsilon_high
+    if selected is None:
+        selected = m2po_tokens(logps, old_logps, advantages, mask=mask, threshold=threshold)
+    _, log_ratio, advantages = _prepare(logps, old_logps, advantages, mask)
+    out = as_mask(selected)
+    loss = jnp.where(out, 0.0, -jnp.exp(jnp.where(out, 0.0, log_ratio)) * advantages)
+    return loss, {"m2po/masked": Metric(out.astype(log_ratio.dtype))}
 
 
 def value_clip(values, old_values, returns, epsilon=None) -> Array:

@@ -3,6 +3,7 @@
 from jaxrl_llm.config.checks import batch_rows as batch_rows
 from jaxrl_llm.config.checks import eval_set as eval_set
 from jaxrl_llm.config.checks import rows_together as rows_together
+from jaxrl_llm.config.corrections import with_correction as with_correction
 from jaxrl_llm.config.resolve import ConfigError as ConfigError
 from jaxrl_llm.config.schema import ConfigDict as ConfigDict
 from jaxrl_llm.config.tree import assign as assign

@@ -190,12 +190,6 @@ def _online(config: ConfigDict) -> Iterator[str]:
             )
     if algorithm.kl_bias_correction and algorithm.kl_in_reward:
         yield "algorithm.kl_bias_correction is for a KL term in the loss: set it or algorithm.kl_in_reward to false"
-    if algorithm.old_logps == "sampler" and algorithm.importance_correction != "none":
-        yield (
-            f"algorithm.importance_correction is {algorithm.importance_correction}, but with algorithm.old_logps = "
-            "sampler the ratio compares with the sampler already, and the correction would be 1 everywhere: set one of "
-            "them to none or auto"
-        )
     if algorithm.importance_min is not None and algorithm.importance_min >= algorithm.importance_max:
         yield (
             f"algorithm.importance_min is {algorithm.importance_min}, but importance_max = {algorithm.importance_max} "

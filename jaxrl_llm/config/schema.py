@@ -570,9 +570,15 @@ KEYS = (
     Setting("algorithm.num_iterations", 1, "Passes over each batch of completions.", int, minimum=1),
     Setting("algorithm.old_logps", "auto",
         "Whose log-probs the probability ratio compares with: those of the policy before the step, computed by the "
-        "trainer (trainer), or those that were recorded as the tokens were sampled (sampler). auto is sampler for a "
-        "loss that is defined so (dppo), and else trainer, computed only where they differ from the policy's own.",
-        choices=("auto", "trainer", "sampler")),
+        "trainer (trainer), those that were recorded as the tokens were sampled (sampler), or numbers between the "
+        "sampler's and the policy's own, by the age of a token, in place of the trainer's pass (interpolated). auto is "
+        "sampler for a loss that is defined so (dppo), and else trainer, computed only where they differ from the "
+        "policy's own.",
+        choices=("auto", "trainer", "sampler", "interpolated")),
+    Setting("algorithm.rollout_correction", None,
+        "A correction for samples of another policy by verl's name of it, `decoupled_seq_is(threshold=4.0)`: it sets "
+        "old_logps, importance_correction and its bounds, rejection and its bounds, and for bypass_* the loss. "
+        "docs/algorithms.md has the list; none leaves these as they are set.", str),
     Setting("algorithm.importance_correction", "none",
         "Weights that correct for a sampler that differs from the trainer: the ratio of each token, of the whole row, "
         "or its geometric mean, cut to importance_min and importance_max (truncate), or 0 outside them (mask).",

@@ -7,6 +7,7 @@ from typing import Any
 from ml_collections.config_dict import placeholder
 
 from jaxrl_llm.config.checks import contradictions
+from jaxrl_llm.config.corrections import with_correction
 from jaxrl_llm.config.resolve import ConfigError, split_options
 from jaxrl_llm.config.schema import (
     BY_NAME,
@@ -41,7 +42,7 @@ def default() -> ConfigDict:
 def validate(config: ConfigDict) -> None:
     """Raises ConfigError for the first unknown or missing key, wrong value, or contradiction between keys."""
     check_keys(config)
-    for message in contradictions(config):
+    for message in contradictions(with_correction(config)):
         raise ConfigError(message)
 
 

@@ -24,13 +24,13 @@ LOGITS_ON_ACCELERATORS = 2**28
 KEPT = 4  # logits of at most so many chunks are kept for the backward pass, which else forms them again
 
 
-def log_sum_squares(hidden, kernel, softcap: float | None = None, count=None):
-    """`log sum_v p_v^2` `[N,S]` of softmax(logits), in columns; logits as in `chunked_logps`, at temperature 1."""
+def log_sum_squares(hidden, kernel, softcap: float | None = None, count=None, temperature: float = 1.0):
+    """`log sum_v p_v^2` `[N,S]` of softmax(logits / temperature), in columns; logits as in `chunked_logps`."""
 
     table = _table(hidden, kernel)
 
     def chunk(columns):
-        logps = jax.nn.log_softmax(_logits(columns(hidden), table, 1.0, softcap), axis=-1)
+        logps = jax.nn.log_softmax(_logits(columns(hidden), table, temperature, softcap), axis=-1)
         return (jax.nn.logsumexp(2.0 * logps, axis=-1),)
 
     return _over_chunks(chunk, hidden, table, count)[0][0]

@@ -134,7 +134,7 @@ def token_statistics(
     statistics = TokenStatistics(*(positions.at_tokens(x) for x in found))
     if squares:
         fixed = jax.lax.stop_gradient((hidden, model.head_kernel()))
-        sums = log_sum_squares(*fixed, softcap, positions.count)
+        sums = log_sum_squares(*fixed, softcap, positions.count, temperature)
         statistics = statistics._replace(log_sum_squares=positions.at_tokens(sums))
     if value_head is not None:
         values = jnp.matmul(hidden.astype(jnp.float32), value_head["kernel"].astype(jnp.float32))[..., 0]

@@ -28,6 +28,7 @@ INPUTS = (
     "token_rewards",  # [N,T] the shaped reward on the last token, the KL penalty on each
     "values",  # [N,T] of the critic
     "greedy_scores",  # [B] of one greedy completion of each prompt
+    "logit_norms",  # [N,T] squared norm of the gradient of a token's log-prob by the logits; takes a pass of the policy
     "mask",  # [N,T] tokens the loss reads, without the rows that no reward applies to
     "lengths",  # [N] sampled tokens
     "turns",  # of episodes; their rewards [N,M] sum to the scores
@@ -101,6 +102,7 @@ class AdvantageStep:
         teacher_logps=None,
         kl_coef=0.0,
         values=None,
+        logit_norms=None,
         greedy_rewards=None,
         greedy_rollout: Rollout | None = None,
         turns: turn_rules.Turns | None = None,
@@ -112,8 +114,9 @@ class AdvantageStep:
         `logps`, `ref_logps` and `teacher_logps` `[N,T]` are of the policy, the reference and the teacher; without
         `logps` the policy is compared with the teacher by the sampler's. For a rule that asks for them, `values
         [N,T]` are of the critic, `greedy_rewards [B,F]` and `greedy_rollout` of one greedy completion of each prompt,
-        and `turns` of rows that are episodes. `parts` are rows' parts with a reward of their own: the advantage of
-        their tokens is what it is above the mean of the group's parts of that name.
+        `logit_norms [N,T]` of the policy (`passes.scored_norms`), and `turns` of rows that are episodes. `parts` are
+        rows' parts with a reward of their own: the advantage of their tokens is what it is above the mean of the
+        group's parts of that name.
         """
         spec = self.spec
         raw = advantage_rules.combine_rewards(rewards, weights)
@@ -153,6 +156,8 @@ class AdvantageStep:
             metrics["turns/shared_states"] = turn_rules.shared_states(turns, spec.group_size)
         if values is not None:
             inputs["values"] = values
+        if logit_norms is not None:
+            inputs["logit_norms"] = logit_norms
         if greedy_rewards is not None:
             greedy = advantage_rules.combine_rewards(greedy_rewards, weights)
             inputs["greedy_scores"] = greedy if greedy_rollout is None else self._shape(greedy, greedy_rollout)

@@ -18,7 +18,7 @@ from jaxrl_llm.models.transformer import Net
 from jaxrl_llm.training.logging.stopwatch import Stopwatch
 from jaxrl_llm.training.online import OnlineSource
 from jaxrl_llm.training.packing.planner import sampled_rows
-from jaxrl_llm.training.passes import scored_logps
+from jaxrl_llm.training.passes import scored_logps, scored_norms
 from jaxrl_llm.training.setup.run import Run
 from jaxrl_llm.training.step import minibatches_of
 from jaxrl_llm.training.teacher import Teacher
@@ -48,15 +48,17 @@ def compilations(run: Run, state: State) -> Iterator[Callable[[], object]]:
     inputs = learner.inputs(tokens, segments, mask)
     in_loss = reference is not None and not spec.kl_in_reward
 
-    def logps(params, net: Net = learner.net) -> Callable[[], object]:
+    def logps(params, net: Net = learner.net, program: Any = scored_logps) -> Callable[[], object]:
         arguments = (inputs, spec.temperature, run.batch.forward_rows, row_shards(mesh))
-        return lambda: scored_logps.lower(net, jax.tree.map(on_device, params), *arguments).compile()
+        return lambda: program.lower(net, jax.tree.map(on_device, params), *arguments).compile()
 
     def on_device(x: jax.Array) -> jax.ShapeDtypeStruct:
         """The shape of an array that is moved to the device, where it may be in the host's memory now."""
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding.with_memory_kind("device"))
 
-    if spec.old_logps == "trainer":
+    if learner.advantages.asks_for("logit_norms"):
+        yield logps(merge_frozen(state, run.frozen).params, program=scored_norms)
+    elif spec.old_logps == "trainer":
         yield logps(merge_frozen(state, run.frozen).params)
     if reference is not None:
         yield logps(reference.params)
@@ -66,7 +68,8 @@ def compilations(run: Run, state: State) -> Iterator[Callable[[], object]]:
         Inputs(tokens, segments, prompt_width=learner.prompt_width),
         mask=mask,
         sample_logps=mask,
-        old_logps=None if spec.old_logps == "policy" else mask,
+        old_logps=mask if spec.old_logps in ("trainer", "sampler") else None,
+        proximal_share=mask if spec.old_logps == "interpolated" else None,
         ref_logps=mask if in_loss else None,
         advantages=mask,
         observed=mask if spec.observations else None,

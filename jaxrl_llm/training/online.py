@@ -28,6 +28,7 @@ from jax.sharding import Mesh
 from jaxrl_llm.algorithms.aggregation import masked_mean
 from jaxrl_llm.algorithms.batch import Batch, Images, Inputs, Scalars
 from jaxrl_llm.algorithms.controllers import Controllers
+from jaxrl_llm.algorithms.off_policy import proximal_share
 from jaxrl_llm.algorithms.random_streams import REPLAY, ROW_SEEDS
 from jaxrl_llm.algorithms.turn_advantages import Turns, turn_table
 from jaxrl_llm.config import ConfigError
@@ -54,7 +55,13 @@ from jaxrl_llm.training.logging.reward_metrics import add_totals, join, over_pro
 from jaxrl_llm.training.logging.stopwatch import Stopwatch
 from jaxrl_llm.training.packing.planner import Packer
 from jaxrl_llm.training.partial_rollouts import PartialRollouts
-from jaxrl_llm.training.passes import images_of_rows, scored_distributions, scored_logps, values_before
+from jaxrl_llm.training.passes import (
+    images_of_rows,
+    scored_distributions,
+    scored_logps,
+    scored_norms,
+    values_before,
+)
 from jaxrl_llm.training.reference import Reference
 from jaxrl_llm.training.replay import Replay
 from jaxrl_llm.training.rollout_queue import RolloutQueue
@@ -261,7 +268,7 @@ class Producer:
 class LearnerSpec:
     """The settings of a learner."""
 
-    old_logps: str  # whom the ratio compares with: trainer (computed), sampler, or policy (itself: nothing to compute)
+    old_logps: str  # whom the ratio compares with: trainer (computed), sampler, interpolated, or policy (itself)
     temperature: float
     kl_in_reward: bool
     reward_beta: float  # above 0: there is a KL in the reward besides that in the loss
@@ -312,13 +319,18 @@ class Learner:
         # 4 log-probs. The reference's are needed before the advantages for a KL in the reward, or one that is measured
         # to move its coefficient; else after the replay, which exchanges rows.
         old_logps = rollout.sample_logps if spec.old_logps == "sampler" else None
-        ref_logps = ref_head = values = teacher_logps = None
+        ref_logps = ref_head = values = logit_norms = teacher_logps = None
         measures_kl = spec.kl_in_reward or spec.reward_beta or controllers.is_kl_adaptive
         rates = self.teacher is not None and not self.teacher.spec.divergence  # sampled tokens, in the advantages
+        reads_norms = self.advantages.asks_for("logit_norms")
         with self.stopwatch("logps"):
-            if spec.old_logps == "trainer" or measures_kl or self.critic is not None or rates:
+            if spec.old_logps == "trainer" or measures_kl or self.critic is not None or rates or reads_norms:
                 inputs = self.inputs(rollout.tokens, rollout.segments, rollout.mask, images)
-                if spec.old_logps == "trainer":
+                if reads_norms:
+                    own = on_device(state.params), inputs.replace(experts=rollout.experts), spec.temperature
+                    logps, logit_norms = scored_norms(self.net, *own, self.batch.forward_rows, row_shards(self.mesh))
+                    old_logps = logps if spec.old_logps == "trainer" else old_logps
+                elif spec.old_logps == "trainer":
                     old_logps = self._logps(state.params, inputs.replace(experts=rollout.experts))
                 if measures_kl:
                     ref_logps = self._reference_logps(inputs)
@@ -346,6 +358,7 @@ class Learner:
             teacher_logps=teacher_logps,
             kl_coef=controllers.kl.coef,
             values=values,
+            logit_norms=logit_norms,
             greedy_rewards=None if greedy is None else rows_to_global(greedy.rewards, self.mesh),
             greedy_rollout=None if greedy is None else greedy.rollout,
             turns=rows_to_global(rollouts.turns, self.mesh) if self.advantages.asks_for("turns") else None,
@@ -371,6 +384,12 @@ class Learner:
             values=values,
             returns=result.returns,
         )
+        if spec.old_logps == "interpolated":
+            versions = np.full((len(rollouts.prompts), rollout.tokens.shape[1]), rollouts.version, np.int32)
+            if rollouts.partial is not None:
+                versions[:, self.prompt_width :] = rollouts.partial.versions
+            batch = batch.replace(proximal_share=proximal_share(rows_to_global(versions, self.mesh), int(state.step)))
+            metrics["rollout/proximal_share"] = masked_mean(batch.proximal_share, rollout.mask)
         if spec.observations:
             batch = batch.replace(observed=observation_mask(rollout, self.prompt_width))
         if self.replay is not None:

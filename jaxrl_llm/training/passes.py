@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxrl_llm.algorithms.batch import Batch, Images, Inputs
 from jaxrl_llm.distributed.sharding import constrain
 from jaxrl_llm.models.chunked_softmax import TopTokens
-from jaxrl_llm.models.logprobs import head_inputs, token_logps, token_values, top_tokens
+from jaxrl_llm.models.logprobs import head_inputs, token_logps, token_statistics, token_values, top_tokens
 from jaxrl_llm.models.transformer import Net, Params
 from jaxrl_llm.training.microbatch import map_microbatches
 
@@ -21,6 +21,25 @@ def scored_logps(net: Net, params: Params, inputs: Inputs, temperature: float, r
     count = batch.rows // rows
     logps = map_microbatches(lambda x: token_logps(net, params, x.inputs, temperature)[0], batch, count, shards)
     return constrain(logps, "rows", None)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 3, 4, 5))
+def scored_norms(
+    net: Net, params: Params, inputs: Inputs, temperature: float, rows: int, shards: int
+) -> tuple[jax.Array, jax.Array]:
+    """Log-probs `[N,T]` and `logit_norms` `[N,T]`, the squared norms of their gradients by the logits, in one pass.
+
+    A norm is `1 - 2 p + sum_v p_v^2`, of which the sum is formed a few columns of the head at a time.
+    """
+    batch = Batch(inputs, mask=None)
+
+    def of_rows(x: Batch):
+        tokens = token_statistics(net, params, x.inputs, temperature, squares=True)
+        assert tokens.log_sum_squares is not None
+        return tokens.logps, 1.0 - 2.0 * jnp.exp(tokens.logps) + jnp.exp(tokens.log_sum_squares)
+
+    found = map_microbatches(of_rows, batch, batch.rows // rows, shards)
+    return jax.tree.map(lambda x: constrain(x, "rows", None), found)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 3, 4))

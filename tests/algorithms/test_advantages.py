@@ -19,6 +19,7 @@ gpg_advantages = jax.jit(advantages.gpg_advantages, static_argnames="group_size"
 group_advantages = jax.jit(advantages.group_advantages, static_argnames=("group_size", "scale"))
 missing_eos_penalty = jax.jit(advantages.missing_eos_penalty)
 opo_advantages = jax.jit(advantages.opo_advantages, static_argnames="group_size")
+otb_advantages = jax.jit(advantages.otb_advantages, static_argnames="group_size")
 passk_advantages = jax.jit(advantages.passk_advantages, static_argnames=("group_size", "normalize"))
 reinforce_plus_plus_advantages = jax.jit(advantages.reinforce_plus_plus_advantages)
 reinforce_plus_plus_baseline_advantages = jax.jit(
@@ -494,3 +495,65 @@ def test_maxrl_divides_by_the_mean_of_the_group():
     np.testing.assert_allclose(advantages.maxrl_advantages(scores, 4), expected, rtol=1e-6)
     with pytest.raises(ValueError, match="do not divide into groups"):
         advantages.maxrl_advantages(scores, 5)
+
+
+# -- the optimal token baseline ----------------------------------------------------------------------------------------
+
+
+def test_otb_by_hand():
+    """W is 0.5, 1, 2 and 1, 1.5: baselines 1/3 and 2/5, and none at the place that one row alone has."""
+    rewards, norms = np.array([[0, 0, 1], [0, 0, 0]]), np.array([[0.5, 0.5, 1.0], [1.0, 0.5, 9.0]])
+    mask = np.array([[1, 1, 1], [1, 1, 0]])
+    found = otb_advantages(rewards, norms, mask, group_size=2)
+    np.testing.assert_allclose(found, [[2 / 3, 3 / 5, 1.0], [-1 / 3, -2 / 5, 0.0]], rtol=1e-6)
+
+
+def verls_otb(rewards, norms, mask, size):
+    """verl 0.9, compute_multi_turn_optimal_token_baseline_advantage with its zero tail, a row and a place at a time."""
+    result = np.zeros(rewards.shape)
+    for start in range(0, len(rewards), size):
+        rows = range(start, start + size)
+        places = {i: np.flatnonzero(mask[i]) for i in rows}
+        for i in rows:
+            for t, column in enumerate(places[i]):
+                others = [j for j in rows if len(places[j]) > t]
+                to_go = {j: rewards[j, places[j][t:]].sum() for j in others}
+                energy = {j: norms[j, places[j][: t + 1]].sum() for j in others}
+                baseline = sum(to_go[j] * energy[j] for j in others) / (sum(energy.values()) + 1e-8)
+                result[i, column] = to_go[i] - (baseline if len(others) > 1 else 0.0)
+    return result
+
+
+def random_tokens(rows=8, tokens=12, seed=0):
+    rng = np.random.default_rng(seed)
+    mask = rng.random((rows, tokens)) < 0.6
+    mask[:, 0] = True
+    return rng.normal(size=mask.shape) * mask, rng.uniform(0.01, 2, mask.shape), mask
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_otb_is_verls(x64, seed):
+    rewards, norms, mask = random_tokens(seed=seed)
+    mask[5] = False  # a row that no reward applies to has no tokens here
+    found = otb_advantages(rewards * mask, norms, mask, group_size=4)
+    np.testing.assert_allclose(found, verls_otb(rewards * mask, norms, mask, 4), rtol=1e-6, atol=1e-9)
+
+
+def test_otb_properties(x64):
+    rewards, norms, mask = random_tokens()
+    found = np.asarray(otb_advantages(rewards, norms, mask, group_size=4))
+    order = np.array([2, 0, 3, 1, 6, 7, 5, 4])
+    permuted = otb_advantages(rewards[order], norms[order], mask[order], group_size=4)
+    np.testing.assert_allclose(permuted, found[order], rtol=1e-6, atol=1e-7)  # eps counts from the first row
+    # what stands between sampled tokens changes nothing
+    gaps = np.repeat(mask, 2, axis=1) & (np.arange(24) % 2 == 0)
+    spread = [np.where(gaps, np.repeat(x, 2, axis=1), 7.0) for x in (rewards, norms)]
+    wide = otb_advantages(*spread, gaps, group_size=4)
+    np.testing.assert_allclose(np.asarray(wide)[gaps], found[mask], rtol=1e-9, atol=1e-12)
+    # rows of one length that score alike learn nothing, exactly, and each place has a weighted mean of 0
+    alike = np.zeros((4, 5))
+    alike[:, -1] = 0.1
+    ones = np.ones((4, 5), bool)
+    np.testing.assert_array_equal(otb_advantages(alike, norms[:4, :5], ones, group_size=4), 0.0)
+    full = np.asarray(otb_advantages(rewards[:4, :5], norms[:4, :5], ones, group_size=4))
+    np.testing.assert_allclose((full * np.cumsum(norms[:4, :5], axis=1)).sum(axis=0), 0.0, atol=1e-6)

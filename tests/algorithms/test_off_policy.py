@@ -6,9 +6,11 @@ from jaxrl_llm.algorithms.off_policy import (
     CRITERIA,
     MODES,
     importance_correction,
+    interpolated_logps,
     mean_weight,
     mismatch_kl,
     off_policy_sequence_mask,
+    proximal_share,
     rejection_criteria,
     rejection_mask,
 )
@@ -171,3 +173,34 @@ def test_rejection_bounds_are_read_and_unscored_tokens_kept():
 def test_wrong_rejection_says_so(names, bounds, message):
     with pytest.raises(ValueError, match=message):
         rejection_criteria(names, bounds)
+
+
+def test_interpolated_log_probs_by_hand(x64):
+    """Sampled 0, 1 and 3 updates before the step: 0, 1/2 and 3/4 of the way to the policy that is updated."""
+    share = proximal_share(np.array([[7, 6, 4]]), 7)
+    np.testing.assert_allclose(share, [[0.0, 0.5, 0.75]], rtol=1e-6)
+    found = interpolated_logps([[-1.0, -2.0, -3.0]], [[-5.0, -1.0, -1.0]], share)
+    np.testing.assert_allclose(found, [[-1.0, -1.5, -1.5]], rtol=1e-6)
+
+
+def test_interpolation_is_that_of_areal(x64):
+    """AReaL 1.0, compute_prox_logp_approximations, in numpy; its current version is ours of after the step."""
+    rng = np.random.default_rng(0)
+    old, policy = rng.normal(-2, 1, (2, 4, 9))
+    versions = rng.integers(-1, 9, (4, 9))
+    v_theta, v_proximal = 9, 8
+    gap, difference = v_proximal - versions, v_theta - versions
+    alpha = np.where((difference > 0) & (versions >= 0), gap / difference, 0.0).clip(0, 1)
+    found = interpolated_logps(old, policy, proximal_share(versions, v_proximal))
+    np.testing.assert_allclose(found, old + alpha * (policy - old), rtol=1e-6)
+    assert (alpha[versions < 0] == 0).all() and (versions < 0).any()
+
+
+def test_interpolation_has_no_gradient_and_stays_between():
+    share = proximal_share(np.arange(-1, 6), 3)  # 4 and 5 are of policies that are not there yet
+    np.testing.assert_array_equal(share[5:], 0.0)
+    assert ((share >= 0) & (share < 1)).all()
+    gradient = jax.grad(lambda x: interpolated_logps(OLD, x, 0.5).sum())(SAMPLE)
+    np.testing.assert_array_equal(gradient, 0.0)
+    unscored = interpolated_logps(np.full_like(OLD, np.nan), OLD, 0.5)
+    np.testing.assert_allclose(unscored, OLD, rtol=1e-6)

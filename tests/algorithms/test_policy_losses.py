@@ -16,7 +16,7 @@ def value_of(name):
     return lambda *arguments, **options: with_metrics(getattr(policy_losses, name)(*arguments, **options))[0]
 
 
-dppo_kl, dppo_tv, dro, topr = map(value_of, ("dppo_kl", "dppo_tv", "dro", "topr"))
+dppo_kl, dppo_tv, dro, m2po, topr = map(value_of, ("dppo_kl", "dppo_tv", "dro", "m2po", "topr"))
 cispo, clip_cov, dppo, gmpo, gspo, gspo_token, kl_cov, luspo, ppo_clip, reinforce, rloo, sapo, vespo = map(
     value_of,
     ("cispo", "clip_cov", "dppo", "gmpo", "gspo", "gspo_token", "kl_cov", "luspo", "ppo_clip", "reinforce", "rloo",
@@ -28,7 +28,7 @@ LOGPS, OLD = np.array([[-1.0, -2.0, -0.5]]), np.array([[-1.2, -1.5, -0.5]])
 RATIO = np.exp(LOGPS - OLD)
 ONES = np.ones((1, 3))
 LOSSES = ("ppo_clip", "gspo", "gspo_token", "luspo", "rloo", "gmpo", "cispo", "sapo", "reinforce", "vespo", "dppo")
-LOSSES += ("clip_cov", "kl_cov", "dppo_kl", "dppo_tv", "dro", "topr")
+LOSSES += ("clip_cov", "kl_cov", "dppo_kl", "dppo_tv", "dro", "m2po", "topr")
 SEQUENCE_LEVEL = ("gspo", "luspo", "rloo", "gmpo")
 
 
@@ -237,6 +237,43 @@ def test_kl_cov_penalises_the_tokens_of_highest_covariance(x64):
     assert (abs(few * mask) > 1e-12).sum() == 1
 
 
+def test_m2po_by_hand(x64):
+    # (log r)^2 are 0.04, 0.25 and 0: their mean is 0.0967, and 0.02 without the second token
+    for threshold, kept in ((0.1, [1, 1, 1]), (0.02, [1, 0, 1]), (0.019, [0, 0, 1]), (0.0, [0, 0, 1])):
+        expected = -2.0 * RATIO * kept
+        np.testing.assert_allclose(m2po(LOGPS, OLD, [2.0], mask=ONES, threshold=threshold), expected, rtol=1e-12)
+    # the token that is not sampled counts in no mean
+    mask = np.array([[1, 1, 0]])
+    result = m2po(LOGPS, OLD, [2.0], mask=mask, threshold=0.1)
+    np.testing.assert_allclose(result[0, :2], [-2.0 * RATIO[0, 0], 0.0], rtol=1e-12)
+
+
+@pytest.mark.parametrize("threshold", [1e-6, 0.01, 0.04, 0.08, 10.0])
+def test_m2po_leaves_out_the_fewest(x64, threshold):
+    """The largest squares go one by one until the mean of the rest is bounded."""
+    logps, old, advantages, mask = random_batch(8, 50)
+    squares = np.square(logps - old)
+    left = sorted(squares[mask])
+    while left and np.mean(left) > threshold:
+        left.pop()
+    out = np.asarray(policy_losses.m2po_tokens(logps, old, advantages, mask=mask, threshold=threshold))
+    np.testing.assert_allclose(np.sort(squares[mask & ~out]), left)
+    assert not (out & ~mask).any()
+    loss, metrics = policy_losses.m2po(logps, old, advantages, mask=mask, threshold=threshold)
+    expected = np.where(out, 0.0, -np.exp(logps - old) * advantages[:, None])
+    np.testing.assert_allclose(np.asarray(loss)[mask], expected[mask], rtol=1e-12)
+    np.testing.assert_array_equal(metrics["m2po/masked"].value, out)
+    apart = [policy_losses.m2po(*(x[i : i + 4] for x in (logps, old, advantages)), mask=mask[i : i + 4],
+                                selected=out[i : i + 4])[0] for i in (0, 4)]  # fmt: skip
+    np.testing.assert_array_equal(np.concatenate(apart), loss)
+
+
+def test_m2po_drops_tokens_that_nobody_scored(x64):
+    old = np.where([[0, 1, 0]], np.nan, OLD)
+    gradient = jax.grad(lambda x: m2po(x, old, [2.0], mask=ONES, threshold=1.0).sum())(LOGPS)
+    np.testing.assert_allclose(gradient, -2.0 * RATIO * [[1, 0, 1]], rtol=1e-12)
+
+
 def test_clip_cov_drops_a_random_few_inside_the_band(x64):
     logps, old, advantages, mask = random_batch(8, 50, seed=1)
     options = {"mask": mask, "fraction": 0.02, "lower": 0.1, "upper": 2.0}
@@ -382,7 +419,7 @@ def test_half_precision_inputs_give_float32(name):
     assert result.shape == logps.shape
 
 
-@pytest.mark.parametrize("name", [name for name in LOSSES if name not in ("clip_cov", "kl_cov")])
+@pytest.mark.parametrize("name", [name for name in LOSSES if name not in ("clip_cov", "kl_cov", "m2po")])
 def test_rows_do_not_see_each_other(x64, name):
     logps, old, advantages, mask = random_batch()
     whole = np.asarray(call(name, logps, old, advantages, mask))

@@ -19,6 +19,7 @@ from jaxrl_llm.tools.migrate import migrate
 from jaxrl_llm.tools.migrate.documentation import page
 from jaxrl_llm.tools.migrate.reading import parsed
 from jaxrl_llm.tools.migrate.table import defaults, find, names, table
+from jaxrl_llm.training.advantages import advantage_rule
 from jaxrl_llm.training.setup.objectives import policy_loss, preference_spec
 from tests.tools import migration_keys
 
@@ -493,9 +494,18 @@ VERL = "data.train_files=t.parquet trainer.total_training_steps=5 actor_rollout_
 
 
 def from_verl(tmp_path, *overrides):
+    return of_verl(tmp_path, *overrides)[0]
+
+
+def noted_from_verl(tmp_path, *overrides):
+    """What to look at first, in one line."""
+    return " ".join(of_verl(tmp_path, *overrides)[1].partition("from jaxrl_llm")[0].split())
+
+
+def of_verl(tmp_path, *overrides):
     estimator = "" if any("adv_estimator" in x for x in overrides) else "algorithm.adv_estimator=grpo"
     said = f"python3 -m verl.trainer.main_ppo {VERL} {estimator} {' '.join(overrides)}"
-    return migrate(written(tmp_path, "run.sh", said))[0]
+    return migrate(written(tmp_path, "run.sh", said))
 
 
 @pytest.mark.parametrize("mode", ["gspo", "sapo", "geo_mean", "cispo"])
@@ -508,6 +518,76 @@ def test_gpg_of_verl(tmp_path):
     loss = "actor_rollout_ref.actor.policy_loss.loss_mode=gpg"
     config = from_verl(tmp_path, "algorithm.adv_estimator=gpg", "actor_rollout_ref.rollout.n=4", loss)
     expect(config, algorithm={"advantage": "gpg", "loss": "reinforce"})
+
+
+@pytest.mark.parametrize("mode", ["dppo_tv", "dppo_kl"])
+def test_dppo_of_verl_compares_with_the_trainer(tmp_path, mode):
+    loss = f"actor_rollout_ref.actor.policy_loss.loss_mode={mode} actor_rollout_ref.actor.clip_ratio_low=0.15"
+    expected = {"loss": f"{mode}(maximum=3.0)", "old_logps": "trainer", "epsilon_low": 0.15, "aggregation": "token"}
+    expect(from_verl(tmp_path, loss), algorithm=expected)
+    config = from_verl(tmp_path, loss, "actor_rollout_ref.actor.clip_ratio_c=20.0")
+    expect(config, algorithm={"loss": f"{mode}(maximum=20.0)"})
+
+
+def test_dro_of_verl_has_no_default(tmp_path):
+    loss = "actor_rollout_ref.actor.policy_loss.loss_mode=dro"
+    assert "loss_mode = 'dro' is left out" in noted_from_verl(tmp_path, loss)
+    config = from_verl(tmp_path, loss, "actor_rollout_ref.actor.policy_loss.dro_beta=0.3")
+    expect(config, algorithm={"loss": "dro(beta=0.3)", "old_logps": "auto"})
+
+
+def test_bypass_mode_of_verl(tmp_path):
+    """It compares with the sampler, by ppo_clip or reinforce whatever loss_mode says; only the latter has weights."""
+    at, mode = "algorithm.rollout_correction", "actor_rollout_ref.actor.policy_loss.loss_mode=gspo"
+    bypass = (
+        f"{at}.bypass_mode=True {at}.rollout_is=sequence {at}.rollout_rs=seq_mean_k3 {at}.rollout_rs_threshold=0.01"
+    )
+    config = from_verl(tmp_path, bypass, mode)
+    expected = {"loss": "ppo_clip(dual_clip=3.0)", "old_logps": "sampler", "importance_correction": "none"}
+    expect(config, algorithm=expected | {"rejection": "seq_mean_k3", "rejection_bounds": "0.01"})
+    config = from_verl(tmp_path, bypass, mode, f"{at}.loss_type=reinforce")
+    expected = {"loss": "reinforce", "old_logps": "sampler", "importance_correction": "sequence_truncate"}
+    expect(config, algorithm=expected | {"importance_max": 2.0, "aggregation": "token"})
+    assert f"{at}.loss_type = 'gspo' is left out" in noted_from_verl(tmp_path, bypass, f"{at}.loss_type=gspo")
+
+
+@pytest.mark.parametrize("written_as", ["RolloutCorrectionConfig.{}", "{}"])
+def test_presets_of_verl(tmp_path, written_as):
+    at = "algorithm.rollout_correction"
+    config = from_verl(tmp_path, f"'{at}={written_as.format('bypass_pg_is(threshold=3.0)')}'")
+    expect(config, algorithm={"rollout_correction": "bypass_pg_is(threshold=3.0)", "loss": "reinforce"})
+    config = from_verl(tmp_path, f"'{at}={written_as.format('decoupled_geo_rs()')}'")
+    expect(config, algorithm={"rollout_correction": "decoupled_geo_rs", "loss": "ppo_clip(dual_clip=3.0)"})
+
+
+def test_gdpo_of_verl_names_its_rewards(tmp_path):
+    parts = "'algorithm.gdpo_reward_keys=[format,accuracy]' 'algorithm.gdpo_reward_weights=[1,0.5]'"
+    own = "custom_reward_function.path=r.py actor_rollout_ref.rollout.n=4"
+    config = from_verl(tmp_path, "algorithm.adv_estimator=gdpo", parts, own)
+    expect(config, algorithm={"advantage": "gdpo(eps=1e-06)"})
+    expect(config, rewards={"functions": ("r.py:format", "r.py:accuracy"), "weights": (1.0, 0.5)})
+    assert "adv_estimator = 'gdpo' is left out" in noted_from_verl(tmp_path, "algorithm.adv_estimator=gdpo", own)
+
+
+def test_no_loss_or_advantage_of_verl_is_left_behind_silently(tmp_path):
+    """Every name that verl 0.9 registers gives a configuration, or an error that names it."""
+    modes = "vanilla dppo_tv dppo_kl gspo sapo gpg clip_cov kl_cov geo_mean dro cispo bypass_mode"
+    for mode in modes.split():
+        beta = "actor_rollout_ref.actor.policy_loss.dro_beta=0.1"
+        config = from_verl(tmp_path, f"actor_rollout_ref.actor.policy_loss.loss_mode={mode}", beta)
+        assert (policy_loss(config).function.__name__ == "ppo_clip") == (mode in ("vanilla", "bypass_mode"))
+    estimators = (
+        "gae grpo reinforce_plus_plus reinforce_plus_plus_baseline remax rloo opo grpo_passk gpg grpo_vectorized"
+    )
+    estimators += " rloo_vectorized optimal_token_baseline tir_optimal_token_baseline"
+    for name in estimators.split():
+        config = from_verl(tmp_path, f"algorithm.adv_estimator={name}", "actor_rollout_ref.rollout.n=4")
+        assert (config.algorithm.name == "ppo") == (name == "gae")
+        advantage_rule(config.algorithm.advantage)
+    mode = noted_from_verl(tmp_path, "actor_rollout_ref.actor.policy_loss.loss_mode=newer")
+    assert "loss_mode = 'newer' is left out" in mode and "there are vanilla" in mode
+    estimator = noted_from_verl(tmp_path, "algorithm.adv_estimator=newer")
+    assert "adv_estimator = 'newer' is left out" in estimator and "there are gae" in estimator
 
 
 def test_critic_checkpoints_and_subsets_of_verl(tmp_path):

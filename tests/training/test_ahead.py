@@ -22,8 +22,9 @@ AHEAD = ("jit(scored_logps)", "jit(update)")
         {},
         {"batch.minibatches": 2, "algorithm.beta": 0.0},
         {"batch.packing": "false", "algorithm.old_logps": "sampler"},
+        {"algorithm.old_logps": "interpolated", "algorithm.importance_correction": "token_truncate"},
     ],
-    ids=["reference", "minibatches", "sampler"],
+    ids=["reference", "minibatches", "sampler", "interpolated"],
 )
 def test_the_first_step_finds_its_programs(root, tmp_path, changes):
     config = load_config_file(f"{root / 'configs' / 'grpo.py'}:tiny")

@@ -1,5 +1,7 @@
 """`algorithm.old_logps`: the policy that the ratio compares with, the trainer's or the sampler's."""
 
+import dataclasses
+
 import jax
 import numpy as np
 import pytest
@@ -9,6 +11,7 @@ from jaxrl_llm.config import ConfigError, default, validate
 from jaxrl_llm.data import tasks
 from jaxrl_llm.distributed.sharding import make_mesh
 from jaxrl_llm.training.passes import scored_logps
+from jaxrl_llm.training.rollouts import Partial
 from jaxrl_llm.training.setup.objectives import objective_of
 from jaxrl_llm.training.setup.run import build
 from jaxrl_llm.training.setup.specs import old_logps_of
@@ -64,6 +67,21 @@ def test_dppo_drops_tokens_that_moved():
     assert abs(expected - (weights * surrogate).sum()) > 1e-4, "without the mask the loss is the same"
 
 
+def test_m2po_bounds_the_second_moment_of_an_update():
+    """Nothing is left out before the policy moves, and in the next update just so much that the bound holds."""
+    run, experience, state, (first,) = stepped(config_of(loss="m2po(threshold=1e-4)"))
+    batch = experience.batch
+    with jax.set_mesh(MESH):
+        logps = np.asarray(scored_logps(run.model.net, state.params, batch.inputs, 1.0, batch.rows, 1))
+        _, (second,) = improve(run, state, batch)
+    squares = np.square(logps - np.asarray(batch.sample_logps))[np.asarray(batch.mask) > 0]
+    left = sorted(squares)
+    while np.mean(left) > 1e-4:
+        left.pop()
+    assert float(first["m2po/masked"]) == 0 < len(left) < len(squares)
+    np.testing.assert_allclose(second["m2po/masked"], 1 - len(left) / len(squares), atol=0.02)
+
+
 @pytest.mark.parametrize("settings", [{}, {"kl_in_reward": True, "beta": 0.1, "advantage": "rloo"}], ids=["", "kl"])
 def test_sampler_and_trainer_agree_on_policy(settings):
     (_, ours, state, _), (_, theirs, other, _) = (
@@ -88,11 +106,114 @@ def test_auto_computes_only_what_differs():
 
 
 def test_correction_with_sampler_is_refused():
-    with pytest.raises(ConfigError, match=r"with algorithm\.old_logps = sampler .* would be 1 everywhere"):
-        config_of(old_logps="sampler", importance_correction="token_truncate")
-    config = config_of(loss="dppo", importance_correction="sequence_mask")
-    with pytest.raises(ConfigError, match=r"importance_correction is sequence_mask.*'dppo'.*would be 1 everywhere"):
+    config = config_of(old_logps="sampler", importance_correction="token_truncate")
+    with pytest.raises(ConfigError, match=r"importance_correction is token_truncate.*samples would be weighed twice"):
         old_logps_of(config)
+    config = config_of(loss="dppo", importance_correction="sequence_mask")
+    with pytest.raises(ConfigError, match=r"importance_correction is sequence_mask.*'dppo'.*weighed twice"):
+        old_logps_of(config)
+    assert old_logps_of(config_of(loss="reinforce", old_logps="sampler", importance_correction="sequence_mask"))
+
+
+@pytest.mark.parametrize("normalize", [pytest.param(False, marks=pytest.mark.slow), True])
+def test_bypass_weighs_by_the_policy_itself(normalize):
+    """In each update of a step `reinforce` is weighed by the ratio of the policy as it is then and the sampler."""
+    config = config_of(rollout_correction="bypass_pg_is(threshold=1.05)", num_iterations=2)
+    config.algorithm.importance_normalize = normalize
+    run, experience, state, _ = stepped(config)
+    config, batch, net = run.config, experience.batch, run.model.net
+    np.testing.assert_array_equal(batch.old_logps, batch.sample_logps)
+    with jax.set_mesh(MESH):
+        logps = np.asarray(scored_logps(net, state.params, batch.inputs, 1.0, batch.rows, 1))
+        objective = objective_of(config, net)
+        assert (objective.observe is not None) == normalize
+        observed = objective.observe(state.params, batch) if objective.observe else None
+        prepared = objective.prepare(batch, observed)
+        loss, metrics = objective.loss(state.params, prepared)
+    mask, sampled = np.asarray(batch.mask), np.asarray(batch.sample_logps)
+    ratio = np.exp(((logps - sampled) * mask).sum(axis=1, keepdims=True))
+    weights = np.minimum(ratio, 1.05)
+    assert 0 < (ratio > 1.05).sum() < len(ratio), "some are cut and some are not"
+    if normalize:
+        weights = weights / weights[mask.any(axis=1)].mean()
+    expected = (np.asarray(loss_weights(batch.mask, "token")) * -weights * np.asarray(batch.advantages) * logps).sum()
+    np.testing.assert_allclose(loss, expected, rtol=1e-3, atol=1e-5)
+    tokens = np.broadcast_to(ratio > 1.05, mask.shape)[mask > 0]
+    np.testing.assert_allclose(metrics["rollout_corr/fraction_high"], tokens.mean(), rtol=1e-4)
+
+
+def interpolated(staleness=1, **changes):
+    config = config_of(old_logps="interpolated", importance_correction="token_truncate", **changes)
+    config.rollout.staleness, config.total_steps = staleness, 2
+    validate(config)
+    return config
+
+
+def test_interpolation_takes_the_age_of_rows_and_costs_no_pass(monkeypatch):
+    """The second batch of a run with staleness 1 is of the policy before the first update: age 1, half of the way."""
+
+    def no_pass(*_):
+        raise AssertionError("log-probs are computed before the update")
+
+    config = interpolated()
+    assert old_logps_of(config) == "interpolated"
+    with jax.set_mesh(MESH):
+        run = build(config, MESH, train_dataset=tasks.generate("sort", size=16), rewards=digits)
+        with run.source.queue:
+            monkeypatch.setattr("jaxrl_llm.training.online.scored_logps", no_pass)
+            first = run.source.next(run.state, jax.random.key(1))
+            np.testing.assert_array_equal(first.batch.proximal_share, 0.0)
+            state, _ = improve(run, run.state, first.batch)
+            second = run.source.next(state, jax.random.key(2))
+        batch, net = second.batch, run.model.net
+        assert batch.old_logps is None and second.metrics["rollout/proximal_share"] == 0.5
+        logps = np.asarray(scored_logps(net, state.params, batch.inputs, 1.0, batch.rows, 1))
+        objective = objective_of(config, net)
+        loss, _ = objective.loss(state.params, objective.prepare(batch))
+    mask, advantages, sampled = (np.asarray(x) for x in (batch.mask, batch.advantages, batch.sample_logps))
+    change = (logps - sampled) * mask
+    assert np.abs(change).max() > 1e-3
+    ratio, weights = np.exp(change / 2), np.minimum(np.exp(change / 2), 3.0)
+    surrogate = -np.minimum(ratio * advantages, np.clip(ratio, 0.8, 1.2) * advantages)
+    expected = (np.asarray(loss_weights(batch.mask, "token")) * weights * surrogate).sum()
+    np.testing.assert_allclose(loss, expected, rtol=1e-3, atol=1e-5)
+
+
+def test_interpolation_takes_the_age_of_tokens():
+    """Rows that several policies sampled have a share for each token."""
+    config = interpolated(staleness=0)
+    with jax.set_mesh(MESH):
+        run = build(config, MESH, train_dataset=tasks.generate("sort", size=16), rewards=digits)
+        rollouts = run.source.producer.produce(run.state.params, 0, 1, jax.random.key(1))
+        versions = np.tile([[0, 0, 1, 1, 2, 2, 3, -1]], (16, 1)).astype(np.int32)
+        rollouts = rollouts._replace(partial=Partial(versions, 0, 1))
+        state = dataclasses.replace(run.state, step=run.state.step + 3)
+        batch = run.source.learner.prepare(rollouts, state, jax.random.key(2)).batch
+    share = np.asarray(batch.proximal_share)[:, -8:]
+    expected = np.array([3 / 4, 3 / 4, 2 / 3, 2 / 3, 1 / 2, 1 / 2, 0, 0])
+    np.testing.assert_allclose(share, np.tile(expected, (16, 1)), rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reader"),
+    [
+        ({"replay_groups": 2}, "replay_groups"),
+        ({"beta": 0.1, "kl_in_reward": True, "advantage": "rloo"}, "kl_in_reward"),
+        ({"beta": 0.1, "kl_controller": "adaptive"}, "an adaptive controller"),
+        ({"importance_normalize": True}, "importance_normalize"),
+    ],
+)
+def test_interpolation_is_not_known_before_the_update(changes, reader):
+    config = interpolated(**changes)
+    with pytest.raises(ConfigError, match=rf"old_logps is interpolated.*{reader}.*set old_logps to trainer or sampler"):
+        old_logps_of(config)
+
+
+def test_interpolation_needs_a_correction():
+    config = interpolated()
+    config.algorithm.importance_correction = "none"
+    with jax.set_mesh(MESH), pytest.raises(ConfigError, match="importance_correction is none"):
+        build(config, MESH, train_dataset=tasks.generate("sort", size=16), rewards=digits)
 
 
 def test_sampler_needs_no_correction():

@@ -287,6 +287,31 @@ def test_selected_tokens_are_of_the_batch(loss):
     np.testing.assert_allclose(sum(parts), token_mean(np.asarray(expected)), rtol=3e-5)
 
 
+def test_second_moments_are_of_the_batch():
+    """However the optimizer batch is cut, the tokens that m2po leaves out are those of the whole."""
+    settings = {"loss": "m2po(threshold=0.08)", "old_logps": "sampler"}
+    objective = objective_of(configured(settings), NET)
+    batch = jax.tree.map(jnp.asarray, BATCH.replace(ref_logps=None, old_logps=BATCH.sample_logps))
+    assert objective.observe is not None
+    prepared = objective.prepare(batch, objective.observe(PARAMS, batch))
+    loss_of = jax.jit(objective.loss)
+    parts = [loss_of(PARAMS, prepared.take(np.arange(start, start + 5))) for start in (0, 5)]
+    whole = policy_losses.m2po(LOGPS * MASK, BATCH.sample_logps, ADVANTAGES, mask=MASK, threshold=0.08)
+    of_parts = [
+        policy_losses.m2po_tokens(
+            *(x[i : i + 5] for x in (LOGPS * MASK, BATCH.sample_logps, ADVANTAGES)),
+            mask=MASK[i : i + 5],
+            threshold=0.08,
+        )
+        for i in (0, 5)
+    ]
+    out = np.asarray(prepared.prepared.selected)
+    assert 0 < out.sum() < MASK.sum() and (np.concatenate(of_parts) != out).any()
+    np.testing.assert_allclose(sum(loss for loss, _ in parts), token_mean(np.asarray(whole[0])), rtol=3e-5)
+    masked = sum(float(metrics["m2po/masked"].value) for _, metrics in parts)
+    np.testing.assert_allclose(masked, out.sum() / MASK.sum(), rtol=1e-5)
+
+
 def test_seeds_move_on_with_every_update():
     def loss(params, batch):
         return params["x"] * 0.0, {"seed": Metric(batch.seeds[0].astype(jnp.float32), "sum")}

@@ -12,6 +12,7 @@ from jaxrl_llm.tools.migrate.table import defaults, rules
 A, R, M = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
 PASSES = (R, "actor_rollout_ref.ref")  # that have sizes of their own; here they have the same, the first that is set
 PASS_SIZES = ("micro_batch_size_per_gpu", "micro_batch_size", "use_dynamic_bsz", "max_token_len_per_gpu")
+CORRECTION = "algorithm.rollout_correction"
 VERSIONS = ("0.8", "0.3")  # newest first
 OVERLONG = {"error": "error", "left": "truncate_left", "right": "truncate_right", "middle": "truncate_middle"}
 MEANS = {
@@ -194,7 +195,14 @@ def _online(draft: Draft, gpus: int) -> None:
         draft.set("algorithm.dynamic_sampling", True, key)
         key = "algorithm.filter_groups.max_num_gen_batches"
         draft.set("algorithm.max_sampling_rounds", int(draft.get(key) or 0) or 1000, key)
-    if correction := draft.get(key := "algorithm.rollout_correction.rollout_is"):
+    if preset := draft.get(CORRECTION):  # a call of RolloutCorrectionConfig, or its name
+        name = str(preset).removeprefix("RolloutCorrectionConfig.").removesuffix("()")
+        draft.set(CORRECTION, name, CORRECTION)
+    correction = draft.get(key := f"{CORRECTION}.rollout_is")
+    if correction and draft.get(f"{CORRECTION}.bypass_mode") and draft.values["algorithm.loss"] != "reinforce":
+        draft.check(f"{key} is {correction}, which verl measures and does not apply with bypass_mode and ppo_clip")
+        draft.use(key, f"{key}_threshold", f"{key}_batch_normalize")
+    elif correction:
         # One number cuts the weights, `low_high` sets those outside to 0 (IcePop).
         *low, high = str(draft.get(f"{key}_threshold") or 2.0).split("_")
         draft.set("algorithm.importance_correction", f"{correction}_{'mask' if low else 'truncate'}", key)
@@ -202,7 +210,7 @@ def _online(draft: Draft, gpus: int) -> None:
         draft.set("algorithm.importance_min", float(low[0]) if low else None, f"{key}_threshold")
         normalize = f"{key}_batch_normalize"
         draft.set("algorithm.importance_normalize", draft.get(normalize), normalize)
-    if criteria := draft.get(key := "algorithm.rollout_correction.rollout_rs"):
+    if criteria := draft.get(key := f"{CORRECTION}.rollout_rs"):
         draft.set("algorithm.rejection", criteria, key)
         bounds = draft.get(f"{key}_threshold")
         draft.set("algorithm.rejection_bounds", None if bounds is None else str(bounds), f"{key}_threshold")
@@ -258,9 +266,25 @@ def _loss(draft: Draft) -> None:
             "kl_cov",
             {"fraction": (f"{section}.kl_cov_ratio", 2e-4), "kl_coef": (f"{section}.ppo_kl_coef", 0.1)},
         ),
+        "dppo_tv": ("dppo_tv", {"maximum": (f"{A}.clip_ratio_c", 20.0)}),
+        "dppo_kl": ("dppo_kl", {"maximum": (f"{A}.clip_ratio_c", 20.0)}),
+        "dro": ("dro", {"beta": (f"{section}.dro_beta", 0.0)}),
     }
+    # Bypass mode has losses of its own, whatever loss_mode says.
+    preset = str(draft.get(CORRECTION) or "").removeprefix("RolloutCorrectionConfig.")
+    if draft.get(f"{CORRECTION}.bypass_mode") or preset.startswith("bypass_") or mode == "bypass_mode":
+        kind = draft.get(f"{CORRECTION}.loss_type") or ("reinforce" if preset.startswith("bypass_pg") else "ppo_clip")
+        mode = {"ppo_clip": "vanilla", "reinforce": "gpg"}.get(str(kind))
+        if mode is None:
+            raise ConfigError(f"{CORRECTION}.loss_type is {kind!r}, but verl has ppo_clip and reinforce")
+        draft.set("algorithm.old_logps", "sampler", f"{CORRECTION}.bypass_mode")
+        draft.use(f"{CORRECTION}.loss_type")
+    elif mode in ("dppo_tv", "dppo_kl"):  # which compare with the sampler unless told otherwise
+        draft.set("algorithm.old_logps", "trainer", f"{section}.loss_mode")
     if mode not in losses:
         raise ConfigError(f"{section}.loss_mode is {mode!r}, which has no equivalent; there are {', '.join(losses)}")
+    if mode == "dro" and not float(draft.get(f"{section}.dro_beta") or 0) > 0:
+        raise ConfigError(f"{section}.loss_mode is dro, for which verl wants {section}.dro_beta above 0: set it")
     loss, keys = losses[mode]
     options = {option: draft.first(key, default=default) for option, (key, default) in keys.items()}
     draft.use(f"{A}.tau_pos", f"{A}.tau_neg", *(key for key, _ in keys.values()))
@@ -300,6 +324,9 @@ def _advantage(draft: Draft, gpus: int, minibatch: int) -> None:
         "remax": "remax",
         "opo": "opo",
         "gpg": "gpg",
+        "gdpo": "gdpo(eps=1e-06)",
+        "optimal_token_baseline": "otb",
+        "tir_optimal_token_baseline": "otb",
     }
     if name not in known:
         raise ConfigError(f"algorithm.adv_estimator is {name!r}, which has no equivalent; there are {', '.join(known)}")
@@ -368,10 +395,24 @@ def _divergence(draft: Draft) -> None:
 def _rewards(draft: Draft) -> None:
     """Set the reward function and the reward model; a guess from the data set's name where neither is set."""
     functions, keys = [], ["custom_reward_function.path", "custom_reward_function.name"]
+    parts = []  # of the dictionary that the function returns, which gdpo reads one by one
+    if draft.get("algorithm.adv_estimator") == "gdpo":
+        parts, weights = draft.get("algorithm.gdpo_reward_keys"), draft.get("algorithm.gdpo_reward_weights")
+        if not parts:
+            raise ConfigError("algorithm.adv_estimator is gdpo, but algorithm.gdpo_reward_keys names no rewards")
+        draft.set("rewards.weights", [float(x) for x in weights] if weights else None, "algorithm.gdpo_reward_weights")
+        keys.append("algorithm.gdpo_reward_keys")
+        draft.check(
+            f"verl's gdpo reads {', '.join(parts)} from the dictionary that one reward function returns; here each is "
+            "a function of its own: write those that rewards.functions names"
+        )
     if path := draft.get("custom_reward_function.path"):
         options = _below(draft, "custom_reward_function.reward_kwargs")
         keys += [f"custom_reward_function.reward_kwargs.{key}" for key in options]
-        functions.append(with_options(f"{path}:{draft.get('custom_reward_function.name')}", options))
+        names = parts or [draft.get("custom_reward_function.name")]
+        functions += [with_options(f"{path}:{name}", options) for name in names]
+    elif parts:
+        functions += parts
     if draft.get("reward_model.enable"):
         names = {"max_length": "reward_model.max_length", "rows": "reward_model.micro_batch_size_per_gpu"}
         keys += ["reward_model.enable", "reward_model.model.path", *names.values()]

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jaxrl_llm.config import ConfigDict, ConfigError, batch_rows
+from jaxrl_llm.config import ConfigDict, ConfigError, batch_rows, with_correction
 from jaxrl_llm.config.schema import OFFLINE
 from jaxrl_llm.distributed.sharding import bytes_on_device
 from jaxrl_llm.models.model import check_attention
@@ -68,6 +68,7 @@ def make_plan(
     "rollout", "logps" or "update". Where the TPU compiler refuses a program that does not fit, the plan is that of
     simulated devices and says so. Raises ConfigError as training would.
     """
+    config = with_correction(config)
     if sampling_devices(config):
         raise ConfigError(
             f"rollout.devices is {config.rollout.devices}: a plan is of devices that do all. Plan each half with "

@@ -5,6 +5,7 @@ Everything that the plan takes from the engine, the batch and the objectives is 
 
 import dataclasses
 import functools
+import inspect
 from typing import Any, NamedTuple
 
 import jax
@@ -24,13 +25,14 @@ from jaxrl_llm.rollout.engine import Engine
 from jaxrl_llm.rollout.scheduler import Scheduler
 from jaxrl_llm.tools.plan.compiler import Compiler, ProgramStats, Trips
 from jaxrl_llm.tools.plan.shapes import Shapes, TeacherShapes, visiting
+from jaxrl_llm.training.advantages import advantage_rule
 from jaxrl_llm.training.objectives.objective import Objective
 from jaxrl_llm.training.objectives.value import critic_params, value_regression
 from jaxrl_llm.training.optimizers import build_optimizer, learning_rate_schedule
 from jaxrl_llm.training.packing import planner
 from jaxrl_llm.training.packing.layout import Sizes, plan
 from jaxrl_llm.training.packing.planner import Packer, Sample, make_packer
-from jaxrl_llm.training.passes import scored_distributions, scored_logps, scored_top, values_before
+from jaxrl_llm.training.passes import scored_distributions, scored_logps, scored_norms, scored_top, values_before
 from jaxrl_llm.training.setup.memory import fitting_rows, gradient_bytes, with_fitting_slots
 from jaxrl_llm.training.setup.objectives import critic_spec, needs_reference, objective_of, policy_loss
 from jaxrl_llm.training.setup.run import make_optimizer, rows_of_shards, shard_rows
@@ -199,7 +201,9 @@ def compile_logps(
     first, temperature = (widths[0], config.rollout.temperature or 1.0) if online else (0, 1.0)
     inputs = Inputs(ints, ints, layout=layouts.forward, prompt_width=first)
     arguments, trips = (inputs, temperature, microbatch, shards), layouts.forward_trips
-    if (online and old_logps_of(config) == "trainer") or offline_spec(config, widths[1]).running_mean:
+    if online and "logit_norms" in inspect.signature(advantage_rule(config.algorithm.advantage)[0]).parameters:
+        compiler.add("log-probs", scored_norms, (shapes.net, visiting(params), *arguments), of_run=params, trips=trips)
+    elif (online and old_logps_of(config) == "trainer") or offline_spec(config, widths[1]).running_mean:
         compiler.add("log-probs", scored_logps, (shapes.net, visiting(params), *arguments), of_run=params, trips=trips)
     if shapes.reference is not None:
         reference = visiting(shapes.reference)
@@ -246,7 +250,8 @@ def update_batch(
     if algorithm.name not in OFFLINE:
         fields = dict.fromkeys(("sample_logps", "advantages"), tokens)
         fields |= {"observed": tokens} if algorithm.observation_coef else {}
-        fields |= dict.fromkeys(("old_logps",) if old_logps_of(config) != "policy" else (), tokens)
+        kind = old_logps_of(config)
+        fields |= {"proximal_share" if kind == "interpolated" else "old_logps": tokens} if kind != "policy" else {}
         if needs_reference(config) and not algorithm.kl_in_reward:
             if algorithm.kl == "full":
                 size, dtype = net.config.width, net.config.dtype

@@ -17,6 +17,7 @@ from jaxrl_llm.algorithms.off_policy import (
     LARGEST_LOG_RATIO,
     Criterion,
     importance_correction,
+    interpolated_logps,
     mean_weight,
     mismatch_kl,
     off_policy_sequence_mask,
@@ -38,6 +39,7 @@ class PolicyLoss:
     takes: frozenset[str]  # names of its arguments
     ratio: str = "token"
     select: Callable[..., jax.Array] | None = None
+    reads_old_logps: bool = True
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,7 +77,8 @@ def policy_gradient(spec: PolicySpec, net: Net) -> Objective:
     2605.24517).
 
     The entropy bonus is that of the tokens whose policy term counts, the same in every aggregation mode. Without
-    `batch.old_logps` the policy that is updated is the one that sampled, and the ratio is 1. The KL term is masked by
+    `batch.old_logps` the policy that is updated is the one that sampled, and the ratio is 1, or, with
+    `batch.proximal_share`, the old policy is between the two. The KL term is masked by
     nothing but the mask; with `kl_bias_correction` it is multiplied by the ratio that the loss reads. Warns of k1 in
     the loss, whose gradient is 0 in expectation.
     """
@@ -96,14 +99,15 @@ def policy_gradient(spec: PolicySpec, net: Net) -> Objective:
             batch = batch.prepare(keep=keep, entropy_share=keep / jnp.maximum(keep.sum(), 1.0))
         if observed is not None and select is not None:
             logps = observed[0]
-            old_logps = logps if batch.old_logps is None else batch.old_logps
+            old_logps = old_logps_of(batch, logps)
             options = {**spec.loss.options, **_random(spec.loss, batch)}
             selected = select(
                 logps, old_logps, batch.advantages, spec.epsilon_low, spec.epsilon_high, mask=batch.mask, **options
             )
             batch = batch.prepare(selected=selected.astype(jnp.float32))
         if spec.importance_normalize:
-            weights, _ = _importance_weights(spec, batch.old_logps, batch)
+            trainer = observed[0] if observed is not None and spec.old_logps_of_sampler else batch.old_logps
+            weights, _ = _importance_weights(spec, trainer, batch)
             mean = mean_weight(weights, batch.mask, spec.importance_correction)
             batch = batch.prepare(mean_weight=jnp.full(batch.rows, mean))
         batch = batch.prepare(row_weights=jnp.full(batch.rows, 1.0 / batch.rows))
@@ -123,7 +127,8 @@ def policy_gradient(spec: PolicySpec, net: Net) -> Objective:
         )  # fmt: skip
         return policy_objective(spec, tokens, batch)
 
-    observes = spec.top_entropy_quantile < 1 or select is not None
+    weighs_itself = spec.importance_normalize and spec.old_logps_of_sampler  # by log-probs that no batch brings along
+    observes = spec.top_entropy_quantile < 1 or select is not None or weighs_itself
     return Objective(prepare, loss, observe if observes else None)
 
 
@@ -144,7 +149,9 @@ def policy_objective(spec: PolicySpec, tokens: TokenStatistics, batch: Batch) ->
     if batch.observed is not None:
         # Nothing else has log-probs of observation tokens, so no other term may see the policy's.
         observed, logps = logps, jnp.where(mask > 0, logps, 0.0)
-    old_logps = jax.lax.stop_gradient(logps) if batch.old_logps is None else batch.old_logps
+    old_logps = old_logps_of(batch, logps)
+    # Samples are weighed and rejected by the policy as it is where the old log-probs are the sampler's own.
+    trainer = jax.lax.stop_gradient(logps) if spec.old_logps_of_sampler else old_logps
     arguments = dict(chosen.options)
     if chosen.select is not None:
         arguments["selected"] = prepared.selected
@@ -152,7 +159,7 @@ def policy_objective(spec: PolicySpec, tokens: TokenStatistics, batch: Batch) ->
         arguments |= _random(chosen, batch)
     correction = None
     if spec.importance_correction != "none":
-        correction, _ = _importance_weights(spec, old_logps, batch)
+        correction, _ = _importance_weights(spec, trainer, batch)
         if prepared.mean_weight is not None:
             correction /= prepared.mean_weight[:, None]
     if correction is not None and "importance_weights" in chosen.takes:
@@ -175,9 +182,7 @@ def policy_objective(spec: PolicySpec, tokens: TokenStatistics, batch: Batch) ->
         keep = off_policy_sequence_mask(advantages, batch.sample_logps, logps, mask, spec.off_policy_mask_threshold)
         per_token, metrics["off_policy_masked"] = per_token * keep, Metric(1.0 - keep)
     if spec.rejection:
-        # Of the policy as it is where the old log-probs are the sampler's own, as there is no other to compare with.
-        against = logps if spec.old_logps_of_sampler else old_logps
-        keep = rejection_mask(against, batch.sample_logps, mask, spec.rejection)
+        keep = rejection_mask(trainer, batch.sample_logps, mask, spec.rejection)
         per_token, metrics["rollout_corr/rejected"] = per_token * keep, Metric(1.0 - keep)
     if prepared.keep is not None:
         per_token *= prepared.keep
@@ -209,7 +214,16 @@ def policy_objective(spec: PolicySpec, tokens: TokenStatistics, batch: Batch) ->
         error = -prepared.observed_share * observed
         metrics["observations/nll"] = Metric(error, "sum")
         value += spec.observation_coef * error.sum()
-    return value, token_metrics(metrics | sampler_metrics(spec, old_logps, batch), batch)
+    return value, token_metrics(metrics | sampler_metrics(spec, trainer, batch), batch)
+
+
+def old_logps_of(batch: Batch, logps) -> jax.Array:
+    """What the ratio of the policy's `logps` compares with, `[N,T]`, without gradient."""
+    if batch.old_logps is not None:
+        return batch.old_logps
+    if batch.proximal_share is not None:
+        return interpolated_logps(batch.sample_logps, logps, batch.proximal_share)
+    return jax.lax.stop_gradient(logps)
 
 
 def _importance_weights(spec: PolicySpec, old_logps, batch: Batch) -> tuple[jax.Array, jax.Array]:
@@ -232,7 +246,7 @@ def known_slopes(spec: PolicySpec, batch: Batch) -> Slopes | None:
     """
     scalars = batch.scalars
     enters = (
-        batch.old_logps is not None,
+        batch.old_logps is not None or batch.proximal_share is not None,
         spec.importance_correction != "none",
         spec.rejection,
         spec.off_policy_mask_threshold is not None,
@@ -289,7 +303,7 @@ def reads_ratio_alone(loss: PolicyLoss) -> bool:
     return not any(x in same for x in graph.outvars)
 
 
-def sampler_metrics(spec: PolicySpec, old_logps, batch: Batch) -> Metrics:
+def sampler_metrics(spec: PolicySpec, trainer_logps, batch: Batch) -> Metrics:
     """Distances of the sampler's log-probs from the trainer's, before any correction.
 
     The ratio is that of whole rows, or its geometric mean, where `importance_correction` is, else that of tokens. Only
@@ -297,15 +311,15 @@ def sampler_metrics(spec: PolicySpec, old_logps, batch: Batch) -> Metrics:
     rows, and of the weights that count their mean, their square, and the share of ratios outside the bounds.
     """
     live, share = batch.mask > 0, batch.prepared.token_share
-    difference = jnp.where(live, jnp.abs(old_logps - batch.sample_logps), 0.0)
+    difference = jnp.where(live, jnp.abs(trainer_logps - batch.sample_logps), 0.0)
     mode = spec.importance_correction
     level = "token" if mode == "none" else mode.split("_")[0]
-    _, ratio = importance_correction(old_logps, batch.sample_logps, batch.mask, f"{level}_truncate")
+    _, ratio = importance_correction(trainer_logps, batch.sample_logps, batch.mask, f"{level}_truncate")
     # The mean over this micro-batch's tokens, times the share that they have in the optimizer batch.
-    drift = mismatch_kl(old_logps, batch.sample_logps, batch.mask) * share.sum()
+    drift = mismatch_kl(trainer_logps, batch.sample_logps, batch.mask) * share.sum()
     metrics = {}
     if mode != "none" or spec.rejection:
-        change = old_logps - batch.sample_logps
+        change = trainer_logps - batch.sample_logps
         change = jnp.where(live & ~jnp.isnan(change), change, 0.0)
         of_tokens = jnp.clip(change, -LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
         of_rows = jnp.clip(change.sum(axis=1), -LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
@@ -315,7 +329,7 @@ def sampler_metrics(spec: PolicySpec, old_logps, batch: Batch) -> Metrics:
             "rollout_corr/chi2_sequence": Metric(batch.prepared.row_weights * jnp.expm1(2.0 * of_rows), "sum"),
         }
     if mode != "none":
-        weights, raw = _importance_weights(spec, old_logps, batch)
+        weights, raw = _importance_weights(spec, trainer_logps, batch)
         low = 0.0 if spec.importance_min is None else spec.importance_min
         metrics |= {
             "rollout_corr/weight": Metric(weights),

@@ -157,6 +157,7 @@ def policy_loss(config) -> PolicyLoss:
         takes=frozenset(inspect.signature(function).parameters),
         ratio=level,
         select=getattr(function, "select", None),
+        reads_old_logps=getattr(function, "old_logps", None) != "unread",
     )
 
 

@@ -11,7 +11,7 @@ import optax
 from jax.sharding import Mesh
 
 from jaxrl_llm.algorithms.random_streams import ADAPTERS, VALUE_HEAD
-from jaxrl_llm.config import ConfigDict, ConfigError, batch_rows
+from jaxrl_llm.config import ConfigDict, ConfigError, batch_rows, with_correction
 from jaxrl_llm.config.resolve import split_options
 from jaxrl_llm.config.schema import OFFLINE
 from jaxrl_llm.data import loading
@@ -158,6 +158,8 @@ def build(
 
     Data is read before weights. Raises ConfigError for anything the user can fix.
     """
+    if config.algorithm.rollout_correction is not None:
+        config = with_correction(config)
     check_rows(config, batch_rows(config), mesh)
     given_model, stopwatch = model, Stopwatch()
     spec = environment_spec(config, environment, tools)  # refused before anything is read

@@ -339,18 +339,20 @@ def learner_spec(config) -> LearnerSpec:
 
 
 def old_logps_of(config) -> str:
-    """The policy that the ratio compares with: "sampler", "trainer" (computed before the step), or "policy".
+    """The policy that the ratio compares with: "sampler", "trainer" (computed before the step), "interpolated" or
+    "policy".
 
     "policy" is the updated policy itself: where the sampled rows give one update it has sampled them, its ratio is 1,
-    and there is nothing to compute. Raises ConfigError for the sampler together with an importance correction.
+    and there is nothing to compute. Raises ConfigError for an importance correction of a ratio with the sampler.
     """
     c = config.algorithm
     if old_logps_are_the_samplers(config):
-        if c.importance_correction != "none":
+        if c.importance_correction != "none" and policy_loss(config).reads_old_logps:
             raise ConfigError(
                 f"algorithm.importance_correction is {c.importance_correction}, but the ratio of algorithm.loss = "
-                f"{c.loss!r} compares with the sampler's log-probs (algorithm.old_logps is {c.old_logps}), and the "
-                "correction would be 1 everywhere: set importance_correction to none, or old_logps to trainer"
+                f"{c.loss!r} compares with the sampler's log-probs (algorithm.old_logps is {c.old_logps}), and samples "
+                "would be weighed twice: set importance_correction to none, old_logps to trainer, or a loss without a "
+                "ratio, reinforce"
             )
         return "sampler"
     one_update = c.num_iterations == 1 and config.batch.minibatches == 1
@@ -358,6 +360,19 @@ def old_logps_of(config) -> str:
     # A teacher rates the policy by the sampler's log-probs, where these are the policy's own.
     of_tokens = config.teacher.path is not None and config.teacher.form == "advantage"
     rates = of_tokens and c.importance_correction != "none"
+    if c.old_logps == "interpolated":
+        readers = {
+            "replay_groups, of which no age is known": c.replay_groups,
+            "a KL that is measured before the update (kl_in_reward, reward_beta, an adaptive controller)": measures_kl,
+            "importance_normalize": c.importance_normalize,
+            "a teacher in the advantages": of_tokens,
+        }
+        for reader in (name for name, on in readers.items() if on):
+            raise ConfigError(
+                "algorithm.old_logps is interpolated, which gives log-probs in the update and none before it, but the "
+                f"configuration has {reader}: set old_logps to trainer or sampler, or leave that out"
+            )
+        return "interpolated"
     # The mean weight of a batch is taken before its micro-batches, where the policy's own are not yet known.
     known = c.old_logps == "trainer" or c.importance_normalize
     computed = known or not one_update or c.replay_groups or measures_kl or rates
