@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 import transformers
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForSequenceClassification
 
 from benchmarks.page import table
 from jaxrl_llm.algorithms.batch import Inputs
@@ -32,7 +32,7 @@ from jaxrl_llm.models.lora import LoraConfig
 from jaxrl_llm.models.model import Model, add_adapters, load_model, save_hf
 from jaxrl_llm.models.rope import KINDS
 from jaxrl_llm.models.safetensors import stored_tensors
-from tests.models import oracles
+from tests.models import images, oracles
 from tests.models.decoding import padded
 
 ROOT = Path(__file__).parent.parent
@@ -125,6 +125,61 @@ def shard_error(model: Model, folder: Path) -> float:
     return error(cut(tokens), model(tokens))
 
 
+VISION_COLUMNS = ("load", "logits", "greedy", "gradients", "export", "8-device shard")
+# What is a family's own, in jaxrl_llm/models/, and what it shares with others.
+VISION_FILES = {
+    "idefics3": ("families/idefics3.py", "families/siglip.py vision/siglip.py vision/projector.py"),
+    "smolvlm": ("families/smolvlm.py", "families/idefics3.py, and its"),
+    "gemma3": ("families/gemma3.py", "families/siglip.py families/gemma3_text.py vision/siglip.py vision/projector.py"),
+    "qwen2_5_vl": ("families/qwen2_5_vl.py", "families/qwen_vl.py vision/patch_rows.py"),
+    "qwen3_vl": ("families/qwen3_vl.py", "families/qwen_vl.py vision/patch_rows.py"),
+}
+
+
+def vision_row(family: str, folder: Path) -> list[str]:
+    """What is measured of a family with vision, on rows with two images, one and none."""
+    oracle, documents = images.make_vision_oracle(family), images.image_documents(family=family)
+    oracle.save_pretrained(folder / "model")
+    model = load_model(folder / "model")
+
+    def against(other) -> float:
+        alone, worst = [images.logits_alone(other, document) for document in documents], 0.0
+        for side in SIDES:
+            tokens, segments, seen = images.padded_images(documents, side)
+            logits = np.asarray(model(tokens, segments, images=seen))
+            worst = max(worst, *(error(logits[row][segments[row] > 0], expected) for row, expected in enumerate(alone)))
+        return worst
+
+    save_hf(model, folder / "export")
+    found, expected = images.image_gradients(model, documents), images.oracle_image_gradients(oracle, documents)
+    module = family_of(model.hf_config or {})
+    tensors = stored_tensors(model.net, module, getattr(module, "MODULE_KEYS", None))
+    greedy = images.image_greedy(model, documents, STEPS)[:, 0]
+    equal = int((greedy == images.oracle_image_greedy(oracle, documents, STEPS)).sum())
+    tokens, segments, seen = images.padded_images(images.image_documents((2, 1, 0, 1), family))
+    whole = np.asarray(model(tokens, segments, images=seen))
+    mesh = make_mesh(1, 2, 2, context=2)
+    with jax.set_mesh(mesh):
+        cut = np.asarray(load_model(folder / "model", mesh=mesh)(tokens, segments, images=seen))
+    again = AutoModelForImageTextToText.from_pretrained(folder / "export", attn_implementation="eager").eval()
+    numbers = (
+        load_mismatches(model, folder / "export"),
+        against(oracle),
+        f"{equal} of {greedy.size}",
+        max(error(oracles.in_parameters(one, found), oracles.of_files(one, expected)) for one in tensors),
+        against(again),
+        error(cut[segments > 0], whole[segments > 0]),
+    )
+    return [f"`{family}`", *(x if isinstance(x, str) else f"{x:.1e}" for x in numbers)]
+
+
+def vision_lines(family: str) -> list[str]:
+    """The lines that a family with vision took."""
+    own, shared = VISION_FILES[family]
+    lines = len((ROOT / "jaxrl_llm" / "models" / own).read_text(encoding="utf-8").splitlines())
+    return [f"`{family}`", f"`{own}`, {lines} lines", shared]
+
+
 def row(variant: str, folder: Path) -> list[str]:
     """All that is measured of one family."""
     oracle = oracles.make_oracle(variant)
@@ -193,9 +248,17 @@ Weights are safetensors. With `model.allow_pickle` a folder without them is read
 that knows tensors only and runs nothing. Code that a tokenizer's folder brings is run with `model.trust_remote_code`
 only.
 
-`idefics3` and `smolvlm` read images: [vision](vision.md). Of a Gemma 3 with vision (`gemma3`) the text part is loaded,
-and exported as a text model (`gemma3_text`).
+## Families that read images
 
+[Vision](vision.md) says how. The same, on rows with two images, one and none, padded on either side; where images are
+of any size these have 15, 6 and 4 tokens. The mesh is (fsdp, context, tensor) = (2, 2, 2).
+
+{vision_table}
+What a family took: a file with the names of its tensors and the entries of its config.json, beside an encoder that it
+shares (the paths are in `jaxrl_llm/models/`), and a function in `data/image_processor.py` (20 to 50 lines) that calls
+transformers' processor of images, and writes their tokens.
+
+{vision_lines}
 ## A family of your own
 
 A family is a file: names of tensors, and what entries of config.json mean for a `ModelConfig` (models/model_config.py
@@ -268,7 +331,14 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as temporary:
             rows.append(row(variant, Path(temporary)))
         print(*rows[-1], flush=True)
+    seen = [["family", *VISION_COLUMNS]]
+    for family in images.VISION:
+        with tempfile.TemporaryDirectory() as temporary:
+            seen.append(vision_row(family, Path(temporary)))
+        print(*seen[-1], flush=True)
+    lines = [["family", "its own", "shared"], *map(vision_lines, images.VISION)]
     text = TEXT.format(
+        vision_table=table(seen), vision_lines=table(lines),
         jax=jax.__version__, transformers=transformers.__version__, window=oracles.WINDOW, table=table(rows),
         steps=STEPS, example=EXAMPLE, kinds=", ".join(KINDS),
     )  # fmt: skip

@@ -50,7 +50,7 @@ class Images:
 
     pixels: Array  # [N,K,H,W,C] as the model's image processor normalises them; K are the most tiles of a row
     count: Array  # [N] int32 tiles of each row; those behind are padding
-    features: Array = None  # [N,M,D] embeddings of the M tokens of K tiles, where what makes them is frozen
+    features: Array = None  # [N,M,(1+E)D] of the M tokens of K tiles, where what makes them is frozen
     grids: Array = None  # [N,K,2] int32 patches along height and width of each image; `pixels` are its patches [N,P,n]
 
 
@@ -62,7 +62,7 @@ class ImageEmbeddings:
     Each of Z sources is for N / Z rows, one after another: a row by itself, or the packed rows of a shard.
     """
 
-    values: Array  # [Z,M,D]
+    values: Array  # [Z,M,(1+E)D] embeddings, and what is added behind each of the first E layers
     index: Array  # [N,T] int32 which of its source's M lies here; -1: none
     positions: Array = None  # [N,T,3] int32 in time, height and width, of models with positions of these axes
 

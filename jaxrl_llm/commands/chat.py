@@ -5,13 +5,14 @@
 
 Reads lines, from a terminal or a pipe, and answers each. Lines are messages of a conversation where the model has a
 chat template; without one (or with --chat=false) each line is a prompt of its own. `--against` shows the answers of two
-models side by side.
+models side by side. `/image FILE` shows the model an image: it stands before the text of the next line.
 """
 
 import contextlib
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, TextIO
 
 import jax
@@ -19,17 +20,19 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from jaxrl_llm.commands.generate import MODEL, SAMPLING, engine_of, prompt_ids, sample_ids
+from jaxrl_llm.commands.generate import MODEL, SAMPLING, engine_of, prompt_rows, sample_ids
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.config.flags import load_options
 from jaxrl_llm.config.schema import Setting
+from jaxrl_llm.data.images import ImageLimits, read_image
 from jaxrl_llm.data.templates import Prompt, decode_completion
+from jaxrl_llm.data.tokenize import PIXELS
 from jaxrl_llm.distributed import processes
 from jaxrl_llm.distributed.compilation_cache import keep_compiled
 from jaxrl_llm.distributed.sharding import make_mesh
 from jaxrl_llm.models.model import Model, load_model
 
-HELP = "/reset starts a new conversation, /quit or the end of the input leaves"
+HELP = "/image FILE shows an image, /reset starts a new conversation, /quit or the end of the input leaves"
 SMALLEST = 64  # tokens of the narrowest prompt that a program is compiled for; wider ones double
 
 FLAGS = (
@@ -52,17 +55,21 @@ class Speaker:
     answer: Callable[[Any, int], str]
     chat: bool
     system: str = ""
-    messages: list[dict[str, str]] = field(default_factory=list)
+    messages: list[dict[str, Any]] = field(default_factory=list)
 
     def reset(self) -> None:
         """Starts a new conversation."""
         self.messages = [{"role": "system", "content": self.system}] if self.system else []
 
-    def say(self, text: str, turn: int) -> str:
-        """The answer to a user's text; an error of `answer` leaves the conversation as it was."""
+    def say(self, text: str, turn: int, images: Sequence[Path] = ()) -> str:
+        """The answer to a user's text behind images; an error of `answer` leaves the conversation as it was."""
         if not self.chat:
+            if images:
+                raise ConfigError(f"{self.name} is not asked through a chat template, so its lines have no images")
             return self.answer(text, turn)
-        messages = [*self.messages, {"role": "user", "content": text}]
+        parts = [{"type": "image", "image": str(image)} for image in images]
+        content = [*parts, {"type": "text", "text": text}] if parts else text
+        messages = [*self.messages, {"role": "user", "content": content}]
         answer = self.answer(messages, turn)
         self.messages = [*messages, {"role": "assistant", "content": answer}]
         return answer
@@ -85,7 +92,7 @@ def converse(speakers: Sequence[Speaker], read: TextIO | None = None, console: C
             console.print(f"{speaker.name}{kind}", markup=False)
     if terminal:
         console.print(HELP, markup=False)
-    turn = 0
+    turn, images = 0, list[Path]()
     for line in _typed_lines() if terminal else read or sys.stdin:
         text = line.strip()
         if text == "/quit":
@@ -93,11 +100,20 @@ def converse(speakers: Sequence[Speaker], read: TextIO | None = None, console: C
         if text == "/reset":
             for speaker in speakers:
                 speaker.reset()
+            images = []
+        elif text.partition(" ")[0] == "/image":
+            file = Path(text.removeprefix("/image").strip()).expanduser().absolute()
+            try:
+                read_image(file, ImageLimits())
+                images.append(file)
+            except ConfigError as error:
+                console.print(f"error: {error}", markup=False)
         elif text.startswith("/") and text.partition(" ")[0] in ("/help", "/exit", "/?"):
             console.print(HELP, markup=False)
         elif text:
             turn += 1
-            _show_answers(speakers, text, turn, console, terminal)
+            _show_answers(speakers, text, images, turn, console, terminal)
+            images = []
 
 
 def _typed_lines() -> Iterator[str]:
@@ -108,10 +124,12 @@ def _typed_lines() -> Iterator[str]:
             yield input("> ")
 
 
-def _show_answers(speakers: Sequence[Speaker], text: str, turn: int, console: Console, terminal: bool) -> None:
+def _show_answers(
+    speakers: Sequence[Speaker], text: str, images: list[Path], turn: int, console: Console, terminal: bool
+) -> None:
     before = [list(speaker.messages) for speaker in speakers]
     try:
-        answers = [speaker.say(text, turn) for speaker in speakers]
+        answers = [speaker.say(text, turn, images) for speaker in speakers]
     except (ConfigError, KeyboardInterrupt) as error:
         if isinstance(error, KeyboardInterrupt) and not terminal:
             raise
@@ -149,7 +167,8 @@ def answerer(model: Model, **settings: Any) -> Callable[[Prompt, int], str]:
     positions = (entries.get("text_config") or entries).get("max_position_embeddings")
 
     def answer(prompt: Prompt, turn: int) -> str:
-        (ids,) = prompt_ids(model, [prompt])
+        (asked,) = prompt_rows(model, [prompt])
+        ids = asked["prompt_ids"]
         width = bucket(len(ids))
         if positions is not None and len(ids) + max_new_tokens > positions:
             raise ConfigError(
@@ -157,7 +176,7 @@ def answerer(model: Model, **settings: Any) -> Callable[[Prompt, int], str]:
                 f"{positions} that {model.path} was made for"
             )
         width = width if positions is None else min(width, positions - max_new_tokens)
-        (row,) = sample_ids(model, engine, [ids], seed, width, turn - 1)
+        (row,) = sample_ids(model, engine, [ids], seed, width, turn - 1, [asked.get(PIXELS)])
         return str(decode_completion(model.tokenizer, row, False))
 
     return answer

@@ -167,11 +167,6 @@ def engine_of(model: Model, values: Mapping[str, Any], samples: int = 1) -> Engi
     return Engine(model.net, sampling, samples, values["max_new_tokens"], eos, automata=automata, grammar=grammar)
 
 
-def prompt_ids(model: Model, prompts: Any) -> list[list[int]]:
-    """The token ids of each prompt; raises ConfigError for a model without tokenizer and an empty prompt."""
-    return [row["prompt_ids"] for row in prompt_rows(model, prompts)]
-
-
 def prompt_rows(model: Model, prompts: Any, images: Sequence[Any] | None = None) -> list[Row]:
     """The `prompt_ids` of each prompt and, where it has images, its tiles `pixels`.
 

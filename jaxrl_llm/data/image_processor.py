@@ -1,8 +1,8 @@
 """Image processors of vision-language models: the text that stands for an image in a prompt, and its pixels.
 
 `load` reads the files of a model's folder. Resizing, tiling and normalising are those of transformers' processors on
-Pillow and numpy, which need no torch; the tokens are those that its classes `Idefics3Processor`, `SmolVLMProcessor` and
-`Gemma3Processor` write.
+Pillow and numpy, which need no torch; the tokens are those that its classes `Idefics3Processor`, `SmolVLMProcessor`,
+`Gemma3Processor`, `Qwen2_5_VLProcessor` and `Qwen3VLProcessor` write.
 """
 
 import json
@@ -31,10 +31,15 @@ class ImageProcessor:
     expand: Callable[[int, int], str]  # height and width of an image -> the text in place of its placeholder
     tile_count: Callable[[int, int], int]  # height and width of an image -> its tiles
     tiles: "Callable[[Image], np.ndarray]"  # an RGB image -> normalised pixels [tiles, H, W, C], fp32
-    tile_size: tuple[int, int]  # H, W
+    tile_size: tuple[int, int] | None  # H, W; None: each image is one tile, of its own size
 
-    def pixels(self, images: "list[Image]") -> np.ndarray:
-        """The tiles of the images of a row, in the order of their tokens, [tiles, H, W, C] fp32; 0 tiles of none."""
+    def pixels(self, images: "list[Image]") -> np.ndarray | list[np.ndarray]:
+        """The tiles of the images of a row, in the order of their tokens, [tiles, H, W, C] fp32; 0 tiles of none.
+
+        A list of images [H, W, C] where each has its own size.
+        """
+        if self.tile_size is None:
+            return [tile for image in images for tile in self.tiles(image)]
         none = np.zeros((0, *self.tile_size, 3), np.float32)
         return np.concatenate([none, *(self.tiles(image) for image in images)])
 
@@ -140,11 +145,51 @@ def _gemma3(folder: Path, config: dict[str, Any], tokenizer: Any) -> ImageProces
     )
 
 
+def _qwen_vl(folder: Path, config: dict[str, Any], tokenizer: Any) -> ImageProcessor:
+    """Qwen2.5-VL's (arXiv 2502.13923) and Qwen3-VL's: an image keeps its shape, scaled to multiples of a token's side
+    and, where `size` of preprocessor_config.json asks for it, to fewer or more pixels."""
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil, smart_resize
+
+    processor: Any = Qwen2VLImageProcessorPil.from_pretrained(folder)
+    patch, merge, frames = processor.patch_size, processor.merge_size, processor.temporal_patch_size
+    entries = {"patch_size": patch, "spatial_merge_size": merge, "temporal_patch_size": frames}
+    for entry, value in entries.items():
+        if (wanted := config["vision_config"].get(entry, value)) != value:
+            raise ConfigError(
+                f"the image processor in {folder} has {entry.removeprefix('spatial_')} = {value}, and the model "
+                f"{entry} = {wanted}: copy preprocessor_config.json of the original model"
+            )
+    token, start, end = "<|image_pad|>", "<|vision_start|>", "<|vision_end|>"
+    ids = _token_ids(tokenizer, (token, start, end, "<|video_pad|>"), required=3)
+
+    def expand(height: int, width: int) -> str:
+        try:
+            height, width = (
+                smart_resize(height, width, patch * merge, *bounds) if processor.do_resize else (height, width)
+            )
+        except ValueError as error:
+            raise ConfigError(f"an image of {width} x {height} pixels: {error}; crop it, or drop the row") from error
+        return f"{start}{token * (height * width // (patch * merge) ** 2)}{end}"
+
+    def tiles(image: "Image") -> np.ndarray:
+        made = processor(images=[image], return_tensors="np")
+        _, high, wide = made["image_grid_thw"][0]
+        # Patches in the order of tokens, those of one adjacent: back to the image, whose frames are the same.
+        pixels = made["pixel_values"].reshape(high // merge, wide // merge, merge, merge, -1, frames, patch, patch)
+        pixels = pixels[:, :, :, :, :, 0].transpose(0, 2, 5, 1, 3, 6, 4)
+        return np.asarray(pixels, np.float32).reshape(1, high * patch, wide * patch, -1)
+
+    bounds = processor.size["shortest_edge"], processor.size["longest_edge"]
+    return ImageProcessor(f"{start}{token}{end}", ids[0], frozenset(ids), expand, lambda height, width: 1, tiles, None)
+
+
 # By the model_type of config.json.
 FAMILIES: dict[str, Callable[[Path, dict[str, Any], Any], ImageProcessor]] = {
     "idefics3": _idefics3,
     "smolvlm": partial(_idefics3, smolvlm=True),
     "gemma3": _gemma3,
+    "qwen2_5_vl": _qwen_vl,
+    "qwen3_vl": _qwen_vl,
 }
 
 

@@ -5,8 +5,8 @@ image may be fifty megabytes.
 """
 
 import functools
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +26,7 @@ SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff", "
 
 @dataclass(frozen=True)
 class Tiles:
-    """The tiles `[tiles, H, W, C]` of a row's images; they are read and processed whenever an array is asked for."""
+    """The tiles `[H, W, C]` of a row's images, which are read and processed each time that they are asked for."""
 
     images: tuple[HeldImage, ...]
     processor: ImageProcessor
@@ -35,9 +35,12 @@ class Tiles:
     def __len__(self) -> int:
         return self.count
 
+    def __iter__(self) -> Iterator[np.ndarray]:
+        return iter(self.processor.pixels(self.read()))
+
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         del copy  # it is always new
-        return self.processor.pixels(self.read()).astype(dtype or np.float32, copy=False)
+        return np.asarray(self.processor.pixels(self.read()), dtype or np.float32)
 
     def read(self) -> "list[Image]":
         """The images in RGB, in the order of their tokens; raises ConfigError where a file is no longer what it was."""
@@ -51,6 +54,17 @@ class ImageText:
     tiles: Tiles
     texts: tuple[str, ...]  # of each image
     tokens: int  # image tokens of all
+
+    @classmethod
+    def of(cls, tiles: Tiles, tokenizer: Any) -> "ImageText":
+        """That of these images, all of them."""
+        texts = tuple(tiles.processor.expand(*image.size) for image in tiles.images)
+        tokens = sum(chat_ids(tokenizer, text).count(tiles.processor.image_id) for text in texts)
+        return cls(tiles, texts, tokens)
+
+    def behind(self, count: int) -> "ImageText":
+        """That of a text with the images behind the first `count`."""
+        return replace(self, texts=self.texts[count:])
 
     def expand(self, text: str) -> str:
         """The text with the tokens of its first images; raises ConfigError where it has more placeholders than those.
@@ -96,7 +110,8 @@ class ImageReader:
     def image_id(self) -> int | None:
         """The image token of the model, None for one that reads text alone."""
         folder = getattr(self.tokenizer, "image_folder", None)
-        return None if folder is None else image_processor.read_json(folder / "config.json").get("image_token_id")
+        config = {} if folder is None else image_processor.read_json(folder / "config.json")
+        return config.get("image_token_id", config.get("image_token_index"))
 
     def check_none(self, ids: Sequence[int]) -> None:
         """Raises ConfigError for image tokens in the ids of a row without images."""
@@ -127,16 +142,12 @@ class ImageReader:
                 f"the row has images, and the files of the model in {self.tokenizer.image_folder} say nothing of them; "
                 "copy preprocessor_config.json of the original model"
             )
-        texts = tuple(processor.expand(*image.size) for image in images)
-        tokens, tiles = 0, 0
-        for text, image in zip(texts, images, strict=True):
-            tokens += chat_ids(self.tokenizer, text).count(processor.image_id)
-            tiles += processor.tile_count(*image.size)
-        found, used = ImageText(Tiles(tuple(images), processor, tiles), texts, tokens), 0
+        count = sum(processor.tile_count(*image.size) for image in images)
+        found, used = ImageText.of(Tiles(tuple(images), processor, count), self.tokenizer), 0
         for name in columns:
             if isinstance(text := made.get(name), str):
                 first, *rest = text.split(PLACEHOLDER)
-                made[name] = first + "".join(texts[used + index] + part for index, part in enumerate(rest))
+                made[name] = first + "".join(found.texts[used + index] + part for index, part in enumerate(rest))
                 used += len(rest)
         return made, found
 

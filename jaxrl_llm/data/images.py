@@ -6,6 +6,7 @@ gives the images in the order of their placeholders, and the messages with plain
 
 import base64
 import binascii
+import hashlib
 import io
 import time
 from collections.abc import Mapping, Sequence
@@ -69,12 +70,22 @@ class HeldImage:
             )
         return image
 
+    def digest(self) -> str:
+        """A text that is the same for images with the same pixels."""
+        return hashlib.blake2b(self.read().tobytes() + repr(self.size).encode(), digest_size=16).hexdigest()
+
 
 def thumbnail(image: "Image") -> str:
     """The image as a data: URL of a PNG with sides of at most THUMBNAIL pixels and 64 colours, a few kilobytes."""
-    small, file = image.copy(), io.BytesIO()
+    small = image.copy()
     small.thumbnail((THUMBNAIL, THUMBNAIL))
-    small.quantize(64).save(file, "PNG", optimize=True)
+    return data_url(small.quantize(64), optimize=True)
+
+
+def data_url(image: "Image", **options: Any) -> str:
+    """The image as a data: URL of a PNG."""
+    file = io.BytesIO()
+    image.save(file, "PNG", **options)
     return f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
 
 

@@ -7,7 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jaxrl_llm.config.resolve import ConfigError
+from jaxrl_llm.data.image_rows import ImageText, Tiles
 from jaxrl_llm.data.templates import chat_ids, is_conversational, render_chat, render_prompt, template_options
+from jaxrl_llm.data.tokenize import PIXELS
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +43,9 @@ class TurnTokenizer:
                 "rollout.stop and stop_token_ids end turns otherwise than the chat template does, which goes on behind "
                 "the end of text: give environments prompts that are plain text, or leave these settings out"
             )
-        options = self._options(row, tools)
+        options, tiles = self._options(row, tools), row.get(PIXELS)
+        images = ImageText.of(tiles, self.tokenizer) if isinstance(tiles, Tiles) else None
+        options |= {} if images is None else {"expand": images.expand}
         if tools and not is_conversational(prompt):
             raise ConfigError(
                 f"tools are shown and answered by the chat template, but the prompt {prompt!r} is plain text: give "
@@ -50,6 +54,8 @@ class TurnTokenizer:
         if tools and self._rendered(prompt, options) == self._rendered(prompt, {**options, "tools": None}):
             _warn("the chat template does not show tools: the policy has to know them; see docs/environments.md")
         ids = render_prompt(self.tokenizer, prompt, **options)
+        if images is not None:
+            images.check(ids)
         if not 0 < len(ids) <= self.max_prompt_length:
             raise ConfigError(
                 f"the prompt {prompt!r} has {len(ids)} tokens (with the text of environments and tools), but it must "
@@ -58,16 +64,23 @@ class TurnTokenizer:
         return ids
 
     def observation_ids(
-        self, row: Mapping[str, Any], observation: Any, tools: Sequence[Any] = (), ended: bool = True
+        self,
+        row: Mapping[str, Any],
+        observation: Any,
+        tools: Sequence[Any] = (),
+        ended: bool = True,
+        images: ImageText | None = None,
     ) -> list[int]:
         """The ids that follow a turn; it `ended` with one of `eos`, or else is ended by the chat template here.
 
         Where the row's prompt is plain text, an observation is text and these are its ids. Where it is a conversation,
         an observation is messages (text is a user's message); the chat template renders them after a stand-in for the
         turn, and the ids are those of the text behind it, the opening of the next turn included. The policy's own turn
-        is never rendered or tokenised again: it stays in the row as it is, thinking included.
+        is never rendered or tokenised again: it stays in the row as it is, thinking included. `images` are those of the
+        messages.
 
-        Raises ConfigError: messages after a plain prompt, or a template that refuses them or rewrites earlier messages.
+        Raises ConfigError: messages after a plain prompt, an image that is not among `images`, or a template that
+        refuses the messages or rewrites earlier ones.
         """
         if not is_conversational(row["prompt"]):
             if not isinstance(observation, str):
@@ -76,7 +89,16 @@ class TurnTokenizer:
         messages = [{"role": "user", "content": observation}] if isinstance(observation, str) else observation
         if not is_conversational(messages):
             raise ConfigError(f"the observation is {observation!r}; give text, or messages with role and content")
-        options = self._options(row, tools)
+        parts = [
+            part for message in messages if isinstance(message.get("content"), list) for part in message["content"]
+        ]
+        kinds = {part.get("type") for part in parts if isinstance(part, Mapping)}
+        if images is None and kinds & {"image", "image_url"}:
+            raise ConfigError(
+                "the observation has an image, which rows of environments and tools have in their prompt alone: answer "
+                "with text, or write an agent (environment.agent), whose messages may have images"
+            )
+        options = self._options(row, tools) | ({} if images is None else {"expand": images.expand})
         try:
             return self._after_turn(list(messages), options, ended)
         except ConfigError:

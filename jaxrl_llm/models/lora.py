@@ -32,6 +32,8 @@ HF_NAMES = {
     "qkvz": "in_proj_qkvz", "ba": "in_proj_ba", "out": "out_proj", "fc1": "fc1", "fc2": "fc2",
 }  # fmt: skip
 TARGETS = tuple(HF_NAMES)
+# Which of them a module is, by the last word of its name in files; some families have words of their own.
+MODULES = {word: name for name, word in HF_NAMES.items()} | {"linear_fc1": "fc1", "linear_fc2": "fc2"}
 ADAPTER = ("lora_a", "lora_b", "lora_m")
 SAVED = "saved"
 
@@ -57,7 +59,7 @@ class LoraConfig:
 def parse_targets(names: Iterable[str]) -> tuple[str, ...]:
     """The linear maps that names mean: `q` or `q_proj`, ..., or `all-linear`; raises ConfigError for another name."""
     known = {"all-linear": TARGETS, **{name: (name,) for name in TARGETS}}
-    known |= {HF_NAMES[name]: (name,) for name in TARGETS}
+    known |= {word: (name,) for word, name in MODULES.items()}
     found: set[str] = set()
     for name in names:
         if name not in known:

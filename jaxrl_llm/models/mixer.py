@@ -33,7 +33,7 @@ class AttentionInputs(NamedTuple):
     causal: bool = True  # no token sees one behind it
     inv_freq: jax.Array | None = None  # [N,T,r/2] rotary frequencies of each token, where they depend on its row
     rotary: jax.Array | None = None  # [N,T,r/2] the position that each frequency turns by, where they are of many axes
-    shift: jax.Array | None = None  # [N] what is added to the positions of tokens behind a prompt, with `rotary`
+    shift: jax.Array | None = None  # [N] added to the positions of tokens behind a prompt, of models with axes
 
 
 class DecodeInputs(NamedTuple):

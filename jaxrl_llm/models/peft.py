@@ -18,7 +18,7 @@ from jaxrl_llm.config import ConfigError
 from jaxrl_llm.config.resolve import closest
 from jaxrl_llm.distributed.sharding import path_name, shardings
 from jaxrl_llm.models import safetensors
-from jaxrl_llm.models.lora import HF_NAMES, SAVED, LoraConfig, Params, adapters_of, parse_targets, split
+from jaxrl_llm.models.lora import MODULES, SAVED, TARGETS, LoraConfig, Params, adapters_of, parse_targets, split
 from jaxrl_llm.models.transformer import Net
 
 CONFIG = "adapter_config.json"
@@ -99,11 +99,11 @@ def read_config(folder: str | os.PathLike[str]) -> AdapterConfig:
     with contextlib.ExitStack() as stack:
         names = [name for name in _open(folder, stack).keys() if name.endswith(".lora_A.weight")]  # noqa: SIM118
     modules = {name.split(".")[-3] for name in names}
-    unknown = sorted(modules - set(HF_NAMES.values()))
+    unknown = sorted(modules - set(MODULES))
     if unknown or not modules:
         raise ConfigError(
             f"{folder / TENSORS} has adapters of {', '.join(unknown) or 'nothing'}; there can be adapters of "
-            f"{', '.join(HF_NAMES.values())}"
+            f"{', '.join(MODULES)}"
         )
     lora = LoraConfig(
         rank=entries["r"],
@@ -132,7 +132,10 @@ def with_modules(net: Net, family, names: Iterable[str], key: str) -> Net:
     lora, scores = net.config.lora, net.config.head == "score"
     assert lora is not None
     modules = _modules(net, family)
-    quantized, adapted = safetensors.quantized_kernels(net, None), {HF_NAMES[name] for name in lora.targets}
+    quantized, adapted = (
+        safetensors.quantized_kernels(net, None),
+        {word for word, name in MODULES.items() if name in lora.targets},
+    )
     barred = {
         module
         for module, tensors in modules.items()
@@ -235,7 +238,7 @@ def fused(net: Net, family) -> str | None:
     for path, _ in jax.tree_util.tree_leaves_with_path(adapters_of(net.shapes())):
         module = path_name(path).rpartition("/")[0]
         name = stored[f"{module}/kernel"]
-        if name.split(".")[-1] != HF_NAMES[module.split("/")[-1]]:
+        if MODULES.get(name.split(".")[-1]) != module.split("/")[-1]:
             return name
     return None
 
@@ -248,7 +251,6 @@ def write(folder: Path, net: Net, family, params: Params, base: str | None) -> N
     lora = net.config.lora
     assert lora is not None
     leaves = {path_name(path): x for path, x in jax.tree_util.tree_leaves_with_path(split(params)[1])}
-    present = {path.split("/")[-2] for path in leaves}
     arrays: dict[str, np.ndarray] = {}
     for path, (names, transpose, stacked) in _tensors(net, family).items():
         value = safetensors.on_host(leaves[path]).astype(np.float32)
@@ -272,7 +274,7 @@ def write(folder: Path, net: Net, family, params: Params, base: str | None) -> N
         "r": lora.rank,
         "lora_alpha": int(lora.alpha) if float(lora.alpha).is_integer() else lora.alpha,
         "lora_dropout": lora.dropout,
-        "target_modules": _target_modules(net, arrays, [HF_NAMES[name] for name in lora.targets if name in present]),
+        "target_modules": _target_modules(net, arrays),
         "use_rslora": lora.rslora,
         "use_dora": lora.dora,
         "bias": "none",
@@ -286,13 +288,14 @@ def write(folder: Path, net: Net, family, params: Params, base: str | None) -> N
         safetensors.write_json(folder / CONFIG, entries)
 
 
-def _target_modules(net: Net, arrays: Iterable[str], names: list[str]) -> list[str] | str:
+def _target_modules(net: Net, arrays: Iterable[str]) -> list[str] | str:
     """The modules with an adapter as PEFT finds them: by the ends of their names, or by a pattern where the vision part
     of the model has modules of these names too, without adapters."""
-    if net.config.vision is None or net.config.vision_training == "lora":
-        return names
     ending = ".lora_A.weight"
     modules = [name.removeprefix(PREFIX).removesuffix(ending) for name in arrays if name.endswith(ending)]
+    if net.config.vision is None or net.config.vision_training == "lora":
+        words = {module.split(".")[-1] for module in modules}
+        return sorted(words, key=lambda word: TARGETS.index(MODULES[word]))
     return "|".join(sorted({re.sub(r"\\\.\d+\\\.", r"\\.\\d+\\.", re.escape(module)) for module in modules}))
 
 

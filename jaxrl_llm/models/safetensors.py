@@ -92,14 +92,14 @@ def stored_tensors(net: Net, family, table=None) -> list[Stored]:
     `table` are the keys of another way to store the family's tensors.
     """
     config = net.config
-    stacks = config.stacks if config.vision is None else config.stacks | {"vision": range(config.vision.encoder.layers)}
     names = {name.path: (order, name) for order, name in enumerate(table or family.KEYS)}
     tensors = []
     for path, leaf in jax.tree_util.tree_leaves_with_path(net.plain.shapes()):
         leaf_path = path_name(path)
         stack, _, rest = leaf_path.partition("/")
         order, name = names[f"layers/{rest}" if stack in config.stacks else leaf_path]  # tables name no other stacks
-        layers = list(enumerate(stacks[stack])) if "{layer}" in name.tensor else [(None, None)]
+        numbers = config.stacks.get(stack, range(leaf.shape[0]))  # of the encoder's stacks from 0 on
+        layers = list(enumerate(numbers)) if "{layer}" in name.tensor else [(None, None)]
         experts = range(config.experts) if "/experts/" in leaf_path else [None]
         shape = leaf.shape[(layers[0][0] is not None) + (experts[0] is not None) :]
         shape = shape[::-1] if name.transpose else shape

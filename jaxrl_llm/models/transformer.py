@@ -25,7 +25,7 @@ from jaxrl_llm.models.mixer import AttentionInputs, DecodeInputs, LayerConfig, M
 from jaxrl_llm.models.model_config import LayerRun, ModelConfig
 from jaxrl_llm.models.moe import MixtureOfExperts, Routing
 from jaxrl_llm.models.rope import long_row_frequencies
-from jaxrl_llm.models.vision.tower import Vision, image_runs, with_images
+from jaxrl_llm.models.vision.tower import Vision, deepened, image_runs, with_images
 
 Params = dict[str, Any]
 
@@ -150,11 +150,11 @@ class Transformer(nnx.Module):
         """
         length = inputs.tokens.shape[1]
         inputs = _pad_for_context(inputs)
-        mixed, x = self._embedded_rows(inputs)
+        mixed, x, images = self._embedded_rows(inputs)
         counted = mixed.segments != 0 if inputs.multiplicity is None else inputs.multiplicity
         replayed = None if inputs.experts is None else self._by_run(inputs.experts)
         x, routings = self._through_layers(
-            lambda block, x, experts, arrays: block.apply(x, mixed, counted, experts, arrays), x, replayed
+            lambda block, x, experts, arrays: block.apply(x, mixed, counted, experts, arrays), x, replayed, images
         )
         routings = [routing for routing in routings if routing is not None]
         if self.record is not None and routings:
@@ -166,8 +166,8 @@ class Transformer(nnx.Module):
     def prefill(self, tokens, segments, images: Images | None = None):
         """Hidden states `[B,P,D]` of prompts padded on the left, the mixers' caches, a tuple with one a run, and the
         experts `[B,P,L,k]` of each token in the L layers that have some (None: there are none)."""
-        mixed, x = self._embedded_rows(Inputs(tokens, segments, images=images))
-        x, outputs = self._through_layers(lambda block, x, _, arrays: block.prefill(x, mixed, arrays), x)
+        mixed, x, placed = self._embedded_rows(Inputs(tokens, segments, images=images))
+        x, outputs = self._through_layers(lambda block, x, _, arrays: block.prefill(x, mixed, arrays), x, images=placed)
         return self.norm(x), *_caches_and_experts(self.config, outputs)
 
     def decode(self, tokens, inputs: DecodeInputs, prompts, caches):
@@ -218,7 +218,7 @@ class Transformer(nnx.Module):
         return self.vision.place(tokens, segments, segment_positions(segments), features, images)
 
     def image_features(self, images: Images) -> jax.Array:
-        """The embeddings `[N,M,D]` of the tokens of all tiles; raises ConfigError for a model without vision."""
+        """The features `[N,M,(1+E)D]` of the tokens of all tiles; raises ConfigError for a model without vision."""
         if self.vision is None:
             raise ConfigError(
                 "rows have images, but this model reads text alone: leave them out, or use a model that has a vision "
@@ -238,8 +238,8 @@ class Transformer(nnx.Module):
         x = constrain(self.embed(tokens, self.config.dtype), "rows", "positions", None)
         return x if self.config.embed_scale == 1.0 else x * jnp.asarray(self.config.embed_scale, x.dtype)
 
-    def _embedded_rows(self, inputs: Inputs) -> tuple[AttentionInputs, jax.Array]:
-        """The layout that mixers read, and the embeddings `[N,T,D]`."""
+    def _embedded_rows(self, inputs: Inputs) -> tuple[AttentionInputs, jax.Array, ImageEmbeddings | None]:
+        """The layout that mixers read, the embeddings `[N,T,D]`, and the images."""
         tokens, prefixes, c = inputs.tokens, inputs.prefix_segments, self.config
         if prefixes is not None and not c.shares_prefixes:
             raise ConfigError(
@@ -261,7 +261,8 @@ class Transformer(nnx.Module):
                 "images are seen in both directions need: use 'auto', 'cudnn' or 'xla'"
             )
         mask = None if kernel in ("splash", "flash") and not by_mask else attention_mask(segments, prefixes, runs)
-        rotary, shift = None, None
+        # Of models with axes also where no row has images, so that their caches can be put together.
+        rotary, shift = None, jnp.zeros(len(tokens), jnp.int32) if c.rope_axes else None
         if images is not None and images.positions is not None:
             rotary = images.positions[..., jnp.array(c.rope_axes)]
             shift = images.positions.max(axis=(1, 2)) + 1 - (segments != 0).sum(axis=1)
@@ -270,7 +271,7 @@ class Transformer(nnx.Module):
         x = x if inputs.noise is None else x + inputs.noise.astype(x.dtype)
         if images is not None:
             x = constrain(with_images(x, images), "rows", "positions", None)
-        return AttentionInputs(positions, segments, mask, by_mask, runs is None, inv_freq, rotary, shift), x
+        return AttentionInputs(positions, segments, mask, by_mask, runs is None, inv_freq, rotary, shift), x, images
 
     def _by_run(self, experts) -> tuple:
         """The experts `[N,T,L,k]` of all layers as those of each run: of a scanned one stacked, of a dense one None."""
@@ -284,8 +285,10 @@ class Transformer(nnx.Module):
             first += len(run.layers)
         return tuple(parts)
 
-    def _through_layers(self, body, x, caches=None) -> tuple[jax.Array, tuple]:
-        """x after every layer, and what `body(block, x, cache, arrays)` returned besides, one a run of layers."""
+    def _through_layers(self, body, x, caches=None, images: ImageEmbeddings | None = None) -> tuple[jax.Array, tuple]:
+        """x after every layer, with what `images` add there, and what `body(block, x, cache, arrays)` returned besides,
+        one a run of layers."""
+        deep = 0 if images is None else images.values.shape[-1] // self.config.width - 1  # layers that images add to
         stacks = {}
         if self.config.scan_layers:
             stacks = {name: nnx.split(getattr(self, name)) for name in self.config.stacks}
@@ -298,14 +301,20 @@ class Transformer(nnx.Module):
             arrays, stacked = _layer_arrays(self.config, run)
 
             def step(x, layer, graph=graph, arrays=arrays):
-                state, cache, own_arrays = layer
+                state, cache, own_arrays, number = layer
                 x = checkpoint_name(x, LAYER_INPUT)
-                return body(nnx.merge(graph, state), x, cache, arrays if own_arrays is None else own_arrays)
+                x, out = body(nnx.merge(graph, state), x, cache, arrays if own_arrays is None else own_arrays)
+                if images is not None and number is not None:
+                    added = functools.partial(deepened, images=images, layer=number)
+                    x = jax.lax.cond(number < deep, added, lambda x: x, x)
+                    x = constrain(x, "rows", "positions", None)
+                return x, out
 
             if self.config.remat != "none":
                 # A scan keeps XLA from merging the recomputation with the forward pass; unrolled, a barrier must.
                 step = jax.checkpoint(step, prevent_cse=not run.scanned, policy=REMAT[self.config.remat])
-            layer = (state, None if caches is None else caches[number], arrays if stacked else None)
+            numbers = jnp.array(run.layers if run.scanned else run.layers[0]) if run.layers[0] < deep else None
+            layer = (state, None if caches is None else caches[number], arrays if stacked else None, numbers)
             x, out = jax.lax.scan(step, x, layer) if run.scanned else step(x, layer)
             outputs.append(out)
         return x, tuple(outputs)

@@ -5,7 +5,6 @@ there, is refused by its name: an answer that leaves out a wish would look as if
 """
 
 import dataclasses
-import functools
 import inspect
 import json
 import re
@@ -15,7 +14,7 @@ from typing import Any
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.config.resolve import closest
 from jaxrl_llm.config.schema import Setting
-from jaxrl_llm.data.image_rows import ImageReader, Tiles
+from jaxrl_llm.data.image_rows import ImageReader, ImageText, Tiles
 from jaxrl_llm.data.templates import is_conversational, render_prompt
 from jaxrl_llm.rollout.constraints import bad_word_ids
 from jaxrl_llm.rollout.sampling import SamplingParams
@@ -129,8 +128,11 @@ def parse(
     longest: the most tokens of a prompt and its completion; vocabulary: token ids are below it. `render(prompt, tools,
     options)` makes token ids of a text, or of messages, in place of `render_prompt`.
     """
-    sees = render is None and getattr(tokenizer, "image_folder", None) is not None  # sessions keep text alone
-    render = render or functools.partial(render_prompt, tokenizer)
+
+    def rendered(prompt: Any, tools: Any = None, options: Any = None, images: ImageText | None = None) -> list[int]:
+        return render_prompt(tokenizer, prompt, tools, options, None if images is None else images.expand)
+
+    render, sees = render or rendered, getattr(tokenizer, "image_folder", None) is not None
     known = COMMON | (CHAT if chat else TEXT)
     for name, value in body.items():
         if name in known or name in WITHOUT_EFFECT or value is None:
@@ -338,7 +340,7 @@ def _chat_prompt(
         rendered, images = ImageReader(tokenizer).read({"messages": read}, ("messages",)) if sees else ({}, None)
         if images is None:
             return render(read, tools, options), None
-        ids = render(rendered["messages"], tools, options, images.expand)
+        ids = render(rendered["messages"], tools, options, images)
         images.check(ids)
         return ids, images.tiles
     except ConfigError as error:

@@ -28,6 +28,7 @@ from jaxrl_llm.serving.sessions import MODEL, Call, Session, SessionSpec
 
 MANY = 2**20  # requests at once and rows that wait: as many as agents ask for
 ANY_LENGTH = 2**31  # sessions bound their rows themselves
+LARGEST = 2**28  # bytes of a request, which may have images
 
 
 class Gateway:
@@ -48,7 +49,7 @@ class Gateway:
         )
         routes = [("/session/{id}/reward", "POST", self.reward)]
         routes += [(f"/session/{{id}}/v1/{path}", method, handler) for path, method, handler in paths]
-        limits = Limits(ANY_LENGTH, requests=MANY, rows=MANY, seconds=seconds)
+        limits = Limits(ANY_LENGTH, body=LARGEST, requests=MANY, rows=MANY, seconds=seconds)
         self.server = Server(queue, turns.tokenizer, [MODEL], turns.eos, vocabulary, limits, self.key, routes)
         listener = socket.create_server(("127.0.0.1", 0), backlog=2048)
         self.url = "http://{}:{}".format(*listener.getsockname())

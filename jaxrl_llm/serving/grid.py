@@ -18,7 +18,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrl_llm.algorithms.batch import Images
 from jaxrl_llm.data.collate import pad_prompts
 from jaxrl_llm.data.image_rows import Tiles
 from jaxrl_llm.models.logprobs import Likeliest, likeliest
@@ -28,6 +27,7 @@ from jaxrl_llm.rollout.processors import padded_words
 from jaxrl_llm.rollout.sampling import RowSampling, SamplingParams
 from jaxrl_llm.rollout.slots import Prompts, Rows, Slots, ended
 from jaxrl_llm.serving.prefixes import Prefix, resume
+from jaxrl_llm.training.images import row_images
 
 SMALLEST = 64  # tokens of the narrowest prompt that a program is compiled for
 CAPACITY = 32  # tokens that the row caches of a new grid have room for
@@ -122,7 +122,9 @@ def prefill_requests(
     keys = _keys(seeds, numbers)
     group = dataclasses.replace(engine, group_size=shape[1])
     if found is None:
-        images = None if requests[0].tiles is None else _images(requests[0].tiles)
+        (first, *_), images = requests, None
+        if first.tiles is not None:
+            images = row_images([first.prompt], [first.tiles], engine.net.config.vision)
         new_prompts, new_rows = prefill(group, params, prompts, segments, keys, sampling=sampling, images=images)
     else:
         prefix, common = found
@@ -137,14 +139,6 @@ def prefill_requests(
     if shape[1] > 1:
         new_prompts, new_rows = _each_alone(engine, new_prompts, new_rows)
     return new_prompts, new_rows, keys[:, None]
-
-
-def _images(tiles: Tiles) -> Images:
-    """The images of one prompt, with room for a power of two of tiles, so that few programs are compiled."""
-    read = np.asarray(tiles, np.float32)
-    pixels = np.zeros((1, bucket(len(read), 1), *read.shape[1:]), np.float32)
-    pixels[0, : len(read)] = read
-    return Images(pixels, np.asarray([len(read)], np.int32))
 
 
 def row_sampling(

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from jaxrl_llm.config import ConfigError
+from jaxrl_llm.data.image_rows import ImageReader, ImageText, Tiles
 from jaxrl_llm.data.observations import TurnTokenizer
 from jaxrl_llm.data.templates import chat_ids, render_prompt
 from jaxrl_llm.rollout.sampling import SamplingParams
@@ -61,6 +62,7 @@ class Branch:
     messages: list[dict[str, Any]]  # of the completion: answers, and what came between them
     parent: "Branch | None"
     marks: tuple[tuple[int, int, tuple[int, ...]], ...] = ()  # of each turn: tokens up to its end, call, ids before it
+    tiles: Tiles | None = None  # of the images in prompt and completion
 
 
 class Session:
@@ -190,11 +192,17 @@ class Call:
         self.history: str | list[str] | list[int] = ""
         self.template = ""
         self.number = 0  # among the calls of the session
+        self.images: ImageText | None = None
 
     def render(
-        self, prompt: Any, tools: list[Any] | None = None, options: Mapping[str, Any] | None = None
+        self,
+        prompt: Any,
+        tools: list[Any] | None = None,
+        options: Mapping[str, Any] | None = None,
+        images: ImageText | None = None,
     ) -> list[int]:
-        """The token ids of a prompt: text, messages or ids. Raises ConfigError as `render_prompt` does."""
+        """The token ids of a prompt: text, messages (with `images`) or ids. Raises ConfigError as `render_prompt`."""
+        self.images = images
         session, turns = self.session, self.session.turns
         if isinstance(prompt, str):
             self.history = prompt
@@ -207,14 +215,19 @@ class Call:
             if self.before is not None:
                 self.observed = prompt[len(self.before.history) :]
         else:
-            self.history, self.new = [message_key(message) for message in prompt], list(prompt)
+            self.history = [message_key(message) for message in _with_digests(prompt, images)]
+            self.new = list(prompt)
             self.template = json.dumps([tools, options], sort_keys=True, default=repr)
             self.before = self._longest()
             if self.before is not None:
                 new = self.new[len(self.before.history) :]
                 row = {"prompt": prompt, "chat_template_kwargs": options}
+                seen = sum(map(_images_in, self.new[: len(self.before.history)]))
+                behind = None if images is None else images.behind(seen)
                 try:
-                    self.observed = turns.observation_ids(row, new, tools or (), self.before.ended) if new else []
+                    self.observed = []
+                    if new:
+                        self.observed = turns.observation_ids(row, new, tools or (), self.before.ended, behind)
                     self.new = new
                 except ConfigError:  # the template rewrites what came before, so the row cannot go on
                     session.retokenised += sum(self.before.mask)
@@ -223,7 +236,8 @@ class Call:
             return [*self.before.prompt_ids, *self.before.completion_ids, *self.observed]
         if not isinstance(prompt, str) and not self.template:
             return prompt
-        return render_prompt(turns.tokenizer, prompt, tools, {**turns.template_kwargs, **(options or {})})
+        options, expand = {**turns.template_kwargs, **(options or {})}, None if images is None else images.expand
+        return render_prompt(turns.tokenizer, prompt, tools, options, expand)
 
     def _longest(self) -> Branch | None:
         """The branch with most tokens that the history goes on with; one that ended needs something new behind it."""
@@ -246,6 +260,11 @@ class Call:
         if not self.history:  # token ids, which nobody has rendered
             asked.prompts[0] = self.render(asked.prompts[0])
         prompt, room = asked.prompts[0], spec.completion
+        if asked.tiles is None:
+            try:
+                ImageReader(session.turns.tokenizer).check_none(prompt)
+            except ConfigError as error:
+                raise BadRequestError(str(error), param="messages" if asked.chat else "prompt") from None
         if self.before is not None:
             room -= len(self.before.completion_ids) + len(self.observed)
         elif len(prompt) > spec.prompt:
@@ -293,9 +312,27 @@ class Call:
                     choice.prompt if before is None else before.prompt_ids, completion, mask, all_logps, turns + 1,
                     bool(ids) and ids[-1] in session.turns.eos, choice.finish_reason != "length", history,
                     self.template, [*messages, answer], before, (*(() if before is None else before.marks), mark),
+                    None if self.images is None else self.images.tiles,
                 )
             )  # fmt: skip
             session.sampled += len(ids)
+
+
+def _images_in(message: Mapping[str, Any]) -> int:
+    """The number of images in a message."""
+    content = message.get("content")
+    return sum(part["type"] == "image" for part in content) if isinstance(content, list) else 0
+
+
+def _with_digests(messages: Sequence[Mapping[str, Any]], images: ImageText | None) -> list[dict[str, Any]]:
+    """The messages, with what tells their images apart in place of them."""
+    digests = iter(() if images is None else [image.digest() for image in images.tiles.images])
+    return [
+        {**message, "content": [part if part["type"] != "image" else [next(digests)] for part in message["content"]]}
+        if _images_in(message)
+        else dict(message)
+        for message in messages
+    ]
 
 
 def answer_message(choice: Choice) -> dict[str, Any]:

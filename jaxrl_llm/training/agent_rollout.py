@@ -18,8 +18,11 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxrl_llm.algorithms.turn_advantages import Turn
+from jaxrl_llm.data.image_rows import Tiles
+from jaxrl_llm.data.images import data_url
 from jaxrl_llm.data.observations import TurnTokenizer
 from jaxrl_llm.data.templates import is_conversational
+from jaxrl_llm.data.tokenize import PIXELS
 from jaxrl_llm.environments.agents import Agents, Connection, Outcome, Reward
 from jaxrl_llm.environments.protocol import EpisodeError
 from jaxrl_llm.models.transformer import Params
@@ -29,6 +32,7 @@ from jaxrl_llm.rollout.slots import row_keys
 from jaxrl_llm.serving.queue import RequestQueue
 from jaxrl_llm.serving.sessions import MODEL, Branch, Session, SessionSpec
 from jaxrl_llm.training.external_rollout import ExternalRows, as_rollout
+from jaxrl_llm.training.images import IMAGES
 
 CHUNK = 8  # decode steps, at most, behind which an answer that has ended is sent
 
@@ -49,6 +53,7 @@ class SessionRow(NamedTuple):
     turns: list[Turn]
     parts: list[Turn]  # of each session in the row: its end, its own reward (NaN without) and the name of a sub-agent
     last: Branch  # that of the last call
+    images: list[Tiles]  # of the branches with any
 
 
 def session_row(session: Session, longest: int, most: int) -> SessionRow | None:
@@ -67,7 +72,7 @@ def session_row(session: Session, longest: int, most: int) -> SessionRow | None:
         tokens = sum(len(x.prompt_ids) + len(x.completion_ids) for x in branches) - len(branches[0].prompt_ids)
         if len(kept) < most and (not kept or tokens <= longest):
             kept.insert(0, number)
-    row = SessionRow(found[kept[0]][1].prompt_ids, [], [], [], [], [], [], found[-1][1])
+    row = SessionRow(found[kept[0]][1].prompt_ids, [], [], [], [], [], [], found[-1][1], [])
     known: set[int] = set()  # turns that are in the row
     for segment, (one, branch) in enumerate((found[number] for number in kept), start=1):
         prompt = branch.prompt_ids if segment > 1 else []
@@ -84,6 +89,7 @@ def session_row(session: Session, longest: int, most: int) -> SessionRow | None:
             known.add(id(turn))
             begin = end
         row.completion_ids.extend([*prompt, *branch.completion_ids])
+        row.images.extend([] if branch.tiles is None else [branch.tiles])
         row.mask.extend([*[0] * len(prompt), *mask])
         row.logps.extend([*[0.0] * len(prompt), *branch.logps])
         row.segments.extend([segment] * (len(prompt) + len(mask)))
@@ -136,6 +142,18 @@ class AgentEpisodes:
             for reward, failed in zip(self.rewards, self.failed, strict=True)
         ]
         return completions, {"environment_reward": totals, "environment_rewards": named}
+
+    def image_rows(self, tasks: Sequence[Row]) -> list[Row]:
+        """The token ids of each row and the tiles of its images, as `prompt_images` reads them.
+
+        A session without a call has those of its task.
+        """
+        return [
+            {"prompt_ids": task["prompt_ids"], PIXELS: task.get(PIXELS)}
+            if row is None
+            else {"prompt_ids": [*row.prompt_ids, *row.completion_ids], PIXELS: _joined(row.images)}
+            for task, row in zip(tasks, self.rows, strict=True)
+        ]
 
     def turn_records(self, lengths: Sequence[int]) -> tuple[list[list[Turn]], int]:
         """The turns of each row, which are calls of its session, and how many a row may have."""
@@ -199,7 +217,11 @@ class AgentRollout:
         gateway = self._gateway(params)
         tasks = [example for example in examples for _ in range(engine.group_size)]
         longest = engine.max_completion_length
-        bounds = SessionSpec(engine.sampling, self.prompt_width, longest, spec.calls, spec.tokens)
+        # Image tokens that are sampled would be taken for those of the images that are sent behind them.
+        vision = engine.net.config.vision
+        unsampled = () if vision is None else ((vision.image_token,),)
+        sampling = dataclasses.replace(engine.sampling, bad_words=(*engine.sampling.bad_words, *unsampled))
+        bounds = SessionSpec(sampling, self.prompt_width, longest, spec.calls, spec.tokens)
         data = np.asarray(jax.random.key_data(row_keys(key, np.uint32(0), len(tasks))))
         sessions = gateway.open([row.tobytes() for row in data], bounds)
         connections = [
@@ -217,8 +239,7 @@ class AgentRollout:
             outcomes[number], seconds[number] = outcome, time.monotonic() - started
 
         try:
-            given = [{name: value for name, value in task.items() if name != "prompt_ids"} for task in tasks]
-            self.agents.run(connections, given, ended)
+            self.agents.run(connections, list(map(_given, tasks)), ended)
         finally:
             for session in sessions:
                 gateway.end(session, "the step is over")
@@ -261,6 +282,36 @@ class AgentRollout:
         self.agents.closing += [gateway.close, lambda: queue.stop(10)]
         self.held["gateway"] = gateway
         return gateway
+
+
+def _given(task: Row) -> Row:
+    """The row as an agent is given it: its images as data: URLs, in a column and in the messages that have them."""
+    given = {name: value for name, value in task.items() if name not in ("prompt_ids", PIXELS)}
+    if not isinstance(tiles := task.get(PIXELS), Tiles):
+        return given
+    urls = [data_url(image) for image in tiles.read()]
+    left, prompt = iter(urls), given["prompt"]
+
+    def part(of_content: Any) -> Any:
+        is_image = isinstance(of_content, Mapping) and of_content.get("type") == "image"
+        return {"type": "image_url", "image_url": {"url": next(left)}} if is_image else of_content
+
+    if is_conversational(prompt):
+        prompt = [
+            {**message, "content": [part(x) for x in message["content"]]}
+            if isinstance(message.get("content"), list)
+            else message
+            for message in prompt
+        ]
+    return {**given, "prompt": prompt, IMAGES: urls}
+
+
+def _joined(images: Sequence[Tiles]) -> Tiles | None:
+    """The tiles of all, in their order."""
+    if not images:
+        return None
+    held = tuple(image for tiles in images for image in tiles.images)
+    return Tiles(held, images[0].processor, sum(map(len, images)))
 
 
 def _wait(queue: RequestQueue, ask: Callable[[Callable[[BaseException | None], None]], None]) -> None:

@@ -24,15 +24,15 @@ MOST_WORKERS = 16  # threads that read and resize images
 
 def row_images(
     ids: Sequence[Sequence[int]],
-    tiles: Sequence[Sequence[np.ndarray] | None],
+    tiles: Sequence[Sequence[np.ndarray] | Tiles | None],
     vision: VisionConfig | None,
     most: tuple[int, int] = (0, 0),
 ) -> Images | None:
     """The images of rows with these token ids, on the host; None where no row has any.
 
-    There is room for the tiles of the row with most of them, and for `most` tiles and patches; powers of two, so that
-    few programs are compiled. Raises ConfigError for a model that reads text alone, for tiles of another shape, and for
-    a row whose image tokens are not those of its tiles, as one that was cut inside an image.
+    There is room for the tiles of the row with most of them, and for `most` tiles and image tokens; powers of two, so
+    that few programs are compiled. Raises ConfigError for a model that reads text alone, for tiles of another shape,
+    and for a row whose image tokens are not those of its tiles, as one that was cut inside an image.
     """
     counts = count_tiles(tiles)
     if vision is None:
@@ -43,31 +43,41 @@ def row_images(
             )
         return None
     encoder = vision.encoder if isinstance(vision.encoder, PatchRowsConfig) else None  # of images of any size
-    patches = [patch_rows(() if own is None else own, encoder) for own in tiles] if encoder else []
-    for row, (own, count) in enumerate(zip(ids, counts, strict=True)):
-        found = sum(token == vision.image_token for token in own)
-        wanted = len(patches[row][0]) // vision.merge**2 if encoder else count * vision.tile_tokens
-        if found != wanted:
+    tokens = image_tokens(ids, vision)
+
+    def check(row: int, wanted: int) -> None:
+        if tokens[row] != wanted:
             each = "" if encoder else f", {vision.tile_tokens} each"
             raise ConfigError(
-                f"row {row} of a batch has {found} image tokens (id {vision.image_token}), but its {count} tiles stand "
-                f"for {wanted}{each}: expand each image of the text to its tokens, and cut no row inside an image"
+                f"row {row} of a batch has {tokens[row]} image tokens (id {vision.image_token}), but its {counts[row]} "
+                f"tiles stand for {wanted}{each}: expand each image of the text to its tokens, and cut no row inside "
+                "an image"
             )
+
+    for row, own in enumerate(counts):
+        if encoder is None or not own:  # the tokens of other images are known when they have been read
+            check(row, own * vision.tile_tokens if own else 0)
     if not (tiles_of_row := max(most[0], *counts)):
         return None
-    room, count = _power_of_two(tiles_of_row), np.array(counts, np.int32)
+    room, count, grids = _power_of_two(tiles_of_row), np.array(counts, np.int32), None
     if encoder is not None:
-        size = vision.merge**2 * _power_of_two(max(most[1], *(len(own) for own, _ in patches)) // vision.merge**2)
+        size = vision.merge**2 * _power_of_two(max(most[1], *tokens))
         pixels = np.zeros((len(ids), size, encoder.patch_numbers), np.float32)
         grids = np.zeros((len(ids), room, 2), np.int32)
-        for row, (own, grid) in enumerate(patches):
-            pixels[row, : len(own)], grids[row, : len(grid)] = own, grid
-        return Images(pixels, count, grids=grids)
-    pixels = np.zeros((len(ids), room, *vision.tile_shape), np.float32)
+    else:
+        pixels = np.zeros((len(ids), room, *vision.tile_shape), np.float32)
 
     def fill(rows: list[int]) -> None:
+        own, row = tiles[rows[0]], rows[0]
+        assert own is not None
+        if encoder is not None and grids is not None:
+            patches, grid = patch_rows(own, encoder)
+            for row in rows:
+                check(row, len(patches) // vision.merge**2)
+                pixels[row, : len(patches)], grids[row, : len(grid)] = patches, grid
+            return
         # A table of rows in memory keeps them as lists; others are files, which are read here.
-        own, row = np.asarray(tiles[rows[0]], np.float32), rows[0]
+        own = np.asarray(own, np.float32)
         if own.shape[1:] != vision.tile_shape:
             raise ConfigError(
                 f"row {row} of a batch has tiles of shape {own.shape[1:]} (height, width, channels), but this "
@@ -84,7 +94,7 @@ def row_images(
     with ThreadPoolExecutor(workers, thread_name_prefix="images") as pool:
         for _ in pool.map(fill, rows_of.values()):
             pass
-    return Images(pixels, count)
+    return Images(pixels, count, grids=grids)
 
 
 def _power_of_two(least: int) -> int:
@@ -95,13 +105,10 @@ def prompt_images(examples: Sequence[dict[str, Any]], vision: VisionConfig | Non
     """`row_images` of the prompts of this process, with room for the tiles of those of all processes."""
     tiles = [example.get(PIXELS) for example in examples]
     most = (0, 0)
+    ids = [example["prompt_ids"] for example in examples]
     if vision is not None:
-        patches = 0
-        if isinstance(vision.encoder, PatchRowsConfig):
-            pixels = (sum(len(x) * len(x[0]) for x in (() if own is None else own)) for own in tiles)
-            patches = max(pixels) // vision.encoder.patch_size**2
-        most = (max(gather(max(count_tiles(tiles)))), max(gather(patches)))
-    return row_images([example["prompt_ids"] for example in examples], tiles, vision, most)
+        most = (max(gather(max(count_tiles(tiles)))), max(gather(max(image_tokens(ids, vision)))))
+    return row_images(ids, tiles, vision, most)
 
 
 def shown_images(examples: Sequence[dict[str, Any]], group_size: int) -> tuple[list[Any], list[str | None]] | None:
@@ -122,6 +129,11 @@ def shown_images(examples: Sequence[dict[str, Any]], group_size: int) -> tuple[l
     return images, thumbnails
 
 
-def count_tiles(tiles: Sequence[Sequence[np.ndarray] | None]) -> list[int]:
+def image_tokens(ids: Sequence[Sequence[int]], vision: VisionConfig) -> list[int]:
+    """The number of image tokens of each row."""
+    return [sum(token == vision.image_token for token in own) for own in ids]
+
+
+def count_tiles(tiles: Sequence[Sequence[np.ndarray] | Tiles | None]) -> list[int]:
     """The number of tiles of each row."""
     return [0 if own is None else len(own) for own in tiles]

@@ -237,8 +237,7 @@ def with_images(batch: Batch, examples: list[Example], net: Net) -> Batch:
 def _joined(rows: list[Row]) -> Row:
     """The token ids and the tiles of rows that are packed into one."""
     tiles = [tiles for row in rows if (tiles := row.get(PIXELS)) is not None]
-    images = [own if isinstance(own, list) else np.asarray(own, np.float32) for own in tiles]
-    joined = [tile for own in images for tile in own] or None
+    joined = [tile for own in tiles for tile in own] or None
     return {"ids": [token for row in rows for token in row["ids"]], PIXELS: joined}
 
 

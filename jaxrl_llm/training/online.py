@@ -34,6 +34,7 @@ from jaxrl_llm.algorithms.turn_advantages import Turns, turn_table
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.data.collate import pad_prompts
 from jaxrl_llm.data.curriculum import Curriculum
+from jaxrl_llm.data.image_rows import Tiles
 from jaxrl_llm.data.pipeline import Pipeline, Stream
 from jaxrl_llm.data.templates import decode_completion, is_conversational
 from jaxrl_llm.data.tokenize import PIXELS
@@ -133,13 +134,22 @@ class RolloutWorker:
                     streaming = StreamingRewards(self.rewards.open(prompts, columns, state), decode)
             results: dict[str, list[Any]] = {}  # columns for rewards that come with the rollout
             sessions = images = None
-            if (self.agents or self.external) is not None and any(count_tiles([row.get(PIXELS) for row in opened])):
+            seen = [row for row in opened if any(count_tiles([row.get(PIXELS)]))]
+            if self.external is not None and seen:
                 raise ConfigError(
-                    "rows have images, which environment.agent and environment.rollout_func do not hand on: leave "
-                    "these unset, or use rows without images"
+                    "rows have images, which environment.rollout_func does not hand on: leave it unset, or use rows "
+                    "without images"
                 )
             if self.agents is not None:
+                if any(not isinstance(row[PIXELS], Tiles) for row in seen):
+                    raise ConfigError(
+                        "rows have images as pixels, which environment.agent does not hand on: give them as files, "
+                        "bytes or data: URLs (docs/vision.md)"
+                    )
                 rollout, sessions = self.agents(params, opened, jax.random.fold_in(key, first_row))
+                with all_or_none():
+                    images = prompt_images(sessions.image_rows(rows), self.engine.net.config.vision)
+                images = None if images is None else rows_to_global(images, self.mesh)
             elif self.external is not None:
                 rollout, results = self.external(params, opened, jax.random.fold_in(key, first_row), state)
             else:
@@ -451,7 +461,8 @@ class Learner:
         for key, part in (("algorithm.replay_groups", self.replay), ("teacher.path", self.teacher)):
             if part is not None:
                 raise ConfigError(f"{key} is set, but rows have images, which it does not keep: leave it unset")
-        encode, size = bool(self.net.config.frozen) and self.critic is None, self.batch.group_size
+        encode = bool(self.net.config.frozen) and self.critic is None
+        size = len(rollouts.rollout.tokens) // len(rollouts.images.count)  # rows of a prompt; 1 where each has its own
         with self.stopwatch("logps"):
             return images_of_rows(self.net, on_device(state.params), rollouts.images, size, encode)
 
@@ -609,8 +620,11 @@ def fill(
     if partial is not None and fresh.partial is not None:
         versions = np.concatenate([partial.versions, fresh.partial.versions])[index]
         partial = Partial(versions, fresh.partial.waiting, partial.rounds + fresh.partial.rounds)
-    if images is not None and fresh.images is not None:
-        images = _pick_rows(*_as_wide(images, fresh.images), rows_to_global(in_global(source, groups), mesh))
+    if fresh.images is not None:
+        images = jax.tree.map(jnp.zeros_like, fresh.images) if images is None else images
+        of_rows = len(images.count) == len(held.rollout.tokens)
+        chosen = in_global(index, rows) if of_rows else in_global(source, groups)
+        images = _pick_rows(*_as_wide(images, fresh.images), rows_to_global(chosen, mesh))
     filled = held._replace(
         rollout=_pick_rows(held.rollout, fresh.rollout, rows_to_global(in_global(index, rows), mesh)),
         images=images,

@@ -54,7 +54,7 @@ class Rollouts(NamedTuple):
     greedy: "Rollouts | None" = None  # a greedy completion of each example, for a rule that compares with it
     epochs: float | None = None  # of the data, once these prompts were drawn; None for streams
     turns: Turns | None = None  # of the rows of this process, where they are episodes
-    images: Images | None = None  # of the prompts [B], on the device
+    images: Images | None = None  # of the prompts [B] or, of agents, of the rows [N], on the device
     parts: Turns | None = None  # of agents: each sub-agent in a row with its own reward, and the session behind them
     partial: Partial | None = None  # of rows that were sampled over several steps
 

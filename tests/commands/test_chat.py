@@ -8,6 +8,7 @@ import subprocess
 import sys
 
 import pytest
+from PIL import Image
 from rich.console import Console
 
 import jaxrl_llm
@@ -95,6 +96,14 @@ def test_a_conversation_that_is_too_long_is_told_and_forgotten(model):
     first, error, second = talk([one], "a", "x" * 2040, "b", width=1000)
     assert "more than the 2048" in error and HELP in error
     assert [message["content"] for message in asked[-1]] == ["a", first, "b"] and second == second.strip()
+
+
+def test_images_are_refused_where_they_cannot_be_seen(model, tmp_path):
+    Image.new("RGB", (4, 4)).save(tmp_path / "a.png")
+    for chats, words in ((True, "the model reads text alone"), (False, "is not asked through a chat template")):
+        one, _ = speaker(model, chat=chats)
+        (error,) = talk([one], f"/image {tmp_path / 'a.png'}", "what?", width=1000)
+        assert words in error and "the line is removed" in error
 
 
 def test_side_by_side(model, greedy):

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,10 +15,14 @@ from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImagePr
 from transformers.models.gemma3.processing_gemma3 import Gemma3Processor
 from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 from transformers.models.idefics3.processing_idefics3 import Idefics3Processor
+from transformers.models.qwen2_5_vl.processing_qwen2_5_vl import Qwen2_5_VLProcessor
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
 
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.data import image_processor
+from jaxrl_llm.models.vision.patch_rows import PatchRowsConfig, patch_rows
+from tests.data.qwen_vl import TOKENS as QWEN
 
 TAGS = [f"<row_{row}_col_{column}>" for row in range(1, 7) for column in range(1, 7)]
 IDEFICS = ["<fake_token_around_image>", "<image>", "<global-img>", "<end_of_utterance>", *TAGS]
@@ -123,6 +128,46 @@ def test_gemma3_writes_the_tokens_and_the_pixels_of_its_processor(tmp_path, toke
     ids = tokenizer(expanded(own, text, images), add_special_tokens=False)["input_ids"]
     assert ids == reference["input_ids"][0].tolist()
     np.testing.assert_array_equal(own.pixels(images), np.moveaxis(reference["pixel_values"], 1, -1))
+
+
+QWEN_CONFIG = {"model_type": "qwen2_5_vl", "vision_config": {"patch_size": 4, "spatial_merge_size": 2}}
+QWEN_PIL = {"patch_size": 4, "size": {"shortest_edge": 512, "longest_edge": 8192}}
+
+
+@pytest.mark.parametrize("processor", [QWEN_PIL, QWEN_PIL | {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}])
+def test_qwen_vl_writes_the_tokens_and_the_patches_of_its_processor(tmp_path, tokenizer_folder, processor):
+    """Bit for bit: images in between, below and above the bounds, and of other shapes than a token's multiples."""
+    pil = Qwen2VLImageProcessorPil(**processor)
+    tokenizer = with_tokens(tokenizer_folder, QWEN)
+    own = image_processor.load(write(tmp_path / "model", pil, QWEN_CONFIG), tokenizer)
+    assert own is not None
+    images = [picture(*size, seed) for seed, size in enumerate(SIZES)]
+    made = pil(images=images, return_tensors="np")
+    patches, grids = patch_rows(own.pixels(images), PatchRowsConfig(patch_size=4))
+    np.testing.assert_array_equal(patches, made["pixel_values"])
+    np.testing.assert_array_equal(np.insert(grids, 0, 1, axis=1), made["image_grid_thw"])
+    theirs: Any = SimpleNamespace(image_processor=pil, image_token=own.placeholder[len("<|vision_start|>") :][:13])
+    text = "".join(f"and {own.placeholder}" for _ in images)
+    written = "".join(
+        f"and <|vision_start|>{Qwen2_5_VLProcessor.replace_image_token(theirs, made, number)}<|vision_end|>"
+        for number in range(len(images))
+    )
+    assert expanded(own, text, images) == written
+    ids = tokenizer(written, add_special_tokens=False)["input_ids"]
+    assert 4 * ids.count(own.image_id) == len(patches)
+    assert own.special_ids == set(tokenizer.convert_tokens_to_ids(QWEN[2:]))
+
+
+def test_qwen_vl_refuses_what_its_processor_refuses(tmp_path, tokenizer_folder):
+    tokenizer = with_tokens(tokenizer_folder, QWEN)
+    folder = write(tmp_path / "model", Qwen2VLImageProcessorPil(**QWEN_PIL), QWEN_CONFIG)
+    own = image_processor.load(folder, tokenizer)
+    assert own is not None and own.pixels([]) == []
+    with pytest.raises(ConfigError, match="an image of 402 x 2 pixels: absolute aspect ratio must be smaller than 200"):
+        own.expand(2, 402)
+    write(folder, Qwen2VLImageProcessorPil(patch_size=16), QWEN_CONFIG)
+    with pytest.raises(ConfigError, match="has patch_size = 16, and the model patch_size = 4"):
+        image_processor.load(folder, tokenizer)
 
 
 def test_a_row_without_images_has_no_tiles(idefics3):

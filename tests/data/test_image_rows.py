@@ -18,6 +18,7 @@ from jaxrl_llm.data.tokenize import RowTokenizer
 from jaxrl_llm.models import hf
 from jaxrl_llm.training.setup.data import tokenizer_of
 from jaxrl_llm.training.setup.specs import data_spec
+from tests.data.qwen_vl import qwen_vl_folder
 from tests.data.smolvlm import picture, png, smolvlm_folder
 
 IMAGE, OTHER = picture(40, 20), picture(9, 30, 1)
@@ -76,6 +77,35 @@ def test_a_prompt_is_that_of_transformers_processor(tokenizer, theirs, form):
     assert isinstance(row["pixels"], Tiles) and len(row["pixels"]) == len(pixels)
     np.testing.assert_array_equal(np.asarray(row["pixels"], np.float32), pixels)
     assert json.loads(json.dumps(row["prompt"])) == [user(PART, "what?", PART)]  # what records and queues keep
+
+
+@pytest.fixture(scope="module")
+def qwen(tmp_path_factory) -> Any:
+    folder = qwen_vl_folder(tmp_path_factory.mktemp("model") / "qwen")
+    tokenizer = hf.load_tokenizer(folder)
+    hf.remember_images(tokenizer, folder)
+    return tokenizer
+
+
+@pytest.mark.parametrize("form", PROMPTS)
+def test_a_prompt_with_images_of_any_size(qwen, form):
+    """As many image tokens as the image has squares of patches, behind and before the tags of the chat template."""
+    row = reader("prompts", qwen)(PROMPTS[form])
+    assert row is not None
+    # 40 x 20 pixels are over the bound of 512, and become 32 x 16; 9 x 30 become 8 x 32.
+    first, second = (f"<|vision_start|>{'<|image_pad|>' * tokens}<|vision_end|>" for tokens in (8, 4))
+    system = "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n"
+    text = f"{system}<|im_start|>user\n{first}what?{second}<|im_end|>\n<|im_start|>assistant\n"
+    assert row["prompt_ids"] == qwen(text, add_special_tokens=False)["input_ids"]
+    assert [image.shape for image in row["pixels"]] == [(16, 32, 3), (32, 8, 3)] and len(row["pixels"]) == 2
+
+
+def test_a_plain_text_has_the_tags_of_images(qwen):
+    row = reader("completions", qwen)({"prompt": "see <image>: ", "completion": "a", "image": OTHER})
+    assert row is not None
+    text = f"see <|vision_start|>{'<|image_pad|>' * 4}<|vision_end|>: a<|im_end|>"
+    assert row["ids"] == qwen(text, add_special_tokens=False)["input_ids"]
+    assert sum(row["mask"]) == 2
 
 
 def test_conversations_with_images_are_learned_outside_of_them(tokenizer, theirs):

@@ -7,9 +7,14 @@ import pytest
 from transformers import AutoTokenizer
 
 from jaxrl_llm.config.resolve import ConfigError
+from jaxrl_llm.data.image_rows import ImageReader
 from jaxrl_llm.data.observations import TurnTokenizer
 from jaxrl_llm.data.templates import chat_ids, render_chat
+from jaxrl_llm.data.tokenize import RowTokenizer
 from jaxrl_llm.data.tokenizers import build_byte_tokenizer
+from jaxrl_llm.models.hf import remember_images
+from tests.data.qwen_vl import qwen_vl_folder
+from tests.data.smolvlm import picture
 
 # Mistral's order: results of tools only after a message with calls, and an id in each.
 STRICT = (
@@ -51,6 +56,28 @@ def test_text_after_plain_text(tokenizer):
     assert tokenizer.decode(observation_ids(tokenizer, "more=", "2+2?")) == "more="
     with pytest.raises(ConfigError, match="answer with text"):
         observation_ids(tokenizer, [{"role": "user", "content": "x"}], "2+2?")
+
+
+def test_images_in_observations_are_refused(tokenizer):
+    part = {"type": "image", "image": "a.png"}
+    with pytest.raises(ConfigError, match=r"the observation has an image, .* write an agent"):
+        observation_ids(tokenizer, [{"role": "tool", "content": [{"type": "text", "text": "seen"}, part]}])
+
+
+def test_a_prompt_with_images_shows_tools(tmp_path):
+    """As of rows with images whose episodes have tools, which are rendered anew."""
+    tokenizer = AutoTokenizer.from_pretrained(qwen_vl_folder(tmp_path))
+    remember_images(tokenizer, tmp_path)
+    tokenizer.chat_template = "{{ tools }}" + tokenizer.chat_template
+    tool = {"type": "function", "function": {"name": "a_tool", "parameters": {}}}
+    row = RowTokenizer("prompts", tokenizer, images=ImageReader(tokenizer))(
+        {"prompt": [{"role": "user", "content": "<image>what?"}], "images": [picture(40, 20)]}
+    )
+    assert row is not None
+    ids = TurnTokenizer(tokenizer, (257,), 300).prompt_ids(row, row["prompt"], [tool])
+    shown = tokenizer.decode(ids)
+    assert "a_tool" in shown and shown.endswith(tokenizer.decode(row["prompt_ids"]).removeprefix("None"))
+    assert shown.count("<|image_pad|>") == 8
 
 
 def test_messages_go_on_where_the_turn_ended(tokenizer):

@@ -3,6 +3,8 @@
 import itertools
 from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import torch
 from transformers import (
@@ -10,11 +12,16 @@ from transformers import (
     Gemma3Config,
     Idefics3Config,
     Qwen2_5_VLConfig,
+    Qwen3VLConfig,
     SmolVLMConfig,
 )
 
-from jaxrl_llm.algorithms.batch import Images
+from jaxrl_llm.algorithms.batch import Images, Inputs
+from jaxrl_llm.distributed.sharding import path_name
+from jaxrl_llm.models.logprobs import token_logps
 from jaxrl_llm.models.vision.patch_rows import PatchRowsConfig, patch_rows
+from jaxrl_llm.rollout.engine import Engine
+from jaxrl_llm.rollout.sampling import SamplingParams
 from tests.models.oracles import SHAPE, VARIANTS, VOCAB
 
 IMAGE_TOKEN = 90  # no document has it as text
@@ -46,7 +53,18 @@ ROW_ENCODER: dict[str, Any] = {
     "out_hidden_size": SHAPE["hidden_size"],
     "initializer_range": 0.15,
 }
+# Four layers, of which the first and the third are added to the decoder's, and 5 x 5 learned positions.
+DEEP_ENCODER: dict[str, Any] = {
+    **{name: x for name, x in ROW_ENCODER.items() if name not in ("window_size", "fullatt_block_indexes")},
+    "depth": 4,
+    "num_position_embeddings": 25,
+    "deepstack_visual_indexes": [0, 2],
+}
 MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 2, 1]}
+ANY_SIZE = ("qwen2_5_vl", "qwen3_vl")
+TOKENS = {
+    "image_token_id": IMAGE_TOKEN, "video_token_id": 91, "vision_start_token_id": 92, "vision_end_token_id": 93,
+}  # fmt: skip
 SIZES = [(24, 40), (16, 24), (8, 32)]  # of images of any size: 15, 6 and 4 tokens
 VISION = {
     "idefics3": lambda: Idefics3Config(**PARTS, scale_factor=2),
@@ -60,10 +78,17 @@ VISION = {
     "qwen2_5_vl": lambda: Qwen2_5_VLConfig(
         text_config={**SHAPE, "rope_parameters": MROPE},
         vision_config=ROW_ENCODER,
-        image_token_id=IMAGE_TOKEN,
-        video_token_id=91,
-        vision_start_token_id=92,
-        vision_end_token_id=93,
+        **TOKENS,
+    ),
+    "qwen3_vl": lambda: Qwen3VLConfig(
+        text_config={
+            **SHAPE,
+            "num_hidden_layers": 3,
+            "head_dim": 16,
+            "rope_parameters": {**MROPE, "mrope_section": [4, 2, 2], "mrope_interleaved": True},
+        },
+        vision_config=DEEP_ENCODER,
+        **TOKENS,
     ),
 }
 
@@ -92,14 +117,14 @@ def image_documents(tiles=(2, 1, 0), family: str = "") -> list[Document]:
     """Documents of different lengths, with so many tiles each."""
     rng = np.random.default_rng(1)
     documents = []
-    sizes = itertools.cycle(SIZES if family == "qwen2_5_vl" else [TILE[:2]])
+    sizes = itertools.cycle(SIZES if family in ANY_SIZE else [TILE[:2]])
     for number, count in enumerate(tiles):
         parts, pixels = [rng.integers(0, IMAGE_TOKEN, 3 + number)], []
         for _ in range(count):
             high, wide = next(sizes)
             parts += [np.full(high * wide // 64, IMAGE_TOKEN), rng.integers(0, IMAGE_TOKEN, 2)]
             pixels.append(rng.normal(size=(high, wide, 3)).astype(np.float32))
-        pixels = pixels if family == "qwen2_5_vl" else np.array(pixels, np.float32).reshape(count, *TILE)
+        pixels = pixels if family in ANY_SIZE else np.array(pixels, np.float32).reshape(count, *TILE)
         documents.append(Document(np.concatenate([*parts, rng.integers(0, IMAGE_TOKEN, 4)]), pixels))
     assert max(document.tokens.max() for document in documents) < VOCAB
     return documents
@@ -143,7 +168,7 @@ def as_torch(oracle, document: Document) -> dict[str, torch.Tensor]:
     """The arguments of transformers for a document as a row."""
     ids = torch.tensor(document.tokens)[None]
     found = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-    if oracle.config.model_type == "qwen2_5_vl":
+    if oracle.config.model_type in ANY_SIZE:
         found["mm_token_type_ids"] = (ids == IMAGE_TOKEN).int()
         made = [qwen_patches(torch.tensor(image)) for image in document.pixels]
         if not made:
@@ -165,3 +190,47 @@ def qwen_patches(image: torch.Tensor, patch: int = 4, merge: int = 2, frames: in
     x = frame.reshape(1, frames, 3, high // merge, merge, patch, wide // merge, merge, patch)
     x = x.permute(0, 3, 6, 4, 7, 2, 1, 5, 8)
     return x.reshape(high * wide, -1), (1, high, wide)
+
+
+def logits_alone(oracle, document: Document) -> np.ndarray:
+    """The oracle's logits `[T,V]` of a document."""
+    with torch.no_grad():
+        return oracle(**as_torch(oracle, document)).logits[0].numpy()
+
+
+def oracle_image_gradients(oracle, documents) -> dict[str, np.ndarray]:
+    """Gradients by autograd of minus the log-probs of documents, on average over these, by the names of parameters."""
+    oracle.zero_grad()
+    total = torch.zeros(())
+    for document in documents:
+        logps = oracle(**as_torch(oracle, document)).logits[0, :-1].log_softmax(-1)
+        total = total - logps.gather(-1, torch.tensor(document.tokens)[1:, None]).sum()
+    (total / len(documents)).backward()
+    return {name: x.grad.numpy() for name, x in oracle.named_parameters()}
+
+
+def image_gradients(model, documents) -> dict[str, np.ndarray]:
+    """Gradients of the same loss of left-padded rows, by the path of the parameter."""
+    tokens, segments, images = padded_images(documents)
+    inputs = Inputs(jnp.asarray(tokens), jnp.asarray(segments), images=jax.tree.map(jnp.asarray, images))
+
+    def loss(params):
+        return -token_logps(model.net, params, inputs)[0].sum() / len(documents)
+
+    found = jax.tree_util.tree_leaves_with_path(jax.jit(jax.grad(loss))(model.params))
+    return {path_name(path): np.asarray(x) for path, x in found}
+
+
+def image_greedy(model, documents, steps: int) -> np.ndarray:
+    """Tokens `[B,2,steps]` of the sampling engine at temperature 0, behind left-padded documents."""
+    tokens, segments, images = jax.tree.map(jnp.asarray, padded_images(documents))
+    engine = Engine(model.net, SamplingParams(temperature=0.0), 2, steps, eos=(-1,), chunk=3)
+    rollout = engine.generate(model.params, tokens, segments, jax.random.key(0), images=images)
+    return np.asarray(rollout.tokens)[:, tokens.shape[1] :].reshape(len(documents), 2, steps)
+
+
+def oracle_image_greedy(oracle, documents, steps: int) -> np.ndarray:
+    """Tokens `[B,steps]` that the oracle continues each document with."""
+    with torch.no_grad():
+        found = [oracle.generate(**as_torch(oracle, x), max_new_tokens=steps, do_sample=False)[0] for x in documents]
+    return np.stack([own[len(x.tokens) :].numpy() for own, x in zip(found, documents, strict=True)])

@@ -67,6 +67,6 @@ def test_eight_devices_compute_the_same_of_images(family, tmp_path):
     tower = cut.params["vision"]
     encoder, layers = tower["encoder"], tower["encoder"]["layers"]
     down, proj = layers["mlp"].get("fc2", layers["mlp"].get("down")), tower.get("projector", {}).get("proj")
-    for linear in (encoder["patch"], layers["attention"]["q"], down, proj or encoder["fc1"]):
+    for linear in (encoder["patch"], layers["attention"]["q"], down, proj or encoder["merger"]["fc1"]):
         x = linear["kernel"]
         assert x.sharding.shard_shape(x.shape) != x.shape

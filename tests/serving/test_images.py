@@ -1,24 +1,30 @@
 """Images in requests: those of `data:` URLs are seen, as `generate` sees them, and others are refused."""
 
 import base64
+import concurrent.futures
+import io
 
 import httpx
 import jax
 import pytest
+from rich.console import Console
 
 import jaxrl_llm
 from jaxrl_llm.commands import generate as command
+from jaxrl_llm.commands.chat import Speaker, answerer, converse
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.models.model import load_model
 from jaxrl_llm.serving.app import Limits
-from tests.data.smolvlm import picture, png, smolvlm_folder
+from tests.data.qwen_vl import FOLDERS
+from tests.data.smolvlm import picture, png
+from tests.models.conftest import variants
 
 IMAGES = [picture(40, 20), picture(40, 20, 1)]
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    folder = smolvlm_folder(tmp_path_factory.mktemp("model") / "smolvlm")
+@pytest.fixture(scope="module", params=variants(FOLDERS, ("smolvlm",)))
+def model(request, tmp_path_factory):
+    folder = FOLDERS[request.param](tmp_path_factory.mktemp("model") / request.param)
     return load_model(folder, init_key=jax.random.key(0))
 
 
@@ -35,12 +41,17 @@ def test_a_request_with_an_image_is_answered_as_generate_does(listening, model):
     """With kept texts too: of two requests with the same tokens, the second has its own image."""
     running = listening(Limits(300, body=100_000), model=model, prefixes=2**24)
     answers = []
-    for image in IMAGES:
-        body = {"messages": message(url_of(image)), "temperature": 0, "max_tokens": 6, "logprobs": True, "n": 2}
-        reply = httpx.post(f"{running.url}/v1/chat/completions", json=body, timeout=300).raise_for_status().json()
-        (text,) = jaxrl_llm.generate(model, [message({"type": "image"})], 6, temperature=0, images=[[image]])
-        assert [choice["message"]["content"] for choice in reply["choices"]] == [text, text]
-        answers.append([token["logprob"] for token in reply["choices"][0]["logprobs"]["content"]])
+    plain = {"messages": message(), "temperature": 0, "max_tokens": 24}  # is sampled beside those with images
+    with concurrent.futures.ThreadPoolExecutor(1) as beside:
+        other = beside.submit(httpx.post, f"{running.url}/v1/chat/completions", json=plain, timeout=300)
+        for image in IMAGES:
+            body = {"messages": message(url_of(image)), "temperature": 0, "max_tokens": 6, "logprobs": True, "n": 2}
+            reply = httpx.post(f"{running.url}/v1/chat/completions", json=body, timeout=300).raise_for_status().json()
+            (text,) = jaxrl_llm.generate(model, [message({"type": "image"})], 6, temperature=0, images=[[image]])
+            assert [choice["message"]["content"] for choice in reply["choices"]] == [text, text]
+            answers.append([token["logprob"] for token in reply["choices"][0]["logprobs"]["content"]])
+        text = other.result().raise_for_status().json()["choices"][0]["message"]["content"]
+        assert [text] == jaxrl_llm.generate(model, [message()], 24, temperature=0)
     assert answers[0][0] != answers[1][0]
     assert running.server.queue.counts.prefix_hits == 0
 
@@ -78,6 +89,22 @@ def test_the_command_reads_files(model, tmp_path, capsys, monkeypatch):
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "see <image> and say", "images": ["a.png"]}\n')
     command.main([*given, f"--prompts_file={tmp_path / 'prompts.jsonl'}"])
     assert capsys.readouterr().out.removesuffix("\n") == text
+
+
+@pytest.mark.slow
+def test_a_conversation_has_images(model, tmp_path):
+    for name, image in zip("ab", IMAGES, strict=True):
+        image.save(tmp_path / f"{name}.png")
+    answer, said = answerer(model, max_new_tokens=6, temperature=0.0), []
+    speaker, out = Speaker("m", lambda *asked: said.append(answer(*asked)) or said[-1], True), io.StringIO()
+    lines = (f"/image {tmp_path / 'a.png'}", "what?", "/image no.png", f"/image {tmp_path / 'b.png'}", "and?")
+    converse([speaker], io.StringIO("".join(f"{line}\n" for line in lines)), Console(file=out, width=1000))
+    first = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "what?"}]}]
+    behind = [{"role": "assistant", "content": said[0]}]
+    second = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "and?"}]}]
+    assert [said[0]] == jaxrl_llm.generate(model, [first], 6, temperature=0, images=[IMAGES[:1]])
+    assert [said[1]] == jaxrl_llm.generate(model, [first + behind + second], 6, temperature=0, images=[IMAGES])
+    assert "no.png' is no file here" in out.getvalue()
 
 
 def test_images_of_prompts_are_checked(model):

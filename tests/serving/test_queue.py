@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import jaxrl_llm
-from jaxrl_llm.commands.generate import prompt_ids
+from jaxrl_llm.commands.generate import prompt_rows
 from jaxrl_llm.models.quantize import quantized_as
 from jaxrl_llm.models.transformer import ModelConfig, Net
 from jaxrl_llm.rollout.engine import Engine
@@ -99,7 +99,7 @@ def random_requests(
 @pytest.mark.slow
 def test_a_row_is_that_of_generate(queue, model):
     """Greedy and drawn, of the seed and the number that `generate` gives its rows."""
-    (ids,) = prompt_ids(model, ["sort:90817="])
+    ids = prompt_rows(model, ["sort:90817="])[0]["prompt_ids"]
     for temperature in (0.0, 1.0):
         (texts,) = jaxrl_llm.generate(model, ["sort:90817="], 12, temperature, samples=3, seed=5)
         sampling = SamplingParams(temperature)
@@ -167,7 +167,7 @@ def compare_with_alone(queue: RequestQueue, requests: list[RowRequest], seed: in
 
 def test_the_likeliest_tokens(queue, model):
     """The sampled token's log-prob is the one among the likeliest, which are sorted and full-vocabulary."""
-    (ids,) = prompt_ids(model, ["sort:4821="])
+    ids = prompt_rows(model, ["sort:4821="])[0]["prompt_ids"]
     (row,) = ask(queue, RowRequest(ids, 8, SamplingParams(0.5), (), 1, top_logprobs=3))
     row.wait()
     logits = np.asarray(model(np.asarray([ids + row.ids])))[0, len(ids) - 1 : -1] / 0.5
@@ -189,7 +189,7 @@ def test_a_prompt_of_several_rows_is_computed_once(queue, model, monkeypatch):
     widths = []
     pad = grid.pad_prompts
     monkeypatch.setattr(grid, "pad_prompts", lambda prompts, width: widths.append(len(prompts)) or pad(prompts, width))
-    (ids,) = prompt_ids(model, ["sort:90817="])
+    ids = prompt_rows(model, ["sort:90817="])[0]["prompt_ids"]
     settings = [SamplingParams(), SamplingParams(0.0), SamplingParams(1.5, top_k=4), SamplingParams(top_p=0.5)]
     requests = [RowRequest(ids, 5 + number, each, (), 3, number) for number, each in enumerate(settings)]
     together = ask(queue, *requests)
@@ -227,7 +227,7 @@ def test_a_cancelled_row_leaves_its_slot(queue):
 
 
 def test_new_parameters_count_from_the_next_chunk(queue, model):
-    (ids,) = prompt_ids(model, ["sort:4821="])
+    ids = prompt_rows(model, ["sort:4821="])[0]["prompt_ids"]
     request = RowRequest(ids, 6, SamplingParams(0.0), (), 0)
     (before,) = ask(queue, request)
     before.wait()

@@ -5,12 +5,15 @@ import types
 
 import pytest
 
+from jaxrl_llm.data.images import data_url
 from jaxrl_llm.data.observations import TurnTokenizer
 from jaxrl_llm.data.templates import render_prompt
-from jaxrl_llm.models.hf import find_tokenizer
+from jaxrl_llm.models.hf import find_tokenizer, remember_images
 from jaxrl_llm.rollout.sampling import SamplingParams
 from jaxrl_llm.serving.bodies import BadRequestError, parse
 from jaxrl_llm.serving.sessions import MODEL, Branch, Call, Session, SessionSpec
+from tests.data.qwen_vl import qwen_vl_folder
+from tests.data.smolvlm import picture
 
 EOS = 257
 QUESTION = {"role": "user", "content": "sort:21="}
@@ -39,6 +42,34 @@ def ask(session, text="12", reason="stop", calls=(), **body):
     )  # fmt: skip
     call.record([choice])
     return asked, session.branches[-1]
+
+
+def test_calls_with_images(tmp_path):
+    """A call goes on with those that an earlier one had; the same text with another image forks."""
+    tokenizer = find_tokenizer(str(qwen_vl_folder(tmp_path)))
+    remember_images(tokenizer, tmp_path)
+    session = session_of(TurnTokenizer(tokenizer, (tokenizer.eos_token_id,), 200), prompt=200, completion=200)
+    pad, texts = tokenizer.convert_tokens_to_ids("<|image_pad|>"), ("what?", "and?")
+    shown = [{"type": "image_url", "image_url": {"url": data_url(picture(*size))}} for size in ((40, 20), (9, 30))]
+    questions = [
+        {"role": "user", "content": [image, {"type": "text", "text": text}]}
+        for image, text in zip(shown, texts, strict=True)
+    ]
+    first, one = ask(session, messages=questions[:1])
+    assert first.prompts[0].count(pad) == 8 and first.tiles == one.tiles and len(first.tiles) == 1
+    said = {"role": "assistant", "content": "12"}
+    second, two = ask(session, messages=[questions[0], said, questions[1]])
+    assert (
+        two.parent is one and len(two.tiles) == 2 and [image.size for image in two.tiles.images] == [(20, 40), (30, 9)]
+    )
+    assert second.prompts[0][: len(one.prompt_ids)] == one.prompt_ids and second.prompts[0].count(pad) == 12
+    other = {"role": "user", "content": [shown[1], {"type": "text", "text": "what?"}]}
+    _, fork = ask(session, messages=[other, said, questions[1]])
+    assert fork.parent is None and len(session.leaves) == 2
+    with pytest.raises(BadRequestError, match="which stands for one"):
+        ask(session, prompt="what is <|image_pad|>?")
+    with pytest.raises(BadRequestError, match="send the image itself"):
+        ask(session, messages=[{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "/a.png"}}]}])
 
 
 def checked(branch: Branch) -> Branch:

@@ -8,22 +8,23 @@ import pyarrow.parquet as pq
 import pytest
 
 import jaxrl_llm
-from jaxrl_llm.algorithms.batch import Images
 from jaxrl_llm.config import ConfigError, default
 from jaxrl_llm.data import image_processor
 from jaxrl_llm.data.image_rows import ImageReader
 from jaxrl_llm.data.tokenize import RowTokenizer
-from jaxrl_llm.training.images import shown_images
+from jaxrl_llm.training.images import row_images, shown_images
 from jaxrl_llm.training.setup.data import tokenizer_of
-from tests.data.smolvlm import picture, png, smolvlm_folder
+from tests.data.qwen_vl import FOLDERS
+from tests.data.smolvlm import picture, png
+from tests.models.conftest import variants
 
 SIZES = [(40, 20), (16, 16), (9, 30), (30, 31)]
 PICTURES = [picture(*size, seed) for seed, size in enumerate(SIZES)]
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return smolvlm_folder(tmp_path_factory.mktemp("model") / "smolvlm")
+@pytest.fixture(scope="module", params=variants(FOLDERS, ("smolvlm",)))
+def folder(request, tmp_path_factory):
+    return FOLDERS[request.param](tmp_path_factory.mktemp("model") / request.param)
 
 
 def verl_rows():
@@ -46,8 +47,8 @@ def configured(folder, tmp_path, **changes):
     config.model.path, config.model.random_init, config.model.vision = str(folder), True, "trained"
     config.output_dir, config.logging.backends = str(tmp_path / "run"), ("jsonl",)
     config.total_steps, config.batch.prompts, config.rollout.group_size = 2, 4, 2
-    config.rollout.max_prompt_length, config.rollout.max_completion_length = 96, 4
-    config.data.max_length, config.eval.every, config.checkpoint.every = 112, -1, 0
+    config.rollout.max_prompt_length, config.rollout.max_completion_length = 128, 4
+    config.data.max_length, config.eval.every, config.checkpoint.every = 144, -1, 0
     config.update_from_flattened_dict(changes)
     return config
 
@@ -57,6 +58,7 @@ def test_verls_rows_to_a_folder_that_transformers_loads(folder, tmp_path):
     """Two steps of GRPO; the reward sees the images; the exported model and transformers' give the same logits."""
     torch = pytest.importorskip("torch")
     from transformers import AutoModelForImageTextToText
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
     pq.write_table(pa.Table.from_pylist(verl_rows()), tmp_path / "rows.parquet")
     seen = {}
@@ -82,13 +84,20 @@ def test_verls_rows_to_a_folder_that_transformers_loads(folder, tmp_path):
     tokenize = RowTokenizer("prompts", result.model.tokenizer, images=ImageReader(result.model.tokenizer))
     row = tokenize({"prompt": verl_rows()[1]["prompt"], "images": PICTURES[1:3]})
     assert row is not None
-    pixels, ids = np.asarray(row["pixels"]), np.array([row["prompt_ids"]])
-    own = jaxrl_llm.load_model(out)(ids, images=Images(pixels[None], np.array([len(pixels)])))
+    again, ids = jaxrl_llm.load_model(out), np.array([row["prompt_ids"]])
+    own = again(ids, images=row_images(ids.tolist(), [row["pixels"]], again.net.config.vision))
     theirs = AutoModelForImageTextToText.from_pretrained(out, attn_implementation="eager").eval()
-    values = torch.tensor(pixels.transpose(0, 3, 1, 2))[None]
+    given = {"input_ids": torch.tensor(ids)}
+    if folder.name == "smolvlm":
+        values = torch.tensor(np.asarray(row["pixels"]).transpose(0, 3, 1, 2))[None]
+    else:
+        made = Qwen2VLImageProcessorPil.from_pretrained(out)(images=PICTURES[1:3], return_tensors="pt")
+        values, grids = made["pixel_values"], made["image_grid_thw"]
+        is_image = given["input_ids"] == theirs.config.image_token_id
+        given |= {"image_grid_thw": grids, "mm_token_type_ids": is_image.int()}
     with torch.no_grad():
-        logits = theirs(input_ids=torch.tensor(ids), pixel_values=values).logits
-        blank = theirs(input_ids=torch.tensor(ids), pixel_values=values * 0 + 0.5).logits
+        logits = theirs(pixel_values=values, **given).logits
+        blank = theirs(pixel_values=values * 0 + 0.5, **given).logits
     np.testing.assert_allclose(np.asarray(own), logits.numpy(), atol=2e-5)
     assert np.abs(np.asarray(own) - blank.numpy()).max() > 1e-3
 

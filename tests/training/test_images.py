@@ -101,6 +101,15 @@ FAMILIES = {
         "vision_config": {"depth": 2, "num_heads": 4, "window_size": 12, "fullatt_block_indexes": [1]},
         "image_token_id": 2,
     },
+    "qwen3_vl": {
+        "text_config": {
+            "model_type": "qwen3_vl_text",
+            "head_dim": 16,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 2, 2]},
+        },
+        "vision_config": {"depth": 2, "num_heads": 4, "num_position_embeddings": 9, "deepstack_visual_indexes": [0]},
+        "image_token_id": 2,
+    },
 }
 
 

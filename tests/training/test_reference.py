@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import jaxrl_llm
-from jaxrl_llm.algorithms.batch import Batch, Inputs
+from jaxrl_llm.algorithms.batch import Batch, Images, Inputs
 from jaxrl_llm.algorithms.kl import AdaptiveKL
 from jaxrl_llm.algorithms.turn_advantages import Turns
 from jaxrl_llm.config import ConfigError, default, validate
@@ -190,6 +190,25 @@ def test_flat_groups_are_filled_with_fresh_ones(fresh_flat, expected, still):
     assert all(x[:, 0].tolist() == expected for x in filled.turns)
     np.testing.assert_array_equal(filled.rollout.tokens, np.repeat(np.array(expected)[:, None], 3, axis=1))
     np.testing.assert_array_equal(filled.rollout.lengths, expected)
+
+
+@pytest.mark.parametrize("per_row", [False, True])
+@pytest.mark.parametrize("seen", [False, True])
+def test_images_come_with_their_groups(per_row, seen):
+    """Those of prompts, or of each row, where the held groups have some or none."""
+
+    def images(first):
+        count = jnp.arange(first, first + (6 if per_row else 3))
+        return Images(jnp.zeros((len(count), 1, 2, 2, 3)), count)
+
+    held, fresh = sampled_of([10, 11, 20, 21, 30, 31]), sampled_of([50, 51, 60, 61, 70, 71])
+    held, fresh = held._replace(images=images(1) if seen else None), fresh._replace(images=images(11))
+    with jax.set_mesh(MESH):
+        filled, _ = fill(held, np.array([True, False, True]), fresh, np.array([False, True, False]), MESH)
+    assert filled.images is not None
+    own = [3, 4] if per_row else [2]
+    expected = [11, 12, *own, 15, 16] if per_row else [11, *own, 13]
+    assert filled.images.count.tolist() == [x if seen or x > 10 else 0 for x in expected]
 
 
 def test_adaptive_kl_of_the_configuration():

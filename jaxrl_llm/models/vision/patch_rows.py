@@ -1,10 +1,11 @@
-"""The encoder of Qwen2.5-VL (arXiv 2502.13923): a ViT over the patches of images of any size, one row of them a row.
+"""The encoders of Qwen2.5-VL (arXiv 2502.13923) and Qwen3-VL: a ViT over the patches of images of any size.
 
-Patches have rotary positions of two axes. They see the others of their window or, in some layers, all of their image.
+The patches of a row's images are one row. They have rotary positions of two axes and, in Qwen3-VL, learned ones that
+are interpolated to the image. They see all of their image or, in most layers of Qwen2.5-VL, their window.
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import jax
@@ -16,6 +17,9 @@ from jaxrl_llm.config import ConfigError
 from jaxrl_llm.distributed.sharding import constrain
 from jaxrl_llm.models.layers import FeedForward, Linear, RMSNorm
 from jaxrl_llm.models.rope import rotate
+from jaxrl_llm.models.vision.siglip import LayerNorm, PatchFeedForward
+
+BLOCK = 1024  # queries of a row that see their image at once, where there are more: scores are [BLOCK,P]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,8 +34,14 @@ class PatchRowsConfig:
     frames: int = 2  # of a patch; an image is repeated so often
     channels: int = 3
     merge: int = 2  # patches along each side of a square that becomes one token
-    window_size: int = 112  # pixels along each side of a window
+    window_size: int = 112  # pixels along each side of a window; 0: patches see all of their image in every layer
     full_layers: tuple[int, ...] = (7, 15, 23, 31)  # in which patches see all of their image
+    norm: str = "rms"  # or "layer"
+    gated: bool = True  # the feed-forward is a gated one; False: two linear maps
+    activation: str = "silu"
+    patch_bias: bool = False
+    positions: int = 0  # along each side of the square of learned positions; 0: there are none
+    deepstack: tuple[int, ...] = ()  # layers whose output is added behind the decoder's first layers too
     init_scale: float = 0.02
 
     @property
@@ -50,7 +60,7 @@ class PatchRowsConfig:
         return self.window_size // self.merge // self.patch_size
 
 
-def patch_rows(images: Sequence[np.ndarray], config: PatchRowsConfig) -> tuple[np.ndarray, np.ndarray]:
+def patch_rows(images: Iterable[np.ndarray], config: PatchRowsConfig) -> tuple[np.ndarray, np.ndarray]:
     """The patches `[P,numbers]` of images `[H,W,C]`, those of a square of a token adjacent, and their grids `[K,2]`.
 
     A grid is the number of patches along the height and the width. Raises ConfigError for an image that no whole number
@@ -118,7 +128,10 @@ class RowAttention(nnx.Module):
         q, k, v = (by_head(project(x)) for project in (self.q, self.k, self.v))
         ones = jnp.ones(x.shape[:2], jnp.int32)
         q, k = (rotate(a, ones, layout.angles) for a in (q, k))
-        x = jax.lax.cond(full, _in_images, self._in_windows, q, k, v, layout)
+        if self.config.window_size:
+            x = jax.lax.cond(full, _in_images, self._in_windows, q, k, v, layout)
+        else:
+            x = _in_images(q, k, v, layout)
         return self.out(x.reshape(*x.shape[:2], -1))
 
     def _in_windows(self, q, k, v, layout: "Layout"):
@@ -145,8 +158,14 @@ class RowAttention(nnx.Module):
 
 
 def _in_images(q, k, v, layout: "Layout"):
-    seen = layout.image[:, None, :, None] == layout.image[:, None, None, :]
-    return jax.nn.dot_product_attention(q, k, v, mask=seen)
+    def attend(queries):
+        q, image = queries
+        return jax.nn.dot_product_attention(q, k, v, mask=image[:, None, :, None] == layout.image[:, None, None, :])
+
+    if q.shape[1] <= BLOCK or q.shape[1] % BLOCK:
+        return attend((q, layout.image))
+    blocks = (x.reshape(len(x), -1, BLOCK, *x.shape[2:]).swapaxes(0, 1) for x in (q, layout.image))
+    return jax.lax.map(jax.checkpoint(attend), tuple(blocks)).swapaxes(0, 1).reshape(q.shape)
 
 
 class Layout(NamedTuple):
@@ -157,67 +176,134 @@ class Layout(NamedTuple):
     angles: jax.Array  # [N,P,d/2] of rotary positions
 
 
+def _norm(config: PatchRowsConfig, size: int, net: Any, rngs: nnx.Rngs):
+    return RMSNorm(size, net, rngs) if config.norm == "rms" else LayerNorm(size, net.norm_eps, net.param_dtype)
+
+
 class RowLayer(nnx.Module):
-    """Attention and a gated feed-forward, each behind a norm and with a residual."""
+    """Attention and a feed-forward, each behind a norm and with a residual."""
 
     def __init__(self, config: PatchRowsConfig, net: Any, rngs: nnx.Rngs):
-        self.norm1 = RMSNorm(config.width, net, rngs)
+        self.norm1 = _norm(config, config.width, net, rngs)
         self.attention = RowAttention(config, net, rngs)
-        self.norm2 = RMSNorm(config.width, net, rngs)
-        self.mlp = FeedForward(net, rngs)
+        self.norm2 = _norm(config, config.width, net, rngs)
+        self.mlp = FeedForward(net, rngs) if config.gated else PatchFeedForward(config, net, rngs)
 
     def __call__(self, x, layout: Layout, full):
         x = constrain(x + self.attention(self.norm1(x), layout, full), "rows", None, None)
         return constrain(x + self.mlp(self.norm2(x)), "rows", None, None)
 
 
-class PatchRows(nnx.Module):
-    """Embeddings `[N,M,D]` of the M tokens of all images of rows, in order, from patches `[N,P,numbers]`.
+class InterpolatedPositions(nnx.Module):
+    """Learned embeddings of a square of places, interpolated to the patches of an image of any shape."""
 
-    `net` has what a ModelConfig says of types, adapters and the decoder's width D.
+    def __init__(self, config: PatchRowsConfig, net: Any, rngs: nnx.Rngs):
+        self.side = config.positions
+        shape = (self.side**2, config.width)
+        self.weight = nnx.Param(jax.random.normal(rngs.params(), shape, net.param_dtype) * net.init_scale)
+
+    def __call__(self, y, x, high, wide):
+        """Embeddings `[N,P,D]` in fp32 of patches at y and x `[N,P]` of images of `high` x `wide` patches: bilinear,
+        corners on corners."""
+
+        def taps(place, size):  # the neighbours along an axis, and their shares
+            at = place.astype(jnp.float32) * (self.side - 1) / jnp.maximum(size - 1, 1)
+            low = jnp.clip(jnp.floor(at), 0, self.side - 1)
+            share, low = jnp.clip(at - low, 0, 1), low.astype(jnp.int32)  # that of padding is any number
+            return (low, 1 - share), (jnp.minimum(low + 1, self.side - 1), share)
+
+        table = self.weight[...].astype(jnp.float32)
+        parts = (
+            table[row * self.side + column] * (of_row * of_column)[..., None]
+            for row, of_row in taps(y, high)
+            for column, of_column in taps(x, wide)
+        )
+        return sum(parts, jnp.zeros((), jnp.float32))
+
+
+class Merger(nnx.Module):
+    """Embeddings of `size` numbers of squares of patches: two linear maps behind a norm, that of each patch or, with
+    `whole`, of the square."""
+
+    def __init__(self, config: PatchRowsConfig, size: int, net: Any, rngs: nnx.Rngs, whole: bool = False):
+        self.whole, square = whole, config.width * config.merge**2
+        # Qwen2.5-VL's maps are items of a list, which adapters have no names for.
+        names = ("", "") if config.gated else ("fc1", "fc2")
+        self.norm = _norm(config, square if whole else config.width, net, rngs)
+        self.fc1 = Linear(square, square, net, rngs, True, names[0])
+        self.fc2 = Linear(square, size, net, rngs, True, names[1])
+        self.square = square
+
+    def __call__(self, x):
+        x = x if self.whole else self.norm(x)
+        x = x.reshape(len(x), -1, self.square)
+        x = self.norm(x) if self.whole else x
+        return self.fc2(jax.nn.gelu(self.fc1(x), approximate=False))
+
+
+class PatchRows(nnx.Module):
+    """Features `[N,M,(1+E)D]` of the M tokens of all images of rows, in order, from patches `[N,P,numbers]`.
+
+    The first D are the embeddings of tokens in the decoder, of width D; the others are what is added behind each of its
+    first E layers. `net` has what a ModelConfig says of types, adapters and D.
     """
 
     def __init__(self, config: PatchRowsConfig, net: Any, rngs: nnx.Rngs):
         self.config = config
         own = dataclasses.replace(
-            net, width=config.width, ffn=config.ffn, mlp_bias=True, activation="silu", norm_eps=1e-6,
+            net, width=config.width, ffn=config.ffn, mlp_bias=True, activation=config.activation, norm_eps=1e-6,
             norm_offset=0.0,
         )  # fmt: skip
         # Dimensions in the order of a convolution's weights in files, transposed.
         shape = (*config.patch_shape[::-1], config.width)
-        self.patch = nnx.Dict(
-            kernel=nnx.Param(jax.random.normal(rngs.params(), shape, net.param_dtype) * config.init_scale)
-        )
+        patch = {"kernel": nnx.Param(jax.random.normal(rngs.params(), shape, net.param_dtype) * config.init_scale)}
+        if config.patch_bias:
+            patch["bias"] = nnx.Param(jnp.zeros((config.width,), net.param_dtype))
+        self.patch = nnx.Dict(patch)
+        self.position = InterpolatedPositions(config, own, rngs) if config.positions else None
         make = nnx.vmap(lambda r: RowLayer(config, own, r), in_axes=0, out_axes=0)
         self.layers = nnx.split_rngs(splits=config.layers)(make)(rngs)
-        self.norm = RMSNorm(config.width, own, rngs)
-        square = config.width * config.merge**2
-        self.fc1, self.fc2 = Linear(square, square, own, rngs, True), Linear(square, net.width, own, rngs, True)
+        self.merger = Merger(config, net.width, own, rngs)
+        deep = nnx.vmap(lambda r: Merger(config, net.width, own, r, whole=True), in_axes=0, out_axes=0)
+        count = len(config.deepstack)
+        self.deepstack = nnx.split_rngs(splits=count)(deep)(rngs) if count else None
 
     def __call__(self, pixels, tokens: Tokens, checkpointed=lambda step: step):
         c = self.config
-        side = c.window_tokens
-        across = -(-tokens.wide // side)
-        window = jnp.where(tokens.y >= tokens.high, 0, tokens.y // side * across + tokens.x // side)
-        window = tokens.image * tokens.image.shape[1] + window
-        order = jnp.argsort(window, axis=1, stable=True)
-        each = jnp.arange(c.merge**2)
+        order, window = None, tokens.image
+        if c.window_size:
+            side = c.window_tokens
+            across = -(-tokens.wide // side)
+            window = jnp.where(tokens.y >= tokens.high, 0, tokens.y // side * across + tokens.x // side)
+            window = tokens.image * tokens.image.shape[1] + window
+            order = jnp.argsort(window, axis=1, stable=True)
+        each, count = jnp.arange(c.merge**2), tokens.image.shape[1]
 
-        def sorted_(x):
+        def sorted_(x, order=order):
+            if order is None:
+                return x
             return jnp.take_along_axis(x, order.reshape(*order.shape, *(1,) * (x.ndim - 2)), axis=1)
 
         def of_patches(x):
-            return sorted_(x.reshape(len(x), order.shape[1], -1)).reshape(len(x), order.shape[1] * c.merge**2, -1)
+            return sorted_(x.reshape(len(x), count, -1)).reshape(len(x), count * c.merge**2, -1)
 
         def repeated(x):
             return jnp.repeat(sorted_(x), c.merge**2, axis=1)
 
         inv_freq = 10000.0 ** -(jnp.arange(0, c.width // c.heads // 2, 2) / (c.width // c.heads // 2))
         places = (tokens.y[..., None] * c.merge + each // c.merge, tokens.x[..., None] * c.merge + each % c.merge)
-        angles = jnp.concatenate([of_patches(place) * inv_freq for place in places], axis=-1)
-        layout = Layout(repeated(tokens.image), repeated(window), angles)
+        places = [of_patches(place) for place in places]
+        layout = Layout(
+            repeated(tokens.image), repeated(window), jnp.concatenate([x * inv_freq for x in places], axis=-1)
+        )
         kernel = self.patch["kernel"][...].transpose(3, 2, 1, 0, 4).reshape(c.patch_numbers, -1)
-        x = constrain(of_patches(pixels) @ kernel.astype(pixels.dtype), "rows", None, None)
+        x = of_patches(pixels) @ kernel.astype(pixels.dtype)
+        if c.patch_bias:
+            x += self.patch["bias"][...].astype(x.dtype)
+        if self.position is not None:
+            sizes = (repeated(size * c.merge) for size in (tokens.high, tokens.wide))
+            x += self.position(*(place[..., 0] for place in places), *sizes).astype(x.dtype)
+        x = constrain(x, "rows", None, None)
         graph, layers = nnx.split(self.layers)
         full = jnp.isin(jnp.arange(c.layers), jnp.array(c.full_layers, jnp.int32))
 
@@ -225,7 +311,13 @@ class PatchRows(nnx.Module):
             state, full = layer
             return nnx.merge(graph, state)(x, layout, full), None
 
-        x, _ = jax.lax.scan(checkpointed(step), x, (layers, full))
-        x = self.norm(x).reshape(*order.shape, -1)
-        x = self.fc2(jax.nn.gelu(self.fc1(x), approximate=False))
-        return jnp.take_along_axis(x, jnp.argsort(order, axis=1)[..., None], axis=1)
+        features, first = [], 0
+        for number, last in enumerate((*c.deepstack, c.layers - 1)):
+            some = jax.tree.map(lambda x, first=first, last=last: x[first : last + 1], (layers, full))
+            x, _ = jax.lax.scan(checkpointed(step), x, some)
+            first = last + 1
+            if self.deepstack is not None and number < len(c.deepstack):
+                of_merger, mergers = nnx.split(self.deepstack)
+                features.append(nnx.merge(of_merger, jax.tree.map(lambda x, number=number: x[number], mergers))(x))
+        features = jnp.concatenate([self.merger(x), *features], axis=-1)
+        return features if order is None else sorted_(features, jnp.argsort(order, axis=1))

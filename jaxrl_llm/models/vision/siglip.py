@@ -71,7 +71,8 @@ class PatchAttention(nnx.Module):
 class PatchFeedForward(nnx.Module):
     """`fc2(activation(fc1(x)))`."""
 
-    def __init__(self, config: SiglipConfig, net: Any, rngs: nnx.Rngs):
+    def __init__(self, config: Any, net: Any, rngs: nnx.Rngs):
+        """`config` is that of an encoder."""
         self.fc1 = Linear(config.width, config.ffn, net, rngs, True, "fc1")
         self.fc2 = Linear(config.ffn, config.width, net, rngs, True, "fc2")
         self.activation = ACTIVATIONS[config.activation]

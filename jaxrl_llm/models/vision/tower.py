@@ -54,7 +54,7 @@ class Vision(nnx.Module):
             self.projector = PROJECTORS[config.projector](config.encoder, config.merge, own, rngs)
 
     def encode(self, images: Images, dtype, checkpointed) -> jax.Array:
-        """The embeddings `[N,M,D]` of the M tokens of all images of a row, in order.
+        """The features `[N,M,D]` of the M tokens of all images of a row, in order, those of `PatchRows` `[N,M,(1+E)D]`.
 
         Raises ConfigError for pixels of another shape than the model's.
         """
@@ -120,10 +120,20 @@ def image_positions(index, positions, grid: Tokens) -> jax.Array:
 
 def with_images(x, images: ImageEmbeddings) -> jax.Array:
     """Embeddings x `[R,W,D]`, in which those of image tokens are the images'."""
-    index = images.index
-    by_source = jnp.maximum(index, 0).reshape(len(images.values), -1, 1)
-    picked = jnp.take_along_axis(images.values, by_source, axis=1).reshape(x.shape)
-    return jnp.where((index >= 0)[..., None], picked.astype(x.dtype), x)
+    return jnp.where((images.index >= 0)[..., None], _of_tokens(x, images, 0), x)
+
+
+def deepened(x, images: ImageEmbeddings, layer) -> jax.Array:
+    """Hidden states x `[R,W,D]` after a layer of the decoder, with what images add there (arXiv 2406.04334)."""
+    return x + jnp.where((images.index >= 0)[..., None], _of_tokens(x, images, layer + 1), 0)
+
+
+def _of_tokens(x, images: ImageEmbeddings, part) -> jax.Array:
+    """A part `[R,W,D]` of the values at the tokens of x, whatever where there is none."""
+    values = images.values.reshape(*images.values.shape[:2], -1, x.shape[-1])
+    values = jax.lax.dynamic_index_in_dim(values, part, 2, keepdims=False)
+    by_source = jnp.maximum(images.index, 0).reshape(len(values), -1, 1)
+    return jnp.take_along_axis(values, by_source, axis=1).reshape(x.shape).astype(x.dtype)
 
 
 def image_runs(index, segments) -> jax.Array:

@@ -15,7 +15,6 @@ from transformers import AutoModelForImageTextToText, Gemma3ForSequenceClassific
 
 from jaxrl_llm.algorithms.batch import Inputs
 from jaxrl_llm.config import ConfigError
-from jaxrl_llm.distributed.sharding import path_name
 from jaxrl_llm.models import attention
 from jaxrl_llm.models.families import family_of
 from jaxrl_llm.models.logprobs import token_logps
@@ -25,6 +24,7 @@ from jaxrl_llm.models.model import add_adapters, check_attention, describe, load
 from jaxrl_llm.models.peft import TENSORS
 from jaxrl_llm.models.safetensors import stored_tensors
 from jaxrl_llm.models.transformer import Net
+from jaxrl_llm.models.vision import patch_rows
 from jaxrl_llm.models.vision.tower import image_runs
 from jaxrl_llm.rollout.engine import Engine
 from jaxrl_llm.rollout.sampling import SamplingParams
@@ -38,8 +38,13 @@ from tests.models.images import (
     VISION,
     as_torch,
     image_documents,
+    image_gradients,
+    image_greedy,
     joined,
+    logits_alone,
     make_vision_oracle,
+    oracle_image_gradients,
+    oracle_image_greedy,
     padded_images,
     padded_pixels,
 )
@@ -73,17 +78,20 @@ def documents(oracle):
 
 @pytest.fixture(scope="module")
 def alone(oracle, documents):
-    """The oracle's logits of each document by itself."""
-    with torch.no_grad():
-        return [oracle(**as_torch(oracle, document)).logits[0].numpy() for document in documents]
+    return [logits_alone(oracle, document) for document in documents]
 
 
-@pytest.mark.parametrize("side", ["left", "right"])
-def test_rows_with_two_one_and_no_images(model, documents, alone, side):
+def check_logits(model, documents, alone, side):
     tokens, segments, images = padded_images(documents, side)
     logits = np.asarray(model(tokens, segments, images=images))
     for row, expected in enumerate(alone):
         np.testing.assert_allclose(logits[row][segments[row] > 0], expected, atol=TOLERANCE)
+    return logits, (tokens, segments, images)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_rows_with_two_one_and_no_images(model, documents, alone, side):
+    logits, (tokens, segments, images) = check_logits(model, documents, alone, side)
     other = np.asarray(model(tokens, segments, images=dataclasses.replace(images, pixels=-images.pixels)))
     last = segments.shape[1] - 1 if side == "left" else segments.sum(1) - 1
     changed = np.abs(other - logits)[np.arange(3), last].max(axis=-1)
@@ -91,12 +99,23 @@ def test_rows_with_two_one_and_no_images(model, documents, alone, side):
 
 
 def test_blocks_of_queries_see_the_image_that_ends_behind_them(model, documents, alone, monkeypatch):
-    """As in rows that are long enough for blocks."""
+    """As in rows that are long enough for blocks, of tokens and of patches."""
     monkeypatch.setattr(attention, "SMALLEST_BLOCK", 4)
+    monkeypatch.setattr(patch_rows, "BLOCK", 4)
     tokens, segments, images = jax.tree.map(jnp.asarray, padded_images(documents))
     logits = np.asarray(jax.jit(lambda params: model.net.bind(params)(tokens, segments, images=images))(model.params))
     for row, expected in enumerate(alone):
         np.testing.assert_allclose(logits[row][segments[row] > 0], expected, atol=TOLERANCE)
+
+
+def test_qwen3_vl_in_short(tmp_path):
+    """Logits, gradients and greedy text of left-padded rows with two images and none: the quick proof of DeepStack."""
+    oracle, documents = make_vision_oracle("qwen3_vl"), image_documents((2, 0), "qwen3_vl")
+    oracle.save_pretrained(tmp_path)
+    model = load_model(tmp_path)
+    check_logits(model, documents, [logits_alone(oracle, document) for document in documents], "left")
+    check_gradients(oracle, model, documents)
+    check_greedy_text(oracle, model, documents[:1])
 
 
 def test_packed_documents_have_their_own_tiles(model, documents, alone):
@@ -111,21 +130,11 @@ def test_packed_documents_have_their_own_tiles(model, documents, alone):
 
 
 def test_gradients_of_all_parameters(oracle, model, documents):
-    tokens, segments, images = padded_images(documents)
-    oracle.zero_grad()
-    total = 0.0
-    for document in documents:
-        logps = oracle(**as_torch(oracle, document)).logits[0, :-1].log_softmax(-1)
-        total = total - logps.gather(-1, torch.tensor(document.tokens)[1:, None]).sum()
-    (total / len(documents)).backward()
-    expected = {name: x.grad.numpy() for name, x in oracle.named_parameters()}
+    check_gradients(oracle, model, documents)
 
-    def loss(params):
-        inputs = Inputs(jnp.asarray(tokens), jnp.asarray(segments), images=jax.tree.map(jnp.asarray, images))
-        return -token_logps(model.net, params, inputs)[0].sum() / len(documents)
 
-    found = jax.tree_util.tree_leaves_with_path(jax.jit(jax.grad(loss))(model.params))
-    found = {path_name(path): np.asarray(x) for path, x in found}
+def check_gradients(oracle, model, documents):
+    expected, found = oracle_image_gradients(oracle, documents), image_gradients(model, documents)
     family = family_of(model.hf_config)
     tensors = stored_tensors(model.net, family, getattr(family, "MODULE_KEYS", None))
     assert {tensor.name for tensor in tensors} == set(expected)
@@ -152,17 +161,12 @@ def test_packed_rows_of_an_update_compute_the_same(model, documents):
 
 
 def test_greedy_text_is_that_of_transformers(oracle, model, documents):
-    tokens, segments, images = padded_images(documents[:2])
-    engine = Engine(model.net, SamplingParams(temperature=0.0), 2, 6, eos=(-1,), chunk=3)
-    rollout = engine.generate(
-        model.params, jnp.asarray(tokens), jnp.asarray(segments), jax.random.key(0),
-        images=jax.tree.map(jnp.asarray, images),
-    )  # fmt: skip
-    found = np.asarray(rollout.tokens)[:, tokens.shape[1] :].reshape(2, 2, 6)
-    for row, document in enumerate(documents[:2]):
-        with torch.no_grad():
-            expected = oracle.generate(**as_torch(oracle, document), max_new_tokens=6, do_sample=False)
-        np.testing.assert_array_equal(found[row], np.stack([expected[0, len(document.tokens) :].numpy()] * 2))
+    check_greedy_text(oracle, model, documents[:2])
+
+
+def check_greedy_text(oracle, model, documents):
+    found, expected = image_greedy(model, documents, 6), oracle_image_greedy(oracle, documents, 6)
+    np.testing.assert_array_equal(found, np.repeat(expected[:, None], 2, axis=1))
 
 
 def test_image_tokens_without_a_tile_keep_the_embedding_of_their_id(model, documents):
@@ -253,6 +257,11 @@ def test_tiles_of_another_size_and_images_for_a_text_model_are_refused(model, do
         ("qwen2_5_vl", "vision_config", "num_heads", 8, "vision_config.hidden_size = 24"),
         ("qwen2_5_vl", "vision_config", "hidden_act", "gelu", "vision_config.hidden_act = 'gelu'"),
         ("qwen2_5_vl", "vision_config", "window_size", 7, "vision_config.window_size = 7"),
+        ("qwen3_vl", "text_config", "rope_parameters", {"mrope_interleaved": False}, "mrope_interleaved = False"),
+        ("qwen3_vl", "vision_config", "num_position_embeddings", 24, "num_position_embeddings = 24 .* squares"),
+        ("qwen3_vl", "vision_config", "deepstack_visual_indexes", [2, 0], r"deepstack_visual_indexes = \[2, 0\]"),
+        ("qwen3_vl", "vision_config", "deepstack_visual_indexes", [0, 4], r"deepstack_visual_indexes = \[0, 4\]"),
+        ("qwen3_vl", "vision_config", "rope_parameters", {"rope_theta": 1e6}, "rope_theta = 1000000.0"),
     ],
 )
 def test_entries_that_mean_another_network_are_refused(family, part, entry, value, message):
@@ -340,8 +349,12 @@ def test_adapters_are_where_peft_finds_them(oracle, folder, model, vision, tmp_p
     entries = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
     config = peft.LoraConfig(r=2, target_modules=entries["target_modules"])
     wanted = {name for name, x in oracle.named_modules() if isinstance(x, torch.nn.Linear)}
-    # Of Qwen2.5-VL's encoder queries, keys and values are one matrix, and have no adapters.
-    wanted = {name for name in wanted if "layers" in name or ("blocks" in name and ".mlp." in name)}
+    # Of Qwen's encoders queries, keys and values are one matrix, and have no adapters.
+    wanted = {
+        name
+        for name in wanted
+        if "layers" in name or ("blocks" in name and ".mlp." in name) or ("merger" in name and "linear" in name)
+    }
     wanted = {name for name in wanted if vision == "lora" or "text_model" in name or "language_model" in name}
     assert {name for name, _ in oracle.named_modules() if check_target_module_exists(config, name)} == wanted
     names = {name.removeprefix("base_model.model.") for name in load_file(tmp_path / "adapter" / TENSORS)}

@@ -1,0 +1,93 @@
+"""Qwen3-VL: images of any size as rows of patches, whose features join a Qwen3 in its first layers too (DeepStack)."""
+
+import dataclasses
+import math
+from typing import Any
+
+from jaxrl_llm.models.families import qwen3, qwen_vl
+from jaxrl_llm.models.families.decoder import TensorName, linear
+from jaxrl_llm.models.families.entries import positive, refuse
+from jaxrl_llm.models.transformer import ModelConfig
+from jaxrl_llm.models.vision.patch_rows import PatchRowsConfig
+
+MODEL_TYPE = "qwen3_vl"
+ARCHITECTURE = {"lm": "Qwen3VLForConditionalGeneration", "score": "Qwen3VLForSequenceClassification"}
+TOWER, LAYERS = "model.visual.", "vision/encoder/layers"
+BLOCK = f"{TOWER}blocks.{{layer}}."
+
+
+def _norm(path: str, tensor: str) -> tuple[TensorName, TensorName]:
+    return TensorName(f"{path}/scale", f"{tensor}.weight"), TensorName(f"{path}/shift", f"{tensor}.bias")
+
+
+KEYS = (
+    *(key._replace(tensor=key.tensor.replace("model.", "model.language_model.", 1)) for key in qwen3.KEYS),
+    *linear("vision/encoder/patch", f"{TOWER}patch_embed.proj"),
+    TensorName("vision/encoder/position/weight", f"{TOWER}pos_embed.weight"),
+    *_norm(f"{LAYERS}/norm1", f"{BLOCK}norm1"),
+    *(key for name in "qkv" for key in linear(f"{LAYERS}/attention/{name}", f"{BLOCK}attn.qkv")),
+    *linear(f"{LAYERS}/attention/out", f"{BLOCK}attn.proj"),
+    *_norm(f"{LAYERS}/norm2", f"{BLOCK}norm2"),
+    *(key for name in ("fc1", "fc2") for key in linear(f"{LAYERS}/mlp/{name}", f"{BLOCK}mlp.linear_{name}")),
+    *(
+        key
+        for merger, tensor in (("merger", "merger"), ("deepstack", "deepstack_merger_list.{layer}"))
+        for key in (
+            *_norm(f"vision/encoder/{merger}/norm", f"{TOWER}{tensor}.norm"),
+            *linear(f"vision/encoder/{merger}/fc1", f"{TOWER}{tensor}.linear_fc1"),
+            *linear(f"vision/encoder/{merger}/fc2", f"{TOWER}{tensor}.linear_fc2"),
+        )
+    ),
+)
+FAMILY = qwen_vl.Family(
+    MODEL_TYPE,
+    ARCHITECTURE,
+    text={
+        "vocab_size": 151_936,
+        "hidden_size": 4096,
+        "intermediate_size": 22_016,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 32,
+        "head_dim": qwen3.HEAD_DIM,
+    },
+    theta=500_000.0,
+    sections=(24, 20, 20),
+    interleaved=True,
+    encoder=PatchRowsConfig(
+        width=1152, layers=27, ffn=4304, patch_size=16, window_size=0, full_layers=(), norm="layer", gated=False,
+        activation="gelu_tanh", patch_bias=True, positions=48, deepstack=(8, 16, 24),
+    ),
+    sizes=qwen_vl.SIZES,
+)  # fmt: skip
+
+
+def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
+    """The ModelConfig of a config.json; raises ConfigError for what the network does not compute."""
+    text, entries = qwen_vl.text_of(hf, FAMILY), hf.get("vision_config") or {}
+    encoder = qwen_vl.encoder_of(entries, text, FAMILY)
+    entries = {"num_position_embeddings": encoder.positions**2, "deepstack_visual_indexes": encoder.deepstack} | entries
+    side = math.isqrt(positive(entries, "num_position_embeddings"))
+    if side**2 != entries["num_position_embeddings"]:
+        refuse("vision_config.num_position_embeddings", entries["num_position_embeddings"], "squares")
+    deepstack = tuple(entries["deepstack_visual_indexes"])
+    fits = len(deepstack) <= positive(text, "num_hidden_layers") and set(deepstack) <= set(range(encoder.layers))
+    if list(deepstack) != sorted(set(deepstack)) or not fits:
+        refuse(
+            "vision_config.deepstack_visual_indexes", list(deepstack),
+            "ascending layers of the encoder, no more than the decoder has",
+        )  # fmt: skip
+    encoder = dataclasses.replace(encoder, positions=side, deepstack=deepstack)
+    bias = bool(text.get("attention_bias", False))
+    own = {"qk_norm": True, "attention_bias": bias, "attention_output_bias": bias}
+    return qwen_vl.config_of(hf, text, FAMILY, encoder, own, overrides)
+
+
+def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:
+    """The config.json of a net, over the entries of `base`; raises ConfigError for one without vision."""
+    encoder = qwen_vl.vision_of(config)
+    entries = {
+        "num_position_embeddings": encoder.positions**2,
+        "deepstack_visual_indexes": list(encoder.deepstack),
+    }
+    return qwen_vl.entries_of(config, base, FAMILY, {"attention_bias": config.attention_bias}, entries)

@@ -1,0 +1,177 @@
+"""The common ground of Qwen's families with vision: an encoder of rows of patches, and positions of three axes.
+
+Of videos nothing is read.
+"""
+
+import dataclasses
+import itertools
+from typing import Any, NamedTuple
+
+from jaxrl_llm.models.families import decoder, siglip
+from jaxrl_llm.models.families.entries import number, positive, refuse
+from jaxrl_llm.models.transformer import ModelConfig
+from jaxrl_llm.models.vision.patch_rows import PatchRowsConfig
+from jaxrl_llm.models.vision.tower import VisionConfig
+
+# Fields of a PatchRowsConfig that are an integer each, and their entries.
+SIZES = {
+    "width": "hidden_size",
+    "layers": "depth",
+    "heads": "num_heads",
+    "ffn": "intermediate_size",
+    "patch_size": "patch_size",
+    "frames": "temporal_patch_size",
+    "channels": "in_channels",
+    "merge": "spatial_merge_size",
+}
+ACTIVATIONS = {"gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu", "silu": "silu"}
+SHARED = ("architectures", "tie_word_embeddings", "quantization_config")
+
+
+class Family(NamedTuple):
+    """In what the families differ."""
+
+    model_type: str
+    architecture: dict[str, str]  # by head
+    text: dict[str, Any]  # what entries of the decoder mean that are left out
+    theta: float
+    sections: tuple[int, ...]  # rotary frequencies of time, height and width
+    interleaved: bool  # the frequencies of the axes take turns, and are not in runs
+    encoder: PatchRowsConfig  # what entries of the encoder mean that are left out
+    sizes: dict[str, str]  # as SIZES
+
+
+def text_of(hf: dict[str, Any], family: Family) -> dict[str, Any]:
+    """The entries of the decoder, those of the whole model that it shares among them."""
+    given = _text(hf)
+    text = family.text | _default_rope(given) | {name: hf[name] for name in SHARED if name in hf}
+    text["tie_word_embeddings"] = bool(hf.get("tie_word_embeddings") or given.get("tie_word_embeddings"))
+    return text
+
+
+def _text(hf: dict[str, Any]) -> dict[str, Any]:
+    """The entries of the decoder, which files of transformers 4 may have beside those of the whole."""
+    return hf["text_config"] if isinstance(hf.get("text_config"), dict) else hf
+
+
+def _default_rope(text: dict[str, Any]) -> dict[str, Any]:
+    """The entries, in which rotary positions of three axes are named as those of one."""
+    found = dict(text)
+    for entry in ("rope_parameters", "rope_scaling"):
+        if isinstance(found.get(entry), dict):
+            types = {name: "default" for name in ("type", "rope_type") if found[entry].get(name) == "mrope"}
+            found[entry] = found[entry] | types
+    return found
+
+
+def encoder_of(hf: dict[str, Any], text: dict[str, Any], family: Family) -> PatchRowsConfig:
+    """The encoder of a `vision_config`, as far as families agree; raises ConfigError for another network."""
+    default = family.encoder
+    entries = {entry: getattr(default, field) for field, entry in family.sizes.items()} | hf
+    sizes = {field: positive(entries, entry) for field, entry in family.sizes.items()}
+    if sizes["width"] % (4 * sizes["heads"]):
+        refuse("vision_config.hidden_size", sizes["width"], f"multiples of 4 times num_heads = {sizes['heads']}")
+    if hf.get("out_hidden_size", text["hidden_size"]) != text["hidden_size"]:
+        refuse("vision_config.out_hidden_size", hf["out_hidden_size"], f"hidden_size = {text['hidden_size']}")
+    activation = hf.get("hidden_act")
+    known = {entry: name for entry, name in ACTIVATIONS.items() if (name == "silu") == default.gated}
+    if activation is not None and activation not in known:
+        refuse("vision_config.hidden_act", activation, ", ".join(known))
+    rope = hf.get("rope_parameters") or {}
+    if (theta := rope.get("rope_theta", 10000.0)) != 10000.0:
+        refuse("vision_config.rope_parameters.rope_theta", theta, "10000.0")
+    return dataclasses.replace(
+        default,
+        **sizes,
+        activation=default.activation if activation is None else known[activation],
+        init_scale=number("vision_config.initializer_range", hf.get("initializer_range", default.init_scale)),
+    )
+
+
+def config_of(
+    hf: dict[str, Any],
+    text: dict[str, Any],
+    family: Family,
+    encoder: PatchRowsConfig,
+    own: dict[str, Any],
+    overrides: dict[str, Any],
+) -> ModelConfig:
+    """The ModelConfig of a config.json; `own` are the fields of the family's decoder. Raises ConfigError for what the
+    network does not compute."""
+    image_token = siglip.image_token({"image_token_id": 151_655} | hf, "image_token_id", text)
+    rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
+    sections = list(rope.get("mrope_section") or family.sections)
+    if rope.get("mrope_interleaved", family.interleaved) != family.interleaved:
+        refuse("mrope_interleaved", rope["mrope_interleaved"], str(family.interleaved))
+    own = own | {
+        "vision": VisionConfig(encoder, encoder.merge, image_token, projector=""),
+        "rope_axes": _axes(sections, family.interleaved),
+    }
+    config = decoder.to_config(text, family.architecture, own, overrides, rope={"theta": family.theta})
+    if len(config.rope_axes) != config.head_dim // 2:
+        refuse("mrope_section", sections, f"numbers that add up to half of the {config.head_dim} of a head")
+    if config.rope.kind != "default":
+        refuse("rope_type", config.rope.kind, "default and mrope")
+    return config
+
+
+def _axes(sections: list[int], interleaved: bool) -> tuple[int, ...]:
+    """The axis of each rotary frequency: 0 time, 1 height, 2 width."""
+    if not interleaved:
+        return tuple(axis % 3 for axis, size in enumerate(sections) for _ in range(size))
+    axes = [0] * sum(sections)
+    for axis, size in enumerate(sections[1:], 1):
+        axes[axis : 3 * size : 3] = [axis] * len(axes[axis : 3 * size : 3])
+    return tuple(axes)
+
+
+def entries_of(
+    config: ModelConfig,
+    base: dict[str, Any] | None,
+    family: Family,
+    own: dict[str, Any],
+    vision_entries: dict[str, Any],
+) -> dict[str, Any]:
+    """The config.json of a net, over the entries of `base`; `own` are the family's of the decoder."""
+    encoder = vision_of(config)
+    assert config.vision is not None
+    base = base or {"text_config": {"rope_theta": config.rope.theta}}
+    given = _text(base)
+    flat = given is base
+    text = decoder.from_config(
+        config, family.text | given, family.architecture, family.model_type + ("" if flat else "_text"), own,
+        rope=family.text | _default_rope(given),
+    )  # fmt: skip
+    if not any("mrope_section" in (text.get(entry) or {}) for entry in ("rope_parameters", "rope_scaling")):
+        runs = [len(list(run)) for _, run in itertools.groupby(config.rope_axes)]
+        text["rope_parameters"] = {
+            "rope_type": "default",
+            "rope_theta": config.rope.theta,
+            "mrope_section": [config.rope_axes.count(axis) for axis in range(3)] if family.interleaved else runs,
+            **({"mrope_interleaved": True} if family.interleaved else {}),
+        }
+    names = {name: entry for entry, name in ACTIVATIONS.items()}
+    whole = {
+        **{name: text[name] for name in ("architectures", "tie_word_embeddings")},
+        "model_type": family.model_type,
+        "image_token_id": config.vision.image_token,
+        "vision_config": {
+            **(base.get("vision_config") or {"model_type": f"{family.model_type}_vision"}),
+            **{entry: getattr(encoder, field) for field, entry in family.sizes.items()},
+            "out_hidden_size": config.width,
+            "hidden_act": names[encoder.activation],
+            "initializer_range": encoder.init_scale,
+            **vision_entries,
+        },
+    }
+    if flat:
+        return {**text, **whole}
+    text = {name: x for name, x in text.items() if name != "architectures"}
+    return {**base, **whole, "text_config": text}
+
+
+def vision_of(config: ModelConfig) -> PatchRowsConfig:
+    """The encoder of a net; raises ConfigError for one without, and for another encoder."""
+    if config.vision is None or not isinstance(config.vision.encoder, PatchRowsConfig):
+        refuse("vision_config", None, "models with a vision part that reads images of any size")
+    return config.vision.encoder
