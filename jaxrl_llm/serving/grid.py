@@ -21,13 +21,13 @@ import numpy as np
 from jaxrl_llm.data.collate import pad_prompts
 from jaxrl_llm.data.image_rows import Tiles
 from jaxrl_llm.models.logprobs import Likeliest, likeliest
+from jaxrl_llm.models.vision.row_images import row_images
 from jaxrl_llm.rollout.engine import READ, Engine, prefill
 from jaxrl_llm.rollout.grammar import Grammar
 from jaxrl_llm.rollout.processors import padded_words
 from jaxrl_llm.rollout.sampling import RowSampling, SamplingParams
 from jaxrl_llm.rollout.slots import Prompts, Rows, Slots, ended
 from jaxrl_llm.serving.prefixes import Prefix, resume
-from jaxrl_llm.training.images import row_images
 
 SMALLEST = 64  # tokens of the narrowest prompt that a program is compiled for
 CAPACITY = 32  # tokens that the row caches of a new grid have room for

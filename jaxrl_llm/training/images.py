@@ -1,104 +1,19 @@
 """The images of rows on their way to a network: `Images`, of the tiles that each row of a batch brings."""
 
 import json
-import os
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import numpy as np
-
 from jaxrl_llm.algorithms.batch import Images
-from jaxrl_llm.config import ConfigError
 from jaxrl_llm.data.image_rows import Tiles
 from jaxrl_llm.data.images import thumbnail
 from jaxrl_llm.data.tokenize import PIXELS
 from jaxrl_llm.distributed.processes import gather
-from jaxrl_llm.models.vision.patch_rows import PatchRowsConfig, patch_rows
+from jaxrl_llm.models.vision.row_images import count_tiles, image_tokens, row_images
 from jaxrl_llm.models.vision.tower import VisionConfig
 
 IMAGES = "images"  # the column of rewards that holds a prompt's images, and that of records with their thumbnails
 SHOWN = 4  # thumbnails of a row, at most
-MOST_WORKERS = 16  # threads that read and resize images
-
-
-def row_images(
-    ids: Sequence[Sequence[int]],
-    tiles: Sequence[Sequence[np.ndarray] | Tiles | None],
-    vision: VisionConfig | None,
-    most: tuple[int, int] = (0, 0),
-) -> Images | None:
-    """The images of rows with these token ids, on the host; None where no row has any.
-
-    There is room for the tiles of the row with most of them, and for `most` tiles and image tokens; powers of two, so
-    that few programs are compiled. Raises ConfigError for a model that reads text alone, for tiles of another shape,
-    and for a row whose image tokens are not those of its tiles, as one that was cut inside an image.
-    """
-    counts = count_tiles(tiles)
-    if vision is None:
-        if any(counts):
-            raise ConfigError(
-                "rows have images, but the model reads text alone: use one with a vision part (docs/vision.md), or "
-                "rows without images"
-            )
-        return None
-    encoder = vision.encoder if isinstance(vision.encoder, PatchRowsConfig) else None  # of images of any size
-    tokens = image_tokens(ids, vision)
-
-    def check(row: int, wanted: int) -> None:
-        if tokens[row] != wanted:
-            each = "" if encoder else f", {vision.tile_tokens} each"
-            raise ConfigError(
-                f"row {row} of a batch has {tokens[row]} image tokens (id {vision.image_token}), but its {counts[row]} "
-                f"tiles stand for {wanted}{each}: expand each image of the text to its tokens, and cut no row inside "
-                "an image"
-            )
-
-    for row, own in enumerate(counts):
-        if encoder is None or not own:  # the tokens of other images are known when they have been read
-            check(row, own * vision.tile_tokens if own else 0)
-    if not (tiles_of_row := max(most[0], *counts)):
-        return None
-    room, count, grids = _power_of_two(tiles_of_row), np.array(counts, np.int32), None
-    if encoder is not None:
-        size = vision.merge**2 * _power_of_two(max(most[1], *tokens))
-        pixels = np.zeros((len(ids), size, encoder.patch_numbers), np.float32)
-        grids = np.zeros((len(ids), room, 2), np.int32)
-    else:
-        pixels = np.zeros((len(ids), room, *vision.tile_shape), np.float32)
-
-    def fill(rows: list[int]) -> None:
-        own, row = tiles[rows[0]], rows[0]
-        assert own is not None
-        if encoder is not None and grids is not None:
-            patches, grid = patch_rows(own, encoder)
-            for row in rows:
-                check(row, len(patches) // vision.merge**2)
-                pixels[row, : len(patches)], grids[row, : len(grid)] = patches, grid
-            return
-        # A table of rows in memory keeps them as lists; others are files, which are read here.
-        own = np.asarray(own, np.float32)
-        if own.shape[1:] != vision.tile_shape:
-            raise ConfigError(
-                f"row {row} of a batch has tiles of shape {own.shape[1:]} (height, width, channels), but this "
-                f"model reads {vision.tile_shape}: use the image processor of its folder"
-            )
-        for row in rows:
-            pixels[row, : counts[row]] = own
-
-    rows_of: dict[int, list[int]] = {}  # both rows of a pair have the same images, which are read once
-    for row, own in enumerate(tiles):
-        if counts[row]:
-            rows_of.setdefault(id(own), []).append(row)
-    workers = min(max(len(rows_of), 1), os.cpu_count() or 1, MOST_WORKERS)
-    with ThreadPoolExecutor(workers, thread_name_prefix="images") as pool:
-        for _ in pool.map(fill, rows_of.values()):
-            pass
-    return Images(pixels, count, grids=grids)
-
-
-def _power_of_two(least: int) -> int:
-    return 1 << (least - 1).bit_length()
 
 
 def prompt_images(examples: Sequence[dict[str, Any]], vision: VisionConfig | None) -> Images | None:
@@ -127,13 +42,3 @@ def shown_images(examples: Sequence[dict[str, Any]], group_size: int) -> tuple[l
         images += [read] * group_size
         thumbnails += [json.dumps([thumbnail(image) for image in read[:SHOWN]]) if read else None] * group_size
     return images, thumbnails
-
-
-def image_tokens(ids: Sequence[Sequence[int]], vision: VisionConfig) -> list[int]:
-    """The number of image tokens of each row."""
-    return [sum(token == vision.image_token for token in own) for own in ids]
-
-
-def count_tiles(tiles: Sequence[Sequence[np.ndarray] | Tiles | None]) -> list[int]:
-    """The number of tiles of each row."""
-    return [0 if own is None else len(own) for own in tiles]

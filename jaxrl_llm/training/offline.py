@@ -23,8 +23,8 @@ from jaxrl_llm.data.tokenize import PIXELS
 from jaxrl_llm.distributed.processes import all_or_none
 from jaxrl_llm.distributed.sharding import on_device, row_shards, rows_to_global
 from jaxrl_llm.models.transformer import Net, Params
+from jaxrl_llm.models.vision.row_images import row_images
 from jaxrl_llm.training.algorithm import BatchSpec
-from jaxrl_llm.training.images import row_images
 from jaxrl_llm.training.logging.stopwatch import Stopwatch
 from jaxrl_llm.training.online import Experience, Row
 from jaxrl_llm.training.packing.documents import pad_groups

@@ -44,6 +44,7 @@ from jaxrl_llm.distributed.turns import turn, yielded
 from jaxrl_llm.environments.batch import EpisodeBatch
 from jaxrl_llm.models.lora import copied
 from jaxrl_llm.models.transformer import Net, Params
+from jaxrl_llm.models.vision.row_images import count_tiles
 from jaxrl_llm.rewards.runner import Logged, Rewards, TrainerState
 from jaxrl_llm.rewards.streaming import StreamingRewards
 from jaxrl_llm.rollout.engine import Engine, Rollout
@@ -51,7 +52,7 @@ from jaxrl_llm.training import replay as replay_buffer
 from jaxrl_llm.training.advantages import AdvantageStep
 from jaxrl_llm.training.agent_rollout import AgentRollout
 from jaxrl_llm.training.algorithm import BatchSpec
-from jaxrl_llm.training.images import IMAGES, count_tiles, prompt_images, shown_images
+from jaxrl_llm.training.images import IMAGES, prompt_images, shown_images
 from jaxrl_llm.training.logging.reward_metrics import add_totals, join, over_processes, table_value
 from jaxrl_llm.training.logging.stopwatch import Stopwatch
 from jaxrl_llm.training.packing.planner import Packer

@@ -12,7 +12,8 @@ from jaxrl_llm.config import ConfigError, default
 from jaxrl_llm.data import image_processor
 from jaxrl_llm.data.image_rows import ImageReader
 from jaxrl_llm.data.tokenize import RowTokenizer
-from jaxrl_llm.training.images import row_images, shown_images
+from jaxrl_llm.models.vision.row_images import row_images
+from jaxrl_llm.training.images import shown_images
 from jaxrl_llm.training.setup.data import tokenizer_of
 from tests.data.qwen_vl import FOLDERS
 from tests.data.smolvlm import picture, png
