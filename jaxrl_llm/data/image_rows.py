@@ -5,6 +5,7 @@ image may be fifty megabytes.
 """
 
 import functools
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -34,6 +35,16 @@ class Tiles:
 
     def __len__(self) -> int:
         return self.count
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """That of the array."""
+        return self.count, *self.processor.tile_size, 3
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the array."""
+        return 4 * math.prod(self.shape)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         del copy  # it is always new
