@@ -101,6 +101,7 @@ def serve(
     import uvicorn
 
     from jaxrl_llm.serving.app import Limits, Server
+    from jaxrl_llm.serving.connections import Connection
     from jaxrl_llm.serving.grid import RowRequest
     from jaxrl_llm.serving.queue import Counts, Handle, RequestQueue, Tokens
     from jaxrl_llm.serving.trainers import ROUTES
@@ -160,7 +161,9 @@ def serve(
 
             for number in (signal.SIGTERM, signal.SIGINT):
                 loop.add_signal_handler(number, stop)
-            stderr_console().print(ready, markup=False, highlight=False)  # who reads it may end the server at once
+            stderr_console().print(
+                ready, markup=False, highlight=False, soft_wrap=True
+            )  # who reads it may end it at once
             try:
                 yield
             finally:
@@ -171,8 +174,8 @@ def serve(
             return await super().on_tick(counter) or queue.failure is not None
 
     web = uvicorn.Config(
-        server.app, log_level="warning", access_log=False, timeout_graceful_shutdown=int(drain), server_header=False,
-        lifespan="off",
+        server.app, http=Connection, log_level="warning", access_log=False, timeout_graceful_shutdown=int(drain),
+        server_header=False, lifespan="off",
     )  # fmt: skip
     queue.start()
     # A first row compiles what the next ones need, and shows before anyone asks that the model runs here.

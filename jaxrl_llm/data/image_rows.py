@@ -5,6 +5,7 @@ image may be fifty megabytes.
 """
 
 import functools
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -37,6 +38,13 @@ class Tiles:
 
     def __iter__(self) -> Iterator[np.ndarray]:
         return iter(self.processor.pixels(self.read()))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the arrays; at most, where each image is one tile of its own size, which may be made smaller."""
+        size = self.processor.tile_size
+        return 12 * (sum(map(math.prod, (image.size for image in self.images))) if size is None else
+                     self.count * math.prod(size))  # fmt: skip
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         del copy  # it is always new

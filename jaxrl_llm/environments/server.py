@@ -127,10 +127,11 @@ def server(
                 raise TypeError("choices is no list of objects")
         except (KeyError, TypeError) as error:
             raise EpisodeError(f"{endpoint} answered without a list of choices: {str(answer)[:300]!r}") from error
-        if version is not None and answer.get("weight_version", version) != version:
+        versions = {answer.get(name, version) for name in ("weight_version", "newest_weight_version")} - {version}
+        if version is not None and versions:
             raise EpisodeError(
-                f"{endpoint} sampled with version {answer['weight_version']} of its weights, but those of the policy "
-                f"are version {version}: let nobody else push weights to it"
+                f"{endpoint} sampled with version {versions.pop()} of its weights, but those of the policy are version "
+                f"{version}: let nobody else push weights to it"
             )
         if len(answers) != trainer.num_generations:
             raise EpisodeError(f"{url} returned {len(answers)} choices of the {trainer.num_generations} asked for")

@@ -103,6 +103,14 @@ class LatentAttention(nnx.Module):
         """The row caches with room for `size` tokens."""
         return jnp.pad(cache, ((0, 0),) * (cache.ndim - 3) + ((0, size - cache.shape[-3]), (0, 0), (0, 0)))
 
+    @staticmethod
+    def prompt_cache(prompt, row, end, size: int) -> jax.Array:
+        """Prompt caches of `size` tokens: those before the place `end` of prompts with their only rows behind them."""
+        if row is not None:
+            prompt = jnp.concatenate([prompt, row[..., 0, :, 0, :]], axis=-2)
+        padded = jnp.pad(prompt, ((0, 0),) * (prompt.ndim - 2) + ((size, 0), (0, 0)))
+        return jax.lax.dynamic_slice_in_dim(padded, end, size, axis=prompt.ndim - 2)
+
     def _project(self, x, positions, arrays: AttentionArrays):
         """Queries (scaled), not rotated and rotated, `[...,t,H,n]` and `[...,t,H,e]`, and latents `[...,t,c+e]`."""
         c = self.config

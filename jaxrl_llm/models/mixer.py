@@ -55,7 +55,9 @@ class Mixer(Protocol):
     """
 
     path: str  # of its parameters in the layer: layers/<path>/...
-    shares_prefixes: bool  # whether a token may see a prefix of another segment (packed rows); by a mask it can
+    # Whether a token may see a prefix of another segment (packed rows), as by a mask it can; so the cache of a text has
+    # those of all its beginnings, where a recurrent one has only that of its end.
+    shares_prefixes: bool
 
     def __init__(self, config: Any, rngs: Any): ...
 
@@ -90,6 +92,6 @@ class Mixer(Protocol):
     def prompt_cache(prompt, row, end, size: int) -> Any:
         """Prompt caches of `size` tokens: those before the place `end` of prompts with their only rows behind them.
 
-        `row` None: of the prompts alone. Caches of layers may be stacked.
+        `row` None: of the prompts alone. Caches of layers may be stacked. It is asked of mixers that share prefixes.
         """
         ...

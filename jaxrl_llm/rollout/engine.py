@@ -217,7 +217,7 @@ class Engine:
             least = 1 if turns is None else MIN_TOKENS
             if (reading := slots_to_read(to_come.reshape(shards, -1), least)) is not None:
                 width = min(READ, longest)
-                slots = self._with_room(slots, int((lengths + np.minimum(to_come, width)).max()))
+                slots = self.with_room(slots, int((lengths + np.minimum(to_come, width)).max()))
                 slots = read_observations(self, params, grid_prompts, slots, reading, width)
                 executed += reading.size * width
                 continue
@@ -232,7 +232,7 @@ class Engine:
                 grid = following
             elif live.any():
                 reached = int(lengths.reshape(live.shape)[live].max())
-                slots = self._with_room(slots, reached + 1)
+                slots = self.with_room(slots, reached + 1)
                 ahead = min(self.chunk, slots.capacity - reached)
                 # For what is left of the last chunk a smaller grid saves less than its program costs to compile.
                 pauses = turns is None and ((shrinks and longest - reached >= self.chunk) or scheduler.waiting.size)
@@ -260,7 +260,7 @@ class Engine:
             if value:
                 raise ConfigError(f"a grammar (structured_grammar) is not followed with {name}: leave one of them out")
 
-    def _with_room(self, slots: Slots, needed: int) -> Slots:
+    def with_room(self, slots: Slots, needed: int) -> Slots:
         """The slots, whose row caches are doubled until they have room for `needed` tokens."""
         while slots.capacity < needed:
             slots = grow(self, slots, min(2 * slots.capacity, self.max_completion_length))

@@ -34,13 +34,15 @@ class Vocabulary:
 class Grammar:
     """A compiled grammar in Lark's syntax; raises ConfigError, with the setting's `name`, where that cannot be.
 
-    llguidance computes states as a row comes to them, and bounds what a grammar, and each step in it, may cost.
+    llguidance computes states as a row comes to them, and bounds what a grammar may cost; `step_fuel` bounds what each
+    step in it may.
     """
 
-    def __init__(self, text: str, vocabulary: Vocabulary, name: str):
-        matcher = _llguidance(name).LLMatcher
+    def __init__(self, text: str, vocabulary: Vocabulary, name: str, step_fuel: int = 200_000):
+        package = _llguidance(name)
+        matcher, limits = package.LLMatcher, package.LLParserLimits(step_lexer_fuel=step_fuel)
         self.vocabulary = vocabulary
-        self.start = matcher(vocabulary.tokenizer, matcher.grammar_from_lark(text), log_level=0)
+        self.start = matcher(vocabulary.tokenizer, matcher.grammar_from_lark(text), log_level=0, limits=limits)
         if problem := self.start.get_error():
             raise ConfigError(f"{name} cannot be compiled: {' '.join(problem.split())[:300]}")
 
@@ -48,6 +50,9 @@ class Grammar:
         """The bits `[V/32]` uint32 of the tokens that may follow; raises ConfigError where there are none."""
         bits = np.frombuffer(matcher.compute_bitmask(), "<u4")[: len(self.vocabulary.permitted)]
         bits = bits & self.vocabulary.permitted
+        if matcher.is_error():  # whose bits are those of the end
+            problem = " ".join(matcher.get_error().split())[:200]
+            raise ConfigError(f"the grammar is too large to be followed, or is left ({problem}); give a simpler one")
         if not bits.any():
             raise ConfigError(
                 f"the grammar leaves no token to go on with ({matcher.get_error() or matcher.stop_reason()}): it has "
@@ -75,7 +80,7 @@ def as_lark(text: str, name: str) -> str:
 
     try:
         return any_to_lark(text)
-    except ValueError as error:
+    except Exception as error:  # its errors are of no common type
         raise ConfigError(f"{name} cannot be compiled: {' '.join(str(error).split())[:300]}") from error
 
 

@@ -14,7 +14,8 @@ import secrets
 import time
 import traceback
 import uuid
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+import weakref
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from starlette.applications import Starlette
@@ -31,7 +32,14 @@ from jaxrl_llm.serving.guides import Guides
 from jaxrl_llm.serving.metrics import Metrics
 from jaxrl_llm.serving.queue import Handle, RequestQueue, StoppedError, Tokens
 
+AT_ONCE = 2**16  # bytes of a body that is read as JSON without a thread
 LEFT = 499  # the status that is counted for a client which left
+
+
+class Decoded(list[Any]):
+    """The tiles of a request, and the bytes that they take, which count from before they are made."""
+
+    nbytes: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,6 +52,7 @@ class Limits:
     rows: int = 1024  # that are asked for in one request, or wait for a slot
     seconds: float = 600.0  # for a whole answer
     body_seconds: float = 30.0  # for a request's body to come
+    images: int = 2**30  # bytes of the tiles of all images that wait or are answered
 
 
 class Server:
@@ -70,6 +79,7 @@ class Server:
         self.load, self.loading = load, asyncio.Lock()
         self.guides = Guides(tokenizer, vocabulary, eos)
         self.metrics, self.created, self.active, self.draining = Metrics(), int(time.time()), 0, False
+        self._tiles: list[weakref.ref[Decoded]] = []  # of requests, as long as these are held
         own = (
             ("/v1/chat/completions", "POST", functools.partial(self.complete, chat=True)),
             ("/v1/completions", "POST", functools.partial(self.complete, chat=False)),
@@ -89,10 +99,9 @@ class Server:
         async def endpoint(request: Request) -> Response:
             try:
                 self._authorise(request)
-                if self.active >= self.limits.requests:
-                    raise BadRequestError(f"{self.active} requests are being answered; ask again later", 429)
                 self.active += 1
                 try:
+                    self._check_room()
                     response = await handler(request)
                 finally:
                     self.active -= 1
@@ -103,6 +112,8 @@ class Server:
                 response = JSONResponse(error.body(), error.status, headers)
             except StoppedError as error:
                 response = JSONResponse(BadRequestError(str(error), 503).body(), 503)
+            except RecursionError:
+                response = JSONResponse(BadRequestError("the body is nested too deeply; send it flatter").body(), 400)
             except ClientDisconnect:
                 response = Response(status_code=LEFT)
             except Exception:
@@ -119,18 +130,60 @@ class Server:
             raise BadRequestError("the API key is missing or wrong: send it as Authorization: Bearer KEY", 401,
                                   "invalid_api_key")  # fmt: skip
 
+    def _check_room(self) -> None:
+        if self.active > self.limits.requests:
+            raise BadRequestError(f"{self.active - 1} requests are being answered; ask again later", 429)
+
     async def body(self, request: Request) -> dict[str, Any]:
         """The JSON object that a request brings; raises BadRequestError where it is too large, too slow or none."""
+        kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        # Any page in a browser may post forms and plain text to this machine, but no JSON, and knows no key.
+        if not self.api_key and kind != "application/json" and not kind.endswith("+json"):
+            raise BadRequestError(
+                f"the body's content type is {kind[:100] or 'missing'}; send Content-Type: application/json", 415
+            )
         most, data = self.limits.body, bytearray()
+        self.active -= 1  # who sends slowly takes no other's place
         try:
+            length = request.headers.get("content-length", "")
+            if length.isdecimal() and int(length[:20]) > most:
+                raise _too_large(most)
             async with asyncio.timeout(self.limits.body_seconds):
                 async for chunk in request.stream():
                     data += chunk
                     if len(data) > most:
-                        raise BadRequestError(f"the body has more than {most} bytes", 413, "request_too_large")
+                        raise _too_large(most)
         except TimeoutError:
             raise BadRequestError(f"the body did not come within {self.limits.body_seconds:g} seconds", 408) from None
-        return parse_json(bytes(data))
+        finally:
+            self.active += 1
+        self._check_room()
+        return await asyncio.to_thread(parse_json, bytes(data)) if len(data) > AT_ONCE else parse_json(bytes(data))
+
+    async def asked(self, body: Mapping[str, Any], chat: bool) -> Asked:
+        """The checked request of a body, by a thread: long texts and images take seconds. Raises BadRequestError."""
+        limits = self.limits
+        asked = await asyncio.to_thread(
+            parse, body, chat, self.tokenizer, self.names, self.eos, limits.tokens, self.vocabulary, limits.rows
+        )
+        if asked.guide is not None:  # compiled the first time
+            await asyncio.to_thread(self.guides.grammar, *asked.guide)
+        if asked.tiles is not None:
+            self._tiles = [ref for ref in self._tiles if ref() is not None]
+            held = sum(tiles.nbytes for ref in self._tiles if (tiles := ref()) is not None)
+            if held + asked.tiles.nbytes > limits.images:
+                raise BadRequestError(
+                    f"the images have {asked.tiles.nbytes} bytes as tiles, and those of others {held}, of "
+                    f"{limits.images} in all; send fewer or smaller ones, or ask again later",
+                    429 if asked.tiles.nbytes <= limits.images else 400,
+                    param="messages",
+                )
+            tiles = Decoded()
+            tiles.nbytes = asked.tiles.nbytes  # counted from now on, while a thread makes them
+            self._tiles.append(weakref.ref(tiles))
+            await asyncio.to_thread(tiles.extend, asked.tiles)
+            asked = dataclasses.replace(asked, tiles=None, pixels=tiles)
+        return asked
 
     async def health(self, request: Request) -> Response:
         """200 while requests are taken."""
@@ -161,15 +214,12 @@ class Server:
 
     async def complete(self, request: Request, chat: bool) -> Response:
         """The completions of a request, at once or as a stream of events."""
-        body = await self.body(request)
-        asked = parse(body, chat, self.tokenizer, self.names, self.eos, self.limits.tokens, self.vocabulary)
-        if asked.guide is not None:  # the first time it takes a moment, in which others are answered
-            await asyncio.to_thread(self.guides.grammar, *asked.guide)
+        asked = await self.asked(await self.body(request), chat)
         answer = Answer(self, asked)
         if asked.stream:
             return EventStream(answer, self)
         try:
-            return JSONResponse(await self.unless_left(request, answer.whole()))
+            return await self.unless_left(request, answer.whole())
         finally:
             answer.close()
 
@@ -187,6 +237,10 @@ class Server:
             await asyncio.gather(task, left, return_exceptions=True)
 
 
+def _too_large(most: int) -> BadRequestError:
+    return BadRequestError(f"the body has more than {most} bytes; send less", 413, "request_too_large")
+
+
 async def _left(receive: Callable[[], Awaitable[Any]]) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
@@ -194,7 +248,7 @@ async def _left(receive: Callable[[], Awaitable[Any]]) -> None:
 
 async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    message = f"{request.method} {request.url.path}: {error.detail}"
+    message = f"{request.method} {request.scope['path']:.200}: {error.detail}"  # a wrong Host makes no URL
     return JSONResponse(BadRequestError(message, error.status_code).body(), error.status_code, error.headers)
 
 
@@ -269,7 +323,7 @@ class Answer:
             request = RowRequest(
                 choice.prompt, asked.limits[prompt], asked.sampling, asked.ends, seed, choice.index,
                 asked.logprobs or 0, scored, grammar, asked.model if asked.model in server.queue.adapters else "",
-                asked.tiles,
+                asked.tiles if asked.pixels is None else asked.pixels,  # those of a session are read with its prompt
             )  # fmt: skip
             choice.handle = Handle(request, functools.partial(deliver, choice))
         self.going = set(self.choices)
@@ -307,22 +361,31 @@ class Answer:
         self.server.metrics.latency.add(time.monotonic() - self.started)
         self.server.queue.cancel([choice.handle for choice in self.going if choice.handle is not None])
         self.going.clear()
+        for choice in self.choices:
+            choice.handle = None  # which delivers to the choice: in a circle both, and its images, stay for a while
 
     def _object(self, choices: list[dict[str, Any]], streamed: bool, **others: Any) -> dict[str, Any]:
         kind = "text_completion" if not self.asked.chat else "chat.completion" + (".chunk" if streamed else "")
-        versions = [choice.handle.version for choice in self.choices if choice.handle is not None]
+        handles = [choice.handle for choice in self.choices]
+        begun = [handle for handle in handles if handle is not None and handle.slot is not None]
         return {"id": self.id, "object": kind, "created": self.created, "model": self.asked.model, "choices": choices,
-                "weight_version": min(versions), **others}  # fmt: skip
+                "weight_version": min(handle.version for handle in begun),
+                "newest_weight_version": max(handle.newest for handle in begun), **others}  # fmt: skip
 
     def usage(self) -> dict[str, int]:
         """Tokens of the prompts, and of all completions."""
         prompts, completions = sum(map(len, self.asked.prompts)), sum(len(choice.ids) for choice in self.choices)
         return {"prompt_tokens": prompts, "completion_tokens": completions, "total_tokens": prompts + completions}
 
-    async def whole(self) -> dict[str, Any]:
+    async def whole(self) -> Response:
         """The answer, when all choices have ended."""
         async for _ in self.pieces():
             pass
+        if self.asked.logprobs is None and self.asked.prompt_logprobs is None:
+            return self._response()
+        return await asyncio.to_thread(self._response)  # it may have millions of numbers
+
+    def _response(self) -> Response:
         choices = []
         for choice in self.choices:
             everything = Piece(choice.text, choice.ids, choice.logps, choice.top, 0)
@@ -352,7 +415,7 @@ class Answer:
         others: dict[str, Any] = {"usage": self.usage()}
         if self.asked.return_token_ids and self.asked.chat:
             others["prompt_token_ids"] = self.asked.prompts[0]
-        return self._object(choices, False, **others)
+        return JSONResponse(self._object(choices, False, **others))
 
     async def events(self) -> AsyncGenerator[dict[str, Any], None]:
         """The answer in pieces, as they come."""

@@ -5,11 +5,14 @@ there, is refused by its name: an answer that leaves out a wish would look as if
 """
 
 import dataclasses
+import functools
 import inspect
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+
+import numpy as np
 
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.config.resolve import closest
@@ -22,7 +25,10 @@ from jaxrl_llm.serving.errors import BadRequestError
 from jaxrl_llm.serving.grid import LONGEST_WORD, MOST_BIASES, MOST_ENDS, MOST_PROMPT_TOP, MOST_TOP, MOST_WORDS
 from jaxrl_llm.serving.guides import guide_of
 
-MOST_STOPS = 16  # stop strings of a request
+MOST_STOPS, LONGEST_STOP = 16, 1024  # stop strings of a request, and their characters
+COLDEST = 0.001  # temperature above 0: at lower ones float32 does not hold the log-probs
+TOKEN_CHARACTERS = 128  # as the longest tokens have, which are white space
+MOST_COUNT = 10**9  # of what is counted in int32
 DEFAULT_TOKENS = 16  # of a text completion that says no max_tokens, as OpenAI has it
 
 SETTINGS = {
@@ -31,15 +37,15 @@ SETTINGS = {
         Setting("n", 1, "", int, minimum=1, maximum=128),
         Setting("temperature", 1.0, "", float, minimum=0),
         Setting("top_p", 1.0, "", float, above=0, maximum=1),
-        Setting("top_k", 0, "", int, minimum=-1),
+        Setting("top_k", 0, "", int, minimum=-1, maximum=MOST_COUNT),
         Setting("min_p", 0.0, "", float, minimum=0, maximum=1),
-        Setting("repetition_penalty", 1.0, "", float, above=0),
+        Setting("repetition_penalty", 1.0, "", float, minimum=0.01, maximum=100),
         Setting("frequency_penalty", 0.0, "", float, minimum=-2, maximum=2),
         Setting("presence_penalty", 0.0, "", float, minimum=-2, maximum=2),
-        Setting("min_tokens", 0, "", int, minimum=0),
-        Setting("seed", None, "", int),
-        Setting("max_tokens", None, "", int, minimum=1),
-        Setting("max_completion_tokens", None, "", int, minimum=1),
+        Setting("min_tokens", 0, "", int, minimum=0, maximum=MOST_COUNT),
+        Setting("seed", None, "", int, minimum=-(2**63), maximum=2**63 - 1),
+        Setting("max_tokens", None, "", int, minimum=1, maximum=MOST_COUNT),
+        Setting("max_completion_tokens", None, "", int, minimum=1, maximum=MOST_COUNT),
         Setting("stream", False, "", bool),
         Setting("ignore_eos", False, "", bool),
         Setting("skip_special_tokens", True, "", bool),
@@ -99,46 +105,56 @@ class Asked:
     echo: bool = False  # the prompt stands before its completion
     prompt_logprobs: int | None = None  # so many likeliest tokens at each place of the prompt
     guide: tuple[str, str] | None = None  # a grammar that the answer follows (guides.py), and the field that asked
-    tiles: Tiles | None = None  # of the images of the one prompt of a chat
+    tiles: Tiles | None = None  # of the images of the one prompt of a chat, as long as they are not decoded
+    pixels: Sequence[np.ndarray] | None = None  # each [H,W,C] fp32, when they are
 
 
 def parse_json(data: bytes) -> dict[str, Any]:
     """The object that a body holds. Raises BadRequestError."""
     try:
         body = json.loads(data)
-    except (ValueError, RecursionError) as error:
-        raise BadRequestError(f"the body is not JSON: {error}") from None
-    if not isinstance(body, dict):
-        raise BadRequestError(f"the body is a JSON {type(body).__name__}; it must be an object")
-    try:
+        if not isinstance(body, dict):
+            raise BadRequestError(f"the body is a JSON {type(body).__name__}; it must be an object")
         json.dumps(body, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
         raise BadRequestError(
             f"the body has text that is no Unicode: half of a surrogate pair, {error.reason}"
         ) from None
+    except ValueError as error:
+        raise BadRequestError(f"the body is not JSON: {error}") from None
     return body
+
+
+@functools.lru_cache(8)
+def _image_reader(tokenizer: Any) -> ImageReader:
+    """The reader of a model's images, which reads the files of its processor once."""
+    return ImageReader(tokenizer)
 
 
 def parse(
     body: Mapping[str, Any], chat: bool, tokenizer: Any, models: Sequence[str], eos: tuple[int, ...], longest: int,
-    vocabulary: int, render: Callable[..., list[int]] | None = None,
+    vocabulary: int, most_rows: int, render: Callable[..., list[int]] | None = None,
 ) -> Asked:  # fmt: skip
-    """The checked request of a body. Raises BadRequestError, which names the field.
+    """The checked request of a body. Raises BadRequestError, which names the field, or RecursionError.
 
-    longest: the most tokens of a prompt and its completion; vocabulary: token ids are below it. `render(prompt, tools,
-    options)` makes token ids of a text, or of messages, in place of `render_prompt`.
+    longest: the most tokens of a prompt and its completion; vocabulary: token ids are below it; most_rows: completions
+    of a request. `render(prompt, tools, options)` makes token ids of a text, or of messages, in place of
+    `render_prompt`.
     """
 
     def rendered(prompt: Any, tools: Any = None, options: Any = None, images: ImageText | None = None) -> list[int]:
         return render_prompt(tokenizer, prompt, tools, options, None if images is None else images.expand)
 
-    render, sees = render or rendered, getattr(tokenizer, "image_folder", None) is not None
+    reader = _image_reader(tokenizer) if getattr(tokenizer, "image_folder", None) is not None else None
+    render = render or rendered
     known = COMMON | (CHAT if chat else TEXT)
     for name, value in body.items():
         if name in known or name in WITHOUT_EFFECT or value is None:
             continue
         if name not in NEUTRAL:
-            raise BadRequestError(f"there is no field {name!r}; the closest is {closest(name, known)}", param=name)
+            raise BadRequestError(
+                f"there is no field {name!r:.100}; the closest is {closest(name[:100], known)}", param=name[:100]
+            )
         if value != NEUTRAL[name] and not (name == "best_of" and value == body.get("n", 1)):
             raise BadRequestError(
                 f"{name} is {value!r:.100}, but this server has no {name}: leave it out", code="unsupported", param=name
@@ -150,19 +166,31 @@ def parse(
         )
     values = {name: setting.default for name, setting in SETTINGS.items()}
     for name, setting in SETTINGS.items():
-        if body.get(name) is not None:
-            try:
-                setting.check(body[name])
-            except ConfigError as error:
-                raise BadRequestError(str(error), param=name) from None
-            values[name] = body[name]
+        if (value := body.get(name)) is not None:
+            if not setting.accepts(value):
+                raise BadRequestError(f"{name} is {value!r:.100}, but it takes {setting.allowed}", param=name)
+            values[name] = value
+    if 0 < values["temperature"] < COLDEST:
+        raise BadRequestError(
+            f"temperature is {values['temperature']}, but it takes 0, which is greedy, or a number from {COLDEST} on",
+            param="temperature",
+        )
     options = body.get("stream_options") or {}
-    if not isinstance(options, Mapping) or set(options) - {"include_usage", "include_obfuscation"}:
-        raise BadRequestError(f"stream_options is {options!r:.100}; it takes include_usage", param="stream_options")
+    if not isinstance(options, Mapping) or not all(
+        name in ("include_usage", "include_obfuscation") and isinstance(value, bool) for name, value in options.items()
+    ):
+        raise BadRequestError(
+            f"stream_options is {options!r:.100}; it takes include_usage, which is true or false",
+            param="stream_options",
+        )
     stop = body.get("stop")
     stop = [] if stop is None else [stop] if isinstance(stop, str) else stop
     if not _is_list(stop, str) or len(stop) > MOST_STOPS or "" in stop:
         raise BadRequestError(f"stop takes a text or up to {MOST_STOPS} texts, none of them empty", param="stop")
+    if (longest_stop := max(map(len, stop), default=0)) > LONGEST_STOP:
+        raise BadRequestError(
+            f"stop has a text of {longest_stop} characters; up to {LONGEST_STOP} are taken", param="stop"
+        )
     ends = body.get("stop_token_ids") or []
     if not _is_list(ends, int) or not all(0 <= index < vocabulary for index in ends):
         raise BadRequestError(f"stop_token_ids takes a list of ids below {vocabulary}", param="stop_token_ids")
@@ -176,11 +204,11 @@ def parse(
     prompt_logprobs = tiles = None
     if chat:
         tools = _callable_tools(body)
-        prompt, tiles = _chat_prompt(body, tokenizer, render, sees)
+        prompt, tiles = _chat_prompt(body, tokenizer, render, reader, longest)
         prompts = [prompt]
         logprobs = _top_logprobs(body)
     else:
-        prompts = _text_prompts(body, vocabulary, render)
+        prompts = _text_prompts(body, vocabulary, render, reader, max(most_rows // values["n"], 1), longest)
         logprobs, prompt_logprobs = _count(body, "logprobs", MOST_TOP), _count(body, "prompt_logprobs", MOST_PROMPT_TOP)
         if values["stream"] and (values["echo"] or prompt_logprobs is not None):
             raise BadRequestError("echo and prompt_logprobs are not for streams", code="unsupported", param="stream")
@@ -210,6 +238,17 @@ def parse(
         values["skip_special_tokens"], values["include_stop_str_in_output"], values["return_token_ids"],
         values["return_tokens_as_token_ids"], values["echo"], prompt_logprobs, guide, tiles,
     )  # fmt: skip
+
+
+def _check_characters(count: int, longest: int, param: str) -> None:
+    """Refuses a text that is far too long before it is tokenised, which takes seconds a megabyte."""
+    if count > (most := longest * TOKEN_CHARACTERS):
+        raise BadRequestError(
+            f"{param} has {count} characters; this model's rows have {longest} tokens, and up to {most} characters are "
+            "taken",
+            code="context_length_exceeded",
+            param=param,
+        )
 
 
 def _is_list(value: Any, kind: type) -> bool:
@@ -294,31 +333,43 @@ def _top_logprobs(body: Mapping[str, Any]) -> int | None:
     return (top or 0) if wanted else None
 
 
-def _text_prompts(body: Mapping[str, Any], vocabulary: int, render: Callable[..., list[int]]) -> list[list[int]]:
-    """The prompts of a text completion: a text or token ids, or a list of such."""
+def _text_prompts(
+    body: Mapping[str, Any],
+    vocabulary: int,
+    render: Callable[..., list[int]],
+    reader: ImageReader | None,
+    most: int,
+    longest: int,
+) -> list[list[int]]:
+    """The prompts of a text completion: a text or token ids, or a list of up to `most` such."""
     prompt = body.get("prompt")
     prompts = [prompt] if isinstance(prompt, str) or (prompt and _is_list(prompt, int)) else prompt
     if not isinstance(prompts, list) or not prompts:
         raise BadRequestError("prompt takes a text, token ids, or a list of texts or of token ids", param="prompt")
+    if len(prompts) > most:
+        raise BadRequestError(
+            f"prompt has {len(prompts)} prompts, and with n completions of each up to {most} are taken", param="prompt"
+        )
     rows = []
     for each in prompts:
-        if isinstance(each, str):
-            try:
-                rows.append(render(each))
-            except ConfigError as error:
-                raise BadRequestError(str(error), param="prompt") from None
-        elif _is_list(each, int) and all(0 <= index < vocabulary for index in each):
-            rows.append(each)
-        else:
+        if not isinstance(each, str) and not (_is_list(each, int) and all(0 <= index < vocabulary for index in each)):
             raise BadRequestError(f"prompt has {each!r:.100}, which is no text and no list of ids below {vocabulary}",
                                   param="prompt")  # fmt: skip
+        if isinstance(each, str):
+            _check_characters(len(each), longest, "prompt")
+        try:
+            rows.append(render(each) if isinstance(each, str) else each)
+            if reader is not None:
+                reader.check_none(rows[-1])
+        except ConfigError as error:
+            raise BadRequestError(str(error), param="prompt") from None
     return rows
 
 
 def _chat_prompt(
-    body: Mapping[str, Any], tokenizer: Any, render: Callable[..., list[int]], sees: bool
+    body: Mapping[str, Any], tokenizer: Any, render: Callable[..., list[int]], reader: ImageReader | None, longest: int
 ) -> tuple[list[int], Tiles | None]:
-    """The token ids of the messages in the model's chat template, and the tiles of their images, if it `sees` any."""
+    """The token ids of the messages in the model's chat template, and the tiles of the images that `reader` reads."""
     messages = body.get("messages")
     if not isinstance(messages, list) or not is_conversational(messages):
         raise BadRequestError(
@@ -336,10 +387,16 @@ def _chat_prompt(
         )
     try:
         # With tool_choice none the model sees them still, as with vLLM: the answer is not searched for calls.
-        read = [_message(message, sees) for message in messages]
-        rendered, images = ImageReader(tokenizer).read({"messages": read}, ("messages",)) if sees else ({}, None)
-        if images is None:
+        read = [_message(message, reader is not None) for message in messages]
+        texts = [message["content"] for message in read if isinstance(message["content"], str)]
+        _check_characters(sum(map(len, texts)), longest, "messages")
+        if reader is None:
             return render(read, tools, options), None
+        rendered, images = reader.read({"messages": read}, ("messages",))
+        if images is None:
+            ids = render(read, tools, options)
+            reader.check_none(ids)
+            return ids, None
         ids = render(rendered["messages"], tools, options, images)
         images.check(ids)
         return ids, images.tiles

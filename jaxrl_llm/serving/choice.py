@@ -1,6 +1,7 @@
 """One completion on its way out: tokens come in, text, log-probs and calls go out, up to a stop string."""
 
 import dataclasses
+import functools
 import json
 import uuid
 from typing import Any
@@ -203,7 +204,12 @@ class Choice:
         return [list(zip(*place, strict=True)) for place in zip(ids, logps, strict=True)]
 
     def _name(self, index: int) -> str:
-        return f"token_id:{index}" if self.asked.tokens_as_ids else self.tokenizer.decode([index])
+        return f"token_id:{index}" if self.asked.tokens_as_ids else _decoded(self.tokenizer, index)
+
+
+@functools.lru_cache(2**18)
+def _decoded(tokenizer: Any, index: int) -> str:
+    return tokenizer.decode([index])
 
 
 def _entry(name: str, logp: float) -> dict[str, Any]:

@@ -103,14 +103,14 @@ class Gateway:
         session, body = self._session(request), await server.body(request)
         call = Call(session)
         asked = parse(body | {"model": MODEL}, chat, server.tokenizer, server.names, server.eos, ANY_LENGTH,
-                      server.vocabulary, call.render)  # fmt: skip
+                      server.vocabulary, MANY, call.render)  # fmt: skip
         with self.lock:
             session.check_open()
-            answer = KeptAnswer(server, call.bounded(asked), call)
+            answer = KeptAnswer(server, call.bounded(asked), call, self.lock)
         if asked.stream:
             return EventStream(answer, server)
         try:
-            return JSONResponse(await server.unless_left(request, answer.whole()))
+            return await server.unless_left(request, answer.whole())
         finally:
             answer.close()
 
@@ -138,9 +138,10 @@ class Gateway:
 class KeptAnswer(Answer):
     """An answer that its session keeps when all of its choices have ended, before the client sees the end."""
 
-    def __init__(self, server: Server, asked: Asked, call: Call):
+    def __init__(self, server: Server, asked: Asked, call: Call, lock: threading.Lock):
+        """`lock` is held where sessions end."""
         super().__init__(server, asked)
-        self.call = call
+        self.call, self.lock = call, lock
         for choice in self.choices:  # the same in a run that is resumed, as some templates show them
             choice.call_ids = f"{asked.seed or 0:08x}{choice.index:08x}"
         self.handles = {choice.handle for choice in self.choices if choice.handle is not None}
@@ -149,8 +150,9 @@ class KeptAnswer(Answer):
     async def pieces(self) -> AsyncGenerator[tuple[Choice, Piece], None]:
         """Those of `Answer`."""
         async for piece in super().pieces():
-            if not self.going and self.call.session.over is None:
-                self.call.record(self.choices)
+            with self.lock:
+                if not self.going and self.call.session.over is None:
+                    self.call.record(self.choices)
             yield piece
 
     def close(self) -> None:

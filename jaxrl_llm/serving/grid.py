@@ -56,7 +56,7 @@ class RowRequest:
     prompt_logprobs: int | None = None  # so many likeliest tokens at each place of the prompt; None: it is not scored
     grammar: Grammar | None = None
     adapter: str = ""  # the name of one of the queue's; none is the model itself
-    tiles: Tiles | None = None  # of the images of the prompt
+    tiles: Sequence[np.ndarray] | Tiles | None = None  # each [H,W,C] fp32, of the images of the prompt
 
 
 class Grid(NamedTuple):
@@ -234,17 +234,6 @@ def empty_grid(engine: Engine, params, size: int, width: int, top: bool, guided:
     return Grid(prompts, Slots(cache, rows, keys[:, None], jnp.zeros((), jnp.int32), capacity))
 
 
-def _fitted(x, like: tuple[int, ...], left: bool):
-    """x with zeros added, or entries left out, on one side of the axes on which it differs from the shape `like`."""
-    for axis, size in enumerate(like):
-        more = size - x.shape[axis]
-        if more > 0:
-            x = jnp.pad(x, [((more, 0) if left else (0, more)) if i == axis else (0, 0) for i in range(x.ndim)])
-        elif more < 0:
-            x = jax.lax.slice_in_dim(x, -more if left else 0, x.shape[axis] if left else size, axis=axis)
-    return x
-
-
 def with_top(grid: Grid) -> Grid:
     """The grid with room for the likeliest tokens of each place."""
     rows = grid.slots.rows
@@ -274,15 +263,11 @@ def widened(engine: Engine, params, prompts: Prompts, width: int) -> Prompts:
         keys = _keys(*(jnp.zeros(count, jnp.uint32),) * 2)
         return prefill(engine, params, tokens, tokens, keys)[0]
 
-    return jax.tree.map(lambda x, like: _fitted(x, like.shape, True), prompts, jax.eval_shape(of_width))
+    def fitted(x, like):
+        more = [new - old for new, old in zip(like.shape, x.shape, strict=True)]
+        return jnp.pad(x[tuple(slice(max(-n, 0), None) for n in more)], [(max(n, 0), 0) for n in more])
 
-
-@functools.partial(jax.jit, static_argnames=("engine", "capacity"))
-def resized(engine: Engine, prompts: Prompts, slots: Slots, capacity: int) -> Slots:
-    """The slots with room for `capacity` tokens in the row caches, of which rows that go on must need no more."""
-    shapes = jax.eval_shape(lambda: engine.decoder.empty_caches(prompts.cache, 1, capacity))
-    cache = jax.tree.map(lambda x, like: _fitted(x, like.shape, False), slots.cache, shapes)
-    return slots.replace(cache=cache, capacity=capacity)
+    return jax.tree.map(fitted, prompts, jax.eval_shape(of_width))
 
 
 @functools.partial(jax.jit, static_argnames="engine", donate_argnames="grid")

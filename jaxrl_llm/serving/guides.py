@@ -16,8 +16,15 @@ from jaxrl_llm.serving.errors import BadRequestError
 
 MOST_CHARACTERS = 65_536  # of a grammar: a schema of a thousand properties compiles in a sixth of a second
 KEPT = 128  # compiled grammars
+STEP_FUEL = 20_000  # of llguidance: a step costs others 60 ms at most, where its own bound is seconds
 # Between the tokens of JSON: room for a pretty print, and none for a model that never comes to an end.
 WHITESPACE = {"whitespace_pattern": "[ \\n]{1,20}"}
+FORMS = {
+    "json": "a JSON schema, as an object or its text",
+    "regex": "a regular expression",
+    "choice": "a list of texts, none of them empty",
+    "grammar": "a grammar in the syntax of Lark or GBNF",
+}
 STRUCTURED = ("json", "regex", "choice", "grammar", "json_object")
 
 
@@ -41,7 +48,7 @@ class Guides:
             if not self._model[2]:
                 raise ConfigError(f"{param} needs a model with an end of text, without which no answer would end")
             self._vocabulary = self._vocabulary or Vocabulary(*self._model, param)
-        return Grammar(text, self._vocabulary, param)
+        return Grammar(text, self._vocabulary, param, STEP_FUEL)
 
 
 def guide_of(body: Mapping[str, Any], tools: Sequence[Mapping[str, Any]], template: str) -> tuple[str, str] | None:
@@ -57,6 +64,8 @@ def guide_of(body: Mapping[str, Any], tools: Sequence[Mapping[str, Any]], templa
     if len(found) > 1:
         raise BadRequestError(f"{' and '.join(sorted(found))} are given; an answer has one guide", param=min(found))
     for param, (kind, value) in found.items():
+        if isinstance(value, str):
+            _check_length(param, value)  # before it is converted, which takes longer the longer it is
         try:
             if kind == "call":
                 several = value == "required" and body.get("parallel_tool_calls") is not False
@@ -68,11 +77,8 @@ def guide_of(body: Mapping[str, Any], tools: Sequence[Mapping[str, Any]], templa
         except RecursionError:
             raise BadRequestError(f"{param} is nested too deeply", param=param) from None
         if text is None:
-            raise BadRequestError(f"{param} is {value!r:.100}, which is no {kind}", param=param)
-        if len(text) > MOST_CHARACTERS:
-            raise BadRequestError(
-                f"{param} has {len(text):,} characters as a grammar; up to {MOST_CHARACTERS:,} are taken", param=param
-            )
+            raise BadRequestError(f"{param} is {value!r:.100}; it takes {FORMS[kind]}", param=param)
+        _check_length(param, text)
         if isinstance(body.get("ignore_eos"), bool) and body["ignore_eos"]:
             raise BadRequestError(f"ignore_eos and {param} contradict each other: leave one out", param="ignore_eos")
         for name in ("bad_words", "min_tokens"):
@@ -80,6 +86,13 @@ def guide_of(body: Mapping[str, Any], tools: Sequence[Mapping[str, Any]], templa
                 raise BadRequestError(f"{name} may forbid all that {param} allows: leave one of them out", param=name)
         return text, param
     return None
+
+
+def _check_length(param: str, text: str) -> None:
+    if len(text) > MOST_CHARACTERS:
+        raise BadRequestError(
+            f"{param} has {len(text):,} characters as a grammar; up to {MOST_CHARACTERS:,} are taken", param=param
+        )
 
 
 def _named_guides(body: Mapping[str, Any]) -> dict[str, tuple[str, Any]]:

@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jaxrl_llm.config import ConfigError
 from jaxrl_llm.models.logprobs import Likeliest
 from jaxrl_llm.models.lora import LoraConfig, combine
 from jaxrl_llm.rollout.engine import Engine, decode_chunk, decoding_params
@@ -35,7 +34,6 @@ from jaxrl_llm.serving.grid import (
     join,
     newest,
     prefill_requests,
-    resized,
     score_prompts,
     widened,
     with_allowed,
@@ -74,6 +72,7 @@ class Handle:
     in_grammar: GrammarRow | None = None  # how far it is in its grammar
     ids: list[int] = dataclasses.field(default_factory=list)  # its tokens so far
     version: int = 0  # of the weights that its prompt was computed with
+    newest: int = 0  # and of those of its last token
 
 
 @dataclasses.dataclass
@@ -111,24 +110,24 @@ class RequestQueue:
     ):
         """`adapters` of the net are what `models.model.load_adapter` gives, by the names that requests call them.
 
-        Texts that were computed are kept for those that go on with them, in so many bytes.
+        Texts that were computed are kept for those that go on with them, in so many bytes; none of a recurrent net.
         """
-        self._prefixes = PrefixCache(prefix_bytes)
+        self._prefixes = PrefixCache(prefix_bytes if engine.net.config.shares_prefixes else 0)
         self.engine, self.size, self.mesh, self.counts = engine, size, mesh, Counts()
         self.adapters = dict(adapters or {})
         self._adapter, self._turn = "", 0.0  # that the grid decodes with, and when its turn began
         self._set(params)
         self._condition = threading.Condition()
         self._waiting: deque[Handle] = deque()
-        self._calls: deque[tuple[Callable[[], Any], Any]] = deque()
+        self._calls: deque[tuple[Callable[[], Any], Callable[[BaseException | None], None]]] = deque()
         self._cancelled: list[Handle] = []
-        self._stopping = False
+        self._stopping = self._ended = False
         self.failure: BaseException | None = None
         self._rows: list[Handle | None] = [None] * size
         self._lengths = np.zeros(size, np.int64)
         self._grid: Grid | None = None
         self._steps = 0  # decode steps of the grid that are counted
-        self._collected: list[tuple[Handle, Tokens | ConfigError]] = []  # read, and delivered beside the next chunk
+        self._collected: list[tuple[Handle, Tokens | Exception]] = []  # read, and delivered beside the next chunk
         self._thread = threading.Thread(target=self._run, name="decoding", daemon=True)
 
     def start(self) -> None:
@@ -162,7 +161,8 @@ class RequestQueue:
     def set_params(self, params: Any, done: Callable[[BaseException | None], None]) -> None:
         """Other parameters of the same net, from the next chunk on; `done` is called when they are in place.
 
-        Rows that go on keep the caches of the earlier ones: a version of weights is `counts.weight_version`.
+        Rows that go on keep the caches of the earlier ones: a version of weights is `counts.weight_version`. `done`
+        gets the error where they cannot be placed, and all is as it was; or StoppedError where the queue ends before.
         """
 
         def replace() -> None:
@@ -173,18 +173,27 @@ class RequestQueue:
 
     def clear_prefixes(self, done: Callable[[BaseException | None], None]) -> None:
         """Forgets the texts that are kept; `done` is called when that is so."""
-        self._call(self._prefixes.clear, done)
+        self._call(self._forget, done)
 
     def _call(self, call: Callable[[], Any], done: Callable[[BaseException | None], None]) -> None:
         with self._condition:
-            self._calls.append((call, done))
-            self._condition.notify()
+            if not self._ended:
+                self._calls.append((call, done))
+                self._condition.notify()
+                return
+        done(self.failure or StoppedError("the queue has stopped"))
 
     def _set(self, params: Any) -> None:
-        """Takes other parameters of the net."""
-        self._prefixes.clear()
+        """Takes other parameters of the net, or none of them where it raises."""
+        self._params = self._merged(params)
         self._base = params if self.adapters else None  # adapters are merged into it when their turn comes
-        self._params, self._released = self._merged(params), False
+        self._released = False
+        self._forget()
+
+    def _forget(self) -> None:
+        """Lets the kept texts go."""
+        self._prefixes.clear()
+        self.counts.prefix_bytes = 0
 
     def _merged(self, params: Any) -> Any:
         """What the grid decodes with, of parameters of the net."""
@@ -201,7 +210,7 @@ class RequestQueue:
             with self._condition:
                 self._released = True
                 self._params = self._base = self._grid = None
-                self._prefixes.clear()
+                self._forget()
                 for handle in (*self._rows, *self._waiting):
                     if handle is not None:
                         handle.cancelled = True
@@ -228,12 +237,17 @@ class RequestQueue:
         except BaseException as error:
             with self._condition:
                 self.failure = error
-                pending = [*(h for h in self._rows if h is not None), *self._waiting]
+                pending = dict.fromkeys([*(h for h in self._rows if h is not None), *self._waiting])
                 self._waiting.clear()
             self._deliver()
             for handle in pending:
                 handle.deliver(error)
             raise
+        finally:
+            with self._condition:
+                self._ended = True
+            for _, done in self._calls:  # who waits for a call would wait for ever
+                done(self.failure or StoppedError("the queue has stopped"))
 
     def _loop(self) -> None:
         while self._take_requests():
@@ -259,11 +273,12 @@ class RequestQueue:
             calls = list(self._calls)
             self._calls.clear()
         for call, done in calls:
+            failed = None
             try:
                 call()
-                done(None)
             except Exception as error:
-                done(error)
+                failed = error
+            done(failed)
         self._end([h.slot for h in cancelled if h.slot is not None and self._rows[h.slot] is h])
         free = [slot for slot, handle in enumerate(self._rows) if handle is None]
         joining, prompt_tokens = [], 0
@@ -284,11 +299,16 @@ class RequestQueue:
                 self._waiting.remove(handle)
                 joining.append(handle)
             self.counts.waiting = len(self._waiting)
-        if adapter != self._adapter:
-            self._adapter, self._params = adapter, None  # there is room for one copy of the matrices
-            self._params = self._merged(self._base)
-        if joining:
-            self._join(joining, free)
+        try:
+            if adapter != self._adapter:
+                self._adapter, self._params = adapter, None  # there is room for one copy of the matrices
+                self._params = self._merged(self._base)
+            if joining:
+                self._join(joining, free)
+        except BaseException:
+            with self._condition:
+                self._waiting.extendleft(reversed(joining))  # they are told as those that wait
+            raise
         self.counts.running = sum(handle is not None for handle in self._rows)
         return True
 
@@ -324,7 +344,6 @@ class RequestQueue:
             if guided and not grid.guided:
                 grid = with_allowed(grid, everything(self.engine, self.size))
         top, guided = grid.top, grid.guided
-        # At once: if the programs fail (no memory), the rows are among those that are told.
         slots = iter(free)
         for handle in joining:
             handle.slot = next(slots)
@@ -336,10 +355,27 @@ class RequestQueue:
             id(prompt): None if id(prompt) in seeing else self._prefixes.find(prompt, self._adapter)
             for prompt in _prompts(joining)
         }
-        for some in _batches(joining, seeing | {key for key, found in begun.items() if found is not None}):
+        batches = deque(_batches(joining, seeing | {key for key, found in begun.items() if found is not None}))
+        while batches:
+            some = batches.popleft()
             requests = [handle.request for handle in some]
             allowed, found = self._allowed(some) if guided else None, begun[id(requests[0].prompt)]
-            prompts, rows, keys = prefill_requests(self.engine, self._params, requests, top, allowed, found)
+            scored = [handle for handle in some if handle.request.prompt_logprobs is not None]
+            try:
+                prompts, rows, keys = prefill_requests(self.engine, self._params, requests, top, allowed, found)
+                if scored:
+                    scores = score_prompts(self.engine, self._params, [handle.request for handle in scored])
+                    for handle, own in zip(scored, scores, strict=True):
+                        handle.scores = own
+            except Exception as error:  # no memory for a long prompt: others go on, as the grid is what it was
+                (handle, *others) = some
+                if others:
+                    batches.extendleft([each] for each in some)
+                elif handle.slot is not None:
+                    self._rows[handle.slot] = None
+                    self._collected.append((handle, error))
+                    self.counts.cancelled_rows += 1
+                continue
             if found is not None:
                 self.counts.prefix_hits += 1
                 self.counts.prefix_tokens += found[1]
@@ -348,10 +384,6 @@ class RequestQueue:
             if prompts.tokens.shape[1] != grid.width:
                 prompts = widened(self.engine, self._params, prompts, grid.width)
             grid = join(self.engine, grid, prompts, rows, keys, np.asarray([handle.slot for handle in some]))
-            if scored := [handle for handle in some if handle.request.prompt_logprobs is not None]:
-                found = score_prompts(self.engine, self._params, [handle.request for handle in scored])
-                for handle, scores in zip(scored, found, strict=True):
-                    handle.scores = scores
             for handle in some:
                 handle.version = self.counts.weight_version
             self.counts.prompt_tokens += sum(len(request.prompt) for request in requests)
@@ -379,8 +411,8 @@ class RequestQueue:
         try:
             if handle.request.grammar is not None:
                 handle.in_grammar = GrammarRow(handle.request.grammar)
-        except ConfigError as error:
-            handle.deliver(error)
+        except Exception as error:
+            self._collected.append((handle, error))
             return False
         return True
 
@@ -405,12 +437,7 @@ class RequestQueue:
         self._grid = with_allowed(self._grid, self._allowed(self._rows) if guided else None)
         # A row that was prefilled has a token that the host has not seen yet.
         reached = max(1, int(self._lengths[live].max()))
-        slots, capacity = self._grid.slots, self._grid.slots.capacity
-        longest = self.engine.max_completion_length
-        while capacity < reached + 1:
-            capacity *= 2
-        if min(capacity, longest) != slots.capacity:
-            slots = resized(self.engine, self._grid.prompts, slots, min(capacity, longest))
+        slots = self.engine.with_room(self._grid.slots, min(reached + 1, self.engine.max_completion_length))
         ahead = 1 if guided else max(1, min(self.engine.chunk, slots.capacity - reached))
         # With others waiting, an eighth of the slots is refilled as soon as it is free.
         pause_at = max(0, len(live) - max(1, self.size // 8)) if self._waiting else 0
@@ -444,6 +471,7 @@ class RequestQueue:
             )
             self.counts.generated_tokens += count
             handle.ids += new.ids
+            handle.newest = self.counts.weight_version
             if reason is not None:
                 self._keep_row(slot)
                 self._rows[slot] = None
@@ -453,7 +481,7 @@ class RequestQueue:
             if handle.in_grammar is not None and reason is None:
                 try:
                     handle.in_grammar.consume(new.ids)
-                except ConfigError as error:
+                except Exception as error:
                     self._collected.append((handle, error))
                     self._end([slot])
 

@@ -5,6 +5,7 @@ NCCL, which is refused here by name: weights come by files, `/update_weights_fro
 """
 
 import asyncio
+import contextlib
 import dataclasses
 
 from starlette.requests import Request
@@ -12,7 +13,7 @@ from starlette.responses import JSONResponse, Response
 
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.serving.app import Answer, Server
-from jaxrl_llm.serving.bodies import BadRequestError, parse
+from jaxrl_llm.serving.bodies import BadRequestError
 from jaxrl_llm.serving.choice import Choice
 
 # Fields of `/generate/` and `/chat/` that have another name in a completion.
@@ -56,11 +57,11 @@ async def _sampled(server: Server, request: Request, chat: bool) -> Response:
         bodies = [{"messages": messages, **logprobs, **body} for messages in given]
     else:
         bodies = [{"prompt": given, "logprobs": asked_logprobs, **body}]
-    each = [
-        parse({"max_tokens": 16, **body}, chat, server.tokenizer, server.names, server.eos, server.limits.tokens,
-              server.vocabulary)
-        for body in bodies
-    ]  # fmt: skip
+    if len(bodies) > server.limits.rows:
+        raise BadRequestError(f"{name} has {len(bodies)} entries; up to {server.limits.rows} are taken", param=name)
+    each = [await server.asked({"max_tokens": 16, **body}, chat) for body in bodies]
+    if any(asked.pixels is not None for asked in each):
+        raise BadRequestError("messages has images; this endpoint takes text alone", param=name)
     prompts, limits = ([x for asked in each for x in getattr(asked, name)] for name in ("prompts", "limits"))
     answer = Answer(server, dataclasses.replace(each[0], prompts=prompts, limits=limits, tools=False))
     try:
@@ -119,8 +120,8 @@ async def reset_prefix_cache(server: Server, request: Request) -> Response:
 async def by_nccl(server: Server, request: Request) -> Response:
     """Always an error that says how weights come here."""
     raise BadRequestError(
-        f"{request.url.path} is for weights by NCCL, which this server has not: save the model to a folder that both "
-        "see, and POST its path to /update_weights_from_disk as model_path",
+        f"{request.scope['path']} is for weights by NCCL, which this server has not: save the model to a folder that "
+        "both see, and POST its path to /update_weights_from_disk as model_path",
         501,
         "unsupported",
     )
@@ -144,13 +145,21 @@ async def update_weights(server: Server, request: Request) -> Response:
 
     def placed(error: BaseException | None) -> None:
         errors.append(error)
-        loop.call_soon_threadsafe(done.set)
+        with contextlib.suppress(RuntimeError):  # the loop has ended, and nobody waits
+            loop.call_soon_threadsafe(done.set)
 
     async with server.loading:  # one at a time, in the order in which they were asked for
         try:
-            server.queue.set_params(await asyncio.to_thread(server.load, path), placed)
+            params = await asyncio.to_thread(server.load, path)
         except ConfigError as error:
             raise BadRequestError(str(error), param="model_path") from None
+        except Exception as error:  # files that are half written or broken; the weights stay as they are
+            raise BadRequestError(
+                f"model_path is {path!r:.200}, whose weights cannot be read ({type(error).__name__}: {error!s:.200}); "
+                "write them anew, and ask again",
+                param="model_path",
+            ) from error
+        server.queue.set_params(params, placed)
         await done.wait()
         if errors[0] is not None:
             raise errors[0]

@@ -5,12 +5,11 @@ their sessions' addresses, and what was sampled becomes the rows of the step. A 
 does: its branches and those of its sub-agents lie in it one behind the other, as documents that do not see each other.
 """
 
-import contextlib
 import dataclasses
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from queue import Empty, SimpleQueue
+from queue import SimpleQueue
 from typing import Any, NamedTuple
 
 import jax
@@ -243,7 +242,7 @@ class AgentRollout:
         finally:
             for session in sessions:
                 gateway.end(session, "the step is over")
-            _wait(gateway.queue, gateway.queue.release)
+            _wait(gateway.queue.release)
         episodes = AgentEpisodes(self.turns, sessions, outcomes, seconds, longest, spec.branches)
         failed = int(episodes.failed.sum())
         if failed == len(tasks) or (failed and spec.on_error == "stop"):
@@ -270,7 +269,7 @@ class AgentRollout:
 
         if "gateway" in self.held:
             gateway = self.held["gateway"]
-            _wait(gateway.queue, lambda done: gateway.queue.set_params(params, done))
+            _wait(lambda done: gateway.queue.set_params(params, done))
             return gateway
         # Requests bring their sampling, and agents wait for the end of a chunk.
         engine = dataclasses.replace(
@@ -314,16 +313,12 @@ def _joined(images: Sequence[Tiles]) -> Tiles | None:
     return Tiles(held, images[0].processor, sum(map(len, images)))
 
 
-def _wait(queue: RequestQueue, ask: Callable[[Callable[[BaseException | None], None]], None]) -> None:
+def _wait(ask: Callable[[Callable[[BaseException | None], None]], None]) -> None:
     """Returns when `ask(done)`, a call of the queue's thread, is done; raises what it raised, or ended the thread."""
     errors: SimpleQueue[BaseException | None] = SimpleQueue()
     ask(errors.put)
-    while queue.failure is None:
-        with contextlib.suppress(Empty):
-            if (error := errors.get(timeout=1)) is not None:
-                raise error
-            return
-    raise queue.failure
+    if (error := errors.get()) is not None:
+        raise error
 
 
 def _total(reward: Reward) -> float:

@@ -39,12 +39,20 @@ def listening(sorter):
     """Starts a server: `listening(limits=..., api_key=...)`."""
     uvicorn = pytest.importorskip("uvicorn")
     from jaxrl_llm.serving.app import Limits, Server
+    from jaxrl_llm.serving.connections import Connection
     from jaxrl_llm.serving.trainers import ROUTES
 
     started = []
 
     def start(
-        limits=None, api_key: str = "", size: int = SLOTS, load=None, adapters=None, prefixes=0, model=None
+        limits=None,
+        api_key: str = "",
+        size: int = SLOTS,
+        load=None,
+        adapters=None,
+        prefixes=0,
+        model=None,
+        connection=None,
     ) -> Running:
         model = model or sorter
         engine = Engine(model.net, SamplingParams(), 1, LONGEST, (), CHUNK)
@@ -54,7 +62,9 @@ def listening(sorter):
             queue, model.tokenizer, ["sorter", *(adapters or {})], eos_ids(model), 320, limits, api_key, ROUTES, load
         )
         listener = socket.create_server(("127.0.0.1", 0))
-        web = uvicorn.Server(uvicorn.Config(server.app, log_level="warning", lifespan="off"))
+        web = uvicorn.Server(
+            uvicorn.Config(server.app, http=connection or Connection, log_level="warning", lifespan="off")
+        )
         thread = threading.Thread(target=web.run, kwargs={"sockets": [listener]}, daemon=True)
         queue.start()
         thread.start()

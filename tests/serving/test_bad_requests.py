@@ -1,5 +1,6 @@
 """Requests that are wrong, too large, too slow or too many: each is refused by itself, and the server goes on."""
 
+import contextlib
 import json
 import socket
 import time
@@ -8,8 +9,13 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 import pytest
 
+from jaxrl_llm.serving.bodies import CHAT as CHAT_FIELDS
+from jaxrl_llm.serving.bodies import COMMON, NEUTRAL, SETTINGS
+from jaxrl_llm.serving.bodies import TEXT as TEXT_FIELDS
+
 pytest.importorskip("starlette")
 
+JSON = {"Content-Type": "application/json"}
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 MESSAGES = [{"role": "user", "content": "sort:1="}]
 TOOL = {"type": "function", "function": {"name": "add"}}
@@ -17,7 +23,7 @@ TOOL = {"type": "function", "function": {"name": "add"}}
 
 @pytest.fixture(scope="module")
 def web(running):
-    with httpx.Client(base_url=running.url, timeout=60) as client:
+    with httpx.Client(base_url=running.url, timeout=60, headers=JSON) as client:
         yield client
         answer = client.post(TEXT, json={"prompt": "sort:4821=", "temperature": 0})
         assert answer.json()["choices"][0]["text"] == "1248", "the server goes on"
@@ -65,6 +71,11 @@ def test_what_is_no_object_of_json(web, body):
         (TEXT, {"prompt": "x", "n": 129}, "n"),
         (TEXT, {"prompt": "x", "temperature": -1}, "temperature"),
         (TEXT, {"prompt": "x", "temperature": "hot"}, "temperature"),
+        (TEXT, {"prompt": "x", "temperature": 1e-4}, "temperature"),
+        (TEXT, {"prompt": "x", "top_k": 10**12}, "top_k"),
+        (TEXT, {"prompt": "x", "min_tokens": 10**12}, "min_tokens"),
+        (TEXT, {"prompt": "x", "repetition_penalty": 1e-9}, "repetition_penalty"),
+        (TEXT, {"prompt": "x", "seed": 2**63}, "seed"),
         (TEXT, {"prompt": "x", "top_p": 0}, "top_p"),
         (TEXT, {"prompt": "x", "top_p": 1.1}, "top_p"),
         (TEXT, {"prompt": "x", "min_p": 2}, "min_p"),
@@ -73,6 +84,9 @@ def test_what_is_no_object_of_json(web, body):
         (TEXT, {"prompt": "x", "stop": ""}, "stop"),
         (TEXT, {"prompt": "x", "stop": ["a"] * 17}, "stop"),
         (TEXT, {"prompt": "x", "stop": [1]}, "stop"),
+        (TEXT, {"prompt": "x", "stop": "a" * 1025}, "stop"),
+        (TEXT, {"prompt": ["x"] * 1025}, "prompt"),
+        (TEXT, {"prompt": ["x"] * 9, "n": 128}, "prompt"),
         (TEXT, {"prompt": "x", "stop_token_ids": [320]}, "stop_token_ids"),
         (TEXT, {"prompt": "x", "stop_token_ids": list(range(17))}, "stop_token_ids"),
         (TEXT, {"prompt": "x", "logprobs": True}, "logprobs"),
@@ -95,6 +109,7 @@ def test_what_is_no_object_of_json(web, body):
         (TEXT, {"prompt": "x", "max_token": 3}, "max_token"),
         (TEXT, {"prompt": "x", "messages": MESSAGES}, "messages"),
         (TEXT, {"prompt": "x", "stream_options": {"usage": True}}, "stream_options"),
+        (TEXT, {"prompt": "x", "stream_options": {"include_usage": "yes"}}, "stream_options"),
         (CHAT, {}, "messages"),
         (CHAT, {"messages": "hello"}, "messages"),
         (CHAT, {"messages": []}, "messages"),
@@ -119,6 +134,82 @@ def test_what_is_no_object_of_json(web, body):
 )
 def test_wrong_fields_are_named(web, path, body, param):
     assert refused(web.post(path, json=body))["param"] == param
+
+
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999", "-1e999", "1" * 5000])
+def test_numbers_that_are_none(web, number):
+    """In every field that takes one."""
+    lists = {"logit_bias": f'{{"5": {number}}}', "stop_token_ids": f"[{number}]", "prompt": f"[{number}]"}
+    for name in (*SETTINGS, "logprobs", "prompt_logprobs", *lists):
+        fields = {"prompt": '"x"', name: lists.get(name, number)}
+        body = ", ".join(f'"{key}": {value}' for key, value in fields.items())
+        error = refused(web.post(TEXT, content=f"{{{body}}}"))
+        assert error["param"] in (name, None) and len(error["message"]) < 400
+
+
+NAN, LARGE = float("nan"), float("inf")
+WRONG = [
+    True, False, 0, -1, 1, 1.5, 2**31, 2**63, -(2**63), 10**30, 1e-300, 1e300, NAN, LARGE, -LARGE,
+    "", "x", "\0", "é" * 3000, "<|end|>{{ 7 * 7 }}{% for x in y %}",
+    [], [[]], [None], [-1], [10**9], ["x"] * 3000, [0] * 3000, {}, {"": {}}, {"0": 1},
+    {"type": "json_schema", "json_schema": {"schema": {"$ref": "#"}}}, {"type": "function", "function": {"name": "x"}},
+    [{"role": "user", "content": "x"}], [{"role": "user", "content": [{"type": "text", "text": "<|end|>"}]}],
+    [{"role": "tool"}, {"role": ["user"], "content": {}}],
+    [{"type": "function", "function": {"name": "x", "parameters": []}}],
+    "(a{1,900}){1,900}", "(((((a*)*)*)*)*)*b", 'start: start "x"', '{"type": "object"}',
+]  # fmt: skip
+
+
+@pytest.mark.slow
+def test_any_value_in_any_field(web):
+    """Each is answered, or refused with 4xx and a message of its own; the answers of others stay what they are."""
+    plain = {"prompt": "x", "seed": 3, "max_tokens": 20, "ignore_eos": True, "return_token_ids": True}
+    expected = web.post(TEXT, json=plain).json()["choices"][0]["token_ids"]
+
+    def one(number: int) -> None:
+        path, name, value = asked[number]
+        base = {"messages": MESSAGES} if path == CHAT else {"prompt": "x"}
+        answer = web.post(path, content=json.dumps({**base, "max_tokens": 2, name: value}))
+        assert answer.status_code < 500, (name, value, answer.text)
+        if answer.status_code >= 400:
+            assert len(refused(answer, answer.status_code)["message"]) < 1200, (name, value)
+        if number % 20 == 0:
+            assert web.post(TEXT, json=plain).json()["choices"][0]["token_ids"] == expected
+
+    asked = [
+        (path, name, value)
+        for path, own in ((CHAT, CHAT_FIELDS), (TEXT, TEXT_FIELDS))
+        for name in sorted(COMMON | own | set(NEUTRAL) | {"what", "x" * 3000})
+        for value in WRONG
+    ]
+    with ThreadPoolExecutor(16) as pool:
+        list(pool.map(one, range(len(asked))))
+
+
+@pytest.mark.parametrize("depth", [100, 400, 900, 3000, 40_000])
+def test_depth(web, depth):
+    """Nested values, wherever they are, are an error of the request and not of the server."""
+    nested, messages = "[" * depth + "]" * depth, json.dumps(MESSAGES)
+    for fields in (
+        f'"messages": [{{"role": "user", "content": "x", "more": {nested}}}]',
+        f'"messages": [{{"role": "user", "content": {nested}}}]',
+        f'"messages": {messages}, "tools": [{{"function": {{"name": "x", "parameters": {nested}}}}}]',
+        f'"messages": {messages}, "chat_template_kwargs": {{"x": {nested}}}',
+        f'"messages": {messages}, "metadata": {nested}',
+        f'"messages": {messages}, "response_format": {{"type": "json_schema", "json_schema": {{"schema": {nested}}}}}',
+    ):
+        answer = web.post(CHAT, content=f'{{{fields}, "max_tokens": 1}}')
+        assert answer.status_code in (200, 400), (fields[:80], answer.text)
+
+
+@pytest.mark.parametrize(
+    "kind", ["", "text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x"]
+)
+def test_a_body_of_another_type(running, kind):
+    """A page in a browser may post these to any address, and must not use a server on its user's machine."""
+    headers = {"Content-Type": kind} if kind else {}
+    answer = httpx.post(f"{running.url}{TEXT}", content=b'{"prompt": "x", "max_tokens": 1}', headers=headers)
+    assert "application/json" in refused(answer, 415)["message"]
 
 
 def test_what_asks_for_nothing_is_taken(web):
@@ -174,7 +265,7 @@ def test_limits(listening):
 
     running = listening(Limits(128, body=2000, requests=2, rows=6, seconds=1.0, body_seconds=0.5), size=1)
     endless = {"prompt": "x", "max_tokens": 120, "ignore_eos": True}
-    with httpx.Client(base_url=running.url, timeout=60) as web:
+    with httpx.Client(base_url=running.url, timeout=60, headers=JSON) as web:
         refused(web.post(TEXT, json={"prompt": "x" * 3000}), 413)
         refused(web.post(TEXT, content=(b"x" * 100 for _ in range(100))), 413)  # without a length
         refused(web.post(TEXT, json={**endless, "n": 7}))
@@ -217,6 +308,97 @@ def test_clients_that_break_off(running):
     while (running.server.active or running.server.queue.counts.running) and time.monotonic() < deadline:
         time.sleep(0.02)
     assert running.server.active == running.server.queue.counts.running == 0
+
+
+def connected(running, data: bytes) -> socket.socket:
+    """A connection with little room for what comes, on which these bytes are sent."""
+    host, port = running.address.split(":")
+    connection = socket.socket()
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    connection.settimeout(20)
+    connection.connect((host, int(port)))
+    connection.sendall(data)
+    return connection
+
+
+def rest(connection: socket.socket) -> bytes:
+    """What comes until the connection ends."""
+    found = b""
+    with connection, contextlib.suppress(ConnectionResetError):
+        while data := connection.recv(2**16):
+            found += data
+    return found
+
+
+def pour(connection: socket.socket, data: bytes) -> bool:
+    """Whether the connection ends while one sends and reads nothing."""
+    deadline = time.monotonic() + 60
+    with connection, contextlib.suppress(ConnectionError):
+        while time.monotonic() < deadline:
+            connection.sendall(data)
+            time.sleep(0.01)
+        return False
+    return True
+
+
+HEAD = f"POST {TEXT} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n".encode()
+
+
+@pytest.fixture(scope="module")
+def impatient(listening):
+    """A server of few connections, which look soon."""
+    from jaxrl_llm.serving.app import Limits
+    from jaxrl_llm.serving.connections import Connection
+
+    quick = type("Quick", (Connection,), {"seconds": 0.3, "most": 8})
+    return listening(Limits(128, body=10**6, body_seconds=0.5), connection=quick)
+
+
+def test_connections_without_a_request_end(impatient):
+    """Nothing, or half a head; beyond as many connections as there may be others are told so at once."""
+    assert rest(connected(impatient, b"")) == b""
+    held = [connected(impatient, HEAD) for _ in range(8)]
+    assert b" 503 " in rest(connected(impatient, b""))
+    assert [rest(connection) for connection in held] == [b""] * 8
+    assert httpx.get(f"{impatient.url}/health").text == "ok"
+
+
+@pytest.mark.slow
+def test_connections_that_only_send_end(impatient):
+    """A body behind its answer that has no end, and an answer that nobody reads."""
+    chunk = b"1000\r\n" + b"x" * 4096 + b"\r\n"
+    assert pour(connected(impatient, HEAD + b"Transfer-Encoding: chunked\r\n\r\n"), chunk)
+    body = json.dumps({"prompt": ["x" * 100] * 500, "max_tokens": 1, "echo": True}).encode()
+    assert pour(connected(impatient, HEAD + b"Content-Length: %d\r\n\r\n" % len(body) + body), b"x")
+    assert httpx.get(f"{impatient.url}/health").text == "ok"
+
+
+def test_slow_bodies_take_no_place(listening):
+    """As many clients as there are places send half a body; another one is answered meanwhile."""
+    from jaxrl_llm.serving.app import Limits
+
+    running = listening(Limits(128, requests=2, body_seconds=5.0))
+    host, port = running.address.split(":")
+    head = f"POST {TEXT} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 99\r\n\r\n{{"
+    sockets = [socket.create_connection((host, int(port))) for _ in range(6)]
+    for connection in sockets:
+        connection.sendall(head.encode())
+    time.sleep(0.2)
+    answer = httpx.post(f"{running.url}{TEXT}", json={"prompt": "sort:4821=", "temperature": 0}, timeout=60)
+    assert answer.json()["choices"][0]["text"] == "1248"
+    for connection in sockets:
+        connection.close()
+
+
+def test_a_length_that_is_too_large_is_refused_before_the_body(running):
+    host, port = running.address.split(":")
+    with socket.create_connection((host, int(port))) as connection:
+        connection.settimeout(20)
+        connection.sendall(
+            f"POST {TEXT} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+            f"Content-Length: {10**15}\r\n\r\n".encode()
+        )
+        assert b" 413 " in connection.recv(4096)
 
 
 def test_special_tokens_in_a_message_are_counted_as_the_template_counts_them(web, sorter):

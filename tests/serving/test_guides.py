@@ -177,12 +177,14 @@ def test_json_or_a_call(web):
         ({"guided_choice": []}, "guided_choice"),
         ({"guided_choice": ["a", ""]}, "guided_choice"),
         ({"guided_grammar": "start: missing"}, "guided_grammar"),
+        ({"guided_grammar": "(a)"}, "guided_grammar"),
         ({"guided_json": "{"}, "guided_json"),
         ({"guided_json": {"not": {}}}, "guided_json"),
         ({"guided_json": {"$ref": "http://127.0.0.1/x"}}, "guided_json"),
         ({"guided_json": {"$ref": "file:///etc/passwd"}}, "guided_json"),
         ({"guided_json": {"minimum": 3, "maximum": 2, "type": "integer"}}, "guided_json"),
         ({"guided_json": json.loads('{"items":' * 200 + "{}" + "}" * 200)}, "guided_json"),
+        ({"guided_regex": "a{1000000000}"}, "guided_regex"),
         ({"guided_json": ITEM, "guided_regex": "a"}, "guided_json"),
         ({"guided_json": ITEM, "ignore_eos": True}, "ignore_eos"),
         ({"guided_json": ITEM, "min_tokens": 4}, "min_tokens"),
@@ -190,7 +192,7 @@ def test_json_or_a_call(web):
         ({"structured_outputs": {"xml": "a"}}, "structured_outputs"),
         ({"structured_outputs": "a"}, "structured_outputs"),
     ],
-    ids=range(24),
+    ids=range(26),
 )
 def test_guides_that_are_refused(web, fields, param):
     answer = web.post(TEXT, json={"prompt": "x", "max_tokens": 5, **fields})

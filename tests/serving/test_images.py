@@ -3,6 +3,8 @@
 import base64
 import concurrent.futures
 import io
+import struct
+import zlib
 
 import httpx
 import jax
@@ -56,6 +58,17 @@ def test_a_request_with_an_image_is_answered_as_generate_does(listening, model):
     assert running.server.queue.counts.prefix_hits == 0
 
 
+def bomb(width: int, height: int) -> str:
+    """A PNG of so many pixels that says so in a few bytes."""
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    head = chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0))
+    data = b"\x89PNG\r\n\x1a\n" + head + chunk(b"IDAT", zlib.compress(b"\0" * 1000)) + chunk(b"IEND", b"")
+    return f"data:image/png;base64,{base64.b64encode(data).decode()}"
+
+
 @pytest.mark.parametrize(
     ("part", "words"),
     [
@@ -63,12 +76,36 @@ def test_a_request_with_an_image_is_answered_as_generate_does(listening, model):
         ({"type": "image_url", "image_url": {"url": "/etc/passwd"}}, "send the image itself"),
         ({"type": "image", "image": "/etc/passwd"}, "send the image itself"),
         ({"type": "image_url", "image_url": {"url": "data:image/png;base64,YWJj"}}, "is no image that can be read"),
+        ({"type": "image_url", "image_url": {"url": "data:image/png;base64,@@"}}, "is no base64"),
+        ({"type": "image_url", "image_url": {"url": "data:image/png"}}, "without a comma"),
+        ({"type": "image_url", "image_url": {"url": "data:;base64," + "A" * 4}}, "is no image that can be read"),
+        ({"type": "image_url", "image_url": {"url": bomb(60_000, 60_000)}}, "pixels"),
+        ({"type": "image_url", "image_url": {"url": bomb(300, 300)}}, "truncated or broken"),
+        ({"type": "text", "text": "see <image> there"}, "has no images, and its text has <image>"),
     ],
 )
 def test_images_that_are_not_in_the_request_are_refused(listening, model, part, words):
     running = listening(Limits(300, body=100_000), model=model)
     reply = httpx.post(f"{running.url}/v1/chat/completions", json={"messages": message(part)}, timeout=60)
     assert reply.status_code == 400 and words in reply.json()["error"]["message"]
+
+
+@pytest.mark.slow
+def test_images_are_bounded_together(listening, model):
+    """Bytes of the tiles of all requests; room is there again when an answer has ended. Text has no image's tokens."""
+    tile = 16 * 16 * 3 * 4
+    running = listening(Limits(300, body=100_000, images=6 * tile), model=model)
+    with httpx.Client(base_url=f"{running.url}/v1", timeout=300) as web:
+        small = {"messages": message(url_of(picture(8, 8))), "max_tokens": 2}
+        for _ in range(4):
+            assert web.post("/chat/completions", json=small).status_code == 200
+        large = {"messages": message(url_of(picture(40, 40)), url_of(picture(40, 40))), "max_tokens": 2}
+        reply = web.post("/chat/completions", json=large)
+        assert reply.status_code == 400 and "bytes as tiles" in reply.json()["error"]["message"]
+        ids = model.tokenizer("<image>", add_special_tokens=False)["input_ids"]
+        for prompt in ("see <image>", ids):
+            reply = web.post("/completions", json={"prompt": prompt})
+            assert reply.status_code == 400 and "has no images" in reply.json()["error"]["message"]
 
 
 def test_a_text_model_refuses_images(listening):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import threading
+from queue import SimpleQueue
 
 import jax
 import numpy as np
@@ -9,6 +10,9 @@ import pytest
 
 import jaxrl_llm
 from jaxrl_llm.commands.generate import prompt_rows
+from jaxrl_llm.models.attention import Attention
+from jaxrl_llm.models.delta_net import GatedDeltaNet
+from jaxrl_llm.models.latent_attention import LatentAttention
 from jaxrl_llm.models.quantize import quantized_as
 from jaxrl_llm.models.transformer import ModelConfig, Net
 from jaxrl_llm.rollout.engine import Engine
@@ -238,6 +242,44 @@ def test_new_parameters_count_from_the_next_chunk(queue, model):
     assert after.wait() != before.ids
 
 
+def test_parameters_that_cannot_be_placed_change_nothing(queue, model):
+    """And what is asked of a queue that has ended is told so, where it would be waited for."""
+    ids = prompt_rows(model, ["sort:4821="])[0]["prompt_ids"]
+    request = RowRequest(ids, 6, SamplingParams(0.0), (), 0)
+    (before,) = ask(queue, request)
+    before.wait()
+    told: SimpleQueue = SimpleQueue()
+    queue.set_params({"embed": None}, told.put)
+    assert told.get(timeout=60) is not None and queue.counts.weight_version == 0
+    (after,) = ask(queue, request)
+    assert after.wait() == before.ids
+    queue.stop(60)
+    queue.set_params(model.params, told.put)
+    assert isinstance(told.get(timeout=60), StoppedError)
+
+
+def test_a_prompt_that_cannot_be_computed_is_told_alone(queue, monkeypatch):
+    """No memory for one prompt: the rows beside it and behind it are what they are alone."""
+    from jaxrl_llm.serving import queue as module
+
+    prefill = module.prefill_requests
+
+    def limited(engine, params, requests, *others):
+        if any(len(request.prompt) == 60 for request in requests):
+            raise MemoryError("none left")
+        return prefill(engine, params, requests, *others)
+
+    requests = [RowRequest([60 + i] * (60 if i % 3 == 1 else 5), 20, SamplingParams(), (), i) for i in range(9)]
+    alone = [ask(queue, request)[0] for request in requests if len(request.prompt) == 5]
+    expected = [row.wait() for row in alone]
+    monkeypatch.setattr(module, "prefill_requests", limited)
+    rows = ask(queue, *requests)
+    assert [row.wait() for row in rows if len(row.handle.request.prompt) == 5] == expected
+    for row in rows:
+        if len(row.handle.request.prompt) == 60:
+            assert row.done.wait(60) and isinstance(row.error, MemoryError)
+
+
 def test_a_stopped_queue_ends_its_rows_and_takes_no_more(queue):
     rows = ask(queue, *(RowRequest([60 + i], 20, SamplingParams(), (), i) for i in range(9)))
     queue.stop(60)
@@ -257,6 +299,9 @@ def test_a_failure_is_given_to_every_row(queue, monkeypatch):
         assert row.done.wait(60) and isinstance(row.error, MemoryError)
     with pytest.raises(StoppedError, match="none left"):
         ask(queue, rows[0].handle.request)
+    told: SimpleQueue = SimpleQueue()
+    queue.clear_prefixes(told.put)
+    assert isinstance(told.get(timeout=60), MemoryError)
     queue.failure = None  # which the fixture looks at
 
 
@@ -267,7 +312,17 @@ KINDS = {
     "scanned": (dataclasses.replace(CONFIG, quantize="int8", scan_layers=True), {"cache_dtype": "bfloat16"}),
     "fp8 caches": (CONFIG, {"cache_dtype": "fp8"}),
     "speculative": (CONFIG, {"speculative_tokens": 2}),
-}
+    "latents": (
+        dataclasses.replace(CONFIG, kv_heads=4, head_dim=12, rotary_head_dim=4, latent_size=10, value_head_dim=6,
+                            mixers=(LatentAttention,) * 3),
+        {},
+    ),
+    "recurrent": (
+        dataclasses.replace(CONFIG, mixers=(GatedDeltaNet, Attention, GatedDeltaNet), delta_key_heads=2,
+                            delta_value_heads=4, delta_key_dim=6, delta_value_dim=5, delta_conv=4),
+        {},
+    ),
+}  # fmt: skip
 
 
 @pytest.mark.slow

@@ -34,7 +34,7 @@ def ask(session, text="12", reason="stop", calls=(), **body):
     call, chat = Call(session), "messages" in body
     session.check_open()
     asked = call.bounded(parse({"model": MODEL, **body}, chat, session.turns.tokenizer, [MODEL], (EOS,), 2**31, 320,
-                               call.render))  # fmt: skip
+                               1024, call.render))  # fmt: skip
     ids = [*session.turns.tokenizer(text, add_special_tokens=False)["input_ids"], *([EOS] if reason == "stop" else [])]
     choice = types.SimpleNamespace(
         ids=ids, logps=[-0.5] * len(ids), text=text, given=len(text), calls=list(calls), finish_reason=reason,

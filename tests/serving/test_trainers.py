@@ -1,5 +1,7 @@
 """What TRL and axolotl ask of a rollout server, TRL's own client among the askers, and weights that are replaced."""
 
+import json
+
 import httpx
 import jax
 import numpy as np
@@ -135,3 +137,24 @@ def test_weights_are_replaced_while_rows_go_on(listening, sorter):
         assert web.get("/server_info").json()["weight_version"] == 1
         after = web.post("/v1/completions", json=body).json()["choices"][0]["token_ids"]
     assert len(before) == len(after) == 8 and before != after
+
+
+def test_an_answer_names_the_weights_it_was_sampled_with(listening, sorter):
+    """The oldest and the newest, where they were replaced meanwhile."""
+    running = listening(load=lambda path: sorter.params)
+    body = {"prompt": "x", "max_tokens": 110, "ignore_eos": True, "n": 64, "stream": True}
+    versions: set[tuple[int, int]] = set()
+    with (
+        httpx.Client(base_url=running.url, timeout=60) as web,
+        web.stream("POST", "/v1/completions", json=body) as reply,
+    ):
+        for line in reply.iter_lines():
+            if not line.startswith("data: {"):
+                continue
+            event = json.loads(line.removeprefix("data: "))
+            if not versions:
+                assert web.post("/update_weights_from_disk", json={"model_path": "same"}).status_code == 200
+            versions.add((event["weight_version"], event["newest_weight_version"]))
+            if versions >= {(0, 0), (0, 1)}:
+                break
+    assert versions == {(0, 0), (0, 1)}

@@ -208,13 +208,13 @@ def test_a_server_gets_the_policy_first(rollout, model, monkeypatch, tmp_path):
 
     def change(answer):
         if answer["choices"]:
-            return {**answer, "weight_version": len(taken) - late}
+            return {**answer, "weight_version": len(taken) - late, "newest_weight_version": len(taken) + early}
         loaded = load_model(tmp_path / "policy", "float32")
         assert jax.tree.all(jax.tree.map(lambda x, y: (x == y).all(), loaded.params, model.params))
         taken.append(loaded)
         return {"success": good, "weight_version": len(taken)}
 
-    late, good = 0, True
+    late, early, good = 0, 0, True
     with Server(change) as server:
         function = served(server, weights=str(tmp_path / "policy"))
         for _ in range(2):
@@ -227,6 +227,9 @@ def test_a_server_gets_the_policy_first(rollout, model, monkeypatch, tmp_path):
         with pytest.raises(
             ConfigError, match="sampled with version 2 of its weights, but those of the policy are version 3"
         ):
+            rollout(function)
+        late, early = 0, 1  # replaced while the rows were sampled
+        with pytest.raises(ConfigError, match="sampled with version 5"):
             rollout(function)
         good = False
         with pytest.raises(ConfigError, match="did not take the weights"):
