@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import jax
 
 from jaxrl_llm.commands.welcome import welcome
-from jaxrl_llm.config import to_json, validate
+from jaxrl_llm.config import to_json, validate, with_correction
 from jaxrl_llm.config.flags import load_flags, run
 from jaxrl_llm.config.schema import Setting
 from jaxrl_llm.config.user_code import contained
@@ -118,6 +118,7 @@ def train(
         compute_metrics=compute_metrics,
     )
     validate(config)
+    config = with_correction(config)  # as a run that is gone on with was written down
     overlap_collectives(config.overlap_collectives)
     keep_compiled(config.compilation_cache)
     with contained(), contextlib.ExitStack() as stack:

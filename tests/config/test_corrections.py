@@ -1,9 +1,13 @@
 """Presets of rollout correction: what each one sets, and what they refuse."""
 
+import json
+
 import pytest
 
 from jaxrl_llm.config import ConfigError, default, validate, with_correction
 from jaxrl_llm.config.corrections import PRESETS, settings_of
+from jaxrl_llm.config.flags import load_config_file
+from jaxrl_llm.train import train
 
 # verl 0.9, the constructors of RolloutCorrectionConfig: rollout_is and its threshold, rollout_rs and its threshold,
 # loss_type in bypass mode.
@@ -96,3 +100,21 @@ def test_options_and_settings_beside_a_preset():
 def test_what_a_preset_refuses(preset, others, message):
     with pytest.raises(ConfigError, match=message):
         validate(of(preset, **others))
+
+
+@pytest.mark.slow
+def test_a_run_with_a_preset_goes_on(tmp_path, root):
+    """What the preset set stands in config.json, and the same command is no change of it."""
+    config = load_config_file(f"{root / 'configs' / 'grpo.py'}:tiny")
+    config.output_dir, config.eval.every, config.total_steps = str(tmp_path), -1, 1
+    config.algorithm.rollout_correction, config.rollout.staleness = "bypass_pg_is(threshold=1.5)", 1
+    train(config)
+    config.total_steps = 2
+    train(config)
+    steps = [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert steps == [1, 2], "the second run goes on where the first one ended"
+    written = json.loads((tmp_path / "config.json").read_text())["algorithm"]
+    expected = ("sampler", "reinforce", "sequence_truncate", 1.5)
+    names = ("old_logps", "loss", "importance_correction", "importance_max")
+    assert tuple(written[name] for name in names) == expected
+    assert config.algorithm.loss == "auto", "the caller's configuration stays as it was"
