@@ -368,9 +368,11 @@ class Answer:
         kind = "text_completion" if not self.asked.chat else "chat.completion" + (".chunk" if streamed else "")
         handles = [choice.handle for choice in self.choices]
         begun = [handle for handle in handles if handle is not None and handle.slot is not None]
+        current = self.server.queue.counts.weight_version
+        oldest = min((handle.version for handle in begun), default=current)
+        newest = max((handle.newest for handle in begun), default=current)
         return {"id": self.id, "object": kind, "created": self.created, "model": self.asked.model, "choices": choices,
-                "weight_version": min(handle.version for handle in begun),
-                "newest_weight_version": max(handle.newest for handle in begun), **others}  # fmt: skip
+                "weight_version": oldest, "newest_weight_version": newest, **others}  # fmt: skip
 
     def usage(self) -> dict[str, int]:
         """Tokens of the prompts, and of all completions."""
