@@ -735,8 +735,8 @@ KEYS = (
     Setting("batch.prompts", 32, "Prompts per step; data rows (a pair is one) for offline algorithms.", int, minimum=1),
     Setting("batch.minibatches", 1, "Optimizer updates per pass over the batch.", int, minimum=1),
     Setting("batch.microbatch_rows", 0,
-        "Rows of a micro-batch, one forward and backward pass; gradients add up exactly. 0 is a whole minibatch.",
-        int, minimum=0),
+        "Rows of a micro-batch, one forward and backward pass; gradients add up exactly. 0 is a whole minibatch, on "
+        "accelerators as many as memory is left for.", int, minimum=0),
     Setting("batch.packing", "auto",
         "Pack rows one behind the other: a group's prompt is computed once, padding never, and logits only for tokens "
         "in the loss. The update is the same. auto packs where short completions, or the rows of the data, gain by it.",

@@ -164,9 +164,8 @@ def _qwen_vl(folder: Path, config: dict[str, Any], tokenizer: Any) -> ImageProce
 
     def expand(height: int, width: int) -> str:
         try:
-            height, width = (
-                smart_resize(height, width, patch * merge, *bounds) if processor.do_resize else (height, width)
-            )
+            if processor.do_resize:
+                height, width = smart_resize(height, width, patch * merge, *bounds)
         except ValueError as error:
             raise ConfigError(f"an image of {width} x {height} pixels: {error}; crop it, or drop the row") from error
         return f"{start}{token * (height * width // (patch * merge) ** 2)}{end}"

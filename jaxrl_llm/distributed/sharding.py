@@ -226,6 +226,16 @@ def on_device(tree) -> Any:
     return jax.tree.map(moved, tree)
 
 
+def placed(tree, places) -> Any:
+    """The shapes with these shardings."""
+    return jax.tree.map(lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), tree, places)
+
+
+def over(tree, mesh: Mesh) -> Any:
+    """Shapes of parameters, or of an optimizer's state, sharded over the mesh."""
+    return placed(tree, shardings(tree, mesh))
+
+
 def bytes_on_device(tree, host: bool = False) -> int:
     """Bytes of a tree of arrays, or of placed shapes, on one device; with `host`, those that wait in the host's
     memory."""

@@ -8,9 +8,8 @@ from typing import Any, NamedTuple
 import jax
 from jax.extend import core
 
-from jaxrl_llm.distributed.sharding import bytes_on_device
+from jaxrl_llm.distributed.sharding import bytes_on_device, placed
 from jaxrl_llm.tools.plan import hlo
-from jaxrl_llm.tools.plan.shapes import placed
 
 Trips = tuple[float, ...]  # of loops whose number the compiler does not know, the outer ones first
 

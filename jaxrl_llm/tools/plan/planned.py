@@ -100,11 +100,18 @@ def _compiled(config, target_: Target, widths: tuple[int, int], only: str, packe
         note = f"planned with model.attention=xla, which needs more: simulated devices have no {config.model.attention}"
         config = config.copy_and_resolve_references()
         config.model.attention = "xla"
-    memory = target_.device.memory
     with jax.set_mesh(target_.mesh), traced_as_on(target_):
         shapes = describe_for(config, target_)
         programs, rollout = compile_step(
-            config, shapes, target_.mesh, widths, target_.scanned, only, packer, dict(target_.options), memory
+            config,
+            shapes,
+            target_.mesh,
+            widths,
+            target_.scanned,
+            only,
+            packer,
+            dict(target_.options),
+            target_.device.memory,
         )
     state, frozen, reference = shapes.state, shapes.frozen, shapes.own_reference
     held = {

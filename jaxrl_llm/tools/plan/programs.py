@@ -33,11 +33,12 @@ from jaxrl_llm.training.packing import planner
 from jaxrl_llm.training.packing.layout import Sizes, plan
 from jaxrl_llm.training.packing.planner import Packer, Sample, make_packer
 from jaxrl_llm.training.passes import scored_distributions, scored_logps, scored_norms, scored_top, values_before
-from jaxrl_llm.training.setup.memory import fitting_rows, gradient_bytes, with_fitting_slots
+from jaxrl_llm.training.setup.memory import gradient_bytes, with_fitting_slots
 from jaxrl_llm.training.setup.objectives import critic_spec, needs_reference, objective_of, policy_loss
-from jaxrl_llm.training.setup.run import make_optimizer, rows_of_shards, shard_rows
+from jaxrl_llm.training.setup.run import make_optimizer, shard_rows, sized_updates
 from jaxrl_llm.training.setup.specs import (
     algorithm_of,
+    batch_spec,
     check_correction,
     critic_optimizer_spec,
     offline_spec,
@@ -45,7 +46,6 @@ from jaxrl_llm.training.setup.specs import (
     packing_spec,
     rollout_spec,
     teacher_spec,
-    update_spec,
 )
 from jaxrl_llm.training.update import make_update, merge_frozen, optimizer_step
 
@@ -111,11 +111,7 @@ def compile_step(
     if only in ("", "logps"):
         compile_logps(config, shapes, params, mesh, widths, layouts, compiler)
     if only in ("", "update"):
-        update_critic, updates = None, update_spec(config)
-        if not updates.microbatch_rows:
-            rows, multiple = batch_rows(config) // config.batch.minibatches, rows_of_shards(algorithm_of(config), mesh)
-            fitting = fitting_rows(room, shapes.net.config, rows, widths[1], multiple, row_shards(mesh))
-            updates = dataclasses.replace(updates, microbatch_rows=fitting)
+        update_critic, updates = None, sized_updates(config, shapes.net.config, room, widths[1], mesh)
         if shapes.critic is not None and not config.critic.shared:
             settings = critic_optimizer_spec(config)
             spec = dataclasses.replace(updates, schedule=learning_rate_schedule(settings))
@@ -197,7 +193,7 @@ def compile_logps(
     """Compile the passes before the update: log-probs of policy, reference and teachers, and the critic's values."""
     online, rows = config.algorithm.name not in OFFLINE, batch_rows(config)
     ints = rows_shape(mesh, (rows, widths[1]), jnp.int32)
-    microbatch, shards = config.batch.microbatch_rows or rows // config.batch.minibatches, row_shards(mesh)
+    microbatch, shards = batch_spec(config).forward_rows, row_shards(mesh)
     first, temperature = (widths[0], config.rollout.temperature or 1.0) if online else (0, 1.0)
     inputs = Inputs(ints, ints, layout=layouts.forward, prompt_width=first)
     arguments, trips = (inputs, temperature, microbatch, shards), layouts.forward_trips

@@ -11,7 +11,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.config.resolve import split_options
 from jaxrl_llm.config.schema import OFFLINE
-from jaxrl_llm.distributed.sharding import shardings
+from jaxrl_llm.distributed.sharding import over, placed, shardings
 from jaxrl_llm.models import hf, peft
 from jaxrl_llm.models.families import family_of
 from jaxrl_llm.models.lora import has_adapters, split
@@ -43,16 +43,6 @@ class Shapes(NamedTuple):
     reference: Params | None  # whole; it may share `frozen`
     own_reference: Params | None  # the part of it that nothing else holds
     teachers: dict[str, TeacherShapes]  # by the value of the column that names them, "" for that of teacher.path
-
-
-def placed(tree, places) -> Any:
-    """The shapes with these shardings."""
-    return jax.tree.map(lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), tree, places)
-
-
-def over(tree, mesh: Mesh) -> Any:
-    """Shapes of parameters, or of an optimizer's state, sharded over the mesh."""
-    return placed(tree, shardings(tree, mesh))
 
 
 def describe_net(config, dtype: str, scan: bool, head: str | None = None) -> Net:

@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.distributed.processes import gather
-from jaxrl_llm.distributed.sharding import bytes_on_device, row_shards, shardings
+from jaxrl_llm.distributed.sharding import bytes_on_device, over, row_shards
 from jaxrl_llm.models.attention import Attention
 from jaxrl_llm.models.lora import has_adapters, split
 from jaxrl_llm.models.model import Model
@@ -102,13 +102,11 @@ def with_fitting_slots(
     count, longest = prompts * engine.group_size, engine.max_completion_length
     with jax.set_mesh(mesh):
         shapes = jax.eval_shape(partial(decoding_params, decoder=engine.decoder), params)
-        places = shardings(shapes, mesh)
         tokens = jax.ShapeDtypeStruct((prompts, width), np.int32)
         keys = jax.eval_shape(lambda: row_keys(jax.random.key(0), np.uint32(0), count))
         cached = jax.eval_shape(partial(prefill, engine), shapes, tokens, tokens, keys)[0].cache
         rows = jax.eval_shape(lambda cached: engine.decoder.empty_caches(cached, 1, longest), cached)
-    placed = jax.tree.map(lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), shapes, places)
-    weights, shards = bytes_on_device(placed) * mesh.size, row_shards(mesh)
+    weights, shards = bytes_on_device(over(shapes, mesh)) * mesh.size, row_shards(mesh)
     cached, row = (sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree)) for tree in (cached, rows))
     row /= prompts
     fitting = int(min((share * memory - weights - cached) / row, count)) // shards * shards

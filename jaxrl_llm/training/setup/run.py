@@ -23,6 +23,7 @@ from jaxrl_llm.environments.agents import Agents
 from jaxrl_llm.environments.factory import Environments, load_environments
 from jaxrl_llm.models.lora import LoraConfig, has_adapters, parse_targets, split
 from jaxrl_llm.models.model import Model, add_adapters, check_positions, check_same_vocabulary, copied_model, load_model
+from jaxrl_llm.models.model_config import ModelConfig
 from jaxrl_llm.models.peft import read_config
 from jaxrl_llm.rewards.functions import environment as environment_reward
 from jaxrl_llm.rewards.runner import Rewards, load_rewards
@@ -78,6 +79,7 @@ from jaxrl_llm.training.update import (
     Frozen,
     State,
     Update,
+    UpdateSpec,
     init_state,
     make_critic_update,
     make_update,
@@ -196,11 +198,7 @@ def build(
     else:
         source = _offline(config, algorithm, model, data, rows.tokens, mesh, stopwatch, packer)
         pack, width = source.pack, source.spec.width
-    updates = update_spec(config)
-    if not updates.microbatch_rows:
-        minibatch, multiple = batch_rows(config) // config.batch.minibatches, rows_of_shards(algorithm, mesh)
-        fitting = fitting_rows(room, net, minibatch, width, multiple, row_shards(mesh))
-        updates = replace(updates, microbatch_rows=fitting)
+    updates = sized_updates(config, net, room, width, mesh)
     evaluation = None
     if rows.held_out:
         evaluation = build_evaluate(
@@ -287,6 +285,16 @@ def shard_rows(config, mesh: Mesh) -> int:
 def rows_of_shards(algorithm: Algorithm, mesh: Mesh) -> int:
     """The fewest rows that every row shard of the mesh has a part of: one each, or the two rows of a pair."""
     return row_shards(mesh) * (2 if not algorithm.online and algorithm.group_size == 2 else 1)
+
+
+def sized_updates(config, net: ModelConfig, room: float | None, width: int, mesh: Mesh) -> UpdateSpec:
+    """The updates of the policy, in micro-batches that `room` bytes of a device hold where no key says their rows."""
+    updates = update_spec(config)
+    if updates.microbatch_rows:
+        return updates
+    minibatch = batch_rows(config) // config.batch.minibatches
+    multiple = rows_of_shards(algorithm_of(config), mesh)
+    return replace(updates, microbatch_rows=fitting_rows(room, net, minibatch, width, multiple, row_shards(mesh)))
 
 
 def check_rows(config, rows: int, mesh: Mesh) -> None:
