@@ -1,12 +1,13 @@
 """What every test shares: tests run on the CPU and never reach the network, unless the environment says otherwise."""
 
 import importlib.metadata
+import itertools
 import os
 import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -27,6 +28,7 @@ ORACLES = {"torch": "2", "trl": "1.16", "peft": "0.18", "math_verify": "0.8", "o
 ORACLES |= {"starlette": "0.40", "uvicorn": "0.30", "outlines_core": "0.2.11", "llguidance": "1.0"}
 
 MOST_MAPS = 30_000  # of memory, behind which compiled programs are freed
+TESTS_BETWEEN = 8  # after which they are counted: to read as many takes longer than most tests
 
 # Most of the suite's time is compilation: LLVM does not optimise, and what tests and their processes compile is kept.
 OPTIMIZATION = "--xla_backend_optimization_level=0"
@@ -51,12 +53,18 @@ def _installed(name: str, oldest: str) -> bool:
         return False
 
 
+@pytest.fixture(scope="session")
+def tests_run() -> Iterator[int]:
+    """The numbers of the tests of this process, from 1."""
+    return itertools.count(1)
+
+
 @pytest.fixture(autouse=True)
-def room_for_programs():
+def room_for_programs(tests_run: Iterator[int]):
     """Frees compiled programs: each takes maps of memory, of which Linux gives a process 65,530 before it crashes."""
     yield
     maps = Path("/proc/self/maps")
-    if maps.exists() and maps.read_text().count("\n") > MOST_MAPS:
+    if next(tests_run) % TESTS_BETWEEN == 0 and maps.exists() and maps.read_text().count("\n") > MOST_MAPS:
         import jax  # not above: it reads the variables that are set there
 
         jax.clear_caches()
