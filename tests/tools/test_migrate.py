@@ -1493,6 +1493,7 @@ TINY = {
     "batch.prompts": 4,
     "batch.minibatches": 1,
     "batch.microbatch_rows": 0,
+    "batch.logps_microbatch_rows": 0,
     "optimizer.warmup_steps": 0,
     "optimizer.warmup_ratio": 0.0,
     "eval.every": -1,
