@@ -13,6 +13,7 @@ from jaxrl_llm.distributed.sharding import constrain, context_shards
 from jaxrl_llm.models import lora, quantize
 
 ACTIVATIONS = {"silu": jax.nn.silu, "gelu_tanh": jax.nn.gelu, "gelu": functools.partial(jax.nn.gelu, approximate=False)}
+LARGE = 2**20  # numbers whose bytes take longer than the start of a kernel
 
 
 class Linear(nnx.Module):
@@ -71,7 +72,12 @@ class RMSNorm(nnx.Module):
 
     def __call__(self, x):
         x32 = x.astype(jnp.float32)
-        x32 = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + self.eps)
+        inverse = jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + self.eps)
+        if x.ndim > 3 and x.size > LARGE and jax.default_backend() == "gpu":
+            # Norms of heads, which are rotated next. XLA's kernel of a whole norm would write them in fp32, to be read
+            # again; of the factors alone it makes a small one, and rotates what the matmul wrote.
+            inverse = jax.lax.optimization_barrier(inverse)
+        x32 = x32 * inverse
         scale = self.scale[...].astype(jnp.float32)
         return (x32 * (scale + self.offset if self.offset else scale)).astype(x.dtype)
 

@@ -125,9 +125,20 @@ def test_the_products_of_the_reference_pass_are_counted(planned):
 
 def test_the_report_names_what_matters(planned):
     text = "\n".join(lines(planned, advice(planned, compiled=False)))
-    for part in ("parameters, trained", "optimizer", "keys and values", "least time of a step", "fits", "largest"):
+    parts = ("parameters, trained", "optimizer", "keys and values", "least time of a step", "fits", "largest")
+    for part in (*parts, "8 rows of 16 tokens, 8 of them for the prompt; 8 rows at a time"):
         assert part in text, part
     assert floors(planned).step > 0
+
+
+def test_the_report_says_how_many_packed_tokens_an_update_takes(folder):
+    """On accelerators memory decides, where no key does."""
+    config = small(folder)
+    config.batch.packing = "true"
+    for tokens, part in ((0, "packed, 96 tokens at a time"), (48, "packed, 48 tokens at a time")):
+        config.batch.microbatch_tokens = tokens
+        found = make_plan(config, target(config, "h100", 1, simulate=True), only="logps")
+        assert part in "".join(itertools.islice(lines(found), 4))
 
 
 def test_advice_is_computed(planned):

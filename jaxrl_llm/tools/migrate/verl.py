@@ -177,6 +177,9 @@ def _online(draft: Draft, gpus: int) -> None:
         draft.set(f"algorithm.epsilon_{side}", float(draft.first(*keys)), *keys)
     if draft.sets(f"{A}.clip_ratio") and f"{A}.clip_ratio_low" in draft.defaults:
         draft.check(f"{A}.clip_ratio is written; verl itself reads clip_ratio_low and clip_ratio_high alone by now")
+    if preset := draft.get(CORRECTION):  # a call of RolloutCorrectionConfig, or its name
+        name = str(preset).removeprefix("RolloutCorrectionConfig.").removesuffix("()")
+        draft.set(CORRECTION, name, CORRECTION)
     _loss(draft)
     _advantage(draft, gpus, mini * group)
     _divergence(draft)
@@ -195,9 +198,6 @@ def _online(draft: Draft, gpus: int) -> None:
         draft.set("algorithm.dynamic_sampling", True, key)
         key = "algorithm.filter_groups.max_num_gen_batches"
         draft.set("algorithm.max_sampling_rounds", int(draft.get(key) or 0) or 1000, key)
-    if preset := draft.get(CORRECTION):  # a call of RolloutCorrectionConfig, or its name
-        name = str(preset).removeprefix("RolloutCorrectionConfig.").removesuffix("()")
-        draft.set(CORRECTION, name, CORRECTION)
     correction = draft.get(key := f"{CORRECTION}.rollout_is")
     if correction and draft.get(f"{CORRECTION}.bypass_mode") and draft.values["algorithm.loss"] != "reinforce":
         draft.check(f"{key} is {correction}, which verl measures and does not apply with bypass_mode and ppo_clip")
@@ -271,7 +271,7 @@ def _loss(draft: Draft) -> None:
         "dro": ("dro", {"beta": (f"{section}.dro_beta", 0.0)}),
     }
     # Bypass mode has losses of its own, whatever loss_mode says.
-    preset = str(draft.get(CORRECTION) or "").removeprefix("RolloutCorrectionConfig.")
+    preset = str(draft.values.get(CORRECTION, ""))
     if draft.get(f"{CORRECTION}.bypass_mode") or preset.startswith("bypass_") or mode == "bypass_mode":
         kind = draft.get(f"{CORRECTION}.loss_type") or ("reinforce" if preset.startswith("bypass_pg") else "ppo_clip")
         mode = {"ppo_clip": "vanilla", "reinforce": "gpg"}.get(str(kind))

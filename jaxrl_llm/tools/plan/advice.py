@@ -95,10 +95,14 @@ def _slots(plan: Plan) -> list[Advice]:
 def _recompiling(plan: Plan) -> Iterator[tuple[str, dict[str, object]]]:
     config, mesh = plan.config, plan.target.mesh
     remat: dict[str, object] = {"model.remat": "block"}
-    rows = config.batch.microbatch_rows or batch_rows(config) // config.batch.minibatches
+    (rows, tokens), shards = plan.microbatch, row_shards(mesh)
     together = rows_together(config) if config.algorithm.name in OFFLINE else 1
-    half: dict[str, object] = {"batch.microbatch_rows": rows // 2}
-    halves = rows % 2 == 0 and (rows // 2) % (row_shards(mesh) * together) == 0
+    if tokens:
+        half: dict[str, object] = {"batch.microbatch_tokens": tokens // 2}
+        halves = tokens // 2 >= plan.widths[1] * shards
+    else:
+        half = {"batch.microbatch_rows": rows // 2}
+        halves = rows % 2 == 0 and (rows // 2) % (shards * together) == 0
     if config.model.remat == "none":
         yield _flags(remat), remat
     if halves:

@@ -11,7 +11,7 @@ from jaxrl_llm.config.schema import OFFLINE
 from jaxrl_llm.distributed.sharding import bytes_on_device
 from jaxrl_llm.models.model import check_attention
 from jaxrl_llm.tools.plan.compiler import ProgramStats
-from jaxrl_llm.tools.plan.programs import compile_step, held_bytes
+from jaxrl_llm.tools.plan.programs import Microbatch, compile_step, held_bytes
 from jaxrl_llm.tools.plan.shapes import Shapes, describe
 from jaxrl_llm.tools.plan.topology import Target, target, traced_as_on
 from jaxrl_llm.training.packing.planner import Packer
@@ -41,6 +41,7 @@ class Plan(NamedTuple):
     host: dict[str, int]  # in the host's memory
     sampling: dict[str, int]  # while completions are sampled
     programs: list[ProgramStats]
+    microbatch: Microbatch
     note: str = ""
 
     @property
@@ -102,7 +103,7 @@ def _compiled(config, target_: Target, widths: tuple[int, int], only: str, packe
         config.model.attention = "xla"
     with jax.set_mesh(target_.mesh), traced_as_on(target_):
         shapes = describe_for(config, target_)
-        programs, rollout = compile_step(
+        programs, rollout, microbatch = compile_step(
             config,
             shapes,
             target_.mesh,
@@ -145,6 +146,7 @@ def _compiled(config, target_: Target, widths: tuple[int, int], only: str, packe
         host={name: size for name, size in host.items() if size},
         sampling=sampling,
         programs=programs,
+        microbatch=microbatch,
         note=note,
     )
 

@@ -58,6 +58,7 @@ class Layouts(NamedTuple):
     forward: PackedLayout | None = None  # of all rows, without gradients
     update_trips: Trips = ()
     forward_trips: Trips = ()
+    sizes: Sizes | None = None  # of the update
 
 
 class Rollout(NamedTuple):
@@ -68,6 +69,13 @@ class Rollout(NamedTuple):
     row_cache: Any
     waiting_cache: Any  # of prompts that have no slot yet, where not all rows decode at once
     waves: float  # slot grids one after another that all rows take
+
+
+class Microbatch(NamedTuple):
+    """What an update takes at a time, of all devices: so many rows or, where rows are packed, packed tokens."""
+
+    rows: int
+    tokens: int  # 0: rows are not packed
 
 
 def held_bytes(shapes: Shapes) -> int:
@@ -86,8 +94,9 @@ def compile_step(
     packer: Packer | None = None,
     options: dict[str, Any] | None = None,
     memory: float | None = None,
-) -> tuple[list[ProgramStats], Rollout | None]:
-    """Return the programs of a step with rows of `widths` (prompt, total) tokens, and what sampling holds.
+) -> tuple[list[ProgramStats], Rollout | None, Microbatch]:
+    """Return the programs of a step with rows of `widths` (prompt, total) tokens, what sampling holds, and the
+    micro-batches of an update.
 
     `only` names one phase: "rollout", "logps" or "update". Evaluation is not among them. `packer` is that of a run,
     `options` are the compiler's, `memory` are the bytes of a device that a run may use, where it will be told.
@@ -110,8 +119,9 @@ def compile_step(
     layouts = make_layouts(config, shapes.net, mesh, objective, widths, scanned, packer, room)
     if only in ("", "logps"):
         compile_logps(config, shapes, params, mesh, widths, layouts, compiler)
+    updates, sizes = sized_updates(config, shapes.net.config, room, widths[1], mesh), layouts.sizes
     if only in ("", "update"):
-        update_critic, updates = None, sized_updates(config, shapes.net.config, room, widths[1], mesh)
+        update_critic = None
         if shapes.critic is not None and not config.critic.shared:
             settings = critic_optimizer_spec(config)
             spec = dataclasses.replace(updates, schedule=learning_rate_schedule(settings))
@@ -132,7 +142,9 @@ def compile_step(
             of_run=(shapes.state, shapes.frozen),
             trips=layouts.update_trips,
         )
-    return compiler.programs, rollout
+    tokens = 0 if sizes is None else sizes.packed_rows * sizes.length * row_shards(mesh)
+    rows = updates.microbatch_rows or batch_rows(config) // config.batch.minibatches
+    return compiler.programs, rollout, Microbatch(rows, tokens)
 
 
 class ScannedEngine(Engine):
@@ -330,4 +342,4 @@ def make_layouts(
     rows = batch_rows(config) // shards
     sample = sample_of(rows)
     forward, forward_trips = layout_of(sample, sample.mask, packer.passing_sizes(rows))
-    return Layouts(update, observed, forward, trips, forward_trips)
+    return Layouts(update, observed, forward, trips, forward_trips, packer.sizes)

@@ -83,8 +83,9 @@ def _head(plan: Plan) -> Iterator[str]:
     yield f"model     {config.model.path}: {number(plan.parameters)} parameters, {number(plan.trained)} trained"
     yield f"devices   {target.mesh.size} x {target.device.name}, mesh {shape}; compiled by the {target.compiler}"
     rest = f", {prompt} of them for the prompt" if prompt else ""
-    part = config.batch.microbatch_rows or rows // config.batch.minibatches
-    yield f"step      {rows} rows of {width} tokens{rest}; {part} rows at a time"
+    at_once, tokens = plan.microbatch
+    part = f"packed, {number(tokens)} tokens" if tokens else f"{at_once} rows"
+    yield f"step      {rows} rows of {width} tokens{rest}; {part} at a time"
     updates = config.batch.minibatches * config.algorithm.num_iterations
     plural = "s" if updates > 1 else ""
     yield f"run       {config.total_steps} steps of {updates} update{plural}, {config.algorithm.name}"
