@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from benchmarks import folders, limits, marks, meter, peaks, run, scaling, serving, sizes, table
+from benchmarks import folders, limits, marks, meter, peaks, race, run, scaling, serving, sizes, table
 from benchmarks.cases import PROMPT, SHAPES, lengths, prompts, texts, useful_tokens, word, words
 from benchmarks.ours import fit
 from jaxrl_llm.config import ConfigError
@@ -192,3 +192,27 @@ def test_the_benchmark_of_serving(capfd):
     assert 0 < numbers["p50"] <= numbers["p95"]
     own = numbers["engine_tokens_per_second"]
     assert numbers["server_ratio"] == pytest.approx(numbers["tokens_per_second"] / own, abs=2e-3)
+
+
+def test_a_level_is_reached_by_the_mean_of_some_steps():
+    lines = [{"reward": reward, "seconds": float(step)} for step, reward in enumerate((0, 1, 0, 1, 1, 1, 1, 1))]
+    assert race.reached(lines, 0.8) == {"reward": 1, "seconds": 5.0, "step": 6}
+    assert race.reached(lines[:5], 0.8) is None and race.reached(lines[:4], 0.0) is None
+
+
+@pytest.mark.parametrize("task", race.CONTESTS)
+def test_the_answers_of_a_race_are_worth_one(task):
+    contest = race.CONTESTS[task]
+    rows = contest.rows(0)
+    assert rows == contest.rows(0) != contest.rows(1)
+    assert {contest.reward(f" {row['answer']} ", row["answer"]) for row in rows} == {1.0}
+    assert contest.reward("no", rows[0]["answer"]) < 0.5
+
+
+@pytest.mark.slow
+def test_both_libraries_run_a_race(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(race, "STORE", tmp_path / "race")
+    race.main(["--steps=1", "--seeds=0"])
+    lines = capsys.readouterr().out.splitlines()
+    assert [line for line in lines if "-0" in line] == ["sort-jaxrl_llm-0", "sort-trl-0"]
+    assert sum("'tokens'" in line for line in lines) == 2 and not (tmp_path / "race").exists()
