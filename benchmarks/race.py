@@ -30,6 +30,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from benchmarks.page import table
 
 ROOT = Path(__file__).parent.parent
@@ -121,13 +123,15 @@ class Recorder:
 
     def __init__(self, reward: Callable[[str, str], float]):
         self.reward, self.lines, self.tokens = reward, [], 0
+        self.__name__ = "reward"  # by which TRL calls it
 
-    def __call__(self, completions, answer, completion_ids, **_) -> list[float]:
+    def __call__(self, completions, answer, completion_ids, **_) -> list[float | None]:
         texts = [text if isinstance(text, str) else text[-1]["content"] for text in completions]
-        found = [self.reward(*pair) for pair in zip(texts, answer, strict=True)]
+        found: list[float | None] = [self.reward(*pair) for pair in zip(texts, answer, strict=True)]
         self.tokens += sum(map(len, completion_ids))
         used = sum(os.times()[:4])
-        line = {"seconds": time.time() - began(), "cpu": used, "tokens": self.tokens, "reward": statistics.mean(found)}
+        reward = float(np.mean(np.asarray(found, float)))
+        line = {"seconds": time.time() - began(), "cpu": used, "tokens": self.tokens, "reward": reward}
         self.lines.append({name: round(value, 4) for name, value in line.items()})
         return found
 
@@ -159,7 +163,6 @@ def with_trl(folder: str, rows: list[Row], record: Recorder, s: Settings, seed: 
     from trl import GRPOConfig, GRPOTrainer
 
     torch.set_num_threads(len(os.sched_getaffinity(0)))
-    record.__name__ = "reward"  # TRL asks a reward for it
     given = GRPOConfig(
         output_dir=output, max_steps=s.steps, seed=seed, per_device_train_batch_size=s.prompts * s.group,
         num_generations=s.group, max_completion_length=s.tokens, temperature=1.0, num_iterations=1, beta=0.0,
