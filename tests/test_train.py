@@ -79,6 +79,7 @@ def test_bad_input_is_one_readable_message(root, tmp_path, monkeypatch, capsys, 
     assert not (tmp_path / "run/metrics.jsonl").exists()
 
 
+@pytest.mark.slow
 def test_a_reward_that_raises_stops_the_run_and_loses_nothing(train, tmp_path):
     (tmp_path / "mine.py").write_text(
         "calls = []\n"

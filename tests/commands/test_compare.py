@@ -100,6 +100,7 @@ def test_a_judge_sees_each_pair_in_both_orders(tokenizer):
     assert [pair["winner"] for pair in pairs] == ["a", "b", "a"]
 
 
+@pytest.mark.slow
 def test_models(config, tiny_run, tmp_path):
     """A model ties with itself; against another the rewards are those of evaluations of the two."""
     model, output = str(tiny_run.output_dir / "hf"), str(tmp_path / "n.json")

@@ -59,6 +59,7 @@ def test_command_on_other_devices(tiny_run, run_python, tmp_path):
     assert contents(tmp_path / "exported") == contents(tiny_run.output_dir / "hf")
 
 
+@pytest.mark.slow
 def test_user_error_is_one_line_and_exit_code_2(tiny_run, run_python):
     result = run_python("-m", "jaxrl_llm", "export", f"--run={tiny_run.output_dir}", "--output=exported", "--step=7")
     assert (result.returncode, result.stdout) == (2, "")

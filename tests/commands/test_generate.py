@@ -42,6 +42,7 @@ def oracle_texts(folder, prompts, max_new_tokens: int) -> list[str]:
     return texts
 
 
+@pytest.mark.slow
 def test_greedy_text_of_a_run_is_that_of_transformers(tiny_run):
     folder = tiny_run.output_dir / "hf"
     prompts = [*PROMPTS, CHAT]
@@ -211,6 +212,7 @@ def test_files_without_prompts(text, words, tmp_path):
         module.read_prompts("", str(file), False)
 
 
+@pytest.mark.slow
 def test_user_error_is_one_line_and_exit_code_2(run_python):
     result = run_python("-m", "jaxrl_llm", "generate", "--model=no/such/folder", "--prompt=a")
     assert result.returncode == 2

@@ -8,6 +8,7 @@ def test_on_eight_devices(root, run_python):
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.slow
 def test_a_failing_check_fails_here(root, run_python):
     """On one device the checks cannot pass: the exit status does carry their result."""
     done = run_python("-m", "pytest", str(root / "tests/distributed/mesh_checks.py"), "-qk", "eight_devices")

@@ -494,6 +494,7 @@ def test_tokenizer_faults_are_named(copy):
         hf.load_tokenizer(copy)
 
 
+@pytest.mark.slow
 def test_loading_and_saving_need_no_torch(copy, run_python):
     make_tokenizer().save_pretrained(copy)
     code = f"""

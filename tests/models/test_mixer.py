@@ -136,18 +136,14 @@ def test_prefill_and_decode_equal_apply(params, rows, scan_layers):
         np.testing.assert_allclose(found, expected, atol=2e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
     [
         {"slots": 4, "chunk": 2, "speculative_tokens": 2},
-        *(
-            pytest.param(changes, marks=pytest.mark.slow)
-            for changes in (
-                {"slots": 4, "chunk": 2},
-                {"speculative_tokens": 2},
-                {"weights_dtype": "int8", "slots": 5},
-            )
-        ),
+        {"slots": 4, "chunk": 2},
+        {"speculative_tokens": 2},
+        {"weights_dtype": "int8", "slots": 5},
     ],
     ids=str,
 )

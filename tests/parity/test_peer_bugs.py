@@ -130,6 +130,7 @@ def test_ratios_are_against_the_policy_that_sampled_and_clipping_acts(root, tmp_
     assert max(line["clip_ratio/region_mean"] for line in lines) > 0.01
 
 
+@pytest.mark.slow
 def test_every_step_and_every_row_draws_its_own_numbers(root, tmp_path):
     """A constant seed gave the same random numbers at every step: the same policy wrote the same completions again."""
     rows = [{"prompt": "sort:31524=", "answer": "12345"}] * 4

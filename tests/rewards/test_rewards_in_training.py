@@ -23,6 +23,7 @@ def tiny(root, tmp_path):
     return config
 
 
+@pytest.mark.slow
 def test_a_run_with_a_judge_and_functions_that_log(root, tmp_path, monkeypatch):
     monkeypatch.setenv("no_proxy", "127.0.0.1")
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)

@@ -23,9 +23,8 @@ ENGINES = {
 }
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name == "few slots" else pytest.mark.slow) for name in ENGINES]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ENGINES)
 def test_rows_go_on_as_if_they_had_not_been_interrupted(name):
     engine, params, key = ENGINES[name], jax.jit(NET.init)(jax.random.key(0)), jax.random.key(5)
     tokens, segments = padded(PROMPTS, "left")

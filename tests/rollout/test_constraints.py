@@ -110,9 +110,8 @@ def test_a_stop_string_is_found_where_transformers_finds_it(stop):
     assert found >= 5
 
 
-@pytest.mark.parametrize(
-    "changes", [pytest.param({}, marks=pytest.mark.slow), {"slots": 4, "speculative_tokens": 2}], ids=str
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("changes", [{}, {"slots": 4, "speculative_tokens": 2}], ids=str)
 def test_a_row_ends_with_the_token_that_completes_a_stop_string(params, changes):
     rollout, width = generate(dataclasses.replace(PLAIN, eos=()), params, PROMPTS)
     endless = completions(rollout, width)
@@ -136,9 +135,8 @@ GUIDES = {
 }
 
 
-@pytest.mark.parametrize(
-    "name", ["regex", pytest.param("choice", marks=pytest.mark.slow), pytest.param("json", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", GUIDES)
 def test_guided_rows_follow_their_guide(params, name):
     pytest.importorskip("outlines_core")
     guide, pattern = GUIDES[name]
@@ -262,7 +260,8 @@ def test_the_same_tokens_on_eight_devices(run_python):
 BRACKETS = 'start: "a" start "b" | "c" | "é"'  # as many a as b: no pattern says that
 
 
-@pytest.mark.parametrize("changes", [{}, pytest.param({"slots": 4}, marks=pytest.mark.slow)], ids=str)
+@pytest.mark.slow
+@pytest.mark.parametrize("changes", [{}, {"slots": 4}], ids=str)
 def test_rows_follow_a_grammar(params, changes):
     pytest.importorskip("llguidance")
     grammar = build_grammar(BRACKETS, TOKENIZER, VOCAB, (END,), "grammar")

@@ -264,6 +264,7 @@ def test_a_row_does_not_depend_on_its_slot(params, setting, useful):
     assert useful < (rollout.lengths - 1).sum() / rollout.steps.sum() <= 1
 
 
+@pytest.mark.slow
 def test_a_grid_that_saves_little_is_not_compiled(params, monkeypatch):
     """All rows stay in the first grid while what another one could save is less than `compile_work`; samples do too."""
     shapes, real = set(), engine_module.decode_chunk

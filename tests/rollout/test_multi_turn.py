@@ -78,6 +78,7 @@ def test_observation_tokens_are_not_learned(params, changes):
     np.testing.assert_allclose(rollout.sample_logps, logps * rollout.mask, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_turns_do_not_depend_on_the_schedule(params):
     one = sample_rows(params, Echo(), chunk=24)
     other = sample_rows(params, Echo(slow=range(0, 12, 2)), chunk=2, slots=4)
@@ -85,12 +86,9 @@ def test_turns_do_not_depend_on_the_schedule(params):
         np.testing.assert_array_equal(getattr(one, name), getattr(other, name), err_msg=name)
 
 
-@pytest.mark.parametrize("kind", [Engine, pytest.param(ScannedEngine, marks=pytest.mark.slow)])
-@pytest.mark.parametrize(
-    "setting",
-    [{"chunk": 24, "speculative_tokens": 2}, pytest.param({"chunk": 2, "slots": 5}, marks=pytest.mark.slow)],
-    ids=str,
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [Engine, ScannedEngine])
+@pytest.mark.parametrize("setting", [{"chunk": 24, "speculative_tokens": 2}, {"chunk": 2, "slots": 5}], ids=str)
 def test_many_observation_tokens_are_read_at_once(params, kind, setting, monkeypatch):
     """Four of a row at a time, in rows that have them alone: the rows are those that are given them one by one."""
     one_by_one = sample_rows(params, Echo(words=9, slow=(1, 6)), kind, **setting | {"speculative_tokens": 0})
@@ -115,6 +113,7 @@ def test_which_slots_read_next():
     assert slots_to_read(np.full((1, 99), 70)).tolist() == [list(range(8))]
 
 
+@pytest.mark.slow
 def test_an_observation_without_room_ends_its_row(params):
     server = Echo(turns=99, words=9)
     rollout = sample_rows(params, server, chunk=24)

@@ -65,6 +65,7 @@ def rounded(params, kind):
     return {**params, "layers": visit(params["layers"])}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_samples_are_those_of_the_rounded_matrices(params, kind):
     """Token for token, with their log-probs, which differ from those of the parameters that are trained."""

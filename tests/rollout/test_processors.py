@@ -114,11 +114,9 @@ def test_tokens_are_drawn_of_the_processed_logits_and_log_probs_of_the_policys(t
     np.testing.assert_allclose(logps, policy[np.arange(64), tokens], atol=1e-5)
 
 
-@pytest.mark.parametrize("temperature", [pytest.param(0.0, marks=pytest.mark.slow), 0.8])
-@pytest.mark.parametrize(
-    "options",
-    [pytest.param(x, marks=() if name == "all" else pytest.mark.slow, id=name) for name, x in PROCESSORS.items()],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("options", [pytest.param(x, id=name) for name, x in PROCESSORS.items()])
 def test_a_row_depends_neither_on_slots_nor_on_speculation(params, options, temperature):
     """Rows that move between slots, and tokens that are proposed, under every processor: the same samples."""
     sampling = SamplingParams(temperature, **options)

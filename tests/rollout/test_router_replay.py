@@ -79,6 +79,7 @@ def packed(inputs: Inputs, mask) -> Inputs:
     return inputs.replace(layout=layout)
 
 
+@pytest.mark.slow
 def test_the_update_follows_a_sampler_that_rounds(params):
     """Of a sampler with matrices in 8 bits some tokens have other experts: log-probs are nearer with its own."""
     rollout, _ = generate(dataclasses.replace(ENGINE, weights_dtype="int8"), params, PROMPTS * 8)

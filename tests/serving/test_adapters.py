@@ -44,6 +44,7 @@ def serving(listening, folders, sorter):
     return listening(adapters={name: load_adapter(sorter, folder) for name, (folder, _) in folders.items()})
 
 
+@pytest.mark.slow
 def test_each_model_answers_as_alone(serving, folders, sorter):
     """Requests of three models, mixed: texts are those of `generate` with the merged adapter."""
     models = {"sorter": sorter, **{name: adapted for name, (_, adapted) in folders.items()}}

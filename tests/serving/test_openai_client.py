@@ -266,6 +266,7 @@ def test_the_client_of_the_environments_room(running, sorter):
     assert all(1 <= len(row) <= 6 for row in rows["completion_ids"])
 
 
+@pytest.mark.slow
 def test_settings_of_logits_are_those_of_generate(client, sorter):
     """Of rows among others that have none, by the fields of OpenAI and of vLLM."""
     prompt, penalties = "sort:48210=", {"frequency_penalty": 2.0, "presence_penalty": 1.0}

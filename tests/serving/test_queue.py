@@ -135,6 +135,7 @@ def test_every_row_gets_what_it_gets_alone(queue, model, seed):
     compare_with_alone(queue, random_requests(16, seed, eos_ids(model)), seed)
 
 
+@pytest.mark.slow
 def test_every_row_of_a_small_grid_gets_what_it_gets_alone(model):
     """The same with two slots, two buckets of prompts and one capacity, for which few programs are compiled."""
     queue = RequestQueue(Engine(model.net, SamplingParams(), 1, CAPACITY, (), chunk=4), model.params, 2)

@@ -75,6 +75,7 @@ def test_only_adapters_are_trained():
     assert count < sum(x.size for x in jax.tree.leaves(frozen)) / 4
 
 
+@pytest.mark.slow
 def test_magnitudes_of_dora_are_trained():
     net = NET.with_lora(LoraConfig(rank=2, alpha=4.0, targets=("q", "down"), dora=True))
     state, *_ = run_update(config_with(), net, steps=2)

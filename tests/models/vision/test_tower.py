@@ -108,6 +108,7 @@ def test_blocks_of_queries_see_the_image_that_ends_behind_them(model, documents,
         np.testing.assert_allclose(logits[row][segments[row] > 0], expected, atol=TOLERANCE)
 
 
+@pytest.mark.slow
 def test_qwen3_vl_in_short(tmp_path):
     """Logits, gradients and greedy text of left-padded rows with two images and none: the quick proof of DeepStack."""
     oracle, documents = make_vision_oracle("qwen3_vl"), image_documents((2, 0), "qwen3_vl")

@@ -267,6 +267,7 @@ def test_a_folder_that_cannot_be_made(tmp_path):
         Checkpoints(tmp_path / "file" / "checkpoints")
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_before_a_damaged_checkpoint(tiny_run, tmp_path, capsys):
     run = shutil.copytree(tiny_run.output_dir, tmp_path / "run")
     path = max(files(run / "checkpoints/2"), key=lambda path: path.stat().st_size)

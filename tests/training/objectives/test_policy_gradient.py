@@ -83,6 +83,7 @@ def test_grpo_loss_is_the_formula(aggregation, beta, temperature):
     np.testing.assert_allclose(metrics["sampling/sampling_logp_difference/max"], difference.max(), rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_the_full_kl_is_that_of_the_networks_logits():
     """By the log-probs of the whole vocabulary; on policy, where the slopes of the policy loss are known, and off."""
     config, batch = default(), make_batch().replace(ref_logps=None)

@@ -159,6 +159,7 @@ def test_a_critic_and_a_rule_that_reads_values_go_together(root, tmp_path):
         train(config)
 
 
+@pytest.mark.slow
 def test_a_shared_critic_reads_the_hidden_states_of_the_policy_once(root, tmp_path):
     config = ppo(root, tmp_path, 1)
     config.critic.shared, config.critic.coef, config.algorithm.beta = True, 0.3, 0.0
