@@ -262,7 +262,14 @@ def load_rollout_function(name: str | None) -> Callable[..., Any] | None:
         return resolve(name, BUILT_IN)
     function, options = resolve_with_options(name, BUILT_IN)
     # `server(...)` makes a rollout function; a user's function takes its options beside the arguments of a rollout.
-    return function(**options) if function is server else (lambda *arguments: function(*arguments, **options))
+    return function(**options) if function is server else partial(function, **options)
+
+
+def returns_texts(function: Callable[..., Any]) -> bool:
+    """True for a function of axolotl's form, which needs three arguments or four; TRL's needs two."""
+    parameters = inspect.signature(function).parameters.values()
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return sum(x.kind in positional and x.default is x.empty for x in parameters) > 2
 
 
 def call_rollout_function(
@@ -274,7 +281,7 @@ def call_rollout_function(
     the module's table.
     """
     count = trainer.num_generations
-    rows, is_axolotl = len(prompts) * count, len(inspect.signature(function).parameters) > 2
+    rows, is_axolotl = len(prompts) * count, returns_texts(function)
     try:
         with contained():
             if is_axolotl:

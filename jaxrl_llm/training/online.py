@@ -86,7 +86,8 @@ class RolloutWorker:
     """Steps 2 and 3: `group_size` completions of each prompt, and their rewards.
 
     With `open_episodes` rows are episodes of environments; `external` samples in place of the engine, and `agents` run
-    the programs whose sessions are the rows.
+    the programs whose sessions are the rows. Completions are texts where `external` makes texts, and otherwise what
+    their prompts are, texts or messages.
     """
 
     engine: Engine
@@ -98,6 +99,7 @@ class RolloutWorker:
     open_episodes: Callable[[list[Row], int], EpisodeBatch] | None = None
     external: Callable[..., tuple[Rollout, dict[str, list[Any]]]] | None = None
     agents: AgentRollout | None = None
+    as_texts: bool = False
 
     def __call__(
         self,
@@ -125,7 +127,8 @@ class RolloutWorker:
             columns |= {} if shown is None else {IMAGES: shown[0]}
 
             def decode(row: int, tokens: list[int]) -> Any:
-                return decode_completion(self.tokenizer, tokens, is_conversational(prompts[row]))
+                conversational = is_conversational(prompts[row]) and not self.as_texts
+                return decode_completion(self.tokenizer, tokens, conversational)
 
             streaming = None
             # Rows are graded while others are still sampled, unless their rewards need the whole conversation.

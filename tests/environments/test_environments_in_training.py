@@ -135,6 +135,9 @@ def sample(prompts, trainer):
 
 def sorts(model, processing_class, prompts, generation_config):
     return ["".join(sorted(prompt["prompt"][5:-1])) for prompt in prompts]
+
+def says(model, processing_class, prompts, generation_config, word=""):
+    return [word if list(prompt) == ["messages"] else "" for prompt in prompts]
 """
 
 
@@ -150,6 +153,22 @@ def test_a_run_with_a_rollout_function(root, tmp_path, name, accuracy):
         assert all(math.isfinite(value) for value in line.values())
         np.testing.assert_allclose(line["sampling/importance_sampling_ratio/mean"], 1.0, atol=1e-4)
         assert accuracy is None or line["reward"] == accuracy
+
+
+@pytest.mark.slow
+def test_rewards_get_the_texts_of_a_rollout_function(root, tmp_path):
+    """As axolotl's page reads them, where completions of messages are messages otherwise."""
+    (tmp_path / "mine.py").write_text(ROLLOUT_FUNCTION)
+    config = tiny(root, tmp_path)
+    config.environment.name, config.environment.rollout_func = None, f"{tmp_path / 'mine.py'}:says(word='12')"
+    config.algorithm.importance_correction, config.data.chat_template = "token_truncate", "chatml"
+    config.rollout.max_prompt_length = 64
+
+    def is_right(completions, **_):
+        return [float(text == "12") for text in completions]
+
+    rows = [{"prompt": [{"role": "user", "content": "sort:21="}]}] * 8
+    assert jaxrl_llm.train(config, rows, rewards=is_right).metrics[-1]["reward"] == 1.0
 
 
 @pytest.mark.slow

@@ -41,7 +41,7 @@ from jaxrl_llm.rollout.sampling import SamplingParams
 from jaxrl_llm.training.advantages import AdvantageSpec
 from jaxrl_llm.training.agent_rollout import AgentRollout
 from jaxrl_llm.training.algorithm import Algorithm, BatchSpec
-from jaxrl_llm.training.external_rollout import ExternalRollout, load_rollout_function
+from jaxrl_llm.training.external_rollout import ExternalRollout, load_rollout_function, returns_texts
 from jaxrl_llm.training.logging.stopwatch import Stopwatch
 from jaxrl_llm.training.offline import OfflineSpec
 from jaxrl_llm.training.online import LearnerSpec, ProducerSpec, RolloutWorker
@@ -510,7 +510,10 @@ def build_worker(
         shards = row_shards(mesh)
         slots = engine.slots or min(environments.spec.workers, config.batch.prompts * config.rollout.group_size)
         agents = AgentRollout(environments, engine, turns, mesh, width, -(-slots // shards) * shards)
-    return RolloutWorker(engine, rewards, model.tokenizer, mesh, width, stopwatch, open_episodes, external, agents)
+    as_texts = function is not None and returns_texts(function)
+    return RolloutWorker(
+        engine, rewards, model.tokenizer, mesh, width, stopwatch, open_episodes, external, agents, as_texts
+    )
 
 
 def check_correction(config, engine: Engine) -> None:
