@@ -20,7 +20,7 @@ import jax
 from jaxrl_llm.commands.welcome import welcome
 from jaxrl_llm.config import to_json, validate, with_correction
 from jaxrl_llm.config.flags import load_flags, run
-from jaxrl_llm.config.schema import Setting
+from jaxrl_llm.config.schema import OFFLINE, Setting
 from jaxrl_llm.config.user_code import contained
 from jaxrl_llm.distributed import processes
 from jaxrl_llm.distributed.compilation_cache import keep_compiled
@@ -47,6 +47,7 @@ from jaxrl_llm.training.logging.logger import Logger
 from jaxrl_llm.training.logging.origin import write_start
 from jaxrl_llm.training.logging.step_log import Metrics, Step, StepLog
 from jaxrl_llm.training.online import OnlineSource
+from jaxrl_llm.training.rollout_files import start_learners
 from jaxrl_llm.training.rollouts import Row
 from jaxrl_llm.training.runtime.callbacks import Callbacks, load_callbacks
 from jaxrl_llm.training.runtime.compiling import CompileStatus
@@ -54,9 +55,10 @@ from jaxrl_llm.training.runtime.lock import RunLock
 from jaxrl_llm.training.runtime.preemption import Notices, Preempted
 from jaxrl_llm.training.runtime.profiler import Profiler
 from jaxrl_llm.training.runtime.watchdog import Watchdog
+from jaxrl_llm.training.sampler import sample
 from jaxrl_llm.training.setup.given import Given, take
 from jaxrl_llm.training.setup.records import checkpoint_spec, health_spec, logging_spec
-from jaxrl_llm.training.setup.run import Run, build, build_mesh, finished_models
+from jaxrl_llm.training.setup.run import Run, build, build_mesh, finished_models, meeting_of
 from jaxrl_llm.training.step import improve
 from jaxrl_llm.training.update import State, merge_frozen
 
@@ -209,6 +211,8 @@ def _start(
     folder, mesh, kept = Path(config.output_dir), build_mesh(config), checkpoint_spec(config)
     check_writable(folder)
     locks = _lock(folder, kept.folder, stack)
+    if config.rollout.processes and processes.is_split() and jax.process_index() == 0:
+        stack.enter_context(start_learners(meeting_of(config)))
     stack.enter_context(jax.set_mesh(mesh))
     checkpoints = stack.enter_context(Checkpoints(kept.folder, kept.keep))
     changes = _changes(config, checkpoints)
@@ -242,7 +246,7 @@ def _start(
     hooks.note = logger.note
     stack.enter_context(Watchdog(config.watch.hang_seconds, run.stopwatch, folder))
     stack.enter_context(CompileStatus(logger.status, logger.note, run.stopwatch))
-    if isinstance(run.source, OnlineSource) and int(state.step) < config.total_steps:
+    if isinstance(run.source, OnlineSource) and (int(state.step) < config.total_steps or config.rollout.processes):
         stack.enter_context(run.source.queue)
         ahead = stack.enter_context(CompiledAhead(compilations(run, state), mesh, run.stopwatch))
         run = run._replace(source=replace(run.source, wait=ahead.wait))
@@ -340,7 +344,10 @@ def main(argv: list[str]) -> None:
         return
     config, options = load_flags(argv, __doc__ or "", (DRY_RUN,))
     overlap_collectives(config.overlap_collectives)
-    processes.join(config)
+    processes.join(config, config.rollout.processes if config.algorithm.name not in OFFLINE else 0)
+    if processes.sampler() is not None and not options["dry_run"]:
+        sample(config)
+        return
     if not options["dry_run"]:
         train(config)
         return

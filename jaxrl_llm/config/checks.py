@@ -142,6 +142,7 @@ def contradictions(config: ConfigDict) -> Iterator[str]:
     yield from _teacher(config, online)
     if online:
         yield from _staleness(config)
+        yield from _processes(config)
         yield from _partial(config)
     yield from _environment(config)
     yield from _data(config)
@@ -421,6 +422,23 @@ def _staleness(config: ConfigDict) -> Iterator[str]:
             yield (
                 f"rollout.staleness is {config.rollout.staleness}, but {key} is {config[section][name]!r}, which needs "
                 "batches that are sampled and trained on in turn: set the one to 0, or leave out the other"
+            )
+
+
+def _processes(config: ConfigDict) -> Iterator[str]:
+    """Messages for what a process that only samples cannot do without the others, or alone of several."""
+    keys = (
+        "data.curriculum_easy", "data.curriculum_hard", "data.streaming", "teacher.others", "teacher.on_policy",
+        "environment.agent", "environment.rollout_func", "algorithm.dynamic_sampling", "rollout.devices",
+        "rollout.partial_prompts",
+    )  # fmt: skip
+    for key in keys if config.rollout.processes else ():
+        section, _, name = key.partition(".")
+        if config[section][name] != BY_NAME[key].default:
+            yield (
+                f"rollout.processes is {config.rollout.processes}, but {key} is {config[section][name]!r}, for which "
+                "the process that samples a batch would need what is known after the batches of others: set the one "
+                "to 0, or leave out the other"
             )
 
 

@@ -453,6 +453,10 @@ KEYS = (
         "Devices that sample and do nothing else, the last of those at hand; mesh is of the others, and rollout.mesh "
         "of these (data=-1 unless it is set). 0: all devices do both. With rollout.staleness above 0 both work at "
         "once. See docs/asynchronous.md.", int, minimum=0),
+    Setting("rollout.processes", 0,
+        "Processes that sample and grade and do nothing else, the last of processes.count; the others train. They meet "
+        "in output_dir/rollouts, which all reach; rollout.mesh is of the devices of each. See docs/asynchronous.md.",
+        int, minimum=0),
     Setting("rollout.staleness", 0,
         "Updates between the policy that samples a batch and the one that is updated with it. 0 samples, grades and "
         "updates in turn; with 1 or more a thread samples and grades the batches of the next steps meanwhile. Needs "

@@ -77,10 +77,24 @@ class Group:
 
 
 _groups: list[Group] = []  # empty, or the one of this process once it has joined
+_roles: list[int | None] = []  # empty, or the number of this process among those that only sample, None of a learner
 
 
-def join(config: ConfigDict | None = None) -> None:
+def is_split() -> bool:
+    """True once the processes of the run have joined as learners and as processes that only sample."""
+    return bool(_roles)
+
+
+def sampler() -> int | None:
+    """The number of this process, from 0, among those that only sample; None of any other."""
+    return _roles[0] if _roles else None
+
+
+def join(config: ConfigDict | None = None, samplers: int = 0) -> None:
     """Makes this process one of the run's, before anything else asks JAX for devices; alone, it changes nothing.
+
+    The last `samplers` of the processes only sample (`sampler`). Each of these stays alone, so that no collective of
+    the others waits for it; the others join each other.
 
     `processes.coordinator`, `count` and `index` of the configuration are none afterwards: they are no part of the
     record of a run. Raises ConfigError for incomplete settings, and for processes that do not meet within
@@ -94,6 +108,23 @@ def join(config: ConfigDict | None = None) -> None:
         c.heartbeat_seconds,
     )
     c.coordinator = c.count = c.index = None
+    if samplers:
+        if spec is None:
+            raise ConfigError(
+                f"rollout.processes is {samplers}, but this process is not told its place among the others: set "
+                f"processes.coordinator, count and index for each, or {', '.join(VARIABLES.values())} (docs/"
+                "asynchronous.md); or set rollout.processes to 0"
+            )
+        if samplers >= spec.count:
+            raise ConfigError(
+                f"rollout.processes is {samplers}, but the run has {spec.count} processes, of which at least one "
+                "trains: start more, or set it lower"
+            )
+        learners = spec.count - samplers
+        _roles[:] = [spec.index - learners if spec.index >= learners else None]
+        if spec.index >= learners:
+            return
+        spec = ProcessSpec(spec.coordinator, learners, spec.index)
     if spec is not None and spec.count == 1:
         return
     cluster = _cluster() if spec is None else None
@@ -214,8 +245,7 @@ def _check_devices() -> None:
 
 def _checked_hosts(config: ConfigDict) -> list[str]:
     """The host of every process; raises AgreedError for the first difference in settings or versions from process 0."""
-    versions = {f"the version of {name}": _version(name) for name in ("jaxrl_llm", "jax", "jaxlib", "transformers")}
-    own = {"host": socket.gethostname(), "facts": versions | flat(json.loads(to_json(config)))}
+    own = {"host": socket.gethostname(), "facts": agreed_facts(config)}
     everyone = gather(own)
     first = everyone[0]["facts"]
     for index, other in enumerate(everyone):
@@ -228,6 +258,12 @@ def _checked_hosts(config: ConfigDict) -> list[str]:
                 f"{shown}. Start all processes with the same command and packages"
             )
     return [other["host"] for other in everyone]
+
+
+def agreed_facts(config: ConfigDict) -> dict[str, Any]:
+    """The settings and the versions of packages, by name, in which all processes of a run agree."""
+    versions = {f"the version of {name}": _version(name) for name in ("jaxrl_llm", "jax", "jaxlib", "transformers")}
+    return versions | flat(json.loads(to_json(config)))
 
 
 def _version(package: str) -> str | None:

@@ -322,10 +322,10 @@ def rows_to_global(rows, mesh: Mesh) -> Any:
 
 
 def local_rows(tree):
-    """This process's own rows of global arrays, as numpy arrays in their global order."""
+    """This process's own rows of global arrays, as numpy arrays in their global order; numpy arrays as they are."""
 
     def leaf(x):
-        if x.is_fully_addressable:
+        if not isinstance(x, jax.Array) or x.is_fully_addressable:
             return np.asarray(x)
         shards = {shard.index[0].start or 0: shard.data for shard in x.addressable_shards}
         return np.concatenate([np.asarray(shards[start]) for start in sorted(shards)])

@@ -66,6 +66,7 @@ from jaxrl_llm.training.passes import (
 )
 from jaxrl_llm.training.reference import Reference
 from jaxrl_llm.training.replay import Replay
+from jaxrl_llm.training.rollout_files import FileQueue
 from jaxrl_llm.training.rollout_queue import RolloutQueue
 from jaxrl_llm.training.rollouts import Partial, Rollouts, Row
 from jaxrl_llm.training.served_teacher import ServedTeacher
@@ -539,7 +540,7 @@ class OnlineSource:
 
     producer: Producer
     learner: Learner
-    queue: RolloutQueue
+    queue: RolloutQueue | FileQueue
     wait: Callable[[], None] = lambda: None
 
     def next(self, state: State, key) -> Experience:

@@ -108,6 +108,41 @@ def pack(batches: Sequence[Rollouts]) -> np.ndarray:
 
 def unpack(packed: np.ndarray, mesh: Mesh) -> list[Rollouts]:
     """The batches of `pack`, their rows sharded over `mesh`."""
+    return [placed(batch, mesh) for batch in on_host(packed)]
+
+
+def placed(batch: Rollouts, mesh: Mesh) -> Rollouts:
+    """The batch of `on_host` with its rows sharded over `mesh`; of the rest, what belongs to the rows of this process.
+
+    What was logged as numbers, which are added up over processes, is the first one's.
+    """
+    process, processes = jax.process_index(), jax.process_count()
+
+    def own(x: Any) -> Any:
+        size = len(x) // processes
+        return x[process * size : (process + 1) * size]
+
+    def sharded(tree: Any) -> Any:
+        return None if tree is None else rows_to_global(jax.tree.map(own, tree), mesh)
+
+    logged, partial = batch.logged, batch.partial
+    columns = {name: own(values) for name, values in logged.columns.items()}
+    return batch._replace(
+        rollout=sharded(batch.rollout),
+        images=sharded(batch.images),
+        prompts=own(batch.prompts),
+        completions=own(batch.completions),
+        rewards=own(batch.rewards),
+        logged=logged._replace(columns=columns) if process == 0 else Logged({}, {}, columns),
+        turns=jax.tree.map(own, batch.turns),
+        parts=jax.tree.map(own, batch.parts),
+        partial=None if partial is None else partial._replace(versions=own(partial.versions)),
+        greedy=None if batch.greedy is None else placed(batch.greedy, mesh),
+    )
+
+
+def on_host(packed: np.ndarray) -> list[Rollouts]:
+    """The batches of `pack`, all their arrays on the host."""
     with np.load(io.BytesIO(packed.tobytes()), allow_pickle=False) as file:
         arrays = dict(file)
 
@@ -124,10 +159,9 @@ def unpack(packed: np.ndarray, mesh: Mesh) -> list[Rollouts]:
             partial = Partial(versions, *map(int, counts))
         images = None
         if f"{name}/pixels" in arrays:
-            own = Images(arrays[f"{name}/pixels"], arrays[f"{name}/tiles"], grids=arrays.get(f"{name}/grids"))
-            images = rows_to_global(own, mesh)
+            images = Images(arrays[f"{name}/pixels"], arrays[f"{name}/tiles"], grids=arrays.get(f"{name}/grids"))
         return Rollouts(
-            rows_to_global(Rollout(**rows), mesh),
+            Rollout(**rows),
             [],
             rewards=arrays[f"{name}/rewards"],
             logged=Logged(texts["metrics"], texts["totals"], texts["columns"]),

@@ -75,6 +75,11 @@ def make_plan(
             f"rollout.devices is {config.rollout.devices}: a plan is of devices that do all. Plan each half with "
             "rollout.devices=0, and read the update of the one and the rollout of the other"
         )
+    if config.rollout.processes and config.algorithm.name not in OFFLINE:
+        raise ConfigError(
+            f"rollout.processes is {config.rollout.processes}: a plan is of devices that do all. Plan each half with "
+            "rollout.processes=0, and read the update of the one and the rollout of the other"
+        )
     check_rows(config, batch_rows(config), target_.mesh)
     if config.optimizer.learning_rate == "auto":  # no size and no time depends on the number
         config = config.copy_and_resolve_references()

@@ -3,7 +3,8 @@
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +19,7 @@ from jaxrl_llm.data import loading
 from jaxrl_llm.data.curriculum import Curriculum
 from jaxrl_llm.data.loading import DataSource, Tokenized
 from jaxrl_llm.data.pipeline import Pipeline
+from jaxrl_llm.distributed import processes
 from jaxrl_llm.distributed.sharding import has_host_memory, make_mesh, on_host, rollout_mesh, row_shards
 from jaxrl_llm.environments.agents import Agents
 from jaxrl_llm.environments.factory import Environments, load_environments
@@ -44,6 +46,7 @@ from jaxrl_llm.training.partial_rollouts import PartialRollouts
 from jaxrl_llm.training.reference import Reference, start_reference
 from jaxrl_llm.training.replay import empty_replay
 from jaxrl_llm.training.reward_models import with_reward_models
+from jaxrl_llm.training.rollout_files import FOLDER, FileQueue, Meeting
 from jaxrl_llm.training.rollout_queue import RolloutQueue
 from jaxrl_llm.training.served_teacher import ServedTeacher, Server
 from jaxrl_llm.training.setup.data import model_entries, read_data, tokenizer_of
@@ -486,37 +489,25 @@ def _online(
             f"algorithm.observation_coef is {config.algorithm.observation_coef}, but completions have no observation "
             "tokens: set environment.name, tools, agent or rollout_func, or observation_coef to 0"
         )
-    process = jax.process_index(), jax.process_count()  # which share the prompts
-    if tokens is None:
-        examples = None
-        pipeline = loading.stream(data_spec(config), data, "prompts", model.tokenizer, lambda row: row, *process)
-    else:
-        examples, curriculum = tokens.rows, curriculum_spec(config)
-        order = (config.seed, config.data.shuffle, *process, tokens.shares)
-        if curriculum is None:
-            pipeline = Pipeline(examples, rows.prompts, *order)
-        else:
-            pipeline = Curriculum(examples, rows.prompts, curriculum, *order)
-
-    if rollout.staleness and jax.process_count() > 1:
+    if rollout.processes and not processes.is_split():
+        raise ConfigError(
+            f"rollout.processes is {rollout.processes}, but this process has not joined others: start each with python "
+            "-m jaxrl_llm.train (docs/asynchronous.md), or set it to 0"
+        )
+    if rollout.staleness and jax.process_count() > 1 and not rollout.processes:
         raise ConfigError(
             f"rollout.staleness is {rollout.staleness}, but the run has {jax.process_count()} processes, whose threads "
-            "would meet in another order: set it to 0"
+            "would meet in another order: set it to 0, or let some of the processes only sample (rollout.processes)"
         )
     if rollout.partial_prompts and jax.process_count() > 1:
         raise ConfigError(
             f"rollout.partial_prompts is {rollout.partial_prompts}, but the run has {jax.process_count()} processes, "
             "each of which would be done with other prompts: set it to 0"
         )
-    watch = Stopwatch(within=stopwatch) if rollout.staleness else stopwatch  # a thread of its own has its own
+    watch = Stopwatch(within=stopwatch) if rollout.staleness and not rollout.processes else stopwatch
     own_mesh = sampling_mesh(config, mesh, model.net.config.kv_heads)
-
-    def worker_of(sampling: SamplingParams, group_size: int) -> RolloutWorker:
-        return build_worker(config, model, rewards, own_mesh, sampling, group_size, examples, watch, environments)
-
-    worker = worker_of(training_sampling(config), rollout.group_size)
-    check_correction(config, worker.engine)
-    greedy = worker_of(training_sampling(config).greedy, 1) if advantages.asks_for("greedy_scores") else None
+    producer = _producer(config, model, data, tokens, rewards, own_mesh, watch, environments)
+    worker = producer.worker
     reference = replay = None
     if needs_reference(config):
         settings, lora = reference_spec(config), model.net.config.lora
@@ -531,33 +522,29 @@ def _online(
         length = width + rollout.max_completion_length
         return build_teacher(config, model, mesh, length, "the longest prompt and rollout.max_completion_length", path)
 
-    key, partial_rollouts = jax.random.key(config.seed), None
-    if rollout.partial_prompts:
-        if greedy is not None:
-            raise ConfigError(
-                f"rollout.partial_prompts is {rollout.partial_prompts}, but algorithm.advantage = "
-                f"{config.algorithm.advantage!r} compares with a greedy completion of one policy: set the one to 0, or "
-                "another advantage"
-            )
-        settings, shards = partial_spec(config), row_shards(own_mesh)
-        if settings.in_flight % shards:
-            raise ConfigError(
-                f"batch.prompts + rollout.partial_prompts is {settings.in_flight}, which does not divide into the "
-                f"{shards} shards of rows of the mesh that samples: set rollout.partial_prompts to another number"
-            )
-        assert isinstance(pipeline, Pipeline)  # neither streams nor a curriculum: see config/checks.py
-        partial_rollouts = PartialRollouts(settings, worker.engine, pipeline, key, own_mesh, width, watch)
-    producer = Producer(producer_spec(config), worker, greedy, pipeline, advantages.flat_groups, partial_rollouts)
-    queue = RolloutQueue(
-        rollout.staleness,
-        config.total_steps,
-        key_of=partial(jax.random.fold_in, key),
-        publish=worker.copy_policy,
-        mesh=own_mesh,
-        train_mesh=mesh,
-        watch=stopwatch,
-        own_watch=watch,
-    )
+    if rollout.processes:
+        queue: RolloutQueue | FileQueue = FileQueue(
+            meeting_of(config),
+            rollout.staleness,
+            config.total_steps,
+            publish=worker.copy_policy,
+            frozen=model.net.config.frozen,
+            pipeline=cast(Pipeline, producer.pipeline),  # see config/checks.py
+            facts=processes.agreed_facts(config),
+            mesh=mesh,
+            watch=stopwatch,
+        )
+    else:
+        queue = RolloutQueue(
+            rollout.staleness,
+            config.total_steps,
+            key_of=partial(jax.random.fold_in, jax.random.key(config.seed)),
+            publish=worker.copy_policy,
+            mesh=own_mesh,
+            train_mesh=mesh,
+            watch=stopwatch,
+            own_watch=watch,
+        )
     return OnlineSource(
         producer,
         Learner(
@@ -581,6 +568,82 @@ def _online(
         ),
         queue,
     )
+
+
+def _producer(
+    config,
+    model: Model,
+    data: list[DataSource],
+    tokens: Tokenized | None,
+    rewards: Rewards,
+    own_mesh: Mesh,
+    watch: Stopwatch,
+    environments: Environments | Agents | None,
+) -> Producer:
+    """What samples and grades on `own_mesh`."""
+    advantages, rows, rollout = (
+        advantage_step(advantage_spec(config), rewards.names),
+        batch_spec(config),
+        config.rollout,
+    )
+    process = jax.process_index(), jax.process_count()  # which share the prompts
+    if tokens is None:
+        examples = None
+        pipeline = loading.stream(data_spec(config), data, "prompts", model.tokenizer, lambda row: row, *process)
+    else:
+        examples, curriculum = tokens.rows, curriculum_spec(config)
+        order = (config.seed, config.data.shuffle, *process, tokens.shares)
+        if curriculum is None:
+            pipeline = Pipeline(examples, rows.prompts, *order)
+        else:
+            pipeline = Curriculum(examples, rows.prompts, curriculum, *order)
+
+    def worker_of(sampling: SamplingParams, group_size: int) -> RolloutWorker:
+        return build_worker(config, model, rewards, own_mesh, sampling, group_size, examples, watch, environments)
+
+    worker = worker_of(training_sampling(config), rollout.group_size)
+    check_correction(config, worker.engine)
+    greedy = worker_of(training_sampling(config).greedy, 1) if advantages.asks_for("greedy_scores") else None
+    key, partial_rollouts = jax.random.key(config.seed), None
+    if rollout.partial_prompts:
+        if greedy is not None:
+            raise ConfigError(
+                f"rollout.partial_prompts is {rollout.partial_prompts}, but algorithm.advantage = "
+                f"{config.algorithm.advantage!r} compares with a greedy completion of one policy: set the one to 0, or "
+                "another advantage"
+            )
+        settings, shards = partial_spec(config), row_shards(own_mesh)
+        if settings.in_flight % shards:
+            raise ConfigError(
+                f"batch.prompts + rollout.partial_prompts is {settings.in_flight}, which does not divide into the "
+                f"{shards} shards of rows of the mesh that samples: set rollout.partial_prompts to another number"
+            )
+        assert isinstance(pipeline, Pipeline)  # neither streams nor a curriculum: see config/checks.py
+        partial_rollouts = PartialRollouts(settings, worker.engine, pipeline, key, own_mesh, worker.prompt_width, watch)
+    return Producer(producer_spec(config), worker, greedy, pipeline, advantages.flat_groups, partial_rollouts)
+
+
+def meeting_of(config) -> Meeting:
+    """Where the processes that only sample meet those that train."""
+    folder, c = Path(config.output_dir).absolute() / FOLDER, config.processes
+    return Meeting(folder, config.rollout.processes, c.rendezvous_seconds, c.heartbeat_seconds)
+
+
+def build_producer(config) -> tuple[Producer, Model, Stopwatch, Environments | Agents | None]:
+    """What a process that only samples needs of a run: the producer on all its devices, `rollout.mesh` arranging them.
+
+    Raises ConfigError as `build` does.
+    """
+    if config.algorithm.rollout_correction is not None:
+        config = with_correction(config)
+    mesh = rollout_mesh(make_mesh(devices=jax.devices()), config.rollout.mesh)
+    with jax.set_mesh(mesh):
+        spec = environment_spec(config)
+        rows = read_data(config, None, None, None, None)
+        model = build_model(rows.config, mesh, None, rows.tokenizer)
+        rewards, environments, watch = build_rewards(rows.config), load_environments(spec), Stopwatch()
+        producer = _producer(rows.config, model, rows.sources, rows.tokens, rewards, mesh, watch, environments)
+    return producer, model, watch, environments
 
 
 def _mixed(config, online: OnlineSource, model: Model, train_dataset: Any) -> OnlineSource | MixedSource:

@@ -476,7 +476,8 @@ def build_worker(
     grammar = build_grammar(c.structured_grammar, model.tokenizer, vocab, ends, "rollout.structured_grammar")
     engine = Engine.of(spec, model.net, ends, automata=automata, grammar=grammar)
     # Devices that only sample are arranged already, and the others evaluate as they are.
-    engine_mesh = rollout_mesh(mesh, None if c.devices else c.mesh, model.net.config.kv_heads)
+    apart = c.devices or c.processes
+    engine_mesh = rollout_mesh(mesh, None if apart else c.mesh, model.net.config.kv_heads)
     if engine_mesh != mesh:
         engine = ReshardedEngine(**vars(engine), mesh=engine_mesh, train_mesh=mesh, watch=stopwatch)
     longest = limit if examples is None else max(len(row["prompt_ids"]) for row in examples)

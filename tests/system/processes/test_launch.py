@@ -106,6 +106,25 @@ def test_slurm_goes_on_after_a_preemption(launch, tmp_path, code, requeued):
     assert [call["arguments"] for call in calls[1:]] == ([["requeue", "7"]] if requeued else [])
 
 
+def test_slurm_tells_processes_that_only_sample_their_places(launch, tmp_path):
+    process = launch(
+        "slurm_samplers.sbatch", "--config=a b", SLURM_JOB_ID="7", SLURM_NNODES="4", SLURM_JOB_NODELIST="node[1-4]",
+        PORT="1234", CODES=json.dumps({"srun": 143}),
+    )  # fmt: skip
+    assert process.wait(30) == 143
+    names, task, requeued = notes(tmp_path)
+    assert names["arguments"] == ["show", "hostnames", "node[1-4]"] and requeued["arguments"] == ["requeue", "7"]
+    assert task["environment"]["JAXRL_PROCESS_COUNT"] == "4"
+    command = task["arguments"][task["arguments"].index("bash") :]
+    # What srun starts as task 3.
+    environment = os.environ | {"SLURM_PROCID": "3", "PYTHON": "python", "NOTES": str(tmp_path / "notes")}
+    environment["PATH"] = f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}"
+    subprocess.run(command, env=environment, check=True)
+    called = notes(tmp_path)[-1]
+    assert called["arguments"] == ["-u", "-m", "jaxrl_llm.train", "--config=a b"]
+    assert called["environment"]["JAXRL_PROCESS_INDEX"] == "3"
+
+
 def test_tpu_vm_quotes_the_arguments(launch, tmp_path):
     flags = ["--config=configs/grpo.py", "--config.rewards.functions=my.py:a,my.py:b", "--config.data.path=a b"]
     process = launch("tpu_vm.sh", *flags, TPU="t", ZONE="z", FOLDER="my folder")

@@ -1,0 +1,323 @@
+"""Rollouts from processes that only sample: the files by which they and the learners meet.
+
+All is in `output_dir/rollouts`, which every process reaches. Each start of the learners has a folder of its own there,
+so that nothing of a run that was killed is ever read:
+
+| file | written by | holds |
+|---|---|---|
+| `start.json` | learner 0 | the name of the folder, and the settings of the run |
+| `learner.json`, `sampler_R.json` | each | a sign of life; of a sampler that has failed its error |
+| `FOLDER/policy_V_A_B` | learner 0 | the policy of V updates, by which the batches A to B are sampled |
+| `FOLDER/batch_K` | sampler K mod R | the batch of step K with texts, log-probs and rewards |
+| `FOLDER/end.json` | learner 0 | the exit code of the learners, and their error |
+
+A file gets its name when it is complete, and its checksum is compared when it is read. Which policy samples which batch
+is that of `RolloutQueue`, whatever the timing. A checkpoint holds the batches that are made and not trained on yet, as
+that of one process does: a run that goes on needs no file of these.
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+import re
+import shutil
+import threading
+import time
+import uuid
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh
+
+from jaxrl_llm.config import ConfigError
+from jaxrl_llm.config.resolve import exit_code
+from jaxrl_llm.data.pipeline import Pipeline
+from jaxrl_llm.distributed import processes
+from jaxrl_llm.models.lora import split
+from jaxrl_llm.models.transformer import Params
+from jaxrl_llm.training.logging.stopwatch import Stopwatch
+from jaxrl_llm.training.rollout_queue import Produce
+from jaxrl_llm.training.rollouts import Rollouts, on_host, pack, placed
+
+FOLDER, START, END, LEARNER = "rollouts", "start.json", "end.json", "learner.json"
+POLICY = re.compile(r"policy_(\d+)_(\d+)_(\d+)")
+POLL_SECONDS = 0.1
+ERROR_SECONDS = 60.0  # within which a process that is started again replaces the error of the one before
+
+
+class Meeting(NamedTuple):
+    """The folder by which `samplers` processes and the learners meet, and how long each waits for a sign of life."""
+
+    folder: Path
+    samplers: int
+    start_seconds: float  # for the first
+    silence_seconds: float  # for each that follows
+
+
+def write_file(path: Path, header: dict[str, Any], payload: bytes = b"") -> None:
+    """Write `header` and `payload` under the name, which the file has once it is complete."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    header = {**header, "sha256": hashlib.sha256(payload).hexdigest()}
+    with temporary.open("wb") as file:
+        file.write(json.dumps(header).encode() + b"\n")
+        file.write(payload)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+
+
+def read_file(path: Path) -> tuple[dict[str, Any], bytes]:
+    """Header and payload; raises ConfigError when they are not as they were written, OSError without the file."""
+    text, _, payload = path.read_bytes().partition(b"\n")
+    with contextlib.suppress(ValueError):
+        header = json.loads(text)
+        if header.pop("sha256", None) == hashlib.sha256(payload).hexdigest():
+            return header, payload
+    raise ConfigError(f"{path} is damaged: start the run again, which goes on from its newest checkpoint")
+
+
+def read_facts(path: Path) -> dict[str, Any]:
+    """The header of a file, {} where there is none."""
+    try:
+        return read_file(path)[0]
+    except FileNotFoundError:
+        return {}
+
+
+def policy_payload(params: Params) -> tuple[list[Any], bytes]:
+    """Path, type and shape of each array, and the bytes of all of them; every learner must call it."""
+    index, parts = [], []
+    for path, x in jax.tree_util.tree_leaves_with_path(params):
+        whole = x if x.is_fully_addressable else multihost_utils.process_allgather(x, tiled=True)
+        array = np.asarray(whole)
+        index.append([jax.tree_util.keystr(path), str(array.dtype), list(array.shape)])
+        parts.append(array.tobytes() if jax.process_index() == 0 else b"")
+    return index, b"".join(parts)
+
+
+def policy_params(index: list[Any], payload: bytes, like: Params) -> Params:
+    """The parameters of `policy_payload`, in the types and shardings of `like`; ConfigError for another model."""
+    leaves, structure = jax.tree_util.tree_flatten_with_path(like)
+    own = [[jax.tree_util.keystr(path), str(x.dtype), list(x.shape)] for path, x in leaves]
+    if own != index:
+        raise ConfigError(
+            "the learners' policy has other parameters than the model that this process has loaded: start all "
+            "processes with the same command, packages and files of the model"
+        )
+    arrays, start = [], 0
+    for _, x in leaves:
+        size = x.size * x.dtype.itemsize
+        array = np.frombuffer(payload, x.dtype, x.size, start).reshape(x.shape)
+        arrays.append(jax.device_put(array, x.sharding))
+        start += size
+    return jax.tree.unflatten(structure, arrays)
+
+
+class Beat:
+    """A sign of life in a file, written anew in a thread while the block runs, with the facts that `update` gives."""
+
+    def __init__(self, path: Path, silence_seconds: float):
+        self._path, self._pause = path, min(silence_seconds / 10, 5.0)
+        self._facts: dict[str, Any] = {"process": uuid.uuid4().hex}
+        self._number, self._ended, self._lock = 0, threading.Event(), threading.Lock()
+        self._thread = threading.Thread(target=self._beat, name="sign of life", daemon=True)
+
+    def __enter__(self) -> "Beat":
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self.update()
+        self._thread.start()
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        self._ended.set()
+        self._thread.join()
+        if isinstance(error, Exception):
+            with contextlib.suppress(OSError):  # the error itself is shown
+                self.update(error=f"{type(error).__name__}: {error}", code=exit_code(error))
+
+    def update(self, **facts: Any) -> None:
+        """Write the facts, beside those of earlier calls."""
+        with self._lock:
+            self._facts |= facts
+            self._number += 1
+            write_file(self._path, {**self._facts, "number": self._number})
+
+    def _beat(self) -> None:
+        while not self._ended.wait(self._pause):
+            with contextlib.suppress(OSError):  # a disk that is full for a moment; others see the silence
+                self.update()
+
+
+class Sign:
+    """What another process writes as `Beat`: its newest facts, and whether it is lost."""
+
+    def __init__(self, path: Path, meeting: Meeting):
+        self._path, self._meeting = path, meeting
+        self.facts = read_facts(path)  # may be of a process that is gone
+        self._changed, self.alive = time.monotonic(), False
+
+    def look(self) -> bool:
+        """Read the file; False where it has not changed for too long."""
+        facts, now = read_facts(self._path), time.monotonic()
+        if facts and facts != self.facts:
+            self.facts, self._changed, self.alive = facts, now, True
+        limit = self._meeting.silence_seconds if self.alive else self._meeting.start_seconds
+        return now - self._changed <= limit
+
+    @property
+    def failed(self) -> bool:
+        """True for an error that is none of a process before, in whose place another one starts."""
+        return "error" in self.facts and (self.alive or time.monotonic() - self._changed > ERROR_SECONDS)
+
+
+def start_learners(meeting: Meeting) -> Beat:
+    """The sign of life of the learners."""
+    return Beat(meeting.folder / LEARNER, meeting.silence_seconds)
+
+
+class FileQueue:
+    """The rollouts of each step in turn, from processes that only sample; the learners' side, as `RolloutQueue`.
+
+    pipeline: of the learners, which goes as far as the samplers'. publish: the policy in the type that decodes;
+    `frozen` names the parts of it that never change. facts: settings, in which samplers must agree.
+    """
+
+    def __init__(
+        self,
+        meeting: Meeting,
+        staleness: int,
+        last_step: int,
+        publish: Callable[[Params], Params],
+        frozen: tuple[str, ...],
+        pipeline: Pipeline,
+        facts: dict[str, Any],
+        mesh: Mesh,
+        watch: Stopwatch,
+    ):
+        self.staleness = staleness
+        self._meeting, self._last_step, self._publish, self._frozen = meeting, last_step, publish, frozen
+        self._pipeline, self._facts, self._mesh, self._watch = pipeline, facts, mesh, watch
+        self._queue: deque[int | Rollouts] = deque()  # of the next steps: asked for, or loaded, all rows on the host
+        self._policies: list[tuple[int, Path]] = []  # the last batch of each, and its file
+        self._seconds: dict[int, dict[str, float]] = {}
+        self._first = jax.process_index() == 0
+        self._folder = meeting.folder
+
+    def __enter__(self) -> "FileQueue":
+        self._folder = self._meeting.folder / processes.gather(uuid.uuid4().hex)[0]
+        with processes.all_or_none():
+            if self._first:
+                for path in self._meeting.folder.iterdir():
+                    if path.is_dir():
+                        shutil.rmtree(path, ignore_errors=True)  # of an earlier start
+                self._folder.mkdir()
+                learner = read_facts(self._meeting.folder / LEARNER)["process"]
+                write_file(
+                    self._meeting.folder / START,
+                    {"folder": self._folder.name, "learner": learner, "settings": self._facts},
+                )
+        samplers = range(self._meeting.samplers)
+        self._signs = [Sign(self._meeting.folder / f"sampler_{index}.json", self._meeting) for index in samplers]
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if not self._first:
+            return
+        code = 0
+        if error is not None:
+            code = error.code if isinstance(error, SystemExit) else exit_code(error)
+        with contextlib.suppress(OSError):  # the error itself is shown, and samplers see that the learners are silent
+            write_file(self._folder / END, {"code": code, "error": "" if error is None else str(error)})
+            for path in self._folder.iterdir():
+                if path.name != END:
+                    path.unlink(missing_ok=True)
+            for path in self._meeting.folder.glob("sampler_*.json"):
+                if "error" in read_facts(path):  # it is told
+                    path.unlink(missing_ok=True)
+
+    def take(self, produce: Produce, params: Params, version: int, key) -> tuple[Rollouts, dict[str, Any]]:
+        """The batch of step `version + 1`, and metrics of the queue; `params` are those after `version` steps."""
+        del produce, key  # the samplers have their own
+        newest, last = version + len(self._queue), min(version + 1 + self.staleness, self._last_step)
+        if newest < last:
+            with self._watch("publish"):
+                self._ask(params, version, newest + 1, last)
+        step = version + 1
+        ready = sum(not isinstance(x, int) or self._path(x).exists() for x in self._queue)
+        with self._watch("rollout_wait"):
+            rollouts = self._loaded(0)
+        self._queue.popleft()
+        with processes.all_or_none():
+            rollouts = placed(rollouts, self._mesh)
+        if self._first:
+            write_file(self._folder / "taken", {"step": step})  # before the files go: a new sampler makes no such batch
+            self._path(step).unlink(missing_ok=True)
+            for _, path in (done := [entry for entry in self._policies if entry[0] <= step]):
+                path.unlink(missing_ok=True)
+            self._policies = [entry for entry in self._policies if entry not in done]
+        metrics = {"rollout/age": np.float32(version - rollouts.version), "rollout/queue": np.float32(ready)}
+        return rollouts, metrics | self._seconds.pop(step, {})
+
+    def rest(self) -> None:
+        """Nothing: what samples is elsewhere."""
+
+    def get_arrays(self) -> dict[str, Any]:
+        """The batches of the queue as the tree of arrays that a checkpoint holds, by name; waits for them."""
+        with self._watch("rollout_wait"):
+            batches = [self._loaded(place) for place in range(len(self._queue))]
+        return {"queue": {"bytes": pack(batches)}} if batches else {}
+
+    def restore(self, arrays: dict[str, Any], mesh: Mesh) -> None:
+        """Take up the batches that `arrays` hold."""
+        del mesh  # rows are placed when they are taken
+        self._queue = deque(on_host(np.asarray(arrays["queue"]["bytes"])) if "queue" in arrays else ())
+
+    def _path(self, step: int) -> Path:
+        return self._folder / f"batch_{step:08d}"
+
+    def _ask(self, params: Params, version: int, first: int, last: int) -> None:
+        """Have the batches of the steps sampled by the policy, of the prompts that come next."""
+        index, payload = policy_payload(split(self._publish(params), self._frozen)[1])
+        path = self._folder / f"policy_{version:08d}_{first:08d}_{last:08d}"
+        with processes.all_or_none():
+            if self._first:
+                write_file(path, {"arrays": index, "pipeline": self._pipeline.get_state()}, payload)
+        self._policies.append((last, path))
+        for step in range(first, last + 1):
+            next(self._pipeline)
+            self._queue.append(step)
+
+    def _loaded(self, place: int) -> Rollouts:
+        """The batch at a place of the queue, once it is there.
+
+        Raises ConfigError for a sampler that has failed, or shows no sign of life.
+        """
+        batch = self._queue[place]
+        if not isinstance(batch, int):
+            return batch
+        with processes.all_or_none():
+            path, index = self._path(batch), batch % self._meeting.samplers
+            while not path.exists():
+                sign, name = self._signs[index], f"sampler {index} of {self._meeting.samplers}"
+                alive = sign.look()
+                if sign.failed:
+                    raise ConfigError(f"{name}, which was to make the batch of step {batch}: {sign.facts['error']}")
+                if not alive:
+                    raise ConfigError(
+                        f"{name}, which was to make the batch of step {batch}, shows no sign of life in "
+                        f"{self._meeting.folder}: it was killed, its machine is lost, or it does not reach that "
+                        "folder. Start the run again, which goes on from its newest checkpoint; a sampler alone that "
+                        f"is started again within {self._meeting.silence_seconds:g} s (processes.heartbeat_seconds) "
+                        "goes on too"
+                    )
+                time.sleep(POLL_SECONDS)
+            header, payload = read_file(path)
+            (rollouts,) = on_host(np.frombuffer(payload, np.uint8))
+        self._queue[place], self._seconds[batch] = rollouts, header["seconds"]
+        return rollouts

@@ -1,0 +1,139 @@
+"""A process that only samples: it makes its share of the batches by the policies that the learners write."""
+
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxrl_llm.config import ConfigError, with_correction
+from jaxrl_llm.config.schema import OF_A_START
+from jaxrl_llm.config.user_code import contained
+from jaxrl_llm.distributed import processes
+from jaxrl_llm.distributed.compilation_cache import keep_compiled
+from jaxrl_llm.distributed.processes import AgreedError
+from jaxrl_llm.models.lora import combine, split
+from jaxrl_llm.models.transformer import Params
+from jaxrl_llm.training.rollout_files import (
+    END,
+    LEARNER,
+    POLICY,
+    POLL_SECONDS,
+    START,
+    Beat,
+    Meeting,
+    Sign,
+    policy_params,
+    read_facts,
+    read_file,
+    write_file,
+)
+from jaxrl_llm.training.rollouts import pack
+from jaxrl_llm.training.runtime.preemption import Notices
+from jaxrl_llm.training.runtime.watchdog import Watchdog
+from jaxrl_llm.training.setup.run import build_producer, meeting_of
+
+# Settings that learners compute, beside those of a single start.
+COMPUTED = ("total_steps", "optimizer.learning_rate", *OF_A_START)
+
+
+def sample(config) -> None:
+    """Make the batches of this process until the learners end; returns when they are done.
+
+    Raises AgreedError with the learners' exit code when they failed, ConfigError when they show no sign of life or have
+    other settings, and whatever sampling raises, of which the learners are told.
+    """
+    config, index, meeting = with_correction(config), processes.sampler(), meeting_of(config)
+    keep_compiled(config.compilation_cache)
+    # A preemption is the learners' to answer: they save, for which they wait for the batches of this process.
+    with contained(), Notices(), Beat(meeting.folder / f"sampler_{index}.json", meeting.silence_seconds):
+        _sample(config, index or 0, meeting)
+
+
+def _sample(config, index: int, meeting: Meeting) -> None:
+    learners = Sign(meeting.folder / LEARNER, meeting)
+    producer, model, watch, environments = build_producer(config)
+    worker, root = producer.worker, jax.random.key(config.seed)
+    facts: dict[str, Any] = processes.agreed_facts(config)
+    start, header = dict[str, Any](), dict[str, Any]()
+    newest = 0  # the step that was made last, of this start of the learners
+    policy: Params = {}
+    name = ""  # the file of the policy
+    with jax.set_mesh(worker.mesh), Watchdog(config.watch.hang_seconds, watch, meeting.folder):
+        frozen, trained = split(worker.copy_policy(model.params), model.net.config.frozen)
+        del model
+        try:
+            while True:
+                now = read_facts(meeting.folder / START)
+                alive = learners.look()
+                if not alive and not (now and _end_of(meeting, now)):
+                    raise ConfigError(
+                        f"the learners show no sign of life in {meeting.folder}: they were killed, their machine is "
+                        "lost, or they do not reach that folder. Start the run again, which goes on from its newest "
+                        "checkpoint"
+                    )
+                # What an earlier run has left is none: its learners are not those that are seen alive.
+                if now != start and now and learners.alive and now["learner"] == learners.facts["process"]:
+                    start, newest = now, 0
+                    _check_settings(facts, start, meeting)
+                if end := _end_of(meeting, start if alive else now):
+                    if end["code"]:
+                        raise AgreedError(f"the learners have ended: {end['error']}", end["code"])
+                    return
+                job = _job(meeting.folder / start["folder"], index, meeting.samplers, newest) if start else None
+                if job is None:
+                    with watch("wait"):
+                        time.sleep(POLL_SECONDS)
+                    continue
+                path, step = job
+                version, first = (int(x) for x in path.name.split("_")[1:3])
+                try:
+                    if str(path) != name:
+                        header, payload = read_file(path)
+                        name, policy = str(path), {}  # the former goes before the next one comes
+                        policy = combine(frozen, policy_params(header["arrays"], payload, trained))
+                    position = header["pipeline"]["position"] + (step - first) * config.batch.prompts
+                    producer.pipeline.set_state({**header["pipeline"], "position": position})
+                    rollouts = producer.produce(policy, version, step, jax.random.fold_in(root, step))
+                    seconds = {k.replace("time/", "producer/"): x for k, x in watch.take().items()}
+                    batch = np.asarray(pack([rollouts])).tobytes()
+                    write_file(path.with_name(f"batch_{step:08d}"), {"version": version, "seconds": seconds}, batch)
+                except FileNotFoundError:
+                    if path.parent.exists():  # the learners' own: not a start that is over
+                        raise
+                newest = step
+        finally:
+            worker.rewards.close()
+            if environments is not None:
+                environments.close()
+
+
+def _end_of(meeting: Meeting, start: dict[str, Any]) -> dict[str, Any]:
+    return read_facts(meeting.folder / start["folder"] / END) if start else {}
+
+
+def _check_settings(own: dict[str, Any], start: dict[str, Any], meeting: Meeting) -> None:
+    theirs = start["settings"]
+    differ = [x for x in {**theirs, **own} if x not in COMPUTED and theirs.get(x) != own.get(x)]
+    if differ:
+        shown = "; ".join(f"{x} is {own.get(x)!r} here, {theirs.get(x)!r} there" for x in differ[:8])
+        raise ConfigError(
+            f"this process is set up differently from the learners, which have written {meeting.folder / START}: "
+            f"{shown}. Start all processes with the same command and packages"
+        )
+
+
+def _job(folder: Path, index: int, samplers: int, newest: int) -> tuple[Path, int] | None:
+    """The policy's file and the step of this process's next batch, None where the learners ask for none."""
+    taken = read_facts(folder / "taken").get("step", 0)
+    asked = []
+    for path in folder.glob("policy_*"):
+        if found := POLICY.fullmatch(path.name):
+            _, first, last = map(int, found.groups())
+            asked += [
+                (step, path)
+                for step in range(max(first, newest + 1, taken + 1), last + 1)
+                if step % samplers == index and not path.with_name(f"batch_{step:08d}").exists()
+            ]
+    return min(asked)[::-1] if asked else None

@@ -1,0 +1,188 @@
+"""Files by which processes that only sample and learners meet: whole or absent, of this start, and bit for bit."""
+
+import threading
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxrl_llm.config import ConfigError, default, validate
+from jaxrl_llm.distributed.processes import join
+from jaxrl_llm.training import rollout_files
+from jaxrl_llm.training.logging.stopwatch import Stopwatch
+from jaxrl_llm.training.rollout_files import (
+    Beat,
+    FileQueue,
+    Meeting,
+    Sign,
+    policy_params,
+    policy_payload,
+    read_facts,
+    read_file,
+    start_learners,
+    write_file,
+)
+from jaxrl_llm.training.rollouts import pack
+from jaxrl_llm.training.sampler import _job
+from tests.training.test_rollout_queue import MESH, rollouts_of
+
+
+class Numbers:
+    """A pipeline of batches that are numbered."""
+
+    def __init__(self):
+        self.drawn = 0
+
+    def __next__(self):
+        self.drawn += 1
+
+    def get_state(self):
+        return {"position": 2 * self.drawn}
+
+
+def queue_of(folder: Path, staleness: int = 1, seconds: float = 20.0) -> FileQueue:
+    meeting = Meeting(folder, 2, seconds, seconds)
+    publish = lambda params: {"w": jnp.full(2, params, jnp.bfloat16)}  # noqa: E731
+    return FileQueue(meeting, staleness, 4, publish, (), Numbers(), {"seed": 0}, MESH, Stopwatch())
+
+
+def test_a_file_is_whole_or_not_there(tmp_path, monkeypatch):
+    path = tmp_path / "file"
+    write_file(path, {"a": 1}, b"one\ntwo")
+    assert read_file(path) == ({"a": 1}, b"one\ntwo") and [*tmp_path.iterdir()] == [path]
+
+    def killed(_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(rollout_files.os, "fsync", killed)
+    with pytest.raises(KeyboardInterrupt):
+        write_file(path, {"a": 2}, b"three")
+    assert read_file(path) == ({"a": 1}, b"one\ntwo")
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(ConfigError, match="file is damaged: start the run again"):
+        read_file(path)
+
+
+def test_a_policy_keeps_every_bit():
+    params = {"a": {"kernel": jax.random.normal(jax.random.key(0), (3, 5), jnp.bfloat16)}, "scale": jnp.arange(4.0)}
+    index, payload = policy_payload(params)
+    got = policy_params(index, payload, jax.tree.map(jnp.zeros_like, params))
+    jax.tree.map(np.testing.assert_array_equal, got, params)
+    assert got["a"]["kernel"].dtype == jnp.bfloat16
+    with pytest.raises(ConfigError, match="has other parameters than the model that this process has loaded"):
+        policy_params(index, payload, {"scale": params["scale"]})
+
+
+def test_batches_are_asked_for_and_taken_in_order(tmp_path):
+    """Two samplers answer, the second first; a checkpoint holds what is made and not trained on yet."""
+    (tmp_path / "old").mkdir()
+    queue = queue_of(tmp_path)
+
+    def answer():
+        while not (folder := [x for x in tmp_path.iterdir() if x.is_dir() and x.name != "old"]):
+            time.sleep(0.01)
+        made = []
+        while len(made) < 4:
+            for index in (1, 0):
+                if job := _job(folder[0], index, 2, 0):
+                    path, step = job
+                    version, first, _ = map(int, path.name.split("_")[1:])
+                    header, payload = read_file(path)
+                    assert header["pipeline"]["position"] == 2 * (first - 1) and step % 2 == index
+                    np.testing.assert_array_equal(np.frombuffer(payload, jnp.bfloat16), [version, version])
+                    batch = pack([rollouts_of(step, version)]).tobytes()
+                    write_file(path.with_name(f"batch_{step:08d}"), {"version": version, "seconds": {}}, batch)
+                    made.append(step)
+            time.sleep(0.01)
+
+    thread = threading.Thread(target=answer, daemon=True)
+    with start_learners(queue._meeting), queue, jax.set_mesh(MESH):
+        assert not (tmp_path / "old").exists()
+        thread.start()
+        for step in range(1, 5):
+            rollouts, metrics = queue.take(None, step - 1, step - 1, None)
+            assert (rollouts.rollout.tokens[0, 0], rollouts.version) == (step, max(0, step - 2))
+            assert metrics["rollout/age"] == min(step - 1, 1)
+            if step == 2:
+                arrays = queue.get_arrays()
+        thread.join()
+        assert read_facts(queue._folder / "taken") == {"step": 4}
+        assert [path.name for path in queue._folder.iterdir()] == ["taken"]  # nothing is kept that nobody reads
+    assert read_facts(queue._folder / "end.json") == {"code": 0, "error": ""}
+    again = queue_of(tmp_path)
+    again.restore(arrays, MESH)
+
+    def go_on():
+        with start_learners(again._meeting), again, jax.set_mesh(MESH):
+            for sign in again._signs:
+                sign._meeting = again._meeting._replace(start_seconds=0.0)
+            assert again.take(None, 2, 2, None)[0].version == 1  # of the checkpoint
+            again.take(None, 3, 3, None)
+
+    with pytest.raises(ConfigError, match=r"sampler 0 of 2.* step 4.* no sign of life"):
+        go_on()
+    end = read_facts(again._folder / "end.json")
+    assert end["code"] == 2 and "sampler 0 of 2" in end["error"]
+
+
+def test_a_sampler_tells_its_error(tmp_path):
+    queue = queue_of(tmp_path)
+
+    def fail():
+        with Beat(tmp_path / "sampler_1.json", 10):
+            raise ValueError("no judge")
+
+    def take():
+        with start_learners(queue._meeting), queue, jax.set_mesh(MESH):
+            with pytest.raises(ValueError, match="no judge"):
+                fail()
+            queue.take(None, 0, 0, None)
+
+    with pytest.raises(ConfigError, match=r"sampler 1 of 2.*ValueError: no judge"):
+        take()
+    assert not (tmp_path / "sampler_1.json").exists()  # the next start is not told of it
+
+
+def test_signs_of_life(tmp_path):
+    meeting, path = Meeting(tmp_path, 1, 0.0, 0.2), tmp_path / "learner.json"
+    with Beat(path, 0.2):
+        pass
+    sign = Sign(path, meeting)
+    assert not sign.look() and not sign.alive  # it is of a process that is gone
+    with Beat(path, 0.2):
+        for _ in range(5):
+            assert sign.look() and sign.alive
+            time.sleep(0.1)
+    sign.look()
+    time.sleep(0.3)
+    assert not sign.look()
+
+
+def test_what_needs_the_batches_of_others_is_refused():
+    for key, value in (("algorithm.dynamic_sampling", True), ("rollout.devices", 1), ("data.curriculum_easy", 0.9)):
+        config = default()
+        config.rollout.processes = 2
+        config.update_from_flattened_dict({key: value})
+        with pytest.raises(ConfigError, match=rf"rollout\.processes is 2, but {key} is .*: set the one to 0"):
+            validate(config)
+
+
+def test_roles_need_places():
+    config = default()
+    with pytest.raises(ConfigError, match=r"rollout\.processes is 2, but this process is not told its place"):
+        join(config, 2)
+    config.processes.coordinator, config.processes.count, config.processes.index = "localhost:1", 2, 1
+    with pytest.raises(ConfigError, match=r"rollout\.processes is 2, but the run has 2 processes"):
+        join(config, 2)
+
+
+def test_a_plan_is_of_one_half():
+    from jaxrl_llm.tools.plan.planned import make_plan
+
+    config = default()
+    config.rollout.processes = 2
+    with pytest.raises(ConfigError, match=r"rollout\.processes is 2: .* Plan each half"):
+        make_plan(config, None)
