@@ -17,7 +17,6 @@ def get_config(arg: str = ""):
     """`tiny`: two steps from the embedded model, for a test."""
     config = import_file(Path(__file__).with_name("sdpo.py")).get_config(arg)
     config.output_dir = "runs/sdft"
-    config.teacher.path = "self(rate=0)"
     config.teacher.context = "privileged"
     config.teacher.privileged_column = "answer"
     config.teacher.template = "{privileged}{prompt}"

@@ -5,8 +5,8 @@
 
 The first command makes the model that the second one starts from, `runs/sdpo_start/hf`: it sorts as badly as the
 embedded one, and reads an answer that stands before the question, as a language model of some size does by itself.
-Where a sample of a group is right, all others are scored by the policy with that sample in its context, token by token;
-rewards say which are right, and nothing else is learned from them (docs/distillation.md).
+Where a sample of a group is right, all others are scored by that model with the right one in its context, token by
+token; rewards say which are right, and nothing else is learned from them (docs/distillation.md).
 """
 
 from pathlib import Path
@@ -30,7 +30,7 @@ def get_config(arg: str = ""):
     config.algorithm.advantage = "zero"
     config.algorithm.beta = 0.0
     config.algorithm.aggregation = "sequence"
-    config.teacher.path = "self(rate=0.05)"
+    config.teacher.path = "self(rate=0)"  # at this learning rate a teacher that follows soon reads no answers
     config.teacher.context = "success"
     config.teacher.form = "divergence"
     config.teacher.template = "{solution}{prompt}"
