@@ -13,8 +13,15 @@ MEASURES = {
 }
 
 
-def page(runs: Runs, online: Iterable[str], offline: Iterable[str], control: str, images: Iterable[str] = ()) -> str:
-    """The page; configurations without runs are left out."""
+def page(
+    runs: Runs,
+    online: Iterable[str],
+    offline: Iterable[str],
+    control: str,
+    images: Iterable[str] = (),
+    own: Iterable[str] = (),
+) -> str:
+    """The page; configurations without runs are left out. `own` are those whose teacher is the policy."""
     parts = [
         HEAD.format(machines="; ".join(sorted({run["machine"] for group in runs.values() for run in group.values()})))
     ]
@@ -22,6 +29,10 @@ def page(runs: Runs, online: Iterable[str], offline: Iterable[str], control: str
     if learned:
         parts.append(ONLINE + "\n" + table(_online_rows(runs, learned)))
         parts += ["\nBy training step, seed 0:\n\n" + table(_curves(runs, learned))]
+    taught = [name for name in own if name in runs]
+    if taught:
+        parts.append(SELF + "\n" + table(_online_rows(runs, taught)) + "\nBy training step, seed 0:\n\n")
+        parts.append(table(_curves(runs, taught)))
     if "grpo" in runs and 0 in runs["grpo"]:
         parts.append("\n## Health of the GRPO run with seed 0\n\n" + table(_health(runs["grpo"][0])))
     if control in runs:
@@ -113,6 +124,13 @@ ONLINE = """
 accuracy, sampled (four completions a prompt at temperature 1) / greedy, on 256 prompts of the split `test`. Prompts are
 assigned to splits by a checksum of their text; `test` was not looked at while settings were chosen (they were tuned on
 `validation`). The standard error of a sampled accuracy of 0.95 is about 1 point.
+"""
+SELF = """
+## The policy as its own teacher
+
+The same with `configs/sdpo.py` and `configs/sdft.py`, whose model is made by `configs/sdpo.py:start` with the same
+seed: it has learned from the same demonstrations (six in ten of them wrong), and to copy an answer that stands before
+the question. Nothing is learned from rewards but which sample the teacher is shown (SDPO).
 """
 CONTROL = """
 ## Control: the time of a GRPO run spent on more supervised fine-tuning

@@ -34,6 +34,8 @@ ONLINE = (
 )  # fmt: skip
 OFFLINE = ("sft", "reward_model", "dpo", "ipo", "kto", "orpo", "cpo", "simpo", "alphapo")
 IMAGES = ("vision_grpo", "vision_grpo_blank")
+SELF = ("sdpo", "sdft")  # the policy as its own teacher
+START = "sdpo.py:start"  # makes the model that those start from, with the same seed
 SPECS = {"vision_grpo_blank": "vision_grpo.py:blank"}  # where the name is not that of a file
 CONTROL = "sft_control"  # the time of a GRPO run spent on more supervised fine-tuning
 HEALTH = ("reward", "kl", "entropy", "completions/mean_length", "frac_reward_zero_std", "grad_norm")
@@ -44,13 +46,12 @@ Run = dict[str, Any]  # config, seed, seconds, steps, machine, and the logged li
 def train(config: str, seed: int, *flags: str) -> Run:
     """One run of `configs/<config>.py`, or of what SPECS has for it."""
     with tempfile.TemporaryDirectory() as folder:
-        spec = SPECS.get(config, f"{config}.py")
-        command = [sys.executable, "-m", "jaxrl_llm.train", f"--config=configs/{spec}", f"--config.seed={seed}"]
-        began = time.perf_counter()
-        flags = (f"--config.output_dir={folder}", "--config.logging.names=trl", *flags)
-        subprocess.run([*command, *flags], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
-        seconds = time.perf_counter() - began
-        lines = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
+        own, start = Path(folder) / config, Path(folder) / "start"
+        if config in SELF:
+            _run(START, seed, start)
+            flags = (f"--config.model.path={start}/hf", *flags)
+        seconds = _run(SPECS.get(config, f"{config}.py"), seed, own, "--config.logging.names=trl", *flags)
+        lines = [json.loads(line) for line in (own / "metrics.jsonl").read_text().splitlines()]
     return {
         "config": config,
         "seed": seed,
@@ -60,6 +61,15 @@ def train(config: str, seed: int, *flags: str) -> Run:
         "lines": [_kept(line) for line in lines if _is_kept(line, lines[-1]["step"])],
         "pace": sorted(b["time"] - a["time"] for a, b in itertools.pairwise(lines))[len(lines) // 3],  # seconds
     }
+
+
+def _run(spec: str, seed: int, folder: Path, *flags: str) -> float:
+    """Seconds that a configuration took."""
+    command = [sys.executable, "-m", "jaxrl_llm.train", f"--config=configs/{spec}", f"--config.seed={seed}"]
+    began = time.perf_counter()
+    flags = (f"--config.output_dir={folder}", *flags)
+    subprocess.run([*command, *flags], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+    return time.perf_counter() - began
 
 
 def _is_kept(line: dict[str, Any], last: int) -> bool:
@@ -87,7 +97,7 @@ def store(name: str, run: Run) -> None:
 
 def stored() -> dict[str, dict[int, Run]]:
     """The runs that are kept, by configuration and seed, in the order of the page."""
-    found: dict[str, dict[int, Run]] = {name: {} for name in (*ONLINE, *IMAGES, *OFFLINE, CONTROL)}
+    found: dict[str, dict[int, Run]] = {name: {} for name in (*ONLINE, *SELF, *IMAGES, *OFFLINE, CONTROL)}
     for file in sorted(STORE.glob("*-[0-9]*.json")):
         run = json.loads(file.read_text(encoding="utf-8"))
         found.setdefault(file.stem.rpartition("-")[0], {})[run["seed"]] = run
@@ -97,12 +107,14 @@ def stored() -> dict[str, dict[int, Run]]:
 def main(argv: list[str]) -> None:
     """The command line; see the module's text."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("configs", nargs="*", choices=[[], *ONLINE, *IMAGES, *OFFLINE, CONTROL], metavar="CONFIG")
+    parser.add_argument(
+        "configs", nargs="*", choices=[[], *ONLINE, *SELF, *IMAGES, *OFFLINE, CONTROL], metavar="CONFIG"
+    )
     parser.add_argument("--seeds", default=",".join(map(str, SEEDS)))
     parser.add_argument("--steps", type=int, help="training steps, in place of the configuration's")
     parser.add_argument("--page", action="store_true", help="only write the page")
     options = parser.parse_args(argv)
-    chosen = options.configs or (*ONLINE, *IMAGES, *OFFLINE, CONTROL)
+    chosen = options.configs or (*ONLINE, *SELF, *IMAGES, *OFFLINE, CONTROL)
     for name, seed in itertools.product([] if options.page else chosen, map(int, options.seeds.split(","))):
         known = stored()
         if (not options.configs and seed in known.get(name, {})) or (name == CONTROL and seed):
@@ -114,7 +126,7 @@ def main(argv: list[str]) -> None:
         else:
             run = train(name, seed, *([f"--config.total_steps={options.steps}"] if options.steps else []))
         store(f"{name}-{seed}", run)
-    PAGE.write_text(page(stored(), ONLINE, OFFLINE, CONTROL, IMAGES), encoding="utf-8")
+    PAGE.write_text(page(stored(), ONLINE, OFFLINE, CONTROL, IMAGES, SELF), encoding="utf-8")
 
 
 if __name__ == "__main__":

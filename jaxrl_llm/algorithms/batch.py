@@ -150,6 +150,7 @@ class Batch:
     teacher_hidden: Array = None  # [N,T,D] what the teacher's head reads, where its whole distributions are read
     teacher_ids: Array = None  # [N,T,k] its likeliest tokens, where it is known by these
     teacher_top_logps: Array = None  # [N,T,k] and their log-probs
+    taught: Array = None  # [N] 1 on rows that learn from the teacher; None: all do
     advantages: Array = None  # [N,T]
     values: Array = None  # [N,T] of the critic that starts this step
     returns: Array = None  # [N,T]

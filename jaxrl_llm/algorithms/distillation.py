@@ -51,3 +51,9 @@ def with_tail(log_probs) -> Array:
     log_probs = as_float(log_probs)
     mass = jnp.minimum(jax.nn.logsumexp(log_probs, axis=-1, keepdims=True), -1e-7)
     return jnp.concatenate([log_probs, jnp.log(-jnp.expm1(mass))], axis=-1)
+
+
+def without_tail(log_probs) -> Array:
+    """Returns log-probs `[..., k]` of k tokens, given that it is one of them."""
+    log_probs = as_float(log_probs)
+    return log_probs - jax.nn.logsumexp(log_probs, axis=-1, keepdims=True)

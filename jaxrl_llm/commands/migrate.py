@@ -26,7 +26,8 @@ FLAGS = (
     Setting(
         "trainer",
         "",
-        "Trainer, where FILE does not name it: grpo, rloo, ppo, sft, dpo, kto, orpo, cpo, reward, distillation, gkd.",
+        "Trainer, where FILE does not name it: grpo, rloo, ppo, sft, dpo, kto, orpo, cpo, reward, distillation, gkd, "
+        "sdpo, sdft.",
     ),
     Setting(
         "devices",

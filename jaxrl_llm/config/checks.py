@@ -5,6 +5,7 @@ import json
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from string import Formatter
 from typing import Any
 
 from jaxrl_llm.config.resolve import ConfigError, closest, resolve, split_options
@@ -415,7 +416,10 @@ def _without_rewards(config: ConfigDict) -> Iterator[str]:
 
 def _staleness(config: ConfigDict) -> Iterator[str]:
     """Messages for what takes part in a batch both when it is sampled and when it is trained on."""
-    keys = ("data.curriculum_easy", "data.curriculum_hard", "teacher.others", "teacher.on_policy", "environment.agent")
+    keys = (
+        "data.curriculum_easy", "data.curriculum_hard", "teacher.others", "teacher.on_policy", "teacher.context",
+        "environment.agent",
+    )  # fmt: skip
     for key in keys if config.rollout.staleness else ():
         section, _, name = key.partition(".")
         if config[section][name] != BY_NAME[key].default:
@@ -500,12 +504,16 @@ def _teacher(config: ConfigDict, online: bool) -> Iterator[str]:
             "distributions in place of the rows' tokens: set it to 0"
         )
     if teacher.form != "divergence":
-        for key, default in (("beta", 1.0), ("top_k", 0), ("temperature", None), ("on_policy", 1.0)):
-            if teacher[key] != default:
+        for key in ("beta", "top_k", "top_of", "tail", "temperature", "on_policy", "importance_max"):
+            if teacher[key] != BY_NAME[f"teacher.{key}"].default:
                 yield (
                     f"teacher.{key} is {teacher[key]}, which is of teacher.form = divergence, and teacher.form is "
                     f"{teacher.form}: set the one, or leave out the other"
                 )
+    elif not teacher.top_k:
+        for key in ("top_of", "tail"):
+            if teacher[key] != BY_NAME[f"teacher.{key}"].default:
+                yield f"teacher.{key} is {teacher[key]}, but teacher.top_k is 0, all tokens: set it, or leave it out"
     for entry in teacher.others:
         value, _, path = entry.partition("=")
         if not value or not path:
@@ -515,6 +523,7 @@ def _teacher(config: ConfigDict, online: bool) -> Iterator[str]:
             f"teacher.others is {tuple(teacher.others)}, but teacher.form = {teacher.form} reads the distributions of "
             "one teacher: set form to advantage, or leave others out"
         )
+    yield from _teacher_context(config)
     if split_options(teacher.path)[0] == "server":
         sampling = teacher.temperature or config.rollout.temperature or 1.0
         unfit = {
@@ -523,6 +532,7 @@ def _teacher(config: ConfigDict, online: bool) -> Iterator[str]:
             "teacher.offload": teacher.offload,
             "teacher.revision": teacher.revision is not None,
             "teacher.top_k": teacher.form == "divergence" and not teacher.top_k,
+            "teacher.top_of": teacher.top_of != "teacher",
         }
         for key in (key for key, is_set in unfit.items() if is_set):
             yield (
@@ -549,6 +559,108 @@ def _teacher(config: ConfigDict, online: bool) -> Iterator[str]:
                 f"teacher.on_policy is {teacher.on_policy:g}, but steps that take given rows have the teacher's "
                 f"divergence alone, and {key} is {c[key.rpartition('.')[2]]!r}: use grpo with advantage = zero, "
                 "without beta and entropy_coef, and aggregation = token; or set on_policy to 1"
+            )
+
+
+def _teacher_context(config: ConfigDict) -> Iterator[str]:
+    """Messages for a teacher that is the policy itself, and for what a teacher is shown besides the prompt."""
+    teacher, context = config.teacher, config.teacher.context
+    name, options = split_options(teacher.path)
+    if name == "self":
+        rate, every = options.get("rate", 1.0), options.get("every", 1)
+        valid = set(options) <= {"rate", "every"} and isinstance(rate, int | float) and isinstance(every, int)
+        if not valid or not 0 <= rate <= 1 or every < 1:
+            yield (
+                f"teacher.path is {teacher.path!r}, but the policy as its own teacher is self(rate=0.05, every=1), "
+                "with a rate from 0 (as it started) to 1 (as it is) and every 1 or more steps"
+            )
+        if config.model.quantize != "none" and rate not in (0, 1):
+            yield (
+                f"teacher.path is {teacher.path!r}, a mean of whole models, but the matrices are quantised "
+                f"(model.quantize = {config.model.quantize!r}) and adapters are not merged into them: set rate to 0, "
+                "or to 1"
+            )
+        if context == "none":
+            yield (
+                f"teacher.path is {teacher.path!r}, and teacher.context is none, so that the policy would learn from "
+                "itself what it knows: set teacher.context, success or privileged, or another path"
+            )
+        of_a_model = {
+            "teacher.dtype": teacher.dtype != "auto",
+            "teacher.quantize": teacher.quantize != "none",
+            "teacher.revision": teacher.revision is not None,
+            "teacher.offload": teacher.offload and (rate, every) == (1, 1),
+        }
+        for key in (key for key, is_set in of_a_model.items() if is_set):
+            yield (
+                f"{key} is {teacher[key.rpartition('.')[2]]!r}, but teacher.path is {teacher.path!r}, which has the "
+                "policy's own parameters: leave it out"
+            )
+    if context == "none":
+        of_context = (
+            "success_threshold", "exclude_own", "remove_thinking", "privileged_column", "template",
+            "solution_template", "privileged_template", "max_prompt_length",
+        )  # fmt: skip
+        for key in of_context:
+            if teacher[key] != BY_NAME[f"teacher.{key}"].default:
+                yield (
+                    f"teacher.{key} is {teacher[key]!r}, but teacher.context is none, so that the teacher is shown the "
+                    "prompt alone: set teacher.context, or leave it out"
+                )
+        return
+    elsewhere = {
+        "algorithm.name": config.algorithm.name in OFFLINE,
+        "algorithm.replay_groups": bool(config.algorithm.replay_groups) and teacher.form == "divergence",
+        "teacher.others": bool(teacher.others),
+        "teacher.on_policy": teacher.on_policy < 1,
+    }
+    elsewhere |= {
+        f"environment.{key}": config.environment[key] != BY_NAME[f"environment.{key}"].default
+        for key in ("name", "tools", "rollout_func", "agent")
+    }
+    for key in (key for key, is_set in elsewhere.items() if is_set):
+        section, _, leaf = key.partition(".")
+        yield (
+            f"teacher.context is {context}, but {key} is {config[section][leaf]!r}: a context is of one sampled answer "
+            "to a prompt of this step, and of one teacher; leave out one of the two"
+        )
+    if "success" in context and not config.rewards.functions:
+        yield (
+            f"teacher.context is {context}, but rewards.functions is empty, so that no completion is a success: name "
+            "one, or set teacher.context to privileged"
+        )
+    if "success" in context and teacher.exclude_own and config.rollout.group_size < 2:
+        yield (
+            f"teacher.context is {context}, but rollout.group_size is {config.rollout.group_size}, so that there is no "
+            "other completion of a prompt: set it to 2 or more"
+        )
+    if "privileged" in context and teacher.max_prompt_length is None:
+        yield (
+            f"teacher.context is {context}, and teacher.max_prompt_length is none: privileged texts may have any "
+            "length, so set it to the tokens of the longest prompt with its text"
+        )
+    parts = {
+        "solution": ("success", ("solution_template", "success_threshold", "exclude_own", "remove_thinking")),
+        "privileged": ("privileged", ("privileged_template", "privileged_column")),
+    }
+    shown = {part for part, (word, _) in parts.items() if word in context}
+    for key in (key for part in parts.keys() - shown for key in parts[part][1]):
+        if teacher[key] != BY_NAME[f"teacher.{key}"].default:
+            yield (
+                f"teacher.{key} is {teacher[key]!r}, which teacher.context = {context} does not read: leave it out, or "
+                "set another context"
+            )
+    templates = {"template": {"prompt", *shown}} | {f"{part}_template": {part} for part in shown}
+    for key, needed in templates.items():
+        text, allowed = teacher[key], needed | (parts.keys() if key == "template" else set())
+        try:
+            fields = None if text is None else {field for _, field, _, _ in Formatter().parse(text)} - {None}
+        except ValueError:
+            fields = set()
+        if fields is not None and not needed <= fields <= allowed:
+            yield (
+                f"teacher.{key} is {text!r}, but it takes a text with "
+                f"{' and '.join(f'{{{field}}}' for field in sorted(needed))}, and other braces doubled"
             )
 
 

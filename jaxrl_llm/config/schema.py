@@ -646,7 +646,9 @@ KEYS = (
 
     Setting("teacher.path", None,
         "Teacher: hub id, folder (the hf/ of a run) or `embedded:<name>`, of any size and family, with the policy's "
-        "tokenizer; or `server(url='http://localhost:8000/v1', model='m')`. none is no teacher."),
+        "tokenizer; or `server(url='http://localhost:8000/v1', model='m')`; or `self(rate=0.05, every=1)`, the policy "
+        "as it started, moved by rate towards what it has become every so many steps (0 is the start; `self` alone is "
+        "the policy as it is), for teacher.context. none is no teacher."),
     Setting("teacher.revision", None, "Branch, tag or commit of a hub id; none is its main branch."),
     Setting("teacher.others", (),
         "Further teachers, each `VALUE=PATH`: one rates the rows whose column teacher.column has that value, and "
@@ -663,9 +665,38 @@ KEYS = (
     Setting("teacher.top_k", 0,
         "Read the divergence off the teacher's so many likeliest tokens and one entry for all others, which keeps two "
         "numbers for each in place of a vector a token; 0 is the whole vocabulary.", int, minimum=0),
+    Setting("teacher.top_of", "teacher",
+        "Whose likeliest tokens teacher.top_k takes: the teacher's, or the policy's as it is in the update, for which "
+        "a vector a token is kept.", choices=("teacher", "policy")),
+    Setting("teacher.tail", True,
+        "The divergence of teacher.top_k tokens has an entry for all others; false compares the two distributions "
+        "given that it is one of these tokens.", bool),
     Setting("teacher.temperature", None,
         "Temperature of both distributions in the divergence; none is that of the samples, rollout.temperature.",
         float, above=0),
+    Setting("teacher.importance_max", None,
+        "Divergence: weigh each token by its probability under the policy over that of the old policy, up to this, "
+        "where the samples give several updates; none is 1.", float, above=0),
+    Setting("teacher.context", "none",
+        "What the teacher is shown besides the prompt: the first completion of its group that is a success (success, "
+        "SDPO), the text of teacher.privileged_column (privileged, SDFT), that text where there is no success "
+        "(success_or_privileged), or both (success_and_privileged). Rows without any learn nothing from it.",
+        choices=("none", "success", "privileged", "success_or_privileged", "success_and_privileged")),
+    Setting("teacher.success_threshold", 1.0, "Smallest reward of a completion that is a success.", float),
+    Setting("teacher.exclude_own", True, "A completion is not shown itself as a success.", bool),
+    Setting("teacher.remove_thinking", False, "Leave `<think>...</think>` out of the completion that is shown.", bool),
+    Setting("teacher.privileged_column", "privileged_context",
+        "Column of the data, or logged by a reward function (log_extra), with the text of a row that the teacher is "
+        "shown."),
+    Setting("teacher.template", None,
+        "Text that the teacher is asked in place of {prompt}, with {solution} and {privileged}; none is TRL's of SDPO "
+        "(docs/distillation.md)."),
+    Setting("teacher.solution_template", None, "Text around the completion that is shown, {solution}; none is TRL's."),
+    Setting("teacher.privileged_template", None, "Text around the privileged text, {privileged}; none is TRL's."),
+    Setting("teacher.max_prompt_length", None,
+        "Longest prompt of the teacher in tokens: a row whose prompt is longer learns nothing from it. none is the "
+        "longest prompt of the policy, a completion and 64 tokens around it; privileged texts need a number.",
+        int, minimum=1),
     Setting("teacher.on_policy", 1.0,
         "Share of the steps that learn from the policy's samples (GKD's lambda), drawn from seed; the others take the "
         "completions of the data, rows of prompt and completion.", float, above=0, maximum=1),
@@ -912,7 +943,7 @@ IDENTITY = (
     "environment.agent", "environment.agents", "algorithm.name", "algorithm.advantage", "algorithm.loss",
     "algorithm.aggregation",
     "algorithm.loss_weights", "algorithm.reference_free", "critic.path", "critic.shared", "optimizer.name",
-    "optimizer.moment_dtype", "teacher.path", "teacher.revision", "teacher.others", "teacher.column",
+    "optimizer.moment_dtype", "teacher.path", "teacher.revision", "teacher.others", "teacher.column", "teacher.context",
 )  # fmt: skip
 # Settings of a single start, of no meaning for the run.
 OF_A_START = ("output_dir", "compilation_cache", "checkpoint.resume", "checkpoint.accept_changes")

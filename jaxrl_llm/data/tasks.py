@@ -57,7 +57,9 @@ def generate(name: str, split: str = "train", size: int | None = None, seed: int
 
     `sort` has the columns prompt and answer. `sort_demos` adds a completion that is wrong with probability 0.6: the
     mixed-quality demonstrations of a warm start. `sort_pairs` adds chosen (right) and rejected (wrong) for preference
-    methods; `sort_labels` adds completion and label (is it right?) for KTO. Sizes default to 16384 for train and
+    methods; `sort_labels` adds completion and label (is it right?) for KTO. `sort_shown` is `sort_demos` with the
+    answer before every other prompt, `1248,sort:4821=`, and that as the completion: to read it is what a model must
+    know that is to be its own teacher. Sizes default to 16384 for train and
     1024 for validation and test.
 
     A `name` such as `reasoning_gym(leg_counting, size=1000)` is that of `reasoning_gym_rows`.
@@ -150,6 +152,12 @@ def _pair(prompt: str, draw: random.Random) -> Row:
     return {"prompt": prompt, "chosen": answer, "rejected": draw.choice(sort_mistakes(prompt)), "answer": answer}
 
 
+def _shown(prompt: str, draw: random.Random) -> Row:
+    row = _demo(prompt, draw)
+    shown = {"prompt": f"{row['answer']},{prompt}", "completion": row["answer"]}
+    return row | shown if draw.random() < 0.5 else row
+
+
 def _label(prompt: str, draw: random.Random) -> Row:
     answer = sort_answer(prompt)
     right = draw.random() < 0.5
@@ -162,4 +170,5 @@ TASKS: dict[str, Callable[[str, random.Random], Row]] = {
     "sort_demos": _demo,
     "sort_pairs": _pair,
     "sort_labels": _label,
+    "sort_shown": _shown,
 }

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxrl_llm.algorithms.distillation import generalized_jsd, with_tail
+from jaxrl_llm.algorithms.distillation import generalized_jsd, with_tail, without_tail
 from jaxrl_llm.algorithms.kl import full_kl, kl_estimate
 from jaxrl_llm.distributed.sharding import constrain, context_shards, is_sharded, row_shards
 from jaxrl_llm.models import cpu_matmul
@@ -441,21 +441,34 @@ def chunked_divergence(
     beta: float,
     softcap: float | None = None,
     count=None,
+    top_k: int = 0,
+    tail: bool = True,
 ) -> jax.Array:
     """`generalized_jsd` `[N,X]` of softmax(logits / temperature) and a teacher; other arguments as in `chunked_logps`.
 
     Of a teacher's whole distributions both logits are formed for a chunk of columns at a time, in fp32, and again in
     the backward pass; tokens that one of the two heads lacks are in neither distribution. Of a teacher's likeliest
-    tokens, the divergence is over these and one entry for all others (`with_tail`); theirs are log-probs at this
-    temperature already.
+    tokens, the divergence is over these and one entry for all others (`with_tail`), or, with `tail` False, of the two
+    distributions given that it is one of these; theirs are log-probs at this temperature already. With `top_k` the same
+    is done with so many likeliest tokens of the policy and a teacher's whole distributions.
     """
-    options = float(temperature), softcap, float(beta)
+    options = _Divergence(float(temperature), softcap, float(beta), top_k, tail)
     divergence: Any = _chunked_divergence(options, hidden, kernel, teacher, count)
     return divergence
 
 
+class _Divergence(NamedTuple):
+    """The arguments of `chunked_divergence` that are no arrays."""
+
+    temperature: float
+    softcap: float | None
+    beta: float
+    top_k: int
+    tail: bool
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _chunked_divergence(options: tuple[float, float | None, float], hidden, kernel, teacher, count):
+def _chunked_divergence(options: _Divergence, hidden, kernel, teacher, count):
     return _divergence_forward(options, hidden, kernel, teacher, count)[0]
 
 
@@ -478,7 +491,8 @@ def _shared_table(hidden, kernel, teacher: Distributions | TopTokens) -> _Table:
 
 def _divergence_by_products(options, teacher: Distributions | TopTokens):
     """A function of columns, which gives the divergence `[N,s]` as a function of the policy's products there."""
-    temperature, softcap, beta = options
+    temperature, softcap, beta, top_k, tail = options
+    restricted = with_tail if tail else without_tail
 
     def policy(products):
         return jax.nn.log_softmax(soft_cap(products, softcap) / temperature, axis=-1)
@@ -487,14 +501,18 @@ def _divergence_by_products(options, teacher: Distributions | TopTokens):
 
         def of_top(columns, products):
             own = jnp.take_along_axis(policy(products), columns(teacher.ids), axis=-1)
-            return generalized_jsd(with_tail(own), with_tail(columns(teacher.logps)), beta)
+            return generalized_jsd(restricted(own), restricted(columns(teacher.logps)), beta)
 
         return lambda columns: functools.partial(of_top, columns)
     table = _table(teacher.hidden, teacher.kernel)
 
     def of_all(columns, products):
         logits = _logits(columns(teacher.hidden), table.first(products.shape[-1]), temperature, teacher.softcap)
-        return generalized_jsd(policy(products), jax.nn.log_softmax(logits, axis=-1), beta)
+        own, theirs = policy(products), jax.nn.log_softmax(logits, axis=-1)
+        if top_k:
+            ids = jax.lax.top_k(jax.lax.stop_gradient(own), top_k)[1]
+            own, theirs = (restricted(jnp.take_along_axis(x, ids, axis=-1)) for x in (own, theirs))
+        return generalized_jsd(own, theirs, beta)
 
     return lambda columns: functools.partial(of_all, columns)
 

@@ -48,6 +48,8 @@ class TeacherRows(NamedTuple):
     rows: Distributions | TopTokens  # [N,T,...]
     temperature: float
     beta: float
+    top_k: int = 0  # of the policy's likeliest tokens, for whole distributions
+    tail: bool = True
 
 
 PER_TOKEN = ("hidden", "ids", "logps")  # fields of a teacher's rows
@@ -147,8 +149,9 @@ def token_statistics(
         rows = teacher.rows
         theirs = rows._replace(**{name: positions.picks(x) for name, x in rows._asdict().items() if name in PER_TOKEN})
         divergence = chunked_divergence(
-            hidden, model.head_kernel(), theirs, teacher.temperature, teacher.beta, softcap, positions.count
-        )
+            hidden, model.head_kernel(), theirs, teacher.temperature, teacher.beta, softcap, positions.count,
+            teacher.top_k, teacher.tail,
+        )  # fmt: skip
         statistics = statistics._replace(divergence=positions.at_tokens(divergence))
     return statistics
 

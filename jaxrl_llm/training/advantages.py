@@ -100,6 +100,7 @@ class AdvantageStep:
         logps=None,
         ref_logps=None,
         teacher_logps=None,
+        taught=None,
         kl_coef=0.0,
         values=None,
         logit_norms=None,
@@ -112,11 +113,11 @@ class AdvantageStep:
         processes.
 
         `logps`, `ref_logps` and `teacher_logps` `[N,T]` are of the policy, the reference and the teacher; without
-        `logps` the policy is compared with the teacher by the sampler's. For a rule that asks for them, `values
-        [N,T]` are of the critic, `greedy_rewards [B,F]` and `greedy_rollout` of one greedy completion of each prompt,
-        `logit_norms [N,T]` of the policy (`passes.scored_norms`), and `turns` of rows that are episodes. `parts` are
-        rows' parts with a reward of their own: the advantage of their tokens is what it is above the mean of the
-        group's parts of that name.
+        `logps` the policy is compared with the teacher by the sampler's. On rows that are not `taught` `[N]` it is not.
+        For a rule that asks for them, `values [N,T]` are of the critic, `greedy_rewards [B,F]` and `greedy_rollout` of
+        one greedy completion of each prompt, `logit_norms [N,T]` of the policy (`passes.scored_norms`), and `turns` of
+        rows that are episodes. `parts` are rows' parts with a reward of their own: the advantage of their tokens is
+        what it is above the mean of the group's parts of that name.
         """
         spec = self.spec
         raw = advantage_rules.combine_rewards(rewards, weights)
@@ -170,9 +171,12 @@ class AdvantageStep:
             advantages = jnp.where(apart > 0, turn_rules.by_turn(own, parts, rewarded), advantages)
         if teacher_logps is not None:
             own = rollout.sample_logps if logps is None else logps
-            advantages = distilled_advantages(advantages, own, teacher_logps, mask, spec.teacher_coef)
-            metrics["teacher/kl"] = _mean(own - teacher_logps, mask)
-            metrics["teacher/logp"] = _mean(teacher_logps, mask)
+            rated = mask if taught is None else mask * taught[:, None]
+            advantages = distilled_advantages(
+                advantages, own, jnp.where(rated > 0, teacher_logps, own), mask, spec.teacher_coef
+            )
+            metrics["teacher/kl"] = _mean(own - teacher_logps, rated)
+            metrics["teacher/logp"] = _mean(teacher_logps, rated)
         metrics |= _spread("advantages", advantages, mask)
         if returns is not None:
             metrics |= _spread("returns", returns, rewarded) | _spread("values", values, rewarded)

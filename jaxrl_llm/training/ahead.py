@@ -29,7 +29,7 @@ def compilations(run: Run, state: State) -> Iterator[Callable[[], object]]:
     """Functions that compile a program each, in the order in which a step needs them.
 
     None for what is not known to have these shardings: several processes, a critic, a replay buffer, a full KL, a
-    teacher's distributions, rows that may have images, replayed experts, offline batches.
+    teacher's distributions or context, rows that may have images, replayed experts, offline batches.
     """
     source = run.source
     if jax.process_count() > 1 or not isinstance(source, OnlineSource):
@@ -40,7 +40,7 @@ def compilations(run: Run, state: State) -> Iterator[Callable[[], object]]:
         return
     if learner.net.config.vision is not None or source.producer.worker.engine.record_experts:
         return
-    if teacher is not None and teacher.spec.divergence:
+    if teacher is not None and (teacher.spec.divergence or learner.context is not None):
         return
     engine, count, mesh = source.producer.worker.engine, run.batch.rows, run.mesh
     sample = sampled_rows(count, engine.group_size, learner.prompt_width, engine.max_completion_length)

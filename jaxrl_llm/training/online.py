@@ -25,6 +25,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
+from jaxrl_llm.algorithms.advantages import combine_rewards
 from jaxrl_llm.algorithms.aggregation import masked_mean
 from jaxrl_llm.algorithms.batch import Batch, Images, Inputs, Scalars
 from jaxrl_llm.algorithms.controllers import Controllers
@@ -70,7 +71,8 @@ from jaxrl_llm.training.rollout_files import FileQueue
 from jaxrl_llm.training.rollout_queue import RolloutQueue
 from jaxrl_llm.training.rollouts import Partial, Rollouts, Row
 from jaxrl_llm.training.served_teacher import ServedTeacher
-from jaxrl_llm.training.teacher import Teacher
+from jaxrl_llm.training.teacher import SelfTeacher, Teacher
+from jaxrl_llm.training.teacher_context import TeacherContext
 from jaxrl_llm.training.update import State
 
 
@@ -318,7 +320,8 @@ class Learner:
     reference: Reference | None = None
     replay: Replay | None = None
     critic: Critic | None = None
-    teacher: Teacher | ServedTeacher | None = None
+    teacher: Teacher | ServedTeacher | SelfTeacher | None = None
+    context: TeacherContext | None = None  # what the teacher reads besides the prompts; None: nothing
     # By the value of the column that names them.
     other_teachers: Mapping[str, Teacher | ServedTeacher] = dataclasses.field(default_factory=dict)
 
@@ -327,16 +330,24 @@ class Learner:
         spec, rollout, controllers = self.spec, rollouts.rollout, self.controllers
         if self.reference is not None:
             self.reference.sync(state)
+        teacher = self.teacher.at(state) if isinstance(self.teacher, SelfTeacher) else self.teacher
         in_loss = self.reference is not None and not spec.kl_in_reward  # the KL term
         mask = rollout.mask * rollout.finished[:, None] if spec.mask_truncated else rollout.mask
         images = self._images(rollouts, state)
+        shown = None
+        if self.context is not None:
+            with self.stopwatch("logps"):
+                scores = np.asarray(combine_rewards(rollouts.rewards, self.reward_weights))
+                shown = self.context.read(rollouts, scores)
+            columns = rollouts.logged.columns | {"teacher_prompt": shown.asked}
+            rollouts = rollouts._replace(logged=rollouts.logged._replace(columns=columns))
 
         # 4 log-probs. The reference's are needed before the advantages for a KL in the reward, or one that is measured
         # to move its coefficient; else after the replay, which exchanges rows.
         old_logps = rollout.sample_logps if spec.old_logps == "sampler" else None
         ref_logps = ref_head = values = logit_norms = teacher_logps = None
         measures_kl = spec.kl_in_reward or spec.reward_beta or controllers.is_kl_adaptive
-        rates = self.teacher is not None and not self.teacher.spec.divergence  # sampled tokens, in the advantages
+        rates = teacher is not None and not teacher.spec.divergence  # sampled tokens, in the advantages
         reads_norms = self.advantages.asks_for("logit_norms")
         with self.stopwatch("logps"):
             if spec.old_logps == "trainer" or measures_kl or self.critic is not None or rates or reads_norms:
@@ -352,8 +363,10 @@ class Learner:
                 if self.critic is not None:
                     params, shards = on_device(self.critic.params(state)), row_shards(self.mesh)
                     values = values_before(self.critic.net, params, inputs, self.batch.forward_rows, shards)
-                if self.teacher is not None and rates:
-                    teacher_logps = self._teacher_logps(rollouts, inputs)
+                if teacher is not None and rates and shown is not None:
+                    teacher_logps = shown.at_tokens(teacher.logps(shown.inputs, self.batch.forward_rows))
+                elif teacher is not None and rates:
+                    teacher_logps = self._teacher_logps(teacher, rollouts, inputs)
 
         if self.critic is not None and rollouts.parts is not None and not np.isnan(rollouts.parts.rewards).all():
             raise ConfigError(
@@ -371,6 +384,7 @@ class Learner:
             logps=old_logps,
             ref_logps=ref_logps,
             teacher_logps=teacher_logps,
+            taught=None if shown is None else shown.taught,
             kl_coef=controllers.kl.coef,
             values=values,
             logit_norms=logit_norms,
@@ -379,7 +393,7 @@ class Learner:
             turns=rows_to_global(rollouts.turns, self.mesh) if self.advantages.asks_for("turns") else None,
             parts=None if rollouts.parts is None else rows_to_global(rollouts.parts, self.mesh),
         )
-        metrics = dict(result.metrics)
+        metrics = dict(result.metrics) | ({} if shown is None else shown.metrics)
         if rollouts.resampled_groups is not None:
             metrics["rollout/resampled_groups"] = np.float32(rollouts.resampled_groups)
         metrics |= over_processes(rollouts.logged, result.metrics)
@@ -422,10 +436,14 @@ class Learner:
                 else:
                     batch = batch.replace(ref_logps=self._reference_logps(inputs) if ref_logps is None else ref_logps)
         batch = batch.replace(scalars=self.scalars(batch, in_loss, ref_head))
-        if self.teacher is not None and not rates:
+        if teacher is not None and not rates:
             with self.stopwatch("logps"):
-                inputs = self.inputs(batch.inputs.tokens, batch.inputs.segments, batch.mask)
-                batch = self.teacher.with_distributions(batch, inputs, self.batch.forward_rows)
+                if shown is None:
+                    inputs = self.inputs(batch.inputs.tokens, batch.inputs.segments, batch.mask)
+                    batch = teacher.with_distributions(batch, inputs, self.batch.forward_rows)
+                else:
+                    batch = teacher.with_distributions(batch, shown.inputs, self.batch.forward_rows)
+                    batch = shown.aligned(batch)
         if spec.draws_seeds:
             batch = batch.replace(seeds=_row_seeds(batch.rows, key, self.mesh))
 
@@ -441,6 +459,8 @@ class Learner:
     def get_arrays(self) -> dict[str, Any]:
         """The trees of arrays, by name, that a resumed run needs."""
         reference = {} if self.reference is None else self.reference.arrays()
+        if isinstance(self.teacher, SelfTeacher):
+            reference |= self.teacher.arrays()
         return reference | ({} if self.replay is None else {"replay": replay_buffer.get_arrays(self.replay)})
 
     def restore(self, state: dict[str, float], arrays: dict[str, Any]) -> None:
@@ -448,6 +468,8 @@ class Learner:
         self.controllers = self.controllers.with_state(state)
         if self.reference is not None:
             self.reference.restore(arrays)
+        if isinstance(self.teacher, SelfTeacher):
+            self.teacher.restore(arrays)
         if self.replay is not None and "replay" in arrays:
             self.replay = replay_buffer.with_arrays(self.replay, arrays["replay"])
 
@@ -479,18 +501,17 @@ class Learner:
         assert self.reference is not None  # the settings that read it need algorithm.beta
         return self._logps(self.reference.params, inputs)
 
-    def _teacher_logps(self, rollouts: Rollouts, inputs: Inputs) -> jax.Array:
+    def _teacher_logps(self, first: Teacher | ServedTeacher, rollouts: Rollouts, inputs: Inputs) -> jax.Array:
         """Log-probs `[N,T]` of the teacher, and on rows that name another teacher those of that one.
 
         Each teacher reads its own rows; the others are padding to it, of which packed rows have none.
         """
-        assert self.teacher is not None
-        rows, column = self.batch.forward_rows, self.teacher.spec.column
+        rows, column = self.batch.forward_rows, first.spec.column
         if not self.other_teachers:
-            return self.teacher.logps(inputs, rows)
+            return first.logps(inputs, rows)
         names = [str(example.get(column)) for example in rollouts.examples for _ in range(self.batch.group_size)]
         total, rollout = jnp.zeros(rollouts.rollout.mask.shape), rollouts.rollout
-        for name, teacher in [(None, self.teacher), *self.other_teachers.items()]:
+        for name, teacher in [(None, first), *self.other_teachers.items()]:
             own = [other == name if name is not None else other not in self.other_teachers for other in names]
             mine = rows_to_global(np.array(own, np.int32), self.mesh)[:, None]
             read = self.inputs(rollout.tokens, rollout.segments * mine, rollout.mask * mine)

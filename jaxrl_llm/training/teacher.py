@@ -1,6 +1,7 @@
 """The teacher of a run: a model of any size and family, which the policy learns from by its log-probs of tokens."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import numpy as np
@@ -11,6 +12,8 @@ from jaxrl_llm.distributed.sharding import on_device, on_host, row_shards
 from jaxrl_llm.models.model import Model
 from jaxrl_llm.models.transformer import Net, Params
 from jaxrl_llm.training.passes import scored_distributions, scored_logps, scored_top
+from jaxrl_llm.training.reference import Reference
+from jaxrl_llm.training.update import State
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,3 +60,30 @@ class Teacher:
             batch.scalars, teacher_head=head, teacher_softcap=None if cap is None else np.float32(cap)
         )
         return batch.replace(teacher_hidden=hidden, scalars=scalars)
+
+
+@dataclasses.dataclass
+class SelfTeacher:
+    """The policy as its own teacher: as it is in each step, or a copy of its start that may follow it."""
+
+    spec: TeacherSpec
+    net: Net
+    mesh: Mesh
+    copy: Reference | None  # None: the policy as it is
+
+    def at(self, state: State) -> Teacher:
+        """The teacher of the step that starts from `state`, for which a copy that follows the policy moves."""
+        if self.copy is not None:
+            self.copy.sync(state)
+        params = state.params if self.copy is None else self.copy.params
+        return Teacher(self.spec, self.net, params, self.mesh, self.net.config.vocab_size)
+
+    def arrays(self) -> dict[str, Any]:
+        """The trees of arrays that a checkpoint holds, by name: the copy, if it follows the policy."""
+        held = {} if self.copy is None else self.copy.arrays()
+        return {"teacher": held["reference"]} if held else {}
+
+    def restore(self, arrays: dict[str, Any]) -> None:
+        """Take up the trees of `arrays`; without them the copy stays as the run started."""
+        if self.copy is not None and "teacher" in arrays:
+            self.copy.restore({"reference": arrays["teacher"]})

@@ -18,7 +18,7 @@ def test_split_is_the_checksum_of_the_prompt():
 @pytest.mark.parametrize("name", sorted(tasks.TASKS))
 def test_splits_are_disjoint(name):
     prompts = {
-        split: {row["prompt"] for seed in (0, 1) for row in tasks.generate(name, split, 2000, seed)}
+        split: {row["prompt"].split(",")[-1] for seed in (0, 1) for row in tasks.generate(name, split, 2000, seed)}
         for split in tasks.SPLITS
     }
     others = {split: {row["prompt"] for row in tasks.generate("sort", split, 2000)} for split in tasks.SPLITS}
@@ -75,13 +75,24 @@ def test_pairs_and_labels():
     assert 0.45 < sum(row["label"] for row in rows) / 2000 < 0.55
 
 
+def test_shown_answers():
+    """Every other prompt has its answer before it, and is answered right; the others are those of sort_demos."""
+    rows = tasks.generate("sort_shown", "train", 2000)
+    shown = [row for row in rows if not row["prompt"].startswith("sort:")]
+    assert all(row["prompt"].split(",")[0] == row["completion"] == row["answer"] for row in shown)
+    assert all(tasks.sort_answer(row["prompt"].split(",")[1]) == row["answer"] for row in shown)
+    assert 0.45 < len(shown) / 2000 < 0.55
+    wrong = sum(row["completion"] != row["answer"] for row in rows) / (2000 - len(shown))
+    assert 0.55 < wrong < 0.65
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (
             ("sorts", "train"),
-            "no built-in task 'sorts'; known are shapes, shapes_blank, sort, sort_demos, sort_labels, sort_pairs; "
-            "the closest is sort",
+            "no built-in task 'sorts'; known are shapes, shapes_blank, sort, sort_demos, sort_labels, sort_pairs, "
+            "sort_shown; the closest is sort",
         ),
         (("sort", "dev"), "no split 'dev'; its splits are train, validation, test"),
         (("sort", "train", 0), "cannot have 0 rows"),

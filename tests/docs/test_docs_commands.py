@@ -297,6 +297,7 @@ def shortened(argument: str, number: int) -> str:
         "--output=FOLDER": f"--output=exported_{number}",
         "--output=my_config.py": f"--output=migrated_{number}.py",  # there is one of the tutorial's
         "--run=RUN": "--run=runs/grpo_lora",
+        "--config=configs/sdpo.py:start": "--config=configs/sft_tiny.py:tiny",  # that with other rows, and more of them
         "--config.model.path=FOLDER": "--config.model.path=runs/grpo/hf",
         "--port=8000": "--port=0",  # any that is free
         "FILE": "FILE.py",

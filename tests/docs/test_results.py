@@ -21,7 +21,9 @@ def test_the_page(monkeypatch, tmp_path):
     results.store("sft-2", kept("sft", 2, [{"step": s, "eval/loss": x} for s, x in ((0, 0.5), (9, 0.25))]))
     results.store("vision_grpo_blank-0", kept("vision_grpo_blank", 0, accuracy))
     results.store("sft_control-0", kept("sft_tiny", 0, accuracy))
-    text = page(results.stored(), results.ONLINE, results.OFFLINE, results.CONTROL, results.IMAGES)
+    results.store("sdpo-0", kept("sdpo", 0, accuracy))
+    text = page(results.stored(), results.ONLINE, results.OFFLINE, results.CONTROL, results.IMAGES, results.SELF)
+    assert "## The policy as its own teacher" in text and "| `sdpo` | 9 | 0.250 / 0.350 | 0.500 / 0.600 |" in text
     assert "## Images" in text and "| `vision_grpo_blank` | 9 | 0.250 / 0.350 | 0.500 / 0.600 | 12 |" in text
     assert "| `grpo` | 9 | 0.250 / 0.350 | 0.500 / 0.600 | 0.500 / 0.600 | 12 |" in text
     assert "| 1 | 0.125 | 0.000 |" in text
@@ -33,7 +35,7 @@ def test_the_page(monkeypatch, tmp_path):
 def test_every_configuration_is_measured(root):
     # What makes the model, stages of others, other subjects.
     others = {"sft_tiny", "rlhf", "grpo_lora", "async_grpo", "environment", "gigpo", "agent", "distill"}
-    measured = {*results.ONLINE, *results.OFFLINE, *results.IMAGES} - results.SPECS.keys()
+    measured = {*results.ONLINE, *results.SELF, *results.OFFLINE, *results.IMAGES} - results.SPECS.keys()
     assert {path.stem for path in (root / "configs").glob("*.py")} - others == measured
 
 

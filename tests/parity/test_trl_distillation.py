@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl_llm.algorithms.distillation import generalized_jsd, with_tail
+from jaxrl_llm.algorithms.distillation import generalized_jsd, with_tail, without_tail
 from jaxrl_llm.models.chunked_softmax import Distributions, chunked_divergence
 
 torch = pytest.importorskip("torch")
@@ -56,22 +56,21 @@ def test_gkd(beta, temperature):
 
 
 @pytest.mark.parametrize("beta", BETAS)
-@pytest.mark.parametrize("k", [1, 8])
-def test_likeliest_tokens_and_the_rest(beta, k):
-    """TRL takes the student's k likeliest where we take the teacher's: there the two agree on which these are."""
+@pytest.mark.parametrize("tail", [True, False])
+@pytest.mark.parametrize("k", [2, 8])
+def test_likeliest_tokens_of_the_student(beta, k, tail):
+    """With an entry for the rest, or of these tokens alone."""
     from trl.experimental.sdpo.loss_utils import compute_topk_self_distillation_loss
-
-    teacher = 0.8 * STUDENT  # the same order, another distribution
 
     def theirs(logits):
         return compute_topk_self_distillation_loss(
-            logits, torch.tensor(teacher), distillation_topk=k, distillation_alpha=beta, distillation_add_tail=True
+            logits, torch.tensor(TEACHER), distillation_topk=k, distillation_alpha=beta, distillation_add_tail=tail
         )
 
     def ours(logits):
-        top, ids = jax.lax.top_k(log_probs(teacher), k)
-        own = jnp.take_along_axis(log_probs(logits), ids, axis=-1)
-        return generalized_jsd(with_tail(own), with_tail(top), beta)
+        ids = jax.lax.top_k(logits, k)[1]
+        both = (jnp.take_along_axis(log_probs(x), ids, axis=-1) for x in (logits, TEACHER))
+        return generalized_jsd(*map(with_tail if tail else without_tail, both), beta)
 
     assert_same(ours, theirs)
 

@@ -30,6 +30,8 @@ CONFIGS = {
     "clip_cov": ("-kl", "clip_ratio/region_mean"),
     "kl_cov": ("-kl", "-clip_ratio/region_mean"),
     "distill": ("teacher/kl", "teacher/logp", "-kl"),
+    "sdpo": ("teacher/divergence", "teacher/taught", "teacher/prompt_length", "-kl"),
+    "sdft": ("teacher/divergence", "teacher/taught", "teacher/too_long", "-kl"),
     "environment": ("kl", "environment/turns", "environment/failures", "-tools/call_frequency"),
     "gigpo": ("kl", "turns/reward", "turns/shared_states", "environment/turns"),
     "agent": ("kl", "environment/turns", "environment/calls", "environment/failures", "environment/branches"),
@@ -54,12 +56,14 @@ def test_two_steps(root, tmp_path, name):
     assert [line["step"] for line in result.metrics] == [1, 2]
     for line in result.metrics:
         assert all(math.isfinite(value) for value in line.values())
-        assert set(EVERYWHERE) <= line.keys()
+        alone = "teacher/divergence" in CONFIGS[name]  # all of the loss, which compares with no sampler
+        expected = {x for x in EVERYWHERE if not (alone and x.startswith(("sampling/", "rollout_corr/")))}
+        assert expected <= line.keys()
         for metric in CONFIGS[name]:
             assert (metric.removeprefix("-") in line) is not metric.startswith("-"), metric
         # The trainer scores what the sampler drew: the very same numbers, up to rounding.
-        if line.get("rollout/age"):
-            continue  # of another policy
+        if line.get("rollout/age") or alone:
+            continue  # of another policy, or not measured
         np.testing.assert_allclose(line["sampling/importance_sampling_ratio/mean"], 1.0, atol=1e-4)
     assert (tmp_path / "run/hf/model.safetensors").is_file()
 

@@ -100,7 +100,7 @@ def test_trl_defaults_are_those_of_the_trl_that_is_installed():
     classes = {name: getattr(trl, f"{name.upper()}Config") for name in ("grpo", "rloo", "sft", "dpo", "kto")}
     classes["reward"] = trl.RewardConfig
     classes["distillation"] = trl.DistillationConfig
-    for name in ("orpo", "cpo", "gkd"):
+    for name in ("orpo", "cpo", "gkd", "sdpo", "sdft"):
         module = importlib.import_module(f"trl.experimental.{name}")
         classes[name] = getattr(module, f"{name.upper()}Config")
     # The report goes nowhere by default, the names of optimizers are variants of one, and folders are ours to choose.
@@ -669,6 +669,71 @@ def test_generalised_knowledge_distillation_of_trl(tmp_path):
     assert "seq_kd = True has no equivalent: completions of the teacher are made before" in " ".join(text.split())
     given = migrate(written(tmp_path, "g.sh", f"accelerate launch gkd.py {said} --lmbda 0"), devices=1)[0]
     expect(given, algorithm={"name": "sft"}, teacher={"beta": 0.5, "on_policy": 1.0}, data={"packing": True})
+
+
+def test_self_distillation_of_trl(tmp_path):
+    """SDPOTrainer: a weight between 0 and 1 keeps the policy loss, 0 is that alone, and texts have other fields."""
+    script = """
+from trl.experimental.sdpo import SDPOConfig, SDPOTrainer
+
+args = SDPOConfig(output_dir="out", max_steps=6, num_generations=4{more})
+trainer = SDPOTrainer("Qwen/Qwen3-0.6B", "rewards:f", args, dataset)
+trainer.train()
+"""
+
+    def from_trl(more=""):
+        return migrate(written(tmp_path, "sdpo.py", script.replace("{more}", more)), devices=2)
+
+    config, _ = from_trl()
+    expect(
+        config,
+        teacher={"path": "self(rate=0.05)", "context": "success", "form": "advantage", "exclude_own": True},
+        algorithm={"name": "grpo", "advantage": "zero", "aggregation": "sequence", "beta": 0.0},
+        rollout={"group_size": 4, "max_prompt_length": 512, "max_completion_length": 256},
+        batch={"prompts": 4, "minibatches": 1},
+        optimizer={"learning_rate": 5e-5},
+    )
+    assert config.teacher.template is config.teacher.max_prompt_length is None
+    config, text = from_trl(
+        ", distillation_weight=0.8, distillation_mode='topk_logits', distillation_topk=20, distillation_alpha=0.5, "
+        "teacher_model_kind='live', include_environment_feedback=True, num_iterations=2, max_reprompt_len=900, "
+        "environment_feedback_only_without_solution=True, feedback_template='<{feedback_raw}>', "
+        "solution_template='{successful_previous_attempt}!', reprompt_template='{prompt}{solution}{feedback}'"
+    )
+    expect(
+        config,
+        teacher={
+            "path": "self", "context": "success_or_privileged", "form": "divergence", "top_k": 20, "beta": 0.5,
+            "top_of": "policy", "tail": False,
+            "coef": 4.0, "importance_max": 2.0, "max_prompt_length": 900, "privileged_template": "<{privileged}>",
+            "solution_template": "{solution}!", "template": "{prompt}{solution}{privileged}",
+        },
+        algorithm={"advantage": "group", "aggregation": "sequence"},
+    )  # fmt: skip
+    assert "both losses are means over rows" in " ".join(text.split())
+    assert "the live teacher is the policy at the start of a step here" in " ".join(text.split())
+    alone, _ = from_trl(", distillation_weight=0.0, loss_type='dapo'")
+    expect(alone, teacher={"path": None, "context": "none"}, algorithm={"advantage": "group", "aggregation": "token"})
+    text = " ".join(from_trl(", use_successful_as_teacher=False")[1].split())
+    assert "use_successful_as_teacher = False is left out" in text and "so that the teacher is shown nothing" in text
+
+
+def test_self_distillation_fine_tuning_of_trl(tmp_path):
+    said = "--model_name_or_path m --dataset_name d --max_steps 4 --num_loss_tokens_to_skip 3"
+    config, text = migrate(written(tmp_path, "sdft.sh", f"accelerate launch sdft.py {said}"), devices=1)
+    expect(
+        config,
+        teacher={
+            "path": "self(rate=0)", "context": "privileged", "form": "divergence", "beta": 0.5, "top_k": 100,
+            "template": "{prompt}\n\n{privileged}", "privileged_template": "{privileged}", "max_prompt_length": 512,
+            "privileged_column": "privileged_context",
+        },
+        rewards={"functions": ()},
+        algorithm={"advantage": "zero", "aggregation": "sequence"},
+        rollout={"group_size": 8},
+        eval={"every": -1},
+    )  # fmt: skip
+    assert "num_loss_tokens_to_skip = 3 has no equivalent: every sampled token" in " ".join(text.split())
 
 
 def test_teachers_of_verl(tmp_path):

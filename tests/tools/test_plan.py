@@ -204,6 +204,21 @@ def test_teachers_are_held_and_rate_every_row(folder):
     assert not describe_for(config, target(config, "h100", 1, simulate=True)).teachers
 
 
+def test_the_policy_as_its_teacher_holds_its_copy_and_reads_longer_rows(folder):
+    config = small(folder)
+    config.teacher.path, config.teacher.context, config.teacher.max_prompt_length = "self", "success", 24
+    on = target(config, "h100", 1, simulate=True)
+    found = make_plan(config, on, only="logps")
+    assert not found.held.get("teachers")
+    flops = {x.name: x.flops for x in found.programs}
+    assert 1.5 * flops["reference"] < flops["teacher"] < 3 * flops["reference"]  # 32 tokens a row for 16
+    config.teacher.path = "self(rate=0.05)"
+    held = make_plan(config, on, only="logps").held
+    assert held["teachers"] == held["reference"] > 0
+    config.teacher.offload = True
+    assert bytes_on_device(describe_for(config, on).teachers[""].own) == 0
+
+
 @pytest.mark.parametrize("top_k", [0, 4])
 def test_distributions_of_a_teacher_are_arguments_of_the_update(folder, top_k):
     config = small(folder)

@@ -1,6 +1,7 @@
-"""The rules for teachers: TRL's DistillationTrainer and GKDTrainer, and verl's section `distillation`."""
+"""The rules for teachers: those of TRL's trainers, the policy itself among them, and verl's section `distillation`."""
 
 from jaxrl_llm.config.resolve import ConfigError
+from jaxrl_llm.tools.migrate import shared
 from jaxrl_llm.tools.migrate.draft import Draft
 
 TYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
@@ -38,6 +39,93 @@ def of_trl(draft: Draft, trainer: str) -> None:
     draft.set("environment.tools", tools, "tools")
     if not tools:
         draft.drop("environment.max_turns")
+
+
+def self_of_trl(draft: Draft, updates: int, weight: float) -> None:
+    """Set the policy as its own teacher, of TRL's SDPOTrainer or SDFTTrainer, with the weight of its loss."""
+    kind, rate = draft.get("teacher_model_kind"), float(draft.get("teacher_update_rate"))
+    every = shared.divided(draft.get("teacher_sync_steps"), updates)
+    paths = {
+        "live": "self",
+        "base": "self(rate=0)",
+        "ema": f"self(rate={rate:g}{'' if every == 1 else f', every={every}'})",
+    }
+    if kind not in paths:
+        raise ConfigError(f"teacher_model_kind is {kind!r}, but there are {', '.join(paths)}")
+    draft.set("teacher.path", paths[kind], "teacher_model_kind", "teacher_update_rate", "teacher_sync_steps")
+    if kind == "live" and updates > 1:
+        draft.check("the live teacher is the policy at the start of a step here, at that of each update in TRL")
+    mode, whole = draft.get("distillation_mode"), {"full_logits", "topk_logits"}
+    if mode not in {"sampled_token", *whole}:
+        raise ConfigError(f"distillation_mode is {mode!r}, but there are full_logits, sampled_token, topk_logits")
+    draft.set("teacher.form", "divergence" if mode in whole else "advantage", "distillation_mode")
+    draft.use("distillation_alpha", "distillation_is_clip")
+    if mode in whole:
+        draft.set("teacher.beta", float(draft.get("distillation_alpha")), "distillation_alpha")
+        draft.set("teacher.importance_max", draft.get("distillation_is_clip"), "distillation_is_clip")
+    elif updates > 1:
+        draft.check("distillation_is_clip: the ratio of later updates is clipped by the policy loss here (epsilon)")
+    if mode == "topk_logits":
+        draft.set("teacher.top_k", draft.get("distillation_topk"), "distillation_topk", "distillation_mode")
+        draft.set("teacher.top_of", "policy", "distillation_mode")
+        draft.set("teacher.tail", bool(draft.get("distillation_add_tail")), "distillation_add_tail")
+    if weight == 1:
+        draft.set("algorithm.advantage", "zero", "distillation_weight")
+    else:
+        draft.set("teacher.coef", round(weight / (1 - weight), 9), "distillation_weight")
+        if draft.values["algorithm.aggregation"] != "sequence":
+            draft.check("loss_type: both losses are means over rows of their tokens' means here, as TRL's distillation")
+    draft.set("algorithm.aggregation", "sequence")
+    _context_of_trl(draft)
+
+
+def _context_of_trl(draft: Draft) -> None:
+    """Set what the teacher is shown, and the texts around it."""
+    if "teacher_prompt_template" in draft.defaults:
+        draft.set("teacher.context", "privileged")
+        template = str(draft.get("teacher_prompt_template")).replace("{privileged_context}", "{privileged}")
+        draft.set("teacher.template", template, "teacher_prompt_template")
+        draft.set("teacher.privileged_template", "{privileged}")
+        limit = draft.get("max_prompt_length")
+        draft.set("teacher.max_prompt_length", int(limit or 2048), "max_prompt_length")
+        draft.check(
+            f"teacher.max_prompt_length is {int(limit or 2048)} tokens, with the privileged text: a row that has more "
+            "is not taught here, where TRL cuts its beginning off"
+        )
+        return
+    successes, feedback = draft.get("use_successful_as_teacher"), draft.get("include_environment_feedback")
+    keys = ("use_successful_as_teacher", "include_environment_feedback", "environment_feedback_only_without_solution")
+    if not (successes or feedback):
+        raise ConfigError(
+            "use_successful_as_teacher and include_environment_feedback are False, so that the teacher is shown nothing"
+        )
+    joined = "success_or_privileged" if draft.get(keys[2]) else "success_and_privileged"
+    context = joined if successes and feedback else "success" if successes else "privileged"
+    draft.set("teacher.context", context, *keys)
+    limit = "max_reprompt_len"
+    if feedback or draft.sets(limit):
+        draft.set("teacher.max_prompt_length", int(draft.get(limit)), limit)
+        draft.check(f"{limit}: a row whose prompt for the teacher is longer is not taught here; TRL cuts its beginning")
+    texts = {"reprompt_template": "teacher.template"}
+    if successes:
+        draft.set("teacher.success_threshold", draft.get("success_reward_threshold"), "success_reward_threshold")
+        draft.set("teacher.exclude_own", draft.get("dont_reprompt_on_self_success"), "dont_reprompt_on_self_success")
+        removes = "remove_thinking_from_demonstration"
+        draft.set("teacher.remove_thinking", draft.get(removes), removes)
+        texts["solution_template"] = "teacher.solution_template"
+    if feedback:
+        texts["feedback_template"] = "teacher.privileged_template"
+    fields = {
+        "{successful_previous_attempt}": "{solution}",
+        "{feedback}": "{privileged}",
+        "{feedback_raw}": "{privileged}",
+    }
+    for key, ours in texts.items():
+        if draft.sets(key):
+            text = str(draft.get(key))
+            for theirs, own in fields.items():
+                text = text.replace(theirs, own)
+            draft.set(ours, text, key)
 
 
 def without_evaluation(draft: Draft) -> None:

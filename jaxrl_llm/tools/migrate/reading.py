@@ -17,7 +17,9 @@ from jaxrl_llm.tools.migrate.shell import commands
 
 NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)[eE][+-]?\d+")  # YAML 1.1 takes 1e-6 for a text
 SHELL = ("", ".sh", ".bash", ".slurm", ".sbatch", ".txt")
-TRL_COMMANDS = ("grpo", "rloo", "ppo", "sft", "dpo", "kto", "orpo", "cpo", "reward", "distillation", "gkd")
+TRL_COMMANDS = (
+    "grpo", "rloo", "ppo", "sft", "dpo", "kto", "orpo", "cpo", "reward", "distillation", "gkd", "sdpo", "sdft",
+)  # fmt: skip
 LAUNCHERS = ("accelerate", "torchrun", "deepspeed", "trl", "axolotl", "uv")
 DEVICES = {"--nproc_per_node": "trainer.n_gpus_per_node", "--nproc-per-node": "trainer.n_gpus_per_node"}
 TREES = (".yaml", ".yml", ".json")

@@ -183,10 +183,11 @@ def _data(draft: Draft, trainer: str) -> None:
     if isinstance(evaluation, str) and evaluation != path:
         draft.set("data.eval_path", evaluation, "eval_dataset")
     draft.use("eval_dataset")
-    key = "shuffle_dataset" if trainer in ("grpo", "rloo", "distillation") else "train_sampling_strategy"
+    sampling = ("grpo", "rloo", "distillation", "sdpo", "sdft")
+    key = "shuffle_dataset" if trainer in sampling else "train_sampling_strategy"
     draft.set("data.shuffle", draft.get(key) not in (False, "sequential"), key)
     draft.set("data.eval_split", draft.get("dataset_test_split"), "dataset_test_split", "eval_dataset")
-    if trainer not in ("grpo", "rloo", "ppo", "distillation"):
+    if trainer not in (*sampling, "ppo"):
         side = "truncate_left" if draft.get("truncation_mode") == "keep_end" else "truncate_right"
         draft.set("data.overlong", side, "truncation_mode")
         if draft.get("max_length") is None:
@@ -205,6 +206,23 @@ def _data(draft: Draft, trainer: str) -> None:
 
 def _online(draft: Draft, devices: int) -> int:
     """Set the batch, clip range and rewards of GRPO and RLOO; return the updates of a step."""
+    updates = _groups(draft, devices)
+    _rewards(draft)
+    low, high = float(draft.get("epsilon")), draft.get("epsilon_high")
+    draft.set("algorithm.epsilon_low", low, "epsilon")
+    draft.set("algorithm.epsilon_high", low if high is None else float(high), "epsilon_high", "epsilon")
+    draft.set("algorithm.beta", float(draft.get("beta")), "beta")
+    if draft.get("sync_ref_model") and draft.get("beta"):
+        steps = shared.divided(draft.get("ref_model_sync_steps"), updates)
+        draft.set("algorithm.ref_sync_steps", steps, "sync_ref_model", "ref_model_sync_steps")
+        draft.set("algorithm.ref_mixup_alpha", draft.get("ref_model_mixup_alpha"), "ref_model_mixup_alpha")
+        if draft.values.get("lora.rank"):
+            draft.set("lora.reference", "copy")
+    return updates
+
+
+def _groups(draft: Draft, devices: int) -> int:
+    """Set the batch of an algorithm that samples groups; return the updates of a step."""
     per_device, accumulation = (int(draft.get(key)) for key in ROWS)
     group = int(draft.get("num_generations"))
     size, per_generation = draft.get("generation_batch_size"), draft.get("steps_per_generation")
@@ -222,19 +240,7 @@ def _online(draft: Draft, devices: int) -> int:
     draft.set("batch.prompts", rows // group, *keys)
     draft.set("batch.minibatches", rows // update, "generation_batch_size", "steps_per_generation")
     shared.microbatch_rows(draft, per_device * devices, update, *ROWS)
-    _rewards(draft)
-    low, high = float(draft.get("epsilon")), draft.get("epsilon_high")
-    draft.set("algorithm.epsilon_low", low, "epsilon")
-    draft.set("algorithm.epsilon_high", low if high is None else float(high), "epsilon_high", "epsilon")
-    draft.set("algorithm.beta", float(draft.get("beta")), "beta")
-    updates = rows // update * int(draft.get("num_iterations"))
-    if draft.get("sync_ref_model") and draft.get("beta"):
-        steps = shared.divided(draft.get("ref_model_sync_steps"), updates)
-        draft.set("algorithm.ref_sync_steps", steps, "sync_ref_model", "ref_model_sync_steps")
-        draft.set("algorithm.ref_mixup_alpha", draft.get("ref_model_mixup_alpha"), "ref_model_mixup_alpha")
-        if draft.values.get("lora.rank"):
-            draft.set("lora.reference", "copy")
-    return updates
+    return rows // update * int(draft.get("num_iterations"))
 
 
 def _rewards(draft: Draft) -> None:
@@ -428,10 +434,32 @@ def _distillation(draft: Draft, trainer: str, devices: int) -> int:
     return 1
 
 
+def _sdpo(draft: Draft, trainer: str, devices: int) -> int:
+    """Set what GRPO's trainer has, and the policy as its teacher, unless the weight of that is 0."""
+    weight = float(draft.get("distillation_weight"))
+    updates = _grpo(draft, trainer, devices) if weight < 1 else _online(draft, devices)
+    if draft.get("beta"):
+        draft.drop("algorithm.beta")
+        draft.check("beta is left out: SDPOTrainer takes it and has no KL term")
+    if weight:
+        distillation.self_of_trl(draft, updates, weight)
+    return updates
+
+
+def _sdft(draft: Draft, trainer: str, devices: int) -> int:
+    """Set groups of samples without rewards, and the policy as their teacher."""
+    updates = _groups(draft, devices)
+    draft.set("rewards.functions", ())
+    distillation.self_of_trl(draft, updates, 1.0)
+    return updates
+
+
 RULES: dict[str, Callable[[Draft, str, int], int]] = {
     "grpo": _grpo,
     "rloo": _rloo,
     "ppo": _ppo,
     **dict.fromkeys(("sft", "dpo", "kto", "orpo", "cpo", "reward"), _offline),
     **dict.fromkeys(("distillation", "gkd"), _distillation),
+    "sdpo": _sdpo,
+    "sdft": _sdft,
 }

@@ -13,8 +13,10 @@ def length(draft: Draft, trainer: str, updates: int, options: Options) -> None:
     epochs, most = draft.get("num_train_epochs"), int(draft.get("max_steps") or -1)
     batch, path, split = draft.values["batch.prompts"], draft.values.get("data.path"), draft.get("dataset_train_split")
     rows = shared.known_rows(options, path, split)
-    # GRPO and RLOO alone drop a last batch that is not full.
-    per_epoch = max(1, rows // batch if trainer in ("grpo", "rloo") else math.ceil(rows / batch)) if rows else 0
+    # Only those that sample groups drop a last batch that is not full.
+    per_epoch = (
+        max(1, rows // batch if trainer in ("grpo", "rloo", "sdpo", "sdft") else math.ceil(rows / batch)) if rows else 0
+    )
     if draft.get("total_episodes"):
         draft.set("total_steps", shared.divided(int(draft.get("total_episodes")), batch), "total_episodes")
     elif most > 0:

@@ -126,13 +126,13 @@ def _compiled(config, target_: Target, widths: tuple[int, int], only: str, packe
         "optimizer": bytes_on_device((state.opt_state, state.step)),
         "reference": bytes_on_device(reference),
         "critic, with optimizer": bytes_on_device((state.critic, frozen.critic)),
-        "teachers": bytes_on_device([teacher.params for teacher in shapes.teachers.values()]),
+        "teachers": bytes_on_device([teacher.own for teacher in shapes.teachers.values()]),
     }
     assert sum(held.values()) == held_bytes(shapes)
     host = {
         "optimizer": bytes_on_device(state, host=True),
         "reference": bytes_on_device(reference, host=True),
-        "teachers": bytes_on_device([teacher.params for teacher in shapes.teachers.values()], host=True),
+        "teachers": bytes_on_device([teacher.own for teacher in shapes.teachers.values()], host=True),
     }
     sampling = {}
     if rollout is not None:

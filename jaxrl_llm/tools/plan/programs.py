@@ -40,6 +40,7 @@ from jaxrl_llm.training.setup.specs import (
     algorithm_of,
     batch_spec,
     check_correction,
+    context_width,
     critic_optimizer_spec,
     offline_spec,
     old_logps_of,
@@ -80,7 +81,7 @@ class Microbatch(NamedTuple):
 
 def held_bytes(shapes: Shapes) -> int:
     """Return the bytes on a device from the first step to the last."""
-    teachers = [teacher.params for teacher in shapes.teachers.values()]
+    teachers = [teacher.own for teacher in shapes.teachers.values()]
     return bytes_on_device((shapes.state, shapes.frozen, shapes.own_reference, teachers))
 
 
@@ -226,7 +227,11 @@ def compile_logps(
         arguments = (shapes.critic, visiting(critic), inputs, microbatch, shards)
         compiler.add("values", values_before, arguments, of_run=critic, trips=trips)
     spec = teacher_spec(config)
-    for value, (net, params) in shapes.teachers.items():
+    if config.teacher.context != "none":  # rows of its own, whose packing is not known before
+        first = context_width(config, widths[0])
+        ints = rows_shape(mesh, (rows, first + widths[1] - widths[0]), jnp.int32)
+        inputs, trips = Inputs(ints, ints, prompt_width=first), ()
+    for value, (net, params, _) in shapes.teachers.items():
         program, settings = scored_logps, (spec.temperature,)
         if spec.divergence and spec.top_k:
             vocab = min(shapes.net.config.vocab_size, net.config.vocab_size)
@@ -282,7 +287,7 @@ def update_batch(
         fields |= {"labels": single} if algorithm_of(config).data == "labels" else {}
         scalars |= {"reward_shift": number} if offline_spec(config, width).running_mean else {}
     if config.teacher.path is not None and config.teacher.form == "divergence":
-        if k := config.teacher.top_k:
+        if k := teacher_spec(config).top_k:
             fields |= {"teacher_ids": rows_shape(mesh, (rows, width, k), jnp.int32)}
             fields |= {"teacher_top_logps": rows_shape(mesh, (rows, width, k), jnp.float32)}
         elif teacher is not None:
@@ -291,6 +296,7 @@ def update_batch(
             shape = (own.width, own.vocab_size)
             scalars |= {"teacher_head": jax.ShapeDtypeStruct(shape, own.dtype, sharding=number.sharding)}
             scalars |= {} if own.logit_softcap is None else {"teacher_softcap": number}
+        fields |= {"taught": single} if config.teacher.context != "none" else {}
     return Batch(Inputs(**ints, prompt_width=prompt_width), mask=tokens, scalars=Scalars(**scalars), **fields)
 
 

@@ -19,10 +19,10 @@ from jaxrl_llm.models.model import base_and_adapter
 from jaxrl_llm.models.transformer import Net, Params
 from jaxrl_llm.training.objectives.value import HEAD
 from jaxrl_llm.training.optimizers import build_optimizer
-from jaxrl_llm.training.reference import start_reference
+from jaxrl_llm.training.reference import ReferenceSpec, start_reference
 from jaxrl_llm.training.setup.objectives import needs_reference
 from jaxrl_llm.training.setup.run import build_lora, make_optimizer, net_options
-from jaxrl_llm.training.setup.specs import critic_optimizer_spec, reference_spec
+from jaxrl_llm.training.setup.specs import critic_optimizer_spec, is_own_teacher, reference_spec, self_reference
 from jaxrl_llm.training.update import Frozen, State, split_critic
 
 
@@ -30,7 +30,8 @@ class TeacherShapes(NamedTuple):
     """A teacher that the run holds."""
 
     net: Net
-    params: Params
+    params: Params  # whole; they may be the policy's
+    own: Params | None  # the part of them that nothing else holds
 
 
 class Shapes(NamedTuple):
@@ -90,13 +91,17 @@ def describe(config, mesh: Mesh, dtype: str, scan: bool) -> Shapes:
     reference, own_reference = _reference(config, net, params)
     if config.model.offload:
         state, (frozen, frozen_critic) = _offloaded(state), jax.tree.map(_on_host, (frozen, frozen_critic))
-    teachers = _teachers(config, mesh, dtype, scan)
+    teachers = _teachers(config, net, params, mesh, dtype, scan)
     return Shapes(net, critic, state, Frozen(frozen, frozen_critic), reference, own_reference, teachers)
 
 
-def _teachers(config, mesh: Mesh, dtype: str, scan: bool) -> dict[str, TeacherShapes]:
-    """The teachers of the run; one behind a server takes nothing here."""
+def _teachers(config, policy: Net, own: Params, mesh: Mesh, dtype: str, scan: bool) -> dict[str, TeacherShapes]:
+    """The teachers of the run; one behind a server takes nothing here, and the policy as it is holds nothing more."""
     c, found = config.teacher, {}
+    if is_own_teacher(config):
+        if (settings := self_reference(config)) is None:
+            return {"": TeacherShapes(policy, own, None)}
+        return {"": TeacherShapes(policy, *_copied(settings, policy, own))}
     paths = {} if c.path is None else {"": c.path}
     paths |= {value: path for value, _, path in (entry.partition("=") for entry in c.others)}
     dtype = dtype if c.dtype == "auto" else c.dtype
@@ -111,7 +116,8 @@ def _teachers(config, mesh: Mesh, dtype: str, scan: bool) -> dict[str, TeacherSh
         if adapter is not None:
             net = peft.with_adapter_modules(net, family_of(hf.read_config(folder)), adapter)
         params = over(net.shapes(), mesh)
-        found[value] = TeacherShapes(net, jax.tree.map(_on_host, params) if c.offload else params)
+        params = jax.tree.map(_on_host, params) if c.offload else params
+        found[value] = TeacherShapes(net, params, params)
     return found
 
 
@@ -137,16 +143,20 @@ def _reference(config, net: Net, params: Params) -> tuple[Params | None, Params 
     online = config.algorithm.name not in OFFLINE
     if not needs_reference(config) or (not online and config.data.precompute_reference):
         return None, None
+    return _copied(reference_spec(config), net, params)
+
+
+def _copied(spec: ReferenceSpec, net: Net, params: Params) -> tuple[Params, Params | None]:
+    """A reference policy, and what of it shares nothing with the policy."""
     _, trainable = split(params, net.config.frozen)
-    lora = net.config.lora
-    shapes = jax.eval_shape(lambda params: start_reference(reference_spec(config), params, lora), params)
+    shapes = jax.eval_shape(lambda params: start_reference(spec, params, net.config.lora), params)
     mesh = jax.tree.leaves(params)[0].sharding.mesh
     reference = over(shapes, mesh)
-    if config.algorithm.offload_reference:
+    if spec.offload_reference:
         reference = jax.tree.map(lambda x: _on_host(x) if x.ndim else x, reference)
-    if not has_adapters(params) or config.lora.reference == "copy":
+    if not has_adapters(params) or spec.adapters == "copy":
         return reference, reference
-    return reference, trainable if config.lora.reference == "start" else None
+    return reference, trainable if spec.adapters == "start" else None
 
 
 def _offloaded(state: State) -> State:

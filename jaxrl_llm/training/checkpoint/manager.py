@@ -36,7 +36,8 @@ from jaxrl_llm.training.checkpoint.object_store import is_remote, path_of
 from jaxrl_llm.training.runtime.preemption import Preempted
 from jaxrl_llm.training.update import State
 
-ARRAYS = ("reference", "replay", "queue", "partial")  # optional trees of a checkpoint, each in a folder of its own
+# Optional trees of a checkpoint, each in a folder of its own.
+ARRAYS = ("reference", "teacher", "replay", "queue", "partial")
 FAILURES = (OSError, ValueError)  # raised by Orbax and its array storage when a disk is full, or gone
 RETRY_SECONDS = 30.0
 FINAL_TRIES = 3

@@ -3,11 +3,12 @@
 import dataclasses
 
 import jax
+import jax.numpy as jnp
 
 from jaxrl_llm.algorithms.batch import Batch
 from jaxrl_llm.algorithms.losses import Metric, Metrics
 from jaxrl_llm.models.chunked_softmax import Distributions, TopTokens
-from jaxrl_llm.models.logprobs import TeacherRows, token_statistics
+from jaxrl_llm.models.logprobs import TeacherRows, TokenStatistics, token_statistics
 from jaxrl_llm.models.transformer import Net, Params
 from jaxrl_llm.training.objectives.objective import Objective, token_metrics, weigh
 
@@ -19,6 +20,9 @@ class DivergenceSpec:
     coef: float
     beta: float  # 0 KL(teacher || policy), 1 KL(policy || teacher), between them the generalised JSD
     temperature: float
+    importance_max: float | None = None  # of the weight of a token, its ratio with the old policy; None: no weight
+    top_k: int = 0  # of the policy's likeliest tokens, which alone are read; 0: all, or the teacher's
+    tail: bool = True  # where likeliest tokens are read, one entry is for all others
 
 
 def teacher_of(spec: DivergenceSpec | None, batch: Batch) -> TeacherRows | None:
@@ -27,9 +31,24 @@ def teacher_of(spec: DivergenceSpec | None, batch: Batch) -> TeacherRows | None:
         return None
     scalars = batch.scalars
     if batch.teacher_ids is not None:
-        return TeacherRows(TopTokens(batch.teacher_ids, batch.teacher_top_logps), spec.temperature, spec.beta)
+        top = TopTokens(batch.teacher_ids, batch.teacher_top_logps)
+        return TeacherRows(top, spec.temperature, spec.beta, tail=spec.tail)
     whole = Distributions(batch.teacher_hidden, scalars.teacher_head, scalars.teacher_softcap)
-    return TeacherRows(whole, spec.temperature, spec.beta)
+    return TeacherRows(whole, spec.temperature, spec.beta, spec.top_k, spec.tail)
+
+
+def teacher_term(spec: DivergenceSpec, tokens: TokenStatistics, batch: Batch) -> tuple[jax.Array, Metric]:
+    """`coef * divergence` `[N,T]` of the tokens, and the divergence as a metric; 0 on rows that are not taught.
+
+    With `importance_max` a token's term is multiplied by its ratio with the old policy, up to that, without gradient.
+    """
+    assert tokens.divergence is not None
+    divergence = tokens.divergence if batch.taught is None else tokens.divergence * batch.taught[:, None]
+    term = spec.coef * divergence
+    if spec.importance_max is not None and batch.old_logps is not None:
+        change = jax.lax.stop_gradient(jnp.where(batch.mask > 0, tokens.logps - batch.old_logps, 0.0))
+        term *= jnp.minimum(jnp.exp(change), spec.importance_max)
+    return term, Metric(divergence)
 
 
 def distillation(
@@ -49,12 +68,12 @@ def distillation(
     def loss(params: Params, batch: Batch) -> tuple[jax.Array, Metrics]:
         teacher = teacher_of(spec, batch)
         tokens = token_statistics(net, params, batch.inputs, spec.temperature, measured=True, teacher=teacher)
-        assert tokens.divergence is not None
+        term, divergence = teacher_term(spec, tokens, batch)
         metrics = {
             "entropy": Metric(tokens.entropy),
             "mean_token_accuracy": Metric(tokens.is_top),
-            "teacher/divergence": Metric(tokens.divergence),
+            "teacher/divergence": divergence,
         }
-        return spec.coef * (batch.prepared.weights * tokens.divergence).sum(), token_metrics(metrics, batch)
+        return (batch.prepared.weights * term).sum(), token_metrics(metrics, batch)
 
     return Objective(prepare, loss)

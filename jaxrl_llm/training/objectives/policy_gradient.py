@@ -26,7 +26,7 @@ from jaxrl_llm.algorithms.off_policy import (
 from jaxrl_llm.models.chunked_softmax import Distributions, Slopes
 from jaxrl_llm.models.logprobs import TokenStatistics, token_logps, token_statistics
 from jaxrl_llm.models.transformer import Net, Params
-from jaxrl_llm.training.objectives.distillation import DivergenceSpec, teacher_of
+from jaxrl_llm.training.objectives.distillation import DivergenceSpec, teacher_of, teacher_term
 from jaxrl_llm.training.objectives.objective import Objective, token_metrics, weigh
 
 
@@ -199,8 +199,8 @@ def policy_objective(spec: PolicySpec, tokens: TokenStatistics, batch: Batch) ->
         metrics["kl"] = Metric(kl)
         per_token += (spec.beta if scalars.kl_coef is None else scalars.kl_coef) * kl
     if tokens.divergence is not None and spec.divergence is not None:
-        metrics["teacher/divergence"] = Metric(tokens.divergence)
-        per_token += spec.divergence.coef * tokens.divergence
+        term, metrics["teacher/divergence"] = teacher_term(spec.divergence, tokens, batch)
+        per_token += term
     value = (prepared.weights * per_token).sum()
 
     if spec.entropy_coef or scalars.entropy_coef is not None:

@@ -121,7 +121,8 @@ def divergence_spec(config) -> DivergenceSpec | None:
     c = config.teacher
     if c.path is None or c.form != "divergence":
         return None
-    return DivergenceSpec(c.coef, c.beta, divergence_temperature(config))
+    top_k = c.top_k if c.top_of == "policy" else 0
+    return DivergenceSpec(c.coef, c.beta, divergence_temperature(config), c.importance_max, top_k, c.tail)
 
 
 def divergence_temperature(config) -> float:

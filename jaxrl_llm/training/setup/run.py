@@ -36,6 +36,7 @@ from jaxrl_llm.training.algorithm import Algorithm, BatchSpec
 from jaxrl_llm.training.evaluation.run import Evaluations
 from jaxrl_llm.training.logging.stopwatch import Stopwatch
 from jaxrl_llm.training.mixed import MixedSource
+from jaxrl_llm.training.objectives.objective import Positions
 from jaxrl_llm.training.objectives.value import critic_params, shared_critic, value_regression
 from jaxrl_llm.training.offline import OfflineSource
 from jaxrl_llm.training.online import Critic, Learner, OnlineSource, Producer, RolloutWorker
@@ -60,11 +61,14 @@ from jaxrl_llm.training.setup.specs import (
     batch_spec,
     build_worker,
     check_correction,
+    context_spec,
+    context_width,
     controllers_of,
     critic_optimizer_spec,
     curriculum_spec,
     data_spec,
     environment_spec,
+    is_own_teacher,
     learner_spec,
     offline_spec,
     optimizer_spec,
@@ -73,11 +77,13 @@ from jaxrl_llm.training.setup.specs import (
     partial_spec,
     producer_spec,
     reference_spec,
+    self_reference,
     teacher_spec,
     training_sampling,
     update_spec,
 )
-from jaxrl_llm.training.teacher import Teacher
+from jaxrl_llm.training.teacher import SelfTeacher, Teacher
+from jaxrl_llm.training.teacher_context import TeacherContext
 from jaxrl_llm.training.update import (
     Frozen,
     State,
@@ -421,7 +427,7 @@ def build_teacher(
     """The teacher of the configuration, or that at `path`, for rows of up to `length` tokens because of `cause`.
 
     None without one. Raises ConfigError for a model that has no head for tokens, too few positions, or another
-    vocabulary.
+    vocabulary, and for more likeliest tokens than it has.
     """
     c, own, path = config.teacher, config.model, path or config.teacher.path
     if path is None:
@@ -444,11 +450,16 @@ def build_teacher(
         raise ConfigError(f"teacher.path = {path!r} has no tokenizer, by which its vocabulary could be compared")
     check_same_vocabulary(policy, model, f"teacher.path = {path!r}:")
     check_positions(model, length, cause)
-    if c.top_k >= model.net.config.vocab_size:
-        raise ConfigError(
-            f"teacher.top_k is {c.top_k}, but {path} has {model.net.config.vocab_size} tokens: 0 is all of them"
-        )
+    check_top(c.top_k, model, path)
     return Teacher.of(teacher_spec(config), model, mesh, policy.net.config.vocab_size)
+
+
+def check_top(top_k: int, model: Model, path: str) -> None:
+    """Raises ConfigError unless a teacher has more tokens than its likeliest ones that are asked for."""
+    if top_k >= model.net.config.vocab_size:
+        raise ConfigError(
+            f"teacher.top_k is {top_k}, but {path} has {model.net.config.vocab_size} tokens: 0 is all of them"
+        )
 
 
 def build_rewards(config, rewards=None) -> Rewards:
@@ -518,9 +529,39 @@ def _online(
         replay = empty_replay(config.algorithm.replay_groups, rollout.group_size, row_width, width, mesh)
     sample = sampled_rows(shard_rows(config, mesh), rollout.group_size, width, rollout.max_completion_length)
 
+    context, shown = None, context_spec(config)
+    length, cause = width + rollout.max_completion_length, "the longest prompt and rollout.max_completion_length"
+    if shown is not None:
+        own_width = context_width(config, width)
+        length = own_width + rollout.max_completion_length
+        cause = "the longest prompt of the teacher (teacher.max_prompt_length) and rollout.max_completion_length"
+        # Nothing is asked of the packed rows of this pass but to be cheap.
+        packed = replace(
+            packing_spec(config),
+            packing="false" if config.batch.packing == "false" else "auto",
+            pack_length=0,
+            microbatch_tokens=0,
+            group_size=rollout.group_size,
+        )
+        rows_shown = sampled_rows(
+            shard_rows(config, mesh), rollout.group_size, own_width, rollout.max_completion_length
+        )
+        context = TeacherContext(
+            shown, model.tokenizer, data_spec(config).template_kwargs, mesh, own_width, width,
+            make_packer(packed, model.net.config, mesh, Positions(), rows_shown),
+        )  # fmt: skip
+
     def teacher_at(path: str | None) -> Any:
-        length = width + rollout.max_completion_length
-        return build_teacher(config, model, mesh, length, "the longest prompt and rollout.max_completion_length", path)
+        return build_teacher(config, model, mesh, length, cause, path)
+
+    if is_own_teacher(config):
+        check_positions(model, length, cause)
+        check_top(config.teacher.top_k, model, config.teacher.path)
+        settings, lora = self_reference(config), model.net.config.lora
+        copy = None if settings is None else Reference(start_reference(settings, model.params, lora), settings, lora)
+        teacher = SelfTeacher(teacher_spec(config), model.net, mesh, copy)
+    else:
+        teacher = teacher_at(None)
 
     if rollout.processes:
         queue: RolloutQueue | FileQueue = FileQueue(
@@ -561,7 +602,8 @@ def _online(
             controllers=controllers_of(config),
             replay=replay,
             critic=None if critic is None else Critic(critic.net, partial(critic_params, critic_spec(config))),
-            teacher=teacher_at(None),
+            teacher=teacher,
+            context=context,
             other_teachers={
                 value: teacher_at(path) for value, _, path in (entry.partition("=") for entry in config.teacher.others)
             },
@@ -664,6 +706,7 @@ def _mixed(config, online: OnlineSource, model: Model, train_dataset: Any) -> On
     rows = _offline(
         given, algorithm_of(given), model, data, tokens, learner.mesh, learner.stopwatch, lambda _: learner.pack
     )
+    assert not isinstance(learner.teacher, SelfTeacher)  # which has a context, and that is of samples alone
     rows = replace(rows, spec=replace(rows.spec, width=width), teacher=learner.teacher)
     return MixedSource(online, rows, config.teacher.on_policy, config.seed)
 

@@ -61,9 +61,11 @@ from jaxrl_llm.training.setup.objectives import (
     preference_spec,
 )
 from jaxrl_llm.training.teacher import TeacherSpec
+from jaxrl_llm.training.teacher_context import ContextSpec
 from jaxrl_llm.training.update import UpdateSpec
 
 WIDTH_MULTIPLE = 8  # rows are padded to a multiple, so that similar data compiles to the same shapes
+TEMPLATE_TOKENS = 64  # room for what stands around a solution in the prompt of a teacher
 EIGHTHS = (1, 2, 3, 4, 6, 8)  # of the longest row, that batches of rows of like length are as wide as
 
 
@@ -169,6 +171,8 @@ def batch_spec(config) -> BatchSpec:
 def packing_spec(config) -> PackingSpec:
     """The packed rows of a run."""
     c, group_size = config.batch, rows_together(config)
+    if config.teacher.context != "none" and config.teacher.form == "divergence":
+        group_size = 1  # rows that start alike share their tokens, of which each is shown another context
     return PackingSpec(
         packing=c.packing,
         pack_length=c.pack_length,
@@ -249,7 +253,61 @@ def teacher_spec(config) -> TeacherSpec:
     """The teacher of a run."""
     c, divergence = config.teacher, config.teacher.form == "divergence"
     temperature = divergence_temperature(config) if divergence else training_sampling(config).logps_temperature
-    return TeacherSpec(divergence, temperature, c.top_k, c.offload, c.column)
+    top_k = c.top_k if c.top_of == "teacher" else 0
+    return TeacherSpec(divergence, temperature, top_k, c.offload, c.column)
+
+
+def context_spec(config) -> ContextSpec | None:
+    """What the teacher reads besides the prompts of the policy; None: nothing."""
+    c = config.teacher
+    if c.context == "none":
+        return None
+    templates = {
+        "template": c.template,
+        "solution_template": c.solution_template,
+        "privileged_template": c.privileged_template,
+    }
+    return ContextSpec(
+        kind=c.context,
+        success_threshold=c.success_threshold,
+        exclude_own=c.exclude_own,
+        remove_thinking=c.remove_thinking,
+        column=c.privileged_column,
+        group_size=config.rollout.group_size,
+        **{name: text for name, text in templates.items() if text is not None},
+    )
+
+
+def context_width(config, prompt_width: int) -> int:
+    """Tokens of the longest prompt of a teacher with a context, where those of the policy have up to `prompt_width`.
+
+    Raises ConfigError where the longest prompt of the policy has more.
+    """
+    own = config.teacher.max_prompt_length
+    if own is not None and own < prompt_width:
+        raise ConfigError(
+            f"teacher.max_prompt_length is {own}, but the policy's prompts alone have up to {prompt_width} tokens: "
+            "raise it"
+        )
+    return own or prompt_width + config.rollout.max_completion_length + TEMPLATE_TOKENS
+
+
+def is_own_teacher(config) -> bool:
+    """True where the policy is its own teacher."""
+    return config.teacher.path is not None and split_options(config.teacher.path)[0] == "self"
+
+
+def self_reference(config) -> ReferenceSpec | None:
+    """The copy of the policy that is its teacher, `teacher.path = self(rate=..., every=...)`; None: the policy itself.
+
+    With adapters a copy that is moved a part of the way is of the whole model: a mean of adapters is no mean of what
+    they compute.
+    """
+    options = {"rate": 1.0, "every": 1} | split_options(config.teacher.path)[1]
+    rate, every = options["rate"], options["every"]
+    if (rate, every) == (1, 1):
+        return None
+    return ReferenceSpec("start" if rate in (0, 1) else "copy", config.teacher.offload, every if rate else 0, rate)
 
 
 def controllers_of(config) -> Controllers:
