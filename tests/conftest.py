@@ -28,7 +28,7 @@ ORACLES = {"torch": "2", "trl": "1.16", "peft": "0.18", "math_verify": "0.8", "o
 ORACLES |= {"starlette": "0.40", "uvicorn": "0.30", "outlines_core": "0.2.11", "llguidance": "1.0"}
 
 MOST_MAPS = 30_000  # of memory, behind which compiled programs are freed
-TESTS_BETWEEN = 8  # after which they are counted: to read as many takes longer than most tests
+TESTS_BETWEEN = 8  # quick ones, after which they are counted: to read as many takes longer than most tests
 
 # Most of the suite's time is compilation: LLVM does not optimise, and what tests and their processes compile is kept.
 OPTIMIZATION = "--xla_backend_optimization_level=0"
@@ -60,11 +60,12 @@ def tests_run() -> Iterator[int]:
 
 
 @pytest.fixture(autouse=True)
-def room_for_programs(tests_run: Iterator[int]):
+def room_for_programs(request: pytest.FixtureRequest, tests_run: Iterator[int]):
     """Frees compiled programs: each takes maps of memory, of which Linux gives a process 65,530 before it crashes."""
     yield
     maps = Path("/proc/self/maps")
-    if next(tests_run) % TESTS_BETWEEN == 0 and maps.exists() and maps.read_text().count("\n") > MOST_MAPS:
+    due = next(tests_run) % TESTS_BETWEEN == 0 or "slow" in request.keywords  # one of which may compile hundreds
+    if due and maps.exists() and maps.read_text().count("\n") > MOST_MAPS:
         import jax  # not above: it reads the variables that are set there
 
         jax.clear_caches()
