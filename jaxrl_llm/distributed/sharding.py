@@ -279,6 +279,12 @@ def context_shards() -> int:
     return 1 if mesh.empty else mesh.shape["context"]
 
 
+def columns_are_whole() -> bool:
+    """True when no axis of the current mesh shards the outputs of matrices, or the positions of rows."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return mesh.empty or mesh.shape["tensor"] * mesh.shape["context"] == 1
+
+
 def attention_dims(kv_heads: int) -> tuple[tuple[str | None, str | None], tuple[str | None, str | None]]:
     """The names in ACTIVATIONS of (positions, heads) in attention, for queries and for keys and values.
 

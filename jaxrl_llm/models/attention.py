@@ -12,7 +12,7 @@ from jaxrl_llm.distributed.sharding import attention_dims, constrain, context_sh
 from jaxrl_llm.models import quantize
 from jaxrl_llm.models.decode_attention import decode_attention
 from jaxrl_llm.models.fused_attention import flash_attention, fused_attention, implementation, splash_attention
-from jaxrl_llm.models.layers import Linear, RMSNorm, soft_cap
+from jaxrl_llm.models.layers import Linear, RMSNorm, side_by_side, soft_cap
 from jaxrl_llm.models.mixer import AttentionInputs, DecodeInputs, LayerConfig
 from jaxrl_llm.models.rope import frequencies, rotate
 
@@ -192,7 +192,8 @@ class Attention(nnx.Module):
     def _project(self, x, positions, arrays: AttentionArrays):
         """Queries `[..., t, J, H/J, d]` (scaled), keys and values `[..., t, J, d]`, gates `[..., t, H*d]` of x."""
         c = self.config
-        q, k, v, gate = self.q(x), self.k(x), self.v(x), None
+        both, v, gate = side_by_side(x, self.q, self.k), self.v(x), None
+        q, k = (self.q(x), self.k(x)) if both is None else jnp.split(both, [both.shape[-1] - v.shape[-1]], axis=-1)
         if c.attention_gate:
             q, gate = jnp.split(q.reshape(*x.shape[:-1], c.heads, -1), 2, axis=-1)
             q, gate = (a.reshape(*x.shape[:-1], -1) for a in (q, gate))

@@ -4,12 +4,14 @@ Matmuls run in the compute dtype, norms in fp32.
 """
 
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
-from jaxrl_llm.distributed.sharding import constrain, context_shards
+from jaxrl_llm.distributed.sharding import columns_are_whole, constrain, context_shards
 from jaxrl_llm.models import lora, quantize
 
 ACTIVATIONS = {"silu": jax.nn.silu, "gelu_tanh": jax.nn.gelu, "gelu": functools.partial(jax.nn.gelu, approximate=False)}
@@ -63,6 +65,43 @@ class Linear(nnx.Module):
         return self(jnp.eye(self.d_in, dtype=dtype))
 
 
+def side_by_side(x, *maps: Linear) -> jax.Array | None:
+    """The outputs `[..., out + out + ...]` of maps of the same x by one product, where GPUs gain by it, or None.
+
+    The product reads x once, and that of its backward pass writes the gradient of x once. It wants the matrices in one
+    array, which costs nothing where they are converted anyway.
+    """
+    plain = all(isinstance(each.kernel, nnx.Param) and each.lora is None and each.bias is None for each in maps)
+    if jax.default_backend() != "gpu" or not plain or x.size < LARGE or not columns_are_whole():
+        return None
+    kernels = [each.kernel[...] for each in maps]
+    if kernels[0].dtype == x.dtype:
+        return None
+    # Behind a barrier, else XLA converts each matrix apart, and the product's own kernel puts them together.
+    joined = jax.lax.optimization_barrier(jnp.concatenate(kernels, axis=1).astype(x.dtype))
+    return jnp.matmul(x.reshape(-1, x.shape[-1]), joined).reshape(*x.shape[:-1], -1)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def gated_halves(activation: Callable[[jax.Array], jax.Array], both) -> jax.Array:
+    """`activation(gate) * up` of gate and up in one array `[..., 2C]`; its gradient is one kernel and one array."""
+    gate, up = jnp.split(both, 2, axis=-1)
+    return activation(gate) * up
+
+
+def _halves_backward(activation, both, gradient):
+    def twice(x):
+        return jnp.concatenate([x, x], axis=-1)
+
+    # Both gradients at every place, of which one is taken: XLA would write two arrays, and then put them together.
+    gate, up = map(twice, jnp.split(both, 2, axis=-1))
+    of_gate, of_up = jax.vjp(lambda gate, up: activation(gate) * up, gate, up)[1](twice(gradient))
+    return (jnp.where(np.arange(both.shape[-1]) < both.shape[-1] // 2, of_gate, of_up),)
+
+
+gated_halves.defvjp(lambda activation, both: (gated_halves(activation, both), both), _halves_backward)
+
+
 class RMSNorm(nnx.Module):
     """`x / rms(x) * (scale + norm_offset)` over the last dimension, in fp32."""
 
@@ -110,5 +149,6 @@ class FeedForward(nnx.Module):
         self.activation = ACTIVATIONS[config.activation]
 
     def __call__(self, x):
-        hidden = self.activation(self.gate(x)) * self.up(x)
+        both = side_by_side(x, self.gate, self.up)
+        hidden = self.activation(self.gate(x)) * self.up(x) if both is None else gated_halves(self.activation, both)
         return self.down(constrain(hidden, "rows", "positions", "ffn"))

@@ -11,7 +11,7 @@ import pytest
 from jaxrl_llm.algorithms.batch import Inputs
 from jaxrl_llm.config import ConfigError, default
 from jaxrl_llm.distributed.sharding import path_name
-from jaxrl_llm.models import attention
+from jaxrl_llm.models import attention, layers
 from jaxrl_llm.models.families.decoder import settings
 from jaxrl_llm.models.model import check_attention
 from jaxrl_llm.models.transformer import ModelConfig, Net, attention_mask, segment_positions, unstack
@@ -257,3 +257,28 @@ def test_attention_that_cannot_be_had_is_refused():
     with pytest.raises(ConfigError, match="'splash': it runs on TPUs, and this is a gpu"):
         check_attention(splash, "gpu")
     check_attention(splash, "tpu")
+
+
+def test_products_side_by_side_on_gpus(params, rows, monkeypatch):
+    """Queries with keys and gates with ups in one product: the values and gradients of products of their own."""
+    config = dataclasses.replace(CONFIG, dtype="bfloat16", attention="xla")
+    tokens, segments = (jnp.asarray(x) for x in rows)
+
+    def found():
+        def loss(params):  # a new function, which jax traces anew
+            hidden = Net(config).bind(params).hidden(Inputs(tokens, segments))
+            return (hidden.astype(jnp.float32) ** 2 * (segments > 0)[..., None]).sum(), hidden
+
+        products = str(jax.make_jaxpr(loss)(params)).count("dot_general")
+        return products, *jax.jit(jax.value_and_grad(loss, has_aux=True))(params)
+
+    products, (value, hidden), gradients = found()
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(layers, "LARGE", 0)
+    fewer, (joint_value, joint_hidden), joint_gradients = found()
+    assert products - fewer == 2  # in the body of the scan over layers
+    np.testing.assert_allclose(joint_value, value, rtol=1e-5)
+    np.testing.assert_allclose(joint_hidden.astype(np.float32), hidden.astype(np.float32), atol=0.02)
+    for path, x in jax.tree_util.tree_leaves_with_path(gradients):
+        other = functools.reduce(lambda tree, key: tree[key.key], path, joint_gradients)
+        np.testing.assert_allclose(other, x, atol=0.02 * float(jnp.abs(x).max()) + 1e-6, err_msg=path_name(path))
