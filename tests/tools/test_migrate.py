@@ -615,9 +615,10 @@ def test_critic_checkpoints_and_subsets_of_verl(tmp_path):
     model_only = from_verl(tmp_path, "algorithm.adv_estimator=gae", alone)
     expect(model_only, checkpoint={"contents": ("hf",)}, critic={"weight_decay": 0.01, "num_iterations": 0})
     adapters = "critic.model.lora_rank=4 critic.model.target_modules=q_proj critic.ppo_epochs=1"
-    own = from_verl(tmp_path, "algorithm.adv_estimator=gae actor_rollout_ref.actor.ppo_epochs=2", adapters)
+    judge = "reward_model.enable=True reward_model.model.path=judge reward_model.model.fsdp_config.param_offload=True"
+    own = from_verl(tmp_path, "algorithm.adv_estimator=gae actor_rollout_ref.actor.ppo_epochs=2", adapters, judge)
     of_own = {"lora_rank": 4, "lora_alpha": 16.0, "lora_targets": ("q_proj",), "num_iterations": 1, "minibatches": 0}
-    expect(own, critic=of_own, lora={"rank": 0})
+    expect(own, critic=of_own, lora={"rank": 0}, rewards={"functions": ("model:judge(offload=True)",)})
 
 
 def test_the_model_alone_and_the_best_model_of_trl_and_axolotl(tmp_path):

@@ -433,6 +433,9 @@ def _rewards(draft: Draft) -> None:
         names = {"max_length": "reward_model.max_length", "rows": "reward_model.micro_batch_size_per_gpu"}
         keys += ["reward_model.enable", "reward_model.model.path", *names.values()]
         options = {name: draft.get(key) for name, key in names.items() if draft.get(key)}
+        if draft.get(key := "reward_model.model.fsdp_config.param_offload"):
+            options["offload"] = True
+            keys.append(key)
         functions.append(with_options(f"model:{draft.get('reward_model.model.path')}", options))
     draft.use("reward_model.enable", "custom_reward_function.name")
     if functions:

@@ -22,7 +22,6 @@ from jaxrl_llm.rollout.engine import Engine, decoding_params, prefill
 from jaxrl_llm.rollout.slots import row_keys
 from jaxrl_llm.training.packing.planner import tokens_in
 from jaxrl_llm.training.setup.objectives import needs_reference
-from jaxrl_llm.training.setup.specs import critic_update_spec
 
 
 def device_memory(mesh: Mesh) -> float:
@@ -61,7 +60,8 @@ def microbatch_room(config, model: Model, critic: Model | None) -> float | None:
     if not memory:
         return None
     held, moment = 0, np.dtype(config.optimizer.moment_dtype).itemsize
-    offloads = (config.optimizer.offload, critic_update_spec(config).offload)
+    of_critic = config.critic.offload_optimizer
+    offloads = (config.optimizer.offload, config.optimizer.offload if of_critic is None else of_critic)
     if needs_reference(config) and not config.algorithm.offload_reference:
         shared = has_adapters(model.params) and config.lora.reference == "base"
         held += 0 if shared else bytes_on_device(model.params)

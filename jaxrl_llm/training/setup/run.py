@@ -248,8 +248,8 @@ def build(
         frozen_critic, trainable = split(critic.params, critic.net.config.frozen)
         state = replace(state, critic=init_state(trainable, critic_optimizer, mesh, updates_of_critic.offload))
         own_rows = batch_rows(config) // (config.critic.minibatches or config.batch.minibatches)
-        rows = updates_of_critic.microbatch_rows or math.gcd(updates.microbatch_rows, own_rows)
-        settings = replace(updates_of_critic, microbatch_rows=rows)
+        of_microbatch = updates_of_critic.microbatch_rows or math.gcd(updates.microbatch_rows, own_rows)
+        settings = replace(updates_of_critic, microbatch_rows=of_microbatch)
         regression = value_regression(critic_spec(config), critic.net)
         update_critic = optimizer_step(regression, critic_optimizer, settings, mesh)
     updates, critic_alone = replace(updates, schedule=rate), None
