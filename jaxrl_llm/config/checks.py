@@ -11,6 +11,12 @@ from typing import Any
 from jaxrl_llm.config.resolve import ConfigError, closest, resolve, split_options
 from jaxrl_llm.config.schema import BY_NAME, IDENTITY, OFFLINE, ConfigDict
 
+# Settings of a critic that is a network of its own, with updates of its own.
+OF_OWN_CRITIC = (
+    "path", "warmup_steps", "num_iterations", "minibatches", "microbatch_rows", "lora_rank", "lora_alpha",
+    "lora_targets", "offload", "offload_optimizer",
+)  # fmt: skip
+
 
 def preference_losses(config: ConfigDict) -> dict[str, str]:
     """The losses of `algorithm.loss`, which are joined by +, with the rows that each declares to read."""
@@ -255,20 +261,19 @@ def _online(config: ConfigDict) -> Iterator[str]:
     clip = algorithm.reward_clip
     if clip and not (len(clip) == 2 and clip[0] < clip[1]):
         yield f"algorithm.reward_clip is {tuple(clip)}: give the smallest and the largest score, or nothing"
-    if critic.num_iterations and critic.num_iterations < algorithm.num_iterations:
+    for name in OF_OWN_CRITIC if critic.shared else ():
+        if critic[name] != (default := BY_NAME[f"critic.{name}"].default):
+            yield (
+                f"critic.{name} is {critic[name]}, but critic.shared is true: the critic is a head of the policy's own "
+                f"network, and both learn in one update; set it to {'none' if default is None else default}"
+            )
+    if not critic.lora_rank and (critic.lora_alpha or critic.lora_targets):
+        name = "lora_alpha" if critic.lora_alpha else "lora_targets"
+        yield f"critic.{name} is {critic[name]}, but the critic has no adapters of its own: set critic.lora_rank"
+    if critic.lora_rank == 0 and config.model.quantize != "none" and algorithm.name == "ppo":
         yield (
-            f"critic.num_iterations is {critic.num_iterations}, less than algorithm.num_iterations = "
-            f"{algorithm.num_iterations}: the critic makes as many passes as the policy, or more"
-        )
-    if critic.shared and (critic.num_iterations or critic.microbatch_rows):
-        yield (
-            f"critic.num_iterations is {critic.num_iterations} and critic.microbatch_rows {critic.microbatch_rows}, "
-            "but critic.shared is true, and both learn in one update: set them to 0"
-        )
-    if critic.shared and (critic.path is not None or critic.warmup_steps):
-        yield (
-            f"critic.path is {critic.path} and critic.warmup_steps {critic.warmup_steps}, but critic.shared is true: "
-            "the critic is part of the policy's own network and learns with it; set path to none and warmup_steps to 0"
+            f"critic.lora_rank is 0, but model.quantize is {config.model.quantize}, and quantised matrices are not "
+            "trained: give the critic adapters (critic.lora_rank)"
         )
     if algorithm.replay_groups and algorithm.name == "ppo":
         yield (
@@ -355,9 +360,11 @@ def _batch(config: ConfigDict, online: bool) -> Iterator[str]:
         formula += " x 2"
     if rows % batch.minibatches:
         yield f"batch.minibatches is {batch.minibatches}, but it must divide the {rows} rows ({formula})"
-    minibatch = rows // batch.minibatches
-    if critic_rows and minibatch % critic_rows:
-        yield f"critic.microbatch_rows is {critic_rows}, but it must divide the {minibatch} rows of a minibatch"
+    minibatch, critics = rows // batch.minibatches, config.critic.minibatches or batch.minibatches
+    if rows % critics:
+        yield f"critic.minibatches is {critics}, but it must divide the {rows} rows ({formula})"
+    elif critic_rows and rows // critics % critic_rows:
+        yield f"critic.microbatch_rows is {critic_rows}, but it must divide the {rows // critics} rows of a minibatch"
     for name in ("microbatch_rows", "logps_microbatch_rows"):
         if batch[name] and minibatch % batch[name]:
             yield (

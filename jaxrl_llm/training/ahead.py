@@ -77,7 +77,8 @@ def compilations(run: Run, state: State) -> Iterator[Callable[[], object]]:
     )
     batch = batch.replace(scalars=learner.scalars(batch, in_loss))
     update: Any = run.update
-    yield lambda: update.lower(state, minibatches_of(run, batch, None)[0], run.frozen).compile()
+    minibatch = minibatches_of(run, batch, None, run.batch.minibatches, 1)[0]
+    yield lambda: update.lower(state, minibatch, run.frozen).compile()
 
 
 class CompiledAhead:

@@ -14,29 +14,33 @@ from jaxrl_llm.training.update import State
 
 def improve(run: Run, state: State, batch: Batch) -> tuple[State, list[Metrics]]:
     """The state after every minibatch of every iteration, one step further, and the metrics of each update."""
-    seed = (run.batch.seed, int(state.step)) if run.batch.shuffle else None
-    update, updates = run.update, []
-    if run.warm_up is not None and int(state.step) < run.warmup_steps:
-        update = run.warm_up
-    if run.warm_up is not None and run.critic_passes:  # the metrics logged are those of the passes that both make
+    spec, seed = run.batch, (run.batch.seed, int(state.step)) if run.batch.shuffle else None
+    update, critic, of_critic, of_both = run.update, run.critic_alone, [], []
+    if critic is not None:
         own_seed = None if seed is None else (*seed, 1)
-        for minibatch in minibatches_of(run, batch, own_seed, run.critic_passes):
-            state, _ = run.warm_up(state, minibatch, run.frozen)
-    # All are laid out before the first update: the host does not wait for one to lay out the next.
-    for minibatch in minibatches_of(run, batch, seed):
-        state, metrics = update(state, minibatch, run.frozen)
-        updates.append(metrics)
-    return replace(state, step=state.step + 1), updates
+        for minibatch in minibatches_of(run, batch, own_seed, critic.minibatches, critic.passes):
+            state, metrics = critic.update(state, minibatch, run.frozen)
+            of_critic.append(metrics)
+        if int(state.step) < run.warmup_steps:
+            update = None if critic.apart else critic.update
+    if update is not None:
+        # All are laid out before the first update: the host does not wait for one to lay out the next.
+        for minibatch in minibatches_of(run, batch, seed, spec.minibatches, spec.num_iterations):
+            state, metrics = update(state, minibatch, run.frozen)
+            of_both.append(metrics)
+    # The metrics of a critic are those of the passes that both make, where they make some together.
+    logged = of_critic + of_both if critic is not None and critic.apart else of_both
+    return replace(state, step=state.step + 1), logged
 
 
-def minibatches_of(run: Run, batch: Batch, seed: tuple[int, ...] | None, passes: int = 0) -> list[Batch]:
-    """The minibatches of a batch, packed, in the order of the updates, which is drawn from `seed` unless None.
+def minibatches_of(run: Run, batch: Batch, seed: tuple[int, ...] | None, count: int, passes: int) -> list[Batch]:
+    """The minibatches, `count` in each of so many passes over a batch, packed and in the order of their updates.
 
-    `passes` over the batch, 0 for those of the policy.
+    The order is drawn from `seed` unless it is None.
     """
-    spec = run.batch
-    indices = minibatch_indices(batch.rows, spec.group_size, spec.minibatches, passes or spec.num_iterations, seed)
-    return [run.pack(batch if spec.minibatches == 1 else _take(batch, index, run.mesh)) for index in indices]
+    indices = minibatch_indices(batch.rows, run.batch.group_size, count, passes, seed)
+    pack = run.pack.of_rows(batch.rows // count)
+    return [pack(batch if count == 1 else _take(batch, index, run.mesh)) for index in indices]
 
 
 @functools.partial(jax.jit, static_argnames="mesh")

@@ -126,6 +126,12 @@ def make_critic_update(update_critic: Update) -> Update:
     return jax.jit(functools.partial(_critic_step, update_critic), donate_argnums=0)
 
 
+def unchanged(state: State, batch: Batch, frozen: Frozen = NOTHING) -> tuple[State, Metrics]:
+    """The update, within that of the policy, of a critic that makes all of its own apart: none."""
+    del batch, frozen
+    return state, {"nonfinite_gradient": Metric(jnp.zeros(()), "sum")}
+
+
 def _critic_step(update_critic: Update, state: State, batch: Batch, frozen: Frozen = NOTHING) -> tuple[State, Metrics]:
     critic, metrics = update_critic(state.critic, batch, Frozen(frozen.critic))
     named = {name if name == "nonfinite_gradient" else f"critic/{name}": x for name, x in metrics.items()}

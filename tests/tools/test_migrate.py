@@ -595,7 +595,8 @@ def test_critic_checkpoints_and_subsets_of_verl(tmp_path):
     config = from_verl(
         tmp_path,
         "algorithm.adv_estimator=gae trainer.n_gpus_per_node=2 critic.optim.weight_decay=0.2 critic.ppo_epochs=3",
-        "critic.ppo_micro_batch_size_per_gpu=16 critic.optim.lr_warmup_steps_ratio=0.5",
+        "critic.ppo_micro_batch_size_per_gpu=16 critic.optim.lr_warmup_steps_ratio=0.5 critic.ppo_mini_batch_size=128",
+        "actor_rollout_ref.model.lora_rank=8 critic.model.fsdp_config.param_offload=True",
         "actor_rollout_ref.actor.checkpoint.save_contents=[model,optimizer,extra,hf_model]",
         "data.train_max_samples=100 data.val_max_samples=7 data.chat_template=chatml",
         "actor_rollout_ref.model.override_config.rope_theta=1e6 "
@@ -603,7 +604,8 @@ def test_critic_checkpoints_and_subsets_of_verl(tmp_path):
     )
     expect(
         config,
-        critic={"weight_decay": 0.2, "num_iterations": 3, "microbatch_rows": 32, "lr_warmup_steps": 1},
+        critic={"weight_decay": 0.2, "num_iterations": 3, "microbatch_rows": 32, "lr_warmup_steps": 1}
+        | {"minibatches": 8, "lora_rank": 0, "offload": True, "offload_optimizer": None},
         checkpoint={"contents": ("state", "hf")},
         data={"split": "train[:100]", "chat_template": "chatml"},
         eval={"prompts": 7},
@@ -612,6 +614,11 @@ def test_critic_checkpoints_and_subsets_of_verl(tmp_path):
     alone = "actor_rollout_ref.actor.checkpoint.save_contents=['model']"
     model_only = from_verl(tmp_path, "algorithm.adv_estimator=gae", alone)
     expect(model_only, checkpoint={"contents": ("hf",)}, critic={"weight_decay": 0.01, "num_iterations": 0})
+    adapters = "critic.model.lora_rank=4 critic.model.target_modules=q_proj critic.ppo_epochs=1"
+    judge = "reward_model.enable=True reward_model.model.path=judge reward_model.model.fsdp_config.param_offload=True"
+    own = from_verl(tmp_path, "algorithm.adv_estimator=gae actor_rollout_ref.actor.ppo_epochs=2", adapters, judge)
+    of_own = {"lora_rank": 4, "lora_alpha": 16.0, "lora_targets": ("q_proj",), "num_iterations": 1, "minibatches": 0}
+    expect(own, critic=of_own, lora={"rank": 0}, rewards={"functions": ("model:judge(offload=True)",)})
 
 
 def test_the_model_alone_and_the_best_model_of_trl_and_axolotl(tmp_path):

@@ -347,19 +347,35 @@ def _advantage(draft: Draft, gpus: int, minibatch: int) -> None:
 
 
 def _critic(draft: Draft, gpus: int, minibatch: int) -> None:
-    """Set the passes and the micro-batches of the critic."""
+    """Set the passes, the minibatches and the adapters of the critic."""
     passes, policy = int(draft.get("critic.ppo_epochs") or 0), int(draft.get(f"{A}.ppo_epochs"))
-    if passes > policy:
+    if passes and passes != policy:
         draft.set("critic.num_iterations", passes, "critic.ppo_epochs")
-    elif passes and passes < policy:
-        draft.check(f"critic.ppo_epochs is {passes}, fewer than the policy's {policy}: here it makes as many")
+    prompts, group = int(draft.get("data.train_batch_size")), int(draft.get(f"{R}.n"))
+    own = int(draft.get("critic.ppo_mini_batch_size") or 0)
+    if own and prompts % own:
+        draft.check(
+            f"critic.ppo_mini_batch_size is {own}, which does not divide data.train_batch_size = {prompts} (prompts "
+            "both): that of the policy is taken"
+        )
+    elif own and own * group != minibatch:
+        draft.set("critic.minibatches", prompts // own, "critic.ppo_mini_batch_size")
+        minibatch = own * group
+    rank = int(draft.get("critic.model.lora_rank") or 0)
+    if rank or draft.values.get("lora.rank"):  # a critic has adapters there only where it is given some
+        draft.set("critic.lora_rank", rank, "critic.model.lora_rank")
+    if rank:
+        draft.set("critic.lora_alpha", float(draft.get("critic.model.lora_alpha")), "critic.model.lora_alpha")
+        targets = draft.get("critic.model.target_modules")
+        draft.set("critic.lora_targets", (targets,) if isinstance(targets, str) else targets)
     rows = ("critic.ppo_micro_batch_size_per_gpu", "critic.ppo_micro_batch_size")
     each, total = (draft.get(key) for key in rows)
     if (each or total) and not draft.values.get("batch.microbatch_tokens"):
         shared.microbatch_rows(
             draft, int(each) * gpus if each else int(total), minibatch, *rows, ours="critic.microbatch_rows"
         )
-    draft.use("critic.ppo_epochs", *rows)
+    adapters = (f"critic.model.{name}" for name in ("lora_rank", "lora_alpha", "target_modules"))
+    draft.use("critic.ppo_epochs", "critic.ppo_mini_batch_size", *adapters, *rows)
 
 
 def _divergence(draft: Draft) -> None:
@@ -417,6 +433,9 @@ def _rewards(draft: Draft) -> None:
         names = {"max_length": "reward_model.max_length", "rows": "reward_model.micro_batch_size_per_gpu"}
         keys += ["reward_model.enable", "reward_model.model.path", *names.values()]
         options = {name: draft.get(key) for name, key in names.items() if draft.get(key)}
+        if draft.get(key := "reward_model.model.fsdp_config.param_offload"):
+            options["offload"] = True
+            keys.append(key)
         functions.append(with_options(f"model:{draft.get('reward_model.model.path')}", options))
     draft.use("reward_model.enable", "custom_reward_function.name")
     if functions:

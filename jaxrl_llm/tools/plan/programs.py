@@ -28,7 +28,7 @@ from jaxrl_llm.tools.plan.shapes import Shapes, TeacherShapes, visiting
 from jaxrl_llm.training.advantages import advantage_rule
 from jaxrl_llm.training.objectives.objective import Objective
 from jaxrl_llm.training.objectives.value import critic_params, value_regression
-from jaxrl_llm.training.optimizers import build_optimizer, learning_rate_schedule
+from jaxrl_llm.training.optimizers import build_optimizer
 from jaxrl_llm.training.packing import planner
 from jaxrl_llm.training.packing.layout import Sizes, plan
 from jaxrl_llm.training.packing.planner import Packer, Sample, make_packer
@@ -42,6 +42,7 @@ from jaxrl_llm.training.setup.specs import (
     check_correction,
     context_width,
     critic_optimizer_spec,
+    critic_update_spec,
     offline_spec,
     old_logps_of,
     packing_spec,
@@ -124,10 +125,9 @@ def compile_step(
     if only in ("", "update"):
         update_critic = None
         if shapes.critic is not None and not config.critic.shared:
-            settings = critic_optimizer_spec(config)
-            spec = dataclasses.replace(updates, schedule=learning_rate_schedule(settings))
+            spec = dataclasses.replace(critic_update_spec(config), microbatch_rows=updates.microbatch_rows)
             regression = value_regression(critic_spec(config), shapes.critic)
-            update_critic = optimizer_step(regression, build_optimizer(settings), spec, mesh)
+            update_critic = optimizer_step(regression, build_optimizer(critic_optimizer_spec(config)), spec, mesh)
         has_critic = shapes.critic is not None
         update = make_update(objective, make_optimizer(config), updates, mesh, update_critic, has_critic)
         teacher = shapes.teachers.get("")

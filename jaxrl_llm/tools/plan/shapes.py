@@ -21,8 +21,14 @@ from jaxrl_llm.training.objectives.value import HEAD
 from jaxrl_llm.training.optimizers import build_optimizer
 from jaxrl_llm.training.reference import ReferenceSpec, start_reference
 from jaxrl_llm.training.setup.objectives import needs_reference
-from jaxrl_llm.training.setup.run import build_lora, make_optimizer, net_options
-from jaxrl_llm.training.setup.specs import critic_optimizer_spec, is_own_teacher, reference_spec, self_reference
+from jaxrl_llm.training.setup.run import build_lora, critic_config, make_optimizer, net_options
+from jaxrl_llm.training.setup.specs import (
+    critic_optimizer_spec,
+    critic_update_spec,
+    is_own_teacher,
+    reference_spec,
+    self_reference,
+)
 from jaxrl_llm.training.update import Frozen, State, split_critic
 
 
@@ -76,9 +82,7 @@ def describe(config, mesh: Mesh, dtype: str, scan: bool) -> Shapes:
     critic, frozen_critic = None, {}
     state = _state(trainable, make_optimizer(config), config.optimizer.offload, mesh)
     if config.algorithm.name == "ppo":
-        own = config.copy_and_resolve_references()
-        own.model.path = config.critic.path or config.model.path
-        critic = describe_net(own, dtype, scan, head="score")
+        critic = describe_net(critic_config(config), dtype, scan, head="score")
         critic_params = _trained_score_in_fp32(over(critic.shapes(), mesh))
         if config.critic.shared:
             head = {HEAD: critic_params[HEAD]}
@@ -86,11 +90,15 @@ def describe(config, mesh: Mesh, dtype: str, scan: bool) -> Shapes:
             state = split_critic(joint, State(joint.step, head, ()))
         else:
             frozen_critic, trainable = split(critic_params, critic.config.frozen)
-            second = _state(trainable, build_optimizer(critic_optimizer_spec(config)), config.optimizer.offload, mesh)
+            settings = critic_update_spec(config)
+            second = _state(trainable, build_optimizer(critic_optimizer_spec(config)), settings.offload, mesh)
+            if settings.offload_params:
+                second, frozen_critic = _offloaded(second), jax.tree.map(_on_host, frozen_critic)
             state = State(state.step, state.params, state.opt_state, second)
     reference, own_reference = _reference(config, net, params)
     if config.model.offload:
-        state, (frozen, frozen_critic) = _offloaded(state), jax.tree.map(_on_host, (frozen, frozen_critic))
+        head = _offloaded(state.critic) if state.critic and config.critic.shared else state.critic
+        state, frozen = dataclasses.replace(_offloaded(state), critic=head), jax.tree.map(_on_host, frozen)
     teachers = _teachers(config, net, params, mesh, dtype, scan)
     return Shapes(net, critic, state, Frozen(frozen, frozen_critic), reference, own_reference, teachers)
 
@@ -160,8 +168,7 @@ def _copied(spec: ReferenceSpec, net: Net, params: Params) -> tuple[Params, Para
 
 
 def _offloaded(state: State) -> State:
-    critic = state.critic and _offloaded(state.critic)
-    return dataclasses.replace(state, params=jax.tree.map(_on_host, state.params), critic=critic)
+    return dataclasses.replace(state, params=jax.tree.map(_on_host, state.params))
 
 
 def visiting(tree) -> Any:

@@ -176,9 +176,12 @@ def _cpu_seconds() -> float:
 
 
 def merge(updates: list[Mapping[str, Any]]) -> Metrics:
-    """The metrics of several updates as those of one step: means, and of minima and maxima the extreme."""
+    """The metrics of several updates as those of one step: means, and of minima and maxima the extreme.
+
+    Each is that of the updates that have it: a critic may make updates of its own.
+    """
     reduce, values = {"max": max, "min": min, "sum": np.mean}, jax.device_get(updates)
     return {
-        name: float(reduce[metric.reduce]([float(metrics[name].value) for metrics in values]))
-        for name, metric in values[0].items()
+        name: float(reduce[metric.reduce]([float(metrics[name].value) for metrics in values if name in metrics]))
+        for name, metric in {name: metric for metrics in values for name, metric in metrics.items()}.items()
     }

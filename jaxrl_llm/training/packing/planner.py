@@ -83,6 +83,15 @@ class Packer:
         own, other = (self._plan(tokens, segments, mask * rows, self.sizes) for rows in (first, ~first))
         return batch.with_layout(own, other)
 
+    def of_rows(self, rows: int) -> "Packer":
+        """The packer of batches of so many rows in all shards; those of more have more micro-batches."""
+        own = rows // row_shards(self.mesh)
+        if self.sizes is None or own <= self.rows:
+            return self
+        return dataclasses.replace(
+            self, sizes=self.sizes._replace(microbatches=-(-self.sizes.microbatches * own // self.rows)), rows=own
+        )
+
     def passing(self, tokens, segments, mask) -> PackedLayout | None:
         """The layout of rows `[N,T]` for a pass that reads the log-probs or values of the tokens in the mask."""
         if self.sizes is None:

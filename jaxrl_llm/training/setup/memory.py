@@ -60,12 +60,17 @@ def microbatch_room(config, model: Model, critic: Model | None) -> float | None:
     if not memory:
         return None
     held, moment = 0, np.dtype(config.optimizer.moment_dtype).itemsize
+    of_critic = config.critic.offload_optimizer
+    offloads = (config.optimizer.offload, config.optimizer.offload if of_critic is None else of_critic)
     if needs_reference(config) and not config.algorithm.offload_reference:
         shared = has_adapters(model.params) and config.lora.reference == "base"
         held += 0 if shared else bytes_on_device(model.params)
-    for part in (model,) if critic is None or config.critic.shared else (model, critic):
+    own_critic = None if config.critic.shared else critic
+    for part, offload in zip((model, own_critic), offloads, strict=True):
+        if part is None:
+            continue
         gradients = gradient_bytes(split(part.params, part.net.config.frozen)[1])
-        moments = 0 if config.optimizer.offload else gradients // 4 * 2 * moment
+        moments = 0 if offload else gradients // 4 * 2 * moment
         held += bytes_on_device(part.params) + gradients + moments
     return max(float(memory - held), 0.0)
 

@@ -1,5 +1,6 @@
 """From a configuration to a `Run`: the one place where model, data, rewards, rollouts and updates meet."""
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -65,6 +66,7 @@ from jaxrl_llm.training.setup.specs import (
     context_width,
     controllers_of,
     critic_optimizer_spec,
+    critic_update_spec,
     curriculum_spec,
     data_spec,
     environment_spec,
@@ -95,9 +97,19 @@ from jaxrl_llm.training.update import (
     merge_frozen,
     optimizer_step,
     split_critic,
+    unchanged,
 )
 
 SMALL_RATE = 5e-6  # the smallest at which 16-bit parameters were seen to follow float32 ones (docs/scaling.md)
+
+
+class CriticAlone(NamedTuple):
+    """What the critic learns by itself: passes before those of the policy, and the first steps of a run."""
+
+    update: Update
+    minibatches: int
+    passes: int  # over a batch, before the policy's: those that it makes besides them or, `apart`, all
+    apart: bool  # the policy's updates leave the critic as it is
 
 
 class Run(NamedTuple):
@@ -111,9 +123,8 @@ class Run(NamedTuple):
     source: OnlineSource | OfflineSource | MixedSource
     frozen: Frozen
     update: Update
-    warm_up: Update | None  # of the critic alone, in the first `warmup_steps` training steps and in its own passes
-    warmup_steps: int
-    critic_passes: int  # over a batch, that the critic makes besides those of the policy
+    critic_alone: CriticAlone | None
+    warmup_steps: int  # training steps in which only the critic is trained
     evaluation: Evaluations | None
     state: State
     stopwatch: Stopwatch
@@ -186,14 +197,17 @@ def build(
     critic = build_critic(config, model, mesh, given_model) if algorithm.has_critic else None
     model_type = (model.hf_config or {}).get("model_type", "model without config.json")
     config, told = with_learning_rate(config, model_type, model.net.config.width, has_adapters(model.params))
-    if config.model.offload:
-        if not has_host_memory():
+    for name, offload in (("model", config.model.offload), ("critic", critic and config.critic.offload)):
+        if offload and not has_host_memory():
             raise ConfigError(
-                f"model.offload is true, but the memory of a {jax.default_backend()} here has no part in the host's "
+                f"{name}.offload is true, but the memory of a {jax.default_backend()} here has no part in the host's "
                 "(pinned_host): set it to false, and shard the parameters over more devices (mesh.fsdp)"
             )
+    if config.model.offload:
         model = replace(model, params=on_host(model.params))
-        critic = critic and replace(critic, params=on_host(critic.params))
+    updates_of_critic = critic_update_spec(config)
+    if critic is not None and updates_of_critic.offload_params:
+        critic = replace(critic, params=on_host(critic.params))
     objective = objective_of(config, model.net)
 
     net, room = model.net.config, microbatch_room(config, model, critic)
@@ -232,19 +246,24 @@ def build(
         critic_settings = critic_optimizer_spec(config)
         critic_optimizer = build_optimizer(critic_settings)
         frozen_critic, trainable = split(critic.params, critic.net.config.frozen)
-        state = replace(state, critic=init_state(trainable, critic_optimizer, mesh, config.optimizer.offload))
-        settings = replace(
-            updates,
-            schedule=learning_rate_schedule(critic_settings),
-            microbatch_rows=config.critic.microbatch_rows or updates.microbatch_rows,
-        )
+        state = replace(state, critic=init_state(trainable, critic_optimizer, mesh, updates_of_critic.offload))
+        own_rows = batch_rows(config) // (config.critic.minibatches or config.batch.minibatches)
+        of_microbatch = updates_of_critic.microbatch_rows or math.gcd(updates.microbatch_rows, own_rows)
+        settings = replace(updates_of_critic, microbatch_rows=of_microbatch)
         regression = value_regression(critic_spec(config), critic.net)
         update_critic = optimizer_step(regression, critic_optimizer, settings, mesh)
-    updates = replace(updates, schedule=rate)
+    updates, critic_alone = replace(updates, schedule=rate), None
+    if update_critic is not None:
+        c, passes = config.critic, config.critic.num_iterations or config.algorithm.num_iterations
+        more = passes - config.algorithm.num_iterations
+        apart = more < 0 or c.minibatches not in (0, config.batch.minibatches)
+        if apart or more or c.warmup_steps:
+            critic_alone = CriticAlone(
+                make_critic_update(update_critic), c.minibatches or config.batch.minibatches,
+                passes if apart else more, apart,
+            )  # fmt: skip
+            update_critic = unchanged if apart else update_critic
     update = make_update(objective, optimizer, updates, mesh, update_critic, algorithm.has_critic)
-    critic_passes = max(config.critic.num_iterations - config.algorithm.num_iterations, 0) if update_critic else 0
-    alone = update_critic is not None and (config.critic.warmup_steps or critic_passes)
-    warm_up = make_critic_update(update_critic) if update_critic is not None and alone else None
     return Run(
         algorithm=algorithm,
         batch=batch_spec(config),
@@ -254,9 +273,8 @@ def build(
         source=_mixed(config, source, model, train_dataset) if isinstance(source, OnlineSource) else source,
         frozen=Frozen(frozen, frozen_critic),
         update=update,
-        warm_up=warm_up,
+        critic_alone=critic_alone,
         warmup_steps=config.critic.warmup_steps,
-        critic_passes=critic_passes,
         evaluation=evaluation,
         state=state,
         stopwatch=stopwatch,
@@ -397,28 +415,34 @@ def _check_trainable(config, model: Model) -> None:
 
 def build_critic(config, policy: Model, mesh: Mesh, given: Model | None = None) -> Model:
     """PPO's critic: the model of critic.path (or model.path, or the one in memory that is `given`) with a score
-    head, and new adapters where the policy has adapters; or, with critic.shared, a score head on the policy's own
-    network."""
+    head, and new adapters of `critic.lora_rank` or where the policy has adapters; or, with critic.shared, a score head
+    on the policy's own network."""
     if config.critic.shared:
         return shared_critic(policy, jax.random.fold_in(jax.random.key(config.seed), VALUE_HEAD), mesh)
-    own = config.copy_and_resolve_references()
-    if config.critic.path is not None:
-        own.model.path, own.model.revision, own.model.overrides, own.model.tokenizer = (
-            config.critic.path,
-            None,
-            "",
-            None,
-        )
-        own.data.chat_template, given = None, None
+    own = critic_config(config)
+    elsewhere = config.critic.path is not None
+    tokenizer, given = (None, None) if elsewhere else (policy.tokenizer, given)
+    critic = build_model(own, mesh, "score", tokenizer, given)
+    check_same_vocabulary(policy, critic, f"critic.path = {own.model.path!r}:")
+    return critic
+
+
+def critic_config(config) -> ConfigDict:
+    """The configuration whose `model` and `lora` are those of a critic that is a network of its own."""
+    own, critic = config.copy_and_resolve_references(), config.critic
+    if critic.path is not None:
+        own.model.path, own.model.revision, own.model.overrides, own.model.tokenizer = critic.path, None, "", None
+        own.data.chat_template = None
     if config.lora.path is not None:
         adapter = read_config(config.lora.path)
         shape, own.lora.path, own.lora.modules_to_save = adapter.lora, None, adapter.modules_to_save
         for name in ("rank", "alpha", "rslora", "dora", "targets"):
             own.lora[name] = getattr(shape, name)
-    tokenizer = policy.tokenizer if config.critic.path is None else None
-    critic = build_model(own, mesh, "score", tokenizer, given)
-    check_same_vocabulary(policy, critic, f"critic.path = {own.model.path!r}:")
-    return critic
+    if critic.lora_rank is not None:
+        own.lora.rank, own.lora.alpha = critic.lora_rank, critic.lora_alpha or own.lora.alpha
+        own.lora.targets = critic.lora_targets or own.lora.targets
+        own.lora.modules_to_save = own.lora.modules_to_save if critic.lora_rank else ()
+    return own
 
 
 def build_teacher(

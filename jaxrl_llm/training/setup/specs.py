@@ -227,7 +227,8 @@ def critic_optimizer_spec(config) -> OptimizerSpec:
         warmup_init=0.0,
         weight_decay=policy.weight_decay if c.weight_decay is None else c.weight_decay,
         weight_decay_end=policy.weight_decay_end if c.weight_decay is None else None,
-        updates_per_step=config.batch.minibatches * (c.num_iterations or config.algorithm.num_iterations),
+        updates_per_step=(c.minibatches or config.batch.minibatches)
+        * (c.num_iterations or config.algorithm.num_iterations),
     )
 
 
@@ -240,6 +241,18 @@ def update_spec(config) -> UpdateSpec:
         offload_params=config.model.offload,
         dropout=config.lora.dropout,
         seed=config.seed,
+    )
+
+
+def critic_update_spec(config) -> UpdateSpec:
+    """The updates of a critic that is a network of its own."""
+    c, policy = config.critic, update_spec(config)
+    return replace(
+        policy,
+        microbatch_rows=c.microbatch_rows,
+        schedule=learning_rate_schedule(critic_optimizer_spec(config)),
+        offload=policy.offload if c.offload_optimizer is None else c.offload_optimizer,
+        offload_params=policy.offload_params if c.offload is None else c.offload,
     )
 
 

@@ -21,9 +21,10 @@ from jaxrl_llm.training.objectives.policy_gradient import policy_gradient
 from jaxrl_llm.training.objectives.value import value_regression
 from jaxrl_llm.training.optimizers import build_optimizer
 from jaxrl_llm.training.setup.objectives import critic_spec, objective_of, policy_spec
+from jaxrl_llm.training.setup.run import CriticAlone, build, build_mesh
 from jaxrl_llm.training.setup.specs import critic_optimizer_spec, update_spec
 from jaxrl_llm.training.step import improve
-from jaxrl_llm.training.update import NOTHING, State, init_state, make_critic_update, optimizer_step
+from jaxrl_llm.training.update import NOTHING, State, init_state, make_critic_update, merge_frozen, optimizer_step
 
 NET = Net(
     ModelConfig(
@@ -127,7 +128,17 @@ def test_steps_that_warm_the_critic_up_leave_the_policy_out():
     assert all(jax.tree.leaves(jax.tree.map(lambda a, b: bool((a != b).any()), *layers)))
 
 
-def test_the_first_steps_warm_the_critic_up():
+@pytest.mark.parametrize(
+    ("passes", "apart", "expected"),
+    [
+        (0, False, ["critic", "critic", "both"]),
+        (1, False, ["critic", "critic", "critic", "critic", "critic", "both"]),
+        (2, True, ["critic", "critic", "critic", "critic", "critic", "critic", "both"]),
+    ],
+    ids=["warm-up", "and one pass more", "all passes apart"],
+)
+def test_what_the_critic_learns_alone(passes, apart, expected):
+    """Three steps, in the first two of which it is warmed up."""
     batch, called = make_batch(), []
 
     def update(name):
@@ -139,13 +150,14 @@ def test_the_first_steps_warm_the_critic_up():
 
     run = SimpleNamespace(
         batch=BatchSpec(2, group_size=1, minibatches=1, microbatch_rows=0, num_iterations=1, shuffle=False, seed=0),
-        pack=lambda x: x, update=update("both"), warm_up=update("critic"), warmup_steps=2, critic_passes=0, frozen=None,
+        pack=SimpleNamespace(of_rows=lambda rows: lambda x: x), update=update("both"), warmup_steps=2, frozen=None,
+        critic_alone=CriticAlone(update("critic"), 1, passes, apart),
         mesh=None,
     )  # fmt: skip
     state = State(jnp.int32(0), {}, ())
     for _ in range(3):
         state, _ = improve(run, state, batch)
-    assert called == ["critic", "critic", "both"]
+    assert called == expected
 
 
 def test_a_critic_and_a_rule_that_reads_values_go_together(root, tmp_path):
@@ -210,5 +222,71 @@ def test_a_shared_critic_is_saved_restored_and_resumed(root, tmp_path):
 def test_a_shared_critic_has_no_settings_of_a_network_of_its_own(root, tmp_path):
     config = ppo(root, tmp_path, 1, warmup=1)
     config.critic.shared = True
-    with pytest.raises(ConfigError, match=r"critic\.warmup_steps 1, but critic\.shared is true"):
+    with pytest.raises(ConfigError, match=r"critic\.warmup_steps is 1, but critic\.shared is true"):
+        train(config)
+
+
+def trained_names(params):
+    return {jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)}
+
+
+@pytest.mark.parametrize(("rank", "own"), [(2, 0), (0, 2)], ids=["of the policy alone", "of the critic alone"])
+def test_adapters_of_one_of_both(rank, own, root, tmp_path):
+    """Of a critic with adapters those and its head are trained, of another all; one step moves both networks."""
+    config = ppo(root, tmp_path, 1)
+    config.lora.rank, config.critic.lora_rank, config.critic.warmup_steps = rank, own, 0
+    config.critic.lora_targets = ("q_proj",) if own else ()
+    mesh = build_mesh(config)
+    with jax.set_mesh(mesh):
+        run = build(config, mesh)
+        start = jax.tree.map(np.array, run.state)
+        batch = run.source.next(merge_frozen(run.state, run.frozen), jax.random.key(1)).batch
+        state, (metrics, *_) = improve(run, run.state, batch)
+    parts = ((start, state), (start.critic, state.critic))
+    for (before, after), adapters in zip(parts, (rank, own), strict=True):
+        names = trained_names(after.params)
+        assert all("lora" in name or "score" in name for name in names) is bool(adapters)
+        assert any((a != b).any() for a, b in zip(*map(jax.tree.leaves, (before.params, after.params)), strict=True))
+    assert ({"lora_a", "lora_b"} <= state.critic.params["layers"]["attention"]["q"].keys()) is bool(own)
+    assert "v" not in state.critic.params["layers"]["attention"] or not own
+    assert metrics["critic/grad_norm"].value > 0 and metrics["grad_norm"].value > 0
+
+
+@pytest.mark.slow
+def test_an_offloaded_critic_with_updates_of_its_own(root, tmp_path):
+    """Where its parameters and moments wait changes nothing, and a resumed run is one that never stopped."""
+
+    def run(name, steps=2, **own):
+        config = ppo(root, tmp_path / name, steps)
+        config.optimizer.schedule, config.critic.lora_rank, config.critic.minibatches = "constant", 2, 4
+        for key, value in own.items():
+            config.critic[key] = value
+        return train(config)
+
+    plain, offloaded = run("plain"), run("offloaded", offload=True, offload_optimizer=True)
+    run("parts", 1)
+    resumed = run("parts", 2)
+    for name in ("critic/loss", "critic/grad_norm", "loss", "grad_norm"):
+        assert plain.metrics[-1][name] == offloaded.metrics[-1][name] == resumed.metrics[-1][name], name
+    critics = [load_model(tmp_path / name / "critic", head="score").params for name in ("plain", "offloaded", "parts")]
+    for other in critics[1:]:
+        jax.tree.map(np.testing.assert_array_equal, critics[0], other)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"lora_alpha": 4.0}, r"critic\.lora_alpha is 4.0, but the critic has no adapters of its own"),
+        ({"lora_targets": ("q_proj",)}, r"critic\.lora_targets is .* has no adapters of its own"),
+        ({"minibatches": 5}, r"critic\.minibatches is 5, but it must divide the \d+ rows"),
+        ({"shared": True, "offload": False}, r"critic\.offload is False, but critic\.shared is true.* set it to none"),
+        ({"shared": True, "minibatches": 2}, r"critic\.minibatches is 2, but critic\.shared is true.* set it to 0"),
+    ],
+)
+def test_what_a_critic_cannot_have(settings, message, root, tmp_path):
+    config = ppo(root, tmp_path, 1)
+    config.critic.warmup_steps = 0
+    for name, value in settings.items():
+        config.critic[name] = value
+    with pytest.raises(ConfigError, match=message):
         train(config)

@@ -6,6 +6,7 @@ import pytest
 
 import jaxrl_llm
 from jaxrl_llm.config import ConfigError
+from jaxrl_llm.training.logging.step_log import merge
 from jaxrl_llm.training.optimizers import updates_made
 from jaxrl_llm.training.setup.run import build, build_mesh
 from jaxrl_llm.training.setup.specs import critic_optimizer_spec, optimizer_spec
@@ -27,7 +28,16 @@ def test_completions_that_go_past_the_end_of_text(tmp_path):
         jaxrl_llm.train(config, rows)
 
 
-def test_the_critics_own_passes_rate_and_sizes(tmp_path):
+@pytest.mark.parametrize(
+    ("minibatches", "made", "rates"),
+    # Three passes of two minibatches in each of two steps. The joint pass is the last of the three: updates 4 and 5 of
+    # 6 in the first step, of 12 over which the rate rises.
+    [(0, 12, [4 / 12, 5 / 12, 10 / 12, 11 / 12]),
+     # Passes of one minibatch, all before the policy's.
+     (1, 6, [0, 1 / 6, 2 / 6, 3 / 6, 4 / 6, 5 / 6])],
+    ids=["the policy's minibatches", "its own"],
+)  # fmt: skip
+def test_the_critics_own_passes_rate_and_sizes(minibatches, made, rates, tmp_path):
     config = jaxrl_llm.default_config()
     config.algorithm.name, config.algorithm.advantage, config.batch.packing = "ppo", "ppo", "false"
     config.output_dir, config.total_steps, config.eval.every = str(tmp_path / "run"), 2, -1
@@ -35,6 +45,7 @@ def test_the_critics_own_passes_rate_and_sizes(tmp_path):
     config.batch.prompts, config.batch.minibatches, config.logging.backends = 4, 2, ("jsonl",)
     config.critic.num_iterations, config.critic.lr_warmup_steps, config.critic.microbatch_rows = 3, 2, 1
     config.critic.weight_decay, config.optimizer.weight_decay = 0.2, 0.1
+    config.critic.minibatches = minibatches
     rows = [{"prompt": "sort:312=", "answer": "123"}] * 4
     mesh = build_mesh(config)
     with jax.set_mesh(mesh):
@@ -43,17 +54,15 @@ def test_the_critics_own_passes_rate_and_sizes(tmp_path):
         for step in (1, 2):
             key = jax.random.fold_in(jax.random.key(0), step)
             batch = run.source.next(merge_frozen(state, run.frozen), key).batch
-            state, made = improve(run, state, batch)
-            updates += made
+            state, metrics = improve(run, state, batch)
+            updates += metrics
     assert int(updates_made(state.opt_state)) == 4
-    assert int(updates_made(state.critic.opt_state)) == 12  # three passes of two minibatches in each of two steps
-    # The joint pass is the last of the three: updates 4 and 5 of 6 in the first step, of 12 over which the rate rises.
-    rates = [float(metrics["critic/lr"].value) for metrics in updates]
-    np.testing.assert_allclose(rates, [config.critic.learning_rate * n / 12 for n in (4, 5, 10, 11)], rtol=1e-6)
+    assert int(updates_made(state.critic.opt_state)) == made
+    found = [float(metrics["critic/lr"].value) for metrics in updates if "critic/lr" in metrics]
+    np.testing.assert_allclose(found, config.critic.learning_rate * np.array(rates), rtol=1e-6)
+    assert sum("lr" in metrics for metrics in updates) == 4
+    assert {"lr", "critic/lr", "critic/loss", "loss"} <= merge(updates).keys()
     assert [critic_optimizer_spec(config).weight_decay, optimizer_spec(config).weight_decay] == [0.2, 0.1]
-    config.critic.num_iterations, config.algorithm.num_iterations = 1, 2
-    with pytest.raises(ConfigError, match=r"critic\.num_iterations is 1, less than algorithm\.num_iterations = 2"):
-        jaxrl_llm.train(config, rows)
     config.critic.num_iterations, config.critic.microbatch_rows = 0, 3
-    with pytest.raises(ConfigError, match=r"critic\.microbatch_rows is 3, but it must divide the 2 rows"):
+    with pytest.raises(ConfigError, match=r"critic\.microbatch_rows is 3, but it must divide the [24] rows"):
         jaxrl_llm.train(config, rows)
