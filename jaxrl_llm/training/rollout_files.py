@@ -7,18 +7,20 @@ so that nothing of a run that was killed is ever read:
 |---|---|---|
 | `start.json` | learner 0 | the name of the folder, and the settings of the run |
 | `learner.json`, `sampler_R.json` | each | a sign of life; of a sampler that has failed its error |
-| `FOLDER/policy_V_A_B` | learner 0 | the policy of V updates, by which the batches A to B are sampled |
+| `FOLDER/policy_V_A_B` | learner 0 | the policy of V updates, by which batches A to B are sampled |
 | `FOLDER/batch_K` | sampler K mod R | the batch of step K with texts, log-probs and rewards |
 | `FOLDER/end.json` | learner 0 | the exit code of the learners, and their error |
 
-A file gets its name when it is complete, and its checksum is compared when it is read. Which policy samples which batch
-is that of `RolloutQueue`, whatever the timing. A checkpoint holds the batches that are made and not trained on yet, as
-that of one process does: a run that goes on needs no file of these.
+A file gets its name when it is complete, and its checksum is compared when it is read. A policy is written as what
+differs from the file before, bit for bit, and whole every sixteenth time. Which policy samples which batch is that of
+`RolloutQueue`, whatever the timing. A checkpoint holds the batches that are made and not trained on yet, as that of one
+process does: a run that goes on needs no file of these.
 """
 
 import contextlib
 import hashlib
 import json
+import math
 import os
 import re
 import shutil
@@ -31,6 +33,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
@@ -48,6 +51,7 @@ from jaxrl_llm.training.rollouts import Rollouts, on_host, pack, placed
 FOLDER, START, END, LEARNER = "rollouts", "start.json", "end.json", "learner.json"
 POLICY = re.compile(r"policy_(\d+)_(\d+)_(\d+)")
 POLL_SECONDS = 0.1
+WHOLE_EVERY = 16  # policies: a sampler that starts late reads at most so many files
 ERROR_SECONDS = 60.0  # within which a process that is started again replaces the error of the one before
 
 
@@ -90,33 +94,70 @@ def read_facts(path: Path) -> dict[str, Any]:
         return {}
 
 
-def policy_payload(params: Params) -> tuple[list[Any], bytes]:
-    """Path, type and shape of each array, and the bytes of all of them; every learner must call it."""
-    index, parts = [], []
+def policy_on_host(params: Params) -> dict[str, np.ndarray]:
+    """The arrays of a policy by path, copied to this host, {} but on the first process; every learner must call it."""
+    arrays = {}
     for path, x in jax.tree_util.tree_leaves_with_path(params):
         whole = x if x.is_fully_addressable else multihost_utils.process_allgather(x, tiled=True)
-        array = np.asarray(whole)
-        index.append([jax.tree_util.keystr(path), str(array.dtype), list(array.shape)])
-        parts.append(array.tobytes() if jax.process_index() == 0 else b"")
-    return index, b"".join(parts)
+        if jax.process_index() == 0:
+            arrays[jax.tree_util.keystr(path)] = np.array(whole)  # a copy: the next update writes over `params`
+    return arrays
 
 
-def policy_params(index: list[Any], payload: bytes, like: Params) -> Params:
-    """The parameters of `policy_payload`, in the types and shardings of `like`; ConfigError for another model."""
+def policy_changes(arrays: dict[str, np.ndarray], base: dict[str, np.ndarray]) -> tuple[list[Any], bytes, int]:
+    """Path, type, shape and number of changes of each array; what has changed since `base`; how many numbers have.
+
+    Of an array that `base` lacks, or whose changes would take more bytes than it does, there is the whole (-1 changes);
+    of others the positions (uint32) and the new numbers, which are compared by their bits.
+    """
+    index, parts, total = [], [], 0
+    for path, array in arrays.items():
+        flat, count, part = array.reshape(-1), -1, array.tobytes()
+        if path in base:
+            bits = np.dtype(f"u{array.itemsize}")
+            where = np.flatnonzero(flat.view(bits) != base[path].reshape(-1).view(bits))
+            total += len(where)
+            if len(where) * (4 + array.itemsize) < array.nbytes and array.size < 2**32:
+                count, part = len(where), where.astype(np.uint32).tobytes() + flat[where].tobytes()
+        index.append([path, str(array.dtype), list(array.shape), count])
+        parts.append(part)
+    return index, b"".join(parts), total
+
+
+def read_policy(path: Path, held: str, arrays: dict[str, np.ndarray]) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    """Header and arrays of a policy; `arrays` are those of the file `held`, and stay as they are.
+
+    A file of changes is read after the one that it changes, unless that is `held`.
+    """
+    header, payload = read_file(path)
+    if header["base"] and str(path.with_name(header["base"])) != held:
+        arrays = read_policy(path.with_name(header["base"]), held, arrays)[1]
+    read, start = {}, 0
+    for name, dtype, shape, count in header["arrays"]:
+        kind = jnp.dtype(dtype)
+        if count < 0:
+            array = np.frombuffer(payload, kind, math.prod(shape), start).reshape(shape)
+            start += array.nbytes
+        else:
+            where = np.frombuffer(payload, np.uint32, count, start)
+            array = arrays[name].copy()
+            array.reshape(-1)[where] = np.frombuffer(payload, kind, count, start + where.nbytes)
+            start += where.nbytes + count * kind.itemsize
+        read[name] = array
+    return header, read
+
+
+def policy_params(arrays: dict[str, np.ndarray], like: Params) -> Params:
+    """The parameters on devices, in the types and shardings of `like`; ConfigError for those of another model."""
     leaves, structure = jax.tree_util.tree_flatten_with_path(like)
-    own = [[jax.tree_util.keystr(path), str(x.dtype), list(x.shape)] for path, x in leaves]
-    if own != index:
+    own = [(jax.tree_util.keystr(path), x.dtype, x.shape) for path, x in leaves]
+    if own != [(name, x.dtype, x.shape) for name, x in arrays.items()]:
         raise ConfigError(
             "the learners' policy has other parameters than the model that this process has loaded: start all "
             "processes with the same command, packages and files of the model"
         )
-    arrays, start = [], 0
-    for _, x in leaves:
-        size = x.size * x.dtype.itemsize
-        array = np.frombuffer(payload, x.dtype, x.size, start).reshape(x.shape)
-        arrays.append(jax.device_put(array, x.sharding))
-        start += size
-    return jax.tree.unflatten(structure, arrays)
+    placed = (jax.device_put(arrays[name], x.sharding) for (name, _, _), (_, x) in zip(own, leaves, strict=True))
+    return jax.tree.unflatten(structure, placed)
 
 
 class Beat:
@@ -204,7 +245,9 @@ class FileQueue:
         self._meeting, self._last_step, self._publish, self._frozen = meeting, last_step, publish, frozen
         self._pipeline, self._facts, self._mesh, self._watch = pipeline, facts, mesh, watch
         self._queue: deque[int | Rollouts] = deque()  # of the next steps: asked for, or loaded, all rows on the host
-        self._policies: list[tuple[int, Path]] = []  # the last batch of each, and its file
+        self._policies: list[tuple[int, Path, str]] = []  # the last batch of each, its file, and that which it changes
+        self._written: tuple[str, dict[str, np.ndarray]] = "", {}  # the newest file, and the arrays that it stands for
+        self._asked = 0  # policies so far
         self._seconds: dict[int, dict[str, float]] = {}
         self._first = jax.process_index() == 0
         self._folder = meeting.folder
@@ -245,9 +288,10 @@ class FileQueue:
         """The batch of step `version + 1`, and metrics of the queue; `params` are those after `version` steps."""
         del produce, key  # the samplers have their own
         newest, last = version + len(self._queue), min(version + 1 + self.staleness, self._last_step)
+        metrics = {}
         if newest < last:
             with self._watch("publish"):
-                self._ask(params, version, newest + 1, last)
+                metrics = self._ask(params, version, newest + 1, last)
         step = version + 1
         ready = sum(not isinstance(x, int) or self._path(x).exists() for x in self._queue)
         with self._watch("rollout_wait"):
@@ -258,10 +302,14 @@ class FileQueue:
         if self._first:
             write_file(self._folder / "taken", {"step": step})  # before the files go: a new sampler makes no such batch
             self._path(step).unlink(missing_ok=True)
-            for _, path in (done := [entry for entry in self._policies if entry[0] <= step]):
+            # Files of changes need those before them, back to a whole one: as far as a batch is still to come of them.
+            done = sum(last <= step for last, _, _ in self._policies)
+            wholes = [place for place, (_, _, base) in enumerate(self._policies[: done + 1]) if not base]
+            first = max(wholes, default=0)  # none of a queue that a checkpoint filled
+            for _, path, _ in self._policies[:first]:
                 path.unlink(missing_ok=True)
-            self._policies = [entry for entry in self._policies if entry not in done]
-        metrics = {"rollout/age": np.float32(version - rollouts.version), "rollout/queue": np.float32(ready)}
+            self._policies = self._policies[first:]
+        metrics |= {"rollout/age": np.float32(version - rollouts.version), "rollout/queue": np.float32(ready)}
         return rollouts, metrics | self._seconds.pop(step, {})
 
     def rest(self) -> None:
@@ -281,17 +329,24 @@ class FileQueue:
     def _path(self, step: int) -> Path:
         return self._folder / f"batch_{step:08d}"
 
-    def _ask(self, params: Params, version: int, first: int, last: int) -> None:
-        """Have the batches of the steps sampled by the policy, of the prompts that come next."""
-        index, payload = policy_payload(split(self._publish(params), self._frozen)[1])
-        path = self._folder / f"policy_{version:08d}_{first:08d}_{last:08d}"
+    def _ask(self, params: Params, version: int, first: int, last: int) -> dict[str, np.float32]:
+        """Have the batches of the steps sampled by the policy, of the prompts that come next; metrics of its file."""
+        arrays, metrics = policy_on_host(split(self._publish(params), self._frozen)[1]), {}
         with processes.all_or_none():
             if self._first:
-                write_file(path, {"arrays": index, "pipeline": self._pipeline.get_state()}, payload)
-        self._policies.append((last, path))
+                path = self._folder / f"policy_{version:08d}_{first:08d}_{last:08d}"
+                base, before = self._written if self._asked % WHOLE_EVERY else ("", {})
+                index, payload, changed = policy_changes(arrays, before)
+                if base:
+                    metrics["weights/changed_share"] = np.float32(changed / sum(x.size for x in arrays.values()))
+                    metrics["weights/written_share"] = np.float32(len(payload) / sum(x.nbytes for x in arrays.values()))
+                write_file(path, {"arrays": index, "base": base, "pipeline": self._pipeline.get_state()}, payload)
+                self._policies.append((last, path, base))
+                self._written, self._asked = (path.name, arrays), self._asked + 1
         for step in range(first, last + 1):
             next(self._pipeline)
             self._queue.append(step)
+        return metrics
 
     def _loaded(self, place: int) -> Rollouts:
         """The batch at a place of the queue, once it is there.

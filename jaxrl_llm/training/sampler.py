@@ -26,7 +26,7 @@ from jaxrl_llm.training.rollout_files import (
     Sign,
     policy_params,
     read_facts,
-    read_file,
+    read_policy,
     write_file,
 )
 from jaxrl_llm.training.rollouts import pack
@@ -59,7 +59,7 @@ def _sample(config, index: int, meeting: Meeting) -> None:
     start, header = dict[str, Any](), dict[str, Any]()
     newest = 0  # the step that was made last, of this start of the learners
     policy: Params = {}
-    name = ""  # the file of the policy
+    name, arrays = "", dict[str, np.ndarray]()  # the file of the policy, and its arrays on the host
     with jax.set_mesh(worker.mesh), Watchdog(config.watch.hang_seconds, watch, meeting.folder):
         frozen, trained = split(worker.copy_policy(model.params), model.net.config.frozen)
         del model
@@ -90,9 +90,9 @@ def _sample(config, index: int, meeting: Meeting) -> None:
                 version, first = (int(x) for x in path.name.split("_")[1:3])
                 try:
                     if str(path) != name:
-                        header, payload = read_file(path)
+                        header, arrays = read_policy(path, name, arrays)
                         name, policy = str(path), {}  # the former goes before the next one comes
-                        policy = combine(frozen, policy_params(header["arrays"], payload, trained))
+                        policy = combine(frozen, policy_params(arrays, trained))
                     position = header["pipeline"]["position"] + (step - first) * config.batch.prompts
                     producer.pipeline.set_state({**header["pipeline"], "position": position})
                     rollouts = producer.produce(policy, version, step, jax.random.fold_in(root, step))

@@ -18,10 +18,12 @@ from jaxrl_llm.training.rollout_files import (
     FileQueue,
     Meeting,
     Sign,
+    policy_changes,
+    policy_on_host,
     policy_params,
-    policy_payload,
     read_facts,
     read_file,
+    read_policy,
     start_learners,
     write_file,
 )
@@ -43,10 +45,10 @@ class Numbers:
         return {"position": 2 * self.drawn}
 
 
-def queue_of(folder: Path, staleness: int = 1, seconds: float = 20.0) -> FileQueue:
+def queue_of(folder: Path, staleness: int = 1, seconds: float = 20.0, steps: int = 4) -> FileQueue:
     meeting = Meeting(folder, 2, seconds, seconds)
     publish = lambda params: {"w": jnp.full(2, params, jnp.bfloat16)}  # noqa: E731
-    return FileQueue(meeting, staleness, 4, publish, (), Numbers(), {"seed": 0}, MESH, Stopwatch())
+    return FileQueue(meeting, staleness, steps, publish, (), Numbers(), {"seed": 0}, MESH, Stopwatch())
 
 
 def test_a_file_is_whole_or_not_there(tmp_path, monkeypatch):
@@ -68,12 +70,85 @@ def test_a_file_is_whole_or_not_there(tmp_path, monkeypatch):
 
 def test_a_policy_keeps_every_bit():
     params = {"a": {"kernel": jax.random.normal(jax.random.key(0), (3, 5), jnp.bfloat16)}, "scale": jnp.arange(4.0)}
-    index, payload = policy_payload(params)
-    got = policy_params(index, payload, jax.tree.map(jnp.zeros_like, params))
+    arrays = policy_on_host(params)
+    got = policy_params(arrays, jax.tree.map(jnp.zeros_like, params))
     jax.tree.map(np.testing.assert_array_equal, got, params)
     assert got["a"]["kernel"].dtype == jnp.bfloat16
     with pytest.raises(ConfigError, match="has other parameters than the model that this process has loaded"):
-        policy_params(index, payload, {"scale": params["scale"]})
+        policy_params(arrays, {"scale": params["scale"]})
+
+
+def bits(arrays: dict[str, np.ndarray]) -> dict[str, bytes]:
+    return {name: x.tobytes() for name, x in arrays.items()}
+
+
+def test_changes_of_a_policy_are_those_of_its_bits(tmp_path):
+    """Of few numbers their positions, of many the array; -0 is not 0, and nan is the same nan."""
+    one = {
+        "few": np.linspace(-1, 1, 400).astype(jnp.bfloat16).reshape(20, 20),
+        "all": np.arange(100, dtype=np.float32),
+        "none": np.full((3, 3), np.nan, np.float32),
+        "int8": np.arange(100, dtype=np.int8),
+    }
+    one["few"][0, 0] = 0.0
+    two = {name: x.copy() for name, x in one.items()}
+    two["few"][0, 0], two["few"][19, 19], two["int8"][7] = -0.0, np.nan, -5
+    two["all"] += 1
+    index, payload, changed = policy_changes(two, one)
+    assert [entry[3] for entry in index] == [2, -1, 0, 1] and changed == 103
+    assert len(payload) == 2 * (4 + 2) + 400 + (4 + 1)
+    three = {name: x.copy() for name, x in two.items()}
+    three["few"][5, 5] = 7
+    before = bits(one)
+    for name, base, (arrays, held) in (("a", "", (one, {})), ("b", "a", (two, one)), ("c", "b", (three, two))):
+        index, payload, _ = policy_changes(arrays, held)
+        write_file(tmp_path / name, {"arrays": index, "base": base}, payload)
+    for held, arrays in (("", {}), ("a", one), ("b", two), ("of another start", three)):
+        read = read_policy(tmp_path / "c", str(tmp_path / held) if len(held) == 1 else held, arrays)[1]
+        assert bits(read) == bits(three) and {x.dtype for x in read.values()} == {x.dtype for x in one.values()}
+    assert bits(one) == before
+    (tmp_path / "b").write_bytes((tmp_path / "b").read_bytes()[:-1])
+    assert bits(read_policy(tmp_path / "c", str(tmp_path / "b"), two)[1]) == bits(three)  # it need not be read
+    with pytest.raises(ConfigError, match="b is damaged"):
+        read_policy(tmp_path / "c", "", {})
+
+
+@pytest.mark.parametrize("staleness", [0, 1, 3])
+def test_policies_are_kept_as_long_as_one_is_made_of_them(tmp_path, monkeypatch, staleness):
+    """One of two samplers begins anew with each batch, and finds all files that its policy is made of; others go."""
+    monkeypatch.setattr(rollout_files, "WHOLE_EVERY", 3)
+    queue = queue_of(tmp_path, staleness, steps=12)
+    queue._publish = lambda version: {"w": jnp.zeros(64, jnp.bfloat16).at[version].set(1)}
+    files, errors = [], []
+
+    def answer():
+        held = "", {}
+        made = 0
+        while made < 12:
+            for index in (0, 1) if queue._folder != tmp_path else ():
+                if job := _job(queue._folder, index, 2, 0):
+                    path, step = job
+                    version = int(path.name.split("_")[1])
+                    _, arrays = read_policy(path, *held) if index else read_policy(path, "", {})
+                    held = (str(path), arrays) if index else held
+                    if np.flatnonzero(arrays["['w']"]) != [version]:
+                        errors.append((step, arrays))
+                    files.append(len([*queue._folder.glob("policy_*")]))
+                    batch = pack([rollouts_of(step, version)]).tobytes()
+                    write_file(path.with_name(f"batch_{step:08d}"), {"version": version, "seconds": {}}, batch)
+                    made += 1
+            time.sleep(0.01)
+
+    thread = threading.Thread(target=answer, daemon=True)
+    with start_learners(queue._meeting), queue, jax.set_mesh(MESH):
+        thread.start()
+        for step in range(1, 13):
+            _, metrics = queue.take(None, step - 1, step - 1, None)
+            if "weights/changed_share" in metrics:
+                assert metrics["weights/changed_share"] == 2 / 64
+                assert metrics["weights/written_share"] == 2 * (4 + 2) / (64 * 2)
+        thread.join()
+    assert not errors and max(files) <= 3 + staleness + 1
 
 
 def test_batches_are_asked_for_and_taken_in_order(tmp_path):
@@ -90,9 +165,9 @@ def test_batches_are_asked_for_and_taken_in_order(tmp_path):
                 if job := _job(folder[0], index, 2, 0):
                     path, step = job
                     version, first, _ = map(int, path.name.split("_")[1:])
-                    header, payload = read_file(path)
+                    header, arrays = read_policy(path, "", {})
                     assert header["pipeline"]["position"] == 2 * (first - 1) and step % 2 == index
-                    np.testing.assert_array_equal(np.frombuffer(payload, jnp.bfloat16), [version, version])
+                    np.testing.assert_array_equal(arrays["['w']"], [version, version])
                     batch = pack([rollouts_of(step, version)]).tobytes()
                     write_file(path.with_name(f"batch_{step:08d}"), {"version": version, "seconds": {}}, batch)
                     made.append(step)
@@ -110,7 +185,7 @@ def test_batches_are_asked_for_and_taken_in_order(tmp_path):
                 arrays = queue.get_arrays()
         thread.join()
         assert read_facts(queue._folder / "taken") == {"step": 4}
-        assert [path.name for path in queue._folder.iterdir()] == ["taken"]  # nothing is kept that nobody reads
+        assert {path.name.partition("_")[0] for path in queue._folder.iterdir()} == {"taken", "policy"}
     assert read_facts(queue._folder / "end.json") == {"code": 0, "error": ""}
     again = queue_of(tmp_path)
     again.restore(arrays, MESH)

@@ -10,15 +10,13 @@ import pyarrow.parquet as pq
 from safetensors.numpy import load_file
 
 CLOCKS = {"tokens_per_second", "step_time", "rollout/queue"}
+OF_PROCESSES = ("time", "machine/", "producer/", "weights/")
 
 
 def metrics(path: Path) -> list[dict]:
-    """The lines of metrics.jsonl without what a clock measured."""
+    """The lines of metrics.jsonl without what a clock measured or another number of processes has."""
     lines = [json.loads(line) for line in path.read_text().splitlines()]
-    return [
-        {k: v for k, v in line.items() if not k.startswith(("time", "machine/", "producer/")) and k not in CLOCKS}
-        for line in lines
-    ]
+    return [{k: v for k, v in line.items() if not k.startswith(OF_PROCESSES) and k not in CLOCKS} for line in lines]
 
 
 def assert_same_run(one: Path, other: Path) -> None:

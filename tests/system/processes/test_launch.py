@@ -157,31 +157,38 @@ def test_the_shell_files_pass_shellcheck(root):
     program = shutil.which("shellcheck", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
     if program is None:
         pytest.skip("shellcheck is not installed")
-    files = [*sorted((root / "launch").rglob("*.sh")), root / "launch" / "slurm.sbatch"]
-    assert len(files) == 4
+    files = [
+        *sorted((root / "launch").rglob("*.sh")),
+        root / "launch" / "slurm.sbatch",
+        root / "launch" / "slurm_samplers.sbatch",
+    ]
+    assert len(files) == 5
     done = subprocess.run([program, *map(str, files)], text=True, capture_output=True, check=False)
     assert done.returncode == 0, done.stdout
 
 
-@pytest.mark.parametrize("name", ["gke/gpu.yaml", "gke/tpu.yaml"])
+MANIFESTS = ["gke/gpu.yaml", "gke/tpu.yaml", "gke/gpu_samplers.yaml", "gke/tpu_samplers.yaml"]
+
+
+@pytest.mark.parametrize("name", MANIFESTS)
 def test_manifest_jobs_fit_the_schema(root, name):
     """`pip install kubernetes-validate`."""
     schemas = pytest.importorskip("kubernetes_validate", reason="kubernetes-validate is not installed")
     manifest = read(root, name)
     assert (manifest["apiVersion"], manifest["kind"]) == ("jobset.x-k8s.io/v1alpha2", "JobSet")
-    (jobs,) = manifest["spec"]["replicatedJobs"]
-    job = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "job"}, "spec": jobs["template"]["spec"]}
-    schemas.validate(job, schemas.latest_version(), strict=True)
-    job["spec"]["completion"] = 2
-    with pytest.raises(schemas.ValidationError):
+    for jobs in manifest["spec"]["replicatedJobs"]:
+        job = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "job"}, "spec": jobs["template"]["spec"]}
         schemas.validate(job, schemas.latest_version(), strict=True)
+        job["spec"]["completion"] = 2
+        with pytest.raises(schemas.ValidationError):
+            schemas.validate(job, schemas.latest_version(), strict=True)
 
 
 def read(root, name):
     return yaml.safe_load((root / "launch" / name).read_text())
 
 
-@pytest.mark.parametrize("name", ["gke/gpu.yaml", "gke/tpu.yaml"])
+@pytest.mark.parametrize("name", MANIFESTS)
 def test_the_manifests_start_a_run_that_exists(root, monkeypatch, name):
     monkeypatch.chdir(root)
     job = read(root, name)["spec"]["replicatedJobs"][0]["template"]["spec"]
@@ -202,6 +209,28 @@ def test_pods_of_the_gpu_manifest_meet(root):
     assert variables["JAXRL_COORDINATOR"] == f"{name}-{worker['name']}-0-0.{name}:8476"
     assert variables["JAXRL_PROCESS_COUNT"] == str(worker["template"]["spec"]["parallelism"])
     assert "JAXRL_PROCESS_INDEX" in variables
+
+
+@pytest.mark.parametrize(("name", "counted"), [("gpu", "JOB_COMPLETION_INDEX"), ("tpu", "SLICE")])
+def test_learners_and_samplers_of_a_manifest_have_places(root, tmp_path, launch, monkeypatch, name, counted):
+    """The samplers' shell command takes the places after the learners', with the arguments of both."""
+    monkeypatch.chdir(root)
+    manifest = read(root, f"gke/{name}_samplers.yaml")
+    learner, sampler = manifest["spec"]["replicatedJobs"]
+    places = []
+    for job in (learner, sampler):
+        (container,) = job["template"]["spec"]["template"]["spec"]["containers"]
+        variables = {entry["name"]: entry.get("value") for entry in container["env"]}
+        places.append(job["replicas"] * job["template"]["spec"]["completions"])
+        assert variables["JAXRL_COORDINATOR"] == f"{manifest['metadata']['name']}-learner-0-0.jaxrl-llm:8476"
+        assert load_flags(container["args"]).config.rollout.processes == 2
+    assert places[1] == 2 and variables["JAXRL_PROCESS_COUNT"] == str(sum(places))
+    path = f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}"
+    environment = os.environ | {"NOTES": str(tmp_path / "notes"), "PATH": path, counted: "1"}
+    subprocess.run([*container["command"], *container["args"]], check=True, env=environment)
+    (call,) = notes(tmp_path)
+    assert call["environment"]["JAXRL_PROCESS_INDEX"] == str(places[0] + 1)
+    assert call["arguments"] == ["-u", "-m", "jaxrl_llm.train", *container["args"]]
 
 
 def test_skypilot_numbers_the_nodes(root, tmp_path, launch, monkeypatch):

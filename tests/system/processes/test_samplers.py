@@ -1,5 +1,6 @@
 """Runs of which some processes only sample: the bits of one process, whoever is killed and when."""
 
+import random
 import signal
 import time
 
@@ -27,10 +28,10 @@ def wait_for_lines(path, count, processes):
 def alone(root, tmp_path, run_python, monkeypatch):
     """The folder of the same run in one process, of so many devices of which one samples."""
 
-    def run(devices):
+    def run(devices, steps=6):
         # Sums of XLA's CPU depend on the number of its threads, which run_python sets: the others get as many.
         monkeypatch.setenv("NPROC", str(2 * devices))
-        done = run_python(*command(root, tmp_path / "whole", "rollout.devices=1"), devices=devices)
+        done = run_python(*command(root, tmp_path / "whole", "rollout.devices=1", steps=steps), devices=devices)
         assert done.returncode == 0, done.stderr
         return tmp_path / "whole"
 
@@ -47,22 +48,19 @@ def test_two_train_and_two_sample(root, tmp_path, alone):
 
 
 @pytest.mark.slow
-def test_kills_over_both_roles(root, tmp_path, alone):
-    """A sampler is killed and started again; then the learner is, and goes on with the samplers that are there."""
-    whole, run = alone(devices=2), tmp_path / "run"
-    words = command(root, "run", "rollout.processes=2", *LIMITS)
-    processes = start(3, tmp_path, words)
-    wait_for_lines(run / "metrics.jsonl", 1, processes)
-    processes[2].send_signal(signal.SIGKILL)
-    processes[2].communicate()
-    places = [
-        {"JAXRL_COORDINATOR": "localhost:1", "JAXRL_PROCESS_COUNT": "3", "JAXRL_PROCESS_INDEX": str(i)} for i in (2, 0)
-    ]
-    (processes[2],) = start(1, tmp_path, words, places[:1])
-    wait_for_lines(run / "metrics.jsonl", 4, processes)
-    processes[0].send_signal(signal.SIGKILL)
-    processes[0].communicate()
-    (processes[0],) = start(1, tmp_path, words, places[1:])
+def test_twenty_kills_over_both_roles(root, tmp_path, alone):
+    """Learner and samplers are killed in turn, ten times each, and started again beside those that are there."""
+    whole, run = alone(devices=2, steps=80), tmp_path / "run"
+    words = command(root, "run", "rollout.processes=2", *LIMITS, steps=80)
+    processes, pause = start(3, tmp_path, words), random.Random(0)
+    for kill in range(20):
+        wait_for_lines(run / "metrics.jsonl", 3 * kill + 2, processes)
+        time.sleep(pause.random())
+        index = (1, 0, 2, 0)[kill % 4]
+        processes[index].send_signal(signal.SIGKILL)
+        processes[index].communicate()
+        place = {"JAXRL_COORDINATOR": "localhost:1", "JAXRL_PROCESS_COUNT": "3", "JAXRL_PROCESS_INDEX": str(index)}
+        (processes[index],) = start(1, tmp_path, words, [place])
     ended = finish(processes, 300)
     assert [process.code for process in ended] == [0] * 3, [process.err[-2000:] for process in ended]
     assert_same_run(whole, run)
