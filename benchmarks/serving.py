@@ -4,10 +4,12 @@
 
 Clients ask for texts of random length with random settings and seeds; one in ten leaves before its answer. Every
 answer is then asked for again, alone, and must be the same. The engine's own number is one rollout of the same
-prompts and lengths in as many slots; the queue's is the same requests without HTTP.
+prompts and lengths in as many slots; the queue's is the same requests without HTTP. Last, a step of training's
+rollout, eight rows a prompt, by the engine and as requests of the queue.
 """
 
 import argparse
+import dataclasses
 import http.client
 import json
 import os
@@ -30,6 +32,7 @@ from jaxrl_llm.rollout.sampling import SamplingParams
 from jaxrl_llm.serving.grid import RowRequest, bucket
 from jaxrl_llm.serving.queue import Handle, RequestQueue, Tokens
 
+GROUP, ROUNDS = 8, 9  # rows of a prompt in a step of training; rollouts of which the median is taken
 LEAVING = 10  # one client in so many leaves early
 SETTINGS = ({}, {"temperature": 0}, {"temperature": 1.4}, {"top_p": 0.9}, {"top_k": 20}, {"min_p": 0.05, "top_p": 0.95})
 
@@ -117,44 +120,79 @@ def resident(process: int) -> float:
     return int(re.search(r"VmRSS:\s+(\d+)", Path(f"/proc/{process}/status").read_text())[1]) / 1024
 
 
-def of_queue(model: Model, bodies: list[dict], options: argparse.Namespace) -> float:
-    """Tokens a second of the requests without HTTP."""
-    engine = Engine(model.net, SamplingParams(), 1, options.prompt + options.longest, (), options.chunk)
-    queue = RequestQueue(engine, model.params, options.slots)
-    queue.start()
-    for _ in range(2):  # the first compiles
-        left, done, lock = [len(bodies)], threading.Event(), threading.Lock()
-
-        def deliver(tokens: Tokens | BaseException, left=left, done=done, lock=lock) -> None:
-            if isinstance(tokens, BaseException) or tokens.finish_reason is not None:
-                with lock:
-                    left[0] -= 1
-                    if not left[0]:
-                        done.set()
-
-        def request(body: dict) -> RowRequest:
-            sampling = SamplingParams(**{name: body[name] for name in vars(SamplingParams()) if name in body})
-            return RowRequest(body["prompt"], body["max_tokens"], sampling, (), body["seed"])
-
-        start = time.perf_counter()
-        queue.submit([Handle(request(body), deliver) for body in bodies])
-        done.wait()
-        seconds = time.perf_counter() - start
-    queue.stop()
-    return sum(body["max_tokens"] for body in bodies) / seconds
+def row_request(body: dict) -> RowRequest:
+    """A body as a row of the queue."""
+    sampling = SamplingParams(**{name: body[name] for name in vars(SamplingParams()) if name in body})
+    return RowRequest(body["prompt"], body["max_tokens"], sampling, (), body["seed"])
 
 
-def of_engine(model: Model, bodies: list[dict], options: argparse.Namespace) -> float:
-    """Tokens a second of one rollout of the same prompts and lengths, with one setting for all."""
+def seconds_in_queue(queue: RequestQueue, requests: list[RowRequest]) -> float:
+    """Seconds until all requests, which come at once, are answered."""
+    left, done, lock = len(requests), threading.Event(), threading.Lock()
+
+    def deliver(tokens: Tokens | BaseException) -> None:
+        nonlocal left
+        if isinstance(tokens, BaseException) or tokens.finish_reason is not None:
+            with lock:
+                left -= 1
+                if not left:
+                    done.set()
+
+    start = time.perf_counter()
+    queue.submit([Handle(request, deliver) for request in requests])
+    done.wait()
+    return time.perf_counter() - start
+
+
+def seconds_in_engine(engine: Engine, model: Model, prompts: list[list[int]], width: int, limits: np.ndarray) -> float:
+    """Seconds of one rollout, and that each row has as many tokens as `limits` says."""
+    padded, segments = pad_prompts(prompts, bucket(width))
+    start = time.perf_counter()
+    rollout = engine.generate(model.params, padded, segments, jax.random.key(0), limits=limits)
+    np.testing.assert_array_equal(np.asarray(rollout.lengths), limits)
+    return time.perf_counter() - start
+
+
+def of_requests(model: Model, bodies: list[dict], options: argparse.Namespace) -> dict[str, float]:
+    """Tokens a second of the requests without HTTP, and of one rollout of them with one setting for all."""
+    queue_engine = Engine(model.net, SamplingParams(), 1, options.prompt + options.longest, (), options.chunk)
     engine = Engine(model.net, SamplingParams(), 1, options.longest, (), slots=options.slots)
-    prompts, segments = pad_prompts([body["prompt"] for body in bodies], bucket(options.prompt))
+    prompts, limits = [body["prompt"] for body in bodies], np.asarray([body["max_tokens"] for body in bodies])
+    queue = RequestQueue(queue_engine, model.params, options.slots)
+    queue.start()
+    requests = [row_request(body) for body in bodies]
+    for _ in range(2):  # the first compiles
+        seconds = seconds_in_queue(queue, requests), seconds_in_engine(engine, model, prompts, options.prompt, limits)
+    queue.stop()
+    return dict(zip(("queue_tokens_per_second", "engine_tokens_per_second"), limits.sum() / seconds, strict=True))
+
+
+def of_rollout(model: Model, bodies: list[dict], options: argparse.Namespace) -> dict[str, float]:
+    """Tokens a second of a training step's rollout by the engine and as requests, in turns; medians, and their ratio.
+
+    As many prompts as fill the slots, GROUP rows of each, one setting; lengths are those of the first bodies.
+    """
+    bodies = bodies[: options.slots]
+    prompts = [body["prompt"] for body in bodies[::GROUP]]
     limits = np.asarray([body["max_tokens"] for body in bodies])
-    for _ in range(2):
-        start = time.perf_counter()
-        rollout = engine.generate(model.params, prompts, segments, jax.random.key(0), limits=limits)
-        tokens = int(np.asarray(rollout.lengths).sum())
-        seconds = time.perf_counter() - start
-    return tokens / seconds
+    requests = [
+        RowRequest(prompts[row // GROUP], int(limit), SamplingParams(), (), row) for row, limit in enumerate(limits)
+    ]
+    engine = Engine(model.net, SamplingParams(), GROUP, options.longest, ())
+    queue = RequestQueue(
+        dataclasses.replace(engine, group_size=1, max_completion_length=options.prompt + options.longest),
+        model.params,
+        options.slots,
+    )
+    queue.start()
+    seconds = np.asarray([
+        (seconds_in_queue(queue, requests), seconds_in_engine(engine, model, prompts, options.prompt, limits))
+        for _ in range(ROUNDS)
+    ])  # fmt: skip
+    queue.stop()
+    own, engines = limits.sum() / np.median(seconds[2:], axis=0)  # the first compile
+    return {"rollout_in_queue_tokens_per_second": own, "rollout_tokens_per_second": engines,
+            "rollout_ratio": own / engines}  # fmt: skip
 
 
 def main(argv: list[str]) -> None:
@@ -175,11 +213,11 @@ def main(argv: list[str]) -> None:
     bodies = requests_of(options.requests, options.prompt, options.longest, min(model.net.config.vocab_size, 256))
     numbers: dict[str, float] = of_server(options.model, bodies, options)
     print(json.dumps({**numbers, **vars(options)}), flush=True)
-    numbers["queue_tokens_per_second"] = of_queue(model, bodies, options)
-    numbers["engine_tokens_per_second"] = of_engine(model, bodies, options)
+    numbers |= of_requests(model, bodies, options)
     own = numbers["engine_tokens_per_second"]
     numbers["queue_ratio"] = numbers["queue_tokens_per_second"] / own
     numbers["server_ratio"] = numbers["tokens_per_second"] / own
+    numbers |= of_rollout(model, bodies, options)
     print(json.dumps({name: round(float(x), 3) for name, x in numbers.items()} | {"cpus": os.cpu_count()}))
 
 
