@@ -129,7 +129,7 @@ FURTHER = """
 
 The same with `configs/further.py:NAME`, for 120 steps: estimators and losses by their keys alone, with the learning
 rate of the others. `topr`, `dppo`, `m2po` and `interpolated` learn from samples two updates old, `dro` and `vespo` make
-four updates of each batch.
+two updates of each batch.
 """
 SELF = """
 ## The policy as its own teacher

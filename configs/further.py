@@ -26,9 +26,9 @@ FORMS = {
     # DPPO (arXiv 2602.04879): leaves out tokens by how far their probability, not its ratio, has moved.
     "dppo": {"algorithm.loss": "dppo", "algorithm.epsilon_high": 0.2, **AHEAD},
     # DRO (arXiv 2405.19107): a square penalty on the log-ratio in place of a clip.
-    "dro": {"algorithm.loss": "dro(beta=0.1)", "batch.minibatches": 4},
+    "dro": {"algorithm.loss": "dro(beta=0.1)", "batch.minibatches": 2},
     # VESPO (arXiv 2602.10693): rows weighed by a soft function of their ratio.
-    "vespo": {"algorithm.loss": "vespo", "batch.minibatches": 4},
+    "vespo": {"algorithm.loss": "vespo", "batch.minibatches": 2},
     # M2PO (arXiv 2510.01161): leaves out tokens until the second moment of the log-ratio is small.
     "m2po": {"algorithm.loss": "m2po", **AHEAD},
     # A-3PO (arXiv 2512.06547): decoupled PPO whose old log-probs lie between the sampler's and the policy's.
