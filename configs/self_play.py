@@ -20,13 +20,14 @@ def get_config(arg: str = ""):
     config.total_steps = min(config.total_steps, 100)
     config.algorithm.advantage = "rae(decay=0.95)"
     config.algorithm.beta = 0.0
+    config.algorithm.entropy_coef = 0.05  # without it both soon play the first move that was legal
     config.environment.agent = f"{here.parent / 'agents' / 'taking_game.py'}:run"
-    config.environment.max_turns = 9
-    config.environment.agent_branches = 9
+    config.environment.max_turns = 6
+    config.environment.agent_branches = 6
     config.environment.workers = 32
     config.rewards.functions = ("environment(name='optimal')",)
     config.rollout.group_size = 1
-    config.rollout.max_completion_length = 110
-    config.batch.prompts = 8 if arg == "tiny" else 128
+    config.rollout.max_completion_length = 72
+    config.batch.prompts = 8 if arg == "tiny" else 64
     config.eval.prompts = 8 if arg == "tiny" else 128
     return config

@@ -2,7 +2,7 @@
 
 The players take one to three stones in turn. Each has a session of its own (a sub-agent of that name) and a reward of
 its own: 1 for a win, -1 for a loss, which a move that the rules do not have is too. What the model reads is the moves
-there are and the pile, `sort:1237=`; what it writes, one character, is its move. It wins who leaves four or eight.
+there are and the pile, `sort:1236=`; what it writes, one character, is its move. Who leaves four can win.
 """
 
 from openai import OpenAI
@@ -13,9 +13,9 @@ PLAYERS = ("first", "second")
 def run(base_url: str, api_key: str, task: dict) -> dict[str, float]:
     """Plays a game; returns which share of its moves were legal, and of those that could keep a win which did.
 
-    It opens with a stone for each digit of the task's prompt, and one more: five to nine.
+    It opens with two stones fewer than the task's prompt has digits: two to six.
     """
-    pile, turn, legal, kept = len(task["prompt"].removeprefix("sort:")), 0, [], []
+    pile, turn, legal, kept = len(task["prompt"]) - len("sort:=") - 2, 0, [], []
     with OpenAI(base_url=base_url, api_key=api_key) as client:
         opened = [client.post("/sub_agents", cast_to=dict, body={"name": name}) for name in PLAYERS]
         players = [client.with_options(base_url=session["base_url"]) for session in opened]
