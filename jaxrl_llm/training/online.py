@@ -189,13 +189,7 @@ class RolloutWorker:
                 graded = graded._replace(rewards=np.where(sessions.failed[:, None], np.float32(np.nan), graded.rewards))
             turns = parts = roles = None
             if sessions is not None:
-                found, most = sessions.parts()
-                parts = turn_table(found, most, group_size, width)
-                games = [row.get("agent") for row in rows]
-                roles = [
-                    ["/".join(filter(None, (game, part.state))) or "agent" for part in own]
-                    for game, own in zip(games, found, strict=True)
-                ]
+                parts, roles = turn_table(*sessions.parts(), group_size, width), sessions.roles()
             if (played := episodes or sessions) is not None:
                 turns = turn_table(*played.turn_records(lengths.tolist()), group_size, width)
                 metrics, totals, table = played.release()
