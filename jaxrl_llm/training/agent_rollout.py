@@ -103,7 +103,8 @@ def session_row(session: Session, longest: int, most: int) -> SessionRow | None:
 class AgentEpisodes:
     """The sessions of a rollout batch that have ended; `RolloutWorker` asks them as it asks `EpisodeBatch`.
 
-    Rows have up to `branches` branches, and `longest` tokens behind their first prompt.
+    Rows have up to `branches` branches, and `longest` tokens behind their first prompt. `names` are those of the agents
+    that rows name, None where there is one agent.
     """
 
     def __init__(
@@ -114,8 +115,10 @@ class AgentEpisodes:
         seconds: Sequence[float],
         longest: int,
         branches: int,
+        names: Sequence[str | None],
     ):
         self.tokenizer, self.sessions, self.seconds, self.branches = turns, sessions, seconds, branches
+        self.names = names
         self.rows = [session_row(session, longest, branches) for session in sessions]
         self.rewards = [_reward(session, outcome) for session, outcome in zip(sessions, outcomes, strict=True)]
         self.reasons = [  # why a session has no reward
@@ -161,6 +164,13 @@ class AgentEpisodes:
     def parts(self) -> tuple[list[list[Turn]], int]:
         """Of each row its sub-agents and its session, with what is known of them; and how many a row may have."""
         return [[] if row is None else row.parts for row in self.rows], self.branches
+
+    def roles(self) -> list[list[str]]:
+        """The names of the parts of each row, `agent/sub-agent`, as far as there are several; else `agent`."""
+        return [
+            ["/".join(filter(None, (name, part.state))) or "agent" for part in own]
+            for name, own in zip(self.names, self.parts()[0], strict=True)
+        ]
 
     def release(self) -> tuple[dict[str, list[float]], dict[str, float], dict[str, list[Any]]]:
         """Metrics (numbers to average), totals (to add up) and columns of the table."""
@@ -243,7 +253,8 @@ class AgentRollout:
             for session in sessions:
                 gateway.end(session, "the step is over")
             _wait(gateway.queue.release)
-        episodes = AgentEpisodes(self.turns, sessions, outcomes, seconds, longest, spec.branches)
+        names = [task.get("agent") if spec.others else None for task in tasks]
+        episodes = AgentEpisodes(self.turns, sessions, outcomes, seconds, longest, spec.branches, names)
         failed = int(episodes.failed.sum())
         if failed == len(tasks) or (failed and spec.on_error == "stop"):
             raise EpisodeError(

@@ -130,6 +130,9 @@ def advantage_inputs() -> dict:
         "lengths": MASK.sum(1).astype(np.float32),
         "logit_norms": RNG.uniform(0.1, 1.5, (N, T)),
         "turns": turn_table(records, 2, K, 0)._replace(rewards=RNG.normal(size=(N, 2)).astype(np.float32)),
+        "parts": turn_table([[Turn(2, 0.3, "a"), Turn(6, np.nan)] for _ in range(N)], 2, K, 0),
+        "roles": np.tile(np.array([[0, 1]]), (N, 1)),
+        "baselines": RNG.normal(size=3),
     }
 
 
