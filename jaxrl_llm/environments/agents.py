@@ -40,7 +40,7 @@ Start = Callable[["Connection", Mapping[str, Any]], Any]  # returns a reward, or
 class AgentSpec:
     """The settings of `environment.*` that agents need.
 
-    agent: a function or its name, or a command line. workers: agents that run at once. timeout: seconds of each. calls:
+    agent: a function (its `close`, if it has one, is called at the end) or its name, or a command line. workers: agents that run at once. timeout: seconds of each. calls:
     of a session; tokens: that it samples, None without a limit. on_error: stop (the run) when one fails, or end.
     others: further agents by the values of the column `agent`. branches: of a session that are learned from, at most.
     """
@@ -80,7 +80,8 @@ class Agents:
 
     def __init__(self, spec: AgentSpec):
         self.spec, self.pool = spec, CallPool(spec.workers, spec.timeout)
-        self.closing: list[Callable[[], Any]] = []  # what else ends with them
+        # What else ends with them.
+        self.closing: list[Callable[[], Any]] = [spec.agent.close] if hasattr(spec.agent, "close") else []
         self.starts: dict[str | None, Start] = {None: _start("environment.agent", spec.agent)}
         self.starts |= {value: _start("environment.agents", agent) for value, agent in spec.others.items()}
 
