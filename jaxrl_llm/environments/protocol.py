@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeGuard
 
 from jaxrl_llm.config.resolve import ConfigError
 
@@ -65,7 +65,7 @@ def checked_step(returned: Any, name: str) -> Step:
     return Step(observation, float(step.reward), bool(step.done), step.state)
 
 
-def is_messages(value: Any) -> bool:
+def is_messages(value: Any) -> TypeGuard[Messages]:
     """True for a list of one or more messages, each with a role."""
     return (
         isinstance(value, Sequence)

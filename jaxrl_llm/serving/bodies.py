@@ -140,8 +140,8 @@ def parse(
     """The checked request of a body. Raises BadRequestError, which names the field, or RecursionError.
 
     longest: the most tokens of a prompt and its completion; vocabulary: token ids are below it; most_rows: completions
-    of a request; images: bounds of those. `render(prompt, tools, options)` makes token ids of a text, or of messages, in place of
-    `render_prompt`.
+    of a request; images: bounds of those. `render(prompt, tools, options)` makes token ids of a text, or of messages,
+    in place of `render_prompt`.
     """
 
     def rendered(prompt: Any, tools: Any = None, options: Any = None, images: ImageText | None = None) -> list[int]:

@@ -206,7 +206,7 @@ class AgentRollout:
     mesh: Mesh
     prompt_width: int
     slots: int
-    images: ImageLimits = ImageLimits()  # of those that agents send
+    images: ImageLimits = dataclasses.field(default_factory=ImageLimits)  # of those that agents send
     held: dict[str, Any] = dataclasses.field(default_factory=dict)  # the endpoint, once it is open
 
     def __call__(self, params: Params, examples: Sequence[Row], key) -> tuple[Rollout, AgentEpisodes]:

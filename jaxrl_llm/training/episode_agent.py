@@ -65,7 +65,7 @@ class EpisodeAgent:
                 )
             body = {"max_tokens": ANY_LENGTH}
             if chat:
-                prompt = prompt if opening is None else self._sent(prompt)
+                prompt = prompt if opening is None else self._sent(episode.name, prompt)
                 body |= {"chat_template_kwargs": options["template_kwargs"]}
                 # Calls stay in the text, where they are looked for as in episodes of the engine.
                 body |= {"tools": tools, "tool_choice": "none"} if tools else {}
@@ -91,10 +91,9 @@ class EpisodeAgent:
                 if episode.stop_reason is not None:
                     break
                 if chat:
-                    messages = (
-                        [{"role": "user", "content": observation}] if isinstance(observation, str) else observation
-                    )
-                    prompt = [*prompt, {"role": "assistant", "content": text}, *self._sent(messages)]
+                    if isinstance(observation, str):
+                        observation = [{"role": "user", "content": observation}]
+                    prompt = [*prompt, {"role": "assistant", "content": text}, *self._sent(episode.name, observation)]
                 elif isinstance(observation, str):
                     prompt += text + observation
                 else:
@@ -104,9 +103,9 @@ class EpisodeAgent:
                     )
             if hasattr(episode.environment, "get_reward"):
                 episode.set_reward(called("get_reward", episode.environment.get_reward))
-            for turn, (reward, state) in enumerate(zip(episode.turn_rewards, episode.states, strict=False)):
-                if episode.reward is not None:
-                    post(reward_url, {"reward": reward, "turn": turn, "state": json.loads(state_key(state))})
+            rewarded = zip(episode.turn_rewards, episode.states, strict=False) if episode.reward is not None else ()
+            for turn, (reward, state) in enumerate(rewarded):
+                post(reward_url, {"reward": reward, "turn": turn, "state": json.loads(state_key(state))})
         except BaseException as error:
             episode.fail(f"{type(error).__name__}: {error}")  # so that its environment is closed
             raise
@@ -119,13 +118,16 @@ class EpisodeAgent:
         self.environments.close()
         self.client.close()
 
-    def _sent(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """The messages with their images as data: URLs. Raises ConfigError as `read_image`."""
+    def _sent(self, name: str, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """The messages of the environment `name`, images as data: URLs. Raises EpisodeError for one that is broken."""
 
         def part(given: Any) -> Any:
             if not is_image_part(given):
                 return given
-            return {"type": "image_url", "image_url": {"url": data_url(read_image(given, self.limits))}}
+            try:
+                return {"type": "image_url", "image_url": {"url": data_url(read_image(given, self.limits))}}
+            except ConfigError as error:
+                raise EpisodeError(f"{name} shows an image that cannot be read: {error}") from error
 
         return [
             {**message, "content": list(map(part, message["content"]))}

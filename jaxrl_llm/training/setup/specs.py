@@ -639,6 +639,17 @@ def environment_spec(config, environment: Any = None, tools: Sequence[Any] = ())
     """
     c, name = config.environment, config.algorithm.name
     plays = c.agent in (None, EPISODES)
+    others = {value: agent for value, _, agent in (entry.partition("=") for entry in c.agents)}
+    agents = partial(
+        AgentSpec,
+        workers=c.workers,
+        timeout=c.agent_timeout,
+        calls=c.max_turns,
+        tokens=c.agent_tokens,
+        on_error=c.on_error,
+        others=others,
+        branches=c.agent_branches,
+    )
     if c.agent is not None:
         if c.reward_scale and not plays:
             raise EpisodeError(
@@ -657,12 +668,8 @@ def environment_spec(config, environment: Any = None, tools: Sequence[Any] = ())
             )
         if jax.process_count() > 1:
             raise EpisodeError("environment.agent is for one process, but this run has several")
-    others = {value: agent for value, _, agent in (entry.partition("=") for entry in c.agents)}
-    agents = AgentSpec(
-        c.agent, c.workers, c.agent_timeout, c.max_turns, c.agent_tokens, c.on_error, others, c.agent_branches
-    )
-    if not plays:
-        return agents
+        if not plays:
+            return agents(c.agent)
     spec = EnvironmentSpec(
         environment=c.name if environment is None else environment,
         tools=(*c.tools, *tools),
@@ -686,4 +693,4 @@ def environment_spec(config, environment: Any = None, tools: Sequence[Any] = ())
             f"environment.agent is {EPISODES!r}, but there is neither an environment nor a tool: set environment.name "
             "or tools, or leave it out"
         )
-    return replace(agents, agent=EpisodeAgent(spec, image_limits(config)))
+    return agents(EpisodeAgent(spec, image_limits(config)))
