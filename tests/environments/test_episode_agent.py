@@ -97,7 +97,11 @@ def play(tokenizer):
         turns = TurnTokenizer(tokenizer, (eos,), WIDTH)
         on_error, seconds = settings.pop("on_error", "end"), settings.pop("agent_timeout", 60.0)
         agent = EpisodeAgent(EnvironmentSpec(environment, tools, **{"timeout": 30.0} | settings), limits)
-        agents = Agents(AgentSpec(agent, timeout=seconds, calls=agent.environments.spec.max_turns, on_error=on_error))
+        agents = Agents(
+            AgentSpec(
+                agent, agent.environments.spec.workers, seconds, agent.environments.spec.max_turns, on_error=on_error
+            )
+        )
         queue = Scripted(tokenizer, eos, say)
         gateway = Gateway(queue, turns, len(tokenizer), seconds, limits)
         closing.extend([agents.close, gateway.close])
@@ -153,14 +157,11 @@ def test_observations_with_images_are_rows(tokenizer, play):
         image = Image.fromarray(drawn(random.Random(number // K))[0].astype(np.uint8))
         assert row[PIXELS].read()[0].tobytes() == image.tobytes() and len(row[PIXELS].images) == 1
         shown = ImageText.of(row[PIXELS], tokenizer)
-        rendered = tokenizer.apply_chat_template(
-            [
-                *user(("start", "begin")[number // K]), {"role": "assistant", "content": "look"},
-                *user("this: ", {"type": "image"}, "how many?"), {"role": "assistant", "content": "12"},
-            ], tokenize=False,
-        ).replace("this: ", "")  # fmt: skip
-        text = tokenizer.decode(row["prompt_ids"]).replace("this: ", "")
-        assert shown.expand(rendered).rstrip() == text
+        parts = [{"type": "text", "text": "this: "}, {"type": "image"}, {"type": "text", "text": "how many?"}]
+        said = [{"role": "assistant", "content": text} for text in ("look", "12")]
+        messages = [*user(("start", "begin")[number // K]), said[0], {"role": "user", "content": parts}, said[1]]
+        rendered = tokenizer.apply_chat_template(messages, tokenize=False)
+        assert shown.expand(rendered).rstrip() == tokenizer.decode(row["prompt_ids"])
         assert row["prompt_ids"].count(pad) == shown.tokens == 9
     for row, mask in zip(rollout.tokens, rollout.mask, strict=True):
         assert tokenizer.decode(row[mask > 0]) == "look<|im_end|>12<|im_end|>"
@@ -231,10 +232,8 @@ def test_tools_that_return_images(play):
     episode = environments.acquire({})
     call = '<tool_call>{"name": "draw", "arguments": {"what": "%s"}}</tool_call>'
     assert episode.respond(call % "numbers", call % "numbers").step.observation[0]["content"] == "[1, 2]"
-    observed, turns = (
-        episode.respond(call % "alone", "").step.observation,
-        TurnTokenizer(queue.tokenizer, (queue.eos,), 9),
-    )
+    observed = episode.respond(call % "alone", call % "alone").step.observation
+    turns = TurnTokenizer(queue.tokenizer, (queue.eos,), WIDTH)
     with pytest.raises(ConfigError, match=r'has an image, .* set environment.agent="episodes"'):
         turns.observation_ids({"prompt": prompts[0]}, observed)
 
@@ -359,30 +358,24 @@ def checked_rows(rollout, episodes, turns, width, prompts, spec, completion):
                 assert end == len(tokens)
             else:
                 assert tokens[end : end + len(observed)] == observed and not sampled[end : end + len(observed)].any()
-    own, others = (
-        played.finish(*given)[1]["environment_reward"]
-        for played, given in (
-            (episodes, ([prompt for prompt in prompts for _ in range(K)], ids)),
-            (batch, (ids, True)),
-        )  # fmt: skip
-    )
-    np.testing.assert_allclose(own, others, rtol=1e-6)
+    rows = [prompt for prompt in prompts for _ in range(K)]
+    own, others = episodes.finish(rows, ids)[1], batch.finish(ids, True)[1]
+    np.testing.assert_allclose(own["environment_reward"], others["environment_reward"], rtol=1e-6)
     tables = [turn_table(*played.turn_records(lengths), K, width) for played in (episodes, batch)]
     jax.tree.map(np.testing.assert_array_equal, *tables)
     return tables[0]
 
 
-@pytest.mark.parametrize("chat", [False, True])
-@pytest.mark.parametrize("completion", [200, 18])
+@pytest.mark.parametrize(("chat", "completion"), [(False, 200), (False, 22), (True, 200), (True, 62)])
 def test_a_game_of_text_is_the_engines_own(tokenizer, play, chat, completion):
     """Tokens, rewards, and turns with their rewards and states; also where the last turn is cut off."""
     count, spec = itertools.count(), EnvironmentSpec(lambda: Game(chat), max_turns=3)
     prompts = [user(text) if chat else text for text in ("what?", "which?")]
     say = lambda prompt: "a" * (next(count) % 5 + 2)  # noqa: E731
-    rollout, episodes, _ = play(say, prompts, lambda: Game(chat), completion=completion, max_turns=3)
+    rollout, episodes, _ = play(say, prompts, lambda: Game(chat), completion=completion, max_turns=3, workers=1)
     turns = TurnTokenizer(tokenizer, (tokenizer.eos_token_id,), WIDTH)
     table = checked_rows(rollout, episodes, turns, WIDTH, prompts, spec, completion)
-    assert np.isfinite(table.rewards).all() == (completion == 200)
+    assert np.isfinite(table.rewards).all() == ((chat, completion) != (True, 62))
     assert rollout.finished.all() == (completion == 200)
 
 
