@@ -52,14 +52,15 @@ def turn_table(rows: Sequence[Sequence[Turn]], width: int, group_size: int, firs
         if member == 0:
             first = {}
         for number, turn in enumerate(turns):
-            key = json.dumps(turn.state, sort_keys=True, default=_plain)
+            key = state_key(turn.state)
             table.states[row, number] = first.setdefault(key, member * width + number)
             table.rewards[row, number], table.ends[row, number] = turn.reward, first_column + turn.end
     return table
 
 
-def _plain(x: Any) -> Any:
-    return x.tolist() if hasattr(x, "tolist") else repr(x)
+def state_key(state: Any) -> str:
+    """A text that is the same for states that are: their JSON, with the `repr` of what JSON lacks."""
+    return json.dumps(state, sort_keys=True, default=lambda x: x.tolist() if hasattr(x, "tolist") else repr(x))
 
 
 def with_outcome(turns: Turns, scores, weight=1.0) -> Turns:

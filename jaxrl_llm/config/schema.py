@@ -195,6 +195,7 @@ def _split_list(text: str) -> list[str]:
 LARGEST = 1e15  # of numbers that enter float32 computations, where larger ones overflow
 ALGORITHMS = ("grpo", "ppo", "sft", "preference", "reward_model")
 OFFLINE = ("sft", "preference", "reward_model")
+EPISODES = "episodes"  # the agent that plays environments
 DTYPES = ("float32", "bfloat16", "float16")
 
 SECTIONS = {
@@ -509,7 +510,8 @@ KEYS = (
         "`server(url='http://localhost:8000/v1', model='m')`."),
     Setting("environment.agent", None,
         "Agent: a program that talks to an endpoint of the run by any client of OpenAI's API, `path/to/file.py:run` "
-        "or a command line. Its calls are sampled and learned from. See docs/agents.md."),
+        "or a command line. Its calls are sampled and learned from. See docs/agents.md. `episodes` plays "
+        "environment.name and environment.tools, whose observations may have images then."),
     Setting("environment.agents", (),
         "Further agents, each `VALUE=AGENT`: one runs for the rows whose column agent has that value, and "
         "environment.agent for those without a value."),

@@ -18,7 +18,7 @@ from jax.sharding import Mesh
 
 from jaxrl_llm.algorithms.turn_advantages import Turn
 from jaxrl_llm.data.image_rows import Tiles
-from jaxrl_llm.data.images import data_url
+from jaxrl_llm.data.images import ImageLimits, data_url
 from jaxrl_llm.data.observations import TurnTokenizer
 from jaxrl_llm.data.templates import is_conversational
 from jaxrl_llm.data.tokenize import PIXELS
@@ -84,7 +84,8 @@ def session_row(session: Session, longest: int, most: int) -> SessionRow | None:
             if id(turn) in known:
                 mask[begin:end] = [0] * (end - begin)
             else:
-                row.turns.append(Turn(first + end, one.turn_rewards.get(call, 0.0), before))
+                state = one.turn_states.get(call, before)
+                row.turns.append(Turn(first + end, one.turn_rewards.get(call, 0.0), state))
             known.add(id(turn))
             begin = end
         row.completion_ids.extend([*prompt, *branch.completion_ids])
@@ -215,6 +216,7 @@ class AgentRollout:
     mesh: Mesh
     prompt_width: int
     slots: int
+    images: ImageLimits = dataclasses.field(default_factory=ImageLimits)  # of those that agents send
     held: dict[str, Any] = dataclasses.field(default_factory=dict)  # the endpoint, once it is open
 
     def __call__(self, params: Params, examples: Sequence[Row], key) -> tuple[Rollout, AgentEpisodes]:
@@ -288,7 +290,7 @@ class AgentRollout:
         )
         queue = RequestQueue(engine, params, self.slots, self.mesh)
         queue.start()
-        gateway = Gateway(queue, self.turns, engine.net.config.vocab_size, self.agents.spec.timeout)
+        gateway = Gateway(queue, self.turns, engine.net.config.vocab_size, self.agents.spec.timeout, self.images)
         self.agents.closing += [gateway.close, lambda: queue.stop(10)]
         self.held["gateway"] = gateway
         return gateway
