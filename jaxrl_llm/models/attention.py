@@ -97,7 +97,7 @@ class Attention(nnx.Module):
             arrays = arrays._replace(inv_freq=jnp.where(arrays.inv_freq == 0, 0.0, inputs.inv_freq))
         positions = inputs.positions if inputs.rotary is None else inputs.rotary
         q, k, v, gate = self._project(x, positions, arrays)
-        if k is None:
+        if k is None or v is None:
             k, v = (a.swapaxes(1, 2) for a in inputs.shared)
             return self._output(attend(self.config, q, k, v, inputs, arrays.window, self._sinks()), gate, x), ()
         out = attend(self.config, q, k, v, inputs, arrays.window, self._sinks())
@@ -120,7 +120,7 @@ class Attention(nnx.Module):
             prompt = KeyValues(prompt.k, prompt.v)
         q, k, v, gate = self._project(x[:, :, None], positions, arrays)
         q = q.reshape(*inputs.length.shape, -1, *q.shape[3:])  # [G,R,W,J,H/J,d]
-        if k is not None:
+        if k is not None and v is not None:
             k, v = (a.reshape(*q.shape[:3], *a.shape[3:]) for a in (k, v))
             cache = _write(cache, k, v, inputs.length)
         by_head = q.swapaxes(2, 3)  # [G,R,J,W,H/J,d]

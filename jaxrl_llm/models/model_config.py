@@ -74,9 +74,7 @@ class ModelConfig:
     keys_as_values: bool = False  # before their norms and rotation, in the layers without a window
     full_head_dim: int = 0  # of the layers without a window; 0: head_dim
     full_kv_heads: int = 0  # likewise
-    shared_layers: int = (
-        0  # so many layers, the last ones, read the keys and values of the last one before of their kind
-    )
+    shared_layers: int = 0  # of the last layers, which read the keys and values of the latest one of their kind before
     shared_ffn: int = 0  # of these layers; 0: ffn
     layer_scale: bool = False  # the hidden states after each layer are multiplied by a number, which is not trained
     per_layer_width: int = 0  # numbers of a token that each layer adds a map of, see per_layer.py; 0: none
@@ -100,6 +98,7 @@ class ModelConfig:
     swiglu_limit: float | None = None  # of gate and up of experts; see layers.gated
     swiglu_alpha: float = 1.702
     normalize_top_k: bool = False
+    experts_beside: bool = False  # of a dense feed-forward; see moe.ExpertsBeside
     shared_expert_ffn: int = 0  # channels of the expert that every token has besides; 0: none
     shared_expert_gate: bool = False  # a number a token that its output is multiplied by
     dense_layers: tuple[int, ...] = ()  # the layers without experts, where others have them

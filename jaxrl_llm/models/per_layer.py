@@ -17,20 +17,18 @@ class PerLayerEmbed(nnx.Module):
     """The numbers of tokens for all layers: of a table `[V,L*P]`, and of a projection of their embeddings."""
 
     def __init__(self, config, rngs: nnx.Rngs):
-        size = config.layers * config.per_layer_width
+        self.width = config.per_layer_width
+        size = config.layers * self.width
         table = dataclasses.replace(config, vocab_size=config.per_layer_vocab, width=size)
         self.embed = Embed(table, rngs)
         self.proj = Linear(config.width, size, config, rngs)
-        self.norm = RMSNorm(config.per_layer_width, config, rngs)
+        self.norm = RMSNorm(self.width, config, rngs)
 
     def __call__(self, tokens, x) -> jax.Array:
         """`[L,N,T,P]` of tokens `[N,T]` with the embeddings x `[N,T,D]`."""
-        width = self.norm.scale[...].shape[0]
-        table, projected = (
-            a.reshape(*x.shape[:-1], -1, width)
-            for a in (self.embed(tokens, x.dtype), self.proj(x) * x.shape[-1] ** -0.5)
-        )
-        both = (self.norm(projected) + table * width**0.5) * 2**-0.5
+        both = (self.embed(tokens, x.dtype), self.proj(x) * x.shape[-1] ** -0.5)
+        table, projected = (a.reshape(*x.shape[:-1], -1, self.width) for a in both)
+        both = (self.norm(projected) + table * self.width**0.5) * 2**-0.5
         return constrain(jnp.moveaxis(both, -2, 0), None, "rows", "positions", None)
 
 

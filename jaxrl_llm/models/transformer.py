@@ -23,7 +23,7 @@ from jaxrl_llm.models.layers import Embed, FeedForward, Linear, RMSNorm, soft_ca
 from jaxrl_llm.models.lora import LoraConfig, has_adapters, has_dropout, overlaid, with_saved
 from jaxrl_llm.models.mixer import AttentionInputs, DecodeInputs, LayerConfig, Mixer
 from jaxrl_llm.models.model_config import LayerRun, ModelConfig
-from jaxrl_llm.models.moe import MixtureOfExperts, Routing
+from jaxrl_llm.models.moe import ExpertsBeside, MixtureOfExperts, Routing
 from jaxrl_llm.models.per_layer import PerLayerEmbed, PerLayerInput
 from jaxrl_llm.models.rope import long_row_frequencies
 from jaxrl_llm.models.vision.tower import Vision, deepened, image_runs, with_images
@@ -59,8 +59,10 @@ class Block(nnx.Module):
         self.mixer_path = layer.mixer.path  # the mixer's own name, which parameters and checkpoints have
         setattr(self, layer.mixer.path, layer.mixer(config, rngs))
         self.attention_out_norm = norm("post", "both")
-        self.post_attention_norm = norm("pre", "both")
-        self.mlp = MixtureOfExperts(config, rngs) if layer.experts else FeedForward(config, rngs)
+        beside = layer.experts and config.experts_beside  # which have the norms of their inputs themselves
+        self.post_attention_norm = None if beside else norm("pre", "both")
+        experts = ExpertsBeside if beside else MixtureOfExperts
+        self.mlp = experts(config, rngs) if layer.experts else FeedForward(config, rngs)
         self.mlp_out_norm = norm("post", "both")
         self.per_layer = PerLayerInput(config, rngs) if config.per_layer_width else None
         self.out_scale = nnx.Param(jnp.ones((1,), config.param_dtype)) if config.layer_scale else None
@@ -317,7 +319,8 @@ class Transformer(nnx.Module):
         if self.config.scan_layers:
             stacks = {name: nnx.split(getattr(self, name)) for name in self.config.stacks}
         own = None if self.per_layer is None else self.per_layer(tokens, x)
-        outputs, reads = [], {None: None}
+        outputs: list[Any] = []
+        reads: dict[int | None, Any] = {None: None}
         for number, run in enumerate(self.config.layer_runs):
             graph, state = stacks[run.stack] if run.scanned else nnx.split(self.layers[run.layers[0]])
             if run.scanned and len(run.layers) < len(self.config.stacks[run.stack]):

@@ -71,7 +71,9 @@ OLMO3_ROPE = {
     "full_attention": YARN_ROPE,
     "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
 }
-GEMMA4 = {"head_dim": 8, "global_head_dim": 16, "sliding_window": WINDOW}
+GEMMA4 = {  # with queries and keys that are nearly at right angles rounding errors would be amplified
+    "head_dim": 8, "global_head_dim": 16, "sliding_window": WINDOW, "rms_norm_eps": 1e-3,
+}  # fmt: skip
 CAPS = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0, "query_pre_attn_scalar": 16}
 EXPERTS = {"num_experts_per_tok": 2, "router_aux_loss_coef": 0.02}
 VARIANTS = {
@@ -104,13 +106,17 @@ VARIANTS = {
         query_pre_attn_scalar=16, rope_parameters=GEMMA3_ROPE,
     ),
     "gemma4_text": lambda: Gemma4TextConfig(
-        **SHAPE | {"num_hidden_layers": 6}, **GEMMA4, layer_types=["sliding_attention", "full_attention"] * 3,
+        **SHAPE | {"num_hidden_layers": 6}, **GEMMA4, layer_types=["sliding_attention", "sliding_attention", "full_attention"] * 2,
         num_kv_shared_layers=3, use_double_wide_mlp=True, hidden_size_per_layer_input=6,
         vocab_size_per_layer_input=VOCAB, final_logit_softcapping=3.0,
     ),
     "gemma4_text-dense": lambda: Gemma4TextConfig(
         **SHAPE | {"num_hidden_layers": 3}, **GEMMA4, hidden_size_per_layer_input=0,
         attention_k_eq_v=True, num_global_key_value_heads=1, attention_bias=True,
+    ),
+    "gemma4_text-experts": lambda: Gemma4TextConfig(
+        **SHAPE, **GEMMA4, layer_types=["sliding_attention", "full_attention"], enable_moe_block=True, num_experts=4,
+        top_k_experts=2, moe_intermediate_size=16, hidden_size_per_layer_input=0,
     ),
     "phi3": lambda: Phi3Config(**SHAPE, sliding_window=WINDOW, partial_rotary_factor=0.5),
     "qwen3_moe": lambda: Qwen3MoeConfig(
@@ -168,7 +174,7 @@ def make_oracle(variant: str, seed: int = 0):
     oracle = AutoModelForCausalLM.from_config(VARIANTS[variant](), attn_implementation="eager").eval()
     with torch.no_grad():
         for name, parameter in oracle.named_parameters():
-            if "norm" in name or name.endswith(("bias", "sinks")):
+            if "norm" in name or name.endswith(("bias", "sinks", "scale")):
                 parameter.add_(torch.randn_like(parameter) * 0.3)
         for name, buffer in oracle.named_buffers():
             if name.endswith(UNTRAINED):
@@ -219,7 +225,7 @@ def in_files(oracle, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     for name, x in arrays.items():
         name = name.replace(".mlp.", f".{block}.") if mixtral else name
         start, stacked, part = name.partition(".experts.")
-        if not stacked or oracle.config.model_type == "gpt_oss":
+        if not stacked or oracle.config.model_type in ("gpt_oss", "gemma4_text"):
             found[name] = x
             continue
         halves = np.split(x, 2, axis=1) if part == "gate_up_proj" else [x]

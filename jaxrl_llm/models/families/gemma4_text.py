@@ -20,7 +20,22 @@ KEYS = (
     TensorName("per_layer/embed/weight", "model.embed_tokens_per_layer.weight"),
     *linear("per_layer/proj", "model.per_layer_model_projection"),
     TensorName("per_layer/norm/scale", "model.per_layer_projection_norm.weight"),
+    # Of layers that have experts beside the dense feed-forward:
+    TensorName("layers/mlp/dense_norm/scale", f"{LAYER}pre_feedforward_layernorm.weight"),
+    TensorName("layers/mlp/dense_out_norm/scale", f"{LAYER}post_feedforward_layernorm_1.weight"),
+    *linear("layers/mlp/dense/gate", f"{LAYER}mlp.gate_proj"),
+    *linear("layers/mlp/dense/up", f"{LAYER}mlp.up_proj"),
+    *linear("layers/mlp/dense/down", f"{LAYER}mlp.down_proj"),
+    TensorName("layers/mlp/experts_norm/scale", f"{LAYER}pre_feedforward_layernorm_2.weight"),
+    TensorName("layers/mlp/experts_out_norm/scale", f"{LAYER}post_feedforward_layernorm_2.weight"),
+    TensorName("layers/mlp/router_scale", f"{LAYER}router.scale"),
+    TensorName("layers/mlp/router/kernel", f"{LAYER}router.proj.weight", transpose=True),
+    TensorName("layers/mlp/weight_scale", f"{LAYER}router.per_expert_scale"),
+    TensorName("layers/mlp/experts/gate/kernel", f"{LAYER}experts.gate_up_proj", transpose=True),
+    TensorName("layers/mlp/experts/up/kernel", f"{LAYER}experts.gate_up_proj", transpose=True),
+    TensorName("layers/mlp/experts/down/kernel", f"{LAYER}experts.down_proj", transpose=True),
 )
+EXPERTS = {"experts": "num_experts", "experts_per_token": "top_k_experts", "expert_ffn": "moe_intermediate_size"}
 DEFAULTS = {
     **gemma.DEFAULTS,
     "num_key_value_heads": 4,
@@ -40,8 +55,6 @@ def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
     """The ModelConfig of a config.json; raises ConfigError for what the network does not compute."""
     hf = DEFAULTS | hf
     hf |= {"rope_parameters": _rope_parameters(hf)}
-    if hf.get("enable_moe_block"):
-        refuse("enable_moe_block", True, "layers without experts")
     every, last = 6, positive(hf, "num_hidden_layers") - 1
     types = [*hf["layer_types"][:-1], layer_types.FULL] if hf.get("layer_types") else None
     windows = layer_types.read({**hf, "layer_types": types}, lambda layer: (layer + 1) % every != 0 and layer != last)
@@ -59,13 +72,16 @@ def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
         "value_norm": True,
         "layer_scale": True,
     }
+    if hf.get("enable_moe_block"):
+        own |= {field: positive(hf, entry) for field, entry in EXPERTS.items()}
+        own |= {"experts_beside": True, "normalize_top_k": True}
+        own["router_aux_loss_coef"] = number("router_aux_loss_coef", hf.get("router_aux_loss_coef", 0.0))
     if hf["hidden_size_per_layer_input"]:
         own["per_layer_width"] = positive(hf, "hidden_size_per_layer_input")
         own["per_layer_vocab"] = positive(hf, "vocab_size_per_layer_input")
         if own["per_layer_vocab"] < positive(hf, "vocab_size"):
-            refuse(
-                "vocab_size_per_layer_input", own["per_layer_vocab"], f"numbers from vocab_size = {hf['vocab_size']}"
-            )
+            least = f"numbers from vocab_size = {hf['vocab_size']}"
+            refuse("vocab_size_per_layer_input", own["per_layer_vocab"], least)
     rope = {"by_type": True}
     return decoder.to_config(hf, ARCHITECTURE, own, overrides, activations=gemma2.ACTIVATIONS, rope=rope)
 
@@ -78,12 +94,16 @@ def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, A
     }
     if config.sliding_layers:
         own["sliding_window"] = config.sliding_window
+    if config.router_aux_loss_coef:
+        own["router_aux_loss_coef"] = config.router_aux_loss_coef
     if base is None:
         own |= layer_types.write(config) | {
             "hidden_activation": "gelu_pytorch_tanh",
             "global_head_dim": config.full_head_dim or config.head_dim,
             "num_global_key_value_heads": config.full_kv_heads or None,
             "attention_k_eq_v": config.keys_as_values,
+            "enable_moe_block": config.experts_beside,
+            **{entry: getattr(config, field) or None for field, entry in EXPERTS.items()},
             "num_kv_shared_layers": config.shared_layers,
             "use_double_wide_mlp": bool(config.shared_ffn),
             "hidden_size_per_layer_input": config.per_layer_width,
@@ -118,13 +138,11 @@ def _full_heads(hf: dict[str, Any], sliding: tuple[int, ...]) -> dict[str, Any]:
     if each is not None:
         layers = [layer for layer in range(hf["num_hidden_layers"]) if layer not in sliding]
         full = each.get(str(layers[0]), each.get(layers[0], {}))
-        if {int(layer): entries for layer, entries in each.items() if entries} != dict.fromkeys(
-            layers if full else [], full
-        ):
+        if {int(layer): entries for layer, entries in each.items()} != dict.fromkeys(layers if each else [], full):
             refuse("per_layer_config", each, "the same entries for all layers of full attention, and no others")
         if other := sorted(set(full) - {"head_dim", "num_key_value_heads"}):
             refuse("per_layer_config", other, "head_dim and num_key_value_heads")
-    fields = {"keys_as_values": same}
+    fields: dict[str, Any] = {"keys_as_values": same}
     for field, entry in {"full_head_dim": "head_dim", "full_kv_heads": "num_key_value_heads"}.items():
         if entry in full and full[entry] != hf[entry]:
             fields[field] = positive(full, entry)
@@ -142,7 +160,5 @@ def _shared(hf: dict[str, Any], sliding: tuple[int, ...]) -> dict[str, Any]:
     kinds = [layer in sliding for layer in range(layers)]
     if set(kinds[: max(layers - shared, 0)]) != set(kinds):
         refuse("num_kv_shared_layers", shared, "numbers that leave a layer of each type before the shared ones")
-    return {
-        "shared_layers": shared,
-        "shared_ffn": 2 * positive(hf, "intermediate_size") * bool(hf.get("use_double_wide_mlp")),
-    }
+    wide = 2 * positive(hf, "intermediate_size") if hf.get("use_double_wide_mlp") else 0
+    return {"shared_layers": shared, "shared_ffn": wide}
