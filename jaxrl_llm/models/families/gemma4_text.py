@@ -74,6 +74,8 @@ def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
     }
     if hf.get("enable_moe_block"):
         own |= {field: positive(hf, entry) for field, entry in EXPERTS.items()}
+        if own["experts_per_token"] > own["experts"]:
+            refuse("top_k_experts", own["experts_per_token"], f"numbers up to num_experts = {own['experts']}")
         own |= {"experts_beside": True, "normalize_top_k": True}
         own["router_aux_loss_coef"] = number("router_aux_loss_coef", hf.get("router_aux_loss_coef", 0.0))
     if hf["hidden_size_per_layer_input"]:
