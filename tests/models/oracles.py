@@ -106,9 +106,9 @@ VARIANTS = {
         query_pre_attn_scalar=16, rope_parameters=GEMMA3_ROPE,
     ),
     "gemma4_text": lambda: Gemma4TextConfig(
-        **SHAPE | {"num_hidden_layers": 6}, **GEMMA4,
-        layer_types=["sliding_attention", "sliding_attention", "full_attention"] * 2, num_kv_shared_layers=3, use_double_wide_mlp=True, hidden_size_per_layer_input=6,
-        vocab_size_per_layer_input=VOCAB, final_logit_softcapping=3.0,
+        **SHAPE | {"num_hidden_layers": 6}, **GEMMA4, num_kv_shared_layers=3, use_double_wide_mlp=True,
+        layer_types=["sliding_attention", "sliding_attention", "full_attention"] * 2, final_logit_softcapping=3.0,
+        hidden_size_per_layer_input=6, vocab_size_per_layer_input=VOCAB,
     ),
     "gemma4_text-dense": lambda: Gemma4TextConfig(
         **SHAPE | {"num_hidden_layers": 3}, **GEMMA4, hidden_size_per_layer_input=0,
