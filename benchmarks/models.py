@@ -239,10 +239,10 @@ caps low enough to bind, dense layers among those with experts. Numbers are the 
 - Soft caps on attention scores and logits, wherever logits are formed. `model.fp32_head` forms them in float32.
 - Multipliers of embeddings, attention scores, residuals and logits (Granite).
 - Layers of full attention with heads of another size than those with a window, keys that are values too, layers that
-  read the keys and values of an earlier one and have no cache of their own, embeddings for each layer, and experts beside
-  a dense feed-forward (Gemma 4). Training keeps the number that a layer's output is multiplied by (`layer_scalar`). The
-  maps of per-layer embeddings have no adapters and are not quantised. Of `gemma4` models, which read images and sound,
-  nothing is loaded.
+  read the keys and values of an earlier one and have no cache of their own, embeddings for each layer, and experts
+  beside a dense feed-forward (Gemma 4). Training keeps the number that a layer's output is multiplied by
+  (`layer_scalar`). The maps of per-layer embeddings have no adapters and are not quantised. Of `gemma4` models, which
+  read images and sound, nothing is loaded.
 - Mixtures of experts, with a shared expert where the family has one (Qwen2-MoE): no token is dropped. On accelerators
   tokens are sorted by expert and multiplied in groups; on CPU every expert computes every token. Checkpoints are read
   with each expert's matrices apart or stacked, and written as on the hub: apart, of Gemma 4 and gpt-oss stacked.

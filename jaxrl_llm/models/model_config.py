@@ -7,7 +7,7 @@ consecutive layers of one stack are a run that one program computes in a scan (`
 import dataclasses
 import functools
 import itertools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from jaxrl_llm.models.attention import Attention, SharedAttention
 from jaxrl_llm.models.lora import LoraConfig
@@ -126,19 +126,16 @@ class ModelConfig:
     @functools.cached_property
     def layer_configs(self) -> tuple[LayerConfig, ...]:
         """The kind of each layer."""
+        first = self.layers - self.shared_layers
+        full = {"head_dim": self.full_head_dim, "kv_heads": self.full_kv_heads}
 
         def kind(layer: int) -> LayerConfig:
             slides, shares = layer in self.sliding_layers, None
-            own: dict[str, Any] = {}
-            if slides and self.keys_as_values:
-                own["keys_as_values"] = False
-            if not slides and self.full_head_dim:
-                own["head_dim"] = self.full_head_dim
-            if not slides and self.full_kv_heads:
-                own["kv_heads"] = self.full_kv_heads
+            fields = {} if slides else {name: value for name, value in full.items() if value}
+            fields |= {"keys_as_values": False} if slides and self.keys_as_values else {}
             if layer >= first:
                 shares = max(other for other in range(first) if (other in self.sliding_layers) == slides)
-                own |= {"ffn": self.shared_ffn} if self.shared_ffn else {}
+                fields |= {"ffn": self.shared_ffn} if self.shared_ffn else {}
             rope = self.local_rope if slides and self.local_rope is not None else self.rope
             return LayerConfig(
                 mixer=self.mixers[layer] if self.mixers else Attention if shares is None else SharedAttention,
@@ -146,10 +143,8 @@ class ModelConfig:
                 window=self.sliding_window if slides else None,
                 experts=bool(self.experts) and layer not in self.dense_layers,
                 shares=shares,
-                fields=tuple(own.items()),
+                fields=tuple(fields.items()),
             )
-
-        first = self.layers - self.shared_layers
 
         return tuple(kind(layer) for layer in range(self.layers))
 
