@@ -194,11 +194,14 @@ def load(
     net = load_net(folder, entries, dtype=dtype, param_dtype=param_dtype, **overrides)
     with contextlib.ExitStack() as stack:
         files = safetensors.Files(folder, stack, allow_pickle)
-        tensors = files.stored_tensors(net, family_of(read_config(folder)))
+        family = family_of(read_config(folder))
+        tensors = files.stored_tensors(net, family)
         new_head = net.config.head == "score" and "score.weight" not in files.where
         if new_head:
             tensors = [tensor for tensor in tensors if tensor.leaf != "score/kernel"]
-        files.check(tensors, set(safetensors.HEADS) if net.config.tie_embeddings or new_head else set())
+        unused = getattr(family, "unused_tensors", lambda _: set())(net.config)
+        heads = safetensors.HEADS if net.config.tie_embeddings or new_head else ()
+        files.check(tensors, unused | set(heads))
         if net.config.tie_embeddings and net.config.head == "lm":
             files.check_tied(next(tensor.name for tensor in tensors if tensor.leaf == "embed/weight"))
         return net, safetensors.read_params(net, files, tensors, mesh, seed)

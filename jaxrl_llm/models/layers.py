@@ -82,6 +82,21 @@ def side_by_side(x, *maps: Linear) -> jax.Array | None:
     return jnp.matmul(x.reshape(-1, x.shape[-1]), joined).reshape(*x.shape[:-1], -1)
 
 
+class Embed(nnx.Module):
+    """Token embeddings `[V,D]`."""
+
+    def __init__(self, config, rngs: nnx.Rngs):
+        shape = (config.vocab_size, config.width)
+        self.weight = nnx.Param(jax.random.normal(rngs.params(), shape, config.param_dtype) * config.init_scale)
+
+    def __call__(self, tokens, dtype):
+        if context_shards() > 1:  # XLA cannot exchange parts of the width for rows and positions at once
+            return constrain(self.weight[...], "vocab", None)[tokens].astype(dtype)
+        # Each device looks up its part of the width for the tokens of all devices that share the table: these are
+        # fewer bytes than the table, whose gradient then needs no sum over them.
+        return constrain(self.weight[tokens].astype(dtype), "copies", None, "width")
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def gated_halves(activation: Callable[[jax.Array], jax.Array], both) -> jax.Array:
     """`activation(gate) * up` of gate and up in one array `[..., 2C]`; its gradient is one kernel and one array."""
@@ -103,10 +118,11 @@ gated_halves.defvjp(lambda activation, both: (gated_halves(activation, both), bo
 
 
 class RMSNorm(nnx.Module):
-    """`x / rms(x) * (scale + norm_offset)` over the last dimension, in fp32."""
+    """`x / rms(x) * (scale + norm_offset)` over the last dimension, in fp32; `x / rms(x)` unless it is `scaled`."""
 
-    def __init__(self, size: int, config, rngs: nnx.Rngs):
-        self.scale = nnx.Param(jnp.full((size,), 1.0 - config.norm_offset, config.param_dtype))
+    def __init__(self, size: int, config, rngs: nnx.Rngs, scaled: bool = True):
+        ones = jnp.full((size,), 1.0 - config.norm_offset, config.param_dtype)
+        self.scale = nnx.Param(ones) if scaled else None
         self.eps, self.offset = config.norm_eps, config.norm_offset
 
     def __call__(self, x):
@@ -117,6 +133,8 @@ class RMSNorm(nnx.Module):
             # again; of the factors alone it makes a small one, and rotates what the matmul wrote.
             inverse = jax.lax.optimization_barrier(inverse)
         x32 = x32 * inverse
+        if self.scale is None:
+            return x32.astype(x.dtype)
         scale = self.scale[...].astype(jnp.float32)
         return (x32 * (scale + self.offset if self.offset else scale)).astype(x.dtype)
 

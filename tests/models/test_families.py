@@ -39,7 +39,7 @@ from tests.models.oracles import (
 
 TOLERANCE = 2e-5
 LENGTHS = (7, 12, 4)
-IN_SHORT = ("granite", "glm4", "gpt_oss", "qwen3_next")
+IN_SHORT = ("granite", "glm4", "gpt_oss", "qwen3_next", "gemma4_text")
 
 
 @pytest.fixture(scope="module")
@@ -156,7 +156,7 @@ def test_gradients_equal_autograd_for_every_parameter(oracle, model, documents):
     for tensor in tensors:
         reference = of_files(tensor, expected)
         used = tensor.expert is None or np.abs(reference).max() > 0  # few tokens may leave an expert out
-        assert (np.abs(reference).max() > 0) != tensor.name.endswith(oracles.CORRECTION) or not used, tensor.name
+        assert (np.abs(reference).max() > 0) != tensor.name.endswith(oracles.UNTRAINED) or not used, tensor.name
         np.testing.assert_allclose(
             in_parameters(tensor, found), reference, atol=1e-5, rtol=1e-4, err_msg=f"{tensor.name} {tensor.leaf}"
         )
@@ -217,7 +217,7 @@ def as_transformers_4_writes(entries):
     return entries
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", [name for name in VARIANTS if "gemma4" not in name])  # it came with version 5
 def test_config_of_transformers_4_reads_alike(variant):
     new = VARIANTS[variant]().to_dict() | {"dtype": "float32"}
     family = family_of(new)
