@@ -21,12 +21,13 @@ def page(
     images: Iterable[str] = (),
     own: Iterable[str] = (),
     further: Iterable[str] = (),
+    ahead: Iterable[str] = (),
 ) -> str:
     """The page; configurations without runs are left out. `own` are those whose teacher is the policy."""
     parts = [
         HEAD.format(machines="; ".join(sorted({run["machine"] for group in runs.values() for run in group.values()})))
     ]
-    sampled = (ONLINE, online), (FURTHER, further), (SELF, own)
+    sampled = (ONLINE, online), (FURTHER, further), (AHEAD, ahead), (SELF, own)
     parts += [_sampled_part(head, runs, names) for head, names in sampled]
     if "grpo" in runs and 0 in runs["grpo"]:
         parts.append("\n## Health of the GRPO run with seed 0\n\n" + table(_health(runs["grpo"][0])))
@@ -132,6 +133,14 @@ rate of the others. `topr`, `dppo`, `m2po` and `interpolated` learn from samples
 two updates of each batch (on `validation` four were no better). `dro` and `m2po` fall before they rise, while the
 policy moves most; `m2po` then leaves out a tenth of the tokens. At a third of the learning rate neither falls, and both
 end lower on `validation`: 0.77 in place of 0.85 (`m2po`), and 0.89 in place of 0.91 (`dro`, four updates).
+"""
+AHEAD = """
+## Rollouts that are made ahead
+
+`configs/async_grpo.py` with `rollout.staleness=N` (`ahead_N`), for 120 steps, without a KL term; with 0 nothing is made
+ahead. Tokens are weighed by the ratio of the policy before the step and the one that sampled (`token_truncate`, at most
+2). `ahead_clipped_N` has no such weight: `algorithm.old_logps=sampler` clips the ratio of the policy and the one that
+sampled. With neither a run is refused.
 """
 SELF = """
 ## The policy as its own teacher

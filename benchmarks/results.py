@@ -36,25 +36,35 @@ ONLINE = (
 OFFLINE = ("sft", "reward_model", "dpo", "ipo", "kto", "orpo", "cpo", "simpo", "alphapo")
 IMAGES = ("vision_grpo", "vision_grpo_blank")
 FURTHER = tuple(import_file(ROOT / "configs" / "further.py").FORMS)
+STALENESS = (0, 1, 2, 4, 8)
+AHEAD = (*(f"ahead_{n}" for n in STALENESS), *(f"ahead_clipped_{n}" for n in STALENESS[1:]))
 SELF = ("sdpo", "sdft")  # the policy as its own teacher
 START = "sdpo.py:start"  # makes the model that those start from, with the same seed
 CONTROL = "sft_control"  # the time of a GRPO run spent on more supervised fine-tuning
-NAMES = (*ONLINE, *FURTHER, *SELF, *IMAGES, *OFFLINE, CONTROL)  # in the order of the page
+NAMES = (*ONLINE, *FURTHER, *AHEAD, *SELF, *IMAGES, *OFFLINE, CONTROL)  # in the order of the page
 SPECS = {"vision_grpo_blank": "vision_grpo.py:blank"}  # where the name is not that of a file
 SPECS |= {name: f"further.py:{name}" for name in FURTHER}
+SPECS |= dict.fromkeys(AHEAD, "async_grpo.py")
+FLAGS = {
+    name: ("--config.total_steps=120", "--config.algorithm.beta=0", f"--config.rollout.staleness={name.split('_')[-1]}")
+    for name in AHEAD
+}
+CLIPPED = ("--config.algorithm.importance_correction=none", "--config.algorithm.old_logps=sampler")
+FLAGS |= {name: (*FLAGS[name], *CLIPPED) for name in AHEAD if "clipped" in name}
 HEALTH = ("reward", "kl", "entropy", "completions/mean_length", "frac_reward_zero_std", "grad_norm")
 
 Run = dict[str, Any]  # config, seed, seconds, steps, machine, and the logged lines that the page reads
 
 
 def train(config: str, seed: int, *flags: str) -> Run:
-    """One run of `configs/<config>.py`, or of what SPECS has for it."""
+    """One run of `configs/<config>.py`, or of what SPECS and FLAGS have for it."""
     with tempfile.TemporaryDirectory() as folder:
         own, start = Path(folder) / config, Path(folder) / "start"
         if config in SELF:
             _run(START, seed, start)
             flags = (f"--config.model.path={start}/hf", *flags)
-        seconds = _run(SPECS.get(config, f"{config}.py"), seed, own, "--config.logging.names=trl", *flags)
+        flags = ("--config.logging.names=trl", *FLAGS.get(config, ()), *flags)
+        seconds = _run(SPECS.get(config, f"{config}.py"), seed, own, *flags)
         lines = [json.loads(line) for line in (own / "metrics.jsonl").read_text().splitlines()]
     return {
         "config": config,
@@ -128,7 +138,7 @@ def main(argv: list[str]) -> None:
         else:
             run = train(name, seed, *([f"--config.total_steps={options.steps}"] if options.steps else []))
         store(f"{name}-{seed}", run)
-    PAGE.write_text(page(stored(), ONLINE, OFFLINE, CONTROL, IMAGES, SELF, FURTHER), encoding="utf-8")
+    PAGE.write_text(page(stored(), ONLINE, OFFLINE, CONTROL, IMAGES, SELF, FURTHER, AHEAD), encoding="utf-8")
 
 
 if __name__ == "__main__":
