@@ -126,7 +126,7 @@ def split_lines(split: Split) -> Iterator[str]:
     ways = balances(split)
     own = next(x for x in ways if x.training_devices == training.target.mesh.size)
     best = min(ways, key=lambda x: max(x.training, x.sampling))
-    rows = [("least time of a step", "training", "sampling", "a step")]
+    rows: list[tuple[str, ...]] = [("least time of a step", "training", "sampling", "a step")]
     for text, way in (("as planned", own), ("balanced", best)):
         apart = f"{text}, {way.training_devices} train and {way.sampling_devices} sample"
         rows.append((apart, seconds(way.training), seconds(way.sampling), seconds(max(way.training, way.sampling))))
