@@ -5,6 +5,9 @@
 
 The game is agents/taking_game.py beside this file; the model has never seen it. Accuracy is the share of games in which
 no player gave a win away. See docs/agents.md. It starts from grpo.py.
+
+2 CPU cores, seed 0: of the moves that can keep a win, 42 % do in steps 1 to 3, and 96 % in steps 31 to 35. Baselines
+are then 0.57 for who begins and -0.51 for the other: of five openings, one is lost.
 """
 
 from pathlib import Path
