@@ -170,3 +170,16 @@ def test_what_is_not_computed_is_refused(fault):
     entries, message = FAULTS[fault]
     with pytest.raises(ConfigError, match=message):
         gemma4_text.to_config(VARIANTS["gemma4_text"]().to_dict() | entries)
+
+
+def test_a_frozen_router_keeps_its_scales_too(tmp_path):
+    make_oracle("gemma4_text-experts").save_pretrained(tmp_path)
+    model = load_model(tmp_path, freeze_router=True)
+    found = gradients(model, *padded(DOCUMENTS, "left"))
+    moved = {path for path, x in found.items() if np.abs(x).max() > 0}
+    router = {"router/kernel", "router_scale", "weight_scale"}
+    assert found.keys() - moved == {
+        f"{stack}/{name}"
+        for stack in ("layers", "full_layers")
+        for name in ("out_scale", *(f"mlp/{part}" for part in router))
+    }
