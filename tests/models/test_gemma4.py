@@ -136,7 +136,10 @@ def test_entries_of_the_hub_mean_those_of_transformers():
         full = next(iter(each.values()))
         hub = written | {"global_head_dim": full["head_dim"]}
         hub |= {"num_global_key_value_heads": full.get("num_key_value_heads")}
-        assert gemma4_text.to_config(hub) == gemma4_text.to_config(written | {"per_layer_config": each})
+        config = gemma4_text.to_config(hub)
+        for digits in (1, 2):  # transformers writes as many as the last layer has
+            numbered = {f"{int(layer):0{digits}}": entries for layer, entries in each.items()}
+            assert gemma4_text.to_config(written | {"per_layer_config": numbered}) == config
 
 
 FAULTS = {
@@ -167,3 +170,16 @@ def test_what_is_not_computed_is_refused(fault):
     entries, message = FAULTS[fault]
     with pytest.raises(ConfigError, match=message):
         gemma4_text.to_config(VARIANTS["gemma4_text"]().to_dict() | entries)
+
+
+def test_a_frozen_router_keeps_its_scales_too(tmp_path):
+    make_oracle("gemma4_text-experts").save_pretrained(tmp_path)
+    model = load_model(tmp_path, freeze_router=True)
+    found = gradients(model, *padded(DOCUMENTS, "left"))
+    moved = {path for path, x in found.items() if np.abs(x).max() > 0}
+    router = {"router/kernel", "router_scale", "weight_scale"}
+    assert found.keys() - moved == {
+        f"{stack}/{name}"
+        for stack in ("layers", "full_layers")
+        for name in ("out_scale", *(f"mlp/{part}" for part in router))
+    }

@@ -2,7 +2,8 @@
 
 A family is a module with `MODEL_TYPE`, `ARCHITECTURE`, `KEYS`, `to_config` and `from_config`; where checkpoints have
 other tensor names too, the tables of `OTHER_KEYS` are read as well, and never written. `MODULE_KEYS` is the table of
-the names in transformers' class, where files have others: PEFT knows modules by them.
+the names in transformers' class, where files have others: PEFT knows modules by them. `unused_tensors(config)` are the
+names of tensors that files may have and nothing reads.
 """
 
 import contextlib

@@ -139,8 +139,9 @@ def _full_heads(hf: dict[str, Any], sliding: tuple[int, ...]) -> dict[str, Any]:
         full["num_key_value_heads"] = hf["num_global_key_value_heads"]
     if each is not None:
         layers = [layer for layer in range(hf["num_hidden_layers"]) if layer not in sliding]
-        full = each.get(str(layers[0]), each.get(layers[0], {}))
-        if {int(layer): entries for layer, entries in each.items()} != dict.fromkeys(layers if each else [], full):
+        numbered = {int(layer): entries for layer, entries in each.items()}  # "04", or 4
+        full = numbered.get(layers[0], {})
+        if numbered != dict.fromkeys(layers if each else [], full):
             refuse("per_layer_config", each, "the same entries for all layers of full attention, and no others")
         if other := sorted(set(full) - {"head_dim", "num_key_value_heads"}):
             refuse("per_layer_config", other, "head_dim and num_key_value_heads")
