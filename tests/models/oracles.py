@@ -28,6 +28,7 @@ from transformers import (
     Phi3Config,
     Qwen2Config,
     Qwen2MoeConfig,
+    Qwen3_5MoeTextConfig,
     Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
@@ -144,6 +145,9 @@ VARIANTS = {
     ),
     "qwen3_next": lambda: Qwen3NextConfig(**DELTA_NETS, **SHARED_EXPERT),
     "qwen3_5_text": lambda: Qwen3_5TextConfig(**DELTA_NETS),
+    "qwen3_5_moe_text": lambda: Qwen3_5MoeTextConfig(
+        **{name: x for name, x in DELTA_NETS.items() if name != "intermediate_size"}, **SHARED_EXPERT
+    ),
     "deepseek_v3": lambda: DeepseekV3Config(
         **SHAPE | {"num_hidden_layers": 3, "num_key_value_heads": 4}, **EXPERTS, moe_intermediate_size=16,
         n_routed_experts=8, n_group=4, topk_group=2, first_k_dense_replace=1, q_lora_rank=24, kv_lora_rank=16,
@@ -152,7 +156,7 @@ VARIANTS = {
     ),
 }  # fmt: skip
 CORRECTION = "e_score_correction_bias"  # of routers, which no gradient trains
-NO_CLASSIFIER = ("granite", "olmoe")  # transformers has no sequence classifier of these families
+NO_CLASSIFIER = ("granite", "olmoe", "qwen3_5_moe_text")  # transformers has no sequence classifier of these families
 FAMILIES = [name for name in VARIANTS if "-" not in name and name != "llama3"]
 
 

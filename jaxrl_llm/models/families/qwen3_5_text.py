@@ -23,8 +23,12 @@ DEFAULTS = qwen3_next.DELTA_DEFAULTS | {"num_key_value_heads": 4}  # what entrie
 def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
     """The ModelConfig of a config.json; raises ConfigError for what the network does not compute."""
     hf = DEFAULTS | hf
-    own = qwen3_next.delta_fields(hf, SplitDeltaNet)
-    return decoder.to_config(hf, ARCHITECTURE, own, overrides, rope={"partial": True})
+    return decoder.to_config(hf, ARCHITECTURE, fields(hf), overrides, rope={"partial": True})
+
+
+def fields(hf: dict[str, Any]) -> dict[str, Any]:
+    """The ModelConfig fields that are this family's own, of entries with their defaults."""
+    return qwen3_next.delta_fields(hf, SplitDeltaNet)
 
 
 def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:
