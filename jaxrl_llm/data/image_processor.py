@@ -189,6 +189,8 @@ FAMILIES: dict[str, Callable[[Path, dict[str, Any], Any], ImageProcessor]] = {
     "gemma3": _gemma3,
     "qwen2_5_vl": _qwen_vl,
     "qwen3_vl": _qwen_vl,
+    "qwen3_5": _qwen_vl,
+    "qwen3_5_moe": _qwen_vl,
 }
 
 

@@ -12,6 +12,8 @@ from transformers import (
     Gemma3Config,
     Idefics3Config,
     Qwen2_5_VLConfig,
+    Qwen3_5Config,
+    Qwen3_5MoeConfig,
     Qwen3VLConfig,
     SmolVLMConfig,
 )
@@ -61,7 +63,11 @@ DEEP_ENCODER: dict[str, Any] = {
     "deepstack_visual_indexes": [0, 2],
 }
 MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 2, 1]}
-ANY_SIZE = ("qwen2_5_vl", "qwen3_vl")
+# Half of a head's dimensions are rotated.
+PARTIAL_MROPE = {**MROPE, "mrope_section": [2, 1, 1], "mrope_interleaved": True, "partial_rotary_factor": 0.5}
+# Of Qwen3.5: nothing of it is added to the decoder's layers.
+SHALLOW_ENCODER = {name: x for name, x in DEEP_ENCODER.items() if name != "deepstack_visual_indexes"}
+ANY_SIZE = ("qwen2_5_vl", "qwen3_vl", "qwen3_5", "qwen3_5_moe")
 TOKENS = {
     "image_token_id": IMAGE_TOKEN, "video_token_id": 91, "vision_start_token_id": 92, "vision_end_token_id": 93,
 }  # fmt: skip
@@ -88,6 +94,16 @@ VISION = {
             "rope_parameters": {**MROPE, "mrope_section": [4, 2, 2], "mrope_interleaved": True},
         },
         vision_config=DEEP_ENCODER,
+        **TOKENS,
+    ),
+    "qwen3_5": lambda: Qwen3_5Config(
+        text_config=VARIANTS["qwen3_5_text"]().to_dict() | {"rope_parameters": PARTIAL_MROPE},
+        vision_config=SHALLOW_ENCODER,
+        **TOKENS,
+    ),
+    "qwen3_5_moe": lambda: Qwen3_5MoeConfig(
+        text_config=VARIANTS["qwen3_5_moe_text"]().to_dict() | {"rope_parameters": PARTIAL_MROPE},
+        vision_config=SHALLOW_ENCODER,
         **TOKENS,
     ),
 }
