@@ -24,7 +24,7 @@ from jaxrl_llm.models.logprobs import token_logps
 from jaxrl_llm.models.vision.patch_rows import PatchRowsConfig, patch_rows
 from jaxrl_llm.rollout.engine import Engine
 from jaxrl_llm.rollout.sampling import SamplingParams
-from tests.models.oracles import SHAPE, VARIANTS, VOCAB
+from tests.models.oracles import SHAPE, VARIANTS, VOCAB, in_files
 
 IMAGE_TOKEN = 90  # no document has it as text
 TILE = (24, 24, 3)
@@ -215,14 +215,14 @@ def logits_alone(oracle, document: Document) -> np.ndarray:
 
 
 def oracle_image_gradients(oracle, documents) -> dict[str, np.ndarray]:
-    """Gradients by autograd of minus the log-probs of documents, on average over these, by the names of parameters."""
+    """Gradients by autograd of minus the log-probs of documents, on average over these, by the names of files."""
     oracle.zero_grad()
     total = torch.zeros(())
     for document in documents:
         logps = oracle(**as_torch(oracle, document)).logits[0, :-1].log_softmax(-1)
         total = total - logps.gather(-1, torch.tensor(document.tokens)[1:, None]).sum()
     (total / len(documents)).backward()
-    return {name: x.grad.numpy() for name, x in oracle.named_parameters()}
+    return in_files(oracle, {name: x.grad.numpy() for name, x in oracle.named_parameters()})
 
 
 def image_gradients(model, documents) -> dict[str, np.ndarray]:
