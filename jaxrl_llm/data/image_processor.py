@@ -146,8 +146,8 @@ def _gemma3(folder: Path, config: dict[str, Any], tokenizer: Any) -> ImageProces
 
 
 def _qwen_vl(folder: Path, config: dict[str, Any], tokenizer: Any) -> ImageProcessor:
-    """Qwen2.5-VL's (arXiv 2502.13923) and Qwen3-VL's: an image keeps its shape, scaled to multiples of a token's side
-    and, where `size` of preprocessor_config.json asks for it, to fewer or more pixels."""
+    """Qwen2.5-VL's (arXiv 2502.13923), Qwen3-VL's and Qwen3.5's: an image keeps its shape, scaled to multiples
+    of a token's side and, where `size` of preprocessor_config.json asks for it, to fewer or more pixels."""
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil, smart_resize
 
     processor: Any = Qwen2VLImageProcessorPil.from_pretrained(folder)
@@ -189,6 +189,8 @@ FAMILIES: dict[str, Callable[[Path, dict[str, Any], Any], ImageProcessor]] = {
     "gemma3": _gemma3,
     "qwen2_5_vl": _qwen_vl,
     "qwen3_vl": _qwen_vl,
+    "qwen3_5": _qwen_vl,
+    "qwen3_5_moe": _qwen_vl,
 }
 
 

@@ -12,6 +12,8 @@ from transformers import (
     Gemma3Config,
     Idefics3Config,
     Qwen2_5_VLConfig,
+    Qwen3_5Config,
+    Qwen3_5MoeConfig,
     Qwen3VLConfig,
     SmolVLMConfig,
 )
@@ -22,7 +24,7 @@ from jaxrl_llm.models.logprobs import token_logps
 from jaxrl_llm.models.vision.patch_rows import PatchRowsConfig, patch_rows
 from jaxrl_llm.rollout.engine import Engine
 from jaxrl_llm.rollout.sampling import SamplingParams
-from tests.models.oracles import SHAPE, VARIANTS, VOCAB
+from tests.models.oracles import SHAPE, VARIANTS, VOCAB, in_files
 
 IMAGE_TOKEN = 90  # no document has it as text
 TILE = (24, 24, 3)
@@ -61,7 +63,11 @@ DEEP_ENCODER: dict[str, Any] = {
     "deepstack_visual_indexes": [0, 2],
 }
 MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 2, 1]}
-ANY_SIZE = ("qwen2_5_vl", "qwen3_vl")
+# Half of a head's dimensions are rotated.
+PARTIAL_MROPE = {**MROPE, "mrope_section": [2, 1, 1], "mrope_interleaved": True, "partial_rotary_factor": 0.5}
+# Of Qwen3.5: nothing of it is added to the decoder's layers.
+SHALLOW_ENCODER = {name: x for name, x in DEEP_ENCODER.items() if name != "deepstack_visual_indexes"}
+ANY_SIZE = ("qwen2_5_vl", "qwen3_vl", "qwen3_5", "qwen3_5_moe")
 TOKENS = {
     "image_token_id": IMAGE_TOKEN, "video_token_id": 91, "vision_start_token_id": 92, "vision_end_token_id": 93,
 }  # fmt: skip
@@ -88,6 +94,16 @@ VISION = {
             "rope_parameters": {**MROPE, "mrope_section": [4, 2, 2], "mrope_interleaved": True},
         },
         vision_config=DEEP_ENCODER,
+        **TOKENS,
+    ),
+    "qwen3_5": lambda: Qwen3_5Config(
+        text_config=VARIANTS["qwen3_5_text"]().to_dict() | {"rope_parameters": PARTIAL_MROPE},
+        vision_config=SHALLOW_ENCODER,
+        **TOKENS,
+    ),
+    "qwen3_5_moe": lambda: Qwen3_5MoeConfig(
+        text_config=VARIANTS["qwen3_5_moe_text"]().to_dict() | {"rope_parameters": PARTIAL_MROPE},
+        vision_config=SHALLOW_ENCODER,
         **TOKENS,
     ),
 }
@@ -199,14 +215,14 @@ def logits_alone(oracle, document: Document) -> np.ndarray:
 
 
 def oracle_image_gradients(oracle, documents) -> dict[str, np.ndarray]:
-    """Gradients by autograd of minus the log-probs of documents, on average over these, by the names of parameters."""
+    """Gradients by autograd of minus the log-probs of documents, on average over these, by the names of files."""
     oracle.zero_grad()
     total = torch.zeros(())
     for document in documents:
         logps = oracle(**as_torch(oracle, document)).logits[0, :-1].log_softmax(-1)
         total = total - logps.gather(-1, torch.tensor(document.tokens)[1:, None]).sum()
     (total / len(documents)).backward()
-    return {name: x.grad.numpy() for name, x in oracle.named_parameters()}
+    return in_files(oracle, {name: x.grad.numpy() for name, x in oracle.named_parameters()})
 
 
 def image_gradients(model, documents) -> dict[str, np.ndarray]:

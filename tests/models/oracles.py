@@ -29,6 +29,8 @@ from transformers import (
     Phi3Config,
     Qwen2Config,
     Qwen2MoeConfig,
+    Qwen3_5MoeTextConfig,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
     Qwen3NextConfig,
@@ -76,6 +78,14 @@ GEMMA4 = {  # with queries and keys that are nearly at right angles rounding err
 }  # fmt: skip
 CAPS = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0, "query_pre_attn_scalar": 16}
 EXPERTS = {"num_experts_per_tok": 2, "router_aux_loss_coef": 0.02}
+# Of two delta nets around attention; their key and value heads and the numbers of these differ.
+DELTA_NETS: dict[str, Any] = {
+    **SHAPE, "num_hidden_layers": 3, "head_dim": 16, "linear_key_head_dim": 6, "linear_value_head_dim": 10,
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "rms_norm_eps": 1e-3,  # heads whose queries and keys are nearly at right angles would amplify rounding errors
+}  # fmt: skip
+SHARED_EXPERT = {**EXPERTS, "moe_intermediate_size": 16, "num_experts": 4, "shared_expert_intermediate_size": 20}
 VARIANTS = {
     "llama": lambda: LlamaConfig(**SHAPE),
     "llama3": lambda: LlamaConfig(
@@ -150,11 +160,10 @@ VARIANTS = {
         **SHAPE, **EXPERTS, head_dim=8, sliding_window=WINDOW, num_local_experts=4, swiglu_limit=0.5,
         rope_parameters=YARN_ROPE | {"truncate": False},
     ),
-    "qwen3_next": lambda: Qwen3NextConfig(
-        **SHAPE | {"num_hidden_layers": 3}, **EXPERTS, head_dim=16, moe_intermediate_size=16, num_experts=4,
-        shared_expert_intermediate_size=20, linear_key_head_dim=6, linear_value_head_dim=10, linear_num_key_heads=2,
-        linear_num_value_heads=4, layer_types=["linear_attention", "full_attention", "linear_attention"],
-        rms_norm_eps=1e-3,  # heads whose queries and keys are nearly at right angles would amplify rounding errors
+    "qwen3_next": lambda: Qwen3NextConfig(**DELTA_NETS, **SHARED_EXPERT),
+    "qwen3_5_text": lambda: Qwen3_5TextConfig(**DELTA_NETS),
+    "qwen3_5_moe_text": lambda: Qwen3_5MoeTextConfig(
+        **{name: x for name, x in DELTA_NETS.items() if name != "intermediate_size"}, **SHARED_EXPERT
     ),
     "deepseek_v3": lambda: DeepseekV3Config(
         **SHAPE | {"num_hidden_layers": 3, "num_key_value_heads": 4}, **EXPERTS, moe_intermediate_size=16,
@@ -164,7 +173,7 @@ VARIANTS = {
     ),
 }  # fmt: skip
 UNTRAINED = ("e_score_correction_bias", "layer_scalar")  # buffers of routers and layers, which no gradient trains
-NO_CLASSIFIER = ("granite", "olmoe", "gemma4_text")  # transformers has no sequence classifier of these families
+NO_CLASSIFIER = ("granite", "olmoe", "gemma4_text", "qwen3_5_moe_text")  # of which transformers has none
 FAMILIES = [name for name in VARIANTS if "-" not in name and name != "llama3"]
 
 

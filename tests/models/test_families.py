@@ -39,7 +39,7 @@ from tests.models.oracles import (
 
 TOLERANCE = 2e-5
 LENGTHS = (7, 12, 4)
-IN_SHORT = ("granite", "glm4", "gpt_oss", "qwen3_next", "gemma4_text")
+IN_SHORT = ("granite", "glm4", "gpt_oss", "qwen3_next", "gemma4_text", "qwen3_5_text")
 
 
 @pytest.fixture(scope="module")
@@ -243,6 +243,16 @@ def test_config_describes_itself(variant):
         if getattr(config, field):
             changed = dataclasses.replace(config, **{field: value})
             assert family.to_config(family.from_config(changed, entries)) == changed
+
+
+def test_qwen3_5_reads_no_entries_of_other_mixtures():
+    """As in transformers, where every layer has experts and their weights always add up to 1."""
+    entries = VARIANTS["qwen3_5_moe_text"]().to_dict()
+    others = {"norm_topk_prob": False, "mlp_only_layers": [0], "decoder_sparse_step": 2}
+    family = family_of(entries)
+    config = family.to_config(entries | others)
+    assert config == family.to_config(entries)
+    assert config.normalize_top_k and not config.dense_layers
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
-"""The encoders of Qwen2.5-VL (arXiv 2502.13923) and Qwen3-VL: a ViT over the patches of images of any size.
+"""The encoders of Qwen2.5-VL (arXiv 2502.13923), Qwen3-VL and Qwen3.5: a ViT over the patches of images of any size.
 
-The patches of a row's images are one row. They have rotary positions of two axes and, in Qwen3-VL, learned ones that
-are interpolated to the image. They see all of their image or, in most layers of Qwen2.5-VL, their window.
+The patches of a row's images are one row. They have rotary positions of two axes and, but in Qwen2.5-VL, learned ones
+that are interpolated to the image. They see all of their image or, in most layers of Qwen2.5-VL, their window.
 """
 
 import dataclasses

@@ -195,6 +195,8 @@ def _obstacle(spec: PackingSpec, net: ModelConfig, sample: Sample | None) -> str
         return "lora.dropout drops the tokens of each row apart: set it to 0, or batch.packing to false"
     if sample is None:
         return "with data.streaming the rows are not known before: set batch.packing to false"
+    if not net.shares_prefixes:
+        return "the layers of this model cannot read a prefix that rows share: set batch.packing to false"
     if net.rope.kind == "dynamic" and sample.tokens.shape[1] > net.rope.original_max_positions:
         return "rope_type dynamic rotates a prompt by the length of its row: set batch.packing to false"
     return None

@@ -156,6 +156,10 @@ def test_packed_rows_of_an_update_compute_the_same(model, documents):
     layout = plan(tokens, segments, mask, sizes, shards=2)
     assert (layout.multiplicity == 2).any()
     inputs = jax.tree.map(jnp.asarray, Inputs(tokens, segments, images=images))
+    if not model.net.config.shares_prefixes:
+        with pytest.raises(ConfigError, match="rows of a group share a prefix, which this model's layers cannot"):
+            scored_logps(model.net, model.params, inputs.replace(layout=layout), 1.0, 8, 2)
+        return
     expected = np.asarray(token_logps(model.net, model.params, inputs)[0])
     found = scored_logps(model.net, model.params, inputs.replace(layout=layout), 1.0, 8, 2)
     np.testing.assert_allclose(np.asarray(found) * mask, expected * mask, atol=TOLERANCE)
@@ -263,6 +267,9 @@ def test_tiles_of_another_size_and_images_for_a_text_model_are_refused(model, do
         ("qwen3_vl", "vision_config", "deepstack_visual_indexes", [2, 0], r"deepstack_visual_indexes = \[2, 0\]"),
         ("qwen3_vl", "vision_config", "deepstack_visual_indexes", [0, 4], r"deepstack_visual_indexes = \[0, 4\]"),
         ("qwen3_vl", "vision_config", "rope_parameters", {"rope_theta": 1e6}, "rope_theta = 1000000.0"),
+        ("qwen3_5", "text_config", "rope_parameters", {"mrope_section": [4, 2, 2]}, "half of the 4 rotated dimensions"),
+        ("qwen3_5", "text_config", "layer_types", ["sliding_attention"] * 3, "layer_types = "),
+        ("qwen3_5_moe", "text_config", "num_experts_per_tok", 5, "num_experts_per_tok = 5 .* up to num_experts = 4"),
     ],
 )
 def test_entries_that_mean_another_network_are_refused(family, part, entry, value, message):
@@ -350,11 +357,13 @@ def test_adapters_are_where_peft_finds_them(oracle, folder, model, vision, tmp_p
     entries = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
     config = peft.LoraConfig(r=2, target_modules=entries["target_modules"])
     wanted = {name for name, x in oracle.named_modules() if isinstance(x, torch.nn.Linear)}
-    # Of Qwen's encoders queries, keys and values are one matrix, and have no adapters.
+    # Of Qwen's encoders queries, keys and values are one matrix, and have no adapters, as have the gates of experts.
     wanted = {
         name
         for name in wanted
-        if "layers" in name or ("blocks" in name and ".mlp." in name) or ("merger" in name and "linear" in name)
+        if ("layers" in name and not name.endswith("shared_expert_gate"))
+        or ("blocks" in name and ".mlp." in name)
+        or ("merger" in name and "linear" in name)
     }
     wanted = {name for name in wanted if vision == "lora" or "text_model" in name or "language_model" in name}
     assert {name for name, _ in oracle.named_modules() if check_target_module_exists(config, name)} == wanted
