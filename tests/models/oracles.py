@@ -217,7 +217,7 @@ def in_files(oracle, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     for name, x in arrays.items():
         name = name.replace(".mlp.", f".{block}.") if mixtral else name
         start, stacked, part = name.partition(".experts.")
-        if not stacked or oracle.config.model_type == "gpt_oss":
+        if not stacked or oracle.config.model_type in ("gpt_oss", "qwen3_vl_moe"):
             found[name] = x
             continue
         halves = np.split(x, 2, axis=1) if part == "gate_up_proj" else [x]
