@@ -9,7 +9,8 @@ from jaxrl_llm.models.transformer import ModelConfig
 MODEL_TYPE = "qwen3_vl_moe"
 ARCHITECTURE = {"lm": "Qwen3VLMoeForConditionalGeneration", "score": "Qwen3VLMoeForSequenceClassification"}
 EXPERTS = f"{LAYER}mlp.experts."
-# On the hub experts are stacked, `[E,D,2F]` and `[E,F,D]`; version 5 of transformers writes its own `[E,2F,D]`, `[E,D,F]`.
+# On the hub the experts' matrices are stacked, `[E,D,2F]` and `[E,F,D]`; version 5 of transformers writes its own,
+# `[E,2F,D]` and `[E,D,F]`, under the same names.
 KEYS = qwen3_vl.with_tower(
     (
         *qwen3.KEYS,
