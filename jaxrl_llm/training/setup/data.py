@@ -120,11 +120,13 @@ def tokenizer_of(config, tokenizer: Any = None, model: Model | None = None) -> A
     else:
         path, _ = base_and_adapter(c.path, None)
         hf.remember_images(tokenizer, hf.locate(path, revision=c.revision, config_only=True))
-    options = split_options(f"_({config.data.image_processor})")[1]
-    if options and tokenizer.image_folder is None:
-        raise ConfigError(f"data.image_processor is {config.data.image_processor!r}, but the model reads text alone")
-    kept = getattr(model.tokenizer, "image_settings", {}) if model is not None else {}
-    tokenizer.image_settings = image_processor.settings_of(tokenizer.image_folder, options) if options else kept
+    tokenizer.image_settings = getattr(model.tokenizer, "image_settings", {}) if model is not None else {}
+    if options := split_options(f"_({config.data.image_processor})")[1]:
+        if tokenizer.image_folder is None:
+            raise ConfigError(
+                f"data.image_processor is {config.data.image_processor!r}, but the model reads text alone: remove it"
+            )
+        tokenizer.image_settings = image_processor.settings_of(tokenizer.image_folder, options)
     return tokenizer
 
 
