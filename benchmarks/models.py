@@ -131,8 +131,10 @@ VISION_FILES = {
     "idefics3": ("families/idefics3.py", "families/siglip.py vision/siglip.py vision/projector.py"),
     "smolvlm": ("families/smolvlm.py", "families/idefics3.py, and its"),
     "gemma3": ("families/gemma3.py", "families/siglip.py families/gemma3_text.py vision/siglip.py vision/projector.py"),
+    "qwen2_vl": ("families/qwen2_vl.py", "families/qwen2_5_vl.py, and its"),
     "qwen2_5_vl": ("families/qwen2_5_vl.py", "families/qwen_vl.py vision/patch_rows.py"),
     "qwen3_vl": ("families/qwen3_vl.py", "families/qwen_vl.py vision/patch_rows.py"),
+    "qwen3_vl_moe": ("families/qwen3_vl_moe.py", "families/qwen3_vl.py families/qwen3_moe.py, and theirs"),
 }
 
 
