@@ -135,6 +135,8 @@ VISION_FILES = {
     "qwen2_5_vl": ("families/qwen2_5_vl.py", "families/qwen_vl.py vision/patch_rows.py"),
     "qwen3_vl": ("families/qwen3_vl.py", "families/qwen_vl.py vision/patch_rows.py"),
     "qwen3_vl_moe": ("families/qwen3_vl_moe.py", "families/qwen3_vl.py families/qwen3_moe.py, and theirs"),
+    "qwen3_5": ("families/qwen3_5.py", "families/qwen3_5_text.py families/qwen3_vl.py, and its"),
+    "qwen3_5_moe": ("families/qwen3_5_moe.py", "families/qwen3_5_moe_text.py families/qwen3_5.py, and its"),
 }
 
 
@@ -219,7 +221,7 @@ caps low enough to bind, dense layers among those with experts. Numbers are the 
 - export: logits of the exported folder in transformers, against ours.
 - LoRA: the same with random adapters on every linear map, merged by the export. Experts and routers have none.
 - score head: `{{Family}}ForSequenceClassification` with one label, against ours (`head="score"`);
-  transformers has none of Granite and OLMoE.
+  transformers has none of Granite, OLMoE and Qwen3.5's mixtures of experts.
 - 8-device shard: logits on a mesh (data, fsdp, tensor) = (2, 2, 2), against one device.
 
 ## What is computed
@@ -234,9 +236,9 @@ caps low enough to bind, dense layers among those with experts. Numbers are the 
   numbers a layer, and decoding reads nothing else. Of the router's groups, scores and correction
   (`e_score_correction_bias`) all is computed; training keeps the correction as it is. Folders with layers for
   multi-token prediction and weights in fp8 are refused.
-- Gated delta nets with short convolutions, beside gated attention (Qwen3-Next). Rows are computed in chunks of 64
-  tokens, with memory linear in their length; a state starts anew with each document of a packed row. A row's cache is
-  its state and the inputs of its latest tokens, whatever its length. Layers for multi-token prediction are left out.
+- Gated delta nets with short convolutions, beside gated attention (Qwen3-Next, Qwen3.5). Rows are computed in chunks of
+  64 tokens, with memory linear in their length; a state starts anew with each document of a packed row. A row's cache
+  is its state and the inputs of its latest tokens, whatever its length. Layers for multi-token prediction are left out.
 - Attention sinks (gpt-oss). They are computed by `model.attention=xla`, on every backend.
 - Soft caps on attention scores and logits, wherever logits are formed. `model.fp32_head` forms them in float32.
 - Multipliers of embeddings, attention scores, residuals and logits (Granite).

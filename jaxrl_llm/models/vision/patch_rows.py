@@ -1,7 +1,7 @@
-"""The encoders of Qwen2-VL (arXiv 2409.12191), Qwen2.5-VL and Qwen3-VL: a ViT over the patches of images of any size.
+"""The encoders of Qwen2-VL (arXiv 2409.12191), 2.5-VL, Qwen3-VL and Qwen3.5: a ViT over patches of images of any size.
 
-The patches of a row's images are one row. They have rotary positions of two axes and, in Qwen3-VL, learned ones that
-are interpolated to the image. They see all of their image or, in most layers of Qwen2.5-VL, their window.
+The patches of a row's images are one row. They have rotary positions of two axes and, from Qwen3-VL on, learned ones
+that are interpolated to the image. They see all of their image or, in most layers of Qwen2.5-VL, their window.
 """
 
 import dataclasses
