@@ -149,8 +149,8 @@ def _gemma3(folder: Path, config: dict[str, Any], tokenizer: Any, settings: Mapp
 
 
 def _qwen_vl(folder: Path, config: dict[str, Any], tokenizer: Any, settings: Mapping[str, Any]) -> ImageProcessor:
-    """Qwen2-VL's (arXiv 2409.12191), Qwen2.5-VL's, Qwen3-VL's and Qwen3.5's: an image keeps its shape, scaled to multiples
-    of a token's side and, where `size` of preprocessor_config.json asks for it, to fewer or more pixels."""
+    """Qwen2-VL's (arXiv 2409.12191), Qwen2.5-VL's, Qwen3-VL's and Qwen3.5's: an image keeps its shape, scaled to
+    multiples of a token's side and, where `size` of preprocessor_config.json asks for it, to fewer or more pixels."""
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil, smart_resize
 
     processor: Any = Qwen2VLImageProcessorPil.from_pretrained(folder, **settings)
