@@ -41,7 +41,7 @@ class PatchRowsConfig:
     activation: str = "silu"
     patch_bias: bool = False
     positions: int = 0  # along each side of the square of learned positions; 0: there are none
-    merger_adapters: bool = False  # Qwen3-VL's alone: the other families' maps are items of a list, without names
+    merger_adapters: bool = False  # before Qwen3-VL its maps are items of a list, which adapters have no names for
     deepstack: tuple[int, ...] = ()  # layers whose output is added behind the decoder's first layers too
     init_scale: float = 0.02
 
