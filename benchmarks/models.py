@@ -131,8 +131,10 @@ VISION_FILES = {
     "idefics3": ("families/idefics3.py", "families/siglip.py vision/siglip.py vision/projector.py"),
     "smolvlm": ("families/smolvlm.py", "families/idefics3.py, and its"),
     "gemma3": ("families/gemma3.py", "families/siglip.py families/gemma3_text.py vision/siglip.py vision/projector.py"),
+    "qwen2_vl": ("families/qwen2_vl.py", "families/qwen2_5_vl.py, and its"),
     "qwen2_5_vl": ("families/qwen2_5_vl.py", "families/qwen_vl.py vision/patch_rows.py"),
     "qwen3_vl": ("families/qwen3_vl.py", "families/qwen_vl.py vision/patch_rows.py"),
+    "qwen3_vl_moe": ("families/qwen3_vl_moe.py", "families/qwen3_vl.py families/qwen3_moe.py, and theirs"),
     "qwen3_5": ("families/qwen3_5.py", "families/qwen3_5_text.py families/qwen3_vl.py, and its"),
     "qwen3_5_moe": ("families/qwen3_5_moe.py", "families/qwen3_5_moe_text.py families/qwen3_5.py, and its"),
 }
@@ -247,9 +249,9 @@ caps low enough to bind, dense layers among those with experts. Numbers are the 
   read images and sound, nothing is loaded.
 - Mixtures of experts, with a shared expert where the family has one (Qwen2-MoE): no token is dropped. On accelerators
   tokens are sorted by expert and multiplied in groups; on CPU every expert computes every token. Checkpoints are read
-  with each expert's matrices apart or stacked, and written as on the hub: apart, of Gemma 4 and gpt-oss stacked.
-  gpt-oss's are read from MXFP4 too, as the numbers that they stand for, and written as floats, so that they can be
-  trained. `model.router_aux_loss_coef` and `model.freeze_router` are in docs/configuration.md.
+  with each expert's matrices apart or stacked, and written as on the hub: apart, of Gemma 4, Qwen3-VL and gpt-oss
+  stacked. gpt-oss's are read from MXFP4 too, as the numbers that they stand for, and written as floats, so that they can
+  be trained. `model.router_aux_loss_coef` and `model.freeze_router` are in docs/configuration.md.
 
 Weights are safetensors. With `model.allow_pickle` a folder without them is read from `pytorch_model.bin`, by a reader
 that knows tensors only and runs nothing. Code that a tokenizer's folder brings is run with `model.trust_remote_code`

@@ -728,6 +728,7 @@ def _data(config: ConfigDict) -> Iterator[str]:
         yield f"data.curriculum_hard is {hard:g}, but it must be below data.curriculum_easy = {easy:g}"
     split_options(f"model.overrides({model.overrides})")
     split_options(f"data.chat_template_kwargs({data.chat_template_kwargs})")  # raises for options it cannot read
+    split_options(f"data.image_processor({data.image_processor})")
     if data.streaming and config.num_epochs is not None:
         yield (
             f"num_epochs is {config.num_epochs}, but data.streaming is true, and streamed rows are not counted: set "

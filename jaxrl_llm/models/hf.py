@@ -249,9 +249,18 @@ def save(
                 # What says how images become tokens goes where the tokenizer goes.
                 source = getattr(tokenizer, "image_folder", None)
                 if source is not None and net.config.vision is not None:
-                    for file in (source / name for name in PROCESSOR_FILES):
-                        if file.is_file():
-                            shutil.copyfile(file, partial / file.name)
+                    settings = getattr(tokenizer, "image_settings", {})
+                    for name in PROCESSOR_FILES:
+                        entries = safetensors.read_json(source / name)
+                        if entries is None:
+                            continue
+                        # Version 5 of transformers may write the image processor's entries among those of the whole.
+                        part = entries.get("image_processor") if name == "processor_config.json" else entries
+                        if settings and isinstance(part, dict):
+                            part.update(settings)
+                            safetensors.write_json(partial / name, entries)
+                        else:
+                            shutil.copyfile(source / name, partial / name)
 
 
 def _exported_config(net: Net, family, hf_config: dict[str, Any] | None, dtype: str | None) -> dict[str, Any]:

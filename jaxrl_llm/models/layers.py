@@ -14,7 +14,12 @@ from flax import nnx
 from jaxrl_llm.distributed.sharding import columns_are_whole, constrain, context_shards
 from jaxrl_llm.models import lora, quantize
 
-ACTIVATIONS = {"silu": jax.nn.silu, "gelu_tanh": jax.nn.gelu, "gelu": functools.partial(jax.nn.gelu, approximate=False)}
+ACTIVATIONS = {
+    "silu": jax.nn.silu,
+    "gelu_tanh": jax.nn.gelu,
+    "gelu": functools.partial(jax.nn.gelu, approximate=False),
+    "quick_gelu": lambda x: x * jax.nn.sigmoid(1.702 * x),
+}
 LARGE = 2**20  # numbers whose bytes take longer than the start of a kernel
 
 

@@ -37,6 +37,13 @@ DELTA_NETS = {
 }  # fmt: skip
 # What differs between the families.
 PARTS: dict[str, dict[str, Any]] = {
+    "qwen2_vl": {
+        "architectures": ["Qwen2VLForConditionalGeneration"],
+        "text_config": TEXT | {"rope_parameters": ROPE | {"mrope_section": [1, 2, 1]}},
+        "vision_config": {
+            "embed_dim": 24, "mlp_ratio": 2, "depth": 2, "num_heads": 3, "patch_size": 4, "hidden_size": 32,
+        },
+    },
     "qwen2_5_vl": {
         "architectures": ["Qwen2_5_VLForConditionalGeneration"],
         "text_config": TEXT | {"rope_parameters": ROPE | {"mrope_section": [1, 2, 1]}},
@@ -45,6 +52,18 @@ PARTS: dict[str, dict[str, Any]] = {
     "qwen3_vl": {
         "architectures": ["Qwen3VLForConditionalGeneration"],
         "text_config": TEXT | {"head_dim": 8, "rope_parameters": ROPE | {"mrope_section": [2, 1, 1]}},
+        "vision_config": ENCODER | {"num_position_embeddings": 16, "deepstack_visual_indexes": [0]},
+    },
+    "qwen3_vl_moe": {
+        "architectures": ["Qwen3VLMoeForConditionalGeneration"],
+        "text_config": TEXT
+        | {
+            "head_dim": 8,
+            "rope_parameters": ROPE | {"mrope_section": [2, 1, 1]},
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 20,
+        },
         "vision_config": ENCODER | {"num_position_embeddings": 16, "deepstack_visual_indexes": [0]},
     },
     "qwen3_5": {
@@ -64,7 +83,7 @@ PARTS: dict[str, dict[str, Any]] = {
         },
         "vision_config": ENCODER | {"num_position_embeddings": 16},
     },
-}
+}  # fmt: skip
 
 
 def qwen_vl_folder(folder: Path, family: str = "qwen2_5_vl") -> Path:

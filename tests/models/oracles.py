@@ -234,7 +234,7 @@ def in_files(oracle, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     for name, x in arrays.items():
         name = name.replace(".mlp.", f".{block}.") if mixtral else name
         start, stacked, part = name.partition(".experts.")
-        if not stacked or oracle.config.model_type in ("gpt_oss", "gemma4_text"):
+        if not stacked or oracle.config.model_type in ("gpt_oss", "gemma4_text", "qwen3_vl_moe"):
             found[name] = x
             continue
         halves = np.split(x, 2, axis=1) if part == "gate_up_proj" else [x]

@@ -94,6 +94,14 @@ FAMILIES = {
         "image_token_index": 2,
         "mm_tokens_per_image": 4,
     },
+    "qwen2_vl": {
+        "text_config": {
+            "model_type": "qwen2_vl_text",
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]},
+        },
+        "vision_config": {"depth": 2, "num_heads": 4, "embed_dim": 48, "mlp_ratio": 2, "hidden_size": 64},
+        "image_token_id": 2,
+    },
     "qwen2_5_vl": {
         "text_config": {
             "model_type": "qwen2_5_vl_text",

@@ -34,6 +34,7 @@ from jaxrl_llm.models.families import (
     qwen2,
     qwen2_5_vl,
     qwen2_moe,
+    qwen2_vl,
     qwen3,
     qwen3_5,
     qwen3_5_moe,
@@ -42,6 +43,7 @@ from jaxrl_llm.models.families import (
     qwen3_moe,
     qwen3_next,
     qwen3_vl,
+    qwen3_vl_moe,
     smollm3,
     smolvlm,
 )
@@ -55,7 +57,7 @@ FAMILIES = {
         llama, qwen2, qwen3, mistral, gemma, gemma2, gemma3_text, phi3, qwen3_moe, mixtral, smollm3, olmo2,
         olmo3, granite, glm, glm4, olmoe, qwen2_moe, gpt_oss, deepseek_v3,
         qwen3_next, gemma4_text, qwen3_5_text, qwen3_5_moe_text, idefics3, smolvlm, gemma3, qwen2_5_vl, qwen3_vl,
-        qwen3_5, qwen3_5_moe,
+        qwen3_5, qwen3_5_moe, qwen3_vl_moe, qwen2_vl,
     )
 }  # fmt: skip
 

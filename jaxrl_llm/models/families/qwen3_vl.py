@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from jaxrl_llm.models.families import qwen3, qwen_vl
-from jaxrl_llm.models.families.decoder import TensorName, linear
+from jaxrl_llm.models.families.decoder import TensorName, layer_norm, linear
 from jaxrl_llm.models.families.entries import positive, refuse
 from jaxrl_llm.models.transformer import ModelConfig
 from jaxrl_llm.models.vision.patch_rows import PatchRowsConfig
@@ -17,24 +17,20 @@ TOWER, LAYERS = "model.visual.", "vision/encoder/layers"
 BLOCK = f"{TOWER}blocks.{{layer}}."
 
 
-def _norm(path: str, tensor: str) -> tuple[TensorName, TensorName]:
-    return TensorName(f"{path}/scale", f"{tensor}.weight"), TensorName(f"{path}/shift", f"{tensor}.bias")
-
-
 # The encoder's, which families with other decoders have too.
 TOWER_KEYS = (
     *linear("vision/encoder/patch", f"{TOWER}patch_embed.proj"),
     TensorName("vision/encoder/position/weight", f"{TOWER}pos_embed.weight"),
-    *_norm(f"{LAYERS}/norm1", f"{BLOCK}norm1"),
+    *layer_norm(f"{LAYERS}/norm1", f"{BLOCK}norm1"),
     *(key for name in "qkv" for key in linear(f"{LAYERS}/attention/{name}", f"{BLOCK}attn.qkv")),
     *linear(f"{LAYERS}/attention/out", f"{BLOCK}attn.proj"),
-    *_norm(f"{LAYERS}/norm2", f"{BLOCK}norm2"),
+    *layer_norm(f"{LAYERS}/norm2", f"{BLOCK}norm2"),
     *(key for name in ("fc1", "fc2") for key in linear(f"{LAYERS}/mlp/{name}", f"{BLOCK}mlp.linear_{name}")),
     *(
         key
         for merger, tensor in (("merger", "merger"), ("deepstack", "deepstack_merger_list.{layer}"))
         for key in (
-            *_norm(f"vision/encoder/{merger}/norm", f"{TOWER}{tensor}.norm"),
+            *layer_norm(f"vision/encoder/{merger}/norm", f"{TOWER}{tensor}.norm"),
             *linear(f"vision/encoder/{merger}/fc1", f"{TOWER}{tensor}.linear_fc1"),
             *linear(f"vision/encoder/{merger}/fc2", f"{TOWER}{tensor}.linear_fc2"),
         )
@@ -53,7 +49,7 @@ def with_tower(text: Iterable[TensorName]) -> tuple[TensorName, ...]:
 KEYS = with_tower(qwen3.KEYS)
 ENCODER = PatchRowsConfig(
     width=1152, layers=27, ffn=4304, patch_size=16, window_size=0, full_layers=(), norm="layer", gated=False,
-    activation="gelu_tanh", patch_bias=True, positions=48,
+    activation="gelu_tanh", patch_bias=True, positions=48, merger_adapters=True,
 )  # fmt: skip
 FAMILY = qwen_vl.Family(
     MODEL_TYPE,

@@ -24,7 +24,7 @@ SIZES = {
     "channels": "in_channels",
     "merge": "spatial_merge_size",
 }
-ACTIVATIONS = {"gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu", "silu": "silu"}
+ACTIVATIONS = {"gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu", "quick_gelu": "quick_gelu", "silu": "silu"}
 SHARED = ("architectures", "tie_word_embeddings", "quantization_config")
 
 
@@ -39,6 +39,7 @@ class Family(NamedTuple):
     interleaved: bool  # the frequencies of the axes take turns, and are not in runs
     encoder: PatchRowsConfig  # what entries of the encoder mean that are left out
     sizes: dict[str, str] = SIZES
+    out: str = "out_hidden_size"  # entry of the encoder that has the decoder's width
     image_token: int = 151_655  # where config.json names none
 
 
@@ -71,9 +72,10 @@ def encoder_of(hf: dict[str, Any], text: dict[str, Any], family: Family) -> Patc
     entries = {entry: getattr(default, field) for field, entry in family.sizes.items()} | hf
     sizes = {field: positive(entries, entry) for field, entry in family.sizes.items()}
     if sizes["width"] % (4 * sizes["heads"]):
-        refuse("vision_config.hidden_size", sizes["width"], f"multiples of 4 times num_heads = {sizes['heads']}")
-    if hf.get("out_hidden_size", text["hidden_size"]) != text["hidden_size"]:
-        refuse("vision_config.out_hidden_size", hf["out_hidden_size"], f"hidden_size = {text['hidden_size']}")
+        width = f"vision_config.{family.sizes['width']}"
+        refuse(width, sizes["width"], f"multiples of 4 times num_heads = {sizes['heads']}")
+    if hf.get(family.out, text["hidden_size"]) != text["hidden_size"]:
+        refuse(f"vision_config.{family.out}", hf[family.out], f"hidden_size = {text['hidden_size']}")
     activation = hf.get("hidden_act")
     known = {entry: name for entry, name in ACTIVATIONS.items() if (name == "silu") == default.gated}
     if activation is not None and activation not in known:
@@ -164,7 +166,7 @@ def entries_of(
         "vision_config": {
             **(base.get("vision_config") or {"model_type": f"{family.model_type}_vision"}),
             **{entry: getattr(encoder, field) for field, entry in family.sizes.items()},
-            "out_hidden_size": config.width,
+            family.out: config.width,
             "hidden_act": names[encoder.activation],
             "initializer_range": encoder.init_scale,
             **vision_entries,
