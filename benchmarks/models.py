@@ -250,8 +250,8 @@ caps low enough to bind, dense layers among those with experts. Numbers are the 
 - Mixtures of experts, with a shared expert where the family has one (Qwen2-MoE): no token is dropped. On accelerators
   tokens are sorted by expert and multiplied in groups; on CPU every expert computes every token. Checkpoints are read
   with each expert's matrices apart or stacked, and written as on the hub: apart, of Gemma 4, Qwen3-VL and gpt-oss
-  stacked. gpt-oss's are read from MXFP4 too, as the numbers that they stand for, and written as floats, so that they can
-  be trained. `model.router_aux_loss_coef` and `model.freeze_router` are in docs/configuration.md.
+  stacked. gpt-oss's are read from MXFP4 too, as the numbers that they stand for, and written as floats, so that they
+  can be trained. `model.router_aux_loss_coef` and `model.freeze_router` are in docs/configuration.md.
 
 Weights are safetensors. With `model.allow_pickle` a folder without them is read from `pytorch_model.bin`, by a reader
 that knows tensors only and runs nothing. Code that a tokenizer's folder brings is run with `model.trust_remote_code`
