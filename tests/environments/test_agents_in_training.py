@@ -260,6 +260,7 @@ def test_a_run_that_was_killed_goes_on(root, tmp_path):
     jax.tree.map(np.testing.assert_array_equal, whole.model.params, resumed.model.params)
 
 
+@pytest.mark.slow
 def test_baselines_of_games_and_roles_go_on(root, tmp_path):
     """Of a run that is started again behind its first step, and of two games, one of which the rows name."""
     game = f"{root / 'configs/agents/taking_game.py'}:run"

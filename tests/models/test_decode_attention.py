@@ -65,7 +65,7 @@ def test_decode_attention(shape, sizes, window, softcap, programs, monkeypatch):
 
 
 @pytest.mark.parametrize("backend", ["gpu", "tpu"])
-@pytest.mark.parametrize("at_once", [1, 2])
+@pytest.mark.parametrize("at_once", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_accelerators_decode_the_same(backend, at_once, monkeypatch):
     """With their own layouts of the caches and, on GPUs, the kernel: the logits of CPUs."""
     config, tokens = CONFIG, np.random.default_rng(1).integers(0, 31, (2, 9))
