@@ -48,9 +48,15 @@ MODELS = {
     "8b": shape(QWEN3, 4096, 36, 32, 12288, tie_word_embeddings=False),
     "70b": shape(LLAMA3, 8192, 80, 64, 28672),  # Llama 3
 }
+MODELS["0.8b-hybrid"] = {  # Qwen3.5: gated delta nets in three layers of four
+    **shape(QWEN3, 1024, 24, 8, 3584, tie_word_embeddings=True), "architectures": ["Qwen3_5ForCausalLM"],
+    "model_type": "qwen3_5_text", "vocab_size": 248320, "head_dim": 256, "num_key_value_heads": 2,
+    "linear_num_value_heads": 16, "rope_parameters": {"rope_theta": 1e7, "partial_rotary_factor": 0.25},
+}  # fmt: skip
 DEVICES = ("h100", "v5e", "v5p", "v6e")
 # How many devices hold the training of a model, all of them by fsdp.
-COUNTS = {"0.6b": {"v5e": 1}, "1.7b": {}, "8b": dict.fromkeys(DEVICES, 8), "70b": {"h100": 64, "v5p": 64}}
+COUNTS = {"0.6b": {"v5e": 1}, "1.7b": {}, "8b": dict.fromkeys(DEVICES, 8), "70b": {"h100": 64, "v5p": 64},
+          "0.8b-hybrid": {"h100": 1, "v6e": 1}}  # fmt: skip
 SETTINGS = {
     "batch.prompts": 8, "rollout.group_size": 8, "rollout.max_prompt_length": 512,
     "rollout.max_completion_length": 1024, "algorithm.beta": 0.0, "model.remat": "block",
@@ -65,11 +71,14 @@ PHASES: dict[str, tuple[str, tuple[str, ...], dict[str, Any]]] = {
     "update": ("update", ("update",), {}),
     "logps": ("logps", ("reference",), {"algorithm.beta": 0.04}),
 }
+LONG = {"algorithm.name": "sft", "data.max_length": 32_768, "batch.prompts": 4}
+LONG_PHASES = {"rollout": PHASES["rollout"], "update, 4 rows of 32k": ("update", ("update",), LONG)}
 
 
 def cells() -> list[tuple[str, str, str]]:
     """Model, device and phase of every cell."""
-    return [(m, d, p) for m in MODELS for d in (COUNTS[m] if m == "70b" else DEVICES) for p in PHASES]
+    few = {"70b": PHASES, "0.8b-hybrid": LONG_PHASES}
+    return [(m, d, p) for m in MODELS for d in (COUNTS[m] if m in few else DEVICES) for p in few.get(m, PHASES)]
 
 
 def measured(model: str, device: str, phase: str) -> dict[str, Any]:
@@ -79,7 +88,7 @@ def measured(model: str, device: str, phase: str) -> dict[str, Any]:
     from jaxrl_llm.tools.plan.planned import make_plan
     from jaxrl_llm.tools.plan.topology import target
 
-    only, names, more = PHASES[phase]
+    only, names, more = (PHASES | LONG_PHASES)[phase]
     config, count = default(), COUNTS[model].get(device, 1)
     for key, value in {**SETTINGS, **more}.items():
         config.update_from_flattened_dict({key: value})
@@ -137,7 +146,8 @@ def page(store: dict[str, Any]) -> str:
             else:
                 numbers = [gb(row["moved"], 0), f"{row['kernels']:,.0f}", gb(row["temporaries"], 1)]
                 numbers += [gb(row["arguments"], 1), gb(row["exchanged"], 1), f"{row['seconds']:.0f}"]
-                others.append([model, on, program.removeprefix("rollout: "), *numbers])
+                shown = phase if program == "update" else program.removeprefix("rollout: ")
+                others.append([model, on, shown, *numbers])
     versions = ", ".join(f"{name} {number}" for name, number in store["versions"].items())
     parts = ["# Compiled programs", "", f"By `python -m benchmarks.compiled`, of one device; {versions}.", ""]
     parts += ["## A decode step", "", table(decode), "## Other programs, whole runs", "", table(others)]
