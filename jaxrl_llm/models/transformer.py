@@ -18,7 +18,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxrl_llm.algorithms.batch import ImageEmbeddings, Images, Inputs
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.distributed.sharding import constrain, context_shards
-from jaxrl_llm.models.fused_attention import implementation
+from jaxrl_llm.models.fused_attention import implementation, is_in_chunks
 from jaxrl_llm.models.layers import FeedForward, Linear, RMSNorm, soft_cap
 from jaxrl_llm.models.lora import LoraConfig, has_adapters, has_dropout, overlaid, with_saved
 from jaxrl_llm.models.mixer import AttentionInputs, DecodeInputs, LayerConfig, Mixer
@@ -252,7 +252,7 @@ class Transformer(nnx.Module):
             images = self.encode_images(tokens, segments, images)
         if images is not None and c.vision is not None and c.vision.bidirectional:
             runs = image_runs(images.index, segments)
-        by_mask = prefixes is not None or runs is not None
+        by_mask = prefixes is not None or runs is not None or is_in_chunks(c, tokens.shape[1])
         # Some kernels read segments, and a mask [N,T,T] only where segments do not say it all.
         kernel = implementation(c, tokens.shape[1], by_mask)
         if kernel == "flash" and by_mask:

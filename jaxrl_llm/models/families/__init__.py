@@ -23,6 +23,7 @@ from jaxrl_llm.models.families import (
     granite,
     idefics3,
     llama,
+    llama4_text,
     mistral,
     mixtral,
     olmo2,
@@ -48,7 +49,7 @@ FAMILIES = {
     for module in (
         llama, qwen2, qwen3, mistral, gemma, gemma2, gemma3_text, phi3, qwen3_moe, mixtral, smollm3, olmo2,
         olmo3, granite, glm, glm4, olmoe, qwen2_moe, gpt_oss, deepseek_v3,
-        qwen3_next, idefics3, smolvlm, gemma3, qwen2_5_vl, qwen3_vl,
+        qwen3_next, llama4_text, idefics3, smolvlm, gemma3, qwen2_5_vl, qwen3_vl,
     )
 }  # fmt: skip
 

@@ -16,14 +16,15 @@ from jaxrl_llm.models.transformer import ModelConfig
 class TensorName(NamedTuple):
     """One parameter: its path here, its tensor's name in the files, and whether the matrix is stored transposed.
 
-    Parameters with the same tensor are ranges of its rows, in the order of the table, or `interleaved`: each has every
-    n-th number of its last dimension.
+    Parameters with the same tensor are ranges of its rows, in the order of the table, or of its last dimension: of its
+    `columns`, or `interleaved`, where each has every n-th number.
     """
 
     path: str  # under `layers` the parameter is one array, stacked over layers
     tensor: str  # with {layer} where each layer has its own, and {expert} where each expert has
     transpose: bool = False
     interleaved: bool = False
+    columns: bool = False
 
 
 def linear(path: str, tensor: str) -> tuple[TensorName, TensorName]:
