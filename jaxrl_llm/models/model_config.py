@@ -69,9 +69,9 @@ class ModelConfig:
     mlp_bias: bool = False
     qk_norm: bool = False
     qk_norm_whole: bool = False  # over all heads at once, not each
-    qk_rms: bool = False  # queries and keys of layers with rotary positions are divided by their rms, after the rotation
-    query_growth: float = 0.0  # of queries without rotary positions, with the log of the positions before them,
-    query_growth_every: int = 0  # counted in so many
+    qk_rms: bool = False  # rotated queries and keys are divided by their rms
+    query_growth: float = 0.0  # of queries that are not rotated, with the log of their position in units of
+    query_growth_every: int = 0  # so many
     delta_key_heads: int = 0  # of gated delta nets, as the next four; see delta_net.GatedDeltaNet
     delta_value_heads: int = 0
     delta_key_dim: int = 0
