@@ -206,8 +206,9 @@ Written by `python -m benchmarks.models` (jax {jax}, transformers {transformers}
 
 A model is a Hugging Face folder or hub id whose config.json has one of these `model_type`s. Everything else is refused
 by name before weights are read. Each row is measured on a tiny random model that transformers made: two to four
-layers, biases and norms random, windows and chunks of {window} tokens where the family has them (documents have 4, 7 and
-12), soft caps low enough to bind, dense layers among those with experts. Numbers are the largest absolute difference.
+layers, biases and norms random, windows and chunks of {window} tokens where the family has them (documents have 4, 7
+and 12), soft caps low enough to bind, dense layers among those with experts. Numbers are the largest absolute
+difference.
 
 {table}
 - load: parameters that come back bit for bit from an exported folder.
@@ -224,8 +225,8 @@ layers, biases and norms random, windows and chunks of {window} tokens where the
 
 - Rotary positions: {kinds}; the entries of transformers 4
   (`rope_theta`, `rope_scaling`) and 5 (`rope_parameters`), also one set for each type of layer (Gemma 3, OLMo 3), a
-  part of each head (Phi-3), neighbouring dimensions together (GLM), and layers without (SmolLM3, Llama 4). With `dynamic`, rows
-  longer than `max_position_embeddings` are scored and trained on, but not sampled.
+  part of each head (Phi-3), neighbouring dimensions together (GLM), and layers without (SmolLM3, Llama 4). With
+  `dynamic`, rows longer than `max_position_embeddings` are scored and trained on, but not sampled.
 - Windows (`sliding_window`) in all layers, in some (`layer_types`, `max_window_layers`, `sliding_window_pattern`), in
   training, prefill and decoding. The cache keeps all tokens.
 - Chunks (`attention_chunk_size`, Llama 4): a token sees those of its own chunk, counted from the start of its document,
@@ -242,12 +243,11 @@ layers, biases and norms random, windows and chunks of {window} tokens where the
 - Attention sinks (gpt-oss). They are computed by `model.attention=xla`, on every backend.
 - Soft caps on attention scores and logits, wherever logits are formed. `model.fp32_head` forms them in float32.
 - Multipliers of embeddings, attention scores, residuals and logits (Granite).
-- Mixtures of experts, with a shared expert where the family has one (Qwen2-MoE), weighted by their outputs or, in Llama
-  4, their inputs: no token is dropped. On accelerators
-  tokens are sorted by expert and multiplied in groups; on CPU every expert computes every token. Checkpoints are read
-  with each expert's matrices apart or stacked, and written apart, as on the hub, but
-  gpt-oss's and Llama 4's stacked. gpt-oss's are read from MXFP4 too, as
-  the numbers that they stand for, and written as floats, so that they can be trained. `model.router_aux_loss_coef` and
+- Mixtures of experts, with a shared expert where the family has one (Qwen2-MoE), and weights of their outputs
+  or, in Llama 4, their inputs: no token is dropped. On accelerators tokens are sorted by expert and multiplied in
+  groups; on CPU every expert computes every token. Checkpoints are read with each expert's matrices apart or stacked,
+  and written as on the hub: apart, those of gpt-oss and Llama 4 stacked. gpt-oss's are read from MXFP4 too, as the
+  numbers that they stand for, and written as floats, so that they can be trained. `model.router_aux_loss_coef` and
   `model.freeze_router` are in docs/configuration.md.
 
 Weights are safetensors. With `model.allow_pickle` a folder without them is read from `pytorch_model.bin`, by a reader
@@ -285,7 +285,8 @@ Another one is a class with this protocol in a file of its own, and a family tha
 `ModelConfig.mixers` and its tensors in `KEYS`, as `layers/<path>/...`. Layers of one mixer are stacked, and consecutive
 ones run in one scan. `tests/models/test_mixer.py` has a recurrent one, and samples with it.
 
-Not supported: Llama 4's vision part (`model_type` `llama4`), Phi-3's `longrope`, checkpoints quantized otherwise, bidirectional attention.
+Not supported: Llama 4 with its vision part (`llama4`), Phi-3's `longrope`, checkpoints quantized otherwise,
+bidirectional attention.
 """
 
 EXAMPLE = '''"""Seed-OSS (ByteDance): Llama's shape with biases on queries, keys and values."""
