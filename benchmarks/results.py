@@ -23,6 +23,7 @@ from typing import Any
 import jax
 
 from benchmarks.page import page
+from jaxrl_llm.config.resolve import import_file
 
 ROOT = Path(__file__).parent.parent
 STORE = ROOT / "benchmarks" / "results"
@@ -34,23 +35,36 @@ ONLINE = (
 )  # fmt: skip
 OFFLINE = ("sft", "reward_model", "dpo", "ipo", "kto", "orpo", "cpo", "simpo", "alphapo")
 IMAGES = ("vision_grpo", "vision_grpo_blank")
+FURTHER = tuple(import_file(ROOT / "configs" / "further.py").FORMS)
+STALENESS = (0, 1, 2, 4, 8)
+AHEAD = (*(f"ahead_{n}" for n in STALENESS), *(f"ahead_clipped_{n}" for n in STALENESS[1:]))
 SELF = ("sdpo", "sdft")  # the policy as its own teacher
 START = "sdpo.py:start"  # makes the model that those start from, with the same seed
-SPECS = {"vision_grpo_blank": "vision_grpo.py:blank"}  # where the name is not that of a file
 CONTROL = "sft_control"  # the time of a GRPO run spent on more supervised fine-tuning
+NAMES = (*ONLINE, *FURTHER, *AHEAD, *SELF, *IMAGES, *OFFLINE, CONTROL)  # in the order of the page
+SPECS = {"vision_grpo_blank": "vision_grpo.py:blank"}  # where the name is not that of a file
+SPECS |= {name: f"further.py:{name}" for name in FURTHER}
+SPECS |= dict.fromkeys(AHEAD, "async_grpo.py")
+FLAGS = {
+    name: ("--config.total_steps=120", "--config.algorithm.beta=0", f"--config.rollout.staleness={name.split('_')[-1]}")
+    for name in AHEAD
+}
+CLIPPED = ("--config.algorithm.importance_correction=none", "--config.algorithm.old_logps=sampler")
+FLAGS |= {name: (*FLAGS[name], *CLIPPED) for name in AHEAD if "clipped" in name}
 HEALTH = ("reward", "kl", "entropy", "completions/mean_length", "frac_reward_zero_std", "grad_norm")
 
 Run = dict[str, Any]  # config, seed, seconds, steps, machine, and the logged lines that the page reads
 
 
 def train(config: str, seed: int, *flags: str) -> Run:
-    """One run of `configs/<config>.py`, or of what SPECS has for it."""
+    """One run of `configs/<config>.py`, or of what SPECS and FLAGS have for it."""
     with tempfile.TemporaryDirectory() as folder:
         own, start = Path(folder) / config, Path(folder) / "start"
         if config in SELF:
             _run(START, seed, start)
             flags = (f"--config.model.path={start}/hf", *flags)
-        seconds = _run(SPECS.get(config, f"{config}.py"), seed, own, "--config.logging.names=trl", *flags)
+        flags = ("--config.logging.names=trl", *FLAGS.get(config, ()), *flags)
+        seconds = _run(SPECS.get(config, f"{config}.py"), seed, own, *flags)
         lines = [json.loads(line) for line in (own / "metrics.jsonl").read_text().splitlines()]
     return {
         "config": config,
@@ -97,7 +111,7 @@ def store(name: str, run: Run) -> None:
 
 def stored() -> dict[str, dict[int, Run]]:
     """The runs that are kept, by configuration and seed, in the order of the page."""
-    found: dict[str, dict[int, Run]] = {name: {} for name in (*ONLINE, *SELF, *IMAGES, *OFFLINE, CONTROL)}
+    found: dict[str, dict[int, Run]] = {name: {} for name in NAMES}
     for file in sorted(STORE.glob("*-[0-9]*.json")):
         run = json.loads(file.read_text(encoding="utf-8"))
         found.setdefault(file.stem.rpartition("-")[0], {})[run["seed"]] = run
@@ -107,14 +121,12 @@ def stored() -> dict[str, dict[int, Run]]:
 def main(argv: list[str]) -> None:
     """The command line; see the module's text."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "configs", nargs="*", choices=[[], *ONLINE, *SELF, *IMAGES, *OFFLINE, CONTROL], metavar="CONFIG"
-    )
+    parser.add_argument("configs", nargs="*", choices=[[], *NAMES], metavar="CONFIG")
     parser.add_argument("--seeds", default=",".join(map(str, SEEDS)))
     parser.add_argument("--steps", type=int, help="training steps, in place of the configuration's")
     parser.add_argument("--page", action="store_true", help="only write the page")
     options = parser.parse_args(argv)
-    chosen = options.configs or (*ONLINE, *SELF, *IMAGES, *OFFLINE, CONTROL)
+    chosen = options.configs or NAMES
     for name, seed in itertools.product([] if options.page else chosen, map(int, options.seeds.split(","))):
         known = stored()
         if (not options.configs and seed in known.get(name, {})) or (name == CONTROL and seed):
@@ -126,7 +138,7 @@ def main(argv: list[str]) -> None:
         else:
             run = train(name, seed, *([f"--config.total_steps={options.steps}"] if options.steps else []))
         store(f"{name}-{seed}", run)
-    PAGE.write_text(page(stored(), ONLINE, OFFLINE, CONTROL, IMAGES, SELF), encoding="utf-8")
+    PAGE.write_text(page(stored(), ONLINE, OFFLINE, CONTROL, IMAGES, SELF, FURTHER, AHEAD), encoding="utf-8")
 
 
 if __name__ == "__main__":

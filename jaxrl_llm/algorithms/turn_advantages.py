@@ -52,14 +52,15 @@ def turn_table(rows: Sequence[Sequence[Turn]], width: int, group_size: int, firs
         if member == 0:
             first = {}
         for number, turn in enumerate(turns):
-            key = json.dumps(turn.state, sort_keys=True, default=_plain)
+            key = state_key(turn.state)
             table.states[row, number] = first.setdefault(key, member * width + number)
             table.rewards[row, number], table.ends[row, number] = turn.reward, first_column + turn.end
     return table
 
 
-def _plain(x: Any) -> Any:
-    return x.tolist() if hasattr(x, "tolist") else repr(x)
+def state_key(state: Any) -> str:
+    """A text that is the same for states that are: their JSON, with the `repr` of what JSON lacks."""
+    return json.dumps(state, sort_keys=True, default=lambda x: x.tolist() if hasattr(x, "tolist") else repr(x))
 
 
 def with_outcome(turns: Turns, scores, weight=1.0) -> Turns:
@@ -152,6 +153,28 @@ def gigpo_advantages(
     episodes = group_advantages(scores, group_size, scale, eps)[:, None]
     steps = compared_in_state(turn_returns(turns.rewards, gamma), turns.states, group_size, scale, eps)
     return by_turn(episodes + omega * steps, turns, mask)
+
+
+def rae_advantages(scores, parts: Turns, roles, baselines, mask, decay=0.95) -> tuple[Array, Array]:
+    """Returns advantages `[N, T]` of rows in which several roles played, and the baselines `[R]` of roles behind them.
+
+    Shapes: `scores [N]`; `parts` with rewards of their own, NaN where they have the row's score; `roles [N, M]`
+    says which of the R roles a part is; `baselines [R]`; `mask [N, T]`. Formula, from part to part and row to row:
+    `A = r - b_role`, then `b_role = decay b_role + (1 - decay) r`, so that no reward is compared with itself. Rows with
+    a NaN score get 0 and move nothing. Source: role-conditioned advantage estimation, SPIRAL, arXiv 2506.24119.
+    """
+    scores = as_float(scores)[:, None]
+    rewards = jnp.where(jnp.isnan(parts.rewards), scores, parts.rewards)
+    live = (jnp.asarray(parts.ends) != BEYOND) & ~jnp.isnan(scores)
+
+    def step(baselines, part):
+        reward, role, is_live = part
+        advantage = jnp.where(is_live, reward - baselines[role], 0.0)
+        return baselines.at[role].add((1.0 - decay) * advantage), advantage
+
+    flat = (rewards.reshape(-1), jnp.asarray(roles).reshape(-1), live.reshape(-1))
+    baselines, advantages = jax.lax.scan(step, as_float(baselines), flat)
+    return by_turn(advantages.reshape(live.shape), parts, mask), baselines
 
 
 def _of_each_number(values, group_size: int, scale: str, eps: float) -> Array:

@@ -14,7 +14,8 @@ from jaxrl_llm.config.flags import load_flags
 from jaxrl_llm.config.schema import Setting
 from jaxrl_llm.tools.plan.advice import advice
 from jaxrl_llm.tools.plan.devices import DEVICES, named
-from jaxrl_llm.tools.plan.planned import Plan, make_plan
+from jaxrl_llm.tools.plan.planned import Plan, is_split, make_plan
+from jaxrl_llm.tools.plan.split import make_split, split_lines
 from jaxrl_llm.tools.plan.text import lines
 from jaxrl_llm.tools.plan.topology import target
 from jaxrl_llm.training.logging.console import stderr_console, waiting
@@ -45,6 +46,10 @@ def main(argv: list[str]) -> None:
     """The command line: see `--help`."""
     config, options = load_flags(argv, __doc__ or "", FLAGS)
     with waiting(f"compiling the programs of {config.model.path}, minutes for large models", stderr_console(), False):
+        if is_split(config):
+            split = make_split(config, options["device"], options["devices"], options["simulate"])
+            sys.stdout.write("\n".join(split_lines(split)) + "\n")
+            return
         planned = plan(config, options["device"], options["devices"], options["simulate"])
         tight = bool(planned.target.device.memory) and planned.peak.peak > planned.capacity
         wanted = options["advice"] == "always" or (tight and options["advice"] == "auto")

@@ -9,7 +9,7 @@ from string import Formatter
 from typing import Any
 
 from jaxrl_llm.config.resolve import ConfigError, closest, resolve, split_options
-from jaxrl_llm.config.schema import BY_NAME, IDENTITY, OFFLINE, ConfigDict
+from jaxrl_llm.config.schema import BY_NAME, EPISODES, IDENTITY, OFFLINE, ConfigDict
 
 # Settings of a critic that is a network of its own, with updates of its own.
 OF_OWN_CRITIC = (
@@ -678,8 +678,12 @@ def _environment(config: ConfigDict) -> Iterator[str]:
     if named and algorithm.name in OFFLINE:
         yield f"{named[0]} is set, but algorithm.name = {algorithm.name!r} samples nothing: leave it out"
     if c.agent is not None:
-        if len(named) > 1:
-            yield (f"environment.agent and {named[0]} are both set, but an agent holds its own conversations: set one")
+        played = ("environment.name", "environment.tools")
+        for key in (key for key in named[:-1] if c.agent != EPISODES or key not in played):
+            yield (
+                f"environment.agent and {key} are both set, but an agent holds its own conversations: set one"
+                + (f", or environment.agent={EPISODES!r}, which plays environments" if key in played else "")
+            )
         own = ("stop", "stop_token_ids", "logit_bias", "bad_words", "min_completion_length", "structured_regex")
         for key in (*own, "structured_choice", "structured_json", "structured_grammar"):
             if config.rollout[key]:
@@ -724,6 +728,7 @@ def _data(config: ConfigDict) -> Iterator[str]:
         yield f"data.curriculum_hard is {hard:g}, but it must be below data.curriculum_easy = {easy:g}"
     split_options(f"model.overrides({model.overrides})")
     split_options(f"data.chat_template_kwargs({data.chat_template_kwargs})")  # raises for options it cannot read
+    split_options(f"data.image_processor({data.image_processor})")
     if data.streaming and config.num_epochs is not None:
         yield (
             f"num_epochs is {config.num_epochs}, but data.streaming is true, and streamed rows are not counted: set "

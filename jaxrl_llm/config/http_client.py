@@ -60,6 +60,8 @@ class HttpClient:
         Raises RequestError: UnreachableError without a connection, TooLargeError for a reply of more than `largest`
         bytes.
         """
+        if self.loop.is_closed():
+            raise RequestError("the client is closed")
         request = self._post(url, content, headers, seconds, largest)
         try:
             return asyncio.run_coroutine_threadsafe(request, self.loop).result()

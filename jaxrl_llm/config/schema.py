@@ -195,6 +195,7 @@ def _split_list(text: str) -> list[str]:
 LARGEST = 1e15  # of numbers that enter float32 computations, where larger ones overflow
 ALGORITHMS = ("grpo", "ppo", "sft", "preference", "reward_model")
 OFFLINE = ("sft", "preference", "reward_model")
+EPISODES = "episodes"  # the agent that plays environments
 DTYPES = ("float32", "bfloat16", "float16")
 
 SECTIONS = {
@@ -338,6 +339,10 @@ KEYS = (
     Setting("data.image_bytes", 2**25, "Most bytes of the file of an image.", int, minimum=1),
     Setting("data.images_per_row", 16, "Most images of a row.", int, minimum=1),
     Setting("data.image_urls", False, "Fetch images that rows name by http(s) URLs.", bool),
+    Setting("data.image_processor", "",
+        "Options of the image processor, `max_pixels=401408`, over those of the model's preprocessor_config.json; the "
+        "trained model keeps them. Qwen-VL: min_pixels, max_pixels; Idefics3 and SmolVLM: longest_edge, "
+        "do_image_splitting."),
     Setting("data.system_prompt", None, "System message put before conversations that have none."),
     Setting("data.chat_template", None,
         "Chat template in place of the tokenizer's: chatml, gemma, llama2, llama3, mistral, phi3 or zephyr, a file, or "
@@ -509,7 +514,8 @@ KEYS = (
         "`server(url='http://localhost:8000/v1', model='m')`."),
     Setting("environment.agent", None,
         "Agent: a program that talks to an endpoint of the run by any client of OpenAI's API, `path/to/file.py:run` "
-        "or a command line. Its calls are sampled and learned from. See docs/agents.md."),
+        "or a command line. Its calls are sampled and learned from. See docs/agents.md. `episodes` plays "
+        "environment.name and environment.tools, whose observations may have images then."),
     Setting("environment.agents", (),
         "Further agents, each `VALUE=AGENT`: one runs for the rows whose column agent has that value, and "
         "environment.agent for those without a value."),
@@ -949,7 +955,8 @@ IDENTITY = (
     "lora.alpha", "lora.rslora", "lora.dora", "lora.targets", "lora.modules_to_save", "lora.path",
     "lora.reference", "data.path", "data.name", "data.sources",
     "data.format", "data.streaming", "data.shuffle", "data.shuffle_buffer", "data.split", "data.prompt_key",
-    "data.completion_key", "data.label_key", "data.image_key", "data.system_prompt", "data.chat_template",
+    "data.completion_key", "data.label_key", "data.image_key", "data.image_processor", "data.system_prompt",
+    "data.chat_template",
     "eval.fraction", "model.tokenizer", "model.revision", "model.overrides", "data.chat_template_kwargs",
     "data.overlong", "data.max_length", "data.loss_on", "data.packing", "rollout.group_size",
     "rollout.max_prompt_length",

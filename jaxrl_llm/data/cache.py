@@ -40,6 +40,7 @@ def file_of(setting: str, rows: Any, format_key: Any, code: bytes | None, tokeni
     t = tokenize
     settings = [t.kind, t.limit, t.overlong, t.loss_on, t.prompt_key, t.template_kwargs]
     settings += [] if t.images is None else [t.images.key, str(getattr(t.tokenizer, "image_folder", None))]
+    settings += [own] if t.images is not None and (own := getattr(t.tokenizer, "image_settings", None)) else []
     backend = getattr(t.tokenizer, "backend_tokenizer", None)
     tokenizer = [
         backend.to_str() if backend is not None else json.dumps(t.tokenizer.get_vocab(), sort_keys=True),

@@ -2,12 +2,12 @@
 
 `load` reads the files of a model's folder. Resizing, tiling and normalising are those of transformers' processors on
 Pillow and numpy, which need no torch; the tokens are those that its classes `Idefics3Processor`, `SmolVLMProcessor`,
-`Gemma3Processor`, `Qwen2_5_VLProcessor` and `Qwen3VLProcessor` write.
+`Gemma3Processor`, `Qwen2VLProcessor`, `Qwen2_5_VLProcessor` and `Qwen3VLProcessor` write.
 """
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -47,6 +47,7 @@ class ImageProcessor:
 def load(folder: str | Path, tokenizer: Any) -> ImageProcessor | None:
     """The image processor of the model in `folder`, or None for a model that reads text alone.
 
+    `tokenizer.image_settings`, if there, has entries that go over those of preprocessor_config.json (`settings_of`).
     Raises ConfigError: a family with images that is not known here, a missing or unreadable preprocessor_config.json,
     or a tokenizer without the tokens of images.
     """
@@ -59,13 +60,15 @@ def load(folder: str | Path, tokenizer: Any) -> ImageProcessor | None:
             if model_type == "gemma3" and "vision_config" not in config:
                 return None
             raise ConfigError(f"the model in {folder} reads images, and has no {files[0]}; copy that of the original")
-        return FAMILIES[model_type](folder, config, tokenizer)
+        return FAMILIES[model_type](folder, config, tokenizer, getattr(tokenizer, "image_settings", {}))
     if "vision_config" in config and (folder / "preprocessor_config.json").is_file():
         raise ConfigError(f"images of model_type {model_type!r} are not read here; those of {', '.join(FAMILIES)} are")
     return None
 
 
-def _idefics3(folder: Path, config: dict[str, Any], tokenizer: Any, smolvlm: bool = False) -> ImageProcessor:
+def _idefics3(
+    folder: Path, config: dict[str, Any], tokenizer: Any, settings: Mapping[str, Any], smolvlm: bool = False
+) -> ImageProcessor:
     """Idefics3's (arXiv 2408.12637) and SmolVLM's: an image is scaled to a longest edge, cut into square tiles, and
     followed by a tile of the whole; each tile is `image_seq_len` tokens behind a tag of its row and column."""
     if smolvlm:
@@ -74,7 +77,7 @@ def _idefics3(folder: Path, config: dict[str, Any], tokenizer: Any, smolvlm: boo
     else:
         from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil as Processor
         from transformers.models.idefics3.image_processing_pil_idefics3 import get_resize_output_image_size
-    processor: Any = Processor.from_pretrained(folder)
+    processor: Any = Processor.from_pretrained(folder, **settings)
     edge, longest = processor.max_image_size["longest_edge"], processor.size["longest_edge"]
     fake, token, whole = "<fake_token_around_image>", "<image>", "<global-img>"
     embeddings = read_json(folder / "processor_config.json").get("image_seq_len")
@@ -124,11 +127,11 @@ def _idefics3(folder: Path, config: dict[str, Any], tokenizer: Any, smolvlm: boo
     return ImageProcessor(token, ids[1], frozenset(ids), expand, tile_count, tiles, (edge, edge))
 
 
-def _gemma3(folder: Path, config: dict[str, Any], tokenizer: Any) -> ImageProcessor:
+def _gemma3(folder: Path, config: dict[str, Any], tokenizer: Any, settings: Mapping[str, Any]) -> ImageProcessor:
     """Gemma 3's (arXiv 2503.19786): an image is one square tile and a fixed number of tokens; no pan and scan."""
     from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 
-    processor: Any = Gemma3ImageProcessorPil.from_pretrained(folder)
+    processor: Any = Gemma3ImageProcessorPil.from_pretrained(folder, **settings)
     embeddings = read_json(folder / "processor_config.json").get("image_seq_length", config["mm_tokens_per_image"])
     names = ("<start_of_image>", "<image_soft_token>", "<end_of_image>")
     ids = _token_ids(tokenizer, names, required=3)
@@ -145,12 +148,12 @@ def _gemma3(folder: Path, config: dict[str, Any], tokenizer: Any) -> ImageProces
     )
 
 
-def _qwen_vl(folder: Path, config: dict[str, Any], tokenizer: Any) -> ImageProcessor:
-    """Qwen2.5-VL's (arXiv 2502.13923) and Qwen3-VL's: an image keeps its shape, scaled to multiples of a token's side
-    and, where `size` of preprocessor_config.json asks for it, to fewer or more pixels."""
+def _qwen_vl(folder: Path, config: dict[str, Any], tokenizer: Any, settings: Mapping[str, Any]) -> ImageProcessor:
+    """Qwen2-VL's (arXiv 2409.12191), Qwen2.5-VL's, Qwen3-VL's and Qwen3.5's: an image keeps its shape, scaled to
+    multiples of a token's side and, where `size` of preprocessor_config.json asks for it, to fewer or more pixels."""
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil, smart_resize
 
-    processor: Any = Qwen2VLImageProcessorPil.from_pretrained(folder)
+    processor: Any = Qwen2VLImageProcessorPil.from_pretrained(folder, **settings)
     patch, merge, frames = processor.patch_size, processor.merge_size, processor.temporal_patch_size
     entries = {"patch_size": patch, "spatial_merge_size": merge, "temporal_patch_size": frames}
     for entry, value in entries.items():
@@ -183,13 +186,55 @@ def _qwen_vl(folder: Path, config: dict[str, Any], tokenizer: Any) -> ImageProce
 
 
 # By the model_type of config.json.
-FAMILIES: dict[str, Callable[[Path, dict[str, Any], Any], ImageProcessor]] = {
+FAMILIES: dict[str, Callable[[Path, dict[str, Any], Any, Mapping[str, Any]], ImageProcessor]] = {
     "idefics3": _idefics3,
     "smolvlm": partial(_idefics3, smolvlm=True),
     "gemma3": _gemma3,
+    "qwen2_vl": _qwen_vl,
     "qwen2_5_vl": _qwen_vl,
     "qwen3_vl": _qwen_vl,
+    "qwen3_vl_moe": _qwen_vl,
+    "qwen3_5": _qwen_vl,
+    "qwen3_5_moe": _qwen_vl,
 }
+
+SPLITTING = {"longest_edge": int, "do_image_splitting": bool}
+BOUNDS = {"min_pixels": int, "max_pixels": int}
+# Options of data.image_processor and their types, by the model_type of config.json; the other families have none.
+OPTIONS: dict[str, dict[str, type]] = {
+    "idefics3": SPLITTING,
+    "smolvlm": SPLITTING,
+    **{name: BOUNDS for name, make in FAMILIES.items() if make is _qwen_vl},
+}
+
+
+def settings_of(folder: str | Path, options: Mapping[str, Any]) -> dict[str, Any]:
+    """What options of data.image_processor mean for the model in `folder`: entries over its preprocessor_config.json.
+
+    Raises ConfigError: an option that the model's family does not have, or a value that it does not take.
+    """
+    model_type = read_json(Path(folder) / "config.json").get("model_type")
+    known = OPTIONS.get(str(model_type), {})
+    for name, value in options.items():
+        if name not in known:
+            raise ConfigError(
+                f"data.image_processor has an option {name}, but those of a {model_type} are "
+                f"{', '.join(known) or 'none'}: remove it"
+            )
+        if type(value) is not known[name] or (known[name] is int and value < 1):
+            allowed = "an integer from 1" if known[name] is int else "True or False"
+            raise ConfigError(f"data.image_processor has {name}={value!r}; give {allowed}")
+    if known is not BOUNDS:
+        size = {"size": {"longest_edge": options["longest_edge"]}} if "longest_edge" in options else {}
+        return {name: value for name, value in options.items() if name != "longest_edge"} | size
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+    processor: Any = Qwen2VLImageProcessorPil.from_pretrained(folder, **options)
+    least, most = processor.size["shortest_edge"], processor.size["longest_edge"]
+    if least > most:
+        raise ConfigError(f"data.image_processor: min_pixels = {least} is above max_pixels = {most}; set both")
+    # Files have the bounds in one place or the other, and the older one goes over the newer one.
+    return {"size": {"shortest_edge": least, "longest_edge": most}, "min_pixels": least, "max_pixels": most}
 
 
 def _token_ids(tokenizer: Any, names: tuple[str, ...], required: int) -> list[int]:

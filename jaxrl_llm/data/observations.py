@@ -34,9 +34,8 @@ class TurnTokenizer:
     def prompt_ids(self, row: Mapping[str, Any], prompt: Any, tools: list[Any]) -> list[int]:
         """The ids of `prompt`, which opens the episode of a row and shows tools (JSON schemas).
 
-        Raises ConfigError for a prompt that is too long, plain text where there are tools, or messages where turns end
-        with stop strings; warns of a template that
-        does not show them.
+        Raises ConfigError for a prompt that is too long, plain text where there are tools, messages where turns end
+        with stop strings, or an image that the row has not; warns of a template that does not show tools.
         """
         if self.stops and is_conversational(prompt):
             raise ConfigError(
@@ -45,6 +44,8 @@ class TurnTokenizer:
             )
         options, tiles = self._options(row, tools), row.get(PIXELS)
         images = ImageText.of(tiles, self.tokenizer) if isinstance(tiles, Tiles) else None
+        if images is None and is_conversational(prompt):
+            _refuse_images("the opening of the episode", prompt)
         options |= {} if images is None else {"expand": images.expand}
         if tools and not is_conversational(prompt):
             raise ConfigError(
@@ -89,15 +90,8 @@ class TurnTokenizer:
         messages = [{"role": "user", "content": observation}] if isinstance(observation, str) else observation
         if not is_conversational(messages):
             raise ConfigError(f"the observation is {observation!r}; give text, or messages with role and content")
-        parts = [
-            part for message in messages if isinstance(message.get("content"), list) for part in message["content"]
-        ]
-        kinds = {part.get("type") for part in parts if isinstance(part, Mapping)}
-        if images is None and kinds & {"image", "image_url"}:
-            raise ConfigError(
-                "the observation has an image, which rows of environments and tools have in their prompt alone: answer "
-                "with text, or write an agent (environment.agent), whose messages may have images"
-            )
+        if images is None:
+            _refuse_images("the observation", messages)
         options = self._options(row, tools) | ({} if images is None else {"expand": images.expand})
         try:
             return self._after_turn(list(messages), options, ended)
@@ -170,6 +164,16 @@ class TurnTokenizer:
                 "chat_template that keeps them as they are"
             )
         return chat_ids(self.tokenizer, text[kept:])
+
+
+def _refuse_images(name: str, messages: Any) -> None:
+    """Raises ConfigError for messages with an image that nothing puts into the row."""
+    parts = [part for message in messages if isinstance(message.get("content"), list) for part in message["content"]]
+    if {part.get("type") for part in parts if isinstance(part, Mapping)} & {"image", "image_url"}:
+        raise ConfigError(
+            f"{name} has an image, which rows of environments and tools have in their prompt alone: set "
+            'environment.agent="episodes", which takes them, or answer with text'
+        )
 
 
 @functools.cache

@@ -40,9 +40,10 @@ Start = Callable[["Connection", Mapping[str, Any]], Any]  # returns a reward, or
 class AgentSpec:
     """The settings of `environment.*` that agents need.
 
-    agent: a function or its name, or a command line. workers: agents that run at once. timeout: seconds of each. calls:
-    of a session; tokens: that it samples, None without a limit. on_error: stop (the run) when one fails, or end.
-    others: further agents by the values of the column `agent`. branches: of a session that are learned from, at most.
+    agent: a function or its name, or a command line; `close` of a function that has it is called at the end. workers:
+    agents that run at once. timeout: seconds of each. calls: of a session; tokens: that it samples, None without a
+    limit. on_error: stop (the run) when one fails, or end. others: further agents by the values of the column `agent`.
+    branches: of a session that are learned from, at most.
     """
 
     agent: str | Callable[..., Any]
@@ -80,7 +81,9 @@ class Agents:
 
     def __init__(self, spec: AgentSpec):
         self.spec, self.pool = spec, CallPool(spec.workers, spec.timeout)
-        self.closing: list[Callable[[], Any]] = []  # what else ends with them
+        # What else ends with them.
+        close = getattr(spec.agent, "close", None)
+        self.closing: list[Callable[[], Any]] = [] if close is None else [close]
         self.starts: dict[str | None, Start] = {None: _start("environment.agent", spec.agent)}
         self.starts |= {value: _start("environment.agents", agent) for value, agent in spec.others.items()}
 

@@ -74,7 +74,7 @@ class EpisodeBatch:
         resets = {i: partial(episode.reset, row) for i, (episode, row) in enumerate(zip(episodes, rows, strict=True))}
         results = environments.pool.run(resets)
         for i, result in sorted(results.items()):
-            if failure := _failure(result):
+            if failure := result.failure:
                 raise EpisodeError(f"{episodes[i].name}.reset {failure}, in row {i}") from result.error
         opened = []
         for number, example in enumerate(examples):
@@ -194,18 +194,13 @@ class EpisodeBatch:
         if self._has_failed(result, "get_reward"):
             return
         try:
-            reward = None if result.result is None else float(result.result)
-            if reward is None or abs(reward) < float("inf"):
-                episode.reward = reward
-                return
-        except (TypeError, ValueError):
-            pass
-        error = EpisodeError(f"{episode.name}.get_reward returned {result.result!r}, not a finite number or None")
-        self._has_failed(result._replace(error=error), "get_reward")
+            episode.set_reward(result.result)
+        except EpisodeError as error:
+            self._has_failed(result._replace(error=error), "get_reward")
 
     def _has_failed(self, result: CallResult, method: str) -> bool:
         """True for a call that raised or was late: its episode ends, or EpisodeError is raised to stop the run."""
-        failure, episode = _failure(result), self.episodes[result.key]
+        failure, episode = result.failure, self.episodes[result.key]
         if failure is None:
             return False
         if self.environments.on_error == "stop":
@@ -215,10 +210,3 @@ class EpisodeBatch:
             ) from result.error
         episode.fail("timeout" if result.error is None else f"{type(result.error).__name__}: {result.error}")
         return True
-
-
-def _failure(result: CallResult) -> str | None:
-    """The failure of a call in words, None without one."""
-    if result.error is not None:
-        return f"raised {type(result.error).__name__}: {result.error}"
-    return "took more than environment.timeout" if result.timed_out else None

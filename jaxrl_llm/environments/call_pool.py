@@ -27,6 +27,13 @@ class CallResult(NamedTuple):
     error: BaseException | None = None
     timed_out: bool = False
 
+    @property
+    def failure(self) -> str | None:
+        """The failure in words, None without one."""
+        if self.error is not None:
+            return f"raised {type(self.error).__name__}: {self.error}"
+        return "took more than environment.timeout" if self.timed_out else None
+
 
 class CallPool:
     """At most `max_calls` calls at once, each for at most `timeout` seconds (None: no limit) from its own start."""
@@ -43,6 +50,12 @@ class CallPool:
         self._queue.append((key, call))
         self._start_queued()
 
+    def call(self, call: Call) -> CallResult:
+        """The end of one call, from any thread; callers see to it that these are not too many at once."""
+        future = self._start(call)
+        concurrent.futures.wait([future], self.timeout)
+        return _ended(0, future) if future.done() else CallResult(0, timed_out=True)
+
     def poll(self, wait: bool) -> list[CallResult]:
         """Return the calls that ended since the last poll; with `wait` at least one, if any is running."""
         while True:
@@ -54,8 +67,7 @@ class CallPool:
             results, now = [], time.monotonic()
             for future, (key, deadline) in list(self._running.items()):
                 if future.done():
-                    error = future.exception()
-                    results.append(CallResult(key, future.result() if error is None else None, error))
+                    results.append(_ended(key, future))
                 elif now >= deadline:
                     results.append(CallResult(key, timed_out=True))
                 else:
@@ -92,9 +104,14 @@ class CallPool:
     def _start_queued(self) -> None:
         while self._queue and len(self._running) < self.max_calls:
             key, call = self._queue.popleft()
-            future = concurrent.futures.Future()
-            self._running[future] = (key, math.inf if self.timeout is None else time.monotonic() + self.timeout)
-            threading.Thread(target=self._run, args=(future, call), daemon=True, name="environment").start()
+            self._running[self._start(call)] = (
+                key, math.inf if self.timeout is None else time.monotonic() + self.timeout
+            )  # fmt: skip
+
+    def _start(self, call: Call) -> concurrent.futures.Future:
+        future = concurrent.futures.Future()
+        threading.Thread(target=self._run, args=(future, call), daemon=True, name="environment").start()
+        return future
 
     def _run(self, future: concurrent.futures.Future, call: Call) -> None:
         try:
@@ -114,6 +131,11 @@ class CallPool:
                 self._loop = asyncio.new_event_loop()
                 threading.Thread(target=run_forever, args=(self._loop,), daemon=True, name="async environments").start()
             return self._loop
+
+
+def _ended(key: int, future: concurrent.futures.Future) -> CallResult:
+    error = future.exception()
+    return CallResult(key, future.result() if error is None else None, error)
 
 
 async def _contained(result: Awaitable[Any]) -> Any:

@@ -2,12 +2,13 @@
 
 import asyncio
 import inspect
+import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from jaxrl_llm.algorithms.turn_advantages import Turn
-from jaxrl_llm.environments.protocol import EpisodeError, Step, checked_step, is_messages
+from jaxrl_llm.environments.protocol import EpisodeError, Step, checked_step, is_messages, with_parts
 from jaxrl_llm.environments.tools import Tool, ToolResult, call_tool, parse_tool_calls
 
 Row = Mapping[str, Any]  # the columns of a row of the data
@@ -72,10 +73,13 @@ class Episode:
         if not self.has_step and isinstance(opening, str):
             if isinstance(prompt, str):
                 return prompt + opening
-            last = {**prompt[-1], "content": (prompt[-1].get("content") or "") + opening}
-            return [*prompt[:-1], last]
-        if (isinstance(opening, str) and opening) or is_messages(opening):
+            content = prompt[-1].get("content") or ""
+            more = content + opening if isinstance(content, str) else [*content, {"type": "text", "text": opening}]
+            return [*prompt[:-1], {**prompt[-1], "content": more}]
+        if isinstance(opening, str) and opening:
             return opening
+        if is_messages(opening):
+            return with_parts(opening)
         raise EpisodeError(f"{self.name}.reset returned {opening!r}; return a prompt (text or messages) or None")
 
     def respond(self, text: str, raw: str) -> TurnResult | Awaitable[TurnResult]:
@@ -105,6 +109,16 @@ class Episode:
         self.stop_reason = result.stop_reason
         if self.stop_reason is None and self.turns >= self.max_turns:
             self.stop_reason = "max_turns"
+
+    def set_reward(self, returned: Any) -> None:
+        """Take what `get_reward` returned. Raises EpisodeError for anything but a finite number or None."""
+        try:
+            reward = None if returned is None else float(returned)
+        except (TypeError, ValueError):
+            reward = float("nan")
+        if reward is not None and not math.isfinite(reward):
+            raise EpisodeError(f"{self.name}.get_reward returned {returned!r}, not a finite number or None")
+        self.reward = reward
 
     def fail(self, reason: str) -> None:
         """End the episode because of its environment: it is not rewarded."""

@@ -1,6 +1,5 @@
 """Environments by name, class or function: made when a row needs one, and kept for later rows."""
 
-import contextlib
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -82,7 +81,10 @@ class Environments:
     def acquire(self, row: Row) -> Episode:
         """An episode for a row. Raises EpisodeError for an environment that does not exist, or cannot be made."""
         name = self.name(row)
-        environment = self.idle[name].pop() if self.idle[name] else self._make(name)
+        try:
+            environment = self.idle[name].pop()  # at once, as agents ask from several threads
+        except IndexError:
+            environment = self._make(name)
         title = "the tools" if environment is None else type(environment).__name__
         return Episode(environment, self._tools(environment), title, self.spec.max_turns, self.spec.max_tool_calls)
 
@@ -147,8 +149,7 @@ class Environments:
     def _close(self, environment: Any) -> None:
         close = getattr(environment, "close", None)
         if callable(close):
-            with contextlib.suppress(Exception):  # the run is over, or the environment has failed already
-                self.pool.run({0: close})
+            self.pool.call(close)  # whatever comes of it: the run is over, or the environment has failed already
 
 
 def load_environments(spec: EnvironmentSpec | AgentSpec) -> Environments | Agents | None:

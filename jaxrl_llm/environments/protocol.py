@@ -1,7 +1,8 @@
 """The protocol of an environment: `reset` with a row of the data, then `step` with each turn of the policy."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol, TypeGuard
 
 from jaxrl_llm.config.resolve import ConfigError
 
@@ -15,6 +16,7 @@ class EpisodeError(ConfigError):
 class Step(NamedTuple):
     """The step result of a turn: an observation (text or messages), a reward, and whether the episode is done.
 
+    The content of a message is text, or a list of text and images: see `content_parts`.
     state: what tells the state of the environment that the next turn answers, for advantages that compare turns in the
     same state (`gigpo`); None: the observation does.
     """
@@ -59,10 +61,11 @@ def checked_step(returned: Any, name: str) -> Step:
             f"{name}.step returned the observation {step.observation!r}; give text, messages with role and content, or "
             "None"
         )
-    return Step(step.observation, float(step.reward), bool(step.done), step.state)
+    observation = with_parts(step.observation) if is_messages(step.observation) else step.observation
+    return Step(observation, float(step.reward), bool(step.done), step.state)
 
 
-def is_messages(value: Any) -> bool:
+def is_messages(value: Any) -> TypeGuard[Messages]:
     """True for a list of one or more messages, each with a role."""
     return (
         isinstance(value, Sequence)
@@ -70,3 +73,38 @@ def is_messages(value: Any) -> bool:
         and bool(value)
         and all(isinstance(message, Mapping) and "role" in message for message in value)
     )
+
+
+def with_parts(messages: Messages) -> list[dict[str, Any]]:
+    """The messages, contents that are lists as `content_parts`."""
+    return [
+        {**message, "content": content_parts(message["content"])}
+        if isinstance(message.get("content"), list | tuple)
+        else dict(message)
+        for message in messages
+    ]
+
+
+def content_parts(content: Sequence[Any]) -> list[Any]:
+    """The parts of a content: text, and images (of PIL, the bytes of a file, a Path) as parts of these types.
+
+    Parts that are dictionaries stay as they are.
+    """
+    return [
+        {"type": "text", "text": part}
+        if isinstance(part, str)
+        else {"type": "image", "image": part}
+        if isinstance(part, bytes | bytearray | Path) or is_picture(part)
+        else part
+        for part in content
+    ]
+
+
+def is_picture(value: Any) -> bool:
+    """True for an image of PIL."""
+    return type(value).__module__.startswith("PIL.")
+
+
+def is_image_part(part: Any) -> bool:
+    """True for a part of a content that is an image."""
+    return isinstance(part, Mapping) and part.get("type") in ("image", "image_url")

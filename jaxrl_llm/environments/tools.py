@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from transformers.utils import get_json_schema
 
 from jaxrl_llm.config.user_code import contained
-from jaxrl_llm.environments.protocol import EpisodeError
+from jaxrl_llm.environments.protocol import EpisodeError, content_parts, is_image_part, is_picture
 
 Tool = Callable[..., Any]
 
@@ -75,8 +75,9 @@ def public_methods(environment: Any) -> list[Tool]:
 def call_tool(call: ToolCall, tools: Mapping[str, Tool]) -> ToolResult | Awaitable[ToolResult]:
     """The result of a call; awaitable for an async tool.
 
-    A call that is malformed, of an unknown tool, or on which the tool raises is answered with the error: the policy
-    may correct it in its next turn.
+    A result that is an image of PIL, or a list with one, is a content in parts; others are text, or JSON. A call that
+    is malformed, of an unknown tool, or on which the tool raises is answered with the error: the policy may correct it
+    in its next turn.
     """
     tool = tools.get(call.name)
     if call.error is not None:
@@ -104,7 +105,11 @@ def call_tool(call: ToolCall, tools: Mapping[str, Tool]) -> ToolResult | Awaitab
 
 
 def _tool_result(call: ToolCall, result: Any, failed: bool = False) -> ToolResult:
-    content = result if isinstance(result, str) else json.dumps(result, default=str, ensure_ascii=False)
+    listed = result if isinstance(result, list | tuple) else [result]
+    if is_picture(result) or (listed is result and any(is_picture(part) or is_image_part(part) for part in listed)):
+        content = content_parts(listed)
+    else:
+        content = result if isinstance(result, str) else json.dumps(result, default=str, ensure_ascii=False)
     return ToolResult({"role": "tool", "name": call.name or "unknown", "content": content}, failed)
 
 

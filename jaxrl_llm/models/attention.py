@@ -65,19 +65,22 @@ class Attention(nnx.Module):
 
     path = "attention"
     shares_prefixes = True
+    projects_keys = True
 
     def __init__(self, config, rngs: nnx.Rngs):
         c = config
         self.config = c
         queries = c.heads * c.head_dim * (1 + c.attention_gate)
         self.q = Linear(c.width, queries, c, rngs, c.attention_bias, "q")
-        self.k = Linear(c.width, c.kv_heads * c.head_dim, c, rngs, c.attention_bias, "k")
-        self.v = Linear(c.width, c.kv_heads * c.head_dim, c, rngs, c.attention_bias, "v")
+        own, keys = self.projects_keys, c.kv_heads * c.head_dim
+        self.k = Linear(c.width, keys, c, rngs, c.attention_bias, "k") if own else None
+        self.v = Linear(c.width, keys, c, rngs, c.attention_bias, "v") if own and not c.keys_as_values else None
         self.o = Linear(c.heads * c.head_dim, c.width, c, rngs, c.attention_output_bias, "o")
         heads = (c.heads, c.kv_heads) if c.qk_norm_whole else (1, 1)
         self.sinks = nnx.Param(jnp.zeros((c.heads,), c.param_dtype)) if c.attention_sinks else None
         self.q_norm = RMSNorm(heads[0] * c.head_dim, c, rngs) if c.qk_norm else None
-        self.k_norm = RMSNorm(heads[1] * c.head_dim, c, rngs) if c.qk_norm else None
+        self.k_norm = RMSNorm(heads[1] * c.head_dim, c, rngs) if c.qk_norm and own else None
+        self.v_norm = RMSNorm(c.head_dim, c, rngs, scaled=False) if c.value_norm and own else None
 
     @staticmethod
     def layer_arrays(config, layer: LayerConfig) -> AttentionArrays:
@@ -97,16 +100,23 @@ class Attention(nnx.Module):
 
     def prefill(
         self, x, inputs: AttentionInputs, arrays: AttentionArrays
-    ) -> tuple[jax.Array, KeyValues | ShiftedKeyValues]:
-        """Output `[N,T,D]` and the keys and values `[N,J,T,d]`."""
+    ) -> tuple[jax.Array, KeyValues | ShiftedKeyValues | tuple[()]]:
+        """Output `[N,T,D]` and the layer's own keys and values `[N,J,T,d]`."""
         if inputs.inv_freq is not None:  # a layer without rotary positions has none in long rows either
             arrays = arrays._replace(inv_freq=jnp.where(arrays.inv_freq == 0, 0.0, inputs.inv_freq))
         positions = inputs.positions if inputs.rotary is None else inputs.rotary
         q, k, v, gate = self._project(x, positions, arrays)
+<<<<<<< HEAD
         window = arrays.window
         if window is not None and self.config.sliding_chunks:  # of each token, back to where its chunk begins
             window = inputs.positions % window + 1 if is_in_chunks(self.config, x.shape[1]) else None
         out = attend(self.config, q, k, v, inputs, window, self._sinks())
+=======
+        if k is None or v is None:
+            k, v = (a.swapaxes(1, 2) for a in inputs.shared)
+            return self._output(attend(self.config, q, k, v, inputs, arrays.window, self._sinks()), gate, x), ()
+        out = attend(self.config, q, k, v, inputs, arrays.window, self._sinks())
+>>>>>>> main
         cache = KeyValues(*(constrain(a.swapaxes(1, 2), "rows", "heads", None, None) for a in (k, v)))
         if inputs.shift is not None:
             cache = ShiftedKeyValues(*cache, inputs.shift)
@@ -125,8 +135,10 @@ class Attention(nnx.Module):
             positions += prompt.shift[:, None, None]
             prompt = KeyValues(prompt.k, prompt.v)
         q, k, v, gate = self._project(x[:, :, None], positions, arrays)
-        q, k, v = (a.reshape(*inputs.length.shape, -1, *a.shape[3:]) for a in (q, k, v))  # [G,R,W,J,...]
-        cache = _write(cache, k, v, inputs.length)
+        q = q.reshape(*inputs.length.shape, -1, *q.shape[3:])  # [G,R,W,J,H/J,d]
+        if k is not None and v is not None:
+            k, v = (a.reshape(*q.shape[:3], *a.shape[3:]) for a in (k, v))
+            cache = _write(cache, k, v, inputs.length)
         by_head = q.swapaxes(2, 3)  # [G,R,J,W,H/J,d]
         on_gpu = jax.default_backend() == "gpu" and q.dtype.itemsize == 2
         if on_gpu and self.config.attention != "xla" and self.sinks is None:
@@ -155,12 +167,12 @@ class Attention(nnx.Module):
         sinks = self._sinks()
         if sinks is not None:  # of the queries [J,W*H/J,1]
             sinks = jnp.tile(sinks, (1, by_head.shape[3]))[..., None]
-        in_prompt, in_row = (a.astype(v.dtype) for a in combined_softmax(in_prompt, in_row, sinks))
+        in_prompt, in_row = (a.astype(x.dtype) for a in combined_softmax(in_prompt, in_row, sinks))
         # With the weights as the rows of the matmul: as its columns, CPUs take three times as long.
         of_prompt = einsum("gjkrp,gjpd->gjkrd", in_prompt.swapaxes(1, 2), prompt.v).swapaxes(1, 2)
         out = of_prompt + einsum(f"gkjrc,gk{of_values}->gkjrd", in_row, cache.v)
         out = out.reshape(by_head.shape).swapaxes(2, 3)  # [G,R,W,J,H/J,d]
-        return self._output(out.astype(v.dtype), gate, x), cache
+        return self._output(out.astype(x.dtype), gate, x), cache
 
     @staticmethod
     def empty_cache(prompt: KeyValues | ShiftedKeyValues, rows: int, size: int) -> KeyValues:
@@ -205,13 +217,22 @@ class Attention(nnx.Module):
         return ShiftedKeyValues(*found, prompt.shift) if isinstance(prompt, ShiftedKeyValues) else found
 
     def _project(self, x, positions, arrays: AttentionArrays):
-        """Queries `[..., t, J, H/J, d]` (scaled), keys and values `[..., t, J, d]`, gates `[..., t, H*d]` of x."""
-        c = self.config
-        both, v, gate = side_by_side(x, self.q, self.k), self.v(x), None
-        q, k = (self.q(x), self.k(x)) if both is None else jnp.split(both, [both.shape[-1] - v.shape[-1]], axis=-1)
+        """Queries `[..., t, J, H/J, d]` (scaled), keys and values `[..., t, J, d]`, gates `[..., t, H*d]` of x.
+
+        Keys and values are None where they are those of another layer.
+        """
+        c, k, v, gate = self.config, None, None, None
+        if self.k is None:
+            q = self.q(x)
+        else:
+            both = side_by_side(x, self.q, self.k)
+            split = c.heads * c.head_dim * (1 + c.attention_gate)
+            q, k = (self.q(x), self.k(x)) if both is None else jnp.split(both, [split], axis=-1)
+            v = k if self.v is None else self.v(x)
         if c.attention_gate:
             q, gate = jnp.split(q.reshape(*x.shape[:-1], c.heads, -1), 2, axis=-1)
             q, gate = (a.reshape(*x.shape[:-1], -1) for a in (q, gate))
+<<<<<<< HEAD
         if self.q_norm is not None and self.k_norm is not None and c.qk_norm_whole:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k, v = (a.reshape(*x.shape[:-1], -1, c.head_dim) for a in (q, k, v))
@@ -225,6 +246,21 @@ class Attention(nnx.Module):
             q = (q * jnp.where(arrays.rotated, 1.0, growth)[..., None, None]).astype(q.dtype)
         q = q.reshape(*x.shape[:-1], c.kv_heads, c.heads // c.kv_heads, c.head_dim)
         return q * (c.head_dim**-0.5 if c.query_scale is None else c.query_scale), k, v, gate
+=======
+
+        def turned(a, norm):
+            a = norm(a) if norm is not None and c.qk_norm_whole else a
+            a = a.reshape(*x.shape[:-1], -1, c.head_dim)
+            a = norm(a) if norm is not None and not c.qk_norm_whole else a
+            return rotate(a, positions, arrays.inv_freq, arrays.scale, c.rope_interleaved)
+
+        q = turned(q, self.q_norm).reshape(*x.shape[:-1], c.kv_heads, c.heads // c.kv_heads, c.head_dim)
+        q *= c.head_dim**-0.5 if c.query_scale is None else c.query_scale
+        if k is None or v is None:
+            return q, None, None, gate
+        v = v.reshape(*x.shape[:-1], -1, c.head_dim)
+        return q, turned(k, self.k_norm), v if self.v_norm is None else self.v_norm(v), gate
+>>>>>>> main
 
     def _output(self, out, gate, x):
         out = out.reshape(*x.shape[:-1], -1)
@@ -235,6 +271,27 @@ class Attention(nnx.Module):
         if self.sinks is None:
             return None
         return self.sinks[...].astype(jnp.float32).reshape(self.config.kv_heads, -1)
+
+
+class SharedAttention(Attention):
+    """Attention to the keys and values of an earlier layer, whose cache it reads: it has none of its own."""
+
+    projects_keys = False
+
+    @staticmethod
+    def empty_cache(prompt, rows: int, size: int) -> tuple[()]:
+        """Nothing."""
+        return ()
+
+    @staticmethod
+    def grow_cache(cache, size: int) -> tuple[()]:
+        """Nothing."""
+        return ()
+
+    @staticmethod
+    def prompt_cache(prompt, row, end, size: int) -> tuple[()]:
+        """Nothing."""
+        return ()
 
 
 def attend(config, q, k, v, inputs: AttentionInputs, window=None, sinks=None) -> jax.Array:

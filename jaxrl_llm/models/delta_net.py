@@ -54,8 +54,7 @@ class GatedDeltaNet(nnx.Module):
         self.config = c = config
         values = c.delta_value_heads * c.delta_value_dim
         self.mixed = 2 * c.delta_key_heads * c.delta_key_dim + values
-        self.qkvz = Linear(c.width, self.mixed + values, c, rngs, name="qkvz")
-        self.ba = Linear(c.width, 2 * c.delta_value_heads, c, rngs, name="ba")
+        self._add_projections(values, rngs)
         conv = (self.mixed, 1, c.delta_conv)
         self.conv = nnx.Param(jax.random.normal(rngs.params(), conv, c.param_dtype) * c.init_scale)
         decays = jax.random.uniform(rngs.params(), (c.delta_value_heads,), jnp.float32, 0.01, 16.0)
@@ -134,6 +133,12 @@ class GatedDeltaNet(nnx.Module):
         """The row caches, which need no more room."""
         return cache
 
+    def _add_projections(self, values: int, rngs: nnx.Rngs) -> None:
+        """The maps that `_project` reads, of nets with so many numbers of values."""
+        c = self.config
+        self.qkvz = Linear(c.width, self.mixed + values, c, rngs, name="qkvz")
+        self.ba = Linear(c.width, 2 * c.delta_value_heads, c, rngs, name="ba")
+
     def _project(self, x):
         """Of x `[...,D]`: what is convolved `[...,m]`, the gates z `[...,h,r,v]`, inputs of beta and g `[...,h,2r]`."""
         c = self.config
@@ -174,6 +179,22 @@ class GatedDeltaNet(nnx.Module):
         normed = out * jax.lax.rsqrt((out * out).mean(-1, keepdims=True) + self.config.norm_eps)
         normed = normed * self.norm_scale[...].astype(jnp.float32) * jax.nn.silu(z.astype(jnp.float32))
         return self.out(normed.astype(z.dtype).reshape(*z.shape[:-3], -1))
+
+
+class SplitDeltaNet(GatedDeltaNet):
+    """A gated delta net with separate maps for what is convolved, the gates, and the inputs of beta and g (Qwen3.5)."""
+
+    def _add_projections(self, values: int, rngs: nnx.Rngs) -> None:
+        c = self.config
+        self.qkv = Linear(c.width, self.mixed, c, rngs, name="qkv")
+        self.z = Linear(c.width, values, c, rngs, name="z")
+        self.b = Linear(c.width, c.delta_value_heads, c, rngs, name="b")
+        self.a = Linear(c.width, c.delta_value_heads, c, rngs, name="a")
+
+    def _project(self, x):
+        z, b, a = (each(x).reshape(*x.shape[:-1], self.config.delta_key_heads, -1) for each in (self.z, self.b, self.a))
+        ba = jnp.concatenate([b, a], axis=-1).reshape(*x.shape[:-1], -1)
+        return self.qkv(x), z.reshape(*z.shape[:-1], -1, self.config.delta_value_dim), ba
 
 
 def _sharded(state, lead: int):

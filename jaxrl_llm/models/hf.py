@@ -194,11 +194,14 @@ def load(
     net = load_net(folder, entries, dtype=dtype, param_dtype=param_dtype, **overrides)
     with contextlib.ExitStack() as stack:
         files = safetensors.Files(folder, stack, allow_pickle)
-        tensors = files.stored_tensors(net, family_of(read_config(folder)))
+        family = family_of(read_config(folder))
+        tensors = files.stored_tensors(net, family)
         new_head = net.config.head == "score" and "score.weight" not in files.where
         if new_head:
             tensors = [tensor for tensor in tensors if tensor.leaf != "score/kernel"]
-        files.check(tensors, set(safetensors.HEADS) if net.config.tie_embeddings or new_head else set())
+        unused = getattr(family, "unused_tensors", lambda _: set())(net.config)
+        heads = safetensors.HEADS if net.config.tie_embeddings or new_head else ()
+        files.check(tensors, unused | set(heads))
         if net.config.tie_embeddings and net.config.head == "lm":
             files.check_tied(next(tensor.name for tensor in tensors if tensor.leaf == "embed/weight"))
         return net, safetensors.read_params(net, files, tensors, mesh, seed)
@@ -246,9 +249,18 @@ def save(
                 # What says how images become tokens goes where the tokenizer goes.
                 source = getattr(tokenizer, "image_folder", None)
                 if source is not None and net.config.vision is not None:
-                    for file in (source / name for name in PROCESSOR_FILES):
-                        if file.is_file():
-                            shutil.copyfile(file, partial / file.name)
+                    settings = getattr(tokenizer, "image_settings", {})
+                    for name in PROCESSOR_FILES:
+                        entries = safetensors.read_json(source / name)
+                        if entries is None:
+                            continue
+                        # Version 5 of transformers may write the image processor's entries among those of the whole.
+                        part = entries.get("image_processor") if name == "processor_config.json" else entries
+                        if settings and isinstance(part, dict):
+                            part.update(settings)
+                            safetensors.write_json(partial / name, entries)
+                        else:
+                            shutil.copyfile(source / name, partial / name)
 
 
 def _exported_config(net: Net, family, hf_config: dict[str, Any] | None, dtype: str | None) -> dict[str, Any]:

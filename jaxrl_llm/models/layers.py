@@ -14,7 +14,12 @@ from flax import nnx
 from jaxrl_llm.distributed.sharding import columns_are_whole, constrain, context_shards
 from jaxrl_llm.models import lora, quantize
 
-ACTIVATIONS = {"silu": jax.nn.silu, "gelu_tanh": jax.nn.gelu, "gelu": functools.partial(jax.nn.gelu, approximate=False)}
+ACTIVATIONS = {
+    "silu": jax.nn.silu,
+    "gelu_tanh": jax.nn.gelu,
+    "gelu": functools.partial(jax.nn.gelu, approximate=False),
+    "quick_gelu": lambda x: x * jax.nn.sigmoid(1.702 * x),
+}
 LARGE = 2**20  # numbers whose bytes take longer than the start of a kernel
 
 
@@ -82,6 +87,21 @@ def side_by_side(x, *maps: Linear) -> jax.Array | None:
     return jnp.matmul(x.reshape(-1, x.shape[-1]), joined).reshape(*x.shape[:-1], -1)
 
 
+class Embed(nnx.Module):
+    """Token embeddings `[V,D]`."""
+
+    def __init__(self, config, rngs: nnx.Rngs):
+        shape = (config.vocab_size, config.width)
+        self.weight = nnx.Param(jax.random.normal(rngs.params(), shape, config.param_dtype) * config.init_scale)
+
+    def __call__(self, tokens, dtype):
+        if context_shards() > 1:  # XLA cannot exchange parts of the width for rows and positions at once
+            return constrain(self.weight[...], "vocab", None)[tokens].astype(dtype)
+        # Each device looks up its part of the width for the tokens of all devices that share the table: these are
+        # fewer bytes than the table, whose gradient then needs no sum over them.
+        return constrain(self.weight[tokens].astype(dtype), "copies", None, "width")
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def gated_halves(activation: Callable[[jax.Array], jax.Array], both) -> jax.Array:
     """`activation(gate) * up` of gate and up in one array `[..., 2C]`; its gradient is one kernel and one array."""
@@ -114,13 +134,26 @@ def over_rms(x, eps: float) -> jax.Array:
 
 
 class RMSNorm(nnx.Module):
-    """`x / rms(x) * (scale + norm_offset)` over the last dimension, in fp32."""
+    """`x / rms(x) * (scale + norm_offset)` over the last dimension, in fp32; `x / rms(x)` unless it is `scaled`."""
 
-    def __init__(self, size: int, config, rngs: nnx.Rngs):
-        self.scale = nnx.Param(jnp.full((size,), 1.0 - config.norm_offset, config.param_dtype))
+    def __init__(self, size: int, config, rngs: nnx.Rngs, scaled: bool = True):
+        ones = jnp.full((size,), 1.0 - config.norm_offset, config.param_dtype)
+        self.scale = nnx.Param(ones) if scaled else None
         self.eps, self.offset = config.norm_eps, config.norm_offset
 
     def __call__(self, x):
+<<<<<<< HEAD
+=======
+        x32 = x.astype(jnp.float32)
+        inverse = jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + self.eps)
+        if x.ndim > 3 and x.size > LARGE and jax.default_backend() == "gpu":
+            # Norms of heads, which are rotated next. XLA's kernel of a whole norm would write them in fp32, to be read
+            # again; of the factors alone it makes a small one, and rotates what the matmul wrote.
+            inverse = jax.lax.optimization_barrier(inverse)
+        x32 = x32 * inverse
+        if self.scale is None:
+            return x32.astype(x.dtype)
+>>>>>>> main
         scale = self.scale[...].astype(jnp.float32)
         return (over_rms(x, self.eps) * (scale + self.offset if self.offset else scale)).astype(x.dtype)
 

@@ -29,7 +29,8 @@ Params = dict[str, Any]
 HF_NAMES = {
     "q": "q_proj", "k": "k_proj", "v": "v_proj", "o": "o_proj", "gate": "gate_proj", "up": "up_proj",
     "down": "down_proj", "q_a": "q_a_proj", "q_b": "q_b_proj", "kv_a": "kv_a_proj_with_mqa", "kv_b": "kv_b_proj",
-    "qkvz": "in_proj_qkvz", "ba": "in_proj_ba", "out": "out_proj", "fc1": "fc1", "fc2": "fc2",
+    "qkvz": "in_proj_qkvz", "ba": "in_proj_ba", "qkv": "in_proj_qkv", "z": "in_proj_z", "b": "in_proj_b",
+    "a": "in_proj_a", "out": "out_proj", "fc1": "fc1", "fc2": "fc2",
 }  # fmt: skip
 TARGETS = tuple(HF_NAMES)
 # Which of them a module is, by the last word of its name in files; some families have words of their own.

@@ -21,6 +21,8 @@ class LayerConfig:
     rope: Rope | None = None  # None: no rotary positions
     window: int | None = None  # a token sees this many, itself included; None: all before it
     experts: bool = False  # a mixture of experts; False: a dense feed-forward
+    shares: int | None = None  # the layer whose keys and values it reads; None: its own
+    fields: tuple[tuple[str, Any], ...] = ()  # of the ModelConfig, that are others in this layer
 
 
 class AttentionInputs(NamedTuple):
@@ -34,6 +36,7 @@ class AttentionInputs(NamedTuple):
     inv_freq: jax.Array | None = None  # [N,T,r/2] rotary frequencies of each token, where they depend on its row
     rotary: jax.Array | None = None  # [N,T,r/2] the position that each frequency turns by, where they are of many axes
     shift: jax.Array | None = None  # [N] added to the positions of tokens behind a prompt, of models with axes
+    shared: Any = None  # the cache that the layer's `LayerConfig.shares` has made of the rows
 
 
 class DecodeInputs(NamedTuple):
@@ -75,7 +78,10 @@ class Mixer(Protocol):
         ...
 
     def decode(self, x, inputs: DecodeInputs, prompt, cache, arrays) -> tuple[jax.Array, Any]:
-        """Outputs `[G,R*W,D]` of the next tokens x `[G,R*W,D]`, and the row caches with these tokens in them."""
+        """Outputs `[G,R*W,D]` of the next tokens x `[G,R*W,D]`, and the row caches with these tokens in them.
+
+        Where a layer shares those of another one they are its caches, which have these tokens already.
+        """
         ...
 
     @staticmethod

@@ -9,7 +9,7 @@ import functools
 import itertools
 from typing import NamedTuple
 
-from jaxrl_llm.models.attention import Attention
+from jaxrl_llm.models.attention import Attention, SharedAttention
 from jaxrl_llm.models.lora import LoraConfig
 from jaxrl_llm.models.mixer import LayerConfig, Mixer
 from jaxrl_llm.models.rope import Rope
@@ -25,6 +25,8 @@ class LayerRun(NamedTuple):
     stack: str
     start: int  # index of the first in its stack
     scanned: bool
+    shares: int | None = None  # the layer whose keys and values they read
+    is_read: bool = False  # its only layer is one whose keys and values others read
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,9 +71,21 @@ class ModelConfig:
     mlp_bias: bool = False
     qk_norm: bool = False
     qk_norm_whole: bool = False  # over all heads at once, not each
+<<<<<<< HEAD
     qk_rms: bool = False  # rotated queries and keys are divided by their rms
     query_growth: float = 0.0  # of queries that are not rotated, with the log of their position in units of
     query_growth_every: int = 0  # so many
+=======
+    value_norm: bool = False  # of each head, without a scale
+    keys_as_values: bool = False  # before their norms and rotation, in the layers without a window
+    full_head_dim: int = 0  # of the layers without a window; 0: head_dim
+    full_kv_heads: int = 0  # likewise
+    shared_layers: int = 0  # of the last layers, which read the keys and values of the latest one of their kind before
+    shared_ffn: int = 0  # of these layers; 0: ffn
+    layer_scale: bool = False  # the hidden states after each layer are multiplied by a number, which is not trained
+    per_layer_width: int = 0  # numbers of a token that each layer adds a map of, see per_layer.py; 0: none
+    per_layer_vocab: int = 0
+>>>>>>> main
     delta_key_heads: int = 0  # of gated delta nets, as the next four; see delta_net.GatedDeltaNet
     delta_value_heads: int = 0
     delta_key_dim: int = 0
@@ -92,6 +106,7 @@ class ModelConfig:
     swiglu_limit: float | None = None  # of gate and up of experts; see layers.gated
     swiglu_alpha: float = 1.702
     normalize_top_k: bool = False
+    experts_beside: bool = False  # of a dense feed-forward; see moe.ExpertsBeside
     shared_expert_ffn: int = 0  # channels of the expert that every token has besides; 0: none
     shared_expert_gate: bool = False  # a number a token that its output is multiplied by
     dense_layers: tuple[int, ...] = ()  # the layers without experts, where others have them
@@ -119,29 +134,46 @@ class ModelConfig:
     @functools.cached_property
     def layer_configs(self) -> tuple[LayerConfig, ...]:
         """The kind of each layer."""
+        first = self.layers - self.shared_layers
+        full = {"head_dim": self.full_head_dim, "kv_heads": self.full_kv_heads}
 
         def kind(layer: int) -> LayerConfig:
-            slides = layer in self.sliding_layers
+            slides, shares = layer in self.sliding_layers, None
+            fields = {} if slides else {name: value for name, value in full.items() if value}
+            fields |= {"keys_as_values": False} if slides and self.keys_as_values else {}
+            if layer >= first:
+                shares = max(other for other in range(first) if (other in self.sliding_layers) == slides)
+                fields |= {"ffn": self.shared_ffn} if self.shared_ffn else {}
             rope = self.local_rope if slides and self.local_rope is not None else self.rope
             return LayerConfig(
-                mixer=self.mixers[layer] if self.mixers else Attention,
+                mixer=self.mixers[layer] if self.mixers else Attention if shares is None else SharedAttention,
                 rope=None if layer in self.unrotated_layers else rope,
                 window=self.sliding_window if slides else None,
                 experts=bool(self.experts) and layer not in self.dense_layers,
+                shares=shares,
+                fields=tuple(fields.items()),
             )
 
         return tuple(kind(layer) for layer in range(self.layers))
+
+    def of(self, layer: LayerConfig) -> "ModelConfig":
+        """The configuration as that layer has it."""
+        return dataclasses.replace(self, **dict(layer.fields)) if layer.fields else self
 
     @functools.cached_property
     def stacks(self) -> dict[str, tuple[int, ...]]:
         """The layers that are stacked in the parameters of each name, the stack `layers` first.
 
         A stack is of one mixer and of one kind of feed-forward: `layers`, `dense_layers` where others have experts, and
-        `<path>_layers` of a mixer other than attention.
+        `<path>_layers` of a mixer other than attention; `full_layers` of other heads than those with a window, and
+        `shared_layers` and `shared_full_layers` that read the keys and values of others.
         """
         found: dict[str, tuple[int, ...]] = {}
+        full_differs = self.full_head_dim or self.full_kv_heads or self.keys_as_values
         for layer, kind in enumerate(self.layer_configs):
-            name = "layers" if kind.mixer is Attention else f"{kind.mixer.path}_layers"
+            name = "layers" if issubclass(kind.mixer, Attention) else f"{kind.mixer.path}_layers"
+            name = f"full_{name}" if full_differs and kind.window is None else name
+            name = name if kind.shares is None else f"shared_{name}"
             name = f"dense_{name}" if self.experts and not kind.experts else name
             found[name] = (*found.get(name, ()), layer)
         return dict(sorted(found.items(), key=lambda stack: stack[0] != "layers"))
@@ -151,10 +183,19 @@ class ModelConfig:
         """The runs of layers in order: of one layer each unless layers are scanned."""
         stack_of = {layer: name for name, layers in self.stacks.items() for layer in layers}
         start = {layer: index for layers in self.stacks.values() for index, layer in enumerate(layers)}
-        if not self.scan_layers:
-            return tuple(LayerRun((layer,), stack_of[layer], start[layer], False) for layer in range(self.layers))
-        groups = [tuple(layers) for _, layers in itertools.groupby(range(self.layers), stack_of.__getitem__)]
-        return tuple(LayerRun(layers, stack_of[layers[0]], start[layers[0]], True) for layers in groups)
+        shares = [kind.shares for kind in self.layer_configs]
+
+        def kind_of_run(layer: int):
+            alone = not self.scan_layers or layer in shares
+            return stack_of[layer], shares[layer], layer if alone else None
+
+        groups = [tuple(layers) for _, layers in itertools.groupby(range(self.layers), kind_of_run)]
+        return tuple(
+            LayerRun(
+                layers, stack_of[layers[0]], start[layers[0]], self.scan_layers, shares[layers[0]], layers[0] in shares
+            )
+            for layers in groups
+        )
 
     @property
     def frozen(self) -> tuple[str, ...]:

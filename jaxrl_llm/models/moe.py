@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxrl_llm.distributed.sharding import activation_spec, is_sharded, parameter_spec
-from jaxrl_llm.models.layers import FeedForward, Linear, gated
+from jaxrl_llm.models.layers import FeedForward, Linear, RMSNorm, gated
 
 
 class Routing(NamedTuple):
@@ -221,6 +221,7 @@ class MixtureOfExperts(nnx.Module):
         if c.normalize_top_k:
             weights = weights / weights.sum(-1, keepdims=True)
         weights = weights if c.routed_scale == 1.0 else weights * c.routed_scale
+        x, weights = self._inputs(x, weights, chosen)
         out = self.experts(x, weights, chosen)
         if self.shared is not None:
             shared = self.shared(x)
@@ -231,7 +232,15 @@ class MixtureOfExperts(nnx.Module):
         used = (jax.nn.one_hot(chosen, c.experts, dtype=jnp.float32) * live[..., None]).reshape(-1, c.experts).sum(0)
         return out, chosen, Routing(used, (probabilities * live).reshape(-1, c.experts).sum(0), live.sum())
 
+<<<<<<< HEAD
     def _chosen(self, ranks):
+=======
+    def _inputs(self, x, weights, chosen):
+        """What the experts read of x, and the weights of the chosen ones."""
+        return x, weights
+
+    def _chosen(self, probabilities):
+>>>>>>> main
         """The experts `[...,k]` of the best groups, where a group is as good as its two best experts together."""
         c = self.config
         ranks = jax.lax.stop_gradient(ranks)
@@ -250,3 +259,32 @@ class MixtureOfExperts(nnx.Module):
         logits = x @ jax.lax.stop_gradient(self.router.kernel[...]).astype(x.dtype)
         bias = self.router.bias
         return logits if bias is None else logits + jax.lax.stop_gradient(bias[...]).astype(x.dtype)
+
+
+class ExpertsBeside(MixtureOfExperts):
+    """Experts beside a dense feed-forward (Gemma 4): both read the hidden states `[...,D]` through norms of their own,
+    and each output has a norm. The router reads them in a third way, and weights have a factor for each expert."""
+
+    def __init__(self, config, rngs: nnx.Rngs):
+        super().__init__(config, rngs)
+        self.dense = FeedForward(config, rngs)
+        self.dense_norm, self.dense_out_norm, self.experts_norm, self.experts_out_norm = (
+            RMSNorm(config.width, config, rngs) for _ in range(4)
+        )
+        self.router_norm = RMSNorm(config.width, config, rngs, scaled=False)
+        self.router_scale = nnx.Param(jnp.ones((config.width,), config.param_dtype))
+        self.weight_scale = nnx.Param(jnp.ones((config.experts,), config.param_dtype))
+
+    def __call__(self, x, counted=None, replayed=None):
+        """As a `MixtureOfExperts` returns them, of x before any norm."""
+        out, chosen, routing = super().__call__(x, counted, replayed)
+        return self.experts_out_norm(out) + self.dense_out_norm(self.dense(self.dense_norm(x))), chosen, routing
+
+    def _inputs(self, x, weights, chosen):
+        return self.experts_norm(x), weights * self._of_router(self.weight_scale, weights.dtype)[chosen]
+
+    def _route(self, x):
+        return super()._route(self.router_norm(x) * self._of_router(self.router_scale, x.dtype) * x.shape[-1] ** -0.5)
+
+    def _of_router(self, scale: nnx.Param, dtype):
+        return (jax.lax.stop_gradient(scale[...]) if self.config.freeze_router else scale[...]).astype(dtype)

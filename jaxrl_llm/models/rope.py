@@ -8,7 +8,7 @@ import numpy as np
 
 from jaxrl_llm.config import ConfigError
 
-KINDS = ("default", "linear", "dynamic", "llama3", "yarn")
+KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "proportional")
 
 
 class Rope(NamedTuple):
@@ -17,7 +17,8 @@ class Rope(NamedTuple):
     linear: all frequencies divided by `factor` (arXiv 2306.15595). dynamic: rows longer than `original_max_positions`
     have a larger base, which depends on their length. llama3: low frequencies divided, high ones kept (arXiv
     2407.21783). yarn: the same, between two numbers of turns, and cosines and sines times `attention_factor` (arXiv
-    2309.00071).
+    2309.00071). proportional: the highest frequencies alone, that `fraction` of all, divided by `factor`; dimensions of
+    the others are not rotated.
     """
 
     theta: float = 10000.0
@@ -31,6 +32,7 @@ class Rope(NamedTuple):
     attention_factor: float = 1.0
     truncate: bool = True
     mscale_all_dim: float = 0.0  # of attention scores, where the layer takes them; see latent_attention.score_scale
+    fraction: float = 1.0  # proportional
 
 
 def frequencies(rope: Rope, size: int) -> np.ndarray:
@@ -38,6 +40,9 @@ def frequencies(rope: Rope, size: int) -> np.ndarray:
     inv_freq = (1.0 / rope.theta ** (np.arange(0, size, 2, dtype=np.float32) / size)).astype(np.float32)
     if rope.kind == "linear":
         inv_freq = inv_freq / rope.factor
+    elif rope.kind == "proportional":
+        rotated = np.arange(size // 2) < int(rope.fraction * size // 2)
+        inv_freq = np.where(rotated, inv_freq / rope.factor, 0.0)
     elif rope.kind == "llama3":
         turns = rope.original_max_positions * inv_freq / (2 * math.pi)
         kept = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)

@@ -67,7 +67,7 @@ def write_json(file: Path, value: dict[str, Any]) -> None:
 
 
 class Stored(NamedTuple):
-    """One tensor of the files, or a range of its rows: its name, its shape there, and its place in the parameters."""
+    """One tensor of the files, or a part of it: its name, its shape there, and its place in the parameters."""
 
     name: str
     shape: tuple[int, ...]
@@ -77,6 +77,7 @@ class Stored(NamedTuple):
     expert: int | None = None  # index in a parameter that is stacked over experts too
     full_shape: tuple[int, ...] = ()  # of the tensor in the files, of which this may be a range of rows
     first_row: int = 0
+    axis: int = 0  # -1: a range of columns, from number first_row on
     one_expert: bool = False  # an expert of a tensor that is stacked over experts
     every: int = 0  # this is every n-th number of the last dimension, from number first_row on; 0: a range of rows
     columns: bool = False  # or a range of the last dimension, from number first_row on
@@ -107,25 +108,38 @@ def stored_tensors(net: Net, family, table=None) -> list[Stored]:
         for (index, layer), expert in itertools.product(layers, experts):
             tensor = Stored(name.tensor.format(layer=layer, expert=expert), shape, name.transpose, leaf_path, index)
             tensor = tensor._replace(expert=expert, one_expert=expert is not None and "{expert}" not in name.tensor)
+<<<<<<< HEAD
             # How many there are is counted below.
             tensor = tensor._replace(every=int(name.interleaved), columns=name.columns)
+=======
+            # How many are interleaved is counted below.
+            tensor = tensor._replace(every=int(name.interleaved), axis=-1 if name.columns else 0)
+>>>>>>> main
             first = leaf_path == "embed/weight" or stack == "vision"
             rank = -1 if first else config.layers if layer is None else layer
             tensors.append((rank, order, expert or 0, tensor))
-    # Parameters of one tensor are ranges of its rows, one after another.
+    # Parameters of one tensor are ranges of its rows or columns, one after another.
     rows: dict[tuple, int] = {}
     ranges = []
     for *_, tensor in sorted(tensors, key=lambda item: item[:3]):
         key = (tensor.name, tensor.one_expert and tensor.expert)
         ranges.append((key, tensor._replace(first_row=rows.get(key, 0))))
+<<<<<<< HEAD
         rows[key] = rows.get(key, 0) + (1 if tensor.every else tensor.shape[-1 if tensor.columns else 0])
+=======
+        rows[key] = rows.get(key, 0) + (1 if tensor.every else tensor.shape[tensor.axis])
+>>>>>>> main
 
     def placed(tensor: Stored, count: int) -> Stored:
         lead = [config.experts] if tensor.one_expert else []
         if tensor.every:
             full = (*lead, *tensor.shape[:-1], count * tensor.shape[-1])
             return tensor._replace(full_shape=full, every=count)
+<<<<<<< HEAD
         if tensor.columns:
+=======
+        if tensor.axis:
+>>>>>>> main
             return tensor._replace(full_shape=(*lead, *tensor.shape[:-1], count))
         return tensor._replace(full_shape=(*lead, count, *tensor.shape[1:]))
 
@@ -162,10 +176,17 @@ class Files:
         )
 
     def stored_tensors(self, net: Net, family) -> list[Stored]:
-        """The tensors of the net, under the names of the family that these files use."""
+        """The tensors of the net, under the names of the family that these files use, and in their orientation."""
         tables = [family.KEYS, *getattr(family, "OTHER_KEYS", ())]
         ways = [stored_tensors(net, family, table) for table in tables]
-        return min(ways, key=lambda tensors: sum(tensor.name not in self.where for tensor in tensors))
+
+        def unlike(tensors: list[Stored]) -> tuple[int, int]:
+            here = [tensor for tensor in tensors if tensor.name in self.where]
+            shapes = (tuple(self.where[tensor.name].get_slice(tensor.name).get_shape()) for tensor in here)
+            misfits = sum(shape != tensor.full_shape for shape, tensor in zip(shapes, here, strict=True))
+            return len(tensors) - len(here), misfits
+
+        return min(ways, key=unlike)
 
     def check(self, tensors: list[Stored], ignored: set[str]) -> None:
         """Raises ConfigError unless the files hold exactly these tensors, in these shapes, as floats."""
@@ -201,8 +222,9 @@ class Files:
             start, stop, _ = index[-1].indices(tensor.shape[-1])
             index = (*index[:-1], slice(tensor.first_row + start, tensor.first_row + stop))
         else:
-            start, stop, _ = index[0].indices(tensor.shape[0])
-            index = (slice(tensor.first_row + start, tensor.first_row + stop), *index[1:])
+            start, stop, _ = index[tensor.axis].indices(tensor.shape[tensor.axis])
+            own = slice(tensor.first_row + start, tensor.first_row + stop)
+            index = (*index[:-1], own) if tensor.axis else (own, *index[1:])
         lead = [slice(tensor.expert, tensor.expert + 1)] if tensor.one_expert and tensor.expert is not None else []
         part = self.where[tensor.name].get_slice(tensor.name)[(*lead, *index)]
         part = part[0] if lead else part
@@ -322,14 +344,23 @@ def write(folder: Path, net: Net, family, params: Params, dtype: str, max_shard_
 
 
 def _joined(parts: list[Stored], arrays: list[np.ndarray]) -> np.ndarray:
+<<<<<<< HEAD
     """A tensor of the files from its parts: ranges, or numbers in turn, of each expert where it has all."""
+=======
+    """A tensor of the files from its parts: ranges of rows or columns, or numbers in turn, of each expert where it has
+    all."""
+>>>>>>> main
     stacked = parts[0].one_expert
     if stacked:  # the experts of a parameter are next to each other
         experts = parts[0].full_shape[0]
         arrays = [np.stack(arrays[first : first + experts]) for first in range(0, len(arrays), experts)]
     if parts[0].every:
         return np.stack(arrays, axis=-1).reshape(*arrays[0].shape[:-1], -1)
+<<<<<<< HEAD
     return np.concatenate(arrays, axis=-1 if parts[0].columns else int(stacked))
+=======
+    return np.concatenate(arrays, axis=parts[0].axis or int(stacked))
+>>>>>>> main
 
 
 def _leaves(params: Params, path: str = "") -> dict[str, Any]:

@@ -18,12 +18,18 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxrl_llm.algorithms.batch import ImageEmbeddings, Images, Inputs
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.distributed.sharding import constrain, context_shards
+<<<<<<< HEAD
 from jaxrl_llm.models.fused_attention import implementation, is_in_chunks
 from jaxrl_llm.models.layers import FeedForward, Linear, RMSNorm, soft_cap
+=======
+from jaxrl_llm.models.fused_attention import implementation
+from jaxrl_llm.models.layers import Embed, FeedForward, Linear, RMSNorm, soft_cap
+>>>>>>> main
 from jaxrl_llm.models.lora import LoraConfig, has_adapters, has_dropout, overlaid, with_saved
 from jaxrl_llm.models.mixer import AttentionInputs, DecodeInputs, LayerConfig, Mixer
 from jaxrl_llm.models.model_config import LayerRun, ModelConfig
-from jaxrl_llm.models.moe import MixtureOfExperts, Routing
+from jaxrl_llm.models.moe import ExpertsBeside, MixtureOfExperts, Routing
+from jaxrl_llm.models.per_layer import PerLayerEmbed, PerLayerInput
 from jaxrl_llm.models.rope import long_row_frequencies
 from jaxrl_llm.models.vision.tower import Vision, deepened, image_runs, with_images
 
@@ -44,25 +50,12 @@ REMAT: dict[str, Any] = {
 }
 
 
-class Embed(nnx.Module):
-    """Token embeddings `[V,D]`."""
-
-    def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
-        shape = (config.vocab_size, config.width)
-        self.weight = nnx.Param(jax.random.normal(rngs.params(), shape, config.param_dtype) * config.init_scale)
-
-    def __call__(self, tokens, dtype):
-        if context_shards() > 1:  # XLA cannot exchange parts of the width for rows and positions at once
-            return constrain(self.weight[...], "vocab", None)[tokens].astype(dtype)
-        # Each device looks up its part of the width for the tokens of all devices that share the table: these are
-        # fewer bytes than the table, whose gradient then needs no sum over them.
-        return constrain(self.weight[tokens].astype(dtype), "copies", None, "width")
-
-
 class Block(nnx.Module):
     """A decoder layer: a mixer, then a dense feed-forward or a mixture of experts, each with norms and a residual."""
 
     def __init__(self, config: ModelConfig, layer: LayerConfig, rngs: nnx.Rngs):
+        config = config.of(layer)
+
         def norm(*kinds: str):
             return RMSNorm(config.width, config, rngs) if config.norms in kinds else None
 
@@ -71,21 +64,34 @@ class Block(nnx.Module):
         self.mixer_path = layer.mixer.path  # the mixer's own name, which parameters and checkpoints have
         setattr(self, layer.mixer.path, layer.mixer(config, rngs))
         self.attention_out_norm = norm("post", "both")
-        self.post_attention_norm = norm("pre", "both")
-        self.mlp = MixtureOfExperts(config, rngs) if layer.experts else FeedForward(config, rngs)
+        beside = layer.experts and config.experts_beside  # which have the norms of their inputs themselves
+        self.post_attention_norm = None if beside else norm("pre", "both")
+        experts = ExpertsBeside if beside else MixtureOfExperts
+        self.mlp = experts(config, rngs) if layer.experts else FeedForward(config, rngs)
         self.mlp_out_norm = norm("post", "both")
+        self.per_layer = PerLayerInput(config, rngs) if config.per_layer_width else None
+        self.out_scale = nnx.Param(jnp.ones((1,), config.param_dtype)) if config.layer_scale else None
 
     @property
     def mixer(self) -> Mixer:
         """The layer's mixer."""
         return getattr(self, self.mixer_path)
 
-    def apply(self, x, inputs: AttentionInputs, counted, replayed, arrays) -> tuple[jax.Array, Routing | None]:
-        """Hidden states after the layer; `counted` `[N,T]` is how often a token counts in the routing, `replayed`
-        `[N,T,k]` the experts that tokens go to, or None."""
-        mixed = self.mixer.apply(_normed(self.input_norm, x), inputs, arrays)
+    def apply(
+        self, x, inputs: AttentionInputs, counted, replayed, arrays, is_read: bool = False
+    ) -> tuple[jax.Array, tuple[Any, Routing | None]]:
+        """Hidden states after the layer, and the mixer's cache where it `is_read` by others, and the routing.
+
+        `counted` `[N,T]` is how often a token counts in the routing, `replayed` `[N,T,k]` the experts that tokens go
+        to, or None.
+        """
+        normed = _normed(self.input_norm, x)
+        if is_read:
+            mixed, cache = self.mixer.prefill(normed, inputs, arrays)
+        else:
+            mixed, cache = self.mixer.apply(normed, inputs, arrays), None
         x, _, routing = self._feed_forward(x, mixed, counted, replayed)
-        return x, routing
+        return x, (cache, routing)
 
     def prefill(self, x, inputs: AttentionInputs, arrays) -> tuple[jax.Array, tuple[Any, jax.Array | None]]:
         """Hidden states after the layer, and the mixer's cache and the experts `[N,T,k]` of each token."""
@@ -110,6 +116,12 @@ class Block(nnx.Module):
             out = self.mlp(out)
         return self._added(x, _normed(self.mlp_out_norm, out)), experts, routing
 
+    def finished(self, x, own):
+        """Hidden states after the layer, with what its numbers `[N,T,P]` of the tokens, or None, add to them."""
+        x = x if self.per_layer is None else self.per_layer(x, own)
+        x = x if self.out_scale is None else x * jax.lax.stop_gradient(self.out_scale[...]).astype(x.dtype)
+        return x
+
     def _added(self, x, out):
         out = out if self.residual_scale == 1.0 else out * self.residual_scale
         return constrain(x + out, "rows", "positions", None)
@@ -127,6 +139,7 @@ class Transformer(nnx.Module):
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
         self.config = config
         self.embed = Embed(config, rngs)
+        self.per_layer = PerLayerEmbed(config, rngs) if config.per_layer_width else None
         if config.scan_layers:
             for name, layers in config.stacks.items():
                 setattr(self, name, _stacked_blocks(config, config.layer_configs[layers[0]], len(layers), rngs))
@@ -153,10 +166,13 @@ class Transformer(nnx.Module):
         mixed, x, images = self._embedded_rows(inputs)
         counted = mixed.segments != 0 if inputs.multiplicity is None else inputs.multiplicity
         replayed = None if inputs.experts is None else self._by_run(inputs.experts)
-        x, routings = self._through_layers(
-            lambda block, x, experts, arrays: block.apply(x, mixed, counted, experts, arrays), x, replayed, images
-        )
-        routings = [routing for routing in routings if routing is not None]
+
+        def body(block: Block, x, experts, arrays, read, is_read: bool):
+            shared = None if read is None else read[1]
+            return block.apply(x, mixed._replace(shared=shared), counted, experts, arrays, is_read)
+
+        x, outputs = self._through_layers(body, x, inputs.tokens, replayed, images)
+        routings = [routing for _, routing in outputs if routing is not None]
         if self.record is not None and routings:
             if self.config.scan_layers:  # each holds the sums of its layers, stacked
                 routings = [jax.tree.map(lambda x: x.sum(0), routing) for routing in routings]
@@ -167,7 +183,11 @@ class Transformer(nnx.Module):
         """Hidden states `[B,P,D]` of prompts padded on the left, the mixers' caches, a tuple with one a run, and the
         experts `[B,P,L,k]` of each token in the L layers that have some (None: there are none)."""
         mixed, x, placed = self._embedded_rows(Inputs(tokens, segments, images=images))
-        x, outputs = self._through_layers(lambda block, x, _, arrays: block.prefill(x, mixed, arrays), x, images=placed)
+
+        def body(block: Block, x, _, arrays, read, is_read: bool):
+            return block.prefill(x, mixed._replace(shared=None if read is None else read[1]), arrays)
+
+        x, outputs = self._through_layers(body, x, tokens, images=placed)
         return self.norm(x), *_caches_and_experts(self.config, outputs)
 
     def decode(self, tokens, inputs: DecodeInputs, prompts, caches):
@@ -176,11 +196,16 @@ class Transformer(nnx.Module):
         `prompts` are the caches of `prefill` for the G prompts, `caches` those of `Net.empty_caches` for their rows.
         """
 
-        def body(block: Block, x, layer_caches, arrays):
+        def body(block: Block, x, layer_caches, arrays, read, is_read: bool):
             prompt, cache = layer_caches
-            return block.decode(x, inputs, prompt, cache, arrays)
+            if read is None:
+                return block.decode(x, inputs, prompt, cache, arrays)
+            (prompt, _), shared = read
+            x, (_, experts) = block.decode(x, inputs, prompt, shared, arrays)
+            return x, (cache, experts)
 
-        x, outputs = self._through_layers(body, self._embedded(tokens), tuple(zip(prompts, caches, strict=True)))
+        layer_caches = tuple(zip(prompts, caches, strict=True))
+        x, outputs = self._through_layers(body, self._embedded(tokens), tokens, layer_caches)
         return self.norm(x), *_caches_and_experts(self.config, outputs)
 
     def head_kernel(self):
@@ -254,13 +279,13 @@ class Transformer(nnx.Module):
             runs = image_runs(images.index, segments)
         by_mask = prefixes is not None or runs is not None or is_in_chunks(c, tokens.shape[1])
         # Some kernels read segments, and a mask [N,T,T] only where segments do not say it all.
-        kernel = implementation(c, tokens.shape[1], by_mask)
-        if kernel == "flash" and by_mask:
+        kernels = {implementation(c.of(kind), tokens.shape[1], by_mask) for kind in c.layer_configs}
+        if "flash" in kernels and by_mask:
             raise ConfigError(
                 "model.attention = 'flash' reads no mask, which rows that share a prefix (batch.packing) or whose "
                 "images are seen in both directions need: use 'auto', 'cudnn' or 'xla'"
             )
-        mask = None if kernel in ("splash", "flash") and not by_mask else attention_mask(segments, prefixes, runs)
+        mask = None if kernels <= {"splash", "flash"} and not by_mask else attention_mask(segments, prefixes, runs)
         # Of models with axes also where no row has images, so that their caches can be put together.
         rotary, shift = None, jnp.zeros(len(tokens), jnp.int32) if c.rope_axes else None
         if images is not None and images.positions is not None:
@@ -285,14 +310,22 @@ class Transformer(nnx.Module):
             first += len(run.layers)
         return tuple(parts)
 
-    def _through_layers(self, body, x, caches=None, images: ImageEmbeddings | None = None) -> tuple[jax.Array, tuple]:
-        """x after every layer, with what `images` add there, and what `body(block, x, cache, arrays)` returned besides,
-        one a run of layers."""
+    def _through_layers(
+        self, body, x, tokens, caches=None, images: ImageEmbeddings | None = None
+    ) -> tuple[jax.Array, tuple]:
+        """x after every layer, with what `images` add there, and what `body(block, x, cache, arrays, read, is_read)`
+        returned besides, one a run of layers.
+
+        That is a pair, of which the first is what layers that share their keys and values read: `read` is, of the layer
+        that they share them with, the cache that was given, and this.
+        """
         deep = 0 if images is None else images.values.shape[-1] // self.config.width - 1  # layers that images add to
         stacks = {}
         if self.config.scan_layers:
             stacks = {name: nnx.split(getattr(self, name)) for name in self.config.stacks}
-        outputs = []
+        own = None if self.per_layer is None else self.per_layer(tokens, x)
+        outputs: list[Any] = []
+        reads: dict[int | None, Any] = {None: None}
         for number, run in enumerate(self.config.layer_runs):
             graph, state = stacks[run.stack] if run.scanned else nnx.split(self.layers[run.layers[0]])
             if run.scanned and len(run.layers) < len(self.config.stacks[run.stack]):
@@ -300,10 +333,12 @@ class Transformer(nnx.Module):
                 state = jax.tree.map(lambda x, layers=layers: x[layers], state)
             arrays, stacked = _layer_arrays(self.config, run)
 
-            def step(x, layer, graph=graph, arrays=arrays):
-                state, cache, own_arrays, number = layer
-                x = checkpoint_name(x, LAYER_INPUT)
-                x, out = body(nnx.merge(graph, state), x, cache, arrays if own_arrays is None else own_arrays)
+            def step(x, layer, graph=graph, arrays=arrays, run=run):
+                state, cache, own_arrays, number, own = layer
+                x, block = checkpoint_name(x, LAYER_INPUT), nnx.merge(graph, state)
+                own_arrays = arrays if own_arrays is None else own_arrays
+                x, out = body(block, x, cache, own_arrays, reads[run.shares], run.is_read)
+                x = block.finished(x, own)
                 if images is not None and number is not None:
                     added = functools.partial(deepened, images=images, layer=number)
                     x = jax.lax.cond(number < deep, added, lambda x: x, x)
@@ -314,9 +349,19 @@ class Transformer(nnx.Module):
                 # A scan keeps XLA from merging the recomputation with the forward pass; unrolled, a barrier must.
                 step = jax.checkpoint(step, prevent_cse=not run.scanned, policy=REMAT[self.config.remat])
             numbers = jnp.array(run.layers if run.scanned else run.layers[0]) if run.layers[0] < deep else None
-            layer = (state, None if caches is None else caches[number], arrays if stacked else None, numbers)
+            of_run = slice(run.layers[0], run.layers[-1] + 1) if run.scanned else run.layers[0]
+            layer = (
+                state,
+                None if caches is None else caches[number],
+                arrays if stacked else None,
+                numbers,
+                None if own is None else own[of_run],
+            )
             x, out = jax.lax.scan(step, x, layer) if run.scanned else step(x, layer)
             outputs.append(out)
+            if run.is_read:
+                read = (None if caches is None else caches[number], out[0])
+                reads[run.layers[0]] = jax.tree.map(lambda x: x[0], read) if run.scanned else read
         return x, tuple(outputs)
 
 
@@ -340,7 +385,7 @@ def _caches_and_experts(config: ModelConfig, outputs: tuple) -> tuple[tuple, jax
 def _layer_arrays(config: ModelConfig, run: LayerRun) -> tuple[Any, bool]:
     """The mixer's arrays for the layers of a run: those of all alike and False, or stacked and True."""
     kinds = [config.layer_configs[layer] for layer in run.layers]
-    each = [kind.mixer.layer_arrays(config, kind) for kind in kinds]
+    each = [kind.mixer.layer_arrays(config.of(kind), kind) for kind in kinds]
     if all(kind == kinds[0] for kind in kinds):
         return each[0], False
     return jax.tree.map(lambda *arrays: np.stack(arrays), *each), True

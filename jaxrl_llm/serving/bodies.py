@@ -18,6 +18,7 @@ from jaxrl_llm.config import ConfigError
 from jaxrl_llm.config.resolve import closest
 from jaxrl_llm.config.schema import Setting
 from jaxrl_llm.data.image_rows import ImageReader, ImageText, Tiles
+from jaxrl_llm.data.images import ImageLimits
 from jaxrl_llm.data.templates import is_conversational, render_prompt
 from jaxrl_llm.rollout.constraints import bad_word_ids
 from jaxrl_llm.rollout.sampling import SamplingParams
@@ -126,26 +127,27 @@ def parse_json(data: bytes) -> dict[str, Any]:
 
 
 @functools.lru_cache(8)
-def _image_reader(tokenizer: Any) -> ImageReader:
+def _image_reader(tokenizer: Any, limits: ImageLimits) -> ImageReader:
     """The reader of a model's images, which reads the files of its processor once."""
-    return ImageReader(tokenizer)
+    return ImageReader(tokenizer, limits=limits)
 
 
 def parse(
     body: Mapping[str, Any], chat: bool, tokenizer: Any, models: Sequence[str], eos: tuple[int, ...], longest: int,
     vocabulary: int, most_rows: int, render: Callable[..., list[int]] | None = None,
+    images: ImageLimits = ImageLimits(),  # noqa: B008 (immutable)
 ) -> Asked:  # fmt: skip
     """The checked request of a body. Raises BadRequestError, which names the field, or RecursionError.
 
     longest: the most tokens of a prompt and its completion; vocabulary: token ids are below it; most_rows: completions
-    of a request. `render(prompt, tools, options)` makes token ids of a text, or of messages, in place of
-    `render_prompt`.
+    of a request; images: bounds of those. `render(prompt, tools, options)` makes token ids of a text, or of messages,
+    in place of `render_prompt`.
     """
 
     def rendered(prompt: Any, tools: Any = None, options: Any = None, images: ImageText | None = None) -> list[int]:
         return render_prompt(tokenizer, prompt, tools, options, None if images is None else images.expand)
 
-    reader = _image_reader(tokenizer) if getattr(tokenizer, "image_folder", None) is not None else None
+    reader = _image_reader(tokenizer, images) if getattr(tokenizer, "image_folder", None) is not None else None
     render = render or rendered
     known = COMMON | (CHAT if chat else TEXT)
     for name, value in body.items():

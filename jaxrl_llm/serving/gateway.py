@@ -8,6 +8,7 @@
 | `/session/ID/v1/sub_agents` | `{"name": "searcher"}`: see `Session.open_sub_agent`; answers with its addresses |
 """
 
+import dataclasses
 import functools
 import secrets
 import socket
@@ -19,6 +20,7 @@ import uvicorn
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from jaxrl_llm.data.images import ImageLimits
 from jaxrl_llm.data.observations import TurnTokenizer
 from jaxrl_llm.serving.app import Answer, EventStream, Limits, Server
 from jaxrl_llm.serving.bodies import Asked, BadRequestError, parse
@@ -34,9 +36,10 @@ LARGEST = 2**28  # bytes of a request, which may have images
 class Gateway:
     """Sessions over a queue of the process, on a free port of this machine."""
 
-    def __init__(self, queue: RequestQueue, turns: TurnTokenizer, vocabulary: int, seconds: float):
-        """vocabulary: token ids are below it; seconds: for a whole answer."""
+    def __init__(self, queue: RequestQueue, turns: TurnTokenizer, vocabulary: int, seconds: float, images: ImageLimits):
+        """vocabulary: token ids are below it; seconds: for a whole answer; images: bounds of those of a call."""
         self.queue, self.turns, self.key = queue, turns, secrets.token_hex(16)
+        self.images = dataclasses.replace(images, bytes=LARGEST)  # who sends them may have made other files of them
         self.sessions: dict[str, Session] = {}
         self.opened = 0
         self.lock = threading.Lock()  # between the agents' requests and the end of their sessions
@@ -103,7 +106,7 @@ class Gateway:
         session, body = self._session(request), await server.body(request)
         call = Call(session)
         asked = parse(body | {"model": MODEL}, chat, server.tokenizer, server.names, server.eos, ANY_LENGTH,
-                      server.vocabulary, MANY, call.render)  # fmt: skip
+                      server.vocabulary, MANY, call.render, self.images)  # fmt: skip
         with self.lock:
             session.check_open()
             answer = KeptAnswer(server, call.bounded(asked), call, self.lock)

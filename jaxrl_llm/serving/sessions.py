@@ -61,7 +61,8 @@ class Branch:
     template: str  # tools and options with which messages were rendered
     messages: list[dict[str, Any]]  # of the completion: answers, and what came between them
     parent: "Branch | None"
-    marks: tuple[tuple[int, int, tuple[int, ...]], ...] = ()  # of each turn: tokens up to its end, call, ids before it
+    # Of each turn: tokens up to its end, call, and what is before it: ids, and digests of its images.
+    marks: tuple[tuple[int, int, tuple[Any, ...]], ...] = ()
     tiles: Tiles | None = None  # of the images in prompt and completion
 
 
@@ -91,6 +92,7 @@ class Session:
         self.handles: set[Handle] = set()  # of calls under way
         self.reward: float | dict[str, float] | None = None
         self.turn_rewards: dict[int, float] = {}
+        self.turn_states: dict[int, Any] = {}
 
     @property
     def leaves(self) -> list[Branch]:
@@ -157,12 +159,19 @@ class Session:
         return sub_agent
 
     def set_reward(self, body: Mapping[str, Any]) -> None:
-        """Take `{"reward": 1.0}`, of named rewards `{"reward": {"right": 1.0}}`, or of a turn, with `"turn": 0`."""
+        """Take `{"reward": 1.0}`, of named rewards `{"reward": {"right": 1.0}}`, or of a turn, with `"turn": 0`.
+
+        `"state"` beside a turn tells the state that it answered, in place of the messages before it.
+        """
         reward, turn = body.get("reward"), body.get("turn")
         if self.over is not None:
             raise BadRequestError(f"the session is over: {self.over}", 403, OVER)
-        if unknown := sorted(body.keys() - {"reward", "turn"}):
-            raise BadRequestError(f"there is no field {unknown[0]!r}; it takes reward and turn", param=unknown[0])
+        if unknown := sorted(body.keys() - {"reward", "turn", "state"}):
+            raise BadRequestError(
+                f"there is no field {unknown[0]!r}; it takes reward, turn and state", param=unknown[0]
+            )
+        if turn is None and "state" in body:
+            raise BadRequestError("state is given without turn, the call that answered it", param="state")
         named: dict[str, float] | None = dict(reward) if isinstance(reward, Mapping) and turn is None else None
         values: list[Any] = [reward] if named is None else list(named.values())
         if not values or not all(map(is_finite, values)):
@@ -172,6 +181,8 @@ class Session:
             self.reward = float(values[0]) if named is None else named
         elif isinstance(turn, int) and not isinstance(turn, bool) and turn >= 0:
             self.turn_rewards[turn] = float(values[0])
+            if body.get("state") is not None:
+                self.turn_states[turn] = body["state"]
         else:
             raise BadRequestError(f"turn is {turn!r:.100}; it takes a number of a call, from 0", param="turn")
 
@@ -193,6 +204,7 @@ class Call:
         self.template = ""
         self.number = 0  # among the calls of the session
         self.images: ImageText | None = None
+        self.shown: list[str] = []  # digests of those behind the branch
 
     def render(
         self,
@@ -215,7 +227,8 @@ class Call:
             if self.before is not None:
                 self.observed = prompt[len(self.before.history) :]
         else:
-            self.history = [message_key(message) for message in _with_digests(prompt, images)]
+            self.shown = [] if images is None else [image.digest() for image in images.tiles.images]
+            self.history = [message_key(message) for message in _with_digests(prompt, self.shown)]
             self.new = list(prompt)
             self.template = json.dumps([tools, options], sort_keys=True, default=repr)
             self.before = self._longest()
@@ -228,7 +241,7 @@ class Call:
                     self.observed = []
                     if new:
                         self.observed = turns.observation_ids(row, new, tools or (), self.before.ended, behind)
-                    self.new = new
+                    self.new, self.shown = new, self.shown[seen:]
                 except ConfigError:  # the template rewrites what came before, so the row cannot go on
                     session.retokenised += sum(self.before.mask)
                     self.before = None
@@ -299,7 +312,7 @@ class Call:
                 all_logps = [*before.logps, *[0.0] * len(observed), *logps]
                 messages, turns = [*before.messages, *self.new], before.turns
             start = choice.prompt if before is None else observed
-            mark = (len(completion), self.number, tuple(start))
+            mark = (len(completion), self.number, (*start, *self.shown))
             answer, history = answer_message(choice), self.history
             if isinstance(history, str):
                 history += choice.text
@@ -324,9 +337,9 @@ def _images_in(message: Mapping[str, Any]) -> int:
     return sum(part["type"] == "image" for part in content) if isinstance(content, list) else 0
 
 
-def _with_digests(messages: Sequence[Mapping[str, Any]], images: ImageText | None) -> list[dict[str, Any]]:
+def _with_digests(messages: Sequence[Mapping[str, Any]], shown: Sequence[str]) -> list[dict[str, Any]]:
     """The messages, with what tells their images apart in place of them."""
-    digests = iter(() if images is None else [image.digest() for image in images.tiles.images])
+    digests = iter(shown)
     return [
         {**message, "content": [part if part["type"] != "image" else [next(digests)] for part in message["content"]]}
         if _images_in(message)

@@ -20,7 +20,7 @@ from jaxrl_llm.config.resolve import resolve_with_options
 from jaxrl_llm.rollout.engine import Rollout
 
 # What a rule may ask for, by the names of its arguments. It returns advantages [N] or [N,T], and with a critic a pair:
-# advantages and the returns [N,T] that its values should have been.
+# advantages and the returns [N,T] that its values should have been. With baselines the second are those after the step.
 INPUTS = (
     "scores",  # [N] combined rewards, shaped and with the KL penalty
     "rewards",  # [N,F] as the reward functions gave them, NaN where one does not apply
@@ -32,6 +32,9 @@ INPUTS = (
     "mask",  # [N,T] tokens the loss reads, without the rows that no reward applies to
     "lengths",  # [N] sampled tokens
     "turns",  # of episodes; their rewards [N,M] sum to the scores
+    "parts",  # of agents' sessions: sub-agents with rewards of their own [N,M], NaN where they have the session's
+    "roles",  # [N,M] which role each of the parts is
+    "baselines",  # [R] of the roles, which a run keeps from step to step
     "finished",  # [N] ended with an end-of-text token
     "group_size",
     "scale",  # algorithm.scale_rewards
@@ -65,6 +68,7 @@ class Advantages(NamedTuple):
     mask: jax.Array  # [N,T] tokens the loss reads: with a critic not those of rows that no reward applies to
     kl: jax.Array | None  # mean over rows of their mean KL per token; None without reference log-probs
     metrics: dict[str, jax.Array]
+    baselines: jax.Array | None = None  # [R] of roles after these rows, of a rule that keeps them
 
 
 @dataclass(frozen=True)
@@ -108,6 +112,8 @@ class AdvantageStep:
         greedy_rollout: Rollout | None = None,
         turns: turn_rules.Turns | None = None,
         parts: turn_rules.Turns | None = None,
+        roles=None,
+        baselines=None,
     ) -> Advantages:
         """The advantages of `rewards [N,F]` over `mask [N,T]`, and the step's reward and length metrics of all
         processes.
@@ -116,8 +122,9 @@ class AdvantageStep:
         `logps` the policy is compared with the teacher by the sampler's. On rows that are not `taught` `[N]` it is not.
         For a rule that asks for them, `values [N,T]` are of the critic, `greedy_rewards [B,F]` and `greedy_rollout` of
         one greedy completion of each prompt, `logit_norms [N,T]` of the policy (`passes.scored_norms`), and `turns` of
-        rows that are episodes. `parts` are rows' parts with a reward of their own: the advantage of their tokens is
-        what it is above the mean of the group's parts of that name.
+        rows that are episodes. `parts` are rows' parts with a reward of their own: unless the rule reads them, with
+        their `roles [N,M]` and `baselines [R]`, the advantage of their tokens is what it is above the mean of the
+        group's parts of that name.
         """
         spec = self.spec
         raw = advantage_rules.combine_rewards(rewards, weights)
@@ -155,8 +162,7 @@ class AdvantageStep:
             inputs["turns"] = turns = turn_rules.with_outcome(turns, inputs["scores"], weight)
             metrics["turns/reward"] = _mean(turns.rewards, ~jnp.isnan(turns.rewards))
             metrics["turns/shared_states"] = turn_rules.shared_states(turns, spec.group_size)
-        if values is not None:
-            inputs["values"] = values
+        inputs |= {"values": values, "parts": parts, "roles": roles, "baselines": baselines}
         if logit_norms is not None:
             inputs["logit_norms"] = logit_norms
         if greedy_rewards is not None:
@@ -164,8 +170,10 @@ class AdvantageStep:
             inputs["greedy_scores"] = greedy if greedy_rollout is None else self._shape(greedy, greedy_rollout)
         result = self.rule(**{name: inputs[name] for name in inputs if self.asks_for(name)}, **dict(self.options))
         advantages, returns = result if isinstance(result, tuple) else (result, None)
+        if self.asks_for("baselines"):
+            baselines, returns = returns, None
         advantages = mask * (advantages if advantages.ndim == 2 else advantages[:, None])
-        if parts is not None:
+        if parts is not None and not self.asks_for("parts"):
             apart = turn_rules.by_turn(~jnp.isnan(parts.rewards), parts, rewarded)
             own = turn_rules.compared_in_state(parts.rewards, parts.states, spec.group_size, spec.scale_rewards, 1e-4)
             advantages = jnp.where(apart > 0, turn_rules.by_turn(own, parts, rewarded), advantages)
@@ -186,7 +194,7 @@ class AdvantageStep:
             mask = rewarded
         columns = rewards if self.asks_for("rewards") else raw[:, None]
         priority = _priority(columns, advantages, mask, spec.group_size)
-        return Advantages(advantages, priority, returns, mask, kl, metrics)
+        return Advantages(advantages, priority, returns, mask, kl, metrics, baselines)
 
     def _shape(self, scores, rollout: Rollout):
         """Combined rewards `[N]` clipped, and lowered for completions that are long or did not end."""

@@ -18,7 +18,7 @@ from jax.sharding import Mesh
 
 from jaxrl_llm.algorithms.turn_advantages import Turn
 from jaxrl_llm.data.image_rows import Tiles
-from jaxrl_llm.data.images import data_url
+from jaxrl_llm.data.images import ImageLimits, data_url
 from jaxrl_llm.data.observations import TurnTokenizer
 from jaxrl_llm.data.templates import is_conversational
 from jaxrl_llm.data.tokenize import PIXELS
@@ -84,7 +84,8 @@ def session_row(session: Session, longest: int, most: int) -> SessionRow | None:
             if id(turn) in known:
                 mask[begin:end] = [0] * (end - begin)
             else:
-                row.turns.append(Turn(first + end, one.turn_rewards.get(call, 0.0), before))
+                state = one.turn_states.get(call, before)
+                row.turns.append(Turn(first + end, one.turn_rewards.get(call, 0.0), state))
             known.add(id(turn))
             begin = end
         row.completion_ids.extend([*prompt, *branch.completion_ids])
@@ -103,7 +104,8 @@ def session_row(session: Session, longest: int, most: int) -> SessionRow | None:
 class AgentEpisodes:
     """The sessions of a rollout batch that have ended; `RolloutWorker` asks them as it asks `EpisodeBatch`.
 
-    Rows have up to `branches` branches, and `longest` tokens behind their first prompt.
+    Rows have up to `branches` branches, and `longest` tokens behind their first prompt. `names` are those of the agents
+    that rows name, None where there is one agent.
     """
 
     def __init__(
@@ -114,8 +116,10 @@ class AgentEpisodes:
         seconds: Sequence[float],
         longest: int,
         branches: int,
+        names: Sequence[str | None],
     ):
         self.tokenizer, self.sessions, self.seconds, self.branches = turns, sessions, seconds, branches
+        self.names = names
         self.rows = [session_row(session, longest, branches) for session in sessions]
         self.rewards = [_reward(session, outcome) for session, outcome in zip(sessions, outcomes, strict=True)]
         self.reasons = [  # why a session has no reward
@@ -162,6 +166,13 @@ class AgentEpisodes:
         """Of each row its sub-agents and its session, with what is known of them; and how many a row may have."""
         return [[] if row is None else row.parts for row in self.rows], self.branches
 
+    def roles(self) -> list[list[str]]:
+        """The names of the parts of each row, `agent/sub-agent`, as far as there are several; else `agent`."""
+        return [
+            ["/".join(filter(None, (name, part.state))) or "agent" for part in own]
+            for name, own in zip(self.names, self.parts()[0], strict=True)
+        ]
+
     def release(self) -> tuple[dict[str, list[float]], dict[str, float], dict[str, list[Any]]]:
         """Metrics (numbers to average), totals (to add up) and columns of the table."""
         turns = [0 if row is None else len(row.turns) for row in self.rows]
@@ -205,6 +216,7 @@ class AgentRollout:
     mesh: Mesh
     prompt_width: int
     slots: int
+    images: ImageLimits = dataclasses.field(default_factory=ImageLimits)  # of those that agents send
     held: dict[str, Any] = dataclasses.field(default_factory=dict)  # the endpoint, once it is open
 
     def __call__(self, params: Params, examples: Sequence[Row], key) -> tuple[Rollout, AgentEpisodes]:
@@ -243,7 +255,8 @@ class AgentRollout:
             for session in sessions:
                 gateway.end(session, "the step is over")
             _wait(gateway.queue.release)
-        episodes = AgentEpisodes(self.turns, sessions, outcomes, seconds, longest, spec.branches)
+        names = [task.get("agent") if spec.others else None for task in tasks]
+        episodes = AgentEpisodes(self.turns, sessions, outcomes, seconds, longest, spec.branches, names)
         failed = int(episodes.failed.sum())
         if failed == len(tasks) or (failed and spec.on_error == "stop"):
             raise EpisodeError(
@@ -277,7 +290,7 @@ class AgentRollout:
         )
         queue = RequestQueue(engine, params, self.slots, self.mesh)
         queue.start()
-        gateway = Gateway(queue, self.turns, engine.net.config.vocab_size, self.agents.spec.timeout)
+        gateway = Gateway(queue, self.turns, engine.net.config.vocab_size, self.agents.spec.timeout, self.images)
         self.agents.closing += [gateway.close, lambda: queue.stop(10)]
         self.held["gateway"] = gateway
         return gateway

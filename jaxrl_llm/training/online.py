@@ -15,6 +15,7 @@ each batch is sampled from the policy that it updates; of more (`rollout.stalene
 """
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -74,6 +75,8 @@ from jaxrl_llm.training.served_teacher import ServedTeacher
 from jaxrl_llm.training.teacher import SelfTeacher, Teacher
 from jaxrl_llm.training.teacher_context import TeacherContext
 from jaxrl_llm.training.update import State
+
+BASELINE = "baselines/"  # before the names of roles
 
 
 class Experience(NamedTuple):
@@ -184,9 +187,9 @@ class RolloutWorker:
             graded = streaming.pending.result()
             if sessions is not None:  # whatever else rewards say: nothing is learned from a session that failed
                 graded = graded._replace(rewards=np.where(sessions.failed[:, None], np.float32(np.nan), graded.rewards))
-            turns = parts = None
+            turns = parts = roles = None
             if sessions is not None:
-                parts = turn_table(*sessions.parts(), group_size, width)
+                parts, roles = turn_table(*sessions.parts(), group_size, width), sessions.roles()
             if (played := episodes or sessions) is not None:
                 turns = turn_table(*played.turn_records(lengths.tolist()), group_size, width)
                 metrics, totals, table = played.release()
@@ -197,8 +200,9 @@ class RolloutWorker:
             if shown is not None:
                 logged = logged._replace(columns={IMAGES: shown[1]} | logged.columns)
             return Rollouts(
-                rollout, examples, prompts, texts, graded.rewards, logged, turns=turns, images=images, parts=parts
-            )
+                rollout, examples, prompts, texts, graded.rewards, logged, turns=turns, images=images, parts=parts,
+                roles=roles,
+            )  # fmt: skip
 
     def copy_policy(self, params: Params) -> Params:
         """The policy's parameters in arrays that no update donates, from which the same is sampled."""
@@ -322,6 +326,7 @@ class Learner:
     critic: Critic | None = None
     teacher: Teacher | ServedTeacher | SelfTeacher | None = None
     context: TeacherContext | None = None  # what the teacher reads besides the prompts; None: nothing
+    baselines: dict[str, float] = dataclasses.field(default_factory=dict)  # of roles, by name, for a rule that asks
     # By the value of the column that names them.
     other_teachers: Mapping[str, Teacher | ServedTeacher] = dataclasses.field(default_factory=dict)
 
@@ -375,7 +380,13 @@ class Learner:
             )
 
         # 5 advantages, of rewards that may hold the KL penalty, and of what the teacher says of each token.
-        greedy = rollouts.greedy
+        greedy, roles, names = rollouts.greedy, None, rollouts.roles
+        if self.advantages.asks_for("baselines") and rollouts.parts is not None and names is not None:
+            self.baselines = dict.fromkeys(itertools.chain(*names), 0.0) | self.baselines
+            numbers = {name: number for number, name in enumerate(self.baselines)}
+            roles = np.zeros(rollouts.parts.rewards.shape, np.int32)
+            for row, own in enumerate(names):
+                roles[row, : len(own)] = [numbers[name] for name in own]
         result = self.advantages(
             rollout,
             mask,
@@ -392,8 +403,13 @@ class Learner:
             greedy_rollout=None if greedy is None else greedy.rollout,
             turns=rows_to_global(rollouts.turns, self.mesh) if self.advantages.asks_for("turns") else None,
             parts=None if rollouts.parts is None else rows_to_global(rollouts.parts, self.mesh),
+            roles=None if roles is None else rows_to_global(roles, self.mesh),
+            baselines=None if roles is None else np.array([*self.baselines.values()], np.float32),
         )
         metrics = dict(result.metrics) | ({} if shown is None else shown.metrics)
+        if result.baselines is not None:
+            self.baselines = dict(zip(self.baselines, np.asarray(result.baselines).tolist(), strict=True))
+            metrics |= {f"{BASELINE}{name}": np.float32(value) for name, value in self.baselines.items()}
         if rollouts.resampled_groups is not None:
             metrics["rollout/resampled_groups"] = np.float32(rollouts.resampled_groups)
         metrics |= over_processes(rollouts.logged, result.metrics)
@@ -456,6 +472,10 @@ class Learner:
         if self.controllers.entropy is not None and "entropy" in metrics:  # not where only the critic was trained
             self.controllers = self.controllers.after_updates(metrics.get("entropy_kept", metrics["entropy"]))
 
+    def get_state(self) -> dict[str, float]:
+        """The numbers, by name, that a resumed run needs: the controllers', and the baselines of roles."""
+        return self.controllers.get_state() | {f"{BASELINE}{name}": value for name, value in self.baselines.items()}
+
     def get_arrays(self) -> dict[str, Any]:
         """The trees of arrays, by name, that a resumed run needs."""
         reference = {} if self.reference is None else self.reference.arrays()
@@ -464,8 +484,10 @@ class Learner:
         return reference | ({} if self.replay is None else {"replay": replay_buffer.get_arrays(self.replay)})
 
     def restore(self, state: dict[str, float], arrays: dict[str, Any]) -> None:
-        """Take up the state of the controllers and the arrays; what these lack (it was not used) stays as it starts."""
+        """Take up the numbers and the arrays; what these lack (it was not used) stays as it starts."""
         self.controllers = self.controllers.with_state(state)
+        known = (name for name in state if name.startswith(BASELINE))
+        self.baselines = {name.removeprefix(BASELINE): state[name] for name in known}
         if self.reference is not None:
             self.reference.restore(arrays)
         if isinstance(self.teacher, SelfTeacher):
@@ -588,7 +610,7 @@ class OnlineSource:
     def get_state(self) -> dict[str, Any]:
         """The numbers that a resumed run needs besides the training state and `get_arrays`."""
         self.rest()
-        return {"pipeline": self.producer.pipeline.get_state(), "memory": self.learner.controllers.get_state()}
+        return {"pipeline": self.producer.pipeline.get_state(), "memory": self.learner.get_state()}
 
     def get_arrays(self) -> dict[str, Any]:
         """The trees of arrays, by name, that a resumed run needs besides the training state."""
@@ -662,6 +684,7 @@ def fill(
         logged=join(held.logged, fresh.logged, index, rows),
         turns=picked(held.turns, fresh.turns),
         parts=picked(held.parts, fresh.parts),
+        roles=None if held.roles is None or fresh.roles is None else pick(held.roles, fresh.roles, index),
     )
     still_flat = flat.copy()
     still_flat[slots] = False

@@ -162,10 +162,10 @@ def weight_decay_of(spec: OptimizerSpec) -> optax.ScalarOrSchedule:
 def decayed(spec: OptimizerSpec) -> Callable[[Any], Any]:
     """The mask of the parameters that weight decay applies to, of a tree of parameters.
 
-    The correction of a router is no parameter that is trained: nothing moves it.
+    The correction of a router and the scale of a layer's output are not trained: nothing moves them.
     """
     return lambda params: jax.tree_util.tree_map_with_path(
-        lambda path, _: not path_name(path).endswith((*spec.no_decay, "mlp/correction")), params
+        lambda path, _: not path_name(path).endswith((*spec.no_decay, "mlp/correction", "/out_scale")), params
     )
 
 

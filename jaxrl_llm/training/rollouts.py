@@ -57,6 +57,10 @@ class Rollouts(NamedTuple):
     images: Images | None = None  # of the prompts [B] or, of agents, of the rows [N], on the device
     parts: Turns | None = None  # of agents: each sub-agent in a row with its own reward, and the session behind them
     partial: Partial | None = None  # of rows that were sampled over several steps
+    roles: list[list[str]] | None = None  # the names of the parts of each row
+
+
+KEPT = ("prompts", "completions", "version", "resampled_groups", "epochs", "roles")  # in JSON
 
 
 def on_mesh(batch: Rollouts, mesh: Mesh) -> Rollouts:
@@ -89,15 +93,11 @@ def pack(batches: Sequence[Rollouts]) -> np.ndarray:
             arrays.update({f"{name}/partial/{key}": x for key, x in batch.partial._asdict().items()})
         logged = batch.logged
         return {
-            "prompts": batch.prompts,
-            "completions": batch.completions,
             "metrics": {key: [float(x) for x in values] for key, values in logged.metrics.items()},
             "totals": {key: float(x) for key, x in logged.totals.items()},
             "columns": {key: [table_value(x) for x in values] for key, values in logged.columns.items()},
-            "version": batch.version,
-            "resampled_groups": batch.resampled_groups,
             "greedy": None if batch.greedy is None else texts_of(batch.greedy, f"{name}/greedy"),
-            "epochs": batch.epochs,
+            **{key: getattr(batch, key) for key in KEPT},
         }
 
     texts = json.dumps([texts_of(batch, str(index)) for index, batch in enumerate(batches)])
@@ -136,6 +136,7 @@ def placed(batch: Rollouts, mesh: Mesh) -> Rollouts:
         logged=logged._replace(columns=columns) if process == 0 else Logged({}, {}, columns),
         turns=jax.tree.map(own, batch.turns),
         parts=jax.tree.map(own, batch.parts),
+        roles=None if batch.roles is None else own(batch.roles),
         partial=None if partial is None else partial._replace(versions=own(partial.versions)),
         greedy=None if batch.greedy is None else placed(batch.greedy, mesh),
     )
@@ -169,7 +170,7 @@ def on_host(packed: np.ndarray) -> list[Rollouts]:
             partial=partial,
             greedy=None if texts["greedy"] is None else batch_of(texts["greedy"], f"{name}/greedy"),
             **tables,
-            **{key: texts[key] for key in ("prompts", "completions", "version", "resampled_groups", "epochs")},
+            **{key: texts[key] for key in KEPT},
         )
 
     return [batch_of(texts, str(index)) for index, texts in enumerate(json.loads(arrays["texts"].tobytes()))]

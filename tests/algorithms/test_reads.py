@@ -122,7 +122,7 @@ def advantage_inputs() -> dict:
     records = [[Turn(2, 0.3, None), Turn(int(MASK[i].sum()), 0.1 * i, i % 2)] for i in range(N)]
     return {
         "token_rewards": RNG.normal(size=(N, T)),
-        "scores": RNG.normal(size=N),
+        "scores": RNG.uniform(0.1, 1.0, N),  # `maxrl` says nothing of groups whose mean is not above 0
         "rewards": RNG.normal(size=(N, 2)),
         "weights": np.array([1.0, 0.5]),
         "values": RNG.normal(size=(N, T)),
@@ -130,6 +130,9 @@ def advantage_inputs() -> dict:
         "lengths": MASK.sum(1).astype(np.float32),
         "logit_norms": RNG.uniform(0.1, 1.5, (N, T)),
         "turns": turn_table(records, 2, K, 0)._replace(rewards=RNG.normal(size=(N, 2)).astype(np.float32)),
+        "parts": turn_table([[Turn(2, 0.3, "a"), Turn(6, np.nan)] for _ in range(N)], 2, K, 0),
+        "roles": np.tile(np.array([[0, 1]]), (N, 1)),
+        "baselines": RNG.normal(size=3),
     }
 
 

@@ -30,8 +30,20 @@ ENCODER = {
     "hidden_size": 24, "intermediate_size": 40, "depth": 2, "num_heads": 3, "patch_size": 4, "out_hidden_size": 32,
 }  # fmt: skip
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+DELTA_NETS = {
+    "head_dim": 16, "linear_key_head_dim": 6, "linear_value_head_dim": 10, "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4, "layer_types": ["linear_attention", "full_attention"],
+    "rope_parameters": ROPE | {"mrope_section": [2, 1, 1], "partial_rotary_factor": 0.5},
+}  # fmt: skip
 # What differs between the families.
 PARTS: dict[str, dict[str, Any]] = {
+    "qwen2_vl": {
+        "architectures": ["Qwen2VLForConditionalGeneration"],
+        "text_config": TEXT | {"rope_parameters": ROPE | {"mrope_section": [1, 2, 1]}},
+        "vision_config": {
+            "embed_dim": 24, "mlp_ratio": 2, "depth": 2, "num_heads": 3, "patch_size": 4, "hidden_size": 32,
+        },
+    },
     "qwen2_5_vl": {
         "architectures": ["Qwen2_5_VLForConditionalGeneration"],
         "text_config": TEXT | {"rope_parameters": ROPE | {"mrope_section": [1, 2, 1]}},
@@ -42,7 +54,36 @@ PARTS: dict[str, dict[str, Any]] = {
         "text_config": TEXT | {"head_dim": 8, "rope_parameters": ROPE | {"mrope_section": [2, 1, 1]}},
         "vision_config": ENCODER | {"num_position_embeddings": 16, "deepstack_visual_indexes": [0]},
     },
-}
+    "qwen3_vl_moe": {
+        "architectures": ["Qwen3VLMoeForConditionalGeneration"],
+        "text_config": TEXT
+        | {
+            "head_dim": 8,
+            "rope_parameters": ROPE | {"mrope_section": [2, 1, 1]},
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 20,
+        },
+        "vision_config": ENCODER | {"num_position_embeddings": 16, "deepstack_visual_indexes": [0]},
+    },
+    "qwen3_5": {
+        "architectures": ["Qwen3_5ForConditionalGeneration"],
+        "text_config": TEXT | DELTA_NETS,
+        "vision_config": ENCODER | {"num_position_embeddings": 16},
+    },
+    "qwen3_5_moe": {
+        "architectures": ["Qwen3_5MoeForConditionalGeneration"],
+        "text_config": TEXT
+        | DELTA_NETS
+        | {
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 16,
+            "shared_expert_intermediate_size": 20,
+        },
+        "vision_config": ENCODER | {"num_position_embeddings": 16},
+    },
+}  # fmt: skip
 
 
 def qwen_vl_folder(folder: Path, family: str = "qwen2_5_vl") -> Path:

@@ -158,6 +158,68 @@ def test_qwen_vl_writes_the_tokens_and_the_patches_of_its_processor(tmp_path, to
     assert own.special_ids == set(tokenizer.convert_tokens_to_ids(QWEN[2:]))
 
 
+@pytest.mark.parametrize("older", [False, True])
+@pytest.mark.parametrize("options", [{"max_pixels": 1024}, {"min_pixels": 2048}, {"min_pixels": 64, "max_pixels": 256}])
+def test_options_over_those_of_a_qwen_vl(tmp_path, tokenizer_folder, options, older):
+    """Tokens and patches are those of transformers' processor with them, whichever names the file has bounds by."""
+    tokenizer = with_tokens(tokenizer_folder, QWEN)
+    folder = write(tmp_path / "model", Qwen2VLImageProcessorPil(**QWEN_PIL), QWEN_CONFIG)
+    if older:
+        entries = json.loads((folder / "preprocessor_config.json").read_text())
+        bounds = entries.pop("size")
+        entries |= {"min_pixels": bounds["shortest_edge"], "max_pixels": bounds["longest_edge"]}
+        (folder / "preprocessor_config.json").write_text(json.dumps(entries))
+    tokenizer.image_settings = image_processor.settings_of(folder, options)
+    own = image_processor.load(folder, tokenizer)
+    assert own is not None
+    images = [picture(*size, seed) for seed, size in enumerate(SIZES)]
+    size = {"shortest_edge": options.get("min_pixels", 512), "longest_edge": options.get("max_pixels", 8192)}
+    made = Qwen2VLImageProcessorPil(**QWEN_PIL | {"size": size})(images=images, return_tensors="np")
+    plain = Qwen2VLImageProcessorPil(**QWEN_PIL)(images=images, return_tensors="np")
+    assert len(made["pixel_values"]) != len(plain["pixel_values"])
+    patches, grids = patch_rows(own.pixels(images), PatchRowsConfig(patch_size=4))
+    np.testing.assert_array_equal(patches, made["pixel_values"])
+    tokens = [own.expand(image.height, image.width).count("<|image_pad|>") for image in images]
+    assert tokens == (grids.prod(axis=1) // 4).tolist()
+
+
+@pytest.mark.parametrize("options", [{"longest_edge": 32}, {"do_image_splitting": False}])
+def test_options_over_those_of_an_idefics3(idefics3, tmp_path, options):
+    own, theirs = idefics3
+    tokenizer = theirs.tokenizer
+    tokenizer.image_settings = image_processor.settings_of(tmp_path / "model", options)
+    changed = image_processor.load(tmp_path / "model", tokenizer)
+    assert changed is not None
+    size = {"size": {"longest_edge": options["longest_edge"]}} if "longest_edge" in options else {}
+    given = {name: x for name, x in options.items() if name != "longest_edge"} | size
+    pil = Idefics3ImageProcessorPil(**{"size": {"longest_edge": 64}, "max_image_size": {"longest_edge": 16}} | given)
+    for image in (picture(300, 211), picture(40, 40)):
+        reference = pil(images=[[image]], return_tensors="np")["pixel_values"][0]
+        np.testing.assert_array_equal(changed.pixels([image]), np.moveaxis(reference, 1, -1))
+        assert (
+            len(reference) == changed.tile_count(image.height, image.width) < own.tile_count(image.height, image.width)
+        )
+        assert changed.expand(image.height, image.width).count("<image>") == 4 * len(reference)
+
+
+@pytest.mark.parametrize(
+    ("config", "options", "message"),
+    [
+        (QWEN_CONFIG, {"longest_edge": 3}, "option longest_edge, but those of a qwen2_5_vl are min_pixels, max_pixels"),
+        (QWEN_CONFIG, {"max_pixels": 0}, "max_pixels=0; give an integer from 1"),
+        (QWEN_CONFIG, {"max_pixels": True}, "max_pixels=True; give an integer from 1"),
+        (QWEN_CONFIG, {"max_pixels": 511}, "min_pixels = 512 is above max_pixels = 511"),
+        (IDEFICS_CONFIG, {"max_pixels": 9}, "those of a idefics3 are longest_edge, do_image_splitting"),
+        (IDEFICS_CONFIG, {"do_image_splitting": 1}, "do_image_splitting=1; give True or False"),
+        ({"model_type": "gemma3"}, {"max_pixels": 9}, "option max_pixels, but those of a gemma3 are none"),
+    ],
+)
+def test_options_that_a_family_does_not_have_are_refused(tmp_path, config, options, message):
+    folder = write(tmp_path / "model", Qwen2VLImageProcessorPil(**QWEN_PIL), config)
+    with pytest.raises(ConfigError, match=message):
+        image_processor.settings_of(folder, options)
+
+
 def test_qwen_vl_refuses_what_its_processor_refuses(tmp_path, tokenizer_folder):
     tokenizer = with_tokens(tokenizer_folder, QWEN)
     folder = write(tmp_path / "model", Qwen2VLImageProcessorPil(**QWEN_PIL), QWEN_CONFIG)

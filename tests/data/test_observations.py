@@ -60,8 +60,10 @@ def test_text_after_plain_text(tokenizer):
 
 def test_images_in_observations_are_refused(tokenizer):
     part = {"type": "image", "image": "a.png"}
-    with pytest.raises(ConfigError, match=r"the observation has an image, .* write an agent"):
+    with pytest.raises(ConfigError, match=r'the observation has an image, .* environment.agent="episodes"'):
         observation_ids(tokenizer, [{"role": "tool", "content": [{"type": "text", "text": "seen"}, part]}])
+    with pytest.raises(ConfigError, match=r'the opening of the episode has an image, .* environment.agent="episodes"'):
+        TurnTokenizer(tokenizer, (257,), 300).prompt_ids({}, [{"role": "user", "content": [part]}], [])
 
 
 def test_a_prompt_with_images_shows_tools(tmp_path):

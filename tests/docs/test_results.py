@@ -22,20 +22,27 @@ def test_the_page(monkeypatch, tmp_path):
     results.store("vision_grpo_blank-0", kept("vision_grpo_blank", 0, accuracy))
     results.store("sft_control-0", kept("sft_tiny", 0, accuracy))
     results.store("sdpo-0", kept("sdpo", 0, accuracy))
-    text = page(results.stored(), results.ONLINE, results.OFFLINE, results.CONTROL, results.IMAGES, results.SELF)
+    results.store("topr-0", kept("topr", 0, accuracy))
+    results.store("ahead_clipped_4-0", kept("ahead_clipped_4", 0, accuracy))
+    groups = results.ONLINE, results.OFFLINE, results.CONTROL, results.IMAGES, results.SELF
+    text = page(results.stored(), *groups, results.FURTHER, results.AHEAD)
     assert "## The policy as its own teacher" in text and "| `sdpo` | 9 | 0.250 / 0.350 | 0.500 / 0.600 |" in text
+    assert "## Further objectives" in text and "| `topr` | 9 | 0.250 / 0.350 | 0.500 / 0.600 | 12 |" in text
+    assert "| `ahead_clipped_4` | 9 | 0.250 / 0.350 | 0.500 / 0.600 | 12 |" in text and "`ahead_1`" not in text
+    assert text.index("`grpo`") < text.index("`topr`") < text.index("`sdpo`")
     assert "## Images" in text and "| `vision_grpo_blank` | 9 | 0.250 / 0.350 | 0.500 / 0.600 | 12 |" in text
     assert "| `grpo` | 9 | 0.250 / 0.350 | 0.500 / 0.600 | 0.500 / 0.600 | 12 |" in text
     assert "| 1 | 0.125 | 0.000 |" in text
     assert "| 2 | 9 | 0.500 -> 0.250 | 12 |" in text
     assert "| SFT on the same demonstrations | 0.250 / 0.350 | 0.500 / 0.600 | 9 | 12 |" in text
-    assert "ppo" not in text
+    assert "`ppo`" not in text
 
 
 def test_every_configuration_is_measured(root):
     # What makes the model, stages of others, other subjects.
-    others = {"sft_tiny", "rlhf", "grpo_lora", "async_grpo", "environment", "gigpo", "agent", "distill"}
-    measured = {*results.ONLINE, *results.SELF, *results.OFFLINE, *results.IMAGES} - results.SPECS.keys()
+    others = {"sft_tiny", "rlhf", "grpo_lora", "environment", "gigpo", "agent", "distill", "self_play"}
+    specs = {results.SPECS.get(name, f"{name}.py") for name in set(results.NAMES) - {results.CONTROL}}
+    measured = {spec.partition(".py")[0] for spec in specs}
     assert {path.stem for path in (root / "configs").glob("*.py")} - others == measured
 
 

@@ -1,5 +1,7 @@
 """Agents inside a run: programs with a client of their own, whose calls become the rows that are learned from."""
 
+import functools
+import itertools
 import json
 import math
 import shutil
@@ -148,6 +150,41 @@ def test_sub_agents_are_parts_of_the_row(model, play):
     assert totals["environment/left_out_tokens"] == 0
 
 
+@functools.cache
+def wins(pile: int) -> bool:
+    """Whether who moves next can take the last stone, by trying all games."""
+    return any(not wins(pile - take) for take in (1, 2, 3) if take <= pile)
+
+
+def test_a_game_of_two_is_played_and_judged(root, model, play):
+    """The moves of both players, put together again from their sessions, are a game with this winner."""
+    tasks = [{"prompt": f"sort:{'7' * digits}="} for digits in (4, 6, 8)]
+    _, episodes = play(f"{root / 'configs/agents/taking_game.py'}:run", tasks * 4, workers=4, calls=6, branches=6)
+    longest, wrong = 0, 0
+    for row, (session, reward) in enumerate(zip(episodes.sessions, episodes.rewards, strict=True)):
+        first, second = session.sub_agents
+        assert (first.role, second.role) == ("first", "second") and not session.branches
+        calls = [
+            [model.tokenizer.decode(x.prompt_ids + x.completion_ids) for x in one.branches] for one in (first, second)
+        ]
+        played = [said for both in itertools.zip_longest(*calls) for said in both if said is not None]
+        pile, mover, legal, kept = tasks[row // K % 3]["prompt"].count("7") - 2, 0, [], []
+        for said in played:
+            assert pile and all(legal) and said.startswith(f"sort:{'123'[:pile]}{pile}=")
+            move = said.partition("=")[2].removesuffix("<|end|>")
+            legal.append(move in ("1", "2", "3")[:pile])
+            if wins(pile):
+                kept.append(legal[-1] and not wins(pile - int(move)))
+            mover, pile = 1 - mover, pile - int(move) if legal[-1] else pile
+        assert pile == 0 or not legal[-1]
+        won = mover if not legal[-1] else 1 - mover
+        assert [first.reward, second.reward] == ([1.0, -1.0] if won == 0 else [-1.0, 1.0])
+        assert reward == {"optimal": np.mean(kept or [1.0]), "legal": np.mean(legal)}
+        longest, wrong = max(longest, len(played)), wrong + (not legal[-1])
+    assert longest > 2 and wrong
+    assert [part.state for part in episodes.parts()[0][0]] in (["first"], ["first", "second"])
+
+
 def test_a_turn_that_two_branches_begin_with_is_learned_from_once(play):
     def forks(base_url, api_key, task):
         with openai.OpenAI(base_url=base_url, api_key=api_key, timeout=1000) as client:
@@ -220,6 +257,32 @@ def test_a_run_that_was_killed_goes_on(root, tmp_path):
     resumed = jaxrl_llm.train(tiny(root, tmp_path / "cut", **{"checkpoint.every": 1}))
     tables = [parquet.read_table(tmp_path / run / "completions/completions_00002.parquet") for run in ("whole", "cut")]
     assert tables[0].column("completion").to_pylist() == tables[1].column("completion").to_pylist()
+    jax.tree.map(np.testing.assert_array_equal, whole.model.params, resumed.model.params)
+
+
+@pytest.mark.slow
+def test_baselines_of_games_and_roles_go_on(root, tmp_path):
+    """Of a run that is started again behind its first step, and of two games, one of which the rows name."""
+    game = f"{root / 'configs/agents/taking_game.py'}:run"
+    rows = [{"prompt": f"sort:{'7' * (4 + n % 5)}=", "agent": (None, "other")[n % 2]} for n in range(32)]
+    (tmp_path / "games.jsonl").write_text("\n".join(map(json.dumps, rows)))
+
+    def run(folder):
+        config = load_config_file(f"{root / 'configs/self_play.py'}:tiny")
+        config.output_dir, config.logging.backends, config.eval.every = str(folder), ("jsonl",), -1
+        config.data.path, config.environment.agents = str(tmp_path / "games.jsonl"), (f"other={game}",)
+        config.checkpoint.every = 1
+        return jaxrl_llm.train(config)
+
+    whole = run(tmp_path / "whole")
+    shutil.copytree(tmp_path / "whole", tmp_path / "cut")
+    shutil.rmtree(tmp_path / "cut/checkpoints/2")
+    shutil.rmtree(tmp_path / "cut/completions")
+    resumed = run(tmp_path / "cut")
+    known = [{name: x for name, x in line.items() if name.startswith("baselines/")} for line in whole.metrics]
+    assert known[1].keys() == {f"baselines/{game}{role}" for game in ("", "other/") for role in ("first", "second")}
+    assert all(0 < abs(x) < 1 and x != known[0].get(name) for name, x in known[1].items())
+    assert {name: x for name, x in resumed.metrics[-1].items() if name in known[1]} == known[1]
     jax.tree.map(np.testing.assert_array_equal, whole.model.params, resumed.model.params)
 
 

@@ -83,3 +83,31 @@ def test_async_calls_share_a_loop():
     assert len(loops) == 1 and [results[i].result for i in range(1, 5)] == [0.01] * 4
     assert results[0].timed_out or isinstance(results[0].error, TimeoutError)
     pool.close()
+
+
+def test_single_calls_from_several_threads():
+    """Each gets its own result, beside calls that are queued, or its failure in words."""
+    pool, results = CallPool(1, 0.3), {}
+    pool.submit(7, lambda: "queued")
+
+    async def later():
+        await asyncio.sleep(0.01)
+        return "later"
+
+    def fail():
+        raise KeyError("no")
+
+    calls = {"now": lambda: "now", "later": later, "fail": fail, "late": lambda: time.sleep(5)}
+    threads = [
+        threading.Thread(target=lambda name=name, call=call: results.update({name: pool.call(call)}))
+        for name, call in calls.items()
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(4)
+    assert results["now"].result == "now" and results["later"].result == "later" and results["now"].failure is None
+    assert results["fail"].failure == "raised KeyError: 'no'"
+    assert results["late"].timed_out and results["late"].failure == "took more than environment.timeout"
+    assert [result.key for result in pool.poll(wait=True)] == [7]
+    pool.close()

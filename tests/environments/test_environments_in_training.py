@@ -28,6 +28,7 @@ def tiny(root, tmp_path):
         ("grpo", ("environment",), None, "there is none: set environment.name"),
         ("observation_coef", ("exact_match",), None, "completions have no observation tokens"),
         ("gigpo", ("exact_match",), None, "gives credit to the turns of episodes, but rows have one turn"),
+        ("rae", ("exact_match",), SortThenSmallest, "reads the roles of an agent's sessions, but rows have none"),
         ("sft", ("exact_match",), SortThenSmallest, "algorithm.name = 'sft' samples nothing"),
     ],
 )
@@ -37,7 +38,7 @@ def test_what_does_not_go_together(root, tmp_path, algorithm, functions, environ
     if algorithm == "observation_coef":
         config.algorithm.observation_coef = 0.1
     else:
-        config.algorithm["advantage" if algorithm == "gigpo" else "name"] = algorithm
+        config.algorithm["advantage" if algorithm in ("gigpo", "rae") else "name"] = algorithm
     with pytest.raises(ConfigError, match=message):
         jaxrl_llm.train(config, environment=environment)
 

@@ -27,7 +27,7 @@ def test_examples_run(heading, block, tmp_path, monkeypatch, capsys):
 
 
 def test_keys_that_the_page_names_exist():
-    assert len(EXAMPLES) == 4
+    assert len(EXAMPLES) == 5
     named = set(re.findall(r"`(?:--config\.)?((?:environment|rewards|rollout|algorithm)\.[a-z_]+)", PAGE))
     assert {"environment.timeout", "environment.max_turns"} <= named <= {key.name for key in KEYS}
     metrics = set(re.findall(r"^\| `((?:environment|tools)/\w+)", PAGE, re.MULTILINE))

@@ -12,7 +12,11 @@ from transformers import (
     Gemma3Config,
     Idefics3Config,
     Qwen2_5_VLConfig,
+    Qwen2VLConfig,
+    Qwen3_5Config,
+    Qwen3_5MoeConfig,
     Qwen3VLConfig,
+    Qwen3VLMoeConfig,
     SmolVLMConfig,
 )
 
@@ -22,7 +26,7 @@ from jaxrl_llm.models.logprobs import token_logps
 from jaxrl_llm.models.vision.patch_rows import PatchRowsConfig, patch_rows
 from jaxrl_llm.rollout.engine import Engine
 from jaxrl_llm.rollout.sampling import SamplingParams
-from tests.models.oracles import SHAPE, VARIANTS, VOCAB
+from tests.models.oracles import EXPERTS, SHAPE, VARIANTS, VOCAB, in_files
 
 IMAGE_TOKEN = 90  # no document has it as text
 TILE = (24, 24, 3)
@@ -53,6 +57,16 @@ ROW_ENCODER: dict[str, Any] = {
     "out_hidden_size": SHAPE["hidden_size"],
     "initializer_range": 0.15,
 }
+# Of Qwen2-VL: patches see their image in all layers, and `hidden_size` is the decoder's.
+PLAIN_ENCODER: dict[str, Any] = {
+    "embed_dim": 24,
+    "mlp_ratio": 2,
+    "depth": 3,
+    "num_heads": 3,
+    "patch_size": 4,
+    "hidden_size": SHAPE["hidden_size"],
+    "initializer_range": 0.15,
+}
 # Four layers, of which the first and the third are added to the decoder's, and 5 x 5 learned positions.
 DEEP_ENCODER: dict[str, Any] = {
     **{name: x for name, x in ROW_ENCODER.items() if name not in ("window_size", "fullatt_block_indexes")},
@@ -61,7 +75,18 @@ DEEP_ENCODER: dict[str, Any] = {
     "deepstack_visual_indexes": [0, 2],
 }
 MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 2, 1]}
-ANY_SIZE = ("qwen2_5_vl", "qwen3_vl")
+# With features added behind its layers.
+DEEP_TEXT = {
+    **SHAPE,
+    "num_hidden_layers": 3,
+    "head_dim": 16,
+    "rope_parameters": {**MROPE, "mrope_section": [4, 2, 2], "mrope_interleaved": True},
+}
+# Half of a head's dimensions are rotated.
+PARTIAL_MROPE = {**MROPE, "mrope_section": [2, 1, 1], "mrope_interleaved": True, "partial_rotary_factor": 0.5}
+# Of Qwen3.5: nothing of it is added to the decoder's layers.
+SHALLOW_ENCODER = {name: x for name, x in DEEP_ENCODER.items() if name != "deepstack_visual_indexes"}
+ANY_SIZE = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
 TOKENS = {
     "image_token_id": IMAGE_TOKEN, "video_token_id": 91, "vision_start_token_id": 92, "vision_end_token_id": 93,
 }  # fmt: skip
@@ -75,19 +100,41 @@ VISION = {
         mm_tokens_per_image=TILE_TOKENS,
         image_token_index=IMAGE_TOKEN,
     ),
+    "qwen2_vl": lambda: Qwen2VLConfig(
+        text_config={**SHAPE, "rope_parameters": MROPE},
+        vision_config=PLAIN_ENCODER,
+        **TOKENS,
+    ),
     "qwen2_5_vl": lambda: Qwen2_5_VLConfig(
         text_config={**SHAPE, "rope_parameters": MROPE},
         vision_config=ROW_ENCODER,
         **TOKENS,
     ),
     "qwen3_vl": lambda: Qwen3VLConfig(
+        text_config=DEEP_TEXT,
+        vision_config=DEEP_ENCODER,
+        **TOKENS,
+    ),
+    "qwen3_vl_moe": lambda: Qwen3VLMoeConfig(
         text_config={
-            **SHAPE,
-            "num_hidden_layers": 3,
-            "head_dim": 16,
-            "rope_parameters": {**MROPE, "mrope_section": [4, 2, 2], "mrope_interleaved": True},
+            **DEEP_TEXT,
+            **EXPERTS,
+            "num_experts": 4,
+            "moe_intermediate_size": 20,
+            "mlp_only_layers": [1],
+            "tie_word_embeddings": False,
         },
         vision_config=DEEP_ENCODER,
+        **TOKENS,
+    ),
+    "qwen3_5": lambda: Qwen3_5Config(
+        text_config=VARIANTS["qwen3_5_text"]().to_dict() | {"rope_parameters": PARTIAL_MROPE},
+        vision_config=SHALLOW_ENCODER,
+        **TOKENS,
+    ),
+    "qwen3_5_moe": lambda: Qwen3_5MoeConfig(
+        text_config=VARIANTS["qwen3_5_moe_text"]().to_dict() | {"rope_parameters": PARTIAL_MROPE},
+        vision_config=SHALLOW_ENCODER,
         **TOKENS,
     ),
 }
@@ -199,14 +246,14 @@ def logits_alone(oracle, document: Document) -> np.ndarray:
 
 
 def oracle_image_gradients(oracle, documents) -> dict[str, np.ndarray]:
-    """Gradients by autograd of minus the log-probs of documents, on average over these, by the names of parameters."""
+    """Gradients by autograd of minus the log-probs of documents, on average over these, by the names of files."""
     oracle.zero_grad()
     total = torch.zeros(())
     for document in documents:
         logps = oracle(**as_torch(oracle, document)).logits[0, :-1].log_softmax(-1)
         total = total - logps.gather(-1, torch.tensor(document.tokens)[1:, None]).sum()
     (total / len(documents)).backward()
-    return {name: x.grad.numpy() for name, x in oracle.named_parameters()}
+    return in_files(oracle, {name: x.grad.numpy() for name, x in oracle.named_parameters()})
 
 
 def image_gradients(model, documents) -> dict[str, np.ndarray]:

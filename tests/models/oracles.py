@@ -14,6 +14,7 @@ from transformers import (
     DeepseekV3Config,
     Gemma2Config,
     Gemma3TextConfig,
+    Gemma4TextConfig,
     GemmaConfig,
     Glm4Config,
     GlmConfig,
@@ -29,6 +30,8 @@ from transformers import (
     Phi3Config,
     Qwen2Config,
     Qwen2MoeConfig,
+    Qwen3_5MoeTextConfig,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
     Qwen3NextConfig,
@@ -71,8 +74,19 @@ OLMO3_ROPE = {
     "full_attention": YARN_ROPE,
     "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
 }
+GEMMA4 = {  # with queries and keys that are nearly at right angles rounding errors would be amplified
+    "head_dim": 8, "global_head_dim": 16, "sliding_window": WINDOW, "rms_norm_eps": 1e-3,
+}  # fmt: skip
 CAPS = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0, "query_pre_attn_scalar": 16}
 EXPERTS = {"num_experts_per_tok": 2, "router_aux_loss_coef": 0.02}
+# Of two delta nets around attention; their key and value heads and the numbers of these differ.
+DELTA_NETS: dict[str, Any] = {
+    **SHAPE, "num_hidden_layers": 3, "head_dim": 16, "linear_key_head_dim": 6, "linear_value_head_dim": 10,
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "rms_norm_eps": 1e-3,  # heads whose queries and keys are nearly at right angles would amplify rounding errors
+}  # fmt: skip
+SHARED_EXPERT = {**EXPERTS, "moe_intermediate_size": 16, "num_experts": 4, "shared_expert_intermediate_size": 20}
 VARIANTS = {
     "llama": lambda: LlamaConfig(**SHAPE),
     "llama3": lambda: LlamaConfig(
@@ -101,6 +115,19 @@ VARIANTS = {
     "gemma3_text": lambda: Gemma3TextConfig(
         **SHAPE | {"num_hidden_layers": 3}, head_dim=8, sliding_window=WINDOW, sliding_window_pattern=3,
         query_pre_attn_scalar=16, rope_parameters=GEMMA3_ROPE,
+    ),
+    "gemma4_text": lambda: Gemma4TextConfig(
+        **SHAPE | {"num_hidden_layers": 6}, **GEMMA4, num_kv_shared_layers=3, use_double_wide_mlp=True,
+        layer_types=["sliding_attention", "sliding_attention", "full_attention"] * 2, final_logit_softcapping=3.0,
+        hidden_size_per_layer_input=6, vocab_size_per_layer_input=VOCAB,
+    ),
+    "gemma4_text-dense": lambda: Gemma4TextConfig(
+        **SHAPE | {"num_hidden_layers": 3}, **GEMMA4, hidden_size_per_layer_input=0,
+        attention_k_eq_v=True, num_global_key_value_heads=1, attention_bias=True,
+    ),
+    "gemma4_text-experts": lambda: Gemma4TextConfig(
+        **SHAPE, **GEMMA4, layer_types=["sliding_attention", "full_attention"], enable_moe_block=True, num_experts=4,
+        top_k_experts=2, moe_intermediate_size=16, hidden_size_per_layer_input=0,
     ),
     "phi3": lambda: Phi3Config(**SHAPE, sliding_window=WINDOW, partial_rotary_factor=0.5),
     "qwen3_moe": lambda: Qwen3MoeConfig(
@@ -134,11 +161,10 @@ VARIANTS = {
         **SHAPE, **EXPERTS, head_dim=8, sliding_window=WINDOW, num_local_experts=4, swiglu_limit=0.5,
         rope_parameters=YARN_ROPE | {"truncate": False},
     ),
-    "qwen3_next": lambda: Qwen3NextConfig(
-        **SHAPE | {"num_hidden_layers": 3}, **EXPERTS, head_dim=16, moe_intermediate_size=16, num_experts=4,
-        shared_expert_intermediate_size=20, linear_key_head_dim=6, linear_value_head_dim=10, linear_num_key_heads=2,
-        linear_num_value_heads=4, layer_types=["linear_attention", "full_attention", "linear_attention"],
-        rms_norm_eps=1e-3,  # heads whose queries and keys are nearly at right angles would amplify rounding errors
+    "qwen3_next": lambda: Qwen3NextConfig(**DELTA_NETS, **SHARED_EXPERT),
+    "qwen3_5_text": lambda: Qwen3_5TextConfig(**DELTA_NETS),
+    "qwen3_5_moe_text": lambda: Qwen3_5MoeTextConfig(
+        **{name: x for name, x in DELTA_NETS.items() if name != "intermediate_size"}, **SHARED_EXPERT
     ),
     "deepseek_v3": lambda: DeepseekV3Config(
         **SHAPE | {"num_hidden_layers": 3, "num_key_value_heads": 4}, **EXPERTS, moe_intermediate_size=16,
@@ -157,8 +183,13 @@ VARIANTS = {
         rope_parameters=LLAMA3_ROPE,
     ),
 }  # fmt: skip
+<<<<<<< HEAD
 CORRECTION = "e_score_correction_bias"  # of routers, which no gradient trains
 NO_CLASSIFIER = ("granite", "olmoe", "llama4_text")  # transformers has no sequence classifier of these families
+=======
+UNTRAINED = ("e_score_correction_bias", "layer_scalar")  # buffers of routers and layers, which no gradient trains
+NO_CLASSIFIER = ("granite", "olmoe", "gemma4_text", "qwen3_5_moe_text")  # of which transformers has none
+>>>>>>> main
 FAMILIES = [name for name in VARIANTS if "-" not in name and name != "llama3"]
 
 
@@ -168,10 +199,10 @@ def make_oracle(variant: str, seed: int = 0):
     oracle = AutoModelForCausalLM.from_config(VARIANTS[variant](), attn_implementation="eager").eval()
     with torch.no_grad():
         for name, parameter in oracle.named_parameters():
-            if "norm" in name or name.endswith(("bias", "sinks")):
+            if "norm" in name or name.endswith(("bias", "sinks", "scale")):
                 parameter.add_(torch.randn_like(parameter) * 0.3)
         for name, buffer in oracle.named_buffers():
-            if name.endswith(CORRECTION):
+            if name.endswith(UNTRAINED):
                 buffer.add_(torch.randn_like(buffer) * 0.1)
     return oracle
 
@@ -217,7 +248,7 @@ def oracle_gradients(oracle, tokens, segments) -> dict[str, np.ndarray]:
     weights = (mask[:, 1:] * mask[:, :-1]).float()
     oracle.zero_grad()
     (-(logps[:, :-1].gather(-1, targets)[..., 0] * weights).sum() / weights.sum()).backward()
-    untrained = {name: np.zeros(x.shape) for name, x in oracle.named_buffers() if name.endswith(CORRECTION)}
+    untrained = {name: np.zeros(x.shape) for name, x in oracle.named_buffers() if name.endswith(UNTRAINED)}
     return in_files(oracle, {name: x.grad.numpy() for name, x in oracle.named_parameters()} | untrained)
 
 
@@ -230,7 +261,11 @@ def in_files(oracle, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     for name, x in arrays.items():
         name = name.replace(".mlp.", f".{block}.") if mixtral else name
         start, stacked, part = name.partition(".experts.")
+<<<<<<< HEAD
         if not stacked or oracle.config.model_type in ("gpt_oss", "llama4_text"):
+=======
+        if not stacked or oracle.config.model_type in ("gpt_oss", "gemma4_text", "qwen3_vl_moe"):
+>>>>>>> main
             found[name] = x
             continue
         halves = np.split(x, 2, axis=1) if part == "gate_up_proj" else [x]

@@ -39,7 +39,11 @@ from tests.models.oracles import (
 
 TOLERANCE = 2e-5
 LENGTHS = (7, 12, 4)
+<<<<<<< HEAD
 IN_SHORT = ("granite", "glm4", "gpt_oss", "qwen3_next", "llama4_text")
+=======
+IN_SHORT = ("granite", "glm4", "gpt_oss", "qwen3_next", "gemma4_text")
+>>>>>>> main
 
 
 @pytest.fixture(scope="module")
@@ -156,7 +160,7 @@ def test_gradients_equal_autograd_for_every_parameter(oracle, model, documents):
     for tensor in tensors:
         reference = of_files(tensor, expected)
         used = tensor.expert is None or np.abs(reference).max() > 0  # few tokens may leave an expert out
-        assert (np.abs(reference).max() > 0) != tensor.name.endswith(oracles.CORRECTION) or not used, tensor.name
+        assert (np.abs(reference).max() > 0) != tensor.name.endswith(oracles.UNTRAINED) or not used, tensor.name
         np.testing.assert_allclose(
             in_parameters(tensor, found), reference, atol=1e-5, rtol=1e-4, err_msg=f"{tensor.name} {tensor.leaf}"
         )
@@ -217,7 +221,7 @@ def as_transformers_4_writes(entries):
     return entries
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", [name for name in VARIANTS if "gemma4" not in name])  # it came with version 5
 def test_config_of_transformers_4_reads_alike(variant):
     new = VARIANTS[variant]().to_dict() | {"dtype": "float32"}
     family = family_of(new)
@@ -243,6 +247,16 @@ def test_config_describes_itself(variant):
         if getattr(config, field):
             changed = dataclasses.replace(config, **{field: value})
             assert family.to_config(family.from_config(changed, entries)) == changed
+
+
+def test_qwen3_5_reads_no_entries_of_other_mixtures():
+    """As in transformers, where every layer has experts and their weights always add up to 1."""
+    entries = VARIANTS["qwen3_5_moe_text"]().to_dict()
+    others = {"norm_topk_prob": False, "mlp_only_layers": [0], "decoder_sparse_step": 2}
+    family = family_of(entries)
+    config = family.to_config(entries | others)
+    assert config == family.to_config(entries)
+    assert config.normalize_top_k and not config.dense_layers
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from jaxrl_llm.models.logprobs import last_scores, token_logps
 from jaxrl_llm.models.lora import LoraConfig
 from jaxrl_llm.models.model import add_adapters, has_peft_adapter, load_model, save_adapter, save_hf
 from jaxrl_llm.models.quantize import NF4, dequantize, frozen_matmul, quantize
-from tests.models.conftest import VOCAB
+from tests.models.conftest import VOCAB, make_oracle, variants
 
 TOKENS = np.random.default_rng(0).integers(1, VOCAB, (2, 7))
 SHAPE = LoraConfig(rank=3, alpha=6.0, targets=("q", "v", "o", "gate", "down"), rslora=True)
@@ -107,6 +107,29 @@ def test_peft_gives_the_same_logits_and_gradients(llama_folder, adapter, adapted
         np.testing.assert_allclose(own, parameter.grad.numpy().T, atol=1e-4, rtol=1e-4, err_msg=name)
         compared += 1
     assert compared == 2 * 2 * 5  # layers, A and B, targets
+
+
+@pytest.mark.parametrize("variant", variants(["qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"]))
+def test_delta_nets_have_the_adapters_of_peft(tmp_path, variant):
+    """On every map of the mixers, beside matrices as they are and quantised."""
+    make_oracle(variant).save_pretrained(tmp_path / "base")
+    mixers = set(lora.TARGETS) - {"gate", "up", "down"}
+    shape = dataclasses.replace(SHAPE, targets=tuple(name for name in lora.TARGETS if name in mixers))
+    for kind in ("none", "int8"):
+        model = load_model(tmp_path / "base", quantize=kind)
+        model = shaken(add_adapters(model, shape, jax.random.key(0)))
+        save_hf(model, tmp_path / kind)
+        np.testing.assert_allclose(load_model(tmp_path / kind)(TOKENS), model(TOKENS), atol=1e-4)
+        save_adapter(model, tmp_path / f"{kind}-adapter")
+        base = tmp_path / ("base" if kind == "none" else "dequantised")
+        if kind == "int8":
+            save_hf(load_model(tmp_path / "base", quantize=kind), base)
+        oracle = in_peft(base, tmp_path / f"{kind}-adapter", attn_implementation="eager")
+        adapted = {name.split(".")[-2] for name, _ in oracle.named_modules() if name.endswith(".lora_A")}
+        projections = {"qkvz", "ba"} if variant == "qwen3_next" else {"qkv", "z", "b", "a"}
+        assert {name for name in adapted if "in_proj" in name} == {f"in_proj_{name}" for name in projections}
+        with torch.no_grad():
+            np.testing.assert_allclose(model(TOKENS), oracle(torch.tensor(TOKENS)).logits.numpy(), atol=1e-4)
 
 
 def test_dora_is_that_of_peft(llama_folder, base, tmp_path):

@@ -19,6 +19,7 @@ ROPES = {
         "original_max_position_embeddings": 8192,
     },
     "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096},
+    "proportional": {"rope_type": "proportional", "partial_rotary_factor": 0.3, "factor": 2.0},
     "yarn-without-length": {"rope_type": "yarn", "factor": 4.0},
     "yarn-mscale": {
         "rope_type": "yarn", "factor": 40.0, "mscale": 1.0, "mscale_all_dim": 0.707, "beta_fast": 16, "beta_slow": 2,

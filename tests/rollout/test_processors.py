@@ -142,6 +142,7 @@ def test_what_processors_are_for(params):
     assert min(map(len, rows)) >= 6 and any(row[-1] in EOS for row in rows)
 
 
+@pytest.mark.slow
 def test_observations_are_no_samples(params):
     """A turn server's tokens count for the repetition penalty and not for the other two."""
     rollout = sample_rows(params, Echo(), sampling=SamplingParams(presence_penalty=0.7, repetition_penalty=1.2))

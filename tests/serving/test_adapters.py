@@ -67,6 +67,7 @@ def test_each_model_answers_as_alone(serving, folders, sorter):
         assert answer.status_code == 404 and "sorter, poet, clerk" in answer.json()["error"]["message"]
 
 
+@pytest.mark.slow
 def test_no_model_waits_for_more_than_a_turn_of_another(serving):
     """A row of another adapter is answered before rows that were asked for later, however many these are."""
     order, done = [], threading.Event()

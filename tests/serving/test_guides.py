@@ -105,6 +105,7 @@ def follow(web: httpx.Client, each: int, seed: int, white: dict[str, float]) -> 
         return sum(pool.map(one, range(each * len(GUIDES))))
 
 
+@pytest.mark.slow
 def test_answers_of_mixed_guides_all_parse(web, white):
     """Ten guides and none, side by side in one grid."""
     assert follow(web, 12, 0, white) == 12 * (len(GUIDES) - 1) > 100

@@ -32,12 +32,22 @@ CONFIGS = {
     "distill": ("teacher/kl", "teacher/logp", "-kl"),
     "sdpo": ("teacher/divergence", "teacher/taught", "teacher/prompt_length", "-kl"),
     "sdft": ("teacher/divergence", "teacher/taught", "teacher/too_long", "-kl"),
+    "further:maxrl": ("-kl", "clip_ratio/region_mean"),
+    "further:pkpo": ("-kl", "clip_ratio/region_mean"),
+    "further:otb": ("-kl", "clip_ratio/region_mean"),
+    "further:gpg": ("-kl", "-clip_ratio/region_mean"),
+    "further:topr": ("-kl", "-clip_ratio/region_mean", "rollout/age"),
+    "further:dppo": ("-kl", "-clip_ratio/region_mean", "rollout/age"),
+    "further:dro": ("-kl", "-clip_ratio/region_mean", "ratio/kl"),
+    "further:vespo": ("-kl", "-clip_ratio/region_mean", "ratio/kl"),
+    "further:m2po": ("-kl", "m2po/masked", "rollout/age"),
+    "further:interpolated": ("-kl", "clip_ratio/region_mean", "rollout/age", "rollout/proximal_share"),
     "environment": ("kl", "environment/turns", "environment/failures", "-tools/call_frequency"),
     "gigpo": ("kl", "turns/reward", "turns/shared_states", "environment/turns"),
     "agent": ("kl", "environment/turns", "environment/calls", "environment/failures", "environment/branches"),
 }
-# Each has a test of its formulas; these three differ in the parts that a run is made of.
-QUICK = ("grpo", "gdpo", "ppo")
+# Each has a test of its formulas; these differ in the parts that a run is made of.
+QUICK = ("grpo", "gdpo", "ppo", "further:interpolated")
 EVERYWHERE = (
     "loss", "reward", "entropy", "unscorable_rows", "frac_reward_zero_std", "completions/clipped_ratio",
     "sampling/sampling_logp_difference/mean", "sampling/sampling_logp_difference/max",
@@ -48,7 +58,8 @@ EVERYWHERE = (
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in CONFIGS])
 def test_two_steps(root, tmp_path, name):
-    config = load_config_file(f"{root / 'configs' / name}.py:tiny")
+    file, _, form = name.partition(":")
+    config = load_config_file(f"{root / 'configs' / file}.py:{form and f'{form},'}tiny")
     config.output_dir = str(tmp_path / "run")
     config.eval.every = -1
     config.logging.backends = ("jsonl",)
@@ -66,6 +77,12 @@ def test_two_steps(root, tmp_path, name):
             continue  # of another policy, or not measured
         np.testing.assert_allclose(line["sampling/importance_sampling_ratio/mean"], 1.0, atol=1e-4)
     assert (tmp_path / "run/hf/model.safetensors").is_file()
+
+
+def test_forms_of_further_are_run_and_known_by_name(root):
+    known = ", ".join(name.partition(":")[2] for name in CONFIGS if name.startswith("further:"))
+    with pytest.raises(ConfigError, match=f"has no form 'grpo'; it has {known}, each"):
+        load_config_file(f"{root / 'configs' / 'further.py'}:grpo")
 
 
 def tiny(root, folder, **settings):

@@ -1216,9 +1216,10 @@ actor_rollout_ref: {model: {path: HuggingFaceTB/SmolVLM-256M-Instruct}}
 
 
 @pytest.mark.parametrize(("name", "key"), [("photos", "photos"), ("images", "auto")])
-def test_the_column_of_images_is_verls(tmp_path, name, key):
-    text = VERL_IMAGES.replace("photos", name)
-    assert migrate(written(tmp_path, "v.yaml", text), devices=1)[0].data.image_key == key
+def test_the_images_are_read_as_in_verl(tmp_path, name, key):
+    text = VERL_IMAGES.replace("photos", f"{name}, mm_processor_kwargs: {{min_pixels: 3136, max_pixels: 401408}}")
+    data = migrate(written(tmp_path, "v.yaml", text), devices=1)[0].data
+    assert (data.image_key, data.image_processor) == (key, "min_pixels=3136, max_pixels=401408")
 
 
 @pytest.mark.parametrize(

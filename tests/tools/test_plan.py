@@ -8,7 +8,7 @@ import json
 import jax
 import jax.numpy as jnp
 import pytest
-from jax.sharding import PartitionSpec
+from jax.sharding import AbstractMesh, PartitionSpec
 
 from jaxrl_llm.config import ConfigError, default
 from jaxrl_llm.distributed.sharding import bytes_on_device
@@ -21,6 +21,7 @@ from jaxrl_llm.tools.plan.devices import DEVICES, named
 from jaxrl_llm.tools.plan.planned import describe_for, floors, make_plan
 from jaxrl_llm.tools.plan.programs import held_bytes
 from jaxrl_llm.tools.plan.shapes import describe
+from jaxrl_llm.tools.plan.split import Split, balances, least_seconds, make_split
 from jaxrl_llm.tools.plan.text import lines, seconds, size
 from jaxrl_llm.tools.plan.topology import _cuda_folder, _described, slice_shape, target
 from jaxrl_llm.training.reference import start_reference
@@ -261,12 +262,61 @@ def test_unknown_devices_and_meshes_that_do_not_fit(folder):
         make_plan(config, target(config, "h100", 1, simulate=True))
 
 
-def test_two_halves_are_planned_apart(folder):
+def test_the_whole_of_a_split_run_is_no_plan(folder):
     config = small(folder)
     plan = target(config, "h100", 1, simulate=True)
-    config.rollout.devices = 1
-    with pytest.raises(ConfigError, match=r"rollout\.devices is 1: a plan is of devices that do all"):
-        make_plan(config, plan)
+    for key in ("devices", "processes"):
+        config = small(folder)
+        config.rollout[key] = 1
+        with pytest.raises(ConfigError, match=rf"rollout\.{key} is 1: this is a plan of devices that do all"):
+            make_plan(config, plan)
+
+
+def test_processes_that_only_sample_need_their_number(folder):
+    config = small(folder)
+    config.rollout.processes = 1
+    for count in (None, 1, 3):
+        config.processes.count = count
+        with pytest.raises(ConfigError, match=rf"--devices=4 are not those of processes\.count={count}"):
+            make_split(config, "h100", 4, simulate=True)
+    config.rollout.processes, config.rollout.devices = 0, 4
+    with pytest.raises(ConfigError, match=r"rollout\.devices is 4, but it takes fewer than --devices=4"):
+        make_split(config, "h100", 4, simulate=True)
+
+
+def test_halves_and_their_balance(planned):
+    """By hand: what scales with the devices and what stays, in one process and in files."""
+    device = planned.target.device
+    (decode,) = (x for x in planned.programs if x.name == "rollout: decode")
+    mesh = AbstractMesh((2, 1), ("data", "fsdp"))
+    slow = planned._replace(
+        programs=[decode._replace(flops=0.0, times=10.0, collectives=[])],
+        sampling={"the sampler's parameters": 3e12, "keys and values of completions": 6e12},
+        target=planned.target._replace(mesh=mesh),
+    )
+    assert least_seconds(slow) == pytest.approx(10 * 9e12 / device.bandwidth)
+    assert least_seconds(slow, 0.5) == pytest.approx(10 * 6e12 / device.bandwidth)
+    update = decode._replace(name="update", flops=8e15, times=1.0, collectives=[])
+    training = planned._replace(programs=[update], target=slow.target, sampling={})
+    assert least_seconds(training, 2.0) == pytest.approx(16e15 / device.flops)
+    found = balances(Split(training, slow, 1, in_files=False))
+    assert [x.sampling_devices for x in found] == [1, 2, 3]
+    assert found[0].sampling == pytest.approx(10 * 15e12 / device.bandwidth)
+    assert found[2].training == pytest.approx(2 * found[1].training)
+    found = balances(Split(training, slow, 1, in_files=True))
+    assert [(x.training_devices, x.sampling_devices) for x in found] == [(2, 2)]
+    assert balances(Split(training, slow, 2, in_files=True))[1].sampling == pytest.approx(found[0].sampling / 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("flag", ["devices=4", "processes=1"])
+def test_the_command_plans_both_halves(folder, run_python, flag):
+    found = plan_of_eight(folder, run_python, f"--config.rollout.{flag}", "--config.processes.count=2", "--simulate")
+    assert "4 x h100, mesh data 4" in found and "== the devices that only sample: " in found
+    training, _, sampling = found.partition("== the devices that only sample")
+    assert "update" in training and "rollout: decode" not in training
+    assert "rollout: decode" in sampling and "\n  optimizer" in training and "\n  optimizer" not in sampling
+    assert "as planned, 4 train and 4 sample" in sampling and "in turns, all 8" in sampling
 
 
 def test_device_rates_are_complete():

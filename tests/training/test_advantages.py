@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from jaxrl_llm.algorithms.turn_advantages import Turn, turn_table
+from jaxrl_llm.algorithms.turn_advantages import Turn, Turns, rae_advantages, turn_table
 from jaxrl_llm.config import ConfigError, default, validate
 from jaxrl_llm.rollout.engine import Rollout
 from jaxrl_llm.training.advantages import AdvantageStep, advantage_step
@@ -178,19 +178,49 @@ def test_kl_in_the_loss_changes_no_advantage():
     assert "kl" not in measured.metrics  # the objective measures it
 
 
-def test_parts_with_rewards_of_their_own_are_compared_with_their_like():
-    """Two groups of two rows: sub-agents a and b, then the session; b has no reward in the last row."""
-    rewards = np.array([[1.0], [0.0], [1.0], [0.0]], np.float32)
-    parts = [
-        [Turn(2, 3.0, "a"), Turn(4, 1.0, "b"), Turn(6, math.nan)],
-        [Turn(1, 1.0, "a"), Turn(6, math.nan)],
-        [Turn(2, 5.0, "a"), Turn(3, 4.0, "b"), Turn(6, math.nan)],
-        [Turn(2, 5.0, "a"), Turn(4, math.nan, "b"), Turn(6, math.nan)],
+# Sub-agents a and b, then the session; b has no reward of its own in the last row.
+PARTS = [
+    [Turn(2, 3.0, "a"), Turn(4, 1.0, "b"), Turn(6, math.nan)],
+    [Turn(1, 1.0, "a"), Turn(6, math.nan)],
+    [Turn(2, 5.0, "a"), Turn(3, 4.0, "b"), Turn(6, math.nan)],
+    [Turn(2, 5.0, "a"), Turn(4, math.nan, "b"), Turn(6, math.nan)],
+]
+
+
+def test_roles_are_compared_with_their_averages():
+    """By hand, with a decay of a half: each part sees the average before it, and the row without a score moves none."""
+    rewards = np.array([[1.0], [NAN], [1.0], [0.0]], np.float32)
+    mask = np.ones((4, 6), np.float32)
+    mask[0, 2] = 0
+    roles = np.array([[0, 1, 2, 0], [0, 2, 0, 0], [0, 1, 2, 0], [0, 1, 2, 0]], np.int32)
+    step, baselines = step_of(configured(advantage="rae(decay=0.5)")), np.array([1.0, 0.0, 0.5, 9.0], np.float32)
+    parts = turn_table(PARTS, 4, 2, 0)
+    known = {"parts": parts, "roles": roles, "baselines": baselines}
+    result = step(rollout(), mask, rewards, np.ones(1, np.float32), **known)
+    expected = [
+        [2, 2, 0, 1, 0.5, 0.5],  # a: 3 against 1, which makes 2; b: 1 against 0; the session: 1 against 0.5
+        [0, 0, 0, 0, 0, 0],
+        [3, 3, 3.5, 0.25, 0.25, 0.25],  # a: 5 against 2; b: 4 against 0.5; the session: 1 against 0.75
+        [1.5, 1.5, -2.25, -2.25, -0.875, -0.875],  # a: 5 against 3.5; b: the session's 0 against 2.25
     ]
+    np.testing.assert_allclose(result.advantages, expected, atol=1e-6)
+    np.testing.assert_allclose(result.baselines, [4.25, 1.125, 0.4375, 9.0])
+    # As many steps of one row each.
+    for row in range(4):
+        known = {name: x[row : row + 1] for name, x in (("roles", roles), ("scores", rewards[:, 0]), ("mask", mask))}
+        one = Turns(*(x[row : row + 1] for x in parts))
+        advantages, baselines = rae_advantages(parts=one, baselines=baselines, decay=0.5, **known)
+        np.testing.assert_allclose(advantages[0], expected[row], atol=1e-6)
+    np.testing.assert_array_equal(baselines, result.baselines)
+
+
+def test_parts_with_rewards_of_their_own_are_compared_with_their_like():
+    """Two groups of two rows."""
+    rewards = np.array([[1.0], [0.0], [1.0], [0.0]], np.float32)
     mask = np.ones((4, 6), np.float32)
     mask[0, 2] = 0
     step = step_of(configured(scale_rewards="none"))
-    result = step(rollout(), mask, rewards, np.ones(1, np.float32), parts=turn_table(parts, 4, 2, 0))
+    result = step(rollout(), mask, rewards, np.ones(1, np.float32), parts=turn_table(PARTS, 4, 2, 0))
     expected = [
         [1, 1, 0, 0, 0.5, 0.5],  # a: 3 against 1; b by itself; the session
         [-1, -0.5, -0.5, -0.5, -0.5, -0.5],

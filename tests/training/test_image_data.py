@@ -2,10 +2,12 @@
 
 import json
 
+import jax
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 import jaxrl_llm
 from jaxrl_llm.config import ConfigError, default
@@ -59,7 +61,6 @@ def test_verls_rows_to_a_folder_that_transformers_loads(folder, tmp_path):
     """Two steps of GRPO; the reward sees the images; the exported model and transformers' give the same logits."""
     torch = pytest.importorskip("torch")
     from transformers import AutoModelForImageTextToText
-    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
     pq.write_table(pa.Table.from_pylist(verl_rows()), tmp_path / "rows.parquet")
     seen = {}
@@ -101,6 +102,44 @@ def test_verls_rows_to_a_folder_that_transformers_loads(folder, tmp_path):
         blank = theirs(pixel_values=values * 0 + 0.5, **given).logits
     np.testing.assert_allclose(np.asarray(own), logits.numpy(), atol=2e-5)
     assert np.abs(np.asarray(own) - blank.numpy()).max() > 1e-3
+
+
+def test_options_of_the_image_processor(folder, tmp_path):
+    """Rows are read by them, and the exported folder reads images so by itself, also in transformers."""
+    image, smolvlm = picture(64, 64), folder.name == "smolvlm"
+    options = "longest_edge=16" if smolvlm else "max_pixels=128"
+    row = {"prompt": [{"role": "user", "content": "<image>what?"}], "images": [image], "completion": "a cat"}
+    config = configured(folder, tmp_path, **{"algorithm.name": "sft", "total_steps": 1})
+    config.data.image_processor = options
+
+    def read(tokenizer):
+        made = RowTokenizer("prompts", tokenizer, images=ImageReader(tokenizer))(row)
+        assert made is not None
+        return made["prompt_ids"], [np.asarray(tile) for tile in made["pixels"]]
+
+    plain, given = (
+        read(tokenizer_of(configured(folder, tmp_path, **x))) for x in ({}, {"data.image_processor": options})
+    )
+    assert len(given[0]) < len(plain[0])
+    result = jaxrl_llm.train(config, train_dataset=[row] * 4)
+    jaxrl_llm.save_hf(result.model, tmp_path / "exported")
+    again = jaxrl_llm.load_model(tmp_path / "exported")
+    for found in (read(result.model.tokenizer), read(again.tokenizer)):
+        assert found[0] == given[0]
+        jax.tree.map(np.testing.assert_array_equal, found[1], given[1])
+    entries = json.loads((tmp_path / "exported" / "preprocessor_config.json").read_text())
+    assert entries["size"]["longest_edge"] == (16 if smolvlm else 128)
+    if not smolvlm:
+        assert Qwen2VLImageProcessorPil.from_pretrained(tmp_path / "exported").size["longest_edge"] == 128
+    kept = tokenizer_of(configured(folder, tmp_path), model=result.model)  # of another run with the model in memory
+    assert read(kept)[0] == given[0]
+
+
+def test_options_for_a_text_model_are_refused(tmp_path):
+    config = configured("embedded:tiny", tmp_path, **{"data.image_processor": "max_pixels=128"})
+    config.model.path, config.model.vision = default().model.path, "frozen"
+    with pytest.raises(ConfigError, match="image_processor is 'max_pixels=128', but the model reads text alone"):
+        tokenizer_of(config)
 
 
 @pytest.mark.slow

@@ -336,6 +336,7 @@ def test_adafactor_statistics_are_replicated():
     assert tuple(parameter_spec("0/v/embed/weight", (1,), Mesh)) == ()
 
 
+@pytest.mark.slow
 def test_too_many_skipped_steps_stop_a_run(root, tmp_path, capsys):
     loss = tmp_path / "broken.py"
     loss.write_text(

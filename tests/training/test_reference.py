@@ -168,7 +168,8 @@ def sampled_of(numbers) -> Rollouts:
     examples = [{"id": n // 10} for n in numbers[::2]]
     turns = Turns(*(np.array(numbers)[:, None] for _ in Turns._fields))
     rewards = np.float32(numbers)[:, None]
-    return Rollouts(jax.tree.map(jnp.asarray, rollout), examples, names, names, rewards, turns=turns)
+    roles = [[name] for name in names]
+    return Rollouts(jax.tree.map(jnp.asarray, rollout), examples, names, names, rewards, turns=turns, roles=roles)
 
 
 @pytest.mark.parametrize(
@@ -185,6 +186,7 @@ def test_flat_groups_are_filled_with_fresh_ones(fresh_flat, expected, still):
         filled, flat = fill(held, np.array([True, False, True]), fresh, np.array(fresh_flat), MESH)
     np.testing.assert_array_equal(flat, still)
     assert filled.completions == filled.prompts == [str(n) for n in expected]
+    assert filled.roles == [[str(n)] for n in expected]
     assert filled.examples == [{"id": n // 10} for n in expected[::2]]
     np.testing.assert_array_equal(filled.rewards[:, 0], expected)
     assert all(x[:, 0].tolist() == expected for x in filled.turns)

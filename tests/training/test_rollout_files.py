@@ -252,12 +252,3 @@ def test_roles_need_places():
     config.processes.coordinator, config.processes.count, config.processes.index = "localhost:1", 2, 1
     with pytest.raises(ConfigError, match=r"rollout\.processes is 2, but the run has 2 processes"):
         join(config, 2)
-
-
-def test_a_plan_is_of_one_half():
-    from jaxrl_llm.tools.plan.planned import make_plan
-
-    config = default()
-    config.rollout.processes = 2
-    with pytest.raises(ConfigError, match=r"rollout\.processes is 2: .* Plan each half"):
-        make_plan(config, None)

@@ -105,7 +105,9 @@ def test_a_resumed_queue_goes_on_with_the_batches_that_were_saved():
 def test_packed_rollouts_keep_every_bit():
     turns = turn_table([[Turn(1, 0.5), Turn(2, 0.1, "x")], [Turn(2, 1.0)]], 3, 2, 1)
     batches = [
-        rollouts_of(7, 4, rollouts_of(1))._replace(turns=turns, parts=turns._replace(states=turns.states + 1)),
+        rollouts_of(7, 4, rollouts_of(1))
+        ._replace(turns=turns, parts=turns._replace(states=turns.states + 1))
+        ._replace(roles=[["first", "game/é"], ["agent"]]),
         rollouts_of(3)._replace(epochs=None, resampled_groups=None),
     ]
     packed = pack(batches)
@@ -114,7 +116,7 @@ def test_packed_rollouts_keep_every_bit():
         jax.tree.map(np.testing.assert_array_equal, got.rollout, batch.rollout)
         np.testing.assert_array_equal(got.rewards, batch.rewards)
         assert got.rollout.finished.dtype == bool and got.rollout.tokens.sharding.mesh == MESH
-        names = ("prompts", "completions", "version", "resampled_groups", "epochs")
+        names = ("prompts", "completions", "version", "resampled_groups", "epochs", "roles")
         assert [getattr(got, name) for name in names] == [getattr(batch, name) for name in names]
         assert got.logged == Logged(
             {"tries": [float(np.float32(0.1)), 2.0]},

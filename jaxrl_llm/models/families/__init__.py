@@ -2,7 +2,8 @@
 
 A family is a module with `MODEL_TYPE`, `ARCHITECTURE`, `KEYS`, `to_config` and `from_config`; where checkpoints have
 other tensor names too, the tables of `OTHER_KEYS` are read as well, and never written. `MODULE_KEYS` is the table of
-the names in transformers' class, where files have others: PEFT knows modules by them.
+the names in transformers' class, where files have others: PEFT knows modules by them. `unused_tensors(config)` are the
+names of tensors that files may have and nothing reads.
 """
 
 import contextlib
@@ -17,6 +18,7 @@ from jaxrl_llm.models.families import (
     gemma2,
     gemma3,
     gemma3_text,
+    gemma4_text,
     glm,
     glm4,
     gpt_oss,
@@ -33,10 +35,16 @@ from jaxrl_llm.models.families import (
     qwen2,
     qwen2_5_vl,
     qwen2_moe,
+    qwen2_vl,
     qwen3,
+    qwen3_5,
+    qwen3_5_moe,
+    qwen3_5_moe_text,
+    qwen3_5_text,
     qwen3_moe,
     qwen3_next,
     qwen3_vl,
+    qwen3_vl_moe,
     smollm3,
     smolvlm,
 )
@@ -49,7 +57,12 @@ FAMILIES = {
     for module in (
         llama, qwen2, qwen3, mistral, gemma, gemma2, gemma3_text, phi3, qwen3_moe, mixtral, smollm3, olmo2,
         olmo3, granite, glm, glm4, olmoe, qwen2_moe, gpt_oss, deepseek_v3,
+<<<<<<< HEAD
         qwen3_next, llama4_text, idefics3, smolvlm, gemma3, qwen2_5_vl, qwen3_vl,
+=======
+        qwen3_next, gemma4_text, qwen3_5_text, qwen3_5_moe_text, idefics3, smolvlm, gemma3, qwen2_5_vl, qwen3_vl,
+        qwen3_5, qwen3_5_moe, qwen3_vl_moe, qwen2_vl,
+>>>>>>> main
     )
 }  # fmt: skip
 

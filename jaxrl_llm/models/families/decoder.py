@@ -16,8 +16,13 @@ from jaxrl_llm.models.transformer import ModelConfig
 class TensorName(NamedTuple):
     """One parameter: its path here, its tensor's name in the files, and whether the matrix is stored transposed.
 
-    Parameters with the same tensor are ranges of its rows, in the order of the table, or of its last dimension: of its
-    `columns`, or `interleaved`, where each has every n-th number.
+    <<<<<<< HEAD
+        Parameters with the same tensor are ranges of its rows, in the order of the table, or of its last dimension: of its
+        `columns`, or `interleaved`, where each has every n-th number.
+    =======
+        Parameters with the same tensor are ranges of its rows, in the order of the table, of its `columns`, or
+        `interleaved`: each has every n-th number of its last dimension.
+    >>>>>>> main
     """
 
     path: str  # under `layers` the parameter is one array, stacked over layers
@@ -32,6 +37,11 @@ def linear(path: str, tensor: str) -> tuple[TensorName, TensorName]:
     return TensorName(f"{path}/kernel", f"{tensor}.weight", transpose=True), TensorName(
         f"{path}/bias", f"{tensor}.bias"
     )
+
+
+def layer_norm(path: str, tensor: str) -> tuple[TensorName, TensorName]:
+    """The keys of a layer norm, with a bias that an RMS norm lacks."""
+    return TensorName(f"{path}/scale", f"{tensor}.weight"), TensorName(f"{path}/shift", f"{tensor}.bias")
 
 
 LAYER = "model.layers.{layer}."

@@ -4,7 +4,7 @@ import dataclasses
 from typing import Any
 
 from jaxrl_llm.models.families import qwen2, qwen_vl
-from jaxrl_llm.models.families.decoder import TensorName, linear
+from jaxrl_llm.models.families.decoder import TensorName, layer_norm, linear
 from jaxrl_llm.models.families.entries import refuse
 from jaxrl_llm.models.transformer import ModelConfig
 from jaxrl_llm.models.vision.patch_rows import PatchRowsConfig
@@ -14,18 +14,19 @@ ARCHITECTURE = {"lm": "Qwen2_5_VLForConditionalGeneration", "score": "Qwen2_5_VL
 
 
 def _keys(text: str, tower: str) -> tuple[TensorName, ...]:
-    """The keys where the names of the decoder and of the encoder begin so."""
+    """The keys where the names of the decoder and of the encoder begin so, those of qwen2_vl's encoder among them."""
     block = f"{tower}blocks.{{layer}}."
     layers = "vision/encoder/layers"
     return (
         *(key._replace(tensor=key.tensor.replace("model.", text, 1)) for key in qwen2.KEYS),
         TensorName("vision/encoder/patch/kernel", f"{tower}patch_embed.proj.weight", transpose=True),
-        TensorName(f"{layers}/norm1/scale", f"{block}norm1.weight"),
+        *layer_norm(f"{layers}/norm1", f"{block}norm1"),
         *(key for name in "qkv" for key in linear(f"{layers}/attention/{name}", f"{block}attn.qkv")),
         *linear(f"{layers}/attention/out", f"{block}attn.proj"),
-        TensorName(f"{layers}/norm2/scale", f"{block}norm2.weight"),
+        *layer_norm(f"{layers}/norm2", f"{block}norm2"),
         *(key for name in ("gate", "up", "down") for key in linear(f"{layers}/mlp/{name}", f"{block}mlp.{name}_proj")),
-        TensorName("vision/encoder/merger/norm/scale", f"{tower}merger.ln_q.weight"),
+        *(key for name in ("fc1", "fc2") for key in linear(f"{layers}/mlp/{name}", f"{block}mlp.{name}")),
+        *layer_norm("vision/encoder/merger/norm", f"{tower}merger.ln_q"),
         *linear("vision/encoder/merger/fc1", f"{tower}merger.mlp.0"),
         *linear("vision/encoder/merger/fc2", f"{tower}merger.mlp.2"),
     )
@@ -56,15 +57,21 @@ FAMILY = qwen_vl.Family(
 
 def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
     """The ModelConfig of a config.json; raises ConfigError for what the network does not compute."""
-    text, entries = qwen_vl.text_of(hf, FAMILY), hf.get("vision_config") or {}
-    if qwen2.windows(text):
-        refuse("use_sliding_window", True, "decoders without a window")
+    text, entries = text_of(hf, FAMILY), hf.get("vision_config") or {}
     encoder = qwen_vl.encoder_of(entries, text, FAMILY)
     if not encoder.window_tokens:
         refuse("vision_config.window_size", encoder.window_size, "windows of a token or more")
     full_layers = tuple(entries.get("fullatt_block_indexes", encoder.full_layers))
     encoder = dataclasses.replace(encoder, full_layers=full_layers)
     return qwen_vl.config_of(hf, text, FAMILY, encoder, {"attention_bias": True}, overrides)
+
+
+def text_of(hf: dict[str, Any], family: qwen_vl.Family) -> dict[str, Any]:
+    """The entries of the decoder; raises ConfigError for one with a window."""
+    text = qwen_vl.text_of(hf, family)
+    if qwen2.windows(text):
+        refuse("use_sliding_window", True, "decoders without a window")
+    return text
 
 
 def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:

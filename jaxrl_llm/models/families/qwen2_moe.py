@@ -36,24 +36,30 @@ def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
     window = hf.get("sliding_window", 4096) if hf.get("use_sliding_window", False) else None
     own = {
         "attention_bias": bool(hf["qkv_bias"]),
-        "shared_expert_ffn": positive(hf, "shared_expert_intermediate_size"),
-        "shared_expert_gate": True,
         **layer_types.read(
             {**hf, "sliding_window": window},
             lambda layer: window is not None and layer % 2 == 0 and layer < hf["max_window_layers"],
         ),
-        **qwen3_moe.experts(hf),
+        **experts(hf),
     }
     return decoder.to_config(hf, ARCHITECTURE, own, overrides)
 
 
+def experts(hf: dict[str, Any]) -> dict[str, Any]:
+    """The ModelConfig fields of the experts, one of them for every token."""
+    shared = {"shared_expert_ffn": positive(hf, "shared_expert_intermediate_size"), "shared_expert_gate": True}
+    return shared | qwen3_moe.experts(hf)
+
+
+def expert_entries(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:
+    """The entries of config.json that `experts` reads."""
+    shared = {"shared_expert_intermediate_size": config.shared_expert_ffn}
+    return shared | qwen3_moe.expert_entries(config, base)
+
+
 def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:
     """The config.json of a net, over the entries of `base`."""
-    own = {
-        "qkv_bias": config.attention_bias,
-        "shared_expert_intermediate_size": config.shared_expert_ffn,
-        **qwen3_moe.expert_entries(config, base),
-    }
+    own = {"qkv_bias": config.attention_bias, **expert_entries(config, base)}
     if config.sliding_layers:
         own["sliding_window"] = config.sliding_window
     if base is None:

@@ -4,58 +4,73 @@ from typing import Any
 
 from jaxrl_llm.models.attention import Attention
 from jaxrl_llm.models.delta_net import GatedDeltaNet
-from jaxrl_llm.models.families import decoder, qwen2_moe, qwen3_moe
+from jaxrl_llm.models.families import decoder, qwen2_moe
 from jaxrl_llm.models.families.decoder import LAYER, TensorName, linear
 from jaxrl_llm.models.families.entries import positive, refuse
 from jaxrl_llm.models.transformer import ModelConfig
 
 MODEL_TYPE = "qwen3_next"
 ARCHITECTURE = "Qwen3Next"
-_COMMON = (
+# All but the delta nets' projections and the experts.
+DELTA_KEYS = (
     *decoder.KEYS,
     *decoder.QK_NORMS,
-    *linear("layers/delta/qkvz", f"{LAYER}linear_attn.in_proj_qkvz"),
-    *linear("layers/delta/ba", f"{LAYER}linear_attn.in_proj_ba"),
     TensorName("layers/delta/conv", f"{LAYER}linear_attn.conv1d.weight"),
     TensorName("layers/delta/log_decay", f"{LAYER}linear_attn.A_log"),
     TensorName("layers/delta/step_bias", f"{LAYER}linear_attn.dt_bias"),
     TensorName("layers/delta/norm_scale", f"{LAYER}linear_attn.norm.weight"),
     *linear("layers/delta/out", f"{LAYER}linear_attn.out_proj"),
+)
+_COMMON = (
+    *DELTA_KEYS,
+    *linear("layers/delta/qkvz", f"{LAYER}linear_attn.in_proj_qkvz"),
+    *linear("layers/delta/ba", f"{LAYER}linear_attn.in_proj_ba"),
     *qwen2_moe.SHARED,
 )
 KEYS = (*_COMMON, *decoder.experts("mlp", "gate_proj", "up_proj", "down_proj"))
 OTHER_KEYS = ((*_COMMON, *decoder.stacked_experts("mlp")),)
-MIXERS = {"linear_attention": GatedDeltaNet, "full_attention": Attention}
-# The fields that are an entry each, integers from 1, and what they mean that are left out.
+LINEAR, FULL = "linear_attention", "full_attention"
+# The fields of delta nets that are an entry each, integers from 1, and what they mean that are left out.
 SIZES = {
     "delta_conv": ("linear_conv_kernel_dim", 4),
     "delta_key_dim": ("linear_key_head_dim", 128),
     "delta_value_dim": ("linear_value_head_dim", 128),
     "delta_key_heads": ("linear_num_key_heads", 16),
     "delta_value_heads": ("linear_num_value_heads", 32),
-    "shared_expert_ffn": ("shared_expert_intermediate_size", 512),
 }
-DEFAULTS = {
+DELTA_DEFAULTS = {
     **dict(SIZES.values()),
-    "num_key_value_heads": 2,
     "head_dim": 256,
     "partial_rotary_factor": 0.25,
-    "moe_intermediate_size": 512,
-    "num_experts_per_tok": 10,
-    "num_experts": 512,
-    "norm_topk_prob": True,
-    "router_aux_loss_coef": 0.001,
     "full_attention_interval": 4,
 }
+EXPERT_DEFAULTS = {
+    "num_key_value_heads": 2,
+    "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512,
+    "norm_topk_prob": True,
+    "router_aux_loss_coef": 0.001,
+}
+DEFAULTS = DELTA_DEFAULTS | EXPERT_DEFAULTS | {"num_experts_per_tok": 10, "num_experts": 512}
 
 
 def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
     """The ModelConfig of a config.json; raises ConfigError for what the network does not compute."""
     hf = DEFAULTS | hf
+    own = delta_fields(hf, GatedDeltaNet) | qwen2_moe.experts(hf)
+    return decoder.to_config(hf, ARCHITECTURE, own, overrides, rope={"partial": True})
+
+
+def delta_fields(hf: dict[str, Any], net: type[GatedDeltaNet]) -> dict[str, Any]:
+    """The ModelConfig fields of delta nets beside gated attention, of entries with their defaults.
+
+    Raises ConfigError for types of layers and sizes that the network does not compute.
+    """
     layers, every = positive(hf, "num_hidden_layers"), positive(hf, "full_attention_interval")
-    types = hf.get("layer_types") or [list(MIXERS)[(layer + 1) % every == 0] for layer in range(layers)]
-    if len(types) != layers or set(types) - set(MIXERS):
-        refuse("layer_types", types, f"{' or '.join(MIXERS)} for each of the {layers} layers")
+    types = hf.get("layer_types") or [LINEAR if (layer + 1) % every else FULL for layer in range(layers)]
+    mixers = {LINEAR: net, FULL: Attention}
+    if len(types) != layers or set(types) - set(mixers):
+        refuse("layer_types", types, f"{' or '.join(mixers)} for each of the {layers} layers")
     sizes = {field: positive(hf, entry) for field, (entry, _) in SIZES.items()}
     if sizes["delta_conv"] < 2:
         refuse("linear_conv_kernel_dim", 1, "numbers from 2")
@@ -63,28 +78,27 @@ def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
         keys = sizes["delta_key_heads"]
         refuse("linear_num_value_heads", sizes["delta_value_heads"], f"multiples of linear_num_key_heads = {keys}")
     bias = bool(hf.get("attention_bias", False))
-    own = {
+    return {
         **sizes,
-        **qwen3_moe.experts(hf),
-        "mixers": tuple(MIXERS[kind] for kind in types),
+        "mixers": tuple(mixers[kind] for kind in types),
         "norm_offset": 1.0,
         "qk_norm": True,
         "attention_gate": True,
         "attention_bias": bias,
         "attention_output_bias": bias,
-        "shared_expert_gate": True,
     }
-    return decoder.to_config(hf, ARCHITECTURE, own, overrides, rope={"partial": True})
 
 
 def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:
     """The config.json of a net, over the entries of `base`."""
-    own = {
-        **{entry: getattr(config, field) for field, (entry, _) in SIZES.items()},
-        **qwen3_moe.expert_entries(config, base),
-        "attention_bias": config.attention_bias,
-    }
-    if base is None:
-        names = {mixer: kind for kind, mixer in MIXERS.items()}
-        own["layer_types"] = [names.get(kind.mixer) for kind in config.layer_configs]
+    own = delta_entries(config, base) | qwen2_moe.expert_entries(config, base)
     return decoder.from_config(config, base, ARCHITECTURE, MODEL_TYPE, own)
+
+
+def delta_entries(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:
+    """The entries of config.json that `delta_fields` reads."""
+    entries = {entry: getattr(config, field) for field, (entry, _) in SIZES.items()}
+    entries["attention_bias"] = config.attention_bias
+    if base is None:
+        entries["layer_types"] = [FULL if kind.mixer is Attention else LINEAR for kind in config.layer_configs]
+    return entries

@@ -2,10 +2,11 @@
 
 import dataclasses
 import math
+from collections.abc import Iterable
 from typing import Any
 
 from jaxrl_llm.models.families import qwen3, qwen_vl
-from jaxrl_llm.models.families.decoder import TensorName, linear
+from jaxrl_llm.models.families.decoder import TensorName, layer_norm, linear
 from jaxrl_llm.models.families.entries import positive, refuse
 from jaxrl_llm.models.transformer import ModelConfig
 from jaxrl_llm.models.vision.patch_rows import PatchRowsConfig
@@ -16,29 +17,40 @@ TOWER, LAYERS = "model.visual.", "vision/encoder/layers"
 BLOCK = f"{TOWER}blocks.{{layer}}."
 
 
-def _norm(path: str, tensor: str) -> tuple[TensorName, TensorName]:
-    return TensorName(f"{path}/scale", f"{tensor}.weight"), TensorName(f"{path}/shift", f"{tensor}.bias")
-
-
-KEYS = (
-    *(key._replace(tensor=key.tensor.replace("model.", "model.language_model.", 1)) for key in qwen3.KEYS),
+# The encoder's, which families with other decoders have too.
+TOWER_KEYS = (
     *linear("vision/encoder/patch", f"{TOWER}patch_embed.proj"),
     TensorName("vision/encoder/position/weight", f"{TOWER}pos_embed.weight"),
-    *_norm(f"{LAYERS}/norm1", f"{BLOCK}norm1"),
+    *layer_norm(f"{LAYERS}/norm1", f"{BLOCK}norm1"),
     *(key for name in "qkv" for key in linear(f"{LAYERS}/attention/{name}", f"{BLOCK}attn.qkv")),
     *linear(f"{LAYERS}/attention/out", f"{BLOCK}attn.proj"),
-    *_norm(f"{LAYERS}/norm2", f"{BLOCK}norm2"),
+    *layer_norm(f"{LAYERS}/norm2", f"{BLOCK}norm2"),
     *(key for name in ("fc1", "fc2") for key in linear(f"{LAYERS}/mlp/{name}", f"{BLOCK}mlp.linear_{name}")),
     *(
         key
         for merger, tensor in (("merger", "merger"), ("deepstack", "deepstack_merger_list.{layer}"))
         for key in (
-            *_norm(f"vision/encoder/{merger}/norm", f"{TOWER}{tensor}.norm"),
+            *layer_norm(f"vision/encoder/{merger}/norm", f"{TOWER}{tensor}.norm"),
             *linear(f"vision/encoder/{merger}/fc1", f"{TOWER}{tensor}.linear_fc1"),
             *linear(f"vision/encoder/{merger}/fc2", f"{TOWER}{tensor}.linear_fc2"),
         )
     ),
 )
+
+
+def with_tower(text: Iterable[TensorName]) -> tuple[TensorName, ...]:
+    """The keys of a decoder as part of a model with the encoder, and those of the encoder."""
+    return (
+        *(key._replace(tensor=key.tensor.replace("model.", "model.language_model.", 1)) for key in text),
+        *TOWER_KEYS,
+    )
+
+
+KEYS = with_tower(qwen3.KEYS)
+ENCODER = PatchRowsConfig(
+    width=1152, layers=27, ffn=4304, patch_size=16, window_size=0, full_layers=(), norm="layer", gated=False,
+    activation="gelu_tanh", patch_bias=True, positions=48, merger_adapters=True,
+)  # fmt: skip
 FAMILY = qwen_vl.Family(
     MODEL_TYPE,
     ARCHITECTURE,
@@ -54,18 +66,22 @@ FAMILY = qwen_vl.Family(
     theta=500_000.0,
     sections=(24, 20, 20),
     interleaved=True,
-    encoder=PatchRowsConfig(
-        width=1152, layers=27, ffn=4304, patch_size=16, window_size=0, full_layers=(), norm="layer", gated=False,
-        activation="gelu_tanh", patch_bias=True, positions=48, deepstack=(8, 16, 24),
-    ),
-    sizes=qwen_vl.SIZES,
-)  # fmt: skip
+    encoder=dataclasses.replace(ENCODER, deepstack=(8, 16, 24)),
+)
 
 
 def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
     """The ModelConfig of a config.json; raises ConfigError for what the network does not compute."""
-    text, entries = qwen_vl.text_of(hf, FAMILY), hf.get("vision_config") or {}
-    encoder = qwen_vl.encoder_of(entries, text, FAMILY)
+    text = qwen_vl.text_of(hf, FAMILY)
+    bias = bool(text.get("attention_bias", False))
+    own = {"qk_norm": True, "attention_bias": bias, "attention_output_bias": bias}
+    return qwen_vl.config_of(hf, text, FAMILY, encoder_of(hf, text, FAMILY), own, overrides)
+
+
+def encoder_of(hf: dict[str, Any], text: dict[str, Any], family: qwen_vl.Family) -> PatchRowsConfig:
+    """The encoder of a config.json with the decoder's entries `text`; raises ConfigError for another network."""
+    entries = hf.get("vision_config") or {}
+    encoder = qwen_vl.encoder_of(entries, text, family)
     entries = {"num_position_embeddings": encoder.positions**2, "deepstack_visual_indexes": encoder.deepstack} | entries
     side = math.isqrt(positive(entries, "num_position_embeddings"))
     if side**2 != entries["num_position_embeddings"]:
@@ -77,17 +93,19 @@ def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
             "vision_config.deepstack_visual_indexes", list(deepstack),
             "ascending layers of the encoder, no more than the decoder has",
         )  # fmt: skip
-    encoder = dataclasses.replace(encoder, positions=side, deepstack=deepstack)
-    bias = bool(text.get("attention_bias", False))
-    own = {"qk_norm": True, "attention_bias": bias, "attention_output_bias": bias}
-    return qwen_vl.config_of(hf, text, FAMILY, encoder, own, overrides)
+    return dataclasses.replace(encoder, positions=side, deepstack=deepstack)
 
 
 def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:
     """The config.json of a net, over the entries of `base`; raises ConfigError for one without vision."""
+    return qwen_vl.entries_of(config, base, FAMILY, {"attention_bias": config.attention_bias}, encoder_entries(config))
+
+
+def encoder_entries(config: ModelConfig) -> dict[str, Any]:
+    """The entries of a vision_config that `encoder_of` reads beside those of all families; raises ConfigError for a
+    net without vision."""
     encoder = qwen_vl.vision_of(config)
-    entries = {
+    return {
         "num_position_embeddings": encoder.positions**2,
         "deepstack_visual_indexes": list(encoder.deepstack),
     }
-    return qwen_vl.entries_of(config, base, FAMILY, {"attention_bias": config.attention_bias}, entries)

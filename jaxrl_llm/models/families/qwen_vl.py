@@ -24,7 +24,7 @@ SIZES = {
     "channels": "in_channels",
     "merge": "spatial_merge_size",
 }
-ACTIVATIONS = {"gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu", "silu": "silu"}
+ACTIVATIONS = {"gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu", "quick_gelu": "quick_gelu", "silu": "silu"}
 SHARED = ("architectures", "tie_word_embeddings", "quantization_config")
 
 
@@ -38,7 +38,9 @@ class Family(NamedTuple):
     sections: tuple[int, ...]  # rotary frequencies of time, height and width
     interleaved: bool  # the frequencies of the axes take turns, and are not in runs
     encoder: PatchRowsConfig  # what entries of the encoder mean that are left out
-    sizes: dict[str, str]  # as SIZES
+    sizes: dict[str, str] = SIZES
+    out: str = "out_hidden_size"  # entry of the encoder that has the decoder's width
+    image_token: int = 151_655  # where config.json names none
 
 
 def text_of(hf: dict[str, Any], family: Family) -> dict[str, Any]:
@@ -70,9 +72,10 @@ def encoder_of(hf: dict[str, Any], text: dict[str, Any], family: Family) -> Patc
     entries = {entry: getattr(default, field) for field, entry in family.sizes.items()} | hf
     sizes = {field: positive(entries, entry) for field, entry in family.sizes.items()}
     if sizes["width"] % (4 * sizes["heads"]):
-        refuse("vision_config.hidden_size", sizes["width"], f"multiples of 4 times num_heads = {sizes['heads']}")
-    if hf.get("out_hidden_size", text["hidden_size"]) != text["hidden_size"]:
-        refuse("vision_config.out_hidden_size", hf["out_hidden_size"], f"hidden_size = {text['hidden_size']}")
+        width = f"vision_config.{family.sizes['width']}"
+        refuse(width, sizes["width"], f"multiples of 4 times num_heads = {sizes['heads']}")
+    if hf.get(family.out, text["hidden_size"]) != text["hidden_size"]:
+        refuse(f"vision_config.{family.out}", hf[family.out], f"hidden_size = {text['hidden_size']}")
     activation = hf.get("hidden_act")
     known = {entry: name for entry, name in ACTIVATIONS.items() if (name == "silu") == default.gated}
     if activation is not None and activation not in known:
@@ -98,7 +101,7 @@ def config_of(
 ) -> ModelConfig:
     """The ModelConfig of a config.json; `own` are the fields of the family's decoder. Raises ConfigError for what the
     network does not compute."""
-    image_token = siglip.image_token({"image_token_id": 151_655} | hf, "image_token_id", text)
+    image_token = siglip.image_token({"image_token_id": family.image_token} | hf, "image_token_id", text)
     rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
     sections = list(rope.get("mrope_section") or family.sections)
     if rope.get("mrope_interleaved", family.interleaved) != family.interleaved:
@@ -107,9 +110,13 @@ def config_of(
         "vision": VisionConfig(encoder, encoder.merge, image_token, projector=""),
         "rope_axes": _axes(sections, family.interleaved),
     }
-    config = decoder.to_config(text, family.architecture, own, overrides, rope={"theta": family.theta})
-    if len(config.rope_axes) != config.head_dim // 2:
-        refuse("mrope_section", sections, f"numbers that add up to half of the {config.head_dim} of a head")
+    partial = "partial_rotary_factor" in family.text
+    config = decoder.to_config(
+        text, family.architecture, own, overrides, rope={"theta": family.theta, "partial": partial}
+    )
+    if len(config.rope_axes) != config.rotated_size // 2:
+        rotated = f"{config.rotated_size} rotated dimensions of a head"
+        refuse("mrope_section", sections, f"numbers that add up to half of the {rotated}")
     if config.rope.kind != "default":
         refuse("rope_type", config.rope.kind, "default and mrope")
     return config
@@ -149,6 +156,7 @@ def entries_of(
             "rope_theta": config.rope.theta,
             "mrope_section": [config.rope_axes.count(axis) for axis in range(3)] if family.interleaved else runs,
             **({"mrope_interleaved": True} if family.interleaved else {}),
+            **({"partial_rotary_factor": config.rotary_fraction} if config.rotary_fraction != 1.0 else {}),
         }
     names = {name: entry for entry, name in ACTIVATIONS.items()}
     whole = {
@@ -158,7 +166,7 @@ def entries_of(
         "vision_config": {
             **(base.get("vision_config") or {"model_type": f"{family.model_type}_vision"}),
             **{entry: getattr(encoder, field) for field, entry in family.sizes.items()},
-            "out_hidden_size": config.width,
+            family.out: config.width,
             "hidden_act": names[encoder.activation],
             "initializer_range": encoder.init_scale,
             **vision_entries,

@@ -23,6 +23,7 @@ def read(hf: dict[str, Any], theta: float = 10000.0, partial: bool = False, by_t
     base = theta if hf.get("rope_theta") is None else number("rope_theta", hf["rope_theta"], above=1)
     if not per_type:
         fraction = parameters.get("partial_rotary_factor", hf.get("partial_rotary_factor"))
+        fraction = None if _kind(parameters) == "proportional" else fraction
         return {"rope": _rope(parameters, hf, base), "rotary_fraction": _fraction(fraction, partial)}
     if not by_type:
         refuse("rope_parameters", parameters, "one set of parameters for all layers")
@@ -30,7 +31,8 @@ def read(hf: dict[str, Any], theta: float = 10000.0, partial: bool = False, by_t
         refuse("rope_parameters", unknown, " and ".join(TYPES))
     full, local = (_rope(per_type.get(name, {}), hf, base) for name in TYPES)
     for typed in per_type.values():
-        _fraction(typed.get("partial_rotary_factor"), False)
+        if _kind(typed) != "proportional":
+            _fraction(typed.get("partial_rotary_factor"), False)
     if "dynamic" in (local.kind, full.kind):
         refuse("rope_type", "dynamic", "dynamic with one set of parameters for all layers")
     return {"rope": full, "local_rope": None if local == full else local}
@@ -74,9 +76,13 @@ def _fraction(value, partial: bool) -> float:
     return fraction
 
 
+def _kind(parameters: dict[str, Any]) -> str:
+    return parameters.get("rope_type", parameters.get("type", "default"))
+
+
 def _rope(parameters: dict[str, Any], hf: dict[str, Any], theta: float) -> Rope:
     """One set of parameters."""
-    kind = parameters.get("rope_type", parameters.get("type", "default"))
+    kind = _kind(parameters)
     if kind not in KINDS:
         refuse("rope_type", kind, ", ".join(KINDS))
     if parameters.get("rope_theta") is not None:
@@ -96,6 +102,9 @@ def _rope(parameters: dict[str, Any], hf: dict[str, Any], theta: float) -> Rope:
     original = None if original is None else int(number(name, original, above=0))
     if kind == "linear":
         return Rope(theta, kind, scaling("factor"))
+    if kind == "proportional":
+        fraction = _fraction(parameters.get("partial_rotary_factor"), True)
+        return Rope(theta, kind, scaling("factor", 1.0), fraction=fraction)
     most = None if hf.get(MOST) is None else int(number(MOST, hf[MOST], above=0))
     if kind == "dynamic":
         if most is None:
@@ -140,8 +149,10 @@ def _attention_factor(parameters: dict[str, Any], factor: float) -> float:
 
 def _scaling(rope: Rope) -> dict[str, Any]:
     entries: dict[str, Any] = {"rope_type": rope.kind}
-    if rope.kind in ("linear", "dynamic", "llama3", "yarn"):
+    if rope.kind != "default":
         entries["factor"] = rope.factor
+    if rope.kind == "proportional":
+        entries["partial_rotary_factor"] = rope.fraction
     if rope.kind in ("llama3", "yarn"):
         entries["original_max_position_embeddings"] = rope.original_max_positions
     if rope.kind == "llama3":

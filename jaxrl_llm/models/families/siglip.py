@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from jaxrl_llm.models.families.decoder import TensorName, linear
+from jaxrl_llm.models.families.decoder import TensorName, layer_norm, linear
 from jaxrl_llm.models.families.entries import number, positive, refuse
 from jaxrl_llm.models.transformer import ModelConfig
 from jaxrl_llm.models.vision.siglip import SiglipConfig
@@ -27,20 +27,16 @@ def keys(tower: str) -> tuple[TensorName, ...]:
     return (
         *linear("vision/encoder/patch", f"{tower}embeddings.patch_embedding"),
         TensorName("vision/encoder/position/weight", f"{tower}embeddings.position_embedding.weight"),
-        *_norm("vision/encoder/layers/norm1", f"{layer}layer_norm1"),
+        *layer_norm("vision/encoder/layers/norm1", f"{layer}layer_norm1"),
         *linear("vision/encoder/layers/attention/q", f"{layer}self_attn.q_proj"),
         *linear("vision/encoder/layers/attention/k", f"{layer}self_attn.k_proj"),
         *linear("vision/encoder/layers/attention/v", f"{layer}self_attn.v_proj"),
         *linear("vision/encoder/layers/attention/out", f"{layer}self_attn.out_proj"),
-        *_norm("vision/encoder/layers/norm2", f"{layer}layer_norm2"),
+        *layer_norm("vision/encoder/layers/norm2", f"{layer}layer_norm2"),
         *linear("vision/encoder/layers/mlp/fc1", f"{layer}mlp.fc1"),
         *linear("vision/encoder/layers/mlp/fc2", f"{layer}mlp.fc2"),
-        *_norm("vision/encoder/norm", f"{tower}post_layernorm"),
+        *layer_norm("vision/encoder/norm", f"{tower}post_layernorm"),
     )
-
-
-def _norm(path: str, tensor: str) -> tuple[TensorName, TensorName]:
-    return TensorName(f"{path}/scale", f"{tensor}.weight"), TensorName(f"{path}/shift", f"{tensor}.bias")
 
 
 def read(hf: dict[str, Any], default: SiglipConfig) -> SiglipConfig:

@@ -1,7 +1,7 @@
-"""The encoders of Qwen2.5-VL (arXiv 2502.13923) and Qwen3-VL: a ViT over the patches of images of any size.
+"""The encoders of Qwen2-VL (arXiv 2409.12191), 2.5-VL, Qwen3-VL and Qwen3.5: a ViT over patches of images of any size.
 
-The patches of a row's images are one row. They have rotary positions of two axes and, in Qwen3-VL, learned ones that
-are interpolated to the image. They see all of their image or, in most layers of Qwen2.5-VL, their window.
+The patches of a row's images are one row. They have rotary positions of two axes and, from Qwen3-VL on, learned ones
+that are interpolated to the image. They see all of their image or, in most layers of Qwen2.5-VL, their window.
 """
 
 import dataclasses
@@ -41,6 +41,7 @@ class PatchRowsConfig:
     activation: str = "silu"
     patch_bias: bool = False
     positions: int = 0  # along each side of the square of learned positions; 0: there are none
+    merger_adapters: bool = False  # before Qwen3-VL its maps are items of a list, which adapters have no names for
     deepstack: tuple[int, ...] = ()  # layers whose output is added behind the decoder's first layers too
     init_scale: float = 0.02
 
@@ -227,8 +228,7 @@ class Merger(nnx.Module):
 
     def __init__(self, config: PatchRowsConfig, size: int, net: Any, rngs: nnx.Rngs, whole: bool = False):
         self.whole, square = whole, config.width * config.merge**2
-        # Qwen2.5-VL's maps are items of a list, which adapters have no names for.
-        names = ("", "") if config.gated else ("fc1", "fc2")
+        names = ("fc1", "fc2") if config.merger_adapters else ("", "")
         self.norm = _norm(config, square if whole else config.width, net, rngs)
         self.fc1 = Linear(square, square, net, rngs, True, names[0])
         self.fc2 = Linear(square, size, net, rngs, True, names[1])

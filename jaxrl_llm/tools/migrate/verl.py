@@ -94,10 +94,14 @@ def _data(draft: Draft) -> None:
     if most > 0:
         draft.set("data.split", f"train[:{most}]", "data.train_max_samples")
     draft.use("data.train_max_samples")
-    template = _below(draft, "data.apply_chat_template_kwargs")
-    if template:
-        options = ", ".join(f"{key}={value!r}" for key, value in template.items())
-        draft.set("data.chat_template_kwargs", options, *(f"data.apply_chat_template_kwargs.{key}" for key in template))
+    for section, key in (
+        ("data.apply_chat_template_kwargs", "data.chat_template_kwargs"),
+        ("data.mm_processor_kwargs", "data.image_processor"),
+    ):
+        options = _below(draft, section)
+        if options:
+            text = ", ".join(f"{name}={value!r}" for name, value in options.items())
+            draft.set(key, text, *(f"{section}.{name}" for name in options))
 
 
 def _below(draft: Draft, section: str) -> dict[str, Any]:

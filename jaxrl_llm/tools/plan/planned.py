@@ -6,17 +6,18 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jaxrl_llm.config import ConfigDict, ConfigError, batch_rows, with_correction
+from jaxrl_llm.config import ConfigDict, ConfigError, batch_rows, flat, with_correction
 from jaxrl_llm.config.schema import OFFLINE
-from jaxrl_llm.distributed.sharding import bytes_on_device
+from jaxrl_llm.distributed.sharding import bytes_on_device, make_mesh
 from jaxrl_llm.models.model import check_attention
 from jaxrl_llm.tools.plan.compiler import ProgramStats
 from jaxrl_llm.tools.plan.programs import Microbatch, compile_step, held_bytes
 from jaxrl_llm.tools.plan.shapes import Shapes, describe
-from jaxrl_llm.tools.plan.topology import Target, target, traced_as_on
+from jaxrl_llm.tools.plan.topology import Target, target_of, traced_as_on
 from jaxrl_llm.training.packing.planner import Packer
 from jaxrl_llm.training.setup.run import check_rows, sampling_devices
 
+PARAMETERS = "the sampler's parameters"
 HEADROOM = 0.1  # of a device's memory that a plan leaves free: fragments, and what the runtime keeps for itself
 
 
@@ -65,22 +66,20 @@ def make_plan(
 ) -> Plan:
     """Return the plan of a configuration, with rows of `widths` (prompt, total) tokens, or else the longest it allows.
 
-    `packer` is that of a run; without one rows are packed as full-length ones are. `only` compiles one phase:
-    "rollout", "logps" or "update". Where the TPU compiler refuses a program that does not fit, the plan is that of
-    simulated devices and says so. Raises ConfigError as training would.
+    `packer` is that of a run; without one rows are packed as full-length ones are. `only` compiles one phase,
+    "rollout", "logps" or "update", or one half of a split run, "training" or "sampling". Where the TPU compiler refuses
+    a program that does not fit, the plan is that of simulated devices and says so. Raises ConfigError as training
+    would, and for the whole of a split run.
     """
     config = with_correction(config)
-    if sampling_devices(config):
+    if not only and is_split(config):
+        key = "rollout.devices" if sampling_devices(config) else "rollout.processes"
         raise ConfigError(
-            f"rollout.devices is {config.rollout.devices}: a plan is of devices that do all. Plan each half with "
-            "rollout.devices=0, and read the update of the one and the rollout of the other"
+            f"{key} is {flat(config)[key]}: this is a plan of devices that do all. `python -m jaxrl_llm plan` plans "
+            "both halves"
         )
-    if config.rollout.processes and config.algorithm.name not in OFFLINE:
-        raise ConfigError(
-            f"rollout.processes is {config.rollout.processes}: a plan is of devices that do all. Plan each half with "
-            "rollout.processes=0, and read the update of the one and the rollout of the other"
-        )
-    check_rows(config, batch_rows(config), target_.mesh)
+    if only != "sampling":
+        check_rows(config, batch_rows(config), target_.mesh)
     if config.optimizer.learning_rate == "auto":  # no size and no time depends on the number
         config = config.copy_and_resolve_references()
         config.optimizer.learning_rate = 1e-4
@@ -95,9 +94,15 @@ def make_plan(
         if "RESOURCE_EXHAUSTED" not in str(error) or target_.compiler != "TPU compiler":
             raise
         note = f"the TPU compiler refuses a program: {used[0] if used else 'it does not fit'}"
-        simulated = target(config, target_.device.name, target_.mesh.size, simulate=True)
+        stand_ins = make_mesh(**target_.mesh.shape, devices=jax.devices()[: target_.mesh.size])
+        simulated = target_of(stand_ins, target_.device.name, simulate=True)
         plan = _compiled(config, simulated, widths, only, packer)
         return plan._replace(note="; ".join(filter(None, (note, plan.note))))
+
+
+def is_split(config) -> bool:
+    """True where some devices or processes of the run only sample."""
+    return bool(sampling_devices(config)) or (config.algorithm.name not in OFFLINE and config.rollout.processes > 0)
 
 
 def _compiled(config, target_: Target, widths: tuple[int, int], only: str, packer: Packer | None) -> Plan:
@@ -134,10 +139,12 @@ def _compiled(config, target_: Target, widths: tuple[int, int], only: str, packe
         "reference": bytes_on_device(reference, host=True),
         "teachers": bytes_on_device([teacher.own for teacher in shapes.teachers.values()], host=True),
     }
+    if only == "sampling":
+        held, host = {}, {}
     sampling = {}
     if rollout is not None:
         sampling = {
-            "the sampler's parameters": bytes_on_device(rollout.params),
+            PARAMETERS: bytes_on_device(rollout.params),
             "keys and values of prompts": bytes_on_device((rollout.prompt_cache, rollout.waiting_cache)),
             "keys and values of completions": bytes_on_device(rollout.row_cache),
         }

@@ -100,14 +100,16 @@ def compile_step(
     """Return the programs of a step with rows of `widths` (prompt, total) tokens, what sampling holds, and the
     micro-batches of an update.
 
-    `only` names one phase: "rollout", "logps" or "update". Evaluation is not among them. `packer` is that of a run,
-    `options` are the compiler's, `memory` are the bytes of a device that a run may use, where it will be told.
+    `only` names one phase, "rollout", "logps" or "update", or one half of a split run, "training", or "sampling", whose
+    devices hold nothing else. Evaluation is not among them. `packer` is that of a run, `options` are the compiler's,
+    `memory` are the bytes of a device that a run may use, where it will be told.
     """
     simulated = scanned and mesh.devices.flat[0].platform == "cpu"
-    compiler, rollout = Compiler(held_bytes(shapes), mesh.size, simulated, options or {}), None
+    held = 0 if only == "sampling" else held_bytes(shapes)
+    compiler, rollout = Compiler(held, mesh.size, simulated, options or {}), None
     online = config.algorithm.name not in OFFLINE
     params = merge_frozen(shapes.state, shapes.frozen).params
-    if online and only in ("", "rollout"):
+    if online and only in ("", "rollout", "sampling"):
         engine = make_engine(config, shapes.net, simulated)
         sampling_mesh = rollout_mesh(mesh, config.rollout.mesh, shapes.net.config.kv_heads)
         if config.rollout.memory_fraction is not None and memory:
@@ -115,14 +117,16 @@ def compile_step(
             total = memory * (1 if mesh.devices.flat[0].platform == "cpu" and not scanned else mesh.size)
             engine = with_fitting_slots(engine, visiting(params), share, total, prompts, widths[0], sampling_mesh)
         rollout = compile_rollout(config, engine, params, mesh, sampling_mesh, widths[0], compiler)
+        if only == "sampling":
+            return compiler.programs[1:], rollout, Microbatch(0, 0)  # parameters come in the type that decodes
     objective, room = objective_of(config, shapes.net), None
     if scanned and memory:  # of an accelerator
         room = max(memory - held_bytes(shapes) - gradient_bytes(shapes.state.params), 0.0)
     layouts = make_layouts(config, shapes.net, mesh, objective, widths, scanned, packer, room)
-    if only in ("", "logps"):
+    if only in ("", "logps", "training"):
         compile_logps(config, shapes, params, mesh, widths, layouts, compiler)
     updates, sizes = sized_updates(config, shapes.net.config, room, widths[1], mesh), layouts.sizes
-    if only in ("", "update"):
+    if only in ("", "update", "training"):
         update_critic = None
         if shapes.critic is not None and not config.critic.shared:
             spec = dataclasses.replace(critic_update_spec(config), microbatch_rows=updates.microbatch_rows)

@@ -84,8 +84,10 @@ def _head(plan: Plan) -> Iterator[str]:
     yield f"devices   {target.mesh.size} x {target.device.name}, mesh {shape}; compiled by the {target.compiler}"
     rest = f", {prompt} of them for the prompt" if prompt else ""
     at_once, tokens = plan.microbatch
-    part = f"packed, {number(tokens)} tokens" if tokens else f"{at_once} rows"
-    yield f"step      {rows} rows of {width} tokens{rest}; {part} at a time"
+    part = (
+        f"; packed, {number(tokens)} tokens at a time" if tokens else f"; {at_once} rows at a time" if at_once else ""
+    )
+    yield f"step      {rows} rows of {width} tokens{rest}{part}"
     updates = config.batch.minibatches * config.algorithm.num_iterations
     plural = "s" if updates > 1 else ""
     yield f"run       {config.total_steps} steps of {updates} update{plural}, {config.algorithm.name}"

@@ -52,8 +52,13 @@ def target(config, name: str, count: int, simulate: bool = False) -> Target:
     unless `simulate`; everything else by XLA's CPU compiler, for `count` CPU devices. Raises ConfigError for an unknown
     device, and for a mesh of another size.
     """
-    device = named(name)
-    if device.topology:
+    stand_ins(config, name, count)
+    return target_of(build_mesh(config), name, simulate)
+
+
+def stand_ins(config, name: str, count: int) -> list[Any]:
+    """CPU devices of this process, as many as `count` devices called `name`; ConfigError where there are others."""
+    if named(name).topology:
         overlap_collectives(config.overlap_collectives)  # as a run does
     jax.config.update("jax_platforms", "cpu")
     with contextlib.suppress(RuntimeError):  # the devices are there already; their number is checked below
@@ -63,7 +68,12 @@ def target(config, name: str, count: int, simulate: bool = False) -> Target:
             f"--devices={count}, but this process has {len(jax.devices())} simulated devices already: plan in a "
             "process of its own, and leave XLA_FLAGS=--xla_force_host_platform_device_count out"
         )
-    mesh = build_mesh(config)
+    return jax.devices()
+
+
+def target_of(mesh: Mesh, name: str, simulate: bool = False) -> Target:
+    """The devices called `name` for which those of `mesh` stand in, with their compiler as `target` says."""
+    device, count = named(name), mesh.size
     if device.name == "cpu":
         return Target(device, mesh, "CPU compiler", True, "float32", False)
     if not simulate and device.topology and (chips := tpu_chips(device.topology, count)) is not None:

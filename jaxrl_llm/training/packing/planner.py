@@ -174,8 +174,11 @@ def tokens_in(room: float, net: ModelConfig, gradients: bool) -> int:
     and their gradients exist at a time. A power of two is the same on devices whose memory differs a little.
     """
     size = np.dtype(net.dtype).itemsize
-    ffn = max(net.ffn, net.expert_ffn * net.experts_per_token + net.shared_expert_ffn)
-    products = 2 * net.head_dim * (net.heads + net.kv_heads) + net.width + 2 * ffn  # the results of matmuls
+    experts = net.expert_ffn * net.experts_per_token + net.shared_expert_ffn
+    ffn = net.ffn + experts if net.experts_beside else max(net.ffn, net.shared_ffn, experts)
+    products = (
+        2 * max(net.head_dim, net.full_head_dim) * (net.heads + net.kv_heads) + net.width + 2 * ffn
+    )  # the results of matmuls
     layer = LAYER_RESULTS * size * (products + 2 * net.width)
     kept = {"none": layer, "dots": size * (products + net.width), "block": size * net.width, "offload": 0}[net.remat]
     token = 2 * layer + net.layers * kept if gradients else layer
@@ -192,6 +195,8 @@ def _obstacle(spec: PackingSpec, net: ModelConfig, sample: Sample | None) -> str
         return "lora.dropout drops the tokens of each row apart: set it to 0, or batch.packing to false"
     if sample is None:
         return "with data.streaming the rows are not known before: set batch.packing to false"
+    if not net.shares_prefixes:
+        return "the layers of this model cannot read a prefix that rows share: set batch.packing to false"
     if net.rope.kind == "dynamic" and sample.tokens.shape[1] > net.rope.original_max_positions:
         return "rope_type dynamic rotates a prompt by the length of its row: set batch.packing to false"
     return None
@@ -293,7 +298,8 @@ def _token_cost(net: ModelConfig, length: int) -> float:
     dense = 3 * net.width * net.ffn
     experts = 3 * net.width * (net.expert_ffn * net.experts_per_token + net.shared_expert_ffn)
     sparse = sum(kind.experts for kind in net.layer_configs)
-    matmuls = net.layers * attention + sparse * experts + (net.layers - sparse) * dense
+    dense_layers = net.layers if net.experts_beside else net.layers - sparse
+    matmuls = net.layers * attention + sparse * experts + dense_layers * dense
     return 6.0 * matmuls + ATTENTION_COST * 12.0 * net.layers * length * net.heads * net.head_dim
 
 

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from jaxrl_llm.config import ConfigDict, ConfigError, validate
 from jaxrl_llm.config.resolve import import_file, import_module, split_options
-from jaxrl_llm.data import loading
+from jaxrl_llm.data import image_processor, loading
 from jaxrl_llm.data.chat_templates import with_chat_template
 from jaxrl_llm.data.loading import DataSource, Tokenized
 from jaxrl_llm.data.sources import is_stream
@@ -120,6 +120,13 @@ def tokenizer_of(config, tokenizer: Any = None, model: Model | None = None) -> A
     else:
         path, _ = base_and_adapter(c.path, None)
         hf.remember_images(tokenizer, hf.locate(path, revision=c.revision, config_only=True))
+    tokenizer.image_settings = getattr(model.tokenizer, "image_settings", {}) if model is not None else {}
+    if options := split_options(f"_({config.data.image_processor})")[1]:
+        if tokenizer.image_folder is None:
+            raise ConfigError(
+                f"data.image_processor is {config.data.image_processor!r}, but the model reads text alone: remove it"
+            )
+        tokenizer.image_settings = image_processor.settings_of(tokenizer.image_folder, options)
     return tokenizer
 
 

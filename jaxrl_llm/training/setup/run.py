@@ -518,6 +518,11 @@ def _online(
             f"algorithm.advantage is {config.algorithm.advantage!r}, which gives credit to the turns of episodes, but "
             "rows have one turn: set environment.name, tools or agent, or another advantage"
         )
+    if advantages.asks_for("parts") and not isinstance(environments, Agents):
+        raise ConfigError(
+            f"algorithm.advantage is {config.algorithm.advantage!r}, which reads the roles of an agent's sessions, but "
+            "rows have none: set environment.agent (docs/agents.md), or another advantage"
+        )
     spec, rows, rollout = learner_spec(config), batch_spec(config), config.rollout
     if spec.observations and environments is None and config.environment.rollout_func is None:
         raise ConfigError(

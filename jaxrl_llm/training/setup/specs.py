@@ -19,7 +19,7 @@ from jaxrl_llm.algorithms.kl import AdaptiveKL, FixedKL
 from jaxrl_llm.config import ConfigError, rows_together
 from jaxrl_llm.config.checks import logit_bias, reward_scales
 from jaxrl_llm.config.resolve import split_options
-from jaxrl_llm.config.schema import OFFLINE
+from jaxrl_llm.config.schema import EPISODES, OFFLINE
 from jaxrl_llm.data.curriculum import CurriculumSpec
 from jaxrl_llm.data.images import ImageLimits
 from jaxrl_llm.data.loading import DataSpec
@@ -41,6 +41,7 @@ from jaxrl_llm.rollout.sampling import SamplingParams
 from jaxrl_llm.training.advantages import AdvantageSpec
 from jaxrl_llm.training.agent_rollout import AgentRollout
 from jaxrl_llm.training.algorithm import Algorithm, BatchSpec
+from jaxrl_llm.training.episode_agent import EpisodeAgent
 from jaxrl_llm.training.external_rollout import ExternalRollout, load_rollout_function, returns_texts
 from jaxrl_llm.training.logging.stopwatch import Stopwatch
 from jaxrl_llm.training.offline import OfflineSpec
@@ -107,7 +108,7 @@ def data_spec(config) -> DataSpec:
         label_key=c.label_key,
         system_prompt=c.system_prompt,
         image_key=c.image_key,
-        image_limits=ImageLimits(c.image_pixels, c.image_bytes, c.images_per_row, c.image_urls),
+        image_limits=image_limits(config),
         template_kwargs=split_options(f"_({c.chat_template_kwargs})")[1],
         overlong=c.overlong,
         loss_on=c.loss_on,
@@ -122,6 +123,12 @@ def data_spec(config) -> DataSpec:
         cache=c.cache,
         settings=_by_other_names(config),
     )
+
+
+def image_limits(config) -> ImageLimits:
+    """The bounds of images, those of the data and those that environments and agents show."""
+    c = config.data
+    return ImageLimits(c.image_pixels, c.image_bytes, c.images_per_row, c.image_urls)
 
 
 def _by_other_names(config) -> dict[str, Any]:
@@ -581,7 +588,8 @@ def build_worker(
                                "mesh.context to 1")  # fmt: skip
         shards = row_shards(mesh)
         slots = engine.slots or min(environments.spec.workers, config.batch.prompts * config.rollout.group_size)
-        agents = AgentRollout(environments, engine, turns, mesh, width, -(-slots // shards) * shards)
+        slots = -(-slots // shards) * shards
+        agents = AgentRollout(environments, engine, turns, mesh, width, slots, image_limits(config))
     as_texts = function is not None and returns_texts(function)
     return RolloutWorker(
         engine, rewards, model.tokenizer, mesh, width, stopwatch, open_episodes, external, agents, as_texts
@@ -623,20 +631,36 @@ def padded_width(longest: int, limit: int) -> int:
 
 def environment_spec(config, environment: Any = None, tools: Sequence[Any] = ()) -> EnvironmentSpec | AgentSpec:
     """The environments of the configuration, or of `environment` (a factory, a dictionary of them, or a name); or its
-    agents.
+    agents, of which `episodes` has these environments.
 
     `tools` are added to the configuration's. Raises EpisodeError for an algorithm that samples nothing, and for agents
-    together with an environment, without the packages of their endpoint or in a run of several processes.
+    together with an environment that is not theirs, without the packages of their endpoint or in a run of several
+    processes.
     """
     c, name = config.environment, config.algorithm.name
+    plays = c.agent in (None, EPISODES)
+    others = {value: agent for value, _, agent in (entry.partition("=") for entry in c.agents)}
+    agents = partial(
+        AgentSpec,
+        workers=c.workers,
+        timeout=c.agent_timeout,
+        calls=c.max_turns,
+        tokens=c.agent_tokens,
+        on_error=c.on_error,
+        others=others,
+        branches=c.agent_branches,
+    )
     if c.agent is not None:
-        if c.reward_scale:
+        if c.reward_scale and not plays:
             raise EpisodeError(
                 f"environment.reward_scale is {tuple(c.reward_scale)}, but agents return their rewards as they are to "
                 "be: scale them there"
             )
-        if environment is not None or tools:
-            raise EpisodeError("environment.agent is set, but an environment or tools are given too: leave one out")
+        if (environment is not None or tools) and not plays:
+            raise EpisodeError(
+                "environment.agent is set, but an environment or tools are given too: leave one out, or set "
+                f"environment.agent={EPISODES!r}"
+            )
         missing = [package for package in ("starlette", "uvicorn") if importlib.util.find_spec(package) is None]
         if missing:
             raise EpisodeError(
@@ -644,10 +668,8 @@ def environment_spec(config, environment: Any = None, tools: Sequence[Any] = ())
             )
         if jax.process_count() > 1:
             raise EpisodeError("environment.agent is for one process, but this run has several")
-        others = {value: agent for value, _, agent in (entry.partition("=") for entry in c.agents)}
-        return AgentSpec(
-            c.agent, c.workers, c.agent_timeout, c.max_turns, c.agent_tokens, c.on_error, others, c.agent_branches
-        )
+        if not plays:
+            return agents(c.agent)
     spec = EnvironmentSpec(
         environment=c.name if environment is None else environment,
         tools=(*c.tools, *tools),
@@ -664,4 +686,11 @@ def environment_spec(config, environment: Any = None, tools: Sequence[Any] = ())
         )
     if name in OFFLINE and (spec.environment is not None or spec.tools):
         raise EpisodeError(f"there is an environment or a tool, but algorithm.name = {name!r} samples nothing")
-    return spec
+    if c.agent is None:
+        return spec
+    if spec.environment is None and not spec.tools:
+        raise EpisodeError(
+            f"environment.agent is {EPISODES!r}, but there is neither an environment nor a tool: set environment.name "
+            "or tools, or leave it out"
+        )
+    return agents(EpisodeAgent(spec, image_limits(config)))

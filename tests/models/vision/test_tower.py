@@ -156,6 +156,10 @@ def test_packed_rows_of_an_update_compute_the_same(model, documents):
     layout = plan(tokens, segments, mask, sizes, shards=2)
     assert (layout.multiplicity == 2).any()
     inputs = jax.tree.map(jnp.asarray, Inputs(tokens, segments, images=images))
+    if not model.net.config.shares_prefixes:
+        with pytest.raises(ConfigError, match="rows of a group share a prefix, which this model's layers cannot"):
+            scored_logps(model.net, model.params, inputs.replace(layout=layout), 1.0, 8, 2)
+        return
     expected = np.asarray(token_logps(model.net, model.params, inputs)[0])
     found = scored_logps(model.net, model.params, inputs.replace(layout=layout), 1.0, 8, 2)
     np.testing.assert_allclose(np.asarray(found) * mask, expected * mask, atol=TOLERANCE)
@@ -206,6 +210,8 @@ def test_export_is_bit_for_bit_and_read_by_transformers(oracle, folder, model, d
     stored, written = (load_file(path / "model.safetensors") for path in (folder, tmp_path / "out"))
     # Gemma 3 is written as on the hub; transformers leaves a word out.
     stored = {name.replace("vision_tower.", "vision_tower.vision_model."): x for name, x in stored.items()}
+    if oracle.config.model_type == "qwen3_vl_moe":  # and these: transformers has them transposed
+        stored = {name: x.swapaxes(1, 2) if ".experts." in name else x for name, x in stored.items()}
     assert stored.keys() == written.keys()
     for name, x in stored.items():
         np.testing.assert_array_equal(written[name], x, err_msg=name)
@@ -258,11 +264,21 @@ def test_tiles_of_another_size_and_images_for_a_text_model_are_refused(model, do
         ("qwen2_5_vl", "vision_config", "num_heads", 8, "vision_config.hidden_size = 24"),
         ("qwen2_5_vl", "vision_config", "hidden_act", "gelu", "vision_config.hidden_act = 'gelu'"),
         ("qwen2_5_vl", "vision_config", "window_size", 7, "vision_config.window_size = 7"),
+        ("qwen2_vl", "text_config", "layer_types", ["sliding_attention"] * 2, "sliding_window = None"),
+        ("qwen2_vl", "vision_config", "hidden_size", 24, "vision_config.hidden_size = 24 .* hidden_size = 32"),
+        ("qwen2_vl", "vision_config", "num_heads", 8, "vision_config.embed_dim = 24"),
+        ("qwen2_vl", "vision_config", "mlp_ratio", 0.5, "mlp_ratio = 0.5"),
+        ("qwen2_vl", "vision_config", "hidden_act", "silu", "vision_config.hidden_act = 'silu'"),
+        ("qwen3_vl_moe", "text_config", "num_experts_per_tok", 5, "num_experts_per_tok = 5 .* up to num_experts = 4"),
+        ("qwen3_vl_moe", "text_config", "mlp_only_layers", [0, 1, 2], r"mlp_only_layers = \[0, 1, 2\]"),
         ("qwen3_vl", "text_config", "rope_parameters", {"mrope_interleaved": False}, "mrope_interleaved = False"),
         ("qwen3_vl", "vision_config", "num_position_embeddings", 24, "num_position_embeddings = 24 .* squares"),
         ("qwen3_vl", "vision_config", "deepstack_visual_indexes", [2, 0], r"deepstack_visual_indexes = \[2, 0\]"),
         ("qwen3_vl", "vision_config", "deepstack_visual_indexes", [0, 4], r"deepstack_visual_indexes = \[0, 4\]"),
         ("qwen3_vl", "vision_config", "rope_parameters", {"rope_theta": 1e6}, "rope_theta = 1000000.0"),
+        ("qwen3_5", "text_config", "rope_parameters", {"mrope_section": [4, 2, 2]}, "half of the 4 rotated dimensions"),
+        ("qwen3_5", "text_config", "layer_types", ["sliding_attention"] * 3, "layer_types = "),
+        ("qwen3_5_moe", "text_config", "num_experts_per_tok", 5, "num_experts_per_tok = 5 .* up to num_experts = 4"),
     ],
 )
 def test_entries_that_mean_another_network_are_refused(family, part, entry, value, message):
@@ -273,20 +289,48 @@ def test_entries_that_mean_another_network_are_refused(family, part, entry, valu
         family_of(hf).to_config(hf)
 
 
-def test_a_flat_config_of_qwen2_5_vl():
+@pytest.mark.parametrize("name", ["qwen2_vl", "qwen2_5_vl"])
+def test_flat_configs(name):
     """Files of transformers 4 have the decoder's entries beside those of the whole, and name their rotary positions."""
-    nested = VISION["qwen2_5_vl"]().to_dict()
+    nested = VISION[name]().to_dict()
     text = dict(nested.pop("text_config"))
     given = text.pop("rope_parameters")
     rope = {"type": "mrope", "mrope_section": given["mrope_section"]}
-    flat = {**text, **nested, "rope_theta": given["rope_theta"], "rope_scaling": rope, "model_type": "qwen2_5_vl"}
+    flat = {**text, **nested, "rope_theta": given["rope_theta"], "rope_scaling": rope, "model_type": name}
     family = family_of(flat)
     config = family.to_config(flat)
-    assert config == family.to_config(VISION["qwen2_5_vl"]().to_dict())
+    assert config == family.to_config(VISION[name]().to_dict())
     assert config.rope_axes == (0, 1, 1, 2)
     written = family.from_config(config, flat)
     assert written == written | {name: x for name, x in flat.items() if name not in ("architectures", "head_dim")}
     assert "text_config" not in written
+
+
+def test_experts_of_qwen3_vl_are_read_in_both_orientations(tmp_path):
+    """As the hub's files have them, which are written, and as version 5 of transformers writes them; it reads both."""
+    oracle = make_vision_oracle("qwen3_vl_moe")
+    oracle.save_pretrained(tmp_path / "5")
+    stored = load_file(tmp_path / "5" / "model.safetensors")
+    experts = [name for name in stored if ".experts." in name]
+    assert {stored[name].shape for name in experts} == {(4, 40, 32), (4, 32, 20)}
+    model = load_model(tmp_path / "5")
+    save_hf(model, tmp_path / "hub")
+    written = load_file(tmp_path / "hub" / "model.safetensors")
+    assert written.keys() == stored.keys()
+    for name, x in stored.items():
+        np.testing.assert_array_equal(written[name], x.swapaxes(1, 2) if name in experts else x, err_msg=name)
+    jax.tree.map(np.testing.assert_array_equal, load_model(tmp_path / "hub").params, model.params)
+    again = AutoModelForImageTextToText.from_pretrained(tmp_path / "hub")
+    assert all(torch.equal(x, y) for x, y in zip(again.parameters(), oracle.parameters(), strict=True))
+
+
+def test_qwen3_vl_moe_reads_entries_as_transformers_does():
+    """Embeddings are tied where the whole says so, and not its decoder; weights of experts always add up to 1."""
+    hf = VISION["qwen3_vl_moe"]().to_dict()
+    hf["text_config"] |= {"tie_word_embeddings": True, "norm_topk_prob": False}
+    config = family_of(hf).to_config(hf)
+    assert not config.tie_embeddings and config.normalize_top_k
+    assert family_of(hf).to_config(hf | {"tie_word_embeddings": True}).tie_embeddings
 
 
 @pytest.mark.parametrize("layout", ["of transformers", "of its class", "of its class, before version 5"])
@@ -350,11 +394,13 @@ def test_adapters_are_where_peft_finds_them(oracle, folder, model, vision, tmp_p
     entries = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
     config = peft.LoraConfig(r=2, target_modules=entries["target_modules"])
     wanted = {name for name, x in oracle.named_modules() if isinstance(x, torch.nn.Linear)}
-    # Of Qwen's encoders queries, keys and values are one matrix, and have no adapters.
+    # Of Qwen's encoders queries, keys and values are one matrix, and have no adapters, as have the gates of experts.
     wanted = {
         name
         for name in wanted
-        if "layers" in name or ("blocks" in name and ".mlp." in name) or ("merger" in name and "linear" in name)
+        if ("layers" in name and not name.endswith("shared_expert_gate"))
+        or ("blocks" in name and ".mlp." in name)
+        or ("merger" in name and "linear" in name)
     }
     wanted = {name for name in wanted if vision == "lora" or "text_model" in name or "language_model" in name}
     assert {name for name, _ in oracle.named_modules() if check_target_module_exists(config, name)} == wanted

@@ -10,6 +10,8 @@ import pytest
 from jaxrl_llm.algorithms.batch import Batch, Inputs
 from jaxrl_llm.config import ConfigError, default
 from jaxrl_llm.distributed.sharding import make_mesh
+from jaxrl_llm.models.attention import Attention
+from jaxrl_llm.models.delta_net import GatedDeltaNet
 from jaxrl_llm.models.lora import LoraConfig
 from jaxrl_llm.models.rope import Rope
 from jaxrl_llm.models.transformer import ModelConfig, Net
@@ -263,6 +265,8 @@ def test_auto_packs_where_rows_share_or_waste():
         ({}, dataclasses.replace(SHAPE, lora=LoraConfig(2, dropout=0.1)), "lora.dropout drops the tokens"),
         ({}, dataclasses.replace(SHAPE, rope=Rope(kind="dynamic", factor=2.0, original_max_positions=4)),
          "rope_type dynamic rotates a prompt by the length of its row"),
+        ({}, dataclasses.replace(SHAPE, mixers=(GatedDeltaNet, Attention)),
+         "the layers of this model cannot read a prefix that rows share"),
         ({"batch__pack_length": 8}, SHAPE, "batch.pack_length is 8, but rows have up to 9 tokens"),
         ({"batch__microbatch_tokens": 8}, SHAPE, "set it to 9 x mesh.data x mesh.fsdp"),
     ],

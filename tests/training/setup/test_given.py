@@ -176,6 +176,7 @@ def test_a_model_in_memory_and_what_else_is_given(config, tiny_run):
     assert (result.output_dir / "completions" / "evaluation_00001.parquet").is_file()
 
 
+@pytest.mark.slow
 def test_a_chain_of_adapters_in_memory(config, tmp_path):
     """Adapters are trained on where no rank is asked for, and merged where new ones are."""
     config.algorithm.name, config.optimizer.learning_rate = "sft", 0.1

@@ -58,6 +58,7 @@ def test_too_little_memory_for_a_slot(model):
         memory.with_fitting_slots(engine_of(model), model.params, 1.0, 9.0, PROMPTS, WIDTH, mesh)
 
 
+@pytest.mark.slow
 def test_a_run_within_a_share_of_the_memory(root, tmp_path, monkeypatch, tiny_run):
     """It samples what it samples with all slots: bit for bit the same metrics, by more decode steps."""
     config = load_config_file(f"{root / 'configs' / 'grpo.py'}:tiny")

@@ -32,7 +32,7 @@ def test_completions_that_go_past_the_end_of_text(tmp_path):
     ("minibatches", "made", "rates"),
     # Three passes of two minibatches in each of two steps. The joint pass is the last of the three: updates 4 and 5 of
     # 6 in the first step, of 12 over which the rate rises.
-    [(0, 12, [4 / 12, 5 / 12, 10 / 12, 11 / 12]),
+    [pytest.param(0, 12, [4 / 12, 5 / 12, 10 / 12, 11 / 12], marks=pytest.mark.slow),
      # Passes of one minibatch, all before the policy's.
      (1, 6, [0, 1 / 6, 2 / 6, 3 / 6, 4 / 6, 5 / 6])],
     ids=["the policy's minibatches", "its own"],

@@ -1,0 +1,167 @@
+"""Gemma 4, text models: full attention with heads and rotary positions of its own, per-layer embeddings, and last
+layers that read the keys and values of earlier ones."""
+
+from typing import Any
+
+from jaxrl_llm.models.families import decoder, gemma, gemma2, layer_types
+from jaxrl_llm.models.families.decoder import LAYER, TensorName, linear
+from jaxrl_llm.models.families.entries import number, positive, refuse
+from jaxrl_llm.models.transformer import ModelConfig
+
+MODEL_TYPE = "gemma4_text"
+ARCHITECTURE = "Gemma4"
+KEYS = (
+    *gemma2.KEYS,
+    *decoder.QK_NORMS,
+    *linear("layers/per_layer/gate", f"{LAYER}per_layer_input_gate"),
+    *linear("layers/per_layer/down", f"{LAYER}per_layer_projection"),
+    TensorName("layers/per_layer/norm/scale", f"{LAYER}post_per_layer_input_norm.weight"),
+    TensorName("layers/out_scale", f"{LAYER}layer_scalar"),
+    TensorName("per_layer/embed/weight", "model.embed_tokens_per_layer.weight"),
+    *linear("per_layer/proj", "model.per_layer_model_projection"),
+    TensorName("per_layer/norm/scale", "model.per_layer_projection_norm.weight"),
+    # Of layers that have experts beside the dense feed-forward:
+    TensorName("layers/mlp/dense_norm/scale", f"{LAYER}pre_feedforward_layernorm.weight"),
+    TensorName("layers/mlp/dense_out_norm/scale", f"{LAYER}post_feedforward_layernorm_1.weight"),
+    *linear("layers/mlp/dense/gate", f"{LAYER}mlp.gate_proj"),
+    *linear("layers/mlp/dense/up", f"{LAYER}mlp.up_proj"),
+    *linear("layers/mlp/dense/down", f"{LAYER}mlp.down_proj"),
+    TensorName("layers/mlp/experts_norm/scale", f"{LAYER}pre_feedforward_layernorm_2.weight"),
+    TensorName("layers/mlp/experts_out_norm/scale", f"{LAYER}post_feedforward_layernorm_2.weight"),
+    TensorName("layers/mlp/router_scale", f"{LAYER}router.scale"),
+    TensorName("layers/mlp/router/kernel", f"{LAYER}router.proj.weight", transpose=True),
+    TensorName("layers/mlp/weight_scale", f"{LAYER}router.per_expert_scale"),
+    TensorName("layers/mlp/experts/gate/kernel", f"{LAYER}experts.gate_up_proj", transpose=True),
+    TensorName("layers/mlp/experts/up/kernel", f"{LAYER}experts.gate_up_proj", transpose=True),
+    TensorName("layers/mlp/experts/down/kernel", f"{LAYER}experts.down_proj", transpose=True),
+)
+EXPERTS = {"experts": "num_experts", "experts_per_token": "top_k_experts", "expert_ffn": "moe_intermediate_size"}
+DEFAULTS = {
+    **gemma.DEFAULTS,
+    "num_key_value_heads": 4,
+    "sliding_window": 512,
+    "final_logit_softcapping": None,
+    "hidden_size_per_layer_input": 256,
+    "vocab_size_per_layer_input": 262_144,
+    "global_head_dim": 512,
+}
+ROPES = {
+    "full_attention": {"rope_type": "proportional", "rope_theta": 1_000_000.0, "partial_rotary_factor": 0.25},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+}
+
+
+def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
+    """The ModelConfig of a config.json; raises ConfigError for what the network does not compute."""
+    hf = DEFAULTS | hf
+    hf |= {"rope_parameters": _rope_parameters(hf)}
+    every, last = 6, positive(hf, "num_hidden_layers") - 1
+    types = [*hf["layer_types"][:-1], layer_types.FULL] if hf.get("layer_types") else None
+    windows = layer_types.read({**hf, "layer_types": types}, lambda layer: (layer + 1) % every != 0 and layer != last)
+    cap = hf["final_logit_softcapping"]
+    own = {
+        **gemma.common(hf),
+        **windows,
+        **_full_heads(hf, windows.get("sliding_layers", ())),
+        **_shared(hf, windows.get("sliding_layers", ())),
+        "norm_offset": 0.0,
+        "norms": "both",
+        "query_scale": 1.0,
+        "logit_softcap": None if cap is None else number("final_logit_softcapping", cap, above=0),
+        "qk_norm": True,
+        "value_norm": True,
+        "layer_scale": True,
+    }
+    if hf.get("enable_moe_block"):
+        own |= {field: positive(hf, entry) for field, entry in EXPERTS.items()}
+        if own["experts_per_token"] > own["experts"]:
+            refuse("top_k_experts", own["experts_per_token"], f"numbers up to num_experts = {own['experts']}")
+        own |= {"experts_beside": True, "normalize_top_k": True}
+        own["router_aux_loss_coef"] = number("router_aux_loss_coef", hf.get("router_aux_loss_coef", 0.0))
+    if hf["hidden_size_per_layer_input"]:
+        own["per_layer_width"] = positive(hf, "hidden_size_per_layer_input")
+        own["per_layer_vocab"] = positive(hf, "vocab_size_per_layer_input")
+        if own["per_layer_vocab"] < positive(hf, "vocab_size"):
+            least = f"numbers from vocab_size = {hf['vocab_size']}"
+            refuse("vocab_size_per_layer_input", own["per_layer_vocab"], least)
+    rope = {"by_type": True}
+    return decoder.to_config(hf, ARCHITECTURE, own, overrides, activations=gemma2.ACTIVATIONS, rope=rope)
+
+
+def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:
+    """The config.json of a net, over the entries of `base`."""
+    own: dict[str, Any] = {
+        "attention_bias": config.attention_bias,
+        "final_logit_softcapping": config.logit_softcap,
+    }
+    if config.sliding_layers:
+        own["sliding_window"] = config.sliding_window
+    if config.router_aux_loss_coef:
+        own["router_aux_loss_coef"] = config.router_aux_loss_coef
+    if base is None:
+        own |= layer_types.write(config) | {
+            "hidden_activation": "gelu_pytorch_tanh",
+            "global_head_dim": config.full_head_dim or config.head_dim,
+            "num_global_key_value_heads": config.full_kv_heads or None,
+            "attention_k_eq_v": config.keys_as_values,
+            "enable_moe_block": config.experts_beside,
+            **{entry: getattr(config, field) or None for field, entry in EXPERTS.items()},
+            "num_kv_shared_layers": config.shared_layers,
+            "use_double_wide_mlp": bool(config.shared_ffn),
+            "hidden_size_per_layer_input": config.per_layer_width,
+            "vocab_size_per_layer_input": config.per_layer_vocab or config.vocab_size,
+        }
+    rope = None if base is None else {**base, "rope_parameters": _rope_parameters(base)}
+    return decoder.from_config(config, base, ARCHITECTURE, MODEL_TYPE, own, rope=rope)
+
+
+def unused_tensors(config: ModelConfig) -> set[str]:
+    """Tensors that checkpoints may have and nothing reads: keys and values of the layers that share those of others."""
+    layers = range(config.layers - config.shared_layers, config.layers)
+    parts = ("k_proj", "v_proj", "k_norm", "v_norm")
+    return {f"{LAYER.format(layer=layer)}self_attn.{part}.weight" for layer in layers for part in parts}
+
+
+def _rope_parameters(hf: dict[str, Any]) -> dict[str, Any]:
+    """The rotary parameters of both types of layers."""
+    given = hf.get("rope_parameters") or {}
+    if not all(isinstance(value, dict) for value in given.values()):
+        refuse("rope_parameters", given, f"one set of parameters for each of {', '.join(ROPES)}")
+    return ROPES | given
+
+
+def _full_heads(hf: dict[str, Any], sliding: tuple[int, ...]) -> dict[str, Any]:
+    """The fields of the heads of full attention, of which files of transformers 5.24 have an entry for each layer."""
+    same = bool(hf.get("attention_k_eq_v"))
+    each = hf.get("per_layer_config")
+    full = {"head_dim": hf["global_head_dim"]}
+    if same and hf.get("num_global_key_value_heads") is not None:
+        full["num_key_value_heads"] = hf["num_global_key_value_heads"]
+    if each is not None:
+        layers = [layer for layer in range(hf["num_hidden_layers"]) if layer not in sliding]
+        numbered = {int(layer): entries for layer, entries in each.items()}  # "04", or 4
+        full = numbered.get(layers[0], {})
+        if numbered != dict.fromkeys(layers if each else [], full):
+            refuse("per_layer_config", each, "the same entries for all layers of full attention, and no others")
+        if other := sorted(set(full) - {"head_dim", "num_key_value_heads"}):
+            refuse("per_layer_config", other, "head_dim and num_key_value_heads")
+    fields: dict[str, Any] = {"keys_as_values": same}
+    for field, entry in {"full_head_dim": "head_dim", "full_kv_heads": "num_key_value_heads"}.items():
+        if entry in full and full[entry] != hf[entry]:
+            fields[field] = positive(full, entry)
+    if hf["num_attention_heads"] % fields.get("full_kv_heads", 1):
+        heads = hf["num_attention_heads"]
+        refuse("num_global_key_value_heads", fields["full_kv_heads"], f"divisors of num_attention_heads = {heads}")
+    return fields
+
+
+def _shared(hf: dict[str, Any], sliding: tuple[int, ...]) -> dict[str, Any]:
+    """The fields of the last layers, which read the keys and values of earlier ones."""
+    if not hf.get("num_kv_shared_layers"):
+        return {}
+    shared, layers = positive(hf, "num_kv_shared_layers"), hf["num_hidden_layers"]
+    kinds = [layer in sliding for layer in range(layers)]
+    if set(kinds[: max(layers - shared, 0)]) != set(kinds):
+        refuse("num_kv_shared_layers", shared, "numbers that leave a layer of each type before the shared ones")
+    wide = 2 * positive(hf, "intermediate_size") if hf.get("use_double_wide_mlp") else 0
+    return {"shared_layers": shared, "shared_ffn": wide}

@@ -1,0 +1,42 @@
+"""Qwen3.5's mixtures of experts (Qwen3.5-35B-A3B without its vision): Qwen3.5's layers with Qwen3-Next's experts."""
+
+from typing import Any
+
+from jaxrl_llm.models.families import decoder, qwen2_moe, qwen3_5_text, qwen3_next
+from jaxrl_llm.models.transformer import ModelConfig
+
+MODEL_TYPE = "qwen3_5_moe_text"
+ARCHITECTURE = "Qwen3_5Moe"
+_COMMON = (*qwen3_5_text.KEYS, *qwen2_moe.SHARED)
+KEYS = (*_COMMON, *decoder.experts("mlp", "gate_proj", "up_proj", "down_proj"))
+OTHER_KEYS = ((*_COMMON, *decoder.stacked_experts("mlp")),)
+DEFAULTS = qwen3_next.DEFAULTS | {"num_experts_per_tok": 8, "num_experts": 256}  # what entries mean that are left out
+# Other families' entries, which this one does not read: every layer has experts, whose weights add up to 1.
+FIXED = {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []}
+
+
+def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
+    """The ModelConfig of a config.json; raises ConfigError for what the network does not compute."""
+    hf = with_defaults(hf)
+    return decoder.to_config(hf, ARCHITECTURE, fields(hf), overrides, rope={"partial": True})
+
+
+def with_defaults(hf: dict[str, Any]) -> dict[str, Any]:
+    """The entries, and those that are left out; no layer has the feed-forward of `intermediate_size`."""
+    hf = DEFAULTS | hf | FIXED
+    return {"intermediate_size": hf["moe_intermediate_size"]} | hf
+
+
+def fields(hf: dict[str, Any]) -> dict[str, Any]:
+    """The ModelConfig fields that are this family's own, of entries with their defaults."""
+    return qwen3_5_text.fields(hf) | qwen2_moe.experts(hf)
+
+
+def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:
+    """The config.json of a net, over the entries of `base`."""
+    return decoder.from_config(config, base, ARCHITECTURE, MODEL_TYPE, entries(config, base))
+
+
+def entries(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:
+    """The entries of config.json that `fields` reads."""
+    return qwen3_next.delta_entries(config, base) | qwen2_moe.expert_entries(config, base)

@@ -1,0 +1,36 @@
+"""Qwen3.5's decoder (Qwen3.5-27B without its vision): Qwen3-Next's layers, with other projections, and dense."""
+
+from typing import Any
+
+from jaxrl_llm.models.delta_net import SplitDeltaNet
+from jaxrl_llm.models.families import decoder, qwen3_next
+from jaxrl_llm.models.families.decoder import LAYER, linear
+from jaxrl_llm.models.transformer import ModelConfig
+
+MODEL_TYPE = "qwen3_5_text"
+ARCHITECTURE = {"lm": "Qwen3_5ForCausalLM", "score": "Qwen3_5TextForSequenceClassification"}
+KEYS = (
+    *qwen3_next.DELTA_KEYS,
+    *(
+        key
+        for name in ("qkv", "z", "b", "a")
+        for key in linear(f"layers/delta/{name}", f"{LAYER}linear_attn.in_proj_{name}")
+    ),
+)
+DEFAULTS = qwen3_next.DELTA_DEFAULTS | {"num_key_value_heads": 4}  # what entries mean that are left out
+
+
+def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
+    """The ModelConfig of a config.json; raises ConfigError for what the network does not compute."""
+    hf = DEFAULTS | hf
+    return decoder.to_config(hf, ARCHITECTURE, fields(hf), overrides, rope={"partial": True})
+
+
+def fields(hf: dict[str, Any]) -> dict[str, Any]:
+    """The ModelConfig fields that are this family's own, of entries with their defaults."""
+    return qwen3_next.delta_fields(hf, SplitDeltaNet)
+
+
+def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:
+    """The config.json of a net, over the entries of `base`."""
+    return decoder.from_config(config, base, ARCHITECTURE, MODEL_TYPE, qwen3_next.delta_entries(config, base))

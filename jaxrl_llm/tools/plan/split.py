@@ -1,0 +1,150 @@
+"""The plan of a run of which some devices, or processes, only sample: each half, and the split that balances them."""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from jaxrl_llm.config import ConfigError
+from jaxrl_llm.distributed.sharding import make_mesh, rollout_mesh
+from jaxrl_llm.tools.plan.advice import changed
+from jaxrl_llm.tools.plan.devices import Device
+from jaxrl_llm.tools.plan.planned import PARAMETERS, Plan, make_plan
+from jaxrl_llm.tools.plan.text import lines, seconds, size, table
+from jaxrl_llm.tools.plan.topology import stand_ins, target_of
+from jaxrl_llm.training.setup.run import sampling_devices
+
+
+class Split(NamedTuple):
+    """The plans of both halves; `samplers` of the second are at work at once, each on a batch of its own."""
+
+    training: Plan
+    sampling: Plan
+    samplers: int
+    in_files: bool  # policies go over in files, and not from device to device
+
+
+class Balance(NamedTuple):
+    """Least seconds of a step of each half, with so many devices each."""
+
+    training_devices: int
+    sampling_devices: int
+    training: float
+    sampling: float
+
+
+def make_split(config, name: str, count: int, simulate: bool = False) -> Split:
+    """The plans of both halves of a run on `count` devices called `name`, those that only sample among them.
+
+    Raises ConfigError as `make_plan`, and for processes among which the devices cannot be divided.
+    """
+    samplers, in_files = 1, not sampling_devices(config)
+    if in_files:
+        samplers, processes = config.rollout.processes, config.processes.count
+        if processes is None or processes <= samplers or count % processes:
+            raise ConfigError(
+                f"rollout.processes is {samplers}, but --devices={count} are not those of processes.count={processes} "
+                "processes: set it to the number of all processes of the run, which have as many devices each"
+            )
+        each = count // processes
+    else:
+        each = sampling_devices(config)
+        if each >= count:
+            raise ConfigError(f"rollout.devices is {each}, but it takes fewer than --devices={count}")
+    devices, c = stand_ins(config, name, count), config.mesh
+    alone = changed(config, {"rollout.devices": 0, "rollout.processes": 0})
+    training_mesh = make_mesh(c.data, c.fsdp, c.tensor, c.context, c.expert, devices[: count - samplers * each])
+    sampling_mesh = rollout_mesh(make_mesh(devices=devices[-each:]), config.rollout.mesh)
+    training = make_plan(alone, target_of(training_mesh, name, simulate), only="training")
+    sampling = make_plan(alone, target_of(sampling_mesh, name, simulate), only="sampling")
+    if not in_files and config.rollout.staleness:
+        whole = training.trained >= training.parameters
+        share = 1.0 if whole else training.trained / (training.parameters + training.trained)
+        waiting = int(config.rollout.staleness * share * sampling.sampling[PARAMETERS])
+        sampling = sampling._replace(
+            held={"policies of batches that wait": waiting},
+            programs=[x._replace(resident=x.resident + waiting) for x in sampling.programs],
+        )
+    return Split(training, sampling, samplers, in_files)
+
+
+def least_seconds(plan: Plan, factor: float = 1.0) -> float:
+    """Least seconds of a half's step on `factor` times fewer devices than planned, or more for one below 1.
+
+    Products, and the keys and values that decoding reads, are then `factor` times as many on each; the parameters that
+    it reads, and what is sent, stay.
+    """
+    device, total = plan.target.device, 0.0
+    caches = sum(bytes_ for name, bytes_ in plan.sampling.items() if name != PARAMETERS)
+    for program in plan.programs:
+        read = 0.0
+        if program.name == "rollout: decode":
+            read = plan.sampling[PARAMETERS] + caches * factor
+        parts = program.flops * factor / device.flops, read / device.bandwidth, program.sent / _rate(device, plan)
+        total += program.times * max(parts)
+    return total
+
+
+def balances(split: Split) -> list[Balance]:
+    """The halves' seconds for each split of the same devices, in order of the devices that sample."""
+    training, sampling = split.training.target.mesh, split.sampling.target.mesh
+    count = training.size + split.samplers * sampling.size
+    # What holds a part of the policy grows by whole copies; processes have as many devices each.
+    unit = sampling.size if split.in_files else sampling.size // sampling.shape["data"]
+    whole = training.size // (training.shape["data"] * training.shape["fsdp"])
+    found = []
+    for devices in range(unit, count, unit):
+        left = count - devices
+        if left % whole:
+            continue
+        if split.in_files:
+            sampled = least_seconds(split.sampling) / (devices // unit)
+        else:
+            sampled = least_seconds(split.sampling, sampling.size / devices)
+        found.append(Balance(left, devices, least_seconds(split.training, training.size / left), sampled))
+    return found
+
+
+def split_lines(split: Split) -> Iterator[str]:
+    """Yield the lines of the report: both halves, and their balance."""
+    training, sampling = split.training, split.sampling
+    yield f"== the devices that train: {training.target.mesh.size} =="
+    yield from lines(training)
+    yield ""
+    of = f"{split.samplers} times {sampling.target.mesh.size}" if split.in_files else f"{sampling.target.mesh.size}"
+    yield f"== the devices that only sample: {of} =="
+    yield from lines(sampling)
+    yield ""
+    yield "== both halves =="
+    policy, device = sampling.sampling[PARAMETERS], training.target.device
+    if split.in_files:
+        yield f"each policy is a file of at most {size(policy * sampling.target.mesh.size)}: what has changed in it"
+    if not device.flops:
+        yield f"time: no rates are known of {device.name}"
+        return
+    if not split.in_files:
+        rate = _rate(device, training, training.target.mesh.size + sampling.target.mesh.size)
+        yield f"each policy sends {size(policy)} to each device that samples: at least {seconds(policy / rate)}"
+    ways = balances(split)
+    own = next(x for x in ways if x.training_devices == training.target.mesh.size)
+    best = min(ways, key=lambda x: max(x.training, x.sampling))
+    rows: list[tuple[str, ...]] = [("least time of a step", "training", "sampling", "a step")]
+    for text, way in (("as planned", own), ("balanced", best)):
+        apart = f"{text}, {way.training_devices} train and {way.sampling_devices} sample"
+        rows.append((apart, seconds(way.training), seconds(way.sampling), seconds(max(way.training, way.sampling))))
+    count = own.training_devices + own.sampling_devices
+    turns = (
+        least_seconds(training, own.training_devices / count),
+        least_seconds(sampling, sampling.target.mesh.size / count),
+    )
+    rows.append((f"in turns, all {count}", *map(seconds, (*turns, sum(turns)))))
+    yield from table(rows)
+    key = "rollout.processes" if split.in_files else "rollout.devices"
+    unit = sampling.target.mesh.size if split.in_files else 1
+    if best != own:
+        yield f"  set {key}={best.sampling_devices // unit} for the balance"
+
+
+def _rate(device: Device, plan: Plan, count: int = 0) -> float:
+    """Bytes a second out of a device of the plan, or of `count` devices together."""
+    if device.node and (count or plan.target.mesh.size) > device.node:
+        return min(device.interconnect, device.network)
+    return device.interconnect
