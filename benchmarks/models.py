@@ -209,16 +209,10 @@ TEXT = """# Models
 Written by `python -m benchmarks.models` (jax {jax}, transformers {transformers}, fp32 on CPU).
 
 A model is a Hugging Face folder or hub id whose config.json has one of these `model_type`s. Everything else is refused
-<<<<<<< HEAD
-by name before weights are read. Each row is measured on a tiny random model that transformers made: two to four
+by name before weights are read. Each row is measured on a tiny random model that transformers made: two to six
 layers, biases and norms random, windows and chunks of {window} tokens where the family has them (documents have 4, 7
 and 12), soft caps low enough to bind, dense layers among those with experts. Numbers are the largest absolute
 difference.
-=======
-by name before weights are read. Each row is measured on a tiny random model that transformers made: two to six
-layers, biases and norms random, windows of {window} tokens where the family has them (documents have 4, 7 and 12), soft
-caps low enough to bind, dense layers among those with experts. Numbers are the largest absolute difference.
->>>>>>> main
 
 {table}
 - load: parameters that come back bit for bit from an exported folder.
@@ -228,25 +222,15 @@ caps low enough to bind, dense layers among those with experts. Numbers are the 
 - export: logits of the exported folder in transformers, against ours.
 - LoRA: the same with random adapters on every linear map, merged by the export. Experts and routers have none.
 - score head: `{{Family}}ForSequenceClassification` with one label, against ours (`head="score"`);
-<<<<<<< HEAD
-  transformers has none of Granite, OLMoE and Llama 4.
-=======
-  transformers has none of Granite, OLMoE, Gemma 4 and Qwen3.5's mixtures of experts.
->>>>>>> main
+  transformers has none of Granite, OLMoE, Gemma 4, Llama 4 and Qwen3.5's mixtures of experts.
 - 8-device shard: logits on a mesh (data, fsdp, tensor) = (2, 2, 2), against one device.
 
 ## What is computed
 
 - Rotary positions: {kinds}; the entries of transformers 4
-<<<<<<< HEAD
-  (`rope_theta`, `rope_scaling`) and 5 (`rope_parameters`), also one set for each type of layer (Gemma 3, OLMo 3), a
-  part of each head (Phi-3), neighbouring dimensions together (GLM), and layers without (SmolLM3, Llama 4). With
-  `dynamic`, rows longer than `max_position_embeddings` are scored and trained on, but not sampled.
-=======
   (`rope_theta`, `rope_scaling`) and 5 (`rope_parameters`), also one set for each type of layer (Gemma 3 and 4, OLMo
-  3), a part of each head (Phi-3), neighbouring dimensions together (GLM), and layers without (SmolLM3). With `dynamic`,
-  rows longer than `max_position_embeddings` are scored and trained on, but not sampled.
->>>>>>> main
+  3), a part of each head (Phi-3), neighbouring dimensions together (GLM), and layers without (SmolLM3, Llama 4). With
+  `dynamic`, rows longer than `max_position_embeddings` are scored and trained on, but not sampled.
 - Windows (`sliding_window`) in all layers, in some (`layer_types`, `max_window_layers`, `sliding_window_pattern`), in
   training, prefill and decoding. The cache keeps all tokens.
 - Chunks (`attention_chunk_size`, Llama 4): a token sees those of its own chunk, counted from the start of its document,
@@ -263,25 +247,17 @@ caps low enough to bind, dense layers among those with experts. Numbers are the 
 - Attention sinks (gpt-oss). They are computed by `model.attention=xla`, on every backend.
 - Soft caps on attention scores and logits, wherever logits are formed. `model.fp32_head` forms them in float32.
 - Multipliers of embeddings, attention scores, residuals and logits (Granite).
-<<<<<<< HEAD
-- Mixtures of experts, with a shared expert where the family has one (Qwen2-MoE), and weights of their outputs
-  or, in Llama 4, their inputs: no token is dropped. On accelerators tokens are sorted by expert and multiplied in
-  groups; on CPU every expert computes every token. Checkpoints are read with each expert's matrices apart or stacked,
-  and written as on the hub: apart, those of gpt-oss and Llama 4 stacked. gpt-oss's are read from MXFP4 too, as the
-  numbers that they stand for, and written as floats, so that they can be trained. `model.router_aux_loss_coef` and
-  `model.freeze_router` are in docs/configuration.md.
-=======
 - Layers of full attention with heads of another size than those with a window, keys that are values too, layers that
   read the keys and values of an earlier one and have no cache of their own, embeddings for each layer, and experts
   beside a dense feed-forward (Gemma 4). Training keeps the number that a layer's output is multiplied by
   (`layer_scalar`). The maps of per-layer embeddings have no adapters and are not quantised. Of `gemma4` models, which
   read images and sound, nothing is loaded.
-- Mixtures of experts, with a shared expert where the family has one (Qwen2-MoE): no token is dropped. On accelerators
-  tokens are sorted by expert and multiplied in groups; on CPU every expert computes every token. Checkpoints are read
-  with each expert's matrices apart or stacked, and written as on the hub: apart, of Gemma 4, Qwen3-VL and gpt-oss
-  stacked. gpt-oss's are read from MXFP4 too, as the numbers that they stand for, and written as floats, so that they
-  can be trained. `model.router_aux_loss_coef` and `model.freeze_router` are in docs/configuration.md.
->>>>>>> main
+- Mixtures of experts, with a shared expert where the family has one (Qwen2-MoE), and weights of their outputs
+  or, in Llama 4, their inputs: no token is dropped. On accelerators tokens are sorted by expert and multiplied in
+  groups; on CPU every expert computes every token. Checkpoints are read with each expert's matrices apart or stacked,
+  and written as on the hub: apart, of Gemma 4, Llama 4, Qwen3-VL and gpt-oss stacked. gpt-oss's are read from MXFP4
+  too, as the numbers that they stand for, and written as floats, so that they can be trained.
+  `model.router_aux_loss_coef` and `model.freeze_router` are in docs/configuration.md.
 
 Weights are safetensors. With `model.allow_pickle` a folder without them is read from `pytorch_model.bin`, by a reader
 that knows tensors only and runs nothing. Code that a tokenizer's folder brings is run with `model.trust_remote_code`

@@ -106,17 +106,13 @@ class Attention(nnx.Module):
             arrays = arrays._replace(inv_freq=jnp.where(arrays.inv_freq == 0, 0.0, inputs.inv_freq))
         positions = inputs.positions if inputs.rotary is None else inputs.rotary
         q, k, v, gate = self._project(x, positions, arrays)
-<<<<<<< HEAD
         window = arrays.window
         if window is not None and self.config.sliding_chunks:  # of each token, back to where its chunk begins
             window = inputs.positions % window + 1 if is_in_chunks(self.config, x.shape[1]) else None
-        out = attend(self.config, q, k, v, inputs, window, self._sinks())
-=======
         if k is None or v is None:
             k, v = (a.swapaxes(1, 2) for a in inputs.shared)
-            return self._output(attend(self.config, q, k, v, inputs, arrays.window, self._sinks()), gate, x), ()
-        out = attend(self.config, q, k, v, inputs, arrays.window, self._sinks())
->>>>>>> main
+            return self._output(attend(self.config, q, k, v, inputs, window, self._sinks()), gate, x), ()
+        out = attend(self.config, q, k, v, inputs, window, self._sinks())
         cache = KeyValues(*(constrain(a.swapaxes(1, 2), "rows", "heads", None, None) for a in (k, v)))
         if inputs.shift is not None:
             cache = ShiftedKeyValues(*cache, inputs.shift)
@@ -232,35 +228,24 @@ class Attention(nnx.Module):
         if c.attention_gate:
             q, gate = jnp.split(q.reshape(*x.shape[:-1], c.heads, -1), 2, axis=-1)
             q, gate = (a.reshape(*x.shape[:-1], -1) for a in (q, gate))
-<<<<<<< HEAD
-        if self.q_norm is not None and self.k_norm is not None and c.qk_norm_whole:
-            q, k = self.q_norm(q), self.k_norm(k)
-        q, k, v = (a.reshape(*x.shape[:-1], -1, c.head_dim) for a in (q, k, v))
-        if self.q_norm is not None and self.k_norm is not None and not c.qk_norm_whole:
-            q, k = self.q_norm(q), self.k_norm(k)
-        q, k = (rotate(a, positions, arrays.inv_freq, arrays.scale, c.rope_interleaved) for a in (q, k))
-        if c.qk_rms:
-            q, k = (jnp.where(arrays.rotated, over_rms(a, c.norm_eps), a).astype(a.dtype) for a in (q, k))
-        if c.query_growth:  # arXiv 2501.19399
-            growth = 1 + c.query_growth * jnp.log1p((positions + 1) // c.query_growth_every)
-            q = (q * jnp.where(arrays.rotated, 1.0, growth)[..., None, None]).astype(q.dtype)
-        q = q.reshape(*x.shape[:-1], c.kv_heads, c.heads // c.kv_heads, c.head_dim)
-        return q * (c.head_dim**-0.5 if c.query_scale is None else c.query_scale), k, v, gate
-=======
 
         def turned(a, norm):
             a = norm(a) if norm is not None and c.qk_norm_whole else a
             a = a.reshape(*x.shape[:-1], -1, c.head_dim)
             a = norm(a) if norm is not None and not c.qk_norm_whole else a
-            return rotate(a, positions, arrays.inv_freq, arrays.scale, c.rope_interleaved)
+            a = rotate(a, positions, arrays.inv_freq, arrays.scale, c.rope_interleaved)
+            return jnp.where(arrays.rotated, over_rms(a, c.norm_eps), a).astype(a.dtype) if c.qk_rms else a
 
-        q = turned(q, self.q_norm).reshape(*x.shape[:-1], c.kv_heads, c.heads // c.kv_heads, c.head_dim)
+        q = turned(q, self.q_norm)
+        if c.query_growth:  # arXiv 2501.19399
+            growth = 1 + c.query_growth * jnp.log1p((positions + 1) // c.query_growth_every)
+            q = (q * jnp.where(arrays.rotated, 1.0, growth)[..., None, None]).astype(q.dtype)
+        q = q.reshape(*x.shape[:-1], c.kv_heads, c.heads // c.kv_heads, c.head_dim)
         q *= c.head_dim**-0.5 if c.query_scale is None else c.query_scale
         if k is None or v is None:
             return q, None, None, gate
         v = v.reshape(*x.shape[:-1], -1, c.head_dim)
         return q, turned(k, self.k_norm), v if self.v_norm is None else self.v_norm(v), gate
->>>>>>> main
 
     def _output(self, out, gate, x):
         out = out.reshape(*x.shape[:-1], -1)

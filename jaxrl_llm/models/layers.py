@@ -142,18 +142,8 @@ class RMSNorm(nnx.Module):
         self.eps, self.offset = config.norm_eps, config.norm_offset
 
     def __call__(self, x):
-<<<<<<< HEAD
-=======
-        x32 = x.astype(jnp.float32)
-        inverse = jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + self.eps)
-        if x.ndim > 3 and x.size > LARGE and jax.default_backend() == "gpu":
-            # Norms of heads, which are rotated next. XLA's kernel of a whole norm would write them in fp32, to be read
-            # again; of the factors alone it makes a small one, and rotates what the matmul wrote.
-            inverse = jax.lax.optimization_barrier(inverse)
-        x32 = x32 * inverse
         if self.scale is None:
-            return x32.astype(x.dtype)
->>>>>>> main
+            return over_rms(x, self.eps).astype(x.dtype)
         scale = self.scale[...].astype(jnp.float32)
         return (over_rms(x, self.eps) * (scale + self.offset if self.offset else scale)).astype(x.dtype)
 

@@ -71,11 +71,9 @@ class ModelConfig:
     mlp_bias: bool = False
     qk_norm: bool = False
     qk_norm_whole: bool = False  # over all heads at once, not each
-<<<<<<< HEAD
     qk_rms: bool = False  # rotated queries and keys are divided by their rms
     query_growth: float = 0.0  # of queries that are not rotated, with the log of their position in units of
     query_growth_every: int = 0  # so many
-=======
     value_norm: bool = False  # of each head, without a scale
     keys_as_values: bool = False  # before their norms and rotation, in the layers without a window
     full_head_dim: int = 0  # of the layers without a window; 0: head_dim
@@ -85,7 +83,6 @@ class ModelConfig:
     layer_scale: bool = False  # the hidden states after each layer are multiplied by a number, which is not trained
     per_layer_width: int = 0  # numbers of a token that each layer adds a map of, see per_layer.py; 0: none
     per_layer_vocab: int = 0
->>>>>>> main
     delta_key_heads: int = 0  # of gated delta nets, as the next four; see delta_net.GatedDeltaNet
     delta_value_heads: int = 0
     delta_key_dim: int = 0

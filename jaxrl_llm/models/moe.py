@@ -232,15 +232,11 @@ class MixtureOfExperts(nnx.Module):
         used = (jax.nn.one_hot(chosen, c.experts, dtype=jnp.float32) * live[..., None]).reshape(-1, c.experts).sum(0)
         return out, chosen, Routing(used, (probabilities * live).reshape(-1, c.experts).sum(0), live.sum())
 
-<<<<<<< HEAD
-    def _chosen(self, ranks):
-=======
     def _inputs(self, x, weights, chosen):
         """What the experts read of x, and the weights of the chosen ones."""
         return x, weights
 
-    def _chosen(self, probabilities):
->>>>>>> main
+    def _chosen(self, ranks):
         """The experts `[...,k]` of the best groups, where a group is as good as its two best experts together."""
         c = self.config
         ranks = jax.lax.stop_gradient(ranks)

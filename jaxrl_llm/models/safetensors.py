@@ -80,7 +80,6 @@ class Stored(NamedTuple):
     axis: int = 0  # -1: a range of columns, from number first_row on
     one_expert: bool = False  # an expert of a tensor that is stacked over experts
     every: int = 0  # this is every n-th number of the last dimension, from number first_row on; 0: a range of rows
-    columns: bool = False  # or a range of the last dimension, from number first_row on
 
     @property
     def at(self) -> tuple[int, ...]:
@@ -108,13 +107,8 @@ def stored_tensors(net: Net, family, table=None) -> list[Stored]:
         for (index, layer), expert in itertools.product(layers, experts):
             tensor = Stored(name.tensor.format(layer=layer, expert=expert), shape, name.transpose, leaf_path, index)
             tensor = tensor._replace(expert=expert, one_expert=expert is not None and "{expert}" not in name.tensor)
-<<<<<<< HEAD
-            # How many there are is counted below.
-            tensor = tensor._replace(every=int(name.interleaved), columns=name.columns)
-=======
             # How many are interleaved is counted below.
             tensor = tensor._replace(every=int(name.interleaved), axis=-1 if name.columns else 0)
->>>>>>> main
             first = leaf_path == "embed/weight" or stack == "vision"
             rank = -1 if first else config.layers if layer is None else layer
             tensors.append((rank, order, expert or 0, tensor))
@@ -124,22 +118,14 @@ def stored_tensors(net: Net, family, table=None) -> list[Stored]:
     for *_, tensor in sorted(tensors, key=lambda item: item[:3]):
         key = (tensor.name, tensor.one_expert and tensor.expert)
         ranges.append((key, tensor._replace(first_row=rows.get(key, 0))))
-<<<<<<< HEAD
-        rows[key] = rows.get(key, 0) + (1 if tensor.every else tensor.shape[-1 if tensor.columns else 0])
-=======
         rows[key] = rows.get(key, 0) + (1 if tensor.every else tensor.shape[tensor.axis])
->>>>>>> main
 
     def placed(tensor: Stored, count: int) -> Stored:
         lead = [config.experts] if tensor.one_expert else []
         if tensor.every:
             full = (*lead, *tensor.shape[:-1], count * tensor.shape[-1])
             return tensor._replace(full_shape=full, every=count)
-<<<<<<< HEAD
-        if tensor.columns:
-=======
         if tensor.axis:
->>>>>>> main
             return tensor._replace(full_shape=(*lead, *tensor.shape[:-1], count))
         return tensor._replace(full_shape=(*lead, count, *tensor.shape[1:]))
 
@@ -218,9 +204,6 @@ class Files:
         if tensor.every:
             start, stop, _ = index[-1].indices(tensor.shape[-1])
             index = (*index[:-1], slice(start * tensor.every, stop * tensor.every))
-        elif tensor.columns:
-            start, stop, _ = index[-1].indices(tensor.shape[-1])
-            index = (*index[:-1], slice(tensor.first_row + start, tensor.first_row + stop))
         else:
             start, stop, _ = index[tensor.axis].indices(tensor.shape[tensor.axis])
             own = slice(tensor.first_row + start, tensor.first_row + stop)
@@ -344,23 +327,15 @@ def write(folder: Path, net: Net, family, params: Params, dtype: str, max_shard_
 
 
 def _joined(parts: list[Stored], arrays: list[np.ndarray]) -> np.ndarray:
-<<<<<<< HEAD
-    """A tensor of the files from its parts: ranges, or numbers in turn, of each expert where it has all."""
-=======
     """A tensor of the files from its parts: ranges of rows or columns, or numbers in turn, of each expert where it has
     all."""
->>>>>>> main
     stacked = parts[0].one_expert
     if stacked:  # the experts of a parameter are next to each other
         experts = parts[0].full_shape[0]
         arrays = [np.stack(arrays[first : first + experts]) for first in range(0, len(arrays), experts)]
     if parts[0].every:
         return np.stack(arrays, axis=-1).reshape(*arrays[0].shape[:-1], -1)
-<<<<<<< HEAD
-    return np.concatenate(arrays, axis=-1 if parts[0].columns else int(stacked))
-=======
     return np.concatenate(arrays, axis=parts[0].axis or int(stacked))
->>>>>>> main
 
 
 def _leaves(params: Params, path: str = "") -> dict[str, Any]:

@@ -18,13 +18,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxrl_llm.algorithms.batch import ImageEmbeddings, Images, Inputs
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.distributed.sharding import constrain, context_shards
-<<<<<<< HEAD
 from jaxrl_llm.models.fused_attention import implementation, is_in_chunks
-from jaxrl_llm.models.layers import FeedForward, Linear, RMSNorm, soft_cap
-=======
-from jaxrl_llm.models.fused_attention import implementation
 from jaxrl_llm.models.layers import Embed, FeedForward, Linear, RMSNorm, soft_cap
->>>>>>> main
 from jaxrl_llm.models.lora import LoraConfig, has_adapters, has_dropout, overlaid, with_saved
 from jaxrl_llm.models.mixer import AttentionInputs, DecodeInputs, LayerConfig, Mixer
 from jaxrl_llm.models.model_config import LayerRun, ModelConfig

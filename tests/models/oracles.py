@@ -183,13 +183,8 @@ VARIANTS = {
         rope_parameters=LLAMA3_ROPE,
     ),
 }  # fmt: skip
-<<<<<<< HEAD
-CORRECTION = "e_score_correction_bias"  # of routers, which no gradient trains
-NO_CLASSIFIER = ("granite", "olmoe", "llama4_text")  # transformers has no sequence classifier of these families
-=======
 UNTRAINED = ("e_score_correction_bias", "layer_scalar")  # buffers of routers and layers, which no gradient trains
-NO_CLASSIFIER = ("granite", "olmoe", "gemma4_text", "qwen3_5_moe_text")  # of which transformers has none
->>>>>>> main
+NO_CLASSIFIER = ("granite", "olmoe", "gemma4_text", "qwen3_5_moe_text", "llama4_text")  # of which transformers has none
 FAMILIES = [name for name in VARIANTS if "-" not in name and name != "llama3"]
 
 
@@ -261,11 +256,7 @@ def in_files(oracle, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     for name, x in arrays.items():
         name = name.replace(".mlp.", f".{block}.") if mixtral else name
         start, stacked, part = name.partition(".experts.")
-<<<<<<< HEAD
-        if not stacked or oracle.config.model_type in ("gpt_oss", "llama4_text"):
-=======
-        if not stacked or oracle.config.model_type in ("gpt_oss", "gemma4_text", "qwen3_vl_moe"):
->>>>>>> main
+        if not stacked or oracle.config.model_type in ("gpt_oss", "gemma4_text", "qwen3_vl_moe", "llama4_text"):
             found[name] = x
             continue
         halves = np.split(x, 2, axis=1) if part == "gate_up_proj" else [x]

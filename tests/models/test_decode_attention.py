@@ -71,13 +71,10 @@ def test_decode_attention(shape, sizes, window, softcap, chunks, programs, monke
 
 
 @pytest.mark.parametrize("backend", ["gpu", "tpu"])
-<<<<<<< HEAD
-@pytest.mark.parametrize(("at_once", "config"), [(1, CONFIG), (2, CONFIG), (2, CHUNKED)])
+@pytest.mark.parametrize(
+    ("at_once", "config"), [pytest.param(1, CONFIG, marks=pytest.mark.slow), (2, CONFIG), (2, CHUNKED)]
+)
 def test_accelerators_decode_the_same(backend, at_once, config, monkeypatch):
-=======
-@pytest.mark.parametrize("at_once", [pytest.param(1, marks=pytest.mark.slow), 2])
-def test_accelerators_decode_the_same(backend, at_once, monkeypatch):
->>>>>>> main
     """With their own layouts of the caches and, on GPUs, the kernel: the logits of CPUs."""
     tokens = np.random.default_rng(1).integers(0, 31, (2, 9))
     segments = np.ones_like(tokens)

@@ -16,13 +16,8 @@ from jaxrl_llm.models.transformer import ModelConfig
 class TensorName(NamedTuple):
     """One parameter: its path here, its tensor's name in the files, and whether the matrix is stored transposed.
 
-    <<<<<<< HEAD
-        Parameters with the same tensor are ranges of its rows, in the order of the table, or of its last dimension: of its
-        `columns`, or `interleaved`, where each has every n-th number.
-    =======
-        Parameters with the same tensor are ranges of its rows, in the order of the table, of its `columns`, or
-        `interleaved`: each has every n-th number of its last dimension.
-    >>>>>>> main
+    Parameters with the same tensor are ranges of its rows, in the order of the table, of its `columns`, or
+    `interleaved`: each has every n-th number of its last dimension.
     """
 
     path: str  # under `layers` the parameter is one array, stacked over layers
