@@ -290,6 +290,6 @@ def of_files(tensor: Stored, arrays: dict[str, np.ndarray]) -> np.ndarray:
     whole = arrays[tensor.name][tensor.expert] if tensor.one_expert else arrays[tensor.name]
     if tensor.every:
         return whole[..., tensor.first_row :: tensor.every]
-    if tensor.columns:
+    if tensor.axis:
         return whole[..., tensor.first_row : tensor.first_row + tensor.shape[-1]]
     return whole[tensor.first_row : tensor.first_row + tensor.shape[0]]
