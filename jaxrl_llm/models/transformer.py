@@ -277,8 +277,9 @@ class Transformer(nnx.Module):
         kernels = {implementation(c.of(kind), tokens.shape[1], by_mask) for kind in c.layer_configs}
         if "flash" in kernels and by_mask:
             raise ConfigError(
-                "model.attention = 'flash' reads no mask, which rows that share a prefix (batch.packing) or whose "
-                "images are seen in both directions need: use 'auto', 'cudnn' or 'xla'"
+                "model.attention = 'flash' reads no mask, which rows that share a prefix (batch.packing), whose "
+                "images are seen in both directions or that are longer than a chunk of the attention need: use "
+                "'auto', 'cudnn' or 'xla'"
             )
         mask = None if kernels <= {"splash", "flash"} and not by_mask else attention_mask(segments, prefixes, runs)
         # Of models with axes also where no row has images, so that their caches can be put together.
