@@ -210,8 +210,9 @@ Written by `python -m benchmarks.models` (jax {jax}, transformers {transformers}
 
 A model is a Hugging Face folder or hub id whose config.json has one of these `model_type`s. Everything else is refused
 by name before weights are read. Each row is measured on a tiny random model that transformers made: two to six
-layers, biases and norms random, windows of {window} tokens where the family has them (documents have 4, 7 and 12), soft
-caps low enough to bind, dense layers among those with experts. Numbers are the largest absolute difference.
+layers, biases and norms random, windows and chunks of {window} tokens where the family has them (documents have 4, 7
+and 12), soft caps low enough to bind, dense layers among those with experts. Numbers are the largest absolute
+difference.
 
 {table}
 - load: parameters that come back bit for bit from an exported folder.
@@ -221,17 +222,21 @@ caps low enough to bind, dense layers among those with experts. Numbers are the 
 - export: logits of the exported folder in transformers, against ours.
 - LoRA: the same with random adapters on every linear map, merged by the export. Experts and routers have none.
 - score head: `{{Family}}ForSequenceClassification` with one label, against ours (`head="score"`);
-  transformers has none of Granite, OLMoE, Gemma 4 and Qwen3.5's mixtures of experts.
+  transformers has none of Granite, OLMoE, Gemma 4, Llama 4 and Qwen3.5's mixtures of experts.
 - 8-device shard: logits on a mesh (data, fsdp, tensor) = (2, 2, 2), against one device.
 
 ## What is computed
 
 - Rotary positions: {kinds}; the entries of transformers 4
   (`rope_theta`, `rope_scaling`) and 5 (`rope_parameters`), also one set for each type of layer (Gemma 3 and 4, OLMo
-  3), a part of each head (Phi-3), neighbouring dimensions together (GLM), and layers without (SmolLM3). With `dynamic`,
-  rows longer than `max_position_embeddings` are scored and trained on, but not sampled.
+  3), a part of each head (Phi-3), neighbouring dimensions together (GLM), and layers without (SmolLM3, Llama 4). With
+  `dynamic`, rows longer than `max_position_embeddings` are scored and trained on, but not sampled.
 - Windows (`sliding_window`) in all layers, in some (`layer_types`, `max_window_layers`, `sliding_window_pattern`), in
   training, prefill and decoding. The cache keeps all tokens.
+- Chunks (`attention_chunk_size`, Llama 4): a token sees those of its own chunk, counted from the start of its document,
+  whatever the padding and packing, in training, prefill and decoding. Kernels of whole rows take a mask where rows are
+  longer than a chunk; `flash` has none and is refused. Layers without rotary positions scale queries by their position
+  in the document (`attn_temperature_tuning`); transformers counts padding on the left too, so it is compared without.
 - Latent attention (DeepSeek-V3, Moonlight): the cache of a token is its latent, `kv_lora_rank + qk_rope_head_dim`
   numbers a layer, and decoding reads nothing else. Of the router's groups, scores and correction
   (`e_score_correction_bias`) all is computed; training keeps the correction as it is. Folders with layers for
@@ -247,11 +252,12 @@ caps low enough to bind, dense layers among those with experts. Numbers are the 
   beside a dense feed-forward (Gemma 4). Training keeps the number that a layer's output is multiplied by
   (`layer_scalar`). The maps of per-layer embeddings have no adapters and are not quantised. Of `gemma4` models, which
   read images and sound, nothing is loaded.
-- Mixtures of experts, with a shared expert where the family has one (Qwen2-MoE): no token is dropped. On accelerators
-  tokens are sorted by expert and multiplied in groups; on CPU every expert computes every token. Checkpoints are read
-  with each expert's matrices apart or stacked, and written as on the hub: apart, of Gemma 4, Qwen3-VL and gpt-oss
-  stacked. gpt-oss's are read from MXFP4 too, as the numbers that they stand for, and written as floats, so that they
-  can be trained. `model.router_aux_loss_coef` and `model.freeze_router` are in docs/configuration.md.
+- Mixtures of experts, with a shared expert where the family has one (Qwen2-MoE), and weights of their outputs
+  or, in Llama 4, their inputs: no token is dropped. On accelerators tokens are sorted by expert and multiplied in
+  groups; on CPU every expert computes every token. Checkpoints are read with each expert's matrices apart or stacked,
+  and written as on the hub: apart, of Gemma 4, Llama 4, Qwen3-VL and gpt-oss stacked. gpt-oss's are read from MXFP4
+  too, as the numbers that they stand for, and written as floats, so that they can be trained.
+  `model.router_aux_loss_coef` and `model.freeze_router` are in docs/configuration.md.
 
 Weights are safetensors. With `model.allow_pickle` a folder without them is read from `pytorch_model.bin`, by a reader
 that knows tensors only and runs nothing. Code that a tokenizer's folder brings is run with `model.trust_remote_code`
@@ -288,7 +294,8 @@ Another one is a class with this protocol in a file of its own, and a family tha
 `ModelConfig.mixers` and its tensors in `KEYS`, as `layers/<path>/...`. Layers of one mixer are stacked, and consecutive
 ones run in one scan. `tests/models/test_mixer.py` has a recurrent one, and samples with it.
 
-Not supported: Phi-3's `longrope`, checkpoints quantized otherwise, bidirectional attention.
+Not supported: Llama 4 with its vision part (`llama4`), Phi-3's `longrope`, checkpoints quantized otherwise,
+bidirectional attention.
 """
 
 EXAMPLE = '''"""Seed-OSS (ByteDance): Llama's shape with biases on queries, keys and values."""

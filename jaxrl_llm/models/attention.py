@@ -11,8 +11,14 @@ from flax import nnx
 from jaxrl_llm.distributed.sharding import attention_dims, constrain, context_shards
 from jaxrl_llm.models import quantize
 from jaxrl_llm.models.decode_attention import decode_attention
-from jaxrl_llm.models.fused_attention import flash_attention, fused_attention, implementation, splash_attention
-from jaxrl_llm.models.layers import Linear, RMSNorm, side_by_side, soft_cap
+from jaxrl_llm.models.fused_attention import (
+    flash_attention,
+    fused_attention,
+    implementation,
+    is_in_chunks,
+    splash_attention,
+)
+from jaxrl_llm.models.layers import Linear, RMSNorm, over_rms, side_by_side, soft_cap
 from jaxrl_llm.models.mixer import AttentionInputs, DecodeInputs, LayerConfig
 from jaxrl_llm.models.rope import frequencies, rotate
 
@@ -47,6 +53,7 @@ class AttentionArrays(NamedTuple):
     inv_freq: Any  # [r/2] inverse frequencies of the r rotated dimensions; 0: not rotated
     scale: Any = 1.0  # of rotated dimensions
     window: Any = None  # a token sees this many, itself included; None: all before it
+    rotated: Any = None  # whether the layer has rotary positions, where more than the rotation depends on it
 
 
 class Attention(nnx.Module):
@@ -81,9 +88,11 @@ class Attention(nnx.Module):
         window = layer.window
         if window is None and config.sliding_layers:
             window = NO_WINDOW  # layers that are stacked have either all a window or none
+        rotated = layer.rope is not None if config.qk_rms or config.query_growth else None
         if layer.rope is None:
-            return AttentionArrays(np.zeros(config.rotated_size // 2, np.float32), 1.0, window)
-        return AttentionArrays(frequencies(layer.rope, config.rotated_size), layer.rope.attention_factor, window)
+            return AttentionArrays(np.zeros(config.rotated_size // 2, np.float32), 1.0, window, rotated)
+        inv_freq = frequencies(layer.rope, config.rotated_size)
+        return AttentionArrays(inv_freq, layer.rope.attention_factor, window, rotated)
 
     def apply(self, x, inputs: AttentionInputs, arrays: AttentionArrays) -> jax.Array:
         """Output `[N,T,D]`."""
@@ -97,10 +106,13 @@ class Attention(nnx.Module):
             arrays = arrays._replace(inv_freq=jnp.where(arrays.inv_freq == 0, 0.0, inputs.inv_freq))
         positions = inputs.positions if inputs.rotary is None else inputs.rotary
         q, k, v, gate = self._project(x, positions, arrays)
+        window = arrays.window
+        if window is not None and self.config.sliding_chunks:  # of each token, back to where its chunk begins
+            window = inputs.positions % window + 1 if is_in_chunks(self.config, x.shape[1]) else None
         if k is None or v is None:
             k, v = (a.swapaxes(1, 2) for a in inputs.shared)
-            return self._output(attend(self.config, q, k, v, inputs, arrays.window, self._sinks()), gate, x), ()
-        out = attend(self.config, q, k, v, inputs, arrays.window, self._sinks())
+            return self._output(attend(self.config, q, k, v, inputs, window, self._sinks()), gate, x), ()
+        out = attend(self.config, q, k, v, inputs, window, self._sinks())
         cache = KeyValues(*(constrain(a.swapaxes(1, 2), "rows", "heads", None, None) for a in (k, v)))
         if inputs.shift is not None:
             cache = ShiftedKeyValues(*cache, inputs.shift)
@@ -127,8 +139,9 @@ class Attention(nnx.Module):
         on_gpu = jax.default_backend() == "gpu" and q.dtype.itemsize == 2
         if on_gpu and self.config.attention != "xla" and self.sinks is None:
             in_fp8 = functools.partial(jax.tree.map, quantize.as_fp8)
-            start, softcap = inputs.prompt_mask.shape[1] - inputs.prompt_mask.sum(-1), self.config.attention_softcap
-            out = decode_attention(by_head, in_fp8(prompt), in_fp8(cache), start, inputs.length, arrays.window, softcap)
+            start, c = inputs.prompt_mask.shape[1] - inputs.prompt_mask.sum(-1), self.config
+            seen = (start, inputs.length, arrays.window, c.attention_softcap, c.sliding_chunks)
+            out = decode_attention(by_head, in_fp8(prompt), in_fp8(cache), *seen)
             return self._output(out.swapaxes(2, 3), gate, x), cache
         q = by_head.reshape(*by_head.shape[:3], -1, by_head.shape[-1])
         in_prompt = einsum("gkjrd,gjpd->gkjrp", q, prompt.k)
@@ -140,8 +153,10 @@ class Attention(nnx.Module):
         prompt_seen, row_seen = inputs.prompt_mask[:, None, None], index <= place
         if arrays.window is not None:
             prompt_positions = jnp.cumsum(inputs.prompt_mask, axis=-1)[:, None, None] - 1
-            prompt_seen &= inputs.positions.reshape(place.shape) - prompt_positions < arrays.window
-            row_seen = row_seen & (place - index < arrays.window)
+            positions, window = inputs.positions.reshape(place.shape), arrays.window
+            window = positions % window + 1 if self.config.sliding_chunks else window
+            prompt_seen &= positions - prompt_positions < window
+            row_seen = row_seen & (place - index < window)
         prompt_seen, row_seen = (_for_heads(mask, by_head.shape[4]) for mask in (prompt_seen, row_seen))
         in_prompt = jnp.where(prompt_seen, in_prompt, MASKED)
         in_row = jnp.where(row_seen, in_row, MASKED)
@@ -218,9 +233,14 @@ class Attention(nnx.Module):
             a = norm(a) if norm is not None and c.qk_norm_whole else a
             a = a.reshape(*x.shape[:-1], -1, c.head_dim)
             a = norm(a) if norm is not None and not c.qk_norm_whole else a
-            return rotate(a, positions, arrays.inv_freq, arrays.scale, c.rope_interleaved)
+            a = rotate(a, positions, arrays.inv_freq, arrays.scale, c.rope_interleaved)
+            return jnp.where(arrays.rotated, over_rms(a, c.norm_eps), a).astype(a.dtype) if c.qk_rms else a
 
-        q = turned(q, self.q_norm).reshape(*x.shape[:-1], c.kv_heads, c.heads // c.kv_heads, c.head_dim)
+        q = turned(q, self.q_norm)
+        if c.query_growth:  # arXiv 2501.19399
+            growth = 1 + c.query_growth * jnp.log1p((positions + 1) // c.query_growth_every)
+            q = (q * jnp.where(arrays.rotated, 1.0, growth)[..., None, None]).astype(q.dtype)
+        q = q.reshape(*x.shape[:-1], c.kv_heads, c.heads // c.kv_heads, c.head_dim)
         q *= c.head_dim**-0.5 if c.query_scale is None else c.query_scale
         if k is None or v is None:
             return q, None, None, gate
@@ -262,7 +282,8 @@ class SharedAttention(Attention):
 def attend(config, q, k, v, inputs: AttentionInputs, window=None, sinks=None) -> jax.Array:
     """`[N,T,J,H/J,d]`: attention of whole rows, of queries `[N,T,J,H/J,d]` (scaled) to keys and values `[N,T,J,d]`.
 
-    `sinks` `[J,H/J]` are scores of one more token each, which has no value. Values may be smaller than keys.
+    `window` is the number of tokens that a token sees, or one of each `[N,T]`, which only a mask can say. `sinks`
+    `[J,H/J]` are scores of one more token each, which has no value. Values may be smaller than keys.
     """
     # From positions sharded over `context` to heads sharded over it, in two steps that XLA turns into an exchange.
     q, k, v = (constrain(a, "rows", "positions", "heads", *(None,) * (a.ndim - 3)) for a in (q, k, v))
@@ -271,7 +292,8 @@ def attend(config, q, k, v, inputs: AttentionInputs, window=None, sinks=None) ->
     k, v = (constrain(a, "rows", *key_dims, None) for a in (k, v))
     mask = inputs.mask
     if window is not None and mask is not None:
-        mask = mask & (inputs.positions[:, :, None] - inputs.positions[:, None, :] < window)
+        each = window[:, :, None] if jnp.ndim(window) == 2 else window
+        mask = mask & (inputs.positions[:, :, None] - inputs.positions[:, None, :] < each)
     by, size = implementation(config, q.shape[1], inputs.by_mask), v.shape[-1]
     if by != "xla" and size < k.shape[-1]:  # kernels take values of the size of keys
         v = jnp.pad(v, ((0, 0),) * 3 + ((0, k.shape[-1] - size),))

@@ -21,19 +21,28 @@ MASKED = -1e30
 
 
 def decode_attention(
-    q, prompt, cache, prompt_start, length, window=None, softcap: float | None = None, interpret: bool = False
+    q,
+    prompt,
+    cache,
+    prompt_start,
+    length,
+    window=None,
+    softcap: float | None = None,
+    chunks: bool = False,
+    interpret: bool = False,
 ) -> jax.Array:
     """`[G,R,J,W,H/J,d]`: attention of (scaled) queries of that shape to keys and values of prompts and rows.
 
     `prompt` are keys and values `[G,J,P,d]`, seen from `prompt_start` `[G]` on; `cache` those of rows `[G,R,J,C,d]`, of
     which token w of the W sees the first `length + w + 1`, `length` `[G,R]`. `window` is the number of tokens that a
-    query sees, itself included. `softcap` bounds the scores. `interpret` runs the kernel without a GPU, for tests.
+    query sees, itself included; with `chunks` it sees what is in its own chunk of so many positions. `softcap` bounds
+    the scores. `interpret` runs the kernel without a GPU, for tests.
     Softmax and sums are in fp32; keys and values of another type are converted to that of the queries as they are read.
     """
     if window is None:
         window = jnp.iinfo(jnp.int32).max // 2
     window = jnp.full((1,), window, jnp.int32)
-    run = functools.partial(_attend, softcap=softcap, interpret=interpret)
+    run = functools.partial(_attend, softcap=softcap, chunks=chunks, interpret=interpret)
     if is_sharded():
         queries = activation_spec(q.shape, "rows", None, "heads", None, None, None)
         prompts = activation_spec(prompt[0].shape, "rows", "heads", None, None)
@@ -44,7 +53,7 @@ def decode_attention(
     return run(q, tuple(prompt), tuple(cache), prompt_start, length, window)
 
 
-def _attend(q, prompt, cache, prompt_start, length, window, softcap: float | None, interpret: bool):
+def _attend(q, prompt, cache, prompt_start, length, window, softcap: float | None, chunks: bool, interpret: bool):
     # Imported here: only runs on GPUs need it.
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import triton
@@ -60,13 +69,17 @@ def _attend(q, prompt, cache, prompt_start, length, window, softcap: float | Non
         is_number = jnp.arange(width)[None] < d
         is_query = (number < queries)[:, None] & is_number
         queries_ = triton.load(q_ref, mask=is_query, other=0.0)
-        start, length, window = start_ref[0], length_ref[0], window_ref[0]
+        start, length, first_window = start_ref[0], length_ref[0], window_ref[0]
         in_row = length + number // per_token  # the place of each query's token in the row's cache
+        window = first_window  # of the first token, and of each query
+        if chunks:  # back to where the chunk begins
+            window = ((sizes[0] - start + in_row) % first_window + 1)[:, None]
+            first_window = (sizes[0] - start + length) % first_window + 1
         # The blocks that some query sees, those of the prompt and then those of the row; a split has its share of them.
         newest = length + w - 1
-        first_in_prompt = jnp.maximum(start, sizes[0] + length - window + 1) // BLOCK
+        first_in_prompt = jnp.maximum(start, sizes[0] + length - first_window + 1) // BLOCK
         prompt_blocks = jnp.maximum(pl.cdiv(sizes[0], BLOCK) - first_in_prompt, 0)
-        first_in_row = jnp.maximum(length - window + 1, 0) // BLOCK
+        first_in_row = jnp.maximum(length - first_window + 1, 0) // BLOCK
         row_blocks = pl.cdiv(jnp.minimum(newest + 1, sizes[1]), BLOCK) - first_in_row
         share = pl.cdiv(prompt_blocks + row_blocks, splits)
         low = pl.program_id(3) * share

@@ -18,6 +18,11 @@ BLOCKS = (512, 256, 128)  # tokens of a block of the TPU's kernel, which takes m
 WASTE = 1 / 8  # of a row that may be padded for a larger block
 
 
+def is_in_chunks(config, length: int) -> bool:
+    """True where rows of that length are longer than the chunks in which some layers attend, which takes a mask."""
+    return config.sliding_chunks and length > config.sliding_window
+
+
 def implementation(config, length: int, by_mask: bool) -> str:
     """The attention of rows of that length: `config.attention`, or what `auto` stands for on this backend.
 

@@ -122,6 +122,17 @@ def _halves_backward(activation, both, gradient):
 gated_halves.defvjp(lambda activation, both: (gated_halves(activation, both), both), _halves_backward)
 
 
+def over_rms(x, eps: float) -> jax.Array:
+    """`x / rms(x)` over the last dimension, in fp32."""
+    x32 = x.astype(jnp.float32)
+    inverse = jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)
+    if x.ndim > 3 and x.size > LARGE and jax.default_backend() == "gpu":
+        # Norms of heads, which are rotated next. XLA's kernel of a whole norm would write them in fp32, to be read
+        # again; of the factors alone it makes a small one, and rotates what the matmul wrote.
+        inverse = jax.lax.optimization_barrier(inverse)
+    return x32 * inverse
+
+
 class RMSNorm(nnx.Module):
     """`x / rms(x) * (scale + norm_offset)` over the last dimension, in fp32; `x / rms(x)` unless it is `scaled`."""
 
@@ -131,17 +142,10 @@ class RMSNorm(nnx.Module):
         self.eps, self.offset = config.norm_eps, config.norm_offset
 
     def __call__(self, x):
-        x32 = x.astype(jnp.float32)
-        inverse = jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + self.eps)
-        if x.ndim > 3 and x.size > LARGE and jax.default_backend() == "gpu":
-            # Norms of heads, which are rotated next. XLA's kernel of a whole norm would write them in fp32, to be read
-            # again; of the factors alone it makes a small one, and rotates what the matmul wrote.
-            inverse = jax.lax.optimization_barrier(inverse)
-        x32 = x32 * inverse
         if self.scale is None:
-            return x32.astype(x.dtype)
+            return over_rms(x, self.eps).astype(x.dtype)
         scale = self.scale[...].astype(jnp.float32)
-        return (x32 * (scale + self.offset if self.offset else scale)).astype(x.dtype)
+        return (over_rms(x, self.eps) * (scale + self.offset if self.offset else scale)).astype(x.dtype)
 
 
 def gated(config, gate, up):

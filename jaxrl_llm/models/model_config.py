@@ -55,6 +55,7 @@ class ModelConfig:
     unrotated_layers: tuple[int, ...] = ()
     sliding_window: int | None = None  # tokens that a sliding layer sees, the current one included
     sliding_layers: tuple[int, ...] = ()
+    sliding_chunks: bool = False  # a sliding layer sees what is in the token's own chunk of `sliding_window` positions
     query_scale: float | None = None  # of attention scores; None: head_dim ** -0.5
     attention_softcap: float | None = None
     logit_softcap: float | None = None
@@ -70,6 +71,9 @@ class ModelConfig:
     mlp_bias: bool = False
     qk_norm: bool = False
     qk_norm_whole: bool = False  # over all heads at once, not each
+    qk_rms: bool = False  # rotated queries and keys are divided by their rms
+    query_growth: float = 0.0  # of queries that are not rotated, with the log of their position in units of
+    query_growth_every: int = 0  # so many
     value_norm: bool = False  # of each head, without a scale
     keys_as_values: bool = False  # before their norms and rotation, in the layers without a window
     full_head_dim: int = 0  # of the layers without a window; 0: head_dim
@@ -95,6 +99,7 @@ class ModelConfig:
     router_groups: int = 1  # experts are in so many groups, of which a token uses `router_top_groups`
     router_top_groups: int = 1
     routed_scale: float = 1.0  # of what the chosen experts add
+    router_on_inputs: bool = False  # the chosen experts' inputs are weighted, not their outputs; without expert_bias
     swiglu_limit: float | None = None  # of gate and up of experts; see layers.gated
     swiglu_alpha: float = 1.702
     normalize_top_k: bool = False

@@ -52,8 +52,10 @@ class Experts(nnx.Module):
         """The same, by the method `dense` or `grouped`, on each device for the experts and tokens it has."""
         kernels = Kernels(*(kernels.value(x.dtype) for kernels in (self.gate, self.up, self.down)))
         kernels = kernels._replace(gate_bias=self.gate.added(x.dtype), up_bias=self.up.added(x.dtype))
-        activation = functools.partial(gated, self.config)
-        out = across_devices(functools.partial(method, activation=activation), kernels, x, weights, chosen)
+        method = functools.partial(
+            method, activation=functools.partial(gated, self.config), on_inputs=self.config.router_on_inputs
+        )
+        out = across_devices(method, kernels, x, weights, chosen)
         if (bias := self.down.added(x.dtype)) is not None:  # here, where no device has a share of it only
             out += _shares(weights, chosen, self.config.experts).astype(x.dtype) @ bias
         return out
@@ -74,17 +76,21 @@ def _shares(weights, chosen, experts: int):
     return jnp.einsum("...k,...ke->...e", weights, jax.nn.one_hot(chosen, experts, dtype=weights.dtype))
 
 
-def dense(kernels: Kernels, x, weights, chosen, activation):
-    """`[M,D]`, from all experts for all tokens, weighted. Numbers in `chosen` that are no expert's add nothing."""
+def dense(kernels: Kernels, x, weights, chosen, activation, on_inputs: bool = False):
+    """`[M,D]`, from all experts for all tokens, weighted, or their inputs where `on_inputs`.
+
+    Numbers in `chosen` that are no expert's add nothing.
+    """
     share = _shares(weights, chosen, kernels.gate.shape[0])
     gate, up = (jnp.einsum("md,edf->emf", x, kernel) for kernel in kernels[:2])
     if kernels.gate_bias is not None and kernels.up_bias is not None:
         gate, up = gate + kernels.gate_bias[:, None], up + kernels.up_bias[:, None]
-    hidden = activation(gate, up) * share.T[..., None].astype(x.dtype)
+    share = share.T[..., None].astype(x.dtype)
+    hidden = activation(gate * share, up * share) if on_inputs else activation(gate, up) * share
     return jnp.einsum("emf,efd->md", hidden, kernels.down)
 
 
-def grouped(kernels: Kernels, x, weights, chosen, activation):
+def grouped(kernels: Kernels, x, weights, chosen, activation, on_inputs: bool = False):
     """The same from each token's own experts: token copies are sorted by expert and multiplied group by group."""
     k, experts = chosen.shape[-1], kernels.gate.shape[0]
     numbers = jnp.where((chosen >= 0) & (chosen < experts), chosen, experts).reshape(-1)
@@ -92,7 +98,8 @@ def grouped(kernels: Kernels, x, weights, chosen, activation):
     sizes = jnp.bincount(numbers, length=experts + 1)[:experts].astype(jnp.int32)
     here = (jnp.arange(order.size) < sizes.sum())[:, None]  # copies after the last group are of no expert
     matmul = functools.partial(jax.lax.ragged_dot, group_sizes=sizes)
-    copies = x[order // k]
+    copies, weights = x[order // k], weights.reshape(-1)[order][:, None].astype(x.dtype)
+    copies = copies * weights if on_inputs else copies
     gate, up = matmul(copies, kernels.gate), matmul(copies, kernels.up)
     if kernels.gate_bias is not None and kernels.up_bias is not None:
         expert = jnp.minimum(numbers[order], experts - 1)
@@ -100,7 +107,7 @@ def grouped(kernels: Kernels, x, weights, chosen, activation):
     hidden = activation(gate, up)
     # Rows behind the last group hold whatever the kernel left there.
     out = jnp.where(here, matmul(jnp.where(here, hidden, 0), kernels.down), 0)
-    out = out * weights.reshape(-1)[order][:, None].astype(x.dtype)
+    out = out if on_inputs else out * weights
     return jnp.zeros_like(x).at[order // k].add(out)
 
 
@@ -176,8 +183,9 @@ class _Kernels(nnx.Module):
 class MixtureOfExperts(nnx.Module):
     """A feed-forward layer of E experts, of which each token uses the k with the largest router probabilities.
 
-    Their outputs are weighted by the probabilities, which sum to 1 over the chosen ones with `normalize_top_k`. Every
-    token may use one more, the shared expert (arXiv 2401.06066), times the sigmoid of its gate where that has one.
+    Their outputs (with `router_on_inputs` their inputs) are weighted by the probabilities, which sum to 1 over the
+    chosen ones with `normalize_top_k`. Every token may use one more, the shared expert (arXiv 2401.06066), times the
+    sigmoid of its gate where that has one.
     """
 
     def __init__(self, config, rngs: nnx.Rngs):
@@ -198,8 +206,10 @@ class MixtureOfExperts(nnx.Module):
         """
         c = self.config
         if c.router_sigmoid:
-            probabilities = jax.nn.sigmoid(self._route(x.astype(jnp.float32)))
-            chosen = _replaced(self._chosen(probabilities), replayed)
+            logits = self._route(x.astype(jnp.float32))
+            probabilities = jax.nn.sigmoid(logits)
+            ranks = logits if self.correction is None else probabilities  # of which many may be rounded to 1
+            chosen = _replaced(self._chosen(ranks), replayed)
             weights = jnp.take_along_axis(probabilities, chosen, axis=-1)
             probabilities /= probabilities.sum(-1, keepdims=True)  # as the loss that balances experts takes them
         else:
@@ -226,10 +236,10 @@ class MixtureOfExperts(nnx.Module):
         """What the experts read of x, and the weights of the chosen ones."""
         return x, weights
 
-    def _chosen(self, probabilities):
+    def _chosen(self, ranks):
         """The experts `[...,k]` of the best groups, where a group is as good as its two best experts together."""
         c = self.config
-        ranks = jax.lax.stop_gradient(probabilities)
+        ranks = jax.lax.stop_gradient(ranks)
         if self.correction is not None:
             ranks += jax.lax.stop_gradient(self.correction[...]).astype(jnp.float32)
         if c.router_groups > 1:

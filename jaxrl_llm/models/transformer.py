@@ -18,7 +18,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxrl_llm.algorithms.batch import ImageEmbeddings, Images, Inputs
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.distributed.sharding import constrain, context_shards
-from jaxrl_llm.models.fused_attention import implementation
+from jaxrl_llm.models.fused_attention import implementation, is_in_chunks
 from jaxrl_llm.models.layers import Embed, FeedForward, Linear, RMSNorm, soft_cap
 from jaxrl_llm.models.lora import LoraConfig, has_adapters, has_dropout, overlaid, with_saved
 from jaxrl_llm.models.mixer import AttentionInputs, DecodeInputs, LayerConfig, Mixer
@@ -272,13 +272,14 @@ class Transformer(nnx.Module):
             images = self.encode_images(tokens, segments, images)
         if images is not None and c.vision is not None and c.vision.bidirectional:
             runs = image_runs(images.index, segments)
-        by_mask = prefixes is not None or runs is not None
+        by_mask = prefixes is not None or runs is not None or is_in_chunks(c, tokens.shape[1])
         # Some kernels read segments, and a mask [N,T,T] only where segments do not say it all.
         kernels = {implementation(c.of(kind), tokens.shape[1], by_mask) for kind in c.layer_configs}
         if "flash" in kernels and by_mask:
             raise ConfigError(
-                "model.attention = 'flash' reads no mask, which rows that share a prefix (batch.packing) or whose "
-                "images are seen in both directions need: use 'auto', 'cudnn' or 'xla'"
+                "model.attention = 'flash' reads no mask, which rows that share a prefix (batch.packing), whose "
+                "images are seen in both directions or that are longer than a chunk of the attention need: use "
+                "'auto', 'cudnn' or 'xla'"
             )
         mask = None if kernels <= {"splash", "flash"} and not by_mask else attention_mask(segments, prefixes, runs)
         # Of models with axes also where no row has images, so that their caches can be put together.

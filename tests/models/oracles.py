@@ -20,6 +20,7 @@ from transformers import (
     GlmConfig,
     GptOssConfig,
     GraniteConfig,
+    Llama4TextConfig,
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
@@ -171,9 +172,19 @@ VARIANTS = {
         qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=6,
         rope_parameters=YARN_ROPE | {"mscale_all_dim": 1.0, "mscale": 1.0},
     ),
+    "llama4_text": lambda: Llama4TextConfig(
+        **SHAPE | {"num_hidden_layers": 4}, head_dim=8, intermediate_size_mlp=40, num_local_experts=4,
+        router_aux_loss_coef=0.02, no_rope_layers=[1, 1, 0, 1], moe_layers=[1, 2], attention_chunk_size=WINDOW,
+        floor_scale=3, attn_scale=0.8,
+    ),
+    "llama4_text-biases": lambda: Llama4TextConfig(
+        **SHAPE | {"num_hidden_layers": 4}, **EXPERTS, head_dim=16, intermediate_size_mlp=40, num_local_experts=4,
+        interleave_moe_layer_step=2, attention_bias=True, use_qk_norm=False, attn_temperature_tuning=False,
+        rope_parameters=LLAMA3_ROPE,
+    ),
 }  # fmt: skip
 UNTRAINED = ("e_score_correction_bias", "layer_scalar")  # buffers of routers and layers, which no gradient trains
-NO_CLASSIFIER = ("granite", "olmoe", "gemma4_text", "qwen3_5_moe_text")  # of which transformers has none
+NO_CLASSIFIER = ("granite", "olmoe", "gemma4_text", "qwen3_5_moe_text", "llama4_text")  # of which transformers has none
 FAMILIES = [name for name in VARIANTS if "-" not in name and name != "llama3"]
 
 
@@ -197,8 +208,16 @@ def oracle_logits(oracle, tokens, **arguments):
         return oracle(torch.tensor(np.asarray(tokens)), **arguments).logits.numpy()
 
 
+def counts_padding(oracle) -> bool:
+    """True of models whose queries transformers scales by places in the row, padding on the left included."""
+    return getattr(oracle.config, "attn_temperature_tuning", False)
+
+
 def oracle_greedy(oracle, tokens, segments, steps: int):
     """The tokens the oracle continues left-padded prompts with."""
+    if counts_padding(oracle) and len(tokens) > 1:
+        rows = [(row[mask > 0][None], mask[mask > 0][None]) for row, mask in zip(tokens, segments, strict=True)]
+        return np.concatenate([oracle_greedy(oracle, *row, steps) for row in rows])
     with torch.no_grad():
         out = oracle.generate(
             torch.tensor(tokens), attention_mask=torch.tensor(segments), max_new_tokens=steps, do_sample=False
@@ -215,6 +234,9 @@ def greedy(model, tokens, segments, steps: int, repeats: int = 1):
 
 def oracle_gradients(oracle, tokens, segments) -> dict[str, np.ndarray]:
     """Gradients by autograd of the mean cross-entropy of left-padded rows, by the names of files."""
+    if counts_padding(oracle):  # which then goes to the right
+        order = np.argsort(segments == 0, axis=1, kind="stable")
+        tokens, segments = (np.take_along_axis(np.asarray(a), order, axis=1) for a in (tokens, segments))
     mask = torch.tensor(segments)
     out = oracle(torch.tensor(tokens), attention_mask=mask, position_ids=(mask.cumsum(1) - 1).clamp(min=0))
     logps, targets = out.logits.log_softmax(-1), torch.tensor(tokens)[:, 1:, None]
@@ -234,7 +256,7 @@ def in_files(oracle, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     for name, x in arrays.items():
         name = name.replace(".mlp.", f".{block}.") if mixtral else name
         start, stacked, part = name.partition(".experts.")
-        if not stacked or oracle.config.model_type in ("gpt_oss", "gemma4_text", "qwen3_vl_moe"):
+        if not stacked or oracle.config.model_type in ("gpt_oss", "gemma4_text", "qwen3_vl_moe", "llama4_text"):
             found[name] = x
             continue
         halves = np.split(x, 2, axis=1) if part == "gate_up_proj" else [x]
@@ -268,4 +290,6 @@ def of_files(tensor: Stored, arrays: dict[str, np.ndarray]) -> np.ndarray:
     whole = arrays[tensor.name][tensor.expert] if tensor.one_expert else arrays[tensor.name]
     if tensor.every:
         return whole[..., tensor.first_row :: tensor.every]
+    if tensor.axis:
+        return whole[..., tensor.first_row : tensor.first_row + tensor.shape[-1]]
     return whole[tensor.first_row : tensor.first_row + tensor.shape[0]]

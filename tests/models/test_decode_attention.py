@@ -1,5 +1,6 @@
 """The GPU's decode kernel, run by Pallas' interpreter, and the row caches as every backend lays them out."""
 
+import dataclasses
 import functools
 import itertools
 
@@ -15,9 +16,10 @@ from tests.models.decoding import continued_logits
 CONFIG = ModelConfig(
     vocab_size=31, width=32, layers=2, heads=4, kv_heads=2, head_dim=16, ffn=24, init_scale=0.3, dtype="float16"
 )
+CHUNKED = dataclasses.replace(CONFIG, sliding_window=5, sliding_layers=(1,), sliding_chunks=True)
 
 
-def attended(q, prompt, cache, start, length, window, softcap):
+def attended(q, prompt, cache, start, length, window, softcap, chunks):
     """The outputs of every query, one after another in float64."""
     out = np.zeros(q.shape)
     size = prompt[0].shape[2]
@@ -26,7 +28,9 @@ def attended(q, prompt, cache, start, length, window, softcap):
         keys, values = (np.concatenate([p[g, j], c[g, r, j]]).astype(float) for p, c in zip(prompt, cache, strict=True))
         place = np.arange(len(keys)) - size  # that of the row's first token is 0
         own = length[g, r] + w
-        seen = (place >= start[g] - size) & (place <= own) & (own - place < window)
+        position = own + size - start[g]
+        near = (place + size - start[g]) // window == position // window if chunks else own - place < window
+        seen = (place >= start[g] - size) & (place <= own) & near
         scores = q[at].astype(float) @ keys.T
         scores = scores if softcap is None else softcap * np.tanh(scores / softcap)
         shares = np.where(seen, np.exp(scores - scores.max()), 0.0)
@@ -35,17 +39,19 @@ def attended(q, prompt, cache, start, length, window, softcap):
 
 
 @pytest.mark.parametrize(
-    ("shape", "sizes", "window", "softcap"),
+    ("shape", "sizes", "window", "softcap", "chunks"),
     [
-        ((2, 3, 2, 1, 2, 16), (70, 96), None, None),  # no multiple of a block
-        ((2, 2, 1, 3, 4, 16), (128, 64), None, 5.0),  # several tokens at once
-        ((1, 2, 2, 2, 1, 16), (200, 300), 100, None),  # blocks before the window are not read
-        ((2, 2, 2, 1, 2, 24), (70, 96), None, None),  # heads that are no power of two
-        ((1, 2, 1, 1, 2, 8), (70, 96), None, None),  # or smaller than a tile
+        ((2, 3, 2, 1, 2, 16), (70, 96), None, None, False),  # no multiple of a block
+        ((2, 2, 1, 3, 4, 16), (128, 64), None, 5.0, False),  # several tokens at once
+        ((1, 2, 2, 2, 1, 16), (200, 300), 100, None, False),  # blocks before the window are not read
+        ((2, 3, 2, 4, 2, 16), (200, 300), 100, None, True),  # nor those before the chunk
+        ((2, 3, 1, 3, 2, 16), (70, 96), 2, None, True),  # tokens of several chunks at once
+        ((2, 2, 2, 1, 2, 24), (70, 96), None, None, False),  # heads that are no power of two
+        ((1, 2, 1, 1, 2, 8), (70, 96), None, None, False),  # or smaller than a tile
     ],
 )
 @pytest.mark.parametrize("programs", [1, 256])
-def test_decode_attention(shape, sizes, window, softcap, programs, monkeypatch):
+def test_decode_attention(shape, sizes, window, softcap, chunks, programs, monkeypatch):
     """Padded prompts, rows of every length, keys in one share or in many."""
     monkeypatch.setattr(decode_attention, "PROGRAMS", programs)
     draw = np.random.default_rng(0)
@@ -57,18 +63,20 @@ def test_decode_attention(shape, sizes, window, softcap, programs, monkeypatch):
     prompt, cache = stored[:2], stored[2:]
     start, length = draw.integers(0, sizes[0] - 1, (g,)), draw.integers(0, sizes[1] - w, (g, r))
     length[0, 0] = 0
-    expected = attended(q, prompt, cache, start, length, window or 10**6, softcap)
+    expected = attended(q, prompt, cache, start, length, window or 10**6, softcap, chunks)
     found = decode_attention.decode_attention(
-        *(jax.tree.map(jnp.asarray, (q, prompt, cache, start, length))), window, softcap, interpret=True
+        *(jax.tree.map(jnp.asarray, (q, prompt, cache, start, length))), window, softcap, chunks, interpret=True
     )
     np.testing.assert_allclose(found, expected, atol=3e-6)
 
 
 @pytest.mark.parametrize("backend", ["gpu", "tpu"])
-@pytest.mark.parametrize("at_once", [pytest.param(1, marks=pytest.mark.slow), 2])
-def test_accelerators_decode_the_same(backend, at_once, monkeypatch):
+@pytest.mark.parametrize(
+    ("at_once", "config"), [pytest.param(1, CONFIG, marks=pytest.mark.slow), (2, CONFIG), (2, CHUNKED)]
+)
+def test_accelerators_decode_the_same(backend, at_once, config, monkeypatch):
     """With their own layouts of the caches and, on GPUs, the kernel: the logits of CPUs."""
-    config, tokens = CONFIG, np.random.default_rng(1).integers(0, 31, (2, 9))
+    tokens = np.random.default_rng(1).integers(0, 31, (2, 9))
     segments = np.ones_like(tokens)
     segments[0, :4] = 0
     continuations = np.random.default_rng(2).integers(0, 31, (2, 3, 4))
@@ -83,4 +91,4 @@ def test_accelerators_decode_the_same(backend, at_once, monkeypatch):
     jax.clear_caches()
     found = continued_logits(Net(config), params, tokens, segments, continuations, at_once)
     jax.clear_caches()
-    np.testing.assert_allclose(found, expected, atol=0.01)  # in float16
+    np.testing.assert_allclose(found, expected, atol=0.02)  # in float16: either is 0.013 off those of float32

@@ -127,16 +127,18 @@ def interpreted(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("sliding", "scan"),
+    ("sliding", "scan", "changes"),
     [
-        ((1,), True),
-        pytest.param((0,), False, marks=pytest.mark.slow),
-        pytest.param((0, 1), True, marks=pytest.mark.slow),
+        ((1,), True, {}),
+        ((1,), True, {"sliding_chunks": True}),
+        pytest.param((0,), False, {}, marks=pytest.mark.slow),
+        pytest.param((0, 1), True, {}, marks=pytest.mark.slow),
+        pytest.param((1,), True, {"sliding_chunks": True, "sliding_window": 1000}, marks=pytest.mark.slow),
     ],
 )
-def test_a_net_is_the_same(interpreted, sliding, scan):
+def test_a_net_is_the_same(interpreted, sliding, scan, changes):
     """Its hidden states, its gradients and the keys and values of a prompt; of layers some of which slide."""
-    config = dataclasses.replace(CONFIG, sliding_layers=sliding, scan_layers=scan)
+    config = dataclasses.replace(CONFIG, sliding_layers=sliding, scan_layers=scan, **changes)
     params = jax.jit(Net(config).init)(jax.random.key(0))
     segments = jnp.asarray(packed_segments())
     tokens = np.random.default_rng(0).integers(0, 31, segments.shape)

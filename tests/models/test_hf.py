@@ -131,6 +131,18 @@ CONFIG_FAULTS = {
         },
         r"mlp_only_layers = \[0, 1\]",
     ),
+    "experts in no layer": (
+        {"model_type": "llama4_text", "architectures": None, "moe_layers": []},
+        r"moe_layers = \[\] is not supported; supported: lists with some of the layers",
+    ),
+    "more experts than there are": (
+        {"model_type": "llama4_text", "architectures": None, "num_local_experts": 2, "num_experts_per_tok": 3},
+        "num_experts_per_tok = 3 .* up to num_local_experts = 2",
+    ),
+    "windows in place of chunks": (
+        {"model_type": "llama4_text", "architectures": None, "layer_types": ["sliding_attention"] * 2},
+        r"layer_types = \['sliding_attention'\] .* full_attention and chunked_attention",
+    ),
     "no number of experts": ({"model_type": "qwen3_moe", "architectures": None}, "no entry num_experts"),
     "quantized": ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config = .*gptq"),
     "architecture": (

@@ -52,6 +52,17 @@ def test_experts_compute_the_weighted_sum(experts, way):
     np.testing.assert_allclose(found, by_hand(experts, x, weights, chosen), atol=1e-5)
 
 
+@pytest.mark.parametrize("way", [dense, grouped])
+def test_weighted_inputs(way):
+    """The sum of what experts make of a token times its weight."""
+    experts = Experts(dataclasses.replace(CONFIG, router_on_inputs=True), nnx.Rngs(0))
+    x, weights, chosen = routed(7)
+    found = jax.jit(functools.partial(experts.compute, way))(x, weights, jnp.asarray(chosen))
+    ones = np.ones((7, 1))
+    each = (by_hand(experts, x * weights[:, i : i + 1], ones, chosen[:, i : i + 1]) for i in range(2))
+    np.testing.assert_allclose(found, sum(each), atol=1e-5)
+
+
 def test_both_ways_have_the_same_gradients(experts):
     x, weights, chosen = routed(7)
     graph, state = nnx.split(experts)

@@ -25,6 +25,7 @@ from jaxrl_llm.models.families import (
     granite,
     idefics3,
     llama,
+    llama4_text,
     mistral,
     mixtral,
     olmo2,
@@ -56,8 +57,8 @@ FAMILIES = {
     for module in (
         llama, qwen2, qwen3, mistral, gemma, gemma2, gemma3_text, phi3, qwen3_moe, mixtral, smollm3, olmo2,
         olmo3, granite, glm, glm4, olmoe, qwen2_moe, gpt_oss, deepseek_v3,
-        qwen3_next, gemma4_text, qwen3_5_text, qwen3_5_moe_text, idefics3, smolvlm, gemma3, qwen2_5_vl, qwen3_vl,
-        qwen3_5, qwen3_5_moe, qwen3_vl_moe, qwen2_vl,
+        qwen3_next, gemma4_text, qwen3_5_text, qwen3_5_moe_text, llama4_text, idefics3, smolvlm, gemma3, qwen2_5_vl,
+        qwen3_vl, qwen3_5, qwen3_5_moe, qwen3_vl_moe, qwen2_vl,
     )
 }  # fmt: skip
 

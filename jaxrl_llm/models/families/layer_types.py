@@ -1,4 +1,4 @@
-"""The entries of config.json about layers that see only the latest tokens, in both directions."""
+"""The entries of config.json about layers that see only the latest tokens, or no positions, in both directions."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,19 +8,22 @@ from jaxrl_llm.models.families.entries import positive, refuse
 SLIDING, FULL = "sliding_attention", "full_attention"
 
 
-def read(hf: dict[str, Any], slides: Callable[[int], bool]) -> dict[str, Any]:
+def read(
+    hf: dict[str, Any], slides: Callable[[int], bool], sliding: str = SLIDING, size: str = "sliding_window"
+) -> dict[str, Any]:
     """The ModelConfig fields of sliding windows: the layers that `layer_types` names or, without it, `slides` tells.
 
+    `sliding` is their type, and `size` the entry that says how much they see.
     Raises ConfigError for other types of layers, a list of another length, and sliding layers without a window.
     """
     layers = positive(hf, "num_hidden_layers")
-    types = hf.get("layer_types") or [SLIDING if slides(layer) else FULL for layer in range(layers)]
-    if other := sorted(set(types) - {SLIDING, FULL}):
-        refuse("layer_types", other, f"{FULL} and {SLIDING}")
+    types = hf.get("layer_types") or [sliding if slides(layer) else FULL for layer in range(layers)]
+    if other := sorted(set(types) - {sliding, FULL}):
+        refuse("layer_types", other, f"{FULL} and {sliding}")
     if len(types) != layers:
         refuse("layer_types", types, f"one type for each of the {layers} layers")
-    sliding = tuple(layer for layer, kind in enumerate(types) if kind == SLIDING)
-    return {"sliding_window": positive(hf, "sliding_window"), "sliding_layers": sliding} if sliding else {}
+    layers = tuple(layer for layer, kind in enumerate(types) if kind == sliding)
+    return {"sliding_window": positive(hf, size), "sliding_layers": layers} if layers else {}
 
 
 def read_uniform(hf: dict[str, Any]) -> dict[str, Any]:
@@ -32,7 +35,24 @@ def read_uniform(hf: dict[str, Any]) -> dict[str, Any]:
     return read({**hf, "layer_types": None}, lambda _: window is not None)
 
 
-def write(config) -> dict[str, Any]:
+def write(config, sliding: str = SLIDING, size: str = "sliding_window") -> dict[str, Any]:
     """The entries for the windows of a ModelConfig."""
-    types = [SLIDING if layer in config.sliding_layers else FULL for layer in range(config.layers)]
-    return {"sliding_window": config.sliding_window, "layer_types": types}
+    types = [sliding if layer in config.sliding_layers else FULL for layer in range(config.layers)]
+    return {size: config.sliding_window, "layer_types": types}
+
+
+def read_unrotated(hf: dict[str, Any]) -> tuple[int, ...]:
+    """The layers without rotary positions: those of zeros in `no_rope_layers` or, without it, every fourth.
+
+    `no_rope_layer_interval` is another number than four. Raises ConfigError for a list that is too short.
+    """
+    layers, every = positive(hf, "num_hidden_layers"), hf.get("no_rope_layer_interval") or 4
+    rotated = hf.get("no_rope_layers") or [(layer + 1) % every != 0 for layer in range(layers)]
+    if len(rotated) < layers:
+        refuse("no_rope_layers", rotated, f"lists of at least {layers} entries")
+    return tuple(layer for layer in range(layers) if not rotated[layer])
+
+
+def write_unrotated(config) -> dict[str, Any]:
+    """The entry for the layers of a ModelConfig without rotary positions."""
+    return {"no_rope_layers": [int(layer not in config.unrotated_layers) for layer in range(config.layers)]}

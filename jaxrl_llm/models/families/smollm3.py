@@ -3,7 +3,6 @@
 from typing import Any
 
 from jaxrl_llm.models.families import decoder, layer_types
-from jaxrl_llm.models.families.entries import positive, refuse
 from jaxrl_llm.models.transformer import ModelConfig
 
 MODEL_TYPE = "smollm3"
@@ -16,11 +15,7 @@ THETA = 2_000_000.0
 def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
     """The ModelConfig of a config.json; raises ConfigError for what the network does not compute."""
     hf = DEFAULTS | hf
-    layers, every = positive(hf, "num_hidden_layers"), hf.get("no_rope_layer_interval") or 4
-    rotated = hf.get("no_rope_layers") or [(layer + 1) % every != 0 for layer in range(layers)]
-    if len(rotated) < layers:
-        refuse("no_rope_layers", rotated, f"lists of at least {layers} entries")
-    unrotated = tuple(layer for layer in range(layers) if not rotated[layer])
+    unrotated = layer_types.read_unrotated(hf)
     window = hf.get("sliding_window") if hf.get("use_sliding_window", False) else None
     slides = set(unrotated) if window is not None else set()
     bias = bool(hf.get("attention_bias", False))
@@ -40,7 +35,6 @@ def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, A
     if config.sliding_layers:
         own["sliding_window"] = config.sliding_window
     if base is None:
-        rotated = [int(layer not in config.unrotated_layers) for layer in range(config.layers)]
-        own |= {"no_rope_layers": rotated, "use_sliding_window": bool(config.sliding_layers)}
+        own |= layer_types.write_unrotated(config) | {"use_sliding_window": bool(config.sliding_layers)}
         own |= layer_types.write(config) | dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"))
     return decoder.from_config(config, base, ARCHITECTURE, MODEL_TYPE, own)

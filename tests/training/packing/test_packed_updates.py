@@ -29,6 +29,7 @@ SHAPE = ModelConfig(
     vocab_size=31, width=16, layers=2, heads=2, kv_heads=1, head_dim=8, ffn=24, init_scale=0.3, scan_layers=False
 )
 WINDOWED = dataclasses.replace(SHAPE, sliding_window=3, sliding_layers=(1,))
+CHUNKED = dataclasses.replace(WINDOWED, sliding_chunks=True)
 YARN = dataclasses.replace(SHAPE, rope=Rope(kind="yarn", factor=4.0, original_max_positions=4))
 SPARSE = dataclasses.replace(
     SHAPE, experts=4, experts_per_token=2, expert_ffn=8, normalize_top_k=True, router_aux_loss_coef=0.1
@@ -206,7 +207,9 @@ def test_a_critic():
 
 
 @slow
-@pytest.mark.parametrize("shape", [WINDOWED, YARN, dataclasses.replace(WINDOWED, scan_layers=True, remat="block")])
+@pytest.mark.parametrize(
+    "shape", [WINDOWED, CHUNKED, YARN, dataclasses.replace(WINDOWED, scan_layers=True, remat="block")]
+)
 def test_windows_and_stretched_positions(shape):
     check_same(config_of("grpo"), online_batch(), shape)
 
