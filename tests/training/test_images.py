@@ -134,7 +134,6 @@ FAMILIES = {
         },
         "vision_config": {"depth": 2, "num_heads": 4, "num_position_embeddings": 9},
         "image_token_id": 2,
-        "tie_word_embeddings": True,  # prompts of nothing but an image give no embedding of a token a gradient
     },
 }  # fmt: skip
 
@@ -153,6 +152,8 @@ def test_steps_of_other_families_on_images(root, tmp_path, family, algorithm):
     parts = {name: shapes[name] | entries[name] for name in ("text_config", "vision_config")}
     write_json(tmp_path / family / "config.json", entries | parts)
     config = configured(root, tmp_path, **{"model.path": str(tmp_path / family), "algorithm.name": algorithm})
+    # transformers makes any tokenizer.json beside a qwen3_5 one of Qwen3.5's kind, which drops the words of questions.
+    config.model.tokenizer = "embedded:shapes"
     config.batch.packing = "auto" if family == "qwen3_5" else "true"
     config.data.max_length, config.total_steps = 16, 1
     rows = [{**row, "completion": row["answer"]} for row in tasks.generate("shapes", size=8)]
