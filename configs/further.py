@@ -40,8 +40,9 @@ FORMS = {
 
 
 def get_config(arg: str = ""):
-    """A name of FORMS; with `,tiny` two steps, for a test."""
+    """A name of FORMS, the first where there is none; with `,tiny` two steps, for a test."""
     name, _, size = arg.partition(",")
+    name = name or next(iter(FORMS))
     if name not in FORMS or size not in ("", "tiny"):
         raise ConfigError(f"configs/further.py has no form {arg!r}; it has {', '.join(FORMS)}, each also with ',tiny'")
     config = import_file(Path(__file__).with_name("grpo.py")).get_config(size)
