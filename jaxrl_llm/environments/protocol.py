@@ -1,6 +1,6 @@
 """The protocol of an environment: `reset` with a row of the data, then `step` with each turn of the policy."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeGuard
 
@@ -75,16 +75,6 @@ def is_messages(value: Any) -> TypeGuard[Messages]:
     )
 
 
-def with_parts(messages: Messages) -> list[dict[str, Any]]:
-    """The messages, contents that are lists as `content_parts`."""
-    return [
-        {**message, "content": content_parts(message["content"])}
-        if isinstance(message.get("content"), list | tuple)
-        else dict(message)
-        for message in messages
-    ]
-
-
 def content_parts(content: Sequence[Any]) -> list[Any]:
     """The parts of a content: text, and images (of PIL, the bytes of a file, a Path) as parts of these types.
 
@@ -97,6 +87,18 @@ def content_parts(content: Sequence[Any]) -> list[Any]:
         if isinstance(part, bytes | bytearray | Path) or is_picture(part)
         else part
         for part in content
+    ]
+
+
+def with_parts(
+    messages: Messages, parts_of: Callable[[Sequence[Any]], list[Any]] = content_parts
+) -> list[dict[str, Any]]:
+    """The messages, with `parts_of` of contents that are lists."""
+    return [
+        {**message, "content": parts_of(message["content"])}
+        if isinstance(message.get("content"), list | tuple)
+        else dict(message)
+        for message in messages
     ]
 
 

@@ -172,7 +172,7 @@ class Files:
             misfits = sum(shape != tensor.full_shape for shape, tensor in zip(shapes, here, strict=True))
             return len(tensors) - len(here), misfits
 
-        return min(ways, key=unlike)
+        return ways[0] if len(ways) == 1 else min(ways, key=unlike)
 
     def check(self, tensors: list[Stored], ignored: set[str]) -> None:
         """Raises ConfigError unless the files hold exactly these tensors, in these shapes, as floats."""

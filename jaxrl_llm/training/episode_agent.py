@@ -15,7 +15,7 @@ from jaxrl_llm.config.http_client import HttpClient
 from jaxrl_llm.data.images import ImageLimits, data_url, read_image
 from jaxrl_llm.data.templates import template_options
 from jaxrl_llm.environments.factory import Environments, EnvironmentSpec
-from jaxrl_llm.environments.protocol import EpisodeError, is_image_part, is_messages
+from jaxrl_llm.environments.protocol import EpisodeError, is_image_part, is_messages, with_parts
 from jaxrl_llm.training.images import IMAGES
 
 NO_ROOM = ("context_length_exceeded", "budget_exceeded")  # codes of the endpoint: the row has no room for a turn
@@ -129,9 +129,4 @@ class EpisodeAgent:
             except ConfigError as error:
                 raise EpisodeError(f"{name} shows an image that cannot be read: {error}") from error
 
-        return [
-            {**message, "content": list(map(part, message["content"]))}
-            if isinstance(message.get("content"), list | tuple)
-            else dict(message)
-            for message in messages
-        ]
+        return with_parts(messages, lambda content: list(map(part, content)))

@@ -112,15 +112,15 @@ def policy_changes(arrays: dict[str, np.ndarray], base: dict[str, np.ndarray]) -
     """
     index, parts, total = [], [], 0
     for path, array in arrays.items():
-        flat, count, part = array.reshape(-1), -1, array.tobytes()
+        flat, count, where = array.reshape(-1), -1, np.empty(0, np.int64)
         if path in base:
             bits = np.dtype(f"u{array.itemsize}")
             where = np.flatnonzero(flat.view(bits) != base[path].reshape(-1).view(bits))
             total += len(where)
             if len(where) * (4 + array.itemsize) < array.nbytes and array.size < 2**32:
-                count, part = len(where), where.astype(np.uint32).tobytes() + flat[where].tobytes()
+                count = len(where)
         index.append([path, str(array.dtype), list(array.shape), count])
-        parts.append(part)
+        parts += [array.tobytes()] if count < 0 else [where.astype(np.uint32).tobytes(), flat[where].tobytes()]
     return index, b"".join(parts), total
 
 
@@ -138,6 +138,8 @@ def read_policy(path: Path, held: str, arrays: dict[str, np.ndarray]) -> tuple[d
         if count < 0:
             array = np.frombuffer(payload, kind, math.prod(shape), start).reshape(shape)
             start += array.nbytes
+        elif not count:
+            array = arrays[name]
         else:
             where = np.frombuffer(payload, np.uint32, count, start)
             array = arrays[name].copy()

@@ -22,8 +22,8 @@ def read(
         refuse("layer_types", other, f"{FULL} and {sliding}")
     if len(types) != layers:
         refuse("layer_types", types, f"one type for each of the {layers} layers")
-    layers = tuple(layer for layer, kind in enumerate(types) if kind == sliding)
-    return {"sliding_window": positive(hf, size), "sliding_layers": layers} if layers else {}
+    found = tuple(layer for layer, kind in enumerate(types) if kind == sliding)
+    return {"sliding_window": positive(hf, size), "sliding_layers": found} if found else {}
 
 
 def read_uniform(hf: dict[str, Any]) -> dict[str, Any]:

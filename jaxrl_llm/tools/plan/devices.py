@@ -30,6 +30,10 @@ class Device(NamedTuple):
     topology: str | None = None  # what the TPU compiler calls it
     gpu: "Gpu | None" = None  # what the GPU compiler has to know of it
 
+    def rate(self, count: int) -> float:
+        """Bytes a second out of one of `count` devices."""
+        return min(self.interconnect, self.network) if self.node and count > self.node else self.interconnect
+
 
 NETWORK = 50e9  # one 400 Gb/s port for each GPU
 GIB = 2**30

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jaxrl_llm.config import ConfigDict, ConfigError, batch_rows, flat, with_correction
+from jaxrl_llm.config import ConfigDict, ConfigError, batch_rows, with_correction
 from jaxrl_llm.config.schema import OFFLINE
 from jaxrl_llm.distributed.sharding import bytes_on_device, make_mesh
 from jaxrl_llm.models.model import check_attention
@@ -73,10 +73,10 @@ def make_plan(
     """
     config = with_correction(config)
     if not only and is_split(config):
-        key = "rollout.devices" if sampling_devices(config) else "rollout.processes"
+        key = "devices" if sampling_devices(config) else "processes"
         raise ConfigError(
-            f"{key} is {flat(config)[key]}: this is a plan of devices that do all. `python -m jaxrl_llm plan` plans "
-            "both halves"
+            f"rollout.{key} is {config.rollout[key]}: this is a plan of devices that do all. "
+            "`python -m jaxrl_llm plan` plans both halves"
         )
     if only != "sampling":
         check_rows(config, batch_rows(config), target_.mesh)
@@ -177,21 +177,23 @@ def describe_for(config, target_: Target, mesh: Any = None) -> Shapes:
     return shapes
 
 
-def floors(plan: Plan) -> Floors | None:
+def floors(plan: Plan, factor: float = 1.0) -> Floors | None:
     """The least time of a step; None for a device whose rates are not known.
 
-    Decoding reads the sampler's parameters and all keys and values at every token, here at their longest.
+    Decoding reads the sampler's parameters and all keys and values at every token, here at their longest. On `factor`
+    times fewer devices than planned (more, for one below 1) each has as many times the products, keys and values; the
+    parameters that it reads, and what it sends, stay.
     """
     device = plan.target.device
     if not device.flops:
         return None
     compute = reading = sending = step = 0.0
     for program in plan.programs:
-        read = sum(plan.sampling.values()) if program.name == "rollout: decode" else 0
-        rate = device.interconnect
-        if device.node and plan.target.mesh.size > device.node:
-            rate = min(rate, device.network)
-        parts = (program.flops / device.flops, read / device.bandwidth, program.sent / rate)
+        read = 0.0
+        if program.name == "rollout: decode":
+            read = sum(size * (1.0 if name == PARAMETERS else factor) for name, size in plan.sampling.items())
+        sent = program.sent / device.rate(plan.target.mesh.size)
+        parts = (program.flops * factor / device.flops, read / device.bandwidth, sent)
         compute, reading, sending = (
             total + program.times * part for total, part in zip((compute, reading, sending), parts, strict=True)
         )

@@ -6,8 +6,7 @@ from typing import NamedTuple
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.distributed.sharding import make_mesh, rollout_mesh
 from jaxrl_llm.tools.plan.advice import changed
-from jaxrl_llm.tools.plan.devices import Device
-from jaxrl_llm.tools.plan.planned import PARAMETERS, Plan, make_plan
+from jaxrl_llm.tools.plan.planned import PARAMETERS, Plan, floors, make_plan
 from jaxrl_llm.tools.plan.text import lines, seconds, size, table
 from jaxrl_llm.tools.plan.topology import stand_ins, target_of
 from jaxrl_llm.training.setup.run import sampling_devices
@@ -67,20 +66,10 @@ def make_split(config, name: str, count: int, simulate: bool = False) -> Split:
 
 
 def least_seconds(plan: Plan, factor: float = 1.0) -> float:
-    """Least seconds of a half's step on `factor` times fewer devices than planned, or more for one below 1.
-
-    Products, and the keys and values that decoding reads, are then `factor` times as many on each; the parameters that
-    it reads, and what is sent, stay.
-    """
-    device, total = plan.target.device, 0.0
-    caches = sum(bytes_ for name, bytes_ in plan.sampling.items() if name != PARAMETERS)
-    for program in plan.programs:
-        read = 0.0
-        if program.name == "rollout: decode":
-            read = plan.sampling[PARAMETERS] + caches * factor
-        parts = program.flops * factor / device.flops, read / device.bandwidth, program.sent / _rate(device, plan)
-        total += program.times * max(parts)
-    return total
+    """Least seconds of a half's step on `factor` times fewer devices than planned (`floors`), whose rates are known."""
+    found = floors(plan, factor)
+    assert found is not None
+    return found.step
 
 
 def balances(split: Split) -> list[Balance]:
@@ -121,7 +110,7 @@ def split_lines(split: Split) -> Iterator[str]:
         yield f"time: no rates are known of {device.name}"
         return
     if not split.in_files:
-        rate = _rate(device, training, training.target.mesh.size + sampling.target.mesh.size)
+        rate = device.rate(training.target.mesh.size + sampling.target.mesh.size)
         yield f"each policy sends {size(policy)} to each device that samples: at least {seconds(policy / rate)}"
     ways = balances(split)
     own = next(x for x in ways if x.training_devices == training.target.mesh.size)
@@ -141,10 +130,3 @@ def split_lines(split: Split) -> Iterator[str]:
     unit = sampling.target.mesh.size if split.in_files else 1
     if best != own:
         yield f"  set {key}={best.sampling_devices // unit} for the balance"
-
-
-def _rate(device: Device, plan: Plan, count: int = 0) -> float:
-    """Bytes a second out of a device of the plan, or of `count` devices together."""
-    if device.node and (count or plan.target.mesh.size) > device.node:
-        return min(device.interconnect, device.network)
-    return device.interconnect
