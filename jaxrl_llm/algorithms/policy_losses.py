@@ -38,14 +38,10 @@ def _prepare(logps, old_logps, advantages, mask) -> tuple[Array, Array, Array]:
     if mask is not None:
         mask = as_mask(mask, logps.shape)
         log_ratio, logps = jnp.where(mask, log_ratio, 0.0), jnp.where(mask, logps, 0.0)
-    return logps, log_ratio, _per_token(advantages, logps)
-
-
-def _per_token(advantages, logps: Array) -> Array:
     advantages = jax.lax.stop_gradient(as_float(advantages))
     if advantages.ndim == logps.ndim - 1:
         advantages = advantages[..., None]
-    return jnp.broadcast_to(advantages, logps.shape)
+    return logps, log_ratio, jnp.broadcast_to(advantages, logps.shape)
 
 
 def _clipped(ratio: Array, advantages: Array, epsilon_low, epsilon_high, delta=None) -> Array:

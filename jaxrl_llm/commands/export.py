@@ -69,7 +69,11 @@ def export(
     output = Path(output).expanduser()
     folder = Path(run).expanduser()
     config = config_of(folder)
-    _check_free(output, overwrite)
+    existing = [name for name in ("config.json", peft.CONFIG) if (output / name).is_file()]
+    if existing and not overwrite:
+        raise ConfigError(
+            f"{output} holds a model already ({existing[0]}): choose another folder, or replace it with --overwrite"
+        )
     mesh = make_mesh(data=1, fsdp=-1)
     with jax.set_mesh(mesh):
         model, step = checkpoint_model(folder, config, step, mesh)
@@ -118,14 +122,6 @@ def push(run: str | Path, repo: str, output: str | Path = "", private: bool = Fa
         if not output and jax.process_index() == 0:
             shutil.rmtree(folder, ignore_errors=True)
     return url
-
-
-def _check_free(output: Path, overwrite: bool) -> None:
-    existing = [name for name in ("config.json", peft.CONFIG) if (output / name).is_file()]
-    if existing and not overwrite:
-        raise ConfigError(
-            f"{output} holds a model already ({existing[0]}): choose another folder, or replace it with --overwrite"
-        )
 
 
 def _untrained(config: ConfigDict, mesh: Mesh, dtype: str) -> Model:

@@ -136,12 +136,6 @@ def _table(hidden, kernel) -> _Table:
     return _Table(constrain(kernel.T.astype(hidden.dtype), vocab, None), rows, vocab)
 
 
-def _width(hidden, table: _Table) -> int:
-    rows, length = hidden.shape[:2]
-    shards = context_shards()  # which share the columns of a chunk
-    return min(-(-columns_at_once(rows, len(table.matrix)) // shards), -(-length // shards)) * shards
-
-
 def columns_at_once(rows: int, vocabulary: int) -> int:
     """The columns of rows whose logits all devices of the mesh that is set compute at once.
 
@@ -159,10 +153,11 @@ def _over_chunks(function, hidden, table, count, total=None, filled: bool = Fals
     `columns(x)` are those columns of an array `[N,S,...]`; without a total the function has one argument. `filled`
     leaves the arrays with the columns that fill up the last chunk.
     """
-    width, length = _width(hidden, table), hidden.shape[1]
+    rows, length = hidden.shape[:2]
+    shards = context_shards()  # which share the columns of a chunk
+    width = min(-(-columns_at_once(rows, len(table.matrix)) // shards), -(-length // shards)) * shards
     chunks = -(-length // width)
     if count is None:  # equal chunks, so that little is computed for nothing
-        shards = context_shards()
         width = -(-length // (chunks * shards)) * shards
 
     def columns_at(start, size, x):

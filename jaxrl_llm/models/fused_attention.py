@@ -143,7 +143,8 @@ def _row(q, k, v, segments, mask, window: int | None, softcap: float | None, int
     block = block_size(length)
     extra = -length % block
     size = (length + extra, length + extra)
-    q, k, v = (_by_head(x.reshape(length, -1, x.shape[-1]), extra) for x in (q, k, v))
+    heads = (x.reshape(length, -1, x.shape[-1]) for x in (q, k, v))
+    q, k, v = (jnp.pad(x, ((0, extra), (0, 0), (0, 0))).swapaxes(0, 1) for x in heads)  # [J,T+extra,d]
     # Gradients of queries by a kernel of their own: the one that forms all keeps them once for each block of keys.
     names = ("block_q", "block_kv", "block_q_dkv", "block_kv_dkv", "block_q_dq", "block_kv_dq")
     make: Any = functools.partial(
@@ -166,11 +167,6 @@ def _row(q, k, v, segments, mask, window: int | None, softcap: float | None, int
         kernel.fwd_mask_info = jax.tree.map(lambda x: x if jnp.ndim(x) else True, kernel.fwd_mask_info)
         out = kernel(q, k, v)
     return out.swapaxes(0, 1)[:length].reshape(shape)
-
-
-def _by_head(x, extra: int):
-    """`[J,T+extra,d]` of x `[T,J,d]`."""
-    return jnp.pad(x, ((0, extra), (0, 0), (0, 0))).swapaxes(0, 1)
 
 
 def block_size(length: int) -> int:

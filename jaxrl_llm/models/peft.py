@@ -209,7 +209,13 @@ def read(folder: str | os.PathLike[str], net: Net, family, mesh: Mesh | None) ->
         wanted.pop("score/kernel")
     if is_tied(net):
         found.pop(f"{PREFIX}{LM_HEAD}.weight", None)
-    _check(folder, found, [name for tensors in wanted.values() for name in tensors.names])
+    names = [name for tensors in wanted.values() for name in tensors.names]
+    if missing := [name for name in names if name not in found]:
+        raise ConfigError(f"{folder / TENSORS} lacks tensors that the model needs: {safetensors.some(missing)}")
+    if spare := sorted(set(found) - set(names)):
+        raise ConfigError(
+            f"{folder / TENSORS} holds tensors that the model has no place for: {safetensors.some(spare)}"
+        )
 
     def leaf(path, x):
         names, transpose, stacked = wanted[path_name(path)]
@@ -321,15 +327,6 @@ def _tensors(net: Net, family) -> dict[str, Tensors]:
         names = [part.name.removesuffix(".weight") + kept[leaf] if leaf in kept else part.name for part in parts]
         found[name] = Tensors([f"{PREFIX}{x}" for x in names], parts[0].transpose, parts[0].layer is not None)
     return found
-
-
-def _check(folder: Path, found: dict[str, np.ndarray], wanted: list[str]) -> None:
-    if missing := [name for name in wanted if name not in found]:
-        raise ConfigError(f"{folder / TENSORS} lacks tensors that the model needs: {safetensors.some(missing)}")
-    if spare := sorted(set(found) - set(wanted)):
-        raise ConfigError(
-            f"{folder / TENSORS} holds tensors that the model has no place for: {safetensors.some(spare)}"
-        )
 
 
 def _open(folder: Path, stack: contextlib.ExitStack):

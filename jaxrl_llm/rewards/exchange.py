@@ -183,7 +183,8 @@ class Peer:
         if name == "list":
             return [self.decode(each) if type(each) is list else each for each in rest]
         if name in PARTS:
-            return _maker(name)(*map(self.decode, rest))
+            module, _, attribute = name.rpartition(".")
+            return getattr(importlib.import_module(module), attribute)(*map(self.decode, rest))
         if name == "yours" and rest[0] in range(len(self.exported)):
             return self.exported[rest[0]]
         if name == "builtin" and (self.trusts or isinstance(getattr(builtins, rest[0]), type)):
@@ -194,11 +195,6 @@ class Peer:
                 self.remotes[number] = _error_class(*error) if error else Remote(self, int(number), bool(has_data))
             return self.remotes[number]
         raise ValueError(f"no value: {name!r}")
-
-
-def _maker(name: str) -> Callable[..., Any]:
-    module, _, attribute = name.rpartition(".")
-    return getattr(importlib.import_module(module), attribute)
 
 
 def _error_class(name: str, base: str) -> type:

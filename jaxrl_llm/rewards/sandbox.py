@@ -28,7 +28,7 @@ import threading
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from jaxrl_llm.rewards.jail import DEVICES
 from jaxrl_llm.rewards.signatures import RewardError
@@ -146,7 +146,8 @@ def _run(source: str, stdin: bytes, limits: Limits, with_tests: bool) -> Finishe
             _kill(process)
             most = limits.output_kb * 1024
             texts = [os.pread(file.fileno(), most, 0).decode("utf-8", "replace") for file in (output, errors)]
-            return _finished(_whole(status), texts, process.returncode)
+            report = os.pread(status.fileno(), os.fstat(status.fileno()).st_size, 0)
+            return _finished(report, texts, process.returncode)
     finally:
         # Some file systems take milliseconds for a folder, and a program makes thousands where its folder is on a disk.
         cleaner = threading.Thread(target=_remove, args=(outer,))
@@ -247,10 +248,6 @@ def _kill(process: subprocess.Popen) -> None:
     """Kill the supervisor's process group."""
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
-
-
-def _whole(file: IO[bytes]) -> bytes:
-    return os.pread(file.fileno(), os.fstat(file.fileno()).st_size, 0)
 
 
 def _finished(status: bytes, texts: list[str], code: int) -> Finished:

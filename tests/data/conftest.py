@@ -4,7 +4,7 @@ import pytest
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
 
-from jaxrl_llm.data.tokenizers import build_byte_tokenizer
+from tests.data.byte_tokenizer import build_byte_tokenizer
 
 CHATML = (
     "{%- for message in messages -%}"

@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 from jaxrl_llm.data import Row
 from jaxrl_llm.data.formats.lookup import find
 from jaxrl_llm.data.formats.native import CONTENT
-from jaxrl_llm.data.tokenizers import build_byte_tokenizer
+from tests.data.byte_tokenizer import build_byte_tokenizer
 
 PAGE = Path(__file__).parents[2] / "docs" / "data.md"
 MARKS = ("<!-- formats -->\n", "<!-- end of formats -->")

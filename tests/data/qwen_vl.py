@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers import AutoTokenizer
 
-from jaxrl_llm.data.tokenizers import build_byte_tokenizer
+from tests.data.byte_tokenizer import build_byte_tokenizer
 from tests.data.smolvlm import smolvlm_folder
 
 TOKENS = ["<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]

@@ -11,8 +11,8 @@ from jaxrl_llm.data.image_rows import ImageReader
 from jaxrl_llm.data.observations import TurnTokenizer
 from jaxrl_llm.data.templates import chat_ids, render_chat
 from jaxrl_llm.data.tokenize import RowTokenizer
-from jaxrl_llm.data.tokenizers import build_byte_tokenizer
 from jaxrl_llm.models.hf import remember_images
+from tests.data.byte_tokenizer import build_byte_tokenizer
 from tests.data.qwen_vl import qwen_vl_folder
 from tests.data.smolvlm import picture
 

@@ -12,12 +12,12 @@ from jaxrl_llm.config import ConfigError, default
 from jaxrl_llm.data.observations import TurnTokenizer
 from jaxrl_llm.data.templates import chat_ids
 from jaxrl_llm.data.tokenize import RowTokenizer
-from jaxrl_llm.data.tokenizers import build_byte_tokenizer
 from jaxrl_llm.environments.batch import EpisodeBatch
 from jaxrl_llm.environments.factory import Environments, EnvironmentSpec, load_environments
 from jaxrl_llm.environments.games import SortThenSmallest
 from jaxrl_llm.environments.protocol import EpisodeError, Step
 from jaxrl_llm.training.setup.specs import environment_spec
+from tests.data.byte_tokenizer import build_byte_tokenizer
 
 END = 257
 # Like Qwen's: tools in the system message, results of tools as they are.

@@ -131,7 +131,10 @@ def to_config(
     are the names of `hidden_act` that the family may have, `rope` are arguments of `rotary.read`.
     Raises ConfigError for an entry that is missing or that the network does not compute, and an unknown override.
     """
-    _refuse_unsupported(hf)
+    if hf.get("quantization_config"):
+        refuse("quantization_config", hf["quantization_config"], "unquantized float32, bfloat16 and float16 weights")
+    if hf.get("use_bidirectional_attention"):
+        refuse("use_bidirectional_attention", True, "causal attention")
     sizes = {field: positive(hf, entry) for field, entry in SIZES.items()}
     heads = sizes["heads"]
     kv_heads = heads if hf.get("num_key_value_heads") is None else positive(hf, "num_key_value_heads")
@@ -139,11 +142,14 @@ def to_config(
         refuse("num_key_value_heads", kv_heads, f"divisors of num_attention_heads = {heads}")
     if hf.get("head_dim") is None and sizes["width"] % heads:
         refuse("hidden_size", sizes["width"], f"multiples of num_attention_heads = {heads}, or an entry head_dim")
+    activation = hf.get("hidden_activation") or hf.get("hidden_act") or next(iter(activations))
+    if activation not in activations:
+        refuse("hidden_act", activation, ", ".join(activations))
     fields = {
         **sizes,
         "kv_heads": kv_heads,
         "head_dim": sizes["width"] // heads if hf.get("head_dim") is None else positive(hf, "head_dim"),
-        "activation": _activation(hf, activations),
+        "activation": activations[activation],
         "norm_eps": number("rms_norm_eps", hf.get("rms_norm_eps", 1e-6)),
         **rotary.read(hf, **rope or {}),
         "tie_embeddings": bool(hf.get("tie_word_embeddings", False)),
@@ -197,20 +203,6 @@ def from_config(
 def _same_rope(hf: dict[str, Any], config: ModelConfig) -> bool:
     fields = rotary.read(hf, config.rope.theta, partial=True, by_type=True)
     return all(getattr(config, name) == value for name, value in fields.items())
-
-
-def _refuse_unsupported(hf: dict[str, Any]) -> None:
-    if hf.get("quantization_config"):
-        refuse("quantization_config", hf["quantization_config"], "unquantized float32, bfloat16 and float16 weights")
-    if hf.get("use_bidirectional_attention"):
-        refuse("use_bidirectional_attention", True, "causal attention")
-
-
-def _activation(hf: dict[str, Any], known: dict[str, str]) -> str:
-    name = hf.get("hidden_activation") or hf.get("hidden_act") or next(iter(known))
-    if name not in known:
-        refuse("hidden_act", name, ", ".join(known))
-    return known[name]
 
 
 def _architectures(family: str | dict[str, str]) -> dict[str, str]:

@@ -42,14 +42,11 @@ DEFAULTS = {
 THETA = 150_000.0
 
 
-def _with_rope(hf: dict[str, Any]) -> dict[str, Any]:
-    """The entries with the scaling of rotary positions that is meant where none is given."""
-    return hf if hf.get("rope_parameters") or hf.get("rope_scaling") else {**hf, "rope_parameters": YARN}
-
-
 def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
     """The ModelConfig of a config.json; raises ConfigError for what the network does not compute."""
-    hf = _with_rope(DEFAULTS | hf)
+    hf = DEFAULTS | hf
+    if not (hf.get("rope_parameters") or hf.get("rope_scaling")):
+        hf["rope_parameters"] = YARN
     if (hf.get("quantization_config") or {}).get("quant_method") == "mxfp4":
         hf["quantization_config"] = None
     experts, chosen = positive(hf, "num_local_experts"), positive(hf, "num_experts_per_tok")

@@ -39,7 +39,9 @@ def experts(hf: dict[str, Any]) -> dict[str, Any]:
     """The ModelConfig fields of the experts."""
     layers, step = positive(hf, "num_hidden_layers"), hf.get("decoder_sparse_step") or 1
     dense = tuple(n for n in range(layers) if n in (hf.get("mlp_only_layers") or ()) or (n + 1) % step)
-    number_of_experts = _number(hf)
+    # Files of transformers 5 have Mixtral's name for the number of experts.
+    entry = "num_local_experts" if "num_experts" not in hf and "num_local_experts" in hf else "num_experts"
+    number_of_experts = positive(hf, entry)
     if len(dense) == layers:
         refuse("mlp_only_layers", hf.get("mlp_only_layers"), "lists that leave some layers their experts")
     chosen = positive(hf, "num_experts_per_tok")
@@ -53,11 +55,6 @@ def experts(hf: dict[str, Any]) -> dict[str, Any]:
         "dense_layers": dense,
         "router_aux_loss_coef": number("router_aux_loss_coef", hf["router_aux_loss_coef"]),
     }
-
-
-def _number(hf: dict[str, Any]) -> int:
-    """The number of experts, which files of transformers 5 call as Mixtral's do."""
-    return positive(hf, "num_local_experts" if "num_experts" not in hf and "num_local_experts" in hf else "num_experts")
 
 
 def expert_entries(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:

@@ -38,27 +38,30 @@ def base_of(path: str) -> Base:
     card = _front_matter(folder) if folder is not None else {}
     hub_id = path if not local and HUB_ID.fullmatch(path) else None
     if local and TAG in (card.get("tags") or ()):
-        hub_id = _hub_id(card.get("base_model"))
+        named = card.get("base_model")
+        first = named[0] if isinstance(named, list) and named else named
+        hub_id = first if isinstance(first, str) and HUB_ID.fullmatch(first) else None
     text = next((folder / name for name in LICENSE_FILES if (folder / name).is_file()), None) if folder else None
-    named = {key: str(card[key]) for key in LICENSE_KEYS if card.get(key)}
-    if named.get("license", "unknown") == "unknown" and text is not None:
-        named = {"license": "other", "license_name": _first_line(text), "license_link": "LICENSE"}
-    if "://" not in named.get("license_link", "://"):  # relative to the base's own folder
-        named["license_link"] = "LICENSE" if text is not None else f"https://huggingface.co/{hub_id or path}"
+    licence = {key: str(card[key]) for key in LICENSE_KEYS if card.get(key)}
+    if licence.get("license", "unknown") == "unknown" and text is not None:
+        lines = (line.strip(" #*=\t") for line in text.read_text(encoding="utf-8", errors="replace").splitlines())
+        title = next((line for line in lines if line), "see LICENSE")[:80]
+        licence = {"license": "other", "license_name": title, "license_link": "LICENSE"}
+    if "://" not in licence.get("license_link", "://"):  # relative to the base's own folder
+        licence["license_link"] = "LICENSE" if text is not None else f"https://huggingface.co/{hub_id or path}"
     name = Path(path).name if local and not path.startswith("embedded:") else path
-    return Base(name, hub_id, {} if named.get("license") == "unknown" else named, text)
+    return Base(name, hub_id, {} if licence.get("license") == "unknown" else licence, text)
 
 
 def datasets_of(settings: Mapping[str, Any]) -> list[str]:
     """The hub ids among the data sets that a run with these settings, by full key, was trained on."""
-    sources = [item if isinstance(item, Mapping) else _source(item) for item in settings.get("data.sources") or ()]
-    paths = [str(source.get("path", "")) for source in sources] or [str(settings.get("data.path", ""))]
+    paths = []
+    for source in settings.get("data.sources") or ({"path": settings.get("data.path", "")},):
+        if not isinstance(source, Mapping):
+            path, options = split_options(source)
+            source = {"path": path, **options}
+        paths.append(str(source.get("path", "")))
     return list(dict.fromkeys(path for path in paths if HUB_ID.fullmatch(path) and not Path(path).exists()))
-
-
-def _source(text: str) -> dict[str, Any]:
-    path, options = split_options(text)
-    return {"path": path, **options}
 
 
 def _folder_of(path: str) -> Path | None:
@@ -86,13 +89,3 @@ def _front_matter(folder: Path) -> dict[str, Any]:
     except (ValueError, OSError, yaml.YAMLError):
         return {}
     return found if isinstance(found, dict) else {}
-
-
-def _hub_id(value: Any) -> str | None:
-    first = value[0] if isinstance(value, list) and value else value
-    return first if isinstance(first, str) and HUB_ID.fullmatch(first) else None
-
-
-def _first_line(file: Path) -> str:
-    lines = (line.strip(" #*=\t") for line in file.read_text(encoding="utf-8", errors="replace").splitlines())
-    return next((line for line in lines if line), "see LICENSE")[:80]

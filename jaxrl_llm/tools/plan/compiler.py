@@ -121,7 +121,9 @@ def _flops(equation, trips: Trips) -> float:
         left, out = equation.invars[0].aval.shape, equation.outvars[0].aval.shape
         return 2.0 * math.prod(out) * math.prod(left[i] for i in contracted)
     if name.startswith("ragged_dot"):
-        return _ragged(*(x.aval.shape for x in (*equation.invars[:2], equation.outvars[0])))
+        # Rows `[m,k]` with one matrix each of `[g,k,n]`, or the gradient `[g,k,n]` of those.
+        left, right, out = (x.aval.shape for x in (*equation.invars[:2], equation.outvars[0]))
+        return 2.0 * math.prod(left) * right[-1] if len(out) == 3 else 2.0 * math.prod(out) * left[-1]
     within = trips[1:] if name == "while" else trips
     inside = [traced_flops(x, within) for value in params.values() for x in _jaxprs(value)]
     if name == "scan":
@@ -139,13 +141,6 @@ def _flops(equation, trips: Trips) -> float:
         axes = next(params[key] for key in ("newly_manual_axes", "manual_axes") if key in params)  # as jax calls them
         return sum(inside) * math.prod(params["mesh"].shape[axis] for axis in axes)
     return sum(inside)
-
-
-def _ragged(left: tuple[int, ...], right: tuple[int, ...], out: tuple[int, ...]) -> float:
-    """Operations of rows `[m,k]` with one matrix each of `[g,k,n]`, or of the gradient `[g,k,n]` of those."""
-    if len(out) == 3:
-        return 2.0 * math.prod(left) * right[-1]
-    return 2.0 * math.prod(out) * left[-1]
 
 
 def _jaxprs(value):

@@ -177,7 +177,11 @@ class Module:
     ) -> Iterator[tuple[str, float, float, float]]:
         """Yield what accelerators make of a collective: (kind, runs, bytes of results, bytes read)."""
         kind, (times, loops) = x.opcode.removesuffix("-start"), trips
-        sizes = [self._exchanged_bytes(name, body) for name in x.operands if name in body]
+        sizes = [
+            _bytes(body[name].shape) * (0.5 if self._widened(name, body) else 1.0)
+            for name in x.operands
+            if name in body
+        ]
         if x.opcode != "all-reduce":
             size, read = _bytes(x.shape), sum(_bytes(body[name].shape) for name in x.operands if name in body)
             if x.opcode.endswith("-start") and kind in ("all-gather", "collective-permute"):
@@ -262,11 +266,8 @@ class Module:
         inside = [self.root(inner).opcode for inner in called(user)]
         return carried and (user.opcode == "add" or inside == ["add"])
 
-    def _exchanged_bytes(self, name: str, body: dict[str, Instruction]) -> float:
-        """Bytes of a value that is exchanged: CPUs widen bfloat16 numbers for it, accelerators do not."""
-        return _bytes(body[name].shape) * (0.5 if self._widened(name, body) else 1.0)
-
     def _widened(self, name: str, body: dict[str, Instruction]) -> bool:
+        """True for bfloat16 numbers in float32: CPUs exchange them so, accelerators as bfloat16."""
         x = body.get(name)
         if x is None or not x.shape.startswith("f32"):
             return False

@@ -43,7 +43,13 @@ def read_runs(folders: Sequence[str | Path]) -> list[ReportedRun]:
     if len(set(paths)) < len(paths):
         twice = next(path for path in paths if paths.count(path) > 1)
         raise ConfigError(f"the run {twice} is named twice: name each once")
-    return [_read(path, name) for path, name in zip(paths, short_names(paths), strict=True)]
+    for path in paths:
+        if not (path / METRICS).is_file():
+            raise ConfigError(
+                f"{path} holds no run: it has no {METRICS}. "
+                "Name the output_dir of a run whose logging.backends have jsonl"
+            )
+    return [run_of(path, name) for path, name in zip(paths, short_names(paths), strict=True)]
 
 
 def short_names(paths: Sequence[Path]) -> list[str]:
@@ -53,15 +59,6 @@ def short_names(paths: Sequence[Path]) -> list[str]:
         if len(set(names)) == len(names):
             return names
     return [str(path) for path in paths]
-
-
-def _read(folder: Path, name: str) -> ReportedRun:
-    if not (folder / METRICS).is_file():
-        raise ConfigError(
-            f"{folder} holds no run: it has no {METRICS}. "
-            "Name the output_dir of a run whose logging.backends have jsonl"
-        )
-    return run_of(folder, name)
 
 
 def run_of(folder: Path, name: str | None = None) -> ReportedRun:

@@ -4,7 +4,7 @@ import random
 import pytest
 from transformers import AutoTokenizer
 
-from jaxrl_llm.data.tokenizers import build_byte_tokenizer
+from tests.data.byte_tokenizer import build_byte_tokenizer
 
 
 def test_ids_are_bytes_then_special_tokens(tokenizer):
