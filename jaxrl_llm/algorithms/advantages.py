@@ -72,7 +72,7 @@ def _batch_std(scores: Array) -> Array:
 
 
 def zero_advantages(scores) -> Array:
-    """Returns advantages `[N]` of 0: scores are measured, and a teacher alone is learned from (distillation)."""
+    """Returns advantages `[N]` of 0: scores are measured only, and the teacher alone is learned from (distillation)."""
     return jnp.zeros_like(as_float(scores))
 
 
@@ -167,8 +167,8 @@ def passk_advantages(scores, group_size: int, normalize: bool = True, eps: float
 def pkpo_advantages(scores, group_size: int, k: int = 4) -> Array:
     """Returns advantages `[N]`: what each row adds, on average, to the best score of k rows of its group.
 
-    Shapes: `scores [N]`, N = B * group_size with the rows of a prompt adjacent; any numbers, for which the mean of the
-    policy gradient is that of the expected maximum of k samples. Formula, over all sets I of k of the group's n scores:
+    Shapes: `scores [N]`, N = B * group_size with the rows of a prompt adjacent; any numbers. The expected policy
+    gradient is that of the expected maximum of k samples. Formula, over all sets I of k of the group's n scores:
     `s_i = sum_(I with i) (max(I) - max(I without i)) / C(n, k)`, summed in closed form over the scores in rising order.
     With k = n it is `passk` without its division. NaN scores are left out and get 0, as do groups of fewer than k
     scores. Raises ValueError where k is not 2 to group_size, or N not a multiple of it.
@@ -178,16 +178,16 @@ def pkpo_advantages(scores, group_size: int, k: int = 4) -> Array:
         raise ValueError(f"pkpo compares sets of k rows of a group: k is {k}, but takes 2 to group_size = {group_size}")
     grouped = _groups(scores, group_size)
     valid = ~jnp.isnan(grouped)
-    order = jnp.argsort(jnp.where(valid, grouped, jnp.inf), axis=1)  # those without a score behind
+    order = jnp.argsort(jnp.where(valid, grouped, jnp.inf), axis=1)  # rows without a score come last
     count = valid.sum(axis=1, keepdims=True)
     place = jnp.arange(group_size)
-    # Less the lowest score, which changes no difference of two maxima, so that equal scores give exact zeros.
+    # Subtracting the lowest score changes no difference of two maxima, and makes equal scores exact zeros.
     rising = jnp.nan_to_num(jnp.take_along_axis(grouped - jnp.nanmin(grouped, axis=1, keepdims=True), order, axis=1))
     choose = np.array([[math.comb(n, r) for r in (k - 1, k - 2)] for n in range(group_size + 1)], np.float64)
     total = jnp.asarray([math.comb(n, k) for n in range(group_size + 1)], rising.dtype)[count]
     live = jnp.where(place < count, rising, 0.0)
-    # A row at place i, from 0, adds something to the C(i, k-1) sets of it and rows below it. The largest of those
-    # below is at place j in C(j, k-2) of the sets.
+    # The row at place i, from 0, raises the maximum of the C(i, k-1) sets of itself and k - 1 rows below it. The row at
+    # place j < i is the largest of those below in C(j, k-2) of these sets.
     own, others = jnp.asarray(choose[:-1, 0], rising.dtype), jnp.asarray(choose[:-1, 1], rising.dtype)
     below = jnp.cumsum(others * live, axis=1) - others * live
     added = jnp.where((total > 0) & (place < count), (own * live - below) / jnp.maximum(total, 1), 0.0)
@@ -270,11 +270,11 @@ def otb_advantages(token_rewards, logit_norms, mask, group_size: int, eps: float
     returns = discounted_returns(token_rewards, mask)
     mask = as_mask(mask, returns.shape)
     norms = jnp.cumsum(jnp.where(mask, as_float(logit_norms), 0.0), axis=1)
-    # Place t of a row is its t-th sampled token, whatever stands between.
+    # Column t becomes a row's t-th sampled token, whatever stands between sampled tokens.
     order, live = jnp.argsort(~mask, axis=1, stable=True), jnp.sort(~mask, axis=1) == 0
     returns, norms = (jnp.where(live, jnp.take_along_axis(x, order, axis=1), 0.0) for x in (returns, norms))
     returns, norms, live = (_groups(x, group_size) for x in (returns, norms, live))
-    # Less the first that there is, so that equal returns give exact zeros.
+    # Subtracting the first return that there is makes equal returns exact zeros.
     shifted = returns - jnp.take_along_axis(returns, jnp.argmax(live, axis=1, keepdims=True), axis=1)
     baseline = jnp.sum(shifted * norms, axis=1, keepdims=True) / (jnp.sum(norms, axis=1, keepdims=True) + eps)
     advantages = jnp.where(live.sum(axis=1, keepdims=True) > 1, shifted - baseline, returns).reshape(mask.shape)
@@ -345,9 +345,9 @@ def vapo_advantages(
     """Returns VAPO's advantages and value targets, `(advantages [N, T], returns [N, T])`, of two decays.
 
     Shapes: `token_rewards, values, mask [N, T]`; zero outside the mask. The policy's decay grows with the l tokens of a
-    row, `lam = 1 - 1 / (alpha l)` and at least 0, so that what the last token is given reaches the first of long rows
-    too; the critic's targets have `lam_critic`, with 1 the plain returns. Source: VAPO (length-adaptive GAE), arXiv
-    2504.05118; decays apart, VC-PPO, arXiv 2503.01491.
+    row, `lam = 1 - 1 / (alpha l)` and at least 0, so that the reward of the last token reaches the first one of long
+    rows too; the critic's targets have `lam_critic`, with 1 the plain returns. Source: VAPO (length-adaptive GAE),
+    arXiv 2504.05118; decays apart, VC-PPO, arXiv 2503.01491.
     """
     length = as_mask(mask).sum(axis=1)
     lam = jnp.maximum(1.0 - 1.0 / (alpha * jnp.maximum(length, 1)), 0.0)

@@ -57,7 +57,7 @@ class Images:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class ImageEmbeddings:
-    """The images of rows, encoded: what takes the place of the embeddings of image tokens.
+    """The encoded images of rows: the embeddings that image tokens get in place of their own.
 
     Each of Z sources is for N / Z rows, one after another: a row by itself, or the packed rows of a shard.
     """
@@ -122,7 +122,7 @@ class Prepared:
     observed_share: Array = None  # [N,T] observed / observation tokens of the optimizer batch
     keep: Array = None  # [N,T] 1 on tokens whose policy term counts; None: all of the mask
     mean_weight: Array = None  # [N] the mean importance weight of the batch, that weights are divided by
-    selected: Array = None  # [N,T] 1 on the few tokens that the loss treats apart
+    selected: Array = None  # [N,T] 1 on the few tokens that the loss treats differently
     row_share: Array = None  # [N] 1 / rows with the same label, for means over those rows
     side_tokens: Array = None  # [N] tokens of all rows on this row's side, chosen or rejected
     real_share: Array = None  # [N] share of a row in the tokens that are no padding
@@ -144,7 +144,7 @@ class Batch:
     observed: Array = None  # [N,T] float32; 1 on observation tokens, where the loss predicts them
     sample_logps: Array = None  # [N,T] of the sampler
     old_logps: Array = None  # [N,T] of the policy that the ratio compares with; None: the policy itself
-    proximal_share: Array = None  # [N,T] how far old log-probs lie from the sampler's to the policy's, in place of them
+    proximal_share: Array = None  # [N,T] in place of old_logps: they lie this share of the way from sampler to policy
     ref_logps: Array = None  # [N,T] of the reference policy
     ref_hidden: Array = None  # [N,T,D] what its head reads, where its whole distributions are read
     teacher_hidden: Array = None  # [N,T,D] what the teacher's head reads, where its whole distributions are read

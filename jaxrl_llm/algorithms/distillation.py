@@ -25,8 +25,8 @@ def generalized_jsd(log_probs, teacher_log_probs, beta: float) -> Array:
 
     With P the teacher and Q the policy: KL(P || Q) for `beta` 0, KL(Q || P) for 1, and between them
     `beta KL(P || M) + (1 - beta) KL(Q || M)` with the mixture `M = beta P + (1 - beta) Q`. It is 0 where both are the
-    same. `log_probs, teacher_log_probs` are normalised; gradients flow to both. Between the ends it is small near them,
-    and does not go over into the KLs: divided by beta it approaches KL(P || Q) as beta goes to 0.
+    same. `log_probs, teacher_log_probs` are normalised; gradients flow to both. It is not continuous at the ends:
+    towards them it falls to 0 and not to the KLs. Divided by beta it approaches KL(P || Q) as beta goes to 0.
     Source: GKD, arXiv 2306.13649, eq. 1.
     """
     policy, teacher = as_float(log_probs), as_float(teacher_log_probs)
@@ -46,7 +46,7 @@ def with_tail(log_probs) -> Array:
     """Returns log-probs `[..., k + 1]`: those of k tokens `[..., k]`, and that of all other tokens together.
 
     A divergence of these is a lower bound of that of the whole distributions, near it where the k tokens have most of
-    the mass. A tail of less than 1e-7 counts as that: float32 has no digits for it.
+    the mass. A tail below 1e-7 counts as 1e-7: float32 has no digits for it.
     """
     log_probs = as_float(log_probs)
     mass = jnp.minimum(jax.nn.logsumexp(log_probs, axis=-1, keepdims=True), -1e-7)
@@ -54,6 +54,6 @@ def with_tail(log_probs) -> Array:
 
 
 def without_tail(log_probs) -> Array:
-    """Returns log-probs `[..., k]` of k tokens, given that it is one of them."""
+    """Returns log-probs `[..., k]` of k tokens, conditional on one of them being drawn."""
     log_probs = as_float(log_probs)
     return log_probs - jax.nn.logsumexp(log_probs, axis=-1, keepdims=True)

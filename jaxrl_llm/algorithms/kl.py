@@ -50,8 +50,8 @@ def kl_estimate(logps, ref_logps, kind: str = "k3", *, ratio=None, log_ratio_cla
 def full_kl(log_probs, ref_log_probs) -> Array:
     """Returns KL(policy || reference) `[...]` of distributions over a vocabulary: `sum_v p_v (log p_v - log q_v)`.
 
-    `log_probs, ref_log_probs [..., V]` in nats, each normalised. No estimate: of a given prefix it does not depend on
-    the token that was sampled, and its gradient is that of the KL itself.
+    `log_probs, ref_log_probs [..., V]` in nats, each normalised. It is no estimate: given a prefix, it does not depend
+    on the token that was sampled, and its gradient is that of the KL itself.
     """
     log_probs = as_float(log_probs)
     return (jnp.exp(log_probs) * (log_probs - as_float(ref_log_probs))).sum(-1)

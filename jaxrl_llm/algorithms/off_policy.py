@@ -62,7 +62,7 @@ def importance_correction(
 
 
 def mean_weight(weights, mask, mode: str) -> Array:
-    """Returns the mean of the weights of a batch, a scalar, that dividing by makes 1 (batch normalisation).
+    """Returns the mean of the weights of a batch, a scalar by which batch normalisation divides them.
 
     Shapes: `weights [N, T]` of `importance_correction`, `mask [N, T]`. The mean is over tokens, or over rows that have
     tokens in the `sequence` and `geometric` modes. 1 where all weights are 0. Source: verl's
@@ -131,7 +131,8 @@ def rejection_mask(logps, sample_logps, mask, criteria: tuple[Criterion, ...]) -
 
 
 def proximal_share(versions, version) -> Array:
-    """Returns how far the policy of `version` steps lies on the way from a token's sampler to the policy of the next.
+    """Returns the share of the way from a token's sampler to the next policy that the policy of `version` steps has
+    gone.
 
     Shapes: `versions` any, the training steps of the policies that sampled, negative where none did (the share is 0
     there), the result the same. Formula: `a / (a + 1)` of the age `a = version - versions`. Source: A-3PO / AReaL,

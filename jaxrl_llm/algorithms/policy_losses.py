@@ -306,9 +306,9 @@ def dro(logps, old_logps, advantages, epsilon_low=None, epsilon_high=None, *, ma
 def topr(logps, old_logps, advantages, epsilon_low=None, epsilon_high=None, *, mask) -> Array:
     """Returns tapered off-policy REINFORCE, `-w A logps` `[N, T]`: w is 1 where A >= 0, else the row's ratio up to 1.
 
-    Formula: `w = stop(min(1, exp(sum_t log-ratio)))` of rows with A < 0, so that what the policy has left already is
-    pushed away no further. `old_logps` are the sampler's log-probs; the epsilons are not read. Source: TOPR, arXiv
-    2503.14286.
+    Formula: `w = stop(min(1, exp(sum_t log-ratio)))` of rows with A < 0, so that completions which the policy has moved
+    away from already are not pushed further. `old_logps` are the sampler's log-probs; the epsilons are not read.
+    Source: TOPR, arXiv 2503.14286.
     """
     del epsilon_low, epsilon_high
     logps, log_ratio, advantages = _prepare(logps, old_logps, advantages, mask)

@@ -1,4 +1,4 @@
-"""Stochastic rounding: numbers that are stored in fewer bits and add up all the same.
+"""Stochastic rounding: sums of small changes to numbers that are stored in few bits.
 
 A change of less than half the spacing of its storage type is lost by rounding to the nearest, in every step again.
 Rounded up or down at random, with the probabilities that make the mean exact, such changes add up to their sum.

@@ -1,11 +1,11 @@
 """Statistics of n samples per prompt: pass@k, best and worst of k, majority@k; and bootstrap intervals over prompts.
 
-Every statistic gives one number for each prompt; prompts may have different numbers of samples. From n samples, what k
-would do is estimated in one of two ways:
+Every statistic gives one number for each prompt; prompts may have different numbers of samples. The result of k samples
+is estimated from n in one of two ways:
 
-- "unbiased": the mean over all k of the n samples that are different (over 1000 draws of such where there are more);
-- "verl": the mean over 1000 draws of k of the n, with replacement, from NumPy's `RandomState(42)`: what verl's
-  `process_validation_metrics` computes, number for number.
+- "unbiased": the mean over all subsets of k different samples (over 1000 drawn subsets where there are more);
+- "verl": the mean over 1000 draws of k of the n samples with replacement, from NumPy's `RandomState(42)`: the numbers
+  of verl's `process_validation_metrics`, digit for digit.
 """
 
 import functools
@@ -21,7 +21,7 @@ ESTIMATES = ("unbiased", "verl")
 
 
 def counts_of_k(n: int) -> list[int]:
-    """The k that are worth a statistic of n samples: every power of two up to n, and n."""
+    """The numbers k for which statistics of n samples are given: every power of two up to n, and n."""
     return [k for k in range(1, n + 1) if k & (k - 1) == 0 or k == n]
 
 
@@ -113,7 +113,7 @@ def _verl_majority(answers: list[Hashable], values: np.ndarray, k: int) -> float
 
 @functools.lru_cache(maxsize=64)
 def _members(n: int, k: int) -> np.ndarray:
-    """Subsets of k of n, 1.0 for each member `[subsets, n]`: all of them, or so many draws."""
+    """Subsets of k of n as `[subsets, n]`, 1.0 for each member: all of them, or DRAWS random ones."""
     if math.comb(n, k) <= DRAWS:
         subsets = np.array(list(itertools.combinations(range(n), k)))
     else:

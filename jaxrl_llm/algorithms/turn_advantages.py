@@ -1,7 +1,8 @@
 """Credit for turns: advantages of episodes whose turns have rewards and states of their own, `[N, T]` by turn.
 
-A row is an episode of up to M turns. `Turns` holds what is known of them; `turn_table` makes it of what environments
-and agents noted. Rows of a prompt are adjacent, as everywhere; NaN marks what is no turn of a row, or is not rewarded.
+A row is an episode of up to M turns. `Turns` holds them in tables, which `turn_table` makes of the records of
+environments and agents. Rows of a prompt are adjacent, as everywhere; NaN marks columns past a row's last turn, and
+missing rewards.
 """
 
 import json
@@ -17,13 +18,13 @@ from jaxrl_llm.algorithms.aggregation import as_float, masked_var
 
 Array = jax.Array
 
-BEYOND = np.iinfo(np.int32).max  # the end of what is no turn
+BEYOND = np.iinfo(np.int32).max  # the end of turns that a row does not have
 
 
 class Turn(NamedTuple):
     """A turn of an episode: the tokens of its completion up to the turn's end, its reward, and the state it answered.
 
-    States are the same where their JSON is (the `repr` of what JSON lacks); None is the prompt.
+    States are the same where `state_key` is; None is the prompt.
     """
 
     end: int
@@ -59,7 +60,7 @@ def turn_table(rows: Sequence[Sequence[Turn]], width: int, group_size: int, firs
 
 
 def state_key(state: Any) -> str:
-    """A text that is the same for states that are: their JSON, with the `repr` of what JSON lacks."""
+    """The key of a state, equal for equal states: its JSON, with the `repr` of values that JSON lacks."""
     return json.dumps(state, sort_keys=True, default=lambda x: x.tolist() if hasattr(x, "tolist") else repr(x))
 
 
@@ -88,7 +89,7 @@ def turn_returns(rewards, gamma=1.0) -> Array:
 
 
 def compared_in_state(returns, states, group_size: int, scale: str = "group", eps: float = 1e-6) -> Array:
-    """Returns what each turn's return is above the mean of the turns of its group in the same state, `[N, M]`.
+    """Returns each turn's return minus the mean return of its group's turns in the same state, `[N, M]`.
 
     Shapes: `returns [N, M]` with NaN where there is none (the result is 0 there), `states [N, M]` as in `Turns`.
     Divided by their unbiased standard deviation + eps (`scale="group"`), by that of all returns (`"batch"`), or not
@@ -103,7 +104,7 @@ def compared_in_state(returns, states, group_size: int, scale: str = "group", ep
         return jax.ops.segment_sum(jnp.where(valid, values, 0.0), index, valid.size)[index]
 
     returns, count = returns.reshape(-1), over_state(jnp.ones(valid.size))
-    # Less the first return of its state, so that equal returns give exact zeros.
+    # Subtracting the first return of its state makes equal returns exact zeros.
     shifted = returns - jnp.nan_to_num(returns)[index]
     centered = shifted - over_state(shifted) / jnp.maximum(count, 1)
     if scale == "group":
@@ -125,7 +126,7 @@ def turn_advantages(turns: Turns, mask, group_size: int, scale: str = "group", g
 
 
 def mt_grpo_advantages(turns: Turns, mask, group_size: int, scale: str = "group", coef=1.0, eps: float = 1e-4) -> Array:
-    """Returns advantages `[N, T]`: of the outcome on every turn and, on all but a row's last, `coef` times the turn's.
+    """Returns advantages `[N, T]`: the outcome's on every turn, and `coef` times the turn's on all but a row's last.
 
     Shapes: `turns` as `with_outcome` returns them, `mask [N, T]`. Formula: with `A_out` the normalised reward of a
     row's last turn and `A_k` that of turn k among the group's rows that go on after it, `A = A_out + coef A_k` before
@@ -161,7 +162,8 @@ def rae_advantages(scores, parts: Turns, roles, baselines, mask, decay=0.95) -> 
     Shapes: `scores [N]`; `parts` with rewards of their own, NaN where they have the row's score; `roles [N, M]`
     says which of the R roles a part is; `baselines [R]`; `mask [N, T]`. Formula, from part to part and row to row:
     `A = r - b_role`, then `b_role = decay b_role + (1 - decay) r`, so that no reward is compared with itself. Rows with
-    a NaN score get 0 and move nothing. Source: role-conditioned advantage estimation, SPIRAL, arXiv 2506.24119.
+    a NaN score get 0 and leave the baselines as they are. Source: role-conditioned advantage estimation, SPIRAL, arXiv
+    2506.24119.
     """
     scores = as_float(scores)[:, None]
     rewards = jnp.where(jnp.isnan(parts.rewards), scores, parts.rewards)

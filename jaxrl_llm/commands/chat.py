@@ -133,7 +133,7 @@ def _show_answers(
     except (ConfigError, KeyboardInterrupt) as error:
         if isinstance(error, KeyboardInterrupt) and not terminal:
             raise
-        # One of two speakers may have answered already: both go back, so that they have heard the same.
+        # One of two speakers may have answered already: both go back, so that they have the same messages.
         for speaker, messages in zip(speakers, before, strict=True):
             speaker.messages = messages
         reason = "stopped" if isinstance(error, KeyboardInterrupt) else f"error: {error}"

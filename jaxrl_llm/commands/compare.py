@@ -107,7 +107,7 @@ def _sample(config, path: str, eval_dataset: Any, mesh) -> Samples:
 
 
 def _ungraded(completions: Sequence[Any], **columns: Any) -> list[None]:
-    """No reward: completions are graded once both models have sampled."""
+    """A reward function without rewards: completions are graded once both models have sampled."""
     return [None] * len(completions)
 
 

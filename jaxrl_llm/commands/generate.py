@@ -122,7 +122,7 @@ def generate(
     Completion i of all draws from `fold_in(key(seed), i)`: the same arguments give the same texts. In a run of several
     processes all pass the same prompts, share the work and get all texts.
 
-    Raises ConfigError: no list of prompts, settings out of range or against each other, or a model without tokenizer.
+    Raises ConfigError: no list of prompts, settings out of range or in contradiction, or a model without tokenizer.
     """
     values = dict(locals())
     for setting in (*SAMPLING, SAMPLES):
@@ -255,8 +255,7 @@ def read_prompts(prompt: str, file: str, chat: bool) -> list[Any]:
 
 def read_images(given: Sequence[str], file: str) -> list[Any] | None:
     """The images of the prompts of the command line: `given` are those of the one prompt, a file has a column of them.
-
-    Raises ConfigError for both. Paths in a file start beside it.
+    Raises ConfigError where both are there. Paths in a file start beside it.
     """
     if not file:
         return [list(given)] if given else None

@@ -61,12 +61,12 @@ def report(
     measure: int,
     colour: bool,
 ) -> list[str]:
-    """The lines on some sources: of each its first examples, then its statistics."""
+    """The lines on some sources: the first examples of each, then its statistics."""
     lines: list[str] = []
     for source in sources:
         tokenize = loading.row_tokenizer(spec, kind, tokenizer, source.folder)
         stops = tokenize.overlong == "error"
-        if stops:  # a preview counts what training would stop at
+        if stops:  # a preview counts rows at which training would stop
             tokenize.overlong = "filter"
         made = [row for row in islice(loading.token_rows(source, kind, tokenize), measure) if row is not None]
         name = source.name or "the data"

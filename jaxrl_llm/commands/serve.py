@@ -163,7 +163,7 @@ def serve(
                 loop.add_signal_handler(number, stop)
             stderr_console().print(
                 ready, markup=False, highlight=False, soft_wrap=True
-            )  # who reads it may end it at once
+            )  # whoever reads it may end the server at once
             try:
                 yield
             finally:
@@ -178,7 +178,7 @@ def serve(
         server_header=False, lifespan="off",
     )  # fmt: skip
     queue.start()
-    # A first row compiles what the next ones need, and shows before anyone asks that the model runs here.
+    # A first row compiles the programs that the next ones need, and shows that the model runs here before anyone asks.
     first: SimpleQueue[Tokens | BaseException] = SimpleQueue()
     queue.submit([Handle(RowRequest([0], 2, SamplingParams(), (), 0), first.put)])
     with waiting("compiling", stderr_console(), lines=False):
@@ -199,7 +199,7 @@ def serve(
 
 
 def served_name(path: str) -> str:
-    """The name of a model in requests: the last part of its path, or that before `hf`."""
+    """The name of a model in requests: the last part of its path, or the part before `hf`."""
     if path.startswith("embedded:"):
         return path
     parts = [part for part in Path(path).absolute().parts if part not in ("hf", "/")]

@@ -38,8 +38,8 @@ EQUAL = "bit for bit"
 
 
 class Made(NamedTuple):
-    """What steps leave: the tokens of the last one's rows (None where they are read and not sampled), its metrics, and
-    the trained parameters."""
+    """The result of steps: the tokens `[N,T]` of the last one's rows (None where rows are read from data), its metrics,
+    and the trained parameters."""
 
     tokens: np.ndarray | None
     metrics: dict[str, float]
@@ -126,7 +126,7 @@ def _run(config) -> Iterator[Run]:
 
 
 def _step(config, run: Run, state: State) -> tuple[Made, State]:
-    """One step of a run, from `state`, whose memory it takes."""
+    """One step of a run from `state`, which it donates."""
     key = jax.random.fold_in(jax.random.key(config.seed), int(state.step) + 1)
     batch = run.source.next(merge_frozen(state, run.frozen), key).batch
     tokens = np.asarray(batch.inputs.tokens) if run.algorithm.online else None
@@ -156,7 +156,7 @@ def _variants(config, run: Run) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _compared(name: str, start: Any, own: Made, other: Made) -> Check:
-    """How `other` differs from `own`, whose parameters were `start` before."""
+    """The Check of `other` against `own`; both began with the parameters `start`."""
     samples = ""
     if own.tokens is not None and other.tokens is not None:
         same = own.tokens.shape == other.tokens.shape

@@ -89,7 +89,7 @@ def reward_scales(entries: Sequence[str]) -> dict[str, float]:
 
 
 def check_structured(settings: Mapping[str, Any] | ConfigDict, prefix: str, shortest: str) -> None:
-    """Raises ConfigError for more than one structured_ setting, and beside one for what may leave nothing to sample.
+    """Raises ConfigError for two structured_ settings, and beside one for what may forbid every token that it allows.
 
     `prefix` begins the settings' names, and `shortest` is that of the shortest completion.
     """
@@ -394,7 +394,7 @@ def _rewards(config: ConfigDict, online: bool) -> Iterator[str]:
 
 
 def _without_rewards(config: ConfigDict) -> Iterator[str]:
-    """Messages for an online algorithm that has no reward function, which only a teacher can take the place of."""
+    """Messages for an online algorithm without a reward function; only a teacher can take the place of one."""
     algorithm = config.algorithm
     if config.teacher.path is None:
         yield (
@@ -422,7 +422,7 @@ def _without_rewards(config: ConfigDict) -> Iterator[str]:
 
 
 def _staleness(config: ConfigDict) -> Iterator[str]:
-    """Messages for what takes part in a batch both when it is sampled and when it is trained on."""
+    """Messages for features that act on a batch both when it is sampled and when it is trained on."""
     keys = (
         "data.curriculum_easy", "data.curriculum_hard", "teacher.others", "teacher.on_policy", "teacher.context",
         "environment.agent",
@@ -437,7 +437,7 @@ def _staleness(config: ConfigDict) -> Iterator[str]:
 
 
 def _processes(config: ConfigDict) -> Iterator[str]:
-    """Messages for what a process that only samples cannot do without the others, or alone of several."""
+    """Messages for features that do not work in processes which only sample, apart from the others."""
     keys = (
         "data.curriculum_easy", "data.curriculum_hard", "data.streaming", "teacher.others", "teacher.on_policy",
         "environment.agent", "environment.rollout_func", "algorithm.dynamic_sampling", "rollout.devices",
@@ -454,7 +454,7 @@ def _processes(config: ConfigDict) -> Iterator[str]:
 
 
 def _partial(config: ConfigDict) -> Iterator[str]:
-    """Messages for what needs completions that are sampled to their end at once."""
+    """Messages for features that need completions which are sampled to their end at once."""
     c, key = config.rollout, "rollout.partial_prompts"
     if not c.partial_prompts:
         if c.partial_tokens:

@@ -65,7 +65,7 @@ def run(main: Callable[[list[str]], None]) -> NoReturn:
     After any other error it is 1 and the message names the file with the traceback; after Ctrl-C it is 130. An error in
     one of several processes ends all of them (see `jaxrl_llm.distributed.processes`).
     """
-    # What is imported stays: the collector need not look at it again. It would take a tenth of a run's start.
+    # Imported modules stay, so the collector need not look at them again, which would take a tenth of a run's start.
     gc.freeze()
     gc.set_threshold(20_000, 20, 20)
     code: int | str | None = 0

@@ -1,14 +1,13 @@
-"""HTTP requests that end: with a limit on their whole time, and on the size of a reply."""
+"""HTTP requests with a limit on their whole time, and on the size of a reply."""
 
 import asyncio
 import os
 import ssl
-import threading
 from typing import NamedTuple
 
 import httpx
 
-from jaxrl_llm.config.user_code import run_forever
+from jaxrl_llm.config.event_loop import EventLoop
 
 
 class Reply(NamedTuple):
@@ -21,7 +20,7 @@ class Reply(NamedTuple):
 
     @property
     def ok(self) -> bool:
-        """True for a status of success; redirects are none."""
+        """True for a status of success (2xx)."""
         return 200 <= self.status < 300
 
 
@@ -40,19 +39,18 @@ class TooLargeError(RequestError):
 class HttpClient:
     """A client whose `post` may be called from any thread, `connections` at once.
 
-    It does not follow redirects, for they would carry a key to another host. Its event loop, in a thread of its own, is
-    what can end a request at any point: a socket's own timeout begins anew with each byte.
+    It does not follow redirects, for they would carry a key to another host. Requests run on an event loop, which can
+    end them at any point: a socket's own timeout begins anew with each byte.
     """
 
     def __init__(self, connections: int):
-        self.loop = asyncio.new_event_loop()
+        self.loop, self.is_closed = EventLoop("requests"), False
         self.client = httpx.AsyncClient(
             timeout=None,
             # Idle connections are closed before common servers do it, after 5 seconds: no request meets a closed one.
             limits=httpx.Limits(max_connections=connections, keepalive_expiry=3.0),
             verify=ssl.create_default_context(),  # the machine's certificates, a company's own among them
         )
-        threading.Thread(target=self._serve, daemon=True, name="requests").start()
 
     def post(self, url: str, content: bytes, headers: dict[str, str], seconds: float, largest: int) -> Reply:
         """The reply to a request, in `seconds` from connecting to the last byte.
@@ -60,11 +58,10 @@ class HttpClient:
         Raises RequestError: UnreachableError without a connection, TooLargeError for a reply of more than `largest`
         bytes.
         """
-        if self.loop.is_closed():
+        if self.is_closed:
             raise RequestError("the client is closed")
-        request = self._post(url, content, headers, seconds, largest)
         try:
-            return asyncio.run_coroutine_threadsafe(request, self.loop).result()
+            return self.loop.start(self._post(url, content, headers, seconds, largest)).result()
         except TimeoutError:
             raise RequestError(f"timed out: there was no complete reply within {seconds:g} seconds") from None
         except (httpx.RequestError, httpx.InvalidURL, OSError) as error:
@@ -91,18 +88,5 @@ class HttpClient:
 
     def close(self) -> None:
         """Cancel the requests that still run, close the connections, and end the thread."""
-
-        async def stop() -> None:
-            requests = asyncio.all_tasks() - {asyncio.current_task()}
-            for request in requests:
-                request.cancel()
-            await asyncio.gather(*requests, return_exceptions=True)
-            await self.client.aclose()
-            self.loop.stop()
-
-        if not self.loop.is_closed():
-            asyncio.run_coroutine_threadsafe(stop(), self.loop)
-
-    def _serve(self) -> None:
-        run_forever(self.loop)
-        self.loop.close()
+        self.is_closed = True
+        self.loop.close(self.client.aclose)

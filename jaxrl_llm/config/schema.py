@@ -59,7 +59,7 @@ class Tree(ConfigDict):
         return None
 
 
-# What takes an object where its key takes the name of one.
+# Advice where an object was given to a key that takes a name.
 OBJECTS = {
     "model.path": ", a folder or a hub id; a model in memory is given to train(config, model=...)",
     "model.tokenizer": ", a folder or a hub id; a tokenizer in memory is given to train(config, tokenizer=...)",

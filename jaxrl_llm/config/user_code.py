@@ -8,8 +8,9 @@ import asyncio
 import contextlib
 import dis
 import threading
-from collections.abc import Iterator
+from collections.abc import Awaitable, Iterator
 from types import TracebackType
+from typing import Any
 
 RAISE = dis.opmap["RAISE_VARARGS"]
 
@@ -33,6 +34,12 @@ def contained() -> Iterator[None]:
             raise
         said = f"it called sys.exit({error.code!r})" if isinstance(error, SystemExit) else f"it raised {error!r}"
         raise LeftError(f"{said}, in {place(error)}").with_traceback(error.__traceback__) from error
+
+
+async def contained_await(result: Awaitable[Any]) -> Any:
+    """The result of an awaitable, `contained`."""
+    with contained():
+        return await result
 
 
 def _comes_from_outside(error: BaseException) -> bool:
@@ -80,13 +87,3 @@ def _innermost(error: BaseException) -> TracebackType | None:
     while traceback is not None and traceback.tb_next is not None:
         traceback = traceback.tb_next
     return traceback
-
-
-def run_forever(loop: asyncio.AbstractEventLoop) -> None:
-    """Run an event loop until it is stopped, past tasks that call `sys.exit`, whose errors their futures hold."""
-    while True:
-        try:
-            loop.run_forever()
-            return
-        except (SystemExit, KeyboardInterrupt):
-            continue

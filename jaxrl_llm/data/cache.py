@@ -100,7 +100,7 @@ def save(file: Path, tokenize: RowTokenizer, kept: Sequence[tuple[int, Row]]) ->
         "counts": np.array([tokenize.read, tokenize.long, tokenize.unlearnable], np.int64),
         "lengths": np.array(tokenize.lengths, np.int64),
     }
-    # Rows of one column end to end, with the end of each: no padding, and no objects to unpickle.
+    # The rows of a column end to end, with the end of each: no padding, and no objects to unpickle.
     for name in (*ids, *masks):
         dtype = np.int32 if name in ids else np.uint8
         arrays[name] = np.concatenate([np.array(row[name], dtype) for _, row in kept] or [np.zeros(0, dtype)])

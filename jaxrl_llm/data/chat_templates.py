@@ -77,7 +77,7 @@ def with_chat_template(tokenizer: Any, template: str) -> Any:
     """A copy of the tokenizer with the chat template of that name, of that file, or of that text (`{{ ... }}`).
 
     The token that ends a turn of a named template becomes the tokenizer's end-of-text token where it is one token, so
-    that sampling stops there; elsewhere that is warned of. Raises ConfigError for a name that is none of these.
+    that sampling stops there; otherwise there is a warning. Raises ConfigError for a name that is none of these.
     """
     own = copy.deepcopy(tokenizer)
     if template in TEMPLATES:

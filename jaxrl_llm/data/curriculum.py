@@ -26,9 +26,9 @@ class Curriculum:
 
     Prompts come in the order of `Pipeline`. One whose running success rate is at least `easy` or at most `hard` is
     retired: its turn is passed over, except in a share `revisit` of them, drawn from the seed and the turn, in which it
-    may come back. Where a whole epoch is passed over, its first prompts are taken. After each batch `observe` is told
-    what became of it: rate = decay * rate + (1 - decay) * success. The state is the position and the rates, the same on
-    every process.
+    may come back. Where a whole epoch is passed over, its first prompts are taken. After each batch `observe` gets the
+    success of its prompts: rate = decay * rate + (1 - decay) * success. The state is the position and the rates, the
+    same on every process.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class Curriculum:
         return "hard" if spec.hard is not None and rate <= spec.hard else "normal"
 
     def observe(self, success: Sequence[float]) -> None:
-        """Take notice of the success, 0 to 1, of each prompt of the last batch over all processes; NaN is none."""
+        """Update the rates by the success, 0 to 1, of each prompt of the last batch over all processes; NaN is none."""
         for index, new in zip(self._batch, success, strict=True):
             if not math.isnan(new):
                 rate, visits = self._rates.get(index, (new, 0))

@@ -10,7 +10,7 @@ TYPE_NAMES = {bool: "true or false", str: "text", int: "a number", float: "a num
 
 
 def encoding_fault(file: str, reader: str) -> str | None:
-    """Why a local file cannot be read as rows of text: it is empty, or a line is not UTF-8; None when it can.
+    """The fault of a local file without rows of text (it is empty, or a line is not UTF-8); None when it has no fault.
 
     Readers take bytes that are no text, and fail much later. Patterns, files in a bucket and compressed files pass.
     """

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ImageProcessor:
-    """The images of one family of models: another family is another function that makes one of these (`FAMILIES`)."""
+    """The image processor of one family of models; each family has a function that makes it (`FAMILIES`)."""
 
     placeholder: str  # one for each image, in the text that the chat template writes
     image_id: int  # token of one embedding of an image
@@ -200,7 +200,7 @@ FAMILIES: dict[str, Callable[[Path, dict[str, Any], Any, Mapping[str, Any]], Ima
 
 SPLITTING = {"longest_edge": int, "do_image_splitting": bool}
 BOUNDS = {"min_pixels": int, "max_pixels": int}
-# Options of data.image_processor and their types, by the model_type of config.json; the other families have none.
+# The options of data.image_processor and their types, by the model_type of config.json; other families have none.
 OPTIONS: dict[str, dict[str, type]] = {
     "idefics3": SPLITTING,
     "smolvlm": SPLITTING,
@@ -209,7 +209,7 @@ OPTIONS: dict[str, dict[str, type]] = {
 
 
 def settings_of(folder: str | Path, options: Mapping[str, Any]) -> dict[str, Any]:
-    """What options of data.image_processor mean for the model in `folder`: entries over its preprocessor_config.json.
+    """The entries over preprocessor_config.json of the model in `folder` that options of data.image_processor mean.
 
     Raises ConfigError: an option that the model's family does not have, or a value that it does not take.
     """
@@ -233,7 +233,7 @@ def settings_of(folder: str | Path, options: Mapping[str, Any]) -> dict[str, Any
     least, most = processor.size["shortest_edge"], processor.size["longest_edge"]
     if least > most:
         raise ConfigError(f"data.image_processor: min_pixels = {least} is above max_pixels = {most}; set both")
-    # Files have the bounds in one place or the other, and the older one goes over the newer one.
+    # Files have the bounds in one of two places, and the older place takes precedence.
     return {"size": {"shortest_edge": least, "longest_edge": most}, "min_pixels": least, "max_pixels": most}
 
 

@@ -65,13 +65,13 @@ class ImageText:
 
     @classmethod
     def of(cls, tiles: Tiles, tokenizer: Any) -> "ImageText":
-        """That of these images, all of them."""
+        """The ImageText of all these images."""
         texts = tuple(tiles.processor.expand(*image.size) for image in tiles.images)
         tokens = sum(chat_ids(tokenizer, text).count(tiles.processor.image_id) for text in texts)
         return cls(tiles, texts, tokens)
 
     def behind(self, count: int) -> "ImageText":
-        """That of a text with the images behind the first `count`."""
+        """The ImageText of a text that has the images after the first `count`."""
         return replace(self, texts=self.texts[count:])
 
     def expand(self, text: str) -> str:
@@ -98,7 +98,7 @@ class ImageText:
 
 @dataclass(frozen=True)
 class ImageReader:
-    """How the images of the rows of a source are read, for the model whose tokenizer it has.
+    """A reader of the images of a source's rows, for the model whose tokenizer it has.
 
     `tokenizer.image_folder` is the folder of a model that reads images (`models.model.reads_images`).
     """
@@ -110,7 +110,7 @@ class ImageReader:
 
     @functools.cached_property
     def processor(self) -> ImageProcessor | None:
-        """That of the model; None for one that reads text alone. Raises ConfigError as `image_processor.load`."""
+        """The model's image processor, None where it reads text alone; raises ConfigError as `image_processor.load`."""
         folder = getattr(self.tokenizer, "image_folder", None)
         return None if folder is None else image_processor.load(folder, self.tokenizer)
 
@@ -130,7 +130,7 @@ class ImageReader:
             )
 
     def read(self, example: Mapping[str, Any], columns: Sequence[str]) -> tuple[Mapping[str, Any], ImageText | None]:
-        """(the example as its text is rendered, its images, None where it has none).
+        """(the example whose text is rendered, its images or None without any).
 
         `columns` are those that the row is made of, in the order of its tokens.
         Raises ConfigError as `row_images`, and for images where the model reads text alone.

@@ -24,7 +24,7 @@ from jaxrl_llm.data.templates import is_conversational
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-# What Pillow may open. Others run programs (EPS), or are no pictures that data sets hold.
+# What Pillow may open. Other formats run programs (EPS), or hold no pictures of data sets.
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
 DEEP_MODES = ("I", "F")  # first letters of modes of 16 or 32 bits a channel, which Pillow clips to 8
 URL_SECONDS = 20.0
@@ -133,7 +133,7 @@ def _decoded(name: str, held: "bytes | Path | Image", limits: ImageLimits) -> "I
 
 
 def _held(value: Any, limits: ImageLimits, folder: Path | None) -> "tuple[str, bytes | Path | Image]":
-    """(name for errors, the image as a row keeps it until it is read again); raises ConfigError as `read_image`."""
+    """(its name in errors, the image as a row keeps it until it is read again); raises ConfigError as `read_image`."""
     from PIL import Image
 
     if isinstance(value, Image.Image):

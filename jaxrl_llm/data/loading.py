@@ -416,7 +416,7 @@ def is_learnable(kind: str, opened: Sequence[DataSource]) -> bool:
 
 @contextmanager
 def _located(location: str) -> Iterator[None]:
-    """Errors inside begin with their location."""
+    """Errors that are raised inside begin with `location`."""
     try:
         yield
     except ConfigError as error:

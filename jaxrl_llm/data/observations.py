@@ -35,7 +35,7 @@ class TurnTokenizer:
         """The ids of `prompt`, which opens the episode of a row and shows tools (JSON schemas).
 
         Raises ConfigError for a prompt that is too long, plain text where there are tools, messages where turns end
-        with stop strings, or an image that the row has not; warns of a template that does not show tools.
+        with stop strings, or an image that the row does not have; warns of a template that does not show tools.
         """
         if self.stops and is_conversational(prompt):
             raise ConfigError(
@@ -128,7 +128,7 @@ class TurnTokenizer:
         question, turn = {"role": "user", "content": QUESTION}, {"role": "assistant", "content": TURN}
         before = self._rendered([question], options, opens_turn=False)
         text = self._rendered([question, turn, *messages], options)
-        # Compared up to the question: a template may end the last message otherwise than one in the middle.
+        # Compared up to the question: a template may end the last message differently from one in the middle.
         if text.count(TURN) != 1 or not text.startswith(before[: before.find(QUESTION) + len(QUESTION)]):
             raise ConfigError(
                 "the chat template changes or drops earlier messages when later ones follow, so that a conversation "
@@ -140,7 +140,8 @@ class TurnTokenizer:
         return ids[1:] if ended and ids and ids[0] in self.eos else ids
 
     def _after_call(self, messages: list, options: dict[str, Any]) -> list[int]:
-        """The same for templates that take results of tools only after a message with tool calls (Mistral's)."""
+        """The ids after a turn, for templates that take results of tools only after a message with tool calls
+        (Mistral's)."""
         calls = [
             {
                 "type": "function",
@@ -167,7 +168,7 @@ class TurnTokenizer:
 
 
 def _refuse_images(name: str, messages: Any) -> None:
-    """Raises ConfigError for messages with an image that nothing puts into the row."""
+    """Raises ConfigError for messages with images, which rows of environments and tools cannot take."""
     parts = [part for message in messages if isinstance(message.get("content"), list) for part in message["content"]]
     if {part.get("type") for part in parts if isinstance(part, Mapping)} & {"image", "image_url"}:
         raise ConfigError(

@@ -83,7 +83,7 @@ class Pipeline:
         return [self.example(place) for place in range(start + self._local.start, start + self._local.stop)]
 
     def example(self, place: int) -> Any:
-        """The example at a place of the stream, which is not drawn."""
+        """The example at a place of the stream; the position stays as it is."""
         if self._lengths is None:
             return self._examples[self._stream[place]]
         number, offset = divmod(place, size := MEGABATCH * self._batch_size)
@@ -189,7 +189,7 @@ class Stream:
 
     @property
     def epochs(self) -> None:
-        """Nothing: how many rows there are is not known before all are read."""
+        """None: the number of rows is not known before all are read."""
 
     def get_state(self) -> dict[str, Any]:
         """The position in the stream, as a JSON-able dictionary; the same on every process."""

@@ -233,7 +233,8 @@ def _load_remote(path: str, split: str, name: str | None, streaming: bool, ds_ty
 
 
 def _call_function(path: str, split: str, name: str | None, arguments: Mapping[str, Any]) -> Rows:
-    """The rows that a user's function, or the instance of a user's class, gives: it is called with what it names."""
+    """The rows that a user's function returns, or an instance of a user's class; it gets the arguments that it
+    names."""
     name_of_it, options = split_options(path)
     function = resolve(name_of_it, {})
     parameters = inspect.signature(function).parameters

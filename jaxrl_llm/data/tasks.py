@@ -57,10 +57,9 @@ def generate(name: str, split: str = "train", size: int | None = None, seed: int
 
     `sort` has the columns prompt and answer. `sort_demos` adds a completion that is wrong with probability 0.6: the
     mixed-quality demonstrations of a warm start. `sort_pairs` adds chosen (right) and rejected (wrong) for preference
-    methods; `sort_labels` adds completion and label (is it right?) for KTO. `sort_shown` is `sort_demos` with the
-    answer before every other prompt, `1248,sort:4821=`, and that as the completion: to read it is what a model must
-    know that is to be its own teacher. Sizes default to 16384 for train and
-    1024 for validation and test.
+    methods; `sort_labels` adds completion and label (True where it is right) for KTO. `sort_shown` is `sort_demos` with
+    the answer before every other prompt, `1248,sort:4821=`, which is the completion then: a model that is to be its own
+    teacher must know how to read it. Sizes default to 16384 for train and 1024 for validation and test.
 
     A `name` such as `reasoning_gym(leg_counting, size=1000)` is that of `reasoning_gym_rows`.
 

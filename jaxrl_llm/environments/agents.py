@@ -58,7 +58,7 @@ class AgentSpec:
 
 @dataclasses.dataclass(frozen=True)
 class Connection:
-    """What an agent needs to talk to its session."""
+    """The addresses, key and names by which an agent talks to its session."""
 
     base_url: str  # for clients of OpenAI's API
     api_key: str
@@ -81,7 +81,7 @@ class Agents:
 
     def __init__(self, spec: AgentSpec):
         self.spec, self.pool = spec, CallPool(spec.workers, spec.timeout)
-        # What else ends with them.
+        # Functions that `close` calls.
         close = getattr(spec.agent, "close", None)
         self.closing: list[Callable[[], Any]] = [] if close is None else [close]
         self.starts: dict[str | None, Start] = {None: _start("environment.agent", spec.agent)}
@@ -95,7 +95,7 @@ class Agents:
     ) -> None:
         """Run an agent for every task; `ended(number, outcome)` is called at the end of each, in this thread.
 
-        Raises EpisodeError for a task that names an agent which there is not.
+        Raises EpisodeError for a task that names an unknown agent.
         """
         for number, (connection, task) in enumerate(zip(connections, tasks, strict=True)):
             self.pool.submit(number, functools.partial(self._checked, self._start_of(task), connection, task))
@@ -140,14 +140,14 @@ class Agents:
 
 
 def _start(key: str, agent: str | Callable[..., Any]) -> Start:
-    """How the agent of a key is run."""
+    """The function that starts the agent of a key, which is a Python function or a command line."""
     if isinstance(agent, str) and not FUNCTION.fullmatch(agent):
         return _command(key, agent)
     return _function(key, agent)
 
 
 def _function(key: str, agent: str | Callable[..., Any]) -> Start:
-    """A call of the function of an agent with what it names."""
+    """The Start of an agent's function, which gets the arguments that it names."""
     options: dict[str, Any] = {}
     if isinstance(agent, str):
         function, options = resolve_with_options(agent, {}) if agent.endswith(")") else (resolve(agent, {}), {})

@@ -40,9 +40,8 @@ class EpisodeTokenizer(Protocol):
 class EpisodeBatch:
     """The episodes of this process's rows in one rollout batch; a `TurnServer` for the engine.
 
-    examples `[B]` have the prompts that are sampled from; rows `[N]` and episodes `[N]` count from 0, rows of a prompt
-    adjacent. An environment that raises, or is late, ends its own episode, or the run where `environment.on_error` is
-    stop.
+    examples `[B]` have the prompts; rows `[N]` and episodes `[N]` count from 0, rows of a prompt adjacent. An
+    environment that raises, or is late, ends its own episode, or the run where `environment.on_error` is stop.
     """
 
     def __init__(
@@ -135,7 +134,7 @@ class EpisodeBatch:
         return completions, columns
 
     def turn_records(self, lengths: Sequence[int]) -> tuple[list[list[Turn]], int]:
-        """The turns of each row, of whose completion are `lengths` tokens, and how many a row may have."""
+        """The turns of each row, whose completion has `lengths` tokens, and the most turns that a row may have."""
         records = [episode.turn_records(length) for episode, length in zip(self.episodes, lengths, strict=True)]
         return records, self.environments.spec.max_turns
 

@@ -11,16 +11,17 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from jaxrl_llm.config.user_code import contained, run_forever
+from jaxrl_llm.config.event_loop import EventLoop
+from jaxrl_llm.config.user_code import contained, contained_await
 
 Call = Callable[[], Any]  # returns a result, or an awaitable of it
 
 
 class CallResult(NamedTuple):
-    """The end of the call `key`: its result, or the error it raised, or `timed_out`."""
+    """The result of the call `key`, or the error it raised, or `timed_out`."""
 
     key: int
     result: Any = None
@@ -42,8 +43,7 @@ class CallPool:
         self.max_calls, self.timeout = max_calls, timeout
         self._queue: deque[tuple[int, Call]] = deque()
         self._running: dict[concurrent.futures.Future, tuple[int, float]] = {}  # key, and time by which it must end
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._lock = threading.Lock()
+        self._loop = EventLoop("async environments")
 
     def submit(self, key: int, call: Call) -> None:
         """Start `call`, or queue it while `max_calls` others are running."""
@@ -51,7 +51,7 @@ class CallPool:
         self._start_queued()
 
     def call(self, call: Call) -> CallResult:
-        """The end of one call, from any thread; callers see to it that these are not too many at once."""
+        """The result of one call, from any thread; `max_calls` does not bound these."""
         future = self._start(call)
         concurrent.futures.wait([future], self.timeout)
         return _ended(0, future) if future.done() else CallResult(0, timed_out=True)
@@ -88,18 +88,7 @@ class CallPool:
 
     def close(self) -> None:
         """Cancel the coroutines that still run, and stop the event loop."""
-        if self._loop is None:
-            return
-
-        async def stop() -> None:
-            tasks = asyncio.all_tasks() - {asyncio.current_task()}
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-            asyncio.get_running_loop().stop()
-
-        asyncio.run_coroutine_threadsafe(stop(), self._loop)
-        self._loop = None
+        self._loop.close()
 
     def _start_queued(self) -> None:
         while self._queue and len(self._running) < self.max_calls:
@@ -119,25 +108,12 @@ class CallPool:
                 result = call()
             if inspect.isawaitable(result):
                 # Cancelled at the limit too, or an abandoned coroutine would keep its socket or its lock.
-                limited = asyncio.wait_for(_contained(result), self.timeout)
-                result = asyncio.run_coroutine_threadsafe(limited, self._event_loop()).result()
+                result = self._loop.start(asyncio.wait_for(contained_await(result), self.timeout)).result()
             future.set_result(result)
         except Exception as error:
             future.set_exception(error)
-
-    def _event_loop(self) -> asyncio.AbstractEventLoop:
-        with self._lock:  # several threads may see the first coroutine at once
-            if self._loop is None:
-                self._loop = asyncio.new_event_loop()
-                threading.Thread(target=run_forever, args=(self._loop,), daemon=True, name="async environments").start()
-            return self._loop
 
 
 def _ended(key: int, future: concurrent.futures.Future) -> CallResult:
     error = future.exception()
     return CallResult(key, future.result() if error is None else None, error)
-
-
-async def _contained(result: Awaitable[Any]) -> Any:
-    with contained():
-        return await result

@@ -136,7 +136,7 @@ class Episode:
         """The turns of a row whose completion has `length` tokens, once the episode is over."""
         ends = [end for end in self.turn_ends if end <= length]
         if length > max([0, *ends, *(end for _, end in self.observation_spans)]):
-            ends.append(length)  # a turn that reached the limit, which nobody answered
+            ends.append(length)  # a turn that reached the limit and got no answer
         rewards = [*self.turn_rewards, *[0.0] * len(ends)]
         return [Turn(*turn) for turn in zip(ends, rewards, self.states, strict=False)]
 

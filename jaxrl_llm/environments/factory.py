@@ -72,7 +72,7 @@ class Environments:
         self.pool = CallPool(spec.workers, spec.timeout)
         self.idle: dict[str | None, list[Any]] = defaultdict(list)
         self.schemas: dict[str | None, list[dict[str, Any]]] = {}
-        for name in self.factories:  # made once now, so that mistakes show before anything is sampled
+        for name in self.factories:  # made now, so that mistakes show before anything is sampled
             made = self._make(name)
             self.schemas[name] = tool_schemas(self._tools(made).values())
             if made is not None:
@@ -149,7 +149,7 @@ class Environments:
     def _close(self, environment: Any) -> None:
         close = getattr(environment, "close", None)
         if callable(close):
-            self.pool.call(close)  # whatever comes of it: the run is over, or the environment has failed already
+            self.pool.call(close)  # errors do not matter: the run is over, or the environment has failed already
 
 
 def load_environments(spec: EnvironmentSpec | AgentSpec) -> Environments | Agents | None:

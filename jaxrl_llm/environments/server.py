@@ -52,7 +52,8 @@ def server(
     is_up, first = threading.Event(), threading.Lock()
 
     def asked(client: HttpClient, at: str, headers: dict[str, str], content: bytes, largest: int) -> Reply:
-        """The reply to a request; until there was one, only one is made, again and again for `wait_for_server`."""
+        """The reply to a request. Until the server first answers, one request alone is repeated, for up to
+        `wait_for_server`."""
         with contextlib.nullcontext() if is_up.is_set() else first:
             deadline = time.monotonic() + (0 if is_up.is_set() else wait_for_server)
             while True:
@@ -73,7 +74,7 @@ def server(
     def answered(
         client: HttpClient, at: str, headers: dict[str, str], body: dict[str, Any], largest: int
     ) -> dict[str, Any]:
-        """The object that is answered to a body."""
+        """The JSON object of the reply to a body."""
         try:
             reply = asked(client, at, headers, json.dumps(body).encode(), largest)
         except UnreachableError as error:
@@ -96,7 +97,7 @@ def server(
             raise EpisodeError(f"{at} answered with something that is not JSON: {error}") from error
 
     def pushed(client: HttpClient, headers: dict[str, str], trainer: Any) -> int | None:
-        """The version of the server's weights, which are the policy's now; None where it names none."""
+        """Give the server the policy's weights; returns their version, None where the server names none."""
         trainer.save_model(weights)
         answer = answered(client, update, headers, {"model_path": os.path.abspath(weights)}, 2**20)  # noqa: PTH100
         if not isinstance(answer, dict) or answer.get("success") is not True:

@@ -75,9 +75,9 @@ def public_methods(environment: Any) -> list[Tool]:
 def call_tool(call: ToolCall, tools: Mapping[str, Tool]) -> ToolResult | Awaitable[ToolResult]:
     """The result of a call; awaitable for an async tool.
 
-    A result that is an image of PIL, or a list with one, is a content in parts; others are text, or JSON. A call that
-    is malformed, of an unknown tool, or on which the tool raises is answered with the error: the policy may correct it
-    in its next turn.
+    A result that is an image of PIL, or a list with one, becomes a content in parts; others become text or JSON. A call
+    that is malformed, of an unknown tool, or on which the tool raises is answered with the error: the policy may
+    correct it in its next turn.
     """
     tool = tools.get(call.name)
     if call.error is not None:

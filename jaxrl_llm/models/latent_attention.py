@@ -134,6 +134,6 @@ class LatentAttention(nnx.Module):
 
 
 def score_scale(size: int, rope: Rope) -> float:
-    """What scores of queries and keys of `size` numbers are multiplied by; yarn's `mscale_all_dim` makes it larger."""
+    """The factor of the scores of queries and keys of `size` numbers, which yarn's `mscale_all_dim` makes larger."""
     longer = rope.factor > 1 and rope.mscale_all_dim
     return size**-0.5 * (0.1 * rope.mscale_all_dim * math.log(rope.factor) + 1 if longer else 1) ** 2

@@ -149,7 +149,7 @@ class RMSNorm(nnx.Module):
 
 
 def gated(config, gate, up):
-    """What a gated feed-forward hands to its last map: `activation(gate) * up` (arXiv 2002.05202).
+    """The input of a gated feed-forward's last map: `activation(gate) * up` (arXiv 2002.05202).
 
     With a `swiglu_limit` both are clipped, and it is `gate * sigmoid(swiglu_alpha * gate) * (up + 1)` (gpt-oss).
     """

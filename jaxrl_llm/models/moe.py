@@ -233,7 +233,7 @@ class MixtureOfExperts(nnx.Module):
         return out, chosen, Routing(used, (probabilities * live).reshape(-1, c.experts).sum(0), live.sum())
 
     def _inputs(self, x, weights, chosen):
-        """What the experts read of x, and the weights of the chosen ones."""
+        """The inputs of the experts, made of x, and the weights of the chosen ones."""
         return x, weights
 
     def _chosen(self, ranks):

@@ -137,10 +137,7 @@ class Transformer(nnx.Module):
         self.per_layer = PerLayerEmbed(config, rngs) if config.per_layer_width else None
         if config.scan_layers:
             for name, layers in config.stacks.items():
-                # Parameters are stacked `[layers, ...]`, and each layer draws from a stream of its own.
-                kind = config.layer_configs[layers[0]]
-                make = nnx.vmap(lambda r, kind=kind: Block(config, kind, r), in_axes=0, out_axes=0)
-                setattr(self, name, nnx.split_rngs(splits=len(layers))(make)(rngs))
+                setattr(self, name, _stacked_blocks(config, config.layer_configs[layers[0]], len(layers), rngs))
         else:
             self.layers = nnx.List([Block(config, kind, rngs) for kind in config.layer_configs])
         self.norm = RMSNorm(config.width, config, rngs)
@@ -362,6 +359,12 @@ class Transformer(nnx.Module):
                 read = (None if caches is None else caches[number], out[0])
                 reads[run.layers[0]] = jax.tree.map(lambda x: x[0], read) if run.scanned else read
         return x, tuple(outputs)
+
+
+def _stacked_blocks(config: ModelConfig, layer: LayerConfig, count: int, rngs: nnx.Rngs) -> Block:
+    """Blocks of one kind whose parameters are stacked `[count, ...]`, drawn from one stream each."""
+    make = nnx.vmap(lambda r: Block(config, layer, r), in_axes=0, out_axes=0)
+    return nnx.split_rngs(splits=count)(make)(rngs)
 
 
 def _caches_and_experts(config: ModelConfig, outputs: tuple) -> tuple[tuple, jax.Array | None]:

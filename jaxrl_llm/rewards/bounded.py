@@ -1,4 +1,4 @@
-"""Calls whose time nothing else bounds, such as a regular expression's: in processes that are killed when late.
+"""Calls that may run for ever, such as a regular expression's, in processes that are killed when late.
 
 Neither a thread nor a signal ends code that holds the interpreter's lock.
 """

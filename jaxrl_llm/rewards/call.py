@@ -4,13 +4,13 @@ import copy
 import math
 import numbers
 from collections import defaultdict
-from collections.abc import Coroutine, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxrl_llm.config.user_code import contained
+from jaxrl_llm.config.user_code import contained, contained_await
 from jaxrl_llm.rewards.signatures import (
     RewardError,
     RowGrader,
@@ -110,7 +110,7 @@ class Call:
         }
         with contained():
             results = self.function(**taken, **{name: copied(values) for name, values in self.arguments.items()})
-        return _contained(results) if self.is_async else results
+        return contained_await(results) if self.is_async else results
 
     def subset(self, rows: Sequence[int]) -> "Call":
         """The same call with some of its rows, and a log of its own."""
@@ -127,7 +127,7 @@ class Call:
         prompt, completion, ids = (values.pop(name) for name in ("prompts", "completions", "completion_ids"))
         with contained():
             result = self.function.grade(Sample(prompt, completion, ids, values))
-        return _contained(result) if self.is_async else result
+        return contained_await(result) if self.is_async else result
 
     async def run_async(self, key: int, log: Log) -> Any:
         """The same for an async function, rowwise functions that are no RowGrader included; those log to `log`.
@@ -151,17 +151,12 @@ class Call:
         return shorten({name: values[row] for name, values in self.arguments.items() if name != "completion_ids"})
 
 
-async def _contained(results: Coroutine[Any, Any, Any]) -> Any:
-    with contained():
-        return await results
-
-
 PLAIN = frozenset((str, int, float, bool, type(None), bytes))
 
 
 def copied(value: Any) -> Any:
     """A copy of lists, dictionaries, tuples, sets and arrays at every depth; other objects (an environment) as is."""
-    if type(value) is list:  # token ids are long: what holds plain values alone is copied at once
+    if type(value) is list:  # token ids are long: lists of plain values alone are copied at once
         return value.copy() if PLAIN.issuperset(map(type, value)) else [copied(each) for each in value]
     if type(value) is dict:
         return {key: copied(each) for key, each in value.items()}

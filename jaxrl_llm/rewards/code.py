@@ -32,7 +32,7 @@ from typing import Any
 from jaxrl_llm.rewards.sandbox import Limits, missing_walls, run_program, run_tests
 from jaxrl_llm.rewards.signatures import RewardError, shorten, text_of
 
-# What tests use without importing it, for the programs of their data sets import it.
+# Names that tests use without importing them, because the programs of their data sets import them.
 HELPERS = {"isclose": "math:isclose", "inf": "math:inf", "nan": "math:nan", "approx": "pytest:approx",
            "allclose": "numpy:allclose", "Decimal": "decimal:Decimal", "Fraction": "fractions:Fraction"} | {
     name: f"collections:{name}" for name in ("Counter", "OrderedDict", "defaultdict", "deque", "namedtuple")

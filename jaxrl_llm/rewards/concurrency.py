@@ -4,17 +4,13 @@ import asyncio
 import concurrent.futures
 import contextlib
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from typing import Any
 
-from jaxrl_llm.config.user_code import run_forever
+from jaxrl_llm.config.event_loop import EventLoop, TimeUpError
 from jaxrl_llm.rewards.call import Call, Log, Outcome
 
 GRACE_SECONDS = 1.0  # cancelled coroutines get this long to end before the event loop counts as blocked
-
-
-class TimeUpError(Exception):
-    """The time limit passed."""
 
 
 def within(seconds: float | None, function: Callable[[], Any]) -> Any:
@@ -51,46 +47,6 @@ def run_here(call: Call, timeout: float | None) -> Outcome:
     with contextlib.suppress(TimeUpError):
         work() if timeout is None else within(timeout, work)
     return outcome.copy()
-
-
-class EventLoop:
-    """The event loop of async reward functions, in a daemon thread that is started when it is first used.
-
-    The caller may have a running event loop itself (a notebook does), hence the thread. It is kept for the run, because
-    clients that a grader opens in `setup` belong to the loop they were opened in.
-    """
-
-    def __init__(self):
-        self._loop: asyncio.AbstractEventLoop | None = None
-
-    def start(self, coroutine: Coroutine[Any, Any, Any]) -> concurrent.futures.Future:
-        """The future of a coroutine that starts now."""
-        if self._loop is None:
-            self._loop = asyncio.new_event_loop()
-            threading.Thread(target=run_forever, args=(self._loop,), daemon=True, name="async rewards").start()
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
-
-    def wait(self, future: concurrent.futures.Future, seconds: float | None) -> bool:
-        """True when `future` ended within `seconds`; else the loop is taken for blocked and left behind."""
-        concurrent.futures.wait([future], seconds)
-        if future.done():
-            return True
-        future.cancel()
-        self._loop = None
-        return False
-
-    def run(self, coroutine: Coroutine[Any, Any, Any], seconds: float | None = None) -> Any:
-        """The result of a coroutine, or its error. Raises TimeUpError after `seconds`."""
-        future = self.start(coroutine)
-        if not self.wait(future, seconds):
-            raise TimeUpError
-        return future.result()
-
-    def close(self) -> None:
-        """End the thread; the loop may be used again, with a new one."""
-        if self._loop is not None:
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            self._loop = None
 
 
 class AsyncCall:

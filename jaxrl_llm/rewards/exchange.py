@@ -91,7 +91,7 @@ class Peer:
         return [kind, *content]
 
     def ask(self, operation: str, *values: Any) -> Any:
-        """Have the other side perform an operation; its requests are served meanwhile. Raises what that raised there.
+        """Have the other side perform an operation; its requests are served meanwhile. Raises its errors.
 
         Lists, dicts and sets among the values are changed like the operation changed their copies.
         """
@@ -131,7 +131,7 @@ class Peer:
             return [["builtin", "RuntimeError"], ["list", type(error).__name__], None]
 
     def error(self, kind: Any, arguments: Any, itself: Any) -> BaseException:
-        """The error that `told` is of."""
+        """The error that `told` made data of."""
         made, remote = self.decode(kind), self.decode(itself)
         if not (isinstance(made, type) and issubclass(made, BaseException)):
             raise self.gone()
@@ -212,7 +212,7 @@ def _of(error: BaseException) -> Any:
 
 
 def update(old: Any, new: Any) -> Any:
-    """`new`, made of the containers of `old` where they are of one type: those get the contents of the new ones."""
+    """`new`, with the containers of `old` in the place of equal types, which are filled with the new contents."""
     if type(old) is not type(new):
         return new
     if isinstance(old, dict):

@@ -71,7 +71,7 @@ REFUSED = {
     "fsetxattr": (190, 7), "removexattr": (197, 14), "lremovexattr": (198, 15), "fremovexattr": (199, 16),
     "setxattrat": (463, 463), "removexattrat": (466, 466), "file_setattr": (469, 469),
 }  # fmt: skip
-# Without a process namespace: other processes of the user could be signalled.
+# Refused without a process namespace, where other processes of the user could be signalled.
 SIGNALS = {"tkill": (200, 130), "pidfd_send_signal": (424, 424)}
 FORKS = {"fork": (57, None), "vfork": (58, None)}
 # Calls of which an argument decides: (numbers, argument, values, whether these are the allowed ones). SELF is this

@@ -161,7 +161,7 @@ class Judge(JudgeSpec):
         if self.scale is not None and not (len(self.scale) == 2 and self.scale[0] < self.scale[1]):
             raise ConfigError(f"scale of the judge {self.name!r} is {self.scale!r}; it is (lowest, highest), or None")
 
-    by_row: ClassVar[bool] = True  # a row's score depends on that row alone, so it is asked for when the row has ended
+    by_row: ClassVar[bool] = True  # a row's score depends on that row alone, so a row is judged as soon as it has ended
 
     async def __call__(
         self,

@@ -89,7 +89,7 @@ def verified(texts: Sequence[str], answers: Sequence[str]) -> list[float | None]
             continue
         box, right = boxed_content(text), boxed_content(wanted) or wanted
         sides = [side.strip() for side in box.split("=")] if "=" not in right else [box]
-        # The side of an unknown aside, x = 42, sides that are numbers are equal to each other.
+        # Apart from the side of an unknown (x = 42), the sides that are numbers must be equal to each other.
         known = sides[1:] if re.search(r"[A-Za-z]", re.sub(r"\\[A-Za-z]+", "", sides[0])) else sides
         if (
             len(box) > LONGEST

@@ -102,7 +102,7 @@ class Job:
         call = self.call
         try:
             function = None if self.spec is not None else pickle.dumps(call.function)
-            # It would be pickled by name, and a worker's main module is another one.
+            # It would be pickled by name, which a worker would look up in another main module.
             if function is not None and b"__main__" in function:
                 raise pickle.PicklingError("it is defined in the main script")
             return pickle.dumps((self.spec, function, call.name, call.arguments, call.services, keys))

@@ -24,12 +24,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from jaxrl_llm.config.event_loop import EventLoop, TimeUpError
 from jaxrl_llm.config.resolve import ConfigError, resolve, resolve_with_options
 from jaxrl_llm.config.user_code import contained
 from jaxrl_llm.rewards.built_in import BUILT_IN
 from jaxrl_llm.rewards.call import SERVICES, Call, Outcome, Scores, mean_extras, read_results
 from jaxrl_llm.rewards.combined import CombinedGrader, call_if_present
-from jaxrl_llm.rewards.concurrency import AsyncCall, EventLoop, TimeUpError, run_here, within
+from jaxrl_llm.rewards.concurrency import AsyncCall, run_here, within
 from jaxrl_llm.rewards.process_pool import WorkerDiedError, Workers, travels
 from jaxrl_llm.rewards.signatures import RewardError, accepted, as_grader, is_async, is_rowwise, reward_name, shorten
 
@@ -182,7 +183,7 @@ class Rewards:
                 raise RewardError(
                     f"rewards.on_timeout is {on_timeout!r}; it is stop, none, or the number that late rows get"
                 )
-        self.loop = EventLoop()
+        self.loop = EventLoop("async rewards")
         self.in_workers = [
             travels(function) and not is_async(grader) and (bool(workers) or (timeout is not None and _is_own(spec)))
             for function, grader, spec in zip(self.functions, self.graders, self.specs, strict=True)
@@ -358,7 +359,7 @@ class Pending:
             result = call.subset([row])()
             return loop.run(result, seconds) if call.is_async else result
 
-        # A function that ended its worker would end this process too, and a RewardError names its row itself.
+        # A function that ended its worker would end this process too, and a RewardError already names its row.
         if not isinstance(error, (WorkerDiedError, ConfigError)):
             deadline = time.monotonic() + seconds
             for row in range(call.rows):

@@ -167,7 +167,7 @@ def walls() -> tuple[str, ...]:
 
 
 def missing_walls() -> tuple[str, ...]:
-    """The dangers that nothing but the audit hook keeps off here: of "network", "files", "processes", "system calls".
+    """The dangers that only the audit hook keeps off here, among "network", "files", "processes", "system calls".
 
     "processes" are those of the same user, which a process namespace hides; "system calls" those of `jail.REFUSED`.
     """

@@ -116,7 +116,7 @@ def _verl_grader(function: Callable[..., Any], is_batch: bool) -> Any:
     if is_async(function):
         synchronous = grade
 
-        # An async function is recognised by its definition, hence a second one around the first.
+        # An async function is recognised by its definition, so an async one is wrapped in an async one.
         async def grade(*args: Any, **kwargs: Any) -> Any:
             return await synchronous(*args, **kwargs)
 

@@ -85,7 +85,7 @@ def patch_rows(images: Iterable[np.ndarray], config: PatchRowsConfig) -> tuple[n
 
 
 class Tokens(NamedTuple):
-    """Where the tokens of a row's images are, in the order of the row; all `[N,M]`."""
+    """The places of the tokens of a row's images, in the order of the row; all `[N,M]`."""
 
     image: jax.Array  # number of its image; that of all images where there is none
     place: jax.Array  # place among the tokens of its image

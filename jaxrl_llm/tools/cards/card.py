@@ -22,7 +22,7 @@ from jaxrl_llm.tools.report.runs import ReportedRun, run_of
 from jaxrl_llm.training.checkpoint.outputs import given_to
 
 CARD, CURVES = "README.md", "curves.svg"
-# Settings that say where a run was, and nothing of the model that came out.
+# Settings that say where a run was, and nothing about its model.
 OF_THE_MACHINE = (
     "output_dir",
     "compilation_cache",
@@ -41,7 +41,8 @@ LIBRARIES = {
 
 
 def write_cards(run: str | Path, step: int, export: ConfigDict) -> None:
-    """Writes the cards of the folders `hf` and `adapter` of a run of `step` steps, with what `export` says of them."""
+    """Writes the cards of the folders `hf` and `adapter` of a run of `step` steps, with the title and tags of
+    `export`."""
     for name, place in (("hf", export.push_to_hub), ("adapter", None)):
         if (Path(run) / name).is_dir():
             write_card(Path(run) / name, run, step, place, export.title, export.tags)
@@ -264,7 +265,7 @@ def _usage(folder: Path, run: ReportedRun, base: Base, repo: str | None) -> str:
 
 
 def _settings(run: ReportedRun) -> dict[str, str]:
-    """The settings that make this model another than the defaults would, as strangers may read them."""
+    """The settings that differ from the defaults and shape the model, `shareable`."""
     usual, shown = flat(default().to_dict()), {}
     for key in KEYS:
         value = run.settings.get(key.name)

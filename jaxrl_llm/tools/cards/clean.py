@@ -1,4 +1,4 @@
-"""Settings as strangers may read them: without secrets, and without the folders of the machine they come from."""
+"""Settings that may be published: without secrets, and without the folders of the machine they come from."""
 
 import json
 import re
@@ -11,7 +11,7 @@ HIDDEN = "***"
 SECRET = r"(?:\w+_)?(?:token|secret|password|passwd|passphrase|credentials?|api_?key|access_?key|private_?key)"
 _ASSIGNED = re.compile(rf"\b({SECRET})(\s*[=:]\s*)('[^']*'|\"[^\"]*\"|[^\s,)&]+)", re.IGNORECASE)
 _NAMED = re.compile(SECRET, re.IGNORECASE)
-# What keys look like that services give out.
+# The forms of keys that services give out.
 _KEYS = re.compile(r"\b(?:hf_|sk-|gh[pousr]_|glpat-|xox[abprs]-|AKIA|AIza|wandb_v1_)[\w-]{8,}|\beyJ[\w-]{10,}\.[\w.-]+")
 _USER = re.compile(r"://[^/@\s'\"]+@")
 _QUERY = re.compile(r"(\w+://[^\s?'\"]+)\?[^\s'\")]+")
@@ -20,7 +20,8 @@ _PATH = re.compile(rf"(?<![\w:/.~*-])(?:~{_LETTERS}*|[A-Za-z]:)?/+(?:{_LETTERS}+
 
 
 def shareable(text: str) -> str:
-    """The text without what looks like a secret, and with the last part alone of each absolute path or one from home.
+    """The text without anything that looks like a secret, and with only the last part of absolute paths and those from
+    home.
 
     Secrets are values of options named like one, keys as services write them, user names and queries of addresses.
     """
@@ -31,7 +32,8 @@ def shareable(text: str) -> str:
 
 
 def shareable_value(value: Any) -> Any:
-    """The value of a setting with every text in it `shareable`, and what a dictionary calls a secret hidden."""
+    """The value of a setting with every text in it `shareable`, and the values of secret names in dictionaries
+    hidden."""
     if isinstance(value, str):
         return shareable(value)
     if isinstance(value, Mapping):

@@ -76,7 +76,7 @@ def _panel(title: str, metric: str, points: Sequence[tuple[int, float]], x: int,
 
 
 def _range(values: Sequence[float]) -> tuple[float, float]:
-    """Limits of the axis: those of the values, apart from each other."""
+    """Limits of the axis: those of the values, made to differ where they are equal."""
     low, high = min(values), max(values)
     if high - low > 1e-9 * max(abs(low), abs(high)):
         return low, high

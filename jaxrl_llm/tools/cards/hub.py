@@ -44,9 +44,9 @@ def check(repo: str, private: bool = False, overwrite: bool = False) -> None:
 def push(folder: str | Path, repo: str, private: bool = False, overwrite: bool = False, message: str = "") -> str:
     """The address of the repository on the hub, after the files of `folder` have become its newest commit.
 
-    A new repository is made, for you alone with `private`. Of the model that an existing one holds, which takes
-    `overwrite`, nothing stays in the new commit; its other files do, and older commits keep all. Raises ConfigError as
-    `check` does, and when the hub refuses: then the repository is as it was.
+    A new repository is made, for you alone with `private`. With `overwrite` the model of an existing one is replaced:
+    the new commit keeps its other files, and older commits keep all. Raises ConfigError as `check` does, and when the
+    hub refuses: then the repository is as it was.
     """
     from huggingface_hub import CommitOperationAdd, CommitOperationDelete
 
@@ -90,7 +90,7 @@ def push_run(config: ConfigDict) -> None:
 
 
 def push_step(config: ConfigDict, folder: Path, step: int) -> str | None:
-    """What went wrong as the model of a step was pushed, where `export.strategy` asks for it; None where nothing did.
+    """Push the model of a step, where `export.strategy` asks for it; returns the error in words, None without one.
 
     The run goes on all the same: its model is in `folder`, and a later push takes the place of this one.
     """
@@ -143,7 +143,7 @@ def _files_there(api: Any, repo: str, private: bool, overwrite: bool) -> list[st
 
 @contextlib.contextmanager
 def _explaining(repo: str) -> Iterator[None]:
-    """Turn errors between here and the hub into a ConfigError that says what to do."""
+    """Turns errors of the hub and of the way there into a ConfigError that says what to do."""
     from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
 
     try:
@@ -164,7 +164,7 @@ def _explaining(repo: str) -> Iterator[None]:
 
 
 def _first_line(text: str) -> str:
-    """The first line of a message, without the token should it be there."""
+    """The first line of a message, without the token."""
     line = text.strip().splitlines()[0] if text.strip() else ""
     token = os.environ.get("HF_TOKEN", "").strip()
     return line.replace(token, "***") if token else line

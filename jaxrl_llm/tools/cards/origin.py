@@ -1,4 +1,4 @@
-"""The origin of a model, as far as it is known here: the base's public name and licence, the public data sets."""
+"""The origin of a model, as far as this machine knows it: the base's public name and licence, and public data sets."""
 
 import re
 from collections.abc import Mapping
@@ -17,8 +17,8 @@ TAG = "jaxrl_llm"
 class Base(NamedTuple):
     """The model that training started from.
 
-    `name` is what to call it, `hub_id` where strangers find it (None: nowhere that is known), `license` what its card
-    says under LICENSE_KEYS (empty: unknown), and `text` the file of its licence.
+    `name` is what to call it, `hub_id` its public address (None: unknown), `license` what its card says under
+    LICENSE_KEYS (empty: unknown), and `text` the file of its licence.
     """
 
     name: str
@@ -28,7 +28,7 @@ class Base(NamedTuple):
 
 
 def base_of(path: str) -> Base:
-    """Return what is known of `model.path`, without asking the network.
+    """The Base of `model.path`, from files of this machine alone.
 
     A local folder is called by its last part. One that this library has exported stands for the model of the hub that
     its card names. The licence is that of the card (README.md), or the file LICENSE, or unknown.

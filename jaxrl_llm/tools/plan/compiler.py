@@ -21,7 +21,7 @@ class ProgramStats(NamedTuple):
     times: float
     resident: int  # bytes on the device while it runs that are no argument of it
     arguments: int
-    results: int  # new ones: those that take the place of a donated argument are not counted
+    results: int  # new ones: without those that take the place of a donated argument
     temporaries: int
     flops: float  # of the traced program, an equal share for each device
     compiled_flops: float  # of the matmuls in the compiled program of one device
@@ -74,7 +74,7 @@ class Compiler:
         """Compile one more program and return the shapes of its results.
 
         `held` are trees on the device meanwhile that are not among the arguments, `of_run` those of the arguments that
-        are always there. `copied` is what the device's compiler may copy and this one does not.
+        are always there. `copied` are arrays that the device's compiler may copy and this one does not.
         """
         began = time.perf_counter()
         traced = function.trace(*arguments)

@@ -1,4 +1,4 @@
-"""The devices that a plan can be made for, and what they are capable of."""
+"""The devices that a plan can be made for: their memory and rates."""
 
 import os
 from typing import NamedTuple
@@ -7,7 +7,7 @@ from jaxrl_llm.config.resolve import ConfigError, closest
 
 
 class Gpu(NamedTuple):
-    """A GPU as its compiler wants it described: CUDA's device properties. `shared` is KiB of a multiprocessor."""
+    """A GPU as its compiler knows it: CUDA's device properties. `shared` is KiB of a multiprocessor."""
 
     capability: tuple[int, int]
     multiprocessors: int
@@ -27,8 +27,8 @@ class Device(NamedTuple):
     interconnect: float  # out of one device, all links together, one direction
     node: int = 0  # devices that `interconnect` reaches; 0 is all
     network: float = 0.0  # out of one device to those of other nodes
-    topology: str | None = None  # what the TPU compiler calls it
-    gpu: "Gpu | None" = None  # what the GPU compiler has to know of it
+    topology: str | None = None  # its name for the TPU compiler
+    gpu: "Gpu | None" = None  # its description for the GPU compiler
 
     def rate(self, count: int) -> float:
         """Bytes a second out of one of `count` devices."""

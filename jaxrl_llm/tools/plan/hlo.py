@@ -18,7 +18,7 @@ import numpy as np
 
 SIZES = {"pred": 1, "token": 0, "opaque": 0}  # other types have their bits in their name
 COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute", "ragged-all-to-all")
-# What makes no buffer of its own.
+# Instructions that make no buffer of their own.
 VIEWS = (
     "parameter",
     "tuple",
@@ -33,7 +33,7 @@ VIEWS = (
     "async-done",
     "async-update",
 )
-# What gives the same numbers in another place or order.
+# Instructions that give the same numbers in another place or order.
 VIEWED = ("copy", "bitcast", "reshape", "transpose")
 SHAPE = re.compile(r"\b([a-z]+[0-9]*[a-z0-9]*)\[([0-9,]*)\]")
 NAMES = re.compile(r"%([\w.\-]+)")
@@ -53,7 +53,7 @@ class Instruction(NamedTuple):
 
     @property
     def operands(self) -> list[str]:
-        """The names of what it reads."""
+        """The names of the values that it reads."""
         return NAMES.findall(self.arguments)
 
 
@@ -98,7 +98,7 @@ class Module:
                     self._roots[name] = found.name
 
     def root(self, computation: str) -> Instruction:
-        """What a computation gives."""
+        """The instruction whose value a computation returns."""
         return self.computations[computation][self._roots[computation]]
 
     @functools.cached_property
@@ -175,7 +175,7 @@ class Module:
     def _exchanges(
         self, trips: tuple[float, float], body: dict[str, Instruction], x: Instruction, group: int
     ) -> Iterator[tuple[str, float, float, float]]:
-        """Yield what accelerators make of a collective: (kind, runs, bytes of results, bytes read)."""
+        """Yield the collectives that accelerators run in its place: (kind, runs, bytes of results, bytes read)."""
         kind, (times, loops) = x.opcode.removesuffix("-start"), trips
         sizes = [
             _bytes(body[name].shape) * (0.5 if self._widened(name, body) else 1.0)
@@ -220,7 +220,7 @@ class Module:
         return found
 
     def _inside(self, fusion: Instruction, name: str) -> tuple[dict[str, Instruction], list[str]]:
-        """The body of a fusion, and what it calls the value."""
+        """The body of a fusion, and the names of the value in it."""
         body = self.computations[called(fusion)[0]]
         places = {str(i) for i, operand in enumerate(fusion.operands) if operand == name}
         return body, [x.name for x in body.values() if x.opcode == "parameter" and x.arguments in places]
@@ -232,7 +232,7 @@ class Module:
         bodies: tuple[dict[str, Instruction], ...],
         fusions: tuple[Instruction, ...] = (),
     ) -> bool:
-        """True where all that is read of the value is a slice; `bodies` and `fusions` are those around it."""
+        """True where only a slice of the value is read; `bodies` and `fusions` are those around it."""
         if user.opcode == "dynamic-slice":
             return user.operands[0] == name
         if user.opcode == "fusion":
@@ -248,7 +248,7 @@ class Module:
         return bool(reads) and all(self._sliced(x, each, bodies, fusions) for each, x in reads)
 
     def _narrows(self, user: Instruction, name: str, body: dict[str, Instruction]) -> bool:
-        """True where the value is read as bfloat16: CPUs add up float32, accelerators what the program says."""
+        """True where the value is read as bfloat16: CPUs add up float32, accelerators the type of the program."""
         if user.opcode == "fusion":
             body, names = self._inside(user, name)
             users = [(each, x) for each in names for x in self.users(each, body)]

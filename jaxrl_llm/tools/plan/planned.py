@@ -1,4 +1,4 @@
-"""The plan of a run: what it holds, what its programs need, and the least time that a step can take."""
+"""The plan of a run: the arrays it holds, the needs of its programs, and the least time of a step."""
 
 import math
 import re
@@ -25,7 +25,7 @@ class Floors(NamedTuple):
     """Seconds that one step takes at least, at the rates of the data sheet."""
 
     compute: float  # all matmuls at the peak rate
-    reading: float  # what decoding reads of the memory, for each token
+    reading: float  # what decoding reads from memory, for each token
     sending: float  # what a device sends to others
     step: float  # the sum over programs of the longest of the three
 
@@ -181,8 +181,8 @@ def floors(plan: Plan, factor: float = 1.0) -> Floors | None:
     """The least time of a step; None for a device whose rates are not known.
 
     Decoding reads the sampler's parameters and all keys and values at every token, here at their longest. On `factor`
-    times fewer devices than planned (more, for one below 1) each has as many times the products, keys and values; the
-    parameters that it reads, and what it sends, stay.
+    times fewer devices than planned (more, below 1) each has `factor` times the matmuls, keys and values; the
+    parameters that it reads and the bytes that it sends stay the same.
     """
     device = plan.target.device
     if not device.flops:

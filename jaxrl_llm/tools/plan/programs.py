@@ -1,6 +1,6 @@
 """The programs of a training step as a run makes them: sampling, log-probs, values, update; compiled from shapes.
 
-Everything that the plan takes from the engine, the batch and the objectives is here.
+All that the plan takes from the engine, the batch and the objectives is here.
 """
 
 import dataclasses
@@ -74,7 +74,7 @@ class Rollout(NamedTuple):
 
 
 class Microbatch(NamedTuple):
-    """What an update takes at a time, of all devices: so many rows or, where rows are packed, packed tokens."""
+    """The size of a micro-batch over all devices: rows or, where rows are packed, packed tokens."""
 
     rows: int
     tokens: int  # 0: rows are not packed
@@ -102,7 +102,7 @@ def compile_step(
 
     `only` names one phase, "rollout", "logps" or "update", or one half of a split run, "training", or "sampling", whose
     devices hold nothing else. Evaluation is not among them. `packer` is that of a run, `options` are the compiler's,
-    `memory` are the bytes of a device that a run may use, where it will be told.
+    `memory` are the bytes of a device that a run may use, where they are known.
     """
     simulated = scanned and mesh.devices.flat[0].platform == "cpu"
     held = 0 if only == "sampling" else held_bytes(shapes)
@@ -153,7 +153,7 @@ def compile_step(
 
 
 class ScannedEngine(Engine):
-    """An engine whose decoder scans its layers: simulated devices compile it sooner, and it needs no less."""
+    """An engine whose decoder scans its layers: simulated devices compile it sooner, for the same memory."""
 
     @property
     def decoder(self):

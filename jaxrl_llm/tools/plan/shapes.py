@@ -147,7 +147,7 @@ def _state(params: Params, optimizer: optax.GradientTransformation, offload: boo
 
 
 def _reference(config, net: Net, params: Params) -> tuple[Params | None, Params | None]:
-    """The reference policy, and what of it shares nothing with the policy."""
+    """The reference policy, and the part of it that it does not share with the policy."""
     online = config.algorithm.name not in OFFLINE
     if not needs_reference(config) or (not online and config.data.precompute_reference):
         return None, None
@@ -155,7 +155,7 @@ def _reference(config, net: Net, params: Params) -> tuple[Params | None, Params 
 
 
 def _copied(spec: ReferenceSpec, net: Net, params: Params) -> tuple[Params, Params | None]:
-    """A reference policy, and what of it shares nothing with the policy."""
+    """A reference policy that is a copy, and the part of it that it does not share with the policy."""
     _, trainable = split(params, net.config.frozen)
     shapes = jax.eval_shape(lambda params: start_reference(spec, params, net.config.lora), params)
     mesh = jax.tree.leaves(params)[0].sharding.mesh
@@ -172,7 +172,7 @@ def _offloaded(state: State) -> State:
 
 
 def visiting(tree) -> Any:
-    """The shapes on the devices, where they may wait in the host's memory otherwise."""
+    """The shapes on the devices, also of arrays that otherwise wait in the host's memory."""
     return jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding.with_memory_kind("device")), tree
     )

@@ -45,7 +45,7 @@ def table(rows: Sequence[Sequence[str]], indent: str = "  ") -> Iterator[str]:
 
 
 def verdict(plan: Plan) -> str:
-    """Return the answer to whether the plan fits, in a sentence."""
+    """Return, in a sentence, whether the plan fits."""
     memory, peak = plan.target.device.memory, plan.peak.peak
     if not memory:
         return "the memory of this device is not known"

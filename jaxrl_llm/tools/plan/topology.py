@@ -1,4 +1,4 @@
-"""Targets of compilation: a TPU or GPU by its name, with its own compiler, or simulated devices of this process."""
+"""Targets of compilation: a named TPU or GPU with its own compiler, or simulated devices of this process."""
 
 import contextlib
 import importlib.util
@@ -20,9 +20,9 @@ from jaxrl_llm.models import chunked_softmax
 from jaxrl_llm.tools.plan.devices import Device, Gpu, at_hand, named
 from jaxrl_llm.training.setup.run import build_mesh
 
-GPU_OPTIONS = (("xla_gpu_autotune_level", 0),)  # kernels are not tried: there is nothing to try them on
+GPU_OPTIONS = (("xla_gpu_autotune_level", 0),)  # kernels are not tried out, as no device is there
 NVCC = ("cuda_nvcc", "cu13")  # folders of the CUDA compiler in NVIDIA's wheels, of versions 12 and 13
-CUDA, CUDNN = (12, 9, 0), (9, 10, 0)  # versions that the GPU compiler is told of where it can ask no driver
+CUDA, CUDNN = (12, 9, 0), (9, 10, 0)  # versions that the GPU compiler gets where there is no driver to ask
 HOST = {1: (1, 1, 1), 2: (1, 2, 1)}  # chips of one host, where there are fewer than four
 
 
@@ -86,7 +86,7 @@ def target_of(mesh: Mesh, name: str, simulate: bool = False) -> Target:
 
 @contextlib.contextmanager
 def traced_as_on(target: Target) -> Iterator[None]:
-    """Programs are traced as a process on the target would: what asks for the backend is told the target's.
+    """Traces programs as a process on the target would: code that asks for the backend gets the target's.
 
     Those of simulated devices are traced as what they are, programs of CPUs, but form as many logits at once.
     """
@@ -105,7 +105,7 @@ def tpu_chips(version: str, count: int) -> list[Any] | None:
     """The chips of a slice, for the compiler alone; None without libtpu or a slice of that many."""
     if importlib.util.find_spec("libtpu") is None or count & (count - 1):
         return None
-    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # ask no metadata server what this machine is
+    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # do not ask a metadata server about this machine
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # no chip is taken: others may plan, or train, meanwhile
     options: dict[str, Any] = {"chip_config_name": "megacore"} if version == "v4" else {}
     if count in HOST:
@@ -137,7 +137,7 @@ def _cuda_folder() -> dict[str, str]:
 
 
 def _described(device: Device, gpu: Gpu) -> str:
-    """A GPU as the text of the message that XLA calls a target configuration."""
+    """The text of XLA's target configuration of a GPU."""
     kib, (major, minor) = 2**10, gpu.capability
     chip = {
         "threads_per_block_limit": 1024, "threads_per_warp": 32, "threads_per_core_limit": 2048,

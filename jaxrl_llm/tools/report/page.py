@@ -32,7 +32,7 @@ HEADLINES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("Speed", ("tokens_per_second",)),
     ("Memory", ("machine/device_memory_peak_gib", "machine/host_memory_peak_gib")),
 )
-# What the curves at the top say, by title.
+# The explanations of the curves at the top, by title.
 EXPLAINED = {
     "Reward": "mean score of the completions of a step",
     "Held-out": "on prompts or rows that are not trained on",
@@ -53,7 +53,7 @@ MOST_SETS = 6  # named sets with a curve at the top
 
 
 def headlines(runs: Sequence[ReportedRun]) -> list[tuple[str, str]]:
-    """(title, metric) of the curves at the top: under each title the metric that most runs have, in doubt the first.
+    """(title, metric) of the curves at the top: under each title the metric that most runs have, of several the first.
 
     Of held-out prompts every named set has a curve of its own, under the same title.
     """
@@ -97,7 +97,7 @@ def write_page(
 ) -> None:
     """Writes the page. Data stands in it as Base64 of gzipped JSON, so that no text in it can be read as HTML.
 
-    The page loads itself again every `reload_seconds`; 0 is never.
+    The page reloads itself every `reload_seconds`; 0 is never.
     """
     title = "jaxrl_llm: " + ", ".join(run.name for run in runs)
     template = Template(_part("page.html"))

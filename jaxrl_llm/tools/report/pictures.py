@@ -82,7 +82,8 @@ def _draw(axis: Any, runs: Sequence[ReportedRun], title: str, metric: str, smoot
 
 
 def smoothed(values: Sequence[float], weight: float) -> list[float]:
-    """The exponential moving average of `values` that keeps `weight` of what was, without bias towards zero."""
+    """The exponential moving average of `values` that keeps `weight` of the average before, without bias towards
+    zero."""
     total = norm = 0.0
     found = []
     for value in values:

@@ -53,7 +53,7 @@ def read_runs(folders: Sequence[str | Path]) -> list[ReportedRun]:
 
 
 def short_names(paths: Sequence[Path]) -> list[str]:
-    """The last parts of each path, as many as it takes for all to differ."""
+    """The shortest ends of the paths with which all differ."""
     for count in range(1, max(len(path.parts) for path in paths) + 1):
         names = ["/".join(path.parts[-count:]) for path in paths]
         if len(set(names)) == len(names):

@@ -1,0 +1,75 @@
+"""An event loop in a thread of its own, for coroutines that other threads start and wait for."""
+
+import asyncio
+import concurrent.futures
+import threading
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any
+
+
+class TimeUpError(Exception):
+    """The time limit passed."""
+
+
+class EventLoop:
+    """An event loop in a daemon thread, which starts with the first coroutine; any thread may call its methods.
+
+    The caller may have a running event loop itself (a notebook does), hence the thread. The loop is kept until `close`,
+    because connections that a coroutine opens belong to the loop they were opened in.
+    """
+
+    def __init__(self, name: str):
+        self.name = name  # of the thread
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._lock = threading.Lock()
+
+    def start(self, coroutine: Coroutine[Any, Any, Any]) -> concurrent.futures.Future:
+        """The future of a coroutine that starts now."""
+        with self._lock:  # several threads may start the first coroutine at once
+            if self._loop is None:
+                self._loop = asyncio.new_event_loop()
+                threading.Thread(target=_serve, args=(self._loop,), daemon=True, name=self.name).start()
+            return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+
+    def wait(self, future: concurrent.futures.Future, seconds: float | None) -> bool:
+        """True when `future` ended within `seconds`; else the loop is taken for blocked and left behind."""
+        concurrent.futures.wait([future], seconds)
+        if future.done():
+            return True
+        future.cancel()
+        self._loop = None
+        return False
+
+    def run(self, coroutine: Coroutine[Any, Any, Any], seconds: float | None = None) -> Any:
+        """The result of a coroutine, or its error. Raises TimeUpError after `seconds`."""
+        future = self.start(coroutine)
+        if not self.wait(future, seconds):
+            raise TimeUpError
+        return future.result()
+
+    def close(self, last: Callable[[], Awaitable[None]] | None = None) -> None:
+        """Cancel the coroutines that still run, await `last()`, and end the thread. A later coroutine starts a new
+        one."""
+
+        async def stop() -> None:
+            tasks = asyncio.all_tasks() - {asyncio.current_task()}
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            if last is not None:
+                await last()
+            asyncio.get_running_loop().stop()
+
+        with self._lock:
+            if self._loop is not None:
+                asyncio.run_coroutine_threadsafe(stop(), self._loop)
+                self._loop = None
+
+
+def _serve(loop: asyncio.AbstractEventLoop) -> None:
+    while True:
+        try:
+            loop.run_forever()
+            return loop.close()
+        except (SystemExit, KeyboardInterrupt):  # of a task, whose future holds the error
+            continue
