@@ -109,14 +109,14 @@ def _logits(hidden, table: _Table, temperature: float, softcap):
 
 
 def _products(hidden, table: _Table):
-    """The products `[N,s,V]` of the columns with the table, which are the logits unless these are capped."""
+    """The matmul `[N,s,V]` of the columns and the table: the logits, unless these are capped."""
     matrix = table.matrix.astype(hidden.dtype)
     products = jnp.einsum("...d,vd->...v", _flat(hidden), matrix, preferred_element_type=jnp.float32)
     return constrain(products.reshape(*hidden.shape[:-1], -1), table.rows, "positions", table.vocab)
 
 
 def _flat(x):
-    """`[N,s,...]` as `[N*s,...]`, of which products are faster, unless positions are cut over devices."""
+    """`[N,s,...]` as `[N*s,...]`, with which matmuls are faster, unless positions are sharded over devices."""
     return x.reshape(-1, x.shape[-1]) if context_shards() == 1 else x
 
 
@@ -201,9 +201,9 @@ def _numbers(logits, targets, mean_logit: bool, smoothing: float):
 
 
 def _two_sums(x, y):
-    """The sums over the last axis of x and of x * y: on CPUs by a product of matrices, as XLA's own loop is slow.
+    """The sums over the last axis of x and of x * y: on CPUs by a matmul, as XLA's own loop is slow.
 
-    Not on meshes: XLA's partitioner adds up that product wrongly where experts and tensor both cut the last axis.
+    Not on meshes: XLA's partitioner adds it up wrongly where experts and tensor both shard the last axis.
     """
     if jax.default_backend() == "cpu" and not is_sharded():
         return x.sum(-1), jnp.einsum("...v,...v->...", x, y)
@@ -212,20 +212,21 @@ def _two_sums(x, y):
 
 
 def _once(x):
-    """x, which is not computed again for each of its uses: on CPU, exponentials cost more than reading them."""
+    """x, computed once for all its uses: on CPUs exponentials cost more than reading them again."""
     return jax.lax.optimization_barrier(x) if jax.default_backend() == "cpu" else x
 
 
 def _at_target(x, targets):
     """x `[N,s,V]` at the targets `[N,s]`."""
-    if is_sharded():  # then a gather would collect all of it
+    if is_sharded():  # a gather would collect all of x then
         return jnp.where(jnp.arange(x.shape[-1]) == targets[..., None], x, 0.0).sum(-1)
     return jnp.take_along_axis(x, targets[..., None], axis=-1)[..., 0]
 
 
 def _plus_at_target(x, targets, numbers):
     """x `[N,s,V]` with numbers `[N,s]` added at the targets."""
-    if is_sharded() or jax.default_backend() != "cpu":  # a scatter could not be a part of what makes and converts x
+    # A scatter would not be fused with what makes and converts x.
+    if is_sharded() or jax.default_backend() != "cpu":
         return x + jnp.where(jnp.arange(x.shape[-1]) == targets[..., None], numbers[..., None], 0.0)
     n, column = jnp.indices(targets.shape, sparse=True)
     return x.at[n, column, targets].add(numbers, mode="promise_in_bounds", unique_indices=True)
@@ -319,7 +320,7 @@ def _by_hidden_and_table(d, h, table: _Table, d_table):
 
 
 def _totals(hidden, table: _Table):
-    """Zeros `[R,S,V,D]` for the gradient by the table `[V,D]` of each part that the mesh cuts rows and positions into.
+    """Zeros `[R,S,V,D]` for the gradient by the table `[V,D]`, one for each shard of rows R and positions S.
 
     Each device adds up that of its own tokens, and they are summed once, behind the loop over chunks, not in each.
     """
@@ -485,7 +486,7 @@ def _shared_table(hidden, kernel, teacher: Distributions | TopTokens) -> _Table:
 
 
 def _divergence_by_products(options, teacher: Distributions | TopTokens):
-    """A function of columns, which gives the divergence `[N,s]` as a function of the policy's products there."""
+    """A function of columns that returns the divergence `[N,s]` as a function of the policy's matmul there."""
     temperature, softcap, beta, top_k, tail = options
     restricted = with_tail if tail else without_tail
 

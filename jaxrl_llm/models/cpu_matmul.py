@@ -54,7 +54,7 @@ _matmul.defvjp(lambda x, kernel: (_matmul(x, kernel), (x, kernel)), _backward)
 
 def _einsum(dims: str, x, y):
     rows = len(x)
-    if rows == 1:  # alone it would be multiplied number by number
+    if rows == 1:  # XLA would multiply a single row number by number
         x = jnp.pad(x, ((0, 1), (0, 0)))
     return jnp.einsum(dims, x, y, preferred_element_type=jnp.float32)[:rows]
 

@@ -25,7 +25,7 @@ from jaxrl_llm.models.transformer import Net, Params
 
 EMBEDDED = Path(__file__).parent / "embedded"
 DOWNLOADED = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "*.tiktoken", "README.md", "LICENSE*"]
-# What an export may write, as patterns: these files give way to a new export, and no others.
+# Patterns of the files of an export: a new export replaces these, and no others.
 EXPORTED = (
     "*.json", "*.safetensors", "*.jinja", "*.model", "*.tiktoken", "*.py", "merges.txt", "vocab.txt", "README.md",
     "LICENSE*", "curves.svg", "*.vocab", "*.codes", "*.bpe", "*.spm", "*.dict",
@@ -105,9 +105,9 @@ def has_tokenizer(folder: str | os.PathLike[str]) -> bool:
 
 
 def remember_images(tokenizer: Any, folder: str | os.PathLike[str]) -> None:
-    """Sets `tokenizer.image_folder`: the folder of the model, if that reads images, and so knows how they are tokens.
+    """Sets `tokenizer.image_folder` to the folder of a model that reads images, or None.
 
-    The texts that a tokenizer gets are made by `data/image_rows.py`, which reads it.
+    `data/image_rows.py` reads there how images become tokens, and writes these into the texts that the tokenizer gets.
     """
     tokenizer.image_folder = Path(folder) if "vision_config" in read_config(folder) else None
 
@@ -246,7 +246,7 @@ def save(
                 safetensors.write_json(partial / "generation_config.json", generation)
             if tokenizer is not None:
                 tokenizer.save_pretrained(os.fspath(partial))
-                # What says how images become tokens goes where the tokenizer goes.
+                # Files that say how images become tokens go with the tokenizer.
                 source = getattr(tokenizer, "image_folder", None)
                 if source is not None and net.config.vision is not None:
                     settings = getattr(tokenizer, "image_settings", {})

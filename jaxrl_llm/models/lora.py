@@ -7,8 +7,8 @@ A linear map with an adapter holds `lora_a [in, r]` and `lora_b [r, out]` beside
 Modules that are trained whole beside the adapters (PEFT's modules_to_save) stay as they are in the tree; their trained
 copies are under `saved`, at the same paths, and the net computes with those.
 
-What a net computes follows from what its parameters hold: without adapters it is the base model, and dropout is where
-`with_dropout` has put keys.
+The parameters decide what a net computes: without adapters it is the base model, and dropout is where `with_dropout`
+has put keys.
 """
 
 import dataclasses

@@ -1,4 +1,4 @@
-"""The protocol of a layer's mixer: what moves information between the tokens of a row, and the cache it decodes from.
+"""The protocol of a layer's mixer, which moves information between the tokens of a row, and of its cache.
 
 A decoder layer is a mixer and a feed-forward. A mixer owns its cache: the transformer and the sampling engine pass
 caches on as pytrees and never look into them. A new kind of layer is a class with this protocol in a file of its own,
@@ -15,7 +15,7 @@ from jaxrl_llm.models.rope import Rope
 
 @dataclasses.dataclass(frozen=True)
 class LayerConfig:
-    """The kind of one layer: what it is made of and how far it sees. Hashable; equal kinds compute alike."""
+    """The kind of one layer: its parts and how far it sees. Hashable; equal kinds compute alike."""
 
     mixer: type["Mixer"]
     rope: Rope | None = None  # None: no rotary positions
@@ -53,8 +53,8 @@ class Mixer(Protocol):
     `arrays` are this layer's `layer_arrays`. A cache is any pytree of arrays `[G, ...]` for prompts and `[G, R, ...]`
     for rows; other dimensions may be sharded. Rows may leave, move and come back between decode steps. A step may be
     repeated, and the next one may begin anywhere behind the first token of this one: speculative tokens may prove
-    wrong. So what `decode` returned for a token must not depend on what an earlier call stored at its place or behind
-    it; a recurrent mixer keeps the states it may have to go back to.
+    wrong. So the output of `decode` for a token must not depend on values that an earlier call stored at its place or
+    behind it; a recurrent mixer keeps the states it may have to go back to.
     """
 
     path: str  # of its parameters in the layer: layers/<path>/...

@@ -1,4 +1,4 @@
-"""The shape of a decoder: a frozen `ModelConfig`, and what follows from it for each layer.
+"""The shape of a decoder: a frozen `ModelConfig`, and the kinds of layers that follow from it.
 
 Layers are a tuple of kinds (`layer_configs`). Layers whose parameters have the same shapes are stacked (`stacks`), and
 consecutive layers of one stack are a run that one program computes in a scan (`layer_runs`).

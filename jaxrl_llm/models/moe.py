@@ -154,7 +154,7 @@ def across_devices(compute, kernels: Kernels, x, weights, chosen):
 
 
 def _replaced(chosen, replayed):
-    """The experts `[...,k]` with those that are replayed in their place; negative ones are none."""
+    """The experts `[...,k]`, or the replayed ones in their place where these are not negative."""
     return chosen if replayed is None else jnp.where(replayed < 0, chosen, replayed.astype(chosen.dtype))
 
 

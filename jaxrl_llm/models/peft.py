@@ -66,7 +66,7 @@ class AdapterConfig(NamedTuple):
 
 
 class Tensors(NamedTuple):
-    """The tensors of one parameter in the file, and how they make it up."""
+    """The tensors of one parameter in the file, and their arrangement in it."""
 
     names: list[str]  # one a layer where it is stacked
     transpose: bool

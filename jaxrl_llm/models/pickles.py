@@ -137,9 +137,9 @@ class PickleFile:
 
 
 class _Reader(pickle._Unpickler):  # pyright: ignore[reportAttributeAccessIssue]
-    """Unpickles tensors, and names in its refusal whatever else the file asks for.
+    """An unpickler of tensors, which refuses everything else by name.
 
-    It is the one in Python: that in C takes as much memory as a wrong index in a file says.
+    It is Python's own implementation: the one in C allocates as much memory as a wrong index in a file asks for.
     """
 
     def __init__(self, owner: PickleFile, data: io.BytesIO):

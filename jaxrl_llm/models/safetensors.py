@@ -44,7 +44,7 @@ def _open_safetensors(file: Path):
         raise ConfigError(f"{file} is truncated or no safetensors file: {error}") from error
 
 
-# Name of a single file, name of the index of several, and what opens one.
+# The name of a single file, the name of the index of several, and the function that opens one.
 KINDS_OF_FILES = ((SINGLE, INDEX, _open_safetensors), (PICKLE, PICKLE_INDEX, PickleFile))
 
 
@@ -255,7 +255,7 @@ def check_finite(x: np.ndarray, folder: Path, name: str) -> None:
 
 
 def some(names: list[str]) -> str:
-    """The first five names, and how many there are besides."""
+    """The first five names, and the number of the others."""
     return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 

@@ -309,11 +309,11 @@ class Transformer(nnx.Module):
     def _through_layers(
         self, body, x, tokens, caches=None, images: ImageEmbeddings | None = None
     ) -> tuple[jax.Array, tuple]:
-        """x after every layer, with what `images` add there, and what `body(block, x, cache, arrays, read, is_read)`
-        returned besides, one a run of layers.
+        """x after every layer, with the features that `images` add there, and the second results of
+        `body(block, x, cache, arrays, read, is_read)`, one a run of layers.
 
-        That is a pair, of which the first is what layers that share their keys and values read: `read` is, of the layer
-        that they share them with, the cache that was given, and this.
+        Such a result is a pair. Layers that share the keys and values of an earlier one get them as `read`: the cache
+        that was given to it, and the first of its pair.
         """
         deep = 0 if images is None else images.values.shape[-1] // self.config.width - 1  # layers that images add to
         stacks = {}

@@ -3,7 +3,7 @@
 A family is a module with `MODEL_TYPE`, `ARCHITECTURE`, `KEYS`, `to_config` and `from_config`; where checkpoints have
 other tensor names too, the tables of `OTHER_KEYS` are read as well, and never written. `MODULE_KEYS` is the table of
 the names in transformers' class, where files have others: PEFT knows modules by them. `unused_tensors(config)` are the
-names of tensors that files may have and nothing reads.
+names of tensors that files may have and that are not read.
 """
 
 import contextlib
@@ -87,7 +87,7 @@ def family_of(hf: dict[str, Any]) -> ModuleType:
 def family_for(config: ModelConfig) -> ModuleType:
     """The first family whose config.json describes a net of this shape; raises ConfigError where none does."""
     for module in FAMILIES.values():
-        with contextlib.suppress(ConfigError):  # what the family refuses it does not describe
+        with contextlib.suppress(ConfigError):  # a family does not describe what it refuses
             if module.to_config(module.from_config(config, None), **settings(config)) == config:
                 return module
     plain = {field.name: field.default for field in dataclasses.fields(config)}

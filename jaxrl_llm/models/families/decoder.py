@@ -1,7 +1,7 @@
 """The common ground of families: the table of tensor names and the entries of config.json, in both directions.
 
-Every family is a decoder with rotary positions and gated feed-forward layers; a family's own file says only what it
-adds. Files of transformers 4 (`rope_theta`, `rope_scaling`) and 5 (`rope_parameters`) read alike.
+Every family is a decoder with rotary positions and gated feed-forward layers; a family's own file holds only its
+additions. Files of transformers 4 (`rope_theta`, `rope_scaling`) and 5 (`rope_parameters`) read alike.
 """
 
 import dataclasses

@@ -29,7 +29,7 @@ _COMMON = (
 )
 KEYS = (*_COMMON, *decoder.experts("mlp", "gate_proj", "up_proj", "down_proj"))
 OTHER_KEYS = ((*_COMMON, *decoder.stacked_experts("mlp")),)
-# The fields that are an entry each, integers from 1, and what they mean that are left out.
+# The fields that are an entry each, integers from 1, and their values where they are left out.
 SIZES = {
     "latent_size": ("kv_lora_rank", 512),
     "rotary_head_dim": ("qk_rope_head_dim", 64),

@@ -9,7 +9,7 @@ from jaxrl_llm.models.transformer import ModelConfig
 MODEL_TYPE = "gemma"
 ARCHITECTURE = "Gemma"
 KEYS = decoder.KEYS
-DEFAULTS = {"tie_word_embeddings": True, "head_dim": 256}  # what entries mean that are left out
+DEFAULTS = {"tie_word_embeddings": True, "head_dim": 256}  # for entries that are left out
 ACTIVATIONS = {"gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu_tanh"}  # early files say gelu and mean the other
 
 

@@ -42,7 +42,7 @@ TOWER = "vision_tower."
 KEYS = _as_on_the_hub(f"{TOWER}vision_model.")
 MODULE_KEYS = _as_modules(TOWER)
 OTHER_KEYS = (_as_on_the_hub(TOWER), MODULE_KEYS, _as_modules(f"{TOWER}vision_model."))
-# What entries mean that are left out.
+# For entries that are left out.
 DEFAULTS = {"image_token_index": 262_144, "mm_tokens_per_image": 256, "tie_word_embeddings": True}
 TEXT_SIZES = {
     "vocab_size": 262_208,

@@ -19,7 +19,7 @@ DEFAULTS = {
     "partial_rotary_factor": 0.5,
     "attention_bias": True,
     "rms_norm_eps": 1.5625e-07,
-}  # what entries mean that are left out
+}  # for entries that are left out
 
 
 def read(hf: dict[str, Any], family: str, overrides: dict[str, Any], **own) -> ModelConfig:

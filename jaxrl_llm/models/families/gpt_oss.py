@@ -38,7 +38,7 @@ DEFAULTS = {
     "swiglu_limit": 7.0,
     "router_aux_loss_coef": 0.001,
     "attention_bias": True,
-}  # what entries mean that are left out
+}  # for entries that are left out
 THETA = 150_000.0
 
 

@@ -19,7 +19,7 @@ KEYS = (
     *(key._replace(tensor=key.tensor.replace("model.", "model.text_model.", 1)) for key in llama.KEYS),
     *VISION_KEYS,
 )
-# What entries mean that are left out.
+# For entries that are left out.
 DEFAULTS = {"image_token_id": 128257, "scale_factor": 2, "tie_word_embeddings": False}
 TEXT = "llama"  # the model_type of the decoder
 TEXT_SIZES = {

@@ -13,7 +13,7 @@ def read(
 ) -> dict[str, Any]:
     """The ModelConfig fields of sliding windows: the layers that `layer_types` names or, without it, `slides` tells.
 
-    `sliding` is their type, and `size` the entry that says how much they see.
+    `sliding` is their type, and `size` the entry of their window.
     Raises ConfigError for other types of layers, a list of another length, and sliding layers without a window.
     """
     layers = positive(hf, "num_hidden_layers")

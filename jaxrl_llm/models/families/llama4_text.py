@@ -44,7 +44,7 @@ DEFAULTS = {
     "floor_scale": 8192,
     "attn_scale": 0.1,
     "attention_bias": False,
-}  # what entries mean that are left out
+}  # for entries that are left out
 THETA = 500_000.0
 
 

@@ -8,7 +8,7 @@ from jaxrl_llm.models.transformer import ModelConfig
 MODEL_TYPE = "mistral"
 ARCHITECTURE = "Mistral"
 KEYS = decoder.KEYS
-DEFAULTS = {"num_key_value_heads": 8, "sliding_window": 4096}  # what entries mean that are left out
+DEFAULTS = {"num_key_value_heads": 8, "sliding_window": 4096}  # for entries that are left out
 
 
 def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:

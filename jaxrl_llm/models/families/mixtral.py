@@ -17,7 +17,7 @@ DEFAULTS = {
     "num_local_experts": 8,
     "num_experts_per_tok": 2,
     "router_aux_loss_coef": 0.001,
-}  # what entries mean that are left out
+}  # for entries that are left out
 THETA = 1_000_000.0
 
 

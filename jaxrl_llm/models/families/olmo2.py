@@ -16,7 +16,7 @@ KEYS = (
     *decoder.QK_NORMS,
     *decoder.FEED_FORWARD,
 )
-DEFAULTS = {"rms_norm_eps": 1e-5}  # what entries mean that are left out
+DEFAULTS = {"rms_norm_eps": 1e-5}  # for entries that are left out
 
 
 def common(hf: dict[str, Any]) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from jaxrl_llm.models.transformer import ModelConfig
 MODEL_TYPE = "olmo3"
 ARCHITECTURE = "Olmo3"
 KEYS = olmo2.KEYS
-DEFAULTS = {**olmo2.DEFAULTS, "sliding_window": 4096, "rope_theta": 500_000.0}  # what entries mean that are left out
+DEFAULTS = {**olmo2.DEFAULTS, "sliding_window": 4096, "rope_theta": 500_000.0}  # for entries that are left out
 
 
 def _rope_parameters(hf: dict[str, Any]) -> dict[str, Any]:

@@ -14,7 +14,7 @@ DEFAULTS = {
     "num_experts_per_tok": 8,
     "norm_topk_prob": False,
     "router_aux_loss_coef": 0.01,
-}  # what entries mean that are left out
+}  # for entries that are left out
 
 
 def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:

@@ -17,7 +17,7 @@ KEYS = (
     *(TensorName(f"layers/mlp/{name}/kernel", f"{LAYER}mlp.gate_up_proj.weight", True) for name in ("gate", "up")),
     TensorName("layers/mlp/down/kernel", f"{LAYER}mlp.down_proj.weight", True),
 )
-DEFAULTS = {"rms_norm_eps": 1e-5}  # what entries mean that are left out
+DEFAULTS = {"rms_norm_eps": 1e-5}  # for entries that are left out
 
 
 def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:

@@ -27,7 +27,7 @@ DEFAULTS = {
     "router_aux_loss_coef": 0.001,
     "max_window_layers": 28,
     "qkv_bias": True,
-}  # what entries mean that are left out
+}  # for entries that are left out
 
 
 def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:

@@ -17,7 +17,7 @@ KEYS = (
         for key in linear(f"layers/delta/{name}", f"{LAYER}linear_attn.in_proj_{name}")
     ),
 )
-DEFAULTS = qwen3_next.DELTA_DEFAULTS | {"num_key_value_heads": 4}  # what entries mean that are left out
+DEFAULTS = qwen3_next.DELTA_DEFAULTS | {"num_key_value_heads": 4}  # for entries that are left out
 
 
 def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:

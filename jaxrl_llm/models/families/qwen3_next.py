@@ -30,7 +30,7 @@ _COMMON = (
 KEYS = (*_COMMON, *decoder.experts("mlp", "gate_proj", "up_proj", "down_proj"))
 OTHER_KEYS = ((*_COMMON, *decoder.stacked_experts("mlp")),)
 LINEAR, FULL = "linear_attention", "full_attention"
-# The fields of delta nets that are an entry each, integers from 1, and what they mean that are left out.
+# The fields of delta nets that are an entry each, integers from 1, and their values where they are left out.
 SIZES = {
     "delta_conv": ("linear_conv_kernel_dim", 4),
     "delta_key_dim": ("linear_key_head_dim", 128),

@@ -1,6 +1,6 @@
 """The common ground of Qwen's families with vision: an encoder of rows of patches, and positions of three axes.
 
-Of videos nothing is read.
+Entries about videos are not read.
 """
 
 import dataclasses
@@ -29,15 +29,15 @@ SHARED = ("architectures", "tie_word_embeddings", "quantization_config")
 
 
 class Family(NamedTuple):
-    """In what the families differ."""
+    """The differences between the families."""
 
     model_type: str
     architecture: dict[str, str]  # by head
-    text: dict[str, Any]  # what entries of the decoder mean that are left out
+    text: dict[str, Any]  # for entries of the decoder that are left out
     theta: float
     sections: tuple[int, ...]  # rotary frequencies of time, height and width
     interleaved: bool  # the frequencies of the axes take turns, and are not in runs
-    encoder: PatchRowsConfig  # what entries of the encoder mean that are left out
+    encoder: PatchRowsConfig  # for entries of the encoder that are left out
     sizes: dict[str, str] = SIZES
     out: str = "out_hidden_size"  # entry of the encoder that has the decoder's width
     image_token: int = 151_655  # where config.json names none

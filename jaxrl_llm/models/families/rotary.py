@@ -39,7 +39,7 @@ def read(hf: dict[str, Any], theta: float = 10000.0, partial: bool = False, by_t
 
 
 def max_positions(hf: dict[str, Any]) -> int | None:
-    """The longest rows that a config.json is made for, those that its scaling stretches to; None where it is silent."""
+    """The longest rows that a config.json is made for, its scaling included; None where it does not say."""
     hf = hf.get("text_config") or hf
     most = hf.get(MOST)
     if most is None:

@@ -40,7 +40,8 @@ def keys(tower: str) -> tuple[TensorName, ...]:
 
 
 def read(hf: dict[str, Any], default: SiglipConfig) -> SiglipConfig:
-    """The encoder of a `vision_config`, with `default` for what is left out; raises ConfigError for another network."""
+    """The encoder of a `vision_config`, with `default` for entries that are left out; raises ConfigError for another
+    network."""
     hf = {entry: getattr(default, field) for field, entry in SIZES.items()} | hf
     sizes = {field: positive(hf, entry) for field, entry in SIZES.items()}
     for entry, divisor in (("image_size", "patch_size"), ("hidden_size", "num_attention_heads")):

@@ -8,7 +8,7 @@ from jaxrl_llm.models.transformer import ModelConfig
 MODEL_TYPE = "smollm3"
 ARCHITECTURE = "SmolLM3"
 KEYS = decoder.KEYS
-DEFAULTS = {"tie_word_embeddings": True, "num_key_value_heads": 4}  # what entries mean that are left out
+DEFAULTS = {"tie_word_embeddings": True, "num_key_value_heads": 4}  # for entries that are left out
 THETA = 2_000_000.0
 
 

@@ -1,4 +1,4 @@
-"""SmolVLM and SmolVLM2 (arXiv 2504.05299): Idefics3 with a small encoder and SmolLM2; of videos nothing is read."""
+"""SmolVLM and SmolVLM2 (arXiv 2504.05299): Idefics3 with a small encoder and SmolLM2; videos are not read."""
 
 from typing import Any
 

@@ -244,8 +244,8 @@ class Merger(nnx.Module):
 class PatchRows(nnx.Module):
     """Features `[N,M,(1+E)D]` of the M tokens of all images of rows, in order, from patches `[N,P,numbers]`.
 
-    The first D are the embeddings of tokens in the decoder, of width D; the others are what is added behind each of its
-    first E layers. `net` has what a ModelConfig says of types, adapters and D.
+    The first D are the embeddings of tokens in the decoder, of width D; the others are added behind each of its first E
+    layers. `net` has the types, adapters and D of a ModelConfig.
     """
 
     def __init__(self, config: PatchRowsConfig, net: Any, rngs: nnx.Rngs):

@@ -130,7 +130,7 @@ class Positions(nnx.Module):
 class Siglip(nnx.Module):
     """Features `[M,S,D]` of the S patches of tiles `[M,H,W,C]`.
 
-    `net` has what a ModelConfig says of types, adapters and attention, and `checkpointed` wraps the program of a layer.
+    `net` has the types, adapters and attention of a ModelConfig, and `checkpointed` wraps the program of a layer.
     """
 
     def __init__(self, config: SiglipConfig, net: Any, rngs: nnx.Rngs):

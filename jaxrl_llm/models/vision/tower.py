@@ -1,4 +1,4 @@
-"""The vision part of a model: an encoder and a projector, and the place of what they give among the tokens of rows."""
+"""The vision part of a model: an encoder and a projector, and the places of their features among the tokens of rows."""
 
 import dataclasses
 from typing import Any
@@ -124,12 +124,13 @@ def with_images(x, images: ImageEmbeddings) -> jax.Array:
 
 
 def deepened(x, images: ImageEmbeddings, layer) -> jax.Array:
-    """Hidden states x `[R,W,D]` after a layer of the decoder, with what images add there (arXiv 2406.04334)."""
+    """Hidden states x `[R,W,D]` after a layer of the decoder, with the features that images add there (arXiv
+    2406.04334)."""
     return x + jnp.where((images.index >= 0)[..., None], _of_tokens(x, images, layer + 1), 0)
 
 
 def _of_tokens(x, images: ImageEmbeddings, part) -> jax.Array:
-    """A part `[R,W,D]` of the values at the tokens of x, whatever where there is none."""
+    """A part `[R,W,D]` of the values, at the tokens of x; any number at tokens without one."""
     values = images.values.reshape(*images.values.shape[:2], -1, x.shape[-1])
     values = jax.lax.dynamic_index_in_dim(values, part, 2, keepdims=False)
     by_source = jnp.maximum(images.index, 0).reshape(len(values), -1, 1)

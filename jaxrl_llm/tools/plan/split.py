@@ -76,7 +76,7 @@ def balances(split: Split) -> list[Balance]:
     """The halves' seconds for each split of the same devices, in order of the devices that sample."""
     training, sampling = split.training.target.mesh, split.sampling.target.mesh
     count = training.size + split.samplers * sampling.size
-    # Devices that hold a part of the policy each are added by whole copies of it, and by whole processes.
+    # Devices are added by whole copies of the policy that they hold parts of, or by whole processes.
     unit = sampling.size if split.in_files else sampling.size // sampling.shape["data"]
     whole = training.size // (training.shape["data"] * training.shape["fsdp"])
     found = []
