@@ -529,8 +529,9 @@ KEYS = (
         "as many as rollout.max_completion_length has room for.", int, minimum=1),
 
     Setting("algorithm.name", "grpo",
-        "What is trained: grpo samples and scores completions, sft learns given ones, preference learns from pairs or "
-        "labelled completions, reward_model learns a score from pairs.", choices=ALGORITHMS),
+        "Kind of training: grpo and ppo (with a critic) sample and score completions, sft learns those of the data, "
+        "preference learns from pairs or labelled completions, reward_model learns a score from pairs.",
+        choices=ALGORITHMS),
     Setting("algorithm.advantage", "group",
         "Advantage estimate: built-in name, `module:function` or `path/to/file.py:function`; options in brackets, "
         "`rloo(normalize=True)`."),
@@ -539,7 +540,7 @@ KEYS = (
         "with options in brackets, `sapo(temperature_negative=1.1)`; preference losses may be a mixture, "
         "`dpo+bco_pair`. auto is ppo_clip, nll, dpo or bradley_terry."),
     Setting("algorithm.aggregation", "sequence",
-        "How token losses are averaged: over each row's tokens, then over rows (sequence); over all tokens (token); "
+        "Average of the token losses: over each row's tokens, then over rows (sequence); over all tokens (token); "
         "over rows x rollout.max_completion_length (constant); row sums over rows (sequence_sum); "
         "over the tokens of each micro-batch (microbatch_token); over an equal share of the rollout's tokens, as "
         "TRL's dapo (rollout_token).",
@@ -564,7 +565,8 @@ KEYS = (
     Setting("algorithm.kl_bias_correction", False,
         "Multiply the KL term of the loss by the probability ratio: unbiased for samples of an older policy.", bool),
     Setting("algorithm.kl_controller", "fixed",
-        "Whether beta stays, or moves so that the KL approaches kl_target.", choices=("fixed", "adaptive")),
+        "Keep beta (fixed), or move it so that the KL approaches kl_target (adaptive).",
+        choices=("fixed", "adaptive")),
     Setting("algorithm.kl_target", 0.1, "KL per token that the adaptive controller steers to.", float, above=0),
     Setting("algorithm.kl_horizon", 10_000.0, "Rows over which the adaptive controller moves beta.", float, above=0),
     Setting("algorithm.offload_reference", False,
@@ -579,7 +581,7 @@ KEYS = (
         float, minimum=0),
     Setting("algorithm.num_iterations", 1, "Passes over each batch of completions.", int, minimum=1),
     Setting("algorithm.old_logps", "auto",
-        "Whose log-probs the probability ratio compares with: those of the policy before the step, computed by the "
+        "Log-probs that the probability ratio compares with: those of the policy before the step, computed by the "
         "trainer (trainer), those that were recorded as the tokens were sampled (sampler), or numbers between the "
         "sampler's and the policy's own, by the age of a token, in place of the trainer's pass (interpolated). auto is "
         "sampler for a loss that is defined so (dppo), and else trainer, computed only where they differ from the "
@@ -616,10 +618,10 @@ KEYS = (
         "Weight of the cross-entropy on observation tokens, which environments, tools and agents write (ECHO): "
         "the policy learns to predict what its turns lead to. 0 is off.", float, minimum=0),
     Setting("algorithm.entropy_controller", "fixed",
-        "Whether entropy_coef stays, or rises while the entropy is at or below entropy_target and falls otherwise; "
-        "adaptive, it applies only at or below the target.", choices=("fixed", "adaptive")),
+        "Keep entropy_coef (fixed), or raise it while the entropy is at or below entropy_target and lower it otherwise "
+        "(adaptive), when it applies only at or below the target.", choices=("fixed", "adaptive")),
     Setting("algorithm.entropy_target", 0.2, "Entropy per token that the adaptive controller keeps.", float, minimum=0),
-    Setting("algorithm.entropy_delta", 0.005, "How far entropy_coef moves in a step.", float, minimum=0),
+    Setting("algorithm.entropy_delta", 0.005, "Change of an adaptive entropy_coef in a step.", float, minimum=0),
     Setting("algorithm.entropy_coef_min", 0.0, "Smallest adaptive entropy_coef.", float, minimum=0),
     Setting("algorithm.entropy_coef_max", 1.0, "Largest adaptive entropy_coef.", float, minimum=0),
     Setting("algorithm.mask_truncated", False, "Leave completions that did not end out of the loss.", bool),
@@ -661,10 +663,10 @@ KEYS = (
         "teacher.path the others."),
     Setting("teacher.column", "teacher", "Column of the data that names a teacher of teacher.others."),
     Setting("teacher.form", "advantage",
-        "What is learned from: the log-prob of each sampled token under the teacher minus that under the policy, added "
-        "to its advantage (advantage), or the divergence of whole distributions at every token, added to the loss "
+        "Signal of the teacher: the log-prob of each sampled token under it minus that under the policy, added to the "
+        "advantage (advantage), or the divergence of whole distributions at every token, added to the loss "
         "(divergence), which sft takes in place of its own.", choices=("advantage", "divergence")),
-    Setting("teacher.coef", 1.0, "Weight of what is added.", float, above=0),
+    Setting("teacher.coef", 1.0, "Weight of the signal.", float, above=0),
     Setting("teacher.beta", 1.0,
         "Divergence: 0 is KL(teacher || policy), 1 is KL(policy || teacher), and between them the generalised "
         "Jensen-Shannon divergence.", float, minimum=0, maximum=1),
@@ -672,8 +674,8 @@ KEYS = (
         "Read the divergence off the teacher's so many likeliest tokens and one entry for all others, which keeps two "
         "numbers for each in place of a vector a token; 0 is the whole vocabulary.", int, minimum=0),
     Setting("teacher.top_of", "teacher",
-        "Whose likeliest tokens teacher.top_k takes: the teacher's, or the policy's as it is in the update, for which "
-        "a vector a token is kept.", choices=("teacher", "policy")),
+        "Model whose likeliest tokens teacher.top_k takes: teacher, or the policy as it is in the update, for which a "
+        "vector a token is kept.", choices=("teacher", "policy")),
     Setting("teacher.tail", True,
         "The divergence of teacher.top_k tokens has an entry for all others; false compares the two distributions "
         "given that it is one of these tokens.", bool),
@@ -684,7 +686,7 @@ KEYS = (
         "Divergence: weigh each token by its probability under the policy over that of the old policy, up to this, "
         "where the samples give several updates; none is 1.", float, above=0),
     Setting("teacher.context", "none",
-        "What the teacher is shown besides the prompt: the first completion of its group that is a success (success, "
+        "Text that the teacher reads besides the prompt: the first completion of its group that is a success (success, "
         "SDPO), the text of teacher.privileged_column (privileged, SDFT), that text where there is no success "
         "(success_or_privileged), or both (success_and_privileged). Rows without any learn nothing from it.",
         choices=("none", "success", "privileged", "success_or_privileged", "success_and_privileged")),
@@ -737,7 +739,7 @@ KEYS = (
     Setting("optimizer.weight_decay", 0.0, "Decoupled weight decay.", float, minimum=0),
     Setting("optimizer.weight_decay_end", None,
         "Weight decay at the end of the run, to which it moves from weight_decay; none is constant.", float, minimum=0),
-    Setting("optimizer.weight_decay_shape", "linear", "How it moves there.", choices=("linear", "cosine")),
+    Setting("optimizer.weight_decay_shape", "linear", "Shape of that change.", choices=("linear", "cosine")),
     Setting("optimizer.no_decay", ("bias", "scale"), "Last names in the paths of parameters without weight decay."),
     Setting("optimizer.moment_dtype", "float32",
         "Storage type of the optimizer's moments; bfloat16 is rounded to stochastically.", choices=DTYPES[:2]),
@@ -840,7 +842,7 @@ KEYS = (
     Setting("checkpoint.keep_hours", 0.0, "Keep an older checkpoint for each period of so many hours; 0 keeps none.",
         float, minimum=0),
     Setting("checkpoint.contents", ("state",),
-        "What is saved at each of these steps: state, all that the run needs to go on, in checkpoints/; hf, the "
+        "Contents of a checkpoint: state, all that the run needs to go on, in checkpoints/; hf, the "
         "trained model as a Hugging Face folder, in hf_steps/. hf alone is the model only, and no run goes on from it; "
         "a preemption saves the state all the same.", choices=("state", "hf")),
     Setting("checkpoint.best", None,
@@ -909,7 +911,7 @@ KEYS = (
         "Repository of the Hugging Face hub, OWNER/NAME, to which the trained model (hf/, adapters merged) is pushed "
         "at the end, with the token in the variable HF_TOKEN."),
     Setting("export.strategy", "end",
-        "When it is pushed: at the end, or also at each checkpoint, for which checkpoint.contents needs hf and "
+        "Time of the push: at the end, or also at each checkpoint, for which checkpoint.contents needs hf and "
         "export.overwrite is true, as each push replaces the one before. A push that fails on the way is a warning.",
         choices=("end", "every_save")),
     Setting("export.title", None, "Title of the model card; none is the repository's name, or the run's."),

@@ -28,15 +28,15 @@ GROUPS = (
     ),
     Group(
         "Loss and gradient",
-        "What the optimizer sees. The loss of RL is no measure of quality: read the reward. A norm that jumps is.",
+        "The loss of RL is no measure of quality: read the reward. A norm that jumps is a warning.",
         r"loss|\w+_loss|policy_term|grad_norm|lr|nonfinite_gradient|mean_token_accuracy",
     ),
     Group(
         "Policy",
-        "How far training moves the policy: KL in nats, shares of clipped tokens. Entropy near 0 samples alike.",
+        "The distance the policy moves: KL in nats, shares of clipped tokens. Entropy near 0 samples alike.",
         r"kl|\w+_kl|kl_coef|entropy|entropy_\w+|clip_ratio/.+|cispo_clip_ratio|ratio/.+|advantages/.+|objective/.+",
     ),
-    Group("Teacher", "How far the policy is from its teacher: 0 is there.", r"teacher/.+"),
+    Group("Teacher", "The distance of the policy from its teacher; 0 where they agree.", r"teacher/.+"),
     Group(
         "Critic",
         "PPO's value network: its loss, and its values against the returns.",
@@ -62,7 +62,7 @@ GROUPS = (
         "Machine", "Memory (GiB) of the fullest device and of process 0, and the CPU cores it kept busy.", r"machine/.+"
     ),
 )
-OTHER = Group("Other", "What callbacks, rewards and your own code log.", r".+")
+OTHER = Group("Other", "Metrics that callbacks, rewards and your own code log.", r".+")
 
 # The unit of the metrics whose whole name matches; those without one are plain numbers.
 UNITS = (
