@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import httpx
 
-from jaxrl_llm.config.event_loop import EventLoop
+from jaxrl_llm.config.background import EventLoop
 
 
 class Reply(NamedTuple):

@@ -25,7 +25,7 @@ import tempfile
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
-from jaxrl_llm.config.resolve import ConfigError, resolve, resolve_with_options
+from jaxrl_llm.config.resolve import ConfigError, resolve_with_options
 from jaxrl_llm.environments.call_pool import CallPool
 from jaxrl_llm.environments.protocol import EpisodeError
 
@@ -148,11 +148,7 @@ def _start(key: str, agent: str | Callable[..., Any]) -> Start:
 
 def _function(key: str, agent: str | Callable[..., Any]) -> Start:
     """The Start of an agent's function, which gets the arguments that it names."""
-    options: dict[str, Any] = {}
-    if isinstance(agent, str):
-        function, options = resolve_with_options(agent, {}) if agent.endswith(")") else (resolve(agent, {}), {})
-    else:
-        function = agent
+    function, options = resolve_with_options(agent, {}) if isinstance(agent, str) else (agent, {})
     given = {field.name for field in dataclasses.fields(Connection)} | {"task"}
     parameters = inspect.signature(function).parameters.values()
     takes_all = any(x.kind is x.VAR_KEYWORD for x in parameters)

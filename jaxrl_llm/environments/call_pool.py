@@ -8,13 +8,13 @@ import asyncio
 import concurrent.futures
 import inspect
 import math
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
-from jaxrl_llm.config.event_loop import EventLoop
+from jaxrl_llm.config.background import EventLoop, in_thread
 from jaxrl_llm.config.user_code import contained, contained_await
 
 Call = Callable[[], Any]  # returns a result, or an awaitable of it
@@ -52,7 +52,7 @@ class CallPool:
 
     def call(self, call: Call) -> CallResult:
         """The result of one call, from any thread; `max_calls` does not bound these."""
-        future = self._start(call)
+        future = in_thread(partial(self._run, call), "environment")
         concurrent.futures.wait([future], self.timeout)
         return _ended(0, future) if future.done() else CallResult(0, timed_out=True)
 
@@ -93,25 +93,16 @@ class CallPool:
     def _start_queued(self) -> None:
         while self._queue and len(self._running) < self.max_calls:
             key, call = self._queue.popleft()
-            self._running[self._start(call)] = (
-                key, math.inf if self.timeout is None else time.monotonic() + self.timeout
-            )  # fmt: skip
+            deadline = math.inf if self.timeout is None else time.monotonic() + self.timeout
+            self._running[in_thread(partial(self._run, call), "environment")] = key, deadline
 
-    def _start(self, call: Call) -> concurrent.futures.Future:
-        future = concurrent.futures.Future()
-        threading.Thread(target=self._run, args=(future, call), daemon=True, name="environment").start()
-        return future
-
-    def _run(self, future: concurrent.futures.Future, call: Call) -> None:
-        try:
-            with contained():
-                result = call()
-            if inspect.isawaitable(result):
-                # Cancelled at the limit too, or an abandoned coroutine would keep its socket or its lock.
-                result = self._loop.start(asyncio.wait_for(contained_await(result), self.timeout)).result()
-            future.set_result(result)
-        except Exception as error:
-            future.set_exception(error)
+    def _run(self, call: Call) -> Any:
+        with contained():
+            result = call()
+        if inspect.isawaitable(result):
+            # Cancelled at the limit too, or an abandoned coroutine would keep its socket or its lock.
+            return self._loop.start(asyncio.wait_for(contained_await(result), self.timeout)).result()
+        return result
 
 
 def _ended(key: int, future: concurrent.futures.Future) -> CallResult:

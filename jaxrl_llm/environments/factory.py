@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from jaxrl_llm.config.resolve import closest, resolve, resolve_with_options
+from jaxrl_llm.config.resolve import closest, resolve_with_options
 from jaxrl_llm.config.user_code import contained
 from jaxrl_llm.environments.agents import Agents, AgentSpec
 from jaxrl_llm.environments.call_pool import CallPool
@@ -163,7 +163,5 @@ def _resolve(name: Any, known: Mapping[str, Any]) -> Any:
     """The object of a name, with its options bound; anything but a name is returned as it is."""
     if not isinstance(name, str):
         return name
-    if not name.endswith(")"):
-        return resolve(name, known)
     function, options = resolve_with_options(name, known)
     return partial(function, **options) if options else function

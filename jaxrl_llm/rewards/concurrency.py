@@ -3,11 +3,10 @@
 import asyncio
 import concurrent.futures
 import contextlib
-import threading
 from collections.abc import Callable
 from typing import Any
 
-from jaxrl_llm.config.event_loop import EventLoop, TimeUpError
+from jaxrl_llm.config.background import EventLoop, TimeUpError, in_thread
 from jaxrl_llm.rewards.call import Call, Log, Outcome
 
 GRACE_SECONDS = 1.0  # cancelled coroutines get this long to end before the event loop counts as blocked
@@ -16,17 +15,9 @@ GRACE_SECONDS = 1.0  # cancelled coroutines get this long to end before the even
 def within(seconds: float | None, function: Callable[[], Any]) -> Any:
     """The result of `function` or its error, from a thread that is left behind when it takes more than `seconds`.
 
-    The thread is a daemon: one that never ends does not keep the process alive. Raises TimeUpError.
+    Raises TimeUpError.
     """
-    future: concurrent.futures.Future[Any] = concurrent.futures.Future()
-
-    def work() -> None:
-        try:
-            future.set_result(function())
-        except BaseException as error:
-            future.set_exception(error)
-
-    threading.Thread(target=work, daemon=True, name="reward").start()
+    future = in_thread(function, "reward")
     concurrent.futures.wait([future], seconds)
     if not future.done():
         raise TimeUpError

@@ -22,6 +22,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from multiprocessing.connection import wait
 
+from jaxrl_llm.config.background import in_thread
 from jaxrl_llm.rewards.call import Call, Outcome
 from jaxrl_llm.rewards.frames import MARK_BYTES, Frames, SpoiledError
 from jaxrl_llm.rewards.signatures import RewardError
@@ -123,17 +124,12 @@ class Workers:
 
     def start(self, calls: list[tuple[Call, str | None]], timeout: float | None) -> "Future[list[Outcome]]":
         """The future of `run`, in a thread that does not keep the process alive."""
-        future: Future[list[Outcome]] = Future()
 
-        def work() -> None:
-            try:
-                with self.lock:
-                    future.set_result(self.run(calls, timeout))
-            except BaseException as error:
-                future.set_exception(error)
+        def work() -> list[Outcome]:
+            with self.lock:
+                return self.run(calls, timeout)
 
-        threading.Thread(target=work, daemon=True, name="reward workers").start()
-        return future
+        return in_thread(work, "reward workers")
 
     def run(self, calls: list[tuple[Call, str | None]], timeout: float | None) -> list[Outcome]:
         """The outcome of each call, given with the specification of its function; the calls share the workers.

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxrl_llm.config.event_loop import EventLoop, TimeUpError
+from jaxrl_llm.config.background import EventLoop, TimeUpError
 from jaxrl_llm.config.resolve import ConfigError, resolve, resolve_with_options
 from jaxrl_llm.config.user_code import contained
 from jaxrl_llm.rewards.built_in import BUILT_IN

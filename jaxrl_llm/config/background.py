@@ -1,4 +1,4 @@
-"""An event loop in a thread of its own, for coroutines that other threads start and wait for."""
+"""Work in threads of its own: a function in one, or coroutines on an event loop, that other threads wait for."""
 
 import asyncio
 import concurrent.futures
@@ -9,6 +9,20 @@ from typing import Any
 
 class TimeUpError(Exception):
     """The time limit passed."""
+
+
+def in_thread(function: Callable[[], Any], name: str) -> concurrent.futures.Future:
+    """The future of a function that starts now, in a daemon thread: one that never ends keeps no process alive."""
+    future = concurrent.futures.Future()
+
+    def work() -> None:
+        try:
+            future.set_result(function())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=work, daemon=True, name=name).start()
+    return future
 
 
 class EventLoop:
