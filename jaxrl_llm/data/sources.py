@@ -11,7 +11,8 @@ import fsspec
 from jaxrl_llm.config.resolve import ConfigError, resolve, split_options
 from jaxrl_llm.data import tasks
 from jaxrl_llm.data.diagnose import content_fault, encoding_fault
-from jaxrl_llm.data.formats.native import CONTENT, as_rows
+from jaxrl_llm.data.formats.native import as_rows
+from jaxrl_llm.data.tokenize import TEXTS
 
 if TYPE_CHECKING:
     import datasets  # slow to import: only the functions that make such rows do so
@@ -260,10 +261,10 @@ def _call_function(path: str, split: str, name: str | None, arguments: Mapping[s
     if hasattr(made, "__len__") and hasattr(made, "__getitem__") and not isinstance(made, list | tuple):
         made = [made[index] for index in range(len(made))]
     rows = list(made)
-    if rows and isinstance(rows[0], Mapping) and "input_ids" in rows[0] and not set(CONTENT) & set(rows[0]):
+    if rows and isinstance(rows[0], Mapping) and "input_ids" in rows[0] and not set(TEXTS) & set(rows[0]):
         raise ConfigError(
             f"{path} gives token ids (input_ids), but rows are tokenised here: let it give texts, under "
-            f"{', '.join(CONTENT)}"
+            f"{', '.join(TEXTS)}"
         )
     return _from_list(rows)
 

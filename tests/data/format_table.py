@@ -12,12 +12,12 @@ from transformers import AutoTokenizer
 
 from jaxrl_llm.data import Row
 from jaxrl_llm.data.formats.lookup import find
-from jaxrl_llm.data.formats.native import CONTENT
+from jaxrl_llm.data.tokenize import TEXTS
 from tests.data.byte_tokenizer import build_byte_tokenizer
 
 PAGE = Path(__file__).parents[2] / "docs" / "data.md"
 MARKS = ("<!-- formats -->\n", "<!-- end of formats -->")
-COLUMNS = (*CONTENT, "label", "margin", "ground_truth", "answer")
+COLUMNS = (*TEXTS, "label", "margin", "ground_truth", "answer")
 
 
 def _user(text: str) -> Row:

@@ -9,7 +9,7 @@ from typing import Any
 from jaxrl_llm.config.resolve import ConfigError, closest, resolve, split_options
 from jaxrl_llm.data import Row
 from jaxrl_llm.data.formats import axolotl, native
-from jaxrl_llm.data.formats.native import CONTENT
+from jaxrl_llm.data.tokenize import TEXTS
 
 Example = Row
 Format = Callable[[Mapping[str, Any]], Example]
@@ -91,7 +91,7 @@ def find(
                 f"the format {name} returned {type(made).__name__}; it must return a dictionary of columns"
             )
         # A row's own text would contradict what the format made of it; `__all__` is axolotl's word for every column.
-        dropped = {*removed, *(CONTENT if any(key in made for key in CONTENT) else ())}
+        dropped = {*removed, *(TEXTS if any(key in made for key in TEXTS) else ())}
         if "__all__" in removed:
             dropped |= set(row)
         return {**{key: value for key, value in row.items() if key not in dropped}, **made}

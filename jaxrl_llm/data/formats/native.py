@@ -10,9 +10,8 @@ from typing import Any
 from jaxrl_llm.config.resolve import ConfigError
 from jaxrl_llm.data import Row
 from jaxrl_llm.data.templates import is_conversational, render_chat, template_options
-from jaxrl_llm.data.tokenize import split_pair
+from jaxrl_llm.data.tokenize import TEXTS, split_pair
 
-CONTENT = ("prompt", "completion", "messages", "text", "chosen", "rejected")
 SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}
 
 
@@ -25,9 +24,9 @@ def auto(row: Mapping[str, Any], kind: str = "pairs") -> Mapping[str, Any]:
     present = {name for name, value in row.items() if value is not None}
     if isinstance(row.get("reward_model"), Mapping) and "data_source" in present:
         row = verl(row)
-    elif present & {"thread", "preferred", "dispreferred"} and not present & set(CONTENT):
+    elif present & {"thread", "preferred", "dispreferred"} and not present & set(TEXTS):
         row = harmony(row)
-    elif "conversations" in present and not present & set(CONTENT):
+    elif "conversations" in present and not present & set(TEXTS):
         row = sharegpt(row)
     elif {"completions", "labels"} <= present and "completion" not in present:
         row = stepwise(row)

@@ -15,7 +15,7 @@ SMOOTHING = 0.6
 
 
 def curves_svg(run: ReportedRun, last_step: int) -> str:
-    """An SVG of the main metrics (`reporting.page.HEADLINES`) up to `last_step`, one panel each; "" without any.
+    """An SVG of the main metrics (`report.page.HEADLINES`) up to `last_step`, one panel each; "" without any.
 
     Faint lines are the values, strong ones their moving average; evaluations are points.
     """

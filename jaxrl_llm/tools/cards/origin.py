@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jaxrl_llm.config.resolve import split_options
+from jaxrl_llm.data.loading import source_options
 from jaxrl_llm.models.hf import EMBEDDED
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
@@ -55,12 +55,8 @@ def base_of(path: str) -> Base:
 
 def datasets_of(settings: Mapping[str, Any]) -> list[str]:
     """The hub ids among the data sets that a run with these settings, by full key, was trained on."""
-    paths = []
-    for source in settings.get("data.sources") or ({"path": settings.get("data.path", "")},):
-        if not isinstance(source, Mapping):
-            path, options = split_options(source)
-            source = {"path": path, **options}
-        paths.append(str(source.get("path", "")))
+    sources = [source_options(source) for source in settings.get("data.sources") or ()]
+    paths = [str(source.get("path", "")) for source in sources] or [str(settings.get("data.path", ""))]
     return list(dict.fromkeys(path for path in paths if HUB_ID.fullmatch(path) and not Path(path).exists()))
 
 
