@@ -2,8 +2,8 @@
 
 Rows of one prompt are adjacent, so `[N]` scores reshape to `[B, group_size]`. NaN in a reward means "this reward
 function does not apply to this row". A row for which no function applies is unscorable: its score is NaN, it takes no
-part in baselines or standard deviations, and its advantage is 0. Outcome advantages are `[N]` (one number a row, to be
-broadcast over its tokens); token-level ones are `[N, T]`.
+part in baselines or standard deviations, and its advantage is 0. Outcome advantages are `[N]` (one number per row, to
+be broadcast over its tokens); token-level ones are `[N, T]`.
 """
 
 import math

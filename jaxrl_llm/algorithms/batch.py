@@ -116,7 +116,7 @@ class Prepared:
     """Result of an objective's `prepare`: a whole optimizer batch, before it is split into micro-batches."""
 
     weights: Array = None  # [N,T] aggregation weights: the loss is sum(weights * loss)
-    row_weights: Array = None  # [N] the same for losses with one number a row, or a pair
+    row_weights: Array = None  # [N] the same for losses with one number per row, or a pair
     token_share: Array = None  # [N,T] mask / tokens of the optimizer batch, for means over tokens
     entropy_share: Array = None  # [N,T] share of a token in the entropy bonus; None: token_share
     observed_share: Array = None  # [N,T] observed / observation tokens of the optimizer batch

@@ -3,7 +3,7 @@
     loss = f(logps, old_logps, advantages, epsilon_low, epsilon_high, mask=mask, **options)      # [N, T]
 
 - `logps [N, T]` carry the gradient; `old_logps [N, T]` belong to the policy the samples are measured against.
-- `advantages` are `[N]`, one a row, or `[N, T]`. Their gradient is never taken.
+- `advantages` are `[N]`, one per row, or `[N, T]`. Their gradient is never taken.
 - `epsilon_low`, `epsilon_high` bound the ratio pi / pi_old as each function says. A loss without a clip range accepts
   them and does not read them, so that one objective can call any loss by name.
 - `mask [N, T]` is true on the tokens that count. Losses over whole sequences need it; for the others it is optional and
@@ -91,7 +91,7 @@ def gspo_token(logps, old_logps, advantages, epsilon_low, epsilon_high, *, mask)
     """Returns GSPO's loss `[N, T]` with the gradient of each token scaled by that token's own advantage.
 
     Formula: `s_t = stop(s) * exp(logps - stop(logps))` with s as in `gspo`; the value equals `gspo`, and so does the
-    gradient when the advantage is one number a row. Source: GSPO-token, arXiv 2507.18071.
+    gradient when the advantage is one number per row. Source: GSPO-token, arXiv 2507.18071.
     """
     _, log_ratio, per_token = _prepare(logps, old_logps, advantages, mask)
     sequence = masked_mean(jax.lax.stop_gradient(log_ratio), mask, axis=-1, keepdims=True)

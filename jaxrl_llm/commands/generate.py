@@ -113,7 +113,7 @@ def generate(
     structured_grammar: str = "",
     images: Sequence[Any] | None = None,
 ) -> list[str] | list[list[str]]:
-    """The completion of each prompt, as text: one a prompt, or a list of `samples` of them when samples > 1.
+    """The completion of each prompt, as text: one per prompt, or a list of `samples` of them when samples > 1.
 
     A prompt is text, or a list of messages, which the tokenizer's chat template renders; the completion is then the
     assistant's message. Special tokens are left out. temperature 0 is greedy. A completion ends with an end-of-text
@@ -202,7 +202,7 @@ def sample_ids(
     first_row: int = 0,
     tiles: Sequence[Any] | None = None,
 ) -> list[list[int]]:
-    """The completion ids of each row, `engine.group_size` rows a prompt; `tiles` are of the images of each prompt.
+    """The completion ids of each row, `engine.group_size` rows per prompt; `tiles` are of the images of each prompt.
 
     Prompts are padded to `width`, without it to the longest; row i draws from `fold_in(key(seed), first_row + i)`.
     """

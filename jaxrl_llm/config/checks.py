@@ -4,7 +4,7 @@ import inspect
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from string import Formatter
 from typing import Any
 
@@ -13,9 +13,11 @@ from jaxrl_llm.config.schema import BY_NAME, EPISODES, IDENTITY, OFFLINE, Config
 
 # Settings of a critic that is a network of its own, with updates of its own.
 OF_OWN_CRITIC = (
-    "path", "warmup_steps", "num_iterations", "minibatches", "microbatch_rows", "lora_rank", "lora_alpha",
-    "lora_targets", "offload", "offload_optimizer",
+    "critic.path", "critic.warmup_steps", "critic.num_iterations", "critic.minibatches", "critic.microbatch_rows",
+    "critic.lora_rank", "critic.lora_alpha", "critic.lora_targets", "critic.offload", "critic.offload_optimizer",
 )  # fmt: skip
+# Settings of which each says how completions are made, in place of plain sampling.
+ENVIRONMENTS = ("environment.name", "environment.tools", "environment.rollout_func", "environment.agent")
 
 
 def preference_losses(config: ConfigDict) -> dict[str, str]:
@@ -131,6 +133,18 @@ def eval_set(entry: Any) -> tuple[str, dict[str, int], dict[str, Any]]:
     if "split" in options:
         options.setdefault("eval_split", options["split"])
     return name, sizes, options
+
+
+def _value(config: ConfigDict, key: str) -> Any:
+    """The value of the setting with the full name `key`, in a section."""
+    section, name = key.split(".")
+    return config[section][name]
+
+
+def _changed(config: ConfigDict, keys: Iterable[str]) -> Iterator[tuple[str, Any]]:
+    """The full name and the value of each of the settings that is not at its default."""
+    values = ((key, _value(config, key)) for key in keys)
+    return ((key, value) for key, value in values if value != BY_NAME[key].default)
 
 
 def contradictions(config: ConfigDict) -> Iterator[str]:
@@ -261,12 +275,12 @@ def _online(config: ConfigDict) -> Iterator[str]:
     clip = algorithm.reward_clip
     if clip and not (len(clip) == 2 and clip[0] < clip[1]):
         yield f"algorithm.reward_clip is {tuple(clip)}: give the smallest and the largest score, or nothing"
-    for name in OF_OWN_CRITIC if critic.shared else ():
-        if critic[name] != (default := BY_NAME[f"critic.{name}"].default):
-            yield (
-                f"critic.{name} is {critic[name]}, but critic.shared is true: the critic is a head of the policy's own "
-                f"network, and both learn in one update; set it to {'none' if default is None else default}"
-            )
+    for key, value in _changed(config, OF_OWN_CRITIC if critic.shared else ()):
+        default = BY_NAME[key].default
+        yield (
+            f"{key} is {value}, but critic.shared is true: the critic is a head of the policy's own network, and both "
+            f"learn in one update; set it to {'none' if default is None else default}"
+        )
     if not critic.lora_rank and (critic.lora_alpha or critic.lora_targets):
         name = "lora_alpha" if critic.lora_alpha else "lora_targets"
         yield f"critic.{name} is {critic[name]}, but the critic has no adapters of its own: set critic.lora_rank"
@@ -298,9 +312,8 @@ def _online(config: ConfigDict) -> Iterator[str]:
             "teacher.form": config.teacher.path is not None and config.teacher.form == "divergence",
         }
         for key in (key for key, value in others.items() if value):
-            section, _, name = key.partition(".")
             yield (
-                f"algorithm.observation_coef is {algorithm.observation_coef}, but {key} is {config[section][name]!r}, "
+                f"algorithm.observation_coef is {algorithm.observation_coef}, but {key} is {_value(config, key)!r}, "
                 "which knows no observation tokens: set the one to 0, or leave out the other"
             )
     if (algorithm.dynamic_sampling or algorithm.replay_groups) and rollout.group_size < 2:
@@ -411,7 +424,7 @@ def _without_rewards(config: ConfigDict) -> Iterator[str]:
     for key in (key for key, reads in reads_rewards.items() if reads):
         yield (
             f"rewards.functions is empty, so that the policy learns from teacher.path alone, but {key} is "
-            f"{config.algorithm[key.rpartition('.')[2]]!r}, which reads rewards: name a function, or change {key}"
+            f"{_value(config, key)!r}, which reads rewards: name a function, or change {key}"
         )
     if config.eval.every >= 0:
         yield (
@@ -427,13 +440,11 @@ def _staleness(config: ConfigDict) -> Iterator[str]:
         "data.curriculum_easy", "data.curriculum_hard", "teacher.others", "teacher.on_policy", "teacher.context",
         "environment.agent",
     )  # fmt: skip
-    for key in keys if config.rollout.staleness else ():
-        section, _, name = key.partition(".")
-        if config[section][name] != BY_NAME[key].default:
-            yield (
-                f"rollout.staleness is {config.rollout.staleness}, but {key} is {config[section][name]!r}, which needs "
-                "batches that are sampled and trained on in turn: set the one to 0, or leave out the other"
-            )
+    for key, value in _changed(config, keys if config.rollout.staleness else ()):
+        yield (
+            f"rollout.staleness is {config.rollout.staleness}, but {key} is {value!r}, which needs batches that are "
+            "sampled and trained on in turn: set the one to 0, or leave out the other"
+        )
 
 
 def _processes(config: ConfigDict) -> Iterator[str]:
@@ -443,14 +454,12 @@ def _processes(config: ConfigDict) -> Iterator[str]:
         "environment.agent", "environment.rollout_func", "algorithm.dynamic_sampling", "rollout.devices",
         "rollout.partial_prompts",
     )  # fmt: skip
-    for key in keys if config.rollout.processes else ():
-        section, _, name = key.partition(".")
-        if config[section][name] != BY_NAME[key].default:
-            yield (
-                f"rollout.processes is {config.rollout.processes}, but {key} is {config[section][name]!r}, for which "
-                "the process that samples a batch would need what is known after the batches of others: set the one "
-                "to 0, or leave out the other"
-            )
+    for key, value in _changed(config, keys if config.rollout.processes else ()):
+        yield (
+            f"rollout.processes is {config.rollout.processes}, but {key} is {value!r}, for which the process that "
+            "samples a batch would need what is known after the batches of others: set the one to 0, or leave out the "
+            "other"
+        )
 
 
 def _partial(config: ConfigDict) -> Iterator[str]:
@@ -473,21 +482,18 @@ def _partial(config: ConfigDict) -> Iterator[str]:
         "environment.tools", "environment.rollout_func", "environment.agent", "rollout.router_replay",
         "rollout.structured_grammar",
     )  # fmt: skip
-    for name in others:
-        section, _, leaf = name.partition(".")
-        if (value := config[section][leaf]) != BY_NAME[name].default:
-            yield (
-                f"{key} is {c.partial_prompts}, but {name} is {value!r}, which needs completions that are sampled to "
-                "their end at once: set the one to 0, or leave out the other"
-            )
+    for name, value in _changed(config, others):
+        yield (
+            f"{key} is {c.partial_prompts}, but {name} is {value!r}, which needs completions that are sampled to their "
+            "end at once: set the one to 0, or leave out the other"
+        )
 
 
 def _teacher(config: ConfigDict, online: bool) -> Iterator[str]:
     teacher = config.teacher
     if teacher.path is None:
-        for key, value in teacher.items():
-            if value != BY_NAME[f"teacher.{key}"].default:
-                yield f"teacher.{key} is {value!r}, but there is no teacher: set teacher.path, or leave it out"
+        for key, value in _changed(config, (f"teacher.{name}" for name in teacher)):
+            yield f"{key} is {value!r}, but there is no teacher: set teacher.path, or leave it out"
         if config.algorithm.advantage == "zero":
             yield (
                 "algorithm.advantage is 'zero', which learns from no reward, and there is no teacher: set another "
@@ -511,16 +517,15 @@ def _teacher(config: ConfigDict, online: bool) -> Iterator[str]:
             "distributions in place of the rows' tokens: set it to 0"
         )
     if teacher.form != "divergence":
-        for key in ("beta", "top_k", "top_of", "tail", "temperature", "on_policy", "importance_max"):
-            if teacher[key] != BY_NAME[f"teacher.{key}"].default:
-                yield (
-                    f"teacher.{key} is {teacher[key]}, which is of teacher.form = divergence, and teacher.form is "
-                    f"{teacher.form}: set the one, or leave out the other"
-                )
+        of_divergence = ("beta", "top_k", "top_of", "tail", "temperature", "on_policy", "importance_max")
+        for key, value in _changed(config, (f"teacher.{name}" for name in of_divergence)):
+            yield (
+                f"{key} is {value}, which is of teacher.form = divergence, and teacher.form is {teacher.form}: set the "
+                "one, or leave out the other"
+            )
     elif not teacher.top_k:
-        for key in ("top_of", "tail"):
-            if teacher[key] != BY_NAME[f"teacher.{key}"].default:
-                yield f"teacher.{key} is {teacher[key]}, but teacher.top_k is 0, all tokens: set it, or leave it out"
+        for key, value in _changed(config, ("teacher.top_of", "teacher.tail")):
+            yield f"{key} is {value}, but teacher.top_k is 0, all tokens: set it, or leave it out"
     for entry in teacher.others:
         value, _, path = entry.partition("=")
         if not value or not path:
@@ -543,7 +548,7 @@ def _teacher(config: ConfigDict, online: bool) -> Iterator[str]:
         }
         for key in (key for key, is_set in unfit.items() if is_set):
             yield (
-                f"{key} is {teacher[key.rpartition('.')[2]]!r}, but teacher.path is a server, which holds the model "
+                f"{key} is {_value(config, key)!r}, but teacher.path is a server, which holds the model "
                 "itself and gives log-probs of likeliest tokens at most: leave it out, or set teacher.top_k (up to 128)"
             )
         if sampling != 1.0:
@@ -564,7 +569,7 @@ def _teacher(config: ConfigDict, online: bool) -> Iterator[str]:
         for key in (key for key, is_set in others.items() if is_set):
             yield (
                 f"teacher.on_policy is {teacher.on_policy:g}, but steps that take given rows have the teacher's "
-                f"divergence alone, and {key} is {c[key.rpartition('.')[2]]!r}: use grpo with advantage = zero, "
+                f"divergence alone, and {key} is {_value(config, key)!r}: use grpo with advantage = zero, "
                 "without beta and entropy_coef, and aggregation = token; or set on_policy to 1"
             )
 
@@ -600,7 +605,7 @@ def _teacher_context(config: ConfigDict) -> Iterator[str]:
         }
         for key in (key for key, is_set in of_a_model.items() if is_set):
             yield (
-                f"{key} is {teacher[key.rpartition('.')[2]]!r}, but teacher.path is {teacher.path!r}, which has the "
+                f"{key} is {_value(config, key)!r}, but teacher.path is {teacher.path!r}, which has the "
                 "policy's own parameters: leave it out"
             )
     if context == "none":
@@ -608,12 +613,11 @@ def _teacher_context(config: ConfigDict) -> Iterator[str]:
             "success_threshold", "exclude_own", "remove_thinking", "privileged_column", "template",
             "solution_template", "privileged_template", "max_prompt_length",
         )  # fmt: skip
-        for key in of_context:
-            if teacher[key] != BY_NAME[f"teacher.{key}"].default:
-                yield (
-                    f"teacher.{key} is {teacher[key]!r}, but teacher.context is none, so that the teacher is shown the "
-                    "prompt alone: set teacher.context, or leave it out"
-                )
+        for key, value in _changed(config, (f"teacher.{name}" for name in of_context)):
+            yield (
+                f"{key} is {value!r}, but teacher.context is none, so that the teacher is shown the prompt alone: set "
+                "teacher.context, or leave it out"
+            )
         return
     elsewhere = {
         "algorithm.name": config.algorithm.name in OFFLINE,
@@ -621,14 +625,10 @@ def _teacher_context(config: ConfigDict) -> Iterator[str]:
         "teacher.others": bool(teacher.others),
         "teacher.on_policy": teacher.on_policy < 1,
     }
-    elsewhere |= {
-        f"environment.{key}": config.environment[key] != BY_NAME[f"environment.{key}"].default
-        for key in ("name", "tools", "rollout_func", "agent")
-    }
-    for key in (key for key, is_set in elsewhere.items() if is_set):
-        section, _, leaf = key.partition(".")
+    unfit = [key for key, is_set in elsewhere.items() if is_set]
+    for key in (*unfit, *(key for key, _ in _changed(config, ENVIRONMENTS))):
         yield (
-            f"teacher.context is {context}, but {key} is {config[section][leaf]!r}: a context is of one sampled answer "
+            f"teacher.context is {context}, but {key} is {_value(config, key)!r}: a context is of one sampled answer "
             "to a prompt of this step, and of one teacher; leave out one of the two"
         )
     if "success" in context and not config.rewards.functions:
@@ -651,12 +651,11 @@ def _teacher_context(config: ConfigDict) -> Iterator[str]:
         "privileged": ("privileged", ("privileged_template", "privileged_column")),
     }
     shown = {part for part, (word, _) in parts.items() if word in context}
-    for key in (key for part in parts.keys() - shown for key in parts[part][1]):
-        if teacher[key] != BY_NAME[f"teacher.{key}"].default:
-            yield (
-                f"teacher.{key} is {teacher[key]!r}, which teacher.context = {context} does not read: leave it out, or "
-                "set another context"
-            )
+    unread = (f"teacher.{name}" for part in parts.keys() - shown for name in parts[part][1])
+    for key, value in _changed(config, unread):
+        yield (
+            f"{key} is {value!r}, which teacher.context = {context} does not read: leave it out, or set another context"
+        )
     templates = {"template": {"prompt", *shown}} | {f"{part}_template": {part} for part in shown}
     for key, needed in templates.items():
         text, allowed = teacher[key], needed | (parts.keys() if key == "template" else set())
@@ -674,7 +673,7 @@ def _teacher_context(config: ConfigDict) -> Iterator[str]:
 def _environment(config: ConfigDict) -> Iterator[str]:
     c, algorithm = config.environment, config.algorithm
     reward_scales(c.reward_scale)  # refuses what cannot be read
-    named = [f"environment.{key}" for key in ("name", "tools", "rollout_func", "agent") if c[key]]
+    named = [key for key in ENVIRONMENTS if _value(config, key)]
     if named and algorithm.name in OFFLINE:
         yield f"{named[0]} is set, but algorithm.name = {algorithm.name!r} samples nothing: leave it out"
     if c.agent is not None:

@@ -75,7 +75,7 @@ def check_keys(config: ConfigDict) -> None:
 
 
 def to_json(config: ConfigDict) -> str:
-    """The configuration as JSON text, one key a line, secrets of addresses masked; `from_json` gives the rest back."""
+    """The configuration as JSON text, one key per line, without the secrets of addresses; `from_json` reads it."""
     tree, own = config.to_dict(), own_settings(config)
     if own:
         tree = {name: value for name, value in tree.items() if name in SECTIONS or name in BY_NAME}

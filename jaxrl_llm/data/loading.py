@@ -167,9 +167,8 @@ def _open(entry: Mapping[str, Any], spec: DataSpec, held_out: bool, purpose: str
             ) from error
         raise ConfigError(f"data.format: {error}") from error
     # A fixed-text format whose marks are no tokens of the tokenizer is most likely another model's.
-    for family in (
-        set(format_spec.partition("(")[0].split(".")) & set(END_MARKS) if isinstance(format_spec, str) else ()
-    ):
+    words = format_spec.partition("(")[0].split(".") if isinstance(format_spec, str) else ()
+    for family in END_MARKS.keys() & set(words):
         if len(tokenizer(END_MARKS[family], add_special_tokens=False)["input_ids"]) > 1:
             log.warning(
                 "the format %s writes %s, which is no single token of this tokenizer: another family of formats, or "
@@ -200,11 +199,11 @@ def _open(entry: Mapping[str, Any], spec: DataSpec, held_out: bool, purpose: str
         rows = [rows[index] for index in chosen] if isinstance(rows, list) else rows.select(chosen)
     names = {"prompt": spec.prompt_key, "completion": spec.completion_key, "label": spec.label_key}
     form = _adapted(form, {column: key for column, key in names.items() if key != column}, spec.system_prompt)
+    code = code_of(format_spec, spec.kind)
     format_key = (
         format_spec if isinstance(format_spec, str | Mapping) else repr(format_spec),
-        options, spec.kind, names, spec.system_prompt, spec.settings if code_of(format_spec, spec.kind) else {},
+        options, spec.kind, names, spec.system_prompt, spec.settings if code else {},
     )  # fmt: skip
-    code = code_of(format_spec, spec.kind)
     return DataSource(name, rows, form, format_key, code, entry.get("weight"), sources.folder_of(path))
 
 

@@ -49,7 +49,7 @@ class LoraConfig:
     targets: tuple[str, ...] = TARGETS
     rslora: bool = False
     dora: bool = False
-    saved: tuple[str, ...] = ()  # paths of the parameters that are trained whole, see `peft.saved_paths`
+    saved: tuple[str, ...] = ()  # paths of the parameters that are trained whole, see `peft.with_modules`
 
     @property
     def scale(self) -> float:

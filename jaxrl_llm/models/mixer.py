@@ -22,7 +22,7 @@ class LayerConfig:
     window: int | None = None  # a token sees this many, itself included; None: all before it
     experts: bool = False  # a mixture of experts; False: a dense feed-forward
     shares: int | None = None  # the layer whose keys and values it reads; None: its own
-    fields: tuple[tuple[str, Any], ...] = ()  # of the ModelConfig, that are others in this layer
+    fields: tuple[tuple[str, Any], ...] = ()  # of the ModelConfig, which differ in this layer
 
 
 class AttentionInputs(NamedTuple):
@@ -34,8 +34,8 @@ class AttentionInputs(NamedTuple):
     by_mask: bool = False  # the mask says more than the segments
     causal: bool = True  # no token sees one behind it
     inv_freq: jax.Array | None = None  # [N,T,r/2] rotary frequencies of each token, where they depend on its row
-    rotary: jax.Array | None = None  # [N,T,r/2] the position that each frequency turns by, where they are of many axes
-    shift: jax.Array | None = None  # [N] added to the positions of tokens behind a prompt, of models with axes
+    rotary: jax.Array | None = None  # [N,T,r/2] position of each frequency, where positions have several axes
+    shift: jax.Array | None = None  # [N] added to the positions of tokens behind a prompt, where they have several axes
     shared: Any = None  # the cache that the layer's `LayerConfig.shares` has made of the rows
 
 

@@ -42,12 +42,12 @@ class ModelConfig:
     ffn: int
     norm_eps: float = 1e-6
     activation: str = "silu"  # one of layers.ACTIVATIONS
-    norms: str = "pre"  # of the inputs of mixer and feed-forward ("pre"), of their outputs ("post"), or "both"
+    norms: str = "pre"  # on the inputs of mixer and feed-forward ("pre"), on their outputs ("post"), or "both"
     norm_offset: float = 0.0  # added to the scale of every norm
     embed_scale: float = 1.0
-    residual_scale: float = 1.0  # of what mixer and feed-forward add
+    residual_scale: float = 1.0  # times what mixer and feed-forward add
     rope: Rope = DEFAULT_ROPE
-    local_rope: Rope | None = None  # of the sliding layers, where it is another
+    local_rope: Rope | None = None  # of the sliding layers; None: the same
     rotary_fraction: float = 1.0  # of each head's dimensions, the first ones
     rotary_head_dim: int = 0  # dimensions that are rotated; 0: as rotary_fraction says
     rope_axes: tuple[int, ...] = ()  # of each rotary frequency: 0 time, 1 height, 2 width of images; (): time alone
@@ -67,21 +67,21 @@ class ModelConfig:
     latent_size: int = 0
     value_head_dim: int = 0
     attention_gate: bool = False  # queries come with numbers whose sigmoids multiply the heads' outputs
-    attention_sinks: bool = False  # a number a head that takes part in the softmax of its scores, and has no value
+    attention_sinks: bool = False  # each head has a number that joins the softmax of its scores, and no value
     mlp_bias: bool = False
     qk_norm: bool = False
     qk_norm_whole: bool = False  # over all heads at once, not each
     qk_rms: bool = False  # rotated queries and keys are divided by their rms
-    query_growth: float = 0.0  # of queries that are not rotated, with the log of their position in units of
-    query_growth_every: int = 0  # so many
+    query_growth: float = 0.0  # of unrotated queries with the log of their position
+    query_growth_every: int = 0  # positions in one unit of that log
     value_norm: bool = False  # of each head, without a scale
-    keys_as_values: bool = False  # before their norms and rotation, in the layers without a window
+    keys_as_values: bool = False  # as they are before norms and rotation, in the layers without a window
     full_head_dim: int = 0  # of the layers without a window; 0: head_dim
     full_kv_heads: int = 0  # likewise
-    shared_layers: int = 0  # of the last layers, which read the keys and values of the latest one of their kind before
+    shared_layers: int = 0  # number of last layers, which read the keys and values of the latest layer of their kind
     shared_ffn: int = 0  # of these layers; 0: ffn
     layer_scale: bool = False  # the hidden states after each layer are multiplied by a number, which is not trained
-    per_layer_width: int = 0  # numbers of a token that each layer adds a map of, see per_layer.py; 0: none
+    per_layer_width: int = 0  # numbers per token of which each layer adds a map, see per_layer.py; 0: none
     per_layer_vocab: int = 0
     delta_key_heads: int = 0  # of gated delta nets, as the next four; see delta_net.GatedDeltaNet
     delta_value_heads: int = 0
@@ -93,23 +93,21 @@ class ModelConfig:
     expert_ffn: int = 0
     expert_bias: bool = False  # of experts and router
     router_sigmoid: bool = False  # each expert's probability by itself; False: a softmax
-    router_correction: bool = (
-        False  # a number an expert that the choice adds to its probability, and the weight does not
-    )
-    router_groups: int = 1  # experts are in so many groups, of which a token uses `router_top_groups`
+    router_correction: bool = False  # experts are chosen by probability plus a number each has, weighted without it
+    router_groups: int = 1  # groups of experts, of which a token uses `router_top_groups`
     router_top_groups: int = 1
     routed_scale: float = 1.0  # of what the chosen experts add
     router_on_inputs: bool = False  # the chosen experts' inputs are weighted, not their outputs; without expert_bias
     swiglu_limit: float | None = None  # of gate and up of experts; see layers.gated
     swiglu_alpha: float = 1.702
     normalize_top_k: bool = False
-    experts_beside: bool = False  # of a dense feed-forward; see moe.ExpertsBeside
-    shared_expert_ffn: int = 0  # channels of the expert that every token has besides; 0: none
-    shared_expert_gate: bool = False  # a number a token that its output is multiplied by
+    experts_beside: bool = False  # layers have a dense feed-forward and experts; see moe.ExpertsBeside
+    shared_expert_ffn: int = 0  # channels of an expert that every token uses; 0: none
+    shared_expert_gate: bool = False  # its output is multiplied by one number per token
     dense_layers: tuple[int, ...] = ()  # the layers without experts, where others have them
     router_aux_loss_coef: float = 0.0
     freeze_router: bool = False
-    head: str = "lm"  # or "score": one number a token, for reward models and critics
+    head: str = "lm"  # or "score": one number per token, for reward models and critics
     vision: VisionConfig | None = None  # what encodes images; None: the model reads text alone
     vision_training: str = "frozen"  # or "trained", or "lora": by the adapters of its own linear maps
     mixers: tuple[type[Mixer], ...] = ()  # of each layer; (): attention in all of them
@@ -161,9 +159,10 @@ class ModelConfig:
     def stacks(self) -> dict[str, tuple[int, ...]]:
         """The layers that are stacked in the parameters of each name, the stack `layers` first.
 
-        A stack is of one mixer and of one kind of feed-forward: `layers`, `dense_layers` where others have experts, and
-        `<path>_layers` of a mixer other than attention; `full_layers` of other heads than those with a window, and
-        `shared_layers` and `shared_full_layers` that read the keys and values of others.
+        Layers of a stack have the same mixer and the same kind of feed-forward. Most are in `layers`. In `dense_layers`
+        are those without experts, where others have some; in `<path>_layers` those with another mixer than attention;
+        in `full_layers` those without a window, where they have other heads; in `shared_layers` and
+        `shared_full_layers` those that read the keys and values of others.
         """
         found: dict[str, tuple[int, ...]] = {}
         full_differs = self.full_head_dim or self.full_kv_heads or self.keys_as_values

@@ -1,6 +1,6 @@
 """Mixtures of experts: a router sends each token to a few of many feed-forward networks. No token is ever dropped.
 
-Arrays: M tokens, E experts, k experts a token, f channels of an expert.
+Arrays: M tokens, E experts, k experts per token, f channels per expert.
 """
 
 import functools

@@ -68,7 +68,7 @@ class AdapterConfig(NamedTuple):
 class Tensors(NamedTuple):
     """The tensors of one parameter in the file, and their arrangement in it."""
 
-    names: list[str]  # one a layer where it is stacked
+    names: list[str]  # one per layer where it is stacked
     transpose: bool
     stacked: bool
 

@@ -18,18 +18,6 @@ import numpy as np
 
 from jaxrl_llm.config import ConfigError
 
-STORAGES = {
-    "DoubleStorage": (np.float64, "F64"),
-    "FloatStorage": (np.float32, "F32"),
-    "HalfStorage": (np.float16, "F16"),
-    "BFloat16Storage": (ml_dtypes.bfloat16, "BF16"),
-    "LongStorage": (np.int64, "I64"),
-    "IntStorage": (np.int32, "I32"),
-    "ByteStorage": (np.uint8, "U8"),
-    "BoolStorage": (np.bool_, "BOOL"),
-}
-
-
 # What zipfile, zlib and pickle raise for wrong bytes; a pickle of wrong bytes can raise nearly anything.
 DAMAGE = (
     zipfile.BadZipFile, zlib.error, pickle.UnpicklingError, struct.error, EOFError, ValueError, LookupError, TypeError,
@@ -42,6 +30,18 @@ class Kind(NamedTuple):
 
     dtype: Any
     name: str  # as safetensors calls it
+
+
+STORAGES = {
+    "DoubleStorage": Kind(np.float64, "F64"),
+    "FloatStorage": Kind(np.float32, "F32"),
+    "HalfStorage": Kind(np.float16, "F16"),
+    "BFloat16Storage": Kind(ml_dtypes.bfloat16, "BF16"),
+    "LongStorage": Kind(np.int64, "I64"),
+    "IntStorage": Kind(np.int32, "I32"),
+    "ByteStorage": Kind(np.uint8, "U8"),
+    "BoolStorage": Kind(np.bool_, "BOOL"),
+}
 
 
 class Storage(NamedTuple):
@@ -154,7 +154,7 @@ class _Reader(pickle._Unpickler):  # pyright: ignore[reportAttributeAccessIssue]
         if (module, name) == ("torch._utils", "_rebuild_parameter"):
             return lambda tensor, *_: tensor
         if module == "torch" and name in STORAGES:
-            return Kind(*STORAGES[name])
+            return STORAGES[name]
         raise ConfigError(
             f"{self.owner.file} asks to run {module}.{name}, and a checkpoint needs tensors alone: it is not read."
         )

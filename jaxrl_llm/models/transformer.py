@@ -175,7 +175,7 @@ class Transformer(nnx.Module):
         return self.norm(x)[:, :length]
 
     def prefill(self, tokens, segments, images: Images | None = None):
-        """Hidden states `[B,P,D]` of prompts padded on the left, the mixers' caches, a tuple with one a run, and the
+        """Hidden states `[B,P,D]` of prompts padded on the left, the mixers' caches, a tuple with one per run, and the
         experts `[B,P,L,k]` of each token in the L layers that have some (None: there are none)."""
         mixed, x, placed = self._embedded_rows(Inputs(tokens, segments, images=images))
 
@@ -221,7 +221,7 @@ class Transformer(nnx.Module):
         return hidden if self.config.logit_divisor == 1.0 else hidden / self.config.logit_divisor
 
     def scores(self, hidden):
-        """One number a token `[...]` in fp32, from the score head."""
+        """One number per token `[...]` in fp32, from the score head."""
         if self.score is None:
             raise ConfigError('this model has no score head: load it with head="score".')
         return self.score(hidden.astype(jnp.float32))[..., 0]
@@ -310,7 +310,7 @@ class Transformer(nnx.Module):
         self, body, x, tokens, caches=None, images: ImageEmbeddings | None = None
     ) -> tuple[jax.Array, tuple]:
         """x after every layer, with the features that `images` add there, and the second results of
-        `body(block, x, cache, arrays, read, is_read)`, one a run of layers.
+        `body(block, x, cache, arrays, read, is_read)`, one per run of layers.
 
         Such a result is a pair. Layers that share the keys and values of an earlier one get them as `read`: the cache
         that was given to it, and the first of its pair.
@@ -368,7 +368,7 @@ def _stacked_blocks(config: ModelConfig, layer: LayerConfig, count: int, rngs: n
 
 
 def _caches_and_experts(config: ModelConfig, outputs: tuple) -> tuple[tuple, jax.Array | None]:
-    """The caches of what `Block.prefill` or `decode` gave, one a run, and the experts `[N,T,L,k]` of all layers."""
+    """The caches of what `Block.prefill` or `decode` gave, one per run, and the experts `[N,T,L,k]` of all layers."""
     caches = tuple(cache for cache, _ in outputs)
     by_layer = [
         jnp.moveaxis(experts, 0, -2) if run.scanned else experts[..., None, :]

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import jax
 from jax.sharding import AbstractMesh
 
-from jaxrl_llm.config import batch_rows, rows_together, validate
+from jaxrl_llm.config import assign, batch_rows, rows_together, validate
 from jaxrl_llm.config.resolve import ConfigError
 from jaxrl_llm.config.schema import OFFLINE
 from jaxrl_llm.distributed.sharding import row_shards
@@ -36,8 +36,7 @@ def changed(config, values: dict[str, object]):
     """Return a copy of the configuration with some keys changed."""
     config = config.copy_and_resolve_references()
     for name, value in values.items():
-        section, _, leaf = name.rpartition(".")
-        (config[section] if section else config)[leaf] = value
+        assign(config, name, value)
     return config
 
 
