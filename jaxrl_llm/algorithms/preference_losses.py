@@ -359,7 +359,7 @@ def simpo(
 
 
 def alpha_reward(logps, alpha=0.25, **options) -> Array:
-    """Returns `(1 - p^-alpha) / alpha` of mean log-probs a token, log p; log p itself where alpha is 0.
+    """Returns `(1 - p^-alpha) / alpha` of mean log-probs per token, log p; log p itself where alpha is 0.
 
     Other options of `alphapo` are accepted and not read.
     """

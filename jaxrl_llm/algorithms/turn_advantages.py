@@ -118,7 +118,7 @@ def turn_advantages(turns: Turns, mask, group_size: int, scale: str = "group", g
     """Returns advantages `[N, T]`: the return from each turn on, against those of its group's turns of the same number.
 
     Shapes: `turns` as `with_outcome` returns them, `mask [N, T]`. Formula: `A_k = (G_k - mean) / (std + eps)`, mean and
-    unbiased std over the rows of the group that have a turn k; GRPO with one turn a row. A turn that no other row
+    unbiased std over the rows of the group that have a turn k; GRPO with one turn per row. A turn that no other row
     reached gets 0.
     """
     returns = turn_returns(turns.rewards, gamma)

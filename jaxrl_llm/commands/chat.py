@@ -150,7 +150,7 @@ def _show_answers(
 
 
 def bucket(length: int) -> int:
-    """The padded width of a prompt of so many tokens: 64, 128, 256, ..., so that few programs are compiled."""
+    """The padded width of a prompt of `length` tokens: 64, 128, 256, ..., so that few programs are compiled."""
     return max(SMALLEST, 1 << (length - 1).bit_length())
 
 

@@ -34,7 +34,7 @@ FLAGS = (
 
 
 def plan(config, device: str = "h100", devices: int = 1, simulate: bool = False) -> Plan:
-    """The plan of a configuration on so many `devices` of a type; the process must not have used jax before.
+    """The plan of a configuration on this number of `devices` of a type; the process must not have used jax before.
 
     Raises ConfigError for an unknown device, a mesh of another size, and as training does.
     """

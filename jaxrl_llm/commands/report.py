@@ -58,7 +58,7 @@ def report(
 ) -> list[Path]:
     """Writes the page, and PNGs when `png` is a folder for them, and returns the paths of all files.
 
-    With `reload_seconds` the page loads itself again so often, as long as one of the runs is not finished.
+    With `reload_seconds` the page loads itself again after that many seconds, while one of the runs is not finished.
 
     Raises ConfigError for a folder without a run, a file that cannot be read or written, and PNGs without matplotlib.
     """

@@ -553,7 +553,7 @@ KEYS = (
         "beta (ORPO's lambda).", float, minimum=0),
     Setting("algorithm.kl", "auto",
         "Estimator of the KL term; auto is k1 in the reward and k3 in the loss. full, in the loss, is no estimate but "
-        "the sum over the vocabulary; it keeps what the reference's head reads, a vector a token.",
+        "the sum over the vocabulary; it keeps what the reference's head reads, a vector per token.",
         choices=("auto", "k3", "k1", "abs", "k2", "full")),
     Setting("algorithm.kl_in_reward", False,
         "Subtract beta x KL from the rewards (of each token, or summed from the score) in place of adding it to the "
@@ -584,7 +584,7 @@ KEYS = (
         "Log-probs that the probability ratio compares with: those of the policy before the step, computed by the "
         "trainer (trainer), those that were recorded as the tokens were sampled (sampler), or numbers between the "
         "sampler's and the policy's own, by the age of a token, in place of the trainer's pass (interpolated). auto is "
-        "sampler for a loss that is defined so (dppo), and else trainer, computed only where they differ from the "
+        "sampler for a loss that is defined so (dppo), otherwise trainer, computed only where they differ from the "
         "policy's own.",
         choices=("auto", "trainer", "sampler", "interpolated")),
     Setting("algorithm.rollout_correction", None,
@@ -655,8 +655,8 @@ KEYS = (
     Setting("teacher.path", None,
         "Teacher: hub id, folder (the hf/ of a run) or `embedded:<name>`, of any size and family, with the policy's "
         "tokenizer; or `server(url='http://localhost:8000/v1', model='m')`; or `self(rate=0.05, every=1)`, the policy "
-        "as it started, moved by rate towards what it has become every so many steps (0 is the start; `self` alone is "
-        "the policy as it is), for teacher.context. none is no teacher."),
+        "as it started, moved every `every` steps by `rate` towards what it has become (rate=0 is the start; `self` "
+        "alone is the policy as it is), for teacher.context. none is no teacher."),
     Setting("teacher.revision", None, "Branch, tag or commit of a hub id; none is its main branch."),
     Setting("teacher.others", (),
         "Further teachers, each `VALUE=PATH`: one rates the rows whose column teacher.column has that value, and "
@@ -671,11 +671,11 @@ KEYS = (
         "Divergence: 0 is KL(teacher || policy), 1 is KL(policy || teacher), and between them the generalised "
         "Jensen-Shannon divergence.", float, minimum=0, maximum=1),
     Setting("teacher.top_k", 0,
-        "Read the divergence off the teacher's so many likeliest tokens and one entry for all others, which keeps two "
-        "numbers for each in place of a vector a token; 0 is the whole vocabulary.", int, minimum=0),
+        "Number of the teacher's likeliest tokens that the divergence is over, besides one entry for all others, which "
+        "keeps two numbers for each in place of a vector per token; 0 is the whole vocabulary.", int, minimum=0),
     Setting("teacher.top_of", "teacher",
         "Model whose likeliest tokens teacher.top_k takes: teacher, or the policy as it is in the update, for which a "
-        "vector a token is kept.", choices=("teacher", "policy")),
+        "vector per token is kept.", choices=("teacher", "policy")),
     Setting("teacher.tail", True,
         "The divergence of teacher.top_k tokens has an entry for all others; false compares the two distributions "
         "given that it is one of these tokens.", bool),
@@ -839,7 +839,7 @@ KEYS = (
     Setting("checkpoint.keep", 2, "Number of newest checkpoints to keep.", int, minimum=1),
     Setting("checkpoint.keep_every", 0, "Keep older checkpoints whose step is a multiple of this; 0 keeps none.",
         int, minimum=0),
-    Setting("checkpoint.keep_hours", 0.0, "Keep an older checkpoint for each period of so many hours; 0 keeps none.",
+    Setting("checkpoint.keep_hours", 0.0, "Keep an older checkpoint for each period of this many hours; 0 keeps none.",
         float, minimum=0),
     Setting("checkpoint.contents", ("state",),
         "Contents of a checkpoint: state, all that the run needs to go on, in checkpoints/; hf, the "

@@ -16,12 +16,12 @@ from jaxrl_llm.distributed.sharding import constrain, context_shards, is_sharded
 from jaxrl_llm.models import cpu_matmul
 from jaxrl_llm.models.layers import soft_cap
 
-REMAINDER = 4  # a chunk that would not be full is cut into so many, of which those that are needed are computed
-# Logits computed at once by each device, about, at least one column of rows: 64 MB in fp32 stay near a CPU's caches;
-# accelerators have 1 GB of them, as each chunk reads the table and adds to its gradient.
+REMAINDER = 4  # parts of a chunk that would not be full, of which only those that are needed are computed
+# About how many logits each device computes at once, at least one column of the rows: 64 MB in fp32 stay near a CPU's
+# caches; accelerators take 1 GB, as each chunk reads the table and adds to its gradient.
 LOGITS_IN_FLIGHT = 2**24
 LOGITS_ON_ACCELERATORS = 2**28
-KEPT = 4  # logits of at most so many chunks are kept for the backward pass, which else forms them again
+KEPT = 4  # logits of at most this many chunks are kept for the backward pass, which forms others again
 
 
 def log_sum_squares(hidden, kernel, softcap: float | None = None, count=None, temperature: float = 1.0):
@@ -336,25 +336,37 @@ def _by_kernel(d_table, kernel):
     return constrain(d_table.sum((0, 1)).T.astype(kernel.dtype), "width", "vocab")
 
 
+def _gradients(by_products, hidden, kernel, table: _Table, count):
+    """The gradients by hidden states and kernel, of a table with the first words of the kernel or all.
+
+    `by_products(columns, h)` returns the gradient `[N,s,V]` by the matmul of the table with h, the hidden states there.
+    """
+
+    def chunk(columns, d_table):
+        h = columns(hidden)
+        d_hidden, d_table = _by_hidden_and_table(by_products(columns, h), h, table, d_table)
+        return (d_hidden,), d_table
+
+    (d_hidden,), d_table = _over_chunks(chunk, hidden, table, count, _totals(hidden, table))
+    d_table = jnp.pad(d_table, ((0, 0), (0, 0), (0, kernel.shape[1] - len(table.matrix)), (0, 0)))
+    return d_hidden.astype(hidden.dtype), _by_kernel(d_table, kernel)
+
+
 def _backward(options: _Options, residuals: _Residuals | _Gradients, gradients):
     if isinstance(residuals, _Gradients):
         return *residuals, None, None, None
     hidden, kernel, targets, entropy, normalizer, count, kept = residuals
     table = _table(hidden, kernel)
 
-    def chunk(columns, d_table):
-        h = columns(hidden)
+    def by_products(columns, h):
         logits = _logits(h, table, options.temperature, options.softcap) if kept is None else columns(kept)
         slope, ent, of_entropy, norm = (columns(x) for x in (gradients[0], entropy, gradients[1], normalizer))
         logp = logits - norm[..., None]
         p = _once(jnp.exp(logp))
         bonus = -of_entropy[..., None] * p * (logp + ent[..., None])  # d entropy = -p (log p + entropy)
-        d = _by_logits(options, logits, p, jnp.ones_like(norm), columns(targets), slope, bonus)
-        d_hidden, d_table = _by_hidden_and_table(d, h, table, d_table)
-        return (d_hidden,), d_table
+        return _by_logits(options, logits, p, jnp.ones_like(norm), columns(targets), slope, bonus)
 
-    (d_hidden,), d_table = _over_chunks(chunk, hidden, table, count, _totals(hidden, table))
-    return d_hidden.astype(hidden.dtype), _by_kernel(d_table, kernel), None, None, None
+    return *_gradients(by_products, hidden, kernel, table, count), None, None, None
 
 
 _chunked_logps.defvjp(_forward_with_gradients, _backward)
@@ -412,18 +424,15 @@ def _kl_backward(options, residuals, gradient):
     hidden, kernel, reference, count = residuals
     (temperature, softcap), tables = options, (_table(hidden, kernel), _table(reference.hidden, reference.kernel))
 
-    def chunk(columns, d_table):
+    def by_products(columns, h):
         policy, other = _pair_of_log_probs(options, columns, hidden, reference, tables)
         kl = full_kl(policy, other)
         d = columns(gradient)[..., None] * jnp.exp(policy) * (policy - other - kl[..., None]) / temperature
-        h = columns(hidden)
-        if softcap is not None:
-            d *= 1.0 - (_logits(h, tables[0], *options) * (temperature / softcap)) ** 2
-        d_hidden, d_table = _by_hidden_and_table(d, h, tables[0], d_table)
-        return (d_hidden,), d_table
+        if softcap is None:
+            return d
+        return d * (1.0 - (_logits(h, tables[0], *options) * (temperature / softcap)) ** 2)
 
-    (d_hidden,), d_table = _over_chunks(chunk, hidden, tables[0], count, _totals(hidden, tables[0]))
-    return d_hidden.astype(hidden.dtype), _by_kernel(d_table, kernel), None, None
+    return *_gradients(by_products, hidden, kernel, tables[0], count), None, None
 
 
 _chunked_kl.defvjp(_kl_forward, _kl_backward)
@@ -446,7 +455,7 @@ def chunked_divergence(
     the backward pass; tokens that one of the two heads lacks are in neither distribution. Of a teacher's likeliest
     tokens, the divergence is over these and one entry for all others (`with_tail`), or, with `tail` False, of the two
     distributions given that it is one of these; theirs are log-probs at this temperature already. With `top_k` the same
-    is done with so many likeliest tokens of the policy and a teacher's whole distributions.
+    is done with that many likeliest tokens of the policy and a teacher's whole distributions.
     """
     options = _Divergence(float(temperature), softcap, float(beta), top_k, tail)
     divergence: Any = _chunked_divergence(options, hidden, kernel, teacher, count)
@@ -518,16 +527,10 @@ def _divergence_backward(options, residuals, gradient):
     table = _shared_table(hidden, kernel, teacher)
     divergence_of = _divergence_by_products(options, teacher)
 
-    def chunk(columns, d_table):
-        h = columns(hidden)
-        _, by_products = jax.vjp(divergence_of(columns), _products(h, table))
-        (d,) = by_products(columns(gradient))
-        d_hidden, d_table = _by_hidden_and_table(d, h, table, d_table)
-        return (d_hidden,), d_table
+    def by_products(columns, h):
+        return jax.vjp(divergence_of(columns), _products(h, table))[1](columns(gradient))[0]
 
-    (d_hidden,), d_table = _over_chunks(chunk, hidden, table, count, _totals(hidden, table))
-    d_table = jnp.pad(d_table, ((0, 0), (0, 0), (0, kernel.shape[1] - len(table.matrix)), (0, 0)))
-    return d_hidden.astype(hidden.dtype), _by_kernel(d_table, kernel), None, None
+    return *_gradients(by_products, hidden, kernel, table, count), None, None
 
 
 _chunked_divergence.defvjp(_divergence_forward, _divergence_backward)

@@ -35,7 +35,7 @@ def decode_attention(
 
     `prompt` are keys and values `[G,J,P,d]`, seen from `prompt_start` `[G]` on; `cache` those of rows `[G,R,J,C,d]`, of
     which token w of the W sees the first `length + w + 1`, `length` `[G,R]`. `window` is the number of tokens that a
-    query sees, itself included; with `chunks` it sees what is in its own chunk of so many positions. `softcap` bounds
+    query sees, itself included; with `chunks` it sees what is in its own chunk of that many positions. `softcap` bounds
     the scores. `interpret` runs the kernel without a GPU, for tests.
     Softmax and sums are in fp32; keys and values of another type are converted to that of the queries as they are read.
     """

@@ -246,21 +246,27 @@ def save(
                 safetensors.write_json(partial / "generation_config.json", generation)
             if tokenizer is not None:
                 tokenizer.save_pretrained(os.fspath(partial))
-                # Files that say how images become tokens go with the tokenizer.
-                source = getattr(tokenizer, "image_folder", None)
-                if source is not None and net.config.vision is not None:
-                    settings = getattr(tokenizer, "image_settings", {})
-                    for name in PROCESSOR_FILES:
-                        entries = safetensors.read_json(source / name)
-                        if entries is None:
-                            continue
-                        # Version 5 of transformers may write the image processor's entries among those of the whole.
-                        part = entries.get("image_processor") if name == "processor_config.json" else entries
-                        if settings and isinstance(part, dict):
-                            part.update(settings)
-                            safetensors.write_json(partial / name, entries)
-                        else:
-                            shutil.copyfile(source / name, partial / name)
+                if net.config.vision is not None:
+                    _write_processor(tokenizer, partial)
+
+
+def _write_processor(tokenizer: Any, folder: Path) -> None:
+    """Copies to `folder` the files that say how images become tokens, with the settings that the tokenizer holds."""
+    source: Path | None = getattr(tokenizer, "image_folder", None)
+    if source is None:
+        return
+    settings = getattr(tokenizer, "image_settings", {})
+    for name in PROCESSOR_FILES:
+        entries = safetensors.read_json(source / name)
+        if entries is None:
+            continue
+        # Version 5 of transformers may write the image processor's entries among those of the whole.
+        part = entries.get("image_processor") if name == "processor_config.json" else entries
+        if settings and isinstance(part, dict):
+            part.update(settings)
+            safetensors.write_json(folder / name, entries)
+        else:
+            shutil.copyfile(source / name, folder / name)
 
 
 def _exported_config(net: Net, family, hf_config: dict[str, Any] | None, dtype: str | None) -> dict[str, Any]:

@@ -5,6 +5,7 @@ Matmuls run in the compute dtype, norms in fp32.
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -82,9 +83,14 @@ def side_by_side(x, *maps: Linear) -> jax.Array | None:
     kernels = [each.kernel[...] for each in maps]
     if kernels[0].dtype == x.dtype:
         return None
-    # Behind a barrier, else XLA converts each matrix apart, and the product's own kernel puts them together.
+    # Behind a barrier: otherwise XLA converts each matrix apart, and the product's own kernel puts them together.
     joined = jax.lax.optimization_barrier(jnp.concatenate(kernels, axis=1).astype(x.dtype))
     return jnp.matmul(x.reshape(-1, x.shape[-1]), joined).reshape(*x.shape[:-1], -1)
+
+
+def stacked(make: Callable[[nnx.Rngs], Any], count: int, rngs: nnx.Rngs) -> Any:
+    """The module that `make` returns with parameters `[count, ...]`, each of the `count` drawn from its own stream."""
+    return nnx.split_rngs(splits=count)(nnx.vmap(make, in_axes=0, out_axes=0))(rngs)
 
 
 class Embed(nnx.Module):

@@ -107,12 +107,9 @@ def check_length(rope: Rope, length: int) -> None:
 def rotate(x, positions, inv_freq, scale=1.0, interleaved: bool = False):
     """x `[..., t, h, d]` rotated at positions `[..., t]`: its first r dimensions, as two halves; the others stay.
 
-    Positions `[..., t, r/2]` are those of each frequency.
-
-    With `interleaved` neighbours are rotated together: dimensions 2i and 2i + 1, not i and i + r/2.
-
-    inv_freq `[r/2]`, or one set a token `[..., t, r/2]`; a frequency of 0 rotates nothing. The rotated dimensions are
-    multiplied by `scale`. Angles, cosines and sines are fp32.
+    Positions `[..., t, r/2]` are those of each frequency. inv_freq is `[r/2]`, or `[..., t, r/2]` with a set for each
+    token; a frequency of 0 rotates nothing. With `interleaved` neighbours are rotated together: dimensions 2i and
+    2i + 1, not i and i + r/2. The rotated dimensions are multiplied by `scale`. Angles, cosines and sines are fp32.
     """
     size = 2 * inv_freq.shape[-1]
     positions = positions if positions.ndim == x.ndim - 1 else positions[..., None]

@@ -19,7 +19,7 @@ from jaxrl_llm.algorithms.batch import ImageEmbeddings, Images, Inputs
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.distributed.sharding import constrain, context_shards
 from jaxrl_llm.models.fused_attention import implementation, is_in_chunks
-from jaxrl_llm.models.layers import Embed, FeedForward, Linear, RMSNorm, soft_cap
+from jaxrl_llm.models.layers import Embed, FeedForward, Linear, RMSNorm, soft_cap, stacked
 from jaxrl_llm.models.lora import LoraConfig, has_adapters, has_dropout, overlaid, with_saved
 from jaxrl_llm.models.mixer import AttentionInputs, DecodeInputs, LayerConfig, Mixer
 from jaxrl_llm.models.model_config import LayerRun, ModelConfig
@@ -137,7 +137,8 @@ class Transformer(nnx.Module):
         self.per_layer = PerLayerEmbed(config, rngs) if config.per_layer_width else None
         if config.scan_layers:
             for name, layers in config.stacks.items():
-                setattr(self, name, _stacked_blocks(config, config.layer_configs[layers[0]], len(layers), rngs))
+                block = functools.partial(Block, config, config.layer_configs[layers[0]])
+                setattr(self, name, stacked(block, len(layers), rngs))
         else:
             self.layers = nnx.List([Block(config, kind, rngs) for kind in config.layer_configs])
         self.norm = RMSNorm(config.width, config, rngs)
@@ -359,12 +360,6 @@ class Transformer(nnx.Module):
                 read = (None if caches is None else caches[number], out[0])
                 reads[run.layers[0]] = jax.tree.map(lambda x: x[0], read) if run.scanned else read
         return x, tuple(outputs)
-
-
-def _stacked_blocks(config: ModelConfig, layer: LayerConfig, count: int, rngs: nnx.Rngs) -> Block:
-    """Blocks of one kind whose parameters are stacked `[count, ...]`, drawn from one stream each."""
-    make = nnx.vmap(lambda r: Block(config, layer, r), in_axes=0, out_axes=0)
-    return nnx.split_rngs(splits=count)(make)(rngs)
 
 
 def _caches_and_experts(config: ModelConfig, outputs: tuple) -> tuple[tuple, jax.Array | None]:

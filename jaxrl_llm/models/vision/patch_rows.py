@@ -5,6 +5,7 @@ that are interpolated to the image. They see all of their image or, in most laye
 """
 
 import dataclasses
+import functools
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
@@ -15,9 +16,9 @@ from flax import nnx
 
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.distributed.sharding import constrain
-from jaxrl_llm.models.layers import FeedForward, Linear, RMSNorm
+from jaxrl_llm.models.layers import FeedForward, Linear, RMSNorm, stacked
 from jaxrl_llm.models.rope import rotate
-from jaxrl_llm.models.vision.siglip import LayerNorm, PatchFeedForward
+from jaxrl_llm.models.vision.siglip import LayerNorm, PatchFeedForward, by_head
 
 BLOCK = 1024  # queries of a row that see their image at once, where there are more: scores are [BLOCK,P]
 
@@ -31,7 +32,7 @@ class PatchRowsConfig:
     heads: int = 16
     ffn: int = 3420
     patch_size: int = 14
-    frames: int = 2  # of a patch; an image is repeated so often
+    frames: int = 2  # of a patch; an image is repeated that many times
     channels: int = 3
     merge: int = 2  # patches along each side of a square that becomes one token
     window_size: int = 112  # pixels along each side of a window; 0: patches see all of their image in every layer
@@ -123,10 +124,7 @@ class RowAttention(nnx.Module):
         )
 
     def __call__(self, x, layout: "Layout", full):
-        def by_head(x):
-            return constrain(x.reshape(*x.shape[:2], self.config.heads, -1), "rows", None, "heads", None)
-
-        q, k, v = (by_head(project(x)) for project in (self.q, self.k, self.v))
+        q, k, v = (by_head(project(x), self.config.heads) for project in (self.q, self.k, self.v))
         ones = jnp.ones(x.shape[:2], jnp.int32)
         q, k = (rotate(a, ones, layout.angles) for a in (q, k))
         if self.config.window_size:
@@ -261,12 +259,10 @@ class PatchRows(nnx.Module):
             patch["bias"] = nnx.Param(jnp.zeros((config.width,), net.param_dtype))
         self.patch = nnx.Dict(patch)
         self.position = InterpolatedPositions(config, own, rngs) if config.positions else None
-        make = nnx.vmap(lambda r: RowLayer(config, own, r), in_axes=0, out_axes=0)
-        self.layers = nnx.split_rngs(splits=config.layers)(make)(rngs)
+        self.layers = stacked(functools.partial(RowLayer, config, own), config.layers, rngs)
         self.merger = Merger(config, net.width, own, rngs)
-        deep = nnx.vmap(lambda r: Merger(config, net.width, own, r, whole=True), in_axes=0, out_axes=0)
-        count = len(config.deepstack)
-        self.deepstack = nnx.split_rngs(splits=count)(deep)(rngs) if count else None
+        deep, count = (lambda r: Merger(config, net.width, own, r, whole=True)), len(config.deepstack)
+        self.deepstack = stacked(deep, count, rngs) if count else None
 
     def __call__(self, pixels, tokens: Tokens, checkpointed=lambda step: step):
         c = self.config

@@ -1,6 +1,7 @@
 """SigLIP (arXiv 2303.15343), the encoder of SmolVLM, Idefics3 and others: a ViT whose patches all see each other."""
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -8,7 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxrl_llm.distributed.sharding import constrain
-from jaxrl_llm.models.layers import ACTIVATIONS, Linear
+from jaxrl_llm.models.layers import ACTIVATIONS, Linear, stacked
 
 CUDNN_HEAD = 128  # the largest heads that cuDNN takes on every GPU
 
@@ -48,6 +49,11 @@ class LayerNorm(nnx.Module):
         return (x32 * self.scale[...].astype(jnp.float32) + self.shift[...].astype(jnp.float32)).astype(x.dtype)
 
 
+def by_head(x, heads: int) -> jax.Array:
+    """x `[N,P,D]` as `[N,P,heads,D/heads]`, sharded over heads where the mesh shards them."""
+    return constrain(x.reshape(*x.shape[:2], heads, -1), "rows", None, "heads", None)
+
+
 class PatchAttention(nnx.Module):
     """Attention of every patch of a tile to all of them."""
 
@@ -58,10 +64,7 @@ class PatchAttention(nnx.Module):
         )
 
     def __call__(self, x):
-        def by_head(x):
-            return constrain(x.reshape(*x.shape[:2], self.heads, -1), "rows", None, "heads", None)
-
-        q, k, v = (by_head(project(x)) for project in (self.q, self.k, self.v))
+        q, k, v = (by_head(project(x), self.heads) for project in (self.q, self.k, self.v))
         size = q.shape[-1]
         fused = jax.default_backend() == "gpu" and q.dtype.itemsize == 2 and size % 8 == 0 and size <= CUDNN_HEAD
         kernel = "cudnn" if fused and self.kind != "xla" else "xla"
@@ -135,8 +138,7 @@ class Siglip(nnx.Module):
 
     def __init__(self, config: SiglipConfig, net: Any, rngs: nnx.Rngs):
         self.patch, self.position = Patches(config, net, rngs), Positions(config, net, rngs)
-        make = nnx.vmap(lambda r: EncoderLayer(config, net, r), in_axes=0, out_axes=0)
-        self.layers = nnx.split_rngs(splits=config.layers)(make)(rngs)
+        self.layers = stacked(functools.partial(EncoderLayer, config, net), config.layers, rngs)
         self.norm = LayerNorm(config.width, config.norm_eps, net.param_dtype)
 
     def __call__(self, pixels, checkpointed=lambda step: step):

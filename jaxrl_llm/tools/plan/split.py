@@ -22,7 +22,7 @@ class Split(NamedTuple):
 
 
 class Balance(NamedTuple):
-    """Least seconds of a step of each half, with so many devices each."""
+    """Least seconds of a step of each half, and the number of its devices."""
 
     training_devices: int
     sampling_devices: int
