@@ -259,6 +259,31 @@ ahead, again = (steps(build_mesh(config), config) for _ in range(2))
 jax.tree.map(np.testing.assert_array_equal, ahead[1:], again[1:])  # whatever the timing
 np.testing.assert_array_equal(ahead[1][0][0], seen[0][0])  # both of the policy of the start
 assert (ahead[1][2][1] != seen[2][1]).any()
+record = Path(config.output_dir := "in_flight")
+record.mkdir()
+config.rollout.update_in_flight, config.rollout.chunk = True, 2
+one = steps(build_mesh(config), config)
+lines = [json.loads(line) for line in (record / "arrivals.jsonl").read_text().splitlines()]
+assert [line["step"] for line in lines] == [1, 2, 3]
+lines[2]["policies"] = [[0, 1], [2, 2]]  # whatever came: the policy of step 2 comes to the batch of step 3 half way
+(record / "followed").write_text("".join(json.dumps(line) + chr(10) for line in lines))
+config.rollout.arrivals = "in_flight/followed"
+for mesh_text in ("auto", "tensor=2", "auto"):
+    config.rollout.mesh = mesh_text
+    two = steps(build_mesh(config), config)
+    assert two[0].source.queue._arrivals._own[3].policies == {0: 1, 2: 2}
+    for before, after in zip(one[1], two[1]):
+        equal = mesh_text == "auto" and before is not one[1][2]
+        np.testing.assert_array_equal(before[0], after[0]) if equal else None
+jax.tree.map(np.testing.assert_array_equal, two[1:], steps(build_mesh(config), config)[1:])
+config.rollout.devices = 0
+try:
+    steps(make_mesh(devices=jax.devices()[:4]), config)
+except ConfigError as error:
+    assert "4 devices sample and train in turn" in str(error)
+else:
+    raise AssertionError("no policy would come")
+config.rollout.update_in_flight, config.rollout.arrivals, config.rollout.devices = False, None, 4
 config.rollout.staleness, config.rollout.partial_prompts, config.rollout.partial_tokens = 0, 4, 3
 _, seen, params = steps(build_mesh(config), config)
 for mesh_text, atol in ((None, 0), ("tensor=2", 1e-4)):
