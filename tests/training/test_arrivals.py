@@ -109,7 +109,7 @@ def test_a_learner_that_rests_elsewhere_than_the_run_that_is_followed_leaves_it(
 def test_records_that_fit_no_run(tmp_path):
     path = tmp_path / RECORD
     for text, message in (
-        ('{"step": 5, "policies": [[0, 1]], "ends": []}', r"step 5 has the policies \{0: 1\}, .* staleness=2"),
+        ('{"step": 5, "policies": [[0, 1]], "ends": []}', r"step 5 has the policies \{0: 1\}, .*staleness=2"),
         ('{"step": 5, "policies": [[0, 5]], "ends": []}', "step 5 has the policies"),
         ('{"step": 5, "policies": [[1, 4]], "ends": []}', "step 5 has the policies"),
         ('{"step": 5, "policies": [[0, 4], [3, 3]], "ends": []}', "step 5 has the policies"),
@@ -167,7 +167,7 @@ def test_log_probs_are_of_the_policies_that_came_and_are_corrected(tmp_path, par
     (tmp_path / "followed").write_text("".join(json.dumps(line) + "\n" for line in lines))
     config = in_flight_config(partial=partial)
     config.rollout.arrivals, config.output_dir = str(tmp_path / "followed"), str(tmp_path)
-    config.rollout.partial_tokens = 7 * partial
+    config.rollout.partial_tokens, config.algorithm.num_iterations = 7 * partial, 2  # which needs old log-probs
     with jax.set_mesh(MESH):
         run = build(config, MESH, train_dataset=ROWS, rewards=digits)
         source, root = run.source, jax.random.key(config.seed)
