@@ -14,6 +14,7 @@ of all positions for its own queries. Sampling has one position a step and no us
 it as more fsdp, which moves no parameter, or is another arrangement of the same devices.
 """
 
+import math
 import re
 from types import EllipsisType
 from typing import Any
@@ -192,6 +193,18 @@ def parameter_spec(path: str, shape: tuple[int, ...], mesh) -> PartitionSpec:
         if re.search(pattern, path) and len(axes) <= len(shape) and not FACTORED.search(path):
             return _fitting((None,) * (len(shape) - len(axes)) + axes, shape, mesh)
     return PartitionSpec()
+
+
+def mesh_like(mesh: Mesh, devices: np.ndarray) -> Mesh | None:
+    """The devices in a mesh on which a parameter has the shards that it has on `mesh`; None where they are too few.
+
+    So shards of the one are copied to devices of the other as they are. Where shards differ, `jax.device_put` between
+    meshes of different devices reads whole arrays into the host's memory.
+    """
+    sizes = {**mesh.shape, "data": devices.size * mesh.shape["data"] // mesh.size}
+    if devices.size != math.prod(sizes.values()):
+        return None
+    return Mesh(devices.reshape([*sizes.values()]), mesh.axis_names, axis_types=mesh.axis_types)
 
 
 def shardings(tree, mesh: Mesh):

@@ -17,7 +17,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxrl_llm.distributed.sharding import shardings
+from jaxrl_llm.distributed.sharding import mesh_like, shardings
 from jaxrl_llm.distributed.turns import held, yielded
 from jaxrl_llm.models.lora import combine, split
 from jaxrl_llm.models.transformer import Params
@@ -41,9 +41,10 @@ class RolloutQueue:
     staleness: updates between the policy that samples a batch and the one that is updated with it; with 0 `take` makes
     each batch itself, and there is no thread. last_step: of the run. key_of: the key of a step. publish: the policy's
     parameters in arrays that no update donates. mesh: that samples. train_mesh: that trains, the same or one of other
-    devices; then each policy is moved to `mesh` in the type that decodes, and its rows are moved back. watch: of the
-    thread that takes. own_watch: of the one that makes. arrivals: what comes to batches while they are made; where
-    policies do, each is published there, and none is kept for a batch.
+    devices; then a program of these gives each policy, in the type that decodes, the shards that it has on `mesh`, to
+    which they are copied, and rows are moved back. watch: of the thread that takes. own_watch: of the one that makes.
+    arrivals: what comes to batches while they are made; where policies do, each is published there, and none is kept
+    for a batch.
 
     An error of what makes a batch is raised by the `take` or `rest` that meets it, and no further batch is made.
     """
@@ -66,6 +67,7 @@ class RolloutQueue:
         self._mesh, self._train_mesh, self._watch, self._own_watch = mesh, train_mesh, watch, own_watch
         self._apart = mesh.device_ids.tolist() != train_mesh.device_ids.tolist()
         self._frozen: Params | None = None  # on the mesh that samples
+        self._reshard: Callable[[Params], Params] | None = None
         self._queue: deque[Future[Made]] = deque()  # the batches of the next steps, in order
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rollouts")  # starts with the first batch
         self._error: BaseException | None = None  # of the thread
@@ -148,7 +150,10 @@ class RolloutQueue:
         here = self._frozen
         if here is None:
             here = self._frozen = jax.device_put(frozen, shardings(frozen, self._mesh))
-        return combine(here, jax.device_put(trained, shardings(trained, self._mesh)))
+        if self._reshard is None:
+            alike = mesh_like(self._mesh, self._train_mesh.devices)
+            self._reshard = jax.jit(_same, out_shardings=None if alike is None else shardings(trained, alike))
+        return combine(here, jax.device_put(self._reshard(trained), shardings(trained, self._mesh)))
 
     def _rollouts(self, produce: Produce, params: Params, version: int, step: int, key) -> Rollouts:
         if self._apart:
@@ -173,3 +178,7 @@ class RolloutQueue:
         self._idle_since = time.perf_counter()
         phases = {name.removeprefix("time/"): seconds for name, seconds in self._own_watch.take().items()}
         return Made(rollouts, {f"producer/{name}": x for name, x in {**phases, "wait": waited}.items()})
+
+
+def _same(params: Params) -> Params:
+    return params

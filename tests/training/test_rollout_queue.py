@@ -219,6 +219,7 @@ TWO_MESHES = """
 import json
 from pathlib import Path
 import jax, numpy as np
+from jax._src.array import ArrayImpl
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.data import tasks
 from jaxrl_llm.distributed.sharding import make_mesh
@@ -249,6 +250,13 @@ for mesh_text in ("auto", "tensor=2"):
     config.rollout.mesh = mesh_text
     run, own_seen, own_params = steps(build_mesh(config), config)
     worker = run.source.producer.worker
+    # No parameter passes through the host.
+    value = ArrayImpl._value
+    ArrayImpl._value = property(lambda x: 1 / 0)
+    policy = run.source.queue._published(run.state.params)
+    ArrayImpl._value = value
+    jax.tree.map(np.testing.assert_array_equal, policy, run.state.params)
+    assert all(x.sharding.mesh == worker.mesh for x in jax.tree.leaves(policy))
     assert set(worker.mesh.devices.flat) == set(jax.devices()[4:]) and run.mesh.size == 4
     for one, other in zip(seen, own_seen):
         np.testing.assert_array_equal(one[0], other[0])
