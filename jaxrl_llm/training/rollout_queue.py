@@ -17,7 +17,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxrl_llm.distributed.sharding import mesh_like, shardings
+from jaxrl_llm.distributed.sharding import resharding, shardings
 from jaxrl_llm.distributed.turns import held, yielded
 from jaxrl_llm.models.lora import combine, split
 from jaxrl_llm.models.transformer import Params
@@ -151,8 +151,7 @@ class RolloutQueue:
         if here is None:
             here = self._frozen = jax.device_put(frozen, shardings(frozen, self._mesh))
         if self._reshard is None:
-            alike = mesh_like(self._mesh, self._train_mesh.devices)
-            self._reshard = jax.jit(_same, out_shardings=None if alike is None else shardings(trained, alike))
+            self._reshard = resharding(trained, self._train_mesh, self._mesh)
         return combine(here, jax.device_put(self._reshard(trained), shardings(trained, self._mesh)))
 
     def _rollouts(self, produce: Produce, params: Params, version: int, step: int, key) -> Rollouts:
@@ -178,7 +177,3 @@ class RolloutQueue:
         self._idle_since = time.perf_counter()
         phases = {name.removeprefix("time/"): seconds for name, seconds in self._own_watch.take().items()}
         return Made(rollouts, {f"producer/{name}": x for name, x in {**phases, "wait": waited}.items()})
-
-
-def _same(params: Params) -> Params:
-    return params

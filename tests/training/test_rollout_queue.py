@@ -222,7 +222,7 @@ import jax, numpy as np
 from jax._src.array import ArrayImpl
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.data import tasks
-from jaxrl_llm.distributed.sharding import make_mesh
+from jaxrl_llm.distributed.sharding import make_mesh, resharding, shardings
 from jaxrl_llm.training.setup.run import build, build_mesh
 from jaxrl_llm.training.step import improve
 from jaxrl_llm.training.update import merge_frozen
@@ -241,6 +241,7 @@ def steps(mesh, config):
                 state, _ = improve(run, state, batch)
     return run, seen, jax.device_get(state.params)
 
+mesh_2x2 = make_mesh(data=2, tensor=2, devices=jax.devices()[4:])
 config = config_of(0)
 config.algorithm.importance_correction = "token_truncate"
 config.lora.rank = LORA
@@ -253,10 +254,15 @@ for mesh_text in ("auto", "tensor=2"):
     # No parameter passes through the host.
     value = ArrayImpl._value
     ArrayImpl._value = property(lambda x: 1 / 0)
-    policy = run.source.queue._published(run.state.params)
-    ArrayImpl._value = value
-    jax.tree.map(np.testing.assert_array_equal, policy, run.state.params)
-    assert all(x.sharding.mesh == worker.mesh for x in jax.tree.leaves(policy))
+    for train, sampling in ((dict(fsdp=4), worker.mesh), (dict(data=2, tensor=2), worker.mesh), (dict(fsdp=4), mesh_2x2)):
+        train = make_mesh(**{"data": 1, **train}, devices=jax.devices()[:4])
+        ArrayImpl._value = value
+        here = jax.device_put(own_params, shardings(own_params, train))
+        ArrayImpl._value = property(lambda x: 1 / 0)
+        with jax.set_mesh(train):
+            there = jax.device_put(resharding(here, train, sampling)(here), shardings(here, sampling))
+        ArrayImpl._value = value
+        jax.tree.map(np.testing.assert_array_equal, there, own_params)
     assert set(worker.mesh.devices.flat) == set(jax.devices()[4:]) and run.mesh.size == 4
     for one, other in zip(seen, own_seen):
         np.testing.assert_array_equal(one[0], other[0])
