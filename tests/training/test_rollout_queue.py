@@ -251,14 +251,11 @@ for mesh_text in ("auto", "tensor=2"):
     config.rollout.mesh = mesh_text
     run, own_seen, own_params = steps(build_mesh(config), config)
     worker = run.source.producer.worker
-    # No parameter passes through the host.
-    value = ArrayImpl._value
-    ArrayImpl._value = property(lambda x: 1 / 0)
-    for train, sampling in ((dict(fsdp=4), worker.mesh), (dict(data=2, tensor=2), worker.mesh), (dict(fsdp=4), mesh_2x2)):
-        train = make_mesh(**{"data": 1, **train}, devices=jax.devices()[:4])
-        ArrayImpl._value = value
-        here = jax.device_put(own_params, shardings(own_params, train))
-        ArrayImpl._value = property(lambda x: 1 / 0)
+    pairs = ({"fsdp": 4}, worker.mesh), ({"tensor": 2, "data": 2}, worker.mesh), ({"fsdp": 4}, mesh_2x2)
+    for sizes, sampling in pairs:
+        train = make_mesh(**{"data": 1, **sizes}, devices=jax.devices()[:4])
+        here, value = jax.device_put(own_params, shardings(own_params, train)), ArrayImpl._value
+        ArrayImpl._value = property(lambda x: 1 / 0)  # nothing passes through the host
         with jax.set_mesh(train):
             there = jax.device_put(resharding(here, train, sampling)(here), shardings(here, sampling))
         ArrayImpl._value = value
