@@ -85,6 +85,7 @@ class Arrivals:
 
     def open(self) -> None:
         """Start the record, unless the run has resumed."""
+        self._path.parent.mkdir(parents=True, exist_ok=True)
         if not self._resumed:
             self._path.unlink(missing_ok=True)
 
