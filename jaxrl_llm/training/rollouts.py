@@ -32,7 +32,7 @@ class Partial(NamedTuple):
         sampled = self.versions >= 0
         ages, newest = (step - self.versions)[sampled], self.versions.max(axis=1)
         several = (sampled & (self.versions != newest[:, None])).any(axis=1)
-        changes = (self.versions[:, 1:] != self.versions[:, :-1]) & sampled[:, 1:]
+        changes = np.diff(np.where(sampled, self.versions, newest[:, None]), axis=1) > 0  # along a row they rise
         return {
             "rollout/age": np.float32(ages.mean()),
             "rollout/age_max": np.float32(ages.max()),
