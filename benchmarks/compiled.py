@@ -76,6 +76,7 @@ PHASES: dict[str, tuple[str, tuple[str, ...], dict[str, Any]]] = {
 # ("of others"), or of the same.
 PUSHES: dict[str, tuple[int, str]] = {
     "push, fsdp=8 to tensor=8": (8, "tensor=8"),
+    "push, fsdp=32 to data=4,tensor=8": (32, "data=4,tensor=8"),
     "push, fsdp=4 to tensor=4 of others": (4, "tensor=4"),
     "push, fsdp=32 to data=4,tensor=8 of others": (32, "data=4,tensor=8"),
 }
