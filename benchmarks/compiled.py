@@ -13,6 +13,7 @@ keys and values, once.
 """
 
 import argparse
+import functools
 import importlib.metadata
 import json
 import subprocess
@@ -71,6 +72,14 @@ PHASES: dict[str, tuple[str, tuple[str, ...], dict[str, Any]]] = {
     "update": ("update", ("update",), {}),
     "logps": ("logps", ("reference",), {"algorithm.beta": 0.04}),
 }
+# How a policy comes to the mesh that samples: how many devices train, all by fsdp, and `rollout.mesh` of as many others
+# ("of others"), or of the same.
+PUSHES: dict[str, tuple[int, str]] = {
+    "push, fsdp=8 to tensor=8": (8, "tensor=8"),
+    "push, fsdp=32 to data=4,tensor=8": (32, "data=4,tensor=8"),
+    "push, fsdp=4 to tensor=4 of others": (4, "tensor=4"),
+    "push, fsdp=32 to data=4,tensor=8 of others": (32, "data=4,tensor=8"),
+}
 LONG = {"algorithm.name": "sft", "data.max_length": 32_768, "batch.prompts": 4}
 LONG_PHASES = {"rollout": PHASES["rollout"], "update, 4 rows of 32k": ("update", ("update",), LONG)}
 
@@ -78,7 +87,8 @@ LONG_PHASES = {"rollout": PHASES["rollout"], "update, 4 rows of 32k": ("update",
 def cells() -> list[tuple[str, str, str]]:
     """Model, device and phase of every cell."""
     few = {"70b": PHASES, "0.8b-hybrid": LONG_PHASES}
-    return [(m, d, p) for m in MODELS for d in (COUNTS[m] if m in few else DEVICES) for p in few.get(m, PHASES)]
+    found = [(m, d, p) for m in MODELS for d in (COUNTS[m] if m in few else DEVICES) for p in few.get(m, PHASES)]
+    return [*found, *(("8b", d, p) for d in ("h100", "v6e") for p in PUSHES)]
 
 
 def measured(model: str, device: str, phase: str) -> dict[str, Any]:
@@ -119,6 +129,56 @@ def measured(model: str, device: str, phase: str) -> dict[str, Any]:
     return found
 
 
+def pushed(model: str, device: str, phase: str) -> dict[str, Any]:
+    """The programs that bring a policy into the type that decodes and the shards of the mesh that samples.
+
+    Of the same devices one program does both. To others shards are copied as they are: that is no program.
+    """
+    import jax
+    from jax.sharding import Mesh
+
+    from benchmarks.traffic import traffic
+    from jaxrl_llm.config import default
+    from jaxrl_llm.distributed.sharding import bytes_on_device, make_mesh, resharding, rollout_mesh, shardings
+    from jaxrl_llm.rollout import engine as engines
+    from jaxrl_llm.tools.plan.compiler import Compiler
+    from jaxrl_llm.tools.plan.planned import describe_for
+    from jaxrl_llm.tools.plan.programs import make_engine
+    from jaxrl_llm.tools.plan.topology import target, traced_as_on
+    from jaxrl_llm.training.update import merge_frozen
+
+    count, text = PUSHES[phase]
+    config = default()
+    config.update_from_flattened_dict({**SETTINGS, "mesh.fsdp": count, "mesh.data": 1})
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(MODELS[model]))
+        config.model.path = folder
+        devices = target(config, device, count)
+        if not devices.exact:
+            return {"missing": devices.compiler}
+        mesh, compiler = devices.mesh, Compiler(0, count, options=dict(devices.options))
+        with jax.set_mesh(mesh), traced_as_on(devices):
+            shapes = describe_for(config, devices)
+            decoder = make_engine(config, shapes.net, False).decoder
+            params = merge_frozen(shapes.state, shapes.frozen).params
+            # As of one process: some hosts of these devices have fewer.
+            sampling = rollout_mesh(make_mesh(devices=jax.devices()), text)
+            if phase.endswith("others"):
+                params = compiler.add("cast", engines._copied_to_decode, (params, decoder))
+                function = resharding(params, mesh, sampling)
+            else:
+                sampling = Mesh(mesh.devices.reshape(sampling.devices.shape), mesh.axis_names)
+                cast = functools.partial(engines.decoding_params, decoder=decoder)
+                function = jax.jit(cast, out_shardings=shardings(jax.eval_shape(cast, params), sampling))
+            held = compiler.add("push", function, (params,))
+    found: dict[str, Any] = {"devices": count, "mesh": dict(mesh.shape), "policy": bytes_on_device(held)}
+    for program in compiler.programs:
+        counts = {x.kind: [x.group, x.count, x.sent] for x in program.collectives}
+        row = {"temporaries": program.temporaries, "arguments": program.arguments, "seconds": round(program.seconds, 1)}
+        found[program.name] = row | traffic(program.text)._asdict() | {"sends": counts}
+    return found
+
+
 def page(store: dict[str, Any]) -> str:
     """The tables of all cells that were measured."""
 
@@ -129,6 +189,8 @@ def page(store: dict[str, Any]) -> str:
                "beside the steps of a chunk, GB", "collectives, GB", "s to compile"]]  # fmt: skip
     others = [["model", "devices", "program", "GB moved", "kernels", "temporaries, GB", "arguments, GB",
                "collectives, GB", "s to compile"]]  # fmt: skip
+    pushes = [["model", "devices", "from and to", "policy of a device, GB", "collectives", "sent by a device, GB",
+               "GB moved", "temporaries, GB", "s to compile"]]  # fmt: skip
     refused = []
     for name, cell in store["cells"].items():
         model, device, phase = name.split(" | ")
@@ -143,7 +205,12 @@ def page(store: dict[str, Any]) -> str:
                 numbers = [gb(row["moved"], 2), f"{ratio:.2f}", f"{row['kernels']:.0f}", gb(row["temporaries"], 2)]
                 numbers += [gb(row["beside"], 2), gb(row["exchanged"], 3)]
                 decode.append([model, on, bits, *numbers, f"{row['seconds']:.0f}"])
-            else:
+            elif program == "push":
+                kinds = ", ".join(f"{number:.0f} {kind}" for kind, (_, number, _) in row["sends"].items())
+                sent = sum(sent for _, _, sent in row["sends"].values())
+                sizes = [gb(sent, 2), gb(row["moved"], 1), gb(row["temporaries"], 2), f"{row['seconds']:.0f}"]
+                pushes.append([model, on, phase.partition(", ")[2], gb(cell["policy"], 2), kinds, *sizes])
+            elif phase not in PUSHES:
                 numbers = [gb(row["moved"], 0), f"{row['kernels']:,.0f}", gb(row["temporaries"], 1)]
                 numbers += [gb(row["arguments"], 1), gb(row["exchanged"], 1), f"{row['seconds']:.0f}"]
                 shown = phase if program == "update" else program.removeprefix("rollout: ")
@@ -151,6 +218,7 @@ def page(store: dict[str, Any]) -> str:
     versions = ", ".join(f"{name} {number}" for name, number in store["versions"].items())
     parts = ["# Compiled programs", "", f"By `python -m benchmarks.compiled`, of one device; {versions}.", ""]
     parts += ["## A decode step", "", table(decode), "## Other programs, whole runs", "", table(others)]
+    parts += ["## A policy to the mesh that samples", "", table(pushes)] if len(pushes) > 1 else []
     parts += ["## Refused", "", *refused] if refused else []
     return "\n".join(parts)
 
@@ -164,7 +232,8 @@ def main() -> None:
     parser.add_argument("--cell", help=argparse.SUPPRESS)  # the child's: model, device and phase
     options = parser.parse_args()
     if options.cell:
-        print("RESULT " + json.dumps(measured(*options.cell.split(" | "))))
+        model, device, phase = options.cell.split(" | ")
+        print("RESULT " + json.dumps((pushed if phase in PUSHES else measured)(model, device, phase)))
         return
     store = json.loads(STORE.read_text()) if STORE.is_file() else {"versions": {}, "cells": {}}
     for name in () if options.page else map(" | ".join, cells()):

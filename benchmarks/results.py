@@ -37,14 +37,15 @@ OFFLINE = ("sft", "reward_model", "dpo", "ipo", "kto", "orpo", "cpo", "simpo", "
 IMAGES = ("vision_grpo", "vision_grpo_blank")
 FURTHER = tuple(import_file(ROOT / "configs" / "further.py").FORMS)
 STALENESS = (0, 1, 2, 4, 8)
-AHEAD = (*(f"ahead_{n}" for n in STALENESS), *(f"ahead_clipped_{n}" for n in STALENESS[1:]))
+IN_FLIGHT = ("ahead_in_flight_4", "ahead_in_flight_8")
+AHEAD = (*(f"ahead_{n}" for n in STALENESS), *(f"ahead_clipped_{n}" for n in STALENESS[1:]), *IN_FLIGHT)
 SELF = ("sdpo", "sdft")  # the policy as its own teacher
 START = "sdpo.py:start"  # makes the model that those start from, with the same seed
 CONTROL = "sft_control"  # the time of a GRPO run spent on more supervised fine-tuning
 NAMES = (*ONLINE, *FURTHER, *AHEAD, *SELF, *IMAGES, *OFFLINE, CONTROL)  # in the order of the page
 SPECS = {"vision_grpo_blank": "vision_grpo.py:blank"}  # where the name is not that of a file
 SPECS |= {name: f"further.py:{name}" for name in FURTHER}
-SPECS |= dict.fromkeys(AHEAD, "async_grpo.py")
+SPECS |= dict.fromkeys(AHEAD, "async_grpo.py") | dict.fromkeys(IN_FLIGHT, "async_grpo.py:in_flight")
 FLAGS = {
     name: ("--config.total_steps=120", "--config.algorithm.beta=0", f"--config.rollout.staleness={name.split('_')[-1]}")
     for name in AHEAD

@@ -1,6 +1,7 @@
 """`train --dry_run`: show the data, the plan for the local devices and the time of a step; write nothing."""
 
 import contextlib
+import tempfile
 import time
 from typing import Any
 
@@ -27,9 +28,11 @@ def dry_run(config, colour: bool = False) -> str:
     It makes two steps, the first of which compiles, and discards their state. Raises ConfigError as training does.
     """
     validate(config)
+    output_dir, config = config.output_dir, config.copy_and_resolve_references()
     report = [preview(config, ROWS, MEASURED, colour=colour).rstrip(), ""]
     target = at_hand_target(config)
-    with jax.set_mesh(target.mesh):
+    with jax.set_mesh(target.mesh), tempfile.TemporaryDirectory() as folder:
+        config.output_dir = folder  # where a queue writes what arrives
         run = build(config, target.mesh)
         config = run.config
         try:
@@ -42,7 +45,7 @@ def dry_run(config, colour: bool = False) -> str:
             run.rewards.close()
             if run.environments is not None:
                 run.environments.close()
-    return "\n".join([*report, f"nothing was written to {config.output_dir}", ""])
+    return "\n".join([*report, f"nothing was written to {output_dir}", ""])
 
 
 def widths(run: Run) -> tuple[int, int]:

@@ -165,6 +165,7 @@ def contradictions(config: ConfigDict) -> Iterator[str]:
         yield from _staleness(config)
         yield from _processes(config)
         yield from _partial(config)
+        yield from _arrivals(config)
     yield from _environment(config)
     yield from _data(config)
     yield from _eval(config, online)
@@ -487,6 +488,35 @@ def _partial(config: ConfigDict) -> Iterator[str]:
             f"{key} is {c.partial_prompts}, but {name} is {value!r}, which needs completions that are sampled to their "
             "end at once: set the one to 0, or leave out the other"
         )
+
+
+def _arrivals(config: ConfigDict) -> Iterator[str]:
+    """Messages for what comes to rollouts that are under way."""
+    c = config.rollout
+    if c.max_wait is not None and not c.partial_prompts:
+        yield (
+            f"rollout.max_wait is {c.max_wait}, but rollout.partial_prompts is 0, so that a step has no other prompts "
+            "to leave half sampled: set both, or max_wait to none"
+        )
+    if c.arrivals is not None and not c.update_in_flight and c.max_wait is None:
+        yield (
+            f"rollout.arrivals is {c.arrivals!r}, but rollout.update_in_flight is false and rollout.max_wait none, so "
+            "that nothing arrives: set them as in the run that wrote it, or leave it out"
+        )
+    if not c.update_in_flight:
+        return
+    if not c.staleness:
+        yield (
+            "rollout.update_in_flight is true, but rollout.staleness is 0, so that no policy is new while a batch is "
+            "sampled: set staleness to 1 or more, or update_in_flight to false"
+        )
+    for name in ("environment.name", "environment.tools", "environment.rollout_func", "rollout.processes"):
+        section, _, leaf = name.partition(".")
+        if (value := config[section][leaf]) != BY_NAME[name].default:
+            yield (
+                f"rollout.update_in_flight is true, but {name} is {value!r}, whose rollouts have no borders that the "
+                "learner's next policy could be taken at: set it to false, or leave out the other"
+            )
 
 
 def _teacher(config: ConfigDict, online: bool) -> Iterator[str]:

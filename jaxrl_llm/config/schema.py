@@ -475,6 +475,17 @@ KEYS = (
         "Most tokens of a completion that are sampled before the step looks which prompts are complete, with "
         "rollout.partial_prompts; again as many until batch.prompts are. 0 is a quarter of "
         "rollout.max_completion_length.", int, minimum=0),
+    Setting("rollout.update_in_flight", False,
+        "A batch under way takes each new policy at the border of a chunk of decode steps (rollout.chunk): rows go on "
+        "by it, with the keys and values that they have. Needs rollout.staleness. What came when is written to "
+        "arrivals.jsonl. See docs/asynchronous.md.", bool),
+    Setting("rollout.max_wait", None,
+        "Seconds of sampling after which a step takes the first batch.prompts prompts that are complete, at the border "
+        "of a chunk, with rollout.partial_prompts; 0 is as soon as there are so many. none samples rounds of "
+        "rollout.partial_tokens to their end. See docs/asynchronous.md.", float, minimum=0),
+    Setting("rollout.arrivals", None,
+        "Record of another run, its arrivals.jsonl, that this one follows as far as it goes: with the same settings it "
+        "comes to the same bits. With rollout.update_in_flight or rollout.max_wait."),
 
     Setting("rewards.functions", ("exact_match",),
         "Reward functions: built-in name, `module:function` or `path/to/file.py:function`, each with options in "

@@ -15,6 +15,7 @@ it as more fsdp, which moves no parameter, or is another arrangement of the same
 """
 
 import re
+from collections.abc import Callable
 from types import EllipsisType
 from typing import Any
 
@@ -192,6 +193,42 @@ def parameter_spec(path: str, shape: tuple[int, ...], mesh) -> PartitionSpec:
         if re.search(pattern, path) and len(axes) <= len(shape) and not FACTORED.search(path):
             return _fitting((None,) * (len(shape) - len(axes)) + axes, shape, mesh)
     return PartitionSpec()
+
+
+def mesh_like(mesh: Mesh, devices: np.ndarray) -> Mesh | None:
+    """The devices in a mesh on which a parameter has the shards that it has on `mesh`; None where they do not divide.
+
+    They keep their order, and copies of a shard lie on neighbours. So shards of the one are copied to devices of the
+    other as they are. Where shards differ, `jax.device_put` between meshes of different devices reads whole arrays into
+    the host's memory.
+    """
+    shards = mesh.size // mesh.shape["data"]
+    if devices.size % shards:
+        return None
+    axes = [axis for axis in mesh.axis_names if axis != "data"]
+    sizes = [*(mesh.shape[axis] for axis in axes), devices.size // shards]
+    return Mesh(devices.reshape(sizes), (*axes, "data"), axis_types=mesh.axis_types)
+
+
+def resharding(tree, mesh: Mesh, other: Mesh) -> Callable[[Any], Any]:
+    """A program of `mesh` that gives parameters such as `tree` the shards that they have on `other`, of other devices.
+
+    Where several of the devices have one shard each of these, they gather it, and then exchange; the partitioner alone
+    would have every device gather everything. The identity where the devices do not divide into the shards.
+    """
+    alike = mesh_like(other, mesh.devices.reshape(-1))
+    if alike is None:
+        return lambda tree: tree
+    shards, gathers = alike.size // alike.shape["data"], mesh.shape["data"] == mesh.shape["tensor"] == 1
+    axes = ("context", "expert", "tensor", "fsdp", "data")
+    gathered = Mesh(mesh.devices.reshape(1, 1, 1, shards, -1), axes, axis_types=mesh.axis_types)
+
+    def program(tree):
+        if gathers and alike.shape["data"] > 1:
+            tree = jax.lax.with_sharding_constraint(tree, shardings(tree, gathered))
+        return tree
+
+    return jax.jit(program, out_shardings=shardings(tree, alike))
 
 
 def shardings(tree, mesh: Mesh):

@@ -34,6 +34,7 @@ from jaxrl_llm.models.quantize import BYTES, FP8, narrowed, quantized_as
 from jaxrl_llm.models.rope import check_length
 from jaxrl_llm.models.transformer import Net, Params, unstack
 from jaxrl_llm.rollout.automata import NO_AUTOMATA, Automata, unpacked
+from jaxrl_llm.rollout.borders import Borders, OnBorder
 from jaxrl_llm.rollout.grammar import Grammar, GrammarRows
 from jaxrl_llm.rollout.multi_turn import MIN_TOKENS, TurnServer, TurnTracker, slots_to_read
 from jaxrl_llm.rollout.processors import processed_by_row, processed_logits
@@ -158,6 +159,7 @@ class Engine:
         on_finished: OnFinished | None = None,
         images: Images | None = None,
         begun: Begun | None = None,
+        on_border: OnBorder | None = None,
     ) -> Rollout:
         """Completions of prompts `[B,P]`, padded on the left, segments `[B,P]` 0 on padding; `images` are the prompts'.
 
@@ -165,8 +167,10 @@ class Engine:
         truncated. `limits` `[N]` are the most tokens of each row, where that is less than max_completion_length.
         `on_finished` is called with every row of this process, from 0, and its tokens, soon after it ends, while others
         are decoded; not with a `turn_server`. Rows that have `begun` go on, by their own keys, and keep the log-probs
-        of what they have; not together with a `turn_server`, a grammar, or experts that are recorded. Raises
-        ConfigError for rows that the model's rotary positions do not allow to be sampled.
+        of what they have; not together with a `turn_server`, a grammar, or experts that are recorded. `on_border` is
+        asked before each chunk, by which parameters rows go on, and whether they do (not with a `turn_server`, whose
+        answers come by the clock): what was computed before stays, keys and values too. Raises ConfigError for rows
+        that the model's rotary positions do not allow to be sampled.
         """
         check_length(self.net.config.rope, prompts.shape[1] + self.max_completion_length)
         shards, longest = _shards(), self.max_completion_length
@@ -191,6 +195,7 @@ class Engine:
         scheduler = Scheduler(local, self.group_size, shards, shard_slots, self.shrink, (prompts.shape[1], longest))
         turns = None if turn_server is None else TurnTracker(turn_server, count * shards, longest)
         finished_rows = FinishedRows(on_finished if turns is None else None, count * shards)
+        borders = None if on_border is None else Borders(on_border, count * shards, begun)
         grid, executed = scheduler.grid, 0
         parameters = sum(x.size for x in jax.tree.leaves(params))
         if begun is not None:  # rows that have ended before take no slot
@@ -207,6 +212,8 @@ class Engine:
             lengths, has_ended, finished, to_come, steps = (np.asarray(x) for x in status(slots))
             live = busy = (grid.row != IDLE) & ~has_ended.reshape(grid.row.shape)
             collected = finished_rows.collect(grid, slots.rows.tokens, lengths, has_ended)
+            if borders is not None:
+                borders.look(grid, lengths, finished)
             if turns is not None:
                 observations = turns.exchange(grid, slots.rows.tokens, lengths, finished, wait=not live.any())
                 if observations is not None:
@@ -231,6 +238,13 @@ class Engine:
                 grid_prompts, slots = assign(self, all_prompts, rows, keys, slots, following, sources, slots.capacity)
                 grid = following
             elif live.any():
+                if borders is not None:
+                    border = borders.ask()
+                    if border.ends:
+                        finished_rows.report(collected)
+                        break
+                    if border.params is not None:
+                        params = self.decoding_params(border.params)
                 reached = int(lengths.reshape(live.shape)[live].max())
                 slots = self.with_room(slots, reached + 1)
                 ahead = min(self.chunk, slots.capacity - reached)
@@ -247,6 +261,8 @@ class Engine:
                 break
         executed += int(steps) * grid.slots
         rows = collect(rows, slots, grid, shards)
+        if borders is not None and begun is not None:  # where it has ended early, rows without a slot are not read yet
+            rows = rows._replace(length=jnp.maximum(rows.length, rows.known))
         return finish(prompts, segments, rows, np.float32(executed), all_prompts.experts)
 
     def _check_grammar(self, turn_server: TurnServer | None) -> None:

@@ -15,6 +15,7 @@ from jaxrl_llm.algorithms.batch import Images
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.distributed.sharding import on_device, row_sharding, row_shards, shardings
 from jaxrl_llm.models.transformer import Params
+from jaxrl_llm.rollout.borders import Border, OnBorder
 from jaxrl_llm.rollout.engine import Engine, Rollout, decoding_params
 from jaxrl_llm.rollout.multi_turn import TurnServer
 from jaxrl_llm.rollout.slots import Begun
@@ -53,6 +54,7 @@ class ReshardedEngine(Engine):
         on_finished: OnFinished | None = None,
         images: Images | None = None,
         begun: Begun | None = None,
+        on_border: OnBorder | None = None,
     ) -> Rollout:
         """As `Engine.generate`; arguments and the rollout are sharded over `train_mesh`.
 
@@ -83,10 +85,14 @@ class ReshardedEngine(Engine):
             if on_finished is not None and row < rows:  # not the rows that fill up
                 on_finished(row, tokens)
 
+        def without_filled(lengths: np.ndarray, finished: np.ndarray) -> Border:
+            assert on_border is not None
+            return on_border(lengths[:rows], finished[:rows])
+
         with jax.set_mesh(self.mesh):
             rollout = super().generate(
                 params, prompts, segments, key, first_row, turn_server, limits, on_wanted if calls_back else None,
-                images, begun,
+                images, begun, None if on_border is None else without_filled,
             )  # fmt: skip
         return _resharding(_first_rows, row_sharding(self.train_mesh), rows=rows)(rollout)
 

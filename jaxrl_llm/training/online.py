@@ -54,6 +54,7 @@ from jaxrl_llm.training import replay as replay_buffer
 from jaxrl_llm.training.advantages import AdvantageStep
 from jaxrl_llm.training.agent_rollout import AgentRollout
 from jaxrl_llm.training.algorithm import BatchSpec
+from jaxrl_llm.training.arrivals import Arrivals
 from jaxrl_llm.training.images import IMAGES, prompt_images, shown_images
 from jaxrl_llm.training.logging.reward_metrics import add_totals, join, over_processes, table_value
 from jaxrl_llm.training.logging.stopwatch import Stopwatch
@@ -92,8 +93,9 @@ class RolloutWorker:
     """Steps 2 and 3: `group_size` completions of each prompt, and their rewards.
 
     With `open_episodes` rows are episodes of environments; `external` samples in place of the engine, and `agents` run
-    the programs whose sessions are the rows. Completions are texts where `external` makes texts, and otherwise what
-    their prompts are, texts or messages.
+    the programs whose sessions are the rows. With `arrivals` a policy may come while rows
+    are sampled. Completions are texts where `external` makes texts, and otherwise what their prompts are, texts or
+    messages.
     """
 
     engine: Engine
@@ -106,6 +108,7 @@ class RolloutWorker:
     external: Callable[..., tuple[Rollout, dict[str, list[Any]]]] | None = None
     agents: AgentRollout | None = None
     as_texts: bool = False
+    arrivals: Arrivals | None = None
 
     def __call__(
         self,
@@ -170,10 +173,16 @@ class RolloutWorker:
                 if rollout is None:
                     padded = pad_prompts([example["prompt_ids"] for example in opened], width)
                     tokens, segments = rows_to_global(padded, self.mesh)
+                    arrivals = self.arrivals
                     rollout = self.engine.generate(
-                        params, tokens, segments, key, first_row, episodes, on_finished=streaming, images=images
-                    )
+                        params if arrivals is None else arrivals.start(params), tokens, segments, key, first_row,
+                        episodes, on_finished=streaming, images=images,
+                        on_border=None if arrivals is None else arrivals.border,
+                    )  # fmt: skip
             tokens, lengths = local_rows((rollout.tokens, rollout.lengths))
+            partial = None
+            if self.arrivals is not None and sampled is None:
+                partial = Partial(self.arrivals.versions(lengths, tokens.shape[1] - width), 0, 1)
         with self.stopwatch("reward"), yielded(), all_or_none():
             ids = [row[width : width + length].tolist() for row, length in zip(tokens, lengths, strict=True)]
             texts = None
@@ -201,7 +210,7 @@ class RolloutWorker:
                 logged = logged._replace(columns={IMAGES: shown[1]} | logged.columns)
             return Rollouts(
                 rollout, examples, prompts, texts, graded.rewards, logged, turns=turns, images=images, parts=parts,
-                roles=roles,
+                partial=partial, roles=roles,
             )  # fmt: skip
 
     def copy_policy(self, params: Params) -> Params:

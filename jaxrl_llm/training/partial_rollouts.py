@@ -6,8 +6,9 @@ the data. The others wait: their rows are kept, with the version and the log-pro
 on behind them.
 
 What is sampled is counted in tokens of a row, never by a clock, a slot or a chunk: a run has one result, whatever its
-timing. Group g of the data draws what it would draw in a run without: from the keys of step g // B + 1, B prompts a
-step. A row's key is one for all of its tokens, so that a policy that never changes samples the same.
+timing. Only `Arrivals` change policies, and end a round, between chunks. Group g of the data draws what it would draw
+in a run without: from the keys of step g // B + 1, B prompts a step. A row's key is one for all of its tokens, so that
+a policy that never changes samples the same.
 """
 
 import dataclasses
@@ -26,13 +27,13 @@ from jaxrl_llm.data.pipeline import Pipeline
 from jaxrl_llm.distributed.sharding import local_rows, rows_to_global
 from jaxrl_llm.distributed.turns import turn
 from jaxrl_llm.models.transformer import Params
+from jaxrl_llm.rollout.borders import Border
 from jaxrl_llm.rollout.engine import Engine, Rollout
 from jaxrl_llm.rollout.slots import Begun, row_keys
+from jaxrl_llm.training.arrivals import Arrivals
 from jaxrl_llm.training.images import prompt_images
 from jaxrl_llm.training.logging.stopwatch import Stopwatch
-from jaxrl_llm.training.rollouts import Partial, Row
-
-UNSAMPLED = -1  # the version of a place without a token
+from jaxrl_llm.training.rollouts import UNSAMPLED, Partial, Row
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,11 +76,12 @@ class PartialRollouts:
         mesh: Mesh,
         width: int,
         stopwatch: Stopwatch,
+        arrivals: Arrivals | None = None,
     ):
         self.spec, self.engine, self.pipeline = spec, engine, pipeline
         # On the host: the key lies on the devices that train, and rows may be sampled on others.
         self._key, self._impl = np.asarray(jax.random.key_data(key)), jax.random.key_impl(key)
-        self.mesh, self.width, self.stopwatch = mesh, width, stopwatch
+        self.mesh, self.width, self.stopwatch, self.arrivals = mesh, width, stopwatch, arrivals
         self._groups: list[Group] = []  # in the order of the data
 
     def take(self, params: Params, version: int) -> tuple[list[Row], Rollout, Partial]:
@@ -118,29 +120,40 @@ class PartialRollouts:
         return jax.random.wrap_key_data(jnp.asarray(self._key), impl=self._impl)
 
     def _sample(self, params: Params, groups: Sequence[Group], version: int) -> None:
-        """One round: up to `tokens` tokens more of every row."""
-        k = self.engine.group_size
+        """One round: up to `tokens` tokens more of every row; fewer where it ends once enough groups are complete."""
+        k, longest, arrivals = self.engine.group_size, self.engine.max_completion_length, self.arrivals
         examples = [group.example for group in groups]
         begun = Begun(*(np.concatenate(parts) for parts in zip(*(group.rows for group in groups), strict=True)))
         tokens, segments = rows_to_global(
             pad_prompts([example["prompt_ids"] for example in examples], self.width), self.mesh
         )
         images = prompt_images(examples, self.engine.net.config.vision)
+
+        def on_border(lengths: np.ndarray, finished: np.ndarray) -> Border:
+            assert arrivals is not None
+            complete = (finished | (lengths == longest)).reshape(-1, k).all(axis=1)
+            return arrivals.border(lengths, finished, enough=complete.sum() >= self.spec.prompts)
+
         rollout = self.engine.generate(
-            params,
+            params if arrivals is None else arrivals.start(params),
             tokens,
             segments,
             self._run_key(),  # not drawn from: rows have their own
-            limits=np.minimum(begun.lengths + self.spec.tokens, self.engine.max_completion_length),
+            limits=np.minimum(begun.lengths + self.spec.tokens, longest),
             images=None if images is None else rows_to_global(images, self.mesh),
             begun=begun,
+            on_border=None if arrivals is None else on_border,
         )
-        places = np.arange(self.engine.max_completion_length)
+        places = np.arange(longest)
         found = local_rows((rollout.tokens, rollout.sample_logps, rollout.lengths, rollout.finished, rollout.steps))
+        versions = np.full((len(groups) * k, longest), version, np.int32)
+        if arrivals is not None:
+            versions = arrivals.versions(found[2], longest)
         for index, group in enumerate(groups):
             tokens, logps, lengths, finished, steps = (np.array(x[index * k : (index + 1) * k]) for x in found)
             before, after = group.rows.lengths[:, None], lengths[:, None]
-            group.versions = np.where((places >= before) & (places < after), version, group.versions)
+            fresh = (places >= before) & (places < after)
+            group.versions = np.where(fresh, versions[index * k : (index + 1) * k], group.versions)
             group.rows = Begun(group.rows.keys, tokens[:, self.width :], logps[:, self.width :], lengths, finished)
             group.steps += float(steps.mean())
 

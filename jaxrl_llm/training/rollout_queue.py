@@ -1,7 +1,7 @@
 """`RolloutQueue`: batches of rollouts that a thread makes while earlier ones are trained on.
 
 The schedule is fixed: the batch of step k is sampled from the policy of max(0, k - 1 - staleness) steps, however long
-anything takes. So a run has one result, whatever its timing, and a checkpoint needs no record of arrivals: it holds the
+anything takes. So a run has one result, whatever its timing (with `Arrivals`: given these), and a checkpoint holds the
 batches that are made and not trained on yet. They are small beside the state, and what they cost (environments, judges)
 is not spent twice; sampling them again would take the policies that made them, which no longer exist.
 """
@@ -17,10 +17,11 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxrl_llm.distributed.sharding import shardings
+from jaxrl_llm.distributed.sharding import resharding, shardings
 from jaxrl_llm.distributed.turns import held, yielded
 from jaxrl_llm.models.lora import combine, split
 from jaxrl_llm.models.transformer import Params
+from jaxrl_llm.training.arrivals import Arrivals
 from jaxrl_llm.training.logging.stopwatch import Stopwatch
 from jaxrl_llm.training.rollouts import Rollouts, on_mesh, pack, unpack
 
@@ -40,8 +41,10 @@ class RolloutQueue:
     staleness: updates between the policy that samples a batch and the one that is updated with it; with 0 `take` makes
     each batch itself, and there is no thread. last_step: of the run. key_of: the key of a step. publish: the policy's
     parameters in arrays that no update donates. mesh: that samples. train_mesh: that trains, the same or one of other
-    devices; then each policy is moved to `mesh` in the type that decodes, and its rows are moved back. watch: of the
-    thread that takes. own_watch: of the one that makes.
+    devices; then a program of these gives each policy, in the type that decodes, the shards that it has on `mesh`, to
+    which they are copied, and rows are moved back. watch: of the thread that takes. own_watch: of the one that makes.
+    arrivals: what comes to batches while they are made; where policies do, each is published there, and none is kept
+    for a batch.
 
     An error of what makes a batch is raised by the `take` or `rest` that meets it, and no further batch is made.
     """
@@ -56,12 +59,15 @@ class RolloutQueue:
         train_mesh: Mesh,
         watch: Stopwatch,
         own_watch: Stopwatch,
+        arrivals: Arrivals | None = None,
     ):
         self.staleness = staleness
+        self._arrivals = arrivals
         self._last_step, self._key_of, self._publish = last_step, key_of, publish
         self._mesh, self._train_mesh, self._watch, self._own_watch = mesh, train_mesh, watch, own_watch
         self._apart = mesh.device_ids.tolist() != train_mesh.device_ids.tolist()
         self._frozen: Params | None = None  # on the mesh that samples
+        self._reshard: Callable[[Params], Params] | None = None
         self._queue: deque[Future[Made]] = deque()  # the batches of the next steps, in order
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rollouts")  # starts with the first batch
         self._error: BaseException | None = None  # of the thread
@@ -70,10 +76,14 @@ class RolloutQueue:
 
     def __enter__(self) -> "RolloutQueue":
         self._turn.__enter__()
+        if self._arrivals is not None:
+            self._arrivals.open()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._turn.__exit__(None, None, None)
+        if self._arrivals is not None:
+            self._arrivals.rest(True)
         self._thread.shutdown(cancel_futures=True)
 
     def take(self, produce: Produce, params: Params, version: int, key) -> tuple[Rollouts, dict[str, Any]]:
@@ -87,8 +97,12 @@ class RolloutQueue:
                 params = self._published(params)
             return self._rollouts(produce, params, version, version + 1, key), {}
         newest, last = version + len(self._queue), min(version + 1 + self.staleness, self._last_step)
-        if newest < last:
+        in_flight = self._arrivals is not None and self._arrivals.in_flight
+        if newest < last or (in_flight and not all(future.done() for future in self._queue)):
             params = self._published(params)
+            if self._arrivals is not None and in_flight:
+                self._arrivals.publish(version, params)
+                params = {}  # which batches take from there
             self._queue.extend(
                 self._thread.submit(self._make, produce, params, version, step) for step in range(newest + 1, last + 1)
             )
@@ -101,10 +115,15 @@ class RolloutQueue:
 
     def rest(self) -> None:
         """Wait until all batches are made that can be: from then to the next `take` only the caller's thread works."""
-        if self._queue:
-            with self._watch("rollout_wait"), yielded():
-                for future in self._queue:
-                    future.result()
+        if not self._queue:
+            return
+        if self._arrivals is not None:
+            self._arrivals.rest(True)
+        with self._watch("rollout_wait"), yielded():
+            for future in self._queue:
+                future.result()
+        if self._arrivals is not None:
+            self._arrivals.rest(False)
 
     def get_arrays(self) -> dict[str, Any]:
         """The batches of the queue as the tree of arrays that a checkpoint holds, by name."""
@@ -119,6 +138,8 @@ class RolloutQueue:
             future: Future[Made] = Future()
             future.set_result(Made(rollouts, {}))
             self._queue.append(future)
+        if self._arrivals is not None:
+            self._arrivals.resume()
 
     def _published(self, params: Params) -> Params:
         """The parameters in arrays of their own, on the mesh that samples; what is frozen is moved there once."""
@@ -129,13 +150,19 @@ class RolloutQueue:
         here = self._frozen
         if here is None:
             here = self._frozen = jax.device_put(frozen, shardings(frozen, self._mesh))
-        return combine(here, jax.device_put(trained, shardings(trained, self._mesh)))
+        if self._reshard is None:
+            self._reshard = resharding(trained, self._train_mesh, self._mesh)
+        return combine(here, jax.device_put(self._reshard(trained), shardings(trained, self._mesh)))
 
     def _rollouts(self, produce: Produce, params: Params, version: int, step: int, key) -> Rollouts:
         if self._apart:
             key = jax.device_put(key, NamedSharding(self._mesh, PartitionSpec()))
+        if self._arrivals is not None:
+            self._arrivals.begin(step, version)
         with jax.set_mesh(self._mesh):
             rollouts = produce(params, version, step, key)
+        if self._arrivals is not None:
+            self._arrivals.end()
         return on_mesh(rollouts, self._train_mesh) if self._apart else rollouts
 
     def _make(self, produce: Produce, params: Params, version: int, step: int) -> Made:

@@ -17,12 +17,13 @@ from jaxrl_llm.rollout.engine import Rollout
 from jaxrl_llm.training.logging.reward_metrics import table_value
 
 Row = dict[str, Any]
+UNSAMPLED = -1  # the version of a place without a token
 
 
 class Partial(NamedTuple):
-    """How rows came about that were sampled over several steps."""
+    """How rows came about that several policies sampled."""
 
-    versions: np.ndarray  # [rows of this process, C] training steps of the policy that sampled each token; -1: none
+    versions: np.ndarray  # [rows of this process, C] training steps of the policy that sampled each token; UNSAMPLED
     waiting: int  # rows of other prompts that are begun, and go on in the next step
     rounds: int  # of sampling, for this step
 
@@ -31,10 +32,13 @@ class Partial(NamedTuple):
         sampled = self.versions >= 0
         ages, newest = (step - self.versions)[sampled], self.versions.max(axis=1)
         several = (sampled & (self.versions != newest[:, None])).any(axis=1)
+        changes = np.diff(np.where(sampled, self.versions, newest[:, None]), axis=1) > 0  # along a row they rise
         return {
             "rollout/age": np.float32(ages.mean()),
             "rollout/age_max": np.float32(ages.max()),
             "rollout/partial_rows": np.float32(several.mean()),
+            "rollout/row_policies": np.float32(1 + changes.sum(axis=1).mean()),
+            "rollout/policies": np.float32(len(np.unique(self.versions[sampled]))),
             "rollout/waiting_rows": np.float32(self.waiting),
             "rollout/rounds": np.float32(self.rounds),
         }
@@ -49,14 +53,14 @@ class Rollouts(NamedTuple):
     completions: list[Any]
     rewards: np.ndarray  # [rows of this process, F], NaN where a function does not apply
     logged: Logged = NOTHING_LOGGED  # by the reward functions
-    version: int = 0  # training steps of the policy that sampled
+    version: int = 0  # training steps of the policy that sampled; of several, see `partial`, none is older
     resampled_groups: int | None = None  # None without dynamic sampling
     greedy: "Rollouts | None" = None  # a greedy completion of each example, for a rule that compares with it
     epochs: float | None = None  # of the data, once these prompts were drawn; None for streams
     turns: Turns | None = None  # of the rows of this process, where they are episodes
     images: Images | None = None  # of the prompts [B] or, of agents, of the rows [N], on the device
     parts: Turns | None = None  # of agents: each sub-agent in a row with its own reward, and the session behind them
-    partial: Partial | None = None  # of rows that were sampled over several steps
+    partial: Partial | None = None  # of rows that several policies may have sampled
     roles: list[list[str]] | None = None  # the names of the parts of each row
 
 

@@ -14,6 +14,7 @@ from jaxrl_llm.config.flags import load_config_file
 CONFIGS = {
     "grpo": ("kl", "clip_ratio/region_mean"),
     "async_grpo": ("kl", "rollout/age", "producer/reward"),
+    "async_grpo:in_flight": ("kl", "rollout/age_max", "rollout/row_policies", "rollout/policies"),
     "dr_grpo": ("-kl", "clip_ratio/region_mean"),
     "dapo": ("rollout/resampled_groups", "reward_shaping", "clip_ratio/high_mean"),
     "gspo": ("clip_ratio/low_mean", "clip_ratio/high_mean"),

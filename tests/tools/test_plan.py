@@ -400,6 +400,22 @@ ENTRY %main (p: f32[8,8]) -> f32[8,8] {
 """
 
 
+EXCHANGE = """\
+HloModule exchange, is_scheduled=true, num_partitions=4
+
+ENTRY %main (a: bf16[4,256]) -> bf16[4,256] {
+  %a = bf16[4,256]{1,0} parameter(0)
+  %start = ((bf16[4,256]{1,0}), bf16[4,256]{1,0}) all-to-all-start(%a), replica_groups=[1,4]<=[4], dimensions={0}
+  ROOT %done = bf16[4,256]{1,0} all-to-all-done(%start)
+}
+"""
+
+
+def test_what_is_started_counts_once():
+    """Its shape holds operands and results."""
+    assert hlo.Module(EXCHANGE).collectives() == [hlo.Collective("all-to-all", 4, 1, 2048, 0.75 * 2048)]
+
+
 def test_collectives_in_a_loop():
     module = hlo.Module(PROGRAM)
     gathered, reduced = module.collectives()

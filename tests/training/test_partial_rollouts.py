@@ -114,6 +114,8 @@ def test_the_queue_keeps_versions():
         "rollout/age": np.float32(8 / 5),
         "rollout/age_max": 3,
         "rollout/partial_rows": 0.5,
+        "rollout/row_policies": 1.5,
+        "rollout/policies": 3,
         "rollout/waiting_rows": 5,
         "rollout/rounds": 2,
     }

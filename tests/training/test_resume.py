@@ -8,6 +8,8 @@ import pyarrow.parquet as pq
 import pytest
 from safetensors.numpy import load_file
 
+from tests.system.faults.equality import assert_same_run
+
 REWARDS = """
 import os, pathlib, signal
 
@@ -111,6 +113,46 @@ def test_killed_and_resumed_equals_undisturbed(run_python, root, tmp_path, monke
     again = start("killed")
     assert again.returncode == 0, again.stderr
     assert metrics(tmp_path / "killed/metrics.jsonl") == expected
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("arguments", "kill_at"),
+    [
+        pytest.param((*AHEAD, "rollout.update_in_flight=true"), 20, id="in flight"),
+        pytest.param(
+            (*PARTIAL, "rollout.staleness=1", "rollout.update_in_flight=true", "rollout.max_wait=0.05"), 22,
+            id="partial, in flight, with a longest wait",
+        ),
+    ],
+)  # fmt: skip
+def test_a_killed_run_follows_its_record_and_equals_a_run_that_does(
+    run_python, root, tmp_path, monkeypatch, arguments, kill_at
+):
+    """What was logged before the kill is so again, and an undisturbed run that follows the record has the same bits."""
+    (tmp_path / "rewards.py").write_text(REWARDS)
+
+    def start(name, *more):
+        given = (*COMMON, *arguments, "rollout.chunk=2", f"output_dir={name}", "logging.completions_every=1", *more)
+        flags = [f"--config.{argument}" for argument in given]
+        return run_python("-m", "jaxrl_llm.train", f"--config={root / 'configs/grpo.py'}:tiny", *flags)
+
+    monkeypatch.setenv("KILL_AT", str(kill_at))
+    assert start("killed").returncode == -9
+    before, record = metrics(tmp_path / "killed/metrics.jsonl"), tmp_path / "killed/arrivals.jsonl"
+    lines = record.read_text()
+    monkeypatch.delenv("KILL_AT")
+    resumed = start("killed")
+    assert resumed.returncode == 0, resumed.stderr
+    assert int(re.search(r"going on after step (\d+)", resumed.stdout)[1]) < len(before)
+    assert metrics(tmp_path / "killed/metrics.jsonl")[: len(before)] == before
+    assert record.read_text().startswith(lines)
+    arrived = [json.loads(line) for line in record.read_text().splitlines()]
+    assert [line["step"] for line in arrived] == list(range(1, 15))
+    assert any(len(line["policies"]) > 1 for line in arrived)  # while rows were sampled
+    whole = start("whole", "rollout.arrivals=killed/arrivals.jsonl")
+    assert whole.returncode == 0, whole.stderr
+    assert_same_run(tmp_path / "whole", tmp_path / "killed")
 
 
 CLOCKS = {"tokens_per_second", "step_time", "rollout/queue"}

@@ -216,10 +216,13 @@ def test_a_slow_reward_overlaps_with_the_update(tmp_path):
 
 
 TWO_MESHES = """
+import json
+from pathlib import Path
 import jax, numpy as np
+from jax._src.array import ArrayImpl
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.data import tasks
-from jaxrl_llm.distributed.sharding import make_mesh
+from jaxrl_llm.distributed.sharding import make_mesh, resharding, shardings
 from jaxrl_llm.training.setup.run import build, build_mesh
 from jaxrl_llm.training.step import improve
 from jaxrl_llm.training.update import merge_frozen
@@ -238,6 +241,7 @@ def steps(mesh, config):
                 state, _ = improve(run, state, batch)
     return run, seen, jax.device_get(state.params)
 
+mesh_2x2 = make_mesh(data=2, tensor=2, devices=jax.devices()[4:])
 config = config_of(0)
 config.algorithm.importance_correction = "token_truncate"
 config.lora.rank = LORA
@@ -247,6 +251,15 @@ for mesh_text in ("auto", "tensor=2"):
     config.rollout.mesh = mesh_text
     run, own_seen, own_params = steps(build_mesh(config), config)
     worker = run.source.producer.worker
+    pairs = ({"fsdp": 4}, worker.mesh), ({"tensor": 2, "data": 2}, worker.mesh), ({"fsdp": 4}, mesh_2x2)
+    for sizes, sampling in pairs:
+        train = make_mesh(**{"data": 1, **sizes}, devices=jax.devices()[:4])
+        here, value = jax.device_put(own_params, shardings(own_params, train)), ArrayImpl._value
+        ArrayImpl._value = property(lambda x: 1 / 0)  # nothing passes through the host
+        with jax.set_mesh(train):
+            there = jax.device_put(resharding(here, train, sampling)(here), shardings(here, sampling))
+        ArrayImpl._value = value
+        jax.tree.map(np.testing.assert_array_equal, there, own_params)
     assert set(worker.mesh.devices.flat) == set(jax.devices()[4:]) and run.mesh.size == 4
     for one, other in zip(seen, own_seen):
         np.testing.assert_array_equal(one[0], other[0])
@@ -259,6 +272,33 @@ ahead, again = (steps(build_mesh(config), config) for _ in range(2))
 jax.tree.map(np.testing.assert_array_equal, ahead[1:], again[1:])  # whatever the timing
 np.testing.assert_array_equal(ahead[1][0][0], seen[0][0])  # both of the policy of the start
 assert (ahead[1][2][1] != seen[2][1]).any()
+record = Path("in_flight/arrivals.jsonl")
+record.parent.mkdir()
+config.rollout.update_in_flight, config.rollout.chunk, config.output_dir = True, 2, "in_flight"
+steps(build_mesh(config), config)
+lines = [json.loads(line) for line in record.read_text().splitlines()]
+assert [line["step"] for line in lines] == [1, 2, 3]
+lines[2]["policies"] = [[0, 1], [2, 2]]  # the policy of two steps comes to the batch of the third half way
+Path("followed").write_text("".join(json.dumps(line) + chr(10) for line in lines))
+config.rollout.arrivals = "followed"
+runs = []
+for mesh_text in ("auto", "auto", "tensor=2"):
+    config.rollout.mesh = mesh_text
+    runs.append(steps(build_mesh(config), config))
+    assert record.read_text() == Path("followed").read_text()
+jax.tree.map(np.testing.assert_array_equal, runs[0][1:], runs[1][1:])
+for one, other in zip(runs[0][1], runs[2][1]):
+    np.testing.assert_array_equal(one[0], other[0])
+    np.testing.assert_allclose(one[1], other[1], atol=1e-4)
+config.rollout.mesh = "auto"
+config.rollout.devices = 0
+try:
+    steps(make_mesh(devices=jax.devices()[:4]), config)
+except ConfigError as error:
+    assert "4 devices sample and train in turn" in str(error)
+else:
+    raise AssertionError("no policy would come")
+config.rollout.update_in_flight, config.rollout.arrivals, config.rollout.devices = False, None, 4
 config.rollout.staleness, config.rollout.partial_prompts, config.rollout.partial_tokens = 0, 4, 3
 _, seen, params = steps(build_mesh(config), config)
 for mesh_text, atol in ((None, 0), ("tensor=2", 1e-4)):

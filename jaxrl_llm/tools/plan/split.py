@@ -57,7 +57,9 @@ def make_split(config, name: str, count: int, simulate: bool = False) -> Split:
     if not in_files and config.rollout.staleness:
         whole = training.trained >= training.parameters
         share = 1.0 if whole else training.trained / (training.parameters + training.trained)
-        waiting = int(config.rollout.staleness * share * sampling.sampling[PARAMETERS])
+        # In flight the newest is kept for all.
+        policies = 1 if config.rollout.update_in_flight else config.rollout.staleness
+        waiting = int(policies * share * sampling.sampling[PARAMETERS])
         sampling = sampling._replace(
             held={"policies of batches that wait": waiting},
             programs=[x._replace(resident=x.resident + waiting) for x in sampling.programs],

@@ -34,6 +34,7 @@ from jaxrl_llm.rollout.sampling import SamplingParams
 from jaxrl_llm.training import offline
 from jaxrl_llm.training.advantages import advantage_step
 from jaxrl_llm.training.algorithm import Algorithm, BatchSpec
+from jaxrl_llm.training.arrivals import RECORD, Arrivals
 from jaxrl_llm.training.evaluation.run import Evaluations
 from jaxrl_llm.training.logging.stopwatch import Stopwatch
 from jaxrl_llm.training.mixed import MixedSource
@@ -546,6 +547,11 @@ def _online(
         )
     watch = Stopwatch(within=stopwatch) if rollout.staleness and not rollout.processes else stopwatch
     own_mesh = sampling_mesh(config, mesh, model.net.config.kv_heads)
+    if rollout.update_in_flight and own_mesh is mesh and mesh.size > 1:
+        raise ConfigError(
+            f"rollout.update_in_flight is true, but {mesh.size} devices sample and train in turn, so that no policy is "
+            "new while they sample: give sampling devices of its own (rollout.devices), or set it to false"
+        )
     producer = _producer(config, model, data, tokens, rewards, own_mesh, watch, environments)
     worker = producer.worker
     reference = replay = None
@@ -614,6 +620,7 @@ def _online(
             train_mesh=mesh,
             watch=stopwatch,
             own_watch=watch,
+            arrivals=worker.arrivals if producer.partial is None else producer.partial.arrivals,
         )
     return OnlineSource(
         producer,
@@ -675,7 +682,18 @@ def _producer(
     worker = worker_of(training_sampling(config), rollout.group_size)
     check_correction(config, worker.engine)
     greedy = worker_of(training_sampling(config).greedy, 1) if advantages.asks_for("greedy_scores") else None
-    key, partial_rollouts = jax.random.key(config.seed), None
+    key, partial_rollouts, arrivals = jax.random.key(config.seed), None, None
+    if rollout.update_in_flight or rollout.max_wait is not None:
+        followed = None if rollout.arrivals is None else Path(rollout.arrivals)
+        record = Path(config.output_dir) / RECORD
+        arrivals = Arrivals(record, rollout.staleness, rollout.update_in_flight, rollout.max_wait, followed)
+    if rollout.update_in_flight:
+        if greedy is not None:
+            raise ConfigError(
+                f"rollout.update_in_flight is true, but algorithm.advantage = {config.algorithm.advantage!r} compares "
+                "with a greedy completion of one policy: set the one to false, or another advantage"
+            )
+        worker = replace(worker, arrivals=arrivals)
     if rollout.partial_prompts:
         if greedy is not None:
             raise ConfigError(
@@ -690,7 +708,9 @@ def _producer(
                 f"{shards} shards of rows of the mesh that samples: set rollout.partial_prompts to another number"
             )
         assert isinstance(pipeline, Pipeline)  # neither streams nor a curriculum: see config/checks.py
-        partial_rollouts = PartialRollouts(settings, worker.engine, pipeline, key, own_mesh, worker.prompt_width, watch)
+        partial_rollouts = PartialRollouts(
+            settings, worker.engine, pipeline, key, own_mesh, worker.prompt_width, watch, arrivals
+        )
     return Producer(producer_spec(config), worker, greedy, pipeline, advantages.flat_groups, partial_rollouts)
 
 

@@ -75,3 +75,37 @@ def test_an_error_of_a_sampler_ends_all(root, tmp_path):
     assert [process.code for process in ended] == [2, 2], [process.err[-2000:] for process in ended]
     assert "sampler 0 of 1, which was to make the batch of step 1" in ended[0].err and "no judge" in ended[0].err
     assert "no judge" in ended[1].err
+
+
+@pytest.mark.slow
+def test_a_sampler_that_hangs_is_waited_for_and_then_named(root, tmp_path):
+    """Stopped for a while it goes on as if nothing had been; for longer than the limit, the learners end."""
+    words = command(root, "run", "rollout.processes=1", "processes.heartbeat_seconds=15", steps=1000)
+    processes = start(2, tmp_path, words)
+    wait_for_lines(tmp_path / "run/metrics.jsonl", 1, processes)
+    processes[1].send_signal(signal.SIGSTOP)
+    time.sleep(4)
+    assert processes[0].poll() is None
+    processes[1].send_signal(signal.SIGCONT)
+    lines = (tmp_path / "run/metrics.jsonl").read_bytes().count(b"\n")
+    wait_for_lines(tmp_path / "run/metrics.jsonl", lines + 3, processes)
+    processes[1].send_signal(signal.SIGSTOP)
+    processes[0].wait(120)
+    processes[1].send_signal(signal.SIGCONT)
+    ended = finish(processes, 100)
+    assert [process.code for process in ended] == [2, 2], [process.err[-2000:] for process in ended]
+    assert "sampler 0 of 1, which was to make the batch of step" in ended[0].err
+    assert "shows no sign of life" in ended[0].err and "the learners have ended: sampler 0 of 1" in ended[1].err
+
+
+@pytest.mark.slow
+def test_a_sampler_whose_reward_never_returns_ends_itself(root, tmp_path):
+    """It gives signs of life, as a thread of its own does; its watchdog sees that nothing is made."""
+    (tmp_path / "mine.py").write_text("import time\n\ndef score(completions, **kwargs):\n    time.sleep(1000)\n")
+    words = command(
+        root, "run", "rollout.processes=1", "rewards.functions=mine.py:score", "watch.hang_seconds=20",
+        "processes.heartbeat_seconds=15",
+    )  # fmt: skip
+    ended = finish(start(2, tmp_path, words), 200)
+    assert all(process.code for process in ended), [process.err[-2000:] for process in ended]
+    assert "no progress for" in ended[1].err and "the run hangs in reward" in ended[1].err
