@@ -22,13 +22,23 @@ def page(
     own: Iterable[str] = (),
     further: Iterable[str] = (),
     ahead: Iterable[str] = (),
+    taught: str = "",
 ) -> str:
-    """The page; configurations without runs are left out. `own` are those whose teacher is the policy."""
+    """The page; configurations without runs are left out. `own` are those whose teacher is the policy, `taught` has
+    another."""
     parts = [
         HEAD.format(machines="; ".join(sorted({run["machine"] for group in runs.values() for run in group.values()})))
     ]
-    sampled = (ONLINE, online), (FURTHER, further), (AHEAD, ahead), (SELF, own)
+    sampled = (ONLINE, online), (FURTHER, further), (AHEAD, ahead)
     parts += [_sampled_part(head, runs, names) for head, names in sampled]
+    if taught in runs:
+        parts.append(
+            TAUGHT.format(
+                runs=table(_taught_rows(runs[taught])),
+                curve=table(_curve_table("seed", {str(n): run for n, run in sorted(runs[taught].items())})),
+            )
+        )
+    parts.append(_sampled_part(SELF, runs, own))
     if "grpo" in runs and 0 in runs["grpo"]:
         parts.append("\n## Health of the GRPO run with seed 0\n\n" + table(_health(runs["grpo"][0])))
     if control in runs:
@@ -72,10 +82,15 @@ def _online_rows(runs: Runs, names: list[str]) -> list[list[str]]:
 
 
 def _curves(runs: Runs, names: list[str]) -> list[list[str]]:
-    curves = {n: {line["step"]: line for line in _evaluations(runs[n][0])} for n in names if 0 in runs[n]}
+    return _curve_table("config", {f"`{name}`": runs[name][0] for name in names if 0 in runs[name]})
+
+
+def _curve_table(head: str, runs: Mapping[str, dict[str, Any]]) -> list[list[str]]:
+    """The accuracies of each run by step."""
+    curves = {name: {line["step"]: line for line in _evaluations(run)} for name, run in runs.items()}
     steps = sorted({step for curve in curves.values() for step in curve})
-    rows = [["config", *map(str, steps)]]
-    return rows + [[f"`{n}`", *(_pair(curve[s]) if s in curve else "" for s in steps)] for n, curve in curves.items()]
+    rows = [[head, *map(str, steps)]]
+    return rows + [[name, *(_pair(curve[s]) if s in curve else "" for s in steps)] for name, curve in curves.items()]
 
 
 def _health(run: dict[str, Any]) -> list[list[str]]:
@@ -91,6 +106,20 @@ def _control_rows(run: dict[str, Any]) -> list[list[str]]:
         head,
         ["SFT on the same demonstrations", _pair(before), _pair(after), str(run["steps"]), _seconds({0: run})],
     ]
+
+
+def _taught_rows(group: Mapping[int, dict[str, Any]]) -> list[list[str]]:
+    """Of each seed both runs, and when each was within 0.02 of what the teacher ended with."""
+    rows = [["seed", "GRPO: steps", "accuracy", "within 0.02 after", "CPU seconds",
+             "student: steps", "accuracy", "within 0.02 after", "CPU seconds"]]  # fmt: skip
+    for seed, run in sorted(group.items()):
+        row, level = [str(seed)], _evaluations(run["teacher"])[-1][ACCURACY[0]]
+        for side in (run["teacher"], run):
+            curve = _evaluations(side)
+            reached = next((str(line["step"]) for line in curve if line[ACCURACY[0]] >= level - 0.02), "not reached")
+            row += [str(side["steps"]), _pair(curve[-1]), reached, f"{side['cpu_seconds']:.0f}"]
+        rows.append(row)
+    return rows
 
 
 def _sampled_part(head: str, runs: Runs, names: Iterable[str]) -> str:
@@ -143,6 +172,18 @@ ahead. Tokens are weighed by the ratio of the policy before the step and the one
 sampled. With neither a run is refused. `ahead_in_flight_N` is `configs/async_grpo.py:in_flight`: weighed as `ahead_N`,
 and each new policy comes to the batch under way (`rollout.update_in_flight`).
 """
+TAUGHT = """
+## From a teacher
+
+`configs/distill.py`, whose teacher is what `configs/grpo.py` makes with the same seed. Both start from the same model, and
+a step of both has 256 completions; GRPO makes one update of them, the student eight, and learns from no reward
+([why](distillation.md#how-many-steps-it-takes)). Within 0.02 is of the sampled accuracy that the teacher ended with. CPU
+seconds are of the whole command, all cores together; both were run beside other work.
+
+{runs}
+The student by training step:
+
+{curve}"""
 SELF = """
 ## The policy as its own teacher
 

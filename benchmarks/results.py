@@ -13,6 +13,7 @@ import argparse
 import itertools
 import json
 import os
+import resource
 import subprocess
 import sys
 import tempfile
@@ -40,9 +41,11 @@ STALENESS = (0, 1, 2, 4, 8)
 IN_FLIGHT = ("ahead_in_flight_4", "ahead_in_flight_8")
 AHEAD = (*(f"ahead_{n}" for n in STALENESS), *(f"ahead_clipped_{n}" for n in STALENESS[1:]), *IN_FLIGHT)
 SELF = ("sdpo", "sdft")  # the policy as its own teacher
-START = "sdpo.py:start"  # makes the model that those start from, with the same seed
+TAUGHT = "distill"  # from a teacher, whose own run is kept with it
+# What makes the model that these start from or learn from, with the same seed, and the key that names it.
+STARTS = dict.fromkeys(SELF, ("sdpo.py:start", "model.path")) | {TAUGHT: ("grpo.py", "teacher.path")}
 CONTROL = "sft_control"  # the time of a GRPO run spent on more supervised fine-tuning
-NAMES = (*ONLINE, *FURTHER, *AHEAD, *SELF, *IMAGES, *OFFLINE, CONTROL)  # in the order of the page
+NAMES = (*ONLINE, *FURTHER, *AHEAD, TAUGHT, *SELF, *IMAGES, *OFFLINE, CONTROL)  # in the order of the page
 SPECS = {"vision_grpo_blank": "vision_grpo.py:blank"}  # where the name is not that of a file
 SPECS |= {name: f"further.py:{name}" for name in FURTHER}
 SPECS |= dict.fromkeys(AHEAD, "async_grpo.py") | dict.fromkeys(IN_FLIGHT, "async_grpo.py:in_flight")
@@ -58,19 +61,30 @@ Run = dict[str, Any]  # config, seed, seconds, steps, machine, and the logged li
 
 
 def train(config: str, seed: int, *flags: str) -> Run:
-    """One run of `configs/<config>.py`, or of what SPECS and FLAGS have for it."""
+    """One run of `configs/<config>.py`, or of what SPECS and FLAGS have for it; of TAUGHT also its teacher's."""
+    names = "--config.logging.names=trl"
     with tempfile.TemporaryDirectory() as folder:
         own, start = Path(folder) / config, Path(folder) / "start"
-        if config in SELF:
-            _run(START, seed, start)
-            flags = (f"--config.model.path={start}/hf", *flags)
-        flags = ("--config.logging.names=trl", *FLAGS.get(config, ()), *flags)
-        seconds = _run(SPECS.get(config, f"{config}.py"), seed, own, *flags)
-        lines = [json.loads(line) for line in (own / "metrics.jsonl").read_text().splitlines()]
+        first = None
+        if config in STARTS:
+            spec, key = STARTS[config]
+            first = _run(spec, seed, start, names)
+            flags = (f"--config.{key}={start}/hf", *flags)
+        run = _run(SPECS.get(config, f"{config}.py"), seed, own, names, *FLAGS.get(config, ()), *flags)
+    return {"config": config, "seed": seed, **run} | ({"teacher": first} if config == TAUGHT else {})
+
+
+def _run(spec: str, seed: int, folder: Path, *flags: str) -> Run:
+    """One run of a configuration: what it took, and what it logged."""
+    command = [sys.executable, "-m", "jaxrl_llm.train", f"--config=configs/{spec}", f"--config.seed={seed}"]
+    began, used = time.perf_counter(), _cpu_seconds()
+    flags = (f"--config.output_dir={folder}", *flags)
+    subprocess.run([*command, *flags], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+    seconds, cpu_seconds = time.perf_counter() - began, _cpu_seconds() - used
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return {
-        "config": config,
-        "seed": seed,
         "seconds": round(seconds, 1),
+        "cpu_seconds": round(cpu_seconds, 1),
         "steps": lines[-1]["step"],
         "machine": f"{os.cpu_count()} CPU cores, jax {jax.__version__}",
         "lines": [_kept(line) for line in lines if _is_kept(line, lines[-1]["step"])],
@@ -78,13 +92,10 @@ def train(config: str, seed: int, *flags: str) -> Run:
     }
 
 
-def _run(spec: str, seed: int, folder: Path, *flags: str) -> float:
-    """Seconds that a configuration took."""
-    command = [sys.executable, "-m", "jaxrl_llm.train", f"--config=configs/{spec}", f"--config.seed={seed}"]
-    began = time.perf_counter()
-    flags = (f"--config.output_dir={folder}", *flags)
-    subprocess.run([*command, *flags], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
-    return time.perf_counter() - began
+def _cpu_seconds() -> float:
+    """Of the processes that have ended."""
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
 
 
 def _is_kept(line: dict[str, Any], last: int) -> bool:
@@ -139,7 +150,7 @@ def main(argv: list[str]) -> None:
         else:
             run = train(name, seed, *([f"--config.total_steps={options.steps}"] if options.steps else []))
         store(f"{name}-{seed}", run)
-    PAGE.write_text(page(stored(), ONLINE, OFFLINE, CONTROL, IMAGES, SELF, FURTHER, AHEAD), encoding="utf-8")
+    PAGE.write_text(page(stored(), ONLINE, OFFLINE, CONTROL, IMAGES, SELF, FURTHER, AHEAD, TAUGHT), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -120,6 +120,7 @@ class Prepared:
     token_share: Array = None  # [N,T] mask / tokens of the optimizer batch, for means over tokens
     entropy_share: Array = None  # [N,T] share of a token in the entropy bonus; None: token_share
     observed_share: Array = None  # [N,T] observed / observation tokens of the optimizer batch
+    taught_share: Array = None  # [N,T] the same of tokens on taught rows, NaN where there are none; None: token_share
     keep: Array = None  # [N,T] 1 on tokens whose policy term counts; None: all of the mask
     mean_weight: Array = None  # [N] the mean importance weight of the batch, that weights are divided by
     selected: Array = None  # [N,T] 1 on the few tokens that the loss treats differently

@@ -22,11 +22,18 @@ def test_the_page(monkeypatch, tmp_path):
     results.store("vision_grpo_blank-0", kept("vision_grpo_blank", 0, accuracy))
     results.store("sft_control-0", kept("sft_tiny", 0, accuracy))
     results.store("sdpo-0", kept("sdpo", 0, accuracy))
+    teacher = kept("grpo", 1, accuracy) | {"cpu_seconds": 40.4}
+    pace = [{"step": s, "eval/accuracy": a, "eval/greedy_accuracy": a} for s, a in ((0, 0.2), (2, 0.485), (4, 0.4))]
+    for seed, lines in ((0, pace[:1]), (1, pace)):
+        results.store(f"distill-{seed}", kept("distill", seed, lines) | {"cpu_seconds": 9.6, "teacher": teacher})
     results.store("topr-0", kept("topr", 0, accuracy))
     results.store("ahead_clipped_4-0", kept("ahead_clipped_4", 0, accuracy))
     groups = results.ONLINE, results.OFFLINE, results.CONTROL, results.IMAGES, results.SELF
-    text = page(results.stored(), *groups, results.FURTHER, results.AHEAD)
+    text = page(results.stored(), *groups, results.FURTHER, results.AHEAD, results.TAUGHT)
     assert "## The policy as its own teacher" in text and "| `sdpo` | 9 | 0.250 / 0.350 | 0.500 / 0.600 |" in text
+    row = "| 1 | 9 | 0.500 / 0.600 | 9 | 40 | 9 | 0.400 / 0.400 | 2 | 10 |"
+    assert "## From a teacher" in text and row in text and "| not reached | 10 |" in text
+    assert "| seed | 0 | 2 | 4 |" in text and "| 1 | 0.200 / 0.200 | 0.485 / 0.485 | 0.400 / 0.400 |" in text
     assert "## Further objectives" in text and "| `topr` | 9 | 0.250 / 0.350 | 0.500 / 0.600 | 12 |" in text
     assert "| `ahead_clipped_4` | 9 | 0.250 / 0.350 | 0.500 / 0.600 | 12 |" in text and "`ahead_1`" not in text
     assert text.index("`grpo`") < text.index("`topr`") < text.index("`sdpo`")
@@ -40,7 +47,7 @@ def test_the_page(monkeypatch, tmp_path):
 
 def test_every_configuration_is_measured(root):
     # What makes the model, stages of others, other subjects.
-    others = {"sft_tiny", "rlhf", "grpo_lora", "environment", "gigpo", "agent", "distill", "self_play"}
+    others = {"sft_tiny", "rlhf", "grpo_lora", "environment", "gigpo", "agent", "self_play"}
     specs = {results.SPECS.get(name, f"{name}.py") for name in set(results.NAMES) - {results.CONTROL}}
     measured = {spec.partition(".py")[0] for spec in specs}
     assert {path.stem for path in (root / "configs").glob("*.py")} - others == measured

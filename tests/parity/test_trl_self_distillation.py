@@ -14,6 +14,7 @@ from jaxrl_llm.algorithms.distillation import distilled_advantages, generalized_
 from jaxrl_llm.algorithms.policy_losses import ppo_clip
 from jaxrl_llm.models.logprobs import TokenStatistics
 from jaxrl_llm.training.objectives.distillation import DivergenceSpec, teacher_term
+from jaxrl_llm.training.objectives.objective import weigh
 from jaxrl_llm.training.teacher_context import ContextSpec, successful_rows, text_of, with_context
 
 torch = pytest.importorskip("torch")
@@ -158,8 +159,7 @@ def test_the_loss_of_whole_distributions(beta, off_policy):
     trainer = trainer_of(SDPOConfig, [], distillation_mode="full_logits", distillation_alpha=beta)
     trainer.accelerator.gather = lambda x: x.detach()
     old = jnp.asarray(token_logps(OLD)) if off_policy else None
-    batch = Batch(Inputs(SAMPLED), MASK, old_logps=old, taught=jnp.asarray(TAUGHT))
-    weights = loss_weights(MASK, "sequence").astype(jnp.float64)
+    batch = weigh(Batch(Inputs(SAMPLED), jnp.asarray(MASK), old_logps=old, taught=jnp.asarray(TAUGHT)), "sequence")
     spec = DivergenceSpec(1.0, beta, 1.0, trainer.args.distillation_is_clip)
 
     def ours(logits):
@@ -167,7 +167,7 @@ def test_the_loss_of_whole_distributions(beta, off_policy):
         logps = jnp.take_along_axis(own, SAMPLED[..., None], axis=-1)[..., 0]
         divergence = generalized_jsd(own, jax.nn.log_softmax(TEACHER), beta)
         term, _ = teacher_term(spec, TokenStatistics(logps, logps, logps, divergence=divergence), batch)
-        return (weights * term).sum()
+        return (batch.prepared.weights * term).sum()
 
     value, expected = assert_same(ours, lambda logits: trl_loss(trainer, logits, off_policy))
     np.testing.assert_allclose(value, expected, rtol=1e-6)

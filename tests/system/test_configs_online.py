@@ -30,7 +30,7 @@ CONFIGS = {
     "passk": ("-kl", "clip_ratio/region_mean"),
     "clip_cov": ("-kl", "clip_ratio/region_mean"),
     "kl_cov": ("-kl", "-clip_ratio/region_mean"),
-    "distill": ("teacher/kl", "teacher/logp", "-kl"),
+    "distill": ("teacher/divergence", "-teacher/kl", "-kl"),
     "sdpo": ("teacher/divergence", "teacher/taught", "teacher/prompt_length", "-kl"),
     "sdft": ("teacher/divergence", "teacher/taught", "teacher/too_long", "-kl"),
     "further:maxrl": ("-kl", "clip_ratio/region_mean"),

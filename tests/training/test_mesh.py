@@ -50,12 +50,17 @@ def step(microbatch_rows=0, rollout="auto", **sizes):
         assert min(jax.tree.leaves(changed)) > 0
         moved = mesh.shape["context"] > 1 or rollout != "auto"
         assert ("reshard" in run.stopwatch.totals) == moved
-        return jax.device_get((experience.batch.inputs.tokens, state.params)), metrics, sizes
+        # Where rows are packed, each mesh packs them its own way.
+        read = experience.batch.with_layout(None).replace(scalars=None)
+        return jax.device_get((experience.batch.inputs.tokens, read, state.params)), metrics, sizes
 
-(tokens, params), metrics, whole_sizes = step()
+(tokens, read, params), metrics, whole_sizes = step()
+if config.teacher.context != "none":
+    assert 0 < read.taught.mean() < 1, "all rows are taught, or none: the case proves little"
 for shape in {shapes}:
-    (other_tokens, other_params), other_metrics, sizes = step(**shape)
+    (other_tokens, other_read, other_params), other_metrics, sizes = step(**shape)
     np.testing.assert_array_equal(tokens, other_tokens)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), read, other_read)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), params, other_params)
     for name in metrics:
         np.testing.assert_allclose(metrics[name], other_metrics[name], rtol=1e-4, atol=1e-5, err_msg=name)
@@ -150,6 +155,26 @@ def test_resampling_and_replay_on_a_mesh(run_python, root):
     settings = {f"algorithm.{name}": value for name, value in settings.items()}
     shapes = [{"data": 2, "fsdp": 2, "tensor": 2}, {"data": 1, "fsdp": 4, "tensor": 2, "microbatch_rows": 8}]
     check(run_python, root, [*shapes, {"data": 2, "context": 2, "expert": 2}], settings)
+
+
+TEACHERS = {
+    "another model's log-probs": {"teacher.path": "embedded:sort", "teacher.coef": 0.5},
+    "its distributions": {"teacher.path": "embedded:sort", "teacher.form": "divergence"},
+    "the policy, shown a success": {
+        "teacher.path": "self(rate=0)", "teacher.form": "divergence", "teacher.beta": 0.5, "teacher.context": "success",
+        "teacher.success_threshold": 0.5, "teacher.template": "{solution}{prompt}",
+        "teacher.solution_template": "{solution},", "teacher.importance_max": 2.0,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TEACHERS)
+def test_teachers_on_a_mesh(run_python, root, name):
+    """With a context the teacher's rows are others than the policy's, longer, and made on the host."""
+    shapes = [{"data": 8}, {"data": 2, "context": 2, "tensor": 2}, {"data": 1, "fsdp": 4, "tensor": 2}]
+    packed = {"batch.packing": "true"} if "success" in name else {}
+    check(run_python, root, shapes, {**TEACHERS[name], **packed})
 
 
 def test_a_batch_that_does_not_divide_is_refused(run_python, root):

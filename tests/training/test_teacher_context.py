@@ -19,6 +19,7 @@ from jaxrl_llm.models.logprobs import TokenStatistics
 from jaxrl_llm.models.model import load_model
 from jaxrl_llm.rewards.runner import NOTHING_LOGGED
 from jaxrl_llm.training.objectives.distillation import DivergenceSpec, teacher_term
+from jaxrl_llm.training.objectives.objective import token_metrics, weigh
 from jaxrl_llm.training.setup.run import build
 from jaxrl_llm.training.step import improve
 from jaxrl_llm.training.teacher_context import ContextSpec, privileged_texts, successful_rows, text_of, with_context
@@ -133,8 +134,11 @@ def test_divergence_of_what_was_shown(packing, top):
         own, theirs = map(with_tail if top.get("tail", True) else without_tail, both)
     taught = np.array([context is not None for context in contexts], np.float32)
     mask = np.asarray(batch.mask)
-    per_row = (np.asarray(generalized_jsd(own, theirs, 0.3)) * mask).sum(axis=1) / mask.sum(axis=1)
+    divergence = np.asarray(generalized_jsd(own, theirs, 0.3)) * mask
+    per_row = divergence.sum(axis=1) / mask.sum(axis=1)
     np.testing.assert_allclose(updates[0]["loss"].value, (per_row * taught).mean(), rtol=2e-4)
+    of_taught = (divergence.sum(axis=1) * taught).sum() / (mask.sum(axis=1) * taught).sum()
+    np.testing.assert_allclose(updates[0]["teacher/divergence"].value, of_taught, rtol=2e-4)
     np.testing.assert_array_equal(batch.taught, taught)
     assert updates[0]["grad_norm"].value > 0.001
 
@@ -294,9 +298,14 @@ def test_the_term_by_hand():
     logps, old = jnp.log(jnp.float32([[0.5, 0.9], [0.5, 0.5]])), jnp.log(jnp.float32([[0.25, 0.1], [0.5, 0.5]]))
     batch = Batch(Inputs(jnp.zeros((2, 2), jnp.int32)), jnp.ones((2, 2)), old_logps=old, taught=jnp.float32([1, 0]))
     tokens = TokenStatistics(logps, logps, logps, divergence=jnp.float32([[3.0, 5.0], [7.0, 11.0]]))
+    batch = weigh(batch, "token")
     term, metric = teacher_term(DivergenceSpec(0.5, 1.0, 1.0, 4.0), tokens, batch)
     np.testing.assert_allclose(term, [[0.5 * 3 * 2, 0.5 * 5 * 4], [0, 0]], rtol=1e-6)
-    np.testing.assert_allclose(metric.value, [[3, 5], [0, 0]])
+    assert token_metrics({"teacher/divergence": metric}, batch)["teacher/divergence"].value == 4  # of taught tokens
+    nobody = weigh(batch.replace(taught=jnp.zeros(2)), "token")
+    term, metric = teacher_term(DivergenceSpec(0.5, 1.0, 1.0), tokens, nobody)
+    assert not term.any()
+    assert np.isnan(token_metrics({"teacher/divergence": metric}, nobody)["teacher/divergence"].value)
     np.testing.assert_allclose(teacher_term(DivergenceSpec(0.5, 1.0, 1.0), tokens, batch)[0], [[1.5, 2.5], [0, 0]])
     slope = jax.grad(
         lambda x: teacher_term(DivergenceSpec(1.0, 1.0, 1.0, 4.0), tokens._replace(logps=x), batch)[0].sum()

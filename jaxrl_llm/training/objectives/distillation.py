@@ -38,17 +38,19 @@ def teacher_of(spec: DivergenceSpec | None, batch: Batch) -> TeacherRows | None:
 
 
 def teacher_term(spec: DivergenceSpec, tokens: TokenStatistics, batch: Batch) -> tuple[jax.Array, Metric]:
-    """`coef * divergence` `[N,T]` of the tokens, and the divergence as a metric; 0 on rows that are not taught.
+    """`coef * divergence` `[N,T]` of the tokens, 0 on rows that are not taught, and the mean divergence of the others.
 
     With `importance_max` a token's term is multiplied by its ratio with the old policy, up to that, without gradient.
     """
     assert tokens.divergence is not None
-    divergence = tokens.divergence if batch.taught is None else tokens.divergence * batch.taught[:, None]
-    term = spec.coef * divergence
+    term, metric = spec.coef * tokens.divergence, Metric(tokens.divergence)
+    if batch.taught is not None:
+        term *= batch.taught[:, None]
+        metric = Metric(batch.prepared.taught_share * tokens.divergence, "sum")
     if spec.importance_max is not None and batch.old_logps is not None:
         change = jax.lax.stop_gradient(jnp.where(batch.mask > 0, tokens.logps - batch.old_logps, 0.0))
         term *= jnp.minimum(jnp.exp(change), spec.importance_max)
-    return term, Metric(divergence)
+    return term, metric
 
 
 def distillation(

@@ -38,6 +38,9 @@ def weigh(batch: Batch, mode: str, **options) -> Batch:
     """The batch with the weights of an aggregation mode (`loss_weights`), and each token's share in means."""
     if batch.observed is not None:
         batch = batch.prepare(observed_share=batch.observed / jnp.maximum(batch.observed.sum(), 1.0))
+    if batch.taught is not None:
+        taught = batch.mask * batch.taught[:, None]
+        batch = batch.prepare(taught_share=taught / jnp.where(taught.any(), taught.sum(), jnp.nan))
     return batch.prepare(
         weights=loss_weights(batch.mask, mode, **options),
         token_share=batch.mask / jnp.maximum(batch.mask.sum(), 1.0),

@@ -1,14 +1,19 @@
 """A run of several processes is the run of one: the same numbers, the same files."""
 
+import dataclasses
 import json
 import math
 import shutil
 from pathlib import Path
 
+import jax
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
 from safetensors.numpy import load_file
+
+from jaxrl_llm.data import tasks
+from jaxrl_llm.models.model import load_model, save_hf
 
 # What depends on the devices: times, and how well their slots are filled.
 TIMES = ("tokens_per_second", "step_time", "rollout/useful_token_fraction")
@@ -84,6 +89,23 @@ def test_runs_of_four_processes(root, tmp_path, together, name):
     all_ended_well(together(1, *command(root, name, tmp_path / "one")))
     all_ended_well(together(4, *command(root, name, tmp_path / "four")))
     same_runs(tmp_path / "one", tmp_path / "four")
+
+
+@pytest.mark.slow
+def test_teachers_over_processes(root, tmp_path, together):
+    """Two teachers by row; and the policy as its own, with a context that each process makes for its rows."""
+    model = load_model("embedded:sort")
+    save_hf(dataclasses.replace(model, params=jax.tree.map(lambda x: 1.1 * x, model.params)), tmp_path / "other")
+    rows = [{**row, "teacher": "ab"[number % 2]} for number, row in enumerate(tasks.generate("sort", size=8))]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    by_row = (f"--config.data.path={tmp_path / 'rows.jsonl'}", f"--config.teacher.others=('b={tmp_path / 'other'}',)")
+    for name, flags in (("distill", by_row), ("sdpo", ())):
+        flags = (*flags, "--config.eval.every=-1")
+        all_ended_well(together(1, *command(root, name, tmp_path / name, *flags)))
+        all_ended_well(together(2, *command(root, name, tmp_path / f"{name}_2", *flags)))
+        same_runs(tmp_path / name, tmp_path / f"{name}_2", evaluations=False)
+    first = json.loads((tmp_path / "sdpo" / "metrics.jsonl").open().readline())
+    assert 0 < first["teacher/taught"] < 1
 
 
 @pytest.mark.slow
