@@ -31,7 +31,8 @@ MOST_MAPS = 30_000  # of memory, behind which compiled programs are freed
 TESTS_BETWEEN = 8  # quick ones, after which they are counted: to read as many takes longer than most tests
 
 # Most of the suite's time is compilation: LLVM does not optimise, and what tests and their processes compile is kept.
-OPTIMIZATION = "--xla_backend_optimization_level=0"
+# One module of LLVM a program: to split it for the cores costs more than it gains where every core has its own tests.
+OPTIMIZATION = "--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1"
 if Version(importlib.metadata.version("jaxlib")) < Version("0.11"):  # later ones do not know the flag, which is fatal
     OPTIMIZATION += " --xla_cpu_use_fusion_emitters=false"  # takes half of the compiler's time away
 os.environ.setdefault("XLA_FLAGS", OPTIMIZATION)

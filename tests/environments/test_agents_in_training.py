@@ -18,11 +18,11 @@ from jaxrl_llm.config.flags import load_config_file
 from jaxrl_llm.data.observations import TurnTokenizer
 from jaxrl_llm.distributed.sharding import make_mesh
 from jaxrl_llm.environments.agents import Agents, AgentSpec
-from jaxrl_llm.models.logprobs import token_logps
 from jaxrl_llm.rollout.engine import Engine
 from jaxrl_llm.rollout.sampling import SamplingParams
 from jaxrl_llm.training.agent_rollout import AgentRollout
 from jaxrl_llm.training.packing.layout import Sizes, plan
+from tests.models.decoding import trainer_logps
 
 openai = pytest.importorskip("openai")
 pytest.importorskip("uvicorn")
@@ -91,7 +91,7 @@ def play(model):
 def test_calls_are_rows_of_the_policy(model, play):
     tasks = [{"prompt": "sort:4821="}, {"prompt": "sort:99310="}]
     rollout, episodes = play(two_turns, tasks, workers=4)
-    logps, _ = token_logps(model.net, model.params, Inputs(rollout.tokens, rollout.segments, prompt_width=WIDTH), 0.8)
+    logps, _ = trainer_logps(model.net, model.params, Inputs(rollout.tokens, rollout.segments, prompt_width=WIDTH), 0.8)
     np.testing.assert_allclose(np.asarray(logps) * rollout.mask, rollout.sample_logps, atol=1e-4)
     for row, branch in enumerate(found.last for found in episodes.rows):
         text = model.tokenizer.decode(rollout.tokens[row][rollout.segments[row] == 1])
@@ -137,7 +137,7 @@ def test_sub_agents_are_parts_of_the_row(model, play):
     packed = plan(rollout.tokens, rollout.segments, rollout.mask, Sizes(96, 1, K, 1, group_size=K)).microbatch(0)
     for layout, order in ((None, slice(None)), (packed, packed.row_idx[0])):
         inputs = Inputs(rollout.tokens, rollout.segments, layout=layout, prompt_width=WIDTH)
-        logps, _ = token_logps(model.net, model.params, inputs, 0.8)
+        logps, _ = trainer_logps(model.net, model.params, inputs, 0.8)
         logps = np.asarray(logps) * rollout.mask[order]
         np.testing.assert_allclose(logps, rollout.sample_logps[order], atol=1e-4)
     (parts, _), (metrics, totals, _) = episodes.parts(), episodes.release()
@@ -224,7 +224,7 @@ def test_agents_that_fail(model, play):
     assert text[WIDTH + first :][:8] == list(b"sort:43=") and rollout.lengths[2] == last
     assert rollout.segments[2, WIDTH:][:last].tolist() == [1] * first + [2] * (last - first)
     assert rollout.mask[2, WIDTH:][:last].tolist() == [1] * first + [0] * 8 + [1] * (last - first - 8)
-    logps, _ = token_logps(model.net, model.params, Inputs(rollout.tokens, rollout.segments, prompt_width=WIDTH), 0.8)
+    logps, _ = trainer_logps(model.net, model.params, Inputs(rollout.tokens, rollout.segments, prompt_width=WIDTH), 0.8)
     np.testing.assert_allclose(np.asarray(logps) * rollout.mask, rollout.sample_logps, atol=1e-4)
     # The last call's alone, where there is room for no other.
     rollout, episodes = play(sometimes, tasks[1:2], branches=1)

@@ -17,7 +17,6 @@ from jaxrl_llm.data.observations import TurnTokenizer
 from jaxrl_llm.data.tokenize import PIXELS, RowTokenizer
 from jaxrl_llm.distributed.sharding import make_mesh
 from jaxrl_llm.environments.agents import Agents, AgentSpec
-from jaxrl_llm.models.logprobs import token_logps
 from jaxrl_llm.models.model import load_model
 from jaxrl_llm.rollout.engine import Engine
 from jaxrl_llm.rollout.sampling import SamplingParams
@@ -26,6 +25,7 @@ from jaxrl_llm.training.images import prompt_images
 from jaxrl_llm.training.setup.specs import eos_ids
 from tests.data.qwen_vl import FOLDERS
 from tests.data.smolvlm import picture
+from tests.models.decoding import trainer_logps
 from tests.training.test_image_data import configured, verl_rows
 
 pytest.importorskip("uvicorn")
@@ -89,7 +89,7 @@ def test_images_of_calls_are_those_of_the_row(model):
     assert np.asarray(rollout.segments).max(axis=1).tolist() == [2] * 4
     images = jax.tree.map(jax.numpy.asarray, prompt_images(found, model.net.config.vision))
     inputs = Inputs(rollout.tokens, rollout.segments, images=images, prompt_width=WIDTH)
-    logps, _ = token_logps(model.net, model.params, inputs, 1.0)
+    logps, _ = trainer_logps(model.net, model.params, inputs, 1.0)
     mask = np.asarray(rollout.mask)
     np.testing.assert_allclose(np.asarray(logps) * mask, np.asarray(rollout.sample_logps), atol=1e-4)
     assert (mask.sum(axis=1) > 3).all()

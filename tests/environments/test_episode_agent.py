@@ -28,7 +28,6 @@ from jaxrl_llm.environments.batch import EpisodeBatch
 from jaxrl_llm.environments.factory import Environments, EnvironmentSpec
 from jaxrl_llm.environments.protocol import EpisodeError, Step
 from jaxrl_llm.models.hf import find_tokenizer, remember_images
-from jaxrl_llm.models.logprobs import token_logps
 from jaxrl_llm.rollout.engine import Engine
 from jaxrl_llm.rollout.sampling import SamplingParams
 from jaxrl_llm.training.agent_rollout import AgentRollout
@@ -36,6 +35,7 @@ from jaxrl_llm.training.episode_agent import EpisodeAgent
 from jaxrl_llm.training.setup.specs import environment_spec
 from tests.data.qwen_vl import FOLDERS, qwen_vl_folder
 from tests.data.smolvlm import picture, png
+from tests.models.decoding import trainer_logps
 from tests.training.test_image_data import configured
 
 pytest.importorskip("uvicorn")
@@ -392,7 +392,7 @@ def test_a_game_of_text_has_the_policys_log_probs(chat):
     finally:
         agents.close()
     assert not episodes.failed.any(), episodes.reasons
-    logps, _ = token_logps(model.net, model.params, Inputs(rollout.tokens, rollout.segments, prompt_width=40), 0.8)
+    logps, _ = trainer_logps(model.net, model.params, Inputs(rollout.tokens, rollout.segments, prompt_width=40), 0.8)
     np.testing.assert_allclose(np.asarray(logps) * np.asarray(rollout.mask), rollout.sample_logps, atol=1e-4)
     checked_rows(rollout, episodes, turns, 40, prompts, spec, completion)
 

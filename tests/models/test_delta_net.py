@@ -11,11 +11,10 @@ from jaxrl_llm.algorithms.batch import Inputs
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.models.attention import Attention
 from jaxrl_llm.models.delta_net import AT_ONCE, GatedDeltaNet, chunked_delta_rule
-from jaxrl_llm.models.logprobs import token_logps
 from jaxrl_llm.models.transformer import ModelConfig, Net
 from jaxrl_llm.rollout.engine import Engine
 from jaxrl_llm.rollout.sampling import SamplingParams
-from tests.models.decoding import continued_logits, padded
+from tests.models.decoding import continued_logits, padded, trainer_logps
 from tests.rollout.test_multi_turn import Echo
 
 CONFIG = ModelConfig(
@@ -94,7 +93,7 @@ def test_the_engine_samples_it(params, rows, changes):
     engine = dataclasses.replace(ENGINE, **changes)
     rollout = jax.tree.map(np.asarray, engine.generate(params, tokens, segments, jax.random.key(1)))
     inputs = Inputs(rollout.tokens, rollout.segments, prompt_width=tokens.shape[1])
-    logps = np.asarray(token_logps(NET, params, inputs)[0]) * rollout.mask
+    logps = np.asarray(trainer_logps(NET, params, inputs)[0]) * rollout.mask
     np.testing.assert_allclose(rollout.sample_logps, logps, atol=1e-4)
 
 
@@ -106,5 +105,5 @@ def test_observations_enter_its_state(params, rows):
     rollout = jax.tree.map(np.asarray, engine.generate(params, tokens, segments, jax.random.key(1), turn_server=server))
     assert (rollout.lengths > rollout.mask.sum(1)).any()
     inputs = Inputs(rollout.tokens, rollout.segments, prompt_width=tokens.shape[1])
-    logps = np.asarray(token_logps(NET, params, inputs)[0]) * rollout.mask
+    logps = np.asarray(trainer_logps(NET, params, inputs)[0]) * rollout.mask
     np.testing.assert_allclose(rollout.sample_logps, logps, atol=1e-4)

@@ -13,11 +13,10 @@ from jaxrl_llm.algorithms.batch import Inputs
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.models.attention import Attention
 from jaxrl_llm.models.layers import Linear
-from jaxrl_llm.models.logprobs import token_logps
 from jaxrl_llm.models.transformer import ModelConfig, Net, segment_positions
 from jaxrl_llm.rollout.engine import Engine
 from jaxrl_llm.rollout.sampling import SamplingParams
-from tests.models.decoding import continued_logits, padded
+from tests.models.decoding import continued_logits, padded, trainer_logps
 from tests.rollout.test_multi_turn import Echo
 
 
@@ -157,7 +156,7 @@ def test_the_engine_samples_it(params, rows, changes):
         expected = jax.tree.map(np.asarray, ENGINE.generate(params, tokens, segments, jax.random.key(1)))
         np.testing.assert_array_equal(rollout.tokens, expected.tokens)
     inputs = Inputs(rollout.tokens, rollout.segments, prompt_width=tokens.shape[1])
-    logps = np.asarray(token_logps(NET, params, inputs)[0]) * rollout.mask
+    logps = np.asarray(trainer_logps(NET, params, inputs)[0]) * rollout.mask
     np.testing.assert_allclose(rollout.sample_logps, logps, atol=0.3 if "weights_dtype" in changes else 1e-4)
 
 
@@ -168,7 +167,7 @@ def test_observations_enter_its_state(params, rows):
     rollout = jax.tree.map(np.asarray, ENGINE.generate(params, tokens, segments, jax.random.key(1), turn_server=server))
     assert (rollout.lengths > rollout.mask.sum(1)).any()
     inputs = Inputs(rollout.tokens, rollout.segments, prompt_width=tokens.shape[1])
-    logps = np.asarray(token_logps(NET, params, inputs)[0]) * rollout.mask
+    logps = np.asarray(trainer_logps(NET, params, inputs)[0]) * rollout.mask
     np.testing.assert_allclose(rollout.sample_logps, logps, atol=1e-4)
 
 

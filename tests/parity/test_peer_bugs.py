@@ -14,12 +14,12 @@ from jaxrl_llm.algorithms.batch import Inputs
 from jaxrl_llm.algorithms.kl import kl_estimate
 from jaxrl_llm.config import default
 from jaxrl_llm.config.flags import load_config_file
-from jaxrl_llm.models.logprobs import token_logps
 from jaxrl_llm.rewards.functions import soft_overlong
 from jaxrl_llm.rollout.engine import Engine
 from jaxrl_llm.rollout.sampling import SamplingParams
 from jaxrl_llm.training.reference import start_reference
 from jaxrl_llm.training.setup.specs import algorithm_of, reference_spec
+from tests.models.decoding import trainer_logps
 from tests.training.objectives.test_policy_gradient import NET, PARAMS
 
 EOS = 0  # also what fills up rows: nothing may tell padding by its id
@@ -41,7 +41,7 @@ def rollout():
 
 def scored(rollout, temperature=TEMPERATURE):
     inputs = Inputs(rollout.tokens, rollout.segments, prompt_width=PROMPT)
-    return np.asarray(token_logps(NET, PARAMS, inputs, temperature)[0])
+    return np.asarray(trainer_logps(NET, PARAMS, inputs, temperature)[0])
 
 
 def test_fractional_rewards_are_not_cut_to_integers():

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from jaxrl_llm.algorithms.batch import Inputs
-from jaxrl_llm.models.logprobs import token_logps
 from jaxrl_llm.models.transformer import Net
 from jaxrl_llm.rollout.constraints import Guide, build_automata
 from jaxrl_llm.rollout.sampling import SamplingParams
+from tests.models.decoding import trainer_logps
 from tests.rollout.test_constraints import END, PLAIN, PROMPTS, TOKENIZER, VOCAB, generate
 from tests.rollout.test_engine import CONFIG
 
@@ -92,7 +92,7 @@ def test_rollouts(params, options):
     engine = dataclasses.replace(PLAIN, sampling=sampling, automata=automata, **settings)
     rollout, width = generate(engine, params, PROMPTS)
     inputs = Inputs(jnp.asarray(rollout.tokens), jnp.asarray(rollout.segments), prompt_width=width)
-    logps, _ = token_logps(NET, params, inputs, sampling.logps_temperature)
+    logps, _ = trainer_logps(NET, params, inputs, sampling.logps_temperature)
     ratio = np.exp((np.asarray(logps) - rollout.sample_logps) * rollout.mask)
     np.testing.assert_allclose(ratio, 1, atol=1e-4)
     assert rollout.mask.sum() > len(rollout.tokens)

@@ -15,13 +15,13 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from jaxrl_llm.algorithms.batch import Inputs
 from jaxrl_llm.config import ConfigError
-from jaxrl_llm.models.logprobs import token_logps
 from jaxrl_llm.models.transformer import Net
 from jaxrl_llm.rollout.automata import NO_AUTOMATA
 from jaxrl_llm.rollout.constraints import Guide, build_automata, token_bytes
 from jaxrl_llm.rollout.grammar import build_grammar
 from jaxrl_llm.rollout.multi_turn import TurnServer
 from jaxrl_llm.rollout.sampling import SamplingParams
+from tests.models.decoding import trainer_logps
 from tests.rollout.test_engine import CONFIG, ENGINE, generate
 from tests.rollout.test_multi_turn import Echo, sample_rows
 
@@ -150,7 +150,7 @@ def test_guided_rows_follow_their_guide(params, name):
             assert json.loads(text)["a"] in (1, 2) if pattern is None else re.fullmatch(pattern, text)
     # The trainer's log-probs, over the whole vocabulary; the same rows when they move, and with speculative tokens.
     inputs = Inputs(jnp.asarray(rollout.tokens), jnp.asarray(rollout.segments), prompt_width=width)
-    logps, _ = token_logps(NET, params, inputs, 0.9)
+    logps, _ = trainer_logps(NET, params, inputs, 0.9)
     np.testing.assert_allclose(rollout.sample_logps, logps * rollout.mask, atol=1e-4)
     other, _ = generate(dataclasses.replace(engine, slots=4, speculative_tokens=2), params, PROMPTS)
     np.testing.assert_array_equal(other.tokens, rollout.tokens)
@@ -276,7 +276,7 @@ def test_rows_follow_a_grammar(params, changes):
             depths.add(len(match[1]))
     assert len(depths) > 1
     inputs = Inputs(jnp.asarray(rollout.tokens), jnp.asarray(rollout.segments), prompt_width=width)
-    logps, _ = token_logps(NET, params, inputs, 0.9)
+    logps, _ = trainer_logps(NET, params, inputs, 0.9)
     np.testing.assert_allclose(rollout.sample_logps, logps * rollout.mask, atol=1e-4)
 
 

@@ -9,14 +9,13 @@ import numpy as np
 import pytest
 
 from jaxrl_llm.algorithms.batch import Inputs
-from jaxrl_llm.models.logprobs import token_logps
 from jaxrl_llm.models.transformer import ModelConfig, Net
 from jaxrl_llm.rollout import engine as engine_module
 from jaxrl_llm.rollout.engine import Engine
 from jaxrl_llm.rollout.sampling import SamplingParams
 from jaxrl_llm.rollout.scheduler import Scheduler
 from jaxrl_llm.rollout.speculative import prompt_lookup
-from tests.models.decoding import padded
+from tests.models.decoding import padded, trainer_logps
 
 VOCAB = 29
 CONFIG = ModelConfig(
@@ -99,7 +98,7 @@ def test_sample_logps_are_what_the_trainer_computes(params, sampling):
     """One number from two programs: cached steps of the engine, a whole forward pass of the policy."""
     rollout, width = generate(dataclasses.replace(ENGINE, sampling=sampling), params)
     inputs = Inputs(jnp.asarray(rollout.tokens), jnp.asarray(rollout.segments), prompt_width=width)
-    logps, _ = token_logps(NET, params, inputs, sampling.temperature)
+    logps, _ = trainer_logps(NET, params, inputs, sampling.temperature)
     np.testing.assert_allclose(rollout.sample_logps, logps * rollout.mask, atol=1e-4)
 
 
@@ -366,7 +365,7 @@ def test_caches_in_another_type(params):
     """bfloat16 keys and values under a float32 network: half the memory, log-probs close to the policy's."""
     rollout, width = generate(dataclasses.replace(ENGINE, cache_dtype="bfloat16"), params)
     tokens, segments = jnp.asarray(rollout.tokens), jnp.asarray(rollout.segments)
-    logps, _ = token_logps(NET, params, Inputs(tokens, segments, prompt_width=width))
+    logps, _ = trainer_logps(NET, params, Inputs(tokens, segments, prompt_width=width))
     error = np.abs(rollout.sample_logps - logps * rollout.mask).max()
     assert 1e-4 < error < 0.2
 
@@ -376,7 +375,7 @@ def test_bfloat16_decoding_stays_close(params):
     net = Net(dataclasses.replace(CONFIG, dtype="bfloat16"))
     rollout, width = generate(dataclasses.replace(ENGINE, net=net), params)
     tokens, segments = jnp.asarray(rollout.tokens), jnp.asarray(rollout.segments)
-    logps, _ = token_logps(NET, params, Inputs(tokens, segments, prompt_width=width))
+    logps, _ = trainer_logps(NET, params, Inputs(tokens, segments, prompt_width=width))
     assert rollout.sample_logps.dtype == np.float32
     assert np.abs(rollout.sample_logps - logps * rollout.mask).max() < 0.3
 
@@ -385,7 +384,6 @@ ON_A_MESH = """
 import dataclasses, jax, numpy as np
 from jaxrl_llm.algorithms.batch import Inputs
 from jaxrl_llm.models.transformer import ModelConfig, Net
-from jaxrl_llm.models.logprobs import token_logps
 from jaxrl_llm.rollout.engine import Engine
 from jaxrl_llm.rollout.sampling import SamplingParams
 from jaxrl_llm.distributed.sharding import make_mesh, rows_to_global, shardings
@@ -400,7 +398,7 @@ for tied, chunk, slots, filters in ((False, 5, 0, {}), (True, 1, 8, {"temperatur
     params = jax.jit(net.init)(jax.random.key(0))
     engine = Engine(net, SamplingParams(**filters), 3, 10, (5, 6, 7, 8), chunk, slots)
     temperature = engine.sampling.temperature
-    score = jax.jit(lambda p, t, s: token_logps(net, p, Inputs(t, s, prompt_width=6), temperature))
+    score = jax.jit(lambda p, t, s: trainer_logps(net, p, Inputs(t, s, prompt_width=6), temperature))
     one = engine.generate(params, prompts, segments, key)
     scores = score(params, one.tokens, one.segments)
     with jax.set_mesh(mesh):

@@ -6,14 +6,13 @@ import numpy as np
 import pytest
 
 from jaxrl_llm.algorithms.batch import Inputs
-from jaxrl_llm.models.logprobs import token_logps
 from jaxrl_llm.rollout import engine as engine_module
 from jaxrl_llm.rollout import multi_turn
 from jaxrl_llm.rollout.engine import Engine
 from jaxrl_llm.rollout.multi_turn import slots_to_read
 from jaxrl_llm.rollout.sampling import SamplingParams
 from jaxrl_llm.tools.plan.programs import ScannedEngine
-from tests.models.decoding import padded
+from tests.models.decoding import padded, trainer_logps
 from tests.rollout.test_engine import ENGINE, NET, PROMPTS
 
 WIDTH, C = 7, 24
@@ -74,7 +73,7 @@ def test_observation_tokens_are_not_learned(params, changes):
         assert (mask[length:] == 0).all()
         assert rollout.segments[number, WIDTH:].sum() == length
     inputs = Inputs(jnp.asarray(rollout.tokens), jnp.asarray(rollout.segments), prompt_width=WIDTH)
-    logps, _ = token_logps(NET, params, inputs)
+    logps, _ = trainer_logps(NET, params, inputs)
     np.testing.assert_allclose(rollout.sample_logps, logps * rollout.mask, atol=1e-4)
 
 

@@ -18,12 +18,12 @@ from transformers import (
 
 from jaxrl_llm.algorithms.batch import Inputs
 from jaxrl_llm.config import ConfigError
-from jaxrl_llm.models.logprobs import token_logps
 from jaxrl_llm.models.model import load_model
 from jaxrl_llm.rollout.constraints import bad_word_ids, check_tokens
 from jaxrl_llm.rollout.processors import processed_logits
 from jaxrl_llm.rollout.sampling import SamplingParams, sample
 from jaxrl_llm.rollout.slots import Prompts, Rows
+from tests.models.decoding import trainer_logps
 from tests.rollout.test_engine import ENGINE, EOS, NET, completions, generate
 from tests.rollout.test_multi_turn import Echo, sample_rows
 
@@ -127,7 +127,7 @@ def test_a_row_depends_neither_on_slots_nor_on_speculation(params, options, temp
     np.testing.assert_array_equal(other.tokens, rollout.tokens)
     np.testing.assert_allclose(other.sample_logps, rollout.sample_logps, atol=1e-5)
     inputs = Inputs(jnp.asarray(rollout.tokens), jnp.asarray(rollout.segments), prompt_width=width)
-    logps, _ = token_logps(NET, params, inputs, sampling.logps_temperature)
+    logps, _ = trainer_logps(NET, params, inputs, sampling.logps_temperature)
     np.testing.assert_allclose(rollout.sample_logps, logps * rollout.mask, atol=1e-4)
 
 

@@ -20,6 +20,7 @@ from jaxrl_llm.rewards.runner import TrainerState
 from jaxrl_llm.rollout.engine import Engine
 from jaxrl_llm.rollout.sampling import SamplingParams
 from jaxrl_llm.training.external_rollout import ExternalRollout, load_rollout_function
+from tests.models.decoding import trainer_logps
 
 WIDTH, C, K = 16, 10, 2
 
@@ -54,7 +55,7 @@ def rollout(model):
 
 
 def policy_logps(model, rollout):
-    logps, _ = token_logps(model.net, model.params, Inputs(rollout.tokens, rollout.segments, prompt_width=WIDTH))
+    logps, _ = trainer_logps(model.net, model.params, Inputs(rollout.tokens, rollout.segments, prompt_width=WIDTH))
     return np.asarray(logps) * rollout.mask
 
 

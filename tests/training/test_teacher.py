@@ -48,12 +48,12 @@ def length(completions, **kwargs):
     return [float(len(completion)) for completion in completions]
 
 
-def first_batch(config, rewards=length):
-    """The batch of the first step, its metrics, and the loss of its update."""
+def first_batch(config, rewards=length, update=False):
+    """The batch of the first step, its metrics, and, where it is learned from, those of the update."""
     with jax.set_mesh(MESH):
         run = build(config, MESH, train_dataset=tasks.generate("sort", size=16), rewards=rewards)
         experience = run.source.next(run.state, jax.random.key(1))
-        _, updates = improve(run, run.state, experience.batch)
+        updates = improve(run, run.state, experience.batch)[1] if update else None
     return experience.batch, jax.device_get(experience.metrics), updates
 
 
@@ -86,7 +86,7 @@ def test_teacher_in_the_advantages(teacher, packing):
 def test_teacher_alone(teacher, rewards):
     """Without rewards, or with the rule that learns nothing from them, the advantage is the teacher's term."""
     alone = {"rewards__functions": ()} if rewards is None else {"algorithm__advantage": "zero"}
-    batch, metrics, updates = first_batch(config_of(teacher, rollout__group_size=4, **alone), rewards)
+    batch, metrics, updates = first_batch(config_of(teacher, rollout__group_size=4, **alone), rewards, update=True)
     mask = np.asarray(batch.mask) > 0
     expected = logps_by(teacher, batch) - logps_by("embedded:sort", batch)
     np.testing.assert_allclose(np.asarray(batch.advantages)[mask], expected[mask], atol=2e-4)
@@ -172,7 +172,7 @@ def test_the_divergence_in_the_loss(teacher, name):
     """By the whole logits of both models, at a temperature of its own; without rewards nothing else is in the loss."""
     learned, computed = DIVERGENCES[name]
     settings = {"teacher__form": "divergence", "teacher__beta": 0.3, "teacher__coef": 0.5, "teacher__temperature": 0.8}
-    batch, metrics, updates = first_batch(config_of(teacher, **settings, **learned, **computed))
+    batch, metrics, updates = first_batch(config_of(teacher, **settings, **learned, **computed), update=True)
     own, theirs = (log_probs_by(path, batch, 0.8) for path in ("embedded:sort", teacher))
     if k := learned.get("teacher__top_k"):
         top, ids = jax.lax.top_k(theirs, k)
