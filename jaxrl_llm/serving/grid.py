@@ -6,9 +6,9 @@
     decode_chunk(params, Prompts, Slots)     -> Slots            # the engine's
     newest(Slots, starts)                    -> Newest           # what the host reads after a chunk
 
-Requests of their own have one row a prompt (R = 1): each leaves by itself. Where groups of rows of one prompt fill the
-grid, as in a rollout of training, the rows of a group read one cache, and the grid shrinks at the end. The number of a
-slot is that of its prompt times R, and that of its row.
+Requests of their own have one row a prompt (R = 1): each leaves by itself. Where all are groups of rows of one prompt,
+as in a rollout of training, the rows of a group read one cache, and the grid shrinks at the end. The number of a slot
+is that of its prompt times R, and that of its row.
 
 The caches of the grid are as wide as its longest prompt and its longest completion need, in powers of two. How the
 caches of a mixer are laid out is its own matter: which axis holds the tokens is seen from the shapes at two widths.

@@ -4,9 +4,8 @@ Between two chunks of decode steps it ends rows that were cancelled, prefills th
 and lets them join the slot grid. What a row is given depends on its request alone, never on who else is served, up to
 the rounding of programs of another size.
 
-Where an empty grid can be filled with whole groups of rows, those of one prompt, as trainers ask for them, it has the
-rows of a prompt side by side, and shrinks as they end and nobody waits, as a rollout's does. When others come it is one
-of single rows again.
+Groups of rows of one prompt, as trainers ask for them, decode side by side in a grid of their own shape while it has
+room for all that wait; it shrinks as they end, as a rollout's does. When others come it is one of single rows again.
 
 The grid decodes with one adapter at a time: a turn of an adapter takes the rows that had been asked for when it began,
 and further ones while nobody waits for another.
@@ -48,6 +47,7 @@ from jaxrl_llm.serving.grid import (
 )
 from jaxrl_llm.serving.prefixes import Prefix, PrefixCache, kept_cache
 
+GROUP = 4  # the fewest rows of a prompt for which programs of a grid of groups are compiled
 PREFILL_ROWS = 8  # prompts that are prefilled in one program
 PREFILL_TOKENS = 8192  # that are prefilled between two chunks, so that rows which decode do not wait long
 
@@ -299,15 +299,18 @@ class RequestQueue:
                 own = [h for h in self._waiting if h.request.adapter == adapter]
             own = [handle for handle in own if handle.asked <= self._turn]
             if own and not any(self._rows):
-                self._rows, self._lengths = [None] * self.size, np.zeros(self.size, np.int64)
+                self._rows = [None] * self.size
+                self._lengths = np.zeros(self.size, np.int64)
                 self._group = _group(own, self.size)
                 self._shrinks = self._group > 1
             group, size = self._group, len(self._rows)
-            regroups = bool(own) and self._shrinks and (size < self.size or _group(own, group) < group)
             free = [slot for slot in range(0, size, group) if not any(self._rows[slot : slot + group])]
+            # A group's slots are idle until its last row ends: with others waiting single rows are faster.
+            if own and self._shrinks:
+                regroups = size < self.size or _group(own, group * len(free)) != group
             for handles in _pieces(own, group)[: 0 if regroups else len(free)]:
                 width = bucket(len(handles[0].request.prompt))
-                if joining and (prompt_tokens + width > PREFILL_TOKENS or _group(handles, group) < group):
+                if joining and prompt_tokens + width > PREFILL_TOKENS:
                     break
                 prompt_tokens += width
                 joining += handles
@@ -368,9 +371,9 @@ class RequestQueue:
                 grid = with_allowed(grid, everything(self.engine, size))
         top, guided = grid.top, grid.guided
         for number, handle in enumerate(joining):
-            handle.slot = free[number // self._group] + number % self._group
-            self._rows[handle.slot] = handle
-            self._lengths[handle.slot] = 0
+            slot = handle.slot = free[number // self._group] + number % self._group
+            self._rows[slot] = handle
+            self._lengths[slot] = 0
         # Kept texts are found by their tokens, which do not tell images apart.
         seeing = {id(handle.request.prompt) for handle in joining if handle.request.tiles is not None}
         begun = {
@@ -556,12 +559,12 @@ def _prompts(handles: Sequence[Handle]) -> list[Sequence[int]]:
 
 
 def _group(handles: Sequence[Handle], size: int) -> int:
-    """Rows of each prompt, where the first `size` of those that wait are whole groups of as many rows; else 1."""
-    prompts = [id(handle.request.prompt) for handle in handles[:size] if handle.request.grammar is None]
+    """Rows of each prompt, where all that wait are groups of as many and `size` slots have room for them; else 1."""
+    prompts = [id(handle.request.prompt) for handle in handles]
     group = next((number for number, prompt in enumerate(prompts) if prompt != prompts[0]), len(prompts))
-    whole = len(prompts) == size and size % group == 0
-    whole = whole and all(len(set(prompts[start : start + group])) == 1 for start in range(0, size, group))
-    return group if whole else 1
+    whole = group >= GROUP and len(prompts) <= size and not size % group and not len(prompts) % group
+    whole = whole and all(len(_prompts(rows)) == 1 for rows in _pieces(handles, group))
+    return group if whole and all(handle.request.grammar is None for handle in handles) else 1
 
 
 def _pieces(handles: Sequence[Handle], size: int) -> list[list[Handle]]:

@@ -209,7 +209,7 @@ def test_a_prompt_of_several_rows_is_computed_once(queue, model, monkeypatch):
 
 
 @pytest.mark.slow
-def test_groups_that_fill_the_grid_share_their_prompts_and_shrink(model, monkeypatch):
+def test_groups_share_their_prompts_and_shrink(model, monkeypatch):
     """As the engine's own rollout; a stranger that joins makes single rows of what is left, and changes none."""
     from jaxrl_llm.serving import queue as module
 
@@ -222,14 +222,14 @@ def test_groups_that_fill_the_grid_share_their_prompts_and_shrink(model, monkeyp
         return decode(engine, params, prompts, slots, *steps)
 
     monkeypatch.setattr(module, "decode_chunk", seen)
-    prompts = [[50 + number] * (20 + number) for number in range(3)]
+    prompts = [[50 + number] * (40 + number) for number in range(3)]
     limits = [40, 6, 38, 5, 12, 30, 9, 7, 33, 8, 4, 40]
     requests = [RowRequest(prompts[row // 4], limit, SamplingParams(), (), 3, row) for row, limit in enumerate(limits)]
     padded, segments = pad_prompts(prompts, 64)
     engine = Engine(model.net, SamplingParams(), 4, LONGEST, (), chunk=4)
     rollout = engine.generate(model.params, padded, segments, jax.random.key(3), limits=np.asarray(limits))
     expected = [row[64 : 64 + limit].tolist() for row, limit in zip(np.asarray(rollout.tokens), limits, strict=True)]
-    queue = RequestQueue(dataclasses.replace(engine, group_size=1), model.params, 8, prefix_bytes=2**24)
+    queue = RequestQueue(dataclasses.replace(engine, group_size=1), model.params, 12, prefix_bytes=2**24)
     queue.start()
     stranger = RowRequest(list(range(40, 90)), 9, SamplingParams(0.0, repetition_penalty=1.2), (), 1)
     for alone in (True, False):
@@ -238,8 +238,14 @@ def test_groups_that_fill_the_grid_share_their_prompts_and_shrink(model, monkeyp
         joining += [] if alone else [other]
         assert [row.wait() for row in ask(queue, *requests)] == expected
         sizes = [g * r for g, r in shapes]
-        assert shapes[0] == (2, 4) and (min(sizes) < 8 if alone else (8, 1) in shapes), shapes
+        assert shapes[0] == (3, 4) and (min(sizes) < 12 if alone else (12, 1) in shapes), shapes
     assert ask(queue, stranger)[0].wait() == other.wait()
+    turn = [*prompts[1], *expected[5], 65]  # a row of a group was kept
+    rollout = dataclasses.replace(engine, group_size=1).generate(
+        model.params, np.asarray([turn]), np.ones((1, len(turn)), np.int32), jax.random.key(1), limits=np.asarray([6])
+    )
+    (row,) = ask(queue, RowRequest(turn, 6, SamplingParams(), (), 1))
+    assert row.wait() == np.asarray(rollout.tokens)[0, len(turn) :][:6].tolist() and queue.counts.prefix_hits == 1
     queue.stop(60)
     assert queue.failure is None
 
