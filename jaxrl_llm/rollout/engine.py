@@ -482,7 +482,7 @@ def _append(engine: Engine, prompts: Prompts, rows: Rows, keys, logits, proposed
         changed = processes_by_row(own, rows, logits.shape[-1]) | (own.allowed is not None)
         changed = jnp.repeat(changed.reshape(-1), width)
 
-        def process():
+        def process(own=own):
             processed = processed_by_row(logits, own, prompts, rows, proposed)
             if own.allowed is not None:  # of the next token alone: nothing is proposed then
                 processed = jnp.where(unpacked(own.allowed, logits.shape[-1])[..., None, :], processed, -jnp.inf)
