@@ -126,8 +126,13 @@ def row_request(body: dict) -> RowRequest:
     return RowRequest(body["prompt"], body["max_tokens"], sampling, (), body["seed"])
 
 
-def seconds_in_queue(queue: RequestQueue, requests: list[RowRequest]) -> float:
-    """Seconds until all requests, which come at once, are answered."""
+def clock() -> np.ndarray:
+    """Seconds that have passed, and those that processors have computed for this process."""
+    return np.asarray([time.perf_counter(), time.process_time()])
+
+
+def seconds_in_queue(queue: RequestQueue, requests: list[RowRequest]) -> np.ndarray:
+    """Seconds (`clock`) until all requests, which come at once, are answered."""
     left, done, lock = len(requests), threading.Event(), threading.Lock()
 
     def deliver(tokens: Tokens | BaseException) -> None:
@@ -138,19 +143,21 @@ def seconds_in_queue(queue: RequestQueue, requests: list[RowRequest]) -> float:
                 if not left:
                     done.set()
 
-    start = time.perf_counter()
+    start = clock()
     queue.submit([Handle(request, deliver) for request in requests])
     done.wait()
-    return time.perf_counter() - start
+    return clock() - start
 
 
-def seconds_in_engine(engine: Engine, model: Model, prompts: list[list[int]], width: int, limits: np.ndarray) -> float:
-    """Seconds of one rollout, and that each row has as many tokens as `limits` says."""
+def seconds_in_engine(
+    engine: Engine, model: Model, prompts: list[list[int]], width: int, limits: np.ndarray
+) -> np.ndarray:
+    """Seconds (`clock`) of one rollout, each row of which has as many tokens as `limits` says."""
     padded, segments = pad_prompts(prompts, bucket(width))
-    start = time.perf_counter()
+    start = clock()
     rollout = engine.generate(model.params, padded, segments, jax.random.key(0), limits=limits)
     np.testing.assert_array_equal(np.asarray(rollout.lengths), limits)
-    return time.perf_counter() - start
+    return clock() - start
 
 
 def of_requests(model: Model, bodies: list[dict], options: argparse.Namespace) -> dict[str, float]:
@@ -162,15 +169,17 @@ def of_requests(model: Model, bodies: list[dict], options: argparse.Namespace) -
     queue.start()
     requests = [row_request(body) for body in bodies]
     for _ in range(2):  # the first compiles
-        seconds = seconds_in_queue(queue, requests), seconds_in_engine(engine, model, prompts, options.prompt, limits)
+        own = seconds_in_queue(queue, requests)[0]
+        engines = seconds_in_engine(engine, model, prompts, options.prompt, limits)[0]
     queue.stop()
-    return dict(zip(("queue_tokens_per_second", "engine_tokens_per_second"), limits.sum() / seconds, strict=True))
+    return {"queue_tokens_per_second": limits.sum() / own, "engine_tokens_per_second": limits.sum() / engines}
 
 
 def of_rollout(model: Model, bodies: list[dict], options: argparse.Namespace) -> dict[str, float]:
-    """Tokens a second of a training step's rollout by the engine and as requests, in turns; medians, and their ratio.
+    """Tokens a second of a training step's rollout by the engine and as requests, in turns; medians, and of the ratios.
 
-    As many prompts as fill the slots, GROUP rows of each, one setting; lengths are those of the first bodies.
+    As many prompts as fill the slots, GROUP rows of each, one setting; lengths are those of the first bodies. The ratio
+    of computed seconds holds on a machine that does other work too.
     """
     bodies = bodies[: options.slots]
     prompts = [body["prompt"] for body in bodies[::GROUP]]
@@ -190,9 +199,11 @@ def of_rollout(model: Model, bodies: list[dict], options: argparse.Namespace) ->
         for _ in range(ROUNDS)
     ])  # fmt: skip
     queue.stop()
-    own, engines = limits.sum() / np.median(seconds[2:], axis=0)  # the first compile
-    return {"rollout_in_queue_tokens_per_second": own, "rollout_tokens_per_second": engines,
-            "rollout_ratio": own / engines}  # fmt: skip
+    own, engines = seconds[2:, 0], seconds[2:, 1]  # the first compile
+    ratio, computed = np.median(engines / own, axis=0)
+    return {"rollout_in_queue_tokens_per_second": limits.sum() / np.median(own[:, 0]),
+            "rollout_tokens_per_second": limits.sum() / np.median(engines[:, 0]),
+            "rollout_ratio": ratio, "rollout_computed_ratio": computed}  # fmt: skip
 
 
 def main(argv: list[str]) -> None:

@@ -38,7 +38,7 @@ from jaxrl_llm.models.lora import has_adapters, merge
 from jaxrl_llm.models.model import Model, compute_dtype, load_adapter, load_model
 from jaxrl_llm.models.rope import check_length
 from jaxrl_llm.models.transformer import Params
-from jaxrl_llm.rollout.engine import Engine
+from jaxrl_llm.rollout.engine import COMPILE_WORK, Engine
 from jaxrl_llm.rollout.sampling import SamplingParams
 from jaxrl_llm.training.logging.console import stderr_console, waiting
 from jaxrl_llm.training.setup.specs import eos_ids
@@ -125,7 +125,7 @@ def serve(
         adapters[adapter] = load_adapter(model, folder)
     names += adapters
     engine = Engine(model.net, SamplingParams(), 1, length, (), chunk, cache_dtype=cache_dtype,
-                    speculative_tokens=speculative_tokens)  # fmt: skip
+                    speculative_tokens=speculative_tokens, compile_work=COMPILE_WORK)  # fmt: skip
     listener = socket.socket()
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:

@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from urllib.parse import urlsplit
 
+from jaxrl_llm.config import ConfigError
 from jaxrl_llm.config.http_client import HttpClient, Reply, RequestError, UnreachableError
 from jaxrl_llm.environments.protocol import EpisodeError
 
@@ -33,6 +34,7 @@ def server(
     wait_for_server: float = 240.0,
     api_key: str = "OPENAI_API_KEY",
     weights: str = "",
+    vllm: bool = False,
 ) -> Callable[..., Any]:
     """A rollout function of TRL's form that asks `{url}/completions` for the completions of each prompt.
 
@@ -40,14 +42,20 @@ def server(
     the server comes up, from the first request on; once it has answered, it is not waited for again. api_key:
     environment variable with the key, if there is one. weights: a folder that the server sees too, in which it gets the
     policy before each rollout, by /update_weights_from_disk (`jaxrl-llm serve --weight_updates`, SGLang); where its
-    answers name the version of their weights, those of another are refused.
+    answers name the version of their weights, those of another are refused. vllm: it is vLLM, started on that folder
+    with VLLM_SERVER_DEV_MODE=1, and reads it again (/collective_rpc, /reset_prefix_cache).
 
     The server must return token ids (`return_token_ids`, vLLM 0.10.2 or later) and log-probs. Raises EpisodeError when
     it is not there or does not answer in time, answers with an error, or leaves those out.
     """
+    if vllm and not weights:
+        raise ConfigError("server(vllm=True) has no weights; it takes the folder that vLLM was started on")
     address = urlsplit(url)
     root = address.path.rstrip("/").removesuffix("/v1")
-    update = address._replace(path=f"{root}/update_weights_from_disk").geturl()
+    update, rpc, forget = (
+        address._replace(path=f"{root}/{name}").geturl()
+        for name in ("update_weights_from_disk", "collective_rpc", "reset_prefix_cache")
+    )
     endpoint = address._replace(path=f"{address.path.rstrip('/')}/completions").geturl()
     is_up, first = threading.Event(), threading.Lock()
 
@@ -71,10 +79,8 @@ def server(
                 log.warning("%s is not up (%s); %.0f s left", url, reason, max(deadline - time.monotonic(), 0))
                 time.sleep(min(2.0, max(deadline - time.monotonic(), 0)))
 
-    def answered(
-        client: HttpClient, at: str, headers: dict[str, str], body: dict[str, Any], largest: int
-    ) -> dict[str, Any]:
-        """The JSON object of the reply to a body."""
+    def taken(client: HttpClient, at: str, headers: dict[str, str], body: dict[str, Any], largest: int) -> bytes:
+        """The bytes of the reply to a body that the server accepts."""
         try:
             reply = asked(client, at, headers, json.dumps(body).encode(), largest)
         except UnreachableError as error:
@@ -91,14 +97,25 @@ def server(
             raise EpisodeError(
                 f"{at} answered {reply.status} {reply.reason}: {reply.data[:300].decode('utf-8', 'replace')}"
             )
+        return reply.data
+
+    def answered(
+        client: HttpClient, at: str, headers: dict[str, str], body: dict[str, Any], largest: int
+    ) -> dict[str, Any]:
+        """The JSON object of the reply to a body."""
+        data = taken(client, at, headers, body, largest)
         try:
-            return json.loads(reply.data)
+            return json.loads(data)
         except (ValueError, RecursionError) as error:
             raise EpisodeError(f"{at} answered with something that is not JSON: {error}") from error
 
     def pushed(client: HttpClient, headers: dict[str, str], trainer: Any) -> int | None:
         """Give the server the policy's weights; returns their version, None where the server names none."""
         trainer.save_model(weights)
+        if vllm:
+            taken(client, rpc, headers, {"method": "reload_weights"}, 2**20)
+            taken(client, forget, headers, {}, 2**20)
+            return None
         answer = answered(client, update, headers, {"model_path": os.path.abspath(weights)}, 2**20)  # noqa: PTH100
         if not isinstance(answer, dict) or answer.get("success") is not True:
             raise EpisodeError(f"{update} did not take the weights in {weights}: {str(answer)[:300]}")

@@ -37,7 +37,7 @@ from jaxrl_llm.rollout.automata import NO_AUTOMATA, Automata, unpacked
 from jaxrl_llm.rollout.borders import Borders, OnBorder
 from jaxrl_llm.rollout.grammar import Grammar, GrammarRows
 from jaxrl_llm.rollout.multi_turn import MIN_TOKENS, TurnServer, TurnTracker, slots_to_read
-from jaxrl_llm.rollout.processors import processed_by_row, processed_logits
+from jaxrl_llm.rollout.processors import processed_by_row, processed_logits, processes_by_row
 from jaxrl_llm.rollout.sampling import RowSampling, SamplingParams, sample, sample_by_row
 from jaxrl_llm.rollout.scheduler import IDLE, Scheduler, SlotGrid
 from jaxrl_llm.rollout.slots import (
@@ -200,7 +200,7 @@ class Engine:
         parameters = sum(x.size for x in jax.tree.leaves(params))
         if begun is not None:  # rows that have ended before take no slot
             over = (begun.finished | (begun.lengths >= longest)).reshape(shards, -1)
-            worth = self.compile_work < longest * grid.slots * (1 - self.shrink) * parameters
+            worth = self.worth_shrinking(parameters, longest, grid.slots)
             while worth or scheduler.waiting.size:
                 live = (grid.row != IDLE) & ~over[np.arange(shards)[:, None, None], grid.row]
                 if (following := scheduler.next(live)) is None:
@@ -229,7 +229,7 @@ class Engine:
                 executed += reading.size * width
                 continue
             left = longest - int(lengths.reshape(busy.shape)[busy].max()) if busy.any() else 0
-            shrinks = left * grid.slots * (1 - self.shrink) * parameters > self.compile_work
+            shrinks = self.worth_shrinking(parameters, left, grid.slots)
             following = scheduler.next(busy) if scheduler.waiting.size or shrinks else None
             if following is not None:
                 executed += int(steps) * grid.slots
@@ -275,6 +275,10 @@ class Engine:
         for name, value in others.items():
             if value:
                 raise ConfigError(f"a grammar (structured_grammar) is not followed with {name}: leave one of them out")
+
+    def worth_shrinking(self, parameters: int, left: int, slots: int) -> bool:
+        """Whether a smaller grid may save more than its programs cost, before rows have `left` tokens more."""
+        return left * slots * (1 - self.shrink) * parameters > self.compile_work
 
     def with_room(self, slots: Slots, needed: int) -> Slots:
         """The slots, whose row caches are doubled until they have room for `needed` tokens."""
@@ -491,13 +495,17 @@ def _append(engine: Engine, prompts: Prompts, rows: Rows, keys, logits, proposed
     if own is None:
         drawn = sample(logits.reshape(by_draw), uniforms.reshape(-1), engine.sampling, processed)
     else:
-        if own.repetition_penalty is not None:
+        changed = processes_by_row(own, rows, logits.shape[-1]) | (own.allowed is not None)
+        changed = jnp.repeat(changed.reshape(-1), width)
+
+        def process(own=own):
             processed = processed_by_row(logits, own, prompts, rows, proposed)
             if own.allowed is not None:  # of the next token alone: nothing is proposed then
                 processed = jnp.where(unpacked(own.allowed, logits.shape[-1])[..., None, :], processed, -jnp.inf)
-            processed = processed.reshape(by_draw)
+            return processed.reshape(by_draw)
+
         of_tokens = RowSampling(*(jnp.repeat(x.reshape(-1, *x.shape[2:]), width, axis=0) for x in own[:5]))
-        drawn = sample_by_row(logits.reshape(by_draw), uniforms.reshape(-1), of_tokens, processed)
+        drawn = sample_by_row(logits.reshape(by_draw), uniforms.reshape(-1), of_tokens, changed, process)
     tokens, logps = (x.reshape(places.shape) for x in drawn)
     observed = places < rows.known[..., None]
     if own is None:

@@ -6,6 +6,7 @@ tokens are counted anew from the row, which costs a scatter of as many numbers a
 move between slots, turns and speculative tokens need nothing of their own.
 """
 
+import functools
 from collections.abc import Sequence
 
 import jax
@@ -45,6 +46,14 @@ def processed_logits(logits, sampling: SamplingParams, prompts: Prompts, rows: R
     return logits
 
 
+def processes_by_row(sampling: RowSampling, rows: Rows, vocab: int):
+    """Whether the logits of each row `[G,R]` are changed before it draws its next token."""
+    penalties = (sampling.repetition_penalty, sampling.frequency_penalty, sampling.presence_penalty)
+    changed = functools.reduce(jnp.logical_or, (x != none for x, none in zip(penalties, (1, 0, 0), strict=True)))
+    changed |= (sampling.bias_ids < vocab).any(-1) | (sampling.bad_words[..., -1] < vocab).any(-1)
+    return changed | (rows.length < sampling.min_tokens)
+
+
 def processed_by_row(logits, sampling: RowSampling, prompts: Prompts, rows: Rows, proposed):
     """`processed_logits` with the settings of each row `[G,R]`; those of rows without any stay bit for bit.
 
@@ -52,29 +61,23 @@ def processed_by_row(logits, sampling: RowSampling, prompts: Prompts, rows: Rows
     """
     repetition, frequency, presence = sampling.repetition_penalty, sampling.frequency_penalty, sampling.presence_penalty
     logits, vocab = logits.astype(jnp.float32), logits.shape[-1]
-    is_early = rows.length < sampling.min_tokens
 
     def put(logits, ids, values, how: str):
         """The logits `[G,R,W,V]` with values `[G,R,W,E]` added, or as least ones, at ids `[G,R,E]` of each row."""
         of_draw = jax.vmap(lambda x, at, value: getattr(x.at[at], how)(value, mode="drop"), (0, None, 0))
         return jax.vmap(jax.vmap(of_draw))(logits, ids, jnp.broadcast_to(values, (*logits.shape[:3], ids.shape[-1])))
 
-    def processed(logits):
-        places, text, before = _text(logits, rows, proposed)
-        logits = put(logits, sampling.bias_ids, sampling.biases[..., None, :], "add")
-        logits = _less_repeated(logits, repetition[..., None, None], prompts, text, before)
-        counts = _counts_of_rows(text, before & ~rows.observed[..., None, :], vocab)
-        logits = logits - frequency[..., None, None] * counts - presence[..., None, None] * (counts > 0)
-        words = sampling.bad_words
-        completes = _completes(_recent(words.shape[-1] - 1, prompts, text, places), words[..., None, :, :-1])
-        logits = put(logits, words[..., -1], jnp.where(completes, -jnp.inf, jnp.inf), "min")
-        early = places < sampling.min_tokens[..., None]
-        ends = jnp.where(sampling.ends < 0, vocab, sampling.ends)
-        return put(logits, ends, jnp.where(early, -jnp.inf, jnp.inf)[..., None], "min")
-
-    wanted = (repetition != 1) | (frequency != 0) | (presence != 0) | is_early
-    wanted |= (sampling.bias_ids < vocab).any(-1) | (sampling.bad_words[..., -1] < vocab).any(-1)
-    return jax.lax.cond(wanted.any(), processed, lambda logits: logits, logits)
+    places, text, before = _text(logits, rows, proposed)
+    logits = put(logits, sampling.bias_ids, sampling.biases[..., None, :], "add")
+    logits = _less_repeated(logits, repetition[..., None, None], prompts, text, before)
+    counts = _counts_of_rows(text, before & ~rows.observed[..., None, :], vocab)
+    logits = logits - frequency[..., None, None] * counts - presence[..., None, None] * (counts > 0)
+    words = sampling.bad_words
+    completes = _completes(_recent(words.shape[-1] - 1, prompts, text, places), words[..., None, :, :-1])
+    logits = put(logits, words[..., -1], jnp.where(completes, -jnp.inf, jnp.inf), "min")
+    early = places < sampling.min_tokens[..., None]
+    ends = jnp.where(sampling.ends < 0, vocab, sampling.ends)
+    return put(logits, ends, jnp.where(early, -jnp.inf, jnp.inf)[..., None], "min")
 
 
 def padded_words(words: Sequence[Sequence[int]], count: int, length: int, vocab: int) -> np.ndarray:

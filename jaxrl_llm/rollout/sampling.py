@@ -56,7 +56,7 @@ class RowSampling(NamedTuple):
     top_k: Any
     min_p: Any
     ends: Any  # [...,E] ids that end the row; -1 is none
-    repetition_penalty: Any = None  # [...]; None where no row may have a penalty
+    repetition_penalty: Any = None  # [...]; these are for processors.py
     frequency_penalty: Any = None
     presence_penalty: Any = None
     bias_ids: Any = None  # [...,E] ids whose logits are changed, and by what; the vocabulary's size is none
@@ -68,16 +68,17 @@ class RowSampling(NamedTuple):
     top_logps: Any = None
 
 
-def sample_by_row(logits, uniforms, rows: RowSampling, processed=None):
-    """`sample` with settings of each row, `[M]`: bit for bit the tokens that a batch of rows like it would get."""
-    temperature = jnp.where(rows.temperature == 0, 1.0, rows.temperature)[:, None]
-    logits = logits.astype(jnp.float32) / temperature
+def sample_by_row(logits, uniforms, rows: RowSampling, changed=None, process=None):
+    """`sample` with settings of each row, `[M]`: bit for bit the tokens that a batch of rows like it would get.
+
+    `process()` are the processed logits `[M,V]`, computed where rows have asked for that: `changed` `[M]`. While all
+    rows have a temperature alone, a step costs what it does with one temperature for all.
+    """
+    given, greedy = logits, rows.temperature == 0
+    temperature = jnp.where(greedy, 1.0, rows.temperature)[:, None]
+    logits = given.astype(jnp.float32) / temperature
     top = logits.max(-1, keepdims=True)
     shares = jnp.exp(logits - top)
-    drawn_from, drawn_shares = logits, shares
-    if processed is not None:
-        drawn_from = processed / temperature
-        drawn_shares = jnp.exp(drawn_from - drawn_from.max(-1, keepdims=True))
     filtered = (rows.top_k > 0) | (rows.top_p < 1) | (rows.min_p > 0)
 
     def kept(probs):
@@ -91,8 +92,19 @@ def sample_by_row(logits, uniforms, rows: RowSampling, processed=None):
         min_p = rows.min_p[:, None]
         return jnp.where((probs >= min_p * probs.max(-1, keepdims=True)) | (min_p <= 0), probs, 0.0)
 
-    probs = jax.lax.cond(filtered.any(), kept, lambda probs: probs, drawn_shares)
-    tokens = jnp.where(rows.temperature == 0, jnp.argmax(drawn_from, axis=-1), inverse_cdf(probs, uniforms))
+    def settled(shares):
+        """What is drawn from, and each row's likeliest token."""
+        drawn_from, drawn_shares = given.astype(jnp.float32) / temperature, shares
+        if changed is not None and process is not None:
+            drawn_from = process() / temperature
+            processed = jnp.exp(drawn_from - drawn_from.max(-1, keepdims=True))
+            drawn_shares = jnp.where(changed[:, None], processed, shares)
+        return jax.lax.cond(filtered.any(), kept, lambda probs: probs, drawn_shares), jnp.argmax(drawn_from, axis=-1)
+
+    settles = greedy | filtered if changed is None else greedy | filtered | changed
+    as_they_are = jnp.zeros_like(rows.temperature, jax.eval_shape(jnp.argmax, shares).dtype)
+    probs, likeliest = jax.lax.cond(settles.any(), settled, lambda shares: (shares, as_they_are), shares)
+    tokens = jnp.where(greedy, likeliest, inverse_cdf(probs, uniforms))
     chosen = jnp.take_along_axis(logits, tokens[:, None], axis=-1) - top
     return tokens.astype(jnp.int32), chosen[:, 0] - jnp.log(_blocks(shares).sum(-1).sum(-1))
 

@@ -1,9 +1,14 @@
-"""The slot grid of requests: S slots with a prompt and a row each, which requests join and leave between chunks.
+"""The slot grid of requests: G prompts by R rows, which requests join and leave between chunks.
 
     prefill_requests(requests, ...)          -> Prompts, Rows    # their prompts' caches and first tokens (engine.py)
-    join(grid, Prompts, Rows, slots)         -> Grid             # they take slots whose rows have ended
+    join(grid, Prompts, Rows, places)        -> Grid             # in places whose rows have ended
+    regrouped(grid, SlotGrid)                -> Grid             # the rows that go on, in another grid
     decode_chunk(params, Prompts, Slots)     -> Slots            # the engine's
     newest(Slots, starts)                    -> Newest           # what the host reads after a chunk
+
+Requests of their own have one row a prompt (R = 1): each leaves by itself. Where all are groups of rows of one prompt,
+as in a rollout of training, the rows of a group read one cache, and the grid shrinks at the end. The number of a slot
+is that of its prompt times R, and that of its row.
 
 The caches of the grid are as wide as its longest prompt and its longest completion need, in powers of two. How the
 caches of a mixer are laid out is its own matter: which axis holds the tokens is seen from the shapes at two widths.
@@ -22,11 +27,12 @@ from jaxrl_llm.data.collate import pad_prompts
 from jaxrl_llm.data.image_rows import Tiles
 from jaxrl_llm.models.logprobs import Likeliest, likeliest
 from jaxrl_llm.models.vision.row_images import row_images
-from jaxrl_llm.rollout.engine import READ, Engine, prefill
+from jaxrl_llm.rollout.engine import READ, Engine, assign, prefill
 from jaxrl_llm.rollout.grammar import Grammar
 from jaxrl_llm.rollout.processors import padded_words
 from jaxrl_llm.rollout.sampling import RowSampling, SamplingParams
-from jaxrl_llm.rollout.slots import Prompts, Rows, Slots, ended
+from jaxrl_llm.rollout.scheduler import IDLE, SlotGrid
+from jaxrl_llm.rollout.slots import Prompts, Rows, Slots, ended, flat
 from jaxrl_llm.serving.prefixes import Prefix, resume
 
 SMALLEST = 64  # tokens of the narrowest prompt that a program is compiled for
@@ -60,7 +66,7 @@ class RowRequest:
 
 
 class Grid(NamedTuple):
-    """The prompts and rows of S slots, on the devices."""
+    """The prompts and rows of all slots, on the devices."""
 
     prompts: Prompts
     slots: Slots
@@ -69,6 +75,11 @@ class Grid(NamedTuple):
     def width(self) -> int:
         """Tokens that the caches of prompts have room for."""
         return self.prompts.tokens.shape[1]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Prompts, and rows of each."""
+        return self.slots.rows.length.shape
 
     @property
     def top(self) -> bool:
@@ -106,15 +117,15 @@ def prefill_requests(
     allowed: np.ndarray | None,
     found: tuple[Prefix, int] | None = None,
 ) -> tuple[Prompts, Rows, Any]:
-    """Caches and first tokens of requests, whose prompts have one bucket, and the keys `[B,1]` of their rows.
+    """Caches and first tokens of requests, whose prompts have one bucket, and the keys `[B,R]` of their rows.
 
-    Where all have the same prompt (the same object) it is computed once; one with images is by itself. `top` is whether
-    the grid they join keeps the likeliest tokens, `allowed` `[B,V/32]` what the first tokens may be, in a grid with
-    guided rows. `found` is a kept text and how many of its tokens the one prompt begins with.
+    Each prompt (the same object) is computed once, for as many adjacent rows as the others have; one with images is by
+    itself. `top` is whether the grid they join keeps the likeliest tokens, `allowed` `[B*R,V/32]` what the first tokens
+    may be, in a grid with guided rows. `found` is a kept text and how many of its tokens the one prompt begins with.
     """
-    rows, own = len(requests), [requests[0]] if shares_prompt(requests) else requests
+    own = list({id(r.prompt): r for r in requests}.values())
     prompts, segments = pad_prompts([list(r.prompt) for r in own], bucket(max(len(r.prompt) for r in own)))
-    shape = (len(own), rows // len(own))
+    shape = (len(own), len(requests) // len(own))
     sampling = row_sampling(engine, requests, shape, top, allowed)
     seeds, numbers = (
         np.asarray([getattr(r, name) & 0xFFFFFFFF for r in requests], np.uint32) for name in ("seed", "number")
@@ -136,9 +147,7 @@ def prefill_requests(
             keys, sampling, prefix.width,
         )  # fmt: skip
     new_rows = new_rows._replace(limit=np.asarray([r.limit for r in requests], np.int32).reshape(shape))
-    if shape[1] > 1:
-        new_prompts, new_rows = _each_alone(engine, new_prompts, new_rows)
-    return new_prompts, new_rows, keys[:, None]
+    return new_prompts, new_rows, keys.reshape(shape)
 
 
 def row_sampling(
@@ -172,22 +181,17 @@ def row_sampling(
     )  # fmt: skip
 
 
-def shares_prompt(requests: Sequence[RowRequest]) -> bool:
-    """Whether all requests have the same prompt, as the choices of one answer do."""
-    return all(request.prompt is requests[0].prompt for request in requests)
+def alone(slots: Sequence[int], group: int, size: int) -> SlotGrid:
+    """A grid of `size` prompts with a row each: those in `slots` of one with `group` rows a prompt, and idle ones."""
+    row = np.full((1, size, 1), IDLE, np.int32)
+    row[0, : len(slots), 0] = slots
+    return SlotGrid(np.maximum(row[:, :, 0], 0) // group, row)
 
 
-@functools.partial(jax.jit, static_argnames="engine")
-def _each_alone(engine: Engine, prompts: Prompts, rows: Rows) -> tuple[Prompts, Rows]:
-    """One prompt `[1,...]` and its rows `[1,K]` as K prompts with a row each: in a grid every row leaves by itself."""
-    count = rows.length.size
-    axis = 1 if engine.decoder.config.scan_layers else 0
-    alone = Prompts(
-        jax.tree.map(lambda x: jnp.repeat(x, count, axis=axis), prompts.cache),
-        jnp.repeat(prompts.tokens, count, axis=0),
-        jnp.repeat(prompts.mask, count, axis=0),
-    )
-    return alone, jax.tree.map(lambda x: x.reshape(count, 1, *x.shape[2:]), rows)
+def regrouped(engine: Engine, grid: Grid, planned: SlotGrid) -> Grid:
+    """The grid whose slots have the rows of `planned`, which are numbers of slots of this one."""
+    (prompts, slots), sources = grid, np.maximum(planned.row, 0).reshape(1, -1)
+    return Grid(*assign(engine, prompts, slots.rows, slots.keys.reshape(-1), slots, planned, sources, slots.capacity))
 
 
 def score_prompts(engine: Engine, params, requests: Sequence[RowRequest]) -> list[Likeliest]:
@@ -217,21 +221,22 @@ def everything(engine: Engine, rows: int) -> np.ndarray:
     return np.full((rows, -(-engine.net.config.vocab_size // 32)), 0xFFFFFFFF, np.uint32)
 
 
-@functools.partial(jax.jit, static_argnames=("engine", "size", "width", "top", "guided"))
-def empty_grid(engine: Engine, params, size: int, width: int, top: bool, guided: bool) -> Grid:
-    """A grid of `size` slots in which no row goes on; `top`: with room for the likeliest tokens of each place."""
-    nothing = [RowRequest((0,), 0, SamplingParams(), (), 0)] * size
-    sampling = row_sampling(engine, nothing, (size, 1), top, everything(engine, size) if guided else None)
-    keys, capacity = _keys(*(jnp.zeros(size, jnp.uint32),) * 2), min(CAPACITY, engine.max_completion_length)
+@functools.partial(jax.jit, static_argnames=("engine", "shape", "width", "top", "guided"))
+def empty_grid(engine: Engine, params, shape: tuple[int, int], width: int, top: bool, guided: bool) -> Grid:
+    """A grid `[G,R]` in which no row goes on; `top`: with room for the likeliest tokens of each place."""
+    (size, group), slots = shape, shape[0] * shape[1]
+    nothing = [RowRequest((0,), 0, SamplingParams(), (), 0)] * slots
+    sampling = row_sampling(engine, nothing, shape, top, everything(engine, slots) if guided else None)
+    keys, capacity = _keys(*(jnp.zeros(slots, jnp.uint32),) * 2), min(CAPACITY, engine.max_completion_length)
 
     def shapes():
-        prompts = jnp.zeros((size, width), jnp.int32)
-        new_prompts, rows = prefill(engine, params, prompts, prompts, keys, sampling=sampling)
-        return new_prompts, rows, engine.decoder.empty_caches(new_prompts.cache, 1, capacity)
+        of_group, prompts = dataclasses.replace(engine, group_size=group), jnp.zeros((size, width), jnp.int32)
+        new_prompts, rows = prefill(of_group, params, prompts, prompts, keys, sampling=sampling)
+        return new_prompts, rows, engine.decoder.empty_caches(new_prompts.cache, group, capacity)
 
     # Rows at their limit, which is 0, go on no further.
     prompts, rows, cache = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(shapes))
-    return Grid(prompts, Slots(cache, rows, keys[:, None], jnp.zeros((), jnp.int32), capacity))
+    return Grid(prompts, Slots(cache, rows, keys.reshape(shape), jnp.zeros((), jnp.int32), capacity))
 
 
 def with_top(grid: Grid) -> Grid:
@@ -245,11 +250,13 @@ def with_top(grid: Grid) -> Grid:
 
 
 def with_allowed(grid: Grid, allowed: np.ndarray | None) -> Grid:
-    """The grid whose rows may go on with the tokens `allowed` `[S,V/32]`; None: with any."""
+    """The grid whose rows may go on with the tokens `allowed` `[G*R,V/32]`; None: with any."""
     rows = grid.slots.rows
     if rows.sampling is None or (allowed is None and not grid.guided):
         return grid
-    sampling = rows.sampling._replace(allowed=None if allowed is None else jnp.asarray(allowed[:, None]))
+    sampling = rows.sampling._replace(
+        allowed=None if allowed is None else jnp.asarray(allowed).reshape(*grid.shape, -1)
+    )
     return grid._replace(slots=grid.slots.replace(rows=rows._replace(sampling=sampling)))
 
 
@@ -272,7 +279,7 @@ def widened(engine: Engine, params, prompts: Prompts, width: int) -> Prompts:
 
 @functools.partial(jax.jit, static_argnames="engine", donate_argnames="grid")
 def join(engine: Engine, grid: Grid, prompts: Prompts, rows: Rows, keys, index) -> Grid:
-    """The grid with new prompts, of its width, and rows at the slots `index` `[B]`."""
+    """The grid with new prompts, of its width, and their rows at the places `index` `[B]`."""
     axis = 1 if engine.decoder.config.scan_layers else 0
 
     def put(old, new):
@@ -282,7 +289,7 @@ def join(engine: Engine, grid: Grid, prompts: Prompts, rows: Rows, keys, index) 
         return old.at[index].set(new)
 
     slots = grid.slots
-    cache = engine.decoder.empty_caches(prompts.cache, 1, slots.capacity)
+    cache = engine.decoder.empty_caches(prompts.cache, rows.length.shape[1], slots.capacity)
     return Grid(
         Prompts(
             jax.tree.map(put, grid.prompts.cache, prompts.cache),
@@ -300,13 +307,15 @@ def join(engine: Engine, grid: Grid, prompts: Prompts, rows: Rows, keys, index) 
 @functools.partial(jax.jit, donate_argnames="slots")
 def end_rows(slots: Slots, gone) -> Slots:
     """The slots in which the rows `gone` `[S]` go on no further."""
-    return slots.replace(rows=slots.rows._replace(limit=jnp.where(gone[:, None], 0, slots.rows.limit)))
+    return slots.replace(
+        rows=slots.rows._replace(limit=jnp.where(gone.reshape(slots.rows.limit.shape), 0, slots.rows.limit))
+    )
 
 
 @functools.partial(jax.jit, static_argnames="width")
 def newest(slots: Slots, starts, width: int) -> Newest:
     """What the rows have become, with `width` tokens from the place `starts` `[S]` of each on."""
-    rows = jax.tree.map(lambda x: x[:, 0], slots.rows)
+    rows = jax.tree.map(lambda x: flat(x, 0), slots.rows)
     places = jnp.minimum(starts[:, None] + jnp.arange(width), rows.tokens.shape[1] - 1)
 
     def window(x):

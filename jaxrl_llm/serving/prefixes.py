@@ -88,10 +88,11 @@ def _common(one: np.ndarray, other: np.ndarray) -> int:
 
 
 @functools.partial(jax.jit, static_argnames=("engine", "size"))
-def kept_cache(engine: Engine, prompts: Any, rows: Any, slot, end, size: int) -> Any:
-    """Caches of `size` tokens of one of many prompts, or of its only row too: those that end before the place `end`."""
+def kept_cache(engine: Engine, prompts: Any, rows: Any, place, row, end, size: int) -> Any:
+    """Caches of `size` tokens, those that end before `end`: of the prompt at `place`, or of its row `row` too."""
     axis = 1 if engine.decoder.config.scan_layers else 0
-    prompts, rows = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, slot, 1, axis), (prompts, rows))
+    prompts, rows = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, place, 1, axis), (prompts, rows))
+    rows = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, row, 1, axis + 1), rows)
     return engine.decoder.prompt_caches(prompts, rows, end, size)
 
 

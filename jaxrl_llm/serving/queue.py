@@ -4,6 +4,9 @@ Between two chunks of decode steps it ends rows that were cancelled, prefills th
 and lets them join the slot grid. What a row is given depends on its request alone, never on who else is served, up to
 the rounding of programs of another size.
 
+Groups of rows of one prompt, as trainers ask for them, decode side by side in a grid of their own shape while it has
+room for all that wait; it shrinks as they end, as a rollout's does. When others come it is one of single rows again.
+
 The grid decodes with one adapter at a time: a turn of an adapter takes the rows that had been asked for when it began,
 and further ones while nobody waits for another.
 """
@@ -21,12 +24,14 @@ import numpy as np
 
 from jaxrl_llm.models.logprobs import Likeliest
 from jaxrl_llm.models.lora import LoraConfig, combine
-from jaxrl_llm.rollout.engine import Engine, decode_chunk, decoding_params
+from jaxrl_llm.rollout.engine import Engine, assign, decode_chunk, decoding_params
 from jaxrl_llm.rollout.grammar import GrammarRow
+from jaxrl_llm.rollout.scheduler import IDLE, Scheduler, SlotGrid
 from jaxrl_llm.serving.grid import (
     CAPACITY,
     Grid,
     RowRequest,
+    alone,
     bucket,
     empty_grid,
     end_rows,
@@ -34,6 +39,7 @@ from jaxrl_llm.serving.grid import (
     join,
     newest,
     prefill_requests,
+    regrouped,
     score_prompts,
     widened,
     with_allowed,
@@ -41,6 +47,7 @@ from jaxrl_llm.serving.grid import (
 )
 from jaxrl_llm.serving.prefixes import Prefix, PrefixCache, kept_cache
 
+GROUP = 4  # the fewest rows of a prompt for which programs of a grid of groups are compiled
 PREFILL_ROWS = 8  # prompts that are prefilled in one program
 PREFILL_TOKENS = 8192  # that are prefilled between two chunks, so that rows which decode do not wait long
 
@@ -96,7 +103,7 @@ class RequestQueue:
     """Rows that come and go, decoded side by side in `size` slots.
 
     `params` are those of the engine's net. The engine has group_size 1; its max_completion_length bounds every row, and
-    its sampling and eos do not matter: each request brings its own.
+    its sampling and eos do not matter: each request brings its own. shrink and compile_work are of grids of groups.
     """
 
     def __init__(
@@ -124,6 +131,8 @@ class RequestQueue:
         self._stopping = self._ended = False
         self.failure: BaseException | None = None
         self._rows: list[Handle | None] = [None] * size
+        self._group, self._shrinks = 1, False  # rows of a prompt in the grid; whether it was filled with groups
+        self._parameters = sum(x.size for x in jax.tree.leaves(params))
         self._lengths = np.zeros(size, np.int64)
         self._grid: Grid | None = None
         self._steps = 0  # decode steps of the grid that are counted
@@ -280,8 +289,7 @@ class RequestQueue:
                 failed = error
             done(failed)
         self._end([h.slot for h in cancelled if h.slot is not None and self._rows[h.slot] is h])
-        free = [slot for slot, handle in enumerate(self._rows) if handle is None]
-        joining, prompt_tokens = [], 0
+        joining, prompt_tokens, regroups = [], 0, False
         with self._condition:
             adapter, own = self._adapter, [h for h in self._waiting if h.request.adapter == self._adapter]
             if len(own) == len(self._waiting) or (not any(self._rows) and own[:1] == [self._waiting[0]]):
@@ -289,20 +297,34 @@ class RequestQueue:
             elif not any(self._rows):
                 adapter, self._turn = self._waiting[0].request.adapter, time.monotonic()
                 own = [h for h in self._waiting if h.request.adapter == adapter]
-            for handle in own:
-                width = bucket(len(handle.request.prompt))
-                if len(joining) == len(free) or handle.asked > self._turn:
-                    break
+            own = [handle for handle in own if handle.asked <= self._turn]
+            if own and not any(self._rows):
+                self._rows = [None] * self.size
+                self._lengths = np.zeros(self.size, np.int64)
+                self._group = _group(own, self.size)
+                self._shrinks = self._group > 1
+            group, size = self._group, len(self._rows)
+            free = [slot for slot in range(0, size, group) if not any(self._rows[slot : slot + group])]
+            # A group's slots are idle until its last row ends: with others waiting single rows are faster.
+            if own and self._shrinks:
+                regroups = size < self.size or _group(own, group * len(free)) != group
+            for handles in _pieces(own, group)[: 0 if regroups else len(free)]:
+                width = bucket(len(handles[0].request.prompt))
                 if joining and prompt_tokens + width > PREFILL_TOKENS:
                     break
                 prompt_tokens += width
+                joining += handles
+            for handle in joining:
                 self._waiting.remove(handle)
-                joining.append(handle)
             self.counts.waiting = len(self._waiting)
         try:
             if adapter != self._adapter:
                 self._adapter, self._params = adapter, None  # there is room for one copy of the matrices
                 self._params = self._merged(self._base)
+            if regroups:  # those that wait join after a chunk
+                live = [slot for slot, handle in enumerate(self._rows) if handle is not None]
+                self._regroup(alone(live, self._group, self.size))
+                self._shrinks = False
             if joining:
                 self._join(joining, free)
         except BaseException:
@@ -315,7 +337,7 @@ class RequestQueue:
     def _end(self, gone: list[int]) -> None:
         """Frees slots whose rows are to go on no further."""
         if gone and self._grid is not None:
-            mask = np.zeros(self.size, bool)
+            mask = np.zeros(len(self._rows), bool)
             mask[gone] = True
             self._grid = self._grid._replace(slots=end_rows(self._grid.slots, mask))
             for slot in gone:
@@ -325,7 +347,7 @@ class RequestQueue:
 
     def _join(self, joining: list[Handle], free: list[int]) -> None:
         """Prefills the rows, those of one bucket together, and gives them slots."""
-        joining = [handle for handle in joining if self._begins(handle)]
+        joining, size = [handle for handle in joining if self._begins(handle)], len(self._rows)
         if not joining:
             return
         top = any(handle.request.top_logprobs for handle in joining)
@@ -334,28 +356,33 @@ class RequestQueue:
         width = max(bucket(len(handle.request.prompt)) for handle in (*live, *joining))
         grid = self._grid
         if grid is None or not live:  # an empty grid is as small as these rows allow
-            kind = (width, top, guided)
-            if grid is None or (grid.width, grid.top, grid.guided) != kind or grid.slots.capacity > CAPACITY:
-                grid, self._steps = empty_grid(self.engine, self._params, self.size, *kind), 0
+            kind = ((size // self._group, self._group), width, top, guided)
+            if (
+                grid is None
+                or (grid.shape, grid.width, grid.top, grid.guided) != kind
+                or grid.slots.capacity > CAPACITY
+            ):
+                grid, self._steps = empty_grid(self.engine, self._params, *kind), 0
         else:
             if grid.width < width or grid.width > 2 * width:
                 grid = grid._replace(prompts=widened(self.engine, self._params, grid.prompts, width))
             grid = with_top(grid) if top else grid
             if guided and not grid.guided:
-                grid = with_allowed(grid, everything(self.engine, self.size))
+                grid = with_allowed(grid, everything(self.engine, size))
         top, guided = grid.top, grid.guided
-        slots = iter(free)
-        for handle in joining:
-            handle.slot = next(slots)
-            self._rows[handle.slot] = handle
-            self._lengths[handle.slot] = 0
+        for number, handle in enumerate(joining):
+            slot = handle.slot = free[number // self._group] + number % self._group
+            self._rows[slot] = handle
+            self._lengths[slot] = 0
         # Kept texts are found by their tokens, which do not tell images apart.
         seeing = {id(handle.request.prompt) for handle in joining if handle.request.tiles is not None}
         begun = {
             id(prompt): None if id(prompt) in seeing else self._prefixes.find(prompt, self._adapter)
             for prompt in _prompts(joining)
         }
-        batches = deque(_batches(joining, seeing | {key for key, found in begun.items() if found is not None}))
+        batches = deque(
+            _batches(joining, seeing | {key for key, found in begun.items() if found is not None}, self._group)
+        )
         while batches:
             some = batches.popleft()
             requests = [handle.request for handle in some]
@@ -368,10 +395,11 @@ class RequestQueue:
                     for handle, own in zip(scored, scores, strict=True):
                         handle.scores = own
             except Exception as error:  # no memory for a long prompt: others go on, as the grid is what it was
-                (handle, *others) = some
-                if others:
-                    batches.extendleft([each] for each in some)
-                elif handle.slot is not None:
+                if len(some) > self._group:
+                    batches.extendleft(_pieces(some, self._group))
+                    continue
+                for handle in some:
+                    assert handle.slot is not None
                     self._rows[handle.slot] = None
                     self._collected.append((handle, error))
                     self.counts.cancelled_rows += 1
@@ -380,10 +408,18 @@ class RequestQueue:
                 self.counts.prefix_hits += 1
                 self.counts.prefix_tokens += found[1]
             for index, prompt in enumerate(_prompts(some) if requests[0].tiles is None else ()):
-                self._keep(prompt, prompts.cache, tuple(None for _ in prompts.cache), index, prompts.tokens.shape[1])
+                self._keep(
+                    prompt, prompts.cache, tuple(None for _ in prompts.cache), (index, 0), prompts.tokens.shape[1]
+                )
+            if rows.length.shape[1] != self._group:  # in a grid of single rows each leaves by itself
+                count = len(some)
+                single = alone(range(count), count, count)
+                prompts, begun_slots = assign(self.engine, prompts, rows, keys.reshape(-1), None, single, None, 1)
+                rows, keys = begun_slots.rows, begun_slots.keys
             if prompts.tokens.shape[1] != grid.width:
                 prompts = widened(self.engine, self._params, prompts, grid.width)
-            grid = join(self.engine, grid, prompts, rows, keys, np.asarray([handle.slot for handle in some]))
+            places = np.asarray([handle.slot for handle in some[:: self._group]]) // self._group
+            grid = join(self.engine, grid, prompts, rows, keys, places)
             for handle in some:
                 handle.version = self.counts.weight_version
             self.counts.prompt_tokens += sum(len(request.prompt) for request in requests)
@@ -396,15 +432,27 @@ class RequestQueue:
             return
         if handle is not None and grid is not None and handle.ids and handle.version == self.counts.weight_version:
             text = [*handle.request.prompt, *handle.ids[:-1]]
-            self._keep(text, grid.prompts.cache, grid.slots.cache, slot, grid.width + len(handle.ids) - 1)
+            place = divmod(slot, self._group)
+            self._keep(text, grid.prompts.cache, grid.slots.cache, place, grid.width + len(handle.ids) - 1)
 
-    def _keep(self, tokens: Sequence[int], prompts: Any, rows: Any, slot: int, end: int) -> None:
+    def _keep(self, tokens: Sequence[int], prompts: Any, rows: Any, place: tuple[int, int], end: int) -> None:
         """Keeps a text whose last token is before the place `end` of the caches of a prompt and a row."""
         if self._prefixes.wants(tokens, self._adapter):
             width = bucket(len(tokens))
-            cache = kept_cache(self.engine, prompts, rows, np.int32(slot), np.int32(end), width)
+            cache = kept_cache(self.engine, prompts, rows, *np.asarray((*place, end), np.int32), width)
             self._prefixes.add(Prefix(np.asarray(tokens, np.int32), self._adapter, cache, width))
             self.counts.prefix_bytes = self._prefixes.bytes
+
+    def _regroup(self, planned: SlotGrid) -> None:
+        """Goes on with the rows of a grid of other slots, which has them by their present ones."""
+        assert self._grid is not None
+        self._grid, self._steps = regrouped(self.engine, self._grid, planned), 0
+        order, self._group = planned.row.ravel(), planned.row.shape[2]
+        self._rows = [None if slot == IDLE else self._rows[slot] for slot in order]
+        self._lengths = np.where(order == IDLE, 0, self._lengths[order])
+        for slot, handle in enumerate(self._rows):
+            if handle is not None:
+                handle.slot = slot
 
     def _begins(self, handle: Handle) -> bool:
         """Whether a row can start in its grammar; it is told the error where it cannot."""
@@ -431,6 +479,7 @@ class RequestQueue:
             engine = dataclasses.replace(engine, speculative_tokens=0)
             if any(h is not None and h.in_grammar and not self._lengths[slot] for slot, h in enumerate(self._rows)):
                 self._collect()
+        pause_at = self._shrink()
         live = [slot for slot, handle in enumerate(self._rows) if handle is not None]
         if not live or self._grid is None:
             return False
@@ -440,10 +489,28 @@ class RequestQueue:
         slots = self.engine.with_room(self._grid.slots, min(reached + 1, self.engine.max_completion_length))
         ahead = 1 if guided else max(1, min(self.engine.chunk, slots.capacity - reached))
         # With others waiting, an eighth of the slots is refilled as soon as it is free.
-        pause_at = max(0, len(live) - max(1, self.size // 8)) if self._waiting else 0
+        if self._waiting:
+            pause_at = max(0, len(live) - max(1, self.size // 8))
         slots = decode_chunk(engine, self._params, self._grid.prompts, slots, np.int32(ahead), np.int32(pause_at))
         self._grid = self._grid._replace(slots=slots)
         return True
+
+    def _shrink(self) -> int:
+        """Goes on in a smaller grid where that is worth it; returns at how few rows it is to be asked again."""
+        live = [handle is not None for handle in self._rows]
+        if self._waiting or not self._shrinks or self._grid is None or not any(live):
+            return 0
+        left = max(h.request.limit - self._lengths[slot] for slot, h in enumerate(self._rows) if h is not None)
+        size, group = len(self._rows), self._group
+        if not self.engine.worth_shrinking(self._parameters, int(left), size):
+            return 0
+        lengths = (self._grid.width, self.engine.max_completion_length)
+        scheduler = Scheduler(size // group, group, 1, size, self.engine.shrink, lengths)
+        by_prompt = np.reshape(live, (1, -1, group))
+        if (planned := scheduler.next(by_prompt)) is None:
+            return scheduler.pause_at(by_prompt)
+        self._regroup(planned)
+        return self._shrink()
 
     def _collect(self) -> None:
         """Reads what rows have got, when the chunk has ended; rows that have ended leave their slots."""
@@ -491,21 +558,35 @@ def _prompts(handles: Sequence[Handle]) -> list[Sequence[int]]:
     return list({id(handle.request.prompt): handle.request.prompt for handle in handles}.values())
 
 
-def _batches(handles: Sequence[Handle], begun: Collection[int]) -> Iterator[list[Handle]]:
-    """The rows that are prefilled together: those of one prompt, and the others of one bucket.
+def _group(handles: Sequence[Handle], size: int) -> int:
+    """Rows of each prompt, where all that wait are groups of as many and `size` slots have room for them; else 1."""
+    prompts = [id(handle.request.prompt) for handle in handles]
+    group = next((number for number, prompt in enumerate(prompts) if prompt != prompts[0]), len(prompts))
+    whole = group >= GROUP and len(prompts) <= size and not size % group and not len(prompts) % group
+    whole = whole and all(len(_prompts(rows)) == 1 for rows in _pieces(handles, group))
+    return group if whole and all(handle.request.grammar is None for handle in handles) else 1
+
+
+def _pieces(handles: Sequence[Handle], size: int) -> list[list[Handle]]:
+    """The rows, `size` at a time."""
+    return [list(handles[start : start + size]) for start in range(0, len(handles), size)]
+
+
+def _batches(handles: Sequence[Handle], begun: Collection[int], group: int) -> Iterator[list[Handle]]:
+    """The rows that are prefilled together: those of one prompt, and the others of one bucket, `group` rows of each.
 
     `begun` are the ids of prompts of which a part is kept, or that have images: each is by itself.
 
     In powers of two: few programs are compiled, and no row is computed for nothing.
     """
     rows_of, batches = Counter(id(handle.request.prompt) for handle in handles), {}
-    for handle in handles:
-        prompt = handle.request.prompt
-        by_prompt = rows_of[id(prompt)] > 1 or id(prompt) in begun
-        key = ("prompt", id(prompt)) if by_prompt else ("bucket", bucket(len(prompt)))
-        batches.setdefault(key, []).append(handle)
-    for batch in batches.values():
+    for rows in _pieces(handles, group):
+        prompt = rows[0].request.prompt
+        by_prompt = rows_of[id(prompt)] > group or id(prompt) in begun
+        key = (id(prompt), 1 if group > 1 else PREFILL_ROWS) if by_prompt else (bucket(len(prompt)), PREFILL_ROWS)
+        batches.setdefault((by_prompt, *key), []).append(rows)
+    for (*_, most), batch in batches.items():
         while batch:
-            count = min(PREFILL_ROWS, 1 << (len(batch).bit_length() - 1))
-            yield batch[:count]
+            count = min(most, 1 << (len(batch).bit_length() - 1))
+            yield [handle for rows in batch[:count] for handle in rows]
             batch = batch[count:]

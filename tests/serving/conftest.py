@@ -9,7 +9,7 @@ from typing import NamedTuple
 import pytest
 
 import jaxrl_llm
-from jaxrl_llm.rollout.engine import Engine
+from jaxrl_llm.rollout.engine import COMPILE_WORK, Engine
 from jaxrl_llm.rollout.sampling import SamplingParams
 from jaxrl_llm.serving.queue import RequestQueue
 from jaxrl_llm.training.setup.specs import eos_ids
@@ -55,7 +55,7 @@ def listening(sorter):
         connection=None,
     ) -> Running:
         model = model or sorter
-        engine = Engine(model.net, SamplingParams(), 1, LONGEST, (), CHUNK)
+        engine = Engine(model.net, SamplingParams(), 1, LONGEST, (), CHUNK, compile_work=COMPILE_WORK)
         queue = RequestQueue(engine, model.params, size, adapters=adapters, prefix_bytes=prefixes)
         limits = limits or Limits(LONGEST, body=100_000)
         server = Server(

@@ -10,12 +10,13 @@ import pytest
 
 import jaxrl_llm
 from jaxrl_llm.commands.generate import prompt_rows
+from jaxrl_llm.data.collate import pad_prompts
 from jaxrl_llm.models.attention import Attention
 from jaxrl_llm.models.delta_net import GatedDeltaNet
 from jaxrl_llm.models.latent_attention import LatentAttention
 from jaxrl_llm.models.quantize import quantized_as
 from jaxrl_llm.models.transformer import ModelConfig, Net
-from jaxrl_llm.rollout.engine import Engine
+from jaxrl_llm.rollout.engine import COMPILE_WORK, Engine
 from jaxrl_llm.rollout.sampling import SamplingParams
 from jaxrl_llm.serving.grid import CAPACITY, RowRequest
 from jaxrl_llm.serving.queue import Handle, RequestQueue, StoppedError, Tokens
@@ -31,7 +32,7 @@ def model():
 
 @pytest.fixture
 def queue(model):
-    engine = Engine(model.net, SamplingParams(), 1, LONGEST, (), chunk=4)
+    engine = Engine(model.net, SamplingParams(), 1, LONGEST, (), chunk=4, compile_work=COMPILE_WORK)
     queue = RequestQueue(engine, model.params, 4)
     queue.start()
     yield queue
@@ -207,6 +208,48 @@ def test_a_prompt_of_several_rows_is_computed_once(queue, model, monkeypatch):
     assert widths == [1] * 5
 
 
+@pytest.mark.slow
+def test_groups_share_their_prompts_and_shrink(model, monkeypatch):
+    """As the engine's own rollout; a stranger that joins makes single rows of what is left, and changes none."""
+    from jaxrl_llm.serving import queue as module
+
+    shapes, joining, decode = [], [], module.decode_chunk
+
+    def seen(engine, params, prompts, slots, *steps):
+        shapes.append(slots.rows.length.shape)
+        if len(shapes) == 3 and joining:
+            queue.submit([joining.pop().handle])
+        return decode(engine, params, prompts, slots, *steps)
+
+    monkeypatch.setattr(module, "decode_chunk", seen)
+    prompts = [[50 + number] * (40 + number) for number in range(3)]
+    limits = [40, 6, 38, 5, 12, 30, 9, 7, 33, 8, 4, 40]
+    requests = [RowRequest(prompts[row // 4], limit, SamplingParams(), (), 3, row) for row, limit in enumerate(limits)]
+    padded, segments = pad_prompts(prompts, 64)
+    engine = Engine(model.net, SamplingParams(), 4, LONGEST, (), chunk=4)
+    rollout = engine.generate(model.params, padded, segments, jax.random.key(3), limits=np.asarray(limits))
+    expected = [row[64 : 64 + limit].tolist() for row, limit in zip(np.asarray(rollout.tokens), limits, strict=True)]
+    queue = RequestQueue(dataclasses.replace(engine, group_size=1), model.params, 12, prefix_bytes=2**24)
+    queue.start()
+    stranger = RowRequest(list(range(40, 90)), 9, SamplingParams(0.0, repetition_penalty=1.2), (), 1)
+    for alone in (True, False):
+        shapes.clear()
+        other = Collected(stranger)
+        joining += [] if alone else [other]
+        assert [row.wait() for row in ask(queue, *requests)] == expected
+        sizes = [g * r for g, r in shapes]
+        assert shapes[0] == (3, 4) and (min(sizes) < 12 if alone else (12, 1) in shapes), shapes
+    assert ask(queue, stranger)[0].wait() == other.wait()
+    turn = [*prompts[1], *expected[5], 65]  # a row of a group was kept
+    rollout = dataclasses.replace(engine, group_size=1).generate(
+        model.params, np.asarray([turn]), np.ones((1, len(turn)), np.int32), jax.random.key(1), limits=np.asarray([6])
+    )
+    (row,) = ask(queue, RowRequest(turn, 6, SamplingParams(), (), 1))
+    assert row.wait() == np.asarray(rollout.tokens)[0, len(turn) :][:6].tolist() and queue.counts.prefix_hits == 1
+    queue.stop(60)
+    assert queue.failure is None
+
+
 def test_an_empty_grid_is_traced_once(model, monkeypatch):
     """A queue makes one whenever it was idle: each trace would stay in memory."""
     from jaxrl_llm.serving import grid
@@ -216,7 +259,7 @@ def test_an_empty_grid_is_traced_once(model, monkeypatch):
     params = jax.jit(model.net.init)(jax.random.key(0))
     for number, width in enumerate((64, 128, 64, 128, 64)):
         engine = Engine(model.net, SamplingParams(), 1, 7, (), chunk=5)  # another object that is equal
-        empty = grid.empty_grid(engine, engine.decoding_params(params), 2, width, False, False)
+        empty = grid.empty_grid(engine, engine.decoding_params(params), (2, 1), width, False, False)
         assert empty.width == width and not np.asarray(empty.slots.rows.limit).any()
         assert len(traced) == min(number + 1, 2)
 

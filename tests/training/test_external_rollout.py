@@ -237,6 +237,30 @@ def test_a_server_gets_the_policy_first(rollout, model, monkeypatch, tmp_path):
             rollout(function)
 
 
+def test_vllm_reads_the_policy_again_first(rollout, model, monkeypatch, tmp_path):
+    """A stub of its endpoints: the policy is in its folder when it is told to, and prefixes are forgotten."""
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    read = []
+
+    def change(answer):
+        if not answer["choices"]:
+            read.append(load_model(tmp_path / "policy", "float32").params)
+            return {"results": [None]}
+        return answer
+
+    with Server(change) as server:
+        function = served(server, weights=str(tmp_path / "policy"), vllm=True)
+        made, _ = rollout(function)
+        assert made.finished.all() and jax.tree.all(jax.tree.map(lambda x, y: (x == y).all(), read[0], model.params))
+        told = [("/collective_rpc", {"method": "reload_weights"}), ("/reset_prefix_cache", {})]
+        assert server.bodies[:2] == told and {path for path, _ in server.bodies[2:]} == {"/v1/completions"}
+        server.status = 500
+        with pytest.raises(ConfigError, match="collective_rpc answered 500"):
+            rollout(function)
+        with pytest.raises(ConfigError, match="has no weights"):
+            served(server, vllm=True)
+
+
 def test_a_server_that_fails_is_named(rollout, monkeypatch):
     monkeypatch.setenv("no_proxy", "127.0.0.1")
     with Server(status=500) as server, pytest.raises(ConfigError, match="answered 500"):
