@@ -205,6 +205,16 @@ def _online(config: ConfigDict) -> Iterator[str]:
         )
     if algorithm.importance_normalize and algorithm.importance_correction == "none":
         yield "algorithm.importance_normalize is true, but importance_correction is none: there are no weights; set one"
+    if algorithm.importance_correction.startswith(("sequence", "geometric")) and algorithm.loss != "auto":
+        from jaxrl_llm.algorithms import policy_losses  # which imports jax: only for a correction of rows
+
+        name = split_options(algorithm.loss)[0]
+        loss = getattr(policy_losses, name, None) or (resolve(name, {}) if ":" in name else None)
+        if callable(loss) and "importance_weights" in inspect.signature(loss).parameters:
+            yield (
+                f"algorithm.importance_correction is {algorithm.importance_correction}, but {name} takes the weights of "
+                "tokens into its own ratio, as in TRL: set token_truncate or token_mask"
+            )
     if (algorithm.rejection is None) != (algorithm.rejection_bounds is None):
         yield (
             f"algorithm.rejection is {algorithm.rejection} and rejection_bounds is {algorithm.rejection_bounds}: set "

@@ -485,6 +485,20 @@ def test_former_keys_have_a_replacement():
             )
 
 
+def test_former_keys_are_read():
+    """As what stands for them now; other names are unknown as before."""
+    config = default()
+    config.processes.rendezvous_seconds = 120
+    assert (config.processes.meet_seconds, config["processes"]["meet_seconds"]) == (120, 120)
+    assert (config.algorithm.simpo_gamma, config.algorithm.delta) == (0.5, None)
+    config.algorithm.loss = "sft+simpo(gamma=1.2)"
+    assert (config.algorithm.simpo_gamma, config.algorithm.cpo_alpha) == (1.2, 1.0)
+    assert not {"meet_seconds", "simpo_gamma"} & {*config.processes, *config.algorithm}
+    for section, name in (("rollout", "meet_seconds"), ("optimizer", "simpo_gamma"), ("algorithm", "gamma")):
+        with pytest.raises(AttributeError):
+            getattr(config[section], name)
+
+
 @pytest.mark.parametrize(
     ("section", "leaf", "words"),
     [

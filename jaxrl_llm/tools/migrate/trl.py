@@ -281,6 +281,8 @@ def _grpo(draft: Draft, trainer: str, devices: int) -> int:
             options = {option: draft.get(key) for option, key in keys.items()} | options
             draft.use(*keys.values())
         loss = with_options(kind, options)
+        if sequence:
+            draft.check(f"{level} = sequence: {kind} takes the ratio of the row, its paper that of each token")
     elif kind == "vespo" and sequence and beta and draft.get("use_bias_correction_kl"):
         draft.check(f"{level}: with vespo it is of the KL term alone in TRL, whose ratio is that of tokens here")
     set_loss(draft, [(loss, {"delta": "delta"})], "loss_type", "importance_sampling_level")
