@@ -212,8 +212,8 @@ def _online(config: ConfigDict) -> Iterator[str]:
         loss = getattr(policy_losses, name, None) or (resolve(name, {}) if ":" in name else None)
         if callable(loss) and "importance_weights" in inspect.signature(loss).parameters:
             yield (
-                f"algorithm.importance_correction is {algorithm.importance_correction}, but {name} takes the weights of "
-                "tokens into its own ratio, as in TRL: set token_truncate or token_mask"
+                f"algorithm.importance_correction is {algorithm.importance_correction}, but {name} takes the weights "
+                "of tokens into its own ratio, as in TRL: set token_truncate or token_mask"
             )
     if (algorithm.rejection is None) != (algorithm.rejection_bounds is None):
         yield (

@@ -413,7 +413,8 @@ KEYS = (
         "Drop tokens less likely than this fraction of the most likely one; 0 is off.", float, minimum=0, maximum=1),
     Setting("rollout.repetition_penalty", 1.0,
         "Divide the positive logits of tokens that prompt and completion have by this, and multiply the negative ones, "
-        "as transformers and vLLM do; 1 is off. However large, it forbids nothing: a positive logit falls to 0 at most.", float, above=0),
+        "as transformers and vLLM do; 1 is off. It forbids nothing: a positive logit falls to 0 at most.",
+        float, above=0),
     Setting("rollout.frequency_penalty", 0.0,
         "Subtract this from a token's logit for each time that the completion has it; 0 is off.",
         float, minimum=-2, maximum=2),
@@ -761,7 +762,8 @@ KEYS = (
     Setting("optimizer.weight_decay_shape", "linear", "How it moves there.", choices=("linear", "cosine")),
     Setting("optimizer.no_decay", ("bias", "scale"), "Last names in the paths of parameters without weight decay."),
     Setting("optimizer.moment_dtype", "float32",
-        "Storage type of the optimizer's moments; bfloat16 is rounded to stochastically.", choices=DTYPES[:2]),
+        "Storage type of the optimizer's moments; bfloat16 is rounded to stochastically, as the second moment would not "
+        "fall with b2 = 0.999 otherwise.", choices=DTYPES[:2]),
     Setting("optimizer.offload", False,
         "Keep the moments in host memory; they move to the device for each update.", bool),
     Setting("optimizer.max_grad_norm", 1.0,
@@ -983,9 +985,10 @@ IDENTITY = (
     "rollout.max_prompt_length",
     "rewards.functions", "rewards.weights", "environment.name", "environment.tools", "environment.rollout_func",
     "environment.agent", "environment.agents", "algorithm.name", "algorithm.advantage", "algorithm.loss",
-    "algorithm.importance_sampling_level", "algorithm.aggregation", "algorithm.loss_weights", "algorithm.reference_free", "critic.path", "critic.shared", "critic.lora_rank",
-    "critic.lora_targets", "optimizer.name",
-    "optimizer.moment_dtype", "teacher.path", "teacher.revision", "teacher.others", "teacher.column", "teacher.context",
+    "algorithm.importance_sampling_level", "algorithm.aggregation", "algorithm.loss_weights",
+    "algorithm.reference_free", "critic.path", "critic.shared", "critic.lora_rank", "critic.lora_targets",
+    "optimizer.name", "optimizer.moment_dtype", "teacher.path", "teacher.revision", "teacher.others", "teacher.column",
+    "teacher.context",
 )  # fmt: skip
 # Settings of a single start, of no meaning for the run.
 OF_A_START = ("output_dir", "compilation_cache", "checkpoint.resume", "checkpoint.accept_changes")

@@ -157,7 +157,7 @@ def reward_name(reward: Any) -> str:
 def accepted(name: str, grader: Any, inputs: dict[str, list[Any]], services: Iterable[str] = ()) -> dict[str, Any]:
     """The inputs that a grader's signature takes; `services` are further arguments that it may require.
 
-    A required argument that is named by the plural of a column, `answers` where the data has `answer`, gets that column:
+    A required argument named by the plural of a column, `answers` where the data has `answer`, gets that column:
     functions take lists, and examples of axolotl and verl are written so. Raises RewardError for a required argument
     that is none of these.
     """

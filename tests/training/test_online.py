@@ -206,7 +206,7 @@ def test_importance_sampling_level_is_the_level_of_the_ratio(loss, same):
     asked = value({"loss": loss, "importance_sampling_level": "sequence"}, batch)
     assert float(asked[0]) == float(value({"loss": same}, batch)[0])
     for wrong, level in (("gspo", "token"), ("rloo", "sequence"), ("cispo(level='sequence')", "token")):
-        with pytest.raises(ConfigError, match=f"importance_sampling_level is {level}, but algorithm.loss = {wrong[:5]}"):
+        with pytest.raises(ConfigError, match=f"sampling_level is {level}, but algorithm.loss = {wrong[:5]}"):
             value({"loss": wrong, "importance_sampling_level": level}, batch)
 
 
