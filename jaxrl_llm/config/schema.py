@@ -762,8 +762,8 @@ KEYS = (
     Setting("optimizer.weight_decay_shape", "linear", "How it moves there.", choices=("linear", "cosine")),
     Setting("optimizer.no_decay", ("bias", "scale"), "Last names in the paths of parameters without weight decay."),
     Setting("optimizer.moment_dtype", "float32",
-        "Storage type of the optimizer's moments; bfloat16 is rounded to stochastically, as the second moment would not "
-        "fall with b2 = 0.999 otherwise.", choices=DTYPES[:2]),
+        "Storage type of the optimizer's moments; bfloat16 is rounded to stochastically, as the second moment would "
+        "not fall with b2 = 0.999 otherwise.", choices=DTYPES[:2]),
     Setting("optimizer.offload", False,
         "Keep the moments in host memory; they move to the device for each update.", bool),
     Setting("optimizer.max_grad_norm", 1.0,

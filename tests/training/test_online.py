@@ -203,8 +203,8 @@ def test_vespo_refuses_the_weight_of_a_row(correction):
 def test_importance_sampling_level_is_the_level_of_the_ratio(loss, same):
     """TRL's name for it; where the loss has another ratio, it is refused."""
     batch = BATCH.replace(ref_logps=None)
-    asked = value({"loss": loss, "importance_sampling_level": "sequence"}, batch)
-    assert float(asked[0]) == float(value({"loss": same}, batch)[0])
+    asked = value({"loss": loss, "importance_sampling_level": "sequence", "epsilon_high": 1.5}, batch)
+    assert float(asked[0]) == float(value({"loss": same, "epsilon_high": 1.5}, batch)[0])
     for wrong, level in (("gspo", "token"), ("rloo", "sequence"), ("cispo(level='sequence')", "token")):
         with pytest.raises(ConfigError, match=f"sampling_level is {level}, but algorithm.loss = {wrong[:5]}"):
             value({"loss": wrong, "importance_sampling_level": level}, batch)
