@@ -1370,6 +1370,21 @@ srun --nodes=2 python -m verl.trainer.main_ppo actor_rollout_ref.model.path="$A"
     assert "does not say what $(date +%s), $3 is" in flat and "Qwen3_Qwen3-0.6B" in flat and '"mine"' in flat
 
 
+def test_two_keys_with_a_sum_that_the_script_does_not_tell(tmp_path):
+    """Both are left out and named, with the sum as it is written."""
+    script = """
+TOKENS=$(((1024 + 512) / SP))
+python -m verl.trainer.main_ppo actor_rollout_ref.model.path=org/m data.train_files=a.parquet \\
+    actor_rollout_ref.actor.use_dynamic_bsz=True actor_rollout_ref.ref.log_prob_use_dynamic_bsz=True \\
+    actor_rollout_ref.actor.ppo_max_token_len_per_gpu=${TOKENS} \\
+    actor_rollout_ref.ref.log_prob_max_token_len_per_gpu=${TOKENS} trainer.total_training_steps=2
+"""
+    config, text = migrate(written(tmp_path, "run.sh", script))
+    assert config.total_steps == 2
+    for key in ("actor.ppo_max_token_len_per_gpu", "ref.log_prob_max_token_len_per_gpu"):
+        assert f"actor_rollout_ref.{key} = '$(((1024 + 512) / SP))' is left out:" in " ".join(text.split())
+
+
 SCRIPT = """
 from dataclasses import dataclass, field
 from trl import DPOConfig, DPOTrainer, SFTTrainer

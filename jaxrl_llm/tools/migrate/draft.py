@@ -10,10 +10,11 @@ from jaxrl_llm.config import ConfigDict, assign, default, validate
 from jaxrl_llm.config.resolve import ConfigError, closest, split_options
 from jaxrl_llm.config.schema import KEYS
 from jaxrl_llm.rewards.built_in import BUILT_IN
+from jaxrl_llm.tools.migrate.shell import COMMAND
 from jaxrl_llm.tools.migrate.table import CONVERT, find, names, rules, table
 
 OURS = {key.name: key for key in KEYS}
-OPEN = re.compile(r"\$\{[^{}]*\}|\$\([^()]*\)|\$[\w@]+")  # what a shell or a YAML would fill in
+OPEN = re.compile(rf"\$\{{[^{{}}]*\}}|{COMMAND}|\$[\w@]+")  # what a shell or a YAML would fill in
 
 
 class RefusedError(ConfigError):
