@@ -1370,6 +1370,17 @@ srun --nodes=2 python -m verl.trainer.main_ppo actor_rollout_ref.model.path="$A"
     assert "does not say what $(date +%s), $3 is" in flat and "Qwen3_Qwen3-0.6B" in flat and '"mine"' in flat
 
 
+def test_a_group_of_one_in_verl_becomes_two(tmp_path):
+    """It has a valid equivalent neither as a group nor as PPO, which leaving the estimator out would mean."""
+    script = (
+        "python -m verl.trainer.main_ppo algorithm.adv_estimator=grpo actor_rollout_ref.model.path=org/m "
+        "data.train_files=a.parquet trainer.total_training_steps=2 actor_rollout_ref.rollout.n=1\n"
+    )
+    config, text = migrate(written(tmp_path, "run.sh", script))
+    expect(config, algorithm={"name": "grpo", "advantage": "group(eps=1e-06)"}, rollout={"group_size": 2})
+    assert "rollout.n is 1, of which verl's grpo takes the reward itself" in " ".join(text.split())
+
+
 def test_two_keys_with_a_sum_that_the_script_does_not_tell(tmp_path):
     """Both are left out and named, with the sum as it is written."""
     script = """
