@@ -268,8 +268,9 @@ KEYS = (
         "Modules or files to import before the model is loaded, `path/to/family.py`; one with MODEL_TYPE is a family "
         "of models, as those of models/families."),
     Setting("model.dtype", "auto",
-        "Compute type of the network; auto is float32 on CPU and bfloat16 on accelerators.",
-        choices=("auto", *DTYPES)),
+        "Compute type of the network; auto is float32 on CPU and bfloat16 on accelerators. float16 is none of them, as "
+        "its gradients need loss scaling.",
+        choices=("auto", "float32", "bfloat16")),
     Setting("model.param_dtype", "float32",
         "Storage type of the trained parameters; fewer bits are rounded to stochastically in each update.",
         choices=DTYPES),

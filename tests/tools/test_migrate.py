@@ -1786,3 +1786,16 @@ def test_a_migrated_run_trains(tmp_path, monkeypatch):
     assert result.metrics[-1]["kl"] >= 0
     assert default().batch.prompts != 4
     assert (tmp_path / "run/hf/model.safetensors").is_file()
+
+
+def test_what_a_model_of_trl_is_loaded_with(tmp_path):
+    """Its revision and dtype are taken; the rest, and float16, are noted; a token is not written."""
+    made = {"revision": "v2", "dtype": "bfloat16", "attn_implementation": "sdpa", "device_map": "auto"}
+    said = {"model_init_kwargs": made, "fp16": True, "adafactor": True, "hub_token": "hf_secret", "max_steps": 5}
+    file = written(tmp_path, "config.yaml", yaml.safe_dump({"output_dir": "o", "model_name_or_path": "m"} | said))
+    config, text = migrate(file, trainer="grpo", devices=1)
+    expect(config, model={"revision": "v2", "param_dtype": "bfloat16", "dtype": "bfloat16"})
+    flat = " ".join(text.split())
+    assert "attn_implementation = 'sdpa' is of torch" in flat and "device_map = 'auto' has no equivalent" in flat
+    assert "fp16: bfloat16 is written" in flat and "hf_secret" not in text and "hub_token = ***" in flat
+    assert 'config.optimizer.name = "adafactor" # adafactor' in flat

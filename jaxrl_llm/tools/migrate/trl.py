@@ -116,8 +116,7 @@ def _generation(draft: Draft, key: str) -> None:
 
 def _model(draft: Draft) -> None:
     """Set parameter types, adapters, quantisation and sharding."""
-    options = draft.get("model_init_kwargs") or {}
-    dtype = options.get("dtype", options.get("torch_dtype")) if isinstance(options, dict) else None
+    dtype = shared.init_kwargs(draft, "model_init_kwargs", "model.revision")
     dtype = dtype or draft.get("torch_dtype" if draft.sets("torch_dtype") else "dtype")
     name = str(dtype).removeprefix("torch.")
     name = TYPES.get(name, name)
@@ -128,7 +127,8 @@ def _model(draft: Draft) -> None:
     keys = [key for key in ("model_init_kwargs", "torch_dtype", "dtype") if draft.sets(key)]
     draft.set("model.param_dtype", name, *keys)
     if draft.get("fp16"):
-        draft.set("model.dtype", "float16", "fp16")
+        draft.set("model.dtype", "bfloat16", "fp16")
+        draft.check("fp16: bfloat16 is written; gradients in float16 need loss scaling, which is not here")
     elif draft.get("bf16") is not None:
         draft.set("model.dtype", "bfloat16" if draft.get("bf16") else "float32", "bf16")
     draft.use("bf16", "fp16")
