@@ -164,6 +164,12 @@ def contradictions(config: ConfigDict) -> Iterator[str]:
             f"{algorithm.name!r}: set it to 0; a preference loss takes it in brackets, "
             f"algorithm.loss='dpo(label_smoothing={algorithm.label_smoothing})'"
         )
+    for section, name in (("model", "path"), ("model", "tokenizer"), ("lora", "path"), ("critic", "path")):
+        if re.match(r"\w+://", config[section][name] or ""):
+            yield (
+                f"{section}.{name} is {config[section][name]!r}, but models are read from a folder of this machine or "
+                "the hub: copy it first (hdfs dfs -get, gcloud storage cp, aws s3 cp) and name the folder"
+            )
     for axis, size in config.mesh.items():
         if size == 0:
             yield f"mesh.{axis} is 0, but it takes 1 or more, or -1 for the devices that the others leave"

@@ -108,6 +108,7 @@ def test_allowed_in_words(key, allowed):
         ("rollout.top_k", 2.0),
         ("optimizer.b1", 1.0),
         ("rewards.timeout", 0.0),
+        ("model.dtype", "float16"),
         ("algorithm.kl", "k4"),
         ("data.shuffle", 1),
         ("data.path", 3),
@@ -169,6 +170,7 @@ def test_validate_names_unknown_and_missing_keys():
         ({"rewards__weights": (1.0, 2.0)}, ["rewards.weights has 2", "1 rewards.functions"]),
         ({"rewards__functions": ()}, ["rewards.functions is empty", "grpo"]),
         ({"mesh__data": 0}, ["mesh.data is 0", "-1"]),
+        ({"model__path": "gs://b/m"}, ["model.path is 'gs://b/m'", "copy it first"]),
         ({"algorithm__name": "sft", "batch__minibatches": 64}, ["must divide the 32 rows (batch.prompts)"]),
     ],
 )

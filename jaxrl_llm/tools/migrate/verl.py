@@ -376,8 +376,8 @@ def _critic(draft: Draft, gpus: int, minibatch: int) -> None:
         draft.set("critic.lora_rank", rank, "critic.model.lora_rank")
     if rank:
         draft.set("critic.lora_alpha", float(draft.get("critic.model.lora_alpha")), "critic.model.lora_alpha")
-        targets = draft.get("critic.model.target_modules")
-        draft.set("critic.lora_targets", (targets,) if isinstance(targets, str) else targets)
+        targets = draft.get(key := "critic.model.target_modules")
+        draft.set("critic.lora_targets", (targets,) if isinstance(targets, str) else targets, key)
     rows = ("critic.ppo_micro_batch_size_per_gpu", "critic.ppo_micro_batch_size")
     each, total = (draft.get(key) for key in rows)
     if (each or total) and not draft.values.get("batch.microbatch_tokens"):
