@@ -231,6 +231,10 @@ def test_vespo_of_trl_with_a_kl_of_sequence_ratios_is_noted(tmp_path):
     said = {"output_dir": "o", "loss_type": "vespo", "importance_sampling_level": "sequence", "max_steps": 5}
     file = written(tmp_path, "a.json", {**said, "beta": 0.04, "num_generations": 4})
     assert "with vespo it is of the KL term alone" in migrate(file, trainer="grpo", devices=1)[1]
+    file = written(tmp_path, "b.json", said | {"use_vllm": True, "vllm_importance_sampling_mode": "sequence_mask"})
+    config, text = migrate(file, trainer="grpo", devices=1)
+    expect(config, algorithm={"loss": "vespo", "importance_correction": "token_mask"})
+    assert "vespo refuses weights of rows there and here" in text
 
 
 def test_dft_of_trl(tmp_path):

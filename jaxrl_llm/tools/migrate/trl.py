@@ -299,7 +299,13 @@ def _grpo(draft: Draft, trainer: str, devices: int) -> int:
         draft.set("algorithm.kl_bias_correction", bool(draft.get("use_bias_correction_kl")), "use_bias_correction_kl")
     keys = ("vllm_importance_sampling_correction", "vllm_importance_sampling_mode")
     if draft.get("use_vllm") and draft.get(keys[0]):
-        draft.set("algorithm.importance_correction", draft.get(keys[1]), *keys)
+        mode = str(draft.get(keys[1]))
+        if kind == "vespo" and mode.startswith("sequence"):
+            draft.check(
+                f"{keys[1]} = {mode}: vespo refuses weights of rows there and here; those of tokens are written"
+            )
+            mode = mode.replace("sequence", "token")
+        draft.set("algorithm.importance_correction", mode, *keys)
         bounds = ("vllm_importance_sampling_cap", "vllm_importance_sampling_clip_max")
         draft.set("algorithm.importance_max", draft.first(*bounds), *bounds)
         low = "vllm_importance_sampling_clip_min"
